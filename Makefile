@@ -1,0 +1,42 @@
+# moeserve. `go build ./cmd/moeserve` and `go test ./...` need nothing but Go;
+# everything here is for those who work on it.
+
+GO      ?= go
+VERSION ?= $(shell git describe --tags --always --dirty 2>/dev/null || echo dev)
+LDFLAGS := -s -w -X main.version=$(VERSION)
+GOLANGCI := github.com/golangci/golangci-lint/v2/cmd/golangci-lint@v2.15.0
+
+.PHONY: build test race lint fmt fuzz score bench memory clean
+
+build:            ## the binary, without cgo
+	CGO_ENABLED=0 $(GO) build -trimpath -ldflags '$(LDFLAGS)' -o moeserve ./cmd/moeserve
+
+test:             ## what the README names
+	$(GO) test ./...
+
+race:
+	$(GO) test -race ./...
+
+lint:
+	$(GO) run $(GOLANGCI) run
+
+fmt:
+	$(GO) run $(GOLANGCI) fmt
+
+FUZZTIME ?= 30s
+fuzz:             ## every fuzz target for FUZZTIME
+	@set -e; for p in $$($(GO) list ./...); do \
+	  for f in $$($(GO) test -list '^Fuzz' $$p | grep '^Fuzz' || true); do \
+	    echo "$$p $$f"; $(GO) test -run '^$$' -fuzz "^$$f$$" -fuzztime $(FUZZTIME) $$p; done; done
+
+score:            ## the built-in model: 1,000 unseen prompts of each task, through the engine
+	MOESERVE_SCORE=1000 $(GO) test -v -count=1 -timeout 60m -run TestBuiltInModelScore ./engine
+
+bench:            ## kernels on the CPU, tokenizer, devices
+	$(GO) test -run '^$$' -bench . ./kernels/cpu ./models/tokenizer ./device/emulated
+
+memory:           ## peak memory of loading a checkpoint of 1.2 GB
+	bash tools/bigcheckpoint/measure.sh
+
+clean:
+	rm -rf moeserve build coverage.out

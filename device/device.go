@@ -1,0 +1,220 @@
+package device
+
+import (
+	"context"
+	"fmt"
+	"time"
+)
+
+// Space names one memory space of a machine: Host, or the HBM of one GPU.
+type Space int
+
+// Host is pinned host memory, which every device can read and write.
+const Host Space = 0
+
+// HBM returns the memory space of GPU i (i from 0, in the machine's order).
+func HBM(i int) Space { return Space(i + 1) }
+
+// GPU returns the index of the GPU whose memory the space is, and false for Host.
+func (s Space) GPU() (int, bool) { return int(s) - 1, s > 0 }
+
+func (s Space) String() string {
+	if i, ok := s.GPU(); ok {
+		return fmt.Sprintf("gpu%d", i)
+	}
+	return "host"
+}
+
+// Addr is an address that every stream of a machine understands (unified
+// addressing: it names the space as well as the place). Zero is no address.
+type Addr uint64
+
+// Range is Bytes bytes from Addr on. It owns nothing.
+type Range struct {
+	Addr  Addr
+	Bytes int64
+}
+
+// Slice returns the n bytes at offset off of r. It panics when they do not lie
+// inside r: that is a programming error.
+func (r Range) Slice(off, n int64) Range {
+	if off < 0 || n < 0 || off+n > r.Bytes {
+		panic(fmt.Sprintf("device: slice [%d, %d) of a range of %d bytes", off, off+n, r.Bytes))
+	}
+	return Range{Addr: r.Addr + Addr(off), Bytes: n}
+}
+
+// End is the first address behind r.
+func (r Range) End() Addr { return r.Addr + Addr(r.Bytes) }
+
+func (r Range) String() string { return fmt.Sprintf("[%#x,+%d)", uint64(r.Addr), r.Bytes) }
+
+// Memory is one allocation. Its owner frees it exactly once.
+type Memory interface {
+	Space() Space
+	Bytes() int64
+	// Range returns the n bytes at offset off; it panics when they lie outside.
+	Range(off, n int64) Range
+	// Read and Write return the n bytes at off for the host to read, or to
+	// overwrite, until the host next enqueues something that touches them. They
+	// panic for memory that the host cannot see (every space but Host) and
+	// outside the allocation. Work on the device that touches the same bytes must
+	// be ordered before, by an event, a fence or Synchronize.
+	Read(off, n int64) []byte
+	Write(off, n int64) []byte
+	// Free gives the memory back. All work that touches it must have ended and be
+	// known by the host to have ended. A second Free is an error.
+	Free() error
+}
+
+// Machine is a host with its devices. All methods may be called from several
+// goroutines; a Stream is used by one goroutine at a time.
+type Machine interface {
+	Topology() *Topology
+	// Alloc returns memory of the space, aligned to 256 bytes, its content
+	// undefined. label names it in accounts and errors. An allocation that does
+	// not fit is an *Error that wraps ErrOutOfMemory and says what was asked and
+	// what is free.
+	Alloc(space Space, bytes int64, label string) (Memory, error)
+	// NewStream makes an in-order stream of a GPU, or, for Host, a host stream:
+	// one that also implements Executor.
+	NewStream(space Space, o StreamOptions) (Stream, error)
+	NewEvent() (Event, error)
+	// NewFence makes a counter at 0.
+	NewFence(label string) (Fence, error)
+	// Usage accounts for a space: bytes allocated here, its capacity, and what
+	// others hold.
+	Usage(space Space) (Usage, error)
+	// Now is the machine's own time since it was opened: wall time, or virtual
+	// time where an implementation has that.
+	Now() time.Duration
+	// Close frees streams, events and fences, and fails with an error that lists
+	// every allocation still alive, which it frees too.
+	Close() error
+}
+
+// StreamOptions describe a stream.
+type StreamOptions struct {
+	// Name stands in traces and errors. Default: "stream".
+	Name string
+	// Priority orders streams of one device where the hardware can: higher runs
+	// first. Default: 0.
+	Priority int
+}
+
+// Stream runs operations in the order given. Its methods return once the
+// operation is enqueued; their errors mean that it was not (bad arguments, a
+// lost device, a closed stream). What fails later puts the stream into error.
+type Stream interface {
+	Name() string
+	Space() Space
+	// Copy copies src to dst, which have the same size and do not overlap. Either
+	// may lie in any space.
+	Copy(dst, src Range) error
+	// Record marks ev with everything enqueued so far. An event may be recorded
+	// again once nobody waits for its earlier recording.
+	Record(ev Event) error
+	// Wait holds back what is enqueued later until ev's latest recording has
+	// passed. ErrNotRecorded if ev was never recorded.
+	Wait(ev Event) error
+	// Raise sets f to value (which must be higher than its last, modulo 2^32)
+	// once everything enqueued so far has ended.
+	Raise(f Fence, value uint32) error
+	// Await holds back what is enqueued later until f is at least value. It may
+	// come before the Raise.
+	Await(f Fence, value uint32) error
+	// Synchronize waits until everything enqueued so far has ended, or ctx is
+	// done. It returns the error the stream is in.
+	Synchronize(ctx context.Context) error
+	// Recover waits as Synchronize does, clears the stream's error and returns
+	// it: nil where there was none. A lost device cannot be recovered from: its
+	// error comes back at every call.
+	Recover(ctx context.Context) error
+	// Close waits for what is enqueued and releases the stream.
+	Close() error
+}
+
+// Executor is a stream that runs Go work in order with its copies, events and
+// fences: host streams everywhere, and the streams of emulated devices.
+type Executor interface {
+	Stream
+	Execute(w Work) error
+}
+
+// Work is one operation that runs as Go code on an Executor.
+type Work struct {
+	// Name stands in traces and errors.
+	Name string
+	// Reads and Writes are the memory the operation touches, as far as the caller
+	// knows when enqueueing. The slices may be used again once Execute returned.
+	Reads, Writes []Range
+	// Flops and Bytes (moved to or from memory) cost what they cost on the
+	// emulated devices' compute model.
+	Flops, Bytes int64
+	// Run does it. It may touch the memory declared and what it declares through
+	// the Access before it touches it. An error puts the stream into error. Nil
+	// only costs time. Run may enqueue on other streams but must not wait for its
+	// own. It is not called where the machine keeps no data.
+	Run func(Access) error
+	// Host says that Run acts on the host (submits copies, answers a channel) and
+	// so runs even where the machine keeps no data.
+	Host bool
+}
+
+// Access declares, while Work runs, the memory that only the data says will be
+// touched (through a slot table, a block table, counts).
+type Access interface {
+	Read(Range)
+	Write(Range)
+}
+
+// Event marks a point of a stream.
+type Event interface {
+	// Synchronize waits until the latest recording has passed, or ctx is done. It
+	// returns the error of the stream it was recorded on, if that was in error
+	// then, and ErrNotRecorded if there is no recording.
+	Synchronize(ctx context.Context) error
+	// Query says whether the latest recording has passed.
+	Query() (bool, error)
+	// Time is when the latest recording passed, on the machine's clock; valid once
+	// Query is true.
+	Time() (time.Duration, error)
+	// Close releases the event; nobody may be waiting for it.
+	Close() error
+}
+
+// Fence is a 32-bit counter that host and streams raise and await in any order.
+// Comparison is modulo 2^32: v counts as reached while current - v, as int32, is
+// not negative.
+type Fence interface {
+	// Raise sets the counter from the host.
+	Raise(value uint32) error
+	// Fail sets the counter to value and hands err to whoever awaits value or
+	// less from then on, as far as the device can: the host always gets it;
+	// streams go into error on emulated devices and run on over undefined data on
+	// CUDA. So whoever raises by Fail must also tell the owner of the step.
+	Fail(value uint32, err error) error
+	// Await waits on the host until the counter is at least value, or ctx is done.
+	Await(ctx context.Context, value uint32) error
+	// Value is the counter now.
+	Value() uint32
+	// Close releases the fence; nobody may be waiting for it.
+	Close() error
+}
+
+// Usage is the account of one memory space, in bytes.
+type Usage struct {
+	// Capacity is what the space has in all.
+	Capacity int64
+	// Allocated is what this machine's Memory objects hold, rounded as the device
+	// rounds.
+	Allocated int64
+	// Other is what is taken by others: other processes, contexts, libraries,
+	// other tenants.
+	Other int64
+	// Peak is the largest Allocated so far.
+	Peak int64
+}
+
+// Free is what could still be allocated.
+func (u Usage) Free() int64 { return u.Capacity - u.Allocated - u.Other }

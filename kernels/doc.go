@@ -1,0 +1,33 @@
+// Package kernels says what a backend computes: the operations of an MoE
+// transformer as plain argument structs, their shapes, what each reads, writes
+// and costs, and the layout of an expert's weights.
+//
+// Two backends carry them out, behind one conformance suite (package
+// kernelstest): kernels/cpu, on the Executor streams of emulated devices, and
+// kernels/cuda.
+//
+// # How an operation runs
+//
+// A caller fills an argument struct and gives its address to Backend.Enqueue,
+// which checks it and returns at once; the operation runs in stream order. The
+// struct may be changed and used again right away. An error of Enqueue means bad
+// arguments, and nothing was enqueued.
+//
+//	rms := kernels.Norm{Kind: kernels.RMS, X: x, Weight: w, Eps: 1e-5, Out: y}
+//	if err := backend.Enqueue(stream, &rms); err != nil { … }
+//
+// # Invariants
+//
+//   - Arguments are tensors (an address with a shape, owning nothing) and scalars
+//     known to the host, never Go slices. Per-row data (ids, positions, block
+//     tables, sampling parameters) are device tensors.
+//   - Counts known only on the device (rows per expert) stay there.
+//   - Operations allocate nothing on the device.
+//   - Activations and KV have the backend's dtype (CPU: float32, CUDA: 16 bit);
+//     weights have 16 bit or float32; every sum is taken in float32, in an order
+//     fixed by the shapes of weights and the length of the sequence, never by the
+//     number of rows, by threads, or by arrival. Router, softmax and norms are
+//     float32.
+//   - No operation depends on where an expert lies: expert products read
+//     addresses from a slot table in device memory.
+package kernels
