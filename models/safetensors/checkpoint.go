@@ -1,0 +1,345 @@
+package safetensors
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"iter"
+	"maps"
+	"os"
+	"path/filepath"
+	"slices"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+// Checkpoint is an open checkpoint: the mappings of its shards, and the tensors
+// in them. Any number of goroutines may use it at once, except that Close must
+// come after all other use of it and of its tensors.
+type Checkpoint struct {
+	dir    string
+	shards []*shard
+	names  []string          // file order: shard, then offset
+	byName map[string]Tensor // views into the shards' mappings
+	bytes  int64
+}
+
+// shard is one mapped file, or one that lies in the caller's memory (file and
+// mapping are nil then). It owns mapping and file until close.
+type shard struct {
+	path     string
+	file     *os.File
+	mapping  []byte
+	size     int64
+	modified time.Time
+	entries  []entry
+	metadata map[string]string
+}
+
+// Open maps the checkpoint in directory dir and checks all of it that can be
+// checked without reading the weights. As in the reference implementation, a
+// model.safetensors is preferred to an index.
+//
+// Errors are of type *[FileError] and wrap [ErrNotFound], [ErrDamaged], or the
+// operating system's error.
+func Open(dir string) (*Checkpoint, error) {
+	single := filepath.Join(dir, SingleFile)
+	switch _, err := os.Stat(single); {
+	case err == nil:
+		c := &Checkpoint{dir: dir}
+		return c.open(single)
+	case !errors.Is(err, fs.ErrNotExist):
+		return nil, ioError(single, err)
+	}
+
+	indexPath := filepath.Join(dir, IndexFile)
+	text, err := readCapped(indexPath)
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil, notFound(dir)
+	}
+	if err != nil {
+		return nil, err
+	}
+	weights, err := parseIndex(indexPath, text)
+	if err != nil {
+		return nil, err
+	}
+	var paths []string
+	for _, name := range slices.Compact(slices.Sorted(maps.Values(weights))) {
+		paths = append(paths, filepath.Join(dir, name))
+	}
+	for _, path := range paths {
+		if _, err := os.Stat(path); errors.Is(err, fs.ErrNotExist) {
+			return nil, &FileError{
+				File: path, Reason: "the index " + IndexFile + " names this shard, but it is not there",
+				Advice: "the download is incomplete; download the missing file", Err: ErrDamaged,
+			}
+		}
+	}
+	c := &Checkpoint{dir: dir}
+	if _, err := c.open(paths...); err != nil {
+		return nil, err
+	}
+	if err := c.checkIndex(weights); err != nil {
+		return nil, errors.Join(err, c.Close())
+	}
+	return c, nil
+}
+
+// OpenFile maps one safetensors file, whatever its name, as a checkpoint of its
+// own. Errors are those of Open.
+func OpenFile(path string) (*Checkpoint, error) {
+	c := &Checkpoint{dir: filepath.Dir(path)}
+	return c.open(path)
+}
+
+// open maps the files in the order given; on an error nothing stays mapped.
+func (c *Checkpoint) open(paths ...string) (*Checkpoint, error) {
+	c.byName = map[string]Tensor{}
+	for _, path := range paths {
+		s, err := openShard(path)
+		if err != nil {
+			return nil, errors.Join(err, c.Close())
+		}
+		if err := c.add(s, s.mapping); err != nil {
+			return nil, errors.Join(err, c.Close())
+		}
+	}
+	return c, nil
+}
+
+// add takes over s, whose bytes are data.
+func (c *Checkpoint) add(s *shard, data []byte) error {
+	c.shards = append(c.shards, s)
+	for _, e := range s.entries {
+		if other, dup := c.byName[e.name]; dup {
+			return damaged(s.path, e.name, "is also in %s", filepath.Base(other.File))
+		}
+		c.names = append(c.names, e.name)
+		c.byName[e.name] = Tensor{
+			Name: e.name, DType: e.dtype, Shape: e.shape, File: s.path,
+			Data: data[e.begin:e.end:e.end], shard: s,
+		}
+		c.bytes += e.end - e.begin
+	}
+	return nil
+}
+
+// Parse checks a safetensors file that lies in memory, as a checkpoint of its own.
+// name stands for the file in errors. data is not copied and must not change.
+// Errors are those of [Open].
+func Parse(name string, data []byte) (*Checkpoint, error) {
+	s := &shard{path: name, size: int64(len(data))}
+	var err error
+	if s.entries, s.metadata, err = readHeader(name, bytes.NewReader(data), s.size); err != nil {
+		return nil, err
+	}
+	c := &Checkpoint{byName: map[string]Tensor{}}
+	return c, c.add(s, data)
+}
+
+func (c *Checkpoint) checkIndex(weights map[string]string) error {
+	for _, name := range slices.Sorted(maps.Keys(weights)) {
+		t, ok := c.byName[name]
+		path := filepath.Join(c.dir, weights[name])
+		if !ok {
+			return damaged(path, name, "the index says that it is in this file, but it is not")
+		}
+		if t.File != path {
+			return damaged(path, name, "the index says that it is in this file, but it is in %s",
+				filepath.Base(t.File))
+		}
+	}
+	for _, name := range c.names {
+		if _, ok := weights[name]; !ok {
+			return damaged(c.byName[name].File, name, "the index does not name it")
+		}
+	}
+	return nil
+}
+
+// notFound says what a directory holds instead of a safetensors checkpoint.
+func notFound(dir string) error {
+	e := &FileError{File: dir, Err: ErrNotFound}
+	entries, err := os.ReadDir(dir)
+	if err != nil {
+		return ioError(dir, err)
+	}
+	e.Reason = "the directory has neither " + SingleFile + " nor " + IndexFile
+	e.Advice = "give the directory of a complete Hugging Face checkpoint"
+	for _, f := range entries {
+		switch ext := filepath.Ext(f.Name()); ext {
+		case ".bin", ".pt", ".pth", ".gguf":
+			e.Reason += ", only " + f.Name()
+			e.Advice = fmt.Sprintf("%s files are not read; download the safetensors form of the model", ext)
+			return e
+		case ".safetensors":
+			e.Reason += ", though it has " + f.Name()
+			e.Advice = "download " + IndexFile + " as well"
+			return e
+		}
+	}
+	return e
+}
+
+// readCapped reads a JSON file of at most MaxHeaderBytes.
+func readCapped(path string) (text []byte, err error) {
+	f, err := os.Open(path)
+	if err != nil {
+		return nil, ioError(path, err)
+	}
+	defer func() { err = errors.Join(err, f.Close()) }()
+	text, err = io.ReadAll(io.LimitReader(f, MaxHeaderBytes+1))
+	if err != nil {
+		return nil, ioError(path, err)
+	}
+	if len(text) > MaxHeaderBytes {
+		return nil, damaged(path, "", "index is over the limit of %d bytes", int64(MaxHeaderBytes))
+	}
+	return text, nil
+}
+
+// openShard opens, checks and maps one file. The header is read with pread, so
+// that a file truncated meanwhile is an error and no fault.
+func openShard(path string) (_ *shard, err error) {
+	f, err := os.Open(path)
+	if err != nil {
+		return nil, ioError(path, err)
+	}
+	defer func() {
+		if err != nil {
+			err = errors.Join(err, f.Close())
+		}
+	}()
+	st, err := f.Stat()
+	if err != nil {
+		return nil, ioError(path, err)
+	}
+	if !st.Mode().IsRegular() {
+		return nil, damaged(path, "", "not a regular file")
+	}
+	s := &shard{path: path, file: f, size: st.Size(), modified: st.ModTime()}
+	if s.entries, s.metadata, err = readHeader(path, f, s.size); err != nil {
+		return nil, err
+	}
+	s.mapping, err = unix.Mmap(int(f.Fd()), 0, int(s.size), unix.PROT_READ, unix.MAP_SHARED)
+	if err != nil {
+		return nil, ioError(path, fmt.Errorf("mmap %d bytes: %w", s.size, err))
+	}
+	// Advice only: a kernel that refuses it reads all the same.
+	_ = unix.Madvise(s.mapping, unix.MADV_SEQUENTIAL)
+	return s, nil
+}
+
+// Close unmaps all shards. No tensor's Data may be touched afterwards. A second
+// Close does nothing.
+func (c *Checkpoint) Close() error {
+	var errs []error
+	for _, s := range c.shards {
+		if s.file == nil {
+			continue
+		}
+		mapping := s.mapping
+		s.mapping = nil
+		if err := unix.Munmap(mapping); err != nil {
+			errs = append(errs, ioError(s.path, err))
+		}
+		if err := s.file.Close(); err != nil {
+			errs = append(errs, ioError(s.path, err))
+		}
+	}
+	c.shards, c.names, c.byName = nil, nil, nil
+	return errors.Join(errs...)
+}
+
+// Dir returns the directory that was opened; empty for Parse.
+func (c *Checkpoint) Dir() string { return c.dir }
+
+// Len returns the number of tensors.
+func (c *Checkpoint) Len() int { return len(c.names) }
+
+// Bytes returns the size of all tensors together, in bytes.
+func (c *Checkpoint) Bytes() int64 { return c.bytes }
+
+// Names returns all tensors in the order in which they lie in the files: by
+// shard name, then by offset. The slice is the caller's.
+func (c *Checkpoint) Names() []string { return slices.Clone(c.names) }
+
+// Files returns the paths of the shards in the order of Names.
+func (c *Checkpoint) Files() []string {
+	files := make([]string, len(c.shards))
+	for i, s := range c.shards {
+		files[i] = s.path
+	}
+	return files
+}
+
+// Metadata returns the __metadata__ of the file that is number i in Files; nil
+// where it has none. The map must not be changed.
+func (c *Checkpoint) Metadata(i int) map[string]string { return c.shards[i].metadata }
+
+// Tensor returns the tensor called name.
+func (c *Checkpoint) Tensor(name string) (Tensor, bool) {
+	t, ok := c.byName[name]
+	return t, ok
+}
+
+// Diff compares the checkpoint with the names that a model needs. missing is in
+// want's order, unexpected in file order; a name that want gives twice counts
+// once.
+func (c *Checkpoint) Diff(want iter.Seq[string]) (missing, unexpected []string) {
+	wanted := map[string]bool{}
+	for name := range want {
+		if wanted[name] {
+			continue
+		}
+		wanted[name] = true
+		if _, ok := c.byName[name]; !ok {
+			missing = append(missing, name)
+		}
+	}
+	for _, name := range c.names {
+		if !wanted[name] {
+			unexpected = append(unexpected, name)
+		}
+	}
+	return missing, unexpected
+}
+
+// Verify reports whether a file was changed in place since Open: its size or
+// time of modification differs. The error wraps [ErrChanged].
+func (c *Checkpoint) Verify() error {
+	for _, s := range c.shards {
+		if err := s.verify(); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func (s *shard) verify() error {
+	if s.file == nil {
+		return nil
+	}
+	st, err := s.file.Stat()
+	if err != nil {
+		return ioError(s.path, err)
+	}
+	if st.Size() != s.size {
+		return s.changed("", fmt.Sprintf("its size changed from %d to %d bytes after it was opened", s.size, st.Size()))
+	}
+	if !st.ModTime().Equal(s.modified) {
+		return s.changed("", "it was written to after it was opened")
+	}
+	return nil
+}
+
+func (s *shard) changed(tensor, reason string) error {
+	return &FileError{
+		File: s.path, Tensor: tensor, Reason: reason, Err: ErrChanged,
+		Advice: "load again when nothing writes to the file any more",
+	}
+}

@@ -1,0 +1,102 @@
+package safetensors
+
+// DType is the type of a tensor's elements. The zero value is not a type.
+type DType uint8
+
+// The types that the safetensors format defines. Only BF16, F16 and F32 are
+// usable as weights here; the others are read so that an unexpected one can be
+// named, and copied.
+const (
+	Bool DType = iota + 1
+	F4
+	F6E2M3
+	F6E3M2
+	U8
+	I8
+	F8E5M2
+	F8E4M3
+	F8E8M0
+	F8E4M3FNUZ
+	F8E5M2FNUZ
+	I16
+	U16
+	F16
+	BF16
+	I32
+	U32
+	F32
+	C64
+	F64
+	I64
+	U64
+)
+
+// dtypes holds, per DType, the name in a header and the size of one element in
+// bits. Its order is the format's own order of growing alignment.
+var dtypes = [...]struct {
+	name string
+	bits int
+}{
+	Bool:       {"BOOL", 8},
+	F4:         {"F4", 4},
+	F6E2M3:     {"F6_E2M3", 6},
+	F6E3M2:     {"F6_E3M2", 6},
+	U8:         {"U8", 8},
+	I8:         {"I8", 8},
+	F8E5M2:     {"F8_E5M2", 8},
+	F8E4M3:     {"F8_E4M3", 8},
+	F8E8M0:     {"F8_E8M0", 8},
+	F8E4M3FNUZ: {"F8_E4M3FNUZ", 8},
+	F8E5M2FNUZ: {"F8_E5M2FNUZ", 8},
+	I16:        {"I16", 16},
+	U16:        {"U16", 16},
+	F16:        {"F16", 16},
+	BF16:       {"BF16", 16},
+	I32:        {"I32", 32},
+	U32:        {"U32", 32},
+	F32:        {"F32", 32},
+	C64:        {"C64", 64},
+	F64:        {"F64", 64},
+	I64:        {"I64", 64},
+	U64:        {"U64", 64},
+}
+
+var dtypeByName = func() map[string]DType {
+	m := make(map[string]DType, len(dtypes))
+	for d := Bool; d.valid(); d++ {
+		m[dtypes[d].name] = d
+	}
+	return m
+}()
+
+// ParseDType returns the type that a header calls name, such as "BF16" or
+// "F8_E4M3".
+func ParseDType(name string) (DType, bool) {
+	d, ok := dtypeByName[name]
+	return d, ok
+}
+
+func (d DType) valid() bool { return d >= Bool && int(d) < len(dtypes) }
+
+// String returns the name that headers use, such as "BF16".
+func (d DType) String() string {
+	if !d.valid() {
+		return "invalid"
+	}
+	return dtypes[d].name
+}
+
+// Bits returns the size of one element in bits: 4 and 6 occur besides whole
+// bytes. It is 0 for an invalid type.
+func (d DType) Bits() int {
+	if !d.valid() {
+		return 0
+	}
+	return dtypes[d].bits
+}
+
+// Usable reports whether weights may have this type: BF16, F16 or F32.
+func (d DType) Usable() bool { return d == BF16 || d == F16 || d == F32 }
+
+// align returns the alignment in bytes that reading an element needs.
+func (d DType) align() int { return max(1, d.Bits()/8) }

@@ -1,0 +1,372 @@
+package safetensors
+
+import (
+	"bytes"
+	"cmp"
+	"encoding/binary"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"math"
+	"math/bits"
+	"slices"
+	"strconv"
+	"strings"
+	"unicode/utf8"
+)
+
+// MaxHeaderBytes is the longest header that is read, in bytes. The reference
+// implementation has the same cap.
+const MaxHeaderBytes = 100_000_000
+
+// prefixBytes is the length of the field that holds the header's length, a
+// little-endian uint64.
+const prefixBytes = 8
+
+const metadataKey = "__metadata__"
+
+// entry is one tensor of a header. Offsets are in bytes from the file's start.
+type entry struct {
+	name       string
+	dtype      DType
+	shape      []int
+	begin, end int64
+}
+
+// readHeader reads and checks the header of a file of size bytes. Entries come
+// back in the order of their data; those that are empty and lie at one offset
+// are ordered by name.
+func readHeader(file string, r io.ReaderAt, size int64) ([]entry, map[string]string, error) {
+	if size < prefixBytes {
+		return nil, nil, damaged(file, "", "%d bytes are too few for a safetensors file", size)
+	}
+	var prefix [prefixBytes]byte
+	if _, err := r.ReadAt(prefix[:], 0); err != nil {
+		return nil, nil, ioError(file, err)
+	}
+	if string(prefix[:]) == "version " {
+		return nil, nil, &FileError{
+			File: file, Err: ErrDamaged,
+			Reason: "this is a Git LFS pointer, not the weights",
+			Advice: "fetch the file itself with \"git lfs pull\", or download it again",
+		}
+	}
+	n := binary.LittleEndian.Uint64(prefix[:])
+	switch {
+	case n > MaxHeaderBytes:
+		return nil, nil, damaged(file, "", "header of %d bytes is over the limit of %d bytes", n, int64(MaxHeaderBytes))
+	case int64(n) > size-prefixBytes:
+		return nil, nil, damaged(file, "", "header of %d bytes is longer than the file of %d bytes", n, size)
+	case n < 2:
+		return nil, nil, damaged(file, "", "header of %d bytes is too short for a JSON object", n)
+	}
+	text := make([]byte, n)
+	if _, err := r.ReadAt(text, prefixBytes); err != nil {
+		return nil, nil, ioError(file, err)
+	}
+	p := headerParser{file: file}
+	if err := p.parse(text); err != nil {
+		return nil, nil, err
+	}
+	if err := p.place(prefixBytes+int64(n), size); err != nil {
+		return nil, nil, err
+	}
+	return p.entries, p.metadata, nil
+}
+
+// headerParser turns a header's JSON into entries. It walks tokens instead of
+// decoding into maps, since maps hide repeated keys.
+type headerParser struct {
+	file     string
+	dec      *json.Decoder
+	entries  []entry
+	metadata map[string]string
+}
+
+func (p *headerParser) parse(text []byte) error {
+	if !utf8.Valid(text) {
+		return damaged(p.file, "", "header is not valid UTF-8")
+	}
+	if text[0] != '{' {
+		return damaged(p.file, "", "header does not begin with '{'")
+	}
+	p.dec = newDecoder(text)
+	seen := map[string]bool{}
+	err := object(p.dec, func(name string) error {
+		if seen[name] {
+			return damaged(p.file, name, "occurs twice in the header")
+		}
+		seen[name] = true
+		if name == metadataKey {
+			return p.parseMetadata()
+		}
+		return p.parseTensor(name)
+	})
+	if err != nil {
+		return p.wrap("", err)
+	}
+	if rest := bytes.TrimLeft(text[p.dec.InputOffset():], " \t\r\n"); len(rest) > 0 {
+		return damaged(p.file, "", "header has %d bytes after its JSON object", len(rest))
+	}
+	return nil
+}
+
+func (p *headerParser) parseMetadata() error {
+	p.metadata = map[string]string{}
+	return object(p.dec, func(key string) error {
+		tok, err := p.dec.Token()
+		if err != nil {
+			return p.wrap(metadataKey, err)
+		}
+		value, ok := tok.(string)
+		if !ok {
+			return damaged(p.file, "", "%s: %q is not a string", metadataKey, key)
+		}
+		if _, dup := p.metadata[key]; dup {
+			return damaged(p.file, "", "%s: %q occurs twice", metadataKey, key)
+		}
+		p.metadata[key] = value
+		return nil
+	})
+}
+
+// parseTensor reads {"dtype": ..., "shape": [...], "data_offsets": [b, e]}. The
+// offsets stay relative to the data section until place.
+func (p *headerParser) parseTensor(name string) error {
+	e := entry{name: name}
+	var have struct{ dtype, shape, offsets bool }
+	err := object(p.dec, func(key string) error {
+		var field *bool
+		switch key {
+		case "dtype":
+			field = &have.dtype
+		case "shape":
+			field = &have.shape
+		case "data_offsets":
+			field = &have.offsets
+		default:
+			return damaged(p.file, name, "unknown field %q", key)
+		}
+		if *field {
+			return damaged(p.file, name, "field %q occurs twice", key)
+		}
+		*field = true
+		switch key {
+		case "dtype":
+			tok, err := p.dec.Token()
+			if err != nil {
+				return err
+			}
+			s, ok := tok.(string)
+			if !ok {
+				return damaged(p.file, name, "dtype is not a string")
+			}
+			if e.dtype, ok = ParseDType(s); !ok {
+				return damaged(p.file, name, "unknown dtype %q", s)
+			}
+		case "shape":
+			dims, err := p.numbers(name, key)
+			if err != nil {
+				return err
+			}
+			e.shape = make([]int, len(dims))
+			for i, d := range dims {
+				e.shape[i] = int(d)
+			}
+		case "data_offsets":
+			off, err := p.numbers(name, key)
+			if err != nil {
+				return err
+			}
+			if len(off) != 2 {
+				return damaged(p.file, name, "data_offsets has %d numbers instead of 2", len(off))
+			}
+			e.begin, e.end = off[0], off[1]
+		}
+		return nil
+	})
+	if err != nil {
+		return p.wrap(name, err)
+	}
+	for _, f := range []struct {
+		name string
+		have bool
+	}{{"dtype", have.dtype}, {"shape", have.shape}, {"data_offsets", have.offsets}} {
+		if !f.have {
+			return damaged(p.file, name, "field %q is missing", f.name)
+		}
+	}
+	p.entries = append(p.entries, e)
+	return nil
+}
+
+// numbers reads an array of non-negative integers that fit an int.
+func (p *headerParser) numbers(tensor, field string) ([]int64, error) {
+	tok, err := p.dec.Token()
+	if err != nil {
+		return nil, err
+	}
+	if tok != json.Delim('[') {
+		return nil, damaged(p.file, tensor, "%s is not an array", field)
+	}
+	var out []int64
+	for p.dec.More() {
+		tok, err := p.dec.Token()
+		if err != nil {
+			return nil, err
+		}
+		num, ok := tok.(json.Number)
+		if !ok {
+			return nil, damaged(p.file, tensor, "%s holds something that is not a number", field)
+		}
+		v, err := strconv.ParseUint(num.String(), 10, 64)
+		if err != nil || v > math.MaxInt {
+			return nil, damaged(p.file, tensor, "%s: %s is not a size", field, num)
+		}
+		out = append(out, int64(v))
+	}
+	_, err = p.dec.Token()
+	return out, err
+}
+
+// wrap gives a JSON error its file and tensor; an error that has them stays.
+func (p *headerParser) wrap(tensor string, err error) error {
+	var fe *FileError
+	if errors.As(err, &fe) {
+		return err
+	}
+	if errors.Is(err, io.EOF) {
+		err = io.ErrUnexpectedEOF
+	}
+	return damaged(p.file, tensor, "header is not valid JSON: %s", err)
+}
+
+// place checks the entries against the file, sorts them by their data, and
+// makes their offsets absolute. dataStart is where the data section begins.
+func (p *headerParser) place(dataStart, size int64) error {
+	slices.SortFunc(p.entries, func(a, b entry) int {
+		return cmp.Or(
+			cmp.Compare(a.begin, b.begin),
+			cmp.Compare(a.end, b.end),
+			strings.Compare(a.name, b.name),
+		)
+	})
+	data := size - dataStart
+	var at int64
+	for i := range p.entries {
+		e := &p.entries[i]
+		if e.begin > e.end {
+			return damaged(p.file, e.name, "data_offsets [%d, %d] run backwards", e.begin, e.end)
+		}
+		if e.end > data {
+			return damaged(p.file, e.name, "data_offsets [%d, %d] reach past the file's %d bytes of data",
+				e.begin, e.end, data)
+		}
+		want, err := byteSize(e.dtype, e.shape)
+		if err != nil {
+			return damaged(p.file, e.name, "%s", err)
+		}
+		if have := e.end - e.begin; have != want {
+			return damaged(p.file, e.name, "data_offsets [%d, %d] hold %d bytes, but %s %v needs %d",
+				e.begin, e.end, have, e.dtype, e.shape, want)
+		}
+		switch {
+		case e.begin < at:
+			return damaged(p.file, e.name, "data_offsets [%d, %d] overlap tensor %q",
+				e.begin, e.end, p.entries[i-1].name)
+		case e.begin > at:
+			return damaged(p.file, e.name, "%d bytes before its data belong to no tensor", e.begin-at)
+		}
+		at = e.end
+	}
+	if at != data {
+		return damaged(p.file, "", "%d bytes at the end belong to no tensor", data-at)
+	}
+	for i := range p.entries {
+		p.entries[i].begin += dataStart
+		p.entries[i].end += dataStart
+	}
+	return nil
+}
+
+// byteSize returns the bytes of a tensor, or an error where they do not fit an
+// int or are not a whole number.
+func byteSize(d DType, shape []int) (int64, error) {
+	n := uint64(1)
+	for _, dim := range shape {
+		if dim < 0 {
+			return 0, fmt.Errorf("shape %v has a negative dimension", shape)
+		}
+		if dim == 0 {
+			return 0, nil
+		}
+	}
+	for _, dim := range shape {
+		hi, lo := bits.Mul64(n, uint64(dim))
+		if hi != 0 {
+			return 0, fmt.Errorf("shape %v is too large", shape)
+		}
+		n = lo
+	}
+	hi, lo := bits.Mul64(n, uint64(d.Bits()))
+	if hi != 0 || lo/8 > math.MaxInt {
+		return 0, fmt.Errorf("shape %v of %s is too large", shape, d)
+	}
+	if lo%8 != 0 {
+		return 0, fmt.Errorf("shape %v of %s is not a whole number of bytes", shape, d)
+	}
+	return int64(lo / 8), nil
+}
+
+func newDecoder(text []byte) *json.Decoder {
+	dec := json.NewDecoder(bytes.NewReader(text))
+	dec.UseNumber()
+	return dec
+}
+
+// object reads one JSON object and calls value for each key, which must consume
+// the key's value.
+func object(dec *json.Decoder, value func(key string) error) error {
+	tok, err := dec.Token()
+	if err != nil {
+		return err
+	}
+	if tok != json.Delim('{') {
+		return errors.New("an object is expected")
+	}
+	for dec.More() {
+		tok, err := dec.Token()
+		if err != nil {
+			return err
+		}
+		key, ok := tok.(string)
+		if !ok {
+			return errors.New("an object's key is not a string")
+		}
+		if err := value(key); err != nil {
+			return err
+		}
+	}
+	_, err = dec.Token()
+	return err
+}
+
+// skipValue reads one JSON value of any kind.
+func skipValue(dec *json.Decoder) error {
+	for depth := 0; ; {
+		tok, err := dec.Token()
+		if err != nil {
+			return err
+		}
+		switch tok {
+		case json.Delim('{'), json.Delim('['):
+			depth++
+		case json.Delim('}'), json.Delim(']'):
+			depth--
+		}
+		if depth == 0 {
+			return nil
+		}
+	}
+}

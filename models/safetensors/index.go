@@ -1,0 +1,91 @@
+package safetensors
+
+import (
+	"bytes"
+	"encoding/json"
+	"errors"
+	"io"
+	"path/filepath"
+	"unicode/utf8"
+)
+
+// Names of the files that make a checkpoint.
+const (
+	SingleFile = "model.safetensors"
+	IndexFile  = "model.safetensors.index.json"
+)
+
+// parseIndex reads an index and returns which file each tensor is in. The
+// metadata beside it is skipped: its sizes are informative, and wrong in some
+// published checkpoints.
+func parseIndex(file string, text []byte) (map[string]string, error) {
+	if !utf8.Valid(text) {
+		return nil, damaged(file, "", "index is not valid UTF-8")
+	}
+	dec := newDecoder(text)
+	var weights map[string]string
+	seen := map[string]bool{}
+	err := object(dec, func(key string) error {
+		if seen[key] {
+			return damaged(file, "", "%q occurs twice in the index", key)
+		}
+		seen[key] = true
+		if key != "weight_map" {
+			return skipValue(dec)
+		}
+		weights = map[string]string{}
+		return object(dec, func(name string) error {
+			tok, err := dec.Token()
+			if err != nil {
+				return err
+			}
+			shard, ok := tok.(string)
+			if !ok {
+				return damaged(file, name, "its file in the index is not a string")
+			}
+			// A name with a path could reach outside the checkpoint.
+			if shard == "" || shard == "." || shard == ".." || filepath.Base(shard) != shard {
+				return damaged(file, name, "%q is not a file name", shard)
+			}
+			if _, dup := weights[name]; dup {
+				return damaged(file, name, "occurs twice in the index")
+			}
+			weights[name] = shard
+			return nil
+		})
+	})
+	if err == nil {
+		if rest := bytes.TrimLeft(text[dec.InputOffset():], " \t\r\n"); len(rest) > 0 {
+			err = errors.New("something follows the object")
+		}
+	}
+	if err != nil {
+		var fe *FileError
+		if errors.As(err, &fe) {
+			return nil, err
+		}
+		if errors.Is(err, io.EOF) {
+			err = io.ErrUnexpectedEOF
+		}
+		return nil, damaged(file, "", "index is not valid JSON: %s", err)
+	}
+	if len(weights) == 0 {
+		return nil, damaged(file, "", "index has no weight_map, or an empty one")
+	}
+	return weights, nil
+}
+
+// index is what WriteIndex writes; encoding/json sorts a map's keys.
+type index struct {
+	Metadata struct {
+		TotalSize int64 `json:"total_size"` // bytes
+	} `json:"metadata"`
+	WeightMap map[string]string `json:"weight_map"`
+}
+
+func marshalIndex(weights map[string]string, totalBytes int64) ([]byte, error) {
+	ix := index{WeightMap: weights}
+	ix.Metadata.TotalSize = totalBytes
+	text, err := json.MarshalIndent(ix, "", "  ")
+	return append(text, '\n'), err
+}
