@@ -38,7 +38,7 @@ type Range struct {
 // Slice returns the n bytes at offset off of r. It panics when they do not lie
 // inside r: that is a programming error.
 func (r Range) Slice(off, n int64) Range {
-	if off < 0 || n < 0 || off+n > r.Bytes {
+	if off < 0 || n < 0 || off > r.Bytes-n {
 		panic(fmt.Sprintf("device: slice [%d, %d) of a range of %d bytes", off, off+n, r.Bytes))
 	}
 	return Range{Addr: r.Addr + Addr(off), Bytes: n}

@@ -1,0 +1,99 @@
+package device_test
+
+import (
+	"errors"
+	"fmt"
+	"io"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+
+	"github.com/moeserve/moeserve/device"
+)
+
+func TestSpace(t *testing.T) {
+	for i, want := range []string{"host", "gpu0", "gpu1"} {
+		s := device.Space(i)
+		if got := s.String(); got != want {
+			t.Errorf("space %d is %q, want %q", i, got, want)
+		}
+		gpu, ok := s.GPU()
+		if ok != (i > 0) || ok && device.HBM(gpu) != s {
+			t.Errorf("space %q: GPU %d, %v", s, gpu, ok)
+		}
+	}
+}
+
+func TestRange(t *testing.T) {
+	r := device.Range{Addr: 4096, Bytes: 100}
+	if got, want := r.Slice(10, 20), (device.Range{Addr: 4106, Bytes: 20}); got != want {
+		t.Errorf("slice %v, want %v", got, want)
+	}
+	if got := r.Slice(100, 0); got.Addr != r.End() || got.Bytes != 0 {
+		t.Errorf("the empty slice at the end is %v", got)
+	}
+	if got := r.String(); got != "[0x1000,+100)" {
+		t.Errorf("it prints as %q", got)
+	}
+	for _, c := range []struct{ off, n int64 }{{-1, 1}, {0, -1}, {0, 101}, {100, 1}, {1<<63 - 1, 1}, {1, 1<<63 - 1}} {
+		t.Run(fmt.Sprint(c), func(t *testing.T) {
+			defer func() {
+				if recover() == nil {
+					t.Errorf("[%d, +%d) of 100 bytes does not panic", c.off, c.n)
+				}
+			}()
+			r.Slice(c.off, c.n)
+		})
+	}
+}
+
+func TestError(t *testing.T) {
+	for want, e := range map[string]*device.Error{
+		"device: copy on gpu1: copy failed":                                  {Op: "copy", Space: device.HBM(1), Err: device.ErrCopyFailed},
+		"device: alloc on host: 5 bytes asked: out of memory":                {Op: "alloc", Detail: "5 bytes asked", Err: device.ErrOutOfMemory},
+		"device: launch on gpu0: gemm: CUDA_ERROR_ILLEGAL_ADDRESS (700)":     {Op: "launch", Space: device.HBM(0), Code: 700, Name: "CUDA_ERROR_ILLEGAL_ADDRESS", Detail: "gemm"},
+		"device: launch on gpu0: CUDA_ERROR_DEVICE_UNAVAILABLE (46): closed": {Op: "launch", Space: device.HBM(0), Code: 46, Name: "CUDA_ERROR_DEVICE_UNAVAILABLE", Err: device.ErrClosed},
+	} {
+		if got := e.Error(); got != want {
+			t.Errorf("got %q, want %q", got, want)
+		}
+	}
+	err := fmt.Errorf("experts: %w", &device.Error{Op: "copy", Err: fmt.Errorf("%w: %w", device.ErrLost, io.EOF)})
+	var e *device.Error
+	if !errors.Is(err, device.ErrLost) || !errors.Is(err, io.EOF) || !errors.As(err, &e) || e.Op != "copy" {
+		t.Errorf("%v does not unwrap", err)
+	}
+}
+
+func TestTopology(t *testing.T) {
+	top := &device.Topology{
+		Host:  device.Info{Name: "host", MemoryBytes: 10},
+		GPUs:  []device.Info{{Name: "a"}, {Name: "b"}},
+		Paths: map[device.Pair]device.Path{{From: device.Host, To: device.HBM(1)}: {Links: []int{3}}},
+	}
+	if diff := cmp.Diff([]device.Space{device.Host, device.HBM(0), device.HBM(1)}, top.Spaces()); diff != "" {
+		t.Error(diff)
+	}
+	for _, c := range []struct {
+		space device.Space
+		name  string
+		ok    bool
+	}{{device.Host, "host", true}, {device.HBM(1), "b", true}, {device.HBM(2), "", false}, {-1, "", false}} {
+		if i, ok := top.Info(c.space); ok != c.ok || i.Name != c.name {
+			t.Errorf("info of %d: %q, %v", c.space, i.Name, ok)
+		}
+	}
+	if p, err := top.Path(device.Host, device.HBM(1)); err != nil || len(p.Links) != 1 {
+		t.Errorf("path %+v, %v", p, err)
+	}
+	_, err := top.Path(device.HBM(1), device.Host)
+	if !errors.Is(err, device.ErrUnreachable) || err.Error() != "device: from gpu1 to host: no path between these memory spaces" {
+		t.Errorf("the way back: %v", err)
+	}
+}
+
+func TestUsage(t *testing.T) {
+	if got := (device.Usage{Capacity: 100, Allocated: 30, Other: 90, Peak: 50}).Free(); got != -20 {
+		t.Errorf("%d bytes free, want -20", got)
+	}
+}

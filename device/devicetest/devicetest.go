@@ -1,0 +1,975 @@
+package devicetest
+
+import (
+	"bytes"
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/moeserve/moeserve/device"
+)
+
+// patience bounds every wait; no implementation needs it.
+const patience = time.Minute
+
+// suite is one machine under test.
+type suite struct {
+	*testing.T
+	m   device.Machine
+	ctx context.Context
+}
+
+// Run runs the suite; open makes a fresh machine for each part, with at least one
+// GPU and 64 MiB free in each space. Run closes it.
+func Run(t *testing.T, open func(t *testing.T) device.Machine) {
+	for _, part := range []struct {
+		name string
+		gpus int
+		run  func(*suite)
+	}{
+		{"Topology", 1, topology},
+		{"Memory", 1, memory},
+		{"OutOfMemory", 1, outOfMemory},
+		{"CopyAllPairs", 1, copyAllPairs},
+		{"CopyArguments", 1, copyArguments},
+		{"StreamOrder", 1, streamOrder},
+		{"EventOrder", 1, eventOrder},
+		{"EventStates", 1, eventStates},
+		{"FenceOrder", 1, fenceOrder},
+		{"FenceWraps", 1, fenceWraps},
+		{"FenceFail", 1, fenceFail},
+		{"HostStream", 1, hostStream},
+		{"HostWork", 1, hostWork},
+		{"Errors", 1, streamErrors},
+		{"Context", 1, contexts},
+		{"Closed", 1, closed},
+		{"Concurrent", 1, concurrent},
+		{"RandomCopies", 1, randomCopies},
+		{"ForwardingRing", 2, forwardingRing},
+	} {
+		t.Run(part.name, func(t *testing.T) {
+			m := open(t)
+			t.Cleanup(func() {
+				if err := m.Close(); err != nil {
+					t.Errorf("Close: %v", err)
+				}
+			})
+			if n := len(m.Topology().GPUs); n < part.gpus {
+				t.Skipf("needs %d GPUs, and the machine has %d", part.gpus, n)
+			}
+			ctx, cancel := context.WithTimeout(context.Background(), patience)
+			t.Cleanup(cancel)
+			part.run(&suite{T: t, m: m, ctx: ctx})
+		})
+	}
+	t.Run("Leak", func(t *testing.T) { leak(t, open(t)) })
+	t.Run("CloseOverPending", func(t *testing.T) { closeOverPending(t, open(t)) })
+}
+
+func (s *suite) ok(err error) {
+	s.Helper()
+	if err != nil {
+		s.Fatal(err)
+	}
+}
+
+// wants fails unless err wraps target and, if op is not empty, is a *device.Error
+// of that operation.
+func (s *suite) wants(err error, op string, target error) {
+	s.Helper()
+	var e *device.Error
+	switch {
+	case err == nil:
+		s.Fatalf("no error; want %s: %v", op, target)
+	case target != nil && !errors.Is(err, target):
+		s.Fatalf("error %q does not wrap %q", err, target)
+	case op != "" && !errors.As(err, &e):
+		s.Fatalf("error %q is no *device.Error", err)
+	case op != "" && e.Op != op:
+		s.Fatalf("error %q has Op %q, want %q", err, e.Op, op)
+	}
+}
+
+func (s *suite) alloc(space device.Space, n int64) device.Memory {
+	s.Helper()
+	mem, err := s.m.Alloc(space, n, s.Name())
+	s.ok(err)
+	s.Cleanup(func() {
+		if err := mem.Free(); err != nil {
+			s.Errorf("Free: %v", err)
+		}
+	})
+	return mem
+}
+
+func (s *suite) stream(space device.Space, name string) device.Stream {
+	s.Helper()
+	st, err := s.m.NewStream(space, device.StreamOptions{Name: name})
+	s.ok(err)
+	return st
+}
+
+func (s *suite) hostStream(name string) device.Executor {
+	s.Helper()
+	e, ok := s.stream(device.Host, name).(device.Executor)
+	if !ok {
+		s.Fatal("a host stream is no device.Executor")
+	}
+	return e
+}
+
+func (s *suite) event() device.Event {
+	s.Helper()
+	e, err := s.m.NewEvent()
+	s.ok(err)
+	return e
+}
+
+func (s *suite) fence() device.Fence {
+	s.Helper()
+	f, err := s.m.NewFence(s.Name())
+	s.ok(err)
+	return f
+}
+
+func whole(m device.Memory) device.Range { return m.Range(0, m.Bytes()) }
+
+// filled is host memory with random bytes.
+func (s *suite) filled(n int64, seed uint64) device.Memory {
+	s.Helper()
+	mem := s.alloc(device.Host, n)
+	fill(mem.Write(0, n), seed)
+	return mem
+}
+
+func fill(b []byte, seed uint64) {
+	r := rand.NewChaCha8([32]byte{byte(seed), byte(seed >> 8), byte(seed >> 16)})
+	if _, err := r.Read(b); err != nil {
+		panic(err)
+	}
+}
+
+func pattern(n int64, seed uint64) []byte {
+	b := make([]byte, n)
+	fill(b, seed)
+	return b
+}
+
+// load brings bytes into memory of any space, and returns when they are there.
+func (s *suite) load(dst device.Memory, data []byte) {
+	s.Helper()
+	staging := s.alloc(device.Host, int64(len(data)))
+	copy(staging.Write(0, staging.Bytes()), data)
+	st := s.stream(dst.Space(), "load")
+	s.ok(st.Copy(dst.Range(0, int64(len(data))), whole(staging)))
+	s.ok(st.Synchronize(s.ctx))
+	s.ok(st.Close())
+}
+
+// content returns what memory of any space holds.
+func (s *suite) content(src device.Memory) []byte {
+	s.Helper()
+	staging := s.alloc(device.Host, src.Bytes())
+	st := s.stream(src.Space(), "read back")
+	s.ok(st.Copy(whole(staging), whole(src)))
+	s.ok(st.Synchronize(s.ctx))
+	s.ok(st.Close())
+	return bytes.Clone(staging.Read(0, staging.Bytes()))
+}
+
+func (s *suite) same(what string, got, want []byte) {
+	s.Helper()
+	if bytes.Equal(got, want) {
+		return
+	}
+	for i := range want {
+		if got[i] != want[i] {
+			s.Fatalf("%s: byte %d of %d is %#x, want %#x", what, i, len(want), got[i], want[i])
+		}
+	}
+}
+
+// reachable says whether a copy between two spaces is possible.
+func (s *suite) reachable(from, to device.Space) bool {
+	_, err := s.m.Topology().Path(from, to)
+	return from == to || err == nil
+}
+
+func (s *suite) panics(what string, f func()) {
+	s.Helper()
+	defer func() {
+		s.Helper()
+		if recover() == nil {
+			s.Errorf("%s does not panic", what)
+		}
+	}()
+	f()
+}
+
+func topology(s *suite) {
+	t := s.m.Topology()
+	if len(t.GPUs) == 0 {
+		s.Fatal("a machine without a GPU")
+	}
+	for _, sp := range t.Spaces() {
+		i, ok := t.Info(sp)
+		if !ok || i.MemoryBytes <= 0 {
+			s.Errorf("%s: %d bytes of memory", sp, i.MemoryBytes)
+		}
+		u, err := s.m.Usage(sp)
+		s.ok(err)
+		if u.Capacity <= 0 || u.Capacity > i.MemoryBytes {
+			s.Errorf("%s: capacity %d of %d bytes of memory", sp, u.Capacity, i.MemoryBytes)
+		}
+		if sp == device.Host {
+			continue
+		}
+		for _, pair := range []device.Pair{{From: device.Host, To: sp}, {From: sp, To: device.Host}} {
+			p, err := t.Path(pair.From, pair.To)
+			s.ok(err)
+			for _, l := range p.Links {
+				if l < 0 || l >= len(t.Links) {
+					s.Errorf("path %v uses link %d of %d", pair, l, len(t.Links))
+				}
+			}
+		}
+	}
+	if _, ok := t.Info(device.HBM(len(t.GPUs))); ok {
+		s.Error("there is a GPU behind the last")
+	}
+	if a, b := s.m.Now(), s.m.Now(); a < 0 || b < a {
+		s.Errorf("time runs from %v to %v", a, b)
+	}
+}
+
+func memory(s *suite) {
+	for _, sp := range s.m.Topology().Spaces() {
+		before, err := s.m.Usage(sp)
+		s.ok(err)
+		var mems []device.Memory
+		total := int64(0)
+		for _, n := range []int64{1, 255, 4097, 1 << 20} {
+			mem, err := s.m.Alloc(sp, n, "odd")
+			s.ok(err)
+			mems = append(mems, mem)
+			total += n
+			r := whole(mem)
+			if mem.Space() != sp || mem.Bytes() != n || r.Bytes != n {
+				s.Errorf("asked for %d bytes on %s, got %d on %s", n, sp, mem.Bytes(), mem.Space())
+			}
+			if r.Addr == 0 || r.Addr%256 != 0 {
+				s.Errorf("address %#x is not aligned to 256", r.Addr)
+			}
+			for _, other := range mems[:len(mems)-1] {
+				if o := whole(other); o.Addr < r.End() && r.Addr < o.End() {
+					s.Errorf("allocations %v and %v overlap", o, r)
+				}
+			}
+			s.panics("Range outside", func() { mem.Range(0, n+1) })
+			s.panics("Range before", func() { mem.Range(-1, 1) })
+			if sp == device.Host {
+				if got := len(mem.Write(0, n)); got != int(n) {
+					s.Errorf("Write of %d bytes gives %d", n, got)
+				}
+				if got := len(mem.Read(n-1, 1)); got != 1 {
+					s.Errorf("Read of 1 byte gives %d", got)
+				}
+				s.panics("Read outside", func() { mem.Read(1, n) })
+			} else {
+				s.panics("Read of GPU memory", func() { mem.Read(0, n) })
+				s.panics("Write of GPU memory", func() { mem.Write(0, n) })
+			}
+		}
+		held, err := s.m.Usage(sp)
+		s.ok(err)
+		if held.Allocated < before.Allocated+total || held.Peak < held.Allocated {
+			s.Errorf("%s: %+v, and then %d bytes more: %+v", sp, before, total, held)
+		}
+		for _, mem := range mems {
+			s.ok(mem.Free())
+			s.wants(mem.Free(), "free", device.ErrClosed)
+		}
+		after, err := s.m.Usage(sp)
+		s.ok(err)
+		if after.Allocated != before.Allocated || after.Peak < held.Allocated {
+			s.Errorf("%s: everything freed: %+v, and before: %+v", sp, after, before)
+		}
+		for _, n := range []int64{0, -1} {
+			_, err := s.m.Alloc(sp, n, "empty")
+			s.wants(err, "alloc", nil)
+		}
+	}
+	nowhere := device.HBM(len(s.m.Topology().GPUs))
+	_, err := s.m.Alloc(nowhere, 1, "nowhere")
+	s.wants(err, "", nil)
+	_, err = s.m.Usage(nowhere)
+	s.wants(err, "", nil)
+	_, err = s.m.NewStream(nowhere, device.StreamOptions{})
+	s.wants(err, "", nil)
+}
+
+func outOfMemory(s *suite) {
+	sp := device.HBM(0)
+	u, err := s.m.Usage(sp)
+	s.ok(err)
+	asked := u.Capacity + 1
+	_, err = s.m.Alloc(sp, asked, "too large")
+	s.wants(err, "alloc", device.ErrOutOfMemory)
+	for _, want := range []string{"too large", fmt.Sprint(asked)} {
+		if !strings.Contains(err.Error(), want) {
+			s.Errorf("%q does not say %q", err, want)
+		}
+	}
+	after, err := s.m.Usage(sp)
+	s.ok(err)
+	if after.Allocated != u.Allocated {
+		s.Errorf("a refused allocation is accounted: %+v", after)
+	}
+}
+
+func copyAllPairs(s *suite) {
+	const size = 70001
+	cuts := []struct{ dst, src, n int64 }{{0, 0, size}, {0, 0, 1}, {1, 2, 3}, {size - 1, 0, 1}, {255, 257, 4097}, {3, 4096, 65537}}
+	spaces := s.m.Topology().Spaces()
+	for _, from := range spaces {
+		for _, to := range spaces {
+			if !s.reachable(from, to) {
+				continue
+			}
+			src, dst := s.alloc(from, size), s.alloc(to, size)
+			a, want := pattern(size, 1), pattern(size, 2)
+			s.load(src, a)
+			for _, on := range []device.Space{from, to} {
+				st := s.stream(on, "copy")
+				s.load(dst, want)
+				for _, c := range cuts {
+					s.ok(st.Copy(dst.Range(c.dst, c.n), src.Range(c.src, c.n)))
+					copy(want[c.dst:c.dst+c.n], a[c.src:])
+				}
+				s.ok(st.Synchronize(s.ctx))
+				s.same(fmt.Sprintf("from %s to %s on %s", from, to, on), s.content(dst), want)
+				want = pattern(size, 2)
+			}
+		}
+	}
+}
+
+func copyArguments(s *suite) {
+	st := s.stream(device.HBM(0), "copy")
+	mem, other := s.filled(1000, 1), s.alloc(device.HBM(0), 1000)
+	s.wants(st.Copy(mem.Range(0, 10), mem.Range(9, 10)), "copy", nil)
+	s.wants(st.Copy(mem.Range(9, 10), mem.Range(0, 10)), "copy", nil)
+	s.wants(st.Copy(whole(mem), whole(mem)), "copy", nil)
+	s.ok(st.Copy(mem.Range(10, 10), mem.Range(0, 10)))
+	s.wants(st.Copy(other.Range(0, 10), mem.Range(0, 11)), "copy", nil)
+	s.ok(st.Copy(other.Range(5, 0), mem.Range(5, 0)))
+	s.ok(st.Synchronize(s.ctx))
+	b := mem.Read(0, 20)
+	s.same("copy within one allocation", b[10:], b[:10])
+}
+
+func streamOrder(s *suite) {
+	const n, rounds = 4096, 200
+	st := s.stream(device.HBM(0), "chain")
+	src, back := s.filled(n, 3), s.alloc(device.Host, n)
+	a, b := s.alloc(device.HBM(0), n), s.alloc(device.HBM(0), n)
+	s.ok(st.Copy(whole(a), whole(src)))
+	for range rounds {
+		// Each copy shifts by one byte, so a copy out of turn shows.
+		s.ok(st.Copy(b.Range(0, n-1), a.Range(1, n-1)))
+		s.ok(st.Copy(b.Range(n-1, 1), a.Range(0, 1)))
+		s.ok(st.Copy(whole(a), whole(b)))
+	}
+	s.ok(st.Copy(whole(back), whole(a)))
+	s.ok(st.Synchronize(s.ctx))
+	in := src.Read(0, n)
+	want := append(bytes.Clone(in[rounds:]), in[:rounds]...)
+	s.same("rotated", back.Read(0, n), want)
+}
+
+func eventOrder(s *suite) {
+	const n, rounds = 1 << 16, 40
+	up, down := s.stream(device.HBM(0), "up"), s.stream(device.HBM(0), "down")
+	filled, emptied := s.event(), s.event()
+	mem := s.alloc(device.HBM(0), n)
+	src, dst := s.alloc(device.Host, n*rounds), s.alloc(device.Host, n*rounds)
+	fill(src.Write(0, src.Bytes()), 4)
+	for i := range int64(rounds) {
+		if i > 0 {
+			s.ok(up.Wait(emptied))
+		}
+		s.ok(up.Copy(whole(mem), src.Range(i*n, n)))
+		s.ok(up.Record(filled))
+		s.ok(down.Wait(filled))
+		s.ok(down.Copy(dst.Range(i*n, n), whole(mem)))
+		s.ok(down.Record(emptied))
+		// The events are recorded again only when nobody waits for them.
+		s.ok(filled.Synchronize(s.ctx))
+		if i%8 == 0 {
+			s.ok(emptied.Synchronize(s.ctx))
+			s.same("so far", dst.Read(0, (i+1)*n), src.Read(0, (i+1)*n))
+		}
+	}
+	s.ok(down.Synchronize(s.ctx))
+	s.same("through one buffer", dst.Read(0, dst.Bytes()), src.Read(0, src.Bytes()))
+	t1, err := filled.Time()
+	s.ok(err)
+	t2, err := emptied.Time()
+	s.ok(err)
+	if now := s.m.Now(); t1 > t2 || t2 > now {
+		s.Errorf("filled at %v, emptied at %v, now %v", t1, t2, now)
+	}
+}
+
+func eventStates(s *suite) {
+	st, other := s.stream(device.HBM(0), "a"), s.stream(device.HBM(0), "b")
+	e, f := s.event(), s.fence()
+	s.wants(st.Wait(e), "", device.ErrNotRecorded)
+	s.wants(e.Synchronize(s.ctx), "", device.ErrNotRecorded)
+	_, err := e.Query()
+	s.wants(err, "", device.ErrNotRecorded)
+	_, err = e.Time()
+	s.wants(err, "", device.ErrNotRecorded)
+	for v := uint32(1); v <= 3; v++ {
+		s.ok(st.Await(f, v))
+		s.ok(st.Record(e))
+		if done, err := e.Query(); done || err != nil {
+			s.Fatalf("round %d: the event has passed (%v, %v) before its fence was raised", v, done, err)
+		}
+		s.ok(other.Wait(e))
+		s.ok(f.Raise(v))
+		s.ok(other.Synchronize(s.ctx))
+		if done, err := e.Query(); !done || err != nil {
+			s.Fatalf("round %d: a stream passed the event, and Query says %v, %v", v, done, err)
+		}
+		s.ok(e.Synchronize(s.ctx))
+	}
+	// Query alone gets there.
+	s.ok(st.Record(e))
+	for begin := time.Now(); ; time.Sleep(10 * time.Microsecond) {
+		done, err := e.Query()
+		s.ok(err)
+		if done {
+			break
+		}
+		if time.Since(begin) > patience {
+			s.Fatal("an event that nothing holds back does not pass")
+		}
+	}
+}
+
+// fenceOrder lets each kind of stream, and the host, raise for each other.
+func fenceOrder(s *suite) {
+	const n = 1 << 15
+	gpu, gpu2 := s.stream(device.HBM(0), "gpu"), s.stream(device.HBM(0), "gpu2")
+	host, host2 := s.hostStream("host"), s.hostStream("host2")
+	mem := s.alloc(device.HBM(0), n)
+	back := s.alloc(device.Host, n)
+	seed := uint64(0)
+	for _, from := range []device.Stream{nil, gpu, host} {
+		for _, to := range []device.Stream{nil, gpu2, host2} {
+			for _, awaitFirst := range []bool{false, true} {
+				seed++
+				f := s.fence()
+				src := s.filled(n, seed)
+				write := from
+				if write == nil {
+					write = gpu
+				}
+				read := to
+				if read == nil {
+					read = gpu2
+				}
+				await := func() {
+					if to == nil {
+						return
+					}
+					s.ok(to.Await(f, 1))
+					s.ok(to.Copy(whole(back), whole(mem)))
+				}
+				if awaitFirst {
+					await()
+				}
+				s.ok(write.Copy(whole(mem), whole(src)))
+				if from == nil {
+					s.ok(write.Synchronize(s.ctx))
+					s.ok(f.Raise(1))
+				} else {
+					s.ok(from.Raise(f, 1))
+				}
+				if !awaitFirst {
+					await()
+				}
+				if to == nil {
+					s.ok(f.Await(s.ctx, 1))
+					s.ok(read.Copy(whole(back), whole(mem)))
+				}
+				s.ok(read.Synchronize(s.ctx))
+				s.same(fmt.Sprintf("case %d", seed), back.Read(0, n), src.Read(0, n))
+				if v := f.Value(); v != 1 {
+					s.Errorf("case %d: the fence is at %d", seed, v)
+				}
+				s.ok(write.Synchronize(s.ctx))
+				s.ok(f.Close())
+			}
+		}
+	}
+}
+
+func fenceWraps(s *suite) {
+	gpu, host := s.stream(device.HBM(0), "gpu"), s.hostStream("host")
+	f, seen := s.fence(), s.fence()
+	steps := []uint32{1, 0x40000000, 0x80000000, 0xc0000000, 0xffffffff, 0, 1, 7, 0x70000000}
+	for i, v := range steps {
+		// One value before is reached, one behind is not.
+		s.ok(gpu.Await(f, v-1+uint32(i&1)))
+		s.ok(gpu.Raise(seen, v))
+		switch i % 3 {
+		case 0:
+			s.ok(f.Raise(v))
+		case 1:
+			s.ok(host.Raise(f, v))
+		case 2:
+			s.ok(host.Execute(device.Work{Name: "before the raise"}))
+			s.ok(host.Raise(f, v))
+		}
+		s.ok(f.Await(s.ctx, v))
+		s.ok(f.Await(s.ctx, v-1))
+		s.ok(gpu.Synchronize(s.ctx))
+		s.ok(host.Synchronize(s.ctx))
+		if f.Value() != v || seen.Value() != v {
+			s.Errorf("the fences are at %#x and %#x, want %#x", f.Value(), seen.Value(), v)
+		}
+		ctx, cancel := context.WithTimeout(s.ctx, 2*time.Millisecond)
+		if err := f.Await(ctx, v+1); !errors.Is(err, context.DeadlineExceeded) {
+			s.Errorf("awaiting %#x of a fence at %#x: %v", v+1, v, err)
+		}
+		cancel()
+	}
+}
+
+func fenceFail(s *suite) {
+	f := s.fence()
+	host := s.hostStream("host")
+	cause := errors.New("the copy before it failed")
+	ran := false
+	s.ok(host.Await(f, 2))
+	s.ok(host.Execute(device.Work{Name: "skipped", Run: func(device.Access) error { ran = true; return nil }}))
+	s.ok(f.Raise(1))
+	s.ok(f.Await(s.ctx, 1))
+	s.ok(f.Fail(2, cause))
+	s.wants(f.Await(s.ctx, 2), "", cause)
+	s.wants(host.Synchronize(s.ctx), "", cause)
+	s.wants(host.Recover(s.ctx), "", cause)
+	s.ok(host.Synchronize(s.ctx))
+	if ran {
+		s.Error("work ran behind a fence that failed")
+	}
+	if v := f.Value(); v != 2 {
+		s.Errorf("the fence is at %d", v)
+	}
+	s.ok(f.Raise(3))
+	s.ok(host.Await(f, 3))
+	s.ok(host.Synchronize(s.ctx))
+}
+
+// hostStream runs Go work in order with copies, events and fences.
+func hostStream(s *suite) {
+	const n, rounds = 8192, 20
+	host, gpu := s.hostStream("host"), s.stream(device.HBM(0), "gpu")
+	in, out := s.alloc(device.Host, n), s.alloc(device.Host, n)
+	mem := s.alloc(device.HBM(0), n)
+	ready, f := s.event(), s.fence()
+	var bad error
+	for i := range uint64(rounds) {
+		s.ok(host.Execute(device.Work{
+			Name: "produce", Writes: []device.Range{whole(in)},
+			Run: func(device.Access) error { fill(in.Write(0, n), i); return nil },
+		}))
+		s.ok(host.Record(ready))
+		s.ok(gpu.Wait(ready))
+		s.ok(gpu.Copy(whole(mem), whole(in)))
+		s.ok(gpu.Raise(f, uint32(i)+1))
+		s.ok(host.Await(f, uint32(i)+1))
+		s.ok(host.Copy(whole(out), whole(mem)))
+		s.ok(host.Execute(device.Work{
+			Name: "check",
+			Run: func(a device.Access) error {
+				a.Read(whole(out))
+				if !bytes.Equal(out.Read(0, n), pattern(n, i)) && bad == nil {
+					bad = fmt.Errorf("round %d: other bytes came back", i)
+				}
+				return nil
+			},
+		}))
+		s.ok(ready.Synchronize(s.ctx))
+	}
+	s.ok(host.Synchronize(s.ctx))
+	s.ok(bad)
+	s.ok(gpu.Synchronize(s.ctx))
+}
+
+// hostWork enqueues from inside of Work, as whoever answers the device does.
+func hostWork(s *suite) {
+	const n = 4096
+	host, gpu := s.hostStream("host"), s.stream(device.HBM(0), "gpu")
+	src, mem, back := s.filled(n, 9), s.alloc(device.HBM(0), n), s.alloc(device.Host, n)
+	f := s.fence()
+	order := make(chan int, 2)
+	s.ok(host.Execute(device.Work{Name: "submit", Host: true, Run: func(device.Access) error {
+		order <- 1
+		if err := gpu.Copy(whole(mem), whole(src)); err != nil {
+			return err
+		}
+		if err := gpu.Copy(whole(back), whole(mem)); err != nil {
+			return err
+		}
+		return gpu.Raise(f, 1)
+	}}))
+	s.ok(host.Execute(device.Work{Name: "second", Host: true, Run: func(device.Access) error { order <- 2; return nil }}))
+	s.ok(f.Await(s.ctx, 1))
+	s.same("copied from inside of work", back.Read(0, n), src.Read(0, n))
+	s.ok(host.Synchronize(s.ctx))
+	if a, b := <-order, <-order; a != 1 || b != 2 {
+		s.Errorf("work ran in order %d, %d", a, b)
+	}
+	s.ok(gpu.Synchronize(s.ctx))
+}
+
+func streamErrors(s *suite) {
+	host, other := s.hostStream("fails"), s.hostStream("waits")
+	e, f := s.event(), s.fence()
+	cause := errors.New("no such luck")
+	ran := 0
+	count := device.Work{Name: "count", Run: func(device.Access) error { ran++; return nil }}
+	s.ok(host.Execute(count))
+	s.ok(host.Execute(device.Work{Name: "unlucky", Run: func(device.Access) error { return cause }}))
+	s.ok(host.Execute(count))
+	s.ok(host.Record(e))
+	s.ok(host.Raise(f, 1))
+	s.ok(other.Wait(e))
+	s.ok(other.Execute(count))
+	s.wants(host.Synchronize(s.ctx), "launch", cause)
+	if err := host.Synchronize(s.ctx); !strings.Contains(err.Error(), "unlucky") {
+		s.Errorf("%q does not name the work", err)
+	}
+	s.wants(e.Synchronize(s.ctx), "", cause)
+	if done, err := e.Query(); !done || !errors.Is(err, cause) {
+		s.Errorf("Query: %v, %v", done, err)
+	}
+	s.wants(f.Await(s.ctx, 1), "", cause)
+	s.wants(other.Synchronize(s.ctx), "", cause)
+	s.wants(other.Recover(s.ctx), "", cause)
+	s.wants(host.Recover(s.ctx), "launch", cause)
+	s.ok(host.Recover(s.ctx))
+	if ran != 1 {
+		s.Errorf("%d works ran, want the one before the failure", ran)
+	}
+	s.ok(host.Execute(count))
+	s.ok(host.Record(e))
+	s.ok(other.Wait(e))
+	s.ok(other.Execute(count))
+	s.ok(other.Synchronize(s.ctx))
+	s.ok(e.Synchronize(s.ctx))
+	if ran != 3 {
+		s.Errorf("%d works ran after recovery, want 3", ran)
+	}
+}
+
+func contexts(s *suite) {
+	st := s.stream(device.HBM(0), "held")
+	f, e := s.fence(), s.event()
+	s.ok(st.Await(f, 1))
+	s.ok(st.Record(e))
+	for _, wait := range []func(context.Context) error{
+		st.Synchronize, st.Recover, e.Synchronize,
+		func(ctx context.Context) error { return f.Await(ctx, 1) },
+	} {
+		ctx, cancel := context.WithTimeout(s.ctx, 5*time.Millisecond)
+		if err := wait(ctx); !errors.Is(err, context.DeadlineExceeded) {
+			s.Errorf("a wait that cannot end before its context: %v", err)
+		}
+		cancel()
+	}
+	raised := make(chan error)
+	go func() {
+		time.Sleep(5 * time.Millisecond)
+		raised <- f.Raise(1)
+	}()
+	s.ok(st.Synchronize(s.ctx))
+	s.ok(<-raised)
+	s.ok(e.Synchronize(s.ctx))
+}
+
+func closed(s *suite) {
+	mem, src := s.alloc(device.HBM(0), 16), s.filled(16, 1)
+	st, host := s.stream(device.HBM(0), "closed"), s.hostStream("host")
+	if st.Name() != "closed" || st.Space() != device.HBM(0) || host.Space() != device.Host {
+		s.Errorf("stream %q on %s, host stream on %s", st.Name(), st.Space(), host.Space())
+	}
+	e, f := s.event(), s.fence()
+	s.ok(st.Copy(whole(mem), whole(src)))
+	s.ok(st.Record(e))
+	s.ok(st.Close())
+	if done, err := e.Query(); !done || err != nil {
+		s.Errorf("a closed stream left work undone: %v, %v", done, err)
+	}
+	s.wants(st.Copy(whole(mem), whole(src)), "", device.ErrClosed)
+	s.wants(st.Record(e), "", device.ErrClosed)
+	s.wants(st.Wait(e), "", device.ErrClosed)
+	s.wants(st.Raise(f, 1), "", device.ErrClosed)
+	s.wants(st.Await(f, 1), "", device.ErrClosed)
+	s.wants(st.Close(), "", device.ErrClosed)
+	s.ok(host.Close())
+	s.wants(host.Execute(device.Work{Name: "late"}), "", device.ErrClosed)
+	s.ok(e.Close())
+	s.ok(f.Close())
+	s.wants(e.Close(), "", device.ErrClosed)
+	s.wants(f.Close(), "", device.ErrClosed)
+	st = s.stream(device.HBM(0), "next")
+	s.wants(st.Wait(e), "", device.ErrClosed)
+	s.wants(st.Await(f, 1), "", device.ErrClosed)
+	s.wants(f.Raise(1), "", device.ErrClosed)
+}
+
+// concurrent enqueues from one goroutine per stream, through which bytes pass in
+// turn.
+func concurrent(s *suite) {
+	const n, streams, rounds = 4096, 6, 25
+	spaces := s.m.Topology().Spaces()
+	f := s.fence()
+	src := s.filled(n, 11)
+	bufs := []device.Memory{src}
+	var sts []device.Stream
+	for i := range streams {
+		sp := spaces[i%len(spaces)]
+		bufs = append(bufs, s.alloc(sp, n))
+		sts = append(sts, s.stream(sp, fmt.Sprintf("s%d", i)))
+	}
+	var wg sync.WaitGroup
+	errs := make(chan error, streams)
+	for i, st := range sts {
+		wg.Add(1)
+		go func() {
+			defer wg.Done()
+			errs <- func() error {
+				for r := range rounds {
+					turn := uint32(r*streams + i)
+					if err := st.Await(f, turn); err != nil {
+						return err
+					}
+					if err := st.Copy(whole(bufs[i+1]), whole(bufs[i])); err != nil {
+						return err
+					}
+					if err := st.Raise(f, turn+1); err != nil {
+						return err
+					}
+				}
+				return st.Synchronize(s.ctx)
+			}()
+		}()
+	}
+	wg.Wait()
+	close(errs)
+	for err := range errs {
+		s.ok(err)
+	}
+	if v := f.Value(); v != streams*rounds {
+		s.Errorf("the fence is at %d, want %d", v, streams*rounds)
+	}
+	s.same("through all streams", s.content(bufs[streams]), src.Read(0, n))
+}
+
+// randomCopies runs random copies on random streams, ordered by events and fences
+// exactly where they touch the same buffers, and compares with the same copies done
+// one after the other.
+func randomCopies(s *suite) {
+	const n, buffers, streams, copies = 2048, 8, 5, 150
+	for seed := range uint64(4) {
+		rng := rand.New(rand.NewPCG(seed, 7))
+		spaces := s.m.Topology().Spaces()
+		type point struct {
+			stream int
+			event  device.Event
+			fence  device.Fence
+			value  uint32
+		}
+		type buffer struct {
+			mem   device.Memory
+			model []byte
+			write *point
+			reads []*point
+		}
+		var bufs []*buffer
+		for i := range buffers {
+			b := &buffer{mem: s.alloc(spaces[rng.IntN(len(spaces))], n), model: pattern(n, seed<<8+uint64(i))}
+			s.load(b.mem, b.model)
+			bufs = append(bufs, b)
+		}
+		var sts []device.Stream
+		var fences []device.Fence
+		var raised [streams]uint32
+		for i := range streams {
+			sts = append(sts, s.stream(spaces[rng.IntN(len(spaces))], fmt.Sprintf("s%d", i)))
+			fences = append(fences, s.fence())
+		}
+		order := func(on int, p *point) {
+			switch {
+			case p == nil || p.stream == on:
+			case p.event != nil:
+				s.ok(sts[on].Wait(p.event))
+			default:
+				s.ok(sts[on].Await(p.fence, p.value))
+			}
+		}
+		for range copies {
+			src, dst := bufs[rng.IntN(buffers)], bufs[rng.IntN(buffers)]
+			if src == dst || !s.reachable(src.mem.Space(), dst.mem.Space()) {
+				continue
+			}
+			on := rng.IntN(streams)
+			size := 1 + rng.Int64N(n)
+			to, from := rng.Int64N(n-size+1), rng.Int64N(n-size+1)
+			order(on, src.write)
+			order(on, dst.write)
+			for _, r := range dst.reads {
+				order(on, r)
+			}
+			s.ok(sts[on].Copy(dst.mem.Range(to, size), src.mem.Range(from, size)))
+			copy(dst.model[to:to+size], src.model[from:])
+			p := &point{stream: on}
+			if rng.IntN(2) == 0 {
+				p.event = s.event()
+				s.ok(sts[on].Record(p.event))
+			} else {
+				raised[on]++
+				p.fence, p.value = fences[on], raised[on]
+				s.ok(sts[on].Raise(p.fence, p.value))
+			}
+			dst.write, dst.reads = p, nil
+			src.reads = append(src.reads, p)
+			if rng.IntN(40) == 0 {
+				s.ok(sts[rng.IntN(streams)].Synchronize(s.ctx))
+			}
+		}
+		for i, st := range sts {
+			if err := st.Synchronize(s.ctx); err != nil {
+				s.Fatalf("seed %d: stream %d: %v", seed, i, err)
+			}
+		}
+		for i, b := range bufs {
+			s.same(fmt.Sprintf("seed %d: buffer %d on %s", seed, i, b.mem.Space()), s.content(b.mem), b.model)
+		}
+	}
+}
+
+// forwardingRing sends a counter around all GPUs and the host, each stop adding its
+// own mark through a host stream.
+func forwardingRing(s *suite) {
+	spaces := s.m.Topology().Spaces()
+	const n = 1024
+	stop := make([]device.Memory, len(spaces))
+	for i, sp := range spaces {
+		stop[i] = s.alloc(sp, n)
+	}
+	s.load(stop[0], make([]byte, n))
+	host := s.hostStream("marks")
+	e := s.event()
+	laps := 5
+	for range laps {
+		for i := range spaces {
+			to := (i + 1) % len(spaces)
+			if !s.reachable(spaces[i], spaces[to]) {
+				s.Skipf("no path from %s to %s", spaces[i], spaces[to])
+			}
+			st := s.stream(spaces[to], "hop")
+			if i > 0 {
+				s.ok(st.Wait(e))
+			}
+			if i == 0 {
+				s.ok(host.Execute(device.Work{
+					Name: "mark", Reads: []device.Range{whole(stop[0])}, Writes: []device.Range{whole(stop[0])},
+					Run: func(device.Access) error {
+						b := stop[0].Write(0, 8)
+						binary.LittleEndian.PutUint64(b, binary.LittleEndian.Uint64(b)+1)
+						return nil
+					},
+				}))
+				s.ok(host.Record(e))
+				s.ok(st.Wait(e))
+				s.ok(e.Synchronize(s.ctx))
+			}
+			s.ok(st.Copy(whole(stop[to]), whole(stop[i])))
+			s.ok(st.Record(e))
+			s.ok(st.Synchronize(s.ctx))
+			s.ok(st.Close())
+		}
+	}
+	if got := binary.LittleEndian.Uint64(stop[0].Read(0, 8)); got != uint64(laps) {
+		s.Errorf("the counter came round as %d, want %d", got, laps)
+	}
+}
+
+// leak expects Close to name what was not freed.
+func leak(t *testing.T, m device.Machine) {
+	for _, sp := range []device.Space{device.Host, device.HBM(0)} {
+		if _, err := m.Alloc(sp, 12345, fmt.Sprintf("forgotten on %s", sp)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	kept, err := m.Alloc(device.HBM(0), 777, "given back")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := kept.Free(); err != nil {
+		t.Fatal(err)
+	}
+	err = m.Close()
+	if err == nil {
+		t.Fatal("Close is silent about two leaks")
+	}
+	for _, want := range []string{"forgotten on host", "forgotten on gpu0", "12345"} {
+		if !strings.Contains(err.Error(), want) {
+			t.Errorf("%q does not name %q", err, want)
+		}
+	}
+	if strings.Contains(err.Error(), "given back") {
+		t.Errorf("%q names memory that was freed", err)
+	}
+	if err := m.Close(); !errors.Is(err, device.ErrClosed) {
+		t.Errorf("a second Close: %v", err)
+	}
+	if _, err := m.Alloc(device.Host, 1, "late"); !errors.Is(err, device.ErrClosed) {
+		t.Errorf("Alloc on a closed machine: %v", err)
+	}
+}
+
+// closeOverPending expects Close to return although a stream waits for what never
+// comes.
+func closeOverPending(t *testing.T, m device.Machine) {
+	st, err := m.NewStream(device.Host, device.StreamOptions{Name: "held"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	f, err := m.NewFence("never raised")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := st.Await(f, 1); err != nil {
+		t.Fatal(err)
+	}
+	done := make(chan error, 1)
+	go func() { done <- m.Close() }()
+	select {
+	case <-done:
+		// Whether it says so is its own affair: nothing was leaked.
+	case <-time.After(patience):
+		t.Fatal("Close hangs on a stream that waits for a fence")
+	}
+}

@@ -1,0 +1,524 @@
+package emulated
+
+import (
+	"fmt"
+	"slices"
+
+	"github.com/moeserve/moeserve/device"
+)
+
+// FindingKind says what is wrong.
+type FindingKind int
+
+const (
+	// Unordered: two accesses to the same bytes, one of them a write, that no
+	// event, fence, or wait of the host orders.
+	Unordered FindingKind = iota
+	// UseAfterFree: an access to memory that was freed before.
+	UseAfterFree
+	// EarlyFree: a Free that nothing orders after an access.
+	EarlyFree
+	// Unwritten: a read of bytes that nobody wrote since they were allocated.
+	Unwritten
+	// Outside: an access to what is no allocation, or more than one.
+	Outside
+)
+
+func (k FindingKind) String() string {
+	switch k {
+	case Unordered:
+		return "unordered accesses"
+	case UseAfterFree:
+		return "use after free"
+	case EarlyFree:
+		return "freed too early"
+	case Unwritten:
+		return "read of memory never written"
+	case Outside:
+		return "access outside of any allocation"
+	}
+	return fmt.Sprintf("FindingKind(%d)", int(k))
+}
+
+// Finding is one thing the check found.
+type Finding struct {
+	Kind FindingKind
+	// Space and Label name the memory; the label is empty where there is none.
+	Space device.Space
+	Label string
+	// First and Second are the two operations of Unordered, the access and the free
+	// of UseAfterFree and EarlyFree in the order in which they came; other kinds
+	// have only Second.
+	First, Second Operation
+	// Missing says what to do.
+	Missing string
+}
+
+// Operation is one access by a stream's operation or by the host.
+type Operation struct {
+	// Name is `copy`, `launch "name"`, `read`, `write` or `free`.
+	Name string
+	// Stream is empty for the host.
+	Stream string
+	Write  bool
+	// Offset and Bytes lie within the memory that the finding names; without one,
+	// Offset is the address.
+	Offset, Bytes int64
+}
+
+func (o Operation) String() string {
+	who := "host"
+	if o.Stream != "" {
+		who = fmt.Sprintf("stream %q", o.Stream)
+	}
+	does := "reads"
+	if o.Write {
+		does = "writes"
+	}
+	return fmt.Sprintf("%s %s %s [%d, %d)", who, o.Name, does, o.Offset, o.Offset+o.Bytes)
+}
+
+func (f Finding) String() string {
+	s := fmt.Sprintf("check: %s: memory %q on %s: ", f.Kind, f.Label, f.Space)
+	if f.First.Name != "" {
+		s += fmt.Sprintf("%s, then %s", f.First, f.Second)
+	} else {
+		s += f.Second.String()
+	}
+	return s + ": " + f.Missing
+}
+
+const (
+	// maxFindings bounds what is kept and reported.
+	maxFindings = 100
+	// pruneEvery is how many checked operations lie between two prunings.
+	pruneEvery = 2048
+)
+
+// checker is the happens-before check.
+//
+// Each actor (each stream, and the host as one) has a vector clock. An operation
+// knows what whoever enqueued it knew then, what its stream did before, and what
+// the events and fences passed on that it waited for. Every byte remembers its last
+// write and the reads since (shadow); an access that does not know of the other
+// one of a conflicting pair is a finding, in whatever order they really ran.
+//
+// Work that says Host counts as part of the host: it knows what the host knows,
+// and the host knows what it knows, so that a channel between it and a goroutine
+// needs no event beside it. Other Work is an actor of its stream, also in what it
+// enqueues and waits for while it runs; goroutines that it starts count as host.
+//
+// Once all actors know of an access, nothing can conflict with it any more, and
+// prune forgets it.
+//
+// Copies of bytes that nobody wrote pass that on instead of being findings, unless
+// none of the bytes was ever written: blocks that are partly filled travel whole.
+type checker struct {
+	m         *Machine
+	hostActor actor
+	actors    int
+	unused    []*actor
+	findings  []Finding
+	seen      map[string]bool
+	// running maps goroutines that are inside of Work to its stream, nil for Work
+	// that says Host.
+	running map[uint64]*stream
+	ops     int
+	// parts is scratch of copy.
+	parts []run
+}
+
+func newChecker(m *Machine) *checker {
+	return &checker{
+		m: m, hostActor: actor{clock: vclock{1}}, actors: 1,
+		seen: map[string]bool{}, running: map[uint64]*stream{},
+	}
+}
+
+// newActor makes a stream's actor. What its predecessor in the slot did is known to
+// the host since that stream was closed, and so comes before all that it will do;
+// what it does is later, since Close took a snapshot.
+func (c *checker) newActor() *actor {
+	if n := len(c.unused); n > 0 {
+		a := c.unused[n-1]
+		c.unused = c.unused[:n-1]
+		return a
+	}
+	a := &actor{id: c.actors, clock: make(vclock, c.actors+1)}
+	a.clock[a.id] = 1
+	c.actors++
+	return a
+}
+
+func (c *checker) dropActor(a *actor) { c.unused = append(c.unused, a) }
+
+// caller is the actor in whose name the calling goroutine acts.
+func (c *checker) caller() *actor {
+	if s := c.callingStream(); s != nil {
+		return s.actor
+	}
+	return &c.hostActor
+}
+
+func (c *checker) callingStream() *stream {
+	if len(c.running) == 0 {
+		return nil
+	}
+	return c.running[goroutine()]
+}
+
+// enter begins a Work on the calling goroutine, and returns what ends it.
+func (c *checker) enter(s *stream, host bool) func() {
+	g := s.goroutine
+	if c.m.o.Virtual {
+		g = c.m.driver
+	}
+	outer, nested := c.running[g]
+	if host {
+		c.hostActor.join(s.actor.snapshot())
+		c.running[g] = nil
+	} else {
+		c.running[g] = s
+	}
+	return func() {
+		if host {
+			s.actor.join(c.hostActor.snapshot())
+		}
+		if nested {
+			c.running[g] = outer
+		} else {
+			delete(c.running, g)
+		}
+	}
+}
+
+// deed is an operation as accesses remember it.
+type deed struct {
+	name   string
+	stream string
+	actor  *actor
+	id     int
+	at     uint32
+}
+
+func (c *checker) deed(a *actor, name, stream string) *deed {
+	d := &deed{name: name, stream: stream, actor: a, id: a.id, at: a.tick()}
+	if c.ops++; c.ops%pruneEvery == 0 {
+		c.prune()
+	}
+	return d
+}
+
+func (d *deed) operation(mem *memory, r device.Range, write bool) Operation {
+	o := Operation{Name: d.name, Stream: d.stream, Write: write, Offset: int64(r.Addr), Bytes: r.Bytes}
+	if mem != nil {
+		o.Offset -= int64(mem.base)
+	}
+	return o
+}
+
+// known says whether a knows that d ended.
+func (a *actor) known(d *deed) bool { return d == nil || d.at <= a.clock.at(d.id) }
+
+func (c *checker) report(f Finding) {
+	key := fmt.Sprintf("%d %s %s %s %s %s", f.Kind, f.Label, f.First.Name, f.First.Stream, f.Second.Name, f.Second.Stream)
+	if c.seen[key] || len(c.findings) >= maxFindings {
+		return
+	}
+	c.seen[key] = true
+	c.findings = append(c.findings, f)
+	if c.m.o.Report != nil {
+		c.m.o.Report(f)
+	}
+}
+
+// unordered reports a pair.
+func (c *checker) unordered(mem *memory, first *deed, firstWrites bool, second *deed, r device.Range, writes bool) {
+	f := Finding{Kind: Unordered, Space: mem.space.id, Label: mem.label, First: first.operation(mem, r, firstWrites), Second: second.operation(mem, r, writes)}
+	switch {
+	case first.stream != "" && second.stream != "":
+		f.Missing = fmt.Sprintf("let %q record an event (or raise a fence) behind the first, and %q wait for it before the second", first.stream, second.stream)
+	case first.stream != "":
+		f.Missing = fmt.Sprintf("let the host synchronize with %q behind the first", first.stream)
+	default:
+		f.Missing = fmt.Sprintf("let the host synchronize with %q before its access or, if the host is to come first, enqueue behind it", second.stream)
+	}
+	c.report(f)
+}
+
+// gone reports an access to what does not lie in one live allocation.
+func (c *checker) gone(d *deed, r device.Range, write bool) {
+	f := Finding{Kind: Outside, Second: d.operation(nil, r, write), Missing: "the range must lie within one allocation"}
+	if mem := c.m.memory.findFreed(r.Addr); mem != nil {
+		f.Kind, f.Space, f.Label = UseAfterFree, mem.space.id, mem.label
+		f.First = Operation{Name: "free", Write: true, Bytes: mem.bytes}
+		f.Second = d.operation(mem, r, write)
+		f.Missing = "free the memory only when all that uses it has ended"
+	} else if i := c.m.memory.at(r.Addr); i < len(c.m.memory.live) && c.m.memory.live[i].base < r.End() {
+		mem := c.m.memory.live[i]
+		f.Space, f.Label = mem.space.id, mem.label
+		f.Second = d.operation(mem, r, write)
+	}
+	c.report(f)
+}
+
+// read checks and notes a read. partial says whether bytes that nobody wrote may
+// be among those read.
+func (c *checker) read(d *deed, mem *memory, r device.Range, partial bool) {
+	lo := int64(r.Addr - mem.base)
+	written := false
+	c.visit(mem, lo, r.Bytes, func(lo, hi int64, old *cell) *cell {
+		at := device.Range{Addr: mem.base + device.Addr(lo), Bytes: hi - lo}
+		if old.write != d && !d.actor.known(old.write) {
+			c.unordered(mem, old.write, true, d, at, false)
+		}
+		if old.written {
+			written = true
+		} else if !partial {
+			c.unwritten(d, mem, at)
+		}
+		return old.withRead(d)
+	})
+	if partial && !written {
+		c.unwritten(d, mem, r)
+	}
+}
+
+func (c *checker) unwritten(d *deed, mem *memory, r device.Range) {
+	c.report(Finding{
+		Kind: Unwritten, Space: mem.space.id, Label: mem.label, Second: d.operation(mem, r, false),
+		Missing: "write these bytes first, or declare what is really read",
+	})
+}
+
+// write checks and notes a write, to which the bytes become written or not.
+func (c *checker) write(d *deed, mem *memory, r device.Range, now *cell) {
+	lo := int64(r.Addr - mem.base)
+	c.visit(mem, lo, r.Bytes, func(lo, hi int64, old *cell) *cell {
+		at := device.Range{Addr: mem.base + device.Addr(lo), Bytes: hi - lo}
+		c.conflicts(d, mem, at, old)
+		return now
+	})
+}
+
+// conflicts reports the accesses in old that a write by d does not know of.
+func (c *checker) conflicts(d *deed, mem *memory, at device.Range, old *cell) {
+	if old.write != d && !d.actor.known(old.write) {
+		c.unordered(mem, old.write, true, d, at, true)
+	}
+	for _, r := range old.reads {
+		if r != d && !d.actor.known(r) {
+			c.unordered(mem, r, false, d, at, true)
+		}
+	}
+}
+
+// visit replaces the cells of n bytes at lo.
+func (c *checker) visit(mem *memory, lo, n int64, f func(lo, hi int64, old *cell) *cell) {
+	if n > 0 {
+		mem.shadow.update(lo, lo+n, f)
+	}
+}
+
+// copy checks a copy that is about to move its bytes.
+func (c *checker) copy(s *stream, o *op) {
+	d := c.deed(s.actor, "copy", s.name)
+	c.read(d, o.srcMem, o.src, true)
+	off := int64(o.dst.Addr-o.dstMem.base) - int64(o.src.Addr-o.srcMem.base)
+	written, not := &cell{write: d, written: true}, &cell{write: d}
+	lo := int64(o.src.Addr - o.srcMem.base)
+	// Gathered first: both may lie in one allocation.
+	c.parts = c.parts[:0]
+	o.srcMem.shadow.each(lo, lo+o.src.Bytes, func(lo, hi int64, from *cell) {
+		now := not
+		if from.written {
+			now = written
+		}
+		c.parts = append(c.parts, run{lo + off, hi + off, now})
+	})
+	for _, p := range c.parts {
+		c.write(d, o.dstMem, device.Range{Addr: o.dstMem.base + device.Addr(p.lo), Bytes: p.hi - p.lo}, p.cell)
+	}
+}
+
+// work checks what a Work declared when it was enqueued.
+func (c *checker) work(s *stream, o *op) {
+	d := c.deed(s.actor, fmt.Sprintf("launch %q", o.work.Name), s.name)
+	s.access.deed, s.access.written = d, &cell{write: d, written: true}
+	for _, r := range o.work.Reads {
+		c.declare(s, r, false)
+	}
+	for _, r := range o.work.Writes {
+		c.declare(s, r, true)
+	}
+}
+
+// use notes which allocations a Work will touch, so that they are not freed before,
+// and refuses one that declares what is no live allocation.
+func (c *checker) use(s *stream, o *op) error {
+	for i, ranges := range [][]device.Range{o.work.Reads, o.work.Writes} {
+		for _, r := range ranges {
+			if r.Bytes == 0 {
+				continue
+			}
+			mem := c.m.memory.find(r)
+			if mem == nil {
+				name := fmt.Sprintf("launch %q", o.work.Name)
+				c.gone(c.deed(&c.hostActor, name, s.name), r, i == 1)
+				return &device.Error{
+					Op: "launch", Space: s.sp.id,
+					Detail: fmt.Sprintf("%q on %s: %v does not lie in one live allocation: it was freed, or is too long", o.work.Name, s, r),
+				}
+			}
+			o.used = append(o.used, mem)
+		}
+	}
+	for _, mem := range o.used {
+		mem.users++
+	}
+	return nil
+}
+
+// declared checks what a Work declares while it runs.
+func (c *checker) declared(s *stream, r device.Range, write bool) {
+	if s.cur == nil || !s.busy || s.cur.kind != opWork {
+		panic(fmt.Sprintf("emulated: Access used on %s while none of its work runs", s))
+	}
+	c.declare(s, r, write)
+}
+
+func (c *checker) declare(s *stream, r device.Range, write bool) {
+	if r.Bytes == 0 {
+		return
+	}
+	d := s.access.deed
+	mem := c.m.memory.find(r)
+	switch {
+	case mem == nil:
+		c.gone(d, r, write)
+	case write:
+		c.write(d, mem, r, s.access.written)
+	default:
+		c.read(d, mem, r, false)
+	}
+}
+
+// host checks Memory.Read and Memory.Write.
+func (c *checker) host(mem *memory, r device.Range, write bool) {
+	if r.Bytes == 0 {
+		return
+	}
+	s := c.callingStream()
+	var d *deed
+	name := "read"
+	if write {
+		name = "write"
+	}
+	if s != nil {
+		d = c.deed(s.actor, fmt.Sprintf("launch %q", s.cur.work.Name), s.name)
+	} else {
+		d = c.deed(&c.hostActor, name, "")
+	}
+	if write {
+		c.write(d, mem, r, &cell{write: d, written: true})
+	} else {
+		c.read(d, mem, r, false)
+	}
+}
+
+// stray reports a copy that was refused because a range is not in an allocation.
+func (c *checker) stray(s *stream, r device.Range, write bool) {
+	c.gone(c.deed(&c.hostActor, "copy", s.name), r, write)
+}
+
+// free checks that the caller knows of all accesses.
+func (c *checker) free(mem *memory) {
+	d := c.deed(c.caller(), "free", "")
+	mem.shadow.each(0, mem.bytes, func(lo, hi int64, old *cell) {
+		at := device.Range{Addr: mem.base + device.Addr(lo), Bytes: hi - lo}
+		if !d.actor.known(old.write) {
+			c.earlyFree(mem, old.write.operation(mem, at, true), d.operation(mem, at, true))
+		}
+		for _, r := range old.reads {
+			if !d.actor.known(r) {
+				c.earlyFree(mem, r.operation(mem, at, false), d.operation(mem, at, true))
+			}
+		}
+	})
+}
+
+// freeInUse reports a Free that was refused.
+func (c *checker) freeInUse(mem *memory) {
+	d := c.deed(c.caller(), "free", "")
+	all := device.Range{Addr: mem.base, Bytes: mem.bytes}
+	for _, s := range c.m.streams {
+		uses := func(o *op) {
+			u, r, write := deed{name: "copy", stream: s.name}, all, false
+			switch {
+			case o.kind == opCopy && o.dstMem == mem:
+				r, write = o.dst, true
+			case o.kind == opCopy && o.srcMem == mem:
+				r = o.src
+			case slices.Contains(o.used, mem):
+				u.name = fmt.Sprintf("launch %q", o.work.Name)
+			default:
+				return
+			}
+			c.earlyFree(mem, u.operation(mem, r, write), d.operation(mem, all, true))
+		}
+		if s.busy {
+			uses(s.cur)
+		}
+		for i := range s.q.n {
+			uses(s.q.at(i))
+		}
+	}
+}
+
+func (c *checker) earlyFree(mem *memory, use, free Operation) {
+	c.report(Finding{
+		Kind: EarlyFree, Space: mem.space.id, Label: mem.label, First: use, Second: free,
+		Missing: fmt.Sprintf("let the host synchronize with %q before the free", use.Stream),
+	})
+}
+
+// prune forgets the accesses that whoever can still act knows of.
+func (c *checker) prune() {
+	all := c.hostActor.clock
+	for _, s := range c.m.streams {
+		if s.q.n == 0 && !s.busy {
+			// What it does next is still to be enqueued, by the host or by Work that
+			// runs now, on a stream that is busy.
+			continue
+		}
+		knows := s.actor.clock
+		if s.q.n > 0 && !s.busy {
+			knows = joined(knows, s.q.head().clock)
+		}
+		all = met(all, knows)
+	}
+	quiet := map[*cell]*cell{}
+	for _, mem := range c.m.memory.live {
+		mem.shadow.update(0, mem.bytes, func(_, _ int64, old *cell) *cell {
+			if old == quietWritten || old == quietUnwritten {
+				return old
+			}
+			now, ok := quiet[old]
+			if !ok {
+				now = old.without(all)
+				quiet[old] = now
+			}
+			return now
+		})
+	}
+}
+
+// Findings returns what the check found so far.
+func (m *Machine) Findings() []Finding {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if m.check == nil {
+		return nil
+	}
+	return slices.Clone(m.check.findings)
+}

@@ -1,0 +1,178 @@
+package emulated
+
+import (
+	"fmt"
+	"time"
+
+	"github.com/moeserve/moeserve/device"
+)
+
+// FaultKind is what a fault does.
+type FaultKind int
+
+const (
+	// RefuseAlloc fails an allocation with ErrOutOfMemory.
+	RefuseAlloc FaultKind = iota
+	// FailCopy fails a copy with ErrCopyFailed; it moves nothing.
+	FailCopy
+	// StallCopy holds a copy back, for Fault.For or until Fault.Release.
+	StallCopy
+)
+
+func (k FaultKind) String() string {
+	switch k {
+	case RefuseAlloc:
+		return "refuse alloc"
+	case FailCopy:
+		return "fail copy"
+	case StallCopy:
+		return "stall copy"
+	}
+	return fmt.Sprintf("FaultKind(%d)", int(k))
+}
+
+// Point is where a fault may strike: an allocation (Space, Label, Bytes) or a
+// copy that is about to start (Stream, Src, Dst, Bytes).
+type Point struct {
+	Kind     FaultKind
+	Space    device.Space
+	Label    string
+	Stream   string
+	Src, Dst device.Range
+	// From and To are the memory spaces of Src and Dst.
+	From, To device.Space
+	Bytes    int64
+}
+
+// Fault is a plan for failures. Its exported fields are set before Inject and not
+// changed after.
+type Fault struct {
+	Kind FaultKind
+	// Match picks the points that count; it must not call the machine. Default:
+	// every point of the kind.
+	Match func(Point) bool
+	// Skip lets that many matching points pass first. Default: 0.
+	Skip int
+	// Times is how many matching points it strikes. Default: 1; -1 is all.
+	Times int
+	// Chance strikes a matching point by this probability, by the machine's seed.
+	// Default: always.
+	Chance float64
+	// For is how long a stalled copy is held, on the machine's clock. Default:
+	// until Release.
+	For time.Duration
+	// Err replaces the sentinel that the failure wraps.
+	Err error
+
+	m            *Machine
+	passed, hits int
+	released     bool
+}
+
+// Inject arms the fault and returns it.
+func (m *Machine) Inject(f *Fault) *Fault {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if f.m != nil {
+		panic("emulated: a Fault is injected twice")
+	}
+	f.m = m
+	if f.Times == 0 {
+		f.Times = 1
+	}
+	m.faults = append(m.faults, f)
+	return f
+}
+
+// Hits is how often it struck.
+func (f *Fault) Hits() int {
+	f.m.mu.Lock()
+	defer f.m.mu.Unlock()
+	return f.hits
+}
+
+// Release disarms the fault and lets go on what it stalled.
+func (f *Fault) Release() {
+	m := f.m
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	f.released = true
+	for i, g := range m.faults {
+		if g == f {
+			m.faults = append(m.faults[:i], m.faults[i+1:]...)
+			break
+		}
+	}
+	for _, s := range m.streams {
+		if s.stalled == f {
+			s.wake()
+		}
+	}
+	m.called()
+}
+
+// cause is what the failure wraps.
+func (f *Fault) cause(sentinel error) error {
+	if f.Err != nil {
+		return f.Err
+	}
+	return sentinel
+}
+
+// fault returns the fault that strikes at p, or nil.
+func (m *Machine) fault(p Point) *Fault {
+	for _, f := range m.faults {
+		if f.Kind != p.Kind || f.Match != nil && !f.Match(p) {
+			continue
+		}
+		if f.Times >= 0 && f.hits >= f.Times {
+			continue
+		}
+		if f.passed < f.Skip {
+			f.passed++
+			continue
+		}
+		if f.Chance > 0 && m.rng.Float64() >= f.Chance {
+			continue
+		}
+		f.hits++
+		return f
+	}
+	return nil
+}
+
+// Lose makes GPU i fail for good: all operations on it, and copies from and to
+// its memory, fail with device.ErrLost. Its Memory objects can still be freed.
+func (m *Machine) Lose(i int) error {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	sp, err := m.space("lose", device.HBM(i))
+	if err != nil {
+		return err
+	}
+	sp.lost = true
+	for _, s := range m.streams {
+		if s.sp == sp {
+			s.wake()
+		}
+	}
+	m.called()
+	return nil
+}
+
+// Take lets another tenant take bytes of a space, as far as Usage and Alloc tell:
+// it may take more than is free, and then every allocation fails until bytes are
+// given back. Negative bytes give back.
+func (m *Machine) Take(s device.Space, bytes int64) error {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	sp, err := m.space("take", s)
+	if err != nil {
+		return err
+	}
+	if sp.usage.Other+bytes < 0 {
+		return &device.Error{Op: "take", Space: s, Detail: fmt.Sprintf("%d bytes given back, and others hold %d", -bytes, sp.usage.Other)}
+	}
+	sp.usage.Other += bytes
+	return nil
+}

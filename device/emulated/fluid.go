@@ -1,0 +1,261 @@
+package emulated
+
+import (
+	"math"
+	"runtime"
+	"slices"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/moeserve/moeserve/device"
+)
+
+// flow is one copy or work under way: an amount that drains over some resources,
+// after a delay. Copies drain bytes over links; work drains seconds over its
+// processor, of which each gives one a second.
+type flow struct {
+	stream *stream
+	// resources are indices into fluid.rates of those with a limit.
+	resources []int
+	// limit is the flow's own highest rate; 0: none.
+	limit float64
+	// left is what is still to drain, rate how fast now.
+	left, rate float64
+	// start is when the delay is over.
+	start         time.Duration
+	running, done bool
+	// wake is told, on the wall clock, that it ended or may end earlier.
+	wake chan struct{}
+}
+
+// fluid shares the rates of resources fairly among flows (max-min: all flows grow
+// alike until a resource is full or a flow at its own limit).
+type fluid struct {
+	// rates of each resource; 0: not limited.
+	rates []float64
+	// at is the time that the flows are advanced to.
+	at    time.Duration
+	flows []*flow
+	// room, users and fixed are scratch of share.
+	room  []float64
+	users []int
+	fixed []*flow
+}
+
+// flow returns what o costs, or nil for nothing.
+func (m *Machine) flow(s *stream, o *op) *flow {
+	fl := &flow{stream: s, start: m.clock() + o.stallTime}
+	if o.kind == opCopy {
+		p := m.topo.Paths[device.Pair{From: o.srcMem.space.id, To: o.dstMem.space.id}]
+		fl.start += p.Latency
+		fl.limit = p.BytesPerSecond
+		for _, l := range p.Links {
+			if m.fluid.rates[l] > 0 {
+				fl.resources = append(fl.resources, l)
+			}
+		}
+		if fl.limit > 0 || len(fl.resources) > 0 {
+			fl.left = float64(o.dst.Bytes)
+		}
+	} else {
+		i, _ := m.topo.Info(s.sp.id)
+		if i.FlopsPerSecond > 0 {
+			fl.left = float64(o.work.Flops) / i.FlopsPerSecond
+		}
+		if i.BytesPerSecond > 0 {
+			fl.left = max(fl.left, float64(o.work.Bytes)/i.BytesPerSecond)
+		}
+		fl.resources = []int{len(m.topo.Links) + int(s.sp.id)}
+	}
+	if fl.left == 0 && fl.start <= m.clock() {
+		return nil
+	}
+	if !m.o.Virtual {
+		fl.wake = make(chan struct{}, 1)
+	}
+	return fl
+}
+
+// add starts a flow at f.at.
+func (f *fluid) add(fl *flow) {
+	fl.running = fl.start <= f.at
+	f.flows = append(f.flows, fl)
+	f.share()
+}
+
+// end is when fl ends, or its delay does, at the rates of now.
+func (f *fluid) end(fl *flow) time.Duration {
+	switch {
+	case !fl.running:
+		return fl.start
+	case fl.left <= 0:
+		return f.at
+	}
+	return f.at + time.Duration(math.Ceil(fl.left/fl.rate*1e9))
+}
+
+// next is when the first flow starts or ends; false if there is none.
+func (f *fluid) next() (time.Duration, bool) {
+	first := time.Duration(math.MaxInt64)
+	for _, fl := range f.flows {
+		first = min(first, f.end(fl))
+	}
+	return first, len(f.flows) > 0
+}
+
+// advance drains all flows up to time to and tells of each that ends.
+func (f *fluid) advance(to time.Duration, ended func(*flow)) {
+	for {
+		t, ok := f.next()
+		if !ok || t > to {
+			break
+		}
+		f.drain(t)
+		for _, fl := range f.flows {
+			if !fl.running {
+				fl.running = fl.start <= t
+			}
+			// What a thousandth of a nanosecond would drain is rounding.
+			fl.done = fl.running && fl.left <= fl.rate*1e-12
+		}
+		f.flows = slices.DeleteFunc(f.flows, func(fl *flow) bool {
+			if fl.done {
+				ended(fl)
+			}
+			return fl.done
+		})
+		f.share()
+		for _, fl := range f.flows {
+			fl.tell()
+		}
+	}
+	f.drain(to)
+}
+
+func (fl *flow) tell() {
+	if fl.wake == nil {
+		return
+	}
+	select {
+	case fl.wake <- struct{}{}:
+	default:
+	}
+}
+
+func (f *fluid) drain(to time.Duration) {
+	dt := (to - f.at).Seconds()
+	if dt <= 0 {
+		return
+	}
+	f.at = to
+	for _, fl := range f.flows {
+		if fl.running {
+			fl.left -= fl.rate * dt
+		}
+	}
+}
+
+// share sets the rates of all running flows.
+func (f *fluid) share() {
+	f.room = append(f.room[:0], f.rates...)
+	f.users = append(f.users[:0], make([]int, len(f.rates))...)
+	open := 0
+	for _, fl := range f.flows {
+		fl.rate = 0
+		if !fl.running {
+			continue
+		}
+		open++
+		for _, r := range fl.resources {
+			f.users[r]++
+		}
+	}
+	for open > 0 {
+		// The tightest share, of a resource or of a flow's own limit, is final for
+		// the flows under it.
+		tightest := math.Inf(1)
+		for r, n := range f.users {
+			if n > 0 {
+				tightest = min(tightest, f.room[r]/float64(n))
+			}
+		}
+		for _, fl := range f.flows {
+			if fl.running && fl.rate == 0 && fl.limit > 0 {
+				tightest = min(tightest, fl.limit)
+			}
+		}
+		// Rounding may leave a resource with nothing; no flow stands still.
+		tightest = max(tightest, 1e-9)
+		for _, fl := range f.flows {
+			if fl.running && fl.rate == 0 && f.bound(fl, tightest) {
+				fl.rate = tightest
+				open--
+				f.fixed = append(f.fixed, fl)
+			}
+		}
+		for _, fl := range f.fixed {
+			for _, r := range fl.resources {
+				f.room[r] = max(f.room[r]-tightest, 0)
+				f.users[r]--
+			}
+		}
+		f.fixed = f.fixed[:0]
+	}
+}
+
+// bound says whether tightest is the rate of fl.
+func (f *fluid) bound(fl *flow, tightest float64) bool {
+	if math.IsInf(tightest, 1) || fl.limit > 0 && fl.limit <= tightest {
+		return true
+	}
+	for _, r := range fl.resources {
+		if f.room[r]/float64(f.users[r]) <= tightest*(1+1e-12) {
+			return true
+		}
+	}
+	return false
+}
+
+// Timers of the runtime may be a millisecond late, the system's sleep about a
+// twentieth of that: pace sleeps by timer until timerSlack before its end, then in
+// short sleeps of the system, and spins through the last spin.
+const (
+	timerSlack = 2 * time.Millisecond
+	spin       = 60 * time.Microsecond
+)
+
+// pace waits on the wall clock until fl ended. The lock is held, and released
+// meanwhile.
+func (m *Machine) pace(fl *flow) {
+	for {
+		m.fluid.advance(m.clock(), ended)
+		if fl.done {
+			return
+		}
+		end := m.fluid.end(fl)
+		m.mu.Unlock()
+		fl.sleep(end - time.Since(m.opened))
+		m.mu.Lock()
+	}
+}
+
+// sleep waits for part of left, not beyond it, and not on when the flow may end
+// earlier.
+func (fl *flow) sleep(left time.Duration) {
+	switch {
+	case left > timerSlack:
+		timer := time.NewTimer(left - timerSlack)
+		defer timer.Stop()
+		select {
+		case <-timer.C:
+		case <-fl.wake:
+		}
+	case left > spin:
+		// Interrupted or not, the caller looks at the clock again.
+		ts := unix.NsecToTimespec(int64(min(left-spin, spin*4)))
+		_ = unix.Nanosleep(&ts, nil)
+	default:
+		runtime.Gosched()
+	}
+}

@@ -1,0 +1,247 @@
+package emulated
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/moeserve/moeserve/device"
+)
+
+// Machine is an emulated host with its GPUs. Everything it holds is guarded by
+// one lock, which is released while bytes move and Work runs.
+//
+// On the wall clock each stream has a goroutine (stream.loop) that takes
+// operations off its queue. A virtual machine has none: whoever waits drives it
+// (see wait).
+type Machine struct {
+	o      Options
+	topo   *device.Topology
+	opened time.Time
+
+	mu      sync.Mutex
+	spaces  []*space
+	memory  index
+	streams []*stream
+	// loops counts the stream goroutines, for Close.
+	loops  sync.WaitGroup
+	closed bool
+	// aborting makes streams drop what they hold.
+	aborting bool
+
+	// now is the virtual clock; fluid says when copies and work end.
+	now   time.Duration
+	fluid fluid
+	rng   *rand.Rand
+	// driver is the goroutine that drives a virtual machine, 0 for none.
+	driver uint64
+	// waiters are the host's waits in progress on a virtual machine.
+	waiters []*waiter
+	// change is closed and replaced when something happened that a goroutine
+	// asleep in wait may go on by; sleepers counts these.
+	change   chan struct{}
+	sleepers int
+	// calls counts what the host asked of the machine, so that a poll that nothing
+	// else interrupts is known as one.
+	calls      uint64
+	candidates []*stream
+	faults     []*Fault
+	check      *checker
+}
+
+// space is the account of one memory space.
+type space struct {
+	id    device.Space
+	usage device.Usage
+	lost  bool
+}
+
+var _ device.Machine = (*Machine)(nil)
+
+// Open makes an emulated machine; what it returns is a *Machine.
+func Open(o Options) (device.Machine, error) {
+	m, err := New(o)
+	if err != nil {
+		return nil, err
+	}
+	return m, nil
+}
+
+// New is Open for callers that inject faults or read findings.
+func New(o Options) (*Machine, error) {
+	if err := o.validate(); err != nil {
+		return nil, err
+	}
+	o = o.withDefaults()
+	m := &Machine{
+		o: o, topo: o.topology(), opened: time.Now(),
+		rng: rand.New(rand.NewPCG(o.Seed, 0)), change: make(chan struct{}),
+	}
+	for _, s := range m.topo.Spaces() {
+		i, _ := m.topo.Info(s)
+		m.spaces = append(m.spaces, &space{id: s, usage: device.Usage{Capacity: i.MemoryBytes}})
+	}
+	for _, l := range m.topo.Links {
+		m.fluid.rates = append(m.fluid.rates, l.BytesPerSecond)
+	}
+	// One more resource per space: its processor, which gives one second a second.
+	for range m.spaces {
+		m.fluid.rates = append(m.fluid.rates, 1)
+	}
+	if o.Check {
+		m.check = newChecker(m)
+	}
+	return m, nil
+}
+
+// Topology implements device.Machine.
+func (m *Machine) Topology() *device.Topology { return m.topo }
+
+// KeepsData says whether memory holds bytes, that is, whether Options.NoData is
+// unset.
+func (m *Machine) KeepsData() bool { return !m.o.NoData }
+
+// Now implements device.Machine.
+func (m *Machine) Now() time.Duration {
+	if !m.o.Virtual {
+		return time.Since(m.opened)
+	}
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return m.now
+}
+
+// clock is Now with the lock held.
+func (m *Machine) clock() time.Duration {
+	if m.o.Virtual {
+		return m.now
+	}
+	return time.Since(m.opened)
+}
+
+// Usage implements device.Machine.
+func (m *Machine) Usage(s device.Space) (device.Usage, error) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	sp, err := m.space("usage", s)
+	if err != nil {
+		return device.Usage{}, err
+	}
+	return sp.usage, nil
+}
+
+// space returns the space, if the machine is open and has it.
+func (m *Machine) space(op string, s device.Space) (*space, error) {
+	if m.closed {
+		return nil, &device.Error{Op: op, Space: s, Detail: "the machine", Err: device.ErrClosed}
+	}
+	if s < 0 || int(s) >= len(m.spaces) {
+		return nil, &device.Error{Op: op, Space: s, Detail: fmt.Sprintf("there is no such space; the machine has %d GPUs", len(m.spaces)-1)}
+	}
+	return m.spaces[s], nil
+}
+
+func (sp *space) lostErr(op, detail string) error {
+	return &device.Error{Op: op, Space: sp.id, Detail: detail, Err: device.ErrLost}
+}
+
+// Close implements device.Machine. It lets run what still can, and drops what
+// waits for an event or a fence that nobody raises; the error names that too,
+// and, where Options.Report is unset, the findings of the check.
+func (m *Machine) Close() error {
+	m.mu.Lock()
+	if m.closed {
+		m.mu.Unlock()
+		return &device.Error{Op: "close", Space: device.Host, Detail: "the machine", Err: device.ErrClosed}
+	}
+	m.settle()
+	var problems []string
+	for _, s := range m.streams {
+		if s.pending() {
+			problems = append(problems, "closed while "+m.describe(s))
+		}
+	}
+	m.closed, m.aborting = true, true
+	for _, s := range m.streams {
+		s.wake()
+	}
+	for _, w := range m.waiters {
+		w.fire(&device.Error{Op: "wait", Space: device.Host, Detail: "the machine", Err: device.ErrClosed})
+	}
+	m.notify()
+	m.mu.Unlock()
+	m.loops.Wait()
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	for _, s := range m.streams {
+		for s.q.n > 0 {
+			m.drop(s, s.q.pop())
+		}
+		m.releaseWaiters(s)
+	}
+	m.streams = nil
+	for _, mem := range m.memory.live {
+		problems = append(problems, fmt.Sprintf("memory %q (%d bytes on %s) was not freed", mem.label, mem.bytes, mem.space.id))
+		mem.free = true
+		mem.space.usage.Allocated -= mem.rounded
+		if err := mem.unmap(); err != nil {
+			problems = append(problems, err.Error())
+		}
+	}
+	m.memory.live = nil
+	for _, t := range m.memory.freed {
+		if err := t.unmap(); err != nil {
+			problems = append(problems, err.Error())
+		}
+	}
+	m.memory.freed = nil
+	if m.check != nil && m.o.Report == nil {
+		for _, f := range m.check.findings {
+			problems = append(problems, f.String())
+		}
+	}
+	if len(problems) > 0 {
+		return &device.Error{Op: "close", Space: device.Host, Err: errors.New(strings.Join(problems, "; "))}
+	}
+	return nil
+}
+
+// settle waits until no stream can go on by itself. The lock is held, and
+// released meanwhile.
+func (m *Machine) settle() {
+	if m.o.Virtual {
+		// The waiter is never fired: the wait ends when nothing can run.
+		_ = m.wait(context.Background(), &waiter{ready: make(chan struct{}, 1), settle: true})
+		return
+	}
+	for {
+		i := slices.IndexFunc(m.streams, func(s *stream) bool { return s.busy || m.runnable(s) })
+		if i < 0 {
+			return
+		}
+		w := &waiter{ready: make(chan struct{}, 1)}
+		m.streams[i].settlers = append(m.streams[i].settlers, w)
+		m.mu.Unlock()
+		<-w.ready
+		m.mu.Lock()
+	}
+}
+
+// Trace is one operation that ended.
+type Trace struct {
+	Stream string
+	Space  device.Space
+	// Op is "copy", "launch", "record", "wait", "raise" or "await".
+	Op string
+	// Name is that of the Work, Bytes the size of the copy.
+	Name       string
+	Bytes      int64
+	Start, End time.Duration
+	// Err is why it failed or was skipped.
+	Err error
+}

@@ -1,0 +1,267 @@
+package emulated
+
+import (
+	"fmt"
+	"sort"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/moeserve/moeserve/device"
+)
+
+const (
+	// alignment of every allocation, and what sizes are rounded to in accounts.
+	alignment = 256
+	// hugeBytes is the size from which the kernel is asked for large pages.
+	hugeBytes = 4 << 20
+	// poisonBytes is the size up to which a checked machine fills new memory, with
+	// bytes that are NaN in every floating-point type.
+	poisonBytes = 16 << 20
+	poison      = 0xff
+	// maxFreed is how many freed allocations a checked machine keeps out of use, to
+	// name them in findings.
+	maxFreed = 4096
+)
+
+// memory is one allocation: its own mapping, between two guard pages on a
+// checked machine. Its fields are guarded by Machine.mu; data, base and bytes do
+// not change while it is alive.
+type memory struct {
+	m       *Machine
+	space   *space
+	label   string
+	base    device.Addr
+	bytes   int64
+	rounded int64
+	// mapping is all that was mapped, data the part in use.
+	mapping, data []byte
+	free          bool
+	// users counts the queued and running operations that are known to touch it.
+	users  int
+	shadow *shadow
+}
+
+// index finds allocations by address.
+type index struct {
+	// live is sorted by base.
+	live []*memory
+	// freed are kept mapped without access on a checked machine, oldest first.
+	freed []*memory
+}
+
+// at returns the position of the first allocation that ends behind a.
+func (x *index) at(a device.Addr) int {
+	return sort.Search(len(x.live), func(i int) bool { return x.live[i].base+device.Addr(x.live[i].bytes) > a })
+}
+
+// find returns the allocation in which r lies wholly, or nil.
+func (x *index) find(r device.Range) *memory {
+	i := x.at(r.Addr)
+	if i == len(x.live) || r.Bytes < 0 {
+		return nil
+	}
+	if mem := x.live[i]; mem.base <= r.Addr && int64(r.Addr-mem.base)+r.Bytes <= mem.bytes {
+		return mem
+	}
+	return nil
+}
+
+// findFreed returns the freed allocation that a lay in, or nil.
+func (x *index) findFreed(a device.Addr) *memory {
+	for i := len(x.freed) - 1; i >= 0; i-- {
+		if mem := x.freed[i]; mem.base <= a && a < mem.base+device.Addr(mem.bytes) {
+			return mem
+		}
+	}
+	return nil
+}
+
+func (x *index) add(mem *memory) {
+	i := x.at(mem.base)
+	x.live = append(x.live, nil)
+	copy(x.live[i+1:], x.live[i:])
+	x.live[i] = mem
+}
+
+func (x *index) remove(mem *memory) {
+	i := x.at(mem.base)
+	x.live = append(x.live[:i], x.live[i+1:]...)
+}
+
+// Alloc implements device.Machine.
+func (m *Machine) Alloc(s device.Space, bytes int64, label string) (device.Memory, error) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	m.calls++
+	sp, err := m.space("alloc", s)
+	if err != nil {
+		return nil, err
+	}
+	detail := fmt.Sprintf("%q, %d bytes asked", label, bytes)
+	if bytes <= 0 {
+		return nil, &device.Error{Op: "alloc", Space: s, Detail: detail + "; ask for more than 0"}
+	}
+	if sp.lost {
+		return nil, sp.lostErr("alloc", detail)
+	}
+	free := max(sp.usage.Free(), 0)
+	detail += fmt.Sprintf(", %d free of %d", free, sp.usage.Capacity)
+	if sp.usage.Other > 0 {
+		detail += fmt.Sprintf(" (%d held by others)", sp.usage.Other)
+	}
+	if bytes > free || roundUp(bytes, alignment) > free {
+		return nil, &device.Error{Op: "alloc", Space: s, Detail: detail, Err: device.ErrOutOfMemory}
+	}
+	if f := m.fault(Point{Kind: RefuseAlloc, Space: s, Label: label, Bytes: bytes}); f != nil {
+		return nil, &device.Error{Op: "alloc", Space: s, Detail: detail + "; refused by fault injection", Err: f.cause(device.ErrOutOfMemory)}
+	}
+	mem := &memory{m: m, space: sp, label: label, bytes: bytes, rounded: roundUp(bytes, alignment)}
+	if err := mem.mmap(); err != nil {
+		return nil, &device.Error{Op: "alloc", Space: s, Detail: detail + "; the system refused: " + err.Error(), Err: device.ErrOutOfMemory}
+	}
+	sp.usage.Allocated += mem.rounded
+	sp.usage.Peak = max(sp.usage.Peak, sp.usage.Allocated)
+	m.memory.add(mem)
+	if m.check != nil {
+		mem.shadow = newShadow(bytes)
+	}
+	return mem, nil
+}
+
+func roundUp(n, to int64) int64 { return (n + to - 1) / to * to }
+
+func (mem *memory) mmap() error {
+	page := int64(unix.Getpagesize())
+	size := roundUp(mem.bytes, page)
+	guard := int64(0)
+	if mem.m.o.Check {
+		guard = page
+	}
+	prot := unix.PROT_READ | unix.PROT_WRITE
+	if mem.m.o.NoData && mem.space.id != device.Host {
+		prot = unix.PROT_NONE
+	}
+	all, err := unix.Mmap(-1, 0, int(size+2*guard), prot, unix.MAP_ANON|unix.MAP_PRIVATE|unix.MAP_NORESERVE)
+	if err != nil {
+		return fmt.Errorf("map %d bytes: %w", size, err)
+	}
+	mem.mapping, mem.data = all, all[guard:guard+mem.bytes:guard+mem.bytes]
+	mem.base = device.Addr(uintptr(unsafe.Pointer(unsafe.SliceData(mem.data))))
+	if guard > 0 {
+		for _, g := range [][]byte{all[:guard], all[guard+size:]} {
+			if err := unix.Mprotect(g, unix.PROT_NONE); err != nil {
+				_ = unix.Munmap(all)
+				return fmt.Errorf("protect a guard page: %w", err)
+			}
+		}
+	}
+	if prot == unix.PROT_NONE {
+		return nil
+	}
+	if size >= hugeBytes {
+		// Only faster: a system without large pages refuses, and nothing is lost.
+		_ = unix.Madvise(all[guard:guard+size], unix.MADV_HUGEPAGE)
+	}
+	if mem.m.o.Check && !mem.m.o.NoData && mem.bytes <= poisonBytes {
+		for i := range mem.data {
+			mem.data[i] = poison
+		}
+	}
+	return nil
+}
+
+func (mem *memory) unmap() error {
+	all := mem.mapping
+	mem.mapping, mem.data = nil, nil
+	if err := unix.Munmap(all); err != nil {
+		return fmt.Errorf("emulated: unmap %q: %w", mem.label, err)
+	}
+	return nil
+}
+
+// retire gives the pages back and keeps the addresses out of use, so that a late
+// access faults and can be named.
+func (mem *memory) retire() error {
+	x := &mem.m.memory
+	if err := unix.Mprotect(mem.mapping, unix.PROT_NONE); err != nil {
+		return fmt.Errorf("emulated: protect freed %q: %w", mem.label, err)
+	}
+	if err := unix.Madvise(mem.mapping, unix.MADV_DONTNEED); err != nil {
+		return fmt.Errorf("emulated: drop the pages of freed %q: %w", mem.label, err)
+	}
+	mem.shadow, mem.data = nil, nil
+	x.freed = append(x.freed, mem)
+	if len(x.freed) > maxFreed {
+		oldest := x.freed[0]
+		x.freed = x.freed[1:]
+		return oldest.unmap()
+	}
+	return nil
+}
+
+// Space implements device.Memory.
+func (mem *memory) Space() device.Space { return mem.space.id }
+
+// Bytes implements device.Memory.
+func (mem *memory) Bytes() int64 { return mem.bytes }
+
+// Range implements device.Memory.
+func (mem *memory) Range(off, n int64) device.Range {
+	if off < 0 || n < 0 || off > mem.bytes-n {
+		panic(fmt.Sprintf("emulated: [%d, %d) is outside of memory %q of %d bytes", off, off+n, mem.label, mem.bytes))
+	}
+	return device.Range{Addr: mem.base + device.Addr(off), Bytes: n}
+}
+
+// Read implements device.Memory.
+func (mem *memory) Read(off, n int64) []byte { return mem.touch(off, n, false) }
+
+// Write implements device.Memory.
+func (mem *memory) Write(off, n int64) []byte { return mem.touch(off, n, true) }
+
+func (mem *memory) touch(off, n int64, write bool) []byte {
+	r := mem.Range(off, n)
+	if mem.space.id != device.Host {
+		panic(fmt.Sprintf("emulated: memory %q lies on %s, which the host cannot see: copy it to host memory first", mem.label, mem.space.id))
+	}
+	mem.m.mu.Lock()
+	defer mem.m.mu.Unlock()
+	if mem.free {
+		panic(fmt.Sprintf("emulated: host access to memory %q after it was freed", mem.label))
+	}
+	if c := mem.m.check; c != nil {
+		c.host(mem, r, write)
+	}
+	return mem.data[off : off+n : off+n]
+}
+
+// Free implements device.Memory.
+func (mem *memory) Free() error {
+	m := mem.m
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	m.calls++
+	if mem.free {
+		return &device.Error{Op: "free", Space: mem.space.id, Detail: fmt.Sprintf("%q was freed before", mem.label), Err: device.ErrClosed}
+	}
+	if mem.users > 0 {
+		if m.check != nil {
+			m.check.freeInUse(mem)
+		}
+		return &device.Error{
+			Op: "free", Space: mem.space.id,
+			Detail: fmt.Sprintf("%q is still used by %d operations that were enqueued; wait for them first", mem.label, mem.users),
+		}
+	}
+	if m.check != nil {
+		m.check.free(mem)
+	}
+	mem.free = true
+	mem.space.usage.Allocated -= mem.rounded
+	m.memory.remove(mem)
+	if m.check != nil {
+		return mem.retire()
+	}
+	return mem.unmap()
+}

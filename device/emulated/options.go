@@ -1,0 +1,304 @@
+package emulated
+
+import (
+	"fmt"
+	"math"
+	"time"
+
+	"github.com/moeserve/moeserve/device"
+)
+
+// Options describe an emulated machine. The zero value is a machine of one
+// compute GPU and two peers with ample memory, that runs as fast as it can.
+type Options struct {
+	// GPUs in the machine's order. Default: three of 64 GiB, without a compute
+	// model.
+	GPUs []GPU
+	// Host is the host's memory and processor. Default: 256 GiB, no compute model.
+	Host GPU
+	// HostLink joins each GPU to the host, one wire in each direction. Default: no
+	// limit, no latency.
+	HostLink Link
+	// PeerLink joins each GPU to all its peers: what enters one GPU from all peers
+	// shares one wire, what leaves it another. Default: no limit, no latency.
+	PeerLink Link
+	// HostRoots are rates of the host's side that several GPUs share, in each
+	// direction. Default: none.
+	HostRoots []Root
+	// Topology, if set, is the machine as it stands, and the fields above must be
+	// unset. Pairs of spaces without a path cannot be copied between, except
+	// within one space.
+	Topology *device.Topology
+
+	// Virtual chooses the deterministic machine: operations run one at a time, in
+	// an order that Schedule decides, on a virtual clock. Default: a goroutine per
+	// stream, on the wall clock.
+	Virtual bool
+	// Pace makes copies and work take at least as long as the models say, on the
+	// wall clock (a virtual machine always does, on its own clock). Default: off.
+	Pace bool
+	// NoData makes memory address space only: copies move nothing, and Work runs
+	// only if it says Host. Host memory can still be written. Needs Virtual.
+	NoData bool
+	// Check finds accesses that nothing orders, and bad ones: see Finding.
+	Check bool
+	// Schedule says which stream goes on where several could, on a virtual
+	// machine. Default: Eager.
+	Schedule Schedule
+	// Seed of the Random schedule and of faults that come by chance.
+	Seed uint64
+	// Report is told of each finding as it is found; it must not call the machine.
+	// Default: findings make Close fail.
+	Report func(Finding)
+	// Trace is told of each operation as it ends; it must not call the machine.
+	// Default: nobody.
+	Trace func(Trace)
+	// Idle, if set, is called before each step of a virtual machine and returns when
+	// every other goroutine of the program is blocked, as synctest.Wait of
+	// testing/synctest does: then programs of several goroutines run the same way
+	// every time too. Default: the machine goes on while other goroutines run.
+	Idle func()
+	// DeadlockAfter is how long, on the wall clock, nothing must be able to run on
+	// a virtual machine, and no goroutine call it, before those who wait get
+	// ErrDeadlock. Default: 2 s.
+	DeadlockAfter time.Duration
+}
+
+// GPU describes one memory space with its processor.
+type GPU struct {
+	// Name of the product. Default: "emulated".
+	Name string
+	// MemoryBytes is the capacity. Default: 64 GiB for a GPU, 256 GiB for the host.
+	MemoryBytes int64
+	// FlopsPerSecond and BytesPerSecond are the compute model: a Work takes
+	// max(Flops/FlopsPerSecond, Bytes/BytesPerSecond), and concurrent ones share
+	// the device. 0: no limit.
+	FlopsPerSecond, BytesPerSecond float64
+}
+
+// Link is a wire's rate and the latency of one copy over it.
+type Link struct {
+	// BytesPerSecond; 0: no limit.
+	BytesPerSecond float64
+	Latency        time.Duration
+}
+
+// Root is a rate that the host links of several GPUs share, in each direction.
+type Root struct {
+	GPUs           []int
+	BytesPerSecond float64
+}
+
+// Schedule is the order in which a virtual machine lets streams go on that
+// could. It decides among what can run at one instant; Lazy decides also when.
+type Schedule int
+
+const (
+	// Eager runs each stream as far as it goes, higher priority and earlier
+	// streams first: the times of real hardware.
+	Eager Schedule = iota
+	// Lazy starts an operation only once somebody's wait needs it, so everything
+	// ends as late as the program's own waits allow.
+	Lazy
+	// Random picks by the seed.
+	Random
+)
+
+func (s Schedule) String() string {
+	switch s {
+	case Eager:
+		return "eager"
+	case Lazy:
+		return "lazy"
+	case Random:
+		return "random"
+	}
+	return fmt.Sprintf("Schedule(%d)", int(s))
+}
+
+const (
+	defaultGPUs      = 3
+	defaultGPUBytes  = 64 << 30
+	defaultHostBytes = 256 << 30
+	defaultDeadlock  = 2 * time.Second
+)
+
+// withDefaults returns o with every unset field at its default.
+func (o Options) withDefaults() Options {
+	if o.DeadlockAfter == 0 {
+		o.DeadlockAfter = defaultDeadlock
+	}
+	if o.Topology != nil {
+		return o
+	}
+	if len(o.GPUs) == 0 {
+		o.GPUs = make([]GPU, defaultGPUs)
+	}
+	gpus := make([]GPU, len(o.GPUs))
+	for i, g := range o.GPUs {
+		gpus[i] = g.withDefaults(defaultGPUBytes)
+	}
+	o.GPUs = gpus
+	o.Host = o.Host.withDefaults(defaultHostBytes)
+	return o
+}
+
+func (g GPU) withDefaults(bytes int64) GPU {
+	if g.Name == "" {
+		g.Name = "emulated"
+	}
+	if g.MemoryBytes == 0 {
+		g.MemoryBytes = bytes
+	}
+	return g
+}
+
+func badRate(r float64) bool { return r < 0 || math.IsNaN(r) || math.IsInf(r, 0) }
+
+func (o *Options) validate() error {
+	if o.Virtual && o.Pace {
+		return fmt.Errorf("emulated: Pace is for the wall clock and a virtual machine has its own: set one of Pace and Virtual")
+	}
+	if o.NoData && !o.Virtual {
+		return fmt.Errorf("emulated: NoData needs Virtual")
+	}
+	if o.Schedule < Eager || o.Schedule > Random {
+		return fmt.Errorf("emulated: schedule %d is none of Eager, Lazy and Random", o.Schedule)
+	}
+	if o.Schedule != Eager && !o.Virtual {
+		return fmt.Errorf("emulated: schedule %v needs Virtual: on the wall clock the system schedules", o.Schedule)
+	}
+	if o.DeadlockAfter < 0 {
+		return fmt.Errorf("emulated: DeadlockAfter is %v, under 0", o.DeadlockAfter)
+	}
+	if o.Topology != nil {
+		if len(o.GPUs) != 0 || o.Host != (GPU{}) || o.HostLink != (Link{}) || o.PeerLink != (Link{}) || len(o.HostRoots) != 0 {
+			return fmt.Errorf("emulated: Topology describes the whole machine: leave GPUs, Host, HostLink, PeerLink and HostRoots unset")
+		}
+		return validateTopology(o.Topology)
+	}
+	for i, g := range append([]GPU{o.Host}, o.GPUs...) {
+		if g.MemoryBytes < 0 || badRate(g.FlopsPerSecond) || badRate(g.BytesPerSecond) {
+			return fmt.Errorf("emulated: %s has a negative or infinite capacity or rate: %+v", device.Space(i), g)
+		}
+	}
+	for _, l := range []Link{o.HostLink, o.PeerLink} {
+		if badRate(l.BytesPerSecond) || l.Latency < 0 {
+			return fmt.Errorf("emulated: a link has a negative or infinite rate or latency: %+v", l)
+		}
+	}
+	rooted := map[int]bool{}
+	for _, r := range o.HostRoots {
+		if badRate(r.BytesPerSecond) || r.BytesPerSecond == 0 {
+			return fmt.Errorf("emulated: a host root's rate is %g bytes/s; it must be over 0", r.BytesPerSecond)
+		}
+		for _, g := range r.GPUs {
+			if g < 0 || g >= len(o.GPUs) {
+				return fmt.Errorf("emulated: a host root names gpu%d, and there are %d", g, len(o.GPUs))
+			}
+			if rooted[g] {
+				return fmt.Errorf("emulated: gpu%d stands behind two host roots", g)
+			}
+			rooted[g] = true
+		}
+	}
+	return nil
+}
+
+func validateTopology(t *device.Topology) error {
+	for _, s := range t.Spaces() {
+		i, _ := t.Info(s)
+		if i.MemoryBytes <= 0 {
+			return fmt.Errorf("emulated: topology: %s has %d bytes of memory; say its capacity", s, i.MemoryBytes)
+		}
+		if badRate(i.FlopsPerSecond) || badRate(i.BytesPerSecond) {
+			return fmt.Errorf("emulated: topology: %s has a negative or infinite rate", s)
+		}
+	}
+	for _, l := range t.Links {
+		if badRate(l.BytesPerSecond) {
+			return fmt.Errorf("emulated: topology: link %q has rate %g", l.Name, l.BytesPerSecond)
+		}
+	}
+	for pair, p := range t.Paths {
+		for _, end := range []device.Space{pair.From, pair.To} {
+			if _, ok := t.Info(end); !ok {
+				return fmt.Errorf("emulated: topology: a path from %s to %s, and there is no %s", pair.From, pair.To, end)
+			}
+		}
+		if badRate(p.BytesPerSecond) || p.Latency < 0 {
+			return fmt.Errorf("emulated: topology: the path from %s to %s has a bad rate or latency", pair.From, pair.To)
+		}
+		for _, l := range p.Links {
+			if l < 0 || l >= len(t.Links) {
+				return fmt.Errorf("emulated: topology: the path from %s to %s uses link %d of %d", pair.From, pair.To, l, len(t.Links))
+			}
+		}
+	}
+	return nil
+}
+
+// minRate is the smaller of two rates, where 0 is no limit.
+func minRate(a, b float64) float64 {
+	if a == 0 || b != 0 && b < a {
+		return b
+	}
+	return a
+}
+
+// topology builds what the simple fields describe.
+func (o *Options) topology() *device.Topology {
+	if o.Topology != nil {
+		return o.Topology
+	}
+	info := func(g GPU, uuid string) device.Info {
+		return device.Info{
+			Name: g.Name, UUID: uuid, MemoryBytes: g.MemoryBytes,
+			FlopsPerSecond: g.FlopsPerSecond, BytesPerSecond: g.BytesPerSecond, NUMANode: -1,
+		}
+	}
+	t := &device.Topology{Host: info(o.Host, ""), Paths: map[device.Pair]device.Path{}}
+	link := func(name string, rate float64, latency time.Duration) int {
+		t.Links = append(t.Links, device.Link{Name: name, BytesPerSecond: rate, Latency: latency})
+		return len(t.Links) - 1
+	}
+	path := func(from, to device.Space, latency time.Duration, links ...int) {
+		p := device.Path{Links: links, Latency: latency}
+		for _, l := range links {
+			p.BytesPerSecond = minRate(p.BytesPerSecond, t.Links[l].BytesPerSecond)
+		}
+		t.Paths[device.Pair{From: from, To: to}] = p
+	}
+	type ports struct{ fromHost, toHost, fromPeers, toPeers int }
+	var gpu []ports
+	for i, g := range o.GPUs {
+		t.GPUs = append(t.GPUs, info(g, fmt.Sprintf("emulated-%d", i)))
+		name := device.HBM(i).String()
+		h, p := o.HostLink, o.PeerLink
+		gpu = append(gpu, ports{
+			fromHost: link("host to "+name, h.BytesPerSecond, h.Latency), toHost: link(name+" to host", h.BytesPerSecond, h.Latency),
+			fromPeers: link("peers to "+name, p.BytesPerSecond, p.Latency), toPeers: link(name+" to peers", p.BytesPerSecond, p.Latency),
+		})
+	}
+	down, up := make([][]int, len(gpu)), make([][]int, len(gpu))
+	for i, r := range o.HostRoots {
+		d := link(fmt.Sprintf("host root %d down", i), r.BytesPerSecond, 0)
+		u := link(fmt.Sprintf("host root %d up", i), r.BytesPerSecond, 0)
+		for _, g := range r.GPUs {
+			down[g], up[g] = []int{d}, []int{u}
+		}
+	}
+	// A copy within one memory reads and writes it, so it runs at half its rate.
+	path(device.Host, device.Host, 0, link("host memory", o.Host.BytesPerSecond/2, 0))
+	for i, a := range gpu {
+		path(device.Host, device.HBM(i), o.HostLink.Latency, append(down[i], a.fromHost)...)
+		path(device.HBM(i), device.Host, o.HostLink.Latency, append(up[i], a.toHost)...)
+		path(device.HBM(i), device.HBM(i), 0, link(device.HBM(i).String()+" memory", o.GPUs[i].BytesPerSecond/2, 0))
+		for j, b := range gpu {
+			if i != j {
+				path(device.HBM(i), device.HBM(j), o.PeerLink.Latency, a.toPeers, b.fromPeers)
+			}
+		}
+	}
+	return t
+}

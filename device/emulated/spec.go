@@ -1,0 +1,216 @@
+package emulated
+
+import (
+	"fmt"
+	"math"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+)
+
+// SpecHelp tells, for a command's help, what ParseSpec reads.
+const SpecHelp = `comma-separated settings of emulated devices:
+  gpus=3             number of GPUs
+  hbm=8GiB           memory of each GPU
+  host=16GiB         pinned host memory
+  pcie=55.3GB/s      rate between host and each GPU, in each direction
+  hostroot=100GB/s   rate that all GPUs share towards the host
+  nvlink=395GB/s     rate in and out of each GPU towards its peers
+  latency=8us        of every copy; hostlatency=, peerlatency= for one kind
+  flops=800T         flops per second of each GPU
+  bw=4.6TB/s         memory bandwidth of each GPU
+  cpuflops=2T, cpubw=300GB/s   the same of the host
+  pace               take the time that the rates say (virtual always does)
+  virtual            virtual clock, deterministic order
+  schedule=eager     order on the virtual clock: eager, lazy, random
+  seed=1             of schedule=random and of injected faults
+  nodata             memory is address space only; needs virtual
+  check              check that accesses are ordered`
+
+// specKey sets one option; keys without a value get "".
+type specKey struct {
+	value bool
+	set   func(s *spec, v string) error
+}
+
+// spec is Options in the making: per-GPU settings hold for all GPUs.
+type spec struct {
+	o        Options
+	gpus     int
+	gpu      GPU
+	hostRoot float64
+	latency  time.Duration
+}
+
+var specKeys = map[string]specKey{
+	"gpus": {true, func(s *spec, v string) error {
+		n, err := strconv.Atoi(v)
+		if err != nil || n < 1 || n > 1024 {
+			return fmt.Errorf("want a number of GPUs from 1 to 1024")
+		}
+		s.gpus = n
+		return nil
+	}},
+	"hbm":         {true, func(s *spec, v string) error { return parseBytes(v, &s.gpu.MemoryBytes) }},
+	"host":        {true, func(s *spec, v string) error { return parseBytes(v, &s.o.Host.MemoryBytes) }},
+	"pcie":        {true, func(s *spec, v string) error { return parseByteRate(v, &s.o.HostLink.BytesPerSecond) }},
+	"nvlink":      {true, func(s *spec, v string) error { return parseByteRate(v, &s.o.PeerLink.BytesPerSecond) }},
+	"hostroot":    {true, func(s *spec, v string) error { return parseByteRate(v, &s.hostRoot) }},
+	"latency":     {true, func(s *spec, v string) error { return parseDuration(v, &s.latency) }},
+	"hostlatency": {true, func(s *spec, v string) error { return parseDuration(v, &s.o.HostLink.Latency) }},
+	"peerlatency": {true, func(s *spec, v string) error { return parseDuration(v, &s.o.PeerLink.Latency) }},
+	"flops":       {true, func(s *spec, v string) error { return parseFlops(v, &s.gpu.FlopsPerSecond) }},
+	"bw":          {true, func(s *spec, v string) error { return parseByteRate(v, &s.gpu.BytesPerSecond) }},
+	"cpuflops":    {true, func(s *spec, v string) error { return parseFlops(v, &s.o.Host.FlopsPerSecond) }},
+	"cpubw":       {true, func(s *spec, v string) error { return parseByteRate(v, &s.o.Host.BytesPerSecond) }},
+	"seed": {true, func(s *spec, v string) error {
+		n, err := strconv.ParseUint(v, 10, 64)
+		if err != nil {
+			return fmt.Errorf("want a whole number from 0")
+		}
+		s.o.Seed = n
+		return nil
+	}},
+	"schedule": {true, func(s *spec, v string) error {
+		for _, k := range []Schedule{Eager, Lazy, Random} {
+			if v == k.String() {
+				s.o.Schedule = k
+				return nil
+			}
+		}
+		return fmt.Errorf("want eager, lazy or random")
+	}},
+	"pace":    {false, func(s *spec, _ string) error { s.o.Pace = true; return nil }},
+	"virtual": {false, func(s *spec, _ string) error { s.o.Virtual = true; return nil }},
+	"nodata":  {false, func(s *spec, _ string) error { s.o.NoData = true; return nil }},
+	"check":   {false, func(s *spec, _ string) error { s.o.Check = true; return nil }},
+}
+
+// ParseSpec reads Options from text like
+//
+//	gpus=3,hbm=8GiB,host=16GiB,pcie=55.3GB/s,nvlink=395GB/s,virtual,seed=1
+//
+// SpecHelp lists all keys. What is not named has its default, so "" is the default
+// machine. Sizes take KB, MB, GB, TB (powers of 1000) and KiB, MiB, GiB, TiB (of
+// 1024); rates the same with /s; flops per second M, G, T or P. An error names the
+// key and what is wanted.
+func ParseSpec(text string) (Options, error) {
+	s := &spec{gpus: defaultGPUs}
+	given := map[string]bool{}
+	for _, part := range strings.Split(text, ",") {
+		part = strings.TrimSpace(part)
+		if part == "" {
+			if strings.TrimSpace(text) == "" {
+				break
+			}
+			return Options{}, fmt.Errorf("emulated: specification %q has an empty setting", text)
+		}
+		name, value, hasValue := strings.Cut(part, "=")
+		key, ok := specKeys[name]
+		switch {
+		case !ok:
+			return Options{}, fmt.Errorf("emulated: specification: unknown key %q; the keys are %s", name, strings.Join(specNames(), ", "))
+		case given[name]:
+			return Options{}, fmt.Errorf("emulated: specification: key %q is given twice", name)
+		case hasValue && !key.value:
+			return Options{}, fmt.Errorf("emulated: specification: key %q takes no value", name)
+		case !hasValue && key.value:
+			return Options{}, fmt.Errorf("emulated: specification: key %q needs a value: %s=…", name, name)
+		}
+		given[name] = true
+		if err := key.set(s, value); err != nil {
+			return Options{}, fmt.Errorf("emulated: specification: key %q: %q: %w", name, value, err)
+		}
+	}
+	o := s.o
+	if !given["hostlatency"] {
+		o.HostLink.Latency = s.latency
+	}
+	if !given["peerlatency"] {
+		o.PeerLink.Latency = s.latency
+	}
+	if s.hostRoot > 0 {
+		root := Root{BytesPerSecond: s.hostRoot}
+		for i := range s.gpus {
+			root.GPUs = append(root.GPUs, i)
+		}
+		o.HostRoots = []Root{root}
+	}
+	for range s.gpus {
+		o.GPUs = append(o.GPUs, s.gpu)
+	}
+	if err := o.validate(); err != nil {
+		return Options{}, err
+	}
+	return o, nil
+}
+
+func specNames() []string {
+	var names []string
+	for n := range specKeys {
+		names = append(names, n)
+	}
+	slices.Sort(names)
+	return names
+}
+
+var byteUnits = map[string]float64{
+	"B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "PB": 1e15,
+	"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40,
+}
+
+var flopUnits = map[string]float64{"M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
+
+// parseNumber reads a positive number with one of the units.
+func parseNumber(v string, units map[string]float64, want string) (float64, error) {
+	i := strings.IndexFunc(v, func(r rune) bool { return (r < '0' || r > '9') && r != '.' })
+	if i < 0 {
+		i = len(v)
+	}
+	n, err := strconv.ParseFloat(v[:i], 64)
+	unit, ok := units[v[i:]]
+	if err != nil || !ok || n <= 0 || math.IsInf(n*unit, 0) {
+		return 0, fmt.Errorf("want %s", want)
+	}
+	return n * unit, nil
+}
+
+func parseBytes(v string, to *int64) error {
+	const want = "a size over 0 like 8GiB"
+	n, err := parseNumber(v, byteUnits, want)
+	if err != nil {
+		return err
+	}
+	if n < 1 || n > 1<<60 {
+		return fmt.Errorf("want %s", want)
+	}
+	*to = int64(n)
+	return nil
+}
+
+func parseByteRate(v string, to *float64) error {
+	const want = "a rate over 0 like 55.3GB/s"
+	bare, ok := strings.CutSuffix(v, "/s")
+	if !ok {
+		return fmt.Errorf("want %s", want)
+	}
+	n, err := parseNumber(bare, byteUnits, want)
+	*to = n
+	return err
+}
+
+func parseFlops(v string, to *float64) error {
+	n, err := parseNumber(v, flopUnits, "flops per second over 0 like 800T")
+	*to = n
+	return err
+}
+
+func parseDuration(v string, to *time.Duration) error {
+	d, err := time.ParseDuration(v)
+	if err != nil || d < 0 {
+		return fmt.Errorf("want a duration like 8us")
+	}
+	*to = d
+	return nil
+}

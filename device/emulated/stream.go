@@ -1,0 +1,730 @@
+package emulated
+
+import (
+	"context"
+	"fmt"
+	"slices"
+	"sync"
+	"time"
+
+	"github.com/moeserve/moeserve/device"
+)
+
+type opKind uint8
+
+const (
+	opCopy opKind = iota
+	opWork
+	opRecord
+	opWait
+	opRaise
+	opAwait
+)
+
+var opNames = [...]string{opCopy: "copy", opWork: "launch", opRecord: "record", opWait: "wait", opRaise: "raise", opAwait: "await"}
+
+// op is one operation in a stream's queue.
+type op struct {
+	kind opKind
+	// seen says that faults that stall were asked once.
+	seen bool
+	// value of a raise or await.
+	value          uint32
+	dst, src       device.Range
+	dstMem, srcMem *memory
+	rec            *recording
+	fence          *fence
+	work           device.Work
+	// used are the allocations that work declared, on a checked machine.
+	used             []*memory
+	start, stallTime time.Duration
+	// clock is what whoever enqueued it knew, on a checked machine.
+	clock vclock
+}
+
+// queue is a growing ring of operations.
+type queue struct {
+	buf     []op
+	first   int
+	n       int
+	popping op
+}
+
+func (q *queue) push(o *op) {
+	if q.n == len(q.buf) {
+		grown := make([]op, max(16, 2*len(q.buf)))
+		for i := range q.n {
+			grown[i] = *q.at(i)
+		}
+		q.buf, q.first = grown, 0
+	}
+	q.n++
+	*q.at(q.n - 1) = *o
+}
+
+func (q *queue) at(i int) *op { return &q.buf[(q.first+i)&(len(q.buf)-1)] }
+
+func (q *queue) head() *op { return q.at(0) }
+
+// pop moves the first operation out; it is valid until the next pop.
+func (q *queue) pop() *op {
+	h := q.head()
+	q.popping, *h = *h, op{}
+	q.first = (q.first + 1) & (len(q.buf) - 1)
+	q.n--
+	return &q.popping
+}
+
+// stream is an in-order queue of a GPU or of the host. Machine.mu guards it.
+type stream struct {
+	m        *Machine
+	sp       *space
+	name     string
+	priority int
+
+	q queue
+	// enqueued and done count operations; done is how far it got.
+	enqueued, done uint64
+	// err is why it is in error; a lost device is in error besides.
+	err error
+	// closing refuses new operations, stop ends the goroutine.
+	closing, stop bool
+	exited        chan struct{}
+	// goroutine is the number of the stream's own, on a checked machine.
+	goroutine uint64
+
+	// cur runs while busy; due says that on a virtual machine its time is over.
+	cur       *op
+	busy, due bool
+	stalled   *Fault
+
+	// cond wakes the goroutine while parked. subscribed is the position of the
+	// operation that an event or fence will wake it for.
+	cond       sync.Cond
+	parked     bool
+	subscribed uint64
+
+	waiters, settlers []*waiter
+	access            access
+	// actor is the stream's part in the check.
+	actor *actor
+}
+
+var _ device.Executor = (*stream)(nil)
+
+// NewStream implements device.Machine. Every stream it makes is a
+// device.Executor.
+func (m *Machine) NewStream(space device.Space, o device.StreamOptions) (device.Stream, error) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	m.calls++
+	if o.Name == "" {
+		o.Name = "stream"
+	}
+	sp, err := m.space("stream", space)
+	if err != nil {
+		return nil, err
+	}
+	if sp.lost {
+		return nil, sp.lostErr("stream", o.Name)
+	}
+	s := &stream{m: m, sp: sp, name: o.Name, priority: o.Priority, exited: make(chan struct{})}
+	s.cond.L = &m.mu
+	s.access.s = s
+	if m.check != nil {
+		s.actor = m.check.newActor()
+	}
+	m.streams = append(m.streams, s)
+	if m.o.Virtual {
+		close(s.exited)
+	} else {
+		m.loops.Add(1)
+		go s.loop()
+	}
+	return s, nil
+}
+
+// Name implements device.Stream.
+func (s *stream) Name() string { return s.name }
+
+// Space implements device.Stream.
+func (s *stream) Space() device.Space { return s.sp.id }
+
+func (s *stream) String() string { return fmt.Sprintf("stream %q (%s)", s.name, s.sp.id) }
+
+// usable says why an operation cannot be enqueued. The lock is held.
+func (s *stream) usable(op string) error {
+	if s.m.closed || s.closing {
+		return &device.Error{Op: op, Space: s.sp.id, Detail: s.String(), Err: device.ErrClosed}
+	}
+	if s.sp.lost {
+		return s.sp.lostErr(op, s.String())
+	}
+	return nil
+}
+
+// failed is the error the stream is in.
+func (s *stream) failed() error {
+	if s.sp.lost {
+		return s.sp.lostErr("stream", s.String())
+	}
+	return s.err
+}
+
+func (s *stream) enqueue(o *op) {
+	m := s.m
+	if m.check != nil {
+		o.clock = m.check.caller().snapshot()
+	}
+	s.enqueued++
+	s.q.push(o)
+	m.called()
+	s.wake()
+}
+
+func (s *stream) wake() {
+	if s.parked {
+		s.parked = false
+		s.cond.Signal()
+	}
+}
+
+// Copy implements device.Stream.
+func (s *stream) Copy(dst, src device.Range) error {
+	m := s.m
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if err := s.usable("copy"); err != nil {
+		return err
+	}
+	bad := func(format string, args ...any) error {
+		return &device.Error{Op: "copy", Space: s.sp.id, Detail: s.String() + ": " + fmt.Sprintf(format, args...)}
+	}
+	if dst.Bytes != src.Bytes {
+		return bad("destination has %d bytes and source %d", dst.Bytes, src.Bytes)
+	}
+	if dst.Bytes == 0 {
+		return nil
+	}
+	o := op{kind: opCopy, dst: dst, src: src, dstMem: m.memory.find(dst), srcMem: m.memory.find(src)}
+	if o.dstMem == nil || o.srcMem == nil {
+		r, side := dst, "destination"
+		if o.dstMem != nil {
+			r, side = src, "source"
+		}
+		if m.check != nil {
+			m.check.stray(s, r, o.dstMem == nil)
+		}
+		return bad("%s %v does not lie in one live allocation: it was freed, or is too long", side, r)
+	}
+	if dst.Addr < src.End() && src.Addr < dst.End() {
+		return bad("source %v and destination %v overlap", src, dst)
+	}
+	from, to := o.srcMem.space, o.dstMem.space
+	for _, sp := range []*space{from, to} {
+		if sp.lost {
+			return sp.lostErr("copy", fmt.Sprintf("%s: %d bytes from %s to %s", s, dst.Bytes, from.id, to.id))
+		}
+	}
+	if from != to {
+		if _, err := m.topo.Path(from.id, to.id); err != nil {
+			return &device.Error{Op: "copy", Space: s.sp.id, Detail: s.String(), Err: err}
+		}
+	}
+	o.dstMem.users++
+	o.srcMem.users++
+	s.enqueue(&o)
+	return nil
+}
+
+// Execute implements device.Executor.
+func (s *stream) Execute(w device.Work) error {
+	m := s.m
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if err := s.usable("launch"); err != nil {
+		return err
+	}
+	o := op{kind: opWork, work: w}
+	o.work.Reads, o.work.Writes = nil, nil
+	if m.check != nil {
+		o.work.Reads, o.work.Writes = slices.Clone(w.Reads), slices.Clone(w.Writes)
+		if err := m.check.use(s, &o); err != nil {
+			return err
+		}
+	}
+	s.enqueue(&o)
+	return nil
+}
+
+// Record implements device.Stream.
+func (s *stream) Record(e device.Event) error {
+	m := s.m
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if err := s.usable("record"); err != nil {
+		return err
+	}
+	ev, err := m.event("record", s.sp.id, e)
+	if err != nil {
+		return err
+	}
+	r := ev.cur
+	if r == nil || !r.passed || r.refs > 0 {
+		r = &recording{}
+		ev.cur = r
+	}
+	*r = recording{stream: s, waiters: r.waiters[:0], blocked: r.blocked[:0]}
+	s.enqueue(&op{kind: opRecord, rec: r})
+	return nil
+}
+
+// Wait implements device.Stream.
+func (s *stream) Wait(e device.Event) error {
+	m := s.m
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if err := s.usable("wait"); err != nil {
+		return err
+	}
+	ev, err := m.event("wait", s.sp.id, e)
+	if err != nil {
+		return err
+	}
+	if ev.cur == nil {
+		return &device.Error{Op: "wait", Space: s.sp.id, Detail: s.String(), Err: device.ErrNotRecorded}
+	}
+	ev.cur.refs++
+	s.enqueue(&op{kind: opWait, rec: ev.cur})
+	return nil
+}
+
+// Raise implements device.Stream.
+func (s *stream) Raise(f device.Fence, value uint32) error {
+	return s.fenceOp(opRaise, f, value)
+}
+
+// Await implements device.Stream.
+func (s *stream) Await(f device.Fence, value uint32) error {
+	return s.fenceOp(opAwait, f, value)
+}
+
+func (s *stream) fenceOp(kind opKind, f device.Fence, value uint32) error {
+	m := s.m
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if err := s.usable(opNames[kind]); err != nil {
+		return err
+	}
+	fe, ok := f.(*fence)
+	if !ok || fe.m != m {
+		return &device.Error{Op: opNames[kind], Space: s.sp.id, Detail: s.String() + ": the fence is not of this machine"}
+	}
+	if fe.closed {
+		return &device.Error{Op: opNames[kind], Space: s.sp.id, Detail: fe.String(), Err: device.ErrClosed}
+	}
+	s.enqueue(&op{kind: kind, fence: fe, value: value})
+	return nil
+}
+
+// Synchronize implements device.Stream.
+func (s *stream) Synchronize(ctx context.Context) error {
+	s.m.mu.Lock()
+	defer s.m.mu.Unlock()
+	if err := s.drain(ctx, "synchronize"); err != nil {
+		return err
+	}
+	return s.failed()
+}
+
+// Recover implements device.Stream.
+func (s *stream) Recover(ctx context.Context) error {
+	s.m.mu.Lock()
+	defer s.m.mu.Unlock()
+	if err := s.drain(ctx, "recover"); err != nil {
+		return err
+	}
+	err := s.failed()
+	s.err = nil
+	return err
+}
+
+// drain waits for what is enqueued, with the lock held.
+func (s *stream) drain(ctx context.Context, op string) error {
+	m := s.m
+	m.calls++
+	if s.stop || m.closed {
+		return &device.Error{Op: op, Space: s.sp.id, Detail: s.String(), Err: device.ErrClosed}
+	}
+	if s.done < s.enqueued {
+		w := &waiter{ready: make(chan struct{}, 1), stream: s, pos: s.enqueued}
+		s.waiters = append(s.waiters, w)
+		if err := m.wait(ctx, w); err != nil {
+			s.waiters = without(s.waiters, w)
+			return err
+		}
+	}
+	if m.check != nil {
+		m.check.caller().join(s.actor.snapshot())
+	}
+	return nil
+}
+
+// Close implements device.Stream. It does not return the error the stream is in.
+func (s *stream) Close() error {
+	m := s.m
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if s.closing || m.closed {
+		return &device.Error{Op: "close", Space: s.sp.id, Detail: s.String(), Err: device.ErrClosed}
+	}
+	s.closing = true
+	if err := s.drain(context.Background(), "close"); err != nil {
+		s.closing = false
+		return err
+	}
+	s.stop = true
+	s.wake()
+	m.streams = slices.DeleteFunc(m.streams, func(t *stream) bool { return t == s })
+	if m.check != nil {
+		m.check.dropActor(s.actor)
+	}
+	m.called()
+	m.mu.Unlock()
+	<-s.exited
+	m.mu.Lock()
+	return nil
+}
+
+// pending says whether anything is enqueued or runs.
+func (s *stream) pending() bool { return s.done < s.enqueued }
+
+// held says whether a fault stalls the stream's next copy.
+func (s *stream) held() bool {
+	if s.stalled != nil && (s.stalled.released || s.failed() != nil) {
+		s.stalled = nil
+	}
+	return s.stalled != nil
+}
+
+// runnable says whether the stream's next operation could start.
+func (m *Machine) runnable(s *stream) bool {
+	return !s.busy && s.q.n > 0 && !s.held() && m.ready(s, s.q.head())
+}
+
+// ready says whether nothing holds o back. A stream in error holds nothing back:
+// it skips, and says so to whoever waits for it.
+func (m *Machine) ready(s *stream, o *op) bool {
+	switch {
+	case s.failed() != nil:
+		return true
+	case o.kind == opWait:
+		return o.rec.passed
+	case o.kind == opAwait:
+		return o.fence.reached(o.value)
+	}
+	return true
+}
+
+// loop runs the stream on the wall clock.
+func (s *stream) loop() {
+	m := s.m
+	defer m.loops.Done()
+	defer close(s.exited)
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if m.check != nil {
+		s.goroutine = goroutine()
+	}
+	for {
+		for !m.aborting && !m.runnable(s) {
+			if s.stop {
+				return
+			}
+			s.park()
+		}
+		if m.aborting {
+			return
+		}
+		if !m.begin(s) {
+			continue
+		}
+		over, err := m.admit(s)
+		if !over && err == nil {
+			err = m.execute(s)
+		}
+		m.complete(s, err)
+	}
+}
+
+// park sleeps until wake, subscribed to what the next operation waits for.
+func (s *stream) park() {
+	if s.q.n > 0 && s.subscribed != s.done+1 {
+		switch o := s.q.head(); o.kind {
+		case opWait:
+			o.rec.blocked = append(o.rec.blocked, s)
+			s.subscribed = s.done + 1
+		case opAwait:
+			o.fence.blocked = append(o.fence.blocked, blocked{s, o.value})
+			s.subscribed = s.done + 1
+		}
+	}
+	s.settled()
+	s.parked = true
+	for s.parked {
+		s.cond.Wait()
+	}
+}
+
+// settled tells Close that the stream cannot go on by itself.
+func (s *stream) settled() {
+	for _, w := range s.settlers {
+		w.fire(nil)
+	}
+	s.settlers = s.settlers[:0]
+}
+
+// begin takes the next operation off the queue, unless a fault stalls it now.
+func (m *Machine) begin(s *stream) bool {
+	o := s.q.head()
+	if len(m.faults) > 0 && o.kind == opCopy && !o.seen && s.failed() == nil {
+		o.seen = true
+		if f := m.fault(o.point(StallCopy, s)); f != nil {
+			if f.For == 0 {
+				s.stalled = f
+				return false
+			}
+			o.stallTime = f.For
+		}
+	}
+	s.cur, s.busy = s.q.pop(), true
+	s.cur.start = m.clock()
+	return true
+}
+
+func (o *op) point(kind FaultKind, s *stream) Point {
+	return Point{
+		Kind: kind, Space: s.sp.id, Label: o.dstMem.label, Stream: s.name, Src: o.src, Dst: o.dst,
+		From: o.srcMem.space.id, To: o.dstMem.space.id, Bytes: o.dst.Bytes,
+	}
+}
+
+// admit does the current operation if it takes no time by itself, and skips it if
+// the stream is in error: then over is true. Otherwise it is still to be done,
+// unless err says why it fails.
+func (m *Machine) admit(s *stream) (over bool, err error) {
+	o := s.cur
+	if m.check != nil {
+		s.actor.join(o.clock)
+	}
+	failed := s.failed()
+	switch o.kind {
+	case opRecord:
+		m.pass(o.rec, failed)
+		return true, failed
+	case opRaise:
+		return true, m.raiseFrom(s, o, failed)
+	}
+	if failed != nil {
+		return true, failed
+	}
+	switch o.kind {
+	case opWait:
+		s.err = o.rec.err
+		if m.check != nil {
+			s.actor.join(o.rec.clock)
+		}
+		return true, s.err
+	case opAwait:
+		s.err = o.fence.failure(o.value)
+		if m.check != nil {
+			s.actor.join(o.fence.clockAt(o.value))
+		}
+		return true, s.err
+	case opCopy:
+		return false, m.copyError(s, o)
+	}
+	return false, nil
+}
+
+// copyError is why the copy fails before it starts.
+func (m *Machine) copyError(s *stream, o *op) error {
+	from, to := o.srcMem.space, o.dstMem.space
+	for _, sp := range [...]*space{from, to} {
+		if sp.lost {
+			return sp.lostErr("copy", fmt.Sprintf("%s: %d bytes from %s to %s", s, o.dst.Bytes, from.id, to.id))
+		}
+	}
+	if len(m.faults) == 0 {
+		return nil
+	}
+	if f := m.fault(o.point(FailCopy, s)); f != nil {
+		return &device.Error{
+			Op: "copy", Space: s.sp.id, Err: f.cause(device.ErrCopyFailed),
+			Detail: fmt.Sprintf("%s: %d bytes from %s to %s; failed by fault injection", s, o.dst.Bytes, from.id, to.id),
+		}
+	}
+	return nil
+}
+
+// execute does a copy or work on the wall clock, in as much time as the models
+// say where the machine is paced.
+func (m *Machine) execute(s *stream) error {
+	o := s.cur
+	var fl *flow
+	if m.o.Pace {
+		fl = m.flow(s, o)
+	}
+	switch {
+	case fl != nil:
+		m.fluid.advance(m.clock(), ended)
+		m.fluid.add(fl)
+	case o.stallTime > 0:
+		m.mu.Unlock()
+		time.Sleep(o.stallTime)
+		m.mu.Lock()
+	}
+	err := m.effect(s)
+	if fl != nil {
+		m.pace(fl)
+	}
+	return err
+}
+
+// effect moves the bytes or runs the work. The lock is released meanwhile.
+func (m *Machine) effect(s *stream) error {
+	o := s.cur
+	if o.kind == opCopy {
+		if m.check != nil {
+			m.check.copy(s, o)
+		}
+		if !m.o.NoData {
+			dst := o.dstMem.data[o.dst.Addr-o.dstMem.base:][:o.dst.Bytes]
+			src := o.srcMem.data[o.src.Addr-o.srcMem.base:][:o.src.Bytes]
+			m.mu.Unlock()
+			copy(dst, src)
+			m.mu.Lock()
+		}
+		return m.copyErrorAfter(s, o)
+	}
+	if m.check != nil {
+		m.check.work(s, o)
+	}
+	w := &o.work
+	if w.Run == nil || m.o.NoData && !w.Host {
+		return nil
+	}
+	if m.check != nil {
+		defer m.check.enter(s, w.Host)()
+	}
+	if err := m.unlocked(w.Run, &s.access); err != nil {
+		return &device.Error{Op: "launch", Space: s.sp.id, Detail: fmt.Sprintf("%q on %s", w.Name, s), Err: err}
+	}
+	if s.sp.lost {
+		return s.sp.lostErr("launch", fmt.Sprintf("%q on %s", w.Name, s))
+	}
+	return nil
+}
+
+// copyErrorAfter fails a copy whose device was lost meanwhile.
+func (m *Machine) copyErrorAfter(s *stream, o *op) error {
+	for _, sp := range [...]*space{o.srcMem.space, o.dstMem.space} {
+		if sp.lost {
+			return sp.lostErr("copy", fmt.Sprintf("%s: %d bytes", s, o.dst.Bytes))
+		}
+	}
+	return nil
+}
+
+// unlocked calls run with the lock released, and takes it again even if run
+// panics or ends its goroutine.
+func (m *Machine) unlocked(run func(device.Access) error, a device.Access) error {
+	m.mu.Unlock()
+	defer m.mu.Lock()
+	return run(a)
+}
+
+// complete ends the current operation with err.
+func (m *Machine) complete(s *stream, err error) {
+	o := s.cur
+	if err != nil && s.err == nil && (o.kind == opCopy || o.kind == opWork || o.kind == opRaise) {
+		s.err = err
+	}
+	m.letGo(o)
+	if m.o.Trace != nil {
+		m.o.Trace(Trace{
+			Stream: s.name, Space: s.sp.id, Op: opNames[o.kind], Name: o.work.Name, Bytes: o.dst.Bytes,
+			Start: o.start, End: m.clock(), Err: err,
+		})
+	}
+	*o = op{}
+	s.busy = false
+	s.done++
+	if len(s.waiters) > 0 {
+		m.releaseWaiters(s)
+	}
+}
+
+// letGo gives up the references that a queued operation holds.
+func (m *Machine) letGo(o *op) {
+	switch o.kind {
+	case opCopy:
+		o.dstMem.users--
+		o.srcMem.users--
+	case opWork:
+		for _, mem := range o.used {
+			mem.users--
+		}
+	case opWait:
+		o.rec.refs--
+	}
+}
+
+// drop ends an operation that the machine was closed over.
+func (m *Machine) drop(s *stream, o *op) {
+	err := &device.Error{Op: opNames[o.kind], Space: s.sp.id, Detail: s.String(), Err: device.ErrClosed}
+	switch o.kind {
+	case opRecord:
+		m.pass(o.rec, err)
+	case opRaise:
+		o.fence.fail(o.value, err, nil)
+	}
+	m.letGo(o)
+	s.done++
+}
+
+// releaseWaiters ends the waits for as far as the stream got.
+func (m *Machine) releaseWaiters(s *stream) {
+	s.waiters = slices.DeleteFunc(s.waiters, func(w *waiter) bool {
+		if s.done < w.pos {
+			return false
+		}
+		w.fire(nil)
+		return true
+	})
+}
+
+// access is the device.Access of the Work that a stream runs.
+type access struct {
+	s *stream
+	// deed is the work that runs, written what it makes of memory, on a checked
+	// machine.
+	deed    *deed
+	written *cell
+}
+
+// Read implements device.Access.
+func (a *access) Read(r device.Range) { a.declare(r, false) }
+
+// Write implements device.Access.
+func (a *access) Write(r device.Range) { a.declare(r, true) }
+
+func (a *access) declare(r device.Range, write bool) {
+	m := a.s.m
+	if m.check == nil {
+		return
+	}
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	m.check.declared(a.s, r, write)
+}
