@@ -16,6 +16,12 @@
 //	rms := kernels.Norm{Kind: kernels.RMS, X: x, Weight: w, Eps: 1e-5, Out: y}
 //	if err := backend.Enqueue(stream, &rms); err != nil { … }
 //
+// # Random numbers
+//
+// Sampling noise (GumbelNoise) and dummy weights (FillDummy) come from one
+// counter-based generator (Philox4x32), described to the bit so that every backend
+// has the same values.
+//
 // # Invariants
 //
 //   - Arguments are tensors (an address with a shape, owning nothing) and scalars

@@ -4,7 +4,9 @@ package kernels
 // experts per token, I expert intermediate size, V vocabulary, D head size.
 // "act" is the backend's activation type, "weight" one of BF16, F16, F32. Rows
 // may have gaps between them (strides) unless "dense" is said; the last
-// dimension never has.
+// dimension never has. Outputs share no memory with inputs unless it is said, nor
+// with each other; addresses are multiples of the element's size. Ids, slots,
+// offsets and block numbers must lie in their ranges; kernels/cpu checks them.
 
 // Embed writes Out[n] = Table[IDs[n]].
 type Embed struct {
@@ -100,7 +102,8 @@ const (
 )
 
 // Route chooses K experts per row. Equal scores: the lower expert first. Order:
-// by falling score.
+// by falling score. A score that is no number counts as the lowest, so that ids
+// are always K different experts.
 type Route struct {
 	Logits Tensor // [N, E] F32
 	Method RouteMethod
@@ -120,7 +123,8 @@ type Group struct {
 }
 
 // ExpertUp computes Out[p] = silu(w1 X[p/K]) * (w3 X[p/K]) for every pair p of the
-// listed experts, and leaves the rows of other experts alone.
+// listed experts, and leaves the rows of other experts alone. It touches no
+// extent of an expert without pairs, whose slot may be 0.
 type ExpertUp struct {
 	X       Tensor // [N, H] act
 	Offsets Tensor // [E+1] I32
@@ -168,10 +172,12 @@ type Gather struct {
 // Sample draws one token per row: the largest logit (the lowest id of equal
 // ones) where Temperature is 0, else the largest of logit/Temperature + g, with g
 // a Gumbel variate of the counter-based generator keyed by (seed, sample,
-// position, token): see GumbelNoise.
+// position, token): see GumbelNoise. Quotient and sum are rounded to float32, so
+// all backends draw the same token from the same logits. A logit that is no
+// number is never drawn.
 type Sample struct {
 	Logits      Tensor // [S, V] F32
-	Temperature Tensor // [S] F32, >= 0
+	Temperature Tensor // [S] F32, finite, >= 0
 	Seeds       Tensor // [S] U64
 	Samples     Tensor // [S] I32: which of a request's samples
 	Positions   Tensor // [S] I32: position of the token drawn

@@ -1,0 +1,299 @@
+package kernels
+
+import (
+	"math"
+	"strings"
+	"testing"
+
+	"github.com/moeserve/moeserve/device"
+)
+
+// valid returns arguments of every kind that Check takes, at addresses that do
+// not overlap.
+type valid struct {
+	next device.Addr
+
+	embed     Embed
+	norm      Norm
+	matmul    MatMul
+	clamp     Clamp
+	rope      RoPE
+	append    AppendKV
+	attention Attention
+	route     Route
+	group     Group
+	up        ExpertUp
+	down      ExpertDown
+	combine   Combine
+	silu      SiluMul
+	gather    Gather
+	sample    Sample
+}
+
+func (v *valid) tensor(t DType, shape ...int) Tensor {
+	v.next += 1 << 20
+	return New(v.next, t, shape...)
+}
+
+func newValid() *valid {
+	v := &valid{}
+	layout := ExpertLayout{ExpertShape: ExpertShape{Hidden: 32, Intermediate: 48, DType: BF16}, Tag: "test", Size: 9216}
+	v.embed = Embed{v.tensor(I32, 3), v.tensor(BF16, 100, 32), v.tensor(F32, 3, 32)}
+	v.norm = Norm{Kind: Layer, X: v.tensor(F32, 3, 32), Residual: v.tensor(F32, 3, 32), Weight: v.tensor(BF16, 32), Bias: v.tensor(BF16, 32), Eps: 1e-5, Out: v.tensor(F32, 3, 32)}
+	v.matmul = MatMul{X: v.tensor(BF16, 2, 32), W: v.tensor(BF16, 8, 32), Bias: v.tensor(BF16, 8), Out: v.tensor(F32, 2, 8)}
+	v.clamp = Clamp{v.tensor(F32, 3, 32), 8}
+	v.rope = RoPE{v.tensor(F32, 3, 4, 16), v.tensor(F32, 3, 2, 16), v.tensor(F32, 64, 16), v.tensor(I32, 3)}
+	v.append = AppendKV{v.tensor(F32, 3, 2, 16), v.tensor(F32, 3, 2, 16), v.tensor(F32, 5, 16, 2, 16), v.tensor(F32, 5, 16, 2, 16), v.tensor(I32, 3)}
+	v.attention = Attention{
+		Q: v.tensor(F32, 3, 4, 16), CacheK: v.append.CacheK, CacheV: v.append.CacheV, SeqStarts: v.tensor(I32, 3), ContextLens: v.tensor(I32, 2),
+		BlockTable: v.tensor(I32, 2, 4), Scale: 0.25, MaxContext: 60, MaxRows: 2, Out: v.tensor(F32, 3, 4, 16),
+	}
+	v.route = Route{Logits: v.tensor(F32, 3, 8), Method: SparseMixer, Jitter: 0.01, IDs: v.tensor(I32, 3, 2), Weights: v.tensor(F32, 3, 2), Counts: v.tensor(I64, 8)}
+	v.group = Group{v.route.IDs, v.tensor(I32, 9), v.tensor(I32, 6)}
+	v.up = ExpertUp{v.tensor(F32, 3, 32), v.group.Offsets, v.group.Order, v.tensor(U64, 8), v.tensor(I32, 5), layout, v.tensor(F32, 6, 48)}
+	v.down = ExpertDown{v.up.Out, v.group.Offsets, v.group.Order, v.up.Slots, v.up.Experts, layout, v.tensor(F32, 6, 32)}
+	v.combine = Combine{v.down.Out, v.route.Weights, v.tensor(F32, 3, 32), v.tensor(F32, 3, 1), v.tensor(F32, 3, 32)}
+	v.silu = SiluMul{v.tensor(F32, 3, 48), v.tensor(F32, 3, 48), v.tensor(F32, 3, 48)}
+	v.gather = Gather{v.tensor(F32, 3, 32), v.tensor(I32, 2), v.tensor(F32, 2, 32)}
+	v.sample = Sample{v.tensor(F32, 2, 100), v.tensor(F32, 2), v.tensor(U64, 2), v.tensor(I32, 2), v.tensor(I32, 2), v.tensor(I32, 2)}
+	return v
+}
+
+func (v *valid) all() []Op {
+	return []Op{
+		&v.embed, &v.norm, &v.matmul, &v.clamp, &v.rope, &v.append, &v.attention, &v.route, &v.group,
+		&v.up, &v.down, &v.combine, &v.silu, &v.gather, &v.sample,
+	}
+}
+
+// gap returns t with one more element between its rows.
+func gap(t Tensor) Tensor {
+	t.Stride[0]++
+	return t
+}
+
+func TestCheckTakesGoodArguments(t *testing.T) {
+	for _, op := range newValid().all() {
+		if err := op.Check(); err != nil {
+			t.Errorf("%s: %v", op.Name(), err)
+		}
+	}
+	v := newValid()
+	for name, op := range map[string]Op{
+		"rows with gaps":       &MatMul{X: gap(v.matmul.X), W: v.matmul.W, Out: gap(v.matmul.Out)},
+		"no rows":              &MatMul{X: New(0, F32, 0, 32), W: v.matmul.W, Out: New(0, F32, 0, 8)},
+		"in place":             &Norm{X: v.norm.X, Weight: v.norm.Weight, Out: v.norm.X},
+		"heads":                &Norm{X: v.rope.Q, Weight: New(1<<30, F16, 16), Out: v.rope.Q},
+		"part of a wide row":   &SiluMul{Gate: v.silu.Gate.Narrow(1, 0, 16), Up: v.silu.Gate.Narrow(1, 16, 32), Out: v.silu.Gate.Narrow(1, 0, 16)},
+		"no shared expert":     &Combine{X: v.combine.X, Weights: v.combine.Weights, Out: v.combine.Out},
+		"strided cache":        &AppendKV{v.append.K, v.append.V, gap(v.append.CacheK), gap(v.append.CacheV), v.append.Slots},
+		"no experts listed":    &ExpertDown{v.down.X, v.down.Offsets, v.down.Order, v.down.Slots, v.down.Experts.Slice(0, 0), v.down.Layout, v.down.Out},
+		"no tokens to experts": &ExpertUp{New(0, F32, 0, 32), v.up.Offsets, New(0, I32, 0), v.up.Slots, v.up.Experts, v.up.Layout, New(0, F32, 0, 48)},
+		"attention on no rows": &Attention{
+			Q: New(0, F32, 0, 4, 16), CacheK: v.append.CacheK, CacheV: v.append.CacheV, SeqStarts: v.tensor(I32, 1), ContextLens: New(0, I32, 0),
+			BlockTable: New(0, I32, 0, 4), Scale: 1, Out: New(0, F32, 0, 4, 16),
+		},
+	} {
+		if err := op.Check(); err != nil {
+			t.Errorf("%s: %v", name, err)
+		}
+	}
+}
+
+func TestCheckErrors(t *testing.T) {
+	nan := float32(math.NaN())
+	for _, c := range []struct {
+		spoil func(v *valid) Op
+		want  string
+	}{
+		{func(v *valid) Op { v.matmul.W = New(64, F32, 8, 16); return &v.matmul }, "kernels: matmul: W is float32[8 16], want 32 columns (X has 32)"},
+		{func(v *valid) Op { v.matmul.X = Tensor{}; return &v.matmul }, "kernels: matmul: X is missing, want float32, bfloat16 or float16 of rank 2"},
+		{func(v *valid) Op { v.matmul.X.DType = I32; return &v.matmul }, "kernels: matmul: X is int32[2 32], want float32, bfloat16 or float16"},
+		{func(v *valid) Op { v.matmul.X.DType = 77; return &v.matmul }, "kernels: matmul: X has unknown type 77"},
+		{func(v *valid) Op { v.matmul.X.Rank = 1; return &v.matmul }, "kernels: matmul: X is bfloat16[2] strides [32], want rank 2"},
+		{func(v *valid) Op { v.matmul.X.Shape[0] = -1; return &v.matmul }, "X is bfloat16[-1 32], want no negative dimension"},
+		{func(v *valid) Op { v.matmul.X.Stride[1] = 2; return &v.matmul }, "want the last dimension without gaps"},
+		{func(v *valid) Op { v.matmul.X.Stride[0] = 31; return &v.matmul }, "X is bfloat16[2 32] strides [31 1], want no overlap between elements"},
+		{func(v *valid) Op { v.matmul.X.Addr = 0; return &v.matmul }, "X is bfloat16[2 32] at address 0"},
+		{func(v *valid) Op { v.matmul.X.Addr++; return &v.matmul }, "want a multiple of 2 bytes"},
+		{func(v *valid) Op { v.matmul.W = gap(v.matmul.W); return &v.matmul }, "W is bfloat16[8 32] strides [33 1], want it dense"},
+		{func(v *valid) Op { v.matmul.Bias.Shape[0] = 7; return &v.matmul }, "Bias is bfloat16[7], want 8 elements, one per row of W (W has 8)"},
+		{func(v *valid) Op { v.matmul.Out = v.tensor(F32, 3, 8); return &v.matmul }, "Out is float32[3 8], want 2 rows (X has 2)"},
+		{func(v *valid) Op { v.matmul.Out = v.tensor(F32, 2, 7); return &v.matmul }, "Out is float32[2 7], want 8 columns, one per row of W (W has 8)"},
+		{func(v *valid) Op { v.matmul.Out.DType = F16; return &v.matmul }, "Out is float16[2 8], want bfloat16 as X is"},
+		{func(v *valid) Op { v.matmul.Out.Addr = v.matmul.X.Addr; return &v.matmul }, "kernels: matmul: Out [0x"},
+		{func(v *valid) Op { v.matmul.Out.Addr = v.matmul.W.Addr + 64; return &v.matmul }, "overlaps W"},
+
+		{func(v *valid) Op { v.embed.IDs.DType = I64; return &v.embed }, "kernels: embed: IDs is int64[3], want int32"},
+		{func(v *valid) Op { v.embed.Out = v.tensor(F32, 3, 16); return &v.embed }, "Out is float32[3 16], want 32 columns (Table has 32)"},
+		{func(v *valid) Op { v.embed.Out = v.tensor(F32, 4, 32); return &v.embed }, "Out is float32[4 32], want 3 rows (IDs has 3)"},
+
+		{func(v *valid) Op { v.norm.X.Rank = 1; return &v.norm }, "kernels: norm: X is float32[3] strides [32], want rank 2"},
+		{func(v *valid) Op { v.norm.Residual = v.tensor(F32, 3, 16); return &v.norm }, "Residual is float32[3 16], want the shape [3 32] of X"},
+		{func(v *valid) Op { v.norm.Residual.DType = BF16; return &v.norm }, "Residual is bfloat16[3 32], want float32 as X is"},
+		{func(v *valid) Op { v.norm.Residual = v.norm.X; return &v.norm }, "overlaps X"},
+		{func(v *valid) Op { v.norm.Out = v.norm.Residual; return &v.norm }, "overlaps Residual"},
+		{func(v *valid) Op { v.norm.Out = v.norm.X; v.norm.Out.Addr += 4; return &v.norm }, "overlaps X"},
+		{func(v *valid) Op { v.norm.Weight = v.tensor(F32, 31); return &v.norm }, "Weight is float32[31], want 32 elements (a row of X has 32)"},
+		{func(v *valid) Op { v.norm.Bias = v.tensor(F32, 33); return &v.norm }, "Bias is float32[33], want 32 elements"},
+		{func(v *valid) Op { v.norm.Kind = 2; return &v.norm }, "Kind is 2, want RMS (0) or Layer (1)"},
+		{func(v *valid) Op { v.norm.Eps = nan; return &v.norm }, "Eps is NaN, want 0 or more"},
+
+		{func(v *valid) Op { v.clamp.Limit = 0; return &v.clamp }, "kernels: clamp: Limit is 0, want more than 0"},
+
+		{func(v *valid) Op { v.rope.K = v.tensor(F32, 2, 2, 16); return &v.rope }, "kernels: rope: K is float32[2 2 16], want 3 rows (Q has 3)"},
+		{func(v *valid) Op { v.rope.K = v.tensor(F32, 3, 2, 8); return &v.rope }, "K is float32[3 2 8], want 16 columns (Q has 16)"},
+		{func(v *valid) Op {
+			v.rope.Q, v.rope.K = v.tensor(F32, 3, 4, 15), v.tensor(F32, 3, 2, 15)
+			return &v.rope
+		}, "Q is float32[3 4 15], want an even head size"},
+		{func(v *valid) Op { v.rope.Table = v.tensor(BF16, 64, 16); return &v.rope }, "Table is bfloat16[64 16], want float32"},
+		{func(v *valid) Op { v.rope.Table = v.tensor(F32, 64, 8); return &v.rope }, "Table is float32[64 8], want 16 columns (Q has 16)"},
+		{func(v *valid) Op { v.rope.Rows = v.tensor(I32, 4); return &v.rope }, "Rows is int32[4], want 3 elements (Q has 3)"},
+
+		{func(v *valid) Op { v.append.V = v.tensor(F32, 3, 1, 16); return &v.append }, "kernels: append_kv: V is float32[3 1 16], want the shape [3 2 16] of K"},
+		{func(v *valid) Op { v.append.CacheV = v.tensor(F32, 4, 16, 2, 16); return &v.append }, "CacheV is float32[4 16 2 16], want the shape [5 16 2 16] of CacheK"},
+		{func(v *valid) Op { v.append.CacheV = v.append.CacheK; return &v.append }, "overlaps CacheK"},
+		{func(v *valid) Op {
+			v.append.CacheK, v.append.CacheV = v.tensor(F32, 5, 16, 4, 16), v.tensor(F32, 5, 16, 4, 16)
+			return &v.append
+		}, "CacheK is float32[5 16 4 16], want 2 heads (K has 2)"},
+		{func(v *valid) Op {
+			v.append.CacheK, v.append.CacheV = v.tensor(BF16, 5, 16, 2, 16), v.tensor(BF16, 5, 16, 2, 16)
+			return &v.append
+		}, "CacheK is bfloat16[5 16 2 16], want float32 as K is"},
+		{func(v *valid) Op {
+			v.append.CacheK, v.append.CacheV = v.tensor(F32, 5, 0, 2, 16), v.tensor(F32, 5, 0, 2, 16)
+			return &v.append
+		}, "want at least one token per block"},
+		{func(v *valid) Op { v.append.Slots = v.tensor(I32, 2); return &v.append }, "Slots is int32[2], want 3 elements (K has 3)"},
+
+		{func(v *valid) Op { v.attention.Q = v.tensor(F32, 3, 3, 16); return &v.attention }, "kernels: attention: Q is float32[3 3 16], want a multiple of CacheK's 2 heads"},
+		{func(v *valid) Op { v.attention.SeqStarts = v.tensor(I32, 2); return &v.attention }, "SeqStarts is int32[2], want 3 elements (ContextLens has 2)"},
+		{func(v *valid) Op { v.attention.BlockTable = v.tensor(I32, 3, 4); return &v.attention }, "BlockTable is int32[3 4], want 2 rows (ContextLens has 2)"},
+		{func(v *valid) Op { v.attention.Out = v.tensor(F32, 3, 4, 8); return &v.attention }, "Out is float32[3 4 8], want the shape [3 4 16] of Q"},
+		{func(v *valid) Op { v.attention.Window = -1; return &v.attention }, "Window is -1, want 0 (all) or more"},
+		{func(v *valid) Op { v.attention.Scale = 0; return &v.attention }, "Scale is 0, want more than 0"},
+		{func(v *valid) Op { v.attention.MaxRows = 0; return &v.attention }, "MaxContext is 60 and MaxRows 0, want MaxContext >= MaxRows >= 1"},
+		{func(v *valid) Op { v.attention.MaxContext = 1; return &v.attention }, "MaxContext is 1 and MaxRows 2"},
+		{func(v *valid) Op { v.attention.MaxContext = 65; return &v.attention }, "BlockTable is int32[2 4], want room for MaxContext 65 in blocks of 16"},
+
+		{func(v *valid) Op { v.route.Logits.DType = BF16; return &v.route }, "kernels: route: Logits is bfloat16[3 8], want float32"},
+		{func(v *valid) Op { v.route.IDs = v.tensor(I32, 3, 9); return &v.route }, "IDs is int32[3 9], want 1 to 8 columns (Logits has 8)"},
+		{func(v *valid) Op { v.route.IDs = gap(v.route.IDs); return &v.route }, "IDs is int32[3 2] strides [3 1], want it dense"},
+		{func(v *valid) Op { v.route.Weights = v.tensor(F32, 3, 1); return &v.route }, "Weights is float32[3 1], want 2 columns (IDs has 2)"},
+		{func(v *valid) Op { v.route.Counts = v.tensor(I64, 7); return &v.route }, "Counts is int64[7], want 8 elements (Logits has 8)"},
+		{func(v *valid) Op { v.route.Method = 3; return &v.route }, "Method is 3"},
+		{func(v *valid) Op { v.route.Jitter = -1; return &v.route }, "Jitter is -1, want 0 or more"},
+		{func(v *valid) Op {
+			v.route.IDs, v.route.Weights = v.tensor(I32, 3, 1), v.tensor(F32, 3, 1)
+			return &v.route
+		}, "IDs is int32[3 1], want 2 columns for SparseMixer"},
+
+		{func(v *valid) Op { v.group.Order = v.tensor(I32, 5); return &v.group }, "kernels: group: Order is int32[5], want 6 elements (IDs is int32[3 2])"},
+		{func(v *valid) Op { v.group.Offsets = v.tensor(I32, 1); return &v.group }, "Offsets is int32[1], want one more element than there are experts"},
+		{func(v *valid) Op { v.group.Order.Addr = v.group.IDs.Addr; return &v.group }, "overlaps IDs"},
+
+		{func(v *valid) Op { v.up.X = v.tensor(F32, 3, 16); return &v.up }, "kernels: expert_up: X is float32[3 16], want 32 columns (Layout.Hidden has 32)"},
+		{func(v *valid) Op { v.up.X = v.tensor(F32, 4, 32); return &v.up }, "Order is int32[6], want K elements for each of X's 4 rows"},
+		{func(v *valid) Op { v.up.Offsets = v.tensor(I32, 8); return &v.up }, "Offsets is int32[8], want 9 elements (Slots has 8)"},
+		{func(v *valid) Op { v.up.Experts = v.tensor(I32, 9); return &v.up }, "Experts is int32[9], want at most 8 elements (Slots has 8)"},
+		{func(v *valid) Op { v.up.Slots.DType = I64; return &v.up }, "Slots is int64[8], want uint64"},
+		{func(v *valid) Op { v.up.Layout.Tag = ""; return &v.up }, "Layout has no Tag: take it from Backend.ExpertLayout"},
+		{func(v *valid) Op { v.up.Layout.DType = I32; return &v.up }, "Layout has type int32, want float32, bfloat16 or float16"},
+		{func(v *valid) Op { v.up.Layout.Size = 9000; return &v.up }, "Layout has Size 9000, want a multiple of 256 of at least 9216"},
+		{func(v *valid) Op { v.up.Layout.Hidden = 0; return &v.up }, "Layout has Hidden 0 and Intermediate 48, want 1 or more"},
+		{func(v *valid) Op { v.up.Out = v.tensor(F32, 3, 48); return &v.up }, "Out is float32[3 48], want 6 rows (Order has 6)"},
+		{func(v *valid) Op { v.up.Out.DType = F16; return &v.up }, "Out is float16[6 48], want float32 as X is"},
+		{func(v *valid) Op { v.down.X = v.tensor(F32, 3, 48); return &v.down }, "kernels: expert_down: X is float32[3 48], want 6 rows (Order has 6)"},
+		{func(v *valid) Op { v.down.Out = v.tensor(F32, 6, 48); return &v.down }, "Out is float32[6 48], want 32 columns (Layout.Hidden has 32)"},
+
+		{func(v *valid) Op { v.combine.X = v.tensor(F32, 5, 32); return &v.combine }, "kernels: combine: X is float32[5 32], want 6 rows (Weights is float32[3 2])"},
+		{func(v *valid) Op { v.combine.SharedGate = Tensor{}; return &v.combine }, "Shared is float32[3 32] and SharedGate none, want both or none"},
+		{func(v *valid) Op { v.combine.SharedGate = v.tensor(F32, 3, 2); return &v.combine }, "SharedGate is float32[3 2], want 1 column"},
+		{func(v *valid) Op { v.combine.Out = v.combine.Shared; return &v.combine }, "overlaps Shared"},
+
+		{func(v *valid) Op { v.silu.Up = v.tensor(F32, 3, 32); return &v.silu }, "kernels: silu_mul: Up is float32[3 32], want the shape [3 48] of Gate"},
+		{func(v *valid) Op { v.silu.Out.Addr = v.silu.Up.Addr + 4; return &v.silu }, "overlaps Up"},
+
+		{func(v *valid) Op { v.gather.Out = v.tensor(F32, 3, 32); return &v.gather }, "kernels: gather: Out is float32[3 32], want 2 rows (Rows has 2)"},
+
+		{func(v *valid) Op { v.sample.Logits = v.tensor(F32, 2, 0); return &v.sample }, "kernels: sample: Logits is float32[2 0], want at least one column"},
+		{func(v *valid) Op { v.sample.Seeds = v.tensor(U64, 1); return &v.sample }, "Seeds is uint64[1], want 2 elements (Logits has 2)"},
+		{func(v *valid) Op { v.sample.Out = v.tensor(I32, 3); return &v.sample }, "Out is int32[3], want 2 elements (Logits has 2)"},
+	} {
+		op := c.spoil(newValid())
+		if err := op.Check(); err == nil || !strings.Contains(err.Error(), c.want) {
+			t.Errorf("%s gives\n\t%v, want\n\t%s", op.Name(), err, c.want)
+		}
+	}
+}
+
+func TestCheckWithoutTensors(t *testing.T) {
+	for _, op := range []Op{
+		&Embed{}, &Norm{}, &MatMul{}, &Clamp{}, &RoPE{}, &AppendKV{}, &Attention{}, &Route{}, &Group{},
+		&ExpertUp{}, &ExpertDown{}, &Combine{}, &SiluMul{}, &Gather{}, &Sample{},
+	} {
+		if err := op.Check(); err == nil || !strings.HasPrefix(err.Error(), "kernels: "+op.Name()+": ") || !strings.Contains(err.Error(), " is missing, want ") {
+			t.Errorf("%s without tensors gives %v", op.Name(), err)
+		}
+	}
+}
+
+func TestDeclare(t *testing.T) {
+	v := newValid()
+	for _, c := range []struct {
+		op            Op
+		flops, bytes  int64
+		reads, writes int
+	}{
+		{&v.embed, 0, 3*4 + 3*32*2 + 3*32*4, 2, 1},
+		{&v.norm, 8 * 96, 4*96*4 + 2*32*2, 4, 2},
+		{&v.matmul, 2 * 2 * 32 * 8, 2*32*2 + 8*32*2 + 8*2 + 2*8*4, 3, 1},
+		{&v.clamp, 2 * 96, 2 * 96 * 4, 1, 1},
+		{&v.rope, 3 * (3*4*16 + 3*2*16), 2*4*(3*4*16+3*2*16) + 3*16*4 + 3*4, 4, 2},
+		{&v.append, 0, 4*3*2*16*4 + 3*4, 3, 0},
+		// Two sequences of 60 tokens, of whose rows the average sees 60.
+		{&v.attention, 4 * 3 * 4 * 16 * 60, 2*3*4*16*4 + 3*4 + 2*4 + 2*4*4 + 2*2*60*2*16*4, 4, 1},
+		{&v.route, 3 * 8 * 6, 3*8*4 + 2*3*2*4 + 2*8*8, 2, 3},
+		{&v.group, 0, 6*4 + 9*4 + 6*4, 1, 2},
+		// 5 of 8 experts are listed: 4 of the 6 pairs are theirs.
+		{&v.up, 2 * 2 * 32 * 48 * 4, 9*4 + 6*4 + 8*8 + 5*4 + 5*2*32*48*2 + 4*(32+48)*4, 4, 0},
+		{&v.down, 2 * 32 * 48 * 4, 9*4 + 6*4 + 8*8 + 5*4 + 5*32*48*2 + 4*(32+48)*4, 4, 0},
+		{&v.combine, 2 * (6*32 + 3*32), 6*32*4 + 6*4 + 3*32*4 + 3*4 + 3*32*4, 4, 1},
+		{&v.silu, 5 * 3 * 48, 3 * 3 * 48 * 4, 2, 1},
+		{&v.gather, 0, 2*4 + 2*2*32*4, 1, 1},
+		{&v.sample, 40 * 200, 200*4 + 2*(4+8+4+4+4), 5, 1},
+	} {
+		var d Decl
+		c.op.Declare(&d)
+		if d.Flops != c.flops || d.Bytes != c.bytes || len(d.Reads) != c.reads || len(d.Writes) != c.writes {
+			t.Errorf("%s declares %d flops, %d bytes, %d reads and %d writes, want %d, %d, %d and %d",
+				c.op.Name(), d.Flops, d.Bytes, len(d.Reads), len(d.Writes), c.flops, c.bytes, c.reads, c.writes)
+		}
+		n := testing.AllocsPerRun(10, func() {
+			if err := c.op.Check(); err != nil {
+				t.Error(err)
+			}
+			d.Reset()
+			c.op.Declare(&d)
+		})
+		if n != 0 {
+			t.Errorf("%s: Check and Declare allocate %g times, want 0", c.op.Name(), n)
+		}
+	}
+}
+
+// TestDeclareWindow holds a window's attention to what it can see.
+func TestDeclareWindow(t *testing.T) {
+	v := newValid()
+	v.attention.Window = 10
+	var d Decl
+	v.attention.Declare(&d)
+	if want := int64(4 * 3 * 4 * 16 * 10); d.Flops != want {
+		t.Errorf("%d flops, want %d", d.Flops, want)
+	}
+	if want := int64(2*3*4*16*4 + 3*4 + 2*4 + 2*4*4 + 2*2*11*2*16*4); d.Bytes != want { // 2 rows see 11 tokens
+		t.Errorf("%d bytes, want %d", d.Bytes, want)
+	}
+}

@@ -1,0 +1,199 @@
+package cpu
+
+import (
+	"fmt"
+	"runtime"
+	"sync"
+	"sync/atomic"
+
+	"github.com/moeserve/moeserve/device"
+	"github.com/moeserve/moeserve/kernels"
+)
+
+// Options of a Backend.
+type Options struct {
+	// Threads is how many goroutines one operation runs on, that of its stream
+	// included. Default: GOMAXPROCS.
+	Threads int
+}
+
+// Backend is a kernels.Backend. It may serve any number of streams at once.
+type Backend struct {
+	*pool
+	closed atomic.Bool
+	decls  sync.Pool // *kernels.Decl
+	jobs   [15]sync.Pool
+}
+
+var _ kernels.Backend = (*Backend)(nil)
+
+// New returns a backend, whose threads live until Close.
+func New(o Options) *Backend {
+	if o.Threads <= 0 {
+		o.Threads = runtime.GOMAXPROCS(0)
+	}
+	return &Backend{pool: newPool(o.Threads)}
+}
+
+// Name implements kernels.Backend.
+func (b *Backend) Name() string { return "cpu" }
+
+// ActivationDType implements kernels.Backend: float32.
+func (b *Backend) ActivationDType() kernels.DType { return kernels.F32 }
+
+// Close ends the threads. No work may be outstanding.
+func (b *Backend) Close() error {
+	if b.closed.Swap(true) {
+		return fmt.Errorf("cpu: close: %w", device.ErrClosed)
+	}
+	b.close()
+	return nil
+}
+
+// Enqueue implements kernels.Backend. s must be a device.Executor.
+func (b *Backend) Enqueue(s device.Stream, op kernels.Op) error {
+	if b.closed.Load() {
+		return fmt.Errorf("cpu: %s: %w", op.Name(), device.ErrClosed)
+	}
+	e, ok := s.(device.Executor)
+	if !ok {
+		return fmt.Errorf("cpu: %s: stream %q of %s runs no Go work: use a host stream or a stream of an emulated device", op.Name(), s.Name(), s.Space())
+	}
+	if err := op.Check(); err != nil {
+		return err
+	}
+	switch o := op.(type) {
+	case *kernels.Embed:
+		return enqueue(b, e, 0, op, o, (*Backend).embed, act{"Out", &o.Out})
+	case *kernels.Norm:
+		return enqueue(b, e, 1, op, o, (*Backend).norm, act{"X", &o.X})
+	case *kernels.MatMul:
+		return enqueue(b, e, 2, op, o, (*Backend).matmul, act{"X", &o.X})
+	case *kernels.Clamp:
+		return enqueue(b, e, 3, op, o, (*Backend).clamp, act{"X", &o.X})
+	case *kernels.RoPE:
+		return enqueue(b, e, 4, op, o, (*Backend).rope, act{"Q", &o.Q})
+	case *kernels.AppendKV:
+		return enqueue(b, e, 5, op, o, (*Backend).appendKV, act{"K", &o.K})
+	case *kernels.Attention:
+		return enqueue(b, e, 6, op, o, (*Backend).attention, act{"Q", &o.Q})
+	case *kernels.Route:
+		return enqueue(b, e, 7, op, o, (*Backend).route, act{"Logits", &o.Logits})
+	case *kernels.Group:
+		return enqueue(b, e, 8, op, o, (*Backend).group, act{})
+	case *kernels.ExpertUp:
+		if err := checkLayout(o.Name(), o.Layout); err != nil {
+			return err
+		}
+		return enqueue(b, e, 9, op, o, (*Backend).expertUp, act{"X", &o.X})
+	case *kernels.ExpertDown:
+		if err := checkLayout(o.Name(), o.Layout); err != nil {
+			return err
+		}
+		return enqueue(b, e, 10, op, o, (*Backend).expertDown, act{"X", &o.X})
+	case *kernels.Combine:
+		return enqueue(b, e, 11, op, o, (*Backend).combine, act{"X", &o.X})
+	case *kernels.SiluMul:
+		return enqueue(b, e, 12, op, o, (*Backend).siluMul, act{"Gate", &o.Gate})
+	case *kernels.Gather:
+		return enqueue(b, e, 13, op, o, (*Backend).gather, act{"X", &o.X})
+	case *kernels.Sample:
+		return enqueue(b, e, 14, op, o, (*Backend).sample, act{"Logits", &o.Logits})
+	}
+	return fmt.Errorf("cpu: %s: operation of unknown type %T", op.Name(), op)
+}
+
+// act is a tensor of the activation type; Check holds the others to it.
+type act struct {
+	name string
+	t    *kernels.Tensor
+}
+
+// job is an operation on its way: a copy of its arguments, used again and again.
+type job[T any] struct {
+	args T
+	run  func(device.Access) error
+}
+
+// enqueue puts a copy of args on s; do carries it out.
+func enqueue[T any](b *Backend, s device.Executor, kind int, op kernels.Op, args *T, do func(*Backend, *T, device.Access) error, a act) error {
+	if a.t != nil && a.t.DType != kernels.F32 {
+		return fmt.Errorf("cpu: %s: %s is %v, want %v, the activation type", op.Name(), a.name, *a.t, kernels.F32)
+	}
+	j, _ := b.jobs[kind].Get().(*job[T])
+	if j == nil {
+		j = &job[T]{}
+		j.run = func(access device.Access) error {
+			err := do(b, &j.args, access)
+			b.jobs[kind].Put(j)
+			return err
+		}
+	}
+	j.args = *args
+	d, _ := b.decls.Get().(*kernels.Decl)
+	if d == nil {
+		d = &kernels.Decl{}
+	}
+	op.Declare(d)
+	err := s.Execute(device.Work{
+		Name: op.Name(), Reads: d.Reads, Writes: d.Writes, Flops: d.Flops, Bytes: d.Bytes, Run: j.run,
+	})
+	d.Reset()
+	b.decls.Put(d)
+	return err
+}
+
+// layoutTag names the only layout: w1, w3, w2, each row-major.
+const layoutTag = "row-major"
+
+const extentAlign = 256 // bytes
+
+// ExpertLayout implements kernels.Backend.
+func (b *Backend) ExpertLayout(s kernels.ExpertShape) (kernels.ExpertLayout, error) {
+	if s.Hidden < 1 || s.Intermediate < 1 {
+		return kernels.ExpertLayout{}, fmt.Errorf("cpu: expert of hidden size %d and intermediate size %d, want 1 or more", s.Hidden, s.Intermediate)
+	}
+	switch s.DType {
+	case kernels.F32, kernels.BF16, kernels.F16:
+	default:
+		return kernels.ExpertLayout{}, fmt.Errorf("cpu: expert weights of type %d, want float32, bfloat16 or float16", s.DType)
+	}
+	return kernels.ExpertLayout{ExpertShape: s, Tag: layoutTag, Size: (s.Bytes() + extentAlign - 1) / extentAlign * extentAlign}, nil
+}
+
+func checkLayout(op string, l kernels.ExpertLayout) error {
+	if l.Tag != layoutTag {
+		return fmt.Errorf("cpu: %s: Layout is %q, want %q: it belongs to another backend", op, l.Tag, layoutTag)
+	}
+	return nil
+}
+
+// PackExpert implements kernels.Backend.
+func (b *Backend) PackExpert(l kernels.ExpertLayout, part kernels.Part, row int, src, dst []byte) error {
+	if err := checkLayout("pack expert", l); err != nil {
+		return err
+	}
+	if part > kernels.W2 {
+		return fmt.Errorf("cpu: pack expert: no matrix %d", part)
+	}
+	rows, columns := l.Intermediate, l.Hidden
+	if part == kernels.W2 {
+		rows, columns = columns, rows
+	}
+	bytes := columns * l.DType.Size()
+	switch n := len(src) / bytes; {
+	case len(src)%bytes != 0:
+		return fmt.Errorf("cpu: pack expert: %d bytes of %s, want a multiple of a row's %d", len(src), part, bytes)
+	case row < 0 || row+n > rows:
+		return fmt.Errorf("cpu: pack expert: rows [%d, %d) of %s, which has %d", row, row+n, part, rows)
+	case int64(len(dst)) < l.Size:
+		return fmt.Errorf("cpu: pack expert: an extent of %d bytes, want %d", len(dst), l.Size)
+	}
+	copy(dst[int(part)*rows*columns*l.DType.Size()+row*bytes:], src)
+	return nil
+}
+
+// errValue reports a value in device memory that would lead outside a tensor.
+func errValue(op, name string, i int, value int64, want string, args ...any) error {
+	return fmt.Errorf("cpu: %s: %s[%d] is %d, want %s", op, name, i, value, fmt.Sprintf(want, args...))
+}

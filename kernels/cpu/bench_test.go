@@ -1,0 +1,136 @@
+package cpu_test
+
+import (
+	"encoding/binary"
+	"fmt"
+	"testing"
+
+	"github.com/moeserve/moeserve/device"
+	"github.com/moeserve/moeserve/device/emulated"
+	"github.com/moeserve/moeserve/kernels"
+	"github.com/moeserve/moeserve/kernels/cpu"
+)
+
+// BenchmarkMatMul reports what products of common sizes reach, all threads
+// together.
+func BenchmarkMatMul(b *testing.B) {
+	for _, w := range []kernels.DType{kernels.BF16, kernels.F32} {
+		for _, c := range [][2]int{{1, 1}, {2, 1}, {4, 1}, {16, 1}, {128, 1}, {1, 2}, {128, 2}} {
+			rows, threads := c[0], c[1]
+			b.Run(fmt.Sprintf("weights=%s/rows=%d/threads=%d", w, rows, threads), func(b *testing.B) {
+				const columns, out = 2048, 1536
+				m, s, backend := openBench(b, threads)
+				mem, err := m.Alloc(device.HBM(0), 64<<20, "tensors")
+				if err != nil {
+					b.Fatal(err)
+				}
+				defer func() { _ = mem.Free() }()
+				x := kernels.New(mem.Range(0, 0).Addr, kernels.F32, rows, columns)
+				y := kernels.New(mem.Range(8<<20, 0).Addr, kernels.F32, rows, out)
+				op := kernels.MatMul{X: x, W: kernels.New(mem.Range(16<<20, 0).Addr, w, out, columns), Out: y}
+				for b.Loop() {
+					if err := backend.Enqueue(s, &op); err != nil {
+						b.Fatal(err)
+					}
+					if err := s.Synchronize(b.Context()); err != nil {
+						b.Fatal(err)
+					}
+				}
+				b.ReportMetric(2*float64(rows*columns*out)*float64(b.N)/b.Elapsed().Seconds()/1e9, "GFLOP/s")
+			})
+		}
+	}
+}
+
+// BenchmarkAttention reports one layer's attention with the heads of Mixtral-8x7B:
+// a token of one sequence, and a prompt.
+func BenchmarkAttention(b *testing.B) {
+	const heads, kvHeads, d, tokens = 32, 8, 128, 16
+	for _, c := range [][2]int{{1, 1024}, {256, 256}} {
+		rows, context := c[0], c[1]
+		b.Run(fmt.Sprintf("rows=%d/context=%d", rows, context), func(b *testing.B) {
+			m, s, backend := openBench(b, 1)
+			mem, err := m.Alloc(device.HBM(0), 64<<20, "tensors")
+			if err != nil {
+				b.Fatal(err)
+			}
+			table, err := m.Alloc(device.Host, 4096, "table")
+			if err != nil {
+				b.Fatal(err)
+			}
+			defer func() { _, _ = mem.Free(), table.Free() }()
+			blocks := context / tokens
+			t := table.Write(0, 4096)
+			clear(t)
+			binary.LittleEndian.PutUint32(t[4:], uint32(rows))
+			binary.LittleEndian.PutUint32(t[8:], uint32(context))
+			for i := range blocks {
+				binary.LittleEndian.PutUint32(t[12+4*i:], uint32(i))
+			}
+			at := func(i int64) device.Addr { return table.Range(4*i, 0).Addr }
+			cache := func(off int64) kernels.Tensor {
+				return kernels.New(mem.Range(off, 0).Addr, kernels.F32, blocks, tokens, kvHeads, d)
+			}
+			op := kernels.Attention{
+				Q:      kernels.New(mem.Range(0, 0).Addr, kernels.F32, rows, heads, d),
+				CacheK: cache(16 << 20), CacheV: cache(24 << 20),
+				SeqStarts: kernels.New(at(0), kernels.I32, 2), ContextLens: kernels.New(at(2), kernels.I32, 1),
+				BlockTable: kernels.New(at(3), kernels.I32, 1, blocks), Scale: 0.1, MaxContext: context, MaxRows: rows,
+				Out: kernels.New(mem.Range(32<<20, 0).Addr, kernels.F32, rows, heads, d),
+			}
+			for b.Loop() {
+				if err := backend.Enqueue(s, &op); err != nil {
+					b.Fatal(err)
+				}
+				if err := s.Synchronize(b.Context()); err != nil {
+					b.Fatal(err)
+				}
+			}
+			var decl kernels.Decl
+			op.Declare(&decl)
+			b.ReportMetric(float64(decl.Flops)*float64(b.N)/b.Elapsed().Seconds()/1e9, "GFLOP/s")
+		})
+	}
+}
+
+// BenchmarkSample reports drawing one token from the vocabulary of Qwen models.
+func BenchmarkSample(b *testing.B) {
+	m, s, backend := openBench(b, 1)
+	mem, err := m.Alloc(device.Host, 1<<20, "tensors")
+	if err != nil {
+		b.Fatal(err)
+	}
+	defer func() { _ = mem.Free() }()
+	data := mem.Write(0, 1<<20)
+	clear(data)
+	kernels.FromFloat32(data[:4], []float32{1}, kernels.F32)
+	at := func(off int64) device.Addr { return mem.Range(off, 0).Addr }
+	op := kernels.Sample{
+		Temperature: kernels.New(at(0), kernels.F32, 1), Seeds: kernels.New(at(8), kernels.U64, 1),
+		Samples: kernels.New(at(16), kernels.I32, 1), Positions: kernels.New(at(20), kernels.I32, 1),
+		Out: kernels.New(at(24), kernels.I32, 1), Logits: kernels.New(at(256), kernels.F32, 1, 151936),
+	}
+	for b.Loop() {
+		if err := backend.Enqueue(s, &op); err != nil {
+			b.Fatal(err)
+		}
+		if err := s.Synchronize(b.Context()); err != nil {
+			b.Fatal(err)
+		}
+	}
+}
+
+func openBench(b *testing.B, threads int) (device.Machine, device.Stream, *cpu.Backend) {
+	m, err := emulated.Open(emulated.Options{})
+	if err != nil {
+		b.Fatal(err)
+	}
+	b.Cleanup(func() { _ = m.Close() })
+	backend := cpu.New(cpu.Options{Threads: threads})
+	b.Cleanup(func() { _ = backend.Close() })
+	s, err := m.NewStream(device.HBM(0), device.StreamOptions{Name: "compute"})
+	if err != nil {
+		b.Fatal(err)
+	}
+	return m, s, backend
+}

@@ -1,0 +1,191 @@
+package cpu
+
+import (
+	"math"
+
+	"github.com/moeserve/moeserve/device"
+	"github.com/moeserve/moeserve/kernels"
+)
+
+// checkIndex checks that all values lie in [low, n).
+func checkIndex(op, name string, values []int32, low, n int) error {
+	for i, v := range values {
+		if int(v) < low || int(v) >= n {
+			return errValue(op, name, i, int64(v), "%d to %d", low, n-1)
+		}
+	}
+	return nil
+}
+
+func (b *Backend) embed(o *kernels.Embed, _ device.Access) error {
+	ids := vector[int32](&o.IDs)
+	if err := checkIndex(o.Name(), "IDs", ids, 0, o.Table.Shape[0]); err != nil {
+		return err
+	}
+	stride := o.Table.Stride[0] * o.Table.DType.Size()
+	b.rows(len(ids), o.Out.Shape[1], func(from, to int) {
+		for n := from; n < to; n++ {
+			load(row(&o.Out, n), o.Table.Addr+device.Addr(int(ids[n])*stride), o.Table.DType)
+		}
+	})
+	return nil
+}
+
+func (b *Backend) norm(o *kernels.Norm, _ device.Access) error {
+	d := o.Weight.Shape[0]
+	heads := 1
+	x, out, residual := o.X, o.Out, o.Residual
+	if x.Rank == 3 {
+		heads = x.Shape[1]
+	} else {
+		asHeads(&x)
+		asHeads(&out)
+		asHeads(&residual)
+	}
+	if d == 0 {
+		return nil
+	}
+	scratch := b.floats(2 * d)
+	defer b.release(scratch)
+	weight, bias := (*scratch)[:d], (*scratch)[d:2*d]
+	load(weight, o.Weight.Addr, o.Weight.DType)
+	if o.Bias.None() {
+		bias = nil
+	} else {
+		load(bias, o.Bias.Addr, o.Bias.DType)
+	}
+	b.rows(x.Shape[0]*heads, 4*d, func(from, to int) {
+		for i := from; i < to; i++ {
+			in, dst := head(&x, i/heads, i%heads), head(&out, i/heads, i%heads)
+			if !o.Residual.None() {
+				r := head(&residual, i/heads, i%heads)
+				for j, v := range in {
+					r[j] += v
+				}
+				in = r
+			}
+			if o.Kind == kernels.RMS {
+				rms(dst, in, weight, o.Eps)
+			} else {
+				layer(dst, in, weight, o.Eps)
+			}
+			for j, v := range bias {
+				dst[j] += v
+			}
+		}
+	})
+	return nil
+}
+
+// asHeads makes a tensor of rank 2 one of rank 3 with a single head.
+func asHeads(t *kernels.Tensor) {
+	t.Rank, t.Shape[2], t.Stride[2] = 3, t.Shape[1], t.Stride[1]
+	t.Shape[1], t.Stride[1] = 1, 0
+}
+
+func rms(to, x, weight []float32, eps float32) {
+	mean := sum(x, func(v float32) float32 { return float32(v * v) }) / float32(len(x))
+	scale := 1 / float32(math.Sqrt(float64(mean+eps)))
+	for j, v := range x {
+		to[j] = float32(weight[j] * float32(v*scale))
+	}
+}
+
+func layer(to, x, weight []float32, eps float32) {
+	mean := sum(x, func(v float32) float32 { return v }) / float32(len(x))
+	variance := sum(x, func(v float32) float32 { return float32((v - mean) * (v - mean)) }) / float32(len(x))
+	scale := 1 / float32(math.Sqrt(float64(variance+eps)))
+	for j, v := range x {
+		to[j] = float32(weight[j] * float32((v-mean)*scale))
+	}
+}
+
+func (b *Backend) clamp(o *kernels.Clamp, _ device.Access) error {
+	b.rows(o.X.Shape[0], o.X.Shape[1], func(from, to int) {
+		for n := from; n < to; n++ {
+			x := row(&o.X, n)
+			for i, v := range x {
+				switch {
+				case v > o.Limit:
+					x[i] = o.Limit
+				case v < -o.Limit:
+					x[i] = -o.Limit
+				}
+			}
+		}
+	})
+	return nil
+}
+
+func (b *Backend) rope(o *kernels.RoPE, _ device.Access) error {
+	rows := vector[int32](&o.Rows)
+	if err := checkIndex(o.Name(), "Rows", rows, 0, o.Table.Shape[0]); err != nil {
+		return err
+	}
+	half := o.Q.Shape[2] / 2
+	b.rows(len(rows), 2*half*(o.Q.Shape[1]+o.K.Shape[1]), func(from, to int) {
+		for n := from; n < to; n++ {
+			table := row(&o.Table, int(rows[n]))
+			for _, t := range [...]*kernels.Tensor{&o.Q, &o.K} {
+				for h := range t.Shape[1] {
+					x := head(t, n, h)
+					for i := range half {
+						c, s, v, w := table[i], table[half+i], x[i], x[half+i]
+						x[i] = float32(v*c) - float32(w*s)
+						x[half+i] = float32(w*c) + float32(v*s)
+					}
+				}
+			}
+		}
+	})
+	return nil
+}
+
+func (b *Backend) combine(o *kernels.Combine, _ device.Access) error {
+	k := o.Weights.Shape[1]
+	weights := vector[float32](&o.Weights)
+	b.rows(o.Out.Shape[0], (k+1)*o.Out.Shape[1], func(from, to int) {
+		for n := from; n < to; n++ {
+			out := row(&o.Out, n)
+			clear(out)
+			for i := range k {
+				axpy(out, weights[n*k+i], row(&o.X, n*k+i))
+			}
+			if !o.Shared.None() {
+				axpy(out, sigmoid(row(&o.SharedGate, n)[0]), row(&o.Shared, n))
+			}
+		}
+	})
+	return nil
+}
+
+func (b *Backend) siluMul(o *kernels.SiluMul, _ device.Access) error {
+	b.rows(o.Out.Shape[0], 8*o.Out.Shape[1], func(from, to int) {
+		for n := from; n < to; n++ {
+			gate, up, out := row(&o.Gate, n), row(&o.Up, n), row(&o.Out, n)
+			for i, g := range gate {
+				out[i] = silu(g) * up[i]
+			}
+		}
+	})
+	return nil
+}
+
+func (b *Backend) gather(o *kernels.Gather, access device.Access) error {
+	rows := vector[int32](&o.Rows)
+	if err := checkIndex(o.Name(), "Rows", rows, 0, o.X.Shape[0]); err != nil {
+		return err
+	}
+	bytes := 4 * o.X.Shape[1]
+	m := merger{declare: access.Read}
+	for _, r := range rows {
+		m.add(o.X.Addr+device.Addr(4*int(r)*o.X.Stride[0]), bytes)
+	}
+	m.flush()
+	b.rows(len(rows), o.X.Shape[1], func(from, to int) {
+		for n := from; n < to; n++ {
+			copy(row(&o.Out, n), row(&o.X, int(rows[n])))
+		}
+	})
+	return nil
+}

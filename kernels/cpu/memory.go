@@ -1,0 +1,92 @@
+package cpu
+
+import (
+	"fmt"
+	"math"
+	"unsafe"
+
+	"github.com/moeserve/moeserve/device"
+	"github.com/moeserve/moeserve/kernels"
+)
+
+// at returns n elements at address a. The memory lies outside Go's heap (or is
+// kept alive by whoever allocated it), and the operation declared it.
+func at[T float32 | uint16 | int32 | int64 | uint64 | byte](a device.Addr, n int) []T {
+	if n == 0 {
+		return nil
+	}
+	// Read as a pointer where it is stored: addresses of mapped memory are no
+	// pointers that vet could follow.
+	return unsafe.Slice(*(**T)(unsafe.Pointer(&a)), n)
+}
+
+// vector returns a tensor of rank 1, or any dense one, as a slice.
+func vector[T float32 | int32 | int64 | uint64](t *kernels.Tensor) []T {
+	return at[T](t.Addr, t.Elements())
+}
+
+// row returns row i of a float32 tensor of rank 2.
+func row(t *kernels.Tensor, i int) []float32 {
+	return at[float32](t.Addr+device.Addr(4*i*t.Stride[0]), t.Shape[1])
+}
+
+// head returns head h of row i of a float32 tensor of rank 3.
+func head(t *kernels.Tensor, i, h int) []float32 {
+	return at[float32](t.Addr+device.Addr(4*(i*t.Stride[0]+h*t.Stride[1])), t.Shape[2])
+}
+
+// load converts len(dst) weights of type t at address a to float32.
+func load(dst []float32, a device.Addr, t kernels.DType) {
+	switch t {
+	case kernels.F32:
+		copy(dst, at[float32](a, len(dst)))
+	case kernels.BF16:
+		src := at[uint16](a, len(dst))
+		dst = dst[:len(src)]
+		for i, b := range src {
+			dst[i] = bf16(b)
+		}
+	case kernels.F16:
+		src := at[uint16](a, len(dst))
+		dst = dst[:len(src)]
+		for i, b := range src {
+			dst[i] = half(b)
+		}
+	default:
+		panic(fmt.Sprintf("cpu: weights of type %v", t)) // Check lets none through
+	}
+}
+
+// half is the value of an IEEE half: moved to float32's fields, its exponent is
+// short by 112, which a product mends, subnormals included.
+func half(h uint16) float32 {
+	sign, rest := uint32(h&0x8000)<<16, uint32(h&0x7fff)
+	if rest >= 0x7c00 { // infinite, or not a number
+		return math.Float32frombits(sign | 0x7f800000 | rest&0x3ff<<13)
+	}
+	const up = 1 << 112
+	f := math.Float32frombits(rest<<13) * up
+	return math.Float32frombits(math.Float32bits(f) | sign)
+}
+
+// merger declares ranges through an Access, neighbors as one.
+type merger struct {
+	declare func(device.Range)
+	last    device.Range
+}
+
+func (m *merger) add(a device.Addr, bytes int) {
+	if m.last.Bytes > 0 && m.last.End() == a {
+		m.last.Bytes += int64(bytes)
+		return
+	}
+	m.flush()
+	m.last = device.Range{Addr: a, Bytes: int64(bytes)}
+}
+
+func (m *merger) flush() {
+	if m.last.Bytes > 0 {
+		m.declare(m.last)
+	}
+	m.last = device.Range{}
+}

@@ -1,0 +1,128 @@
+package cpu
+
+import (
+	"sync"
+	"sync/atomic"
+)
+
+// pool is a fixed set of goroutines that help whoever calls parallel. Several
+// goroutines may call it at once.
+type pool struct {
+	threads int
+	regions chan *region
+	workers sync.WaitGroup
+	scratch sync.Pool // *[]float32
+	tile    sync.Pool // *tile
+}
+
+// region is one parallel loop: parts are handed out by a counter, and the last
+// to end closes done.
+type region struct {
+	body  func(part int)
+	parts int64
+	next  atomic.Int64
+	ended atomic.Int64
+	done  chan struct{}
+}
+
+func newPool(threads int) *pool {
+	p := &pool{threads: threads, regions: make(chan *region, threads)}
+	for range threads - 1 {
+		p.workers.Go(func() {
+			for r := range p.regions {
+				r.work()
+			}
+		})
+	}
+	return p
+}
+
+// close ends the goroutines; no call of parallel may be under way.
+func (p *pool) close() {
+	close(p.regions)
+	p.workers.Wait()
+}
+
+// parallel calls body for each part in [0, parts), on up to threads goroutines
+// with the caller's own, and returns when all have ended.
+func (p *pool) parallel(parts int, body func(part int)) {
+	helpers := min(p.threads, parts) - 1
+	if helpers <= 0 {
+		for i := range parts {
+			body(i)
+		}
+		return
+	}
+	r := &region{body: body, parts: int64(parts), done: make(chan struct{})}
+offer:
+	for range helpers {
+		select {
+		case p.regions <- r:
+		default: // all are busy with other regions already: do without
+			break offer
+		}
+	}
+	r.work()
+	<-r.done
+}
+
+func (r *region) work() {
+	for {
+		i := r.next.Add(1) - 1
+		if i >= r.parts {
+			return
+		}
+		r.body(int(i))
+		if r.ended.Add(1) == r.parts {
+			close(r.done)
+		}
+	}
+}
+
+// floats returns a scratch buffer of at least n elements of any content, to be
+// given back by release.
+func (p *pool) floats(n int) *[]float32 {
+	s, _ := p.scratch.Get().(*[]float32)
+	if s == nil || cap(*s) < n {
+		s = new([]float32)
+		*s = make([]float32, n+n/4)
+	}
+	*s = (*s)[:n]
+	return s
+}
+
+func (p *pool) release(s *[]float32) { p.scratch.Put(s) }
+
+// tiles returns the scratch memory of a product's part, to be given back by
+// releaseTile.
+func (p *pool) tiles() *tile {
+	if t, _ := p.tile.Get().(*tile); t != nil {
+		return t
+	}
+	return new(tile)
+}
+
+func (p *pool) releaseTile(t *tile) { p.tile.Put(t) }
+
+// split divides n units of work, each of the given cost in multiply-adds, into
+// parts that are worth handing to another goroutine, a multiple of step units
+// each: it returns the units of one part.
+func split(n, cost, step int) int {
+	const worth = 32 << 10
+	units := max(worth/max(cost, 1), 1)
+	return min((units+step-1)/step*step, max(n, 1))
+}
+
+// rows runs body over [0, n) in parts: rows [from, to), each of the given cost.
+func (p *pool) rows(n, cost int, body func(from, to int)) {
+	each := split(n, cost, 1)
+	if each >= n {
+		if n > 0 {
+			body(0, n)
+		}
+		return
+	}
+	p.parallel((n+each-1)/each, func(part int) {
+		body(part*each, min((part+1)*each, n))
+	})
+}

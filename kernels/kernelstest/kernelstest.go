@@ -1,0 +1,80 @@
+package kernelstest
+
+import (
+	"math/rand/v2"
+	"testing"
+	"time"
+
+	"github.com/moeserve/moeserve/device"
+	"github.com/moeserve/moeserve/kernels"
+)
+
+// Options of a run.
+type Options struct {
+	// Full adds the shapes of real models, with few rows: some GB of memory, and
+	// minutes on a CPU. Default: off.
+	Full bool
+	// BatchInvariant also checks that a row's result has the same bits whatever
+	// other rows are in the operation, and however its experts are cut into
+	// launches. Default: off.
+	BatchInvariant bool
+	// Weights are the types of weights to test. Default: BF16, F16 and F32.
+	Weights []kernels.DType
+	// Seed of all inputs; 0 takes one from the clock. Default: 0.
+	Seed uint64
+	// Output, if set, is told the bytes of every output, in a fixed order: two runs
+	// with one seed must agree where the backend promises it. Default: nobody.
+	Output func(test, tensor string, data []byte)
+}
+
+// Open returns a machine, a backend of it, and the stream of a device whose
+// memory holds the tensors. It closes them with t.Cleanup, and may return the
+// same ones each time. It is called once per operation.
+type Open func(t *testing.T) (device.Machine, kernels.Backend, device.Stream)
+
+var tests = []struct {
+	name string
+	run  func(*rig)
+}{
+	{"embed", testEmbed},
+	{"norm", testNorm},
+	{"matmul", testMatMul},
+	{"clamp", testClamp},
+	{"rope", testRoPE},
+	{"append_kv", testAppendKV},
+	{"attention", testAttention},
+	{"route", testRoute},
+	{"group", testGroup},
+	{"experts", testExperts},
+	{"combine", testCombine},
+	{"silu_mul", testSiluMul},
+	{"gather", testGather},
+	{"sample", testSample},
+	{"layout", testLayout},
+	{"arguments", testArguments},
+}
+
+// Run holds the backends that open returns to package kernels' contract.
+func Run(t *testing.T, open Open, o Options) {
+	if len(o.Weights) == 0 {
+		o.Weights = []kernels.DType{kernels.BF16, kernels.F16, kernels.F32}
+	}
+	if o.Seed == 0 {
+		o.Seed = uint64(time.Now().UnixNano())
+	}
+	t.Logf("kernelstest.Options.Seed: %d", o.Seed)
+	for i, test := range tests {
+		t.Run(test.name, func(t *testing.T) {
+			m, b, s := open(t)
+			r := &rig{
+				T: t, o: o, machine: m, backend: b, stream: s, act: b.ActivationDType(),
+				rand: rand.New(rand.NewPCG(o.Seed, uint64(i))),
+			}
+			if e, ok := s.(device.Executor); ok {
+				r.recorder = &recorder{Executor: e}
+				r.stream = r.recorder
+			}
+			test.run(r)
+		})
+	}
+}

@@ -1,0 +1,384 @@
+package kernelstest
+
+import (
+	"bytes"
+	"fmt"
+	"math"
+
+	"github.com/moeserve/moeserve/kernels"
+)
+
+func dot(x, y []float64) float64 {
+	var s float64
+	for i, v := range x {
+		s += v * y[i]
+	}
+	return s
+}
+
+// sampled returns the columns of a large product that are compared: all, or some
+// where a reference for all takes too long.
+func (r *rig) sampled(columns, macs int) []int {
+	const enough = 1 << 23
+	pick := make([]int, 0, columns)
+	for c := range columns {
+		if macs <= enough || c == columns-1 || r.rand.IntN(macs) < enough {
+			pick = append(pick, c)
+		}
+	}
+	return pick
+}
+
+func pick(x []float64, columns []int) []float64 {
+	y := make([]float64, len(columns))
+	for i, c := range columns {
+		y[i] = x[c]
+	}
+	return y
+}
+
+func testMatMul(r *rig) {
+	type shape struct{ n, a, m int }
+	shapes := []shape{{1, 16, 1}, {2, 48, 7}, {7, 272, 60}, {33, 64, 130}, {1, 1040, 48}, {3, 2064, 33}, {131, 32, 18}, {300, 16, 5}}
+	if r.o.Full {
+		shapes = append(shapes,
+			shape{2, 4096, 6144}, shape{2, 4096, 4096}, shape{3, 2048, 6144}, shape{5, 3584, 4608}, shape{1, 2048, 5120}, // qkv, o
+			shape{2, 5632, 2048}, shape{3, 20480, 3584}, // shared experts' down
+			shape{7, 4096, 8}, shape{7, 2048, 60}, shape{7, 2048, 128}, // routers
+			shape{1, 4096, 32000}, shape{2, 4096, 32064}, shape{1, 2048, 151936}, // lm_head
+		)
+	}
+	for i, s := range shapes {
+		for j, w := range r.o.Weights {
+			if s.n*s.a*s.m > 1<<24 && j > 0 {
+				continue
+			}
+			r.run(fmt.Sprintf("%v/%s", s, w), func(r *rig) {
+				x := r.normal(r.rows((i+j)%2 == 0, "X", r.act, s.n, s.a), 0, 1)
+				weight := r.weights("W", w, s.m, s.a)
+				b, bias := optional((i+j)%3 == 0, func() tensor { return r.normal(r.dense("Bias", w, s.m), 0, 1) })
+				t := r.act
+				if i%2 == 0 {
+					t = kernels.F32
+				}
+				out := r.rows((i+j)%2 == 1, "Out", t, s.n, s.m)
+				out.writes()
+				r.do(&kernels.MatMul{X: x.Tensor, W: weight.Tensor, Bias: bias, Out: out.Tensor})
+				columns := r.sampled(s.m, s.n*s.a*s.m)
+				want := make([][]float64, s.n)
+				for _, c := range columns {
+					row := weight.row(c)
+					for n := range want {
+						v := dot(x.row(n), row)
+						if !bias.None() {
+							v += b.row()[c]
+						}
+						want[n] = append(want[n], v)
+					}
+				}
+				for n := range want {
+					r.close(out, pick(out.got(n), columns), want[n], 0.2, n)
+				}
+				r.invariant(out, func(_ *rig, from, to int, out kernels.Tensor) kernels.Op {
+					return &kernels.MatMul{X: x.Slice(from, to), W: weight.Tensor, Bias: bias, Out: out}
+				})
+			})
+		}
+	}
+}
+
+// layer is one layer's experts and a step's routing.
+type layer struct {
+	layout  kernels.ExpertLayout
+	k       int
+	ids     [][]int // of each token
+	experts []*expert
+}
+
+// expert has its matrices as they were before they were packed.
+type expert struct {
+	parts  [3]tensorData
+	extent tensor
+}
+
+// tensorData is a dense weight matrix on the host.
+type tensorData struct {
+	data    []byte
+	dtype   kernels.DType
+	columns int
+}
+
+func (d tensorData) row(i int) []float64 {
+	n := d.columns * d.dtype.Size()
+	return tensor{Tensor: kernels.Tensor{DType: d.dtype}}.decode(d.data[i*n:][:n])
+}
+
+// newExpert makes an expert's weights and packs them, in pieces, into an extent
+// on the device.
+func (r *rig) newExpert(l kernels.ExpertLayout, e int) *expert {
+	r.Helper()
+	x := &expert{extent: r.dense(fmt.Sprintf("expert %d", e), kernels.I32, int(l.Size/4))}
+	for p := range x.parts {
+		rows, columns := l.Intermediate, l.Hidden
+		if kernels.Part(p) == kernels.W2 {
+			rows, columns = columns, rows
+		}
+		bytes := columns * l.DType.Size()
+		data := make([]byte, rows*bytes)
+		r.fillWeights(data, l.DType, columns)
+		x.parts[p] = tensorData{data, l.DType, columns}
+		for row := 0; row < rows; {
+			n := min(1+rows/3, rows-row)
+			r.must(r.backend.PackExpert(l, kernels.Part(p), row, data[row*bytes:][:n*bytes], x.extent.all()))
+			row += n
+		}
+	}
+	return x
+}
+
+// sorted returns the pairs by expert, as Group does.
+func sorted(ids [][]int, experts int) (offsets, order []int) {
+	for e := range experts {
+		offsets = append(offsets, len(order))
+		for n, row := range ids {
+			for k, id := range row {
+				if id == e {
+					order = append(order, n*len(row)+k)
+				}
+			}
+		}
+	}
+	return append(offsets, len(order)), order
+}
+
+// choose returns k different experts for each of n tokens, of which some are
+// never chosen.
+func (r *rig) choose(n, experts, k int) [][]int {
+	ids := make([][]int, n)
+	liked := max(k, experts*3/4)
+	perm := r.rand.Perm(experts)[:liked]
+	for i := range ids {
+		for _, j := range r.rand.Perm(liked)[:k] {
+			ids[i] = append(ids[i], perm[j])
+		}
+	}
+	return ids
+}
+
+type expertShape struct {
+	n, hidden, intermediate, experts, k int
+	listed                              int // how many of the experts are listed; 0: all
+}
+
+func testExperts(r *rig) {
+	shapes := []expertShape{
+		{1, 16, 16, 4, 1, 0},
+		{1, 64, 48, 8, 2, 0},
+		{2, 48, 112, 4, 2, 3},
+		{7, 272, 32, 8, 2, 0},
+		{33, 32, 80, 16, 4, 9},
+		{33, 16, 16, 128, 8, 100},
+		{150, 16, 32, 4, 2, 0},
+		{5, 1040, 16, 6, 3, 0},
+		{3, 16, 1040, 5, 2, 4},
+	}
+	if r.o.Full {
+		shapes = append(shapes,
+			expertShape{3, 4096, 14336, 8, 2, 2}, // Mixtral-8x7B
+			expertShape{5, 4096, 6400, 16, 2, 3}, // Phi-3.5-MoE
+			expertShape{7, 4096, 448, 16, 2, 8},  // Phi-tiny-MoE
+			expertShape{7, 2048, 1408, 60, 4, 8}, // Qwen1.5-MoE
+			expertShape{3, 3584, 2560, 64, 8, 4}, // Qwen2-57B
+			expertShape{7, 2048, 768, 128, 8, 8}, // Qwen3-30B
+		)
+	}
+	for i, s := range shapes {
+		for j, w := range r.o.Weights {
+			if s.hidden*s.intermediate > 1<<20 && j > 0 {
+				continue
+			}
+			r.run(fmt.Sprintf("%+v/%s", s, w), func(r *rig) { testExpertShape(r, s, w, (i+j)%2 == 0) })
+		}
+	}
+}
+
+func testExpertShape(r *rig, s expertShape, w kernels.DType, gaps bool) {
+	layout, err := r.backend.ExpertLayout(kernels.ExpertShape{Hidden: s.hidden, Intermediate: s.intermediate, DType: w})
+	r.must(err)
+	l := layer{layout: layout, k: s.k, ids: r.choose(s.n, s.experts, s.k), experts: make([]*expert, s.experts)}
+	offsets, order := sorted(l.ids, s.experts)
+	listed := r.rand.Perm(s.experts)
+	if s.listed > 0 {
+		listed = listed[:s.listed]
+	}
+	slots := make([]uint64, s.experts) // without an address for whatever has no rows or is not listed
+	for _, e := range listed {
+		if offsets[e] < offsets[e+1] {
+			l.experts[e] = r.newExpert(layout, e)
+			slots[e] = uint64(l.experts[e].extent.Addr)
+		}
+	}
+	x := r.normal(r.rows(gaps, "X", r.act, s.n, s.hidden), 0, 1)
+	x.buffer.partly = s.listed > 0 // tokens that chose no listed expert
+	mid := r.rows(!gaps, "middle", r.act, s.n*s.k, s.intermediate)
+	out := r.rows(gaps, "Out", r.act, s.n*s.k, s.hidden)
+	up := kernels.ExpertUp{
+		X: x.Tensor, Offsets: r.ints("Offsets", offsets...).Tensor, Order: r.ints("Order", order...).Tensor,
+		Slots: r.words("Slots", slots...).Tensor, Experts: r.ints("Experts", listed...).Tensor, Layout: layout, Out: mid.Tensor,
+	}
+	down := kernels.ExpertDown{
+		X: mid.Tensor, Offsets: up.Offsets, Order: up.Order, Slots: up.Slots, Experts: up.Experts, Layout: layout, Out: out.Tensor,
+	}
+	l.writes(mid)
+	l.writes(out)
+	r.do(&up, &down)
+	l.compare(r, x, mid, out)
+	if !r.o.BatchInvariant {
+		return
+	}
+
+	// The same in launches of some of the experts each.
+	wantMid, wantOut := bytes.Clone(mid.buffer.after), bytes.Clone(out.buffer.after)
+	cut := r.rand.IntN(len(listed) + 1)
+	firstUp, firstDown, secondUp, secondDown := up, down, up, down
+	firstUp.Experts, secondUp.Experts = up.Experts.Slice(0, cut), up.Experts.Slice(cut, len(listed))
+	firstDown.Experts, secondDown.Experts = firstUp.Experts, secondUp.Experts
+	r.do(&firstUp, &secondUp, &secondDown, &firstDown)
+	r.alike(mid, wantMid, "experts in two launches")
+	r.alike(out, wantOut, "experts in two launches")
+
+	// A token alone.
+	n := r.rand.IntN(s.n)
+	one := layer{layout: layout, k: s.k, ids: l.ids[n : n+1], experts: l.experts}
+	offsets, order = sorted(one.ids, s.experts)
+	up.X, down.X = x.Slice(n, n+1), mid.Slice(n*s.k, (n+1)*s.k)
+	up.Out, down.Out = down.X, out.Slice(n*s.k, (n+1)*s.k)
+	up.Offsets, up.Order = r.ints("Offsets of one", offsets...).Tensor, r.ints("Order of one", order...).Tensor
+	down.Offsets, down.Order = up.Offsets, up.Order
+	mid.buffer.out, out.buffer.out = nil, nil
+	mid1, out1 := tensor{up.Out, mid.buffer}, tensor{down.Out, out.buffer}
+	one.writes(mid1)
+	one.writes(out1)
+	r.doPart(&up, &down)
+	r.alike(mid1, wantMid, "a token alone")
+	r.alike(out1, wantOut, "a token alone")
+}
+
+// writes says that the rows of all pairs whose experts are there must be written.
+func (l *layer) writes(t tensor) {
+	for n, ids := range l.ids {
+		for k, e := range ids {
+			if l.experts[e] != nil {
+				p := n*l.k + k
+				tensor{t.Slice(p, p+1), t.buffer}.writes()
+			}
+		}
+	}
+}
+
+// compare checks both products.
+func (l *layer) compare(r *rig, x, mid, out tensor) {
+	r.Helper()
+	macs := len(l.ids) * l.k * l.layout.Hidden * l.layout.Intermediate
+	inner, outer := r.sampled(l.layout.Intermediate, macs), r.sampled(l.layout.Hidden, macs)
+	for n, ids := range l.ids {
+		in := x.row(n)
+		for k, e := range ids {
+			if l.experts[e] == nil {
+				continue
+			}
+			w, p := l.experts[e].parts, n*l.k+k
+			var up, down []float64
+			for _, i := range inner {
+				up = append(up, silu(dot(w[kernels.W1].row(i), in))*dot(w[kernels.W3].row(i), in))
+			}
+			r.close(mid, pick(mid.got(p), inner), up, 0.1, p)
+			hidden := mid.got(p) // as rounded to the activation type
+			for _, i := range outer {
+				down = append(down, dot(w[kernels.W2].row(i), hidden))
+			}
+			r.close(out, pick(out.got(p), outer), down, 0.1, p)
+		}
+	}
+}
+
+func testCombine(r *rig) {
+	for i, n := range rowCounts {
+		for k := 1; k <= 8; k *= 2 {
+			shared := (i+k)%2 == 0
+			r.run(fmt.Sprintf("rows=%d/k=%d/shared=%v", n, k, shared), func(r *rig) {
+				const hidden = 48
+				x := r.normal(r.rows(i%2 == 0, "X", r.act, n*k, hidden), 0, 1)
+				weights := r.dense("Weights", kernels.F32, n, k).set(func(int) float64 { return r.rand.Float64() })
+				s, sharedArg := optional(shared, func() tensor { return r.normal(r.rows(i%2 == 1, "Shared", r.act, n, hidden), 0, 1) })
+				g, gateArg := optional(shared, func() tensor { return r.normal(r.dense("SharedGate", kernels.F32, n, 1), 0, 2) })
+				out := r.rows(i%2 == 1, "Out", r.act, n, hidden)
+				out.writes()
+				r.do(&kernels.Combine{X: x.Tensor, Weights: weights.Tensor, Shared: sharedArg, SharedGate: gateArg, Out: out.Tensor})
+				for n := range n {
+					want := make([]float64, hidden)
+					for k, w := range weights.row(n) {
+						for i, v := range x.row(n*len(weights.row(n)) + k) {
+							want[i] += w * v
+						}
+					}
+					if shared {
+						for i, v := range s.row(n) {
+							want[i] += v / (1 + math.Exp(-g.row(n)[0]))
+						}
+					}
+					r.near(out, want, n)
+				}
+				r.invariant(out, func(_ *rig, from, to int, out kernels.Tensor) kernels.Op {
+					op := &kernels.Combine{X: x.Slice(from*k, to*k), Weights: weights.Slice(from, to), Out: out}
+					if shared {
+						op.Shared, op.SharedGate = s.Slice(from, to), g.Slice(from, to)
+					}
+					return op
+				})
+			})
+		}
+	}
+}
+
+// testLayout checks extents and that packing in pieces gives what packing at once
+// does.
+func testLayout(r *rig) {
+	for _, w := range r.o.Weights {
+		for _, s := range []kernels.ExpertShape{{Hidden: 16, Intermediate: 48, DType: w}, {Hidden: 272, Intermediate: 80, DType: w}} {
+			r.run(fmt.Sprint(s), func(r *rig) {
+				l, err := r.backend.ExpertLayout(s)
+				r.must(err)
+				if l.ExpertShape != s || l.Tag == "" || l.Size < s.Bytes() || l.Size%256 != 0 {
+					r.Fatalf("layout %+v of %+v", l, s)
+				}
+				pieces := r.newExpert(l, 0)
+				whole := bytes.Repeat([]byte{poison}, int(l.Size))
+				for p, d := range pieces.parts {
+					r.must(r.backend.PackExpert(l, kernels.Part(p), 0, d.data, whole))
+				}
+				if !bytes.Equal(whole, pieces.extent.all()) {
+					r.Error("an expert packed in pieces differs from one packed at once")
+				}
+				row := s.Hidden * w.Size()
+				for name, err := range map[string]error{
+					"a row too many":    r.backend.PackExpert(l, kernels.W1, s.Intermediate, make([]byte, row), whole),
+					"a negative row":    r.backend.PackExpert(l, kernels.W1, -1, make([]byte, row), whole),
+					"half a row":        r.backend.PackExpert(l, kernels.W1, 0, make([]byte, row/2), whole),
+					"a short extent":    r.backend.PackExpert(l, kernels.W1, 0, make([]byte, row), whole[:l.Size-1]),
+					"a fourth matrix":   r.backend.PackExpert(l, kernels.Part(3), 0, make([]byte, row), whole),
+					"another's layout":  r.backend.PackExpert(kernels.ExpertLayout{ExpertShape: s, Tag: "nobody's", Size: l.Size}, kernels.W1, 0, make([]byte, row), whole),
+					"integers":          second(r.backend.ExpertLayout(kernels.ExpertShape{Hidden: 16, Intermediate: 16, DType: kernels.I32})),
+					"an empty expert":   second(r.backend.ExpertLayout(kernels.ExpertShape{Intermediate: 16, DType: w})),
+					"a negative expert": second(r.backend.ExpertLayout(kernels.ExpertShape{Hidden: 16, Intermediate: -16, DType: w})),
+				} {
+					if err == nil {
+						r.Errorf("%s is no error", name)
+					}
+				}
+			})
+		}
+	}
+}
+
+func second[T any](_ T, err error) error { return err }

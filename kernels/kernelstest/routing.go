@@ -1,0 +1,198 @@
+package kernelstest
+
+import (
+	"fmt"
+	"math"
+
+	"github.com/moeserve/moeserve/kernels"
+)
+
+// routeWant is the reference for one row of scores.
+func routeWant(method kernels.RouteMethod, jitter float64, s []float64, k int) (ids, weights []float64) {
+	taken := make([]bool, len(s))
+	largest := func() int {
+		best := -1
+		for i, v := range s {
+			if !taken[i] && (best < 0 || v > s[best]) {
+				best = i
+			}
+		}
+		return best
+	}
+	if method == kernels.SparseMixer {
+		for range k {
+			m := largest()
+			var sum float64
+			for i, v := range s {
+				if masked := (s[m]-v)/max(math.Abs(v), s[m]) > 2*jitter; !taken[i] && !masked {
+					sum += math.Exp(v - s[m])
+				}
+			}
+			ids, weights = append(ids, float64(m)), append(weights, 1/sum)
+			taken[m] = true
+		}
+		return ids, weights
+	}
+	m := s[largest()]
+	var sum, chosen float64
+	for _, v := range s {
+		sum += math.Exp(v - m)
+	}
+	for range k {
+		i := largest()
+		taken[i] = true
+		ids, weights = append(ids, float64(i)), append(weights, math.Exp(s[i]-m)/sum)
+		chosen += weights[len(weights)-1]
+	}
+	if method == kernels.SoftmaxRenorm {
+		for i := range weights {
+			weights[i] /= chosen
+		}
+	}
+	return ids, weights
+}
+
+func testRoute(r *rig) {
+	type shape struct {
+		n, experts, k int
+		method        kernels.RouteMethod
+		mean, spread  float64
+	}
+	var shapes []shape
+	for _, n := range rowCounts {
+		for _, ek := range [][2]int{{4, 1}, {8, 2}, {16, 2}, {60, 4}, {64, 8}, {128, 8}, {5, 5}} {
+			shapes = append(shapes, shape{n, ek[0], ek[1], kernels.Softmax, 0, 1.5}, shape{n, ek[0], ek[1], kernels.SoftmaxRenorm, 0, 4})
+		}
+		for _, e := range []int{2, 4, 16} {
+			// All positive, all negative, both; the mask matters where scores are close.
+			shapes = append(shapes, shape{n, e, 2, kernels.SparseMixer, 3, 0.05}, shape{n, e, 2, kernels.SparseMixer, -3, 0.05}, shape{n, e, 2, kernels.SparseMixer, 0, 1})
+		}
+	}
+	for i, s := range shapes {
+		r.run(fmt.Sprintf("%+v", s), func(r *rig) {
+			const jitter = 0.01
+			logits := r.normal(r.rows(i%2 == 0, "Logits", kernels.F32, s.n, s.experts), s.mean, s.spread)
+			for n := range s.n / 3 { // ties: equal scores at two or more places, all equal, all zero
+				row := logits.in(logits.buffer.before, n)
+				switch n % 3 {
+				case 0:
+					copy(row[4*(s.experts-1):], row[:4])
+				case 1:
+					for e := range s.experts {
+						copy(row[4*e:], row[:4])
+					}
+				case 2:
+					clear(row)
+				}
+			}
+			ids, weights := r.dense("IDs", kernels.I32, s.n, s.k), r.dense("Weights", kernels.F32, s.n, s.k)
+			counts, countsArg := optional(i%3 != 0, func() tensor {
+				return r.dense("Counts", kernels.I64, s.experts).set(func(i int) float64 { return float64(i) * 1e10 })
+			})
+			ids.writes()
+			weights.writes()
+			wantCounts := make([]float64, s.experts)
+			if !countsArg.None() {
+				counts.writes()
+				wantCounts = counts.row()
+			}
+			op := kernels.Route{Logits: logits.Tensor, Method: s.method, Jitter: jitter, IDs: ids.Tensor, Weights: weights.Tensor, Counts: countsArg}
+			r.do(&op)
+			for n := range s.n {
+				wantIDs, wantWeights := routeWant(s.method, jitter, logits.row(n), s.k)
+				r.exact(ids, wantIDs, n)
+				r.near(weights, wantWeights, n)
+				for _, id := range wantIDs {
+					wantCounts[int(id)]++
+				}
+			}
+			if !countsArg.None() {
+				r.exact(counts, wantCounts)
+			}
+		})
+	}
+}
+
+func testGroup(r *rig) {
+	type shape struct{ n, experts, k int }
+	for _, s := range []shape{{1, 4, 1}, {2, 8, 2}, {7, 16, 4}, {33, 60, 4}, {33, 128, 8}, {700, 8, 2}, {5, 2, 2}} {
+		r.run(fmt.Sprint(s), func(r *rig) {
+			chosen := r.choose(s.n, s.experts, s.k)
+			ids := r.dense("IDs", kernels.I32, s.n, s.k).set(func(i int) float64 { return float64(chosen[i/s.k][i%s.k]) })
+			offsets, order := r.dense("Offsets", kernels.I32, s.experts+1), r.dense("Order", kernels.I32, s.n*s.k)
+			offsets.writes()
+			order.writes()
+			r.do(&kernels.Group{IDs: ids.Tensor, Offsets: offsets.Tensor, Order: order.Tensor})
+			wantOffsets, wantOrder := sorted(chosen, s.experts)
+			r.exact(offsets, asFloats(wantOffsets))
+			r.exact(order, asFloats(wantOrder))
+		})
+	}
+}
+
+func asFloats(x []int) []float64 {
+	y := make([]float64, len(x))
+	for i, v := range x {
+		y[i] = float64(v)
+	}
+	return y
+}
+
+func testSample(r *rig) {
+	type shape struct{ n, vocabulary int }
+	shapes := []shape{{1, 16}, {2, 33}, {7, 131}, {33, 258}, {3, 20001}}
+	if r.o.Full {
+		shapes = append(shapes, shape{2, 32064}, shape{2, 151936})
+	}
+	for i, s := range shapes {
+		for _, temperature := range []float64{0, 0.05, 1, 5} {
+			r.run(fmt.Sprintf("%+v/temperature=%g", s, temperature), func(r *rig) {
+				logits := r.normal(r.rows(i%2 == 0, "Logits", kernels.F32, s.n, s.vocabulary), 0, 3)
+				for n := range s.n {
+					row := logits.in(logits.buffer.before, n)
+					if n%3 == 0 { // the largest value at two places
+						best, values := 0, logits.row(n)
+						for i, v := range values {
+							if v > values[best] {
+								best = i
+							}
+						}
+						copy(row[4*r.rand.IntN(s.vocabulary):], row[4*best:][:4])
+					}
+				}
+				temperatures := r.dense("Temperature", kernels.F32, s.n).set(func(i int) float64 {
+					if i%5 == 4 {
+						return 0 // greedy among others
+					}
+					return temperature
+				})
+				seeds, samples, positions := make([]uint64, s.n), make([]int, s.n), make([]int, s.n)
+				for i := range seeds {
+					seeds[i], samples[i], positions[i] = r.rand.Uint64(), r.rand.IntN(4), r.rand.IntN(1<<17)
+				}
+				out := r.dense("Out", kernels.I32, s.n)
+				out.writes()
+				op := kernels.Sample{
+					Logits: logits.Tensor, Temperature: temperatures.Tensor, Seeds: r.words("Seeds", seeds...).Tensor,
+					Samples: r.ints("Samples", samples...).Tensor, Positions: r.ints("Positions", positions...).Tensor, Out: out.Tensor,
+				}
+				r.do(&op)
+				want := make([]float64, s.n)
+				for n := range s.n {
+					t := float32(temperatures.row()[n])
+					var best float32
+					for i, v := range logits.row(n) {
+						score := float32(v)
+						if t > 0 {
+							score = float32(score/t) + kernels.GumbelNoise(seeds[n], int32(samples[n]), int32(positions[n]), int32(i))
+						}
+						if i == 0 || score > best {
+							best, want[n] = score, float64(i)
+						}
+					}
+				}
+				r.exact(out, want)
+			})
+		}
+	}
+}
