@@ -1,0 +1,331 @@
+package configs
+
+import (
+	"fmt"
+	"math"
+	"reflect"
+	"slices"
+	"strconv"
+	"strings"
+)
+
+// Settings are what a run is configured with. The tags are the keys: Schema says
+// what each means, and what it may be.
+type Settings struct {
+	Model                string  `mapstructure:"model"`
+	Chat                 bool    `mapstructure:"chat"`
+	LoadFormat           string  `mapstructure:"load-format"`
+	DummyRouting         string  `mapstructure:"dummy-routing"`
+	NumHiddenLayers      int     `mapstructure:"num-hidden-layers"`
+	Device               string  `mapstructure:"device"`
+	Emulate              string  `mapstructure:"emulate"`
+	OffloadFraction      float64 `mapstructure:"offload-fraction"`
+	OffloadTier          string  `mapstructure:"offload-tier"`
+	GPUMemoryUtilization float64 `mapstructure:"gpu-memory-utilization"`
+	NumKVBlocks          int     `mapstructure:"num-kv-blocks"`
+	MaxModelLen          int     `mapstructure:"max-model-len"`
+	MaxNumSeqs           int     `mapstructure:"max-num-seqs"`
+	MaxNumBatchedTokens  int     `mapstructure:"max-num-batched-tokens"`
+	MicroBatchSize       int     `mapstructure:"micro-batch-size"`
+	MaxNewTokens         int     `mapstructure:"max-new-tokens"`
+	Temperature          float64 `mapstructure:"temperature"`
+	Seed                 uint64  `mapstructure:"seed"`
+	IgnoreEOS            bool    `mapstructure:"ignore-eos"`
+	JSON                 string  `mapstructure:"json"`
+	LogLevel             string  `mapstructure:"log-level"`
+	LogFormat            string  `mapstructure:"log-format"`
+}
+
+// Kind is the type of a setting's value.
+type Kind uint8
+
+// The kinds, with the Go type of a value in Settings and in Key.Default.
+const (
+	String Kind = iota // string
+	Bool               // bool
+	Int                // int
+	Uint               // uint64
+	Float              // float64
+)
+
+func (k Kind) String() string {
+	return [...]string{"string", "bool", "int", "uint", "float"}[k]
+}
+
+// Key describes one setting.
+type Key struct {
+	// Name in kebab-case: the flag, the key of a file, and, in upper case with
+	// underscores behind MOESERVE_, the variable.
+	Name string
+	Kind Kind
+	// Default has the Go type of Kind.
+	Default any
+	// Unit of the value: "tokens", "bytes"; empty where it has none.
+	Unit string
+	// Help is one sentence without a full stop.
+	Help string
+	// Placeholder stands for the value in help: "DIR|PRESET".
+	Placeholder string
+	// Allowed lists the values of a String; nil: any.
+	Allowed []string
+	// Min and Max bound numbers, both included.
+	Min, Max float64
+	// Commands that take it.
+	Commands []string
+}
+
+// Variable is the environment variable of the setting.
+func (k Key) Variable() string {
+	return "MOESERVE_" + strings.ToUpper(strings.ReplaceAll(k.Name, "-", "_"))
+}
+
+// Commands that take a setting: those that deal with a model, or those that
+// generate.
+var (
+	onModel = []string{"run", "inspect", "config"}
+	onRun   = []string{"run", "config"}
+)
+
+// unbounded is the Max of a number that nothing but its type limits.
+const unbounded = math.MaxInt32
+
+// Schema lists all settings in the order in which help shows them.
+var Schema = []Key{
+	{
+		Name: "model", Kind: String, Default: "", Placeholder: "DIR|PRESET", Commands: onModel,
+		Help: "checkpoint directory or preset; without it, the small model that is built in",
+	},
+	{
+		Name: "chat", Kind: Bool, Default: false, Commands: onRun,
+		Help: "put the prompt through the model's chat template",
+	},
+	{
+		Name: "load-format", Kind: String, Default: "auto", Allowed: []string{"auto", "dummy"}, Commands: onModel,
+		Help: "auto reads the checkpoint, dummy fills the model's shapes with seeded random weights",
+	},
+	{
+		Name: "dummy-routing", Kind: String, Default: "uniform", Placeholder: "uniform|zipf:S", Commands: onModel,
+		Help: "how evenly a router of dummy weights chooses experts: zipf:1.2 prefers some",
+	},
+	{
+		Name: "num-hidden-layers", Kind: Int, Default: 0, Unit: "layers", Max: 1024, Commands: onModel,
+		Help: "use only the first layers of the model; 0: all",
+	},
+	{
+		Name: "device", Kind: String, Default: "auto", Allowed: []string{"auto", "cpu"}, Commands: onModel,
+		Help: "where to compute",
+	},
+	{
+		Name: "emulate", Kind: String, Default: "", Placeholder: "SPEC", Commands: onModel,
+		Help: "emulated devices and links; without it, one compute device and two peers",
+	},
+	{
+		Name: "offload-fraction", Kind: Float, Default: 0.0, Max: 1, Commands: onModel,
+		Help: "share of the experts that do not live on the compute device",
+	},
+	{
+		Name: "offload-tier", Kind: String, Default: "auto", Allowed: []string{"auto", "host"}, Commands: onModel,
+		Help: "where offloaded experts live",
+	},
+	{
+		Name: "gpu-memory-utilization", Kind: Float, Default: 0.9, Min: 0.01, Max: 1, Commands: onModel,
+		Help: "share of the compute device's memory that may be used",
+	},
+	{
+		Name: "num-kv-blocks", Kind: Int, Default: 0, Unit: "blocks", Max: unbounded, Commands: onModel,
+		Help: "blocks in the pool for keys and values, 16 tokens each; 0: what memory allows",
+	},
+	{
+		Name: "max-model-len", Kind: Int, Default: 0, Unit: "tokens", Max: unbounded, Commands: onModel,
+		Help: "longest sequence, prompt and answer together; 0: what the model and the KV pool allow",
+	},
+	{
+		Name: "max-num-seqs", Kind: Int, Default: 64, Unit: "sequences", Min: 1, Max: 1 << 16, Commands: onModel,
+		Help: "most sequences that run at once",
+	},
+	{
+		Name: "max-num-batched-tokens", Kind: Int, Default: 2048, Unit: "tokens", Min: 1, Max: 1 << 24, Commands: onModel,
+		Help: "most tokens of a step",
+	},
+	{
+		Name: "micro-batch-size", Kind: Int, Default: 0, Unit: "tokens", Max: 1 << 24, Commands: onModel,
+		Help: "most tokens whose attention runs together; 0: all of a step",
+	},
+	{
+		Name: "max-new-tokens", Kind: Int, Default: 128, Unit: "tokens", Min: 1, Max: unbounded, Commands: onRun,
+		Help: "most tokens to generate",
+	},
+	{
+		Name: "temperature", Kind: Float, Default: 0.0, Max: 100, Commands: onRun,
+		Help: "how freely tokens are drawn; 0: always the likeliest",
+	},
+	{
+		Name: "seed", Kind: Uint, Default: uint64(0), Max: math.MaxUint64, Commands: onModel,
+		Help: "of sampling and of dummy weights",
+	},
+	{
+		Name: "ignore-eos", Kind: Bool, Default: false, Commands: onRun,
+		Help: "go on after a token that ends the answer",
+	},
+	{
+		Name: "json", Kind: String, Default: "", Placeholder: "FILE", Commands: onModel,
+		Help: "write the result as JSON to a file; - is standard output",
+	},
+	{
+		Name: "log-level", Kind: String, Default: "warn", Allowed: []string{"debug", "info", "warn", "error"}, Commands: onModel,
+		Help: "least severe messages to log, on standard error",
+	},
+	{
+		Name: "log-format", Kind: String, Default: "text", Allowed: []string{"text", "json"}, Commands: onModel,
+		Help: "form of log messages",
+	},
+}
+
+// Find returns the entry of Schema of that name.
+func Find(name string) (Key, bool) {
+	i := slices.IndexFunc(Schema, func(k Key) bool { return k.Name == name })
+	if i < 0 {
+		return Key{}, false
+	}
+	return Schema[i], true
+}
+
+// For lists the entries of Schema that a command takes.
+func For(command string) []Key {
+	return slices.DeleteFunc(slices.Clone(Schema), func(k Key) bool { return !slices.Contains(k.Commands, command) })
+}
+
+// Defaults returns the settings that apply where nothing else is said.
+func Defaults() Settings {
+	var s Settings
+	for i, f := range fields(&s) {
+		f.Set(reflect.ValueOf(Schema[i].Default))
+	}
+	return s
+}
+
+// Values returns the settings by key.
+func (s Settings) Values() map[string]any {
+	values := make(map[string]any, len(Schema))
+	for i, f := range fields(&s) {
+		values[Schema[i].Name] = f.Interface()
+	}
+	return values
+}
+
+// fields of s in the order of Schema.
+func fields(s *Settings) []reflect.Value {
+	v := reflect.ValueOf(s).Elem()
+	byKey := make(map[string]reflect.Value, v.NumField())
+	for i := range v.NumField() {
+		byKey[v.Type().Field(i).Tag.Get("mapstructure")] = v.Field(i)
+	}
+	all := make([]reflect.Value, len(Schema))
+	for i, k := range Schema {
+		all[i] = byKey[k.Name]
+	}
+	return all
+}
+
+// SettingError says which setting has a value that it must not have.
+type SettingError struct {
+	Key   string
+	Value any
+	// Want says what is allowed: "must be from 0 to 1".
+	Want string
+}
+
+func (e *SettingError) Error() string {
+	value := fmt.Sprint(e.Value)
+	if s, ok := e.Value.(string); ok {
+		value = strconv.Quote(s)
+	}
+	return fmt.Sprintf("configs: %s is %s: %s", e.Key, value, e.Want)
+}
+
+// Validate reports the first setting, in the order of Schema, that is not
+// allowed, as a *SettingError.
+func (s Settings) Validate() error {
+	for i, f := range fields(&s) {
+		if want := Schema[i].check(f); want != "" {
+			return &SettingError{Key: Schema[i].Name, Value: f.Interface(), Want: want}
+		}
+	}
+	skew, err := s.RoutingSkew()
+	if err != nil {
+		return err
+	}
+	if skew > 0 && s.LoadFormat != "dummy" {
+		return &SettingError{Key: "dummy-routing", Value: s.DummyRouting, Want: "only goes with load-format dummy"}
+	}
+	if s.LoadFormat == "dummy" && s.Model == "" {
+		return &SettingError{
+			Key: "load-format", Value: s.LoadFormat,
+			Want: "needs model: a preset (" + strings.Join(PresetNames(), ", ") + ") or a directory with a config.json",
+		}
+	}
+	if s.MicroBatchSize > s.MaxNumBatchedTokens {
+		return &SettingError{
+			Key: "micro-batch-size", Value: s.MicroBatchSize,
+			Want: fmt.Sprintf("must be at most max-num-batched-tokens, %d", s.MaxNumBatchedTokens),
+		}
+	}
+	return nil
+}
+
+// check returns what the key allows if v is something else.
+func (k Key) check(v reflect.Value) string {
+	var n float64
+	switch k.Kind {
+	case String:
+		if k.Allowed != nil && !slices.Contains(k.Allowed, v.String()) {
+			return "must be " + oneOf(k.Allowed)
+		}
+		return ""
+	case Bool:
+		return ""
+	case Int:
+		n = float64(v.Int())
+	case Uint:
+		n = float64(v.Uint())
+	case Float:
+		n = v.Float()
+	}
+	// Not a number is in no range.
+	if n >= k.Min && n <= k.Max {
+		return ""
+	}
+	want := fmt.Sprintf("must be from %v to %v", number(k.Min), number(k.Max))
+	if k.Unit != "" {
+		want += " " + k.Unit
+	}
+	return want
+}
+
+func number(f float64) string { return strconv.FormatFloat(f, 'f', -1, 64) }
+
+// oneOf lists values as a sentence does: "a, b or c".
+func oneOf(values []string) string {
+	last := len(values) - 1
+	return strings.Join(values[:last], ", ") + " or " + values[last]
+}
+
+// maxSkew bounds the exponent of dummy-routing; above it one expert gets nearly
+// everything.
+const maxSkew = 8
+
+// RoutingSkew is the exponent that dummy-routing asks for; 0 for uniform.
+func (s Settings) RoutingSkew() (float64, error) {
+	if s.DummyRouting == "uniform" {
+		return 0, nil
+	}
+	text, ok := strings.CutPrefix(s.DummyRouting, "zipf:")
+	skew, err := strconv.ParseFloat(text, 64)
+	if !ok || err != nil || !(skew > 0 && skew <= maxSkew) {
+		return 0, &SettingError{
+			Key: "dummy-routing", Value: s.DummyRouting,
+			Want: fmt.Sprintf("must be uniform or zipf:S, S above 0 and at most %d", maxSkew),
+		}
+	}
+	return skew, nil
+}

@@ -1,0 +1,408 @@
+package models
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"math"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/moeserve/moeserve/configs"
+	"github.com/moeserve/moeserve/kernels"
+)
+
+func preset(t testing.TB, name string) *Config {
+	t.Helper()
+	data, ok := configs.Preset(name)
+	if !ok {
+		t.Fatalf("no preset %s", name)
+	}
+	c, err := ParseConfig(data, name)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return c
+}
+
+// The published counts; everything else follows from the shapes.
+func TestPresetSizes(t *testing.T) {
+	for _, p := range []struct {
+		name          string
+		parameters    int64
+		expertBytes   int64
+		experts       int
+		otherGiB      float64 // two decimals
+		bytesPerToken int64
+	}{
+		{"mixtral-8x7b", 46_702_792_704, 352_321_536, 256, 2.99, 131072},
+		{"phi-3.5-moe", 41_873_153_344, 157_286_400, 512, 2.99, 131072},
+		{"phi-tiny-moe", 3_755_220_288, 11_010_048, 512, 1.74, 65536},
+		{"qwen1.5-moe-a2.7b", 14_315_784_192, 17_301_504, 1440, 3.46, 196608},
+		{"qwen2-57b-a14b", 57_408_658_944, 55_050_240, 1792, 15.06, 57344},
+		{"qwen3-30b-a3b", 30_532_122_624, 9_437_184, 6144, 2.87, 98304},
+	} {
+		c := preset(t, p.name)
+		if got := c.Parameters(); got != p.parameters {
+			t.Errorf("%s: %d parameters, want %d", p.name, got, p.parameters)
+		}
+		if got := c.ExpertShape(c.DType).Bytes(); got != p.expertBytes {
+			t.Errorf("%s: %d bytes per expert, want %d", p.name, got, p.expertBytes)
+		}
+		if got := c.ExpertCount(); got != p.experts {
+			t.Errorf("%s: %d experts, want %d", p.name, got, p.experts)
+		}
+		if got := float64(2*c.OtherParameters()) / (1 << 30); math.Abs(got-p.otherGiB) > 0.005 {
+			t.Errorf("%s: %.3f GiB beside the experts, want %.2f", p.name, got, p.otherGiB)
+		}
+		if got := c.KVBytesPerToken(kernels.BF16); got != p.bytesPerToken {
+			t.Errorf("%s: %d bytes of KV per token, want %d", p.name, got, p.bytesPerToken)
+		}
+		if got := len(configs.PresetNames()); got != 6 {
+			t.Errorf("%d presets, this table has 6", got)
+		}
+	}
+}
+
+func TestPresetFields(t *testing.T) {
+	c := preset(t, "phi-3.5-moe")
+	if c.Norm != kernels.Layer || !c.NormBias || !c.QKVBias || !c.OBias || !c.HeadBias || c.Route != kernels.SparseMixer || c.Jitter != 0.01 {
+		t.Errorf("phi-3.5-moe: %+v", c)
+	}
+	r := c.RoPE
+	if r.LongAfter != 4096 || len(r.Short) != 64 || len(r.Long) != 64 || r.ShortScale != 1.2431631 || r.LongScale != 1.2431631 || r.Theta != 1e4 {
+		t.Errorf("phi-3.5-moe: RoPE %+v", r)
+	}
+	if c.Windows[0] != 0 {
+		t.Errorf("phi-3.5-moe: window %d, though no sequence is longer", c.Windows[0])
+	}
+	c = preset(t, "phi-tiny-moe")
+	if c.HeadDim != 128 || c.Windows[31] != 2047 || c.RoPE.LongAfter != 0 || c.RoPE.ShortScale != 1 {
+		t.Errorf("phi-tiny-moe: %+v", c)
+	}
+	c = preset(t, "qwen1.5-moe-a2.7b")
+	if c.Route != kernels.Softmax || !c.QKVBias || c.OBias || c.SharedWidth != 5632 || c.MoELayers() != 24 || c.NormEps != 1e-6 {
+		t.Errorf("qwen1.5-moe-a2.7b: %+v", c)
+	}
+	c = preset(t, "qwen3-30b-a3b")
+	if c.Route != kernels.SoftmaxRenorm || c.QKNorm != HeadQKNorm || c.QKVBias || !slices.Equal(c.EOS, []int32{151645}) || c.DType != kernels.BF16 {
+		t.Errorf("qwen3-30b-a3b: %+v", c)
+	}
+}
+
+func TestWithLayers(t *testing.T) {
+	c := preset(t, "mixtral-8x7b")
+	cut, err := c.WithLayers(3)
+	if err != nil {
+		t.Fatal(err)
+	}
+	perLayer := (c.Parameters() - cut.Parameters()) / 29
+	if cut.Layers != 3 || len(cut.Dense) != 3 || c.Layers != 32 || cut.Parameters()+29*perLayer != c.Parameters() {
+		t.Errorf("cut to %d layers, %d parameters", cut.Layers, cut.Parameters())
+	}
+	for _, n := range []int{-1, 0, 33} {
+		if _, err := c.WithLayers(n); err == nil {
+			t.Errorf("cut to %d layers", n)
+		}
+	}
+}
+
+// base is a small config of each architecture in the older names; edit changes
+// fields, and takes those out that it sets to absent.
+func base(kind string) map[string]any {
+	m := map[string]any{
+		"model_type": kind, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
+		"vocab_size": 512, "max_position_embeddings": 256, "rms_norm_eps": 1e-5, "rope_theta": 1e4, "num_experts_per_tok": 2,
+		"intermediate_size": 96, "torch_dtype": "bfloat16", "hidden_act": "silu",
+	}
+	switch kind {
+	case "mixtral":
+		m["num_local_experts"] = 8
+	case "phimoe":
+		m["num_local_experts"] = 8
+		m["attention_bias"], m["lm_head_bias"] = true, true
+	case "qwen2_moe":
+		m["num_experts"] = 8
+		m["moe_intermediate_size"], m["shared_expert_intermediate_size"] = 48, 80
+	case "qwen3_moe":
+		m["num_experts"] = 8
+		m["moe_intermediate_size"], m["head_dim"] = 48, 32
+	case "olmoe":
+		m["num_experts"] = 8
+	}
+	return m
+}
+
+type absent struct{}
+
+func edited(kind string, edit map[string]any) []byte {
+	m := base(kind)
+	for k, v := range edit {
+		if _, out := v.(absent); out {
+			delete(m, k)
+		} else {
+			m[k] = v
+		}
+	}
+	data, err := json.Marshal(m)
+	if err != nil {
+		panic(err)
+	}
+	return data
+}
+
+func mustParse(t testing.TB, kind string, edit map[string]any) *Config {
+	t.Helper()
+	c, err := ParseConfig(edited(kind, edit), "config.json")
+	if err != nil {
+		t.Fatalf("%s with %v: %v", kind, edit, err)
+	}
+	return c
+}
+
+var longrope = map[string]any{
+	"type": "longrope", "original_max_position_embeddings": 64,
+	"short_factor": []float64{1, 1, 1, 1, 1, 1, 1, 1}, "long_factor": []float64{1, 2, 3, 4, 5, 6, 7, 8},
+}
+
+func with(m map[string]any, key string, value any) map[string]any {
+	c := map[string]any{}
+	for k, v := range m {
+		c[k] = v
+	}
+	c[key] = value
+	return c
+}
+
+// Both generations of names give the same architecture.
+func TestGenerations(t *testing.T) {
+	for _, a := range architectures {
+		older := mustParse(t, a.kind, nil)
+		count := "num_experts"
+		if a.kind == "mixtral" || a.kind == "phimoe" {
+			count = "num_local_experts"
+		}
+		other := map[string]string{"num_experts": "num_local_experts", "num_local_experts": "num_experts"}[count]
+		newer := mustParse(t, a.kind, map[string]any{
+			"torch_dtype": absent{}, "dtype": "bfloat16", "rope_theta": absent{},
+			"rope_parameters": map[string]any{"rope_theta": 1e4, "rope_type": "default"},
+			count:             absent{}, other: 8,
+		})
+		if fmt.Sprintf("%+v", *older) != fmt.Sprintf("%+v", *newer) {
+			t.Errorf("%s: older names\n%+v\nnewer\n%+v", a.kind, *older, *newer)
+		}
+		byClass := mustParse(t, a.kind, map[string]any{"model_type": absent{}, "architectures": []string{strings.ToUpper(a.class)}})
+		if byClass.Type != a.kind {
+			t.Errorf("class %s is %s", a.class, byClass.Type)
+		}
+	}
+	older := mustParse(t, "phimoe", map[string]any{"rope_scaling": longrope})
+	parameters := with(with(longrope, "rope_theta", 1e4), "rope_type", "longrope")
+	delete(parameters, "original_max_position_embeddings")
+	newer := mustParse(t, "phimoe", map[string]any{
+		"rope_theta": absent{}, "rope_parameters": parameters, "original_max_position_embeddings": 64,
+	})
+	if fmt.Sprintf("%+v", *older) != fmt.Sprintf("%+v", *newer) {
+		t.Errorf("longrope: older names\n%+v\nnewer\n%+v", *older, *newer)
+	}
+	alias := mustParse(t, "phimoe", map[string]any{"rope_scaling": with(longrope, "type", "su")})
+	if alias.RoPE.LongAfter != 64 {
+		t.Errorf("su: %+v", alias.RoPE)
+	}
+}
+
+func TestParse(t *testing.T) {
+	for _, c := range []struct {
+		name string
+		kind string
+		edit map[string]any
+		ok   func(*Config) bool
+	}{
+		{"head_dim null is hidden/heads", "mixtral", map[string]any{"head_dim": nil}, func(c *Config) bool { return c.HeadDim == 16 }},
+		{"head_dim", "phimoe", map[string]any{"head_dim": 32}, func(c *Config) bool { return c.HeadDim == 32 }},
+		{"key heads null are heads", "mixtral", map[string]any{"num_key_value_heads": nil}, func(c *Config) bool { return c.KVHeads == 4 }},
+		{"key heads absent are heads in olmoe", "olmoe", map[string]any{"num_key_value_heads": absent{}}, func(c *Config) bool { return c.KVHeads == 4 }},
+		{"window", "mixtral", map[string]any{"sliding_window": 32}, func(c *Config) bool { return slices.Equal(c.Windows, []int{32, 32, 32, 32}) }},
+		{"window null", "mixtral", map[string]any{"sliding_window": nil}, func(c *Config) bool { return c.Windows[0] == 0 }},
+		{"window as long as the context", "mixtral", map[string]any{"sliding_window": 256}, func(c *Config) bool { return c.Windows[0] == 0 }},
+		{"window not used", "qwen3_moe", map[string]any{"sliding_window": 32}, func(c *Config) bool { return c.Windows[0] == 0 }},
+		{"window by default", "qwen3_moe", map[string]any{"max_position_embeddings": 8192, "use_sliding_window": true}, func(c *Config) bool { return c.Windows[3] == 4096 }},
+		{"window used, but null", "qwen3_moe", map[string]any{"max_position_embeddings": 8192, "use_sliding_window": true, "sliding_window": nil}, func(c *Config) bool { return c.Windows[3] == 0 }},
+		{"window used", "qwen3_moe", map[string]any{"sliding_window": 32, "use_sliding_window": true}, func(c *Config) bool { return slices.Equal(c.Windows, []int{32, 32, 32, 32}) }},
+		{"window in every other layer", "qwen2_moe", map[string]any{"sliding_window": 32, "use_sliding_window": true, "max_window_layers": 2}, func(c *Config) bool { return slices.Equal(c.Windows, []int{32, 0, 0, 0}) }},
+		{"window in every other layer, default", "qwen2_moe", map[string]any{"sliding_window": 32, "use_sliding_window": true}, func(c *Config) bool { return slices.Equal(c.Windows, []int{32, 0, 32, 0}) }},
+		{"window by layer types", "qwen2_moe", map[string]any{"sliding_window": 32, "use_sliding_window": true, "layer_types": []string{"full_attention", "sliding_attention", "sliding_attention", "full_attention"}}, func(c *Config) bool { return slices.Equal(c.Windows, []int{0, 32, 32, 0}) }},
+		{"dense layers", "qwen2_moe", map[string]any{"mlp_only_layers": []int{1}}, func(c *Config) bool {
+			return slices.Equal(c.Dense, []bool{false, true, false, false}) && c.DenseWidth == 96
+		}},
+		{"sparse step", "qwen3_moe", map[string]any{"decoder_sparse_step": 2}, func(c *Config) bool {
+			return slices.Equal(c.Dense, []bool{true, false, true, false}) && c.ExpertWidth == 48
+		}},
+		{"dense width unneeded", "qwen3_moe", map[string]any{"intermediate_size": absent{}}, func(c *Config) bool { return c.DenseWidth == 0 }},
+		{"clip", "olmoe", map[string]any{"clip_qkv": 8}, func(c *Config) bool { return c.ClipQKV == 8 }},
+		{"renormalized", "olmoe", map[string]any{"norm_topk_prob": true}, func(c *Config) bool { return c.Route == kernels.SoftmaxRenorm }},
+		{"not renormalized", "qwen3_moe", map[string]any{"norm_topk_prob": false}, func(c *Config) bool { return c.Route == kernels.Softmax }},
+		{"bias", "qwen3_moe", map[string]any{"attention_bias": true}, func(c *Config) bool { return c.QKVBias && c.OBias }},
+		{"no bias", "qwen2_moe", map[string]any{"qkv_bias": false}, func(c *Config) bool { return !c.QKVBias }},
+		{"eos a number", "mixtral", map[string]any{"eos_token_id": 2}, func(c *Config) bool { return slices.Equal(c.EOS, []int32{2}) }},
+		{"eos a list", "mixtral", map[string]any{"eos_token_id": []int{2, 3}}, func(c *Config) bool { return slices.Equal(c.EOS, []int32{2, 3}) }},
+		{"dtype absent", "mixtral", map[string]any{"torch_dtype": absent{}}, func(c *Config) bool { return c.DType == kernels.F32 }},
+		{"dtype with module", "mixtral", map[string]any{"torch_dtype": "torch.float16"}, func(c *Config) bool { return c.DType == kernels.F16 }},
+		{"tied", "mixtral", map[string]any{"tie_word_embeddings": true}, func(c *Config) bool { return c.TiedEmbeddings }},
+		{"scaling null", "mixtral", map[string]any{"rope_scaling": nil}, func(c *Config) bool { return c.RoPE.Theta == 1e4 }},
+		{"longrope without mscale", "phimoe", map[string]any{"rope_scaling": longrope}, func(c *Config) bool {
+			want := float32(math.Sqrt(1 + math.Log(4)/math.Log(64)))
+			return c.RoPE.ShortScale == want && c.RoPE.LongScale == want && c.RoPE.Long[7] == 8
+		}},
+		{"longrope with one mscale", "phimoe", map[string]any{"rope_scaling": with(longrope, "long_mscale", 1.5)}, func(c *Config) bool {
+			return c.RoPE.LongScale == 1.5 && c.RoPE.ShortScale != 1.5
+		}},
+		{"longrope with a factor", "phimoe", map[string]any{"rope_scaling": with(longrope, "attention_factor", 1.25)}, func(c *Config) bool { return c.RoPE.ShortScale == 1.25 }},
+		{"longrope without growth", "phimoe", map[string]any{"rope_scaling": with(longrope, "original_max_position_embeddings", 256)}, func(c *Config) bool { return c.RoPE.ShortScale == 1 }},
+	} {
+		got := mustParse(t, c.kind, c.edit)
+		if !c.ok(got) {
+			t.Errorf("%s: %+v", c.name, *got)
+		}
+	}
+}
+
+func TestParseErrors(t *testing.T) {
+	for _, c := range []struct {
+		kind string
+		edit map[string]any
+		want string
+	}{
+		{"llama", nil, `models: config.json: field model_type: "llama" is not supported; supported are mixtral, olmoe, phimoe, qwen2_moe, qwen3_moe`},
+		{"mixtral", map[string]any{"model_type": absent{}}, `field model_type: missing; supported are`},
+		{"mixtral", map[string]any{"model_type": absent{}, "architectures": []string{"LlamaForCausalLM"}}, `field architectures: [LlamaForCausalLM] is not supported`},
+		{"mixtral", map[string]any{"model_type": 3}, `field model_type: 3: must be a text`},
+		{"mixtral", map[string]any{"hidden_size": absent{}}, `field hidden_size: missing, and this architecture needs it`},
+		{"mixtral", map[string]any{"hidden_size": nil}, `field hidden_size: missing`},
+		{"mixtral", map[string]any{"hidden_size": "64"}, `field hidden_size: "64": must be a whole number`},
+		{"mixtral", map[string]any{"hidden_size": 64.5}, `field hidden_size: 64.5: must be a whole number`},
+		{"mixtral", map[string]any{"hidden_size": -64}, `field hidden_size: -64: must be from 1 to`},
+		{"mixtral", map[string]any{"hidden_size": 1 << 40}, `field hidden_size: 1099511627776: must be from 1 to`},
+		{"mixtral", map[string]any{"num_key_value_heads": 3}, `field num_key_value_heads: 3 does not divide num_attention_heads, 4`},
+		{"mixtral", map[string]any{"num_key_value_heads": absent{}}, `field num_key_value_heads: missing`},
+		{"mixtral", map[string]any{"num_attention_heads": 3, "num_key_value_heads": 3}, `field head_dim: missing, and hidden_size, 64, is not a multiple`},
+		{"mixtral", map[string]any{"head_dim": 17}, `field head_dim: 17: must be even`},
+		{"qwen3_moe", map[string]any{"head_dim": absent{}}, `field head_dim: missing, and this architecture needs it`},
+		{"mixtral", map[string]any{"rope_theta": absent{}}, `field rope_theta: missing`},
+		{"mixtral", map[string]any{"rope_theta": 0}, `field rope_theta: 0: must be above 0`},
+		{"mixtral", map[string]any{"max_position_embeddings": absent{}}, `field max_position_embeddings: missing`},
+		{"mixtral", map[string]any{"rms_norm_eps": absent{}}, `field rms_norm_eps: missing`},
+		{"mixtral", map[string]any{"num_local_experts": absent{}}, `field num_local_experts: missing`},
+		{"mixtral", map[string]any{"num_experts": 4}, `field num_local_experts: 8, but num_experts is 4`},
+		{"mixtral", map[string]any{"num_experts_per_tok": 9}, `field num_experts_per_tok: 9, but there are 8 experts`},
+		{"mixtral", map[string]any{"intermediate_size": absent{}}, `field intermediate_size: missing`},
+		{"mixtral", map[string]any{"sliding_window": -1}, `field sliding_window: -1: must not be negative`},
+		{"mixtral", map[string]any{"hidden_act": "gelu"}, `field hidden_act: "gelu" is not supported, only "silu"`},
+		{"mixtral", map[string]any{"quantization_config": map[string]any{"quant_method": "awq"}}, `field quantization_config: quantized weights are not supported`},
+		{"mixtral", map[string]any{"partial_rotary_factor": 0.5}, `field partial_rotary_factor: 0.5 is not supported`},
+		{"mixtral", map[string]any{"torch_dtype": "float64"}, `field torch_dtype: "float64" is not supported`},
+		{"mixtral", map[string]any{"tie_word_embeddings": "yes"}, `field tie_word_embeddings: "yes": must be true or false`},
+		{"mixtral", map[string]any{"eos_token_id": "</s>"}, `field eos_token_id: "\u003c/s\u003e": must be a token id or a list of them`},
+		{"mixtral", map[string]any{"rope_scaling": map[string]any{"type": "yarn"}}, `field rope_scaling.rope_type: "yarn" is not supported, only default and longrope`},
+		{"mixtral", map[string]any{"rope_parameters": map[string]any{"rope_type": "llama3", "rope_theta": 1}}, `field rope_parameters.rope_type: "llama3" is not supported`},
+		{"mixtral", map[string]any{"rope_scaling": 3}, `field rope_scaling: 3: must be an object`},
+		{"phimoe", map[string]any{"attention_bias": absent{}}, `field attention_bias: missing`},
+		{"phimoe", map[string]any{"lm_head_bias": absent{}}, `field lm_head_bias: missing`},
+		{"phimoe", map[string]any{"num_experts_per_tok": 3}, `field num_experts_per_tok: 3: this architecture's routing chooses 2`},
+		{"phimoe", map[string]any{"rope_scaling": with(longrope, "long_factor", nil)}, `field rope_scaling.long_factor: missing`},
+		{"phimoe", map[string]any{"rope_scaling": with(longrope, "long_factor", []int{1})}, `field rope_scaling.long_factor: 1 factors, 8 needed`},
+		{"phimoe", map[string]any{"rope_scaling": with(longrope, "short_factor", []int{0, 1, 1, 1, 1, 1, 1, 1})}, `field rope_scaling.short_factor: 0: factors must be above 0`},
+		{"phimoe", map[string]any{"rope_scaling": with(longrope, "original_max_position_embeddings", nil)}, `field rope_scaling.original_max_position_embeddings: missing`},
+		{"phimoe", map[string]any{"rope_scaling": with(longrope, "short_mscale", -1)}, `field rope_scaling.short_mscale: -1: must be above 0`},
+		{"qwen2_moe", map[string]any{"shared_expert_intermediate_size": absent{}}, `field shared_expert_intermediate_size: missing`},
+		{"qwen2_moe", map[string]any{"moe_intermediate_size": absent{}}, `field moe_intermediate_size: missing`},
+		{"qwen2_moe", map[string]any{"mlp_only_layers": []int{0}, "intermediate_size": absent{}}, `field intermediate_size: missing`},
+		{"qwen2_moe", map[string]any{"sliding_window": 8, "use_sliding_window": true, "layer_types": []string{"full_attention"}}, `field layer_types: 1 entries, too few`},
+		{"qwen2_moe", map[string]any{"sliding_window": 8, "use_sliding_window": true, "layer_types": []string{"a", "b", "c", "d"}}, `field layer_types: "a" is not supported`},
+		{"olmoe", map[string]any{"clip_qkv": -1}, `field clip_qkv: -1: must be above 0`},
+	} {
+		_, err := ParseConfig(edited(c.kind, c.edit), "config.json")
+		if !errors.Is(err, ErrConfig) || !strings.Contains(err.Error(), c.want) {
+			t.Errorf("%s with %v: %v\nwant %s", c.kind, c.edit, err, c.want)
+		}
+	}
+	for _, text := range []string{"", "null", "[]", "{", "{} {}", `{"model_type": "mixtral"} x`} {
+		if _, err := ParseConfig([]byte(text), "config.json"); !errors.Is(err, ErrConfig) {
+			t.Errorf("%q: %v", text, err)
+		}
+	}
+}
+
+func TestReadConfig(t *testing.T) {
+	dir := t.TempDir()
+	if _, err := ReadConfig(dir); !errors.Is(err, ErrConfig) || !strings.Contains(err.Error(), "config.json: not there: give the directory") {
+		t.Errorf("empty directory: %v", err)
+	}
+	write := func(name, text string) {
+		t.Helper()
+		if err := os.WriteFile(filepath.Join(dir, name), []byte(text), 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+	write("config.json", string(edited("mixtral", map[string]any{"eos_token_id": 2})))
+	for _, c := range []struct {
+		generation string
+		want       []int32
+	}{{"", []int32{2}}, {`{"eos_token_id": 7}`, []int32{7}}, {`{"eos_token_id": [7, 8]}`, []int32{7, 8}}, {`{"temperature": 1}`, []int32{2}}} {
+		if c.generation != "" {
+			write("generation_config.json", c.generation)
+		}
+		got, err := ReadConfig(dir)
+		if err != nil || !slices.Equal(got.EOS, c.want) {
+			t.Errorf("generation config %s: %v, want %v (%v)", c.generation, got, c.want, err)
+		}
+	}
+	write("generation_config.json", `{"eos_token_id": {}}`)
+	if _, err := ReadConfig(dir); !errors.Is(err, ErrConfig) || !strings.Contains(err.Error(), "generation_config.json: field eos_token_id") {
+		t.Errorf("bad generation config: %v", err)
+	}
+	write("config.json", strings.Repeat(" ", maxConfigBytes+1))
+	if _, err := ReadConfig(dir); !errors.Is(err, ErrConfig) {
+		t.Errorf("huge config: %v", err)
+	}
+}
+
+// Whatever a config says, it is refused, or an architecture whose sizes make
+// sense.
+func FuzzParseConfig(f *testing.F) {
+	for _, name := range configs.PresetNames() {
+		data, _ := configs.Preset(name)
+		f.Add(data)
+	}
+	for _, a := range architectures {
+		f.Add(edited(a.kind, nil))
+	}
+	f.Add(edited("phimoe", map[string]any{"rope_scaling": longrope}))
+	f.Add(edited("qwen2_moe", map[string]any{"mlp_only_layers": []int{1}, "use_sliding_window": true, "sliding_window": 8}))
+	f.Fuzz(func(t *testing.T, data []byte) {
+		c, err := ParseConfig(data, "config.json")
+		if err != nil {
+			if !errors.Is(err, ErrConfig) {
+				t.Fatalf("error of another kind: %v", err)
+			}
+			return
+		}
+		if len(c.Windows) != c.Layers || len(c.Dense) != c.Layers || c.Heads%c.KVHeads != 0 || c.HeadDim%2 != 0 || c.TopK > c.Experts {
+			t.Fatalf("inconsistent: %+v", c)
+		}
+		// Counting tensors takes memory for each layer.
+		if c.Layers <= 64 && c.Parameters() <= 0 {
+			t.Fatalf("%d parameters", c.Parameters())
+		}
+		for _, variant := range c.RoPE.frequencies(c.HeadDim) {
+			for _, inverse := range variant.inverse {
+				if !(inverse >= 0) || !(variant.scale > 0) {
+					t.Fatalf("frequency %v, scale %v", inverse, variant.scale)
+				}
+			}
+		}
+	})
+}

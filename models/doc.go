@@ -1,0 +1,54 @@
+// Package models holds what differs between the MoE architectures as data, and
+// what is common to them as stages: reading a config.json, laying out and
+// loading weights, and enqueueing the parts of a transformer layer.
+//
+// # What it is not
+//
+// It does not decide what runs when (package pipeline), where experts live
+// (package experts) or which KV blocks a sequence has (package kvcache): it is
+// handed views of those, a slot table and block tables, and imports neither.
+//
+// # Parts
+//
+//   - Config is an architecture: shapes, norms, biases, routing, RoPE. ParseConfig
+//     reads it, strictly, from a Hugging Face config.json.
+//   - Source is where weights come from: a checkpoint (Checkpoint) or a seeded
+//     generator (Dummy). NewLayout checks every tensor of a Source against the
+//     Config and gives each its place; Load streams them there through a Sink.
+//   - Model enqueues the stages of a step on a stream. Batch is the upload that
+//     a micro-batch needs.
+//
+// # Loading
+//
+//	config, err := models.ReadConfig(dir)
+//	files, err := safetensors.Open(dir)
+//	source := models.NewCheckpoint(files)
+//	layout, err := models.NewLayout(config, source, nil)
+//	err = models.Load(ctx, source, layout, sink, progress)
+//	weights := layout.Bind(arena.Addr)
+//
+// # A step
+//
+// The rows of a step form a group of at most Limits.MaxRows rows. Attention
+// stages take one micro-batch of the group at a time, the expert stages the
+// whole group:
+//
+//	for each layer
+//		for each micro-batch b: PreAttention, Attention, PostAttention
+//		if Config.Dense[layer]: MLP
+//		else: Group, Shared, Experts (once per wave), Combine
+//	for each micro-batch b: Head
+//
+// # Invariants
+//
+//   - Between stages the hidden state of a row is the sum of two tensors, residual
+//     and x: every sub-block leaves its output in x, and the next norm adds it to
+//     the residual.
+//   - What a row gives does not depend on how rows are cut into micro-batches and
+//     groups, as far as the backend's operations do not (those of kernels/cpu).
+//   - No stage allocates, on the device or in Go.
+//   - A Layout has one arena for everything but experts, each tensor at a
+//     multiple of 256 bytes; q, k, v lie row after row as one matrix, and so do
+//     gate and up.
+//   - Loading needs memory for pieces, never for a tensor.
+package models

@@ -1,0 +1,165 @@
+package models
+
+import (
+	"cmp"
+	"fmt"
+	"math"
+	"slices"
+	"strings"
+	"sync"
+
+	"github.com/moeserve/moeserve/kernels"
+)
+
+// Dummy is a Source of seeded random weights in the shapes of a config: the same
+// seed gives the same bytes on every machine, in whatever pieces they are read.
+// Nothing of it is kept in memory.
+//
+// Weights have a deviation of about 1/sqrt(fan-in), so that hidden states and
+// logits stay in a sane range; norms have weight 1.
+type Dummy struct {
+	config  *Config
+	seed    uint64
+	names   []string
+	tensors map[string]dummyTensor
+	buffers sync.Pool // *[]byte
+}
+
+// dummyTensor says how a tensor is filled.
+type dummyTensor struct {
+	rows, cols int // cols 0: a vector
+	kind       dummyKind
+	exponent   int // of kernels.FillDummy
+	layer      int // of a router's bias
+}
+
+type dummyKind uint8
+
+const (
+	dummyRandom dummyKind = iota
+	dummyOnes
+	dummyRouterBias
+)
+
+// routerDeviation is the deviation of a dummy router's scores: that of the
+// standard Gumbel distribution, pi/sqrt(6), with which biases of ln p would make
+// the largest score fall on an expert with probability p.
+const routerDeviation = 1.28
+
+// biasExponent gives biases a deviation of 0.04.
+const biasExponent = 11
+
+// NewDummy makes the Source of c's dummy weights, in c.DType.
+func NewDummy(c *Config, seed uint64) *Dummy {
+	d := &Dummy{config: c, seed: seed, tensors: map[string]dummyTensor{}}
+	add := func(name string, t dummyTensor) {
+		d.names = append(d.names, name)
+		d.tensors[name] = t
+	}
+	var w Weights
+	for _, p := range denseTensors(c, &w) {
+		t := dummyTensor{rows: p.rows, cols: p.cols, exponent: biasExponent}
+		switch {
+		case p.to == &w.Embed && !c.TiedEmbeddings:
+			t.exponent = exponentFor(1)
+		case p.cols > 0:
+			t.exponent = exponentFor(math.Sqrt(1 / float64(p.cols)))
+		case strings.HasSuffix(p.names[0], "norm.weight"):
+			t.kind = dummyOnes
+		}
+		for i := range w.Layers {
+			switch p.to {
+			case &w.Layers[i].Router:
+				t.exponent = exponentFor(routerDeviation / math.Sqrt(float64(p.cols)))
+			case &w.Layers[i].RouterBias:
+				t.kind, t.layer = dummyRouterBias, i
+			}
+		}
+		add(p.names[0], t)
+	}
+	for layer, dense := range c.Dense {
+		if dense {
+			continue
+		}
+		names := expertLayouts(c, layer)[0]
+		in := dummyTensor{rows: c.ExpertWidth, cols: c.Hidden, exponent: exponentFor(math.Sqrt(1 / float64(c.Hidden)))}
+		out := dummyTensor{rows: c.Hidden, cols: c.ExpertWidth, exponent: exponentFor(math.Sqrt(1 / float64(c.ExpertWidth)))}
+		for e := range c.Experts {
+			add(names.tensor(e, kernels.W1), in)
+			add(names.tensor(e, kernels.W3), in)
+			add(names.tensor(e, kernels.W2), out)
+		}
+	}
+	return d
+}
+
+// exponentFor is the exponent of kernels.FillDummy whose deviation, 73.9 *
+// 2^-exponent, is nearest.
+func exponentFor(deviation float64) int { return int(math.Round(math.Log2(73.9 / deviation))) }
+
+// Origin names the generator and its seed.
+func (d *Dummy) Origin() string { return fmt.Sprintf("dummy weights (seed %d)", d.seed) }
+
+// Names lists the tensors, layer by layer.
+func (d *Dummy) Names() []string { return slices.Clone(d.names) }
+
+// Tensor describes a tensor.
+func (d *Dummy) Tensor(name string) (Info, bool) {
+	t, ok := d.tensors[name]
+	if !ok {
+		return Info{}, false
+	}
+	info := Info{DType: d.config.DType, TypeName: d.config.DType.String(), Shape: []int{t.rows}, File: d.Origin()}
+	if t.cols > 0 {
+		info.Shape = append(info.Shape, t.cols)
+	}
+	return info, true
+}
+
+// Read makes the bytes asked for, which must be whole elements.
+func (d *Dummy) Read(name string, off, n int64, read func(data []byte) error) error {
+	buf, _ := d.buffers.Get().(*[]byte)
+	if buf == nil {
+		buf = new([]byte)
+	}
+	defer d.buffers.Put(buf)
+	if int64(cap(*buf)) < n {
+		*buf = make([]byte, n)
+	}
+	data := (*buf)[:n]
+	t, size := d.tensors[name], int64(d.config.DType.Size())
+	switch t.kind {
+	case dummyRandom:
+		kernels.FillDummy(data, d.config.DType, d.seed, name, off/size, t.exponent)
+	case dummyOnes:
+		ones := make([]float32, n/size)
+		for i := range ones {
+			ones[i] = 1
+		}
+		kernels.FromFloat32(data, ones, d.config.DType)
+	case dummyRouterBias:
+		bias := d.routerBias(t.layer)[off/size:]
+		kernels.FromFloat32(data, bias[:n/size], d.config.DType)
+	}
+	return read(data)
+}
+
+// routerBias gives the layer's experts, in an order that the seed decides, the
+// scores of a Zipf distribution: -skew ln(rank).
+func (d *Dummy) routerBias(layer int) []float32 {
+	order := make([]int, d.config.Experts)
+	key := make([]uint32, len(order))
+	for e := range order {
+		order[e] = e
+		key[e] = kernels.Philox4x32([4]uint32{uint32(e), uint32(layer)}, [2]uint32{uint32(d.seed), uint32(d.seed >> 32)})[0]
+	}
+	slices.SortStableFunc(order, func(a, b int) int { return cmp.Compare(key[a], key[b]) })
+	bias := make([]float32, len(order))
+	for rank, e := range order {
+		bias[e] = float32(-d.config.RoutingSkew * math.Log(float64(rank+1)))
+	}
+	return bias
+}
+
+// Release does nothing: there is nothing to release.
+func (d *Dummy) Release(string) {}

@@ -1,0 +1,507 @@
+package models
+
+import (
+	"encoding/binary"
+	"fmt"
+	"math"
+
+	"github.com/moeserve/moeserve/device"
+	"github.com/moeserve/moeserve/kernels"
+)
+
+// Limits size a Model's workspace and its batches.
+type Limits struct {
+	// MaxRows is the most rows (tokens) of a group.
+	MaxRows int
+	// MaxSeqs is the most sequences of a micro-batch.
+	MaxSeqs int
+	// MaxLogits is the most rows of a group whose logits are wanted.
+	MaxLogits int
+	// MaxModelLen is the most tokens of a sequence.
+	MaxModelLen int
+	// BlockTokens is the tokens of a KV block.
+	BlockTokens int
+}
+
+// MaxBlocks is the most KV blocks of a sequence.
+func (l Limits) MaxBlocks() int { return (l.MaxModelLen + l.BlockTokens - 1) / l.BlockTokens }
+
+func (l Limits) validate(c *Config) error {
+	for _, f := range []struct {
+		name  string
+		value int
+	}{
+		{"MaxRows", l.MaxRows},
+		{"MaxSeqs", l.MaxSeqs},
+		{"MaxLogits", l.MaxLogits},
+		{"MaxModelLen", l.MaxModelLen},
+		{"BlockTokens", l.BlockTokens},
+	} {
+		if f.value < 1 {
+			return fmt.Errorf("models: limit %s is %d, must be at least 1", f.name, f.value)
+		}
+	}
+	if l.MaxModelLen > c.MaxPositions {
+		return fmt.Errorf("models: a length of %d tokens is more than the model's %d positions", l.MaxModelLen, c.MaxPositions)
+	}
+	return nil
+}
+
+// alignment of every tensor in an arena or a workspace, in bytes: what both the
+// widest loads of a GPU and device.Machine.Alloc promise.
+const alignment = 256
+
+func align(n int64) int64 { return (n + alignment - 1) / alignment * alignment }
+
+// Model binds an architecture to weights, a backend and a workspace, and
+// enqueues the stages of a step. It owns none of them. One goroutine uses it at
+// a time. Two groups in flight at once need two Models over the same Weights.
+//
+// Every stage method enqueues on s and returns; its error means bad arguments,
+// and that the stage is not, or not wholly, enqueued.
+type Model struct {
+	Config  *Config
+	Weights *Weights
+	Limits  Limits
+
+	backend kernels.Backend
+	ws      workspace
+
+	// The argument structs are used again at every call, so that none escapes.
+	embed   kernels.Embed
+	norm    kernels.Norm
+	matmul  kernels.MatMul
+	clamp   kernels.Clamp
+	rope    kernels.RoPE
+	appends kernels.AppendKV
+	attn    kernels.Attention
+	route   kernels.Route
+	group   kernels.Group
+	up      kernels.ExpertUp
+	down    kernels.ExpertDown
+	combine kernels.Combine
+	silu    kernels.SiluMul
+	gather  kernels.Gather
+	sample  kernels.Sample
+}
+
+// workspace holds the activations of a group, at their full size. Its tensors
+// have N = MaxRows rows unless said.
+type workspace struct {
+	counts kernels.Tensor // [layers, E] I64
+	rope   kernels.Tensor // [T or 2T, D] F32, T = MaxModelLen
+
+	residual kernels.Tensor // [N, H]
+	x        kernels.Tensor // [N, H] output of the last sub-block
+	h        kernels.Tensor // [N, H] normed input of the running sub-block
+	qkv      kernels.Tensor // [N, (heads + 2 kv heads) D]
+	attn     kernels.Tensor // [N, heads D]
+
+	router  kernels.Tensor // [N, E] F32
+	ids     kernels.Tensor // [N, K] I32
+	weights kernels.Tensor // [N, K] F32
+	offsets kernels.Tensor // [E+1] I32
+	order   kernels.Tensor // [N*K] I32
+	up      kernels.Tensor // [N*K, I]
+	down    kernels.Tensor // [N*K, H]
+
+	mlp        kernels.Tensor // [N, 2 max(shared, dense)] gate and up, side by side
+	shared     kernels.Tensor // [N, H]
+	sharedGate kernels.Tensor // [N, 1] F32
+
+	lastX, lastResidual kernels.Tensor // [MaxLogits, H]
+	logits              kernels.Tensor // [MaxLogits, V] F32
+	sampled             kernels.Tensor // [MaxLogits] I32
+
+	bytes int64
+}
+
+func newWorkspace(c *Config, act kernels.DType, l Limits, base device.Addr) workspace {
+	var w workspace
+	place := func(t kernels.DType, shape ...int) kernels.Tensor {
+		x := kernels.New(base+device.Addr(w.bytes), t, shape...)
+		w.bytes += align(x.Bytes())
+		return x
+	}
+	n, d := l.MaxRows, c.HeadDim
+	if c.Experts > 0 {
+		w.counts = place(kernels.I64, c.Layers, c.Experts)
+	}
+	w.rope = place(kernels.F32, c.RoPE.variants()*l.MaxModelLen, d)
+
+	w.residual = place(act, n, c.Hidden)
+	w.x = place(act, n, c.Hidden)
+	w.h = place(act, n, c.Hidden)
+	w.qkv = place(act, n, (c.Heads+2*c.KVHeads)*d)
+	w.attn = place(act, n, c.Heads*d)
+	if c.MoELayers() > 0 {
+		w.router = place(kernels.F32, n, c.Experts)
+		w.ids = place(kernels.I32, n, c.TopK)
+		w.weights = place(kernels.F32, n, c.TopK)
+		w.offsets = place(kernels.I32, c.Experts+1)
+		w.order = place(kernels.I32, n*c.TopK)
+		w.up = place(act, n*c.TopK, c.ExpertWidth)
+		w.down = place(act, n*c.TopK, c.Hidden)
+	}
+	wide := c.SharedWidth
+	if c.MoELayers() < c.Layers {
+		wide = max(wide, c.DenseWidth)
+	}
+	if wide > 0 {
+		w.mlp = place(act, n, 2*wide)
+	}
+	if c.SharedWidth > 0 {
+		w.shared = place(act, n, c.Hidden)
+		w.sharedGate = place(kernels.F32, n, 1)
+	}
+	w.lastX = place(act, l.MaxLogits, c.Hidden)
+	w.lastResidual = place(act, l.MaxLogits, c.Hidden)
+	w.logits = place(kernels.F32, l.MaxLogits, c.Vocab)
+	w.sampled = place(kernels.I32, l.MaxLogits)
+	return w
+}
+
+// WorkspaceBytes is the size of the workspace that NewModel needs: activations
+// of a group, RoPE tables and activation counts.
+func WorkspaceBytes(c *Config, b kernels.Backend, l Limits) int64 {
+	return newWorkspace(c, b.ActivationDType(), l, 0).bytes
+}
+
+// NewModel binds c to its parts. ws has at least WorkspaceBytes, aligned to 256
+// bytes. Before the first step the caller writes Constants into it.
+func NewModel(c *Config, w *Weights, b kernels.Backend, ws device.Range, l Limits) (*Model, error) {
+	if err := l.validate(c); err != nil {
+		return nil, err
+	}
+	m := &Model{Config: c, Weights: w, Limits: l, backend: b, ws: newWorkspace(c, b.ActivationDType(), l, ws.Addr)}
+	if ws.Bytes < m.ws.bytes {
+		return nil, fmt.Errorf("models: workspace of %d bytes, %d needed", ws.Bytes, m.ws.bytes)
+	}
+	if ws.Addr%alignment != 0 {
+		return nil, fmt.Errorf("models: workspace at %#x is not aligned to %d bytes", uint64(ws.Addr), alignment)
+	}
+	return m, nil
+}
+
+// Constants hands put what the workspace must hold before the first step: the
+// activation counts at zero and the RoPE tables. It comes in pieces of at most
+// 1 MB, with the place of each; data is valid during the call only.
+func (m *Model) Constants(put func(dst device.Range, data []byte) error) error {
+	const piece = 1 << 20
+	buf := make([]byte, piece)
+	if n := m.ws.counts.Bytes(); n > 0 {
+		r := m.ws.counts.Range()
+		for off := int64(0); off < n; off += piece {
+			part := r.Slice(off, min(piece, n-off))
+			if err := put(part, buf[:part.Bytes]); err != nil {
+				return fmt.Errorf("models: clear activation counts: %w", err)
+			}
+		}
+	}
+	c, r := m.Config, m.ws.rope.Range()
+	row := int64(4 * c.HeadDim)
+	rows := max(1, piece/int(row))
+	buf = make([]byte, int64(rows)*row)
+	freqs := c.RoPE.frequencies(c.HeadDim)
+	for from := 0; from < m.ws.rope.Shape[0]; from += rows {
+		n := min(rows, m.ws.rope.Shape[0]-from)
+		for i := range n {
+			long, position := (from+i)/m.Limits.MaxModelLen, (from+i)%m.Limits.MaxModelLen
+			freqs[long].row(buf[int64(i)*row:][:row], position)
+		}
+		if err := put(r.Slice(int64(from)*row, int64(n)*row), buf[:int64(n)*row]); err != nil {
+			return fmt.Errorf("models: write RoPE table: %w", err)
+		}
+	}
+	return nil
+}
+
+// RopeRow is the row of the RoPE table for a token at the position; long chooses
+// the long factors of longrope, which the whole sequence takes once it is longer
+// than RoPE.LongAfter.
+func (m *Model) RopeRow(position int, long bool) int32 {
+	if long && m.Config.RoPE.variants() > 1 {
+		position += m.Limits.MaxModelLen
+	}
+	return int32(position)
+}
+
+// Routing is what the router of the layer run last chose for the group's rows:
+// expert ids [rows, K] I32 and their weights [rows, K] F32.
+func (m *Model) Routing(rows int) (ids, weights kernels.Tensor) {
+	return m.ws.ids.Slice(0, rows), m.ws.weights.Slice(0, rows)
+}
+
+// Counts are the rows that chose each expert since Constants were written:
+// [layers, E] I64, zero in dense layers.
+func (m *Model) Counts() kernels.Tensor { return m.ws.counts }
+
+// Logits of b's logit rows, [n, V] F32, after Head.
+func (m *Model) Logits(b *Batch) kernels.Tensor {
+	return m.ws.logits.Slice(b.FirstLogit, b.FirstLogit+b.Logits)
+}
+
+// Sampled are the tokens drawn for b's logit rows, [n] I32, after Head.
+func (m *Model) Sampled(b *Batch) kernels.Tensor {
+	return m.ws.sampled.Slice(b.FirstLogit, b.FirstLogit+b.Logits)
+}
+
+// Embed starts a step: the embeddings of b's tokens.
+func (m *Model) Embed(s device.Stream, b *Batch) error {
+	if err := m.fits(b); err != nil {
+		return err
+	}
+	m.embed = kernels.Embed{IDs: b.IDs, Table: m.Weights.Embed, Out: m.rows(m.ws.residual, b)}
+	return m.enqueue(s, "embed", &m.embed)
+}
+
+// PreAttention norms b's rows, projects them to queries, keys and values,
+// rotates these and appends keys and values to the layer's cache, whose views
+// are [blocks, B, kv heads, D].
+func (m *Model) PreAttention(s device.Stream, layer int, b *Batch, k, v kernels.Tensor) error {
+	c, w := m.Config, &m.Weights.Layers[layer]
+	h := m.rows(m.ws.h, b)
+	m.norm = kernels.Norm{Kind: c.Norm, X: m.rows(m.ws.x, b), Residual: m.rows(m.ws.residual, b), Weight: w.InputNorm, Bias: w.InputNormBias, Eps: c.NormEps, Out: h}
+	if layer == 0 {
+		// Embed has left the hidden state in the residual; X is not set yet.
+		m.norm.X, m.norm.Residual = m.norm.Residual, kernels.Tensor{}
+	}
+	if err := m.enqueueLayer(s, layer, &m.norm); err != nil {
+		return err
+	}
+	qkv := m.rows(m.ws.qkv, b)
+	m.matmul = kernels.MatMul{X: h, W: w.QKV, Bias: w.QKVBias, Out: qkv}
+	if err := m.enqueueLayer(s, layer, &m.matmul); err != nil {
+		return err
+	}
+	q, kk, vv := m.split(qkv)
+	if c.QKNorm != NoQKNorm {
+		for _, x := range [...]struct{ x, w kernels.Tensor }{{q, w.QNorm}, {kk, w.KNorm}} {
+			if c.QKNorm == HeadQKNorm {
+				x.x = m.heads(x.x)
+			}
+			m.norm = kernels.Norm{Kind: kernels.RMS, X: x.x, Weight: x.w, Eps: c.NormEps, Out: x.x}
+			if err := m.enqueueLayer(s, layer, &m.norm); err != nil {
+				return err
+			}
+		}
+	}
+	if c.ClipQKV > 0 {
+		m.clamp = kernels.Clamp{X: qkv, Limit: c.ClipQKV}
+		if err := m.enqueueLayer(s, layer, &m.clamp); err != nil {
+			return err
+		}
+	}
+	m.rope = kernels.RoPE{Q: m.heads(q), K: m.heads(kk), Table: m.ws.rope, Rows: b.RopeRows}
+	if err := m.enqueueLayer(s, layer, &m.rope); err != nil {
+		return err
+	}
+	m.appends = kernels.AppendKV{K: m.heads(kk), V: m.heads(vv), CacheK: k, CacheV: v, Slots: b.Slots}
+	return m.enqueueLayer(s, layer, &m.appends)
+}
+
+// Attention of b's rows over the layer's cache.
+func (m *Model) Attention(s device.Stream, layer int, b *Batch, k, v kernels.Tensor) error {
+	c := m.Config
+	q, _, _ := m.split(m.rows(m.ws.qkv, b))
+	m.attn = kernels.Attention{
+		Q: m.heads(q), CacheK: k, CacheV: v,
+		SeqStarts: b.SeqStarts, ContextLens: b.ContextLens, BlockTable: b.BlockTable,
+		Window: c.Windows[layer], Scale: float32(1 / math.Sqrt(float64(c.HeadDim))),
+		MaxContext: b.MaxContext, MaxRows: b.MaxSeqRows,
+		Out: m.heads(m.rows(m.ws.attn, b)),
+	}
+	return m.enqueueLayer(s, layer, &m.attn)
+}
+
+// PostAttention projects b's attention output back, adds it to the residual and
+// norms the sum. In an MoE layer it also lets the router choose.
+func (m *Model) PostAttention(s device.Stream, layer int, b *Batch) error {
+	c, w := m.Config, &m.Weights.Layers[layer]
+	x, h := m.rows(m.ws.x, b), m.rows(m.ws.h, b)
+	m.matmul = kernels.MatMul{X: m.rows(m.ws.attn, b), W: w.O, Bias: w.OBias, Out: x}
+	if err := m.enqueueLayer(s, layer, &m.matmul); err != nil {
+		return err
+	}
+	m.norm = kernels.Norm{Kind: c.Norm, X: x, Residual: m.rows(m.ws.residual, b), Weight: w.PostNorm, Bias: w.PostNormBias, Eps: c.NormEps, Out: h}
+	if err := m.enqueueLayer(s, layer, &m.norm); err != nil {
+		return err
+	}
+	if c.Dense[layer] {
+		return nil
+	}
+	logits := m.rows(m.ws.router, b)
+	m.matmul = kernels.MatMul{X: h, W: w.Router, Bias: w.RouterBias, Out: logits}
+	if err := m.enqueueLayer(s, layer, &m.matmul); err != nil {
+		return err
+	}
+	m.route = kernels.Route{
+		Logits: logits, Method: c.Route, Jitter: c.Jitter,
+		IDs: m.rows(m.ws.ids, b), Weights: m.rows(m.ws.weights, b),
+		Counts: kernels.New(m.ws.counts.Slice(layer, layer+1).Addr, kernels.I64, c.Experts),
+	}
+	return m.enqueueLayer(s, layer, &m.route)
+}
+
+// MLP runs a dense layer's MLP on rows [0, rows) of the group.
+func (m *Model) MLP(s device.Stream, layer, rows int) error {
+	w := &m.Weights.Layers[layer]
+	return m.gated(s, layer, rows, w.GateUp, w.Down, m.ws.x)
+}
+
+// Group sorts the choices of rows [0, rows) of the group by expert. It comes
+// once per MoE layer, after PostAttention of every micro-batch.
+func (m *Model) Group(s device.Stream, layer, rows int) error {
+	k := m.Config.TopK
+	m.group = kernels.Group{IDs: m.ws.ids.Slice(0, rows), Offsets: m.ws.offsets, Order: m.ws.order.Slice(0, rows*k)}
+	return m.enqueueLayer(s, layer, &m.group)
+}
+
+// Shared runs the layer's shared expert on rows [0, rows) of the group. It needs
+// no routed expert, so it can run while those are fetched. Without a shared
+// expert it does nothing.
+func (m *Model) Shared(s device.Stream, layer, rows int) error {
+	if m.Config.SharedWidth == 0 {
+		return nil
+	}
+	w := &m.Weights.Layers[layer]
+	if err := m.gated(s, layer, rows, w.SharedGateUp, w.SharedDown, m.ws.shared); err != nil {
+		return err
+	}
+	m.matmul = kernels.MatMul{X: m.ws.h.Slice(0, rows), W: w.SharedGate, Out: m.ws.sharedGate.Slice(0, rows)}
+	return m.enqueueLayer(s, layer, &m.matmul)
+}
+
+// Experts runs one wave of the layer's experts on rows [0, rows) of the group:
+// those in list ([n] I32, each once) through the slot table slots ([E] U64, which
+// is only read for those in list). All waves of a layer together list every
+// expert that a row chose.
+func (m *Model) Experts(s device.Stream, layer, rows int, slots, list kernels.Tensor, layout kernels.ExpertLayout) error {
+	pairs := rows * m.Config.TopK
+	order, up := m.ws.order.Slice(0, pairs), m.ws.up.Slice(0, pairs)
+	m.up = kernels.ExpertUp{X: m.ws.h.Slice(0, rows), Offsets: m.ws.offsets, Order: order, Slots: slots, Experts: list, Layout: layout, Out: up}
+	if err := m.enqueueLayer(s, layer, &m.up); err != nil {
+		return err
+	}
+	m.down = kernels.ExpertDown{X: up, Offsets: m.ws.offsets, Order: order, Slots: slots, Experts: list, Layout: layout, Out: m.ws.down.Slice(0, pairs)}
+	return m.enqueueLayer(s, layer, &m.down)
+}
+
+// Combine ends an MoE layer for rows [0, rows) of the group: the weighted sum of
+// the experts' outputs, and of the shared expert's.
+func (m *Model) Combine(s device.Stream, layer, rows int) error {
+	m.combine = kernels.Combine{X: m.ws.down.Slice(0, rows*m.Config.TopK), Weights: m.ws.weights.Slice(0, rows), Out: m.ws.x.Slice(0, rows)}
+	if m.Config.SharedWidth > 0 {
+		m.combine.Shared, m.combine.SharedGate = m.ws.shared.Slice(0, rows), m.ws.sharedGate.Slice(0, rows)
+	}
+	return m.enqueueLayer(s, layer, &m.combine)
+}
+
+// Head ends a step: the logits of b's logit rows and a token drawn from each.
+// It does nothing where b has no logit rows.
+func (m *Model) Head(s device.Stream, b *Batch) error {
+	if b.Logits == 0 {
+		return nil
+	}
+	c, w := m.Config, m.Weights
+	from, to := b.FirstLogit, b.FirstLogit+b.Logits
+	x, residual := m.ws.lastX.Slice(from, to), m.ws.lastResidual.Slice(from, to)
+	for _, g := range [...]struct{ from, to kernels.Tensor }{{m.ws.x, x}, {m.ws.residual, residual}} {
+		m.gather = kernels.Gather{X: m.rows(g.from, b), Rows: b.LogitRows, Out: g.to}
+		if err := m.enqueue(s, "head", &m.gather); err != nil {
+			return err
+		}
+	}
+	m.norm = kernels.Norm{Kind: c.Norm, X: x, Residual: residual, Weight: w.FinalNorm, Bias: w.FinalNormBias, Eps: c.NormEps, Out: x}
+	if err := m.enqueue(s, "head", &m.norm); err != nil {
+		return err
+	}
+	m.matmul = kernels.MatMul{X: x, W: w.Head, Bias: w.HeadBias, Out: m.Logits(b)}
+	if err := m.enqueue(s, "head", &m.matmul); err != nil {
+		return err
+	}
+	m.sample = kernels.Sample{Logits: m.Logits(b), Temperature: b.Temperature, Seeds: b.Seeds, Samples: b.Samples, Positions: b.DrawPositions, Out: m.Sampled(b)}
+	return m.enqueue(s, "head", &m.sample)
+}
+
+// gated computes down(silu(gate h) * up h) of the group's rows into out.
+func (m *Model) gated(s device.Stream, layer, rows int, gateUp, down, out kernels.Tensor) error {
+	wide := gateUp.Shape[0] / 2
+	h := m.ws.h.Slice(0, rows)
+	both := kernels.New(m.ws.mlp.Addr, m.ws.mlp.DType, rows, 2*wide)
+	m.matmul = kernels.MatMul{X: h, W: gateUp, Out: both}
+	if err := m.enqueueLayer(s, layer, &m.matmul); err != nil {
+		return err
+	}
+	gate := both.Narrow(1, 0, wide)
+	m.silu = kernels.SiluMul{Gate: gate, Up: both.Narrow(1, wide, 2*wide), Out: gate}
+	if err := m.enqueueLayer(s, layer, &m.silu); err != nil {
+		return err
+	}
+	m.matmul = kernels.MatMul{X: gate, W: down, Out: out.Slice(0, rows)}
+	return m.enqueueLayer(s, layer, &m.matmul)
+}
+
+// rows is the part of a group's tensor that b covers.
+func (m *Model) rows(t kernels.Tensor, b *Batch) kernels.Tensor {
+	return t.Slice(b.First, b.First+b.Rows)
+}
+
+// split cuts rows of the joint projection into queries, keys and values.
+func (m *Model) split(qkv kernels.Tensor) (q, k, v kernels.Tensor) {
+	nq, nk := m.Config.Heads*m.Config.HeadDim, m.Config.KVHeads*m.Config.HeadDim
+	return qkv.Narrow(1, 0, nq), qkv.Narrow(1, nq, nq+nk), qkv.Narrow(1, nq+nk, nq+2*nk)
+}
+
+// heads views [N, heads*D] as [N, heads, D], as Tensor.View does, but without
+// its variable arguments, which allocate.
+func (m *Model) heads(t kernels.Tensor) kernels.Tensor {
+	d := m.Config.HeadDim
+	return kernels.Tensor{
+		Addr: t.Addr, DType: t.DType, Rank: 3,
+		Shape:  [kernels.MaxRank]int{t.Shape[0], t.Shape[1] / d, d},
+		Stride: [kernels.MaxRank]int{t.Stride[0], d, 1},
+	}
+}
+
+// fits checks b once per step, at its first stage.
+func (m *Model) fits(b *Batch) error {
+	l := m.Limits
+	switch {
+	case b.First < 0 || b.Rows < 1 || b.First+b.Rows > l.MaxRows:
+		return fmt.Errorf("models: micro-batch of rows [%d, %d) in a group of at most %d", b.First, b.First+b.Rows, l.MaxRows)
+	case b.Seqs > l.MaxSeqs:
+		return fmt.Errorf("models: micro-batch of %d sequences, at most %d fit", b.Seqs, l.MaxSeqs)
+	case b.FirstLogit < 0 || b.FirstLogit+b.Logits > l.MaxLogits:
+		return fmt.Errorf("models: logit rows [%d, %d) in a group of at most %d", b.FirstLogit, b.FirstLogit+b.Logits, l.MaxLogits)
+	case b.MaxContext > l.MaxModelLen:
+		return fmt.Errorf("models: sequence of %d tokens, at most %d fit", b.MaxContext, l.MaxModelLen)
+	}
+	return nil
+}
+
+func (m *Model) enqueueLayer(s device.Stream, layer int, op kernels.Op) error {
+	if err := m.backend.Enqueue(s, op); err != nil {
+		return fmt.Errorf("models: layer %d %s: %w", layer, op.Name(), err)
+	}
+	return nil
+}
+
+func (m *Model) enqueue(s device.Stream, stage string, op kernels.Op) error {
+	if err := m.backend.Enqueue(s, op); err != nil {
+		return fmt.Errorf("models: %s %s: %w", stage, op.Name(), err)
+	}
+	return nil
+}
+
+// row writes one row of a RoPE table: cosines, then sines, as little-endian
+// float32. The angle is rounded to float32 before its cosine is taken, as the
+// reference implementation does.
+func (f frequencies) row(dst []byte, position int) {
+	half := len(f.inverse)
+	for i, inv := range f.inverse {
+		angle := float64(float32(position) * inv)
+		binary.LittleEndian.PutUint32(dst[4*i:], math.Float32bits(float32(math.Cos(angle))*f.scale))
+		binary.LittleEndian.PutUint32(dst[4*(half+i):], math.Float32bits(float32(math.Sin(angle))*f.scale))
+	}
+}

@@ -1,0 +1,388 @@
+package models
+
+import (
+	"encoding/binary"
+	"math"
+	"slices"
+	"strings"
+	"testing"
+
+	"go.uber.org/goleak"
+
+	"github.com/moeserve/moeserve/device"
+	"github.com/moeserve/moeserve/kernels"
+)
+
+func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+
+// sequence is a prompt with its blocks.
+type sequence struct {
+	ids    []int32
+	blocks []int32
+}
+
+func sequences(vocab int) []sequence {
+	var all []sequence
+	for i, n := range []int{37, 5, 64, 1} {
+		s := sequence{blocks: []int32{int32(4 * i), int32(4*i + 2), int32(4*i + 1), int32(4*i + 3)}}
+		for j := range n {
+			s.ids = append(s.ids, int32((31*i+17*j+5)%vocab))
+		}
+		all = append(all, s)
+	}
+	return all
+}
+
+// part of a sequence, in a micro-batch.
+type part struct{ seq, from, to int }
+
+// runGroups runs groups of micro-batches and returns, for each sequence and row,
+// its logits and the token drawn from them.
+func runGroups(r *rig, seqs []sequence, temperature float32, groups [][][]part) (logits [][]float32, tokens [][]int32) {
+	r.t.Helper()
+	vocab := r.model.Config.Vocab
+	logits, tokens = make([][]float32, len(seqs)), make([][]int32, len(seqs))
+	for i, s := range seqs {
+		logits[i], tokens[i] = make([]float32, len(s.ids)*vocab), make([]int32, len(s.ids))
+	}
+	for _, group := range groups {
+		var host []*HostBatch
+		rows := 0
+		for _, batch := range group {
+			h := &HostBatch{}
+			h.Reset(rows, rows)
+			for _, p := range batch {
+				s := seqs[p.seq]
+				first, err := r.model.Append(h, Sequence{
+					IDs: s.ids[p.from:p.to], Start: p.from, Blocks: s.blocks,
+					Long: r.long(len(s.ids)),
+				})
+				check(r.t, err)
+				for i := range p.to - p.from {
+					h.Draw(first+i, Draw{Temperature: temperature, Seed: uint64(p.seq), Position: int32(p.from + i + 1)})
+				}
+			}
+			rows += h.Rows()
+			host = append(host, h)
+		}
+		batches := r.step(host...)
+		for i, batch := range group {
+			f, drawn := r.floats(r.model.Logits(&batches[i])), r.download(r.model.Sampled(&batches[i]))
+			for _, p := range batch {
+				n := p.to - p.from
+				copy(logits[p.seq][p.from*vocab:], f[:n*vocab])
+				f = f[n*vocab:]
+				for j := range n {
+					tokens[p.seq][p.from+j] = int32(binary.LittleEndian.Uint32(drawn[4*j:]))
+				}
+				drawn = drawn[4*n:]
+			}
+		}
+	}
+	return logits, tokens
+}
+
+// A row's result does not depend on micro-batches, chunks, or other rows.
+func TestGroups(t *testing.T) {
+	for _, name := range []string{"mixtral_window", "phimoe", "qwen2_moe", "qwen3_moe", "olmoe_clip"} {
+		t.Run(name, func(t *testing.T) {
+			c, src, _ := fixture(t, name)
+			r := newRig(t, c, src)
+			seqs := sequences(c.Vocab)
+			alone := [][][]part{{{{0, 0, 37}}}, {{{1, 0, 5}}}, {{{2, 0, 64}}}, {{{3, 0, 1}}}}
+			want, wantTokens := runGroups(r, seqs, 0.8, alone)
+			for _, groups := range [][][][]part{
+				{{{{0, 0, 37}, {1, 0, 5}, {2, 0, 64}, {3, 0, 1}}}},     // one micro-batch
+				{{{{2, 0, 64}, {3, 0, 1}}, {{0, 0, 37}}, {{1, 0, 5}}}}, // three
+				{ // chunks, mixed with others
+					{{{0, 0, 16}, {1, 0, 4}}, {{2, 0, 33}}},
+					{{{2, 33, 64}}, {{0, 16, 17}, {1, 4, 5}}},
+					{{{0, 17, 37}, {3, 0, 1}}},
+				},
+			} {
+				got, tokens := runGroups(r, seqs, 0.8, groups)
+				for i := range seqs {
+					if !slices.Equal(got[i], want[i]) || !slices.Equal(tokens[i], wantTokens[i]) {
+						t.Errorf("sequence %d differs with groups %v", i, groups)
+					}
+				}
+			}
+		})
+	}
+}
+
+// The counts, the routing and the grouping tell the same.
+func TestCounts(t *testing.T) {
+	c, src, _ := fixture(t, "qwen2_moe")
+	r := newRig(t, c, src)
+	seqs := sequences(c.Vocab)
+	rows := 0
+	for round := range 2 {
+		runGroups(r, seqs, 0, [][][]part{{{{0, 0, 37}, {1, 0, 5}}, {{2, 0, 64}}}})
+		rows += 37 + 5 + 64
+		data := r.download(r.model.Counts())
+		for layer, dense := range c.Dense {
+			sum := 0
+			for e := range c.Experts {
+				n := int(binary.LittleEndian.Uint64(data[8*(layer*c.Experts+e):]))
+				sum += n
+			}
+			want := rows * c.TopK
+			if dense {
+				want = 0
+			}
+			if sum != want {
+				t.Errorf("round %d, layer %d: %d choices, want %d", round, layer, sum, want)
+			}
+		}
+	}
+	ids, weights := r.model.Routing(106)
+	chosen := make([]int, c.Experts)
+	for i, raw := 0, r.download(ids); i < len(raw); i += 4 {
+		chosen[binary.LittleEndian.Uint32(raw[i:])]++
+	}
+	offsets := r.download(r.model.ws.offsets)
+	for e := range c.Experts {
+		if n := int(binary.LittleEndian.Uint32(offsets[4*e+4:]) - binary.LittleEndian.Uint32(offsets[4*e:])); n != chosen[e] {
+			t.Errorf("expert %d: %d pairs, chosen %d times", e, n, chosen[e])
+		}
+	}
+	for _, w := range r.floats(weights) {
+		if !(w > 0 && w < 1) {
+			t.Fatalf("weight %g", w)
+		}
+	}
+}
+
+// Hidden states of dummy weights neither vanish nor explode, and routing is as
+// skewed as asked.
+func TestDummyModel(t *testing.T) {
+	for _, kind := range kinds {
+		var even float64
+		for _, skew := range []float64{0, 1.5} {
+			c := mustParse(t, kind, map[string]any{"num_hidden_layers": 6, "vocab_size": 300})
+			if skew > 0 {
+				var err error
+				c, err = c.WithRoutingSkew(skew)
+				check(t, err)
+			}
+			r := newRig(t, c, NewDummy(c, 3))
+			seqs := sequences(c.Vocab)
+			logits, tokens := runGroups(r, seqs, 0, [][][]part{{{{0, 0, 37}, {1, 0, 5}, {2, 0, 64}}}})
+			if d := deviation(logits[2]); !(d > 0.1 && d < 10) {
+				t.Errorf("%s: logits have a deviation of %g", kind, d)
+			}
+			if d := deviation(r.floats(r.model.ws.residual.Slice(0, 106))); !(d > 0.1 && d < 100) {
+				t.Errorf("%s: hidden states have a deviation of %g", kind, d)
+			}
+			if slices.Max(tokens[2]) == slices.Min(tokens[2]) {
+				t.Errorf("%s: every token drawn is %d", kind, tokens[2][0])
+			}
+			data := r.download(r.model.Counts())
+			share := 0.0 // of the most popular expert, mean over layers
+			for layer := range c.Layers {
+				most := 0
+				for e := range c.Experts {
+					most = max(most, int(binary.LittleEndian.Uint64(data[8*(layer*c.Experts+e):])))
+				}
+				share += float64(most) / 106 / float64(c.Layers)
+			}
+			// Two of eight are chosen. With the skew, the first is to be preferred
+			// about every other time.
+			t.Logf("%s with skew %g: the most popular expert is chosen by %.2f of the rows", kind, skew, share)
+			if skew == 0 {
+				even = share
+			} else if share < even+0.1 || share < 0.6 {
+				t.Errorf("%s: the most popular expert is chosen by %.2f of the rows, %.2f without skew", kind, share, even)
+			}
+		}
+	}
+}
+
+func deviation(x []float32) float64 {
+	var sum, squares float64
+	for _, f := range x {
+		sum += float64(f)
+		squares += float64(f) * float64(f)
+	}
+	n := float64(len(x))
+	return math.Sqrt(squares/n - sum/n*sum/n)
+}
+
+// The table has, in each variant, the rotation of every position.
+func TestConstants(t *testing.T) {
+	c := mustParse(t, "phimoe", map[string]any{"rope_scaling": with(with(longrope, "short_mscale", 1.25), "long_mscale", 1.5)})
+	src := NewDummy(c, 0)
+	r := newRig(t, c, src)
+	table := r.floats(r.model.ws.rope)
+	d := c.HeadDim
+	for _, long := range []bool{false, true} {
+		for _, position := range []int{0, 1, 63, 64, 255} {
+			row := table[int(r.model.RopeRow(position, long))*d:][:d]
+			for i := range d / 2 {
+				factor, scale := 1.0, 1.25
+				if long {
+					factor, scale = float64(i+1), 1.5
+				}
+				angle := float64(position) / (factor * math.Pow(1e4, float64(2*i)/float64(d)))
+				if math.Abs(float64(row[i])-scale*math.Cos(angle)) > 1e-4 || math.Abs(float64(row[d/2+i])-scale*math.Sin(angle)) > 1e-4 {
+					t.Errorf("position %d, long %v, pair %d: %g, %g", position, long, i, row[i], row[d/2+i])
+				}
+			}
+		}
+	}
+	for i, b := range r.download(r.model.Counts()) {
+		if b != 0 {
+			t.Fatalf("byte %d of the counts is %d", i, b)
+		}
+	}
+}
+
+func TestAppendErrors(t *testing.T) {
+	c := mustParse(t, "mixtral", nil)
+	m := &Model{Config: c, Limits: Limits{MaxRows: 64, MaxSeqs: 2, MaxLogits: 2, MaxModelLen: 40, BlockTokens: 16}}
+	for _, x := range []struct {
+		q    Sequence
+		want string
+	}{
+		{Sequence{}, "sequence of 0 rows"},
+		{Sequence{IDs: []int32{1}, Start: -1}, "from position -1"},
+		{Sequence{IDs: make([]int32, 41), Blocks: make([]int32, 3)}, "sequence of 41 tokens, at most 40 fit"},
+		{Sequence{IDs: make([]int32, 17), Blocks: make([]int32, 1)}, "1 blocks of 16 tokens for a sequence of 17"},
+		{Sequence{IDs: []int32{512}, Blocks: make([]int32, 1)}, "token id 512 is outside the model's vocabulary of 512"},
+		{Sequence{IDs: []int32{-1}, Blocks: make([]int32, 1)}, "token id -1"},
+	} {
+		var h HostBatch
+		if _, err := m.Append(&h, x.q); err == nil || !strings.Contains(err.Error(), x.want) || h.Rows() != 0 {
+			t.Errorf("%v: %v", x.q, err)
+		}
+	}
+}
+
+func TestPackBatchErrors(t *testing.T) {
+	c := mustParse(t, "mixtral", nil)
+	m := &Model{Config: c, Limits: Limits{MaxRows: 64, MaxSeqs: 2, MaxLogits: 2, MaxModelLen: 40, BlockTokens: 16}}
+	var h HostBatch
+	dst := make([]byte, BatchBytes(m.Limits))
+	if _, _, err := PackBatch(&h, dst, 256); err == nil {
+		t.Error("an empty batch is packed")
+	}
+	_, err := m.Append(&h, Sequence{IDs: []int32{1, 2}, Blocks: []int32{0}})
+	check(t, err)
+	h.Draw(2, Draw{})
+	if _, _, err := PackBatch(&h, dst, 256); err == nil || !strings.Contains(err.Error(), "logits of row 2 of 2") {
+		t.Errorf("logits of a row that there is not: %v", err)
+	}
+	h.Reset(0, 0)
+	_, err = m.Append(&h, Sequence{IDs: []int32{1, 2}, Blocks: []int32{0}})
+	check(t, err)
+	if _, _, err := PackBatch(&h, dst[:256], 256); err == nil || !strings.Contains(err.Error(), "room for 256") {
+		t.Errorf("too little room: %v", err)
+	}
+	b, n, err := PackBatch(&h, dst, 256)
+	check(t, err)
+	if n > int64(len(dst)) || b.Rows != 2 || b.Seqs != 1 || b.MaxContext != 2 || !b.Seeds.None() {
+		t.Errorf("%+v, %d bytes", b, n)
+	}
+}
+
+func TestLimits(t *testing.T) {
+	c := mustParse(t, "mixtral", nil)
+	r := newRig(t, c, NewDummy(c, 0))
+	good := Limits{MaxRows: 8, MaxSeqs: 2, MaxLogits: 2, MaxModelLen: 32, BlockTokens: 16}
+	need := WorkspaceBytes(c, r.backend, good)
+	ws := r.alloc(device.HBM(0), need+256)
+	for _, x := range []struct {
+		limits Limits
+		ws     device.Range
+		want   string
+	}{
+		{Limits{MaxRows: 8, MaxSeqs: 2, MaxModelLen: 32, BlockTokens: 16}, ws.Range(0, need), "limit MaxLogits is 0"},
+		{Limits{MaxRows: 8, MaxSeqs: 2, MaxLogits: 2, MaxModelLen: 512, BlockTokens: 16}, ws.Range(0, need), "512 tokens is more than the model's 256 positions"},
+		{good, ws.Range(0, need-256), "needed"},
+		{good, ws.Range(4, need), "not aligned"},
+	} {
+		if _, err := NewModel(c, r.model.Weights, r.backend, x.ws, x.limits); err == nil || !strings.Contains(err.Error(), x.want) {
+			t.Errorf("%+v: %v", x.limits, err)
+		}
+	}
+	m, err := NewModel(c, r.model.Weights, r.backend, ws.Range(0, need), good)
+	check(t, err)
+	for _, x := range []struct {
+		b    Batch
+		want string
+	}{
+		{Batch{Rows: 0}, "rows [0, 0)"},
+		{Batch{First: 4, Rows: 5}, "rows [4, 9) in a group of at most 8"},
+		{Batch{Rows: 3, Seqs: 3}, "3 sequences, at most 2"},
+		{Batch{Rows: 3, Seqs: 1, FirstLogit: 1, Logits: 2}, "logit rows [1, 3)"},
+		{Batch{Rows: 3, Seqs: 1, MaxContext: 33}, "33 tokens, at most 32"},
+	} {
+		if err := m.Embed(r.stream, &x.b); err == nil || !strings.Contains(err.Error(), x.want) {
+			t.Errorf("%+v: %v", x.b, err)
+		}
+	}
+}
+
+// checking is a backend that checks operations and runs none.
+type checking struct {
+	kernels.Backend
+	ops int
+}
+
+func (c *checking) Enqueue(_ device.Stream, op kernels.Op) error {
+	c.ops++
+	return op.Check()
+}
+
+func (c *checking) ActivationDType() kernels.DType { return kernels.BF16 }
+
+// Stages, and putting a batch together, allocate nothing; and they suit a backend
+// with 16-bit activations.
+func TestNoAllocations(t *testing.T) {
+	for _, kind := range kinds {
+		c := mustParse(t, kind, withDense(kind))
+		l, err := NewLayout(c, NewDummy(c, 0), nil)
+		check(t, err)
+		b := &checking{}
+		limits := Limits{MaxRows: 64, MaxSeqs: 4, MaxLogits: 4, MaxModelLen: 64, BlockTokens: 16}
+		m, err := NewModel(c, l.Bind(1<<20), b, device.Range{Addr: 1 << 30, Bytes: WorkspaceBytes(c, b, limits)}, limits)
+		check(t, err)
+		keys := kernels.New(1<<40, kernels.BF16, 16, 16, c.KVHeads, c.HeadDim)
+		values := kernels.New(1<<44, kernels.BF16, 16, 16, c.KVHeads, c.HeadDim)
+		slots := kernels.New(1<<41, kernels.U64, c.Experts)
+		list := kernels.New(1<<42, kernels.I32, c.Experts)
+		shape := c.ExpertShape(l.ExpertDType)
+		layout := kernels.ExpertLayout{ExpertShape: shape, Tag: "row-major", Size: align(shape.Bytes())}
+		var h HostBatch
+		dst := make([]byte, BatchBytes(limits))
+		q := Sequence{IDs: make([]int32, 10), Start: 20, Blocks: make([]int32, 4)}
+		step := func() {
+			h.Reset(0, 0)
+			row, err := m.Append(&h, q)
+			check(t, err)
+			h.Draw(row+9, Draw{})
+			batch, _, err := PackBatch(&h, dst, 1<<43)
+			check(t, err)
+			check(t, m.Embed(nil, &batch))
+			for layer := range c.Layers {
+				check(t, m.PreAttention(nil, layer, &batch, keys, values))
+				check(t, m.Attention(nil, layer, &batch, keys, values))
+				check(t, m.PostAttention(nil, layer, &batch))
+				if c.Dense[layer] {
+					check(t, m.MLP(nil, layer, 10))
+					continue
+				}
+				check(t, m.Group(nil, layer, 10))
+				check(t, m.Shared(nil, layer, 10))
+				check(t, m.Experts(nil, layer, 10, slots, list, layout))
+				check(t, m.Combine(nil, layer, 10))
+			}
+			check(t, m.Head(nil, &batch))
+		}
+		step()
+		if n := testing.AllocsPerRun(10, step); n > 0 {
+			t.Errorf("%s: a step of %d operations allocates %v times", kind, b.ops, n)
+		}
+	}
+}
