@@ -1,0 +1,73 @@
+package tokenizer
+
+import (
+	"sync"
+	"unicode"
+	"unicode/utf8"
+)
+
+// class is what the split patterns tell characters apart by.
+type class uint8
+
+const (
+	other  class = iota
+	letter       // \p{L}
+	number       // \p{N}
+	space        // \s
+)
+
+// A code point finds its class in two steps: blocks of 256 code points that look alike share a page. The tables are
+// empty until loadClasses has run, which Load sees to.
+var (
+	classPage  [0x110000 >> 8]uint8
+	classPages [][256]class
+)
+
+// loadClasses fills the tables from the generated ranges, once: it takes milliseconds, which a program that loads no
+// tokenizer need not spend.
+var loadClasses = sync.OnceFunc(func() {
+	seen := map[[256]class]uint8{}
+	li, ni := 0, 0
+	in := func(ranges [][2]rune, i *int, r rune) bool {
+		for *i < len(ranges) && ranges[*i][1] < r {
+			*i++
+		}
+		return *i < len(ranges) && ranges[*i][0] <= r
+	}
+	for block := range classPage {
+		var page [256]class
+		for k := range page {
+			r := rune(block<<8 | k)
+			switch {
+			case in(letterRanges, &li, r):
+				page[k] = letter
+			case in(numberRanges, &ni, r):
+				page[k] = number
+			case unicode.IsSpace(r):
+				page[k] = space
+			}
+		}
+		p, ok := seen[page]
+		if !ok {
+			p = uint8(len(classPages))
+			seen[page] = p
+			classPages = append(classPages, page)
+		}
+		classPage[block] = p
+	}
+})
+
+// classAt returns the class and length in bytes of the character of s at i.
+func classAt(s string, i int) (class, int) {
+	if c := s[i]; c < utf8.RuneSelf {
+		return classPages[0][c], 1
+	}
+	r, n := utf8.DecodeRuneInString(s[i:])
+	return classPages[classPage[r>>8]][r&0xFF], n
+}
+
+// isWord reports whether r is a word character (\w) as single_word added tokens are bounded by.
+func isWord(r rune) bool {
+	return unicode.In(r, unicode.L, unicode.M, unicode.Nd, unicode.Nl, unicode.Pc, unicode.Other_Alphabetic,
+		unicode.Join_Control)
+}

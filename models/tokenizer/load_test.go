@@ -1,0 +1,229 @@
+package tokenizer
+
+import (
+	"encoding/json"
+	"errors"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+)
+
+func loadTiny(t testing.TB, patch map[string]json.RawMessage) *BPE {
+	t.Helper()
+	tok, err := Parse(patched(t, "tiny_tokenizer.json", patch), nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return tok
+}
+
+// TestTinyText compares with the prompts and texts of the tiny checkpoint that the tokenizer belongs to.
+func TestTinyText(t *testing.T) {
+	var cases []struct {
+		Prompt     string  `json:"prompt"`
+		PromptIDs  []int32 `json:"prompt_ids"`
+		GreedyIDs  []int32 `json:"greedy_ids"` // some beyond the tokenizer
+		GreedyText string  `json:"greedy_text"`
+	}
+	readJSON(t, filepath.Join("testdata", "tiny_expected_text.json"), &cases)
+	if len(cases) == 0 {
+		t.Fatal("no cases")
+	}
+	tok := loadTiny(t, nil)
+	for _, c := range cases {
+		if got := tok.Encode(c.Prompt, true); !slices.Equal(got, c.PromptIDs) {
+			t.Errorf("Encode(%q) = %v, want %v", c.Prompt, got, c.PromptIDs)
+		}
+		if got := tok.Decode(c.GreedyIDs, true); got != c.GreedyText {
+			t.Errorf("Decode(%v) = %q, want %q", c.GreedyIDs, got, c.GreedyText)
+		}
+		checkStream(t, tok, c.GreedyIDs, true)
+	}
+}
+
+func TestTokens(t *testing.T) {
+	config, err := os.ReadFile(filepath.Join("testdata", "tiny_tokenizer_config.json"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	tok, err := Parse(patched(t, "tiny_tokenizer.json", nil), config)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if got := tok.VocabSize(); got != 350 {
+		t.Errorf("VocabSize() = %d, want 350", got)
+	}
+	for id := range int32(350) {
+		token, ok := tok.Token(id)
+		if back, found := tok.ID(token); !ok || !found || back != id {
+			t.Errorf("id %d is token %q (%v), which is id %d (%v)", id, token, ok, back, found)
+		}
+	}
+	for _, id := range []int32{-1, 350, 1 << 30} {
+		if token, ok := tok.Token(id); ok {
+			t.Errorf("id %d is token %q", id, token)
+		}
+		if got := tok.Decode([]int32{id}, false); got != "" {
+			t.Errorf("Decode(%d) = %q, want nothing", id, got)
+		}
+	}
+	if _, ok := tok.ID("no such token"); ok {
+		t.Error("an unknown token has an id")
+	}
+	if !tok.IsSpecial(2) || tok.IsSpecial(3) || tok.IsSpecial(-1) {
+		t.Error("special tokens are not <|endoftext|>, <|im_start|> and <|im_end|>")
+	}
+	if eos, ok := tok.EOS(); !ok || eos != 0 {
+		t.Errorf("EOS() = %d, %v, want 0", eos, ok)
+	}
+	if bos, ok := tok.BOS(); ok {
+		t.Errorf("BOS() = %d, want none", bos)
+	}
+	if got := tok.Encode("", true); got != nil {
+		t.Errorf("Encode of nothing = %v, want nil", got)
+	}
+	if got, want := tok.Encode("a\xff\xe4\xbdb", false), tok.Encode("a\uFFFD\uFFFDb", false); !slices.Equal(got, want) {
+		t.Errorf("Encode of invalid UTF-8 = %v, want %v", got, want)
+	}
+}
+
+// TestTokenizerConfig holds what tokenizer_config.json adds.
+func TestTokenizerConfig(t *testing.T) {
+	base := patched(t, "tiny_bytefallback.json", nil) // <s> before each prompt, by its post-processor
+	for name, tc := range map[string]struct {
+		config string
+		text   string
+		want   []string
+	}{
+		"none":            {"", "peer", []string{"<s>", "▁peer"}},
+		"silent":          {`{"bos_token": "<s>"}`, "peer", []string{"<s>", "▁peer"}},
+		"neither":         {`{"add_bos_token": false}`, "peer", []string{"▁peer"}},
+		"both":            {`{"add_bos_token": true, "add_eos_token": true, "bos_token": "<s>", "eos_token": {"content": "</s>"}}`, "peer", []string{"<s>", "▁peer", "</s>"}},
+		"no such token":   {`{"add_bos_token": true, "bos_token": null}`, "peer", []string{"▁peer"}},
+		"new special":     {`{"pad_token": "<pad>"}`, "<pad>", []string{"<s>", "<pad>"}},
+		"further special": {`{"additional_special_tokens": ["<x>", {"content": "<y>"}]}`, "<y><x>", []string{"<s>", "<y>", "<x>"}},
+		"restated":        {`{"added_tokens_decoder": {"2": {"content": "</s>", "rstrip": true, "special": true}}}`, "</s>  ", []string{"<s>", "</s>"}},
+		"added by config": {`{"added_tokens_decoder": {"900": {"content": "<new>", "special": false}}}`, "<new>", []string{"<s>", "<new>"}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			tok, err := Parse(base, []byte(tc.config))
+			if err != nil {
+				t.Fatal(err)
+			}
+			if got := tokensOf(tok, tok.Encode(tc.text, true)); !slices.Equal(got, tc.want) {
+				t.Errorf("got %q, want %q", got, tc.want)
+			}
+		})
+	}
+}
+
+func TestLoadPaths(t *testing.T) {
+	dir := t.TempDir()
+	if _, err := Load(filepath.Join(dir, "nowhere")); !errors.Is(err, fs.ErrNotExist) {
+		t.Errorf("missing folder: %v", err)
+	}
+	if _, err := Load(dir); !errors.Is(err, fs.ErrNotExist) || !strings.Contains(err.Error(), "tokenizer.json") {
+		t.Errorf("missing file: %v", err)
+	}
+	write := func(name string, b []byte) {
+		t.Helper()
+		if err := os.WriteFile(filepath.Join(dir, name), b, 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+	write("tokenizer.json", patched(t, "tiny_bytefallback.json", nil))
+	write("tokenizer_config.json", []byte(`{"add_bos_token": false}`))
+	for path, want := range map[string]int{dir: 1, filepath.Join(dir, "tokenizer.json"): 2} {
+		tok, err := Load(path)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if got := tok.Encode("peer", true); len(got) != want {
+			t.Errorf("Load(%s) encodes to %v, want %d tokens", path, got, want)
+		}
+	}
+	write("tokenizer.json", []byte(`{"model": {"type": "Unigram"}}`))
+	if _, err := Load(dir); !errors.Is(err, ErrUnsupported) || !strings.Contains(err.Error(), filepath.Join(dir, "tokenizer.json")) {
+		t.Errorf("unsupported model: %v, want ErrUnsupported with the path", err)
+	}
+}
+
+// TestUnsupported holds features that are missing to an error that names them.
+func TestUnsupported(t *testing.T) {
+	for name, tc := range map[string]struct{ patch, want string }{
+		"unigram":      {`{"model": {"type": "Unigram"}}`, `model type "Unigram"`},
+		"wordpiece":    {`{"model": {"type": "WordPiece"}}`, `model type "WordPiece"`},
+		"dropout":      {`{"model": {"dropout": 0.1}}`, "dropout 0.1"},
+		"prefix":       {`{"model": {"continuing_subword_prefix": "##"}}`, `continuing_subword_prefix "##"`},
+		"suffix":       {`{"model": {"end_of_word_suffix": "</w>"}}`, `end_of_word_suffix "</w>"`},
+		"normalizer":   {`{"normalizer": {"type": "Sequence", "normalizers": [{"type": "NFC"}, {"type": "NFKC"}]}}`, `normalizer "NFKC"`},
+		"replace":      {`{"normalizer": {"type": "Replace", "pattern": {"Regex": "x"}, "content": ""}}`, "Replace with pattern"},
+		"pretokenizer": {`{"pre_tokenizer": {"type": "Whitespace"}}`, `pre_tokenizer "Whitespace"`},
+		"pattern":      {`{"pre_tokenizer": {"type": "Split", "pattern": {"Regex": "\\w+"}, "behavior": "Isolated"}}`, "Split with pattern"},
+		"behavior": {`{"pre_tokenizer": {"type": "Sequence", "pretokenizers": [{"type": "Split", "behavior": "Removed", "pattern":
+			{"Regex": "'s|'t|'re|'ve|'m|'ll|'d| ?\\p{L}+| ?\\p{N}+| ?[^\\s\\p{L}\\p{N}]+|\\s+(?!\\S)|\\s+"}}, {"type": "ByteLevel"}]}}`, `behavior "Removed"`},
+		"metaspace":       {`{"pre_tokenizer": {"type": "Metaspace", "replacement": "_", "prepend_scheme": "last"}}`, `prepend_scheme "last"`},
+		"two metaspaces":  {`{"pre_tokenizer": {"type": "Sequence", "pretokenizers": [{"type": "Metaspace", "replacement": "_"}, {"type": "Metaspace", "replacement": "_"}]}}`, "Metaspace in a Sequence"},
+		"processor":       {`{"post_processor": {"type": "BertProcessing"}}`, `post_processor "BertProcessing"`},
+		"two sequences":   {`{"post_processor": {"type": "TemplateProcessing", "single": [{"Sequence": {"id": "A"}}, {"Sequence": {"id": "A"}}]}}`, "not one sequence A"},
+		"decoder":         {`{"decoder": {"type": "WordPiece"}}`, "decoder WordPiece"},
+		"decoder order":   {`{"decoder": {"type": "Sequence", "decoders": [{"type": "Fuse"}, {"type": "ByteFallback"}]}}`, "decoder Fuse, ByteFallback"},
+		"decoder strip":   {`{"decoder": {"type": "Sequence", "decoders": [{"type": "Fuse"}, {"type": "Strip", "content": " ", "start": 0, "stop": 1}]}}`, "Strip of"},
+		"decoder pattern": {`{"decoder": {"type": "Replace", "pattern": {"Regex": "x"}, "content": ""}}`, "decoder Replace"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			var patch map[string]json.RawMessage
+			if err := json.Unmarshal([]byte(tc.patch), &patch); err != nil {
+				t.Fatal(err)
+			}
+			_, err := Parse(patched(t, "tiny_tokenizer.json", patch), nil)
+			if !errors.Is(err, ErrUnsupported) || !strings.Contains(err.Error(), tc.want) || strings.Contains(err.Error(), "\n") {
+				t.Errorf("error %v, want one line that wraps ErrUnsupported with %q", err, tc.want)
+			}
+		})
+	}
+}
+
+// TestDamaged holds files that contradict themselves to an error.
+func TestDamaged(t *testing.T) {
+	for name, tc := range map[string]struct{ patch, want string }{
+		"no JSON model":    {`{"model": []}`, "cannot unmarshal"},
+		"merge of unknown": {`{"model": {"merges": ["zq qz"]}}`, "not both in the vocabulary"},
+		"merge to unknown": {`{"model": {"merges": ["z q"]}}`, `makes "zq"`},
+		"merge of three":   {`{"model": {"merges": ["a b c"]}}`, "one space"},
+		"merge of one":     {`{"model": {"merges": [["a"]]}}`, "has 1 tokens"},
+		"merges no list":   {`{"model": {"merges": 3}}`, "merges are neither"},
+		"unknown unk":      {`{"model": {"unk_token": "nope"}}`, `unk_token "nope"`},
+		"negative id":      {`{"model": {"vocab": {"a": -1}}}`, "ids run from 0"},
+		"huge id":          {`{"model": {"merges": [], "vocab": {"a": 2147483647}}}`, "ids run from 0"},
+		"same id":          {`{"model": {"merges": [], "vocab": {"a": 1, "b": 1}}}`, "have the same id 1"},
+		"template token":   {`{"post_processor": {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "<q>"}}, {"Sequence": {"id": "A"}}]}}`, `uses "<q>"`},
+		"replacement":      {`{"pre_tokenizer": {"type": "Metaspace", "replacement": "__"}}`, "one character"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			var patch map[string]json.RawMessage
+			if err := json.Unmarshal([]byte(tc.patch), &patch); err != nil {
+				t.Fatal(err)
+			}
+			// Not through a model that is patched key by key where the patch is no object.
+			base := patched(t, "tiny_tokenizer.json", nil)
+			if name == "no JSON model" {
+				base = []byte(tc.patch)
+			} else {
+				base = patchJSON(t, base, patch)
+			}
+			if _, err := Parse(base, nil); err == nil || !strings.Contains(err.Error(), tc.want) {
+				t.Errorf("error %v, want %q", err, tc.want)
+			}
+		})
+	}
+	if _, err := Parse([]byte("no JSON"), nil); err == nil {
+		t.Error("what is no JSON is accepted")
+	}
+	if _, err := Parse(patched(t, "tiny_tokenizer.json", nil), []byte("no JSON")); err == nil {
+		t.Error("a configuration that is no JSON is accepted")
+	}
+}

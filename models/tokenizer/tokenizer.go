@@ -1,0 +1,149 @@
+package tokenizer
+
+import (
+	"strings"
+	"sync"
+	"unicode/utf8"
+)
+
+// Tokenizer is what the rest of moeserve needs of a tokenizer. All methods are safe for concurrent use.
+type Tokenizer interface {
+	// Encode returns the token ids of text. With addSpecial, the special tokens that the checkpoint puts around a
+	// prompt (such as <s>) are added; special tokens written out in text become their ids either way. Bytes of text
+	// that are not valid UTF-8 are read as U+FFFD. The result is the caller's, and nil when there are no tokens.
+	Encode(text string, addSpecial bool) []int32
+
+	// Decode returns the text of ids. With skipSpecial, special tokens are left out. Ids that the tokenizer does not
+	// have are always left out. The result is valid UTF-8: bytes that form no character become U+FFFD.
+	Decode(ids []int32, skipSpecial bool) string
+
+	// NewStream returns a decoder for ids that arrive one by one.
+	NewStream(skipSpecial bool) *Stream
+
+	// VocabSize returns the number of ids from 0 to the largest id of the tokenizer; a model may have more rows. Not
+	// every id below it has a token.
+	VocabSize() int
+
+	// Token returns the token with the given id as the vocabulary spells it, and whether there is one.
+	Token(id int32) (string, bool)
+
+	// ID returns the id of a token as the vocabulary spells it, and whether there is one.
+	ID(token string) (int32, bool)
+}
+
+// BPE is a byte-pair-encoding tokenizer loaded from a tokenizer.json.
+//
+// Encode cuts a text in stages. Added tokens that are matched on raw text are taken out first. What lies between them
+// is normalized, added tokens that are matched on normalized text are taken out, and the rest is split into words (see
+// splitter). A word is a run of text that no merge can cross the ends of; its ids are computed once by merging (see
+// merger) and kept in a cache of fixed size that all goroutines share without locks (see wordCache).
+type BPE struct {
+	added   map[string]int32 // ids of added tokens, whether or not model.vocab has them
+	tokens  []string         // by id
+	present []bool           // by id: tokens[id] exists
+	special []bool           // by id: left out when special tokens are skipped
+	bos     int32            // -1: none
+	eos     int32            // -1: none
+	prefix  []int32          // special tokens before a prompt
+	suffix  []int32          // special tokens after a prompt
+
+	raw        *addedTrie // added tokens matched before normalization
+	normalized *addedTrie // added tokens matched after normalization
+	normalizer normalizer
+	splitter   splitter
+	model      *model
+	decoder    decoder
+
+	scratch sync.Pool // of *merger
+}
+
+var _ Tokenizer = (*BPE)(nil)
+
+// Encode implements Tokenizer.
+func (t *BPE) Encode(text string, addSpecial bool) []int32 {
+	if !utf8.ValidString(text) {
+		text = string(appendLossy(make([]byte, 0, len(text)+16), []byte(text)))
+	}
+	var out []int32
+	if n := len(text)/3 + len(t.prefix) + len(t.suffix); n > 0 {
+		out = make([]int32, 0, n+1)
+	}
+	if addSpecial {
+		out = append(out, t.prefix...)
+	}
+	m := t.scratch.Get().(*merger)
+	out = t.encode(out, m, text)
+	t.scratch.Put(m)
+	if addSpecial {
+		out = append(out, t.suffix...)
+	}
+	if len(out) == 0 {
+		return nil
+	}
+	return out
+}
+
+func (t *BPE) encode(out []int32, m *merger, text string) []int32 {
+	t.raw.split(text, func(id int32, start, end int) {
+		if id >= 0 {
+			out = append(out, id)
+			return
+		}
+		first := start == 0
+		norm := t.normalizer.apply(text[start:end])
+		t.normalized.split(norm, func(id int32, start, end int) {
+			if id >= 0 {
+				out = append(out, id)
+				return
+			}
+			out = t.splitter.encode(out, m, norm[start:end], first && start == 0)
+		})
+	})
+	return out
+}
+
+// Decode implements Tokenizer.
+func (t *BPE) Decode(ids []int32, skipSpecial bool) string {
+	s := Stream{t: t, state: t.decoder.start(), skipSpecial: skipSpecial}
+	var b strings.Builder
+	b.Grow(4 * len(ids))
+	for _, id := range ids {
+		b.WriteString(s.Push(id))
+	}
+	b.WriteString(s.Flush())
+	return b.String()
+}
+
+// VocabSize implements Tokenizer.
+func (t *BPE) VocabSize() int { return len(t.tokens) }
+
+// Token implements Tokenizer.
+func (t *BPE) Token(id int32) (string, bool) {
+	if !t.has(id) {
+		return "", false
+	}
+	return t.tokens[id], true
+}
+
+// ID implements Tokenizer.
+func (t *BPE) ID(token string) (int32, bool) {
+	if id, ok := t.added[token]; ok {
+		return id, true
+	}
+	id, ok := t.model.vocab[token]
+	return id, ok
+}
+
+// IsSpecial reports whether id is a special token, one that Decode leaves out with skipSpecial.
+func (t *BPE) IsSpecial(id int32) bool { return t.has(id) && t.special[id] }
+
+// BOS returns the id of the token that tokenizer_config.json names as bos_token, and whether there is one.
+func (t *BPE) BOS() (int32, bool) { return t.bos, t.bos >= 0 }
+
+// EOS returns the id of the token that tokenizer_config.json names as eos_token, and whether there is one. The ids at
+// which generation stops are those of generation_config.json, and may be others.
+func (t *BPE) EOS() (int32, bool) { return t.eos, t.eos >= 0 }
+
+func (t *BPE) has(id int32) bool {
+	return id >= 0 && int(id) < len(t.tokens) && t.present[id]
+}
