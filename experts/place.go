@@ -1,0 +1,81 @@
+package experts
+
+import (
+	"fmt"
+	"math"
+	"slices"
+)
+
+// ID names one expert: a layer among those with experts, counted from 0, and the
+// expert in it.
+type ID struct{ Layer, Expert int }
+
+// Placement lists the offloaded experts of each layer that has experts, ascending.
+type Placement [][]int
+
+// Place offloads round(fraction * layers * experts) experts, spread evenly: over
+// layers, whose numbers differ by one at most, and over the ids of a layer.
+func Place(layers, experts int, fraction float64) (Placement, error) {
+	if layers < 0 || experts < 0 {
+		return nil, fmt.Errorf("experts: %d layers of %d experts", layers, experts)
+	}
+	if !(fraction >= 0 && fraction <= 1) { // also refuses NaN
+		return nil, fmt.Errorf("experts: offload fraction %v is not in [0, 1]", fraction)
+	}
+	total := int(math.Round(fraction * float64(layers*experts)))
+	p := make(Placement, layers)
+	for l := range p {
+		p[l] = spread(share(l, layers, total), experts)
+	}
+	return p, nil
+}
+
+// PlaceList offloads exactly the experts listed.
+func PlaceList(layers, experts int, offloaded []ID) (Placement, error) {
+	p := make(Placement, layers)
+	for _, id := range offloaded {
+		if id.Layer < 0 || id.Layer >= layers || id.Expert < 0 || id.Expert >= experts {
+			return nil, fmt.Errorf("experts: there is no expert %d in layer %d: the model has %d layers of %d experts", id.Expert, id.Layer, layers, experts)
+		}
+		p[id.Layer] = append(p[id.Layer], id.Expert)
+	}
+	for l := range p {
+		slices.Sort(p[l])
+		if len(slices.Compact(slices.Clone(p[l]))) != len(p[l]) {
+			return nil, fmt.Errorf("experts: an expert of layer %d is listed twice", l)
+		}
+	}
+	return p, nil
+}
+
+// share is how many of total fall on place i of n when they are spread evenly.
+func share(i, n, total int) int { return (i+1)*total/n - i*total/n }
+
+// spread chooses n of [0, of), evenly apart, ascending.
+func spread(n, of int) []int {
+	ids := make([]int, 0, n)
+	for e := range of {
+		if share(e, of, n) > 0 {
+			ids = append(ids, e)
+		}
+	}
+	return ids
+}
+
+// Offloaded is how many experts are offloaded in all.
+func (p Placement) Offloaded() int {
+	n := 0
+	for _, l := range p {
+		n += len(l)
+	}
+	return n
+}
+
+// Largest is the largest number of experts that one layer misses.
+func (p Placement) Largest() int {
+	n := 0
+	for _, l := range p {
+		n = max(n, len(l))
+	}
+	return n
+}

@@ -1,0 +1,121 @@
+package experts
+
+import (
+	"fmt"
+
+	"github.com/moeserve/moeserve/kernels"
+)
+
+// Config says what there is to keep, before any memory is taken.
+type Config struct {
+	// Layers lists the model's layers that have experts, ascending, by the model's
+	// own numbers. These numbers are what the store's methods take.
+	Layers []int
+	// Experts is how many each of them has.
+	Experts int
+	// Layout of one expert, from the backend.
+	Layout kernels.ExpertLayout
+	// Placement of the layers in the order of Layers: see Place and PlaceList.
+	Placement Placement
+	// RingSlots is how many fetched experts the compute GPU holds. Default: twice
+	// the largest number that one layer misses. At least that number.
+	RingSlots int
+	// Waves is into how many launches a layer's fetched experts are cut, at most.
+	// Default: 4.
+	Waves int
+	// StagingBytes is the pinned memory that local experts are filled through. It
+	// is given back by Seal. Default: 16 MiB, or two extents where the layout is
+	// not row-major.
+	StagingBytes int64
+}
+
+const (
+	defaultWaves        = 4
+	defaultStagingBytes = 16 << 20
+	// stagingBuffers is into how many buffers the staging is cut: one is filled
+	// while others are copied.
+	stagingBuffers = 4
+	// alignment of extents and of staging buffers, in bytes.
+	alignment = 256
+
+	rowMajor = "row-major"
+)
+
+// Plan is how much memory a Config takes, in bytes.
+type Plan struct {
+	Config
+	// LocalExperts and OffloadedExperts add up to all of them.
+	LocalExperts, OffloadedExperts int
+	// LocalBytes, RingBytes and TableBytes lie in the compute GPU's memory.
+	LocalBytes, RingBytes, TableBytes int64
+	// HostBytes and UploadBytes lie in pinned host memory; so does StagingBytes (of
+	// the Config), while loading.
+	HostBytes, UploadBytes int64
+}
+
+// DeviceBytes is what the compute GPU's memory must have.
+func (p Plan) DeviceBytes() int64 { return p.LocalBytes + p.RingBytes + p.TableBytes }
+
+// PinnedBytes is what the host must have while loading, the most there ever is.
+func (p Plan) PinnedBytes() int64 { return p.HostBytes + p.UploadBytes + p.StagingBytes }
+
+// NewPlan fills in the defaults of c and says what it takes.
+func NewPlan(c Config) (Plan, error) {
+	if len(c.Placement) != len(c.Layers) {
+		return Plan{}, fmt.Errorf("experts: a placement of %d layers for a model with %d layers of experts", len(c.Placement), len(c.Layers))
+	}
+	for i, l := range c.Layers {
+		if l < 0 || i > 0 && l <= c.Layers[i-1] {
+			return Plan{}, fmt.Errorf("experts: layers %v are not ascending numbers", c.Layers)
+		}
+		for j, e := range c.Placement[i] {
+			if e < 0 || e >= c.Experts || j > 0 && e <= c.Placement[i][j-1] {
+				return Plan{}, fmt.Errorf("experts: offloaded experts %v of layer %d are not ascending numbers below %d", c.Placement[i], l, c.Experts)
+			}
+		}
+	}
+	if c.Layout.Size < c.Layout.Bytes() || c.Layout.Size%alignment != 0 {
+		return Plan{}, fmt.Errorf("experts: an extent of %d bytes for an expert of %d; it must be a multiple of %d and hold the expert", c.Layout.Size, c.Layout.Bytes(), alignment)
+	}
+	offloaded, largest := c.Placement.Offloaded(), c.Placement.Largest()
+	if c.RingSlots == 0 {
+		c.RingSlots = 2 * largest
+	}
+	if c.RingSlots < largest {
+		return Plan{}, fmt.Errorf("experts: a ring of %d slots cannot hold the %d experts that one layer misses; give it at least %d", c.RingSlots, largest, largest)
+	}
+	if c.Waves == 0 {
+		c.Waves = defaultWaves
+	}
+	if c.Waves < 0 {
+		return Plan{}, fmt.Errorf("experts: %d waves; there must be at least one", c.Waves)
+	}
+	all := len(c.Layers) * c.Experts
+	switch {
+	case c.StagingBytes < 0:
+		return Plan{}, fmt.Errorf("experts: %d bytes of staging memory", c.StagingBytes)
+	case offloaded == all:
+		c.StagingBytes = 0
+	case c.Layout.Tag != rowMajor:
+		c.StagingBytes = max(c.StagingBytes/c.Layout.Size, 2) * c.Layout.Size
+	case c.StagingBytes == 0:
+		c.StagingBytes = defaultStagingBytes
+	default:
+		c.StagingBytes = max(c.StagingBytes/(stagingBuffers*alignment), 1) * stagingBuffers * alignment
+	}
+	p := Plan{Config: c, LocalExperts: all - offloaded, OffloadedExperts: offloaded}
+	p.LocalBytes = int64(p.LocalExperts) * c.Layout.Size
+	p.HostBytes = int64(offloaded) * c.Layout.Size
+	p.RingBytes = int64(c.RingSlots) * c.Layout.Size
+	p.TableBytes = int64(all) * (slotBytes + idBytes)
+	p.UploadBytes = uploadRows*int64(all)*slotBytes + int64(all)*idBytes
+	return p, nil
+}
+
+const (
+	slotBytes = 8 // an address of the slot table
+	idBytes   = 4 // an expert's number in a wave's list
+	// uploadRows is how many images of a layer's slot table there are in pinned
+	// memory: the one on its way, and the one being written.
+	uploadRows = 2
+)

@@ -1,0 +1,787 @@
+package experts
+
+import (
+	"bytes"
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"hash/crc32"
+	"math/rand/v2"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+	"unsafe"
+
+	"go.uber.org/goleak"
+
+	"github.com/moeserve/moeserve/device"
+	"github.com/moeserve/moeserve/device/emulated"
+	"github.com/moeserve/moeserve/kernels"
+	"github.com/moeserve/moeserve/transfer"
+)
+
+func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+
+// packer is a backend's packing alone: row-major as the CPU has it, or, for any
+// other tag, with the rows of all matrices in reverse order, which no byte range of
+// a matrix survives.
+type packer struct{ kernels.Backend }
+
+func (packer) PackExpert(l kernels.ExpertLayout, part kernels.Part, row int, src, dst []byte) error {
+	width := rowBytes(l.ExpertShape, part)
+	for len(src) > 0 {
+		copy(dst[packedAt(l, part, row):], src[:width])
+		src, row = src[width:], row+1
+	}
+	return nil
+}
+
+func packedAt(l kernels.ExpertLayout, part kernels.Part, row int) int {
+	at := row * rowBytes(l.ExpertShape, part)
+	for p := range part {
+		at += rowsOf(l.ExpertShape, p) * rowBytes(l.ExpertShape, p)
+	}
+	if l.Tag == rowMajor {
+		return at
+	}
+	return int(l.Bytes()) - at - rowBytes(l.ExpertShape, part)
+}
+
+// model is what a test's store holds.
+type model struct {
+	layers  []int
+	experts int
+	layout  kernels.ExpertLayout
+}
+
+func small(tag string) model {
+	s := kernels.ExpertShape{Hidden: 6, Intermediate: 11, DType: kernels.BF16}
+	return model{
+		layers: []int{0, 1, 3, 4, 7}, experts: 6,
+		layout: kernels.ExpertLayout{ExpertShape: s, Tag: tag, Size: 512},
+	}
+}
+
+// row is the content of one row of an expert.
+func (m model) row(layer, expert int, part kernels.Part, row int) []byte {
+	rng := rand.New(rand.NewPCG(uint64(layer*1000+expert), uint64(int(part)*100_000+row)))
+	b := make([]byte, rowBytes(m.layout.ExpertShape, part))
+	for i := range b {
+		b[i] = byte(rng.Uint32())
+	}
+	return b
+}
+
+// sum is the checksum of an expert as it lies in its extent.
+func (m model) sum(layer, expert int) uint32 {
+	extent := make([]byte, m.layout.Bytes())
+	for part := kernels.W1; part <= kernels.W2; part++ {
+		for r := range rowsOf(m.layout.ExpertShape, part) {
+			copy(extent[packedAt(m.layout, part, r):], m.row(layer, expert, part, r))
+		}
+	}
+	return crc32.ChecksumIEEE(extent)
+}
+
+// piece is one call of Expert.
+type piece struct {
+	layer, expert int
+	part          kernels.Part
+	row, n        int
+}
+
+// pieces cuts all matrices into runs of rows, in the order of fused checkpoints.
+func (m model) pieces(rows int) []piece {
+	var all []piece
+	for _, l := range m.layers {
+		for _, parts := range [][]kernels.Part{{kernels.W1, kernels.W3}, {kernels.W2}} {
+			for e := range m.experts {
+				for _, p := range parts {
+					for r := 0; r < rowsOf(m.layout.ExpertShape, p); r += rows {
+						all = append(all, piece{l, e, p, r, min(rows, rowsOf(m.layout.ExpertShape, p)-r)})
+					}
+				}
+			}
+		}
+	}
+	return all
+}
+
+func (m model) give(s *Store, p piece) error {
+	var data []byte
+	for r := range p.n {
+		data = append(data, m.row(p.layer, p.expert, p.part, p.row+r)...)
+	}
+	return s.Expert(p.layer, p.expert, p.part, p.row, data)
+}
+
+// machine is one of four kinds: on the wall clock, and virtual with each schedule.
+func machine(n uint64) emulated.Options {
+	if n%4 == 3 {
+		return emulated.Options{Seed: n}
+	}
+	return emulated.Options{Virtual: true, Schedule: emulated.Schedule(n % 4), Seed: n}
+}
+
+// rig is a machine with an engine and a compute stream.
+type rig struct {
+	*testing.T
+	model   model
+	m       *emulated.Machine
+	engine  *transfer.Engine
+	compute device.Executor
+}
+
+func newRig(t *testing.T, m model, mo emulated.Options, chunk int64) *rig {
+	t.Helper()
+	mo.Check = true
+	em, err := emulated.New(mo)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := em.Close(); err != nil {
+			t.Error(err)
+		}
+	})
+	e, err := transfer.New(transfer.Options{Machine: em, ChunkBytes: chunk})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := e.Close(); err != nil {
+			t.Error(err)
+		}
+	})
+	c, err := em.NewStream(device.HBM(0), device.StreamOptions{Name: "compute"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := c.Close(); err != nil {
+			t.Error(err)
+		}
+	})
+	return &rig{T: t, model: m, m: em, engine: e, compute: c.(device.Executor)}
+}
+
+// open makes a store that is still empty.
+func (r *rig) open(c Config) *Store {
+	r.Helper()
+	c.Layers, c.Experts, c.Layout = r.model.layers, r.model.experts, r.model.layout
+	plan, err := NewPlan(c)
+	if err != nil {
+		r.Fatal(err)
+	}
+	s, err := New(Options{Machine: r.m, Space: device.HBM(0), Backend: packer{}, Transfer: r.engine, Plan: plan})
+	if err != nil {
+		r.Fatal(err)
+	}
+	r.Cleanup(func() {
+		// Nothing of the compute stream may run; its error has been dealt with.
+		_ = r.compute.Synchronize(context.Background())
+		if err := s.Close(); err != nil {
+			r.Error(err)
+		}
+	})
+	return s
+}
+
+// fill loads and seals the store.
+func (r *rig) fill(s *Store, rows int) {
+	r.Helper()
+	for _, p := range r.model.pieces(rows) {
+		if err := r.model.give(s, p); err != nil {
+			r.Fatal(err)
+		}
+	}
+	if err := s.Seal(r.Context()); err != nil {
+		r.Fatal(err)
+	}
+}
+
+func (r *rig) placed(fraction float64) Placement {
+	r.Helper()
+	p, err := Place(len(r.model.layers), r.model.experts, fraction)
+	if err != nil {
+		r.Fatal(err)
+	}
+	return p
+}
+
+// at is the n bytes at an address of the emulated machine, which is one of this
+// process outside of Go's heap.
+func at(a device.Addr, n int64) []byte {
+	return unsafe.Slice(*(**byte)(unsafe.Pointer(&a)), n)
+}
+
+// products stands for the expert products of one wave: it reads the list, the slot
+// table and every listed expert, and notes each expert's checksum.
+func (r *rig) products(u Use, w Wave, flops int64, seen map[int]uint32) error {
+	return r.compute.Execute(device.Work{
+		Name: "products", Reads: []device.Range{w.Experts.Range(), u.Slots.Range()}, Flops: flops,
+		Run: func(a device.Access) error {
+			list, slots := at(w.Experts.Addr, w.Experts.Bytes()), at(u.Slots.Addr, u.Slots.Bytes())
+			for i := range w.Experts.Shape[0] {
+				e := int(binary.NativeEndian.Uint32(list[4*i:]))
+				extent := device.Range{Addr: device.Addr(binary.NativeEndian.Uint64(slots[8*e:])), Bytes: r.model.layout.Bytes()}
+				a.Read(extent)
+				if _, twice := seen[e]; twice {
+					return fmt.Errorf("expert %d is in two waves", e)
+				}
+				seen[e] = crc32.ChecksumIEEE(at(extent.Addr, extent.Bytes))
+			}
+			return nil
+		},
+	})
+}
+
+// step runs one step as the pipeline does and returns each layer's checksums, or
+// the error for which the step must be dropped.
+func (r *rig) step(s *Store, prefetch bool, flops int64) ([]map[int]uint32, error) {
+	out, err := r.enqueue(s, prefetch, flops)
+	if err != nil {
+		return nil, err
+	}
+	if err := r.compute.Synchronize(r.Context()); err != nil {
+		return nil, err
+	}
+	return out, s.Err()
+}
+
+// enqueue does not wait for the step it enqueues; its checksums are there when the
+// stream has passed it.
+func (r *rig) enqueue(s *Store, prefetch bool, flops int64) ([]map[int]uint32, error) {
+	out := make([]map[int]uint32, len(r.model.layers))
+	for i, l := range r.model.layers {
+		out[i] = map[int]uint32{}
+		u, err := s.Open(r.Context(), l, r.compute)
+		if err != nil {
+			return nil, err
+		}
+		if prefetch {
+			if err := s.Prefetch(s.Next(l)); err != nil {
+				return nil, err
+			}
+		}
+		for _, w := range u.Waves {
+			if err := w.Wait(r.compute); err != nil {
+				return nil, err
+			}
+			if err := r.products(u, w, flops*int64(w.Experts.Shape[0]), out[i]); err != nil {
+				return nil, err
+			}
+		}
+		if err := s.Done(l, r.compute); err != nil {
+			return nil, err
+		}
+	}
+	return out, nil
+}
+
+// verify compares a step's checksums with the model.
+func (r *rig) verify(out []map[int]uint32) {
+	r.Helper()
+	for i, l := range r.model.layers {
+		if len(out[i]) != r.model.experts {
+			r.Errorf("layer %d: %d of %d experts were computed", l, len(out[i]), r.model.experts)
+		}
+		for e, sum := range out[i] {
+			if sum != r.model.sum(l, e) {
+				r.Errorf("layer %d expert %d: wrong bytes", l, e)
+			}
+		}
+	}
+}
+
+func (r *rig) steps(s *Store, n int, prefetch bool) {
+	r.Helper()
+	for range n {
+		out, err := r.step(s, prefetch, 0)
+		if err != nil {
+			r.Fatal(err)
+		}
+		r.verify(out)
+	}
+}
+
+// TestSameBytes: whatever lies where, every wave reads the right bytes.
+func TestSameBytes(t *testing.T) {
+	variant := 0
+	for _, fraction := range []float64{0, 0.3, 0.5, 1} {
+		for _, ring := range []float64{1, 1.5, 2, 9} {
+			for _, tag := range []string{rowMajor, "reversed"} {
+				variant++
+				if fraction == 0 && ring > 1 {
+					continue
+				}
+				o := machine(uint64(variant))
+				t.Run(fmt.Sprintf("fraction=%v/ring=%v/%s/virtual=%t/%s", fraction, ring, tag, o.Virtual, o.Schedule), func(t *testing.T) {
+					r := newRig(t, small(tag), o, int64(100+variant*37))
+					place := r.placed(fraction)
+					s := r.open(Config{Placement: place, RingSlots: int(ring * float64(place.Largest())), Waves: 1 + variant%4, StagingBytes: 1024})
+					r.fill(s, 1+variant%5)
+					r.steps(s, 3, variant%5 != 0)
+					stats := s.Stats()
+					opened := int64(3 * len(r.model.layers) * r.model.experts)
+					if got := stats.Hits[Local] + stats.Hits[Ring] + stats.Misses; got != opened {
+						t.Errorf("%d hits and misses for %d experts: %+v", got, opened, stats)
+					}
+					misses := 3 * int64(place.Offloaded())
+					if ring == 9 { // everything stays
+						misses = int64(place.Offloaded())
+					}
+					if stats.Misses != misses {
+						t.Errorf("%d misses, want %d", stats.Misses, misses)
+					}
+					var counted int64
+					for _, l := range s.Fetches() {
+						for _, n := range l {
+							counted += n
+						}
+					}
+					if prefetched := stats.Fetched[Host] / r.model.layout.Size; prefetched != counted {
+						t.Errorf("%d experts' bytes fetched, and %d experts counted", prefetched, counted)
+					}
+				})
+			}
+		}
+	}
+}
+
+// TestPrefetchAhead: with a ring for two layers every fetch but the first layer's is
+// submitted ahead, and a step takes as long as the slower of copies and compute.
+func TestPrefetchAhead(t *testing.T) {
+	m := small(rowMajor)
+	m.layers = layerNumbers(16)
+	// One layer: 3 missing experts of 512 bytes at 1 MB/s: 1.536 ms; 6 experts' work
+	// of 200 us: 1.2 ms.
+	o := emulated.Options{
+		Virtual: true, HostLink: emulated.Link{BytesPerSecond: 1e6},
+		GPUs: []emulated.GPU{{FlopsPerSecond: 1e6}},
+	}
+	r := newRig(t, m, o, 128)
+	s := r.open(Config{Placement: r.placed(0.5)})
+	r.fill(s, 11)
+	took := func() time.Duration {
+		began := r.m.Now()
+		out, err := r.step(s, true, 200)
+		if err != nil {
+			t.Fatal(err)
+		}
+		r.verify(out)
+		return r.m.Now() - began
+	}
+	took()
+	if d, want := took(), 16*1536*time.Microsecond; d < want || d > want*102/100 {
+		t.Errorf("a step takes %v, its copies %v", d, want)
+	}
+	if st := s.Stats(); st.Misses != 2*16*3 || st.Prefetched != st.Misses-3 {
+		t.Errorf("%+v", st)
+	}
+}
+
+// TestHostAhead: several steps are enqueued before the device is waited for.
+func TestHostAhead(t *testing.T) {
+	for n := range uint64(4) {
+		r := newRig(t, small(rowMajor), machine(n), 200)
+		s := r.open(Config{Placement: r.placed(0.6), RingSlots: 7})
+		r.fill(s, 11)
+		var steps [][]map[int]uint32
+		for range 5 {
+			out, err := r.enqueue(s, true, 0)
+			if err != nil {
+				t.Fatal(err)
+			}
+			steps = append(steps, out)
+		}
+		if err := r.compute.Synchronize(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+		for _, out := range steps {
+			r.verify(out)
+		}
+	}
+}
+
+// TestFailure: a fetch fails now and then; no step that is believed has wrong
+// bytes, and after Reset the next attempt goes on.
+func TestFailure(t *testing.T) {
+	for seed := range uint64(24) {
+		o := machine(seed)
+		t.Run(fmt.Sprintf("seed=%d/virtual=%t/%s", seed, o.Virtual, o.Schedule), func(t *testing.T) {
+			r := newRig(t, small(rowMajor), o, 300)
+			s := r.open(Config{Placement: r.placed(0.6), RingSlots: []int{4, 6, 8, 30}[seed%4], Waves: 2})
+			r.fill(s, 4)
+			for i := range 4 {
+				fault := r.m.Inject(&emulated.Fault{
+					Kind: emulated.FailCopy, Times: 2, Skip: int(seed)%7 + i,
+					Match: func(p emulated.Point) bool { return p.Label == "expert ring" },
+				})
+				for attempt := 0; ; attempt++ {
+					out, err := r.step(s, true, 0)
+					if err == nil {
+						r.verify(out)
+						break
+					}
+					if !errors.Is(err, device.ErrCopyFailed) {
+						t.Fatalf("dropped for %v", err)
+					}
+					if attempt > 3 {
+						t.Fatalf("%d attempts fail: %v", attempt, err)
+					}
+					_ = r.compute.Recover(t.Context()) // the error is the one at hand
+					if err := s.Prefetch(0); err == nil && s.Err() != nil {
+						t.Error("a failed store takes a Prefetch")
+					}
+					if err := s.Reset(t.Context()); err != nil {
+						t.Fatal(err)
+					}
+					if err := s.Err(); err != nil {
+						t.Errorf("after Reset: %v", err)
+					}
+				}
+				fault.Release()
+			}
+		})
+	}
+}
+
+// TestFailedComputeCascades: a step fails by itself while fetches wait for its
+// fences; Reset leaves nothing hanging.
+func TestFailedComputeCascades(t *testing.T) {
+	for _, virtual := range []bool{true, false} {
+		r := newRig(t, small(rowMajor), emulated.Options{Virtual: virtual}, 300)
+		s := r.open(Config{Placement: r.placed(0.5)})
+		r.fill(s, 11)
+		r.steps(s, 1, true)
+		boom := errors.New("boom")
+		for i, l := range r.model.layers {
+			u, err := s.Open(t.Context(), l, r.compute)
+			if err != nil {
+				t.Log(err) // the failure may have reached the store
+				break
+			}
+			if i == 1 {
+				if err := r.compute.Execute(device.Work{Name: "boom", Run: func(device.Access) error { return boom }}); err != nil {
+					t.Fatal(err)
+				}
+			}
+			if err := s.Prefetch(s.Next(l)); err != nil {
+				t.Log(err)
+				break
+			}
+			for _, w := range u.Waves {
+				if err := w.Wait(r.compute); err != nil {
+					t.Fatal(err)
+				}
+			}
+			if err := s.Done(l, r.compute); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if err := r.compute.Recover(t.Context()); !errors.Is(err, boom) {
+			t.Errorf("the stream is in error %v", err)
+		}
+		if err := s.Reset(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+		r.steps(s, 2, true)
+	}
+}
+
+// TestLost: the compute GPU goes in the middle of a step; nothing hangs and
+// everything is freed.
+func TestLost(t *testing.T) {
+	for n := range uint64(4) {
+		r := newRig(t, small(rowMajor), machine(n), 100)
+		s := r.open(Config{Placement: r.placed(0.5)})
+		r.fill(s, 11)
+		stall := r.m.Inject(&emulated.Fault{Kind: emulated.StallCopy, Skip: 20, Match: func(p emulated.Point) bool { return p.Label == "expert ring" }})
+		if _, err := r.enqueue(s, true, 0); err != nil {
+			t.Fatal(err)
+		}
+		if err := r.m.Lose(0); err != nil {
+			t.Fatal(err)
+		}
+		stall.Release()
+		if err := r.compute.Synchronize(t.Context()); !errors.Is(err, device.ErrLost) {
+			t.Errorf("the step ends with %v", err)
+		}
+		if err := s.Reset(t.Context()); err != nil {
+			t.Error(err)
+		}
+		if _, err := r.step(s, true, 0); !errors.Is(err, device.ErrLost) {
+			t.Errorf("the next step ends with %v", err)
+		}
+		if err := s.Err(); !errors.Is(err, device.ErrLost) {
+			t.Errorf("the store's error is %v", err)
+		}
+	}
+}
+
+// TestMissingRow: Seal names the first matrix that is not whole.
+func TestMissingRow(t *testing.T) {
+	r := newRig(t, small(rowMajor), emulated.Options{Virtual: true}, 100)
+	s := r.open(Config{Placement: r.placed(0.5)})
+	for _, p := range r.model.pieces(2) {
+		if p == (piece{3, 4, kernels.W3, 4, 2}) || p == (piece{7, 5, kernels.W2, 0, 2}) {
+			continue
+		}
+		if err := r.model.give(s, p); err != nil {
+			t.Fatal(err)
+		}
+	}
+	const want = "experts: layer 3 expert 4: only 9 of 11 rows of w3 have come (4 rows are missing in all)"
+	if err := s.Seal(t.Context()); err == nil || err.Error() != want {
+		t.Errorf("got %v, want %s", err, want)
+	}
+}
+
+// TestDeterministic: the same steps use the same slots and waves, however copies
+// are timed.
+func TestDeterministic(t *testing.T) {
+	var want string
+	for seed := range uint64(4) {
+		o := emulated.Options{Virtual: true, Schedule: emulated.Random, Seed: seed}
+		if seed == 0 {
+			o = emulated.Options{}
+		}
+		r := newRig(t, small(rowMajor), o, 64<<seed)
+		s := r.open(Config{Placement: r.placed(0.6), RingSlots: 7, Waves: 2})
+		r.fill(s, 5)
+		var log strings.Builder
+		for range 3 {
+			for _, l := range r.model.layers {
+				u, err := s.Open(t.Context(), l, r.compute)
+				if err != nil {
+					t.Fatal(err)
+				}
+				if err := s.Prefetch(s.Next(l)); err != nil {
+					t.Fatal(err)
+				}
+				fmt.Fprintln(&log, l, s.layers[s.position[l]].slot, len(u.Waves))
+				for _, w := range u.Waves {
+					fmt.Fprintln(&log, w.Experts, len(w.Await))
+				}
+				if err := s.Done(l, r.compute); err != nil {
+					t.Fatal(err)
+				}
+			}
+			if err := r.compute.Synchronize(t.Context()); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if want == "" {
+			want = log.String()
+		}
+		if log.String() != want {
+			t.Errorf("seed %d:\n%s\nwant\n%s", seed, log.String(), want)
+		}
+	}
+}
+
+// TestRunsMerge: a wave's experts come in one copy, in two where the ring wraps.
+func TestRunsMerge(t *testing.T) {
+	r := newRig(t, small(rowMajor), emulated.Options{Virtual: true}, 1<<20)
+	s := r.open(Config{Placement: r.placed(1), RingSlots: 9, Waves: 2})
+	r.fill(s, 11)
+	r.steps(s, 1, false)
+	var copies int64
+	for _, p := range r.engine.Stats() {
+		copies += p.Copies
+	}
+	// Two for the tables; five layers of two waves of three; the ring of nine never
+	// cuts a wave of three in two.
+	if copies != 2+10 {
+		t.Errorf("%d copies", copies)
+	}
+}
+
+func TestResidency(t *testing.T) {
+	r := newRig(t, small(rowMajor), emulated.Options{Virtual: true}, 1<<20)
+	list, err := PlaceList(5, 6, []ID{{0, 1}, {0, 4}, {2, 0}, {4, 5}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	s := r.open(Config{Placement: list, RingSlots: 3})
+	show := func() string {
+		var b strings.Builder
+		for _, l := range s.Residency() {
+			for _, tier := range l {
+				b.WriteByte(tier.String()[0])
+			}
+			b.WriteByte(' ')
+		}
+		return b.String()
+	}
+	if got, want := show(), "lhllhl llllll hlllll llllll lllllh "; got != want {
+		t.Errorf("%s, want %s", got, want)
+	}
+	r.fill(s, 11)
+	r.steps(s, 1, true)
+	// Three slots: what was fetched last is there, the next step's layer 0 included.
+	if got, want := show(), "lrllrl llllll hlllll llllll lllllr "; got != want {
+		t.Errorf("%s, want %s", got, want)
+	}
+}
+
+func TestNext(t *testing.T) {
+	s := &Store{plan: Plan{Config: Config{Layers: []int{1, 3, 4}}}}
+	for layer, want := range map[int]int{0: 1, 1: 3, 2: 3, 3: 4, 4: 1, 9: 1} {
+		if got := s.Next(layer); got != want {
+			t.Errorf("after layer %d comes %d, want %d", layer, got, want)
+		}
+	}
+	if got := (&Store{}).Next(0); got != -1 {
+		t.Errorf("without experts comes %d", got)
+	}
+}
+
+// TestProtocol: misuse of the step interface is an error that says what is wrong.
+func TestProtocol(t *testing.T) {
+	r := newRig(t, small(rowMajor), emulated.Options{Virtual: true}, 1<<20)
+	s := r.open(Config{Placement: r.placed(1), RingSlots: 6})
+	wants := func(err error, want string) {
+		t.Helper()
+		if err == nil || !strings.Contains(err.Error(), want) {
+			t.Errorf("got %v, want an error with %q", err, want)
+		}
+	}
+	opens := func(layer int) error {
+		_, err := s.Open(t.Context(), layer, r.compute)
+		return err
+	}
+	wants(opens(0), "not sealed")
+	wants(s.Seal(t.Context()), "layer 0 expert 0: only 0 of 11 rows of w1 have come (840 rows are missing in all)")
+	r.fill(s, 11)
+	wants(s.Seal(t.Context()), "sealed")
+	wants(r.model.give(s, piece{0, 0, 0, 0, 1}), "sealed")
+	wants(opens(2), "layer 2: it has no experts")
+	wants(s.Done(0, r.compute), "not open")
+	if err := opens(0); err != nil {
+		t.Fatal(err)
+	}
+	wants(opens(0), "open already")
+	wants(opens(1), "the ring of 6 slots is held by other layers")
+	if err := s.Done(0, r.compute); err != nil {
+		t.Fatal(err)
+	}
+	if err := s.Prefetch(2); err != nil {
+		t.Errorf("prefetching a layer without experts: %v", err)
+	}
+	if err := opens(1); err != nil {
+		t.Error(err)
+	}
+	if err := s.Done(1, r.compute); err != nil {
+		t.Error(err)
+	}
+}
+
+func TestBadRows(t *testing.T) {
+	r := newRig(t, small(rowMajor), emulated.Options{Virtual: true}, 1<<20)
+	s := r.open(Config{Placement: r.placed(0.5)})
+	w1 := make([]byte, 12)
+	for want, call := range map[string]func() error{
+		"layer 2 expert 0: this layer has no experts": func() error { return s.Expert(2, 0, kernels.W1, 0, w1) },
+		"the layer has 6 experts":                     func() error { return s.Expert(0, 6, kernels.W1, 0, w1) },
+		"no part 3":                                   func() error { return s.Expert(0, 0, 3, 0, w1) },
+		"w1, which has 11 rows of 12 bytes":           func() error { return s.Expert(0, 0, kernels.W1, 11, w1) },
+		"13 bytes from row 0":                         func() error { return s.Expert(0, 0, kernels.W1, 0, make([]byte, 13)) },
+		"w2, which has 6 rows of 22 bytes":            func() error { return s.Expert(0, 0, kernels.W2, 5, make([]byte, 44)) },
+		"row 1 of w3 comes a second time": func() error {
+			return errors.Join(s.Expert(0, 0, kernels.W3, 1, w1), s.Expert(0, 0, kernels.W3, 0, make([]byte, 24)))
+		},
+	} {
+		if err := call(); err == nil || !strings.Contains(err.Error(), want) {
+			t.Errorf("got %v, want an error with %q", err, want)
+		}
+	}
+}
+
+// TestConcurrentFill: pieces in any order from several goroutines.
+func TestConcurrentFill(t *testing.T) {
+	for seed, tag := range []string{rowMajor, "reversed"} {
+		for _, virtual := range []bool{true, false} {
+			r := newRig(t, small(tag), emulated.Options{Virtual: virtual}, 200)
+			s := r.open(Config{Placement: r.placed(0.4), StagingBytes: 1536})
+			all := r.model.pieces(3)
+			rand.New(rand.NewPCG(uint64(seed), 0)).Shuffle(len(all), func(i, j int) { all[i], all[j] = all[j], all[i] })
+			var wg sync.WaitGroup
+			for part := range slices.Chunk(all, len(all)/4+1) {
+				wg.Go(func() {
+					for _, p := range part {
+						if err := r.model.give(s, p); err != nil {
+							t.Error(err)
+						}
+					}
+				})
+			}
+			wg.Wait()
+			if err := s.Seal(t.Context()); err != nil {
+				t.Fatal(err)
+			}
+			r.steps(s, 2, true)
+		}
+	}
+}
+
+// TestOutOfMemory: what does not fit leaves nothing behind (the machine's Close
+// lists what was not freed).
+func TestOutOfMemory(t *testing.T) {
+	m := small(rowMajor)
+	for _, o := range []emulated.Options{
+		{Virtual: true, GPUs: []emulated.GPU{{MemoryBytes: 4096}}},
+		{Virtual: true, Host: emulated.GPU{MemoryBytes: 4096}},
+		{Virtual: true, Host: emulated.GPU{MemoryBytes: 11_000}},
+	} {
+		r := newRig(t, m, o, 100)
+		plan, err := NewPlan(Config{Layers: m.layers, Experts: m.experts, Layout: m.layout, Placement: r.placed(0.5)})
+		if err != nil {
+			t.Fatal(err)
+		}
+		_, err = New(Options{Machine: r.m, Space: device.HBM(0), Backend: packer{}, Transfer: r.engine, Plan: plan})
+		if !errors.Is(err, device.ErrOutOfMemory) {
+			t.Errorf("got %v", err)
+		}
+	}
+}
+
+// TestCloseUnsealed: a loading that is given up frees everything.
+func TestCloseUnsealed(t *testing.T) {
+	r := newRig(t, small("reversed"), emulated.Options{Virtual: true}, 100)
+	s := r.open(Config{Placement: r.placed(0.5)})
+	for _, p := range r.model.pieces(4)[:60] {
+		if err := r.model.give(s, p); err != nil {
+			t.Fatal(err)
+		}
+	}
+}
+
+// TestHarness: the checksums tell experts apart, so that TestSameBytes can fail.
+func TestHarness(t *testing.T) {
+	m, seen := small(rowMajor), map[uint32]bool{}
+	for _, l := range m.layers {
+		for e := range m.experts {
+			seen[m.sum(l, e)] = true
+		}
+	}
+	if len(seen) != len(m.layers)*m.experts {
+		t.Errorf("%d checksums for %d experts", len(seen), len(m.layers)*m.experts)
+	}
+	a, b := make([]byte, 512), make([]byte, 512)
+	row := m.row(0, 0, kernels.W2, 1)
+	if err := (packer{}).PackExpert(m.layout, kernels.W2, 1, row, a); err != nil {
+		t.Fatal(err)
+	}
+	m.layout.Tag = "reversed"
+	if err := (packer{}).PackExpert(m.layout, kernels.W2, 1, row, b); err != nil {
+		t.Fatal(err)
+	}
+	if bytes.Equal(a, b) {
+		t.Error("both layouts put a row in the same place")
+	}
+}

@@ -1,0 +1,144 @@
+package kvcache
+
+import (
+	"fmt"
+
+	"github.com/moeserve/moeserve/device"
+	"github.com/moeserve/moeserve/kernels"
+)
+
+// DefaultBlockTokens is the number of positions in a block where Shape does not
+// say otherwise.
+const DefaultBlockTokens = 16
+
+// Shape is what a model and a backend make a block of.
+type Shape struct {
+	// Layers is the number of layers with attention.
+	Layers int
+	// KVHeads is the number of key (and of value) heads.
+	KVHeads int
+	// HeadDim is the elements of one head.
+	HeadDim int
+	// DType is the backend's activation type.
+	DType kernels.DType
+	// BlockTokens is the positions of a block. Default: 16.
+	BlockTokens int
+}
+
+// EnsureDefaults returns s with its defaults filled in.
+func (s Shape) EnsureDefaults() Shape {
+	if s.BlockTokens == 0 {
+		s.BlockTokens = DefaultBlockTokens
+	}
+	return s
+}
+
+// Validate reports the first field that no block can be made of.
+func (s Shape) Validate() error {
+	for _, f := range []struct {
+		name  string
+		value int
+	}{{"Layers", s.Layers}, {"KVHeads", s.KVHeads}, {"HeadDim", s.HeadDim}, {"BlockTokens", s.BlockTokens}, {"DType", s.DType.Size()}} {
+		if f.value <= 0 {
+			return fmt.Errorf("kvcache: %s is %d; it must be positive", f.name, f.value)
+		}
+	}
+	return nil
+}
+
+// BlockBytes is the size of one block: K and V of all layers.
+func (s Shape) BlockBytes() int64 { return int64(s.EnsureDefaults().blockElements() * s.DType.Size()) }
+
+// BlocksFor is how many blocks hold the given number of positions.
+func (s Shape) BlocksFor(tokens int) int {
+	b := s.EnsureDefaults().BlockTokens
+	return (tokens + b - 1) / b
+}
+
+// BytesFor is the memory that the given number of positions of one sequence
+// takes, in whole blocks.
+func (s Shape) BytesFor(tokens int) int64 { return int64(s.BlocksFor(tokens)) * s.BlockBytes() }
+
+// planeElements is the elements of the K, or of the V, of one layer in one block.
+func (s Shape) planeElements() int { return s.BlockTokens * s.KVHeads * s.HeadDim }
+
+func (s Shape) blockElements() int { return s.Layers * 2 * s.planeElements() }
+
+// Options describe a pool.
+type Options struct {
+	// Machine and Space are where the blocks lie.
+	Machine device.Machine
+	Space   device.Space
+	// Shape of a block.
+	Shape Shape
+	// Blocks is how many there are.
+	Blocks int
+}
+
+// Pool is the device memory of all blocks, and the allocator over them. It is
+// used by one goroutine at a time.
+type Pool struct {
+	shape  Shape
+	memory device.Memory
+	alloc  *Allocator
+	base   device.Addr
+}
+
+// New allocates the blocks, their content undefined. An error wraps
+// device.ErrOutOfMemory where they do not fit.
+func New(o Options) (*Pool, error) {
+	shape := o.Shape.EnsureDefaults()
+	if err := shape.Validate(); err != nil {
+		return nil, err
+	}
+	if o.Blocks <= 0 {
+		return nil, fmt.Errorf("kvcache: Blocks is %d; a pool needs at least one block of %d bytes", o.Blocks, shape.BlockBytes())
+	}
+	bytes := int64(o.Blocks) * shape.BlockBytes()
+	memory, err := o.Machine.Alloc(o.Space, bytes, "kv cache")
+	if err != nil {
+		return nil, fmt.Errorf("kvcache: allocate %d blocks of %d bytes: %w", o.Blocks, shape.BlockBytes(), err)
+	}
+	return &Pool{
+		shape:  shape,
+		memory: memory,
+		alloc:  NewAllocator(o.Blocks),
+		base:   memory.Range(0, bytes).Addr,
+	}, nil
+}
+
+// Shape is the shape of a block, with defaults filled in.
+func (p *Pool) Shape() Shape { return p.shape }
+
+// Bytes is the size of the pool.
+func (p *Pool) Bytes() int64 { return p.memory.Bytes() }
+
+// Allocator hands out the blocks.
+func (p *Pool) Allocator() *Allocator { return p.alloc }
+
+// NewTable returns the empty block table of a new sequence.
+func (p *Pool) NewTable() *Table { return NewTable(p.alloc, p.shape.BlockTokens) }
+
+// View returns the keys and the values of one layer, each of shape [blocks, block
+// tokens, kv heads, head dim], strided.
+func (p *Pool) View(layer int) (k, v kernels.Tensor) {
+	s := p.shape
+	if layer < 0 || layer >= s.Layers {
+		panic(fmt.Sprintf("kvcache: view of layer %d of %d", layer, s.Layers))
+	}
+	plane := func(i int) kernels.Tensor {
+		offset := (2*layer + i) * s.planeElements() * s.DType.Size()
+		t := kernels.New(p.base+device.Addr(offset), s.DType, p.alloc.Blocks(), s.BlockTokens, s.KVHeads, s.HeadDim)
+		t.Stride[0] = s.blockElements()
+		return t
+	}
+	return plane(0), plane(1)
+}
+
+// Block returns the bytes of one block.
+func (p *Pool) Block(id int32) device.Range {
+	return p.memory.Range(int64(id)*p.shape.BlockBytes(), p.shape.BlockBytes())
+}
+
+// Close frees the memory. No work that touches it may be outstanding.
+func (p *Pool) Close() error { return p.memory.Free() }

@@ -1,0 +1,53 @@
+// Package transfer copies between the memories of a machine: in chunks, by
+// priority, each copy starting when what it must wait for has happened, and
+// raising a fence when its last byte has landed.
+//
+// # How a copy goes
+//
+// Submit puts a request on the link of its pair of memories and returns. A link
+// has one owner: a device stream that does the copies, a host stream that learns
+// of their ends, and a queue. At most Depth chunks of ChunkBytes are with the
+// device at a time; the rest waits in the queue, so that a more urgent request
+// overtakes at the next chunk. Among requests of one priority the first submitted
+// goes first. A request whose After points are not all reached is passed over, not
+// waited for: nothing queued behind it is held up, so a stream that must see one
+// copy land before it raises the fence another one waits for is no deadlock.
+//
+//	engine, _ := transfer.New(transfer.Options{Machine: m})
+//	ticket, err := engine.Submit(transfer.Request{
+//		From: device.Host, Src: weights.Range(0, n),
+//		To: device.HBM(0), Dst: slot.Range(0, n),
+//		Priority: transfer.Prefetch,
+//		After:    []transfer.Point{lastReader},
+//		Done:     transfer.Point{Fence: landed, Value: 7},
+//		Label:    "layer 3 wave 1",
+//	})
+//	…
+//	compute.Await(landed, 7)             // the consumer's stream waits by itself
+//	ticket.Promote(transfer.Needed)      // it is needed sooner than thought
+//
+// # Failure
+//
+// A chunk that fails is tried once more. When it fails again its ticket fails: the
+// Done fence is failed with the error, so nobody waits for ever, and Ticket.Err
+// says it. Other requests of the link go on. A lost device fails every request of
+// its links, and Submit refuses new ones. A stream that waits for a failed fence
+// goes into error on emulated devices but runs on on CUDA, so whoever submitted
+// asks Ticket.Err before he believes what was computed.
+//
+// # What it is not
+//
+// It owns no memory that it copies, keeps nobody from overlapping requests (each
+// must be ordered by After and Done), and knows neither experts nor KV. There is
+// one path for each pair of memories; a pair served by several paths at once is a
+// matter of several links that pull chunks from one queue.
+//
+// # Invariants
+//
+//   - Submit and Promote never wait for a copy.
+//   - Done is raised once per request, after its last byte has landed, or failed.
+//     Nothing is ever raised with a byte missing.
+//   - Nothing of a request is written before all of its After points.
+//   - Host work runs as Work on host streams or in the caller's goroutine, so that a
+//     machine with virtual time sees all of it.
+package transfer

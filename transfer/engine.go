@@ -1,0 +1,193 @@
+package transfer
+
+import (
+	"cmp"
+	"errors"
+	"fmt"
+	"log/slog"
+	"slices"
+	"sync"
+	"time"
+
+	"github.com/moeserve/moeserve/device"
+)
+
+// Options describe an engine.
+type Options struct {
+	// Machine whose memories are copied between.
+	Machine device.Machine
+	// ChunkBytes is the size of a chunk. Default: 8 MiB.
+	ChunkBytes int64
+	// Depth is how many chunks of one link are with the device at a time. Default: 2.
+	Depth int
+	// Logger hears of chunks tried again and copies that failed. Default: none.
+	Logger *slog.Logger
+}
+
+const (
+	defaultChunkBytes = 8 << 20
+	defaultDepth      = 2
+)
+
+// EnsureDefaults returns o with its defaults filled in.
+func (o Options) EnsureDefaults() Options {
+	if o.ChunkBytes == 0 {
+		o.ChunkBytes = defaultChunkBytes
+	}
+	if o.Depth == 0 {
+		o.Depth = defaultDepth
+	}
+	if o.Logger == nil {
+		o.Logger = slog.New(slog.DiscardHandler)
+	}
+	return o
+}
+
+// Validate reports the first option that makes no sense.
+func (o Options) Validate() error {
+	switch {
+	case o.Machine == nil:
+		return errors.New("transfer: Options.Machine is not set")
+	case o.ChunkBytes <= 0:
+		return fmt.Errorf("transfer: chunks of %d bytes; they must have at least one", o.ChunkBytes)
+	case o.Depth <= 0:
+		return fmt.Errorf("transfer: depth %d; at least one chunk must be under way", o.Depth)
+	}
+	return nil
+}
+
+// Engine copies between the memories of one machine. Its methods may be called
+// from any goroutine.
+type Engine struct {
+	o Options
+
+	mu     sync.Mutex
+	links  map[device.Pair]*link
+	closed bool
+}
+
+// New starts an engine. Links come into being with their first request.
+func New(o Options) (*Engine, error) {
+	o = o.EnsureDefaults()
+	if err := o.Validate(); err != nil {
+		return nil, err
+	}
+	return &Engine{o: o, links: map[device.Pair]*link{}}, nil
+}
+
+// Submit queues a copy and returns at once. An error means that nothing was
+// queued and Done will not be raised: bad arguments, no path
+// (device.ErrUnreachable), a lost device (device.ErrLost), a closed engine
+// (device.ErrClosed).
+func (e *Engine) Submit(r Request) (*Ticket, error) {
+	if err := r.validate(); err != nil {
+		return nil, fmt.Errorf("transfer: %s: %w", r.name(), err)
+	}
+	l, err := e.link(device.Pair{From: r.From, To: r.To})
+	if err != nil {
+		return nil, fmt.Errorf("transfer: %s: %w", r.name(), err)
+	}
+	req := &request{Request: r, after: slices.Clone(r.After)}
+	req.After = nil
+	if err := l.submit(req); err != nil {
+		return nil, fmt.Errorf("transfer: %s: %w", r.name(), err)
+	}
+	return &Ticket{link: l, req: req}, nil
+}
+
+func (r *Request) validate() error {
+	switch {
+	case r.Src.Bytes != r.Dst.Bytes:
+		return fmt.Errorf("%d bytes into %d", r.Src.Bytes, r.Dst.Bytes)
+	case r.Src.Bytes <= 0:
+		return fmt.Errorf("%d bytes; a copy has at least one", r.Src.Bytes)
+	case r.Src.Addr < r.Dst.End() && r.Dst.Addr < r.Src.End():
+		return fmt.Errorf("source %v and destination %v overlap", r.Src, r.Dst)
+	case int(r.Priority) >= priorities:
+		return fmt.Errorf("there is no %v", r.Priority)
+	case r.Done.None():
+		return errors.New("no Done point, so nobody would learn of its end")
+	case slices.ContainsFunc(r.After, Point.None):
+		return errors.New("an After point without a fence")
+	}
+	return nil
+}
+
+func (r *Request) name() string {
+	if r.Label == "" {
+		return fmt.Sprintf("copy of %d bytes from %s to %s", r.Src.Bytes, r.From, r.To)
+	}
+	return fmt.Sprintf("%s (%d bytes from %s to %s)", r.Label, r.Src.Bytes, r.From, r.To)
+}
+
+// link returns the link of the pair, and makes it where it is new.
+func (e *Engine) link(pair device.Pair) (*link, error) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if e.closed {
+		return nil, device.ErrClosed
+	}
+	if l := e.links[pair]; l != nil {
+		return l, nil
+	}
+	if _, err := e.o.Machine.Topology().Path(pair.From, pair.To); err != nil {
+		return nil, err
+	}
+	l, err := newLink(e.o, pair)
+	if err != nil {
+		return nil, err
+	}
+	e.links[pair] = l
+	return l, nil
+}
+
+// PathStats is what one link has done.
+type PathStats struct {
+	From, To device.Space
+	// Copies and Bytes that have landed.
+	Copies, Bytes int64
+	// Retries of chunks, and copies that Failed or were canceled.
+	Retries, Failed int64
+	// Busy is for how long a chunk was with the device, on the machine's clock.
+	Busy time.Duration
+}
+
+// Stats says what every link has done so far, in the order of (From, To).
+func (e *Engine) Stats() []PathStats {
+	var stats []PathStats
+	for _, l := range e.sorted() {
+		stats = append(stats, l.snapshot())
+	}
+	return stats
+}
+
+func (e *Engine) sorted() []*link {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	var links []*link
+	for _, l := range e.links {
+		links = append(links, l)
+	}
+	slices.SortFunc(links, func(a, b *link) int {
+		return cmp.Or(cmp.Compare(a.pair.From, b.pair.From), cmp.Compare(a.pair.To, b.pair.To))
+	})
+	return links
+}
+
+// Close fails what was not started, with device.ErrClosed, waits for what was, and
+// releases the streams. Every After point must have been reached or failed, or be
+// about to: the streams that wait for them end with them.
+func (e *Engine) Close() error {
+	e.mu.Lock()
+	closed := e.closed
+	e.closed = true
+	e.mu.Unlock()
+	if closed {
+		return fmt.Errorf("transfer: %w", device.ErrClosed)
+	}
+	var errs []error
+	for _, l := range e.sorted() {
+		errs = append(errs, l.close())
+	}
+	return errors.Join(errs...)
+}

@@ -1,0 +1,685 @@
+package transfer_test
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"go.uber.org/goleak"
+
+	"github.com/moeserve/moeserve/device"
+	"github.com/moeserve/moeserve/device/emulated"
+	"github.com/moeserve/moeserve/transfer"
+)
+
+func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+
+// rig is a machine with an engine, closed at the end of the test; the machine
+// fails the test on findings of its check and on leaks.
+type rig struct {
+	*testing.T
+	m      *emulated.Machine
+	engine *transfer.Engine
+	fences int
+}
+
+func newRig(t *testing.T, mo emulated.Options, o transfer.Options) *rig {
+	t.Helper()
+	mo.Check = true
+	m, err := emulated.New(mo)
+	if err != nil {
+		t.Fatal(err)
+	}
+	o.Machine = m
+	e, err := transfer.New(o)
+	if err != nil {
+		t.Fatal(err)
+	}
+	r := &rig{T: t, m: m, engine: e}
+	t.Cleanup(func() {
+		if err := m.Close(); err != nil {
+			t.Error(err)
+		}
+	})
+	t.Cleanup(func() {
+		if err := e.Close(); err != nil && !errors.Is(err, device.ErrLost) {
+			t.Error(err)
+		}
+	})
+	return r
+}
+
+func (r *rig) alloc(s device.Space, n int64) device.Memory {
+	r.Helper()
+	m, err := r.m.Alloc(s, n, fmt.Sprintf("test %s", s))
+	if err != nil {
+		r.Fatal(err)
+	}
+	r.Cleanup(func() {
+		if err := m.Free(); err != nil {
+			r.Error(err)
+		}
+	})
+	return m
+}
+
+func (r *rig) stream(s device.Space, name string) device.Executor {
+	r.Helper()
+	st, err := r.m.NewStream(s, device.StreamOptions{Name: name})
+	if err != nil {
+		r.Fatal(err)
+	}
+	r.Cleanup(func() {
+		if err := st.Close(); err != nil {
+			r.Error(err)
+		}
+	})
+	return st.(device.Executor)
+}
+
+func (r *rig) point() transfer.Point {
+	r.Helper()
+	r.fences++
+	f, err := r.m.NewFence(fmt.Sprintf("fence %d", r.fences))
+	if err != nil {
+		r.Fatal(err)
+	}
+	return transfer.Point{Fence: f, Value: 1}
+}
+
+func (r *rig) submit(q transfer.Request) *transfer.Ticket {
+	r.Helper()
+	t, err := r.engine.Submit(q)
+	if err != nil {
+		r.Fatal(err)
+	}
+	return t
+}
+
+func (r *rig) wait(t *transfer.Ticket) {
+	r.Helper()
+	if err := t.Wait(r.Context()); err != nil {
+		r.Error(err)
+	}
+}
+
+// filled allocates host memory with bytes that tell their place.
+func (r *rig) filled(n int64, salt byte) device.Memory {
+	m := r.alloc(device.Host, n)
+	for i, b := 0, m.Write(0, n); i < len(b); i++ {
+		b[i] = byte(i*7+i>>8) ^ salt
+	}
+	return m
+}
+
+// down is a copy of all of src to dst.
+func (r *rig) down(dst, src device.Memory, p transfer.Priority) transfer.Request {
+	return transfer.Request{
+		From: src.Space(), Src: src.Range(0, src.Bytes()), To: dst.Space(), Dst: dst.Range(0, dst.Bytes()),
+		Priority: p, Done: r.point(),
+	}
+}
+
+// content brings what is in m to the host.
+func (r *rig) content(m device.Memory) []byte {
+	r.Helper()
+	host := r.alloc(device.Host, m.Bytes())
+	s := r.stream(m.Space(), "content")
+	if err := s.Copy(host.Range(0, m.Bytes()), m.Range(0, m.Bytes())); err != nil {
+		r.Fatal(err)
+	}
+	if err := s.Synchronize(r.Context()); err != nil {
+		r.Fatal(err)
+	}
+	return host.Read(0, m.Bytes())
+}
+
+func (r *rig) equal(got, want device.Memory) {
+	r.Helper()
+	if !bytes.Equal(r.content(got), r.content(want)) {
+		r.Errorf("what arrived on %s differs from its source", got.Space())
+	}
+}
+
+// machines runs a test on every kind of machine.
+func machines(t *testing.T, f func(t *testing.T, o emulated.Options)) {
+	for _, s := range []emulated.Schedule{emulated.Eager, emulated.Lazy, emulated.Random} {
+		t.Run(s.String(), func(t *testing.T) { f(t, emulated.Options{Virtual: true, Schedule: s, Seed: 3}) })
+	}
+	t.Run("wall", func(t *testing.T) { f(t, emulated.Options{}) })
+}
+
+func TestCopy(t *testing.T) {
+	machines(t, func(t *testing.T, o emulated.Options) {
+		for _, n := range []int64{1, 99, 100, 101, 1000} {
+			for _, pair := range []device.Pair{
+				{From: device.Host, To: device.HBM(0)},
+				{From: device.HBM(0), To: device.Host},
+				{From: device.HBM(1), To: device.HBM(0)},
+				{From: device.Host, To: device.Host},
+				{From: device.HBM(0), To: device.HBM(0)},
+			} {
+				r := newRig(t, o, transfer.Options{ChunkBytes: 100, Depth: 3})
+				src, there, dst := r.filled(n, 1), r.alloc(pair.From, n), r.alloc(pair.To, n)
+				r.wait(r.submit(r.down(there, src, transfer.Needed)))
+				ticket := r.submit(r.down(dst, there, transfer.Needed))
+				r.wait(ticket)
+				if !ticket.Ended() {
+					t.Error("a ticket that was waited for has not ended")
+				}
+				r.equal(dst, src)
+			}
+		}
+	})
+}
+
+// TestNoHeadOfLine: a copy that waits for what comes after a later copy does not
+// hold that one up.
+func TestNoHeadOfLine(t *testing.T) {
+	machines(t, func(t *testing.T, o emulated.Options) {
+		r := newRig(t, o, transfer.Options{ChunkBytes: 100, Depth: 1})
+		const n = 1000
+		srcA, srcB := r.filled(n, 1), r.filled(n, 2)
+		slot := r.alloc(device.HBM(0), n)
+		keep := r.alloc(device.HBM(0), n)
+		compute := r.stream(device.HBM(0), "compute")
+		read := r.point()
+
+		b := r.down(slot, srcB, transfer.Prefetch)
+		a := r.down(slot, srcA, transfer.Needed) // overwrites what compute reads of b
+		a.After = []transfer.Point{read}
+		ta := r.submit(a)
+		tb := r.submit(b)
+		for _, err := range []error{
+			compute.Await(b.Done.Fence, b.Done.Value),
+			compute.Copy(keep.Range(0, n), slot.Range(0, n)),
+			compute.Raise(read.Fence, read.Value),
+			compute.Await(a.Done.Fence, a.Done.Value),
+			compute.Synchronize(t.Context()),
+		} {
+			if err != nil {
+				t.Fatal(err)
+			}
+		}
+		r.wait(ta)
+		r.wait(tb)
+		r.equal(slot, srcA)
+		r.equal(keep, srcB)
+	})
+}
+
+// TestOvertaking: a needed copy goes before the rest of a prefetch, behind no more
+// than Depth chunks of it.
+func TestOvertaking(t *testing.T) {
+	for _, depth := range []int{1, 2, 5} {
+		var mu sync.Mutex
+		var sizes []string
+		r := newRig(t, emulated.Options{
+			Virtual: true, HostLink: emulated.Link{BytesPerSecond: 1e6},
+			Trace: func(tr emulated.Trace) {
+				mu.Lock()
+				defer mu.Unlock()
+				if tr.Op == "copy" && strings.HasPrefix(tr.Stream, "copy") {
+					sizes = append(sizes, fmt.Sprint(tr.Bytes))
+				}
+			},
+		}, transfer.Options{ChunkBytes: 100, Depth: depth})
+		low := r.down(r.alloc(device.HBM(0), 1000), r.filled(1000, 1), transfer.Prefetch)
+		late := r.down(r.alloc(device.HBM(0), 30), r.filled(30, 1), transfer.Prefetch)
+		high := r.down(r.alloc(device.HBM(0), 10), r.filled(10, 1), transfer.Needed)
+		tl, tm, th := r.submit(low), r.submit(late), r.submit(high)
+		tm.Promote(transfer.Needed) // submitted before high, so it goes before it
+		r.wait(tl)
+		r.wait(tm)
+		r.wait(th)
+		want := slices.Concat(slices.Repeat([]string{"100"}, depth), []string{"30", "10"}, slices.Repeat([]string{"100"}, 10-depth))
+		if !slices.Equal(sizes, want) {
+			t.Errorf("depth %d: copies of %v bytes, want %v", depth, sizes, want)
+		}
+	}
+}
+
+// TestMetamorphic: whatever the chunks, depth, priorities and schedule, the same
+// requests leave the same memory. Requests that touch the same bytes are ordered by
+// After; the rest are free.
+func TestMetamorphic(t *testing.T) {
+	const slots, size, requests = 6, 257, 40
+	for seed := range uint64(6) {
+		var want [][]byte
+		for variant := range uint64(8) {
+			rng := rand.New(rand.NewPCG(seed, 0))        // the requests: the same in every variant
+			free := rand.New(rand.NewPCG(seed, variant)) // what may differ
+			o := emulated.Options{Virtual: true, Schedule: emulated.Schedule(variant % 3), Seed: variant}
+			if variant%4 == 3 {
+				o = emulated.Options{}
+			}
+			r := newRig(t, o, transfer.Options{ChunkBytes: 1 + free.Int64N(300), Depth: 1 + free.IntN(4)})
+			spaces := []device.Space{device.Host, device.HBM(0), device.HBM(1)}
+			var memory []device.Memory
+			for _, s := range spaces {
+				memory = append(memory, r.alloc(s, slots*size))
+			}
+			type place struct{ space, slot int }
+			// users are the points after which a place may be written (all of them) or
+			// read (the last writer's).
+			writer, readers := map[place]transfer.Point{}, map[place][]transfer.Point{}
+			start := r.filled(slots*size, byte(seed))
+			for i := range spaces {
+				q := r.down(memory[i], start, transfer.Rebalance)
+				r.submit(q)
+				for s := range slots {
+					writer[place{i, s}] = q.Done
+				}
+			}
+			var tickets []*transfer.Ticket
+			for range requests {
+				from, to := place{rng.IntN(3), rng.IntN(slots)}, place{rng.IntN(3), rng.IntN(slots)}
+				n := 1 + rng.Int64N(size)
+				offset := rng.Int64N(size - n + 1)
+				if from == to {
+					continue
+				}
+				q := transfer.Request{
+					From: spaces[from.space], Src: memory[from.space].Range(int64(from.slot)*size+offset, n),
+					To: spaces[to.space], Dst: memory[to.space].Range(int64(to.slot)*size, n),
+					Priority: transfer.Priority(free.IntN(5)),
+					After:    append([]transfer.Point{writer[from], writer[to]}, readers[to]...),
+					Done:     r.point(),
+				}
+				tickets = append(tickets, r.submit(q))
+				readers[from] = append(readers[from], q.Done)
+				writer[to], readers[to] = q.Done, nil
+				if free.IntN(4) == 0 {
+					tickets[free.IntN(len(tickets))].Promote(transfer.Priority(free.IntN(5)))
+				}
+			}
+			for _, ticket := range tickets {
+				r.wait(ticket)
+			}
+			var got [][]byte
+			for _, m := range memory {
+				got = append(got, bytes.Clone(r.content(m)))
+			}
+			if want == nil {
+				want = got
+			}
+			for i := range got {
+				if !bytes.Equal(got[i], want[i]) {
+					t.Errorf("seed %d variant %d: %s differs from variant 0", seed, variant, spaces[i])
+				}
+			}
+		}
+	}
+}
+
+func TestChunkFailsOnce(t *testing.T) {
+	machines(t, func(t *testing.T, o emulated.Options) {
+		for nth := range 7 {
+			r := newRig(t, o, transfer.Options{ChunkBytes: 100, Depth: 3})
+			r.m.Inject(&emulated.Fault{Kind: emulated.FailCopy, Skip: nth})
+			a, b := r.filled(350, 1), r.filled(250, 2)
+			da, db := r.alloc(device.HBM(0), 350), r.alloc(device.HBM(0), 250)
+			ta, tb := r.submit(r.down(da, a, transfer.Prefetch)), r.submit(r.down(db, b, transfer.Prefetch))
+			r.wait(ta)
+			r.wait(tb)
+			r.equal(da, a)
+			r.equal(db, b)
+			s := r.engine.Stats()[0]
+			if s.Retries != 1 || s.Failed != 0 || s.Copies != 2 || s.Bytes != 600 {
+				t.Errorf("chunk %d failed: %+v", nth, s)
+			}
+		}
+	})
+}
+
+func TestChunkFailsTwice(t *testing.T) {
+	machines(t, func(t *testing.T, o emulated.Options) {
+		for nth := range int64(4) {
+			r := newRig(t, o, transfer.Options{ChunkBytes: 100, Depth: 3})
+			a, b, c := r.filled(350, 1), r.filled(250, 2), r.filled(10, 3)
+			da, db, dc := r.alloc(device.HBM(0), 350), r.alloc(device.HBM(0), 250), r.alloc(device.HBM(0), 10)
+			r.m.Inject(&emulated.Fault{Kind: emulated.FailCopy, Times: 2, Match: func(p emulated.Point) bool {
+				return p.Src.Addr == a.Range(100*nth, 1).Addr
+			}})
+			qa := r.down(da, a, transfer.Prefetch)
+			qa.Label = "the one that fails"
+			consumer := r.stream(device.HBM(0), "consumer")
+			ta, tb := r.submit(qa), r.submit(r.down(db, b, transfer.Prefetch))
+			if err := consumer.Await(qa.Done.Fence, qa.Done.Value); err != nil {
+				t.Fatal(err)
+			}
+			err := ta.Wait(t.Context())
+			if !errors.Is(err, device.ErrCopyFailed) || !strings.Contains(err.Error(), "the one that fails") {
+				t.Errorf("chunk %d failed twice: Wait says %v", nth, err)
+			}
+			if err := consumer.Recover(t.Context()); !errors.Is(err, device.ErrCopyFailed) {
+				t.Errorf("the stream that waited is in error %v", err)
+			}
+			r.wait(tb)
+			r.equal(db, b)
+			r.wait(r.submit(r.down(dc, c, transfer.Rebalance)))
+			r.equal(dc, c)
+			s := r.engine.Stats()[0]
+			if s.Retries != 1 || s.Failed != 1 || s.Copies != 2 || s.Bytes != 260 {
+				t.Errorf("chunk %d failed twice: %+v", nth, s)
+			}
+			// The fence goes on with the next value.
+			again := qa
+			again.Done.Value++
+			r.wait(r.submit(again))
+			r.equal(da, a)
+		}
+	})
+}
+
+// TestChance: whatever chunks fail, a copy lands whole or fails.
+func TestChance(t *testing.T) {
+	for seed := range uint64(20) {
+		o := emulated.Options{Virtual: true, Schedule: emulated.Random, Seed: seed}
+		if seed%2 == 1 {
+			o = emulated.Options{Seed: seed}
+		}
+		r := newRig(t, o, transfer.Options{ChunkBytes: 64, Depth: 1 + int(seed%4)})
+		r.m.Inject(&emulated.Fault{Kind: emulated.FailCopy, Chance: 0.2, Times: -1, Match: func(p emulated.Point) bool {
+			return strings.HasPrefix(p.Stream, "copy")
+		}})
+		var tickets []*transfer.Ticket
+		var src, dst []device.Memory
+		for i := range 12 {
+			src, dst = append(src, r.filled(300, byte(i))), append(dst, r.alloc(device.HBM(i%2), 300))
+			tickets = append(tickets, r.submit(r.down(dst[i], src[i], transfer.Priority(i%5))))
+		}
+		failed := 0
+		for i, ticket := range tickets {
+			switch err := ticket.Wait(t.Context()); {
+			case err == nil:
+				r.equal(dst[i], src[i])
+			case errors.Is(err, device.ErrCopyFailed):
+				failed++
+			default:
+				t.Errorf("seed %d: %v", seed, err)
+			}
+		}
+		var stats int64
+		for _, s := range r.engine.Stats() {
+			stats += s.Failed
+		}
+		if int64(failed) != stats {
+			t.Errorf("seed %d: %d tickets failed and Stats count %d", seed, failed, stats)
+		}
+	}
+}
+
+func TestStall(t *testing.T) {
+	r := newRig(t, emulated.Options{Virtual: true, HostLink: emulated.Link{BytesPerSecond: 1000}}, transfer.Options{ChunkBytes: 100})
+	r.m.Inject(&emulated.Fault{Kind: emulated.StallCopy, Skip: 1, For: 5 * time.Second})
+	src, dst := r.filled(300, 1), r.alloc(device.HBM(0), 300)
+	r.wait(r.submit(r.down(dst, src, transfer.Needed)))
+	r.equal(dst, src)
+	if busy := r.engine.Stats()[0].Busy; (busy - 5300*time.Millisecond).Abs() > time.Millisecond {
+		t.Errorf("busy for %v, want 5.3 s", busy)
+	}
+}
+
+// TestBusy: with one chunk always queued behind another the link never idles.
+func TestBusy(t *testing.T) {
+	r := newRig(t, emulated.Options{Virtual: true, HostLink: emulated.Link{BytesPerSecond: 1e6}}, transfer.Options{ChunkBytes: 1000, Depth: 2})
+	a, b := r.down(r.alloc(device.HBM(0), 50_000), r.filled(50_000, 1), transfer.Prefetch), r.down(r.alloc(device.HBM(0), 50_000), r.filled(50_000, 1), transfer.Needed)
+	ta, tb := r.submit(a), r.submit(b)
+	r.wait(ta)
+	r.wait(tb)
+	if now := r.m.Now(); (now - 100*time.Millisecond).Abs() > time.Microsecond {
+		t.Errorf("100 kB at 1 MB/s took %v", now)
+	}
+	s := r.engine.Stats()
+	if len(s) != 1 || s[0].From != device.Host || s[0].To != device.HBM(0) || (s[0].Busy-100*time.Millisecond).Abs() > time.Microsecond {
+		t.Errorf("stats %+v, want one link, busy for 100 ms", s)
+	}
+}
+
+func TestLost(t *testing.T) {
+	machines(t, func(t *testing.T, o emulated.Options) {
+		r := newRig(t, o, transfer.Options{ChunkBytes: 100})
+		a, b, c := r.filled(1000, 1), r.filled(10, 2), r.filled(10, 3)
+		da, db, dc := r.alloc(device.HBM(0), 1000), r.alloc(device.HBM(0), 10), r.alloc(device.HBM(1), 10)
+		stall := r.m.Inject(&emulated.Fault{Kind: emulated.StallCopy, Skip: 3})
+		ta, tb := r.submit(r.down(da, a, transfer.Prefetch)), r.submit(r.down(db, b, transfer.Rebalance))
+		if err := r.m.Lose(0); err != nil {
+			t.Fatal(err)
+		}
+		stall.Release()
+		for _, ticket := range []*transfer.Ticket{ta, tb} {
+			if err := ticket.Wait(t.Context()); !errors.Is(err, device.ErrLost) {
+				t.Errorf("a copy to a lost device: %v", err)
+			}
+		}
+		if _, err := r.engine.Submit(r.down(db, b, transfer.Needed)); !errors.Is(err, device.ErrLost) {
+			t.Errorf("submitting to a lost device: %v", err)
+		}
+		r.wait(r.submit(r.down(dc, c, transfer.Needed)))
+		r.equal(dc, c)
+	})
+}
+
+// TestRefused: what the device does not take, or a fence not, fails its ticket and
+// holds nothing up.
+func TestRefused(t *testing.T) {
+	machines(t, func(t *testing.T, o emulated.Options) {
+		o.Report = func(f emulated.Finding) {
+			if f.Kind != emulated.Outside {
+				t.Error(f)
+			}
+		}
+		r := newRig(t, o, transfer.Options{ChunkBytes: 60})
+		src, dst := r.filled(100, 1), r.alloc(device.HBM(0), 100)
+		beyond := r.down(dst, src, transfer.Needed) // its second chunk lies outside
+		beyond.Dst.Addr += 10
+		old := r.down(dst, src, transfer.Prefetch)
+		old.Done.Value = 0 // fences start there
+		tb, to := r.submit(beyond), r.submit(old)
+		if err := tb.Wait(t.Context()); err == nil || !strings.Contains(err.Error(), "destination") {
+			t.Errorf("a copy beyond its memory: %v", err)
+		}
+		if err := to.Wait(t.Context()); err == nil || !strings.Contains(err.Error(), "values must rise") {
+			t.Errorf("a Done point of the past: %v", err)
+		}
+		r.wait(r.submit(r.down(dst, src, transfer.Needed)))
+		r.equal(dst, src)
+
+		// A fence that cannot be awaited is an error of Submit.
+		bad := r.down(dst, src, transfer.Needed)
+		bad.After = []transfer.Point{r.point()}
+		if err := bad.After[0].Fence.Close(); err != nil {
+			t.Fatal(err)
+		}
+		if _, err := r.engine.Submit(bad); !errors.Is(err, device.ErrClosed) {
+			t.Errorf("after a closed fence: %v", err)
+		}
+		r.wait(r.submit(r.down(dst, src, transfer.Needed)))
+	})
+}
+
+func TestAfterFails(t *testing.T) {
+	machines(t, func(t *testing.T, o emulated.Options) {
+		r := newRig(t, o, transfer.Options{})
+		src, dst := r.filled(100, 1), r.alloc(device.HBM(0), 100)
+		boom := errors.New("boom")
+		for range 3 { // the stream that waited is used again
+			q := r.down(dst, src, transfer.Needed)
+			q.After = []transfer.Point{r.point()}
+			ticket := r.submit(q)
+			if err := q.After[0].Fence.Fail(1, boom); err != nil {
+				t.Fatal(err)
+			}
+			if err := ticket.Wait(t.Context()); !errors.Is(err, transfer.ErrAfter) || !errors.Is(err, boom) {
+				t.Errorf("after a failed point: %v", err)
+			}
+			r.wait(r.submit(r.down(dst, src, transfer.Needed)))
+		}
+	})
+}
+
+// TestAfterFailsUnasked: nobody asks the ticket, and the end of another copy finds
+// it out.
+func TestAfterFailsUnasked(t *testing.T) {
+	machines(t, func(t *testing.T, o emulated.Options) {
+		r := newRig(t, o, transfer.Options{})
+		src, dst, other := r.filled(100, 1), r.alloc(device.HBM(0), 100), r.alloc(device.HBM(0), 100)
+		q := r.down(dst, src, transfer.Needed)
+		q.After = []transfer.Point{r.point()}
+		r.submit(q)
+		if err := q.After[0].Fence.Fail(1, errors.New("boom")); err != nil {
+			t.Fatal(err)
+		}
+		r.wait(r.submit(r.down(other, src, transfer.Needed)))
+		if err := q.Done.Fence.Await(t.Context(), q.Done.Value); !errors.Is(err, transfer.ErrAfter) {
+			t.Errorf("whoever waits for Done got %v", err)
+		}
+	})
+}
+
+func TestCancel(t *testing.T) {
+	machines(t, func(t *testing.T, o emulated.Options) {
+		r := newRig(t, o, transfer.Options{ChunkBytes: 10, Depth: 1})
+		src, dst, other := r.filled(100, 1), r.alloc(device.HBM(0), 100), r.alloc(device.HBM(0), 100)
+		blocked := r.down(other, src, transfer.Needed)
+		blocked.After = []transfer.Point{r.point()}
+		tb := r.submit(blocked)
+		running := r.submit(r.down(dst, src, transfer.Needed))
+		if !tb.Cancel() {
+			t.Error("a copy that has not begun was not canceled")
+		}
+		if err := tb.Wait(canceled()); err == nil {
+			t.Error("a wait with a context that is done returns nil")
+		}
+		if err := tb.Err(); !errors.Is(err, transfer.ErrCanceled) || !tb.Ended() {
+			t.Errorf("canceled: Err says %v", err)
+		}
+		r.wait(running)
+		if running.Cancel() || tb.Cancel() {
+			t.Error("a copy that has ended was canceled")
+		}
+		// What waited for the point still does, and lets go in the end.
+		if err := blocked.After[0].Fence.Raise(1); err != nil {
+			t.Fatal(err)
+		}
+		blocked.Done = r.point()
+		r.wait(r.submit(blocked))
+		r.equal(other, src)
+	})
+}
+
+func canceled() context.Context {
+	ctx, cancel := context.WithCancel(context.Background())
+	cancel()
+	return ctx
+}
+
+func TestClose(t *testing.T) {
+	machines(t, func(t *testing.T, o emulated.Options) {
+		o.Check = true
+		m, err := emulated.New(o)
+		if err != nil {
+			t.Fatal(err)
+		}
+		e, err := transfer.New(transfer.Options{Machine: m, ChunkBytes: 10, Depth: 2})
+		if err != nil {
+			t.Fatal(err)
+		}
+		r := &rig{T: t, m: m, engine: e}
+		t.Run("", func(t *testing.T) { // memory is freed before the machine is closed
+			r.T = t
+			src, dst, other := r.filled(100, 1), r.alloc(device.HBM(0), 100), r.alloc(device.HBM(0), 100)
+			begun, queued := r.submit(r.down(dst, src, transfer.Needed)), r.submit(r.down(other, src, transfer.Needed))
+			if err := e.Close(); err != nil {
+				t.Error(err)
+			}
+			if err := begun.Err(); err != nil || !begun.Ended() {
+				t.Errorf("what was begun has not landed: %v", err)
+			}
+			if err := queued.Err(); !errors.Is(err, device.ErrClosed) {
+				t.Errorf("what was not begun: %v", err)
+			}
+			if _, err := e.Submit(r.down(dst, src, transfer.Needed)); !errors.Is(err, device.ErrClosed) {
+				t.Errorf("submitting to a closed engine: %v", err)
+			}
+			if err := e.Close(); !errors.Is(err, device.ErrClosed) {
+				t.Errorf("a second Close: %v", err)
+			}
+			r.equal(dst, src)
+		})
+		if err := m.Close(); err != nil {
+			t.Error(err)
+		}
+	})
+}
+
+func TestBadRequests(t *testing.T) {
+	r := newRig(t, emulated.Options{Virtual: true, Topology: &device.Topology{
+		Host: device.Info{MemoryBytes: 1 << 20}, GPUs: []device.Info{{MemoryBytes: 1 << 20}},
+		Paths: map[device.Pair]device.Path{{From: device.Host, To: device.HBM(0)}: {}},
+	}}, transfer.Options{})
+	src, dst := r.alloc(device.Host, 100), r.alloc(device.HBM(0), 100)
+	for want, change := range map[string]func(*transfer.Request){
+		"99 bytes into 100":     func(q *transfer.Request) { q.Src.Bytes-- },
+		"at least one":          func(q *transfer.Request) { q.Src.Bytes, q.Dst.Bytes = 0, 0 },
+		"overlap":               func(q *transfer.Request) { q.Dst = q.Src },
+		"priority(5)":           func(q *transfer.Request) { q.Priority = 5 },
+		"no Done point":         func(q *transfer.Request) { q.Done = transfer.Point{} },
+		"without a fence":       func(q *transfer.Request) { q.After = make([]transfer.Point, 1) },
+		"no path between these": func(q *transfer.Request) { q.From, q.To = q.To, q.From },
+	} {
+		q := r.down(dst, src, transfer.Needed)
+		change(&q)
+		if _, err := r.engine.Submit(q); err == nil || !strings.Contains(err.Error(), want) {
+			t.Errorf("got %v, want an error with %q", err, want)
+		}
+	}
+	for _, o := range []transfer.Options{{}, {Machine: r.m, Depth: -1}, {Machine: r.m, ChunkBytes: -1}} {
+		if _, err := transfer.New(o); err == nil {
+			t.Errorf("New takes %+v", o)
+		}
+	}
+}
+
+// TestConcurrent: several goroutines submit at once, for the race detector.
+func TestConcurrent(t *testing.T) {
+	r := newRig(t, emulated.Options{}, transfer.Options{ChunkBytes: 50})
+	src := r.filled(400, 9)
+	var wg sync.WaitGroup
+	var all []device.Memory
+	for g := range 4 {
+		dst := make([]device.Memory, 5)
+		queries := make([]transfer.Request, len(dst))
+		for i := range dst {
+			dst[i] = r.alloc(device.HBM(g%2), 400)
+			queries[i] = r.down(dst[i], src, transfer.Prefetch)
+		}
+		wg.Go(func() {
+			for _, q := range queries {
+				ticket, err := r.engine.Submit(q)
+				if err != nil {
+					t.Error(err)
+					return
+				}
+				ticket.Promote(transfer.Needed)
+				if err := ticket.Wait(context.Background()); err != nil {
+					t.Error(err)
+				}
+				r.engine.Stats()
+			}
+		})
+		all = append(all, dst...)
+	}
+	wg.Wait()
+	for _, dst := range all {
+		r.equal(dst, src)
+	}
+}

@@ -1,0 +1,460 @@
+package transfer
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"sync"
+	"time"
+
+	"github.com/moeserve/moeserve/device"
+)
+
+// link makes the copies from one memory to another.
+//
+// Chunks go onto the stream copies, each followed by an event. For each there is
+// one piece of work on the host stream owner, which waits for the event, settles
+// what became of the chunk, and gives the device the next. Waiting is done inside
+// that work and not by the stream, because a stream that waits for an event of a
+// failed copy fails with it and would never get to the work.
+//
+// A request that waits for After points has a host stream of its own for as long
+// as it does: any order of these points is possible, so none may stand behind
+// another.
+//
+// The lock is never held while something waits: on a machine with virtual time
+// whoever waits may run other work of the same link.
+type link struct {
+	o      Options
+	pair   device.Pair
+	copies device.Stream
+	owner  device.Executor
+	reap   device.Work
+
+	mu    sync.Mutex
+	queue queue
+	// flying are the chunks with the device, in order; the one in front is that of
+	// the next work on owner. Of spare events there are enough for Depth chunks.
+	flying []flight
+	spare  []device.Event
+	// blocked are the requests that wait for After points.
+	blocked []*waiting
+	// waiters are all host streams made for blocked requests, idle those that wait
+	// for nothing.
+	waiters, idle []device.Executor
+	// marks are fences for request.mark that no request uses.
+	marks []Point
+	// recovering: the stream is being drained after a failure and takes no chunks.
+	recovering bool
+	// dead is why no request can succeed any more.
+	dead      error
+	closed    bool
+	stats     PathStats
+	busySince time.Duration
+}
+
+// flight is a chunk with the device.
+type flight struct {
+	chunk
+	event device.Event
+	// retried: it failed once already.
+	retried bool
+	// dropped: it is not with the device any more, because its request failed.
+	dropped bool
+}
+
+// waiting is a request with the stream that waits for its After points.
+type waiting struct {
+	req    *request
+	stream device.Executor
+}
+
+// reached is a context for asking whether a fence has been reached without
+// waiting for it.
+var reached = func() context.Context {
+	ctx, cancel := context.WithCancel(context.Background())
+	cancel()
+	return ctx
+}()
+
+func newLink(o Options, pair device.Pair) (l *link, err error) {
+	name := fmt.Sprintf("%s to %s", pair.From, pair.To)
+	l = &link{o: o, pair: pair, stats: PathStats{From: pair.From, To: pair.To}}
+	defer func() {
+		if err != nil {
+			_ = l.release() // the first error is the one that matters
+		}
+	}()
+	// A GPU's copies are faster from the source's stream than from the target's.
+	space := pair.From
+	if space == device.Host {
+		space = pair.To
+	}
+	if l.copies, err = o.Machine.NewStream(space, device.StreamOptions{Name: "copy " + name}); err != nil {
+		return l, err
+	}
+	if l.owner, err = l.newHostStream("owner of " + name); err != nil {
+		return l, err
+	}
+	for range o.Depth {
+		ev, err := o.Machine.NewEvent()
+		if err != nil {
+			return l, err
+		}
+		l.spare = append(l.spare, ev)
+	}
+	l.reap = device.Work{Name: "settle a chunk", Host: true, Run: func(device.Access) error { l.settle(); return nil }}
+	return l, nil
+}
+
+func (l *link) newHostStream(name string) (device.Executor, error) {
+	s, err := l.o.Machine.NewStream(device.Host, device.StreamOptions{Name: name})
+	if err != nil {
+		return nil, err
+	}
+	x, ok := s.(device.Executor)
+	if !ok {
+		return nil, errors.Join(errors.New("a host stream of this machine runs no Go work"), s.Close())
+	}
+	return x, nil
+}
+
+// submit takes the request over, unless it returns an error.
+func (l *link) submit(r *request) error {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	switch {
+	case l.closed:
+		return device.ErrClosed
+	case l.dead != nil:
+		return l.dead
+	}
+	mark, err := l.takeMark()
+	if err != nil {
+		return err
+	}
+	if r.ready = len(r.after) == 0; !r.ready {
+		if err := l.block(r); err != nil {
+			l.marks = append(l.marks, mark)
+			return err
+		}
+	}
+	r.mark = Point{Fence: mark.Fence, Value: mark.Value + 1}
+	l.queue.push(r)
+	l.pump()
+	return nil
+}
+
+// takeMark returns a fence at the value that it has.
+func (l *link) takeMark() (Point, error) {
+	if n := len(l.marks); n > 0 {
+		m := l.marks[n-1]
+		l.marks = l.marks[:n-1]
+		return m, nil
+	}
+	f, err := l.o.Machine.NewFence(fmt.Sprintf("end of a copy from %s to %s", l.pair.From, l.pair.To))
+	return Point{Fence: f}, err
+}
+
+// block puts the request's After points on a host stream, followed by what makes
+// it ready.
+func (l *link) block(r *request) error {
+	w := &waiting{req: r}
+	if n := len(l.idle); n > 0 {
+		w.stream, l.idle = l.idle[n-1], l.idle[:n-1]
+	} else {
+		var err error
+		if w.stream, err = l.newHostStream(fmt.Sprintf("wait to copy %s to %s", l.pair.From, l.pair.To)); err != nil {
+			return err
+		}
+		l.waiters = append(l.waiters, w.stream)
+	}
+	l.blocked = append(l.blocked, w)
+	for _, p := range r.after {
+		if err := w.stream.Await(p.Fence, p.Value); err != nil {
+			r.ended = true // the stream is left to the points it has; see reclaim
+			return err
+		}
+	}
+	if err := w.stream.Execute(device.Work{Name: "start a copy", Host: true, Run: func(device.Access) error { l.ready(w); return nil }}); err != nil {
+		r.ended = true
+		return err
+	}
+	return nil
+}
+
+// ready runs on w's stream when all After points are reached.
+func (l *link) ready(w *waiting) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.forget(w)
+	l.idle = append(l.idle, w.stream)
+	if !w.req.ended {
+		w.req.ready = true
+		l.pump()
+	}
+}
+
+func (l *link) forget(w *waiting) {
+	l.blocked = slices.DeleteFunc(l.blocked, func(x *waiting) bool { return x == w })
+}
+
+// pump gives the device chunks until Depth are with it. The lock is held.
+func (l *link) pump() {
+	for l.dead == nil && !l.recovering && len(l.flying) < l.o.Depth {
+		c, ok := l.queue.next(l.o.ChunkBytes)
+		if !ok {
+			break
+		}
+		f := flight{chunk: c, event: l.spare[len(l.spare)-1]}
+		err := l.launch(f)
+		if err == nil {
+			err = l.owner.Execute(l.reap)
+		}
+		if err != nil {
+			l.refused(c.req, err)
+			continue
+		}
+		l.spare = l.spare[:len(l.spare)-1]
+		if len(l.flying) == 0 {
+			l.busySince = l.o.Machine.Now()
+		}
+		l.flying = append(l.flying, f)
+		c.req.flying++
+	}
+}
+
+// launch puts a chunk and its event on the stream.
+func (l *link) launch(f flight) error {
+	r := f.req
+	if err := l.copies.Copy(r.Dst.Slice(f.offset, f.n), r.Src.Slice(f.offset, f.n)); err != nil {
+		return err
+	}
+	return l.copies.Record(f.event)
+}
+
+// refused fails a request whose chunk the device did not take.
+func (l *link) refused(r *request, err error) {
+	if errors.Is(err, device.ErrLost) {
+		l.die(err)
+	}
+	l.fail(r, err)
+}
+
+// settle waits for the chunk in front and does what follows from its end. It runs
+// on owner, once for every chunk that was launched.
+func (l *link) settle() {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	for !l.flying[0].dropped {
+		event := l.flying[0].event
+		l.mu.Unlock()
+		err := event.Synchronize(context.Background())
+		l.mu.Lock()
+		if err == nil {
+			l.flying[0].req.landed += l.flying[0].n
+			break
+		}
+		l.again(err)
+	}
+	l.land()
+}
+
+// land takes the chunk in front out and lets the next one go.
+func (l *link) land() {
+	f := l.flying[0]
+	l.flying = slices.Delete(l.flying, 0, 1)
+	l.spare = append(l.spare, f.event)
+	if len(l.flying) == 0 {
+		l.stats.Busy += l.o.Machine.Now() - l.busySince
+	}
+	switch r := f.req; {
+	case r.flying > 1:
+		r.flying--
+	case r.failure != nil:
+		r.flying = 0
+		l.end(r, r.failure)
+	default:
+		r.flying = 0
+		if r.landed == r.Src.Bytes {
+			l.end(r, nil)
+		}
+	}
+	l.reclaim()
+	l.pump()
+}
+
+// again deals with the failure of the chunk in front: it clears the stream, and
+// launches again what stood there, the chunk itself if that was its first failure.
+// The lock is held, and released meanwhile.
+func (l *link) again(cause error) {
+	l.recovering = true
+	l.mu.Unlock()
+	err := l.copies.Recover(context.Background())
+	l.mu.Lock()
+	l.recovering = false
+	front := &l.flying[0]
+	switch {
+	case errors.Is(err, device.ErrLost) || errors.Is(cause, device.ErrLost):
+		l.die(cause)
+	case front.retried:
+		l.fail(front.req, cause)
+	case front.req.failure == nil:
+		front.retried = true
+		l.stats.Retries++
+		l.o.Logger.Warn("a chunk failed and is tried again", "copy", front.req.name(), "offset", front.offset, "error", cause)
+	}
+	for i := range l.flying { // what stood behind it on the stream did not run
+		f := &l.flying[i]
+		if f.req.failure == nil {
+			if err := l.launch(*f); err != nil {
+				l.refused(f.req, err)
+			}
+		}
+		f.dropped = f.req.failure != nil
+	}
+}
+
+// die fails every request: nothing can succeed any more.
+func (l *link) die(cause error) {
+	if l.dead != nil {
+		return
+	}
+	l.dead = cause
+	for _, f := range l.flying {
+		l.fail(f.req, cause)
+	}
+	for _, r := range l.queue.all() {
+		l.fail(r, cause)
+	}
+}
+
+// fail lets nothing more of the request go to the device and ends it as soon as
+// nothing of it is there.
+func (l *link) fail(r *request, err error) {
+	if r.ended || r.failure != nil {
+		return
+	}
+	r.failure = err
+	l.queue.remove(r)
+	if r.flying == 0 {
+		l.end(r, err)
+	}
+}
+
+// end raises or fails Done, and lets those go on who wait for the ticket.
+func (l *link) end(r *request, err error) {
+	r.ended = true
+	if err == nil {
+		err = r.Done.Fence.Raise(r.Done.Value)
+	}
+	if err == nil {
+		l.stats.Copies++
+		l.stats.Bytes += r.Src.Bytes
+	} else {
+		r.err = fmt.Errorf("transfer: %s: %w", r.name(), err)
+		l.stats.Failed++
+		if !errors.Is(err, ErrCanceled) {
+			l.o.Logger.Error("a copy failed", "copy", r.name(), "error", err)
+		}
+		if err := r.Done.Fence.Fail(r.Done.Value, r.err); err != nil {
+			r.err = errors.Join(r.err, fmt.Errorf("transfer: %s: nobody could be told: %w", r.name(), err))
+		}
+	}
+	if err := r.mark.Fence.Raise(r.mark.Value); err != nil {
+		r.err = errors.Join(r.err, err)
+	}
+	l.marks = append(l.marks, r.mark)
+}
+
+func (l *link) cancel(r *request) bool {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if r.ended || r.issued > 0 {
+		return false
+	}
+	l.fail(r, ErrCanceled)
+	return true
+}
+
+// failAfter fails a request one of whose After points has failed.
+func (l *link) failAfter(r *request, cause error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if r.issued == 0 {
+		l.fail(r, fmt.Errorf("%w: %w", ErrAfter, cause))
+	}
+}
+
+// reclaim fails the requests one of whose After points has failed, for the stream
+// that waited failed with it and makes nothing ready, and takes back the streams
+// of requests that ended before they were ready.
+func (l *link) reclaim() {
+	for _, w := range slices.Clone(l.blocked) {
+		for _, p := range w.req.after {
+			if err := p.Fence.Await(reached, p.Value); err != nil && !errors.Is(err, context.Canceled) {
+				l.fail(w.req, fmt.Errorf("%w: %w", ErrAfter, err))
+				break
+			}
+		}
+		if !w.req.ended {
+			continue
+		}
+		if err := w.stream.Recover(reached); !errors.Is(err, context.Canceled) {
+			l.forget(w)
+			l.idle = append(l.idle, w.stream)
+		}
+	}
+}
+
+func (l *link) snapshot() PathStats {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	s := l.stats
+	if len(l.flying) > 0 {
+		s.Busy += l.o.Machine.Now() - l.busySince
+	}
+	return s
+}
+
+// close ends what was not started, waits for the rest and releases everything.
+func (l *link) close() error {
+	l.mu.Lock()
+	l.closed = true
+	for _, r := range l.queue.all() {
+		if r.issued == 0 {
+			l.fail(r, device.ErrClosed)
+		}
+	}
+	var err error
+	for len(l.flying) > 0 && err == nil {
+		l.mu.Unlock()
+		err = l.owner.Synchronize(context.Background())
+		l.mu.Lock()
+	}
+	l.mu.Unlock()
+	return errors.Join(err, l.release())
+}
+
+// release closes what there is.
+func (l *link) release() error {
+	var errs []error
+	stop := func(s device.Stream) { errs = append(errs, s.Close()) }
+	if l.copies != nil {
+		stop(l.copies)
+	}
+	if l.owner != nil {
+		stop(l.owner)
+	}
+	for _, s := range l.waiters {
+		stop(s)
+	}
+	for _, ev := range l.spare {
+		errs = append(errs, ev.Close())
+	}
+	for _, m := range l.marks {
+		errs = append(errs, m.Fence.Close())
+	}
+	return errors.Join(errs...)
+}

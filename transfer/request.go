@@ -1,0 +1,70 @@
+package transfer
+
+import (
+	"errors"
+	"fmt"
+
+	"github.com/moeserve/moeserve/device"
+)
+
+// Priority orders requests of one link: the higher goes first.
+type Priority uint8
+
+// The priorities, by what the bytes are for.
+const (
+	// Rebalance moves what may be used some day.
+	Rebalance Priority = iota
+	// Prefetch brings what the next layers will use.
+	Prefetch
+	// KVStore writes KV blocks to a lower tier.
+	KVStore
+	// KVReload brings back KV blocks that a request waits for.
+	KVReload
+	// Needed brings what the running layer waits for.
+	Needed
+
+	priorities = int(Needed) + 1
+)
+
+func (p Priority) String() string {
+	if int(p) >= priorities {
+		return fmt.Sprintf("priority(%d)", uint8(p))
+	}
+	return [priorities]string{"rebalance", "prefetch", "kv-store", "kv-reload", "needed"}[p]
+}
+
+// Point is a moment in the life of a fence: when it has reached Value. The zero
+// Point is none.
+type Point struct {
+	Fence device.Fence
+	Value uint32
+}
+
+// None reports whether p is the zero Point.
+func (p Point) None() bool { return p.Fence == nil }
+
+// Request is one copy.
+type Request struct {
+	// From and To are the memories of Src and Dst.
+	From, To device.Space
+	// Src and Dst have the same size, at least one byte, and do not overlap. They
+	// belong to the engine until Done: Src is not written and Dst not touched.
+	Src, Dst device.Range
+	Priority Priority
+	// After must all be reached before the first byte is written (or read). A point
+	// that fails fails the request. The slice is not kept.
+	After []Point
+	// Done is raised when the last byte has landed, and failed where the copy
+	// failed. It must be given. Several requests may share a fence only if nobody
+	// awaits the value of one that may end after, or is failed by the failure of, one
+	// with a higher value.
+	Done Point
+	// Label names the request in errors and traces.
+	Label string
+}
+
+// ErrAfter: the copy was not started because one of its After points failed.
+var ErrAfter = errors.New("what the copy waits for has failed")
+
+// ErrCanceled: the copy was canceled before it began.
+var ErrCanceled = errors.New("copy canceled")

@@ -1,0 +1,60 @@
+package transfer
+
+import (
+	"context"
+	"fmt"
+)
+
+// Ticket is a request that was submitted. Its methods may be called from any
+// goroutine.
+type Ticket struct {
+	link *link
+	req  *request
+}
+
+// Promote raises the request's priority, if p is higher than it is: a prefetch is
+// needed now. Among the requests of p it stands where its submission puts it.
+func (t *Ticket) Promote(p Priority) {
+	t.link.mu.Lock()
+	defer t.link.mu.Unlock()
+	t.link.queue.promote(t.req, p)
+}
+
+// Cancel fails the request with an error that wraps ErrCanceled, if nothing of it
+// was given to the device yet, and reports whether it did.
+func (t *Ticket) Cancel() bool { return t.link.cancel(t.req) }
+
+// Ended reports whether Done was raised or failed.
+func (t *Ticket) Ended() bool {
+	t.link.mu.Lock()
+	defer t.link.mu.Unlock()
+	return t.req.ended
+}
+
+// Err is why the copy failed: nil while it is under way and after it has landed.
+// It wraps device.ErrCopyFailed, device.ErrLost, device.ErrClosed, ErrAfter or
+// ErrCanceled.
+func (t *Ticket) Err() error {
+	t.link.mu.Lock()
+	defer t.link.mu.Unlock()
+	return t.req.err
+}
+
+// Wait waits on the host until the request has ended and nothing of it is under
+// way, or ctx is done, and returns Err.
+func (t *Ticket) Wait(ctx context.Context) error {
+	r := t.req
+	for _, p := range r.after {
+		if t.Ended() {
+			break
+		}
+		if err := p.Fence.Await(ctx, p.Value); err != nil && ctx.Err() == nil {
+			t.link.failAfter(r, err)
+			break
+		}
+	}
+	if err := r.mark.Fence.Await(ctx, r.mark.Value); err != nil && !t.Ended() {
+		return fmt.Errorf("transfer: wait for %s: %w", r.name(), err)
+	}
+	return t.Err()
+}
