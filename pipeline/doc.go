@@ -1,0 +1,28 @@
+// Package pipeline runs steps: it turns a set of rows (decode tokens and prompt
+// chunks of some sequences) into one token per sequence, and keeps the copies of
+// missing experts under the compute.
+//
+// The order of everything in a step is a plan: a list of actions made by a pure
+// function (LayerByLayer), which the pipeline then carries out by enqueueing on
+// one compute stream. Copies are submitted to the experts' store, which gives
+// them to package transfer; the compute stream meets them only through fences.
+// Nothing on the host waits until the step's tokens come back.
+//
+// # What it is not
+//
+// It does not decide which sequences run (package engine), where an expert lives
+// (package experts), or which block a token's keys lie in (package kvcache).
+//
+// # Invariants
+//
+//   - A step ends before the next begins, and either all of it counts or nothing:
+//     when a copy fails, the step's tokens are dropped, and running the same step
+//     again is safe, since appending keys and values and sampling are idempotent.
+//   - For the same sequence of steps the tokens do not depend on where experts
+//     lie, on when they arrive, or on what failed in between.
+//
+// # Example
+//
+//	p, err := pipeline.New(pipeline.Options{Machine: m, Space: device.HBM(0), Model: model, Experts: store, KV: pool, Limits: limits})
+//	out, err := p.Step(ctx, &pipeline.Step{Sequences: []pipeline.Sequence{{Tokens: ids, Table: table, Sample: true}}})
+package pipeline
