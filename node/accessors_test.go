@@ -1,0 +1,112 @@
+package node
+
+import (
+	"errors"
+	"fmt"
+	"slices"
+	"testing"
+
+	"github.com/moeserve/moeserve/configs"
+)
+
+// What Inspect says is taken is what Open takes.
+func TestInspectSaysWhatOpenTakes(t *testing.T) {
+	for _, fraction := range []float64{0, 0.3, 1} {
+		t.Run(fmt.Sprint(fraction), func(t *testing.T) {
+			s := configs.Defaults()
+			s.OffloadFraction, s.Emulate = fraction, "hbm=1GiB,host=1GiB"
+			in, err := Inspect(Options{Settings: s})
+			if err != nil {
+				t.Fatal(err)
+			}
+			if in.Problem != nil || in.Here != nil {
+				t.Fatal(in.Problem, in.Here)
+			}
+			n, err := Open(t.Context(), Options{Settings: s})
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer func() {
+				if err := n.Close(); err != nil {
+					t.Error(err)
+				}
+			}()
+			r, err := n.Report(t.Context())
+			if err != nil {
+				t.Fatal(err)
+			}
+			kv := int64(in.KV.Blocks) * in.KVBlockBytes
+			for i, m := range []struct {
+				space string
+				need  int64
+			}{{"gpu0", in.Demands[0].Need() + kv}, {"host", in.Demands[1].Need()}} {
+				got := slices.IndexFunc(r.Memory, func(s SpaceReport) bool { return s.Space == m.space })
+				if got < 0 || in.Demands[i].Space != m.space {
+					t.Fatalf("no memory of %s in %+v", m.space, r.Memory)
+				}
+				// Each allocation may be rounded up, and not all are there at the same time.
+				if peak := r.Memory[got].Peak; peak > m.need+4096 || peak < m.need/2 {
+					t.Errorf("%s: %d bytes taken, %d said to be needed", m.space, peak, m.need)
+				}
+			}
+			if n.limits.MaxModelLen != in.KV.MaxModelLen || n.kv.Allocator().Blocks() != in.KV.Blocks {
+				t.Errorf("a cache of %d blocks for %d tokens, said to be %+v", n.kv.Allocator().Blocks(), n.limits.MaxModelLen, in.KV)
+			}
+			where := r.Where()
+			if where["local"] != in.Local || where["host"]+where["ring"] != in.Offloaded {
+				t.Errorf("experts are %v, said to be %d local and %d offloaded", where, in.Local, in.Offloaded)
+			}
+			for i, l := range r.Layers {
+				for e, tier := range l.Tiers {
+					if (tier.String() == "local") != (in.Placement[i].Tiers[e] == "local") || l.Layer != in.Placement[i].Layer {
+						t.Errorf("layer %d expert %d is %v, said to be %s", l.Layer, e, tier, in.Placement[i].Tiers[e])
+					}
+				}
+			}
+		})
+	}
+}
+
+func TestInspectPresets(t *testing.T) {
+	for _, name := range configs.PresetNames() {
+		s := configs.Defaults()
+		s.Model, s.OffloadFraction, s.Emulate = name, 0.75, "hbm=200GiB,host=200GiB,virtual,nodata"
+		in, err := Inspect(Options{Settings: s})
+		if err != nil {
+			t.Errorf("%s: %v", name, err)
+			continue
+		}
+		if in.Problem != nil || in.Here != nil || in.Local+in.Offloaded != in.Sizes.ExpertCount || in.Routing == "" {
+			t.Errorf("%s: %+v", name, in)
+		}
+	}
+}
+
+func TestEncodePrompt(t *testing.T) {
+	n, err := Open(t.Context(), Options{Settings: configs.Defaults()})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() {
+		if err := n.Close(); err != nil {
+			t.Error(err)
+		}
+	}()
+	for _, c := range []struct {
+		chat bool
+		want string
+	}{{false, "1+2="}, {true, "<|user|>1+2=<|assistant|>"}} {
+		ids, err := n.EncodePrompt("1+2=", c.chat)
+		if err != nil || n.Tokenizer().Decode(ids, false) != c.want {
+			t.Errorf("chat %v: %q, %v", c.chat, n.Tokenizer().Decode(ids, false), err)
+		}
+	}
+	n.template = nil
+	if _, err := n.EncodePrompt("x", true); !errors.Is(err, ErrConfig) {
+		t.Errorf("without a template: %v", err)
+	}
+	n.tokenizer = nil
+	if _, err := n.EncodePrompt("x", false); !errors.Is(err, ErrConfig) {
+		t.Errorf("without a tokenizer: %v", err)
+	}
+}

@@ -1,0 +1,528 @@
+package node
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"log/slog"
+	"os"
+	"runtime"
+	"strings"
+	"time"
+
+	"github.com/moeserve/moeserve/configs"
+	"github.com/moeserve/moeserve/device"
+	"github.com/moeserve/moeserve/device/emulated"
+	"github.com/moeserve/moeserve/engine"
+	"github.com/moeserve/moeserve/experts"
+	"github.com/moeserve/moeserve/kernels"
+	"github.com/moeserve/moeserve/kernels/cpu"
+	"github.com/moeserve/moeserve/kvcache"
+	"github.com/moeserve/moeserve/models"
+	"github.com/moeserve/moeserve/models/chat"
+	"github.com/moeserve/moeserve/models/safetensors"
+	"github.com/moeserve/moeserve/models/tiny"
+	"github.com/moeserve/moeserve/models/tokenizer"
+	"github.com/moeserve/moeserve/pipeline"
+	"github.com/moeserve/moeserve/transfer"
+)
+
+// What an error of Open is about; cmd turns it into the exit code.
+var (
+	// ErrConfig: settings that contradict each other or the model.
+	ErrConfig = errors.New("configuration")
+	// ErrModel: the model cannot be read, or is not one that we run.
+	ErrModel = errors.New("model")
+	// ErrDevice: a device, or its memory.
+	ErrDevice = errors.New("device")
+)
+
+// failure marks err as one of the kinds above without saying so in its text.
+type failure struct{ kind, err error }
+
+func (f *failure) Error() string   { return f.err.Error() }
+func (f *failure) Unwrap() []error { return []error{f.kind, f.err} }
+
+func fail(kind, err error) error {
+	if err == nil {
+		return nil
+	}
+	return &failure{kind, err}
+}
+
+// Options say what to run.
+type Options struct {
+	Settings configs.Settings
+	// HostLogits keeps room for the logits of a step: see pipeline.Options.
+	HostLogits bool
+	// WithoutTokenizer leaves the tokenizer unread, for checkpoints that have none.
+	WithoutTokenizer bool
+	// Progress, which may be nil, is called while weights are loaded, with bytes.
+	Progress func(done, total int64)
+	// Log gets what an operator can act on. Default: none.
+	Log *slog.Logger
+	// OpenMachine opens the devices in place of what the settings say; tests use it
+	// to choose schedules and to inject faults.
+	OpenMachine func() (device.Machine, error)
+}
+
+// BuiltIn is what the built-in model is called.
+const BuiltIn = "built-in"
+
+// Node is a running node.
+type Node struct {
+	name      string
+	settings  configs.Settings
+	config    *models.Config
+	layout    *models.Layout
+	machine   device.Machine
+	space     device.Space
+	backend   kernels.Backend
+	transfer  *transfer.Engine
+	store     *experts.Store
+	plan      experts.Plan
+	kv        *kvcache.Pool
+	pipe      *pipeline.Pipeline
+	engine    *engine.Engine
+	tokenizer tokenizer.Tokenizer
+	template  *chat.Template
+	limits    models.Limits
+	loadTime  time.Duration
+	closers   []func() error
+}
+
+// Model is a model's files, read as far as it takes to know what they hold.
+type Model struct {
+	// Name is the preset's, the directory, or BuiltIn.
+	Name   string
+	Config *models.Config
+	Source models.Source
+	// Files holds tokenizer and templates; nil for a preset.
+	Files fs.FS
+
+	close func() error
+}
+
+// Close releases the mapped files. The Source must not be read any more.
+func (m *Model) Close() error {
+	if m.close == nil {
+		return nil
+	}
+	return m.close()
+}
+
+// OpenModel finds the model that the settings name and reads its configuration and
+// the names and shapes of its tensors, but no weights. Errors wrap ErrModel or
+// ErrConfig.
+func OpenModel(s configs.Settings) (*Model, error) {
+	m, err := openModel(s)
+	if err != nil {
+		return nil, err
+	}
+	if s.NumHiddenLayers > 0 {
+		if s.LoadFormat != "dummy" {
+			return nil, errors.Join(fail(ErrConfig, errors.New("num-hidden-layers cuts a preset and goes with load-format dummy only")), m.Close())
+		}
+	}
+	return m, nil
+}
+
+func openModel(s configs.Settings) (*Model, error) {
+	if s.Model == "" {
+		return openBuiltIn()
+	}
+	if data, ok := configs.Preset(s.Model); ok {
+		if s.LoadFormat != "dummy" {
+			return nil, fail(ErrConfig, fmt.Errorf("%s is a preset: it has shapes and no weights; give --load-format dummy for random ones, or the directory of its checkpoint as --model", s.Model))
+		}
+		c, err := models.ParseConfig(data, "preset "+s.Model)
+		if err != nil {
+			return nil, fail(ErrModel, err)
+		}
+		return dummy(s, s.Model, c, nil)
+	}
+	info, err := os.Stat(s.Model)
+	if err != nil || !info.IsDir() {
+		return nil, fail(ErrModel, fmt.Errorf("there is no model %q: give the directory of a Hugging Face checkpoint, or one of the presets %s", s.Model, strings.Join(configs.PresetNames(), ", ")))
+	}
+	c, err := models.ReadConfig(s.Model)
+	if err != nil {
+		return nil, fail(ErrModel, err)
+	}
+	files := os.DirFS(s.Model)
+	if s.LoadFormat == "dummy" {
+		return dummy(s, s.Model, c, files)
+	}
+	ck, err := safetensors.Open(s.Model)
+	if err != nil {
+		return nil, fail(ErrModel, err)
+	}
+	return &Model{Name: s.Model, Config: c, Source: models.NewCheckpoint(ck), Files: files, close: ck.Close}, nil
+}
+
+func dummy(s configs.Settings, name string, c *models.Config, files fs.FS) (*Model, error) {
+	var err error
+	if s.NumHiddenLayers > 0 {
+		if c, err = c.WithLayers(s.NumHiddenLayers); err != nil {
+			return nil, fail(ErrConfig, err)
+		}
+	}
+	skew, err := s.RoutingSkew()
+	if err != nil {
+		return nil, fail(ErrConfig, err)
+	}
+	if skew > 0 {
+		if c, err = c.WithRoutingSkew(skew); err != nil {
+			return nil, fail(ErrConfig, err)
+		}
+	}
+	return &Model{Name: name, Config: c, Source: models.NewDummy(c, s.Seed), Files: files}, nil
+}
+
+func openBuiltIn() (*Model, error) {
+	files := tiny.FS()
+	data, err := fs.ReadFile(files, "config.json")
+	if err != nil {
+		return nil, fail(ErrModel, err)
+	}
+	c, err := models.ParseConfig(data, BuiltIn+" config.json")
+	if err != nil {
+		return nil, fail(ErrModel, err)
+	}
+	if data, err = fs.ReadFile(files, "generation_config.json"); err == nil {
+		if c, err = c.WithGeneration(data, BuiltIn+" generation_config.json"); err != nil {
+			return nil, fail(ErrModel, err)
+		}
+	}
+	weights, err := fs.ReadFile(files, safetensors.SingleFile)
+	if err != nil {
+		return nil, fail(ErrModel, err)
+	}
+	ck, err := safetensors.Parse(BuiltIn+" "+safetensors.SingleFile, weights)
+	if err != nil {
+		return nil, fail(ErrModel, err)
+	}
+	return &Model{Name: BuiltIn, Config: c, Source: models.NewCheckpoint(ck), Files: files, close: ck.Close}, nil
+}
+
+// Open starts a node. ctx bounds the loading.
+func Open(ctx context.Context, o Options) (_ *Node, err error) {
+	if err := o.Settings.Validate(); err != nil {
+		return nil, fail(ErrConfig, err)
+	}
+	if o.Log == nil {
+		o.Log = slog.New(slog.DiscardHandler)
+	}
+	n := &Node{settings: o.Settings}
+	defer func() {
+		if err != nil {
+			err = errors.Join(err, n.Close())
+		}
+	}()
+	model, err := OpenModel(o.Settings)
+	if err != nil {
+		return nil, err
+	}
+	defer func() { err = errors.Join(err, fail(ErrModel, model.Close())) }()
+	n.name, n.config = model.Name, model.Config
+	if err := n.text(model, o.WithoutTokenizer); err != nil {
+		return nil, fail(ErrModel, err)
+	}
+	if err := n.machines(&o); err != nil {
+		return nil, err
+	}
+	if n.layout, err = models.NewLayout(n.config, model.Source, nil); err != nil {
+		return nil, fail(ErrModel, err)
+	}
+	kv, blocks, err := n.budget(&o)
+	if err != nil {
+		return nil, fail(ErrConfig, err)
+	}
+	if err := n.assemble(ctx, &o, model.Source, kv, blocks); err != nil {
+		return nil, err
+	}
+	o.Log.Info("node ready", "model", n.name, "load_seconds", n.loadTime.Seconds(), "kv_blocks", blocks, "max_model_len", n.limits.MaxModelLen)
+	return n, nil
+}
+
+// text reads tokenizer and chat template, where the model has files.
+func (n *Node) text(m *Model, without bool) error {
+	if m.Files == nil || without {
+		return nil
+	}
+	tok, err := fs.ReadFile(m.Files, "tokenizer.json")
+	if errors.Is(err, fs.ErrNotExist) {
+		return fmt.Errorf("%s has no tokenizer.json, which turns text into the model's ids; download the complete checkpoint", m.Name)
+	}
+	if err != nil {
+		return err
+	}
+	config, err := fs.ReadFile(m.Files, "tokenizer_config.json")
+	if err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return err
+	}
+	t, err := tokenizer.Parse(tok, config)
+	if err != nil {
+		return fmt.Errorf("%s: %w", m.Name, err)
+	}
+	n.tokenizer = t
+	n.template, err = chat.LoadFS(m.Files, m.Name)
+	if err != nil && !errors.Is(err, chat.ErrNoTemplate) {
+		// A broken template only matters to those who use it.
+		n.template = nil
+		if n.settings.Chat {
+			return fmt.Errorf("%s: %w", m.Name, err)
+		}
+	}
+	return nil
+}
+
+// machines opens devices and backend.
+func (n *Node) machines(o *Options) error {
+	open := o.OpenMachine
+	if open == nil {
+		open = func() (device.Machine, error) {
+			spec, err := emulated.ParseSpec(o.Settings.Emulate)
+			if err != nil {
+				return nil, fail(ErrConfig, err)
+			}
+			defaultMemory(&spec)
+			return emulated.Open(spec)
+		}
+	}
+	m, err := open()
+	if err != nil {
+		return fail(ErrDevice, err)
+	}
+	n.machine, n.space = m, device.HBM(0)
+	n.closers = append(n.closers, m.Close)
+	n.backend = cpu.New(cpu.Options{Threads: runtime.GOMAXPROCS(0)})
+	n.closers = append(n.closers, n.backend.Close)
+	return nil
+}
+
+// defaultMemory gives emulated memories that nobody has sized what this machine
+// can give: what is taken of one is missing from the others, which Budget counts.
+func defaultMemory(o *emulated.Options) {
+	have, ok := availableMemory()
+	if !ok || o.Topology != nil || o.NoData {
+		return
+	}
+	if o.Host.MemoryBytes == 0 {
+		o.Host.MemoryBytes = have
+	}
+	if len(o.GPUs) == 0 {
+		o.GPUs = make([]emulated.GPU, 3)
+	}
+	for i := range o.GPUs {
+		if o.GPUs[i].MemoryBytes == 0 {
+			o.GPUs[i].MemoryBytes = have
+		}
+	}
+}
+
+// budget works out what lies where, before anything is taken.
+func (n *Node) budget(o *Options) (kvcache.Shape, int, error) {
+	s, c := &o.Settings, n.config
+	var none kvcache.Shape
+	n.limits = models.Limits{
+		MaxRows: s.MaxNumBatchedTokens, MaxSeqs: min(s.MaxNumSeqs, s.MaxNumBatchedTokens),
+		MaxModelLen: c.MaxPositions, BlockTokens: kvcache.DefaultBlockTokens,
+	}
+	n.limits.MaxLogits = n.limits.MaxSeqs
+	if o.HostLogits {
+		n.limits.MaxLogits = n.limits.MaxRows
+	}
+	var layers []int
+	for l, dense := range c.Dense {
+		if !dense {
+			layers = append(layers, l)
+		}
+	}
+	layout, err := n.backend.ExpertLayout(c.ExpertShape(n.layout.ExpertDType))
+	if err != nil {
+		return none, 0, err
+	}
+	placement, err := experts.Place(len(layers), c.Experts, s.OffloadFraction)
+	if err != nil {
+		return none, 0, err
+	}
+	if n.plan, err = experts.NewPlan(experts.Config{Layers: layers, Experts: c.Experts, Layout: layout, Placement: placement}); err != nil {
+		return none, 0, err
+	}
+	usage, err := n.machine.Usage(n.space)
+	if err != nil {
+		return none, 0, err
+	}
+	host, err := n.machine.Usage(device.Host)
+	if err != nil {
+		return none, 0, err
+	}
+	kv := kvcache.Shape{Layers: c.Layers, KVHeads: c.KVHeads, HeadDim: c.HeadDim, DType: n.backend.ActivationDType(), BlockTokens: kvcache.DefaultBlockTokens}
+	if s.MaxModelLen > 0 && s.MaxModelLen < n.limits.MaxModelLen {
+		n.limits.MaxModelLen = s.MaxModelLen
+	}
+	demand := Demand{
+		Space: n.space.String(), Capacity: usage.Capacity - usage.Other, Share: s.GPUMemoryUtilization,
+		Parts: []Part{
+			{"weights but experts", n.layout.Bytes},
+			{"local experts", n.plan.LocalBytes},
+			{"ring of fetched experts", n.plan.RingBytes},
+			{"tables", n.plan.TableBytes},
+			{"activations", models.WorkspaceBytes(c, n.backend, n.limits)},
+			{"row data", pipeline.RowDataBytes(n.limits, s.MicroBatchSize)},
+		},
+		Advice: "offload more experts (offload-fraction), lower max-num-batched-tokens, or give the device more memory",
+	}
+	room, err := demand.Room()
+	if err != nil {
+		return none, 0, err
+	}
+	pinned := Demand{
+		Space: "host", Capacity: host.Capacity - host.Other, Share: 1,
+		Parts: []Part{
+			{"offloaded experts", n.plan.HostBytes},
+			{"loading", n.plan.StagingBytes + uploadBuffers*uploadBytes},
+			{"tables", n.plan.UploadBytes},
+			{"row data", pipeline.RowDataBytes(n.limits, s.MicroBatchSize) + pipeline.BackBytes(c, n.limits, o.HostLogits)},
+		},
+		Advice: "offload fewer experts (offload-fraction), or give the host more memory",
+	}
+	if _, err := pinned.Room(); err != nil {
+		return none, 0, err
+	}
+	fit, err := KVDemand{
+		Room: room, BlockBytes: kv.BlockBytes(), BlockTokens: kv.BlockTokens,
+		MaxModelLen: s.MaxModelLen, ModelPositions: c.MaxPositions, MaxNumSeqs: s.MaxNumSeqs, Blocks: s.NumKVBlocks,
+	}.Fit()
+	if err != nil {
+		return none, 0, err
+	}
+	n.limits.MaxModelLen = fit.MaxModelLen
+	return kv, fit.Blocks, n.together(demand.Need(), pinned.Need())
+}
+
+// together refuses what emulated devices could hold one by one but this machine,
+// whose memory they all share, cannot.
+func (n *Node) together(gpu, host int64) error {
+	if _, ok := n.machine.(*emulated.Machine); !ok {
+		return nil
+	}
+	have, ok := availableMemory()
+	if !ok || n.settings.Emulate != "" && strings.Contains(n.settings.Emulate, "nodata") {
+		return nil
+	}
+	_, err := Demand{
+		Space: "this machine", Capacity: have, Share: 1,
+		Parts:  []Part{{"emulated " + n.space.String(), gpu}, {"emulated host", host}},
+		Advice: "use a smaller model, fewer layers (num-hidden-layers, with dummy weights), or a machine with more memory",
+	}.Room()
+	return err
+}
+
+// assemble takes the memory, loads the weights and starts what runs on them.
+func (n *Node) assemble(ctx context.Context, o *Options, src models.Source, kv kvcache.Shape, blocks int) (err error) {
+	start := time.Now()
+	arena, err := n.alloc(n.space, n.layout.Bytes, "weights")
+	if err != nil {
+		return fail(ErrDevice, err)
+	}
+	workspace, err := n.alloc(n.space, models.WorkspaceBytes(n.config, n.backend, n.limits), "activations")
+	if err != nil {
+		return fail(ErrDevice, err)
+	}
+	if n.transfer, err = transfer.New(transfer.Options{Machine: n.machine}); err != nil {
+		return fail(ErrDevice, err)
+	}
+	n.closers = append(n.closers, n.transfer.Close)
+	if n.store, err = experts.New(experts.Options{Machine: n.machine, Space: n.space, Backend: n.backend, Transfer: n.transfer, Plan: n.plan, Logger: o.Log}); err != nil {
+		return fail(ErrDevice, err)
+	}
+	n.closers = append(n.closers, n.store.Close)
+	if n.kv, err = kvcache.New(kvcache.Options{Machine: n.machine, Space: n.space, Shape: kv, Blocks: blocks}); err != nil {
+		return fail(ErrDevice, err)
+	}
+	n.closers = append(n.closers, n.kv.Close)
+	model, err := models.NewModel(n.config, n.layout.Bind(arena.Range(0, n.layout.Bytes).Addr), n.backend, workspace.Range(0, workspace.Bytes()), n.limits)
+	if err != nil {
+		return fail(ErrConfig, err)
+	}
+	if err := n.load(ctx, o, src, model, arena); err != nil {
+		return err
+	}
+	n.loadTime = time.Since(start)
+	if n.pipe, err = pipeline.New(pipeline.Options{
+		Machine: n.machine, Space: n.space, Model: model, Experts: n.store, KV: n.kv,
+		MicroBatchRows: n.settings.MicroBatchSize, HostLogits: o.HostLogits,
+	}); err != nil {
+		return fail(ErrDevice, err)
+	}
+	n.closers = append(n.closers, n.pipe.Close)
+	n.engine = engine.New(engine.Options{
+		Pipeline: n.pipe, KV: n.kv, MaxModelLen: n.limits.MaxModelLen,
+		MaxNumSeqs: n.limits.MaxSeqs, MaxNumBatchedTokens: n.limits.MaxRows,
+		LongAfter: n.config.RoPE.LongAfter, Vocab: n.config.Vocab, StopIDs: n.config.EOS, Log: o.Log,
+	})
+	return nil
+}
+
+func (n *Node) alloc(space device.Space, bytes int64, label string) (device.Memory, error) {
+	m, err := n.machine.Alloc(space, bytes, label)
+	if err != nil {
+		return nil, err
+	}
+	n.closers = append(n.closers, m.Free)
+	return m, nil
+}
+
+// load streams the weights to their places.
+func (n *Node) load(ctx context.Context, o *Options, src models.Source, model *models.Model, arena device.Memory) (err error) {
+	up, err := newUploader(n.machine, n.space)
+	if err != nil {
+		return fail(ErrDevice, err)
+	}
+	defer func() { err = errors.Join(err, fail(ErrDevice, up.close(ctx))) }()
+	if err := models.Load(ctx, src, n.layout, &sink{ctx: ctx, arena: arena, up: up, store: n.store}, o.Progress); err != nil {
+		return fail(ErrModel, err)
+	}
+	if err := n.store.Seal(ctx); err != nil {
+		return fail(ErrModel, err)
+	}
+	if err := model.Constants(func(dst device.Range, data []byte) error { return up.put(ctx, dst, data) }); err != nil {
+		return fail(ErrDevice, err)
+	}
+	return fail(ErrDevice, up.flush(ctx))
+}
+
+// Engine runs requests.
+func (n *Node) Engine() *engine.Engine { return n.engine }
+
+// Pipeline runs steps; tests and readings use it, between the engine's calls.
+func (n *Node) Pipeline() *pipeline.Pipeline { return n.pipe }
+
+// KV is the pool of the pipeline's steps.
+func (n *Node) KV() *kvcache.Pool { return n.kv }
+
+// Tokenizer of the model; nil where it has none (a preset).
+func (n *Node) Tokenizer() tokenizer.Tokenizer { return n.tokenizer }
+
+// Template is the model's chat template; nil where it has none.
+func (n *Node) Template() *chat.Template { return n.template }
+
+// Config of the model.
+func (n *Node) Config() *models.Config { return n.config }
+
+// Limits of the node's steps and sequences.
+func (n *Node) Limits() models.Limits { return n.limits }
+
+// Close stops everything, in the reverse order of its start, and gives all memory
+// back. An allocation that is still alive is an error.
+func (n *Node) Close() error {
+	var errs []error
+	for i := len(n.closers) - 1; i >= 0; i-- {
+		errs = append(errs, n.closers[i]())
+	}
+	n.closers = nil
+	return errors.Join(errs...)
+}

@@ -1,0 +1,93 @@
+package node
+
+import (
+	"context"
+	"time"
+
+	"github.com/moeserve/moeserve/experts"
+	"github.com/moeserve/moeserve/models"
+	"github.com/moeserve/moeserve/transfer"
+)
+
+// Report says where experts are and what has moved since the node was opened.
+type Report struct {
+	// Model, Device and Backend as the user would name them.
+	Model, Device, Backend string
+	// Memory of each space.
+	Memory []SpaceReport
+	// Layers that have experts, by the model's numbers.
+	Layers []LayerReport
+	// Experts counts hits, misses and bytes.
+	Experts experts.Stats
+	// Paths are the copies by pair of memories.
+	Paths []transfer.PathStats
+	// Steps that ended; Retried of them were run again after a failed copy.
+	Steps, Retried int
+	// LoadTime is how long taking memory and loading took.
+	LoadTime time.Duration
+}
+
+// SpaceReport is the account of one memory space, in bytes.
+type SpaceReport struct {
+	Space                     string
+	Capacity, Allocated, Peak int64
+}
+
+// LayerReport says of one layer where its experts are.
+type LayerReport struct {
+	Layer int
+	// Tiers of its experts, by their numbers.
+	Tiers []experts.Tier
+	// Activations is how many rows chose each expert, Fetches how often each was
+	// fetched.
+	Activations, Fetches []int64
+}
+
+// Report reads the counts. No request may be running.
+func (n *Node) Report(ctx context.Context) (Report, error) {
+	r := Report{
+		Model: n.name, Backend: n.backend.Name(), Experts: n.store.Stats(), Paths: n.transfer.Stats(),
+		Steps: n.engine.Stats().Steps, Retried: n.engine.Stats().Retried, LoadTime: n.loadTime,
+	}
+	t := n.machine.Topology()
+	if info, ok := t.Info(n.space); ok {
+		r.Device = info.Name
+	}
+	for _, s := range t.Spaces() {
+		u, err := n.machine.Usage(s)
+		if err != nil {
+			return r, err
+		}
+		r.Memory = append(r.Memory, SpaceReport{Space: s.String(), Capacity: u.Capacity, Allocated: u.Allocated, Peak: u.Peak})
+	}
+	counts, err := n.pipe.Counts(ctx)
+	if err != nil {
+		return r, err
+	}
+	where, fetches := n.store.Residency(), n.store.Fetches()
+	for i, l := range n.store.Layers() {
+		r.Layers = append(r.Layers, LayerReport{Layer: l, Tiers: where[i], Activations: counts[l], Fetches: fetches[i]})
+	}
+	return r, nil
+}
+
+// Sizes are a model's, in bytes, as `inspect` shows them.
+type Sizes struct {
+	Parameters           int64
+	ExpertCount          int
+	ExpertBytes, Experts int64 // one, and all of them
+	Other                int64
+	KVPerToken           int64 // 16 bit
+}
+
+// SizesOf a model whose weights lie as l says.
+func SizesOf(c *models.Config, l *models.Layout) Sizes {
+	s := Sizes{
+		Parameters: c.Parameters(), ExpertCount: c.ExpertCount(), Experts: l.ExpertBytes,
+		Other: l.Bytes, KVPerToken: c.KVBytesPerToken(c.DType),
+	}
+	if s.ExpertCount > 0 {
+		s.ExpertBytes = l.ExpertBytes / int64(s.ExpertCount)
+	}
+	return s
+}

@@ -1,0 +1,185 @@
+package node_test
+
+import (
+	"crypto/sha256"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/moeserve/moeserve/configs"
+	"github.com/moeserve/moeserve/device"
+	"github.com/moeserve/moeserve/device/emulated"
+	"github.com/moeserve/moeserve/engine"
+	"github.com/moeserve/moeserve/node"
+	"github.com/moeserve/moeserve/tools/fixtures"
+)
+
+// requests are prompts of different lengths, some greedy and some drawn, one of
+// which crosses the longrope boundary of phimoe_longrope (48 tokens).
+func requests(vocab int) []engine.Request {
+	var rs []engine.Request
+	for i, n := range []int{1, 5, 17, 40, 47, 90} {
+		r := engine.Request{MaxNewTokens: 6 + i, IgnoreEOS: true, Seed: uint64(i)}
+		if i%2 == 1 {
+			r.Temperature = 0.8
+		}
+		for j := range n {
+			r.Prompt = append(r.Prompt, int32((7*i+13*j+j*j)%vocab))
+		}
+		rs = append(rs, r)
+	}
+	return rs
+}
+
+// digest is over all generated ids, in request order.
+func digest(outs []engine.Output) string {
+	h := sha256.New()
+	for _, o := range outs {
+		for _, id := range o.TokenIDs {
+			_ = binary.Write(h, binary.LittleEndian, id)
+		}
+		_ = binary.Write(h, binary.LittleEndian, int32(-1))
+	}
+	return fmt.Sprintf("%x", h.Sum(nil)[:8])
+}
+
+func generate(t *testing.T, n *node.Node) string {
+	t.Helper()
+	outs, err := n.Engine().Generate(t.Context(), requests(n.Config().Vocab), nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return digest(outs)
+}
+
+var sameOn = []string{"mixtral", "phimoe_longrope", "qwen2_moe_sparse_step"}
+
+// TestSameTokens runs the same requests over fractions, schedules and faults
+// (level 1), and over step budgets, micro-batches and neighbors (level 2, which the
+// CPU backend keeps): the tokens are always the same.
+func TestSameTokens(t *testing.T) {
+	for _, name := range sameOn {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			dir := fixtures.Dir(t, name)
+			model := func(s *configs.Settings) { s.Model = dir }
+			want := generate(t, open(t, machines()[0], model))
+
+			for _, f := range []float64{0, 0.25, 0.5, 0.75, 1} {
+				for seed := range uint64(2) {
+					m := machine{"", f, emulated.Options{Virtual: true, Check: true, Schedule: emulated.Random, Seed: seed}}
+					if got := generate(t, open(t, m, model)); got != want {
+						t.Errorf("fraction %v, schedule %d: tokens %s, want %s", f, seed, got, want)
+					}
+				}
+			}
+			for _, c := range []struct{ batched, micro, seqs int }{{1, 0, 64}, {7, 3, 64}, {64, 16, 2}, {192, 1, 64}, {192, 50, 1}} {
+				change := func(s *configs.Settings) {
+					model(s)
+					s.MaxNumBatchedTokens, s.MicroBatchSize, s.MaxNumSeqs = c.batched, c.micro, c.seqs
+				}
+				m := machine{"", 0.5, emulated.Options{Virtual: true, Check: true}}
+				if got := generate(t, open(t, m, change)); got != want {
+					t.Errorf("%+v: tokens %s, want %s", c, got, want)
+				}
+			}
+			alone := open(t, machines()[2], model)
+			var outs []engine.Output
+			for _, r := range requests(alone.Config().Vocab) {
+				o, err := alone.Engine().Generate(t.Context(), []engine.Request{r}, nil)
+				if err != nil {
+					t.Fatal(err)
+				}
+				outs = append(outs, o...)
+			}
+			if got := digest(outs); got != want {
+				t.Errorf("one request at a time: tokens %s, want %s", got, want)
+			}
+		})
+	}
+}
+
+// faulty opens a node on a machine that it returns too.
+func faulty(t *testing.T, o emulated.Options, change func(*configs.Settings)) (*node.Node, *emulated.Machine) {
+	t.Helper()
+	s := configs.Defaults()
+	s.OffloadFraction, s.MaxNumBatchedTokens = 0.75, 192
+	change(&s)
+	var m *emulated.Machine
+	n, err := node.Open(t.Context(), node.Options{Settings: s, OpenMachine: func() (device.Machine, error) {
+		x, err := emulated.Open(o)
+		if err == nil {
+			m = x.(*emulated.Machine)
+		}
+		return x, err
+	}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return n, m
+}
+
+// fetch matches copies of experts from host memory.
+func fetch(p emulated.Point) bool {
+	return p.From == device.Host && p.To == device.HBM(0) && strings.HasPrefix(p.Stream, "copy ")
+}
+
+// TestSameTokensDespiteFaults breaks and stalls fetches while the requests run.
+func TestSameTokensDespiteFaults(t *testing.T) {
+	for _, name := range sameOn {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			dir := fixtures.Dir(t, name)
+			model := func(s *configs.Settings) { s.Model = dir }
+			want := generate(t, open(t, machines()[0], model))
+			for _, c := range []struct {
+				name    string
+				fault   emulated.Fault
+				retried bool
+			}{
+				{"one chunk fails", emulated.Fault{Kind: emulated.FailCopy, Match: fetch, Skip: 3}, false},
+				{"a copy fails", emulated.Fault{Kind: emulated.FailCopy, Match: fetch, Skip: 5, Times: 2}, true},
+				{"copies fail twice in a step", emulated.Fault{Kind: emulated.FailCopy, Match: fetch, Skip: 2, Times: 4}, true},
+				{"copies fail by chance", emulated.Fault{Kind: emulated.FailCopy, Match: fetch, Times: -1, Chance: 0.15}, false},
+				{"copies stall", emulated.Fault{Kind: emulated.StallCopy, Match: fetch, Times: -1, Chance: 0.2, For: time.Millisecond}, false},
+			} {
+				for _, schedule := range []emulated.Schedule{emulated.Eager, emulated.Lazy, emulated.Random} {
+					n, m := faulty(t, emulated.Options{Virtual: true, Check: true, Schedule: schedule, Seed: 3}, model)
+					fault := c.fault
+					m.Inject(&fault)
+					if got := generate(t, n); got != want {
+						t.Errorf("%s, %v: tokens %s, want %s", c.name, schedule, got, want)
+					}
+					if fault.Hits() == 0 {
+						t.Errorf("%s, %v: nothing was hit", c.name, schedule)
+					}
+					if retried := n.Engine().Stats().Retried > 0; c.retried && !retried {
+						t.Errorf("%s, %v: no step was run again", c.name, schedule)
+					}
+					fault.Release()
+					if err := n.Close(); err != nil {
+						t.Errorf("%s, %v: %v", c.name, schedule, err)
+					}
+				}
+			}
+		})
+	}
+}
+
+// TestLostDevice ends requests with an error that says so, and leaves nothing.
+func TestLostDevice(t *testing.T) {
+	n, m := faulty(t, emulated.Options{Virtual: true}, func(s *configs.Settings) { s.Model = fixtures.Dir(t, "mixtral") })
+	if err := m.Lose(0); err != nil {
+		t.Fatal(err)
+	}
+	_, err := n.Engine().Generate(t.Context(), requests(n.Config().Vocab), nil)
+	if !errors.Is(err, device.ErrLost) {
+		t.Errorf("error %v, want one that says that the device is lost", err)
+	}
+	if err := n.Close(); err != nil && !errors.Is(err, device.ErrLost) {
+		t.Error(err)
+	}
+}
