@@ -26,7 +26,7 @@ type Options struct {
 	Model *models.Model
 	// Experts is the store of the model's experts, nil for a model without.
 	Experts *experts.Store
-	KV     *kvcache.Pool
+	KV      *kvcache.Pool
 	// MicroBatchRows is how many rows attention takes at a time. Default and at
 	// most: the model's Limits.MaxRows.
 	MicroBatchRows int

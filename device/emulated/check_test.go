@@ -54,13 +54,6 @@ func (p *program) sync(s device.Stream) {
 	p.ok(s.Synchronize(p.Context()))
 }
 
-// syncAll ends a program so that the memory may be freed.
-func (p *program) syncAll() {
-	for _, s := range []device.Stream{p.a, p.b, p.c, p.host} {
-		p.sync(s)
-	}
-}
-
 // modes are the machines that programs run on: what the check finds must not
 // depend on the order in which things really ran.
 func modes() map[string]emulated.Options {
