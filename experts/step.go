@@ -402,7 +402,9 @@ func (s *Store) Reset(ctx context.Context) error {
 			exclusive.End()
 		}
 	}
-	s.log.Warn("experts were reset", "error", s.err, "slots_lost", lost)
+	if s.err != nil {
+		s.log.Warn("experts were reset", "error", s.err, "slots_lost", lost)
+	}
 	s.fetches, s.err = nil, nil
 	return nil
 }

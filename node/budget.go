@@ -44,8 +44,11 @@ func (d Demand) Room() (int64, error) {
 		return room, nil
 	}
 	var b strings.Builder
-	for i, p := range d.Parts {
-		if i > 0 {
+	for _, p := range d.Parts {
+		if p.Bytes == 0 {
+			continue
+		}
+		if b.Len() > 0 {
 			b.WriteString(", ")
 		}
 		fmt.Fprintf(&b, "%s %s", p.Name, Bytes(p.Bytes))

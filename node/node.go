@@ -36,6 +36,8 @@ var (
 	ErrModel = errors.New("model")
 	// ErrDevice: a device, or its memory.
 	ErrDevice = errors.New("device")
+	// ErrLost marks errors of a device that is gone, whenever it went.
+	ErrLost = device.ErrLost
 )
 
 // failure marks err as one of the kinds above without saying so in its text.
@@ -322,105 +324,6 @@ func defaultMemory(o *emulated.Options) {
 	}
 }
 
-// budget works out what lies where, before anything is taken.
-func (n *Node) budget(o *Options) (kvcache.Shape, int, error) {
-	s, c := &o.Settings, n.config
-	var none kvcache.Shape
-	n.limits = models.Limits{
-		MaxRows: s.MaxNumBatchedTokens, MaxSeqs: min(s.MaxNumSeqs, s.MaxNumBatchedTokens),
-		MaxModelLen: c.MaxPositions, BlockTokens: kvcache.DefaultBlockTokens,
-	}
-	n.limits.MaxLogits = n.limits.MaxSeqs
-	if o.HostLogits {
-		n.limits.MaxLogits = n.limits.MaxRows
-	}
-	var layers []int
-	for l, dense := range c.Dense {
-		if !dense {
-			layers = append(layers, l)
-		}
-	}
-	layout, err := n.backend.ExpertLayout(c.ExpertShape(n.layout.ExpertDType))
-	if err != nil {
-		return none, 0, err
-	}
-	placement, err := experts.Place(len(layers), c.Experts, s.OffloadFraction)
-	if err != nil {
-		return none, 0, err
-	}
-	if n.plan, err = experts.NewPlan(experts.Config{Layers: layers, Experts: c.Experts, Layout: layout, Placement: placement}); err != nil {
-		return none, 0, err
-	}
-	usage, err := n.machine.Usage(n.space)
-	if err != nil {
-		return none, 0, err
-	}
-	host, err := n.machine.Usage(device.Host)
-	if err != nil {
-		return none, 0, err
-	}
-	kv := kvcache.Shape{Layers: c.Layers, KVHeads: c.KVHeads, HeadDim: c.HeadDim, DType: n.backend.ActivationDType(), BlockTokens: kvcache.DefaultBlockTokens}
-	if s.MaxModelLen > 0 && s.MaxModelLen < n.limits.MaxModelLen {
-		n.limits.MaxModelLen = s.MaxModelLen
-	}
-	demand := Demand{
-		Space: n.space.String(), Capacity: usage.Capacity - usage.Other, Share: s.GPUMemoryUtilization,
-		Parts: []Part{
-			{"weights but experts", n.layout.Bytes},
-			{"local experts", n.plan.LocalBytes},
-			{"ring of fetched experts", n.plan.RingBytes},
-			{"tables", n.plan.TableBytes},
-			{"activations", models.WorkspaceBytes(c, n.backend, n.limits)},
-			{"row data", pipeline.RowDataBytes(n.limits, s.MicroBatchSize)},
-		},
-		Advice: "offload more experts (offload-fraction), lower max-num-batched-tokens, or give the device more memory",
-	}
-	room, err := demand.Room()
-	if err != nil {
-		return none, 0, err
-	}
-	pinned := Demand{
-		Space: "host", Capacity: host.Capacity - host.Other, Share: 1,
-		Parts: []Part{
-			{"offloaded experts", n.plan.HostBytes},
-			{"loading", n.plan.StagingBytes + uploadBuffers*uploadBytes},
-			{"tables", n.plan.UploadBytes},
-			{"row data", pipeline.RowDataBytes(n.limits, s.MicroBatchSize) + pipeline.BackBytes(c, n.limits, o.HostLogits)},
-		},
-		Advice: "offload fewer experts (offload-fraction), or give the host more memory",
-	}
-	if _, err := pinned.Room(); err != nil {
-		return none, 0, err
-	}
-	fit, err := KVDemand{
-		Room: room, BlockBytes: kv.BlockBytes(), BlockTokens: kv.BlockTokens,
-		MaxModelLen: s.MaxModelLen, ModelPositions: c.MaxPositions, MaxNumSeqs: s.MaxNumSeqs, Blocks: s.NumKVBlocks,
-	}.Fit()
-	if err != nil {
-		return none, 0, err
-	}
-	n.limits.MaxModelLen = fit.MaxModelLen
-	return kv, fit.Blocks, n.together(demand.Need(), pinned.Need())
-}
-
-// together refuses what emulated devices could hold one by one but this machine,
-// whose memory they all share, cannot.
-func (n *Node) together(gpu, host int64) error {
-	if _, ok := n.machine.(*emulated.Machine); !ok {
-		return nil
-	}
-	have, ok := availableMemory()
-	if !ok || n.settings.Emulate != "" && strings.Contains(n.settings.Emulate, "nodata") {
-		return nil
-	}
-	_, err := Demand{
-		Space: "this machine", Capacity: have, Share: 1,
-		Parts:  []Part{{"emulated " + n.space.String(), gpu}, {"emulated host", host}},
-		Advice: "use a smaller model, fewer layers (num-hidden-layers, with dummy weights), or a machine with more memory",
-	}.Room()
-	return err
-}
-
 // assemble takes the memory, loads the weights and starts what runs on them.
 func (n *Node) assemble(ctx context.Context, o *Options, src models.Source, kv kvcache.Shape, blocks int) (err error) {
 	start := time.Now()
@@ -510,6 +413,28 @@ func (n *Node) Tokenizer() tokenizer.Tokenizer { return n.tokenizer }
 // Template is the model's chat template; nil where it has none.
 func (n *Node) Template() *chat.Template { return n.template }
 
+// EncodePrompt turns text into the ids of a prompt: as it stands, with the special
+// tokens that the tokenizer puts around a prompt, or, if asChat, as a user's
+// message in the model's chat template. Errors wrap ErrConfig where the model has
+// no tokenizer or no template.
+func (n *Node) EncodePrompt(text string, asChat bool) ([]int32, error) {
+	if n.tokenizer == nil {
+		return nil, fail(ErrConfig, fmt.Errorf("%s has no tokenizer: give the prompt as token ids", n.name))
+	}
+	if !asChat {
+		return n.tokenizer.Encode(text, true), nil
+	}
+	if n.template == nil {
+		return nil, fail(ErrConfig, fmt.Errorf("%s has no chat template: leave out --chat, or add a chat_template.jinja", n.name))
+	}
+	text, err := n.template.Render([]chat.Message{{Role: "user", Content: text}}, chat.Options{AddGenerationPrompt: true})
+	if err != nil {
+		return nil, fail(ErrModel, err)
+	}
+	// The template has written the special tokens out.
+	return n.tokenizer.Encode(text, false), nil
+}
+
 // Config of the model.
 func (n *Node) Config() *models.Config { return n.config }
 
@@ -526,3 +451,10 @@ func (n *Node) Close() error {
 	n.closers = nil
 	return errors.Join(errs...)
 }
+
+// AvailableMemory is what this machine can still give to processes, in bytes, and
+// false where the system does not say.
+func AvailableMemory() (int64, bool) { return availableMemory() }
+
+// EmulateHelp tells what the setting emulate may hold.
+const EmulateHelp = emulated.SpecHelp

@@ -71,6 +71,31 @@ func (n *Node) Report(ctx context.Context) (Report, error) {
 	return r, nil
 }
 
+// Where counts the experts by the name of the tier that they are in.
+func (r *Report) Where() map[string]int {
+	where := byTier(make([]int, len(r.Experts.Hits)))
+	for _, l := range r.Layers {
+		for _, t := range l.Tiers {
+			where[t.String()]++
+		}
+	}
+	return where
+}
+
+// Hits is how often an expert was where a layer needed it, by tier.
+func (r *Report) Hits() map[string]int64 { return byTier(r.Experts.Hits[:]) }
+
+// Fetched is the bytes of fetched experts by the tier that they came from.
+func (r *Report) Fetched() map[string]int64 { return byTier(r.Experts.Fetched[:]) }
+
+func byTier[T any](values []T) map[string]T {
+	m := make(map[string]T, len(values))
+	for t, v := range values {
+		m[experts.Tier(t).String()] = v
+	}
+	return m
+}
+
 // Sizes are a model's, in bytes, as `inspect` shows them.
 type Sizes struct {
 	Parameters           int64

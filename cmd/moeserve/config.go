@@ -1,0 +1,75 @@
+package main
+
+import (
+	"errors"
+	"os"
+
+	"github.com/spf13/cobra"
+
+	"github.com/moeserve/moeserve/configs"
+)
+
+func newConfig(s *streams) *cobra.Command {
+	cmd := &cobra.Command{
+		Use:   "config",
+		Short: "Print all settings, and where each value comes from",
+		Long: `Print all settings, and where each value comes from: a flag, a variable, a file,
+or the defaults, in this order.`,
+		Example: `  moeserve config --offload-fraction 0.5
+  moeserve config --json -`,
+		Args: noArguments,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			set, err := readSettings(cmd.Flags(), os.Environ())
+			if err != nil {
+				return err
+			}
+			return printConfig(s, set)
+		},
+	}
+	addSettings(cmd.Flags(), configs.For("config"))
+	return cmd
+}
+
+// configResult is what config --json writes.
+type configResult struct {
+	// File that was read; empty for none.
+	File     string          `json:"file"`
+	Settings []settingResult `json:"settings"`
+}
+
+type settingResult struct {
+	Key     string `json:"key"`
+	Value   any    `json:"value"`
+	Default any    `json:"default"`
+	Unit    string `json:"unit,omitempty"`
+	// Source is flag, variable, file or default; Name the flag, variable or file.
+	Source string `json:"source"`
+	Name   string `json:"name,omitempty"`
+}
+
+func printConfig(s *streams, set *settings) (err error) {
+	res, err := openResult(set.JSON, s.out)
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, res.close()) }()
+	r := configResult{File: set.file}
+	values := set.Values()
+	t := newTable()
+	t.line("SETTING\tVALUE\tFROM")
+	for _, k := range configs.Schema {
+		from := set.sources[k.Name]
+		r.Settings = append(r.Settings, settingResult{k.Name, values[k.Name], k.Default, k.Unit, from.Kind, from.Name})
+		shown := values[k.Name]
+		if shown == "" {
+			shown = `""`
+		}
+		t.line("%s\t%v\t%s", k.Name, shown, from)
+	}
+	if !res.onStdout() {
+		if err := t.print(s.out); err != nil {
+			return err
+		}
+	}
+	return res.write(r)
+}

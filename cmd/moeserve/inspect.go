@@ -1,0 +1,170 @@
+package main
+
+import (
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"strconv"
+
+	"github.com/spf13/cobra"
+
+	"github.com/moeserve/moeserve/configs"
+	"github.com/moeserve/moeserve/node"
+)
+
+func newInspect(s *streams) *cobra.Command {
+	cmd := &cobra.Command{
+		Use:   "inspect",
+		Short: "Tell a model's sizes, and what would live where",
+		Long: `Tell a model's sizes, and what would live where with the given settings. No
+weights are read and no memory is taken. A preset needs no --load-format here.`,
+		Example: `  moeserve inspect --model mixtral-8x7b --offload-fraction 0.5 --emulate hbm=80GiB,host=512GiB
+  moeserve inspect --json -`,
+		Args: noArguments,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			set, err := readSettings(cmd.Flags(), os.Environ())
+			if err != nil {
+				return err
+			}
+			return inspect(s, set)
+		},
+	}
+	addSettings(cmd.Flags(), configs.For("inspect"))
+	return cmd
+}
+
+func inspect(s *streams, set *settings) (err error) {
+	res, err := openResult(set.JSON, s.out)
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, res.close()) }()
+	in, err := node.Inspect(node.Options{Settings: set.Settings, Log: set.logger(s.err)})
+	if err != nil {
+		return err
+	}
+	if !res.onStdout() {
+		if err := printInspection(s.out, set, in); err != nil {
+			return err
+		}
+	}
+	return res.write(newInspectResult(set, in))
+}
+
+// inspectResult is what inspect --json writes.
+type inspectResult struct {
+	Model           string         `json:"model"`
+	Type            string         `json:"model_type"`
+	Parameters      int64          `json:"parameters"`
+	Layers          int            `json:"layers"`
+	MoELayers       int            `json:"moe_layers"`
+	Hidden          int            `json:"hidden_size"`
+	Context         int            `json:"max_positions"`
+	Vocab           int            `json:"vocab_size"`
+	Experts         int            `json:"experts"`
+	ExpertsPerLayer int            `json:"experts_per_layer"`
+	TopK            int            `json:"experts_per_token"`
+	Routing         string         `json:"routing"`
+	DType           string         `json:"dtype"`
+	ExpertBytes     int64          `json:"expert_bytes"`
+	AllExpertBytes  int64          `json:"all_experts_bytes"`
+	OtherBytes      int64          `json:"other_bytes"`
+	KVTokenBytes    int64          `json:"kv_bytes_per_token"`
+	OffloadFraction float64        `json:"offload_fraction"`
+	Local           int            `json:"local_experts"`
+	Offloaded       int            `json:"offloaded_experts"`
+	Placement       []layerTiers   `json:"placement"`
+	Memory          []demandResult `json:"memory"`
+	KVBlocks        int            `json:"kv_blocks"`
+	KVBlockBytes    int64          `json:"kv_block_bytes"`
+	MaxModelLen     int            `json:"max_model_len"`
+	Fits            bool           `json:"fits"`
+	Problem         string         `json:"problem,omitempty"`
+	// RunsHere says whether this machine can emulate these devices.
+	RunsHere bool `json:"runs_here"`
+}
+
+type demandResult struct {
+	Space    string       `json:"space"`
+	Capacity int64        `json:"capacity_bytes"`
+	Usable   int64        `json:"usable_bytes"`
+	Need     int64        `json:"need_bytes"`
+	Parts    []partResult `json:"parts"`
+}
+
+type partResult struct {
+	Name  string `json:"name"`
+	Bytes int64  `json:"bytes"`
+}
+
+func newInspectResult(set *settings, in *node.Inspection) *inspectResult {
+	c, z := in.Config, in.Sizes
+	r := &inspectResult{
+		Model: in.Model, Type: c.Type, Parameters: z.Parameters, Layers: c.Layers, MoELayers: c.MoELayers(),
+		Hidden: c.Hidden, Context: c.MaxPositions, Vocab: c.Vocab,
+		Experts: z.ExpertCount, ExpertsPerLayer: c.Experts, TopK: c.TopK, Routing: in.Routing, DType: in.DType,
+		ExpertBytes: z.ExpertBytes, AllExpertBytes: z.Experts, OtherBytes: z.Other, KVTokenBytes: z.KVPerToken,
+		OffloadFraction: set.OffloadFraction, Local: in.Local, Offloaded: in.Offloaded,
+		Placement: []layerTiers{},
+		KVBlocks:  in.KV.Blocks, KVBlockBytes: in.KVBlockBytes, MaxModelLen: in.KV.MaxModelLen, Fits: in.Problem == nil,
+		RunsHere: in.Problem == nil && in.Here == nil,
+	}
+	for _, l := range in.Placement {
+		r.Placement = append(r.Placement, layerTiers(l))
+	}
+	for _, d := range in.Demands {
+		m := demandResult{Space: d.Space, Capacity: d.Capacity, Usable: d.Usable(), Need: d.Need()}
+		for _, p := range d.Parts {
+			m.Parts = append(m.Parts, partResult(p))
+		}
+		r.Memory = append(r.Memory, m)
+	}
+	if in.Problem != nil {
+		r.Problem = in.Problem.Error()
+	}
+	return r
+}
+
+func printInspection(out io.Writer, set *settings, in *node.Inspection) error {
+	c, z := in.Config, in.Sizes
+	t := newTable()
+	t.line("model\t%s (%s)", in.Model, c.Type)
+	t.line("parameters\t%s", grouped(z.Parameters))
+	t.line("layers\t%d, of which %d have experts; hidden size %d", c.Layers, c.MoELayers(), c.Hidden)
+	t.line("experts\t%d in each of these, %d per token (%s)", c.Experts, c.TopK, in.Routing)
+	t.line("\t%s each, %s all %d (%s)", node.Bytes(z.ExpertBytes), node.Bytes(z.Experts), z.ExpertCount, in.DType)
+	t.line("all else\t%s", node.Bytes(z.Other))
+	t.line("KV\t%s per token (%s), at most %d tokens", node.Bytes(z.KVPerToken), in.DType, c.MaxPositions)
+	t.line("")
+	t.line("offload-fraction %v\t%d experts local, %d on the host", set.OffloadFraction, in.Local, in.Offloaded)
+	layers := make([]layerTiers, len(in.Placement))
+	for i, l := range in.Placement {
+		layers[i] = layerTiers(l)
+	}
+	printLayers(t, layers, "L local, H on the host")
+	for _, d := range in.Demands {
+		t.line("\nmemory of %s\t%s needed, %s may be used (%.0f %% of %s)", d.Space, node.Bytes(d.Need()), node.Bytes(d.Usable()), 100*d.Share, node.Bytes(d.Capacity))
+		for _, p := range d.Parts {
+			t.line("  %s\t%s", p.Name, node.Bytes(p.Bytes))
+		}
+	}
+	t.line("")
+	if in.Problem != nil {
+		t.line("does not fit\t%v", in.Problem)
+		return t.print(out)
+	}
+	t.line("KV cache\t%d blocks of %s, for sequences of up to %d tokens", in.KV.Blocks, node.Bytes(in.KVBlockBytes), in.KV.MaxModelLen)
+	if in.Here != nil {
+		t.line("not here\t%v", in.Here)
+	}
+	return t.print(out)
+}
+
+// grouped writes a number with a comma between thousands.
+func grouped(n int64) string {
+	if n < 1000 {
+		return strconv.FormatInt(n, 10)
+	}
+	return fmt.Sprintf("%s,%03d", grouped(n/1000), n%1000)
+}

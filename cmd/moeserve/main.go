@@ -1,0 +1,116 @@
+// Command moeserve runs mixture-of-experts models whose experts do not all fit in
+// the memory of the device that computes.
+//
+// This package is the commands: it reads flags, variables and files into
+// configs.Settings, hands these to package node, and prints what comes back. It
+// alone knows cobra and viper. Answers go to standard output, everything else to
+// standard error; errors are one line.
+//
+// # Invariants
+//
+//   - The exit code says what failed: see exitCode.
+//   - A command that fails leaves no file behind.
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"os/signal"
+	"slices"
+	"strings"
+	"syscall"
+
+	"golang.org/x/term"
+
+	"github.com/moeserve/moeserve/engine"
+	"github.com/moeserve/moeserve/node"
+)
+
+func main() {
+	os.Exit(moeserve())
+}
+
+// moeserve runs the command that the process was started with and returns its exit
+// code.
+func moeserve() int {
+	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
+	defer stop()
+	// A second signal ends the process at once.
+	context.AfterFunc(ctx, stop)
+	return execute(ctx, &streams{in: os.Stdin, out: os.Stdout, err: os.Stderr}, os.Args[1:])
+}
+
+// streams are a process's standard streams.
+type streams struct {
+	in       io.Reader
+	out, err io.Writer
+}
+
+// interactive says whether a stream is a terminal.
+func interactive(stream any) bool {
+	f, ok := stream.(*os.File)
+	return ok && term.IsTerminal(int(f.Fd()))
+}
+
+// execute runs one command line and returns the exit code.
+func execute(ctx context.Context, s *streams, args []string) int {
+	root := newRoot(s)
+	root.SetArgs(args)
+	err := root.ExecuteContext(ctx)
+	if err == nil {
+		return exitDone
+	}
+	code := exitCode(err)
+	if code == exitInterrupted {
+		err = errors.New("interrupted")
+	}
+	// Errors of several causes have a line each; scripts want one.
+	line := strings.Join(strings.FieldsFunc(err.Error(), func(r rune) bool { return r == '\n' || r == '\r' }), "; ")
+	if _, err := fmt.Fprintf(s.err, "moeserve: %s\n", line); err != nil {
+		return max(code, exitFailed)
+	}
+	return code
+}
+
+// Exit codes.
+const (
+	exitDone        = 0
+	exitFailed      = 1 // while running
+	exitUsage       = 2 // the command line, the configuration, or the prompt
+	exitModel       = 3
+	exitDevice      = 4
+	exitInterrupted = 130 // as shells have it: 128 and the number of SIGINT
+)
+
+// usageError is a mistake on the command line or in the configuration.
+type usageError struct{ err error }
+
+func (e *usageError) Error() string { return e.err.Error() }
+func (e *usageError) Unwrap() error { return e.err }
+
+func usagef(format string, args ...any) error {
+	return &usageError{fmt.Errorf(format, args...)}
+}
+
+func exitCode(err error) int {
+	var usage *usageError
+	is := func(targets ...error) bool {
+		return slices.ContainsFunc(targets, func(target error) bool { return errors.Is(err, target) })
+	}
+	switch {
+	case errors.As(err, &usage):
+		return exitUsage
+	case is(context.Canceled):
+		return exitInterrupted
+	case is(node.ErrConfig, engine.ErrPromptTooLong, engine.ErrBadRequest):
+		return exitUsage
+	case is(node.ErrModel):
+		return exitModel
+	case is(node.ErrDevice, node.ErrLost):
+		return exitDevice
+	}
+	return exitFailed
+}

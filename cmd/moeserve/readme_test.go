@@ -1,0 +1,228 @@
+package main
+
+import (
+	"flag"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/moeserve/moeserve/configs"
+	"github.com/moeserve/moeserve/node"
+)
+
+var update = flag.Bool("update", false, "write the parts of README.md that are generated")
+
+const (
+	readme      = "../../README.md"
+	testCommand = "go test ./..."
+)
+
+// codeBlock is a fenced block, and the HTML comment on the line before it.
+type codeBlock struct{ mark, language, text string }
+
+var fenced = regexp.MustCompile("(?m)(?:^<!-- (\\w+) -->\n)?^```(\\w*)\n((?s:.*?))^```$")
+
+func codeBlocks(t *testing.T) []codeBlock {
+	t.Helper()
+	text, err := os.ReadFile(readme)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var blocks []codeBlock
+	for _, m := range fenced.FindAllStringSubmatch(string(text), -1) {
+		blocks = append(blocks, codeBlock{m[1], m[2], m[3]})
+	}
+	return blocks
+}
+
+// Every command of the README runs, as it stands but for three things: go run is
+// this test's binary, checkpoints are a fixture, and the tests are not run from
+// within.
+func TestREADMECommands(t *testing.T) {
+	if _, err := exec.LookPath("bash"); err != nil {
+		t.Skip("no bash to run the README's commands with")
+	}
+	fixture := fixtureDir(t, "mixtral")
+	ran := 0
+	for _, b := range codeBlocks(t) {
+		if b.language == "text" {
+			continue
+		}
+		if b.language != "bash" {
+			t.Errorf("a block of %q: only bash is run, and text is output", b.language)
+			continue
+		}
+		if b.mark == "test" {
+			continue
+		}
+		ran++
+		script := strings.ReplaceAll(b.text, "go run ./cmd/moeserve", "moeserve")
+		if !strings.Contains(script, "moeserve ") {
+			t.Errorf("a block that does not call moeserve:\n%s", script)
+		}
+		if raceDetector && strings.Contains(script, "phi-tiny-moe") {
+			continue // 0.7 GB of weights
+		}
+		script = regexp.MustCompile(`/models/[\w.-]+`).ReplaceAllLiteralString(script, fixture)
+		cmd := exec.CommandContext(t.Context(), "bash", "-euo", "pipefail", "-c", script)
+		cmd.Dir = t.TempDir()
+		if out, err := cmd.CombinedOutput(); err != nil {
+			t.Errorf("%v\n%s\n%s", err, script, out)
+		}
+	}
+	if ran < 5 {
+		t.Errorf("only %d blocks of commands: the pattern has lost them", ran)
+	}
+}
+
+// The first command is followed by what it prints, and the tests' command is where
+// CI looks for it.
+func TestREADMEOutput(t *testing.T) {
+	blocks := codeBlocks(t)
+	if len(blocks) < 3 || blocks[0].language != "bash" || blocks[1].mark != "output" || blocks[2] != (codeBlock{"test", "bash", testCommand + "\n"}) {
+		t.Fatalf("the README does not begin with a command, its output, and %s", testCommand)
+	}
+	cmd := exec.CommandContext(t.Context(), "bash", "-c", strings.ReplaceAll(strings.TrimSpace(blocks[0].text), "go run ./cmd/moeserve", "moeserve")+" 2>&1")
+	cmd.Dir = t.TempDir()
+	out, err := cmd.Output()
+	if err != nil {
+		t.Fatalf("%v\n%s", err, out)
+	}
+	if *update {
+		rewrite(t, func(text string) string {
+			return strings.Replace(text, "<!-- output -->\n```text\n"+blocks[1].text, "<!-- output -->\n```text\n"+string(out), 1)
+		})
+		return
+	}
+	// Times, memory and what happened to be in the ring differ; nothing else may.
+	stable := func(text string) string {
+		for _, p := range []struct{ pattern, with string }{
+			{`\d+(\.\d+)? (us|ms|s)\b`, "T"},
+			{`\(\d+ tokens/s\)`, "(R)"},
+			{`of \d+\.\d+ [KMGT]iB`, "of M"},
+			{`\d+\.\d+ MiB at most`, "M at most"},
+			{`[LRH]{8}|\d+ times there .*`, "W"},
+			{`[\d.]+ MiB from host to gpu0 in \d+ copies`, "C"},
+			{`(?m)^(layers| +)\s+\d(-\d)? +W\n`, ""},
+		} {
+			text = regexp.MustCompile(p.pattern).ReplaceAllString(text, p.with)
+		}
+		return text
+	}
+	if got, want := stable(string(out)), stable(blocks[1].text); got != want {
+		t.Errorf("the first command prints\n%s\nand the README says\n%s\n(go test ./cmd/moeserve -run README -update writes it)", out, blocks[1].text)
+	}
+}
+
+// rewrite changes the README.
+func rewrite(t *testing.T, change func(text string) string) {
+	t.Helper()
+	text, err := os.ReadFile(readme)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := os.WriteFile(readme, []byte(change(string(text))), 0o666); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// The tables of the README are what the schema and the presets say.
+func TestREADMETables(t *testing.T) {
+	for name, want := range map[string]string{"settings": settingsTable(), "presets": presetsTable(t)} {
+		// A mark, an empty line, and lines that begin with a bar.
+		table := regexp.MustCompile(`(?m)^<!-- ` + name + ` -->\n\n((?:\|.*\n)*)`)
+		if *update {
+			rewrite(t, func(text string) string {
+				return table.ReplaceAllLiteralString(text, "<!-- "+name+" -->\n\n"+want)
+			})
+			continue
+		}
+		text, err := os.ReadFile(readme)
+		if err != nil {
+			t.Fatal(err)
+		}
+		m := table.FindSubmatch(text)
+		if m == nil {
+			t.Fatalf("no table of %s", name)
+		}
+		if string(m[1]) != want {
+			t.Errorf("the table of %s is\n%s\nwant\n%s\n(go test ./cmd/moeserve -run README -update writes it)", name, m[1], want)
+		}
+	}
+}
+
+func settingsTable() string {
+	var b strings.Builder
+	b.WriteString("| setting | default | what |\n|---|---|---|\n")
+	for _, k := range configs.Schema {
+		def := fmt.Sprintf("`%v`", k.Default)
+		if k.Default == "" {
+			def = ""
+		}
+		help := k.Help
+		if k.Allowed != nil {
+			help += " (" + strings.Join(k.Allowed, ", ") + ")"
+		}
+		fmt.Fprintf(&b, "| `%s` | %s | %s |\n", k.Name, def, strings.ReplaceAll(help, "|", `\|`))
+	}
+	return b.String()
+}
+
+func presetsTable(t *testing.T) string {
+	t.Helper()
+	var b strings.Builder
+	b.WriteString("| preset | parameters | experts | one expert | all experts | all else |\n|---|---|---|---|---|---|\n")
+	for _, name := range configs.PresetNames() {
+		s := configs.Defaults()
+		s.Model = name
+		in, err := node.Inspect(node.Options{Settings: s})
+		if err != nil {
+			t.Fatal(err)
+		}
+		fmt.Fprintf(&b, "| `%s` | %s | %d layers of %d, %d per token | %s | %s | %s |\n", name, grouped(in.Sizes.Parameters),
+			in.Config.MoELayers(), in.Config.Experts, in.Config.TopK, node.Bytes(in.Sizes.ExpertBytes), node.Bytes(in.Sizes.Experts), node.Bytes(in.Sizes.Other))
+	}
+	return b.String()
+}
+
+// A command that the README shows is one that there is, in blocks and in text.
+func TestREADMENamesWhatThereIs(t *testing.T) {
+	text, err := os.ReadFile(readme)
+	if err != nil {
+		t.Fatal(err)
+	}
+	root := newRoot(&streams{})
+	var commands []string
+	for _, c := range root.Commands() {
+		commands = append(commands, c.Name())
+	}
+	for _, m := range regexp.MustCompile("[`/]moeserve (\\w[\\w-]*)").FindAllStringSubmatch(string(text), -1) {
+		if !slices.Contains(commands, m[1]) {
+			t.Errorf("the README calls moeserve %s", m[1])
+		}
+	}
+	run, _, err := root.Find([]string{"run"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	run.InitDefaultHelpFlag()
+	for _, m := range regexp.MustCompile(`--([a-z][\w-]*)`).FindAllStringSubmatch(string(text), -1) {
+		if run.Flags().Lookup(m[1]) == nil {
+			t.Errorf("the README has a flag --%s", m[1])
+		}
+	}
+	makefile, err := os.ReadFile(filepath.Join("..", "..", "Makefile"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, m := range regexp.MustCompile("`make (\\w+)`").FindAllStringSubmatch(string(text), -1) {
+		if !strings.Contains(string(makefile), "\n"+m[1]+":") {
+			t.Errorf("the README calls make %s", m[1])
+		}
+	}
+}

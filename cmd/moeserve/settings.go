@@ -1,0 +1,318 @@
+package main
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"log/slog"
+	"os"
+	"slices"
+	"strconv"
+	"strings"
+
+	"github.com/spf13/pflag"
+	"github.com/spf13/viper"
+	"go.yaml.in/yaml/v3"
+
+	"github.com/moeserve/moeserve/configs"
+)
+
+const (
+	configFlag     = "config"
+	configVariable = "MOESERVE_CONFIG"
+	// defaultFile is read where no other is named and it is there.
+	defaultFile = "moeserve.yaml"
+	// maxFileBytes bounds a configuration file.
+	maxFileBytes = 1 << 20
+)
+
+// otherVariables begin like settings and are read by moeserve's own tests.
+var otherVariables = []string{"MOESERVE_TESTDATA", "MOESERVE_SCORE", "MOESERVE_CUDA_TEST"}
+
+// addSettings gives a command a flag for each setting, and --config.
+func addSettings(flags *pflag.FlagSet, keys []configs.Key) {
+	flags.SortFlags = false
+	for _, k := range keys {
+		v := &flagValue{key: k, text: fmt.Sprint(k.Default)}
+		f := flags.VarPF(v, k.Name, "", k.Help)
+		if k.Kind == configs.Bool {
+			f.NoOptDefVal = "true"
+		}
+	}
+	flags.Var(&fileValue{}, configFlag, "file of settings; without it, "+defaultFile+" if there is one")
+}
+
+// flagValue is a flag's text, checked to be of its setting's kind.
+type flagValue struct {
+	key  configs.Key
+	text string
+}
+
+func (v *flagValue) String() string { return v.text }
+
+func (v *flagValue) Set(text string) error {
+	if _, err := parse(v.key.Kind, text); err != nil {
+		return err
+	}
+	v.text = text
+	return nil
+}
+
+// Type is what help shows for the value. Viper reads flags of types that it does
+// not know as text.
+func (v *flagValue) Type() string {
+	switch {
+	case v.key.Kind == configs.Bool:
+		return "bool"
+	case v.key.Placeholder != "":
+		return v.key.Placeholder
+	case v.key.Allowed != nil:
+		return strings.Join(v.key.Allowed, "|")
+	case v.key.Unit != "":
+		return v.key.Unit
+	}
+	return "number"
+}
+
+// fileValue is the value of --config.
+type fileValue struct{ path string }
+
+func (v *fileValue) String() string { return v.path }
+func (v *fileValue) Type() string   { return "FILE" }
+func (v *fileValue) Set(path string) error {
+	v.path = path
+	return nil
+}
+
+// parse reads a value as flags, variables and files write it.
+func parse(k configs.Kind, text string) (any, error) {
+	var v any
+	var err error
+	want := ""
+	switch k {
+	case configs.String:
+		v = text
+	case configs.Bool:
+		v, err = strconv.ParseBool(text)
+		want = "true or false"
+	case configs.Int:
+		var n int64
+		n, err = strconv.ParseInt(text, 0, strconv.IntSize)
+		v, want = int(n), "a whole number"
+	case configs.Uint:
+		v, err = strconv.ParseUint(text, 0, 64)
+		want = "a whole number from 0"
+	case configs.Float:
+		v, err = strconv.ParseFloat(text, 64)
+		want = "a number"
+	}
+	if errors.Is(err, strconv.ErrRange) {
+		return nil, errors.New("that is out of range")
+	}
+	if err != nil {
+		return nil, errors.New("must be " + want)
+	}
+	return v, nil
+}
+
+// source is where a setting's value comes from.
+type source struct {
+	// Kind is flag, variable, file or default; Name the flag, variable or file.
+	Kind, Name string
+}
+
+func (s source) String() string {
+	if s.Name == "" {
+		return s.Kind
+	}
+	return s.Name
+}
+
+// settings are what a command runs with.
+type settings struct {
+	configs.Settings
+	// file is the configuration file that was read; empty for none.
+	file string
+	// sources by key.
+	sources map[string]source
+}
+
+// readSettings puts together what flags, variables and file say, and checks it.
+// environ is the process's environment, which viper reads by itself.
+func readSettings(flags *pflag.FlagSet, environ []string) (*settings, error) {
+	variables, err := readVariables(environ)
+	if err != nil {
+		return nil, err
+	}
+	s := &settings{sources: map[string]source{}}
+	var values map[string]any
+	if s.file, values, err = readFile(flags.Lookup(configFlag), variables[configVariable]); err != nil {
+		return nil, err
+	}
+	v := viper.New()
+	for _, k := range configs.Schema {
+		from := source{Kind: "default"}
+		v.SetDefault(k.Name, k.Default)
+		if _, ok := values[k.Name]; ok {
+			from = source{Kind: "file", Name: s.file}
+		}
+		if err := v.BindEnv(k.Name, k.Variable()); err != nil {
+			return nil, fmt.Errorf("bind %s: %w", k.Variable(), err)
+		}
+		if variables[k.Variable()] != "" {
+			from = source{Kind: "variable", Name: k.Variable()}
+		}
+		if f := flags.Lookup(k.Name); f != nil {
+			if err := v.BindPFlag(k.Name, f); err != nil {
+				return nil, fmt.Errorf("bind --%s: %w", k.Name, err)
+			}
+			if f.Changed {
+				from = source{Kind: "flag", Name: "--" + k.Name}
+			}
+		}
+		s.sources[k.Name] = from
+	}
+	if err := v.MergeConfigMap(values); err != nil {
+		return nil, usagef("%s: %w", s.file, err)
+	}
+	if err := v.UnmarshalExact(&s.Settings); err != nil {
+		return nil, &usageError{err}
+	}
+	err = s.Validate()
+	var bad *configs.SettingError
+	if errors.As(err, &bad) {
+		return nil, usagef("%w (from %s)", err, s.sources[bad.Key])
+	}
+	if err != nil {
+		return nil, &usageError{err}
+	}
+	return s, nil
+}
+
+// readVariables returns the variables of moeserve's that are set and not empty. One
+// that is unknown or holds a value of the wrong kind is an error.
+func readVariables(environ []string) (map[string]string, error) {
+	names := []string{configVariable}
+	for _, k := range configs.Schema {
+		names = append(names, k.Variable())
+	}
+	variables := map[string]string{}
+	// Sorted, so that of several mistakes always the same is told.
+	for _, e := range slices.Sorted(slices.Values(environ)) {
+		name, value, _ := strings.Cut(e, "=")
+		if !strings.HasPrefix(name, "MOESERVE_") || slices.Contains(otherVariables, name) {
+			continue
+		}
+		if !slices.Contains(names, name) {
+			return nil, usagef("there is no variable %s%s", name, suggestion(name, names, "moeserve run --help lists all"))
+		}
+		if value != "" {
+			variables[name] = value
+		}
+	}
+	for _, k := range configs.Schema {
+		value, ok := variables[k.Variable()]
+		if !ok {
+			continue
+		}
+		if _, err := parse(k.Kind, value); err != nil {
+			return nil, usagef("%s is %q: %w", k.Variable(), value, err)
+		}
+	}
+	return variables, nil
+}
+
+// readFile finds the configuration file and reads its values; no path where there
+// is none.
+func readFile(flag *pflag.Flag, variable string) (path string, values map[string]any, err error) {
+	switch {
+	case flag != nil && flag.Changed:
+		path = flag.Value.String()
+	case variable != "":
+		path = variable
+	default:
+		path = defaultFile
+		if _, err := os.Stat(path); errors.Is(err, fs.ErrNotExist) {
+			return "", nil, nil
+		}
+	}
+	f, err := os.Open(path)
+	if err != nil {
+		return path, nil, usagef("read the configuration: %w", err)
+	}
+	defer f.Close() //nolint:errcheck // only read from
+	data, err := io.ReadAll(io.LimitReader(f, maxFileBytes+1))
+	if err != nil {
+		return path, nil, usagef("read the configuration: %w", err)
+	}
+	if len(data) > maxFileBytes {
+		return path, nil, usagef("%s is larger than %d KiB: it cannot be a configuration", path, maxFileBytes>>10)
+	}
+	values, err = parseFile(data)
+	if err != nil {
+		return path, nil, usagef("%s: %w", path, err)
+	}
+	return path, values, nil
+}
+
+// parseFile reads a YAML mapping of settings.
+func parseFile(data []byte) (map[string]any, error) {
+	var doc yaml.Node
+	dec := yaml.NewDecoder(bytes.NewReader(data))
+	err := dec.Decode(&doc)
+	if errors.Is(err, io.EOF) {
+		return map[string]any{}, nil
+	}
+	if err != nil {
+		return nil, err
+	}
+	if err := dec.Decode(new(yaml.Node)); !errors.Is(err, io.EOF) {
+		return nil, errors.New("must be a single YAML document")
+	}
+	top := doc.Content[0]
+	if top.Kind == yaml.ScalarNode && top.Tag == "!!null" {
+		return map[string]any{}, nil
+	}
+	if top.Kind != yaml.MappingNode {
+		return nil, fmt.Errorf("line %d: must be lines of the form key: value", top.Line)
+	}
+	values := map[string]any{}
+	for i := 0; i < len(top.Content); i += 2 {
+		key, value := top.Content[i], top.Content[i+1]
+		k, ok := configs.Find(key.Value)
+		if !ok || key.Kind != yaml.ScalarNode {
+			var names []string
+			for _, k := range configs.Schema {
+				names = append(names, k.Name)
+			}
+			return nil, fmt.Errorf("line %d: there is no key %q%s", key.Line, key.Value, suggestion(key.Value, names, "moeserve config lists all"))
+		}
+		if _, ok := values[k.Name]; ok {
+			return nil, fmt.Errorf("line %d: %s is set twice", key.Line, k.Name)
+		}
+		if value.Kind != yaml.ScalarNode || value.Tag == "!!null" {
+			return nil, fmt.Errorf("line %d: %s must be one value", value.Line, k.Name)
+		}
+		v, err := parse(k.Kind, value.Value)
+		if err != nil {
+			return nil, fmt.Errorf("line %d: %s is %q: %w", value.Line, k.Name, value.Value, err)
+		}
+		values[k.Name] = v
+	}
+	return values, nil
+}
+
+// logger logs what the settings ask for.
+func (s *settings) logger(out io.Writer) *slog.Logger {
+	var level slog.Level
+	if err := level.UnmarshalText([]byte(s.LogLevel)); err != nil {
+		panic("moeserve: log-level " + s.LogLevel + " has been validated: " + err.Error())
+	}
+	o := &slog.HandlerOptions{Level: level}
+	if s.LogFormat == "json" {
+		return slog.New(slog.NewJSONHandler(out, o))
+	}
+	return slog.New(slog.NewTextHandler(out, o))
+}

@@ -1,0 +1,138 @@
+package node
+
+import (
+	"strings"
+
+	"github.com/moeserve/moeserve/device"
+	"github.com/moeserve/moeserve/device/emulated"
+	"github.com/moeserve/moeserve/experts"
+	"github.com/moeserve/moeserve/kvcache"
+	"github.com/moeserve/moeserve/models"
+	"github.com/moeserve/moeserve/pipeline"
+)
+
+// budget works out what lies where, before anything is taken, and how many blocks
+// the KV cache gets.
+func (n *Node) budget(o *Options) (kvcache.Shape, int, error) {
+	w, err := n.needs(o)
+	if err != nil {
+		return kvcache.Shape{}, 0, err
+	}
+	fit, err := n.fit(o, w)
+	if err != nil {
+		return kvcache.Shape{}, 0, err
+	}
+	n.limits.MaxModelLen = fit.MaxModelLen
+	return w.kv, fit.Blocks, n.together(w.device.Need(), w.host.Need())
+}
+
+// needs is what a configuration takes, before it is known whether that is there.
+type needs struct {
+	kv           kvcache.Shape
+	device, host Demand
+}
+
+// needs works out plan and limits, and what they take of which memory.
+func (n *Node) needs(o *Options) (*needs, error) {
+	s, c := &o.Settings, n.config
+	n.limits = models.Limits{
+		MaxRows: s.MaxNumBatchedTokens, MaxSeqs: min(s.MaxNumSeqs, s.MaxNumBatchedTokens),
+		MaxModelLen: c.MaxPositions, BlockTokens: kvcache.DefaultBlockTokens,
+	}
+	n.limits.MaxLogits = n.limits.MaxSeqs
+	if o.HostLogits {
+		n.limits.MaxLogits = n.limits.MaxRows
+	}
+	if s.MaxModelLen > 0 && s.MaxModelLen < n.limits.MaxModelLen {
+		n.limits.MaxModelLen = s.MaxModelLen
+	}
+	var layers []int
+	for l, dense := range c.Dense {
+		if !dense {
+			layers = append(layers, l)
+		}
+	}
+	layout, err := n.backend.ExpertLayout(c.ExpertShape(n.layout.ExpertDType))
+	if err != nil {
+		return nil, err
+	}
+	placement, err := experts.Place(len(layers), c.Experts, s.OffloadFraction)
+	if err != nil {
+		return nil, err
+	}
+	if n.plan, err = experts.NewPlan(experts.Config{Layers: layers, Experts: c.Experts, Layout: layout, Placement: placement}); err != nil {
+		return nil, err
+	}
+	usage, err := n.machine.Usage(n.space)
+	if err != nil {
+		return nil, err
+	}
+	host, err := n.machine.Usage(device.Host)
+	if err != nil {
+		return nil, err
+	}
+	rows := pipeline.RowDataBytes(n.limits, s.MicroBatchSize)
+	return &needs{
+		kv: kvcache.Shape{
+			Layers: c.Layers, KVHeads: c.KVHeads, HeadDim: c.HeadDim,
+			DType: n.backend.ActivationDType(), BlockTokens: kvcache.DefaultBlockTokens,
+		},
+		device: Demand{
+			Space: n.space.String(), Capacity: usage.Capacity - usage.Other, Share: s.GPUMemoryUtilization,
+			Parts: []Part{
+				{"weights but experts", n.layout.Bytes},
+				{"local experts", n.plan.LocalBytes},
+				{"ring of fetched experts", n.plan.RingBytes},
+				{"tables", n.plan.TableBytes},
+				{"activations", models.WorkspaceBytes(c, n.backend, n.limits)},
+				{"row data", rows},
+			},
+			Advice: "offload more experts (offload-fraction), lower max-num-batched-tokens, or give the device more memory",
+		},
+		host: Demand{
+			Space: device.Host.String(), Capacity: host.Capacity - host.Other, Share: 1,
+			Parts: []Part{
+				{"offloaded experts", n.plan.HostBytes},
+				{"loading", n.plan.StagingBytes + uploadBuffers*uploadBytes},
+				{"tables", n.plan.UploadBytes},
+				{"row data", rows + pipeline.BackBytes(c, n.limits, o.HostLogits)},
+			},
+			Advice: "offload fewer experts (offload-fraction), or give the host more memory",
+		},
+	}, nil
+}
+
+// fit sizes the KV cache with what the needs leave, or says what there is too
+// little of.
+func (n *Node) fit(o *Options, w *needs) (KVFit, error) {
+	s := &o.Settings
+	room, err := w.device.Room()
+	if err != nil {
+		return KVFit{}, err
+	}
+	if _, err := w.host.Room(); err != nil {
+		return KVFit{}, err
+	}
+	return KVDemand{
+		Room: room, BlockBytes: w.kv.BlockBytes(), BlockTokens: w.kv.BlockTokens,
+		MaxModelLen: s.MaxModelLen, ModelPositions: n.config.MaxPositions, MaxNumSeqs: s.MaxNumSeqs, Blocks: s.NumKVBlocks,
+	}.Fit()
+}
+
+// together refuses what emulated devices could hold one by one but this machine,
+// whose memory they all share, cannot.
+func (n *Node) together(gpu, host int64) error {
+	if _, ok := n.machine.(*emulated.Machine); !ok {
+		return nil
+	}
+	have, ok := availableMemory()
+	if !ok || n.settings.Emulate != "" && strings.Contains(n.settings.Emulate, "nodata") {
+		return nil
+	}
+	_, err := Demand{
+		Space: "this machine", Capacity: have, Share: 1,
+		Parts:  []Part{{"emulated " + n.space.String(), gpu}, {"emulated host", host}},
+		Advice: "use a smaller model, fewer layers (num-hidden-layers, with dummy weights), or a machine with more memory",
+	}.Room()
+	return err
+}
