@@ -138,13 +138,15 @@ func newStage(o Options, buffers int) (stage, error) {
 	return s, nil
 }
 
-// settled waits until nothing moves from or to b.
+// settled waits until nothing moves from or to b, or ctx is done.
 func (b *buffer) settled(ctx context.Context) error {
 	if b.ticket == nil {
 		return nil
 	}
 	err := b.ticket.Wait(ctx)
-	b.ticket = nil
+	if b.ticket.Ended() {
+		b.ticket = nil
+	}
 	return err
 }
 
@@ -178,7 +180,9 @@ func (s *stage) flush(ctx context.Context) error {
 }
 
 func (s *stage) close() error {
-	errs := []error{s.flush(context.Background()), s.memory.Free()}
+	// A copy that failed has been told of, or belongs to a loading that was given up.
+	_ = s.flush(context.Background())
+	errs := []error{s.memory.Free()}
 	for _, b := range s.buffers {
 		errs = append(errs, b.done.Fence.Close())
 	}

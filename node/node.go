@@ -324,6 +324,13 @@ func defaultMemory(o *emulated.Options) {
 	}
 }
 
+// keepsData says whether memory of the machine holds bytes. An emulated machine may
+// be one that only tells how long everything takes.
+func keepsData(m device.Machine) bool {
+	e, ok := m.(*emulated.Machine)
+	return !ok || e.KeepsData()
+}
+
 // assemble takes the memory, loads the weights and starts what runs on them.
 func (n *Node) assemble(ctx context.Context, o *Options, src models.Source, kv kvcache.Shape, blocks int) (err error) {
 	start := time.Now()
@@ -339,7 +346,7 @@ func (n *Node) assemble(ctx context.Context, o *Options, src models.Source, kv k
 		return fail(ErrDevice, err)
 	}
 	n.closers = append(n.closers, n.transfer.Close)
-	if n.store, err = experts.New(experts.Options{Machine: n.machine, Space: n.space, Backend: n.backend, Transfer: n.transfer, Plan: n.plan, Logger: o.Log}); err != nil {
+	if n.store, err = experts.New(experts.Options{Machine: n.machine, Space: n.space, Backend: n.backend, Transfer: n.transfer, Plan: n.plan, NoData: !keepsData(n.machine), Logger: o.Log}); err != nil {
 		return fail(ErrDevice, err)
 	}
 	n.closers = append(n.closers, n.store.Close)
@@ -386,16 +393,38 @@ func (n *Node) load(ctx context.Context, o *Options, src models.Source, model *m
 		return fail(ErrDevice, err)
 	}
 	defer func() { err = errors.Join(err, fail(ErrDevice, up.close(ctx))) }()
-	if err := models.Load(ctx, src, n.layout, &sink{ctx: ctx, arena: arena, up: up, store: n.store}, o.Progress); err != nil {
-		return fail(ErrModel, err)
+	to := &sink{ctx: ctx, arena: arena, up: up, store: n.store}
+	if !keepsData(n.machine) {
+		src, to.up = shapes{src}, nil
+	}
+	if err := models.Load(ctx, src, n.layout, to, o.Progress); err != nil {
+		return loading(err)
 	}
 	if err := n.store.Seal(ctx); err != nil {
-		return fail(ErrModel, err)
+		return loading(err)
+	}
+	if to.up == nil {
+		return nil
 	}
 	if err := model.Constants(func(dst device.Range, data []byte) error { return up.put(ctx, dst, data) }); err != nil {
+		return loading(err)
+	}
+	return loading(up.flush(ctx))
+}
+
+// loading says what an error of loading is about: the device, the model, or, where
+// ctx was done, neither.
+func loading(err error) error {
+	var d *device.Error
+	switch {
+	case err == nil:
+		return nil
+	case errors.Is(err, context.Canceled), errors.Is(err, context.DeadlineExceeded):
+		return fmt.Errorf("node: load the model: %w", err)
+	case errors.As(err, &d):
 		return fail(ErrDevice, err)
 	}
-	return fail(ErrDevice, up.flush(ctx))
+	return fail(ErrModel, err)
 }
 
 // Engine runs requests.
