@@ -170,13 +170,16 @@ func (s *stage) submit(b *buffer, r transfer.Request) (err error) {
 	return err
 }
 
-// flush waits for every buffer's copy.
+// flush waits for every buffer's copy and returns the first error: what breaks one
+// breaks the others too.
 func (s *stage) flush(ctx context.Context) error {
-	var errs []error
+	var first error
 	for _, b := range s.buffers {
-		errs = append(errs, b.settled(ctx))
+		if err := b.settled(ctx); first == nil {
+			first = err
+		}
 	}
-	return errors.Join(errs...)
+	return first
 }
 
 func (s *stage) close() error {
@@ -366,12 +369,17 @@ func (x *extents) move(h *extent, id ID, dst device.Range) error {
 func (x *extents) flush(ctx context.Context) error {
 	x.mu.Lock()
 	defer x.mu.Unlock()
-	var errs []error
+	var first error
 	for i := range x.held {
 		if h := &x.held[i]; h.full {
-			errs = append(errs, x.toDevice(h.buffer, h.dst))
+			if err := x.toDevice(h.buffer, h.dst); first == nil {
+				first = err
+			}
 			h.full = false
 		}
 	}
-	return errors.Join(append(errs, x.stage.flush(ctx))...)
+	if err := x.stage.flush(ctx); first == nil {
+		first = err
+	}
+	return first
 }

@@ -7,17 +7,14 @@ import (
 	"io/fs"
 	"log/slog"
 	"os"
-	"runtime"
 	"strings"
 	"time"
 
 	"github.com/moeserve/moeserve/configs"
 	"github.com/moeserve/moeserve/device"
-	"github.com/moeserve/moeserve/device/emulated"
 	"github.com/moeserve/moeserve/engine"
 	"github.com/moeserve/moeserve/experts"
 	"github.com/moeserve/moeserve/kernels"
-	"github.com/moeserve/moeserve/kernels/cpu"
 	"github.com/moeserve/moeserve/kvcache"
 	"github.com/moeserve/moeserve/models"
 	"github.com/moeserve/moeserve/models/chat"
@@ -234,7 +231,7 @@ func Open(ctx context.Context, o Options) (_ *Node, err error) {
 	if err := n.machines(&o); err != nil {
 		return nil, err
 	}
-	if n.layout, err = models.NewLayout(n.config, model.Source, nil); err != nil {
+	if n.layout, err = models.NewLayout(n.config, model.Source, n.cast()); err != nil {
 		return nil, fail(ErrModel, err)
 	}
 	kv, blocks, err := n.budget(&o)
@@ -278,57 +275,6 @@ func (n *Node) text(m *Model, without bool) error {
 		}
 	}
 	return nil
-}
-
-// machines opens devices and backend.
-func (n *Node) machines(o *Options) error {
-	open := o.OpenMachine
-	if open == nil {
-		open = func() (device.Machine, error) {
-			spec, err := emulated.ParseSpec(o.Settings.Emulate)
-			if err != nil {
-				return nil, fail(ErrConfig, err)
-			}
-			defaultMemory(&spec)
-			return emulated.Open(spec)
-		}
-	}
-	m, err := open()
-	if err != nil {
-		return fail(ErrDevice, err)
-	}
-	n.machine, n.space = m, device.HBM(0)
-	n.closers = append(n.closers, m.Close)
-	n.backend = cpu.New(cpu.Options{Threads: runtime.GOMAXPROCS(0)})
-	n.closers = append(n.closers, n.backend.Close)
-	return nil
-}
-
-// defaultMemory gives emulated memories that nobody has sized what this machine
-// can give: what is taken of one is missing from the others, which Budget counts.
-func defaultMemory(o *emulated.Options) {
-	have, ok := availableMemory()
-	if !ok || o.Topology != nil || o.NoData {
-		return
-	}
-	if o.Host.MemoryBytes == 0 {
-		o.Host.MemoryBytes = have
-	}
-	if len(o.GPUs) == 0 {
-		o.GPUs = make([]emulated.GPU, 3)
-	}
-	for i := range o.GPUs {
-		if o.GPUs[i].MemoryBytes == 0 {
-			o.GPUs[i].MemoryBytes = have
-		}
-	}
-}
-
-// keepsData says whether memory of the machine holds bytes. An emulated machine may
-// be one that only tells how long everything takes.
-func keepsData(m device.Machine) bool {
-	e, ok := m.(*emulated.Machine)
-	return !ok || e.KeepsData()
 }
 
 // assemble takes the memory, loads the weights and starts what runs on them.
@@ -484,6 +430,3 @@ func (n *Node) Close() error {
 // AvailableMemory is what this machine can still give to processes, in bytes, and
 // false where the system does not say.
 func AvailableMemory() (int64, bool) { return availableMemory() }
-
-// EmulateHelp tells what the setting emulate may hold.
-const EmulateHelp = emulated.SpecHelp
