@@ -882,7 +882,10 @@ func loseDevice() error {
 	if len(r.m.gpus) > 1 {
 		r.wants(waits.Synchronize(r.ctx), device.ErrLost)
 		r.wants(waits.Recover(r.ctx), device.ErrLost)
-		r.ok(waits.Synchronize(r.ctx))
+		// A real fault takes the process's contexts on other GPUs with it.
+		if err := waits.Synchronize(r.ctx); err != nil && (!onGPU || !errors.Is(err, device.ErrLost)) {
+			r.Fatal(err)
+		}
 	}
 	r.wants(f.Await(r.ctx, 1), device.ErrLost)
 	r.wants(e.Synchronize(r.ctx), device.ErrLost)

@@ -44,10 +44,12 @@
 //
 // # Environment
 //
-// Open sets CUDA_DEVICE_MAX_CONNECTIONS=32, so that streams that wait do not hold
-// back others in a shared hardware queue, and CUDA_MODULE_LOADING=EAGER, since
-// loading a kernel at its first launch may wait for the device; both only where
-// the variable is unset.
+// Open sets CUDA_DEVICE_MAX_CONNECTIONS=32 and CUDA_DEVICE_MAX_COPY_CONNECTIONS=32,
+// so that streams that wait do not hold back others in a shared hardware queue (with
+// fewer copy queues, copies between two GPUs on two streams, each behind a fence
+// that the other raises, never end), and CUDA_MODULE_LOADING=EAGER, since loading a
+// kernel at its first launch may wait for the device; all only where the variable is
+// unset.
 //
 // # Example
 //

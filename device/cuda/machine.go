@@ -127,7 +127,9 @@ func New(o Options) (*Machine, error) {
 // version that the driver offers.
 func start(library string) (int, error) {
 	// Read by the driver when it starts; see Environment in the package's comment.
-	for name, value := range map[string]string{"CUDA_DEVICE_MAX_CONNECTIONS": "32", "CUDA_MODULE_LOADING": "EAGER"} {
+	for name, value := range map[string]string{
+		"CUDA_DEVICE_MAX_CONNECTIONS": "32", "CUDA_DEVICE_MAX_COPY_CONNECTIONS": "32", "CUDA_MODULE_LOADING": "EAGER",
+	} {
 		if _, set := os.LookupEnv(name); !set {
 			if err := os.Setenv(name, value); err != nil {
 				return 0, badArgument("open", device.Host, "environment: %v", err)

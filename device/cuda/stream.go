@@ -165,12 +165,8 @@ func (s *Stream) copy(to, from *memory, dst, src device.Range) int {
 		return int(C.ms_host_copy(s.g.context(), streamHandle(s.s), C.uint64_t(dst.Addr), C.uint64_t(src.Addr), C.size_t(dst.Bytes)))
 	}
 	err := s.g.enter()
-	switch {
-	case err != nil:
-	case to.g != nil && from.g != nil && to.g != from.g:
-		err = cu.MemcpyPeerAsync(cu.DevicePtr(dst.Addr), to.g.ctx, cu.DevicePtr(src.Addr), from.g.ctx, dst.Bytes, s.s)
-	default:
-		// The addresses say where either side lies.
+	if err == nil {
+		// The addresses say where either side lies; memory is mapped for all peers.
 		err = cu.MemcpyAsync(cu.DevicePtr(dst.Addr), cu.DevicePtr(src.Addr), dst.Bytes, s.s)
 	}
 	s.g.leave()
