@@ -16,9 +16,9 @@ import (
 // of its own.
 const pieceBytes = 8 << 20
 
-// loaders is the most goroutines that Load reads with: enough to keep a disk
-// busy while others copy, few enough that reading stays close to file order.
-const loaders = 4
+// loaders is the most goroutines that Load reads with, one per processor: converting
+// and making dummy weights takes as many as there are, and a disk is busy with fewer.
+const loaders = 16
 
 // piece is some rows of one segment of a placement.
 type piece struct {

@@ -19,7 +19,7 @@ var errNoCUDA = errors.New("no usable GPU")
 func (n *Node) machines(o *Options) error {
 	s := &o.Settings
 	if o.OpenMachine != nil {
-		return n.emulate(o.OpenMachine)
+		return n.open(o.OpenMachine, o.OpenBackend)
 	}
 	if s.Device == "cuda" || s.Device == "auto" && s.Emulate == "" {
 		if s.Emulate != "" {
@@ -35,22 +35,31 @@ func (n *Node) machines(o *Options) error {
 		}
 		o.Log.Info("computing on the CPU", "why", err)
 	}
-	return n.emulate(func() (device.Machine, error) {
+	return n.open(func() (device.Machine, error) {
 		spec, err := emulated.ParseSpec(s.Emulate)
 		if err != nil {
 			return nil, fail(ErrConfig, err)
 		}
 		defaultMemory(&spec)
 		return emulated.Open(spec)
-	})
+	}, nil)
 }
 
-func (n *Node) emulate(open func() (device.Machine, error)) error {
-	m, err := open()
+// open opens a machine and its backend, that of the CPU where backend is nil.
+func (n *Node) open(machine func() (device.Machine, error), backend func(device.Machine) (kernels.Backend, error)) error {
+	m, err := machine()
 	if err != nil {
 		return fail(ErrDevice, err)
 	}
-	n.use(m, cpu.New(cpu.Options{Threads: runtime.GOMAXPROCS(0)}))
+	if backend == nil {
+		n.use(m, cpu.New(cpu.Options{Threads: runtime.GOMAXPROCS(0)}))
+		return nil
+	}
+	b, err := backend(m)
+	if err != nil {
+		return fail(ErrDevice, errors.Join(err, m.Close()))
+	}
+	n.use(m, b)
 	return nil
 }
 

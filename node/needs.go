@@ -1,6 +1,9 @@
 package node
 
 import (
+	"fmt"
+
+	"github.com/moeserve/moeserve/configs"
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/device/emulated"
 	"github.com/moeserve/moeserve/experts"
@@ -104,11 +107,44 @@ func (n *Node) needs(o *Options) (*needs, error) {
 // little of.
 func (n *Node) fit(o *Options, w *needs) (KVFit, error) {
 	s := &o.Settings
-	room, err := w.device.Room()
-	if err != nil {
+	if _, err := w.device.Room(); err != nil {
+		if f, ok := n.fraction(*o); ok {
+			err = fmt.Errorf("%w; with offload-fraction %.2f it would fit", err, f)
+		}
 		return KVFit{}, err
 	}
 	if _, err := w.host.Room(); err != nil {
+		return KVFit{}, err
+	}
+	return n.cache(s, w)
+}
+
+// fraction is the least offload fraction, in steps of 0.05, with which the model would
+// fit, and false where there is none above the one asked for.
+func (n *Node) fraction(o Options) (float64, bool) {
+	for f := 5; f <= 100; f += 5 {
+		if o.Settings.OffloadFraction >= float64(f)/100 {
+			continue
+		}
+		o.Settings.OffloadFraction = float64(f) / 100
+		w, err := n.needs(&o)
+		if err != nil {
+			return 0, false
+		}
+		if _, err := w.host.Room(); err != nil {
+			return 0, false // and more would not fit, either
+		}
+		if _, err := n.cache(&o.Settings, w); err == nil {
+			return o.Settings.OffloadFraction, true
+		}
+	}
+	return 0, false
+}
+
+// cache sizes the KV cache with what is left on the device.
+func (n *Node) cache(s *configs.Settings, w *needs) (KVFit, error) {
+	room, err := w.device.Room()
+	if err != nil {
 		return KVFit{}, err
 	}
 	return KVDemand{

@@ -64,6 +64,8 @@ type Options struct {
 	// OpenMachine opens the devices in place of what the settings say; tests use it
 	// to choose schedules and to inject faults.
 	OpenMachine func() (device.Machine, error)
+	// OpenBackend opens the backend of what OpenMachine opened. Default: kernels/cpu.
+	OpenBackend func(device.Machine) (kernels.Backend, error)
 }
 
 // BuiltIn is what the built-in model is called.

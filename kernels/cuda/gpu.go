@@ -78,11 +78,15 @@ func (r *gpuRunner) load(o Options, capability int, folders []string) error {
 			cache.Dir = filepath.Join(dir, "moeserve", "cubin")
 		}
 	}
+	arch := o.Architecture
+	if arch == "" {
+		arch = nvrtc.Arch(capability)
+	}
 	cubins := make([][]byte, len(files))
 	var group errgroup.Group
 	for i, file := range files {
 		group.Go(func() (err error) {
-			cubins[i], _, err = compiler.Cached(cache, unit(file, o.Activation), nvrtc.Arch(capability))
+			cubins[i], _, err = compiler.Cached(cache, unit(file, o.Activation), arch)
 			return err
 		})
 	}

@@ -49,8 +49,11 @@ func TestCompile(t *testing.T) {
 	c := compiler(t)
 	for _, file := range files {
 		for _, act := range []kernels.DType{kernels.BF16, kernels.F16} {
-			for _, capability := range []int{80, 90} {
-				arch := nvrtc.Arch(capability)
+			for _, arch := range []string{nvrtc.Arch(80), nvrtc.Arch(90), "compute_80"} {
+				entry := ".text.%s\x00"
+				if strings.HasPrefix(arch, "compute_") {
+					entry = ".entry %s("
+				}
 				t.Run(fmt.Sprintf("%s/%s/%s", file, act, arch), func(t *testing.T) {
 					t.Parallel()
 					start := time.Now()
@@ -62,7 +65,7 @@ func TestCompile(t *testing.T) {
 						t.Errorf("the compiler says: %s", log)
 					}
 					for _, k := range table {
-						if k.file == file && !bytes.Contains(cubin, []byte(".text."+k.name+"\x00")) {
+						if k.file == file && !bytes.Contains(cubin, fmt.Appendf(nil, entry, k.name)) {
 							t.Errorf("no kernel %s", k.name)
 						}
 					}
@@ -134,6 +137,19 @@ func TestGPU(t *testing.T) {
 				}, kernelstest.Options{Full: *full, BatchInvariant: invariant, Seed: *seed})
 			})
 		}
+	}
+}
+
+// TestGPUOlder runs the suite on kernels compiled for compute capability 8.0, as an
+// A100 has them; the driver translates them for the GPU that is there.
+func TestGPUOlder(t *testing.T) {
+	for _, act := range []kernels.DType{kernels.BF16, kernels.F16} {
+		t.Run(fmt.Sprint(act), func(t *testing.T) {
+			m, b, s := openGPU(t, Options{Activation: act, BatchInvariant: true, Architecture: "compute_80"})
+			kernelstest.Run(t, func(*testing.T) (device.Machine, kernels.Backend, device.Stream) {
+				return m, b, s
+			}, kernelstest.Options{BatchInvariant: true, Seed: *seed})
+		})
 	}
 }
 

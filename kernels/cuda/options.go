@@ -24,6 +24,10 @@ type Options struct {
 	// CacheDir keeps compiled kernels. Default: moeserve/cubin in the user's cache
 	// directory.
 	CacheDir string
+	// Architecture is what kernels are compiled for, as NVRTC names it: "sm_90a", or
+	// "compute_80" for code that the driver translates for a later device. Default:
+	// exactly the device's.
+	Architecture string
 }
 
 func (o Options) withDefaults() (Options, error) {

@@ -52,5 +52,9 @@ echo 'int cuInit(unsigned); int main(void) { return cuInit(0); }' | gcc -x c - -
 expect "a linked driver" "libcuda.so.1" tools/cuda/check.sh "$work/linked"
 echo 'int main(void) { return 0; }' | gcc -x c - -Wl,-z,now -o "$work/now"
 expect "bound at start" "bound at start" tools/cuda/check.sh "$work/now"
+for script in tools/cuda/*.sh; do
+  bash -n "$script" || bad=1
+done
+expect "a part that there is not" "gpu.sh run FOLDER LOGS" bash tools/cuda/gpu.sh run "$work" "$work/logs" no-such-part
 [ $bad = 0 ] && echo "the build scripts hold"
 exit $bad

@@ -13,6 +13,8 @@ typedef struct {
   const char *(*error)(int result);
   int (*cubin_size)(void *program, size_t *n);
   int (*cubin)(void *program, char *out);
+  int (*ptx_size)(void *program, size_t *n);
+  int (*ptx)(void *program, char *out);
   int (*log_size)(void *program, size_t *n);
   int (*log)(void *program, char *out);
 } nvrtc_calls;
@@ -26,6 +28,8 @@ static int rtc_destroy(nvrtc_calls *c, void **p) { return c->destroy(p); }
 static const char *rtc_error(nvrtc_calls *c, int r) { return c->error(r); }
 static int rtc_cubin_size(nvrtc_calls *c, void *p, size_t *n) { return c->cubin_size(p, n); }
 static int rtc_cubin(nvrtc_calls *c, void *p, void *out) { return c->cubin(p, out); }
+static int rtc_ptx_size(nvrtc_calls *c, void *p, size_t *n) { return c->ptx_size(p, n); }
+static int rtc_ptx(nvrtc_calls *c, void *p, void *out) { return c->ptx(p, out); }
 static int rtc_log_size(nvrtc_calls *c, void *p, size_t *n) { return c->log_size(p, n); }
 static int rtc_log(nvrtc_calls *c, void *p, void *out) { return c->log(p, out); }
 */
@@ -35,6 +39,7 @@ import (
 	"errors"
 	"fmt"
 	"maps"
+	"path/filepath"
 	"slices"
 	"strings"
 	"unsafe"
@@ -74,6 +79,7 @@ func Open(folders []string, driverMajor int) (*Compiler, error) {
 	if err != nil {
 		return nil, fmt.Errorf("nvrtc: %w: install NVRTC of CUDA %d or 12, from a toolkit or by pip install nvidia-cuda-nvrtc-cu12: %w", ErrUnavailable, driverMajor, err)
 	}
+	openBuiltins(l.Path)
 	c := &Compiler{Path: l.Path, calls: (*C.nvrtc_calls)(C.calloc(1, C.sizeof_nvrtc_calls))}
 	if c.calls == nil {
 		return nil, fmt.Errorf("nvrtc: no memory for the table of calls")
@@ -81,7 +87,7 @@ func Open(folders []string, driverMajor int) (*Compiler, error) {
 	table := unsafe.Slice((*unsafe.Pointer)(unsafe.Pointer(c.calls)), int(C.sizeof_nvrtc_calls)/int(unsafe.Sizeof(uintptr(0))))
 	for i, name := range []string{
 		"nvrtcVersion", "nvrtcCreateProgram", "nvrtcCompileProgram", "nvrtcDestroyProgram", "nvrtcGetErrorString",
-		"nvrtcGetCUBINSize", "nvrtcGetCUBIN", "nvrtcGetProgramLogSize", "nvrtcGetProgramLog",
+		"nvrtcGetCUBINSize", "nvrtcGetCUBIN", "nvrtcGetPTXSize", "nvrtcGetPTX", "nvrtcGetProgramLogSize", "nvrtcGetProgramLog",
 	} {
 		if table[i], err = l.Symbol(name); err != nil {
 			C.free(unsafe.Pointer(c.calls))
@@ -94,6 +100,27 @@ func Open(folders []string, driverMajor int) (*Compiler, error) {
 	}
 	c.Major, c.Minor = int(major), int(minor)
 	return c, nil
+}
+
+// openBuiltins opens the library's other half beside it. NVRTC asks the linker for it
+// by name when it first compiles, and the linker does not look in every folder that an
+// NVRTC may come from; what is open already is found by its name. What cannot be opened
+// here, NVRTC will ask for, and say so.
+func openBuiltins(path string) {
+	major := path[strings.LastIndexByte(path, '.')+1:]
+	if real, err := filepath.EvalSymlinks(path); err == nil {
+		// The file of a toolkit is libnvrtc.so.12.9.86, behind a link.
+		path = real
+	}
+	found, err := filepath.Glob(filepath.Join(filepath.Dir(path), "libnvrtc-builtins.so."+major+".*"))
+	if err != nil {
+		return
+	}
+	for _, file := range found {
+		if _, err := dylib.Open([]string{file}, nil); err == nil {
+			return
+		}
+	}
 }
 
 // Version is the compiler's: "12.9".
@@ -134,7 +161,8 @@ func (c cStrings) free() {
 	C.free(unsafe.Pointer(c.array))
 }
 
-// Compile makes a cubin for arch, like "sm_90a". log is what the compiler said, also
+// Compile makes a cubin for arch, like "sm_90a", or, for one like "compute_80", PTX,
+// which a driver translates for its device when it is loaded. log is what the compiler said, also
 // on success. An error in the source is an *Error.
 func (c *Compiler) Compile(s Source, arch string) (cubin []byte, log string, err error) {
 	names := slices.Sorted(maps.Keys(s.Headers))
@@ -164,12 +192,23 @@ func (c *Compiler) Compile(s Source, arch string) (cubin []byte, log string, err
 	if r != 0 {
 		return nil, log, &Error{Source: s.Name, Arch: arch, Log: log, Result: C.GoString(C.rtc_error(c.calls, r))}
 	}
-	if r := C.rtc_cubin_size(c.calls, p, &n); r != 0 || n == 0 {
-		return nil, log, c.fail("cubin of "+s.Name, r)
+	virtual := strings.HasPrefix(arch, "compute_")
+	if virtual {
+		r = C.rtc_ptx_size(c.calls, p, &n)
+	} else {
+		r = C.rtc_cubin_size(c.calls, p, &n)
+	}
+	if r != 0 || n == 0 {
+		return nil, log, c.fail("result of "+s.Name, r)
 	}
 	cubin = make([]byte, n)
-	if r := C.rtc_cubin(c.calls, p, unsafe.Pointer(&cubin[0])); r != 0 {
-		return nil, log, c.fail("cubin of "+s.Name, r)
+	if virtual {
+		r = C.rtc_ptx(c.calls, p, unsafe.Pointer(&cubin[0]))
+	} else {
+		r = C.rtc_cubin(c.calls, p, unsafe.Pointer(&cubin[0]))
+	}
+	if r != 0 {
+		return nil, log, c.fail("result of "+s.Name, r)
 	}
 	return cubin, log, nil
 }

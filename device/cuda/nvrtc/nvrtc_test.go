@@ -43,6 +43,14 @@ func TestCompile(t *testing.T) {
 			t.Errorf("%s: %d bytes that are no cubin with the kernel; log %q", arch, len(cubin), log)
 		}
 	}
+	ptx, log, err := c.Compile(s, "compute_80")
+	if err != nil {
+		t.Fatal(err)
+	}
+	// The driver takes PTX as text that ends with a zero.
+	if !bytes.Contains(ptx, []byte(".target sm_80")) || !bytes.Contains(ptx, []byte(".entry saxpy")) || ptx[len(ptx)-1] != 0 {
+		t.Errorf("%d bytes that are no PTX with the kernel; log %q", len(ptx), log)
+	}
 }
 
 func TestCompileErrors(t *testing.T) {

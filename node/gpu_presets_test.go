@@ -1,0 +1,271 @@
+//go:build cuda
+
+package node_test
+
+import (
+	"context"
+	"crypto/sha256"
+	"encoding/binary"
+	"encoding/json"
+	"flag"
+	"fmt"
+	"io"
+	"math"
+	"os"
+	"strconv"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/moeserve/moeserve/configs"
+	"github.com/moeserve/moeserve/kvcache"
+	"github.com/moeserve/moeserve/models"
+	"github.com/moeserve/moeserve/node"
+	"github.com/moeserve/moeserve/pipeline"
+)
+
+var (
+	whole     = flag.String("whole", "", "presets of TestGPUPresets with offload fractions: qwen1.5-moe-a2.7b@0,0.5,1 mixtral-8x7b@0")
+	cut       = flag.Int("layers", 0, "layers that TestGPUPresets cuts presets to; 0: none")
+	hostGiB   = flag.Float64("host-gib", 0, "memory of the host, where the system does not say all it has")
+	stepsFile = flag.String("steps", "", "file to which TestGPUPresets appends its times, a JSON object a line")
+)
+
+// timing is one line of -steps.
+type timing struct {
+	Model    string  `json:"model"`
+	Layers   int     `json:"layers"`
+	Fraction float64 `json:"fraction"`
+	// Kind is load, prefill or decode.
+	Kind string `json:"kind"`
+	// Sequences of a step, and its rows.
+	Sequences int `json:"sequences,omitempty"`
+	Rows      int `json:"rows,omitempty"`
+	// Seconds of one step, or of the loading; Floor is what memory, products and the
+	// link to host memory would take at their measured rates.
+	Seconds float64 `json:"seconds"`
+	Floor   float64 `json:"floor,omitempty"`
+}
+
+const (
+	presetPrompt = 77 // tokens, the mean of MTBench
+	presetSteps  = 5  // decoded; the first is not timed
+	presetRows   = 8192
+	presetSeqs   = 324
+)
+
+// TestGPUPresets runs whole presets with dummy weights and experts in host memory:
+// tokens are the same at every fraction. It times steps.
+func TestGPUPresets(t *testing.T) {
+	if *whole == "" {
+		t.Skip("give -whole, with presets")
+	}
+	needGPU(t)
+	out := io.Discard
+	if *stepsFile != "" {
+		f, err := os.OpenFile(*stepsFile, os.O_APPEND|os.O_CREATE|os.O_WRONLY, 0o644)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer f.Close() //nolint:errcheck // every line is written by itself
+		out = f
+	}
+	for _, p := range strings.Fields(*whole) {
+		name, fractions, _ := strings.Cut(p, "@")
+		t.Run(name, func(t *testing.T) {
+			first := ""
+			for _, f := range strings.Split(fractions, ",") {
+				fraction, err := strconv.ParseFloat(f, 64)
+				if err != nil {
+					t.Fatal(err)
+				}
+				got := runPreset(t, name, fraction, func(x timing) {
+					line, err := json.Marshal(x)
+					if err == nil {
+						_, err = fmt.Fprintf(out, "%s\n", line)
+					}
+					if err != nil {
+						t.Error(err)
+					}
+					t.Logf("fraction %v: %s of %d sequences, %d rows: %.2f ms, floor %.2f ms", fraction, x.Kind, x.Sequences, x.Rows, 1e3*x.Seconds, 1e3*x.Floor)
+				})
+				if first == "" {
+					first = got
+				}
+				t.Logf("fraction %v: tokens %s", fraction, got)
+				if got != first {
+					t.Errorf("fraction %v: tokens %s, want %s", fraction, got, first)
+				}
+			}
+		})
+	}
+}
+
+// runPreset loads a preset, runs prompts and decoding at several batch sizes, and
+// returns the digest of all tokens.
+func runPreset(t *testing.T, name string, fraction float64, note func(timing)) string {
+	t.Helper()
+	start := time.Now()
+	n, err := node.Open(t.Context(), node.Options{Settings: gpuSettings(func(s *configs.Settings) {
+		s.Model, s.LoadFormat, s.OffloadFraction, s.NumHiddenLayers = name, "dummy", fraction, *cut
+		s.HostMemoryGiB = *hostGiB
+		s.MaxNumBatchedTokens, s.MaxNumSeqs, s.MaxModelLen = presetRows, presetSeqs, 256
+		s.NumKVBlocks = presetSeqs * 8
+	})})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() {
+		if err := n.Close(); err != nil {
+			t.Error(err)
+		}
+	}()
+	c := n.Config()
+	x := timing{Model: name, Layers: c.Layers, Fraction: fraction, Kind: "load", Seconds: time.Since(start).Seconds()}
+	note(x)
+	report, err := n.Report(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, m := range report.Memory {
+		t.Logf("%s: %s of %s", m.Space, node.Bytes(m.Allocated), node.Bytes(m.Capacity))
+	}
+	h := sha256.New()
+	for _, batch := range []int{1, 32, presetSeqs} {
+		b := newPresetBatch(t, n, batch)
+		x.Sequences = batch
+		x.Kind, x.Rows = "prefill", batch*presetPrompt
+		x.Seconds = 0
+		x.Floor = 0
+		per := presetRows / presetPrompt
+		for from := 0; from < batch; from += per {
+			some := b.sequences[from:min(from+per, batch)]
+			x.Seconds += b.step(some, h).Seconds()
+			x.Floor += floor(c, len(some)*presetPrompt, len(some), presetPrompt, fraction)
+		}
+		note(x)
+		x.Kind, x.Rows, x.Seconds = "decode", batch, 0
+		for i := range presetSteps {
+			took := b.step(b.sequences, h)
+			if i > 0 {
+				x.Seconds += took.Seconds() / (presetSteps - 1)
+			}
+		}
+		x.Floor = floor(c, batch, batch, presetPrompt+presetSteps/2, fraction)
+		note(x)
+		b.free()
+	}
+	return fmt.Sprintf("%x", h.Sum(nil)[:8])
+}
+
+// presetBatch is sequences that go on step by step.
+type presetBatch struct {
+	t         *testing.T
+	n         *node.Node
+	sequences []pipeline.Sequence
+}
+
+func newPresetBatch(t *testing.T, n *node.Node, batch int) *presetBatch {
+	b := &presetBatch{t: t, n: n}
+	for i := range batch {
+		q := pipeline.Sequence{Table: n.KV().NewTable(), LogitRows: 1, Seed: uint64(i)}
+		for j := range presetPrompt {
+			q.Tokens = append(q.Tokens, int32((7919*i+104729*j+j*j)%n.Config().Vocab))
+		}
+		b.sequences = append(b.sequences, q)
+	}
+	return b
+}
+
+// step runs one step of some of the sequences and appends what is drawn to them.
+func (b *presetBatch) step(some []pipeline.Sequence, h io.Writer) time.Duration {
+	b.t.Helper()
+	for i := range some {
+		q := &some[i]
+		if err := q.Table.Grow(q.Start + len(q.Tokens)); err != nil {
+			b.t.Fatal(err)
+		}
+	}
+	ctx, cancel := context.WithTimeout(b.t.Context(), time.Minute)
+	defer cancel()
+	start := time.Now()
+	res, err := b.n.Pipeline().Step(ctx, &pipeline.Step{Sequences: some})
+	took := time.Since(start)
+	if err != nil {
+		b.t.Fatal(err)
+	}
+	for i := range some {
+		q := &some[i]
+		q.Start += len(q.Tokens)
+		q.Tokens = []int32{res.Sampled[i]}
+		_ = binary.Write(h, binary.LittleEndian, res.Sampled[i]) // a hash takes everything
+	}
+	return took
+}
+
+func (b *presetBatch) free() {
+	for _, q := range b.sequences {
+		q.Table.Free()
+	}
+}
+
+// Rates that floors are made of, measured on one H200: reading memory, dense products
+// in bfloat16, attention's products, and a copy from pinned host memory.
+const (
+	memoryRate    = 4.6e12
+	productRate   = 800e12
+	attentionRate = 60e12
+	hostRate      = 55.3e9
+)
+
+// floor is the least a step can take, in seconds: rows rows of seqs sequences that are
+// context tokens long behind the step. Every phase of a layer is at its own bound, and copies
+// of offloaded experts overlap with all of it.
+func floor(c *models.Config, rows, seqs, context int, fraction float64) float64 {
+	n, ctx := float64(rows), float64(context)
+	hidden, q, v := float64(c.Hidden), float64(c.Heads*c.HeadDim), float64(2*c.KVHeads*c.HeadDim)
+	e, k, i, s, vocab := float64(c.Experts), float64(c.TopK), float64(c.ExpertWidth), float64(c.SharedWidth), float64(c.Vocab)
+	phase := func(bytes, flops, rate float64) float64 { return max(bytes/memoryRate, flops/rate) }
+	touched := e * (1 - math.Pow(1-k/e, n))
+	layer := phase(2*hidden*(q+v)+2*n*(hidden+q+v), 2*n*hidden*(q+v), productRate) +
+		phase(2*q*hidden+2*n*(hidden+q), 2*n*q*hidden, productRate) +
+		phase(2*hidden*e+2*n*hidden+4*n*e, 2*n*hidden*e, productRate) +
+		2*n*(2*hidden+2*(q+v)+4*hidden+(k+2)*hidden)/memoryRate +
+		phase(4*touched*hidden*i+2*n*k*(hidden+i), 4*n*k*hidden*i, productRate) +
+		phase(2*touched*hidden*i+2*n*k*(hidden+i), 2*n*k*hidden*i, productRate)
+	if s > 0 {
+		layer += phase(6*hidden*s+2*n*(2*hidden+2*s), 6*n*hidden*s, productRate)
+	}
+	// A row attends to the tokens before it, in a prompt to half of them on average.
+	seen := ctx
+	if rows > seqs {
+		seen = ctx / 2
+	}
+	layers := float64(c.Layers)
+	attention := phase(float64(seqs)*ctx*layers*v*2+4*layers*n*q, 4*n*seen*q*layers, attentionRate)
+	head := phase(2*hidden*vocab+2*float64(seqs)*hidden+4*float64(seqs)*vocab, 2*float64(seqs)*hidden*vocab, productRate)
+	compute := layer*layers + attention + head
+	return max(compute, fraction*layers*touched*6*hidden*i/hostRate)
+}
+
+// TestFloor holds the formula to one of the published table's: Mixtral at 324
+// sequences of 93 tokens decodes at 14,500 tokens/s.
+func TestFloor(t *testing.T) {
+	data, ok := configs.Preset("mixtral-8x7b")
+	if !ok {
+		t.Fatal("no preset")
+	}
+	c, err := models.ParseConfig(data, "preset")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if got := 324 / floor(c, 324, 324, 93, 0); math.Abs(got-14500) > 100 {
+		t.Errorf("%.0f tokens/s, want 14500", got)
+	}
+	if got := 324 / floor(c, 324, 324, 93, 0.5); math.Abs(got-397) > 3 {
+		t.Errorf("%.0f tokens/s with half the experts in host memory, want 397", got)
+	}
+	if kvcache.DefaultBlockTokens*8 < presetPrompt+presetSteps+1 {
+		t.Error("the KV cache of TestGPUPresets is too small")
+	}
+}

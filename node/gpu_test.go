@@ -1,0 +1,428 @@
+//go:build cuda
+
+package node_test
+
+import (
+	"bufio"
+	"compress/gzip"
+	"context"
+	"encoding/json"
+	"errors"
+	"flag"
+	"fmt"
+	"math/rand/v2"
+	"os"
+	"os/exec"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/moeserve/moeserve/configs"
+	"github.com/moeserve/moeserve/device"
+	"github.com/moeserve/moeserve/device/cuda"
+	"github.com/moeserve/moeserve/engine"
+	"github.com/moeserve/moeserve/kernels"
+	kernelscuda "github.com/moeserve/moeserve/kernels/cuda"
+	"github.com/moeserve/moeserve/node"
+	"github.com/moeserve/moeserve/pipeline"
+	"github.com/moeserve/moeserve/tools/fixtures"
+)
+
+// These tests run a node on a GPU. -on cpu lets them run on the CPU instead, as a
+// test of themselves.
+var on = flag.String("on", "cuda", "device of the tests named GPU: cuda or cpu")
+
+// needGPU skips where there is no GPU, unless MOESERVE_CUDA_TEST=gpu says that there
+// is one.
+func needGPU(t testing.TB) {
+	t.Helper()
+	if *on == "cpu" || os.Getenv("MOESERVE_CUDA_TEST") == "gpu" {
+		return
+	}
+	if err := tryGPU(); errors.Is(err, cuda.ErrUnavailable) {
+		t.Skip(err)
+	}
+}
+
+var tryGPU = sync.OnceValue(func() error {
+	m, err := cuda.Open(cuda.Options{})
+	if err != nil {
+		return err
+	}
+	return m.Close()
+})
+
+// gpuSettings are what tests on a GPU start from.
+func gpuSettings(change func(*configs.Settings)) configs.Settings {
+	s := configs.Defaults()
+	s.Device = *on
+	s.MaxNumBatchedTokens = 192
+	change(&s)
+	return s
+}
+
+// openOnGPU starts a node that gives everything back at the test's end.
+func openOnGPU(t testing.TB, o node.Options) *node.Node {
+	t.Helper()
+	needGPU(t)
+	n, err := node.Open(t.Context(), o)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := n.Close(); err != nil {
+			t.Error(err)
+		}
+	})
+	return n
+}
+
+// generateOnGPU opens a node, runs the requests and closes it.
+func generateOnGPU(t *testing.T, change func(*configs.Settings)) (tokens string) {
+	t.Helper()
+	n := openOnGPU(t, node.Options{Settings: gpuSettings(change)})
+	return generate(t, n)
+}
+
+// onGPU are the fixtures that tests of equality run on; the last has float16.
+var onGPU = append([]string{"olmoe_clip"}, sameOn...)
+
+// TestGPUSameTokens: the tokens do not depend on where experts are (level 1).
+func TestGPUSameTokens(t *testing.T) {
+	for _, name := range onGPU {
+		t.Run(name, func(t *testing.T) {
+			dir := fixtures.Dir(t, name)
+			want := ""
+			for _, f := range []float64{0, 0.25, 0.5, 1} {
+				got := generateOnGPU(t, func(s *configs.Settings) { s.Model, s.OffloadFraction = dir, f })
+				if want == "" {
+					want = got
+				}
+				if got != want {
+					t.Errorf("fraction %v: tokens %s, with all experts local %s", f, got, want)
+				}
+			}
+			t.Logf("tokens %s", want)
+		})
+	}
+}
+
+// TestGPUBatchInvariant: with batch-invariant products the tokens do not depend on
+// step budgets, micro-batches and neighbors either (level 2).
+func TestGPUBatchInvariant(t *testing.T) {
+	for _, name := range onGPU {
+		t.Run(name, func(t *testing.T) {
+			dir := fixtures.Dir(t, name)
+			model := func(s *configs.Settings) { s.Model, s.BatchInvariant = dir, true }
+			want := generateOnGPU(t, model)
+			for _, c := range []struct {
+				batched, micro, seqs int
+				fraction             float64
+			}{{192, 0, 64, 1}, {1, 0, 64, 0.5}, {7, 3, 64, 0}, {64, 16, 2, 0.5}, {192, 1, 64, 0.25}, {192, 50, 1, 1}} {
+				got := generateOnGPU(t, func(s *configs.Settings) {
+					model(s)
+					s.MaxNumBatchedTokens, s.MicroBatchSize, s.MaxNumSeqs, s.OffloadFraction = c.batched, c.micro, c.seqs, c.fraction
+				})
+				if got != want {
+					t.Errorf("%+v: tokens %s, want %s", c, got, want)
+				}
+			}
+			alone := openOnGPU(t, node.Options{Settings: gpuSettings(model)})
+			var outs []engine.Output
+			for _, r := range requests(alone.Config().Vocab) {
+				o, err := alone.Engine().Generate(t.Context(), []engine.Request{r}, nil)
+				if err != nil {
+					t.Fatal(err)
+				}
+				outs = append(outs, o...)
+			}
+			if got := digest(outs); got != want {
+				t.Errorf("one request at a time: tokens %s, want %s", got, want)
+			}
+			t.Logf("tokens %s", want)
+		})
+	}
+}
+
+// breaking is a machine whose copies of experts fail when broken says so. The
+// streams of the backend are the machine's own.
+type breaking struct {
+	device.Machine
+	broken func(n int) bool
+
+	mu           sync.Mutex
+	copies, hits int
+}
+
+func (m *breaking) NewStream(space device.Space, o device.StreamOptions) (device.Stream, error) {
+	s, err := m.Machine.NewStream(space, o)
+	if err != nil || !strings.HasPrefix(o.Name, "copy ") {
+		return s, err
+	}
+	return &breakingStream{s, m}, nil
+}
+
+type breakingStream struct {
+	device.Stream
+	m *breaking
+}
+
+func (s *breakingStream) Copy(dst, src device.Range) error {
+	s.m.mu.Lock()
+	n := s.m.copies
+	s.m.copies++
+	bad := s.m.broken != nil && s.m.broken(n)
+	if bad {
+		s.m.hits++
+	}
+	s.m.mu.Unlock()
+	if bad {
+		return &device.Error{Op: "copy", Space: s.Space(), Detail: fmt.Sprintf("copy %d is to fail", n), Err: device.ErrCopyFailed}
+	}
+	return s.Stream.Copy(dst, src)
+}
+
+// set replaces what breaks copies, counted from here.
+func (m *breaking) set(broken func(n int) bool) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	m.broken, m.copies, m.hits = broken, 0, 0
+}
+
+// TestGPUSameTokensDespiteFaults: copies that fail change no token.
+func TestGPUSameTokensDespiteFaults(t *testing.T) {
+	if *on != "cuda" {
+		t.Skip("TestSameTokensDespiteFaults does this on the CPU")
+	}
+	needGPU(t)
+	random := rand.New(rand.NewPCG(1, 2))
+	for _, name := range sameOn {
+		t.Run(name, func(t *testing.T) {
+			model := func(s *configs.Settings) { s.Model, s.OffloadFraction = fixtures.Dir(t, name), 0.75 }
+			want := generateOnGPU(t, model)
+			for _, c := range []struct {
+				name   string
+				broken func(n int) bool
+			}{
+				{"one fails", func(n int) bool { return n == 3 }},
+				{"two in a row", func(n int) bool { return n == 5 || n == 6 }},
+				{"several in a step", func(n int) bool { return n >= 2 && n < 6 }},
+				{"some fail, by chance", func(n int) bool { return n == 1 || random.IntN(60) == 0 }},
+			} {
+				n, m := openBreaking(t, model)
+				m.set(c.broken)
+				if got := generate(t, n); got != want {
+					t.Errorf("%s: tokens %s, want %s", c.name, got, want)
+				}
+				retried := n.Engine().Stats().Retried
+				t.Logf("%s: %d of %d copies failed, %d steps were run again", c.name, m.hits, m.copies, retried)
+				if m.hits == 0 || retried == 0 {
+					t.Errorf("%s: %d copies failed, %d steps were run again", c.name, m.hits, retried)
+				}
+			}
+			n, m := openBreaking(t, model)
+			for range 2 {
+				m.set(func(int) bool { return true })
+				_, err := n.Engine().Generate(t.Context(), requests(n.Config().Vocab), nil)
+				if !errors.Is(err, pipeline.ErrStepFailed) || !errors.Is(err, device.ErrCopyFailed) {
+					t.Errorf("all copies fail: error %v", err)
+				}
+				free(t, n)
+			}
+			m.set(nil)
+			if got := generate(t, n); got != want {
+				t.Errorf("once copies work again: tokens %s, want %s", got, want)
+			}
+		})
+	}
+}
+
+// openBreaking opens a node on a GPU, and returns the machine whose copies can be made
+// to fail, too.
+func openBreaking(t *testing.T, change func(*configs.Settings)) (*node.Node, *breaking) {
+	t.Helper()
+	m := &breaking{}
+	n := openOnGPU(t, node.Options{
+		Settings: gpuSettings(change),
+		OpenMachine: func() (device.Machine, error) {
+			inner, err := cuda.New(cuda.Options{})
+			m.Machine = inner
+			return m, err
+		},
+		OpenBackend: func(device.Machine) (kernels.Backend, error) {
+			return kernelscuda.New(m.Machine, device.HBM(0), kernelscuda.Options{})
+		},
+	})
+	return n, m
+}
+
+// losing is a backend that, after some operations, runs one that writes where no
+// memory is.
+type losing struct {
+	*kernelscuda.Backend
+	left int
+}
+
+func (b *losing) Enqueue(s device.Stream, op kernels.Op) error {
+	if b.left--; b.left == 0 {
+		bad := kernels.Clamp{X: kernels.New(4096, b.ActivationDType(), 1, 64), Limit: 1}
+		if err := b.Backend.Enqueue(s, &bad); err != nil {
+			return err
+		}
+	}
+	return b.Backend.Enqueue(s, op)
+}
+
+const lostVariable = "MOESERVE_CUDA_LOST"
+
+// TestGPULost loses the device while requests run, in a process of its own, since a
+// process never gets a lost device back: the requests end with an error that says
+// so, and the node closes.
+func TestGPULost(t *testing.T) {
+	if *on != "cuda" {
+		t.Skip("TestLostDevice does this on emulated devices")
+	}
+	needGPU(t)
+	if os.Getenv(lostVariable) != "" {
+		lose(t)
+		return
+	}
+	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+	defer cancel()
+	cmd := exec.CommandContext(ctx, os.Args[0], "-test.run=^TestGPULost$", "-test.v")
+	cmd.Env = append(os.Environ(), lostVariable+"=1")
+	out, err := cmd.CombinedOutput()
+	if err != nil || !strings.Contains(string(out), "requests ended:") {
+		t.Errorf("%v:\n%s", err, out)
+	}
+	t.Logf("%s", out)
+}
+
+func lose(t *testing.T) {
+	var inner *cuda.Machine
+	n, err := node.Open(t.Context(), node.Options{
+		Settings: gpuSettings(func(s *configs.Settings) { s.Model, s.OffloadFraction = fixtures.Dir(t, "mixtral"), 0.5 }),
+		OpenMachine: func() (device.Machine, error) {
+			var err error
+			inner, err = cuda.New(cuda.Options{})
+			return inner, err
+		},
+		OpenBackend: func(device.Machine) (kernels.Backend, error) {
+			b, err := kernelscuda.New(inner, device.HBM(0), kernelscuda.Options{})
+			return &losing{b, 100}, err
+		},
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	_, err = n.Engine().Generate(t.Context(), requests(n.Config().Vocab), nil)
+	if !errors.Is(err, node.ErrLost) {
+		t.Errorf("error %v, want one that says that the device is lost", err)
+	}
+	t.Logf("requests ended: %v", err)
+	if err := n.Close(); err != nil {
+		t.Logf("closed: %v", err)
+		if !errors.Is(err, node.ErrLost) {
+			t.Errorf("closing: %v", err)
+		}
+	}
+}
+
+// TestGPUOutOfMemory: what does not fit is refused before anything is loaded, with
+// what was asked, what there is, and what would fit.
+func TestGPUOutOfMemory(t *testing.T) {
+	if *on != "cuda" {
+		t.Skip("emulated devices have as much memory as the machine has")
+	}
+	needGPU(t)
+	for name, test := range map[string]struct {
+		change func(*configs.Settings)
+		want   []string
+	}{
+		"weights": {
+			func(s *configs.Settings) { s.GPUMemoryUtilization = 0.4 },
+			[]string{"gpu0", "needed", "may be used", "offload-fraction 0."},
+		},
+		"KV cache": {
+			func(s *configs.Settings) { s.OffloadFraction, s.NumKVBlocks = 0.5, 1<<20 },
+			[]string{"1048576 blocks", "there is room for"},
+		},
+	} {
+		n, err := node.Open(t.Context(), node.Options{Settings: gpuSettings(func(s *configs.Settings) {
+			s.Model, s.LoadFormat, s.HostMemoryGiB = "mixtral-8x7b", "dummy", 120
+			test.change(s)
+		})})
+		if err == nil {
+			t.Errorf("%s: opened", name)
+			if err := n.Close(); err != nil {
+				t.Error(err)
+			}
+			continue
+		}
+		t.Logf("%s: %v", name, err)
+		for _, w := range test.want {
+			if !errors.Is(err, node.ErrConfig) || !strings.Contains(err.Error(), w) {
+				t.Errorf("%s: error %q does not say %q", name, err, w)
+			}
+		}
+	}
+}
+
+// answers runs prompts through the built-in model.
+func answers(t *testing.T, prompts []string, change func(*configs.Settings)) []string {
+	t.Helper()
+	n := openOnGPU(t, node.Options{Settings: gpuSettings(change)})
+	var rs []engine.Request
+	for _, p := range prompts {
+		ids, err := n.EncodePrompt(p, false)
+		if err != nil {
+			t.Fatal(err)
+		}
+		rs = append(rs, engine.Request{Prompt: ids, MaxNewTokens: 48})
+	}
+	outs, err := n.Engine().Generate(t.Context(), rs, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	texts := make([]string, len(outs))
+	for i, o := range outs {
+		texts[i] = n.Tokenizer().Decode(o.TokenIDs, true)
+	}
+	return texts
+}
+
+// TestGPUBuiltIn: the built-in model answers on a GPU what it answers on the CPU, to
+// some prompts of every task.
+func TestGPUBuiltIn(t *testing.T) {
+	f, err := os.Open("../models/tiny/testdata/eval.jsonl.gz")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer f.Close() //nolint:errcheck // only read from
+	z, err := gzip.NewReader(f)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var prompts []string
+	seen := map[string]int{}
+	for lines := bufio.NewScanner(z); lines.Scan(); {
+		var q struct{ Task, Prompt string }
+		if err := json.Unmarshal(lines.Bytes(), &q); err != nil {
+			t.Fatal(err)
+		}
+		if seen[q.Task]++; seen[q.Task] <= 6 {
+			prompts = append(prompts, q.Prompt)
+		}
+	}
+	want := answers(t, prompts, func(s *configs.Settings) { s.Device = "cpu" })
+	for _, f := range []float64{0, 0.5, 1} {
+		got := answers(t, prompts, func(s *configs.Settings) { s.OffloadFraction = f })
+		for i := range got {
+			if got[i] != want[i] {
+				t.Errorf("fraction %v: to %q it answers %q, on the CPU %q", f, prompts[i], got[i], want[i])
+			}
+		}
+	}
+	t.Logf("%d prompts of %d tasks", len(prompts), len(seen))
+}

@@ -1,0 +1,131 @@
+#!/usr/bin/env bash
+# Everything that only a GPU can show, in two halves:
+#   tools/cuda/gpu.sh build FOLDER            builds and packs what has to run, without a GPU
+#   tools/cuda/gpu.sh run FOLDER LOGS PART... runs it on a machine with a GPU and this tree, and prints a table
+# Without PART: all of them but whole-mixtral. LOGS gets at most 8 files.
+#   device        device/cuda: conformance, NVML, NVRTC
+#   kernels       every kernel against its reference, small shapes; those for sm_80; start, cold and warm
+#   kernels-full  the same at the shapes of the models
+#   exact         fixtures: same routing, own routing beside transformers in bfloat16, greedy tokens;
+#                 equal tokens over fractions, faults, batch sizes, neighbors; a lost device; no memory
+#   cli           moeserve run on fixtures, the built-in model and a preset; what it says to bad input
+#   layers        one layer of every preset beside PyTorch
+#   whole         Qwen1.5-MoE whole, at 0, 50 and 100 % in host memory
+#   whole-mixtral the same of Mixtral: 93 GB, of which host memory must hold up to 84 GiB
+#   bench         times of kernels and of the device
+#   sanitize      compute-sanitizer over the kernels' small shapes
+# HOST_GIB is the memory of the host where the system does not say all it has.
+set -uo pipefail
+root=$(cd "$(dirname "$0")/../.." && pwd)
+usage() { sed -n '2,17s/^# \{0,1\}//p' "$0" >&2; exit 2; }
+[ $# -ge 2 ] || usage
+
+build() {
+  set -e
+  out=$(mkdir -p "$1" && cd "$1" && pwd)
+  cd "$root"
+  tools/cuda/pack.sh "$out" ./device/cuda ./device/cuda/nvml ./device/cuda/nvrtc ./kernels/cuda ./kernels/cuda/internal/cublaslt ./experts ./node
+  work=$(mktemp -d)
+  trap 'rm -rf "$work"' EXIT
+  tools/cuda/go.sh build -tags cuda -trimpath -o "$work/moeserve" ./cmd/moeserve
+  tools/cuda/check.sh "$work/moeserve"
+  strip "$work/moeserve"
+  xz -T0 -6 -c "$work/moeserve" >"$out/moeserve.xz"
+  du -ch "$out"/*.xz
+}
+
+# limit SECONDS PACKAGE-FOLDER LOG NAME COMMAND...: runs in the package's folder, and adds a line to the table.
+limit() {
+  local seconds=$1 folder=$2 log=$logs/$3.log name=$4 begin end code lines
+  shift 4
+  lines=$(wc -l 2>/dev/null <"$log" || echo 0)
+  { echo "=== $name: $*"; } >>"$log"
+  begin=$(date +%s.%N)
+  (cd "$root/$folder" && exec timeout -k 5 "$seconds" "$@") >>"$log" 2>&1
+  code=$?
+  end=$(date +%s.%N)
+  tail -n +$((lines + 1)) "$log" >"$work/said"
+  printf '%-26s %-7s %5d passed %4d failed %3d skipped %7.1f s\n' "$name" "$([ $code = 0 ] && echo ok || echo "exit $code")" \
+    "$(grep -cE '^ *--- PASS' "$work/said")" "$(grep -cE '^ *--- FAIL' "$work/said")" "$(grep -cE '^ *--- SKIP' "$work/said")" \
+    "$(echo "$end $begin" | awk '{print $1-$2}')" | tee -a "$logs/table.log"
+  if [ $code != 0 ]; then
+    failed=1
+    grep -E '_test.go:[0-9]+:|^ *--- FAIL|^panic|^fatal|^FAILED|rror' "$work/said" | cut -c1-300 | head -${SHOW:-25}
+  fi
+}
+
+run() {
+  folder=$(cd "$1" && pwd)
+  logs=$(mkdir -p "$2" && cd "$2" && pwd)
+  shift 2
+  [ $# -gt 0 ] || set -- device kernels exact cli layers kernels-full whole bench sanitize
+  work=$(mktemp -d)
+  trap 'rm -rf "$work"' EXIT
+  for packed in "$folder"/*.xz; do
+    [ -e "$packed" ] || continue
+    name=$work/$(basename "$packed" .xz)
+    xz -dc "$packed" >"$name" && chmod +x "$name" || exit 1
+  done
+  export MOESERVE_CUDA_TEST=gpu
+  if [ -z "${MOESERVE_CUDA_LIBRARIES:-}" ]; then
+    # A python3 that is a wrapper hides where its packages lie.
+    site=$(python3 -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])' 2>/dev/null || true)
+    for dir in ${site:+"$site"/nvidia/cu13/lib "$site"/nvidia/*/lib} /usr/local/cuda/lib64; do
+      [ -d "$dir" ] && MOESERVE_CUDA_LIBRARIES=${MOESERVE_CUDA_LIBRARIES:+$MOESERVE_CUDA_LIBRARIES:}$dir
+    done
+    export MOESERVE_CUDA_LIBRARIES
+  fi
+  { nvidia-smi --query-gpu=index,name,driver_version,memory.used --format=csv,noheader; free -g | sed -n 2p; nproc; } 2>&1 | tee -a "$logs/table.log"
+  # A driver without a client puts the GPU to sleep, and every process then waits for it to wake.
+  [ -r /dev/nvidia0 ] && exec 9</dev/nvidia0
+  failed=0
+  host=${HOST_GIB:-0}
+  if [[ " $* " == *" exact "* ]] && python3 -c 'import torch, transformers' 2>/dev/null; then
+    # It takes a while to start: beside the other tests.
+    python3 "$root/tools/cuda/reference_bf16.py" "$work/reference.json" >>"$logs/node.log" 2>&1 &
+    reference=$!
+  fi
+  for part in "$@"; do
+    case $part in
+      device)
+        limit 120 device/cuda device device "$work/device-cuda.test" -test.v
+        limit 60 device/cuda/nvml device nvml "$work/device-cuda-nvml.test" -test.v
+        limit 60 device/cuda/nvrtc device nvrtc "$work/device-cuda-nvrtc.test" -test.v
+        limit 60 kernels/cuda/internal/cublaslt device cublaslt "$work/kernels-cuda-internal-cublaslt.test" -test.v
+        limit 60 experts device experts "$work/experts.test" -test.v -test.run GPU ;;
+      kernels) limit 200 kernels/cuda kernels kernels "$work/kernels-cuda.test" -test.v -test.run 'GPU|NewRefuses' ;;
+      kernels-full) limit 200 kernels/cuda kernels kernels-full "$work/kernels-cuda.test" -test.v -test.run 'TestGPU$' -full ;;
+      exact)
+        compare=()
+        if [ -n "${reference:-}" ] && wait "$reference"; then compare=(-reference "$work/reference.json"); fi
+        limit 60 node node same-routing "$work/node.test" -test.v -test.run GPUSameRouting
+        limit 60 node node own-routing "$work/node.test" -test.v -test.run GPUOwnRouting "${compare[@]}"
+        [ ${#compare[@]} -gt 0 ] || echo "not compared with transformers: no torch here" | tee -a "$logs/table.log"
+        limit 60 node node same-tokens "$work/node.test" -test.v -test.run 'GPUSameTokens|GPUBatchInvariant'
+        limit 60 node node lost-memory-built-in "$work/node.test" -test.v -test.run 'GPULost|GPUOutOfMemory|GPUBuiltIn' ;;
+      cli) limit 240 . cli cli python3 tools/cuda/gpu.py cli "$work/moeserve" ;;
+      layers) limit 180 node node layers env TMPDIR="$work" "$work/node.test" -test.v -test.run GPULayers -python python3 ;;
+      whole) limit 150 node presets whole-qwen "$work/node.test" -test.v -test.run GPUPresets -whole 'qwen1.5-moe-a2.7b@0,0.5,1' -host-gib "$host" -steps "$logs/presets.json" ;;
+      whole-mixtral) limit 280 node presets whole-mixtral "$work/node.test" -test.v -test.timeout 280s -test.run GPUPresets -whole 'mixtral-8x7b@0,0.5,1' -host-gib "$host" -steps "$logs/presets.json" ;;
+      bench)
+        limit 150 kernels/cuda bench bench-kernels "$work/kernels-cuda.test" -test.run '^$' -test.bench Kernels -test.benchtime 50x
+        limit 90 device/cuda bench bench-device "$work/device-cuda.test" -test.run '^$' -test.bench . -test.benchtime 200ms ;;
+      sanitize)
+        for tool in memcheck racecheck initcheck; do
+          # What the driver itself does is not ours: an error is one that a kernel made.
+          limit ${SANITIZE:-100} kernels/cuda kernels "$tool" compute-sanitizer --tool $tool --error-exitcode 9 "$work/kernels-cuda.test" \
+            -test.v -test.run 'TestGPU$/bfloat16/batch-invariant=true' -seed 1
+          grep -E 'ERROR SUMMARY' "$logs/kernels.log" | tail -1
+        done ;;
+      *) usage ;;
+    esac
+  done
+  python3 "$root/tools/cuda/gpu.py" table "$logs" 2>/dev/null >>"$logs/table.log"
+  exit $failed
+}
+
+case $1 in
+  build) build "$2" ;;
+  run) shift; run "$@" ;;
+  *) usage ;;
+esac
