@@ -53,50 +53,38 @@ func tileGeneric(sums, x, w []float32) {
 	}
 }
 
-func directF32Generic(sums, x []float32, w uintptr, stride int) {
+func directF32Generic(sums, x []float32, w uintptr, stride int, _ uintptr) {
 	stride /= 4
 	n := len(x)
-	all := at[float32](device.Addr(w), (panel-1)*stride+n)
+	all := at[float32](device.Addr(w), (strip-1)*stride+n)
 	w0, w1, w2 := all[:n], all[stride:][:n], all[2*stride:][:n]
-	w3, w4, w5 := all[3*stride:][:n], all[4*stride:][:n], all[5*stride:][:n]
-	var a, b, c, d, e, f float32
+	var a, b, c float32
 	for i, v := range x {
 		a += float32(v * w0[i])
 		b += float32(v * w1[i])
 		c += float32(v * w2[i])
-		d += float32(v * w3[i])
-		e += float32(v * w4[i])
-		f += float32(v * w5[i])
 	}
-	addPanel(sums, a, b, c, d, e, f)
+	to := (*[strip]float32)(sums)
+	to[0] += a
+	to[1] += b
+	to[2] += c
 }
 
-func directBF16Generic(sums, x []float32, w uintptr, stride int) {
+func directBF16Generic(sums, x []float32, w uintptr, stride int, _ uintptr) {
 	stride /= 2
 	n := len(x)
-	all := at[uint16](device.Addr(w), (panel-1)*stride+n)
+	all := at[uint16](device.Addr(w), (strip-1)*stride+n)
 	w0, w1, w2 := all[:n], all[stride:][:n], all[2*stride:][:n]
-	w3, w4, w5 := all[3*stride:][:n], all[4*stride:][:n], all[5*stride:][:n]
-	var a, b, c, d, e, f float32
+	var a, b, c float32
 	for i, v := range x {
 		a += float32(v * bf16(w0[i]))
 		b += float32(v * bf16(w1[i]))
 		c += float32(v * bf16(w2[i]))
-		d += float32(v * bf16(w3[i]))
-		e += float32(v * bf16(w4[i]))
-		f += float32(v * bf16(w5[i]))
 	}
-	addPanel(sums, a, b, c, d, e, f)
-}
-
-func addPanel(sums []float32, a, b, c, d, e, f float32) {
-	to := (*[panel]float32)(sums)
+	to := (*[strip]float32)(sums)
 	to[0] += a
 	to[1] += b
 	to[2] += c
-	to[3] += d
-	to[4] += e
-	to[5] += f
 }
 
 func bf16(b uint16) float32 { return math.Float32frombits(uint32(b) << 16) }

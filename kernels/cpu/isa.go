@@ -44,18 +44,25 @@ func instructionsOf(isa ISA) *instructions {
 func available() []*instructions { return append(vectorInstructions(), &generic) }
 
 const (
-	// panel is how many weight rows a product takes at once: with the rows of x, as
-	// many sums as registers hold beside their operands.
+	// panel is how many weight rows a tile has: with its rows of x, as many sums as
+	// registers hold beside their operands.
 	panel = 6
+	// strip is how many weight rows are read from memory at once.
+	strip = panel / 2
 	// maxLanes and maxChunk are the most lanes and the largest chunk of any set.
 	maxLanes = 16
 	maxChunk = 1024
 )
 
-// directFunc adds to sums[panel*r + c] the product of row r of x, of one row or
-// of some packed ones, and of weight row c, c stride bytes behind address w.
-// It may write sums up to the next multiple of 8 as well.
-type directFunc func(sums, x []float32, w uintptr, stride int)
+// directFunc adds to sums[strip*r + c] the product of row r of x, of one row or of
+// some packed ones, and of weight row c, c stride bytes behind address w. It may
+// write sums up to the next multiple of 8 as well. What is read next, in order of
+// addresses, begins at next.
+type directFunc func(sums, x []float32, w uintptr, stride int, next uintptr)
+
+// packFunc packs n elements of strip weight rows, stride bytes behind each other
+// from address w on, as half of a panel; next is as for a directFunc.
+type packFunc func(dst *float32, w uintptr, stride int, next uintptr, n int)
 
 // instructions is an instruction set's arithmetic: nearly all of the backend's.
 // Its functions hold sums to one order, whatever the number of rows.
@@ -78,6 +85,9 @@ type instructions struct {
 	// direct multiplies with weights where they lie: one row of x, and as many as a
 	// tile has. None where there is no function.
 	directF32, directBF16, directF16 [2]directFunc
+	// pack packs whole panels of rows whose length is a multiple of lanes. None where
+	// rows come one after the other.
+	packF32, packBF16, packF16 packFunc
 	// widen converts that many vectors of weights at src to float32; results begin
 	// step bytes behind each other.
 	widenF32, widenBF16, widenF16 func(dst *float32, step int, src uintptr, vectors int)
@@ -126,6 +136,28 @@ func (s *instructions) widen(dst *float32, step int, a device.Addr, t kernels.DT
 		s.widenF16(dst, step, uintptr(a), vectors)
 	default:
 		panic(fmt.Sprintf("cpu: weights of type %v", t)) // Check lets none through
+	}
+}
+
+// packPanel packs n elements, from column k on, of the panel rows of m from first
+// on, of which the last is repeated where m ends.
+func (s *instructions) packPanel(block []float32, m matrix, first, k, n int, next device.Addr) {
+	if s.lanes > 1 && n%s.lanes == 0 && m.rows >= panel {
+		pack := s.packF32
+		switch m.dtype {
+		case kernels.BF16:
+			pack = s.packBF16
+		case kernels.F16:
+			pack = s.packF16
+		}
+		stride := m.columns * m.dtype.Size()
+		for half := range panel / strip {
+			pack(&block[half*strip*s.lanes], uintptr(m.at(first+half*strip, k)), stride, uintptr(next)+uintptr(half*strip*stride), n)
+		}
+		return
+	}
+	for c := range panel {
+		s.pack(block, c, panel, m.at(min(first+c, m.rows-1), k), m.dtype, n)
 	}
 }
 

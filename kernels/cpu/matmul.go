@@ -11,15 +11,18 @@ const (
 	// rowBlock is how many rows one part of a product takes, against one conversion
 	// of the weights; a multiple of any set's rows.
 	rowBlock = 128
-	// blockColumns is how many weight rows one part takes where there are more rows
-	// than a tile has: packing the rows is shared by them. A multiple of panel.
+	// blockColumns is how many weight rows one part takes where weights are
+	// packed: packing the rows is shared by them. A multiple of panel.
 	blockColumns = 96
-	// directWeights is about how many weights one part reads where there are fewer
-	// rows, and directColumns the most weight rows; a multiple of panel.
+	// directGroups is with how many groups of rows weights are multiplied where they
+	// lie: with more, packing them is faster.
+	directGroups = 2
+	// directWeights is about how many weights one part reads then, and directColumns
+	// the most weight rows; a multiple of panel.
 	directWeights = 256 << 10
 	directColumns = 1536
 	// maxSums is the largest number of sums of one part.
-	maxSums = max(rowBlock*blockColumns/panel*8, directColumns/panel*24)
+	maxSums = max(rowBlock*blockColumns/panel*8, directColumns/strip*directGroups*16)
 )
 
 // matrix is a dense weight matrix in memory.
@@ -52,7 +55,7 @@ type product struct {
 func (p *product) size(s *instructions) (rows, columns int) {
 	rows = max(min(p.n, rowBlock), 1)
 	columns = blockColumns
-	if rows <= s.height {
+	if rows <= directGroups*s.height {
 		columns = min(max(directWeights/max(p.w.columns, 1)/panel*panel, panel), directColumns)
 	}
 	return rows, columns
@@ -82,28 +85,30 @@ func (p *product) part(pool *pool, part int) {
 	if p.v.rows == 0 {
 		matrices = matrices[:1]
 	}
-	t.group = s.height
 	n := t.r1 - t.r0
+	t.group, t.across = s.height, panel
 	direct := s.direct(p.w.dtype, n)
-	if n <= s.height && direct != nil && p.w.rows >= panel && p.w.columns%s.lanes == 0 {
-		if n == 1 {
-			t.group = 1
-		}
-		t.direct(matrices, direct)
-	} else {
-		t.packed(matrices)
+	switch {
+	case direct == nil || n > directGroups*s.height || p.w.rows < strip || p.w.columns%s.lanes != 0:
+		t.multiply(matrices, nil)
+	case n > 1:
+		t.across = strip
+		t.multiply(matrices, direct)
+	default:
+		t.group, t.across = 1, strip
+		t.multiplyOne(matrices, direct)
 	}
 	t.finish()
 }
 
 // tile is one part of a product: rows [r0, r1) and weight rows [c0, c1). Its sums
-// lie in blocks, of a panel of weight rows and a group of rows each.
+// lie in blocks: for each panel or strip of weight rows, of groups of rows.
 type tile struct {
 	*product
 	set            *instructions
 	scratch        *scratch
 	r0, r1, c0, c1 int
-	group          int // rows of a group
+	group, across  int // rows and weight rows of a block
 }
 
 // scratch is the memory of one part.
@@ -125,39 +130,33 @@ func (s *scratch) rowsOf(n int) []float32 {
 func (t *tile) groups() int { return (t.r1 - t.r0 + t.group - 1) / t.group }
 
 // block is how many elements lie between a block's sums and the next one's.
-func (t *tile) block() int { return (t.group*panel + 7) / 8 * 8 }
+func (t *tile) block() int { return (t.group*t.across + 7) / 8 * 8 }
 
-// first is the first weight row of the panel at c: c, or less where the matrix
+// first is the first weight row of the block at c: c, or less where the matrix
 // ends.
-func (t *tile) first(c int) int { return max(min(c, t.w.rows-panel), 0) }
+func (t *tile) first(c int) int { return max(min(c, t.w.rows-t.across), 0) }
 
 // clear sets sums to 0.
 func (t *tile) clear(matrices int) {
 	for i := range matrices {
-		clear(t.scratch.sums[i][:(t.c1-t.c0+panel-1)/panel*t.groups()*t.block()])
+		clear(t.scratch.sums[i][:(t.c1-t.c0+t.across-1)/t.across*t.groups()*t.block()])
 	}
 }
 
-// direct computes the sums of one group with weights where they lie.
-func (t *tile) direct(matrices []matrix, multiply directFunc) {
+// multiplyOne computes the sums of one row with weights where they lie, each
+// strip of them from end to end: memory is read in order of addresses.
+func (t *tile) multiplyOne(matrices []matrix, direct directFunc) {
 	t.clear(len(matrices))
 	columns := t.w.columns
-	var x []float32
-	if t.group == 1 {
-		x = at[float32](t.in(t.r0), columns)
-	} else {
-		x = t.scratch.rowsOf(t.group * columns)
-		for k := 0; k < columns; k += t.set.chunk {
-			t.packRows(x[t.group*k:], 0, k, min(t.set.chunk, columns-k))
-		}
-	}
+	x := at[float32](t.in(t.r0), columns)
 	for i, m := range matrices {
-		stride := columns * m.dtype.Size()
+		size := m.dtype.Size()
 		sums := t.scratch.sums[i][:]
-		for c := t.c0; c < t.c1; c += panel {
+		for c := t.c0; c < t.c1; c += strip {
+			w, next := m.at(t.first(c), 0), m.at(t.first(min(c+strip, t.c1-1)), 0)
 			for k := 0; k < columns; k += t.set.chunk {
 				n := min(t.set.chunk, columns-k)
-				multiply(sums[:t.block()], x[t.group*k:][:t.group*n], uintptr(m.at(t.first(c), k)), stride)
+				direct(sums, x[k:][:n], uintptr(w)+uintptr(k*size), columns*size, uintptr(next)+uintptr(strip*k*size))
 			}
 			sums = sums[t.block():]
 		}
@@ -172,26 +171,34 @@ func (t *tile) packRows(block []float32, g, k, n int) {
 	}
 }
 
-// packed computes the sums of all groups with packed weights.
-func (t *tile) packed(matrices []matrix) {
+// multiply computes the sums of all groups of rows, a chunk of the inner dimension
+// at a time, with direct or, if this is nil, with packed weights.
+func (t *tile) multiply(matrices []matrix, direct directFunc) {
 	t.clear(len(matrices))
 	columns, groups := t.w.columns, t.groups()
 	for k := 0; k < columns; k += t.set.chunk {
 		n := min(t.set.chunk, columns-k)
-		padded := t.set.padded(n)
-		x := t.scratch.rowsOf(groups * t.group * padded)
+		padded := t.group * t.set.padded(n) // elements of a group
+		x := t.scratch.rowsOf(groups * padded)
 		for g := range groups {
-			t.packRows(x[g*t.group*padded:], g, k, n)
+			t.packRows(x[g*padded:], g, k, n)
 		}
-		w := t.scratch.w[:panel*padded]
+		w := t.scratch.w[:panel*t.set.padded(n)]
 		for i, m := range matrices {
 			sums := t.scratch.sums[i][:]
-			for c := t.c0; c < t.c1; c += panel {
-				for j := range panel {
-					t.set.pack(w, j, panel, m.at(min(t.first(c)+j, m.rows-1), k), m.dtype, n)
+			for c := t.c0; c < t.c1; c += t.across {
+				here, next := m.at(t.first(c), k), t.next(m, c, k)
+				if direct == nil {
+					t.set.packPanel(w, m, t.first(c), k, n, next)
 				}
 				for g := range groups {
-					t.set.tile(sums[:t.group*panel], x[g*t.group*padded:][:t.group*padded], w)
+					x := x[g*padded:][:padded]
+					if direct == nil {
+						t.set.tile(sums, x, w)
+					} else {
+						direct(sums, x, uintptr(here), m.columns*m.dtype.Size(), uintptr(next))
+						next = here // which is fetched already
+					}
 					sums = sums[t.block():]
 				}
 			}
@@ -199,19 +206,31 @@ func (t *tile) packed(matrices []matrix) {
 	}
 }
 
+// next is where the weights lie that multiply reads after those at column k of
+// the block at c.
+func (t *tile) next(m matrix, c, k int) device.Addr {
+	switch {
+	case c+t.across < t.c1:
+		c += t.across
+	case k+t.set.chunk < m.columns:
+		c, k = t.c0, k+t.set.chunk
+	}
+	return m.at(t.first(c), k)
+}
+
 // finish hands out the sums.
 func (t *tile) finish() {
 	groups, block := t.groups(), t.block()
 	results := [2][]float32{t.scratch.results[0][:t.c1-t.c0], t.scratch.results[1][:t.c1-t.c0]}
 	for r := t.r0; r < t.r1; r++ {
-		at := (r-t.r0)/t.group*block + (r-t.r0)%t.group*panel
+		at := (r-t.r0)/t.group*block + (r-t.r0)%t.group*t.across
 		for i := range results {
 			if i == 1 && t.v.rows == 0 {
 				break
 			}
 			sums := t.scratch.sums[i][at:]
-			for c := t.c0; c < t.c1; c += panel {
-				copy(results[i][c-t.c0:], sums[(c-t.c0)/panel*groups*block:][c-t.first(c):panel])
+			for c := t.c0; c < t.c1; c += t.across {
+				copy(results[i][c-t.c0:], sums[(c-t.c0)/t.across*groups*block:][c-t.first(c):t.across])
 			}
 		}
 		t.out(r, t.c0, results[0], results[1])

@@ -9,53 +9,66 @@ package cpu
 //go:noescape
 func tileAVX2(sums []float32, x []float32, w []float32)
 
-// directF32x1AVX2 adds to sums[6 r + c] the product of the row x and weight row
+// directF32x1AVX2 adds to sums[3 r + c] the product of the row x and weight row
 // c, which lies c stride bytes behind w. Rows of x: 1, of a multiple of 8
 // elements, summed as tileAVX2 does. Of sums, 8 are written, of which the first
-// 6 mean something.
+// 3 mean something. As many bytes from next on are fetched into the first
+// cache.
 //
 //go:noescape
-func directF32x1AVX2(sums []float32, x []float32, w uintptr, stride int)
+func directF32x1AVX2(sums []float32, x []float32, w uintptr, stride int, next uintptr)
 
-// directBF16x1AVX2 adds to sums[6 r + c] the product of the row x and weight
+// directBF16x1AVX2 adds to sums[3 r + c] the product of the row x and weight
 // row c, which lies c stride bytes behind w. Rows of x: 1, of a multiple of 8
 // elements, summed as tileAVX2 does. Of sums, 8 are written, of which the first
-// 6 mean something.
+// 3 mean something. As many bytes from next on are fetched into the first
+// cache.
 //
 //go:noescape
-func directBF16x1AVX2(sums []float32, x []float32, w uintptr, stride int)
+func directBF16x1AVX2(sums []float32, x []float32, w uintptr, stride int, next uintptr)
 
-// directF16x1AVX2 adds to sums[6 r + c] the product of the row x and weight row
+// directF16x1AVX2 adds to sums[3 r + c] the product of the row x and weight row
 // c, which lies c stride bytes behind w. Rows of x: 1, of a multiple of 8
 // elements, summed as tileAVX2 does. Of sums, 8 are written, of which the first
-// 6 mean something.
+// 3 mean something. As many bytes from next on are fetched into the first
+// cache.
 //
 //go:noescape
-func directF16x1AVX2(sums []float32, x []float32, w uintptr, stride int)
+func directF16x1AVX2(sums []float32, x []float32, w uintptr, stride int, next uintptr)
 
-// directF32x2AVX2 adds to sums[6 r + c] the product of row r of the 2 packed
+// directF32x2AVX2 adds to sums[3 r + c] the product of row r of the 2 packed
 // rows x and weight row c, which lies c stride bytes behind w. Rows of x: 2, of
-// a multiple of 8 elements, summed as tileAVX2 does. Of sums, 16 are written,
-// of which the first 12 mean something.
+// a multiple of 8 elements, summed as tileAVX2 does. Of sums, 8 are written, of
+// which the first 6 mean something. As many bytes from next on are fetched into
+// the first cache.
 //
 //go:noescape
-func directF32x2AVX2(sums []float32, x []float32, w uintptr, stride int)
+func directF32x2AVX2(sums []float32, x []float32, w uintptr, stride int, next uintptr)
 
-// directBF16x2AVX2 adds to sums[6 r + c] the product of row r of the 2 packed
+// directBF16x2AVX2 adds to sums[3 r + c] the product of row r of the 2 packed
 // rows x and weight row c, which lies c stride bytes behind w. Rows of x: 2, of
-// a multiple of 8 elements, summed as tileAVX2 does. Of sums, 16 are written,
-// of which the first 12 mean something.
+// a multiple of 8 elements, summed as tileAVX2 does. Of sums, 8 are written, of
+// which the first 6 mean something. As many bytes from next on are fetched into
+// the first cache.
 //
 //go:noescape
-func directBF16x2AVX2(sums []float32, x []float32, w uintptr, stride int)
+func directBF16x2AVX2(sums []float32, x []float32, w uintptr, stride int, next uintptr)
 
-// directF16x2AVX2 adds to sums[6 r + c] the product of row r of the 2 packed
+// directF16x2AVX2 adds to sums[3 r + c] the product of row r of the 2 packed
 // rows x and weight row c, which lies c stride bytes behind w. Rows of x: 2, of
-// a multiple of 8 elements, summed as tileAVX2 does. Of sums, 16 are written,
-// of which the first 12 mean something.
+// a multiple of 8 elements, summed as tileAVX2 does. Of sums, 8 are written, of
+// which the first 6 mean something. As many bytes from next on are fetched into
+// the first cache.
 //
 //go:noescape
-func directF16x2AVX2(sums []float32, x []float32, w uintptr, stride int)
+func directF16x2AVX2(sums []float32, x []float32, w uintptr, stride int, next uintptr)
+
+// packF32AVX2 packs n elements, a multiple of 8, of 3 weight rows, stride bytes
+// behind each other from w on, as half of a panel. As many bytes from next on
+// are fetched into the first cache.
+//
+//go:noescape
+func packF32AVX2(dst *float32, w uintptr, stride int, next uintptr, n int)
 
 // widenF32AVX2 converts that many vectors of 8 elements at src to float32. A
 // vector's result begins step bytes behind the one before it.
@@ -63,11 +76,25 @@ func directF16x2AVX2(sums []float32, x []float32, w uintptr, stride int)
 //go:noescape
 func widenF32AVX2(dst *float32, step int, src uintptr, vectors int)
 
+// packBF16AVX2 packs n elements, a multiple of 8, of 3 weight rows, stride
+// bytes behind each other from w on, as half of a panel. As many bytes from
+// next on are fetched into the first cache.
+//
+//go:noescape
+func packBF16AVX2(dst *float32, w uintptr, stride int, next uintptr, n int)
+
 // widenBF16AVX2 converts that many vectors of 8 elements at src to float32. A
 // vector's result begins step bytes behind the one before it.
 //
 //go:noescape
 func widenBF16AVX2(dst *float32, step int, src uintptr, vectors int)
+
+// packF16AVX2 packs n elements, a multiple of 8, of 3 weight rows, stride bytes
+// behind each other from w on, as half of a panel. As many bytes from next on
+// are fetched into the first cache.
+//
+//go:noescape
+func packF16AVX2(dst *float32, w uintptr, stride int, next uintptr, n int)
 
 // widenF16AVX2 converts that many vectors of 8 elements at src to float32. A
 // vector's result begins step bytes behind the one before it.
@@ -114,53 +141,66 @@ func multiplyAddsAVX2(rounds int)
 //go:noescape
 func tileAVX512(sums []float32, x []float32, w []float32)
 
-// directF32x1AVX512 adds to sums[6 r + c] the product of the row x and weight
+// directF32x1AVX512 adds to sums[3 r + c] the product of the row x and weight
 // row c, which lies c stride bytes behind w. Rows of x: 1, of a multiple of 16
 // elements, summed as tileAVX512 does. Of sums, 8 are written, of which the
-// first 6 mean something.
+// first 3 mean something. As many bytes from next on are fetched into the first
+// cache.
 //
 //go:noescape
-func directF32x1AVX512(sums []float32, x []float32, w uintptr, stride int)
+func directF32x1AVX512(sums []float32, x []float32, w uintptr, stride int, next uintptr)
 
-// directBF16x1AVX512 adds to sums[6 r + c] the product of the row x and weight
+// directBF16x1AVX512 adds to sums[3 r + c] the product of the row x and weight
 // row c, which lies c stride bytes behind w. Rows of x: 1, of a multiple of 16
 // elements, summed as tileAVX512 does. Of sums, 8 are written, of which the
-// first 6 mean something.
+// first 3 mean something. As many bytes from next on are fetched into the first
+// cache.
 //
 //go:noescape
-func directBF16x1AVX512(sums []float32, x []float32, w uintptr, stride int)
+func directBF16x1AVX512(sums []float32, x []float32, w uintptr, stride int, next uintptr)
 
-// directF16x1AVX512 adds to sums[6 r + c] the product of the row x and weight
+// directF16x1AVX512 adds to sums[3 r + c] the product of the row x and weight
 // row c, which lies c stride bytes behind w. Rows of x: 1, of a multiple of 16
 // elements, summed as tileAVX512 does. Of sums, 8 are written, of which the
-// first 6 mean something.
+// first 3 mean something. As many bytes from next on are fetched into the first
+// cache.
 //
 //go:noescape
-func directF16x1AVX512(sums []float32, x []float32, w uintptr, stride int)
+func directF16x1AVX512(sums []float32, x []float32, w uintptr, stride int, next uintptr)
 
-// directF32x4AVX512 adds to sums[6 r + c] the product of row r of the 4 packed
+// directF32x4AVX512 adds to sums[3 r + c] the product of row r of the 4 packed
 // rows x and weight row c, which lies c stride bytes behind w. Rows of x: 4, of
-// a multiple of 16 elements, summed as tileAVX512 does. Of sums, 24 are
-// written, of which the first 24 mean something.
+// a multiple of 16 elements, summed as tileAVX512 does. Of sums, 16 are
+// written, of which the first 12 mean something. As many bytes from next on are
+// fetched into the first cache.
 //
 //go:noescape
-func directF32x4AVX512(sums []float32, x []float32, w uintptr, stride int)
+func directF32x4AVX512(sums []float32, x []float32, w uintptr, stride int, next uintptr)
 
-// directBF16x4AVX512 adds to sums[6 r + c] the product of row r of the 4 packed
+// directBF16x4AVX512 adds to sums[3 r + c] the product of row r of the 4 packed
 // rows x and weight row c, which lies c stride bytes behind w. Rows of x: 4, of
-// a multiple of 16 elements, summed as tileAVX512 does. Of sums, 24 are
-// written, of which the first 24 mean something.
+// a multiple of 16 elements, summed as tileAVX512 does. Of sums, 16 are
+// written, of which the first 12 mean something. As many bytes from next on are
+// fetched into the first cache.
 //
 //go:noescape
-func directBF16x4AVX512(sums []float32, x []float32, w uintptr, stride int)
+func directBF16x4AVX512(sums []float32, x []float32, w uintptr, stride int, next uintptr)
 
-// directF16x4AVX512 adds to sums[6 r + c] the product of row r of the 4 packed
+// directF16x4AVX512 adds to sums[3 r + c] the product of row r of the 4 packed
 // rows x and weight row c, which lies c stride bytes behind w. Rows of x: 4, of
-// a multiple of 16 elements, summed as tileAVX512 does. Of sums, 24 are
-// written, of which the first 24 mean something.
+// a multiple of 16 elements, summed as tileAVX512 does. Of sums, 16 are
+// written, of which the first 12 mean something. As many bytes from next on are
+// fetched into the first cache.
 //
 //go:noescape
-func directF16x4AVX512(sums []float32, x []float32, w uintptr, stride int)
+func directF16x4AVX512(sums []float32, x []float32, w uintptr, stride int, next uintptr)
+
+// packF32AVX512 packs n elements, a multiple of 16, of 3 weight rows, stride
+// bytes behind each other from w on, as half of a panel. As many bytes from
+// next on are fetched into the first cache.
+//
+//go:noescape
+func packF32AVX512(dst *float32, w uintptr, stride int, next uintptr, n int)
 
 // widenF32AVX512 converts that many vectors of 16 elements at src to float32. A
 // vector's result begins step bytes behind the one before it.
@@ -168,11 +208,25 @@ func directF16x4AVX512(sums []float32, x []float32, w uintptr, stride int)
 //go:noescape
 func widenF32AVX512(dst *float32, step int, src uintptr, vectors int)
 
+// packBF16AVX512 packs n elements, a multiple of 16, of 3 weight rows, stride
+// bytes behind each other from w on, as half of a panel. As many bytes from
+// next on are fetched into the first cache.
+//
+//go:noescape
+func packBF16AVX512(dst *float32, w uintptr, stride int, next uintptr, n int)
+
 // widenBF16AVX512 converts that many vectors of 16 elements at src to float32.
 // A vector's result begins step bytes behind the one before it.
 //
 //go:noescape
 func widenBF16AVX512(dst *float32, step int, src uintptr, vectors int)
+
+// packF16AVX512 packs n elements, a multiple of 16, of 3 weight rows, stride
+// bytes behind each other from w on, as half of a panel. As many bytes from
+// next on are fetched into the first cache.
+//
+//go:noescape
+func packF16AVX512(dst *float32, w uintptr, stride int, next uintptr, n int)
 
 // widenF16AVX512 converts that many vectors of 16 elements at src to float32. A
 // vector's result begins step bytes behind the one before it.

@@ -13,8 +13,13 @@ import (
 	"github.com/mmcloughlin/avo/reg"
 )
 
-// panel is how many weight rows a product takes at once; package cpu has the same.
-const panel = 6
+// panel is how many weight rows a tile has, and strip how many are read from
+// memory at once: there fewer are better, as processors foresee what few streams
+// will load. Package cpu has the same.
+const (
+	panel = 6
+	strip = panel / 2
+)
 
 // isa is an instruction set.
 type isa struct {
@@ -37,6 +42,7 @@ func main() {
 			}
 		}
 		for _, t := range types {
+			v.pack(t)
 			v.widen(t)
 		}
 		v.weightedSum()
@@ -156,12 +162,15 @@ func (v isa) fold(first, second func(b, a, to reg.VecVirtual), a, b reg.VecVirtu
 	build.VADDPS(u, t, a)
 }
 
-// reduceFew is reduce for at least 4 registers and at most as many as there are
+// reduceFew is reduce for at least 3 registers and at most as many as there are
 // lanes. Element e of the sum's 128-bit lane l comes from register 4l + e.
 func (v isa) reduceFew(r []reg.VecVirtual) reg.VecVirtual {
 	var quads [4]reg.VecVirtual
 	for e := range quads {
 		from := []reg.VecVirtual{}
+		if e >= len(r) {
+			break
+		}
 		for i := e; i < len(r); i += 4 {
 			from = append(from, r[i])
 		}
@@ -180,6 +189,9 @@ func (v isa) reduceFew(r []reg.VecVirtual) reg.VecVirtual {
 			v.fold(half(0x20), half(0x31), from[0], from[len(from)-1])
 		}
 		quads[e] = from[0]
+	}
+	if len(r) == 3 { // what stands in for a fourth is not used
+		quads[3] = quads[2]
 	}
 	low := func(b, a, to reg.VecVirtual) { build.VUNPCKLPD(b, a, to) }
 	high := func(b, a, to reg.VecVirtual) { build.VUNPCKHPD(b, a, to) }
@@ -228,19 +240,19 @@ func (v isa) addTo(p reg.Register, sums []reg.VecVirtual, n int) {
 	}
 }
 
-// multiply adds the products of rows vectors at x and panel vectors of weights to
-// the sums, of which [r*panel+c] is that of row r and weight row c.
-func (v isa) multiply(sums []reg.VecVirtual, rows int, x reg.Register, weights func(c int, to reg.VecVirtual)) {
+// multiply adds the products of rows vectors at x and some vectors of weights to
+// the sums, of which [r*columns+c] is that of row r and weight row c.
+func (v isa) multiply(sums []reg.VecVirtual, rows, columns int, x operand.Mem, weights func(c int, to reg.VecVirtual)) {
 	xs := make([]reg.VecVirtual, rows)
 	for r := range xs {
 		xs[r] = v.vector()
-		build.VMOVUPS(mem(x, r*v.bytes), xs[r])
+		build.VMOVUPS(x.Offset(r*v.bytes), xs[r])
 	}
-	for c := range panel {
+	for c := range columns {
 		w := v.vector()
 		weights(c, w)
 		for r := range xs {
-			build.VFMADD231PS(w, xs[r], sums[r*panel+c])
+			build.VFMADD231PS(w, xs[r], sums[r*columns+c])
 		}
 	}
 }
@@ -252,7 +264,7 @@ rows, packed, of len(w) / %d elements, a multiple of %d. A sum's lanes take ever
 %[5]dth element each, in order, fused, and are added up at the end.`, panel, v.rows, panel, panel, v.lanes())
 	sums, x, w, n := v.zeros(v.rows*panel), base("x"), base("w"), length("w")
 	v.divide(n, "tile", func() {
-		v.multiply(sums, v.rows, x, func(c int, to reg.VecVirtual) { build.VMOVUPS(mem(w, c*v.bytes), to) })
+		v.multiply(sums, v.rows, panel, mem(x, 0), func(c int, to reg.VecVirtual) { build.VMOVUPS(mem(w, c*v.bytes), to) })
 		build.ADDQ(operand.U32(v.rows*v.bytes), x)
 		build.ADDQ(operand.U32(panel*v.bytes), w)
 	}, panel*v.lanes())
@@ -276,26 +288,88 @@ func (v isa) direct(t element, rows int) {
 	if rows > 1 {
 		what = fmt.Sprintf("row r of the %d packed rows x", rows)
 	}
-	v.function(fmt.Sprintf("direct%sx%d", t.name, rows), "func(sums, x []float32, w uintptr, stride int)",
+	v.function(fmt.Sprintf("direct%sx%d", t.name, rows), "func(sums, x []float32, w uintptr, stride int, next uintptr)",
 		`adds to sums[%d r + c] the product of %s and weight row c, which lies c stride
 bytes behind w. Rows of x: %d, of a multiple of %d elements, summed as tile%s does.
-Of sums, %d are written, of which the first %d mean something.`,
-		panel, what, rows, v.lanes(), v.suffix, (rows*panel+7)/8*8, rows*panel)
-	sums, x, n := v.zeros(rows*panel), base("x"), length("x")
-	w, s1 := load("w"), load("stride")
-	s3, s5 := build.GP64(), build.GP64()
-	build.LEAQ(operand.Mem{Base: s1, Index: s1, Scale: 2}, s3)
-	build.LEAQ(operand.Mem{Base: s1, Index: s1, Scale: 4}, s5)
-	at := [panel]operand.Mem{
-		{Base: w}, {Base: w, Index: s1, Scale: 1}, {Base: w, Index: s1, Scale: 2},
-		{Base: w, Index: s3, Scale: 1}, {Base: w, Index: s1, Scale: 4}, {Base: w, Index: s5, Scale: 1},
-	}
-	v.divide(n, "step", func() {
-		v.multiply(sums, rows, x, func(c int, to reg.VecVirtual) { t.load(at[c], to) })
-		build.ADDQ(operand.U32(rows*v.bytes), x)
-		build.ADDQ(operand.U32(v.lanes()*t.bytes), w)
-	}, rows*v.lanes())
+Of sums, %d are written, of which the first %d mean something. As many bytes from next on are fetched into the first cache.`,
+		strip, what, rows, v.lanes(), v.suffix, (rows*strip+7)/8*8, rows*strip)
+	sums, x, n := v.zeros(rows*strip), base("x"), length("x")
+	from := strips{load("w"), load("stride"), load("next")}
+	v.lines(t, n, rows*v.lanes(), from, rows == 1, func(steps int) {
+		for i := range steps {
+			v.multiply(sums, rows, strip, mem(x, i*rows*v.bytes), func(c int, to reg.VecVirtual) {
+				t.load(from.row(c).Offset(i*v.lanes()*t.bytes), to)
+			})
+		}
+		build.ADDQ(operand.U32(steps*rows*v.bytes), x)
+	})
 	v.addTo(base("sums"), v.reduce(sums), (len(sums)+7)/8*8)
+	end()
+}
+
+// strips are weight rows in memory, a strip of them at a time.
+type strips struct{ w, stride, next reg.GPVirtual }
+
+// row is where the loop stands in row c.
+func (p strips) row(c int) operand.Mem { return p.at(p.w, c) }
+
+func (p strips) at(base reg.Register, c int) operand.Mem {
+	m := mem(base, 0)
+	if c > 0 {
+		m.Index, m.Scale = p.stride, uint8(c)
+	}
+	return m
+}
+
+// lines runs body over a strip, n elements at step elements a vector: a cache line
+// of each row at a time, and vectors one by one at the end. With each it asks for
+// as many lines of what comes next, in the order of their addresses, which memory
+// likes best.
+func (v isa) lines(t element, n reg.GPVirtual, step int, w strips, inOrder bool, body func(vectors int)) {
+	run := func(name string, vectors int) {
+		v.divide(n, name, func() {
+			if vectors > 1 || v.lanes()*t.bytes == 64 {
+				for c := range strip {
+					if inOrder {
+						build.PREFETCHT0(mem(w.next, 64*c))
+					} else {
+						build.PREFETCHT0(w.at(w.next, c))
+					}
+				}
+				if inOrder {
+					build.ADDQ(operand.U32(64*strip), w.next)
+				} else {
+					build.ADDQ(operand.U32(64), w.next)
+				}
+			}
+			body(vectors)
+			build.ADDQ(operand.U32(vectors*v.lanes()*t.bytes), w.w)
+		}, vectors*step)
+	}
+	if line := 64 / (v.lanes() * t.bytes); line > 1 {
+		run("line", line)
+		build.ADDQ(operand.U32(line*step), n)
+	}
+	run("vector", 1)
+}
+
+func (v isa) pack(t element) {
+	v.function("pack"+t.name, "func(dst *float32, w uintptr, stride int, next uintptr, n int)",
+		`packs n elements, a multiple of %d, of %d weight rows, stride bytes behind each
+other from w on, as half of a panel. As many bytes from next on are fetched
+into the first cache.`, v.lanes(), strip)
+	dst, n := load("dst"), load("n")
+	from := strips{load("w"), load("stride"), load("next")}
+	v.lines(t, n, v.lanes(), from, false, func(vectors int) {
+		for i := range vectors {
+			for c := range strip {
+				r := v.vector()
+				t.load(from.row(c).Offset(i*v.lanes()*t.bytes), r)
+				build.VMOVUPS(r, mem(dst, (i*panel+c)*v.bytes))
+			}
+		}
+		build.ADDQ(operand.U32(vectors*panel*v.bytes), dst)
+	})
 	end()
 }
 
@@ -369,7 +443,9 @@ func vectorConstant(name string, value operand.Constant) operand.Mem {
 }
 
 func constants() {
-	f := func(name string, x float64) operand.Mem { return vectorConstant(name, operand.U32(math.Float32bits(float32(x)))) }
+	f := func(name string, x float64) operand.Mem {
+		return vectorConstant(name, operand.U32(math.Float32bits(float32(x))))
+	}
 	hi := float64(math.Float32frombits(math.Float32bits(math.Ln2) &^ 0xfff))
 	expLow, expHigh = f("expLow", -104), f("expHigh", 89)
 	log2E, ln2Hi, ln2Lo = f("log2E", math.Log2E), f("ln2Hi", hi), f("ln2Lo", math.Ln2-hi)
