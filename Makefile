@@ -8,8 +8,13 @@ GOLANGCI := github.com/golangci/golangci-lint/v2/cmd/golangci-lint@v2.15.0
 
 .PHONY: build test race lint fmt fuzz score bench memory clean
 
-build:            ## the binary, without cgo
-	CGO_ENABLED=0 $(GO) build -trimpath -ldflags '$(LDFLAGS)' -o moeserve ./cmd/moeserve
+build:            ## the binary: with CUDA where gcc and a cuda.h are, else for the CPU alone
+	@if [ -n "$(NO_CUDA)" ] || ! $(MAKE) -s cuda-available; then \
+	  echo "building for the CPU alone"; \
+	  CGO_ENABLED=0 $(GO) build -trimpath -ldflags '$(LDFLAGS)' -o moeserve ./cmd/moeserve; \
+	else $(MAKE) -s cuda; fi
+
+include Makefile.cuda
 
 test:             ## what the README names
 	$(GO) test ./...

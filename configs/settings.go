@@ -18,6 +18,8 @@ type Settings struct {
 	DummyRouting         string  `mapstructure:"dummy-routing"`
 	NumHiddenLayers      int     `mapstructure:"num-hidden-layers"`
 	Device               string  `mapstructure:"device"`
+	GPU                  int     `mapstructure:"gpu"`
+	HostMemoryGiB        float64 `mapstructure:"host-memory-gib"`
 	Emulate              string  `mapstructure:"emulate"`
 	OffloadFraction      float64 `mapstructure:"offload-fraction"`
 	OffloadTier          string  `mapstructure:"offload-tier"`
@@ -27,6 +29,7 @@ type Settings struct {
 	MaxNumSeqs           int     `mapstructure:"max-num-seqs"`
 	MaxNumBatchedTokens  int     `mapstructure:"max-num-batched-tokens"`
 	MicroBatchSize       int     `mapstructure:"micro-batch-size"`
+	BatchInvariant       bool    `mapstructure:"batch-invariant"`
 	MaxNewTokens         int     `mapstructure:"max-new-tokens"`
 	Temperature          float64 `mapstructure:"temperature"`
 	Seed                 uint64  `mapstructure:"seed"`
@@ -112,8 +115,16 @@ var Schema = []Key{
 		Help: "use only the first layers of the model; 0: all",
 	},
 	{
-		Name: "device", Kind: String, Default: "auto", Allowed: []string{"auto", "cpu"}, Commands: onModel,
-		Help: "where to compute",
+		Name: "device", Kind: String, Default: "auto", Allowed: []string{"auto", "cpu", "cuda"}, Commands: onModel,
+		Help: "where to compute: auto takes a GPU where the binary has CUDA and there is one",
+	},
+	{
+		Name: "gpu", Kind: Int, Default: 0, Max: 1023, Commands: onModel,
+		Help: "which GPU computes, by the driver's number",
+	},
+	{
+		Name: "host-memory-gib", Kind: Float, Default: 0.0, Unit: "GiB", Max: 1 << 20, Commands: onModel,
+		Help: "the host's memory in all, for virtual machines that are given it only as they use it; 0: what the system says",
 	},
 	{
 		Name: "emulate", Kind: String, Default: "", Placeholder: "SPEC", Commands: onModel,
@@ -150,6 +161,10 @@ var Schema = []Key{
 	{
 		Name: "micro-batch-size", Kind: Int, Default: 0, Unit: "tokens", Max: 1 << 24, Commands: onModel,
 		Help: "most tokens whose attention runs together; 0: all of a step",
+	},
+	{
+		Name: "batch-invariant", Kind: Bool, Default: false, Commands: onModel,
+		Help: "keep a row's result independent of other rows on a GPU too, where that costs speed; on the CPU it always is",
 	},
 	{
 		Name: "max-new-tokens", Kind: Int, Default: 128, Unit: "tokens", Min: 1, Max: unbounded, Commands: onRun,

@@ -156,6 +156,10 @@ type Work struct {
 	// only costs time. Run may enqueue on other streams but must not wait for its
 	// own. It is not called where the machine keeps no data.
 	Run func(Access) error
+	// Failed, if set, is called in place of Run where the stream is in error, with
+	// that error: it tells whoever counts on Run. It may enqueue on other streams but
+	// must not wait.
+	Failed func(error)
 	// Host says that Run acts on the host (submits copies, answers a channel) and
 	// so runs even where the machine keeps no data.
 	Host bool

@@ -5,8 +5,7 @@
 // # What it is not
 //
 // It does not order the work inside a step (package pipeline), and knows neither
-// text (it takes and gives token ids; Tokenizer serves those who want text) nor
-// devices.
+// text (it takes and gives token ids) nor devices.
 //
 // # Invariants
 //
@@ -21,6 +20,6 @@
 //
 // # Example
 //
-//	e := engine.New(engine.Options{Pipeline: p, KV: pool, Limits: limits, MaxNumBatchedTokens: 2048})
+//	e := engine.New(engine.Options{Pipeline: p, KV: pool, MaxModelLen: 4096, Vocab: config.Vocab, StopIDs: config.EOS})
 //	outs, err := e.Generate(ctx, []engine.Request{{Prompt: ids, MaxNewTokens: 32}}, nil)
 package engine

@@ -151,6 +151,9 @@ func (e *Engine) Generate(ctx context.Context, requests []Request, onToken func(
 		}
 	}()
 	for len(waiting)+len(running) > 0 {
+		if err := ctx.Err(); err != nil {
+			return nil, fmt.Errorf("engine: before step %d: %w", e.steps, err)
+		}
 		for len(waiting) > 0 && len(running) < e.o.MaxNumSeqs {
 			s := waiting[0]
 			s.table = e.o.KV.NewTable()

@@ -138,13 +138,15 @@ func newStage(o Options, buffers int) (stage, error) {
 	return s, nil
 }
 
-// settled waits until nothing moves from or to b.
+// settled waits until nothing moves from or to b, or ctx is done.
 func (b *buffer) settled(ctx context.Context) error {
 	if b.ticket == nil {
 		return nil
 	}
 	err := b.ticket.Wait(ctx)
-	b.ticket = nil
+	if b.ticket.Ended() {
+		b.ticket = nil
+	}
 	return err
 }
 
@@ -168,17 +170,22 @@ func (s *stage) submit(b *buffer, r transfer.Request) (err error) {
 	return err
 }
 
-// flush waits for every buffer's copy.
+// flush waits for every buffer's copy and returns the first error: what breaks one
+// breaks the others too.
 func (s *stage) flush(ctx context.Context) error {
-	var errs []error
+	var first error
 	for _, b := range s.buffers {
-		errs = append(errs, b.settled(ctx))
+		if err := b.settled(ctx); first == nil {
+			first = err
+		}
 	}
-	return errors.Join(errs...)
+	return first
 }
 
 func (s *stage) close() error {
-	errs := []error{s.flush(context.Background()), s.memory.Free()}
+	// A copy that failed has been told of, or belongs to a loading that was given up.
+	_ = s.flush(context.Background())
+	errs := []error{s.memory.Free()}
 	for _, b := range s.buffers {
 		errs = append(errs, b.done.Fence.Close())
 	}
@@ -362,12 +369,17 @@ func (x *extents) move(h *extent, id ID, dst device.Range) error {
 func (x *extents) flush(ctx context.Context) error {
 	x.mu.Lock()
 	defer x.mu.Unlock()
-	var errs []error
+	var first error
 	for i := range x.held {
 		if h := &x.held[i]; h.full {
-			errs = append(errs, x.toDevice(h.buffer, h.dst))
+			if err := x.toDevice(h.buffer, h.dst); first == nil {
+				first = err
+			}
 			h.full = false
 		}
 	}
-	return errors.Join(append(errs, x.stage.flush(ctx))...)
+	if err := x.stage.flush(ctx); first == nil {
+		first = err
+	}
+	return first
 }

@@ -26,6 +26,9 @@ type Options struct {
 	Transfer *transfer.Engine
 	// Plan says what lies where: see NewPlan.
 	Plan Plan
+	// NoData says that the machine keeps no bytes: Expert checks and counts what it is
+	// given and moves nothing. Fetches cost the time that they cost. Default: off.
+	NoData bool
 	// Logger hears of resets. Default: none.
 	Logger *slog.Logger
 }
@@ -69,7 +72,7 @@ type Store struct {
 
 	mu       sync.Mutex
 	coverage *coverage // until Seal
-	staging  staging   // until Seal; nil where nothing is local
+	staging  staging   // until Seal; nil where nothing is local, or no data is kept
 	sealed   bool
 	closed   bool
 	slots    []slot
@@ -171,7 +174,7 @@ func (s *Store) allocate() (err error) {
 		}
 	}
 	s.coverage = newCoverage(p.Layout.ExpertShape, p.LocalExperts+p.OffloadedExperts)
-	if p.LocalExperts > 0 {
+	if p.LocalExperts > 0 && !s.o.NoData {
 		if p.Layout.Tag == rowMajor {
 			s.staging, err = newPieces(s.o)
 		} else {
@@ -274,7 +277,7 @@ func (s *Store) Expert(layer, expert int, part kernels.Part, row int, data []byt
 	if err := coverage.add(id, part, row, n); err != nil {
 		return wrap(err)
 	}
-	if n == 0 {
+	if n == 0 || s.o.NoData {
 		return nil
 	}
 	offset, size := s.offset[position][expert], s.plan.Layout.Size
@@ -360,6 +363,8 @@ func (s *Store) uploadTables(ctx context.Context) (err error) {
 			return err
 		}
 		if err := ticket.Wait(ctx); err != nil {
+			ticket.Cancel()
+			_ = ticket.Wait(context.WithoutCancel(ctx)) // the memory is given back behind this
 			return err
 		}
 	}

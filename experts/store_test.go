@@ -12,6 +12,7 @@ import (
 	"strings"
 	"sync"
 	"testing"
+	"testing/synctest"
 	"time"
 	"unsafe"
 
@@ -726,6 +727,111 @@ func TestConcurrentFill(t *testing.T) {
 			}
 			r.steps(s, 2, true)
 		}
+	}
+}
+
+// TestStagingKeepsOrder: while an expert is on its way from staging memory to its
+// slot, more of it waits: it would be brought back before it is there.
+func TestStagingKeepsOrder(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		r := newRig(t, small("reversed"), emulated.Options{Virtual: true}, 100)
+		s := r.open(Config{Placement: r.placed(0.5), StagingBytes: 1024})
+		x := s.staging.(*extents)
+		p := piece{r.model.layers[1], 0, kernels.W3, 2, 1}
+		id := ID{1, 0}
+		if s.offloaded[id.Layer][id.Expert] {
+			t.Fatal("the expert does not go through staging memory")
+		}
+		x.mu.Lock()
+		x.leaving[id] = true
+		x.mu.Unlock()
+		took := false
+		go func() {
+			if err := r.model.give(s, p); err != nil {
+				t.Error(err)
+			}
+			x.mu.Lock()
+			took = true
+			x.mu.Unlock()
+		}()
+		synctest.Wait()
+		x.mu.Lock()
+		if took || x.find(id) != nil {
+			t.Error("an expert on its way to its slot was taken up again")
+		}
+		delete(x.leaving, id)
+		x.changed.Broadcast()
+		x.mu.Unlock()
+		synctest.Wait()
+		if !took {
+			t.Error("an expert that is in its slot is not taken up")
+		}
+	})
+}
+
+// TestSealCanceled: a Seal that is given up leaves copies under way that Close
+// waits for.
+func TestSealCanceled(t *testing.T) {
+	for n := range uint64(4) {
+		for _, tag := range []string{rowMajor, "reversed"} {
+			for _, label := range []string{"local experts", "expert tables"} {
+				t.Run(fmt.Sprintf("%d/%s/%s", n, tag, label), func(t *testing.T) {
+					r := newRig(t, small(tag), machine(n), 100)
+					s := r.open(Config{Placement: r.placed(0.5)})
+					for _, p := range r.model.pieces(11) {
+						if err := r.model.give(s, p); err != nil {
+							t.Fatal(err)
+						}
+					}
+					r.m.Inject(&emulated.Fault{Kind: emulated.StallCopy, Times: -1, For: 20 * time.Millisecond, Match: func(p emulated.Point) bool { return p.Label == label }})
+					ctx, cancel := context.WithCancel(t.Context())
+					cancel()
+					if err := s.Seal(ctx); !errors.Is(err, context.Canceled) {
+						t.Errorf("got %v", err)
+					}
+				})
+			}
+		}
+	}
+}
+
+// TestNoData: on a machine that keeps no bytes the rows are checked and counted, and
+// the fetches cost their time.
+func TestNoData(t *testing.T) {
+	o := emulated.Options{
+		Virtual: true, NoData: true, HostLink: emulated.Link{BytesPerSecond: 1e6},
+		Report: func(f emulated.Finding) {
+			if f.Kind != emulated.Unwritten {
+				t.Error(f)
+			}
+		},
+	}
+	r := newRig(t, small("reversed"), o, 1<<20)
+	place := r.placed(0.5)
+	plan, err := NewPlan(Config{Layers: r.model.layers, Experts: r.model.experts, Layout: r.model.layout, Placement: place})
+	if err != nil {
+		t.Fatal(err)
+	}
+	s, err := New(Options{Machine: r.m, Space: device.HBM(0), Backend: packer{}, Transfer: r.engine, Plan: plan, NoData: true})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := s.Close(); err != nil {
+			t.Error(err)
+		}
+	})
+	if err := s.Seal(t.Context()); err == nil {
+		t.Error("sealed without rows")
+	}
+	r.fill(s, 11)
+	began := r.m.Now()
+	if _, err := r.step(s, false, 0); err != nil {
+		t.Fatal(err)
+	}
+	want := time.Duration(int64(place.Offloaded())*r.model.layout.Size) * time.Microsecond
+	if d := r.m.Now() - began; d < want || d > want*11/10 {
+		t.Errorf("a step takes %v, its copies %v", d, want)
 	}
 }
 

@@ -12,8 +12,14 @@ type Checkpoint struct{ files *safetensors.Checkpoint }
 // NewCheckpoint returns the Source of c, which stays open as long as it is used.
 func NewCheckpoint(c *safetensors.Checkpoint) Checkpoint { return Checkpoint{files: c} }
 
-// Origin is the checkpoint's directory.
-func (c Checkpoint) Origin() string { return c.files.Dir() }
+// Origin is the checkpoint's directory, or the name of what was parsed from memory.
+func (c Checkpoint) Origin() string {
+	if names := c.files.Names(); c.files.Dir() == "" && len(names) > 0 {
+		t, _ := c.files.Tensor(names[0])
+		return t.File
+	}
+	return c.files.Dir()
+}
 
 // Names lists the tensors in file order.
 func (c Checkpoint) Names() []string { return c.files.Names() }

@@ -2,6 +2,7 @@ package node
 
 import (
 	"errors"
+	"log/slog"
 
 	"github.com/moeserve/moeserve/configs"
 	"github.com/moeserve/moeserve/experts"
@@ -45,6 +46,9 @@ func Inspect(o Options) (_ *Inspection, err error) {
 	if err := o.Settings.Validate(); err != nil {
 		return nil, fail(ErrConfig, err)
 	}
+	if o.Log == nil {
+		o.Log = slog.New(slog.DiscardHandler)
+	}
 	n := &Node{settings: o.Settings}
 	defer func() { err = errors.Join(err, n.Close()) }()
 	model, err := OpenModel(o.Settings)
@@ -56,7 +60,7 @@ func Inspect(o Options) (_ *Inspection, err error) {
 	if err := n.machines(&o); err != nil {
 		return nil, err
 	}
-	if n.layout, err = models.NewLayout(n.config, model.Source, nil); err != nil {
+	if n.layout, err = models.NewLayout(n.config, model.Source, n.cast()); err != nil {
 		return nil, fail(ErrModel, err)
 	}
 	needs, err := n.needs(&o)

@@ -1,8 +1,6 @@
 package node
 
 import (
-	"strings"
-
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/device/emulated"
 	"github.com/moeserve/moeserve/experts"
@@ -122,11 +120,11 @@ func (n *Node) fit(o *Options, w *needs) (KVFit, error) {
 // together refuses what emulated devices could hold one by one but this machine,
 // whose memory they all share, cannot.
 func (n *Node) together(gpu, host int64) error {
-	if _, ok := n.machine.(*emulated.Machine); !ok {
+	if _, ok := n.machine.(*emulated.Machine); !ok || !keepsData(n.machine) {
 		return nil
 	}
 	have, ok := availableMemory()
-	if !ok || n.settings.Emulate != "" && strings.Contains(n.settings.Emulate, "nodata") {
+	if !ok {
 		return nil
 	}
 	_, err := Demand{

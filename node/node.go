@@ -7,17 +7,14 @@ import (
 	"io/fs"
 	"log/slog"
 	"os"
-	"runtime"
 	"strings"
 	"time"
 
 	"github.com/moeserve/moeserve/configs"
 	"github.com/moeserve/moeserve/device"
-	"github.com/moeserve/moeserve/device/emulated"
 	"github.com/moeserve/moeserve/engine"
 	"github.com/moeserve/moeserve/experts"
 	"github.com/moeserve/moeserve/kernels"
-	"github.com/moeserve/moeserve/kernels/cpu"
 	"github.com/moeserve/moeserve/kvcache"
 	"github.com/moeserve/moeserve/models"
 	"github.com/moeserve/moeserve/models/chat"
@@ -234,7 +231,7 @@ func Open(ctx context.Context, o Options) (_ *Node, err error) {
 	if err := n.machines(&o); err != nil {
 		return nil, err
 	}
-	if n.layout, err = models.NewLayout(n.config, model.Source, nil); err != nil {
+	if n.layout, err = models.NewLayout(n.config, model.Source, n.cast()); err != nil {
 		return nil, fail(ErrModel, err)
 	}
 	kv, blocks, err := n.budget(&o)
@@ -280,50 +277,6 @@ func (n *Node) text(m *Model, without bool) error {
 	return nil
 }
 
-// machines opens devices and backend.
-func (n *Node) machines(o *Options) error {
-	open := o.OpenMachine
-	if open == nil {
-		open = func() (device.Machine, error) {
-			spec, err := emulated.ParseSpec(o.Settings.Emulate)
-			if err != nil {
-				return nil, fail(ErrConfig, err)
-			}
-			defaultMemory(&spec)
-			return emulated.Open(spec)
-		}
-	}
-	m, err := open()
-	if err != nil {
-		return fail(ErrDevice, err)
-	}
-	n.machine, n.space = m, device.HBM(0)
-	n.closers = append(n.closers, m.Close)
-	n.backend = cpu.New(cpu.Options{Threads: runtime.GOMAXPROCS(0)})
-	n.closers = append(n.closers, n.backend.Close)
-	return nil
-}
-
-// defaultMemory gives emulated memories that nobody has sized what this machine
-// can give: what is taken of one is missing from the others, which Budget counts.
-func defaultMemory(o *emulated.Options) {
-	have, ok := availableMemory()
-	if !ok || o.Topology != nil || o.NoData {
-		return
-	}
-	if o.Host.MemoryBytes == 0 {
-		o.Host.MemoryBytes = have
-	}
-	if len(o.GPUs) == 0 {
-		o.GPUs = make([]emulated.GPU, 3)
-	}
-	for i := range o.GPUs {
-		if o.GPUs[i].MemoryBytes == 0 {
-			o.GPUs[i].MemoryBytes = have
-		}
-	}
-}
-
 // assemble takes the memory, loads the weights and starts what runs on them.
 func (n *Node) assemble(ctx context.Context, o *Options, src models.Source, kv kvcache.Shape, blocks int) (err error) {
 	start := time.Now()
@@ -339,7 +292,7 @@ func (n *Node) assemble(ctx context.Context, o *Options, src models.Source, kv k
 		return fail(ErrDevice, err)
 	}
 	n.closers = append(n.closers, n.transfer.Close)
-	if n.store, err = experts.New(experts.Options{Machine: n.machine, Space: n.space, Backend: n.backend, Transfer: n.transfer, Plan: n.plan, Logger: o.Log}); err != nil {
+	if n.store, err = experts.New(experts.Options{Machine: n.machine, Space: n.space, Backend: n.backend, Transfer: n.transfer, Plan: n.plan, NoData: !keepsData(n.machine), Logger: o.Log}); err != nil {
 		return fail(ErrDevice, err)
 	}
 	n.closers = append(n.closers, n.store.Close)
@@ -386,16 +339,38 @@ func (n *Node) load(ctx context.Context, o *Options, src models.Source, model *m
 		return fail(ErrDevice, err)
 	}
 	defer func() { err = errors.Join(err, fail(ErrDevice, up.close(ctx))) }()
-	if err := models.Load(ctx, src, n.layout, &sink{ctx: ctx, arena: arena, up: up, store: n.store}, o.Progress); err != nil {
-		return fail(ErrModel, err)
+	to := &sink{ctx: ctx, arena: arena, up: up, store: n.store}
+	if !keepsData(n.machine) {
+		src, to.up = shapes{src}, nil
+	}
+	if err := models.Load(ctx, src, n.layout, to, o.Progress); err != nil {
+		return loading(err)
 	}
 	if err := n.store.Seal(ctx); err != nil {
-		return fail(ErrModel, err)
+		return loading(err)
+	}
+	if to.up == nil {
+		return nil
 	}
 	if err := model.Constants(func(dst device.Range, data []byte) error { return up.put(ctx, dst, data) }); err != nil {
+		return loading(err)
+	}
+	return loading(up.flush(ctx))
+}
+
+// loading says what an error of loading is about: the device, the model, or, where
+// ctx was done, neither.
+func loading(err error) error {
+	var d *device.Error
+	switch {
+	case err == nil:
+		return nil
+	case errors.Is(err, context.Canceled), errors.Is(err, context.DeadlineExceeded):
+		return fmt.Errorf("node: load the model: %w", err)
+	case errors.As(err, &d):
 		return fail(ErrDevice, err)
 	}
-	return fail(ErrDevice, up.flush(ctx))
+	return fail(ErrModel, err)
 }
 
 // Engine runs requests.
@@ -455,6 +430,3 @@ func (n *Node) Close() error {
 // AvailableMemory is what this machine can still give to processes, in bytes, and
 // false where the system does not say.
 func AvailableMemory() (int64, bool) { return availableMemory() }
-
-// EmulateHelp tells what the setting emulate may hold.
-const EmulateHelp = emulated.SpecHelp

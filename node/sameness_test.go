@@ -1,6 +1,7 @@
 package node_test
 
 import (
+	"context"
 	"crypto/sha256"
 	"encoding/binary"
 	"errors"
@@ -14,6 +15,7 @@ import (
 	"github.com/moeserve/moeserve/device/emulated"
 	"github.com/moeserve/moeserve/engine"
 	"github.com/moeserve/moeserve/node"
+	"github.com/moeserve/moeserve/pipeline"
 	"github.com/moeserve/moeserve/tools/fixtures"
 )
 
@@ -127,6 +129,10 @@ func fetch(p emulated.Point) bool {
 	return p.From == device.Host && p.To == device.HBM(0) && strings.HasPrefix(p.Stream, "copy ")
 }
 
+// own matches copies that the compute stream makes by itself: row data, addresses of
+// experts, sampled ids.
+func own(p emulated.Point) bool { return p.Stream == "compute" }
+
 // TestSameTokensDespiteFaults breaks and stalls fetches while the requests run.
 func TestSameTokensDespiteFaults(t *testing.T) {
 	for _, name := range sameOn {
@@ -144,6 +150,7 @@ func TestSameTokensDespiteFaults(t *testing.T) {
 				{"a copy fails", emulated.Fault{Kind: emulated.FailCopy, Match: fetch, Skip: 5, Times: 2}, true},
 				{"copies fail twice in a step", emulated.Fault{Kind: emulated.FailCopy, Match: fetch, Skip: 2, Times: 4}, true},
 				{"copies fail by chance", emulated.Fault{Kind: emulated.FailCopy, Match: fetch, Times: -1, Chance: 0.15}, false},
+				{"the step's own copies fail", emulated.Fault{Kind: emulated.FailCopy, Match: own, Skip: 9, Times: 3}, true},
 				{"copies stall", emulated.Fault{Kind: emulated.StallCopy, Match: fetch, Times: -1, Chance: 0.2, For: time.Millisecond}, false},
 			} {
 				for _, schedule := range []emulated.Schedule{emulated.Eager, emulated.Lazy, emulated.Random} {
@@ -181,5 +188,96 @@ func TestLostDevice(t *testing.T) {
 	}
 	if err := n.Close(); err != nil && !errors.Is(err, device.ErrLost) {
 		t.Error(err)
+	}
+}
+
+// machinesWithFaults are those that tests of faults run on.
+func machinesWithFaults() []emulated.Options {
+	return []emulated.Options{
+		{Virtual: true, Check: true},
+		{Virtual: true, Check: true, Schedule: emulated.Lazy},
+		{Virtual: true, Check: true, Schedule: emulated.Random, Seed: 5},
+		{Check: true},
+	}
+}
+
+// free fails the test where a KV block is still taken.
+func free(t *testing.T, n *node.Node) {
+	t.Helper()
+	if a := n.KV().Allocator(); a.Free() != a.Blocks() {
+		t.Errorf("%d of %d KV blocks are free", a.Free(), a.Blocks())
+	}
+}
+
+// TestGivesUp lets every fetch fail until the engine gives up, several times over:
+// each time the requests end with that error, and once the fault is gone the same
+// requests give the same tokens.
+func TestGivesUp(t *testing.T) {
+	t.Parallel()
+	model := func(s *configs.Settings) { s.Model = fixtures.Dir(t, "mixtral") }
+	want := generate(t, open(t, machines()[0], model))
+	for _, match := range []func(emulated.Point) bool{fetch, own} {
+		for i, o := range machinesWithFaults() {
+			n, m := faulty(t, o, model)
+			for round := range 2 {
+				fault := m.Inject(&emulated.Fault{Kind: emulated.FailCopy, Match: match, Skip: 7 * (i + round), Times: -1})
+				_, err := n.Engine().Generate(t.Context(), requests(n.Config().Vocab), nil)
+				if !errors.Is(err, pipeline.ErrStepFailed) || !errors.Is(err, device.ErrCopyFailed) {
+					t.Errorf("round %d: error %v, want one of a copy that failed", round, err)
+				}
+				if got := n.Engine().Stats().Retried; got != 3*(round+1) {
+					t.Errorf("round %d: steps were run again %d times, want 3 in each round", round, got)
+				}
+				free(t, n)
+				fault.Release()
+			}
+			if got := generate(t, n); got != want {
+				t.Errorf("%v: once copies work again: tokens %s, want %s", o.Schedule, got, want)
+			}
+			free(t, n)
+			if err := n.Close(); err != nil {
+				t.Error(err)
+			}
+		}
+	}
+}
+
+// TestGenerateCanceled cancels requests at some of their tokens, while copies are
+// under way: they end with that error, and the same requests then give the same
+// tokens.
+func TestGenerateCanceled(t *testing.T) {
+	t.Parallel()
+	model := func(s *configs.Settings) { s.Model = fixtures.Dir(t, "mixtral") }
+	want := generate(t, open(t, machines()[0], model))
+	for _, o := range machinesWithFaults() {
+		n, m := faulty(t, o, model)
+		m.Inject(&emulated.Fault{Kind: emulated.StallCopy, Match: fetch, Times: -1, Chance: 0.1, For: time.Millisecond})
+		for _, after := range []int{0, 1, 7, 20} {
+			ctx, cancel := context.WithCancel(t.Context())
+			if after == 0 {
+				cancel()
+			}
+			drawn := 0
+			_, err := n.Engine().Generate(ctx, requests(n.Config().Vocab), func(int, int32) {
+				if drawn++; drawn == after {
+					cancel()
+				}
+			})
+			cancel()
+			most := after
+			if after > 0 { // the tokens of one step come together
+				most += len(requests(2)) - 1
+			}
+			if !errors.Is(err, context.Canceled) || drawn > most {
+				t.Errorf("%d tokens were drawn, canceled at %d: %v", drawn, after, err)
+			}
+			free(t, n)
+		}
+		if got := generate(t, n); got != want {
+			t.Errorf("%v: after cancellations: tokens %s, want %s", o.Schedule, got, want)
+		}
+		if err := n.Close(); err != nil {
+			t.Error(err)
+		}
 	}
 }

@@ -18,11 +18,12 @@
 //   - A step ends before the next begins, and either all of it counts or nothing:
 //     when a copy fails, the step's tokens are dropped, and running the same step
 //     again is safe, since appending keys and values and sampling are idempotent.
+//     Only the activation counts keep what a dropped step has counted.
 //   - For the same sequence of steps the tokens do not depend on where experts
 //     lie, on when they arrive, or on what failed in between.
 //
 // # Example
 //
-//	p, err := pipeline.New(pipeline.Options{Machine: m, Space: device.HBM(0), Model: model, Experts: store, KV: pool, Limits: limits})
-//	out, err := p.Step(ctx, &pipeline.Step{Sequences: []pipeline.Sequence{{Tokens: ids, Table: table, Sample: true}}})
+//	p, err := pipeline.New(pipeline.Options{Machine: m, Space: device.HBM(0), Model: model, Experts: store, KV: pool})
+//	out, err := p.Step(ctx, &pipeline.Step{Sequences: []pipeline.Sequence{{Tokens: ids, Table: table, LogitRows: 1}}})
 package pipeline

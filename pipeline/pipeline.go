@@ -161,7 +161,8 @@ func align(n int64) int64 { return (n + 255) / 256 * 256 }
 func (p *Pipeline) Compute() device.Stream { return p.compute }
 
 // Step runs s to its end. An error that wraps ErrStepFailed leaves everything as
-// it was before the step but for keys and values that the step computes again.
+// it was before the step but for keys and values that the step computes again, and
+// for activation counts.
 func (p *Pipeline) Step(ctx context.Context, s *Step) (Result, error) {
 	if s.Logits && !p.o.HostLogits {
 		return Result{}, errors.New("pipeline: logits asked of a pipeline made without HostLogits")
@@ -390,7 +391,8 @@ func (p *Pipeline) drop(ctx context.Context, cause error) error {
 }
 
 // Counts reads how many rows have chosen each expert since the model's constants
-// were written: [layers][experts], zero in dense layers. No step may be running.
+// were written: [layers][experts], zero in dense layers. Rows of a step that was
+// dropped count as far as it came. No step may be running.
 func (p *Pipeline) Counts(ctx context.Context) ([][]int64, error) {
 	t := p.o.Model.Counts()
 	if t.None() {

@@ -30,7 +30,8 @@
 //
 // A chunk that fails is tried once more. When it fails again its ticket fails: the
 // Done fence is failed with the error, so nobody waits for ever, and Ticket.Err
-// says it. Other requests of the link go on. A lost device fails every request of
+// says it. Other requests of the link go on. A request that waits for a point that
+// fails, fails with it. A lost device fails every request of
 // its links, and Submit refuses new ones. A stream that waits for a failed fence
 // goes into error on emulated devices but runs on on CUDA, so whoever submitted
 // asks Ticket.Err before he believes what was computed.

@@ -526,23 +526,91 @@ func TestAfterFails(t *testing.T) {
 	})
 }
 
-// TestAfterFailsUnasked: nobody asks the ticket, and the end of another copy finds
-// it out.
+// TestAfterFailsUnasked: nobody asks the tickets and the link does nothing else. A
+// stream that awaits the last of a chain of copies, over two links, learns that the
+// point before the first has failed, whether the host says so or a stream.
 func TestAfterFailsUnasked(t *testing.T) {
 	machines(t, func(t *testing.T, o emulated.Options) {
-		r := newRig(t, o, transfer.Options{})
-		src, dst, other := r.filled(100, 1), r.alloc(device.HBM(0), 100), r.alloc(device.HBM(0), 100)
-		q := r.down(dst, src, transfer.Needed)
-		q.After = []transfer.Point{r.point()}
-		r.submit(q)
-		if err := q.After[0].Fence.Fail(1, errors.New("boom")); err != nil {
-			t.Fatal(err)
-		}
-		r.wait(r.submit(r.down(other, src, transfer.Needed)))
-		if err := q.Done.Fence.Await(t.Context(), q.Done.Value); !errors.Is(err, transfer.ErrAfter) {
-			t.Errorf("whoever waits for Done got %v", err)
+		for _, byHost := range []bool{true, false} {
+			r := newRig(t, o, transfer.Options{})
+			src, dst := r.filled(100, 1), r.alloc(device.HBM(0), 100)
+			consumer, producer := r.stream(device.HBM(0), "consumer"), r.stream(device.HBM(1), "producer")
+			boom := errors.New("boom")
+			first := r.point()
+			after := first
+			for i := range 6 {
+				q := r.down(dst, src, transfer.Needed)
+				if i%2 == 1 {
+					q = r.down(src, dst, transfer.Needed)
+				}
+				q.After = []transfer.Point{after}
+				after = q.Done
+				r.submit(q)
+			}
+			if err := consumer.Await(after.Fence, after.Value); err != nil {
+				t.Fatal(err)
+			}
+			if byHost {
+				if err := first.Fence.Fail(first.Value, boom); err != nil {
+					t.Fatal(err)
+				}
+			} else if err := errors.Join(
+				producer.Execute(device.Work{Name: "boom", Run: func(device.Access) error { return boom }}),
+				producer.Raise(first.Fence, first.Value),
+			); err != nil {
+				t.Fatal(err)
+			}
+			if err := consumer.Recover(t.Context()); !errors.Is(err, transfer.ErrAfter) || !errors.Is(err, boom) {
+				t.Errorf("the stream that waited for Done is in error %v", err)
+			}
+			_ = producer.Recover(t.Context()) // boom
+			// The streams that waited are used again.
+			q := r.down(dst, src, transfer.Needed)
+			q.After = []transfer.Point{r.point()}
+			ticket := r.submit(q)
+			if err := q.After[0].Fence.Raise(1); err != nil {
+				t.Fatal(err)
+			}
+			r.wait(ticket)
+			r.equal(dst, src)
 		}
 	})
+}
+
+// TestWaitingTogether: requests that wait for the same points need one stream of the
+// machine, however many they are, and go in their order.
+func TestWaitingTogether(t *testing.T) {
+	var mu sync.Mutex
+	streams := map[string]int{}
+	r := newRig(t, emulated.Options{Virtual: true, Trace: func(tr emulated.Trace) {
+		mu.Lock()
+		defer mu.Unlock()
+		if tr.Op == "await" {
+			streams[tr.Stream]++
+		}
+	}}, transfer.Options{})
+	src, dst := r.filled(100, 1), r.alloc(device.HBM(0), 100)
+	p := r.point()
+	var tickets []*transfer.Ticket
+	for range 5 {
+		q := r.down(dst, src, transfer.Needed)
+		q.After = []transfer.Point{p}
+		tickets = append(tickets, r.submit(q))
+	}
+	if !tickets[2].Cancel() {
+		t.Error("a copy that waits was not canceled")
+	}
+	if err := p.Fence.Raise(1); err != nil {
+		t.Fatal(err)
+	}
+	for i, ticket := range tickets {
+		if err := ticket.Wait(t.Context()); errors.Is(err, transfer.ErrCanceled) != (i == 2) || i != 2 && err != nil {
+			t.Errorf("copy %d: %v", i, err)
+		}
+	}
+	if len(streams) != 1 || streams["wait to copy host to gpu0"] != 1 {
+		t.Errorf("awaits by stream: %v", streams)
+	}
 }
 
 func TestCancel(t *testing.T) {

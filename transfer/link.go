@@ -19,9 +19,9 @@ import (
 // that work and not by the stream, because a stream that waits for an event of a
 // failed copy fails with it and would never get to the work.
 //
-// A request that waits for After points has a host stream of its own for as long
-// as it does: any order of these points is possible, so none may stand behind
-// another.
+// Requests that wait for After points have a host stream for as long as they do, the
+// same one for those with the same points: any order of points is possible, so none
+// may stand behind others.
 //
 // The lock is never held while something waits: on a machine with virtual time
 // whoever waits may run other work of the same link.
@@ -38,11 +38,11 @@ type link struct {
 	// the next work on owner. Of spare events there are enough for Depth chunks.
 	flying []flight
 	spare  []device.Event
-	// blocked are the requests that wait for After points.
+	// blocked are the streams that wait for After points.
 	blocked []*waiting
-	// waiters are all host streams made for blocked requests, idle those that wait
-	// for nothing.
-	waiters, idle []device.Executor
+	// waiters are all host streams made for this, idle those that wait for nothing,
+	// broken those whose points have failed, and they with them.
+	waiters, idle, broken []device.Executor
 	// marks are fences for request.mark that no request uses.
 	marks []Point
 	// recovering: the stream is being drained after a failure and takes no chunks.
@@ -64,19 +64,13 @@ type flight struct {
 	dropped bool
 }
 
-// waiting is a request with the stream that waits for its After points.
+// waiting is a stream that waits for After points, with the requests that have
+// them.
 type waiting struct {
-	req    *request
+	after  []Point
+	reqs   []*request
 	stream device.Executor
 }
-
-// reached is a context for asking whether a fence has been reached without
-// waiting for it.
-var reached = func() context.Context {
-	ctx, cancel := context.WithCancel(context.Background())
-	cancel()
-	return ctx
-}()
 
 func newLink(o Options, pair device.Pair) (l *link, err error) {
 	name := fmt.Sprintf("%s to %s", pair.From, pair.To)
@@ -122,6 +116,7 @@ func (l *link) newHostStream(name string) (device.Executor, error) {
 
 // submit takes the request over, unless it returns an error.
 func (l *link) submit(r *request) error {
+	l.mend()
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	switch {
@@ -157,10 +152,16 @@ func (l *link) takeMark() (Point, error) {
 	return Point{Fence: f}, err
 }
 
-// block puts the request's After points on a host stream, followed by what makes
-// it ready.
+// block has a host stream wait for the request's After points, and then makes it
+// ready, or fails it.
 func (l *link) block(r *request) error {
-	w := &waiting{req: r}
+	for _, w := range l.blocked {
+		if slices.Equal(w.after, r.after) {
+			w.reqs = append(w.reqs, r)
+			return nil
+		}
+	}
+	w := &waiting{after: r.after, reqs: []*request{r}}
 	if n := len(l.idle); n > 0 {
 		w.stream, l.idle = l.idle[n-1], l.idle[:n-1]
 	} else {
@@ -170,34 +171,57 @@ func (l *link) block(r *request) error {
 		}
 		l.waiters = append(l.waiters, w.stream)
 	}
-	l.blocked = append(l.blocked, w)
+	var err error
 	for _, p := range r.after {
-		if err := w.stream.Await(p.Fence, p.Value); err != nil {
-			r.ended = true // the stream is left to the points it has; see reclaim
-			return err
+		if err = w.stream.Await(p.Fence, p.Value); err != nil {
+			w.reqs = nil // the stream still waits for the points before
+			break
 		}
 	}
-	if err := w.stream.Execute(device.Work{Name: "start a copy", Host: true, Run: func(device.Access) error { l.ready(w); return nil }}); err != nil {
-		r.ended = true
-		return err
+	if err = errors.Join(err, w.stream.Execute(device.Work{
+		Name: "start a copy", Host: true,
+		Run:    func(device.Access) error { l.unblock(w, nil); return nil },
+		Failed: func(err error) { l.unblock(w, fmt.Errorf("%w: %w", ErrAfter, err)) },
+	})); err == nil {
+		l.blocked = append(l.blocked, w)
 	}
-	return nil
+	return err
 }
 
-// ready runs on w's stream when all After points are reached.
-func (l *link) ready(w *waiting) {
+// unblock runs on w's stream when all its points are reached, or one has failed.
+func (l *link) unblock(w *waiting, err error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	l.forget(w)
-	l.idle = append(l.idle, w.stream)
-	if !w.req.ended {
-		w.req.ready = true
-		l.pump()
+	l.blocked = slices.DeleteFunc(l.blocked, func(x *waiting) bool { return x == w })
+	if err == nil {
+		l.idle = append(l.idle, w.stream)
+	} else {
+		l.broken = append(l.broken, w.stream)
 	}
+	for _, r := range w.reqs {
+		if err != nil {
+			l.fail(r, err)
+		}
+		r.ready = !r.ended
+	}
+	l.pump()
 }
 
-func (l *link) forget(w *waiting) {
-	l.blocked = slices.DeleteFunc(l.blocked, func(x *waiting) bool { return x == w })
+// mend clears the errors of broken streams, which have nothing left to do.
+func (l *link) mend() {
+	l.mu.Lock()
+	broken := l.broken
+	l.broken = nil
+	l.mu.Unlock()
+	for _, s := range broken {
+		// The error is the one that its requests have failed with.
+		_ = s.Recover(context.Background())
+	}
+	if len(broken) > 0 {
+		l.mu.Lock()
+		l.idle = append(l.idle, broken...)
+		l.mu.Unlock()
+	}
 }
 
 // pump gives the device chunks until Depth are with it. The lock is held.
@@ -281,7 +305,6 @@ func (l *link) land() {
 			l.end(r, nil)
 		}
 	}
-	l.reclaim()
 	l.pump()
 }
 
@@ -376,36 +399,6 @@ func (l *link) cancel(r *request) bool {
 	}
 	l.fail(r, ErrCanceled)
 	return true
-}
-
-// failAfter fails a request one of whose After points has failed.
-func (l *link) failAfter(r *request, cause error) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	if r.issued == 0 {
-		l.fail(r, fmt.Errorf("%w: %w", ErrAfter, cause))
-	}
-}
-
-// reclaim fails the requests one of whose After points has failed, for the stream
-// that waited failed with it and makes nothing ready, and takes back the streams
-// of requests that ended before they were ready.
-func (l *link) reclaim() {
-	for _, w := range slices.Clone(l.blocked) {
-		for _, p := range w.req.after {
-			if err := p.Fence.Await(reached, p.Value); err != nil && !errors.Is(err, context.Canceled) {
-				l.fail(w.req, fmt.Errorf("%w: %w", ErrAfter, err))
-				break
-			}
-		}
-		if !w.req.ended {
-			continue
-		}
-		if err := w.stream.Recover(reached); !errors.Is(err, context.Canceled) {
-			l.forget(w)
-			l.idle = append(l.idle, w.stream)
-		}
-	}
 }
 
 func (l *link) snapshot() PathStats {

@@ -44,15 +44,6 @@ func (t *Ticket) Err() error {
 // way, or ctx is done, and returns Err.
 func (t *Ticket) Wait(ctx context.Context) error {
 	r := t.req
-	for _, p := range r.after {
-		if t.Ended() {
-			break
-		}
-		if err := p.Fence.Await(ctx, p.Value); err != nil && ctx.Err() == nil {
-			t.link.failAfter(r, err)
-			break
-		}
-	}
 	if err := r.mark.Fence.Await(ctx, r.mark.Value); err != nil && !t.Ended() {
 		return fmt.Errorf("transfer: wait for %s: %w", r.name(), err)
 	}

@@ -128,7 +128,7 @@ func TestSettingsErrors(t *testing.T) {
 		{"variable misspelled", nil, map[string]string{"MOESERVE_OFLOAD_FRACTION": "1"}, "", `did you mean MOESERVE_OFFLOAD_FRACTION\?$`},
 		{"variable of wrong kind", nil, map[string]string{"MOESERVE_SEED": "-1"}, "", `^MOESERVE_SEED is "-1": must be a whole number from 0$`},
 		{"variable out of range", nil, map[string]string{"MOESERVE_MAX_NUM_SEQS": "99999999999999999999"}, "", `^MOESERVE_MAX_NUM_SEQS is "9+": that is out of range$`},
-		{"variable not allowed", nil, map[string]string{"MOESERVE_DEVICE": "tpu"}, "", `device is "tpu": must be auto or cpu \(from MOESERVE_DEVICE\)$`},
+		{"variable not allowed", nil, map[string]string{"MOESERVE_DEVICE": "tpu"}, "", `device is "tpu": must be auto, cpu or cuda \(from MOESERVE_DEVICE\)$`},
 		{"key unknown", nil, nil, "seed: 1\nofload-fraction: 1\n", `^moeserve.yaml: line 2: there is no key "ofload-fraction"; did you mean offload-fraction\?$`},
 		{"key in capitals", nil, nil, "Seed: 1\n", `line 1: there is no key "Seed"; did you mean seed\?$`},
 		{"key unknown and empty", nil, nil, "tuning: {}\n", `line 1: there is no key "tuning"`},

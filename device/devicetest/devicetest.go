@@ -559,8 +559,14 @@ func fenceFail(s *suite) {
 	host := s.hostStream("host")
 	cause := errors.New("the copy before it failed")
 	ran := false
+	told := make(chan error, 2)
+	tell := device.Work{
+		Name: "told", Host: true, Failed: func(err error) { told <- err },
+		Run: func(device.Access) error { told <- nil; return nil },
+	}
 	s.ok(host.Await(f, 2))
 	s.ok(host.Execute(device.Work{Name: "skipped", Run: func(device.Access) error { ran = true; return nil }}))
+	s.ok(host.Execute(tell))
 	s.ok(f.Raise(1))
 	s.ok(f.Await(s.ctx, 1))
 	s.ok(f.Fail(2, cause))
@@ -570,6 +576,14 @@ func fenceFail(s *suite) {
 	s.ok(host.Synchronize(s.ctx))
 	if ran {
 		s.Error("work ran behind a fence that failed")
+	}
+	if err := <-told; !errors.Is(err, cause) {
+		s.Errorf("work that wants to know is told %v", err)
+	}
+	s.ok(host.Execute(tell))
+	s.ok(host.Synchronize(s.ctx))
+	if err := <-told; err != nil {
+		s.Errorf("on a stream that recovered, work is told %v", err)
 	}
 	if v := f.Value(); v != 2 {
 		s.Errorf("the fence is at %d", v)

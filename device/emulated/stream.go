@@ -526,6 +526,9 @@ func (m *Machine) admit(s *stream) (over bool, err error) {
 		return true, m.raiseFrom(s, o, failed)
 	}
 	if failed != nil {
+		if o.kind == opWork && o.work.Failed != nil {
+			m.tell(s, o.work.Failed, failed)
+		}
 		return true, failed
 	}
 	switch o.kind {
@@ -624,6 +627,14 @@ func (m *Machine) effect(s *stream) error {
 		return s.sp.lostErr("launch", fmt.Sprintf("%q on %s", w.Name, s))
 	}
 	return nil
+}
+
+// tell calls what skipped work has in place of Run. The lock is released meanwhile.
+func (m *Machine) tell(s *stream, failed func(error), err error) {
+	if m.check != nil {
+		defer m.check.enter(s, true)()
+	}
+	_ = m.unlocked(func(device.Access) error { failed(err); return nil }, &s.access)
 }
 
 // copyErrorAfter fails a copy whose device was lost meanwhile.

@@ -1,5 +1,11 @@
 //go:build avo
 
+// Package main writes the assembly of package cpu, with avo: the same kernels for
+// AVX2 and for AVX-512. `go generate ./kernels/cpu` runs it. What it writes is
+// committed, and the build tag keeps avo out of every other build.
+//
+// What a kernel computes, and in which order, is said in its own comment, which
+// also stands in stubs_amd64.go.
 package main
 
 import (

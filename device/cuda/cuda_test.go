@@ -1,0 +1,965 @@
+//go:build cuda
+
+package cuda
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"os/exec"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/moeserve/moeserve/device"
+	"github.com/moeserve/moeserve/device/cuda/dylib"
+	"github.com/moeserve/moeserve/device/cuda/internal/standin"
+	"github.com/moeserve/moeserve/device/cuda/nvrtc"
+	"github.com/moeserve/moeserve/device/devicetest"
+)
+
+func TestConformance(t *testing.T) {
+	devicetest.Run(t, func(t *testing.T) device.Machine { return open(t, maxGPUs) })
+}
+
+func TestConformanceOnOneGPU(t *testing.T) {
+	devicetest.Run(t, func(t *testing.T) device.Machine { return open(t, 1) })
+}
+
+// rig is a machine with what most tests use.
+type rig struct {
+	testing.TB
+	m   *Machine
+	ctx context.Context
+}
+
+func newRig(t testing.TB, gpus int) *rig {
+	t.Helper()
+	m := open(t, gpus)
+	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
+	t.Cleanup(cancel)
+	return &rig{t, m, ctx}
+}
+
+func (r *rig) ok(err error) {
+	r.Helper()
+	if err != nil {
+		r.Fatal(err)
+	}
+}
+
+func (r *rig) wants(err, target error) {
+	r.Helper()
+	if !errors.Is(err, target) {
+		r.Fatalf("error %v, want one that wraps %q", err, target)
+	}
+}
+
+func (r *rig) stream(i int, name string) *Stream {
+	r.Helper()
+	s, err := r.m.NewStream(device.HBM(i), device.StreamOptions{Name: name})
+	r.ok(err)
+	return s.(*Stream)
+}
+
+func (r *rig) host(name string) device.Executor {
+	r.Helper()
+	s, err := r.m.NewStream(device.Host, device.StreamOptions{Name: name})
+	r.ok(err)
+	return s.(device.Executor)
+}
+
+func (r *rig) event() device.Event {
+	r.Helper()
+	e, err := r.m.NewEvent()
+	r.ok(err)
+	return e
+}
+
+func (r *rig) fence(label string) device.Fence {
+	r.Helper()
+	f, err := r.m.NewFence(label)
+	r.ok(err)
+	return f
+}
+
+func (r *rig) alloc(s device.Space, n int64) device.Memory {
+	r.Helper()
+	mem, err := r.m.Alloc(s, n, r.Name())
+	r.ok(err)
+	r.Cleanup(func() {
+		if err := mem.Free(); err != nil {
+			r.Errorf("Free: %v", err)
+		}
+	})
+	return mem
+}
+
+func all(m device.Memory) device.Range { return m.Range(0, m.Bytes()) }
+
+// kernels are what the stand-in has by the same names and parameters.
+const kernels = `
+extern "C" __device__ unsigned variable[4];
+extern "C" __global__ void fill(unsigned *to, unsigned value, unsigned n) {
+  for (unsigned i = blockIdx.x * blockDim.x + threadIdx.x; i < n; i += gridDim.x * blockDim.x) to[i] = value;
+}
+extern "C" __global__ void mixed(unsigned a, unsigned long long *to, float b, unsigned long long c, int e) {
+  if (blockIdx.x || blockIdx.y || threadIdx.x) return;
+  to[0] = a;
+  to[1] = (unsigned long long)(b * 4);
+  to[2] = c;
+  to[3] = (unsigned long long)(long long)e;
+  to[4] = gridDim.x * 1000000ull + blockDim.x * 1000 + gridDim.y;
+}
+extern "C" __global__ void trap() { *(volatile int *)1024 = 1; }
+`
+
+// load compiles the kernels for a GPU of the machine.
+func (r *rig) load(i int) *Module {
+	r.Helper()
+	code := []byte("standin")
+	if onGPU {
+		c, err := nvrtc.Open(dylib.Folders(), r.m.DriverVersion()/1000)
+		if errors.Is(err, nvrtc.ErrUnavailable) {
+			r.Skip(err)
+		}
+		r.ok(err)
+		code, _, err = c.Compile(nvrtc.Source{Name: "test.cu", Text: kernels}, nvrtc.Arch(r.m.Topology().GPUs[i].ComputeCapability))
+		r.ok(err)
+	}
+	mod, err := r.m.LoadModule(device.HBM(i), "test", code)
+	r.ok(err)
+	r.Cleanup(func() {
+		if err := mod.Unload(); err != nil {
+			r.Errorf("Unload: %v", err)
+		}
+	})
+	return mod
+}
+
+func (r *rig) function(mod *Module, name string) *Function {
+	r.Helper()
+	f, err := mod.Function(name)
+	r.ok(err)
+	return f
+}
+
+// words reads GPU memory as 64-bit numbers.
+func (r *rig) words(s *Stream, src device.Range) []uint64 {
+	r.Helper()
+	back := r.alloc(device.Host, src.Bytes)
+	r.ok(s.Copy(all(back), src))
+	r.ok(s.Synchronize(r.ctx))
+	var out []uint64
+	for b := back.Read(0, src.Bytes); len(b) >= 8; b = b[8:] {
+		v := uint64(0)
+		for i := range 8 {
+			v |= uint64(b[i]) << (8 * i)
+		}
+		out = append(out, v)
+	}
+	return out
+}
+
+func TestLaunch(t *testing.T) {
+	r := newRig(t, 1)
+	s, mod := r.stream(0, "compute"), r.load(0)
+	mixed := r.function(mod, "mixed")
+	mem := r.alloc(device.HBM(0), 64)
+	s.Args().U32(7).Addr(mem.Range(0, 64).Addr).F32(2.5).U64(1 << 40).I32(-3)
+	r.ok(s.Launch(mixed, Grid{Blocks: [3]int{3, 2}, Threads: [3]int{64}}))
+	got := r.words(s, mem.Range(0, 40))
+	want := []uint64{7, 10, 1 << 40, ^uint64(2), 3064002}
+	for i := range want {
+		if got[i] != want[i] {
+			t.Errorf("the kernel saw %#x as its value %d, want %#x", got[i], i, want[i])
+		}
+	}
+	// The block is empty again, and takes raw bytes.
+	fill := r.function(mod, "fill")
+	at := uint64(mem.Range(0, 1).Addr)
+	raw := make([]byte, 16)
+	for i := range 8 {
+		raw[i] = byte(at >> (8 * i))
+	}
+	raw[8], raw[12] = 9, 4
+	s.Args().Bytes(raw, 8)
+	r.ok(s.Launch(fill, Grid{Threads: [3]int{4}}))
+	if got := r.words(s, mem.Range(0, 24)); got[0] != 9<<32|9 || got[1] != got[0] || got[2] != 1<<40 {
+		t.Errorf("filled: %#x", got)
+	}
+}
+
+func TestLaunchLimits(t *testing.T) {
+	r := newRig(t, 2)
+	s, mod := r.stream(0, "compute"), r.load(0)
+	fill := r.function(mod, "fill")
+	l := fill.Limits()
+	if l.Threads <= 0 || l.Registers <= 0 || l.DynamicBytes < 32<<10 {
+		t.Errorf("limits %+v", l)
+	}
+	contains(t, s.Launch(fill, Grid{Threads: [3]int{l.Threads + 1}}), "fill", fmt.Sprint(l.Threads+1))
+	big := Grid{SharedBytes: 100 << 10}
+	contains(t, s.Launch(fill, big), "AllowDynamicShared")
+	r.ok(fill.AllowDynamicShared(100 << 10))
+	mem := r.alloc(device.HBM(0), 8)
+	s.Args().Addr(all(mem).Addr).U32(1).U32(2)
+	r.ok(s.Launch(fill, big))
+	r.ok(s.Synchronize(r.ctx))
+	contains(t, fill.AllowDynamicShared(1<<20), "fill", "1048576", "the device allows")
+	_, err := mod.Function("none")
+	contains(t, err, "none", "test")
+	_, err = mod.Global("none")
+	contains(t, err, "none")
+	if v, err := mod.Global("variable"); err != nil || v.Bytes != 16 || v.Addr == 0 {
+		t.Errorf("variable: %v, %v", v, err)
+	}
+	_, err = r.m.LoadModule(device.HBM(0), "garbage", []byte("no code"))
+	contains(t, err, "garbage")
+	_, err = r.m.LoadModule(device.Host, "nowhere", []byte("standin"))
+	contains(t, err, "nowhere")
+	func() {
+		defer func() {
+			if recover() == nil {
+				t.Error("arguments that do not fit do not panic")
+			}
+		}()
+		s.Args().Bytes(make([]byte, MaxArgBytes), 1).U32(0)
+	}()
+	if len(r.m.gpus) > 1 {
+		contains(t, r.stream(1, "other").Launch(fill, Grid{}), "fill", "gpu0", "other")
+	}
+}
+
+// TestNothingAllocates holds for all that goes on once a step.
+func TestNothingAllocates(t *testing.T) {
+	r := newRig(t, 1)
+	s, other, mod := r.stream(0, "a"), r.stream(0, "b"), r.load(0)
+	fill := r.function(mod, "fill")
+	mem, host := r.alloc(device.HBM(0), 4096), r.alloc(device.Host, 4096)
+	f, e := r.fence("step"), r.event()
+	g, err := s.Capture(func() error {
+		s.Args().Addr(all(mem).Addr).U32(1).U32(16)
+		return s.Launch(fill, Grid{Threads: [3]int{16}})
+	})
+	r.ok(err)
+	defer g.Close()
+	dst, src := all(mem), all(host)
+	value := uint32(0)
+	for name, step := range map[string]func(){
+		"launch": func() {
+			s.Args().Addr(dst.Addr).U32(value).U32(16)
+			r.ok(s.Launch(fill, Grid{Threads: [3]int{16}}))
+		},
+		"graph": func() { r.ok(s.LaunchGraph(g)) },
+		"copy":  func() { r.ok(s.Copy(dst, src)) },
+		"fence": func() {
+			value++
+			r.ok(s.Raise(f, value))
+			r.ok(other.Await(f, value))
+		},
+		"event": func() {
+			r.ok(s.Record(e))
+			r.ok(other.Wait(e))
+			for {
+				done, err := e.Query()
+				r.ok(err)
+				if done {
+					break
+				}
+			}
+		},
+	} {
+		step()
+		r.ok(s.Synchronize(r.ctx))
+		if n := testing.AllocsPerRun(100, step); n >= 1 {
+			t.Errorf("%s: %v allocations a time", name, n)
+		}
+	}
+	r.ok(s.Synchronize(r.ctx))
+	r.ok(other.Synchronize(r.ctx))
+}
+
+func TestGraph(t *testing.T) {
+	r := newRig(t, 1)
+	s, other, mod := r.stream(0, "captured"), r.stream(0, "other"), r.load(0)
+	fill := r.function(mod, "fill")
+	a, b := r.alloc(device.HBM(0), 8), r.alloc(device.HBM(0), 8)
+	e, f := r.event(), r.fence("outside")
+	g, err := s.Capture(func() error {
+		s.Args().Addr(all(a).Addr).U32(5).U32(2)
+		if err := s.Launch(fill, Grid{}); err != nil {
+			return err
+		}
+		// What waits cannot be captured, and says so without harm.
+		contains(t, s.Record(e), "Capture")
+		contains(t, s.Raise(f, 1), "Capture")
+		contains(t, s.Synchronize(r.ctx), "Capture")
+		_, err := s.Capture(func() error { return nil })
+		contains(t, err, "Capture")
+		return s.Copy(all(b), all(a))
+	})
+	r.ok(err)
+	if g.Nodes() != 2 {
+		t.Errorf("%d operations in the graph, want a launch and a copy", g.Nodes())
+	}
+	r.ok(s.Synchronize(r.ctx))
+	s.Args().Addr(all(a).Addr).U32(0).U32(2)
+	r.ok(s.Launch(fill, Grid{}))
+	r.ok(s.Copy(all(b), all(a)))
+	if got := r.words(s, all(b)); got[0] != 0 {
+		t.Errorf("before the graph: %#x", got)
+	}
+	for _, on := range []*Stream{s, other} {
+		r.ok(on.LaunchGraph(g))
+		if got := r.words(on, all(b)); got[0] != 5<<32|5 {
+			t.Errorf("after the graph: %#x", got)
+		}
+	}
+	r.ok(g.Close())
+	r.wants(g.Close(), device.ErrClosed)
+	contains(t, s.LaunchGraph(g), "graph is closed")
+	// An error inside ends the capture and leaves the stream as it was.
+	cause := errors.New("second thoughts")
+	_, err = s.Capture(func() error { return cause })
+	r.wants(err, cause)
+	r.ok(s.Copy(all(b), all(a)))
+	r.ok(s.Synchronize(r.ctx))
+}
+
+func TestDo(t *testing.T) {
+	r := newRig(t, 1)
+	s := r.stream(0, "library")
+	if s.Handle() == 0 || s.Machine() != r.m {
+		t.Error("the stream has no handle, or not its machine")
+	}
+	ran := 0
+	r.ok(s.Do("fine", func() error { ran++; return nil }))
+	cause := errors.New("status 7")
+	err := s.Do("gemm", func() error { ran++; return cause })
+	r.wants(err, cause)
+	contains(t, err, "launch", "gemm", "library")
+	r.ok(s.Do("dropped", func() error { ran++; return nil }))
+	if ran != 2 {
+		t.Errorf("%d of 3 ran, want the first two", ran)
+	}
+	r.wants(s.Recover(r.ctx), cause)
+	r.ok(s.Do("again", func() error { ran++; return nil }))
+	if ran != 3 {
+		t.Error("nothing runs after Recover")
+	}
+}
+
+// TestHostFailureReachesGPU lets a GPU stream wait for host work that turns out to
+// have failed: by an event and by a fence, directly and through another stream.
+func TestHostFailureReachesGPU(t *testing.T) {
+	r := newRig(t, 2)
+	cause := errors.New("the disk is gone")
+	for _, through := range []string{"event", "fence"} {
+		for _, early := range []bool{true, false} {
+			host, gpu, next := r.host("host"), r.stream(0, "gpu"), r.stream(len(r.m.gpus)-1, "next")
+			e, after, f, last := r.event(), r.event(), r.fence("f"), r.fence("last")
+			gate := make(chan struct{})
+			if early {
+				close(gate)
+			}
+			r.ok(host.Execute(device.Work{Name: "read", Run: func(device.Access) error { <-gate; return cause }}))
+			r.ok(host.Record(e))
+			r.ok(host.Raise(f, 1))
+			if early {
+				r.wants(host.Synchronize(r.ctx), cause)
+			}
+			if through == "event" {
+				r.ok(gpu.Wait(e))
+			} else {
+				r.ok(gpu.Await(f, 1))
+			}
+			r.ok(gpu.Record(after))
+			r.ok(next.Wait(after))
+			r.ok(next.Raise(last, 1))
+			if !early {
+				if done, err := after.Query(); done || err != nil {
+					t.Errorf("%s: passed (%v, %v) before the host's work ended", through, done, err)
+				}
+				close(gate)
+			}
+			for _, s := range []device.Stream{gpu, next, host} {
+				r.wants(s.Synchronize(r.ctx), cause)
+			}
+			r.wants(after.Synchronize(r.ctx), cause)
+			for _, s := range []device.Stream{gpu, next, host} {
+				r.wants(s.Recover(r.ctx), cause)
+				r.ok(s.Synchronize(r.ctx))
+			}
+			// Behind the recovery it is over.
+			r.ok(gpu.Record(after))
+			r.ok(next.Wait(after))
+			r.ok(next.Raise(last, 2))
+			r.ok(last.Await(r.ctx, 2))
+			r.ok(next.Synchronize(r.ctx))
+			r.ok(after.Synchronize(r.ctx))
+		}
+	}
+}
+
+// TestRefusedCall lets the driver refuse a copy: the stream is in error, and what
+// stands behind it does not run and says why.
+func TestRefusedCall(t *testing.T) {
+	r := newRig(t, 2)
+	if onGPU {
+		t.Skip("a real driver refuses nothing on demand")
+	}
+	const outOfResources = 701 // CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES, which ends nothing
+	s, behind := r.stream(0, "copies"), r.stream(1, "behind")
+	src, dst := r.alloc(device.Host, 64), r.alloc(device.HBM(0), 64)
+	back := r.alloc(device.Host, 64)
+	e, f := r.event(), r.fence("arrived")
+	for i := range src.Write(0, 64) {
+		src.Write(0, 64)[i] = 1
+	}
+	r.ok(s.Copy(all(dst), all(src)))
+	r.ok(s.Copy(all(back), all(dst)))
+	r.ok(s.Synchronize(r.ctx))
+	for i := range src.Write(0, 64) {
+		src.Write(0, 64)[i] = 2
+	}
+	standin.Fail("cuMemcpyAsync", outOfResources, 0)
+	err := s.Copy(all(dst), all(src))
+	r.wants(err, device.ErrCopyFailed)
+	var typed *device.Error
+	if !errors.As(err, &typed) || typed.Op != "copy" || typed.Code != outOfResources || typed.Space != device.HBM(0) {
+		t.Errorf("error %+v", typed)
+	}
+	contains(t, err, "64 bytes from host to gpu0", `"copies"`)
+	r.ok(s.Copy(all(back), all(dst)))
+	r.ok(s.Record(e))
+	r.ok(s.Raise(f, 1))
+	r.ok(behind.Wait(e))
+	r.ok(behind.Copy(all(back), all(src)))
+	r.wants(e.Synchronize(r.ctx), device.ErrCopyFailed)
+	r.wants(f.Await(r.ctx, 1), device.ErrCopyFailed)
+	r.wants(behind.Synchronize(r.ctx), device.ErrCopyFailed)
+	r.wants(s.Synchronize(r.ctx), device.ErrCopyFailed)
+	if got := back.Read(0, 1)[0]; got != 1 {
+		t.Errorf("work behind a failed copy ran: %d", got)
+	}
+	for _, st := range []*Stream{s, behind} {
+		r.wants(st.Recover(r.ctx), device.ErrCopyFailed)
+	}
+	r.ok(s.Copy(all(dst), all(src)))
+	r.ok(s.Copy(all(back), all(dst)))
+	r.ok(s.Raise(f, 2))
+	r.ok(f.Await(r.ctx, 2))
+	if got := back.Read(0, 1)[0]; got != 2 {
+		t.Errorf("after recovery: %d", got)
+	}
+	for call, do := range map[string]func() error{
+		"cuStreamWriteValue32_v2": func() error { return s.Raise(f, 3) },
+		"cuStreamWaitValue32_v2":  func() error { return s.Await(f, 3) },
+		"cuEventRecord":           func() error { return s.Record(e) },
+		"cuStreamWaitEvent": func() error {
+			r.ok(behind.Record(e))
+			return s.Wait(e)
+		},
+	} {
+		standin.Fail(call, outOfResources, 0)
+		if err := do(); err == nil {
+			t.Errorf("%s was refused and nobody said so", call)
+		}
+		if s.Recover(r.ctx) == nil {
+			t.Errorf("%s was refused and the stream is not in error", call)
+		}
+	}
+	if err := f.Await(r.ctx, 3); err == nil {
+		t.Error("a raise that was refused raises")
+	}
+}
+
+// TestFreeDoesNotWait frees memory while a stream stands before a fence that only the
+// caller of Free will raise.
+func TestFreeDoesNotWait(t *testing.T) {
+	r := newRig(t, 1)
+	s, f := r.stream(0, "held"), r.fence("later")
+	mem := r.alloc(device.HBM(0), 1<<20)
+	src := r.alloc(device.Host, 1<<20)
+	r.ok(s.Await(f, 1))
+	r.ok(s.Copy(all(mem), all(src)))
+	done := make(chan error, 1)
+	go func() {
+		done <- func() error {
+			other, err := r.m.Alloc(device.HBM(0), 10<<20, "while held")
+			if err != nil {
+				return err
+			}
+			return other.Free()
+		}()
+	}()
+	select {
+	case err := <-done:
+		r.ok(err)
+	case <-time.After(10 * time.Second):
+		t.Error("Alloc or Free waits for a stream that waits for a fence")
+	}
+	r.ok(f.Raise(1))
+	r.ok(s.Synchronize(r.ctx))
+}
+
+func TestAccounts(t *testing.T) {
+	r := newRig(t, 2)
+	for i := range r.m.gpus {
+		space := device.HBM(i)
+		before, err := r.m.Usage(space)
+		r.ok(err)
+		if before.Other <= 0 || before.Capacity <= 0 {
+			t.Errorf("%s: %+v; the context takes something", space, before)
+		}
+		var mems []device.Memory
+		for _, n := range []int64{1, 3 << 20, 40 << 20} {
+			mem, err := r.m.Alloc(space, n, "accounted")
+			r.ok(err)
+			mems = append(mems, mem)
+		}
+		after, err := r.m.Usage(space)
+		r.ok(err)
+		const granule = 2 << 20
+		if got := after.Allocated - before.Allocated; got != (1+2+20)*granule {
+			t.Errorf("%s: %d bytes are accounted for 1 byte, 3 MiB and 40 MiB", space, got)
+		}
+		// What the driver sees is what is accounted, but for others that come and go.
+		if d := after.Other - before.Other; d < -granule || d > granule {
+			t.Errorf("%s: others took %d bytes while we allocated", space, d)
+		}
+		for _, mem := range mems {
+			r.ok(mem.Free())
+		}
+		end, err := r.m.Usage(space)
+		r.ok(err)
+		if end.Allocated != before.Allocated || end.Peak != after.Allocated {
+			t.Errorf("%s: %+v after everything was freed", space, end)
+		}
+		_, err = r.m.Alloc(space, end.Free()+granule, "all and more")
+		r.wants(err, device.ErrOutOfMemory)
+		contains(t, err, "all and more", fmt.Sprint(end.Free()+granule), "free of")
+	}
+	// Far more than there is, but no more than the host is said to have.
+	o := r.m.o
+	o.HostBytes = 1 << 50
+	large, err := New(o)
+	r.ok(err)
+	if u, err := large.Usage(device.Host); err != nil || u.Capacity != o.HostBytes || u.Free() < 1<<49 {
+		t.Errorf("a host of %d bytes: %+v, %v", o.HostBytes, u, err)
+	}
+	r.ok(large.Close())
+	_, err = r.m.Alloc(device.Host, 1<<60, "the world")
+	r.wants(err, device.ErrOutOfMemory)
+	contains(t, err, "the world", "free of")
+}
+
+// TestLargeHostMemory goes through mapping, touching and pinning.
+func TestLargeHostMemory(t *testing.T) {
+	r := newRig(t, 1)
+	const n = 3*smallBytes + 4097
+	src, dst, mem := r.alloc(device.Host, n), r.alloc(device.Host, n), r.alloc(device.HBM(0), n)
+	b := src.Write(0, n)
+	for i := range b {
+		b[i] = byte(i * 7 >> 3)
+	}
+	s := r.stream(0, "round trip")
+	r.ok(s.Copy(all(mem), all(src)))
+	r.ok(s.Copy(all(dst), all(mem)))
+	r.ok(s.Synchronize(r.ctx))
+	if string(dst.Read(0, n)) != string(b) {
+		t.Error("other bytes came back")
+	}
+	if !onGPU {
+		standin.Fail("cuMemHostRegister_v2", outOfMemory, 0)
+		_, err := r.m.Alloc(device.Host, n, "not to be pinned")
+		r.wants(err, device.ErrOutOfMemory)
+	}
+}
+
+// TestHostRunsShort takes memory in pieces, and gives all of them back when a piece is
+// not to be had.
+func TestHostRunsShort(t *testing.T) {
+	var asked []int64
+	_, err := mapHost(3*touchBytes, 2, func(n int64) bool {
+		asked = append(asked, n)
+		return false
+	})
+	contains(t, err, "0 of 3221225472 bytes", "ran short")
+	if len(asked) != 1 || asked[0] != touchBytes {
+		t.Errorf("asked for room for %v", asked)
+	}
+	asked = nil
+	b, err := mapHost(5<<20, 3, func(n int64) bool {
+		asked = append(asked, n)
+		return true
+	})
+	if err != nil || len(b) != 5<<20 || len(asked) != 1 || asked[0] != 5<<20 {
+		t.Fatalf("%d bytes, %v, asked %v", len(b), err, asked)
+	}
+	if err := (&memory{mapping: b}).unmap(); err != nil {
+		t.Error(err)
+	}
+}
+
+// TestEventsOfManyStreams records one event on streams of all kinds in turn, with
+// waits for the earlier recording still queued.
+func TestEventsOfManyStreams(t *testing.T) {
+	r := newRig(t, 2)
+	last := len(r.m.gpus) - 1
+	kinds := []device.Stream{r.stream(0, "a"), r.host("b"), r.stream(last, "c"), r.host("d")}
+	e, gate := r.event(), r.fence("gate")
+	gates := uint32(0)
+	for round := range 12 {
+		from, to := kinds[round%4], kinds[(round*3+1)%4]
+		gates++
+		r.ok(from.Await(gate, gates))
+		r.ok(from.Record(e))
+		if from != to {
+			// The same event again, behind the wait for its earlier recording.
+			r.ok(to.Wait(e))
+			r.ok(to.Record(e))
+		}
+		if done, err := e.Query(); done || err != nil {
+			t.Fatalf("round %d: passed (%v, %v) while the gate is shut", round, done, err)
+		}
+		r.ok(gate.Raise(gates))
+		r.ok(e.Synchronize(r.ctx))
+		at, err := e.Time()
+		r.ok(err)
+		if now := r.m.Now(); at <= 0 || at > now || now-at > 10*time.Second {
+			t.Errorf("round %d: passed at %v, and it is %v", round, at, now)
+		}
+		r.ok(from.Synchronize(r.ctx))
+		r.ok(to.Synchronize(r.ctx))
+	}
+}
+
+// TestAbandonedWaits ends waits on a host stream by their context: an abandoned Recover
+// clears nothing.
+func TestAbandonedWaits(t *testing.T) {
+	r := newRig(t, 1)
+	host, gate, e := r.host("slow"), r.fence("gate"), r.event()
+	cause := errors.New("no luck")
+	r.ok(host.Await(gate, 1))
+	r.ok(host.Execute(device.Work{Name: "fails", Run: func(device.Access) error { return cause }}))
+	r.ok(host.Record(e))
+	for _, wait := range []func(context.Context) error{host.Recover, host.Synchronize, e.Synchronize} {
+		ctx, cancel := context.WithTimeout(r.ctx, 2*time.Millisecond)
+		r.wants(wait(ctx), context.DeadlineExceeded)
+		cancel()
+	}
+	r.ok(gate.Raise(1))
+	r.wants(host.Synchronize(r.ctx), cause)
+	r.wants(host.Recover(r.ctx), cause)
+	r.ok(host.Synchronize(r.ctx))
+	contains(t, gate.Raise(1), "values must rise", "gate")
+	contains(t, gate.Fail(2, nil), "use Raise")
+	r.ok(host.Raise(gate, 1))
+	contains(t, host.Recover(r.ctx), "values must rise", "slow")
+}
+
+// TestManyDependencies lets a stream that is never synchronized wait for ever more
+// fences and events: what it remembers of them stays small.
+func TestManyDependencies(t *testing.T) {
+	r := newRig(t, 1)
+	s, host := r.stream(0, "gpu"), r.host("host")
+	f, e := r.fence("f"), r.event()
+	for i := range uint32(300) {
+		r.ok(host.Raise(f, i+1))
+		r.ok(s.Await(f, i+1))
+		r.ok(host.Record(e))
+		r.ok(s.Wait(e))
+		r.ok(e.Synchronize(r.ctx))
+	}
+	if n := len(s.epoch.open); n > 32 {
+		t.Errorf("%d outcomes are remembered", n)
+	}
+	r.ok(s.Synchronize(r.ctx))
+}
+
+func TestCloseSaysWhoIsHeld(t *testing.T) {
+	r := newRig(t, 1)
+	s, f := r.stream(0, "compute"), r.fence("weights of layer 3")
+	r.ok(s.Await(f, 4))
+	waiting := make(chan error, 1)
+	go func() { waiting <- f.Await(r.ctx, 9) }()
+	time.Sleep(2 * pause)
+	err := r.m.Close()
+	contains(t, err, `"compute"`, "weights of layer 3", "awaited at 4", "stands at 0")
+	r.wants(<-waiting, device.ErrClosed)
+	_, err = r.m.NewEvent()
+	r.wants(err, device.ErrClosed)
+	_, err = r.m.NewFence("late")
+	r.wants(err, device.ErrClosed)
+	r.wants(s.Synchronize(r.ctx), device.ErrClosed)
+}
+
+func TestForeignObjects(t *testing.T) {
+	r, other := newRig(t, 1), newRig(t, 1)
+	s := r.stream(0, "ours")
+	contains(t, s.Record(other.event()), "not of this machine")
+	contains(t, s.Wait(other.event()), "not of this machine")
+	contains(t, s.Raise(other.fence("f"), 1), "not of this machine")
+	contains(t, r.host("h").Await(other.fence("f"), 1), "not of this machine")
+	contains(t, s.Copy(all(r.alloc(device.HBM(0), 8)), all(other.alloc(device.HBM(0), 8))), "does not lie in one live allocation")
+	r.ok(s.Synchronize(r.ctx))
+}
+
+func TestOpenRefuses(t *testing.T) {
+	need(t, 1)
+	for _, test := range []struct {
+		gpus []int
+		want string
+	}{
+		{[]int{count}, fmt.Sprintf("this machine has %d", count)},
+		{[]int{-1}, "GPU -1"},
+		{[]int{0, 0}, "twice"},
+	} {
+		_, err := Open(Options{Driver: library, GPUs: test.gpus})
+		contains(t, err, test.want)
+		if errors.Is(err, ErrUnavailable) {
+			t.Errorf("%v: a wrong number is not a missing GPU: %v", test.gpus, err)
+		}
+	}
+	_, err := Open(Options{Driver: "/another/libcuda.so.1"})
+	r := &rig{TB: t}
+	r.wants(err, ErrUnavailable)
+	contains(t, err, "loaded already")
+}
+
+// The tests below need a process of their own: what they do to the driver, or find it
+// like, holds for a whole process.
+
+const childVariable = "MOESERVE_CUDA_CHILD"
+
+// children run in such processes, and return what went wrong.
+var children = map[string]func() error{
+	"open":  func() error { _, err := Open(Options{Driver: library}); return err },
+	"lost":  loseDevice,
+	"probe": loseUnnoticed,
+}
+
+func runChild(name string) int {
+	if err := children[name](); err != nil {
+		fmt.Println(err)
+		return 4
+	}
+	return 0
+}
+
+// child runs one and returns what it printed.
+func child(t *testing.T, name, driver string, env ...string) (string, error) {
+	t.Helper()
+	cmd := exec.CommandContext(t.Context(), os.Args[0])
+	cmd.Env = append(os.Environ(), append(env, childVariable+"="+name, childVariable+"_DRIVER="+driver)...)
+	out, err := cmd.CombinedOutput()
+	return strings.TrimSpace(string(out)), err
+}
+
+// keepStandIn builds a stand-in that stays for a test's children.
+func keepStandIn(t *testing.T) string {
+	t.Helper()
+	need(t, 1)
+	if onGPU {
+		return ""
+	}
+	driver, err := standin.Build(t.TempDir())
+	if err != nil {
+		t.Fatal(err)
+	}
+	return driver
+}
+
+func TestUnavailable(t *testing.T) {
+	driver := keepStandIn(t)
+	tests := []struct{ name, driver, env, want string }{
+		{"no driver", "/none/libcuda.so.1", "A=B", "there is no NVIDIA driver"},
+		{"no driver either", "libm.so.6", "A=B", "no CUDA driver"},
+	}
+	if !onGPU {
+		tests = append(tests, []struct{ name, driver, env, want string }{
+			{"no device", driver, "STANDIN_DEVICES=0", "CUDA_ERROR_NO_DEVICE"},
+			{"old driver", driver, "STANDIN_VERSION=11080", "offers CUDA 11.8; 12.0 is needed"},
+			{"old GPU", driver, "STANDIN_CAPABILITY=75", "compute capability 7.5"},
+		}...)
+	}
+	for _, test := range tests {
+		out, err := child(t, "open", test.driver, test.env)
+		if err == nil || !strings.Contains(out, test.want) || !strings.HasSuffix(out, ErrUnavailable.Error()) {
+			t.Errorf("%s: %q (%v), want %q", test.name, out, err, test.want)
+		}
+		if strings.Contains(out, "\n") {
+			t.Errorf("%s: more than one line: %q", test.name, out)
+		}
+	}
+}
+
+func TestNoPeerAccess(t *testing.T) {
+	need(t, 2)
+	if onGPU {
+		t.Skip("needs devices that cannot reach each other")
+	}
+	t.Setenv("STANDIN_PEERS", "0")
+	if _, err := start(library); err != nil {
+		t.Fatal(err)
+	}
+	// The stand-in reads its environment when it starts, which it does at every Open.
+	r := newRig(t, 2)
+	a, b := r.alloc(device.HBM(0), 8), r.alloc(device.HBM(1), 8)
+	s := r.stream(0, "between")
+	r.wants(s.Copy(all(a), all(b)), device.ErrUnreachable)
+	via := r.alloc(device.Host, 8)
+	down := r.stream(1, "down")
+	r.ok(down.Copy(all(via), all(b)))
+	r.ok(down.Synchronize(r.ctx))
+	r.ok(s.Copy(all(a), all(via)))
+	r.ok(s.Synchronize(r.ctx))
+}
+
+func TestLostDevice(t *testing.T) {
+	driver := keepStandIn(t)
+	for _, name := range []string{"lost", "probe"} {
+		if out, err := child(t, name, driver); err != nil {
+			t.Errorf("%s: %v: %s", name, err, out)
+		} else {
+			t.Logf("%s: %s", name, out)
+		}
+	}
+}
+
+// plain reports failures of a child: by panic, so that they end it.
+type plain struct{ testing.TB }
+
+func (plain) Helper()                   {}
+func (plain) Name() string              { return "child" }
+func (plain) Cleanup(func())            {}
+func (plain) Fatal(args ...any)         { panic(fmt.Sprint(args...)) }
+func (plain) Fatalf(f string, a ...any) { panic(fmt.Sprintf(f, a...)) }
+func (plain) Skip(args ...any)          { fmt.Println("skipped:", fmt.Sprint(args...)); os.Exit(0) }
+
+func childRig() (*rig, error) {
+	o := Options{Driver: library, GPUs: []int{0, 1}}
+	m, err := New(o)
+	if err != nil && onGPU {
+		o.GPUs = o.GPUs[:1]
+		m, err = New(o)
+	}
+	if err != nil {
+		return nil, err
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
+	_ = cancel // the process ends
+	return &rig{plain{}, m, ctx}, nil
+}
+
+// loseDevice runs a kernel that writes where it must not.
+func loseDevice() error {
+	r, err := childRig()
+	if err != nil {
+		return err
+	}
+	bad, waits := r.stream(0, "bad"), r.stream(len(r.m.gpus)-1, "waits")
+	mod := r.load(0)
+	mem, host := r.alloc(device.HBM(0), 64), r.alloc(device.Host, 64)
+	e, f, g := r.event(), r.fence("never comes"), r.fence("gate")
+	trap := r.function(mod, "trap")
+	bad.Args()
+	r.ok(bad.Await(g, 1))
+	r.ok(bad.Launch(trap, Grid{}))
+	r.ok(bad.Copy(all(host), all(mem)))
+	r.ok(bad.Record(e))
+	r.ok(bad.Raise(f, 1))
+	if len(r.m.gpus) > 1 {
+		r.ok(waits.Await(f, 1))
+	}
+	r.ok(g.Raise(1))
+	r.wants(bad.Synchronize(r.ctx), device.ErrLost)
+	// The other device's stream is let go, and knows.
+	if len(r.m.gpus) > 1 {
+		r.wants(waits.Synchronize(r.ctx), device.ErrLost)
+		r.wants(waits.Recover(r.ctx), device.ErrLost)
+		r.ok(waits.Synchronize(r.ctx))
+	}
+	r.wants(f.Await(r.ctx, 1), device.ErrLost)
+	r.wants(e.Synchronize(r.ctx), device.ErrLost)
+	for range 2 {
+		r.wants(bad.Recover(r.ctx), device.ErrLost)
+	}
+	r.wants(bad.Copy(all(mem), all(host)), device.ErrLost)
+	r.wants(bad.Launch(trap, Grid{}), device.ErrLost)
+	r.wants(bad.Raise(f, 2), device.ErrLost)
+	r.wants(f.Await(r.ctx, 2), device.ErrLost)
+	_, err = r.m.Alloc(device.HBM(0), 1, "late")
+	r.wants(err, device.ErrLost)
+	contains(r, err, "CUDA_ERROR_ILLEGAL_ADDRESS", "gpu0")
+	_, err = r.m.NewStream(device.HBM(0), device.StreamOptions{})
+	r.wants(err, device.ErrLost)
+	r.ok(mem.Free())
+	r.ok(bad.Close())
+	r.ok(host.Free())
+	if len(r.m.gpus) > 1 {
+		// The other device works on.
+		a, b := r.alloc(device.HBM(1), 64), r.alloc(device.Host, 64)
+		r.ok(waits.Copy(all(a), all(b)))
+		r.ok(waits.Synchronize(r.ctx))
+		r.ok(a.Free())
+		r.ok(b.Free())
+	}
+	fmt.Println(err)
+	return r.m.Close()
+}
+
+// loseUnnoticed waits on the host for a fence that a device was to raise: nobody asks
+// the device anything meanwhile but the wait itself.
+func loseUnnoticed() error {
+	r, err := childRig()
+	if err != nil {
+		return err
+	}
+	bad, f := r.stream(0, "bad"), r.fence("never comes")
+	trap := r.function(r.load(0), "trap")
+	bad.Args()
+	r.ok(bad.Launch(trap, Grid{}))
+	if err := bad.Raise(f, 1); err != nil {
+		// Faster than we.
+		r.wants(err, device.ErrLost)
+	}
+	err = f.Await(r.ctx, 1)
+	r.wants(err, device.ErrLost)
+	fmt.Println(err)
+	return r.m.Close()
+}
+
+// TestSideBySide enqueues on many streams from as many goroutines, with allocations
+// beside.
+func TestSideBySide(t *testing.T) {
+	r := newRig(t, 2)
+	const streams, rounds, n = 6, 40, 4096
+	var wg sync.WaitGroup
+	for i := range streams {
+		st := r.stream(i%len(r.m.gpus), fmt.Sprint(i))
+		src, dst := r.alloc(device.Host, n), r.alloc(device.Host, n)
+		wg.Go(func() {
+			for k := range rounds {
+				mem, err := r.m.Alloc(st.Space(), n, "short-lived")
+				if err != nil {
+					t.Error(err)
+					return
+				}
+				src.Write(0, n)[k] = byte(k)
+				err = errors.Join(st.Copy(all(mem), all(src)), st.Copy(all(dst), all(mem)), st.Synchronize(r.ctx))
+				if err != nil || dst.Read(0, n)[k] != byte(k) {
+					t.Errorf("stream %d, round %d: %v", i, k, err)
+				}
+				if err := mem.Free(); err != nil {
+					t.Error(err)
+				}
+			}
+		})
+	}
+	wg.Wait()
+}

@@ -1,0 +1,125 @@
+//go:build cuda
+
+package cuda
+
+import (
+	"sync"
+	"sync/atomic"
+)
+
+// epoch is what is known of the errors of one GPU stream since it was made or last
+// recovered. Operations of the stream are numbered from 1; a point of the stream is
+// the number of the last operation before it.
+//
+// What a stream waits for may turn out to have failed only after the stream was
+// given the wait. Such outcomes are remembered until they are known: an error
+// counts from the operation that waited.
+type epoch struct {
+	// failed is true from the first error on that is known.
+	failed atomic.Bool
+
+	mu   sync.Mutex
+	err  error
+	from uint64
+	open []outcome
+}
+
+// outcome is a wait whose result may not be known yet: for work of a host stream,
+// or for a fence.
+type outcome struct {
+	op    uint64
+	host  *hostRecording
+	fence *fence
+	value uint32
+}
+
+// known says whether the wait is over, and how it ended.
+func (o *outcome) known() (bool, error) {
+	if o.host != nil {
+		if !o.host.passed() {
+			return false, nil
+		}
+		return true, o.host.err
+	}
+	return o.fence.reached(o.value), o.fence.failure(o.value)
+}
+
+// fail notes an error that holds from operation op on.
+func (e *epoch) fail(op uint64, err error) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	e.failLocked(op, err)
+}
+
+func (e *epoch) failLocked(op uint64, err error) {
+	if e.err == nil || op < e.from {
+		e.err, e.from = err, op
+	}
+	e.failed.Store(true)
+}
+
+// expect remembers a wait of operation o.op.
+func (e *epoch) expect(o outcome) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if len(e.open) >= 16 {
+		e.settle()
+	}
+	e.open = append(e.open, o)
+}
+
+// settle drops the outcomes that are known, noting the errors among them.
+func (e *epoch) settle() {
+	left := e.open[:0]
+	for i := range e.open {
+		o := &e.open[i]
+		over, err := o.known()
+		switch {
+		case !over:
+			left = append(left, *o)
+		case err != nil:
+			e.failLocked(o.op, err)
+		}
+	}
+	clear(e.open[len(left):])
+	e.open = left
+}
+
+// at is the error that a point of the stream is behind, as far as it is known.
+func (e *epoch) at(point uint64) error {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	e.settle()
+	if e.err != nil && e.from <= point {
+		return e.err
+	}
+	return nil
+}
+
+// inherit takes over, for operation op of this stream, what a point of another is
+// behind.
+func (e *epoch) inherit(op uint64, from *epoch, point uint64) {
+	if e == from {
+		return
+	}
+	from.mu.Lock()
+	from.settle()
+	err := from.err
+	if from.from > point {
+		err = nil
+	}
+	var open []outcome
+	for _, o := range from.open {
+		if o.op <= point {
+			o.op = op
+			open = append(open, o)
+		}
+	}
+	from.mu.Unlock()
+	if err != nil {
+		e.fail(op, err)
+	}
+	for _, o := range open {
+		e.expect(o)
+	}
+}

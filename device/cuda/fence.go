@@ -1,0 +1,303 @@
+//go:build cuda
+
+package cuda
+
+/*
+#include "glue.h"
+*/
+import "C"
+
+import (
+	"context"
+	"fmt"
+	"sync"
+	"sync/atomic"
+	"unsafe"
+
+	"github.com/moeserve/moeserve/device"
+)
+
+// word is a 32-bit counter in pinned memory, alone in its cache line.
+type word struct {
+	value *atomic.Uint32
+	addr  device.Addr
+}
+
+const (
+	wordBytes = 64
+	slabBytes = 4096
+)
+
+// words hands out counters from pinned pages.
+type words struct {
+	mu    sync.Mutex
+	free  []word
+	slabs []unsafe.Pointer
+}
+
+// take returns a counter at 0.
+func (w *words) take(g *gpu) (word, error) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if len(w.free) == 0 {
+		var p unsafe.Pointer
+		if c := C.ms_host_alloc(g.context(), slabBytes, &p); c != success {
+			return word{}, g.fail("fence", int(c), "pinned memory for counters")
+		}
+		w.slabs = append(w.slabs, p)
+		for off := 0; off < slabBytes; off += wordBytes {
+			at := unsafe.Add(p, off)
+			w.free = append(w.free, word{(*atomic.Uint32)(at), device.Addr(uintptr(at))})
+		}
+	}
+	last := len(w.free) - 1
+	one := w.free[last]
+	w.free = w.free[:last]
+	one.value.Store(0)
+	return one, nil
+}
+
+// put takes back a counter that nobody will write or await any more.
+func (w *words) put(one word) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.free = append(w.free, one)
+}
+
+// close frees the pages.
+func (w *words) close(g *gpu) error {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	for _, p := range w.slabs {
+		if c := C.ms_host_free(g.context(), p); c != success && g.lost.Load() == nil {
+			return g.fail("close", int(c), "pinned memory of counters")
+		}
+	}
+	w.slabs, w.free = nil, nil
+	return nil
+}
+
+// before says whether a comes before b, modulo 2^32.
+func before(a, b uint32) bool { return int32(a-b) < 0 }
+
+// mark is the furthest value of something, if there was any.
+type mark struct {
+	set   bool
+	value uint32
+}
+
+func (m *mark) note(v uint32) {
+	if !m.set || before(m.value, v) {
+		m.set, m.value = true, v
+	}
+}
+
+// behind says whether the counter has still to reach the mark.
+func (m *mark) behind(counter uint32) bool { return m.set && before(counter, m.value) }
+
+// fence is a word that host and streams raise and await.
+type fence struct {
+	m     *Machine
+	label string
+	word  word
+
+	mu     sync.Mutex
+	closed bool
+	// failed says that whoever awaits failedAt or less gets err.
+	failed   bool
+	failedAt uint32
+	err      error
+	// raises holds, per GPU, the furthest value its streams are to raise, awaits the
+	// furthest that any stream waits for.
+	raises []mark
+	awaits mark
+}
+
+var _ device.Fence = (*fence)(nil)
+
+// NewFence implements device.Machine.
+func (m *Machine) NewFence(label string) (device.Fence, error) {
+	if err := m.usable("fence", device.Host); err != nil {
+		return nil, err
+	}
+	w, err := m.words.take(m.anyGPU())
+	if err != nil {
+		return nil, err
+	}
+	f := &fence{m: m, label: label, word: w, raises: make([]mark, len(m.gpus))}
+	m.mu.Lock()
+	m.fences[f] = struct{}{}
+	m.mu.Unlock()
+	return f, nil
+}
+
+func (f *fence) String() string { return fmt.Sprintf("fence %q", f.label) }
+
+func (f *fence) reached(value uint32) bool { return !before(f.word.value.Load(), value) }
+
+// failure is the error that awaiting value gets.
+func (f *fence) failure(value uint32) error {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return f.failureLocked(value)
+}
+
+func (f *fence) failureLocked(value uint32) error {
+	if f.failed && !before(f.failedAt, value) {
+		return f.err
+	}
+	return nil
+}
+
+// set moves the counter up to value; a counter that is there already stays.
+func (f *fence) set(value uint32) {
+	for {
+		now := f.word.value.Load()
+		if !before(now, value) || f.word.value.CompareAndSwap(now, value) {
+			break
+		}
+	}
+	if f.failed && before(f.word.value.Load(), f.failedAt) {
+		// The counter went half way round: the failure lies ahead of nobody.
+		f.failed, f.err = false, nil
+	}
+}
+
+// condemn lets whoever awaits value or less get err; the counter stays.
+func (f *fence) condemn(value uint32, err error) {
+	if !f.failed || before(f.failedAt, value) {
+		f.failed, f.failedAt, f.err = true, value, err
+	}
+}
+
+// raise is Raise for the host, and for a host stream.
+func (f *fence) raise(value uint32, by *hostStream) error {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if f.closed {
+		return closedError("raise", device.Host, f.String())
+	}
+	if f.reached(value) && f.failureLocked(value) == nil {
+		who := "the host"
+		if by != nil {
+			who = by.String()
+		}
+		return badArgument("raise", device.Host, "%s raises %s to %d, and it is at %d: values must rise", who, f, value, f.word.value.Load())
+	}
+	f.set(value)
+	return nil
+}
+
+// Raise implements device.Fence. Values must rise, but a value that Fail has set
+// is let pass.
+func (f *fence) Raise(value uint32) error {
+	if f.m.closed.Load() {
+		return closedError("raise", device.Host, f.String())
+	}
+	return f.raise(value, nil)
+}
+
+// fail is Fail for every caller.
+func (f *fence) fail(value uint32, cause error) error {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if f.closed {
+		return closedError("fail", device.Host, f.String())
+	}
+	f.condemn(value, cause)
+	f.set(value)
+	return nil
+}
+
+// Fail implements device.Fence. A counter that is at value or further stays.
+func (f *fence) Fail(value uint32, cause error) error {
+	if f.m.closed.Load() {
+		return closedError("fail", device.Host, f.String())
+	}
+	if cause == nil {
+		return badArgument("fail", device.Host, "%s: without an error; use Raise", f)
+	}
+	return f.fail(value, cause)
+}
+
+// orphan fails what a lost device was to raise.
+func (f *fence) orphan(g *gpu, cause error) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if r := &f.raises[g.index]; r.behind(f.word.value.Load()) {
+		f.condemn(r.value, cause)
+		f.set(r.value)
+	}
+}
+
+// enqueued notes what a stream is about to do with the fence, and refuses a closed
+// one.
+func (f *fence) enqueued(op string, space device.Space, value uint32) error {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if f.closed {
+		return closedError(op, space, f.String())
+	}
+	if op == "await" {
+		f.awaits.note(value)
+	} else if i, ok := space.GPU(); ok {
+		f.raises[i].note(value)
+	}
+	return nil
+}
+
+// Await implements device.Fence.
+func (f *fence) Await(ctx context.Context, value uint32) error {
+	f.mu.Lock()
+	closed := f.closed
+	f.mu.Unlock()
+	if closed || f.m.closed.Load() {
+		return closedError("await", device.Host, f.String())
+	}
+	return f.await(ctx, value)
+}
+
+func (f *fence) await(ctx context.Context, value uint32) error {
+	return f.m.waiting(f.String(), func() error {
+		if !f.reached(value) {
+			err := f.m.poll(ctx, fmt.Sprintf("await %s at %d", f, value), func() (bool, error) { return f.reached(value), nil })
+			if err != nil {
+				return err
+			}
+		}
+		return f.failure(value)
+	})
+}
+
+// Value implements device.Fence.
+func (f *fence) Value() uint32 {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if f.closed {
+		return 0
+	}
+	return f.word.value.Load()
+}
+
+// Close implements device.Fence.
+func (f *fence) Close() error {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if f.closed {
+		return closedError("close", device.Host, f.String())
+	}
+	f.closed = true
+	f.m.mu.Lock()
+	delete(f.m.fences, f)
+	f.m.mu.Unlock()
+	now := f.word.value.Load()
+	busy := f.awaits.behind(now)
+	for i := range f.raises {
+		busy = busy || f.raises[i].behind(now)
+	}
+	if !busy {
+		// Else a stream may still write the word: it goes with its page.
+		f.m.words.put(f.word)
+	}
+	return nil
+}

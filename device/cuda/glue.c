@@ -1,0 +1,179 @@
+//go:build cuda
+
+#include "glue.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#define CURRENT(ctx)                          \
+  do {                                        \
+    CUresult current_ = cuCtxSetCurrent(ctx); \
+    if (current_ != CUDA_SUCCESS) return current_; \
+  } while (0)
+
+ms_arguments *ms_arguments_new(void) {
+  ms_arguments *a = aligned_alloc(_Alignof(ms_arguments), sizeof *a);
+  if (!a) return NULL;
+  a->bytes = 0;
+  a->extra[0] = CU_LAUNCH_PARAM_BUFFER_POINTER;
+  a->extra[1] = a->data;
+  a->extra[2] = CU_LAUNCH_PARAM_BUFFER_SIZE;
+  a->extra[3] = &a->bytes;
+  a->extra[4] = CU_LAUNCH_PARAM_END;
+  return a;
+}
+
+CUresult ms_launch(CUcontext ctx, CUfunction f, CUstream s, ms_shape shape, ms_arguments *args) {
+  CURRENT(ctx);
+  return cuLaunchKernel(f, shape.grid[0], shape.grid[1], shape.grid[2], shape.block[0], shape.block[1], shape.block[2],
+                        shape.shared, s, NULL, args->bytes ? args->extra : NULL);
+}
+
+CUresult ms_event_query(CUcontext ctx, CUevent e) {
+  CURRENT(ctx);
+  return cuEventQuery(e);
+}
+
+CUresult ms_stream_query(CUcontext ctx, CUstream s) {
+  CURRENT(ctx);
+  return cuStreamQuery(s);
+}
+
+const char *ms_error_name(CUresult r) {
+  const char *name = NULL;
+  return cuGetErrorName(r, &name) == CUDA_SUCCESS ? name : NULL;
+}
+
+static CUmemAllocationProp on_device(int device) {
+  CUmemAllocationProp prop;
+  memset(&prop, 0, sizeof prop);
+  prop.type = CU_MEM_ALLOCATION_TYPE_PINNED;
+  prop.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
+  prop.location.id = device;
+  return prop;
+}
+
+CUresult ms_granularity(int device, size_t *bytes) {
+  CUmemAllocationProp prop = on_device(device);
+  return cuMemGetAllocationGranularity(bytes, &prop, CU_MEM_ALLOC_GRANULARITY_RECOMMENDED);
+}
+
+CUresult ms_device_alloc(CUcontext ctx, int device, size_t bytes, const int *access, int n, CUdeviceptr *at) {
+  CUmemAllocationProp prop = on_device(device);
+  CUmemGenericAllocationHandle memory;
+  CUmemAccessDesc rights[64];
+  CUresult r;
+  if (n > 64) return CUDA_ERROR_INVALID_VALUE;
+  CURRENT(ctx);
+  if ((r = cuMemCreate(&memory, bytes, &prop, 0)) != CUDA_SUCCESS) return r;
+  if ((r = cuMemAddressReserve(at, bytes, 0, 0, 0)) == CUDA_SUCCESS) {
+    if ((r = cuMemMap(*at, bytes, 0, memory, 0)) == CUDA_SUCCESS) {
+      for (int i = 0; i < n; i++) {
+        memset(&rights[i], 0, sizeof rights[i]);
+        rights[i].location.type = CU_MEM_LOCATION_TYPE_DEVICE;
+        rights[i].location.id = access[i];
+        rights[i].flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
+      }
+      r = cuMemSetAccess(*at, bytes, rights, n);
+      if (r != CUDA_SUCCESS) cuMemUnmap(*at, bytes);
+    }
+    if (r != CUDA_SUCCESS) cuMemAddressFree(*at, bytes);
+  }
+  /* The mapping keeps the memory alive. */
+  CUresult released = cuMemRelease(memory);
+  return r != CUDA_SUCCESS ? r : released;
+}
+
+CUresult ms_device_free(CUcontext ctx, CUdeviceptr at, size_t bytes) {
+  CUresult r;
+  CURRENT(ctx);
+  if ((r = cuMemUnmap(at, bytes)) != CUDA_SUCCESS) return r;
+  return cuMemAddressFree(at, bytes);
+}
+
+CUresult ms_host_alloc(CUcontext ctx, size_t bytes, void **p) {
+  CURRENT(ctx);
+  return cuMemHostAlloc(p, bytes, CU_MEMHOSTALLOC_PORTABLE | CU_MEMHOSTALLOC_DEVICEMAP);
+}
+
+CUresult ms_host_free(CUcontext ctx, void *p) {
+  CURRENT(ctx);
+  return cuMemFreeHost(p);
+}
+
+CUresult ms_host_register(CUcontext ctx, void *p, size_t bytes) {
+  CURRENT(ctx);
+  return cuMemHostRegister(p, bytes, CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP);
+}
+
+CUresult ms_host_unregister(CUcontext ctx, void *p) {
+  CURRENT(ctx);
+  return cuMemHostUnregister(p);
+}
+
+void ms_touch(unsigned char *p, size_t bytes, size_t page) {
+  for (size_t i = 0; i < bytes; i += page) ((volatile unsigned char *)p)[i] = 0;
+}
+
+typedef struct {
+  void *to;
+  const void *from;
+  size_t bytes;
+} host_copy;
+
+static void CUDA_CB run_host_copy(void *data) {
+  host_copy *c = data;
+  memcpy(c->to, c->from, c->bytes);
+  free(c);
+}
+
+CUresult ms_host_copy(CUcontext ctx, CUstream s, uint64_t to, uint64_t from, size_t bytes) {
+  CURRENT(ctx);
+  host_copy *c = malloc(sizeof *c);
+  if (!c) return CUDA_ERROR_OUT_OF_MEMORY;
+  *c = (host_copy){(void *)(uintptr_t)to, (const void *)(uintptr_t)from, bytes};
+  CUresult r = cuLaunchHostFunc(s, run_host_copy, c);
+  if (r != CUDA_SUCCESS) free(c);
+  return r;
+}
+
+CUresult ms_function_attribute(CUcontext ctx, CUfunction f, int attribute, int *value) {
+  CURRENT(ctx);
+  return cuFuncGetAttribute(value, attribute, f);
+}
+
+CUresult ms_set_max_dynamic_shared(CUcontext ctx, CUfunction f, int bytes) {
+  CURRENT(ctx);
+  return cuFuncSetAttribute(f, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, bytes);
+}
+
+CUresult ms_capture_begin(CUcontext ctx, CUstream s) {
+  CURRENT(ctx);
+  return cuStreamBeginCapture(s, CU_STREAM_CAPTURE_MODE_THREAD_LOCAL);
+}
+
+CUresult ms_capture_end(CUcontext ctx, CUstream s, CUgraphExec *exec, size_t *nodes) {
+  CUgraph graph = NULL;
+  CUresult r;
+  CURRENT(ctx);
+  if ((r = cuStreamEndCapture(s, &graph)) != CUDA_SUCCESS) return r;
+  if ((r = cuGraphGetNodes(graph, NULL, nodes)) == CUDA_SUCCESS && exec)
+    r = cuGraphInstantiateWithFlags(exec, graph, 0);
+  cuGraphDestroy(graph);
+  return r;
+}
+
+CUresult ms_graph_upload(CUcontext ctx, CUgraphExec g, CUstream s) {
+  CURRENT(ctx);
+  return cuGraphUpload(g, s);
+}
+
+CUresult ms_graph_launch(CUcontext ctx, CUgraphExec g, CUstream s) {
+  CURRENT(ctx);
+  return cuGraphLaunch(g, s);
+}
+
+CUresult ms_graph_destroy(CUcontext ctx, CUgraphExec g) {
+  CURRENT(ctx);
+  return cuGraphExecDestroy(g);
+}

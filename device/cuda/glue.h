@@ -1,0 +1,57 @@
+#ifndef MOESERVE_CUDA_GLUE_H
+#define MOESERVE_CUDA_GLUE_H
+#include <cuda.h>
+#include <stddef.h>
+#include <stdint.h>
+
+/* What gorgonia.org/cu lacks. Each function makes ctx current first, where it takes one. */
+
+/* MS_ARGUMENT_BYTES is what the packed arguments of one launch may take. */
+#define MS_ARGUMENT_BYTES 4096
+
+/* A stream's argument block: the packed arguments of its next launch, and how cuLaunchKernel is told of
+   them. It lies in C memory, so a launch hands over no Go pointer and allocates nothing. */
+typedef struct {
+  size_t bytes;
+  void *extra[5];
+  _Alignas(16) unsigned char data[MS_ARGUMENT_BYTES];
+} ms_arguments;
+
+typedef struct {
+  unsigned grid[3], block[3], shared;
+} ms_shape;
+
+ms_arguments *ms_arguments_new(void);
+CUresult ms_launch(CUcontext ctx, CUfunction f, CUstream s, ms_shape shape, ms_arguments *args);
+
+CUresult ms_event_query(CUcontext ctx, CUevent e);
+CUresult ms_stream_query(CUcontext ctx, CUstream s);
+const char *ms_error_name(CUresult r);
+
+/* Memory of a device, mapped for it and for the peers listed (itself included). */
+CUresult ms_granularity(int device, size_t *bytes);
+CUresult ms_device_alloc(CUcontext ctx, int device, size_t bytes, const int *access, int n, CUdeviceptr *at);
+CUresult ms_device_free(CUcontext ctx, CUdeviceptr at, size_t bytes);
+
+/* Pinned memory, portable to every context: the driver's own, or memory that the caller mapped. */
+CUresult ms_host_alloc(CUcontext ctx, size_t bytes, void **p);
+CUresult ms_host_free(CUcontext ctx, void *p);
+CUresult ms_host_register(CUcontext ctx, void *p, size_t bytes);
+CUresult ms_host_unregister(CUcontext ctx, void *p);
+/* Writes one byte of every page, so that the kernel brings the pages in. */
+void ms_touch(unsigned char *p, size_t bytes, size_t page);
+
+/* Copies between two places in host memory in the stream's order. cuMemcpyAsync would hold up the
+   caller until everything before it on the stream has run. */
+CUresult ms_host_copy(CUcontext ctx, CUstream s, uint64_t to, uint64_t from, size_t bytes);
+
+CUresult ms_function_attribute(CUcontext ctx, CUfunction f, int attribute, int *value);
+CUresult ms_set_max_dynamic_shared(CUcontext ctx, CUfunction f, int bytes);
+
+CUresult ms_capture_begin(CUcontext ctx, CUstream s);
+CUresult ms_capture_end(CUcontext ctx, CUstream s, CUgraphExec *exec, size_t *nodes);
+CUresult ms_graph_upload(CUcontext ctx, CUgraphExec g, CUstream s);
+CUresult ms_graph_launch(CUcontext ctx, CUgraphExec g, CUstream s);
+CUresult ms_graph_destroy(CUcontext ctx, CUgraphExec g);
+
+#endif

@@ -1,0 +1,246 @@
+//go:build cuda
+
+package cuda
+
+/*
+#include "glue.h"
+*/
+import "C"
+
+import (
+	"fmt"
+	"runtime"
+	"sync"
+	"sync/atomic"
+	"time"
+	"unsafe"
+
+	"gorgonia.org/cu"
+
+	"github.com/moeserve/moeserve/device"
+)
+
+// gpu is one device with its primary context, which libraries of CUDA share.
+type gpu struct {
+	m     *Machine
+	index int
+	space device.Space
+	dev   cu.Device
+	ctx   cu.CUContext
+	facts facts
+	// granularity is what the driver rounds device memory to, in bytes.
+	granularity int64
+	// access lists the devices that memory here is mapped for.
+	access []C.int
+	// idle never has work: it is asked whether the context is still alive, and
+	// marks the time.
+	idle  cu.Stream
+	clock clock
+	lost  atomic.Pointer[device.Error]
+	// account is guarded by Machine.mu.
+	account account
+}
+
+// account sums what Memory objects of one space hold, in bytes.
+type account struct{ allocated, peak int64 }
+
+func (a *account) add(n int64) {
+	a.allocated += n
+	a.peak = max(a.peak, a.allocated)
+}
+
+// Package cu hides these handles; each is a struct of one pointer.
+const (
+	_ = -(unsafe.Sizeof(cu.CUContext{}) ^ unsafe.Sizeof(uintptr(0)))
+	_ = -(unsafe.Sizeof(cu.Event{}) ^ unsafe.Sizeof(uintptr(0)))
+	_ = -(unsafe.Sizeof(cu.Function{}) ^ unsafe.Sizeof(uintptr(0)))
+)
+
+func (g *gpu) context() C.CUcontext { return *(*C.CUcontext)(unsafe.Pointer(&g.ctx)) }
+
+func eventHandle(e *cu.Event) C.CUevent { return *(*C.CUevent)(unsafe.Pointer(e)) }
+
+func streamHandle(s cu.Stream) C.CUstream { return C.CUstream(unsafe.Pointer(s.C())) }
+
+// open retains the primary context and makes what every device needs.
+func (g *gpu) open() error {
+	var err error
+	if g.ctx, err = g.dev.RetainPrimaryCtx(); err != nil {
+		e := failure("open", g.space, code(err), fmt.Sprintf("CUDA device %d (%s)", int(g.dev), g.facts.name))
+		if e.Code == deviceInUse {
+			e.Detail += " is in use by a process that keeps it to itself (compute mode)"
+		}
+		return e
+	}
+	if c := C.ms_granularity(C.int(g.dev), (*C.size_t)(unsafe.Pointer(&g.granularity))); c != success {
+		return failure("open", g.space, int(c), "granularity of memory")
+	}
+	if err := g.enter(); err != nil {
+		return failure("open", g.space, code(err), "context")
+	}
+	defer g.leave()
+	if g.idle, err = cu.MakeStream(cu.NonBlocking); err != nil {
+		return failure("open", g.space, code(err), "stream")
+	}
+	return nil
+}
+
+// allow maps memory of this device from now on for another too.
+func (g *gpu) allow(to *gpu) { g.access = append(g.access, C.int(to.dev)) }
+
+// close releases the context. What a lost device refuses is of no interest.
+func (g *gpu) close() error {
+	if g.ctx == (cu.CUContext{}) {
+		return nil
+	}
+	if g.enter() == nil {
+		g.clock.close()
+		if g.idle != cu.NoStream {
+			_ = g.idle.Destroy()
+		}
+	}
+	g.leave()
+	err := g.dev.ReleasePrimaryCtx()
+	if err == nil || g.lost.Load() != nil {
+		return nil
+	}
+	return failure("close", g.space, code(err), "primary context")
+}
+
+// enter makes the context current on this thread, which the goroutine keeps until
+// leave: calls through package cu stand between the two.
+func (g *gpu) enter() error {
+	runtime.LockOSThread()
+	return cu.SetCurrentContext(g.ctx)
+}
+
+func (g *gpu) leave() { runtime.UnlockOSThread() }
+
+// fail makes the typed error of a driver call, and loses the device if the error
+// says that its context is gone.
+func (g *gpu) fail(op string, c int, detail string) *device.Error {
+	if e := g.lostError(op, detail); e != nil {
+		return e
+	}
+	e := failure(op, g.space, c, detail)
+	if endsDevice[c] {
+		g.lose(e)
+	}
+	return e
+}
+
+// lose marks the device as gone and lets go of everybody who waits for a fence
+// that it was to raise.
+func (g *gpu) lose(e *device.Error) {
+	if !g.lost.CompareAndSwap(nil, e) {
+		return
+	}
+	g.m.o.Logger.Error("device lost", "device", g.space.String(), "op", e.Op, "cuda_error", e.Name, "detail", e.Detail)
+	g.m.mu.Lock()
+	var fences []*fence
+	for f := range g.m.fences {
+		fences = append(fences, f)
+	}
+	g.m.mu.Unlock()
+	for _, f := range fences {
+		f.orphan(g, e)
+	}
+}
+
+// lostError repeats, for one more operation, what ended the device; nil while it
+// is alive.
+func (g *gpu) lostError(op, detail string) *device.Error {
+	first := g.lost.Load()
+	if first == nil {
+		return nil
+	}
+	if detail != "" {
+		detail += "; "
+	}
+	return &device.Error{
+		Op: op, Space: g.space, Code: first.Code, Name: first.Name, Err: device.ErrLost,
+		Detail: fmt.Sprintf("%sthe device was lost at an earlier %s (%s)", detail, first.Op, first.Detail),
+	}
+}
+
+// probe asks whether the context is still alive.
+func (g *gpu) probe() {
+	if g.lost.Load() != nil {
+		return
+	}
+	if c := C.ms_stream_query(g.context(), streamHandle(g.idle)); c != success && c != notReady {
+		g.fail("probe", int(c), "")
+	}
+}
+
+// clock turns the times of events into the machine's. CUDA tells the time between
+// two events as a float32 of milliseconds, so the event that is compared with, the
+// anchor, is made anew before the distance grows too large for microseconds.
+type clock struct {
+	mu     sync.Mutex
+	made   bool
+	anchor cu.Event
+	at     time.Duration
+}
+
+const maxAnchorDistance = 2 * time.Second
+
+// read returns when e, which has passed, did. The context is current.
+func (c *clock) read(g *gpu, e cu.Event) (time.Duration, error) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	for fresh := false; ; fresh = true {
+		if c.made {
+			ms, err := c.anchor.Elapsed(e)
+			if err != nil {
+				return 0, err
+			}
+			d := time.Duration(ms * float64(time.Millisecond))
+			if fresh || d.Abs() <= maxAnchorDistance && g.m.Now()-c.at <= maxAnchorDistance {
+				return max(0, min(c.at+d, g.m.Now())), nil
+			}
+		}
+		if err := c.renew(g); err != nil {
+			return 0, err
+		}
+	}
+}
+
+// anchorPatience bounds the wait for an anchor: where there are more streams than
+// hardware queues, the idle stream may stand behind one that a fence holds back.
+const anchorPatience = 100 * time.Millisecond
+
+// renew records the anchor on the idle stream and waits for it: some microseconds.
+func (c *clock) renew(g *gpu) error {
+	if !c.made {
+		var err error
+		if c.anchor, err = cu.MakeEvent(cu.DefaultEvent); err != nil {
+			return err
+		}
+		c.made = true
+	}
+	before := g.m.Now()
+	if err := c.anchor.Record(g.idle); err != nil {
+		return err
+	}
+	for {
+		switch r := C.ms_event_query(g.context(), eventHandle(&c.anchor)); {
+		case r == success:
+			c.at = (before + g.m.Now()) / 2
+			return nil
+		case r != notReady:
+			return cuResult(r)
+		case g.m.Now()-before > anchorPatience:
+			c.close()
+			return cuResult(r)
+		}
+		runtime.Gosched()
+	}
+}
+
+func (c *clock) close() {
+	if c.made {
+		_ = cu.DestroyEvent(&c.anchor)
+		c.made = false
+	}
+}

@@ -1,0 +1,367 @@
+//go:build cuda
+
+package cuda
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"runtime"
+	"sync"
+
+	"github.com/moeserve/moeserve/device"
+)
+
+// hostStream runs Go work, and what other streams do too, on one goroutine with a
+// thread of its own. It is in error from the first operation on that failed.
+type hostStream struct {
+	m    *Machine
+	name string
+
+	mu   sync.Mutex
+	wake sync.Cond
+	// queue holds operations from first on.
+	queue []hostOp
+	first int
+	busy  bool
+	// closed refuses operations, ending ends the goroutine once the queue is empty.
+	closed, ending bool
+	exited         chan struct{}
+
+	// sides are streams of GPUs for copies that need one; only the goroutine uses
+	// them.
+	sides map[*gpu]*Stream
+}
+
+type hostOpKind uint8
+
+const (
+	hostCopy hostOpKind = iota
+	hostWork
+	hostRecord
+	hostWait
+	hostRaise
+	hostAwait
+	// hostMark tells whoever synchronizes that the stream came this far.
+	hostMark
+	// hostRecover does the same and clears the stream's error.
+	hostRecover
+)
+
+type hostOp struct {
+	kind     hostOpKind
+	dst, src device.Range
+	to, from *memory
+	work     device.Work
+	rec      *hostRecording
+	gpuRec   *gpuRecording
+	event    *event
+	fence    *fence
+	value    uint32
+	// reached takes the stream's error, unless abandoned is closed before.
+	reached   chan error
+	abandoned chan struct{}
+}
+
+var _ device.Executor = (*hostStream)(nil)
+
+func (m *Machine) newHostStream(o device.StreamOptions) (device.Stream, error) {
+	s := &hostStream{m: m, name: o.Name, exited: make(chan struct{}), sides: map[*gpu]*Stream{}}
+	s.wake.L = &s.mu
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if m.closed.Load() {
+		return nil, closedError("stream", device.Host, "the machine")
+	}
+	m.hosts[s] = struct{}{}
+	go s.loop()
+	return s, nil
+}
+
+// Name implements device.Stream.
+func (s *hostStream) Name() string { return s.name }
+
+// Space implements device.Stream.
+func (s *hostStream) Space() device.Space { return device.Host }
+
+func (s *hostStream) String() string { return fmt.Sprintf("stream %q (host)", s.name) }
+
+func (s *hostStream) enqueue(what string, o hostOp) error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.closed || s.m.closed.Load() {
+		return closedError(what, device.Host, s.String())
+	}
+	if s.first > 0 && len(s.queue) == cap(s.queue) {
+		n := copy(s.queue, s.queue[s.first:])
+		clear(s.queue[n:])
+		s.queue, s.first = s.queue[:n], 0
+	}
+	s.queue = append(s.queue, o)
+	s.wake.Signal()
+	return nil
+}
+
+// Copy implements device.Stream.
+func (s *hostStream) Copy(dst, src device.Range) error {
+	to, from, err := s.m.copyable(s, dst, src)
+	if err != nil || dst.Bytes == 0 {
+		return err
+	}
+	return s.enqueue("copy", hostOp{kind: hostCopy, dst: dst, src: src, to: to, from: from})
+}
+
+// Execute implements device.Executor.
+func (s *hostStream) Execute(w device.Work) error {
+	// The caller may use these slices again.
+	w.Reads, w.Writes = nil, nil
+	return s.enqueue("launch", hostOp{kind: hostWork, work: w})
+}
+
+// Record implements device.Stream.
+func (s *hostStream) Record(e device.Event) error {
+	ev, err := s.m.event("record", device.Host, e)
+	if err != nil {
+		return err
+	}
+	if s.gone() {
+		return closedError("record", device.Host, s.String())
+	}
+	r, err := ev.recordHost()
+	if err != nil {
+		return err
+	}
+	return s.enqueue("record", hostOp{kind: hostRecord, rec: r})
+}
+
+// Wait implements device.Stream.
+func (s *hostStream) Wait(e device.Event) error {
+	ev, err := s.m.event("wait", device.Host, e)
+	if err != nil {
+		return err
+	}
+	ev.mu.Lock()
+	err = ev.recorded("wait", device.Host)
+	o := hostOp{kind: hostWait, event: ev, rec: ev.host, gpuRec: ev.gpu}
+	if o.gpuRec != nil {
+		ev.hold(o.gpuRec)
+	}
+	ev.mu.Unlock()
+	if err == nil {
+		err = s.enqueue("wait", o)
+	}
+	if err != nil && o.gpuRec != nil {
+		ev.drop(o.gpuRec)
+	}
+	return err
+}
+
+// Raise implements device.Stream.
+func (s *hostStream) Raise(f device.Fence, value uint32) error {
+	return s.fenceOp("raise", hostRaise, f, value)
+}
+
+// Await implements device.Stream.
+func (s *hostStream) Await(f device.Fence, value uint32) error {
+	return s.fenceOp("await", hostAwait, f, value)
+}
+
+func (s *hostStream) fenceOp(what string, kind hostOpKind, f device.Fence, value uint32) error {
+	fe, err := s.m.fence(what, device.Host, f)
+	if err != nil {
+		return err
+	}
+	if s.gone() {
+		return closedError(what, device.Host, s.String())
+	}
+	if err := fe.enqueued(what, device.Host, value); err != nil {
+		return err
+	}
+	return s.enqueue(what, hostOp{kind: kind, fence: fe, value: value})
+}
+
+func (s *hostStream) gone() bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.closed || s.m.closed.Load()
+}
+
+// Synchronize implements device.Stream.
+func (s *hostStream) Synchronize(ctx context.Context) error {
+	return s.reach(ctx, hostMark, "synchronize")
+}
+
+// Recover implements device.Stream.
+func (s *hostStream) Recover(ctx context.Context) error { return s.reach(ctx, hostRecover, "recover") }
+
+// reach waits until the stream has come to here, and returns its error then. A
+// recovery that nobody waits for any more clears nothing.
+func (s *hostStream) reach(ctx context.Context, kind hostOpKind, what string) error {
+	o := hostOp{kind: kind, reached: make(chan error), abandoned: make(chan struct{})}
+	if err := s.enqueue(what, o); err != nil {
+		return err
+	}
+	select {
+	case err := <-o.reached:
+		return err
+	case <-ctx.Done():
+		close(o.abandoned)
+		return fmtWait(what+" "+s.String(), ctx)
+	}
+}
+
+// Close implements device.Stream. It does not return the error the stream is in.
+func (s *hostStream) Close() error {
+	s.mu.Lock()
+	if s.closed || s.m.closed.Load() {
+		s.mu.Unlock()
+		return closedError("close", device.Host, s.String())
+	}
+	s.mu.Unlock()
+	s.end()
+	s.m.mu.Lock()
+	delete(s.m.hosts, s)
+	s.m.mu.Unlock()
+	return nil
+}
+
+// end lets the goroutine finish what it was given, and waits for it.
+func (s *hostStream) end() {
+	s.mu.Lock()
+	s.closed, s.ending = true, true
+	s.wake.Signal()
+	s.mu.Unlock()
+	<-s.exited
+}
+
+// idle says whether the stream has nothing to do.
+func (s *hostStream) idle() bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return !s.busy && s.first == len(s.queue)
+}
+
+// loop is the stream's goroutine. Its thread ends with it.
+func (s *hostStream) loop() {
+	defer close(s.exited)
+	runtime.LockOSThread()
+	var failed error
+	for {
+		s.mu.Lock()
+		s.busy = false
+		for s.first == len(s.queue) && !s.ending {
+			s.wake.Wait()
+		}
+		if s.first == len(s.queue) {
+			s.mu.Unlock()
+			break
+		}
+		o := s.queue[s.first]
+		s.queue[s.first] = hostOp{}
+		if s.first++; s.first == len(s.queue) {
+			s.queue, s.first = s.queue[:0], 0
+		}
+		s.busy = true
+		s.mu.Unlock()
+		failed = s.run(&o, failed)
+	}
+	for _, side := range s.sides {
+		// The goroutine has waited for each copy.
+		_ = side.destroy()
+	}
+}
+
+// run does one operation of a stream that is in error err, and returns the error it
+// is in then.
+func (s *hostStream) run(o *hostOp, err error) error {
+	switch o.kind {
+	case hostRecord:
+		o.rec.pass(s.m.Now(), err)
+		return err
+	case hostRaise:
+		if err != nil {
+			// A closed fence has nobody who waits.
+			_ = o.fence.fail(o.value, err)
+			return err
+		}
+		return o.fence.raise(o.value, s)
+	case hostMark, hostRecover:
+		select {
+		case o.reached <- err:
+			if o.kind == hostRecover {
+				return nil
+			}
+		case <-o.abandoned:
+		}
+		return err
+	}
+	if err != nil {
+		if o.gpuRec != nil {
+			o.event.drop(o.gpuRec)
+		}
+		if o.kind == hostWork && o.work.Failed != nil {
+			o.work.Failed(err)
+		}
+		return err
+	}
+	switch o.kind {
+	case hostCopy:
+		return s.copy(o)
+	case hostWork:
+		return s.execute(o)
+	case hostWait:
+		if o.rec != nil {
+			return s.m.awaitHost(context.Background(), o.rec)
+		}
+		return o.event.await(context.Background(), o.gpuRec)
+	case hostAwait:
+		return o.fence.await(context.Background(), o.value)
+	}
+	return nil
+}
+
+// direct declares nothing: CUDA checks no accesses.
+type direct struct{}
+
+func (direct) Read(device.Range)  {}
+func (direct) Write(device.Range) {}
+
+func (s *hostStream) execute(o *hostOp) error {
+	if o.work.Run == nil {
+		return nil
+	}
+	if err := o.work.Run(direct{}); err != nil {
+		return &device.Error{Op: "launch", Space: device.Host, Detail: fmt.Sprintf("%q on %s", o.work.Name, s), Err: err}
+	}
+	return nil
+}
+
+// copy runs a copy and waits for it.
+func (s *hostStream) copy(o *hostOp) error {
+	if o.to.g == nil && o.from.g == nil {
+		copy(o.to.data[o.dst.Addr-o.to.base:][:o.dst.Bytes], o.from.data[o.src.Addr-o.from.base:][:o.src.Bytes])
+		return nil
+	}
+	// A peer's memory is read faster from its own side.
+	g := o.from.g
+	if g == nil {
+		g = o.to.g
+	}
+	side := s.sides[g]
+	if side == nil {
+		var err error
+		if side, err = s.m.newSide(g, device.StreamOptions{Name: s.name}); err != nil {
+			return err
+		}
+		s.sides[g] = side
+	}
+	detail := fmt.Sprintf("%s: %d bytes from %s to %s", s, o.dst.Bytes, o.from.space, o.to.space)
+	if c := side.copy(o.to, o.from, o.dst, o.src); c != success {
+		return g.fail("copy", c, detail)
+	}
+	err := s.m.poll(context.Background(), detail, side.idle)
+	if errors.Is(err, device.ErrLost) {
+		return g.lostError("copy", detail)
+	}
+	return err
+}

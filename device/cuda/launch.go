@@ -1,0 +1,276 @@
+//go:build cuda
+
+package cuda
+
+/*
+// A launch keeps no pointer and runs no Go code.
+#cgo noescape ms_launch
+#cgo nocallback ms_launch
+#cgo nocallback ms_event_query
+#cgo nocallback ms_stream_query
+#include "glue.h"
+*/
+import "C"
+
+import (
+	"fmt"
+	"math"
+	"unsafe"
+
+	"gorgonia.org/cu"
+
+	"github.com/moeserve/moeserve/device"
+)
+
+// Module is compiled code, loaded on one GPU.
+type Module struct {
+	g    *gpu
+	name string
+	mod  cu.Module
+}
+
+// LoadModule loads a cubin (as package nvrtc compiles it) on a GPU. name stands in
+// errors. Loading may wait for the device: it belongs to the start.
+func (m *Machine) LoadModule(space device.Space, name string, cubin []byte) (*Module, error) {
+	if err := m.usable("load", space); err != nil {
+		return nil, err
+	}
+	i, ok := space.GPU()
+	if !ok || len(cubin) == 0 {
+		return nil, badArgument("load", space, "module %q of %d bytes: it takes the space of a GPU, and code", name, len(cubin))
+	}
+	mod := &Module{g: m.gpus[i], name: name}
+	err := mod.g.enter()
+	if err == nil {
+		mod.mod, err = cu.LoadData(string(cubin))
+	}
+	mod.g.leave()
+	if err != nil {
+		return nil, mod.g.fail("load", code(err), fmt.Sprintf("module %q", name))
+	}
+	return mod, nil
+}
+
+// Unload frees the module; no kernel of it may be enqueued any more.
+func (mod *Module) Unload() error {
+	err := mod.g.enter()
+	if err == nil {
+		err = mod.mod.Unload()
+	}
+	mod.g.leave()
+	if err != nil && mod.g.lost.Load() == nil {
+		return mod.g.fail("unload", code(err), fmt.Sprintf("module %q", mod.name))
+	}
+	return nil
+}
+
+// Global returns where a variable of the module lies.
+func (mod *Module) Global(name string) (device.Range, error) {
+	var at cu.DevicePtr
+	var n int64
+	err := mod.g.enter()
+	if err == nil {
+		at, n, err = mod.mod.Global(name)
+	}
+	mod.g.leave()
+	if err != nil {
+		return device.Range{}, mod.g.fail("load", code(err), fmt.Sprintf("module %q has no variable %q", mod.name, name))
+	}
+	return device.Range{Addr: device.Addr(at), Bytes: n}, nil
+}
+
+// Function is a kernel of a module.
+type Function struct {
+	g      *gpu
+	name   string
+	handle C.CUfunction
+	// limits are what a launch is checked against.
+	limits Limits
+}
+
+// Limits are what a kernel was compiled to, on one device.
+type Limits struct {
+	// Threads is the most a block may have.
+	Threads int
+	// Registers each thread takes.
+	Registers int
+	// SharedBytes and LocalBytes are what a block's shared and a thread's local
+	// memory take, fixed by the code. DynamicBytes is how much shared memory a launch
+	// may ask for besides.
+	SharedBytes, LocalBytes, DynamicBytes int
+}
+
+// Function returns a kernel, by the name that the compiler gave it (extern "C"
+// keeps the source's).
+func (mod *Module) Function(name string) (*Function, error) {
+	var fn cu.Function
+	err := mod.g.enter()
+	if err == nil {
+		fn, err = mod.mod.Function(name)
+	}
+	mod.g.leave()
+	if err != nil {
+		return nil, mod.g.fail("load", code(err), fmt.Sprintf("module %q has no kernel %q", mod.name, name))
+	}
+	f := &Function{g: mod.g, name: name, handle: *(*C.CUfunction)(unsafe.Pointer(&fn))}
+	for _, a := range []struct {
+		attribute C.int
+		to        *int
+	}{
+		{C.CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK, &f.limits.Threads},
+		{C.CU_FUNC_ATTRIBUTE_NUM_REGS, &f.limits.Registers},
+		{C.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, &f.limits.SharedBytes},
+		{C.CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES, &f.limits.LocalBytes},
+		{C.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, &f.limits.DynamicBytes},
+	} {
+		var v C.int
+		if c := C.ms_function_attribute(f.g.context(), f.handle, a.attribute, &v); c != success {
+			return nil, f.g.fail("load", int(c), fmt.Sprintf("kernel %q", name))
+		}
+		*a.to = int(v)
+	}
+	return f, nil
+}
+
+// Name is the kernel's.
+func (f *Function) Name() string { return f.name }
+
+// Limits returns what a launch has to keep to.
+func (f *Function) Limits() Limits { return f.limits }
+
+// AllowDynamicShared lets launches ask for up to n bytes of dynamic shared memory;
+// without it 48 KiB, less what the code takes, is the limit.
+func (f *Function) AllowDynamicShared(n int) error {
+	if n <= f.limits.DynamicBytes {
+		return nil
+	}
+	if n > math.MaxInt32 {
+		return badArgument("load", f.g.space, "kernel %q: %d bytes of shared memory", f.name, n)
+	}
+	if c := C.ms_set_max_dynamic_shared(f.g.context(), f.handle, C.int(n)); c != success {
+		return f.g.fail("load", int(c), fmt.Sprintf("kernel %q: %d bytes of dynamic shared memory; the device allows a block %d in all", f.name, n, f.g.facts.sharedBytes))
+	}
+	f.limits.DynamicBytes = n
+	return nil
+}
+
+// Grid is the shape of a launch. A zero counts as 1.
+type Grid struct {
+	// Blocks in x, y and z, and threads of a block likewise.
+	Blocks, Threads [3]int
+	// SharedBytes is the dynamic shared memory of a block.
+	SharedBytes int
+}
+
+// Args are the arguments of a stream's next launch, packed as the kernel's
+// parameters are: each at its natural alignment, in order. They lie in memory of
+// the stream's own: putting them there and launching allocates nothing. What does
+// not fit into MaxArgBytes panics.
+type Args struct{ block *C.ms_arguments }
+
+// MaxArgBytes is the room for the arguments of one launch.
+const MaxArgBytes = C.MS_ARGUMENT_BYTES
+
+// Args empties the stream's argument block and returns it, to be filled for the
+// next Launch.
+func (s *Stream) Args() *Args {
+	s.args.block.bytes = 0
+	return &s.args
+}
+
+func (a *Args) place(n, align int) unsafe.Pointer {
+	at := (int(a.block.bytes) + align - 1) &^ (align - 1)
+	if at+n > MaxArgBytes {
+		panic(fmt.Sprintf("cuda: the arguments of a launch take more than %d bytes", MaxArgBytes))
+	}
+	a.block.bytes = C.size_t(at + n)
+	return unsafe.Pointer(&a.block.data[at])
+}
+
+// Addr adds a pointer.
+func (a *Args) Addr(v device.Addr) *Args { return a.U64(uint64(v)) }
+
+// U64 adds a 64-bit number.
+func (a *Args) U64(v uint64) *Args { *(*uint64)(a.place(8, 8)) = v; return a }
+
+// I64 adds a 64-bit number.
+func (a *Args) I64(v int64) *Args { return a.U64(uint64(v)) }
+
+// U32 adds a 32-bit number.
+func (a *Args) U32(v uint32) *Args { *(*uint32)(a.place(4, 4)) = v; return a }
+
+// I32 adds a 32-bit number.
+func (a *Args) I32(v int32) *Args { return a.U32(uint32(v)) }
+
+// F32 adds a float.
+func (a *Args) F32(v float32) *Args { return a.U32(math.Float32bits(v)) }
+
+// Bytes adds a struct whose alignment is align bytes, a power of two.
+func (a *Args) Bytes(v []byte, align int) *Args {
+	copy(unsafe.Slice((*byte)(a.place(len(v), align)), len(v)), v)
+	return a
+}
+
+// Launch enqueues a kernel with the arguments that Args was filled with.
+func (s *Stream) Launch(f *Function, d Grid) error {
+	if err := s.usable("launch"); err != nil {
+		return err
+	}
+	if f.g != s.g {
+		return badArgument("launch", s.g.space, "kernel %q was loaded on %s, and %s is not of it", f.name, f.g.space, s)
+	}
+	var shape C.ms_shape
+	for i := range 3 {
+		shape.grid[i], shape.block[i] = C.uint(max(d.Blocks[i], 1)), C.uint(max(d.Threads[i], 1))
+	}
+	shape.shared = C.uint(d.SharedBytes)
+	threads := int64(shape.block[0]) * int64(shape.block[1]) * int64(shape.block[2])
+	if threads > int64(f.limits.Threads) || d.SharedBytes < 0 || d.SharedBytes > f.limits.DynamicBytes {
+		return badArgument("launch", s.g.space, "kernel %q with %d threads and %d bytes of shared memory a block: %d and %d are the most (see AllowDynamicShared)",
+			f.name, threads, d.SharedBytes, f.limits.Threads, f.limits.DynamicBytes)
+	}
+	op, dropped := s.next()
+	if dropped {
+		return nil
+	}
+	if c := C.ms_launch(s.g.context(), f.handle, streamHandle(s.s), shape, s.args.block); c != success {
+		return s.refused(op, "launch", int(c), fmt.Sprintf("kernel %q, blocks %v of %v threads", f.name, d.Blocks, d.Threads))
+	}
+	return nil
+}
+
+// Do runs f with the stream's context current on a thread that f has to itself, for
+// libraries that enqueue on Stream.Handle. On a stream in error it runs nothing. An
+// error of f puts the stream into error and comes back as a *device.Error.
+func (s *Stream) Do(name string, f func() error) error {
+	if err := s.usable("launch"); err != nil {
+		return err
+	}
+	op, dropped := s.next()
+	if dropped {
+		return nil
+	}
+	if err := s.g.enter(); err != nil {
+		s.g.leave()
+		return s.refused(op, "launch", code(err), name)
+	}
+	err := f()
+	s.g.leave()
+	if err != nil {
+		// It may be the first sign of a context that has gone.
+		s.g.probe()
+		e := &device.Error{Op: "launch", Space: s.g.space, Detail: fmt.Sprintf("%s: %q", s, name), Err: err}
+		if lost := s.g.lostError("launch", e.Detail); lost != nil {
+			e = lost
+		}
+		s.epoch.fail(op, e)
+		return e
+	}
+	return nil
+}
+
+// Handle is the driver's CUstream, for libraries.
+func (s *Stream) Handle() uintptr { return uintptr(unsafe.Pointer(streamHandle(s.s))) }
+
+// Machine is the stream's.
+func (s *Stream) Machine() *Machine { return s.m }

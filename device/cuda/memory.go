@@ -1,0 +1,328 @@
+//go:build cuda
+
+package cuda
+
+/*
+#include "glue.h"
+*/
+import "C"
+
+import (
+	"errors"
+	"fmt"
+	"os"
+	"sync"
+	"sync/atomic"
+	"time"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
+	"gorgonia.org/cu"
+
+	"github.com/moeserve/moeserve/device"
+)
+
+const (
+	hugePage = 2 << 20
+	// smallBytes is the size below which host memory comes from cuMemHostAlloc:
+	// pinning what we mapped pays off only where there are pages to touch.
+	smallBytes = 4 << 20
+)
+
+// memory is one allocation. Its fields do not change while it is alive.
+type memory struct {
+	m       *Machine
+	space   device.Space
+	label   string
+	base    device.Addr
+	bytes   int64
+	rounded int64
+	// g holds the memory, nil for the host's.
+	g *gpu
+	// data is the host's view of host memory, mapping what we mapped ourselves.
+	data, mapping []byte
+	freed         atomic.Bool
+}
+
+var _ device.Memory = (*memory)(nil)
+
+func roundUp(n, to int64) int64 { return (n + to - 1) / to * to }
+
+// Alloc implements device.Machine.
+func (m *Machine) Alloc(space device.Space, bytes int64, label string) (device.Memory, error) {
+	if err := m.usable("alloc", space); err != nil {
+		return nil, err
+	}
+	if bytes <= 0 {
+		return nil, badArgument("alloc", space, "%q, %d bytes asked; ask for more than 0", label, bytes)
+	}
+	mem := &memory{m: m, space: space, label: label, bytes: bytes}
+	var err error
+	if space == device.Host {
+		err = mem.takeHost()
+	} else {
+		err = mem.takeDevice()
+	}
+	if err != nil {
+		return nil, err
+	}
+	m.mu.Lock()
+	closed := m.closed.Load()
+	if !closed {
+		m.memory.add(mem)
+		mem.account().add(mem.rounded)
+	}
+	m.mu.Unlock()
+	if closed {
+		return nil, errors.Join(closedError("alloc", space, "the machine"), mem.giveBack())
+	}
+	return mem, nil
+}
+
+// account is the sum that mem counts in; Machine.mu guards it.
+func (mem *memory) account() *account {
+	if mem.g != nil {
+		return &mem.g.account
+	}
+	return &mem.m.host
+}
+
+// refused is the error of an allocation for which there is no room: the driver said c,
+// or there is another reason.
+func (mem *memory) refused(c int, why error) error {
+	detail := fmt.Sprintf("%q, %d bytes asked", mem.label, mem.bytes)
+	if u, err := mem.m.Usage(mem.space); err == nil {
+		detail += fmt.Sprintf(", %d free of %d (%d held by others)", max(u.Free(), 0), u.Capacity, u.Other)
+	}
+	if why != nil {
+		detail += "; " + why.Error()
+	}
+	e := &device.Error{Op: "alloc", Space: mem.space, Detail: detail, Err: device.ErrOutOfMemory}
+	if c != success {
+		e.Code, e.Name = c, errorName(c)
+	}
+	return e
+}
+
+func (mem *memory) takeDevice() error {
+	i, _ := mem.space.GPU()
+	g := mem.m.gpus[i]
+	mem.g = g
+	if mem.bytes > g.facts.memoryBytes {
+		// More than the device has: rounding and reserving such sizes could overflow.
+		return mem.refused(success, nil)
+	}
+	mem.rounded = roundUp(mem.bytes, g.granularity)
+	var at C.CUdeviceptr
+	c := C.ms_device_alloc(g.context(), C.int(g.dev), C.size_t(mem.rounded), &g.access[0], C.int(len(g.access)), &at)
+	switch c {
+	case success:
+		mem.base = device.Addr(at)
+		return nil
+	case outOfMemory:
+		return mem.refused(int(c), nil)
+	}
+	return g.fail("alloc", int(c), fmt.Sprintf("%q, %d bytes asked", mem.label, mem.bytes))
+}
+
+func (mem *memory) takeHost() error {
+	if u, err := mem.m.Usage(device.Host); err != nil || mem.bytes > u.Free() {
+		// The kernel would not refuse: it would kill, when the pages are touched.
+		return mem.refused(success, err)
+	}
+	g := mem.m.anyGPU()
+	mem.rounded = roundUp(mem.bytes, int64(os.Getpagesize()))
+	var p unsafe.Pointer
+	var c C.CUresult
+	if mem.bytes < smallBytes || !mem.m.registers {
+		c = C.ms_host_alloc(g.context(), C.size_t(mem.rounded), &p)
+	} else {
+		all, err := mapHost(mem.rounded, mem.m.o.TouchThreads, room)
+		if err != nil {
+			return mem.refused(success, err)
+		}
+		mem.mapping, p = all, unsafe.Pointer(unsafe.SliceData(all))
+		c = C.ms_host_register(g.context(), p, C.size_t(len(all)))
+	}
+	if c != success {
+		_ = mem.unmap()
+		if c == outOfMemory {
+			return mem.refused(int(c), nil)
+		}
+		return g.fail("alloc", int(c), fmt.Sprintf("%q, %d bytes of pinned host memory asked", mem.label, mem.bytes))
+	}
+	mem.base = device.Addr(uintptr(p))
+	mem.data = unsafe.Slice((*byte)(p), mem.bytes)
+	return nil
+}
+
+const (
+	// touchBytes is brought in at a time, after a look at what is available.
+	touchBytes = 1 << 30
+	// spareBytes are left to others.
+	spareBytes = 256 << 20
+	// growPatience is how long a machine may take to be given more memory.
+	growPatience = 5 * time.Second
+)
+
+// mapHost maps bytes of memory in large pages and lets threads bring the pages in
+// side by side, each a stretch of its own. room says whether so many bytes can be had.
+func mapHost(bytes int64, threads int, room func(int64) bool) ([]byte, error) {
+	b, err := unix.Mmap(-1, 0, int(bytes), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANONYMOUS|unix.MAP_NORESERVE)
+	if err != nil {
+		return nil, fmt.Errorf("map %d bytes: %w", bytes, err)
+	}
+	// Only faster: a kernel without large pages refuses, and nothing is lost.
+	_ = unix.Madvise(b, unix.MADV_HUGEPAGE)
+	for rest := b; len(rest) > 0; {
+		part := rest[:min(touchBytes, len(rest))]
+		rest = rest[len(part):]
+		if !room(int64(len(part))) {
+			return nil, errors.Join(fmt.Errorf("%d of %d bytes were brought in, and then the system ran short", len(b)-len(rest)-len(part), len(b)), unix.Munmap(b))
+		}
+		touch(part, threads)
+	}
+	return b, nil
+}
+
+// room waits until so many bytes are available, as long as that may still come.
+func room(bytes int64) bool {
+	root := os.DirFS("/")
+	for begin := time.Now(); ; time.Sleep(10 * time.Millisecond) {
+		if _, available := hostMemory(root); available >= bytes+spareBytes {
+			return true
+		}
+		if time.Since(begin) > growPatience {
+			return false
+		}
+	}
+}
+
+func touch(b []byte, threads int) {
+	share := int(roundUp(int64((len(b)+threads-1)/threads), hugePage))
+	var wg sync.WaitGroup
+	for len(b) > 0 {
+		part := b[:min(share, len(b))]
+		b = b[len(part):]
+		wg.Go(func() {
+			C.ms_touch((*C.uchar)(unsafe.Pointer(unsafe.SliceData(part))), C.size_t(len(part)), C.size_t(os.Getpagesize()))
+		})
+	}
+	wg.Wait()
+}
+
+func (mem *memory) unmap() error {
+	if mem.mapping == nil {
+		return nil
+	}
+	b := mem.mapping
+	mem.mapping = nil
+	if err := unix.Munmap(b); err != nil {
+		return fmt.Errorf("unmap %d bytes: %w", len(b), err)
+	}
+	return nil
+}
+
+// giveBack returns the memory to the driver.
+func (mem *memory) giveBack() error {
+	if mem.g != nil {
+		c := C.ms_device_free(mem.g.context(), C.CUdeviceptr(mem.base), C.size_t(mem.rounded))
+		// A lost device has nothing left to give back.
+		if c == success || mem.g.lost.Load() != nil {
+			return nil
+		}
+		return mem.g.fail("free", int(c), fmt.Sprintf("%q", mem.label))
+	}
+	g := mem.m.anyGPU()
+	p := unsafe.Pointer(unsafe.SliceData(mem.data))
+	var c C.CUresult
+	if mem.mapping != nil {
+		c = C.ms_host_unregister(g.context(), p)
+	} else {
+		c = C.ms_host_free(g.context(), p)
+	}
+	if c != success && g.lost.Load() == nil {
+		// Still pinned: unmapping it would let devices write into somebody else's pages.
+		return g.fail("free", int(c), fmt.Sprintf("%q", mem.label))
+	}
+	return mem.unmap()
+}
+
+// Space implements device.Memory.
+func (mem *memory) Space() device.Space { return mem.space }
+
+// Bytes implements device.Memory.
+func (mem *memory) Bytes() int64 { return mem.bytes }
+
+// Range implements device.Memory.
+func (mem *memory) Range(off, n int64) device.Range {
+	if off < 0 || n < 0 || off > mem.bytes-n {
+		panic(fmt.Sprintf("cuda: [%d, %d) is outside of memory %q of %d bytes", off, off+n, mem.label, mem.bytes))
+	}
+	return device.Range{Addr: mem.base + device.Addr(off), Bytes: n}
+}
+
+// Read implements device.Memory.
+func (mem *memory) Read(off, n int64) []byte { return mem.view(off, n) }
+
+// Write implements device.Memory.
+func (mem *memory) Write(off, n int64) []byte { return mem.view(off, n) }
+
+func (mem *memory) view(off, n int64) []byte {
+	mem.Range(off, n)
+	if mem.space != device.Host {
+		panic(fmt.Sprintf("cuda: memory %q lies on %s, which the host cannot see: copy it to host memory first", mem.label, mem.space))
+	}
+	if mem.freed.Load() {
+		panic(fmt.Sprintf("cuda: host access to memory %q after it was freed", mem.label))
+	}
+	return mem.data[off : off+n : off+n]
+}
+
+// Free implements device.Memory.
+func (mem *memory) Free() error {
+	m := mem.m
+	m.mu.Lock()
+	if !mem.freed.CompareAndSwap(false, true) {
+		m.mu.Unlock()
+		return closedError("free", mem.space, fmt.Sprintf("%q was freed before", mem.label))
+	}
+	m.memory.remove(mem)
+	mem.account().add(-mem.rounded)
+	m.mu.Unlock()
+	return mem.giveBack()
+}
+
+// Usage implements device.Machine.
+func (m *Machine) Usage(space device.Space) (device.Usage, error) {
+	if err := m.usable("usage", space); err != nil {
+		return device.Usage{}, err
+	}
+	if space == device.Host {
+		// Others hold what is neither available nor ours of what the system has now.
+		total, available := hostMemory(os.DirFS("/"))
+		m.mu.Lock()
+		defer m.mu.Unlock()
+		u := usage(total, available, m.host)
+		u.Capacity = m.topo.Host.MemoryBytes
+		return u, nil
+	}
+	i, _ := space.GPU()
+	g := m.gpus[i]
+	err := g.enter()
+	var free int64
+	if err == nil {
+		free, _, err = cu.MemInfo()
+	}
+	g.leave()
+	if err != nil {
+		return device.Usage{}, g.fail("usage", code(err), "")
+	}
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return usage(g.facts.memoryBytes, free, g.account), nil
+}
+
+func usage(capacity, free int64, a account) device.Usage {
+	return device.Usage{Capacity: capacity, Allocated: a.allocated, Peak: a.peak, Other: max(0, capacity-free-a.allocated)}
+}

@@ -1,0 +1,101 @@
+package cuda
+
+import (
+	"fmt"
+	"math"
+
+	"github.com/moeserve/moeserve/kernels"
+)
+
+type attentionArgs struct {
+	q, k, v, starts, lens, table, out, sums, ends                       uint64
+	qRow, qHead, kBlock, kToken, kHead, vBlock, vToken, vHead, tableRow int64
+	outRow, outHead                                                     int64
+	heads, group, d, tokens, blocks, window, least, most, tiles, chunks int32
+	scale                                                               float32
+	qAligned, outPaired                                                 int32
+}
+
+// headSizes are those that attention is compiled for; smaller heads are padded.
+var headSizes = [...]int{32, 64, 96, 128}
+
+const (
+	queriesPerWarp = 16
+	// mostGroup heads of Q may share one of the cache: a block of four warps.
+	mostGroup = 4 * queriesPerWarp
+	// chunkTokens positions are summed up before they are joined with others.
+	chunkTokens = 256
+	// A block's queries, and three stages of 32 keys and values; see attend.
+	attentionStages, attentionTile = 3, 32
+)
+
+func attentionShared(d, warps int) int {
+	return (queriesPerWarp*warps + attentionStages*2*attentionTile) * (2*d + 16)
+}
+
+func (b *Backend) attention(l *lane, o *kernels.Attention) error {
+	if err := b.activation(o.Name(), "Q", &o.Q); err != nil {
+		return err
+	}
+	sequences, heads, d := o.ContextLens.Shape[0], o.Q.Shape[1], o.Q.Shape[2]
+	if sequences == 0 || o.Q.Shape[0] == 0 || heads == 0 || d == 0 {
+		return nil
+	}
+	kvHeads := o.CacheK.Shape[2]
+	group := heads / kvHeads
+	size := 0
+	for size < len(headSizes) && headSizes[size] < d {
+		size++
+	}
+	switch {
+	case d%8 != 0 || size == len(headSizes):
+		return fmt.Errorf("cuda: %s: Q is %v, want a head size that is a multiple of 8, at most %d", o.Name(), o.Q, headSizes[len(headSizes)-1])
+	case group > mostGroup:
+		return fmt.Errorf("cuda: %s: Q is %v, want at most %d heads for each of CacheK's %d", o.Name(), o.Q, mostGroup, kvHeads)
+	case !aligned(&o.CacheK, &o.CacheV):
+		return fmt.Errorf("cuda: %s: CacheK is %v at %#x and CacheV %v at %#x, want addresses and strides that are multiples of 16 bytes",
+			o.Name(), o.CacheK, uint64(o.CacheK.Addr), o.CacheV, uint64(o.CacheV.Addr))
+	}
+	a := attentionArgs{
+		q: address(&o.Q), k: address(&o.CacheK), v: address(&o.CacheV), starts: address(&o.SeqStarts), lens: address(&o.ContextLens),
+		table: address(&o.BlockTable), out: address(&o.Out),
+		qRow: int64(o.Q.Stride[0]), qHead: int64(o.Q.Stride[1]),
+		kBlock: int64(o.CacheK.Stride[0]), kToken: int64(o.CacheK.Stride[1]), kHead: int64(o.CacheK.Stride[2]),
+		vBlock: int64(o.CacheV.Stride[0]), vToken: int64(o.CacheV.Stride[1]), vHead: int64(o.CacheV.Stride[2]),
+		tableRow: int64(o.BlockTable.Stride[0]), outRow: int64(o.Out.Stride[0]), outHead: int64(o.Out.Stride[1]),
+		heads: int32(heads), group: int32(group), d: int32(d), tokens: int32(o.CacheK.Shape[1]), blocks: int32(o.CacheK.Shape[0]),
+		window: int32(min(o.Window, math.MaxInt32)), least: 1, scale: float32(float64(o.Scale) * math.Log2E),
+		qAligned: truth(aligned(&o.Q)), outPaired: truth(o.Out.Addr%4 == 0 && o.Out.Stride[0]%2 == 0 && o.Out.Stride[1]%2 == 0),
+	}
+	few, many := queriesPerWarp/group, mostGroup/group // rows of a tile of one warp, of four
+	name := attentionKernels + kernelID(2*size)
+
+	// Sequences with few rows (decoding) have a tile of one warp each. Where they are
+	// few and long, their chunks are shared out.
+	if few > 0 && !(sequences == 1 && o.MaxRows > few) {
+		a.most, a.tiles = int32(few), 1
+		chunks := ceil(o.MaxContext, chunkTokens)
+		parts := int64(sequences) * int64(few) * int64(heads) * int64(chunks)
+		split := chunks > 1 && sequences*kvHeads < 4*b.multiprocessors && parts*int64(d+2)*4 <= l.work.Bytes
+		g := grid{x: sequences, y: kvHeads, threads: 32, shared: attentionShared(headSizes[size], 1)}
+		if split {
+			a.sums, a.ends = uint64(l.work.Addr), uint64(l.work.Addr)+uint64(parts)*uint64(d)*4
+			a.chunks, g.z = int32(chunks), chunks
+		}
+		if err := launch(b, l, o.Name(), name, g, &a); err != nil {
+			return err
+		}
+		if split {
+			if err := launch(b, l, o.Name(), attentionJoin, grid{x: sequences, y: heads, threads: 128}, &a); err != nil {
+				return err
+			}
+		}
+		a.least, a.chunks = int32(few)+1, 0
+	}
+	if o.MaxRows < int(a.least) {
+		return nil
+	}
+	a.most, a.tiles = math.MaxInt32, int32(ceil(o.MaxRows, many))
+	g := grid{x: sequences * int(a.tiles), y: kvHeads, threads: 128, shared: attentionShared(headSizes[size], 4)}
+	return launch(b, l, o.Name(), name+1, g, &a)
+}

@@ -1,0 +1,328 @@
+package cuda
+
+import (
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"strings"
+	"testing"
+
+	"github.com/moeserve/moeserve/device"
+	"github.com/moeserve/moeserve/device/emulated"
+	"github.com/moeserve/moeserve/kernels"
+)
+
+// listRunner notes what it is to launch.
+type listRunner struct {
+	kernels []kernelID
+	grids   []grid
+	// library takes products, which are noted too.
+	library  bool
+	products []libraryProduct
+	closed   int
+}
+
+func (r *listRunner) launch(_ device.Stream, k kernelID, g grid, _ []byte) error {
+	r.kernels, r.grids = append(r.kernels, k), append(r.grids, g)
+	return nil
+}
+
+func (r *listRunner) matmul(_ device.Stream, _ device.Range, p *libraryProduct) (bool, error) {
+	if r.library {
+		r.products = append(r.products, *p)
+	}
+	return r.library, nil
+}
+
+func (r *listRunner) close() error { r.closed++; return nil }
+
+func (r *listRunner) reset() {
+	r.kernels, r.grids, r.products = r.kernels[:0], r.grids[:0], r.products[:0]
+}
+
+func (r *listRunner) names() string {
+	var names []string
+	for _, k := range r.kernels {
+		names = append(names, table[k].name)
+	}
+	return strings.Join(names, " ")
+}
+
+func list(t testing.TB, o Options) (*listRunner, *Backend, device.Stream) {
+	t.Helper()
+	m, err := emulated.Open(emulated.Options{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	r := &listRunner{}
+	b, err := newBackend(m, device.HBM(0), o, r)
+	if err != nil {
+		t.Fatal(err)
+	}
+	b.multiprocessors = 132
+	s, err := m.NewStream(device.HBM(0), device.StreamOptions{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := errors.Join(s.Close(), b.Close(), m.Close()); err != nil {
+			t.Error(err)
+		}
+		if r.closed != 1 {
+			t.Errorf("the runner was closed %d times", r.closed)
+		}
+	})
+	return r, b, s
+}
+
+func TestTable(t *testing.T) {
+	if len(table) != int(kernelCount) {
+		t.Fatalf("%d kernels, want %d", len(table), kernelCount)
+	}
+	for id, name := range map[kernelID]string{
+		embedKernel: "embed", addBias: "add_bias", appendKV: "append_kv", groupKernel: "group", sampleMerge: "sample_merge",
+		attentionJoin: "attention_join", attentionKernels + 2*3 + 1: "attention_128_4", productKernels: "matmul_16",
+		productKernels + upMode*kernelID(len(tiles)) + kernelID(anyTile): "up_any",
+		productKernels + downMode*kernelID(len(tiles)):                   "down_16",
+	} {
+		if table[id].name != name {
+			t.Errorf("kernel %d is %q, want %q", id, table[id].name, name)
+		}
+	}
+	const most = 99 << 10 // bytes that a block may have on the smallest device, of compute capability 8.6
+	for _, k := range table {
+		if k.shared+1024 > most {
+			t.Errorf("%s takes %d bytes of shared memory, and some devices have %d", k.name, k.shared, most)
+		}
+		if !strings.Contains(source(k.file), k.name) && !strings.Contains(k.name, "_") {
+			t.Errorf("%s has no %s", k.file, k.name)
+		}
+	}
+}
+
+func tensor(t kernels.DType, shape ...int) kernels.Tensor { return kernels.New(1<<20, t, shape...) }
+
+// at moves a tensor, so that operands do not overlap.
+func at(n int, t kernels.Tensor) kernels.Tensor {
+	t.Addr = device.Addr(n) << 32
+	return t
+}
+
+func matmul(rows, columns, inner int, out kernels.DType) *kernels.MatMul {
+	return &kernels.MatMul{
+		X: at(1, tensor(kernels.BF16, rows, inner)), W: at(2, tensor(kernels.BF16, columns, inner)), Out: at(3, tensor(out, rows, columns)),
+	}
+}
+
+func TestMatMulChoice(t *testing.T) {
+	bias := at(4, tensor(kernels.BF16, 4096))
+	odd := matmul(5, 4096, 4096, kernels.BF16)
+	odd.X.Addr += 2
+	withBias, floatBias, otherBias := matmul(5, 4096, 4096, kernels.BF16), matmul(5, 4096, 4096, kernels.F32), matmul(5, 4096, 4096, kernels.BF16)
+	withBias.Bias, floatBias.Bias, otherBias.Bias = bias, bias, at(4, tensor(kernels.F32, 4096))
+	f32 := matmul(5, 4096, 4096, kernels.BF16)
+	f32.W = at(2, tensor(kernels.F32, 4096, 4096))
+	for _, test := range []struct {
+		name      string
+		op        *kernels.MatMul
+		library   int
+		kernels   string
+		invariant string // with BatchInvariant
+	}{
+		{"large", matmul(500, 4096, 4096, kernels.BF16), 1, "", "matmul_64"},
+		{"larger", matmul(5000, 4096, 4096, kernels.BF16), 1, "", "matmul_128"},
+		{"one row", matmul(1, 4096, 4096, kernels.F32), 1, "", "matmul_16"},
+		{"router", matmul(500, 8, 4096, kernels.F32), 0, "matmul_16", "matmul_16"},
+		{"bias", withBias, 1, "", "matmul_16"},
+		{"float32 with bias", floatBias, 1, "add_bias", "matmul_16"},
+		{"bias of another type", otherBias, 0, "matmul_16", "matmul_16"},
+		{"weights of another type", f32, 0, "matmul_any", "matmul_any"},
+		{"not aligned", odd, 0, "matmul_any", "matmul_any"},
+		{"inner of 12", matmul(5, 4096, 12, kernels.BF16), 0, "matmul_any", "matmul_any"},
+		{"no rows", matmul(0, 4096, 4096, kernels.BF16), 0, "", ""},
+	} {
+		for _, invariant := range []bool{false, true} {
+			r, b, s := list(t, Options{BatchInvariant: invariant})
+			r.library = true
+			if err := b.Enqueue(s, test.op); err != nil {
+				t.Fatal(err)
+			}
+			products, want := test.library, test.kernels
+			if invariant {
+				products, want = 0, test.invariant
+			}
+			if len(r.products) != products || r.names() != want {
+				t.Errorf("%s, invariant %v: %d products of the library and kernels %q, want %d and %q", test.name, invariant, len(r.products), r.names(), products, want)
+			}
+		}
+	}
+}
+
+// TestExpertGrid holds grids against what any routing needs.
+func TestExpertGrid(t *testing.T) {
+	r, b, s := list(t, Options{})
+	random := rand.New(rand.NewPCG(1, 2))
+	for range 300 {
+		experts, k := 1+random.IntN(128), 1+random.IntN(8)
+		n, listed := 1+random.IntN(3000), 1+random.IntN(experts)
+		layout, err := b.ExpertLayout(kernels.ExpertShape{Hidden: 8 * (1 + random.IntN(600)), Intermediate: 8 * (1 + random.IntN(600)), DType: kernels.BF16})
+		if err != nil {
+			t.Fatal(err)
+		}
+		r.reset()
+		op := kernels.ExpertUp{
+			X: at(1, tensor(kernels.BF16, n, layout.Hidden)), Offsets: at(2, tensor(kernels.I32, experts+1)), Order: at(3, tensor(kernels.I32, n*k)),
+			Slots: at(4, tensor(kernels.U64, experts)), Experts: at(5, tensor(kernels.I32, listed)), Layout: layout,
+			Out: at(6, tensor(kernels.BF16, n*k, layout.Intermediate)),
+		}
+		if err := b.Enqueue(s, &op); err != nil {
+			t.Fatal(err)
+		}
+		tile := &tiles[(r.kernels[0]-productKernels)%kernelID(len(tiles))]
+		across := (layout.Intermediate + tile.columns(upMode) - 1) / tile.columns(upMode)
+		for range 10 {
+			// Pairs dealt to experts in some uneven way, of which the listed are some.
+			left, need := n*k, 0
+			for range listed {
+				rows := min(left, random.IntN(2*n*k/listed+2))
+				left -= rows
+				need += (rows + tile.rows - 1) / tile.rows * across
+			}
+			if need > r.grids[0].x {
+				t.Fatalf("%d blocks for %d tiles (n %d, k %d, %d of %d experts, %s)", r.grids[0].x, need, n, k, listed, experts, tile.name)
+			}
+		}
+	}
+}
+
+func TestAttentionChoice(t *testing.T) {
+	attention := func(sequences, rows, maxRows, context, heads, kvHeads, d int) *kernels.Attention {
+		return &kernels.Attention{
+			Q: at(1, tensor(kernels.BF16, rows, heads, d)), CacheK: at(2, tensor(kernels.BF16, 10, 16, kvHeads, d)), CacheV: at(3, tensor(kernels.BF16, 10, 16, kvHeads, d)),
+			SeqStarts: at(4, tensor(kernels.I32, sequences+1)), ContextLens: at(5, tensor(kernels.I32, sequences)),
+			BlockTable: at(6, tensor(kernels.I32, sequences, 1000)), Scale: 1, MaxContext: context, MaxRows: maxRows, Out: at(7, tensor(kernels.BF16, rows, heads, d)),
+		}
+	}
+	for _, test := range []struct {
+		name string
+		op   *kernels.Attention
+		want string
+		fail string
+	}{
+		{"decode", attention(324, 324, 1, 900, 32, 8, 128), "attention_128_1", ""},
+		{"one, short", attention(1, 1, 1, 256, 32, 8, 128), "attention_128_1", ""},
+		{"one, long", attention(1, 1, 1, 900, 32, 8, 128), "attention_128_1 attention_join", ""},
+		{"prompts", attention(2, 900, 600, 600, 32, 8, 128), "attention_128_1 attention_join attention_128_4", ""},
+		{"one prompt", attention(1, 600, 600, 600, 32, 8, 128), "attention_128_4", ""},
+		{"32 heads to one", attention(3, 3, 1, 300, 32, 1, 80), "attention_96_4", ""},
+		{"head of 129", attention(1, 1, 1, 1, 1, 1, 129), "", "head size"},
+		{"head of 12", attention(1, 1, 1, 1, 1, 1, 12), "", "head size"},
+		{"65 heads to one", attention(1, 1, 1, 1, 65, 1, 64), "", "at most 64 heads"},
+		{"no rows", attention(0, 0, 0, 0, 32, 8, 128), "", ""},
+	} {
+		r, b, s := list(t, Options{})
+		err := b.Enqueue(s, test.op)
+		if got := fmt.Sprint(err); (err != nil || test.fail != "") && (test.fail == "" || !strings.Contains(got, test.fail)) {
+			t.Errorf("%s: error %q, want %q", test.name, got, test.fail)
+		}
+		if r.names() != test.want {
+			t.Errorf("%s: kernels %q, want %q", test.name, r.names(), test.want)
+		}
+	}
+}
+
+func TestRefusals(t *testing.T) {
+	r, b, s := list(t, Options{})
+	for name, op := range map[string]kernels.Op{
+		"12288 elements": &kernels.Norm{X: at(1, tensor(kernels.BF16, 1, 12296)), Weight: at(2, tensor(kernels.BF16, 12296)), Out: at(3, tensor(kernels.BF16, 1, 12296))},
+		"3072 experts":   &kernels.Route{Logits: at(1, tensor(kernels.F32, 1, 4000)), IDs: at(2, tensor(kernels.I32, 1, 2)), Weights: at(3, tensor(kernels.F32, 1, 2))},
+		"bfloat16":       &kernels.Clamp{X: at(1, tensor(kernels.F32, 1, 8)), Limit: 1},
+		"multiples of 16 bytes": &kernels.Attention{
+			Q: at(1, tensor(kernels.BF16, 1, 1, 16)), CacheK: tensor(kernels.BF16, 1, 16, 1, 16), CacheV: at(3, tensor(kernels.BF16, 1, 16, 1, 16)).Narrow(0, 0, 1),
+			SeqStarts: at(4, tensor(kernels.I32, 2)), ContextLens: at(5, tensor(kernels.I32, 1)), BlockTable: at(6, tensor(kernels.I32, 1, 1)),
+			Scale: 1, MaxContext: 1, MaxRows: 1, Out: at(7, tensor(kernels.BF16, 1, 1, 16)),
+		},
+	} {
+		if o, ok := op.(*kernels.Attention); ok {
+			o.CacheK.Addr += 2
+		}
+		if err := b.Enqueue(s, op); err == nil || !strings.Contains(err.Error(), name) {
+			t.Errorf("%s: %v, want %q", op.Name(), err, name)
+		}
+	}
+	if len(r.kernels) > 0 {
+		t.Errorf("launched %s", r.names())
+	}
+}
+
+func TestStreams(t *testing.T) {
+	m, err := emulated.Open(emulated.Options{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	b, err := newBackend(m, device.HBM(0), Options{Streams: 2, WorkspaceBytes: 1000}, &listRunner{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	op := &kernels.Clamp{X: at(1, tensor(kernels.BF16, 1, 8)), Limit: 1}
+	var streams []device.Stream
+	for i := range 3 {
+		s, err := m.NewStream(device.HBM(0), device.StreamOptions{Name: fmt.Sprint(i)})
+		if err != nil {
+			t.Fatal(err)
+		}
+		streams = append(streams, s)
+	}
+	other, err := m.NewStream(device.HBM(1), device.StreamOptions{Name: "of another GPU"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	for range 2 {
+		for i, s := range streams {
+			if err := b.Enqueue(s, op); (err != nil) != (i == 2) {
+				t.Errorf("stream %d: %v", i, err)
+			}
+		}
+	}
+	if err := b.Enqueue(other, op); err == nil || !strings.Contains(err.Error(), "another GPU") {
+		t.Errorf("a stream of another GPU: %v", err)
+	}
+	if b.lanes[streams[0]].work.End() > b.lanes[streams[1]].work.Addr {
+		t.Error("two streams share a workspace")
+	}
+	if err := b.Close(); err != nil {
+		t.Fatal(err)
+	}
+	if err := b.Enqueue(streams[0], op); !errors.Is(err, device.ErrClosed) {
+		t.Errorf("after Close: %v", err)
+	}
+	if err := b.Close(); !errors.Is(err, device.ErrClosed) {
+		t.Errorf("closed again: %v", err)
+	}
+	if err := m.Close(); err != nil {
+		t.Error(err)
+	}
+	if _, err := newBackend(m, device.HBM(0), Options{Activation: kernels.F32}, &listRunner{}); err == nil || !strings.Contains(err.Error(), "Activation") {
+		t.Errorf("float32 activations: %v", err)
+	}
+}
+
+func TestEnqueueMakesNoGarbage(t *testing.T) {
+	r, b, s := list(t, Options{})
+	r.library = true
+	ops := []kernels.Op{
+		matmul(5, 4096, 4096, kernels.BF16), matmul(5, 8, 4096, kernels.F32),
+		&kernels.Norm{X: at(1, tensor(kernels.BF16, 3, 64)), Weight: at(2, tensor(kernels.BF16, 64)), Out: at(3, tensor(kernels.BF16, 3, 64))},
+		&kernels.Route{Logits: at(1, tensor(kernels.F32, 3, 8)), IDs: at(2, tensor(kernels.I32, 3, 2)), Weights: at(3, tensor(kernels.F32, 3, 2))},
+	}
+	if n := testing.AllocsPerRun(100, func() {
+		r.reset()
+		for _, op := range ops {
+			if err := b.Enqueue(s, op); err != nil {
+				t.Fatal(err)
+			}
+		}
+	}); n > 0 {
+		t.Errorf("%v allocations", n)
+	}
+}

@@ -1,0 +1,322 @@
+//go:build cuda
+
+package cuda
+
+import (
+	"encoding/binary"
+	"flag"
+	"fmt"
+	"math"
+	"math/rand/v2"
+	"testing"
+
+	"github.com/moeserve/moeserve/device"
+	"github.com/moeserve/moeserve/kernels"
+)
+
+// The ceilings that shares are of, as measured on the device: reading memory, and a
+// large product.
+var (
+	memoryCeiling  = flag.Float64("memory-tbs", 4.6, "measured read bandwidth in TB/s")
+	invariant      = flag.Bool("batch-invariant", false, "measure batch-invariant products")
+	productCeiling = flag.Float64("product-tflops", 800, "measured rate of a large 16-bit product in TFLOP/s")
+)
+
+// benchModel has the shapes of one layer.
+type benchModel struct {
+	name                                                       string
+	hidden, heads, kvHeads, d, intermediate, experts, k, vocab int
+	method                                                     kernels.RouteMethod
+}
+
+var benchModels = []benchModel{
+	{"mixtral-8x7b", 4096, 32, 8, 128, 14336, 8, 2, 32000, kernels.SoftmaxRenorm},
+	{"phi-3.5-moe", 4096, 32, 8, 128, 6400, 16, 2, 32064, kernels.SparseMixer},
+	{"qwen1.5-moe", 2048, 16, 16, 128, 1408, 60, 4, 151936, kernels.Softmax},
+}
+
+// bench makes tensors and runs operations.
+type bench struct {
+	testing.TB
+	m      device.Machine
+	b      *Backend
+	s      device.Stream
+	random *rand.Rand
+	mems   []device.Memory
+}
+
+func (x *bench) alloc(n int64) device.Addr {
+	m, err := x.m.Alloc(device.HBM(0), n, "benchmark")
+	if err != nil {
+		x.Fatal(err)
+	}
+	x.mems = append(x.mems, m)
+	return m.Range(0, n).Addr
+}
+
+func (x *bench) free() {
+	if err := x.s.Synchronize(x.Context()); err != nil {
+		x.Fatal(err)
+	}
+	for _, m := range x.mems {
+		if err := m.Free(); err != nil {
+			x.Fatal(err)
+		}
+	}
+	x.mems = nil
+}
+
+// upload fills n bytes at a with what fill writes for a piece.
+func (x *bench) upload(a device.Addr, n int64, fill func(piece []byte)) {
+	const most = 64 << 20
+	host, err := x.m.Alloc(device.Host, min(n, most), "staging")
+	if err != nil {
+		x.Fatal(err)
+	}
+	fill(host.Write(0, host.Bytes()))
+	for at := int64(0); at < n; at += host.Bytes() {
+		piece := min(host.Bytes(), n-at)
+		if err := x.s.Copy(device.Range{Addr: a + device.Addr(at), Bytes: piece}, host.Range(0, piece)); err != nil {
+			x.Fatal(err)
+		}
+	}
+	if err := x.s.Synchronize(x.Context()); err != nil {
+		x.Fatal(err)
+	}
+	if err := host.Free(); err != nil {
+		x.Fatal(err)
+	}
+}
+
+// weights returns a dense tensor of random numbers of about [-2, 2).
+func (x *bench) weights(t kernels.DType, shape ...int) kernels.Tensor {
+	w := kernels.New(0, t, shape...)
+	w.Addr = x.alloc(max(w.Bytes(), 256))
+	x.upload(w.Addr, w.Bytes(), func(b []byte) { kernels.FillDummy(b[:len(b)/t.Size()*t.Size()], t, x.random.Uint64(), "bench", 0, 6) })
+	return w
+}
+
+func (x *bench) act(shape ...int) kernels.Tensor { return x.weights(kernels.BF16, shape...) }
+
+func (x *bench) ints(values ...int32) kernels.Tensor {
+	t := kernels.New(0, kernels.I32, len(values))
+	t.Addr = x.alloc(t.Bytes())
+	x.upload(t.Addr, t.Bytes(), func(b []byte) {
+		for i, v := range values {
+			binary.LittleEndian.PutUint32(b[4*i:], uint32(v))
+		}
+	})
+	return t
+}
+
+func (x *bench) words(values ...uint64) kernels.Tensor {
+	t := kernels.New(0, kernels.U64, len(values))
+	t.Addr = x.alloc(t.Bytes())
+	x.upload(t.Addr, t.Bytes(), func(b []byte) {
+		for i, v := range values {
+			binary.LittleEndian.PutUint64(b[8*i:], v)
+		}
+	})
+	return t
+}
+
+// measure reports the time of one operation; ops are taken in turn, so that each
+// finds the cache as a layer among many does.
+func (x *bench) measure(b *testing.B, ops ...kernels.Op) {
+	b.Helper()
+	for _, op := range ops {
+		if err := x.b.Enqueue(x.s, op); err != nil {
+			b.Fatal(err)
+		}
+	}
+	if err := x.s.Synchronize(b.Context()); err != nil {
+		b.Fatal(err)
+	}
+	i := 0
+	for b.Loop() {
+		if err := x.b.Enqueue(x.s, ops[i%len(ops)]); err != nil {
+			b.Fatal(err)
+		}
+		i++
+		if i%256 == 0 { // a stream's queue is finite
+			if err := x.s.Synchronize(b.Context()); err != nil {
+				b.Fatal(err)
+			}
+		}
+	}
+	if err := x.s.Synchronize(b.Context()); err != nil {
+		b.Fatal(err)
+	}
+	var d kernels.Decl
+	ops[0].Declare(&d)
+	seconds := b.Elapsed().Seconds() / float64(b.N)
+	memory, product := float64(d.Bytes)/seconds/1e12, float64(d.Flops)/seconds/1e12
+	b.ReportMetric(0, "ns/op")
+	b.ReportMetric(seconds*1e6, "us")
+	b.ReportMetric(float64(d.Bytes)/1e6, "MB")
+	b.ReportMetric(float64(d.Flops)/1e9, "GFLOP")
+	b.ReportMetric(100*memory / *memoryCeiling, "%memory")
+	b.ReportMetric(100*product / *productCeiling, "%product")
+	x.free()
+}
+
+// BenchmarkKernels reports time, bytes and floating-point operations of every kernel
+// of one layer, and their shares of the ceilings: one row, a batch of decoding, and
+// a step of the paper's size. Times below 4 us are those of launching.
+func BenchmarkKernels(b *testing.B) {
+	m, backend, s := openGPU(b, Options{BatchInvariant: *invariant})
+	for _, c := range benchModels {
+		for _, n := range []int{1, 324, 4536} {
+			x := &bench{TB: b, m: m, b: backend, s: s, random: rand.New(rand.NewPCG(1, 2))}
+			x.layer(b, &c, n)
+		}
+	}
+}
+
+func (x *bench) layer(b *testing.B, c *benchModel, n int) {
+	run := func(name string, ops func() []kernels.Op) {
+		b.Run(fmt.Sprintf("model=%s/rows=%d/%s", c.name, n, name), func(b *testing.B) {
+			x.TB = b
+			x.measure(b, ops()...)
+		})
+	}
+	one := func(name string, op func() kernels.Op) {
+		run(name, func() []kernels.Op { return []kernels.Op{op()} })
+	}
+	// product rotates over weights that the second-level cache does not hold.
+	product := func(name string, rows, columns, inner int, out kernels.DType) {
+		run("matmul-"+name, func() []kernels.Op {
+			in, to := x.act(rows, inner), x.weights(out, rows, columns)
+			var ops []kernels.Op
+			for range max(1, min(16, 256<<20/(2*columns*inner))) {
+				ops = append(ops, &kernels.MatMul{X: in, W: x.act(columns, inner), Out: to})
+			}
+			return ops
+		})
+	}
+	product("qkv", n, (c.heads+2*c.kvHeads)*c.d, c.hidden, kernels.BF16)
+	product("o", n, c.hidden, c.heads*c.d, kernels.BF16)
+	product("router", n, c.experts, c.hidden, kernels.F32)
+	product("lm_head", min(n, 324), c.vocab, c.hidden, kernels.F32)
+	one("embed", func() kernels.Op {
+		return &kernels.Embed{IDs: x.ints(x.upTo(n, c.vocab)...), Table: x.act(c.vocab, c.hidden), Out: x.act(n, c.hidden)}
+	})
+	one("norm", func() kernels.Op {
+		return &kernels.Norm{X: x.act(n, c.hidden), Residual: x.act(n, c.hidden), Weight: x.act(c.hidden), Eps: 1e-5, Out: x.act(n, c.hidden)}
+	})
+	one("rope", func() kernels.Op {
+		return &kernels.RoPE{Q: x.act(n, c.heads, c.d), K: x.act(n, c.kvHeads, c.d), Table: x.weights(kernels.F32, 1024, c.d), Rows: x.ints(x.upTo(n, 1024)...)}
+	})
+	x.attention(b, c, n, one)
+	one("route", func() kernels.Op {
+		return &kernels.Route{Logits: x.weights(kernels.F32, n, c.experts), Method: c.method, Jitter: 0.01, IDs: x.ints(x.upTo(n*c.k, 1)...).View(n, c.k), Weights: x.weights(kernels.F32, n, c.k)}
+	})
+	one("group", func() kernels.Op {
+		ids, offsets, order := x.pairs(c, n)
+		return &kernels.Group{IDs: ids, Offsets: offsets, Order: order}
+	})
+	one("expert_up", func() kernels.Op {
+		_, offsets, order := x.pairs(c, n)
+		layout, slots, experts := x.experts(c)
+		return &kernels.ExpertUp{X: x.act(n, c.hidden), Offsets: offsets, Order: order, Slots: slots, Experts: experts, Layout: layout, Out: x.act(n*c.k, c.intermediate)}
+	})
+	one("expert_down", func() kernels.Op {
+		_, offsets, order := x.pairs(c, n)
+		layout, slots, experts := x.experts(c)
+		return &kernels.ExpertDown{X: x.act(n*c.k, c.intermediate), Offsets: offsets, Order: order, Slots: slots, Experts: experts, Layout: layout, Out: x.act(n*c.k, c.hidden)}
+	})
+	one("combine", func() kernels.Op {
+		return &kernels.Combine{X: x.act(n*c.k, c.hidden), Weights: x.weights(kernels.F32, n, c.k), Out: x.act(n, c.hidden)}
+	})
+	one("silu_mul", func() kernels.Op {
+		return &kernels.SiluMul{Gate: x.act(n, c.intermediate), Up: x.act(n, c.intermediate), Out: x.act(n, c.intermediate)}
+	})
+	one("sample", func() kernels.Op {
+		rows := min(n, 324)
+		temperature := x.weights(kernels.F32, rows)
+		x.upload(temperature.Addr, temperature.Bytes(), func(b []byte) {
+			for ; len(b) >= 4; b = b[4:] {
+				binary.LittleEndian.PutUint32(b, math.Float32bits(1))
+			}
+		})
+		return &kernels.Sample{
+			Logits: x.weights(kernels.F32, rows, c.vocab), Temperature: temperature, Seeds: x.words(make([]uint64, rows)...),
+			Samples: x.ints(make([]int32, rows)...), Positions: x.ints(x.upTo(rows, 1000)...), Out: x.ints(make([]int32, rows)...),
+		}
+	})
+}
+
+func (x *bench) upTo(n, limit int) []int32 {
+	v := make([]int32, n)
+	for i := range v {
+		v[i] = int32(x.random.IntN(limit))
+	}
+	return v
+}
+
+// pairs routes n tokens at random and sorts them.
+func (x *bench) pairs(c *benchModel, n int) (ids, offsets, order kernels.Tensor) {
+	var chosen []int32
+	for range n {
+		for _, e := range x.random.Perm(c.experts)[:c.k] {
+			chosen = append(chosen, int32(e))
+		}
+	}
+	starts, sorted := make([]int32, c.experts+1), []int32(nil)
+	for e := range c.experts {
+		for p, id := range chosen {
+			if int(id) == e {
+				sorted = append(sorted, int32(p))
+			}
+		}
+		starts[e+1] = int32(len(sorted))
+	}
+	return x.ints(chosen...).View(n, c.k), x.ints(starts...), x.ints(sorted...)
+}
+
+// experts returns all experts of a layer.
+func (x *bench) experts(c *benchModel) (kernels.ExpertLayout, kernels.Tensor, kernels.Tensor) {
+	layout, err := x.b.ExpertLayout(kernels.ExpertShape{Hidden: c.hidden, Intermediate: c.intermediate, DType: kernels.BF16})
+	if err != nil {
+		x.Fatal(err)
+	}
+	extents := x.act(c.experts, int(layout.Size/2))
+	slots, all := make([]uint64, c.experts), make([]int32, c.experts)
+	for e := range slots {
+		slots[e], all[e] = uint64(extents.Addr)+uint64(e)*uint64(layout.Size), int32(e)
+	}
+	return layout, x.words(slots...), x.ints(all...)
+}
+
+// attention measures n sequences that decode at 600 tokens, and n tokens of prompts
+// of up to 512; and what writes their keys and values.
+func (x *bench) attention(b *testing.B, c *benchModel, n int, one func(string, func() kernels.Op)) {
+	const tokens = 16
+	op := func(sequences, rows, context int) *kernels.Attention {
+		width := (context + tokens - 1) / tokens
+		starts, lens, table := make([]int32, sequences+1), make([]int32, sequences), make([]int32, sequences*width)
+		for i := range lens {
+			starts[i+1] = starts[i] + int32(rows)
+			lens[i] = int32(context)
+		}
+		for i := range table {
+			table[i] = int32(i)
+		}
+		cache := x.act(2*len(table), tokens, c.kvHeads, c.d)
+		return &kernels.Attention{
+			Q: x.act(sequences*rows, c.heads, c.d), CacheK: cache.Slice(0, len(table)), CacheV: cache.Slice(len(table), 2*len(table)), SeqStarts: x.ints(starts...), ContextLens: x.ints(lens...),
+			BlockTable: x.ints(table...).View(sequences, width), Scale: float32(1 / math.Sqrt(float64(c.d))), MaxContext: context, MaxRows: rows,
+			Out: x.act(sequences*rows, c.heads, c.d),
+		}
+	}
+	one("attention-decode", func() kernels.Op { return op(n, 1, 600) })
+	if n > 1 {
+		rows := min(n, 512)
+		one("attention-prefill", func() kernels.Op { return op(n/rows, rows, rows) })
+	}
+	one("append_kv", func() kernels.Op {
+		a := op(n, 1, tokens)
+		k := x.act(n, c.kvHeads, c.d)
+		return &kernels.AppendKV{K: k, V: k, CacheK: a.CacheK, CacheV: a.CacheV, Slots: x.ints(x.upTo(n, n*tokens)...)}
+	})
+}

@@ -1,0 +1,51 @@
+// Package cuda carries out the operations of package kernels on NVIDIA GPUs of
+// compute capability 8.0 and up, on the streams of device/cuda. Activations and the
+// KV cache are bfloat16 or, by option, half precision; sums are float32.
+//
+// # What it is
+//
+// Kernels are CUDA C++ in src/, embedded and compiled by NVRTC for the exact
+// architecture when a Backend is made, and kept on disk. A Backend turns an
+// operation into one or a few launches: backend.go checks and dispatches, rows.go,
+// product.go, attention.go and routing.go choose kernels, tiles and grids. Dense
+// products go through cuBLASLt where its demands are met, and else (always with
+// Options.BatchInvariant) through kernels of ours.
+//
+// All of that is plain Go. What needs the build tag cuda stands in gpu.go and in
+// internal/cublaslt: loading, launching, and the library. Where the tag is and a C++
+// compiler, tests also run every kernel on the CPU (internal/simt), under the same
+// conformance suite as on a GPU. docs/KERNELS.md says how to add a kernel.
+//
+// # What it is not
+//
+// It makes no streams and owns no device memory but one workspace per stream, taken
+// when the Backend is made. It does not check what the data says: ids and slots
+// outside of their tables are left out or become not-a-number, and an expert's slot
+// is trusted to hold an address (a multiple of 16 bytes).
+//
+// # Invariants
+//
+//   - Launching allocates nothing, on the device or on Go's heap.
+//   - One order of sums: a product's inner dimension in steps of 16 from the start;
+//     attention in tiles of 32 positions inside of chunks of 256; norms and softmax
+//     by the row's length. So results of these kernels depend neither on the tile
+//     that was chosen nor on other rows. cuBLASLt does not promise that, which is
+//     what Options.BatchInvariant is for; either way, the same operation on the same
+//     data gives the same bits.
+//   - Weights may have any float type. Those of products that differ from the
+//     activations' type are taken apart into two numbers of it as they are read,
+//     which is slow: better cast them at load (Backend.WeightDType).
+//
+// # Limits
+//
+// A head size that is a multiple of 8, up to 128; at most 64 heads of a query to one
+// of the cache; rows of up to 12288 elements for norms; up to 3072 experts.
+//
+// # Example
+//
+//	backend, err := cuda.New(machine, device.HBM(0), cuda.Options{})
+//	defer backend.Close()
+//	stream, err := machine.NewStream(device.HBM(0), device.StreamOptions{Name: "compute"})
+//	…
+//	err = backend.Enqueue(stream, &kernels.MatMul{X: x, W: w, Out: y})
+package cuda

@@ -1,0 +1,191 @@
+//go:build cuda
+
+package cuda
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+
+	"golang.org/x/sync/errgroup"
+
+	"github.com/moeserve/moeserve/device"
+	"github.com/moeserve/moeserve/device/cuda"
+	"github.com/moeserve/moeserve/device/cuda/dylib"
+	"github.com/moeserve/moeserve/device/cuda/nvrtc"
+	"github.com/moeserve/moeserve/kernels"
+	"github.com/moeserve/moeserve/kernels/cuda/internal/cublaslt"
+)
+
+// oldestGPU is the compute capability, major*10+minor, from which on kernels run:
+// bfloat16 on tensor cores, copies in the background.
+const oldestGPU = 80
+
+// gpuRunner is a runner on a GPU. Its functions and handle serve all streams.
+type gpuRunner struct {
+	m         *cuda.Machine
+	space     device.Space
+	half      bool
+	modules   []*cuda.Module
+	functions [kernelCount]*cuda.Function
+	library   *cublaslt.Handle // nil with Options.BatchInvariant
+}
+
+// New returns a backend for a GPU of m, a machine of device/cuda. It compiles the
+// kernels, or finds them where it kept them; that takes seconds the first time. An
+// error says what to install, or which file does not compile.
+func New(machine device.Machine, space device.Space, o Options) (*Backend, error) {
+	o, err := o.withDefaults()
+	if err != nil {
+		return nil, err
+	}
+	m, ok := machine.(*cuda.Machine)
+	if !ok {
+		return nil, fmt.Errorf("cuda: backend of %v: a %T is no machine with GPUs", space, machine)
+	}
+	info, ok := m.Topology().Info(space)
+	if _, gpu := space.GPU(); !ok || !gpu {
+		return nil, fmt.Errorf("cuda: backend of %v: the machine has no such GPU", space)
+	}
+	if info.ComputeCapability < oldestGPU {
+		return nil, fmt.Errorf("cuda: backend of %v (%s): compute capability %d.%d, and kernels need %d.%d or later", space, info.Name,
+			info.ComputeCapability/10, info.ComputeCapability%10, oldestGPU/10, oldestGPU%10)
+	}
+	r := &gpuRunner{m: m, space: space, half: o.Activation == kernels.F16}
+	folders := dylib.Folders()
+	err = r.load(o, info.ComputeCapability, folders)
+	if err == nil && !o.BatchInvariant {
+		err = r.openLibrary((o.WorkspaceBytes+255)&^255, folders)
+	}
+	if err != nil {
+		return nil, errors.Join(fmt.Errorf("cuda: backend of %v: %w", space, err), r.close())
+	}
+	return newBackend(m, space, o, r)
+}
+
+// load compiles and loads every kernel.
+func (r *gpuRunner) load(o Options, capability int, folders []string) error {
+	compiler, err := nvrtc.Open(folders, r.m.DriverVersion()/1000)
+	if err != nil {
+		return err
+	}
+	cache := nvrtc.Cache{Dir: o.CacheDir}
+	if cache.Dir == "" {
+		// Without a cache directory, kernels are compiled each time.
+		if dir, err := os.UserCacheDir(); err == nil {
+			cache.Dir = filepath.Join(dir, "moeserve", "cubin")
+		}
+	}
+	cubins := make([][]byte, len(files))
+	var group errgroup.Group
+	for i, file := range files {
+		group.Go(func() (err error) {
+			cubins[i], _, err = compiler.Cached(cache, unit(file, o.Activation), nvrtc.Arch(capability))
+			return err
+		})
+	}
+	if err := group.Wait(); err != nil {
+		return err
+	}
+	modules := make(map[string]*cuda.Module)
+	for i, file := range files {
+		mod, err := r.m.LoadModule(r.space, file, cubins[i])
+		if err != nil {
+			return err
+		}
+		r.modules = append(r.modules, mod)
+		modules[file] = mod
+	}
+	for i, k := range table {
+		f, err := modules[k.file].Function(k.name)
+		if err == nil {
+			err = f.AllowDynamicShared(k.shared)
+		}
+		if err != nil {
+			return err
+		}
+		r.functions[i] = f
+	}
+	return nil
+}
+
+// files are the compilation units.
+var files = []string{"elementwise.cu", "route.cu", "sample.cu", "product.cu", "attention.cu"}
+
+// unit is one of them as the compiler takes it.
+func unit(file string, act kernels.DType) nvrtc.Source {
+	s := nvrtc.Source{Name: file, Text: source(file)}
+	if act == kernels.F16 {
+		s.Options = []string{"-DACT_F16"}
+	}
+	return s
+}
+
+// do runs f with the GPU's context current.
+func (r *gpuRunner) do(name string, f func() error) error {
+	s, err := r.m.NewStream(r.space, device.StreamOptions{Name: name})
+	if err != nil {
+		return err
+	}
+	return errors.Join(s.(*cuda.Stream).Do(name, f), s.Synchronize(context.Background()), s.Close())
+}
+
+func (r *gpuRunner) openLibrary(work int64, folders []string) error {
+	library, err := cublaslt.Open(folders, r.m.DriverVersion()/1000)
+	if err != nil {
+		return fmt.Errorf("%w (batch-invariant products do without it)", err)
+	}
+	return r.do("cuBLASLt", func() (err error) {
+		r.library, err = library.NewHandle(work)
+		return err
+	})
+}
+
+func gpuStream(s device.Stream) (*cuda.Stream, error) {
+	if st, ok := s.(*cuda.Stream); ok {
+		return st, nil
+	}
+	return nil, fmt.Errorf("stream %q of %v is no stream of a GPU", s.Name(), s.Space())
+}
+
+func (r *gpuRunner) launch(s device.Stream, k kernelID, g grid, args []byte) error {
+	st, err := gpuStream(s)
+	if err != nil {
+		return err
+	}
+	st.Args().Bytes(args, 8)
+	return st.Launch(r.functions[k], cuda.Grid{Blocks: [3]int{g.x, g.y, g.z}, Threads: [3]int{g.threads}, SharedBytes: g.shared})
+}
+
+func (r *gpuRunner) matmul(s device.Stream, work device.Range, p *libraryProduct) (bool, error) {
+	if r.library == nil {
+		return false, nil
+	}
+	st, err := gpuStream(s)
+	if err != nil {
+		return false, err
+	}
+	done := false
+	err = st.Do("matmul", func() (err error) {
+		done, err = r.library.MatMul(st.Handle(), uint64(work.Addr), &cublaslt.Product{
+			X: uint64(p.x), W: uint64(p.w), Bias: uint64(p.bias), Out: uint64(p.out),
+			Rows: p.rows, Columns: p.columns, Inner: p.inner, XStride: p.xStride, OutStride: p.outStride,
+			Half: r.half, OutFloat: p.outFloat,
+		})
+		return err
+	})
+	return done, err
+}
+
+func (r *gpuRunner) close() error {
+	var errs []error
+	if r.library != nil {
+		errs = append(errs, r.do("cuBLASLt", r.library.Close))
+	}
+	for _, mod := range r.modules {
+		errs = append(errs, mod.Unload())
+	}
+	return errors.Join(errs...)
+}

@@ -1,0 +1,198 @@
+//go:build cuda
+
+package cuda
+
+import (
+	"bytes"
+	"context"
+	"crypto/sha256"
+	"errors"
+	"flag"
+	"fmt"
+	"os"
+	"strings"
+	"testing"
+	"time"
+
+	"go.uber.org/goleak"
+
+	"github.com/moeserve/moeserve/device"
+	"github.com/moeserve/moeserve/device/cuda"
+	"github.com/moeserve/moeserve/device/cuda/dylib"
+	"github.com/moeserve/moeserve/device/cuda/nvrtc"
+	"github.com/moeserve/moeserve/kernels"
+	"github.com/moeserve/moeserve/kernels/kernelstest"
+)
+
+var (
+	full = flag.Bool("full", false, "test at the shapes of real models too, some GB, and on the CPU half an hour")
+	seed = flag.Uint64("seed", 0, "of the conformance suite's inputs; 0: another each time")
+)
+
+func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+
+// compiler skips where NVRTC is not installed.
+func compiler(t testing.TB) *nvrtc.Compiler {
+	t.Helper()
+	c, err := nvrtc.Open(dylib.Folders(), 13)
+	if errors.Is(err, nvrtc.ErrUnavailable) {
+		t.Skip(err)
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	return c
+}
+
+// TestCompile compiles every kernel for what we support, without a GPU.
+func TestCompile(t *testing.T) {
+	c := compiler(t)
+	for _, file := range files {
+		for _, act := range []kernels.DType{kernels.BF16, kernels.F16} {
+			for _, capability := range []int{80, 90} {
+				arch := nvrtc.Arch(capability)
+				t.Run(fmt.Sprintf("%s/%s/%s", file, act, arch), func(t *testing.T) {
+					t.Parallel()
+					start := time.Now()
+					cubin, log, err := c.Compile(unit(file, act), arch)
+					if err != nil {
+						t.Fatal(err)
+					}
+					if log != "" {
+						t.Errorf("the compiler says: %s", log)
+					}
+					for _, k := range table {
+						if k.file == file && !bytes.Contains(cubin, []byte(".text."+k.name+"\x00")) {
+							t.Errorf("no kernel %s", k.name)
+						}
+					}
+					t.Logf("%d bytes in %v", len(cubin), time.Since(start).Round(time.Millisecond))
+				})
+			}
+		}
+	}
+}
+
+// TestCompileError checks that an error names file and line.
+func TestCompileError(t *testing.T) {
+	c := compiler(t)
+	s := unit("route.cu", kernels.BF16)
+	s.Text += "\nbroken\n"
+	_, _, err := c.Compile(s, nvrtc.Arch(80))
+	lines := bytes.Count(mustRead(t, "route.cu"), []byte("\n"))
+	if want := fmt.Sprintf("route.cu(%d)", lines+2); err == nil || !strings.Contains(err.Error(), want) {
+		t.Errorf("%v, want it to say %q", err, want)
+	}
+}
+
+func mustRead(t *testing.T, file string) []byte {
+	t.Helper()
+	b, err := sources.ReadFile("src/" + file)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return b
+}
+
+// openGPU skips where there is no GPU, unless MOESERVE_CUDA_TEST=gpu says that there
+// is one.
+func openGPU(t testing.TB, o Options) (device.Machine, *Backend, device.Stream) {
+	t.Helper()
+	m, err := cuda.Open(cuda.Options{})
+	if errors.Is(err, cuda.ErrUnavailable) && os.Getenv("MOESERVE_CUDA_TEST") != "gpu" {
+		t.Skip(err)
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	start := time.Now()
+	b, err := New(m, device.HBM(0), o)
+	if err != nil {
+		t.Fatal(errors.Join(err, m.Close()))
+	}
+	t.Logf("backend in %v", time.Since(start).Round(time.Millisecond))
+	s, err := m.NewStream(device.HBM(0), device.StreamOptions{Name: "compute"})
+	if err != nil {
+		t.Fatal(errors.Join(err, b.Close(), m.Close()))
+	}
+	t.Cleanup(func() {
+		if err := errors.Join(s.Synchronize(context.Background()), s.Close(), b.Close(), m.Close()); err != nil {
+			t.Error(err)
+		}
+	})
+	return m, b, s
+}
+
+// TestGPU runs the conformance suite on a GPU, with and without cuBLASLt.
+func TestGPU(t *testing.T) {
+	for _, act := range []kernels.DType{kernels.BF16, kernels.F16} {
+		for _, invariant := range []bool{false, true} {
+			t.Run(fmt.Sprintf("%s/batch-invariant=%v", act, invariant), func(t *testing.T) {
+				m, b, s := openGPU(t, Options{Activation: act, BatchInvariant: invariant})
+				kernelstest.Run(t, func(*testing.T) (device.Machine, kernels.Backend, device.Stream) {
+					return m, b, s
+				}, kernelstest.Options{Full: *full, BatchInvariant: invariant, Seed: *seed})
+			})
+		}
+	}
+}
+
+// TestGPUTwice runs the suite twice on the same inputs: all outputs have the same
+// bits.
+func TestGPUTwice(t *testing.T) {
+	m, b, s := openGPU(t, Options{})
+	var sums [2][]byte
+	for i := range sums {
+		h := sha256.New()
+		kernelstest.Run(t, func(*testing.T) (device.Machine, kernels.Backend, device.Stream) {
+			return m, b, s
+		}, kernelstest.Options{Full: *full, Seed: max(*seed, 1), Output: func(test, tensor string, data []byte) {
+			fmt.Fprintf(h, "%s %d\n", tensor, len(data))
+			h.Write(data)
+		}})
+		sums[i] = h.Sum(nil)
+	}
+	if !bytes.Equal(sums[0], sums[1]) {
+		t.Errorf("two runs on the same inputs gave %x and %x", sums[0], sums[1])
+	}
+}
+
+// TestGPUStart times a start with a cold and with a warm cache.
+func TestGPUStart(t *testing.T) {
+	dir := t.TempDir()
+	var took [2]time.Duration
+	for i := range took {
+		start := time.Now()
+		t.Run(fmt.Sprint(i), func(t *testing.T) { openGPU(t, Options{CacheDir: dir}) })
+		took[i] = time.Since(start)
+	}
+	t.Logf("cold %v, warm %v, both with the opening of the device", took[0].Round(time.Millisecond), took[1].Round(time.Millisecond))
+	if took[0] > time.Minute {
+		t.Errorf("a start without a cache took %v", took[0])
+	}
+}
+
+func TestNewRefuses(t *testing.T) {
+	m, b, s := openGPU(t, Options{})
+	if _, err := New(m, device.HBM(7), Options{}); err == nil || !strings.Contains(err.Error(), "no such GPU") {
+		t.Errorf("a GPU too many: %v", err)
+	}
+	if _, err := New(nil, device.HBM(0), Options{}); err == nil || !strings.Contains(err.Error(), "no machine with GPUs") {
+		t.Errorf("no machine: %v", err)
+	}
+	t.Setenv(dylib.Variable, t.TempDir())
+	if _, err := New(m, device.HBM(0), Options{}); err != nil && !strings.Contains(err.Error(), "pip install") {
+		t.Errorf("without libraries: %v", err)
+	}
+	// The backend that is open works on.
+	mem, err := m.Alloc(device.HBM(0), 256, "x")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := b.Enqueue(s, &kernels.Clamp{X: kernels.New(mem.Range(0, 256).Addr, kernels.BF16, 2, 64), Limit: 1}); err != nil {
+		t.Error(err)
+	}
+	if err := errors.Join(s.Synchronize(t.Context()), mem.Free()); err != nil {
+		t.Error(err)
+	}
+}

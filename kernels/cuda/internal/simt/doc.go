@@ -1,0 +1,14 @@
+// Package simt runs the kernels of package cuda on the CPU, one block after another,
+// so that their logic can be tested where there is no GPU. It needs the build tag
+// cuda, an amd64 processor and a C++ compiler.
+//
+// The sources are compiled as C++ with emulated.h in the place of src/ptx.cuh: each
+// thread of a block is a fiber, warps exchange values and fragments at a meeting of
+// their 32 lanes, tensor core and matrix load instructions follow the layouts of
+// NVIDIA's PTX manual, and copies in the background happen as late as a kernel's
+// waits allow. Shared memory starts as not-a-number at every block and ends at a
+// page that cannot be touched; the order of threads is random. A block whose threads
+// can never meet is an error.
+//
+// It is no model of time, of memory ordering between blocks, or of bank conflicts.
+package simt

@@ -1,0 +1,192 @@
+// What src/ptx.cuh and the CUDA compiler offer to kernels, on the host.
+#pragma once
+#include <stdint.h>
+#include <string.h>
+
+#include <cmath>
+
+#include "engine.h"
+
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long i64;
+
+struct alignas(16) uint4 {
+  u32 x, y, z, w;
+};
+struct alignas(16) float4 {
+  float x, y, z, w;
+};
+struct alignas(8) float2 {
+  float x, y;
+};
+static inline float2 make_float2(float x, float y) { return {x, y}; }
+
+#define KERNEL(threads, blocks) static void
+#define DEVICE static inline
+#define DYNAMIC_SHARED(name) unsigned char *name = simt::shared_memory()
+#define __shared__ static
+#define threadIdx simt::thread()
+#define blockIdx simt::block_index
+#define blockDim simt::block_size
+
+template <class To, class From>
+static inline To bits(From v) {
+  static_assert(sizeof(To) == sizeof(From), "size");
+  To r;
+  memcpy(&r, &v, sizeof r);
+  return r;
+}
+
+static inline u32 __float_as_uint(float v) { return bits<u32>(v); }
+static inline float __uint_as_float(u32 v) { return bits<float>(v); }
+static inline float __uint2float_rn(u32 v) { return (float)v; }
+static inline float __int2float_rn(int v) { return (float)v; }
+static inline float __fadd_rn(float a, float b) { return a + b; }
+static inline float __fmul_rn(float a, float b) { return a * b; }
+static inline float __fdiv_rn(float a, float b) { return a / b; }
+static inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
+static inline u32 __umulhi(u32 a, u32 b) { return (u32)((u64)a * b >> 32); }
+static inline int __popc(u32 v) { return __builtin_popcount(v); }
+static inline int min(int a, int b) { return a < b ? a : b; }
+static inline int max(int a, int b) { return a > b ? a : b; }
+static inline u64 atomicAdd(u64 *p, u64 v) {
+  u64 old = *p;
+  *p += v;
+  return old;
+}
+
+static inline void __syncthreads() { simt::meet_block(); }
+static inline void __syncwarp() { simt::meet_warp({}); }
+
+template <class T>
+static inline T from_lane(T v, int lane) {
+  simt::message m = {};
+  memcpy(m.words, &v, sizeof v);
+  const simt::message *all = simt::meet_warp(m);
+  memcpy(&v, all[lane].words, sizeof v);
+  return v;
+}
+
+template <class T>
+static inline T __shfl_sync(u32, T v, int lane) {
+  return from_lane(v, lane & 31);
+}
+
+template <class T>
+static inline T __shfl_xor_sync(u32, T v, int mask) {
+  return from_lane(v, simt::lane() ^ mask);
+}
+
+template <class T>
+static inline T __shfl_up_sync(u32, T v, int by) {
+  int lane = simt::lane();
+  return from_lane(v, lane < by ? lane : lane - by);
+}
+
+static inline u32 __ballot_sync(u32, bool v) {
+  simt::message m = {};
+  m.words[0] = v;
+  const simt::message *all = simt::meet_warp(m);
+  u32 r = 0;
+  for (int i = 0; i < 32; i++) r |= all[i].words[0] << i;
+  return r;
+}
+
+// Conversions, by arithmetic rather than as ptx.cuh does them.
+static inline float from_bf16(u16 b) { return bits<float>((u32)b << 16); }
+
+static inline float from_f16(u16 h) {
+  int exponent = h >> 10 & 31, fraction = h & 1023;
+  float v = exponent == 31  ? (fraction ? NAN : INFINITY)
+            : exponent == 0 ? ldexpf((float)fraction, -24)
+                            : ldexpf((float)(fraction + 1024), exponent - 25);
+  return h & 0x8000 ? -v : v;
+}
+
+static inline u16 round_bf16(float f) {
+  u32 b = bits<u32>(f);
+  if (f != f) return 0x7fff;
+  return (u16)((b + 0x7fff + (b >> 16 & 1)) >> 16);
+}
+
+static inline u16 round_f16(float f) {
+  u16 sign = bits<u32>(f) >> 31 ? 0x8000 : 0;
+  float v = fabsf(f);
+  if (f != f) return 0x7fff;
+  if (v >= 65520.f) return sign | 0x7c00;
+  if (v < ldexpf(1, -14)) return sign | (u16)nearbyintf(ldexpf(v, 24));
+  int exponent;
+  float fraction = frexpf(v, &exponent);  // [0.5, 1)
+  u32 m = (u32)nearbyintf(ldexpf(fraction, 11));
+  return sign | (u16)(((exponent + 14) << 10) + (m - 1024));
+}
+
+static inline u32 pack_bf16(float lo, float hi) { return round_bf16(lo) | (u32)round_bf16(hi) << 16; }
+static inline u32 pack_f16(float lo, float hi) { return round_f16(lo) | (u32)round_f16(hi) << 16; }
+static inline float exp2_fast(float x) { return exp2f(x); }
+
+// Lane l of A (16 x 16) holds rows l/4 (words 0, 2) and l/4 + 8 (1, 3), columns
+// 2 (l%4) and its neighbor, from 8 on in words 2 and 3; of B (16 x 8) column l/4,
+// rows 2 (l%4) and its neighbor, from 8 on in word 1; of D (16 x 8) rows l/4 (0, 1)
+// and l/4 + 8 (2, 3), columns 2 (l%4) and its neighbor.
+template <float (*widen)(u16)>
+static inline void multiply(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  simt::message m = {{a[0], a[1], a[2], a[3], b0, b1}};
+  const simt::message *all = simt::meet_warp(m);
+  int lane = simt::lane();
+  for (int i = 0; i < 4; i++) {
+    int row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
+    float sum = 0;
+    for (int k = 0; k < 16; k++) {
+      u32 aw = all[row % 8 * 4 + k % 8 / 2].words[row / 8 + k / 8 * 2];
+      u32 bw = all[column * 4 + k % 8 / 2].words[4 + k / 8];
+      sum += widen((u16)(aw >> k % 2 * 16)) * widen((u16)(bw >> k % 2 * 16));
+    }
+    d[i] += sum;
+  }
+}
+
+static inline void mma_bf16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) { multiply<from_bf16>(d, a, b0, b1); }
+static inline void mma_f16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) { multiply<from_f16>(d, a, b0, b1); }
+
+static inline const u16 *row_of(const simt::message *all, int lane) {
+  u64 p;
+  memcpy(&p, all[lane].words, sizeof p);
+  return (const u16 *)p;
+}
+
+static inline const simt::message *rows_of(const void *row) {
+  simt::check_shared(row, 16);
+  simt::message m = {};
+  memcpy(m.words, &row, sizeof row);
+  return simt::meet_warp(m);
+}
+
+static inline void load_matrices(u32 (&r)[4], const void *row) {
+  const simt::message *all = rows_of(row);
+  int lane = simt::lane();
+  for (int i = 0; i < 4; i++) {
+    const u16 *p = row_of(all, i * 8 + lane / 4) + lane % 4 * 2;
+    r[i] = p[0] | (u32)p[1] << 16;
+  }
+  simt::meet_warp({});
+}
+
+static inline void load_matrices_transposed(u32 (&r)[4], const void *row) {
+  const simt::message *all = rows_of(row);
+  int lane = simt::lane();
+  for (int i = 0; i < 4; i++) {
+    int column = lane / 4, k = lane % 4 * 2;
+    r[i] = row_of(all, i * 8 + k)[column] | (u32)row_of(all, i * 8 + k + 1)[column] << 16;
+  }
+  simt::meet_warp({});
+}
+
+static inline void copy_async(void *shared, const void *global, int bytes) { simt::copy(shared, global, bytes); }
+static inline void copy_commit() { simt::commit(); }
+template <int pending>
+static inline void copy_wait() {
+  simt::wait(pending);
+}

@@ -1,0 +1,26 @@
+// All kernels, for one activation type, and their table. src_*.h are links to the
+// sources: the go command rebuilds for what lies in this folder only.
+#include "emulated.h"
+
+namespace {
+#include "src_common.h"
+#include "src_elementwise.h"
+#include "src_route.h"
+#include "src_sample.h"
+#include "src_product.h"
+#include "src_attention.h"
+}  // namespace
+
+#define ENTRY(name, args) {#name, simt::call<args, name>, sizeof(args)}
+#define TILES(name) \
+  ENTRY(name##_16, product_args), ENTRY(name##_64, product_args), ENTRY(name##_128, product_args), ENTRY(name##_any, product_args)
+#define HEADS(d) ENTRY(attention_##d##_1, attention_args), ENTRY(attention_##d##_4, attention_args)
+
+extern const simt_kernel TABLE[] = {
+    ENTRY(embed, embed_args),           ENTRY(norm_warp, norm_args),       ENTRY(norm_block, norm_args),
+    ENTRY(clamp, clamp_args),           ENTRY(silu_mul, silu_mul_args),    ENTRY(gather, gather_args),
+    ENTRY(combine, combine_args),       ENTRY(add_bias, add_bias_args),    ENTRY(rope, rope_args),
+    ENTRY(append_kv, append_kv_args),   ENTRY(route, route_args),          ENTRY(group, group_args),
+    ENTRY(sample, sample_args),         ENTRY(sample_merge, sample_args),  ENTRY(attention_join, attention_args),
+    HEADS(32), HEADS(64), HEADS(96), HEADS(128), TILES(matmul), TILES(up), TILES(down), {nullptr, nullptr, 0},
+};

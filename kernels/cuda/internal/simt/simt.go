@@ -1,0 +1,57 @@
+//go:build cuda && amd64
+
+package simt
+
+/*
+#cgo CXXFLAGS: -std=c++17 -O2 -fno-strict-aliasing -Wno-unknown-pragmas -Wno-unused
+#cgo LDFLAGS: -static-libstdc++ -static-libgcc
+#include "simt.h"
+#include <stdlib.h>
+*/
+import "C"
+
+import (
+	"fmt"
+	"sync"
+	"unsafe"
+)
+
+// engine has one block at a time.
+var engine sync.Mutex
+
+// Launch runs a kernel on blocks (x, y, z) of threads, a multiple of 32, with shared
+// bytes of dynamic shared memory each, to its end. half says for which activation
+// type it is compiled; seed decides in which order threads run.
+func Launch(half bool, name string, args []byte, blocks [3]int, threads, shared int, seed uint64) error {
+	if err := CheckArguments(half, name, len(args)); err != nil {
+		return err
+	}
+	engine.Lock()
+	defer engine.Unlock()
+	n := C.CString(name)
+	defer C.free(unsafe.Pointer(n))
+	a := C.CBytes(args)
+	defer C.free(a)
+	grid := [3]C.unsigned{C.unsigned(blocks[0]), C.unsigned(blocks[1]), C.unsigned(blocks[2])}
+	if problem := C.simt_launch(number(half), n, a, &grid[0], C.unsigned(threads), C.size_t(shared), C.uint64_t(seed)); problem != nil {
+		return fmt.Errorf("simt: %s: %s", name, C.GoString(problem))
+	}
+	return nil
+}
+
+// CheckArguments compares the size of a kernel's argument struct with bytes.
+func CheckArguments(half bool, name string, bytes int) error {
+	n := C.CString(name)
+	defer C.free(unsafe.Pointer(n))
+	if want := C.simt_argument_bytes(number(half), n); int(want) != bytes {
+		return fmt.Errorf("simt: %s: %d bytes of arguments, want %d (-1: no such kernel)", name, bytes, int(want))
+	}
+	return nil
+}
+
+func number(half bool) C.int {
+	if half {
+		return 1
+	}
+	return 0
+}

@@ -1,0 +1,16 @@
+#ifndef MOESERVE_SIMT_H
+#define MOESERVE_SIMT_H
+#include <stddef.h>
+#include <stdint.h>
+#ifdef __cplusplus
+extern "C" {
+#endif
+/* Runs a kernel to its end; returns what went wrong, or NULL. half: of the half-precision build. */
+const char *simt_launch(int half, const char *name, const void *args, const unsigned *blocks, unsigned threads, size_t shared,
+                        uint64_t seed);
+/* The size of a kernel's arguments, -1 if there is no such kernel. */
+int64_t simt_argument_bytes(int half, const char *name);
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,190 @@
+package cuda
+
+import (
+	"math"
+
+	"github.com/moeserve/moeserve/kernels"
+)
+
+type productArgs struct {
+	x, w, bias, out, offsets, order, slots, experts uint64
+	xStride, outStride                              int64
+	rows, columns, inner                            int32
+	listed, expertsAll, topK                        int32
+	wType, biasType, outFloat                       int32
+	xAligned, wAligned, outPaired                   int32
+}
+
+// tile is what one block of a product computes.
+type tile struct {
+	name          string
+	rows, weights int // of X; of W, or of both matrices for the way up
+	terms         int // into how many parts weights are taken apart
+	stages        int
+	threads       int
+}
+
+// tiles as they are instantiated in product.cu; the last takes all types.
+var tiles = [...]tile{
+	{"16", 16, 64, 1, 6, 128},
+	{"64", 64, 128, 1, 4, 256},
+	{"128", 128, 128, 1, 3, 256},
+	{"any", 64, 128, 2, 2, 256},
+}
+
+const anyTile = len(tiles) - 1
+
+// stepBytes is one row of a stage: 64 elements.
+const stepBytes = 128
+
+func (t *tile) shared() int { return (t.rows + t.terms*t.weights) * stepBytes * t.stages }
+
+// columns of Out that one tile has.
+func (t *tile) columns(mode kernelID) int {
+	if mode == upMode {
+		return t.weights / 2
+	}
+	return t.weights
+}
+
+// Modes of a product, in the order of the table.
+const (
+	denseMode kernelID = iota
+	upMode
+	downMode
+)
+
+// product enqueues a product with the tile given; across is how many tiles of
+// columns there are.
+func (b *Backend) product(l *lane, op string, mode kernelID, tile, blocks int, a *productArgs) error {
+	t := &tiles[tile]
+	return launch(b, l, op, productKernels+mode*kernelID(len(tiles))+kernelID(tile), grid{x: blocks, threads: t.threads, shared: t.shared()}, a)
+}
+
+// chooseTile takes the largest tile that rows rows (of one matrix) fill by more than
+// half and of which there are enough to keep the device busy: matrices products with
+// so many columns of Out.
+func (b *Backend) chooseTile(mode kernelID, rows, columns, matrices int) int {
+	for i := anyTile - 1; i > 0; i-- {
+		t := &tiles[i]
+		if 2*rows > t.rows && ceil(rows, t.rows)*ceil(columns, t.columns(mode))*matrices >= b.multiprocessors {
+			return i
+		}
+	}
+	return 0
+}
+
+func (b *Backend) matmul(l *lane, o *kernels.MatMul) error {
+	if err := b.activation(o.Name(), "X", &o.X); err != nil {
+		return err
+	}
+	rows, columns, inner := o.X.Shape[0], o.W.Shape[0], o.W.Shape[1]
+	if rows == 0 || columns == 0 {
+		return nil
+	}
+	same := o.W.DType == o.X.DType && inner%8 == 0 && aligned(&o.X, &o.W)
+	outFloat := o.Out.DType == kernels.F32
+	if !b.o.BatchInvariant && same && inner > 0 && columns%8 == 0 && columns >= leastLibraryColumns && aligned(&o.Out) && o.Out.Stride[0]%8 == 0 {
+		done, err := b.libraryMatMul(l, o, outFloat)
+		if done || err != nil {
+			return err
+		}
+	}
+	a := productArgs{
+		x: address(&o.X), w: address(&o.W), bias: address(&o.Bias), out: address(&o.Out),
+		xStride: int64(o.X.Stride[0]), outStride: int64(o.Out.Stride[0]),
+		rows: int32(rows), columns: int32(columns), inner: int32(inner),
+		wType: int32(o.W.DType), biasType: int32(o.Bias.DType), outFloat: truth(outFloat),
+		xAligned: truth(aligned(&o.X)), wAligned: truth(inner%8 == 0 && aligned(&o.W)), outPaired: truth(paired(&o.Out)),
+	}
+	i := anyTile
+	if same {
+		i = b.chooseTile(denseMode, rows, columns, 1)
+	}
+	blocks := ceil(rows, tiles[i].rows) * ceil(columns, tiles[i].columns(denseMode))
+	return b.product(l, o.Name(), denseMode, i, blocks, &a)
+}
+
+// leastLibraryColumns: narrower products (routers, gates) stay with our kernels.
+const leastLibraryColumns = 64
+
+type addBiasArgs struct {
+	x, bias        uint64
+	stride         int64
+	columns, dtype int32
+}
+
+// libraryMatMul enqueues a product through the library, or returns false. Its bias
+// has to be of the type of Out.
+func (b *Backend) libraryMatMul(l *lane, o *kernels.MatMul, outFloat bool) (bool, error) {
+	p := &l.product
+	*p = libraryProduct{
+		x: o.X.Addr, w: o.W.Addr, out: o.Out.Addr,
+		rows: o.X.Shape[0], columns: o.W.Shape[0], inner: o.W.Shape[1],
+		xStride: o.X.Stride[0], outStride: o.Out.Stride[0], outFloat: outFloat,
+	}
+	after := false // the bias is added by a kernel of its own
+	if !o.Bias.None() {
+		switch {
+		case outFloat:
+			after = true
+		case o.Bias.DType == o.Out.DType && aligned(&o.Bias):
+			p.bias = o.Bias.Addr
+		default:
+			return false, nil
+		}
+	}
+	done, err := b.run.matmul(l.stream, l.work, p)
+	if !done || err != nil || !after {
+		return done, err
+	}
+	g := grid{x: p.rows, y: ceil(p.columns, rowThreads), threads: rowThreads}
+	return true, launch(b, l, o.Name(), addBias, g, &addBiasArgs{
+		x: address(&o.Out), bias: address(&o.Bias), stride: int64(p.outStride), columns: int32(p.columns), dtype: int32(o.Bias.DType),
+	})
+}
+
+// paired says whether two neighbors of an even column lie in one aligned word.
+func paired(t *kernels.Tensor) bool {
+	return int(t.Addr)%(2*t.DType.Size()) == 0 && t.Stride[0]%2 == 0
+}
+
+func (b *Backend) expertUp(l *lane, o *kernels.ExpertUp) error {
+	return b.experts(l, o.Name(), upMode, &o.X, &o.Offsets, &o.Order, &o.Slots, &o.Experts, &o.Out, &o.Layout)
+}
+
+func (b *Backend) expertDown(l *lane, o *kernels.ExpertDown) error {
+	return b.experts(l, o.Name(), downMode, &o.X, &o.Offsets, &o.Order, &o.Slots, &o.Experts, &o.Out, &o.Layout)
+}
+
+func (b *Backend) experts(l *lane, op string, mode kernelID, x, offsets, order, slots, experts, out *kernels.Tensor, layout *kernels.ExpertLayout) error {
+	if err := b.activation(op, "X", x); err != nil {
+		return err
+	}
+	if err := checkLayout(op, layout); err != nil {
+		return err
+	}
+	pairs, listed, all := order.Shape[0], experts.Shape[0], slots.Shape[0]
+	if pairs == 0 || listed == 0 {
+		return nil
+	}
+	columns, inner := out.Shape[1], x.Shape[1]
+	a := productArgs{
+		x: address(x), out: address(out), offsets: address(offsets), order: address(order), slots: address(slots), experts: address(experts),
+		xStride: int64(x.Stride[0]), outStride: int64(out.Stride[0]),
+		columns: int32(columns), inner: int32(inner),
+		listed: int32(listed), expertsAll: int32(all), topK: int32(pairs / max(x.Shape[0], 1)), wType: int32(layout.DType),
+		xAligned: truth(aligned(x)), wAligned: truth(inner%8 == 0), outPaired: truth(paired(out)),
+	}
+	i := anyTile
+	if layout.DType == x.DType && inner%8 == 0 && aligned(x) {
+		i = b.chooseTile(mode, ceil(pairs, all), columns, listed)
+	}
+	t := &tiles[i]
+	// The worst case: as many tiles as pairs fill, and one more for each expert.
+	rows := min(pairs, pairs/t.rows+listed)
+	if rows > math.MaxInt32/ceil(columns, t.columns(mode)) {
+		rows = math.MaxInt32 // launch refuses it
+	}
+	return b.product(l, op, mode, i, rows*ceil(columns, t.columns(mode)), &a)
+}

@@ -1,0 +1,82 @@
+package cuda
+
+import (
+	"fmt"
+
+	"github.com/moeserve/moeserve/kernels"
+)
+
+type routeArgs struct {
+	logits, ids, weights, counts uint64
+	stride, rows                 int64
+	experts, k, method           int32
+	limit                        float32
+}
+
+// routeRows is how many rows a block routes, a warp each; their scores lie in shared
+// memory.
+const (
+	routeRows  = 4
+	maxExperts = defaultShared / 4 / routeRows
+)
+
+func (b *Backend) route(l *lane, o *kernels.Route) error {
+	rows, experts := o.Logits.Shape[0], o.Logits.Shape[1]
+	if experts > maxExperts {
+		return fmt.Errorf("cuda: %s: Logits is %v, want at most %d experts", o.Name(), o.Logits, maxExperts)
+	}
+	return launch(b, l, o.Name(), routeKernel, grid{x: ceil(rows, routeRows), threads: 32 * routeRows, shared: routeRows * experts * 4}, &routeArgs{
+		logits: address(&o.Logits), ids: address(&o.IDs), weights: address(&o.Weights), counts: address(&o.Counts),
+		stride: int64(o.Logits.Stride[0]), rows: int64(rows),
+		experts: int32(experts), k: int32(o.IDs.Shape[1]), method: int32(o.Method), limit: 2 * o.Jitter,
+	})
+}
+
+type groupArgs struct {
+	ids, offsets, order uint64
+	pairs               int64
+	experts             int32
+}
+
+func (b *Backend) group(l *lane, o *kernels.Group) error {
+	experts := o.Offsets.Shape[0] - 1
+	return launch(b, l, o.Name(), groupKernel, grid{x: experts, threads: 1024}, &groupArgs{
+		ids: address(&o.IDs), offsets: address(&o.Offsets), order: address(&o.Order),
+		pairs: int64(o.Order.Shape[0]), experts: int32(experts),
+	})
+}
+
+type sampleArgs struct {
+	logits, temperatures, seeds, samples, positions, out, work uint64
+	stride                                                     int64
+	vocabulary, segments, segment, aligned                     int32
+}
+
+const (
+	sampleThreads = 512
+	// leastSegment is how many tokens one block of a row's draw takes at least.
+	leastSegment = 4096
+)
+
+func (b *Backend) sample(l *lane, o *kernels.Sample) error {
+	rows, vocabulary := o.Logits.Shape[0], o.Logits.Shape[1]
+	if rows == 0 {
+		return nil
+	}
+	segments := max(min(2*b.multiprocessors/rows, ceil(vocabulary, leastSegment)), 1)
+	segment := ceil(ceil(vocabulary, segments), 4) * 4
+	segments = ceil(vocabulary, segment)
+	if int64(rows)*int64(segments)*8 > l.work.Bytes {
+		segments, segment = 1, ceil(vocabulary, 4)*4
+	}
+	a := sampleArgs{
+		logits: address(&o.Logits), temperatures: address(&o.Temperature), seeds: address(&o.Seeds), samples: address(&o.Samples),
+		positions: address(&o.Positions), out: address(&o.Out), work: uint64(l.work.Addr),
+		stride: int64(o.Logits.Stride[0]), vocabulary: int32(vocabulary), segments: int32(segments), segment: int32(segment),
+		aligned: truth(aligned(&o.Logits)),
+	}
+	if err := launch(b, l, o.Name(), sampleKernel, grid{x: rows, y: segments, threads: sampleThreads}, &a); err != nil || segments == 1 {
+		return err
+	}
+	return launch(b, l, o.Name(), sampleMerge, grid{x: rows, threads: 32}, &a)
+}

@@ -1,0 +1,198 @@
+package cuda
+
+import (
+	"fmt"
+
+	"github.com/moeserve/moeserve/kernels"
+)
+
+// The structs here and in the other files of operations have the layout of their
+// namesakes in src/.
+
+// rowThreads is the block of the kernels on rows; each thread has 8 elements.
+const rowThreads = 128
+
+// byRow is the grid of a kernel with items of 8 elements per row.
+func byRow(rows, items int) grid {
+	return grid{x: rows, y: ceil(items, rowThreads), threads: rowThreads}
+}
+
+type embedArgs struct {
+	ids, table, out                                uint64
+	tableStride, outStride                         int64
+	vocabulary, columns, dtype, tableAligned, out8 int32
+}
+
+func (b *Backend) embed(l *lane, o *kernels.Embed) error {
+	if err := b.activation(o.Name(), "Out", &o.Out); err != nil {
+		return err
+	}
+	columns := o.Out.Shape[1]
+	return launch(b, l, o.Name(), embedKernel, byRow(o.Out.Shape[0], ceil(columns, 8)), &embedArgs{
+		ids: address(&o.IDs), table: address(&o.Table), out: address(&o.Out),
+		tableStride: int64(o.Table.Stride[0]), outStride: int64(o.Out.Stride[0]),
+		vocabulary: int32(o.Table.Shape[0]), columns: int32(columns), dtype: int32(o.Table.DType),
+		tableAligned: truth(aligned(&o.Table)), out8: truth(aligned(&o.Out)),
+	})
+}
+
+type normArgs struct {
+	x, residual, weight, bias, out                                 uint64
+	xRow, xHead, residualRow, residualHead, outRow, outHead, items int64
+	heads, d, layer, weightType, biasType                          int32
+	eps                                                            float32
+	aligned, weightAligned, biasAligned                            int32
+}
+
+const (
+	// normWarpElements is up to how many elements a warp norms a row.
+	normWarpElements = 1024
+	// maxNormElements fit a block's shared memory, as float32, on every device.
+	maxNormElements = defaultShared / 4
+)
+
+func (b *Backend) norm(l *lane, o *kernels.Norm) error {
+	if err := b.activation(o.Name(), "X", &o.X); err != nil {
+		return err
+	}
+	d := o.Weight.Shape[0]
+	if d > maxNormElements {
+		return fmt.Errorf("cuda: %s: X is %v, want rows of at most %d elements", o.Name(), o.X, maxNormElements)
+	}
+	if d == 0 {
+		return nil
+	}
+	a := normArgs{
+		x: address(&o.X), residual: address(&o.Residual), weight: address(&o.Weight), bias: address(&o.Bias), out: address(&o.Out),
+		xRow: int64(o.X.Stride[0]), residualRow: int64(o.Residual.Stride[0]), outRow: int64(o.Out.Stride[0]),
+		heads: 1, d: int32(d), layer: truth(o.Kind == kernels.Layer), weightType: int32(o.Weight.DType), biasType: int32(o.Bias.DType),
+		eps:     o.Eps,
+		aligned: truth(aligned(&o.X, &o.Residual, &o.Out)), weightAligned: truth(aligned(&o.Weight)), biasAligned: truth(aligned(&o.Bias)),
+	}
+	if o.X.Rank == 3 {
+		a.heads = int32(o.X.Shape[1])
+		a.xHead, a.residualHead, a.outHead = int64(o.X.Stride[1]), int64(o.Residual.Stride[1]), int64(o.Out.Stride[1])
+	}
+	items := o.X.Shape[0] * int(a.heads)
+	a.items = int64(items)
+	row := ceil(d, 8) * 8 * 4 // bytes
+	if d <= normWarpElements {
+		return launch(b, l, o.Name(), normWarp, grid{x: ceil(items, 8), threads: 256, shared: 8 * row}, &a)
+	}
+	return launch(b, l, o.Name(), normBlock, grid{x: items, threads: 256, shared: row}, &a)
+}
+
+type clampArgs struct {
+	x       uint64
+	stride  int64
+	columns int32
+	limit   float32
+	aligned int32
+}
+
+func (b *Backend) clamp(l *lane, o *kernels.Clamp) error {
+	if err := b.activation(o.Name(), "X", &o.X); err != nil {
+		return err
+	}
+	return launch(b, l, o.Name(), clampKernel, byRow(o.X.Shape[0], ceil(o.X.Shape[1], 8)), &clampArgs{
+		x: address(&o.X), stride: int64(o.X.Stride[0]), columns: int32(o.X.Shape[1]), limit: o.Limit, aligned: truth(aligned(&o.X)),
+	})
+}
+
+type siluMulArgs struct {
+	gate, up, out                   uint64
+	gateStride, upStride, outStride int64
+	columns, aligned                int32
+}
+
+func (b *Backend) siluMul(l *lane, o *kernels.SiluMul) error {
+	if err := b.activation(o.Name(), "Gate", &o.Gate); err != nil {
+		return err
+	}
+	return launch(b, l, o.Name(), siluMul, byRow(o.Out.Shape[0], ceil(o.Out.Shape[1], 8)), &siluMulArgs{
+		gate: address(&o.Gate), up: address(&o.Up), out: address(&o.Out),
+		gateStride: int64(o.Gate.Stride[0]), upStride: int64(o.Up.Stride[0]), outStride: int64(o.Out.Stride[0]),
+		columns: int32(o.Out.Shape[1]), aligned: truth(aligned(&o.Gate, &o.Up, &o.Out)),
+	})
+}
+
+type gatherArgs struct {
+	x, rows, out            uint64
+	xStride, outStride      int64
+	count, columns, aligned int32
+}
+
+func (b *Backend) gather(l *lane, o *kernels.Gather) error {
+	if err := b.activation(o.Name(), "X", &o.X); err != nil {
+		return err
+	}
+	return launch(b, l, o.Name(), gatherKernel, byRow(o.Out.Shape[0], ceil(o.Out.Shape[1], 8)), &gatherArgs{
+		x: address(&o.X), rows: address(&o.Rows), out: address(&o.Out),
+		xStride: int64(o.X.Stride[0]), outStride: int64(o.Out.Stride[0]),
+		count: int32(o.X.Shape[0]), columns: int32(o.Out.Shape[1]), aligned: truth(aligned(&o.X, &o.Out)),
+	})
+}
+
+type combineArgs struct {
+	x, weights, shared, gate, out                uint64
+	xStride, sharedStride, gateStride, outStride int64
+	k, columns, aligned                          int32
+}
+
+func (b *Backend) combine(l *lane, o *kernels.Combine) error {
+	if err := b.activation(o.Name(), "X", &o.X); err != nil {
+		return err
+	}
+	return launch(b, l, o.Name(), combineKernel, byRow(o.Out.Shape[0], ceil(o.Out.Shape[1], 8)), &combineArgs{
+		x: address(&o.X), weights: address(&o.Weights), shared: address(&o.Shared), gate: address(&o.SharedGate), out: address(&o.Out),
+		xStride: int64(o.X.Stride[0]), sharedStride: int64(o.Shared.Stride[0]), gateStride: int64(o.SharedGate.Stride[0]), outStride: int64(o.Out.Stride[0]),
+		k: int32(o.Weights.Shape[1]), columns: int32(o.Out.Shape[1]), aligned: truth(aligned(&o.X, &o.Shared, &o.Out)),
+	})
+}
+
+type ropeArgs struct {
+	q, k, table, rows                     uint64
+	qRow, qHead, kRow, kHead              int64
+	qHeads, kHeads, half, places, aligned int32
+}
+
+func (b *Backend) rope(l *lane, o *kernels.RoPE) error {
+	if err := b.activation(o.Name(), "Q", &o.Q); err != nil {
+		return err
+	}
+	half, heads := o.Q.Shape[2]/2, o.Q.Shape[1]+o.K.Shape[1]
+	if half == 0 {
+		return nil
+	}
+	return launch(b, l, o.Name(), ropeKernel, byRow(o.Q.Shape[0], heads*ceil(half, 8)), &ropeArgs{
+		q: address(&o.Q), k: address(&o.K), table: address(&o.Table), rows: address(&o.Rows),
+		qRow: int64(o.Q.Stride[0]), qHead: int64(o.Q.Stride[1]), kRow: int64(o.K.Stride[0]), kHead: int64(o.K.Stride[1]),
+		qHeads: int32(o.Q.Shape[1]), kHeads: int32(o.K.Shape[1]), half: int32(half), places: int32(o.Table.Shape[0]),
+		aligned: truth(half%8 == 0 && aligned(&o.Q, &o.K, &o.Table)),
+	})
+}
+
+type appendKVArgs struct {
+	k, v, cacheK, cacheV, slots                        uint64
+	kRow, kHead, vRow, vHead                           int64
+	ckBlock, ckToken, ckHead, cvBlock, cvToken, cvHead int64
+	heads, d, blocks, tokens, aligned                  int32
+}
+
+func (b *Backend) appendKV(l *lane, o *kernels.AppendKV) error {
+	if err := b.activation(o.Name(), "K", &o.K); err != nil {
+		return err
+	}
+	heads, d := o.K.Shape[1], o.K.Shape[2]
+	if d == 0 {
+		return nil
+	}
+	return launch(b, l, o.Name(), appendKV, byRow(o.K.Shape[0], 2*heads*ceil(d, 8)), &appendKVArgs{
+		k: address(&o.K), v: address(&o.V), cacheK: address(&o.CacheK), cacheV: address(&o.CacheV), slots: address(&o.Slots),
+		kRow: int64(o.K.Stride[0]), kHead: int64(o.K.Stride[1]), vRow: int64(o.V.Stride[0]), vHead: int64(o.V.Stride[1]),
+		ckBlock: int64(o.CacheK.Stride[0]), ckToken: int64(o.CacheK.Stride[1]), ckHead: int64(o.CacheK.Stride[2]),
+		cvBlock: int64(o.CacheV.Stride[0]), cvToken: int64(o.CacheV.Stride[1]), cvHead: int64(o.CacheV.Stride[2]),
+		heads: int32(heads), d: int32(d), blocks: int32(o.CacheK.Shape[0]), tokens: int32(o.CacheK.Shape[1]),
+		aligned: truth(aligned(&o.K, &o.V, &o.CacheK, &o.CacheV)),
+	})
+}

@@ -1,0 +1,92 @@
+package cuda
+
+import (
+	"embed"
+	"fmt"
+)
+
+//go:embed src
+var sources embed.FS
+
+// source is the text of a compilation unit: ptx.cuh and common.cuh come before the
+// file.
+func source(file string) string {
+	var text []byte
+	for _, name := range []string{"ptx.cuh", "common.cuh", file} {
+		b, err := sources.ReadFile("src/" + name)
+		if err != nil {
+			panic(err) // embedded, or it did not build
+		}
+		text = fmt.Appendf(text, "#line 1 %q\n%s", name, b)
+	}
+	return string(text)
+}
+
+// kernel is one __global__ function.
+type kernel struct {
+	file, name string
+	// shared is the most dynamic shared memory of a block, in bytes.
+	shared int
+}
+
+// defaultShared is how much shared memory a block may have on every device without
+// asking for more.
+const defaultShared = 48 << 10
+
+// kernelID names a kernel in the table.
+type kernelID int
+
+const (
+	embedKernel kernelID = iota
+	normWarp
+	normBlock
+	clampKernel
+	siluMul
+	gatherKernel
+	combineKernel
+	addBias
+	ropeKernel
+	appendKV
+	routeKernel
+	groupKernel
+	sampleKernel
+	sampleMerge
+	attentionJoin
+	// attentionKernels: by head size, one warp and four each.
+	attentionKernels
+	productKernels = attentionKernels + kernelID(2*len(headSizes))
+	// productKernels: dense, up, down, and for each the tiles in order.
+	kernelCount = productKernels + kernelID(3*len(tiles))
+)
+
+// table is in the order of the ids.
+var table = func() []kernel {
+	t := []kernel{
+		{"elementwise.cu", "embed", 0},
+		{"elementwise.cu", "norm_warp", defaultShared},
+		{"elementwise.cu", "norm_block", defaultShared},
+		{"elementwise.cu", "clamp", 0},
+		{"elementwise.cu", "silu_mul", 0},
+		{"elementwise.cu", "gather", 0},
+		{"elementwise.cu", "combine", 0},
+		{"elementwise.cu", "add_bias", 0},
+		{"elementwise.cu", "rope", 0},
+		{"elementwise.cu", "append_kv", 0},
+		{"route.cu", "route", defaultShared},
+		{"route.cu", "group", 0},
+		{"sample.cu", "sample", 0},
+		{"sample.cu", "sample_merge", 0},
+		{"attention.cu", "attention_join", 0},
+	}
+	for _, d := range headSizes {
+		for _, warps := range []int{1, 4} {
+			t = append(t, kernel{"attention.cu", fmt.Sprintf("attention_%d_%d", d, warps), attentionShared(d, warps)})
+		}
+	}
+	for _, mode := range []string{"matmul", "up", "down"} {
+		for _, tile := range tiles {
+			t = append(t, kernel{"product.cu", mode + "_" + tile.name, tile.shared()})
+		}
+	}
+	return t
+}()

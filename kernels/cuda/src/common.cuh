@@ -1,0 +1,89 @@
+// What all kernels share. ACT_F16 makes half precision the activation type instead
+// of bfloat16.
+
+constexpr u32 all_lanes = 0xffffffffu;
+
+// Element types, numbered as kernels.DType.
+enum { f32_type = 1, bf16_type = 2, f16_type = 3 };
+
+#ifdef ACT_F16
+constexpr int act_type = f16_type;
+DEVICE float from_act(u16 v) { return from_f16(v); }
+DEVICE u32 pack_act(float lo, float hi) { return pack_f16(lo, hi); }
+DEVICE void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) { mma_f16(d, a, b0, b1); }
+#else
+constexpr int act_type = bf16_type;
+DEVICE float from_act(u16 v) { return from_bf16(v); }
+DEVICE u32 pack_act(float lo, float hi) { return pack_bf16(lo, hi); }
+DEVICE void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) { mma_bf16(d, a, b0, b1); }
+#endif
+
+DEVICE u16 to_act(float v) { return (u16)pack_act(v, 0.f); }
+
+// Element at of a vector of any float type.
+DEVICE float load1(const void *base, int type, i64 at) {
+  if (type == f32_type) return ((const float *)base)[at];
+  u16 v = ((const u16 *)base)[at];
+  return type == bf16_type ? from_bf16(v) : from_f16(v);
+}
+
+// Elements at to at+7, of which the first n are there and the others 0. aligned
+// says that eight of them may be read at once: at is a multiple of 8, and base one
+// of 16 bytes.
+DEVICE void load8(float (&v)[8], const void *base, int type, i64 at, int n, bool aligned) {
+  if (aligned && n >= 8) {
+    if (type == f32_type) {
+      const float4 *p = (const float4 *)((const float *)base + at);
+      float4 a = p[0], b = p[1];
+      v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w;
+      v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
+      return;
+    }
+    uint4 q = *(const uint4 *)((const u16 *)base + at);
+    u32 w[4] = {q.x, q.y, q.z, q.w};
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      u16 lo = (u16)w[i], hi = (u16)(w[i] >> 16);
+      v[2 * i] = type == bf16_type ? from_bf16(lo) : from_f16(lo);
+      v[2 * i + 1] = type == bf16_type ? from_bf16(hi) : from_f16(hi);
+    }
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < 8; i++) v[i] = i < n ? load1(base, type, at + i) : 0.f;
+}
+
+// Stores the first n of eight activations at elements at to at+7.
+DEVICE void store8(u16 *base, i64 at, const float (&v)[8], int n, bool aligned) {
+  if (aligned && n >= 8) {
+    uint4 q;
+    q.x = pack_act(v[0], v[1]), q.y = pack_act(v[2], v[3]);
+    q.z = pack_act(v[4], v[5]), q.w = pack_act(v[6], v[7]);
+    *(uint4 *)(base + at) = q;
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < 8; i++)
+    if (i < n) base[at + i] = to_act(v[i]);
+}
+
+// Copies the first n of eight 16-bit elements.
+DEVICE void copy8(u16 *to, const u16 *from, int n, bool aligned) {
+  if (aligned && n >= 8) {
+    *(uint4 *)to = *(const uint4 *)from;
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < 8; i++)
+    if (i < n) to[i] = from[i];
+}
+
+// The sum over a warp, the same bits in every lane.
+DEVICE float warp_sum(float v) {
+#pragma unroll
+  for (int i = 16; i > 0; i >>= 1) v += __shfl_xor_sync(all_lanes, v, i);
+  return v;
+}
+
+// Spelled out, so that it is fused alike in every kernel.
+DEVICE float silu(float x) { return __fdiv_rn(x, __fadd_rn(1.f, expf(-x))); }

@@ -1,0 +1,263 @@
+// Operations on rows: one block in x per row, eight elements per thread.
+
+struct embed_args {
+  u64 ids, table, out;
+  i64 table_stride, out_stride;
+  int vocabulary, columns, type, table_aligned, out_aligned;
+};
+
+// Rows whose id is outside of the table become not-a-number.
+KERNEL(128, 1) embed(const embed_args a) {
+  int at = (blockIdx.y * 128 + threadIdx.x) * 8, n = a.columns - at;
+  if (n <= 0) return;
+  int id = ((const int *)a.ids)[blockIdx.x];
+  float v[8];
+  if (id >= 0 && id < a.vocabulary) {
+    i64 bytes = (i64)id * a.table_stride * (a.type == f32_type ? 4 : 2);
+    load8(v, (const char *)a.table + bytes, a.type, at, n, a.table_aligned);
+  } else {
+#pragma unroll
+    for (int i = 0; i < 8; i++) v[i] = __uint_as_float(0x7fc00000u);
+  }
+  store8((u16 *)a.out + blockIdx.x * a.out_stride, at, v, n, a.out_aligned);
+}
+
+struct norm_args {
+  u64 x, residual, weight, bias, out;  // residual, bias: 0 for none
+  i64 x_row, x_head, residual_row, residual_head, out_row, out_head;
+  i64 items;  // rows times heads
+  int heads, d, layer, weight_type, bias_type;
+  float eps;
+  int aligned, weight_aligned, bias_aligned;
+};
+
+// The sum over the threads of one item. sums has a float per warp of the block.
+template <int threads>
+DEVICE float item_sum(float v, float *sums) {
+  v = warp_sum(v);
+  if (threads == 32) return v;
+  __syncthreads();  // the sums of last time have been read
+  if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = v;
+  __syncthreads();
+  v = 0;
+#pragma unroll
+  for (int i = 0; i < threads / 32; i++) v += sums[i];
+  return v;
+}
+
+// threads work on one row of one head; a block of 256 has 256/threads of them. Each
+// thread keeps its elements, in float32, in shared memory.
+template <int threads>
+DEVICE void norm_rows(const norm_args &a, float *keep) {
+  __shared__ float sums[8];
+  constexpr int per_block = 256 / threads;
+  int t = threadIdx.x % threads, groups = (a.d + 7) / 8;
+  i64 item = (i64)blockIdx.x * per_block + threadIdx.x / threads;
+  if (item >= a.items) return;  // whole warps, and never with 256 threads to an item
+  i64 row = item / a.heads;
+  int head = (int)(item - row * a.heads);
+  const u16 *x = (const u16 *)a.x + row * a.x_row + head * a.x_head;
+  u16 *residual = (u16 *)a.residual + row * a.residual_row + head * a.residual_head;
+  u16 *out = (u16 *)a.out + row * a.out_row + head * a.out_head;
+  keep += threadIdx.x / threads * groups * 8;
+
+  float total = 0;
+  for (int g = t; g < groups; g += threads) {
+    int n = a.d - g * 8;
+    float v[8], r[8];
+    load8(v, x, act_type, g * 8, n, a.aligned);
+    if (a.residual) {
+      load8(r, residual, act_type, g * 8, n, a.aligned);
+#pragma unroll
+      for (int i = 0; i < 8; i++) v[i] = from_act(to_act(v[i] + r[i]));
+      store8(residual, g * 8, v, n, a.aligned);
+    }
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+      keep[g * 8 + i] = v[i];
+      total += a.layer ? v[i] : v[i] * v[i];
+    }
+  }
+  float mean = 0, square = item_sum<threads>(total, sums) / a.d;
+  if (a.layer) {
+    mean = square;
+    total = 0;
+    for (int g = t; g < groups; g += threads)
+#pragma unroll
+      for (int i = 0; i < 8; i++) {
+        float v = g * 8 + i < a.d ? keep[g * 8 + i] - mean : 0.f;
+        total += v * v;
+      }
+    square = item_sum<threads>(total, sums) / a.d;
+  }
+  float scale = 1.f / sqrtf(square + a.eps);
+  for (int g = t; g < groups; g += threads) {
+    int n = a.d - g * 8;
+    float v[8], w[8];
+    load8(w, (const void *)a.weight, a.weight_type, g * 8, n, a.weight_aligned);
+#pragma unroll
+    for (int i = 0; i < 8; i++) v[i] = (keep[g * 8 + i] - mean) * scale * w[i];
+    if (a.bias) {
+      load8(w, (const void *)a.bias, a.bias_type, g * 8, n, a.bias_aligned);
+#pragma unroll
+      for (int i = 0; i < 8; i++) v[i] += w[i];
+    }
+    store8(out, g * 8, v, n, a.aligned);
+  }
+}
+
+KERNEL(256, 1) norm_warp(const norm_args a) {
+  DYNAMIC_SHARED(keep);
+  norm_rows<32>(a, (float *)keep);
+}
+
+KERNEL(256, 1) norm_block(const norm_args a) {
+  DYNAMIC_SHARED(keep);
+  norm_rows<256>(a, (float *)keep);
+}
+
+struct clamp_args {
+  u64 x;
+  i64 stride;
+  int columns;
+  float limit;
+  int aligned;
+};
+
+KERNEL(128, 1) clamp(const clamp_args a) {
+  int at = (blockIdx.y * 128 + threadIdx.x) * 8, n = a.columns - at;
+  if (n <= 0) return;
+  u16 *x = (u16 *)a.x + blockIdx.x * a.stride;
+  float v[8];
+  load8(v, x, act_type, at, n, a.aligned);
+#pragma unroll
+  for (int i = 0; i < 8; i++) v[i] = v[i] > a.limit ? a.limit : v[i] < -a.limit ? -a.limit : v[i];
+  store8(x, at, v, n, a.aligned);
+}
+
+struct silu_mul_args {
+  u64 gate, up, out;
+  i64 gate_stride, up_stride, out_stride;
+  int columns, aligned;
+};
+
+KERNEL(128, 1) silu_mul(const silu_mul_args a) {
+  int at = (blockIdx.y * 128 + threadIdx.x) * 8, n = a.columns - at;
+  if (n <= 0) return;
+  float g[8], u[8];
+  load8(g, (const u16 *)a.gate + blockIdx.x * a.gate_stride, act_type, at, n, a.aligned);
+  load8(u, (const u16 *)a.up + blockIdx.x * a.up_stride, act_type, at, n, a.aligned);
+#pragma unroll
+  for (int i = 0; i < 8; i++) g[i] = silu(g[i]) * u[i];
+  store8((u16 *)a.out + blockIdx.x * a.out_stride, at, g, n, a.aligned);
+}
+
+struct gather_args {
+  u64 x, rows, out;
+  i64 x_stride, out_stride;
+  int count, columns, aligned;
+};
+
+// Rows outside of x are left as they are.
+KERNEL(128, 1) gather(const gather_args a) {
+  int at = (blockIdx.y * 128 + threadIdx.x) * 8, n = a.columns - at;
+  int row = ((const int *)a.rows)[blockIdx.x];
+  if (n <= 0 || row < 0 || row >= a.count) return;
+  copy8((u16 *)a.out + blockIdx.x * a.out_stride + at, (const u16 *)a.x + row * a.x_stride + at, n, a.aligned);
+}
+
+struct combine_args {
+  u64 x, weights, shared, gate, out;  // shared, gate: 0 for none
+  i64 x_stride, shared_stride, gate_stride, out_stride;
+  int k, columns, aligned;
+};
+
+KERNEL(128, 1) combine(const combine_args a) {
+  int at = (blockIdx.y * 128 + threadIdx.x) * 8, n = a.columns - at;
+  if (n <= 0) return;
+  i64 row = blockIdx.x;
+  float total[8] = {}, v[8];
+  for (int k = 0; k < a.k; k++) {
+    float w = ((const float *)a.weights)[row * a.k + k];
+    load8(v, (const u16 *)a.x + (row * a.k + k) * a.x_stride, act_type, at, n, a.aligned);
+#pragma unroll
+    for (int i = 0; i < 8; i++) total[i] += w * v[i];
+  }
+  if (a.shared) {
+    float w = 1.f / (1.f + expf(-((const float *)a.gate)[row * a.gate_stride]));
+    load8(v, (const u16 *)a.shared + row * a.shared_stride, act_type, at, n, a.aligned);
+#pragma unroll
+    for (int i = 0; i < 8; i++) total[i] += w * v[i];
+  }
+  store8((u16 *)a.out + row * a.out_stride, at, total, n, a.aligned);
+}
+
+struct add_bias_args {
+  u64 x, bias;
+  i64 stride;
+  int columns, type;
+};
+
+// x, in float32, gains a bias.
+KERNEL(128, 1) add_bias(const add_bias_args a) {
+  int at = blockIdx.y * 128 + threadIdx.x;
+  if (at >= a.columns) return;
+  ((float *)a.x)[blockIdx.x * a.stride + at] += load1((const void *)a.bias, a.type, at);
+}
+
+struct rope_args {
+  u64 q, k, table, rows;
+  i64 q_row, q_head, k_row, k_head;
+  int q_heads, k_heads, half, places, aligned;
+};
+
+// Rows whose place is outside of the table are left as they are.
+KERNEL(128, 1) rope(const rope_args a) {
+  int groups = (a.half + 7) / 8;
+  int item = blockIdx.y * 128 + threadIdx.x;
+  int head = item / groups, at = (item - head * groups) * 8, n = a.half - at;
+  int place = ((const int *)a.rows)[blockIdx.x];
+  if (head >= a.q_heads + a.k_heads || place < 0 || place >= a.places) return;
+  u16 *x = head < a.q_heads ? (u16 *)a.q + blockIdx.x * a.q_row + head * a.q_head
+                            : (u16 *)a.k + blockIdx.x * a.k_row + (head - a.q_heads) * a.k_head;
+  const float *table = (const float *)a.table + (i64)place * 2 * a.half;
+  float lo[8], hi[8], c[8], s[8];
+  load8(lo, x, act_type, at, n, a.aligned);
+  load8(hi, x + a.half, act_type, at, n, a.aligned);
+  load8(c, table, f32_type, at, n, a.aligned);
+  load8(s, table + a.half, f32_type, at, n, a.aligned);
+#pragma unroll
+  for (int i = 0; i < 8; i++) {
+    float v = lo[i], w = hi[i];
+    lo[i] = v * c[i] - w * s[i];
+    hi[i] = w * c[i] + v * s[i];
+  }
+  store8(x, at, lo, n, a.aligned);
+  store8(x + a.half, at, hi, n, a.aligned);
+}
+
+struct append_kv_args {
+  u64 k, v, cache_k, cache_v, slots;
+  i64 k_row, k_head, v_row, v_head;
+  i64 ck_block, ck_token, ck_head, cv_block, cv_token, cv_head;
+  int heads, d, blocks, tokens, aligned;
+};
+
+// Slots outside of the cache are left out.
+KERNEL(128, 1) append_kv(const append_kv_args a) {
+  int groups = (a.d + 7) / 8;
+  int item = blockIdx.y * 128 + threadIdx.x;
+  int head = item / groups, at = (item - head * groups) * 8, n = a.d - at;
+  int slot = ((const int *)a.slots)[blockIdx.x];
+  if (head >= 2 * a.heads || slot < 0) return;
+  i64 block = slot / a.tokens, token = slot - (int)block * a.tokens;
+  if (block >= a.blocks) return;
+  if (head < a.heads) {
+    copy8((u16 *)a.cache_k + block * a.ck_block + token * a.ck_token + head * a.ck_head + at,
+          (const u16 *)a.k + blockIdx.x * a.k_row + head * a.k_head + at, n, a.aligned);
+  } else {
+    head -= a.heads;
+    copy8((u16 *)a.cache_v + block * a.cv_block + token * a.cv_token + head * a.cv_head + at,
+          (const u16 *)a.v + blockIdx.x * a.v_row + head * a.v_head + at, n, a.aligned);
+  }
+}

@@ -1,0 +1,89 @@
+// The instructions and compiler's words that kernels here use and C++ lacks. NVRTC
+// brings no cuda_bf16.h, and none is needed: 16-bit numbers are their bits.
+// internal/simt stands in for this file on the host.
+
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long i64;
+
+#define KERNEL(threads, blocks) extern "C" __global__ void __launch_bounds__(threads, blocks)
+#define DEVICE __device__ __forceinline__
+#define DYNAMIC_SHARED(name) extern __shared__ __align__(128) unsigned char name[]
+
+DEVICE float from_bf16(u16 b) { return __uint_as_float((u32)b << 16); }
+
+DEVICE float from_f16(u16 h) {
+  float f;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(h));
+  return f;
+}
+
+// Round to nearest, ties to even, two at a time: lo ends up in the lower half.
+DEVICE u32 pack_bf16(float lo, float hi) {
+  u32 r;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo));
+  return r;
+}
+
+DEVICE u32 pack_f16(float lo, float hi) {
+  u32 r;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo));
+  return r;
+}
+
+// 2^x, about 2 units in the last place; of -infinity 0, of 0 exactly 1.
+DEVICE float exp2_fast(float x) {
+  float r;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+  return r;
+}
+
+// D = A B + D on a warp, in float32: A is 16 x 16 by rows, B 16 x 8 by columns.
+DEVICE void mma_bf16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+DEVICE void mma_f16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// Four 8 x 8 matrices of 16-bit numbers from shared memory: lane l names row l % 8
+// of matrix l / 8 and gets two neighbors of row l / 4 of each matrix.
+DEVICE void load_matrices(u32 (&r)[4], const void *row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"((u32)__cvta_generic_to_shared(row))
+               : "memory");
+}
+
+// The same, each matrix transposed.
+DEVICE void load_matrices_transposed(u32 (&r)[4], const void *row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"((u32)__cvta_generic_to_shared(row))
+               : "memory");
+}
+
+// Copies bytes (0 to 16) of 16-byte aligned global memory to shared memory in the
+// background, and zeros behind them up to 16.
+DEVICE void copy_async(void *shared, const void *global, int bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+               :
+               : "r"((u32)__cvta_generic_to_shared(shared)), "l"(global), "r"(bytes)
+               : "memory");
+}
+
+DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Waits until all but the latest pending groups of this thread have come.
+template <int pending>
+DEVICE void copy_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
+}

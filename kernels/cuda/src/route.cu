@@ -1,0 +1,126 @@
+// The router's choice, and the pairs in order of expert.
+
+struct route_args {
+  u64 logits, ids, weights, counts;  // counts: 0 for none
+  i64 stride, rows;
+  int experts, k, method;
+  float limit;  // sparsemixer: twice the jitter
+};
+
+enum { softmax_method, renorm_method, sparse_method };
+
+// A score's bits in an order of their own: what is not a number is 1, below all
+// scores, and 0 is free for what was taken. Both zeros are one.
+DEVICE u32 score_key(float s) {
+  if (s != s) return 1;
+  u32 b = __float_as_uint(s + 0.f);
+  return b >> 31 ? ~b : b | 0x80000000u;
+}
+
+// One warp per row.
+KERNEL(128, 1) route(const route_args a) {
+  DYNAMIC_SHARED(memory);
+  int lane = threadIdx.x % 32;
+  i64 row = (i64)blockIdx.x * 4 + threadIdx.x / 32;
+  if (row >= a.rows) return;  // whole warps; no barrier of the block follows
+  u32 *keys = (u32 *)memory + threadIdx.x / 32 * a.experts;
+  const float *scores = (const float *)a.logits + row * a.stride;
+  int *ids = (int *)a.ids + row * a.k;
+  float *weights = (float *)a.weights + row * a.k;
+  for (int e = lane; e < a.experts; e += 32) keys[e] = score_key(scores[e]);
+  __syncwarp();
+
+  float largest = 0, sum = 1, chosen = 0;
+  for (int i = 0; i < a.k; i++) {
+    u64 best = 0;  // the largest key, then the lowest expert
+    for (int e = lane; e < a.experts; e += 32) {
+      u64 c = (u64)keys[e] << 32 | (0xffffffffu - e);
+      best = c > best ? c : best;
+    }
+#pragma unroll
+    for (int j = 16; j > 0; j >>= 1) {
+      u64 c = __shfl_xor_sync(all_lanes, best, j);
+      best = c > best ? c : best;
+    }
+    int id = (int)(0xffffffffu - (u32)best);
+    float m = scores[id], weight;
+    if (a.method == sparse_method) {
+      // Softmax over what was not taken before and is within the limit of m.
+      float part = 0;
+      for (int e = lane; e < a.experts; e += 32) {
+        float s = scores[e];
+        if (keys[e] != 0 && !((m - s) / fmaxf(fabsf(s), m) > a.limit)) part += expf(s - m);
+      }
+      weight = 1.f / warp_sum(part);
+    } else {
+      if (i == 0) {
+        float part = 0;
+        for (int e = lane; e < a.experts; e += 32) part += expf(scores[e] - m);
+        largest = m;
+        sum = warp_sum(part);
+      }
+      weight = expf(m - largest) / sum;
+      chosen += weight;
+    }
+    __syncwarp();  // the keys have been read
+    if (lane == 0) {
+      keys[id] = 0;
+      ids[i] = id;
+      weights[i] = weight;
+      if (a.counts) atomicAdd((u64 *)a.counts + id, 1ull);
+    }
+    __syncwarp();
+  }
+  if (a.method == renorm_method && lane == 0)
+    for (int i = 0; i < a.k; i++) weights[i] /= chosen;
+}
+
+struct group_args {
+  u64 ids, offsets, order;
+  i64 pairs;
+  int experts;
+};
+
+// One block of 32 warps per expert, each warp with a stretch of the pairs. A first
+// pass counts the pairs of lower experts and of this one, a second writes the order.
+KERNEL(1024, 1) group(const group_args a) {
+  __shared__ int lower[32], equal[32];
+  int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  u32 expert = blockIdx.x;
+  const u32 *ids = (const u32 *)a.ids;
+  i64 stretch = (a.pairs + 1023) / 1024 * 32;
+  i64 from = warp * stretch < a.pairs ? warp * stretch : a.pairs;
+  i64 to = from + stretch < a.pairs ? from + stretch : a.pairs;
+  int less = 0, same = 0;
+#pragma unroll 4
+  for (i64 p = from + lane; p < to; p += 32) {
+    u32 id = ids[p];  // negative ones count as above all
+    less += id < expert;
+    same += id == expert;
+  }
+#pragma unroll
+  for (int i = 16; i > 0; i >>= 1) {
+    less += __shfl_xor_sync(all_lanes, less, i);
+    same += __shfl_xor_sync(all_lanes, same, i);
+  }
+  if (lane == 0) lower[warp] = less, equal[warp] = same;
+  __syncthreads();
+  int begin = 0, before = 0, all = 0;
+  for (int w = 0; w < 32; w++) {
+    begin += lower[w];
+    before += w < warp ? equal[w] : 0;
+    all += equal[w];
+  }
+  if (threadIdx.x == 0) {
+    ((int *)a.offsets)[expert] = begin;
+    if (expert == a.experts - 1) ((int *)a.offsets)[a.experts] = begin + all;
+  }
+  int *order = (int *)a.order + begin + before;
+#pragma unroll 4
+  for (i64 p = from; p < to; p += 32) {
+    bool hit = p + lane < to && ids[p + lane] == expert;
+    u32 hits = __ballot_sync(all_lanes, hit);
+    if (hit) order[__popc(hits & ((1u << lane) - 1))] = (int)(p + lane);
+    order += __popc(hits);
+  }
+}

@@ -1,0 +1,102 @@
+package node
+
+import (
+	"errors"
+	"runtime"
+
+	"github.com/moeserve/moeserve/device"
+	"github.com/moeserve/moeserve/device/emulated"
+	"github.com/moeserve/moeserve/kernels"
+	"github.com/moeserve/moeserve/kernels/cpu"
+)
+
+// errNoCUDA: this binary, or this machine, has no GPU that it could use. An error
+// that wraps it says what to do.
+var errNoCUDA = errors.New("no usable GPU")
+
+// machines opens devices and backend, as the settings say: GPUs where they are
+// asked for, or there and nothing else is asked for; else emulated ones.
+func (n *Node) machines(o *Options) error {
+	s := &o.Settings
+	if o.OpenMachine != nil {
+		return n.emulate(o.OpenMachine)
+	}
+	if s.Device == "cuda" || s.Device == "auto" && s.Emulate == "" {
+		if s.Emulate != "" {
+			return fail(ErrConfig, errors.New("emulate is for emulated devices and device is cuda: leave one of them out"))
+		}
+		m, b, err := openCUDA(o, n.config.DType)
+		switch {
+		case err == nil:
+			n.use(m, b)
+			return nil
+		case s.Device == "cuda" || !errors.Is(err, errNoCUDA):
+			return fail(ErrDevice, err)
+		}
+		o.Log.Info("computing on the CPU", "why", err)
+	}
+	return n.emulate(func() (device.Machine, error) {
+		spec, err := emulated.ParseSpec(s.Emulate)
+		if err != nil {
+			return nil, fail(ErrConfig, err)
+		}
+		defaultMemory(&spec)
+		return emulated.Open(spec)
+	})
+}
+
+func (n *Node) emulate(open func() (device.Machine, error)) error {
+	m, err := open()
+	if err != nil {
+		return fail(ErrDevice, err)
+	}
+	n.use(m, cpu.New(cpu.Options{Threads: runtime.GOMAXPROCS(0)}))
+	return nil
+}
+
+// use takes over machine and backend.
+func (n *Node) use(m device.Machine, b kernels.Backend) {
+	n.machine, n.space, n.backend = m, device.HBM(0), b
+	n.closers = append(n.closers, m.Close, b.Close)
+}
+
+// cast is the type in which the backend wants weights of a type; nil: as they are.
+func (n *Node) cast() func(kernels.DType) kernels.DType {
+	if b, ok := n.backend.(interface {
+		WeightDType(kernels.DType) kernels.DType
+	}); ok {
+		return b.WeightDType
+	}
+	return nil
+}
+
+// defaultMemory gives emulated memories that nobody has sized what this machine
+// can give: what is taken of one is missing from the others, which the budget
+// counts.
+func defaultMemory(o *emulated.Options) {
+	have, ok := availableMemory()
+	if !ok || o.Topology != nil || o.NoData {
+		return
+	}
+	if o.Host.MemoryBytes == 0 {
+		o.Host.MemoryBytes = have
+	}
+	if len(o.GPUs) == 0 {
+		o.GPUs = make([]emulated.GPU, 3)
+	}
+	for i := range o.GPUs {
+		if o.GPUs[i].MemoryBytes == 0 {
+			o.GPUs[i].MemoryBytes = have
+		}
+	}
+}
+
+// keepsData says whether memory of the machine holds bytes. An emulated machine may
+// be one that only tells how long everything takes.
+func keepsData(m device.Machine) bool {
+	e, ok := m.(*emulated.Machine)
+	return !ok || e.KeepsData()
+}
+
+// EmulateHelp tells what the setting emulate may hold.
+const EmulateHelp = emulated.SpecHelp

@@ -1,0 +1,14 @@
+//go:build !cuda
+
+package node
+
+import (
+	"fmt"
+
+	"github.com/moeserve/moeserve/device"
+	"github.com/moeserve/moeserve/kernels"
+)
+
+func openCUDA(*Options, kernels.DType) (device.Machine, kernels.Backend, error) {
+	return nil, nil, fmt.Errorf("%w: this binary was built without CUDA; build it with make, where gcc and a cuda.h are, or leave out --device cuda", errNoCUDA)
+}

@@ -1,0 +1,175 @@
+package node_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"strings"
+	"testing"
+
+	"github.com/moeserve/moeserve/configs"
+	"github.com/moeserve/moeserve/device"
+	"github.com/moeserve/moeserve/device/emulated"
+	"github.com/moeserve/moeserve/node"
+)
+
+var errRefused = errors.New("refused by the test")
+
+// stingy is a machine that refuses the n-th thing asked of it, counted from 1:
+// memory, a stream, an event or a fence.
+type stingy struct {
+	device.Machine
+	asked, n int
+	what     string
+}
+
+func (s *stingy) refuses(what string) error {
+	if s.asked++; s.asked == s.n {
+		s.what = what
+		return &device.Error{Op: "refuse", Detail: what, Err: errRefused}
+	}
+	return nil
+}
+
+func (s *stingy) Alloc(space device.Space, bytes int64, label string) (device.Memory, error) {
+	if err := s.refuses(label); err != nil {
+		return nil, err
+	}
+	return s.Machine.Alloc(space, bytes, label)
+}
+
+func (s *stingy) NewStream(space device.Space, o device.StreamOptions) (device.Stream, error) {
+	if err := s.refuses("stream " + o.Name); err != nil {
+		return nil, err
+	}
+	return s.Machine.NewStream(space, o)
+}
+
+func (s *stingy) NewEvent() (device.Event, error) {
+	if err := s.refuses("event"); err != nil {
+		return nil, err
+	}
+	return s.Machine.NewEvent()
+}
+
+func (s *stingy) NewFence(label string) (device.Fence, error) {
+	if err := s.refuses("fence " + label); err != nil {
+		return nil, err
+	}
+	return s.Machine.NewFence(label)
+}
+
+// TestOpenRefused refuses, one after the other, each thing that Open asks of the
+// machine. Open returns that error and leaves nothing behind: closing the machine,
+// which lists what is still allocated, adds nothing to it.
+func TestOpenRefused(t *testing.T) {
+	for _, virtual := range []bool{true, false} {
+		seen := map[string]bool{}
+		for n := 1; ; n++ {
+			s := configs.Defaults()
+			s.OffloadFraction, s.MaxNumBatchedTokens, s.NumKVBlocks = 0.5, 64, 64
+			m := &stingy{n: n}
+			opened, err := node.Open(t.Context(), node.Options{Settings: s, OpenMachine: func() (_ device.Machine, err error) {
+				m.Machine, err = emulated.Open(emulated.Options{Virtual: virtual})
+				return m, err
+			}})
+			if err == nil {
+				if err := opened.Close(); err != nil {
+					t.Error(err)
+				}
+				if n <= m.asked {
+					t.Errorf("%s was refused and Open went on", m.what)
+					continue
+				}
+				break
+			}
+			if !errors.Is(err, errRefused) || !errors.Is(err, node.ErrDevice) || errors.Is(err, node.ErrModel) || strings.Contains(err.Error(), "\n") {
+				t.Errorf("%s refused: %v", m.what, err)
+			}
+			seen[m.what] = true
+		}
+		for _, what := range []string{
+			"weights", "activations", "local experts", "expert ring", "expert tables", "offloaded experts", "expert table images",
+			"expert staging", "kv cache", "row data, pinned", "row data", "sampled ids, pinned", "stream compute",
+		} {
+			if !seen[what] {
+				t.Errorf("%q was never asked for", what)
+			}
+		}
+	}
+}
+
+// TestOpenCanceled cancels the loading at every quarter of it.
+func TestOpenCanceled(t *testing.T) {
+	for part := range int64(5) {
+		for _, fraction := range []float64{0, 0.5, 1} {
+			ctx, cancel := context.WithCancel(t.Context())
+			if part == 0 {
+				cancel()
+			}
+			s := configs.Defaults()
+			s.OffloadFraction = fraction
+			_, err := node.Open(ctx, node.Options{
+				Settings:    s,
+				OpenMachine: func() (device.Machine, error) { return emulated.Open(emulated.Options{}) },
+				Progress: func(done, total int64) {
+					if 4*done >= part*total {
+						cancel()
+					}
+				},
+			})
+			cancel()
+			if !errors.Is(err, context.Canceled) || errors.Is(err, node.ErrModel) || strings.Contains(err.Error(), "\n") {
+				t.Errorf("canceled at %d of 4, fraction %v: %v", part, fraction, err)
+			}
+		}
+	}
+}
+
+// TestOpenFaults breaks copies, and loses the device, in the middle of the
+// loading.
+func TestOpenFaults(t *testing.T) {
+	for _, virtual := range []bool{true, false} {
+		for _, stream := range []string{"upload", "copy host to gpu0"} {
+			for _, fraction := range []float64{0, 0.5} {
+				for _, lose := range []bool{false, true} {
+					var m *emulated.Machine
+					fault := &emulated.Fault{
+						Kind: emulated.FailCopy, Skip: 3, Times: -1,
+						Match: func(p emulated.Point) bool { return p.Stream == stream },
+					}
+					s := configs.Defaults()
+					s.OffloadFraction = fraction
+					opened, err := node.Open(t.Context(), node.Options{
+						Settings: s,
+						OpenMachine: func() (_ device.Machine, err error) {
+							if m, err = emulated.New(emulated.Options{Virtual: virtual}); err == nil && !lose {
+								m.Inject(fault)
+							}
+							return m, err
+						},
+						Progress: func(done, total int64) {
+							if lose && 2*done >= total {
+								_ = m.Lose(0)
+							}
+						},
+					})
+					what := fmt.Sprintf("virtual %v, %s, fraction %v, lost %v", virtual, stream, fraction, lose)
+					cause := device.ErrCopyFailed
+					if lose {
+						cause = device.ErrLost
+					}
+					switch {
+					case err == nil:
+						t.Errorf("%s: Open goes on", what)
+						_ = opened.Close()
+					case !errors.Is(err, cause) || !errors.Is(err, node.ErrDevice) || errors.Is(err, node.ErrModel):
+						t.Errorf("%s: %v", what, err)
+					case strings.Contains(err.Error(), "was not freed"):
+						t.Errorf("%s leaks: %v", what, err)
+					}
+				}
+			}
+		}
+	}
+}
