@@ -35,7 +35,7 @@
 //     memory is touched: bad data is an error of the operation, on its stream,
 //     that names the value. Memory that only the data names is declared to the
 //     stream (device.Access) before it is touched.
-//   - Only memory.go turns addresses into slices.
+//   - Only memory.go turns addresses into slices; assembly takes them as they are.
 //
 // # Measuring
 //

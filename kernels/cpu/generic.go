@@ -145,14 +145,6 @@ func silu(x float32) float32 {
 	return float32(float64(x) / (1 + math.Exp(-float64(x))))
 }
 
-// axpy adds p v to out.
-func axpy(out []float32, p float32, v []float32) {
-	v = v[:len(out)]
-	for i := range out {
-		out[i] += float32(p * v[i])
-	}
-}
-
 // sum adds up f(x[i]) in runs, each in order.
 func sum(x []float32, f func(float32) float32) float32 {
 	var total float32
