@@ -28,8 +28,13 @@ const (
 	maxFileBytes = 1 << 20
 )
 
-// otherVariables begin like settings and are read by moeserve's own tests.
-var otherVariables = []string{"MOESERVE_TESTDATA", "MOESERVE_SCORE", "MOESERVE_CUDA_TEST"}
+// otherVariables begin like settings and are read elsewhere: by device/cuda, which
+// looks for libraries in the folders that the first names, by the scripts that build
+// with CUDA, and by moeserve's own tests.
+var otherVariables = []string{
+	"MOESERVE_CUDA_LIBRARIES", "MOESERVE_CUDA_INCLUDE",
+	"MOESERVE_TESTDATA", "MOESERVE_SCORE", "MOESERVE_CUDA_TEST",
+}
 
 // addSettings gives a command a flag for each setting, and --config.
 func addSettings(flags *pflag.FlagSet, keys []configs.Key) {
