@@ -9,12 +9,12 @@ import (
 
 const (
 	// attentionChunk is how many positions, from one of its multiples on, are
-	// summed in order before their sum is added to the others'; a multiple of
-	// panel. It fixes results: see the package comment.
+	// summed before their sum is added to the others'. It fixes results: see the
+	// package comment.
 	attentionChunk = 96
 	// queryBlock is about how many queries (rows times heads that share keys) one
 	// part of an attention takes.
-	queryBlock = 16
+	queryBlock = 32
 )
 
 func (b *Backend) appendKV(o *kernels.AppendKV, access device.Access) error {
@@ -52,7 +52,11 @@ func (b *Backend) appendKV(o *kernels.AppendKV, access device.Access) error {
 
 // cached returns what a cache holds for one token and head.
 func cached(t *kernels.Tensor, block, token, h int) []float32 {
-	return at[float32](t.Addr+device.Addr(4*(block*t.Stride[0]+token*t.Stride[1]+h*t.Stride[2])), t.Shape[3])
+	return at[float32](cachedAddr(t, block, token, h), t.Shape[3])
+}
+
+func cachedAddr(t *kernels.Tensor, block, token, h int) device.Addr {
+	return t.Addr + device.Addr(4*(block*t.Stride[0]+token*t.Stride[1]+h*t.Stride[2]))
 }
 
 func declareToken(m *merger, t *kernels.Tensor, block, token, heads, d int) {
@@ -141,7 +145,6 @@ func (b *Backend) attend(o *kernels.Attention, s span) {
 	d := o.Q.Shape[2]
 	queries := (s.to - s.from) * group
 	// Query i is head s.head*group + i%group of row s.from + i/group.
-	query := func(i int) []float32 { return head(&o.Q, s.from+i/group, s.head*group+i%group) }
 	first := func(i int) int {
 		if o.Window == 0 {
 			return 0
@@ -151,9 +154,14 @@ func (b *Backend) attend(o *kernels.Attention, s span) {
 	last := func(i int) int { return s.at + i/group }
 	begin, end := first(0), last(queries-1)+1
 	table, tokens := blockRow(&o.BlockTable, s.seq), o.CacheK.Shape[1]
+	cached := func(t *kernels.Tensor, at int) device.Addr {
+		return cachedAddr(t, int(table[at/tokens]), at%tokens, s.head)
+	}
 
-	const chunk = attentionChunk
-	scratch := b.floats(queries*(end-begin+1+d) + d + chunk*d)
+	set, height := b.set, b.set.height
+	groups := (queries + height - 1) / height
+	tile := height * panel
+	scratch := b.floats(queries*(end-begin+1+d) + maxLanes + groups*(height*set.padded(d)+tile) + panel*set.padded(d))
 	defer b.release(scratch)
 	rest := *scratch
 	take := func(n int) []float32 {
@@ -162,50 +170,54 @@ func (b *Backend) attend(o *kernels.Attention, s span) {
 		return t
 	}
 	scores := take(queries * (end - begin)) // of query i and position t at [i*(end-begin) + t - begin]
-	sums, totals, partial := take(queries), take(queries*d), take(d)
-	keys := take(chunk * d)
-	tile := b.tiles()
-	defer b.releaseTile(tile)
-	acc := tile.acc[:]
-	if queries > len(acc) {
-		acc = make([][panel]float32, queries)
-	}
-	acc = acc[:queries]
+	sums, totals, pad := take(queries), take(queries*d), take(maxLanes)
+	packed, keys, products := take(groups*height*set.padded(d)), take(panel*set.padded(d)), take(groups*tile)
 
-	for t := begin; t < end; {
-		n := min(chunk, end-t)
-		for i := range n {
-			copy(keys[i*d:], cached(&o.CacheK, int(table[(t+i)/tokens]), (t+i)%tokens, s.head))
+	// Queries and keys are packed in chunks of their elements, as products have them.
+	for k := 0; k < d; k += set.chunk {
+		n := min(set.chunk, d-k)
+		for i := range groups * height {
+			q := min(i, queries-1)
+			from := headAddr(&o.Q, s.from+q/group, s.head*group+q%group)
+			at := packed[groups*height*k+i/height*height*set.padded(n):]
+			set.pack(at, i%height, height, from+device.Addr(4*k), kernels.F32, n)
 		}
-		for i := 0; i < n; i += panel {
-			dots(acc, query, keys[i*d:], d, d)
-			for q := range acc {
-				to := scores[q*(end-begin)+t-begin+i:]
-				for j, v := range acc[q][:min(panel, n-i)] {
-					to[j] = float32(v * o.Scale)
-				}
+	}
+	for t := begin; t < end; t += panel {
+		clear(products)
+		for k := 0; k < d; k += set.chunk {
+			n := min(set.chunk, d-k)
+			keys := keys[:panel*set.padded(n)]
+			for i := range panel {
+				set.pack(keys, i, panel, cached(&o.CacheK, min(t+i, end-1))+device.Addr(4*k), kernels.F32, n)
+			}
+			each := height * set.padded(n)
+			for g := range groups {
+				set.tile(products[g*tile:][:tile], packed[groups*height*k+g*each:][:each], keys)
 			}
 		}
-		t += n
+		for q := range queries {
+			to := scores[q*(end-begin)+t-begin:]
+			for j, v := range products[q*panel:][:min(panel, end-t)] {
+				to[j] = float32(v * o.Scale)
+			}
+		}
 	}
 	for q := range queries {
-		sums[q] = expScores(scores[q*(end-begin)+first(q)-begin:][:last(q)+1-first(q)], first(q))
+		sums[q] = b.softmax(scores[q*(end-begin)+first(q)-begin:][:last(q)+1-first(q)], first(q), pad)
 	}
 	clear(totals)
-	var values [chunk][]float32
+	var values [attentionChunk]uint64
 	for t := begin; t < end; {
-		n := min(chunk-t%chunk, end-t)
+		n := min(attentionChunk-t%attentionChunk, end-t)
 		for i := range n {
-			values[i] = cached(&o.CacheV, int(table[(t+i)/tokens]), (t+i)%tokens, s.head)
+			values[i] = uint64(cached(&o.CacheV, t+i))
 		}
 		for q := range queries {
 			from, to := max(t, first(q)), min(t+n, last(q)+1)
-			if from >= to {
-				continue
+			if from < to {
+				set.addWeighted(totals[q*d:][:d], scores[q*(end-begin)+from-begin:][:to-from], values[from-t:to-t])
 			}
-			clear(partial)
-			addValues(partial, scores[q*(end-begin)+from-begin:][:to-from], values[from-t:])
-			axpy(totals[q*d:][:d], 1, partial)
 		}
 		t += n
 	}
@@ -217,9 +229,9 @@ func (b *Backend) attend(o *kernels.Attention, s span) {
 	}
 }
 
-// expScores turns the scores of positions from first on into their exponentials,
-// less the largest score, and returns the sum of these.
-func expScores(scores []float32, first int) float32 {
+// softmax turns the scores of positions from first on into their exponentials,
+// less the largest score, and returns the sum of these. pad has maxLanes elements.
+func (b *Backend) softmax(scores []float32, first int, pad []float32) float32 {
 	largest := scores[0]
 	for _, v := range scores {
 		largest = max(largest, v)
@@ -227,25 +239,8 @@ func expScores(scores []float32, first int) float32 {
 	var total float32
 	for i := 0; i < len(scores); {
 		n := min(attentionChunk-(first+i)%attentionChunk, len(scores)-i)
-		var s float32
-		for j, v := range scores[i:][:n] {
-			v = exp(v - largest)
-			scores[i+j] = v
-			s += v
-		}
-		total += s
+		total += b.set.exponentials(scores[i:][:n], largest, pad)
 		i += n
 	}
 	return total
-}
-
-// addValues adds weights[i] times values[i], in order, to out.
-func addValues(out, weights []float32, values [][]float32) {
-	i := 0
-	for ; i+4 <= len(weights); i += 4 {
-		axpy4(out, (*[4]float32)(weights[i:]), values[i], values[i+1], values[i+2], values[i+3])
-	}
-	for ; i < len(weights); i++ {
-		axpy(out, weights[i], values[i])
-	}
 }

@@ -15,6 +15,8 @@ type Options struct {
 	// Threads is how many goroutines one operation runs on, that of its stream
 	// included. Default: GOMAXPROCS.
 	Threads int
+	// ISA is the instruction set, one of ISAs. Default: the best.
+	ISA ISA
 }
 
 // Backend is a kernels.Backend. It may serve any number of streams at once.
@@ -27,16 +29,20 @@ type Backend struct {
 
 var _ kernels.Backend = (*Backend)(nil)
 
-// New returns a backend, whose threads live until Close.
+// New returns a backend, whose threads live until Close. It panics where the
+// machine lacks Options.ISA.
 func New(o Options) *Backend {
 	if o.Threads <= 0 {
 		o.Threads = runtime.GOMAXPROCS(0)
 	}
-	return &Backend{pool: newPool(o.Threads)}
+	return &Backend{pool: newPool(o.Threads, instructionsOf(o.ISA))}
 }
 
 // Name implements kernels.Backend.
 func (b *Backend) Name() string { return "cpu" }
+
+// ISA returns the instruction set that the backend computes with.
+func (b *Backend) ISA() ISA { return b.set.isa }
 
 // ActivationDType implements kernels.Backend: float32.
 func (b *Backend) ActivationDType() kernels.DType { return kernels.F32 }

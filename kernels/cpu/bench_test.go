@@ -121,12 +121,16 @@ func BenchmarkSample(b *testing.B) {
 }
 
 func openBench(b *testing.B, threads int) (device.Machine, device.Stream, *cpu.Backend) {
+	return openBenchISA(b, threads, "")
+}
+
+func openBenchISA(b *testing.B, threads int, isa cpu.ISA) (device.Machine, device.Stream, *cpu.Backend) {
 	m, err := emulated.Open(emulated.Options{})
 	if err != nil {
 		b.Fatal(err)
 	}
 	b.Cleanup(func() { _ = m.Close() })
-	backend := cpu.New(cpu.Options{Threads: threads})
+	backend := cpu.New(cpu.Options{Threads: threads, ISA: isa})
 	b.Cleanup(func() { _ = backend.Close() })
 	s, err := m.NewStream(device.HBM(0), device.StreamOptions{Name: "compute"})
 	if err != nil {

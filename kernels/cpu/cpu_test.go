@@ -24,11 +24,11 @@ var full = flag.Bool("full", false, "test at the shapes of real models too: some
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
-// opener opens machines that check every access, and backends of so many threads.
-func opener(threads int) kernelstest.Open {
+// opener opens machines that check every access, and backends.
+func opener(o cpu.Options) kernelstest.Open {
 	return func(t *testing.T) (device.Machine, kernels.Backend, device.Stream) {
 		t.Helper()
-		m, b := open(t, threads)
+		m, b := openMachine(t, o, emulated.Options{Check: true})
 		s, err := m.NewStream(device.HBM(0), device.StreamOptions{Name: "compute"})
 		if err != nil {
 			t.Fatal(err)
@@ -39,10 +39,10 @@ func opener(threads int) kernelstest.Open {
 
 func open(t testing.TB, threads int) (device.Machine, *cpu.Backend) {
 	t.Helper()
-	return openMachine(t, threads, emulated.Options{Check: true})
+	return openMachine(t, cpu.Options{Threads: threads}, emulated.Options{Check: true})
 }
 
-func openMachine(t testing.TB, threads int, o emulated.Options) (device.Machine, *cpu.Backend) {
+func openMachine(t testing.TB, c cpu.Options, o emulated.Options) (device.Machine, *cpu.Backend) {
 	t.Helper()
 	m, err := emulated.Open(o)
 	if err != nil {
@@ -53,7 +53,7 @@ func openMachine(t testing.TB, threads int, o emulated.Options) (device.Machine,
 			t.Error(err)
 		}
 	})
-	b := cpu.New(cpu.Options{Threads: threads})
+	b := cpu.New(c)
 	t.Cleanup(func() {
 		if err := b.Close(); err != nil {
 			t.Error(err)
@@ -63,18 +63,28 @@ func openMachine(t testing.TB, threads int, o emulated.Options) (device.Machine,
 }
 
 func TestConformance(t *testing.T) {
-	kernelstest.Run(t, opener(0), kernelstest.Options{Full: *full, BatchInvariant: true})
+	for _, isa := range cpu.ISAs() {
+		t.Run(string(isa), func(t *testing.T) {
+			kernelstest.Run(t, opener(cpu.Options{ISA: isa}), kernelstest.Options{Full: *full, BatchInvariant: true})
+		})
+	}
 }
 
 // TestThreads holds every output of the suite to the same bits for any number of
 // threads.
 func TestThreads(t *testing.T) {
+	for _, isa := range cpu.ISAs() {
+		t.Run(string(isa), func(t *testing.T) { testThreads(t, isa) })
+	}
+}
+
+func testThreads(t *testing.T, isa cpu.ISA) {
 	var want []string
-	for _, threads := range []int{1, 2, 3, 8} {
+	for _, threads := range []int{1, 3, 8} {
 		var got []string
 		t.Run(fmt.Sprintf("threads=%d", threads), func(t *testing.T) {
-			kernelstest.Run(t, opener(threads), kernelstest.Options{
-				Seed: 7, Weights: []kernels.DType{kernels.BF16, kernels.F32},
+			kernelstest.Run(t, opener(cpu.Options{Threads: threads, ISA: isa}), kernelstest.Options{
+				Seed: 7, Weights: []kernels.DType{kernels.BF16},
 				Output: func(test, tensor string, data []byte) {
 					got = append(got, fmt.Sprintf("%s %s %x", strings.TrimPrefix(test, t.Name()), tensor, sha256.Sum256(data)))
 				},
@@ -338,7 +348,7 @@ func TestStreams(t *testing.T) {
 // TestGarbage bounds what an operation allocates, that of the stream included,
 // whatever its number of rows.
 func TestGarbage(t *testing.T) {
-	m, b := openMachine(t, 1, emulated.Options{})
+	m, b := openMachine(t, cpu.Options{Threads: 1}, emulated.Options{})
 	h := newHost(t, m, b)
 	for _, rows := range []int{1, 300} {
 		op := &kernels.MatMul{X: h.floats(rows, 64), W: h.floats(48, 64), Out: h.floats(rows, 48)}

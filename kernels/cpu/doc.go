@@ -8,20 +8,41 @@
 // It owns no device memory and no streams, keeps nothing between operations but
 // its threads and scratch buffers, and knows nothing of models.
 //
+// # Instruction sets
+//
+// Nearly all arithmetic is done by one of three sets of functions, chosen when a
+// backend is made: AVX-512, AVX2, or Go that every machine runs (ISA). The first
+// two are assembly that gen writes. Weights of 16 bits are widened to float32,
+// exactly, before they are multiplied. One row, or a few, read weights where they
+// lie, as fast as memory gives them; more rows share float32 copies of six weight
+// rows at a time, which stay in the first cache.
+//
 // # Invariants
 //
 //   - A row's result is the same, bit for bit, for any number of threads, of
 //     other rows in the same operation, and of launches an operation is cut into.
-//     A product's inner dimension is summed in runs of sumChunk elements, each in
-//     order in one float32 sum, and the runs' sums are added in order. Attention
-//     sums over positions in the same way, in runs that start at multiples of
-//     attentionChunk. Products are rounded before they are added, so that no
-//     compiler fuses them.
+//     Each set sums in one order. A product's inner dimension is cut into runs (of
+//     256 elements in Go, of 1024 otherwise), whose sums are added in order. In a
+//     run, each lane of a vector adds every 8th or 16th element in order, fused,
+//     and the lanes are added up by one tree; in Go there is one lane, and products
+//     are rounded before they are added, so that no compiler fuses them. Attention
+//     sums over positions in runs that start at multiples of attentionChunk.
+//   - Between sets results differ in rounding.
+//   - e^x, in attention, is off by at most one unit in the last place, and silu by
+//     two where the result is not below 1e-37, where it may be 0. Go rounds
+//     float64's once.
 //   - What the data says (ids, slots, offsets, block tables) is checked before
 //     memory is touched: bad data is an error of the operation, on its stream,
 //     that names the value. Memory that only the data names is declared to the
 //     stream (device.Access) before it is touched.
-//   - Only memory.go turns addresses into slices.
+//   - Only memory.go turns addresses into slices; assembly takes them as they are.
+//
+// # Measuring
+//
+// BenchmarkDecode and BenchmarkPrefill report products as shares of what the
+// machine reads and computes at the same moment:
+//
+//	go test -run '^$' -bench 'Decode|Prefill' -benchtime 64x ./kernels/cpu
 //
 // # Example
 //

@@ -25,7 +25,7 @@ func (b *Backend) embed(o *kernels.Embed, _ device.Access) error {
 	stride := o.Table.Stride[0] * o.Table.DType.Size()
 	b.rows(len(ids), o.Out.Shape[1], func(from, to int) {
 		for n := from; n < to; n++ {
-			load(row(&o.Out, n), o.Table.Addr+device.Addr(int(ids[n])*stride), o.Table.DType)
+			b.set.load(row(&o.Out, n), o.Table.Addr+device.Addr(int(ids[n])*stride), o.Table.DType)
 		}
 	})
 	return nil
@@ -48,11 +48,11 @@ func (b *Backend) norm(o *kernels.Norm, _ device.Access) error {
 	scratch := b.floats(2 * d)
 	defer b.release(scratch)
 	weight, bias := (*scratch)[:d], (*scratch)[d:2*d]
-	load(weight, o.Weight.Addr, o.Weight.DType)
+	b.set.load(weight, o.Weight.Addr, o.Weight.DType)
 	if o.Bias.None() {
 		bias = nil
 	} else {
-		load(bias, o.Bias.Addr, o.Bias.DType)
+		b.set.load(bias, o.Bias.Addr, o.Bias.DType)
 	}
 	b.rows(x.Shape[0]*heads, 4*d, func(from, to int) {
 		for i := from; i < to; i++ {
@@ -145,27 +145,30 @@ func (b *Backend) combine(o *kernels.Combine, _ device.Access) error {
 	k := o.Weights.Shape[1]
 	weights := vector[float32](&o.Weights)
 	b.rows(o.Out.Shape[0], (k+1)*o.Out.Shape[1], func(from, to int) {
+		p, rows := make([]float32, k, k+1), make([]uint64, k, k+1)
 		for n := from; n < to; n++ {
-			out := row(&o.Out, n)
-			clear(out)
+			p, rows := p[:copy(p, weights[n*k:])], rows
 			for i := range k {
-				axpy(out, weights[n*k+i], row(&o.X, n*k+i))
+				rows[i] = uint64(rowAddr(&o.X, n*k+i))
 			}
 			if !o.Shared.None() {
-				axpy(out, sigmoid(row(&o.SharedGate, n)[0]), row(&o.Shared, n))
+				p = append(p, sigmoid(row(&o.SharedGate, n)[0]))
+				rows = append(rows, uint64(rowAddr(&o.Shared, n)))
 			}
+			out := row(&o.Out, n)
+			clear(out)
+			b.set.addWeighted(out, p, rows)
 		}
 	})
 	return nil
 }
 
 func (b *Backend) siluMul(o *kernels.SiluMul, _ device.Access) error {
-	b.rows(o.Out.Shape[0], 8*o.Out.Shape[1], func(from, to int) {
+	b.rows(o.Out.Shape[0], 2*o.Out.Shape[1], func(from, to int) {
+		pad := b.floats(2 * maxLanes)
+		defer b.release(pad)
 		for n := from; n < to; n++ {
-			gate, up, out := row(&o.Gate, n), row(&o.Up, n), row(&o.Out, n)
-			for i, g := range gate {
-				out[i] = silu(g) * up[i]
-			}
+			b.set.gated(row(&o.Out, n), row(&o.Gate, n), row(&o.Up, n), *pad)
 		}
 	})
 	return nil

@@ -8,12 +8,21 @@ import (
 )
 
 const (
-	// weightBlock is how many columns of a panel of weights are converted at a
-	// time, so that they stay in the first cache; a multiple of sumChunk.
-	weightBlock = 4 * sumChunk
-	// rowBlock is how many rows one part of a product takes, against one
-	// conversion of the weights.
+	// rowBlock is how many rows one part of a product takes, against one conversion
+	// of the weights; a multiple of any set's rows.
 	rowBlock = 128
+	// blockColumns is how many weight rows one part takes where weights are
+	// packed: packing the rows is shared by them. A multiple of panel.
+	blockColumns = 96
+	// directGroups is with how many groups of rows weights are multiplied where they
+	// lie: with more, packing them is faster.
+	directGroups = 2
+	// directWeights is about how many weights one part reads then, and directColumns
+	// the most weight rows; a multiple of panel.
+	directWeights = 256 << 10
+	directColumns = 1536
+	// maxSums is the largest number of sums of one part.
+	maxSums = max(rowBlock*blockColumns/panel*8, directColumns/strip*directGroups*16)
 )
 
 // matrix is a dense weight matrix in memory.
@@ -25,87 +34,207 @@ type matrix struct {
 
 func (m matrix) bytes() int { return m.rows * m.columns * m.dtype.Size() }
 
-// row is the address of row i.
-func (m matrix) row(i int) device.Addr {
-	return m.addr + device.Addr(i*m.columns*m.dtype.Size())
-}
-
-// multiply sets acc[r][c] to the product of rows(r) and row first+c of m, for all
-// r and the panel rows from first on. Where m ends earlier, the last sums mean
-// nothing. scratch has panel * weightBlock elements.
-func (m matrix) multiply(acc [][panel]float32, rows func(r int) []float32, first int, scratch []float32) {
-	if m.dtype == kernels.F32 && first+panel <= m.rows {
-		dots(acc, rows, at[float32](m.row(first), panel*m.columns), m.columns, m.columns)
-		return
-	}
-	clear(acc)
-	if m.dtype == kernels.BF16 && len(acc) == 1 && first+panel <= m.rows {
-		x, w := rows(0), at[uint16](m.row(first), panel*m.columns)
-		for k := 0; k < m.columns; k += sumChunk {
-			dot1BF16(&acc[0], x[k:min(k+sumChunk, m.columns)], w[k:], m.columns)
-		}
-		return
-	}
-	for k := 0; k < m.columns; k += weightBlock {
-		n := min(weightBlock, m.columns-k)
-		for c := range panel {
-			i := min(first+c, m.rows-1)
-			load(scratch[c*weightBlock:][:n], m.row(i)+device.Addr(k*m.dtype.Size()), m.dtype)
-		}
-		addDots(acc, rows, k, scratch, weightBlock, n)
-	}
+// at is the address of element k of row i.
+func (m matrix) at(i, k int) device.Addr {
+	return m.addr + device.Addr((i*m.columns+k)*m.dtype.Size())
 }
 
 // product is out = rows times the transpose of one or two matrices of one shape.
 type product struct {
 	w, v matrix // v.rows is 0 where there is one
 	n    int    // rows
-	in   func(r int) []float32
-	// out takes the sums of row r and of weight rows [first, first+count); sums2
-	// are v's.
-	out func(r, first, count int, sums, sums2 *[panel]float32)
+	// in is the address of row r, of float32.
+	in func(r int) device.Addr
+	// out takes the sums of row r and of weight rows [first, first+len(sums));
+	// sums2 are v's. It may change them, and maxLanes elements behind them.
+	out func(r, first int, sums, sums2 []float32)
 }
 
-// tile is how many rows and weight rows one part of the product has.
-func (p *product) tile() (rows, columns int) {
+// size is how many rows and weight rows one part of the product has. Results do
+// not depend on it.
+func (p *product) size(s *instructions) (rows, columns int) {
 	rows = max(min(p.n, rowBlock), 1)
-	return rows, split(p.w.rows, rows*p.w.columns, panel)
+	columns = blockColumns
+	if rows <= directGroups*s.height {
+		columns = min(max(directWeights/max(p.w.columns, 1)/panel*panel, panel), directColumns)
+	}
+	return rows, columns
 }
 
 // parts is how many parts the product is cut into.
-func (p *product) parts() int {
+func (p *product) parts(s *instructions) int {
 	if p.n == 0 || p.w.rows == 0 {
 		return 0
 	}
-	rows, columns := p.tile()
+	rows, columns := p.size(s)
 	return (p.n + rows - 1) / rows * ((p.w.rows + columns - 1) / columns)
 }
 
-// part computes one tile.
+// part computes one part.
 func (p *product) part(pool *pool, part int) {
-	rows, columns := p.tile()
+	s := pool.set
+	rows, columns := p.size(s)
 	across := (p.w.rows + columns - 1) / columns
 	r0, c0 := part/across*rows, part%across*columns
-	r1, c1 := min(r0+rows, p.n), min(c0+columns, p.w.rows)
-	tile := pool.tiles()
-	defer pool.releaseTile(tile)
-	acc, acc2 := tile.acc[:r1-r0], tile.acc2[:r1-r0]
-	in := func(r int) []float32 { return p.in(r0 + r) }
-	for c := c0; c < c1; c += panel {
-		p.w.multiply(acc, in, c, tile.weights[:])
-		if p.v.rows > 0 {
-			p.v.multiply(acc2, in, c, tile.weights[:])
-		}
-		for r := range acc {
-			p.out(r0+r, c, min(panel, c1-c), &acc[r], &acc2[r])
+	t := tile{
+		product: p, set: s, scratch: pool.tiles(),
+		r0: r0, r1: min(r0+rows, p.n), c0: c0, c1: min(c0+columns, p.w.rows),
+	}
+	defer pool.releaseTile(t.scratch)
+	matrices := []matrix{p.w, p.v}
+	if p.v.rows == 0 {
+		matrices = matrices[:1]
+	}
+	n := t.r1 - t.r0
+	t.group, t.across = s.height, panel
+	direct := s.direct(p.w.dtype, n)
+	switch {
+	case direct == nil || n > directGroups*s.height || p.w.rows < strip || p.w.columns%s.lanes != 0:
+		t.multiply(matrices, nil)
+	case n > 1:
+		t.across = strip
+		t.multiply(matrices, direct)
+	default:
+		t.group, t.across = 1, strip
+		t.multiplyOne(matrices, direct)
+	}
+	t.finish()
+}
+
+// tile is one part of a product: rows [r0, r1) and weight rows [c0, c1). Its sums
+// lie in blocks: for each panel or strip of weight rows, of groups of rows.
+type tile struct {
+	*product
+	set            *instructions
+	scratch        *scratch
+	r0, r1, c0, c1 int
+	group, across  int // rows and weight rows of a block
+}
+
+// scratch is the memory of one part.
+type scratch struct {
+	x       []float32 // packed rows
+	w       [panel * maxChunk]float32
+	sums    [2][maxSums]float32
+	results [2][directColumns + maxLanes]float32 // of one row
+}
+
+// rowsOf returns scratch for n elements of packed rows.
+func (s *scratch) rowsOf(n int) []float32 {
+	if cap(s.x) < n {
+		s.x = make([]float32, n)
+	}
+	return s.x[:n]
+}
+
+func (t *tile) groups() int { return (t.r1 - t.r0 + t.group - 1) / t.group }
+
+// block is how many elements lie between a block's sums and the next one's.
+func (t *tile) block() int { return (t.group*t.across + 7) / 8 * 8 }
+
+// first is the first weight row of the block at c: c, or less where the matrix
+// ends.
+func (t *tile) first(c int) int { return max(min(c, t.w.rows-t.across), 0) }
+
+// clear sets sums to 0.
+func (t *tile) clear(matrices int) {
+	for i := range matrices {
+		clear(t.scratch.sums[i][:(t.c1-t.c0+t.across-1)/t.across*t.groups()*t.block()])
+	}
+}
+
+// multiplyOne computes the sums of one row with weights where they lie, each
+// strip of them from end to end: memory is read in order of addresses.
+func (t *tile) multiplyOne(matrices []matrix, direct directFunc) {
+	t.clear(len(matrices))
+	columns := t.w.columns
+	x := at[float32](t.in(t.r0), columns)
+	for i, m := range matrices {
+		size := m.dtype.Size()
+		sums := t.scratch.sums[i][:]
+		for c := t.c0; c < t.c1; c += strip {
+			w, next := m.at(t.first(c), 0), m.at(t.first(min(c+strip, t.c1-1)), 0)
+			for k := 0; k < columns; k += t.set.chunk {
+				n := min(t.set.chunk, columns-k)
+				direct(sums, x[k:][:n], uintptr(w)+uintptr(k*size), columns*size, uintptr(next)+uintptr(strip*k*size))
+			}
+			sums = sums[t.block():]
 		}
 	}
 }
 
-// tile is the scratch memory of one part.
-type tile struct {
-	weights   [panel * weightBlock]float32
-	acc, acc2 [rowBlock][panel]float32
+// packRows packs n elements from k on of the rows of group g.
+func (t *tile) packRows(block []float32, g, k, n int) {
+	for r := range t.group {
+		row := min(t.r0+g*t.group+r, t.r1-1)
+		t.set.pack(block, r, t.group, t.in(row)+device.Addr(4*k), kernels.F32, n)
+	}
+}
+
+// multiply computes the sums of all groups of rows, a chunk of the inner dimension
+// at a time, with direct or, if this is nil, with packed weights.
+func (t *tile) multiply(matrices []matrix, direct directFunc) {
+	t.clear(len(matrices))
+	columns, groups := t.w.columns, t.groups()
+	for k := 0; k < columns; k += t.set.chunk {
+		n := min(t.set.chunk, columns-k)
+		padded := t.group * t.set.padded(n) // elements of a group
+		x := t.scratch.rowsOf(groups * padded)
+		for g := range groups {
+			t.packRows(x[g*padded:], g, k, n)
+		}
+		w := t.scratch.w[:panel*t.set.padded(n)]
+		for i, m := range matrices {
+			sums := t.scratch.sums[i][:]
+			for c := t.c0; c < t.c1; c += t.across {
+				here, next := m.at(t.first(c), k), t.next(m, c, k)
+				if direct == nil {
+					t.set.packPanel(w, m, t.first(c), k, n, next)
+				}
+				for g := range groups {
+					x := x[g*padded:][:padded]
+					if direct == nil {
+						t.set.tile(sums, x, w)
+					} else {
+						direct(sums, x, uintptr(here), m.columns*m.dtype.Size(), uintptr(next))
+						next = here // which is fetched already
+					}
+					sums = sums[t.block():]
+				}
+			}
+		}
+	}
+}
+
+// next is where the weights lie that multiply reads after those at column k of
+// the block at c.
+func (t *tile) next(m matrix, c, k int) device.Addr {
+	switch {
+	case c+t.across < t.c1:
+		c += t.across
+	case k+t.set.chunk < m.columns:
+		c, k = t.c0, k+t.set.chunk
+	}
+	return m.at(t.first(c), k)
+}
+
+// finish hands out the sums.
+func (t *tile) finish() {
+	groups, block := t.groups(), t.block()
+	results := [2][]float32{t.scratch.results[0][:t.c1-t.c0], t.scratch.results[1][:t.c1-t.c0]}
+	for r := t.r0; r < t.r1; r++ {
+		at := (r-t.r0)/t.group*block + (r-t.r0)%t.group*t.across
+		for i := range results {
+			if i == 1 && t.v.rows == 0 {
+				break
+			}
+			sums := t.scratch.sums[i][at:]
+			for c := t.c0; c < t.c1; c += t.across {
+				copy(results[i][c-t.c0:], sums[(c-t.c0)/t.across*groups*block:][c-t.first(c):t.across])
+			}
+		}
+		t.out(r, t.c0, results[0], results[1])
+	}
 }
 
 func (b *Backend) matmul(o *kernels.MatMul, _ device.Access) error {
@@ -114,23 +243,23 @@ func (b *Backend) matmul(o *kernels.MatMul, _ device.Access) error {
 		scratch := b.floats(o.Bias.Shape[0])
 		defer b.release(scratch)
 		bias = *scratch
-		load(bias, o.Bias.Addr, o.Bias.DType)
+		b.set.load(bias, o.Bias.Addr, o.Bias.DType)
 	}
 	p := product{
 		w:  matrix{o.W.Addr, o.W.DType, o.W.Shape[0], o.W.Shape[1]},
 		n:  o.X.Shape[0],
-		in: func(r int) []float32 { return row(&o.X, r) },
-		out: func(r, first, count int, sums, _ *[panel]float32) {
-			out := row(&o.Out, r)[first:][:count]
-			copy(out, sums[:count])
+		in: func(r int) device.Addr { return rowAddr(&o.X, r) },
+		out: func(r, first int, sums, _ []float32) {
+			out := row(&o.Out, r)[first:][:len(sums)]
+			copy(out, sums)
 			if bias != nil {
-				for i, v := range bias[first:][:count] {
+				for i, v := range bias[first:][:len(sums)] {
 					out[i] += v
 				}
 			}
 		},
 	}
-	b.parallel(p.parts(), func(part int) { p.part(b.pool, part) })
+	b.parallel(p.parts(b.set), func(part int) { p.part(b.pool, part) })
 	return nil
 }
 
@@ -198,7 +327,7 @@ func (b *Backend) runProducts(products []product) {
 	total := 0
 	ends := make([]int, len(products))
 	for i := range products {
-		total += products[i].parts()
+		total += products[i].parts(b.set)
 		ends[i] = total
 	}
 	b.parallel(total, func(part int) {
@@ -229,12 +358,11 @@ func (b *Backend) expertUp(o *kernels.ExpertUp, access device.Access) error {
 		w1.addr, w3.addr = s.extent, s.extent+device.Addr(w1.bytes())
 		products[i] = product{
 			w: w1, v: w3, n: len(s.pairs),
-			in: func(r int) []float32 { return row(&o.X, int(s.pairs[r])/k) },
-			out: func(r, first, count int, gate, up *[panel]float32) {
-				out := row(&o.Out, int(s.pairs[r]))[first:][:count]
-				for c := range out {
-					out[c] = silu(gate[c]) * up[c]
-				}
+			in: func(r int) device.Addr { return rowAddr(&o.X, int(s.pairs[r])/k) },
+			out: func(r, first int, gate, up []float32) {
+				n := b.set.padded(len(gate))
+				b.set.siluMul(gate[:n], gate[:n], up[:n])
+				copy(row(&o.Out, int(s.pairs[r]))[first:], gate)
 			},
 		}
 	}
@@ -260,9 +388,9 @@ func (b *Backend) expertDown(o *kernels.ExpertDown, access device.Access) error 
 		w2.addr = s.extent + device.Addr(2*w2.bytes())
 		products[i] = product{
 			w: w2, n: len(s.pairs),
-			in: func(r int) []float32 { return row(&o.X, int(s.pairs[r])) },
-			out: func(r, first, count int, sums, _ *[panel]float32) {
-				copy(row(&o.Out, int(s.pairs[r]))[first:][:count], sums[:])
+			in: func(r int) device.Addr { return rowAddr(&o.X, int(s.pairs[r])) },
+			out: func(r, first int, sums, _ []float32) {
+				copy(row(&o.Out, int(s.pairs[r]))[first:], sums)
 			},
 		}
 	}

@@ -27,12 +27,20 @@ func vector[T float32 | int32 | int64 | uint64](t *kernels.Tensor) []T {
 
 // row returns row i of a float32 tensor of rank 2.
 func row(t *kernels.Tensor, i int) []float32 {
-	return at[float32](t.Addr+device.Addr(4*i*t.Stride[0]), t.Shape[1])
+	return at[float32](rowAddr(t, i), t.Shape[1])
+}
+
+func rowAddr(t *kernels.Tensor, i int) device.Addr {
+	return t.Addr + device.Addr(4*i*t.Stride[0])
 }
 
 // head returns head h of row i of a float32 tensor of rank 3.
 func head(t *kernels.Tensor, i, h int) []float32 {
-	return at[float32](t.Addr+device.Addr(4*(i*t.Stride[0]+h*t.Stride[1])), t.Shape[2])
+	return at[float32](headAddr(t, i, h), t.Shape[2])
+}
+
+func headAddr(t *kernels.Tensor, i, h int) device.Addr {
+	return t.Addr + device.Addr(4*(i*t.Stride[0]+h*t.Stride[1]))
 }
 
 // load converts len(dst) weights of type t at address a to float32.

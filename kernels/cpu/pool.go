@@ -8,11 +8,12 @@ import (
 // pool is a fixed set of goroutines that help whoever calls parallel. Several
 // goroutines may call it at once.
 type pool struct {
+	set     *instructions
 	threads int
 	regions chan *region
 	workers sync.WaitGroup
 	scratch sync.Pool // *[]float32
-	tile    sync.Pool // *tile
+	tile    sync.Pool // *scratch
 }
 
 // region is one parallel loop: parts are handed out by a counter, and the last
@@ -25,8 +26,8 @@ type region struct {
 	done  chan struct{}
 }
 
-func newPool(threads int) *pool {
-	p := &pool{threads: threads, regions: make(chan *region, threads)}
+func newPool(threads int, s *instructions) *pool {
+	p := &pool{set: s, threads: threads, regions: make(chan *region, threads)}
 	for range threads - 1 {
 		p.workers.Go(func() {
 			for r := range p.regions {
@@ -95,14 +96,14 @@ func (p *pool) release(s *[]float32) { p.scratch.Put(s) }
 
 // tiles returns the scratch memory of a product's part, to be given back by
 // releaseTile.
-func (p *pool) tiles() *tile {
-	if t, _ := p.tile.Get().(*tile); t != nil {
-		return t
+func (p *pool) tiles() *scratch {
+	if s, _ := p.tile.Get().(*scratch); s != nil {
+		return s
 	}
-	return new(tile)
+	return new(scratch)
 }
 
-func (p *pool) releaseTile(t *tile) { p.tile.Put(t) }
+func (p *pool) releaseTile(s *scratch) { p.tile.Put(s) }
 
 // split divides n units of work, each of the given cost in multiply-adds, into
 // parts that are worth handing to another goroutine, a multiple of step units
