@@ -6,7 +6,7 @@ VERSION ?= $(shell git describe --tags --always --dirty 2>/dev/null || echo dev)
 LDFLAGS := -s -w -X main.version=$(VERSION)
 GOLANGCI := github.com/golangci/golangci-lint/v2/cmd/golangci-lint@v2.15.0
 
-.PHONY: build test race lint fmt fuzz score bench memory clean
+.PHONY: build test race lint fmt fuzz score load openai bench memory clean
 
 build:            ## the binary: with CUDA where gcc and a cuda.h are, else for the CPU alone
 	@if [ -n "$(NO_CUDA)" ] || ! $(MAKE) -s cuda-available; then \
@@ -36,6 +36,16 @@ fuzz:             ## every fuzz target for FUZZTIME
 
 score:            ## the built-in model: 1,000 unseen prompts of each task, through the engine
 	MOESERVE_SCORE=1000 $(GO) test -v -count=1 -timeout 60m -run TestBuiltInModelScore ./engine
+
+load:             ## 64 clients for two minutes on the built-in model, each answer as alone
+	MOESERVE_LOAD=2m $(GO) test -v -count=1 -timeout 30m -run TestConcurrentClients ./server
+
+openai:           ## the official clients of the OpenAI API; PYTHON needs the package openai
+	cd tests/openai && $(GO) test -count=1 ./...
+	@mkdir -p build && $(GO) build -o build/moeserve-openai ./cmd/moeserve
+	$(PYTHON) tests/openai/python_check.py build/moeserve-openai
+
+PYTHON ?= python3
 
 bench:            ## kernels on the CPU, tokenizer, devices
 	$(GO) test -run '^$$' -bench . ./kernels/cpu ./models/tokenizer ./device/emulated

@@ -79,9 +79,9 @@ func TestDefaults(t *testing.T) {
 }
 
 func TestFor(t *testing.T) {
-	run, inspect := For("run"), For("inspect")
-	if len(run) != len(Schema) || len(inspect) == 0 || len(inspect) >= len(run) {
-		t.Errorf("%d settings for run, %d for inspect, %d in all", len(run), len(inspect), len(Schema))
+	all, run, serve, inspect := For("config"), For("run"), For("serve"), For("inspect")
+	if len(all) != len(Schema) || len(inspect) == 0 || len(inspect) >= len(run) || len(inspect) > len(serve) || len(serve) >= len(all) {
+		t.Errorf("%d settings for run, %d for serve, %d for inspect, %d for config, %d in all", len(run), len(serve), len(inspect), len(all), len(Schema))
 	}
 	if k, _ := Find("max-num-seqs"); k.Variable() != "MOESERVE_MAX_NUM_SEQS" {
 		t.Errorf("variable %s", k.Variable())

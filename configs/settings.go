@@ -34,6 +34,14 @@ type Settings struct {
 	Temperature          float64 `mapstructure:"temperature"`
 	Seed                 uint64  `mapstructure:"seed"`
 	IgnoreEOS            bool    `mapstructure:"ignore-eos"`
+	Host                 string  `mapstructure:"host"`
+	Port                 int     `mapstructure:"port"`
+	ServedModelName      string  `mapstructure:"served-model-name"`
+	APIKey               string  `mapstructure:"api-key"`
+	MaxQueuedRequests    int     `mapstructure:"max-queued-requests"`
+	MaxRequestBytes      int     `mapstructure:"max-request-bytes"`
+	RequestTimeout       int     `mapstructure:"request-timeout"`
+	DrainTimeout         int     `mapstructure:"drain-timeout"`
 	JSON                 string  `mapstructure:"json"`
 	LogLevel             string  `mapstructure:"log-level"`
 	LogFormat            string  `mapstructure:"log-format"`
@@ -73,6 +81,8 @@ type Key struct {
 	Allowed []string
 	// Min and Max bound numbers, both included.
 	Min, Max float64
+	// Secret values are shown to nobody.
+	Secret bool
 	// Commands that take it.
 	Commands []string
 }
@@ -82,11 +92,13 @@ func (k Key) Variable() string {
 	return "MOESERVE_" + strings.ToUpper(strings.ReplaceAll(k.Name, "-", "_"))
 }
 
-// Commands that take a setting: those that deal with a model, or those that
-// generate.
+// Commands that take a setting: those that deal with a model, and of these those
+// that have a result, generate once, or serve.
 var (
-	onModel = []string{"run", "inspect", "config"}
-	onRun   = []string{"run", "config"}
+	onModel  = []string{"run", "serve", "inspect", "config"}
+	onResult = []string{"run", "inspect", "config"}
+	onRun    = []string{"run", "config"}
+	onServe  = []string{"serve", "config"}
 )
 
 // unbounded is the Max of a number that nothing but its type limits.
@@ -176,14 +188,46 @@ var Schema = []Key{
 	},
 	{
 		Name: "seed", Kind: Uint, Default: uint64(0), Max: math.MaxUint64, Commands: onModel,
-		Help: "of sampling and of dummy weights",
+		Help: "of dummy weights, and of run's sampling",
 	},
 	{
 		Name: "ignore-eos", Kind: Bool, Default: false, Commands: onRun,
 		Help: "go on after a token that ends the answer",
 	},
 	{
-		Name: "json", Kind: String, Default: "", Placeholder: "FILE", Commands: onModel,
+		Name: "host", Kind: String, Default: "127.0.0.1", Placeholder: "ADDRESS", Commands: onServe,
+		Help: "address to serve on; 0.0.0.0: all of this machine's",
+	},
+	{
+		Name: "port", Kind: Int, Default: 8000, Max: math.MaxUint16, Commands: onServe,
+		Help: "TCP port to serve on; 0: one that is free, which the log tells",
+	},
+	{
+		Name: "served-model-name", Kind: String, Default: "", Placeholder: "NAME", Commands: onServe,
+		Help: "what clients call the model; without it, the preset, or the last part of the directory's path",
+	},
+	{
+		Name: "api-key", Kind: String, Default: "", Placeholder: "KEY", Secret: true, Commands: onServe,
+		Help: "key that clients must send as a bearer token; as a flag other users of the machine can see it",
+	},
+	{
+		Name: "max-queued-requests", Kind: Int, Default: 256, Unit: "samples", Min: 1, Max: 1 << 20, Commands: onServe,
+		Help: "most samples that wait to run; more are told to come again",
+	},
+	{
+		Name: "max-request-bytes", Kind: Int, Default: 16 << 20, Unit: "bytes", Min: 1, Max: 1 << 30, Commands: onServe,
+		Help: "largest body of a request",
+	},
+	{
+		Name: "request-timeout", Kind: Int, Default: 0, Unit: "seconds", Max: 1 << 20, Commands: onServe,
+		Help: "longest that a request may take; 0: any time",
+	},
+	{
+		Name: "drain-timeout", Kind: Int, Default: 30, Unit: "seconds", Max: 1 << 20, Commands: onServe,
+		Help: "how long running requests may go on when the server is told to end",
+	},
+	{
+		Name: "json", Kind: String, Default: "", Placeholder: "FILE", Commands: onResult,
 		Help: "write the result as JSON to a file; - is standard output",
 	},
 	{

@@ -4,30 +4,17 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"log/slog"
 	"slices"
+	"sync"
+	"time"
 
+	"github.com/moeserve/moeserve/engine/scheduler"
 	"github.com/moeserve/moeserve/kvcache"
+	"github.com/moeserve/moeserve/models/tokenizer"
 	"github.com/moeserve/moeserve/pipeline"
 )
-
-// FinishReason says why a request ended, in the words of the OpenAI API.
-type FinishReason string
-
-// The reasons.
-const (
-	// FinishStop: a stop id was drawn.
-	FinishStop FinishReason = "stop"
-	// FinishLength: MaxNewTokens were generated, or the sequence is as long as the
-	// engine allows.
-	FinishLength FinishReason = "length"
-)
-
-// ErrPromptTooLong marks a request whose prompt leaves no room for a new token.
-var ErrPromptTooLong = errors.New("prompt too long")
-
-// ErrBadRequest marks a request that can never run as it is.
-var ErrBadRequest = errors.New("bad request")
 
 // Stepper runs steps. *pipeline.Pipeline is one.
 type Stepper interface {
@@ -40,12 +27,20 @@ type Stepper interface {
 type Options struct {
 	Pipeline Stepper
 	KV       *kvcache.Pool
+	// Tokenizer writes the text of updates, and finds stop strings in it; without
+	// it updates have no text and stop strings are refused.
+	Tokenizer tokenizer.Tokenizer
 	// MaxModelLen is the most tokens of a sequence, prompt and generated.
 	MaxModelLen int
 	// MaxNumSeqs is the most sequences that run at once. Default: 256.
 	MaxNumSeqs int
 	// MaxNumBatchedTokens is the most rows of a step. Default: 2048.
 	MaxNumBatchedTokens int
+	// MaxAdjust is the most tokens of a step whose logits are changed (penalties,
+	// biases, bans): see models.Limits. Default: 2^20.
+	MaxAdjust int
+	// MaxQueued is the most samples that may wait. Default: 0, no limit.
+	MaxQueued int
 	// LongAfter is longrope's boundary in tokens: a sequence that grows past it is
 	// computed again with the long factors. 0: there is none.
 	LongAfter int
@@ -55,6 +50,10 @@ type Options struct {
 	StopIDs []int32
 	// Retries is how often a step is run again after copies failed. Default: 3.
 	Retries int
+	// Listener hears of steps and of requests that ended; it must not block.
+	Listener Listener
+	// Now is the clock of requests' times. Default: time.Now.
+	Now func() time.Time
 	// Log gets what an operator can act on. Default: none.
 	Log *slog.Logger
 }
@@ -67,8 +66,14 @@ func (o Options) EnsureDefaults() Options {
 	if o.MaxNumBatchedTokens == 0 {
 		o.MaxNumBatchedTokens = 2048
 	}
+	if o.MaxAdjust == 0 {
+		o.MaxAdjust = 1 << 20
+	}
 	if o.Retries == 0 {
 		o.Retries = 3
+	}
+	if o.Now == nil {
+		o.Now = time.Now
 	}
 	if o.Log == nil {
 		o.Log = slog.New(slog.DiscardHandler)
@@ -76,200 +81,568 @@ func (o Options) EnsureDefaults() Options {
 	return o
 }
 
-// Request is one prompt to go on from.
-type Request struct {
-	Prompt []int32
-	// MaxNewTokens ends it at the latest; at least 1.
-	MaxNewTokens int
-	// Temperature 0 is greedy.
-	Temperature float32
-	Seed        uint64
-	// IgnoreEOS goes on behind stop ids.
-	IgnoreEOS bool
+// Listener hears of what the engine does; nil functions are left out.
+type Listener struct {
+	Step     func(StepInfo)
+	Finished func(RequestInfo)
 }
 
-// Output is what became of a request.
-type Output struct {
-	// TokenIDs generated, the stop id included where there was one.
-	TokenIDs     []int32
-	FinishReason FinishReason
+// StepInfo is a step that ended.
+type StepInfo struct {
+	// Rows of Sequences, of which Drawn drew a token.
+	Rows, Sequences, Drawn int
+	// Duration on the wall clock, failed tries included.
+	Duration time.Duration
+	// Tries is 1, or more where copies failed.
+	Tries int
 }
 
-// Engine runs requests. One goroutine uses it.
+// RequestInfo is a request that ended.
+type RequestInfo struct {
+	ID     string
+	Usage  Usage
+	Times  Times
+	Finish []FinishReason // of each sample
+	Err    error
+}
+
+// State is what the engine does now, and its counts since it was made.
+type State struct {
+	// Running and Waiting samples.
+	Running, Waiting int
+	// KVUsedBlocks of KVBlocks, of BlockTokens each.
+	KVUsedBlocks, KVBlocks, BlockTokens int
+	// Preemptions; Steps that ended; Retried: how often a step was dropped and run
+	// again.
+	Preemptions, Steps, Retried int64
+}
+
+// Engine runs requests. Submit and State may be called from any goroutine; one
+// goroutine at a time is in Run or Generate.
 type Engine struct {
-	o Options
-	// Steps run so far, and how many of them were run again.
-	steps, retried int
+	o     Options
+	sched *scheduler.Scheduler
+	seqs  map[scheduler.ID]*sequence
+	next  scheduler.ID
+
+	mu       sync.Mutex
+	wake     chan struct{} // has room for one
+	inbox    []*submission
+	queued   int // samples in inbox
+	canceled bool
+	stopped  bool
+	state    State
+}
+
+// submission is a request on its way to the scheduler, or there.
+type submission struct {
+	job      *Job
+	req      Request
+	ctx      context.Context
+	limit    int // tokens at which a sample ends
+	left     int // samples that have not ended
+	finish   []FinishReason
+	unlisten func() bool
+}
+
+// sequence is one sample that waits or runs.
+type sequence struct {
+	sub    *submission
+	sample int
+	tokens []int32 // prompt and drawn
+	drawn  int
+	long   bool
+	table  *kvcache.Table
+	text   *writer
+	adjust adjustments
 }
 
 // New makes an engine.
-func New(o Options) *Engine { return &Engine{o: o.EnsureDefaults()} }
-
-// Stats are the engine's counts since it was made.
-type Stats struct {
-	// Steps that ended, and how often a step was dropped and run again.
-	Steps, Retried int
+func New(o Options) *Engine {
+	o = o.EnsureDefaults()
+	shape, blocks := o.KV.Shape(), o.KV.Allocator().Blocks()
+	return &Engine{
+		o:    o,
+		seqs: map[scheduler.ID]*sequence{},
+		wake: make(chan struct{}, 1),
+		sched: scheduler.New(scheduler.Limits{
+			Rows: o.MaxNumBatchedTokens, Sequences: o.MaxNumSeqs, Blocks: blocks, BlockTokens: shape.BlockTokens,
+		}),
+		state: State{KVBlocks: blocks, BlockTokens: shape.BlockTokens},
+	}
 }
 
-// Stats of the engine so far.
-func (e *Engine) Stats() Stats { return Stats{Steps: e.steps, Retried: e.retried} }
-
-// sequence is a request that runs.
-type sequence struct {
-	index    int // among the requests
-	req      *Request
-	tokens   []int32 // prompt and generated
-	computed int     // tokens whose keys and values are in the cache
-	limit    int     // tokens at which it ends
-	long     bool
-	table    *kvcache.Table
-	out      *Output
+// State of the engine now.
+func (e *Engine) State() State {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	s := e.state
+	s.Waiting += e.queued
+	return s
 }
 
-// Generate runs requests, all admitted as soon as there is room for them, and
-// returns their outputs in the same order. onToken, which may be nil, is called
-// from this goroutine with each token as it is drawn. An error ends all of them;
-// none runs if one of them never could.
-func (e *Engine) Generate(ctx context.Context, requests []Request, onToken func(request int, id int32)) ([]Output, error) {
-	outs := make([]Output, len(requests))
-	waiting := make([]*sequence, 0, len(requests))
+// Submit queues a request. When ctx is done its samples end with FinishAbort.
+// Errors: ErrStopped, ErrQueueFull, ErrPromptTooLong, ErrBadRequest (a *ParamError
+// where a parameter is to blame).
+func (e *Engine) Submit(ctx context.Context, r Request) (*Job, error) {
+	limit, err := e.admissible(&r)
+	if err != nil {
+		return nil, err
+	}
+	s := &submission{
+		job: newJob(e.o.Now(), len(r.Prompt)), req: r, ctx: ctx, limit: limit,
+		left: r.Params.N, finish: make([]FinishReason, r.Params.N),
+	}
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	// Those whom the next step can let run do not wait.
+	ahead := e.queued + e.state.Waiting - (e.o.MaxNumSeqs - e.state.Running)
+	switch {
+	case e.stopped:
+		return nil, fmt.Errorf("engine: %w", ErrStopped)
+	case e.o.MaxQueued > 0 && ahead+r.Params.N > max(e.o.MaxQueued, r.Params.N):
+		return nil, fmt.Errorf("engine: %w: %d wait, %d may", ErrQueueFull, ahead, e.o.MaxQueued)
+	}
+	e.inbox = append(e.inbox, s)
+	e.queued += r.Params.N
+	s.unlisten = context.AfterFunc(ctx, func() {
+		e.mu.Lock()
+		e.canceled = true
+		e.mu.Unlock()
+		e.poke()
+	})
+	e.poke()
+	return s.job, nil
+}
+
+func (e *Engine) poke() {
+	select {
+	case e.wake <- struct{}{}:
+	default:
+	}
+}
+
+// admissible checks what can be known of a request before it runs, and says at how
+// many tokens its samples end.
+func (e *Engine) admissible(r *Request) (limit int, err error) {
+	if err := r.Params.Validate(e.o.Vocab); err != nil {
+		return 0, fmt.Errorf("engine: %w", err)
+	}
+	if len(r.Params.Stop) > 0 && e.o.Tokenizer == nil {
+		return 0, fmt.Errorf("engine: %w", &ParamError{"stop", "given", "left out: this model has no tokenizer to find strings with"})
+	}
+	if len(r.Prompt) == 0 {
+		return 0, fmt.Errorf("engine: %w: the prompt has no tokens; give at least one", ErrBadRequest)
+	}
+	if len(r.Prompt) >= e.o.MaxModelLen {
+		return 0, fmt.Errorf("engine: %w: it has %d tokens and the context is %d, of which at least one must be left for the answer; shorten the prompt, or raise --max-model-len if the model allows it",
+			ErrPromptTooLong, len(r.Prompt), e.o.MaxModelLen)
+	}
+	for i, id := range r.Prompt {
+		if id < 0 || int(id) >= e.o.Vocab {
+			return 0, fmt.Errorf("engine: %w: prompt token %d has id %d, the model knows 0 to %d; tokenizer and model do not belong together", ErrBadRequest, i, id, e.o.Vocab-1)
+		}
+	}
+	// The subtraction cannot overflow, as the sum of both could.
+	limit = e.o.MaxModelLen
+	if r.Params.MaxTokens < limit-len(r.Prompt) {
+		limit = len(r.Prompt) + r.Params.MaxTokens
+	}
+	if !e.sched.Fits(limit) {
+		have := e.state.KVBlocks * e.state.BlockTokens
+		return 0, fmt.Errorf("engine: %w: prompt and new tokens are %d, the KV cache holds %d; ask for fewer, or give the cache more memory", ErrPromptTooLong, limit, have)
+	}
+	return limit, nil
+}
+
+// Stop refuses requests from now on; those that were submitted go on, and Run
+// returns when the last has ended.
+func (e *Engine) Stop() {
+	e.mu.Lock()
+	e.stopped = true
+	e.mu.Unlock()
+	e.poke()
+}
+
+// Run runs requests until ctx is done, which ends those that are left with
+// FinishAbort, or Stop was called and none is left; both return nil. An error means
+// that steps fail for good; all requests have ended with it, and no more are taken.
+func (e *Engine) Run(ctx context.Context) error {
+	for {
+		worked, err := e.turn(ctx)
+		switch {
+		case ctx.Err() != nil:
+			e.abandon(nil)
+			return nil
+		case err != nil:
+			e.abandon(err)
+			return err
+		case worked:
+			continue
+		}
+		e.mu.Lock()
+		idle := e.stopped && len(e.inbox) == 0
+		e.mu.Unlock()
+		if idle {
+			return nil
+		}
+		select {
+		case <-e.wake:
+		case <-ctx.Done():
+		}
+	}
+}
+
+// Output is what became of a request that Generate ran, one sample.
+type Output struct {
+	// Tokens generated, the stop id included where there was one.
+	Tokens       []Token
+	TokenIDs     []int32
+	Text         string
+	FinishReason FinishReason
+}
+
+// Generate runs requests to their ends in this goroutine, without Run, and returns
+// an output per sample, in the order of the requests. onUpdate, which may be nil, is
+// called with each update as it comes; output counts as the result does. None runs
+// if one of them never could. When ctx is done it returns ctx.Err().
+func (e *Engine) Generate(ctx context.Context, requests []Request, onUpdate func(output int, u Update)) ([]Output, error) {
+	var jobs []*Job
+	var outs []Output
+	first := make([]int, len(requests))
 	for i := range requests {
-		s, err := e.admissible(&requests[i])
-		if err != nil {
+		if _, err := e.admissible(&requests[i]); err != nil {
 			if len(requests) > 1 {
 				err = fmt.Errorf("request %d: %w", i, err)
 			}
 			return nil, err
 		}
-		s.index, s.out = i, &outs[i]
-		waiting = append(waiting, s)
 	}
-	var running []*sequence
+	// Their own context ends them all with this call, however it returns.
+	own, cancel := context.WithCancel(ctx)
 	defer func() {
-		for _, s := range running {
-			s.table.Free()
-		}
+		cancel()
+		e.mu.Lock()
+		e.canceled = true // which cancel brings about only soon
+		e.mu.Unlock()
+		e.dropCanceled()
 	}()
-	for len(waiting)+len(running) > 0 {
-		if err := ctx.Err(); err != nil {
-			return nil, fmt.Errorf("engine: before step %d: %w", e.steps, err)
-		}
-		for len(waiting) > 0 && len(running) < e.o.MaxNumSeqs {
-			s := waiting[0]
-			s.table = e.o.KV.NewTable()
-			if err := s.table.Grow(s.limit); err != nil {
-				break // room comes when a running one ends
-			}
-			waiting, running = waiting[1:], append(running, s)
-		}
-		if err := e.step(ctx, running, onToken); err != nil {
+	for i, r := range requests {
+		j, err := e.Submit(own, r)
+		if err != nil {
 			return nil, err
 		}
-		running = slices.DeleteFunc(running, func(s *sequence) bool {
-			if s.out.FinishReason == "" {
-				return false
+		first[i] = len(outs)
+		jobs = append(jobs, j)
+		outs = append(outs, make([]Output, r.Params.N)...)
+	}
+	for left := len(outs); left > 0; {
+		if err := ctx.Err(); err != nil {
+			return nil, fmt.Errorf("engine: %w", err)
+		}
+		if _, err := e.turn(ctx); err != nil {
+			return nil, err
+		}
+		for i, j := range jobs {
+			for _, u := range j.take() {
+				o := &outs[first[i]+u.Sample]
+				if onUpdate != nil {
+					onUpdate(first[i]+u.Sample, u)
+				}
+				for _, t := range u.Tokens {
+					o.Tokens, o.TokenIDs = append(o.Tokens, t), append(o.TokenIDs, t.ID)
+				}
+				o.Text += u.Text
+				if u.Finish != "" {
+					o.FinishReason = u.Finish
+					left--
+				}
 			}
-			s.table.Free()
-			return true
-		})
+		}
 	}
 	return outs, nil
 }
 
-// admissible checks what can be known of a request before it runs.
-func (e *Engine) admissible(r *Request) (*sequence, error) {
-	switch {
-	case len(r.Prompt) == 0:
-		return nil, fmt.Errorf("engine: %w: the prompt has no tokens; give at least one", ErrBadRequest)
-	case r.MaxNewTokens < 1:
-		return nil, fmt.Errorf("engine: %w: %d new tokens asked; ask for at least 1", ErrBadRequest, r.MaxNewTokens)
-	case r.Temperature < 0:
-		return nil, fmt.Errorf("engine: %w: temperature %v; it cannot be negative", ErrBadRequest, r.Temperature)
-	case len(r.Prompt) >= e.o.MaxModelLen:
-		return nil, fmt.Errorf("engine: %w: it has %d tokens and the context is %d, of which at least one must be left for the answer; shorten the prompt, or raise --max-model-len if the model allows it",
-			ErrPromptTooLong, len(r.Prompt), e.o.MaxModelLen)
+// turn takes in what has arrived and runs one step, if there is anything to do.
+func (e *Engine) turn(ctx context.Context) (worked bool, err error) {
+	e.takeIn()
+	e.dropCanceled()
+	plan := e.sched.Plan()
+	for _, id := range plan.Preempted {
+		q := e.seqs[id]
+		q.table.Free()
+		e.o.Log.Info("sequence preempted: the KV cache is full", "request", q.sub.req.ID, "sample", q.sample, "tokens", len(q.tokens))
 	}
-	for i, id := range r.Prompt {
-		if id < 0 || int(id) >= e.o.Vocab {
-			return nil, fmt.Errorf("engine: %w: prompt token %d has id %d, the model knows 0 to %d; tokenizer and model do not belong together", ErrBadRequest, i, id, e.o.Vocab-1)
+	now := e.o.Now()
+	for _, id := range plan.Admitted {
+		if j := e.seqs[id].sub.job; j.Times().Admitted.IsZero() {
+			j.change(func() { j.times.Admitted = now })
 		}
 	}
-	// The subtraction cannot overflow, as the sum of both could.
-	limit := e.o.MaxModelLen
-	if r.MaxNewTokens < limit-len(r.Prompt) {
-		limit = len(r.Prompt) + r.MaxNewTokens
+	e.publish()
+	if len(plan.Chunks) == 0 {
+		return false, nil
 	}
-	if have := e.o.KV.Allocator().Blocks() * e.o.KV.Shape().BlockTokens; limit > have {
-		return nil, fmt.Errorf("engine: %w: prompt and new tokens are %d, the KV cache holds %d; ask for fewer, or give the cache more memory", ErrPromptTooLong, limit, have)
-	}
-	return &sequence{
-		req: r, tokens: slices.Clone(r.Prompt), limit: limit,
-		long: e.o.LongAfter > 0 && len(r.Prompt) > e.o.LongAfter,
-	}, nil
+	err = e.step(ctx, plan.Chunks)
+	e.publish()
+	return true, err
 }
 
-// step schedules and runs one step, and gives its tokens to their sequences.
-func (e *Engine) step(ctx context.Context, running []*sequence, onToken func(int, int32)) error {
-	candidates := make([]Candidate, len(running))
-	for i, s := range running {
-		if !s.long && e.o.LongAfter > 0 && len(s.tokens) > e.o.LongAfter {
-			// It crosses longrope's boundary: all its keys are computed again.
-			s.long, s.computed = true, 0
+// takeIn hands what was submitted to the scheduler.
+func (e *Engine) takeIn() {
+	e.mu.Lock()
+	subs := e.inbox
+	e.inbox, e.queued = nil, 0
+	e.mu.Unlock()
+	for _, s := range subs {
+		for i := range s.req.Params.N {
+			q := &sequence{
+				sub: s, sample: i, tokens: slices.Clone(s.req.Prompt), table: e.o.KV.NewTable(),
+				long: e.o.LongAfter > 0 && len(s.req.Prompt) > e.o.LongAfter,
+			}
+			if e.o.Tokenizer != nil {
+				q.text = newWriter(e.o.Tokenizer.NewStream(true), s.req.Params.Stop, s.req.Params.IncludeStop)
+			}
+			q.adjust = newAdjustments(&s.req.Params, s.req.Prompt, e.stopIDs(&s.req.Params))
+			e.seqs[e.next] = q
+			e.sched.Add(e.next, len(q.tokens), s.limit)
+			e.next++
 		}
-		candidates[i] = Candidate{Tokens: len(s.tokens), Computed: s.computed}
 	}
-	chunks := Schedule(candidates, e.o.MaxNumBatchedTokens)
+}
+
+// stopIDs of a request: its own and, unless it ignores them, the model's.
+func (e *Engine) stopIDs(p *Params) []int32 {
+	ids := slices.Clone(p.StopIDs)
+	if !p.IgnoreEOS {
+		ids = append(ids, e.o.StopIDs...)
+	}
+	slices.Sort(ids)
+	return slices.Compact(ids)
+}
+
+// dropCanceled ends the samples of requests whose context is done.
+func (e *Engine) dropCanceled() {
+	e.mu.Lock()
+	canceled := e.canceled
+	e.canceled = false
+	e.mu.Unlock()
+	if !canceled {
+		return
+	}
+	e.takeIn()
+	for id, q := range e.seqs {
+		if q.sub.ctx.Err() != nil {
+			e.end(id, q, Update{Sample: q.sample, Finish: FinishAbort}, nil)
+		}
+	}
+}
+
+// abandon ends everything, with err or, where it is nil, as aborted.
+func (e *Engine) abandon(err error) {
+	e.mu.Lock()
+	e.stopped = true
+	e.mu.Unlock()
+	e.takeIn()
+	for id, q := range e.seqs {
+		e.end(id, q, Update{Sample: q.sample, Finish: FinishAbort}, err)
+	}
+	e.publish()
+}
+
+// publish makes the scheduler's counts visible to State.
+func (e *Engine) publish() {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	e.state.Running, e.state.Waiting = e.sched.Running(), e.sched.Waiting()
+	e.state.KVUsedBlocks = e.state.KVBlocks - e.sched.FreeBlocks()
+	e.state.Preemptions = e.sched.Preemptions()
+}
+
+// step runs the chunks and gives their tokens to their sequences.
+func (e *Engine) step(ctx context.Context, chunks []scheduler.Chunk) error {
 	var step pipeline.Step
+	adjusted, rows := 0, 0
+	ran := chunks[:0]
 	for _, c := range chunks {
-		s := running[c.Index]
-		q := pipeline.Sequence{
-			Tokens: s.tokens[c.From:c.To], Start: c.From, Table: s.table, Long: s.long,
-			Temperature: s.req.Temperature, Seed: s.req.Seed,
+		q := e.seqs[c.ID]
+		if err := q.table.Grow(c.To); err != nil {
+			panic(fmt.Sprintf("engine: the scheduler and the cache disagree: %v", err))
 		}
-		if c.Sample {
-			q.LogitRows = 1
+		row := pipeline.Sequence{Tokens: q.tokens[c.From:c.To], Start: c.From, Table: q.table, Long: q.long}
+		if c.Draw {
+			row.LogitRows = 1
+			row.Draw = q.draw()
+			if adjusted+len(row.Draw.Adjust) > e.o.MaxAdjust && adjusted > 0 {
+				continue // it has its turn in the next step
+			}
+			adjusted += len(row.Draw.Adjust)
 		}
-		step.Sequences = append(step.Sequences, q)
+		rows += c.To - c.From
+		ran = append(ran, c)
+		step.Sequences = append(step.Sequences, row)
 	}
-	res, err := e.run(ctx, &step)
+	res, err := e.run(ctx, &step, rows)
 	if err != nil {
 		return err
 	}
-	for _, c := range chunks {
-		s := running[c.Index]
-		s.computed = c.To
-		if !c.Sample {
+	now := e.o.Now()
+	drawn := 0
+	for _, c := range ran {
+		e.sched.Computed(c.ID, c.To)
+		if !c.Draw {
 			continue
 		}
-		id := res.Sampled[0]
-		res.Sampled = res.Sampled[1:]
-		s.tokens = append(s.tokens, id)
-		s.out.TokenIDs = append(s.out.TokenIDs, id)
-		switch {
-		case !s.req.IgnoreEOS && slices.Contains(e.o.StopIDs, id):
-			s.out.FinishReason = FinishStop
-		case len(s.tokens) >= s.limit:
-			s.out.FinishReason = FinishLength
+		t := Token{ID: res.Sampled[drawn]}
+		q := e.seqs[c.ID]
+		if q.sub.req.Params.LogProbs {
+			t.LogProb, t.Top = logProbs(res.LogProbs[drawn], q.sub.req.Params.TopLogProbs)
 		}
-		if onToken != nil {
-			onToken(s.index, id)
-		}
+		drawn++
+		e.take(c.ID, q, t, now)
 	}
 	return nil
 }
 
+func logProbs(p pipeline.LogProb, n int) (chosen float32, top []TopLogProb) {
+	for i := range n {
+		top = append(top, TopLogProb{ID: p.TopIDs[i], LogProb: p.Top[i]})
+	}
+	return p.Chosen, top
+}
+
+// take gives a sequence the token that it has drawn.
+func (e *Engine) take(id scheduler.ID, q *sequence, t Token, now time.Time) {
+	q.tokens = append(q.tokens, t.ID)
+	q.drawn++
+	q.adjust.drew(t.ID)
+	e.sched.Grow(id, 1)
+	u := Update{Sample: q.sample, Tokens: []Token{t}, At: now}
+	stop := slices.Contains(q.adjust.stop, t.ID)
+	if stop {
+		u.Finish = FinishStop
+	}
+	if q.text != nil {
+		var found bool
+		// A stop id is no text, even where it is an ordinary token.
+		if !stop {
+			u.Text, found = q.text.push(t.ID)
+		}
+		switch {
+		case found:
+			u.Finish = FinishStop
+		case stop || len(q.tokens) >= q.sub.limit:
+			var rest string
+			rest, found = q.text.flush()
+			u.Text += rest
+			if found {
+				u.Finish = FinishStop
+			}
+		}
+	}
+	if u.Finish == "" && len(q.tokens) >= q.sub.limit {
+		u.Finish = FinishLength
+	}
+	j := q.sub.job
+	j.change(func() {
+		if j.times.FirstToken.IsZero() {
+			j.times.FirstToken = now
+		}
+		j.usage.CompletionTokens++
+	})
+	if u.Finish != "" {
+		e.end(id, q, u, nil)
+		return
+	}
+	if !q.long && e.o.LongAfter > 0 && len(q.tokens) > e.o.LongAfter {
+		// It crosses longrope's boundary: all its keys are computed again.
+		q.long = true
+		e.sched.Computed(id, 0)
+	}
+	j.change(func() { j.updates = append(j.updates, u) })
+}
+
+// end gives a sample its last update, and its blocks back; err fails the request.
+func (e *Engine) end(id scheduler.ID, q *sequence, u Update, err error) {
+	e.sched.Remove(id)
+	q.table.Free()
+	delete(e.seqs, id)
+	s := q.sub
+	s.finish[q.sample] = u.Finish
+	s.left--
+	last := s.left == 0
+	now := e.o.Now()
+	s.job.change(func() {
+		s.job.updates = append(s.job.updates, u)
+		if err != nil {
+			s.job.err = err
+		}
+		if last {
+			s.job.times.Finished = now
+			s.job.ended = true
+		}
+	})
+	if last {
+		s.unlisten()
+		if e.o.Listener.Finished != nil {
+			e.o.Listener.Finished(RequestInfo{ID: s.req.ID, Usage: s.job.Usage(), Times: s.job.Times(), Finish: s.finish, Err: s.job.err})
+		}
+	}
+}
+
 // run runs a step, again if copies failed.
-func (e *Engine) run(ctx context.Context, step *pipeline.Step) (pipeline.Result, error) {
-	for try := 0; ; try++ {
+func (e *Engine) run(ctx context.Context, step *pipeline.Step, rows int) (pipeline.Result, error) {
+	start := e.o.Now()
+	for try := 1; ; try++ {
 		res, err := e.o.Pipeline.Step(ctx, step)
+		again := errors.Is(err, pipeline.ErrStepFailed) && try <= e.o.Retries
+		e.mu.Lock()
+		n := e.state.Steps
 		if err == nil {
-			e.steps++
+			e.state.Steps++
+		} else if again {
+			e.state.Retried++
+		}
+		e.mu.Unlock()
+		if err == nil {
+			if e.o.Listener.Step != nil {
+				e.o.Listener.Step(StepInfo{Rows: rows, Sequences: len(step.Sequences), Drawn: len(res.Sampled), Duration: e.o.Now().Sub(start), Tries: try})
+			}
 			return res, nil
 		}
-		if !errors.Is(err, pipeline.ErrStepFailed) || try == e.o.Retries {
-			return res, fmt.Errorf("engine: step %d: %w", e.steps, err)
+		if !again {
+			return res, fmt.Errorf("engine: step %d: %w", n, err)
 		}
-		e.retried++
-		e.o.Log.Warn("step dropped and run again", "step", e.steps, "try", try+1, "error", err)
+		e.o.Log.Warn("step dropped and run again", "step", n, "try", try, "error", err)
+	}
+}
+
+// take returns the updates that wait, without waiting.
+func (j *Job) take() []Update {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	u := j.updates
+	j.updates = nil
+	return u
+}
+
+// Wait reads a job to its end and returns all updates of each sample as one.
+func (j *Job) Wait(ctx context.Context) ([]Update, error) {
+	var samples []Update
+	for {
+		u, err := j.Next(ctx)
+		if errors.Is(err, io.EOF) {
+			return samples, nil
+		}
+		if err != nil {
+			return samples, err
+		}
+		for len(samples) <= u.Sample {
+			samples = append(samples, Update{Sample: len(samples)})
+		}
+		s := &samples[u.Sample]
+		s.Tokens = append(s.Tokens, u.Tokens...)
+		s.Text += u.Text
+		s.Finish = u.Finish
 	}
 }

@@ -508,9 +508,99 @@ func (o *Sample) Check() error {
 	c.size("Samples", &o.Samples, 0, s, "elements", "Logits")
 	c.tensor("Positions", &o.Positions, onlyI, 1)
 	c.size("Positions", &o.Positions, 0, s, "elements", "Logits")
+	c.perRow("TopK", &o.TopK, onlyI, s)
+	c.perRow("TopP", &o.TopP, onlyF, s)
+	c.perRow("MinP", &o.MinP, onlyF, s)
 	c.tensor("Out", &o.Out, onlyI, 1)
 	c.size("Out", &o.Out, 0, s, "elements", "Logits")
 	c.apart("Out", &o.Out, "Samples", &o.Samples)
 	c.apart("Out", &o.Out, "Positions", &o.Positions)
+	c.apart("Out", &o.Out, "TopK", &o.TopK)
+	return c.err
+}
+
+// perRow checks a tensor of one element for each of s rows of logits, which may
+// be none.
+func (c *checker) perRow(name string, t *Tensor, k kinds, s int) {
+	if c.ok() && !t.None() {
+		c.tensor(name, t, k, 1)
+		c.size(name, t, 0, s, "elements", "Logits")
+	}
+}
+
+// listed checks the logits, and the lists of them, of Adjust and Restore.
+func (c *checker) listed(logits, starts, ids *Tensor) {
+	c.tensor("Logits", logits, onlyF, 2)
+	c.tensor("Starts", starts, onlyI, 1)
+	if c.ok() && starts.Shape[0] != logits.Shape[0]+1 {
+		c.failf("Starts is %v, want %d elements (Logits has %d rows)", *starts, logits.Shape[0]+1, logits.Shape[0])
+	}
+	c.tensor("IDs", ids, onlyI, 1)
+}
+
+// Check implements Op.
+func (o *Adjust) Check() error {
+	c := checker{op: o.Name()}
+	c.listed(&o.Logits, &o.Starts, &o.IDs)
+	s, l := o.Logits.Shape[0], o.IDs.Shape[0]
+	c.tensor("Seen", &o.Seen, onlyI, 1)
+	c.size("Seen", &o.Seen, 0, l, "elements", "IDs")
+	c.tensor("Bias", &o.Bias, onlyF, 1)
+	c.size("Bias", &o.Bias, 0, l, "elements", "IDs")
+	c.tensor("Repetition", &o.Repetition, onlyF, 1)
+	c.size("Repetition", &o.Repetition, 0, s, "elements", "Logits")
+	c.tensor("Presence", &o.Presence, onlyF, 1)
+	c.size("Presence", &o.Presence, 0, s, "elements", "Logits")
+	c.tensor("Frequency", &o.Frequency, onlyF, 1)
+	c.size("Frequency", &o.Frequency, 0, s, "elements", "Logits")
+	c.tensor("Saved", &o.Saved, onlyF, 1)
+	c.size("Saved", &o.Saved, 0, l, "elements", "IDs")
+	c.apart("Saved", &o.Saved, "Logits", &o.Logits)
+	c.apart("Saved", &o.Saved, "Bias", &o.Bias)
+	return c.err
+}
+
+// Check implements Op.
+func (o *Restore) Check() error {
+	c := checker{op: o.Name()}
+	c.listed(&o.Logits, &o.Starts, &o.IDs)
+	c.tensor("Saved", &o.Saved, onlyF, 1)
+	c.size("Saved", &o.Saved, 0, o.IDs.Shape[0], "elements", "IDs")
+	c.apart("Logits", &o.Logits, "Saved", &o.Saved)
+	return c.err
+}
+
+// Check implements Op.
+func (o *LogProbs) Check() error {
+	c := checker{op: o.Name()}
+	c.tensor("Logits", &o.Logits, onlyF, 2)
+	if c.ok() && o.Logits.Shape[1] < 1 {
+		c.failf("Logits is %v, want at least one column", o.Logits)
+	}
+	s := o.Logits.Shape[0]
+	c.tensor("Tokens", &o.Tokens, onlyI, 1)
+	c.size("Tokens", &o.Tokens, 0, s, "elements", "Logits")
+	c.tensor("Chosen", &o.Chosen, onlyF, 1)
+	c.size("Chosen", &o.Chosen, 0, s, "elements", "Logits")
+	c.apart("Chosen", &o.Chosen, "Logits", &o.Logits)
+	if c.ok() && o.TopIDs.None() != o.Top.None() {
+		c.failf("TopIDs is %v and Top %v, want both or none", o.TopIDs, o.Top)
+	}
+	if !c.ok() || o.TopIDs.None() {
+		return c.err
+	}
+	c.tensor("TopIDs", &o.TopIDs, onlyI, 2)
+	c.dense("TopIDs", &o.TopIDs)
+	c.size("TopIDs", &o.TopIDs, 0, s, "rows", "Logits")
+	if n, v := o.TopIDs.Shape[1], o.Logits.Shape[1]; c.ok() && n > v {
+		c.failf("TopIDs is %v, want at most %d columns (Logits has %d)", o.TopIDs, v, v)
+	}
+	c.apart("TopIDs", &o.TopIDs, "Tokens", &o.Tokens)
+	c.tensor("Top", &o.Top, onlyF, 2)
+	c.dense("Top", &o.Top)
+	c.size("Top", &o.Top, 0, s, "rows", "Logits")
+	c.size("Top", &o.Top, 1, o.TopIDs.Shape[1], "columns", "TopIDs")
+	c.apart("Top", &o.Top, "Logits", &o.Logits)
+	c.apart("Top", &o.Top, "Chosen", &o.Chosen)
 	return c.err
 }

@@ -28,6 +28,9 @@ type valid struct {
 	silu      SiluMul
 	gather    Gather
 	sample    Sample
+	adjust    Adjust
+	restore   Restore
+	probs     LogProbs
 }
 
 func (v *valid) tensor(t DType, shape ...int) Tensor {
@@ -55,7 +58,16 @@ func newValid() *valid {
 	v.combine = Combine{v.down.Out, v.route.Weights, v.tensor(F32, 3, 32), v.tensor(F32, 3, 1), v.tensor(F32, 3, 32)}
 	v.silu = SiluMul{v.tensor(F32, 3, 48), v.tensor(F32, 3, 48), v.tensor(F32, 3, 48)}
 	v.gather = Gather{v.tensor(F32, 3, 32), v.tensor(I32, 2), v.tensor(F32, 2, 32)}
-	v.sample = Sample{v.tensor(F32, 2, 100), v.tensor(F32, 2), v.tensor(U64, 2), v.tensor(I32, 2), v.tensor(I32, 2), v.tensor(I32, 2)}
+	v.sample = Sample{
+		v.tensor(F32, 2, 100), v.tensor(F32, 2), v.tensor(U64, 2), v.tensor(I32, 2), v.tensor(I32, 2),
+		v.tensor(I32, 2), v.tensor(F32, 2), v.tensor(F32, 2), v.tensor(I32, 2),
+	}
+	v.adjust = Adjust{
+		v.sample.Logits, v.tensor(I32, 3), v.tensor(I32, 5), v.tensor(I32, 5), v.tensor(F32, 5),
+		v.tensor(F32, 2), v.tensor(F32, 2), v.tensor(F32, 2), v.tensor(F32, 5),
+	}
+	v.restore = Restore{v.sample.Logits, v.adjust.Starts, v.adjust.IDs, v.adjust.Saved}
+	v.probs = LogProbs{v.sample.Logits, v.sample.Out, v.tensor(F32, 2), v.tensor(I32, 2, 7), v.tensor(F32, 2, 7)}
 	return v
 }
 
@@ -63,6 +75,7 @@ func (v *valid) all() []Op {
 	return []Op{
 		&v.embed, &v.norm, &v.matmul, &v.clamp, &v.rope, &v.append, &v.attention, &v.route, &v.group,
 		&v.up, &v.down, &v.combine, &v.silu, &v.gather, &v.sample,
+		&v.adjust, &v.restore, &v.probs,
 	}
 }
 
@@ -89,6 +102,10 @@ func TestCheckTakesGoodArguments(t *testing.T) {
 		"strided cache":        &AppendKV{v.append.K, v.append.V, gap(v.append.CacheK), gap(v.append.CacheV), v.append.Slots},
 		"no experts listed":    &ExpertDown{v.down.X, v.down.Offsets, v.down.Order, v.down.Slots, v.down.Experts.Slice(0, 0), v.down.Layout, v.down.Out},
 		"no tokens to experts": &ExpertUp{New(0, F32, 0, 32), v.up.Offsets, New(0, I32, 0), v.up.Slots, v.up.Experts, v.up.Layout, New(0, F32, 0, 48)},
+		"nothing left out":     &Sample{Logits: v.sample.Logits, Temperature: v.sample.Temperature, Seeds: v.sample.Seeds, Samples: v.sample.Samples, Positions: v.sample.Positions, Out: v.sample.Out},
+		"only the token drawn": &LogProbs{Logits: gap(v.sample.Logits), Tokens: v.sample.Out, Chosen: v.probs.Chosen},
+		"no alternatives":      &LogProbs{Logits: v.sample.Logits, Tokens: v.sample.Out, Chosen: v.probs.Chosen, TopIDs: New(0, I32, 2, 0), Top: New(0, F32, 2, 0)},
+		"nothing adjusted":     &Restore{v.sample.Logits, v.adjust.Starts, New(0, I32, 0), New(0, F32, 0)},
 		"attention on no rows": &Attention{
 			Q: New(0, F32, 0, 4, 16), CacheK: v.append.CacheK, CacheV: v.append.CacheV, SeqStarts: v.tensor(I32, 1), ContextLens: New(0, I32, 0),
 			BlockTable: New(0, I32, 0, 4), Scale: 1, Out: New(0, F32, 0, 4, 16),
@@ -221,6 +238,33 @@ func TestCheckErrors(t *testing.T) {
 		{func(v *valid) Op { v.sample.Logits = v.tensor(F32, 2, 0); return &v.sample }, "kernels: sample: Logits is float32[2 0], want at least one column"},
 		{func(v *valid) Op { v.sample.Seeds = v.tensor(U64, 1); return &v.sample }, "Seeds is uint64[1], want 2 elements (Logits has 2)"},
 		{func(v *valid) Op { v.sample.Out = v.tensor(I32, 3); return &v.sample }, "Out is int32[3], want 2 elements (Logits has 2)"},
+		{func(v *valid) Op { v.sample.TopK = v.tensor(F32, 2); return &v.sample }, "kernels: sample: TopK is float32[2], want int32"},
+		{func(v *valid) Op { v.sample.TopP = v.tensor(F32, 3); return &v.sample }, "TopP is float32[3], want 2 elements (Logits has 2)"},
+		{func(v *valid) Op { v.sample.MinP = v.tensor(F32, 2, 1); return &v.sample }, "MinP is float32[2 1], want rank 1"},
+		{func(v *valid) Op { v.sample.Out = v.sample.TopK; return &v.sample }, "overlaps TopK"},
+
+		{func(v *valid) Op { v.adjust.Logits.DType = F16; return &v.adjust }, "kernels: adjust: Logits is float16[2 100], want float32"},
+		{func(v *valid) Op { v.adjust.Starts = v.tensor(I32, 2); return &v.adjust }, "Starts is int32[2], want 3 elements (Logits has 2 rows)"},
+		{func(v *valid) Op { v.adjust.Seen = v.tensor(I32, 4); return &v.adjust }, "Seen is int32[4], want 5 elements (IDs has 5)"},
+		{func(v *valid) Op { v.adjust.Bias = v.tensor(F32, 6); return &v.adjust }, "Bias is float32[6], want 5 elements (IDs has 5)"},
+		{func(v *valid) Op { v.adjust.Repetition = Tensor{}; return &v.adjust }, "Repetition is missing, want float32 of rank 1"},
+		{func(v *valid) Op { v.adjust.Presence = v.tensor(F32, 3); return &v.adjust }, "Presence is float32[3], want 2 elements (Logits has 2)"},
+		{func(v *valid) Op { v.adjust.Frequency = v.tensor(F32, 1); return &v.adjust }, "Frequency is float32[1], want 2 elements (Logits has 2)"},
+		{func(v *valid) Op { v.adjust.Saved = v.tensor(F32, 4); return &v.adjust }, "Saved is float32[4], want 5 elements (IDs has 5)"},
+		{func(v *valid) Op { v.adjust.Saved.Addr = v.adjust.Logits.Addr; return &v.adjust }, "overlaps Logits"},
+		{func(v *valid) Op { v.adjust.Saved.Addr = v.adjust.Bias.Addr; return &v.adjust }, "overlaps Bias"},
+		{func(v *valid) Op { v.restore.Starts = v.tensor(I32, 4); return &v.restore }, "kernels: restore: Starts is int32[4], want 3 elements"},
+		{func(v *valid) Op { v.restore.Saved = v.tensor(F32, 6); return &v.restore }, "Saved is float32[6], want 5 elements (IDs has 5)"},
+		{func(v *valid) Op { v.restore.Saved.Addr = v.restore.Logits.Addr; return &v.restore }, "overlaps Saved"},
+
+		{func(v *valid) Op { v.probs.Logits = v.tensor(F32, 2, 0); return &v.probs }, "kernels: log_probs: Logits is float32[2 0], want at least one column"},
+		{func(v *valid) Op { v.probs.Tokens = v.tensor(I32, 3); return &v.probs }, "Tokens is int32[3], want 2 elements (Logits has 2)"},
+		{func(v *valid) Op { v.probs.Chosen.Addr = v.probs.Logits.Addr; return &v.probs }, "overlaps Logits"},
+		{func(v *valid) Op { v.probs.Top = Tensor{}; return &v.probs }, "TopIDs is int32[2 7] and Top none, want both or none"},
+		{func(v *valid) Op { v.probs.TopIDs = v.tensor(I32, 2, 101); return &v.probs }, "TopIDs is int32[2 101], want at most 100 columns (Logits has 100)"},
+		{func(v *valid) Op { v.probs.TopIDs = gap(v.probs.TopIDs); return &v.probs }, "TopIDs is int32[2 7] strides [8 1], want it dense"},
+		{func(v *valid) Op { v.probs.Top = v.tensor(F32, 2, 6); return &v.probs }, "Top is float32[2 6], want 7 columns (TopIDs has 7)"},
+		{func(v *valid) Op { v.probs.Top.Addr = v.probs.Logits.Addr + 4; return &v.probs }, "overlaps Logits"},
 	} {
 		op := c.spoil(newValid())
 		if err := op.Check(); err == nil || !strings.Contains(err.Error(), c.want) {
@@ -232,7 +276,7 @@ func TestCheckErrors(t *testing.T) {
 func TestCheckWithoutTensors(t *testing.T) {
 	for _, op := range []Op{
 		&Embed{}, &Norm{}, &MatMul{}, &Clamp{}, &RoPE{}, &AppendKV{}, &Attention{}, &Route{}, &Group{},
-		&ExpertUp{}, &ExpertDown{}, &Combine{}, &SiluMul{}, &Gather{}, &Sample{},
+		&ExpertUp{}, &ExpertDown{}, &Combine{}, &SiluMul{}, &Gather{}, &Sample{}, &Adjust{}, &Restore{}, &LogProbs{},
 	} {
 		if err := op.Check(); err == nil || !strings.HasPrefix(err.Error(), "kernels: "+op.Name()+": ") || !strings.Contains(err.Error(), " is missing, want ") {
 			t.Errorf("%s without tensors gives %v", op.Name(), err)
@@ -263,7 +307,10 @@ func TestDeclare(t *testing.T) {
 		{&v.combine, 2 * (6*32 + 3*32), 6*32*4 + 6*4 + 3*32*4 + 3*4 + 3*32*4, 4, 1},
 		{&v.silu, 5 * 3 * 48, 3 * 3 * 48 * 4, 2, 1},
 		{&v.gather, 0, 2*4 + 2*2*32*4, 1, 1},
-		{&v.sample, 40 * 200, 200*4 + 2*(4+8+4+4+4), 5, 1},
+		{&v.sample, 40 * 200, 200*4 + 2*(4+8+4+4+4) + 2*3*4, 8, 1},
+		{&v.adjust, 5 * 5, 2*5*4 + 3*4 + 3*5*4 + 3*2*4 + 5*4, 8, 2},
+		{&v.restore, 0, 2*5*4 + 3*4 + 2*5*4, 4, 1},
+		{&v.probs, 20 * 200, 200*4 + 2*4 + 2*4 + 2*2*7*4, 2, 3},
 	} {
 		var d Decl
 		c.op.Declare(&d)

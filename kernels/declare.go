@@ -257,6 +257,62 @@ func (o *Sample) Declare(d *Decl) {
 	d.read(&o.Seeds)
 	d.read(&o.Samples)
 	d.read(&o.Positions)
+	d.optional(&o.TopK)
+	d.optional(&o.TopP)
+	d.optional(&o.MinP)
 	d.write(&o.Out)
 	d.Flops += 40 * int64(o.Logits.Elements())
+}
+
+// declareListed declares logits of which the data lists n elements: all of them
+// may change, those are the traffic.
+func declareListed(d *Decl, logits *Tensor, n int) {
+	d.Reads = logits.AppendRanges(d.Reads)
+	d.Writes = logits.AppendRanges(d.Writes)
+	d.Bytes += 2 * int64(n) * int64(logits.DType.Size())
+}
+
+// Name implements Op.
+func (*Adjust) Name() string { return "adjust" }
+
+// Declare implements Op: all logits count as read and written, those listed as
+// traffic.
+func (o *Adjust) Declare(d *Decl) {
+	declareListed(d, &o.Logits, o.IDs.Shape[0])
+	d.read(&o.Starts)
+	d.read(&o.IDs)
+	d.read(&o.Seen)
+	d.read(&o.Bias)
+	d.read(&o.Repetition)
+	d.read(&o.Presence)
+	d.read(&o.Frequency)
+	d.write(&o.Saved)
+	d.Flops += 5 * int64(o.IDs.Shape[0])
+}
+
+// Name implements Op.
+func (*Restore) Name() string { return "restore" }
+
+// Declare implements Op: all logits count as read and written, those listed as
+// traffic.
+func (o *Restore) Declare(d *Decl) {
+	declareListed(d, &o.Logits, o.IDs.Shape[0])
+	d.read(&o.Starts)
+	d.read(&o.IDs)
+	d.read(&o.Saved)
+}
+
+// Name implements Op.
+func (*LogProbs) Name() string { return "log_probs" }
+
+// Declare implements Op.
+func (o *LogProbs) Declare(d *Decl) {
+	d.read(&o.Logits)
+	d.read(&o.Tokens)
+	d.write(&o.Chosen)
+	if !o.TopIDs.None() {
+		d.write(&o.TopIDs)
+		d.write(&o.Top)
+	}
+	d.Flops += 20 * int64(o.Logits.Elements())
 }

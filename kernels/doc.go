@@ -20,7 +20,8 @@
 //
 // Sampling noise (GumbelNoise) and dummy weights (FillDummy) come from one
 // counter-based generator (Philox4x32), described to the bit so that every backend
-// has the same values.
+// has the same values. So is what cuts a distribution before a token is drawn (Exp,
+// SampleWeight): from the same logits all backends draw the same tokens.
 //
 // # Invariants
 //
@@ -33,7 +34,7 @@
 //     weights have 16 bit or float32; every sum is taken in float32, in an order
 //     fixed by the shapes of weights and the length of the sequence, never by the
 //     number of rows, by threads, or by arrival. Router, softmax and norms are
-//     float32.
+//     float32. The sums of Sample are integers, exact in any order.
 //   - No operation depends on where an expert lies: expert products read
 //     addresses from a slot table in device memory.
 package kernels

@@ -175,11 +175,68 @@ type Gather struct {
 // position, token): see GumbelNoise. Quotient and sum are rounded to float32, so
 // all backends draw the same token from the same logits. A logit that is no
 // number is never drawn.
+//
+// Where Temperature is not 0, MinP, TopK and TopP, each of them none or one
+// element per row, leave out unlikely tokens before that, in this order. With s
+// the quotients, s0 the row's largest and e = Exp(s - s0), or 1 where s = s0:
+//
+//   - MinP, from 0 (all) to 1, leaves out the tokens with e < MinP: those less
+//     than MinP times as likely as the likeliest.
+//   - TopK, 0 for all, keeps the TopK tokens with the largest logits, of equal ones
+//     those with the lowest ids.
+//   - TopP, above 0 and at most 1 (all), keeps the fewest tokens, in the same order,
+//     whose weights reach TopP times the weights of all that MinP and TopK left. A
+//     weight is SampleWeight(e), an integer, so that sums are exact in any order;
+//     nor is the product rounded.
 type Sample struct {
 	Logits      Tensor // [S, V] F32
 	Temperature Tensor // [S] F32, finite, >= 0
 	Seeds       Tensor // [S] U64
 	Samples     Tensor // [S] I32: which of a request's samples
 	Positions   Tensor // [S] I32: position of the token drawn
+	TopK        Tensor // [S] I32, >= 0, or none
+	TopP, MinP  Tensor // [S] F32, or none
 	Out         Tensor // [S] I32
+}
+
+// Adjust changes the logits of listed tokens in place, and saves them first: those
+// of row s are IDs[Starts[s]:Starts[s+1]], each once. With o the logit and n =
+// Seen, it becomes, every operation rounded to float32:
+//
+//	x = o / Repetition[s] if n >= 0 and o > 0, o * Repetition[s] if n >= 0, else o
+//	x = (x - Frequency[s]*n) - Presence[s] if n > 0
+//	x = x + Bias
+type Adjust struct {
+	Logits Tensor // [S, V] F32
+	Starts Tensor // [S+1] I32: the first entry of each row, then L
+	IDs    Tensor // [L] I32, each in [0, V)
+	// Seen is -1 for a token in neither prompt nor answer, 0 for one in the prompt
+	// only, n for one that stands n times in the answer.
+	Seen Tensor // [L] I32
+	Bias Tensor // [L] F32, finite, or -Inf for a token never to be drawn
+	// Repetition is above 0; all three are finite.
+	Repetition, Presence, Frequency Tensor // [S] F32
+	Saved                           Tensor // [L] F32: the logits as they were
+}
+
+// Restore undoes an Adjust of the same Starts and IDs:
+// Logits[s, IDs[i]] = Saved[i] for the entries i of each row s.
+type Restore struct {
+	Logits Tensor // [S, V] F32
+	Starts Tensor // [S+1] I32
+	IDs    Tensor // [L] I32
+	Saved  Tensor // [L] F32
+}
+
+// LogProbs takes the logarithm of the softmax over each row: Chosen is that of
+// Tokens, Top those of the N likeliest tokens, TopIDs. Order: by falling logit, the
+// lower id of equal ones first. A logit that is no number is left out, of the
+// softmax too; where a row has fewer than N numbers, the rest of TopIDs is -1 and
+// of Top -Inf.
+type LogProbs struct {
+	Logits Tensor // [S, V] F32
+	Tokens Tensor // [S] I32, each in [0, V)
+	Chosen Tensor // [S] F32
+	TopIDs Tensor // [S, N] I32, dense, N <= V, or none
+	Top    Tensor // [S, N] F32, dense, or none as TopIDs
 }

@@ -39,6 +39,12 @@
 //		else: Group, Shared, Experts (once per wave), Combine
 //	for each micro-batch b: Head
 //
+// # Drawing
+//
+// Draw says how a token is drawn behind a row. Head enqueues the least that the
+// batch needs: a draw alone, or, where some row adjusts tokens, Adjust before it and
+// Restore behind it, and LogProbs where some row wants them.
+//
 // # Invariants
 //
 //   - Between stages the hidden state of a row is the sum of two tensors, residual

@@ -36,7 +36,7 @@ type rig struct {
 	blocks int
 }
 
-var testLimits = Limits{MaxRows: 256, MaxSeqs: 8, MaxLogits: 256, MaxModelLen: 256, BlockTokens: 16}
+var testLimits = Limits{MaxRows: 256, MaxSeqs: 8, MaxLogits: 256, MaxModelLen: 256, BlockTokens: 16, MaxAdjust: 4096, MaxTopLogProbs: 5}
 
 func newRig(t testing.TB, c *Config, src Source) *rig {
 	t.Helper()
@@ -251,7 +251,8 @@ func (r *rig) run(ids []int32, start int, long bool, firstBlock int32) ([]float3
 	row, err := r.model.Append(&h, Sequence{IDs: ids, Start: start, Long: long, Blocks: blocks})
 	check(r.t, err)
 	for i := range ids {
-		h.Draw(row+i, Draw{Position: int32(start + i + 1)})
+		_, err = r.model.Draw(&h, row+i, Draw{Position: int32(start + i + 1)})
+		check(r.t, err)
 	}
 	b := r.step(&h)[0]
 	sampled := r.download(r.model.Sampled(&b))

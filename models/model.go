@@ -2,6 +2,7 @@ package models
 
 import (
 	"encoding/binary"
+	"errors"
 	"fmt"
 	"math"
 
@@ -21,10 +22,20 @@ type Limits struct {
 	MaxModelLen int
 	// BlockTokens is the tokens of a KV block.
 	BlockTokens int
+	// MaxAdjust is the most adjusted tokens of a group, 0: none may be.
+	MaxAdjust int
+	// MaxTopLogProbs is how many of the likeliest tokens come with the
+	// log-probability of a drawn one, where the vocabulary has so many; 0: there are
+	// no log-probabilities.
+	MaxTopLogProbs int
 }
 
 // MaxBlocks is the most KV blocks of a sequence.
 func (l Limits) MaxBlocks() int { return (l.MaxModelLen + l.BlockTokens - 1) / l.BlockTokens }
+
+// TopLogProbs is how many likeliest tokens the model's log-probabilities come
+// with: MaxTopLogProbs, at most the vocabulary.
+func (l Limits) TopLogProbs(c *Config) int { return min(l.MaxTopLogProbs, c.Vocab) }
 
 func (l Limits) validate(c *Config) error {
 	for _, f := range []struct {
@@ -40,6 +51,9 @@ func (l Limits) validate(c *Config) error {
 		if f.value < 1 {
 			return fmt.Errorf("models: limit %s is %d, must be at least 1", f.name, f.value)
 		}
+	}
+	if l.MaxAdjust < 0 || l.MaxAdjust > math.MaxInt32 || l.MaxTopLogProbs < 0 {
+		return fmt.Errorf("models: limits MaxAdjust %d and MaxTopLogProbs %d, must be 0 or more", l.MaxAdjust, l.MaxTopLogProbs)
 	}
 	if l.MaxModelLen > c.MaxPositions {
 		return fmt.Errorf("models: a length of %d tokens is more than the model's %d positions", l.MaxModelLen, c.MaxPositions)
@@ -83,6 +97,9 @@ type Model struct {
 	silu    kernels.SiluMul
 	gather  kernels.Gather
 	sample  kernels.Sample
+	adjust  kernels.Adjust
+	restore kernels.Restore
+	probs   kernels.LogProbs
 }
 
 // workspace holds the activations of a group, at their full size. Its tensors
@@ -112,6 +129,10 @@ type workspace struct {
 	lastX, lastResidual kernels.Tensor // [MaxLogits, H]
 	logits              kernels.Tensor // [MaxLogits, V] F32
 	sampled             kernels.Tensor // [MaxLogits] I32
+	saved               kernels.Tensor // [MaxAdjust] F32
+	chosen              kernels.Tensor // [MaxLogits] F32
+	topIDs              kernels.Tensor // [MaxLogits, MaxTopLogProbs] I32
+	top                 kernels.Tensor // [MaxLogits, MaxTopLogProbs] F32
 
 	bytes int64
 }
@@ -158,6 +179,14 @@ func newWorkspace(c *Config, act kernels.DType, l Limits, base device.Addr) work
 	w.lastResidual = place(act, l.MaxLogits, c.Hidden)
 	w.logits = place(kernels.F32, l.MaxLogits, c.Vocab)
 	w.sampled = place(kernels.I32, l.MaxLogits)
+	if l.MaxAdjust > 0 {
+		w.saved = place(kernels.F32, l.MaxAdjust)
+	}
+	if n := l.TopLogProbs(c); n > 0 {
+		w.chosen = place(kernels.F32, l.MaxLogits)
+		w.topIDs = place(kernels.I32, l.MaxLogits, n)
+		w.top = place(kernels.F32, l.MaxLogits, n)
+	}
 	return w
 }
 
@@ -244,6 +273,15 @@ func (m *Model) Logits(b *Batch) kernels.Tensor {
 // Sampled are the tokens drawn for b's logit rows, [n] I32, after Head.
 func (m *Model) Sampled(b *Batch) kernels.Tensor {
 	return m.ws.sampled.Slice(b.FirstLogit, b.FirstLogit+b.Logits)
+}
+
+// LogProbs are the log-probabilities of the tokens drawn for b's logit rows, [n]
+// F32, and ids and log-probabilities of the likeliest tokens of each, [n,
+// TopLogProbs] I32 and F32, by falling probability; after the Head of a batch with
+// LogProbs set.
+func (m *Model) LogProbs(b *Batch) (chosen, topIDs, top kernels.Tensor) {
+	from, to := b.FirstLogit, b.FirstLogit+b.Logits
+	return m.ws.chosen.Slice(from, to), m.ws.topIDs.Slice(from, to), m.ws.top.Slice(from, to)
 }
 
 // Embed starts a step: the embeddings of b's tokens.
@@ -397,8 +435,10 @@ func (m *Model) Combine(s device.Stream, layer, rows int) error {
 	return m.enqueueLayer(s, layer, &m.combine)
 }
 
-// Head ends a step: the logits of b's logit rows and a token drawn from each.
-// It does nothing where b has no logit rows.
+// Head ends a step: the logits of b's logit rows and a token drawn from each, with
+// log-probabilities where b wants them. The logits stay what the model gave:
+// penalties and biases are undone once the tokens are drawn. It does nothing where
+// b has no logit rows.
 func (m *Model) Head(s device.Stream, b *Batch) error {
 	if b.Logits == 0 {
 		return nil
@@ -420,8 +460,35 @@ func (m *Model) Head(s device.Stream, b *Batch) error {
 	if err := m.enqueue(s, "head", &m.matmul); err != nil {
 		return err
 	}
-	m.sample = kernels.Sample{Logits: m.Logits(b), Temperature: b.Temperature, Seeds: b.Seeds, Samples: b.Samples, Positions: b.DrawPositions, Out: m.Sampled(b)}
-	return m.enqueue(s, "head", &m.sample)
+	adjusted := !b.AdjustIDs.None()
+	if adjusted {
+		m.adjust = kernels.Adjust{
+			Logits: m.Logits(b), Starts: b.AdjustStarts, IDs: b.AdjustIDs, Seen: b.AdjustSeen, Bias: b.AdjustBias,
+			Repetition: b.Repetition, Presence: b.Presence, Frequency: b.Frequency, Saved: m.ws.saved.Slice(0, b.AdjustIDs.Shape[0]),
+		}
+		if err := m.enqueue(s, "head", &m.adjust); err != nil {
+			return err
+		}
+	}
+	m.sample = kernels.Sample{
+		Logits: m.Logits(b), Temperature: b.Temperature, Seeds: b.Seeds, Samples: b.Samples, Positions: b.DrawPositions,
+		TopK: b.TopK, TopP: b.TopP, MinP: b.MinP, Out: m.Sampled(b),
+	}
+	if err := m.enqueue(s, "head", &m.sample); err != nil {
+		return err
+	}
+	if adjusted {
+		m.restore = kernels.Restore{Logits: m.Logits(b), Starts: b.AdjustStarts, IDs: b.AdjustIDs, Saved: m.adjust.Saved}
+		if err := m.enqueue(s, "head", &m.restore); err != nil {
+			return err
+		}
+	}
+	if !b.LogProbs {
+		return nil
+	}
+	m.probs = kernels.LogProbs{Logits: m.Logits(b), Tokens: m.Sampled(b)}
+	m.probs.Chosen, m.probs.TopIDs, m.probs.Top = m.LogProbs(b)
+	return m.enqueue(s, "head", &m.probs)
 }
 
 // gated computes down(silu(gate h) * up h) of the group's rows into out.
@@ -476,6 +543,10 @@ func (m *Model) fits(b *Batch) error {
 		return fmt.Errorf("models: logit rows [%d, %d) in a group of at most %d", b.FirstLogit, b.FirstLogit+b.Logits, l.MaxLogits)
 	case b.MaxContext > l.MaxModelLen:
 		return fmt.Errorf("models: sequence of %d tokens, at most %d fit", b.MaxContext, l.MaxModelLen)
+	case b.AdjustIDs.Shape[0] > l.MaxAdjust:
+		return fmt.Errorf("models: %d adjusted tokens, at most %d fit", b.AdjustIDs.Shape[0], l.MaxAdjust)
+	case b.LogProbs && l.MaxTopLogProbs == 0:
+		return errors.New("models: log-probabilities asked of a model whose limit MaxTopLogProbs is 0")
 	}
 	return nil
 }

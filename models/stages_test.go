@@ -37,8 +37,9 @@ func sequences(vocab int) []sequence {
 type part struct{ seq, from, to int }
 
 // runGroups runs groups of micro-batches and returns, for each sequence and row,
-// its logits and the token drawn from them.
-func runGroups(r *rig, seqs []sequence, temperature float32, groups [][][]part) (logits [][]float32, tokens [][]int32) {
+// its logits and the token drawn from them. Of draw, seed and position are the
+// sequence's and the row's.
+func runGroups(r *rig, seqs []sequence, draw Draw, groups [][][]part) (logits [][]float32, tokens [][]int32) {
 	r.t.Helper()
 	vocab := r.model.Config.Vocab
 	logits, tokens = make([][]float32, len(seqs)), make([][]int32, len(seqs))
@@ -59,7 +60,9 @@ func runGroups(r *rig, seqs []sequence, temperature float32, groups [][][]part) 
 				})
 				check(r.t, err)
 				for i := range p.to - p.from {
-					h.Draw(first+i, Draw{Temperature: temperature, Seed: uint64(p.seq), Position: int32(p.from + i + 1)})
+					draw.Seed, draw.Position = uint64(p.seq), int32(p.from+i+1)
+					_, err := r.model.Draw(h, first+i, draw)
+					check(r.t, err)
 				}
 			}
 			rows += h.Rows()
@@ -90,7 +93,11 @@ func TestGroups(t *testing.T) {
 			r := newRig(t, c, src)
 			seqs := sequences(c.Vocab)
 			alone := [][][]part{{{{0, 0, 37}}}, {{{1, 0, 5}}}, {{{2, 0, 64}}}, {{{3, 0, 1}}}}
-			want, wantTokens := runGroups(r, seqs, 0.8, alone)
+			draw := Draw{
+				Temperature: 2, TopK: 50, TopP: 0.9, MinP: 0.01, RepetitionPenalty: 1.3, PresencePenalty: 0.2, FrequencyPenalty: 0.1, LogProbs: true,
+				Adjust: []TokenAdjust{{ID: 7, Seen: -1, Bias: 2}, {ID: 1, Seen: 3}, {ID: 30, Seen: 0, Bias: -1}},
+			}
+			want, wantTokens := runGroups(r, seqs, draw, alone)
 			for _, groups := range [][][][]part{
 				{{{{0, 0, 37}, {1, 0, 5}, {2, 0, 64}, {3, 0, 1}}}},     // one micro-batch
 				{{{{2, 0, 64}, {3, 0, 1}}, {{0, 0, 37}}, {{1, 0, 5}}}}, // three
@@ -100,7 +107,7 @@ func TestGroups(t *testing.T) {
 					{{{0, 17, 37}, {3, 0, 1}}},
 				},
 			} {
-				got, tokens := runGroups(r, seqs, 0.8, groups)
+				got, tokens := runGroups(r, seqs, draw, groups)
 				for i := range seqs {
 					if !slices.Equal(got[i], want[i]) || !slices.Equal(tokens[i], wantTokens[i]) {
 						t.Errorf("sequence %d differs with groups %v", i, groups)
@@ -118,7 +125,7 @@ func TestCounts(t *testing.T) {
 	seqs := sequences(c.Vocab)
 	rows := 0
 	for round := range 2 {
-		runGroups(r, seqs, 0, [][][]part{{{{0, 0, 37}, {1, 0, 5}}, {{2, 0, 64}}}})
+		runGroups(r, seqs, Draw{}, [][][]part{{{{0, 0, 37}, {1, 0, 5}}, {{2, 0, 64}}}})
 		rows += 37 + 5 + 64
 		data := r.download(r.model.Counts())
 		for layer, dense := range c.Dense {
@@ -168,7 +175,7 @@ func TestDummyModel(t *testing.T) {
 			}
 			r := newRig(t, c, NewDummy(c, 3))
 			seqs := sequences(c.Vocab)
-			logits, tokens := runGroups(r, seqs, 0, [][][]part{{{{0, 0, 37}, {1, 0, 5}, {2, 0, 64}}}})
+			logits, tokens := runGroups(r, seqs, Draw{}, [][][]part{{{{0, 0, 37}, {1, 0, 5}, {2, 0, 64}}}})
 			if d := deviation(logits[2]); !(d > 0.1 && d < 10) {
 				t.Errorf("%s: logits have a deviation of %g", kind, d)
 			}
@@ -269,7 +276,8 @@ func TestPackBatchErrors(t *testing.T) {
 	}
 	_, err := m.Append(&h, Sequence{IDs: []int32{1, 2}, Blocks: []int32{0}})
 	check(t, err)
-	h.Draw(2, Draw{})
+	_, err = m.Draw(&h, 2, Draw{})
+	check(t, err)
 	if _, _, err := PackBatch(&h, dst, 256); err == nil || !strings.Contains(err.Error(), "logits of row 2 of 2") {
 		t.Errorf("logits of a row that there is not: %v", err)
 	}
@@ -289,7 +297,7 @@ func TestPackBatchErrors(t *testing.T) {
 func TestLimits(t *testing.T) {
 	c := mustParse(t, "mixtral", nil)
 	r := newRig(t, c, NewDummy(c, 0))
-	good := Limits{MaxRows: 8, MaxSeqs: 2, MaxLogits: 2, MaxModelLen: 32, BlockTokens: 16}
+	good := Limits{MaxRows: 8, MaxSeqs: 2, MaxLogits: 2, MaxModelLen: 32, BlockTokens: 16, MaxAdjust: 3}
 	need := WorkspaceBytes(c, r.backend, good)
 	ws := r.alloc(device.HBM(0), need+256)
 	for _, x := range []struct {
@@ -299,6 +307,8 @@ func TestLimits(t *testing.T) {
 	}{
 		{Limits{MaxRows: 8, MaxSeqs: 2, MaxModelLen: 32, BlockTokens: 16}, ws.Range(0, need), "limit MaxLogits is 0"},
 		{Limits{MaxRows: 8, MaxSeqs: 2, MaxLogits: 2, MaxModelLen: 512, BlockTokens: 16}, ws.Range(0, need), "512 tokens is more than the model's 256 positions"},
+		{Limits{MaxRows: 8, MaxSeqs: 2, MaxLogits: 2, MaxModelLen: 32, BlockTokens: 16, MaxAdjust: -1}, ws.Range(0, need), "limits MaxAdjust -1"},
+		{Limits{MaxRows: 8, MaxSeqs: 2, MaxLogits: 2, MaxModelLen: 32, BlockTokens: 16, MaxTopLogProbs: -1}, ws.Range(0, need), "MaxTopLogProbs -1"},
 		{good, ws.Range(0, need-256), "needed"},
 		{good, ws.Range(4, need), "not aligned"},
 	} {
@@ -317,6 +327,8 @@ func TestLimits(t *testing.T) {
 		{Batch{Rows: 3, Seqs: 3}, "3 sequences, at most 2"},
 		{Batch{Rows: 3, Seqs: 1, FirstLogit: 1, Logits: 2}, "logit rows [1, 3)"},
 		{Batch{Rows: 3, Seqs: 1, MaxContext: 33}, "33 tokens, at most 32"},
+		{Batch{Rows: 3, Seqs: 1, Logits: 1, AdjustIDs: kernels.New(256, kernels.I32, 4)}, "4 adjusted tokens, at most 3"},
+		{Batch{Rows: 3, Seqs: 1, Logits: 1, LogProbs: true}, "whose limit MaxTopLogProbs is 0"},
 	} {
 		if err := m.Embed(r.stream, &x.b); err == nil || !strings.Contains(err.Error(), x.want) {
 			t.Errorf("%+v: %v", x.b, err)
@@ -345,7 +357,7 @@ func TestNoAllocations(t *testing.T) {
 		l, err := NewLayout(c, NewDummy(c, 0), nil)
 		check(t, err)
 		b := &checking{}
-		limits := Limits{MaxRows: 64, MaxSeqs: 4, MaxLogits: 4, MaxModelLen: 64, BlockTokens: 16}
+		limits := Limits{MaxRows: 64, MaxSeqs: 4, MaxLogits: 4, MaxModelLen: 64, BlockTokens: 16, MaxAdjust: 8, MaxTopLogProbs: 5}
 		m, err := NewModel(c, l.Bind(1<<20), b, device.Range{Addr: 1 << 30, Bytes: WorkspaceBytes(c, b, limits)}, limits)
 		check(t, err)
 		keys := kernels.New(1<<40, kernels.BF16, 16, 16, c.KVHeads, c.HeadDim)
@@ -357,11 +369,13 @@ func TestNoAllocations(t *testing.T) {
 		var h HostBatch
 		dst := make([]byte, BatchBytes(limits))
 		q := Sequence{IDs: make([]int32, 10), Start: 20, Blocks: make([]int32, 4)}
+		var draw Draw
 		step := func() {
 			h.Reset(0, 0)
 			row, err := m.Append(&h, q)
 			check(t, err)
-			h.Draw(row+9, Draw{})
+			_, err = m.Draw(&h, row+9, draw)
+			check(t, err)
 			batch, _, err := PackBatch(&h, dst, 1<<43)
 			check(t, err)
 			check(t, m.Embed(nil, &batch))
@@ -381,8 +395,23 @@ func TestNoAllocations(t *testing.T) {
 			check(t, m.Head(nil, &batch))
 		}
 		step()
-		if n := testing.AllocsPerRun(10, step); n > 0 {
-			t.Errorf("%s: a step of %d operations allocates %v times", kind, b.ops, n)
+		plain := b.ops
+		for _, draw = range []Draw{
+			{},
+			{
+				Temperature: 1, TopK: 3, TopP: 0.5, MinP: 0.1, RepetitionPenalty: 1.1, PresencePenalty: 0.5, FrequencyPenalty: 0.1,
+				Adjust: []TokenAdjust{{ID: 1, Seen: 2}, {ID: 5, Seen: -1, Bias: 3}}, LogProbs: true,
+			},
+		} {
+			step()
+			b.ops = 0
+			step()
+			if want := plain + 3*len(draw.Adjust)/2; b.ops != want {
+				t.Errorf("%s: a step of %d operations, want %d: %+v", kind, b.ops, want, draw)
+			}
+			if n := testing.AllocsPerRun(10, step); n > 0 {
+				t.Errorf("%s: a step of %d operations allocates %v times", kind, b.ops, n)
+			}
 		}
 	}
 }

@@ -21,5 +21,5 @@
 //	if err != nil { … }
 //	defer n.Close()
 //	ids := n.Tokenizer().Encode("sort: c a b", true)
-//	outs, err := n.Engine().Generate(ctx, []engine.Request{{Prompt: ids, MaxNewTokens: 16}}, nil)
+//	outs, err := n.Engine().Generate(ctx, []engine.Request{{Prompt: ids, Params: engine.DefaultParams()}}, nil)
 package node

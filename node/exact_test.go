@@ -126,7 +126,7 @@ func checkGreedy(t *testing.T, n *node.Node, want fixtures.Expected) {
 	var ids [][]int
 	for _, p := range want.Prompts {
 		if len(p.Greedy) > 0 {
-			requests = append(requests, engine.Request{Prompt: int32s(p.IDs), MaxNewTokens: len(p.Greedy), IgnoreEOS: true})
+			requests = append(requests, request(int32s(p.IDs), len(p.Greedy)))
 			ids = append(ids, p.Greedy)
 		}
 	}
@@ -135,7 +135,7 @@ func checkGreedy(t *testing.T, n *node.Node, want fixtures.Expected) {
 		if !slices.Equal(got, int32s(x.PromptIDs)) {
 			t.Errorf("prompt %q has ids %v, want %v", x.Prompt, got, x.PromptIDs)
 		}
-		requests = append(requests, engine.Request{Prompt: int32s(x.PromptIDs), MaxNewTokens: len(x.GreedyIDs), IgnoreEOS: true})
+		requests = append(requests, request(int32s(x.PromptIDs), len(x.GreedyIDs)))
 		ids = append(ids, x.GreedyIDs)
 	}
 	outs, err := n.Engine().Generate(t.Context(), requests, nil)
@@ -160,4 +160,11 @@ func int32s(x []int) []int32 {
 		out[i] = int32(v)
 	}
 	return out
+}
+
+// request goes on greedily for n tokens, whatever comes.
+func request(prompt []int32, n int) engine.Request {
+	p := engine.DefaultParams()
+	p.MaxTokens, p.IgnoreEOS = n, true
+	return engine.Request{Prompt: prompt, Params: p}
 }

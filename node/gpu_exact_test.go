@@ -305,7 +305,7 @@ func TestGPUOwnRouting(t *testing.T) {
 
 // follow requests count greedy tokens after ids.
 func follow(ids []int32, count int) engine.Request {
-	return engine.Request{Prompt: ids, MaxNewTokens: count, IgnoreEOS: true}
+	return request(ids, count)
 }
 
 // checkGreedyOnGPU compares greedy tokens under the routers' own choices, once with the reference's tokens as the

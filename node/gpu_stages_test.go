@@ -175,7 +175,8 @@ func (r *stages) run(ids []int32, long bool, chosen []choice) ([]float32, []choi
 	_, err := m.Append(&h, models.Sequence{IDs: ids, Long: long, Blocks: blocks})
 	r.ok(err)
 	for i := range ids {
-		h.Draw(i, models.Draw{Position: int32(i + 1)})
+		_, err := m.Draw(&h, i, models.Draw{Position: int32(i + 1)})
+		r.ok(err)
 	}
 	data := make([]byte, models.BatchBytes(m.Limits))
 	up, err := r.machine.Alloc(device.HBM(0), int64(len(data)), "row data")

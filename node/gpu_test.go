@@ -215,7 +215,7 @@ func TestGPUSameTokensDespiteFaults(t *testing.T) {
 				if got := generate(t, n); got != want {
 					t.Errorf("%s: tokens %s, want %s", c.name, got, want)
 				}
-				retried := n.Engine().Stats().Retried
+				retried := n.Engine().State().Retried
 				t.Logf("%s: %d of %d copies failed, %d steps were run again", c.name, m.hits, m.copies, retried)
 				if m.hits == 0 || retried == 0 {
 					t.Errorf("%s: %d copies failed, %d steps were run again", c.name, m.hits, retried)
@@ -379,7 +379,9 @@ func answers(t *testing.T, prompts []string, change func(*configs.Settings)) []s
 		if err != nil {
 			t.Fatal(err)
 		}
-		rs = append(rs, engine.Request{Prompt: ids, MaxNewTokens: 48})
+		p := engine.DefaultParams()
+		p.MaxTokens = 48
+		rs = append(rs, engine.Request{Prompt: ids, Params: p})
 	}
 	outs, err := n.Engine().Generate(t.Context(), rs, nil)
 	if err != nil {

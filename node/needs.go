@@ -27,6 +27,10 @@ func (n *Node) budget(o *Options) (kvcache.Shape, int, error) {
 	return w.kv, fit.Blocks, n.together(w.device.Need(), w.host.Need())
 }
 
+// topLogProbs is how many alternatives come with the log-probability of a token:
+// what the OpenAI API allows at most.
+const topLogProbs = 20
+
 // needs is what a configuration takes, before it is known whether that is there.
 type needs struct {
 	kv           kvcache.Shape
@@ -47,6 +51,10 @@ func (n *Node) needs(o *Options) (*needs, error) {
 	if s.MaxModelLen > 0 && s.MaxModelLen < n.limits.MaxModelLen {
 		n.limits.MaxModelLen = s.MaxModelLen
 	}
+	n.limits.MaxTopLogProbs = topLogProbs
+	// Whatever one request adjusts has room, and, up to a bound, what all of them have
+	// seen.
+	n.limits.MaxAdjust = max(c.Vocab, min(1<<20, n.limits.MaxSeqs*min(n.limits.MaxModelLen, c.Vocab)))
 	var layers []int
 	for l, dense := range c.Dense {
 		if !dense {

@@ -61,6 +61,9 @@ type Options struct {
 	Progress func(done, total int64)
 	// Log gets what an operator can act on. Default: none.
 	Log *slog.Logger
+	// MaxQueued and Listener are the engine's: see engine.Options.
+	MaxQueued int
+	Listener  engine.Listener
 	// OpenMachine opens the devices in place of what the settings say; tests use it
 	// to choose schedules and to inject faults.
 	OpenMachine func() (device.Machine, error)
@@ -318,9 +321,10 @@ func (n *Node) assemble(ctx context.Context, o *Options, src models.Source, kv k
 	}
 	n.closers = append(n.closers, n.pipe.Close)
 	n.engine = engine.New(engine.Options{
-		Pipeline: n.pipe, KV: n.kv, MaxModelLen: n.limits.MaxModelLen,
-		MaxNumSeqs: n.limits.MaxSeqs, MaxNumBatchedTokens: n.limits.MaxRows,
+		Pipeline: n.pipe, KV: n.kv, Tokenizer: n.tokenizer, MaxModelLen: n.limits.MaxModelLen,
+		MaxNumSeqs: n.limits.MaxSeqs, MaxNumBatchedTokens: n.limits.MaxRows, MaxAdjust: n.limits.MaxAdjust,
 		LongAfter: n.config.RoPE.LongAfter, Vocab: n.config.Vocab, StopIDs: n.config.EOS, Log: o.Log,
+		MaxQueued: o.MaxQueued, Listener: o.Listener,
 	})
 	return nil
 }

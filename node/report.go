@@ -22,7 +22,7 @@ type Report struct {
 	// Paths are the copies by pair of memories.
 	Paths []transfer.PathStats
 	// Steps that ended; Retried of them were run again after a failed copy.
-	Steps, Retried int
+	Steps, Retried int64
 	// LoadTime is how long taking memory and loading took.
 	LoadTime time.Duration
 }
@@ -47,8 +47,10 @@ type LayerReport struct {
 func (n *Node) Report(ctx context.Context) (Report, error) {
 	r := Report{
 		Model: n.name, Backend: n.backend.Name(), Experts: n.store.Stats(), Paths: n.transfer.Stats(),
-		Steps: n.engine.Stats().Steps, Retried: n.engine.Stats().Retried, LoadTime: n.loadTime,
+		LoadTime: n.loadTime,
 	}
+	state := n.engine.State()
+	r.Steps, r.Retried = state.Steps, state.Retried
 	t := n.machine.Topology()
 	if info, ok := t.Info(n.space); ok {
 		r.Device = info.Name

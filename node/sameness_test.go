@@ -24,9 +24,10 @@ import (
 func requests(vocab int) []engine.Request {
 	var rs []engine.Request
 	for i, n := range []int{1, 5, 17, 40, 47, 90} {
-		r := engine.Request{MaxNewTokens: 6 + i, IgnoreEOS: true, Seed: uint64(i)}
+		r := request(nil, 6+i)
+		r.Params.Seed = uint64(i)
 		if i%2 == 1 {
-			r.Temperature = 0.8
+			r.Params.Temperature = 0.8
 		}
 		for j := range n {
 			r.Prompt = append(r.Prompt, int32((7*i+13*j+j*j)%vocab))
@@ -163,7 +164,7 @@ func TestSameTokensDespiteFaults(t *testing.T) {
 					if fault.Hits() == 0 {
 						t.Errorf("%s, %v: nothing was hit", c.name, schedule)
 					}
-					if retried := n.Engine().Stats().Retried > 0; c.retried && !retried {
+					if retried := n.Engine().State().Retried > 0; c.retried && !retried {
 						t.Errorf("%s, %v: no step was run again", c.name, schedule)
 					}
 					fault.Release()
@@ -225,7 +226,7 @@ func TestGivesUp(t *testing.T) {
 				if !errors.Is(err, pipeline.ErrStepFailed) || !errors.Is(err, device.ErrCopyFailed) {
 					t.Errorf("round %d: error %v, want one of a copy that failed", round, err)
 				}
-				if got := n.Engine().Stats().Retried; got != 3*(round+1) {
+				if got := n.Engine().State().Retried; got != int64(3*(round+1)) {
 					t.Errorf("round %d: steps were run again %d times, want 3 in each round", round, got)
 				}
 				free(t, n)
@@ -258,8 +259,8 @@ func TestGenerateCanceled(t *testing.T) {
 				cancel()
 			}
 			drawn := 0
-			_, err := n.Engine().Generate(ctx, requests(n.Config().Vocab), func(int, int32) {
-				if drawn++; drawn == after {
+			_, err := n.Engine().Generate(ctx, requests(n.Config().Vocab), func(_ int, u engine.Update) {
+				if drawn += len(u.Tokens); drawn == after {
 					cancel()
 				}
 			})

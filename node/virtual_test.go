@@ -58,7 +58,7 @@ func (x timed) run(tokens int) (time.Duration, int64) {
 	x.Helper()
 	requests := make([]engine.Request, 16)
 	for i := range requests {
-		requests[i] = engine.Request{Prompt: []int32{1, 2, 3}, MaxNewTokens: tokens, IgnoreEOS: true}
+		requests[i] = request([]int32{1, 2, 3}, tokens)
 	}
 	fetched := func() int64 {
 		r, err := x.n.Report(x.Context())

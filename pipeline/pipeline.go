@@ -5,10 +5,11 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
-	"math"
+	"slices"
 
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/experts"
+	"github.com/moeserve/moeserve/kernels"
 	"github.com/moeserve/moeserve/kvcache"
 	"github.com/moeserve/moeserve/models"
 )
@@ -49,11 +50,18 @@ type Sequence struct {
 	// token drawn behind them: 0 for a chunk that does not end its prompt, 1 to go
 	// on generating, more where the logits are wanted.
 	LogitRows int
-	// Temperature, Seed and Sample say how a token is drawn: see kernels.Sample.
-	Temperature float32
-	Seed        uint64
-	Sample      int32
+	// Draw says how tokens are drawn; its Position is left out, as Start says it. Its
+	// Adjust counts for the last logit row only: what it says of a token's
+	// occurrences holds behind the last token.
+	Draw Draw
 }
+
+// Draw says how a token is drawn, TokenAdjust how a token's logit is changed
+// before.
+type (
+	Draw        = models.Draw
+	TokenAdjust = models.TokenAdjust
+)
 
 // Step is a set of rows that runs as one.
 type Step struct {
@@ -67,8 +75,23 @@ type Step struct {
 type Result struct {
 	// Sampled tokens, one per logit row.
 	Sampled []int32
-	// Logits, a row of the vocabulary's size per logit row, where asked for.
+	// Logits, a row of the vocabulary's size per logit row, where asked for: the
+	// model's own, without penalties, biases and temperature.
 	Logits [][]float32
+	// LogProbs, one per logit row, where a Draw asks for them: the zero LogProb for
+	// rows whose Draw does not; nil where none does.
+	LogProbs []LogProb
+}
+
+// LogProb is how likely tokens were behind one logit row, by the model's own
+// logits, without penalties, biases and temperature.
+type LogProb struct {
+	// Chosen is the log-probability of the token drawn.
+	Chosen float32
+	// TopIDs are the likeliest tokens, by falling probability, the lower id of equal
+	// ones first, and Top their log-probabilities: Limits.TopLogProbs of them.
+	TopIDs []int32
+	Top    []float32
 }
 
 // Pipeline carries steps out on one compute stream. One goroutine uses it.
@@ -78,14 +101,17 @@ type Pipeline struct {
 	done    device.Event
 	shape   Shape
 
-	// Row data goes through pinned memory to its place on the device: one area per
-	// micro-batch of a step.
+	// Row data goes through pinned memory to its place on the device: that of a
+	// step's micro-batches lies one behind another, uploaded bytes so far.
 	pinned, rows device.Memory
-	area         int64
-	// back is where sampled ids (and behind them, logits) land in pinned memory.
+	uploaded     int64
+	// back is where sampled ids (and behind them, log-probabilities and logits) land
+	// in pinned memory.
 	back device.Memory
 
 	batches []microBatch
+	// wanted says of each logit row of the step whether log-probabilities are asked.
+	wanted []bool
 	// plans by number of micro-batches.
 	plans map[int][]Action
 }
@@ -94,7 +120,6 @@ type Pipeline struct {
 type microBatch struct {
 	host  models.HostBatch
 	batch models.Batch
-	bytes int64
 }
 
 // New takes its buffers and its stream.
@@ -103,7 +128,7 @@ func New(o Options) (_ *Pipeline, err error) {
 	if o.MicroBatchRows <= 0 || o.MicroBatchRows > l.MaxRows {
 		o.MicroBatchRows = l.MaxRows
 	}
-	p := &Pipeline{o: o, area: align(models.BatchBytes(l)), plans: map[int][]Action{}}
+	p := &Pipeline{o: o, plans: map[int][]Action{}}
 	defer func() {
 		if err != nil {
 			err = errors.Join(err, p.Close())
@@ -115,14 +140,12 @@ func New(o Options) (_ *Pipeline, err error) {
 	}
 	p.shape.SharedExpert = c.SharedWidth > 0
 
-	// Sequences are not cut between micro-batches below a row, and no micro-batch
-	// is empty: at most one per MicroBatchRows rows, and one for the rest.
-	most := (l.MaxRows + o.MicroBatchRows - 1) / o.MicroBatchRows
-	p.batches = make([]microBatch, most)
-	if p.pinned, err = o.Machine.Alloc(device.Host, p.area*int64(most), "row data, pinned"); err != nil {
+	p.batches = make([]microBatch, mostBatches(l, o.MicroBatchRows))
+	bytes := RowDataBytes(l, o.MicroBatchRows)
+	if p.pinned, err = o.Machine.Alloc(device.Host, bytes, "row data, pinned"); err != nil {
 		return p, fmt.Errorf("pipeline: %w", err)
 	}
-	if p.rows, err = o.Machine.Alloc(o.Space, p.area*int64(most), "row data"); err != nil {
+	if p.rows, err = o.Machine.Alloc(o.Space, bytes, "row data"); err != nil {
 		return p, fmt.Errorf("pipeline: %w", err)
 	}
 	if p.back, err = o.Machine.Alloc(device.Host, BackBytes(c, l, o.HostLogits), "sampled ids, pinned"); err != nil {
@@ -137,21 +160,43 @@ func New(o Options) (_ *Pipeline, err error) {
 	return p, nil
 }
 
+// mostBatches is the most micro-batches of a step. Sequences are not cut between
+// them below a row, and none is empty: at most one per microBatchRows rows, and one
+// for the rest.
+func mostBatches(l models.Limits, microBatchRows int) int {
+	return (l.MaxRows + microBatchRows - 1) / microBatchRows
+}
+
 // RowDataBytes is what row data takes on the device, and again in pinned memory.
 func RowDataBytes(l models.Limits, microBatchRows int) int64 {
 	if microBatchRows <= 0 || microBatchRows > l.MaxRows {
 		microBatchRows = l.MaxRows
 	}
-	return align(models.BatchBytes(l)) * int64((l.MaxRows+microBatchRows-1)/microBatchRows)
+	return models.GroupBytes(l, mostBatches(l, microBatchRows))
 }
 
 // BackBytes is the pinned memory for what comes back from a step.
 func BackBytes(c *models.Config, l models.Limits, logits bool) int64 {
-	n := align(4 * int64(l.MaxLogits))
+	n := placesOf(c, l).logits
 	if logits {
 		n += 4 * int64(l.MaxLogits) * int64(c.Vocab)
 	}
 	return n
+}
+
+// places of a step's results in pinned memory, in bytes, behind the sampled ids.
+type places struct{ chosen, topIDs, top, logits int64 }
+
+func placesOf(c *models.Config, l models.Limits) places {
+	rows := align(4 * int64(l.MaxLogits))
+	p := places{chosen: rows, logits: rows}
+	if n := l.TopLogProbs(c); n > 0 {
+		all := align(4 * int64(l.MaxLogits) * int64(n))
+		p.topIDs = p.chosen + rows
+		p.top = p.topIDs + all
+		p.logits = p.top + all
+	}
+	return p
 }
 
 func align(n int64) int64 { return (n + 255) / 256 * 256 }
@@ -184,7 +229,7 @@ func (p *Pipeline) Step(ctx context.Context, s *Step) (Result, error) {
 	}
 	err = p.carryOut(ctx, plan, n, rows)
 	if err == nil {
-		err = p.bring(logits, s.Logits)
+		err = p.bring(n, logits, s.Logits)
 	}
 	return p.finish(ctx, logits, s.Logits, err)
 }
@@ -194,7 +239,8 @@ func (p *Pipeline) Step(ctx context.Context, s *Step) (Result, error) {
 // of its earlier rows in the cache.
 func (p *Pipeline) cut(s *Step) (batches, logits int, err error) {
 	l := p.o.Model.Limits
-	rows := 0
+	rows, adjusts := 0, 0
+	p.uploaded, p.wanted = 0, p.wanted[:0]
 	b := &p.batches[0]
 	b.host.Reset(0, 0)
 	for i := range s.Sequences {
@@ -207,6 +253,12 @@ func (p *Pipeline) cut(s *Step) (batches, logits int, err error) {
 		}
 		if logits+q.LogitRows > l.MaxLogits {
 			return 0, 0, fmt.Errorf("pipeline: logits of more than %d rows", l.MaxLogits)
+		}
+		if q.LogitRows > 0 {
+			adjusts += len(q.Draw.Adjust)
+		}
+		if adjusts > l.MaxAdjust {
+			return 0, 0, fmt.Errorf("pipeline: a step with more than %d adjusted tokens", l.MaxAdjust)
 		}
 		for from := 0; from < len(q.Tokens); {
 			room := p.o.MicroBatchRows - b.host.Rows()
@@ -224,9 +276,15 @@ func (p *Pipeline) cut(s *Step) (batches, logits int, err error) {
 				return 0, 0, err
 			}
 			for r := max(from, len(q.Tokens)-q.LogitRows); r < to; r++ {
-				b.host.Draw(first+r-from, models.Draw{
-					Temperature: q.Temperature, Seed: q.Seed, Sample: q.Sample, Position: int32(q.Start + r + 1),
-				})
+				d := q.Draw
+				d.Position = int32(q.Start + r + 1)
+				if r < len(q.Tokens)-1 {
+					d.Adjust = nil
+				}
+				if _, err := p.o.Model.Draw(&b.host, first+r-from, d); err != nil {
+					return 0, 0, fmt.Errorf("pipeline: sequence %d: %w", i, err)
+				}
+				p.wanted = append(p.wanted, d.LogProbs)
 				logits++
 			}
 			rows += to - from
@@ -301,34 +359,57 @@ func (p *Pipeline) experts(layer, rows int, use *experts.Use) error {
 // upload packs a micro-batch's row data and sends it.
 func (p *Pipeline) upload(i int) error {
 	b := &p.batches[i]
-	off := int64(i) * p.area
-	var err error
-	b.batch, b.bytes, err = models.PackBatch(&b.host, p.pinned.Write(off, p.area), p.rows.Range(off, p.area).Addr)
+	off, room := p.uploaded, p.pinned.Bytes()-p.uploaded
+	batch, bytes, err := models.PackBatch(&b.host, p.pinned.Write(off, room), p.rows.Range(off, room).Addr)
 	if err != nil {
 		return err
 	}
-	return p.compute.Copy(p.rows.Range(off, b.bytes), p.pinned.Range(off, b.bytes))
+	b.batch = batch
+	p.uploaded += bytes
+	return p.compute.Copy(p.rows.Range(off, bytes), p.pinned.Range(off, bytes))
 }
 
-// bring enqueues the copies of what the step gives, and marks its end.
-func (p *Pipeline) bring(logits int, withLogits bool) error {
-	if logits > 0 {
-		all := models.Batch{Logits: logits}
-		ids := p.o.Model.Sampled(&all)
-		if err := p.compute.Copy(p.back.Range(0, ids.Bytes()), ids.Range()); err != nil {
-			return fmt.Errorf("pipeline: bring sampled ids: %w", err)
+// bring enqueues the copies of what n micro-batches give, and marks their end.
+func (p *Pipeline) bring(n, logits int, withLogits bool) error {
+	if logits == 0 {
+		return p.compute.Record(p.done)
+	}
+	m, all := p.o.Model, models.Batch{Logits: logits}
+	at := placesOf(m.Config, m.Limits)
+	if err := p.copyBack(0, m.Sampled(&all)); err != nil {
+		return err
+	}
+	if withLogits {
+		if err := p.copyBack(at.logits, m.Logits(&all)); err != nil {
+			return err
 		}
-		if withLogits {
-			x := p.o.Model.Logits(&all)
-			if err := p.compute.Copy(p.back.Range(p.logitsAt(), x.Bytes()), x.Range()); err != nil {
-				return fmt.Errorf("pipeline: bring logits: %w", err)
+	}
+	for i := range n {
+		b := &p.batches[i].batch
+		if !b.LogProbs {
+			continue
+		}
+		chosen, topIDs, top := m.LogProbs(b)
+		row := 4 * int64(b.FirstLogit)
+		for _, c := range [...]struct {
+			off int64
+			t   kernels.Tensor
+		}{{at.chosen + row, chosen}, {at.topIDs + row*int64(topIDs.Shape[1]), topIDs}, {at.top + row*int64(top.Shape[1]), top}} {
+			if err := p.copyBack(c.off, c.t); err != nil {
+				return err
 			}
 		}
 	}
 	return p.compute.Record(p.done)
 }
 
-func (p *Pipeline) logitsAt() int64 { return align(4 * int64(p.o.Model.Limits.MaxLogits)) }
+// copyBack enqueues the copy of a dense tensor to its place in pinned memory.
+func (p *Pipeline) copyBack(off int64, t kernels.Tensor) error {
+	if err := p.compute.Copy(p.back.Range(off, t.Bytes()), t.Range()); err != nil {
+		return fmt.Errorf("pipeline: bring results: %w", err)
+	}
+	return nil
+}
 
 // finish waits for the step and reads what it gave, or, where anything failed,
 // clears stream and store so that the step can be run again.
@@ -346,22 +427,50 @@ func (p *Pipeline) finish(ctx context.Context, logits int, withLogits bool, err 
 	if logits == 0 {
 		return r, nil
 	}
-	raw := p.back.Read(0, 4*int64(logits))
-	for i := range r.Sampled {
-		r.Sampled[i] = int32(binary.LittleEndian.Uint32(raw[4*i:]))
+	p.ints(r.Sampled, 0)
+	c, at := p.o.Model.Config, placesOf(p.o.Model.Config, p.o.Model.Limits)
+	if slices.Contains(p.wanted, true) {
+		r.LogProbs = p.logProbs(at)
 	}
 	if withLogits {
-		v := p.o.Model.Config.Vocab
-		raw = p.back.Read(p.logitsAt(), 4*int64(logits)*int64(v))
+		all := make([]float32, logits*c.Vocab)
+		p.floats(all, at.logits)
 		for i := range logits {
-			row := make([]float32, v)
-			for j := range row {
-				row[j] = math.Float32frombits(binary.LittleEndian.Uint32(raw[4*(i*v+j):]))
-			}
-			r.Logits = append(r.Logits, row)
+			r.Logits = append(r.Logits, all[i*c.Vocab:][:c.Vocab:c.Vocab])
 		}
 	}
 	return r, nil
+}
+
+// logProbs reads those of the rows that want them.
+func (p *Pipeline) logProbs(at places) []LogProb {
+	n := p.o.Model.Limits.TopLogProbs(p.o.Model.Config)
+	rows := make([]LogProb, len(p.wanted))
+	for i, wanted := range p.wanted {
+		if !wanted {
+			continue
+		}
+		var chosen [1]float32
+		l := LogProb{TopIDs: make([]int32, n), Top: make([]float32, n)}
+		p.floats(chosen[:], at.chosen+4*int64(i))
+		p.ints(l.TopIDs, at.topIDs+4*int64(i*n))
+		p.floats(l.Top, at.top+4*int64(i*n))
+		l.Chosen = chosen[0]
+		rows[i] = l
+	}
+	return rows
+}
+
+// ints and floats read what came back at a place in pinned memory.
+func (p *Pipeline) ints(dst []int32, off int64) {
+	raw := p.back.Read(off, 4*int64(len(dst)))
+	for i := range dst {
+		dst[i] = int32(binary.LittleEndian.Uint32(raw[4*i:]))
+	}
+}
+
+func (p *Pipeline) floats(dst []float32, off int64) {
+	kernels.ToFloat32(dst, p.back.Read(off, 4*int64(len(dst))), kernels.F32)
 }
 
 // drop clears what a failed step has left. It goes on where ctx is done already,

@@ -74,6 +74,9 @@ func newEnvironment(environ []string) environment {
 	for _, v := range slices.Sorted(slices.Values(environ)) {
 		name, _, _ := strings.Cut(v, "=")
 		if strings.HasPrefix(name, "MOESERVE_") || name == "GOMAXPROCS" || name == "GOMEMLIMIT" || name == "GOGC" || name == "GODEBUG" {
+			if slices.ContainsFunc(configs.Schema, func(k configs.Key) bool { return k.Secret && k.Variable() == name }) {
+				v = name + "=" + hidden
+			}
 			e.Variables = append(e.Variables, v)
 		}
 	}

@@ -30,6 +30,9 @@ or the defaults, in this order.`,
 	return cmd
 }
 
+// hidden stands for the value of a secret.
+const hidden = "(hidden)"
+
 // configResult is what config --json writes.
 type configResult struct {
 	// File that was read; empty for none.
@@ -59,6 +62,9 @@ func printConfig(s *streams, set *settings) (err error) {
 	t.line("SETTING\tVALUE\tFROM")
 	for _, k := range configs.Schema {
 		from := set.sources[k.Name]
+		if k.Secret && values[k.Name] != k.Default {
+			values[k.Name] = hidden
+		}
 		r.Settings = append(r.Settings, settingResult{k.Name, values[k.Name], k.Default, k.Unit, from.Kind, from.Name})
 		shown := values[k.Name]
 		if shown == "" {

@@ -3,13 +3,17 @@ package main
 import (
 	"flag"
 	"fmt"
+	"net"
 	"os"
 	"os/exec"
 	"path/filepath"
 	"regexp"
 	"slices"
+	"strconv"
 	"strings"
 	"testing"
+
+	"github.com/spf13/pflag"
 
 	"github.com/moeserve/moeserve/configs"
 	"github.com/moeserve/moeserve/node"
@@ -40,9 +44,9 @@ func codeBlocks(t *testing.T) []codeBlock {
 	return blocks
 }
 
-// Every command of the README runs, as it stands but for three things: go run is
-// this test's binary, checkpoints are a fixture, and the tests are not run from
-// within.
+// Every command of the README runs, as it stands but for four things: go run is
+// this test's binary, checkpoints are a fixture, ports are free ones, and the tests
+// are not run from within.
 func TestREADMECommands(t *testing.T) {
 	if _, err := exec.LookPath("bash"); err != nil {
 		t.Skip("no bash to run the README's commands with")
@@ -50,15 +54,20 @@ func TestREADMECommands(t *testing.T) {
 	fixture := fixtureDir(t, "mixtral")
 	ran := 0
 	for _, b := range codeBlocks(t) {
-		if b.language == "text" {
+		switch {
+		case b.language == "text" || b.mark == "test":
+			continue
+		case b.language == "python":
+			continue // TestREADMEPython
+		case b.language != "bash":
+			t.Errorf("a block of %q: only bash and python are run, and text is output", b.language)
 			continue
 		}
-		if b.language != "bash" {
-			t.Errorf("a block of %q: only bash is run, and text is output", b.language)
-			continue
-		}
-		if b.mark == "test" {
-			continue
+		if strings.Contains(b.text, "curl ") {
+			if _, err := exec.LookPath("curl"); err != nil {
+				t.Log("no curl: its block is not run")
+				continue
+			}
 		}
 		ran++
 		script := strings.ReplaceAll(b.text, "go run ./cmd/moeserve", "moeserve")
@@ -69,6 +78,11 @@ func TestREADMECommands(t *testing.T) {
 			continue // 0.7 GB of weights
 		}
 		script = regexp.MustCompile(`/models/[\w.-]+`).ReplaceAllLiteralString(script, fixture)
+		if strings.Contains(script, "8000") {
+			port := freePort(t)
+			script = strings.ReplaceAll(script, "moeserve serve", "moeserve serve --port "+port)
+			script = strings.ReplaceAll(script, "8000", port)
+		}
 		cmd := exec.CommandContext(t.Context(), "bash", "-euo", "pipefail", "-c", script)
 		cmd.Dir = t.TempDir()
 		if out, err := cmd.CombinedOutput(); err != nil {
@@ -77,6 +91,44 @@ func TestREADMECommands(t *testing.T) {
 	}
 	if ran < 5 {
 		t.Errorf("only %d blocks of commands: the pattern has lost them", ran)
+	}
+}
+
+// freePort is one that was free a moment ago.
+func freePort(t *testing.T) string {
+	t.Helper()
+	l, err := new(net.ListenConfig).Listen(t.Context(), "tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.Close() //nolint:errcheck // nobody has connected
+	return strconv.Itoa(l.Addr().(*net.TCPAddr).Port)
+}
+
+// The Python of the README says what the README says, where there is the client.
+func TestREADMEPython(t *testing.T) {
+	python := os.Getenv("MOESERVE_PYTHON")
+	if python == "" {
+		python = "python3"
+	}
+	if out, err := exec.CommandContext(t.Context(), python, "-c", "import openai").CombinedOutput(); err != nil {
+		t.Skipf("%s has no package openai to run the README's Python with (MOESERVE_PYTHON names another): %v %s", python, err, out)
+	}
+	p := startServe(t)
+	ran := 0
+	for _, b := range codeBlocks(t) {
+		if b.language != "python" {
+			continue
+		}
+		ran++
+		cmd := exec.CommandContext(t.Context(), python, "-c", strings.ReplaceAll(b.text, "http://127.0.0.1:8000", p.url))
+		out, err := cmd.CombinedOutput()
+		if err != nil || string(out) != "Ben has the red ball.\nBen has the red ball.\n" {
+			t.Errorf("%v\n%s\nprints %q", err, b.text, out)
+		}
+	}
+	if ran == 0 {
+		t.Error("no Python in the README")
 	}
 }
 
@@ -206,13 +258,13 @@ func TestREADMENamesWhatThereIs(t *testing.T) {
 			t.Errorf("the README calls moeserve %s", m[1])
 		}
 	}
-	run, _, err := root.Find([]string{"run"})
-	if err != nil {
-		t.Fatal(err)
+	flags := pflag.NewFlagSet("all", pflag.ContinueOnError)
+	for _, c := range root.Commands() {
+		c.InitDefaultHelpFlag()
+		flags.AddFlagSet(c.Flags())
 	}
-	run.InitDefaultHelpFlag()
 	for _, m := range regexp.MustCompile(`--([a-z][\w-]*)`).FindAllStringSubmatch(string(text), -1) {
-		if run.Flags().Lookup(m[1]) == nil {
+		if flags.Lookup(m[1]) == nil {
 			t.Errorf("the README has a flag --%s", m[1])
 		}
 	}

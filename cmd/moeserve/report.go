@@ -37,8 +37,8 @@ type runReport struct {
 	DecodeSeconds   float64        `json:"decode_s"`
 	PrefillRate     float64        `json:"prefill_tok_s"`
 	DecodeRate      float64        `json:"decode_tok_s"`
-	Steps           int            `json:"steps"`
-	Retried         int            `json:"steps_retried"`
+	Steps           int64          `json:"steps"`
+	Retried         int64          `json:"steps_retried"`
 	Experts         expertsReport  `json:"experts"`
 	Paths           []pathReport   `json:"paths"`
 	Memory          []memoryReport `json:"memory"`

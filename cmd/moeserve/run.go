@@ -224,37 +224,31 @@ type answer struct {
 // generate runs the prompt and streams the answer's text to out.
 func generate(ctx context.Context, n *node.Node, set *settings, ids []int32, out io.Writer) (*answer, error) {
 	a := &answer{prompt: ids}
-	var text strings.Builder
-	push, flush := func(int32) string { return "" }, func() string { return "" }
-	if t := n.Tokenizer(); t != nil {
-		stream := t.NewStream(true)
-		push, flush = stream.Push, func() string { return stream.Flush() + "\n" }
-	}
-	var broken error // of out
-	say := func(s string) {
-		text.WriteString(s)
-		if broken == nil && s != "" {
-			_, broken = io.WriteString(out, s)
-		}
-	}
 	ctx, stop := context.WithCancelCause(ctx)
 	defer stop(nil)
+	var broken error // of out
+	say := func(s string) {
+		if broken != nil || s == "" {
+			return
+		}
+		if _, broken = io.WriteString(out, s); broken != nil {
+			stop(broken)
+		}
+	}
+	p := engine.DefaultParams()
+	p.MaxTokens, p.Temperature = set.MaxNewTokens, float32(set.Temperature)
+	p.Seed, p.IgnoreEOS = set.Seed, set.IgnoreEOS
 	start := time.Now()
 	var first, last time.Time
-	outs, err := n.Engine().Generate(ctx, []engine.Request{{
-		Prompt: ids, MaxNewTokens: set.MaxNewTokens, Temperature: float32(set.Temperature),
-		Seed: set.Seed, IgnoreEOS: set.IgnoreEOS,
-	}}, func(_ int, id int32) {
+	outs, err := n.Engine().Generate(ctx, []engine.Request{{Prompt: ids, Params: p}}, func(_ int, u engine.Update) {
 		last = time.Now()
 		if first.IsZero() {
 			first = last
 		}
-		if say(push(id)); broken != nil {
-			stop(broken)
-		}
+		say(u.Text)
 	})
-	if broken == nil && !first.IsZero() {
-		say(flush())
+	if !first.IsZero() && n.Tokenizer() != nil {
+		say("\n")
 	}
 	if broken != nil {
 		return nil, fmt.Errorf("write the answer: %w", broken)
@@ -262,8 +256,7 @@ func generate(ctx context.Context, n *node.Node, set *settings, ids []int32, out
 	if err != nil {
 		return nil, err
 	}
-	a.ids, a.finish = outs[0].TokenIDs, outs[0].FinishReason
-	a.text = strings.TrimSuffix(text.String(), "\n")
+	a.ids, a.finish, a.text = outs[0].TokenIDs, outs[0].FinishReason, outs[0].Text
 	a.prefill, a.decode = first.Sub(start), last.Sub(first)
 	return a, nil
 }

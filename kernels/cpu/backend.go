@@ -24,7 +24,8 @@ type Backend struct {
 	*pool
 	closed atomic.Bool
 	decls  sync.Pool // *kernels.Decl
-	jobs   [15]sync.Pool
+	jobs   [18]sync.Pool
+	draws  sync.Pool // *draws
 }
 
 var _ kernels.Backend = (*Backend)(nil)
@@ -105,6 +106,12 @@ func (b *Backend) Enqueue(s device.Stream, op kernels.Op) error {
 		return enqueue(b, e, 13, op, o, (*Backend).gather, act{"X", &o.X})
 	case *kernels.Sample:
 		return enqueue(b, e, 14, op, o, (*Backend).sample, act{"Logits", &o.Logits})
+	case *kernels.Adjust:
+		return enqueue(b, e, 15, op, o, (*Backend).adjust, act{})
+	case *kernels.Restore:
+		return enqueue(b, e, 16, op, o, (*Backend).restore, act{})
+	case *kernels.LogProbs:
+		return enqueue(b, e, 17, op, o, (*Backend).logProbs, act{})
 	}
 	return fmt.Errorf("cpu: %s: operation of unknown type %T", op.Name(), op)
 }

@@ -26,7 +26,8 @@
 //     run, each lane of a vector adds every 8th or 16th element in order, fused,
 //     and the lanes are added up by one tree; in Go there is one lane, and products
 //     are rounded before they are added, so that no compiler fuses them. Attention
-//     sums over positions in runs that start at multiples of attentionChunk.
+//     sums over positions in runs that start at multiples of attentionChunk;
+//     log-probabilities sum runs in float32 and their sums, in order, in float64.
 //   - Between sets results differ in rounding.
 //   - e^x, in attention, is off by at most one unit in the last place, and silu by
 //     two where the result is not below 1e-37, where it may be 0. Go rounds

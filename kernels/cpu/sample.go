@@ -17,6 +17,21 @@ type choice struct {
 	id    int32
 }
 
+// draws is the scratch memory of one operation on logits.
+type draws struct {
+	best    []choice // per row and segment
+	filters []filter // per row, where anything is left out
+	listed  []int32  // per token; all 0 between operations
+}
+
+// drawing returns scratch memory, to be put back into b.draws.
+func (b *Backend) drawing() *draws {
+	if d, _ := b.draws.Get().(*draws); d != nil {
+		return d
+	}
+	return &draws{}
+}
+
 func (b *Backend) sample(o *kernels.Sample, _ device.Access) error {
 	temperatures, seeds := vector[float32](&o.Temperature), vector[uint64](&o.Seeds)
 	samples, positions := vector[int32](&o.Samples), vector[int32](&o.Positions)
@@ -26,16 +41,26 @@ func (b *Backend) sample(o *kernels.Sample, _ device.Access) error {
 			return fmt.Errorf("cpu: %s: Temperature[%d] is %g, want 0 or more", o.Name(), i, t)
 		}
 	}
+	d := b.drawing()
+	defer b.draws.Put(d)
+	filters, err := b.filters(o, d)
+	if err != nil {
+		return err
+	}
 	vocabulary := o.Logits.Shape[1]
 	segments := (vocabulary + segment - 1) / segment
-	best := make([]choice, len(out)*segments)
+	d.best = resize(d.best, len(out)*segments)
+	best := d.best
 	b.rows(len(best), 10*min(segment, vocabulary), func(from, to int) {
 		for i := from; i < to; i++ {
 			n, first := i/segments, i%segments*segment
 			logits := row(&o.Logits, n)[first:min(first+segment, vocabulary)]
-			if temperatures[n] == 0 {
+			switch {
+			case temperatures[n] == 0:
 				best[i] = largest(logits)
-			} else {
+			case filters != nil && filters[n].on:
+				best[i] = filters[n].draw(logits, seeds[n], samples[n], positions[n], int32(first))
+			default:
 				best[i] = draw(logits, temperatures[n], seeds[n], samples[n], positions[n], int32(first/4))
 			}
 			if best[i].id >= 0 {
@@ -56,6 +81,14 @@ func (b *Backend) sample(o *kernels.Sample, _ device.Access) error {
 		out[n] = c.id
 	}
 	return nil
+}
+
+// resize returns n elements of any content, in s where there is room.
+func resize[T any](s []T, n int) []T {
+	if cap(s) < n {
+		return make([]T, n+n/4)[:n]
+	}
+	return s[:n]
 }
 
 // largest returns the largest logit, the first of equals, leaving out what is not

@@ -168,6 +168,12 @@ func (b *Backend) Enqueue(s device.Stream, op kernels.Op) error {
 		return b.gather(l, o)
 	case *kernels.Sample:
 		return b.sample(l, o)
+	case *kernels.Adjust:
+		return b.adjust(l, o)
+	case *kernels.Restore:
+		return b.restore(l, o)
+	case *kernels.LogProbs:
+		return b.logProbs(l, o)
 	}
 	return fmt.Errorf("cuda: %s: operation of unknown type %T", op.Name(), op)
 }

@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"math/rand/v2"
+	"slices"
 	"strings"
 	"testing"
 
@@ -80,7 +81,7 @@ func TestTable(t *testing.T) {
 		t.Fatalf("%d kernels, want %d", len(table), kernelCount)
 	}
 	for id, name := range map[kernelID]string{
-		embedKernel: "embed", addBias: "add_bias", appendKV: "append_kv", groupKernel: "group", sampleMerge: "sample_merge",
+		embedKernel: "embed", addBias: "add_bias", appendKV: "append_kv", groupKernel: "group", sampleMerge: "sample_merge", restoreKernel: "restore",
 		attentionJoin: "attention_join", attentionKernels + 2*3 + 1: "attention_128_4", productKernels: "matmul_16",
 		productKernels + upMode*kernelID(len(tiles)) + kernelID(anyTile): "up_any",
 		productKernels + downMode*kernelID(len(tiles)):                   "down_16",
@@ -231,11 +232,72 @@ func TestAttentionChoice(t *testing.T) {
 	}
 }
 
+// sampling returns a draw from rows of logits, without cuts.
+func sampling(rows, vocabulary int) *kernels.Sample {
+	return &kernels.Sample{
+		Logits: at(1, tensor(kernels.F32, rows, vocabulary)), Temperature: at(2, tensor(kernels.F32, rows)), Seeds: at(3, tensor(kernels.U64, rows)),
+		Samples: at(4, tensor(kernels.I32, rows)), Positions: at(5, tensor(kernels.I32, rows)), Out: at(6, tensor(kernels.I32, rows)),
+	}
+}
+
+// adjusting returns adjustments of entries logits in all.
+func adjusting(rows, entries int) *kernels.Adjust {
+	return &kernels.Adjust{
+		Logits: at(1, tensor(kernels.F32, rows, 32000)), Starts: at(2, tensor(kernels.I32, rows+1)), IDs: at(3, tensor(kernels.I32, entries)),
+		Seen: at(4, tensor(kernels.I32, entries)), Bias: at(5, tensor(kernels.F32, entries)), Repetition: at(6, tensor(kernels.F32, rows)),
+		Presence: at(7, tensor(kernels.F32, rows)), Frequency: at(8, tensor(kernels.F32, rows)), Saved: at(9, tensor(kernels.F32, entries)),
+	}
+}
+
+func restoring(a *kernels.Adjust) *kernels.Restore {
+	return &kernels.Restore{Logits: a.Logits, Starts: a.Starts, IDs: a.IDs, Saved: a.Saved}
+}
+
+func logProbs(rows, top int) *kernels.LogProbs {
+	return &kernels.LogProbs{
+		Logits: at(1, tensor(kernels.F32, rows, 32000)), Tokens: at(2, tensor(kernels.I32, rows)), Chosen: at(3, tensor(kernels.F32, rows)),
+		TopIDs: at(4, tensor(kernels.I32, rows, top)), Top: at(5, tensor(kernels.F32, rows, top)),
+	}
+}
+
+func TestLogitsChoice(t *testing.T) {
+	topK, topP, minP := sampling(3, 32000), sampling(3, 32000), sampling(1, 100)
+	topK.TopK, topP.TopP, minP.MinP = at(7, tensor(kernels.I32, 3)), at(7, tensor(kernels.F32, 3)), at(7, tensor(kernels.F32, 1))
+	for _, test := range []struct {
+		name  string
+		op    kernels.Op
+		want  string
+		grids []grid
+	}{
+		{"many rows", sampling(324, 32000), "sample", []grid{{324, 1, 1, 512, 0}}},
+		{"few rows", sampling(1, 32000), "sample sample_merge", []grid{{1, 8, 1, 512, 0}, {1, 1, 1, 32, 0}}},
+		{"no rows", sampling(0, 32000), "", nil},
+		{"top-k", topK, "sample_cut", []grid{{3, 1, 1, 1024, 0}}},
+		{"top-p", topP, "sample_cut", []grid{{3, 1, 1, 1024, 0}}},
+		{"min-p", minP, "sample_cut", []grid{{1, 1, 1, 1024, 0}}},
+		{"one row's list", adjusting(1, 1000), "adjust", []grid{{1, 4, 1, 256, 0}}},
+		{"a long list", adjusting(1, 100000), "adjust", []grid{{1, 264, 1, 256, 0}}},
+		{"lists", adjusting(100, 5000), "adjust", []grid{{100, 3, 1, 256, 0}}},
+		{"empty lists", adjusting(100, 0), "", nil},
+		{"lists back", restoring(adjusting(100, 5000)), "restore", []grid{{100, 3, 1, 256, 0}}},
+		{"log-probabilities", logProbs(7, 20), "log_probs", []grid{{7, 1, 1, 1024, 0}}},
+	} {
+		r, b, s := list(t, Options{})
+		if err := b.Enqueue(s, test.op); err != nil {
+			t.Errorf("%s: %v", test.name, err)
+		}
+		if r.names() != test.want || !slices.Equal(r.grids, test.grids) {
+			t.Errorf("%s: kernels %q on %v, want %q on %v", test.name, r.names(), r.grids, test.want, test.grids)
+		}
+	}
+}
+
 func TestRefusals(t *testing.T) {
 	r, b, s := list(t, Options{})
 	for name, op := range map[string]kernels.Op{
 		"12288 elements": &kernels.Norm{X: at(1, tensor(kernels.BF16, 1, 12296)), Weight: at(2, tensor(kernels.BF16, 12296)), Out: at(3, tensor(kernels.BF16, 1, 12296))},
 		"3072 experts":   &kernels.Route{Logits: at(1, tensor(kernels.F32, 1, 4000)), IDs: at(2, tensor(kernels.I32, 1, 2)), Weights: at(3, tensor(kernels.F32, 1, 2))},
+		"2048 columns":   logProbs(1, 2049),
 		"bfloat16":       &kernels.Clamp{X: at(1, tensor(kernels.F32, 1, 8)), Limit: 1},
 		"multiples of 16 bytes": &kernels.Attention{
 			Q: at(1, tensor(kernels.BF16, 1, 1, 16)), CacheK: tensor(kernels.BF16, 1, 16, 1, 16), CacheV: at(3, tensor(kernels.BF16, 1, 16, 1, 16)).Narrow(0, 0, 1),
@@ -310,10 +372,13 @@ func TestStreams(t *testing.T) {
 func TestEnqueueMakesNoGarbage(t *testing.T) {
 	r, b, s := list(t, Options{})
 	r.library = true
+	cut := sampling(3, 32000)
+	cut.TopP = at(7, tensor(kernels.F32, 3))
 	ops := []kernels.Op{
 		matmul(5, 4096, 4096, kernels.BF16), matmul(5, 8, 4096, kernels.F32),
 		&kernels.Norm{X: at(1, tensor(kernels.BF16, 3, 64)), Weight: at(2, tensor(kernels.BF16, 64)), Out: at(3, tensor(kernels.BF16, 3, 64))},
 		&kernels.Route{Logits: at(1, tensor(kernels.F32, 3, 8)), IDs: at(2, tensor(kernels.I32, 3, 2)), Weights: at(3, tensor(kernels.F32, 3, 2))},
+		sampling(3, 32000), cut, adjusting(3, 100), restoring(adjusting(3, 100)), logProbs(3, 20),
 	}
 	if n := testing.AllocsPerRun(100, func() {
 		r.reset()

@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"math"
 	"math/rand/v2"
+	"slices"
 	"testing"
 	"time"
 
@@ -251,19 +252,79 @@ func (x *bench) layer(b *testing.B, c *benchModel, n int) {
 	one("silu_mul", func() kernels.Op {
 		return &kernels.SiluMul{Gate: x.act(n, c.intermediate), Up: x.act(n, c.intermediate), Out: x.act(n, c.intermediate)}
 	})
-	one("sample", func() kernels.Op {
-		rows := min(n, 324)
-		temperature := x.weights(kernels.F32, rows)
-		x.upload(temperature.Addr, temperature.Bytes(), func(b []byte) {
-			for ; len(b) >= 4; b = b[4:] {
-				binary.LittleEndian.PutUint32(b, math.Float32bits(1))
-			}
-		})
+	x.logits(c, min(n, 324), one)
+}
+
+// logits measures what works on rows of logits: draws, with cuts as requests have them
+// and with those of few or many tokens; lists of 200 tokens a row; the 20 likeliest.
+func (x *bench) logits(c *benchModel, rows int, one func(string, func() kernels.Op)) {
+	sample := func() *kernels.Sample {
 		return &kernels.Sample{
-			Logits: x.weights(kernels.F32, rows, c.vocab), Temperature: temperature, Seeds: x.words(make([]uint64, rows)...),
+			Logits: x.weights(kernels.F32, rows, c.vocab), Temperature: x.floats(rows, 1), Seeds: x.words(make([]uint64, rows)...),
 			Samples: x.ints(make([]int32, rows)...), Positions: x.ints(x.upTo(rows, 1000)...), Out: x.ints(make([]int32, rows)...),
 		}
+	}
+	topK := func(k int32) kernels.Tensor { return x.ints(slices.Repeat([]int32{k}, rows)...) }
+	one("sample", func() kernels.Op { return sample() })
+	one("sample-top_k=50", func() kernels.Op {
+		o := sample()
+		o.TopK = topK(50)
+		return o
 	})
+	one("sample-top_p=0.95", func() kernels.Op {
+		o := sample()
+		o.TopP = x.floats(rows, 0.95)
+		return o
+	})
+	one("sample-top_p=0.95-temperature=0.1", func() kernels.Op {
+		o := sample()
+		o.Temperature, o.TopP = x.floats(rows, 0.1), x.floats(rows, 0.95)
+		return o
+	})
+	one("sample-all_cuts", func() kernels.Op {
+		o := sample()
+		o.TopK, o.TopP, o.MinP = topK(50), x.floats(rows, 0.9), x.floats(rows, 0.05)
+		return o
+	})
+	one("log_probs", func() kernels.Op {
+		return &kernels.LogProbs{
+			Logits: x.weights(kernels.F32, rows, c.vocab), Tokens: x.ints(x.upTo(rows, c.vocab)...), Chosen: x.floats(rows, 0),
+			TopIDs: x.ints(make([]int32, 20*rows)...).View(rows, 20), Top: x.floats(20*rows, 0).View(rows, 20),
+		}
+	})
+	adjust := func() *kernels.Adjust {
+		const each = 200
+		starts, ids := []int32{0}, []int32(nil)
+		for range rows {
+			first := x.random.IntN(c.vocab)
+			for i := range each {
+				ids = append(ids, int32((first+i*97)%c.vocab))
+			}
+			starts = append(starts, int32(len(ids)))
+		}
+		n := len(ids)
+		return &kernels.Adjust{
+			Logits: x.weights(kernels.F32, rows, c.vocab), Starts: x.ints(starts...), IDs: x.ints(ids...), Seen: x.ints(make([]int32, n)...), Bias: x.floats(n, 0),
+			Repetition: x.floats(rows, 1), Presence: x.floats(rows, 0), Frequency: x.floats(rows, 0), Saved: x.floats(n, 0),
+		}
+	}
+	one("adjust", func() kernels.Op { return adjust() })
+	one("restore", func() kernels.Op {
+		a := adjust()
+		return &kernels.Restore{Logits: a.Logits, Starts: a.Starts, IDs: a.IDs, Saved: a.Saved}
+	})
+}
+
+// floats returns n equal numbers.
+func (x *bench) floats(n int, v float32) kernels.Tensor {
+	t := kernels.New(0, kernels.F32, n)
+	t.Addr = x.alloc(t.Bytes())
+	x.upload(t.Addr, t.Bytes(), func(b []byte) {
+		for ; len(b) >= 4; b = b[4:] {
+			binary.LittleEndian.PutUint32(b, math.Float32bits(v))
+		}
+	})
+	return t
 }
 
 func (x *bench) upTo(n, limit int) []int32 {

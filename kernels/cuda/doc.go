@@ -7,7 +7,7 @@
 // Kernels are CUDA C++ in src/, embedded and compiled by NVRTC for the exact
 // architecture when a Backend is made, and kept on disk. A Backend turns an
 // operation into one or a few launches: backend.go checks and dispatches, rows.go,
-// product.go, attention.go and routing.go choose kernels, tiles and grids. Dense
+// product.go, attention.go, routing.go and logits.go choose kernels, tiles and grids. Dense
 // products go through cuBLASLt where its demands are met, and else (always with
 // Options.BatchInvariant) through kernels of ours.
 //
@@ -28,7 +28,8 @@
 //   - Launching allocates nothing, on the device or on Go's heap.
 //   - One order of sums: a product's inner dimension in steps of 16 from the start;
 //     attention in tiles of 32 positions inside of chunks of 256; norms and softmax
-//     by the row's length. So results of these kernels depend neither on the tile
+//     by the row's length, log-probabilities by the vocabulary. What decides which
+//     tokens a draw leaves out is summed in integers, whose order does not count. So results of these kernels depend neither on the tile
 //     that was chosen nor on other rows. cuBLASLt does not promise that, which is
 //     what Options.BatchInvariant is for; either way, the same operation on the same
 //     data gives the same bits.
@@ -39,7 +40,8 @@
 // # Limits
 //
 // A head size that is a multiple of 8, up to 128; at most 64 heads of a query to one
-// of the cache; rows of up to 12288 elements for norms; up to 3072 experts.
+// of the cache; rows of up to 12288 elements for norms; up to 3072 experts; the 2048 likeliest
+// tokens of a row.
 //
 // # Example
 //

@@ -4,7 +4,9 @@ package cuda
 
 import (
 	"context"
+	"encoding/binary"
 	"errors"
+	"math"
 	"testing"
 
 	"github.com/moeserve/moeserve/device"
@@ -68,6 +70,74 @@ func emulate(t testing.TB, o Options, multiprocessors int) (device.Machine, *Bac
 		}
 	})
 	return m, b, hidden{s, s.(device.Executor)}
+}
+
+// TestEmulatedLargeVocabulary draws the likeliest token, the lowest of equal ones,
+// where ids have more than 21 bits.
+func TestEmulatedLargeVocabulary(t *testing.T) {
+	const vocabulary, want = 1<<21 + 5, 3
+	m, b, s := emulate(t, Options{}, 1)
+	logits := make([]byte, 4*vocabulary)
+	for i := range logits {
+		logits[i] = 0xff // no number
+	}
+	for _, id := range []int{want, 9000, 20000, vocabulary - 1} {
+		clear(logits[4*id:][:4])
+	}
+	one := binary.LittleEndian.AppendUint32(nil, math.Float32bits(1))
+	var op kernels.Sample
+	var out, position device.Memory
+	host, err := m.Alloc(device.Host, int64(len(logits)), "staging")
+	if err != nil {
+		t.Fatal(err)
+	}
+	mems := []device.Memory{host}
+	write := func(to device.Memory, data []byte) {
+		n := int64(len(data))
+		copy(host.Write(0, n), data)
+		if err := errors.Join(s.Copy(to.Range(0, n), host.Range(0, n)), s.Synchronize(t.Context())); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for _, c := range []struct {
+		tensor *kernels.Tensor
+		t      kernels.DType
+		data   []byte
+	}{
+		{&op.Temperature, kernels.F32, one}, {&op.Seeds, kernels.U64, make([]byte, 8)}, {&op.Samples, kernels.I32, make([]byte, 4)},
+		{&op.TopK, kernels.I32, []byte{1, 0, 0, 0}}, {&op.Out, kernels.I32, make([]byte, 4)}, {&op.Positions, kernels.I32, make([]byte, 4)},
+		{&op.Logits, kernels.F32, logits},
+	} {
+		mem, err := m.Alloc(device.HBM(0), int64(len(c.data)), "tensor")
+		if err != nil {
+			t.Fatal(err)
+		}
+		mems = append(mems, mem)
+		*c.tensor = kernels.New(mem.Range(0, mem.Bytes()).Addr, c.t, len(c.data)/c.t.Size())
+		write(mem, c.data)
+		switch c.tensor {
+		case &op.Out:
+			out = mem
+		case &op.Positions:
+			position = mem
+		case &op.Logits:
+			op.Logits = op.Logits.View(1, vocabulary)
+		}
+	}
+	for i := range byte(8) {
+		write(position, []byte{i, 0, 0, 0})
+		if err := errors.Join(b.Enqueue(s, &op), s.Copy(host.Range(0, 4), out.Range(0, 4)), s.Synchronize(t.Context())); err != nil {
+			t.Fatal(err)
+		}
+		if got := int32(binary.LittleEndian.Uint32(host.Read(0, 4))); got != want {
+			t.Errorf("position %d draws %d, want %d", i, got, want)
+		}
+	}
+	for _, mem := range mems {
+		if err := mem.Free(); err != nil {
+			t.Error(err)
+		}
+	}
 }
 
 // TestEmulated runs the conformance suite with kernels on the CPU, as on a small

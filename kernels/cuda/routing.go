@@ -45,38 +45,3 @@ func (b *Backend) group(l *lane, o *kernels.Group) error {
 		pairs: int64(o.Order.Shape[0]), experts: int32(experts),
 	})
 }
-
-type sampleArgs struct {
-	logits, temperatures, seeds, samples, positions, out, work uint64
-	stride                                                     int64
-	vocabulary, segments, segment, aligned                     int32
-}
-
-const (
-	sampleThreads = 512
-	// leastSegment is how many tokens one block of a row's draw takes at least.
-	leastSegment = 4096
-)
-
-func (b *Backend) sample(l *lane, o *kernels.Sample) error {
-	rows, vocabulary := o.Logits.Shape[0], o.Logits.Shape[1]
-	if rows == 0 {
-		return nil
-	}
-	segments := max(min(2*b.multiprocessors/rows, ceil(vocabulary, leastSegment)), 1)
-	segment := ceil(ceil(vocabulary, segments), 4) * 4
-	segments = ceil(vocabulary, segment)
-	if int64(rows)*int64(segments)*8 > l.work.Bytes {
-		segments, segment = 1, ceil(vocabulary, 4)*4
-	}
-	a := sampleArgs{
-		logits: address(&o.Logits), temperatures: address(&o.Temperature), seeds: address(&o.Seeds), samples: address(&o.Samples),
-		positions: address(&o.Positions), out: address(&o.Out), work: uint64(l.work.Addr),
-		stride: int64(o.Logits.Stride[0]), vocabulary: int32(vocabulary), segments: int32(segments), segment: int32(segment),
-		aligned: truth(aligned(&o.Logits)),
-	}
-	if err := launch(b, l, o.Name(), sampleKernel, grid{x: rows, y: segments, threads: sampleThreads}, &a); err != nil || segments == 1 {
-		return err
-	}
-	return launch(b, l, o.Name(), sampleMerge, grid{x: rows, threads: 32}, &a)
-}

@@ -51,6 +51,10 @@ const (
 	groupKernel
 	sampleKernel
 	sampleMerge
+	sampleCut
+	logProbsKernel
+	adjustKernel
+	restoreKernel
 	attentionJoin
 	// attentionKernels: by head size, one warp and four each.
 	attentionKernels
@@ -76,6 +80,10 @@ var table = func() []kernel {
 		{"route.cu", "group", 0},
 		{"sample.cu", "sample", 0},
 		{"sample.cu", "sample_merge", 0},
+		{"sample.cu", "sample_cut", 0},
+		{"sample.cu", "log_probs", 0},
+		{"sample.cu", "adjust", 0},
+		{"sample.cu", "restore", 0},
 		{"attention.cu", "attention_join", 0},
 	}
 	for _, d := range headSizes {

@@ -50,6 +50,9 @@ var tests = []struct {
 	{"silu_mul", testSiluMul},
 	{"gather", testGather},
 	{"sample", testSample},
+	{"sample_cuts", testSampleCuts},
+	{"adjust", testAdjust},
+	{"log_probs", testLogProbs},
 	{"layout", testLayout},
 	{"arguments", testArguments},
 }

@@ -51,8 +51,10 @@ static inline u32 __umulhi(u32 a, u32 b) { return (u32)((u64)a * b >> 32); }
 static inline int __popc(u32 v) { return __builtin_popcount(v); }
 static inline int min(int a, int b) { return a < b ? a : b; }
 static inline int max(int a, int b) { return a > b ? a : b; }
-static inline u64 atomicAdd(u64 *p, u64 v) {
-  u64 old = *p;
+static inline u64 __umul64hi(u64 a, u64 b) { return (u64)((unsigned __int128)a * b >> 64); }
+template <class T>
+static inline T atomicAdd(T *p, T v) {
+  T old = *p;
   *p += v;
   return old;
 }

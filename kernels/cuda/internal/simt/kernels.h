@@ -22,5 +22,7 @@ extern const simt_kernel TABLE[] = {
     ENTRY(combine, combine_args),       ENTRY(add_bias, add_bias_args),    ENTRY(rope, rope_args),
     ENTRY(append_kv, append_kv_args),   ENTRY(route, route_args),          ENTRY(group, group_args),
     ENTRY(sample, sample_args),         ENTRY(sample_merge, sample_args),  ENTRY(attention_join, attention_args),
+    ENTRY(sample_cut, sample_args),     ENTRY(log_probs, log_probs_args),  ENTRY(adjust, adjust_args),
+    ENTRY(restore, adjust_args),
     HEADS(32), HEADS(64), HEADS(96), HEADS(128), TILES(matmul), TILES(up), TILES(down), {nullptr, nullptr, 0},
 };

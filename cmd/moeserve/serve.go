@@ -1,0 +1,152 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"os"
+	"path/filepath"
+	"strconv"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"github.com/moeserve/moeserve/configs"
+	"github.com/moeserve/moeserve/engine"
+	"github.com/moeserve/moeserve/node"
+	"github.com/moeserve/moeserve/server"
+)
+
+func newServe(s *streams) *cobra.Command {
+	cmd := &cobra.Command{
+		Use:   "serve",
+		Short: "Serve the OpenAI API",
+		Long: `Serve the OpenAI API: /v1/completions, /v1/chat/completions and /v1/models, and
+beside them /tokenize, /detokenize, /health, /health/ready, /version and /metrics.
+
+Without --model, the small model that is built in answers. The address is open
+from the start, and /health/ready says when the model is loaded.
+
+SIGTERM and SIGINT end the server in order: it refuses new requests, lets those
+under way go on for --drain-timeout seconds, and exits with 0. A second signal
+ends it at once.`,
+		Example: `  moeserve serve --offload-fraction 0.5
+  moeserve serve --model /models/mixtral-8x7b --host 0.0.0.0 --port 8080`,
+		Args: noArguments,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			set, err := readSettings(cmd.Flags(), os.Environ())
+			if err != nil {
+				return err
+			}
+			return serve(cmd.Context(), s, set, node.Options{})
+		},
+	}
+	addSettings(cmd.Flags(), configs.For("serve"))
+	return cmd
+}
+
+// modelName is what clients call the model.
+func modelName(set *settings) (string, error) {
+	switch {
+	case set.ServedModelName != "":
+		return set.ServedModelName, nil
+	case set.Model == "":
+		return node.BuiltIn, nil
+	}
+	path, err := filepath.Abs(set.Model)
+	return filepath.Base(path), err
+}
+
+// serve runs two actors: the HTTP server from the start, and the engine once its
+// model is loaded. The end of the server, which a signal or the engine's failure
+// brings about, is the end of the engine, which is the end of the node. o is what
+// the node is to have besides.
+func serve(ctx context.Context, s *streams, set *settings, o node.Options) (err error) {
+	name, err := modelName(set)
+	if err != nil {
+		return err
+	}
+	address := net.JoinHostPort(set.Host, strconv.Itoa(set.Port))
+	listener, err := new(net.ListenConfig).Listen(ctx, "tcp", address)
+	if err != nil {
+		return usagef("cannot serve on %s: %w; choose another --host or --port", address, err)
+	}
+	log := set.logger(s.err)
+	if a, ok := listener.Addr().(*net.TCPAddr); ok && !a.IP.IsLoopback() && set.APIKey == "" {
+		log.Warn("whoever can reach this address can use the model; MOESERVE_API_KEY sets a key", "address", listener.Addr().String())
+	}
+	metrics := server.NewMetrics(name)
+	srv := server.New(server.Options{
+		Metrics: metrics, Version: buildInfo().Version, APIKey: set.APIKey,
+		MaxRequestBytes: int64(set.MaxRequestBytes), MaxSamples: set.MaxQueuedRequests,
+		// The engine's queue is what fills up; this only bounds the bodies in memory.
+		MaxConcurrent:  set.MaxNumSeqs + set.MaxQueuedRequests + spareRequests,
+		RequestTimeout: time.Duration(set.RequestTimeout) * time.Second,
+		DrainTimeout:   time.Duration(set.DrainTimeout) * time.Second,
+		Log:            log,
+	})
+	serving, stopServing := context.WithCancel(ctx)
+	served := make(chan error, 1)
+	go func() { served <- srv.Serve(serving, listener) }()
+	defer func() {
+		stopServing()
+		err = errors.Join(err, <-served)
+	}()
+
+	o.Settings, o.Log, o.WithoutTokenizer, o.MaxQueued = set.Settings, log, withoutTokenizer(set.Model), set.MaxQueuedRequests
+	o.Listener = engine.Listener{Step: func(i engine.StepInfo) { metrics.ObserveStep(i.Duration) }}
+	n, err := open(ctx, o, s.err, false)
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, n.Close()) }()
+	srv.SetModel(model(name, n))
+	fmt.Fprintf(s.err, "moeserve: serving %s at http://%s\n", name, listener.Addr())
+
+	running, stopRunning := context.WithCancel(context.WithoutCancel(ctx))
+	defer stopRunning()
+	ran := make(chan error, 1)
+	go func() {
+		err := n.Engine().Run(running)
+		if err != nil {
+			srv.Fail(err)
+		}
+		stopServing()
+		ran <- err
+	}()
+	err = <-served
+	served <- nil // which the deferred function takes
+	stopRunning()
+	return errors.Join(<-ran, err)
+}
+
+// spareRequests are HTTP requests that neither run nor wait: on their way in or out.
+const spareRequests = 64
+
+// withoutTokenizer says whether a model is a directory without a tokenizer; prompts
+// are then token ids.
+func withoutTokenizer(dir string) bool {
+	if dir == "" {
+		return false
+	}
+	_, err := os.Stat(filepath.Join(dir, "tokenizer.json"))
+	return errors.Is(err, os.ErrNotExist)
+}
+
+// model is what the server is to know of a node.
+func model(name string, n *node.Node) *server.Model {
+	m := &server.Model{
+		Name: name, Engine: n.Engine(), Tokenizer: n.Tokenizer(), MaxModelLen: n.Limits().MaxModelLen,
+		Defaults: engine.DefaultParams(), Created: time.Now(),
+		Stats: func() server.Stats {
+			t := n.Traffic()
+			return server.Stats{ExpertHits: t.Hits, ExpertFetchBytes: t.Fetched, ExpertResident: t.Resident, PathBytes: t.Copied}
+		},
+	}
+	m.Defaults.Temperature = 1 // OpenAI's
+	if t := n.Template(); t != nil {
+		m.Template = t
+	}
+	return m
+}

@@ -1,0 +1,213 @@
+package main
+
+import (
+	"bufio"
+	"bytes"
+	"context"
+	"errors"
+	"io"
+	"net/http"
+	"os"
+	"os/exec"
+	"regexp"
+	"strings"
+	"sync"
+	"syscall"
+	"testing"
+	"time"
+
+	"go.uber.org/goleak"
+
+	"github.com/moeserve/moeserve/configs"
+	"github.com/moeserve/moeserve/device"
+	"github.com/moeserve/moeserve/device/emulated"
+	"github.com/moeserve/moeserve/node"
+)
+
+// process is a server in a process of its own.
+type process struct {
+	cmd *exec.Cmd
+	url string
+	// log is standard error, once it has ended.
+	log *bytes.Buffer
+}
+
+var servingAt = regexp.MustCompile(`^moeserve: serving (\S+) at (http://\S+)$`)
+
+// startServe starts a server on a free port and waits until it serves. It is ended
+// with the test, if it has not ended before.
+func startServe(t *testing.T, args ...string) *process {
+	t.Helper()
+	p := &process{log: &bytes.Buffer{}, cmd: exec.CommandContext(context.WithoutCancel(t.Context()), "moeserve", append([]string{"serve", "--port", "0"}, args...)...)}
+	p.cmd.Dir = t.TempDir()
+	stderr, err := p.cmd.StderrPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := p.cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	lines := bufio.NewScanner(stderr)
+	for lines.Scan() {
+		if m := servingAt.FindStringSubmatch(lines.Text()); m != nil {
+			p.url = m[2]
+			break
+		}
+		p.log.WriteString(lines.Text() + "\n")
+	}
+	if p.url == "" {
+		t.Fatalf("it does not serve: %v; %s", p.cmd.Wait(), p.log)
+	}
+	var rest sync.WaitGroup
+	rest.Go(func() {
+		for lines.Scan() {
+			p.log.WriteString(lines.Text() + "\n")
+		}
+	})
+	t.Cleanup(func() {
+		if p.cmd.ProcessState == nil {
+			p.end(t)
+		}
+		rest.Wait()
+	})
+	return p
+}
+
+// end ends the server as a service manager does, and checks that it ends well.
+func (p *process) end(t *testing.T) {
+	t.Helper()
+	if err := p.cmd.Process.Signal(syscall.SIGTERM); err != nil {
+		t.Fatal(err)
+	}
+	if err := p.cmd.Wait(); err != nil {
+		t.Errorf("ended with %v; %s", err, p.log)
+	}
+}
+
+func (p *process) post(t *testing.T, path, body string) *http.Response {
+	t.Helper()
+	r, err := http.NewRequestWithContext(t.Context(), http.MethodPost, p.url+path, strings.NewReader(body))
+	if err != nil {
+		t.Fatal(err)
+	}
+	r.Header.Set("Content-Type", "application/json")
+	resp, err := http.DefaultClient.Do(r)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { resp.Body.Close() }) //nolint:errcheck // only read from
+	return resp
+}
+
+// SIGTERM lets what is under way finish, and then the exit code is 0.
+func TestServe(t *testing.T) {
+	if _, err := os.FindProcess(os.Getpid()); err != nil {
+		t.Skip(err)
+	}
+	p := startServe(t, "--emulate", "pace,latency=5ms", "--offload-fraction", "1", "--served-model-name", "small")
+	r := p.post(t, "/v1/completions", `{"model": "small", "prompt": "1+2=", "temperature": 0, "ignore_eos": true, "max_tokens": 30, "stream": true}`)
+	body := bufio.NewReader(r.Body)
+	if _, err := body.ReadString('\n'); err != nil || r.StatusCode != http.StatusOK {
+		t.Fatalf("status %d, %v", r.StatusCode, err)
+	}
+	p.end(t)
+	rest, err := io.ReadAll(body)
+	if err != nil || !strings.HasSuffix(string(rest), "data: [DONE]\n\n") || !strings.Contains(string(rest), `"finish_reason":"length"`) {
+		t.Errorf("the answer under way ends with %v, %q", err, rest)
+	}
+}
+
+// A second signal does not wait for anything.
+func TestServeSecondSignal(t *testing.T) {
+	p := startServe(t, "--emulate", "pace,latency=50ms", "--offload-fraction", "1")
+	r := p.post(t, "/v1/completions", `{"prompt": "1+2=", "ignore_eos": true, "max_tokens": 200, "stream": true}`)
+	if _, err := r.Body.Read(make([]byte, 1)); err != nil {
+		t.Fatal(err)
+	}
+	start := time.Now()
+	var exit *exec.ExitError
+	ended := make(chan error, 1)
+	go func() { ended <- p.cmd.Wait() }()
+	for waiting := true; waiting; {
+		if err := p.cmd.Process.Signal(syscall.SIGTERM); err != nil && !errors.Is(err, os.ErrProcessDone) {
+			t.Fatal(err)
+		}
+		select {
+		case err := <-ended:
+			waiting = false
+			if !errors.As(err, &exit) {
+				t.Errorf("ended with %v", err)
+			}
+		case <-time.After(50 * time.Millisecond):
+		}
+	}
+	if d := time.Since(start); d > 10*time.Second {
+		t.Errorf("took %v to end", d)
+	}
+}
+
+// The name of a directory's model, a port that is taken, and an address that others
+// can reach.
+func TestServeNames(t *testing.T) {
+	dir := fixtureDir(t, "mixtral")
+	p := startServe(t, "--model", dir+"/.", "--host", "0.0.0.0")
+	if !strings.Contains(p.log.String(), "MOESERVE_API_KEY sets a key") {
+		t.Errorf("log: %s", p.log)
+	}
+	p.url = strings.Replace(p.url, "[::]", "127.0.0.1", 1)
+	r := p.post(t, "/v1/completions", `{"model": "mixtral", "prompt": "a", "max_tokens": 1}`)
+	if r.StatusCode != http.StatusOK {
+		t.Errorf("status %d", r.StatusCode)
+	}
+	port := p.url[strings.LastIndexByte(p.url, ':')+1:]
+	_, stderr, code := invoke(t, strings.NewReader(""), "serve", "--port", port)
+	if code != exitUsage || !strings.Contains(stderr, "cannot serve on 127.0.0.1:"+port+": ") {
+		t.Errorf("on a port that is taken: %d, %s", code, stderr)
+	}
+}
+
+// A device that is lost ends the server with its exit code.
+func TestServeLostDevice(t *testing.T) {
+	defer goleak.VerifyNone(t, goleak.IgnoreCurrent())
+	var lose func() error
+	o := node.Options{OpenMachine: func() (device.Machine, error) {
+		m, err := emulated.Open(emulated.Options{})
+		if m, ok := m.(*emulated.Machine); ok {
+			lose = func() error { return m.Lose(0) }
+		}
+		return m, err
+	}}
+	set := &settings{Settings: configs.Defaults()}
+	set.Port, set.LogLevel = 0, "error"
+	out, in := io.Pipe()
+	ended := make(chan error, 1)
+	go func() {
+		err := serve(t.Context(), &streams{err: in}, set, o)
+		in.CloseWithError(io.EOF) //nolint:errcheck // never fails
+		ended <- err
+	}()
+	lines := bufio.NewScanner(out)
+	for lines.Scan() {
+		m := servingAt.FindStringSubmatch(lines.Text())
+		if m == nil {
+			continue
+		}
+		if err := lose(); err != nil {
+			t.Error(err)
+		}
+		go func() {
+			for lines.Scan() { // what is logged wants to be read
+			}
+		}()
+		p := &process{url: m[2]}
+		r := p.post(t, "/v1/completions", `{"prompt": "1+2="}`)
+		if body, err := io.ReadAll(r.Body); err != nil || r.StatusCode != http.StatusInternalServerError {
+			t.Errorf("status %d, %v: %s", r.StatusCode, err, body)
+		}
+		break
+	}
+	if err := <-ended; exitCode(err) != exitDevice {
+		t.Errorf("ended with %v, exit code %d", err, exitCode(err))
+	}
+	http.DefaultClient.CloseIdleConnections()
+}

@@ -1,0 +1,29 @@
+// Package scheduler decides which rows each step has: it admits sequences in order
+// of arrival, divides a step's rows among those that run, and preempts the latest
+// of them when the KV cache is full.
+//
+// It is pure: no goroutine, clock or IO, and the same calls give the same plans.
+// The engine tells it what arrives (Add), what ended (Remove) and what a step has
+// brought (Computed, Grow), and carries out what Plan says, which includes freeing
+// the blocks of the preempted before anything else takes blocks.
+//
+// # Rules
+//
+//   - Running sequences come before waiting ones, and each in order of arrival;
+//     those that need a single row (decoding) come before prompts.
+//   - A prompt is cut into chunks where the step's rows end.
+//   - A sequence is admitted only when there are blocks for all tokens that it has
+//     and one more, and nobody was preempted in this step.
+//   - When a running sequence finds no block, the latest running one is preempted:
+//     it loses its blocks, waits in its place of arrival, and computes all its
+//     tokens again. The earliest running sequence is never preempted for a later
+//     one, so some sequence always gets on; and one sequence alone always fits,
+//     which Add checks.
+//
+// # Example
+//
+//	s := scheduler.New(scheduler.Limits{Rows: 2048, Sequences: 64, Blocks: 1000, BlockTokens: 16})
+//	s.Add(1, 7, 39)                  // sequence 1: 7 tokens, at most 39
+//	p := s.Plan()                    // {Chunks: [{1 0 7 true}]}
+//	s.Computed(1, 7); s.Grow(1, 1)   // the step is done and has drawn a token
+package scheduler

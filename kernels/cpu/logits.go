@@ -1,0 +1,205 @@
+package cpu
+
+import (
+	"fmt"
+	"math"
+
+	"github.com/moeserve/moeserve/device"
+	"github.com/moeserve/moeserve/kernels"
+)
+
+func (b *Backend) adjust(o *kernels.Adjust, _ device.Access) error {
+	starts, ids := vector[int32](&o.Starts), vector[int32](&o.IDs)
+	seen, bias, saved := vector[int32](&o.Seen), vector[float32](&o.Bias), vector[float32](&o.Saved)
+	repetition, presence, frequency := vector[float32](&o.Repetition), vector[float32](&o.Presence), vector[float32](&o.Frequency)
+	for i, n := range seen {
+		if n < -1 {
+			return errValue(o.Name(), "Seen", i, int64(n), "-1 or more")
+		}
+	}
+	for i, v := range bias {
+		if v != v || math.IsInf(float64(v), 1) {
+			return fmt.Errorf("cpu: %s: Bias[%d] is %g, want a finite number or -Inf", o.Name(), i, v)
+		}
+	}
+	for i, r := range repetition {
+		switch {
+		case !(r > 0) || infinite(r):
+			return fmt.Errorf("cpu: %s: Repetition[%d] is %g, want a finite number above 0", o.Name(), i, r)
+		case infinite(presence[i]):
+			return fmt.Errorf("cpu: %s: Presence[%d] is %g, want a finite number", o.Name(), i, presence[i])
+		case infinite(frequency[i]):
+			return fmt.Errorf("cpu: %s: Frequency[%d] is %g, want a finite number", o.Name(), i, frequency[i])
+		}
+	}
+	if err := b.lists(o.Name(), starts, ids, o.Logits.Shape[1]); err != nil {
+		return err
+	}
+	for s := range repetition {
+		logits := row(&o.Logits, s)
+		for i := starts[s]; i < starts[s+1]; i++ {
+			x := logits[ids[i]]
+			saved[i] = x
+			if n := seen[i]; n >= 0 {
+				if x > 0 {
+					x /= repetition[s]
+				} else {
+					x *= repetition[s]
+				}
+				if n > 0 {
+					x = float32(x-float32(frequency[s]*float32(n))) - presence[s]
+				}
+			}
+			logits[ids[i]] = x + bias[i]
+		}
+	}
+	return nil
+}
+
+// infinite says whether f is no finite number.
+func infinite(f float32) bool { return f-f != 0 }
+
+func (b *Backend) restore(o *kernels.Restore, _ device.Access) error {
+	starts, ids, saved := vector[int32](&o.Starts), vector[int32](&o.IDs), vector[float32](&o.Saved)
+	if err := b.lists(o.Name(), starts, ids, o.Logits.Shape[1]); err != nil {
+		return err
+	}
+	for s := range o.Logits.Shape[0] {
+		logits := row(&o.Logits, s)
+		for i := starts[s]; i < starts[s+1]; i++ {
+			logits[ids[i]] = saved[i]
+		}
+	}
+	return nil
+}
+
+// lists checks lists of tokens: row s has ids[starts[s]:starts[s+1]], each once.
+func (b *Backend) lists(op string, starts, ids []int32, vocabulary int) error {
+	if starts[0] != 0 {
+		return errValue(op, "Starts", 0, int64(starts[0]), "0")
+	}
+	last := len(starts) - 1
+	for s := range last {
+		if n := starts[s+1]; n < starts[s] || int(n) > len(ids) {
+			return errValue(op, "Starts", s+1, int64(n), "%d to %d", starts[s], len(ids))
+		}
+	}
+	if n := starts[last]; int(n) != len(ids) {
+		return errValue(op, "Starts", last, int64(n), "%d", len(ids))
+	}
+	d := b.drawing()
+	defer b.draws.Put(d)
+	if len(d.listed) < vocabulary {
+		d.listed = make([]int32, vocabulary)
+	}
+	checked := 0
+	defer func() {
+		for _, id := range ids[:checked] {
+			d.listed[id] = 0
+		}
+	}()
+	for s := range last {
+		for _, id := range ids[starts[s]:starts[s+1]] {
+			if id < 0 || int(id) >= vocabulary {
+				return errValue(op, "IDs", checked, int64(id), "0 to %d", vocabulary-1)
+			}
+			if d.listed[id] == int32(s+1) {
+				return errValue(op, "IDs", checked, int64(id), "each token of a row once")
+			}
+			d.listed[id] = int32(s + 1)
+			checked++
+		}
+	}
+	return nil
+}
+
+func (b *Backend) logProbs(o *kernels.LogProbs, _ device.Access) error {
+	tokens, chosen := vector[int32](&o.Tokens), vector[float32](&o.Chosen)
+	vocabulary := o.Logits.Shape[1]
+	for i, id := range tokens {
+		if id < 0 || int(id) >= vocabulary {
+			return errValue(o.Name(), "Tokens", i, int64(id), "0 to %d", vocabulary-1)
+		}
+	}
+	var topIDs []int32
+	var top []float32
+	n := 0
+	if !o.TopIDs.None() {
+		topIDs, top, n = vector[int32](&o.TopIDs), vector[float32](&o.Top), o.TopIDs.Shape[1]
+	}
+	b.rows(len(tokens), 20*vocabulary, func(from, to int) {
+		for i := from; i < to; i++ {
+			logits := row(&o.Logits, i)
+			c := logSoftmaxOf(logits)
+			chosen[i] = c.logOf(logits[tokens[i]])
+			if n > 0 {
+				ids, values := topIDs[i*n:][:n], top[i*n:][:n]
+				mostLikely(logits, ids, values)
+				for j, id := range ids {
+					if id >= 0 {
+						values[j] = c.logOf(values[j])
+					}
+				}
+			}
+		}
+	})
+	return nil
+}
+
+// logSoftmax is what the logarithm of the softmax of a row's element depends on besides itself.
+type logSoftmax struct {
+	largest float32
+	logSum  float64 // of e^(logit - largest)
+}
+
+// logSoftmaxOf sums over a row, in runs of sumChunk elements, each in order in
+// float32.
+func logSoftmaxOf(logits []float32) logSoftmax {
+	best := largest(logits)
+	c := logSoftmax{largest: best.score}
+	var sum float64
+	for len(logits) > 0 {
+		part := logits[:min(sumChunk, len(logits))]
+		logits = logits[len(part):]
+		var s float32
+		for _, v := range part {
+			if v == c.largest {
+				s++
+			} else {
+				s += kernels.Exp(v - c.largest) // 0 for what is not a number
+			}
+		}
+		sum += float64(s)
+	}
+	c.logSum = math.Log(sum)
+	return c
+}
+
+func (c logSoftmax) logOf(v float32) float32 {
+	if v == c.largest {
+		return float32(-c.logSum)
+	}
+	return float32(float64(v) - float64(c.largest) - c.logSum)
+}
+
+// mostLikely writes the len(ids) largest logits and their ids, by falling logit;
+// -1 and -Inf where there are fewer numbers.
+func mostLikely(logits []float32, ids []int32, values []float32) {
+	n := 0
+	for i, v := range logits {
+		if v != v || n == len(ids) && !(v > values[n-1]) {
+			continue
+		}
+		if n < len(ids) {
+			n++
+		}
+		at := n - 1
+		for ; at > 0 && v > values[at-1]; at-- {
+			ids[at], values[at] = ids[at-1], values[at-1]
+		}
+		ids[at], values[at] = int32(i), v
+	}
+	for i := n; i < len(ids); i++ {
+		ids[i], values[i] = -1, float32(math.Inf(-1))
+	}
+}

@@ -1,0 +1,109 @@
+package cuda
+
+import (
+	"fmt"
+
+	"github.com/moeserve/moeserve/kernels"
+)
+
+type sampleArgs struct {
+	logits, temperatures, seeds, samples, positions, out, work uint64
+	topK, topP, minP                                           uint64
+	stride                                                     int64
+	vocabulary, segments, segment, aligned                     int32
+}
+
+const (
+	sampleThreads = 512
+	// leastSegment is how many tokens one block of a row's draw takes at least.
+	leastSegment = 4096
+	// rowBlock is the block of the kernels that choose among a row's tokens.
+	rowBlock = 1024
+	// maxTop is how many tokens of a row are put in order.
+	maxTop = 2048
+	// adjustThreads is the block of adjust and restore, a thread per entry.
+	adjustThreads = 256
+)
+
+func (b *Backend) sample(l *lane, o *kernels.Sample) error {
+	rows, vocabulary := o.Logits.Shape[0], o.Logits.Shape[1]
+	if rows == 0 {
+		return nil
+	}
+	a := sampleArgs{
+		logits: address(&o.Logits), temperatures: address(&o.Temperature), seeds: address(&o.Seeds), samples: address(&o.Samples),
+		positions: address(&o.Positions), out: address(&o.Out), work: uint64(l.work.Addr),
+		topK: address(&o.TopK), topP: address(&o.TopP), minP: address(&o.MinP),
+		stride: int64(o.Logits.Stride[0]), vocabulary: int32(vocabulary), aligned: truth(aligned(&o.Logits)),
+	}
+	if !o.TopK.None() || !o.TopP.None() || !o.MinP.None() {
+		return launch(b, l, o.Name(), sampleCut, grid{x: rows, threads: rowBlock}, &a)
+	}
+	segments := max(min(2*b.multiprocessors/rows, ceil(vocabulary, leastSegment)), 1)
+	segment := ceil(ceil(vocabulary, segments), 4) * 4
+	segments = ceil(vocabulary, segment)
+	if int64(rows)*int64(segments)*8 > l.work.Bytes {
+		segments, segment = 1, ceil(vocabulary, 4)*4
+	}
+	a.segments, a.segment = int32(segments), int32(segment)
+	if err := launch(b, l, o.Name(), sampleKernel, grid{x: rows, y: segments, threads: sampleThreads}, &a); err != nil || segments == 1 {
+		return err
+	}
+	return launch(b, l, o.Name(), sampleMerge, grid{x: rows, threads: 32}, &a)
+}
+
+type logProbsArgs struct {
+	logits, tokens, chosen, topIDs, top uint64
+	stride                              int64
+	vocabulary, n, aligned              int32
+}
+
+func (b *Backend) logProbs(l *lane, o *kernels.LogProbs) error {
+	a := logProbsArgs{
+		logits: address(&o.Logits), tokens: address(&o.Tokens), chosen: address(&o.Chosen), topIDs: address(&o.TopIDs), top: address(&o.Top),
+		stride: int64(o.Logits.Stride[0]), vocabulary: int32(o.Logits.Shape[1]), aligned: truth(aligned(&o.Logits)),
+	}
+	if !o.TopIDs.None() {
+		n := o.TopIDs.Shape[1]
+		if n > maxTop {
+			return fmt.Errorf("cuda: %s: TopIDs is %v, want at most %d columns", o.Name(), o.TopIDs, maxTop)
+		}
+		a.n = int32(n)
+	}
+	return launch(b, l, o.Name(), logProbsKernel, grid{x: o.Logits.Shape[0], threads: rowBlock}, &a)
+}
+
+// adjustArgs are also those of restore, which leaves most of them alone.
+type adjustArgs struct {
+	logits, starts, ids, seen, bias, repetition, presence, frequency, saved uint64
+	stride                                                                  int64
+	vocabulary, entries, parts                                              int32
+}
+
+// byEntry completes args for lists of entries, of which any row may have any number,
+// and returns the grid.
+func (b *Backend) byEntry(a *adjustArgs, logits, starts, ids, saved *kernels.Tensor) grid {
+	rows, entries := logits.Shape[0], ids.Shape[0]
+	if rows == 0 || entries == 0 {
+		return grid{}
+	}
+	parts := min(ceil(entries, adjustThreads), ceil(2*b.multiprocessors, rows))
+	a.logits, a.starts, a.ids, a.saved = address(logits), address(starts), address(ids), address(saved)
+	a.stride, a.vocabulary, a.entries, a.parts = int64(logits.Stride[0]), int32(logits.Shape[1]), int32(entries), int32(parts)
+	return grid{x: rows, y: parts, threads: adjustThreads}
+}
+
+func (b *Backend) adjust(l *lane, o *kernels.Adjust) error {
+	a := adjustArgs{
+		seen: address(&o.Seen), bias: address(&o.Bias),
+		repetition: address(&o.Repetition), presence: address(&o.Presence), frequency: address(&o.Frequency),
+	}
+	g := b.byEntry(&a, &o.Logits, &o.Starts, &o.IDs, &o.Saved)
+	return launch(b, l, o.Name(), adjustKernel, g, &a)
+}
+
+func (b *Backend) restore(l *lane, o *kernels.Restore) error {
+	var a adjustArgs
+	g := b.byEntry(&a, &o.Logits, &o.Starts, &o.IDs, &o.Saved)
+	return launch(b, l, o.Name(), restoreKernel, g, &a)
+}

@@ -1,0 +1,199 @@
+package models
+
+import (
+	"cmp"
+	"encoding/binary"
+	"math"
+	"slices"
+	"strings"
+	"testing"
+)
+
+func TestDrawErrors(t *testing.T) {
+	c := mustParse(t, "mixtral", nil)
+	m := &Model{Config: c, Limits: Limits{MaxRows: 64, MaxSeqs: 2, MaxLogits: 2, MaxModelLen: 40, BlockTokens: 16, MaxAdjust: 2}}
+	nan, inf := float32(math.NaN()), float32(math.Inf(1))
+	one := func(a TokenAdjust) Draw { return Draw{Adjust: []TokenAdjust{a}} }
+	for _, x := range []struct {
+		d    Draw
+		want string
+	}{
+		{Draw{Temperature: -1}, "temperature -1, want a finite number of at least 0"},
+		{Draw{Temperature: inf}, "temperature +Inf"},
+		{Draw{Temperature: nan}, "temperature NaN"},
+		{Draw{TopK: -1}, "top-k -1"},
+		{Draw{TopP: 1.5}, "top-p 1.5, want 0 to 1"},
+		{Draw{TopP: nan}, "top-p NaN"},
+		{Draw{MinP: -0.1}, "min-p -0.1"},
+		{Draw{RepetitionPenalty: -1}, "repetition penalty -1"},
+		{Draw{RepetitionPenalty: inf}, "repetition penalty +Inf"},
+		{Draw{PresencePenalty: nan}, "presence penalty NaN"},
+		{Draw{FrequencyPenalty: -inf}, "frequency penalty -Inf"},
+		{Draw{LogProbs: true}, "whose limit MaxTopLogProbs is 0"},
+		{one(TokenAdjust{ID: 512}), "adjusted token 0 has id 512, outside the model's vocabulary of 512"},
+		{one(TokenAdjust{ID: -1}), "id -1"},
+		{one(TokenAdjust{Seen: -2}), "seen -2 times"},
+		{one(TokenAdjust{Bias: nan}), "bias NaN"},
+		{one(TokenAdjust{Bias: inf}), "bias +Inf, want a finite number or -Inf"},
+		{Draw{Adjust: make([]TokenAdjust, 3)}, "3 adjusted tokens, at most 2 fit"},
+	} {
+		var h HostBatch
+		if _, err := m.Draw(&h, 0, x.d); err == nil || !strings.Contains(err.Error(), x.want) || h.Logits() != 0 || h.Adjusts() != 0 {
+			t.Errorf("%+v: %v, want %q", x.d, err, x.want)
+		}
+	}
+}
+
+// A batch carries what its rows use, and only that; and a full one fits into the
+// room that is kept for it, behind others.
+func TestPackDraws(t *testing.T) {
+	c := mustParse(t, "mixtral", nil)
+	l := Limits{MaxRows: 64, MaxSeqs: 4, MaxLogits: 64, MaxModelLen: 64, BlockTokens: 16, MaxAdjust: 100, MaxTopLogProbs: 5}
+	m := &Model{Config: c, Limits: l}
+	pack := func(dst []byte, draws ...Draw) (Batch, int64) {
+		t.Helper()
+		var h HostBatch
+		row, err := m.Append(&h, Sequence{IDs: make([]int32, len(draws)), Blocks: make([]int32, 4)})
+		check(t, err)
+		for i, d := range draws {
+			_, err := m.Draw(&h, row+i, d)
+			check(t, err)
+		}
+		b, n, err := PackBatch(&h, dst, 256)
+		check(t, err)
+		return b, n
+	}
+	dst := make([]byte, BatchBytes(l))
+	plain, bytes := pack(dst, Draw{}, Draw{Temperature: 1})
+	// Greedy rows ignore what cuts the distribution, and penalties change listed
+	// tokens only.
+	if b, n := pack(dst, Draw{TopK: 5, TopP: 0.5, MinP: 0.5}, Draw{Temperature: 1, TopP: 1, RepetitionPenalty: 2, PresencePenalty: 1}); b != plain || n != bytes {
+		t.Errorf("draws that use nothing make %+v of %d bytes, want %+v of %d", b, n, plain, bytes)
+	}
+	for name, x := range map[string]struct {
+		d    Draw
+		want func(b *Batch) bool
+	}{
+		"top-k":    {Draw{Temperature: 1, TopK: 5}, func(b *Batch) bool { return !b.TopK.None() && b.TopP.None() && b.MinP.None() }},
+		"top-p":    {Draw{Temperature: 1, TopP: 0.5}, func(b *Batch) bool { return b.TopK.None() && !b.TopP.None() && b.MinP.None() }},
+		"min-p":    {Draw{Temperature: 1, MinP: 0.5}, func(b *Batch) bool { return b.TopK.None() && b.TopP.None() && !b.MinP.None() }},
+		"logprobs": {Draw{LogProbs: true}, func(b *Batch) bool { return b.LogProbs && b.AdjustIDs.None() }},
+		"adjust": {Draw{Adjust: []TokenAdjust{{ID: 3}}}, func(b *Batch) bool {
+			return b.AdjustIDs.Shape[0] == 1 && b.AdjustStarts.Shape[0] == 3 && b.Repetition.Shape[0] == 2 && b.TopK.None() && !b.LogProbs
+		}},
+	} {
+		if b, _ := pack(dst, Draw{}, x.d); !x.want(&b) {
+			t.Errorf("%s makes %+v", name, b)
+		}
+	}
+	full := make([]Draw, 64)
+	for i := range full {
+		full[i] = Draw{Temperature: 1, TopK: 5, TopP: 0.5, MinP: 0.5, LogProbs: true}
+	}
+	full[63].Adjust = make([]TokenAdjust, 100)
+	if _, n := pack(dst, full...); n > BatchBytes(l) {
+		t.Errorf("a full micro-batch takes %d bytes, %d are kept", n, BatchBytes(l))
+	}
+	// Four micro-batches of 16 rows, each with its part of what may be adjusted.
+	all := make([]byte, GroupBytes(l, 4))
+	used := int64(0)
+	for i := range 4 {
+		part := slices.Clone(full[:16])
+		part[3].Adjust = make([]TokenAdjust, 25)
+		_, n := pack(all[used:], part...)
+		if used += n; used > GroupBytes(l, 4) {
+			t.Fatalf("%d micro-batches take %d bytes, %d are kept for 4", i+1, used, GroupBytes(l, 4))
+		}
+	}
+}
+
+// Head draws what a float64 reading of the logits says, leaves the logits as they
+// were, and tells the log-probabilities of them.
+func TestHeadDraws(t *testing.T) {
+	c, src, _ := fixture(t, "phimoe")
+	r := newRig(t, c, src)
+	ids := make([]int32, 24)
+	for i := range ids {
+		ids[i] = int32((7*i + 3) % c.Vocab)
+	}
+	var h HostBatch
+	row, err := r.model.Append(&h, Sequence{IDs: ids, Blocks: []int32{2, 0, 1}, Long: r.long(len(ids))})
+	check(t, err)
+	var first, biggest []int32 // without anything, by row
+	plain, _ := r.run(ids, 0, r.long(len(ids)), 8)
+	for i := range ids {
+		order := byLogit(plain[i*c.Vocab:][:c.Vocab])
+		first, biggest = append(first, order[0]), append(biggest, order[1])
+	}
+	banned := float32(math.Inf(-1))
+	for i := range ids {
+		d := Draw{Position: int32(i + 1)}
+		switch i % 4 {
+		case 1: // the likeliest is banned
+			d.Adjust = []TokenAdjust{{ID: first[i], Seen: -1, Bias: banned}}
+		case 2: // any but the likeliest would be a wonder
+			d.Temperature, d.TopK, d.Seed = 100, 1, uint64(i)
+		case 3: // a penalty that drives the likeliest away, and keeps away from others
+			d.FrequencyPenalty, d.LogProbs = 50, true
+			d.Adjust = []TokenAdjust{{ID: first[i], Seen: 2}, {ID: biggest[i], Seen: 0}}
+		}
+		_, err := r.model.Draw(&h, row+i, d)
+		check(t, err)
+	}
+	b := r.step(&h)[0]
+	if got := r.floats(r.model.Logits(&b)); !slices.Equal(got, plain) {
+		t.Error("the logits are not what they are without penalties")
+	}
+	drawn := int32s(r.download(r.model.Sampled(&b)))
+	for i, id := range drawn {
+		want := first[i]
+		if i%4 == 1 || i%4 == 3 {
+			want = biggest[i]
+		}
+		if id != want {
+			t.Errorf("row %d draws %d, want %d", i, id, want)
+		}
+	}
+	chosen, topIDs, top := r.model.LogProbs(&b)
+	probs, likeliest, values := r.floats(chosen), int32s(r.download(topIDs)), r.floats(top)
+	n := r.model.Limits.MaxTopLogProbs
+	for i := range ids {
+		logits := plain[i*c.Vocab:][:c.Vocab]
+		var sum float64
+		for _, v := range logits {
+			sum += math.Exp(float64(v))
+		}
+		near := func(got float32, id int32) bool {
+			return math.Abs(float64(got)-(float64(logits[id])-math.Log(sum))) < 1e-4
+		}
+		if !near(probs[i], drawn[i]) {
+			t.Errorf("row %d: log-probability %g of token %d", i, probs[i], drawn[i])
+		}
+		if want := byLogit(logits)[:n]; !slices.Equal(likeliest[i*n:][:n], want) {
+			t.Errorf("row %d: likeliest tokens %v, want %v", i, likeliest[i*n:][:n], want)
+		}
+		for j, id := range likeliest[i*n:][:n] {
+			if !near(values[i*n+j], id) {
+				t.Errorf("row %d: log-probability %g of token %d", i, values[i*n+j], id)
+			}
+		}
+	}
+}
+
+// byLogit are the ids by falling logit.
+func byLogit(logits []float32) []int32 {
+	ids := make([]int32, len(logits))
+	for i := range ids {
+		ids[i] = int32(i)
+	}
+	slices.SortStableFunc(ids, func(i, j int32) int { return cmp.Compare(logits[j], logits[i]) })
+	return ids
+}
+
+func int32s(b []byte) []int32 {
+	out := make([]int32, len(b)/4)
+	for i := range out {
+		out[i] = int32(binary.LittleEndian.Uint32(b[4*i:]))
+	}
+	return out
+}

@@ -1,0 +1,433 @@
+package server
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"net/http"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/moeserve/moeserve/engine"
+	"github.com/moeserve/moeserve/models/chat"
+)
+
+type chatRequest struct {
+	common
+	prompt []int32
+}
+
+// conversation is what the chat template is given.
+type conversation struct {
+	messages []chat.Message
+	options  chat.Options
+	// special adds the tokenizer's special tokens around what the template wrote.
+	special bool
+}
+
+// parseChat reads the body of /v1/chat/completions.
+func (m *Model) parseChat(o *object) (*chatRequest, error) {
+	r := &chatRequest{common: takeCommon(o, m.Defaults)}
+	takeMaxTokens(o, &r.common, "max_completion_tokens") // the newer name goes first
+	o.flag("logprobs", &r.params.LogProbs)
+	if o.integer("top_logprobs", &r.params.TopLogProbs) && r.params.TopLogProbs != 0 && !r.params.LogProbs {
+		o.fail("top_logprobs", "invalid_value", "Invalid value for 'top_logprobs': it needs 'logprobs' to be true.")
+	}
+	if modalities, ok := o.list("modalities", "an array of strings"); ok {
+		for _, raw := range modalities {
+			if string(raw) != `"text"` {
+				o.unsupported("modalities", "answers are text")
+			}
+		}
+	}
+	for _, m := range [][2]string{
+		{"functions", "give tools"},
+		{"function_call", "give tools"},
+		{"audio", "answers are text"},
+		{"prediction", "this server does not speculate"},
+		{"web_search_options", "this server searches nothing"},
+	} {
+		if _, ok := o.take(m[0]); ok {
+			o.unsupported(m[0], m[1])
+		}
+	}
+	echo := false
+	if o.flag("echo", &echo); echo {
+		o.unsupported("echo", "it is for completions")
+	}
+	c := takeConversation(o)
+	if err := o.end(); err != nil {
+		return nil, err
+	}
+	if err := m.known(r.model); err != nil {
+		return nil, err
+	}
+	var err error
+	r.prompt, err = m.render(c)
+	return r, err
+}
+
+// takeConversation takes what the template is given.
+func takeConversation(o *object) *conversation {
+	c := &conversation{options: chat.Options{AddGenerationPrompt: true}}
+	o.flag("add_generation_prompt", &c.options.AddGenerationPrompt)
+	o.flag("add_special_tokens", &c.special)
+	goOn := false
+	if o.flag("continue_final_message", &goOn); goOn {
+		o.unsupported("continue_final_message", "an answer is a new message")
+	}
+	if _, ok := o.take("chat_template"); ok {
+		o.unsupported("chat_template", "chats go through the model's own template")
+	}
+	if raw, ok := o.take("chat_template_kwargs"); ok {
+		if json.Unmarshal(raw, &c.options.Extra) != nil {
+			o.wrongType("chat_template_kwargs", "an object", raw)
+		}
+	}
+	takeTools(o, c)
+	messages, ok := o.list("messages", "an array of messages")
+	if !ok {
+		o.fail("messages", "missing_required_parameter", "Missing required parameter: 'messages'.")
+	} else if len(messages) == 0 {
+		o.fail("messages", "invalid_value", "Invalid value for 'messages': it is empty, and there must be at least one message.")
+	}
+	for i, raw := range messages {
+		m := &object{path: fmt.Sprintf("messages[%d]", i)}
+		m.parse(raw, "'"+m.path+"'")
+		c.messages = append(c.messages, takeMessage(m))
+		if o.close(m); o.err != nil {
+			break
+		}
+	}
+	return c
+}
+
+// takeTools takes the tools that the template describes to the model. What the
+// model writes in answer comes back as text.
+func takeTools(o *object, c *conversation) {
+	raw, choice := json.RawMessage(nil), "auto"
+	if tools, ok := o.take("tools"); ok {
+		var list []map[string]json.RawMessage
+		if json.Unmarshal(tools, &list) != nil {
+			o.wrongType("tools", "an array of objects", tools)
+			return
+		}
+		if len(list) > 0 {
+			raw = tools
+		}
+	}
+	if picked, ok := o.take("tool_choice"); ok {
+		if json.Unmarshal(picked, &choice) != nil || choice != "none" && choice != "auto" {
+			o.unsupported("tool_choice", `it must be "none" or "auto", as nothing makes the model call a tool`)
+		}
+	}
+	if choice == "auto" {
+		c.options.Tools = raw
+	}
+}
+
+// takeMessage takes a message apart.
+func takeMessage(o *object) chat.Message {
+	var m chat.Message
+	if !o.text("role", &m.Role) {
+		o.fail("role", "missing_required_parameter", "Missing required parameter: '%s'.", o.name("role"))
+	}
+	if roles := []string{"system", "developer", "user", "assistant", "tool", "function"}; !slices.Contains(roles, m.Role) {
+		o.fail("role", "invalid_value", "Invalid value for '%s': it must be one of %s.", o.name("role"), strings.Join(roles, ", "))
+	}
+	if m.Role == "developer" {
+		m.Role = "system" // as templates know it
+	}
+	content := takeContent(o, &m)
+	extra := map[string]json.RawMessage{}
+	for _, member := range []string{"name", "tool_call_id", "reasoning_content"} {
+		var text string
+		if raw := o.members[member]; o.text(member, &text) {
+			extra[member] = raw
+		}
+	}
+	calls := takeCalls(o)
+	if calls != nil {
+		extra["tool_calls"] = calls
+	}
+	if !content && calls == nil {
+		o.fail("content", "missing_required_parameter", "Missing required parameter: '%s'.", o.name("content"))
+	}
+	// An answer of this API can be sent back as it came.
+	for _, member := range []string{"refusal", "annotations", "audio", "function_call"} {
+		if raw, ok := o.take(member); ok && string(raw) != "[]" {
+			o.unsupported(member, "messages are text and tool calls")
+		}
+	}
+	if len(extra) > 0 {
+		data, err := json.Marshal(extra)
+		if err != nil {
+			o.fail("", "invalid_value", "Invalid value for '%s': %v.", o.path, err)
+		}
+		m.Extra = data
+	}
+	return m
+}
+
+// takeContent takes a text, or parts of it, which stand on lines of their own.
+func takeContent(o *object, m *chat.Message) bool {
+	raw, ok := o.take("content")
+	if !ok {
+		return false
+	}
+	if kindOf(raw) == "a string" && json.Unmarshal(raw, &m.Content) == nil {
+		return true
+	}
+	var parts []json.RawMessage
+	if json.Unmarshal(raw, &parts) != nil {
+		o.wrongType("content", "a string or an array of text parts", raw)
+		return true
+	}
+	texts := make([]string, len(parts))
+	for i, raw := range parts {
+		p := &object{path: fmt.Sprintf("%s[%d]", o.name("content"), i)}
+		p.parse(raw, "'"+p.path+"'")
+		var kind string
+		if p.text("type", &kind); kind != "text" && p.err == nil {
+			p.fail("type", "invalid_value", "Invalid value for '%s': %q is not supported, as the model reads text only.", p.name("type"), shown(kind))
+		}
+		if !p.text("text", &texts[i]) {
+			p.fail("text", "missing_required_parameter", "Missing required parameter: '%s'.", p.name("text"))
+		}
+		if o.close(p); o.err != nil {
+			return true
+		}
+	}
+	m.Content = strings.Join(texts, "\n")
+	return true
+}
+
+// takeCalls takes the calls that an assistant's message made, with their arguments
+// as the JSON that they are, which is how templates read them; nil for none.
+func takeCalls(o *object) json.RawMessage {
+	raw, ok := o.take("tool_calls")
+	if !ok {
+		return nil
+	}
+	var calls []map[string]json.RawMessage
+	if json.Unmarshal(raw, &calls) != nil {
+		o.wrongType("tool_calls", "an array of objects", raw)
+		return nil
+	}
+	if len(calls) == 0 {
+		return nil
+	}
+	for _, c := range calls {
+		var function map[string]json.RawMessage
+		if json.Unmarshal(c["function"], &function) != nil || function == nil {
+			o.fail("tool_calls", "invalid_type", "Invalid type for '%s': each call must have an object named function.", o.name("tool_calls"))
+			return nil
+		}
+		var text string
+		var arguments map[string]json.RawMessage
+		if json.Unmarshal(function["arguments"], &text) == nil && json.Unmarshal([]byte(text), &arguments) == nil && arguments != nil {
+			function["arguments"] = json.RawMessage(text)
+		}
+		data, err := json.Marshal(function)
+		if err != nil {
+			o.fail("tool_calls", "invalid_value", "Invalid value for '%s': %v.", o.name("tool_calls"), err)
+			return nil
+		}
+		c["function"] = data
+	}
+	data, err := json.Marshal(calls)
+	if err != nil {
+		o.fail("tool_calls", "invalid_value", "Invalid value for '%s': %v.", o.name("tool_calls"), err)
+	}
+	return data
+}
+
+// render puts a conversation through the template and encodes it.
+func (m *Model) render(c *conversation) ([]int32, error) {
+	if m.Template == nil || m.Tokenizer == nil {
+		return nil, badRequest("messages", "no_chat_template", "The model has no chat template: use /v1/completions.")
+	}
+	text, err := m.Template.Render(c.messages, c.options)
+	if err == nil && c.options.Tools != nil {
+		without := c.options
+		without.Tools = nil
+		var plain string
+		if plain, err = m.Template.Render(c.messages, without); err == nil && plain == text {
+			return nil, badRequest("tools", "unsupported_parameter", "'tools' is not supported: the model's chat template has no place for them.")
+		}
+	}
+	var raised *chat.RaisedError
+	if errors.As(err, &raised) {
+		return nil, badRequest("messages", "invalid_value", "The model's chat template refuses the messages: %s", raised.Message)
+	}
+	if err != nil {
+		return nil, badRequest("messages", "invalid_value", "The model's chat template cannot render the messages: %v", err)
+	}
+	ids := m.Tokenizer.Encode(text, c.special)
+	if len(ids) == 0 {
+		return nil, badRequest("messages", "invalid_value", "The model's chat template makes an empty prompt of the messages.")
+	}
+	return ids, nil
+}
+
+func (s *Server) chat(w *response, r *http.Request) error {
+	m, o, err := s.body(w, r)
+	if err != nil {
+		return err
+	}
+	req, err := m.parseChat(o)
+	if err != nil {
+		return err
+	}
+	if err := req.limit(req.prompt, 0, m.MaxModelLen, "messages"); err != nil {
+		return err
+	}
+	a := &chatAnswer{req: req, text: m.texts(), head: completionHead{
+		ID: "chatcmpl-" + w.id, Object: "chat.completion", Created: time.Now().Unix(), Model: m.Name,
+	}}
+	return s.answer(w, r, m, &req.common, []engine.Request{{ID: w.id, Prompt: req.prompt, Params: req.params}}, a)
+}
+
+// chatCompletion is a whole answer of /v1/chat/completions.
+type chatCompletion struct {
+	completionHead
+	Choices        []chatChoice `json:"choices"`
+	Usage          *usage       `json:"usage"`
+	PromptTokenIDs []int32      `json:"prompt_token_ids,omitempty"`
+}
+
+type chatChoice struct {
+	Index        int           `json:"index"`
+	Message      chatMessage   `json:"message"`
+	LogProbs     *chatLogProbs `json:"logprobs"`
+	FinishReason *string       `json:"finish_reason"`
+	TokenIDs     []int32       `json:"token_ids,omitempty"`
+}
+
+type chatMessage struct {
+	Role    string  `json:"role"`
+	Content string  `json:"content"`
+	Refusal *string `json:"refusal"`
+}
+
+// chatChunk is a part of a streamed answer.
+type chatChunk struct {
+	completionHead
+	Choices []chatChunkChoice `json:"choices"`
+	// Usage is a *usage, which may be null, or left out.
+	Usage          any     `json:"usage,omitempty"`
+	PromptTokenIDs []int32 `json:"prompt_token_ids,omitempty"`
+}
+
+type chatChunkChoice struct {
+	Index        int           `json:"index"`
+	Delta        chatDelta     `json:"delta"`
+	LogProbs     *chatLogProbs `json:"logprobs"`
+	FinishReason *string       `json:"finish_reason"`
+	TokenIDs     []int32       `json:"token_ids,omitempty"`
+}
+
+type chatDelta struct {
+	Role    string  `json:"role,omitempty"`
+	Content *string `json:"content,omitempty"`
+}
+
+type chatLogProbs struct {
+	Content []chatLogProb `json:"content"`
+	Refusal []chatLogProb `json:"refusal"`
+}
+
+type chatLogProb struct {
+	Token   string  `json:"token"`
+	LogProb float64 `json:"logprob"`
+	// Bytes of the token's text, as numbers; null where it has none.
+	Bytes []int         `json:"bytes"`
+	Top   []chatLogProb `json:"top_logprobs,omitzero"`
+}
+
+// chatAnswer writes answers of /v1/chat/completions.
+type chatAnswer struct {
+	req  *chatRequest
+	head completionHead
+	text *tokenTexts
+}
+
+func (a *chatAnswer) logProbs(tokens []engine.Token) *chatLogProbs {
+	if !a.req.params.LogProbs {
+		return nil
+	}
+	one := func(id int32, lp float32) chatLogProb {
+		text, _ := a.text.shown(id)
+		return chatLogProb{Token: text, LogProb: logProb(lp), Bytes: a.text.bytes(id)}
+	}
+	l := &chatLogProbs{Content: []chatLogProb{}}
+	for _, t := range tokens {
+		p := one(t.ID, t.LogProb)
+		p.Top = []chatLogProb{}
+		for _, other := range t.Top {
+			p.Top = append(p.Top, one(other.ID, other.LogProb))
+		}
+		l.Content = append(l.Content, p)
+	}
+	return l
+}
+
+func (a *chatAnswer) ids(tokens []engine.Token) []int32 {
+	if !a.req.tokenIDs {
+		return nil
+	}
+	return tokenIDs(tokens)
+}
+
+func (a *chatAnswer) promptIDs() []int32 {
+	if !a.req.tokenIDs {
+		return nil
+	}
+	return a.req.prompt
+}
+
+func (a *chatAnswer) whole(choices []engine.Update, u *usage) any {
+	c := chatCompletion{completionHead: a.head, Usage: u, PromptTokenIDs: a.promptIDs(), Choices: make([]chatChoice, len(choices))}
+	for i, u := range choices {
+		c.Choices[i] = chatChoice{
+			Index: i, Message: chatMessage{Role: "assistant", Content: u.Text}, LogProbs: a.logProbs(u.Tokens),
+			FinishReason: finishReason(u.Finish), TokenIDs: a.ids(u.Tokens),
+		}
+	}
+	return c
+}
+
+// chunks are the assistant's role in the first, text, and the reason in the last.
+func (a *chatAnswer) chunks(index int, first bool, u *engine.Update) []any {
+	var all []any
+	add := func(c chatChunkChoice) *chatChunk {
+		c.Index = index
+		chunk := &chatChunk{completionHead: a.head, Choices: []chatChunkChoice{c}, Usage: a.req.noUsage()}
+		chunk.Object = "chat.completion.chunk"
+		all = append(all, chunk)
+		return chunk
+	}
+	if first {
+		chunk := add(chatChunkChoice{Delta: chatDelta{Role: "assistant", Content: new(string)}})
+		if index == 0 {
+			chunk.PromptTokenIDs = a.promptIDs()
+		}
+	}
+	c := chatChunkChoice{Delta: chatDelta{Content: &u.Text}, LogProbs: a.logProbs(u.Tokens), TokenIDs: a.ids(u.Tokens)}
+	if u.Text != "" || len(c.TokenIDs) > 0 || c.LogProbs != nil && len(c.LogProbs.Content) > 0 {
+		add(c)
+	}
+	if u.Finish != "" {
+		add(chatChunkChoice{FinishReason: finishReason(u.Finish)})
+	}
+	return all
+}
+
+func (a *chatAnswer) last(u *usage) any {
+	c := chatChunk{completionHead: a.head, Choices: []chatChunkChoice{}, Usage: u}
+	c.Object = "chat.completion.chunk"
+	return c
+}
+
+func (a *chatAnswer) promptParam() string { return "messages" }

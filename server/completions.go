@@ -1,0 +1,245 @@
+package server
+
+import (
+	"encoding/json"
+	"net/http"
+	"time"
+
+	"github.com/moeserve/moeserve/engine"
+)
+
+// defaultCompletionTokens is what a completion gets that asks for no number.
+const defaultCompletionTokens = 16
+
+// prompt is what a completion goes on from.
+type prompt struct {
+	ids []int32
+	// text, as the client wrote it, or decoded where it gave ids.
+	text string
+}
+
+type completionRequest struct {
+	common
+	prompts []prompt
+	echo    bool
+}
+
+// parseCompletion reads the body of /v1/completions.
+func (s *Server) parseCompletion(m *Model, o *object) (*completionRequest, error) {
+	r := &completionRequest{common: takeCommon(o, m.Defaults)}
+	special := true
+	o.flag("add_special_tokens", &special)
+	o.flag("echo", &r.echo)
+	if o.integer("logprobs", &r.params.TopLogProbs) {
+		r.params.LogProbs = true
+		if n := r.params.TopLogProbs; n < 0 || n > engine.MaxTopLogProbs {
+			o.fail("logprobs", "invalid_value", "Invalid value for 'logprobs': it must be from 0 to %d, and is %d.", engine.MaxTopLogProbs, n)
+		}
+	}
+	if r.echo && r.params.LogProbs {
+		o.unsupported("echo", "together with logprobs it asks for those of the prompt, which this server does not compute")
+	}
+	best := r.params.N
+	if o.integer("best_of", &best); best != r.params.N {
+		o.unsupported("best_of", "it must be n, as all samples are returned")
+	}
+	var suffix string
+	if o.text("suffix", &suffix); suffix != "" {
+		o.unsupported("suffix", "the model writes behind a prompt only")
+	}
+	raw, ok := o.take("prompt")
+	if !ok {
+		o.fail("prompt", "missing_required_parameter", "Missing required parameter: 'prompt'.")
+	}
+	if err := o.end(); err != nil {
+		return nil, err
+	}
+	if err := m.known(r.model); err != nil {
+		return nil, err
+	}
+	var err error
+	r.prompts, err = m.prompts(o, raw, special, max(1, s.o.MaxSamples/r.params.N))
+	return r, err
+}
+
+// prompts reads a prompt: text, a list of texts, token ids, or a list of those.
+func (m *Model) prompts(o *object, raw json.RawMessage, special bool, most int) ([]prompt, error) {
+	const want = "a string, an array of strings, an array of token ids, or an array of those"
+	items := []json.RawMessage{raw}
+	if kindOf(raw) == "an array" {
+		if ids, ok := parseIDs(raw); ok && len(ids) > 0 {
+			return []prompt{m.decoded(ids)}, nil
+		}
+		if json.Unmarshal(raw, &items) != nil || len(items) == 0 {
+			o.fail("prompt", "invalid_value", "Invalid value for 'prompt': it is an empty array.")
+		}
+	}
+	if len(items) > most {
+		o.fail("prompt", "invalid_value", "Invalid value for 'prompt': it has %d prompts, and with this n a request may have %d.", len(items), most)
+		items = nil
+	}
+	prompts := make([]prompt, 0, len(items))
+	for _, item := range items {
+		var p prompt
+		switch kindOf(item) {
+		case "a string":
+			if m.Tokenizer == nil {
+				o.fail("prompt", "invalid_value", "The model has no tokenizer: give the prompt as token ids.")
+				break
+			}
+			if json.Unmarshal(item, &p.text) != nil {
+				o.wrongType("prompt", want, item)
+			}
+			p.ids = m.Tokenizer.Encode(p.text, special)
+		case "an array":
+			ids, ok := parseIDs(item)
+			if !ok {
+				o.wrongIDs("prompt", item)
+			}
+			p = m.decoded(ids)
+		default:
+			o.wrongType("prompt", want, item)
+		}
+		if o.err == nil && len(p.ids) == 0 {
+			o.fail("prompt", "invalid_value", "Invalid value for 'prompt': it is empty, and there must be at least one token to go on from.")
+		}
+		prompts = append(prompts, p)
+	}
+	return prompts, o.end()
+}
+
+// decoded is the prompt of ids.
+func (m *Model) decoded(ids []int32) prompt {
+	p := prompt{ids: ids}
+	if m.Tokenizer != nil {
+		p.text = m.Tokenizer.Decode(ids, true)
+	}
+	return p
+}
+
+func (s *Server) completions(w *response, r *http.Request) error {
+	m, o, err := s.body(w, r)
+	if err != nil {
+		return err
+	}
+	req, err := s.parseCompletion(m, o)
+	if err != nil {
+		return err
+	}
+	requests := make([]engine.Request, len(req.prompts))
+	for i, p := range req.prompts {
+		if err := req.limit(p.ids, defaultCompletionTokens, m.MaxModelLen, "prompt"); err != nil {
+			return err
+		}
+		requests[i] = engine.Request{ID: w.id, Prompt: p.ids, Params: req.params}
+	}
+	a := &completionAnswer{req: req, text: m.texts(), head: completionHead{
+		ID: "cmpl-" + w.id, Object: "text_completion", Created: time.Now().Unix(), Model: m.Name,
+	}}
+	a.offsets = make([]int, len(req.prompts)*req.params.N)
+	return s.answer(w, r, m, &req.common, requests, a)
+}
+
+type completionHead struct {
+	ID      string `json:"id"`
+	Object  string `json:"object"`
+	Created int64  `json:"created"`
+	Model   string `json:"model"`
+}
+
+// completion is an answer of /v1/completions, whole or a chunk of it.
+type completion struct {
+	completionHead
+	Choices []completionChoice `json:"choices"`
+	// Usage is a *usage, which may be null, or left out.
+	Usage any `json:"usage,omitempty"`
+}
+
+type completionChoice struct {
+	Index          int                 `json:"index"`
+	Text           string              `json:"text"`
+	LogProbs       *completionLogProbs `json:"logprobs"`
+	FinishReason   *string             `json:"finish_reason"`
+	TokenIDs       []int32             `json:"token_ids,omitempty"`
+	PromptTokenIDs []int32             `json:"prompt_token_ids,omitempty"`
+}
+
+// completionLogProbs has an entry per token in each of its lists.
+type completionLogProbs struct {
+	Tokens        []string             `json:"tokens"`
+	TokenLogProbs []float64            `json:"token_logprobs"`
+	TopLogProbs   []map[string]float64 `json:"top_logprobs"`
+	// TextOffset of a token, in characters from the start of the choice's text.
+	TextOffset []int `json:"text_offset"`
+}
+
+// completionAnswer writes answers of /v1/completions.
+type completionAnswer struct {
+	req  *completionRequest
+	head completionHead
+	text *tokenTexts
+	// offsets in characters of each choice's next token.
+	offsets []int
+}
+
+func (a *completionAnswer) choice(index int, first bool, u *engine.Update) completionChoice {
+	c := completionChoice{Index: index, Text: u.Text, FinishReason: finishReason(u.Finish)}
+	p := &a.req.prompts[index/a.req.params.N]
+	if first && a.req.echo {
+		c.Text = p.text + c.Text
+	}
+	if a.req.tokenIDs {
+		c.TokenIDs = tokenIDs(u.Tokens)
+		if first {
+			c.PromptTokenIDs = p.ids
+		}
+	}
+	if a.req.params.LogProbs {
+		c.LogProbs = a.logProbs(index, u.Tokens)
+	}
+	return c
+}
+
+func (a *completionAnswer) logProbs(index int, tokens []engine.Token) *completionLogProbs {
+	l := &completionLogProbs{Tokens: []string{}, TokenLogProbs: []float64{}, TopLogProbs: []map[string]float64{}, TextOffset: []int{}}
+	for _, t := range tokens {
+		text, n := a.text.shown(t.ID)
+		top := make(map[string]float64, len(t.Top)+1)
+		top[text] = logProb(t.LogProb)
+		for _, other := range t.Top {
+			name, _ := a.text.shown(other.ID)
+			// Of two ids with the same text the likelier one counts.
+			if lp, ok := top[name]; !ok || lp < logProb(other.LogProb) {
+				top[name] = logProb(other.LogProb)
+			}
+		}
+		l.Tokens = append(l.Tokens, text)
+		l.TokenLogProbs = append(l.TokenLogProbs, logProb(t.LogProb))
+		l.TopLogProbs = append(l.TopLogProbs, top)
+		l.TextOffset = append(l.TextOffset, a.offsets[index])
+		a.offsets[index] += n
+	}
+	return l
+}
+
+func (a *completionAnswer) whole(choices []engine.Update, u *usage) any {
+	c := completion{completionHead: a.head, Usage: u, Choices: make([]completionChoice, len(choices))}
+	for i := range choices {
+		c.Choices[i] = a.choice(i, true, &choices[i])
+	}
+	return c
+}
+
+func (a *completionAnswer) chunks(index int, first bool, u *engine.Update) []any {
+	c := a.choice(index, first, u)
+	if c.Text == "" && c.FinishReason == nil && len(c.TokenIDs) == 0 && (c.LogProbs == nil || len(c.LogProbs.Tokens) == 0) {
+		return nil // its text is not complete
+	}
+	return []any{completion{completionHead: a.head, Choices: []completionChoice{c}, Usage: a.req.noUsage()}}
+}
+
+func (a *completionAnswer) last(u *usage) any {
+	return completion{completionHead: a.head, Choices: []completionChoice{}, Usage: u}
+}
+
+func (a *completionAnswer) promptParam() string { return "prompt" }

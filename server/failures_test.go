@@ -1,0 +1,617 @@
+package server_test
+
+import (
+	"bufio"
+	"bytes"
+	"context"
+	"fmt"
+	"io"
+	"log/slog"
+	"net"
+	"net/http"
+	"net/http/httptest"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/moeserve/moeserve/configs"
+	"github.com/moeserve/moeserve/device"
+	"github.com/moeserve/moeserve/device/emulated"
+	"github.com/moeserve/moeserve/engine"
+	"github.com/moeserve/moeserve/models/chat"
+	"github.com/moeserve/moeserve/node"
+	"github.com/moeserve/moeserve/server"
+)
+
+// Bodies that cannot be, for any of the endpoints; each names what is wrong.
+func TestBadBodies(t *testing.T) {
+	h := start(t, options{server: server.Options{MaxSamples: 3}})
+	long := strings.Repeat("1, ", 255) + "1"
+	const (
+		completions = "/v1/completions"
+		chats       = "/v1/chat/completions"
+		hi          = `"messages": [{"role": "user", "content": "1+2="}]`
+	)
+	for _, c := range []struct{ path, body, param, code, message string }{
+		{completions, ``, "", "", "The body is empty"},
+		{completions, " \n", "", "", "The body is empty"},
+		{completions, `null`, "", "invalid_type", "must be a JSON object, and is null"},
+		{completions, `[]`, "", "invalid_type", "must be a JSON object, and is an array"},
+		{completions, `"x"`, "", "invalid_type", "is a string"},
+		{completions, `{`, "", "", "not valid JSON"},
+		{completions, `{"prompt": "x"} x`, "", "", "not valid JSON"},
+		{completions, `{"prompt": "x"}{}`, "", "", "not valid JSON"},
+		{completions, `{'prompt': 'x'}`, "", "", "not valid JSON"},
+		{completions, "{\"prompt\": \"a\xffb\"}", "", "", "not valid UTF-8"},
+		{completions, `{"prompt": NaN}`, "", "", "not valid JSON"},
+		{completions, strings.Repeat("[", 20000), "", "", "not valid JSON"},
+		{completions, `{}`, "prompt", "missing_required_parameter", "Missing required parameter: 'prompt'."},
+		{completions, `{"prompt": null}`, "prompt", "missing_required_parameter", "Missing"},
+		{completions, `{"prompt": "x", "promt": 1}`, "promt", "unknown_parameter", "Unrecognized request argument supplied: promt."},
+		{completions, `{"prompt": "x", "b": 1, "a": null}`, "a", "unknown_parameter", "supplied: a, b."},
+		{completions, `{"Prompt": "x", "prompt": "x"}`, "Prompt", "unknown_parameter", "supplied: Prompt."},
+		{completions, `{"prompt": ""}`, "prompt", "invalid_value", "it is empty"},
+		{completions, `{"prompt": []}`, "prompt", "invalid_value", "it is an empty array"},
+		{completions, `{"prompt": [[]]}`, "prompt", "invalid_value", "it is empty"},
+		{completions, `{"prompt": ["x", ""]}`, "prompt", "invalid_value", "it is empty"},
+		{completions, `{"prompt": 7}`, "prompt", "invalid_type", "it must be a string, an array of strings"},
+		{completions, `{"prompt": {"text": "x"}}`, "prompt", "invalid_type", "and is an object"},
+		{completions, `{"prompt": ["x", null]}`, "prompt", "invalid_type", "and is null"},
+		{completions, `{"prompt": [1, null]}`, "prompt", "invalid_type", "and is a number"},
+		{completions, `{"prompt": [[1, -2]]}`, "prompt", "invalid_type", "token ids must be whole numbers from 0"},
+		{completions, `{"prompt": [[1, 2147483648]]}`, "prompt", "invalid_type", "token ids must be"},
+		{completions, `{"prompt": [[1.5]]}`, "prompt", "invalid_type", "token ids must be"},
+		{completions, `{"prompt": [544]}`, "prompt", "invalid_value", "the model knows 0 to 543"},
+		{completions, `{"prompt": ["a", "b", "c", "d"]}`, "prompt", "invalid_value", "it has 4 prompts, and with this n a request may have 3"},
+		{completions, `{"prompt": ["a", "b"], "n": 2}`, "prompt", "invalid_value", "a request may have 1"},
+		{completions, `{"prompt": [` + long + `]}`, "prompt", "context_length_exceeded", "the prompt has 256"},
+		{completions, `{"prompt": "x", "max_tokens": 256}`, "max_tokens", "context_length_exceeded", "at most 25"},
+		{completions, `{"prompt": "x", "max_tokens": 9223372036854775807}`, "max_tokens", "context_length_exceeded", "at most 25"},
+		{completions, `{"prompt": "x", "max_tokens": 9223372036854775808}`, "max_tokens", "invalid_value", "not a whole number in range"},
+		{completions, `{"prompt": "x", "max_tokens": 1e999}`, "max_tokens", "invalid_value", "not a whole number in range"},
+		{completions, `{"prompt": "x", "max_tokens": 0}`, "max_tokens", "invalid_value", "it must be at least 1, and is 0"},
+		{completions, `{"prompt": "x", "max_tokens": 1.5}`, "max_tokens", "invalid_value", "1.5 is not a whole number"},
+		{completions, `{"prompt": "x", "max_tokens": "16"}`, "max_tokens", "invalid_type", "it must be a whole number, and is a string"},
+		{completions, `{"prompt": "x", "min_tokens": 17}`, "min_tokens", "invalid_value", "from 0 to max_tokens"},
+		{completions, `{"prompt": "x", "temperature": -0.1}`, "temperature", "invalid_value", "temperature is -0.1"},
+		{completions, `{"prompt": "x", "temperature": 1e39}`, "temperature", "invalid_value", "1e39 is out of range"},
+		{completions, `{"prompt": "x", "temperature": true}`, "temperature", "invalid_type", "a number, and is a boolean"},
+		{completions, `{"prompt": "x", "top_p": 0}`, "top_p", "invalid_value", "above 0"},
+		{completions, `{"prompt": "x", "top_k": -2}`, "top_k", "invalid_value", "at least 0"},
+		{completions, `{"prompt": "x", "min_p": 2}`, "min_p", "invalid_value", "from 0 to 1"},
+		{completions, `{"prompt": "x", "repetition_penalty": 0}`, "repetition_penalty", "invalid_value", "above 0"},
+		{completions, `{"prompt": "x", "presence_penalty": 3}`, "presence_penalty", "invalid_value", "from -2 to 2"},
+		{completions, `{"prompt": "x", "frequency_penalty": []}`, "frequency_penalty", "invalid_type", "an array"},
+		{completions, `{"prompt": "x", "seed": 1.5}`, "seed", "invalid_value", "not a whole number"},
+		{completions, `{"prompt": "x", "n": 0}`, "n", "invalid_value", "from 1 to"},
+		{completions, `{"prompt": "x", "n": 1000000000000}`, "n", "invalid_value", "from 1 to"},
+		{completions, `{"prompt": "x", "n": 2, "best_of": 3}`, "best_of", "unsupported_parameter", "it must be n"},
+		{completions, `{"prompt": "x", "suffix": "y"}`, "suffix", "unsupported_parameter", "not supported"},
+		{completions, `{"prompt": "x", "echo": true, "logprobs": 1}`, "echo", "unsupported_parameter", "those of the prompt"},
+		{completions, `{"prompt": "x", "echo": "yes"}`, "echo", "invalid_type", "true or false, and is a string"},
+		{completions, `{"prompt": "x", "logprobs": 21}`, "logprobs", "invalid_value", "from 0 to 20, and is 21"},
+		{completions, `{"prompt": "x", "logprobs": -1}`, "logprobs", "invalid_value", "from 0 to 20"},
+		{completions, `{"prompt": "x", "logprobs": true}`, "logprobs", "invalid_type", "a boolean"},
+		{completions, `{"prompt": "x", "logit_bias": {"544": 1}}`, "logit_bias", "invalid_value", "for tokens 0 to 543"},
+		{completions, `{"prompt": "x", "logit_bias": {"x": 1}}`, "logit_bias", "invalid_value", `"x" is not a token id`},
+		{completions, `{"prompt": "x", "logit_bias": {"1": "x"}}`, "logit_bias.1", "invalid_type", "a string"},
+		{completions, `{"prompt": "x", "logit_bias": {"1": 101}}`, "logit_bias", "invalid_value", "from -100 to 100"},
+		{completions, `{"prompt": "x", "logit_bias": [1]}`, "logit_bias", "invalid_type", "must be a JSON object"},
+		{completions, `{"prompt": "x", "stop": ""}`, "stop", "invalid_value", "without empty strings"},
+		{completions, `{"prompt": "x", "stop": ["a", null]}`, "stop", "invalid_type", "a string or an array of strings"},
+		{completions, `{"prompt": "x", "stop": 1}`, "stop", "invalid_type", "and is a number"},
+		{completions, `{"prompt": "x", "stop": [` + strings.Repeat(`"a",`, 16) + `"a"]}`, "stop", "invalid_value", "at most 16"},
+		{completions, `{"prompt": "x", "stop_token_ids": [544]}`, "stop_token_ids", "invalid_value", "from 0 to 543"},
+		{completions, `{"prompt": "x", "stop_token_ids": 0}`, "stop_token_ids", "invalid_type", "an array of token ids, and is a number"},
+		{completions, `{"prompt": "x", "stream": 1}`, "stream", "invalid_type", "true or false"},
+		{completions, `{"prompt": "x", "stream_options": {}}`, "stream_options", "invalid_value", "only allowed when 'stream'"},
+		{completions, `{"prompt": "x", "stream": true, "stream_options": {"x": 1}}`, "stream_options.x", "unknown_parameter", "stream_options.x"},
+		{completions, `{"prompt": "x", "stream": true, "stream_options": 1}`, "stream_options", "invalid_type", "must be a JSON object"},
+		{completions, `{"prompt": "x", "response_format": {"type": "json_object"}}`, "response_format", "unsupported_parameter", "only"},
+		{completions, `{"prompt": "x", "use_beam_search": true}`, "use_beam_search", "unsupported_parameter", "sampling only"},
+		{completions, `{"prompt": "x", "skip_special_tokens": false}`, "skip_special_tokens", "unsupported_parameter", "return_token_ids"},
+		{completions, `{"prompt": "x", "prompt_logprobs": 1}`, "prompt_logprobs", "unsupported_parameter", "not supported"},
+		{completions, `{"prompt": "x", "` + strings.Repeat("é", 300) + `": 1}`, strings.Repeat("é", 50) + "…", "unknown_parameter", "…"},
+
+		{chats, `{}`, "messages", "missing_required_parameter", "Missing required parameter: 'messages'."},
+		{chats, `{"messages": []}`, "messages", "invalid_value", "it is empty"},
+		{chats, `{"messages": {}}`, "messages", "invalid_type", "an array of messages, and is an object"},
+		{chats, `{"messages": [1]}`, "messages[0]", "invalid_type", "must be a JSON object, and is a number"},
+		{chats, `{"messages": [{"role": "user", "content": "x"}, null]}`, "messages[1]", "invalid_type", "is null"},
+		{chats, `{"messages": [{"content": "x"}]}`, "messages[0].role", "missing_required_parameter", "'messages[0].role'"},
+		{chats, `{"messages": [{"role": "robot", "content": "x"}]}`, "messages[0].role", "invalid_value", "one of system"},
+		{chats, `{"messages": [{"role": 1, "content": "x"}]}`, "messages[0].role", "invalid_type", "a string, and is a number"},
+		{chats, `{"messages": [{"role": "user"}]}`, "messages[0].content", "missing_required_parameter", "'messages[0].content'"},
+		{chats, `{"messages": [{"role": "user", "content": null}]}`, "messages[0].content", "missing_required_parameter", "Missing"},
+		{chats, `{"messages": [{"role": "user", "content": 1}]}`, "messages[0].content", "invalid_type", "a string or an array of text parts"},
+		{chats, `{"messages": [{"role": "user", "content": ["x"]}]}`, "messages[0].content[0]", "invalid_type", "is a string"},
+		{chats, `{"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}`, "messages[0].content[0].type", "invalid_value", `"image_url" is not supported`},
+		{chats, `{"messages": [{"role": "user", "content": [{"type": "text"}]}]}`, "messages[0].content[0].text", "missing_required_parameter", "Missing"},
+		{chats, `{"messages": [{"role": "user", "content": "x", "to": "you"}]}`, "messages[0].to", "unknown_parameter", "messages[0].to"},
+		{chats, `{"messages": [{"role": "assistant", "tool_calls": {}}]}`, "messages[0].tool_calls", "invalid_type", "an array of objects"},
+		{chats, `{"messages": [{"role": "assistant", "tool_calls": [{}]}]}`, "messages[0].tool_calls", "invalid_type", "an object named function"},
+		{chats, `{"messages": [{"role": "assistant", "content": "x", "audio": {"id": "1"}}]}`, "messages[0].audio", "unsupported_parameter", "not supported"},
+		{chats, `{` + hi + `, "prompt": "x"}`, "prompt", "unknown_parameter", "prompt"},
+		{chats, `{` + hi + `, "max_completion_tokens": 0}`, "max_completion_tokens", "invalid_value", "at least 1"},
+		{chats, `{` + hi + `, "max_completion_tokens": 1000}`, "max_completion_tokens", "context_length_exceeded", "max_completion_tokens is 1000"},
+		{chats, `{` + hi + `, "top_logprobs": 2}`, "top_logprobs", "invalid_value", "needs 'logprobs'"},
+		{chats, `{` + hi + `, "logprobs": true, "top_logprobs": 21}`, "top_logprobs", "invalid_value", "from 0 to 20"},
+		{chats, `{` + hi + `, "logprobs": 1}`, "logprobs", "invalid_type", "true or false"},
+		{chats, `{` + hi + `, "tools": [{"type": "function"}]}`, "tools", "unsupported_parameter", "has no place for them"},
+		{chats, `{` + hi + `, "tools": 1}`, "tools", "invalid_type", "an array of objects"},
+		{chats, `{` + hi + `, "tool_choice": "required"}`, "tool_choice", "unsupported_parameter", `"none" or "auto"`},
+		{chats, `{` + hi + `, "functions": []}`, "functions", "unsupported_parameter", "give tools"},
+		{chats, `{` + hi + `, "modalities": ["audio"]}`, "modalities", "unsupported_parameter", "answers are text"},
+		{chats, `{` + hi + `, "chat_template": "x"}`, "chat_template", "unsupported_parameter", "own template"},
+		{chats, `{` + hi + `, "chat_template_kwargs": 1}`, "chat_template_kwargs", "invalid_type", "an object"},
+		{chats, `{` + hi + `, "continue_final_message": true}`, "continue_final_message", "unsupported_parameter", "a new message"},
+		{chats, `{` + hi + `, "echo": true}`, "echo", "unsupported_parameter", "for completions"},
+		{chats, `{` + hi + `, "response_format": {"type": "json_schema", "json_schema": {}}}`, "response_format", "unsupported_parameter", "text"},
+		{chats, chatBody(strings.Repeat("1+2=", 100), ""), "messages", "context_length_exceeded", "maximum context length is 256"},
+
+		{"/tokenize", `{}`, "prompt", "missing_required_parameter", "'prompt', a text, or 'messages'"},
+		{"/tokenize", `{"prompt": ["x"]}`, "prompt", "invalid_type", "a string, and is an array"},
+		{"/tokenize", `{"prompt": "x", "messages": []}`, "messages", "invalid_value", "empty"},
+		{"/tokenize", `{"prompt": "x", "return_tokens": true}`, "return_tokens", "unknown_parameter", "return_tokens"},
+		{"/detokenize", `{"tokens": "x"}`, "tokens", "invalid_type", "an array of token ids"},
+		{"/detokenize", `{"tokens": [-1]}`, "tokens", "invalid_type", "from 0"},
+		{"/detokenize", `{}`, "tokens", "missing_required_parameter", "tokens"},
+	} {
+		a := h.send(http.MethodPost, c.path, c.body)
+		if a.status != http.StatusBadRequest {
+			t.Errorf("%s %.100s: status %d: %s", c.path, c.body, a.status, a.body)
+			continue
+		}
+		message, kind, param, code := failed(t, a)
+		if param != c.param || code != c.code || kind != "invalid_request_error" || !strings.Contains(message, c.message) {
+			t.Errorf("%s %.100s:\n  %q, param %q, code %q\n  want %q, %q, %q", c.path, c.body, message, param, code, c.message, c.param, c.code)
+		}
+	}
+	if got := h.post("/v1/completions", completionBody(`"1+2="`, "")); !strings.Contains(got, `"text":"3"`) {
+		t.Errorf("after all these: %s", got)
+	}
+	h.idle()
+}
+
+// What a template refuses is the client's to mend.
+func TestTemplateRefuses(t *testing.T) {
+	for text, want := range map[string]string{
+		`{{ raise_exception("roles must alternate") }}`: "refuses the messages: roles must alternate",
+		`{{ messages[0].content.x.y() }}`:               "cannot render the messages",
+		``:                                              "an empty prompt",
+	} {
+		tmpl, err := chat.New(text, nil)
+		if err != nil {
+			t.Fatal(err)
+		}
+		h := start(t, options{change: func(m *server.Model) { m.Template = tmpl }})
+		a := h.send(http.MethodPost, "/v1/chat/completions", chatBody("x", ""))
+		if message, _, param, _ := failed(t, a); a.status != http.StatusBadRequest || param != "messages" || !strings.Contains(message, want) {
+			t.Errorf("%s: %d %s", text, a.status, a.body)
+		}
+	}
+}
+
+func TestRoutes(t *testing.T) {
+	h := start(t, options{server: server.Options{APIKey: "sésame", MaxRequestBytes: 100, Version: "v1.2.3"}})
+	key := []string{"Authorization", "Bearer sésame"}
+	body := completionBody(`"1+2="`, "")
+	for _, c := range []struct {
+		method, path, body string
+		header             []string
+		status             int
+		code, want         string
+	}{
+		{"GET", "/", "", nil, 404, "unknown_url", "GET /"},
+		{"POST", "/v1/embeddings", body, key, 404, "unknown_url", "/v1/embeddings"},
+		{"GET", "/v1/completions/", "", key, 404, "unknown_url", ""},
+		{"GET", "/debug/pprof/", "", key, 404, "unknown_url", ""},
+		{"GET", "/v1/models/other", "", key, 404, "model_not_found", `"other" does not exist here`},
+		{"GET", "/v1/models/", "", key, 404, "model_not_found", ""},
+		{"POST", "/v1/completions", `{"prompt": "x", "model": "gpt"}`, key, 404, "model_not_found", `this server has "tiny"`},
+		{"POST", "/v1/chat/completions", `{"messages": [{"role":"user","content":"x"}], "model": "gpt"}`, key, 404, "model_not_found", ""},
+		{"POST", "/tokenize", `{"prompt": "x", "model": "gpt"}`, key, 404, "model_not_found", ""},
+		{"POST", "/detokenize", `{"tokens": [1], "model": "gpt"}`, key, 404, "model_not_found", ""},
+		{"GET", "/v1/completions", "", key, 405, "method_not_allowed", "it does POST"},
+		{"OPTIONS", "/v1/completions", "", nil, 405, "method_not_allowed", ""},
+		{"DELETE", "/v1/models/tiny", "", key, 405, "method_not_allowed", "it does GET, HEAD"},
+		{"POST", "/health", "", nil, 405, "method_not_allowed", ""},
+		{"POST", "/v1/completions", body, nil, 401, "invalid_api_key", "Bearer KEY"},
+		{"POST", "/v1/completions", body, []string{"Authorization", "Bearer sésam"}, 401, "invalid_api_key", ""},
+		{"POST", "/v1/completions", body, []string{"Authorization", "Basic sésame"}, 401, "invalid_api_key", ""},
+		{"GET", "/v1/models", "", []string{"Authorization", "sésame"}, 401, "invalid_api_key", ""},
+		{"POST", "/tokenize", `{"prompt": "x"}`, nil, 401, "invalid_api_key", ""},
+		{"POST", "/v1/completions", strings.Repeat(" ", 101), key, 413, "request_too_large", "100 bytes"},
+		{"POST", "/v1/completions", body, append([]string{"Content-Type", "text/plain"}, key...), 415, "unsupported_media_type", "application/json"},
+		{"POST", "/v1/completions", body, append([]string{"Content-Type", ""}, key...), 415, "unsupported_media_type", ""},
+		{"POST", "/v1/completions", body, append([]string{"Content-Encoding", "gzip"}, key...), 415, "unsupported_media_type", "compressed"},
+
+		{"POST", "/v1/completions", body, append([]string{"Content-Type", "application/json; charset=utf-8"}, key...), 200, "", `"text":"3"`},
+		{"POST", "/v1/completions", body, []string{"Authorization", "bearer sésame"}, 200, "", `"text":"3"`},
+		{"GET", "/health", "", nil, 200, "", "{}"},
+		{"GET", "/health/ready", "", nil, 200, "", "{}"},
+		{"GET", "/version", "", nil, 200, "", `{"version":"v1.2.3"}`},
+		{"GET", "/metrics", "", nil, 200, "", "vllm:num_requests_running"},
+		{"HEAD", "/health", "", nil, 200, "", ""},
+	} {
+		a := h.send(c.method, c.path, c.body, c.header...)
+		if a.status != c.status || !strings.Contains(a.body, c.want) {
+			// The message's quotes are escaped in the body.
+			if a.status != c.status || !strings.Contains(strings.ReplaceAll(a.body, `\"`, `"`), c.want) {
+				t.Errorf("%s %s %v: status %d, want %d: %s", c.method, c.path, c.header, a.status, c.status, a.body)
+			}
+			continue
+		}
+		if c.status != 200 {
+			if _, _, _, code := failed(t, a); code != c.code {
+				t.Errorf("%s %s: code %q, want %q", c.method, c.path, code, c.code)
+			}
+		}
+		if (c.status == 405) != (a.header.Get("Allow") != "") || (c.status == 401) != (a.header.Get("Www-Authenticate") != "") {
+			t.Errorf("%s %s: header %v", c.method, c.path, a.header)
+		}
+	}
+	// A body of unknown length is cut off as well.
+	r, err := http.NewRequestWithContext(t.Context(), http.MethodPost, h.url+"/tokenize", io.MultiReader(strings.NewReader(`{"prompt": "`), strings.NewReader(strings.Repeat("x", 200))))
+	if err != nil {
+		t.Fatal(err)
+	}
+	r.Header.Set("Content-Type", "application/json")
+	r.Header.Set("Authorization", "Bearer sésame")
+	resp, err := h.client.Do(r)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if resp.Body.Close(); resp.StatusCode != http.StatusRequestEntityTooLarge {
+		t.Errorf("a long body without length: %d", resp.StatusCode)
+	}
+}
+
+func TestRequestID(t *testing.T) {
+	h := start(t, options{})
+	for _, c := range []struct {
+		sent string
+		kept bool
+	}{{"abc-1.2_3", true}, {"", false}, {"two words", false}, {strings.Repeat("x", 65), false}} {
+		a := h.send(http.MethodPost, "/v1/completions", completionBody(`"1+2="`, ""), "X-Request-Id", c.sent)
+		got := a.header.Get("X-Request-Id")
+		if (got == c.sent) != c.kept || decode[reply](t, a.body).ID != "cmpl-"+got {
+			t.Errorf("%q: %q, %s", c.sent, got, a.body)
+		}
+	}
+}
+
+// Before there is a model, the server lives and is not ready.
+func TestLoading(t *testing.T) {
+	h := start(t, options{loading: true})
+	for path, want := range map[string]int{
+		"/health": 200, "/version": 200, "/metrics": 200, "/health/ready": 503, "/v1/models": 503, "/v1/models/tiny": 503,
+	} {
+		if a := h.send(http.MethodGet, path, ""); a.status != want || (want == 503) != (a.header.Get("Retry-After") == "1") {
+			t.Errorf("%s: %d, want %d: %v", path, a.status, want, a.header)
+		}
+	}
+	a := h.send(http.MethodPost, "/v1/completions", "not JSON")
+	if message, kind, _, _ := failed(t, a); a.status != 503 || kind != "service_unavailable" || !strings.Contains(message, "still loading") {
+		t.Errorf("%d %s", a.status, a.body)
+	}
+	h.server.SetModel(h.model)
+	if a := h.send(http.MethodGet, "/health/ready", ""); a.status != 200 {
+		t.Errorf("loaded: %d %s", a.status, a.body)
+	}
+}
+
+// long is a body whose answer takes a while on a slow engine.
+const long = `{"prompt": [1, 2, 3], "ignore_eos": true, "max_tokens": 200, "stream": %v}`
+
+// begin starts a long request and waits until its first event is there.
+func (h *harness) begin(ctx context.Context) (*http.Response, *bufio.Reader) {
+	h.t.Helper()
+	r, err := h.do(ctx, http.MethodPost, "/v1/completions", fmt.Sprintf(long, true))
+	if err != nil {
+		h.t.Fatal(err)
+	}
+	b := bufio.NewReader(r.Body)
+	if _, err := b.ReadString('\n'); err != nil || r.StatusCode != http.StatusOK {
+		h.t.Fatalf("status %d: %v", r.StatusCode, err)
+	}
+	return r, b
+}
+
+// A client that leaves ends its request, streamed or not, running or waiting.
+func TestClientLeaves(t *testing.T) {
+	t.Parallel()
+	set := slow()
+	set.MaxNumSeqs = 1
+	h := start(t, options{node: node.Options{Settings: set}})
+	for _, stream := range []bool{true, false} {
+		running, leave := context.WithCancel(t.Context())
+		first, body := h.begin(running)
+		waiting, leaveToo := context.WithCancel(t.Context())
+		left := make(chan error, 1)
+		go func() {
+			r, err := h.do(waiting, http.MethodPost, "/v1/completions", fmt.Sprintf(long, stream))
+			if err == nil {
+				r.Body.Close() //nolint:errcheck // not read from
+			}
+			left <- err
+		}()
+		eventually(t, "one runs and one waits", func() bool { s := h.State(); return s.Running == 1 && s.Waiting == 1 })
+		leaveToo()
+		if err := <-left; err == nil {
+			t.Error("a request that waits was answered")
+		}
+		eventually(t, "the one that waits is gone", func() bool { s := h.State(); return s.Running == 1 && s.Waiting == 0 })
+		leave()
+		if _, err := io.Copy(io.Discard, body); err == nil {
+			t.Error("an answer came to its end though its reader left")
+		}
+		first.Body.Close() //nolint:errcheck // its end was an error already
+		h.idle()
+	}
+	eventually(t, "four are counted as aborted", func() bool {
+		return strings.Contains(h.send(http.MethodGet, "/metrics", "").body, `vllm:request_success_total{finished_reason="abort",model_name="tiny"} 4`)
+	})
+}
+
+// A client that reads nothing loses its request, and the others notice nothing.
+func TestClientStopsReading(t *testing.T) {
+	t.Parallel()
+	h := start(t, options{sendBuffer: 4 << 10, server: server.Options{WriteTimeout: 300 * time.Millisecond}})
+	conn, err := new(net.Dialer).DialContext(t.Context(), "tcp", strings.TrimPrefix(h.url, "http://"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer conn.Close() //nolint:errcheck // the server has closed it
+	if err := conn.(*net.TCPConn).SetReadBuffer(1 << 10); err != nil {
+		t.Fatal(err)
+	}
+	body := `{"prompt": [1, 2, 3], "ignore_eos": true, "max_tokens": 250, "n": 4, "logprobs": 20, "stream": true}`
+	if _, err := fmt.Fprintf(conn, "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%s", len(body), body); err != nil {
+		t.Fatal(err)
+	}
+	eventually(t, "it runs", func() bool { return h.State().Running == 4 })
+	for range 5 {
+		if got := texts(decode[reply](t, h.post("/v1/chat/completions", chatBody(ball, ""))))[0]; got != ballIs {
+			t.Errorf("beside one who does not read: %q", got)
+		}
+	}
+	h.idle()
+	eventually(t, "it is counted as aborted", func() bool {
+		return strings.Contains(h.send(http.MethodGet, "/metrics", "").body, `vllm:request_success_total{finished_reason="abort",model_name="tiny"} 1`)
+	})
+}
+
+// A client that sends nothing is told so, and let go.
+func TestClientStopsSending(t *testing.T) {
+	h := start(t, options{server: server.Options{ReadTimeout: 100 * time.Millisecond}})
+	for head, want := range map[string]string{
+		"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n{": "HTTP/1.1 408 ",
+		"POST /tokenize HTTP/1.1\r\nHost:": "",
+	} {
+		conn, err := new(net.Dialer).DialContext(t.Context(), "tcp", strings.TrimPrefix(h.url, "http://"))
+		if err != nil {
+			t.Fatal(err)
+		}
+		if _, err := io.WriteString(conn, head); err != nil {
+			t.Fatal(err)
+		}
+		got, err := io.ReadAll(conn) // until the server closes it
+		if err != nil || !strings.HasPrefix(string(got), want) {
+			t.Errorf("%q: %q, %v", head, got, err)
+		}
+		conn.Close() //nolint:errcheck // only read from
+	}
+}
+
+// A request may take longer than a client had to send it.
+func TestLongAnswer(t *testing.T) {
+	t.Parallel()
+	h := start(t, options{node: node.Options{Settings: slow()}, server: server.Options{ReadTimeout: 50 * time.Millisecond, WriteTimeout: 50 * time.Millisecond}})
+	r := decode[reply](t, h.post("/v1/completions", completionBody(`"1+2="`, `, "ignore_eos": true, "max_tokens": 5`)))
+	if r.Usage.CompletionTokens != 5 {
+		t.Errorf("%+v", r)
+	}
+	if chunks := h.stream("/v1/completions", completionBody(`"1+2="`, `, "ignore_eos": true, "max_tokens": 5, "stream": true`)); *chunks[len(chunks)-1].Choices[0].FinishReason != "length" {
+		t.Errorf("%+v", chunks)
+	}
+}
+
+func TestRequestTimeout(t *testing.T) {
+	t.Parallel()
+	h := start(t, options{node: node.Options{Settings: slow()}, server: server.Options{RequestTimeout: 1200 * time.Millisecond}})
+	a := h.send(http.MethodPost, "/v1/completions", fmt.Sprintf(long, false))
+	if _, kind, _, code := failed(t, a); a.status != http.StatusGatewayTimeout || kind != "server_error" || code != "timeout" {
+		t.Errorf("%d %s", a.status, a.body)
+	}
+	events := h.events("/v1/completions", fmt.Sprintf(long, true))
+	if last := decode[failure](t, events[len(events)-1]); len(events) < 2 || *last.Error.Code != "timeout" {
+		t.Errorf("%q", events)
+	}
+	h.idle()
+}
+
+// With a full queue, or too many requests, clients are told to come again.
+func TestTooMany(t *testing.T) {
+	t.Parallel()
+	set := slow()
+	set.MaxNumSeqs = 1
+	h := start(t, options{node: node.Options{Settings: set, MaxQueued: 1}, server: server.Options{MaxConcurrent: 3}})
+	ctx, leave := context.WithCancel(t.Context())
+	defer leave()
+	first, _ := h.begin(ctx)
+	defer first.Body.Close() //nolint:errcheck // left in the middle
+	waits := make(chan struct{}, 2)
+	background := func() {
+		r, err := h.do(ctx, http.MethodPost, "/v1/completions", fmt.Sprintf(long, false))
+		if err == nil {
+			r.Body.Close() //nolint:errcheck // not read from
+		}
+		waits <- struct{}{}
+	}
+	go background()
+	eventually(t, "one waits", func() bool { return h.State().Waiting == 1 })
+	for _, body := range []string{fmt.Sprintf(long, false), fmt.Sprintf(long, true), `{"prompt": ["1+2=", "3+4="]}`} {
+		a := h.send(http.MethodPost, "/v1/completions", body)
+		if _, kind, _, code := failed(t, a); a.status != http.StatusTooManyRequests || kind != "rate_limit_error" || code != "queue_full" || a.header.Get("Retry-After") != "1" {
+			t.Errorf("%d %v %s", a.status, a.header, a.body)
+		}
+	}
+	// A third, slow in sending, fills the gate.
+	body, feed := io.Pipe()
+	r, err := http.NewRequestWithContext(ctx, http.MethodPost, h.url+"/tokenize", body)
+	if err != nil {
+		t.Fatal(err)
+	}
+	r.Header.Set("Content-Type", "application/json")
+	go func() {
+		resp, err := h.client.Do(r)
+		if err == nil {
+			resp.Body.Close() //nolint:errcheck // not read from
+		}
+		waits <- struct{}{}
+	}()
+	eventually(t, "too many are under way", func() bool {
+		a := h.send(http.MethodPost, "/detokenize", `{"tokens": []}`)
+		return a.status == http.StatusTooManyRequests && a.header.Get("Retry-After") == "1"
+	})
+	if a := h.send(http.MethodGet, "/health/ready", ""); a.status != 200 {
+		t.Errorf("a busy server is not ready: %s", a.body)
+	}
+	feed.CloseWithError(io.ErrUnexpectedEOF) //nolint:errcheck // never fails
+	leave()
+	<-waits
+	<-waits
+	h.idle()
+}
+
+// A server that is to end says so, lets requests finish, and then ends.
+func TestDrain(t *testing.T) {
+	t.Parallel()
+	set := slow()
+	h := start(t, options{node: node.Options{Settings: set}, server: server.Options{DrainTimeout: time.Minute}})
+	done := make(chan answer, 1)
+	go func() {
+		done <- h.send(http.MethodPost, "/v1/completions", completionBody(`"1+2="`, `, "ignore_eos": true, "max_tokens": 8`))
+	}()
+	eventually(t, "it runs", func() bool { return h.State().Running == 1 })
+	h.stop()
+	eventually(t, "it is not ready", func() bool { return h.send(http.MethodGet, "/health/ready", "").status == 503 })
+	a := h.send(http.MethodPost, "/v1/completions", completionBody(`"1+2="`, ""))
+	if message, kind, _, _ := failed(t, a); a.status != 503 || kind != "service_unavailable" || a.header.Get("Retry-After") == "" || !strings.Contains(message, "stopping") {
+		t.Errorf("%d %s", a.status, a.body)
+	}
+	if a := h.send(http.MethodGet, "/health", ""); a.status != 200 {
+		t.Errorf("a server that drains is not healthy: %s", a.body)
+	}
+	if a := <-done; a.status != 200 || decode[reply](t, a.body).Usage.CompletionTokens != 8 {
+		t.Errorf("the request under way: %d %s", a.status, a.body)
+	}
+	if err := <-h.served; err != nil {
+		t.Error(err)
+	}
+	h.served <- nil
+	if _, err := h.do(t.Context(), http.MethodGet, "/health", ""); err == nil {
+		t.Error("the server still listens")
+	}
+}
+
+// What has not finished by then is cut off, with an error.
+func TestDrainTimeout(t *testing.T) {
+	t.Parallel()
+	h := start(t, options{node: node.Options{Settings: slow()}, server: server.Options{DrainTimeout: 50 * time.Millisecond}})
+	whole := make(chan answer, 1)
+	go func() { whole <- h.send(http.MethodPost, "/v1/completions", fmt.Sprintf(long, false)) }()
+	r, body := h.begin(t.Context())
+	defer r.Body.Close() //nolint:errcheck // only read from
+	eventually(t, "both run", func() bool { return h.State().Running == 2 })
+	begun := time.Now()
+	h.stop()
+	events, err := readEvents(body)
+	if err != nil || len(events) < 2 || events[len(events)-1] != "[DONE]" || decode[failure](t, events[len(events)-2]).Error.Type != "service_unavailable" {
+		t.Errorf("%q, %v", events, err)
+	}
+	if a := <-whole; a.status != 503 || a.header.Get("Retry-After") == "" {
+		t.Errorf("%d %s", a.status, a.body)
+	}
+	if err := <-h.served; err != nil {
+		t.Error(err)
+	}
+	h.served <- nil
+	if d := time.Since(begun); d > 10*time.Second {
+		t.Errorf("took %v to end", d)
+	}
+	h.idle()
+}
+
+// A device that is lost is the server's fault, and its health says so.
+func TestDeviceLost(t *testing.T) {
+	var machine *emulated.Machine
+	var logged bytes.Buffer
+	h := start(t, options{
+		failing: true,
+		server:  server.Options{Log: slog.New(slog.NewTextHandler(&logged, nil))},
+		node: node.Options{Settings: configs.Defaults(), OpenMachine: func() (device.Machine, error) {
+			m, err := emulated.Open(emulated.Options{})
+			machine, _ = m.(*emulated.Machine)
+			return m, err
+		}},
+	})
+	h.post("/v1/completions", completionBody(`"1+2="`, ""))
+	if err := machine.Lose(0); err != nil {
+		t.Fatal(err)
+	}
+	a := h.send(http.MethodPost, "/v1/completions", completionBody(`"1+2="`, ""))
+	if message, kind, _, _ := failed(t, a); a.status != http.StatusInternalServerError || kind != "server_error" || !strings.Contains(message, "lost") {
+		t.Errorf("%d %s", a.status, a.body)
+	}
+	err := <-h.ran
+	h.ran <- err
+	h.server.Fail(err)
+	for _, path := range []string{"/health", "/health/ready"} {
+		if a := h.send(http.MethodGet, path, ""); a.status != http.StatusServiceUnavailable {
+			t.Errorf("%s: %d", path, a.status)
+		}
+	}
+	if a := h.send(http.MethodPost, "/v1/completions", completionBody(`"1+2="`, `, "stream": true`)); a.status != http.StatusInternalServerError {
+		t.Errorf("%d %s", a.status, a.body)
+	}
+	h.stop()
+	if err := <-h.served; err != nil {
+		t.Error(err)
+	}
+	h.served <- nil
+	if !strings.Contains(logged.String(), "request failed") {
+		t.Errorf("log: %s", &logged)
+	}
+}
+
+// A bug in a handler ends its request and not the server.
+func TestPanic(t *testing.T) {
+	var logged bytes.Buffer
+	s := server.New(server.Options{Log: slog.New(slog.NewTextHandler(&logged, nil))})
+	s.SetModel(&server.Model{Name: "x", Engine: broken{}, Defaults: engine.DefaultParams()})
+	w := httptest.NewRecorder()
+	r := httptest.NewRequest(http.MethodPost, "/v1/completions", strings.NewReader(`{"prompt": [1]}`))
+	r.Header.Set("Content-Type", "application/json")
+	s.ServeHTTP(w, r)
+	if w.Code != http.StatusBadRequest { // a model without context
+		t.Fatalf("%d %s", w.Code, w.Body)
+	}
+	s.SetModel(&server.Model{Name: "x", Engine: broken{}, Defaults: engine.DefaultParams(), MaxModelLen: 10})
+	w = httptest.NewRecorder()
+	r.Body = io.NopCloser(strings.NewReader(`{"prompt": [1]}`))
+	s.ServeHTTP(w, r)
+	if _, kind, _, _ := failed(t, answer{w.Code, w.Header(), w.Body.String()}); w.Code != http.StatusInternalServerError || kind != "server_error" {
+		t.Errorf("%d %s", w.Code, w.Body)
+	}
+	if !strings.Contains(logged.String(), "it is broken") {
+		t.Errorf("log: %s", &logged)
+	}
+}
+
+// broken is an engine with a bug.
+type broken struct{}
+
+func (broken) Submit(context.Context, engine.Request) (*engine.Job, error) { panic("it is broken") }
+func (broken) State() engine.State                                         { return engine.State{} }

@@ -1,0 +1,353 @@
+package server_test
+
+import (
+	"bufio"
+	"context"
+	"encoding/json"
+	"io"
+	"net"
+	"net/http"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"go.uber.org/goleak"
+
+	"github.com/moeserve/moeserve/configs"
+	"github.com/moeserve/moeserve/engine"
+	"github.com/moeserve/moeserve/node"
+	"github.com/moeserve/moeserve/server"
+)
+
+func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+
+// harness is a server of the built-in model on a port of its own.
+type harness struct {
+	t      testing.TB
+	node   *node.Node
+	server *server.Server
+	model  *server.Model
+	url    string
+	client *http.Client
+	// stop ends Serve, whose result is then on served; fail is the engine's end.
+	stop   func()
+	served chan error
+	ran    chan error
+	// requests that reached the engine.
+	mu       sync.Mutex
+	requests []engine.Request
+}
+
+// start options.
+type options struct {
+	server server.Options
+	node   node.Options
+	// loading leaves the model out.
+	loading bool
+	change  func(*server.Model)
+	// sendBuffer of the server's connections, in bytes; 0: the system's.
+	sendBuffer int
+	// failing expects the engine to fail.
+	failing bool
+}
+
+// Submit and State are the engine's, with a record of what came.
+func (h *harness) Submit(ctx context.Context, r engine.Request) (*engine.Job, error) {
+	h.mu.Lock()
+	h.requests = append(h.requests, r)
+	h.mu.Unlock()
+	return h.node.Engine().Submit(ctx, r)
+}
+
+func (h *harness) State() engine.State { return h.node.Engine().State() }
+
+// last is the request that came to the engine last.
+func (h *harness) last() engine.Request {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if len(h.requests) == 0 {
+		h.t.Fatal("no request has come to the engine")
+	}
+	return h.requests[len(h.requests)-1]
+}
+
+func start(t testing.TB, o options) *harness {
+	t.Helper()
+	if o.node.Settings == (configs.Settings{}) {
+		o.node.Settings = configs.Defaults()
+	}
+	if o.server.Metrics == nil {
+		o.server.Metrics = server.NewMetrics("tiny")
+	}
+	n, err := node.Open(t.Context(), o.node)
+	if err != nil {
+		t.Fatal(err)
+	}
+	l, err := new(net.ListenConfig).Listen(t.Context(), "tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	h := &harness{
+		t: t, node: n, server: server.New(o.server), url: "http://" + l.Addr().String(),
+		client: &http.Client{Transport: &http.Transport{MaxIdleConnsPerHost: 64}},
+		served: make(chan error, 1), ran: make(chan error, 1),
+	}
+	h.model = &server.Model{
+		Name: "tiny", Engine: h, Tokenizer: n.Tokenizer(), Template: n.Template(), MaxModelLen: n.Limits().MaxModelLen,
+		Defaults: engine.DefaultParams(), Created: time.Unix(1, 0),
+	}
+	h.model.Defaults.Temperature = 1
+	if o.change != nil {
+		o.change(h.model)
+	}
+	if !o.loading {
+		h.server.SetModel(h.model)
+	}
+	serving, stop := context.WithCancel(context.Background())
+	h.stop = stop
+	running, halt := context.WithCancel(context.Background())
+	if o.sendBuffer > 0 {
+		l = &narrow{l, o.sendBuffer}
+	}
+	go func() { h.served <- h.server.Serve(serving, l) }()
+	go func() { h.ran <- n.Engine().Run(running) }()
+	t.Cleanup(func() {
+		stop()
+		if err := <-h.served; err != nil {
+			t.Errorf("Serve: %v", err)
+		}
+		halt()
+		if err := <-h.ran; (err != nil) != o.failing {
+			t.Errorf("Run: %v", err)
+		}
+		h.client.CloseIdleConnections()
+		if err := n.Close(); err != nil && !o.failing {
+			t.Error(err)
+		}
+	})
+	return h
+}
+
+// narrow is a listener whose connections hold little that is not read.
+type narrow struct {
+	net.Listener
+	bytes int
+}
+
+func (l *narrow) Accept() (net.Conn, error) {
+	c, err := l.Listener.Accept()
+	if err != nil {
+		return nil, err
+	}
+	return c, c.(*net.TCPConn).SetWriteBuffer(l.bytes)
+}
+
+// answer is what came back.
+type answer struct {
+	status int
+	header http.Header
+	body   string
+}
+
+func (h *harness) do(ctx context.Context, method, path, body string, header ...string) (*http.Response, error) {
+	r, err := http.NewRequestWithContext(ctx, method, h.url+path, strings.NewReader(body))
+	if err != nil {
+		h.t.Fatal(err)
+	}
+	if method == http.MethodPost {
+		r.Header.Set("Content-Type", "application/json")
+	}
+	for i := 0; i < len(header); i += 2 {
+		r.Header.Set(header[i], header[i+1])
+	}
+	return h.client.Do(r)
+}
+
+// send sends a request and reads the whole answer.
+func (h *harness) send(method, path, body string, header ...string) answer {
+	h.t.Helper()
+	r, err := h.do(h.t.Context(), method, path, body, header...)
+	if err != nil {
+		h.t.Fatal(err)
+	}
+	defer r.Body.Close() //nolint:errcheck // only read from
+	data, err := io.ReadAll(r.Body)
+	if err != nil {
+		h.t.Fatal(err)
+	}
+	return answer{r.StatusCode, r.Header, string(data)}
+}
+
+// post is send for a body that must be answered with 200.
+func (h *harness) post(path, body string) string {
+	h.t.Helper()
+	a := h.send(http.MethodPost, path, body)
+	if a.status != http.StatusOK || a.header.Get("Content-Type") != "application/json" {
+		h.t.Fatalf("%s %s: status %d, %s: %s", path, body, a.status, a.header.Get("Content-Type"), a.body)
+	}
+	return a.body
+}
+
+func decode[T any](t testing.TB, text string) T {
+	t.Helper()
+	var v T
+	if err := json.Unmarshal([]byte(text), &v); err != nil {
+		t.Fatalf("%v in %s", err, text)
+	}
+	return v
+}
+
+// failure is an error's body.
+type failure struct {
+	Error struct {
+		Message, Type string
+		Param, Code   *string
+	}
+}
+
+// failed checks that an answer has OpenAI's shape of errors, and returns it.
+func failed(t testing.TB, a answer) (message, kind, param, code string) {
+	t.Helper()
+	if got := a.header.Get("Content-Type"); got != "application/json" {
+		t.Fatalf("status %d, %s: %s", a.status, got, a.body)
+	}
+	var all map[string]map[string]any
+	if err := json.Unmarshal([]byte(a.body), &all); err != nil || len(all) != 1 || len(all["error"]) != 4 {
+		t.Fatalf("status %d: not the shape of an error: %s", a.status, a.body)
+	}
+	f := decode[failure](t, a.body).Error
+	if f.Message == "" || f.Type == "" {
+		t.Fatalf("an error without message or type: %s", a.body)
+	}
+	text := func(s *string) string {
+		if s == nil {
+			return ""
+		}
+		return *s
+	}
+	return f.Message, f.Type, text(f.Param), text(f.Code)
+}
+
+// choice is one of an answer of either endpoint, whole or a chunk.
+type choice struct {
+	Index   int
+	Text    string
+	Message struct {
+		Role, Content string
+		Refusal       *string
+	}
+	Delta struct {
+		Role    string
+		Content *string
+	}
+	LogProbs       *logProbs
+	FinishReason   *string `json:"finish_reason"`
+	TokenIDs       []int32 `json:"token_ids"`
+	PromptTokenIDs []int32 `json:"prompt_token_ids"`
+}
+
+type logProbs struct {
+	Tokens        []string
+	TokenLogProbs []float64            `json:"token_logprobs"`
+	TopLogProbs   []map[string]float64 `json:"top_logprobs"`
+	TextOffset    []int                `json:"text_offset"`
+	Content       []struct {
+		logProb
+		Top []logProb `json:"top_logprobs"`
+	}
+}
+
+type logProb struct {
+	Token   string
+	LogProb float64
+	Bytes   []int
+}
+
+type usage struct {
+	PromptTokens     int `json:"prompt_tokens"`
+	CompletionTokens int `json:"completion_tokens"`
+	TotalTokens      int `json:"total_tokens"`
+	Details          *struct {
+		CachedTokens *int `json:"cached_tokens"`
+	} `json:"prompt_tokens_details"`
+}
+
+type reply struct {
+	ID, Object, Model string
+	Created           int64
+	Choices           []choice
+	Usage             *usage
+	PromptTokenIDs    []int32 `json:"prompt_token_ids"`
+}
+
+// events sends a request and reads its events, without the one at the end, which
+// must be there.
+func (h *harness) events(path, body string) []string {
+	h.t.Helper()
+	r, err := h.do(h.t.Context(), http.MethodPost, path, body)
+	if err != nil {
+		h.t.Fatal(err)
+	}
+	defer r.Body.Close() //nolint:errcheck // only read from
+	if r.StatusCode != http.StatusOK || r.Header.Get("Content-Type") != "text/event-stream" {
+		data, _ := io.ReadAll(r.Body)
+		h.t.Fatalf("%s %s: status %d, %s: %s", path, body, r.StatusCode, r.Header.Get("Content-Type"), data)
+	}
+	events, err := readEvents(r.Body)
+	if err != nil {
+		h.t.Fatal(err)
+	}
+	if len(events) == 0 || events[len(events)-1] != "[DONE]" {
+		h.t.Fatalf("%s %s: the stream does not end with [DONE]: %q", path, body, events)
+	}
+	return events[:len(events)-1]
+}
+
+func readEvents(r io.Reader) ([]string, error) {
+	var events []string
+	lines := bufio.NewScanner(r)
+	lines.Buffer(nil, 1<<20)
+	for lines.Scan() {
+		if data, ok := strings.CutPrefix(lines.Text(), "data: "); ok {
+			events = append(events, data)
+		}
+	}
+	return events, lines.Err()
+}
+
+// stream is events as replies.
+func (h *harness) stream(path, body string) []reply {
+	h.t.Helper()
+	var all []reply
+	for _, e := range h.events(path, body) {
+		all = append(all, decode[reply](h.t, e))
+	}
+	return all
+}
+
+// eventually waits until something holds.
+func eventually(t testing.TB, what string, holds func() bool) {
+	t.Helper()
+	for end := time.Now().Add(20 * time.Second); !holds(); time.Sleep(5 * time.Millisecond) {
+		if time.Now().After(end) {
+			t.Fatalf("never: %s", what)
+		}
+	}
+}
+
+// idle waits until nothing runs or waits in the engine, and its blocks are free.
+func (h *harness) idle() {
+	h.t.Helper()
+	eventually(h.t, "the engine is idle", func() bool {
+		s := h.State()
+		return s.Running+s.Waiting+s.KVUsedBlocks == 0
+	})
+}
+
+// slow are settings under which a step takes 60 ms or more.
+func slow() configs.Settings {
+	s := configs.Defaults()
+	s.Emulate, s.OffloadFraction = "pace,latency=10ms", 1
+	return s
+}

@@ -1,0 +1,140 @@
+package server_test
+
+import (
+	"context"
+	"net/http"
+	"strconv"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/moeserve/moeserve/engine"
+	"github.com/moeserve/moeserve/node"
+	"github.com/moeserve/moeserve/server"
+)
+
+// scrape reads the metrics: a value for each name with its labels.
+func (h *harness) scrape() map[string]float64 {
+	h.t.Helper()
+	a := h.send(http.MethodGet, "/metrics", "")
+	if !strings.HasPrefix(a.header.Get("Content-Type"), "text/plain") {
+		h.t.Fatalf("%v", a.header)
+	}
+	values := map[string]float64{}
+	for line := range strings.Lines(a.body) {
+		if strings.HasPrefix(line, "#") {
+			continue
+		}
+		name, value, _ := strings.Cut(strings.TrimSpace(line), "} ")
+		if value == "" {
+			name, value, _ = strings.Cut(strings.TrimSpace(line), " ")
+		} else {
+			name += "}"
+		}
+		v, err := strconv.ParseFloat(value, 64)
+		if err != nil {
+			h.t.Fatalf("%q: %v", line, err)
+		}
+		values[name] = v
+	}
+	return values
+}
+
+// The names that routers look for are there, and count what has happened.
+func TestMetrics(t *testing.T) {
+	metrics := server.NewMetrics("tiny")
+	set := slow()
+	set.MaxNumSeqs = 1
+	h := start(t, options{
+		server: server.Options{Metrics: metrics},
+		node: node.Options{Settings: set, Listener: engine.Listener{
+			Step: func(i engine.StepInfo) { metrics.ObserveStep(i.Duration) },
+		}},
+		change: func(m *server.Model) {
+			m.Stats = func() server.Stats {
+				return server.Stats{
+					ExpertHits: map[string]int64{"local": 5}, ExpertFetchBytes: map[string]int64{"host": 6},
+					ExpertResident: map[string]int64{"host": 7}, PathBytes: map[string]int64{"host>gpu0": 8},
+				}
+			}
+		},
+	})
+	const model = `{model_name="tiny"}`
+	h.post("/v1/completions", completionBody(`"1+2="`, ""))
+	h.post("/v1/completions", completionBody(`"1+2="`, `, "n": 2, "max_tokens": 1`))
+	h.events("/v1/chat/completions", chatBody("1+2=", `, "stream": true`))
+	h.idle()
+	m := h.scrape()
+	for name, want := range map[string]float64{
+		"vllm:num_requests_waiting" + model: 0,
+		"vllm:num_requests_running" + model: 0,
+		"vllm:kv_cache_usage_perc" + model:  0,
+		`vllm:cache_config_info{block_size="16",model_name="tiny",num_gpu_blocks="` + strconv.Itoa(h.State().KVBlocks) + `"}`: 1,
+		"vllm:prompt_tokens_total" + model:                                       4 + 4 + 6,
+		"vllm:generation_tokens_total" + model:                                   2 + 2 + 2,
+		"vllm:num_preemptions_total" + model:                                     0,
+		`vllm:request_success_total{finished_reason="stop",model_name="tiny"}`:   2,
+		`vllm:request_success_total{finished_reason="length",model_name="tiny"}`: 1,
+		`vllm:request_success_total{finished_reason="abort",model_name="tiny"}`:  0,
+		"vllm:time_to_first_token_seconds_count" + model:                         3,
+		"vllm:e2e_request_latency_seconds_count" + model:                         3,
+		"vllm:request_queue_time_seconds_count" + model:                          3,
+		"vllm:request_prefill_time_seconds_count" + model:                        3,
+		"vllm:request_decode_time_seconds_count" + model:                         3,
+		"vllm:request_inference_time_seconds_count" + model:                      3,
+		"vllm:inter_token_latency_seconds_count" + model:                         2,
+		"vllm:request_time_per_output_token_seconds_count" + model:               2,
+		"moeserve_step_seconds_count":                                            float64(h.State().Steps),
+		`moeserve_expert_hits_total{tier="local"}`:                               5,
+		`moeserve_expert_fetch_bytes_total{tier="host"}`:                         6,
+		`moeserve_expert_resident{tier="host"}`:                                  7,
+		`moeserve_path_bytes_total{path="host>gpu0"}`:                            8,
+	} {
+		if got, ok := m[name]; !ok || got != want {
+			t.Errorf("%s: %v (there %v), want %v", name, got, ok, want)
+		}
+	}
+	// A step takes 60 ms here, and a request several.
+	for name, least := range map[string]float64{
+		"vllm:time_to_first_token_seconds_sum": 3 * .05, "vllm:inter_token_latency_seconds_sum": 2 * .05,
+		"vllm:request_time_per_output_token_seconds_sum": 2 * .05, "vllm:e2e_request_latency_seconds_sum": 5 * .05,
+		"vllm:request_decode_time_seconds_sum": 2 * .05,
+	} {
+		if got := m[name+model]; got < least || got > 30 {
+			t.Errorf("%s: %v s, want %v or more", name, got, least)
+		}
+	}
+
+	ctx, leave := context.WithCancel(t.Context())
+	r, _ := h.begin(ctx)
+	waits := make(chan struct{})
+	go func() {
+		defer close(waits)
+		if r, err := h.do(ctx, http.MethodPost, "/v1/completions", `{"prompt": "1+2="}`); err == nil {
+			r.Body.Close() //nolint:errcheck // not read from
+		}
+	}()
+	eventually(t, "one waits", func() bool { return h.scrape()["vllm:num_requests_waiting"+model] == 1 })
+	if m = h.scrape(); m["vllm:num_requests_running"+model] != 1 || !(m["vllm:kv_cache_usage_perc"+model] > 0) {
+		t.Errorf("running %v, usage %v", m["vllm:num_requests_running"+model], m["vllm:kv_cache_usage_perc"+model])
+	}
+	leave()
+	<-waits
+	r.Body.Close() //nolint:errcheck // left in the middle
+	h.idle()
+	eventually(t, "both are counted as aborted", func() bool {
+		return h.scrape()[`vllm:request_success_total{finished_reason="abort",model_name="tiny"}`] == 2
+	})
+}
+
+// A server of its own metrics, without a model, has nothing to say of one.
+func TestMetricsOfNothing(t *testing.T) {
+	h := start(t, options{loading: true})
+	for name := range h.scrape() {
+		if strings.HasPrefix(name, "vllm:num_requests") || strings.HasPrefix(name, "moeserve_expert") {
+			t.Errorf("there is %s", name)
+		}
+	}
+	server.NewMetrics("a").ObserveStep(time.Second)
+	server.NewMetrics("a") // twice in a process
+}

@@ -1,0 +1,203 @@
+package server
+
+import (
+	"encoding/json"
+	"math/rand/v2"
+	"strconv"
+
+	"github.com/moeserve/moeserve/engine"
+)
+
+// common is what completions and chats are asked with alike.
+type common struct {
+	model, requestID string
+	params           engine.Params
+	// maxTokens is 0 where the body does not say; maxTokensParam is the member that did.
+	maxTokens      int
+	maxTokensParam string
+	stream         bool
+	// usage asks for a last chunk with the usage.
+	usage bool
+	// tokenIDs asks for the ids of prompt and answer.
+	tokenIDs bool
+}
+
+// noUsage is the usage of a chunk that has none: null where the last one will have
+// it, else left out.
+func (c *common) noUsage() any {
+	if c.usage {
+		return (*usage)(nil)
+	}
+	return nil
+}
+
+// unused are members of OpenAI's API, and of vLLM's, that change nothing about an
+// answer here.
+var unused = []string{
+	"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
+	"parallel_tool_calls", "reasoning_effort", "verbosity", "spaces_between_special_tokens", "priority",
+}
+
+// takeCommon takes the members that completions and chats share.
+func takeCommon(o *object, defaults engine.Params) common {
+	c := common{params: defaults}
+	p := &c.params
+	o.ignore(unused...)
+	o.text("model", &c.model)
+	o.text("request_id", &c.requestID)
+	takeMaxTokens(o, &c, "max_tokens")
+	o.integer("min_tokens", &p.MinTokens)
+	o.number("temperature", &p.Temperature)
+	o.number("top_p", &p.TopP)
+	if o.integer("top_k", &p.TopK) && p.TopK == -1 {
+		p.TopK = 0 // vLLM's word for all
+	}
+	o.number("min_p", &p.MinP)
+	o.number("repetition_penalty", &p.RepetitionPenalty)
+	o.number("presence_penalty", &p.PresencePenalty)
+	o.number("frequency_penalty", &p.FrequencyPenalty)
+	p.Seed = rand.Uint64()
+	if seed, ok := o.int64("seed"); ok {
+		p.Seed = uint64(seed)
+	}
+	if o.integer("n", &p.N) && (p.N < 1 || p.N > engine.MaxN) {
+		o.fail("n", "invalid_value", "Invalid value for 'n': it must be from 1 to %d, and is %d.", engine.MaxN, p.N)
+	}
+	takeBias(o, p)
+	takeStop(o, p)
+	o.ids("stop_token_ids", &p.StopIDs)
+	o.flag("include_stop_str_in_output", &p.IncludeStop)
+	o.flag("ignore_eos", &p.IgnoreEOS)
+	o.flag("return_token_ids", &c.tokenIDs)
+	o.flag("stream", &c.stream)
+	takeStreamOptions(o, &c)
+
+	skip := true
+	if o.flag("skip_special_tokens", &skip); !skip {
+		o.unsupported("skip_special_tokens", "answers come without special tokens; ask for return_token_ids to see them")
+	}
+	beams := false
+	if o.flag("use_beam_search", &beams); beams {
+		o.unsupported("use_beam_search", "there is sampling only")
+	}
+	for _, m := range []string{"prompt_logprobs", "truncate_prompt_tokens"} {
+		if _, ok := o.take(m); ok {
+			o.unsupported(m, "this server does not do that")
+		}
+	}
+	takeResponseFormat(o)
+	return c
+}
+
+// takeMaxTokens takes the length of an answer.
+func takeMaxTokens(o *object, c *common, member string) {
+	if !o.integer(member, &c.maxTokens) {
+		return
+	}
+	c.maxTokensParam = member
+	if c.maxTokens < 1 {
+		o.fail(member, "invalid_value", "Invalid value for '%s': it must be at least 1, and is %d.", member, c.maxTokens)
+	}
+}
+
+// takeBias takes logit_bias, an object of token ids.
+func takeBias(o *object, p *engine.Params) {
+	bias := o.sub("logit_bias")
+	if bias == nil {
+		return
+	}
+	p.LogitBias = make(map[int32]float32, len(bias.members))
+	ids := make([]string, 0, len(bias.members))
+	for id := range bias.members {
+		ids = append(ids, id)
+	}
+	for _, name := range ids {
+		id, err := strconv.ParseInt(name, 10, 32)
+		if err != nil || id < 0 {
+			o.fail("logit_bias", "invalid_value", "Invalid key in 'logit_bias': %s is not a token id.", strconv.Quote(shown(name)))
+			return
+		}
+		var b float32
+		if bias.number(name, &b) {
+			p.LogitBias[int32(id)] = b
+		}
+	}
+	o.close(bias)
+}
+
+// takeStop takes stop: a string, or a list of them.
+func takeStop(o *object, p *engine.Params) {
+	raw, ok := o.take("stop")
+	if !ok {
+		return
+	}
+	if kindOf(raw) == "a string" {
+		p.Stop = make([]string, 1)
+		if json.Unmarshal(raw, &p.Stop[0]) == nil {
+			return
+		}
+	}
+	var stop []*string // pointers, as null would be read as ""
+	if json.Unmarshal(raw, &stop) != nil {
+		o.wrongType("stop", "a string or an array of strings", raw)
+		return
+	}
+	p.Stop = make([]string, len(stop))
+	for i, s := range stop {
+		if s == nil {
+			o.fail("stop", "invalid_type", "Invalid type for 'stop': it must be a string or an array of strings.")
+			return
+		}
+		p.Stop[i] = *s
+	}
+}
+
+func takeStreamOptions(o *object, c *common) {
+	s := o.sub("stream_options")
+	if s == nil {
+		return
+	}
+	if !c.stream {
+		o.fail("stream_options", "invalid_value", "The 'stream_options' parameter is only allowed when 'stream' is enabled.")
+	}
+	s.flag("include_usage", &c.usage)
+	s.ignore("include_obfuscation")
+	o.close(s)
+}
+
+// takeResponseFormat refuses all but text: nothing here makes an answer keep to a
+// grammar.
+func takeResponseFormat(o *object) {
+	f := o.sub("response_format")
+	if f == nil {
+		return
+	}
+	var kind string
+	if f.text("type", &kind); kind != "text" {
+		o.unsupported("response_format", "answers are text; only {\"type\": \"text\"} is known")
+		return
+	}
+	o.close(f)
+}
+
+// limit sets MaxTokens from what was asked, the length of the prompt and the
+// longest sequence. otherwise applies where nothing was asked; 0: what room there is.
+func (c *common) limit(prompt []int32, otherwise, maxModelLen int, promptParam string) error {
+	room := maxModelLen - len(prompt)
+	switch {
+	case room < 1:
+		return badRequest(promptParam, "context_length_exceeded",
+			"This model's maximum context length is %d tokens, of which one at least is the answer's, and the prompt has %d. Shorten the prompt.", maxModelLen, len(prompt))
+	case c.maxTokens > room:
+		return badRequest(c.maxTokensParam, "context_length_exceeded",
+			"This model's maximum context length is %d tokens. The prompt has %d and %s is %d: at most %d are left for it.",
+			maxModelLen, len(prompt), c.maxTokensParam, c.maxTokens, room)
+	case c.maxTokens > 0:
+		c.params.MaxTokens = c.maxTokens
+	case otherwise > 0:
+		c.params.MaxTokens = min(otherwise, room)
+	default:
+		c.params.MaxTokens = room
+	}
+	return nil
+}

@@ -1,0 +1,165 @@
+package server
+
+import (
+	"bytes"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"net"
+	"net/http"
+	"time"
+)
+
+// response writes one answer: JSON, or server-sent events.
+type response struct {
+	http.ResponseWriter
+	control *http.ResponseController
+	// timeout of each write.
+	timeout time.Duration
+	// id of the request.
+	id  string
+	log *slog.Logger
+
+	// status that was sent; 0: none yet.
+	status    int
+	streaming bool
+	buf       bytes.Buffer
+}
+
+// writeError is an answer that its client does not take.
+type writeError struct{ err error }
+
+func (e *writeError) Error() string { return "write the answer: " + e.err.Error() }
+func (e *writeError) Unwrap() error { return e.err }
+
+// WriteHeader implements http.ResponseWriter.
+func (w *response) WriteHeader(status int) {
+	if w.status == 0 {
+		w.status = status
+	}
+	w.ResponseWriter.WriteHeader(status)
+}
+
+// Write implements http.ResponseWriter.
+func (w *response) Write(p []byte) (int, error) {
+	if w.status == 0 {
+		w.status = http.StatusOK
+	}
+	return w.ResponseWriter.Write(p)
+}
+
+// Unwrap is for http.ResponseController.
+func (w *response) Unwrap() http.ResponseWriter { return w.ResponseWriter }
+
+// deadline starts the time that the client has to take what is written next.
+func (w *response) deadline() {
+	// A writer without deadlines (of a test) has no client who could be slow.
+	if err := w.control.SetWriteDeadline(time.Now().Add(w.timeout)); err != nil && !errors.Is(err, http.ErrNotSupported) {
+		w.log.Debug("no deadline for a write", "request_id", w.id, "error", err)
+	}
+}
+
+// read reads a body of at most the given length, in the time that it may take.
+func (w *response) read(r *http.Request, most int64, timeout time.Duration) ([]byte, error) {
+	tooLarge := &Error{
+		Status: http.StatusRequestEntityTooLarge, Type: invalidRequest, Code: "request_too_large",
+		Message: fmt.Sprintf("The body is larger than this server takes, %d bytes.", most),
+	}
+	if r.ContentLength > most {
+		return nil, tooLarge
+	}
+	deadline := func(t time.Time) {
+		if err := w.control.SetReadDeadline(t); err != nil && !errors.Is(err, http.ErrNotSupported) {
+			w.log.Debug("no deadline for a read", "request_id", w.id, "error", err)
+		}
+	}
+	deadline(time.Now().Add(timeout))
+	data, err := io.ReadAll(http.MaxBytesReader(w, r.Body, most))
+	var limit *http.MaxBytesError
+	var network net.Error
+	switch {
+	case errors.As(err, &limit):
+		return nil, tooLarge
+	case errors.As(err, &network) && network.Timeout():
+		w.Header().Set("Connection", "close")
+		return nil, &Error{
+			Status: http.StatusRequestTimeout, Type: invalidRequest, Code: "timeout",
+			Message: fmt.Sprintf("The body did not come within %v.", timeout),
+		}
+	case err != nil:
+		return nil, badRequest("", "", "The body cannot be read: %v.", err)
+	}
+	// From here on the connection is watched for the client's leaving, however long
+	// the answer takes.
+	deadline(time.Time{})
+	return data, nil
+}
+
+// marshal encodes v into the buffer, which is valid until the next call. What is
+// written here always has a JSON form.
+func (w *response) marshal(v any) {
+	enc := json.NewEncoder(&w.buf)
+	enc.SetEscapeHTML(false)
+	if err := enc.Encode(v); err != nil {
+		panic("server: answer without a JSON form: " + err.Error())
+	}
+}
+
+// json writes a whole answer. One whose client has left is lost.
+func (w *response) json(status int, v any) {
+	w.buf.Reset()
+	w.marshal(v)
+	w.Header().Set("Content-Type", "application/json")
+	w.deadline()
+	w.WriteHeader(status)
+	w.Write(w.buf.Bytes()) //nolint:errcheck // nobody is left to tell
+}
+
+// fail writes an error, unless an answer has begun.
+func (w *response) fail(e *Error) {
+	if w.status != 0 {
+		return
+	}
+	e.header(w.Header())
+	w.json(e.Status, e.body())
+}
+
+// event writes a server-sent event at once. Its error is a *writeError.
+func (w *response) event(v any) error {
+	w.buf.Reset()
+	w.buf.WriteString("data: ")
+	w.marshal(v)
+	w.buf.WriteByte('\n')
+	return w.flush()
+}
+
+// eventsEnd writes the event that ends an OpenAI stream.
+func (w *response) eventsEnd() error {
+	w.buf.Reset()
+	w.buf.WriteString("data: [DONE]\n\n")
+	return w.flush()
+}
+
+// flush sends the buffer.
+func (w *response) flush() error {
+	if !w.streaming {
+		w.streaming = true
+		h := w.Header()
+		h.Set("Content-Type", "text/event-stream")
+		h.Set("Cache-Control", "no-cache")
+		h.Set("X-Accel-Buffering", "no") // or nginx holds events back
+		w.deadline()
+		w.WriteHeader(http.StatusOK)
+	}
+	w.deadline()
+	_, err := w.Write(w.buf.Bytes())
+	if err == nil {
+		err = w.control.Flush()
+	}
+	if err != nil {
+		return &writeError{err}
+	}
+	return nil
+}

@@ -1,0 +1,421 @@
+package server
+
+import (
+	"context"
+	"crypto/rand"
+	"crypto/subtle"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"log/slog"
+	"mime"
+	"net"
+	"net/http"
+	"regexp"
+	"runtime/debug"
+	"slices"
+	"strings"
+	"sync/atomic"
+	"time"
+
+	"github.com/moeserve/moeserve/engine"
+	"github.com/moeserve/moeserve/models/chat"
+	"github.com/moeserve/moeserve/models/tokenizer"
+)
+
+// Engine runs requests. *engine.Engine is one.
+type Engine interface {
+	// Submit queues a request; the end of ctx ends it. Errors are those of package
+	// engine.
+	Submit(ctx context.Context, r engine.Request) (*engine.Job, error)
+	// State of the engine now, from any goroutine.
+	State() engine.State
+}
+
+// Template turns messages into the text of a prompt. *chat.Template is one.
+type Template interface {
+	Render(messages []chat.Message, o chat.Options) (string, error)
+}
+
+// Model is what is served.
+type Model struct {
+	// Name that clients know it by.
+	Name      string
+	Engine    Engine
+	Tokenizer tokenizer.Tokenizer // nil: prompts are token ids
+	Template  Template            // nil: there are no chats
+	// MaxModelLen is the most tokens of prompt and answer together.
+	MaxModelLen int
+	// Defaults of what requests do not say. OpenAI's temperature is 1.
+	Defaults engine.Params
+	// Stats for the metrics, from any goroutine; nil for none.
+	Stats func() Stats
+	// Created is when the model became available.
+	Created time.Time
+}
+
+// Options of a server.
+type Options struct {
+	// Metrics that requests are counted in. Default: new ones, of a model without name.
+	Metrics *Metrics
+	// Version of the product.
+	Version string
+	// APIKey that clients must send as a bearer token to all but health and metrics;
+	// empty: none.
+	APIKey string
+	// MaxRequestBytes bounds a body. Default: 16 MiB.
+	MaxRequestBytes int64
+	// MaxSamples of a request of several prompts: their number times n. More than the
+	// engine lets wait would never be taken. Default: 256.
+	MaxSamples int
+	// MaxConcurrent HTTP requests that work on the model; more are told to come
+	// again. Default: 1024.
+	MaxConcurrent int
+	// RequestTimeout ends a request that takes longer; 0: never.
+	RequestTimeout time.Duration
+	// DrainTimeout is how long requests may go on once Serve is to end. 0: not at all.
+	DrainTimeout time.Duration
+	// ReadTimeout is how long a client may take to send its request, WriteTimeout how
+	// long to take a piece of the answer. Default: 30 s.
+	ReadTimeout, WriteTimeout time.Duration
+	// Log gets what an operator can act on. Default: none.
+	Log *slog.Logger
+}
+
+// EnsureDefaults fills in what is zero.
+func (o Options) EnsureDefaults() Options {
+	if o.Metrics == nil {
+		o.Metrics = NewMetrics("")
+	}
+	if o.MaxRequestBytes == 0 {
+		o.MaxRequestBytes = 16 << 20
+	}
+	if o.MaxSamples == 0 {
+		o.MaxSamples = 256
+	}
+	if o.MaxConcurrent == 0 {
+		o.MaxConcurrent = 1024
+	}
+	if o.ReadTimeout == 0 {
+		o.ReadTimeout = 30 * time.Second
+	}
+	if o.WriteTimeout == 0 {
+		o.WriteTimeout = 30 * time.Second
+	}
+	if o.Log == nil {
+		o.Log = slog.New(slog.DiscardHandler)
+	}
+	return o
+}
+
+// Server answers HTTP. It is an http.Handler, and Serve runs it with all that a
+// server on a network needs: timeouts, limits, and an end that lets requests finish.
+type Server struct {
+	o      Options
+	routes map[string]map[string]route // by path and method
+	gate   gate
+	// model is nil until there is one.
+	model atomic.Pointer[Model]
+	// failed is why the model cannot be served any more.
+	failed atomic.Pointer[error]
+}
+
+// route is one endpoint.
+type route struct {
+	handle func(w *response, r *http.Request) error
+	// open needs no key.
+	open bool
+	// works on the model: limited in number, and refused while the server stops.
+	works bool
+}
+
+// New makes a server that has no model yet.
+func New(o Options) *Server {
+	s := &Server{o: o.EnsureDefaults()}
+	s.gate.most = s.o.MaxConcurrent
+	get := func(r route) map[string]route { return map[string]route{http.MethodGet: r, http.MethodHead: r} }
+	work := func(h func(*response, *http.Request) error) map[string]route {
+		return map[string]route{http.MethodPost: {handle: h, works: true}}
+	}
+	s.routes = map[string]map[string]route{
+		"/v1/completions":      work(s.completions),
+		"/v1/chat/completions": work(s.chat),
+		"/tokenize":            work(s.tokenize),
+		"/detokenize":          work(s.detokenize),
+		"/v1/models":           get(route{handle: s.models}),
+		modelPrefix:            get(route{handle: s.modelByName}),
+		"/health":              get(route{handle: s.health, open: true}),
+		"/health/ready":        get(route{handle: s.ready, open: true}),
+		"/version":             get(route{handle: s.version, open: true}),
+		"/metrics":             get(route{handle: s.metrics, open: true}),
+	}
+	return s
+}
+
+// modelPrefix stands for the models themselves, whose names may have slashes.
+const modelPrefix = "/v1/models/"
+
+// SetModel says that there is a model now, and makes the server ready.
+func (s *Server) SetModel(m *Model) {
+	s.model.Store(m)
+	s.o.Metrics.model.Store(m)
+}
+
+// Fail says that the model can no longer be served: health turns bad, and so does
+// the answer to every request.
+func (s *Server) Fail(err error) { s.failed.Store(&err) }
+
+// Limits of a connection that no option sets.
+const (
+	maxHeaderBytes = 64 << 10
+	idleTimeout    = 2 * time.Minute
+	// closing is how long connections get to take the end of their last answer.
+	closing = 5 * time.Second
+)
+
+// Serve answers what comes in through l until ctx is done, and then refuses new
+// requests, also by its readiness, while those under way go on for DrainTimeout at
+// most. It closes l, and returns nil where ctx was its end.
+func (s *Server) Serve(ctx context.Context, l net.Listener) error {
+	base, cut := context.WithCancelCause(context.WithoutCancel(ctx))
+	defer cut(nil)
+	h := &http.Server{
+		Handler: s, ReadHeaderTimeout: s.o.ReadTimeout, IdleTimeout: idleTimeout, MaxHeaderBytes: maxHeaderBytes,
+		BaseContext: func(net.Listener) context.Context { return base },
+		ErrorLog:    slog.NewLogLogger(s.o.Log.Handler(), slog.LevelDebug),
+	}
+	served := make(chan error, 1)
+	go func() { served <- h.Serve(l) }()
+	var err error
+	select {
+	case err = <-served:
+		err = fmt.Errorf("server: %w", err)
+	case <-ctx.Done():
+	}
+	idle := s.gate.close()
+	if err == nil {
+		s.o.Log.Info("no more requests are taken", "running", s.gate.count(), "drain_seconds", s.o.DrainTimeout.Seconds())
+		timer := time.NewTimer(s.o.DrainTimeout)
+		defer timer.Stop()
+		select {
+		case <-idle:
+		case <-timer.C:
+			s.o.Log.Warn("requests are cut off", "running", s.gate.count())
+		}
+	}
+	cut(errStopping)
+	end, cancel := context.WithTimeout(context.WithoutCancel(ctx), closing)
+	defer cancel()
+	if h.Shutdown(end) != nil {
+		h.Close() //nolint:errcheck // what is left are clients that do not read
+	}
+	<-idle
+	if err == nil {
+		<-served
+	}
+	return err
+}
+
+// ServeHTTP implements http.Handler.
+func (s *Server) ServeHTTP(hw http.ResponseWriter, r *http.Request) {
+	start := time.Now()
+	w := &response{ResponseWriter: hw, control: http.NewResponseController(hw), timeout: s.o.WriteTimeout, id: requestID(r), log: s.o.Log}
+	w.deadline() // or that of the connection's last answer would hold
+	w.Header().Set("X-Request-Id", w.id)
+	w.Header().Set("X-Content-Type-Options", "nosniff")
+	defer func() {
+		if p := recover(); p != nil {
+			s.o.Log.Error("a request broke the server's own rules", "request_id", w.id, "panic", p, "stack", string(debug.Stack()))
+			w.fail(&Error{Status: http.StatusInternalServerError, Type: serverError, Message: "this server has a bug, and its log says where"})
+		}
+		s.o.Log.Debug("request", "request_id", w.id, "method", r.Method, "path", r.URL.Path, "status", w.status, "seconds", time.Since(start).Seconds())
+	}()
+	if err := s.dispatch(w, r); err != nil {
+		e := asError(r.Context(), err, "")
+		if e.Status >= http.StatusInternalServerError && e.RetryAfter == 0 {
+			s.o.Log.Error("request failed", "request_id", w.id, "path", r.URL.Path, "error", err)
+		}
+		w.fail(e)
+	}
+}
+
+func (s *Server) dispatch(w *response, r *http.Request) error {
+	path := r.URL.Path
+	if strings.HasPrefix(path, modelPrefix) {
+		path = modelPrefix
+	}
+	methods, ok := s.routes[path]
+	if !ok {
+		return &Error{
+			Status: http.StatusNotFound, Type: invalidRequest, Code: "unknown_url",
+			Message: fmt.Sprintf("Unknown request URL: %s %s.", shown(r.Method), shown(r.URL.Path)),
+		}
+	}
+	route, ok := methods[r.Method]
+	if !ok {
+		var allowed []string
+		for m := range methods {
+			allowed = append(allowed, m)
+		}
+		slices.Sort(allowed)
+		w.Header().Set("Allow", strings.Join(allowed, ", "))
+		return &Error{
+			Status: http.StatusMethodNotAllowed, Type: invalidRequest, Code: "method_not_allowed",
+			Message: fmt.Sprintf("%s does not do %s; it does %s.", shown(r.URL.Path), shown(r.Method), strings.Join(allowed, ", ")),
+		}
+	}
+	if !route.open && !s.authorized(r) {
+		return &Error{
+			Status: http.StatusUnauthorized, Type: invalidRequest, Code: "invalid_api_key",
+			Message: "The API key is missing or wrong: send it as Authorization: Bearer KEY.",
+		}
+	}
+	if route.works {
+		if err := s.gate.enter(); err != nil {
+			return err
+		}
+		defer s.gate.leave()
+	}
+	return route.handle(w, r)
+}
+
+// authorized compares without telling by its time how much was right.
+func (s *Server) authorized(r *http.Request) bool {
+	if s.o.APIKey == "" {
+		return true
+	}
+	scheme, key, _ := strings.Cut(r.Header.Get("Authorization"), " ")
+	return strings.EqualFold(scheme, "Bearer") && subtle.ConstantTimeCompare([]byte(key), []byte(s.o.APIKey)) == 1
+}
+
+var goodID = regexp.MustCompile(`^[\w.-]{1,64}$`)
+
+// requestID is what the client calls its request, or a name of our own.
+func requestID(r *http.Request) string {
+	if id := r.Header.Get("X-Request-Id"); goodID.MatchString(id) {
+		return id
+	}
+	var b [12]byte
+	rand.Read(b[:]) //nolint:errcheck // never fails
+	return hex.EncodeToString(b[:])
+}
+
+// current is the model, or why there is none.
+func (s *Server) current() (*Model, error) {
+	if err := s.failed.Load(); err != nil {
+		return nil, &Error{Status: http.StatusInternalServerError, Type: serverError, Message: "the engine failed: " + (*err).Error()}
+	}
+	m := s.model.Load()
+	if m == nil {
+		return nil, notNow(errors.New("the model is still loading"))
+	}
+	return m, nil
+}
+
+// known checks that a request is for this model; one that names none is.
+func (m *Model) known(name string) error {
+	if name == "" || name == m.Name {
+		return nil
+	}
+	return &Error{
+		Status: http.StatusNotFound, Type: invalidRequest, Param: "model", Code: "model_not_found",
+		Message: fmt.Sprintf("The model %q does not exist here; this server has %q.", shown(name), m.Name),
+	}
+}
+
+// body reads a JSON body, and finds the model that it is for.
+func (s *Server) body(w *response, r *http.Request) (*Model, *object, error) {
+	m, err := s.current()
+	if err != nil {
+		return nil, nil, err
+	}
+	if kind, _, err := mime.ParseMediaType(r.Header.Get("Content-Type")); err != nil || kind != "application/json" {
+		return nil, nil, &Error{
+			Status: http.StatusUnsupportedMediaType, Type: invalidRequest, Code: "unsupported_media_type",
+			Message: "The body must be JSON: send Content-Type: application/json.",
+		}
+	}
+	if e := r.Header.Get("Content-Encoding"); e != "" && e != "identity" {
+		return nil, nil, &Error{
+			Status: http.StatusUnsupportedMediaType, Type: invalidRequest, Code: "unsupported_media_type",
+			Message: "The body must not be compressed: leave out Content-Encoding.",
+		}
+	}
+	data, err := w.read(r, s.o.MaxRequestBytes, s.o.ReadTimeout)
+	if err != nil {
+		return nil, nil, err
+	}
+	return m, parseBody(data), nil
+}
+
+// health is good while the process can serve, or will be able to.
+func (s *Server) health(w *response, _ *http.Request) error {
+	if s.failed.Load() != nil {
+		_, err := s.current()
+		return &Error{Status: http.StatusServiceUnavailable, Type: serverError, Message: err.Error()}
+	}
+	w.json(http.StatusOK, struct{}{})
+	return nil
+}
+
+// ready is good while requests are taken.
+func (s *Server) ready(w *response, r *http.Request) error {
+	if s.gate.isClosed() {
+		return notNow(errStopping)
+	}
+	if _, err := s.current(); err != nil && s.failed.Load() == nil {
+		return err
+	}
+	return s.health(w, r)
+}
+
+func (s *Server) version(w *response, _ *http.Request) error {
+	w.json(http.StatusOK, map[string]string{"version": s.o.Version})
+	return nil
+}
+
+func (s *Server) metrics(w *response, r *http.Request) error {
+	w.deadline()
+	s.o.Metrics.handler.ServeHTTP(w, r)
+	return nil
+}
+
+type modelJSON struct {
+	ID          string `json:"id"`
+	Object      string `json:"object"`
+	Created     int64  `json:"created"`
+	OwnedBy     string `json:"owned_by"`
+	MaxModelLen int    `json:"max_model_len"`
+}
+
+func (m *Model) json() modelJSON {
+	return modelJSON{ID: m.Name, Object: "model", Created: m.Created.Unix(), OwnedBy: "moeserve", MaxModelLen: m.MaxModelLen}
+}
+
+func (s *Server) models(w *response, _ *http.Request) error {
+	m, err := s.current()
+	if err != nil {
+		return err
+	}
+	w.json(http.StatusOK, struct {
+		Object string      `json:"object"`
+		Data   []modelJSON `json:"data"`
+	}{"list", []modelJSON{m.json()}})
+	return nil
+}
+
+func (s *Server) modelByName(w *response, r *http.Request) error {
+	m, err := s.current()
+	if err != nil {
+		return err
+	}
+	// An empty name is one that there is not.
+	if name := strings.TrimPrefix(r.URL.Path, modelPrefix); name == "" || m.known(name) != nil {
+		return &Error{
+			Status: http.StatusNotFound, Type: invalidRequest, Param: "model", Code: "model_not_found",
+			Message: fmt.Sprintf("The model %q does not exist here; this server has %q.", shown(name), m.Name),
+		}
+	}
+	w.json(http.StatusOK, m.json())
+	return nil
+}

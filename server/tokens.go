@@ -1,0 +1,94 @@
+package server
+
+import (
+	"net/http"
+)
+
+// tokenized is vLLM's answer to /tokenize.
+type tokenized struct {
+	Count       int      `json:"count"`
+	MaxModelLen int      `json:"max_model_len"`
+	Tokens      []int32  `json:"tokens"`
+	TokenStrs   []string `json:"token_strs"`
+}
+
+// tokenize answers with the ids of a text, or of messages in the chat template.
+func (s *Server) tokenize(w *response, r *http.Request) error {
+	m, o, err := s.body(w, r)
+	if err != nil {
+		return err
+	}
+	var name, text string
+	var strs bool
+	o.text("model", &name)
+	o.flag("return_token_strs", &strs)
+	var c *conversation
+	special := true
+	hasText := false
+	if _, ok := o.members["messages"]; ok {
+		c = takeConversation(o)
+	} else {
+		hasText = o.text("prompt", &text)
+		o.flag("add_special_tokens", &special)
+	}
+	if c == nil && !hasText {
+		o.fail("prompt", "missing_required_parameter", "Missing required parameter: 'prompt', a text, or 'messages'.")
+	}
+	if err := o.end(); err != nil {
+		return err
+	}
+	if err := m.known(name); err != nil {
+		return err
+	}
+	a := tokenized{MaxModelLen: m.MaxModelLen}
+	switch {
+	case c != nil:
+		if a.Tokens, err = m.render(c); err != nil {
+			return err
+		}
+	case m.Tokenizer == nil:
+		return badRequest("prompt", "invalid_value", "The model has no tokenizer.")
+	default:
+		a.Tokens = m.Tokenizer.Encode(text, special)
+	}
+	if a.Tokens == nil {
+		a.Tokens = []int32{}
+	}
+	a.Count = len(a.Tokens)
+	if strs {
+		a.TokenStrs = make([]string, len(a.Tokens))
+		for i, id := range a.Tokens {
+			a.TokenStrs[i], _ = m.Tokenizer.Token(id)
+		}
+	}
+	w.json(http.StatusOK, a)
+	return nil
+}
+
+// detokenize answers with the text of ids. Special tokens are part of it, and ids
+// that are no tokens are not.
+func (s *Server) detokenize(w *response, r *http.Request) error {
+	m, o, err := s.body(w, r)
+	if err != nil {
+		return err
+	}
+	var name string
+	var ids []int32
+	o.text("model", &name)
+	if !o.ids("tokens", &ids) {
+		o.fail("tokens", "missing_required_parameter", "Missing required parameter: 'tokens'.")
+	}
+	if err := o.end(); err != nil {
+		return err
+	}
+	if err := m.known(name); err != nil {
+		return err
+	}
+	if m.Tokenizer == nil {
+		return badRequest("tokens", "invalid_value", "The model has no tokenizer.")
+	}
+	w.json(http.StatusOK, struct {
+		Prompt string `json:"prompt"`
+	}{m.Tokenizer.Decode(ids, false)})
+	return nil
+}

@@ -1,0 +1,263 @@
+// Package openai_test holds moeserve to what the official clients of the OpenAI API
+// expect. It is a module of its own, so that their dependencies are not moeserve's.
+package openai_test
+
+import (
+	"bufio"
+	"errors"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/openai/openai-go/v3"
+	"github.com/openai/openai-go/v3/option"
+	"github.com/openai/openai-go/v3/packages/param"
+)
+
+const (
+	key     = "a key of this test"
+	ball    = "Ann gave the red ball to Ben. Who has the ball?"
+	ballIs  = "Ben has the red ball."
+	builtIn = "built-in"
+)
+
+// address of the server that all tests talk to.
+var address string
+
+func TestMain(m *testing.M) {
+	code, err := serveAndRun(m)
+	if err != nil {
+		fmt.Fprintln(os.Stderr, "openai:", err)
+		code = 1
+	}
+	os.Exit(code)
+}
+
+// serveAndRun builds and starts moeserve, runs the tests, and ends it in order.
+func serveAndRun(m *testing.M) (code int, err error) {
+	dir, err := os.MkdirTemp("", "moeserve")
+	if err != nil {
+		return 1, err
+	}
+	defer func() { err = errors.Join(err, os.RemoveAll(dir)) }()
+	binary := filepath.Join(dir, "moeserve")
+	build := exec.Command("go", "build", "-o", binary, "./cmd/moeserve")
+	build.Dir = filepath.Join("..", "..")
+	if out, err := build.CombinedOutput(); err != nil {
+		return 1, fmt.Errorf("build moeserve: %w\n%s", err, out)
+	}
+	serve := exec.Command(binary, "serve", "--port", "0", "--offload-fraction", "0.5")
+	serve.Dir = dir
+	serve.Env = append(os.Environ(), "MOESERVE_API_KEY="+key)
+	stderr, err := serve.StderrPipe()
+	if err != nil {
+		return 1, err
+	}
+	if err := serve.Start(); err != nil {
+		return 1, err
+	}
+	lines := bufio.NewScanner(stderr)
+	serving := regexp.MustCompile(`at (http://\S+)$`)
+	for address == "" && lines.Scan() {
+		if found := serving.FindStringSubmatch(lines.Text()); found != nil {
+			address = found[1]
+		} else {
+			fmt.Fprintln(os.Stderr, lines.Text())
+		}
+	}
+	if address == "" {
+		return 1, fmt.Errorf("moeserve did not serve: %w", serve.Wait())
+	}
+	code = m.Run()
+	if err := serve.Process.Signal(syscall.SIGTERM); err != nil {
+		return 1, err
+	}
+	for lines.Scan() {
+		fmt.Fprintln(os.Stderr, lines.Text())
+	}
+	return code, serve.Wait()
+}
+
+func client(more ...option.RequestOption) openai.Client {
+	return openai.NewClient(append([]option.RequestOption{
+		option.WithBaseURL(address + "/v1"), option.WithAPIKey(key), option.WithMaxRetries(0), option.WithRequestTimeout(time.Minute),
+	}, more...)...)
+}
+
+func chat(prompt string) openai.ChatCompletionNewParams {
+	return openai.ChatCompletionNewParams{
+		Model: builtIn, Temperature: param.NewOpt(0.0),
+		Messages: []openai.ChatCompletionMessageParamUnion{openai.SystemMessage("Be right."), openai.UserMessage(prompt)},
+	}
+}
+
+func TestModels(t *testing.T) {
+	c := client()
+	models, err := c.Models.List(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	if len(models.Data) != 1 || models.Data[0].ID != builtIn || models.Data[0].Created == 0 || models.Data[0].OwnedBy != "moeserve" {
+		t.Errorf("%+v", models.Data)
+	}
+	m, err := c.Models.Get(t.Context(), builtIn)
+	if err != nil || m.ID != builtIn {
+		t.Errorf("%+v, %v", m, err)
+	}
+}
+
+func TestChat(t *testing.T) {
+	c := client()
+	p := chat(ball)
+	p.N, p.Seed, p.Logprobs, p.TopLogprobs = param.NewOpt[int64](2), param.NewOpt[int64](7), param.NewOpt(true), param.NewOpt[int64](3)
+	p.User, p.MaxCompletionTokens = param.NewOpt("me"), param.NewOpt[int64](20)
+	a, err := c.Chat.Completions.New(t.Context(), p)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if a.Object != "chat.completion" || a.Model != builtIn || a.ID == "" || a.Created == 0 || len(a.Choices) != 2 {
+		t.Errorf("%s", a.RawJSON())
+	}
+	for i, choice := range a.Choices {
+		if choice.Index != int64(i) || choice.Message.Content != ballIs || choice.Message.Role != "assistant" || choice.FinishReason != "stop" {
+			t.Errorf("%s", choice.RawJSON())
+		}
+		var text []byte
+		for _, l := range choice.Logprobs.Content {
+			if len(l.TopLogprobs) != 3 || l.TopLogprobs[0].Token != l.Token || l.Logprob > 0 {
+				t.Errorf("%s", l.RawJSON())
+			}
+			for _, b := range l.Bytes {
+				text = append(text, byte(b))
+			}
+		}
+		if !strings.HasPrefix(string(text), ballIs) {
+			t.Errorf("the tokens' bytes are %q", text)
+		}
+	}
+	u := a.Usage
+	if u.PromptTokens != 15 || u.CompletionTokens != 2*7 || u.TotalTokens != 15+2*7 || !u.PromptTokensDetails.JSON.CachedTokens.Valid() {
+		t.Errorf("%s", u.RawJSON())
+	}
+	// An answer goes back as it came.
+	p = chat("1+2=")
+	p.Messages = append(p.Messages, openai.AssistantMessage("3"), a.Choices[0].Message.ToParam(), openai.UserMessage("sort: d a c b ="))
+	if a, err = c.Chat.Completions.New(t.Context(), p); err != nil || a.Choices[0].Message.Content != "a b c d" {
+		t.Errorf("%+v, %v", a, err)
+	}
+}
+
+func TestChatStream(t *testing.T) {
+	c := client()
+	p := chat(ball)
+	p.StreamOptions.IncludeUsage = param.NewOpt(true)
+	p.Stop = openai.ChatCompletionNewParamsStopUnion{OfStringArray: []string{" ball"}}
+	stream := c.Chat.Completions.NewStreaming(t.Context(), p)
+	var sum openai.ChatCompletionAccumulator
+	var pieces int
+	for stream.Next() {
+		chunk := stream.Current()
+		if !sum.AddChunk(chunk) {
+			t.Fatalf("a chunk that does not fit: %s", chunk.RawJSON())
+		}
+		if len(chunk.Choices) > 0 && chunk.Choices[0].Delta.Content != "" {
+			pieces++
+		}
+	}
+	if err := stream.Err(); err != nil {
+		t.Fatal(err)
+	}
+	if len(sum.Choices) != 1 || sum.Choices[0].Message.Content != "Ben has the red" || sum.Choices[0].FinishReason != "stop" || pieces < 2 {
+		t.Errorf("%d pieces of %+v", pieces, sum.Choices)
+	}
+	if sum.Usage.PromptTokens != 15 || sum.Usage.CompletionTokens == 0 || sum.Usage.TotalTokens != sum.Usage.PromptTokens+sum.Usage.CompletionTokens {
+		t.Errorf("%+v", sum.Usage)
+	}
+}
+
+func TestCompletions(t *testing.T) {
+	c := client()
+	for _, test := range []struct {
+		prompt openai.CompletionNewParamsPromptUnion
+		want   []string
+	}{
+		{openai.CompletionNewParamsPromptUnion{OfString: param.NewOpt("1+2=")}, []string{"3"}},
+		{openai.CompletionNewParamsPromptUnion{OfArrayOfStrings: []string{"1+2=", "sort: d a c b ="}}, []string{"3", "a b c d"}},
+	} {
+		p := openai.CompletionNewParams{Model: builtIn, Prompt: test.prompt, Temperature: param.NewOpt(0.0), Logprobs: param.NewOpt[int64](2)}
+		a, err := c.Completions.New(t.Context(), p)
+		if err != nil {
+			t.Fatal(err)
+		}
+		var got []string
+		for _, choice := range a.Choices {
+			got = append(got, choice.Text)
+			if len(choice.Logprobs.Tokens) == 0 || len(choice.Logprobs.TopLogprobs[0]) != 2 || choice.FinishReason != "stop" {
+				t.Errorf("%s", choice.RawJSON())
+			}
+		}
+		if !slices.Equal(got, test.want) || a.Object != "text_completion" {
+			t.Errorf("%q, want %q", got, test.want)
+		}
+		stream := c.Completions.NewStreaming(t.Context(), p)
+		got = make([]string, len(test.want))
+		for stream.Next() {
+			for _, choice := range stream.Current().Choices {
+				got[choice.Index] += choice.Text
+			}
+		}
+		if err := stream.Err(); err != nil || !slices.Equal(got, test.want) {
+			t.Errorf("streamed: %q, want %q: %v", got, test.want, err)
+		}
+	}
+	ids := openai.CompletionNewParamsPromptUnion{OfArrayOfTokens: []int64{1, 2, 3}}
+	a, err := c.Completions.New(t.Context(), openai.CompletionNewParams{Model: builtIn, Prompt: ids, MaxTokens: param.NewOpt[int64](1)})
+	if err != nil || a.Usage.PromptTokens != 3 || a.Usage.CompletionTokens != 1 {
+		t.Errorf("%+v, %v", a, err)
+	}
+}
+
+func TestErrors(t *testing.T) {
+	long := chat(strings.Repeat("1+2=", 100))
+	hot := chat("1+2=")
+	hot.Temperature = param.NewOpt(-1.0)
+	other := chat("1+2=")
+	other.Model = "gpt-5"
+	audio := chat("1+2=")
+	audio.Modalities = []string{"audio"}
+	for _, test := range []struct {
+		p                 openai.ChatCompletionNewParams
+		more              []option.RequestOption
+		status            int
+		param, code, kind string
+	}{
+		{long, nil, 400, "messages", "context_length_exceeded", "invalid_request_error"},
+		{hot, nil, 400, "temperature", "invalid_value", "invalid_request_error"},
+		{audio, nil, 400, "modalities", "unsupported_parameter", "invalid_request_error"},
+		{chat("1+2="), []option.RequestOption{option.WithJSONSet("frobnicate", 1)}, 400, "frobnicate", "unknown_parameter", "invalid_request_error"},
+		{other, nil, 404, "model", "model_not_found", "invalid_request_error"},
+		{chat("1+2="), []option.RequestOption{option.WithAPIKey("wrong")}, 401, "", "invalid_api_key", "invalid_request_error"},
+		{chat("1+2="), []option.RequestOption{option.WithBaseURL(address + "/v2")}, 404, "", "unknown_url", "invalid_request_error"},
+	} {
+		c := client(test.more...)
+		_, err := c.Chat.Completions.New(t.Context(), test.p)
+		var e *openai.Error
+		if !errors.As(err, &e) || e.StatusCode != test.status || e.Param != test.param || e.Code != test.code || e.Type != test.kind || e.Message == "" {
+			t.Errorf("%v, want %d %s %s", err, test.status, test.param, test.code)
+		}
+		stream := c.Chat.Completions.NewStreaming(t.Context(), test.p)
+		if stream.Next() {
+			t.Errorf("a chunk: %s", stream.Current().RawJSON())
+		}
+		if err := stream.Err(); !errors.As(err, &e) || e.StatusCode != test.status {
+			t.Errorf("streamed: %v, want %d", err, test.status)
+		}
+	}
+}

@@ -1,0 +1,117 @@
+"""Holds moeserve to what the official Python client of the OpenAI API expects.
+
+Usage: python_check.py MOESERVE, the path of a built binary. Needs the package openai.
+"""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+
+import openai
+
+BALL = "Ann gave the red ball to Ben. Who has the ball?"
+BALL_IS = "Ben has the red ball."
+KEY = "a key of this test"
+
+
+def user(text):
+    return [{"role": "user", "content": text}]
+
+
+def check(what, got, want):
+    if got != want:
+        raise SystemExit(f"python_check: {what}: {got!r}, want {want!r}")
+
+
+def fails(what, kind, param, call):
+    try:
+        call()
+    except kind as e:
+        check(what, e.param, param)
+        return
+    raise SystemExit(f"python_check: {what}: no {kind.__name__}")
+
+
+def checks(address):
+    client = openai.OpenAI(base_url=address + "/v1", api_key=KEY, max_retries=0, timeout=60)
+
+    check("models", [m.id for m in client.models.list()], ["built-in"])
+    check("a model", client.models.retrieve("built-in").owned_by, "moeserve")
+
+    chat = client.chat.completions
+    a = chat.create(model="built-in", messages=user(BALL), temperature=0, n=2, logprobs=True, top_logprobs=2)
+    check("chat", [c.message.content for c in a.choices], [BALL_IS] * 2)
+    check("finish reason", a.choices[0].finish_reason, "stop")
+    check("usage", (a.usage.prompt_tokens, a.usage.completion_tokens, a.usage.total_tokens), (15, 14, 29))
+    check("cached tokens", a.usage.prompt_tokens_details.cached_tokens, 0)
+    first = a.choices[0].logprobs.content[0]
+    check("log-probabilities", (first.token, bytes(first.bytes), len(first.top_logprobs)), ("Ben", b"Ben", 2))
+
+    # An answer goes back as it came.
+    more = user(BALL) + [a.choices[0].message.model_dump()] + user("1+2=")
+    check("second turn", chat.create(model="built-in", messages=more, temperature=0).choices[0].message.content, "3")
+
+    chunks = list(
+        chat.create(
+            model="built-in", messages=user(BALL), temperature=0, stream=True, stop=" ball",
+            stream_options={"include_usage": True}, extra_body={"top_k": 5, "min_p": 0.0, "repetition_penalty": 1.0},
+        )
+    )
+    text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+    check("streamed chat", text, "Ben has the red")
+    check("role first", chunks[0].choices[0].delta.role, "assistant")
+    check("reason last", [c.choices[0].finish_reason for c in chunks if c.choices][-1], "stop")
+    check("usage of a stream", chunks[-1].usage.prompt_tokens, 15)
+
+    with chat.stream(model="built-in", messages=user("sort: d a c b =")) as stream:
+        check("stream helper", stream.get_final_completion().choices[0].message.content, "a b c d")
+
+    a = client.completions.create(model="built-in", prompt=["1+2=", BALL], temperature=0, logprobs=1)
+    check("completions", [c.text for c in a.choices], ["3", BALL_IS])
+    check("their log-probabilities", a.choices[0].logprobs.tokens[0], "3")
+    a = client.completions.create(model="built-in", prompt=[1, 2, 3], max_tokens=2, extra_body={"ignore_eos": True})
+    check("ids as prompt", (a.usage.completion_tokens, a.choices[0].finish_reason), (2, "length"))
+    stream = client.completions.create(model="built-in", prompt=BALL, temperature=0, stream=True)
+    check("streamed completion", "".join(c.choices[0].text for c in stream), BALL_IS)
+
+    fails("a bad parameter", openai.BadRequestError, "temperature",
+          lambda: chat.create(model="built-in", messages=user("x"), temperature=-1))
+    fails("a long prompt", openai.BadRequestError, "prompt",
+          lambda: client.completions.create(model="built-in", prompt="1+2=" * 100))
+    fails("an unknown argument", openai.BadRequestError, "frobnicate",
+          lambda: chat.create(model="built-in", messages=user("x"), extra_body={"frobnicate": 1}))
+    fails("another model", openai.NotFoundError, "model",
+          lambda: chat.create(model="gpt-5", messages=user("x")))
+    fails("a wrong key", openai.AuthenticationError, None,
+          lambda: client.with_options(api_key="wrong").models.list())
+
+
+def main():
+    if len(sys.argv) != 2:
+        raise SystemExit(__doc__)
+    with tempfile.TemporaryDirectory() as dir:
+        env = dict(os.environ, MOESERVE_API_KEY=KEY)
+        command = [os.path.abspath(sys.argv[1]), "serve", "--port", "0", "--offload-fraction", "0.5"]
+        with subprocess.Popen(command, cwd=dir, env=env, stderr=subprocess.PIPE, text=True) as serve:
+            address = None
+            try:
+                for line in serve.stderr:
+                    found = re.search(r"at (http://\S+)$", line)
+                    if found:
+                        address = found[1]
+                        break
+                    print(line, end="", file=sys.stderr)
+                if not address:
+                    raise SystemExit("python_check: moeserve did not serve")
+                checks(address)
+            finally:
+                serve.send_signal(signal.SIGTERM)
+                print(serve.stderr.read(), end="", file=sys.stderr)
+        check("moeserve's exit code", serve.returncode, 0)
+    print(f"python_check: moeserve answers openai {openai.__version__} as it should")
+
+
+main()
