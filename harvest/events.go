@@ -1,0 +1,276 @@
+package harvest
+
+import (
+	"fmt"
+	"log/slog"
+	"strings"
+	"time"
+
+	"github.com/moeserve/moeserve/device"
+)
+
+// Reason is why memory is given back.
+type Reason uint8
+
+const (
+	// ReasonEmpty: no handle is left on the slab. That is no revocation.
+	ReasonEmpty Reason = iota
+	// ReasonPressure: others need memory there, and the head-room is not met.
+	ReasonPressure
+	// ReasonPolicy: the controller's policy leaves the peer.
+	ReasonPolicy
+	// ReasonExternal: somebody asked for it by Reclaim.
+	ReasonExternal
+	// ReasonUnhealthy: the peer is lost or must not be used.
+	ReasonUnhealthy
+	// ReasonShutdown: the runtime is being closed.
+	ReasonShutdown
+
+	reasons = iota
+)
+
+var reasonNames = [...]string{
+	ReasonEmpty: "empty", ReasonPressure: "pressure", ReasonPolicy: "policy",
+	ReasonExternal: "external", ReasonUnhealthy: "unhealthy", ReasonShutdown: "shutdown",
+}
+
+func (r Reason) String() string {
+	if int(r) < len(reasonNames) {
+		return reasonNames[r]
+	}
+	return fmt.Sprintf("Reason(%d)", int(r))
+}
+
+// MarshalText implements encoding.TextMarshaler.
+func (r Reason) MarshalText() ([]byte, error) { return []byte(r.String()), nil }
+
+// Revocation is what a callback is told.
+type Revocation struct {
+	Handle *Handle
+	Reason Reason
+	// Cause is the peer's trouble where it is unhealthy.
+	Cause error
+}
+
+// EventListener is told what happens, in order. Any func may be nil. They are
+// called with the runtime's lock held, so they must be quick and must not call the
+// runtime; they may read handles.
+type EventListener struct {
+	Allocated func(AllocInfo)
+	// Refused is told of each Alloc that failed.
+	Refused func(RefuseInfo)
+	Freed   func(FreeInfo)
+	// SlabTaken and SlabReturned tell of device memory.
+	SlabTaken    func(SlabInfo)
+	SlabReturned func(SlabInfo)
+	// RevocationBegan and RevocationEnded tell of a slab; Revoked, between them, of
+	// each handle, before its callback.
+	RevocationBegan func(RevocationInfo)
+	Revoked         func(RevokeInfo)
+	RevocationEnded func(RevocationInfo)
+	Violated        func(ViolationInfo)
+	// Peer is told when a peer becomes unhealthy, or healthy again.
+	Peer func(PeerInfo)
+}
+
+// AllocInfo is one Alloc that succeeded.
+type AllocInfo struct {
+	Handle *Handle
+	Slab   uint64
+}
+
+// RefuseInfo is one Alloc that failed.
+type RefuseInfo struct {
+	Client string
+	Bytes  int64
+	Err    error
+}
+
+// FreeInfo is one handle that was freed, and is drained.
+type FreeInfo struct {
+	Handle *Handle
+	// Drain is how long its last work took after Free.
+	Drain time.Duration
+	// Failed is the error of work that touched it, if it ended in one.
+	Failed error
+}
+
+// SlabInfo is one slab taken from a peer or given back to it.
+type SlabInfo struct {
+	Slab   uint64
+	Device device.Space
+	Bytes  int64
+	// Reason it was given back for.
+	Reason Reason
+	// Cleared says that its content was overwritten before; Err why that failed, if it
+	// was tried.
+	Cleared bool
+	Err     error
+}
+
+// RevocationInfo is the revocation of one slab.
+type RevocationInfo struct {
+	Slab    uint64
+	Device  device.Space
+	Bytes   int64
+	Handles int
+	Reason  Reason
+	Cause   error
+	// Deadline and Took count from its beginning; Drain is the part of Took until
+	// the last reader was gone. Late says that the deadline was missed.
+	Deadline, Drain, Took time.Duration
+	Late                  bool
+}
+
+// RevokeInfo is one handle that became invalid.
+type RevokeInfo struct {
+	Handle *Handle
+	Reason Reason
+	// Drain is how long its readers took.
+	Drain time.Duration
+	// Failed is the error of work that touched it, if it ended in one.
+	Failed error
+}
+
+// Holding is one holder of a reference, or of work behind one, and for how long. The
+// time is as precise as the calls of Tick are frequent.
+type Holding struct {
+	Holder string
+	For    time.Duration
+	// Work says that the reference was given back, and the point it was given back
+	// for is not reached.
+	Work bool
+}
+
+func (h Holding) String() string {
+	if h.Work {
+		return fmt.Sprintf("work of %q, for %v", h.Holder, h.For)
+	}
+	return fmt.Sprintf("%q, for %v", h.Holder, h.For)
+}
+
+// ViolationInfo is something that kept memory from being given back in time.
+type ViolationInfo struct {
+	Slab   uint64
+	Device device.Space
+	Reason Reason
+	// Handle that is held, with its holders; nil where the runtime's own clearing is
+	// late, or the device refuses to take the memory back.
+	Handle  *Handle
+	Holders []Holding
+	// Callback says that the handle's callback took Took, and no more.
+	Callback bool
+	Took     time.Duration
+	// Err is why clearing or freeing the slab fails.
+	Err error
+}
+
+func (v ViolationInfo) String() string {
+	switch {
+	case v.Callback:
+		return fmt.Sprintf("the callback of %v took %v", v.Handle, v.Took)
+	case v.Handle != nil:
+		var hs []string
+		for _, h := range v.Holders {
+			hs = append(hs, h.String())
+		}
+		return fmt.Sprintf("%v is held by %s", v.Handle, strings.Join(hs, ", "))
+	case v.Err != nil:
+		return fmt.Sprintf("slab %d on %s: %v", v.Slab, v.Device, v.Err)
+	}
+	return fmt.Sprintf("slab %d on %s is still being cleared", v.Slab, v.Device)
+}
+
+// PeerInfo is a change of a peer's health.
+type PeerInfo struct {
+	Device device.Space
+	// Health is nil for a peer that may be used again.
+	Health error
+}
+
+// EnsureDefaults returns l with a func that does nothing for each that is nil.
+func (l EventListener) EnsureDefaults() EventListener {
+	set(&l.Allocated)
+	set(&l.Refused)
+	set(&l.Freed)
+	set(&l.SlabTaken)
+	set(&l.SlabReturned)
+	set(&l.RevocationBegan)
+	set(&l.Revoked)
+	set(&l.RevocationEnded)
+	set(&l.Violated)
+	set(&l.Peer)
+	return l
+}
+
+func set[T any](f *func(T)) {
+	if *f == nil {
+		*f = func(T) {}
+	}
+}
+
+// Tee tells both.
+func Tee(a, b EventListener) EventListener {
+	a, b = a.EnsureDefaults(), b.EnsureDefaults()
+	return EventListener{
+		Allocated:       both(a.Allocated, b.Allocated),
+		Refused:         both(a.Refused, b.Refused),
+		Freed:           both(a.Freed, b.Freed),
+		SlabTaken:       both(a.SlabTaken, b.SlabTaken),
+		SlabReturned:    both(a.SlabReturned, b.SlabReturned),
+		RevocationBegan: both(a.RevocationBegan, b.RevocationBegan),
+		Revoked:         both(a.Revoked, b.Revoked),
+		RevocationEnded: both(a.RevocationEnded, b.RevocationEnded),
+		Violated:        both(a.Violated, b.Violated),
+		Peer:            both(a.Peer, b.Peer),
+	}
+}
+
+func both[T any](f, g func(T)) func(T) {
+	return func(i T) { f(i); g(i) }
+}
+
+// LogEvents writes what an operator can act on at warn and error, revocations at
+// info, and the rest at debug.
+func LogEvents(log *slog.Logger) EventListener {
+	return EventListener{
+		Allocated: func(i AllocInfo) {
+			log.Debug("harvest: allocated", "handle", i.Handle.ID(), "client", i.Handle.Client(), "device", i.Handle.Device().String(), "bytes", i.Handle.Bytes(), "slab", i.Slab)
+		},
+		Refused: func(i RefuseInfo) {
+			log.Debug("harvest: refused", "client", i.Client, "bytes", i.Bytes, "err", i.Err)
+		},
+		Freed: func(i FreeInfo) {
+			log.Debug("harvest: freed", "handle", i.Handle.ID(), "client", i.Handle.Client(), "drain", i.Drain)
+		},
+		SlabTaken: func(i SlabInfo) {
+			log.Debug("harvest: slab taken", "slab", i.Slab, "device", i.Device.String(), "bytes", i.Bytes)
+		},
+		SlabReturned: func(i SlabInfo) {
+			if !i.Cleared && i.Reason != ReasonUnhealthy {
+				log.Error("harvest: slab given back with its content: clearing failed; weights or KV may be readable by whoever gets the memory next", "slab", i.Slab, "device", i.Device.String(), "bytes", i.Bytes, "err", i.Err)
+				return
+			}
+			log.Debug("harvest: slab given back", "slab", i.Slab, "device", i.Device.String(), "bytes", i.Bytes, "reason", i.Reason.String())
+		},
+		RevocationBegan: func(i RevocationInfo) {
+			log.Debug("harvest: revocation began", "slab", i.Slab, "device", i.Device.String(), "bytes", i.Bytes, "handles", i.Handles, "reason", i.Reason.String())
+		},
+		Revoked: func(i RevokeInfo) {
+			log.Debug("harvest: revoked", "handle", i.Handle.ID(), "client", i.Handle.Client(), "reason", i.Reason.String(), "drain", i.Drain)
+		},
+		RevocationEnded: func(i RevocationInfo) {
+			log.Info("harvest: memory given back to peer", "slab", i.Slab, "device", i.Device.String(), "bytes", i.Bytes, "handles", i.Handles, "reason", i.Reason.String(), "took", i.Took, "drain", i.Drain, "late", i.Late)
+		},
+		Violated: func(i ViolationInfo) {
+			log.Warn("harvest: late: "+i.String(), "slab", i.Slab, "device", i.Device.String(), "reason", i.Reason.String())
+		},
+		Peer: func(i PeerInfo) {
+			if i.Health != nil {
+				log.Error("harvest: peer is not used any more; what it held is read from host memory", "device", i.Device.String(), "err", i.Health)
+				return
+			}
+			log.Info("harvest: peer is used again", "device", i.Device.String())
+		},
+	}
+}

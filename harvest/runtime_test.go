@@ -1,0 +1,1057 @@
+package harvest_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"math"
+	"math/rand/v2"
+	"os"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"pgregory.net/rapid"
+
+	"github.com/moeserve/moeserve/device"
+	"github.com/moeserve/moeserve/device/emulated"
+	"github.com/moeserve/moeserve/harvest"
+	"github.com/moeserve/moeserve/residency"
+)
+
+func machine(t testing.TB, o emulated.Options) *emulated.Machine {
+	t.Helper()
+	m, err := emulated.New(o)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := m.Close(); err != nil {
+			t.Error(err)
+		}
+	})
+	return m
+}
+
+// open makes a runtime over gpu1 and gpu2, closed at the end of the test.
+func open(t testing.TB, m *emulated.Machine, o harvest.Options) *harvest.Runtime {
+	t.Helper()
+	o.Machine = m
+	if o.Peers == nil {
+		o.Peers = peers12
+	}
+	r, err := harvest.New(o)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		ctx, cancel := context.WithTimeout(context.Background(), 20*time.Second)
+		defer cancel()
+		if err := r.Close(ctx); err != nil {
+			t.Error(err)
+		}
+	})
+	return r
+}
+
+func gpus(n int, bytes int64) []emulated.GPU {
+	return slices.Repeat([]emulated.GPU{{MemoryBytes: bytes}}, n)
+}
+
+func TestOptions(t *testing.T) {
+	m := machine(t, emulated.Options{Virtual: true})
+	island := machine(t, emulated.Options{Topology: &device.Topology{
+		Host: device.Info{MemoryBytes: 1 << 20}, GPUs: []device.Info{{MemoryBytes: 1 << 20}, {MemoryBytes: 1 << 20}},
+		Paths: map[device.Pair]device.Path{{From: device.Host, To: device.HBM(0)}: {}},
+	}})
+	lost := machine(t, emulated.Options{Virtual: true})
+	if err := lost.Lose(2); err != nil {
+		t.Fatal(err)
+	}
+	full := machine(t, emulated.Options{Virtual: true, Host: emulated.GPU{MemoryBytes: 1000}})
+	for _, c := range []struct {
+		name string
+		o    harvest.Options
+		want string
+	}{
+		{"no machine", harvest.Options{}, "no machine"},
+		{"no such peer", harvest.Options{Machine: m, Peers: []device.Space{device.HBM(7)}}, "there is no peer gpu7: the machine has 3 GPUs, from 0 on"},
+		{"host", harvest.Options{Machine: m, Peers: []device.Space{device.Host}}, "host memory is no peer: name GPUs"},
+		{"itself", harvest.Options{Machine: m, Peers: []device.Space{device.HBM(0)}}, "gpu0 is the compute GPU and cannot be its own peer: name another"},
+		{"twice", harvest.Options{Machine: m, Peers: []device.Space{device.HBM(1), device.HBM(1)}}, "peer gpu1 is named twice"},
+		{"no path", harvest.Options{Machine: island, Peers: []device.Space{device.HBM(1)}}, "peer gpu1 cannot be reached from gpu0, leave it out: device: from gpu1 to gpu0: no path"},
+		{"slab", harvest.Options{Machine: m, SlabBytes: -1}, "slabs of"},
+		{"clear", harvest.Options{Machine: m, ClearBytes: -1}, "a clear buffer of -1 bytes"},
+		{"deadline", harvest.Options{Machine: m, Deadline: -1}, "a duration under 0: deadline -1ns"},
+		{"lost", harvest.Options{Machine: lost, Peers: peers12}, "peer gpu2: device: stream on gpu2"},
+		{"no host memory", harvest.Options{Machine: full, Peers: peers12}, "1048576 bytes asked"},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			r, err := harvest.New(c.o)
+			if r != nil || err == nil || !strings.HasPrefix(err.Error(), "harvest: ") || !strings.Contains(err.Error(), c.want) {
+				t.Errorf("%v, want %s", err, c.want)
+			}
+		})
+	}
+	r := open(t, m, harvest.Options{Peers: []device.Space{}})
+	if _, err := r.Alloc(1, harvest.Hints{}); !errors.Is(err, harvest.ErrNoCapacity) {
+		t.Errorf("without peers: %v", err)
+	}
+	other := open(t, m, harvest.Options{})
+	h, err := other.Alloc(1, harvest.Hints{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, err := range []error{r.Free(nil), r.Free(h), r.RegisterCallback(h, func(harvest.Revocation) {}), other.RegisterCallback(h, nil), r.Exclude(device.HBM(1), nil)} {
+		if err == nil {
+			t.Error("bad use is taken")
+		}
+	}
+	if _, err := other.Reclaim(device.HBM(1), 0, 0); err == nil {
+		t.Error("a reclaim of nothing is taken")
+	}
+	if _, err := r.Reclaim(device.HBM(1), 1, 0); err == nil {
+		t.Error("a reclaim from what is no peer is taken")
+	}
+}
+
+// TestPolicyPlaces: policies see what they decide by, through the runtime.
+func TestPolicyPlaces(t *testing.T) {
+	const slab = 1024
+	for _, c := range []struct {
+		policy harvest.Policy
+		want   device.Space
+	}{{harvest.BestFit{}, device.HBM(1)}, {harvest.Locality{}, device.HBM(2)}, {harvest.Stability{}, device.HBM(2)}, {harvest.Interference{}, device.HBM(2)}} {
+		t.Run(c.policy.Name(), func(t *testing.T) {
+			host := device.Info{MemoryBytes: 1 << 20}
+			top := &device.Topology{Host: host, GPUs: []device.Info{host, host, host}, Paths: map[device.Pair]device.Path{
+				{From: device.HBM(1), To: device.HBM(0)}: {BytesPerSecond: 25e9},
+				{From: device.HBM(2), To: device.HBM(0)}: {BytesPerSecond: 400e9},
+			}}
+			for _, s := range top.Spaces() {
+				top.Paths[device.Pair{From: device.Host, To: s}] = device.Path{}
+			}
+			m := machine(t, emulated.Options{Topology: top, Virtual: true})
+			mm, err := harvest.NewMachineMonitor(m, peers12)
+			if err != nil {
+				t.Fatal(err)
+			}
+			t.Cleanup(func() {
+				if err := mm.Close(); err != nil {
+					t.Error(err)
+				}
+			})
+			busy := &readings{Monitor: mm, bandwidth: map[device.Space]float64{device.HBM(1): 0.9}}
+			r := open(t, m, harvest.Options{Policy: c.policy, Monitor: busy, SlabBytes: slab})
+			// Others of gpu1 come and go. What they leave is as much as on gpu2.
+			for i := range 4 {
+				if err := m.Take(device.HBM(1), []int64{1 << 18, -1 << 18}[i%2]); err != nil {
+					t.Fatal(err)
+				}
+				if _, err := r.Tick(time.Duration(i+1) * time.Second); err != nil {
+					t.Fatal(err)
+				}
+			}
+			h, err := r.Alloc(slab, harvest.Hints{})
+			if err != nil {
+				t.Fatal(err)
+			}
+			if h.Device() != c.want {
+				t.Errorf("on %s, want %s", h.Device(), c.want)
+			}
+		})
+	}
+	m := machine(t, emulated.Options{GPUs: gpus(3, 16*slab), Virtual: true})
+	r := open(t, m, harvest.Options{Policy: harvest.NewFairness(harvest.FairnessOptions{}), SlabBytes: slab, HeadroomBytes: -1})
+	held := map[string]int{}
+	for range 40 {
+		for _, client := range []string{"a", "b"} {
+			if _, err := r.Alloc(slab, harvest.Hints{Client: client}); err == nil {
+				held[client]++
+			} else if !errors.Is(err, harvest.ErrQuota) && !errors.Is(err, harvest.ErrNoCapacity) {
+				t.Fatal(err)
+			}
+		}
+	}
+	if held["a"] != 16 || held["b"] != 16 {
+		t.Errorf("two clients hold %v of 32 slabs, want half each", held)
+	}
+}
+
+func TestAcquireAllocatesNothing(t *testing.T) {
+	m := machine(t, emulated.Options{Virtual: true})
+	r := open(t, m, harvest.Options{SlabBytes: 4096})
+	h, err := r.Alloc(100, harvest.Hints{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	by := harvest.NewHolder("test")
+	f, err := m.NewFence("f")
+	if err != nil {
+		t.Fatal(err)
+	}
+	v := uint32(0)
+	if n := testing.AllocsPerRun(100, func() {
+		a, ok := h.Acquire(by)
+		b, ok2 := h.Acquire(nil)
+		if !ok || !ok2 {
+			t.Fatal("not acquired")
+		}
+		v++
+		if err := f.Raise(v); err != nil {
+			t.Fatal(err)
+		}
+		a.ReleaseAt(residency.Point{Fence: f, Value: v})
+		b.Release()
+	}); n != 0 {
+		t.Errorf("%g allocations", n)
+	}
+	var none *harvest.Handle
+	if _, ok := none.Acquire(by); ok {
+		t.Error("no handle is acquired")
+	}
+}
+
+func BenchmarkAcquireRelease(b *testing.B) {
+	m := machine(b, emulated.Options{Virtual: true})
+	r := open(b, m, harvest.Options{SlabBytes: 4096})
+	h, err := r.Alloc(100, harvest.Hints{})
+	if err != nil {
+		b.Fatal(err)
+	}
+	by := harvest.NewHolder("test")
+	for b.Loop() {
+		ref, _ := h.Acquire(by)
+		ref.Release()
+	}
+}
+
+func BenchmarkAllocFree(b *testing.B) {
+	for _, n := range []int{10, 1000} {
+		b.Run("handles="+strconv.Itoa(n), func(b *testing.B) {
+			m := machine(b, emulated.Options{Virtual: true, NoData: true})
+			r := open(b, m, harvest.Options{SlabBytes: 64 << 20})
+			for range n {
+				if _, err := r.Alloc(1<<20, harvest.Hints{}); err != nil {
+					b.Fatal(err)
+				}
+			}
+			for b.Loop() {
+				h, err := r.Alloc(1<<20, harvest.Hints{})
+				if err != nil {
+					b.Fatal(err)
+				}
+				if err := r.Free(h); err != nil {
+					b.Fatal(err)
+				}
+			}
+		})
+	}
+}
+
+// TestManyHolders: more references than can be named are still waited for and
+// counted.
+func TestManyHolders(t *testing.T) {
+	m := machine(t, emulated.Options{Virtual: true})
+	var got []harvest.ViolationInfo
+	r := open(t, m, harvest.Options{SlabBytes: 4096, Events: harvest.EventListener{
+		Violated: func(i harvest.ViolationInfo) { got = append(got, i) },
+	}})
+	h, err := r.Alloc(100, harvest.Hints{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	refs := make([]harvest.Ref, 7)
+	for i := range refs {
+		refs[i], _ = h.Acquire(harvest.NewHolder(strconv.Itoa(i)))
+	}
+	if _, err := r.Reclaim(h.Device(), 1, time.Millisecond); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := r.Tick(time.Minute); err != nil {
+		t.Fatal(err)
+	}
+	if len(got) != 1 || len(got[0].Holders) != 7 || got[0].Holders[3].Holder != "3" || got[0].Holders[3].For != time.Minute {
+		t.Errorf("violations %v", got)
+	}
+	for i := range refs {
+		if pending, err := r.Tick(time.Minute); err != nil || pending != 1 {
+			t.Fatalf("%d references: pending %d, %v", len(refs)-i, pending, err)
+		}
+		refs[i].Release()
+	}
+}
+
+// TestSlowCallback: a callback that blocks is reported.
+func TestSlowCallback(t *testing.T) {
+	m := machine(t, emulated.Options{})
+	var got []harvest.ViolationInfo
+	r := open(t, m, harvest.Options{SlabBytes: 4096, CallbackLimit: time.Millisecond, Events: harvest.EventListener{
+		Violated: func(i harvest.ViolationInfo) { got = append(got, i) },
+	}})
+	h, err := r.Alloc(100, harvest.Hints{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := r.RegisterCallback(h, func(harvest.Revocation) { time.Sleep(5 * time.Millisecond) }); err != nil {
+		t.Fatal(err)
+	}
+	c, err := r.Reclaim(h.Device(), 1, time.Minute)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := c.Wait(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if len(got) != 1 || !got[0].Callback || got[0].Took < 5*time.Millisecond {
+		t.Errorf("violations %v", got)
+	}
+}
+
+// TestMemoryInUse: a client that copies without a reference does no harm, as far as
+// the device tells: the memory goes back after it, and that is reported.
+func TestMemoryInUse(t *testing.T) {
+	m := machine(t, emulated.Options{GPUs: gpus(2, 8192), Virtual: true})
+	var got []harvest.ViolationInfo
+	r := open(t, m, harvest.Options{Peers: peers12[:1], SlabBytes: 1024, Events: harvest.EventListener{
+		Violated: func(i harvest.ViolationInfo) { got = append(got, i) },
+	}})
+	h, err := r.Alloc(1024, harvest.Hints{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	stream, err := m.NewStream(device.HBM(0), device.StreamOptions{Name: "client"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	host, err := m.Alloc(device.Host, 1024, "content")
+	if err != nil {
+		t.Fatal(err)
+	}
+	stall := m.Inject(&emulated.Fault{Kind: emulated.StallCopy, Match: func(p emulated.Point) bool { return p.Stream == "client" }})
+	if err := stream.Copy(h.Range(), host.Range(0, 1024)); err != nil {
+		t.Fatal(err)
+	}
+	c, err := r.Reclaim(device.HBM(1), 1, time.Millisecond)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for i, now := range []time.Duration{0, 0, time.Second, 2 * time.Second} {
+		if pending, err := r.Tick(now); err != nil || pending != 1 {
+			t.Fatalf("tick %d: pending %d, %v", i, pending, err)
+		}
+		drive(t, m) // the clearing
+	}
+	if len(got) != 1 || got[0].Err == nil || !strings.Contains(got[0].String(), "still used by 1 operations") {
+		t.Errorf("violations %v", got)
+	}
+	stall.Release()
+	if err := errors.Join(stream.Synchronize(t.Context()), stream.Close(), host.Free()); err != nil {
+		t.Fatal(err)
+	}
+	if pending, err := r.Tick(3 * time.Second); err != nil || pending != 0 || !c.Done() {
+		t.Errorf("pending %d, %v", pending, err)
+	}
+}
+
+// drive lets a virtual machine go on.
+func drive(t testing.TB, m *emulated.Machine) {
+	t.Helper()
+	f, err := m.NewFence("drive")
+	if err != nil {
+		t.Fatal(err)
+	}
+	for range 100 {
+		f.Value()
+	}
+	if err := f.Close(); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// curious is a machine that looks at memory as it is freed.
+type curious struct {
+	*emulated.Machine
+	freed func(device.Memory)
+}
+
+func (m curious) Alloc(s device.Space, bytes int64, label string) (device.Memory, error) {
+	mem, err := m.Machine.Alloc(s, bytes, label)
+	if err != nil {
+		return nil, err
+	}
+	return watched{mem, m.freed}, nil
+}
+
+type watched struct {
+	device.Memory
+	freed func(device.Memory)
+}
+
+func (w watched) Free() error {
+	w.freed(w.Memory)
+	return w.Memory.Free()
+}
+
+// TestCleared: nothing that was written is there when memory is given back.
+func TestCleared(t *testing.T) {
+	for _, c := range []struct{ slab, bytes, zeros int64 }{
+		{4096, 4096, 512}, {4096, 3000, 700}, {4096, 100, 4096}, {8192, 8192, 8192}, {1 << 20, 1<<20 - 1, 256},
+	} {
+		t.Run(fmt.Sprint(c), func(t *testing.T) {
+			m := machine(t, emulated.Options{GPUs: gpus(2, 4<<20), Check: true})
+			stream, err := m.NewStream(device.HBM(0), device.StreamOptions{Name: "client"})
+			if err != nil {
+				t.Fatal(err)
+			}
+			host, err := m.Alloc(device.Host, c.slab, "content")
+			if err != nil {
+				t.Fatal(err)
+			}
+			looked := 0
+			r, err := harvest.New(harvest.Options{
+				Peers: peers12[:1], SlabBytes: c.slab, ClearBytes: c.zeros,
+				Machine: curious{m, func(mem device.Memory) {
+					if mem.Space() == device.Host {
+						return
+					}
+					looked++
+					if err := errors.Join(stream.Copy(host.Range(0, c.bytes), mem.Range(0, c.bytes)), stream.Synchronize(t.Context())); err != nil {
+						t.Error(err)
+					}
+					for i, b := range host.Read(0, c.bytes) {
+						if b != 0 {
+							t.Fatalf("byte %d is %d as the memory is given back", i, b)
+						}
+					}
+				}},
+			})
+			if err != nil {
+				t.Fatal(err)
+			}
+			h, err := r.Alloc(c.bytes, harvest.Hints{})
+			if err != nil {
+				t.Fatal(err)
+			}
+			for i, to := 0, host.Write(0, c.bytes); i < len(to); i++ {
+				to[i] = 1
+			}
+			ref, _ := h.Acquire(nil)
+			if err := errors.Join(stream.Copy(h.Range(), host.Range(0, c.bytes)), stream.Synchronize(t.Context())); err != nil {
+				t.Fatal(err)
+			}
+			ref.Release()
+			if err := errors.Join(r.Close(t.Context()), stream.Close(), host.Free()); err != nil {
+				t.Fatal(err)
+			}
+			if looked != 1 {
+				t.Errorf("%d slabs were given back", looked)
+			}
+		})
+	}
+}
+
+// TestLoop: a runtime that was started notices by itself that others need memory,
+// and gives it back.
+func TestLoop(t *testing.T) {
+	m := machine(t, emulated.Options{GPUs: gpus(3, 64<<10), Check: true})
+	r := open(t, m, harvest.Options{SlabBytes: 4096, HeadroomBytes: 8192, Interval: 100 * time.Microsecond})
+	if err := r.Start(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if err := r.Start(t.Context()); err == nil {
+		t.Error("it is started twice")
+	}
+	gone := make(chan harvest.Reason, 1)
+	h, err := r.Alloc(4096, harvest.Hints{Peers: peers12[:1]})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := r.RegisterCallback(h, func(v harvest.Revocation) { gone <- v.Reason }); err != nil {
+		t.Fatal(err)
+	}
+	if err := m.Take(device.HBM(1), 53<<10); err != nil {
+		t.Fatal(err)
+	}
+	select {
+	case reason := <-gone:
+		if reason != harvest.ReasonPressure {
+			t.Errorf("revoked for %v", reason)
+		}
+	case <-time.After(10 * time.Second):
+		t.Fatal("nothing is revoked")
+	}
+	for began := time.Now(); ; time.Sleep(time.Millisecond) {
+		u, err := m.Usage(device.HBM(1))
+		if err != nil {
+			t.Fatal(err)
+		}
+		if u.Allocated == 0 {
+			break
+		}
+		if time.Since(began) > 10*time.Second {
+			t.Fatalf("%d bytes are not given back", u.Allocated)
+		}
+	}
+	ctx, cancel := context.WithTimeout(t.Context(), time.Nanosecond)
+	defer cancel()
+	if err := r.Close(ctx); err != nil {
+		t.Errorf("with nothing to wait for: %v", err)
+	}
+}
+
+// TestTraceIsPlayed: others come and go as a generated trace says; whatever they do,
+// head-room is met after each tick that leaves nothing pending, or nothing is left
+// to give back.
+func TestTraceIsPlayed(t *testing.T) {
+	const capacity, headroom = 1 << 20, 1 << 16
+	m := machine(t, emulated.Options{GPUs: gpus(3, capacity), Virtual: true, Check: true})
+	revoked, tight := 0, 0
+	r := open(t, m, harvest.Options{
+		SlabBytes: 1 << 15, HeadroomBytes: headroom, ClearBytes: 4096, Cooldown: 10 * time.Second,
+		Events: harvest.EventListener{Revoked: func(harvest.RevokeInfo) { revoked++ }},
+	})
+	trace, err := harvest.Generate(harvest.TraceOptions{
+		Peers: peers12, Capacity: []int64{capacity, capacity}, Duration: time.Hour, Churn: 4, Seed: 7,
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	player := harvest.NewPlayer(trace, m)
+	for now := time.Duration(0); now < time.Hour/2; now += 2 * time.Second {
+		if err := player.Advance(now); err != nil {
+			t.Fatal(err)
+		}
+		pending, err := r.Tick(now)
+		if err != nil {
+			t.Fatal(err)
+		}
+		drive(t, m)
+		if _, err := r.Alloc(10_000, harvest.Hints{Client: "c"}); err != nil && !errors.Is(err, harvest.ErrNoCapacity) {
+			t.Fatal(err)
+		}
+		for _, p := range r.Snapshot().Peers {
+			if p.Free < headroom && pending == 0 {
+				tight++
+				if p.Used+p.Unused > 0 {
+					t.Fatalf("at %v: %+v", now, p)
+				}
+			}
+		}
+	}
+	if revoked < 50 || tight == 0 {
+		t.Errorf("%d handles were revoked, %d times nothing was left: the trace does not press", revoked, tight)
+	}
+	if err := player.Stop(); err != nil {
+		t.Error(err)
+	}
+}
+
+// TestModel compares a runtime, one call after the other, with what its invariants
+// say, on a checked virtual machine whose schedule is random.
+func TestModel(t *testing.T) {
+	rapid.Check(t, func(t *rapid.T) {
+		const hbm, slab, headroom = 16 << 10, 4 << 10, 2 << 10
+		m, err := emulated.New(emulated.Options{
+			GPUs: gpus(3, hbm), Virtual: true, Check: true,
+			Schedule: emulated.Random, Seed: rapid.Uint64().Draw(t, "seed"),
+		})
+		if err != nil {
+			t.Fatal(err)
+		}
+		type object struct {
+			h       *harvest.Handle
+			refs    []harvest.Ref
+			pending []residency.Point // given to ReleaseAt, not raised
+			content byte
+			freed   bool
+			called  int
+		}
+		var (
+			objects []*object
+			now     time.Duration
+			serial  uint32
+			lost    bool
+		)
+		r, err := harvest.New(harvest.Options{
+			Machine: m, Peers: peers12, SlabBytes: slab, HeadroomBytes: headroom,
+			Cooldown: time.Millisecond, ClearBytes: 512,
+		})
+		if err != nil {
+			t.Fatal(err)
+		}
+		stream, err := m.NewStream(device.HBM(0), device.StreamOptions{Name: "client"})
+		if err != nil {
+			t.Fatal(err)
+		}
+		host, err := m.Alloc(device.Host, 8<<10, "content")
+		if err != nil {
+			t.Fatal(err)
+		}
+		fence, err := m.NewFence("client")
+		if err != nil {
+			t.Fatal(err)
+		}
+		by := harvest.NewHolder("model")
+		pick := func(t *rapid.T, ok func(*object) bool) *object {
+			var os []*object
+			for _, o := range objects {
+				if ok(o) {
+					os = append(os, o)
+				}
+			}
+			if len(os) == 0 {
+				t.Skip("none")
+			}
+			return rapid.SampledFrom(os).Draw(t, "object")
+		}
+		usable := func(o *object) bool { a, _ := o.h.State(); return a }
+		// move copies the content in or out and waits; the caller has a reference. It is
+		// false for a lost peer.
+		move := func(t *rapid.T, o *object, in bool) bool {
+			dst, src := o.h.Range(), host.Range(0, o.h.Bytes())
+			if !in {
+				dst, src = src, dst
+			}
+			err := stream.Copy(dst, src)
+			if err == nil {
+				err = stream.Synchronize(t.Context())
+			}
+			if err != nil && !errors.Is(err, device.ErrLost) {
+				t.Fatal(err)
+			}
+			// What a lost peer fails must not stay in the stream.
+			_ = stream.Recover(t.Context())
+			return err == nil
+		}
+		check := func(t *rapid.T, o *object) {
+			if !move(t, o, false) {
+				return
+			}
+			for i, b := range host.Read(0, o.h.Bytes()) {
+				if b != o.content {
+					t.Fatalf("byte %d of %v is %d, want %d", i, o.h, b, o.content)
+				}
+			}
+		}
+		t.Repeat(map[string]func(*rapid.T){
+			"alloc": func(t *rapid.T) {
+				n := rapid.Int64Range(1, 6<<10).Draw(t, "bytes")
+				h, err := r.Alloc(n, harvest.Hints{Cost: time.Duration(rapid.IntRange(0, 5).Draw(t, "cost"))})
+				if errors.Is(err, harvest.ErrNoCapacity) {
+					return
+				}
+				if err != nil {
+					t.Fatal(err)
+				}
+				o := &object{h: h}
+				if err := r.RegisterCallback(h, func(harvest.Revocation) { o.called++ }); err != nil {
+					t.Fatal(err)
+				}
+				objects = append(objects, o)
+				serial++
+				o.content = byte(serial)
+				for i, to := 0, host.Write(0, n); i < len(to); i++ {
+					to[i] = o.content
+				}
+				ref, ok := h.Acquire(by)
+				if !ok {
+					t.Fatal("a new handle cannot be acquired")
+				}
+				move(t, o, true)
+				ref.Release()
+			},
+			"check": func(t *rapid.T) {
+				o := pick(t, usable)
+				ref, ok := o.h.Acquire(by)
+				if !ok {
+					t.Fatal("not acquired")
+				}
+				check(t, o)
+				ref.Release()
+			},
+			"check what is freed or being revoked": func(t *rapid.T) {
+				check(t, pick(t, func(o *object) bool { return len(o.refs) > 0 && !usable(o) }))
+			},
+			"acquire": func(t *rapid.T) {
+				o := pick(t, func(*object) bool { return true })
+				ref, ok := o.h.Acquire(by)
+				if ok != usable(o) || ok && (o.freed || o.called > 0) {
+					t.Fatalf("acquired: %t; %+v", ok, o)
+				}
+				if ok {
+					o.refs = append(o.refs, ref)
+				}
+			},
+			"release": func(t *rapid.T) {
+				o := pick(t, func(o *object) bool { return len(o.refs) > 0 })
+				ref := o.refs[0]
+				o.refs = o.refs[1:]
+				if rapid.Bool().Draw(t, "later") {
+					serial++
+					p := residency.Point{Fence: fence, Value: serial}
+					ref.ReleaseAt(p)
+					o.pending = append(o.pending, p)
+				} else {
+					ref.Release()
+				}
+			},
+			"raise": func(t *rapid.T) {
+				serial++
+				if err := fence.Raise(serial); err != nil {
+					t.Fatal(err)
+				}
+				for _, o := range objects {
+					o.pending = nil
+				}
+			},
+			"free": func(t *rapid.T) {
+				o := pick(t, func(*object) bool { return true })
+				available := usable(o)
+				switch err := r.Free(o.h); {
+				case err == nil && !available, err != nil && available:
+					t.Fatalf("free of %v, available %t: %v", o.h, available, err)
+				case err == nil:
+					o.freed = true
+				case errors.Is(err, harvest.ErrFreed) != o.freed, errors.Is(err, harvest.ErrRevoked) == o.freed:
+					t.Fatal(err)
+				}
+			},
+			"take": func(t *rapid.T) {
+				s := rapid.SampledFrom(peers12).Draw(t, "peer")
+				u, err := m.Usage(s)
+				if err != nil {
+					t.Fatal(err)
+				}
+				if err := m.Take(s, rapid.Int64Range(0, hbm).Draw(t, "bytes")-u.Other); err != nil {
+					t.Fatal(err)
+				}
+			},
+			"reclaim": func(t *rapid.T) {
+				s := rapid.SampledFrom(peers12).Draw(t, "peer")
+				if _, err := r.Reclaim(s, rapid.Int64Range(1, hbm).Draw(t, "bytes"), time.Millisecond); err != nil {
+					t.Fatal(err)
+				}
+			},
+			"lose": func(t *rapid.T) {
+				if rapid.IntRange(0, 20).Draw(t, "chance") != 20 || lost {
+					t.Skip("rare")
+				}
+				lost = true
+				if err := m.Lose(2); err != nil {
+					t.Fatal(err)
+				}
+			},
+			"tick": func(t *rapid.T) {
+				now += time.Duration(rapid.IntRange(0, 2000).Draw(t, "us")) * time.Microsecond
+				if _, err := r.Tick(now); err != nil {
+					t.Fatal(err)
+				}
+				for _, p := range r.Snapshot().Peers {
+					if p.Free+p.Leaving < headroom && p.Used+p.Unused > 0 {
+						t.Fatalf("head-room is not met, and slabs are in service: %+v", p)
+					}
+				}
+			},
+			"": func(t *rapid.T) {
+				var spans []device.Range
+				for _, o := range objects {
+					if len(o.refs)+len(o.pending) > 0 && o.called > 0 {
+						t.Fatalf("%v was called back with readers", o.h)
+					}
+					if o.called > 1 || o.freed && o.called > 0 {
+						t.Fatalf("%v was freed %t and called back %d times", o.h, o.freed, o.called)
+					}
+					if len(o.refs)+len(o.pending) > 0 || usable(o) {
+						spans = append(spans, o.h.Range())
+					}
+				}
+				slices.SortFunc(spans, func(a, b device.Range) int { return int(int64(a.Addr) - int64(b.Addr)) })
+				for i := 1; i < len(spans); i++ {
+					if spans[i-1].End() > spans[i].Addr {
+						t.Fatalf("%v and %v overlap", spans[i-1], spans[i])
+					}
+				}
+				for _, p := range r.Snapshot().Peers {
+					var sum int64
+					for _, s := range p.Slabs {
+						sum += s.Bytes
+					}
+					if p.Used+p.Unused+p.Leaving != sum {
+						t.Fatalf("accounts: %+v", p)
+					}
+				}
+			},
+		})
+		for _, o := range objects {
+			for i := range o.refs {
+				o.refs[i].Release()
+			}
+		}
+		serial++
+		ctx, cancel := context.WithTimeout(context.Background(), 10*time.Second)
+		defer cancel()
+		if err := errors.Join(fence.Raise(serial), r.Close(ctx), stream.Close(), host.Free(), m.Close()); err != nil {
+			t.Fatal(err)
+		}
+		for _, o := range objects {
+			if !o.freed && o.called != 1 {
+				t.Fatalf("%v was not freed and called back %d times", o.h, o.called)
+			}
+		}
+	})
+}
+
+// TestHammer does random operations from 8 goroutines, MOESERVE_SOAK of them in all
+// (100,000 where that is unset), while others take and give back memory, a neighbor
+// reclaims and the runtime ticks. Every byte is written by a copy and checked by
+// another: nobody's bytes are ever anybody else's.
+func TestHammer(t *testing.T) {
+	const workers, hbm, slab = 8, 256 << 10, 16 << 10
+	operations := 100_000
+	if v := os.Getenv("MOESERVE_SOAK"); v != "" {
+		n, err := strconv.Atoi(v)
+		if err != nil || n < workers {
+			t.Fatalf("MOESERVE_SOAK is %q and must be a number of operations", v)
+		}
+		operations = n
+	}
+	m := machine(t, emulated.Options{GPUs: gpus(3, hbm)})
+	var allocated, freedOrRevoked, violations atomic.Int64
+	r := open(t, m, harvest.Options{
+		SlabBytes: slab, HeadroomBytes: 2 * slab, Cooldown: time.Millisecond, Interval: 200 * time.Microsecond,
+		ClearBytes: 4096, Deadline: 10 * time.Second,
+		Events: harvest.EventListener{
+			Allocated: func(harvest.AllocInfo) { allocated.Add(1) },
+			Freed:     func(harvest.FreeInfo) { freedOrRevoked.Add(1) },
+			Revoked:   func(harvest.RevokeInfo) { freedOrRevoked.Add(1) },
+			Violated:  func(harvest.ViolationInfo) { violations.Add(1) },
+		},
+	})
+	if err := r.Start(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	const seed = 1
+	var all, rest sync.WaitGroup
+	done := make(chan struct{})
+	rest.Go(func() { // others
+		rng := rand.New(rand.NewPCG(seed, 100))
+		held := map[device.Space]int64{}
+		for i := 0; ; i++ {
+			select {
+			case <-done:
+				return
+			case <-time.After(time.Duration(rng.IntN(3000)) * time.Microsecond):
+			}
+			s := peers12[rng.IntN(2)]
+			if i%8 == 0 {
+				if _, err := r.Reclaim(s, rng.Int64N(4*slab)+1, 0); err != nil {
+					t.Error(err)
+				}
+				continue
+			}
+			to := int64(hbm * math.Pow(rng.Float64(), 3)) // mostly little
+			if err := m.Take(s, to-held[s]); err != nil {
+				t.Error(err)
+			}
+			held[s] = to
+		}
+	})
+	var checked, refused, calls, revoked, ops atomic.Int64
+	for w := range workers {
+		all.Go(func() {
+			c := hammerer{t: t, m: m, r: r, rng: rand.New(rand.NewPCG(seed, uint64(w))), calls: &calls, by: harvest.NewHolder(fmt.Sprint("worker ", w))}
+			if err := c.work(operations / workers); err != nil {
+				t.Error(err)
+			}
+			checked.Add(c.checked)
+			refused.Add(c.refused)
+			revoked.Add(c.revoked)
+			ops.Add(int64(c.serial))
+		})
+	}
+	all.Wait()
+	close(done)
+	rest.Wait()
+	if err := r.Close(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	t.Logf("%d allocated, %d refused, %d revoked, %d bytes checked, %d violations", allocated.Load(), refused.Load(), revoked.Load(), checked.Load(), violations.Load())
+	if allocated.Load() != freedOrRevoked.Load() {
+		t.Errorf("%d handles were allocated and %d ended", allocated.Load(), freedOrRevoked.Load())
+	}
+	if calls.Load() != revoked.Load() {
+		t.Errorf("%d callbacks for %d handles revoked", calls.Load(), revoked.Load())
+	}
+	if checked.Load() < int64(operations) || revoked.Load() == 0 || refused.Load() == 0 {
+		t.Error("too little happened")
+	}
+}
+
+// hammerer is one client.
+type hammerer struct {
+	t      *testing.T
+	m      *emulated.Machine
+	r      *harvest.Runtime
+	rng    *rand.Rand
+	by     *harvest.Holder
+	calls  *atomic.Int64
+	stream device.Stream
+	host   device.Memory
+	fence  device.Fence
+	serial uint32
+
+	objects                   []*hammered
+	checked, refused, revoked int64
+}
+
+type hammered struct {
+	h      *harvest.Handle
+	seed   byte
+	called atomic.Int32
+}
+
+const hammerBytes = 3000
+
+func (c *hammerer) work(n int) (err error) {
+	if c.stream, err = c.m.NewStream(device.HBM(0), device.StreamOptions{Name: "worker"}); err != nil {
+		return err
+	}
+	if c.host, err = c.m.Alloc(device.Host, 2*hammerBytes, "content"); err != nil {
+		return err
+	}
+	if c.fence, err = c.m.NewFence("worker"); err != nil {
+		return err
+	}
+	for range n {
+		for before := c.refused; ; before = c.refused {
+			if err := c.operate(); err != nil {
+				return err
+			}
+			if c.refused == before {
+				break
+			}
+			time.Sleep(100 * time.Microsecond) // and do another operation instead
+		}
+	}
+	for len(c.objects) > 0 {
+		if err := c.free(len(c.objects) - 1); err != nil {
+			return err
+		}
+	}
+	if err := c.fence.Await(c.t.Context(), c.serial); err != nil {
+		return err
+	}
+	return errors.Join(c.stream.Close(), c.host.Free(), c.fence.Close())
+}
+
+func (c *hammerer) operate() error {
+	// What the callbacks say goes first, as in a residency map.
+	for i := len(c.objects) - 1; i >= 0; i-- {
+		if c.objects[i].called.Load() > 0 {
+			if err := c.free(i); err != nil {
+				return err
+			}
+		}
+	}
+	switch k := c.rng.IntN(10); {
+	case len(c.objects) == 0 || k < 3 && len(c.objects) < 16:
+		return c.alloc()
+	case k < 5:
+		return c.free(c.rng.IntN(len(c.objects)))
+	case k < 7: // read, and let go before the copy has run
+		o := c.objects[c.rng.IntN(len(c.objects))]
+		if ref, ok := o.h.Acquire(c.by); ok {
+			return c.enqueue(&ref, c.host.Range(hammerBytes, o.h.Bytes()), o.h.Range())
+		}
+		return nil
+	default:
+		return c.check(c.objects[c.rng.IntN(len(c.objects))])
+	}
+}
+
+// enqueue copies and gives ref back at the copy's end.
+func (c *hammerer) enqueue(ref *harvest.Ref, dst, src device.Range) error {
+	c.serial++
+	err := errors.Join(c.stream.Copy(dst, src), c.stream.Raise(c.fence, c.serial))
+	ref.ReleaseAt(residency.Point{Fence: c.fence, Value: c.serial})
+	return err
+}
+
+func (c *hammerer) alloc() error {
+	h, err := c.r.Alloc(c.rng.Int64N(hammerBytes)+1, harvest.Hints{
+		Client: "hammer", Cost: time.Duration(c.rng.IntN(1000)) * time.Microsecond,
+	})
+	if errors.Is(err, harvest.ErrNoCapacity) {
+		c.refused++
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	o := &hammered{h: h, seed: byte(c.rng.IntN(256))}
+	switch err := c.r.RegisterCallback(h, func(harvest.Revocation) {
+		c.calls.Add(1)
+		o.called.Add(1)
+	}); {
+	case errors.Is(err, harvest.ErrRevoked): // between Alloc and here
+		c.revoked++
+		c.calls.Add(1) // the callback that came too late
+		return nil
+	case err != nil:
+		return err
+	}
+	c.objects = append(c.objects, o)
+	ref, ok := h.Acquire(c.by)
+	if !ok {
+		return nil
+	}
+	// The stream is done with the buffer: each operation that fills it waits here.
+	if err := c.fence.Await(c.t.Context(), c.serial); err != nil {
+		return err
+	}
+	for i, to := 0, c.host.Write(0, h.Bytes()); i < len(to); i++ {
+		to[i] = o.seed + byte(i*7)
+	}
+	return c.enqueue(&ref, h.Range(), c.host.Range(0, h.Bytes()))
+}
+
+func (c *hammerer) check(o *hammered) error {
+	ref, ok := o.h.Acquire(c.by)
+	if !ok {
+		return nil
+	}
+	n := o.h.Bytes()
+	if err := c.enqueue(&ref, c.host.Range(hammerBytes, n), o.h.Range()); err != nil {
+		return err
+	}
+	if err := c.fence.Await(c.t.Context(), c.serial); err != nil {
+		return err
+	}
+	for i, b := range c.host.Read(hammerBytes, n) {
+		if b != o.seed+byte(i*7) {
+			return fmt.Errorf("byte %d of %v is %d, want %d", i, o.h, b, o.seed+byte(i*7))
+		}
+	}
+	c.checked += n
+	return nil
+}
+
+// free ends an object that may have been revoked.
+func (c *hammerer) free(i int) error {
+	o := c.objects[i]
+	c.objects = slices.Delete(c.objects, i, i+1)
+	err := c.r.Free(o.h)
+	if errors.Is(err, harvest.ErrRevoked) {
+		c.revoked++
+		return nil
+	}
+	if err == nil && o.called.Load() != 0 {
+		return fmt.Errorf("%v was freed and called back", o.h)
+	}
+	return err
+}

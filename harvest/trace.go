@@ -1,0 +1,301 @@
+package harvest
+
+import (
+	"bufio"
+	"cmp"
+	"errors"
+	"fmt"
+	"io"
+	"math"
+	"math/rand/v2"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/moeserve/moeserve/device"
+)
+
+// Trace is how much of each peer's memory others hold over time: each sample holds
+// until the peer's next one. Samples are in the order of time, then of peers; the
+// first of each peer is at 0.
+type Trace []Sample
+
+// Sample is what others hold of a peer from a moment on.
+type Sample struct {
+	At    time.Duration
+	Peer  device.Space
+	Bytes int64
+}
+
+const (
+	traceHeader = "time_s,peer,bytes"
+	// maxTraceSeconds is what fits into a Duration.
+	maxTraceSeconds = math.MaxInt64 / 1e9
+)
+
+// ReadTrace reads a recording: text of lines
+//
+//	time_s,peer,bytes
+//	0,1,1500000000
+//	0,2,0
+//	2.5,1,3000000000
+//	2.5,2,0
+//
+// where time_s is in seconds from the start, peer the number of a GPU, and bytes what
+// others hold there. Times rise; the first is 0; each time has a line for each peer
+// of the first one, so a lost sample is seen. maxGap, if over 0, is the longest time
+// that may lie between two. peers, if not nil, are those that exist. An error names
+// the line.
+func ReadTrace(r io.Reader, peers []device.Space, maxGap time.Duration) (Trace, error) {
+	var (
+		t     Trace
+		all   []device.Space // those of time 0
+		now   []device.Space // those of the present time
+		n     int
+		in    = bufio.NewScanner(r)
+		wrong = func(format string, args ...any) (Trace, error) {
+			return nil, fmt.Errorf("harvest: trace line %d: %w", n, fmt.Errorf(format, args...))
+		}
+	)
+	// missing says which peer the present time lacks.
+	missing := func() error {
+		for _, p := range all {
+			if !slices.Contains(now, p) {
+				return fmt.Errorf("time %s has no line for peer %s, which time 0 has: fill the gap", seconds(t[len(t)-1].At), number(p))
+			}
+		}
+		return nil
+	}
+	for in.Scan() {
+		n++
+		line := strings.TrimSuffix(in.Text(), "\r")
+		if n == 1 {
+			if line != traceHeader {
+				return wrong("the header is %q and must be %q", line, traceHeader)
+			}
+			continue
+		}
+		s, err := parseSample(line)
+		if err != nil {
+			return wrong("%w", err)
+		}
+		if peers != nil && !slices.Contains(peers, s.Peer) {
+			return wrong("there is no peer %s", number(s.Peer))
+		}
+		switch last := len(t) - 1; {
+		case last < 0 && s.At != 0:
+			return wrong("the first time is %s and must be 0: what others held before is not known", seconds(s.At))
+		case last >= 0 && s.At < t[last].At:
+			return wrong("time %s comes after %s: sort the lines by time", seconds(s.At), seconds(t[last].At))
+		case last >= 0 && s.At > t[last].At:
+			if t[last].At == 0 {
+				all = slices.Clone(now)
+			}
+			if err := missing(); err != nil {
+				return wrong("%w", err)
+			}
+			if gap := s.At - t[last].At; maxGap > 0 && gap > maxGap {
+				return wrong("%s s lie between times %s and %s, more than %s: a gap", seconds(gap), seconds(t[last].At), seconds(s.At), seconds(maxGap))
+			}
+			now = now[:0]
+		}
+		if s.At > 0 && !slices.Contains(all, s.Peer) {
+			return wrong("peer %s has no line at time 0", number(s.Peer))
+		}
+		if slices.Contains(now, s.Peer) {
+			return wrong("peer %s has two lines at time %s", number(s.Peer), seconds(s.At))
+		}
+		now = append(now, s.Peer)
+		t = append(t, s)
+	}
+	n++
+	if err := in.Err(); err != nil {
+		return wrong("%w", err)
+	}
+	if len(t) == 0 {
+		return wrong("the trace ends without a sample")
+	}
+	if err := missing(); err != nil {
+		return wrong("%w", err)
+	}
+	slices.SortStableFunc(t, bySample)
+	return t, nil
+}
+
+func bySample(a, b Sample) int { return cmp.Or(cmp.Compare(a.At, b.At), cmp.Compare(a.Peer, b.Peer)) }
+
+func parseSample(line string) (Sample, error) {
+	f := strings.Split(line, ",")
+	if len(f) != 3 {
+		return Sample{}, fmt.Errorf("%q has %d fields and must have 3: %s", line, len(f), traceHeader)
+	}
+	at, err := strconv.ParseFloat(f[0], 64)
+	if err != nil || !(at >= 0 && at < maxTraceSeconds) {
+		return Sample{}, fmt.Errorf("time_s is %q and must be a number of seconds from 0 on", f[0])
+	}
+	peer, err := strconv.Atoi(f[1])
+	if err != nil || peer < 0 || peer > 1<<20 {
+		return Sample{}, fmt.Errorf("peer is %q and must be the number of a GPU, from 0 on", f[1])
+	}
+	bytes, err := strconv.ParseInt(f[2], 10, 64)
+	if err != nil || bytes < 0 {
+		return Sample{}, fmt.Errorf("bytes is %q and must be a whole number from 0 on", f[2])
+	}
+	return Sample{time.Duration(math.Round(at * 1e9)), device.HBM(peer), bytes}, nil
+}
+
+// seconds and number are how a trace writes a time and a peer.
+func seconds(d time.Duration) string {
+	s := fmt.Sprintf("%d.%09d", d/time.Second, d%time.Second)
+	return strings.TrimSuffix(strings.TrimRight(s, "0"), ".")
+}
+
+func number(s device.Space) string {
+	i, _ := s.GPU()
+	return strconv.Itoa(i)
+}
+
+// Write writes the trace in the form that ReadTrace reads: at each time of any
+// sample, a line for each peer.
+func (t Trace) Write(w io.Writer) error {
+	out := bufio.NewWriter(w)
+	fmt.Fprintln(out, traceHeader)
+	level := map[device.Space]int64{}
+	var peers []device.Space
+	for i, s := range t {
+		if _, ok := level[s.Peer]; !ok {
+			peers = append(peers, s.Peer)
+		}
+		level[s.Peer] = s.Bytes
+		if i+1 < len(t) && t[i+1].At == s.At {
+			continue
+		}
+		for _, p := range peers {
+			fmt.Fprintf(out, "%s,%s,%d\n", seconds(s.At), number(p), level[p])
+		}
+	}
+	return out.Flush()
+}
+
+// TraceOptions describe a generated trace.
+type TraceOptions struct {
+	// Peers and, for each, its memory in bytes.
+	Peers    []device.Space
+	Capacity []int64
+	// Duration of the trace.
+	Duration time.Duration
+	// Churn is how often per minute what others hold of a peer changes, on average.
+	// Default: 1. Under 0: never.
+	Churn float64
+	// Seed decides everything that is left to chance. A peer's trace does not depend on
+	// which other peers there are.
+	Seed uint64
+}
+
+// quantiles of the share of GPU memory in use, from a trace of 6,500 GPUs on 1,800
+// machines (Harvest, section 2.1 and figure 2): 68 % of machines use at most 20 %,
+// 87 % at most 50 %.
+var quantiles = []struct{ probability, share float64 }{{0, 0}, {0.68, 0.2}, {0.87, 0.5}, {1, 1}}
+
+// shareAt is the share of memory in use that a machine at that quantile (0 to 1)
+// has: straight lines between the published ones.
+func shareAt(q float64) float64 {
+	for i := 1; i < len(quantiles); i++ {
+		a, b := quantiles[i-1], quantiles[i]
+		if q <= b.probability {
+			return a.share + (b.share-a.share)*(q-a.probability)/(b.probability-a.probability)
+		}
+	}
+	return 1
+}
+
+// Generate makes a trace in which each peer's others hold, at any moment, what a
+// machine drawn from the published distribution does; they change to an
+// independent draw at the times of a Poisson process.
+func Generate(o TraceOptions) (Trace, error) {
+	if o.Churn == 0 {
+		o.Churn = 1
+	}
+	switch {
+	case len(o.Peers) != len(o.Capacity):
+		return nil, fmt.Errorf("harvest: generate a trace: %d peers and %d capacities", len(o.Peers), len(o.Capacity))
+	case o.Duration < 0 || math.IsNaN(o.Churn) || math.IsInf(o.Churn, 1):
+		return nil, fmt.Errorf("harvest: generate a trace of %v with %g changes per minute: both must be finite, and the time not under 0", o.Duration, o.Churn)
+	}
+	var t Trace
+	for i, p := range o.Peers {
+		rng := rand.New(rand.NewPCG(o.Seed, uint64(p)))
+		for at := 0.0; ; at += rng.ExpFloat64() * 60 / o.Churn {
+			if at > o.Duration.Seconds() {
+				break
+			}
+			t = append(t, Sample{time.Duration(at * 1e9), p, int64(shareAt(rng.Float64()) * float64(o.Capacity[i]))})
+			if o.Churn < 0 {
+				break
+			}
+		}
+	}
+	slices.SortStableFunc(t, bySample)
+	return t, nil
+}
+
+// Taker is a machine where memory can be taken as another tenant would; negative
+// bytes give back. Emulated machines are.
+type Taker interface {
+	Take(s device.Space, bytes int64) error
+}
+
+// Player lets the others of a trace take and give back their memory as time goes by.
+// It is used by one goroutine.
+type Player struct {
+	trace Trace
+	taker Taker
+	next  int
+	held  map[device.Space]int64
+}
+
+// NewPlayer plays a trace from its beginning.
+func NewPlayer(t Trace, taker Taker) *Player {
+	return &Player{trace: t, taker: taker, held: map[device.Space]int64{}}
+}
+
+// Advance does what is due until now, counted from the trace's beginning.
+func (p *Player) Advance(now time.Duration) error {
+	for p.next < len(p.trace) && p.trace[p.next].At <= now {
+		s := p.trace[p.next]
+		if err := p.set(s.Peer, s.Bytes); err != nil {
+			return err
+		}
+		p.next++
+	}
+	return nil
+}
+
+// Next is when the next change is due, false at the trace's end.
+func (p *Player) Next() (time.Duration, bool) {
+	if p.next == len(p.trace) {
+		return 0, false
+	}
+	return p.trace[p.next].At, true
+}
+
+// Stop gives everything back.
+func (p *Player) Stop() error {
+	p.next = len(p.trace)
+	var errs []error
+	for s := range p.held {
+		errs = append(errs, p.set(s, 0))
+	}
+	return errors.Join(errs...)
+}
+
+func (p *Player) set(s device.Space, bytes int64) error {
+	if d := bytes - p.held[s]; d != 0 {
+		if err := p.taker.Take(s, d); err != nil {
+			return fmt.Errorf("harvest: play a trace: %w", err)
+		}
+	}
+	p.held[s] = bytes
+	return nil
+}
