@@ -6,7 +6,7 @@ VERSION ?= $(shell git describe --tags --always --dirty 2>/dev/null || echo dev)
 LDFLAGS := -s -w -X main.version=$(VERSION)
 GOLANGCI := github.com/golangci/golangci-lint/v2/cmd/golangci-lint@v2.15.0
 
-.PHONY: build test race lint fmt fuzz score load openai bench memory clean
+.PHONY: build test race lint fmt fuzz soak score load openai bench memory clean
 
 build:            ## the binary: with CUDA where gcc and a cuda.h are, else for the CPU alone
 	@if [ -n "$(NO_CUDA)" ] || ! $(MAKE) -s cuda-available; then \
@@ -46,6 +46,9 @@ openai:           ## the official clients of the OpenAI API; PYTHON needs the pa
 	$(PYTHON) tests/openai/python_check.py build/moeserve-openai
 
 PYTHON ?= python3
+
+soak:             ## a million random operations on harvest, from 8 goroutines
+	MOESERVE_SOAK=1000000 $(GO) test -race -count=1 -timeout 30m -run TestHammer ./harvest
 
 bench:            ## kernels on the CPU, tokenizer, devices
 	$(GO) test -run '^$$' -bench . ./kernels/cpu ./models/tokenizer ./device/emulated

@@ -33,7 +33,7 @@ const (
 // with CUDA, and by moeserve's own tests.
 var otherVariables = []string{
 	"MOESERVE_CUDA_LIBRARIES", "MOESERVE_CUDA_INCLUDE",
-	"MOESERVE_TESTDATA", "MOESERVE_SCORE", "MOESERVE_LOAD", "MOESERVE_PYTHON", "MOESERVE_CUDA_TEST",
+	"MOESERVE_TESTDATA", "MOESERVE_SCORE", "MOESERVE_SOAK", "MOESERVE_LOAD", "MOESERVE_PYTHON", "MOESERVE_CUDA_TEST",
 }
 
 // addSettings gives a command a flag for each setting, and --config.
