@@ -491,6 +491,51 @@ func (m *Model) Head(s device.Stream, b *Batch) error {
 	return m.enqueue(s, "head", &m.probs)
 }
 
+// Warm enqueues each dense product of the model once for each number of rows, over
+// whatever the workspace holds: for backends whose first product of a shape must not
+// come while a stream waits. No step may be running.
+func (m *Model) Warm(s device.Stream, rows []int) error {
+	product := func(layer int, x, w, bias, out kernels.Tensor) error {
+		m.matmul = kernels.MatMul{X: x, W: w, Bias: bias, Out: out}
+		return m.enqueueLayer(s, layer, &m.matmul)
+	}
+	seen := map[bool]bool{}
+	for layer, dense := range m.Config.Dense {
+		if seen[dense] {
+			continue // its products have the shapes of an earlier layer's
+		}
+		seen[dense] = true
+		w := &m.Weights.Layers[layer]
+		for _, n := range rows {
+			x, h := m.ws.x.Slice(0, n), m.ws.h.Slice(0, n)
+			err := product(layer, h, w.QKV, w.QKVBias, m.ws.qkv.Slice(0, n))
+			if err == nil {
+				err = product(layer, m.ws.attn.Slice(0, n), w.O, w.OBias, x)
+			}
+			switch {
+			case err != nil:
+			case dense:
+				err = m.MLP(s, layer, n)
+			default:
+				if err = product(layer, h, w.Router, w.RouterBias, m.ws.router.Slice(0, n)); err == nil {
+					err = m.Shared(s, layer, n)
+				}
+			}
+			if err != nil {
+				return err
+			}
+		}
+	}
+	for _, n := range rows {
+		if n = min(n, m.Limits.MaxLogits); n > 0 {
+			if err := product(m.Config.Layers, m.ws.lastX.Slice(0, n), m.Weights.Head, m.Weights.HeadBias, m.ws.logits.Slice(0, n)); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
+}
+
 // gated computes down(silu(gate h) * up h) of the group's rows into out.
 func (m *Model) gated(s device.Stream, layer, rows int, gateUp, down, out kernels.Tensor) error {
 	wide := gateUp.Shape[0] / 2

@@ -320,6 +320,15 @@ func (n *Node) assemble(ctx context.Context, o *Options, src models.Source, kv k
 		return fail(ErrDevice, err)
 	}
 	n.closers = append(n.closers, n.pipe.Close)
+	if b, ok := n.backend.(interface{ WarmRows(most int) []int }); ok {
+		err := model.Warm(n.pipe.Compute(), b.WarmRows(n.limits.MaxRows))
+		if err == nil {
+			err = n.pipe.Compute().Synchronize(ctx)
+		}
+		if err != nil {
+			return fail(ErrDevice, fmt.Errorf("node: first products: %w", err))
+		}
+	}
 	n.engine = engine.New(engine.Options{
 		Pipeline: n.pipe, KV: n.kv, Tokenizer: n.tokenizer, MaxModelLen: n.limits.MaxModelLen,
 		MaxNumSeqs: n.limits.MaxSeqs, MaxNumBatchedTokens: n.limits.MaxRows, MaxAdjust: n.limits.MaxAdjust,

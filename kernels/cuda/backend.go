@@ -8,6 +8,7 @@ import (
 
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/kernels"
+	"github.com/moeserve/moeserve/kernels/cuda/internal/cublaslt"
 )
 
 // runner puts kernels and the library's products on streams. Its methods may be
@@ -91,6 +92,17 @@ func (b *Backend) ActivationDType() kernels.DType { return b.o.Activation }
 // WeightDType is the type to which weights of type t are best cast at load: the
 // activation type, with which products are fast.
 func (b *Backend) WeightDType(kernels.DType) kernels.DType { return b.o.Activation }
+
+// WarmRows lists the numbers of rows, up to most, for which dense products should be
+// enqueued once before anything waits for a fence: cuBLASLt loads code at the first
+// product of a shape, for which the driver waits until the device is idle and lets
+// nobody else enqueue meanwhile, who might have to raise that fence.
+func (b *Backend) WarmRows(most int) []int {
+	if b.o.BatchInvariant {
+		return nil
+	}
+	return cublaslt.Buckets(most)
+}
 
 // Close implements kernels.Backend.
 func (b *Backend) Close() error {

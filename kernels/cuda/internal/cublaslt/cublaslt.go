@@ -130,7 +130,6 @@ import "C"
 import (
 	"errors"
 	"fmt"
-	"math/bits"
 	"sync"
 	"unsafe"
 
@@ -242,14 +241,6 @@ func (h *Handle) Close() error {
 	}
 	h.plans = nil
 	return h.l.check("destroy", C.lt_destroy(h.l.calls, h.handle))
-}
-
-// bucket rounds a number of rows up to those for which algorithms are chosen.
-func bucket(rows int) int {
-	if rows <= 512 {
-		return 1 << bits.Len(uint(rows-1))
-	}
-	return (rows + 511) / 512 * 512
 }
 
 // MatMul enqueues p on the stream (a CUstream), with the workspace of the handle's

@@ -35,11 +35,3 @@ func TestOpenWithoutLibrary(t *testing.T) {
 		t.Errorf("%v", err)
 	}
 }
-
-func TestBucket(t *testing.T) {
-	for rows, want := range map[int]int{1: 1, 2: 2, 3: 4, 81: 128, 324: 512, 512: 512, 513: 1024, 4536: 4608} {
-		if got := bucket(rows); got != want {
-			t.Errorf("%d rows are in bucket %d, want %d", rows, got, want)
-		}
-	}
-}
