@@ -8,6 +8,7 @@ import (
 
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/device/cuda"
+	"github.com/moeserve/moeserve/device/cuda/nvml"
 	"github.com/moeserve/moeserve/kernels"
 	kernelscuda "github.com/moeserve/moeserve/kernels/cuda"
 )
@@ -32,4 +33,46 @@ func openCUDA(o *Options, weights kernels.DType) (device.Machine, kernels.Backen
 		return nil, nil, errors.Join(err, m.Close())
 	}
 	return m, b, nil
+}
+
+// GPUs describes the machine's GPUs as NVML reads them, a line each; note says why
+// there are none.
+func GPUs() (gpus []string, note string) {
+	r, err := nvml.Open()
+	if err != nil {
+		return nil, err.Error()
+	}
+	defer r.Close() //nolint:errcheck // only read from
+	devices, err := r.Devices()
+	if err != nil {
+		return nil, err.Error()
+	}
+	for _, d := range devices {
+		gpus = append(gpus, describe(r, d))
+	}
+	if len(gpus) == 0 {
+		note = "NVML finds none"
+	}
+	return gpus, note
+}
+
+func describe(r *nvml.Reader, d nvml.Device) string {
+	s := fmt.Sprintf("%s, %s, driver %s", d.Name, d.Bus, r.DriverVersion())
+	reading, err := d.Read()
+	if err != nil {
+		return s + ": " + err.Error()
+	}
+	s += fmt.Sprintf(", %s of %s used", Bytes(reading.Memory.Used), Bytes(reading.Memory.Total))
+	if reading.ComputeLoad != nil {
+		s += fmt.Sprintf(", %d %% busy", *reading.ComputeLoad)
+	}
+	links := d.Links()
+	s += fmt.Sprintf(", PCIe %d x%d, %d NVLinks", links.PCIeGeneration, links.PCIeWidth, len(links.NVLinks))
+	if mig, err := d.MIG(); err == nil && mig.Enabled {
+		s += fmt.Sprintf(", MIG with %d instances", len(mig.Instances))
+	}
+	if problem := reading.Health.Problem(); problem != "" {
+		s += ", " + problem
+	}
+	return s
 }

@@ -47,10 +47,11 @@ type environment struct {
 	CPUs    int `json:"cpus"`
 	Threads int `json:"threads"`
 	// Memory in bytes; 0 where the system does not say.
-	MemoryBytes    int64    `json:"memory_bytes"`
-	AvailableBytes int64    `json:"memory_available_bytes"`
-	GPUs           []string `json:"gpus"`
-	GPUNote        string   `json:"gpu_note"`
+	MemoryBytes    int64 `json:"memory_bytes"`
+	AvailableBytes int64 `json:"memory_available_bytes"`
+	// GPUs in words, or why there are none.
+	GPUs    []string `json:"gpus"`
+	GPUNote string   `json:"gpu_note"`
 	// Variables of ours and of Go's runtime that are set.
 	Variables []string `json:"variables"`
 }
@@ -59,8 +60,10 @@ func newEnvironment(environ []string) environment {
 	e := environment{
 		Build: buildInfo(), System: runtime.GOOS, CPU: runtime.GOARCH, CPUFeatures: cpuFeatures(),
 		CPUs: runtime.NumCPU(), Threads: runtime.GOMAXPROCS(0),
-		GPUs: []string{}, GPUNote: "this build has no CUDA in it", Variables: []string{},
+		GPUs: []string{}, Variables: []string{},
 	}
+	gpus, note := node.GPUs()
+	e.GPUs, e.GPUNote = append(e.GPUs, gpus...), note
 	if release := procField("/proc/version", ""); release != "" {
 		e.System = release
 	}
@@ -135,7 +138,12 @@ func collectEnv(s *streams, set *settings) (err error) {
 		if e.MemoryBytes > 0 {
 			t.line("memory\t%s, of which %s available", node.Bytes(e.MemoryBytes), node.Bytes(e.AvailableBytes))
 		}
-		t.line("GPUs\tnone: %s", e.GPUNote)
+		if len(e.GPUs) == 0 {
+			t.line("GPUs\tnone: %s", e.GPUNote)
+		}
+		for _, g := range e.GPUs {
+			t.line("GPU\t%s", g)
+		}
 		for _, v := range e.Variables {
 			t.line("variable\t%s", v)
 		}
