@@ -38,7 +38,7 @@ const (
 	// alignment of extents and of staging buffers, in bytes.
 	alignment = 256
 
-	rowMajor = "row-major"
+	rowMajor = kernels.RowMajor
 )
 
 // Plan is how much memory a Config takes, in bytes.

@@ -156,54 +156,16 @@ func enqueue[T any](b *Backend, s device.Executor, kind int, op kernels.Op, args
 	return err
 }
 
-// layoutTag names the only layout: w1, w3, w2, each row-major.
-const layoutTag = "row-major"
-
-const extentAlign = 256 // bytes
-
 // ExpertLayout implements kernels.Backend.
 func (b *Backend) ExpertLayout(s kernels.ExpertShape) (kernels.ExpertLayout, error) {
-	if s.Hidden < 1 || s.Intermediate < 1 {
-		return kernels.ExpertLayout{}, fmt.Errorf("cpu: expert of hidden size %d and intermediate size %d, want 1 or more", s.Hidden, s.Intermediate)
-	}
-	switch s.DType {
-	case kernels.F32, kernels.BF16, kernels.F16:
-	default:
-		return kernels.ExpertLayout{}, fmt.Errorf("cpu: expert weights of type %d, want float32, bfloat16 or float16", s.DType)
-	}
-	return kernels.ExpertLayout{ExpertShape: s, Tag: layoutTag, Size: (s.Bytes() + extentAlign - 1) / extentAlign * extentAlign}, nil
+	return kernels.RowMajorLayout("cpu", s)
 }
 
-func checkLayout(op string, l kernels.ExpertLayout) error {
-	if l.Tag != layoutTag {
-		return fmt.Errorf("cpu: %s: Layout is %q, want %q: it belongs to another backend", op, l.Tag, layoutTag)
-	}
-	return nil
-}
+func checkLayout(op string, l kernels.ExpertLayout) error { return kernels.CheckRowMajor("cpu", op, l) }
 
 // PackExpert implements kernels.Backend.
 func (b *Backend) PackExpert(l kernels.ExpertLayout, part kernels.Part, row int, src, dst []byte) error {
-	if err := checkLayout("pack expert", l); err != nil {
-		return err
-	}
-	if part > kernels.W2 {
-		return fmt.Errorf("cpu: pack expert: no matrix %d", part)
-	}
-	rows, columns := l.Intermediate, l.Hidden
-	if part == kernels.W2 {
-		rows, columns = columns, rows
-	}
-	bytes := columns * l.DType.Size()
-	switch n := len(src) / bytes; {
-	case len(src)%bytes != 0:
-		return fmt.Errorf("cpu: pack expert: %d bytes of %s, want a multiple of a row's %d", len(src), part, bytes)
-	case row < 0 || row+n > rows:
-		return fmt.Errorf("cpu: pack expert: rows [%d, %d) of %s, which has %d", row, row+n, part, rows)
-	case int64(len(dst)) < l.Size:
-		return fmt.Errorf("cpu: pack expert: an extent of %d bytes, want %d", len(dst), l.Size)
-	}
-	copy(dst[int(part)*rows*columns*l.DType.Size()+row*bytes:], src)
-	return nil
+	return kernels.PackRowMajor("cpu", l, part, row, src, dst)
 }
 
 // errValue reports a value in device memory that would lead outside a tensor.

@@ -1,0 +1,59 @@
+package kernels
+
+import "fmt"
+
+// RowMajor is the tag of the layout that has w1, w3, w2 one after another, each
+// row-major as checkpoints have them.
+const RowMajor = "row-major"
+
+// extentAlign is what an extent's size is a multiple of, in bytes.
+const extentAlign = 256
+
+// RowMajorLayout is the row-major layout of experts of a shape. Errors begin with
+// the backend's name.
+func RowMajorLayout(backend string, s ExpertShape) (ExpertLayout, error) {
+	if s.Hidden < 1 || s.Intermediate < 1 {
+		return ExpertLayout{}, fmt.Errorf("%s: expert of hidden size %d and intermediate size %d, want 1 or more", backend, s.Hidden, s.Intermediate)
+	}
+	switch s.DType {
+	case F32, BF16, F16:
+	default:
+		return ExpertLayout{}, fmt.Errorf("%s: expert weights of type %d, want float32, bfloat16 or float16", backend, s.DType)
+	}
+	return ExpertLayout{ExpertShape: s, Tag: RowMajor, Size: (s.Bytes() + extentAlign - 1) / extentAlign * extentAlign}, nil
+}
+
+// CheckRowMajor refuses another layout than the row-major one for an operation.
+func CheckRowMajor(backend, op string, l ExpertLayout) error {
+	if l.Tag != RowMajor {
+		return fmt.Errorf("%s: %s: Layout is %q, want %q: it belongs to another backend", backend, op, l.Tag, RowMajor)
+	}
+	return nil
+}
+
+// PackRowMajor is Backend.PackExpert for the row-major layout. Errors begin with the
+// backend's name.
+func PackRowMajor(backend string, l ExpertLayout, part Part, row int, src, dst []byte) error {
+	const op = "pack expert"
+	if err := CheckRowMajor(backend, op, l); err != nil {
+		return err
+	}
+	if part > W2 {
+		return fmt.Errorf("%s: %s: no matrix %d", backend, op, part)
+	}
+	rows, columns := l.Intermediate, l.Hidden
+	if part == W2 {
+		rows, columns = columns, rows
+	}
+	bytes := columns * l.DType.Size()
+	switch n := len(src) / bytes; {
+	case len(src)%bytes != 0:
+		return fmt.Errorf("%s: %s: %d bytes of %s, want a multiple of a row's %d", backend, op, len(src), part, bytes)
+	case row < 0 || row+n > rows:
+		return fmt.Errorf("%s: %s: rows [%d, %d) of %s, which has %d", backend, op, row, row+n, part, rows)
+	case int64(len(dst)) < l.Size:
+		return fmt.Errorf("%s: %s: an extent of %d bytes, want %d", backend, op, len(dst), l.Size)
+	}
+	copy(dst[int(part)*rows*bytes+row*bytes:], src)
+	return nil
+}
