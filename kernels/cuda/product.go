@@ -161,12 +161,15 @@ func (b *Backend) experts(l *lane, op string, mode kernelID, x, offsets, order, 
 	if err := b.activation(op, "X", x); err != nil {
 		return err
 	}
-	if err := checkLayout(op, layout); err != nil {
+	if err := b.checkLayout(op, layout); err != nil {
 		return err
 	}
 	pairs, listed, all := order.Shape[0], experts.Shape[0], slots.Shape[0]
 	if pairs == 0 || listed == 0 {
 		return nil
+	}
+	if layout.Tag == Tiles {
+		return b.tiledExperts(l, op, mode, x, offsets, order, slots, experts, out)
 	}
 	columns, inner := out.Shape[1], x.Shape[1]
 	a := productArgs{

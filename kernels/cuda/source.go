@@ -9,10 +9,14 @@ import (
 var sources embed.FS
 
 // source is the text of a compilation unit: ptx.cuh and common.cuh come before the
-// file.
+// file, and hopper.cuh where it is for that architecture.
 func source(file string) string {
+	names := []string{"ptx.cuh", "common.cuh", file}
+	if onlyFor[file] == hopper {
+		names = []string{"ptx.cuh", "common.cuh", "hopper.cuh", file}
+	}
 	var text []byte
-	for _, name := range []string{"ptx.cuh", "common.cuh", file} {
+	for _, name := range names {
 		b, err := sources.ReadFile("src/" + name)
 		if err != nil {
 			panic(err) // embedded, or it did not build
@@ -21,6 +25,19 @@ func source(file string) string {
 	}
 	return string(text)
 }
+
+// files are the compilation units.
+var files = []string{"elementwise.cu", "route.cu", "sample.cu", "product.cu", "attention.cu", "expert.cu"}
+
+// hopper is the architecture of compute capability 9.0 with all it has, whose code
+// runs on no other.
+const hopper = "sm_90a"
+
+// onlyFor names the units that are for one architecture.
+var onlyFor = map[string]string{"expert.cu": hopper}
+
+// isFor says whether a unit is for an architecture.
+func isFor(file, arch string) bool { return onlyFor[file] == "" || onlyFor[file] == arch }
 
 // kernel is one __global__ function.
 type kernel struct {
@@ -60,7 +77,9 @@ const (
 	attentionKernels
 	productKernels = attentionKernels + kernelID(2*len(headSizes))
 	// productKernels: dense, up, down, and for each the tiles in order.
-	kernelCount = productKernels + kernelID(3*len(tiles))
+	// expertKernels: up, down, and for each the shapes in order.
+	expertKernels = productKernels + kernelID(3*len(tiles))
+	kernelCount   = expertKernels + kernelID(2*len(expertShapes))
 )
 
 // table is in the order of the ids.
@@ -94,6 +113,12 @@ var table = func() []kernel {
 	for _, mode := range []string{"matmul", "up", "down"} {
 		for _, tile := range tiles {
 			t = append(t, kernel{"product.cu", mode + "_" + tile.name, tile.shared()})
+		}
+	}
+	for _, mode := range []string{"up", "down"} {
+		for i := range expertShapes {
+			e := &expertShapes[i]
+			t = append(t, kernel{"expert.cu", fmt.Sprintf("expert_%s_%d", mode, e.units*unitRows), e.shared})
 		}
 	}
 	return t

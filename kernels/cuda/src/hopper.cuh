@@ -1,0 +1,142 @@
+// Instructions of compute capability 9.0 exactly (sm_90a): tensor cores that read
+// shared memory, bulk copies, barriers that count bytes.
+
+DEVICE u32 shared_address(const void *p) { return (u32)__cvta_generic_to_shared(p); }
+
+DEVICE void barrier_init(u64 *barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
+}
+
+// Makes initialized barriers known to bulk copies.
+DEVICE void barrier_init_done() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+DEVICE void barrier_arrive(u64 *barrier) {
+  asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+
+// Arrives, and lets the phase wait for so many bytes of bulk copies.
+DEVICE void barrier_expect(u64 *barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes) : "memory");
+}
+
+// Arrives when this thread's copies in the background (copy_async) so far have come.
+DEVICE void barrier_arrive_after_copies(u64 *barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+
+// Waits for the end of the phase of that parity.
+DEVICE void barrier_wait(u64 *barrier, u32 parity) {
+  asm volatile(
+      "{\n.reg .pred done;\n"
+      "again:\nmbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n"
+      "@!done bra again;\n}"
+      ::"r"(shared_address(barrier)), "r"(parity)
+      : "memory");
+}
+
+// Copies bytes, a multiple of 16, and counts them at the barrier.
+DEVICE void copy_bulk(void *shared, const void *global, int bytes, u64 *barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+               :
+               : "r"(shared_address(shared)), "l"(global), "r"(bytes), "r"(shared_address(barrier))
+               : "memory");
+}
+
+// 1 / x, to one unit in the last place.
+DEVICE float reciprocal_fast(float x) {
+  float r;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+  return r;
+}
+
+// Orders this thread's view of shared memory before what the tensor cores and the
+// copy engine do with it.
+DEVICE void fence_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+template <int registers>
+DEVICE void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(registers));
+}
+
+template <int registers>
+DEVICE void give_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(registers));
+}
+
+// A tile of 64 elements (128 bytes) per row in shared memory, at a multiple of 1024
+// bytes, chunk c of row r in place c ^ (r & 7), as the tensor cores are told of it.
+// Two units further are the next 16 elements.
+DEVICE u64 tile_descriptor(const void *tile) {
+  return (u64)(shared_address(tile) >> 4 & 0x3fff) | (u64)1 << 16 | (u64)(1024 >> 4) << 32 | (u64)1 << 62;
+}
+
+DEVICE void wgmma_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int pending>
+DEVICE void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(pending) : "memory");
+}
+
+#ifdef ACT_F16
+#define WGMMA_TYPES "f32.f16.f16"
+#else
+#define WGMMA_TYPES "f32.bf16.bf16"
+#endif
+
+#define REGISTERS_0 "%0,%1,%2,%3,%4,%5,%6,%7"
+#define REGISTERS_1 REGISTERS_0 ",%8,%9,%10,%11,%12,%13,%14,%15"
+#define REGISTERS_2 REGISTERS_1 ",%16,%17,%18,%19,%20,%21,%22,%23"
+#define REGISTERS_3 REGISTERS_2 ",%24,%25,%26,%27,%28,%29,%30,%31"
+#define REGISTERS_4 REGISTERS_3 ",%32,%33,%34,%35,%36,%37,%38,%39"
+#define REGISTERS_5 REGISTERS_4 ",%40,%41,%42,%43,%44,%45,%46,%47"
+#define REGISTERS_6 REGISTERS_5 ",%48,%49,%50,%51,%52,%53,%54,%55"
+#define REGISTERS_7 REGISTERS_6 ",%56,%57,%58,%59,%60,%61,%62,%63"
+#define REGISTERS_8 REGISTERS_7 ",%64,%65,%66,%67,%68,%69,%70,%71"
+#define REGISTERS_9 REGISTERS_8 ",%72,%73,%74,%75,%76,%77,%78,%79"
+#define EIGHT(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
+#define OPERANDS_0 EIGHT(0)
+#define OPERANDS_1 OPERANDS_0, EIGHT(8)
+#define OPERANDS_2 OPERANDS_1, EIGHT(16)
+#define OPERANDS_3 OPERANDS_2, EIGHT(24)
+#define OPERANDS_4 OPERANDS_3, EIGHT(32)
+#define OPERANDS_5 OPERANDS_4, EIGHT(40)
+#define OPERANDS_6 OPERANDS_5, EIGHT(48)
+#define OPERANDS_7 OPERANDS_6, EIGHT(56)
+#define OPERANDS_8 OPERANDS_7, EIGHT(64)
+#define OPERANDS_9 OPERANDS_8, EIGHT(72)
+
+// D = A B^T + D of a warpgroup, 64 x columns x 16, in float32:
+// warp w of the group has rows 16w to 16w+15, its lane l of each eight columns
+// 2 (l%4) and its neighbor, of rows l/4 (words 0, 1) and l/4 + 8 (2, 3). It runs in the background.
+template <int columns>
+struct wgmma;
+
+#define WGMMA(columns, i, a_at, b_at)                                                                  \
+  template <>                                                                                          \
+  struct wgmma<columns> {                                                                              \
+    static DEVICE void multiply(float (&d)[columns / 2], u64 a, u64 b) {                               \
+      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, 1, 0;\n"                                            \
+                   "wgmma.mma_async.sync.aligned.m64n" #columns "k16." WGMMA_TYPES " {" REGISTERS_##i  \
+                   "}, %" a_at ", %" b_at ", p, 1, 1, 0, 0;\n}"                                        \
+                   : OPERANDS_##i                                                                      \
+                   : "l"(a), "l"(b));                                                                  \
+    }                                                                                                  \
+  };
+
+WGMMA(16, 0, "8", "9")
+WGMMA(32, 1, "16", "17")
+WGMMA(48, 2, "24", "25")
+WGMMA(64, 3, "32", "33")
+WGMMA(80, 4, "40", "41")
+WGMMA(96, 5, "48", "49")
+WGMMA(112, 6, "56", "57")
+WGMMA(128, 7, "64", "65")
+WGMMA(144, 8, "72", "73")
+WGMMA(160, 9, "80", "81")
+
+// Transposes an 8 x 8 matrix of 16-bit numbers: lane l has two neighbors of row l/4.
+DEVICE u32 transpose(u32 v) {
+  u32 r;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(v));
+  return r;
+}
