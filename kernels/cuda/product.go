@@ -84,7 +84,10 @@ func (b *Backend) matmul(l *lane, o *kernels.MatMul) error {
 	}
 	same := o.W.DType == o.X.DType && inner%8 == 0 && aligned(&o.X, &o.W)
 	outFloat := o.Out.DType == kernels.F32
-	if !b.o.BatchInvariant && same && inner > 0 && columns%8 == 0 && columns >= leastLibraryColumns && aligned(&o.Out) && o.Out.Stride[0]%8 == 0 {
+	if same && columns <= mostFewColumns {
+		return b.fewColumns(l, o, outFloat)
+	}
+	if !b.o.BatchInvariant && same && inner > 0 && columns%8 == 0 && aligned(&o.Out) && o.Out.Stride[0]%8 == 0 {
 		done, err := b.libraryMatMul(l, o, outFloat)
 		if done || err != nil {
 			return err
@@ -105,8 +108,28 @@ func (b *Backend) matmul(l *lane, o *kernels.MatMul) error {
 	return b.product(l, o.Name(), denseMode, i, blocks, &a)
 }
 
-// leastLibraryColumns: narrower products (routers, gates) stay with our kernels.
-const leastLibraryColumns = 64
+// mostFewColumns is up to how many columns few.cu takes products: routers and gates.
+const mostFewColumns = 64
+
+type fewArgs struct {
+	x, w, bias, out      uint64
+	xStride, outStride   int64
+	rows, columns, inner int32
+	biasType, outFloat   int32
+}
+
+func (b *Backend) fewColumns(l *lane, o *kernels.MatMul, outFloat bool) error {
+	rows, columns := o.X.Shape[0], o.W.Shape[0]
+	k, tile := fewColumns8, 8
+	if columns > tile {
+		k, tile = fewColumns16, 16
+	}
+	return launch(b, l, o.Name(), k, grid{x: ceil(rows, 16), y: ceil(columns, tile), threads: 256}, &fewArgs{
+		x: address(&o.X), w: address(&o.W), bias: address(&o.Bias), out: address(&o.Out),
+		xStride: int64(o.X.Stride[0]), outStride: int64(o.Out.Stride[0]),
+		rows: int32(rows), columns: int32(columns), inner: int32(o.W.Shape[1]), biasType: int32(o.Bias.DType), outFloat: truth(outFloat),
+	})
+}
 
 type addBiasArgs struct {
 	x, bias        uint64

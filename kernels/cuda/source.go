@@ -27,7 +27,7 @@ func source(file string) string {
 }
 
 // files are the compilation units.
-var files = []string{"elementwise.cu", "route.cu", "sample.cu", "product.cu", "attention.cu", "expert.cu"}
+var files = []string{"elementwise.cu", "route.cu", "sample.cu", "product.cu", "attention.cu", "few.cu", "expert.cu"}
 
 // hopper is the architecture of compute capability 9.0 with all it has, whose code
 // runs on no other.
@@ -73,6 +73,8 @@ const (
 	adjustKernel
 	restoreKernel
 	attentionJoin
+	fewColumns8
+	fewColumns16
 	// attentionKernels: by head size, one warp and four each.
 	attentionKernels
 	productKernels = attentionKernels + kernelID(2*len(headSizes))
@@ -104,6 +106,8 @@ var table = func() []kernel {
 		{"sample.cu", "adjust", 0},
 		{"sample.cu", "restore", 0},
 		{"attention.cu", "attention_join", 0},
+		{"few.cu", "few_8", 0},
+		{"few.cu", "few_16", 0},
 	}
 	for _, d := range headSizes {
 		for _, warps := range []int{1, 4} {

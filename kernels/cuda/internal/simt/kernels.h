@@ -9,6 +9,7 @@ namespace {
 #include "src_sample.h"
 #include "src_product.h"
 #include "src_attention.h"
+#include "src_few.h"
 }  // namespace
 
 #define ENTRY(name, args) {#name, simt::call<args, name>, sizeof(args)}
@@ -23,6 +24,6 @@ extern const simt_kernel TABLE[] = {
     ENTRY(append_kv, append_kv_args),   ENTRY(route, route_args),          ENTRY(group, group_args),
     ENTRY(sample, sample_args),         ENTRY(sample_merge, sample_args),  ENTRY(attention_join, attention_args),
     ENTRY(sample_cut, sample_args),     ENTRY(log_probs, log_probs_args),  ENTRY(adjust, adjust_args),
-    ENTRY(restore, adjust_args),
+    ENTRY(restore, adjust_args),        ENTRY(few_8, few_args),            ENTRY(few_16, few_args),
     HEADS(32), HEADS(64), HEADS(96), HEADS(128), TILES(matmul), TILES(up), TILES(down), {nullptr, nullptr, 0},
 };
