@@ -24,13 +24,17 @@ const (
 	// mostGroup heads of Q may share one of the cache: a block of four warps.
 	mostGroup = 4 * queriesPerWarp
 	// chunkTokens positions are summed up before they are joined with others.
-	chunkTokens = 256
-	// A block's queries, and three stages of 32 keys and values; see attend.
-	attentionStages, attentionTile = 3, 32
+	chunkTokens   = 256
+	attentionTile = 32
 )
 
+// attentionShared is what a block's stages of 32 keys and values take; see attend.
 func attentionShared(d, warps int) int {
-	return (queriesPerWarp*warps + attentionStages*2*attentionTile) * (2*d + 16)
+	stages := 3
+	if warps == 1 {
+		stages = 2
+	}
+	return stages * 2 * attentionTile * 2 * d
 }
 
 func (b *Backend) attention(l *lane, o *kernels.Attention) error {

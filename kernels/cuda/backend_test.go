@@ -267,7 +267,8 @@ func TestExpertShape(t *testing.T) {
 	}{
 		{1, 4096, 14336, 8, 2, 8, "expert_up_256", "expert_down_64", 16, 6},
 		{32, 4096, 14336, 8, 2, 8, "expert_up_256", "expert_down_64", 16, 6},
-		{324, 4096, 14336, 8, 2, 8, "expert_up_256", "expert_down_64", 128, 4},
+		{324, 4096, 14336, 8, 2, 8, "expert_up_256", "expert_down_256", 128, 4},
+		{324, 4096, 14336, 8, 2, 1, "expert_up_256", "expert_down_64", 128, 4},
 		{4536, 4096, 14336, 8, 2, 8, "expert_up_256", "expert_down_256", 160, 4},
 		{324, 2048, 1408, 60, 4, 60, "expert_up_256", "expert_down_256", 48, 5},
 		{4536, 2048, 1408, 60, 4, 2, "expert_up_64", "expert_down_64", 64, 3},

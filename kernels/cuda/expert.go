@@ -34,7 +34,7 @@ var expertShapes = [...]expertShape{
 }
 
 const (
-	expertWide = iota
+	expertWide kernelID = iota
 	expertNarrow
 )
 
@@ -48,6 +48,18 @@ const (
 
 // step is the bytes of one step in a stage with room for so many tokens.
 func (e *expertShape) step(tokens int) int { return e.units*unitRows*tileRow + tokens*tileRow }
+
+// chooseExpertShape takes wide tiles where there are enough of them: some for every
+// second multiprocessor where experts have many tokens, one and a half for each where
+// they have few, for which narrow tiles do as well.
+func (b *Backend) chooseExpertShape(units, tokens, experts int) kernelID {
+	wide := &expertShapes[expertWide]
+	tiles := experts * ceil(units, wide.units) * ceil(tokens, wide.most)
+	if 2*tiles >= 3*b.multiprocessors || tokens > expertShapes[expertNarrow].most/2 && 2*tiles >= b.multiprocessors {
+		return expertWide
+	}
+	return expertNarrow
+}
 
 // tiledExperts enqueues a product with experts in the layout Tiles. Blocks share the
 // tiles out among themselves, which are counted on the device.
@@ -69,12 +81,8 @@ func (b *Backend) tiledExperts(l *lane, op string, mode kernelID, x, offsets, or
 	} else {
 		a.start = 4 * int64(columns) * int64(inner) // w1 and w3
 	}
-	usual, touched := ceil(pairs, all), min(listed, pairs)
-	shape := expertNarrow
-	wide := &expertShapes[expertWide]
-	if 2*touched*ceil(int(a.units), wide.units)*ceil(usual, wide.most) >= 3*b.multiprocessors {
-		shape = expertWide
-	}
+	usual := ceil(pairs, all)
+	shape := b.chooseExpertShape(int(a.units), usual, min(listed, pairs))
 	e := &expertShapes[shape]
 	// Experts with more tokens than there is room for get several tiles.
 	tokens := min(ceil(usual+usual/2, tokenStep)*tokenStep, e.most)
@@ -85,5 +93,5 @@ func (b *Backend) tiledExperts(l *lane, op string, mode kernelID, x, offsets, or
 	}
 	a.most, a.stages = int32(tokens), int32(stages)
 	g := grid{x: b.multiprocessors * e.blocks, threads: e.threads, shared: ringAlign + listed*expertRun + stages*e.deep*e.step(tokens)}
-	return launch(b, l, op, expertKernels+(mode-upMode)*kernelID(len(expertShapes))+kernelID(shape), g, &a)
+	return launch(b, l, op, expertKernels+(mode-upMode)*kernelID(len(expertShapes))+shape, g, &a)
 }

@@ -55,8 +55,11 @@ type kernelID int
 
 const (
 	embedKernel kernelID = iota
+	normHead
 	normWarp
-	normBlock
+	norm256
+	norm512
+	norm512Times3
 	clampKernel
 	siluMul
 	gatherKernel
@@ -88,8 +91,11 @@ const (
 var table = func() []kernel {
 	t := []kernel{
 		{"elementwise.cu", "embed", 0},
-		{"elementwise.cu", "norm_warp", defaultShared},
-		{"elementwise.cu", "norm_block", defaultShared},
+		{"elementwise.cu", "norm_head", 0},
+		{"elementwise.cu", "norm_warp", 0},
+		{"elementwise.cu", "norm_256", 0},
+		{"elementwise.cu", "norm_512", 0},
+		{"elementwise.cu", "norm_512_3", 0},
 		{"elementwise.cu", "clamp", 0},
 		{"elementwise.cu", "silu_mul", 0},
 		{"elementwise.cu", "gather", 0},

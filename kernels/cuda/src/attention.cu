@@ -61,13 +61,15 @@ DEVICE float joined(float old, float old_part, float add, float new_part) {
 // d is the head size, rounded up to what is instantiated.
 template <int d, int warps>
 DEVICE void attend(const attention_args &a, unsigned char *memory) {
-  constexpr int threads = 32 * warps, queries = 16 * warps, stages = 3;
+  constexpr int threads = 32 * warps, queries = 16 * warps, stages = warps == 1 ? 2 : 3;
   constexpr int chunks = d / 8;               // of 16 bytes in a row
-  constexpr int row_bytes = d * 2 + 16;       // padded: eight rows lie in different banks
+  constexpr int row_bytes = d * 2;
   constexpr int half_bytes = tile_tokens * row_bytes, stage_bytes = 2 * half_bytes;
   constexpr int passes = tile_tokens * chunks / threads;
   static_assert(tile_tokens * chunks % threads == 0, "each warp brings whole passes");
-  unsigned char *ring = memory + queries * row_bytes;
+  unsigned char *ring = memory;
+  // Where a chunk of a row lies: eight rows' in different banks.
+  auto place = [](int row, int chunk) { return row * row_bytes + ((chunk ^ (d % 64 == 0 ? row & 7 : row >> 1 & 3)) << 4); };
 
   span s = find_span(a, queries / a.group);
   if (s.rows == 0) return;  // the whole block
@@ -100,33 +102,40 @@ DEVICE void attend(const attention_args &a, unsigned char *memory) {
       int item = threadIdx.x + i * threads, row = item / chunks, chunk = item % chunks;
       i64 k_row = __shfl_sync(all_lanes, k_at, row), v_row = __shfl_sync(all_lanes, v_at, row);
       bool there = k_row >= 0 && chunk * 8 < a.d;  // d is a multiple of 8
-      int at = row * row_bytes + chunk * 16;
+      int at = place(row, chunk);
       copy_async(stage + at, (const u16 *)a.k + (there ? k_row + chunk * 8 : 0), there ? 16 : 0);
       copy_async(stage + half_bytes + at, (const u16 *)a.v + (there ? v_row + chunk * 8 : 0), there ? 16 : 0);
     }
   };
+  // Query i is head i % group of row i / group. They come as they are, through the stage
+  // that is filled last, and stay in registers.
+  unsigned char *first = ring + (stages - 1) * stage_bytes;
+  static_assert(queries * row_bytes <= stage_bytes, "queries fit a stage");
+  for (int item = threadIdx.x; item < queries * chunks; item += threads) {
+    int i = item / chunks, at = item % chunks * 8, row = i / a.group;
+    bool there = row < s.rows && at < a.d;
+    const u16 *head = (const u16 *)a.q;
+    if (there) head += (s.row0 + row) * a.q_row + (kv_head * a.group + i % a.group) * a.q_head;
+    unsigned char *to = first + place(i, item % chunks);
+    if (a.q_aligned) {
+      copy_async(to, head + (there ? at : 0), there ? 16 : 0);
+    } else {
+      float v[8];
+      load8(v, head, act_type, at, there ? 8 : 0, false);
+      store8((u16 *)to, 0, v, 8, true);
+    }
+  }
 #pragma unroll
   for (int i = 0; i < stages - 1; i++) {
     if (from + i < to) bring(from + i, i);
     copy_commit();
   }
-
-  // Query i is head i % group of row i / group. They come as they are and stay in
-  // registers.
-  for (int item = threadIdx.x; item < queries * chunks; item += threads) {
-    int i = item / chunks, at = item % chunks * 8, row = i / a.group;
-    float v[8] = {};
-    if (row < s.rows) {
-      int head = kv_head * a.group + i % a.group;
-      load8(v, (const u16 *)a.q + (s.row0 + row) * a.q_row + head * a.q_head, act_type, at, a.d - at, a.q_aligned);
-    }
-    store8((u16 *)(memory + i * row_bytes), at, v, 8, true);
-  }
+  copy_wait<stages - 2>();
   __syncthreads();
   u32 q[d / 16][4];
 #pragma unroll
   for (int i = 0; i < d / 16; i++)
-    load_matrices(q[i], memory + (warp * 16 + (lane & 15)) * row_bytes + (i * 2 + (lane >> 4)) * 16);
+    load_matrices(q[i], first + place(warp * 16 + (lane & 15), i * 2 + (lane >> 4)));
 
   // A thread has rows lane/4 and lane/4 + 8 of its warp's queries.
   int sees_from[2], sees_to[2];
@@ -157,7 +166,7 @@ DEVICE void attend(const attention_args &a, unsigned char *memory) {
 #pragma unroll
       for (int j = 0; j < tile_tokens / 8; j += 2) {
         u32 k[4];
-        load_matrices(k, keys + (j * 8 + (lane >> 4) * 8 + (lane & 7)) * row_bytes + (i * 2 + (lane >> 3 & 1)) * 16);
+        load_matrices(k, keys + place(j * 8 + (lane >> 4) * 8 + (lane & 7), i * 2 + (lane >> 3 & 1)));
         mma(score[j], q[i], k[0], k[1]);
         mma(score[j + 1], q[i], k[2], k[3]);
       }
@@ -202,7 +211,7 @@ DEVICE void attend(const attention_args &a, unsigned char *memory) {
 #pragma unroll
       for (int j = 0; j < d / 8; j += 2) {
         u32 v[4];
-        load_matrices_transposed(v, values + (i * 16 + (lane & 15)) * row_bytes + (j + (lane >> 4)) * 16);
+        load_matrices_transposed(v, values + place(i * 16 + (lane & 15), j + (lane >> 4)));
         mma(part[j], p, v[0], v[1]);
         mma(part[j + 1], p, v[2], v[3]);
       }
