@@ -111,6 +111,8 @@ func (b *Backend) matmul(l *lane, o *kernels.MatMul) error {
 // mostFewColumns is up to how many columns few.cu takes products: routers and gates.
 const mostFewColumns = 64
 
+const fewThreads = 512
+
 type fewArgs struct {
 	x, w, bias, out      uint64
 	xStride, outStride   int64
@@ -124,7 +126,7 @@ func (b *Backend) fewColumns(l *lane, o *kernels.MatMul, outFloat bool) error {
 	if columns > tile {
 		k, tile = fewColumns16, 16
 	}
-	return launch(b, l, o.Name(), k, grid{x: ceil(rows, 16), y: ceil(columns, tile), threads: 256}, &fewArgs{
+	return launch(b, l, o.Name(), k, grid{x: ceil(rows, 16), y: ceil(columns, tile), threads: fewThreads}, &fewArgs{
 		x: address(&o.X), w: address(&o.W), bias: address(&o.Bias), out: address(&o.Out),
 		xStride: int64(o.X.Stride[0]), outStride: int64(o.Out.Stride[0]),
 		rows: int32(rows), columns: int32(columns), inner: int32(o.W.Shape[1]), biasType: int32(o.Bias.DType), outFloat: truth(outFloat),

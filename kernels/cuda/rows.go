@@ -53,7 +53,7 @@ var norms = [...]struct {
 	{normHead, 256, 256, 32},
 	{normWarp, 1024, 256, 32},
 	{norm256, 2048, 256, 256},
-	{norm512, 4096, 512, 512},
+	{norm256Times2, 4096, 256, 256},
 	{norm512Times3, maxNormElements, 512, 512},
 }
 

@@ -58,7 +58,7 @@ const (
 	normHead
 	normWarp
 	norm256
-	norm512
+	norm256Times2
 	norm512Times3
 	clampKernel
 	siluMul
@@ -94,7 +94,7 @@ var table = func() []kernel {
 		{"elementwise.cu", "norm_head", 0},
 		{"elementwise.cu", "norm_warp", 0},
 		{"elementwise.cu", "norm_256", 0},
-		{"elementwise.cu", "norm_512", 0},
+		{"elementwise.cu", "norm_256_2", 0},
 		{"elementwise.cu", "norm_512_3", 0},
 		{"elementwise.cu", "clamp", 0},
 		{"elementwise.cu", "silu_mul", 0},

@@ -58,7 +58,7 @@ DEVICE void norm_rows(const norm_args &a) {
   u16 *residual = (u16 *)a.residual + row * a.residual_row + head * a.residual_head;
   u16 *out = (u16 *)a.out + row * a.out_row + head * a.out_head;
 
-  float v[each][8], w[each][8], bias[each][8];
+  float v[each][8], w[each][8];
 #pragma unroll
   for (int i = 0; i < each; i++) {
     int at = (t + i * threads) * 8, n = a.d - at;
@@ -71,7 +71,6 @@ DEVICE void norm_rows(const norm_args &a) {
       store8(residual, at, v[i], n, a.aligned);
     }
     load8(w[i], (const void *)a.weight, a.weight_type, at, n, a.weight_aligned);
-    load8(bias[i], (const void *)a.bias, a.bias_type, at, a.bias ? n : 0, a.bias_aligned);
   }
   float total = 0;
 #pragma unroll
@@ -97,15 +96,20 @@ DEVICE void norm_rows(const norm_args &a) {
   for (int i = 0; i < each; i++) {
     int at = (t + i * threads) * 8, n = a.d - at;
 #pragma unroll
-    for (int c = 0; c < 8; c++) v[i][c] = (v[i][c] - mean) * scale * w[i][c] + bias[i][c];
+    for (int c = 0; c < 8; c++) v[i][c] = (v[i][c] - mean) * scale * w[i][c];
+    if (a.bias) {
+      load8(w[i], (const void *)a.bias, a.bias_type, at, n, a.bias_aligned);
+#pragma unroll
+      for (int c = 0; c < 8; c++) v[i][c] += w[i][c];
+    }
     store8(out, at, v[i], n, a.aligned);
   }
 }
 
-KERNEL(256, 1) norm_head(const norm_args a) { norm_rows<32, 256, 1>(a); }
-KERNEL(256, 1) norm_warp(const norm_args a) { norm_rows<32, 256, 4>(a); }
-KERNEL(256, 1) norm_256(const norm_args a) { norm_rows<256, 256, 1>(a); }
-KERNEL(512, 1) norm_512(const norm_args a) { norm_rows<512, 512, 1>(a); }
+KERNEL(256, 2) norm_head(const norm_args a) { norm_rows<32, 256, 1>(a); }
+KERNEL(256, 2) norm_warp(const norm_args a) { norm_rows<32, 256, 4>(a); }
+KERNEL(256, 5) norm_256(const norm_args a) { norm_rows<256, 256, 1>(a); }
+KERNEL(256, 4) norm_256_2(const norm_args a) { norm_rows<256, 256, 2>(a); }
 KERNEL(512, 1) norm_512_3(const norm_args a) { norm_rows<512, 512, 3>(a); }
 
 struct clamp_args {

@@ -1,6 +1,6 @@
 // Products with few columns, routers and gates: tensor cores fed straight from global
-// memory. The eight warps of a block share the inner dimension out in pieces of 64,
-// warp w every eighth from w on, and their sums are added in order of the warps: an
+// memory. The 16 warps of a block share the inner dimension out in pieces of 64,
+// warp w every 16th from w on, and their sums are added in order of the warps: an
 // order that depends on nothing but the length.
 
 struct few_args {
@@ -10,7 +10,7 @@ struct few_args {
   int bias_type, out_float;
 };
 
-constexpr int few_warps = 8;
+constexpr int few_warps = 16;
 
 // A block has 16 rows of X by 8 tiles of W.
 template <int tiles>
@@ -68,5 +68,5 @@ DEVICE void few(const few_args &a) {
     ((u16 *)a.out)[at] = to_act(v);
 }
 
-KERNEL(256, 2) few_8(const few_args a) { few<1>(a); }
-KERNEL(256, 2) few_16(const few_args a) { few<2>(a); }
+KERNEL(512, 1) few_8(const few_args a) { few<1>(a); }
+KERNEL(512, 1) few_16(const few_args a) { few<2>(a); }
