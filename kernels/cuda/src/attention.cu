@@ -69,6 +69,7 @@ DEVICE void attend(const attention_args &a, unsigned char *memory) {
   constexpr int row_bytes = d * 2;
   constexpr int half_bytes = tile_tokens * row_bytes, stage_bytes = 2 * half_bytes;
   constexpr int passes = tile_tokens * chunks / threads;
+  constexpr bool even = threads % chunks == 0;  // a thread has the same chunk in all passes
   static_assert(tile_tokens * chunks % threads == 0, "each warp brings whole passes");
   unsigned char *ring = memory, *asked = memory + stages * stage_bytes;  // asked: a head's queries
   // Where a chunk of a row lies: eight rows' in different banks.
@@ -92,16 +93,16 @@ DEVICE void attend(const attention_args &a, unsigned char *memory) {
   auto in_table = [&](int p) { return a.shift >= 0 ? p >> a.shift : p / a.tokens; };
   auto look = [&](int tile) {
     int p = tile * tile_tokens + lane;
-    return p >= s.begin && p < s.end ? table[in_table(p)] : -1;
+    return p < s.end ? table[in_table(p)] : -1;
   };
   int next_tile = from, next_head = kv_head, to_bring = left, block = look(from);
-  // Query i is head i % group of row i / group. They come as they are.
+  // Query i is head i % group of row i / group. They come as they are; what is behind the
+  // last is never looked at.
   auto ask = [&] {
-    for (int item = threadIdx.x; item < queries * chunks; item += threads) {
+    for (int item = threadIdx.x; item < s.rows * a.group * chunks; item += threads) {
       int i = item / chunks, at = item % chunks * 8, row = i / a.group;
-      bool there = row < s.rows && at < a.d;
-      const u16 *head = (const u16 *)a.q;
-      if (there) head += (s.row0 + row) * a.q_row + (next_head * a.group + i % a.group) * a.q_head;
+      bool there = at < a.d;
+      const u16 *head = (const u16 *)a.q + (s.row0 + row) * a.q_row + (next_head * a.group + i % a.group) * a.q_head;
       unsigned char *to = asked + place(i, item % chunks);
       if (a.q_aligned) {
         copy_async(to, head + (there ? at : 0), there ? 16 : 0);
@@ -116,23 +117,45 @@ DEVICE void attend(const attention_args &a, unsigned char *memory) {
   auto bring = [&](int slot) {
     if (to_bring > 0) {
       if (next_tile == from) ask();
-      i64 k_at = -1, v_at = -1;
-      if (block >= 0 && block < a.blocks) {
-        int p = next_tile * tile_tokens + lane;
-        i64 token = p - in_table(p) * a.tokens;
-        k_at = block * a.k_block + token * a.k_token + next_head * a.k_head;
-        v_at = block * a.v_block + token * a.v_token + next_head * a.v_head;
-      }
       unsigned char *stage = ring + slot * stage_bytes;
+      if (even && a.shift >= 4) {
+        // Sixteen positions lie in one block, a token's stride apart.
+        constexpr int at_once = even ? threads / chunks : 16, groups = at_once > 16 ? 1 : 2;
+        int lead = threadIdx.x / chunks, chunk = threadIdx.x % chunks;
 #pragma unroll
-      for (int i = 0; i < passes; i++) {
-        int item = threadIdx.x + i * threads, row = item / chunks, chunk = item % chunks;
-        i64 k_row = __shfl_sync(all_lanes, k_at, row), v_row = k_row;
-        if (!a.v_as_k) v_row = __shfl_sync(all_lanes, v_at, row);
-        bool there = k_row >= 0 && chunk * 8 < a.d;  // d is a multiple of 8
-        int at = place(row, chunk);
-        copy_async(stage + at, (const u16 *)a.k + (there ? k_row + chunk * 8 : 0), there ? 16 : 0);
-        copy_async(stage + half_bytes + at, (const u16 *)a.v + (there ? v_row + chunk * 8 : 0), there ? 16 : 0);
+        for (int g = 0; g < groups; g++) {
+          int row = g * 16 + lead, p = next_tile * tile_tokens + row;
+          int in = __shfl_sync(all_lanes, block, row & 31);
+          i64 token = p & (a.tokens - 1);
+          i64 k_row = in * a.k_block + token * a.k_token + next_head * a.k_head + chunk * 8;
+          i64 v_row = a.v_as_k ? k_row : in * a.v_block + token * a.v_token + next_head * a.v_head + chunk * 8;
+          bool in_row = chunk * 8 < a.d && in >= 0 && in < a.blocks;  // d is a multiple of 8
+#pragma unroll
+          for (int i = 0; i < 16; i += at_once) {
+            bool there = in_row && p + i >= s.begin && p + i < s.end;
+            int at = place(row + i, chunk);
+            copy_async(stage + at, (const u16 *)a.k + (there ? k_row + i * a.k_token : 0), there ? 16 : 0);
+            copy_async(stage + half_bytes + at, (const u16 *)a.v + (there ? v_row + i * a.v_token : 0), there ? 16 : 0);
+          }
+        }
+      } else {
+        i64 k_at = -1, v_at = -1;
+        int p = next_tile * tile_tokens + lane;
+        if (p >= s.begin && block >= 0 && block < a.blocks) {
+          i64 token = p - in_table(p) * a.tokens;
+          k_at = block * a.k_block + token * a.k_token + next_head * a.k_head;
+          v_at = block * a.v_block + token * a.v_token + next_head * a.v_head;
+        }
+#pragma unroll
+        for (int i = 0; i < passes; i++) {
+          int item = threadIdx.x + i * threads, row = item / chunks, chunk = item % chunks;
+          i64 k_row = __shfl_sync(all_lanes, k_at, row), v_row = k_row;
+          if (!a.v_as_k) v_row = __shfl_sync(all_lanes, v_at, row);
+          bool there = k_row >= 0 && chunk * 8 < a.d;  // d is a multiple of 8
+          int at = place(row, chunk);
+          copy_async(stage + at, (const u16 *)a.k + (there ? k_row + chunk * 8 : 0), there ? 16 : 0);
+          copy_async(stage + half_bytes + at, (const u16 *)a.v + (there ? v_row + chunk * 8 : 0), there ? 16 : 0);
+        }
       }
       if (++next_tile == to) next_tile = from, next_head++;
       if (--to_bring > 0) block = look(next_tile);
