@@ -127,15 +127,18 @@ DEVICE void attend(const attention_args &a, unsigned char *memory) {
           int row = g * 16 + lead, p = next_tile * tile_tokens + row;
           int in = __shfl_sync(all_lanes, block, row & 31);
           i64 token = p & (a.tokens - 1);
-          i64 k_row = in * a.k_block + token * a.k_token + next_head * a.k_head + chunk * 8;
-          i64 v_row = a.v_as_k ? k_row : in * a.v_block + token * a.v_token + next_head * a.v_head + chunk * 8;
-          bool in_row = chunk * 8 < a.d && in >= 0 && in < a.blocks;  // d is a multiple of 8
+          const u16 *k = (const u16 *)a.k + in * a.k_block + token * a.k_token + next_head * a.k_head + chunk * 8;
+          const u16 *v = (const u16 *)a.v + in * a.v_block + token * a.v_token + next_head * a.v_head + chunk * 8;
+          // Those from the least on, as many as there are, are seen; where nothing is copied,
+          // addresses do not count.
+          int least = s.begin - p;
+          u32 seen = chunk * 8 < a.d && in >= 0 && in < a.blocks ? s.end - s.begin : 0;  // d is a multiple of 8
 #pragma unroll
           for (int i = 0; i < 16; i += at_once) {
-            bool there = in_row && p + i >= s.begin && p + i < s.end;
-            int at = place(row + i, chunk);
-            copy_async(stage + at, (const u16 *)a.k + (there ? k_row + i * a.k_token : 0), there ? 16 : 0);
-            copy_async(stage + half_bytes + at, (const u16 *)a.v + (there ? v_row + i * a.v_token : 0), there ? 16 : 0);
+            int at = place(row + i, chunk), bytes = (u32)(i - least) < seen ? 16 : 0;
+            copy_async(stage + at, k, bytes);
+            copy_async(stage + half_bytes + at, v, bytes);
+            k += at_once * a.k_token, v += at_once * a.v_token;
           }
         }
       } else {
@@ -146,7 +149,7 @@ DEVICE void attend(const attention_args &a, unsigned char *memory) {
           k_at = block * a.k_block + token * a.k_token + next_head * a.k_head;
           v_at = block * a.v_block + token * a.v_token + next_head * a.v_head;
         }
-#pragma unroll
+#pragma unroll 1
         for (int i = 0; i < passes; i++) {
           int item = threadIdx.x + i * threads, row = item / chunks, chunk = item % chunks;
           i64 k_row = __shfl_sync(all_lanes, k_at, row), v_row = k_row;
@@ -162,9 +165,6 @@ DEVICE void attend(const attention_args &a, unsigned char *memory) {
     }
     copy_commit();
   };
-#pragma unroll
-  for (int i = 0; i < stages - 1; i++) bring(i);
-
   // A thread has rows lane/4 and lane/4 + 8 of its warp's queries.
   int sees_from[2], sees_to[2];
 #pragma unroll
@@ -178,11 +178,14 @@ DEVICE void attend(const attention_args &a, unsigned char *memory) {
   u32 q[d / 16][4];
   float total[d / 8][4], part[d / 8][4];
   float total_most[2], total_sum[2], most[2], sum[2];  // sum: of this thread's columns
-  int slot = 0, next = stages - 1;
-  for (int tile = from; left > 0; left--) {
-    copy_wait<stages - 2>();
-    __syncthreads();
-    if (tile == from) {
+  int slot = 0, next = 0;
+#pragma unroll 1
+  for (int tile = from, ahead = stages - 1; left > 0;) {
+    if (ahead == 0) {
+      copy_wait<stages - 2>();
+      __syncthreads();
+    }
+    if (ahead == 0 && tile == from) {
 #pragma unroll
       for (int i = 0; i < d / 16; i++) load_matrices(q[i], asked + place(warp * 16 + (lane & 15), i * 2 + (lane >> 4)));
       __syncwarp();  // more than one head have blocks of one warp
@@ -194,9 +197,14 @@ DEVICE void attend(const attention_args &a, unsigned char *memory) {
         for (int c = 0; c < 4; c++) total[j][c] = part[j][c] = 0;
     }
     bring(next);
+    if (++next == stages) next = 0;
+    if (ahead > 0) {
+      ahead--;
+      continue;
+    }
+    left--;
     const unsigned char *keys = ring + slot * stage_bytes, *values = keys + half_bytes;
     if (++slot == stages) slot = 0;
-    if (++next == stages) next = 0;
 
     float score[tile_tokens / 8][4] = {};
 #pragma unroll
