@@ -29,7 +29,7 @@ const (
 	attentionTile = 32
 	// attentionBlocks of one warp each keep a multiprocessor busy; with more than
 	// attentionTiles tiles, blocks would end too far apart.
-	attentionBlocks, attentionTiles = 8, 16
+	attentionBlocks, attentionTiles = 4, 32
 )
 
 // attentionShared is what a block's stages of 32 keys and values, and its queries,

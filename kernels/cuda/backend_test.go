@@ -124,13 +124,13 @@ func matmul(rows, columns, inner int, out kernels.DType) *kernels.MatMul {
 }
 
 func TestMatMulChoice(t *testing.T) {
-	bias := at(4, tensor(kernels.BF16, 4096))
-	odd := matmul(5, 4096, 4096, kernels.BF16)
+	bias := at(4, tensor(kernels.BF16, 6144))
+	odd := matmul(5, 6144, 4096, kernels.BF16)
 	odd.X.Addr += 2
-	withBias, floatBias, otherBias := matmul(5, 4096, 4096, kernels.BF16), matmul(5, 4096, 4096, kernels.F32), matmul(5, 4096, 4096, kernels.BF16)
-	withBias.Bias, floatBias.Bias, otherBias.Bias = bias, bias, at(4, tensor(kernels.F32, 4096))
-	f32 := matmul(5, 4096, 4096, kernels.BF16)
-	f32.W = at(2, tensor(kernels.F32, 4096, 4096))
+	withBias, floatBias, otherBias := matmul(5, 6144, 4096, kernels.BF16), matmul(5, 6144, 4096, kernels.F32), matmul(5, 6144, 4096, kernels.BF16)
+	withBias.Bias, floatBias.Bias, otherBias.Bias = bias, bias, at(4, tensor(kernels.F32, 6144))
+	f32 := matmul(5, 6144, 4096, kernels.BF16)
+	f32.W = at(2, tensor(kernels.F32, 6144, 4096))
 	for _, test := range []struct {
 		name      string
 		op        *kernels.MatMul
@@ -140,10 +140,11 @@ func TestMatMulChoice(t *testing.T) {
 	}{
 		{"large", matmul(500, 4096, 4096, kernels.BF16), 1, "", "matmul_64"},
 		{"larger", matmul(5000, 4096, 4096, kernels.BF16), 1, "", "matmul_128"},
-		{"one row", matmul(1, 4096, 4096, kernels.F32), 1, "", "matmul_16"},
-		{"router", matmul(500, 8, 4096, kernels.F32), 0, "few_8", "few_8"},
-		{"wider router", matmul(500, 60, 4096, kernels.F32), 0, "few_16", "few_16"},
-		{"72 columns", matmul(5, 72, 4096, kernels.F32), 1, "", "matmul_16"},
+		{"one row", matmul(1, 6144, 4096, kernels.F32), 1, "", "matmul_16"},
+		{"router", matmul(500, 8, 4096, kernels.F32), 0, "few_columns_8", "few_columns_8"},
+		{"wider router", matmul(500, 60, 4096, kernels.F32), 0, "few_columns_16", "few_columns_16"},
+		{"72 columns", matmul(9, 72, 4096, kernels.F32), 1, "", "matmul_16"},
+		{"eight rows", matmul(8, 4096, 4096, kernels.BF16), 0, "few_rows_8", "matmul_16"},
 		{"bias", withBias, 1, "", "matmul_16"},
 		{"float32 with bias", floatBias, 1, "add_bias", "matmul_16"},
 		{"bias of another type", otherBias, 0, "matmul_16", "matmul_16"},
@@ -485,7 +486,7 @@ func TestEnqueueMakesNoGarbage(t *testing.T) {
 	cut := sampling(3, 32000)
 	cut.TopP = at(7, tensor(kernels.F32, 3))
 	ops := []kernels.Op{
-		matmul(5, 4096, 4096, kernels.BF16), matmul(5, 8, 4096, kernels.F32),
+		matmul(5, 6144, 4096, kernels.BF16), matmul(5, 8, 4096, kernels.F32),
 		&kernels.Norm{X: at(1, tensor(kernels.BF16, 3, 64)), Weight: at(2, tensor(kernels.BF16, 64)), Out: at(3, tensor(kernels.BF16, 3, 64))},
 		&kernels.Route{Logits: at(1, tensor(kernels.F32, 3, 8)), IDs: at(2, tensor(kernels.I32, 3, 2)), Weights: at(3, tensor(kernels.F32, 3, 2))},
 		sampling(3, 32000), cut, adjusting(3, 100), restoring(adjusting(3, 100)), logProbs(3, 20),

@@ -84,8 +84,8 @@ func (b *Backend) matmul(l *lane, o *kernels.MatMul) error {
 	}
 	same := o.W.DType == o.X.DType && inner%8 == 0 && aligned(&o.X, &o.W)
 	outFloat := o.Out.DType == kernels.F32
-	if same && columns <= mostFewColumns {
-		return b.fewColumns(l, o, outFloat)
+	if same && (columns <= mostFewColumns || !b.o.BatchInvariant && rows <= mostFewRows && columns <= mostOfFewRows) {
+		return b.few(l, o, outFloat)
 	}
 	if !b.o.BatchInvariant && same && inner > 0 && columns%8 == 0 && aligned(&o.Out) && o.Out.Stride[0]%8 == 0 {
 		done, err := b.libraryMatMul(l, o, outFloat)
@@ -108,10 +108,14 @@ func (b *Backend) matmul(l *lane, o *kernels.MatMul) error {
 	return b.product(l, o.Name(), denseMode, i, blocks, &a)
 }
 
-// mostFewColumns is up to how many columns few.cu takes products: routers and gates.
-const mostFewColumns = 64
-
-const fewThreads = 512
+const (
+	// mostFewColumns is up to how many columns few.cu takes products: routers and gates.
+	mostFewColumns = 64
+	// Up to mostFewRows rows it takes those of up to mostOfFewRows columns, for which the
+	// library needs two launches.
+	mostFewRows, mostOfFewRows = 8, 4096
+	fewThreads                 = 512
+)
 
 type fewArgs struct {
 	x, w, bias, out      uint64
@@ -120,13 +124,17 @@ type fewArgs struct {
 	biasType, outFloat   int32
 }
 
-func (b *Backend) fewColumns(l *lane, o *kernels.MatMul, outFloat bool) error {
+// few enqueues a product with few columns, or few rows.
+func (b *Backend) few(l *lane, o *kernels.MatMul, outFloat bool) error {
 	rows, columns := o.X.Shape[0], o.W.Shape[0]
-	k, tile := fewColumns8, 8
-	if columns > tile {
-		k, tile = fewColumns16, 16
+	k, g := fewRows8, grid{x: ceil(columns, 16), y: ceil(rows, 8), threads: fewThreads}
+	switch {
+	case columns <= 8:
+		k, g.x, g.y = fewColumns8, ceil(rows, 16), 1
+	case columns <= mostFewColumns:
+		k, g.x, g.y = fewColumns16, ceil(rows, 16), ceil(columns, 16)
 	}
-	return launch(b, l, o.Name(), k, grid{x: ceil(rows, 16), y: ceil(columns, tile), threads: fewThreads}, &fewArgs{
+	return launch(b, l, o.Name(), k, g, &fewArgs{
 		x: address(&o.X), w: address(&o.W), bias: address(&o.Bias), out: address(&o.Out),
 		xStride: int64(o.X.Stride[0]), outStride: int64(o.Out.Stride[0]),
 		rows: int32(rows), columns: int32(columns), inner: int32(o.W.Shape[1]), biasType: int32(o.Bias.DType), outFloat: truth(outFloat),

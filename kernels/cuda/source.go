@@ -69,6 +69,7 @@ const (
 	appendKV
 	routeKernel
 	groupKernel
+	groupFew
 	sampleKernel
 	sampleMerge
 	sampleCut
@@ -78,6 +79,7 @@ const (
 	attentionJoin
 	fewColumns8
 	fewColumns16
+	fewRows8
 	// attentionKernels: by head size, one warp and four each.
 	attentionKernels
 	productKernels = attentionKernels + kernelID(2*len(headSizes))
@@ -105,6 +107,7 @@ var table = func() []kernel {
 		{"elementwise.cu", "append_kv", 0},
 		{"route.cu", "route", defaultShared},
 		{"route.cu", "group", 0},
+		{"route.cu", "group_few", 0},
 		{"sample.cu", "sample", 0},
 		{"sample.cu", "sample_merge", 0},
 		{"sample.cu", "sample_cut", 0},
@@ -112,8 +115,9 @@ var table = func() []kernel {
 		{"sample.cu", "adjust", 0},
 		{"sample.cu", "restore", 0},
 		{"attention.cu", "attention_join", 0},
-		{"few.cu", "few_8", 0},
-		{"few.cu", "few_16", 0},
+		{"few.cu", "few_columns_8", 0},
+		{"few.cu", "few_columns_16", 0},
+		{"few.cu", "few_rows_8", 0},
 	}
 	for _, d := range headSizes {
 		for _, warps := range []int{1, 4} {

@@ -8,7 +8,7 @@ func bucket(rows int) int {
 	case rows <= 64:
 		return 1 << bits.Len(uint(rows-1))
 	case rows <= 512:
-		return (rows + 31) / 32 * 32
+		return (rows + 7) / 8 * 8
 	}
 	return (rows + 511) / 512 * 512
 }
