@@ -260,6 +260,29 @@ func TestTileLayout(t *testing.T) {
 	}
 }
 
+func TestDenseShape(t *testing.T) {
+	for _, test := range []struct {
+		rows, columns int
+		kernel        string
+		tokens        int32
+	}{
+		{1, 4096, "dense_64", 16},
+		{324, 6144, "dense_128", 176},
+		{324, 2048, "dense_64", 48},
+		{4536, 6144, "dense_256", 128},
+	} {
+		r, b, s := list(t, Options{BatchInvariant: true})
+		r.keep, b.hopper = true, true
+		if err := b.Enqueue(s, matmul(test.rows, test.columns, 4096, kernels.BF16)); err != nil {
+			t.Fatal(err)
+		}
+		a := (*denseArgs)(unsafe.Pointer(&r.args[0][0]))
+		if r.names() != test.kernel || a.most != test.tokens || a.stages < 3 || r.grids[0].shared > table[r.kernels[0]].shared {
+			t.Errorf("%+v: %s, %d tokens, %d stages, %v", test, r.names(), a.most, a.stages, r.grids[0])
+		}
+	}
+}
+
 func TestExpertShape(t *testing.T) {
 	for _, test := range []struct {
 		n, hidden, intermediate, experts, k, listed int

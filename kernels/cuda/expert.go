@@ -16,7 +16,7 @@ type expertArgs struct {
 	most, stages                           int32
 }
 
-// expertShape is what a block of expert.cu works on.
+// expertShape is what a block of expert.cu, or of dense.cu, works on.
 type expertShape struct {
 	units   int // of 64 weight rows, at once
 	most    int // tokens of a tile, at most

@@ -87,6 +87,9 @@ func (b *Backend) matmul(l *lane, o *kernels.MatMul) error {
 	if same && (columns <= mostFewColumns || !b.o.BatchInvariant && rows <= mostFewRows && columns <= mostOfFewRows) {
 		return b.few(l, o, outFloat)
 	}
+	if b.o.BatchInvariant && b.hopper && same && inner > 0 {
+		return b.dense(l, o, outFloat)
+	}
 	if !b.o.BatchInvariant && same && inner > 0 && columns%8 == 0 && aligned(&o.Out) && o.Out.Stride[0]%8 == 0 {
 		done, err := b.libraryMatMul(l, o, outFloat)
 		if done || err != nil {

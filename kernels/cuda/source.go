@@ -27,14 +27,14 @@ func source(file string) string {
 }
 
 // files are the compilation units.
-var files = []string{"elementwise.cu", "route.cu", "sample.cu", "product.cu", "attention.cu", "few.cu", "expert.cu"}
+var files = []string{"elementwise.cu", "route.cu", "sample.cu", "product.cu", "attention.cu", "few.cu", "expert.cu", "dense.cu"}
 
 // hopper is the architecture of compute capability 9.0 with all it has, whose code
 // runs on no other.
 const hopper = "sm_90a"
 
 // onlyFor names the units that are for one architecture.
-var onlyFor = map[string]string{"expert.cu": hopper}
+var onlyFor = map[string]string{"expert.cu": hopper, "dense.cu": hopper}
 
 // isFor says whether a unit is for an architecture.
 func isFor(file, arch string) bool { return onlyFor[file] == "" || onlyFor[file] == arch }
@@ -86,7 +86,9 @@ const (
 	// productKernels: dense, up, down, and for each the tiles in order.
 	// expertKernels: up, down, and for each the shapes in order.
 	expertKernels = productKernels + kernelID(3*len(tiles))
-	kernelCount   = expertKernels + kernelID(2*len(expertShapes))
+	// denseKernels: the shapes in order.
+	denseKernels = expertKernels + kernelID(2*len(expertShapes))
+	kernelCount  = denseKernels + kernelID(len(denseShapes))
 )
 
 // table is in the order of the ids.
@@ -134,6 +136,10 @@ var table = func() []kernel {
 			e := &expertShapes[i]
 			t = append(t, kernel{"expert.cu", fmt.Sprintf("expert_%s_%d", mode, e.units*unitRows), e.shared})
 		}
+	}
+	for i := range denseShapes {
+		e := &denseShapes[i]
+		t = append(t, kernel{"dense.cu", fmt.Sprintf("dense_%d", e.units*unitRows), e.shared})
 	}
 	return t
 }()

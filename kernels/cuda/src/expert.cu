@@ -20,8 +20,6 @@ struct expert_args {
   int most, stages;        // tokens of a tile, a multiple of 16; stages of the ring
 };
 
-constexpr int unit_bytes = 64 * 128;  // one step of a unit
-
 // run is the tiles of one expert, which stand in a row.
 struct run {
   u64 weights;
@@ -42,10 +40,9 @@ struct expert_product {
   static constexpr int rows_each = most / 16;  // that a producer brings at most
 
   const expert_args &a;
-  unsigned char *ring;
+  ring r;
   run *runs;
-  u64 *full, *empty;
-  int step_bytes, across;
+  int across;
 
   // A tile of weights and tokens.
   struct tile {
@@ -56,17 +53,17 @@ struct expert_product {
   // The tile of that index, which rises from call to call; at is where to look first.
   DEVICE tile find(int index, int &at) const {
     while (index >= runs[at].end) at++;
-    const run r = runs[at];
-    int token_tiles = (r.rows + r.tokens - 1) / r.tokens;
-    int i = index - (r.end - token_tiles * across);
-    int unit = i / token_tiles * tile_units, token = i % token_tiles * r.tokens;
-    return {r.weights + (i64)unit * a.steps * unit_bytes, unit, min(tile_units, a.units - unit), r.first + token,
-            min(r.tokens, r.rows - token)};
+    const run e = runs[at];
+    int token_tiles = (e.rows + e.tokens - 1) / e.tokens;
+    int i = index - (e.end - token_tiles * across);
+    int unit = i / token_tiles * tile_units, token = i % token_tiles * e.tokens;
+    return {e.weights + (i64)unit * a.steps * unit_bytes, unit, min(tile_units, a.units - unit), e.first + token,
+            min(e.tokens, e.rows - token)};
   }
 
   DEVICE void produce(int count) {
-    int chunk = threadIdx.x & 7, lead = threadIdx.x >> 3, at = 0, slot = 0;
-    u32 parity = 1;
+    int chunk = threadIdx.x & 7, lead = threadIdx.x >> 3, at = 0;
+    turn now = {0, 1};
     int to = tile_units * unit_bytes + lead * 128 + ((chunk ^ (lead & 7)) << 4);
     for (int index = blockIdx.x; index < count; index += gridDim.x) {
       tile t = find(index, at);
@@ -80,58 +77,32 @@ struct expert_product {
         }
       }
       for (int k = 0; k < a.steps; k += deep) {
-        unsigned char *stage = ring + slot * deep * step_bytes;
+        unsigned char *stage = r.memory + now.slot * deep * r.step_bytes;
         int steps = min(deep, a.steps - k);
-        barrier_wait(&empty[slot], parity);
+        barrier_wait(&r.empty[now.slot], now.parity);
         if (threadIdx.x == 0) {
-          barrier_expect(&full[slot], t.units * steps * unit_bytes);
+          barrier_expect(&r.full[now.slot], t.units * steps * unit_bytes);
           for (int u = 0; u < t.units; u++)
             for (int s = 0; s < steps; s++)
-              copy_bulk(stage + s * step_bytes + u * unit_bytes, (const char *)t.weights + ((i64)u * a.steps + k + s) * unit_bytes, unit_bytes,
-                        &full[slot]);
+              copy_bulk(stage + s * r.step_bytes + u * unit_bytes, (const char *)t.weights + ((i64)u * a.steps + k + s) * unit_bytes,
+                        unit_bytes, &r.full[now.slot]);
         }
 #pragma unroll
         for (int s = 0; s < deep; s++)
 #pragma unroll
           for (int i = 0; i < rows_each; i++)
-            if (lead + i * 16 < t.tokens && s < steps) copy_async(stage + s * step_bytes + to + i * 16 * 128, rows[i] + (k + s) * 64, 16);
-        barrier_arrive_after_copies(&full[slot]);
-        if (++slot == a.stages) slot = 0, parity ^= 1;
+            if (lead + i * 16 < t.tokens && s < steps) copy_async(stage + s * r.step_bytes + to + i * 16 * 128, rows[i] + (k + s) * 64, 16);
+        barrier_arrive_after_copies(&r.full[now.slot]);
+        advance(r, now);
       }
     }
   }
 
   // One tile, with room for so many tokens.
   template <int tokens>
-  DEVICE void multiply(const tile &t, int group, int &slot, u32 &parity) const {
+  DEVICE void multiply(const tile &t, int group, turn &now) const {
     float d[blocks][tokens / 2] = {};
-    const unsigned char *stage = ring;
-    int before = 0;  // the slot of the stage before
-#pragma unroll 1
-    for (int k = 0; k < a.steps; k++) {
-      bool next = k % deep == 0;
-      if (next) {
-        stage = ring + slot * deep * step_bytes;
-        barrier_wait(&full[slot], parity);
-        fence_shared();
-      }
-      u64 w = tile_descriptor(stage + group * blocks * unit_bytes), x = tile_descriptor(stage + tile_units * unit_bytes);
-      wgmma_begin();
-#pragma unroll
-      for (int kk = 0; kk < 4; kk++)
-#pragma unroll
-        for (int b = 0; b < blocks; b++) wgmma<tokens>::multiply(d[b], w + b * (unit_bytes >> 4) + 2 * kk, x + 2 * kk);
-      wgmma_commit();
-      wgmma_wait<1>();
-      stage += step_bytes;
-      if (next) {
-        if (k > 0 && threadIdx.x % 128 == 0) barrier_arrive(&empty[before]);
-        before = slot;
-        if (++slot == a.stages) slot = 0, parity ^= 1;
-      }
-    }
-    wgmma_wait<0>();
-    if (threadIdx.x % 128 == 0) barrier_arrive(&empty[before]);
+    multiply_steps<tokens, blocks, tile_units, deep>(d, r, a.steps, group * blocks, now);
 
     // A lane gets two neighbors (down: four) of one token's results.
     int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3;
@@ -161,26 +132,11 @@ struct expert_product {
   }
 
   DEVICE void consume(int count) {
-    int group = threadIdx.x / 128 - 1, at = 0, slot = 0;
-    u32 parity = 0;
+    int group = threadIdx.x / 128 - 1, at = 0;
+    turn now = {0, 0};
     for (int index = blockIdx.x; index < count; index += gridDim.x) {
       tile t = find(index, at);
-      switch ((t.tokens + 15) / 16) {
-#define TOKENS(n) \
-  case n / 16:    \
-    if constexpr (n <= most) multiply<n>(t, group, slot, parity); \
-    break;
-        TOKENS(16)
-        TOKENS(32)
-        TOKENS(48)
-        TOKENS(64)
-        TOKENS(80)
-        TOKENS(96)
-        TOKENS(112)
-        TOKENS(128)
-        TOKENS(144)
-        TOKENS(160)
-      }
+      with_room<most>(t.tokens, [&](auto room) { multiply<decltype(room)::value>(t, group, now); });
     }
   }
 
@@ -189,26 +145,26 @@ struct expert_product {
     int lane = threadIdx.x, tiles = 0, n = 0;
     for (int i = 0; i < a.listed; i += 32) {
       int expert = i + lane < a.listed ? ((const int *)a.experts)[i + lane] : -1;
-      run r = {0, 0, 0, 0, 0};
+      run e = {0, 0, 0, 0, 0};
       if (expert >= 0 && expert < a.experts_all) {
-        r.first = ((const int *)a.offsets)[expert];
-        r.rows = ((const int *)a.offsets)[expert + 1] - r.first;
+        e.first = ((const int *)a.offsets)[expert];
+        e.rows = ((const int *)a.offsets)[expert + 1] - e.first;
       }
-      if (r.rows > 0) {
-        r.weights = ((const u64 *)a.slots)[expert] + a.start;
-        int parts = (r.rows + a.most - 1) / a.most;
-        r.tokens = ((r.rows + parts - 1) / parts + 15) / 16 * 16;
-        r.end = (r.rows + r.tokens - 1) / r.tokens * across;
+      if (e.rows > 0) {
+        e.weights = ((const u64 *)a.slots)[expert] + a.start;
+        int parts = (e.rows + a.most - 1) / a.most;
+        e.tokens = ((e.rows + parts - 1) / parts + 15) / 16 * 16;
+        e.end = (e.rows + e.tokens - 1) / e.tokens * across;
       }
-      u32 here = __ballot_sync(all_lanes, r.rows > 0);
+      u32 here = __ballot_sync(all_lanes, e.rows > 0);
 #pragma unroll
       for (int j = 1; j < 32; j <<= 1) {
-        int v = __shfl_up_sync(all_lanes, r.end, j);
-        if (lane >= j) r.end += v;
+        int v = __shfl_up_sync(all_lanes, e.end, j);
+        if (lane >= j) e.end += v;
       }
-      r.end += tiles;
-      tiles = __shfl_sync(all_lanes, r.end, 31);
-      if (r.rows > 0) runs[n + __popc(here & ((1u << lane) - 1))] = r;
+      e.end += tiles;
+      tiles = __shfl_sync(all_lanes, e.end, 31);
+      if (e.rows > 0) runs[n + __popc(here & ((1u << lane) - 1))] = e;
       n += __popc(here);
     }
     return tiles;
@@ -217,19 +173,15 @@ struct expert_product {
 
 template <bool up, int groups, int blocks, int most, int deep>
 DEVICE void expert(const expert_args &a, unsigned char *memory) {
-  __shared__ u64 full[16], empty[16];
+  __shared__ u64 full[most_stages], empty[most_stages];
   __shared__ int tiles;
   // The ring starts at a multiple of 1024 bytes.
-  unsigned char *ring = memory + (-shared_address(memory) & 1023);
-  expert_product<up, groups, blocks, most, deep> p = {a, ring, 0, full, empty, 0, 0};
-  p.step_bytes = p.tile_units * unit_bytes + a.most * 128;
+  unsigned char *start = memory + (-shared_address(memory) & 1023);
+  expert_product<up, groups, blocks, most, deep> p = {a, {start, full, empty, a.stages, groups * blocks * unit_bytes + a.most * 128}, 0, 0};
   p.across = (a.units + p.tile_units - 1) / p.tile_units;
-  p.runs = (run *)(ring + a.stages * deep * p.step_bytes);
+  p.runs = (run *)(start + a.stages * deep * p.r.step_bytes);
   if (threadIdx.x < 32) {
-    if (threadIdx.x == 0) {
-      for (int i = 0; i < a.stages; i++) barrier_init(&full[i], p.producers + 1), barrier_init(&empty[i], groups);
-      barrier_init_done();
-    }
+    if (threadIdx.x == 0) ring_init(p.r, p.producers + 1, groups);
     int n = p.list();
     if (threadIdx.x == 0) tiles = n;
   }

@@ -93,6 +93,8 @@ DEVICE void wgmma_wait() {
 #define REGISTERS_7 REGISTERS_6 ",%56,%57,%58,%59,%60,%61,%62,%63"
 #define REGISTERS_8 REGISTERS_7 ",%64,%65,%66,%67,%68,%69,%70,%71"
 #define REGISTERS_9 REGISTERS_8 ",%72,%73,%74,%75,%76,%77,%78,%79"
+#define REGISTERS_10 REGISTERS_9 ",%80,%81,%82,%83,%84,%85,%86,%87"
+#define REGISTERS_11 REGISTERS_10 ",%88,%89,%90,%91,%92,%93,%94,%95"
 #define EIGHT(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
 #define OPERANDS_0 EIGHT(0)
 #define OPERANDS_1 OPERANDS_0, EIGHT(8)
@@ -104,10 +106,12 @@ DEVICE void wgmma_wait() {
 #define OPERANDS_7 OPERANDS_6, EIGHT(56)
 #define OPERANDS_8 OPERANDS_7, EIGHT(64)
 #define OPERANDS_9 OPERANDS_8, EIGHT(72)
+#define OPERANDS_10 OPERANDS_9, EIGHT(80)
+#define OPERANDS_11 OPERANDS_10, EIGHT(88)
 
-// D = A B^T + D of a warpgroup, 64 x columns x 16, in float32:
-// warp w of the group has rows 16w to 16w+15, its lane l of each eight columns
-// 2 (l%4) and its neighbor, of rows l/4 (words 0, 1) and l/4 + 8 (2, 3). It runs in the background.
+// D = A B^T + D of a warpgroup, 64 x columns x 16, in float32: warp w of the group has
+// rows 16w to 16w+15, its lane l of each eight columns 2 (l%4) and its neighbor, of
+// rows l/4 (words 0, 1) and l/4 + 8 (2, 3). It runs in the background.
 template <int columns>
 struct wgmma;
 
@@ -133,10 +137,101 @@ WGMMA(112, 6, "56", "57")
 WGMMA(128, 7, "64", "65")
 WGMMA(144, 8, "72", "73")
 WGMMA(160, 9, "80", "81")
+WGMMA(176, 10, "88", "89")
+WGMMA(192, 11, "96", "97")
 
 // Transposes an 8 x 8 matrix of 16-bit numbers: lane l has two neighbors of row l/4.
 DEVICE u32 transpose(u32 v) {
   u32 r;
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(v));
   return r;
+}
+
+// A ring of stages in shared memory, each of some steps: 64 elements of inner of units
+// of 64 weight rows, and behind them of rows of X. full and empty have a barrier per
+// stage: that it has come, and that it has been used.
+struct ring {
+  unsigned char *memory;
+  u64 *full, *empty;
+  int stages, step_bytes;
+};
+
+constexpr int unit_bytes = 64 * 128;  // one step of a unit
+constexpr int most_stages = 16;
+
+// Where stages are: the slot of the next, and the parity of its barrier.
+struct turn {
+  int slot;
+  u32 parity;
+};
+
+DEVICE void advance(const ring &r, turn &t) {
+  if (++t.slot == r.stages) t.slot = 0, t.parity ^= 1;
+}
+
+// Makes the barriers, for so many arrivals of who brings and who uses; by one thread.
+DEVICE void ring_init(const ring &r, int bring, int use) {
+  for (int i = 0; i < r.stages; i++) barrier_init(&r.full[i], bring), barrier_init(&r.empty[i], use);
+  barrier_init_done();
+}
+
+// The products of one tile by one warpgroup, which has blocks units from the first on.
+template <int tokens, int blocks, int tile_units, int deep>
+DEVICE void multiply_steps(float (&d)[blocks][tokens / 2], const ring &r, int steps, int first, turn &t) {
+  const unsigned char *stage = r.memory;
+  int before = 0;  // the slot of the stage before
+#pragma unroll 1
+  for (int k = 0; k < steps; k++) {
+    bool next = k % deep == 0;
+    if (next) {
+      stage = r.memory + t.slot * deep * r.step_bytes;
+      barrier_wait(&r.full[t.slot], t.parity);
+      fence_shared();
+    }
+    u64 w = tile_descriptor(stage + first * unit_bytes), x = tile_descriptor(stage + tile_units * unit_bytes);
+    wgmma_begin();
+#pragma unroll
+    for (int kk = 0; kk < 4; kk++)
+#pragma unroll
+      for (int b = 0; b < blocks; b++) wgmma<tokens>::multiply(d[b], w + b * (unit_bytes >> 4) + 2 * kk, x + 2 * kk);
+    wgmma_commit();
+    wgmma_wait<1>();
+    stage += r.step_bytes;
+    if (next) {
+      if (k > 0 && threadIdx.x % 128 == 0) barrier_arrive(&r.empty[before]);
+      before = t.slot;
+      advance(r, t);
+    }
+  }
+  wgmma_wait<0>();
+  if (threadIdx.x % 128 == 0) barrier_arrive(&r.empty[before]);
+}
+
+// Calls f with the smallest multiple of 16, up to most, that holds so many tokens, as a
+// type's constant.
+template <int n>
+struct number {
+  static constexpr int value = n;
+};
+
+template <int most, class F>
+DEVICE void with_room(int tokens, F f) {
+  switch ((tokens + 15) / 16) {
+#define ROOM(n)                                   \
+  case n / 16:                                    \
+    if constexpr (n <= most) f(number<n>{});      \
+    break;
+    ROOM(16)
+    ROOM(32)
+    ROOM(48)
+    ROOM(64)
+    ROOM(80)
+    ROOM(96)
+    ROOM(112)
+    ROOM(128)
+    ROOM(144)
+    ROOM(160)
+    ROOM(176)
+    ROOM(192)
+  }
 }
