@@ -88,7 +88,11 @@ func (b *Backend) norm(l *lane, o *kernels.Norm) error {
 		i++
 	}
 	n := &norms[i]
-	return launch(b, l, o.Name(), n.kernel, grid{x: ceil(items, n.threads/n.perItem), threads: n.threads}, &a)
+	k, g := n.kernel, grid{x: ceil(items, n.threads/n.perItem), threads: n.threads}
+	if k == norm256Times2 && items <= b.multiprocessors {
+		k, g.threads = norm512, 512 // the same sums, with all threads of fewer blocks
+	}
+	return launch(b, l, o.Name(), k, g, &a)
 }
 
 type clampArgs struct {

@@ -59,6 +59,7 @@ const (
 	normWarp
 	norm256
 	norm256Times2
+	norm512
 	norm512Times3
 	clampKernel
 	siluMul
@@ -99,6 +100,7 @@ var table = func() []kernel {
 		{"elementwise.cu", "norm_warp", 0},
 		{"elementwise.cu", "norm_256", 0},
 		{"elementwise.cu", "norm_256_2", 0},
+		{"elementwise.cu", "norm_512", 0},
 		{"elementwise.cu", "norm_512_3", 0},
 		{"elementwise.cu", "clamp", 0},
 		{"elementwise.cu", "silu_mul", 0},

@@ -31,16 +31,21 @@ struct norm_args {
   int aligned, weight_aligned, bias_aligned;
 };
 
-// The sum over the threads of one item. sums has a float per warp of the block.
-template <int threads>
-DEVICE float item_sum(float v, float *sums) {
-  v = warp_sum(v);
-  if (threads == 32) return v;
-  if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = v;
-  __syncthreads();
-  v = 0;
+// The sum over the threads of one item, of each parts in turn. sums has a float per
+// part and warp of the block. More threads with fewer parts get the same bits.
+template <int threads, int each>
+DEVICE float item_sum(const float (&parts)[each], float *sums) {
+  float v = 0;
 #pragma unroll
-  for (int i = 0; i < threads / 32; i++) v += sums[i];
+  for (int i = 0; i < each; i++) {
+    float part = warp_sum(parts[i]);
+    if (threads == 32) v += part;
+    if (threads > 32 && threadIdx.x % 32 == 0) sums[i * (threads / 32) + threadIdx.x / 32] = part;
+  }
+  if (threads == 32) return v;
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < each * (threads / 32); i++) v += sums[i];
   return v;
 }
 
@@ -48,8 +53,8 @@ DEVICE float item_sum(float v, float *sums) {
 // keeps its elements, up to each times eight, in registers.
 template <int threads, int block, int each>
 DEVICE void norm_rows(const norm_args &a) {
-  __shared__ float sums[2][block / 32];
-  int t = threadIdx.x % threads, groups = (a.d + 7) / 8;
+  __shared__ float sums[2][each * (block / 32)];
+  int t = threadIdx.x % threads;
   i64 item = (i64)blockIdx.x * (block / threads) + threadIdx.x / threads;
   if (item >= a.items) return;  // whole warps, and never with a block to an item
   i64 row = item / a.heads;
@@ -72,23 +77,23 @@ DEVICE void norm_rows(const norm_args &a) {
     }
     load8(w[i], (const void *)a.weight, a.weight_type, at, n, a.weight_aligned);
   }
-  float total = 0;
+  float total[each] = {};
 #pragma unroll
   for (int i = 0; i < each; i++)
-    if (t + i * threads < groups)
 #pragma unroll
-      for (int c = 0; c < 8; c++) total += a.layer ? v[i][c] : v[i][c] * v[i][c];
+    for (int c = 0; c < 8; c++) total[i] += a.layer ? v[i][c] : v[i][c] * v[i][c];
   float mean = 0, square = item_sum<threads>(total, sums[0]) / a.d;
   if (a.layer) {
     mean = square;
-    total = 0;
 #pragma unroll
-    for (int i = 0; i < each; i++)
+    for (int i = 0; i < each; i++) {
+      total[i] = 0;
 #pragma unroll
       for (int c = 0; c < 8; c++) {
         float off = (t + i * threads) * 8 + c < a.d ? v[i][c] - mean : 0.f;
-        total += off * off;
+        total[i] += off * off;
       }
+    }
     square = item_sum<threads>(total, sums[1]) / a.d;
   }
   float scale = 1.f / sqrtf(square + a.eps);
@@ -110,6 +115,7 @@ KERNEL(256, 2) norm_head(const norm_args a) { norm_rows<32, 256, 1>(a); }
 KERNEL(256, 2) norm_warp(const norm_args a) { norm_rows<32, 256, 4>(a); }
 KERNEL(256, 5) norm_256(const norm_args a) { norm_rows<256, 256, 1>(a); }
 KERNEL(256, 4) norm_256_2(const norm_args a) { norm_rows<256, 256, 2>(a); }
+KERNEL(512, 1) norm_512(const norm_args a) { norm_rows<512, 512, 1>(a); }
 KERNEL(512, 1) norm_512_3(const norm_args a) { norm_rows<512, 512, 3>(a); }
 
 struct clamp_args {

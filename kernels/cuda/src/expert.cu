@@ -68,14 +68,6 @@ struct expert_product {
     for (int index = blockIdx.x; index < count; index += gridDim.x) {
       tile t = find(index, at);
       const u16 *rows[rows_each];
-#pragma unroll
-      for (int i = 0; i < rows_each; i++) {
-        rows[i] = 0;
-        if (lead + i * 16 < t.tokens) {
-          i64 pair = ((const int *)a.order)[t.first + lead + i * 16];
-          rows[i] = (const u16 *)a.x + (up ? pair / a.top_k : pair) * a.x_stride + chunk * 8;
-        }
-      }
       for (int k = 0; k < a.steps; k += deep) {
         unsigned char *stage = r.memory + now.slot * deep * r.step_bytes;
         int steps = min(deep, a.steps - k);
@@ -86,6 +78,16 @@ struct expert_product {
             for (int s = 0; s < steps; s++)
               copy_bulk(stage + s * r.step_bytes + u * unit_bytes, (const char *)t.weights + ((i64)u * a.steps + k + s) * unit_bytes,
                         unit_bytes, &r.full[now.slot]);
+        }
+        if (k == 0) {  // looked up while the first weights come
+#pragma unroll
+          for (int i = 0; i < rows_each; i++) {
+            rows[i] = 0;
+            if (lead + i * 16 < t.tokens) {
+              i64 pair = ((const int *)a.order)[t.first + lead + i * 16];
+              rows[i] = (const u16 *)a.x + (up ? pair / a.top_k : pair) * a.x_stride + chunk * 8;
+            }
+          }
         }
 #pragma unroll
         for (int s = 0; s < deep; s++)
@@ -147,11 +149,11 @@ struct expert_product {
       int expert = i + lane < a.listed ? ((const int *)a.experts)[i + lane] : -1;
       run e = {0, 0, 0, 0, 0};
       if (expert >= 0 && expert < a.experts_all) {
+        e.weights = ((const u64 *)a.slots)[expert] + a.start;
         e.first = ((const int *)a.offsets)[expert];
         e.rows = ((const int *)a.offsets)[expert + 1] - e.first;
       }
       if (e.rows > 0) {
-        e.weights = ((const u64 *)a.slots)[expert] + a.start;
         int parts = (e.rows + a.most - 1) / a.most;
         e.tokens = ((e.rows + parts - 1) / parts + 15) / 16 * 16;
         e.end = (e.rows + e.tokens - 1) / e.tokens * across;

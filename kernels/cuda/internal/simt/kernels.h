@@ -19,7 +19,7 @@ namespace {
 
 extern const simt_kernel TABLE[] = {
     ENTRY(embed, embed_args),           ENTRY(norm_warp, norm_args),       ENTRY(norm_256, norm_args),
-    ENTRY(norm_head, norm_args),        ENTRY(norm_256_2, norm_args),         ENTRY(norm_512_3, norm_args),
+    ENTRY(norm_head, norm_args),        ENTRY(norm_256_2, norm_args),         ENTRY(norm_512_3, norm_args),      ENTRY(norm_512, norm_args),
     ENTRY(clamp, clamp_args),           ENTRY(silu_mul, silu_mul_args),    ENTRY(gather, gather_args),
     ENTRY(combine, combine_args),       ENTRY(add_bias, add_bias_args),    ENTRY(rope, rope_args),
     ENTRY(append_kv, append_kv_args),   ENTRY(route, route_args),          ENTRY(group, group_args),
