@@ -11,9 +11,9 @@ import (
 
 // PeerChoice is what the setting peers asks for.
 type PeerChoice struct {
-	// Auto leaves it to the kind of devices, All takes every GPU that can be reached.
-	Auto, All bool
-	// GPUs named, by the driver's numbers. Empty beside neither of the above: none.
+	// Auto leaves it to the kind of devices.
+	Auto bool
+	// GPUs named, by the driver's numbers; none where it is not auto and names none.
 	GPUs []int
 }
 
@@ -22,8 +22,6 @@ func (s Settings) PeerChoice() (PeerChoice, error) {
 	switch s.Peers {
 	case "auto":
 		return PeerChoice{Auto: true}, nil
-	case "all":
-		return PeerChoice{All: true}, nil
 	case "none":
 		return PeerChoice{}, nil
 	}
@@ -31,7 +29,7 @@ func (s Settings) PeerChoice() (PeerChoice, error) {
 	for f := range strings.SplitSeq(s.Peers, ",") {
 		n, err := strconv.ParseUint(strings.TrimSpace(f), 10, 16)
 		if err != nil {
-			return c, &SettingError{Key: "peers", Value: s.Peers, Want: "must be auto, all, none, or numbers of GPUs with commas between them"}
+			return c, &SettingError{Key: "peers", Value: s.Peers, Want: "must be auto, none, or numbers of GPUs with commas between them"}
 		}
 		if slices.Contains(c.GPUs, int(n)) {
 			return c, &SettingError{Key: "peers", Value: s.Peers, Want: fmt.Sprintf("names GPU %d twice", n)}
@@ -59,13 +57,19 @@ func (s Settings) Headroom() (Headroom, error) {
 	return Headroom{}, &SettingError{Key: "harvest-headroom", Value: s.HarvestHeadroom, Want: "must be a size like 4GiB, or a share like 5%"}
 }
 
-// MigrationBytesPerSecond reads the setting migration-limit; 0: no limit. Errors
-// are *SettingError.
+// MigrationBytesPerSecond reads the setting migration-limit: 0 leaves it to who
+// migrates, under 0 is no limit. Errors are *SettingError.
 func (s Settings) MigrationBytesPerSecond() (float64, error) {
+	switch s.MigrationLimit {
+	case "auto":
+		return 0, nil
+	case "0":
+		return -1, nil
+	}
 	text, ok := strings.CutSuffix(s.MigrationLimit, "/s")
 	n, err := ParseBytes(text)
-	if err != nil || !ok && n != 0 {
-		return 0, &SettingError{Key: "migration-limit", Value: s.MigrationLimit, Want: "must be a rate like 10GiB/s, or 0"}
+	if err != nil || !ok || n == 0 {
+		return 0, &SettingError{Key: "migration-limit", Value: s.MigrationLimit, Want: "must be auto, a rate like 2GiB/s, or 0"}
 	}
 	return float64(n), nil
 }
@@ -223,7 +227,7 @@ func (s Settings) validatePeers() error {
 	if slices.Contains(peers.GPUs, s.GPU) {
 		return &SettingError{Key: "peers", Value: s.Peers, Want: fmt.Sprintf("names the compute GPU, %d: name others", s.GPU)}
 	}
-	if s.OffloadTier == "peer" && !peers.Auto && !peers.All && len(peers.GPUs) == 0 {
+	if s.OffloadTier == "peer" && !peers.Auto && len(peers.GPUs) == 0 {
 		return &SettingError{Key: "offload-tier", Value: s.OffloadTier, Want: "needs peers, and peers is none"}
 	}
 	if s.LocalExperts == "" {

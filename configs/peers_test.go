@@ -36,37 +36,37 @@ func TestPeerSettings(t *testing.T) {
 		return fmt.Sprintf("%+v %+v %.0f %+v", peers, room, rate, trace)
 	}
 	const (
-		auto  = "{Auto:true All:false GPUs:[]}"
+		auto  = "{Auto:true GPUs:[]}"
 		room  = "{Bytes:0 Share:0.05}"
 		trace = "{File: Generated:false Seed:0 Churn:0}"
-		rest  = room + " 10737418240 " + trace
+		rest  = room + " 0 " + trace
 	)
 	for _, c := range []struct {
 		key, value, want string
 	}{
 		{"peers", "auto", auto + " " + rest},
-		{"peers", "all", "{Auto:false All:true GPUs:[]} " + rest},
-		{"peers", "none", "{Auto:false All:false GPUs:[]} " + rest},
-		{"peers", "1, 2", "{Auto:false All:false GPUs:[1 2]} " + rest},
-		{"peers", "1,", `peers is "1,": must be auto, all, none, or numbers of GPUs with commas between them`},
+		{"peers", "none", "{Auto:false GPUs:[]} " + rest},
+		{"peers", "1, 2", "{Auto:false GPUs:[1 2]} " + rest},
+		{"peers", "1,", `peers is "1,": must be auto, none, or numbers of GPUs with commas between them`},
 		{"peers", "", `peers is "": must be auto`},
 		{"peers", "-1", `peers is "-1": must be auto`},
 		{"peers", "2,1,2", "names GPU 2 twice"},
-		{"harvest-headroom", "4GiB", auto + " {Bytes:4294967296 Share:0} 10737418240 " + trace},
-		{"harvest-headroom", "0", auto + " {Bytes:0 Share:0} 10737418240 " + trace},
-		{"harvest-headroom", "12.5%", auto + " {Bytes:0 Share:0.125} 10737418240 " + trace},
+		{"harvest-headroom", "4GiB", auto + " {Bytes:4294967296 Share:0} 0 " + trace},
+		{"harvest-headroom", "0", auto + " {Bytes:0 Share:0} 0 " + trace},
+		{"harvest-headroom", "12.5%", auto + " {Bytes:0 Share:0.125} 0 " + trace},
 		{"harvest-headroom", "101%", `harvest-headroom is "101%": must be a size like 4GiB, or a share like 5%`},
 		{"harvest-headroom", "-1%", "must be a size like 4GiB"},
 		{"harvest-headroom", "4 parsecs", "must be a size like 4GiB"},
 		{"harvest-headroom", "NaN%", "must be a size like 4GiB"},
-		{"migration-limit", "0", auto + " " + room + " 0 " + trace},
+		{"migration-limit", "0", auto + " " + room + " -1 " + trace},
 		{"migration-limit", "2.5GB/s", auto + " " + room + " 2500000000 " + trace},
-		{"migration-limit", "2.5GB", `migration-limit is "2.5GB": must be a rate like 10GiB/s, or 0`},
-		{"migration-limit", "9999999999TiB/s", "must be a rate"},
-		{"migration-limit", "", "must be a rate"},
-		{"availability-trace", "a.csv", auto + " " + room + " 10737418240 {File:a.csv Generated:false Seed:0 Churn:0}"},
-		{"availability-trace", "generated:7", auto + " " + room + " 10737418240 {File: Generated:true Seed:7 Churn:1}"},
-		{"availability-trace", "generated:7:0.5", auto + " " + room + " 10737418240 {File: Generated:true Seed:7 Churn:0.5}"},
+		{"migration-limit", "2.5GB", `migration-limit is "2.5GB": must be auto, a rate like 2GiB/s, or 0`},
+		{"migration-limit", "9999999999TiB/s", "must be auto, a rate"},
+		{"migration-limit", "0/s", "must be auto, a rate"},
+		{"migration-limit", "", "must be auto, a rate"},
+		{"availability-trace", "a.csv", auto + " " + room + " 0 {File:a.csv Generated:false Seed:0 Churn:0}"},
+		{"availability-trace", "generated:7", auto + " " + room + " 0 {File: Generated:true Seed:7 Churn:1}"},
+		{"availability-trace", "generated:7:0.5", auto + " " + room + " 0 {File: Generated:true Seed:7 Churn:0.5}"},
 		{"availability-trace", "generated:", "must be a file, generated:SEED, or generated:SEED:CHANGES_PER_MINUTE"},
 		{"availability-trace", "generated:1:0", "these above 0 and at most 60000"},
 		{"availability-trace", "generated:1:NaN", "these above 0"},

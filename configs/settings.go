@@ -142,7 +142,7 @@ var Schema = []Key{
 		Help: "which GPU computes, by the driver's number",
 	},
 	{
-		Name: "peers", Kind: String, Default: "auto", Placeholder: "auto|all|none|LIST", Commands: onModel,
+		Name: "peers", Kind: String, Default: "auto", Placeholder: "auto|none|LIST", Commands: onModel,
 		Help: "other GPUs whose spare memory is borrowed, as numbers with commas between them; auto: all emulated ones, and no real one",
 	},
 	{
@@ -178,8 +178,8 @@ var Schema = []Key{
 		Help: "memory of each peer that stays free for others, as 4GiB or as a share of the largest peer's",
 	},
 	{
-		Name: "migration-limit", Kind: String, Default: "10GiB/s", Placeholder: "BYTES/s", Commands: onModel,
-		Help: "how fast experts are copied to peers, beside what steps fetch; 0: as fast as it goes",
+		Name: "migration-limit", Kind: String, Default: "auto", Placeholder: "auto|BYTES/s", Commands: onModel,
+		Help: "how fast experts are moved beside what steps fetch, as 2GiB/s; auto: a fifth of the host link's rate, 0: no limit",
 	},
 	{
 		Name: "availability-trace", Kind: String, Default: "", Placeholder: "FILE|generated:SEED", Commands: onModel,

@@ -44,7 +44,7 @@ func others(k configs.Key) [3]string {
 	case k.Name == "dummy-routing":
 		return [3]string{"zipf:1", "zipf:2", "zipf:3"}
 	case k.Name == "peers":
-		return [3]string{"1", "2,3", "all"}
+		return [3]string{"1", "2,3", "none"}
 	case k.Name == "local-experts":
 		return [3]string{"0:1", "@a", "1:2-3"}
 	case k.Name == "harvest-headroom":
