@@ -11,6 +11,7 @@ import (
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/device/emulated"
 	"github.com/moeserve/moeserve/experts"
+	"github.com/moeserve/moeserve/harvest"
 	"github.com/moeserve/moeserve/kvcache"
 	"github.com/moeserve/moeserve/models"
 	"github.com/moeserve/moeserve/pipeline"
@@ -104,6 +105,10 @@ func (n *Node) needs(o *Options) (*needs, error) {
 		return nil, err
 	}
 	rows := pipeline.RowDataBytes(n.limits, s.MicroBatchSize)
+	var zeros int64 // that borrowed memory is cleared with
+	if len(n.peers) > 0 {
+		zeros = harvest.Options{}.EnsureDefaults().ClearBytes
+	}
 	return &needs{
 		kv: kvcache.Shape{
 			Layers: c.Layers, KVHeads: c.KVHeads, HeadDim: c.HeadDim,
@@ -127,6 +132,7 @@ func (n *Node) needs(o *Options) (*needs, error) {
 				{"offloaded experts", n.plan.HostBytes},
 				{"loading", n.plan.StagingBytes + uploadBuffers*uploadBytes},
 				{"tables", n.plan.UploadBytes},
+				{"clearing of borrowed memory", zeros},
 				{"row data", rows + pipeline.BackBytes(c, n.limits, o.HostLogits)},
 			},
 			Advice: "offload fewer experts (offload-fraction), or give the host more memory",

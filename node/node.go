@@ -345,9 +345,13 @@ func (n *Node) assemble(ctx context.Context, o *Options, src models.Source, kv k
 		return err
 	}
 	n.loadTime = time.Since(start)
+	small := 0
+	if !keepsData(n.machine) {
+		small = -1 // nobody knows there which experts are chosen
+	}
 	if n.pipe, err = pipeline.New(pipeline.Options{
 		Machine: n.machine, Space: n.space, Model: model, Experts: n.store, KV: n.kv,
-		MicroBatchRows: n.settings.MicroBatchSize, HostLogits: o.HostLogits,
+		MicroBatchRows: n.settings.MicroBatchSize, SmallBatchRows: small, HostLogits: o.HostLogits,
 	}); err != nil {
 		return fail(ErrDevice, err)
 	}

@@ -222,7 +222,7 @@ type Lender struct {
 }
 
 func (n *Node) lenders() []Lender {
-	var all []Lender
+	all := []Lender{}
 	for _, p := range n.peers {
 		info, _ := n.machine.Topology().Info(p)
 		i, _ := p.GPU()
