@@ -715,10 +715,11 @@ func TestSafeguards(t *testing.T) {
 		for seed := range uint64(24) {
 			if r := (&unguarded{seed: seed, without: without}); r.run(t) {
 				found++
+				break
 			}
 		}
 		if (found > 0) != (name != "none") {
-			t.Errorf("without %s: %d of 24 runs were found out", name, found)
+			t.Errorf("without %s: a run was found out: %t", name, found > 0)
 		}
 	}
 }
