@@ -97,7 +97,7 @@ func newRig(t *testing.T, fixture string, fraction float64, mo emulated.Options,
 	check(t, err)
 	plan, err := experts.NewPlan(experts.Config{Layers: layers, Experts: c.Experts, Layout: extent, Placement: placement})
 	check(t, err)
-	r.store, err = experts.New(experts.Options{Machine: m, Space: space, Backend: backend, Transfer: engine, Plan: plan})
+	r.store, err = experts.New(experts.Options{Machine: m, Space: space, Backend: backend, Transfer: engine, Plan: plan, NoData: mo.NoData})
 	check(t, err)
 	closers = append(closers, r.store.Close)
 
@@ -272,6 +272,35 @@ func TestChosenOnlyFetchesLess(t *testing.T) {
 	}
 }
 
+// TestWorkWhileTheHostIsAsked: copies of chosen experts run under the shared expert and
+// the local ones, and a guess has copies run under the next layer's attention.
+func TestWorkWhileTheHostIsAsked(t *testing.T) {
+	for _, name := range []string{"mixtral", "qwen2_moe"} {
+		// step is the time of one of the steps behind a prompt, each of one row.
+		step := func(gpu emulated.GPU, link emulated.Link) time.Duration {
+			r := newRig(t, name, 0.5, emulated.Options{Virtual: true, GPUs: []emulated.GPU{gpu}, HostLink: link}, Options{})
+			table := r.kv.NewTable()
+			check(t, table.Grow(64))
+			defer table.Free()
+			var began time.Duration
+			for i := range 9 {
+				if i == 1 {
+					began = r.m.Now()
+				}
+				_, err := r.p.Step(t.Context(), &Step{Sequences: []Sequence{{Tokens: []int32{int32(5*i*i + 1)}, Start: i, Table: table, LogitRows: 1}}})
+				check(t, err)
+			}
+			return (r.m.Now() - began) / 8
+		}
+		gpu, link := emulated.GPU{BytesPerSecond: 400e6}, emulated.Link{BytesPerSecond: 100e6}
+		compute, copies, both := step(gpu, emulated.Link{}), step(emulated.GPU{}, link), step(gpu, link)
+		t.Logf("%s: a step computes for %v, copies for %v, and together takes %v", name, compute, copies, both)
+		if hidden := compute + copies - both; hidden < copies/2 || both < compute {
+			t.Errorf("%s: of %v of copies %v lie under the compute of %v", name, copies, hidden, compute)
+		}
+	}
+}
+
 // TestModeOfAStep: which plan a step has.
 func TestModeOfAStep(t *testing.T) {
 	for _, c := range []struct {
@@ -286,6 +315,21 @@ func TestModeOfAStep(t *testing.T) {
 			}
 		}
 	}
+}
+
+// TestModeWithoutData: a machine that keeps no data answers nothing, so steps do not
+// ask it, and run.
+func TestModeWithoutData(t *testing.T) {
+	r := newRig(t, "mixtral", 0.5, emulated.Options{Virtual: true, NoData: true}, Options{SmallBatchRows: 64})
+	table := r.kv.NewTable()
+	check(t, table.Grow(8))
+	if _, err := r.p.Step(t.Context(), &Step{Sequences: []Sequence{{Tokens: []int32{1}, Table: table, LogitRows: 1}}}); err != nil {
+		t.Error(err)
+	}
+	if s := r.store.Stats(); s.Misses == 0 || s.Misses != s.Hits[experts.Host] || r.p.o.SmallBatchRows != 0 {
+		t.Errorf("%+v, up to %d rows", s, r.p.o.SmallBatchRows)
+	}
+	table.Free()
 }
 
 // fetch matches copies of experts, own those that the compute stream makes by itself.
