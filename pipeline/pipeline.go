@@ -33,6 +33,7 @@ type Options struct {
 	MicroBatchRows int
 	// SmallBatchRows is the most rows of a step for which only chosen experts are
 	// fetched (the plan ChosenOnly). Default: what SmallBatch says; negative: none.
+	// On a machine that keeps no data there are none, since no choice comes back.
 	SmallBatchRows int
 	// HostLogits keeps room in pinned memory for the logits of a step, for those
 	// who ask for them. Default: off.
@@ -152,8 +153,9 @@ func New(o Options) (_ *Pipeline, err error) {
 		// How many of a layer's experts are local stays the same, whichever they are.
 		shape.Missing = append(shape.Missing, !dense && o.Experts != nil && o.Experts.Missing(layer) > 0)
 	}
+	machine, ok := o.Machine.(interface{ KeepsData() bool })
 	switch {
-	case o.SmallBatchRows < 0 || !slices.Contains(shape.Missing, true):
+	case o.SmallBatchRows < 0, ok && !machine.KeepsData(), !slices.Contains(shape.Missing, true):
 		o.SmallBatchRows = 0
 	case o.SmallBatchRows == 0:
 		o.SmallBatchRows = SmallBatch(c.Experts, c.TopK)

@@ -15,6 +15,7 @@ import (
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/device/emulated"
 	"github.com/moeserve/moeserve/experts"
+	"github.com/moeserve/moeserve/harvest"
 	"github.com/moeserve/moeserve/kernels/cpu"
 	"github.com/moeserve/moeserve/kvcache"
 	"github.com/moeserve/moeserve/models"
@@ -39,12 +40,16 @@ type rig struct {
 	store *experts.Store
 	kv    *kvcache.Pool
 	p     *Pipeline
+
+	// before, if set, is called before each step of run, with its number.
+	before func(step int)
 }
 
 const space = device.Space(1) // gpu0
 
-// newRig offloads a fraction of the experts. Of o it takes what says how steps run.
-func newRig(t *testing.T, fixture string, fraction float64, mo emulated.Options, o Options) *rig {
+// newRig offloads a fraction of the experts, and copies them to the peers, if there are
+// any. Of o it takes what says how steps run.
+func newRig(t *testing.T, fixture string, fraction float64, mo emulated.Options, o Options, peers ...device.Space) *rig {
 	t.Helper()
 	m, err := emulated.New(mo)
 	check(t, err)
@@ -97,9 +102,17 @@ func newRig(t *testing.T, fixture string, fraction float64, mo emulated.Options,
 	check(t, err)
 	plan, err := experts.NewPlan(experts.Config{Layers: layers, Experts: c.Experts, Layout: extent, Placement: placement})
 	check(t, err)
-	r.store, err = experts.New(experts.Options{Machine: m, Space: space, Backend: backend, Transfer: engine, Plan: plan})
+	so := experts.Options{Machine: m, Space: space, Backend: backend, Transfer: engine, Plan: plan, NoData: mo.NoData}
+	if len(peers) > 0 {
+		so.Harvest, err = harvest.New(harvest.Options{Machine: m, Peers: peers, SlabBytes: 256 << 10})
+		check(t, err)
+	}
+	r.store, err = experts.New(so)
 	check(t, err)
 	closers = append(closers, r.store.Close)
+	if len(peers) > 0 { // harvest is closed before the store
+		closers = append(closers, func() error { return so.Harvest.Close(context.Background()) })
+	}
 
 	s, err := m.NewStream(space, device.StreamOptions{Name: "load"})
 	check(t, err)
@@ -108,6 +121,14 @@ func newRig(t *testing.T, fixture string, fraction float64, mo emulated.Options,
 	check(t, model.Constants(to.put))
 	check(t, s.Close())
 	check(t, r.store.Seal(t.Context()))
+	for layer, homes := range r.store.Homes() {
+		for e, home := range homes {
+			if len(peers) > 0 && home.Tier == experts.Host {
+				check(t, r.store.Promote(experts.ID{Layer: layer, Expert: e}, experts.PromoteOptions{}))
+			}
+		}
+	}
+	check(t, r.store.WaitMoves(t.Context()))
 
 	r.kv, err = kvcache.New(kvcache.Options{Machine: m, Space: space, Blocks: 32, Shape: kvcache.Shape{
 		Layers: c.Layers, KVHeads: c.KVHeads, HeadDim: c.HeadDim, DType: backend.ActivationDType(), BlockTokens: limits.BlockTokens,
@@ -182,8 +203,13 @@ func (r *rig) run() history {
 	c := r.p.o.Model.Config
 	var h history
 	var seqs []Sequence
+	steps := 0
 	step := func(s *Step) {
 		r.Helper()
+		if r.before != nil {
+			r.before(steps)
+		}
+		steps++
 		s.Logits = true
 		res, err := r.p.Step(r.Context(), s)
 		for try := 0; errors.Is(err, ErrStepFailed) && try < 20; try++ {
@@ -272,6 +298,35 @@ func TestChosenOnlyFetchesLess(t *testing.T) {
 	}
 }
 
+// TestWorkWhileTheHostIsAsked: copies of chosen experts run under the shared expert and
+// the local ones, and a guess has copies run under the next layer's attention.
+func TestWorkWhileTheHostIsAsked(t *testing.T) {
+	for _, name := range []string{"mixtral", "qwen2_moe"} {
+		// step is the time of one of the steps behind a prompt, each of one row.
+		step := func(gpu emulated.GPU, link emulated.Link) time.Duration {
+			r := newRig(t, name, 0.5, emulated.Options{Virtual: true, GPUs: []emulated.GPU{gpu}, HostLink: link}, Options{})
+			table := r.kv.NewTable()
+			check(t, table.Grow(64))
+			defer table.Free()
+			var began time.Duration
+			for i := range 9 {
+				if i == 1 {
+					began = r.m.Now()
+				}
+				_, err := r.p.Step(t.Context(), &Step{Sequences: []Sequence{{Tokens: []int32{int32(5*i*i + 1)}, Start: i, Table: table, LogitRows: 1}}})
+				check(t, err)
+			}
+			return (r.m.Now() - began) / 8
+		}
+		gpu, link := emulated.GPU{BytesPerSecond: 400e6}, emulated.Link{BytesPerSecond: 100e6}
+		compute, copies, both := step(gpu, emulated.Link{}), step(emulated.GPU{}, link), step(gpu, link)
+		t.Logf("%s: a step computes for %v, copies for %v, and together takes %v", name, compute, copies, both)
+		if hidden := compute + copies - both; hidden < copies/2 || both < compute {
+			t.Errorf("%s: of %v of copies %v lie under the compute of %v", name, copies, hidden, compute)
+		}
+	}
+}
+
 // TestModeOfAStep: which plan a step has.
 func TestModeOfAStep(t *testing.T) {
 	for _, c := range []struct {
@@ -288,6 +343,21 @@ func TestModeOfAStep(t *testing.T) {
 	}
 }
 
+// TestModeWithoutData: a machine that keeps no data answers nothing, so steps do not
+// ask it, and run.
+func TestModeWithoutData(t *testing.T) {
+	r := newRig(t, "mixtral", 0.5, emulated.Options{Virtual: true, NoData: true}, Options{SmallBatchRows: 64})
+	table := r.kv.NewTable()
+	check(t, table.Grow(8))
+	if _, err := r.p.Step(t.Context(), &Step{Sequences: []Sequence{{Tokens: []int32{1}, Table: table, LogitRows: 1}}}); err != nil {
+		t.Error(err)
+	}
+	if s := r.store.Stats(); s.Misses == 0 || s.Misses != s.Hits[experts.Host] || r.p.o.SmallBatchRows != 0 {
+		t.Errorf("%+v, up to %d rows", s, r.p.o.SmallBatchRows)
+	}
+	table.Free()
+}
+
 // fetch matches copies of experts, own those that the compute stream makes by itself.
 func fetch(p emulated.Point) bool { return p.To == space && strings.HasPrefix(p.Stream, "copy ") }
 func own(p emulated.Point) bool   { return p.Stream == "compute" }
@@ -295,14 +365,17 @@ func own(p emulated.Point) bool   { return p.Stream == "compute" }
 // TestSameDespiteFaults breaks and stalls copies in steps that fetch chosen experts.
 func TestSameDespiteFaults(t *testing.T) {
 	want := newRig(t, "mixtral", 0, emulated.Options{Virtual: true}, Options{SmallBatchRows: -1}).run()
-	for _, f := range []emulated.Fault{
+	for i, f := range []emulated.Fault{
 		{Kind: emulated.FailCopy, Match: fetch, Skip: 3, Times: 2},
 		{Kind: emulated.FailCopy, Match: fetch, Times: -1, Chance: 0.1},
 		{Kind: emulated.FailCopy, Match: own, Skip: 5, Times: 3},
 		{Kind: emulated.FailCopy, Match: own, Times: -1, Chance: 0.05},
 		{Kind: emulated.StallCopy, Match: fetch, Times: -1, Chance: 0.2, For: time.Millisecond},
 	} {
-		for _, mo := range machines(t) {
+		for k, mo := range machines(t) {
+			if k%2 != i%2 {
+				continue
+			}
 			r := newRig(t, "mixtral", 0.75, mo, Options{SmallBatchRows: 64})
 			fault := f
 			r.m.Inject(&fault)
@@ -339,34 +412,57 @@ func TestCanceled(t *testing.T) {
 	}
 }
 
-// TestLostPeer: a lost device that is not the compute device fails the step that met
-// it, and no other; the compute device ends everything.
-func TestLostPeer(t *testing.T) {
-	for _, rows := range []int{-1, 64} {
-		want := newRig(t, "mixtral", 0, emulated.Options{Virtual: true}, Options{SmallBatchRows: -1}).run()
-		r := newRig(t, "mixtral", 0.5, emulated.Options{Virtual: true}, Options{SmallBatchRows: rows})
-		table := r.kv.NewTable()
-		check(t, table.Grow(8))
-		step := &Step{Sequences: []Sequence{{Tokens: []int32{1, 2}, Table: table, LogitRows: 1}}}
-		peer, err := r.m.Alloc(device.HBM(1), 256, "peer")
-		check(t, err)
-		mine, err := r.m.Alloc(space, 256, "mine")
-		check(t, err)
-		check(t, r.p.compute.Copy(mine.Range(0, 256), peer.Range(0, 256)))
-		check(t, r.m.Lose(1))
-		if _, err := r.p.Step(t.Context(), step); !errors.Is(err, ErrStepFailed) || !errors.Is(err, device.ErrLost) {
-			t.Errorf("at most %d rows, a step behind a copy from a lost peer: %v", rows, err)
+// TestSameFromPeers: the same bits where experts come from peers, and where a peer is
+// lost on the way, which fails a step and no request.
+func TestSameFromPeers(t *testing.T) {
+	want := newRig(t, "mixtral", 0, emulated.Options{Virtual: true}, Options{SmallBatchRows: -1}).run()
+	for i, mo := range machines(t) {
+		for lose := range 3 { // 0: no peer, 1: one of two, 2: both
+			o := Options{SmallBatchRows: []int{64, -1}[(i+lose)%2]}
+			r := newRig(t, "mixtral", 0.75, mo, o, device.HBM(1), device.HBM(2))
+			r.before = func(step int) {
+				if step < 2 || step >= 2+lose {
+					return
+				}
+				if r.store.Stats().Fetched[experts.Peer] == 0 {
+					t.Errorf("%+v: nothing was fetched from a peer", mo)
+				}
+				check(t, r.m.Lose(step-1))
+			}
+			if d := r.run().differs(want); d != "" {
+				t.Errorf("at most %d rows, %d peers lost, %+v: %s", o.SmallBatchRows, lose, mo, d)
+			}
+			if s := r.store.Stats(); (s.Failed > 0) != (lose > 0) {
+				t.Errorf("at most %d rows, %d peers lost, %+v: %+v", o.SmallBatchRows, lose, mo, s)
+			}
 		}
-		check(t, errors.Join(peer.Free(), mine.Free()))
-		if d := r.run().differs(want); d != "" {
-			t.Errorf("at most %d rows, after a peer was lost: %s", rows, d)
-		}
-		check(t, r.m.Lose(0))
-		if _, err := r.p.Step(t.Context(), step); errors.Is(err, ErrStepFailed) || !errors.Is(err, device.ErrLost) {
-			t.Errorf("at most %d rows, a step on a lost device: %v", rows, err)
-		}
-		table.Free()
 	}
+}
+
+// TestLostDevice: a step behind a failure on the compute stream may run again where a
+// peer was lost, and not where the compute device was.
+func TestLostDevice(t *testing.T) {
+	r := newRig(t, "mixtral", 0.5, emulated.Options{Virtual: true}, Options{})
+	table := r.kv.NewTable()
+	check(t, table.Grow(8))
+	step := &Step{Sequences: []Sequence{{Tokens: []int32{1, 2}, Table: table, LogitRows: 1}}}
+	peer, err := r.m.Alloc(device.HBM(1), 256, "peer")
+	check(t, err)
+	mine, err := r.m.Alloc(space, 256, "mine")
+	check(t, err)
+	check(t, r.p.compute.Copy(mine.Range(0, 256), peer.Range(0, 256)))
+	check(t, r.m.Lose(1))
+	if _, err := r.p.Step(t.Context(), step); !errors.Is(err, ErrStepFailed) || !errors.Is(err, device.ErrLost) {
+		t.Errorf("a step behind a copy from a lost peer: %v", err)
+	}
+	check(t, errors.Join(peer.Free(), mine.Free()))
+	_, err = r.p.Step(t.Context(), step)
+	check(t, err)
+	check(t, r.m.Lose(0))
+	if _, err := r.p.Step(t.Context(), step); errors.Is(err, ErrStepFailed) || !errors.Is(err, device.ErrLost) {
+		t.Errorf("a step on a lost device: %v", err)
+	}
+	table.Free()
 }
 
 // TestActivations: after every step the store knows what the device has counted.

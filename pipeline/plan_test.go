@@ -133,8 +133,17 @@ func keepsTheOrder(t *testing.T, name string, s Shape, plan []Action, chosen boo
 // TestSmallBatch compares with the share of experts that the rows of a step choose.
 func TestSmallBatch(t *testing.T) {
 	for _, c := range []struct{ experts, topK, want int }{
-		{8, 2, 4}, {16, 2, 10}, {60, 4, 20}, {64, 8, 10}, {128, 8, 21},
-		{4, 2, 2}, {4, 3, 1}, {8, 8, 0}, {1, 1, 0}, {0, 0, 0}, {8, 0, 0},
+		{8, 2, 4},
+		{16, 2, 10},
+		{60, 4, 20},
+		{64, 8, 10},
+		{128, 8, 21},
+		{4, 2, 2},
+		{4, 3, 1},
+		{8, 8, 0},
+		{1, 1, 0},
+		{0, 0, 0},
+		{8, 0, 0},
 	} {
 		if got := SmallBatch(c.experts, c.topK); got != c.want {
 			t.Errorf("%d of %d experts: up to %d rows, want %d", c.topK, c.experts, got, c.want)
