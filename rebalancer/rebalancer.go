@@ -379,6 +379,9 @@ func (r *Rebalancer) carryOut(m Move, v View) error {
 	if err := r.store.Promote(m.In, o); err != nil {
 		return err
 	}
+	for _, k := range m.To {
+		r.peers[v.Peers[k].From.String()].wait = 0
+	}
 	if m.Kind == Replace {
 		r.counts.Replaced++
 	} else {
@@ -394,15 +397,12 @@ func (r *Rebalancer) barred(m Move, v View, now time.Duration) bool {
 	})
 }
 
-// refused leaves the move's peers alone for a while, for longer each time. A client
-// that has its quota may still replace what it has.
+// refused leaves the move's peers alone for a while, for longer each time in a row. A
+// client that has its quota may still replace what it has.
 func (r *Rebalancer) refused(m Move, v View, now time.Duration, err error) {
 	r.counts.Refused++
 	for _, k := range m.To {
 		st := r.peers[v.Peers[k].From.String()]
-		if now-st.notBefore > maxPause {
-			st.wait = 0
-		}
 		st.wait = min(max(2*st.wait, r.o.Interval), maxPause)
 		st.notBefore = now + st.wait
 		if m.Kind == Promote && errors.Is(err, harvest.ErrQuota) {
