@@ -106,7 +106,11 @@ func (r *run) takes(from device.Space, src device.Range, slot int) bool {
 // by which copy, with a reference on it. It takes no lock and never waits.
 func (s *Store) resolve(id ID) (device.Range, device.Space, *lent, harvest.Ref) {
 	if l := s.peers.published(id); l != nil {
-		if ref, ok := l.handle.Acquire(s.peers.fetcher); ok {
+		ref, ok := l.handle.Acquire(s.peers.fetcher)
+		if ok && s.without.noReference {
+			ref.Release()
+		}
+		if ok {
 			return l.handle.Range(), l.handle.Device(), l, ref
 		}
 	}
@@ -145,6 +149,9 @@ func (s *Store) occupy(at int, id ID) (after []transfer.Point) {
 			// whatever has become of it.
 			_ = f.ticket.Wait(context.Background())
 		}
+	}
+	if s.without.noReaders {
+		after = nil
 	}
 	exclusive.Replace()
 	sl.holds, sl.awaited, sl.copies = id, false, sl.copies[:0]
@@ -197,7 +204,7 @@ func (s *Store) start(position int, r *run, hostBytes int64, p transfer.Priority
 	f := &fetch{from: r.from, lent: r.lent}
 	err := s.submit(position, f, mainCopy, r, 0, dst.Slice(0, rest), r.src.Slice(0, rest), p)
 	for k := range r.refs {
-		if err == nil {
+		if err == nil && r.refs[k].Held() {
 			r.refs[k].ReleaseAt(residency.Point(f.done))
 		}
 	}

@@ -297,6 +297,11 @@ func (s *Store) Settle() (moving int) {
 	defer p.mu.Unlock()
 	for _, list := range []*[]*lent{&p.moving, &p.ending} {
 		*list = slices.DeleteFunc(*list, func(l *lent) bool {
+			if s.without.noLanding && list == &p.moving {
+				s.landed(l, nil)
+				p.ending = append(p.ending, l)
+				return true
+			}
 			if !l.ticket.Ended() {
 				return false
 			}
@@ -334,7 +339,8 @@ func (s *Store) landed(l *lent, err error) {
 	s.o.Events.Promoted(i)
 }
 
-// WaitMoves waits until no copy is on its way to a peer any more.
+// WaitMoves waits until no copy is on its way to a peer, or to stay, any more. The
+// swaps are carried out by Begin.
 func (s *Store) WaitMoves(ctx context.Context) error {
 	for s.Settle() > 0 {
 		s.peers.mu.Lock()
@@ -347,6 +353,14 @@ func (s *Store) WaitMoves(ctx context.Context) error {
 			continue
 		}
 		if err := t.Wait(ctx); !t.Ended() {
+			return fmt.Errorf("experts: %w", err)
+		}
+	}
+	s.mu.Lock()
+	swaps := slices.Clone(s.swaps)
+	s.mu.Unlock()
+	for _, w := range swaps {
+		if err := w.ticket.Wait(ctx); !w.ticket.Ended() {
 			return fmt.Errorf("experts: %w", err)
 		}
 	}

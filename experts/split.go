@@ -40,9 +40,6 @@ func shift(host load, peers []load) []float64 {
 			}
 		}
 		end := bytes / rate // in seconds
-		if end <= host.bytes/host.rate {
-			return moved // the host is the last to end by itself
-		}
 		again := false
 		for i, p := range peers {
 			if slower[i] && p.bytes <= end*p.rate {
@@ -53,7 +50,7 @@ func shift(host load, peers []load) []float64 {
 			continue
 		}
 		for i, p := range peers {
-			if slower[i] {
+			if slower[i] && end > host.bytes/host.rate { // else the host is the last to end by itself
 				moved[i] = p.bytes - end*p.rate
 			}
 		}

@@ -280,7 +280,7 @@ func (s *Store) waves(l *layer) {
 			sl := &s.slots[l.slot[e]]
 			sl.awaited = true
 			for _, f := range sl.copies {
-				if !slices.Contains(w.Await, f.done) {
+				if !slices.Contains(w.Await, f.done) && !s.without.noArrival {
 					w.Await = append(w.Await, f.done)
 				}
 			}

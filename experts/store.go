@@ -124,7 +124,13 @@ type Store struct {
 	rates   rates
 	// scratch of bring.
 	runs []run
+
+	without safeguards
 }
+
+// safeguards can be taken away one at a time by tests, which show that this is found
+// out. The zero value has all of them.
+type safeguards struct{ noReference, noArrival, noReaders, noLanding bool }
 
 // counts of every expert: [position][expert].
 type counts struct{ fetches, uses, activations [][]int64 }
