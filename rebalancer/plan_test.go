@@ -410,3 +410,27 @@ func TestRates(t *testing.T) {
 	run(time.Second, 2, 0)
 	expect("anew", 20, 0)
 }
+
+// BenchmarkPlan is one tick's plan for as many experts as Qwen3-30B-A3B has, half of
+// which lie on peers already.
+func BenchmarkPlan(b *testing.B) {
+	for _, free := range []int{0, 6144} {
+		b.Run(fmt.Sprintf("free=%d", free), func(b *testing.B) {
+			s := rebalancer.Stats{Bytes: 9 << 20, One: 0.07}
+			for l := range 48 {
+				homes, rates := make([]experts.Home, 128), make([]float64, 128)
+				for e := range homes {
+					homes[e], rates[e] = experts.Home{Tier: experts.Host}, 1/float64(1+(e*37+l)%128)
+					if e%2 == 0 {
+						homes[e] = experts.Home{Tier: experts.Peer, Device: device.HBM(1)}
+					}
+				}
+				s.Homes, s.Rates = append(s.Homes, homes), append(s.Rates, rates)
+			}
+			c := capacity(55, peer(1, 317, free))
+			for b.Loop() {
+				rebalancer.Plan(s, c, rebalancer.Tuning{}, 0)
+			}
+		})
+	}
+}

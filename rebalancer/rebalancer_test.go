@@ -76,6 +76,27 @@ type rigOptions struct {
 	adaptive bool
 	harvest  harvest.Options
 	core     rebalancer.CoreOptions
+	// rates of the links from peers, in bytes per second. Default: 8e6.
+	rates []float64
+	// store, if set, stands before the real one.
+	store func(*experts.Store) rebalancer.Store
+	// monitor of harvest, which watches the machine's own.
+	monitor *sickly
+}
+
+// topology is the machine with links from peers of different rates.
+func (o rigOptions) topology() *device.Topology {
+	top := &device.Topology{Host: device.Info{MemoryBytes: 1 << 30}, Paths: map[device.Pair]device.Path{}}
+	for _, g := range o.machine.GPUs {
+		top.GPUs = append(top.GPUs, device.Info{MemoryBytes: g.MemoryBytes, FlopsPerSecond: g.FlopsPerSecond})
+	}
+	for i := range top.GPUs {
+		top.Paths[device.Pair{From: device.Host, To: device.HBM(i)}] = device.Path{BytesPerSecond: 1e6}
+		if i > 0 {
+			top.Paths[device.Pair{From: device.HBM(i), To: device.HBM(0)}] = device.Path{BytesPerSecond: o.rates[i-1]}
+		}
+	}
+	return top
 }
 
 func newRig(t *testing.T, o rigOptions) *rig {
@@ -90,6 +111,10 @@ func newRig(t *testing.T, o rigOptions) *rig {
 		o.harvest.Peers = append(o.harvest.Peers, device.HBM(len(o.harvest.Peers)+1))
 	}
 	o.machine.HostLink, o.machine.PeerLink = emulated.Link{BytesPerSecond: 1e6}, emulated.Link{BytesPerSecond: 8e6}
+	if o.rates != nil {
+		o.machine.Topology = o.topology()
+		o.machine.GPUs, o.machine.HostLink, o.machine.PeerLink = nil, emulated.Link{}, emulated.Link{}
+	}
 	r := &rig{T: t, rng: rand.New(rand.NewPCG(3, 9)), log: &bytes.Buffer{}}
 	must := func(err error) {
 		t.Helper()
@@ -120,6 +145,12 @@ func newRig(t *testing.T, o rigOptions) *rig {
 	def(&o.harvest.SlabBytes, 2*rigBytes)
 	def(&o.harvest.HeadroomBytes, -1)
 	def((*int64)(&o.harvest.Cooldown), int64(50*time.Millisecond))
+	if o.monitor != nil {
+		mm, err := harvest.NewMachineMonitor(r.m, o.harvest.Peers)
+		must(err)
+		end("monitor", mm.Close)
+		o.monitor.Monitor, o.harvest.Monitor = mm, o.monitor
+	}
 	r.harvest, err = harvest.New(o.harvest)
 	must(err)
 	end("harvest", func() error { return r.harvest.Close(context.Background()) })
@@ -166,8 +197,12 @@ func newRig(t *testing.T, o rigOptions) *rig {
 		o.core.HalfLife = rigHalfLife
 	}
 	o.core.Tuning.Horizon = 2 * time.Second
+	var store rebalancer.Store = r.store
+	if o.store != nil {
+		store = o.store(r.store)
+	}
 	r.rb, err = rebalancer.New(rebalancer.Options{
-		Store: r.store, Harvest: r.harvest, Now: r.m.Now, Core: o.core, Interval: 20 * time.Millisecond,
+		Store: store, Harvest: r.harvest, Now: r.m.Now, Core: o.core, Interval: 20 * time.Millisecond,
 		Backoff: 200 * time.Millisecond, Log: log,
 	})
 	must(err)
@@ -315,7 +350,7 @@ func TestDrift(t *testing.T) {
 			r := newRig(t, rigOptions{machine: emulated.Options{Virtual: true, Schedule: schedule, Seed: 5}, peers: []int{6, 4}})
 			r.steps(2*time.Second, false)
 			before := r.hitRate(time.Second)
-			for range 3 {
+			for range 2 {
 				r.hot += 4
 				shifted := r.hitRate(100 * time.Millisecond)
 				bound := time.Duration(1.5*10*rigBytes/(80*rigBytes)*float64(time.Second)) + 2*rigHalfLife
@@ -452,12 +487,11 @@ func TestFailingPeer(t *testing.T) {
 	if n := r.rb.Counts().Readmitted; n < 1 || n > 6 || strings.Count(r.log.String(), "is tried again") != int(n) {
 		t.Errorf("taken back %d times; log:\n%s", n, r.log)
 	}
-	t.Logf("%+v, log:\n%s", r.rb.Counts(), r.log)
 	readmitted := r.rb.Counts().Readmitted
 	if err := r.m.Lose(2); err != nil {
 		t.Fatal(err)
 	}
-	r.steps(4*time.Second, true)
+	r.steps(2*time.Second, true)
 	if _, peers := r.onPeers(); health(1) == "ok" || peers[device.HBM(2)] != 0 || r.rb.Counts().Readmitted != readmitted {
 		t.Errorf("a lost peer is %q, holds %v; %+v", health(1), peers, r.rb.Counts())
 	}
@@ -465,9 +499,63 @@ func TestFailingPeer(t *testing.T) {
 	if err := r.harvest.Exclude(device.HBM(1), errors.New("a test says so")); err != nil {
 		t.Fatal(err)
 	}
-	r.steps(2*time.Second, true)
+	r.steps(time.Second, true)
 	if health(0) != "a test says so" || r.rb.Counts().Readmitted != readmitted {
 		t.Errorf("a peer that was given up is %q", health(0))
+	}
+}
+
+// sickly is a monitor of peers one of which may be sick.
+type sickly struct {
+	harvest.Monitor
+	peer   device.Space
+	health error
+}
+
+func (s *sickly) Read(p device.Space) (harvest.Reading, error) {
+	r, err := s.Monitor.Read(p)
+	if p == s.peer {
+		r.Health = s.health
+	}
+	return r, err
+}
+
+// TestSickPeer: what a peer's own readings say is not for the rebalancer to mend.
+func TestSickPeer(t *testing.T) {
+	monitor := &sickly{peer: device.HBM(1)}
+	r := newRig(t, rigOptions{machine: emulated.Options{Virtual: true}, monitor: monitor})
+	r.steps(time.Second, true)
+	for _, why := range []string{"hot", "hotter"} {
+		monitor.health = errors.New(why)
+		r.steps(time.Second, true)
+		if _, peers := r.onPeers(); peers[device.HBM(1)] != 0 || peers[device.HBM(2)] != 8 {
+			t.Errorf("a peer that is %s: they hold %v", why, peers)
+		}
+	}
+	monitor.health = nil
+	r.steps(time.Second, true)
+	if _, peers := r.onPeers(); peers[device.HBM(1)] != 16 || r.rb.Counts().Readmitted != 0 || r.log.Len() != 0 {
+		t.Errorf("a peer that is well again: they hold %v; %+v; log:\n%s", peers, r.rb.Counts(), r.log)
+	}
+}
+
+// TestFasterPeer: the hottest experts end on the faster of two peers.
+func TestFasterPeer(t *testing.T) {
+	r := newRig(t, rigOptions{machine: emulated.Options{Virtual: true}, peers: []int{24, 12}, rates: []float64{2e6, 20e6}})
+	if err := r.m.Take(device.HBM(2), 12*rigBytes); err != nil {
+		t.Fatal(err)
+	}
+	r.steps(2*time.Second, false)
+	if err := r.m.Take(device.HBM(2), -12*rigBytes); err != nil {
+		t.Fatal(err)
+	}
+	r.steps(3*time.Second, false)
+	for l, homes := range r.store.Homes() {
+		for _, e := range []int{l % rigExperts, (l + 1) % rigExperts} {
+			if h := homes[e]; h.Tier != experts.Peer || h.Device != device.HBM(2) {
+				t.Errorf("hot expert %d of layer %d is at %v %v", e, l, h.Tier, h.Device)
+			}
+		}
 	}
 }
 
@@ -532,6 +620,11 @@ func TestRefusals(t *testing.T) {
 
 func TestFillAll(t *testing.T) {
 	r := newRig(t, rigOptions{machine: emulated.Options{Virtual: true}, offload: 0.5, peers: []int{16, 8}})
+	canceled, cancel := context.WithCancel(t.Context())
+	cancel()
+	if err := r.rb.FillAll(canceled); !errors.Is(err, context.Canceled) {
+		t.Errorf("given up: %v", err)
+	}
 	if err := r.rb.FillAll(t.Context()); err != nil {
 		t.Fatal(err)
 	}
@@ -584,6 +677,48 @@ func TestStart(t *testing.T) {
 	}
 	if r.log.Len() != 0 {
 		t.Errorf("log:\n%s", r.log)
+	}
+}
+
+// refusing is a store that promotes nothing.
+type refusing struct {
+	rebalancer.Store
+	err   error
+	asked chan struct{}
+}
+
+func (s refusing) Promote(experts.ID, experts.PromoteOptions) error {
+	select {
+	case s.asked <- struct{}{}:
+	default:
+	}
+	return s.err
+}
+
+// TestTrouble: what goes wrong at each tick is told once, and nothing when harvest is
+// closed.
+func TestTrouble(t *testing.T) {
+	for _, c := range []struct {
+		err  error
+		want int
+	}{{errors.New("out of luck"), 1}, {harvest.ErrClosed, 0}} {
+		asked := make(chan struct{})
+		r := newRig(t, rigOptions{store: func(s *experts.Store) rebalancer.Store { return refusing{s, c.err, asked} }, core: rebalancer.CoreOptions{MaxMoving: 1}})
+		if err := r.rb.Start(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+		<-asked
+		if c.want > 0 {
+			for range 5 { // several ticks
+				<-asked
+			}
+		}
+		if err := r.rb.Close(); err != nil {
+			t.Error(err)
+		}
+		if n := strings.Count(r.log.String(), "experts are not moved"); n != c.want {
+			t.Errorf("%v is told %d times:\n%s", c.err, n, r.log)
+		}
 	}
 }
 
