@@ -49,11 +49,11 @@ func TestTiers(t *testing.T) {
 		{"adapted", func(s *configs.Settings) { s.AdaptLocal, s.MigrationLimit = true, "0" }, nil},
 		{"locality", func(s *configs.Settings) { s.OffloadTier, s.HarvestPolicy = "peer", "locality" }, map[string]int{"local": 24, "peer": 24}},
 	} {
-		for _, o := range []emulated.Options{linked(emulated.Eager), linked(emulated.Random), {GPUs: slices.Repeat([]emulated.GPU{{MemoryBytes: 256 << 20}}, 3)}} {
+		for _, o := range []emulated.Options{linked(emulated.Random), {GPUs: linked(emulated.Random).GPUs}} {
 			if !o.Virtual && c.homes["peer"] > 0 && !strings.Contains(c.name, "peer") {
 				continue // when experts move is then a matter of the wall clock
 			}
-			t.Run(fmt.Sprintf("%s/virtual %v/%v", c.name, o.Virtual, o.Schedule), func(t *testing.T) {
+			t.Run(fmt.Sprintf("%s/virtual %v", c.name, o.Virtual), func(t *testing.T) {
 				n := open(t, machine{fraction: 0.5, options: o}, c.change)
 				if got := generate(t, n); got != want {
 					t.Errorf("tokens %s, want %s", got, want)
@@ -117,20 +117,22 @@ func TestRevokedInMidRun(t *testing.T) {
 		writeTrace(t, "0,1,0", "0,2,0", "0.004,1,268435456", "0.004,2,0", "0.01,1,0", "0.01,2,268435456", "0.02,1,0", "0.02,2,0"): "5%",
 		"generated:3:60000": "75%",
 	} {
-		for _, o := range []emulated.Options{linked(emulated.Eager), linked(emulated.Lazy), linked(emulated.Random)} {
-			for _, policy := range []string{"best-fit", "stability"} {
+		for schedule, policies := range map[emulated.Schedule][]string{
+			emulated.Eager: {"best-fit"}, emulated.Lazy: {"interference"}, emulated.Random: {"best-fit", "stability"},
+		} {
+			for _, policy := range policies {
 				s := configs.Defaults()
 				s.OffloadFraction, s.MaxNumBatchedTokens = 0.75, 192
 				s.MigrationLimit, s.AvailabilityTrace, s.HarvestPolicy, s.HarvestHeadroom = "0", trace, policy, headroom
 				var events []node.Event
 				n, err := node.Open(t.Context(), node.Options{
 					Settings: s, HostLogits: true, Events: func(e node.Event) { events = append(events, e) },
-					OpenMachine: func() (device.Machine, error) { return emulated.Open(o) },
+					OpenMachine: func() (device.Machine, error) { return emulated.Open(linked(schedule)) },
 				})
 				if err != nil {
 					t.Fatal(err)
 				}
-				what := fmt.Sprintf("%s, %v, %s", filepath.Base(trace), o.Schedule, policy)
+				what := fmt.Sprintf("%s, %v, %s", filepath.Base(trace), schedule, policy)
 				if got := generate(t, n); got != want {
 					t.Errorf("%s: tokens %s, want %s", what, got, want)
 				}
@@ -163,55 +165,58 @@ func TestRevokedInMidRun(t *testing.T) {
 	}
 }
 
-// TestCloseInRevocation: the node ends while a copy from the peer that is being
-// revoked stalls, and gives everything back.
+// TestCloseInRevocation: the node is closed while a peer is being revoked and a copy
+// from it stalls. It waits for that copy, and gives everything back.
 func TestCloseInRevocation(t *testing.T) {
-	for _, wall := range []bool{false, true} {
-		o := linked(emulated.Eager)
-		if wall {
-			o = emulated.Options{GPUs: o.GPUs}
+	began := make(chan struct{}, 100)
+	s := configs.Defaults()
+	s.OffloadFraction, s.OffloadTier, s.MaxNumBatchedTokens = 0.75, "peer", 192
+	var m *emulated.Machine
+	n, err := node.Open(t.Context(), node.Options{
+		Settings: s, OpenMachine: func() (_ device.Machine, err error) {
+			m, err = emulated.New(emulated.Options{GPUs: linked(emulated.Eager).GPUs, Check: true})
+			return m, err
+		},
+		Events: func(e node.Event) {
+			if e.Event == node.HarvestRevocationBegan {
+				began <- struct{}{}
+			}
+		},
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	stall := m.Inject(&emulated.Fault{
+		Kind: emulated.StallCopy, Skip: 5,
+		Match: func(p emulated.Point) bool { return p.From == device.HBM(1) && p.To == device.HBM(0) },
+	})
+	ctx, cancel := context.WithCancel(t.Context())
+	ended := make(chan error, 1)
+	go func() {
+		_, err := n.Engine().Generate(ctx, requests(n.Config().Vocab), nil)
+		ended <- err
+	}()
+	for end := time.Now().Add(20 * time.Second); stall.Hits() == 0; time.Sleep(time.Millisecond) {
+		if time.Now().After(end) {
+			t.Fatal("no copy stalls")
 		}
-		began := make(chan struct{}, 100)
-		s := configs.Defaults()
-		s.OffloadFraction, s.OffloadTier, s.MaxNumBatchedTokens = 0.75, "peer", 192
-		var m *emulated.Machine
-		n, err := node.Open(t.Context(), node.Options{
-			Settings: s, OpenMachine: func() (_ device.Machine, err error) {
-				m, err = emulated.New(o)
-				return m, err
-			},
-			Events: func(e node.Event) {
-				if e.Event == node.HarvestRevocationBegan {
-					began <- struct{}{}
-				}
-			},
-		})
-		if err != nil {
-			t.Fatal(err)
-		}
-		generate(t, n)
-		stall := m.Inject(&emulated.Fault{
-			Kind: emulated.StallCopy, Times: 2, For: 50 * time.Millisecond,
-			Match: func(p emulated.Point) bool { return p.From == device.HBM(1) && p.To == device.HBM(0) },
-		})
-		// Fetches of the next step are under way when others come.
-		ctx, cancel := context.WithCancel(t.Context())
-		if _, err := n.Engine().Generate(ctx, requests(n.Config().Vocab), nil); err != nil {
-			t.Fatal(err)
-		}
-		if stall.Hits() == 0 {
-			t.Errorf("wall clock %v: no copy stalls", wall)
-		}
-		if err := m.Take(device.HBM(1), 256<<20); err != nil {
-			t.Fatal(err)
-		}
-		if wall {
-			<-began
-		}
-		cancel()
-		if err := n.Close(); err != nil {
-			t.Errorf("wall clock %v: %v", wall, err)
-		}
+	}
+	if err := m.Take(device.HBM(1), 256<<20); err != nil {
+		t.Fatal(err)
+	}
+	<-began
+	cancel()
+	const held = 100 * time.Millisecond
+	stalled := time.Now()
+	time.AfterFunc(held, stall.Release)
+	if err := <-ended; !errors.Is(err, context.Canceled) {
+		t.Error(err)
+	}
+	if err := n.Close(); err != nil {
+		t.Error(err)
+	}
+	if d := time.Since(stalled); d < held {
+		t.Errorf("closed after %v, under a copy that stalls for %v", d, held)
 	}
 }
 
@@ -246,7 +251,7 @@ func TestLostPeer(t *testing.T) {
 				}
 			}
 		}
-		if err := n.Close(); err != nil && !errors.Is(err, device.ErrLost) {
+		if err := n.Close(); err != nil {
 			t.Error(err)
 		}
 	}
@@ -277,8 +282,9 @@ func TestBadPeers(t *testing.T) {
 		{"unknown and not used", apart, false, func(s *configs.Settings) { s.Peers, s.OffloadTier = "1,3", "host" }, "there is no peer gpu3"},
 		{"the compute GPU", apart, false, func(s *configs.Settings) { s.Peers, s.GPU = "0", 1 }, "gpu0 is the compute GPU"},
 		{"out of reach", split, false, func(s *configs.Settings) { s.Peers = "1,2" }, "peer gpu2 cannot be reached from gpu0, leave it out"},
-		{"too little", apart, false, func(s *configs.Settings) { s.OffloadTier, s.HarvestHeadroom = "peer", "255MiB" },
-			"36 of 132.00 KiB each, and 14 fit: gpu1 7 (1.00 MiB of 256.00 MiB, after 0 B of others and 255.00 MiB of head-room), gpu2 7"},
+		{"too little", apart, false, func(s *configs.Settings) {
+			s.OffloadTier, s.HarvestHeadroom = "peer", "255MiB"
+		}, "36 of 132.00 KiB each, and 14 fit: gpu1 7 (1.00 MiB of 256.00 MiB, after 0 B of others and 255.00 MiB of head-room), gpu2 7"},
 		{"taken at first", apart, false, func(s *configs.Settings) {
 			s.OffloadTier, s.AvailabilityTrace = "peer", writeTrace(t, "0,1,268435456", "0,2,268435456")
 		}, "and 0 fit"},
@@ -345,5 +351,37 @@ func TestPeersRefuse(t *testing.T) {
 				t.Error(err)
 			}
 		}
+	}
+}
+
+// TestFillCanceled: who waits for experts to come to peers can be told to stop.
+func TestFillCanceled(t *testing.T) {
+	s := configs.Defaults()
+	s.OffloadFraction, s.OffloadTier, s.MaxNumBatchedTokens = 0.5, "peer", 192
+	ctx, cancel := context.WithCancel(t.Context())
+	defer cancel()
+	var stall *emulated.Fault
+	n, err := node.Open(ctx, node.Options{Settings: s, OpenMachine: func() (device.Machine, error) {
+		m, err := emulated.New(emulated.Options{})
+		if err == nil {
+			stall = m.Inject(&emulated.Fault{
+				Kind: emulated.StallCopy, Skip: 3,
+				Match: func(p emulated.Point) bool {
+					if p.To != device.HBM(1) {
+						return false
+					}
+					time.AfterFunc(20*time.Millisecond, cancel)
+					time.AfterFunc(100*time.Millisecond, func() { stall.Release() })
+					return true
+				},
+			})
+		}
+		return m, err
+	}})
+	if err == nil {
+		t.Fatal("it opens", n.Close())
+	}
+	if !errors.Is(err, context.Canceled) || strings.Contains(err.Error(), "\n") {
+		t.Error(err)
 	}
 }
