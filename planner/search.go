@@ -1,0 +1,369 @@
+package planner
+
+import (
+	"errors"
+	"fmt"
+	"math"
+)
+
+// Objective is what a search makes large.
+type Objective uint8
+
+// The objectives, both in tokens/s.
+const (
+	// Throughput is all generated tokens over prefill and decode.
+	Throughput Objective = iota
+	// DecodeThroughput leaves prefill out.
+	DecodeThroughput
+)
+
+// Choices is what a search may choose from. Zero values leave the choice to it.
+type Choices struct {
+	// Batch, MicroBatch, MicroBatches and PrefillTokens pin a value. Of the first
+	// three, two give the third.
+	Batch, MicroBatch, MicroBatches int
+	PrefillTokens                   int
+	// MaxBatch and MaxPrefillTokens bound the batch and the prompt tokens of a step.
+	MaxBatch, MaxPrefillTokens int
+	// Offload pins the fraction of offloaded experts. Default: the least that fits.
+	Offload *float64
+	// Tier of the offloaded experts. Default: the best split.
+	Tier Tier
+	// Attention, Grouping, KVOnHost and HostPaths list what may be used, best first
+	// where nothing else decides. Defaults: GPU and CPU; Merged and PerMicroBatch; 0,
+	// 0.25, 0.5, 0.75 and 1; all numbers of paths that the hardware has.
+	Attention []Place
+	Grouping  []Grouping
+	KVOnHost  []float64
+	HostPaths []int
+	Objective Objective
+}
+
+func (c Choices) withDefaults(p *Problem) Choices {
+	if c.Attention == nil {
+		c.Attention = []Place{OnGPU, OnCPU}
+	}
+	if c.Grouping == nil {
+		c.Grouping = []Grouping{Merged, PerMicroBatch}
+	}
+	if c.KVOnHost == nil {
+		c.KVOnHost = []float64{0, 0.25, 0.5, 0.75, 1}
+	}
+	if c.HostPaths == nil {
+		for i := range p.Hardware.HostToGPU {
+			c.HostPaths = append(c.HostPaths, i+1)
+		}
+	}
+	if c.MicroBatch > 0 && c.MicroBatches > 0 && c.Batch == 0 {
+		c.Batch = c.MicroBatch * c.MicroBatches
+	}
+	return c
+}
+
+func (c *Choices) validate(p *Problem) error {
+	for _, f := range []struct {
+		name  string
+		value int
+	}{
+		{"batch", c.Batch},
+		{"micro-batch", c.MicroBatch},
+		{"number of micro-batches", c.MicroBatches},
+		{"prompt tokens of a step", c.PrefillTokens},
+		{"largest batch", c.MaxBatch},
+		{"most prompt tokens of a step", c.MaxPrefillTokens},
+	} {
+		if f.value < 0 {
+			return fmt.Errorf("planner: %s is %d; 0 leaves it open", f.name, f.value)
+		}
+	}
+	switch {
+	case c.Batch > 0 && c.MicroBatch > c.Batch:
+		return fmt.Errorf("planner: micro-batches of %d rows in a batch of %d; make them at most the batch", c.MicroBatch, c.Batch)
+	case c.Batch > 0 && c.MicroBatches > c.Batch:
+		return fmt.Errorf("planner: %d micro-batches in a batch of %d; make them at most the batch", c.MicroBatches, c.Batch)
+	case c.Batch > 0 && c.MicroBatch > 0 && c.MicroBatches > 0 && (c.Batch+c.MicroBatch-1)/c.MicroBatch != c.MicroBatches:
+		return fmt.Errorf("planner: %d micro-batches of %d rows are not a batch of %d; leave one of the three open", c.MicroBatches, c.MicroBatch, c.Batch)
+	case c.MaxBatch > 0 && c.Batch > c.MaxBatch:
+		return fmt.Errorf("planner: a batch of %d, and at most %d may run at once", c.Batch, c.MaxBatch)
+	case c.MaxPrefillTokens > 0 && c.PrefillTokens > c.MaxPrefillTokens:
+		return fmt.Errorf("planner: %d prompt tokens a step, and at most %d may run at once", c.PrefillTokens, c.MaxPrefillTokens)
+	case p.Workload.Requests > 0 && c.Batch > p.Workload.Requests:
+		return fmt.Errorf("planner: a batch of %d sequences for %d requests; make it at most that", c.Batch, p.Workload.Requests)
+	case c.Offload != nil && !(*c.Offload >= 0 && *c.Offload <= 1):
+		return fmt.Errorf("planner: offload fraction %v; it must be from 0 to 1", *c.Offload)
+	case len(c.Attention) == 0 || len(c.Grouping) == 0 || len(c.KVOnHost) == 0 || len(c.HostPaths) == 0:
+		return errors.New("planner: nothing to choose from: Attention, Grouping, KVOnHost and HostPaths must not be empty")
+	}
+	for _, paths := range c.HostPaths {
+		if paths < 1 || paths > len(p.Hardware.HostToGPU) {
+			return fmt.Errorf("planner: %d paths from the host; hardware %s has %d", paths, p.Hardware.Name, len(p.Hardware.HostToGPU))
+		}
+	}
+	return p.has(c.Tier)
+}
+
+// better is by how much a policy must be better than one that was found before, so
+// that rounding decides nothing.
+const better = 1 + 1e-9
+
+// batchesTried is about how many batches a search tries between one and the largest,
+// and around the best of these each time it looks closer.
+const batchesTried = 32
+
+// microBatchCounts are the numbers of micro-batches that a search tries.
+var microBatchCounts = []int{1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64}
+
+// Search returns the policy of the highest predicted throughput that fits. It tries
+// every combination of the choices but two: the number of local experts is the
+// largest that fits (more never cost time), and the batch is looked for on a grid
+// that narrows around the best. Where two policies are equal the smaller batch and
+// the simpler schedule win. The result depends on nothing but its arguments.
+//
+// If nothing fits, the error is a *MisfitError.
+func (p Problem) Search(c Choices) (Prediction, error) {
+	n, err := p.normalized()
+	if err != nil {
+		return Prediction{}, err
+	}
+	c = c.withDefaults(n)
+	if err := c.validate(n); err != nil {
+		return Prediction{}, err
+	}
+	s := search{Problem: n, choices: c}
+	low, high := s.batches()
+	if c.Batch > 0 {
+		low, high = c.Batch, c.Batch
+	}
+	for high-low > batchesTried {
+		grid := s.grid(low, high)
+		for _, b := range grid {
+			s.try(b)
+		}
+		if !s.found {
+			break
+		}
+		// The best of all lies between the neighbors of the best so far.
+		for _, b := range grid {
+			if b < s.best.Batch {
+				low = b
+			}
+			if b > s.best.Batch {
+				high = b
+				break
+			}
+		}
+	}
+	if high-low <= batchesTried {
+		for b := low; b <= high; b++ {
+			s.try(b)
+		}
+	}
+	if !s.found {
+		return Prediction{}, s.hopeless(low)
+	}
+	return n.predict(s.best), nil
+}
+
+type search struct {
+	*Problem
+	choices Choices
+	best    Policy
+	rate    float64
+	found   bool
+}
+
+// batches bounds the batch: from below by what is pinned, from above by memory.
+func (s *search) batches() (low, high int) {
+	low = max(1, s.choices.MicroBatches)
+	high = math.MaxInt32 / max(1, s.Workload.PromptTokens)
+	for _, limit := range []int{s.choices.MaxBatch, s.Workload.Requests} {
+		if limit > 0 {
+			high = min(high, limit)
+		}
+	}
+	fits := func(b int) bool {
+		for _, place := range s.choices.Attention {
+			for _, kv := range s.kvShares(place) {
+				if _, ok := s.place(s.policy(b, min(b, max(1, s.choices.MicroBatch)), s.prefillTokens(b)[0], place, Merged, kv, s.choices.HostPaths[0])); ok {
+					return true
+				}
+			}
+		}
+		return false
+	}
+	least, most := low, high
+	for least < most {
+		mid := least + (most-least+1)/2
+		if fits(mid) {
+			least = mid
+		} else {
+			most = mid - 1
+		}
+	}
+	return low, least
+}
+
+// grid is about batchesTried batches from low to high, in even ratios.
+func (s *search) grid(low, high int) []int {
+	grid := []int{low}
+	step := math.Pow(float64(high)/float64(low), 1.0/batchesTried)
+	for i := 1; i <= batchesTried; i++ {
+		b := int(math.Round(float64(low) * math.Pow(step, float64(i))))
+		if i == batchesTried {
+			b = high
+		}
+		if b > grid[len(grid)-1] {
+			grid = append(grid, b)
+		}
+	}
+	return grid
+}
+
+// kvShares are the shares of keys and values that may lie on the host.
+func (s *search) kvShares(place Place) []float64 {
+	if place == OnCPU {
+		return []float64{1}
+	}
+	return s.choices.KVOnHost
+}
+
+// prefillTokens are the limits of a prefill step to try, ascending: in steps of two
+// from the batch, or a chunk of a useful size, to all prompts.
+func (s *search) prefillTokens(batch int) []int {
+	all := batch * s.Workload.PromptTokens
+	if s.choices.MaxPrefillTokens > 0 {
+		all = min(all, s.choices.MaxPrefillTokens)
+	}
+	if s.choices.PrefillTokens > 0 {
+		return []int{min(all, s.choices.PrefillTokens)}
+	}
+	const least = 2048 // tokens; experts of fewer are bound by reading their weights
+	var list []int
+	for n := max(batch, least); n < all; n *= 2 {
+		list = append(list, n)
+	}
+	return append(list, all)
+}
+
+// microBatches are the sizes of micro-batches to try, descending.
+func (s *search) microBatches(batch int) []int {
+	if s.choices.MicroBatch > 0 {
+		return []int{min(s.choices.MicroBatch, batch)}
+	}
+	if s.choices.MicroBatches > 0 {
+		return []int{(batch + s.choices.MicroBatches - 1) / s.choices.MicroBatches}
+	}
+	var list []int
+	for _, n := range microBatchCounts {
+		if n <= batch {
+			list = append(list, (batch+n-1)/n)
+		}
+	}
+	return list
+}
+
+func (s *search) policy(batch, micro, prefill int, place Place, grouping Grouping, kv float64, paths int) Policy {
+	return Policy{
+		Batch: batch, MicroBatch: micro, PrefillTokens: prefill,
+		Attention: place, Grouping: grouping, KVOnHost: kv, HostPaths: paths,
+	}
+}
+
+// place gives experts their places, as many local as fit or what is pinned.
+func (s *search) place(x Policy) (Policy, bool) {
+	local, ok := s.mostLocal(x)
+	if s.choices.Offload != nil {
+		x.LocalExperts = s.Model.ExpertCount() - s.Model.Offloaded(*s.choices.Offload)
+		ok = s.fits(&x)
+	} else {
+		x.LocalExperts = local
+	}
+	if !ok {
+		return x, false
+	}
+	x.PeerExperts = s.split(&x, s.choices.Tier)
+	return x, x.PeerExperts <= s.peerRoom()
+}
+
+// try looks for the best policy of a batch.
+func (s *search) try(batch int) {
+	for _, prefill := range s.prefillTokens(batch) {
+		for _, micro := range s.microBatches(batch) {
+			for _, place := range s.choices.Attention {
+				for _, kv := range s.kvShares(place) {
+					x, ok := s.place(s.policy(batch, micro, prefill, place, s.choices.Grouping[0], kv, s.choices.HostPaths[0]))
+					if !ok {
+						continue
+					}
+					for _, grouping := range s.choices.Grouping {
+						x.Grouping = grouping
+						s.compare(x)
+					}
+				}
+			}
+		}
+	}
+}
+
+// compare keeps a policy that fits if, in some way of fetching its experts, it is
+// better than the best.
+func (s *search) compare(x Policy) {
+	decodeWork, prefillWork := s.decodeWork(&x), s.prefillWork(&x)
+	gpuDecode, gpuPrefill := s.Hardware.total(&decodeWork), s.Hardware.total(&prefillWork)
+	all := s.Model.ExpertCount()
+	for i, paths := range s.choices.HostPaths {
+		if i > 0 && x.LocalExperts == all && x.KVOnHost == 0 {
+			return // nothing comes from the host
+		}
+		x.HostPaths = paths
+		x.PeerExperts = s.split(&x, s.choices.Tier)
+		for _, chosen := range []bool{false, true} {
+			if chosen && (x.LocalExperts == all || x.Attention == OnCPU) {
+				continue
+			}
+			x.ChosenOnly = chosen
+			step := s.decode(&x, gpuDecode)
+			prefill := float64(s.prefillSteps(&x)) * s.prefill(&x, gpuPrefill).Seconds
+			rate := float64(x.Batch) / step.Seconds
+			if s.choices.Objective == Throughput {
+				n := float64(s.Workload.NewTokens)
+				rate = float64(x.Batch) * n / (prefill + (n-1)*step.Seconds)
+			}
+			if !s.found || rate > s.rate*better {
+				s.best, s.rate, s.found = x, rate, true
+			}
+		}
+	}
+}
+
+// hopeless says why nothing fits, by the least that the choices allow of a batch.
+func (s *search) hopeless(batch int) error {
+	var last error
+	for _, place := range s.choices.Attention {
+		for _, kv := range s.kvShares(place) {
+			sizes := s.microBatches(batch)
+			x := s.policy(batch, sizes[len(sizes)-1], s.prefillTokens(batch)[0], place, s.choices.Grouping[0], kv, s.choices.HostPaths[0])
+			if s.choices.Offload != nil {
+				x.LocalExperts = s.Model.ExpertCount() - s.Model.Offloaded(*s.choices.Offload)
+			}
+			if s.choices.Tier == PeerTier {
+				x.PeerExperts = s.split(&x, PeerTier)
+			}
+			x, err := s.normal(x)
+			if err != nil {
+				return err
+			}
+			if err := s.misfit(x); err != nil {
+				last = err
+				var m *MisfitError
+				if errors.As(err, &m) && len(m.Nearest) > 0 {
+					return err
+				}
+			}
+		}
+	}
+	if last == nil {
+		return fmt.Errorf("planner: no policy fits model %s on %s", s.Model.Name, s.Hardware.Name)
+	}
+	return last
+}
