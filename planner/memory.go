@@ -155,7 +155,11 @@ func (e *MisfitError) Error() string {
 
 func (e *MisfitError) describe(p Policy) string {
 	offloaded := e.total - p.LocalExperts
-	return fmt.Sprintf("a batch of %d with %d of %d experts offloaded (%.1f %%)", p.Batch, offloaded, e.total, 100*float64(offloaded)/float64(e.total))
+	text := fmt.Sprintf("a batch of %d with %d of %d experts offloaded (%.1f %%)", p.Batch, offloaded, e.total, 100*float64(offloaded)/float64(e.total))
+	if p.PeerExperts > 0 {
+		text += fmt.Sprintf(", %d of them in peers' memory", p.PeerExperts)
+	}
+	return text
 }
 
 func gib(n int64) string { return fmt.Sprintf("%.2f GiB", float64(n)/(1<<30)) }

@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"math"
+	"slices"
 )
 
 // Objective is what a search makes large.
@@ -29,14 +30,18 @@ type Choices struct {
 	Offload *float64
 	// Tier of the offloaded experts. Default: the best split.
 	Tier Tier
-	// Attention, Grouping, KVOnHost and HostPaths list what may be used, best first
-	// where nothing else decides. Defaults: GPU and CPU; Merged and PerMicroBatch; 0,
-	// 0.25, 0.5, 0.75 and 1; all numbers of paths that the hardware has.
+	// Attention, Grouping, KVOnHost and HostPaths list what may be used, in the order
+	// in which it is tried; shares and paths ascend. Defaults: GPU and CPU; Merged and
+	// PerMicroBatch; 0, 0.25, 0.5, 0.75 and 1; all numbers of paths that the hardware
+	// has.
 	Attention []Place
 	Grouping  []Grouping
 	KVOnHost  []float64
 	HostPaths []int
 	Objective Objective
+	// Slack is the share of throughput that may go for a simpler schedule and a
+	// smaller batch, 0 to 1. Default: 0.01; below 0: none.
+	Slack float64
 }
 
 func (c Choices) withDefaults(p *Problem) Choices {
@@ -54,6 +59,10 @@ func (c Choices) withDefaults(p *Problem) Choices {
 			c.HostPaths = append(c.HostPaths, i+1)
 		}
 	}
+	if c.Slack == 0 {
+		c.Slack = 0.01
+	}
+	c.Slack = max(c.Slack, 0)
 	if c.MicroBatch > 0 && c.MicroBatches > 0 && c.Batch == 0 {
 		c.Batch = c.MicroBatch * c.MicroBatches
 	}
@@ -89,10 +98,20 @@ func (c *Choices) validate(p *Problem) error {
 		return fmt.Errorf("planner: %d prompt tokens a step, and at most %d may run at once", c.PrefillTokens, c.MaxPrefillTokens)
 	case p.Workload.Requests > 0 && c.Batch > p.Workload.Requests:
 		return fmt.Errorf("planner: a batch of %d sequences for %d requests; make it at most that", c.Batch, p.Workload.Requests)
+	case !(c.Slack < 1):
+		return fmt.Errorf("planner: a slack of %v; it must be below 1", c.Slack)
 	case c.Offload != nil && !(*c.Offload >= 0 && *c.Offload <= 1):
 		return fmt.Errorf("planner: offload fraction %v; it must be from 0 to 1", *c.Offload)
 	case len(c.Attention) == 0 || len(c.Grouping) == 0 || len(c.KVOnHost) == 0 || len(c.HostPaths) == 0:
 		return errors.New("planner: nothing to choose from: Attention, Grouping, KVOnHost and HostPaths must not be empty")
+	}
+	if !slices.IsSorted(c.KVOnHost) || !slices.IsSorted(c.HostPaths) {
+		return fmt.Errorf("planner: KVOnHost %v, HostPaths %v; both must ascend", c.KVOnHost, c.HostPaths)
+	}
+	for _, share := range c.KVOnHost {
+		if !(share >= 0 && share <= 1) {
+			return fmt.Errorf("planner: a share %v of keys and values on the host; it must be from 0 to 1", share)
+		}
 	}
 	for _, paths := range c.HostPaths {
 		if paths < 1 || paths > len(p.Hardware.HostToGPU) {
@@ -108,7 +127,7 @@ const better = 1 + 1e-9
 
 // batchesTried is about how many batches a search tries between one and the largest,
 // and around the best of these each time it looks closer.
-const batchesTried = 32
+const batchesTried = 24
 
 // microBatchCounts are the numbers of micro-batches that a search tries.
 var microBatchCounts = []int{1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64}
@@ -116,8 +135,10 @@ var microBatchCounts = []int{1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64}
 // Search returns the policy of the highest predicted throughput that fits. It tries
 // every combination of the choices but two: the number of local experts is the
 // largest that fits (more never cost time), and the batch is looked for on a grid
-// that narrows around the best. Where two policies are equal the smaller batch and
-// the simpler schedule win. The result depends on nothing but its arguments.
+// that narrows around the best. Of all that was tried and comes within Slack of the
+// best it takes the simplest schedule (local keys and values, attention on the GPU,
+// one path, all experts streamed), and of these the smallest batch. The result
+// depends on nothing but its arguments.
 //
 // If nothing fits, the error is a *MisfitError.
 func (p Problem) Search(c Choices) (Prediction, error) {
@@ -134,48 +155,108 @@ func (p Problem) Search(c Choices) (Prediction, error) {
 	if c.Batch > 0 {
 		low, high = c.Batch, c.Batch
 	}
+	least := low
 	for high-low > batchesTried {
 		grid := s.grid(low, high)
 		for _, b := range grid {
 			s.try(b)
 		}
-		if !s.found {
-			break
+		if len(s.tried) == 0 {
+			return Prediction{}, s.hopeless(least)
 		}
 		// The best of all lies between the neighbors of the best so far.
+		best := s.best().Batch
 		for _, b := range grid {
-			if b < s.best.Batch {
+			if b < best {
 				low = b
 			}
-			if b > s.best.Batch {
+			if b > best {
 				high = b
 				break
 			}
 		}
 	}
-	if high-low <= batchesTried {
-		for b := low; b <= high; b++ {
-			s.try(b)
-		}
+	for b := low; b <= high; b++ {
+		s.try(b)
 	}
-	if !s.found {
-		return Prediction{}, s.hopeless(low)
+	if len(s.tried) == 0 {
+		return Prediction{}, s.hopeless(least)
 	}
-	return n.predict(s.best), nil
+	return n.predict(s.simplest()), nil
 }
 
 type search struct {
 	*Problem
 	choices Choices
-	best    Policy
-	rate    float64
-	found   bool
+	// tried has the best policy of each batch and degree of complexity.
+	tried []candidate
+}
+
+type candidate struct {
+	Policy
+	rate float64
+	// complexity counts what a schedule has beyond the simplest.
+	complexity int
+}
+
+// complexity counts what a schedule has beyond the simplest.
+func (x *Policy) complexity() int {
+	n := 0
+	for _, more := range []bool{
+		x.Attention == OnCPU, x.Attention == OnGPU && x.KVOnHost > 0, x.Grouping == PerMicroBatch, x.HostPaths > 1, x.ChosenOnly,
+	} {
+		if more {
+			n++
+		}
+	}
+	return n
+}
+
+// best is the candidate of the highest rate; of equal ones the first tried.
+func (s *search) best() candidate {
+	best := s.tried[0]
+	for _, c := range s.tried[1:] {
+		if c.rate > best.rate*better {
+			best = c
+		}
+	}
+	return best
+}
+
+// simplest is what Search returns of what it has tried.
+func (s *search) simplest() Policy {
+	enough := s.best().rate * (1 - s.choices.Slack) / better
+	var simplest *candidate
+	for i := range s.tried {
+		c := &s.tried[i]
+		switch {
+		case c.rate < enough:
+		case simplest == nil || c.complexity < simplest.complexity,
+			c.complexity == simplest.complexity && c.Batch < simplest.Batch:
+			simplest = c
+		}
+	}
+	return simplest.Policy
+}
+
+// keep remembers a policy if it is the best of its batch and complexity.
+func (s *search) keep(x Policy, rate float64) {
+	c := candidate{x, rate, x.complexity()}
+	for i := len(s.tried) - 1; i >= 0 && s.tried[i].Batch == x.Batch; i-- {
+		if s.tried[i].complexity == c.complexity {
+			if rate > s.tried[i].rate*better {
+				s.tried[i] = c
+			}
+			return
+		}
+	}
+	s.tried = append(s.tried, c)
 }
 
 // batches bounds the batch: from below by what is pinned, from above by memory.
 func (s *search) batches() (low, high int) {
 	low = max(1, s.choices.MicroBatches)
-	high = math.MaxInt32 / max(1, s.Workload.PromptTokens)
+	high = max(low, math.MaxInt32/(s.Workload.PromptTokens+s.Workload.NewTokens))
 	for _, limit := range []int{s.choices.MaxBatch, s.Workload.Requests} {
 		if limit > 0 {
 			high = min(high, limit)
@@ -228,7 +309,7 @@ func (s *search) kvShares(place Place) []float64 {
 }
 
 // prefillTokens are the limits of a prefill step to try, ascending: in steps of two
-// from the batch, or a chunk of a useful size, to all prompts.
+// from the batch to all prompts. A decode step has room for the first in any case.
 func (s *search) prefillTokens(batch int) []int {
 	all := batch * s.Workload.PromptTokens
 	if s.choices.MaxPrefillTokens > 0 {
@@ -237,9 +318,8 @@ func (s *search) prefillTokens(batch int) []int {
 	if s.choices.PrefillTokens > 0 {
 		return []int{min(all, s.choices.PrefillTokens)}
 	}
-	const least = 2048 // tokens; experts of fewer are bound by reading their weights
 	var list []int
-	for n := max(batch, least); n < all; n *= 2 {
+	for n := batch; n < all; n *= 2 {
 		list = append(list, n)
 	}
 	return append(list, all)
@@ -285,17 +365,30 @@ func (s *search) place(x Policy) (Policy, bool) {
 	return x, x.PeerExperts <= s.peerRoom()
 }
 
-// try looks for the best policy of a batch.
+// try looks for the best policies of a batch.
 func (s *search) try(batch int) {
+	micros := s.microBatches(batch)
 	for _, prefill := range s.prefillTokens(batch) {
-		for _, micro := range s.microBatches(batch) {
-			for _, place := range s.choices.Attention {
-				for _, kv := range s.kvShares(place) {
-					x, ok := s.place(s.policy(batch, micro, prefill, place, s.choices.Grouping[0], kv, s.choices.HostPaths[0]))
-					if !ok {
+		for _, place := range s.choices.Attention {
+			resident := false
+			for _, kv := range s.kvShares(place) {
+				if resident {
+					break // all fits, so that keys and values on the host save nothing
+				}
+				most := -1 // local experts of a larger micro-batch
+				for i, micro := range micros {
+					x, ok := s.place(s.policy(batch, micro, prefill, place, Merged, kv, s.choices.HostPaths[0]))
+					// Smaller micro-batches read weights more often. They pay only by the memory
+					// that they save, or by taking turns with the CPU.
+					if !ok || x.LocalExperts <= most && !(place == OnCPU && i < 3) {
 						continue
 					}
+					most = max(most, x.LocalExperts)
+					resident = resident || place == OnGPU && most == s.Model.ExpertCount()
 					for _, grouping := range s.choices.Grouping {
+						if grouping == PerMicroBatch && place == OnGPU && len(s.choices.Grouping) > 1 {
+							continue // Merged reads less
+						}
 						x.Grouping = grouping
 						s.compare(x)
 					}
@@ -305,33 +398,35 @@ func (s *search) try(batch int) {
 	}
 }
 
-// compare keeps a policy that fits if, in some way of fetching its experts, it is
-// better than the best.
+// compare keeps a policy in the ways of fetching its experts that there are.
 func (s *search) compare(x Policy) {
 	decodeWork, prefillWork := s.decodeWork(&x), s.prefillWork(&x)
 	gpuDecode, gpuPrefill := s.Hardware.total(&decodeWork), s.Hardware.total(&prefillWork)
-	all := s.Model.ExpertCount()
+	steps, n := float64(s.prefillSteps(&x)), float64(s.Workload.NewTokens)
+	chooses := x.Attention == OnGPU && x.LocalExperts < s.Model.ExpertCount() &&
+		s.Model.Distinct(float64(x.Batch)) < 0.999*float64(s.Model.Experts)
 	for i, paths := range s.choices.HostPaths {
-		if i > 0 && x.LocalExperts == all && x.KVOnHost == 0 {
-			return // nothing comes from the host
-		}
 		x.HostPaths = paths
-		x.PeerExperts = s.split(&x, s.choices.Tier)
-		for _, chosen := range []bool{false, true} {
-			if chosen && (x.LocalExperts == all || x.Attention == OnCPU) {
-				continue
+		if i > 0 {
+			x.PeerExperts = s.split(&x, s.choices.Tier)
+		}
+		prefill := s.prefill(&x, gpuPrefill)
+		linked := prefill.Bound != BoundGPU
+		for _, x.ChosenOnly = range []bool{false, true} {
+			if x.ChosenOnly && !chooses {
+				break
 			}
-			x.ChosenOnly = chosen
 			step := s.decode(&x, gpuDecode)
-			prefill := float64(s.prefillSteps(&x)) * s.prefill(&x, gpuPrefill).Seconds
+			linked = linked || step.Bound != BoundGPU
 			rate := float64(x.Batch) / step.Seconds
 			if s.choices.Objective == Throughput {
-				n := float64(s.Workload.NewTokens)
-				rate = float64(x.Batch) * n / (prefill + (n-1)*step.Seconds)
+				rate = float64(x.Batch) * n / (steps*prefill.Seconds + (n-1)*step.Seconds)
 			}
-			if !s.found || rate > s.rate*better {
-				s.best, s.rate, s.found = x, rate, true
-			}
+			s.keep(x, rate)
+		}
+		x.ChosenOnly = false
+		if !linked {
+			return // more paths bring nothing
 		}
 	}
 }
