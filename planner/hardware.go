@@ -3,7 +3,9 @@ package planner
 import (
 	"bytes"
 	"encoding/json"
+	"errors"
 	"fmt"
+	"io"
 	"strings"
 
 	"github.com/moeserve/moeserve/configs"
@@ -67,6 +69,9 @@ func ParseHardware(data []byte) (Hardware, error) {
 	d.DisallowUnknownFields()
 	if err := d.Decode(&h); err != nil {
 		return Hardware{}, fmt.Errorf("planner: read hardware: %w", err)
+	}
+	if _, err := d.Token(); !errors.Is(err, io.EOF) {
+		return Hardware{}, errors.New("planner: read hardware: something follows the object")
 	}
 	return h, h.Validate()
 }

@@ -69,9 +69,35 @@ func TestHardwareValidate(t *testing.T) {
 			t.Errorf("got %v, want %s", err, c.want)
 		}
 	}
-	for _, text := range []string{`{`, `{"name": "x", "speed": 3}`, `{"name": "x"}`} {
+	data, _ := configs.Hardware("h200")
+	for _, text := range []string{`{`, string(data) + `{}`, `{"name": "x", "speed": 3}`, `{"name": "x"}`} {
 		if _, err := ParseHardware([]byte(text)); err == nil {
 			t.Errorf("%s is hardware", text)
 		}
 	}
+}
+
+// Whatever is read as hardware can be planned for.
+func FuzzParseHardware(f *testing.F) {
+	for _, name := range configs.HardwareNames() {
+		data, _ := configs.Hardware(name)
+		f.Add(data)
+	}
+	f.Add([]byte(`{"host_to_gpu_bytes_per_s": [1e308, 1e309]}`))
+	f.Fuzz(func(t *testing.T, data []byte) {
+		h, err := ParseHardware(data)
+		if err != nil {
+			return
+		}
+		p := Problem{Model: presetModel(t, "phi-tiny-moe"), Hardware: h, Workload: Workload{PromptTokens: 77, NewTokens: 32}}
+		r := predict(t, p, Policy{Batch: 8})
+		if !(r.Decode.Seconds >= 0) || len(r.Memory.GPU.Parts) == 0 {
+			t.Errorf("%+v", r)
+		}
+		if best, err := p.Search(Choices{MaxBatch: 8}); err == nil {
+			if again, err := p.Predict(best.Policy); err != nil {
+				t.Errorf("%+v: %v", again.Policy, err)
+			}
+		}
+	})
 }

@@ -160,6 +160,7 @@ func TestNearest(t *testing.T) {
 			if y.Batch < x.Batch && y.LocalExperts == x.LocalExperts {
 				z := y
 				z.Batch++
+				z.MicroBatch = min(x.MicroBatch, z.Batch)
 				z.PrefillTokens = min(x.PrefillTokens, z.Batch*p.Workload.PromptTokens)
 				if _, err := p.Predict(z); err == nil && z.Batch < x.Batch {
 					rt.Fatalf("a batch of %d, and one more fits", y.Batch)

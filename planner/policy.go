@@ -70,13 +70,13 @@ func (p Policy) LocalShare(m Model) float64 {
 	return float64(p.LocalExperts) / float64(m.ExpertCount())
 }
 
-// LayerExperts is how many local experts each layer with experts has: LocalExperts
-// spread evenly.
+// LayerExperts is how many local experts each layer with experts has, where the
+// offloaded ones are spread evenly.
 func (p Policy) LayerExperts(m Model) []int {
-	layers := m.MoELayers()
+	layers, missing := m.MoELayers(), m.ExpertCount()-p.LocalExperts
 	n := make([]int, layers)
 	for i := range n {
-		n[i] = (i+1)*p.LocalExperts/layers - i*p.LocalExperts/layers
+		n[i] = m.Experts - ((i+1)*missing/layers - i*missing/layers)
 	}
 	return n
 }

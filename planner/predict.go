@@ -111,14 +111,14 @@ func (p *Problem) predict(x Policy) Prediction {
 
 // groups is in how many parts a decode step's rows go through projections and
 // through experts, and how many of the parts are under way at once.
-func (x *Policy) groups() (projections, experts, underWay int) {
-	n := x.MicroBatches()
+func (p *Policy) groups() (projections, experts, underWay int) {
+	n := p.MicroBatches()
 	switch {
-	case x.Grouping == PerMicroBatch:
+	case p.Grouping == PerMicroBatch:
 		// CGOPipe looks two micro-batches ahead.
 		return n, n, min(n, 3)
-	case x.Attention == OnCPU:
-		halves := min(2, x.Batch)
+	case p.Attention == OnCPU:
+		halves := min(2, p.Batch)
 		return max(n, halves), halves, halves
 	}
 	return n, 1, 1
@@ -360,7 +360,7 @@ func (p *Problem) split(x *Policy, tier Tier) int {
 		host := float64(missing - peers)
 		return max(host*fromHost+base.HostLink, float64(peers)*fromPeer+host*relayed+base.PeerLink)
 	}
-	low := min(max(int(even), 0), most)
+	low := int(min(max(even, 0), float64(most)))
 	if high := min(low+1, most); longest(high) < longest(low) {
 		return high
 	}

@@ -132,6 +132,9 @@ const batchesTried = 24
 // microBatchCounts are the numbers of micro-batches that a search tries.
 var microBatchCounts = []int{1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64}
 
+// prefillSteps are the numbers of prefill steps that a search tries.
+var prefillSteps = []int{2, 3, 4, 6, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096}
+
 // Search returns the policy of the highest predicted throughput that fits. It tries
 // every combination of the choices but two: the number of local experts is the
 // largest that fits (more never cost time), and the batch is looked for on a grid
@@ -200,10 +203,10 @@ type candidate struct {
 }
 
 // complexity counts what a schedule has beyond the simplest.
-func (x *Policy) complexity() int {
+func (p *Policy) complexity() int {
 	n := 0
 	for _, more := range []bool{
-		x.Attention == OnCPU, x.Attention == OnGPU && x.KVOnHost > 0, x.Grouping == PerMicroBatch, x.HostPaths > 1, x.ChosenOnly,
+		p.Attention == OnCPU, p.Attention == OnGPU && p.KVOnHost > 0, p.Grouping == PerMicroBatch, p.HostPaths > 1, p.ChosenOnly,
 	} {
 		if more {
 			n++
@@ -308,21 +311,28 @@ func (s *search) kvShares(place Place) []float64 {
 	return s.choices.KVOnHost
 }
 
-// prefillTokens are the limits of a prefill step to try, ascending: in steps of two
-// from the batch to all prompts. A decode step has room for the first in any case.
+// prefillTokens are the limits of a prefill step to try, ascending: from the batch,
+// for which a decode step has room in any case, to all prompts.
 func (s *search) prefillTokens(batch int) []int {
 	all := batch * s.Workload.PromptTokens
+	most := all
 	if s.choices.MaxPrefillTokens > 0 {
-		all = min(all, s.choices.MaxPrefillTokens)
+		most = min(most, s.choices.MaxPrefillTokens)
 	}
 	if s.choices.PrefillTokens > 0 {
-		return []int{min(all, s.choices.PrefillTokens)}
+		return []int{min(most, s.choices.PrefillTokens)}
 	}
-	var list []int
-	for n := batch; n < all; n *= 2 {
-		list = append(list, n)
+	list := []int{most}
+	for _, steps := range prefillSteps {
+		if n := (all + steps - 1) / steps; n > batch && n < list[len(list)-1] {
+			list = append(list, n)
+		}
 	}
-	return append(list, all)
+	if batch < list[len(list)-1] {
+		list = append(list, batch)
+	}
+	slices.Reverse(list)
+	return list
 }
 
 // microBatches are the sizes of micro-batches to try, descending.
@@ -335,8 +345,8 @@ func (s *search) microBatches(batch int) []int {
 	}
 	var list []int
 	for _, n := range microBatchCounts {
-		if n <= batch {
-			list = append(list, (batch+n-1)/n)
+		if size := (batch + n - 1) / n; len(list) == 0 || size < list[len(list)-1] {
+			list = append(list, size)
 		}
 	}
 	return list
@@ -384,7 +394,7 @@ func (s *search) try(batch int) {
 						continue
 					}
 					most = max(most, x.LocalExperts)
-					resident = resident || place == OnGPU && most == s.Model.ExpertCount()
+					resident = resident || i == 0 && place == OnGPU && most == s.Model.ExpertCount()
 					for _, grouping := range s.choices.Grouping {
 						if grouping == PerMicroBatch && place == OnGPU && len(s.choices.Grouping) > 1 {
 							continue // Merged reads less

@@ -11,14 +11,12 @@ import (
 )
 
 // For each preset of a model and of hardware there is a policy, it fits, it is found
-// again, and within 100 ms.
+// again, and it takes at most 100 ms.
 func TestSearch(t *testing.T) {
 	for _, hardware := range hardwareNames {
 		for _, model := range modelNames {
 			p := problem(t, model, hardware)
-			start := time.Now()
 			r, err := p.Search(Choices{})
-			took := time.Since(start)
 			if model == "qwen2-57b-a14b" && (hardware == "l4" || hardware == "t4") {
 				var m *MisfitError
 				if !errors.As(err, &m) || m.Space.Name != "gpu" || !strings.Contains(err.Error(), "weights but experts 15.06 GiB") {
@@ -30,8 +28,8 @@ func TestSearch(t *testing.T) {
 				t.Errorf("%s on %s: %v", model, hardware, err)
 				continue
 			}
-			if took > 100*time.Millisecond && !raceEnabled {
-				t.Errorf("%s on %s: %v", model, hardware, took)
+			if !raceEnabled && quickest(t, p) > 100*time.Millisecond {
+				t.Errorf("%s on %s: a search takes more than 100 ms", model, hardware)
 			}
 			again, err := p.Predict(r.Policy)
 			if err != nil || !reflect.DeepEqual(again, r) {
@@ -42,6 +40,23 @@ func TestSearch(t *testing.T) {
 			}
 		}
 	}
+}
+
+// quickest is the least time of some searches, fewer once it is short: the machine
+// may be busy with something else.
+func quickest(t testing.TB, p Problem) time.Duration {
+	t.Helper()
+	least := time.Hour
+	for range 5 {
+		start := time.Now()
+		if _, err := p.Search(Choices{}); err != nil {
+			t.Fatal(err)
+		}
+		if least = min(least, time.Since(start)); least < 100*time.Millisecond {
+			break
+		}
+	}
+	return least
 }
 
 // What a search should come to, seen from above.
@@ -89,15 +104,17 @@ func TestSearchMakesSense(t *testing.T) {
 	}
 }
 
-// On small problems a search comes within its slack of trying everything.
+// Where a search tries every batch, what it leaves out of the rest costs nothing.
 func TestSearchAgainstBruteForce(t *testing.T) {
 	rapid.Check(t, func(rt *rapid.T) {
 		p := problem(t, rapid.SampledFrom(modelNames).Draw(rt, "model"), rapid.SampledFrom(hardwareNames).Draw(rt, "hardware"))
 		p.Model.Layers = rapid.IntRange(1, 3).Draw(rt, "layers")
 		p.Workload.PromptTokens = rapid.IntRange(1, 600).Draw(rt, "prompt")
 		p.Workload.NewTokens = rapid.IntRange(1, 300).Draw(rt, "new")
-		p.Workload.Requests = rapid.IntRange(1, 60).Draw(rt, "requests")
-		p.Hardware.GPUMemory = int64(rapid.Float64Range(1.1, 3).Draw(rt, "memory") * float64(p.Model.OtherBytes()))
+		p.Workload.Requests = rapid.SampledFrom([]int{1, 2, 3, 5, 8, 13, 21, batchesTried}).Draw(rt, "requests")
+		// Room for a few of the experts, or for all of them.
+		experts := rapid.SampledFrom([]float64{0.3, 1.1, 2.05, 2.3, 2.7, 3, 4}).Draw(rt, "memory") * float64(p.Model.Experts) * float64(p.Model.ExpertBytes())
+		p.Hardware.GPUMemory = int64((1.2*float64(p.Model.OtherBytes()) + experts) / 0.9)
 		if rapid.Bool().Draw(rt, "workspace by micro-batch") {
 			p.Sizes.Workspace = func(rows, microBatch, sequences int) (int64, int64) {
 				return int64(rows)*20_000 + int64(microBatch)*1_000_000, 0
@@ -114,7 +131,7 @@ func TestSearchAgainstBruteForce(t *testing.T) {
 		best, bestPolicy := 0.0, Policy{}
 		for batch := 1; batch <= p.Workload.Requests; batch++ {
 			all := batch * p.Workload.PromptTokens
-			for _, prefill := range []int{max(batch, all/4), all} {
+			for _, prefill := range []int{max(batch, (all+3)/4), all} {
 				for _, micro := range []int{batch, (batch + 1) / 2, (batch + 2) / 3, (batch + 7) / 8} {
 					for _, x := range []Policy{{}, {KVOnHost: 0.5}, {Attention: OnCPU}, {Attention: OnCPU, Grouping: PerMicroBatch}, {Grouping: PerMicroBatch}, {ChosenOnly: true}} {
 						x.Batch, x.MicroBatch, x.PrefillTokens = batch, micro, prefill
@@ -153,10 +170,27 @@ func TestSearchAgainstBruteForce(t *testing.T) {
 		if objective == DecodeThroughput {
 			rate = got.DecodeTokS
 		}
-		if rate < 0.98*best {
+		if rate < 0.998*best {
 			rt.Fatalf("search finds %v tok/s with %+v, trying everything %v with %+v", rate, got.Policy, best, bestPolicy)
 		}
 	})
+}
+
+// Narrowing the grid of batches finds what a fine scan of them finds.
+func TestSearchNarrows(t *testing.T) {
+	for _, c := range [][2]string{{"mixtral-8x7b", "l4"}, {"qwen2-57b-a14b", "a100-80"}, {"phi-3.5-moe", "h100-80"}, {"qwen1.5-moe-a2.7b", "t4"}} {
+		p := problem(t, c[0], c[1])
+		r, err := p.Search(Choices{Slack: -1})
+		if err != nil {
+			t.Fatal(err)
+		}
+		for batch := 1.0; batch < 20_000; batch *= 1.15 {
+			x, err := p.Search(Choices{Batch: int(batch), Slack: -1})
+			if err == nil && x.TokS > 1.01*r.TokS {
+				t.Errorf("%s on %s: %v tok/s at a batch of %d, and %v at %v", c[0], c[1], r.TokS, r.Policy.Batch, x.TokS, int(batch))
+			}
+		}
+	}
 }
 
 func TestSearchRefuses(t *testing.T) {
