@@ -103,6 +103,20 @@ func TestMisfit(t *testing.T) {
 	}
 }
 
+// Which of the table of floors fit an H200 with everything in HBM: all but the
+// largest batch of the two largest models.
+func TestFloorsThatFit(t *testing.T) {
+	for _, row := range floorTable {
+		p := problem(t, row.model, "h200")
+		p.Shares.GPU = 149.7e9 / float64(p.Hardware.GPUMemory)
+		_, err := p.Predict(Policy{Batch: row.rows, LocalExperts: p.Model.ExpertCount(), PrefillTokens: 8192})
+		fits := row.rows < 4536 || row.model == "phi-tiny-moe" || row.model == "qwen1.5-moe-a2.7b"
+		if (err == nil) != fits {
+			t.Errorf("%s, %d rows: %v", row.model, row.rows, err)
+		}
+	}
+}
+
 func TestMisfitElsewhere(t *testing.T) {
 	p := problem(t, "mixtral-8x7b", "h200")
 	p.Hardware.PeerMemory = 50 << 30

@@ -108,6 +108,16 @@ func (c *Choices) validate(p *Problem) error {
 	if !slices.IsSorted(c.KVOnHost) || !slices.IsSorted(c.HostPaths) {
 		return fmt.Errorf("planner: KVOnHost %v, HostPaths %v; both must ascend", c.KVOnHost, c.HostPaths)
 	}
+	for _, place := range c.Attention {
+		if place > OnCPU {
+			return fmt.Errorf("planner: attention %d: no such thing", place)
+		}
+	}
+	for _, grouping := range c.Grouping {
+		if grouping > PerMicroBatch {
+			return fmt.Errorf("planner: grouping %d: no such thing", grouping)
+		}
+	}
 	for _, share := range c.KVOnHost {
 		if !(share >= 0 && share <= 1) {
 			return fmt.Errorf("planner: a share %v of keys and values on the host; it must be from 0 to 1", share)
@@ -340,8 +350,12 @@ func (s *search) microBatches(batch int) []int {
 	if s.choices.MicroBatch > 0 {
 		return []int{min(s.choices.MicroBatch, batch)}
 	}
-	if s.choices.MicroBatches > 0 {
-		return []int{(batch + s.choices.MicroBatches - 1) / s.choices.MicroBatches}
+	if n := s.choices.MicroBatches; n > 0 {
+		size := (batch + n - 1) / n
+		if (batch+size-1)/size != n {
+			return nil // as many would leave one empty
+		}
+		return []int{size}
 	}
 	var list []int
 	for _, n := range microBatchCounts {
@@ -444,9 +458,12 @@ func (s *search) compare(x Policy) {
 // hopeless says why nothing fits, by the least that the choices allow of a batch.
 func (s *search) hopeless(batch int) error {
 	var last error
+	sizes := s.microBatches(batch)
+	if len(sizes) == 0 {
+		return fmt.Errorf("planner: a batch of %d cannot be cut into %d micro-batches of the same size, none of them empty", batch, s.choices.MicroBatches)
+	}
 	for _, place := range s.choices.Attention {
 		for _, kv := range s.kvShares(place) {
-			sizes := s.microBatches(batch)
 			x := s.policy(batch, sizes[len(sizes)-1], s.prefillTokens(batch)[0], place, s.choices.Grouping[0], kv, s.choices.HostPaths[0])
 			if s.choices.Offload != nil {
 				x.LocalExperts = s.Model.ExpertCount() - s.Model.Offloaded(*s.choices.Offload)

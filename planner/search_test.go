@@ -97,6 +97,9 @@ func TestSearchMakesSense(t *testing.T) {
 	if p := r.Policy; p.Batch != 4536 || p.MicroBatch != 324 || p.MicroBatches() != 14 || p.Attention != OnCPU || p.Grouping != PerMicroBatch || p.PrefillTokens > 8192 {
 		t.Errorf("pinned: %+v", p)
 	}
+	if r = find("phi-tiny-moe", "h200", Choices{MicroBatches: 14}); r.Policy.MicroBatches() != 14 {
+		t.Errorf("%d micro-batches, 14 are pinned", r.Policy.MicroBatches())
+	}
 	p := problem(t, "phi-tiny-moe", "h200")
 	p.Workload.Requests = 40
 	if r, err := p.Search(Choices{MaxBatch: 50}); err != nil || r.Policy.Batch > 40 {
@@ -210,6 +213,11 @@ func TestSearchRefuses(t *testing.T) {
 		{Choices{Slack: 1}, "a slack of 1"},
 		{Choices{HostPaths: []int{3}}, "3 paths from the host; hardware H200 has 2"},
 		{Choices{Attention: []Place{}}, "nothing to choose from"},
+		{Choices{Attention: []Place{7}}, "attention 7: no such thing"},
+		{Choices{Grouping: []Grouping{7}}, "grouping 7: no such thing"},
+		{Choices{KVOnHost: []float64{0.5, 0}}, "must ascend"},
+		{Choices{KVOnHost: []float64{2}}, "a share 2 of keys and values"},
+		{Choices{Batch: 15, MicroBatches: 14}, "a batch of 15 cannot be cut into 14 micro-batches"},
 	} {
 		p := problem(t, "mixtral-8x7b", "h200")
 		p.Workload.Requests = 100
