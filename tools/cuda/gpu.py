@@ -8,6 +8,7 @@ import json
 import os
 import pathlib
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -126,7 +127,8 @@ def collect_env(binary):
             fail(f"{what} lists {len(got)} GPUs, nvidia-smi {len(want)}")
             continue
         for text, (name, bus, driver, total) in zip(got, want):
-            for part in (name, bus.lower(), f"driver {driver},", f"of {int(total) / 1024:.2f} GiB used", "% busy", "PCIe ", "NVLinks"):
+            # NVML has the domain of a bus in 4 digits, nvidia-smi in 8.
+            for part in (name, bus[-12:], f"driver {driver},", f"of {int(total) / 1024:.2f} GiB used", "% busy", "PCIe ", "NVLinks"):
                 if part.lower() not in text.lower():
                     fail(f"{what} does not say {part!r}: {text!r}")
 
@@ -152,9 +154,11 @@ def ended(name, p, begin):
     try:
         _, err = p.communicate(timeout=30)
     except subprocess.TimeoutExpired:
-        p.kill()
-        _, err = p.communicate()
         fail(f"{name}: still there 30 s after the device was lost")
+        # Go prints what every goroutine is at.
+        p.send_signal(signal.SIGQUIT)
+        threading.Timer(5, p.kill).start()
+        _, err = p.communicate()
     said = [line for line in err.splitlines() if line.startswith("moeserve: ")]
     print(f"{name}: exit {p.returncode}, {time.time() - begin:.1f} s after the device was lost: {said}", flush=True)
     if p.returncode != 4 or len(said) != 1 or "lost" not in said[0] or err.splitlines()[-1] != said[0]:
