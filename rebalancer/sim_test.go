@@ -164,12 +164,19 @@ type placement interface {
 
 // ours is the core.
 type ours struct {
-	w    *world
-	core *rebalancer.Core
+	w     *world
+	core  *rebalancer.Core
+	limit float64 // bytes per second
 }
 
 func (ours) used(experts.ID, bool) {}
-func (o ours) tick()               { o.core.Step(o.w.view(), o.w.now, o.w.carryOut) }
+
+func (o ours) tick() {
+	o.core.Step(o.w.view(), o.w.now, o.w.carryOut)
+	if allowed := o.limit * (o.w.now.Seconds() + 0.25); float64(o.w.moved)*simBytes > allowed {
+		o.w.t.Fatalf("%v: %d experts were moved, more than %.0f bytes", o.w.now, o.w.moved, allowed)
+	}
+}
 
 // static is the core until memory is full.
 type static struct {
@@ -321,7 +328,7 @@ func TestShift(t *testing.T) {
 				return simulate(w, newZipf(c.chosen, c.exponent, 42), make(w))
 			}
 			core := func(w *world) ours {
-				return ours{w, rebalancer.NewCore(rebalancer.CoreOptions{Bytes: simBytes, MigrationLimit: c.limit, HalfLife: simHalfLife})}
+				return ours{w, rebalancer.NewCore(rebalancer.CoreOptions{Bytes: simBytes, MigrationLimit: c.limit, HalfLife: simHalfLife}), c.limit}
 			}
 			o := run(func(w *world) placement { return core(w) })
 			s := run(func(w *world) placement { return static{core(w), new(bool)} })
