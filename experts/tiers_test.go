@@ -775,3 +775,79 @@ func (u *unguarded) run(t *testing.T) bool {
 	}
 	return u.found
 }
+
+// TestRevokedAtEveryPoint: a revocation begins, and goes on, at each point of a step:
+// before a fetch, when it is submitted, while it runs, when it has landed, before and
+// after its use. The step reads the right bytes, in the end the memory is given back.
+func TestRevokedAtEveryPoint(t *testing.T) {
+	for _, c := range []struct {
+		schedule emulated.Schedule
+		ops      int // how far the machine gets before
+	}{{emulated.Eager, 0}, {emulated.Eager, 3}, {emulated.Lazy, 0}, {emulated.Random, 2}, {emulated.Random, 9}} {
+		at := 0
+		for revokedAt(t, c.schedule, c.ops, at) {
+			at++
+		}
+		if at < 20 {
+			t.Errorf("a step has only %d points", at)
+		}
+	}
+}
+
+// revokedAt reports whether a step has such a point.
+func revokedAt(t *testing.T, schedule emulated.Schedule, ops, at int) bool {
+	m := small(rowMajor)
+	m.layers = m.layers[:2]
+	r := newRig(t, m, emulated.Options{Virtual: true, Schedule: schedule, Seed: uint64(at)}, 200)
+	r.lend()
+	s := r.open(Config{Placement: r.placed(0.5), RingSlots: 5, Waves: 2})
+	r.fill(s, 11)
+	r.promote(s, offloaded(s)...)
+	look, err := r.m.NewFence("look")
+	r.ok(err)
+	point, revoked := 0, []*harvest.Reclamation(nil)
+	here := func() {
+		if point++; point-1 != at {
+			return
+		}
+		for range ops { // each look lets the machine go on
+			look.Value()
+		}
+		for _, p := range []device.Space{device.HBM(1), device.HBM(2)} {
+			c, err := r.harvest.Reclaim(p, 1<<20, time.Minute)
+			r.ok(err)
+			revoked = append(revoked, c)
+		}
+		_, err := r.harvest.Tick(r.m.Now())
+		r.ok(err)
+	}
+	out := make([]map[int]uint32, len(r.model.layers))
+	for i, l := range r.model.layers {
+		out[i] = map[int]uint32{}
+		here()
+		u, err := s.Open(t.Context(), l, r.compute)
+		r.ok(err)
+		here()
+		r.ok(s.Prefetch(s.Next(l)))
+		here()
+		for _, w := range u.Waves {
+			r.ok(w.Wait(r.compute))
+			here()
+			r.ok(r.products(u, w, 0, out[i]))
+			here()
+		}
+		r.ok(s.Done(l, r.compute))
+		here()
+	}
+	r.ok(r.compute.Synchronize(t.Context()))
+	r.ok(s.Err())
+	r.verify(out)
+	for _, c := range revoked {
+		r.ok(c.Wait(t.Context()))
+	}
+	if got := letters(s.Residency()); revoked != nil && strings.Contains(got, "p") {
+		t.Error(got)
+	}
+	r.ok(look.Close())
+	return revoked != nil
+}

@@ -221,6 +221,9 @@ func (h *Handle) drained() (ok bool, failed error) {
 		return false, nil
 	}
 	for _, p := range h.ex.Points() {
+		if h.runtime.without.noDrain {
+			break
+		}
 		ok, err := reached(p)
 		if !ok {
 			return false, nil
