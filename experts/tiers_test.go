@@ -587,18 +587,19 @@ func TestAnything(t *testing.T) {
 	rapid.Check(t, func(rt *rapid.T) {
 		seed := rapid.Uint64Range(0, 1<<20).Draw(rt, "seed")
 		o := emulated.Options{Virtual: true, Schedule: emulated.Schedule(rapid.IntRange(0, 2).Draw(rt, "schedule")), Seed: seed}
-		t.Run("", func(t *testing.T) {
-			r := newRig(t, small(rowMajor), o, rapid.Int64Range(64, 1024).Draw(rt, "chunk"))
+		chunk, fraction := rapid.Int64Range(64, 1024).Draw(rt, "chunk"), rapid.SampledFrom([]float64{0.3, 0.5, 1}).Draw(rt, "fraction")
+		c := Config{Adaptive: true, RingSlots: rapid.IntRange(6, 14).Draw(rt, "ring"), Waves: rapid.IntRange(1, 4).Draw(rt, "waves")}
+		actions := rapid.SliceOfN(rapid.IntRange(0, 9), 4, 30).Draw(rt, "actions")
+		if !t.Run("", func(t *testing.T) {
+			r := newRig(t, small(rowMajor), o, chunk)
 			r.lend()
-			s := r.open(Config{
-				Placement: r.placed(rapid.SampledFrom([]float64{0.3, 0.5, 1}).Draw(rt, "fraction")), Adaptive: true,
-				RingSlots: rapid.IntRange(6, 14).Draw(rt, "ring"), Waves: rapid.IntRange(1, 4).Draw(rt, "waves"),
-			})
+			c.Placement = r.placed(fraction)
+			s := r.open(c)
 			r.fill(s, 11)
 			rng := rand.New(rand.NewPCG(seed, 7))
 			id := func() ID { return ID{rng.IntN(len(r.model.layers)), rng.IntN(r.model.experts)} }
-			for range rapid.IntRange(4, 30).Draw(rt, "actions") {
-				switch rapid.IntRange(0, 9).Draw(rt, "action") {
+			for _, action := range actions {
+				switch action {
 				case 0, 1:
 					for range 1 + rng.IntN(8) {
 						_ = s.Promote(id(), PromoteOptions{}) // it may be local, or there
@@ -624,8 +625,7 @@ func TestAnything(t *testing.T) {
 				}
 			}
 			r.anyStep(s, rng)
-		})
-		if t.Failed() {
+		}) {
 			rt.FailNow()
 		}
 	})

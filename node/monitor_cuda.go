@@ -26,7 +26,7 @@ type monitor struct {
 	*harvest.MachineMonitor
 	log    *slog.Logger
 	reader *nvml.Reader
-	gpus   map[device.Space]nvml.Device
+	gpus   map[device.Space]interface{ Read() (nvml.Reading, error) }
 	stop   context.CancelFunc
 	loops  sync.WaitGroup
 
@@ -55,7 +55,7 @@ func (n *Node) openMonitor() (harvest.Monitor, error) {
 		return nil, nil
 	}
 	m := &monitor{
-		log: n.log, reader: r, gpus: map[device.Space]nvml.Device{},
+		log: n.log, reader: r, gpus: map[device.Space]interface{ Read() (nvml.Reading, error) }{},
 		loads: map[device.Space]load{},
 	}
 	var devices []nvml.Device

@@ -96,8 +96,9 @@ type Node struct {
 	harvest *harvest.Runtime       // nil without peers
 	tenants *tenants               // nil without a trace
 	balance *rebalancer.Rebalancer // nil where nothing can move
-	// upkeep is called before each step.
+	// upkeep is called before each step; told is what has been said of its failures.
 	upkeep    []func()
+	told      string
 	backend   kernels.Backend
 	transfer  *transfer.Engine
 	store     *experts.Store

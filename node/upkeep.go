@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"sync"
+	"time"
 
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/engine"
@@ -44,8 +45,10 @@ func (n *Node) openRebalancer(ctx context.Context) error {
 	if n.settings.OffloadTier != "peer" {
 		return nil
 	}
+	start := time.Now()
 	switch err := n.balance.FillAll(ctx); {
 	case err == nil:
+		n.log.Info("all offloaded experts are in peer memory", "experts", n.plan.OffloadedExperts, "bytes", int64(n.plan.OffloadedExperts)*n.plan.Layout.Size, "seconds", time.Since(start).Seconds())
 		return nil
 	case ctx.Err() != nil:
 		return fmt.Errorf("node: bring experts to peers: %w", err)
@@ -98,9 +101,14 @@ func (n *Node) tickHarvest() {
 	}
 }
 
+// rebalance says once what goes wrong, until it does not or something else does.
 func (n *Node) rebalance() {
+	told := n.told
+	n.told = ""
 	if err := n.balance.Tick(n.machine.Now()); err != nil {
-		n.log.Warn("experts are not moved", "err", err)
+		if n.told = err.Error(); n.told != told {
+			n.log.Warn("experts are not moved; those that are not in GPU memory come from host memory, slower", "err", err)
+		}
 	}
 }
 

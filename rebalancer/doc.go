@@ -46,8 +46,8 @@
 //
 //   - Plan's moves fit: those that name a class of equally fast peers are no more than
 //     are free there, and each replacement brings its own room.
-//   - Equal arguments give equal plans; carried out, a plan leaves nothing to plan
-//     until rates or room change.
+//   - Equal arguments give equal plans, each move of which saves time; so plans come to
+//     an end, and nothing moves until rates or room change.
 //   - No expert goes to a peer that is slower than the host, except by FillAll.
 //   - Never more than the migration limit, and a quarter of a second of it at once.
 //   - A Tick never waits. The loop of Start is the only goroutine, and Close waits for

@@ -146,6 +146,8 @@ type item struct {
 	at int
 	// peer that it is on.
 	peer int
+	// moves: what does stays where it is for the rest of the plan.
+	moves bool
 	// gain of the copy that is looked at, in seconds per second; rank is that of the
 	// first of those that are alike, and share the part of its layer's offloaded
 	// experts on peers if it and those before it in the layer go there.
@@ -282,12 +284,9 @@ func (p *planner) plan() []Move {
 	return moves
 }
 
-// seconds that a fetch of it takes from where it is.
+// seconds that a fetch of it takes from where it is, which is not local memory.
 func (p *planner) seconds(it *item) float64 {
-	switch it.at {
-	case localMemory:
-		return 0
-	case hostMemory:
+	if it.at == hostMemory {
 		return p.host
 	}
 	return p.classes[it.at].seconds
@@ -313,8 +312,10 @@ func (p *planner) add(kind Kind, in, out *item, to []int, gain, rank float64) {
 		m.Out = out.id
 	}
 	p.moves = append(p.moves, &move{m, rank})
-	// What moves stays where it is for the rest of the plan.
-	p.items = slices.DeleteFunc(p.items, func(it *item) bool { return it == in || it == out })
+	in.moves = true
+	if out != nil {
+		out.moves = true
+	}
 }
 
 // swap makes the hottest of each layer local.
@@ -323,7 +324,7 @@ func (p *planner) swap() {
 		var local, away []*item
 		for _, it := range p.items {
 			switch {
-			case it.id.Layer != l:
+			case it.id.Layer != l || it.moves:
 			case it.at == localMemory:
 				local = append(local, it)
 			default:
@@ -349,7 +350,7 @@ func (p *planner) swap() {
 func (p *planner) candidates(k int) []*item {
 	var cs []*item
 	for _, it := range p.items {
-		if it.at > k {
+		if it.at > k && !it.moves {
 			it.gain = it.rate * (p.seconds(it) - p.classes[k].seconds)
 			cs = append(cs, it)
 		}
@@ -417,7 +418,7 @@ func (p *planner) fill(k int) {
 func (p *planner) replace(k int) {
 	var there []*item
 	for _, it := range p.items {
-		if it.at == k && slices.Contains(p.classes[k].open, it.peer) {
+		if it.at == k && !it.moves && slices.Contains(p.classes[k].open, it.peer) {
 			there = append(there, it)
 		}
 	}

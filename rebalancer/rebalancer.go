@@ -208,14 +208,14 @@ func (r *Rebalancer) GiveUp(i experts.PeerInfo) { r.lost.Store(i.Device.String()
 
 // Tick looks at what has happened and begins the moves that the limits allow. It does
 // not wait for them. That a peer has no room after all, or harvest's policy lets
-// nothing more be had, is no error.
+// nothing more be had, is no error; others end the tick's moves.
 func (r *Rebalancer) Tick(now time.Duration) error {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	v := r.view(now, true)
-	var errs []error
+	var failed error
 	r.core.Step(v, now, func(m Move) bool {
-		if r.barred(m, v, now) {
+		if failed != nil || r.barred(m, v, now) {
 			return false
 		}
 		err := r.carryOut(m, v)
@@ -226,12 +226,12 @@ func (r *Rebalancer) Tick(now time.Duration) error {
 			r.refused(m, v, now, err)
 		case errors.Is(err, experts.ErrBusy), errors.Is(err, harvest.ErrRevoked):
 		default:
-			errs = append(errs, err)
+			failed = err
 		}
 		return false
 	})
 	r.setCosts(v)
-	return errors.Join(errs...)
+	return failed
 }
 
 // view gathers what the core needs. mend takes back peers whose time has come.
@@ -379,6 +379,9 @@ func (r *Rebalancer) carryOut(m Move, v View) error {
 	if err := r.store.Promote(m.In, o); err != nil {
 		return err
 	}
+	for _, k := range m.To {
+		r.peers[v.Peers[k].From.String()].wait = 0
+	}
 	if m.Kind == Replace {
 		r.counts.Replaced++
 	} else {
@@ -394,15 +397,12 @@ func (r *Rebalancer) barred(m Move, v View, now time.Duration) bool {
 	})
 }
 
-// refused leaves the move's peers alone for a while, for longer each time. A client
-// that has its quota may still replace what it has.
+// refused leaves the move's peers alone for a while, for longer each time in a row. A
+// client that has its quota may still replace what it has.
 func (r *Rebalancer) refused(m Move, v View, now time.Duration, err error) {
 	r.counts.Refused++
 	for _, k := range m.To {
 		st := r.peers[v.Peers[k].From.String()]
-		if now-st.notBefore > maxPause {
-			st.wait = 0
-		}
 		st.wait = min(max(2*st.wait, r.o.Interval), maxPause)
 		st.notBefore = now + st.wait
 		if m.Kind == Promote && errors.Is(err, harvest.ErrQuota) {

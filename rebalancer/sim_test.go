@@ -17,12 +17,11 @@ import (
 // all offloaded, of which a small batch's step uses some.
 const (
 	simLayers, simExperts = 8, 60
-	simChosen             = 6
 	simBytes              = 16 << 20
 	simStep               = 20 * time.Millisecond
 	simTick               = 100 * time.Millisecond
 	simHalfLife           = 10 * time.Second
-	simPhase              = 80 * time.Second
+	simPhase              = 60 * time.Second
 	simHost, simPeer      = 55e9, 317e9 // bytes per second
 	simCopy               = 305 * time.Microsecond
 )
@@ -30,12 +29,13 @@ const (
 // zipf draws distinct experts of each layer; which of them are hot shifts.
 type zipf struct {
 	rng  *rand.Rand
+	n    int
 	sum  []float64 // of the weights of ranks
 	rank [simLayers][]int
 }
 
-func newZipf(exponent float64, seed uint64) *zipf {
-	z := &zipf{rng: rand.New(rand.NewPCG(seed, 1))}
+func newZipf(n int, exponent float64, seed uint64) *zipf {
+	z := &zipf{n: n, rng: rand.New(rand.NewPCG(seed, 1))}
 	total := 0.0
 	for r := range simExperts {
 		total += math.Pow(float64(r+1), -exponent)
@@ -56,7 +56,7 @@ func (z *zipf) shift() {
 
 func (z *zipf) draw(layer int) []int {
 	var chosen []int
-	for len(chosen) < simChosen {
+	for len(chosen) < z.n {
 		r, _ := slices.BinarySearch(z.sum, z.rng.Float64()*z.sum[simExperts-1])
 		if e := z.rank[layer][r]; !slices.Contains(chosen, e) {
 			chosen = append(chosen, e)
@@ -164,12 +164,19 @@ type placement interface {
 
 // ours is the core.
 type ours struct {
-	w    *world
-	core *rebalancer.Core
+	w     *world
+	core  *rebalancer.Core
+	limit float64 // bytes per second
 }
 
 func (ours) used(experts.ID, bool) {}
-func (o ours) tick()               { o.core.Step(o.w.view(), o.w.now, o.w.carryOut) }
+
+func (o ours) tick() {
+	o.core.Step(o.w.view(), o.w.now, o.w.carryOut)
+	if allowed := o.limit * (o.w.now.Seconds() + 0.25); float64(o.w.moved)*simBytes > allowed {
+		o.w.t.Fatalf("%v: %d experts were moved, more than %.0f bytes", o.w.now, o.w.moved, allowed)
+	}
+}
 
 // static is the core until memory is full.
 type static struct {
@@ -298,29 +305,30 @@ func simulate(w *world, z *zipf, p placement) outcome {
 func TestShift(t *testing.T) {
 	const shift = int(simPhase / time.Second)
 	for _, c := range []struct {
+		chosen   int // of each layer, in a step
+		exponent float64
 		capacity []int
 		limit    float64 // bytes per second
 	}{
-		{[]int{48}, 0.25e9},
-		{[]int{48}, 2e9},
-		{[]int{60, 60}, 0.25e9},
-		{[]int{60, 60}, 1e9},
-		{[]int{60, 60}, 8e9},
-		{[]int{100, 80, 60}, 0.5e9},
-		{[]int{100, 80, 60}, 4e9},
+		{6, 1.2, []int{48}, 0.25e9},
+		{6, 1.2, []int{60, 60}, 0.25e9},
+		{6, 1.2, []int{60, 60}, 8e9},
+		{6, 1.2, []int{100, 80, 60}, 0.5e9},
+		{1, 1.2, []int{60, 60}, 1e9},
+		{2, 0.9, []int{60, 60}, 1e9},
 	} {
 		slots := 0
 		for _, n := range c.capacity {
 			slots += n
 		}
-		t.Run(fmt.Sprintf("slots=%d/limit=%.2fGB", slots, c.limit/1e9), func(t *testing.T) {
+		t.Run(fmt.Sprintf("chosen=%d/zipf=%.1f/slots=%d/limit=%.2fGB", c.chosen, c.exponent, slots, c.limit/1e9), func(t *testing.T) {
 			t.Parallel()
 			run := func(make func(w *world) placement) outcome {
 				w := newWorld(t, simLayers, simExperts, c.capacity...)
-				return simulate(w, newZipf(1.2, 42), make(w))
+				return simulate(w, newZipf(c.chosen, c.exponent, 42), make(w))
 			}
 			core := func(w *world) ours {
-				return ours{w, rebalancer.NewCore(rebalancer.CoreOptions{Bytes: simBytes, MigrationLimit: c.limit, HalfLife: simHalfLife})}
+				return ours{w, rebalancer.NewCore(rebalancer.CoreOptions{Bytes: simBytes, MigrationLimit: c.limit, HalfLife: simHalfLife}), c.limit}
 			}
 			o := run(func(w *world) placement { return core(w) })
 			s := run(func(w *world) placement { return static{core(w), new(bool)} })
