@@ -29,6 +29,8 @@ type tierCase struct {
 	// peers that lend, as in the setting.
 	peers string
 	adapt bool
+	// ring is for how many layers there is room.
+	ring int
 	// trace of other tenants: none, a saw-tooth, or made up.
 	trace string
 	// trouble that is made on the way.
@@ -39,8 +41,8 @@ type tierCase struct {
 }
 
 func (c tierCase) String() string {
-	return fmt.Sprintf("%s fraction=%v tier=%s policy=%s peers=%s adapt=%t trace=%s trouble=%s schedule=%d seed=%d",
-		c.model, c.fraction, c.tier, c.policy, c.peers, c.adapt, c.trace, c.trouble, c.schedule, c.seed)
+	return fmt.Sprintf("%s fraction=%v tier=%s policy=%s peers=%s adapt=%t ring=%d trace=%s trouble=%s schedule=%d seed=%d",
+		c.model, c.fraction, c.tier, c.policy, c.peers, c.adapt, c.ring, c.trace, c.trouble, c.schedule, c.seed)
 }
 
 // troubles: a revocation of everything now and then, at any point of what is under
@@ -54,14 +56,14 @@ func anyTierCase(rng *rand.Rand) tierCase {
 	c := tierCase{
 		model: pick(sameOn...), fraction: []float64{0.25, 0.5, 0.75, 1}[rng.IntN(4)], tier: pick("auto", "peer", "peer", "host"),
 		policy: pick("best-fit", "locality", "fairness", "interference", "stability"), peers: pick("1", "1,2", "auto"),
-		adapt: rng.IntN(3) == 0, trace: pick("none", "none", "saw", "generated"), trouble: pick(troubles...),
+		adapt: rng.IntN(3) == 0, ring: 1 + rng.IntN(2), trace: pick("none", "none", "saw", "generated"), trouble: pick(troubles...),
 		schedule: emulated.Schedule(rng.IntN(4) - 1), seed: rng.Uint64() % 1000,
 	}
 	if c.fraction == 1 {
 		c.adapt = false
 	}
-	if c.tier == "peer" { // which needs all of its memory when it starts
-		c.trace = "none"
+	if c.tier == "peer" && c.trace == "generated" { // in which others may hold too much at the start
+		c.trace = "saw"
 	}
 	return c
 }
@@ -122,7 +124,7 @@ func runTiers(t *testing.T, c tierCase) outcome {
 	}
 	steps := 0
 	n, err := node.Open(t.Context(), node.Options{
-		Settings: s, OpenMachine: func() (device.Machine, error) { return m, nil },
+		Settings: s, RingLayers: c.ring, OpenMachine: func() (device.Machine, error) { return m, nil },
 		Listener: engine.Listener{Step: func(engine.StepInfo) {
 			if steps++; steps == 4 && c.trouble == "lost" {
 				if err := m.Lose(1); err != nil {
