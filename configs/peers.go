@@ -230,6 +230,9 @@ func (s Settings) validatePeers() error {
 	if s.OffloadTier == "peer" && !peers.Auto && len(peers.GPUs) == 0 {
 		return &SettingError{Key: "offload-tier", Value: s.OffloadTier, Want: "needs peers, and peers is none"}
 	}
+	if s.OffloadTier == "peer" && peers.Auto && s.Device == "cuda" {
+		return &SettingError{Key: "offload-tier", Value: s.OffloadTier, Want: "needs peers: name the GPUs whose memory may be borrowed"}
+	}
 	if s.LocalExperts == "" {
 		return nil
 	}

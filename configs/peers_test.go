@@ -94,6 +94,8 @@ func TestPeerSettingsTogether(t *testing.T) {
 		{with(func(s *Settings) { s.Peers, s.OffloadTier = "none", "peer" }), "offload-tier"},
 		{with(func(s *Settings) { s.Peers, s.OffloadTier = "none", "auto" }), ""},
 		{with(func(s *Settings) { s.Peers, s.OffloadTier = "1", "peer" }), ""},
+		{with(func(s *Settings) { s.OffloadTier, s.Device = "peer", "cuda" }), "offload-tier"},
+		{with(func(s *Settings) { s.OffloadTier, s.Device, s.Peers = "peer", "cuda", "1" }), ""},
 		{with(func(s *Settings) { s.AvailabilityTrace, s.Device = "generated:1", "cuda" }), "availability-trace"},
 		{with(func(s *Settings) { s.LocalExperts, s.OffloadFraction = "0:1", 0.5 }), "local-experts"},
 		{with(func(s *Settings) { s.LocalExperts = "0:1;0:2" }), "local-experts"},

@@ -36,6 +36,9 @@ func (n *Node) budget(o *Options) (kvcache.Shape, int, error) {
 	if err != nil {
 		return kvcache.Shape{}, 0, err
 	}
+	if n.plan.OffloadedExperts > 0 && len(peers) > 0 && !slices.ContainsFunc(peers, func(b PeerBudget) bool { return b.Experts > 0 }) {
+		n.log.Warn("no peer has room for an expert now: offloaded ones come from host memory until one has", "headroom_bytes", peers[0].Headroom)
+	}
 	return w.kv, fit.Blocks, n.peersHold(peers)
 }
 
