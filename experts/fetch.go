@@ -103,9 +103,10 @@ func (r *run) takes(from device.Space, src device.Range, slot int) bool {
 }
 
 // resolve says where an offloaded expert is copied from, and, where that is a peer,
-// by which copy, with a reference on it. It takes no lock and never waits.
+// by which copy, with a reference on it. It takes no lock and never waits. The step
+// that is run again after a copy from a peer failed takes everything from the host.
 func (s *Store) resolve(id ID) (device.Range, device.Space, *lent, harvest.Ref) {
-	if l := s.peers.published(id); l != nil {
+	if l := s.peers.published(id); l != nil && s.mistrust == 0 {
 		ref, ok := l.handle.Acquire(s.peers.fetcher)
 		if ok && s.without.noReference {
 			ref.Release()

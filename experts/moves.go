@@ -444,6 +444,8 @@ func (s *Store) Swap(in, out ID) error {
 		return wrap(errors.New("the store is not adaptive: local experts have no host copy"))
 	case in.Layer != out.Layer || out.Expert < 0 || out.Expert >= s.plan.Experts:
 		return wrap(errors.New("they are not of one layer"))
+	case s.layers[in.Layer].localAt[in.Expert] >= 0: // since movable has looked
+		return wrap(fmt.Errorf("the first is local: %w", ErrBusy))
 	case s.layers[out.Layer].localAt[out.Expert] < 0:
 		return wrap(fmt.Errorf("the second is not local: %w", ErrBusy))
 	case len(s.spare) == 0:

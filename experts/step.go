@@ -42,13 +42,15 @@ func (w Wave) Wait(s device.Stream) error {
 }
 
 // Begin comes before each step, when nothing of an earlier one runs any more: it
-// carries out the swaps whose experts have landed, and corrects the links' rates.
+// carries out the swaps whose experts have landed, corrects the links' rates, and
+// trusts peers again once a step has passed without them.
 func (s *Store) Begin() error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if err := s.usable(); err != nil {
 		return fmt.Errorf("experts: begin a step: %w", err)
 	}
+	s.mistrust = max(s.mistrust-1, 0)
 	s.carryOutSwaps()
 	s.rates.update(s.o.Transfer.Stats(), s.o.Space)
 	return nil
@@ -446,8 +448,9 @@ func (s *Store) failure() error {
 // Reset makes the store usable again after a step was dropped: it ends the use of
 // all layers, waits for the copies under way or cancels them, and forgets the
 // experts that did not arrive whole. Copies in peers' memory that could not be read
-// are given back, so that the next try takes the host's; a peer that was lost is left
-// out. The compute stream has been recovered; nothing of the step runs. An error means
+// are given back, and a peer that was lost is left out; the next try, from its Begin
+// on, takes everything from the host, so that however many copies on peers are bad, one
+// more try is enough. The compute stream has been recovered; nothing of the step runs. An error means
 // that ctx was done, and that Reset may be called again.
 func (s *Store) Reset(ctx context.Context) error {
 	s.mu.Lock()
@@ -473,6 +476,9 @@ func (s *Store) Reset(ctx context.Context) error {
 		l.listAll()
 	}
 	lost := s.dropFailed()
+	if s.mistrust > 0 {
+		s.mistrust = 2 // the Begin of the step's next try, and that of the step after it
+	}
 	for i := range s.slots {
 		sl := &s.slots[i]
 		exclusive, ok := sl.cell.BeginExclusive()
@@ -523,6 +529,7 @@ func (s *Store) unreadable(f *fetch) {
 	if errors.Is(err, transfer.ErrCanceled) || errors.Is(err, transfer.ErrAfter) {
 		return
 	}
+	s.mistrust = max(s.mistrust, 1)
 	s.failed(f.from, err)
 	for _, l := range f.lent {
 		if s.peers.of(l.id) != l {

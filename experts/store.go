@@ -119,9 +119,11 @@ type Store struct {
 	// fetches that have not been seen to end.
 	fetches []*fetch
 	err     error
-	stats   Stats
-	counts  counts
-	rates   rates
+	// mistrust is after how many calls of Begin fetches use peers again.
+	mistrust int
+	stats    Stats
+	counts   counts
+	rates    rates
 	// scratch of bring.
 	runs []run
 

@@ -425,6 +425,66 @@ func TestPeerFails(t *testing.T) {
 	}
 }
 
+// TestFlakyPeers: where copies from peers fail now and then, and so none is left out,
+// one more try of a step is enough: it takes everything from the host. The step after it
+// uses peers again.
+func TestFlakyPeers(t *testing.T) {
+	for seed := range uint64(16) {
+		r := newRig(t, small(rowMajor), machine(seed), 300)
+		r.lend()
+		s := r.open(Config{Placement: r.placed(1), RingSlots: 6})
+		r.fill(s, 11)
+		r.promote(s, offloaded(s)...)
+		r.m.Inject(&emulated.Fault{
+			Kind: emulated.FailCopy, Times: -1, Chance: 0.4,
+			Match: func(p emulated.Point) bool { return p.From != device.Host && p.To == device.HBM(0) },
+		})
+		failed := 0
+		for range 8 {
+			r.promote(s, r.hostOnly(s)...)
+			for try := 0; ; try++ {
+				r.ok(s.Begin())
+				before := s.Stats().Fetched[Peer]
+				out, err := r.step(s, try%2 == 0, 0)
+				if (s.Stats().Fetched[Peer] == before) != (try > 0) && strings.Contains(letters(s.Residency()), "p") {
+					t.Errorf("try %d: %d bytes from peers", try, s.Stats().Fetched[Peer]-before)
+				}
+				if err == nil {
+					r.verify(out)
+					break
+				}
+				if failed++; try > 0 {
+					t.Fatalf("seed %d: the second try fails: %v", seed, err)
+				}
+				_ = r.compute.Recover(t.Context()) // the error is the one at hand
+				r.ok(s.Reset(t.Context()))
+			}
+			for k := range 2 { // a row of failures may have left one out
+				r.ok(r.harvest.Readmit(device.HBM(1 + k)))
+			}
+		}
+		if failed == 0 {
+			t.Error("nothing failed")
+		}
+	}
+}
+
+// hostOnly lists the experts that are in host memory alone.
+func (r *rig) hostOnly(s *Store) []ID {
+	r.Helper()
+	_, err := r.harvest.Tick(r.m.Now())
+	r.ok(err)
+	var ids []ID
+	for i, homes := range s.Homes() {
+		for e, h := range homes {
+			if h.Tier == Host {
+				ids = append(ids, ID{i, e})
+			}
+		}
+	}
+	return ids
+}
+
 // TestMoveFails: a copy to a peer that fails gives the memory back and leaves the
 // expert where it was; after a row of failures the peer is left out.
 func TestMoveFails(t *testing.T) {
