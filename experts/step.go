@@ -190,7 +190,10 @@ func (s *Store) OpenLocal(ctx context.Context, layer int, compute device.Stream)
 	defer s.mu.Unlock()
 	l, err := s.opening(layer)
 	if err == nil {
-		err = s.updateRow(ctx, s.position[layer], compute)
+		l.sent = -1
+		if l.image == nil || l.moved { // else Choose will do
+			err = s.updateRow(ctx, s.position[layer], compute)
+		}
 	}
 	if err != nil {
 		return Use{}, fmt.Errorf("experts: open layer %d: %w", layer, err)
@@ -365,6 +368,7 @@ func (s *Store) updateRow(ctx context.Context, position int, compute device.Stre
 	l.sent = -1
 	s.fillRow(l)
 	if bytes.Equal(l.row, l.image) {
+		l.moved = false
 		return nil
 	}
 	turn := l.turn
@@ -381,7 +385,7 @@ func (s *Store) updateRow(ctx context.Context, position int, compute device.Stre
 	if err := compute.Copy(s.table.Range(at, size), s.upload.Range(from, size)); err != nil {
 		return fmt.Errorf("update the tables: %w", err)
 	}
-	l.image = append(l.image[:0], l.row...)
+	l.image, l.moved = append(l.image[:0], l.row...), false
 	l.sent, l.turn = turn, (turn+1)%uploadRows
 	return nil
 }

@@ -177,8 +177,10 @@ type layer struct {
 	// ids is the row's list in device memory.
 	ids kernels.Tensor
 	use Use
-	// row is the tables' row as it must be, image as the device has it.
+	// row is the tables' row as it must be, image as the device has it; moved says that
+	// what it has of local experts is out of date.
 	row, image []byte
+	moved      bool
 	// rows are until when each pinned image of the row is being read; turn is the
 	// next to be used.
 	rows [uploadRows]uint32

@@ -469,6 +469,69 @@ func TestFlakyPeers(t *testing.T) {
 	}
 }
 
+// TestStepsPassMoves: a step goes on while somebody who moves experts waits for a
+// device, with the lock of moves in his hands.
+func TestStepsPassMoves(t *testing.T) {
+	r := newRig(t, small(rowMajor), emulated.Options{}, 300)
+	r.lend()
+	s := r.open(Config{Placement: r.placed(1), RingSlots: 6})
+	r.fill(s, 11)
+	r.promote(s, offloaded(s)...)
+	s.peers.mu.Lock()
+	done := make(chan error, 1)
+	go func() {
+		err := s.Begin()
+		for range 3 {
+			if err == nil {
+				_, err = r.step(s, true, 0)
+			}
+		}
+		done <- err
+	}()
+	select {
+	case err := <-done:
+		s.peers.mu.Unlock()
+		r.ok(err)
+	case <-time.After(5 * time.Second):
+		s.peers.mu.Unlock()
+		t.Errorf("the steps wait for who moves experts; %v", <-done)
+	}
+}
+
+// TestOneUpdate: a layer of which only chosen experts are fetched has its row of the
+// tables updated when they are known, whatever was guessed, and before that only where
+// its local experts have changed.
+func TestOneUpdate(t *testing.T) {
+	r := newRig(t, small(rowMajor), emulated.Options{Virtual: true}, 300)
+	s := r.open(Config{Placement: r.placed(0.5), Adaptive: true})
+	r.fill(s, 11)
+	l := &s.layers[0]
+	for _, c := range []struct {
+		swap   bool
+		chosen int32
+		first  bool // OpenLocal sends
+	}{{false, 1, false}, {false, 3, false}, {true, 3, true}, {false, 5, false}} {
+		if c.swap {
+			r.ok(s.Swap(ID{0, 1}, ID{0, 0}))
+			r.ok(s.WaitMoves(t.Context()))
+		}
+		r.ok(s.Begin())
+		r.ok(s.Guess(0, []int32{1, 3, 5}))
+		_, err := s.OpenLocal(t.Context(), 0, r.compute)
+		r.ok(err)
+		if sent := l.sent >= 0; sent != c.first {
+			t.Errorf("%+v: sent when opened: %t", c, sent)
+		}
+		_, err = s.Choose(t.Context(), 0, []int32{c.chosen}, r.compute)
+		r.ok(err)
+		if l.sent < 0 && !c.first {
+			t.Errorf("%+v: not sent when chosen", c)
+		}
+		r.ok(s.Done(0, r.compute))
+		r.ok(r.compute.Synchronize(t.Context()))
+	}
+}
+
 // hostOnly lists the experts that are in host memory alone.
 func (r *rig) hostOnly(s *Store) []ID {
 	r.Helper()
