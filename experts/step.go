@@ -205,7 +205,8 @@ func (s *Store) OpenLocal(ctx context.Context, layer int, compute device.Stream)
 }
 
 // Choose brings the offloaded experts of those that the rows of a layer opened by
-// OpenLocal have chosen, and returns their waves, valid until Done. chosen may name
+// OpenLocal have chosen, and returns their waves, valid until Done. Copies of others
+// that have not begun are forgone. chosen may name
 // experts in any order and repeatedly. The update of the tables is on the stream
 // behind it.
 func (s *Store) Choose(ctx context.Context, layer int, chosen []int32, compute device.Stream) ([]Wave, error) {
@@ -250,6 +251,7 @@ func (s *Store) choose(ctx context.Context, position int, chosen []int32, comput
 	for e := range l.refs {
 		if l.refs[e].Held() && !l.chosen[e] { // guessed, or prefetched, in vain
 			l.refs[e].Release()
+			s.forgo(l.slot[e])
 		}
 	}
 	if err := s.bringAll(position, missing); err != nil {

@@ -212,6 +212,7 @@ type fetch struct {
 	ticket *transfer.Ticket
 	done   transfer.Point
 	from   device.Space
+	bytes  int64
 	slots  []int
 	// lent are the peer copies that are read.
 	lent []*lent
