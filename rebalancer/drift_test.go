@@ -136,15 +136,15 @@ func (f fixed) tick() {
 	}
 }
 
-// drift runs tasks in turn, each for so many seconds, in steps of some tokens, and
-// returns the hit rate of each second.
-func drift(w *world, p placement, tasks []tinyTask, tokens, seconds int) (hits []float64) {
+// drift runs tasks in turn, each for so many seconds, in steps of some tokens, with
+// each of the placements, and returns their hit rates of each second.
+func drift(tasks []tinyTask, tokens, seconds int, placements ...drifting) [][]float64 {
 	rng := rand.New(rand.NewPCG(99, uint64(tokens)))
+	hits := make([][]float64, len(placements))
 	for _, k := range tasks {
 		for range seconds {
-			found, uses := 0, 0
-			for end := w.now + time.Second; w.now < end; {
-				w.settle()
+			found, uses := make([]int, len(placements)), 0
+			for range time.Second / simStep {
 				for l := range tinyLayers {
 					var needed [tinyExperts]bool
 					for range tokens {
@@ -156,24 +156,45 @@ func drift(w *world, p placement, tasks []tinyTask, tokens, seconds int) (hits [
 						if !n {
 							continue
 						}
-						hit := w.homes[l][e].Tier == experts.Peer
-						if hit {
-							found++
-						}
 						uses++
-						w.uses[l][e]++
-						p.used(experts.ID{Layer: l, Expert: e}, hit)
+						for i, p := range placements {
+							if p.use(experts.ID{Layer: l, Expert: e}) {
+								found[i]++
+							}
+						}
 					}
 				}
-				w.now += simStep
-				if w.now%simTick == 0 {
-					p.tick()
+				for _, p := range placements {
+					p.step()
 				}
 			}
-			hits = append(hits, float64(found)/float64(uses))
+			for i, n := range found {
+				hits[i] = append(hits[i], float64(n)/float64(uses))
+			}
 		}
 	}
 	return hits
+}
+
+// drifting is a placement and its world.
+type drifting struct {
+	*world
+	placement
+}
+
+func (d drifting) use(id experts.ID) (hit bool) {
+	hit = d.at(id).Tier == experts.Peer
+	d.uses[id.Layer][id.Expert]++
+	d.placement.used(id, hit)
+	return hit
+}
+
+func (d drifting) step() {
+	d.now += simStep
+	if d.now%simTick == 0 {
+		d.tick()
+	}
+	d.settle()
 }
 
 func mean(of []float64) float64 {
@@ -206,15 +227,15 @@ func TestTasksInTurn(t *testing.T) {
 			bound := 1.5*float64(c.slots)*tinyBytes/c.limit + 2*simHalfLife.Seconds()
 			const rest = 60 // seconds of a phase behind the bound
 			phase := int(bound) + rest
-			run := func(p func(*world) placement, tasks ...tinyTask) (hits []float64, moved float64) {
+			with := func(p func(*world) placement) drifting {
 				w := newWorld(t, tinyBytes, tinyLayers, tinyExperts, c.slots)
-				hits = drift(w, p(w), tasks, c.tokens, phase)
-				return hits, float64(w.moved) * tinyBytes
+				return drifting{w, p(w)}
 			}
 			balanced := func(w *world) placement {
 				o := rebalancer.CoreOptions{Bytes: tinyBytes, MigrationLimit: c.limit, HalfLife: simHalfLife}
 				return ours{w, rebalancer.NewCore(o), c.limit}
 			}
+			latest := func(w *world) placement { return &lru{w: w, limit: c.limit, last: map[experts.ID]int{}} }
 			stays := func(there []experts.ID) func(*world) placement {
 				return func(w *world) placement { return fixed{w, there} }
 			}
@@ -225,20 +246,18 @@ func TestTasksInTurn(t *testing.T) {
 				}
 			}
 			firstHot := hottest(tasks[0].use(c.tokens), c.slots)
-			hits, moved := run(balanced, inTurn...)
-			lruHits, lruMoved := run(func(w *world) placement {
-				return &lru{w: w, limit: c.limit, last: map[experts.ID]int{}}
-			}, inTurn...)
-			firstHits, _ := run(stays(firstHot), inTurn...)
-			mixedHits, _ := run(stays(hottest(mixture, c.slots)), inTurn...)
+			runs := []drifting{with(balanced), with(latest), with(stays(firstHot)), with(stays(hottest(mixture, c.slots)))}
+			rates := drift(inTurn, c.tokens, phase, runs...)
+			hits, lruHits, firstHits, mixedHits := rates[0], rates[1], rates[2], rates[3]
+			moved, lruMoved := float64(runs[0].moved)*tinyBytes, float64(runs[1].moved)*tinyBytes
 
 			var worst, fell, told int
 			var fallen, levels, ends, bests []float64
 			for i, k := range inTurn {
 				use := k.use(c.tokens)
 				if i < len(tasks) {
-					alone, _ := run(balanced, k)
-					levels = append(levels, mean(alone[phase-rest:]))
+					alone := drift([]tinyTask{k}, c.tokens, phase, with(balanced))
+					levels = append(levels, mean(alone[0][phase-rest:]))
 					bests = append(bests, hitRate(use, hottest(use, c.slots)))
 					if levels[i] < 0.93*bests[i] || levels[i] > 1.05*bests[i] {
 						t.Errorf("%s: a hit rate of %.3f in the long run, where %.3f is the best to be expected", k.name, levels[i], bests[i])
