@@ -65,6 +65,32 @@ func TestError(t *testing.T) {
 	}
 }
 
+func TestLostSpaces(t *testing.T) {
+	lost := func(gpu int) error {
+		return &device.Error{Op: "copy", Space: device.HBM(gpu), Err: device.ErrLost}
+	}
+	passedOn := &device.Error{Op: "await", Space: device.HBM(0), Err: fmt.Errorf("fence: %w", lost(2))}
+	for _, c := range []struct {
+		err  error
+		want []device.Space
+	}{
+		{nil, nil},
+		{io.EOF, nil},
+		{device.ErrLost, nil},
+		{fmt.Errorf("step: %w", device.ErrLost), nil},
+		{&device.Error{Op: "copy", Space: device.HBM(1), Err: device.ErrCopyFailed}, nil},
+		{lost(1), []device.Space{device.HBM(1)}},
+		{fmt.Errorf("step: %w", lost(1)), []device.Space{device.HBM(1)}},
+		{passedOn, []device.Space{device.HBM(2)}},
+		{errors.Join(io.EOF, lost(1), fmt.Errorf("%w, then %w", passedOn, lost(1))), []device.Space{device.HBM(1), device.HBM(2)}},
+		{&device.Error{Op: "launch", Space: device.HBM(3), Err: errors.Join(io.EOF, device.ErrLost)}, []device.Space{device.HBM(3)}},
+	} {
+		if diff := cmp.Diff(c.want, device.LostSpaces(c.err)); diff != "" {
+			t.Errorf("%v: %s", c.err, diff)
+		}
+	}
+}
+
 func TestTopology(t *testing.T) {
 	top := &device.Topology{
 		Host:  device.Info{Name: "host", MemoryBytes: 10},

@@ -3,6 +3,7 @@ package device
 import (
 	"errors"
 	"fmt"
+	"slices"
 )
 
 // Causes that callers decide on; an *Error wraps one of them where it fits.
@@ -53,3 +54,29 @@ func (e *Error) Error() string {
 }
 
 func (e *Error) Unwrap() error { return e.Err }
+
+// LostSpaces are the spaces whose loss err tells of, each once: for every ErrLost in
+// its tree that of the *Error nearest around it, whose operation met the loss; those
+// further out only passed it on. An ErrLost that no *Error surrounds names no space.
+func LostSpaces(err error) []Space {
+	var lost []Space
+	// walk takes err as any: it looks at one node of the tree, not at what that wraps.
+	var walk func(err any, nearest *Error)
+	walk = func(err any, nearest *Error) {
+		if err == any(ErrLost) && nearest != nil && !slices.Contains(lost, nearest.Space) {
+			lost = append(lost, nearest.Space)
+		}
+		switch e := err.(type) {
+		case *Error:
+			walk(e.Err, e)
+		case interface{ Unwrap() error }:
+			walk(e.Unwrap(), nearest)
+		case interface{ Unwrap() []error }:
+			for _, part := range e.Unwrap() {
+				walk(part, nearest)
+			}
+		}
+	}
+	walk(err, nil)
+	return lost
+}

@@ -1,26 +1,38 @@
 // Package experts keeps the weights of a model's experts: where each one is, the
-// memory for all of them, and the copies that bring those that are not in the
-// compute GPU's memory there in time.
+// memory for all of them but what peers lend, and the copies that bring those that are
+// not in the compute GPU's memory there in time.
 //
 // # Where experts are
 //
 // An expert is one contiguous extent in the backend's layout (kernels.ExpertLayout),
-// the same bytes wherever it lies. A Placement says which experts are offloaded;
-// the others are local: they lie in the compute GPU's memory for good and have no
-// other copy. The authoritative copy of an offloaded expert lies in pinned host
-// memory. To be used it is fetched into a slot of the ring: RingSlots extents of
-// the compute GPU's memory, by default twice the largest number that one layer
-// misses, so that the next layer's experts arrive while this one's are read.
+// the same bytes wherever it lies. A Placement says which experts are offloaded; the
+// others are local: they lie in the compute GPU's memory. The authoritative copy of an
+// offloaded expert lies in pinned host memory. Promote puts another into a peer's
+// memory, which harvest lends and may take back at any moment; fetches come from there
+// as long as it is there. To be used, an offloaded expert is fetched into a slot of the
+// ring: RingSlots extents of the compute GPU's memory, by default twice the largest
+// number that one layer misses, so that the next layer's experts arrive while this
+// one's are read. In an adaptive store local experts have a host copy as well, and Swap
+// puts others in their places.
 //
 // A kernel finds experts through the layer's slot table, [experts] U64 in device
-// memory, and is given the experts of one launch as a list. The store updates the
-// table in stream order, so nothing depends on where an expert lies.
+// memory, and is given the experts of one launch as a list. The store updates both in
+// stream order, so nothing depends on where an expert lies.
+//
+// # Fetches
+//
+// A fetch loads one pointer and tries to take a reference on what it finds there, the
+// state word of harvest's handle: if it can, it reads the peer, else the host. It takes
+// no lock that anybody waits under. Experts that lie side by side in both places come
+// in one copy. Where a peer and the host together are faster than the peer alone, the
+// end of a copy comes from the host: by the links' rates, which copies made so far
+// correct, so that both end at the same time.
 //
 // # Filling
 //
 // Expert hands in rows of one matrix; it may be called from several goroutines and
 // in any order (a fused checkpoint brings w1 and w3 of all experts before any w2).
-// Offloaded experts are packed straight into their host extents. Local ones go
+// Experts with a host copy are packed straight into their host extents. Others go
 // through a few pinned buffers of StagingBytes in all. Seal checks that every row
 // of every expert has come, exactly once, and ends the loading.
 //
@@ -29,10 +41,11 @@
 // One goroutine, the pipeline, drives the layers in their order, all on one
 // compute stream:
 //
+//	err := store.Begin()
 //	for _, l := range layers {                    // those with experts
-//		use, err := store.Open(ctx, l, compute)   // slot table updated on compute
+//		use, err := store.Open(ctx, l, compute)   // tables updated on compute
 //		store.Prefetch(next(l))                   // the copies for the layer after it
-//		for _, w := range use.Waves {             // residents first
+//		for _, w := range use.Waves {             // local ones first
 //			w.Wait(compute)                       // for this wave's copies only
 //			up.Slots, up.Experts = use.Slots, w.Experts
 //			…
@@ -46,28 +59,44 @@
 //		… run the step again …
 //	}
 //
-// Open and Done come in pairs; Prefetch may come any time and any number of times.
-// Open fetches what no Prefetch has. When Prefetch(l+1) comes after Open(l) and
-// before Done(l), the ring holds both layers, and the copies into slots that layer
-// l-1 used wait on the device for the fence that Done(l-1) put on the stream: the
-// host never waits.
+// With few rows a layer needs few of its experts, and only these are fetched once the
+// host knows which:
+//
+//	use, err := store.OpenLocal(ctx, l, compute)
+//	… router; its choice and a guess for the next layer come to the host …
+//	… use.Waves: the local experts …
+//	waves, err := store.Choose(ctx, l, chosen, compute)
+//	store.Guess(next(l), guessed)
+//	… waves, each behind its copies …
+//	store.Done(l, compute)
+//
+// Open (or OpenLocal) and Done come in pairs; Prefetch and Guess may come any time and
+// any number of times. Open and Choose fetch what these have not. When Prefetch(l+1)
+// comes after Open(l) and before Done(l), the ring holds both layers, and the copies
+// into slots that layer l-1 used wait on the device for the fence that Done(l-1) put on
+// the stream: the host never waits.
 //
 // After Err, every Prefetch and Open fails until Reset. Reset wants the compute
 // stream recovered (nothing of the dropped step is running); it waits for copies
-// under way, drops what did not arrive whole, and keeps what did.
+// under way, drops what did not arrive whole, and keeps what did. Peer copies that
+// could not be read are given back, and a peer whose copies fail three times in a row,
+// or that is lost, is left out.
 //
 // # What it is not
 //
-// It does not compute, count activations, or decide who is offloaded where while
-// it runs: that is for models and for the rebalancer. Peer memory is a third tier
-// between ring and host: an extent of it is one more source of a fetch.
+// It does not compute, and it does not decide who is offloaded where: that is for the
+// rebalancer, which calls Promote, Demote, Swap and Settle. A miss never puts an expert
+// into a peer's memory.
 //
 // # Invariants
 //
 //   - A slot never serves an expert before its last byte has landed: whoever reads
-//     it stands behind a fence that only the end of the copy raises.
+//     it stands behind fences that only the ends of its copies raise.
 //   - A slot is overwritten only after the last reader's fence.
+//   - A peer copy is found by fetches only after its last byte has landed, and every
+//     copy from or to a peer's memory holds a reference on it until it has ended.
 //   - Slots are chosen in ring order, waves by expert id: never by time.
+//   - What a step reads does not depend on tiers, moves, revocations or failures.
 //   - One allocation for all local extents, one for the ring, one for all host
 //     extents.
 package experts

@@ -32,8 +32,31 @@ func Place(layers, experts int, fraction float64) (Placement, error) {
 
 // PlaceList offloads exactly the experts listed.
 func PlaceList(layers, experts int, offloaded []ID) (Placement, error) {
+	return byLayer(layers, experts, offloaded)
+}
+
+// PlaceLocal offloads all but the experts listed.
+func PlaceLocal(layers, experts int, local []ID) (Placement, error) {
+	p, err := byLayer(layers, experts, local)
+	if err != nil {
+		return nil, err
+	}
+	for l := range p {
+		var others []int
+		for e := range experts {
+			if _, found := slices.BinarySearch(p[l], e); !found {
+				others = append(others, e)
+			}
+		}
+		p[l] = others
+	}
+	return p, nil
+}
+
+// byLayer sorts a list of experts, each of which may be named once.
+func byLayer(layers, experts int, ids []ID) (Placement, error) {
 	p := make(Placement, layers)
-	for _, id := range offloaded {
+	for _, id := range ids {
 		if id.Layer < 0 || id.Layer >= layers || id.Expert < 0 || id.Expert >= experts {
 			return nil, fmt.Errorf("experts: there is no expert %d in layer %d: the model has %d layers of %d experts", id.Expert, id.Layer, layers, experts)
 		}

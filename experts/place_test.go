@@ -126,7 +126,7 @@ func TestPlan(t *testing.T) {
 		if got != c.want {
 			t.Errorf("at %v: %s\nwant %s", c.fraction, got, c.want)
 		}
-		if p.DeviceBytes() != p.LocalBytes+p.RingBytes+32*8*12 || p.PinnedBytes() != p.HostBytes+p.StagingBytes+32*8*(2*8+4) {
+		if p.DeviceBytes() != p.LocalBytes+p.RingBytes+32*8*12 || p.PinnedBytes() != p.HostBytes+p.StagingBytes+2*32*8*12 {
 			t.Errorf("at %v: %d bytes on the device, %d pinned", c.fraction, p.DeviceBytes(), p.PinnedBytes())
 		}
 	}

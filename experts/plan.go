@@ -23,6 +23,13 @@ type Config struct {
 	// Waves is into how many launches a layer's fetched experts are cut, at most.
 	// Default: 4.
 	Waves int
+	// Adaptive gives local experts a host copy as well, so that Swap can put others in
+	// their places.
+	Adaptive bool
+	// SpareSlots is how many swaps can be under way: extents of the compute GPU's
+	// memory beside those of local experts. Default: 2 where Adaptive and something is
+	// local and something is not, else none.
+	SpareSlots int
 	// StagingBytes is the pinned memory that local experts are filled through. It
 	// is given back by Seal. Default: 16 MiB, or two extents where the layout is
 	// not row-major.
@@ -31,6 +38,7 @@ type Config struct {
 
 const (
 	defaultWaves        = 4
+	defaultSpareSlots   = 2
 	defaultStagingBytes = 16 << 20
 	// stagingBuffers is into how many buffers the staging is cut: one is filled
 	// while others are copied.
@@ -46,7 +54,8 @@ type Plan struct {
 	Config
 	// LocalExperts and OffloadedExperts add up to all of them.
 	LocalExperts, OffloadedExperts int
-	// LocalBytes, RingBytes and TableBytes lie in the compute GPU's memory.
+	// LocalBytes (with spare extents), RingBytes and TableBytes lie in the compute
+	// GPU's memory.
 	LocalBytes, RingBytes, TableBytes int64
 	// HostBytes and UploadBytes lie in pinned host memory; so does StagingBytes (of
 	// the Config), while loading.
@@ -91,10 +100,19 @@ func NewPlan(c Config) (Plan, error) {
 		return Plan{}, fmt.Errorf("experts: %d waves; there must be at least one", c.Waves)
 	}
 	all := len(c.Layers) * c.Experts
+	swaps := c.Adaptive && offloaded > 0 && offloaded < all
+	switch {
+	case c.SpareSlots < 0:
+		return Plan{}, fmt.Errorf("experts: %d spare slots", c.SpareSlots)
+	case !swaps:
+		c.SpareSlots = 0
+	case c.SpareSlots == 0:
+		c.SpareSlots = defaultSpareSlots
+	}
 	switch {
 	case c.StagingBytes < 0:
 		return Plan{}, fmt.Errorf("experts: %d bytes of staging memory", c.StagingBytes)
-	case offloaded == all:
+	case offloaded == all, swaps:
 		c.StagingBytes = 0
 	case c.Layout.Tag != rowMajor:
 		c.StagingBytes = max(c.StagingBytes/c.Layout.Size, 2) * c.Layout.Size
@@ -104,18 +122,27 @@ func NewPlan(c Config) (Plan, error) {
 		c.StagingBytes = max(c.StagingBytes/(stagingBuffers*alignment), 1) * stagingBuffers * alignment
 	}
 	p := Plan{Config: c, LocalExperts: all - offloaded, OffloadedExperts: offloaded}
-	p.LocalBytes = int64(p.LocalExperts) * c.Layout.Size
+	p.LocalBytes = int64(p.LocalExperts+c.SpareSlots) * c.Layout.Size
 	p.HostBytes = int64(offloaded) * c.Layout.Size
+	if swaps {
+		p.HostBytes = int64(all) * c.Layout.Size
+	}
+	p.Adaptive = swaps
 	p.RingBytes = int64(c.RingSlots) * c.Layout.Size
-	p.TableBytes = int64(all) * (slotBytes + idBytes)
-	p.UploadBytes = uploadRows*int64(all)*slotBytes + int64(all)*idBytes
+	p.TableBytes = int64(len(c.Layers)) * c.rowBytes()
+	p.UploadBytes = uploadRows * p.TableBytes
 	return p, nil
 }
 
 const (
 	slotBytes = 8 // an address of the slot table
 	idBytes   = 4 // an expert's number in a wave's list
-	// uploadRows is how many images of a layer's slot table there are in pinned
+	// uploadRows is how many images of a layer's row of the tables there are in pinned
 	// memory: the one on its way, and the one being written.
 	uploadRows = 2
 )
+
+// rowBytes is the size of a layer's row of the tables: addresses, then numbers.
+func (c Config) rowBytes() int64 {
+	return (int64(c.Experts)*(slotBytes+idBytes) + slotBytes - 1) / slotBytes * slotBytes
+}

@@ -1,26 +1,38 @@
 package experts
 
-import "slices"
+import (
+	"slices"
+
+	"github.com/moeserve/moeserve/device"
+)
 
 // Tier is where an expert's bytes are.
 type Tier int
 
-// The tiers, the nearest first. Memory of peer GPUs would stand before Host.
+// The tiers, the nearest first.
 const (
 	// Local: in the compute GPU's memory for good.
 	Local Tier = iota
 	// Ring: in the compute GPU's memory, or on the way there, until its slot is
 	// needed.
 	Ring
+	// Peer: in a peer GPU's memory, which may be taken back, and in host memory.
+	Peer
 	// Host: in pinned host memory.
 	Host
 
 	tiers = int(Host) + 1
 )
 
-func (t Tier) String() string { return [tiers]string{"local", "ring", "host"}[t] }
+var tierNames = [tiers]string{"local", "ring", "peer", "host"}
 
-// Residency is a snapshot of where every expert is: [layer in Layers][expert].
+func (t Tier) String() string { return tierNames[t] }
+
+// MarshalText writes the tier's name.
+func (t Tier) MarshalText() ([]byte, error) { return []byte(t.String()), nil }
+
+// Residency is a snapshot of where the nearest copy of every expert is: [layer in
+// Layers][expert].
 func (s *Store) Residency() [][]Tier {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -28,43 +40,99 @@ func (s *Store) Residency() [][]Tier {
 	for i := range s.layers {
 		l := &s.layers[i]
 		where[i] = make([]Tier, s.plan.Experts)
-		for k, e := range l.missing {
-			where[i][e] = Host
-			if at := l.slot[k]; at >= 0 && s.slots[at].holds == (ID{i, e}) {
+		for e, at := range l.localAt {
+			switch {
+			case at >= 0:
+				where[i][e] = Local
+			case s.inRing(ID{i, e}):
 				where[i][e] = Ring
+			case s.peers.published(ID{i, e}) != nil:
+				where[i][e] = Peer
+			default:
+				where[i][e] = Host
 			}
 		}
 	}
 	return where
 }
 
+// inRing reports whether the expert is in the ring, or on its way there.
+func (s *Store) inRing(id ID) bool {
+	at := s.layers[id.Layer].slot[id.Expert]
+	return at >= 0 && s.slots[at].holds == id
+}
+
 // Stats count experts over all layers opened since New.
 type Stats struct {
-	// Hits: the expert was there, by tier: Local, or in the Ring since an earlier use.
+	// Hits is how often an expert that a layer needed was found in a tier: Local, Ring
+	// (since an earlier use), or Peer or Host, from where it had to be fetched.
 	Hits [tiers]int64
 	// Misses: it had to be fetched for this use. Prefetched: how many of these were
-	// submitted by Prefetch.
+	// submitted by Prefetch or Guess.
 	Misses, Prefetched int64
+	// Guessed counts the offloaded experts that Guess was told, GuessedRight those that
+	// were chosen, and Asked all offloaded experts that were chosen.
+	Guessed, GuessedRight, Asked int64
 	// Fetched is the bytes of the copies submitted, by the tier they came from.
 	Fetched [tiers]int64
 	// Failed is how many copies failed or were canceled by a Reset.
 	Failed int64
+	// Promoted and Demoted count copies that came to peers' memory and that were given
+	// back, Revoked those that were taken, MovedBytes what Promote and Swap have moved.
+	Promoted, Demoted, Revoked int64
+	MovedBytes                 int64
+	// Swapped counts experts that became local.
+	Swapped int64
 }
 
 // Stats is a snapshot.
 func (s *Store) Stats() Stats {
 	s.mu.Lock()
-	defer s.mu.Unlock()
-	return s.stats
+	st := s.stats
+	s.mu.Unlock()
+	s.peers.mu.Lock()
+	defer s.peers.mu.Unlock()
+	st.Promoted, st.Demoted, st.Revoked = s.peers.promoted, s.peers.demoted, s.peers.revoked
+	st.MovedBytes += s.peers.movedBytes
+	return st
 }
 
 // Fetches says how often each expert was fetched: [layer in Layers][expert].
-func (s *Store) Fetches() [][]int64 {
+func (s *Store) Fetches() [][]int64 { return s.count(s.counts.fetches) }
+
+// Uses says in how many steps each expert was needed: every step in which its layer
+// was opened whole, and those in which it was chosen.
+func (s *Store) Uses() [][]int64 { return s.count(s.counts.uses) }
+
+// Activations says how many rows chose each expert, as far as Activated was told.
+func (s *Store) Activations() [][]int64 { return s.count(s.counts.activations) }
+
+func (s *Store) count(of [][]int64) [][]int64 {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	counts := make([][]int64, len(s.counts))
+	counts := make([][]int64, len(of))
 	for i := range counts {
-		counts[i] = slices.Clone(s.counts[i])
+		counts[i] = slices.Clone(of[i])
 	}
 	return counts
+}
+
+// Activated notes how many rows have chosen each expert since the device began to
+// count: [model layers, experts].
+func (s *Store) Activated(counts []int64) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for i, number := range s.plan.Layers {
+		copy(s.counts.activations[i], counts[number*s.plan.Experts:])
+	}
+}
+
+// Home is where an expert lives between steps.
+type Home struct {
+	// Tier is Local, Peer or Host.
+	Tier Tier
+	// Device has the copy where Tier is Peer.
+	Device device.Space
+	// Moving says that a copy is on its way to a peer, or to stay.
+	Moving bool
 }

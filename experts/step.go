@@ -1,6 +1,7 @@
 package experts
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"fmt"
@@ -17,7 +18,7 @@ type Use struct {
 	// Slots is the layer's slot table, [experts] U64, valid on the compute stream
 	// from Open to Done.
 	Slots kernels.Tensor
-	// Waves hold every expert of the layer once: residents first. They are valid
+	// Waves hold every expert that is opened once: local ones first. They are valid
 	// until Done.
 	Waves []Wave
 }
@@ -26,7 +27,7 @@ type Use struct {
 type Wave struct {
 	// Experts is the list, [n] I32 in device memory.
 	Experts kernels.Tensor
-	// Await must be reached before the launch; empty for residents.
+	// Await must be reached before the launch; empty for local experts.
 	Await []transfer.Point
 }
 
@@ -40,9 +41,24 @@ func (w Wave) Wait(s device.Stream) error {
 	return nil
 }
 
+// Begin comes before each step, when nothing of an earlier one runs any more: it
+// carries out the swaps whose experts have landed, corrects the links' rates, and
+// trusts peers again once a step has passed without them.
+func (s *Store) Begin() error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if err := s.usable(); err != nil {
+		return fmt.Errorf("experts: begin a step: %w", err)
+	}
+	s.mistrust = max(s.mistrust-1, 0)
+	s.carryOutSwaps()
+	s.rates.update(s.o.Transfer.Stats(), s.o.Space)
+	return nil
+}
+
 // Prefetch submits the copies of what the layer misses into ring slots that no
 // layer prefetched or open holds. What finds no slot is left to Open. It never
-// waits, and does nothing for a layer that has everything, or no experts.
+// waits, and does nothing for a layer that has everything, is open, or has no experts.
 func (s *Store) Prefetch(layer int) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -50,70 +66,265 @@ func (s *Store) Prefetch(layer int) error {
 	if !ok {
 		return nil
 	}
-	if err := s.usable(); err != nil {
-		return err
+	err := s.usable()
+	if l := &s.layers[position]; err == nil && l.state == shut {
+		l.listAll()
+		_, err = s.bring(position, l.missing(), transfer.Prefetch)
 	}
-	if _, err := s.bring(position, transfer.Prefetch); err != nil {
+	if err != nil {
 		return fmt.Errorf("experts: prefetch layer %d: %w", layer, err)
 	}
 	return nil
 }
 
-// Open readies a layer for one use on the compute stream: it fetches what no
-// Prefetch has, makes the fetches under way urgent, and puts the update of the slot
-// table on the stream. ctx bounds a wait that only a host two uses of the layer
-// ahead of the device can meet.
+// Guess is Prefetch of some experts of the layer: of those that its router will
+// probably choose. They may be named in any order and repeatedly, and local ones too.
+func (s *Store) Guess(layer int, guessed []int32) error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	position, ok := s.position[layer]
+	if !ok {
+		return nil
+	}
+	err := s.usable()
+	if err == nil && s.layers[position].state == shut {
+		err = s.guess(position, guessed)
+	}
+	if err != nil {
+		return fmt.Errorf("experts: guess layer %d: %w", layer, err)
+	}
+	return nil
+}
+
+func (s *Store) guess(position int, guessed []int32) error {
+	l := &s.layers[position]
+	for _, e := range guessed {
+		if err := s.known(e); err != nil {
+			return err
+		}
+		if l.localAt[e] < 0 && !l.guessed[e] {
+			l.guessed[e] = true
+			s.stats.Guessed++
+		}
+	}
+	_, err := s.bring(position, s.selected(l, l.guessed), transfer.Prefetch)
+	return err
+}
+
+func (s *Store) known(e int32) error {
+	if e < 0 || int(e) >= s.plan.Experts {
+		return fmt.Errorf("there is no expert %d: the layer has %d", e, s.plan.Experts)
+	}
+	return nil
+}
+
+// selected puts the offloaded experts that are marked behind the local ones in the
+// layer's list, ascending, and returns them.
+func (s *Store) selected(l *layer, marked []bool) []int {
+	l.list = l.list[:l.residents]
+	for e, at := range l.localAt {
+		if at < 0 && marked[e] {
+			l.list = append(l.list, e)
+		}
+	}
+	return l.missing()
+}
+
+// Open readies a layer for one use on the compute stream, with all its experts: it
+// fetches what no Prefetch has, makes the fetches under way urgent, and puts the
+// update of the tables on the stream. ctx bounds a wait that only a host two uses of
+// the layer ahead of the device can meet.
 func (s *Store) Open(ctx context.Context, layer int, compute device.Stream) (Use, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	use, err := s.openLayer(ctx, layer, compute)
+	l, err := s.opening(layer)
+	if err == nil {
+		err = s.openWhole(ctx, s.position[layer], compute)
+	}
 	if err != nil {
 		return Use{}, fmt.Errorf("experts: open layer %d: %w", layer, err)
 	}
-	return use, nil
+	return l.use, nil
 }
 
-func (s *Store) openLayer(ctx context.Context, layer int, compute device.Stream) (Use, error) {
+// opening checks that a layer can be opened.
+func (s *Store) opening(layer int) (*layer, error) {
 	position, ok := s.position[layer]
 	if !ok {
-		return Use{}, errors.New("it has no experts")
+		return nil, errors.New("it has no experts")
 	}
 	if err := s.usable(); err != nil {
-		return Use{}, err
+		return nil, err
 	}
 	l := &s.layers[position]
-	if l.open {
-		return Use{}, errors.New("it is open already; Done comes first")
+	if l.state != shut {
+		return nil, errors.New("it is open already; Done comes first")
 	}
-	whole, err := s.bring(position, transfer.Needed)
-	if err != nil {
-		return Use{}, err
-	}
-	if !whole {
-		return Use{}, fmt.Errorf("the ring of %d slots is held by other layers that were prefetched or opened and have not seen Done", len(s.slots))
-	}
-	for _, f := range l.fetches {
-		f.ticket.Promote(transfer.Needed)
+	return l, nil
+}
+
+func (s *Store) openWhole(ctx context.Context, position int, compute device.Stream) error {
+	l := &s.layers[position]
+	l.listAll()
+	if err := s.bringAll(position, l.missing()); err != nil {
+		return err
 	}
 	if err := s.updateRow(ctx, position, compute); err != nil {
-		return Use{}, err
+		return err
 	}
-	resident := len(l.use.Waves) - len(l.waves)
-	for w, r := range l.waves {
-		await := l.use.Waves[resident+w].Await[:0]
-		for i := r[0]; i < r[1]; i++ {
-			if p := s.slots[l.slot[i]].arrival; !p.None() && !slices.Contains(await, p) {
-				await = append(await, p)
+	l.use.Waves = l.use.Waves[:0]
+	s.localWave(l)
+	s.waves(l)
+	l.state = openWhole
+	for e := range s.plan.Experts {
+		s.counts.uses[position][e]++
+	}
+	s.countUse(l, l.missing())
+	return nil
+}
+
+// OpenLocal readies a layer for one use of which it is not known yet which experts it
+// needs: Waves hold the local ones only, if there are any. Choose comes before Done.
+func (s *Store) OpenLocal(ctx context.Context, layer int, compute device.Stream) (Use, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	l, err := s.opening(layer)
+	if err == nil {
+		l.sent = -1
+		if l.image == nil || l.moved { // else Choose will do
+			err = s.updateRow(ctx, s.position[layer], compute)
+		}
+	}
+	if err != nil {
+		return Use{}, fmt.Errorf("experts: open layer %d: %w", layer, err)
+	}
+	l.use.Waves = l.use.Waves[:0]
+	s.localWave(l)
+	l.state = openLocal
+	return l.use, nil
+}
+
+// Choose brings the offloaded experts of those that the rows of a layer opened by
+// OpenLocal have chosen, and returns their waves, valid until Done. Copies of others
+// that have not begun are forgone. chosen may name
+// experts in any order and repeatedly. The update of the tables is on the stream
+// behind it.
+func (s *Store) Choose(ctx context.Context, layer int, chosen []int32, compute device.Stream) ([]Wave, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	position, ok := s.position[layer]
+	if !ok || s.layers[position].state != openLocal {
+		return nil, fmt.Errorf("experts: choose of layer %d: OpenLocal comes first", layer)
+	}
+	waves, err := s.choose(ctx, position, chosen, compute)
+	if err != nil {
+		return nil, fmt.Errorf("experts: choose of layer %d: %w", layer, err)
+	}
+	return waves, nil
+}
+
+func (s *Store) choose(ctx context.Context, position int, chosen []int32, compute device.Stream) ([]Wave, error) {
+	l := &s.layers[position]
+	if err := s.usable(); err != nil {
+		return nil, err
+	}
+	clear(l.chosen)
+	for _, e := range chosen {
+		if err := s.known(e); err != nil {
+			return nil, err
+		}
+		if l.chosen[e] {
+			continue
+		}
+		l.chosen[e] = true
+		s.counts.uses[position][e]++
+		if l.localAt[e] >= 0 {
+			s.stats.Hits[Local]++
+			continue
+		}
+		s.stats.Asked++
+		if l.guessed[e] {
+			s.stats.GuessedRight++
+		}
+	}
+	missing := s.selected(l, l.chosen)
+	for e := range l.refs {
+		if l.refs[e].Held() && !l.chosen[e] { // guessed, or prefetched, in vain
+			l.refs[e].Release()
+			s.forgo(l.slot[e])
+		}
+	}
+	if err := s.bringAll(position, missing); err != nil {
+		return nil, err
+	}
+	if err := s.updateRow(ctx, position, compute); err != nil {
+		return nil, err
+	}
+	first := len(l.use.Waves)
+	s.waves(l)
+	l.state = openChosen
+	s.countUse(l, missing)
+	return l.use.Waves[first:], nil
+}
+
+// localWave adds the wave of the local experts.
+func (s *Store) localWave(l *layer) {
+	if l.residents > 0 {
+		l.use.Waves = appendWave(l.use.Waves, l.ids.Slice(0, l.residents))
+	}
+}
+
+// waves adds those of the experts that were fetched.
+func (s *Store) waves(l *layer) {
+	missing := l.missing()
+	n := min(s.plan.Waves, len(missing))
+	from := 0
+	for i := range n {
+		to := from + share(i, n, len(missing))
+		l.use.Waves = appendWave(l.use.Waves, l.ids.Slice(l.residents+from, l.residents+to))
+		w := &l.use.Waves[len(l.use.Waves)-1]
+		for _, e := range missing[from:to] {
+			sl := &s.slots[l.slot[e]]
+			sl.awaited = true
+			for _, f := range sl.copies {
+				if !slices.Contains(w.Await, f.done) && !s.without.noArrival {
+					w.Await = append(w.Await, f.done)
+				}
 			}
 		}
-		l.use.Waves[resident+w].Await = await
+		from = to
 	}
-	l.open = true
-	s.stats.Hits[Local] += int64(s.plan.Experts - len(l.missing))
-	s.stats.Hits[Ring] += l.hits
-	s.stats.Misses += l.misses
-	s.stats.Prefetched += l.prefetched
-	return l.use, nil
+}
+
+// appendWave uses the room that an earlier use has left.
+func appendWave(waves []Wave, list kernels.Tensor) []Wave {
+	n := len(waves)
+	if n < cap(waves) {
+		waves = waves[:n+1]
+		waves[n] = Wave{Experts: list, Await: waves[n].Await[:0]}
+		return waves
+	}
+	return append(waves, Wave{Experts: list})
+}
+
+// countUse counts where the experts of a use were found.
+func (s *Store) countUse(l *layer, missing []int) {
+	if l.state == openWhole {
+		s.stats.Hits[Local] += int64(l.residents)
+	}
+	for _, e := range missing {
+		sl := &s.slots[l.slot[e]]
+		if !sl.fresh {
+			s.stats.Hits[Ring]++
+			continue
+		}
+		sl.fresh = false
+		s.stats.Hits[sl.from]++
+		s.stats.Misses++
+		if sl.ahead {
+			s.stats.Prefetched++
+		}
+	}
 }
 
 // usable says why no layer can be prefetched or opened.
@@ -130,150 +341,54 @@ func (s *Store) usable() error {
 	return nil
 }
 
-// bring takes a reference on every missing expert of the layer: on its slot where
-// it is still there, else on a free one, to which it is copied. False: some found no
-// slot.
-func (s *Store) bring(position int, p transfer.Priority) (whole bool, err error) {
-	l := &s.layers[position]
-	for i, e := range l.missing {
-		if n := l.slot[i]; n >= 0 && !l.refs[i].Held() && s.slots[n].holds == (ID{position, e}) {
-			if ref, ok := s.slots[n].cell.Acquire(); ok {
-				l.refs[i] = ref
-				l.hits++
-			}
-		}
-	}
-	whole = true
-	for _, wave := range l.waves {
-		for i := wave[0]; i < wave[1] && whole; {
-			if l.refs[i].Held() {
-				i++
-				continue
-			}
-			n := 0
-			var after []transfer.Point
-			first := -1
-			for i+n < wave[1] && !l.refs[i+n].Held() {
-				at, ok := s.freeSlot()
-				if !ok {
-					whole = false
-					break
-				}
-				if first >= 0 && at != first+n {
-					break
-				}
-				if first < 0 {
-					first = at
-				}
-				after = s.occupy(at, ID{position, l.missing[i+n]}, after)
-				l.refs[i+n], _ = s.slots[at].cell.Acquire()
-				l.slot[i+n] = at
-				n++
-			}
-			if n == 0 {
-				break
-			}
-			if err := s.fetch(position, i, n, first, after, p); err != nil {
-				return false, err
-			}
-			i += n
-		}
-	}
-	return whole, nil
-}
-
-// freeSlot is the first slot from s.next on that nobody holds.
-func (s *Store) freeSlot() (int, bool) {
-	for k := range s.slots {
-		at := (s.next + k) % len(s.slots)
-		if _, _, references := s.slots[at].cell.State(); references == 0 {
-			return at, true
-		}
-	}
-	return 0, false
-}
-
-// occupy makes a free slot that of id and adds to after until when former readers
-// may read it.
-func (s *Store) occupy(at int, id ID, after []transfer.Point) []transfer.Point {
-	sl := &s.slots[at]
-	exclusive, ok := sl.cell.BeginExclusive()
-	if !ok {
-		panic(fmt.Sprintf("experts: ring slot %d is held exclusively by somebody else", at))
-	}
-	for _, p := range exclusive.Points() {
-		if !slices.Contains(after, transfer.Point(p)) {
-			after = append(after, transfer.Point(p))
-		}
-	}
-	exclusive.Replace()
-	sl.holds = id
-	s.next = (at + 1) % len(s.slots)
-	return after
-}
-
-// fetch copies missing experts [i, i+n) of the layer into the slots from first on.
-func (s *Store) fetch(position, i, n, first int, after []transfer.Point, p transfer.Priority) error {
-	l, size := &s.layers[position], s.plan.Layout.Size
-	sl := &s.slots[first]
-	sl.value++
-	f := &fetch{}
-	for k := range n {
-		f.slots = append(f.slots, first+k)
-		s.slots[first+k].arrival = transfer.Point{Fence: sl.landed, Value: sl.value}
-		s.counts[position][l.missing[i+k]]++
-	}
-	// An expert that lies in peer memory would be taken from there; in host memory
-	// the experts of a wave lie side by side.
-	bytes := int64(n) * size
-	ticket, err := s.o.Transfer.Submit(transfer.Request{
-		From: device.Host, Src: s.host.Range(s.offset[position][l.missing[i]], bytes),
-		To: s.o.Space, Dst: s.ring.Range(int64(first)*size, bytes),
-		Priority: p, After: after, Done: sl.arrival,
-		Label: fmt.Sprintf("layer %d experts %d to %d", s.plan.Layers[position], l.missing[i], l.missing[i+n-1]),
-	})
+// bringAll is bring for experts that are needed now.
+func (s *Store) bringAll(position int, missing []int) error {
+	whole, err := s.bring(position, missing, transfer.Needed)
 	if err != nil {
-		s.err = err
-		s.fetches = append(s.fetches, f)
 		return err
 	}
-	f.ticket = ticket
-	s.fetches = append(s.fetches, f)
-	l.fetches = append(l.fetches, f)
-	l.misses += int64(n)
-	if p == transfer.Prefetch {
-		l.prefetched += int64(n)
+	if !whole {
+		return fmt.Errorf("the ring of %d slots is held by other layers that were prefetched or opened and have not seen Done", len(s.slots))
 	}
-	s.stats.Fetched[Host] += bytes
+	l := &s.layers[position]
+	var last *fetch
+	for _, e := range missing {
+		for _, f := range s.slots[l.slot[e]].copies {
+			if f != last {
+				f.ticket.Promote(transfer.Needed)
+				last = f
+			}
+		}
+	}
 	return nil
 }
 
-// updateRow puts the layer's addresses into its row of the slot table, if they are
-// not there.
+// updateRow puts the layer's addresses and list into its row of the tables, if they
+// are not there.
 func (s *Store) updateRow(ctx context.Context, position int, compute device.Stream) error {
 	l := &s.layers[position]
 	l.sent = -1
-	for i, e := range l.missing {
-		l.want[e] = uint64(s.ring.Range(int64(l.slot[i])*s.plan.Layout.Size, s.plan.Layout.Size).Addr)
-	}
-	if slices.Equal(l.want, l.image) {
+	s.fillRow(l)
+	if bytes.Equal(l.row, l.image) {
+		l.moved = false
 		return nil
 	}
-	row := l.turn
-	if v := l.rows[row]; v != 0 {
+	turn := l.turn
+	if v := l.rows[turn]; v != 0 {
 		if err := s.passed.Await(ctx, v); err != nil {
-			return fmt.Errorf("wait for an earlier update of the slot table: %w", err)
+			return fmt.Errorf("wait for an earlier update of the tables: %w", err)
 		}
-		l.rows[row] = 0
+		l.rows[turn] = 0
 	}
-	bytes := int64(s.plan.Experts) * slotBytes
-	from := s.rowAt(row, position)
-	putRow(s.upload.Write(from, bytes), l.want)
-	if err := compute.Copy(s.table.Range(s.rowAt(0, position), bytes), s.upload.Range(from, bytes)); err != nil {
-		return fmt.Errorf("update the slot table: %w", err)
+	size := s.plan.rowBytes()
+	at := int64(position) * size
+	from := int64(turn)*s.plan.TableBytes + at
+	copy(s.upload.Write(from, size), l.row)
+	if err := compute.Copy(s.table.Range(at, size), s.upload.Range(from, size)); err != nil {
+		return fmt.Errorf("update the tables: %w", err)
 	}
-	l.image = append(l.image[:0], l.want...)
-	l.sent, l.turn = row, (row+1)%uploadRows
+	l.image, l.moved = append(l.image[:0], l.row...), false
+	l.sent, l.turn = turn, (turn+1)%uploadRows
 	return nil
 }
 
@@ -283,12 +398,15 @@ func (s *Store) Done(layer int, compute device.Stream) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	position, ok := s.position[layer]
-	if !ok || !s.layers[position].open {
+	if !ok || s.layers[position].state == shut {
 		return fmt.Errorf("experts: done with layer %d: it is not open", layer)
 	}
 	l := &s.layers[position]
-	l.open = false
-	if len(l.missing) == 0 {
+	if l.state == openLocal {
+		return fmt.Errorf("experts: done with layer %d: Choose comes first", layer)
+	}
+	l.endUse()
+	if len(l.missing()) == 0 && l.sent < 0 {
 		return nil
 	}
 	if err := compute.Raise(s.passed, s.passedValue+1); err != nil {
@@ -298,24 +416,18 @@ func (s *Store) Done(layer int, compute device.Stream) error {
 	if l.sent >= 0 {
 		l.rows[l.sent] = s.passedValue
 	}
-	for i := range l.refs {
-		l.refs[i].ReleaseAt(residency.Point{Fence: s.passed, Value: s.passedValue})
+	for e := range l.refs {
+		if l.refs[e].Held() {
+			l.refs[e].ReleaseAt(residency.Point{Fence: s.passed, Value: s.passedValue})
+		}
 	}
-	l.endUse()
 	s.forgetEnded()
 	return nil
 }
 
 func (l *layer) endUse() {
-	l.fetches = l.fetches[:0]
-	l.hits, l.misses, l.prefetched = 0, 0, 0
-}
-
-// forgetEnded drops the fetches that have landed.
-func (s *Store) forgetEnded() {
-	s.fetches = slices.DeleteFunc(s.fetches, func(f *fetch) bool {
-		return f.ticket != nil && f.ticket.Ended() && f.ticket.Err() == nil
-	})
+	l.state = shut
+	clear(l.guessed)
 }
 
 // Err is the first failure of a fetch since the last Reset, or nil. After the end
@@ -339,20 +451,13 @@ func (s *Store) failure() error {
 	return s.err
 }
 
-// cancel ends the fetches of which nothing is with the device yet.
-func (s *Store) cancel() {
-	for _, f := range s.fetches {
-		if f.ticket != nil {
-			f.ticket.Cancel()
-		}
-	}
-}
-
 // Reset makes the store usable again after a step was dropped: it ends the use of
 // all layers, waits for the copies under way or cancels them, and forgets the
-// experts that did not arrive whole. The compute stream has been recovered; nothing
-// of the step runs. An error means that ctx was done, and that Reset may be called
-// again.
+// experts that did not arrive whole. Copies in peers' memory that could not be read
+// are given back, and a peer that was lost is left out; the next try, from its Begin
+// on, takes everything from the host, so that however many copies on peers are bad, one
+// more try is enough. The compute stream has been recovered; nothing of the step runs. An error means
+// that ctx was done, and that Reset may be called again.
 func (s *Store) Reset(ctx context.Context) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -367,26 +472,18 @@ func (s *Store) Reset(ctx context.Context) error {
 	}
 	for i := range s.layers {
 		l := &s.layers[i]
-		for k := range l.refs {
-			if l.refs[k].Held() {
-				l.refs[k].Release()
+		for e := range l.refs {
+			if l.refs[e].Held() {
+				l.refs[e].Release()
 			}
 		}
-		l.open, l.image, l.sent, l.rows = false, nil, -1, [uploadRows]uint32{}
+		l.image, l.sent, l.rows = nil, -1, [uploadRows]uint32{}
 		l.endUse()
+		l.listAll()
 	}
-	lost := 0
-	for _, f := range s.fetches {
-		failed := f.ticket == nil || f.ticket.Err() != nil
-		if failed {
-			s.stats.Failed++
-		}
-		for _, at := range f.slots {
-			if failed {
-				s.slots[at].holds = nothing
-				lost++
-			}
-		}
+	lost := s.dropFailed()
+	if s.mistrust > 0 {
+		s.mistrust = 2 // the Begin of the step's next try, and that of the step after it
 	}
 	for i := range s.slots {
 		sl := &s.slots[i]
@@ -395,7 +492,7 @@ func (s *Store) Reset(ctx context.Context) error {
 			panic(fmt.Sprintf("experts: ring slot %d is held exclusively by somebody else", i))
 		}
 		exclusive.Settle()
-		sl.arrival = transfer.Point{}
+		sl.copies = sl.copies[:0]
 		if sl.holds == nothing {
 			exclusive.Invalidate()
 		} else {
@@ -407,4 +504,45 @@ func (s *Store) Reset(ctx context.Context) error {
 	}
 	s.fetches, s.err = nil, nil
 	return nil
+}
+
+// dropFailed forgets what failed copies should have brought, and returns how many
+// slots that were.
+func (s *Store) dropFailed() (lost int) {
+	for _, f := range s.fetches {
+		if f.ticket != nil && f.ticket.Err() == nil {
+			continue
+		}
+		s.stats.Failed++
+		for _, at := range f.slots {
+			if s.slots[at].holds != nothing {
+				s.slots[at].holds = nothing
+				lost++
+			}
+		}
+		if f.from != device.Host && f.ticket != nil {
+			s.unreadable(f)
+		}
+	}
+	return lost
+}
+
+// unreadable gives back the peer copies that a failed fetch has read.
+func (s *Store) unreadable(f *fetch) {
+	s.peers.mu.Lock()
+	defer s.peers.mu.Unlock()
+	err := f.ticket.Err()
+	if errors.Is(err, transfer.ErrCanceled) || errors.Is(err, transfer.ErrAfter) {
+		return
+	}
+	s.mistrust = max(s.mistrust, 1)
+	s.failed(f.from, err)
+	for _, l := range f.lent {
+		if s.peers.of(l.id) != l {
+			continue // it was revoked meanwhile, or belongs to two fetches
+		}
+		if err := s.giveBack(l, "copy failed"); err != nil {
+			s.log.Error("experts: memory of a peer is not given back", "err", err)
+		}
+	}
 }

@@ -10,6 +10,7 @@ import (
 	"sync"
 
 	"github.com/moeserve/moeserve/device"
+	"github.com/moeserve/moeserve/harvest"
 	"github.com/moeserve/moeserve/kernels"
 	"github.com/moeserve/moeserve/residency"
 	"github.com/moeserve/moeserve/transfer"
@@ -24,28 +25,53 @@ type Options struct {
 	Backend kernels.Backend
 	// Transfer makes the copies.
 	Transfer *transfer.Engine
+	// Harvest lends the memory of peers, for Promote. It is closed before the store.
+	// Default: none, and no peer tier.
+	Harvest *harvest.Runtime
 	// Plan says what lies where: see NewPlan.
 	Plan Plan
+	// SplitBytes is the least that a fetch takes from the host while the rest of it
+	// comes from a peer. Default: 1 MiB.
+	SplitBytes int64
 	// NoData says that the machine keeps no bytes: Expert checks and counts what it is
 	// given and moves nothing. Fetches cost the time that they cost. Default: off.
 	NoData bool
+	// Events is told what moves. Default: nobody.
+	Events EventListener
 	// Logger hears of resets. Default: none.
 	Logger *slog.Logger
 }
 
+// EnsureDefaults returns o with its defaults filled in.
+func (o Options) EnsureDefaults() Options {
+	if o.SplitBytes == 0 {
+		o.SplitBytes = defaultSplitBytes
+	}
+	if o.Logger == nil {
+		o.Logger = slog.New(slog.DiscardHandler)
+	}
+	o.Events = o.Events.EnsureDefaults()
+	return o
+}
+
+// A host copy takes 26 us for 1 MiB and 20 us for nothing, so smaller parts cost
+// more than they bring.
+const defaultSplitBytes = 1 << 20
+
 // Store holds all experts of a model. Expert may be called from several goroutines
-// until Seal; Prefetch, Open, Done and Reset are for one goroutine; Err, Stats,
-// Fetches and Residency may be called from any.
+// until Seal. What belongs to steps (Begin, Prefetch, Guess, Open, OpenLocal, Choose,
+// Done, Reset) is for one goroutine; everything else may be called from any.
 //
 // # Memory
 //
 // In the compute GPU's memory: the extents of the local experts, in the order of
-// layers and ids; the ring; and the table, [layers, experts] U64 slot addresses
-// followed by [layers, experts] I32 expert ids, where a layer's ids stand in the
-// order of its waves, so that a wave's list is a slice of its row. In pinned host
-// memory: the extents of the offloaded experts, in the same order, so that a wave
-// is contiguous there and, in general, in the ring: one copy; and images of the
-// slot table's rows, two for each layer, from which they are updated.
+// layers and ids, and spare ones for swaps; the ring; and the tables, for each layer
+// a row of [experts] U64 slot addresses and [experts] I32 expert ids, where ids stand
+// in the order of the layer's waves, so that a wave's list is a slice of its row. In
+// pinned host memory: the extents of the offloaded experts (of all, where the store is
+// adaptive), in the same order, so that a wave is contiguous there and, in general, in
+// the ring: one copy; and images of the tables' rows, two for each layer, from which
+// they are updated. In peers' memory: what Promote has put there.
 //
 // # Slots
 //
@@ -54,89 +80,149 @@ type Options struct {
 // that it puts on the compute stream. A slot without references is free for the
 // next fetch, whose copy waits for that value. Slots are taken in ring order from
 // behind the last one taken.
+//
+// # Locks
+//
+// mu guards the step's side, peers.mu what is in peers' memory or moving. A fetch
+// resolves an expert without either: it loads one pointer and takes a reference on
+// the handle's own state word. peers.mu may be taken under mu, and harvest's calls
+// under peers.mu; harvest calls back without locks of its own, and callbacks take
+// peers.mu only.
 type Store struct {
 	o    Options
 	plan Plan
 	log  *slog.Logger
 
 	local, ring, host, table, upload device.Memory
-	// position of a model layer in plan.Layers; offset of each expert's extent in
-	// local or host.
-	position  map[int]int
-	offset    [][]int64
-	offloaded [][]bool
+	// position of a model layer in plan.Layers.
+	position map[int]int
+	// hostAt is the offset of each expert's extent in host, -1 where it has none.
+	hostAt [][]int64
 
 	// passed is raised by Done on the compute stream.
 	passed      device.Fence
 	passedValue uint32
 
+	peers peers
+
 	mu       sync.Mutex
 	coverage *coverage // until Seal
-	staging  staging   // until Seal; nil where nothing is local, or no data is kept
+	staging  staging   // until Seal; nil where nothing goes through it
 	sealed   bool
 	closed   bool
 	slots    []slot
 	next     int // where the search for a free slot starts
 	layers   []layer
+	// spare are the offsets in local of extents that nobody uses.
+	spare []int64
+	swaps []*swap
 	// fetches that have not been seen to end.
 	fetches []*fetch
 	err     error
-	stats   Stats
-	counts  [][]int64
+	// mistrust is after how many calls of Begin fetches use peers again.
+	mistrust int
+	stats    Stats
+	counts   counts
+	rates    rates
+	// scratch of bring.
+	runs []run
+
+	without safeguards
 }
+
+// safeguards can be taken away one at a time by tests, which show that this is found
+// out. The zero value has all of them.
+type safeguards struct{ noReference, noArrival, noReaders, noLanding bool }
+
+// counts of every expert: [position][expert].
+type counts struct{ fetches, uses, activations [][]int64 }
 
 // slot is one extent of the ring.
 type slot struct {
 	cell residency.Cell
 	// holds is the expert that is here where the cell is valid.
 	holds ID
-	// arrival is reached when it is here; none where the host knows that it is.
-	arrival transfer.Point
-	// landed is raised by the copies whose first extent goes here, value its last.
-	landed device.Fence
-	value  uint32
+	// copies bring it, at most one of each kind; none where the host knows that it is
+	// here.
+	copies []*fetch
+	// awaited says that the compute stream has waited for the copies, or will.
+	awaited bool
+	// from is the tier it came from. fresh: no use has counted that yet; ahead: it was
+	// submitted by Prefetch or Guess.
+	from         Tier
+	fresh, ahead bool
+	// landed are raised by the copies whose first extent goes here, values their last.
+	landed [2]device.Fence
+	values [2]uint32
 }
+
+// The kinds of copies into a slot: the one from where the expert is, and the part
+// that comes from the host at the same time.
+const (
+	mainCopy = iota
+	hostPart
+)
 
 // nothing is what a slot holds whose copy failed.
 var nothing = ID{-1, -1}
 
 // layer is what the store knows of one layer with experts.
 type layer struct {
-	missing []int // the offloaded experts, ascending
-	// waves are the ranges of missing that are launched together.
-	waves [][2]int
-	use   Use
-	// want is the slot table's row as it must be, image as the device has it.
-	want, image []uint64
+	// localAt is the offset of each local expert's extent in local, -1 for others.
+	localAt []int64
+	// list has the experts in the order of the row of ids: residents local ones, then
+	// those of the waves.
+	list      []int
+	residents int
+	// ids is the row's list in device memory.
+	ids kernels.Tensor
+	use Use
+	// row is the tables' row as it must be, image as the device has it; moved says that
+	// what it has of local experts is out of date.
+	row, image []byte
+	moved      bool
 	// rows are until when each pinned image of the row is being read; turn is the
 	// next to be used.
 	rows [uploadRows]uint32
 	turn int
 	sent int // the one sent for this use, or -1
 
-	open bool
-	// refs on the slots of missing, held from Prefetch or Open to Done; slot is
-	// where the last fetch of each went, or -1.
+	state layerState
+	// refs on the slots of offloaded experts, held from Prefetch, Guess or Open to
+	// Done; slot is where the last fetch of each went, or -1.
 	refs []residency.Ref
 	slot []int
-	// fetches of this use, and how its experts were found.
-	fetches                  []*fetch
-	hits, misses, prefetched int64
+	// guessed and chosen experts of this use.
+	guessed, chosen []bool
 }
 
-// fetch is one copy into the ring: of experts that are neighbors in both places.
+type layerState uint8
+
+const (
+	shut layerState = iota
+	openWhole
+	openLocal // Choose has not come
+	openChosen
+)
+
+// fetch is one copy into the ring, of experts that are neighbors in both places, or
+// of the part of them that comes from the host.
 type fetch struct {
+	// ticket is nil where the copy was not submitted.
 	ticket *transfer.Ticket
+	done   transfer.Point
+	from   device.Space
+	bytes  int64
 	slots  []int
+	// lent are the peer copies that are read.
+	lent []*lent
 }
 
-// New allocates everything the plan says, and nothing later but staging. An error
-// wraps device.ErrOutOfMemory where it does not fit.
+// New allocates everything the plan says, and nothing later but staging and what
+// harvest lends. An error wraps device.ErrOutOfMemory where it does not fit.
 func New(o Options) (*Store, error) {
-	if o.Logger == nil {
-		o.Logger = slog.New(slog.DiscardHandler)
-	}
-	s := &Store{o: o, plan: o.Plan, log: o.Logger}
+	o = o.EnsureDefaults()
+	s := &Store{o: o, plan: o.Plan, log: o.Logger, rates: newRates(o.Machine.Topology(), o.Space)}
 	if err := s.allocate(); err != nil {
 		return nil, errors.Join(fmt.Errorf("experts: %w", err), s.free())
 	}
@@ -169,12 +255,14 @@ func (s *Store) allocate() (err error) {
 	}
 	s.slots = make([]slot, p.RingSlots)
 	for i := range s.slots {
-		if s.slots[i].landed, err = s.o.Machine.NewFence(fmt.Sprintf("expert ring slot %d", i)); err != nil {
-			return err
+		for k := range s.slots[i].landed {
+			if s.slots[i].landed[k], err = s.o.Machine.NewFence(fmt.Sprintf("expert ring slot %d", i)); err != nil {
+				return err
+			}
 		}
 	}
 	s.coverage = newCoverage(p.Layout.ExpertShape, p.LocalExperts+p.OffloadedExperts)
-	if p.LocalExperts > 0 && !s.o.NoData {
+	if p.LocalExperts > 0 && !p.Adaptive && !s.o.NoData {
 		if p.Layout.Tag == rowMajor {
 			s.staging, err = newPieces(s.o)
 		} else {
@@ -189,61 +277,67 @@ func (s *Store) allocate() (err error) {
 	return nil
 }
 
-// arrange gives every expert its place, its wave and its table entry.
+// arrange gives every expert its place.
 func (s *Store) arrange() {
 	p := s.plan
 	s.position = map[int]int{}
 	s.layers = make([]layer, len(p.Layers))
+	s.peers.arrange(len(p.Layers), p.Experts)
 	var localBytes, hostBytes int64
 	for i, number := range p.Layers {
 		s.position[number] = i
 		l := &s.layers[i]
-		l.missing, l.sent = p.Placement[i], -1
-		l.want = make([]uint64, p.Experts)
-		offloaded, offset := make([]bool, p.Experts), make([]int64, p.Experts)
-		for _, e := range l.missing {
-			offloaded[e] = true
-		}
+		l.sent = -1
+		l.localAt = slices.Repeat([]int64{-1}, p.Experts)
+		hostAt := slices.Repeat([]int64{-1}, p.Experts)
 		for e := range p.Experts {
-			if offloaded[e] {
-				offset[e], hostBytes = hostBytes, hostBytes+p.Layout.Size
-				continue
+			_, offloaded := slices.BinarySearch(p.Placement[i], e)
+			if offloaded || p.Adaptive {
+				hostAt[e], hostBytes = hostBytes, hostBytes+p.Layout.Size
 			}
-			offset[e] = localBytes
-			l.want[e] = uint64(s.local.Range(localBytes, p.Layout.Size).Addr)
-			localBytes += p.Layout.Size
+			if !offloaded {
+				l.localAt[e], localBytes = localBytes, localBytes+p.Layout.Size
+			}
 		}
-		s.offloaded, s.offset = append(s.offloaded, offloaded), append(s.offset, offset)
-		s.counts = append(s.counts, make([]int64, p.Experts))
+		s.hostAt = append(s.hostAt, hostAt)
+		for _, c := range []*[][]int64{&s.counts.fetches, &s.counts.uses, &s.counts.activations} {
+			*c = append(*c, make([]int64, p.Experts))
+		}
 
-		resident := p.Experts - len(l.missing)
-		ids := kernels.New(s.table.Range(s.idsAt(i), int64(p.Experts)*idBytes).Addr, kernels.I32, p.Experts)
-		l.use.Slots = kernels.New(s.table.Range(s.rowAt(0, i), int64(p.Experts)*slotBytes).Addr, kernels.U64, p.Experts)
-		if resident > 0 {
-			l.use.Waves = append(l.use.Waves, Wave{Experts: ids.Slice(0, resident)})
-		}
-		n := min(p.Waves, len(l.missing))
-		from := 0
-		for w := range n {
-			to := from + share(w, n, len(l.missing))
-			l.waves = append(l.waves, [2]int{from, to})
-			l.use.Waves = append(l.use.Waves, Wave{Experts: ids.Slice(resident+from, resident+to)})
-			from = to
-		}
-		l.refs = make([]residency.Ref, len(l.missing))
-		l.slot = slices.Repeat([]int{-1}, len(l.missing))
+		row := s.table.Range(int64(i)*p.rowBytes(), p.rowBytes())
+		l.use.Slots = kernels.New(row.Addr, kernels.U64, p.Experts)
+		l.ids = kernels.New(row.Slice(int64(p.Experts)*slotBytes, int64(p.Experts)*idBytes).Addr, kernels.I32, p.Experts)
+		l.row = make([]byte, p.rowBytes())
+		l.refs = make([]residency.Ref, p.Experts)
+		l.slot = slices.Repeat([]int{-1}, p.Experts)
+		l.guessed, l.chosen = make([]bool, p.Experts), make([]bool, p.Experts)
+		l.listAll()
+	}
+	for range p.SpareSlots {
+		s.spare = append(s.spare, localBytes)
+		localBytes += p.Layout.Size
 	}
 }
 
-// rowAt is the offset of a layer's row in an image of the slot table: image 0 of
-// upload, or the table itself; idsAt that of its ids in the table.
-func (s *Store) rowAt(image, layer int) int64 {
-	return int64(image*len(s.plan.Layers)+layer) * int64(s.plan.Experts) * slotBytes
+// listAll puts the layer's experts in their order: local ones first.
+func (l *layer) listAll() {
+	l.list = l.list[:0]
+	for e, at := range l.localAt {
+		if at >= 0 {
+			l.list = append(l.list, e)
+		}
+	}
+	l.residents = len(l.list)
+	for e, at := range l.localAt {
+		if at < 0 {
+			l.list = append(l.list, e)
+		}
+	}
 }
 
-func (s *Store) idsAt(layer int) int64 {
-	return s.rowAt(1, 0) + int64(layer*s.plan.Experts)*idBytes
-}
+// missing are the offloaded experts, ascending, once listAll was the last to change
+// the list.
+func (l *layer) missing() []int { return l.list[l.residents:] }
 
 // Expert takes rows [row, row+n) of one matrix of one expert, row-major as
 // checkpoints have them, n being len(data) / the row's bytes. layer is the model's
@@ -280,12 +374,12 @@ func (s *Store) Expert(layer, expert int, part kernels.Part, row int, data []byt
 	if n == 0 || s.o.NoData {
 		return nil
 	}
-	offset, size := s.offset[position][expert], s.plan.Layout.Size
+	size := s.plan.Layout.Size
 	var err error
-	if s.offloaded[position][expert] {
-		err = s.o.Backend.PackExpert(s.plan.Layout, part, row, data, s.host.Write(offset, size))
+	if at := s.hostAt[position][expert]; at >= 0 {
+		err = s.o.Backend.PackExpert(s.plan.Layout, part, row, data, s.host.Write(at, size))
 	} else {
-		err = staging.write(id, s.local.Range(offset, size), part, row, data)
+		err = staging.write(id, s.local.Range(s.layers[position].localAt[expert], size), part, row, data)
 	}
 	if err != nil {
 		return wrap(err)
@@ -313,67 +407,80 @@ func (s *Store) Seal(ctx context.Context) error {
 		}
 		s.staging = nil
 	}
-	if err := s.uploadTables(ctx); err != nil {
-		return fmt.Errorf("experts: bring the tables to %s: %w", s.o.Space, err)
+	if err := s.firstUpload(ctx); err != nil {
+		return err
 	}
 	s.coverage, s.sealed = nil, true
 	return nil
 }
 
-// uploadTables brings the first slot table and all expert ids to the device.
-func (s *Store) uploadTables(ctx context.Context) (err error) {
+// firstUpload brings the first tables to the device, and, where the store is adaptive,
+// the local experts, of which all rows lie in host memory.
+func (s *Store) firstUpload(ctx context.Context) (err error) {
 	if s.table == nil {
 		return nil
 	}
-	// The ids lie behind all images of the slot table.
-	slots, ids := s.rowAt(1, 0), s.rowAt(uploadRows, 0)
-	image := s.upload.Write(0, slots)
-	list := s.upload.Write(ids, s.plan.TableBytes-slots)
-	for i := range s.layers {
-		l := &s.layers[i]
-		putRow(image[s.rowAt(0, i):], l.want)
-		l.image = slices.Clone(l.want)
-		n := i * s.plan.Experts
-		put := func(e int) {
-			binary.NativeEndian.PutUint32(list[n*idBytes:], uint32(e))
-			n++
-		}
-		for e, offloaded := range s.offloaded[i] {
-			if !offloaded {
-				put(e)
-			}
-		}
-		for _, e := range l.missing {
-			put(e)
-		}
-	}
 	fence, err := s.o.Machine.NewFence("expert tables")
 	if err != nil {
-		return err
+		return fmt.Errorf("experts: %w", err)
 	}
 	defer func() { err = errors.Join(err, fence.Close()) }()
-	for i, r := range []transfer.Request{
-		{Src: s.upload.Range(0, slots), Dst: s.table.Range(0, slots)},
-		{Src: s.upload.Range(ids, s.plan.TableBytes-slots), Dst: s.table.Range(slots, s.plan.TableBytes-slots)},
-	} {
-		r.From, r.To, r.Priority, r.Label = device.Host, s.o.Space, transfer.Needed, "expert tables"
-		r.Done = transfer.Point{Fence: fence, Value: uint32(i + 1)}
-		ticket, err := s.o.Transfer.Submit(r)
-		if err != nil {
-			return err
-		}
-		if err := ticket.Wait(ctx); err != nil {
+	value := uint32(0)
+	put := func(dst, src device.Range, label string) error {
+		value++
+		ticket, err := s.o.Transfer.Submit(transfer.Request{
+			From: device.Host, Src: src, To: s.o.Space, Dst: dst,
+			Priority: transfer.Needed, Label: label, Done: transfer.Point{Fence: fence, Value: value},
+		})
+		if err == nil {
+			if err = ticket.Wait(ctx); err == nil {
+				return nil
+			}
 			ticket.Cancel()
 			_ = ticket.Wait(context.WithoutCancel(ctx)) // the memory is given back behind this
-			return err
 		}
+		return fmt.Errorf("experts: bring the %s to %s: %w", label, s.o.Space, err)
 	}
-	return nil
+	for i := range s.layers {
+		l := &s.layers[i]
+		if s.plan.Adaptive && !s.o.NoData {
+			for e, at := range l.localAt {
+				if at < 0 {
+					continue
+				}
+				if err := put(s.local.Range(at, s.plan.Layout.Size), s.hostRange(ID{i, e}), "local experts"); err != nil {
+					return err
+				}
+			}
+		}
+		s.fillRow(l)
+		copy(s.upload.Write(int64(i)*s.plan.rowBytes(), s.plan.rowBytes()), l.row)
+		l.image = slices.Clone(l.row)
+	}
+	return put(s.table.Range(0, s.plan.TableBytes), s.upload.Range(0, s.plan.TableBytes), "expert tables")
 }
 
-func putRow(to []byte, row []uint64) {
-	for e, a := range row {
-		binary.NativeEndian.PutUint64(to[e*slotBytes:], a)
+// hostRange is the expert's extent in host memory.
+func (s *Store) hostRange(id ID) device.Range {
+	return s.host.Range(s.hostAt[id.Layer][id.Expert], s.plan.Layout.Size)
+}
+
+// fillRow writes the layer's row as it must be. An offloaded expert's address is
+// that of the slot it was last fetched to, or 0.
+func (s *Store) fillRow(l *layer) {
+	ids := l.row[int64(s.plan.Experts)*slotBytes:]
+	for e, at := range l.localAt {
+		var a uint64
+		switch {
+		case at >= 0:
+			a = uint64(s.local.Range(at, s.plan.Layout.Size).Addr)
+		case l.slot[e] >= 0:
+			a = uint64(s.ring.Range(int64(l.slot[e])*s.plan.Layout.Size, s.plan.Layout.Size).Addr)
+		}
+		binary.NativeEndian.PutUint64(l.row[e*slotBytes:], a)
+	}
+	for n, e := range l.list {
+		binary.NativeEndian.PutUint32(ids[n*idBytes:], uint32(e))
 	}
 }
 
@@ -400,8 +507,19 @@ func (s *Store) Next(layer int) int {
 // Layout of an expert, for kernels.ExpertUp and ExpertDown.
 func (s *Store) Layout() kernels.ExpertLayout { return s.plan.Layout }
 
+// Missing is how many experts of a layer, by the model's number, are not local: 0 for
+// a layer without experts.
+func (s *Store) Missing(layer int) int {
+	i, ok := s.position[layer]
+	if !ok {
+		return 0
+	}
+	return len(s.plan.Placement[i]) // swaps take one for one
+}
+
 // Close waits for the copies under way and frees all memory. Nothing that was
-// enqueued on the compute stream may still run.
+// enqueued on the compute stream may still run, and harvest is closed, or has nothing
+// of this store.
 func (s *Store) Close() error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -415,7 +533,11 @@ func (s *Store) Close() error {
 			_ = f.ticket.Wait(context.Background()) // a copy that failed is over, too
 		}
 	}
-	return s.free()
+	for _, w := range s.swaps {
+		w.ticket.Cancel()
+		_ = w.ticket.Wait(context.Background())
+	}
+	return errors.Join(s.closePeers(), s.free())
 }
 
 func (s *Store) free() error {
@@ -428,13 +550,14 @@ func (s *Store) free() error {
 			errs = append(errs, m.Free())
 		}
 	}
+	fences := append(s.peers.fences, s.passed)
 	for i := range s.slots {
-		if f := s.slots[i].landed; f != nil {
+		fences = append(fences, s.slots[i].landed[:]...)
+	}
+	for _, f := range fences {
+		if f != nil {
 			errs = append(errs, f.Close())
 		}
-	}
-	if s.passed != nil {
-		errs = append(errs, s.passed.Close())
 	}
 	return errors.Join(errs...)
 }

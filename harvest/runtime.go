@@ -171,7 +171,13 @@ type Runtime struct {
 	freeing []*Handle
 	leaving []*leaving
 	counts  [reasons]int64 // of revoked slabs
+
+	without safeguards
 }
+
+// safeguards can be taken away by tests, which show that this is found out. The zero
+// value has all of them.
+type safeguards struct{ noDrain bool }
 
 // peer is one lender.
 type peer struct {

@@ -39,6 +39,9 @@
 //		else: Group, Shared, Experts (once per wave), Combine
 //	for each micro-batch b: Head
 //
+// Behind a layer's last PostAttention, Guess asks a later layer's router what it
+// would choose on the hidden state as it is by then.
+//
 // # Drawing
 //
 // Draw says how a token is drawn behind a row. Head enqueues the least that the

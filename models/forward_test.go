@@ -34,6 +34,10 @@ type rig struct {
 	waves  []kernels.Tensor // lists that together name every expert once
 	k, v   []kernels.Tensor // per layer, [blocks, B, kv heads, D]
 	blocks int
+
+	// routed, if set, is called behind PostAttention of all micro-batches of an MoE
+	// layer.
+	routed func(layer, rows int)
 }
 
 var testLimits = Limits{MaxRows: 256, MaxSeqs: 8, MaxLogits: 256, MaxModelLen: 256, BlockTokens: 16, MaxAdjust: 4096, MaxTopLogProbs: 5}
@@ -223,6 +227,9 @@ func (r *rig) step(group ...*HostBatch) []Batch {
 		if m.Config.Dense[layer] {
 			check(r.t, m.MLP(s, layer, rows))
 			continue
+		}
+		if r.routed != nil {
+			r.routed(layer, rows)
 		}
 		check(r.t, m.Group(s, layer, rows))
 		check(r.t, m.Shared(s, layer, rows))

@@ -122,6 +122,9 @@ type workspace struct {
 	up      kernels.Tensor // [N*K, I]
 	down    kernels.Tensor // [N*K, H]
 
+	guessIDs     kernels.Tensor // [N, K] I32
+	guessWeights kernels.Tensor // [N, K] F32, which nobody reads
+
 	mlp        kernels.Tensor // [N, 2 max(shared, dense)] gate and up, side by side
 	shared     kernels.Tensor // [N, H]
 	sharedGate kernels.Tensor // [N, 1] F32
@@ -163,6 +166,8 @@ func newWorkspace(c *Config, act kernels.DType, l Limits, base device.Addr) work
 		w.order = place(kernels.I32, n*c.TopK)
 		w.up = place(act, n*c.TopK, c.ExpertWidth)
 		w.down = place(act, n*c.TopK, c.Hidden)
+		w.guessIDs = place(kernels.I32, n, c.TopK)
+		w.guessWeights = place(kernels.F32, n, c.TopK)
 	}
 	wide := c.SharedWidth
 	if c.MoELayers() < c.Layers {
@@ -260,6 +265,9 @@ func (m *Model) RopeRow(position int, long bool) int32 {
 func (m *Model) Routing(rows int) (ids, weights kernels.Tensor) {
 	return m.ws.ids.Slice(0, rows), m.ws.weights.Slice(0, rows)
 }
+
+// Guessed are the expert ids [rows, K] I32 of the last Guess.
+func (m *Model) Guessed(rows int) kernels.Tensor { return m.ws.guessIDs.Slice(0, rows) }
 
 // Counts are the rows that chose each expert since Constants were written:
 // [layers, E] I64, zero in dense layers.
@@ -393,6 +401,30 @@ func (m *Model) Group(s device.Stream, layer, rows int) error {
 	k := m.Config.TopK
 	m.group = kernels.Group{IDs: m.ws.ids.Slice(0, rows), Offsets: m.ws.offsets, Order: m.ws.order.Slice(0, rows*k)}
 	return m.enqueueLayer(s, layer, &m.group)
+}
+
+// Guess lets the router of a later MoE layer choose for rows [0, rows) of the group
+// as if today's hidden state, the residual as PostAttention left it, were what that
+// layer will see: most of what it will choose is known that much earlier. Guessed has
+// the ids; the step's results do not depend on it, and it counts no activations. It
+// comes after PostAttention of every micro-batch and before the first wave of Experts,
+// since it works in the room of the router's scores and of the experts' outputs.
+func (m *Model) Guess(s device.Stream, layer, rows int) error {
+	c, w := m.Config, &m.Weights.Layers[layer]
+	if c.Dense[layer] {
+		return fmt.Errorf("models: guess for layer %d, which has no router", layer)
+	}
+	h, logits := m.ws.down.Slice(0, rows), m.ws.router.Slice(0, rows)
+	m.norm = kernels.Norm{Kind: c.Norm, X: m.ws.residual.Slice(0, rows), Weight: w.PostNorm, Bias: w.PostNormBias, Eps: c.NormEps, Out: h}
+	if err := m.enqueueLayer(s, layer, &m.norm); err != nil {
+		return err
+	}
+	m.matmul = kernels.MatMul{X: h, W: w.Router, Bias: w.RouterBias, Out: logits}
+	if err := m.enqueueLayer(s, layer, &m.matmul); err != nil {
+		return err
+	}
+	m.route = kernels.Route{Logits: logits, Method: c.Route, Jitter: c.Jitter, IDs: m.Guessed(rows), Weights: m.ws.guessWeights.Slice(0, rows)}
+	return m.enqueueLayer(s, layer, &m.route)
 }
 
 // Shared runs the layer's shared expert on rows [0, rows) of the group. It needs

@@ -387,6 +387,7 @@ func TestNoAllocations(t *testing.T) {
 					check(t, m.MLP(nil, layer, 10))
 					continue
 				}
+				check(t, m.Guess(nil, layer, 10))
 				check(t, m.Group(nil, layer, 10))
 				check(t, m.Shared(nil, layer, 10))
 				check(t, m.Experts(nil, layer, 10, slots, list, layout))

@@ -3,10 +3,16 @@
 // missing experts under the compute.
 //
 // The order of everything in a step is a plan: a list of actions made by a pure
-// function (LayerByLayer), which the pipeline then carries out by enqueueing on
-// one compute stream. Copies are submitted to the experts' store, which gives
-// them to package transfer; the compute stream meets them only through fences.
-// Nothing on the host waits until the step's tokens come back.
+// function, which the pipeline then carries out by enqueueing on one compute stream.
+// Copies are submitted to the experts' store, which gives them to package transfer;
+// the compute stream meets them only through fences.
+//
+// Steps of many rows need almost all experts. Their plan is LayerByLayer: all that a
+// layer misses is fetched while the layer before computes, and nothing on the host
+// waits until the step's tokens come back. Steps of few rows (see SmallBatch) need few:
+// their plan is ChosenOnly, where the host waits in each layer for what the router
+// chose and fetches that, while the device has other work, and where a guess of what
+// the next layer will choose has most of that on its way before.
 //
 // # What it is not
 //
@@ -18,7 +24,9 @@
 //   - A step ends before the next begins, and either all of it counts or nothing:
 //     when a copy fails, the step's tokens are dropped, and running the same step
 //     again is safe, since appending keys and values and sampling are idempotent.
-//     Only the activation counts keep what a dropped step has counted.
+//     Only the activation counts keep what a dropped step has counted. A lost device
+//     fails the step in the same way, unless it is the compute device.
+//   - Both plans give the same bits.
 //   - For the same sequence of steps the tokens do not depend on where experts
 //     lie, on when they arrive, or on what failed in between.
 //

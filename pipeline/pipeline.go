@@ -15,7 +15,7 @@ import (
 )
 
 // ErrStepFailed marks an error of Step after which the same step may be run
-// again: a copy failed, or the stream was put into error by one.
+// again: a copy failed, or a device other than the compute device was lost.
 var ErrStepFailed = errors.New("step failed")
 
 // Options are the parts a pipeline works with. It owns none of them but its
@@ -31,6 +31,10 @@ type Options struct {
 	// MicroBatchRows is how many rows attention takes at a time. Default and at
 	// most: the model's Limits.MaxRows.
 	MicroBatchRows int
+	// SmallBatchRows is the most rows of a step for which only chosen experts are
+	// fetched (the plan ChosenOnly). Default: what SmallBatch says; negative: none.
+	// On a machine that keeps no data there are none, since no choice comes back.
+	SmallBatchRows int
 	// HostLogits keeps room in pinned memory for the logits of a step, for those
 	// who ask for them. Default: off.
 	HostLogits bool
@@ -105,15 +109,29 @@ type Pipeline struct {
 	// step's micro-batches lies one behind another, uploaded bytes so far.
 	pinned, rows device.Memory
 	uploaded     int64
-	// back is where sampled ids (and behind them, log-probabilities and logits) land
-	// in pinned memory.
+	// back is where what the device knows lands in pinned memory: see places.
 	back device.Memory
 
 	batches []microBatch
 	// wanted says of each logit row of the step whether log-probabilities are asked.
 	wanted []bool
-	// plans by number of micro-batches.
-	plans map[int][]Action
+	plans  map[planKey][]Action
+
+	// answered is raised when a choice or a guess has come back: the step's latest
+	// are the values choice and guess, the last of all is answers.
+	answered               device.Fence
+	choice, guess, answers uint32
+	// ids are a choice or a guess as the host reads it.
+	ids []int32
+	// counts are the activations as the host reads them, [layers, experts]; empty for a
+	// model without experts.
+	counts []int64
+}
+
+// planKey is what the plan of a step depends on, beside the shape.
+type planKey struct {
+	microBatches int
+	chosenOnly   bool
 }
 
 // microBatch is one of a step's: what the host packed, and where it is.
@@ -128,18 +146,29 @@ func New(o Options) (_ *Pipeline, err error) {
 	if o.MicroBatchRows <= 0 || o.MicroBatchRows > l.MaxRows {
 		o.MicroBatchRows = l.MaxRows
 	}
-	p := &Pipeline{o: o, plans: map[int][]Action{}}
+	c := o.Model.Config
+	shape := Shape{SharedExpert: c.SharedWidth > 0}
+	for layer, dense := range c.Dense {
+		shape.MoE = append(shape.MoE, !dense)
+		// How many of a layer's experts are local stays the same, whichever they are.
+		shape.Missing = append(shape.Missing, !dense && o.Experts != nil && o.Experts.Missing(layer) > 0)
+	}
+	machine, ok := o.Machine.(interface{ KeepsData() bool })
+	switch {
+	case o.SmallBatchRows < 0, ok && !machine.KeepsData(), !slices.Contains(shape.Missing, true):
+		o.SmallBatchRows = 0
+	case o.SmallBatchRows == 0:
+		o.SmallBatchRows = SmallBatch(c.Experts, c.TopK)
+	}
+	p := &Pipeline{o: o, shape: shape, plans: map[planKey][]Action{}}
 	defer func() {
 		if err != nil {
 			err = errors.Join(err, p.Close())
 		}
 	}()
-	c := o.Model.Config
-	for _, dense := range c.Dense {
-		p.shape.MoE = append(p.shape.MoE, !dense)
+	if o.Experts != nil && c.MoELayers() > 0 {
+		p.counts = make([]int64, c.Layers*c.Experts)
 	}
-	p.shape.SharedExpert = c.SharedWidth > 0
-
 	p.batches = make([]microBatch, mostBatches(l, o.MicroBatchRows))
 	bytes := RowDataBytes(l, o.MicroBatchRows)
 	if p.pinned, err = o.Machine.Alloc(device.Host, bytes, "row data, pinned"); err != nil {
@@ -155,6 +184,9 @@ func New(o Options) (_ *Pipeline, err error) {
 		return p, fmt.Errorf("pipeline: %w", err)
 	}
 	if p.done, err = o.Machine.NewEvent(); err != nil {
+		return p, fmt.Errorf("pipeline: %w", err)
+	}
+	if p.answered, err = o.Machine.NewFence("router's answers"); err != nil {
 		return p, fmt.Errorf("pipeline: %w", err)
 	}
 	return p, nil
@@ -184,18 +216,29 @@ func BackBytes(c *models.Config, l models.Limits, logits bool) int64 {
 	return n
 }
 
-// places of a step's results in pinned memory, in bytes, behind the sampled ids.
-type places struct{ chosen, topIDs, top, logits int64 }
+// places of what comes back from a step in pinned memory, in bytes, behind the sampled
+// ids: activation counts, ids of a router's choice and of a guess, log-probabilities,
+// logits.
+type places struct{ counts, choice, guess, chosen, topIDs, top, logits int64 }
 
 func placesOf(c *models.Config, l models.Limits) places {
-	rows := align(4 * int64(l.MaxLogits))
-	p := places{chosen: rows, logits: rows}
-	if n := l.TopLogProbs(c); n > 0 {
-		all := align(4 * int64(l.MaxLogits) * int64(n))
-		p.topIDs = p.chosen + rows
-		p.top = p.topIDs + all
-		p.logits = p.top + all
+	var p places
+	end := align(4 * int64(l.MaxLogits))
+	place := func(at *int64, bytes int64) {
+		*at = end
+		end += align(bytes)
 	}
+	if c.MoELayers() > 0 {
+		place(&p.counts, 8*int64(c.Layers)*int64(c.Experts))
+		place(&p.choice, 4*int64(l.MaxRows)*int64(c.TopK))
+		place(&p.guess, 4*int64(l.MaxRows)*int64(c.TopK))
+	}
+	if n := int64(l.TopLogProbs(c)); n > 0 {
+		place(&p.chosen, 4*int64(l.MaxLogits))
+		place(&p.topIDs, 4*int64(l.MaxLogits)*n)
+		place(&p.top, 4*int64(l.MaxLogits)*n)
+	}
+	p.logits = end
 	return p
 }
 
@@ -216,22 +259,38 @@ func (p *Pipeline) Step(ctx context.Context, s *Step) (Result, error) {
 	if err != nil {
 		return Result{}, err
 	}
-	plan, ok := p.plans[n]
-	if !ok {
-		shape := p.shape
-		shape.MicroBatches = n
-		plan = LayerByLayer(shape)
-		p.plans[n] = plan
-	}
 	rows := 0
 	for i := range n {
 		rows += p.batches[i].host.Rows()
 	}
-	err = p.carryOut(ctx, plan, n, rows)
+	if p.o.Experts != nil {
+		err = p.o.Experts.Begin()
+	}
+	if err == nil {
+		err = p.carryOut(ctx, p.plan(n, rows), n, rows)
+	}
 	if err == nil {
 		err = p.bring(n, logits, s.Logits)
 	}
 	return p.finish(ctx, logits, s.Logits, err)
+}
+
+// plan of a step of so many micro-batches and rows.
+func (p *Pipeline) plan(batches, rows int) []Action {
+	key := planKey{microBatches: batches, chosenOnly: rows <= p.o.SmallBatchRows}
+	plan, ok := p.plans[key]
+	if ok {
+		return plan
+	}
+	shape := p.shape
+	shape.MicroBatches = batches
+	if key.chosenOnly {
+		plan = ChosenOnly(shape)
+	} else {
+		plan = LayerByLayer(shape)
+	}
+	p.plans[key] = plan
+	return plan
 }
 
 // cut packs the step's sequences into micro-batches of at most MicroBatchRows
@@ -300,7 +359,9 @@ func (p *Pipeline) cut(s *Step) (batches, logits int, err error) {
 // carryOut enqueues the plan.
 func (p *Pipeline) carryOut(ctx context.Context, plan []Action, n, rows int) error {
 	m, s, kv := p.o.Model, p.compute, p.o.KV
+	at := placesOf(m.Config, m.Limits)
 	var use experts.Use
+	var fetched []experts.Wave
 	for _, a := range plan {
 		var err error
 		b := &p.batches[a.MicroBatch].batch
@@ -311,6 +372,8 @@ func (p *Pipeline) carryOut(ctx context.Context, plan []Action, n, rows int) err
 			err = m.Embed(s, b)
 		case Resolve:
 			use, err = p.o.Experts.Open(ctx, a.Layer, s)
+		case Open:
+			use, err = p.o.Experts.OpenLocal(ctx, a.Layer, s)
 		case Prefetch:
 			err = p.o.Experts.Prefetch(a.Layer)
 		case Attend:
@@ -320,10 +383,33 @@ func (p *Pipeline) carryOut(ctx context.Context, plan []Action, n, rows int) err
 			}
 		case Route:
 			err = m.PostAttention(s, a.Layer, b)
+		case Ask:
+			ids, _ := m.Routing(rows)
+			p.choice, err = p.ask(at.choice, ids)
+		case Guess:
+			if err = m.Guess(s, a.Layer, rows); err == nil {
+				p.guess, err = p.ask(at.guess, m.Guessed(rows))
+			}
 		case Shared:
 			err = m.Shared(s, a.Layer, rows)
 		case Experts:
-			err = p.experts(a.Layer, rows, &use)
+			if err = p.local(a.Layer, rows, &use); err == nil {
+				err = p.combine(a.Layer, rows)
+			}
+		case Local:
+			err = p.local(a.Layer, rows, &use)
+		case Choose:
+			if err = p.answer(ctx, p.choice, at.choice, rows); err == nil {
+				fetched, err = p.o.Experts.Choose(ctx, a.Layer, p.ids, s)
+			}
+		case Fetched:
+			if err = p.waves(a.Layer, rows, use.Slots, fetched); err == nil {
+				err = p.combine(a.Layer, rows)
+			}
+		case Hint:
+			if err = p.answer(ctx, p.guess, at.guess, rows); err == nil {
+				err = p.o.Experts.Guess(a.Layer, p.ids)
+			}
 		case MLP:
 			err = m.MLP(s, a.Layer, rows)
 		case Head:
@@ -336,24 +422,56 @@ func (p *Pipeline) carryOut(ctx context.Context, plan []Action, n, rows int) err
 	return nil
 }
 
-func (p *Pipeline) experts(layer, rows int, use *experts.Use) error {
-	m, s := p.o.Model, p.compute
-	if err := m.Group(s, layer, rows); err != nil {
+// local groups the layer's rows by expert and runs the waves that came with its
+// opening.
+func (p *Pipeline) local(layer, rows int, use *experts.Use) error {
+	if err := p.o.Model.Group(p.compute, layer, rows); err != nil {
 		return err
 	}
-	for i := range use.Waves {
-		w := &use.Waves[i]
-		if err := w.Wait(s); err != nil {
+	return p.waves(layer, rows, use.Slots, use.Waves)
+}
+
+// waves enqueues experts, each wave behind its own copies.
+func (p *Pipeline) waves(layer, rows int, slots kernels.Tensor, waves []experts.Wave) error {
+	for i := range waves {
+		w := &waves[i]
+		if err := w.Wait(p.compute); err != nil {
 			return err
 		}
-		if err := m.Experts(s, layer, rows, use.Slots, w.Experts, p.o.Experts.Layout()); err != nil {
+		if err := p.o.Model.Experts(p.compute, layer, rows, slots, w.Experts, p.o.Experts.Layout()); err != nil {
 			return err
 		}
 	}
-	if err := p.o.Experts.Done(layer, s); err != nil {
+	return nil
+}
+
+// combine ends a layer whose experts are all enqueued.
+func (p *Pipeline) combine(layer, rows int) error {
+	if err := p.o.Experts.Done(layer, p.compute); err != nil {
 		return err
 	}
-	return m.Combine(s, layer, rows)
+	return p.o.Model.Combine(p.compute, layer, rows)
+}
+
+// ask enqueues the way of expert ids to the host, and returns the value of answered
+// that says that they are there.
+func (p *Pipeline) ask(off int64, ids kernels.Tensor) (uint32, error) {
+	if err := p.copyBack(off, ids); err != nil {
+		return 0, err
+	}
+	p.answers++
+	return p.answers, p.compute.Raise(p.answered, p.answers)
+}
+
+// answer waits until answered is at value, and reads the ids of so many rows.
+func (p *Pipeline) answer(ctx context.Context, value uint32, off int64, rows int) error {
+	if err := p.answered.Await(ctx, value); err != nil {
+		return err
+	}
+	n := rows * p.o.Model.Config.TopK
+	p.ids = slices.Grow(p.ids[:0], n)[:n]
+	p.ints(p.ids, off)
+	return nil
 }
 
 // upload packs a micro-batch's row data and sends it.
@@ -371,11 +489,16 @@ func (p *Pipeline) upload(i int) error {
 
 // bring enqueues the copies of what n micro-batches give, and marks their end.
 func (p *Pipeline) bring(n, logits int, withLogits bool) error {
+	m, all := p.o.Model, models.Batch{Logits: logits}
+	at := placesOf(m.Config, m.Limits)
+	if len(p.counts) > 0 {
+		if err := p.copyBack(at.counts, m.Counts()); err != nil {
+			return err
+		}
+	}
 	if logits == 0 {
 		return p.compute.Record(p.done)
 	}
-	m, all := p.o.Model, models.Batch{Logits: logits}
-	at := placesOf(m.Config, m.Limits)
 	if err := p.copyBack(0, m.Sampled(&all)); err != nil {
 		return err
 	}
@@ -423,6 +546,9 @@ func (p *Pipeline) finish(ctx context.Context, logits int, withLogits bool, err 
 	if err != nil {
 		return Result{}, p.drop(ctx, err)
 	}
+	if len(p.counts) > 0 {
+		p.activated()
+	}
 	r := Result{Sampled: make([]int32, logits)}
 	if logits == 0 {
 		return r, nil
@@ -440,6 +566,15 @@ func (p *Pipeline) finish(ctx context.Context, logits int, withLogits bool, err 
 		}
 	}
 	return r, nil
+}
+
+// activated hands the activation counts to the store.
+func (p *Pipeline) activated() {
+	raw := p.back.Read(placesOf(p.o.Model.Config, p.o.Model.Limits).counts, 8*int64(len(p.counts)))
+	for i := range p.counts {
+		p.counts[i] = int64(binary.LittleEndian.Uint64(raw[8*i:]))
+	}
+	p.o.Experts.Activated(p.counts)
 }
 
 // logProbs reads those of the rows that want them.
@@ -474,7 +609,9 @@ func (p *Pipeline) floats(dst []float32, off int64) {
 }
 
 // drop clears what a failed step has left. It goes on where ctx is done already,
-// since nothing may be left running on memory that will be used again.
+// since nothing may be left running on memory that will be used again. A lost device
+// whose memory only held copies fails the step like a copy; without the compute device
+// there is no other.
 func (p *Pipeline) drop(ctx context.Context, cause error) error {
 	ctx = context.WithoutCancel(ctx)
 	broken := p.compute.Recover(ctx)
@@ -485,15 +622,19 @@ func (p *Pipeline) drop(ctx context.Context, cause error) error {
 	if errors.Is(cause, context.Canceled) || errors.Is(cause, context.DeadlineExceeded) {
 		return cause
 	}
+	again := false
 	for _, err := range []error{cause, broken, reset} {
-		if errors.Is(err, device.ErrLost) {
+		switch lost := device.LostSpaces(err); {
+		case slices.Contains(lost, p.o.Space), len(lost) == 0 && errors.Is(err, device.ErrLost):
 			return fmt.Errorf("pipeline: %w", err)
+		case len(lost) > 0, errors.Is(err, device.ErrCopyFailed):
+			again = true
 		}
 	}
 	if reset != nil {
 		return fmt.Errorf("pipeline: after %w: %w", cause, reset)
 	}
-	if errors.Is(cause, device.ErrCopyFailed) || errors.Is(broken, device.ErrCopyFailed) {
+	if again {
 		return fmt.Errorf("%w: %w", ErrStepFailed, cause)
 	}
 	return cause
@@ -537,6 +678,9 @@ func (p *Pipeline) Close() error {
 	}
 	if p.done != nil {
 		errs = append(errs, p.done.Close())
+	}
+	if p.answered != nil {
+		errs = append(errs, p.answered.Close())
 	}
 	for _, m := range []device.Memory{p.pinned, p.rows, p.back} {
 		if m != nil {

@@ -1,0 +1,93 @@
+package experts
+
+import (
+	"log/slog"
+	"time"
+
+	"github.com/moeserve/moeserve/device"
+)
+
+// MoveInfo is an expert whose copy in a peer's memory has come or gone.
+type MoveInfo struct {
+	// Layer by the model's number.
+	Layer, Expert int
+	Device        device.Space
+	Bytes         int64
+	// Took is the time from Promote to the Settle that saw the copy's end, where it has come.
+	Took time.Duration
+	// Why it has gone: "demoted", "revoked", "copy failed".
+	Why string
+}
+
+// SwapInfo is an expert that became local in place of another.
+type SwapInfo struct{ Layer, In, Out int }
+
+// PeerInfo is a peer whose copies failed.
+type PeerInfo struct {
+	Device device.Space
+	Err    error
+	// Excluded says that nothing is fetched from it any more.
+	Excluded bool
+}
+
+// EventListener is told what happens to the experts' places. Any func may be nil.
+// They are called from several goroutines, must be quick, and must not call the store.
+type EventListener struct {
+	// Promoted: fetches come from the peer from now on.
+	Promoted func(MoveInfo)
+	// Demoted: they come from the host.
+	Demoted func(MoveInfo)
+	Swapped func(SwapInfo)
+	// PeerFailed: copies from or to a peer failed.
+	PeerFailed func(PeerInfo)
+}
+
+// EnsureDefaults returns l with funcs that do nothing where it has none.
+func (l EventListener) EnsureDefaults() EventListener {
+	if l.Promoted == nil {
+		l.Promoted = func(MoveInfo) {}
+	}
+	if l.Demoted == nil {
+		l.Demoted = func(MoveInfo) {}
+	}
+	if l.Swapped == nil {
+		l.Swapped = func(SwapInfo) {}
+	}
+	if l.PeerFailed == nil {
+		l.PeerFailed = func(PeerInfo) {}
+	}
+	return l
+}
+
+// Tee tells both.
+func Tee(a, b EventListener) EventListener {
+	a, b = a.EnsureDefaults(), b.EnsureDefaults()
+	return EventListener{
+		Promoted:   func(i MoveInfo) { a.Promoted(i); b.Promoted(i) },
+		Demoted:    func(i MoveInfo) { a.Demoted(i); b.Demoted(i) },
+		Swapped:    func(i SwapInfo) { a.Swapped(i); b.Swapped(i) },
+		PeerFailed: func(i PeerInfo) { a.PeerFailed(i); b.PeerFailed(i) },
+	}
+}
+
+// LogEvents writes what an operator can act on at warn and error, the rest at debug.
+func LogEvents(log *slog.Logger) EventListener {
+	return EventListener{
+		Promoted: func(i MoveInfo) {
+			log.Debug("experts: in peer memory", "layer", i.Layer, "expert", i.Expert, "device", i.Device.String(), "took", i.Took)
+		},
+		Demoted: func(i MoveInfo) {
+			log.Debug("experts: not in peer memory any more", "layer", i.Layer, "expert", i.Expert, "device", i.Device.String(), "why", i.Why)
+		},
+		Swapped: func(i SwapInfo) {
+			log.Debug("experts: local in place of another", "layer", i.Layer, "expert", i.In, "out", i.Out)
+		},
+		PeerFailed: func(i PeerInfo) {
+			if i.Excluded {
+				log.Error("experts: copies with a peer fail; it is left out and its experts come from host memory, slower", "device", i.Device.String(), "err", i.Err)
+				return
+			}
+			log.Warn("experts: a copy with a peer failed; its expert comes from host memory", "device", i.Device.String(), "err", i.Err)
+		},
+	}
+}

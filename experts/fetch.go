@@ -1,0 +1,328 @@
+package experts
+
+import (
+	"context"
+	"fmt"
+	"slices"
+
+	"github.com/moeserve/moeserve/device"
+	"github.com/moeserve/moeserve/harvest"
+	"github.com/moeserve/moeserve/residency"
+	"github.com/moeserve/moeserve/transfer"
+)
+
+// run is what one copy would bring if nothing of it came from elsewhere: experts that
+// lie side by side where they are and in the ring.
+type run struct {
+	from    device.Space
+	src     device.Range
+	experts []int
+	slot    int // the first
+	after   []transfer.Point
+	// lent are the peer copies that are read, refs references on them.
+	lent []*lent
+	refs []harvest.Ref
+}
+
+// bring takes a reference on each of these offloaded experts of the layer: on its
+// slot where it is still there, else on a free one, to which it is copied. False: some
+// found no slot.
+func (s *Store) bring(position int, missing []int, p transfer.Priority) (whole bool, err error) {
+	l := &s.layers[position]
+	for _, e := range missing {
+		if id := (ID{position, e}); !l.refs[e].Held() && s.inRing(id) {
+			if ref, ok := s.slots[l.slot[e]].cell.Acquire(); ok {
+				l.refs[e] = ref
+			}
+		}
+	}
+	s.runs, whole = s.collect(position, missing, p, s.runs[:0])
+	for i, hostBytes := range s.fromHost() {
+		r := &s.runs[i]
+		if err == nil {
+			if err = s.start(position, r, hostBytes, p); err == nil {
+				continue
+			}
+			s.err = err
+		}
+		s.giveUp(r)
+	}
+	return whole, err
+}
+
+// collect gives free slots to the experts that have none and cuts them into runs,
+// none of which goes over the border of a wave.
+func (s *Store) collect(position int, missing []int, p transfer.Priority, runs []run) ([]run, bool) {
+	l, size := &s.layers[position], s.plan.Layout.Size
+	n := min(s.plan.Waves, len(missing))
+	from := 0
+	for w := range n {
+		to := from + share(w, n, len(missing))
+		fresh := true // the next one begins a run
+		for _, e := range missing[from:to] {
+			if l.refs[e].Held() {
+				fresh = true
+				continue
+			}
+			at, ok := s.freeSlot()
+			if !ok {
+				return runs, false
+			}
+			after := s.occupy(at, ID{position, e})
+			l.refs[e], _ = s.slots[at].cell.Acquire()
+			l.slot[e] = at
+			src, space, copied, ref := s.resolve(ID{position, e})
+			s.slots[at].fresh, s.slots[at].ahead, s.slots[at].from = true, p == transfer.Prefetch, Host
+			if copied != nil {
+				s.slots[at].from = Peer
+			}
+			if fresh || !runs[len(runs)-1].takes(space, src, copied, at) {
+				runs = append(runs, run{from: space, src: device.Range{Addr: src.Addr}, slot: at})
+				fresh = false
+			}
+			r := &runs[len(runs)-1]
+			r.src.Bytes += size
+			r.experts = append(r.experts, e)
+			for _, a := range after {
+				if !slices.Contains(r.after, a) {
+					r.after = append(r.after, a)
+				}
+			}
+			if copied != nil {
+				r.lent, r.refs = append(r.lent, copied), append(r.refs, ref)
+			}
+		}
+		from = to
+	}
+	return runs, true
+}
+
+// takes says whether an expert that lies at src and goes to a slot prolongs the run.
+// Peer copies do only within a slab: two of them may lie side by side, and are different
+// allocations.
+func (r *run) takes(from device.Space, src device.Range, copied *lent, slot int) bool {
+	if r.from != from || r.src.End() != src.Addr || r.slot+len(r.experts) != slot {
+		return false
+	}
+	return copied == nil || r.lent[len(r.lent)-1].handle.Slab() == copied.handle.Slab()
+}
+
+// resolve says where an offloaded expert is copied from, and, where that is a peer,
+// by which copy, with a reference on it. It takes no lock and never waits. The step
+// that is run again after a copy from a peer failed takes everything from the host.
+func (s *Store) resolve(id ID) (device.Range, device.Space, *lent, harvest.Ref) {
+	if l := s.peers.published(id); l != nil && s.mistrust == 0 {
+		ref, ok := l.handle.Acquire(s.peers.fetcher)
+		if ok && s.without.noReference {
+			ref.Release()
+		}
+		if ok {
+			return l.handle.Range(), l.handle.Device(), l, ref
+		}
+	}
+	return s.hostRange(id), device.Host, nil, harvest.Ref{}
+}
+
+// freeSlot is the first slot from s.next on that nobody holds.
+func (s *Store) freeSlot() (int, bool) {
+	for k := range s.slots {
+		at := (s.next + k) % len(s.slots)
+		if _, _, references := s.slots[at].cell.State(); references == 0 {
+			return at, true
+		}
+	}
+	return 0, false
+}
+
+// occupy makes a free slot that of id and returns until when it may still be read, or
+// written by a copy that was made in vain.
+func (s *Store) occupy(at int, id ID) (after []transfer.Point) {
+	sl := &s.slots[at]
+	exclusive, ok := sl.cell.BeginExclusive()
+	if !ok {
+		panic(fmt.Sprintf("experts: ring slot %d is held exclusively by somebody else", at))
+	}
+	for _, p := range exclusive.Points() {
+		after = append(after, transfer.Point(p))
+	}
+	if !sl.awaited {
+		for _, f := range sl.copies {
+			if !f.ticket.Ended() {
+				after = append(after, f.done)
+				continue
+			}
+			// It has ended, so this does not wait: it orders the next copy after this one,
+			// whatever has become of it.
+			_ = f.ticket.Wait(context.Background())
+		}
+	}
+	if s.without.noReaders {
+		after = nil
+	}
+	exclusive.Replace()
+	sl.holds, sl.awaited, sl.copies = id, false, sl.copies[:0]
+	s.next = (at + 1) % len(s.slots)
+	return after
+}
+
+// fromHost says how many bytes of each run come from the host, so that peers' links
+// and the host's end together.
+func (s *Store) fromHost() []int64 {
+	host := load{rate: s.rates.of(device.Host)}
+	var spaces []device.Space
+	var loads []load
+	for i := range s.runs {
+		r := &s.runs[i]
+		if r.from == device.Host {
+			host.bytes += float64(r.src.Bytes)
+			continue
+		}
+		k := slices.Index(spaces, r.from)
+		if k < 0 {
+			k = len(spaces)
+			spaces, loads = append(spaces, r.from), append(loads, load{rate: s.rates.of(r.from)})
+		}
+		loads[k].bytes += float64(r.src.Bytes)
+	}
+	moved := shift(host, loads)
+	parts := make([]int64, len(s.runs))
+	for i := range s.runs {
+		k := slices.Index(spaces, s.runs[i].from)
+		if k < 0 {
+			continue
+		}
+		n := int64(float64(s.runs[i].src.Bytes)*moved[k]/loads[k].bytes) / alignment * alignment
+		if n >= s.o.SplitBytes {
+			parts[i] = n
+		}
+	}
+	return parts
+}
+
+// start submits the copies of a run: its last hostBytes come from the host.
+func (s *Store) start(position int, r *run, hostBytes int64, p transfer.Priority) error {
+	size := s.plan.Layout.Size
+	dst := s.ring.Range(int64(r.slot)*size, r.src.Bytes)
+	rest := r.src.Bytes - hostBytes
+	for _, e := range r.experts {
+		s.counts.fetches[position][e]++
+	}
+	f := &fetch{from: r.from, lent: r.lent}
+	err := s.submit(position, f, mainCopy, r, 0, dst.Slice(0, rest), r.src.Slice(0, rest), p)
+	for k := range r.refs {
+		if err == nil && r.refs[k].Held() {
+			r.refs[k].ReleaseAt(residency.Point(f.done))
+		}
+	}
+	// The rest, cut where the experts do not lie side by side in host memory.
+	for off := rest; off < r.src.Bytes && err == nil; {
+		first := off / size
+		src := s.hostRange(ID{position, r.experts[first]})
+		src = src.Slice(off-first*size, size-(off-first*size))
+		end := (first + 1) * size
+		for end < r.src.Bytes {
+			next := s.hostRange(ID{position, r.experts[end/size]})
+			if next.Addr != src.End() {
+				break
+			}
+			src.Bytes, end = src.Bytes+size, end+size
+		}
+		err = s.submit(position, &fetch{from: device.Host}, hostPart, r, off, dst.Slice(off, end-off), src, p)
+		off = end
+	}
+	return err
+}
+
+// giveUp notes that a run is not, or not wholly, on its way.
+func (s *Store) giveUp(r *run) {
+	f := &fetch{from: r.from}
+	for k := range r.experts {
+		f.slots = append(f.slots, r.slot+k)
+	}
+	s.fetches = append(s.fetches, f)
+	for k := range r.refs {
+		if r.refs[k].Held() {
+			r.refs[k].Release()
+		}
+	}
+}
+
+// submit starts one copy of a run, that of the bytes from off on.
+func (s *Store) submit(position int, f *fetch, kind int, r *run, off int64, dst, src device.Range, p transfer.Priority) error {
+	size := s.plan.Layout.Size
+	first, last := int(off/size), int((off+dst.Bytes-1)/size)
+	sl := &s.slots[r.slot+first]
+	sl.values[kind]++
+	f.done = transfer.Point{Fence: sl.landed[kind], Value: sl.values[kind]}
+	for k := first; k <= last; k++ {
+		at := r.slot + k
+		f.slots = append(f.slots, at)
+		s.slots[at].copies = append(s.slots[at].copies, f)
+	}
+	ticket, err := s.o.Transfer.Submit(transfer.Request{
+		From: f.from, Src: src, To: s.o.Space, Dst: dst,
+		Priority: p, After: r.after, Done: f.done,
+		Label: fmt.Sprintf("layer %d experts %d to %d", s.plan.Layers[position], r.experts[first], r.experts[last]),
+	})
+	if err != nil {
+		return err
+	}
+	f.ticket, f.bytes = ticket, dst.Bytes
+	s.fetches = append(s.fetches, f)
+	s.stats.Fetched[f.tier()] += f.bytes
+	return nil
+}
+
+// tier that the copy comes from.
+func (f *fetch) tier() Tier {
+	if f.from == device.Host {
+		return Host
+	}
+	return Peer
+}
+
+// forgo ends those copies into a slot that have not begun, where nobody has references
+// on what they bring any more: on a slow link a guess that was wrong would otherwise
+// hold up those that are right.
+func (s *Store) forgo(at int) {
+	for _, f := range slices.Clone(s.slots[at].copies) {
+		if slices.ContainsFunc(f.slots, func(at int) bool {
+			_, _, references := s.slots[at].cell.State()
+			return references > 0 || !slices.Contains(s.slots[at].copies, f) // else it is there for another expert
+		}) || !f.ticket.Forgo() {
+			continue
+		}
+		s.stats.Fetched[f.tier()] -= f.bytes
+		s.fetches = slices.DeleteFunc(s.fetches, func(x *fetch) bool { return x == f })
+		for _, at := range f.slots {
+			sl := &s.slots[at]
+			if sl.holds != nothing { // by another copy of the same expert that was forgone
+				s.counts.fetches[sl.holds.Layer][sl.holds.Expert]--
+			}
+			sl.holds = nothing
+			sl.copies = slices.DeleteFunc(sl.copies, func(x *fetch) bool { return x == f })
+		}
+	}
+}
+
+// forgetEnded drops the fetches that have landed.
+func (s *Store) forgetEnded() {
+	s.fetches = slices.DeleteFunc(s.fetches, func(f *fetch) bool {
+		if f.ticket == nil || !f.ticket.Ended() || f.ticket.Err() != nil {
+			return false
+		}
+		if f.from != device.Host {
+			s.peers.worked(f.from)
+		}
+		return true
+	})
+}
+
+// cancel ends the fetches of which nothing is with the device yet.
+func (s *Store) cancel() {
+	for _, f := range s.fetches {
+		if f.ticket != nil {
+			f.ticket.Cancel()
+		}
+	}
+}

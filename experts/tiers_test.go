@@ -1,0 +1,1057 @@
+package experts
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"math"
+	"math/rand/v2"
+	"os"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"pgregory.net/rapid"
+
+	"github.com/moeserve/moeserve/device"
+	"github.com/moeserve/moeserve/device/emulated"
+	"github.com/moeserve/moeserve/harvest"
+)
+
+// lend gives the rig a harvest over its peers.
+func (r *rig) lend(change ...func(*harvest.Options)) {
+	r.Helper()
+	o := harvest.Options{
+		Machine: r.m, Peers: []device.Space{device.HBM(1), device.HBM(2)},
+		SlabBytes: 4 * r.model.layout.Size, HeadroomBytes: -1, Cooldown: -1,
+	}
+	for _, c := range change {
+		c(&o)
+	}
+	h, err := harvest.New(o)
+	if err != nil {
+		r.Fatal(err)
+	}
+	r.harvest = h
+}
+
+func (r *rig) ok(err error) {
+	r.Helper()
+	if err != nil {
+		r.Fatal(err)
+	}
+}
+
+// promote brings the experts to peers' memory and waits until they are there.
+func (r *rig) promote(s *Store, ids ...ID) {
+	r.Helper()
+	for _, id := range ids {
+		r.ok(s.Promote(id, PromoteOptions{}))
+	}
+	r.ok(s.WaitMoves(r.Context()))
+}
+
+// offloaded lists the store's offloaded experts.
+func offloaded(s *Store) (ids []ID) {
+	for i, homes := range s.Homes() {
+		for e, h := range homes {
+			if h.Tier != Local {
+				ids = append(ids, ID{i, e})
+			}
+		}
+	}
+	return ids
+}
+
+// letters shows a tier per expert, by its first letter.
+func letters(where [][]Tier) string {
+	var b strings.Builder
+	for _, l := range where {
+		for _, tier := range l {
+			b.WriteByte(tier.String()[0])
+		}
+		b.WriteByte(' ')
+	}
+	return strings.TrimSpace(b.String())
+}
+
+// TestPeerTier: what lies in peers' memory is fetched from there, and from the host
+// again when it was taken back.
+func TestPeerTier(t *testing.T) {
+	for n := range uint64(4) {
+		r := newRig(t, small(rowMajor), machine(n), 200)
+		r.lend()
+		s := r.open(Config{Placement: r.placed(0.5), RingSlots: 4})
+		r.fill(s, 11)
+		all := offloaded(s)
+		if got, want := letters(s.Residency()), "lhlhlh lhlhlh lhlhlh lhlhlh lhlhlh"; got != want {
+			t.Fatalf("%s, want %s", got, want)
+		}
+		r.promote(s, all[:10]...)
+		if got, want := letters(s.Residency()), "lplplp lplplp lplplp lplhlh lhlhlh"; got != want {
+			t.Fatalf("%s, want %s", got, want)
+		}
+		size := r.model.layout.Size
+		for round, want := range []struct{ peer, host int64 }{{10, 5}, {10, 5}, {0, 15}} {
+			if round == 2 {
+				for _, p := range []device.Space{device.HBM(1), device.HBM(2)} {
+					c, err := r.harvest.Reclaim(p, 1<<20, time.Minute)
+					r.ok(err)
+					r.ok(c.Wait(t.Context()))
+				}
+				if got := letters(s.Residency()); strings.Contains(got, "p") {
+					t.Fatalf("after a revocation: %s", got)
+				}
+			}
+			before := s.Stats()
+			r.steps(s, 1, false)
+			after := s.Stats()
+			peer, host := (after.Fetched[Peer]-before.Fetched[Peer])/size, (after.Fetched[Host]-before.Fetched[Host])/size
+			hits := after.Hits[Peer] - before.Hits[Peer]
+			if peer != want.peer || host != want.host || hits != want.peer {
+				t.Errorf("round %d: %d experts from peers (%d hits), %d from the host; want %d and %d", round, peer, hits, host, want.peer, want.host)
+			}
+		}
+		st := s.Stats()
+		if st.Promoted != 10 || st.Revoked != 10 || st.Demoted != 0 || st.MovedBytes != 10*size {
+			t.Errorf("%+v", st)
+		}
+		// There is room again.
+		r.promote(s, all...)
+		r.ok(s.Demote(all[0]))
+		r.ok(s.Demote(all[0]))
+		r.steps(s, 2, true)
+		if st := s.Stats(); st.Demoted != 1 || st.Failed != 0 {
+			t.Errorf("%+v", st)
+		}
+	}
+}
+
+// TestSlabsSideBySide: where two pieces of borrowed memory lie side by side, experts at
+// their ends are not copied together. A machine that checks keeps allocations apart, so
+// this one does not.
+func TestSlabsSideBySide(t *testing.T) {
+	m := small(rowMajor)
+	m.layout.Size = int64(os.Getpagesize())
+	neighbors := 0
+	for _, backwards := range []bool{false, true} {
+		r := newBareRig(t, m, emulated.Options{Virtual: true}, 1<<20)
+		r.lend(func(o *harvest.Options) { o.Peers, o.SlabBytes = o.Peers[:1], m.layout.Size })
+		s := r.open(Config{Placement: r.placed(1), RingSlots: 6})
+		r.fill(s, 11)
+		ids := offloaded(s)
+		if backwards {
+			slices.Reverse(ids)
+		}
+		r.promote(s, ids...)
+		for _, id := range ids {
+			if next := (ID{id.Layer, id.Expert + 1}); next.Expert < m.experts {
+				a, b := s.peers.published(id).handle, s.peers.published(next).handle
+				if a.Range().End() == b.Range().Addr && a.Slab() != b.Slab() {
+					neighbors++
+				}
+			}
+		}
+		r.steps(s, 2, false)
+	}
+	if neighbors == 0 {
+		t.Skip("the system puts no two pieces of memory side by side")
+	}
+}
+
+// TestPromoteRefused: what cannot be promoted says why.
+func TestPromoteRefused(t *testing.T) {
+	r := newRig(t, small(rowMajor), emulated.Options{Virtual: true, GPUs: []emulated.GPU{{}, {MemoryBytes: 1 << 20}, {MemoryBytes: 1 << 20}}}, 200)
+	r.lend(func(o *harvest.Options) { o.Peers = o.Peers[:1]; o.HeadroomBytes = 1<<20 - 3*512 })
+	s := r.open(Config{Placement: r.placed(0.5)})
+	wants := func(err, is error, text string) {
+		t.Helper()
+		if !errors.Is(err, is) || !strings.Contains(err.Error(), text) {
+			t.Errorf("got %v, want %v with %q", err, is, text)
+		}
+	}
+	if err := s.Promote(ID{0, 1}, PromoteOptions{}); err == nil || !strings.Contains(err.Error(), "not sealed") {
+		t.Errorf("got %v", err)
+	}
+	r.fill(s, 11)
+	wants(s.Promote(ID{0, 0}, PromoteOptions{}), ErrBusy, "layer 0 expert 0: it is local")
+	r.promote(s, ID{0, 1})
+	wants(s.Promote(ID{0, 1}, PromoteOptions{}), ErrBusy, "promote layer 0 expert 1")
+	wants(s.Promote(ID{0, 3}, PromoteOptions{Peers: []device.Space{device.HBM(2)}}), harvest.ErrNoCapacity, "gpu1 is not among")
+	r.promote(s, ID{0, 3}, ID{0, 5})
+	wants(s.Promote(ID{1, 1}, PromoteOptions{}), harvest.ErrNoCapacity, "layer 1 expert 1")
+	if err := s.Promote(ID{5, 0}, PromoteOptions{}); err == nil || !strings.Contains(err.Error(), "5 layers of 6 experts") {
+		t.Errorf("got %v", err)
+	}
+	without := newRig(t, small(rowMajor), emulated.Options{Virtual: true}, 200)
+	s = without.open(Config{Placement: without.placed(1)})
+	without.fill(s, 11)
+	wants(s.Promote(ID{0, 0}, PromoteOptions{}), harvest.ErrNoCapacity, "the store has no harvest")
+	r.ok(s.Demote(ID{0, 0}))
+}
+
+// choose is what a step's rows choose of each layer, and what is guessed of it one
+// layer ahead.
+type choice struct{ chosen, guessed [][]int32 }
+
+func choices(rng *rand.Rand, m model) choice {
+	some := func() (list []int32) {
+		for range rng.IntN(m.experts + 2) {
+			list = append(list, int32(rng.IntN(m.experts)))
+		}
+		return list
+	}
+	var c choice
+	for range m.layers {
+		c.chosen, c.guessed = append(c.chosen, some()), append(c.guessed, some())
+	}
+	return c
+}
+
+// chosenStep runs a step that fetches only what is chosen, which the host learns when
+// the stream has come to each layer.
+func (r *rig) chosenStep(s *Store, c choice, flops int64) ([]map[int]uint32, error) {
+	routed, err := r.m.NewEvent()
+	if err != nil {
+		return nil, err
+	}
+	defer func() { r.ok(routed.Close()) }()
+	out := make([]map[int]uint32, len(r.model.layers))
+	for i, l := range r.model.layers {
+		out[i] = map[int]uint32{}
+		u, err := s.OpenLocal(r.Context(), l, r.compute)
+		if err != nil {
+			return nil, err
+		}
+		if err := r.compute.Execute(device.Work{Name: "attention", Flops: 4 * flops}); err != nil {
+			return nil, err
+		}
+		if err := r.compute.Record(routed); err != nil {
+			return nil, err
+		}
+		for _, w := range u.Waves {
+			if err := r.products(u, w, flops*int64(w.Experts.Shape[0]), out[i]); err != nil {
+				return nil, err
+			}
+		}
+		if err := routed.Synchronize(r.Context()); err != nil {
+			return nil, err
+		}
+		waves, err := s.Choose(r.Context(), l, c.chosen[i], r.compute)
+		if err != nil {
+			return nil, err
+		}
+		next := (i + 1) % len(r.model.layers)
+		if err := s.Guess(r.model.layers[next], c.guessed[next]); err != nil {
+			return nil, err
+		}
+		for _, w := range waves {
+			if err := w.Wait(r.compute); err != nil {
+				return nil, err
+			}
+			if err := r.products(u, w, flops*int64(w.Experts.Shape[0]), out[i]); err != nil {
+				return nil, err
+			}
+		}
+		if err := s.Done(l, r.compute); err != nil {
+			return nil, err
+		}
+	}
+	if err := r.compute.Synchronize(r.Context()); err != nil {
+		return nil, err
+	}
+	return out, s.Err()
+}
+
+// verifyChosen compares a step's checksums with the model: local experts and chosen
+// ones were computed, and no others.
+func (r *rig) verifyChosen(s *Store, c choice, out []map[int]uint32) {
+	r.Helper()
+	for i, homes := range s.Homes() {
+		for e, h := range homes {
+			sum, computed := out[i][e]
+			if want := h.Tier == Local || slices.Contains(c.chosen[i], int32(e)); computed != want {
+				r.Errorf("layer %d expert %d: computed %t, want %t", r.model.layers[i], e, computed, want)
+			} else if computed && sum != r.model.sum(r.model.layers[i], e) {
+				r.Errorf("layer %d expert %d: wrong bytes", r.model.layers[i], e)
+			}
+		}
+	}
+}
+
+// TestChosen: only chosen experts are fetched, whatever was guessed and wherever they
+// lie, also in turn with steps that fetch all.
+func TestChosen(t *testing.T) {
+	for seed := range uint64(24) {
+		o := machine(seed)
+		t.Run(fmt.Sprintf("seed=%d/virtual=%t/%s", seed, o.Virtual, o.Schedule), func(t *testing.T) {
+			rng := rand.New(rand.NewPCG(seed, 0))
+			r := newRig(t, small(rowMajor), o, 300)
+			r.lend()
+			s := r.open(Config{Placement: r.placed([]float64{0.4, 0.7, 1}[seed%3]), RingSlots: []int{0, 6, 12}[seed%3], Waves: 1 + int(seed)%4})
+			r.fill(s, 11)
+			all := offloaded(s)
+			r.promote(s, all[:len(all)/2]...)
+			var right, guessed, asked int64
+			for step := range 6 {
+				r.ok(s.Begin())
+				if step%3 == 2 {
+					r.steps(s, 1, true)
+					continue
+				}
+				c := choices(rng, r.model)
+				out, err := r.chosenStep(s, c, 0)
+				r.ok(err)
+				r.verifyChosen(s, c, out)
+			}
+			st := s.Stats()
+			right, guessed, asked = st.GuessedRight, st.Guessed, st.Asked
+			if right > guessed || right > asked || guessed == 0 || asked == 0 {
+				t.Errorf("%d of %d guesses were right, %d experts asked for", right, guessed, asked)
+			}
+			if st.Hits[Peer]+st.Hits[Host] != st.Misses || st.Prefetched > st.Misses {
+				t.Errorf("%+v", st)
+			}
+		})
+	}
+}
+
+// TestGuessesHideCopies: when the guess is right, the copy runs under the layer
+// before; when it is wrong, the needed copy overtakes it.
+func TestGuessesHideCopies(t *testing.T) {
+	m := small(rowMajor)
+	m.layers = layerNumbers(16)
+	took := func(guess bool) time.Duration {
+		// A copy takes 512 us, attention 400 us, each expert 100 us.
+		r := newRig(t, m, emulated.Options{
+			Virtual: true, HostLink: emulated.Link{BytesPerSecond: 1e6}, GPUs: []emulated.GPU{{FlopsPerSecond: 1e6}},
+		}, 512)
+		s := r.open(Config{Placement: r.placed(1)})
+		r.fill(s, 11)
+		var c choice
+		for i := range m.layers {
+			c.chosen = append(c.chosen, []int32{int32(i % 6)})
+			c.guessed = append(c.guessed, nil)
+			if guess {
+				c.guessed[i] = c.chosen[i]
+			}
+		}
+		began := r.m.Now()
+		out, err := r.chosenStep(s, c, 100)
+		r.ok(err)
+		r.verifyChosen(s, c, out)
+		if st := s.Stats(); guess && st.Prefetched != 15 {
+			t.Errorf("%+v", st)
+		}
+		return r.m.Now() - began
+	}
+	// 16 times 1012 us at least; with guesses, little more than the copies alone.
+	if without, with := took(false), took(true); without < 16*1012*time.Microsecond || with > (1012+15*700)*time.Microsecond {
+		t.Errorf("a step takes %v with right guesses and %v without", with, without)
+	}
+}
+
+// TestWrongGuesses: on a link that is the bottleneck a wrong guess costs little, since
+// its copy is forgone where it has not begun when that is known.
+func TestWrongGuesses(t *testing.T) {
+	m := small(rowMajor)
+	m.layers, m.experts = layerNumbers(12), 64
+	took := func(right int) (step time.Duration, fetched int64) {
+		// A copy takes 171 us, attention 40 us, an expert 10 us.
+		r := newRig(t, m, emulated.Options{
+			Virtual: true, HostLink: emulated.Link{BytesPerSecond: 3e6}, GPUs: []emulated.GPU{{FlopsPerSecond: 1e6}},
+		}, 512)
+		s := r.open(Config{Placement: r.placed(1)})
+		r.fill(s, 11)
+		rng := rand.New(rand.NewPCG(1, 1))
+		var c choice
+		for range m.layers {
+			var chosen, guessed []int32
+			for _, e := range rng.Perm(m.experts)[:8] {
+				chosen = append(chosen, int32(e))
+				if rng.IntN(100) < right {
+					guessed = append(guessed, int32(e))
+				} else {
+					guessed = append(guessed, int32(rng.IntN(m.experts)))
+				}
+			}
+			c.chosen, c.guessed = append(c.chosen, chosen), append(c.guessed, guessed)
+		}
+		began := r.m.Now()
+		out, err := r.chosenStep(s, c, 10)
+		r.ok(err)
+		r.verifyChosen(s, c, out)
+		var fetches int64
+		for _, layer := range s.Fetches() {
+			for _, n := range layer {
+				fetches += n
+			}
+		}
+		if st := s.Stats(); st.Fetched[Host] != fetches*m.layout.Size || st.Failed != 0 {
+			t.Errorf("%+v, %d fetches", st, fetches)
+		}
+		return r.m.Now() - began, fetches
+	}
+	all, _ := took(100)
+	half, fetched := took(50)
+	if half > all*118/100 || fetched > 12*8*125/100 {
+		t.Errorf("a step takes %v and %d fetches with half of the guesses right, %v with all", half, fetched, all)
+	}
+}
+
+// TestSwap: an offloaded expert becomes local in place of another between two steps.
+func TestSwap(t *testing.T) {
+	for n := range uint64(8) {
+		tag := []string{rowMajor, "reversed"}[n%2]
+		r := newRig(t, small(tag), machine(n), 200)
+		r.lend()
+		s := r.open(Config{Placement: r.placed(0.5), Adaptive: true})
+		r.fill(s, 11)
+		r.steps(s, 1, true)
+		r.ok(s.Swap(ID{0, 1}, ID{0, 0}))
+		r.ok(s.Swap(ID{3, 5}, ID{3, 2}))
+		for _, c := range []struct {
+			in, out ID
+			want    string
+		}{
+			{ID{1, 1}, ID{1, 0}, "no spare extent"},
+			{ID{1, 1}, ID{2, 0}, "not of one layer"},
+			{ID{1, 1}, ID{1, 3}, "the second is not local"},
+			{ID{1, 0}, ID{1, 2}, "layer 1 expert 2: it is local"},
+		} {
+			if err := s.Swap(c.in, c.out); err == nil || !strings.Contains(err.Error(), c.want) {
+				t.Errorf("got %v, want %q", err, c.want)
+			}
+		}
+		r.steps(s, 1, true)
+		r.ok(s.WaitMoves(t.Context()))
+		r.ok(s.Begin())
+		r.steps(s, 2, true)
+		if got, want := letters(tiersOf(s.Homes())), "hllhlh lhlhlh lhlhlh lhhhll lhlhlh"; got != want {
+			t.Errorf("%s, want %s", got, want)
+		}
+		c := choices(rand.New(rand.NewPCG(n, 1)), r.model)
+		out, err := r.chosenStep(s, c, 0)
+		r.ok(err)
+		r.verifyChosen(s, c, out)
+		r.promote(s, ID{0, 0})
+		r.steps(s, 2, true)
+	}
+	r := newRig(t, small(rowMajor), emulated.Options{Virtual: true}, 200)
+	s := r.open(Config{Placement: r.placed(0.5)})
+	r.fill(s, 11)
+	if err := s.Swap(ID{0, 1}, ID{0, 0}); err == nil || !strings.Contains(err.Error(), "not adaptive") {
+		t.Errorf("got %v", err)
+	}
+}
+
+func tiersOf(homes [][]Home) [][]Tier {
+	where := make([][]Tier, len(homes))
+	for i := range homes {
+		for _, h := range homes[i] {
+			where[i] = append(where[i], h.Tier)
+		}
+	}
+	return where
+}
+
+// TestPeerFails: a copy from or to a peer fails, or the peer is lost, at any moment: no
+// step that is believed has wrong bytes, and the next try goes on without the peer.
+func TestPeerFails(t *testing.T) {
+	for seed := range uint64(32) {
+		o := machine(seed)
+		t.Run(fmt.Sprintf("seed=%d/virtual=%t/%s", seed, o.Virtual, o.Schedule), func(t *testing.T) {
+			r := newRig(t, small(rowMajor), o, 300)
+			r.lend()
+			s := r.open(Config{Placement: r.placed(0.6), RingSlots: 8, Waves: 2})
+			r.fill(s, 4)
+			all := offloaded(s)
+			r.promote(s, all...)
+			lose, spaces := seed%4 == 1, []device.Space{device.HBM(1), device.HBM(2)}
+			if !lose {
+				r.m.Inject(&emulated.Fault{
+					Kind: emulated.FailCopy, Times: []int{-1, 3, 4, 5}[seed%4], Skip: int(seed) % 5,
+					Match: func(p emulated.Point) bool { return slices.Contains(spaces, p.From) && p.To == device.HBM(0) },
+				})
+			}
+			for step := range 4 {
+				if lose && step == 1 {
+					r.ok(r.m.Lose(1))
+				}
+				for attempt := 0; ; attempt++ {
+					out, err := r.step(s, true, 0)
+					if err == nil {
+						r.verify(out)
+						break
+					}
+					if attempt > 8 {
+						t.Fatalf("%d attempts fail: %v", attempt, err)
+					}
+					_ = r.compute.Recover(t.Context()) // the error is the one at hand
+					r.ok(s.Reset(t.Context()))
+				}
+				_, err := r.harvest.Tick(r.m.Now())
+				r.ok(err)
+			}
+			if lose {
+				if err := s.Promote(all[0], PromoteOptions{Peers: spaces[:1]}); !errors.Is(err, harvest.ErrNoCapacity) {
+					t.Errorf("promote to a lost peer: %v", err)
+				}
+			}
+			if s.Stats().Failed == 0 && seed%4 < 2 {
+				t.Error("nothing failed")
+			}
+		})
+	}
+}
+
+// TestFlakyPeers: where copies from peers fail now and then, and so none is left out,
+// one more try of a step is enough: it takes everything from the host. The step after it
+// uses peers again.
+func TestFlakyPeers(t *testing.T) {
+	for seed := range uint64(16) {
+		r := newRig(t, small(rowMajor), machine(seed), 300)
+		r.lend()
+		s := r.open(Config{Placement: r.placed(1), RingSlots: 6})
+		r.fill(s, 11)
+		r.promote(s, offloaded(s)...)
+		r.m.Inject(&emulated.Fault{
+			Kind: emulated.FailCopy, Times: -1, Chance: 0.4,
+			Match: func(p emulated.Point) bool { return p.From != device.Host && p.To == device.HBM(0) },
+		})
+		failed := 0
+		for range 8 {
+			r.promote(s, r.hostOnly(s)...)
+			for try := 0; ; try++ {
+				r.ok(s.Begin())
+				before := s.Stats().Fetched[Peer]
+				out, err := r.step(s, try%2 == 0, 0)
+				if (s.Stats().Fetched[Peer] == before) != (try > 0) && strings.Contains(letters(s.Residency()), "p") {
+					t.Errorf("try %d: %d bytes from peers", try, s.Stats().Fetched[Peer]-before)
+				}
+				if err == nil {
+					r.verify(out)
+					break
+				}
+				if failed++; try > 0 {
+					t.Fatalf("seed %d: the second try fails: %v", seed, err)
+				}
+				_ = r.compute.Recover(t.Context()) // the error is the one at hand
+				r.ok(s.Reset(t.Context()))
+			}
+			for k := range 2 { // a row of failures may have left one out
+				r.ok(r.harvest.Readmit(device.HBM(1 + k)))
+			}
+		}
+		if failed == 0 {
+			t.Error("nothing failed")
+		}
+	}
+}
+
+// TestStepsPassMoves: a step goes on while somebody who moves experts waits for a
+// device, with the lock of moves in his hands.
+func TestStepsPassMoves(t *testing.T) {
+	r := newRig(t, small(rowMajor), emulated.Options{}, 300)
+	r.lend()
+	s := r.open(Config{Placement: r.placed(1), RingSlots: 6})
+	r.fill(s, 11)
+	r.promote(s, offloaded(s)...)
+	s.peers.mu.Lock()
+	done := make(chan error, 1)
+	go func() {
+		err := s.Begin()
+		for range 3 {
+			if err == nil {
+				_, err = r.step(s, true, 0)
+			}
+		}
+		done <- err
+	}()
+	select {
+	case err := <-done:
+		s.peers.mu.Unlock()
+		r.ok(err)
+	case <-time.After(5 * time.Second):
+		s.peers.mu.Unlock()
+		t.Errorf("the steps wait for who moves experts; %v", <-done)
+	}
+}
+
+// TestOneUpdate: a layer of which only chosen experts are fetched has its row of the
+// tables updated when they are known, whatever was guessed, and before that only where
+// its local experts have changed.
+func TestOneUpdate(t *testing.T) {
+	r := newRig(t, small(rowMajor), emulated.Options{Virtual: true}, 300)
+	s := r.open(Config{Placement: r.placed(0.5), Adaptive: true})
+	r.fill(s, 11)
+	l := &s.layers[0]
+	for _, c := range []struct {
+		swap   bool
+		chosen int32
+		first  bool // OpenLocal sends
+	}{{false, 1, false}, {false, 3, false}, {true, 3, true}, {false, 5, false}} {
+		if c.swap {
+			r.ok(s.Swap(ID{0, 1}, ID{0, 0}))
+			r.ok(s.WaitMoves(t.Context()))
+		}
+		r.ok(s.Begin())
+		r.ok(s.Guess(0, []int32{1, 3, 5}))
+		_, err := s.OpenLocal(t.Context(), 0, r.compute)
+		r.ok(err)
+		if sent := l.sent >= 0; sent != c.first {
+			t.Errorf("%+v: sent when opened: %t", c, sent)
+		}
+		_, err = s.Choose(t.Context(), 0, []int32{c.chosen}, r.compute)
+		r.ok(err)
+		if l.sent < 0 && !c.first {
+			t.Errorf("%+v: not sent when chosen", c)
+		}
+		r.ok(s.Done(0, r.compute))
+		r.ok(r.compute.Synchronize(t.Context()))
+	}
+}
+
+// hostOnly lists the experts that are in host memory alone.
+func (r *rig) hostOnly(s *Store) []ID {
+	r.Helper()
+	_, err := r.harvest.Tick(r.m.Now())
+	r.ok(err)
+	var ids []ID
+	for i, homes := range s.Homes() {
+		for e, h := range homes {
+			if h.Tier == Host {
+				ids = append(ids, ID{i, e})
+			}
+		}
+	}
+	return ids
+}
+
+// TestMoveFails: a copy to a peer that fails gives the memory back and leaves the
+// expert where it was; after a row of failures the peer is left out.
+func TestMoveFails(t *testing.T) {
+	for n := range uint64(4) {
+		var told []PeerInfo
+		r := newRig(t, small(rowMajor), machine(n), 300)
+		r.lend(func(o *harvest.Options) { o.Peers = o.Peers[:1] })
+		s := r.open(Config{Placement: r.placed(1)})
+		s.o.Events = Tee(s.o.Events, EventListener{PeerFailed: func(i PeerInfo) { told = append(told, i) }})
+		r.fill(s, 11)
+		fault := r.m.Inject(&emulated.Fault{Kind: emulated.FailCopy, Times: -1, Match: func(p emulated.Point) bool { return p.To == device.HBM(1) && p.From == device.Host }})
+		for i := range failuresInARow {
+			r.promote(s, ID{0, i})
+		}
+		fault.Release()
+		if n := len(told); n != failuresInARow || told[n-1].Excluded != true || told[0].Excluded {
+			t.Errorf("%+v", told)
+		}
+		if got := letters(s.Residency()); strings.Contains(got, "p") {
+			t.Error(got)
+		}
+		if err := s.Promote(ID{0, 0}, PromoteOptions{}); !errors.Is(err, harvest.ErrNoCapacity) {
+			t.Errorf("got %v", err)
+		}
+		r.ok(r.harvest.Readmit(device.HBM(1)))
+		r.promote(s, ID{0, 0})
+		r.steps(s, 1, true)
+		if s.Stats().Hits[Peer] != 1 {
+			t.Errorf("%+v", s.Stats())
+		}
+	}
+}
+
+// TestBothLinks: an expert that lies in peer memory comes over both links where that
+// is faster, in the time that both take together.
+func TestBothLinks(t *testing.T) {
+	for _, c := range []struct {
+		peers int // of the 6 experts of each layer
+		want  time.Duration
+	}{
+		// Host 1 MB/s, peers 3 MB/s: 6 experts of 512 bytes.
+		{0, 3072 * time.Microsecond},
+		{2, 2048 * time.Microsecond}, // the other 4 keep the host's link
+		{6, 768 * time.Microsecond},  // 2304 bytes from peers, 768 from the host
+	} {
+		m := small(rowMajor)
+		m.layers = layerNumbers(8)
+		r := newRig(t, m, emulated.Options{
+			Virtual: true, HostLink: emulated.Link{BytesPerSecond: 1e6}, PeerLink: emulated.Link{BytesPerSecond: 3e6},
+		}, 256)
+		r.lend(func(o *harvest.Options) { o.Peers = o.Peers[:1] })
+		s := r.open(Config{Placement: r.placed(1), RingSlots: 12, Waves: 1})
+		r.fill(s, 11)
+		for i := range m.layers {
+			for e := range c.peers {
+				r.promote(s, ID{i, e})
+			}
+		}
+		r.steps(s, 1, true)
+		began := r.m.Now()
+		r.steps(s, 1, true)
+		// Layer 0 was prefetched by the step before.
+		if d, want := r.m.Now()-began, 8*c.want; d < want*95/100 || d > want*110/100 {
+			t.Errorf("%d experts of a layer on a peer: a step takes %v, want %v", c.peers, d, want)
+		}
+	}
+}
+
+func TestShift(t *testing.T) {
+	for _, c := range []struct {
+		host  load
+		peers []load
+		want  []float64
+	}{
+		{load{0, 55}, []load{{450, 395}}, []float64{55}},
+		{load{100, 55}, []load{{450, 395}}, []float64{0}}, // the host has enough to do
+		{load{0, 55}, nil, []float64{}},
+		{load{0, 0}, []load{{450, 395}}, []float64{0}},
+		{load{0, 55}, []load{{450, 0}}, []float64{0}},
+		{load{0, 1}, []load{{10, 1}, {1, 1}}, []float64{5, 0}}, // the second ends first
+		{load{2, 2}, []load{{10, 2}, {8, 2}}, []float64{10 - 20./3, 8 - 20./3}},
+	} {
+		got := shift(c.host, c.peers)
+		if !slices.EqualFunc(got, c.want, func(a, b float64) bool { return math.Abs(a-b) < 1e-9 }) {
+			t.Errorf("shift(%v, %v) is %v, want %v", c.host, c.peers, got, c.want)
+		}
+	}
+}
+
+// TestShiftProperties: nothing is gained by moving more or less.
+func TestShiftProperties(t *testing.T) {
+	end := func(host load, peers []load, moved []float64) float64 {
+		last := host.bytes
+		for _, n := range moved {
+			last += n
+		}
+		last /= host.rate
+		for i, p := range peers {
+			last = max(last, (p.bytes-moved[i])/p.rate)
+		}
+		return last
+	}
+	rapid.Check(t, func(t *rapid.T) {
+		value, rate := rapid.IntRange(0, 1_000_000), rapid.IntRange(1, 1000)
+		host := load{float64(value.Draw(t, "bytes")), float64(rate.Draw(t, "rate"))}
+		var peers []load
+		for range rapid.IntRange(0, 4).Draw(t, "peers") {
+			peers = append(peers, load{float64(value.Draw(t, "bytes")), float64(rate.Draw(t, "rate"))})
+		}
+		moved := shift(host, peers)
+		best := end(host, peers, moved)
+		for i := range moved {
+			if moved[i] < 0 || moved[i] > peers[i].bytes {
+				t.Fatalf("%v of %v moved", moved[i], peers[i].bytes)
+			}
+			for _, by := range []float64{-0.1, 0.1} {
+				other := slices.Clone(moved)
+				other[i] = min(max(0, other[i]+by*peers[i].bytes), peers[i].bytes)
+				if e := end(host, peers, other); e < best-1e-9*(1+best) {
+					t.Fatalf("%v ends at %v, %v at %v", moved, best, other, e)
+				}
+			}
+		}
+	})
+}
+
+// TestRates: copies correct what the topology says, and only that.
+func TestRates(t *testing.T) {
+	m := small(rowMajor)
+	m.layout.Size = 32 << 20
+	r := newRig(t, m, emulated.Options{
+		Virtual: true, NoData: true, HostLink: emulated.Link{BytesPerSecond: 50e9, Latency: 100 * time.Microsecond},
+		Report: func(emulated.Finding) {},
+	}, 8<<20)
+	s := r.open(Config{Placement: r.placed(1), Waves: 1})
+	s.o.NoData = true
+	r.fill(s, 11)
+	before := s.Links()
+	if len(before) != 3 || before[0] != (Link{device.Host, 50e9}) || before[1].BytesPerSecond != 0 {
+		t.Fatalf("%v", before)
+	}
+	for range 4 {
+		_, err := r.step(s, true, 0)
+		r.ok(err)
+		r.ok(s.Begin())
+	}
+	after := s.Links()
+	if got := after[0].BytesPerSecond; got > 45e9 || got < 20e9 {
+		t.Errorf("with a latency of 100 us per 8 MiB: %.1f GB/s", got/1e9)
+	}
+	if after[1].BytesPerSecond != 0 {
+		t.Errorf("%v", after)
+	}
+}
+
+// TestAnything does everything at once, in any order: promotions, revocations, faults,
+// swaps and both kinds of steps. Whatever happens, steps that are believed read the
+// right bytes, and the checker finds no access that nothing orders.
+func TestAnything(t *testing.T) {
+	rapid.Check(t, func(rt *rapid.T) {
+		seed := rapid.Uint64Range(0, 1<<20).Draw(rt, "seed")
+		o := emulated.Options{Virtual: true, Schedule: emulated.Schedule(rapid.IntRange(0, 2).Draw(rt, "schedule")), Seed: seed}
+		chunk, fraction := rapid.Int64Range(64, 1024).Draw(rt, "chunk"), rapid.SampledFrom([]float64{0.3, 0.5, 1}).Draw(rt, "fraction")
+		c := Config{Adaptive: true, RingSlots: rapid.IntRange(6, 14).Draw(rt, "ring"), Waves: rapid.IntRange(1, 4).Draw(rt, "waves")}
+		actions := rapid.SliceOfN(rapid.IntRange(0, 9), 4, 30).Draw(rt, "actions")
+		if !t.Run("", func(t *testing.T) {
+			r := newRig(t, small(rowMajor), o, chunk)
+			r.lend()
+			c.Placement = r.placed(fraction)
+			s := r.open(c)
+			r.fill(s, 11)
+			rng := rand.New(rand.NewPCG(seed, 7))
+			id := func() ID { return ID{rng.IntN(len(r.model.layers)), rng.IntN(r.model.experts)} }
+			for _, action := range actions {
+				switch action {
+				case 0, 1:
+					for range 1 + rng.IntN(8) {
+						_ = s.Promote(id(), PromoteOptions{}) // it may be local, or there
+					}
+				case 2:
+					r.ok(s.Demote(id()))
+				case 3:
+					a := id()
+					_ = s.Swap(a, ID{a.Layer, rng.IntN(r.model.experts)})
+				case 4:
+					_, err := r.harvest.Reclaim(device.HBM(1+rng.IntN(2)), int64(1+rng.IntN(8192)), time.Second)
+					r.ok(err)
+				case 5:
+					r.m.Inject(&emulated.Fault{Kind: emulated.FailCopy, Times: 1 + rng.IntN(3), Skip: rng.IntN(9)})
+				case 6:
+					r.m.Inject(&emulated.Fault{Kind: emulated.StallCopy, Skip: rng.IntN(9), For: time.Duration(rng.IntN(1e6))})
+				case 7:
+					s.Settle()
+					_, err := r.harvest.Tick(r.m.Now())
+					r.ok(err)
+				default:
+					r.anyStep(s, rng)
+				}
+			}
+			r.anyStep(s, rng)
+		}) {
+			rt.FailNow()
+		}
+	})
+}
+
+// anyStep runs a step of either kind until it is believed.
+func (r *rig) anyStep(s *Store, rng *rand.Rand) {
+	r.Helper()
+	whole, c := rng.IntN(2) == 0, choices(rng, r.model)
+	for attempt := 0; ; attempt++ {
+		r.ok(s.Begin())
+		var out []map[int]uint32
+		var err error
+		if whole {
+			out, err = r.step(s, true, 0)
+		} else {
+			out, err = r.chosenStep(s, c, 0)
+		}
+		if err == nil {
+			if whole {
+				r.verify(out)
+			} else {
+				r.verifyChosen(s, c, out)
+			}
+			return
+		}
+		if attempt > 20 {
+			r.Fatalf("%d attempts fail: %v", attempt, err)
+		}
+		_ = r.compute.Recover(context.Background()) // the error is the one at hand
+		r.ok(s.Reset(r.Context()))
+	}
+}
+
+// TestSnapshot: what operators read agrees with the store.
+func TestSnapshot(t *testing.T) {
+	r := newRig(t, small(rowMajor), emulated.Options{Virtual: true}, 300)
+	r.lend()
+	s := r.open(Config{Placement: r.placed(0.5), RingSlots: 3})
+	r.fill(s, 11)
+	r.promote(s, ID{0, 1}, ID{2, 3})
+	r.steps(s, 2, true)
+	counts := make([]int64, 8*6)
+	counts[7*6+5] = 9
+	s.Activated(counts)
+	snap := s.Snapshot()
+	var where [][]Tier
+	for _, l := range snap.Layers {
+		var tiers []Tier
+		for _, e := range l.Experts {
+			tiers = append(tiers, e.Tier)
+			if e.Uses != 2 {
+				t.Errorf("%+v", e)
+			}
+		}
+		where = append(where, tiers)
+	}
+	if got, want := letters(where), letters(s.Residency()); got != want {
+		t.Errorf("%s, want %s", got, want)
+	}
+	if x := snap.Layers[2].Experts[3]; x.Tier != Peer || x.Peer != "gpu1" {
+		t.Errorf("%+v", x)
+	}
+	if x := snap.Layers[4]; x.Layer != 7 || x.Experts[5].Activations != 9 || x.Experts[4].Activations != 0 {
+		t.Errorf("%+v", x)
+	}
+	if len(snap.Ring) != 3 || snap.Ring[0].Layer < 0 || len(snap.Links) != 3 {
+		t.Errorf("%+v %+v", snap.Ring, snap.Links)
+	}
+}
+
+// TestSafeguards: without any one of the safeguards the checker, or the bytes, tell.
+func TestSafeguards(t *testing.T) {
+	for name, without := range map[string]safeguards{
+		"none": {},
+		// A revocation under way does not wait for the copy.
+		"reference before copy": {noReference: true},
+		// The products do not wait for the copy.
+		"event before use": {noArrival: true},
+		// The next copy into a slot does not wait for the slot's readers.
+		"last reader before overwriting": {noReaders: true},
+		// Fetches take an expert from a peer before its last byte is there.
+		"landed before published": {noLanding: true},
+	} {
+		found := 0
+		for seed := range uint64(24) {
+			if r := (&unguarded{seed: seed, without: without}); r.run(t) {
+				found++
+				break
+			}
+		}
+		if (found > 0) != (name != "none") {
+			t.Errorf("without %s: a run was found out: %t", name, found > 0)
+		}
+	}
+}
+
+// unguarded is a run of which something may be found out.
+type unguarded struct {
+	seed    uint64
+	without safeguards
+	found   bool
+}
+
+// run does some steps while experts come to peers and are taken back, and says
+// whether anything was wrong.
+func (u *unguarded) run(t *testing.T) bool {
+	o := emulated.Options{
+		Virtual: true, Schedule: emulated.Schedule(u.seed % 3), Seed: u.seed,
+		HostLink: emulated.Link{BytesPerSecond: 1e6}, PeerLink: emulated.Link{BytesPerSecond: 1e6},
+		GPUs:   []emulated.GPU{{FlopsPerSecond: 1e6}, {}, {}},
+		Report: func(emulated.Finding) { u.found = true },
+	}
+	r := newRig(t, small(rowMajor), o, 100)
+	r.lend()
+	s := r.open(Config{Placement: r.placed(0.5), RingSlots: 4})
+	r.fill(s, 11)
+	r.promote(s, offloaded(s)...)
+	s.without = u.without
+	rng := rand.New(rand.NewPCG(u.seed, 3))
+	for range 6 {
+		for _, id := range offloaded(s) {
+			if rng.IntN(3) == 0 {
+				_ = s.Promote(id, PromoteOptions{}) // it may be there
+			}
+		}
+		s.Settle()
+		out, err := r.enqueue(s, true, 100)
+		r.ok(err)
+		for k := range 2 {
+			_, err := r.harvest.Reclaim(device.HBM(1+k), 4096, time.Second)
+			r.ok(err)
+		}
+		for range 3 {
+			_, err := r.harvest.Tick(r.m.Now())
+			r.ok(err)
+		}
+		if r.compute.Synchronize(t.Context()) != nil || s.Err() != nil { // the machine refused something
+			u.found = true
+			break
+		}
+		for i, l := range r.model.layers {
+			for e, sum := range out[i] {
+				u.found = u.found || sum != r.model.sum(l, e)
+			}
+		}
+	}
+	return u.found
+}
+
+// TestRevokedAtEveryPoint: a revocation begins, and goes on, at each point of a step:
+// before a fetch, when it is submitted, while it runs, when it has landed, before and
+// after its use. The step reads the right bytes, in the end the memory is given back.
+func TestRevokedAtEveryPoint(t *testing.T) {
+	for _, c := range []struct {
+		schedule emulated.Schedule
+		ops      int // how far the machine gets before
+	}{{emulated.Eager, 0}, {emulated.Eager, 3}, {emulated.Lazy, 0}, {emulated.Random, 2}, {emulated.Random, 9}} {
+		at := 0
+		for revokedAt(t, c.schedule, c.ops, at) {
+			at++
+		}
+		if at < 20 {
+			t.Errorf("a step has only %d points", at)
+		}
+	}
+}
+
+// revokedAt reports whether a step has such a point.
+func revokedAt(t *testing.T, schedule emulated.Schedule, ops, at int) bool {
+	m := small(rowMajor)
+	m.layers = m.layers[:2]
+	r := newRig(t, m, emulated.Options{Virtual: true, Schedule: schedule, Seed: uint64(at)}, 200)
+	r.lend()
+	s := r.open(Config{Placement: r.placed(0.5), RingSlots: 5, Waves: 2})
+	r.fill(s, 11)
+	r.promote(s, offloaded(s)...)
+	look, err := r.m.NewFence("look")
+	r.ok(err)
+	point, revoked := 0, []*harvest.Reclamation(nil)
+	here := func() {
+		if point++; point-1 != at {
+			return
+		}
+		for range ops { // each look lets the machine go on
+			look.Value()
+		}
+		for _, p := range []device.Space{device.HBM(1), device.HBM(2)} {
+			c, err := r.harvest.Reclaim(p, 1<<20, time.Minute)
+			r.ok(err)
+			revoked = append(revoked, c)
+		}
+		_, err := r.harvest.Tick(r.m.Now())
+		r.ok(err)
+	}
+	out := make([]map[int]uint32, len(r.model.layers))
+	for i, l := range r.model.layers {
+		out[i] = map[int]uint32{}
+		here()
+		u, err := s.Open(t.Context(), l, r.compute)
+		r.ok(err)
+		here()
+		r.ok(s.Prefetch(s.Next(l)))
+		here()
+		for _, w := range u.Waves {
+			r.ok(w.Wait(r.compute))
+			here()
+			r.ok(r.products(u, w, 0, out[i]))
+			here()
+		}
+		r.ok(s.Done(l, r.compute))
+		here()
+	}
+	r.ok(r.compute.Synchronize(t.Context()))
+	r.ok(s.Err())
+	r.verify(out)
+	for _, c := range revoked {
+		r.ok(c.Wait(t.Context()))
+	}
+	if got := letters(s.Residency()); revoked != nil && strings.Contains(got, "p") {
+		t.Error(got)
+	}
+	r.ok(look.Close())
+	return revoked != nil
+}

@@ -1,0 +1,115 @@
+package harvest
+
+import (
+	"errors"
+	"testing"
+	"time"
+
+	"github.com/moeserve/moeserve/device"
+	"github.com/moeserve/moeserve/device/emulated"
+	"github.com/moeserve/moeserve/residency"
+)
+
+// TestSafeguards: a revocation that does not drain the readers is found out by the
+// checker, and one that does is not.
+func TestSafeguards(t *testing.T) {
+	for _, without := range []safeguards{{}, {noDrain: true}} {
+		found := 0
+		m, err := emulated.New(emulated.Options{Virtual: true, Check: true, Report: func(emulated.Finding) { found++ }})
+		if err != nil {
+			t.Fatal(err)
+		}
+		ok := func(err error) {
+			t.Helper()
+			if err != nil {
+				t.Fatal(err)
+			}
+		}
+		r, err := New(Options{Machine: m, Peers: []device.Space{device.HBM(1)}, SlabBytes: 1024, HeadroomBytes: -1})
+		ok(err)
+		r.without = without
+		h, err := r.Alloc(1024, Hints{})
+		ok(err)
+		stream, err := m.NewStream(device.HBM(1), device.StreamOptions{Name: "client"})
+		ok(err)
+		host, err := m.Alloc(device.Host, 1024, "content")
+		ok(err)
+		clear(host.Write(0, 1024))
+		slot, err := m.Alloc(device.HBM(0), 1024, "slot")
+		ok(err)
+		fence, err := m.NewFence("client")
+		ok(err)
+
+		ref, held := h.Acquire(nil)
+		if !held {
+			t.Fatal("no reference")
+		}
+		ok(stream.Copy(h.Range(), host.Range(0, 1024)))
+		stall := m.Inject(&emulated.Fault{Kind: emulated.StallCopy, Match: func(p emulated.Point) bool { return p.Stream == "client" && p.To == device.HBM(0) }})
+		ok(stream.Copy(slot.Range(0, 1024), h.Range()))
+		ok(stream.Raise(fence, 1))
+		ref.ReleaseAt(residency.Point{Fence: fence, Value: 1})
+		c, err := r.Reclaim(device.HBM(1), 1, time.Minute)
+		ok(err)
+		for range 20 { // each look lets the machine go on
+			fence.Value()
+			_, err := r.Tick(m.Now())
+			ok(err)
+		}
+		if c.Done() {
+			t.Errorf("%+v: the memory is given back while it is read", without)
+		}
+		stall.Release()
+		ok(c.Wait(t.Context()))
+		ok(stream.Synchronize(t.Context()))
+		if (found > 0) != without.noDrain {
+			t.Errorf("%+v: %d findings", without, found)
+		}
+		ok(r.Close(t.Context()))
+		ok(errors.Join(stream.Close(), host.Free(), slot.Free(), fence.Close()))
+		_ = m.Close() // what was found is counted above
+	}
+}
+
+// TestDeparturesAreForgotten: of who reads a handle for long only those are remembered
+// who may still be at it.
+func TestDeparturesAreForgotten(t *testing.T) {
+	m, err := emulated.New(emulated.Options{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	ok := func(err error) {
+		t.Helper()
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	r, err := New(Options{Machine: m, Peers: []device.Space{device.HBM(1)}, HeadroomBytes: -1})
+	ok(err)
+	h, err := r.Alloc(1024, Hints{})
+	ok(err)
+	by := NewHolder("slow reader")
+	var fences []device.Fence
+	for i := range 500 {
+		f, err := m.NewFence("reader")
+		ok(err)
+		fences = append(fences, f)
+		ref, _ := h.Acquire(by)
+		ref.ReleaseAt(residency.Point{Fence: f, Value: 1})
+		if i != 3 {
+			ok(f.Raise(1))
+		}
+	}
+	if len(h.left) > 32 {
+		t.Errorf("%d departures are kept", len(h.left))
+	}
+	if hs := h.holders(0); len(hs) != 1 || hs[0].Holder != "slow reader" || !hs[0].Work {
+		t.Errorf("holders %+v", hs)
+	}
+	ok(fences[3].Raise(1))
+	ok(r.Close(t.Context()))
+	for _, f := range fences {
+		ok(f.Close())
+	}
+	ok(m.Close())
+}

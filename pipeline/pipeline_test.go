@@ -1,0 +1,495 @@
+package pipeline
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"go.uber.org/goleak"
+
+	"github.com/moeserve/moeserve/device"
+	"github.com/moeserve/moeserve/device/emulated"
+	"github.com/moeserve/moeserve/experts"
+	"github.com/moeserve/moeserve/harvest"
+	"github.com/moeserve/moeserve/kernels/cpu"
+	"github.com/moeserve/moeserve/kvcache"
+	"github.com/moeserve/moeserve/models"
+	"github.com/moeserve/moeserve/models/safetensors"
+	"github.com/moeserve/moeserve/tools/fixtures"
+	"github.com/moeserve/moeserve/transfer"
+)
+
+func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+
+func check(t testing.TB, err error) {
+	t.Helper()
+	if err != nil {
+		t.Fatal(err)
+	}
+}
+
+// rig is a pipeline over a fixture's weights on an emulated machine.
+type rig struct {
+	*testing.T
+	m     *emulated.Machine
+	store *experts.Store
+	kv    *kvcache.Pool
+	p     *Pipeline
+
+	// before, if set, is called before each step of run, with its number.
+	before func(step int)
+}
+
+const space = device.Space(1) // gpu0
+
+// newRig offloads a fraction of the experts, and copies them to the peers, if there are
+// any. Of o it takes what says how steps run.
+func newRig(t *testing.T, fixture string, fraction float64, mo emulated.Options, o Options, peers ...device.Space) *rig {
+	t.Helper()
+	m, err := emulated.New(mo)
+	check(t, err)
+	r := &rig{T: t, m: m}
+	closers := []func() error{m.Close}
+	t.Cleanup(func() {
+		for _, c := range slices.Backward(closers) {
+			if err := c(); err != nil && !errors.Is(err, device.ErrLost) {
+				t.Error(err)
+			}
+		}
+	})
+	alloc := func(space device.Space, n int64) device.Memory {
+		x, err := m.Alloc(space, n, "test")
+		check(t, err)
+		closers = append(closers, x.Free)
+		return x
+	}
+
+	dir := fixtures.Dir(t, fixture)
+	c, err := models.ReadConfig(dir)
+	check(t, err)
+	files, err := safetensors.Open(dir)
+	check(t, err)
+	closers = append(closers, files.Close)
+	src := models.NewCheckpoint(files)
+	layout, err := models.NewLayout(c, src, nil)
+	check(t, err)
+	backend := cpu.New(cpu.Options{})
+	closers = append(closers, backend.Close)
+
+	limits := models.Limits{MaxRows: 64, MaxSeqs: 8, MaxLogits: 64, MaxModelLen: 64, BlockTokens: 16, MaxTopLogProbs: 3}
+	arena := alloc(space, layout.Bytes)
+	ws := alloc(space, models.WorkspaceBytes(c, backend, limits))
+	model, err := models.NewModel(c, layout.Bind(arena.Range(0, 1).Addr), backend, ws.Range(0, ws.Bytes()), limits)
+	check(t, err)
+
+	engine, err := transfer.New(transfer.Options{Machine: m, ChunkBytes: 4096})
+	check(t, err)
+	closers = append(closers, engine.Close)
+	var layers []int
+	for l, dense := range c.Dense {
+		if !dense {
+			layers = append(layers, l)
+		}
+	}
+	extent, err := backend.ExpertLayout(c.ExpertShape(layout.ExpertDType))
+	check(t, err)
+	placement, err := experts.Place(len(layers), c.Experts, fraction)
+	check(t, err)
+	plan, err := experts.NewPlan(experts.Config{Layers: layers, Experts: c.Experts, Layout: extent, Placement: placement})
+	check(t, err)
+	so := experts.Options{Machine: m, Space: space, Backend: backend, Transfer: engine, Plan: plan, NoData: mo.NoData}
+	if len(peers) > 0 {
+		so.Harvest, err = harvest.New(harvest.Options{Machine: m, Peers: peers, SlabBytes: 256 << 10})
+		check(t, err)
+	}
+	r.store, err = experts.New(so)
+	check(t, err)
+	closers = append(closers, r.store.Close)
+	if len(peers) > 0 { // harvest is closed before the store
+		closers = append(closers, func() error { return so.Harvest.Close(context.Background()) })
+	}
+
+	s, err := m.NewStream(space, device.StreamOptions{Name: "load"})
+	check(t, err)
+	to := &sink{m: m, stream: s, arena: arena, Store: r.store}
+	check(t, models.Load(t.Context(), src, layout, to, nil))
+	check(t, model.Constants(to.put))
+	check(t, s.Close())
+	check(t, r.store.Seal(t.Context()))
+	for layer, homes := range r.store.Homes() {
+		for e, home := range homes {
+			if len(peers) > 0 && home.Tier == experts.Host {
+				check(t, r.store.Promote(experts.ID{Layer: layer, Expert: e}, experts.PromoteOptions{}))
+			}
+		}
+	}
+	check(t, r.store.WaitMoves(t.Context()))
+
+	r.kv, err = kvcache.New(kvcache.Options{Machine: m, Space: space, Blocks: 32, Shape: kvcache.Shape{
+		Layers: c.Layers, KVHeads: c.KVHeads, HeadDim: c.HeadDim, DType: backend.ActivationDType(), BlockTokens: limits.BlockTokens,
+	}})
+	check(t, err)
+	closers = append(closers, r.kv.Close)
+	o.Machine, o.Space, o.Model, o.Experts, o.KV, o.HostLogits = m, space, model, r.store, r.kv, true
+	r.p, err = New(o)
+	check(t, err)
+	closers = append(closers, r.p.Close)
+	return r
+}
+
+// sink loads weights, one piece at a time.
+type sink struct {
+	*experts.Store
+	m      device.Machine
+	arena  device.Memory
+	mu     sync.Mutex
+	stream device.Stream
+}
+
+func (s *sink) Dense(off int64, data []byte) error {
+	return s.put(s.arena.Range(off, int64(len(data))), data)
+}
+
+func (s *sink) put(dst device.Range, data []byte) error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	x, err := s.m.Alloc(device.Host, dst.Bytes, "load")
+	if err != nil {
+		return err
+	}
+	copy(x.Write(0, dst.Bytes), data)
+	if err := s.stream.Copy(dst, x.Range(0, dst.Bytes)); err != nil {
+		return err
+	}
+	if err := s.stream.Synchronize(context.Background()); err != nil {
+		return err
+	}
+	return x.Free()
+}
+
+// history is what the steps of a test gave.
+type history struct {
+	tokens []int32
+	logits []float32
+}
+
+func (h *history) add(r Result) {
+	h.tokens = append(h.tokens, r.Sampled...)
+	for _, l := range r.Logits {
+		h.logits = append(h.logits, l...)
+	}
+}
+
+func (h history) differs(from history) string {
+	switch {
+	case !slices.Equal(h.tokens, from.tokens):
+		return fmt.Sprintf("tokens %v, want %v", h.tokens, from.tokens)
+	case !slices.Equal(h.logits, from.logits):
+		return "the logits differ"
+	}
+	return ""
+}
+
+// run decodes some sequences: prompts of 1, 6 and 15 tokens in steps of one, two and
+// three sequences, then some steps of all, then of one. A step that failed is run
+// again, up to some times.
+func (r *rig) run() history {
+	r.Helper()
+	c := r.p.o.Model.Config
+	var h history
+	var seqs []Sequence
+	steps := 0
+	step := func(s *Step) {
+		r.Helper()
+		if r.before != nil {
+			r.before(steps)
+		}
+		steps++
+		s.Logits = true
+		res, err := r.p.Step(r.Context(), s)
+		for try := 0; errors.Is(err, ErrStepFailed) && try < 20; try++ {
+			res, err = r.p.Step(r.Context(), s)
+		}
+		check(r, err)
+		h.add(res)
+		for i := range s.Sequences {
+			q := &s.Sequences[i]
+			q.Start += len(q.Tokens)
+			q.Tokens = []int32{res.Sampled[i]}
+		}
+	}
+	for i, n := range []int{1, 6, 15} {
+		q := Sequence{LogitRows: 1, Table: r.kv.NewTable(), Draw: Draw{Seed: uint64(i), Temperature: float32(i)}}
+		check(r, q.Table.Grow(64))
+		for j := range n {
+			q.Tokens = append(q.Tokens, int32((7*i+13*j+j*j)%c.Vocab))
+		}
+		seqs = append(seqs, q)
+		step(&Step{Sequences: seqs})
+	}
+	for range 2 {
+		step(&Step{Sequences: seqs})
+	}
+	for range 2 {
+		step(&Step{Sequences: seqs[1:2]})
+	}
+	for i := range seqs {
+		seqs[i].Table.Free()
+	}
+	return h
+}
+
+// machines are the ways a machine may go about its work.
+func machines(t *testing.T) []emulated.Options {
+	all := []emulated.Options{
+		{Virtual: true, Check: true},
+		{Virtual: true, Check: true, Schedule: emulated.Lazy},
+		{Check: true},
+	}
+	for seed := range uint64(3) {
+		all = append(all, emulated.Options{Virtual: true, Check: true, Schedule: emulated.Random, Seed: seed})
+	}
+	if testing.Short() {
+		return all[:3]
+	}
+	return all
+}
+
+var sameOn = []string{"mixtral", "phimoe", "qwen2_moe_sparse_step"}
+
+// TestSameInBothModes: a step gives the same bits whether a layer's missing experts are
+// all fetched or only the chosen ones, wherever experts lie and however the machine
+// goes about it.
+func TestSameInBothModes(t *testing.T) {
+	for _, name := range sameOn {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			want := newRig(t, name, 0, emulated.Options{Virtual: true}, Options{SmallBatchRows: -1}).run()
+			for i, mo := range machines(t) {
+				for j, fraction := range [][]float64{{0.25, 1}, {0.5, 0.75}}[i%2] {
+					o := Options{SmallBatchRows: []int{64, 0, -1}[(i/2+j)%3], MicroBatchRows: []int{0, 2, 7}[i%3]}
+					r := newRig(t, name, fraction, mo, o)
+					if d := r.run().differs(want); d != "" {
+						t.Errorf("fraction %v, %+v, at most %d rows: %s", fraction, mo, o.SmallBatchRows, d)
+					}
+				}
+			}
+		})
+	}
+}
+
+// TestChosenOnlyFetchesLess compares the modes on the same steps.
+func TestChosenOnlyFetchesLess(t *testing.T) {
+	fetched := func(rows int) int64 {
+		r := newRig(t, "mixtral", 1, emulated.Options{Virtual: true, Check: true}, Options{SmallBatchRows: rows})
+		r.run()
+		s := r.store.Stats()
+		return s.Fetched[experts.Host]
+	}
+	all, rule, always := fetched(-1), fetched(0), fetched(64)
+	t.Logf("bytes fetched layer by layer: %d, by the rule %d, chosen only in all steps %d", all, rule, always)
+	if rule > all*2/3 {
+		t.Errorf("%d bytes were fetched, %d layer by layer", rule, all)
+	}
+}
+
+// TestWorkWhileTheHostIsAsked: copies of chosen experts run under the shared expert and
+// the local ones, and a guess has copies run under the next layer's attention.
+func TestWorkWhileTheHostIsAsked(t *testing.T) {
+	for _, name := range []string{"mixtral", "qwen2_moe"} {
+		// step is the time of one of the steps behind a prompt, each of one row.
+		step := func(gpu emulated.GPU, link emulated.Link) time.Duration {
+			r := newRig(t, name, 0.5, emulated.Options{Virtual: true, GPUs: []emulated.GPU{gpu}, HostLink: link}, Options{})
+			table := r.kv.NewTable()
+			check(t, table.Grow(64))
+			defer table.Free()
+			var began time.Duration
+			for i := range 9 {
+				if i == 1 {
+					began = r.m.Now()
+				}
+				_, err := r.p.Step(t.Context(), &Step{Sequences: []Sequence{{Tokens: []int32{int32(5*i*i + 1)}, Start: i, Table: table, LogitRows: 1}}})
+				check(t, err)
+			}
+			return (r.m.Now() - began) / 8
+		}
+		gpu, link := emulated.GPU{BytesPerSecond: 400e6}, emulated.Link{BytesPerSecond: 100e6}
+		compute, copies, both := step(gpu, emulated.Link{}), step(emulated.GPU{}, link), step(gpu, link)
+		t.Logf("%s: a step computes for %v, copies for %v, and together takes %v", name, compute, copies, both)
+		if hidden := compute + copies - both; hidden < copies/2 || both < compute {
+			t.Errorf("%s: of %v of copies %v lie under the compute of %v", name, copies, hidden, compute)
+		}
+	}
+}
+
+// TestModeOfAStep: which plan a step has.
+func TestModeOfAStep(t *testing.T) {
+	for _, c := range []struct {
+		fraction  float64
+		set, most int // Options.SmallBatchRows, and the most rows it comes to
+	}{{0.5, 0, 4}, {0.5, -1, 0}, {0.5, 7, 7}, {0, 0, 0}, {0, 64, 0}} {
+		r := newRig(t, "mixtral", c.fraction, emulated.Options{Virtual: true}, Options{SmallBatchRows: c.set})
+		for _, rows := range []int{1, 4, 5, 7, 8, 64} {
+			asks := slices.ContainsFunc(r.p.plan(1, rows), func(a Action) bool { return a.Kind == Ask })
+			if want := rows <= c.most; asks != want {
+				t.Errorf("fraction %v, SmallBatchRows %d: a step of %d rows asks the router: %v, want %v", c.fraction, c.set, rows, asks, want)
+			}
+		}
+	}
+}
+
+// TestModeWithoutData: a machine that keeps no data answers nothing, so steps do not
+// ask it, and run.
+func TestModeWithoutData(t *testing.T) {
+	r := newRig(t, "mixtral", 0.5, emulated.Options{Virtual: true, NoData: true}, Options{SmallBatchRows: 64})
+	table := r.kv.NewTable()
+	check(t, table.Grow(8))
+	if _, err := r.p.Step(t.Context(), &Step{Sequences: []Sequence{{Tokens: []int32{1}, Table: table, LogitRows: 1}}}); err != nil {
+		t.Error(err)
+	}
+	if s := r.store.Stats(); s.Misses == 0 || s.Misses != s.Hits[experts.Host] || r.p.o.SmallBatchRows != 0 {
+		t.Errorf("%+v, up to %d rows", s, r.p.o.SmallBatchRows)
+	}
+	table.Free()
+}
+
+// fetch matches copies of experts, own those that the compute stream makes by itself.
+func fetch(p emulated.Point) bool { return p.To == space && strings.HasPrefix(p.Stream, "copy ") }
+func own(p emulated.Point) bool   { return p.Stream == "compute" }
+
+// TestSameDespiteFaults breaks and stalls copies in steps that fetch chosen experts.
+func TestSameDespiteFaults(t *testing.T) {
+	want := newRig(t, "mixtral", 0, emulated.Options{Virtual: true}, Options{SmallBatchRows: -1}).run()
+	for i, f := range []emulated.Fault{
+		{Kind: emulated.FailCopy, Match: fetch, Skip: 3, Times: 2},
+		{Kind: emulated.FailCopy, Match: fetch, Times: -1, Chance: 0.1},
+		{Kind: emulated.FailCopy, Match: own, Skip: 5, Times: 3},
+		{Kind: emulated.FailCopy, Match: own, Times: -1, Chance: 0.05},
+		{Kind: emulated.StallCopy, Match: fetch, Times: -1, Chance: 0.2, For: time.Millisecond},
+	} {
+		for k, mo := range machines(t) {
+			if k%2 != i%2 {
+				continue
+			}
+			r := newRig(t, "mixtral", 0.75, mo, Options{SmallBatchRows: 64})
+			fault := f
+			r.m.Inject(&fault)
+			if d := r.run().differs(want); d != "" {
+				t.Errorf("%+v, %+v: %s", f, mo, d)
+			}
+			if fault.Hits() == 0 {
+				t.Errorf("%+v, %+v: nothing was hit", f, mo)
+			}
+			fault.Release()
+		}
+	}
+}
+
+// TestCanceled cancels steps while the host waits for the router; the same requests
+// then give the same.
+func TestCanceled(t *testing.T) {
+	want := newRig(t, "mixtral", 0, emulated.Options{Virtual: true}, Options{SmallBatchRows: -1}).run()
+	r := newRig(t, "mixtral", 0.75, emulated.Options{Check: true}, Options{SmallBatchRows: 64})
+	table := r.kv.NewTable()
+	check(t, table.Grow(8))
+	// The first of the step's own copies waits until after the cancellation.
+	fault := r.m.Inject(&emulated.Fault{Kind: emulated.StallCopy, Match: own})
+	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Millisecond)
+	defer cancel()
+	time.AfterFunc(60*time.Millisecond, fault.Release)
+	_, err := r.p.Step(ctx, &Step{Sequences: []Sequence{{Tokens: []int32{1, 2}, Table: table, LogitRows: 1}}})
+	if !errors.Is(err, context.DeadlineExceeded) || !strings.Contains(err.Error(), "choose layer=0") {
+		t.Errorf("a step whose context ends: %v", err)
+	}
+	table.Free()
+	if d := r.run().differs(want); d != "" {
+		t.Error(d)
+	}
+}
+
+// TestSameFromPeers: the same bits where experts come from peers, and where a peer is
+// lost on the way, which fails a step and no request.
+func TestSameFromPeers(t *testing.T) {
+	want := newRig(t, "mixtral", 0, emulated.Options{Virtual: true}, Options{SmallBatchRows: -1}).run()
+	for i, mo := range machines(t) {
+		for lose := range 3 { // 0: no peer, 1: one of two, 2: both
+			o := Options{SmallBatchRows: []int{64, -1}[(i+lose)%2]}
+			r := newRig(t, "mixtral", 0.75, mo, o, device.HBM(1), device.HBM(2))
+			r.before = func(step int) {
+				if step < 2 || step >= 2+lose {
+					return
+				}
+				if r.store.Stats().Fetched[experts.Peer] == 0 {
+					t.Errorf("%+v: nothing was fetched from a peer", mo)
+				}
+				check(t, r.m.Lose(step-1))
+			}
+			if d := r.run().differs(want); d != "" {
+				t.Errorf("at most %d rows, %d peers lost, %+v: %s", o.SmallBatchRows, lose, mo, d)
+			}
+			if s := r.store.Stats(); (s.Failed > 0) != (lose > 0) {
+				t.Errorf("at most %d rows, %d peers lost, %+v: %+v", o.SmallBatchRows, lose, mo, s)
+			}
+		}
+	}
+}
+
+// TestLostDevice: a step behind a failure on the compute stream may run again where a
+// peer was lost, and not where the compute device was.
+func TestLostDevice(t *testing.T) {
+	r := newRig(t, "mixtral", 0.5, emulated.Options{Virtual: true}, Options{})
+	table := r.kv.NewTable()
+	check(t, table.Grow(8))
+	step := &Step{Sequences: []Sequence{{Tokens: []int32{1, 2}, Table: table, LogitRows: 1}}}
+	peer, err := r.m.Alloc(device.HBM(1), 256, "peer")
+	check(t, err)
+	mine, err := r.m.Alloc(space, 256, "mine")
+	check(t, err)
+	check(t, r.p.compute.Copy(mine.Range(0, 256), peer.Range(0, 256)))
+	check(t, r.m.Lose(1))
+	if _, err := r.p.Step(t.Context(), step); !errors.Is(err, ErrStepFailed) || !errors.Is(err, device.ErrLost) {
+		t.Errorf("a step behind a copy from a lost peer: %v", err)
+	}
+	check(t, errors.Join(peer.Free(), mine.Free()))
+	_, err = r.p.Step(t.Context(), step)
+	check(t, err)
+	check(t, r.m.Lose(0))
+	if _, err := r.p.Step(t.Context(), step); errors.Is(err, ErrStepFailed) || !errors.Is(err, device.ErrLost) {
+		t.Errorf("a step on a lost device: %v", err)
+	}
+	table.Free()
+}
+
+// TestActivations: after every step the store knows what the device has counted.
+func TestActivations(t *testing.T) {
+	for _, rows := range []int{-1, 64} {
+		r := newRig(t, "qwen2_moe_sparse_step", 0.5, emulated.Options{Virtual: true, Check: true}, Options{SmallBatchRows: rows})
+		c := r.p.o.Model.Config
+		table := r.kv.NewTable()
+		check(t, table.Grow(64))
+		// One of the steps draws nothing.
+		for i, n := range []int{1, 0, 1} {
+			q := Sequence{Tokens: make([]int32, 3), Start: 3 * i, Table: table, LogitRows: n}
+			_, err := r.p.Step(t.Context(), &Step{Sequences: []Sequence{q}})
+			check(t, err)
+			counts, err := r.p.Counts(t.Context())
+			check(t, err)
+			got := r.store.Activations()
+			for position, layer := range r.store.Layers() {
+				sum := int64(0)
+				for _, x := range got[position] {
+					sum += x
+				}
+				if !slices.Equal(got[position], counts[layer]) || sum != int64(3*(i+1)*c.TopK) {
+					t.Errorf("step %d, layer %d: the store knows %v, the device has counted %v", i, layer, got[position], counts[layer])
+				}
+			}
+		}
+		table.Free()
+	}
+}

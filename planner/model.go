@@ -1,0 +1,164 @@
+package planner
+
+import (
+	"fmt"
+	"math"
+)
+
+// Model is the shape of a mixture-of-experts model, as far as cost depends on it.
+type Model struct {
+	// Name in messages.
+	Name string
+	// Layers in all; DenseLayers of them have one MLP of DenseWidth instead of
+	// experts.
+	Layers, DenseLayers int
+	// Hidden is the width of the hidden state.
+	Hidden int
+	// Heads of queries, KVHeads of keys and values, all HeadDim wide. Heads * HeadDim
+	// need not be Hidden.
+	Heads, KVHeads, HeadDim int
+	// Experts of a layer, TopK of which a token goes through; ExpertWidth is their
+	// intermediate size.
+	Experts, TopK, ExpertWidth int
+	// SharedWidth is the intermediate size of the shared expert; 0: there is none.
+	SharedWidth int
+	// DenseWidth is the intermediate size of the MLP of dense layers.
+	DenseWidth int
+	Vocab      int
+	// TiedEmbeddings: the output layer is the embedding table.
+	TiedEmbeddings bool
+	// Window is how many tokens a query sees, itself included; 0: all.
+	Window int
+	// WeightBytes, ActivationBytes and KVBytes are the sizes of one element. Default:
+	// 2 each.
+	WeightBytes, ActivationBytes, KVBytes int
+}
+
+func (m Model) withDefaults() Model {
+	for _, p := range []*int{&m.WeightBytes, &m.ActivationBytes, &m.KVBytes} {
+		if *p == 0 {
+			*p = 2
+		}
+	}
+	return m
+}
+
+// Validate names the first field that cannot be.
+func (m Model) Validate() error {
+	for _, f := range []struct {
+		name       string
+		value, min int
+	}{
+		{"Layers", m.Layers, 1},
+		{"DenseLayers", m.DenseLayers, 0},
+		{"Hidden", m.Hidden, 1},
+		{"Heads", m.Heads, 1},
+		{"KVHeads", m.KVHeads, 1},
+		{"HeadDim", m.HeadDim, 1},
+		{"Experts", m.Experts, 1},
+		{"TopK", m.TopK, 1},
+		{"ExpertWidth", m.ExpertWidth, 1},
+		{"SharedWidth", m.SharedWidth, 0},
+		{"DenseWidth", m.DenseWidth, 0},
+		{"Vocab", m.Vocab, 1},
+		{"Window", m.Window, 0},
+		{"WeightBytes", m.WeightBytes, 0},
+		{"ActivationBytes", m.ActivationBytes, 0},
+		{"KVBytes", m.KVBytes, 0},
+	} {
+		if f.value < f.min {
+			return fmt.Errorf("planner: model %s: %s is %d, it must be at least %d", m.Name, f.name, f.value, f.min)
+		}
+	}
+	switch {
+	case m.TopK > m.Experts:
+		return fmt.Errorf("planner: model %s: TopK is %d, there are %d experts", m.Name, m.TopK, m.Experts)
+	case m.DenseLayers >= m.Layers:
+		return fmt.Errorf("planner: model %s: %d of %d layers are dense, none has experts", m.Name, m.DenseLayers, m.Layers)
+	case m.DenseLayers > 0 && m.DenseWidth == 0:
+		return fmt.Errorf("planner: model %s: %d dense layers without a DenseWidth", m.Name, m.DenseLayers)
+	}
+	return nil
+}
+
+// MoELayers is the number of layers with experts.
+func (m Model) MoELayers() int { return m.Layers - m.DenseLayers }
+
+// ExpertCount is the number of routed experts of all layers.
+func (m Model) ExpertCount() int { return m.MoELayers() * m.Experts }
+
+// Offloaded is how many experts an offload fraction stands for: round(fraction *
+// ExpertCount).
+func (m Model) Offloaded(fraction float64) int {
+	return int(math.Round(fraction * float64(m.ExpertCount())))
+}
+
+// Distinct is the expected number of a layer's experts that rows tokens touch when
+// each is equally likely: E (1 - (1 - k/E)^rows).
+func (m Model) Distinct(rows float64) float64 {
+	e := float64(m.Experts)
+	return e * (1 - math.Pow(1-float64(m.TopK)/e, rows))
+}
+
+// ExpertBytes is the size of one expert's three matrices.
+func (m Model) ExpertBytes() int64 {
+	m = m.withDefaults()
+	return 3 * int64(m.Hidden) * int64(m.ExpertWidth) * int64(m.WeightBytes)
+}
+
+// KVBytesPerToken is the size of a token's keys and values of all layers.
+func (m Model) KVBytesPerToken() int64 {
+	m = m.withDefaults()
+	return 2 * int64(m.Layers) * int64(m.KVHeads) * int64(m.HeadDim) * int64(m.KVBytes)
+}
+
+// OtherBytes estimates the size of all weights but those of routed experts: it
+// leaves out biases.
+func (m Model) OtherBytes() int64 {
+	m = m.withDefaults()
+	h, q, v := int64(m.Hidden), int64(m.Heads*m.HeadDim), int64(2*m.KVHeads*m.HeadDim)
+	n := int64(m.Layers) * (2*h*q + h*v + 2*h)
+	n += int64(m.MoELayers()) * h * int64(m.Experts)
+	n += int64(m.DenseLayers) * 3 * h * int64(m.DenseWidth)
+	if m.SharedWidth > 0 {
+		n += int64(m.MoELayers()) * (3*h*int64(m.SharedWidth) + h)
+	}
+	n += h + h*int64(m.Vocab)
+	if !m.TiedEmbeddings {
+		n += h * int64(m.Vocab)
+	}
+	return n * int64(m.WeightBytes)
+}
+
+// seen is how many tokens a query reads that stands behind context tokens.
+func (m Model) seen(context float64) float64 {
+	if m.Window > 0 {
+		return min(context, float64(m.Window))
+	}
+	return context
+}
+
+// Workload is what is to be served: sequences that are alike.
+type Workload struct {
+	// PromptTokens and NewTokens of a sequence: means, where sequences differ.
+	PromptTokens, NewTokens int
+	// Requests in all; 0: without end. A batch is never larger.
+	Requests int
+}
+
+// Validate names the first field that cannot be.
+func (w Workload) Validate() error {
+	switch {
+	case w.PromptTokens < 1:
+		return fmt.Errorf("planner: prompts of %d tokens; there must be at least one", w.PromptTokens)
+	case w.NewTokens < 1:
+		return fmt.Errorf("planner: %d new tokens; there must be at least one", w.NewTokens)
+	case w.Requests < 0:
+		return fmt.Errorf("planner: %d requests; 0 stands for any number", w.Requests)
+	}
+	return nil
+}
+
+// Context is the mean number of tokens that a decoded token sees: the prompt, and
+// half of what is generated.
+func (w Workload) Context() float64 { return float64(w.PromptTokens) + float64(w.NewTokens)/2 }

@@ -1,0 +1,207 @@
+package planner
+
+import "math"
+
+// Bound says what limits a phase or a step.
+type Bound string
+
+// The bounds.
+const (
+	BoundGPUMemory Bound = "gpu memory"
+	BoundGPU       Bound = "gpu products"
+	BoundAttention Bound = "gpu attention"
+	BoundCPUMemory Bound = "cpu memory"
+	BoundCPU       Bound = "cpu"
+	BoundHostLink  Bound = "host link"
+	BoundPeerLink  Bound = "peer link"
+	BoundBackLink  Bound = "gpu to host link"
+	// BoundHandOver: micro-batches wait for each other, since too few are under way
+	// to keep GPU, CPU and links busy.
+	BoundHandOver Bound = "hand-over"
+	// BoundFetch: the copies of chosen experts cannot start before they are known.
+	BoundFetch Bound = "fetch of chosen experts"
+)
+
+// Phase is one kind of work of a step on the compute GPU, over all layers.
+type Phase struct {
+	Name         string
+	Bytes, Flops float64
+	Seconds      float64
+	Bound        Bound
+}
+
+// The phases of a step, in order.
+const (
+	phaseQKV = iota
+	phaseOutput
+	phaseRouter
+	phaseElementwise
+	phaseShared
+	phaseDense
+	phaseUp
+	phaseDown
+	phaseAttention
+	phaseHead
+	phaseCount
+)
+
+var phaseNames = [phaseCount]string{
+	"qkv", "output projection", "router", "elementwise", "shared expert", "dense mlp",
+	"experts up", "experts down", "attention", "lm head",
+}
+
+// work is what a step has to do, by phase.
+type work [phaseCount]struct{ bytes, flops float64 }
+
+// stepShape is what the work of a step depends on.
+type stepShape struct {
+	// rows go through the layers, logits of them through the output layer.
+	rows, logits float64
+	// pairs of a query and a key; kvTokens of keys and values are read.
+	pairs, kvTokens float64
+	// projections and experts say in how many equal parts the rows go through the
+	// attention projections, and through experts (routed and shared).
+	projections, experts float64
+	// hostAttention: attention is not the GPU's.
+	hostAttention bool
+}
+
+// work returns the bytes and flops of a step over all layers. Each phase reads its
+// weights once per part. For 16 bit, one part, and N rows with c tokens of context
+// the formulas are, per layer (h hidden, q = heads * head dim, v = 2 * kv heads *
+// head dim, I and S the widths of routed and shared experts, V the vocabulary, K
+// the KV bytes per token, a the distinct experts):
+//
+//	qkv          2h(q+v) + 2N(h+q+v)                     2Nh(q+v)
+//	output       2qh + 2N(h+q)                           2Nqh
+//	router       2hE + 2Nh + 4NE                         2NhE
+//	elementwise  2N(2h + 2(q+v) + 4h + (k+2)h)           -
+//	shared       6hS + 2N(2h+2S)                         6NhS
+//	up           4ahI + 2Nk(h+I)                         4NkhI
+//	down         2ahI + 2Nk(h+I)                         2NkhI
+//
+// and once:
+//
+//	attention    NcK + 4LNq                              4NcqL
+//	head         2hV + 2Nh + 4NV                         2NhV
+func (m *Model) work(s stepShape) work {
+	w, a := float64(m.WeightBytes), float64(m.ActivationBytes)
+	h, q, v := float64(m.Hidden), float64(m.Heads*m.HeadDim), float64(2*m.KVHeads*m.HeadDim)
+	e, k, width := float64(m.Experts), float64(m.TopK), float64(m.ExpertWidth)
+	layers, moe, dense := float64(m.Layers), float64(m.MoELayers()), float64(m.DenseLayers)
+	n := s.rows
+	var x work
+	set := func(phase int, times, bytes, flops float64) {
+		x[phase].bytes, x[phase].flops = times*bytes, times*flops
+	}
+	set(phaseQKV, layers, s.projections*w*h*(q+v)+a*n*(h+q+v), 2*n*h*(q+v))
+	set(phaseOutput, layers, s.projections*w*q*h+a*n*(h+q), 2*n*q*h)
+	set(phaseRouter, moe, w*h*e+a*n*h+4*n*e, 2*n*h*e)
+	set(phaseElementwise, layers, a*n*(2*h+2*(q+v)+4*h+(k+2)*h), 0)
+	if m.SharedWidth > 0 {
+		shared := float64(m.SharedWidth)
+		set(phaseShared, moe, s.experts*3*w*h*shared+a*n*(2*h+2*shared), 6*n*h*shared)
+	}
+	if m.DenseLayers > 0 {
+		wide := float64(m.DenseWidth)
+		set(phaseDense, dense, s.experts*3*w*h*wide+a*n*(2*h+2*wide), 6*n*h*wide)
+	}
+	touched := s.experts * m.Distinct(n/s.experts)
+	set(phaseUp, moe, 2*w*touched*h*width+a*n*k*(h+width), 4*n*k*h*width)
+	set(phaseDown, moe, w*touched*h*width+a*n*k*(h+width), 2*n*k*h*width)
+	if !s.hostAttention {
+		set(phaseAttention, 1, s.kvTokens*float64(m.KVBytesPerToken())+2*a*layers*n*q, 4*s.pairs*q*layers)
+	}
+	set(phaseHead, 1, w*h*float64(m.Vocab)+a*s.logits*h+4*s.logits*float64(m.Vocab), 2*s.logits*h*float64(m.Vocab))
+	return x
+}
+
+// seconds of a phase, and what bounds it.
+func (h *Hardware) seconds(phase int, bytes, flops float64) (float64, Bound) {
+	rate, bound := h.GPUFlops, BoundGPU
+	if phase == phaseAttention {
+		rate, bound = h.GPUAttentionFlops, BoundAttention
+	}
+	if t := flops / rate; t > bytes/h.GPUMemoryRate {
+		return t, bound
+	}
+	return bytes / h.GPUMemoryRate, BoundGPUMemory
+}
+
+// total seconds of all phases, each at its own bound.
+func (h *Hardware) total(x *work) float64 {
+	var t float64
+	for i := range x {
+		s, _ := h.seconds(i, x[i].bytes, x[i].flops)
+		t += s
+	}
+	return t
+}
+
+// phases lists the phases that there are, and what bounds most of their time.
+func (h *Hardware) phases(x *work) ([]Phase, Bound) {
+	list := make([]Phase, 0, phaseCount)
+	by := map[Bound]float64{}
+	for i := range x {
+		if x[i].bytes == 0 && x[i].flops == 0 {
+			continue
+		}
+		s, b := h.seconds(i, x[i].bytes, x[i].flops)
+		list = append(list, Phase{Name: phaseNames[i], Bytes: x[i].bytes, Flops: x[i].flops, Seconds: s, Bound: b})
+		by[b] += s
+	}
+	most := BoundGPUMemory
+	for _, b := range []Bound{BoundGPU, BoundAttention} {
+		if by[b] > by[most] {
+			most = b
+		}
+	}
+	return list, most
+}
+
+// FloorCase is one cell of a table of floors: a step that decodes rows whose copies
+// overlap with all of its compute.
+type FloorCase struct {
+	// Rows decoded, each with Context tokens before it.
+	Rows    int
+	Context float64
+	// Groups is in how many parts the rows go through projections and experts: 1
+	// where experts run once a layer, the number of micro-batches where they run per
+	// micro-batch. Default: 1.
+	Groups int
+	// Fraction of the experts that a step fetches, over links that carry Rate bytes/s
+	// together.
+	Fraction, Rate float64
+}
+
+// Floor is the least that a step can take.
+type Floor struct {
+	// Compute and Copies are in seconds; the step takes the longer of the two.
+	Compute, Copies float64
+	// TokS is the throughput of decoding in tokens/s.
+	TokS float64
+	// Phases of the compute, over all layers.
+	Phases []Phase
+}
+
+// Floors works a floor out: the phases of a step summed, each at its own bound, or
+// the copies of fraction * layers * E(1-(1-k/E)^N) experts, whichever is longer.
+// Copies take no time to start here.
+func Floors(m Model, h Hardware, c FloorCase) Floor {
+	m = m.withDefaults()
+	groups := float64(max(c.Groups, 1))
+	rows := float64(c.Rows)
+	seen := m.seen(c.Context)
+	x := m.work(stepShape{
+		rows: rows, logits: rows, pairs: rows * seen, kvTokens: rows * seen,
+		projections: groups, experts: groups,
+	})
+	var f Floor
+	f.Phases, _ = h.phases(&x)
+	f.Compute = h.total(&x)
+	if c.Fraction > 0 {
+		f.Copies = c.Fraction * float64(m.MoELayers()) * m.Distinct(rows) * float64(m.ExpertBytes()) / c.Rate
+	}
+	f.TokS = rows / math.Max(f.Compute, f.Copies)
+	return f
+}

@@ -1,0 +1,122 @@
+package planner
+
+import "fmt"
+
+// Place is where attention runs while tokens are decoded.
+type Place uint8
+
+// The places. On the GPU, keys and values lie in its memory, or stream in from the
+// host; on the CPU they lie in host memory.
+const (
+	OnGPU Place = iota
+	OnCPU
+)
+
+func (p Place) String() string { return [...]string{"gpu", "cpu"}[p] }
+
+// Grouping says how often a step runs a layer's experts.
+type Grouping uint8
+
+// The groupings.
+const (
+	// Merged runs them once over all rows; with attention on the CPU twice, over
+	// two halves that take turns.
+	Merged Grouping = iota
+	// PerMicroBatch runs them once per micro-batch: the literal CGOPipe order.
+	PerMicroBatch
+)
+
+func (g Grouping) String() string { return [...]string{"layer", "micro-batch"}[g] }
+
+// Policy is how a batch is run.
+type Policy struct {
+	// Batch is the number of sequences decoded at once.
+	Batch int
+	// MicroBatch is the number of rows that go through attention at once. Default:
+	// Batch.
+	MicroBatch int
+	Grouping   Grouping
+	Attention  Place
+	// PrefillTokens is the most prompt tokens of a step. Default: those of all
+	// sequences.
+	PrefillTokens int
+	// LocalExperts live in the GPU's memory, of all layers together, spread evenly:
+	// layers differ by one at most. The rest is offloaded and lies in host memory;
+	// PeerExperts of those are also in peers' memory, and fetched from there.
+	LocalExperts, PeerExperts int
+	// KVOnHost is the share of keys and values that lies in host memory, 0 to 1. It
+	// is 1 with attention on the CPU; on the GPU that share streams in every step.
+	KVOnHost float64
+	// HostPaths is over how many paths copies from the host go. Default: 1.
+	HostPaths int
+	// ChosenOnly fetches only the experts that the router chose, and only then;
+	// otherwise all offloaded experts stream in, a layer ahead.
+	ChosenOnly bool
+}
+
+// MicroBatches is the number of micro-batches of a step.
+func (p Policy) MicroBatches() int {
+	if p.MicroBatch == 0 {
+		return 1
+	}
+	return (p.Batch + p.MicroBatch - 1) / p.MicroBatch
+}
+
+// HostExperts is the number of experts that are fetched from the host.
+func (p Policy) HostExperts(m Model) int { return m.ExpertCount() - p.LocalExperts - p.PeerExperts }
+
+// LocalShare is the share of the experts that live in the GPU's memory: wg.
+func (p Policy) LocalShare(m Model) float64 {
+	return float64(p.LocalExperts) / float64(m.ExpertCount())
+}
+
+// LayerExperts is how many local experts each layer with experts has, where the
+// offloaded ones are spread evenly.
+func (p Policy) LayerExperts(m Model) []int {
+	layers, missing := m.MoELayers(), m.ExpertCount()-p.LocalExperts
+	n := make([]int, layers)
+	for i := range n {
+		n[i] = m.Experts - ((i+1)*missing/layers - i*missing/layers)
+	}
+	return n
+}
+
+// normal fills in defaults and refuses what cannot be run.
+func (p *Problem) normal(x Policy) (Policy, error) {
+	total := p.Model.ExpertCount()
+	if x.MicroBatch == 0 {
+		x.MicroBatch = x.Batch
+	}
+	if x.HostPaths == 0 {
+		x.HostPaths = 1
+	}
+	if all := x.Batch * p.Workload.PromptTokens; x.PrefillTokens == 0 || x.PrefillTokens > all {
+		x.PrefillTokens = all
+	}
+	if x.Attention == OnCPU {
+		x.KVOnHost = 1
+	}
+	switch {
+	case x.Batch < 1:
+		return x, fmt.Errorf("planner: a batch of %d sequences; it must have at least one", x.Batch)
+	case p.Workload.Requests > 0 && x.Batch > p.Workload.Requests:
+		return x, fmt.Errorf("planner: a batch of %d sequences for %d requests; make it at most that", x.Batch, p.Workload.Requests)
+	case x.MicroBatch < 0 || x.MicroBatch > x.Batch:
+		return x, fmt.Errorf("planner: micro-batches of %d rows in a batch of %d; make them at most the batch", x.MicroBatch, x.Batch)
+	case x.PrefillTokens < 1:
+		return x, fmt.Errorf("planner: %d prompt tokens a step; there must be at least one", x.PrefillTokens)
+	case x.LocalExperts < 0 || x.LocalExperts > total:
+		return x, fmt.Errorf("planner: %d local experts; model %s has %d", x.LocalExperts, p.Model.Name, total)
+	case x.PeerExperts < 0 || x.PeerExperts > total-x.LocalExperts:
+		return x, fmt.Errorf("planner: %d experts in peers' memory, and %d are offloaded", x.PeerExperts, total-x.LocalExperts)
+	case x.PeerExperts > 0 && p.Hardware.PeerMemory == 0:
+		return x, fmt.Errorf("planner: %d experts in peers' memory, and hardware %s has no peers", x.PeerExperts, p.Hardware.Name)
+	case !(x.KVOnHost >= 0 && x.KVOnHost <= 1):
+		return x, fmt.Errorf("planner: a share %v of keys and values on the host; it must be from 0 to 1", x.KVOnHost)
+	case x.HostPaths < 1 || x.HostPaths > len(p.Hardware.HostToGPU):
+		return x, fmt.Errorf("planner: %d paths from the host; hardware %s has %d", x.HostPaths, p.Hardware.Name, len(p.Hardware.HostToGPU))
+	case x.Attention > OnCPU || x.Grouping > PerMicroBatch:
+		return x, fmt.Errorf("planner: attention %d, grouping %d: no such thing", x.Attention, x.Grouping)
+	}
+	return x, nil
+}

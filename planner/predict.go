@@ -1,0 +1,368 @@
+package planner
+
+import (
+	"fmt"
+	"math"
+)
+
+// Problem is what to plan for.
+type Problem struct {
+	Model    Model
+	Hardware Hardware
+	Workload Workload
+	Sizes    Sizes
+	Shares   Shares
+}
+
+// normalized fills in defaults, once for all that is asked of a problem.
+func (p Problem) normalized() (*Problem, error) {
+	if err := p.Model.Validate(); err != nil {
+		return nil, err
+	}
+	if err := p.Hardware.Validate(); err != nil {
+		return nil, err
+	}
+	if err := p.Workload.Validate(); err != nil {
+		return nil, err
+	}
+	p.Model = p.Model.withDefaults()
+	p.Sizes = p.Sizes.withDefaults(&p.Model)
+	p.Shares = p.Shares.withDefaults()
+	for _, s := range []float64{p.Shares.GPU, p.Shares.Host, p.Shares.Peer} {
+		if !(s > 0 && s <= 1) {
+			return nil, fmt.Errorf("planner: shares of memory %+v; each must be above 0 and at most 1", p.Shares)
+		}
+	}
+	return &p, nil
+}
+
+// Step is what a step takes, in seconds. All that is busy overlaps: the step takes
+// as long as the busiest.
+type Step struct {
+	Seconds float64
+	Bound   Bound
+	// GPU and CPU are busy computing for so long, the links copying.
+	GPU, CPU                     float64
+	HostLink, BackLink, PeerLink float64
+	// HandOver is what the chain GPU, link, CPU, link of one micro-batch makes a step
+	// last, with as many micro-batches under way as the schedule has; 0 with
+	// attention on the GPU.
+	HandOver float64
+	// Fetch is the part of the copies that nothing overlaps with, since the experts
+	// are known only when the router has chosen.
+	Fetch float64
+	// Phases of GPU, over all layers.
+	Phases []Phase
+}
+
+// Prediction is what a policy should give.
+type Prediction struct {
+	Policy Policy
+	// Decode is one step that decodes a token of every sequence, at the mean context.
+	Decode Step
+	// Prefill is one of PrefillSteps equal steps over the prompts of the batch.
+	Prefill      Step
+	PrefillSteps int
+	// PrefillSeconds are those of all prefill steps, DecodeSeconds of all decode
+	// steps: one fewer than the new tokens, since prefill gives the first.
+	PrefillSeconds, DecodeSeconds float64
+	// DecodeTokS is a batch over a decode step, TokS all generated tokens over prefill
+	// and decode, both in tokens/s.
+	DecodeTokS, TokS float64
+	Memory           Memory
+}
+
+// Predict works out what a policy takes and gives. A policy that does not fit is
+// predicted all the same, with a *MisfitError beside it; any other error comes with
+// no prediction.
+func (p Problem) Predict(policy Policy) (Prediction, error) {
+	n, err := p.normalized()
+	if err != nil {
+		return Prediction{}, err
+	}
+	x, err := n.normal(policy)
+	if err != nil {
+		return Prediction{}, err
+	}
+	return n.predict(x), n.misfit(x)
+}
+
+func (p *Problem) predict(x Policy) Prediction {
+	decodeWork, prefillWork := p.decodeWork(&x), p.prefillWork(&x)
+	r := Prediction{Policy: x, Memory: p.memory(&x), PrefillSteps: p.prefillSteps(&x)}
+	r.Decode = p.decode(&x, p.Hardware.total(&decodeWork))
+	r.Prefill = p.prefill(&x, p.Hardware.total(&prefillWork))
+	for _, s := range []struct {
+		step *Step
+		work *work
+	}{{&r.Decode, &decodeWork}, {&r.Prefill, &prefillWork}} {
+		phases, most := p.Hardware.phases(s.work)
+		s.step.Phases = phases
+		if s.step.Bound == BoundGPU {
+			s.step.Bound = most
+		}
+	}
+	r.PrefillSeconds = float64(r.PrefillSteps) * r.Prefill.Seconds
+	r.DecodeSeconds = float64(p.Workload.NewTokens-1) * r.Decode.Seconds
+	r.DecodeTokS = float64(x.Batch) / r.Decode.Seconds
+	r.TokS = float64(x.Batch) * float64(p.Workload.NewTokens) / (r.PrefillSeconds + r.DecodeSeconds)
+	return r
+}
+
+// groups is in how many parts a decode step's rows go through projections and
+// through experts, and how many of the parts are under way at once.
+func (p *Policy) groups() (projections, experts, underWay int) {
+	n := p.MicroBatches()
+	switch {
+	case p.Grouping == PerMicroBatch:
+		// CGOPipe looks two micro-batches ahead.
+		return n, n, min(n, 3)
+	case p.Attention == OnCPU:
+		halves := min(2, p.Batch)
+		return max(n, halves), halves, halves
+	}
+	return n, 1, 1
+}
+
+func (p *Problem) decodeWork(x *Policy) work {
+	n, seen := float64(x.Batch), p.Model.seen(p.Workload.Context())
+	projections, experts, _ := x.groups()
+	return p.Model.work(stepShape{
+		rows: n, logits: n, pairs: n * seen, kvTokens: n * seen,
+		projections: float64(projections), experts: float64(experts), hostAttention: x.Attention == OnCPU,
+	})
+}
+
+// decode is a decode step whose phases on the GPU take gpu seconds.
+func (p *Problem) decode(x *Policy, gpu float64) Step {
+	m, h := &p.Model, &p.Hardware
+	n, seen := float64(x.Batch), m.seen(p.Workload.Context())
+	layers, a := float64(m.Layers), float64(m.ActivationBytes)
+	q, v := float64(m.Heads*m.HeadDim), float64(2*m.KVHeads*m.HeadDim)
+	kv := float64(m.KVBytesPerToken())
+	s, cpu := Step{GPU: gpu}, BoundCPUMemory
+	var up, down float64 // bytes
+	if x.Attention == OnCPU {
+		// Products with keys and with values, and the softmax between.
+		products := n * seen * layers * (4*q + 2*float64(m.Heads)) / h.CPUFlops
+		reading := (n*seen*kv + 2*a*n*q*layers) / h.HostMemoryRate
+		s.CPU = max(products, reading)
+		if products > reading {
+			cpu = BoundCPU
+		}
+		down, up = n*(q+v)*a*layers, n*q*a*layers
+		_, _, underWay := x.groups()
+		s.HandOver = (gpu + s.CPU + down/h.GPUToHost + up/h.HostToGPU[0]) / float64(underWay)
+	} else {
+		down, up = n*kv*x.KVOnHost, n*seen*kv*x.KVOnHost
+	}
+	s.BackLink = down / h.GPUToHost
+	s.HostLink = up / h.HostToGPU[x.HostPaths-1]
+	if x.HostPaths > 1 {
+		s.PeerLink = p.relayed(x.HostPaths, up)
+	}
+	share := 1.0
+	if x.ChosenOnly {
+		share = m.Distinct(n) / float64(m.Experts)
+	}
+	host, peer := p.fetch(x, share)
+	if x.ChosenOnly && x.LocalExperts < m.ExpertCount() {
+		s.Fetch = max(host, peer) + float64(m.MoELayers())*h.RoundTrip
+	}
+	s.HostLink += host
+	s.PeerLink += peer
+	s.finish(cpu)
+	return s
+}
+
+// finish says how long the step takes, and what bounds it: cpu, where the CPU does.
+func (s *Step) finish(cpu Bound) {
+	s.Seconds, s.Bound = s.GPU, BoundGPU
+	longer := func(t float64, b Bound) {
+		if t > s.Seconds {
+			s.Seconds, s.Bound = t, b
+		}
+	}
+	longer(s.CPU, cpu)
+	longer(s.HostLink, BoundHostLink)
+	longer(s.PeerLink, BoundPeerLink)
+	longer(s.BackLink, BoundBackLink)
+	longer(s.HandOver, BoundHandOver)
+	if s.Fetch > 0 {
+		longer(max(s.GPU, s.CPU, s.HandOver)+s.Fetch, BoundFetch)
+	}
+}
+
+// relayed is the time that a number of bytes from the host keep the peers' links
+// busy: those that do not take the direct path.
+func (p *Problem) relayed(paths int, bytes float64) float64 {
+	h := &p.Hardware
+	return bytes * (1 - h.HostToGPU[0]/h.HostToGPU[paths-1]) / h.PeerToGPU
+}
+
+// fetch is how long the links are busy with a share of the offloaded experts.
+func (p *Problem) fetch(x *Policy, share float64) (host, peer float64) {
+	fromHost, fromPeer, relayed := p.expertSeconds(x)
+	n := share * float64(x.HostExperts(p.Model))
+	return n * fromHost, share*float64(x.PeerExperts)*fromPeer + n*relayed
+}
+
+// expertSeconds is how long one expert keeps the host link busy, the peers' links
+// where it comes from a peer, and these where it comes from the host.
+func (p *Problem) expertSeconds(x *Policy) (fromHost, fromPeer, relayed float64) {
+	h := &p.Hardware
+	fromHost = h.HostCopySeconds(p.Sizes.Expert, x.HostPaths)
+	if h.PeerToGPU > 0 {
+		fromPeer = h.PeerCopySeconds(p.Sizes.Expert)
+	}
+	if x.HostPaths > 1 {
+		relayed = p.relayed(x.HostPaths, float64(p.Sizes.Expert))
+	}
+	return fromHost, fromPeer, relayed
+}
+
+// prefillSteps is the number of steps that a batch's prompts take.
+func (p *Problem) prefillSteps(x *Policy) int {
+	return (x.Batch*p.Workload.PromptTokens + x.PrefillTokens - 1) / x.PrefillTokens
+}
+
+func (p *Problem) prefillWork(x *Policy) work {
+	steps, prompt := float64(p.prefillSteps(x)), float64(p.Workload.PromptTokens)
+	n := float64(x.Batch) / steps
+	rows := n * prompt
+	// A query sees its own token and those before it: prompt/2 on average, and no
+	// more than the window.
+	pairs := prompt * (prompt + 1) / 2
+	if w := float64(p.Model.Window); w > 0 && prompt > w {
+		pairs = w*(w+1)/2 + (prompt-w)*w
+	}
+	projections := math.Ceil(rows / (float64(x.MicroBatch) * prompt))
+	experts := 1.0
+	if x.Grouping == PerMicroBatch {
+		experts = projections
+	}
+	return p.Model.work(stepShape{
+		rows: rows, logits: n, pairs: n * pairs, kvTokens: rows, projections: projections, experts: experts,
+	})
+}
+
+// prefill is one prefill step whose phases on the GPU take gpu seconds: all
+// offloaded experts are fetched, and what belongs on the host of the new keys and
+// values goes there. Attention over prompts is the GPU's.
+func (p *Problem) prefill(x *Policy, gpu float64) Step {
+	s := Step{GPU: gpu}
+	rows := float64(x.Batch*p.Workload.PromptTokens) / float64(p.prefillSteps(x))
+	s.BackLink = rows * float64(p.Model.KVBytesPerToken()) * x.KVOnHost / p.Hardware.GPUToHost
+	s.HostLink, s.PeerLink = p.fetch(x, 1)
+	s.finish(BoundCPU)
+	return s
+}
+
+// Tier is where offloaded experts are fetched from.
+type Tier uint8
+
+// The tiers. AnyTier stands for the best split of both.
+const (
+	AnyTier Tier = iota
+	HostTier
+	PeerTier
+)
+
+func (t Tier) String() string { return [...]string{"auto", "host", "peer"}[t] }
+
+func (p *Problem) has(tier Tier) error {
+	if tier > PeerTier {
+		return fmt.Errorf("planner: tier %d: no such thing", tier)
+	}
+	if tier == PeerTier && p.Hardware.PeerMemory == 0 {
+		return fmt.Errorf("planner: hardware %s has no peers to fetch experts from", p.Hardware.Name)
+	}
+	return nil
+}
+
+// Offload returns the policy with a fraction of the experts offloaded, all of them
+// fetched from one tier, or split so that both links end together.
+func (p Problem) Offload(policy Policy, fraction float64, tier Tier) (Policy, error) {
+	n, err := p.normalized()
+	if err != nil {
+		return policy, err
+	}
+	if !(fraction >= 0 && fraction <= 1) {
+		return policy, fmt.Errorf("planner: offload fraction %v; it must be from 0 to 1", fraction)
+	}
+	if err := n.has(tier); err != nil {
+		return policy, err
+	}
+	policy.LocalExperts, policy.PeerExperts = n.Model.ExpertCount()-n.Model.Offloaded(fraction), 0
+	x, err := n.normal(policy)
+	if err != nil {
+		return policy, err
+	}
+	policy.PeerExperts = n.split(&x, tier)
+	return policy, nil
+}
+
+// Knee is the offload fraction up to which a decode step takes as long as with all
+// experts local: there copies take as long as all else. It is above 1 where even
+// fetching all of them stays hidden.
+func (p Problem) Knee(policy Policy, tier Tier) (float64, error) {
+	n, err := p.normalized()
+	if err != nil {
+		return 0, err
+	}
+	if err := n.has(tier); err != nil {
+		return 0, err
+	}
+	policy.LocalExperts, policy.PeerExperts, policy.ChosenOnly = n.Model.ExpertCount(), 0, false
+	x, err := n.normal(policy)
+	if err != nil {
+		return 0, err
+	}
+	w := n.decodeWork(&x)
+	none := n.decode(&x, n.Hardware.total(&w))
+	x.LocalExperts = 0
+	x.PeerExperts = n.split(&x, tier)
+	all := n.decode(&x, none.GPU)
+	knee := math.Inf(1)
+	for _, l := range [][2]float64{{none.HostLink, all.HostLink}, {none.PeerLink, all.PeerLink}} {
+		if l[1] > l[0] {
+			knee = min(knee, (none.Seconds-l[0])/(l[1]-l[0]))
+		}
+	}
+	return knee, nil
+}
+
+// split is how many offloaded experts to fetch from peers so that both links end
+// together: about in the ratio of their rates, less what else the links carry.
+func (p *Problem) split(x *Policy, tier Tier) int {
+	missing := p.Model.ExpertCount() - x.LocalExperts
+	most := 0
+	if p.Hardware.PeerMemory > 0 {
+		most = min(missing, p.peerRoom())
+	}
+	switch tier {
+	case HostTier:
+		return 0
+	case PeerTier:
+		return missing
+	}
+	if most == 0 {
+		return 0
+	}
+	y := *x
+	y.LocalExperts, y.PeerExperts = p.Model.ExpertCount(), 0
+	base := p.decode(&y, 0)
+	fromHost, fromPeer, relayed := p.expertSeconds(x)
+	// peers * fromPeer + (missing - peers) * relayed = (missing - peers) * fromHost,
+	// with what the links carry anyway on either side.
+	even := (float64(missing)*(fromHost-relayed) + base.HostLink - base.PeerLink) / (fromPeer + fromHost - relayed)
+	longest := func(peers int) float64 {
+		host := float64(missing - peers)
+		return max(host*fromHost+base.HostLink, float64(peers)*fromPeer+host*relayed+base.PeerLink)
+	}
+	low := int(min(max(even, 0), float64(most)))
+	if high := min(low+1, most); longest(high) < longest(low) {
+		return high
+	}
+	return low
+}

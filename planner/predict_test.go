@@ -1,0 +1,306 @@
+package planner
+
+import (
+	"math"
+	"slices"
+	"strings"
+	"testing"
+
+	"pgregory.net/rapid"
+)
+
+func problem(t testing.TB, model, hardware string) Problem {
+	t.Helper()
+	return Problem{
+		Model: presetModel(t, model), Hardware: hardwarePreset(t, hardware),
+		Workload: Workload{PromptTokens: 77, NewTokens: 32},
+	}
+}
+
+// fits ignores that a policy does not fit.
+func predict(t testing.TB, p Problem, x Policy) Prediction {
+	t.Helper()
+	r, err := p.Predict(x)
+	var misfit *MisfitError
+	if err != nil && !asMisfit(err, &misfit) {
+		t.Fatal(err)
+	}
+	return r
+}
+
+func offload(t testing.TB, p Problem, x Policy, fraction float64, tier Tier) Policy {
+	t.Helper()
+	x, err := p.Offload(x, fraction, tier)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return x
+}
+
+// A prediction differs from the table of floors only by what a copy takes to start,
+// and, per micro-batch, by nothing.
+func TestPredictMeetsFloors(t *testing.T) {
+	for _, row := range floorTable[:12] {
+		p := problem(t, row.model, "h200")
+		// As much as the policies need: the question is time alone.
+		p.Hardware.GPUMemory *= 4
+		x := Policy{Batch: row.rows}
+		if row.groups > 1 {
+			x.MicroBatch, x.Grouping = row.rows/row.groups, PerMicroBatch
+		}
+		for column, c := range []struct {
+			fraction float64
+			tier     Tier
+			paths    int
+		}{{0, HostTier, 1}, {0.5, HostTier, 1}, {0.5, HostTier, 2}, {0.5, PeerTier, 1}, {1, PeerTier, 1}, {1, AnyTier, 1}} {
+			x.HostPaths = c.paths
+			r := predict(t, p, offload(t, p, x, c.fraction, c.tier))
+			share := 0.01
+			if c.fraction > 0 {
+				expert := p.Model.ExpertBytes()
+				share += max(p.Hardware.PeerCopyStart/p.Hardware.PeerCopySeconds(expert), p.Hardware.HostCopyStart/p.Hardware.HostCopySeconds(expert, 1))
+			}
+			if want := row.tokS[column]; r.DecodeTokS > want*1.01 || r.DecodeTokS < want*(1-share) {
+				t.Errorf("%s, %d rows in %d groups, column %d: %.5g tokens/s, the floor has %.5g", row.model, row.rows, row.groups, column, r.DecodeTokS, want)
+			}
+		}
+	}
+}
+
+// One row: all experts chosen by the router before their copies start.
+func TestPredictChosenOnly(t *testing.T) {
+	p := problem(t, "mixtral-8x7b", "h200")
+	x := offload(t, p, Policy{Batch: 1}, 0.5, PeerTier)
+	all := predict(t, p, x)
+	x.ChosenOnly = true
+	r := predict(t, p, x)
+	// The floor with perfect prefetch is 35.0, and about 29 where nothing is known
+	// ahead.
+	if r.Decode.Bound != BoundFetch || r.DecodeTokS < 28 || r.DecodeTokS > 30 || r.DecodeTokS < 2*all.DecodeTokS {
+		t.Errorf("%.1f tokens/s by %s, %.1f with all experts streamed", r.DecodeTokS, r.Decode.Bound, all.DecodeTokS)
+	}
+	if got := 1 / max(r.Decode.PeerLink, r.Decode.GPU); !near(got, 35.0, 0.02) {
+		t.Errorf("%.2f tokens/s by the link alone, want 35.0", got)
+	}
+}
+
+// A step is flat up to the knee and rises from there.
+func TestKnee(t *testing.T) {
+	for _, c := range []struct {
+		model string
+		rows  int
+		tier  Tier
+		want  float64
+	}{
+		{"mixtral-8x7b", 3240, PeerTier, 0.502},
+		{"mixtral-8x7b", 3240, HostTier, 0.070},
+		{"phi-3.5-moe", 4536, PeerTier, 0.432},
+		{"phi-tiny-moe", 4536, PeerTier, 1},
+		{"qwen1.5-moe-a2.7b", 4536, HostTier, 0.101},
+	} {
+		p := problem(t, c.model, "h200")
+		p.Hardware.GPUMemory *= 4
+		x := Policy{Batch: c.rows}
+		knee, err := p.Knee(x, c.tier)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if c.want == 1 && knee > 1 {
+			continue
+		}
+		if !near(knee, c.want, 0.03) {
+			t.Errorf("%s at %d from %v: knee at %.4f, want %v", c.model, c.rows, c.tier, knee, c.want)
+		}
+		flat := predict(t, p, offload(t, p, x, 0, c.tier)).Decode.Seconds
+		below := predict(t, p, offload(t, p, x, 0.97*knee, c.tier)).Decode
+		above := predict(t, p, offload(t, p, x, 1.03*knee, c.tier)).Decode
+		if below.Seconds != flat || above.Seconds <= flat {
+			t.Errorf("%s at %d from %v: %v s, %v below the knee and %v above", c.model, c.rows, c.tier, flat, below.Seconds, above.Seconds)
+		}
+		want := BoundPeerLink
+		if c.tier == HostTier {
+			want = BoundHostLink
+		}
+		if above.Bound != want || below.Bound == want {
+			t.Errorf("bounds are %s below and %s above the knee", below.Bound, above.Bound)
+		}
+	}
+}
+
+// Misses are split so that both links end together, in whole experts.
+func TestSplit(t *testing.T) {
+	p := problem(t, "mixtral-8x7b", "h200")
+	x := offload(t, p, Policy{Batch: 4536}, 1, AnyTier)
+	r := predict(t, p, x)
+	one := p.Hardware.HostCopySeconds(p.Model.ExpertBytes(), 1)
+	if math.Abs(r.Decode.HostLink-r.Decode.PeerLink) > one {
+		t.Errorf("links end at %v and %v s", r.Decode.HostLink, r.Decode.PeerLink)
+	}
+	ratio := float64(x.PeerExperts) / float64(x.HostExperts(p.Model))
+	if !near(ratio, 395/55.3, 0.05) {
+		t.Errorf("%d from peers, %d from the host", x.PeerExperts, x.HostExperts(p.Model))
+	}
+	// A peer with little room gets what fits.
+	p.Hardware.PeerMemory = 100 * p.Model.ExpertBytes()
+	if x := offload(t, p, Policy{Batch: 4536}, 1, AnyTier); x.PeerExperts != 90 {
+		t.Errorf("%d experts in nine tenths of a memory for 100", x.PeerExperts)
+	}
+}
+
+func TestCPUAttention(t *testing.T) {
+	p := problem(t, "mixtral-8x7b", "l4")
+	x := offload(t, p, Policy{Batch: 4536, Attention: OnCPU}, 0.95, HostTier)
+	r := predict(t, p, x)
+	// Keys and values of 93 tokens and the queries' rows, read at 76 GiB/s.
+	want := (4536*93*131072.0 + 2*2*4536*4096*32) / p.Hardware.HostMemoryRate
+	if !near(r.Decode.CPU, want, 1e-9) || slices.ContainsFunc(r.Decode.Phases, func(x Phase) bool { return x.Name == "attention" }) {
+		t.Errorf("CPU %v s, want %v; phases %+v", r.Decode.CPU, want, r.Decode.Phases)
+	}
+	rows := 4536.0 * 32 * 2 / p.Hardware.GPUToHost
+	if !near(r.Decode.BackLink, rows*(4096+2048), 1e-9) {
+		t.Errorf("queries, keys and values take %v s", r.Decode.BackLink)
+	}
+	// Twice the experts' weights as with attention on the GPU.
+	x.Attention = OnGPU
+	gpu := predict(t, p, x)
+	up := func(r Prediction) float64 {
+		i := slices.IndexFunc(r.Decode.Phases, func(x Phase) bool { return x.Name == "experts up" })
+		return r.Decode.Phases[i].Bytes
+	}
+	if d := up(r) - up(gpu); !near(d, 32*8*2*2*4096*14336, 1e-3) {
+		t.Errorf("two groups read %v bytes more", d)
+	}
+	// One row at a time cannot take turns.
+	x = Policy{Batch: 1, Attention: OnCPU, LocalExperts: 256}
+	if s := predict(t, p, x).Decode; s.Bound != BoundHandOver || s.Seconds < s.GPU+s.CPU {
+		t.Errorf("%+v", s)
+	}
+}
+
+func TestLayerExperts(t *testing.T) {
+	m := presetModel(t, "mixtral-8x7b")
+	// wg = 0.0559 is less than one of eight experts a layer, but 14 of 256.
+	x := Policy{LocalExperts: 14}
+	n := x.LayerExperts(m)
+	sum := 0
+	for _, k := range n {
+		sum += k
+	}
+	if len(n) != 32 || sum != 14 || slices.Max(n) != 1 || slices.Min(n) != 0 || !near(x.LocalShare(m), 0.0547, 1e-3) {
+		t.Errorf("%v", n)
+	}
+}
+
+func TestPredictRefuses(t *testing.T) {
+	for _, c := range []struct {
+		x    Policy
+		want string
+	}{
+		{Policy{}, "a batch of 0 sequences"},
+		{Policy{Batch: 4, MicroBatch: 8}, "micro-batches of 8 rows in a batch of 4; make them at most the batch"},
+		{Policy{Batch: 101}, "a batch of 101 sequences for 100 requests"},
+		{Policy{Batch: 1, LocalExperts: 257}, "257 local experts; model mixtral-8x7b has 256"},
+		{Policy{Batch: 1, LocalExperts: 200, PeerExperts: 57}, "57 experts in peers' memory, and 56 are offloaded"},
+		{Policy{Batch: 1, PeerExperts: 1}, "hardware L4 has no peers"},
+		{Policy{Batch: 1, KVOnHost: math.NaN()}, "a share NaN of keys and values"},
+		{Policy{Batch: 1, HostPaths: 2}, "2 paths from the host; hardware L4 has 1"},
+		{Policy{Batch: 1, PrefillTokens: -1}, "-1 prompt tokens a step"},
+		{Policy{Batch: 1, Attention: 7}, "no such thing"},
+	} {
+		p := problem(t, "mixtral-8x7b", "l4")
+		p.Workload.Requests = 100
+		if _, err := p.Predict(c.x); err == nil || !strings.Contains(err.Error(), c.want) {
+			t.Errorf("%+v: got %v, want %s", c.x, err, c.want)
+		}
+	}
+	p := problem(t, "mixtral-8x7b", "l4")
+	for _, f := range []func() error{
+		func() error { _, err := p.Offload(Policy{Batch: 1}, 0.5, PeerTier); return err },
+		func() error { _, err := p.Knee(Policy{Batch: 1}, PeerTier); return err },
+		func() error { _, err := p.Offload(Policy{Batch: 1}, 1.5, HostTier); return err },
+		func() error { _, err := p.Offload(Policy{Batch: 1}, 0.5, Tier(9)); return err },
+		func() error { _, err := p.Search(Choices{Tier: PeerTier}); return err },
+	} {
+		if f() == nil {
+			t.Error("no error")
+		}
+	}
+	p.Shares.GPU = 1.5
+	if _, err := p.Predict(Policy{Batch: 1}); err == nil {
+		t.Error("a memory was used more than once")
+	}
+}
+
+// drawPolicy draws a policy that can be run, whether or not it fits.
+func drawPolicy(t *rapid.T, p Problem) Policy {
+	x := Policy{
+		Batch:     rapid.IntRange(1, 5000).Draw(t, "batch"),
+		Grouping:  rapid.SampledFrom([]Grouping{Merged, PerMicroBatch}).Draw(t, "grouping"),
+		Attention: rapid.SampledFrom([]Place{OnGPU, OnCPU}).Draw(t, "attention"),
+		KVOnHost:  rapid.SampledFrom([]float64{0, 0.3, 1}).Draw(t, "kv"),
+		HostPaths: rapid.IntRange(1, len(p.Hardware.HostToGPU)).Draw(t, "paths"),
+	}
+	x.MicroBatch = rapid.IntRange(1, x.Batch).Draw(t, "micro")
+	x.PrefillTokens = rapid.IntRange(1, x.Batch*p.Workload.PromptTokens).Draw(t, "prefill")
+	x.LocalExperts = rapid.IntRange(0, p.Model.ExpertCount()).Draw(t, "local")
+	if p.Hardware.PeerMemory > 0 {
+		x.PeerExperts = rapid.IntRange(0, p.Model.ExpertCount()-x.LocalExperts).Draw(t, "peers")
+	}
+	x.ChosenOnly = rapid.Bool().Draw(t, "chosen")
+	return x
+}
+
+var (
+	modelNames    = []string{"mixtral-8x7b", "phi-3.5-moe", "phi-tiny-moe", "qwen1.5-moe-a2.7b", "qwen2-57b-a14b", "qwen3-30b-a3b"}
+	hardwareNames = []string{"l4", "t4", "a100-80", "h100-80", "h200"}
+)
+
+// No faster part, no additional local expert and no larger window of time makes a
+// policy slower; a step is never shorter than its busiest resource.
+func TestPredictIsMonotone(t *testing.T) {
+	rapid.Check(t, func(rt *rapid.T) {
+		p := problem(t, rapid.SampledFrom(modelNames).Draw(rt, "model"), rapid.SampledFrom(hardwareNames).Draw(rt, "hardware"))
+		x := drawPolicy(rt, p)
+		was := predict(t, p, x)
+		for _, s := range []Step{was.Decode, was.Prefill} {
+			busiest := max(s.GPU, s.CPU, s.HostLink, s.BackLink, s.PeerLink)
+			if !(s.Seconds > 0) || math.IsInf(s.Seconds, 0) || s.Seconds < busiest || s.Bound == "" {
+				rt.Fatalf("%+v", s)
+			}
+			sum := 0.0
+			for _, ph := range s.Phases {
+				sum += ph.Seconds
+			}
+			if !near(sum, s.GPU, 1e-9) {
+				rt.Fatalf("phases take %v s, the GPU %v", sum, s.GPU)
+			}
+		}
+		faster := p
+		faster.Hardware.HostToGPU = slices.Clone(p.Hardware.HostToGPU)
+		switch rapid.IntRange(0, 6).Draw(rt, "part") {
+		case 0:
+			faster.Hardware.GPUMemoryRate *= 2
+		case 1:
+			faster.Hardware.GPUFlops *= 2
+		case 2:
+			faster.Hardware.PeerToGPU *= 2
+		case 3:
+			for i := range faster.Hardware.HostToGPU {
+				faster.Hardware.HostToGPU[i] *= 2
+			}
+		case 4:
+			faster.Hardware.CPUFlops *= 2
+			faster.Hardware.HostMemoryRate *= 2
+		case 5:
+			faster.Hardware.GPUToHost *= 2
+			faster.Hardware.GPUAttentionFlops *= 2
+		case 6:
+			if x.LocalExperts+x.PeerExperts < p.Model.ExpertCount() {
+				x.LocalExperts++
+			}
+		}
+		if is := predict(t, faster, x); is.TokS < was.TokS*(1-1e-12) || is.DecodeTokS < was.DecodeTokS*(1-1e-12) {
+			rt.Fatalf("%v tok/s, then %v", was.TokS, is.TokS)
+		}
+	})
+}

@@ -1,0 +1,249 @@
+package planner
+
+import (
+	"errors"
+	"reflect"
+	"strings"
+	"testing"
+	"time"
+
+	"pgregory.net/rapid"
+)
+
+// For each preset of a model and of hardware there is a policy, it fits, it is found
+// again, and it takes at most 100 ms.
+func TestSearch(t *testing.T) {
+	for _, hardware := range hardwareNames {
+		for _, model := range modelNames {
+			p := problem(t, model, hardware)
+			r, err := p.Search(Choices{})
+			if model == "qwen2-57b-a14b" && (hardware == "l4" || hardware == "t4") {
+				var m *MisfitError
+				if !errors.As(err, &m) || m.Space.Name != "gpu" || !strings.Contains(err.Error(), "weights but experts 15.06 GiB") {
+					t.Errorf("%s on %s: %v", model, hardware, err)
+				}
+				continue
+			}
+			if err != nil {
+				t.Errorf("%s on %s: %v", model, hardware, err)
+				continue
+			}
+			if !raceEnabled && quickest(t, p) > 100*time.Millisecond {
+				t.Errorf("%s on %s: a search takes more than 100 ms", model, hardware)
+			}
+			again, err := p.Predict(r.Policy)
+			if err != nil || !reflect.DeepEqual(again, r) {
+				t.Errorf("%s on %s: predicted otherwise than found: %v", model, hardware, err)
+			}
+			if second, err := p.Search(Choices{}); err != nil || !reflect.DeepEqual(second, r) {
+				t.Errorf("%s on %s: found %+v, then %+v", model, hardware, r.Policy, second.Policy)
+			}
+		}
+	}
+}
+
+// quickest is the least time of some searches, fewer once it is short: the machine
+// may be busy with something else.
+func quickest(t testing.TB, p Problem) time.Duration {
+	t.Helper()
+	least := time.Hour
+	for range 5 {
+		start := time.Now()
+		if _, err := p.Search(Choices{}); err != nil {
+			t.Fatal(err)
+		}
+		if least = min(least, time.Since(start)); least < 100*time.Millisecond {
+			break
+		}
+	}
+	return least
+}
+
+// What a search should come to, seen from above.
+func TestSearchMakesSense(t *testing.T) {
+	find := func(model, hardware string, c Choices) Prediction {
+		t.Helper()
+		r, err := problem(t, model, hardware).Search(c)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return r
+	}
+	// Where all fits, nothing is offloaded, and nothing is complicated.
+	r := find("mixtral-8x7b", "h200", Choices{})
+	if r.Policy.LocalExperts != 256 || r.Policy.complexity() != 0 || r.Policy.MicroBatch != r.Policy.Batch || !near(r.DecodeTokS, 28_200, 0.02) {
+		t.Errorf("Mixtral on an H200: %+v", r.Policy)
+	}
+	// On an L4 keys and values go to the host, attention with them, and the link is
+	// the limit: more than MoE-Lightning's 945 tokens/s, whose experts run per
+	// micro-batch.
+	r = find("mixtral-8x7b", "l4", Choices{})
+	if r.Policy.Attention != OnCPU || r.Policy.Grouping != Merged || r.Decode.Bound != BoundHostLink || r.DecodeTokS < 1000 || r.DecodeTokS > 1300 {
+		t.Errorf("Mixtral on an L4: %+v, %v tokens/s by %s", r.Policy, r.DecodeTokS, r.Decode.Bound)
+	}
+	// One sequence: only what the router chose.
+	half := 0.5
+	r = find("mixtral-8x7b", "h200", Choices{Batch: 1, Offload: &half, Tier: PeerTier})
+	if !r.Policy.ChosenOnly || r.Policy.PeerExperts != 128 {
+		t.Errorf("one sequence: %+v", r.Policy)
+	}
+	// Two paths where one does not suffice.
+	r = find("mixtral-8x7b", "h200", Choices{Batch: 3240, Offload: &half, Tier: HostTier, Attention: []Place{OnGPU}, KVOnHost: []float64{0}})
+	if r.Policy.HostPaths != 2 || !near(r.DecodeTokS, 7400, 0.01) {
+		t.Errorf("half from the host: %+v, %v tokens/s", r.Policy, r.DecodeTokS)
+	}
+	// Pins are kept.
+	r = find("mixtral-8x7b", "l4", Choices{MicroBatch: 324, MicroBatches: 14, Attention: []Place{OnCPU}, Grouping: []Grouping{PerMicroBatch}, MaxPrefillTokens: 8192})
+	if p := r.Policy; p.Batch != 4536 || p.MicroBatch != 324 || p.MicroBatches() != 14 || p.Attention != OnCPU || p.Grouping != PerMicroBatch || p.PrefillTokens > 8192 {
+		t.Errorf("pinned: %+v", p)
+	}
+	if r = find("phi-tiny-moe", "h200", Choices{MicroBatches: 14}); r.Policy.MicroBatches() != 14 {
+		t.Errorf("%d micro-batches, 14 are pinned", r.Policy.MicroBatches())
+	}
+	p := problem(t, "phi-tiny-moe", "h200")
+	p.Workload.Requests = 40
+	if r, err := p.Search(Choices{MaxBatch: 50}); err != nil || r.Policy.Batch > 40 {
+		t.Errorf("%+v, %v", r.Policy, err)
+	}
+}
+
+// Where a search tries every batch, what it leaves out of the rest costs nothing.
+func TestSearchAgainstBruteForce(t *testing.T) {
+	rapid.Check(t, func(rt *rapid.T) {
+		p := problem(t, rapid.SampledFrom(modelNames).Draw(rt, "model"), rapid.SampledFrom(hardwareNames).Draw(rt, "hardware"))
+		p.Model.Layers = rapid.IntRange(1, 3).Draw(rt, "layers")
+		p.Workload.PromptTokens = rapid.IntRange(1, 600).Draw(rt, "prompt")
+		p.Workload.NewTokens = rapid.IntRange(1, 300).Draw(rt, "new")
+		p.Workload.Requests = rapid.SampledFrom([]int{1, 2, 3, 5, 8, 13, 21, batchesTried}).Draw(rt, "requests")
+		// Room for a few of the experts, or for all of them.
+		experts := rapid.SampledFrom([]float64{0.3, 1.1, 2.05, 2.3, 2.7, 3, 4}).Draw(rt, "memory") * float64(p.Model.Experts) * float64(p.Model.ExpertBytes())
+		p.Hardware.GPUMemory = int64((1.2*float64(p.Model.OtherBytes()) + experts) / 0.9)
+		if rapid.Bool().Draw(rt, "workspace by micro-batch") {
+			p.Sizes.Workspace = func(rows, microBatch, sequences int) (int64, int64) {
+				return int64(rows)*20_000 + int64(microBatch)*1_000_000, 0
+			}
+		}
+		objective := rapid.SampledFrom([]Objective{Throughput, DecodeThroughput}).Draw(rt, "objective")
+		shares := []float64{0, 0.5}
+		got, err := p.Search(Choices{KVOnHost: shares, Slack: -1, Objective: objective})
+
+		n, nerr := p.normalized()
+		if nerr != nil {
+			rt.Fatal(nerr)
+		}
+		best, bestPolicy := 0.0, Policy{}
+		for batch := 1; batch <= p.Workload.Requests; batch++ {
+			all := batch * p.Workload.PromptTokens
+			for _, prefill := range []int{max(batch, (all+3)/4), all} {
+				for _, micro := range []int{batch, (batch + 1) / 2, (batch + 2) / 3, (batch + 7) / 8} {
+					for _, x := range []Policy{{}, {KVOnHost: 0.5}, {Attention: OnCPU}, {Attention: OnCPU, Grouping: PerMicroBatch}, {Grouping: PerMicroBatch}, {ChosenOnly: true}} {
+						x.Batch, x.MicroBatch, x.PrefillTokens = batch, micro, prefill
+						x, err := n.normal(x)
+						if err != nil {
+							rt.Fatal(err)
+						}
+						local, ok := n.mostLocal(x)
+						if !ok {
+							continue
+						}
+						x.LocalExperts = local
+						for paths := range p.Hardware.HostToGPU {
+							x.HostPaths = paths + 1
+							x.PeerExperts = n.split(&x, AnyTier)
+							r := n.predict(x)
+							rate := r.TokS
+							if objective == DecodeThroughput {
+								rate = r.DecodeTokS
+							}
+							if rate > best {
+								best, bestPolicy = rate, x
+							}
+						}
+					}
+				}
+			}
+		}
+		if (err == nil) != (best > 0) {
+			rt.Fatalf("search: %v; trying everything: %v tok/s", err, best)
+		}
+		if err != nil {
+			return
+		}
+		rate := got.TokS
+		if objective == DecodeThroughput {
+			rate = got.DecodeTokS
+		}
+		if rate < 0.998*best {
+			rt.Fatalf("search finds %v tok/s with %+v, trying everything %v with %+v", rate, got.Policy, best, bestPolicy)
+		}
+	})
+}
+
+// Narrowing the grid of batches finds what a fine scan of them finds.
+func TestSearchNarrows(t *testing.T) {
+	for _, c := range [][2]string{{"mixtral-8x7b", "l4"}, {"qwen2-57b-a14b", "a100-80"}, {"phi-3.5-moe", "h100-80"}, {"qwen1.5-moe-a2.7b", "t4"}} {
+		p := problem(t, c[0], c[1])
+		r, err := p.Search(Choices{Slack: -1})
+		if err != nil {
+			t.Fatal(err)
+		}
+		for batch := 1.0; batch < 20_000; batch *= 1.15 {
+			x, err := p.Search(Choices{Batch: int(batch), Slack: -1})
+			if err == nil && x.TokS > 1.01*r.TokS {
+				t.Errorf("%s on %s: %v tok/s at a batch of %d, and %v at %v", c[0], c[1], r.TokS, r.Policy.Batch, x.TokS, int(batch))
+			}
+		}
+	}
+}
+
+func TestSearchRefuses(t *testing.T) {
+	bad := 1.5
+	for _, c := range []struct {
+		c    Choices
+		want string
+	}{
+		{Choices{Batch: -1}, "batch is -1"},
+		{Choices{Batch: 8, MicroBatch: 9}, "micro-batches of 9 rows in a batch of 8; make them at most the batch"},
+		{Choices{Batch: 8, MicroBatches: 9}, "9 micro-batches in a batch of 8"},
+		{Choices{Batch: 8, MicroBatch: 4, MicroBatches: 3}, "3 micro-batches of 4 rows are not a batch of 8"},
+		{Choices{Batch: 8, MaxBatch: 7}, "at most 7 may run at once"},
+		{Choices{PrefillTokens: 8, MaxPrefillTokens: 7}, "at most 7 may run at once"},
+		{Choices{Batch: 101}, "for 100 requests"},
+		{Choices{Offload: &bad}, "offload fraction 1.5"},
+		{Choices{Slack: 1}, "a slack of 1"},
+		{Choices{HostPaths: []int{3}}, "3 paths from the host; hardware H200 has 2"},
+		{Choices{Attention: []Place{}}, "nothing to choose from"},
+		{Choices{Attention: []Place{7}}, "attention 7: no such thing"},
+		{Choices{Grouping: []Grouping{7}}, "grouping 7: no such thing"},
+		{Choices{KVOnHost: []float64{0.5, 0}}, "must ascend"},
+		{Choices{KVOnHost: []float64{2}}, "a share 2 of keys and values"},
+		{Choices{Batch: 15, MicroBatches: 14}, "a batch of 15 cannot be cut into 14 micro-batches"},
+	} {
+		p := problem(t, "mixtral-8x7b", "h200")
+		p.Workload.Requests = 100
+		if _, err := p.Search(c.c); err == nil || !strings.Contains(err.Error(), c.want) {
+			t.Errorf("%+v: got %v, want %s", c.c, err, c.want)
+		}
+	}
+	// A batch that does not fit: what does.
+	p := problem(t, "mixtral-8x7b", "h200")
+	none := 0.0
+	_, err := p.Search(Choices{Batch: 4536, Offload: &none, Attention: []Place{OnGPU}, KVOnHost: []float64{0}})
+	var m *MisfitError
+	if !errors.As(err, &m) || len(m.Nearest) != 2 || !strings.Contains(err.Error(), "what fits: a batch of 4536 with ") {
+		t.Errorf("got %v", err)
+	}
+}
+
+func BenchmarkSearch(b *testing.B) {
+	for _, model := range []string{"mixtral-8x7b", "qwen3-30b-a3b"} {
+		b.Run("model="+model, func(b *testing.B) {
+			p := problem(b, model, "h200")
+			for b.Loop() {
+				if _, err := p.Search(Choices{}); err != nil {
+					b.Fatal(err)
+				}
+			}
+		})
+	}
+}

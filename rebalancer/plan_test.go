@@ -1,0 +1,436 @@
+package rebalancer_test
+
+import (
+	"fmt"
+	"math"
+	"slices"
+	"strconv"
+	"strings"
+	"testing"
+	"time"
+
+	"pgregory.net/rapid"
+
+	"github.com/moeserve/moeserve/device"
+	"github.com/moeserve/moeserve/experts"
+	"github.com/moeserve/moeserve/rebalancer"
+)
+
+const planBytes = 100 << 20
+
+// situation reads layers of experts, each written as place:rate: L is local, H the
+// host, a digit a peer, and * stands behind those that move.
+func situation(t *testing.T, layers string) rebalancer.Stats {
+	s := rebalancer.Stats{Bytes: planBytes}
+	for _, layer := range strings.Split(strings.TrimSpace(layers), "\n") {
+		var homes []experts.Home
+		var rates []float64
+		for _, f := range strings.Fields(layer) {
+			place, rate, _ := strings.Cut(f, ":")
+			h := experts.Home{Tier: experts.Host}
+			place, h.Moving = strings.CutSuffix(place, "*")
+			switch place {
+			case "L":
+				h.Tier = experts.Local
+			case "H":
+			default:
+				n, err := strconv.Atoi(place)
+				if err != nil {
+					t.Fatal(err)
+				}
+				h.Tier, h.Device = experts.Peer, device.HBM(n)
+			}
+			r, err := strconv.ParseFloat(rate, 64)
+			if err != nil {
+				t.Fatal(err)
+			}
+			homes, rates = append(homes, h), append(rates, r)
+		}
+		s.Homes, s.Rates = append(s.Homes, homes), append(s.Rates, rates)
+	}
+	return s
+}
+
+func peer(gpu int, gigabytes float64, free int) rebalancer.Peer {
+	return rebalancer.Peer{Link: experts.Link{From: device.HBM(gpu), BytesPerSecond: gigabytes * 1e9}, Free: free}
+}
+
+func capacity(host float64, peers ...rebalancer.Peer) rebalancer.Capacity {
+	return rebalancer.Capacity{Host: experts.Link{From: device.Host, BytesPerSecond: host * 1e9}, Peers: peers}
+}
+
+func TestPlan(t *testing.T) {
+	refusing := peer(1, 300, 4)
+	refusing.NotBefore = time.Minute + 1
+	for _, c := range []struct {
+		name     string
+		layers   string
+		capacity rebalancer.Capacity
+		tuning   rebalancer.Tuning
+		one      float64
+		adaptive bool
+		want     string
+	}{
+		{name: "no peers", layers: "H:5 H:1", capacity: capacity(50)},
+		{
+			name: "the hottest first, and none that is not used", layers: "H:1 H:5 H:0 L:9\nH:0 H:3 L:9 L:9",
+			capacity: capacity(50, peer(1, 300, 9)),
+			want:     "promote 0/1 to [0], promote 1/1 to [0], promote 0/0 to [0]",
+		},
+		{
+			name: "as many as fit", layers: "H:1 H:5\nH:2 H:3",
+			capacity: capacity(50, peer(1, 300, 2)),
+			want:     "promote 0/1 to [0], promote 1/1 to [0]",
+		},
+		{
+			name: "peers that are alike are harvest's to choose from", layers: "H:1 H:5\nH:2 H:3",
+			capacity: capacity(50, peer(1, 300, 1), peer(2, 310, 1)),
+			want:     "promote 0/1 to [0 1], promote 1/1 to [0 1]",
+		},
+		{
+			name: "the hottest to the fastest peer", layers: "H:1 H:5\nH:2 H:3",
+			capacity: capacity(50, peer(1, 100, 2), peer(2, 300, 1)),
+			want:     "promote 0/1 to [1], promote 1/1 to [0], promote 1/0 to [0]",
+		},
+		{
+			name: "none to a peer slower than the host", layers: "H:5",
+			capacity: capacity(50, peer(1, 40, 2)),
+		},
+		{
+			name: "a peer whose rate nobody knows is faster", layers: "H:5",
+			capacity: capacity(0, peer(1, 0, 2)),
+			want:     "promote 0/0 to [0]",
+		},
+		{
+			name: "before any use all count the same, and layers share evenly", layers: "H:0 H:0 H:0 H:0\nH:0 H:0 L:0 L:0\n1:0 H:0 H:0 H:0",
+			capacity: capacity(50, peer(1, 300, 6)),
+			want:     "promote 0/0 to [0], promote 0/1 to [0], promote 1/0 to [0], promote 2/1 to [0], promote 0/2 to [0], promote 2/2 to [0]",
+		},
+		{
+			name: "whole layers: the same with rates that differ by the step under way", layers: "H:50.1 H:50.1\nH:50 H:50\n1:50 H:50",
+			capacity: capacity(50, peer(1, 300, 3)), one: 0.07,
+			want: "promote 0/0 to [0], promote 1/0 to [0], promote 0/1 to [0]",
+		},
+		{
+			name: "what moves is left alone", layers: "H*:5 H:1 1*:0",
+			capacity: capacity(50, peer(1, 300, 0)),
+		},
+		{
+			name: "what moves counts as its layer's", layers: "H*:5 H:5\nH:5 H:5",
+			capacity: capacity(50, peer(1, 300, 1)),
+			want:     "promote 1/0 to [0]",
+		},
+		{
+			name: "the coldest goes for the hottest", layers: "H:5 1:3 1:1\nH:2 1:4 1:2",
+			capacity: capacity(50, peer(1, 300, 0)),
+			want:     "replace 0/0 for 0/2 to [0]",
+		},
+		{
+			name: "as often as it pays", layers: "H:5 1:3 1:1\nH:4 1:4 1:2",
+			capacity: capacity(50, peer(1, 300, 0)),
+			want:     "replace 0/0 for 0/2 to [0], replace 1/0 for 1/2 to [0]",
+		},
+		{
+			name: "hysteresis", layers: "H:1.2 1:1",
+			capacity: capacity(50, peer(1, 300, 0)),
+		},
+		{
+			name: "hysteresis that is set", layers: "H:1.2 1:1",
+			capacity: capacity(50, peer(1, 300, 0)), tuning: rebalancer.Tuning{Hysteresis: 1.1},
+			want: "replace 0/0 for 0/1 to [0]",
+		},
+		{
+			name: "the copy is not earned back", layers: "H:0.11 1:0",
+			capacity: capacity(50, peer(1, 300, 0)),
+		},
+		{
+			name: "the copy is earned back in the time that is given", layers: "H:0.11 1:0",
+			capacity: capacity(50, peer(1, 300, 0)), tuning: rebalancer.Tuning{Horizon: 20 * time.Second},
+			want: "replace 0/0 for 0/1 to [0]",
+		},
+		{
+			name: "chance", layers: "H:0.5 1:0.1",
+			capacity: capacity(50, peer(1, 300, 0)), one: 0.2,
+		},
+		{
+			name: "chance is let decide", layers: "H:0.5 1:0.1",
+			capacity: capacity(50, peer(1, 300, 0)), one: 0.2, tuning: rebalancer.Tuning{Deviations: -1},
+			want: "replace 0/0 for 0/1 to [0]",
+		},
+		{
+			name: "to the faster peer where there is room", layers: "1:5 1:0.01",
+			capacity: capacity(50, peer(1, 100, 0), peer(2, 300, 3)),
+			want:     "replace 0/0 for 0/0 to [1]",
+		},
+		{
+			name: "in place of a cold one on the faster peer", layers: "1:5 2:0.1",
+			capacity: capacity(50, peer(1, 100, 0), peer(2, 300, 0)),
+			want:     "replace 0/0 for 0/1 to [1]",
+		},
+		{
+			name: "a peer that refuses neither gets nor gives", layers: "H:9 1:0 H:9",
+			capacity: capacity(50, refusing),
+		},
+		{
+			name: "another like it does not", layers: "H:9 1:0 2:0",
+			capacity: capacity(50, refusing, peer(2, 300, 0)),
+			want:     "replace 0/0 for 0/2 to [1]",
+		},
+		{
+			name: "copies on a peer that is given up stay out of it", layers: "H:9 3:1",
+			capacity: capacity(50, peer(1, 300, 0)),
+		},
+		{
+			name: "local ones are swapped within their layer", layers: "L:1 H:5 H:2\nL:3 H:3.5 H:0",
+			capacity: capacity(50), adaptive: true,
+			want: "swap 0/1 for 0/0",
+		},
+		{
+			name: "swaps come before copies of less worth", layers: "L:1 1:9 H:2 H:3",
+			capacity: capacity(50, peer(1, 300, 1)), adaptive: true,
+			want: "swap 0/3 for 0/0, promote 0/2 to [0]",
+		},
+		{name: "local ones stay where the store is not adaptive", layers: "L:1 H:5", capacity: capacity(50)},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			s := situation(t, c.layers)
+			s.One, s.Adaptive = c.one, c.adaptive
+			moves := rebalancer.Plan(s, c.capacity, c.tuning, time.Minute)
+			var got []string
+			for _, m := range moves {
+				got = append(got, m.String())
+			}
+			if strings.Join(got, ", ") != c.want {
+				t.Errorf("%s\nwant %s", strings.Join(got, ", "), c.want)
+			}
+		})
+	}
+}
+
+// TestGain: the benefit is in seconds saved per second and byte.
+func TestGain(t *testing.T) {
+	s := situation(t, "H:5 1:1 H:2")
+	moves := rebalancer.Plan(s, capacity(50, peer(1, 200, 1)), rebalancer.Tuning{}, 0)
+	if len(moves) != 2 {
+		t.Fatal(moves)
+	}
+	saved := 1/50e9 - 1/200e9 // seconds per byte of one use
+	for i, want := range []float64{5 * saved, (2 - 1) * saved} {
+		if math.Abs(moves[i].Gain-want) > 1e-9*want {
+			t.Errorf("%v: gain %g, want %g", moves[i], moves[i].Gain, want)
+		}
+	}
+}
+
+// random draws a situation in which everything fits.
+func random(t *rapid.T) (rebalancer.Stats, rebalancer.Capacity) {
+	s := rebalancer.Stats{Bytes: planBytes, Adaptive: rapid.Bool().Draw(t, "adaptive"), One: rapid.SampledFrom([]float64{0, 0.1}).Draw(t, "one")}
+	c := capacity(rapid.SampledFrom([]float64{0, 50}).Draw(t, "host"))
+	for i := range rapid.IntRange(0, 3).Draw(t, "peers") {
+		c.Peers = append(c.Peers, peer(i+1, rapid.SampledFrom([]float64{0, 25, 100, 110, 300}).Draw(t, "rate"), rapid.IntRange(0, 6).Draw(t, "free")))
+	}
+	layers, n := rapid.IntRange(1, 4).Draw(t, "layers"), rapid.IntRange(1, 8).Draw(t, "experts")
+	rate := rapid.SampledFrom([]float64{0, 0, 0.1, 0.5, 1, 1.05, 2, 10, 50})
+	for range layers {
+		var homes []experts.Home
+		for range n {
+			h := experts.Home{Tier: rapid.SampledFrom([]experts.Tier{experts.Local, experts.Peer, experts.Host, experts.Host}).Draw(t, "tier")}
+			if h.Tier == experts.Peer {
+				if len(c.Peers) == 0 {
+					h.Tier = experts.Host
+				} else {
+					h.Device = rapid.SampledFrom(c.Peers).Draw(t, "on").From
+				}
+			}
+			h.Moving = rapid.IntRange(0, 9).Draw(t, "moving") == 0
+			homes = append(homes, h)
+		}
+		s.Homes = append(s.Homes, homes)
+		s.Rates = append(s.Rates, rapid.SliceOfN(rate, n, n).Draw(t, "rates"))
+	}
+	return s, c
+}
+
+// seconds of fetches per second in a situation.
+func seconds(s rebalancer.Stats, c rebalancer.Capacity) float64 {
+	sum := 0.0
+	for l, homes := range s.Homes {
+		for e, h := range homes {
+			sum += s.Rates[l][e] * float64(s.Bytes) * perByte(c, h)
+		}
+	}
+	return sum
+}
+
+// perByte is what reading a byte from there costs, in seconds; rates that are not
+// known are nominal ones.
+func perByte(c rebalancer.Capacity, h experts.Home) float64 {
+	host := c.Host.BytesPerSecond
+	if host == 0 {
+		host = 55e9
+	}
+	switch h.Tier {
+	case experts.Local:
+		return 0
+	case experts.Peer:
+		for _, p := range c.Peers {
+			if p.From == h.Device {
+				if p.BytesPerSecond == 0 {
+					return 1 / (7 * host)
+				}
+				return 1 / p.BytesPerSecond
+			}
+		}
+	}
+	return 1 / host
+}
+
+// carryOut applies moves as store and harvest would, the peer among those named being
+// anyone's choice, and fails where they do not fit.
+func carryOut(t *rapid.T, s rebalancer.Stats, c rebalancer.Capacity, moves []rebalancer.Move) {
+	at := func(id experts.ID) *experts.Home { return &s.Homes[id.Layer][id.Expert] }
+	demote := func(id experts.ID) {
+		h := at(id)
+		i := slices.IndexFunc(c.Peers, func(p rebalancer.Peer) bool { return h.Tier == experts.Peer && p.From == h.Device })
+		if i < 0 || h.Moving {
+			t.Fatalf("%v gives way from %+v", id, *h)
+		}
+		c.Peers[i].Free++
+		*h = experts.Home{Tier: experts.Host}
+	}
+	for _, m := range moves {
+		if m.Kind == rebalancer.Swap {
+			in, out := at(m.In), at(m.Out)
+			if in.Tier == experts.Local || in.Moving || out.Tier != experts.Local || out.Moving || m.In.Layer != m.Out.Layer {
+				t.Fatalf("%v: %+v for %+v", m, *in, *out)
+			}
+			if in.Tier == experts.Peer {
+				demote(m.In)
+			}
+			in.Tier, out.Tier = experts.Local, experts.Host
+			continue
+		}
+		if m.Kind == rebalancer.Replace {
+			demote(m.Out)
+			if at(m.In).Tier == experts.Peer {
+				demote(m.In)
+			}
+		}
+		h := at(m.In)
+		to := slices.DeleteFunc(slices.Clone(m.To), func(k int) bool { return c.Peers[k].Free == 0 })
+		if h.Tier != experts.Host || h.Moving || len(to) == 0 {
+			t.Fatalf("%v: it is %+v, room on %v of %+v", m, *h, to, c.Peers)
+		}
+		k := rapid.SampledFrom(to).Draw(t, "chosen")
+		c.Peers[k].Free--
+		h.Tier, h.Device = experts.Peer, c.Peers[k].From
+	}
+}
+
+// TestPlans: whatever the situation, plans fit, each saves time, and they come to an
+// end.
+func TestPlans(t *testing.T) {
+	rapid.Check(t, func(t *rapid.T) {
+		s, c := random(t)
+		for round := 0; ; round++ {
+			before, now := seconds(s, c), time.Duration(round)
+			moves := rebalancer.Plan(s, c, rebalancer.Tuning{}, now)
+			if again := rebalancer.Plan(s, c, rebalancer.Tuning{}, now); fmt.Sprint(again) != fmt.Sprint(moves) {
+				t.Fatalf("one situation, two plans:\n%v\n%v", moves, again)
+			}
+			if len(moves) == 0 {
+				return
+			}
+			if round > 20 {
+				t.Fatalf("there is no end of moves: %v", moves)
+			}
+			// Any number from the front may be carried out.
+			moves = moves[:rapid.IntRange(1, len(moves)).Draw(t, "begun")]
+			carryOut(t, s, c, moves)
+			gain := 0.0
+			for _, m := range moves {
+				gain += m.Gain * float64(s.Bytes)
+				if m.Kind != rebalancer.Promote && m.Gain <= 0 {
+					t.Fatalf("%v gains %g", m, m.Gain)
+				}
+			}
+			// Classes take links that are nearly alike as equal, so it may be a little less.
+			if after := seconds(s, c); before-after < gain*0.6-1e-12 {
+				t.Fatalf("%v should save %g s/s, and saves %g", moves, gain, before-after)
+			}
+		}
+	})
+}
+
+func TestRates(t *testing.T) {
+	const halfLife = 10 * time.Second
+	r := rebalancer.NewRates(halfLife)
+	uses := [][]int64{{0, 0}, {7, 0}}
+	now := time.Duration(0)
+	run := func(d time.Duration, perTick ...int64) {
+		for end := now + d; now < end; {
+			now += 100 * time.Millisecond
+			uses[0][0] += perTick[0]
+			uses[0][1] += perTick[1]
+			r.Observe(uses, now)
+		}
+	}
+	expect := func(what string, a, b float64) {
+		t.Helper()
+		got := r.PerSecond()
+		if math.Abs(got[0][0]-a) > 0.05*a+1e-9 || math.Abs(got[0][1]-b) > 0.05*b+1e-9 || got[1][0] != 0 {
+			t.Errorf("%s: %.3f, want %.3f and %.3f", what, got, a, b)
+		}
+	}
+	r.Observe(uses, now)
+	expect("nothing used", 0, 0)
+	if r.One() != 0 {
+		t.Errorf("one use counts %v before any", r.One())
+	}
+	run(time.Second, 1, 4)
+	expect("from the beginning on", 10, 40)
+	run(time.Minute, 1, 4)
+	expect("steady", 10, 40)
+	run(halfLife, 1, 4)
+	if one := math.Ln2 / halfLife.Seconds(); math.Abs(r.One()-one) > 0.05*one {
+		t.Errorf("one use counts %v, want %v", r.One(), one)
+	}
+	now += 10 * time.Hour
+	r.Observe(uses, now)
+	expect("a night in which nothing is used", 10, 40)
+	run(halfLife/4, 8, 4)
+	if got := r.PerSecond()[0][0]; got < 25 {
+		t.Errorf("a quarter of a half-life after 10 became 80 it is taken for %.1f", got)
+	}
+	run(5*halfLife, 8, 4)
+	expect("changed", 80, 40)
+	uses[0][0] = 0 // the store was opened anew
+	r.Observe(uses, now)
+	expect("counted anew", 0, 0)
+	run(time.Second, 2, 0)
+	expect("anew", 20, 0)
+}
+
+// BenchmarkPlan is one tick's plan for as many experts as Qwen3-30B-A3B has, half of
+// which lie on peers already.
+func BenchmarkPlan(b *testing.B) {
+	for _, free := range []int{0, 6144} {
+		b.Run(fmt.Sprintf("free=%d", free), func(b *testing.B) {
+			s := rebalancer.Stats{Bytes: 9 << 20, One: 0.07}
+			for l := range 48 {
+				homes, rates := make([]experts.Home, 128), make([]float64, 128)
+				for e := range homes {
+					homes[e], rates[e] = experts.Home{Tier: experts.Host}, 1/float64(1+(e*37+l)%128)
+					if e%2 == 0 {
+						homes[e] = experts.Home{Tier: experts.Peer, Device: device.HBM(1)}
+					}
+				}
+				s.Homes, s.Rates = append(s.Homes, homes), append(s.Rates, rates)
+			}
+			c := capacity(55, peer(1, 317, free))
+			for b.Loop() {
+				rebalancer.Plan(s, c, rebalancer.Tuning{}, 0)
+			}
+		})
+	}
+}

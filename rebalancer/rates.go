@@ -1,0 +1,140 @@
+package rebalancer
+
+import (
+	"math"
+	"time"
+)
+
+// Rates estimates how often each expert is used, per second, from cumulative counts
+// read now and then. It is pure: time comes with the counts.
+//
+// A rate is a mean over the past in which what lies one half-life back counts half.
+// Beside it runs one over a shorter past; where the two of an expert differ by more
+// than chance explains, what is asked of it has changed, and its longer past is
+// forgotten. So rates are steady while nothing changes, and follow soon when it does.
+//
+// Time in which nothing at all is used teaches nothing: a pause counts as one
+// half-life at most, so that a night without requests does not make the first
+// request of the morning all that is known.
+type Rates struct {
+	halfLife time.Duration
+	at       time.Duration
+	begun    bool
+	last     [][]int64
+	long     mean
+	short    mean
+}
+
+// mean is a decaying mean of each expert's uses per second.
+type mean struct {
+	halfLife time.Duration
+	// sum over the past, each part with its weight, and the weights' sum, from 0 to 1.
+	sum    [][]float64
+	weight float64
+}
+
+const (
+	// The short past is that much shorter.
+	shorter = 4
+	// surprise is by how many standard deviations of the short mean it must differ.
+	surprise = 3
+)
+
+// NewRates of a half-life over 0.
+func NewRates(halfLife time.Duration) *Rates { return &Rates{halfLife: halfLife} }
+
+// Observe takes the cumulative uses of each expert, [layers][experts], at a time. The
+// first call only begins the count. Counts that have fallen begin anew.
+func (r *Rates) Observe(counts [][]int64, now time.Duration) {
+	if !r.begun {
+		r.begin(counts, now)
+		return
+	}
+	used := false
+	for l := range counts {
+		for e, n := range counts[l] {
+			if n < r.last[l][e] {
+				r.begin(counts, now)
+				return
+			}
+			used = used || n > r.last[l][e]
+		}
+	}
+	if !used || now <= r.at {
+		return
+	}
+	dt := min(now-r.at, r.halfLife)
+	for _, m := range []*mean{&r.long, &r.short} {
+		keep := m.decay(dt)
+		for l := range counts {
+			for e, n := range counts[l] {
+				m.sum[l][e] += (1 - keep) * float64(n-r.last[l][e]) / dt.Seconds()
+			}
+		}
+	}
+	for l := range counts {
+		copy(r.last[l], counts[l])
+		for e := range counts[l] {
+			r.compare(l, e)
+		}
+	}
+	r.at = now
+}
+
+// compare forgets an expert's past where its rate has changed.
+func (r *Rates) compare(l, e int) {
+	long, short := r.long.sum[l][e]/r.long.weight, r.short.sum[l][e]/r.short.weight
+	chance := math.Sqrt(max(long, short) * r.short.one() / 2)
+	if math.Abs(long-short) > surprise*chance {
+		r.long.sum[l][e] = short * r.long.weight
+	}
+}
+
+func (r *Rates) begin(counts [][]int64, now time.Duration) {
+	r.last, r.at, r.begun = make([][]int64, len(counts)), now, true
+	r.long, r.short = mean{halfLife: r.halfLife}, mean{halfLife: r.halfLife / shorter}
+	for l := range counts {
+		r.last[l] = append([]int64(nil), counts[l]...)
+		r.long.sum = append(r.long.sum, make([]float64, len(counts[l])))
+		r.short.sum = append(r.short.sum, make([]float64, len(counts[l])))
+	}
+}
+
+// decay makes what was seen so far older, and returns what is left of its weight.
+func (m *mean) decay(dt time.Duration) (keep float64) {
+	keep = math.Exp2(-float64(dt) / float64(m.halfLife))
+	for _, sums := range m.sum {
+		for e := range sums {
+			sums[e] *= keep
+		}
+	}
+	m.weight = keep*m.weight + 1 - keep
+	return keep
+}
+
+// one is the rate that a single use just now makes. The variance of a mean of
+// independent uses is half of its rate times that.
+func (m *mean) one() float64 {
+	if m.weight == 0 {
+		return 0
+	}
+	return math.Ln2 / m.halfLife.Seconds() / m.weight
+}
+
+// PerSecond is the rate of each expert, [layers][experts]; 0 before any use.
+func (r *Rates) PerSecond() [][]float64 {
+	rates := make([][]float64, len(r.long.sum))
+	for l, sums := range r.long.sum {
+		rates[l] = make([]float64, len(sums))
+		for e, s := range sums {
+			if r.long.weight > 0 {
+				rates[l][e] = s / r.long.weight
+			}
+		}
+	}
+	return rates
+}
+
+// One is the rate that a single use just now makes: differences of this size say
+// nothing.
+func (r *Rates) One() float64 { return r.long.one() }

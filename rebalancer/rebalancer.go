@@ -1,0 +1,497 @@
+package rebalancer
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"slices"
+	"sync"
+	"time"
+
+	"github.com/moeserve/moeserve/experts"
+	"github.com/moeserve/moeserve/harvest"
+)
+
+// Store is what is rebalanced: *experts.Store. Its methods may be called while steps
+// run, and none but WaitMoves waits.
+type Store interface {
+	// Plan says how large experts are, and whether local ones may be swapped.
+	Plan() experts.Plan
+	Uses() [][]int64
+	Homes() [][]experts.Home
+	// Links into the compute GPU: of the host and of peers.
+	Links() []experts.Link
+
+	Promote(experts.ID, experts.PromoteOptions) error
+	Demote(experts.ID) error
+	Swap(in, out experts.ID) error
+	SetCost(experts.ID, time.Duration)
+	Settle() (moving int)
+	WaitMoves(context.Context) error
+}
+
+// Options describe a Rebalancer.
+type Options struct {
+	Store Store
+	// Harvest lends the memory that the store's copies lie in. Nil: there is none, and
+	// all there is to do is to swap local experts where the store allows that.
+	Harvest *harvest.Runtime
+	// Now is the machine's clock, for Start and FillAll.
+	Now func() time.Duration
+	// Core says how fast, and what is worth it; its Bytes and Adaptive are the store's.
+	Core CoreOptions
+	// Interval between two ticks of the loop that Start begins. Default: 100 ms.
+	Interval time.Duration
+	// Backoff is after how long a peer that was left out because copies failed is tried
+	// again; each further time it takes twice as long, up to 5 min. Default: 5 s.
+	Backoff time.Duration
+	// Log hears of what an operator may want to know. Default: nobody.
+	Log *slog.Logger
+}
+
+// EnsureDefaults returns o with every unset field at its default.
+func (o Options) EnsureDefaults() Options {
+	def(&o.Interval, 100*time.Millisecond)
+	def(&o.Backoff, 5*time.Second)
+	if o.Log == nil {
+		o.Log = slog.New(slog.DiscardHandler)
+	}
+	if o.Store != nil {
+		p := o.Store.Plan()
+		o.Core.Bytes, o.Core.Adaptive = p.Layout.Size, p.Adaptive
+	}
+	o.Core = o.Core.EnsureDefaults()
+	return o
+}
+
+// Validate says what is wrong with o, whose defaults are set.
+func (o Options) Validate() error {
+	c := o.Core
+	switch {
+	case o.Store == nil:
+		return errors.New("rebalancer: no store")
+	case o.Now == nil:
+		return errors.New("rebalancer: no clock")
+	case o.Interval < 0 || o.Backoff < 0 || c.HalfLife < 0 || c.Tuning.Horizon < 0:
+		return fmt.Errorf("rebalancer: a duration under 0: interval %v, back-off %v, half-life %v, horizon %v", o.Interval, o.Backoff, c.HalfLife, c.Tuning.Horizon)
+	case c.Tuning.Hysteresis < 1:
+		return fmt.Errorf("rebalancer: a hysteresis of %v: experts would go to and fro; give it at least 1", c.Tuning.Hysteresis)
+	case c.MaxMoving < 0:
+		return fmt.Errorf("rebalancer: %d experts on their way: allow at least one", c.MaxMoving)
+	}
+	return nil
+}
+
+// ErrDoesNotFit: peers have no room for every offloaded expert.
+var ErrDoesNotFit = errors.New("peer memory does not hold all offloaded experts")
+
+// maxBackoff is the longest a peer is left out before it is tried again; maxPause the
+// longest that a refusal of free memory is believed in.
+const (
+	maxBackoff = 5 * time.Minute
+	maxPause   = time.Second
+)
+
+// Rebalancer carries out what a Core decides. All methods but Close may be called
+// from any goroutine; Tick, FillAll and the loop take turns.
+type Rebalancer struct {
+	o     Options
+	store Store
+
+	mu     sync.Mutex
+	core   *Core
+	peers  map[string]*peerState
+	counts Counts
+	// localized are experts that a Swap is to make local: their peer copy is given
+	// back when they are.
+	localized []experts.ID
+
+	stop context.CancelFunc
+	loop sync.WaitGroup
+}
+
+// peerState is what is remembered of a peer.
+type peerState struct {
+	// notBefore is until when it is not asked again after a refusal, wait for how long
+	// that is, and fullUntil until when what is free there is not for us.
+	notBefore, wait, fullUntil time.Duration
+	// left out since a tick, until which it stays so, and the delay that led there.
+	out          bool
+	until, delay time.Duration
+	// sick is what the peer's readings say, which trying again does not mend.
+	sick string
+	// back is when it was last taken back.
+	back time.Duration
+}
+
+// Counts are what a Rebalancer has done since New.
+type Counts struct {
+	// Promoted counts copies to free peer memory begun, Replaced those in place of
+	// another, Swapped swaps of local experts begun.
+	Promoted, Replaced, Swapped int64
+	// Refused counts moves that there was no room for after all.
+	Refused int64
+	// Readmitted counts peers that were tried again.
+	Readmitted int64
+}
+
+// New makes one. Nothing moves before Tick, Start or FillAll.
+func New(o Options) (*Rebalancer, error) {
+	o = o.EnsureDefaults()
+	if err := o.Validate(); err != nil {
+		return nil, err
+	}
+	return &Rebalancer{o: o, store: o.Store, core: NewCore(o.Core), peers: map[string]*peerState{}}, nil
+}
+
+// Counts is a snapshot.
+func (r *Rebalancer) Counts() Counts {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.counts
+}
+
+// Start begins a loop that ticks by itself, on Options.Now, until ctx is done or
+// Close. It is for machines on the wall clock; on a virtual one call Tick. Start is
+// called at most once.
+func (r *Rebalancer) Start(ctx context.Context) error {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.stop != nil {
+		return errors.New("rebalancer: start: it was started before")
+	}
+	ctx, r.stop = context.WithCancel(ctx)
+	r.loop.Go(func() {
+		ticker := time.NewTicker(r.o.Interval)
+		defer ticker.Stop()
+		told := ""
+		for {
+			select {
+			case <-ctx.Done():
+				return
+			case <-ticker.C:
+			}
+			switch err := r.Tick(r.o.Now()); {
+			case err == nil:
+				told = ""
+			case errors.Is(err, harvest.ErrClosed):
+				return
+			case err.Error() != told:
+				told = err.Error()
+				r.o.Log.Warn("rebalancer: experts are not moved; those that are not in GPU memory come from host memory, slower", "err", err)
+			}
+		}
+	})
+	return nil
+}
+
+// Close ends the loop and waits for it. Experts stay where they are.
+func (r *Rebalancer) Close() error {
+	r.mu.Lock()
+	stop := r.stop
+	r.mu.Unlock()
+	if stop != nil {
+		stop()
+		r.loop.Wait()
+	}
+	return nil
+}
+
+// Tick looks at what has happened and begins the moves that the limits allow. It does
+// not wait for them. That a peer has no room after all, or harvest's policy lets
+// nothing more be had, is no error; others end the tick's moves.
+func (r *Rebalancer) Tick(now time.Duration) error {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	v := r.view(now, true)
+	var failed error
+	r.core.Step(v, now, func(m Move) bool {
+		if failed != nil || r.barred(m, v, now) {
+			return false
+		}
+		err := r.carryOut(m, v)
+		switch {
+		case err == nil:
+			return true
+		case errors.Is(err, harvest.ErrNoCapacity), errors.Is(err, harvest.ErrQuota), errors.Is(err, harvest.ErrRate):
+			r.refused(m, v, now, err)
+		case errors.Is(err, experts.ErrBusy), errors.Is(err, harvest.ErrRevoked):
+		default:
+			failed = err
+		}
+		return false
+	})
+	r.setCosts(v)
+	return failed
+}
+
+// view gathers what the core needs. mend takes back peers whose time has come.
+func (r *Rebalancer) view(now time.Duration, mend bool) View {
+	v := View{Moving: r.store.Settle(), Uses: r.store.Uses(), Homes: r.store.Homes()}
+	r.localized = slices.DeleteFunc(r.localized, func(id experts.ID) bool {
+		switch h := v.Homes[id.Layer][id.Expert]; {
+		case h.Tier == experts.Local:
+			// A copy that cannot be given back now stays until it is revoked.
+			_ = r.store.Demote(id)
+			return true
+		default:
+			return !h.Moving // it came to nothing
+		}
+	})
+	peers := map[string]harvest.PeerSnapshot{}
+	if r.o.Harvest != nil {
+		for _, p := range r.o.Harvest.Snapshot().Peers {
+			peers[p.Device] = p
+		}
+	}
+	for _, l := range r.store.Links() {
+		if _, gpu := l.From.GPU(); !gpu {
+			v.Host = l
+			continue
+		}
+		p, ok := peers[l.From.String()]
+		if !ok {
+			continue
+		}
+		st := r.peers[p.Device]
+		if st == nil {
+			st = &peerState{}
+			r.peers[p.Device] = st
+		}
+		if mend {
+			p = r.mend(st, p, l, now)
+		}
+		if p.Health == healthy {
+			v.Peers = append(v.Peers, Peer{Link: l, Free: room(p, r.o.Core.Bytes), NotBefore: st.notBefore})
+			if now < st.fullUntil {
+				v.Peers[len(v.Peers)-1].Free = 0
+			}
+		}
+	}
+	return v
+}
+
+// healthy is what harvest.PeerSnapshot says of a peer that may be used.
+const healthy = "ok"
+
+// mend takes a peer back that was left out because copies failed, when its time has
+// come. Where its own readings say that it is sick it is left at that.
+func (r *Rebalancer) mend(st *peerState, p harvest.PeerSnapshot, l experts.Link, now time.Duration) harvest.PeerSnapshot {
+	switch {
+	case p.Health == healthy:
+		if st.delay > 0 && !st.out && now-st.back > 2*st.delay {
+			st.delay = 0 // it has been well for longer than it was left out
+		}
+		st.out, st.sick = false, ""
+		return p
+	case p.Health == st.sick:
+		return p
+	case !st.out:
+		st.out, st.sick = true, ""
+		st.delay = min(max(2*st.delay, r.o.Backoff), maxBackoff)
+		st.until = now + st.delay
+		return p
+	case now < st.until:
+		return p
+	}
+	st.out = false
+	if err := r.o.Harvest.Readmit(l.From); err != nil {
+		st.sick = p.Health
+		return p
+	}
+	for _, again := range r.o.Harvest.Snapshot().Peers {
+		if again.Device != p.Device {
+			continue
+		}
+		if again.Health != healthy {
+			st.sick = again.Health
+			return again
+		}
+		r.counts.Readmitted++
+		st.back = now
+		r.o.Log.Info("rebalancer: a peer that was left out is tried again", "device", p.Device, "after", st.delay, "was", p.Health)
+		p = again
+	}
+	return p
+}
+
+// room is how many experts fit beside what the peer's memory holds: in holes of slabs
+// in service, those included that are about to be free, and in what may still be
+// taken from the device.
+func room(p harvest.PeerSnapshot, bytes int64) int {
+	const granule = 256 // of harvest's segments
+	unit := (bytes + granule - 1) / granule * granule
+	n := max(p.Spare, 0) / unit
+	for _, s := range p.Slabs {
+		if s.Leaving != "" {
+			continue
+		}
+		at := int64(0)
+		for _, g := range s.Segments {
+			if g.Draining {
+				continue
+			}
+			n += (g.Offset - at) / unit
+			at = g.Offset + g.Bytes
+		}
+		n += (s.Bytes - at) / unit
+	}
+	return int(n)
+}
+
+// carryOut begins one move.
+func (r *Rebalancer) carryOut(m Move, v View) error {
+	if m.Kind == Swap {
+		if err := r.store.Swap(m.In, m.Out); err != nil {
+			return err
+		}
+		r.counts.Swapped++
+		if v.Homes[m.In.Layer][m.In.Expert].Tier == experts.Peer {
+			r.localized = append(r.localized, m.In)
+		}
+		return nil
+	}
+	if m.Kind == Replace {
+		if err := r.store.Demote(m.Out); err != nil {
+			return err
+		}
+		if v.Homes[m.In.Layer][m.In.Expert].Tier == experts.Peer {
+			if err := r.store.Demote(m.In); err != nil {
+				return err
+			}
+		}
+	}
+	var o experts.PromoteOptions
+	for _, k := range m.To {
+		o.Peers = append(o.Peers, v.Peers[k].From)
+	}
+	o.Cost = time.Duration(m.Gain * float64(r.o.Core.Bytes) * float64(r.o.Core.Tuning.Horizon))
+	if err := r.store.Promote(m.In, o); err != nil {
+		return err
+	}
+	for _, k := range m.To {
+		r.peers[v.Peers[k].From.String()].wait = 0
+	}
+	if m.Kind == Replace {
+		r.counts.Replaced++
+	} else {
+		r.counts.Promoted++
+	}
+	return nil
+}
+
+// barred says that all peers that the move may go to have just refused another.
+func (r *Rebalancer) barred(m Move, v View, now time.Duration) bool {
+	return m.Kind != Swap && !slices.ContainsFunc(m.To, func(k int) bool {
+		return now >= r.peers[v.Peers[k].From.String()].notBefore
+	})
+}
+
+// refused leaves the move's peers alone for a while, for longer each time in a row. A
+// client that has its quota may still replace what it has.
+func (r *Rebalancer) refused(m Move, v View, now time.Duration, err error) {
+	r.counts.Refused++
+	for _, k := range m.To {
+		st := r.peers[v.Peers[k].From.String()]
+		st.wait = min(max(2*st.wait, r.o.Interval), maxPause)
+		st.notBefore = now + st.wait
+		if m.Kind == Promote && errors.Is(err, harvest.ErrQuota) {
+			st.fullUntil = st.notBefore + maxPause
+		}
+	}
+}
+
+// setCosts tells harvest what can best be spared.
+func (r *Rebalancer) setCosts(v View) {
+	for l, costs := range r.core.Costs(v) {
+		for e, c := range costs {
+			if v.Homes[l][e].Tier == experts.Peer {
+				r.store.SetCost(experts.ID{Layer: l, Expert: e}, c)
+			}
+		}
+	}
+}
+
+// FillAll gives every offloaded expert a copy in peer memory, whatever the limits,
+// and waits until all are there. An error wraps ErrDoesNotFit where they do not all
+// fit, and says how many do.
+func (r *Rebalancer) FillAll(ctx context.Context) error {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	there := -1
+	for {
+		if err := r.store.WaitMoves(ctx); err != nil {
+			return fmt.Errorf("rebalancer: fill peer memory: %w", err)
+		}
+		now := r.o.Now()
+		v := r.view(now, false)
+		onPeers, offloaded := tally(v.Homes)
+		if onPeers == offloaded {
+			return nil
+		}
+		if onPeers <= there {
+			return r.doesNotFit(v, nil)
+		}
+		there = onPeers
+		for k := range v.Peers {
+			v.Peers[k].NotBefore = 0
+		}
+		s := r.core.stats(v)
+		s.Rates = noRates(v.Homes)
+		var refusal error
+		for _, m := range newPlanner(s, v.Capacity, r.o.Core.Tuning, now, true).plan() {
+			if refusal = r.carryOut(m, v); refusal != nil {
+				break
+			}
+		}
+		if refusal != nil && !errors.Is(refusal, harvest.ErrNoCapacity) {
+			return r.doesNotFit(v, refusal)
+		}
+	}
+}
+
+// tally counts the experts that have a copy on a peer and all that are not local.
+func tally(homes [][]experts.Home) (onPeers, offloaded int) {
+	for _, layer := range homes {
+		for _, h := range layer {
+			if h.Tier != experts.Local {
+				offloaded++
+			}
+			if h.Tier == experts.Peer {
+				onPeers++
+			}
+		}
+	}
+	return onPeers, offloaded
+}
+
+// noRates are those of experts that nobody has used.
+func noRates(homes [][]experts.Home) [][]float64 {
+	rates := make([][]float64, len(homes))
+	for l := range homes {
+		rates[l] = make([]float64, len(homes[l]))
+	}
+	return rates
+}
+
+func (r *Rebalancer) doesNotFit(v View, refusal error) error {
+	onPeers, offloaded := tally(v.Homes)
+	var where string
+	for _, p := range v.Peers {
+		n := 0
+		for _, layer := range v.Homes {
+			for _, h := range layer {
+				if h.Tier == experts.Peer && h.Device == p.From {
+					n++
+				}
+			}
+		}
+		where += fmt.Sprintf(", %d on %s", n, p.From)
+	}
+	err := fmt.Errorf("rebalancer: %w: %d of %d fit%s; an expert takes %d bytes; free memory on the peers, name more peers, or offload fewer experts", ErrDoesNotFit, onPeers, offloaded, where, r.o.Core.Bytes)
+	if refusal != nil {
+		err = fmt.Errorf("%w (%w)", err, refusal)
+	}
+	return err
+}
