@@ -506,6 +506,11 @@ func TestStreams(t *testing.T) {
 func TestEnqueueMakesNoGarbage(t *testing.T) {
 	r, b, s := list(t, Options{})
 	r.library = true
+	b.hopper = true
+	layout, err := b.ExpertLayout(kernels.ExpertShape{Hidden: 128, Intermediate: 64, DType: kernels.BF16})
+	if err != nil {
+		t.Fatal(err)
+	}
 	cut := sampling(3, 32000)
 	cut.TopP = at(7, tensor(kernels.F32, 3))
 	ops := []kernels.Op{
@@ -513,6 +518,10 @@ func TestEnqueueMakesNoGarbage(t *testing.T) {
 		&kernels.Norm{X: at(1, tensor(kernels.BF16, 3, 64)), Weight: at(2, tensor(kernels.BF16, 64)), Out: at(3, tensor(kernels.BF16, 3, 64))},
 		&kernels.Route{Logits: at(1, tensor(kernels.F32, 3, 8)), IDs: at(2, tensor(kernels.I32, 3, 2)), Weights: at(3, tensor(kernels.F32, 3, 2))},
 		sampling(3, 32000), cut, adjusting(3, 100), restoring(adjusting(3, 100)), logProbs(3, 20),
+		&kernels.ExpertDown{
+			X: at(1, tensor(kernels.BF16, 6, 64)), Offsets: at(2, tensor(kernels.I32, 5)), Order: at(3, tensor(kernels.I32, 6)), Slots: at(4, tensor(kernels.U64, 4)),
+			Experts: at(5, tensor(kernels.I32, 4)), Layout: layout, Out: at(6, tensor(kernels.BF16, 6, 128)),
+		},
 	}
 	if n := testing.AllocsPerRun(100, func() {
 		r.reset()

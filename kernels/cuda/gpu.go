@@ -128,6 +128,12 @@ func (r *gpuRunner) load(o Options, arch string, folders []string) error {
 	return nil
 }
 
+// files are the compilation units.
+var files = []string{"elementwise.cu", "route.cu", "sample.cu", "product.cu", "attention.cu", "few.cu", "expert.cu", "dense.cu"}
+
+// isFor says whether a unit is for an architecture.
+func isFor(file, arch string) bool { return onlyFor[file] == "" || onlyFor[file] == arch }
+
 // unit is one of them as the compiler takes it.
 func unit(file string, act kernels.DType) nvrtc.Source {
 	s := nvrtc.Source{Name: file, Text: source(file)}

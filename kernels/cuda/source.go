@@ -26,18 +26,12 @@ func source(file string) string {
 	return string(text)
 }
 
-// files are the compilation units.
-var files = []string{"elementwise.cu", "route.cu", "sample.cu", "product.cu", "attention.cu", "few.cu", "expert.cu", "dense.cu"}
-
 // hopper is the architecture of compute capability 9.0 with all it has, whose code
 // runs on no other.
 const hopper = "sm_90a"
 
 // onlyFor names the units that are for one architecture.
 var onlyFor = map[string]string{"expert.cu": hopper, "dense.cu": hopper}
-
-// isFor says whether a unit is for an architecture.
-func isFor(file, arch string) bool { return onlyFor[file] == "" || onlyFor[file] == arch }
 
 // kernel is one __global__ function.
 type kernel struct {
