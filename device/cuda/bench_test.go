@@ -123,7 +123,9 @@ func BenchmarkCopy(b *testing.B) {
 }
 
 // TestPinnedRate holds large host allocations to the pace of bringing pages in by many
-// threads, which is what they mostly do.
+// threads: at least 80 % of that where pages are of the usual size. Of large pages,
+// which allocations are made of, the share is only told: pinning them takes as long
+// again, and goes one after another in the driver however it is cut.
 func TestPinnedRate(t *testing.T) {
 	r := newRig(t, 1)
 	bytes := int64(8 << 30)
@@ -133,36 +135,48 @@ func TestPinnedRate(t *testing.T) {
 	if u, err := r.m.Usage(device.Host); err != nil || u.Free() < 2*bytes {
 		t.Skipf("needs %d bytes of free host memory: %+v, %v", 2*bytes, u, err)
 	}
-	rate := func(d time.Duration) float64 { return float64(bytes) / d.Seconds() / 1e9 }
-	best, touch := time.Duration(0), time.Duration(0)
+	threads := r.m.o.TouchThreads
+	ways := []struct {
+		name string
+		run  func() (give func() error)
+	}{
+		{"usual pages touched", func() func() error {
+			b, err := unix.Mmap(-1, 0, int(bytes), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANONYMOUS|unix.MAP_NORESERVE)
+			r.ok(err)
+			_ = unix.Madvise(b, unix.MADV_NOHUGEPAGE) // a kernel without large pages refuses
+			touch(b, threads)
+			return func() error { return unix.Munmap(b) }
+		}},
+		{"large pages touched", func() func() error {
+			b, err := mapHost(bytes, threads, room)
+			r.ok(err)
+			return func() error { return unix.Munmap(b) }
+		}},
+		{"allocated", func() func() error {
+			mem, err := r.m.Alloc(device.Host, bytes, "large")
+			r.ok(err)
+			return mem.Free
+		}},
+	}
+	// The first round may still have to get the memory from elsewhere.
+	best := make([]float64, len(ways))
 	for i := range 3 {
-		begin := time.Now()
-		b, err := mapHost(bytes, r.m.o.TouchThreads, room)
-		r.ok(err)
-		d := time.Since(begin)
-		r.ok(unix.Munmap(b))
-		begin = time.Now()
-		mem, err := r.m.Alloc(device.Host, bytes, "large")
-		r.ok(err)
-		a := time.Since(begin)
-		r.ok(mem.Free())
-		t.Logf("round %d: %d MiB touched by %d threads in %v (%.1f GB/s), allocated in %v (%.1f GB/s)",
-			i, bytes>>20, r.m.o.TouchThreads, d, rate(d), a, rate(a))
-		// The first round may still have to get the memory from elsewhere.
-		if i == 0 || a < best {
-			best = a
-		}
-		if i == 0 || d < touch {
-			touch = d
+		for k, way := range ways {
+			begin := time.Now()
+			give := way.run()
+			d := time.Since(begin)
+			r.ok(give())
+			rate := float64(bytes) / d.Seconds() / 1e9
+			t.Logf("round %d: %d MiB %s by %d threads in %v (%.1f GB/s)", i, bytes>>20, way.name, threads, d, rate)
+			best[k] = max(best[k], rate)
 		}
 	}
 	if !onGPU {
 		return
 	}
-	if rate(best) < 4 {
-		t.Errorf("host memory comes at %.1f GB/s, under 4", rate(best))
+	usual, large, pinned := best[0], best[1], best[2]
+	t.Logf("host memory comes at %.0f %% of the pace of touching usual pages, %.0f %% of that of large ones", 100*pinned/usual, 100*pinned/large)
+	if pinned < 4 || pinned < 0.8*usual {
+		t.Errorf("host memory comes at %.1f GB/s, want at least 4, and 80 %% of %.1f", pinned, usual)
 	}
-	// Registering pages with the driver takes about as long as bringing them in by 16
-	// threads, and goes one after another however it is cut.
-	t.Logf("host memory comes at %.0f %% of the pace of touching it", 100*touch.Seconds()/best.Seconds())
 }

@@ -3,12 +3,13 @@
 #   tools/cuda/gpu.sh build FOLDER            builds and packs what has to run, without a GPU
 #   tools/cuda/gpu.sh run FOLDER LOGS PART... runs it on a machine with a GPU and this tree, and prints a table
 # Without PART: all of them but whole-mixtral. LOGS gets at most 8 files.
-#   device        device/cuda: conformance, NVML, NVRTC
+#   device        device/cuda: conformance, NVML, NVRTC; experts, kvcache, pipeline and engine on it
 #   kernels       every kernel against its reference, small shapes; those for sm_80; start, cold and warm
 #   kernels-full  the same at the shapes of the models
 #   exact         fixtures: same routing, own routing beside transformers in bfloat16, greedy tokens;
 #                 equal tokens over fractions, faults, batch sizes, neighbors; a lost device; no memory
-#   cli           moeserve run on fixtures, the built-in model and a preset; what it says to bad input
+#   cli           moeserve run on fixtures, the built-in model and a preset; what it says to bad input;
+#                 collect-env beside nvidia-smi; run and serve whose device is lost
 #   layers        one layer of every preset beside PyTorch
 #   whole         Qwen1.5-MoE whole, at 0, 50 and 100 % in host memory
 #   whole-mixtral the same of Mixtral: 93 GB, of which host memory must hold up to 84 GiB
@@ -17,21 +18,25 @@
 # HOST_GIB is the memory of the host where the system does not say all it has.
 set -uo pipefail
 root=$(cd "$(dirname "$0")/../.." && pwd)
-usage() { sed -n '2,17s/^# \{0,1\}//p' "$0" >&2; exit 2; }
+usage() { sed -n '2,18s/^# \{0,1\}//p' "$0" >&2; exit 2; }
 [ $# -ge 2 ] || usage
 
 build() {
   set -e
   out=$(mkdir -p "$1" && cd "$1" && pwd)
   cd "$root"
-  tools/cuda/pack.sh "$out" ./device/cuda ./device/cuda/nvml ./device/cuda/nvrtc ./kernels/cuda ./kernels/cuda/internal/cublaslt ./experts ./node
   work=$(mktemp -d)
   trap 'rm -rf "$work"' EXIT
+  for package in device/cuda device/cuda/nvml device/cuda/nvrtc kernels/cuda kernels/cuda/internal/cublaslt kvcache experts pipeline engine node; do
+    tools/cuda/go.sh test -c -tags cuda -o "$work/${package//\//-}.test" "./$package"
+  done
   tools/cuda/go.sh build -tags cuda -trimpath -o "$work/moeserve" ./cmd/moeserve
-  tools/cuda/check.sh "$work/moeserve"
-  strip "$work/moeserve"
-  xz -T0 -6 -c "$work/moeserve" >"$out/moeserve.xz"
-  du -ch "$out"/*.xz
+  tools/cuda/check.sh "$work"/*
+  strip "$work"/*
+  gcc -O1 -Wall -Wextra -Werror -shared -fPIC -o "$work/lose.so" tools/cuda/lose.c -ldl -pthread
+  # They have much in common, which one archive with a large dictionary holds once.
+  tar -cf - -C "$work" --sort=name . | xz --lzma2=preset=4,dict=192MiB >"$out/bundle.tar.xz"
+  du -h "$out/bundle.tar.xz"
 }
 
 # limit SECONDS PACKAGE-FOLDER LOG NAME COMMAND...: runs in the package's folder, and adds a line to the table.
@@ -61,11 +66,11 @@ run() {
   [ $# -gt 0 ] || set -- device kernels exact cli layers kernels-full whole bench sanitize
   work=$(mktemp -d)
   trap 'rm -rf "$work"' EXIT
-  for packed in "$folder"/*.xz; do
-    [ -e "$packed" ] || continue
-    name=$work/$(basename "$packed" .xz)
-    xz -dc "$packed" >"$name" && chmod +x "$name" || exit 1
+  for part in "$@"; do
+    [[ " device kernels kernels-full exact cli layers whole whole-mixtral bench sanitize " == *" $part "* ]] || usage
   done
+  [ -e "$folder/bundle.tar.xz" ] || { echo "there is no $folder/bundle.tar.xz: tools/cuda/gpu.sh build makes it" >&2; exit 2; }
+  xz -dc "$folder/bundle.tar.xz" | tar -xf - -C "$work" || exit 1
   export MOESERVE_CUDA_TEST=gpu
   if [ -z "${MOESERVE_CUDA_LIBRARIES:-}" ]; then
     # A python3 that is a wrapper hides where its packages lie.
@@ -92,7 +97,9 @@ run() {
         limit 60 device/cuda/nvml device nvml "$work/device-cuda-nvml.test" -test.v
         limit 60 device/cuda/nvrtc device nvrtc "$work/device-cuda-nvrtc.test" -test.v
         limit 60 kernels/cuda/internal/cublaslt device cublaslt "$work/kernels-cuda-internal-cublaslt.test" -test.v
-        limit 60 experts device experts "$work/experts.test" -test.v -test.run GPU ;;
+        for package in experts kvcache pipeline engine; do
+          limit 60 $package device $package "$work/$package.test" -test.v -test.run GPU
+        done ;;
       kernels) limit 200 kernels/cuda kernels kernels "$work/kernels-cuda.test" -test.v -test.run 'GPU|NewRefuses' ;;
       kernels-full) limit 200 kernels/cuda kernels kernels-full "$work/kernels-cuda.test" -test.v -test.run 'TestGPU$' -full ;;
       exact)
@@ -103,7 +110,7 @@ run() {
         [ ${#compare[@]} -gt 0 ] || echo "not compared with transformers: no torch here" | tee -a "$logs/table.log"
         limit 60 node node same-tokens "$work/node.test" -test.v -test.run 'GPUSameTokens|GPUBatchInvariant'
         limit 60 node node lost-memory-built-in "$work/node.test" -test.v -test.run 'GPULost|GPUOutOfMemory|GPUBuiltIn' ;;
-      cli) limit 240 . cli cli python3 tools/cuda/gpu.py cli "$work/moeserve" ;;
+      cli) limit 300 . cli cli python3 "$root/tools/cuda/gpu.py" cli "$work/moeserve" "$work/lose.so" ;;
       layers) limit 180 node node layers env TMPDIR="$work" "$work/node.test" -test.v -test.run GPULayers -python python3 ;;
       whole) limit 150 node presets whole-qwen "$work/node.test" -test.v -test.run GPUPresets -whole 'qwen1.5-moe-a2.7b@0,0.5,1' -host-gib "$host" -steps "$logs/presets.json" ;;
       whole-mixtral) limit 280 node presets whole-mixtral "$work/node.test" -test.v -test.timeout 280s -test.run GPUPresets -whole 'mixtral-8x7b@0,0.5,1' -host-gib "$host" -steps "$logs/presets.json" ;;
@@ -115,9 +122,8 @@ run() {
           # What the driver itself does is not ours: an error is one that a kernel made.
           limit ${SANITIZE:-100} kernels/cuda kernels "$tool" compute-sanitizer --tool $tool --error-exitcode 9 "$work/kernels-cuda.test" \
             -test.v -test.run 'TestGPU$/bfloat16/batch-invariant=true' -seed 1
-          grep -E 'ERROR SUMMARY' "$logs/kernels.log" | tail -1
+          grep -E '(ERROR|RACECHECK) SUMMARY' "$work/said" | tail -1 | tee -a "$logs/table.log"
         done ;;
-      *) usage ;;
     esac
   done
   python3 "$root/tools/cuda/gpu.py" table "$logs" 2>/dev/null >>"$logs/table.log"

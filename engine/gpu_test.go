@@ -1,0 +1,131 @@
+//go:build cuda
+
+package engine_test
+
+import (
+	"errors"
+	"flag"
+	"fmt"
+	"os"
+	"slices"
+	"sync"
+	"testing"
+
+	"github.com/moeserve/moeserve/configs"
+	"github.com/moeserve/moeserve/device/cuda"
+	"github.com/moeserve/moeserve/engine"
+	"github.com/moeserve/moeserve/node"
+)
+
+// -on cpu lets the tests named GPU run on the CPU instead, as a test of themselves.
+var on = flag.String("on", "cuda", "device of the tests named GPU: cuda or cpu")
+
+var tryGPU = sync.OnceValue(func() error {
+	m, err := cuda.Open(cuda.Options{})
+	if err != nil {
+		return err
+	}
+	return m.Close()
+})
+
+// openOnGPU starts a node on the built-in model, half its experts offloaded, unless
+// change says otherwise.
+func openOnGPU(t *testing.T, change func(*configs.Settings)) *node.Node {
+	t.Helper()
+	if *on == "cuda" && os.Getenv("MOESERVE_CUDA_TEST") != "gpu" {
+		if err := tryGPU(); errors.Is(err, cuda.ErrUnavailable) {
+			t.Skip(err)
+		}
+	}
+	s := configs.Defaults()
+	s.Device, s.OffloadFraction = *on, 0.5
+	change(&s)
+	n, err := node.Open(t.Context(), node.Options{Settings: s})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := n.Close(); err != nil {
+			t.Error(err)
+		}
+	})
+	return n
+}
+
+// same reports tokens, texts or log-probabilities that differ.
+func same(t *testing.T, what string, got, want []engine.Output) {
+	t.Helper()
+	if len(got) != len(want) {
+		t.Fatalf("%s: %d outputs, want %d", what, len(got), len(want))
+	}
+	for i, g := range got {
+		w := want[i]
+		if !slices.Equal(g.TokenIDs, w.TokenIDs) || g.Text != w.Text || g.FinishReason != w.FinishReason {
+			t.Errorf("%s: request %d: %v %q (%v), want %v %q (%v)", what, i, g.TokenIDs, g.Text, g.FinishReason, w.TokenIDs, w.Text, w.FinishReason)
+			continue
+		}
+		for k, x := range g.Tokens {
+			if x.LogProb != w.Tokens[k].LogProb || !slices.Equal(x.Top, w.Tokens[k].Top) {
+				t.Errorf("%s: request %d, token %d: log-probabilities %+v, want %+v", what, i, k, x, w.Tokens[k])
+			}
+		}
+	}
+}
+
+// TestGPUNeighborsChangeNothing: with batch-invariant products, requests that use
+// every parameter give together what each gives alone, to the bit, also where the
+// cache has so little room that they are preempted.
+func TestGPUNeighborsChangeNothing(t *testing.T) {
+	invariant := func(s *configs.Settings) { s.BatchInvariant = true }
+	n := openOnGPU(t, invariant)
+	rs := varied(24, n.Config().Vocab)
+	var want []engine.Output
+	for _, outs := range alone(t, n, rs) {
+		want = append(want, outs...)
+	}
+	together, err := n.Engine().Generate(t.Context(), rs, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	same(t, "together", together, want)
+	for _, fraction := range []float64{0, 1} {
+		tight := openOnGPU(t, func(s *configs.Settings) {
+			invariant(s)
+			s.OffloadFraction = fraction
+			s.NumKVBlocks, s.MaxModelLen, s.MaxNumBatchedTokens, s.MaxNumSeqs, s.MicroBatchSize = 9, 48, 40, 12, 17
+		})
+		got, err := tight.Engine().Generate(t.Context(), rs, nil)
+		if err != nil {
+			t.Fatal(err)
+		}
+		same(t, fmt.Sprintf("in little room, fraction %v", fraction), got, want)
+		s := tight.Engine().State()
+		if s.Preemptions == 0 {
+			t.Error("nothing was preempted: the cache is too large for this test")
+		}
+		if s.Running != 0 || s.Waiting != 0 || s.KVUsedBlocks != 0 || tight.KV().Allocator().Free() != s.KVBlocks {
+			t.Errorf("after the last request: %+v, %d blocks free", s, tight.KV().Allocator().Free())
+		}
+		t.Logf("fraction %v: %d steps, %d preemptions", fraction, s.Steps, s.Preemptions)
+	}
+}
+
+// TestGPUSameTwice: with whatever products are fastest, the same requests give the
+// same again, in the same engine and in another with experts elsewhere.
+func TestGPUSameTwice(t *testing.T) {
+	var want []engine.Output
+	for _, fraction := range []float64{0, 0.5, 1} {
+		n := openOnGPU(t, func(s *configs.Settings) { s.OffloadFraction = fraction })
+		rs := varied(24, n.Config().Vocab)
+		for range 2 {
+			got, err := n.Engine().Generate(t.Context(), rs, nil)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if want == nil {
+				want = got
+			}
+			same(t, fmt.Sprintf("fraction %v", fraction), got, want)
+		}
+	}
+}

@@ -1,0 +1,271 @@
+//go:build cuda
+
+package pipeline_test
+
+import (
+	"context"
+	"errors"
+	"flag"
+	"fmt"
+	"os"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+
+	"github.com/moeserve/moeserve/configs"
+	"github.com/moeserve/moeserve/device"
+	"github.com/moeserve/moeserve/device/cuda"
+	"github.com/moeserve/moeserve/device/emulated"
+	"github.com/moeserve/moeserve/kernels"
+	"github.com/moeserve/moeserve/kernels/cpu"
+	kernelscuda "github.com/moeserve/moeserve/kernels/cuda"
+	"github.com/moeserve/moeserve/kvcache"
+	"github.com/moeserve/moeserve/node"
+	"github.com/moeserve/moeserve/pipeline"
+	"github.com/moeserve/moeserve/tools/fixtures"
+)
+
+// -on cpu lets the tests named GPU run on the CPU instead, as a test of themselves.
+var on = flag.String("on", "cuda", "device of the tests named GPU: cuda or cpu")
+
+var tryGPU = sync.OnceValue(func() error {
+	m, err := cuda.Open(cuda.Options{})
+	if err != nil {
+		return err
+	}
+	return m.Close()
+})
+
+// breaking is a machine whose copies of experts fail while fail is above 0, which
+// each failure lowers. The backend's streams are the machine's own.
+type breaking struct {
+	device.Machine
+	mu   sync.Mutex
+	fail int
+}
+
+func (m *breaking) NewStream(space device.Space, o device.StreamOptions) (device.Stream, error) {
+	s, err := m.Machine.NewStream(space, o)
+	if err != nil || !strings.HasPrefix(o.Name, "copy ") {
+		return s, err
+	}
+	return &breakingStream{s, m}, nil
+}
+
+// fails takes one failure, where there is one left.
+func (m *breaking) fails() bool {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	m.fail--
+	return m.fail >= 0
+}
+
+// left sets how many copies are to fail, and returns how many were before.
+func (m *breaking) left(n int) int {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	before := m.fail
+	m.fail = n
+	return max(before, 0)
+}
+
+type breakingStream struct {
+	device.Stream
+	m *breaking
+}
+
+func (s *breakingStream) Copy(dst, src device.Range) error {
+	if s.m.fails() {
+		return &device.Error{Op: "copy", Space: s.Space(), Detail: "to fail", Err: device.ErrCopyFailed}
+	}
+	return s.Stream.Copy(dst, src)
+}
+
+// gpuRig is a node on a fixture, of which its pipeline and its cache are used.
+type gpuRig struct {
+	*testing.T
+	m *breaking
+	n *node.Node
+}
+
+func newGPURig(t *testing.T, invariant bool, fraction float64, microBatch int) *gpuRig {
+	t.Helper()
+	if *on == "cuda" && os.Getenv("MOESERVE_CUDA_TEST") != "gpu" {
+		if err := tryGPU(); errors.Is(err, cuda.ErrUnavailable) {
+			t.Skip(err)
+		}
+	}
+	r := &gpuRig{T: t, m: &breaking{}}
+	s := configs.Defaults()
+	s.Model, s.OffloadFraction = fixtures.Dir(t, "mixtral"), fraction
+	s.MicroBatchSize, s.MaxNumBatchedTokens, s.NumKVBlocks = microBatch, 192, 64
+	var err error
+	r.n, err = node.Open(t.Context(), node.Options{
+		Settings: s,
+		OpenMachine: func() (_ device.Machine, err error) {
+			if *on == "cpu" {
+				r.m.Machine, err = emulated.Open(emulated.Options{})
+			} else {
+				r.m.Machine, err = cuda.Open(cuda.Options{})
+			}
+			return r.m, err
+		},
+		OpenBackend: func(device.Machine) (kernels.Backend, error) {
+			if *on == "cpu" {
+				return cpu.New(cpu.Options{}), nil
+			}
+			return kernelscuda.New(r.m.Machine, device.HBM(0), kernelscuda.Options{BatchInvariant: invariant})
+		},
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := r.n.Close(); err != nil {
+			t.Error(err)
+		}
+	})
+	return r
+}
+
+// steps runs five sequences: prompts whole and in chunks, beside others that decode,
+// and then decoding alone, some greedy and some drawn. It returns what each sequence
+// was given. again says how often a step that failed is run again.
+func (r *gpuRig) steps(again int) [][]int32 {
+	r.Helper()
+	ids := make([][]int32, 5) // prompts, then what was drawn
+	tables := make([]*kvcache.Table, len(ids))
+	done, prompt := make([]int, len(ids)), []int{40, 1, 23, 64, 5}
+	for i, n := range prompt {
+		for j := range n {
+			ids[i] = append(ids[i], int32((7*i+13*j+j*j)%r.n.Config().Vocab))
+		}
+		tables[i] = r.n.KV().NewTable()
+		defer tables[i].Free()
+	}
+	chunks := [][]int{ // rows of each sequence in a step; -1: what is there of it
+		{16, -1, 0, 0, 0},
+		{16, -1, 10, 0, 3},
+		{-1, -1, -1, 50, -1},
+		{-1, -1, -1, -1, -1},
+	}
+	for range 5 {
+		chunks = append(chunks, []int{-1, -1, -1, -1, -1})
+	}
+	for n, rows := range chunks {
+		step := &pipeline.Step{}
+		var drawn []int
+		for i, k := range rows {
+			if k < 0 {
+				k = len(ids[i]) - done[i]
+			}
+			if k == 0 {
+				continue
+			}
+			q := pipeline.Sequence{Tokens: ids[i][done[i] : done[i]+k], Start: done[i], Table: tables[i], Draw: pipeline.Draw{Seed: uint64(i)}}
+			if i%2 == 1 {
+				q.Draw.Temperature, q.Draw.TopK = 1.2, 30
+			}
+			done[i] += k
+			if done[i] == len(ids[i]) {
+				q.LogitRows = 1
+				drawn = append(drawn, i)
+			}
+			if err := tables[i].Grow(done[i]); err != nil {
+				r.Fatal(err)
+			}
+			step.Sequences = append(step.Sequences, q)
+		}
+		res, err := r.n.Pipeline().Step(r.Context(), step)
+		for try := 0; err != nil && try < again; try++ {
+			if !errors.Is(err, pipeline.ErrStepFailed) || !errors.Is(err, device.ErrCopyFailed) {
+				r.Fatalf("step %d: %v", n, err)
+			}
+			res, err = r.n.Pipeline().Step(r.Context(), step)
+		}
+		if err != nil {
+			r.Fatalf("step %d: %v", n, err)
+		}
+		for at, i := range drawn {
+			ids[i] = append(ids[i], res.Sampled[at])
+		}
+	}
+	for i := range ids {
+		ids[i] = ids[i][prompt[i]:]
+	}
+	return ids
+}
+
+func (r *gpuRig) same(what string, got, want [][]int32) {
+	r.Helper()
+	for i := range want {
+		if !slices.Equal(got[i], want[i]) {
+			r.Errorf("%s: sequence %d got %v, want %v", what, i, got[i], want[i])
+		}
+	}
+}
+
+// TestGPUSameSteps: at every size of micro-batches, the tokens of the same steps do
+// not depend on where experts are, nor on the run; with batch-invariant products not
+// on the size either.
+func TestGPUSameSteps(t *testing.T) {
+	for _, invariant := range []bool{false, true} {
+		t.Run(fmt.Sprintf("batch-invariant=%v", invariant), func(t *testing.T) {
+			var all [][]int32
+			for _, size := range []int{0, 3, 16, 50} {
+				var want [][]int32
+				if invariant {
+					want = all
+				}
+				for _, fraction := range []float64{0, 0.5, 1} {
+					r := newGPURig(t, invariant, fraction, size)
+					for run := range 2 {
+						got := r.steps(0)
+						if want == nil {
+							want = got
+						}
+						r.same(fmt.Sprintf("micro-batches of %d, fraction %v, run %d", size, fraction, run), got, want)
+					}
+				}
+				all = want
+			}
+			t.Logf("tokens %v", all)
+		})
+	}
+}
+
+// TestGPUFailedSteps: steps in which copies fail can be run again, and one that is
+// given up leaves the pipeline fit for the next; neither changes a token.
+func TestGPUFailedSteps(t *testing.T) {
+	want := newGPURig(t, false, 0, 16).steps(0)
+	for _, n := range []int{1, 2, 3, 7} {
+		r := newGPURig(t, false, 1, 16)
+		r.m.left(n)
+		r.same(fmt.Sprintf("%d copies fail", n), r.steps(n), want)
+		if left := r.m.left(0); left > 0 {
+			t.Errorf("%d of %d copies that were to fail were never made", left, n)
+		}
+	}
+	r := newGPURig(t, false, 1, 16)
+	table := r.n.KV().NewTable()
+	defer table.Free()
+	if err := table.Grow(2); err != nil {
+		t.Fatal(err)
+	}
+	step := &pipeline.Step{Sequences: []pipeline.Sequence{{Tokens: []int32{1, 2}, Table: table, LogitRows: 1}}}
+	r.m.left(1 << 30)
+	for range 3 {
+		if _, err := r.n.Pipeline().Step(t.Context(), step); !errors.Is(err, pipeline.ErrStepFailed) || !errors.Is(err, device.ErrCopyFailed) {
+			t.Errorf("all copies fail: error %v", err)
+		}
+	}
+	r.m.left(0)
+	r.same("once copies work again", r.steps(0), want)
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	if _, err := r.n.Pipeline().Step(ctx, step); !errors.Is(err, context.Canceled) {
+		t.Errorf("a step that is canceled: %v", err)
+	}
+	r.same("after a step that was canceled", r.steps(0), want)
+}
