@@ -82,3 +82,14 @@ type Cell struct {
 	Tier     string  `json:"tier"`
 	Fraction float64 `json:"offload_fraction"`
 }
+
+// Room is what a cache of blocks of blockTokens needs for prompts and newTokens behind
+// each: the blocks, and the longest sequence in tokens.
+func Room(prompts [][]int32, newTokens, blockTokens int) (blocks, longest int) {
+	for _, p := range prompts {
+		n := len(p) + newTokens
+		blocks += (n + blockTokens - 1) / blockTokens
+		longest = max(longest, n)
+	}
+	return blocks, longest
+}

@@ -93,6 +93,9 @@ const (
 	lengthSigma     = 1.3129
 )
 
+// promptStream tells the draws of prompts from those of others with the same seed.
+const promptStream = 0x6d74_6265_6e63_6800
+
 // PromptLength is the quantile of p, from 0 to 1, of the lengths of generated prompts,
 // in tokens: a log-normal distribution cut to 9 to 418, of mean 77.
 func PromptLength(p float64) int {
@@ -104,15 +107,19 @@ func PromptLength(p float64) int {
 	return min(max(int(math.Round(x)), minPromptTokens), maxPromptTokens)
 }
 
-// GeneratePrompts makes count prompts of ids from 0 to vocab-1. Their lengths are the
-// quantiles (i + 1/2) / count of PromptLength in an order that seed decides, so that
-// their mean is that of the distribution for every count; the ids are drawn evenly.
-// The same arguments give the same prompts.
-func GeneratePrompts(count, vocab int, seed uint64) [][]int32 {
-	r := rand.New(rand.NewPCG(seed, 0x6d74_6265_6e63_6800))
+// GeneratePrompts makes count prompts of ids from 0 to vocab-1, of length tokens each.
+// Where length is 0, their lengths are the quantiles (i + 1/2) / count of PromptLength
+// in an order that seed decides, so that their mean is that of the distribution for
+// every count. The ids are drawn evenly. The same arguments give the same prompts.
+func GeneratePrompts(count, length, vocab int, seed uint64) [][]int32 {
+	r := rand.New(rand.NewPCG(seed, promptStream))
 	prompts := make([][]int32, count)
 	for i, rank := range r.Perm(count) {
-		p := make([]int32, PromptLength((float64(rank)+0.5)/float64(count)))
+		n := length
+		if n == 0 {
+			n = PromptLength((float64(rank) + 0.5) / float64(count))
+		}
+		p := make([]int32, n)
 		for j := range p {
 			p[j] = int32(r.IntN(vocab))
 		}

@@ -25,6 +25,8 @@ type Result struct {
 	Requests        int `json:"requests"`
 	PromptTokens    int `json:"prompt_tokens"`
 	GeneratedTokens int `json:"generated_tokens"`
+	// PromptsCut of the prompts were longer than the model's context allows.
+	PromptsCut int `json:"prompts_cut"`
 	// WarmupTokens were drawn of each request before the trials.
 	WarmupTokens int     `json:"warmup_tokens"`
 	Trials       []Trial `json:"trials"`

@@ -19,13 +19,16 @@ type Options struct {
 	Prompts [][]int32
 	// NewTokens are drawn of each request. Default: 32; at least 2.
 	NewTokens int
-	// Warmup tokens of each request are drawn first and not counted. Default: 50.
+	// Warmup tokens of each request are drawn first and not counted. Default: 50;
+	// negative: none.
 	Warmup int
 	// Trials are counted. Default: 5.
 	Trials int
 	// Prefills is how many of the trials compute the prompts; the rest go on from
 	// these. Default: all.
 	Prefills int
+	// Cut says how many of the prompts were cut to the context of the model.
+	Cut int
 }
 
 // EnsureDefaults fills in what is zero.
@@ -52,8 +55,8 @@ func (o Options) Validate() error {
 		return inputf("eval: no prompts to run")
 	case o.NewTokens < 2:
 		return inputf("eval: %d new tokens; a decode step takes at least 2", o.NewTokens)
-	case o.Warmup < 0 || o.Trials < 1 || o.Prefills < 1:
-		return inputf("eval: %d warm-up tokens, %d trials, %d of them with prefill; ask for at least 0, 1 and 1", o.Warmup, o.Trials, o.Prefills)
+	case o.Trials < 1 || o.Prefills < 1:
+		return inputf("eval: %d trials, %d of them with prefill; ask for at least 1", o.Trials, o.Prefills)
 	}
 	return nil
 }
@@ -98,7 +101,7 @@ func start(ctx context.Context, n Node, cell Cell, o Options) (*measurement, err
 		Model: info.Model, Device: info.Device, Emulated: info.Emulated, DType: info.DType, LoadFormat: info.LoadFormat,
 		Tier: cell.Tier, OffloadFraction: cell.Fraction,
 		MicroBatch: min(info.MicroBatchRows, requests), ExpertGrouping: info.Grouping, Attention: info.Attention,
-		Requests: requests, GeneratedTokens: requests * o.NewTokens, WarmupTokens: o.Warmup,
+		Requests: requests, GeneratedTokens: requests * o.NewTokens, WarmupTokens: max(o.Warmup, 0), PromptsCut: o.Cut,
 		StallS: map[string]float64{},
 	}}
 	r := &m.result
@@ -119,7 +122,7 @@ func start(ctx context.Context, n Node, cell Cell, o Options) (*measurement, err
 
 // warm draws the warm-up tokens, over the same positions again and again.
 func (m *measurement) warm(ctx context.Context) error {
-	if m.o.Warmup == 0 {
+	if m.o.Warmup <= 0 {
 		return nil
 	}
 	if err := m.batch.Prefill(ctx); err != nil {
