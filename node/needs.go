@@ -96,7 +96,7 @@ func (n *Node) needs(o *Options) (*needs, error) {
 	if err != nil {
 		return nil, err
 	}
-	if n.plan, err = experts.NewPlan(experts.Config{Layers: layers, Experts: c.Experts, Layout: layout, Placement: placement, Adaptive: s.AdaptLocal}); err != nil {
+	if n.plan, err = experts.NewPlan(experts.Config{Layers: layers, Experts: c.Experts, Layout: layout, Placement: placement, Adaptive: s.AdaptLocal, RingSlots: o.RingLayers * placement.Largest()}); err != nil {
 		return nil, err
 	}
 	usage, err := n.machine.Usage(n.space)

@@ -63,6 +63,10 @@ type Options struct {
 	Progress func(done, total int64)
 	// Log gets what an operator can act on. Default: none.
 	Log *slog.Logger
+	// RingLayers is for how many layers' fetched experts the compute device has room.
+	// Default: 2, so that the next layer's arrive while one's are read. 1 saves memory,
+	// and every fetch waits.
+	RingLayers int
 	// MaxQueued and Listener are the engine's: see engine.Options.
 	MaxQueued int
 	Listener  engine.Listener
