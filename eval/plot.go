@@ -5,7 +5,9 @@ import (
 	"image/color"
 	"io"
 	"maps"
+	"math"
 	"slices"
+	"strconv"
 	"strings"
 
 	"gonum.org/v1/plot"
@@ -92,9 +94,28 @@ func write(out io.Writer, p *plot.Plot, format string) error {
 	}
 	whole := draw.New(canvas)
 	// The last label of the horizontal axis reaches over its end.
-	p.Draw(draw.Crop(whole, 0, -vg.Points(14), 0, 0))
+	p.Draw(draw.Crop(whole, vg.Points(4), -vg.Points(14), vg.Points(4), -vg.Points(6)))
 	_, err := canvas.WriteTo(out)
 	return err
+}
+
+// evenTicks marks about so many round numbers of an axis, all with their values.
+type evenTicks int
+
+// Ticks implements plot.Ticker.
+func (n evenTicks) Ticks(least, most float64) []plot.Tick {
+	step := math.Pow(10, math.Floor(math.Log10((most-least)/float64(n))))
+	for _, f := range []float64{1, 2, 2.5, 5, 10} {
+		if (most-least)/(step*f) <= float64(n) {
+			step *= f
+			break
+		}
+	}
+	var ticks []plot.Tick
+	for i := math.Ceil(least / step); i*step <= most*(1+1e-9); i++ {
+		ticks = append(ticks, plot.Tick{Value: i * step, Label: strconv.FormatFloat(i*step, 'f', -1, 64)})
+	}
+	return ticks
 }
 
 // line adds points in a look, with a mark at each, and an entry of the legend.
@@ -151,13 +172,14 @@ func PlotSweep(out io.Writer, format string, results []Result) error {
 			}
 			ln.Color, ln.Width, ln.Dashes = planned, thinLine, looks[tier].dash
 			p.Add(ln)
-			p.Legend.Add("  predicted", ln)
+			p.Legend.Add(tier+", predicted", ln)
 		}
-		if err := line(p, "from "+tier+" memory", byX(measured), looks[tier]); err != nil {
+		if err := line(p, tier+" memory, measured", byX(measured), looks[tier]); err != nil {
 			return err
 		}
 	}
 	p.X.Min, p.X.Max, p.Y.Min, p.Y.Max = 0, 100, 0, most*1.15
+	p.X.Tick.Marker, p.Y.Tick.Marker = evenTicks(10), evenTicks(8)
 	for tier, knee := range knees(results) {
 		if err := mark(p, 100*knee, p.Y.Max, fmt.Sprintf("%s: knee at %.1f %%", tier, 100*knee)); err != nil {
 			return err
@@ -266,6 +288,7 @@ func PlotGains(out io.Writer, format string, results []Result) error {
 	p.X.Tick.Label.Font.Variant = "Sans"
 	p.X.Min, p.X.Max = -0.75, float64(len(gains))-0.25
 	p.Y.Min, p.Y.Max = least*1.15, max(most*1.2, 1)
+	p.Y.Tick.Marker = evenTicks(8)
 	p.Legend.Top = true
 	return write(out, p, format)
 }

@@ -43,10 +43,7 @@ func writeShared(out io.Writer, results []Result) error {
 	}
 	r := &results[0]
 	var b strings.Builder
-	device := r.Device
-	if r.Emulated && device != emulatedLabel {
-		device += ", " + emulatedLabel
-	}
+	device := labeled(r.Device, r.Emulated)
 	fmt.Fprintf(&b, "\n%s (%s) on %s: %d requests, %d prompt tokens, %d generated, %d trials\n", r.Model, r.DType, device, r.Requests, r.PromptTokens, r.GeneratedTokens, len(r.Trials))
 	fmt.Fprintf(&b, "micro-batches %d of %d, experts per %s, attention on %s; %.1f experts of a layer in use, %.1f tokens each, %d at most\n",
 		r.NumMicroBatches, r.MicroBatch, r.ExpertGrouping, r.Attention, r.DistinctExperts, r.TokensPerExpert, r.MaxTokensPerExpert)
@@ -80,6 +77,14 @@ func writeShared(out io.Writer, results []Result) error {
 	}
 	_, err := io.WriteString(out, b.String())
 	return err
+}
+
+// labeled is a device's name, with a word where it is emulated and does not say so.
+func labeled(device string, emulated bool) string {
+	if emulated && device != emulatedLabel {
+		device += ", " + emulatedLabel
+	}
+	return device
 }
 
 // means are those of prefill and decode seconds over trials.

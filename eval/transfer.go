@@ -334,11 +334,7 @@ func WriteTransferTable(out io.Writer, r *TransferResult) error {
 	if err := w.Flush(); err != nil {
 		return err
 	}
-	label := ""
-	if r.Emulated {
-		label = ", " + emulatedLabel
-	}
-	_, err := fmt.Fprintf(out, "\n%s%s: µs of a single copy, and GB/s (10^9) of copies queued back to back\n", r.Device, label)
+	_, err := fmt.Fprintf(out, "\n%s: µs of a single copy, and GB/s (10^9) of copies queued back to back\n", labeled(r.Device, r.Emulated))
 	return err
 }
 
@@ -392,9 +388,9 @@ func PlotTransfer(out io.Writer, format string, r *TransferResult) error {
 	return write(out, p, format)
 }
 
-// Calibrate puts measured rates and starts of copies in the place of base's. The rates
-// are those of the largest copies; a start is the time of the smallest single copy less
-// its bytes.
+// Calibrate puts measured rates and starts of copies in the place of base's: those by
+// which the smallest single copy and the largest of the queued ones take as long as
+// they did.
 func Calibrate(r *TransferResult, base planner.Hardware) (planner.Hardware, error) {
 	h := base
 	h.Name = r.Device
@@ -407,10 +403,15 @@ func Calibrate(r *TransferResult, base planner.Hardware) (planner.Hardware, erro
 		if len(points) == 0 {
 			return 0, 0
 		}
-		rate = points[len(points)-1].BytesPerSecond
-		return rate, max(points[0].LatencySeconds-float64(points[0].Bytes)/rate, 0)
+		small, large := points[0], points[len(points)-1]
+		rate = large.BytesPerSecond
+		// The larger copy has a start, too, which does not count as bytes.
+		if more := float64(large.Bytes)/rate - small.LatencySeconds; large.Bytes > small.Bytes && more > 0 {
+			rate = float64(large.Bytes-small.Bytes) / more
+		}
+		return rate, max(small.LatencySeconds-float64(small.Bytes)/rate, 0)
 	}
-	const measured = "measured by bench transfer: queued copies of the largest size"
+	const measured = "measured by bench transfer: queued copies of the largest size, less their start"
 	const started = "measured by bench transfer: a single copy of the smallest size, less its bytes"
 	host, start := rate(HostPath)
 	if host == 0 {
