@@ -26,7 +26,7 @@ type fake struct {
 
 func (f *fake) Info() eval.Info {
 	return eval.Info{
-		Model: "fake", Device: "none", DType: "bfloat16", LoadFormat: "auto", Emulated: true,
+		Model: "fake", Device: "none", DType: "bfloat16", LoadFormat: "auto", Emulated: true, KeepsData: true,
 		MicroBatchRows: 2, StepRows: 64, Grouping: "layer", Attention: "gpu",
 		Shape: planner.Model{
 			Name: "fake", Layers: 4, Hidden: 64, Heads: 4, KVHeads: 2, HeadDim: 16,

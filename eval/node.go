@@ -41,6 +41,8 @@ type Info struct {
 	Model, Device, DType, LoadFormat string
 	// Emulated: the devices are, and so are their times.
 	Emulated bool
+	// KeepsData: memory holds bytes. Where it does not, tokens mean nothing.
+	KeepsData bool
 	// MicroBatchRows is the most rows whose attention runs together, StepRows the most
 	// of a step.
 	MicroBatchRows, StepRows int

@@ -172,7 +172,7 @@ func PlotSweep(out io.Writer, format string, results []Result) error {
 			}
 			ln.Color, ln.Width, ln.Dashes = planned, thinLine, looks[tier].dash
 			p.Add(ln)
-			p.Legend.Add(tier+", predicted", ln)
+			p.Legend.Add(tier+" memory, predicted", ln)
 		}
 		if err := line(p, tier+" memory, measured", byX(measured), looks[tier]); err != nil {
 			return err

@@ -53,7 +53,7 @@ type Result struct {
 	Roofline   *Roofline   `json:"roofline"`
 	Prediction *Prediction `json:"prediction"`
 	// TokensSHA256 is over all generated ids in the order of the requests, each as 32
-	// bits, the lowest byte first.
+	// bits, the lowest byte first; empty on devices that keep no data.
 	TokensSHA256 string `json:"tokens_sha256"`
 }
 

@@ -437,7 +437,7 @@ func TestPlots(t *testing.T) {
 	}{
 		{"sweep", eval.PlotSweep, []string{
 			"fake, 3 requests (emulated devices and links)", "experts offloaded (% of all)", "decode throughput (tokens/s)",
-			"host memory, measured", "peer memory, measured", "host, predicted", "host: knee at", "50", "100",
+			"host memory, measured", "peer memory, measured", "host memory, predicted", "host: knee at", "50", "100",
 		}},
 		{"gains", eval.PlotGains, []string{"(emulated)", "gain in throughput (%)", "fake, 3 requests", "+100 %", "+50 %", "decoding", "with prefill"}},
 	} {

@@ -45,8 +45,11 @@ func writeShared(out io.Writer, results []Result) error {
 	var b strings.Builder
 	device := labeled(r.Device, r.Emulated)
 	fmt.Fprintf(&b, "\n%s (%s) on %s: %d requests, %d prompt tokens, %d generated, %d trials\n", r.Model, r.DType, device, r.Requests, r.PromptTokens, r.GeneratedTokens, len(r.Trials))
-	fmt.Fprintf(&b, "micro-batches %d of %d, experts per %s, attention on %s; %.1f experts of a layer in use, %.1f tokens each, %d at most\n",
-		r.NumMicroBatches, r.MicroBatch, r.ExpertGrouping, r.Attention, r.DistinctExperts, r.TokensPerExpert, r.MaxTokensPerExpert)
+	fmt.Fprintf(&b, "micro-batches %d of %d, experts per %s, attention on %s", r.NumMicroBatches, r.MicroBatch, r.ExpertGrouping, r.Attention)
+	if r.DistinctExperts > 0 {
+		fmt.Fprintf(&b, "; %.1f experts of a layer in use, %.1f tokens each, %d at most", r.DistinctExperts, r.TokensPerExpert, r.MaxTokensPerExpert)
+	}
+	b.WriteString("\n")
 	if r.PromptsCut > 0 {
 		fmt.Fprintf(&b, "%d prompts were cut to the model's context\n", r.PromptsCut)
 	}
@@ -68,6 +71,8 @@ func writeShared(out io.Writer, results []Result) error {
 		fmt.Fprintf(&b, "at %s, peer gives %+.0f %% over host decoding, %+.0f %% over the whole run\n", percent(g.Fraction), 100*g.Decode, 100*g.Whole)
 	}
 	switch {
+	case r.TokensSHA256 == "":
+		b.WriteString("these devices keep no data: no tokens, and nothing of which experts were in use\n")
 	case !same:
 		b.WriteString("the generated tokens DIFFER between lines\n")
 	case len(results) > 1:

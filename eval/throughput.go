@@ -216,7 +216,9 @@ func (m *measurement) end(ctx context.Context) (Result, error) {
 	r := &m.result
 	r.chosen(after.Activations)
 	r.HBMPeakBytes = after.PeakBytes
-	r.TokensSHA256 = hex.EncodeToString(m.digest[:])
+	if m.info.KeepsData {
+		r.TokensSHA256 = hex.EncodeToString(m.digest[:])
+	}
 	steps := int64(len(r.Trials) * r.steps())
 	r.DecodeStepBytes = Bytes{Host: m.decoded.Host / steps, Peer: m.decoded.Peer / steps}
 	maps.DeleteFunc(r.StallS, func(_ string, s float64) bool { return s == 0 })

@@ -24,6 +24,9 @@ func (n *Node) Now() time.Duration { return n.machine.Now() }
 // Emulated says whether the devices are, and so are the times that they take.
 func (n *Node) Emulated() bool { return n.opened == nil }
 
+// KeepsData says whether the devices' memory holds bytes.
+func (n *Node) KeepsData() bool { return keepsData(n.machine) }
+
 // StepRows is the most rows of a step, MicroBatchRows the most of them whose attention
 // runs together, and ChosenOnlyRows the most of a step that fetches only the experts
 // that its router chose.

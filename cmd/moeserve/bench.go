@@ -118,6 +118,9 @@ func newBenchmark(s *streams, set *settings) (*benchmark, error) {
 	if b.hardware, err = readHardware(set.Hardware); err != nil {
 		return nil, err
 	}
+	if set.MicroBatchSize > set.NumPrompts {
+		return nil, usagef("--micro-batch-size is %d and the batch has %d requests; make it at most that", set.MicroBatchSize, set.NumPrompts)
+	}
 	m, err := node.OpenModel(set.Settings)
 	if err != nil {
 		return nil, err
@@ -235,7 +238,7 @@ func (b *benchNode) Info() eval.Info {
 	n := b.n
 	info := eval.Info{
 		Model: n.Name(), Device: n.DeviceName(), DType: n.Config().DType.String(), LoadFormat: b.set.LoadFormat,
-		Emulated: n.Emulated(), MicroBatchRows: n.MicroBatchRows(), StepRows: n.StepRows(), ChosenOnlyRows: n.ChosenOnlyRows(),
+		Emulated: n.Emulated(), KeepsData: n.KeepsData(), MicroBatchRows: n.MicroBatchRows(), StepRows: n.StepRows(), ChosenOnlyRows: n.ChosenOnlyRows(),
 		Grouping: planner.Merged.String(), Attention: planner.OnGPU.String(),
 		Shape: n.Shape(), Sizes: n.Sizes(), Hardware: b.hardware,
 	}

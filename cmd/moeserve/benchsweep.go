@@ -86,6 +86,7 @@ func benchSweep(ctx context.Context, s *streams, set *settings, o *sweepOptions)
 	if err != nil {
 		return err
 	}
+	config["sha256 of the prompts"] = fmt.Sprintf("%x", eval.Digest(b.options.Prompts))
 	sweep := eval.SweepOptions{Options: b.options, Cells: eval.Cells(fractions, tiers), Open: b.open}
 	if o.resume == "" {
 		if sweep.Together, err = b.together(len(sweep.Cells)); err != nil {
