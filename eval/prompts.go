@@ -27,7 +27,7 @@ func inputf(format string, args ...any) error { return &inputError{fmt.Errorf(fo
 const maxLineBytes = 16 << 20
 
 // ReadPrompts reads the first turn of each question of an MT-Bench file (a line is
-// {"turns": ["…", …]}) or of each dialogue of an MT-Bench-101 file (a line is
+// {"turns": ["…", …]}) or of each conversation of an MT-Bench-101 file (a line is
 // {"history": [{"user": "…"}, …]}). Blank lines are left out. An error wraps ErrInput
 // and names the line of the file called name.
 func ReadPrompts(r io.Reader, name string) ([]string, error) {

@@ -67,12 +67,18 @@ type SweepOptions struct {
 	Together bool
 	// Done are cells that have been measured before.
 	Done []Result
+	// LeaveOut, if set, is asked about a cell whose node cannot be opened: true leaves
+	// the cell out, and the sweep goes on. A sweep of which no cell is left fails.
+	LeaveOut func(c Cell, err error) bool
 	// Finished, if set, is told of each cell as it is finished.
 	Finished func(Result) error
+
+	// why the first cell was left out.
+	why error
 }
 
-// Sweep measures all cells that are not done, and returns the results of all in the
-// order of Cells.
+// Sweep measures all cells that are not done, and returns the results of all that were
+// not left out, in the order of Cells.
 func Sweep(ctx context.Context, o SweepOptions) ([]Result, error) {
 	o.Options = o.EnsureDefaults()
 	if len(o.Cells) == 0 {
@@ -101,9 +107,14 @@ func Sweep(ctx context.Context, o SweepOptions) ([]Result, error) {
 			return nil, err
 		}
 	}
-	all := make([]Result, len(o.Cells))
-	for i, c := range o.Cells {
-		all[i] = results[c]
+	var all []Result
+	for _, c := range o.Cells {
+		if r, ok := results[c]; ok {
+			all = append(all, r)
+		}
+	}
+	if all == nil {
+		return nil, o.why
 	}
 	return all, nil
 }
@@ -125,6 +136,12 @@ func (o *SweepOptions) measure(ctx context.Context, cells []Cell, results map[Ce
 	}
 	for _, c := range cells {
 		n, err := o.Open(ctx, c)
+		if err != nil && ctx.Err() == nil && o.LeaveOut != nil && o.LeaveOut(c, err) {
+			if o.why == nil {
+				o.why = fail(c, err)
+			}
+			continue
+		}
 		if err != nil {
 			return fail(c, err)
 		}
@@ -135,18 +152,18 @@ func (o *SweepOptions) measure(ctx context.Context, cells []Cell, results map[Ce
 		under = append(under, m)
 	}
 	for range o.Trials {
-		for i, m := range under {
+		for _, m := range under {
 			if err := m.trial(ctx); err != nil {
-				return fail(cells[i], err)
+				return fail(m.result.Cell(), err)
 			}
 		}
 	}
-	for i, m := range under {
+	for _, m := range under {
 		r, err := m.end(ctx)
 		if err != nil {
-			return fail(cells[i], err)
+			return fail(m.result.Cell(), err)
 		}
-		results[cells[i]] = r
+		results[r.Cell()] = r
 		if o.Finished != nil {
 			if err := o.Finished(r); err != nil {
 				return err

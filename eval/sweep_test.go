@@ -7,7 +7,6 @@ import (
 	"encoding/json"
 	"encoding/xml"
 	"errors"
-	"image"
 	"image/png"
 	"io"
 	"os"
@@ -192,6 +191,34 @@ func TestSweepGoesRound(t *testing.T) {
 		if got := strings.Join(log, ", "); got != c.want {
 			t.Errorf("together %v:\n%s, want\n%s", c.together, got, c.want)
 		}
+	}
+}
+
+func TestSweepLeavesOut(t *testing.T) {
+	errRoom := errors.New("no room")
+	open := func(_ context.Context, c eval.Cell) (eval.Node, error) {
+		if c.Fraction < 1 {
+			return nil, errRoom
+		}
+		return newFake("a", time.Second, nil), nil
+	}
+	o := eval.SweepOptions{
+		Options: eval.Options{Prompts: threePrompts, NewTokens: 2, Trials: 1}, Open: open,
+		Cells: eval.Cells([]float64{0, 0.5, 1}, []string{"host"}), LeaveOut: func(_ eval.Cell, err error) bool { return errors.Is(err, errRoom) },
+	}
+	for _, o.Together = range []bool{false, true} {
+		r, err := eval.Sweep(t.Context(), o)
+		if err != nil || len(r) != 1 || r[0].OffloadFraction != 1 {
+			t.Errorf("%+v, %v", r, err)
+		}
+	}
+	o.Cells = o.Cells[:2]
+	if r, err := eval.Sweep(t.Context(), o); !errors.Is(err, errRoom) || !strings.HasPrefix(err.Error(), "nothing offloaded: ") {
+		t.Errorf("%+v, %v", r, err)
+	}
+	o.LeaveOut = nil
+	if _, err := eval.Sweep(t.Context(), o); !errors.Is(err, errRoom) {
+		t.Error(err)
 	}
 }
 
@@ -411,7 +438,7 @@ func grey(t *testing.T, data []byte) {
 	b := picture.Bounds()
 	for y := b.Min.Y; y < b.Max.Y; y++ {
 		for x := b.Min.X; x < b.Max.X; x++ {
-			r, g, b, _ := picture.(image.Image).At(x, y).RGBA()
+			r, g, b, _ := picture.At(x, y).RGBA()
 			if r != g || g != b {
 				t.Fatalf("the point %d, %d is colored", x, y)
 			}

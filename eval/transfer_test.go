@@ -94,8 +94,11 @@ func TestCalibrate(t *testing.T) {
 		name      string
 		got, want float64
 	}{
-		{"host", h.HostToGPU[0], hostRate}, {"back", h.GPUToHost, hostRate}, {"peer", h.PeerToGPU, peerRate},
-		{"start from the host", h.HostCopyStart, hostLatency.Seconds()}, {"start from a peer", h.PeerCopyStart, peerLatency.Seconds()},
+		{"host", h.HostToGPU[0], hostRate},
+		{"back", h.GPUToHost, hostRate},
+		{"peer", h.PeerToGPU, peerRate},
+		{"start from the host", h.HostCopyStart, hostLatency.Seconds()},
+		{"start from a peer", h.PeerCopyStart, peerLatency.Seconds()},
 	} {
 		if math.Abs(c.got/c.want-1) > 1e-3 {
 			t.Errorf("%s: %.4g, want %.4g", c.name, c.got, c.want)

@@ -154,8 +154,12 @@ func TestHardwareOfGPUs(t *testing.T) {
 	for _, c := range []struct {
 		name, want string
 	}{
-		{"NVIDIA H200", "H200"}, {"NVIDIA A100-SXM4-80GB", "A100-80"}, {"NVIDIA L4", "L4"}, {"Tesla T4", "T4"},
-		{"NVIDIA L40S", ""}, {"NVIDIA H100 80GB HBM3", "H100-80"},
+		{"NVIDIA H200", "H200"},
+		{"NVIDIA A100-SXM4-80GB", "A100-80"},
+		{"NVIDIA L4", "L4"},
+		{"Tesla T4", "T4"},
+		{"NVIDIA L40S", ""},
+		{"NVIDIA H100 80GB HBM3", "H100-80"},
 	} {
 		h, ok := node.PresetOf(device.Info{Name: c.name, MemoryBytes: 80e9})
 		if ok != (c.want != "") || h.Name != c.want {

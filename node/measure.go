@@ -27,12 +27,10 @@ func (n *Node) Emulated() bool { return n.opened == nil }
 // KeepsData says whether the devices' memory holds bytes.
 func (n *Node) KeepsData() bool { return keepsData(n.machine) }
 
-// StepRows is the most rows of a step, MicroBatchRows the most of them whose attention
-// runs together, and ChosenOnlyRows the most of a step that fetches only the experts
-// that its router chose.
+// StepRows is the most rows of a step.
 func (n *Node) StepRows() int { return n.limits.MaxRows }
 
-// MicroBatchRows: see StepRows.
+// MicroBatchRows is the most rows of a step whose attention runs together.
 func (n *Node) MicroBatchRows() int {
 	if m := n.settings.MicroBatchSize; m > 0 {
 		return m
@@ -40,7 +38,8 @@ func (n *Node) MicroBatchRows() int {
 	return n.limits.MaxRows
 }
 
-// ChosenOnlyRows: see StepRows.
+// ChosenOnlyRows is the most rows of a step that fetches only the experts that its
+// router chose.
 func (n *Node) ChosenOnlyRows() int {
 	if !keepsData(n.machine) {
 		return 0
@@ -81,7 +80,6 @@ const noLimit = 1e18
 // be, or, of real GPUs, the preset of the same name. It says false where emulated
 // devices run as fast as they can, and where there is no such preset.
 func (n *Node) Hardware() (planner.Hardware, bool) {
-
 	top := n.machine.Topology()
 	gpu, _ := top.Info(n.space)
 	if n.opened != nil {
@@ -180,10 +178,10 @@ func OpenDevices(s configs.Settings, log *slog.Logger) (*Devices, error) {
 // Machine is theirs until Close.
 func (d *Devices) Machine() device.Machine { return d.n.machine }
 
-// Compute is the memory of the GPU that computes, Peers those that may be borrowed from.
+// Compute is the memory of the GPU that computes.
 func (d *Devices) Compute() device.Space { return d.n.space }
 
-// Peers: see Compute.
+// Peers are the memories that may be borrowed from.
 func (d *Devices) Peers() []device.Space { return d.n.peers }
 
 // Name of the GPU that computes.
@@ -195,7 +193,7 @@ func (d *Devices) Name() string {
 // Emulated says whether they are.
 func (d *Devices) Emulated() bool { return d.n.opened == nil }
 
-// Hardware: see Node.Hardware.
+// Hardware is what Node.Hardware is.
 func (d *Devices) Hardware() (planner.Hardware, bool) { return d.n.Hardware() }
 
 // Close closes the devices.
@@ -204,10 +202,10 @@ func (d *Devices) Close() error { return d.n.Close() }
 // Name is what the model is called: the preset's, the directory, or BuiltIn.
 func (n *Node) Name() string { return n.name }
 
-// Space names the memory of the GPU that computes, DeviceName the GPU.
+// Space names the memory of the GPU that computes.
 func (n *Node) Space() string { return n.space.String() }
 
-// DeviceName: see Space.
+// DeviceName is the product that computes.
 func (n *Node) DeviceName() string {
 	info, _ := n.machine.Topology().Info(n.space)
 	return info.Name

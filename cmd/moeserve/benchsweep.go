@@ -7,6 +7,7 @@ import (
 	"io"
 	"os"
 	"slices"
+	"strings"
 
 	"github.com/spf13/cobra"
 
@@ -100,9 +101,21 @@ func benchSweep(ctx context.Context, s *streams, set *settings, o *sweepOptions)
 		defer j.Close() //nolint:errcheck // each line has been synced
 		sweep.Done, sweep.Finished = j.Results, j.Append
 	}
+	// Of a large model some cells do not fit.
+	var leftOut strings.Builder
+	sweep.LeaveOut = func(c eval.Cell, err error) bool {
+		if !errors.Is(err, node.ErrConfig) {
+			return false
+		}
+		fmt.Fprintf(&leftOut, "left out: %v %% offloaded to %s: %v\n", 100*c.Fraction, c.Tier, err)
+		return true
+	}
 	results, err := eval.Sweep(ctx, sweep)
 	if err != nil {
 		return benchError(err)
+	}
+	if _, err := io.WriteString(s.err, leftOut.String()); err != nil {
+		return err
 	}
 	if !res.onStdout() {
 		if err := eval.WriteTable(s.out, results); err != nil {
