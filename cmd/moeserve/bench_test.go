@@ -2,6 +2,7 @@ package main
 
 import (
 	"encoding/json"
+	"fmt"
 	"math"
 	"os"
 	"regexp"
@@ -93,6 +94,18 @@ func TestSweepBendsWhereThePlannerSays(t *testing.T) {
 				t.Errorf("%s, %v: %.0f tokens/s, want %.0f: flat up to %.3f, falling from there", tier, cell.Fraction, got, want, bend)
 			}
 		}
+	}
+	picture, err := os.ReadFile("../../docs/sweep.svg")
+	if err != nil {
+		t.Fatal(err)
+	}
+	for tier, knee := range knees {
+		if want := fmt.Sprintf("%s: knee at %.1f %%", tier, 100*knee); !strings.Contains(string(picture), want) {
+			t.Errorf("the picture does not say %q: draw it again (%s has the command)", want, benchmarks)
+		}
+	}
+	if !strings.Contains(string(picture), "(emulated devices and links)") {
+		t.Error("the picture does not say that it is of emulated devices")
 	}
 	if len(knees) != 2 || knees[eval.HostTier] > 0.15 || knees[eval.PeerTier] < 0.4 {
 		t.Errorf("knees %v: they do not stand where links of 55 and 395 put them", knees)
