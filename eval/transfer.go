@@ -16,6 +16,7 @@ import (
 
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/planner"
+	"github.com/moeserve/moeserve/transfer"
 )
 
 // The paths that Transfer measures.
@@ -79,6 +80,9 @@ type TransferPoint struct {
 	// BytesPerSecond is the rate of copies that are queued back to back; of both paths,
 	// their sum while both are busy.
 	BytesPerSecond float64 `json:"bytes_per_s"`
+	// EngineBytesPerSecond is the rate of as many copies by package transfer, in its
+	// chunks.
+	EngineBytesPerSecond float64 `json:"engine_bytes_per_s"`
 }
 
 // TransferResult is a measurement of copies.
@@ -90,9 +94,10 @@ type TransferResult struct {
 
 // rig is the paths of a measurement.
 type rig struct {
-	o     TransferOptions
-	paths map[string]*path
-	close []func() error
+	o      TransferOptions
+	engine *transfer.Engine
+	paths  map[string]*path
+	close  []func() error
 }
 
 // path is one pair of memories with a stream.
@@ -150,6 +155,7 @@ func Transfer(ctx context.Context, o TransferOptions) (_ []TransferPoint, err er
 func (r *rig) open(ctx context.Context) error {
 	o := &r.o
 	largest := slices.Max(o.Sizes)
+	var err error
 	memory := func(space device.Space, label string) (device.Memory, error) {
 		mem, err := o.Machine.Alloc(space, largest, "copies measured, "+label)
 		if err == nil {
@@ -157,8 +163,8 @@ func (r *rig) open(ctx context.Context) error {
 		}
 		return mem, err
 	}
-	host, err := memory(device.Host, "source")
-	if err != nil {
+	var host device.Memory
+	if host, err = memory(device.Host, "source"); err != nil {
 		return err
 	}
 	clear(host.Write(0, largest))
@@ -177,7 +183,7 @@ func (r *rig) open(ctx context.Context) error {
 		return err
 	}
 	if o.Peer == device.Host {
-		return nil
+		return r.start()
 	}
 	peer, err := memory(o.Peer, "source")
 	if err != nil {
@@ -194,7 +200,18 @@ func (r *rig) open(ctx context.Context) error {
 	if err := stream.Copy(peer.Range(0, largest), host.Range(0, largest)); err != nil {
 		return err
 	}
-	return stream.Synchronize(ctx)
+	if err := stream.Synchronize(ctx); err != nil {
+		return err
+	}
+	return r.start()
+}
+
+// start starts the engine, to be closed before the memory that it copies is freed.
+func (r *rig) start() (err error) {
+	if r.engine, err = transfer.New(transfer.Options{Machine: r.o.Machine}); err == nil {
+		r.close = append(r.close, r.engine.Close)
+	}
+	return err
 }
 
 func (r *rig) add(name string, dst, src device.Memory) (err error) {
@@ -250,6 +267,10 @@ func (r *rig) point(ctx context.Context, paths []*path, bytes int64) (TransferPo
 	if len(paths) == 1 {
 		paths[0].rate[bytes] = p.BytesPerSecond
 	}
+	if took, err = r.engined(ctx, paths, bytes, counts); err != nil {
+		return p, err
+	}
+	p.EngineBytesPerSecond = float64(all) * float64(bytes) / took.Seconds()
 	return p, nil
 }
 
@@ -291,6 +312,37 @@ func copies(ctx context.Context, paths []*path, bytes int64, counts []int) (time
 	return max(last-first, 1), nil
 }
 
+// engined has the engine do what copies does.
+func (r *rig) engined(ctx context.Context, paths []*path, bytes int64, counts []int) (_ time.Duration, err error) {
+	fences := make([]device.Fence, len(paths))
+	for i := range paths {
+		if fences[i], err = r.o.Machine.NewFence("copies measured"); err != nil {
+			return 0, err
+		}
+		defer func() { err = errors.Join(err, fences[i].Close()) }()
+	}
+	var tickets []*transfer.Ticket
+	began := r.o.Machine.Now()
+	for i, p := range paths {
+		for n := range counts[i] {
+			t, err := r.engine.Submit(transfer.Request{
+				From: p.src.Space(), Src: p.src.Range(0, bytes), To: p.dst.Space(), Dst: p.dst.Range(0, bytes),
+				Priority: transfer.Prefetch, Done: transfer.Point{Fence: fences[i], Value: uint32(n + 1)}, Label: "copy measured",
+			})
+			if err != nil {
+				return 0, err
+			}
+			tickets = append(tickets, t)
+		}
+	}
+	for _, t := range tickets {
+		if err := t.Wait(ctx); err != nil {
+			return 0, err
+		}
+	}
+	return max(r.o.Machine.Now()-began, 1), nil
+}
+
 // of lists the points of one path, in the order of their sizes.
 func (r *TransferResult) of(path string) []TransferPoint {
 	var points []TransferPoint
@@ -320,21 +372,21 @@ func WriteTransferTable(out io.Writer, r *TransferResult) error {
 	fmt.Fprint(w, "copy\t")
 	names := r.paths()
 	for _, n := range names {
-		fmt.Fprintf(w, "%s µs\tGB/s\t", n)
+		fmt.Fprintf(w, "%s µs\tGB/s\tengine\t", n)
 	}
 	fmt.Fprintln(w)
 	for i, p := range r.of(HostPath) {
 		fmt.Fprintf(w, "%s\t", size(p.Bytes))
 		for _, n := range names {
 			q := r.of(n)[i]
-			fmt.Fprintf(w, "%s\t%s\t", number(1e6*q.LatencySeconds), strconv.FormatFloat(q.BytesPerSecond/1e9, 'g', 4, 64))
+			fmt.Fprintf(w, "%s\t%.4g\t%.4g\t", number(1e6*q.LatencySeconds), q.BytesPerSecond/1e9, q.EngineBytesPerSecond/1e9)
 		}
 		fmt.Fprintln(w)
 	}
 	if err := w.Flush(); err != nil {
 		return err
 	}
-	_, err := fmt.Fprintf(out, "\n%s: µs of a single copy, and GB/s (10^9) of copies queued back to back\n", labeled(r.Device, r.Emulated))
+	_, err := fmt.Fprintf(out, "\n%s: µs of a single copy, GB/s (10^9) of copies queued back to back, and of as many by the transfer engine in its chunks\n", labeled(r.Device, r.Emulated))
 	return err
 }
 
@@ -348,10 +400,10 @@ func size(bytes int64) string {
 // WriteTransferCSV writes a line per point.
 func WriteTransferCSV(out io.Writer, r *TransferResult) error {
 	w := csv.NewWriter(out)
-	w.Write([]string{"device", "emulated", "path", "bytes", "latency_s", "bytes_per_s"}) //nolint:errcheck // Flush keeps the error
+	w.Write([]string{"device", "emulated", "path", "bytes", "latency_s", "bytes_per_s", "engine_bytes_per_s"}) //nolint:errcheck // Flush keeps the error
 	f := func(v float64) string { return strconv.FormatFloat(v, 'g', 8, 64) }
 	for _, p := range r.Points {
-		w.Write([]string{r.Device, strconv.FormatBool(r.Emulated), p.Path, strconv.FormatInt(p.Bytes, 10), f(p.LatencySeconds), f(p.BytesPerSecond)}) //nolint:errcheck // as above
+		w.Write([]string{r.Device, strconv.FormatBool(r.Emulated), p.Path, strconv.FormatInt(p.Bytes, 10), f(p.LatencySeconds), f(p.BytesPerSecond), f(p.EngineBytesPerSecond)}) //nolint:errcheck // as above
 	}
 	w.Flush()
 	return w.Error()

@@ -53,6 +53,10 @@ func TestTransfer(t *testing.T) {
 	host := func(bytes int64) float64 { return hostLatency.Seconds() + float64(bytes)/hostRate }
 	peer := func(bytes int64) float64 { return peerLatency.Seconds() + float64(bytes)/peerRate }
 	for _, p := range points {
+		// The engine's chunks have a start each.
+		if share := p.EngineBytesPerSecond / p.BytesPerSecond; share < 0.6 || share > 1.01 {
+			t.Errorf("%s, %d bytes: the engine reaches %.2f of the rate", p.Path, p.Bytes, share)
+		}
 		var latency, rate float64
 		n := float64(p.Bytes)
 		switch p.Path {
