@@ -22,12 +22,18 @@ type fake struct {
 	drift int32
 	log   *[]string
 	name  string
+	// attention is where it runs. Default: gpu.
+	attention string
 }
 
 func (f *fake) Info() eval.Info {
+	attention := f.attention
+	if attention == "" {
+		attention = "gpu"
+	}
 	return eval.Info{
 		Model: "fake", Device: "none", DType: "bfloat16", LoadFormat: "auto", Emulated: true, KeepsData: true,
-		MicroBatchRows: 2, StepRows: 64, Grouping: "layer", Attention: "gpu",
+		MicroBatchRows: 2, StepRows: 64, Grouping: "layer", Attention: attention,
 		Shape: planner.Model{
 			Name: "fake", Layers: 4, Hidden: 64, Heads: 4, KVHeads: 2, HeadDim: 16,
 			Experts: 8, TopK: 2, ExpertWidth: 128, Vocab: 100,

@@ -72,7 +72,8 @@ type Bytes struct {
 	Peer int64 `json:"peer"`
 }
 
-// Roofline is the least that a decode step can take on the hardware.
+// Roofline is the least that a decode step can take on the hardware. With attention on
+// the CPU it is the planner's prediction.
 type Roofline struct {
 	// Bound is what limits it.
 	Bound string `json:"bound"`
@@ -181,6 +182,10 @@ func (r *Result) plan(info *Info) error {
 	r.Prediction = &Prediction{
 		PrefillSeconds: p.PrefillSeconds, DecodeSeconds: p.DecodeSeconds,
 		ThroughputTokS: p.TokS, DecodeTokS: p.DecodeTokS, Bound: string(p.Decode.Bound),
+	}
+	if policy.Attention == planner.OnCPU {
+		// Floors have attention on the GPU; what the planner allows is the least then.
+		r.Roofline = &Roofline{Bound: string(p.Decode.Bound), TokS: p.DecodeTokS, Fraction: r.DecodeTokS / p.DecodeTokS}
 	}
 	if r.Tier == NoTier {
 		return nil

@@ -60,6 +60,19 @@ func TestThroughput(t *testing.T) {
 	}
 }
 
+// With attention on the CPU the floor is the planner's prediction.
+func TestAttentionOnCPU(t *testing.T) {
+	n := newFake("a", time.Second, nil)
+	n.attention = "cpu"
+	r, err := eval.Throughput(t.Context(), n, eval.Cell{Tier: eval.NoTier}, eval.Options{Prompts: threePrompts, NewTokens: 2, Trials: 1})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if r.Roofline.TokS != r.Prediction.DecodeTokS || r.Roofline.Bound != r.Prediction.Bound || r.Attention != "cpu" {
+		t.Errorf("%+v, %+v", r.Roofline, r.Prediction)
+	}
+}
+
 func TestDeviation(t *testing.T) {
 	n := newFake("a", time.Second, nil)
 	slower := &slowing{fake: n}
