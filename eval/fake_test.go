@@ -24,12 +24,18 @@ type fake struct {
 	name  string
 	// attention is where it runs. Default: gpu.
 	attention string
+	// alone: the hardware has no peers.
+	alone bool
 }
 
 func (f *fake) Info() eval.Info {
 	attention := f.attention
 	if attention == "" {
 		attention = "gpu"
+	}
+	peers, link := int64(1<<30), 1e9
+	if f.alone {
+		peers, link = 0, 0
 	}
 	return eval.Info{
 		Model: "fake", Device: "none", DType: "bfloat16", LoadFormat: "auto", Emulated: true, KeepsData: true,
@@ -41,7 +47,7 @@ func (f *fake) Info() eval.Info {
 		Hardware: &planner.Hardware{
 			Name: "fake", GPUMemory: 1 << 30, GPUMemoryRate: 1e9, GPUFlops: 1e12, GPUAttentionFlops: 1e12,
 			HostMemory: 1 << 30, HostMemoryRate: 1e9, CPUFlops: 1e9, HostToGPU: []float64{1e8}, GPUToHost: 1e8,
-			PeerMemory: 1 << 30, PeerToGPU: 1e9,
+			PeerMemory: peers, PeerToGPU: link,
 		},
 	}
 }

@@ -1,6 +1,7 @@
 package eval
 
 import (
+	"errors"
 	"math"
 
 	"github.com/moeserve/moeserve/planner"
@@ -49,7 +50,8 @@ type Result struct {
 	TokensPerExpert    float64 `json:"tokens_per_expert"`
 	MaxTokensPerExpert int64   `json:"max_tokens_per_expert"`
 	HBMPeakBytes       int64   `json:"hbm_peak_bytes"`
-	// Roofline and Prediction are null where the hardware's rates are not known.
+	// Roofline and Prediction are null where the hardware's rates are not known, and
+	// where it has no peers and the experts come from some.
 	Roofline   *Roofline   `json:"roofline"`
 	Prediction *Prediction `json:"prediction"`
 	// TokensSHA256 is over all generated ids in the order of the requests, each as 32
@@ -144,10 +146,11 @@ func (r *Result) chosen(activations [][]int64) {
 	}
 }
 
-// plan fills in floor and prediction.
-func (r *Result) plan(info *Info) error {
+// plan fills in floor and prediction. What the planner refuses, such as experts from
+// peers on hardware that has none, has neither: a measurement stands without them.
+func (r *Result) plan(info *Info) {
 	if info.Hardware == nil {
-		return nil
+		return
 	}
 	h, newTokens := *info.Hardware, r.steps()+1
 	work := planner.Workload{PromptTokens: (r.PromptTokens + r.Requests/2) / r.Requests, NewTokens: newTokens}
@@ -167,17 +170,21 @@ func (r *Result) plan(info *Info) error {
 	if r.Tier == PeerTier {
 		tier, link, floor.Rate = planner.PeerTier, planner.BoundPeerLink, h.PeerToGPU
 	}
+	if floor.Rate == 0 {
+		return
+	}
 	f := planner.Floors(info.Shape, h, floor)
 	r.Roofline = &Roofline{Bound: string(bound(f, link)), TokS: f.TokS, Fraction: r.DecodeTokS / f.TokS}
 
 	problem := planner.Problem{Model: info.Shape, Hardware: h, Workload: work, Sizes: info.Sizes}
 	policy, err := problem.Offload(policy, r.OffloadFraction, tier)
 	if err != nil {
-		return err
+		return
 	}
 	p, err := problem.Predict(policy)
-	if p.DecodeSeconds == 0 {
-		return err // one that does not fit the planner's memory is predicted all the same
+	var misfit *planner.MisfitError
+	if err != nil && !errors.As(err, &misfit) {
+		return // one that does not fit the planner's memory is predicted all the same
 	}
 	r.Prediction = &Prediction{
 		PrefillSeconds: p.PrefillSeconds, DecodeSeconds: p.DecodeSeconds,
@@ -188,13 +195,11 @@ func (r *Result) plan(info *Info) error {
 		r.Roofline = &Roofline{Bound: string(p.Decode.Bound), TokS: p.DecodeTokS, Fraction: r.DecodeTokS / p.DecodeTokS}
 	}
 	if r.Tier == NoTier {
-		return nil
+		return
 	}
-	knee, err := problem.Knee(policy, tier)
-	if err == nil && knee <= 1 {
+	if knee, err := problem.Knee(policy, tier); err == nil && knee <= 1 {
 		r.Prediction.Knee = knee
 	}
-	return err
 }
 
 // bound is what limits a floor: the link, or what most of the compute's time is bound

@@ -73,6 +73,19 @@ func TestAttentionOnCPU(t *testing.T) {
 	}
 }
 
+// A measurement stands where the named hardware could not do it.
+func TestPeersThatTheHardwareHasNot(t *testing.T) {
+	n := newFake("a", time.Second, nil)
+	n.alone = true
+	r, err := eval.Throughput(t.Context(), n, eval.Cell{Tier: eval.PeerTier, Fraction: 0.5}, eval.Options{Prompts: threePrompts, NewTokens: 2, Trials: 1})
+	if err != nil || r.DecodeTokS != 3 || r.Roofline != nil || r.Prediction != nil {
+		t.Errorf("%+v, %v", r, err)
+	}
+	if _, err := json.Marshal(r); err != nil {
+		t.Error(err)
+	}
+}
+
 func TestDeviation(t *testing.T) {
 	n := newFake("a", time.Second, nil)
 	slower := &slowing{fake: n}

@@ -48,7 +48,8 @@ lockstep, first their prompts and then a token of each a step.
 Without --prompts, the prompts are random ids whose lengths are distributed as
 MT-Bench's: a log-normal distribution from 9 to 418 tokens with a mean of 77.
 Prompts that the model's context does not hold with --output-len are cut. Ends of
-answers are ignored.
+answers are ignored. With --offload-tier auto, offloaded experts are fetched from
+peers where these hold all of them, and from the host where not.
 
 Where the rates of the hardware are known (--hardware, a preset of the GPU's name,
 or emulated devices with a virtual clock or pace), the floor that they set and what
