@@ -276,10 +276,17 @@ func (s *search) batches() (low, high int) {
 		}
 	}
 	fits := func(b int) bool {
+		// Small micro-batches take less for activations, or more for row data.
+		micros := []int{min(b, max(1, s.choices.MicroBatch))}
+		if s.choices.MicroBatch == 0 {
+			micros = append(micros, (b+max(1, s.choices.MicroBatches)-1)/max(1, s.choices.MicroBatches))
+		}
 		for _, place := range s.choices.Attention {
 			for _, kv := range s.kvShares(place) {
-				if _, ok := s.place(s.policy(b, min(b, max(1, s.choices.MicroBatch)), s.prefillTokens(b)[0], place, Merged, kv, s.choices.HostPaths[0])); ok {
-					return true
+				for _, micro := range micros {
+					if _, ok := s.place(s.policy(b, micro, s.prefillTokens(b)[0], place, Merged, kv, s.choices.HostPaths[0])); ok {
+						return true
+					}
 				}
 			}
 		}
@@ -464,7 +471,7 @@ func (s *search) hopeless(batch int) error {
 	}
 	for _, place := range s.choices.Attention {
 		for _, kv := range s.kvShares(place) {
-			x := s.policy(batch, sizes[len(sizes)-1], s.prefillTokens(batch)[0], place, s.choices.Grouping[0], kv, s.choices.HostPaths[0])
+			x := s.policy(batch, sizes[0], s.prefillTokens(batch)[0], place, s.choices.Grouping[0], kv, s.choices.HostPaths[0])
 			if s.choices.Offload != nil {
 				x.LocalExperts = s.Model.ExpertCount() - s.Model.Offloaded(*s.choices.Offload)
 			}
