@@ -37,6 +37,8 @@ type Settings struct {
 	MaxNumBatchedTokens  int     `mapstructure:"max-num-batched-tokens"`
 	MicroBatchSize       int     `mapstructure:"micro-batch-size"`
 	BatchInvariant       bool    `mapstructure:"batch-invariant"`
+	Policy               string  `mapstructure:"policy"`
+	Hardware             string  `mapstructure:"hardware"`
 	MaxNewTokens         int     `mapstructure:"max-new-tokens"`
 	Temperature          float64 `mapstructure:"temperature"`
 	Seed                 uint64  `mapstructure:"seed"`
@@ -102,8 +104,8 @@ func (k Key) Variable() string {
 // Commands that take a setting: those that deal with a model, and of these those
 // that have a result, generate once, or serve.
 var (
-	onModel  = []string{"run", "serve", "inspect", "config"}
-	onResult = []string{"run", "inspect", "config"}
+	onModel  = []string{"run", "serve", "inspect", "plan", "config"}
+	onResult = []string{"run", "inspect", "plan", "config"}
 	onRun    = []string{"run", "config"}
 	onServe  = []string{"serve", "config"}
 )
@@ -214,6 +216,14 @@ var Schema = []Key{
 		Help: "keep a row's result independent of other rows on a GPU too, where that costs speed; on the CPU it always is",
 	},
 	{
+		Name: "policy", Kind: String, Default: "none", Placeholder: "none|auto|FILE", Commands: onModel,
+		Help: "what chooses max-num-seqs, max-num-batched-tokens, micro-batch-size and offload-fraction where they are not given: the defaults, the planner, or a file that plan --json wrote",
+	},
+	{
+		Name: "hardware", Kind: String, Default: "", Placeholder: "NAME|FILE", Commands: onModel,
+		Help: "machine whose rates the planner counts with: " + strings.Join(HardwareNames(), ", ") + ", or a JSON file; without it, what is known of this one",
+	},
+	{
 		Name: "max-new-tokens", Kind: Int, Default: 128, Unit: "tokens", Min: 1, Max: unbounded, Commands: onRun,
 		Help: "most tokens to generate",
 	},
@@ -307,6 +317,21 @@ func (s Settings) Values() map[string]any {
 	return values
 }
 
+// Put sets values by key. They must be of the key's kind.
+func (s *Settings) Put(values map[string]any) error {
+	for i, f := range fields(s) {
+		v, ok := values[Schema[i].Name]
+		if !ok {
+			continue
+		}
+		if reflect.TypeOf(v) != f.Type() {
+			return fmt.Errorf("configs: %s is a %s, not %v", Schema[i].Name, Schema[i].Kind, v)
+		}
+		f.Set(reflect.ValueOf(v))
+	}
+	return s.Validate()
+}
+
 // fields of s in the order of Schema.
 func fields(s *Settings) []reflect.Value {
 	v := reflect.ValueOf(s).Elem()
@@ -361,7 +386,8 @@ func (s Settings) Validate() error {
 	if err := s.validatePeers(); err != nil {
 		return err
 	}
-	if s.MicroBatchSize > s.MaxNumBatchedTokens {
+	// A policy may yet raise the second.
+	if s.Policy == "none" && s.MicroBatchSize > s.MaxNumBatchedTokens {
 		return &SettingError{
 			Key: "micro-batch-size", Value: s.MicroBatchSize,
 			Want: fmt.Sprintf("must be at most max-num-batched-tokens, %d", s.MaxNumBatchedTokens),
