@@ -93,7 +93,7 @@ func (f *footprint) experts(largest int) experts.Config {
 // rows (0: of all): activations, row data on the GPU and again in pinned memory, and
 // what comes back.
 func (f *footprint) stepBytes(l models.Limits, microRows int) (activations, rowData, back int64) {
-	return models.WorkspaceBytes(f.config, f.types, l), pipeline.RowDataBytes(l, microRows), pipeline.BackBytes(f.config, l, f.hostLogits)
+	return models.WorkspaceBytes(f.config, f.types, l), pipeline.RowDataBytes(l, microRows), allocated(pipeline.BackBytes(f.config, l, f.hostLogits))
 }
 
 // zeros is the pinned memory that borrowed memory is cleared with, where so many

@@ -12,8 +12,9 @@ import (
 
 // Inspection is what Open would do with the same options.
 type Inspection struct {
-	// Settings, with what a policy has changed.
+	// Settings, with what a policy has changed; Planned is that policy, or nil.
 	Settings configs.Settings
+	Planned  *Planned
 	Model    string
 	Config   *models.Config
 	Sizes    Sizes
@@ -72,7 +73,7 @@ func Inspect(o Options) (_ *Inspection, err error) {
 		return nil, fail(ErrConfig, err)
 	}
 	in := &Inspection{
-		Settings: n.settings, Model: n.name, Config: n.config, Sizes: SizesOf(n.config, n.layout),
+		Settings: n.settings, Planned: n.planned, Model: n.name, Config: n.config, Sizes: SizesOf(n.config, n.layout),
 		Routing: routing(n.config.Route), DType: n.config.DType.String(),
 		Local: n.plan.LocalExperts, Offloaded: n.plan.OffloadedExperts,
 		Demands: []Demand{needs.device, needs.host}, KVBlockBytes: needs.kv.BlockBytes(),

@@ -6,6 +6,7 @@ import (
 	"log/slog"
 	"math"
 	"os"
+	"path/filepath"
 	"slices"
 	"strconv"
 	"strings"
@@ -227,7 +228,7 @@ func (p *planning) settle(r planner.Prediction) *Planned {
 		list = append(list, planner.PeerTier, planner.AnyTier)
 	}
 	for _, t := range list {
-		if knee, err := p.Knee(*x, t); err == nil {
+		if knee, err := p.Knee(*x, t); err == nil && !math.IsInf(knee, 0) {
 			d.Knees[t.String()] = knee
 		}
 	}
@@ -299,6 +300,7 @@ func (n *Node) follow(o *Options) error {
 		return err
 	}
 	n.planned = p.settle(r)
+	n.log.Info("policy", "of", s.Policy, "batch", r.Policy.Batch, "prefill_tokens", r.Policy.PrefillTokens, "local_experts", r.Policy.LocalExperts, "decode_tok_s", r.DecodeTokS, "bound", string(r.Decode.Bound))
 	if err := s.Put(n.planned.Settings); err != nil {
 		return err
 	}
@@ -333,6 +335,9 @@ const (
 	assumedLink   = 5e9
 )
 
+// Assumed is what Hardware.Sources says of a rate that nobody knows.
+const Assumed = "assumed"
+
 // hardware is the machine as the planner sees it: memories as they are, rates from the
 // setting, or from the topology, what that lacks from the preset of the GPU's name,
 // and what there is none of, assumed.
@@ -348,7 +353,7 @@ func (n *Node) hardware(s *configs.Settings) (planner.Hardware, error) {
 	} else {
 		from := ""
 		if h, from = presetFor(gpu); from == "" {
-			from = "assumed"
+			from = Assumed
 			h = planner.Hardware{
 				GPUMemoryRate: assumedMemory, GPUFlops: assumedFlops, GPUAttentionFlops: assumedFlops,
 				HostMemoryRate: assumedMemory, CPUFlops: assumedFlops, HostToGPU: []float64{assumedLink}, GPUToHost: assumedLink, PeerToGPU: assumedLink,
@@ -486,6 +491,8 @@ func Plan(o PlanOptions) (_ *Planned, err error) {
 	s := &o.Settings
 	if _, ok := configs.Preset(s.Model); ok {
 		s.LoadFormat = "dummy"
+	} else if weightless(s.Model) {
+		s.LoadFormat = "dummy"
 	}
 	if s.Policy == "none" {
 		s.Policy = "auto"
@@ -531,6 +538,18 @@ func Plan(o PlanOptions) (_ *Planned, err error) {
 		return nil, fail(ErrConfig, err)
 	}
 	return p.settle(r), nil
+}
+
+// weightless says whether a directory has a configuration and no weights.
+func weightless(dir string) bool {
+	if dir == "" {
+		return false
+	}
+	if _, err := os.Stat(filepath.Join(dir, "config.json")); err != nil {
+		return false
+	}
+	files, err := filepath.Glob(filepath.Join(dir, "*.safetensors"))
+	return err == nil && len(files) == 0
 }
 
 // planning of named hardware, or of this machine.

@@ -130,9 +130,9 @@ func (s Space) String() string {
 		if b.Len() > 0 {
 			b.WriteString(", ")
 		}
-		fmt.Fprintf(&b, "%s %s", p.Name, gib(p.Bytes))
+		fmt.Fprintf(&b, "%s %s", p.Name, binary(p.Bytes))
 	}
-	return fmt.Sprintf("%s: %s needed (%s), %s of %s may be used", s.Name, gib(s.Need()), b.String(), gib(s.Usable), gib(s.Capacity))
+	return fmt.Sprintf("%s: %s needed (%s), %s of %s may be used", s.Name, binary(s.Need()), b.String(), binary(s.Usable), binary(s.Capacity))
 }
 
 // Memory is what a policy needs of each memory.
@@ -173,7 +173,20 @@ func (e *MisfitError) describe(p Policy) string {
 	return text
 }
 
-func gib(n int64) string { return fmt.Sprintf("%.2f GiB", float64(n)/(1<<30)) }
+// binary prints a number of bytes.
+func binary(n int64) string {
+	v, unit := float64(n), "B"
+	for _, next := range []string{"KiB", "MiB", "GiB"} {
+		if v < 1024 {
+			break
+		}
+		v, unit = v/1024, next
+	}
+	if unit == "B" {
+		return fmt.Sprintf("%d B", n)
+	}
+	return fmt.Sprintf("%.2f %s", v, unit)
+}
 
 // usage is Memory in the making.
 type usage struct {
