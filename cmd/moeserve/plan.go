@@ -259,8 +259,13 @@ func printStep(t *table, name string, s *planner.Step) {
 		name    string
 		seconds float64
 	}{
-		{"gpu", s.GPU}, {"cpu", s.CPU}, {"host link", s.HostLink}, {"peer link", s.PeerLink}, {"link back", s.BackLink},
-		{"hand-over", s.HandOver}, {"fetch of chosen experts", s.Fetch},
+		{"gpu", s.GPU},
+		{"cpu", s.CPU},
+		{"host link", s.HostLink},
+		{"peer link", s.PeerLink},
+		{"link back", s.BackLink},
+		{"hand-over", s.HandOver},
+		{"fetch of chosen experts", s.Fetch},
 	} {
 		if part.seconds == 0 {
 			continue
