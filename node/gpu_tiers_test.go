@@ -76,8 +76,11 @@ func TestGPUTiers(t *testing.T) {
 	}
 }
 
-// ask lets a neighbor ask for everything, over and over.
+// ask lets a neighbor ask for everything, over and over, once something was fetched.
 func ask(ctx context.Context, n *node.Node) error {
+	for ctx.Err() == nil && n.Traffic().Fetched["peer"] == 0 {
+		time.Sleep(time.Millisecond)
+	}
 	for ctx.Err() == nil {
 		if _, err := n.Harvest().Reclaim(device.HBM(1), 1<<40, 0); err != nil {
 			return err
