@@ -333,7 +333,18 @@ const (
 	assumedMemory = 10e9
 	assumedFlops  = 50e9
 	assumedLink   = 5e9
+	// unlimited stands for rates of emulated devices that nothing limits.
+	unlimited = 1e18
 )
+
+// timed says whether emulated devices keep to their rates, and have some.
+func (n *Node) timed(s *configs.Settings) bool {
+	top := n.machine.Topology()
+	gpu, _ := top.Info(n.space)
+	path, _ := top.Path(device.Host, n.space)
+	o, err := emulated.ParseSpec(s.Emulate)
+	return (virtual(n.machine) || err == nil && o.Pace) && (gpu.FlopsPerSecond > 0 || gpu.BytesPerSecond > 0 || path.BytesPerSecond > 0)
+}
 
 // Assumed is what Hardware.Sources says of a rate that nobody knows.
 const Assumed = "assumed"
@@ -354,9 +365,13 @@ func (n *Node) hardware(s *configs.Settings) (planner.Hardware, error) {
 		from := ""
 		if h, from = presetFor(gpu); from == "" {
 			from = Assumed
+			memory, flops, link := assumedMemory, assumedFlops, assumedLink
+			if n.opened == nil && n.timed(s) {
+				from, memory, flops, link = "this machine", unlimited, unlimited, unlimited
+			}
 			h = planner.Hardware{
-				GPUMemoryRate: assumedMemory, GPUFlops: assumedFlops, GPUAttentionFlops: assumedFlops,
-				HostMemoryRate: assumedMemory, CPUFlops: assumedFlops, HostToGPU: []float64{assumedLink}, GPUToHost: assumedLink, PeerToGPU: assumedLink,
+				GPUMemoryRate: memory, GPUFlops: flops, GPUAttentionFlops: flops,
+				HostMemoryRate: memory, CPUFlops: flops, HostToGPU: []float64{link}, GPUToHost: link, PeerToGPU: link,
 			}
 		}
 		h.Name, h.Sources = gpu.Name, map[string]string{}

@@ -119,11 +119,11 @@ func TestPlanAndRead(t *testing.T) {
 	}
 }
 
-// Every preset on every machine has a plan or a reason, and the more is allowed the
-// faster it is.
+// Every preset has a plan or a reason on machines with and without peers, and peers do
+// not make it slower.
 func TestPlanPresets(t *testing.T) {
 	for _, model := range configs.PresetNames() {
-		for _, hardware := range configs.HardwareNames() {
+		for _, hardware := range []string{"l4", "h200"} {
 			s := configs.Defaults()
 			s.Model, s.Hardware = model, hardware
 			p, err := Plan(PlanOptions{Options: Options{Settings: s}})
@@ -136,6 +136,9 @@ func TestPlanPresets(t *testing.T) {
 			}
 			if len(p.Missing) > 0 || p.Prediction.Policy.KVOnHost > 0 {
 				t.Errorf("%s on %s: %+v", model, hardware, p.Prediction.Policy)
+			}
+			if p.Hardware.PeerMemory == 0 {
+				continue
 			}
 			s.OffloadTier = "host"
 			q, err := Plan(PlanOptions{Options: Options{Settings: s}})
@@ -160,8 +163,16 @@ func TestHardwareOfAMachine(t *testing.T) {
 	if h.GPUMemory != 64<<20 || h.GPUFlops != 1e12 || h.GPUMemoryRate != 70e9 || h.HostToGPU[0] != 2e9 || h.PeerToGPU != 9e9 || h.HostCopyStart != 5e-6 || h.PeerCopyStart != 3e-6 {
 		t.Errorf("%+v", h)
 	}
-	if h.Sources["gpu_flop_per_s"] != "this machine" || h.Sources["host_memory_bytes_per_s"] != Assumed {
-		t.Errorf("%v", h.Sources)
+	if h.Sources["gpu_flop_per_s"] != "this machine" || h.HostMemoryRate != unlimited {
+		t.Errorf("%v, %v", h.HostMemoryRate, h.Sources)
+	}
+	// Without any rate, or where nothing keeps to them.
+	for _, spec := range []string{"virtual", "flops=1T,bw=70GB/s"} {
+		s.Emulate = spec
+		p, err := Plan(PlanOptions{Options: Options{Settings: s}})
+		if err != nil || p.Hardware.HostToGPU[0] != assumedLink || p.Hardware.Sources["host_to_gpu_bytes_per_s"] != Assumed {
+			t.Errorf("%s: %+v, %v", spec, p, err)
+		}
 	}
 	if want := int64(64<<20) - 64<<20/20; h.PeerMemory > want || h.PeerMemory < want-132<<10 {
 		t.Errorf("peers lend %d bytes", h.PeerMemory)

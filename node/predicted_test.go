@@ -18,7 +18,7 @@ import (
 // layers. Most of what differs is that an expert is copied in chunks, each of which has
 // to start, and the planner counts one start.
 func TestPredicted(t *testing.T) {
-	const prompt, tokens = 77, 4
+	const prompt, tokens = 16, 4
 	for _, c := range []struct {
 		model    string
 		rows     int
