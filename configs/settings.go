@@ -37,6 +37,8 @@ type Settings struct {
 	MaxNumBatchedTokens  int     `mapstructure:"max-num-batched-tokens"`
 	MicroBatchSize       int     `mapstructure:"micro-batch-size"`
 	BatchInvariant       bool    `mapstructure:"batch-invariant"`
+	Policy               string  `mapstructure:"policy"`
+	Hardware             string  `mapstructure:"hardware"`
 	MaxNewTokens         int     `mapstructure:"max-new-tokens"`
 	Temperature          float64 `mapstructure:"temperature"`
 	Seed                 uint64  `mapstructure:"seed"`
@@ -56,7 +58,6 @@ type Settings struct {
 	WarmupTokens         int     `mapstructure:"warmup-tokens"`
 	Trials               int     `mapstructure:"trials"`
 	PrefillTrials        int     `mapstructure:"prefill-trials"`
-	Hardware             string  `mapstructure:"hardware"`
 	JSON                 string  `mapstructure:"json"`
 	LogLevel             string  `mapstructure:"log-level"`
 	LogFormat            string  `mapstructure:"log-format"`
@@ -111,11 +112,11 @@ func (k Key) Variable() string {
 // and of these those that say what is offloaded, that take requests as they come, that
 // have a result, draw tokens, generate once, serve, or measure a batch.
 var (
-	onDevice  = []string{"run", "serve", "inspect", "bench throughput", "bench sweep", "bench transfer", "config"}
-	onModel   = []string{"run", "serve", "inspect", "bench throughput", "bench sweep", "config"}
-	onOffload = []string{"run", "serve", "inspect", "bench throughput", "config"}
-	onRequest = []string{"run", "serve", "inspect", "config"}
-	onResult  = []string{"run", "inspect", "bench throughput", "bench sweep", "bench transfer", "config"}
+	onDevice  = []string{"run", "serve", "inspect", "plan", "bench throughput", "bench sweep", "bench transfer", "config"}
+	onModel   = []string{"run", "serve", "inspect", "plan", "bench throughput", "bench sweep", "config"}
+	onOffload = []string{"run", "serve", "inspect", "plan", "bench throughput", "config"}
+	onRequest = []string{"run", "serve", "inspect", "plan", "config"}
+	onResult  = []string{"run", "inspect", "plan", "bench throughput", "bench sweep", "bench transfer", "config"}
 	onDraw    = []string{"run", "bench throughput", "bench sweep", "config"}
 	onRun     = []string{"run", "config"}
 	onServe   = []string{"serve", "config"}
@@ -229,6 +230,14 @@ var Schema = []Key{
 		Help: "keep a row's result independent of other rows on a GPU too, where that costs speed; on the CPU it always is",
 	},
 	{
+		Name: "policy", Kind: String, Default: "none", Placeholder: "none|auto|FILE", Commands: onRequest,
+		Help: "what chooses max-num-seqs, max-num-batched-tokens, micro-batch-size and offload-fraction where they are not given: the defaults, the planner, or a file that plan --json wrote",
+	},
+	{
+		Name: "hardware", Kind: String, Default: "", Placeholder: "NAME|FILE", Commands: onDevice,
+		Help: "machine whose rates the planner counts with: " + strings.Join(HardwareNames(), ", ") + ", or a JSON file as bench transfer --calibrate writes one; without it, what is known of this one",
+	},
+	{
 		Name: "max-new-tokens", Kind: Int, Default: 128, Unit: "tokens", Min: 1, Max: unbounded, Commands: onRun,
 		Help: "most tokens to generate",
 	},
@@ -305,10 +314,6 @@ var Schema = []Key{
 		Help: "how many of the trials compute the prompts; the others go on from these; 0: all",
 	},
 	{
-		Name: "hardware", Kind: String, Default: "", Placeholder: "NAME|FILE", Commands: onRates,
-		Help: "rates for floors and predictions: a preset, or a file that bench transfer --calibrate wrote; without it, those of the devices, where they are known",
-	},
-	{
 		Name: "json", Kind: String, Default: "", Placeholder: "FILE", Commands: onResult,
 		Help: "write the result as JSON to a file; - is standard output",
 	},
@@ -352,6 +357,21 @@ func (s Settings) Values() map[string]any {
 		values[Schema[i].Name] = f.Interface()
 	}
 	return values
+}
+
+// Put sets values by key. They must be of the key's kind.
+func (s *Settings) Put(values map[string]any) error {
+	for i, f := range fields(s) {
+		v, ok := values[Schema[i].Name]
+		if !ok {
+			continue
+		}
+		if reflect.TypeOf(v) != f.Type() {
+			return fmt.Errorf("configs: %s is a %s, not %v", Schema[i].Name, Schema[i].Kind, v)
+		}
+		f.Set(reflect.ValueOf(v))
+	}
+	return s.Validate()
 }
 
 // fields of s in the order of Schema.
@@ -411,7 +431,8 @@ func (s Settings) Validate() error {
 	if s.InputLen > 0 && s.Prompts != "" {
 		return &SettingError{Key: "input-len", Value: s.InputLen, Want: "is for generated prompts, and prompts names a file"}
 	}
-	if s.MicroBatchSize > s.MaxNumBatchedTokens {
+	// A policy may yet raise the second.
+	if s.Policy == "none" && s.MicroBatchSize > s.MaxNumBatchedTokens {
 		return &SettingError{
 			Key: "micro-batch-size", Value: s.MicroBatchSize,
 			Want: fmt.Sprintf("must be at most max-num-batched-tokens, %d", s.MaxNumBatchedTokens),
