@@ -89,11 +89,17 @@ func (h *hostAttention) attend(compute device.Stream, m *models.Model, layer int
 	}
 	qkv, attended := h.qkv.Slice(b.row, b.row+b.batch.Rows), h.attended.Slice(b.row, b.row+b.batch.Rows)
 	from := m.Projected(&b.batch)
-	if err := hop(h.out, h.projected, h.sent, n, func() error { return h.out.Copy(qkv.Range(), from.Range()) }); err != nil {
+	err := hop(h.out, h.projected, h.sent, n, func() (err error) {
+		if err = h.out.Copy(qkv.Range(), from.Range()); err == nil {
+			b.sent, err = meter.mark(h.out)
+		}
+		return err
+	})
+	if err != nil {
 		return fmt.Errorf("send q, k, v to the host: %w", err)
 	}
 	k, v := h.kv.View(layer)
-	err := hop(h.host, h.sent, h.ended, n, func() (err error) {
+	err = hop(h.host, h.sent, h.ended, n, func() (err error) {
 		if err = m.Elsewhere(h.host, h.backend, layer, &b.onHost, qkv, attended, k, v); err == nil {
 			b.attended, err = meter.mark(h.host)
 		}
@@ -123,7 +129,7 @@ func hop(s device.Stream, after, then device.Fence, n uint32, do func() error) e
 
 // collect holds the compute stream back until the micro-batch's last chain has ended.
 func (h *hostAttention) collect(compute device.Stream, b *microBatch, meter *meter) error {
-	return meter.wait(CPUAttention, b.attended, func() error { return compute.Await(h.landed, b.chain) })
+	return meter.wait(CPUAttention, b.sent, b.attended, func() error { return compute.Await(h.landed, b.chain) })
 }
 
 // recover waits until nothing of a failed step runs.

@@ -27,8 +27,10 @@ type timed struct {
 	p     *Pipeline
 	links map[experts.Tier]emulated.Link
 
-	// busy is for how long the compute stream has computed.
-	busy time.Duration
+	// busy is for how long the compute stream has computed, attended for how long the
+	// host has attended, and brought are the bytes that came of it.
+	busy, attended time.Duration
+	brought        int64
 }
 
 // cell is one of the configurations that are timed.
@@ -37,6 +39,9 @@ type cell struct {
 	rows     int
 	fraction float64
 	tier     experts.Tier
+	// attention is by the host where hostRate, the rate of its memory in bytes/s, is set.
+	hostRate float64
+	grouping Grouping
 }
 
 func (c cell) String() string {
@@ -54,11 +59,16 @@ func newTimed(t *testing.T, c cell) *timed {
 	}}
 	gpu := emulated.GPU{MemoryBytes: 1e12, FlopsPerSecond: 800e12, BytesPerSecond: 4.6e12}
 	m, err := emulated.New(emulated.Options{
-		Virtual: true, NoData: true, GPUs: []emulated.GPU{gpu, gpu}, Host: emulated.GPU{MemoryBytes: 1e12},
+		Virtual: true, NoData: true, GPUs: []emulated.GPU{gpu, gpu}, Host: emulated.GPU{MemoryBytes: 1e12, BytesPerSecond: c.hostRate},
 		HostLink: x.links[experts.Host], PeerLink: x.links[experts.Peer],
 		Trace: func(e emulated.Trace) {
-			if e.Stream == "compute" && e.Op == "launch" {
+			switch e.Stream + " " + e.Op {
+			case "compute launch":
 				x.busy += e.End - e.Start
+			case "attention launch":
+				x.attended += e.End - e.Start
+			case "attention from host copy":
+				x.brought += e.Bytes
 			}
 		},
 	})
@@ -84,10 +94,18 @@ func newTimed(t *testing.T, c cell) *timed {
 	backend := cpu.New(cpu.Options{Threads: 1})
 	closing(backend.Close)
 	limits := models.Limits{MaxRows: c.rows, MaxSeqs: c.rows, MaxLogits: c.rows, MaxModelLen: 112, BlockTokens: 16}
-	arena := alloc(layout.Bytes)
-	ws := alloc(models.WorkspaceBytes(config, backend, limits))
-	model, err := models.NewModel(config, layout.Bind(arena.Range(0, 1).Addr), backend, ws.Range(0, ws.Bytes()), limits)
-	check(t, err)
+	o := Options{Machine: m, Space: space, Limits: limits, MicroBatchRows: microBatchRows, Grouping: c.grouping}
+	kvSpace := space
+	if c.hostRate > 0 {
+		o.HostAttention, kvSpace = host, device.Host
+	}
+	weights := layout.Bind(alloc(layout.Bytes).Range(0, 1).Addr)
+	group := o.GroupLimits(limits)
+	for _, to := range []**models.Model{&o.Model, &o.Second}[:o.Groups()] {
+		ws := alloc(models.WorkspaceBytes(config, backend, group))
+		*to, err = models.NewModel(config, weights, backend, ws.Range(0, ws.Bytes()), group)
+		check(t, err)
+	}
 
 	engine, err := transfer.New(transfer.Options{Machine: m})
 	check(t, err)
@@ -130,19 +148,27 @@ func newTimed(t *testing.T, c cell) *timed {
 		check(t, x.store.WaitMoves(t.Context()))
 	}
 
-	kv, err := kvcache.New(kvcache.Options{Machine: m, Space: space, Blocks: 7 * c.rows, Shape: kvcache.Shape{
+	o.Experts = x.store
+	o.KV, err = kvcache.New(kvcache.Options{Machine: m, Space: kvSpace, Blocks: 7 * c.rows, Shape: kvcache.Shape{
 		Layers: config.Layers, KVHeads: config.KVHeads, HeadDim: config.HeadDim, DType: backend.ActivationDType(), BlockTokens: 16,
 	}})
 	check(t, err)
-	closing(kv.Close)
-	x.p, err = New(Options{Machine: m, Space: space, Model: model, Experts: x.store, KV: kv, MicroBatchRows: microBatchRows})
+	closing(o.KV.Close)
+	x.p, err = New(o)
 	check(t, err)
 	closing(x.p.Close)
 	return x
 }
 
-// times is what a step takes: in all, of compute alone, and of copies alone.
-type times struct{ step, compute, copies time.Duration }
+// times is what a step takes: in all, of compute alone, of the host's attention alone, and
+// of copies alone.
+type times struct {
+	step, compute, attention, copies time.Duration
+	stalls                           Stalls
+}
+
+// longest is what a step takes at least.
+func (t times) longest() time.Duration { return max(t.compute, t.attention, t.copies) }
 
 // step decodes a row of each sequence, at a context of 93 tokens, in steady state.
 func (x *timed) step(rows int) times {
@@ -159,14 +185,39 @@ func (x *timed) step(rows int) times {
 		check(x, err)
 	}
 	run() // from here on the first layer's experts are prefetched
-	began, busy, fetched := x.m.Now(), x.busy, x.store.Stats().Fetched
+	began, busy, attended, brought := x.m.Now(), x.busy, x.attended, x.brought
+	fetched, stalls := x.store.Stats().Fetched, x.p.Stalls()
 	run()
-	t := times{step: x.m.Now() - began, compute: x.busy - busy}
+	t := times{step: x.m.Now() - began, compute: x.busy - busy, attention: x.attended - attended, stalls: x.p.Stalls()}
+	for c := range t.stalls {
+		t.stalls[c] -= stalls[c]
+	}
 	for tier, link := range x.links {
 		bytes := x.store.Stats().Fetched[tier] - fetched[tier]
+		if tier == experts.Host {
+			bytes += x.brought - brought
+		}
 		t.copies = max(t.copies, time.Duration(float64(bytes)/link.BytesPerSecond*1e9))
 	}
 	return t
+}
+
+// within checks that a step takes at most a tenth more than the longest of its parts
+// alone, and that its compute and its stalls are all of it.
+func (x *timed) within(c cell) {
+	x.Helper()
+	got := x.step(c.rows)
+	x.Logf("step %v, %.3f of the longest of compute %v, attention %v and copies %v; stalls %v", got.step,
+		got.step.Seconds()/got.longest().Seconds(), got.compute, got.attention, got.copies, got.stalls.ByName())
+	if got.step > got.longest()*110/100 {
+		x.Errorf("a step takes %v, its compute %v, its attention %v and its copies %v", got.step, got.compute, got.attention, got.copies)
+	}
+	if (got.copies > 0) != (c.fraction > 0 || c.hostRate > 0) || (got.attention > 0) != (c.hostRate > 0) {
+		x.Errorf("copies take %v and attention %v", got.copies, got.attention)
+	}
+	if left := got.step - got.compute - got.stalls.Sum(); left < 0 || left > got.step/100 {
+		x.Errorf("of a step of %v the compute is %v and stalls are %v: %v are not told of", got.step, got.compute, got.stalls.ByName(), left)
+	}
 }
 
 // TestOverlap: in steady state a step takes at most a tenth more than the longer of its
@@ -176,21 +227,34 @@ func TestOverlap(t *testing.T) {
 		for _, rows := range []int{324, 4536} {
 			for _, tier := range []experts.Tier{experts.Host, experts.Peer} {
 				for _, fraction := range []float64{0, 0.25, 0.5, 0.75, 1} {
-					c := cell{preset, rows, fraction, tier}
+					c := cell{preset: preset, rows: rows, fraction: fraction, tier: tier}
 					if fraction == 0 && tier == experts.Peer {
 						continue
 					}
 					t.Run(c.String(), func(t *testing.T) {
 						t.Parallel()
-						got := newTimed(t, c).step(rows)
-						floor := max(got.compute, got.copies)
-						t.Logf("step %v, compute %v, copies %v: %.3f of the longer", got.step, got.compute, got.copies, float64(got.step)/float64(floor))
-						if got.step > floor*110/100 {
-							t.Errorf("a step takes %v, its compute %v and its copies %v", got.step, got.compute, got.copies)
-						}
-						if (got.copies > 0) != (fraction > 0) {
-							t.Errorf("copies take %v", got.copies)
-						}
+						newTimed(t, c).within(c)
+					})
+				}
+			}
+		}
+	}
+}
+
+// TestOverlapWithHostAttention: the same where the host attends, at rates of its memory
+// at which that takes longest, or the device, or the copies.
+func TestOverlapWithHostAttention(t *testing.T) {
+	for _, preset := range []string{"mixtral-8x7b", "qwen1.5-moe-a2.7b"} {
+		for _, fraction := range []float64{0, 0.5} {
+			for _, rate := range []float64{135e9, 2e12} {
+				for _, tier := range []experts.Tier{experts.Host, experts.Peer} {
+					if fraction == 0 && tier == experts.Peer {
+						continue
+					}
+					c := cell{preset: preset, rows: 4536, fraction: fraction, tier: tier, hostRate: rate}
+					t.Run(fmt.Sprintf("%v, host memory at %g GB/s", c, rate/1e9), func(t *testing.T) {
+						t.Parallel()
+						newTimed(t, c).within(c)
 					})
 				}
 			}

@@ -421,7 +421,7 @@ func (p *Pipeline) waves(m *models.Model, layer int, r models.Span, slots kernel
 	for i := range waves {
 		w := &waves[i]
 		if len(w.Await) > 0 {
-			if err := p.meter.wait(ExpertCopy, nil, func() error { return w.Wait(p.compute) }); err != nil {
+			if err := p.meter.wait(ExpertCopy, nil, nil, func() error { return w.Wait(p.compute) }); err != nil {
 				return err
 			}
 		}

@@ -16,10 +16,11 @@ type microBatch struct {
 	group      int
 	row, logit int
 	// onHost is batch as far as attention needs it, in pinned memory; chain is its last
-	// turn there, and attended the event behind that.
-	onHost   models.Batch
-	chain    uint32
-	attended device.Event
+	// turn there, sent the event behind what came to the host for it, and attended that
+	// behind its work.
+	onHost         models.Batch
+	chain          uint32
+	sent, attended device.Event
 }
 
 // group is what runs a layer's experts together: some of a step's micro-batches, on a

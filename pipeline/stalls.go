@@ -83,8 +83,9 @@ type meter struct {
 type span struct {
 	cause    Cause
 	from, to device.Event
-	// until, where it is set, is where the cause ended: the rest is KVCopy.
-	until device.Event
+	// since and until, where they are set, are where the cause began and ended, on other
+	// streams: the rest is KVCopy.
+	since, until device.Event
 }
 
 // begin starts a step.
@@ -104,8 +105,9 @@ func (m *meter) mark(s device.Stream) (device.Event, error) {
 	return ev, s.Record(ev)
 }
 
-// wait counts what holds the stream back in the operations that enqueue puts on it.
-func (m *meter) wait(cause Cause, until device.Event, enqueue func() error) error {
+// wait counts what holds the stream back in the operations that enqueue puts on it: by
+// a cause, which since and until are about as span says, or are nil.
+func (m *meter) wait(cause Cause, since, until device.Event, enqueue func() error) error {
 	from, err := m.mark(m.stream)
 	if err != nil {
 		return err
@@ -114,7 +116,7 @@ func (m *meter) wait(cause Cause, until device.Event, enqueue func() error) erro
 		return err
 	}
 	to, err := m.mark(m.stream)
-	m.spans = append(m.spans, span{cause: cause, from: from, to: to, until: until})
+	m.spans = append(m.spans, span{cause: cause, from: from, to: to, since: since, until: until})
 	return err
 }
 
@@ -151,33 +153,39 @@ func (m *meter) since(cause Cause, from device.Event) error {
 func (m *meter) end() error {
 	var step Stalls
 	for _, s := range m.spans {
-		from, err := s.from.Time()
-		if err != nil {
+		if err := s.add(&step); err != nil {
 			return fmt.Errorf("pipeline: count stalls: %w", err)
 		}
-		to, err := s.to.Time()
-		if err != nil {
-			return fmt.Errorf("pipeline: count stalls: %w", err)
-		}
-		if to-from < leastStall {
-			continue
-		}
-		if s.until != nil {
-			until, err := s.until.Time()
-			if err != nil {
-				return fmt.Errorf("pipeline: count stalls: %w", err)
-			}
-			until = min(max(until, from), to)
-			step[KVCopy] += to - until
-			to = until
-		}
-		step[s.cause] += to - from
 	}
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	for c, d := range step {
 		m.total[c] += d
 	}
+	return nil
+}
+
+// add counts one span.
+func (s *span) add(to *Stalls) error {
+	var times [4]time.Duration
+	for i, ev := range [...]device.Event{s.from, s.to, s.since, s.until} {
+		if ev == nil {
+			times[i] = times[i-2] // the cause goes on for all of the span
+			continue
+		}
+		var err error
+		if times[i], err = ev.Time(); err != nil {
+			return err
+		}
+	}
+	from, end := times[0], times[1]
+	if end-from < leastStall {
+		return nil
+	}
+	since := min(max(times[2], from), end)
+	until := min(max(times[3], since), end)
+	to[KVCopy] += since - from + end - until
+	to[s.cause] += until - since
 	return nil
 }
 
