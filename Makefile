@@ -47,8 +47,9 @@ openai:           ## the official clients of the OpenAI API; PYTHON needs the pa
 
 PYTHON ?= python3
 
-soak:             ## a million random operations on harvest, from 8 goroutines
+soak:             ## a million random operations on harvest, from 8 goroutines; 1,500 runs over tiers and faults
 	MOESERVE_SOAK=1000000 $(GO) test -race -count=1 -timeout 30m -run TestHammer ./harvest
+	MOESERVE_TIER_CASES=1500 $(GO) test -run TestSameTokensOverTiers -timeout 30m ./node
 
 bench:            ## kernels on the CPU, tokenizer, devices
 	$(GO) test -run '^$$' -bench . ./kernels/cpu ./models/tokenizer ./device/emulated

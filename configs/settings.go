@@ -19,10 +19,17 @@ type Settings struct {
 	NumHiddenLayers      int     `mapstructure:"num-hidden-layers"`
 	Device               string  `mapstructure:"device"`
 	GPU                  int     `mapstructure:"gpu"`
+	Peers                string  `mapstructure:"peers"`
 	HostMemoryGiB        float64 `mapstructure:"host-memory-gib"`
 	Emulate              string  `mapstructure:"emulate"`
 	OffloadFraction      float64 `mapstructure:"offload-fraction"`
 	OffloadTier          string  `mapstructure:"offload-tier"`
+	LocalExperts         string  `mapstructure:"local-experts"`
+	AdaptLocal           bool    `mapstructure:"adapt-local"`
+	HarvestPolicy        string  `mapstructure:"harvest-policy"`
+	HarvestHeadroom      string  `mapstructure:"harvest-headroom"`
+	MigrationLimit       string  `mapstructure:"migration-limit"`
+	AvailabilityTrace    string  `mapstructure:"availability-trace"`
 	GPUMemoryUtilization float64 `mapstructure:"gpu-memory-utilization"`
 	NumKVBlocks          int     `mapstructure:"num-kv-blocks"`
 	MaxModelLen          int     `mapstructure:"max-model-len"`
@@ -135,6 +142,10 @@ var Schema = []Key{
 		Help: "which GPU computes, by the driver's number",
 	},
 	{
+		Name: "peers", Kind: String, Default: "auto", Placeholder: "auto|none|LIST", Commands: onModel,
+		Help: "other GPUs whose spare memory is borrowed, as numbers with commas between them; auto: all emulated ones, and no real one",
+	},
+	{
 		Name: "host-memory-gib", Kind: Float, Default: 0.0, Unit: "GiB", Max: 1 << 20, Commands: onModel,
 		Help: "the host's memory in all, for virtual machines that are given it only as they use it; 0: what the system says",
 	},
@@ -147,8 +158,32 @@ var Schema = []Key{
 		Help: "share of the experts that do not live on the compute device",
 	},
 	{
-		Name: "offload-tier", Kind: String, Default: "auto", Allowed: []string{"auto", "host"}, Commands: onModel,
-		Help: "where offloaded experts live",
+		Name: "offload-tier", Kind: String, Default: "auto", Allowed: []string{"auto", "peer", "host"}, Commands: onModel,
+		Help: "where offloaded experts are fetched from: auto copies those that are used most to peers, peer begins when all are there, host uses no peers",
+	},
+	{
+		Name: "local-experts", Kind: String, Default: "", Placeholder: "LIST|@FILE", Commands: onModel,
+		Help: "experts that live on the compute device, in place of offload-fraction: 0:1,5;3:2-7 is 1 and 5 of layer 0, and 2 to 7 of layer 3",
+	},
+	{
+		Name: "adapt-local", Kind: Bool, Default: false, Commands: onModel,
+		Help: "let the experts that live on the compute device change with use; all experts then have a copy in host memory",
+	},
+	{
+		Name: "harvest-policy", Kind: String, Default: "best-fit", Allowed: []string{"best-fit", "locality", "fairness", "interference", "stability"}, Commands: onModel,
+		Help: "which peer memory is borrowed from",
+	},
+	{
+		Name: "harvest-headroom", Kind: String, Default: "5%", Placeholder: "BYTES|SHARE", Commands: onModel,
+		Help: "memory of each peer that stays free for others, as 4GiB or as a share of the largest peer's",
+	},
+	{
+		Name: "migration-limit", Kind: String, Default: "auto", Placeholder: "auto|BYTES/s", Commands: onModel,
+		Help: "how fast experts are moved beside what steps fetch, as 2GiB/s; auto: a fifth of the host link's rate, 0: no limit",
+	},
+	{
+		Name: "availability-trace", Kind: String, Default: "", Placeholder: "FILE|generated:SEED", Commands: onModel,
+		Help: "memory of emulated peers that others take and give back: lines of time_s,peer,bytes, or made up; generated:1:6 changes 6 times a minute",
 	},
 	{
 		Name: "gpu-memory-utilization", Kind: Float, Default: 0.9, Min: 0.01, Max: 1, Commands: onModel,
@@ -322,6 +357,9 @@ func (s Settings) Validate() error {
 			Key: "load-format", Value: s.LoadFormat,
 			Want: "needs model: a preset (" + strings.Join(PresetNames(), ", ") + ") or a directory with a config.json",
 		}
+	}
+	if err := s.validatePeers(); err != nil {
+		return err
 	}
 	if s.MicroBatchSize > s.MaxNumBatchedTokens {
 		return &SettingError{

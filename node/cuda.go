@@ -13,11 +13,11 @@ import (
 	kernelscuda "github.com/moeserve/moeserve/kernels/cuda"
 )
 
-// openCUDA opens the GPU that the settings name and a backend for it, with
-// activations of the weights' type where that has 16 bit.
-func openCUDA(o *Options, weights kernels.DType) (device.Machine, kernels.Backend, error) {
+// openCUDA opens GPUs, by the driver's numbers, and a backend for the first of them,
+// with activations of the weights' type where that has 16 bit.
+func openCUDA(o *Options, gpus []int, weights kernels.DType) (device.Machine, kernels.Backend, error) {
 	s := &o.Settings
-	m, err := cuda.Open(cuda.Options{GPUs: []int{s.GPU}, HostBytes: int64(s.HostMemoryGiB * (1 << 30)), Logger: o.Log})
+	m, err := cuda.Open(cuda.Options{GPUs: gpus, HostBytes: int64(s.HostMemoryGiB * (1 << 30)), Logger: o.Log})
 	if err != nil {
 		if errors.Is(err, cuda.ErrUnavailable) {
 			err = fmt.Errorf("%w: %w", errNoCUDA, err)

@@ -21,14 +21,19 @@ func (n *Node) machines(o *Options) error {
 	if o.OpenMachine != nil {
 		return n.open(o.OpenMachine, o.OpenBackend)
 	}
-	if s.Device == "cuda" || s.Device == "auto" && s.Emulate == "" {
+	if s.Device == "cuda" || s.Device == "auto" && s.Emulate == "" && s.AvailabilityTrace == "" {
 		if s.Emulate != "" {
 			return fail(ErrConfig, errors.New("emulate is for emulated devices and device is cuda: leave one of them out"))
 		}
-		m, b, err := openCUDA(o, n.config.DType)
+		gpus := []int{s.GPU}
+		if c, err := s.PeerChoice(); err == nil && borrows(s) {
+			gpus = append(gpus, c.GPUs...)
+		}
+		m, b, err := openCUDA(o, gpus, n.config.DType)
 		switch {
 		case err == nil:
 			n.use(m, b)
+			n.opened = gpus
 			return nil
 		case s.Device == "cuda" || !errors.Is(err, errNoCUDA):
 			return fail(ErrDevice, err)

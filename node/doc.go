@@ -4,6 +4,18 @@
 // alone picks between backends, and it alone knows the order in which all of it
 // is taken down.
 //
+// # Peers
+//
+// Where experts are offloaded and there are peers, harvest borrows their memory and a
+// rebalancer moves experts there. Both go on beside steps: in goroutines on the wall
+// clock, before each step on a virtual one, which only goes on while somebody waits.
+// On emulated devices a trace can say what others hold of the peers; all emulated
+// memory is this machine's, so peers lend only what the rest leaves.
+//
+// The end comes in this order: the loops, the pipeline, harvest, which takes every
+// copy from the store and gives the peers their memory back cleared, then the store,
+// whose host copies had everything all along, then transfers.
+//
 // # What it is not
 //
 // It parses no flags and prints nothing (cmd/moeserve does), and runs no request
@@ -12,7 +24,8 @@
 // # Invariants
 //
 //   - Open either returns a node that works or leaves nothing behind.
-//   - Nothing allocates device or pinned memory after Open, but for readings.
+//   - Nothing allocates device or pinned memory after Open, but for readings and for
+//     what is borrowed from peers.
 //   - An error says which part failed by wrapping ErrConfig, ErrModel or ErrDevice.
 //
 // # Example

@@ -25,7 +25,7 @@ import (
 )
 
 var (
-	whole     = flag.String("whole", "", "presets of TestGPUPresets with offload fractions: qwen1.5-moe-a2.7b@0,0.5,1 mixtral-8x7b@0")
+	whole     = flag.String("whole", "", "presets of TestGPUPresets with offload fractions: qwen1.5-moe-a2.7b@0,0.5,1 mixtral-8x7b@0,0.5p; p: in the memory of -peer")
 	cut       = flag.Int("layers", 0, "layers that TestGPUPresets cuts presets to; 0: none")
 	hostGiB   = flag.Float64("host-gib", 0, "memory of the host, where the system does not say all it has")
 	stepsFile = flag.String("steps", "", "file to which TestGPUPresets appends its times, a JSON object a line")
@@ -36,6 +36,8 @@ type timing struct {
 	Model    string  `json:"model"`
 	Layers   int     `json:"layers"`
 	Fraction float64 `json:"fraction"`
+	// Tier of what is offloaded.
+	Tier string `json:"tier"`
 	// Kind is load, prefill or decode.
 	Kind string `json:"kind"`
 	// Sequences of a step, and its rows.
@@ -54,8 +56,8 @@ const (
 	presetSeqs   = 324
 )
 
-// TestGPUPresets runs whole presets with dummy weights and experts in host memory:
-// tokens are the same at every fraction. It times steps.
+// TestGPUPresets runs whole presets with dummy weights and experts in host memory or
+// on a peer: tokens are the same at every fraction. It times steps.
 func TestGPUPresets(t *testing.T) {
 	if *whole == "" {
 		t.Skip("give -whole, with presets")
@@ -75,11 +77,15 @@ func TestGPUPresets(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			first := ""
 			for _, f := range strings.Split(fractions, ",") {
-				fraction, err := strconv.ParseFloat(f, 64)
+				number, tier := tierOf(f)
+				fraction, err := strconv.ParseFloat(number, 64)
 				if err != nil {
 					t.Fatal(err)
 				}
-				got := runPreset(t, name, fraction, func(x timing) {
+				if tier == "peer" {
+					needPeer(t)
+				}
+				got := runPreset(t, name, fraction, tier, func(x timing) {
 					line, err := json.Marshal(x)
 					if err == nil {
 						_, err = fmt.Fprintf(out, "%s\n", line)
@@ -87,14 +93,14 @@ func TestGPUPresets(t *testing.T) {
 					if err != nil {
 						t.Error(err)
 					}
-					t.Logf("fraction %v: %s of %d sequences, %d rows: %.2f ms, floor %.2f ms", fraction, x.Kind, x.Sequences, x.Rows, 1e3*x.Seconds, 1e3*x.Floor)
+					t.Logf("fraction %v in %s: %s of %d sequences, %d rows: %.2f ms, floor %.2f ms", fraction, tier, x.Kind, x.Sequences, x.Rows, 1e3*x.Seconds, 1e3*x.Floor)
 				})
 				if first == "" {
 					first = got
 				}
-				t.Logf("fraction %v: tokens %s", fraction, got)
+				t.Logf("fraction %v in %s: tokens %s", fraction, tier, got)
 				if got != first {
-					t.Errorf("fraction %v: tokens %s, want %s", fraction, got, first)
+					t.Errorf("fraction %v in %s: tokens %s, want %s", fraction, tier, got, first)
 				}
 			}
 		})
@@ -103,12 +109,15 @@ func TestGPUPresets(t *testing.T) {
 
 // runPreset loads a preset, runs prompts and decoding at several batch sizes, and
 // returns the digest of all tokens.
-func runPreset(t *testing.T, name string, fraction float64, note func(timing)) string {
+func runPreset(t *testing.T, name string, fraction float64, tier string, note func(timing)) string {
 	t.Helper()
 	start := time.Now()
 	n, err := node.Open(t.Context(), node.Options{Settings: gpuSettings(func(s *configs.Settings) {
 		s.Model, s.LoadFormat, s.OffloadFraction, s.NumHiddenLayers = name, "dummy", fraction, *cut
-		s.HostMemoryGiB = *hostGiB
+		s.HostMemoryGiB, s.OffloadTier = *hostGiB, tier
+		if tier == "peer" {
+			s.Peers, s.MigrationLimit = *peer, "0"
+		}
 		s.MaxNumBatchedTokens, s.MaxNumSeqs, s.MaxModelLen = presetRows, presetSeqs, 256
 		s.NumKVBlocks = presetSeqs * 8
 	})})
@@ -121,7 +130,11 @@ func runPreset(t *testing.T, name string, fraction float64, note func(timing)) s
 		}
 	}()
 	c := n.Config()
-	x := timing{Model: name, Layers: c.Layers, Fraction: fraction, Kind: "load", Seconds: time.Since(start).Seconds()}
+	rate := hostRate
+	if tier == "peer" {
+		rate = peerRate + hostRate
+	}
+	x := timing{Model: name, Layers: c.Layers, Fraction: fraction, Tier: tier, Kind: "load", Seconds: time.Since(start).Seconds()}
 	note(x)
 	report, err := n.Report(t.Context())
 	if err != nil {
@@ -141,17 +154,19 @@ func runPreset(t *testing.T, name string, fraction float64, note func(timing)) s
 		for from := 0; from < batch; from += per {
 			some := b.sequences[from:min(from+per, batch)]
 			x.Seconds += b.step(some, h).Seconds()
-			x.Floor += floor(c, len(some)*presetPrompt, len(some), presetPrompt, fraction)
+			x.Floor += floor(c, len(some)*presetPrompt, len(some), presetPrompt, fraction, rate)
 		}
 		note(x)
 		x.Kind, x.Rows, x.Seconds = "decode", batch, 0
+		before, began := n.Traffic(), time.Now()
 		for i := range presetSteps {
 			took := b.step(b.sequences, h)
 			if i > 0 {
 				x.Seconds += took.Seconds() / (presetSteps - 1)
 			}
 		}
-		x.Floor = floor(c, batch, batch, presetPrompt+presetSteps/2, fraction)
+		logTraffic(t, fmt.Sprintf("fraction %v in %s, %d sequences", fraction, tier, batch), before, n.Traffic(), time.Since(began))
+		x.Floor = floor(c, batch, batch, presetPrompt+presetSteps/2, fraction, rate)
 		note(x)
 		b.free()
 	}
@@ -210,18 +225,19 @@ func (b *presetBatch) free() {
 }
 
 // Rates that floors are made of, measured on one H200: reading memory, dense products
-// in bfloat16, attention's products, and a copy from pinned host memory.
+// in bfloat16, attention's products, and copies from pinned host memory and from a peer.
 const (
 	memoryRate    = 4.6e12
 	productRate   = 800e12
 	attentionRate = 60e12
 	hostRate      = 55.3e9
+	peerRate      = 395e9
 )
 
 // floor is the least a step can take, in seconds: rows rows of seqs sequences that are
 // context tokens long behind the step. Every phase of a layer is at its own bound, and copies
-// of offloaded experts overlap with all of it.
-func floor(c *models.Config, rows, seqs, context int, fraction float64) float64 {
+// of offloaded experts, at rate, overlap with all of it.
+func floor(c *models.Config, rows, seqs, context int, fraction, rate float64) float64 {
 	n, ctx := float64(rows), float64(context)
 	hidden, q, v := float64(c.Hidden), float64(c.Heads*c.HeadDim), float64(2*c.KVHeads*c.HeadDim)
 	e, k, i, s, vocab := float64(c.Experts), float64(c.TopK), float64(c.ExpertWidth), float64(c.SharedWidth), float64(c.Vocab)
@@ -245,7 +261,7 @@ func floor(c *models.Config, rows, seqs, context int, fraction float64) float64 
 	attention := phase(float64(seqs)*ctx*layers*v*2+4*layers*n*q, 4*n*seen*q*layers, attentionRate)
 	head := phase(2*hidden*vocab+2*float64(seqs)*hidden+4*float64(seqs)*vocab, 2*float64(seqs)*hidden*vocab, productRate)
 	compute := layer*layers + attention + head
-	return max(compute, fraction*layers*touched*6*hidden*i/hostRate)
+	return max(compute, fraction*layers*touched*6*hidden*i/rate)
 }
 
 // TestFloor holds the formula to one of the published table's: Mixtral at 324
@@ -259,11 +275,14 @@ func TestFloor(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if got := 324 / floor(c, 324, 324, 93, 0); math.Abs(got-14500) > 100 {
+	if got := 324 / floor(c, 324, 324, 93, 0, hostRate); math.Abs(got-14500) > 100 {
 		t.Errorf("%.0f tokens/s, want 14500", got)
 	}
-	if got := 324 / floor(c, 324, 324, 93, 0.5); math.Abs(got-397) > 3 {
+	if got := 324 / floor(c, 324, 324, 93, 0.5, hostRate); math.Abs(got-397) > 3 {
 		t.Errorf("%.0f tokens/s with half the experts in host memory, want 397", got)
+	}
+	if got := 324 / floor(c, 324, 324, 93, 1, peerRate+hostRate); math.Abs(got-1620) > 10 {
+		t.Errorf("%.0f tokens/s with all experts on a peer and both links, want 1620", got)
 	}
 	if kvcache.DefaultBlockTokens*8 < presetPrompt+presetSteps+1 {
 		t.Error("the KV cache of TestGPUPresets is too small")

@@ -25,6 +25,8 @@ type Inspection struct {
 	// KV is the cache that the rest is used for, in blocks of KVBlockBytes.
 	KV           KVFit
 	KVBlockBytes int64
+	// Peers that may be borrowed from.
+	Peers []PeerBudget
 	// Problem is why Open would fail for lack of memory on these devices; nil if it
 	// would not. Here is why they cannot be emulated on this machine, or nil.
 	Problem, Here error
@@ -49,7 +51,7 @@ func Inspect(o Options) (_ *Inspection, err error) {
 	if o.Log == nil {
 		o.Log = slog.New(slog.DiscardHandler)
 	}
-	n := &Node{settings: o.Settings}
+	n := &Node{settings: o.Settings, log: o.Log}
 	defer func() { err = errors.Join(err, n.Close()) }()
 	model, err := OpenModel(o.Settings)
 	if err != nil {
@@ -59,6 +61,9 @@ func Inspect(o Options) (_ *Inspection, err error) {
 	n.name, n.config = model.Name, model.Config
 	if err := n.machines(&o); err != nil {
 		return nil, err
+	}
+	if err := n.choosePeers(&o.Settings); err != nil {
+		return nil, fail(ErrConfig, err)
 	}
 	if n.layout, err = models.NewLayout(n.config, model.Source, n.cast()); err != nil {
 		return nil, fail(ErrModel, err)
@@ -80,11 +85,20 @@ func Inspect(o Options) (_ *Inspection, err error) {
 		}
 		for _, e := range n.plan.Placement[i] {
 			tiers[e] = experts.Host.String()
+			if n.settings.OffloadTier == "peer" {
+				tiers[e] = experts.Peer.String()
+			}
 		}
 		in.Placement = append(in.Placement, LayerPlacement{l, tiers})
 	}
 	in.KV, in.Problem = n.fit(&o, needs)
 	in.Here = n.together(needs.device.Need(), needs.host.Need())
+	if in.Peers, err = n.lend(needs, in.KV); err != nil {
+		return nil, fail(ErrConfig, err)
+	}
+	if in.Problem == nil {
+		in.Problem = n.peersHold(in.Peers)
+	}
 	return in, nil
 }
 

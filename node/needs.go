@@ -2,11 +2,16 @@ package node
 
 import (
 	"fmt"
+	"os"
+	"slices"
+	"strconv"
+	"strings"
 
 	"github.com/moeserve/moeserve/configs"
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/device/emulated"
 	"github.com/moeserve/moeserve/experts"
+	"github.com/moeserve/moeserve/harvest"
 	"github.com/moeserve/moeserve/kvcache"
 	"github.com/moeserve/moeserve/models"
 	"github.com/moeserve/moeserve/pipeline"
@@ -24,7 +29,29 @@ func (n *Node) budget(o *Options) (kvcache.Shape, int, error) {
 		return kvcache.Shape{}, 0, err
 	}
 	n.limits.MaxModelLen = fit.MaxModelLen
-	return w.kv, fit.Blocks, n.together(w.device.Need(), w.host.Need())
+	if err := n.together(w.device.Need(), w.host.Need()); err != nil {
+		return kvcache.Shape{}, 0, err
+	}
+	peers, err := n.lend(w, fit)
+	if err != nil {
+		return kvcache.Shape{}, 0, err
+	}
+	if n.plan.OffloadedExperts > 0 && len(peers) > 0 && !slices.ContainsFunc(peers, func(b PeerBudget) bool { return b.Experts > 0 }) {
+		n.log.Warn("no peer has room for an expert now: offloaded ones come from host memory until one has", "headroom_bytes", peers[0].Headroom)
+	}
+	return w.kv, fit.Blocks, n.peersHold(peers)
+}
+
+// lend works out what peers can lend beside all else, with what others hold of them
+// at first.
+func (n *Node) lend(w *needs, fit KVFit) ([]PeerBudget, error) {
+	if err := n.shareMemory(w, int64(fit.Blocks)*w.kv.BlockBytes()); err != nil {
+		return nil, err
+	}
+	if err := n.openTrace(); err != nil {
+		return nil, err
+	}
+	return n.peerBudgets(n.plan.Layout.Size)
 }
 
 // topLogProbs is how many alternatives come with the log-probability of a token:
@@ -65,11 +92,11 @@ func (n *Node) needs(o *Options) (*needs, error) {
 	if err != nil {
 		return nil, err
 	}
-	placement, err := experts.Place(len(layers), c.Experts, s.OffloadFraction)
+	placement, err := n.placement(s, layers)
 	if err != nil {
 		return nil, err
 	}
-	if n.plan, err = experts.NewPlan(experts.Config{Layers: layers, Experts: c.Experts, Layout: layout, Placement: placement}); err != nil {
+	if n.plan, err = experts.NewPlan(experts.Config{Layers: layers, Experts: c.Experts, Layout: layout, Placement: placement, Adaptive: s.AdaptLocal, RingSlots: o.RingLayers * placement.Largest()}); err != nil {
 		return nil, err
 	}
 	usage, err := n.machine.Usage(n.space)
@@ -81,6 +108,10 @@ func (n *Node) needs(o *Options) (*needs, error) {
 		return nil, err
 	}
 	rows := pipeline.RowDataBytes(n.limits, s.MicroBatchSize)
+	var zeros int64 // that borrowed memory is cleared with
+	if len(n.peers) > 0 {
+		zeros = harvest.Options{}.EnsureDefaults().ClearBytes
+	}
 	return &needs{
 		kv: kvcache.Shape{
 			Layers: c.Layers, KVHeads: c.KVHeads, HeadDim: c.HeadDim,
@@ -104,11 +135,67 @@ func (n *Node) needs(o *Options) (*needs, error) {
 				{"offloaded experts", n.plan.HostBytes},
 				{"loading", n.plan.StagingBytes + uploadBuffers*uploadBytes},
 				{"tables", n.plan.UploadBytes},
+				{"clearing of borrowed memory", zeros},
 				{"row data", rows + pipeline.BackBytes(c, n.limits, o.HostLogits)},
 			},
 			Advice: "offload fewer experts (offload-fraction), or give the host more memory",
 		},
 	}, nil
+}
+
+// placement says which experts of the layers are offloaded.
+func (n *Node) placement(s *configs.Settings, layers []int) (experts.Placement, error) {
+	c := n.config
+	if s.LocalExperts == "" {
+		return experts.Place(len(layers), c.Experts, s.OffloadFraction)
+	}
+	text := s.LocalExperts
+	if path, ok := s.LocalExpertsFile(); ok {
+		data, err := os.ReadFile(path)
+		if err != nil {
+			return nil, fmt.Errorf("local-experts: %w", err)
+		}
+		text = string(data)
+	}
+	list, err := configs.ParseExperts(text)
+	if err != nil {
+		return nil, fmt.Errorf("local-experts: %w", err)
+	}
+	var local []experts.ID
+	for _, l := range list {
+		at, ok := slices.BinarySearch(layers, l.Layer)
+		if !ok {
+			return nil, fmt.Errorf("local-experts: layer %d has no experts; the model's layers that have are %s", l.Layer, spans(layers))
+		}
+		for _, e := range l.Experts {
+			if e >= c.Experts {
+				return nil, fmt.Errorf("local-experts: there is no expert %d in layer %d: it has %d, from 0 on", e, l.Layer, c.Experts)
+			}
+			local = append(local, experts.ID{Layer: at, Expert: e})
+		}
+	}
+	return experts.PlaceLocal(len(layers), c.Experts, local)
+}
+
+// spans writes ascending numbers shortly: "0-5, 8".
+func spans(numbers []int) string {
+	if len(numbers) == 0 {
+		return "none"
+	}
+	var parts []string
+	for i := 0; i < len(numbers); {
+		j := i
+		for j+1 < len(numbers) && numbers[j+1] == numbers[j]+1 {
+			j++
+		}
+		part := strconv.Itoa(numbers[i])
+		if j > i {
+			part += "-" + strconv.Itoa(numbers[j])
+		}
+		parts = append(parts, part)
+		i = j + 1
+	}
+	return strings.Join(parts, ", ")
 }
 
 // fit sizes the KV cache with what the needs leave, or says what there is too
@@ -130,6 +217,9 @@ func (n *Node) fit(o *Options, w *needs) (KVFit, error) {
 // fraction is the least offload fraction, in steps of 0.05, with which the model would
 // fit, and false where there is none above the one asked for.
 func (n *Node) fraction(o Options) (float64, bool) {
+	if o.Settings.LocalExperts != "" {
+		return 0, false
+	}
 	for f := 5; f <= 100; f += 5 {
 		if o.Settings.OffloadFraction >= float64(f)/100 {
 			continue

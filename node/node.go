@@ -14,6 +14,7 @@ import (
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/engine"
 	"github.com/moeserve/moeserve/experts"
+	"github.com/moeserve/moeserve/harvest"
 	"github.com/moeserve/moeserve/kernels"
 	"github.com/moeserve/moeserve/kvcache"
 	"github.com/moeserve/moeserve/models"
@@ -22,6 +23,7 @@ import (
 	"github.com/moeserve/moeserve/models/tiny"
 	"github.com/moeserve/moeserve/models/tokenizer"
 	"github.com/moeserve/moeserve/pipeline"
+	"github.com/moeserve/moeserve/rebalancer"
 	"github.com/moeserve/moeserve/transfer"
 )
 
@@ -61,9 +63,16 @@ type Options struct {
 	Progress func(done, total int64)
 	// Log gets what an operator can act on. Default: none.
 	Log *slog.Logger
+	// RingLayers is for how many layers' fetched experts the compute device has room.
+	// Default: 2, so that the next layer's arrive while one's are read. 1 saves memory,
+	// and every fetch waits.
+	RingLayers int
 	// MaxQueued and Listener are the engine's: see engine.Options.
 	MaxQueued int
 	Listener  engine.Listener
+	// Events, which may be nil, is told of what happens to borrowed memory and to
+	// experts. It is called with locks held: it must be quick, and not call the node.
+	Events func(Event)
 	// OpenMachine opens the devices in place of what the settings say; tests use it
 	// to choose schedules and to inject faults.
 	OpenMachine func() (device.Machine, error)
@@ -76,12 +85,24 @@ const BuiltIn = "built-in"
 
 // Node is a running node.
 type Node struct {
-	name      string
-	settings  configs.Settings
-	config    *models.Config
-	layout    *models.Layout
-	machine   device.Machine
-	space     device.Space
+	name     string
+	log      *slog.Logger
+	settings configs.Settings
+	config   *models.Config
+	layout   *models.Layout
+	machine  device.Machine
+	space    device.Space
+	// opened are the driver's numbers of the machine's GPUs; nil where it is emulated.
+	opened []int
+	// peers may be borrowed from, as policy says.
+	peers   []device.Space
+	policy  harvest.Policy
+	harvest *harvest.Runtime       // nil without peers
+	tenants *tenants               // nil without a trace
+	balance *rebalancer.Rebalancer // nil where nothing can move
+	// upkeep is called before each step; told is what has been said of its failures.
+	upkeep    []func()
+	told      string
 	backend   kernels.Backend
 	transfer  *transfer.Engine
 	store     *experts.Store
@@ -218,7 +239,7 @@ func Open(ctx context.Context, o Options) (_ *Node, err error) {
 	if o.Log == nil {
 		o.Log = slog.New(slog.DiscardHandler)
 	}
-	n := &Node{settings: o.Settings}
+	n := &Node{settings: o.Settings, log: o.Log}
 	defer func() {
 		if err != nil {
 			err = errors.Join(err, n.Close())
@@ -235,6 +256,9 @@ func Open(ctx context.Context, o Options) (_ *Node, err error) {
 	}
 	if err := n.machines(&o); err != nil {
 		return nil, err
+	}
+	if err := n.choosePeers(&o.Settings); err != nil {
+		return nil, fail(ErrConfig, err)
 	}
 	if n.layout, err = models.NewLayout(n.config, model.Source, n.cast()); err != nil {
 		return nil, fail(ErrModel, err)
@@ -297,10 +321,20 @@ func (n *Node) assemble(ctx context.Context, o *Options, src models.Source, kv k
 		return fail(ErrDevice, err)
 	}
 	n.closers = append(n.closers, n.transfer.Close)
-	if n.store, err = experts.New(experts.Options{Machine: n.machine, Space: n.space, Backend: n.backend, Transfer: n.transfer, Plan: n.plan, NoData: !keepsData(n.machine), Logger: o.Log}); err != nil {
+	if err := n.openHarvest(o.Events); err != nil {
+		return err
+	}
+	if n.store, err = experts.New(experts.Options{
+		Machine: n.machine, Space: n.space, Backend: n.backend, Transfer: n.transfer, Plan: n.plan, NoData: !keepsData(n.machine), Logger: o.Log,
+		Harvest: n.harvest, Events: experts.Tee(experts.LogEvents(o.Log), expertEvents(o.Events)),
+	}); err != nil {
 		return fail(ErrDevice, err)
 	}
 	n.closers = append(n.closers, n.store.Close)
+	if n.harvest != nil {
+		// Before the store, which is told of all that it loses.
+		n.closers = append(n.closers, n.closeHarvest)
+	}
 	if n.kv, err = kvcache.New(kvcache.Options{Machine: n.machine, Space: n.space, Shape: kv, Blocks: blocks}); err != nil {
 		return fail(ErrDevice, err)
 	}
@@ -312,10 +346,17 @@ func (n *Node) assemble(ctx context.Context, o *Options, src models.Source, kv k
 	if err := n.load(ctx, o, src, model, arena); err != nil {
 		return err
 	}
+	if err := n.openRebalancer(ctx); err != nil {
+		return err
+	}
 	n.loadTime = time.Since(start)
+	small := 0
+	if !keepsData(n.machine) {
+		small = -1 // nobody knows there which experts are chosen
+	}
 	if n.pipe, err = pipeline.New(pipeline.Options{
 		Machine: n.machine, Space: n.space, Model: model, Experts: n.store, KV: n.kv,
-		MicroBatchRows: n.settings.MicroBatchSize, HostLogits: o.HostLogits,
+		MicroBatchRows: n.settings.MicroBatchSize, SmallBatchRows: small, HostLogits: o.HostLogits,
 	}); err != nil {
 		return fail(ErrDevice, err)
 	}
@@ -329,8 +370,11 @@ func (n *Node) assemble(ctx context.Context, o *Options, src models.Source, kv k
 			return fail(ErrDevice, fmt.Errorf("node: first products: %w", err))
 		}
 	}
+	if err := n.startUpkeep(); err != nil {
+		return fail(ErrDevice, err)
+	}
 	n.engine = engine.New(engine.Options{
-		Pipeline: n.pipe, KV: n.kv, Tokenizer: n.tokenizer, MaxModelLen: n.limits.MaxModelLen,
+		Pipeline: stepper{n.pipe, n.upkeep}, KV: n.kv, Tokenizer: n.tokenizer, MaxModelLen: n.limits.MaxModelLen,
 		MaxNumSeqs: n.limits.MaxSeqs, MaxNumBatchedTokens: n.limits.MaxRows, MaxAdjust: n.limits.MaxAdjust,
 		LongAfter: n.config.RoPE.LongAfter, Vocab: n.config.Vocab, StopIDs: n.config.EOS, Log: o.Log,
 		MaxQueued: o.MaxQueued, Listener: o.Listener,

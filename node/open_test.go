@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"strings"
+	"sync"
 	"testing"
 
 	"github.com/moeserve/moeserve/configs"
@@ -19,11 +20,18 @@ var errRefused = errors.New("refused by the test")
 // memory, a stream, an event or a fence.
 type stingy struct {
 	device.Machine
+	virtual  bool
+	mu       sync.Mutex
 	asked, n int
 	what     string
 }
 
+// Virtual is what the machine says, which the interface hides.
+func (s *stingy) Virtual() bool { return s.virtual }
+
 func (s *stingy) refuses(what string) error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
 	if s.asked++; s.asked == s.n {
 		s.what = what
 		return &device.Error{Op: "refuse", Detail: what, Err: errRefused}
@@ -68,16 +76,19 @@ func TestOpenRefused(t *testing.T) {
 		for n := 1; ; n++ {
 			s := configs.Defaults()
 			s.OffloadFraction, s.MaxNumBatchedTokens, s.NumKVBlocks = 0.5, 64, 64
-			m := &stingy{n: n}
+			m := &stingy{n: n, virtual: virtual}
 			opened, err := node.Open(t.Context(), node.Options{Settings: s, OpenMachine: func() (_ device.Machine, err error) {
 				m.Machine, err = emulated.Open(emulated.Options{Virtual: virtual})
 				return m, err
 			}})
 			if err == nil {
+				m.mu.Lock()
+				asked := m.asked // before experts move
+				m.mu.Unlock()
 				if err := opened.Close(); err != nil {
 					t.Error(err)
 				}
-				if n <= m.asked {
+				if n <= asked {
 					t.Errorf("%s was refused and Open went on", m.what)
 					continue
 				}
@@ -91,6 +102,7 @@ func TestOpenRefused(t *testing.T) {
 		for _, what := range []string{
 			"weights", "activations", "local experts", "expert ring", "expert tables", "offloaded experts", "expert table images",
 			"expert staging", "kv cache", "row data, pinned", "row data", "sampled ids, pinned", "stream compute",
+			"harvest zeros", "stream harvest clear gpu1", "stream harvest probe gpu2",
 		} {
 			if !seen[what] {
 				t.Errorf("%q was never asked for", what)

@@ -19,12 +19,25 @@ type Report struct {
 	Layers []LayerReport
 	// Experts counts hits, misses and bytes.
 	Experts experts.Stats
+	// Homes counts experts by where they live between steps: local, peer or host.
+	Homes map[string]int
+	// Adaptive says that other experts may become local.
+	Adaptive bool
+	// Peers that may be borrowed from, and Revocations of what was, by reason.
+	Peers       []PeerReport
+	Revocations map[string]int64
 	// Paths are the copies by pair of memories.
 	Paths []transfer.PathStats
 	// Steps that ended; Retried of them were run again after a failed copy.
 	Steps, Retried int64
 	// LoadTime is how long taking memory and loading took.
 	LoadTime time.Duration
+}
+
+// PeerReport is what is borrowed from one peer, in bytes.
+type PeerReport struct {
+	Device   string
+	Borrowed int64
 }
 
 // SpaceReport is the account of one memory space, in bytes.
@@ -65,6 +78,19 @@ func (n *Node) Report(ctx context.Context) (Report, error) {
 	counts, err := n.pipe.Counts(ctx)
 	if err != nil {
 		return r, err
+	}
+	r.Adaptive, r.Homes = n.plan.Adaptive, map[string]int{}
+	for _, layer := range n.store.Homes() {
+		for _, h := range layer {
+			r.Homes[h.Tier.String()]++
+		}
+	}
+	if n.harvest != nil {
+		s := n.harvest.Snapshot()
+		r.Revocations = s.Revocations
+		for _, p := range s.Peers {
+			r.Peers = append(r.Peers, PeerReport{p.Device, p.Used + p.Unused + p.Leaving})
+		}
 	}
 	where, fetches := n.store.Residency(), n.store.Fetches()
 	for i, l := range n.store.Layers() {

@@ -6,8 +6,20 @@ type Traffic struct {
 	// Hits is how often an expert was where a layer needed it, Fetched the bytes of
 	// experts that were fetched, and Resident how many experts are there now; by tier.
 	Hits, Fetched, Resident map[string]int64
+	// Moves counts changes of where experts live, by what they were, and MovedBytes
+	// what was copied for them.
+	Moves      map[string]int64
+	MovedBytes int64
+	// Guesses are experts fetched because the next layer's router would have chosen
+	// them, GuessesRight those that it then did.
+	Guesses, GuessesRight int64
 	// Copied bytes by pair of memories: "host>gpu0".
 	Copied map[string]int64
+	// Harvest has the bytes of each peer's memory by who has them: experts use them or
+	// leave them unused, they are leaving, others hold them, or they are free.
+	Harvest map[string]map[string]int64
+	// Revocations counts pieces of borrowed memory that were revoked, by reason.
+	Revocations map[string]int64
 }
 
 // Traffic reads the counts.
@@ -19,9 +31,24 @@ func (n *Node) Traffic() Traffic {
 			resident[tier]++
 		}
 	}
-	t := Traffic{Hits: byTier(stats.Hits[:]), Fetched: byTier(stats.Fetched[:]), Resident: byTier(resident), Copied: map[string]int64{}}
+	t := Traffic{
+		Hits: byTier(stats.Hits[:]), Fetched: byTier(stats.Fetched[:]), Resident: byTier(resident),
+		Moves: map[string]int64{
+			"promoted": stats.Promoted, "demoted": stats.Demoted, "revoked": stats.Revoked, "swapped": stats.Swapped,
+		},
+		MovedBytes: stats.MovedBytes, Guesses: stats.Guessed, GuessesRight: stats.GuessedRight,
+		Copied: map[string]int64{}, Harvest: map[string]map[string]int64{}, Revocations: map[string]int64{},
+	}
 	for _, p := range n.transfer.Stats() {
 		t.Copied[p.From.String()+">"+p.To.String()] += p.Bytes
+	}
+	if n.harvest == nil {
+		return t
+	}
+	s := n.harvest.Snapshot()
+	t.Revocations = s.Revocations
+	for _, p := range s.Peers {
+		t.Harvest[p.Device] = map[string]int64{"used": p.Used, "unused": p.Unused, "leaving": p.Leaving, "other": p.Other, "free": p.Free}
 	}
 	return t
 }

@@ -1,12 +1,15 @@
 // Package server answers HTTP in the shapes of the OpenAI API: completions and chat
 // completions, whole or as server-sent events, the list of models, and beside them
-// vLLM's tokenize and detokenize, health, version and Prometheus metrics.
+// vLLM's tokenize and detokenize, health, version and Prometheus metrics, and, for
+// operators, /debug/residency and the stream of /debug/events.
 //
 // # What it is not
 //
 // It neither loads nor runs a model: it turns bodies into engine requests, and
-// updates of the engine into JSON. It does not route between nodes; the names of
-// its metrics are those that routers know from vLLM.
+// updates of the engine into JSON. It knows neither experts nor peers: what it shows
+// of them is handed to it as counts, events and values with a JSON form. It does not
+// route between nodes; the names of its metrics are those that routers know from
+// vLLM.
 //
 // # Invariants
 //
@@ -16,6 +19,8 @@
 //     names the member of the body that it is about.
 //   - A client that leaves, or reads nothing for Options.WriteTimeout, ends its
 //     request in the engine and holds up no other.
+//   - Who follows events and reads slowly loses some, is told how many, and holds up
+//     nobody.
 //   - Serve returns when no request works on the model any more.
 //
 // # What a body may hold

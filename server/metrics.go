@@ -24,8 +24,19 @@ type Stats struct {
 	// ExpertFetchBytes what was fetched, by tier; ExpertResident counts the experts
 	// that are in each tier now.
 	ExpertHits, ExpertFetchBytes, ExpertResident map[string]int64
+	// ExpertMoves counts changes of where experts live, by what they were ("promoted"),
+	// and RebalancedBytes what was copied for them.
+	ExpertMoves     map[string]int64
+	RebalancedBytes int64
+	// Guesses are experts fetched because the next layer's router would have chosen
+	// them, and GuessesRight those that it then did.
+	Guesses, GuessesRight int64
 	// PathBytes that were copied, by pair of memories ("host>gpu0").
 	PathBytes map[string]int64
+	// HarvestBytes of peers' memory now, by device and state, and Revocations of
+	// memory that was borrowed, by reason.
+	HarvestBytes map[string]map[string]int64
+	Revocations  map[string]int64
 }
 
 // Metrics of a node, on a registry of their own. Requests have the names that
@@ -39,13 +50,14 @@ type Metrics struct {
 	queue, prefill, decode, inference          prometheus.Histogram
 	prompt, generated                          prometheus.Counter
 	success                                    *prometheus.CounterVec
-	step                                       prometheus.Histogram
+	step, drain                                prometheus.Histogram
 }
 
 // Bounds of histograms, in seconds. They begin where the built-in model is and end
 // where somebody has long given up.
 var (
 	tokenBounds   = []float64{.0005, .001, .0025, .005, .01, .025, .05, .075, .1, .15, .2, .3, .5, .75, 1, 2.5, 5, 10, 20, 40}
+	drainBounds   = []float64{.00001, .000025, .00005, .0001, .00025, .0005, .001, .0025, .005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5, 10}
 	requestBounds = []float64{.001, .0025, .005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640, 1280, 2560}
 )
 
@@ -80,6 +92,7 @@ func NewMetrics(model string) *Metrics {
 		Name: "vllm:request_success_total", Help: "Requests that ended, by reason.", ConstLabels: labels,
 	}, []string{"finished_reason"})
 	m.step = histogram("moeserve_step_seconds", "Steps of the engine.", tokenBounds, nil)
+	m.drain = histogram("moeserve_harvest_drain_seconds", "From a revocation of borrowed memory to the end of its last reader.", drainBounds, nil)
 	m.registry.MustRegister(m.success, newStateCollector(&m.model, labels),
 		collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
 	for _, r := range []engine.FinishReason{engine.FinishStop, engine.FinishLength, engine.FinishAbort} {
@@ -91,6 +104,9 @@ func NewMetrics(model string) *Metrics {
 
 // ObserveStep counts a step of the engine that took d.
 func (m *Metrics) ObserveStep(d time.Duration) { m.step.Observe(d.Seconds()) }
+
+// ObserveDrain counts a revocation whose last reader took d.
+func (m *Metrics) ObserveDrain(d time.Duration) { m.drain.Observe(d.Seconds()) }
 
 // reading reads a job and counts what comes.
 type reading struct {
@@ -175,6 +191,8 @@ type stateCollector struct {
 
 	waiting, running, kv, config, preemptions *prometheus.Desc
 	hits, fetched, resident, paths            *prometheus.Desc
+	moves, rebalanced, guesses, right         *prometheus.Desc
+	harvested, revocations                    *prometheus.Desc
 }
 
 func newStateCollector(model *atomic.Pointer[Model], labels prometheus.Labels) *stateCollector {
@@ -195,12 +213,21 @@ func newStateCollector(model *atomic.Pointer[Model], labels prometheus.Labels) *
 		fetched:     desc("moeserve_expert_fetch_bytes_total", "Bytes of experts fetched.", "tier"),
 		resident:    desc("moeserve_expert_resident", "Experts that are in a tier.", "tier"),
 		paths:       desc("moeserve_path_bytes_total", "Bytes copied between two memories.", "path"),
+		moves:       desc("moeserve_expert_moves_total", "Changes of where experts live.", "move"),
+		rebalanced:  desc("moeserve_rebalanced_bytes_total", "Bytes copied so that experts live elsewhere."),
+		guesses:     desc("moeserve_expert_guesses_total", "Experts fetched because the next layer's router would have chosen them."),
+		right:       desc("moeserve_expert_guesses_right_total", "Experts so fetched that were then chosen."),
+		harvested:   desc("moeserve_harvest_bytes", "Memory of a peer, by who has it.", "device", "state"),
+		revocations: desc("moeserve_harvest_revocations_total", "Pieces of borrowed memory that were revoked.", "reason"),
 	}
 }
 
 // Describe implements prometheus.Collector.
 func (c *stateCollector) Describe(ch chan<- *prometheus.Desc) {
-	for _, d := range []*prometheus.Desc{c.waiting, c.running, c.kv, c.config, c.preemptions, c.hits, c.fetched, c.resident, c.paths} {
+	for _, d := range []*prometheus.Desc{
+		c.waiting, c.running, c.kv, c.config, c.preemptions, c.hits, c.fetched, c.resident, c.paths,
+		c.moves, c.rebalanced, c.guesses, c.right, c.harvested, c.revocations,
+	} {
 		ch <- d
 	}
 }
@@ -220,7 +247,10 @@ func (c *stateCollector) Collect(ch chan<- prometheus.Metric) {
 	gauge(c.running, float64(s.Running))
 	gauge(c.kv, float64(s.KVUsedBlocks)/float64(max(1, s.KVBlocks)))
 	gauge(c.config, 1, strconv.Itoa(s.BlockTokens), strconv.Itoa(s.KVBlocks))
-	ch <- prometheus.MustNewConstMetric(c.preemptions, prometheus.CounterValue, float64(s.Preemptions))
+	counter := func(d *prometheus.Desc, v int64) {
+		ch <- prometheus.MustNewConstMetric(d, prometheus.CounterValue, float64(v))
+	}
+	counter(c.preemptions, s.Preemptions)
 	if m.Stats == nil {
 		return
 	}
@@ -234,4 +264,15 @@ func (c *stateCollector) Collect(ch chan<- prometheus.Metric) {
 	by(c.fetched, prometheus.CounterValue, stats.ExpertFetchBytes)
 	by(c.resident, prometheus.GaugeValue, stats.ExpertResident)
 	by(c.paths, prometheus.CounterValue, stats.PathBytes)
+	by(c.moves, prometheus.CounterValue, stats.ExpertMoves)
+	by(c.revocations, prometheus.CounterValue, stats.Revocations)
+	counter(c.rebalanced, stats.RebalancedBytes)
+	counter(c.guesses, stats.Guesses)
+	counter(c.right, stats.GuessesRight)
+	for _, device := range slices.Sorted(maps.Keys(stats.HarvestBytes)) {
+		states := stats.HarvestBytes[device]
+		for _, state := range slices.Sorted(maps.Keys(states)) {
+			gauge(c.harvested, float64(states[state]), device, state)
+		}
+	}
 }

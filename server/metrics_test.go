@@ -55,6 +55,8 @@ func TestMetrics(t *testing.T) {
 				return server.Stats{
 					ExpertHits: map[string]int64{"local": 5}, ExpertFetchBytes: map[string]int64{"host": 6},
 					ExpertResident: map[string]int64{"host": 7}, PathBytes: map[string]int64{"host>gpu0": 8},
+					ExpertMoves: map[string]int64{"promoted": 9}, RebalancedBytes: 10, Guesses: 11, GuessesRight: 12,
+					HarvestBytes: map[string]map[string]int64{"gpu1": {"used": 13, "free": 14}}, Revocations: map[string]int64{"pressure": 15},
 				}
 			}
 		},
@@ -64,6 +66,7 @@ func TestMetrics(t *testing.T) {
 	h.post("/v1/completions", completionBody(`"1+2="`, `, "n": 2, "max_tokens": 1`))
 	h.events("/v1/chat/completions", chatBody("1+2=", `, "stream": true`))
 	h.idle()
+	metrics.ObserveDrain(2 * time.Second)
 	m := h.scrape()
 	for name, want := range map[string]float64{
 		"vllm:num_requests_waiting" + model: 0,
@@ -89,6 +92,15 @@ func TestMetrics(t *testing.T) {
 		`moeserve_expert_fetch_bytes_total{tier="host"}`:                         6,
 		`moeserve_expert_resident{tier="host"}`:                                  7,
 		`moeserve_path_bytes_total{path="host>gpu0"}`:                            8,
+		`moeserve_expert_moves_total{move="promoted"}`:                           9,
+		"moeserve_rebalanced_bytes_total":                                        10,
+		"moeserve_expert_guesses_total":                                          11,
+		"moeserve_expert_guesses_right_total":                                    12,
+		`moeserve_harvest_bytes{device="gpu1",state="used"}`:                     13,
+		`moeserve_harvest_bytes{device="gpu1",state="free"}`:                     14,
+		`moeserve_harvest_revocations_total{reason="pressure"}`:                  15,
+		"moeserve_harvest_drain_seconds_count":                                   1,
+		"moeserve_harvest_drain_seconds_sum":                                     2,
 	} {
 		if got, ok := m[name]; !ok || got != want {
 			t.Errorf("%s: %v (there %v), want %v", name, got, ok, want)

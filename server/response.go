@@ -135,6 +135,22 @@ func (w *response) event(v any) error {
 	return w.flush()
 }
 
+// named writes a server-sent event that has a name. Its error is a *writeError.
+func (w *response) named(name string, v any) error {
+	w.buf.Reset()
+	w.buf.WriteString("event: " + name + "\ndata: ")
+	w.marshal(v)
+	w.buf.WriteByte('\n')
+	return w.flush()
+}
+
+// comment writes what clients of server-sent events leave out.
+func (w *response) comment(text string) error {
+	w.buf.Reset()
+	w.buf.WriteString(": " + text + "\n\n")
+	return w.flush()
+}
+
 // eventsEnd writes the event that ends an OpenAI stream.
 func (w *response) eventsEnd() error {
 	w.buf.Reset()

@@ -50,6 +50,9 @@ type Model struct {
 	Defaults engine.Params
 	// Stats for the metrics, from any goroutine; nil for none.
 	Stats func() Stats
+	// Residency has a JSON form that says where every expert is; it is called from any
+	// goroutine. nil: it is not known.
+	Residency func() any
 	// Created is when the model became available.
 	Created time.Time
 }
@@ -58,6 +61,8 @@ type Model struct {
 type Options struct {
 	// Metrics that requests are counted in. Default: new ones, of a model without name.
 	Metrics *Metrics
+	// Events that clients can follow. Default: none ever happens.
+	Events *Events
 	// Version of the product.
 	Version string
 	// APIKey that clients must send as a bearer token to all but health and metrics;
@@ -86,6 +91,9 @@ type Options struct {
 func (o Options) EnsureDefaults() Options {
 	if o.Metrics == nil {
 		o.Metrics = NewMetrics("")
+	}
+	if o.Events == nil {
+		o.Events = NewEvents()
 	}
 	if o.MaxRequestBytes == 0 {
 		o.MaxRequestBytes = 16 << 20
@@ -148,6 +156,8 @@ func New(o Options) *Server {
 		"/health/ready":        get(route{handle: s.ready, open: true}),
 		"/version":             get(route{handle: s.version, open: true}),
 		"/metrics":             get(route{handle: s.metrics, open: true}),
+		"/debug/residency":     get(route{handle: s.residency}),
+		"/debug/events":        {http.MethodGet: route{handle: s.events}},
 	}
 	return s
 }

@@ -76,6 +76,7 @@ type inspectResult struct {
 	Offloaded       int            `json:"offloaded_experts"`
 	Placement       []layerTiers   `json:"placement"`
 	Memory          []demandResult `json:"memory"`
+	Peers           []peerResult   `json:"peers"`
 	KVBlocks        int            `json:"kv_blocks"`
 	KVBlockBytes    int64          `json:"kv_block_bytes"`
 	MaxModelLen     int            `json:"max_model_len"`
@@ -93,6 +94,16 @@ type demandResult struct {
 	Parts    []partResult `json:"parts"`
 }
 
+// peerResult is what a peer can lend, and how many experts that holds.
+type peerResult struct {
+	Space    string `json:"space"`
+	Capacity int64  `json:"capacity_bytes"`
+	Other    int64  `json:"other_bytes"`
+	Headroom int64  `json:"headroom_bytes"`
+	Spare    int64  `json:"spare_bytes"`
+	Experts  int    `json:"experts"`
+}
+
 type partResult struct {
 	Name  string `json:"name"`
 	Bytes int64  `json:"bytes"`
@@ -106,8 +117,8 @@ func newInspectResult(set *settings, in *node.Inspection) *inspectResult {
 		Experts: z.ExpertCount, ExpertsPerLayer: c.Experts, TopK: c.TopK, Routing: in.Routing, DType: in.DType,
 		ExpertBytes: z.ExpertBytes, AllExpertBytes: z.Experts, OtherBytes: z.Other, KVTokenBytes: z.KVPerToken,
 		OffloadFraction: set.OffloadFraction, Local: in.Local, Offloaded: in.Offloaded,
-		Placement: []layerTiers{},
-		KVBlocks:  in.KV.Blocks, KVBlockBytes: in.KVBlockBytes, MaxModelLen: in.KV.MaxModelLen, Fits: in.Problem == nil,
+		Placement: []layerTiers{}, Peers: []peerResult{},
+		KVBlocks: in.KV.Blocks, KVBlockBytes: in.KVBlockBytes, MaxModelLen: in.KV.MaxModelLen, Fits: in.Problem == nil,
 		RunsHere: in.Problem == nil && in.Here == nil,
 	}
 	for _, l := range in.Placement {
@@ -119,6 +130,9 @@ func newInspectResult(set *settings, in *node.Inspection) *inspectResult {
 			m.Parts = append(m.Parts, partResult(p))
 		}
 		r.Memory = append(r.Memory, m)
+	}
+	for _, p := range in.Peers {
+		r.Peers = append(r.Peers, peerResult(p))
 	}
 	if in.Problem != nil {
 		r.Problem = in.Problem.Error()
@@ -137,17 +151,33 @@ func printInspection(out io.Writer, set *settings, in *node.Inspection) error {
 	t.line("all else\t%s", node.Bytes(z.Other))
 	t.line("KV\t%s per token (%s), at most %d tokens", node.Bytes(z.KVPerToken), in.DType, c.MaxPositions)
 	t.line("")
-	t.line("offload-fraction %v\t%d experts local, %d on the host", set.OffloadFraction, in.Local, in.Offloaded)
+	how := fmt.Sprintf("offload-fraction %v", set.OffloadFraction)
+	if set.LocalExperts != "" {
+		how = "local-experts"
+	}
+	where, legend := "the host", "L local, H on the host"
+	if set.OffloadTier == "peer" {
+		where, legend = "peers, and on the host", "L local, P with a peer, and on the host"
+	}
+	t.line("%s\t%d experts local, %d on %s", how, in.Local, in.Offloaded, where)
 	layers := make([]layerTiers, len(in.Placement))
 	for i, l := range in.Placement {
 		layers[i] = layerTiers(l)
 	}
-	printLayers(t, layers, "L local, H on the host")
+	printLayers(t, layers, legend)
 	for _, d := range in.Demands {
 		t.line("\nmemory of %s\t%s needed, %s may be used (%.0f %% of %s)", d.Space, node.Bytes(d.Need()), node.Bytes(d.Usable()), 100*d.Share, node.Bytes(d.Capacity))
 		for _, p := range d.Parts {
 			t.line("  %s\t%s", p.Name, node.Bytes(p.Bytes))
 		}
+	}
+	for i, p := range in.Peers {
+		label := ""
+		if i == 0 {
+			label = "\npeers"
+		}
+		t.line("%s\t%s can lend %s, %d experts (of %s: %s of others, %s head-room)",
+			label, p.Space, node.Bytes(p.Spare), p.Experts, node.Bytes(p.Capacity), node.Bytes(p.Other), node.Bytes(p.Headroom))
 	}
 	t.line("")
 	if in.Problem != nil {

@@ -158,8 +158,11 @@ func TestREADMEOutput(t *testing.T) {
 			{`\(\d+ tokens/s\)`, "(R)"},
 			{`of \d+\.\d+ [KMGT]iB`, "of M"},
 			{`\d+\.\d+ MiB at most`, "M at most"},
-			{`[LRH]{8}|\d+ times there .*`, "W"},
+			{`[LRPH]{8}|\d+ times there .*`, "W"},
 			{`[\d.]+ MiB from host to gpu0 in \d+ copies`, "C"},
+			// Experts may move to peers within the run.
+			{`\d+ of them with peers`, "P"},
+			{`(?m)^(peers  |moved .* gpu[12] |memory   gpu[12]:).*\n`, ""},
 			{`(?m)^(layers| +)\s+\d(-\d)? +W\n`, ""},
 		} {
 			text = regexp.MustCompile(p.pattern).ReplaceAllString(text, p.with)

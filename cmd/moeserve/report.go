@@ -3,6 +3,8 @@ package main
 import (
 	"fmt"
 	"io"
+	"maps"
+	"slices"
 	"strconv"
 	"strings"
 	"text/tabwriter"
@@ -28,26 +30,30 @@ type usage struct {
 }
 
 type runReport struct {
-	Model           string         `json:"model"`
-	Device          string         `json:"device"`
-	Backend         string         `json:"backend"`
-	OffloadFraction float64        `json:"offload_fraction"`
-	LoadSeconds     float64        `json:"load_s"`
-	PrefillSeconds  float64        `json:"prefill_s"`
-	DecodeSeconds   float64        `json:"decode_s"`
-	PrefillRate     float64        `json:"prefill_tok_s"`
-	DecodeRate      float64        `json:"decode_tok_s"`
-	Steps           int64          `json:"steps"`
-	Retried         int64          `json:"steps_retried"`
-	Experts         expertsReport  `json:"experts"`
-	Paths           []pathReport   `json:"paths"`
-	Memory          []memoryReport `json:"memory"`
-	Layers          []layerReport  `json:"layers"`
+	Model           string        `json:"model"`
+	Device          string        `json:"device"`
+	Backend         string        `json:"backend"`
+	OffloadFraction float64       `json:"offload_fraction"`
+	LoadSeconds     float64       `json:"load_s"`
+	PrefillSeconds  float64       `json:"prefill_s"`
+	DecodeSeconds   float64       `json:"decode_s"`
+	PrefillRate     float64       `json:"prefill_tok_s"`
+	DecodeRate      float64       `json:"decode_tok_s"`
+	Steps           int64         `json:"steps"`
+	Retried         int64         `json:"steps_retried"`
+	Experts         expertsReport `json:"experts"`
+	Peers           []peerReport  `json:"peers"`
+	// Revocations of borrowed memory, by reason.
+	Revocations map[string]int64 `json:"revocations"`
+	Paths       []pathReport     `json:"paths"`
+	Memory      []memoryReport   `json:"memory"`
+	Layers      []layerReport    `json:"layers"`
 }
 
 type expertsReport struct {
-	// Where counts experts by tier at the end.
+	// Where counts experts by tier at the end, Homes by where they live between steps.
 	Where map[string]int `json:"where"`
+	Homes map[string]int `json:"homes"`
 	// Hits by tier; Misses had to be fetched, Prefetched of them ahead of need.
 	Hits       map[string]int64 `json:"hits"`
 	Misses     int64            `json:"misses"`
@@ -55,6 +61,23 @@ type expertsReport struct {
 	Failed     int64            `json:"failed_fetches"`
 	// Fetched is bytes by the tier they came from.
 	Fetched map[string]int64 `json:"fetched_bytes"`
+	// Guessed were fetched because the next layer's router would have chosen them, and
+	// GuessedRight of them it then did.
+	Guessed      int64 `json:"guessed"`
+	GuessedRight int64 `json:"guessed_right"`
+	// Promoted copies came to peers, Demoted were given back and Revoked taken back;
+	// Swapped experts became local. MovedBytes is what that copied.
+	Promoted   int64 `json:"promoted"`
+	Demoted    int64 `json:"demoted"`
+	Revoked    int64 `json:"revoked"`
+	Swapped    int64 `json:"swapped"`
+	MovedBytes int64 `json:"moved_bytes"`
+}
+
+// peerReport is what is borrowed from a peer at the end.
+type peerReport struct {
+	Device   string `json:"device"`
+	Borrowed int64  `json:"borrowed_bytes"`
 }
 
 // pathReport is what moved between two memories: while loading, and while
@@ -97,10 +120,17 @@ func newRunResult(set *settings, a *answer, loaded, r *node.Report) *runResult {
 			Steps: r.Steps, Retried: r.Retried,
 			Experts: expertsReport{
 				Where: r.Where(), Hits: r.Hits(), Misses: r.Experts.Misses, Prefetched: r.Experts.Prefetched,
-				Failed: r.Experts.Failed, Fetched: r.Fetched(),
+				Homes: r.Homes, Failed: r.Experts.Failed, Fetched: r.Fetched(),
+				Guessed: r.Experts.Guessed, GuessedRight: r.Experts.GuessedRight,
+				Promoted: r.Experts.Promoted, Demoted: r.Experts.Demoted, Revoked: r.Experts.Revoked,
+				Swapped: r.Experts.Swapped, MovedBytes: r.Experts.MovedBytes,
 			},
+			Peers: []peerReport{}, Revocations: r.Revocations,
 			Paths: []pathReport{}, Layers: []layerReport{},
 		},
+	}
+	for _, p := range r.Peers {
+		res.Report.Peers = append(res.Report.Peers, peerReport(p))
 	}
 	for _, p := range r.Paths {
 		path := pathReport{
@@ -167,7 +197,7 @@ func (t *table) print(out io.Writer) error {
 
 // printReport tells a person where experts were and what moved. Without text, the
 // answer is its ids.
-func printReport(out io.Writer, res *runResult, hasText bool) error {
+func printReport(out io.Writer, set *settings, res *runResult, hasText bool) error {
 	r := &res.Report
 	t := newTable()
 	t.line("\nmodel\t%s on %s (%s)", r.Model, r.Device, r.Backend)
@@ -180,15 +210,8 @@ func printReport(out io.Writer, res *runResult, hasText bool) error {
 	if r.Retried > 0 {
 		t.line("failures\t%d steps run again, %d fetches failed", r.Retried, r.Experts.Failed)
 	}
-	e := &r.Experts
 	if len(r.Layers) > 0 {
-		local, all := e.Where["local"], 0
-		for _, n := range e.Where {
-			all += n
-		}
-		t.line("experts\t%d: %d local for good, %d offloaded (fraction %v)", all, local, all-local, r.OffloadFraction)
-		t.line("wanted\t%d times there (%d local, %d still in the ring), %d times fetched (%d ahead of need)",
-			e.Hits["local"]+e.Hits["ring"], e.Hits["local"], e.Hits["ring"], e.Misses, e.Prefetched)
+		printExperts(t, r, set)
 	}
 	for _, p := range r.Paths {
 		t.line("moved\t%s from %s to %s in %d copies, after %s while loading", node.Bytes(p.AnswerBytes), p.From, p.To, p.AnswerCopies, node.Bytes(p.LoadBytes))
@@ -202,8 +225,59 @@ func printReport(out io.Writer, res *runResult, hasText bool) error {
 	for i, l := range r.Layers {
 		layers[i] = layerTiers{l.Layer, l.Tiers}
 	}
-	printLayers(t, layers, "L local, R in the ring after a fetch, H on the host only")
+	legend := "L local, R in the ring after a fetch, H on the host only"
+	if len(r.Peers) > 0 {
+		legend = "L local, R in the ring after a fetch, P with a peer, H on the host only"
+	}
+	printLayers(t, layers, legend)
 	return t.print(out)
+}
+
+// printExperts tells where experts live and from where they came.
+func printExperts(t *table, r *runReport, set *settings) {
+	e := &r.Experts
+	local, peer, host := e.Homes["local"], e.Homes["peer"], e.Homes["host"]
+	how, forGood := fmt.Sprintf("fraction %v", r.OffloadFraction), " for good"
+	if set.LocalExperts != "" {
+		how = "local-experts"
+	}
+	if set.AdaptLocal {
+		forGood = ""
+	}
+	where := ""
+	if len(r.Peers) > 0 {
+		where = fmt.Sprintf(", %d of them with peers", peer)
+	}
+	t.line("experts\t%d: %d local%s, %d offloaded (%s)%s", local+peer+host, local, forGood, peer+host, how, where)
+	from := ""
+	if e.Hits["peer"] > 0 {
+		from = fmt.Sprintf("%d from peers, %d from the host, ", e.Hits["peer"], e.Hits["host"])
+	}
+	t.line("wanted\t%d times there (%d local, %d still in the ring), %d times fetched (%s%d ahead of need)",
+		e.Hits["local"]+e.Hits["ring"], e.Hits["local"], e.Hits["ring"], e.Misses, from, e.Prefetched)
+	if e.Guessed > 0 {
+		t.line("guessed\t%d by the next layer's router, %d of them right", e.Guessed, e.GuessedRight)
+	}
+	if e.Swapped > 0 {
+		t.line("swapped\t%d experts became local in place of others", e.Swapped)
+	}
+	if e.Promoted == 0 {
+		return
+	}
+	var lent []string
+	for _, p := range r.Peers {
+		lent = append(lent, fmt.Sprintf("%s of %s", node.Bytes(p.Borrowed), p.Device))
+	}
+	t.line("peers\t%s borrowed; %d copies came, %d were given back, %d revoked", strings.Join(lent, ", "), e.Promoted, e.Demoted, e.Revoked)
+	var why []string
+	for _, reason := range slices.Sorted(maps.Keys(r.Revocations)) {
+		if n := r.Revocations[reason]; n > 0 {
+			why = append(why, fmt.Sprintf("%d for %s", n, reason))
+		}
+	}
+	if len(why) > 0 {
+		t.line("revoked\tpieces of borrowed memory: %s", strings.Join(why, ", "))
+	}
 }
 
 // layerTiers says of one layer in which tier each of its experts is.

@@ -184,7 +184,7 @@ func run(ctx context.Context, s *streams, set *settings, o *runOptions, args []s
 	}
 	r := newRunResult(set, a, &loaded, &done)
 	if !o.quiet {
-		if err := printReport(s.err, r, n.Tokenizer() != nil); err != nil {
+		if err := printReport(s.err, set, r, n.Tokenizer() != nil); err != nil {
 			return err
 		}
 	}

@@ -23,7 +23,8 @@ func newServe(s *streams) *cobra.Command {
 		Use:   "serve",
 		Short: "Serve the OpenAI API",
 		Long: `Serve the OpenAI API: /v1/completions, /v1/chat/completions and /v1/models, and
-beside them /tokenize, /detokenize, /health, /health/ready, /version and /metrics.
+beside them /tokenize, /detokenize, /health, /health/ready, /version and /metrics,
+and for operators /debug/residency (where every expert is) and /debug/events.
 
 Without --model, the small model that is built in answers. The address is open
 from the start, and /health/ready says when the model is loaded.
@@ -76,9 +77,9 @@ func serve(ctx context.Context, s *streams, set *settings, o node.Options) (err 
 	if a, ok := listener.Addr().(*net.TCPAddr); ok && !a.IP.IsLoopback() && set.APIKey == "" {
 		log.Warn("whoever can reach this address can use the model; MOESERVE_API_KEY sets a key", "address", listener.Addr().String())
 	}
-	metrics := server.NewMetrics(name)
+	metrics, events := server.NewMetrics(name), server.NewEvents()
 	srv := server.New(server.Options{
-		Metrics: metrics, Version: buildInfo().Version, APIKey: set.APIKey,
+		Metrics: metrics, Events: events, Version: buildInfo().Version, APIKey: set.APIKey,
 		MaxRequestBytes: int64(set.MaxRequestBytes), MaxSamples: set.MaxQueuedRequests,
 		// The engine's queue is what fills up; this only bounds the bodies in memory.
 		MaxConcurrent:  set.MaxNumSeqs + set.MaxQueuedRequests + spareRequests,
@@ -96,6 +97,12 @@ func serve(ctx context.Context, s *streams, set *settings, o node.Options) (err 
 
 	o.Settings, o.Log, o.WithoutTokenizer, o.MaxQueued = set.Settings, log, withoutTokenizer(set.Model), set.MaxQueuedRequests
 	o.Listener = engine.Listener{Step: func(i engine.StepInfo) { metrics.ObserveStep(i.Duration) }}
+	o.Events = func(e node.Event) {
+		events.Publish(e.Event, e)
+		if e.Event == node.HarvestRevocationEnded {
+			metrics.ObserveDrain(e.Drain)
+		}
+	}
 	n, err := open(ctx, o, s.err, false)
 	if err != nil {
 		return err
@@ -141,8 +148,13 @@ func model(name string, n *node.Node) *server.Model {
 		Defaults: engine.DefaultParams(), Created: time.Now(),
 		Stats: func() server.Stats {
 			t := n.Traffic()
-			return server.Stats{ExpertHits: t.Hits, ExpertFetchBytes: t.Fetched, ExpertResident: t.Resident, PathBytes: t.Copied}
+			return server.Stats{
+				ExpertHits: t.Hits, ExpertFetchBytes: t.Fetched, ExpertResident: t.Resident,
+				ExpertMoves: t.Moves, RebalancedBytes: t.MovedBytes, Guesses: t.Guesses, GuessesRight: t.GuessesRight,
+				PathBytes: t.Copied, HarvestBytes: t.Harvest, Revocations: t.Revocations,
+			}
 		},
+		Residency: func() any { return n.Residency() },
 	}
 	m.Defaults.Temperature = 1 // OpenAI's
 	if t := n.Template(); t != nil {

@@ -4,11 +4,13 @@ import (
 	"bufio"
 	"bytes"
 	"context"
+	"encoding/json"
 	"errors"
 	"io"
 	"net/http"
 	"os"
 	"os/exec"
+	"path/filepath"
 	"regexp"
 	"strings"
 	"sync"
@@ -114,6 +116,132 @@ func TestServe(t *testing.T) {
 	rest, err := io.ReadAll(body)
 	if err != nil || !strings.HasSuffix(string(rest), "data: [DONE]\n\n") || !strings.Contains(string(rest), `"finish_reason":"length"`) {
 		t.Errorf("the answer under way ends with %v, %q", err, rest)
+	}
+}
+
+// get is what a GET of a path answers.
+func (p *process) get(t *testing.T, path string) string {
+	t.Helper()
+	r, err := http.NewRequestWithContext(t.Context(), http.MethodGet, p.url+path, http.NoBody)
+	if err != nil {
+		t.Fatal(err)
+	}
+	resp, err := http.DefaultClient.Do(r)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer resp.Body.Close() //nolint:errcheck // only read from
+	body, err := io.ReadAll(resp.Body)
+	if err != nil || resp.StatusCode != http.StatusOK {
+		t.Fatalf("%s: status %d, %v: %s", path, resp.StatusCode, err, body)
+	}
+	return string(body)
+}
+
+// An operator sees where experts are, and hears of it when others take a peer's
+// memory; clients get the same answers before and after.
+func TestServePeers(t *testing.T) {
+	dir := t.TempDir()
+	// It begins when the model is loaded: others come 2 s later.
+	trace := filepath.Join(dir, "others.csv")
+	if err := os.WriteFile(trace, []byte("time_s,peer,bytes\n0,1,0\n0,2,0\n2,1,268435456\n2,2,0\n"), 0o666); err != nil {
+		t.Fatal(err)
+	}
+	p := startServe(t, "--emulate", "hbm=256MiB", "--offload-fraction", "0.5", "--offload-tier", "peer", "--availability-trace", trace)
+	const body = `{"prompt": "sort: t h e m o e =", "temperature": 0}`
+	answers := func() {
+		answer, err := io.ReadAll(p.post(t, "/v1/completions", body).Body)
+		if err != nil || !strings.Contains(string(answer), "e e h m o t") {
+			t.Errorf("%v: %s", err, answer)
+		}
+	}
+	r, err := http.NewRequestWithContext(t.Context(), http.MethodGet, p.url+"/debug/events", http.NoBody)
+	if err != nil {
+		t.Fatal(err)
+	}
+	events, err := http.DefaultClient.Do(r)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer events.Body.Close() //nolint:errcheck // only read from
+	answers()
+	type residency struct {
+		Experts struct {
+			Layers []struct {
+				Experts []struct{ Tier, Peer string }
+			}
+		}
+		Peers []struct {
+			Device string
+			GPU    int
+		}
+		Harvest struct {
+			Peers []struct {
+				Device string
+				Used   int64 `json:"used_bytes"`
+				Slabs  []struct{ Segments []struct{ Client string } }
+			}
+		}
+	}
+	// at counts the experts that have a copy on a peer.
+	at := func() map[string]int {
+		var v residency
+		if err := json.Unmarshal([]byte(p.get(t, "/debug/residency")), &v); err != nil {
+			t.Fatal(err)
+		}
+		n := map[string]int{}
+		for _, l := range v.Experts.Layers {
+			for _, e := range l.Experts {
+				if e.Peer != "" {
+					n[e.Peer]++
+				}
+				n[e.Tier]++
+			}
+		}
+		for _, h := range v.Harvest.Peers {
+			for _, s := range h.Slabs {
+				n["segments"] += len(s.Segments)
+			}
+		}
+		if len(v.Peers) != 2 || v.Peers[0].Device != "gpu1" || v.Peers[0].GPU != 1 || len(v.Harvest.Peers) != 2 {
+			t.Errorf("%+v", v)
+		}
+		return n
+	}
+	if n := at(); n["gpu1"] == 0 || n["gpu1"]+n["gpu2"] != 24 || n["segments"] != 24 || n["local"] != 24 || n["local"]+n["peer"]+n["ring"] != 48 {
+		t.Errorf("experts are %v", n)
+	}
+	heard := map[string]int{}
+	for lines := bufio.NewScanner(events.Body); heard["harvest.revocation_ended"] == 0 && lines.Scan(); {
+		if name, ok := strings.CutPrefix(lines.Text(), "event: "); ok {
+			heard[name]++
+		}
+	}
+	if heard["harvest.revocation_ended"] == 0 || heard["harvest.revoked"] == 0 || heard["experts.demoted"] == 0 {
+		t.Errorf("heard of %v", heard)
+	}
+	answers()
+	metrics := p.get(t, "/metrics")
+	for _, want := range []string{
+		`(?m)^moeserve_harvest_revocations_total{reason="pressure"} [1-9]`,
+		`(?m)^moeserve_harvest_drain_seconds_count [1-9]`,
+		`(?m)^moeserve_harvest_bytes{device="gpu2",state="used"} [1-9]`,
+		`(?m)^moeserve_harvest_bytes{device="gpu1",state="other"} 2.68435456e\+08$`,
+		`(?m)^moeserve_expert_fetch_bytes_total{tier="peer"} [1-9]`,
+		`(?m)^moeserve_expert_hits_total{tier="peer"} [1-9]`,
+		`(?m)^moeserve_expert_resident{tier="local"} 24$`,
+		`(?m)^moeserve_expert_moves_total{move="revoked"} [1-9]`,
+		`(?m)^moeserve_rebalanced_bytes_total [1-9]`,
+		`(?m)^moeserve_expert_guesses_total [1-9]`,
+		`(?m)^moeserve_path_bytes_total{path="gpu2>gpu0"} [1-9]`,
+	} {
+		if !regexp.MustCompile(want).MatchString(metrics) {
+			t.Errorf("metrics have no %s: %s", want, metrics)
+		}
+	}
+	p.end(t)
+	if _, err := io.Copy(io.Discard, events.Body); err != nil {
+		t.Errorf("the stream of events breaks off: %v", err)
 	}
 }
 

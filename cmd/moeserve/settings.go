@@ -34,6 +34,7 @@ const (
 var otherVariables = []string{
 	"MOESERVE_CUDA_LIBRARIES", "MOESERVE_CUDA_INCLUDE",
 	"MOESERVE_TESTDATA", "MOESERVE_SCORE", "MOESERVE_SOAK", "MOESERVE_LOAD", "MOESERVE_PYTHON", "MOESERVE_CUDA_TEST",
+	"MOESERVE_TIER_CASES",
 }
 
 // addSettings gives a command a flag for each setting, and --config.

@@ -43,6 +43,14 @@ func others(k configs.Key) [3]string {
 		return [3]string{"true", "true", "true"}
 	case k.Name == "dummy-routing":
 		return [3]string{"zipf:1", "zipf:2", "zipf:3"}
+	case k.Name == "peers":
+		return [3]string{"1", "2,3", "none"}
+	case k.Name == "local-experts":
+		return [3]string{"0:1", "@a", "1:2-3"}
+	case k.Name == "harvest-headroom":
+		return [3]string{"0", "1GiB", "7%"}
+	case k.Name == "migration-limit":
+		return [3]string{"0", "1GiB/s", "7GB/s"}
 	case k.Allowed != nil:
 		last := k.Allowed[len(k.Allowed)-1]
 		return [3]string{last, last, last}

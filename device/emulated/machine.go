@@ -106,6 +106,9 @@ func (m *Machine) Topology() *device.Topology { return m.topo }
 // unset.
 func (m *Machine) KeepsData() bool { return !m.o.NoData }
 
+// Virtual says whether time is virtual: it then goes on while somebody waits, only.
+func (m *Machine) Virtual() bool { return m.o.Virtual }
+
 // Now implements device.Machine.
 func (m *Machine) Now() time.Duration {
 	if !m.o.Virtual {

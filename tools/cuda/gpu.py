@@ -248,10 +248,10 @@ def table(logs):
     steps = logs / "presets.json"
     if steps.exists():
         rows = [json.loads(line) for line in steps.read_text().splitlines()]
-        print("| model | layers | experts in host memory | step | sequences | rows | ms | floor, ms | share | tokens/s |")
+        print("| model | layers | offloaded | step | sequences | rows | ms | floor, ms | share | tokens/s |")
         print("|---|---|---|---|---|---|---|---|---|---|")
         for r in rows:
-            start = f"| {r['model']} | {r['layers']} | {100 * r['fraction']:.0f} % | {r['kind']} |"
+            start = f"| {r['model']} | {r['layers']} | {100 * r['fraction']:.0f} %, {r.get('tier', 'host')} | {r['kind']} |"
             if r["kind"] == "load":
                 print(f"{start} – | – | {1e3 * r['seconds']:.0f} | – | – | – |")
             else:

@@ -1,0 +1,248 @@
+package configs
+
+import (
+	"errors"
+	"fmt"
+	"math"
+	"slices"
+	"strconv"
+	"strings"
+)
+
+// PeerChoice is what the setting peers asks for.
+type PeerChoice struct {
+	// Auto leaves it to the kind of devices.
+	Auto bool
+	// GPUs named, by the driver's numbers; none where it is not auto and names none.
+	GPUs []int
+}
+
+// PeerChoice reads the setting peers. Errors are *SettingError.
+func (s Settings) PeerChoice() (PeerChoice, error) {
+	switch s.Peers {
+	case "auto":
+		return PeerChoice{Auto: true}, nil
+	case "none":
+		return PeerChoice{}, nil
+	}
+	var c PeerChoice
+	for f := range strings.SplitSeq(s.Peers, ",") {
+		n, err := strconv.ParseUint(strings.TrimSpace(f), 10, 16)
+		if err != nil {
+			return c, &SettingError{Key: "peers", Value: s.Peers, Want: "must be auto, none, or numbers of GPUs with commas between them"}
+		}
+		if slices.Contains(c.GPUs, int(n)) {
+			return c, &SettingError{Key: "peers", Value: s.Peers, Want: fmt.Sprintf("names GPU %d twice", n)}
+		}
+		c.GPUs = append(c.GPUs, int(n))
+	}
+	return c, nil
+}
+
+// Headroom of a peer: Bytes, or a Share (0 to 1) of its memory where Bytes is 0.
+type Headroom struct {
+	Bytes int64
+	Share float64
+}
+
+// Headroom reads the setting harvest-headroom. Errors are *SettingError.
+func (s Settings) Headroom() (Headroom, error) {
+	if text, ok := strings.CutSuffix(s.HarvestHeadroom, "%"); ok {
+		if v, err := strconv.ParseFloat(text, 64); err == nil && v >= 0 && v <= 100 {
+			return Headroom{Share: v / 100}, nil
+		}
+	} else if n, err := ParseBytes(s.HarvestHeadroom); err == nil {
+		return Headroom{Bytes: n}, nil
+	}
+	return Headroom{}, &SettingError{Key: "harvest-headroom", Value: s.HarvestHeadroom, Want: "must be a size like 4GiB, or a share like 5%"}
+}
+
+// MigrationBytesPerSecond reads the setting migration-limit: 0 leaves it to who
+// migrates, under 0 is no limit. Errors are *SettingError.
+func (s Settings) MigrationBytesPerSecond() (float64, error) {
+	switch s.MigrationLimit {
+	case "auto":
+		return 0, nil
+	case "0":
+		return -1, nil
+	}
+	text, ok := strings.CutSuffix(s.MigrationLimit, "/s")
+	n, err := ParseBytes(text)
+	if err != nil || !ok || n == 0 {
+		return 0, &SettingError{Key: "migration-limit", Value: s.MigrationLimit, Want: "must be auto, a rate like 2GiB/s, or 0"}
+	}
+	return float64(n), nil
+}
+
+// TraceChoice is what the setting availability-trace asks for: nothing, the File, or
+// a made up trace.
+type TraceChoice struct {
+	File      string
+	Generated bool
+	// Seed, and Churn, how often per minute what others hold changes, of a made up one.
+	Seed  uint64
+	Churn float64
+}
+
+// maxChurn bounds the changes per minute of a made up trace: one in a millisecond.
+const maxChurn = 60e3
+
+// Trace reads the setting availability-trace. Errors are *SettingError.
+func (s Settings) Trace() (TraceChoice, error) {
+	text, ok := strings.CutPrefix(s.AvailabilityTrace, "generated:")
+	if !ok {
+		return TraceChoice{File: s.AvailabilityTrace}, nil
+	}
+	seed, churn, given := strings.Cut(text, ":")
+	c := TraceChoice{Generated: true, Churn: 1}
+	var err error
+	if c.Seed, err = strconv.ParseUint(seed, 10, 64); err == nil && given {
+		c.Churn, err = strconv.ParseFloat(churn, 64)
+	}
+	if err != nil || !(c.Churn > 0 && c.Churn <= maxChurn) {
+		return c, &SettingError{
+			Key: "availability-trace", Value: s.AvailabilityTrace,
+			Want: fmt.Sprintf("must be a file, generated:SEED, or generated:SEED:CHANGES_PER_MINUTE, these above 0 and at most %v", number(maxChurn)),
+		}
+	}
+	return c, nil
+}
+
+// LayerExperts are some of a layer's experts, ascending.
+type LayerExperts struct {
+	// Layer by the model's number.
+	Layer   int
+	Experts []int
+}
+
+// LocalExpertsFile is the file that the setting local-experts names, and false where
+// it is a list.
+func (s Settings) LocalExpertsFile() (string, bool) { return strings.CutPrefix(s.LocalExperts, "@") }
+
+// maxExpert bounds the numbers in a list: more than any model has.
+const maxExpert = 1 << 16
+
+// ParseExperts reads a list like "0:1,5;3:2-7": layers with semicolons or line ends
+// between them, and of each the experts. Empty lines and what follows a # are left
+// out. Layers come in the order of their numbers.
+func ParseExperts(text string) ([]LayerExperts, error) {
+	var list []LayerExperts
+	for line := range strings.Lines(text) {
+		line, _, _ = strings.Cut(line, "#")
+		for entry := range strings.SplitSeq(line, ";") {
+			if entry = strings.TrimSpace(entry); entry == "" {
+				continue
+			}
+			l, err := parseLayer(entry)
+			if err != nil {
+				return nil, fmt.Errorf("%q: %w", entry, err)
+			}
+			at, there := slices.BinarySearchFunc(list, l.Layer, func(l LayerExperts, n int) int { return l.Layer - n })
+			if there {
+				return nil, fmt.Errorf("layer %d is listed twice", l.Layer)
+			}
+			list = slices.Insert(list, at, l)
+		}
+	}
+	return list, nil
+}
+
+func parseLayer(entry string) (LayerExperts, error) {
+	layer, experts, ok := strings.Cut(entry, ":")
+	n, err := parseNumber(layer)
+	if !ok || err != nil {
+		return LayerExperts{}, errors.New("must be a layer's number, a colon, and numbers of experts: 3:1,5 or 3:2-7")
+	}
+	l := LayerExperts{Layer: n}
+	for f := range strings.SplitSeq(experts, ",") {
+		from, to, span := strings.Cut(f, "-")
+		first, err := parseNumber(from)
+		last := first
+		if err == nil && span {
+			last, err = parseNumber(to)
+		}
+		if err != nil || last < first {
+			return LayerExperts{}, fmt.Errorf("%q is neither an expert's number nor a span like 2-7", strings.TrimSpace(f))
+		}
+		for e := first; e <= last; e++ {
+			l.Experts = append(l.Experts, e)
+		}
+	}
+	slices.Sort(l.Experts)
+	for i := range len(l.Experts) - 1 {
+		if l.Experts[i] == l.Experts[i+1] {
+			return LayerExperts{}, fmt.Errorf("expert %d is listed twice", l.Experts[i])
+		}
+	}
+	return l, nil
+}
+
+func parseNumber(text string) (int, error) {
+	n, err := strconv.ParseUint(strings.TrimSpace(text), 10, 31)
+	if err == nil && n >= maxExpert {
+		err = strconv.ErrRange
+	}
+	return int(n), err
+}
+
+// byteUnits are powers of 1000 and of 1024.
+var byteUnits = map[string]float64{
+	"": 1, "B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12,
+	"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40,
+}
+
+// ParseBytes reads a size from 0: "4GiB", "1.5GB", "0".
+func ParseBytes(text string) (int64, error) {
+	i := strings.IndexFunc(text, func(r rune) bool { return (r < '0' || r > '9') && r != '.' })
+	if i < 0 {
+		i = len(text)
+	}
+	n, err := strconv.ParseFloat(text[:i], 64)
+	unit, ok := byteUnits[text[i:]]
+	if err != nil || !ok || n*unit > math.MaxInt64/2 {
+		return 0, fmt.Errorf("%q is no size like 4GiB", text)
+	}
+	return int64(n * unit), nil
+}
+
+// validatePeers checks the settings about peers, and about where experts live.
+func (s Settings) validatePeers() error {
+	peers, err := s.PeerChoice()
+	if err == nil {
+		_, err = s.Headroom()
+	}
+	if err == nil {
+		_, err = s.MigrationBytesPerSecond()
+	}
+	if err != nil {
+		return err
+	}
+	trace, err := s.Trace()
+	if err != nil {
+		return err
+	}
+	if (trace.Generated || trace.File != "") && s.Device == "cuda" {
+		return &SettingError{Key: "availability-trace", Value: s.AvailabilityTrace, Want: "is for emulated devices, and device is cuda: leave one of them out"}
+	}
+	if slices.Contains(peers.GPUs, s.GPU) {
+		return &SettingError{Key: "peers", Value: s.Peers, Want: fmt.Sprintf("names the compute GPU, %d: name others", s.GPU)}
+	}
+	if s.OffloadTier == "peer" && !peers.Auto && len(peers.GPUs) == 0 {
+		return &SettingError{Key: "offload-tier", Value: s.OffloadTier, Want: "needs peers, and peers is none"}
+	}
+	if s.OffloadTier == "peer" && peers.Auto && s.Device == "cuda" {
+		return &SettingError{Key: "offload-tier", Value: s.OffloadTier, Want: "needs peers: name the GPUs whose memory may be borrowed"}
+	}
+	if s.LocalExperts == "" {
+		return nil
+	}
+	if s.OffloadFraction > 0 {
+		return &SettingError{Key: "local-experts", Value: s.LocalExperts, Want: "says what is offloaded, and so does offload-fraction: leave one of them out"}
+	}
+	if _, file := s.LocalExpertsFile(); !file {
+		if _, err := ParseExperts(s.LocalExperts); err != nil {
+			return &SettingError{Key: "local-experts", Value: s.LocalExperts, Want: err.Error()}
+		}
+	}
+	return nil
+}

@@ -1,0 +1,137 @@
+package configs
+
+import (
+	"errors"
+	"fmt"
+	"reflect"
+	"strings"
+	"testing"
+)
+
+// with is the defaults with one setting changed.
+func with(change func(*Settings)) Settings {
+	s := Defaults()
+	change(&s)
+	return s
+}
+
+func TestPeerSettings(t *testing.T) {
+	read := func(s Settings) string {
+		peers, err := s.PeerChoice()
+		if err != nil {
+			return err.Error()
+		}
+		room, err := s.Headroom()
+		if err != nil {
+			return err.Error()
+		}
+		rate, err := s.MigrationBytesPerSecond()
+		if err != nil {
+			return err.Error()
+		}
+		trace, err := s.Trace()
+		if err != nil {
+			return err.Error()
+		}
+		return fmt.Sprintf("%+v %+v %.0f %+v", peers, room, rate, trace)
+	}
+	const (
+		auto  = "{Auto:true GPUs:[]}"
+		room  = "{Bytes:0 Share:0.05}"
+		trace = "{File: Generated:false Seed:0 Churn:0}"
+		rest  = room + " 0 " + trace
+	)
+	for _, c := range []struct {
+		key, value, want string
+	}{
+		{"peers", "auto", auto + " " + rest},
+		{"peers", "none", "{Auto:false GPUs:[]} " + rest},
+		{"peers", "1, 2", "{Auto:false GPUs:[1 2]} " + rest},
+		{"peers", "1,", `peers is "1,": must be auto, none, or numbers of GPUs with commas between them`},
+		{"peers", "", `peers is "": must be auto`},
+		{"peers", "-1", `peers is "-1": must be auto`},
+		{"peers", "2,1,2", "names GPU 2 twice"},
+		{"harvest-headroom", "4GiB", auto + " {Bytes:4294967296 Share:0} 0 " + trace},
+		{"harvest-headroom", "0", auto + " {Bytes:0 Share:0} 0 " + trace},
+		{"harvest-headroom", "12.5%", auto + " {Bytes:0 Share:0.125} 0 " + trace},
+		{"harvest-headroom", "101%", `harvest-headroom is "101%": must be a size like 4GiB, or a share like 5%`},
+		{"harvest-headroom", "-1%", "must be a size like 4GiB"},
+		{"harvest-headroom", "4 parsecs", "must be a size like 4GiB"},
+		{"harvest-headroom", "NaN%", "must be a size like 4GiB"},
+		{"migration-limit", "0", auto + " " + room + " -1 " + trace},
+		{"migration-limit", "2.5GB/s", auto + " " + room + " 2500000000 " + trace},
+		{"migration-limit", "2.5GB", `migration-limit is "2.5GB": must be auto, a rate like 2GiB/s, or 0`},
+		{"migration-limit", "9999999999TiB/s", "must be auto, a rate"},
+		{"migration-limit", "0/s", "must be auto, a rate"},
+		{"migration-limit", "", "must be auto, a rate"},
+		{"availability-trace", "a.csv", auto + " " + room + " 0 {File:a.csv Generated:false Seed:0 Churn:0}"},
+		{"availability-trace", "generated:7", auto + " " + room + " 0 {File: Generated:true Seed:7 Churn:1}"},
+		{"availability-trace", "generated:7:0.5", auto + " " + room + " 0 {File: Generated:true Seed:7 Churn:0.5}"},
+		{"availability-trace", "generated:", "must be a file, generated:SEED, or generated:SEED:CHANGES_PER_MINUTE"},
+		{"availability-trace", "generated:1:0", "these above 0 and at most 60000"},
+		{"availability-trace", "generated:1:NaN", "these above 0"},
+	} {
+		s := Defaults()
+		reflect.ValueOf(&s).Elem().FieldByNameFunc(func(name string) bool {
+			f, _ := reflect.TypeFor[Settings]().FieldByName(name)
+			return f.Tag.Get("mapstructure") == c.key
+		}).SetString(c.value)
+		if got := read(s); !strings.Contains(got, c.want) {
+			t.Errorf("%s %q: %s, want %s", c.key, c.value, got, c.want)
+		}
+		if err := s.Validate(); (err != nil) != !strings.HasPrefix(c.want, "{") {
+			t.Errorf("%s %q: Validate says %v", c.key, c.value, err)
+		}
+	}
+}
+
+func TestPeerSettingsTogether(t *testing.T) {
+	for _, c := range []struct {
+		settings Settings
+		key      string
+	}{
+		{with(func(s *Settings) { s.Peers, s.GPU = "0,1", 1 }), "peers"},
+		{with(func(s *Settings) { s.Peers, s.OffloadTier = "none", "peer" }), "offload-tier"},
+		{with(func(s *Settings) { s.Peers, s.OffloadTier = "none", "auto" }), ""},
+		{with(func(s *Settings) { s.Peers, s.OffloadTier = "1", "peer" }), ""},
+		{with(func(s *Settings) { s.OffloadTier, s.Device = "peer", "cuda" }), "offload-tier"},
+		{with(func(s *Settings) { s.OffloadTier, s.Device, s.Peers = "peer", "cuda", "1" }), ""},
+		{with(func(s *Settings) { s.AvailabilityTrace, s.Device = "generated:1", "cuda" }), "availability-trace"},
+		{with(func(s *Settings) { s.LocalExperts, s.OffloadFraction = "0:1", 0.5 }), "local-experts"},
+		{with(func(s *Settings) { s.LocalExperts = "0:1;0:2" }), "local-experts"},
+		{with(func(s *Settings) { s.LocalExperts = "0:1,5;3:2-7" }), ""},
+		{with(func(s *Settings) { s.LocalExperts = "@no/such/file" }), ""}, // who opens it says so
+	} {
+		err := c.settings.Validate()
+		var bad *SettingError
+		if c.key == "" && err != nil || c.key != "" && (!errors.As(err, &bad) || bad.Key != c.key) {
+			t.Errorf("%+v: %v, want one about %q", c.settings, err, c.key)
+		}
+	}
+}
+
+func TestParseExperts(t *testing.T) {
+	for _, c := range []struct{ text, want string }{
+		{"0:1,5;3:2-7", "[{0 [1 5]} {3 [2 3 4 5 6 7]}]"},
+		{" 3 : 7 , 2-3 \n# a line\n0: 1 # and more\n\n", "[{0 [1]} {3 [2 3 7]}]"},
+		{"", "[]"},
+		{"0", `"0": must be a layer's number, a colon`},
+		{"x:1", `"x:1": must be a layer's number`},
+		{"0:", `"0:": "" is neither an expert's number`},
+		{"0:1-", `"1-" is neither`},
+		{"0:7-2", `"7-2" is neither`},
+		{"0:99999999999", "is neither"},
+		{"0:1-4294967295", "is neither"},
+		{"0:1;2:0;0:2", "layer 0 is listed twice"},
+		{"0:1-3,2", "expert 2 is listed twice"},
+	} {
+		list, err := ParseExperts(c.text)
+		got := fmt.Sprint(list)
+		if err != nil {
+			got = err.Error()
+		}
+		if !strings.Contains(got, c.want) {
+			t.Errorf("%q: %s, want %s", c.text, got, c.want)
+		}
+	}
+}

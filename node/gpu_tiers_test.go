@@ -1,0 +1,143 @@
+//go:build cuda
+
+package node_test
+
+import (
+	"context"
+	"flag"
+	"slices"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/moeserve/moeserve/configs"
+	"github.com/moeserve/moeserve/device"
+	"github.com/moeserve/moeserve/harvest"
+	"github.com/moeserve/moeserve/node"
+	"github.com/moeserve/moeserve/tools/fixtures"
+)
+
+var peer = flag.String("peer", "", "GPU that lends memory in the tests named Tiers: its number")
+
+func needPeer(t *testing.T) {
+	t.Helper()
+	needGPU(t)
+	if *peer == "" {
+		t.Skip("give -peer, the number of a second GPU")
+	}
+}
+
+// TestGPUTiers: tokens do not depend on whether experts come from a peer or from the
+// host, nor on what is taken back while requests run: by a neighbor who asks for it, and
+// by one who just takes it.
+func TestGPUTiers(t *testing.T) {
+	needPeer(t)
+	for _, name := range onGPU {
+		t.Run(name, func(t *testing.T) {
+			dir := fixtures.Dir(t, name)
+			want := generateOnGPU(t, func(s *configs.Settings) { s.Model, s.OffloadTier = dir, "host" })
+			fetched, revoked := int64(0), int64(0)
+			for _, f := range []float64{0.5, 1} {
+				for _, tier := range []string{"peer"} {
+					for trouble, make := range map[string]func(context.Context, *node.Node) error{"none": nil, "asked": ask, "taken": take} {
+						n := openOnGPU(t, node.Options{RingLayers: 1, Settings: gpuSettings(func(s *configs.Settings) {
+							s.Model, s.OffloadFraction, s.OffloadTier, s.Peers, s.MigrationLimit = dir, f, tier, *peer, "0"
+						})})
+						ctx, stop := context.WithCancel(t.Context())
+						var loop sync.WaitGroup
+						if make != nil {
+							loop.Go(func() {
+								if err := make(ctx, n); err != nil {
+									t.Error(err)
+								}
+							})
+						}
+						for round := range 3 {
+							if got := generate(t, n); got != want {
+								t.Errorf("fraction %v, tier %s, memory %s, round %d: tokens %s, want %s", f, tier, trouble, round, got, want)
+							}
+						}
+						stop()
+						loop.Wait()
+						traffic := n.Traffic()
+						fetched += traffic.Fetched["peer"]
+						revoked += traffic.Moves["revoked"]
+						t.Logf("fraction %v, tier %s, memory %s: fetched %v, moves %v, revocations %v", f, tier, trouble, traffic.Fetched, traffic.Moves, traffic.Revocations)
+						if err := n.Close(); err != nil {
+							t.Error(err)
+						}
+					}
+				}
+			}
+			if fetched == 0 || revoked == 0 {
+				t.Errorf("%d bytes came from the peer, %d experts were revoked", fetched, revoked)
+			}
+		})
+	}
+}
+
+// ask lets a neighbor ask for everything, over and over, once something was fetched.
+func ask(ctx context.Context, n *node.Node) error {
+	for ctx.Err() == nil && n.Traffic().Fetched["peer"] == 0 {
+		time.Sleep(time.Millisecond)
+	}
+	for ctx.Err() == nil {
+		if _, err := n.Harvest().Reclaim(device.HBM(1), 1<<40, 0); err != nil {
+			return err
+		}
+		time.Sleep(3 * time.Millisecond)
+	}
+	return nil
+}
+
+// take lets a neighbor allocate all that is free on the peer, twice, and waits each
+// time until head-room is there again.
+func take(ctx context.Context, n *node.Node) error {
+	for range 2 {
+		u, err := n.Machine().Usage(device.HBM(1))
+		if err != nil {
+			return err
+		}
+		m, err := n.Machine().Alloc(device.HBM(1), u.Free()-(64<<20), "a neighbor's")
+		if err != nil {
+			return err
+		}
+		for ctx.Err() == nil && held(n.Harvest().Snapshot()) > 0 {
+			time.Sleep(time.Millisecond)
+		}
+		if err := m.Free(); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func held(s harvest.Snapshot) int64 {
+	return s.Peers[0].Used + s.Peers[0].Unused + s.Peers[0].Leaving
+}
+
+// tierOf splits a fraction of -whole, "0.5" or "0.5p", where p asks for a peer.
+func tierOf(text string) (fraction, tier string) {
+	if n := len(text); n > 0 && text[n-1] == 'p' {
+		return text[:n-1], "peer"
+	}
+	return text, "host"
+}
+
+// logTraffic tells what came from where since before, and how fast.
+func logTraffic(t *testing.T, what string, before, after node.Traffic, took time.Duration) {
+	t.Helper()
+	var tiers []string
+	for tier := range after.Fetched {
+		tiers = append(tiers, tier)
+	}
+	slices.Sort(tiers)
+	for _, tier := range tiers {
+		if bytes := after.Fetched[tier] - before.Fetched[tier]; bytes > 0 {
+			t.Logf("%s: %.3f GB from %s in %v: %.1f GB/s", what, float64(bytes)/1e9, tier, took.Round(time.Microsecond), float64(bytes)/1e9/took.Seconds())
+		}
+	}
+	if n := after.Guesses - before.Guesses; n > 0 {
+		t.Logf("%s: %d of %d guesses were right", what, after.GuessesRight-before.GuessesRight, n)
+	}
+}

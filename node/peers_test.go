@@ -1,0 +1,387 @@
+package node_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/moeserve/moeserve/configs"
+	"github.com/moeserve/moeserve/device"
+	"github.com/moeserve/moeserve/device/emulated"
+	"github.com/moeserve/moeserve/experts"
+	"github.com/moeserve/moeserve/node"
+)
+
+// linked is a virtual machine on which time goes by.
+func linked(s emulated.Schedule) emulated.Options {
+	return emulated.Options{
+		Virtual: true, Check: true, Schedule: s, Seed: 11,
+		HostLink: emulated.Link{BytesPerSecond: 1e9, Latency: 10 * time.Microsecond},
+		PeerLink: emulated.Link{BytesPerSecond: 8e9, Latency: 5 * time.Microsecond},
+		GPUs:     slices.Repeat([]emulated.GPU{{MemoryBytes: 256 << 20}}, 3),
+	}
+}
+
+// TestTiers: with experts in each tier the answers of the built-in model are those of
+// a model that is all local, and the report says where they came from.
+func TestTiers(t *testing.T) {
+	want := generate(t, open(t, machine{options: emulated.Options{}}, nil))
+	for _, c := range []struct {
+		name   string
+		change func(*configs.Settings)
+		homes  map[string]int
+	}{
+		{"host", func(s *configs.Settings) { s.OffloadTier = "host" }, map[string]int{"local": 24, "host": 24}},
+		{"none", func(s *configs.Settings) { s.Peers = "none" }, map[string]int{"local": 24, "host": 24}},
+		{"peer", func(s *configs.Settings) { s.OffloadTier = "peer" }, map[string]int{"local": 24, "peer": 24}},
+		{"one peer", func(s *configs.Settings) { s.OffloadTier, s.Peers = "peer", "2" }, map[string]int{"local": 24, "peer": 24}},
+		{"auto", func(s *configs.Settings) { s.MigrationLimit = "0" }, map[string]int{"local": 24, "peer": 24}},
+		{"auto in little memory", func(s *configs.Settings) { s.HarvestHeadroom, s.MigrationLimit = "255MiB", "0" }, map[string]int{"local": 24, "peer": 14, "host": 10}},
+		{"listed", func(s *configs.Settings) {
+			s.OffloadFraction, s.LocalExperts, s.OffloadTier = 0, "0:0-7;3:1,4", "peer"
+		}, map[string]int{"local": 10, "peer": 38}},
+		{"adapted", func(s *configs.Settings) { s.AdaptLocal, s.MigrationLimit = true, "0" }, nil},
+		{"locality", func(s *configs.Settings) { s.OffloadTier, s.HarvestPolicy = "peer", "locality" }, map[string]int{"local": 24, "peer": 24}},
+	} {
+		for _, o := range []emulated.Options{linked(emulated.Random), {GPUs: linked(emulated.Random).GPUs}} {
+			if !o.Virtual && c.homes["peer"] > 0 && !strings.Contains(c.name, "peer") {
+				continue // when experts move is then a matter of the wall clock
+			}
+			t.Run(fmt.Sprintf("%s/virtual %v", c.name, o.Virtual), func(t *testing.T) {
+				n := open(t, machine{fraction: 0.5, options: o}, c.change)
+				if got := generate(t, n); got != want {
+					t.Errorf("tokens %s, want %s", got, want)
+				}
+				r, err := n.Report(t.Context())
+				if err != nil {
+					t.Fatal(err)
+				}
+				for _, tier := range []string{"local", "peer", "host"} {
+					if c.homes != nil && r.Homes[tier] != c.homes[tier] {
+						t.Errorf("experts are at home %v, want %v", r.Homes, c.homes)
+						break
+					}
+				}
+				traffic := n.Traffic()
+				if peer := traffic.Fetched["peer"] > 0; peer != (r.Homes["peer"] > 0) {
+					t.Errorf("%d bytes came from peers, where %d experts are", traffic.Fetched["peer"], r.Homes["peer"])
+				}
+				var lent int64
+				for _, p := range r.Peers {
+					lent += p.Borrowed
+					if used := traffic.Harvest[p.Device]["used"]; used > p.Borrowed {
+						t.Errorf("%s: %d bytes used of %d borrowed", p.Device, used, p.Borrowed)
+					}
+				}
+				if lent < int64(r.Homes["peer"])*(132<<10) || len(r.Peers) == 0 && lent > 0 {
+					t.Errorf("%d bytes borrowed for %d experts", lent, r.Homes["peer"])
+				}
+				snapshot := n.Residency()
+				counts := map[string]int{}
+				for _, l := range snapshot.Experts.Layers {
+					for _, e := range l.Experts {
+						if e.Peer != "" {
+							counts["peer"]++
+						}
+					}
+				}
+				if counts["peer"] != r.Homes["peer"] || len(snapshot.Peers) != len(r.Peers) || (snapshot.Harvest == nil) != (len(r.Peers) == 0) {
+					t.Errorf("%+v, and the report has %+v", snapshot, r)
+				}
+			})
+		}
+	}
+}
+
+// writeTrace puts a trace into a file.
+func writeTrace(t *testing.T, lines ...string) string {
+	t.Helper()
+	path := filepath.Join(t.TempDir(), "trace.csv")
+	if err := os.WriteFile(path, []byte("time_s,peer,bytes\n"+strings.Join(lines, "\n")+"\n"), 0o666); err != nil {
+		t.Fatal(err)
+	}
+	return path
+}
+
+// TestRevokedInMidRun: other tenants take the peers' memory and give it back while
+// requests run, and the answers do not change.
+func TestRevokedInMidRun(t *testing.T) {
+	want := generate(t, open(t, machine{options: emulated.Options{}}, nil))
+	for trace, headroom := range map[string]string{
+		writeTrace(t, "0,1,0", "0,2,0", "0.004,1,268435456", "0.004,2,0", "0.01,1,0", "0.01,2,268435456", "0.02,1,0", "0.02,2,0"): "5%",
+		"generated:3:60000": "75%",
+	} {
+		for schedule, policies := range map[emulated.Schedule][]string{
+			emulated.Eager: {"best-fit"}, emulated.Lazy: {"interference"}, emulated.Random: {"best-fit", "stability"},
+		} {
+			for _, policy := range policies {
+				s := configs.Defaults()
+				s.OffloadFraction, s.MaxNumBatchedTokens = 0.75, 192
+				s.MigrationLimit, s.AvailabilityTrace, s.HarvestPolicy, s.HarvestHeadroom = "0", trace, policy, headroom
+				var events []node.Event
+				n, err := node.Open(t.Context(), node.Options{
+					Settings: s, HostLogits: true, Events: func(e node.Event) { events = append(events, e) },
+					OpenMachine: func() (device.Machine, error) { return emulated.Open(linked(schedule)) },
+				})
+				if err != nil {
+					t.Fatal(err)
+				}
+				what := fmt.Sprintf("%s, %v, %s", filepath.Base(trace), schedule, policy)
+				if got := generate(t, n); got != want {
+					t.Errorf("%s: tokens %s, want %s", what, got, want)
+				}
+				r, err := n.Report(t.Context())
+				if err != nil {
+					t.Fatal(err)
+				}
+				if r.Revocations["pressure"] == 0 || r.Experts.Revoked == 0 || r.Experts.Fetched[experts.Peer] == 0 {
+					t.Errorf("%s: %v pieces of memory and %d copies were revoked, %d bytes fetched from peers", what, r.Revocations, r.Experts.Revoked, r.Experts.Fetched[experts.Peer])
+				}
+				if err := n.Close(); err != nil {
+					t.Errorf("%s: %v", what, err)
+				}
+				began, ended := 0, 0
+				for _, e := range events {
+					if e.Reason == "pressure" {
+						switch e.Event {
+						case node.HarvestRevocationBegan:
+							began++
+						case node.HarvestRevocationEnded:
+							ended++
+						}
+					}
+				}
+				if int64(began) != r.Revocations["pressure"] || ended != began {
+					t.Errorf("%s: %d revocations began and %d ended, of %v", what, began, ended, r.Revocations)
+				}
+			}
+		}
+	}
+}
+
+// TestCloseInRevocation: the node is closed while a peer is being revoked and a copy
+// from it stalls. It waits for that copy, and gives everything back.
+func TestCloseInRevocation(t *testing.T) {
+	began := make(chan struct{}, 100)
+	s := configs.Defaults()
+	s.OffloadFraction, s.OffloadTier, s.MaxNumBatchedTokens = 0.75, "peer", 192
+	var m *emulated.Machine
+	n, err := node.Open(t.Context(), node.Options{
+		Settings: s, OpenMachine: func() (_ device.Machine, err error) {
+			m, err = emulated.New(emulated.Options{GPUs: linked(emulated.Eager).GPUs, Check: true})
+			return m, err
+		},
+		Events: func(e node.Event) {
+			if e.Event == node.HarvestRevocationBegan {
+				began <- struct{}{}
+			}
+		},
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	stall := m.Inject(&emulated.Fault{
+		Kind: emulated.StallCopy, Skip: 5,
+		Match: func(p emulated.Point) bool { return p.From == device.HBM(1) && p.To == device.HBM(0) },
+	})
+	ctx, cancel := context.WithCancel(t.Context())
+	ended := make(chan error, 1)
+	go func() {
+		_, err := n.Engine().Generate(ctx, requests(n.Config().Vocab), nil)
+		ended <- err
+	}()
+	for end := time.Now().Add(20 * time.Second); stall.Hits() == 0; time.Sleep(time.Millisecond) {
+		if time.Now().After(end) {
+			t.Fatal("no copy stalls")
+		}
+	}
+	if err := m.Take(device.HBM(1), 256<<20); err != nil {
+		t.Fatal(err)
+	}
+	<-began
+	cancel()
+	const held = 100 * time.Millisecond
+	stalled := time.Now()
+	time.AfterFunc(held, stall.Release)
+	if err := <-ended; !errors.Is(err, context.Canceled) {
+		t.Error(err)
+	}
+	if err := n.Close(); err != nil {
+		t.Error(err)
+	}
+	if d := time.Since(stalled); d < held {
+		t.Errorf("closed after %v, under a copy that stalls for %v", d, held)
+	}
+}
+
+// TestLostPeer loses a peer in mid-run: its experts come from the host, and the
+// answers are the same.
+func TestLostPeer(t *testing.T) {
+	want := generate(t, open(t, machine{options: emulated.Options{}}, nil))
+	for _, o := range []emulated.Options{linked(emulated.Eager), linked(emulated.Random), {GPUs: linked(emulated.Eager).GPUs}} {
+		var m *emulated.Machine
+		s := configs.Defaults()
+		s.OffloadFraction, s.OffloadTier, s.MaxNumBatchedTokens = 0.75, "peer", 192
+		n, err := node.Open(t.Context(), node.Options{Settings: s, OpenMachine: func() (_ device.Machine, err error) {
+			m, err = emulated.New(o)
+			return m, err
+		}})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if got := generate(t, n); got != want {
+			t.Errorf("tokens %s, want %s", got, want)
+		}
+		if err := m.Lose(1); err != nil {
+			t.Fatal(err)
+		}
+		if got := generate(t, n); got != want {
+			t.Errorf("without the peer: tokens %s, want %s", got, want)
+		}
+		for _, l := range n.Residency().Experts.Layers {
+			for e, x := range l.Experts {
+				if x.Peer == "gpu1" {
+					t.Errorf("layer %d expert %d is still said to be on gpu1", l.Layer, e)
+				}
+			}
+		}
+		if err := n.Close(); err != nil {
+			t.Error(err)
+		}
+	}
+}
+
+// TestBadPeers: what cannot be is refused before anything is loaded, in one line that
+// says what to do.
+func TestBadPeers(t *testing.T) {
+	apart := linked(emulated.Eager)
+	top := func() device.Topology {
+		m, err := emulated.New(apart)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer m.Close() //nolint:errcheck // nothing was taken
+		return *m.Topology()
+	}()
+	delete(top.Paths, device.Pair{From: device.HBM(2), To: device.HBM(0)})
+	split := emulated.Options{Virtual: true, Topology: &top}
+	for _, c := range []struct {
+		name    string
+		options emulated.Options
+		wrap    bool
+		change  func(*configs.Settings)
+		want    string
+	}{
+		{"unknown", apart, false, func(s *configs.Settings) { s.Peers = "1,3" }, "there is no peer gpu3: the machine has 3 GPUs"},
+		{"unknown and not used", apart, false, func(s *configs.Settings) { s.Peers, s.OffloadTier = "1,3", "host" }, "there is no peer gpu3"},
+		{"the compute GPU", apart, false, func(s *configs.Settings) { s.Peers, s.GPU = "0", 1 }, "gpu0 is the compute GPU"},
+		{"out of reach", split, false, func(s *configs.Settings) { s.Peers = "1,2" }, "peer gpu2 cannot be reached from gpu0, leave it out"},
+		{"too little", apart, false, func(s *configs.Settings) {
+			s.OffloadTier, s.HarvestHeadroom = "peer", "255MiB"
+		}, "36 of 132.00 KiB each, and 14 fit: gpu1 7 (1.00 MiB of 256.00 MiB, after 0 B of others and 255.00 MiB of head-room), gpu2 7"},
+		{"taken at first", apart, false, func(s *configs.Settings) {
+			s.OffloadTier, s.AvailabilityTrace = "peer", writeTrace(t, "0,1,268435456", "0,2,268435456")
+		}, "and 0 fit"},
+		{"no peers", emulated.Options{GPUs: make([]emulated.GPU, 1)}, false, func(s *configs.Settings) { s.OffloadTier = "peer" }, "there is no GPU but gpu0 to lend memory"},
+		{"a trace with a gap", apart, false, func(s *configs.Settings) { s.AvailabilityTrace = writeTrace(t, "0,1,0", "0,2,0", "1,2,0") }, "time 1 has no line for peer 1"},
+		{"a trace of others", apart, false, func(s *configs.Settings) { s.AvailabilityTrace = writeTrace(t, "0,3,0") }, "there is no peer 3"},
+		{"no trace", apart, false, func(s *configs.Settings) { s.AvailabilityTrace = "no/such/file" }, "no/such/file: no such file"},
+		{"a trace of real GPUs", apart, true, func(s *configs.Settings) { s.AvailabilityTrace = "generated:1" }, "availability-trace is for emulated devices"},
+		{"no such expert", apart, false, func(s *configs.Settings) { s.OffloadFraction, s.LocalExperts = 0, "0:8" }, "there is no expert 8 in layer 0: it has 8"},
+		{"no such layer", apart, false, func(s *configs.Settings) { s.OffloadFraction, s.LocalExperts = 0, "6:0" }, "the model's layers that have are 0-5"},
+		{"no such list", apart, false, func(s *configs.Settings) { s.OffloadFraction, s.LocalExperts = 0, "@no/such/file" }, "no/such/file: no such file"},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			s := configs.Defaults()
+			s.OffloadFraction, s.MaxNumBatchedTokens = 0.75, 192
+			c.change(&s)
+			n, err := node.Open(t.Context(), node.Options{Settings: s, OpenMachine: func() (device.Machine, error) {
+				m, err := emulated.Open(c.options)
+				if c.wrap {
+					m = struct{ device.Machine }{m}
+				}
+				return m, err
+			}})
+			if err == nil {
+				t.Fatal("it opens", n.Close())
+			}
+			if !errors.Is(err, node.ErrConfig) || !strings.Contains(err.Error(), c.want) || strings.Contains(err.Error(), "\n") {
+				t.Errorf("%v, want %s", err, c.want)
+			}
+		})
+	}
+}
+
+// TestPeersRefuse: memory that was said to be there, and is not when it is asked for.
+func TestPeersRefuse(t *testing.T) {
+	for _, virtual := range []bool{true, false} {
+		for _, tier := range []string{"peer", "auto"} {
+			s := configs.Defaults()
+			s.OffloadFraction, s.OffloadTier, s.MaxNumBatchedTokens = 0.5, tier, 192
+			n, err := node.Open(t.Context(), node.Options{Settings: s, OpenMachine: func() (device.Machine, error) {
+				m, err := emulated.New(emulated.Options{Virtual: virtual})
+				if err == nil {
+					m.Inject(&emulated.Fault{
+						Kind: emulated.RefuseAlloc, Skip: 1, Times: -1,
+						Match: func(p emulated.Point) bool { return strings.HasPrefix(p.Label, "harvest slab") },
+					})
+				}
+				return m, err
+			}})
+			if tier == "auto" {
+				if err != nil {
+					t.Fatal(err)
+				}
+				generate(t, n)
+				if err := n.Close(); err != nil {
+					t.Error(err)
+				}
+				continue
+			}
+			if err == nil {
+				t.Fatal("it opens", n.Close())
+			}
+			if !errors.Is(err, node.ErrConfig) || !strings.Contains(err.Error(), "4 of 24 fit") || strings.Contains(err.Error(), "\n") {
+				t.Error(err)
+			}
+		}
+	}
+}
+
+// TestFillCanceled: who waits for experts to come to peers can be told to stop.
+func TestFillCanceled(t *testing.T) {
+	s := configs.Defaults()
+	s.OffloadFraction, s.OffloadTier, s.MaxNumBatchedTokens = 0.5, "peer", 192
+	ctx, cancel := context.WithCancel(t.Context())
+	defer cancel()
+	var stall *emulated.Fault
+	n, err := node.Open(ctx, node.Options{Settings: s, OpenMachine: func() (device.Machine, error) {
+		m, err := emulated.New(emulated.Options{})
+		if err == nil {
+			stall = m.Inject(&emulated.Fault{
+				Kind: emulated.StallCopy, Skip: 3,
+				Match: func(p emulated.Point) bool {
+					if p.To != device.HBM(1) {
+						return false
+					}
+					time.AfterFunc(20*time.Millisecond, cancel)
+					time.AfterFunc(100*time.Millisecond, func() { stall.Release() })
+					return true
+				},
+			})
+		}
+		return m, err
+	}})
+	if err == nil {
+		t.Fatal("it opens", n.Close())
+	}
+	if !errors.Is(err, context.Canceled) || strings.Contains(err.Error(), "\n") {
+		t.Error(err)
+	}
+}

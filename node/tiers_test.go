@@ -1,0 +1,261 @@
+package node_test
+
+import (
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"os"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/moeserve/moeserve/configs"
+	"github.com/moeserve/moeserve/device"
+	"github.com/moeserve/moeserve/device/emulated"
+	"github.com/moeserve/moeserve/engine"
+	"github.com/moeserve/moeserve/harvest"
+	"github.com/moeserve/moeserve/node"
+	"github.com/moeserve/moeserve/tools/fixtures"
+)
+
+// tierCase is one way to run the requests.
+type tierCase struct {
+	model    string
+	fraction float64
+	tier     string
+	policy   string
+	// peers that lend, as in the setting.
+	peers string
+	adapt bool
+	// ring is for how many layers there is room.
+	ring int
+	// trace of other tenants: none, a saw-tooth, or made up.
+	trace string
+	// trouble that is made on the way.
+	trouble string
+	// schedule of the virtual machine; under 0: the wall clock.
+	schedule emulated.Schedule
+	seed     uint64
+}
+
+func (c tierCase) String() string {
+	return fmt.Sprintf("%s fraction=%v tier=%s policy=%s peers=%s adapt=%t ring=%d trace=%s trouble=%s schedule=%d seed=%d",
+		c.model, c.fraction, c.tier, c.policy, c.peers, c.adapt, c.ring, c.trace, c.trouble, c.schedule, c.seed)
+}
+
+// troubles: a revocation of everything now and then, at any point of what is under
+// way; memory refused to harvest; copies from, to or of anything that fail or stall;
+// a peer that is lost.
+var troubles = []string{"none", "revoked", "refused", "fetch fails", "move fails", "stalled", "lost"}
+
+// anyTierCase draws one.
+func anyTierCase(rng *rand.Rand) tierCase {
+	pick := func(of ...string) string { return of[rng.IntN(len(of))] }
+	c := tierCase{
+		model: pick(sameOn...), fraction: []float64{0.25, 0.5, 0.75, 1}[rng.IntN(4)], tier: pick("auto", "peer", "peer", "host"),
+		policy: pick("best-fit", "locality", "fairness", "interference", "stability"), peers: pick("1", "1,2", "auto"),
+		adapt: rng.IntN(3) == 0, ring: 1 + rng.IntN(2), trace: pick("none", "none", "saw", "generated"), trouble: pick(troubles...),
+		schedule: emulated.Schedule(rng.IntN(4) - 1), seed: rng.Uint64() % 1000,
+	}
+	if c.fraction == 1 {
+		c.adapt = false
+	}
+	if c.tier == "peer" && c.trace == "generated" { // in which others may hold too much at the start
+		c.trace = "saw"
+	}
+	return c
+}
+
+// sawTooth writes a trace in which others take nearly all of both peers, and leave
+// again, every few steps.
+func sawTooth(t *testing.T, period time.Duration) string {
+	t.Helper()
+	var b strings.Builder
+	b.WriteString("time_s,peer,bytes\n")
+	for i := range 400 {
+		bytes := 0
+		if i%2 == 1 {
+			bytes = peerBytes - 1<<10
+		}
+		at := strconv.FormatFloat((time.Duration(i) * period).Seconds(), 'f', -1, 64)
+		fmt.Fprintf(&b, "%s,1,%d\n%s,2,%d\n", at, bytes, at, bytes/2)
+	}
+	file := filepath.Join(t.TempDir(), "saw.csv")
+	if err := os.WriteFile(file, []byte(b.String()), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	return file
+}
+
+const peerBytes = 64 << 20
+
+// outcome is what a case did beside tokens.
+type outcome struct {
+	digest  string
+	traffic node.Traffic
+	retried int64
+}
+
+// runTiers runs the requests, all at once and then two of them alone, for which only
+// chosen experts are fetched.
+func runTiers(t *testing.T, c tierCase) outcome {
+	t.Helper()
+	o := emulated.Options{
+		Check: true, Virtual: c.schedule >= 0, Schedule: max(c.schedule, 0), Seed: c.seed,
+		HostLink: emulated.Link{BytesPerSecond: 1e9, Latency: 10 * time.Microsecond},
+		PeerLink: emulated.Link{BytesPerSecond: 5e9, Latency: 10 * time.Microsecond},
+		GPUs:     []emulated.GPU{{MemoryBytes: 1 << 30}, {MemoryBytes: peerBytes}, {MemoryBytes: peerBytes}},
+	}
+	s := configs.Defaults()
+	s.MaxNumBatchedTokens = 192
+	s.Model, s.OffloadFraction, s.OffloadTier, s.HarvestPolicy = fixtures.Dir(t, c.model), c.fraction, c.tier, c.policy
+	s.Peers, s.AdaptLocal, s.HarvestHeadroom = c.peers, c.adapt, "1KiB"
+	switch c.trace {
+	case "saw":
+		s.AvailabilityTrace = sawTooth(t, 300*time.Microsecond)
+	case "generated":
+		s.AvailabilityTrace = fmt.Sprintf("generated:%d", c.seed)
+	}
+	m, err := emulated.New(o)
+	if err != nil {
+		t.Fatal(err)
+	}
+	steps := 0
+	n, err := node.Open(t.Context(), node.Options{
+		Settings: s, RingLayers: c.ring, OpenMachine: func() (device.Machine, error) { return m, nil },
+		Listener: engine.Listener{Step: func(engine.StepInfo) {
+			if steps++; steps == 4 && c.trouble == "lost" {
+				if err := m.Lose(1); err != nil {
+					t.Error(err)
+				}
+			}
+		}},
+	})
+	if err != nil {
+		t.Fatalf("%v: %v", c, err)
+	}
+	defer func() {
+		if err := n.Close(); err != nil && (c.trouble != "lost" || !errors.Is(err, device.ErrLost)) {
+			t.Errorf("%v: close: %v", c, err)
+		}
+	}()
+	stop := makeTrouble(t, c, n, m)
+	vocab := n.Config().Vocab
+	outs, err := n.Engine().Generate(t.Context(), requests(vocab), nil)
+	for _, i := range []int{1, 3} {
+		if err != nil {
+			break
+		}
+		var more []engine.Output
+		more, err = n.Engine().Generate(t.Context(), requests(vocab)[i:i+1], nil)
+		outs = append(outs, more...)
+	}
+	stop()
+	if err != nil {
+		t.Fatalf("%v: %v", c, err)
+	}
+	return outcome{digest(outs), n.Traffic(), n.Engine().State().Retried}
+}
+
+// makeTrouble starts what the case asks for. The function it returns ends it.
+func makeTrouble(t *testing.T, c tierCase, n *node.Node, m *emulated.Machine) (stop func()) {
+	t.Helper()
+	stop = func() {}
+	fault := func(f emulated.Fault) { stop = m.Inject(&f).Release }
+	peer := func(s device.Space) bool { return s != device.Host && s != device.HBM(0) }
+	switch c.trouble {
+	case "revoked":
+		if n.Harvest() != nil {
+			stop = revoke(t, n, m, c.seed)
+		}
+	case "refused":
+		fault(emulated.Fault{Kind: emulated.RefuseAlloc, Times: -1, Chance: 0.5, Match: func(p emulated.Point) bool { return peer(p.Space) }})
+	case "fetch fails":
+		fault(emulated.Fault{Kind: emulated.FailCopy, Skip: int(c.seed) % 7, Times: 2 + int(c.seed)%5, Match: func(p emulated.Point) bool { return fetch(p) && (peer(p.From) || c.seed%2 == 0) }})
+	case "move fails":
+		fault(emulated.Fault{Kind: emulated.FailCopy, Times: -1, Chance: 0.3, Match: func(p emulated.Point) bool { return peer(p.To) }})
+	case "stalled":
+		fault(emulated.Fault{Kind: emulated.StallCopy, Times: -1, Chance: 0.1, For: 100 * time.Microsecond, Match: func(p emulated.Point) bool { return peer(p.From) || peer(p.To) || fetch(p) }})
+	case "lost":
+		// It goes between two steps (runTiers), while copies are under way.
+		fault(emulated.Fault{Kind: emulated.StallCopy, Skip: int(c.seed) % 20, For: 10 * time.Microsecond, Match: func(p emulated.Point) bool { return fetch(p) && p.From == device.HBM(1) }})
+	}
+	return stop
+}
+
+// revoke lets a neighbor ask for memory back over and over, wherever copies and
+// compute are by then.
+func revoke(t *testing.T, n *node.Node, m *emulated.Machine, seed uint64) (stop func()) {
+	t.Helper()
+	s, err := m.NewStream(device.Host, device.StreamOptions{Name: "neighbor"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	rng := rand.New(rand.NewPCG(seed, 11))
+	for range 300 {
+		peer, bytes := device.HBM(1+rng.IntN(2)), int64(1+rng.IntN(peerBytes))
+		if err := s.(device.Executor).Execute(device.Work{Name: "reclaim", Host: true, Run: func(device.Access) error {
+			if !m.Virtual() {
+				time.Sleep(200 * time.Microsecond)
+			}
+			_, _ = n.Harvest().Reclaim(peer, bytes, 0) // it may be no peer
+			return nil
+		}}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	return func() {
+		if err := errors.Join(s.Synchronize(t.Context()), s.Close()); err != nil {
+			t.Error(err)
+		}
+	}
+}
+
+// TestSameTokensOverTiers: fractions, tiers, policies, peers, other tenants, faults
+// and schedules change when and from where experts come, and nothing else.
+func TestSameTokensOverTiers(t *testing.T) {
+	cases := 100
+	if text, ok := os.LookupEnv("MOESERVE_TIER_CASES"); ok {
+		n, err := strconv.Atoi(text)
+		if err != nil || n <= 0 {
+			t.Fatalf("MOESERVE_TIER_CASES is %q and must be a number over 0", text)
+		}
+		cases = n
+	}
+	want := map[string]string{}
+	for _, name := range sameOn {
+		want[name] = runTiers(t, tierCase{model: name, tier: "host", policy: "best-fit", peers: "auto", trace: "none", trouble: "none"}).digest
+	}
+	seen := map[string]int{}
+	rng := rand.New(rand.NewPCG(5, 2))
+	for range cases {
+		c := anyTierCase(rng)
+		got := runTiers(t, c)
+		if got.digest != want[c.model] {
+			t.Errorf("%v: tokens %s, want %s", c, got.digest, want[c.model])
+		}
+		count := func(what string, yes bool) {
+			if yes {
+				seen[what]++
+			}
+		}
+		count("from peers", got.traffic.Fetched["peer"] > 0)
+		count("from peers and host", got.traffic.Fetched["peer"] > 0 && got.traffic.Fetched["host"] > 0)
+		count("steps run again", got.retried > 0)
+		count("guesses", got.traffic.GuessesRight > 0)
+		for reason, n := range got.traffic.Revocations {
+			count(reason, n > 0)
+		}
+	}
+	t.Logf("%d cases: %v", cases, seen)
+	for _, what := range []string{
+		"from peers", "from peers and host", "steps run again", "guesses",
+		harvest.ReasonPressure.String(), harvest.ReasonExternal.String(), harvest.ReasonUnhealthy.String(),
+	} {
+		if seen[what] == 0 {
+			t.Errorf("no case with %s", what)
+		}
+	}
+}

@@ -1,0 +1,113 @@
+package node
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"os"
+	"time"
+
+	"github.com/moeserve/moeserve/configs"
+	"github.com/moeserve/moeserve/device"
+	"github.com/moeserve/moeserve/harvest"
+)
+
+const (
+	// A made up trace lasts a day, or as long as so many changes of each peer.
+	traceDuration = 24 * time.Hour
+	traceChanges  = 1e5
+)
+
+// tenants are the others on emulated peers: a trace of what they hold.
+type tenants struct {
+	player  *harvest.Player
+	machine device.Machine
+	log     *slog.Logger
+	// began is when the trace did, on the machine's clock.
+	began time.Duration
+}
+
+// openTrace reads or makes up the trace that the settings ask for, and lets others
+// take what they hold at its beginning. Time goes on from start on.
+func (n *Node) openTrace() error {
+	c, err := n.settings.Trace()
+	if err != nil {
+		return err
+	}
+	if !c.Generated && c.File == "" {
+		return nil
+	}
+	taker, ok := n.machine.(harvest.Taker)
+	if !ok {
+		return errors.New("availability-trace is for emulated devices: on others, other programs do what it does")
+	}
+	trace, err := n.readTrace(c)
+	if err != nil {
+		return err
+	}
+	n.tenants = &tenants{player: harvest.NewPlayer(trace, taker), machine: n.machine, log: n.log}
+	return n.tenants.player.Advance(0)
+}
+
+func (n *Node) readTrace(c configs.TraceChoice) (harvest.Trace, error) {
+	var peers []device.Space
+	var capacity []int64
+	for i := range n.machine.Topology().GPUs {
+		p := device.HBM(i)
+		if p == n.space {
+			continue
+		}
+		u, err := n.machine.Usage(p)
+		if err != nil {
+			return nil, err
+		}
+		peers, capacity = append(peers, p), append(capacity, u.Capacity-u.Other)
+	}
+	if c.Generated {
+		changes := time.Duration(traceChanges / c.Churn * float64(time.Minute))
+		return harvest.Generate(harvest.TraceOptions{
+			Peers: peers, Capacity: capacity, Duration: min(traceDuration, changes), Churn: c.Churn, Seed: c.Seed,
+		})
+	}
+	f, err := os.Open(c.File)
+	if err != nil {
+		return nil, fmt.Errorf("availability-trace: %w", err)
+	}
+	defer f.Close() //nolint:errcheck // only read from
+	trace, err := harvest.ReadTrace(f, peers, 0)
+	if err != nil {
+		return nil, fmt.Errorf("%s: %w", c.File, err)
+	}
+	return trace, nil
+}
+
+// start says that the trace's time begins.
+func (t *tenants) start() { t.began = t.machine.Now() }
+
+// tick does what is due.
+func (t *tenants) tick() {
+	if err := t.player.Advance(t.machine.Now() - t.began); err != nil {
+		// It can only be a trace that gives back what nobody holds, which none is.
+		t.log.Error("others' memory is not taken as the trace says", "err", err)
+	}
+}
+
+// play plays the trace on the wall clock, until ctx is done or it has ended.
+func (t *tenants) play(ctx context.Context) {
+	timer := time.NewTimer(0)
+	defer timer.Stop()
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-timer.C:
+		}
+		t.tick()
+		next, ok := t.player.Next()
+		if !ok {
+			return
+		}
+		timer.Reset(next - (t.machine.Now() - t.began))
+	}
+}
