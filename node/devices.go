@@ -46,6 +46,7 @@ func (n *Node) machines(o *Options) error {
 			return nil, fail(ErrConfig, err)
 		}
 		defaultMemory(&spec)
+		n.traceEmulated(&spec)
 		return emulated.Open(spec)
 	}, nil)
 }
@@ -68,10 +69,14 @@ func (n *Node) open(machine func() (device.Machine, error), backend func(device.
 	return nil
 }
 
-// use takes over machine and backend.
+// use takes over machine and backend, and finds who attends on the host.
 func (n *Node) use(m device.Machine, b kernels.Backend) {
-	n.machine, n.space, n.backend = m, device.HBM(0), b
-	n.closers = append(n.closers, m.Close, b.Close)
+	n.machine, n.space, n.backend, n.host = n.traceMachine(m), device.HBM(0), b, b
+	n.closers = append(n.closers, n.machine.Close, b.Close)
+	if _, ok := b.(*cpu.Backend); !ok && n.settings.Attention == "cpu" {
+		n.host = cpu.New(cpu.Options{})
+		n.closers = append(n.closers, n.host.Close)
+	}
 }
 
 // cast is the type in which the backend wants weights of a type; nil: as they are.
@@ -108,7 +113,7 @@ func defaultMemory(o *emulated.Options) {
 // keepsData says whether memory of the machine holds bytes. An emulated machine may
 // be one that only tells how long everything takes.
 func keepsData(m device.Machine) bool {
-	e, ok := m.(*emulated.Machine)
+	e, ok := unwrapped(m).(*emulated.Machine)
 	return !ok || e.KeepsData()
 }
 

@@ -107,7 +107,8 @@ func (n *Node) needs(o *Options) (*needs, error) {
 	if err != nil {
 		return nil, err
 	}
-	rows := pipeline.RowDataBytes(n.limits, s.MicroBatchSize)
+	steps := n.steps(o)
+	rows, group := steps.RowDataBytes(n.limits), steps.GroupLimits(n.limits)
 	var zeros int64 // that borrowed memory is cleared with
 	if len(n.peers) > 0 {
 		zeros = harvest.Options{}.EnsureDefaults().ClearBytes
@@ -124,7 +125,7 @@ func (n *Node) needs(o *Options) (*needs, error) {
 				{"local experts", n.plan.LocalBytes},
 				{"ring of fetched experts", n.plan.RingBytes},
 				{"tables", n.plan.TableBytes},
-				{"activations", models.WorkspaceBytes(c, n.backend, n.limits)},
+				{"activations", int64(steps.Groups()) * models.WorkspaceBytes(c, n.backend, group)},
 				{"row data", rows},
 			},
 			Advice: "offload more experts (offload-fraction), lower max-num-batched-tokens, or give the device more memory",
@@ -136,11 +137,36 @@ func (n *Node) needs(o *Options) (*needs, error) {
 				{"loading", n.plan.StagingBytes + uploadBuffers*uploadBytes},
 				{"tables", n.plan.UploadBytes},
 				{"clearing of borrowed memory", zeros},
-				{"row data", rows + pipeline.BackBytes(c, n.limits, o.HostLogits)},
+				{"row data", rows + steps.BackBytes(c, n.limits)},
+				{"attention", steps.StagingBytes(c, n.backend.ActivationDType(), n.limits)},
 			},
 			Advice: "offload fewer experts (offload-fraction), or give the host more memory",
 		},
 	}, nil
+}
+
+// steps says how the settings have steps run, without what runs them.
+func (n *Node) steps(o *Options) pipeline.Options {
+	s := &o.Settings
+	p := pipeline.Options{
+		Machine: n.machine, Space: n.space, Limits: n.limits, HostLogits: o.HostLogits,
+		MicroBatchRows: s.MicroBatchSize, MicroBatches: s.NumMicroBatches,
+	}
+	if s.ExpertGrouping == "micro-batch" {
+		p.Grouping = pipeline.ByMicroBatch
+	}
+	if s.Attention == "cpu" {
+		p.HostAttention = n.host
+	}
+	return p
+}
+
+// kvSpace is the memory that keys and values lie in: that of whoever attends.
+func (n *Node) kvSpace() device.Space {
+	if n.settings.Attention == "cpu" {
+		return device.Host
+	}
+	return n.space
 }
 
 // placement says which experts of the layers are offloaded.
@@ -239,9 +265,12 @@ func (n *Node) fraction(o Options) (float64, bool) {
 	return 0, false
 }
 
-// cache sizes the KV cache with what is left on the device.
+// cache sizes the KV cache with what is left where it lies.
 func (n *Node) cache(s *configs.Settings, w *needs) (KVFit, error) {
 	room, err := w.device.Room()
+	if err == nil && n.kvSpace() == device.Host {
+		room, err = w.host.Room()
+	}
 	if err != nil {
 		return KVFit{}, err
 	}
@@ -254,7 +283,7 @@ func (n *Node) cache(s *configs.Settings, w *needs) (KVFit, error) {
 // together refuses what emulated devices could hold one by one but this machine,
 // whose memory they all share, cannot.
 func (n *Node) together(gpu, host int64) error {
-	if _, ok := n.machine.(*emulated.Machine); !ok || !keepsData(n.machine) {
+	if _, ok := unwrapped(n.machine).(*emulated.Machine); !ok || !keepsData(n.machine) {
 		return nil
 	}
 	have, ok := availableMemory()
