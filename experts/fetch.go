@@ -76,7 +76,7 @@ func (s *Store) collect(position int, missing []int, p transfer.Priority, runs [
 			if copied != nil {
 				s.slots[at].from = Peer
 			}
-			if fresh || !runs[len(runs)-1].takes(space, src, at) {
+			if fresh || !runs[len(runs)-1].takes(space, src, copied, at) {
 				runs = append(runs, run{from: space, src: device.Range{Addr: src.Addr}, slot: at})
 				fresh = false
 			}
@@ -98,8 +98,13 @@ func (s *Store) collect(position int, missing []int, p transfer.Priority, runs [
 }
 
 // takes says whether an expert that lies at src and goes to a slot prolongs the run.
-func (r *run) takes(from device.Space, src device.Range, slot int) bool {
-	return r.from == from && r.src.End() == src.Addr && r.slot+len(r.experts) == slot
+// Peer copies do only within a slab: two of them may lie side by side, and are different
+// allocations.
+func (r *run) takes(from device.Space, src device.Range, copied *lent, slot int) bool {
+	if r.from != from || r.src.End() != src.Addr || r.slot+len(r.experts) != slot {
+		return false
+	}
+	return copied == nil || r.lent[len(r.lent)-1].handle.Slab() == copied.handle.Slab()
 }
 
 // resolve says where an offloaded expert is copied from, and, where that is a peer,

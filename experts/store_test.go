@@ -142,6 +142,12 @@ type rig struct {
 func newRig(t *testing.T, m model, mo emulated.Options, chunk int64) *rig {
 	t.Helper()
 	mo.Check = true
+	return newBareRig(t, m, mo, chunk)
+}
+
+// newBareRig makes one on just that machine.
+func newBareRig(t *testing.T, m model, mo emulated.Options, chunk int64) *rig {
+	t.Helper()
 	em, err := emulated.New(mo)
 	if err != nil {
 		t.Fatal(err)

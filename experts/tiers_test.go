@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"math"
 	"math/rand/v2"
+	"os"
 	"slices"
 	"strings"
 	"testing"
@@ -124,6 +125,38 @@ func TestPeerTier(t *testing.T) {
 		if st := s.Stats(); st.Demoted != 1 || st.Failed != 0 {
 			t.Errorf("%+v", st)
 		}
+	}
+}
+
+// TestSlabsSideBySide: where two pieces of borrowed memory lie side by side, experts at
+// their ends are not copied together. A machine that checks keeps allocations apart, so
+// this one does not.
+func TestSlabsSideBySide(t *testing.T) {
+	m := small(rowMajor)
+	m.layout.Size = int64(os.Getpagesize())
+	neighbors := 0
+	for _, backwards := range []bool{false, true} {
+		r := newBareRig(t, m, emulated.Options{Virtual: true}, 1<<20)
+		r.lend(func(o *harvest.Options) { o.Peers, o.SlabBytes = o.Peers[:1], m.layout.Size })
+		s := r.open(Config{Placement: r.placed(1), RingSlots: 6})
+		r.fill(s, 11)
+		ids := offloaded(s)
+		if backwards {
+			slices.Reverse(ids)
+		}
+		r.promote(s, ids...)
+		for _, id := range ids {
+			if next := (ID{id.Layer, id.Expert + 1}); next.Expert < m.experts {
+				a, b := s.peers.published(id).handle, s.peers.published(next).handle
+				if a.Range().End() == b.Range().Addr && a.Slab() != b.Slab() {
+					neighbors++
+				}
+			}
+		}
+		r.steps(s, 2, false)
+	}
+	if neighbors == 0 {
+		t.Skip("the system puts no two pieces of memory side by side")
 	}
 }
 

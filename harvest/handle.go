@@ -34,6 +34,7 @@ type Handle struct {
 	r      device.Range
 	client string
 	label  string
+	slab   *slab
 
 	cell  residency.Cell
 	cost  atomic.Int64  // nanoseconds
@@ -45,7 +46,6 @@ type Handle struct {
 
 	// Guarded by Runtime.mu.
 	runtime  *Runtime
-	slab     *slab
 	off      int64
 	state    handleState
 	callback func(Revocation)
@@ -92,6 +92,10 @@ func (h *Handle) Device() device.Space { return h.space }
 
 // Range is where it lies. It may be touched only under a reference.
 func (h *Handle) Range() device.Range { return h.r }
+
+// Slab is the number of the piece of borrowed memory that it is part of. Two pieces may
+// lie side by side; a copy must not reach from one into the other all the same.
+func (h *Handle) Slab() uint64 { return h.slab.id }
 
 // Bytes is its size as asked for.
 func (h *Handle) Bytes() int64 { return h.r.Bytes }

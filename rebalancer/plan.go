@@ -45,7 +45,7 @@ type Peer struct {
 // Tuning says what is worth a move.
 type Tuning struct {
 	// Hysteresis is how many times the benefit of the expert that goes the one that
-	// comes must have. At least 1. Default: 1.5.
+	// comes must have. At least 1. Default: 1.25.
 	Hysteresis float64
 	// Horizon is how long a rate is believed in: a move must have earned its own copy
 	// back by then. Default: 10 s.
@@ -57,7 +57,7 @@ type Tuning struct {
 
 // EnsureDefaults returns t with every unset field at its default.
 func (t Tuning) EnsureDefaults() Tuning {
-	def(&t.Hysteresis, 1.5)
+	def(&t.Hysteresis, 1.25)
 	def(&t.Horizon, 10*time.Second)
 	def(&t.Deviations, 2)
 	return t

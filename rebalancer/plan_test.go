@@ -131,12 +131,12 @@ func TestPlan(t *testing.T) {
 			want:     "replace 0/0 for 0/2 to [0], replace 1/0 for 1/2 to [0]",
 		},
 		{
-			name: "hysteresis", layers: "H:1.4 1:1",
+			name: "hysteresis", layers: "H:1.2 1:1",
 			capacity: capacity(50, peer(1, 300, 0)),
 		},
 		{
-			name: "hysteresis that is set", layers: "H:1.4 1:1",
-			capacity: capacity(50, peer(1, 300, 0)), tuning: rebalancer.Tuning{Hysteresis: 1.2},
+			name: "hysteresis that is set", layers: "H:1.2 1:1",
+			capacity: capacity(50, peer(1, 300, 0)), tuning: rebalancer.Tuning{Hysteresis: 1.1},
 			want: "replace 0/0 for 0/1 to [0]",
 		},
 		{
@@ -181,7 +181,7 @@ func TestPlan(t *testing.T) {
 			capacity: capacity(50, peer(1, 300, 0)),
 		},
 		{
-			name: "local ones are swapped within their layer", layers: "L:1 H:5 H:2\nL:3 H:4 H:0",
+			name: "local ones are swapped within their layer", layers: "L:1 H:5 H:2\nL:3 H:3.5 H:0",
 			capacity: capacity(50), adaptive: true,
 			want: "swap 0/1 for 0/0",
 		},

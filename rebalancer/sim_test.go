@@ -23,7 +23,6 @@ const (
 	simHalfLife           = 10 * time.Second
 	simPhase              = 60 * time.Second
 	simHost, simPeer      = 55e9, 317e9 // bytes per second
-	simCopy               = 305 * time.Microsecond
 )
 
 // zipf draws distinct experts of each layer; which of them are hot shifts.
@@ -68,6 +67,7 @@ func (z *zipf) draw(layer int) []int {
 // world is where experts are, in virtual time and without bytes.
 type world struct {
 	t     testing.TB
+	bytes int64 // of an expert
 	now   time.Duration
 	uses  [][]int64
 	homes [][]experts.Home
@@ -85,8 +85,8 @@ type landing struct {
 	at time.Duration
 }
 
-func newWorld(t testing.TB, layers, n int, capacity ...int) *world {
-	w := &world{t: t, capacity: capacity, used: make([]int, len(capacity)), rng: rand.New(rand.NewPCG(7, 7))}
+func newWorld(t testing.TB, bytes int64, layers, n int, capacity ...int) *world {
+	w := &world{t: t, bytes: bytes, capacity: capacity, used: make([]int, len(capacity)), rng: rand.New(rand.NewPCG(7, 7))}
 	for range layers {
 		w.uses = append(w.uses, make([]int64, n))
 		w.homes = append(w.homes, slices.Repeat([]experts.Home{{Tier: experts.Host}}, n))
@@ -120,7 +120,7 @@ func (w *world) promote(id experts.ID, to []int) {
 	k := to[w.rng.IntN(len(to))]
 	w.used[k]++
 	h.Moving, h.Device = true, device.HBM(k+1)
-	w.link = max(w.link, w.now) + simCopy
+	w.link = max(w.link, w.now) + time.Duration(float64(w.bytes)/simHost*float64(time.Second))
 	w.landing = append(w.landing, landing{id, w.link})
 	w.moved++
 }
@@ -173,7 +173,7 @@ func (ours) used(experts.ID, bool) {}
 
 func (o ours) tick() {
 	o.core.Step(o.w.view(), o.w.now, o.w.carryOut)
-	if allowed := o.limit * (o.w.now.Seconds() + 0.25); float64(o.w.moved)*simBytes > allowed {
+	if allowed := o.limit*o.w.now.Seconds() + max(o.limit/4, float64(o.w.bytes)); float64(o.w.moved)*float64(o.w.bytes) > allowed {
 		o.w.t.Fatalf("%v: %d experts were moved, more than %.0f bytes", o.w.now, o.w.moved, allowed)
 	}
 }
@@ -207,9 +207,9 @@ func (l *lru) tick() {}
 func (l *lru) used(id experts.ID, hit bool) {
 	l.clock++
 	l.last[id] = l.clock
-	l.tokens = min(l.tokens+l.limit*(l.w.now-l.at).Seconds(), max(l.limit/4, simBytes))
+	l.tokens = min(l.tokens+l.limit*(l.w.now-l.at).Seconds(), max(l.limit/4, float64(l.w.bytes)))
 	l.at = l.w.now
-	if hit || l.w.at(id).Moving || l.tokens < simBytes {
+	if hit || l.w.at(id).Moving || l.tokens < float64(l.w.bytes) {
 		return
 	}
 	to := slices.Repeat([]int{0}, len(l.w.capacity))
@@ -231,7 +231,7 @@ func (l *lru) used(id experts.ID, hit bool) {
 		}
 		l.w.demote(oldest)
 	}
-	l.tokens -= simBytes
+	l.tokens -= float64(l.w.bytes)
 	l.w.promote(id, to)
 }
 
@@ -324,7 +324,7 @@ func TestShift(t *testing.T) {
 		t.Run(fmt.Sprintf("chosen=%d/zipf=%.1f/slots=%d/limit=%.2fGB", c.chosen, c.exponent, slots, c.limit/1e9), func(t *testing.T) {
 			t.Parallel()
 			run := func(make func(w *world) placement) outcome {
-				w := newWorld(t, simLayers, simExperts, c.capacity...)
+				w := newWorld(t, simBytes, simLayers, simExperts, c.capacity...)
 				return simulate(w, newZipf(c.chosen, c.exponent, 42), make(w))
 			}
 			core := func(w *world) ours {
