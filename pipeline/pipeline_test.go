@@ -415,7 +415,21 @@ func TestModeWithoutData(t *testing.T) {
 func fetch(p emulated.Point) bool { return p.To == space && strings.HasPrefix(p.Stream, "copy ") }
 func own(p emulated.Point) bool   { return p.Stream == "compute" }
 
-// TestSameDespiteFaults breaks and stalls copies in steps that fetch chosen experts.
+// hosts matches copies to and from the host's attention.
+func hosts(p emulated.Point) bool {
+	return p.Stream == "q, k, v to host" || p.Stream == "attention from host"
+}
+
+// orders are ways to run steps, beside the default one.
+var orders = []Options{
+	{SmallBatchRows: 64},
+	{HostAttention: host, SmallBatchRows: -1},
+	{HostAttention: host, Grouping: ByMicroBatch, MicroBatches: 3, SmallBatchRows: -1},
+	{HostAttention: host, SmallBatchRows: 64},
+	{Grouping: ByMicroBatch, MicroBatches: 2, SmallBatchRows: -1},
+}
+
+// TestSameDespiteFaults breaks and stalls copies, in steps of every order.
 func TestSameDespiteFaults(t *testing.T) {
 	want := newRig(t, "mixtral", 0, emulated.Options{Virtual: true}, Options{SmallBatchRows: -1}).run()
 	for i, f := range []emulated.Fault{
@@ -424,19 +438,26 @@ func TestSameDespiteFaults(t *testing.T) {
 		{Kind: emulated.FailCopy, Match: own, Skip: 5, Times: 3},
 		{Kind: emulated.FailCopy, Match: own, Times: -1, Chance: 0.05},
 		{Kind: emulated.StallCopy, Match: fetch, Times: -1, Chance: 0.2, For: time.Millisecond},
+		{Kind: emulated.FailCopy, Match: hosts, Skip: 7, Times: 3},
+		{Kind: emulated.FailCopy, Match: hosts, Times: -1, Chance: 0.05},
+		{Kind: emulated.StallCopy, Match: hosts, Times: -1, Chance: 0.2, For: time.Millisecond},
 	} {
 		for k, mo := range machines(t) {
 			if k%2 != i%2 {
 				continue
 			}
-			r := newRig(t, "mixtral", 0.75, mo, Options{SmallBatchRows: 64})
+			o := orders[(i+k/2)%len(orders)]
+			if i >= 5 {
+				o = orders[1+(i+k/2)%3]
+			}
+			r := newRig(t, "mixtral", 0.75, mo, o)
 			fault := f
 			r.m.Inject(&fault)
 			if d := r.run().differs(want); d != "" {
-				t.Errorf("%+v, %+v: %s", f, mo, d)
+				t.Errorf("%+v, %+v, %+v: %s", f, mo, o, d)
 			}
 			if fault.Hits() == 0 {
-				t.Errorf("%+v, %+v: nothing was hit", f, mo)
+				t.Errorf("%+v, %+v, %+v: nothing was hit", f, mo, o)
 			}
 			fault.Release()
 		}
@@ -471,7 +492,7 @@ func TestSameFromPeers(t *testing.T) {
 	want := newRig(t, "mixtral", 0, emulated.Options{Virtual: true}, Options{SmallBatchRows: -1}).run()
 	for i, mo := range machines(t) {
 		for lose := range 3 { // 0: no peer, 1: one of two, 2: both
-			o := Options{SmallBatchRows: []int{64, -1}[(i+lose)%2]}
+			o := orders[(i+lose)%len(orders)]
 			r := newRig(t, "mixtral", 0.75, mo, o, device.HBM(1), device.HBM(2))
 			r.before = func(step int) {
 				if step < 2 || step >= 2+lose {
