@@ -36,6 +36,9 @@ type Settings struct {
 	MaxNumSeqs           int     `mapstructure:"max-num-seqs"`
 	MaxNumBatchedTokens  int     `mapstructure:"max-num-batched-tokens"`
 	MicroBatchSize       int     `mapstructure:"micro-batch-size"`
+	NumMicroBatches      int     `mapstructure:"num-micro-batches"`
+	ExpertGrouping       string  `mapstructure:"expert-grouping"`
+	Attention            string  `mapstructure:"attention"`
 	BatchInvariant       bool    `mapstructure:"batch-invariant"`
 	Policy               string  `mapstructure:"policy"`
 	Hardware             string  `mapstructure:"hardware"`
@@ -52,6 +55,7 @@ type Settings struct {
 	RequestTimeout       int     `mapstructure:"request-timeout"`
 	DrainTimeout         int     `mapstructure:"drain-timeout"`
 	JSON                 string  `mapstructure:"json"`
+	TraceFile            string  `mapstructure:"trace"`
 	LogLevel             string  `mapstructure:"log-level"`
 	LogFormat            string  `mapstructure:"log-format"`
 }
@@ -212,6 +216,18 @@ var Schema = []Key{
 		Help: "most tokens whose attention runs together; 0: all of a step",
 	},
 	{
+		Name: "num-micro-batches", Kind: Int, Default: 0, Unit: "micro-batches", Max: 1 << 16, Commands: onModel,
+		Help: "least number of micro-batches that a step is cut into; 0: as few as micro-batch-size allows",
+	},
+	{
+		Name: "expert-grouping", Kind: String, Default: "layer", Allowed: []string{"layer", "micro-batch"}, Commands: onModel,
+		Help: "layer runs a layer's experts once for many micro-batches, micro-batch once for each, as CGOPipe does",
+	},
+	{
+		Name: "attention", Kind: String, Default: "auto", Allowed: []string{"auto", "gpu", "cpu"}, Commands: onModel,
+		Help: "who attends: gpu, beside keys and values in its memory, or cpu, beside those in the host's; auto: gpu",
+	},
+	{
 		Name: "batch-invariant", Kind: Bool, Default: false, Commands: onModel,
 		Help: "keep a row's result independent of other rows on a GPU too, where that costs speed; on the CPU it always is",
 	},
@@ -274,6 +290,10 @@ var Schema = []Key{
 	{
 		Name: "json", Kind: String, Default: "", Placeholder: "FILE", Commands: onResult,
 		Help: "write the result as JSON to a file; - is standard output",
+	},
+	{
+		Name: "trace", Kind: String, Default: "", Placeholder: "FILE", Commands: []string{"run", "serve", "config"},
+		Help: "write what each stream does when to a file that chrome://tracing and ui.perfetto.dev read",
 	},
 	{
 		Name: "log-level", Kind: String, Default: "warn", Allowed: []string{"debug", "info", "warn", "error"}, Commands: onModel,
@@ -391,6 +411,12 @@ func (s Settings) Validate() error {
 		return &SettingError{
 			Key: "micro-batch-size", Value: s.MicroBatchSize,
 			Want: fmt.Sprintf("must be at most max-num-batched-tokens, %d", s.MaxNumBatchedTokens),
+		}
+	}
+	if s.NumMicroBatches > s.MaxNumBatchedTokens {
+		return &SettingError{
+			Key: "num-micro-batches", Value: s.NumMicroBatches,
+			Want: fmt.Sprintf("must be at most max-num-batched-tokens, %d: a micro-batch has at least a token", s.MaxNumBatchedTokens),
 		}
 	}
 	return nil

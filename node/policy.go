@@ -43,26 +43,18 @@ type Planned struct {
 }
 
 // keys of the settings that a policy decides.
-var policyKeys = []string{"offload-fraction", "max-num-seqs", "max-num-batched-tokens", "micro-batch-size"}
+var policyKeys = []string{"offload-fraction", "max-num-seqs", "max-num-batched-tokens", "micro-batch-size", "expert-grouping", "attention"}
 
 // runs is what of the planner's choices this engine carries out.
 func runs() planner.Choices {
-	return planner.Choices{
-		Attention: []planner.Place{planner.OnGPU}, Grouping: []planner.Grouping{planner.Merged},
-		KVOnHost: []float64{0}, HostPaths: []int{1},
-	}
+	return planner.Choices{KVOnHost: []float64{0}, HostPaths: []int{1}}
 }
 
 // missing names what of a policy this engine does not carry out.
 func missing(x *planner.Policy) []string {
 	var list []string
-	if x.Attention != planner.OnGPU {
-		list = append(list, "attention on the "+x.Attention.String())
-	} else if x.KVOnHost > 0 {
-		list = append(list, "keys and values in host memory")
-	}
-	if x.Grouping != planner.Merged {
-		list = append(list, "experts per "+x.Grouping.String())
+	if x.Attention == planner.OnGPU && x.KVOnHost > 0 {
+		list = append(list, "attention on the gpu with keys and values in host memory")
 	}
 	if x.HostPaths > 1 {
 		list = append(list, fmt.Sprintf("%d paths from the host", x.HostPaths))
@@ -81,7 +73,10 @@ type planning struct {
 // them that may be used.
 func (f *footprint) planning(name string, s *configs.Settings, is func(string) bool, w planner.Workload, h planner.Hardware, shares planner.Shares) (*planning, error) {
 	var fixed given
-	for key, to := range map[string]*int{"max-num-seqs": &fixed.maxNumSeqs, "max-num-batched-tokens": &fixed.maxNumBatchedTokens, "micro-batch-size": &fixed.microBatchSize} {
+	for key, to := range map[string]*int{
+		"max-num-seqs": &fixed.maxNumSeqs, "max-num-batched-tokens": &fixed.maxNumBatchedTokens,
+		"micro-batch-size": &fixed.microBatchSize, "num-micro-batches": &fixed.numMicroBatches,
+	} {
 		if is(key) {
 			*to, _ = s.Values()[key].(int)
 		}
@@ -95,7 +90,7 @@ func (f *footprint) planning(name string, s *configs.Settings, is func(string) b
 		sizes.MinKVBlocks = f.kv().BlocksFor(s.MaxModelLen)
 	}
 	return &planning{
-		Problem:  planner.Problem{Model: f.model(name), Hardware: h, Workload: w, Sizes: sizes, Shares: shares},
+		Problem:  planner.Problem{Model: f.model(name), Hardware: h, Workload: w, Sizes: sizes, Shares: shares, PromptsAlike: true},
 		settings: s, given: is,
 	}, nil
 }
@@ -128,6 +123,21 @@ func (p *planning) bound(c planner.Choices) (planner.Choices, error) {
 			return c, fmt.Errorf("micro-batch-size is %d: must be at most max-num-batched-tokens, %d", c.MicroBatch, s.MaxNumBatchedTokens)
 		case c.Batch > 0:
 			c.MicroBatch = min(c.MicroBatch, c.Batch)
+		}
+	}
+	if p.given("num-micro-batches") {
+		c.MicroBatches = s.NumMicroBatches
+	}
+	if p.given("attention") && s.Attention != "auto" {
+		c.Attention = []planner.Place{planner.OnGPU}
+		if s.Attention == planner.OnCPU.String() {
+			c.Attention[0] = planner.OnCPU
+		}
+	}
+	if p.given("expert-grouping") {
+		c.Grouping = []planner.Grouping{planner.Merged}
+		if s.ExpertGrouping == planner.PerMicroBatch.String() {
+			c.Grouping[0] = planner.PerMicroBatch
 		}
 	}
 	if p.given("offload-fraction") {
@@ -195,6 +205,15 @@ func (p *planning) file() (planner.Policy, error) {
 	if c.PrefillTokens > 0 {
 		x.PrefillTokens = c.PrefillTokens
 	}
+	if c.Attention != nil {
+		x.Attention = c.Attention[0]
+		if x.Attention == planner.OnGPU {
+			x.KVOnHost = 0
+		}
+	}
+	if c.Grouping != nil {
+		x.Grouping = c.Grouping[0]
+	}
 	if c.Offload != nil {
 		x.LocalExperts = all - p.Model.Offloaded(*c.Offload)
 	}
@@ -212,9 +231,14 @@ func (p *planning) settle(r planner.Prediction) *Planned {
 		"offload-fraction":       fractionOf(all-x.LocalExperts, all),
 		"max-num-seqs":           x.Batch,
 		"max-num-batched-tokens": max(x.Batch, x.PrefillTokens),
-		"micro-batch-size":       microRows(x.MicroBatch, x.Batch),
+		"micro-batch-size":       wayFor(x).microBatchSize,
+		"expert-grouping":        x.Grouping.String(),
+		"attention":              x.Attention.String(),
 	}
 	for key := range set {
+		if key == "attention" && p.settings.Attention == "auto" {
+			continue
+		}
 		if p.given(key) || key == "offload-fraction" && p.given("local-experts") {
 			delete(set, key)
 		}
