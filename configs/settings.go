@@ -233,7 +233,7 @@ var Schema = []Key{
 	},
 	{
 		Name: "policy", Kind: String, Default: "none", Placeholder: "none|auto|FILE", Commands: onModel,
-		Help: "what chooses max-num-seqs, max-num-batched-tokens, micro-batch-size and offload-fraction where they are not given: the defaults, the planner, or a file that plan --json wrote",
+		Help: "what chooses max-num-seqs, max-num-batched-tokens, micro-batch-size, expert-grouping, attention and offload-fraction where they are not given: the defaults, the planner, or a file that plan --json wrote",
 	},
 	{
 		Name: "hardware", Kind: String, Default: "", Placeholder: "NAME|FILE", Commands: onModel,

@@ -90,7 +90,7 @@ func (f *footprint) planning(name string, s *configs.Settings, is func(string) b
 		sizes.MinKVBlocks = f.kv().BlocksFor(s.MaxModelLen)
 	}
 	return &planning{
-		Problem:  planner.Problem{Model: f.model(name), Hardware: h, Workload: w, Sizes: sizes, Shares: shares, PromptsAlike: true},
+		Problem:  planner.Problem{Model: f.model(name), Hardware: h, Workload: w, Sizes: sizes, Shares: shares, PromptsAlike: true, BothLinks: true},
 		settings: s, given: is,
 	}, nil
 }

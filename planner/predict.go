@@ -16,6 +16,9 @@ type Problem struct {
 	// many rows, with attention in the same place. Otherwise a micro-batch has as many
 	// prompts as it has rows of decoded tokens, and the GPU attends to them.
 	PromptsAlike bool
+	// BothLinks says that what lies with peers comes over their links and the host's,
+	// cut so that both end together, and not over the peers' alone.
+	BothLinks bool
 }
 
 // normalized fills in defaults, once for all that is asked of a problem.
@@ -216,7 +219,12 @@ func (p *Problem) relayed(paths int, bytes float64) float64 {
 func (p *Problem) fetch(x *Policy, share float64) (host, peer float64) {
 	fromHost, fromPeer, relayed := p.expertSeconds(x)
 	n := share * float64(x.HostExperts(p.Model))
-	return n * fromHost, share*float64(x.PeerExperts)*fromPeer + n*relayed
+	host, peer = n*fromHost, share*float64(x.PeerExperts)*fromPeer+n*relayed
+	if p.BothLinks && peer > host && fromPeer > relayed {
+		cut := min((peer-host)/(fromHost+fromPeer-relayed), share*float64(x.PeerExperts))
+		host, peer = host+cut*fromHost, peer-cut*(fromPeer-relayed)
+	}
+	return host, peer
 }
 
 // expertSeconds is how long one expert keeps the host link busy, the peers' links
