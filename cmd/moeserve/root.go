@@ -50,7 +50,7 @@ Exit codes: 0 done, 1 failed while running, 2 usage, configuration or prompt,
 		printSettings(cmd.OutOrStdout(), cmd.Flags())
 	})
 	root.SetHelpCommand(newHelp())
-	root.AddCommand(newRun(s), newServe(s), newInspect(s), newPlan(s), newConfig(s), newCollectEnv(s), newVersion(s), newCompletion(s))
+	root.AddCommand(newRun(s), newServe(s), newInspect(s), newPlan(s), newBench(s), newConfig(s), newCollectEnv(s), newVersion(s), newCompletion(s))
 	return root
 }
 
