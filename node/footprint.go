@@ -199,11 +199,11 @@ func (f *footprint) sizes(fixed given) (planner.Sizes, error) {
 				rows = fixed.maxNumBatchedTokens
 			}
 			w := wayFor(x)
+			if fixed.numMicroBatches > 0 {
+				w.numMicroBatches, w.microBatchSize = fixed.numMicroBatches, 0
+			}
 			if fixed.microBatchSize > 0 {
 				w.microBatchSize = fixed.microBatchSize
-			}
-			if fixed.numMicroBatches > 0 {
-				w.numMicroBatches = fixed.numMicroBatches
 			}
 			activations, rowData, back, attention := f.stepBytes(f.limits(rows, sequences), w)
 			return activations + rowData, rowData + back + attention

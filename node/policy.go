@@ -69,8 +69,8 @@ type planning struct {
 	given    func(key string) bool
 }
 
-// planning puts a problem together: capacities of the memories in bytes, and shares of
-// them that may be used.
+// planning puts a problem together, for hardware of whose memories those shares may be
+// used.
 func (f *footprint) planning(name string, s *configs.Settings, is func(string) bool, w planner.Workload, h planner.Hardware, shares planner.Shares) (*planning, error) {
 	var fixed given
 	for key, to := range map[string]*int{
@@ -125,8 +125,11 @@ func (p *planning) bound(c planner.Choices) (planner.Choices, error) {
 			c.MicroBatch = min(c.MicroBatch, c.Batch)
 		}
 	}
-	if p.given("num-micro-batches") {
+	switch {
+	case s.NumMicroBatches > 0 && p.given("num-micro-batches"):
 		c.MicroBatches = s.NumMicroBatches
+	case s.MicroBatchSize == 0 && p.given("micro-batch-size"):
+		c.MicroBatches = 1
 	}
 	if p.given("attention") && s.Attention != "auto" {
 		c.Attention = []planner.Place{planner.OnGPU}
@@ -199,6 +202,8 @@ func (p *planning) file() (planner.Policy, error) {
 		return x, fmt.Errorf("micro-batch-size is %d, and %s has a batch of %d: make micro-batches at most the batch", c.MicroBatch, path, x.Batch)
 	case c.MicroBatch > 0:
 		x.MicroBatch = min(c.MicroBatch, x.Batch)
+	case c.MicroBatches > 0:
+		x.MicroBatch = max(1, (x.Batch+c.MicroBatches-1)/c.MicroBatches)
 	default:
 		x.MicroBatch = min(x.MicroBatch, x.Batch)
 	}
@@ -237,9 +242,9 @@ func (p *planning) settle(r planner.Prediction) *Planned {
 	}
 	for key := range set {
 		if key == "attention" && p.settings.Attention == "auto" {
-			continue
+			continue // which leaves it open
 		}
-		if p.given(key) || key == "offload-fraction" && p.given("local-experts") {
+		if p.given(key) || key == "offload-fraction" && p.given("local-experts") || key == "micro-batch-size" && p.settings.NumMicroBatches > 0 {
 			delete(set, key)
 		}
 	}
