@@ -14,6 +14,7 @@ import (
 	"github.com/moeserve/moeserve/configs"
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/device/emulated"
+	"github.com/moeserve/moeserve/experts"
 	"github.com/moeserve/moeserve/kernels"
 	"github.com/moeserve/moeserve/models"
 	"github.com/moeserve/moeserve/planner"
@@ -89,10 +90,16 @@ func (f *footprint) planning(name string, s *configs.Settings, is func(string) b
 	if s.NumKVBlocks == 0 && s.MaxModelLen > 0 {
 		sizes.MinKVBlocks = f.kv().BlocksFor(s.MaxModelLen)
 	}
-	return &planning{
-		Problem:  planner.Problem{Model: f.model(name), Hardware: h, Workload: w, Sizes: sizes, Shares: shares, PromptsAlike: true, BothLinks: true},
+	p := &planning{
+		Problem:  planner.Problem{Model: f.model(name), Hardware: h, Workload: w, Sizes: sizes, Shares: shares, PromptsAlike: true},
 		settings: s, given: is,
-	}, nil
+	}
+	if h.PeerToGPU > 0 {
+		// The store cuts a fetch where the host's part is large enough.
+		part := float64(f.expert.Size) * h.HostToGPU[0] / (h.HostToGPU[0] + h.PeerToGPU)
+		p.BothLinks = part >= float64(experts.Options{}.EnsureDefaults().SplitBytes)
+	}
+	return p, nil
 }
 
 var tiers = map[string]planner.Tier{"auto": planner.AnyTier, "host": planner.HostTier, "peer": planner.PeerTier}
