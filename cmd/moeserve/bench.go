@@ -79,6 +79,9 @@ func benchThroughput(ctx context.Context, s *streams, set *settings) (err error)
 	if err != nil {
 		return err
 	}
+	if err := b.follow(); err != nil {
+		return err
+	}
 	cell := eval.Cell{Tier: set.OffloadTier, Fraction: set.OffloadFraction}
 	n, err := b.openAuto(ctx, &cell)
 	if err != nil {
@@ -94,6 +97,33 @@ func benchThroughput(ctx context.Context, s *streams, set *settings) (err error)
 		}
 	}
 	return res.write(r)
+}
+
+// follow puts what a policy says, where there is one, into the settings. The batch and
+// its blocks are the benchmark's.
+func (b *benchmark) follow() error {
+	set := b.set
+	if set.Policy == "none" {
+		return nil
+	}
+	tokens := 0
+	for _, p := range b.options.Prompts {
+		tokens += len(p)
+	}
+	requests := len(b.options.Prompts)
+	in, err := node.Inspect(node.Options{
+		Settings: set.Settings, Log: set.logger(b.s.err),
+		Given: func(key string) bool {
+			return set.given(key) || slices.Contains([]string{"max-num-seqs", "num-kv-blocks", "max-model-len"}, key)
+		},
+		Workload: planner.Workload{PromptTokens: (tokens + requests - 1) / requests, NewTokens: b.options.NewTokens, Requests: requests},
+	})
+	if err != nil {
+		return err
+	}
+	set.Settings = in.Settings
+	set.Policy = "none" // what opens the cell is settled
+	return nil
 }
 
 // benchError makes mistakes in what was given usage errors.
