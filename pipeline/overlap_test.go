@@ -42,6 +42,8 @@ type cell struct {
 	// attention is by the host where hostRate, the rate of its memory in bytes/s, is set.
 	hostRate float64
 	grouping Grouping
+	// layers of the model, the first ones. 0: all.
+	layers int
 }
 
 func (c cell) String() string {
@@ -89,6 +91,10 @@ func newTimed(t *testing.T, c cell) *timed {
 	}
 	config, err := models.ParseConfig(data, c.preset)
 	check(t, err)
+	if c.layers > 0 {
+		config, err = config.WithLayers(c.layers)
+		check(t, err)
+	}
 	layout, err := models.NewLayout(config, models.NewDummy(config, 0), nil)
 	check(t, err)
 	backend := cpu.New(cpu.Options{Threads: 1})
@@ -215,13 +221,15 @@ func (x *timed) within(c cell) {
 	if (got.copies > 0) != (c.fraction > 0 || c.hostRate > 0) || (got.attention > 0) != (c.hostRate > 0) {
 		x.Errorf("copies take %v and attention %v", got.copies, got.attention)
 	}
-	if left := got.step - got.compute - got.stalls.Sum(); left < 0 || left > got.step/100 {
+	// The compute stream's own copies, of row data and tables, are neither.
+	if left := got.step - got.compute - got.stalls.Sum(); left < 0 || left > got.step/100+100*time.Microsecond {
 		x.Errorf("of a step of %v the compute is %v and stalls are %v: %v are not told of", got.step, got.compute, got.stalls.ByName(), left)
 	}
 }
 
 // TestOverlap: in steady state a step takes at most a tenth more than the longer of its
-// copies and its compute, each as long as it takes alone.
+// copies and its compute, each as long as it takes alone. Some fractions are left to the
+// first layers alone, which are like the others.
 func TestOverlap(t *testing.T) {
 	for _, preset := range []string{"mixtral-8x7b", "qwen1.5-moe-a2.7b"} {
 		for _, rows := range []int{324, 4536} {
@@ -230,6 +238,9 @@ func TestOverlap(t *testing.T) {
 					c := cell{preset: preset, rows: rows, fraction: fraction, tier: tier}
 					if fraction == 0 && tier == experts.Peer {
 						continue
+					}
+					if testing.Short() || fraction == 0.25 || fraction == 0.75 {
+						c.layers = 6
 					}
 					t.Run(c.String(), func(t *testing.T) {
 						t.Parallel()
@@ -252,6 +263,9 @@ func TestOverlapWithHostAttention(t *testing.T) {
 						continue
 					}
 					c := cell{preset: preset, rows: 4536, fraction: fraction, tier: tier, hostRate: rate}
+					if testing.Short() {
+						c.layers = 6
+					}
 					t.Run(fmt.Sprintf("%v, host memory at %g GB/s", c, rate/1e9), func(t *testing.T) {
 						t.Parallel()
 						newTimed(t, c).within(c)
