@@ -222,7 +222,7 @@ func (x *timed) within(c cell) {
 		x.Errorf("copies take %v and attention %v", got.copies, got.attention)
 	}
 	// The compute stream's own copies, of row data and tables, are neither.
-	if left := got.step - got.compute - got.stalls.Sum(); left < 0 || left > got.step/100+100*time.Microsecond {
+	if left := got.step - got.compute - got.stalls.Sum(); left < 0 || left > got.step/100+200*time.Microsecond {
 		x.Errorf("of a step of %v the compute is %v and stalls are %v: %v are not told of", got.step, got.compute, got.stalls.ByName(), left)
 	}
 }
