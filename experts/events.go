@@ -13,7 +13,7 @@ type MoveInfo struct {
 	Layer, Expert int
 	Device        device.Space
 	Bytes         int64
-	// Took is how long the copy took, from Promote on, where it has come.
+	// Took is the time from Promote to the Settle that saw the copy's end, where it has come.
 	Took time.Duration
 	// Why it has gone: "demoted", "revoked", "copy failed".
 	Why string

@@ -108,9 +108,10 @@ func (r *run) takes(from device.Space, src device.Range, copied *lent, slot int)
 }
 
 // resolve says where an offloaded expert is copied from, and, where that is a peer,
-// by which copy, with a reference on it. It takes no lock and never waits.
+// by which copy, with a reference on it. It takes no lock and never waits. The step
+// that is run again after a copy from a peer failed takes everything from the host.
 func (s *Store) resolve(id ID) (device.Range, device.Space, *lent, harvest.Ref) {
-	if l := s.peers.published(id); l != nil {
+	if l := s.peers.published(id); l != nil && s.mistrust == 0 {
 		ref, ok := l.handle.Acquire(s.peers.fetcher)
 		if ok && s.without.noReference {
 			ref.Release()
@@ -266,14 +267,42 @@ func (s *Store) submit(position int, f *fetch, kind int, r *run, off int64, dst,
 	if err != nil {
 		return err
 	}
-	f.ticket = ticket
+	f.ticket, f.bytes = ticket, dst.Bytes
 	s.fetches = append(s.fetches, f)
-	tier := Peer
-	if f.from == device.Host {
-		tier = Host
-	}
-	s.stats.Fetched[tier] += dst.Bytes
+	s.stats.Fetched[f.tier()] += f.bytes
 	return nil
+}
+
+// tier that the copy comes from.
+func (f *fetch) tier() Tier {
+	if f.from == device.Host {
+		return Host
+	}
+	return Peer
+}
+
+// forgo ends those copies into a slot that have not begun, where nobody has references
+// on what they bring any more: on a slow link a guess that was wrong would otherwise
+// hold up those that are right.
+func (s *Store) forgo(at int) {
+	for _, f := range slices.Clone(s.slots[at].copies) {
+		if slices.ContainsFunc(f.slots, func(at int) bool {
+			_, _, references := s.slots[at].cell.State()
+			return references > 0 || !slices.Contains(s.slots[at].copies, f) // else it is there for another expert
+		}) || !f.ticket.Forgo() {
+			continue
+		}
+		s.stats.Fetched[f.tier()] -= f.bytes
+		s.fetches = slices.DeleteFunc(s.fetches, func(x *fetch) bool { return x == f })
+		for _, at := range f.slots {
+			sl := &s.slots[at]
+			if sl.holds != nothing { // by another copy of the same expert that was forgone
+				s.counts.fetches[sl.holds.Layer][sl.holds.Expert]--
+			}
+			sl.holds = nothing
+			sl.copies = slices.DeleteFunc(sl.copies, func(x *fetch) bool { return x == f })
+		}
+	}
 }
 
 // forgetEnded drops the fetches that have landed.

@@ -38,8 +38,9 @@ type peers struct {
 	// idle fences, with their values; fences are all.
 	idle   []transfer.Point
 	fences []device.Fence
-	// failures in a row, by peer.
+	// failures in a row, by peer; failing is how many peers have any.
 	failures map[device.Space]int
+	failing  atomic.Int32
 
 	promoted, demoted, revoked, movedBytes int64
 }
@@ -64,11 +65,21 @@ func (p *peers) arrange(layers, experts int) {
 
 func (p *peers) published(id ID) *lent { return p.at[id.Layer][id.Expert].Load() }
 
-// worked ends a row of failures.
+// worked ends a row of failures. It takes mu only where there is one: whoever moves
+// experts may hold it while a device is asked for memory.
 func (p *peers) worked(peer device.Space) {
+	if p.failing.Load() == 0 {
+		return
+	}
 	p.mu.Lock()
 	defer p.mu.Unlock()
+	p.ended(peer)
+}
+
+// ended forgets a row of failures. mu is held.
+func (p *peers) ended(peer device.Space) {
 	delete(p.failures, peer)
+	p.failing.Store(int32(len(p.failures)))
 }
 
 // of is the copy of the expert that has landed or is on its way. mu is held.
@@ -269,9 +280,10 @@ func (s *Store) failed(peer device.Space, err error) {
 	}
 	p := &s.peers
 	p.failures[peer]++
+	p.failing.Store(int32(len(p.failures)))
 	i := PeerInfo{Device: peer, Err: err, Excluded: errors.Is(err, device.ErrLost) || p.failures[peer] >= failuresInARow}
 	if i.Excluded {
-		p.failures[peer] = 0
+		p.ended(peer)
 		if excluded := s.o.Harvest.Exclude(peer, err); excluded != nil {
 			i.Err = errors.Join(err, excluded)
 		}
@@ -330,7 +342,7 @@ func (s *Store) landed(l *lent, err error) {
 		}
 		return
 	}
-	p.failures[peer] = 0
+	p.ended(peer)
 	p.at[l.id.Layer][l.id.Expert].Store(l)
 	p.promoted++
 	p.movedBytes += l.handle.Bytes()
@@ -444,6 +456,8 @@ func (s *Store) Swap(in, out ID) error {
 		return wrap(errors.New("the store is not adaptive: local experts have no host copy"))
 	case in.Layer != out.Layer || out.Expert < 0 || out.Expert >= s.plan.Experts:
 		return wrap(errors.New("they are not of one layer"))
+	case s.layers[in.Layer].localAt[in.Expert] >= 0: // since movable has looked
+		return wrap(fmt.Errorf("the first is local: %w", ErrBusy))
 	case s.layers[out.Layer].localAt[out.Expert] < 0:
 		return wrap(fmt.Errorf("the second is not local: %w", ErrBusy))
 	case len(s.spare) == 0:
@@ -495,6 +509,7 @@ func (s *Store) carryOutSwaps() {
 		l := &s.layers[w.in.Layer]
 		l.localAt[w.in.Expert], w.to = w.to, l.localAt[w.out.Expert]
 		l.localAt[w.out.Expert] = -1
+		l.moved = true
 		s.spare = append(s.spare, w.to)
 		if l.refs[w.in.Expert].Held() { // it was prefetched for the step that begins
 			l.refs[w.in.Expert].Release()

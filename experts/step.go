@@ -42,13 +42,15 @@ func (w Wave) Wait(s device.Stream) error {
 }
 
 // Begin comes before each step, when nothing of an earlier one runs any more: it
-// carries out the swaps whose experts have landed, and corrects the links' rates.
+// carries out the swaps whose experts have landed, corrects the links' rates, and
+// trusts peers again once a step has passed without them.
 func (s *Store) Begin() error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if err := s.usable(); err != nil {
 		return fmt.Errorf("experts: begin a step: %w", err)
 	}
+	s.mistrust = max(s.mistrust-1, 0)
 	s.carryOutSwaps()
 	s.rates.update(s.o.Transfer.Stats(), s.o.Space)
 	return nil
@@ -193,7 +195,10 @@ func (s *Store) OpenLocal(ctx context.Context, layer int, compute device.Stream)
 	defer s.mu.Unlock()
 	l, err := s.opening(layer)
 	if err == nil {
-		err = s.updateRow(ctx, s.position[layer], compute)
+		l.sent = -1
+		if l.image == nil || l.moved { // else Choose will do
+			err = s.updateRow(ctx, s.position[layer], compute)
+		}
 	}
 	if err != nil {
 		return Use{}, fmt.Errorf("experts: open layer %d: %w", layer, err)
@@ -205,7 +210,8 @@ func (s *Store) OpenLocal(ctx context.Context, layer int, compute device.Stream)
 }
 
 // Choose brings the offloaded experts of those that the rows of a layer opened by
-// OpenLocal have chosen, and returns their waves, valid until Done. chosen may name
+// OpenLocal have chosen, and returns their waves, valid until Done. Copies of others
+// that have not begun are forgone. chosen may name
 // experts in any order and repeatedly. The update of the tables is on the stream
 // behind it.
 func (s *Store) Choose(ctx context.Context, layer int, chosen []int32, compute device.Stream) ([]Wave, error) {
@@ -250,6 +256,7 @@ func (s *Store) choose(ctx context.Context, position int, chosen []int32, comput
 	for e := range l.refs {
 		if l.refs[e].Held() && !l.chosen[e] { // guessed, or prefetched, in vain
 			l.refs[e].Release()
+			s.forgo(l.slot[e])
 		}
 	}
 	if err := s.bringAll(position, missing); err != nil {
@@ -368,6 +375,7 @@ func (s *Store) updateRow(ctx context.Context, position int, compute device.Stre
 	l.sent = -1
 	s.fillRow(l)
 	if bytes.Equal(l.row, l.image) {
+		l.moved = false
 		return nil
 	}
 	turn := l.turn
@@ -384,7 +392,7 @@ func (s *Store) updateRow(ctx context.Context, position int, compute device.Stre
 	if err := compute.Copy(s.table.Range(at, size), s.upload.Range(from, size)); err != nil {
 		return fmt.Errorf("update the tables: %w", err)
 	}
-	l.image = append(l.image[:0], l.row...)
+	l.image, l.moved = append(l.image[:0], l.row...), false
 	l.sent, l.turn = turn, (turn+1)%uploadRows
 	return nil
 }
@@ -451,8 +459,9 @@ func (s *Store) failure() error {
 // Reset makes the store usable again after a step was dropped: it ends the use of
 // all layers, waits for the copies under way or cancels them, and forgets the
 // experts that did not arrive whole. Copies in peers' memory that could not be read
-// are given back, so that the next try takes the host's; a peer that was lost is left
-// out. The compute stream has been recovered; nothing of the step runs. An error means
+// are given back, and a peer that was lost is left out; the next try, from its Begin
+// on, takes everything from the host, so that however many copies on peers are bad, one
+// more try is enough. The compute stream has been recovered; nothing of the step runs. An error means
 // that ctx was done, and that Reset may be called again.
 func (s *Store) Reset(ctx context.Context) error {
 	s.mu.Lock()
@@ -478,6 +487,9 @@ func (s *Store) Reset(ctx context.Context) error {
 		l.listAll()
 	}
 	lost := s.dropFailed()
+	if s.mistrust > 0 {
+		s.mistrust = 2 // the Begin of the step's next try, and that of the step after it
+	}
 	for i := range s.slots {
 		sl := &s.slots[i]
 		exclusive, ok := sl.cell.BeginExclusive()
@@ -528,6 +540,7 @@ func (s *Store) unreadable(f *fetch) {
 	if errors.Is(err, transfer.ErrCanceled) || errors.Is(err, transfer.ErrAfter) {
 		return
 	}
+	s.mistrust = max(s.mistrust, 1)
 	s.failed(f.from, err)
 	for _, l := range f.lent {
 		if s.peers.of(l.id) != l {

@@ -119,9 +119,11 @@ type Store struct {
 	// fetches that have not been seen to end.
 	fetches []*fetch
 	err     error
-	stats   Stats
-	counts  counts
-	rates   rates
+	// mistrust is after how many calls of Begin fetches use peers again.
+	mistrust int
+	stats    Stats
+	counts   counts
+	rates    rates
 	// scratch of bring.
 	runs []run
 
@@ -175,8 +177,10 @@ type layer struct {
 	// ids is the row's list in device memory.
 	ids kernels.Tensor
 	use Use
-	// row is the tables' row as it must be, image as the device has it.
+	// row is the tables' row as it must be, image as the device has it; moved says that
+	// what it has of local experts is out of date.
 	row, image []byte
+	moved      bool
 	// rows are until when each pinned image of the row is being read; turn is the
 	// next to be used.
 	rows [uploadRows]uint32
@@ -208,6 +212,7 @@ type fetch struct {
 	ticket *transfer.Ticket
 	done   transfer.Point
 	from   device.Space
+	bytes  int64
 	slots  []int
 	// lent are the peer copies that are read.
 	lent []*lent

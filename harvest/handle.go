@@ -3,6 +3,7 @@ package harvest
 import (
 	"fmt"
 	"math"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -43,6 +44,7 @@ type Handle struct {
 
 	mu   sync.Mutex
 	left []departure
+	look int // with how many of them it is looked which are over
 
 	// Guarded by Runtime.mu.
 	runtime  *Runtime
@@ -177,7 +179,14 @@ func (r *Ref) ReleaseAt(p residency.Point) {
 	if h := r.h; r.ref.Held() {
 		h.mu.Lock()
 		h.left = later(h.left, departure{r.by, time.Duration(h.clock.Load()), p})
+		var all []departure
+		if len(h.left) >= max(h.look, fewDepartures) {
+			all = slices.Clone(h.left)
+		}
 		h.mu.Unlock()
+		if all != nil {
+			h.forget(all)
+		}
 	}
 	r.depart()
 	r.ref.ReleaseAt(p)
@@ -191,6 +200,24 @@ func (r *Ref) depart() {
 	r.slot = -1
 	s.since.Store(math.MinInt64)
 	s.by.Store(nil)
+}
+
+// fewDepartures are kept whether or not they are over.
+const fewDepartures = 16
+
+// forget drops those of the departures that are over, so that a handle that is read for
+// long does not keep one for every fence there ever was.
+func (h *Handle) forget(all []departure) {
+	var over []departure
+	for _, d := range all {
+		if ok, _ := reached(d.point); ok {
+			over = append(over, d)
+		}
+	}
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	h.left = slices.DeleteFunc(h.left, func(d departure) bool { return slices.Contains(over, d) })
+	h.look = 2 * len(h.left)
 }
 
 // later keeps one departure for each fence: the one with the last point.

@@ -70,3 +70,46 @@ func TestSafeguards(t *testing.T) {
 		_ = m.Close() // what was found is counted above
 	}
 }
+
+// TestDeparturesAreForgotten: of who reads a handle for long only those are remembered
+// who may still be at it.
+func TestDeparturesAreForgotten(t *testing.T) {
+	m, err := emulated.New(emulated.Options{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	ok := func(err error) {
+		t.Helper()
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	r, err := New(Options{Machine: m, Peers: []device.Space{device.HBM(1)}, HeadroomBytes: -1})
+	ok(err)
+	h, err := r.Alloc(1024, Hints{})
+	ok(err)
+	by := NewHolder("slow reader")
+	var fences []device.Fence
+	for i := range 500 {
+		f, err := m.NewFence("reader")
+		ok(err)
+		fences = append(fences, f)
+		ref, _ := h.Acquire(by)
+		ref.ReleaseAt(residency.Point{Fence: f, Value: 1})
+		if i != 3 {
+			ok(f.Raise(1))
+		}
+	}
+	if len(h.left) > 32 {
+		t.Errorf("%d departures are kept", len(h.left))
+	}
+	if hs := h.holders(0); len(hs) != 1 || hs[0].Holder != "slow reader" || !hs[0].Work {
+		t.Errorf("holders %+v", hs)
+	}
+	ok(fences[3].Raise(1))
+	ok(r.Close(t.Context()))
+	for _, f := range fences {
+		ok(f.Close())
+	}
+	ok(m.Close())
+}

@@ -109,6 +109,16 @@ func writeTrace(t *testing.T, lines ...string) string {
 	return path
 }
 
+// TestSeldomChanges: a made up trace may change as seldom as one likes.
+func TestSeldomChanges(t *testing.T) {
+	for _, churn := range []string{"0.01", "1e-5", "1e-300"} {
+		n := open(t, machine{fraction: 0.5, options: emulated.Options{}}, func(s *configs.Settings) { s.AvailabilityTrace = "generated:1:" + churn })
+		if n.Traffic().Harvest["gpu1"]["other"] == 0 {
+			t.Errorf("%s changes per minute: nobody holds anything", churn)
+		}
+	}
+}
+
 // TestRevokedInMidRun: other tenants take the peers' memory and give it back while
 // requests run, and the answers do not change.
 func TestRevokedInMidRun(t *testing.T) {

@@ -65,9 +65,9 @@ func (n *Node) readTrace(c configs.TraceChoice) (harvest.Trace, error) {
 		peers, capacity = append(peers, p), append(capacity, u.Capacity-u.Other)
 	}
 	if c.Generated {
-		changes := time.Duration(traceChanges / c.Churn * float64(time.Minute))
+		seconds := min(traceDuration.Seconds(), traceChanges/c.Churn*60)
 		return harvest.Generate(harvest.TraceOptions{
-			Peers: peers, Capacity: capacity, Duration: min(traceDuration, changes), Churn: c.Churn, Seed: c.Seed,
+			Peers: peers, Capacity: capacity, Duration: time.Duration(seconds * float64(time.Second)), Churn: c.Churn, Seed: c.Seed,
 		})
 	}
 	f, err := os.Open(c.File)

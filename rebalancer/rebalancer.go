@@ -107,10 +107,6 @@ type Rebalancer struct {
 	// back when they are.
 	localized []experts.ID
 
-	// lost are the names of peers that GiveUp was told of. The store tells of them
-	// while mu is held.
-	lost sync.Map
-
 	stop context.CancelFunc
 	loop sync.WaitGroup
 }
@@ -202,10 +198,6 @@ func (r *Rebalancer) Close() error {
 	return nil
 }
 
-// GiveUp says that the peer of a failure is lost: it is not tried again. It may be
-// called from the store's EventListener.
-func (r *Rebalancer) GiveUp(i experts.PeerInfo) { r.lost.Store(i.Device.String(), true) }
-
 // Tick looks at what has happened and begins the moves that the limits allow. It does
 // not wait for them. That a peer has no room after all, or harvest's policy lets
 // nothing more be had, is no error; others end the tick's moves.
@@ -286,7 +278,6 @@ const healthy = "ok"
 // mend takes a peer back that was left out because copies failed, when its time has
 // come. Where its own readings say that it is sick it is left at that.
 func (r *Rebalancer) mend(st *peerState, p harvest.PeerSnapshot, l experts.Link, now time.Duration) harvest.PeerSnapshot {
-	_, lost := r.lost.Load(p.Device)
 	switch {
 	case p.Health == healthy:
 		if st.delay > 0 && !st.out && now-st.back > 2*st.delay {
@@ -294,7 +285,7 @@ func (r *Rebalancer) mend(st *peerState, p harvest.PeerSnapshot, l experts.Link,
 		}
 		st.out, st.sick = false, ""
 		return p
-	case lost, p.Health == st.sick:
+	case p.Health == st.sick:
 		return p
 	case !st.out:
 		st.out, st.sick = true, ""

@@ -174,11 +174,6 @@ func newRig(t *testing.T, o rigOptions) *rig {
 	log := slog.New(slog.NewTextHandler(r.log, nil))
 	r.store, err = experts.New(experts.Options{
 		Machine: r.m, Space: device.HBM(0), Backend: packer{}, Transfer: engine, Plan: plan, Harvest: r.harvest,
-		Events: experts.EventListener{PeerFailed: func(i experts.PeerInfo) {
-			if errors.Is(i.Err, device.ErrLost) {
-				r.rb.GiveUp(i)
-			}
-		}},
 	})
 	must(err)
 	end("store", r.store.Close)
@@ -490,14 +485,6 @@ func TestFailingPeer(t *testing.T) {
 	r.steps(2*time.Second, true)
 	if _, peers := r.onPeers(); health(1) == "ok" || peers[device.HBM(2)] != 0 || r.rb.Counts().Readmitted != readmitted {
 		t.Errorf("a lost peer is %q, holds %v; %+v", health(1), peers, r.rb.Counts())
-	}
-	r.rb.GiveUp(experts.PeerInfo{Device: device.HBM(1)})
-	if err := r.harvest.Exclude(device.HBM(1), errors.New("a test says so")); err != nil {
-		t.Fatal(err)
-	}
-	r.steps(time.Second, true)
-	if health(0) != "a test says so" || r.rb.Counts().Readmitted != readmitted {
-		t.Errorf("a peer that was given up is %q", health(0))
 	}
 }
 

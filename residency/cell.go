@@ -3,6 +3,7 @@ package residency
 import (
 	"context"
 	"fmt"
+	"slices"
 	"sync"
 	"sync/atomic"
 
@@ -53,6 +54,7 @@ type Cell struct {
 
 	mu     sync.Mutex
 	points []Point       // until when work enqueued by former readers may still read
+	look   int           // with how many points it is looked which of them are reached
 	gone   chan struct{} // closed by the release that ends a Drain
 }
 
@@ -121,8 +123,37 @@ func (r *Ref) ReleaseAt(p Point) {
 	c := r.take()
 	c.mu.Lock()
 	c.points = later(c.points, p)
+	var all []Point
+	if len(c.points) >= max(c.look, fewPoints) {
+		all = slices.Clone(c.points)
+	}
 	c.mu.Unlock()
+	if all != nil {
+		c.forget(all)
+	}
 	c.release(r.generation)
+}
+
+// fewPoints are kept whether or not they are reached.
+const fewPoints = 16
+
+// forget drops those of the points that are reached: a place that is read for long,
+// by work that ends at ever other fences, would otherwise keep a point of each. The
+// caller has a reference, so nobody else is using the points. A virtual machine may
+// take the questions as polls and run work.
+func (c *Cell) forget(points []Point) {
+	var reached []Point
+	for _, p := range points {
+		// Where it is reached Await does not wait: it orders what comes next after the
+		// reader. A reader's failure is left for who drains the cell.
+		if int32(p.Fence.Value()-p.Value) >= 0 && p.Fence.Await(context.Background(), p.Value) == nil {
+			reached = append(reached, p)
+		}
+	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.points = slices.DeleteFunc(c.points, func(p Point) bool { return slices.Contains(reached, p) })
+	c.look = 2 * len(c.points)
 }
 
 func (r *Ref) take() *Cell {

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"runtime"
+	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -362,5 +363,57 @@ func BenchmarkAcquireRelease(b *testing.B) {
 	for b.Loop() {
 		ref, _ := cell.Acquire()
 		ref.Release()
+	}
+}
+
+// TestPointsAreForgotten: a place that is read for long, each time to the end of
+// another fence, keeps only points that are not reached, and failures.
+func TestPointsAreForgotten(t *testing.T) {
+	m, err := emulated.New(emulated.Options{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() {
+		if err := m.Close(); err != nil {
+			t.Error(err)
+		}
+	}()
+	cell := filled(t)
+	var fences []device.Fence
+	for i := range 500 {
+		f, err := m.NewFence("reader")
+		if err != nil {
+			t.Fatal(err)
+		}
+		fences = append(fences, f)
+		ref, _ := cell.Acquire()
+		ref.ReleaseAt(residency.Point{Fence: f, Value: 1})
+		switch i {
+		case 3: // is never reached
+		case 5:
+			err = f.Fail(1, errors.New("boom"))
+		default:
+			err = f.Raise(1)
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	e, _ := cell.BeginExclusive()
+	points := e.Points()
+	if len(points) > 32 {
+		t.Errorf("%d points are kept", len(points))
+	}
+	for _, i := range []int{3, 5, 499} {
+		if !slices.Contains(points, residency.Point{Fence: fences[i], Value: 1}) {
+			t.Errorf("point %d is forgotten", i)
+		}
+	}
+	e.Settle()
+	e.End()
+	for _, f := range fences {
+		if err := f.Close(); err != nil {
+			t.Error(err)
+		}
 	}
 }

@@ -215,8 +215,8 @@ func newStateCollector(model *atomic.Pointer[Model], labels prometheus.Labels) *
 		paths:       desc("moeserve_path_bytes_total", "Bytes copied between two memories.", "path"),
 		moves:       desc("moeserve_expert_moves_total", "Changes of where experts live.", "move"),
 		rebalanced:  desc("moeserve_rebalanced_bytes_total", "Bytes copied so that experts live elsewhere."),
-		guesses:     desc("moeserve_expert_guesses_total", "Experts fetched because the next layer's router would have chosen them."),
-		right:       desc("moeserve_expert_guesses_right_total", "Experts so fetched that were then chosen."),
+		guesses:     desc("moeserve_expert_guesses_total", "Experts not in GPU memory for good that the next layer's router would have chosen, and so are fetched ahead."),
+		right:       desc("moeserve_expert_guesses_right_total", "Those guessed experts that were then chosen."),
 		harvested:   desc("moeserve_harvest_bytes", "Memory of a peer, by who has it.", "device", "state"),
 		revocations: desc("moeserve_harvest_revocations_total", "Pieces of borrowed memory that were revoked.", "reason"),
 	}

@@ -47,7 +47,8 @@
 //
 //   - Submit and Promote never wait for a copy.
 //   - Done is raised once per request, after its last byte has landed, or failed.
-//     Nothing is ever raised with a byte missing.
+//     Nothing is ever raised with a byte missing, unless whoever wanted the bytes has
+//     said by Ticket.Forgo that nobody does any more.
 //   - Nothing of a request is written before all of its After points.
 //   - Host work runs as Work on host streams or in the caller's goroutine, so that a
 //     machine with virtual time sees all of it.

@@ -644,6 +644,45 @@ func TestCancel(t *testing.T) {
 	})
 }
 
+// TestForgo: a copy that nobody wants any more ends as if it had landed, and nothing
+// is copied; one that has begun, or waits for a reader of its target, goes on.
+func TestForgo(t *testing.T) {
+	machines(t, func(t *testing.T, o emulated.Options) {
+		r := newRig(t, o, transfer.Options{ChunkBytes: 10, Depth: 1})
+		src, empty := r.filled(100, 1), r.filled(100, 2)
+		dst, unwanted, read := r.alloc(device.HBM(0), 100), r.alloc(device.HBM(0), 100), r.alloc(device.HBM(0), 100)
+		r.wait(r.submit(r.down(unwanted, empty, transfer.Needed)))
+		stall := r.m.Inject(&emulated.Fault{Kind: emulated.StallCopy, Match: func(p emulated.Point) bool { return p.To == device.HBM(0) }})
+		running := r.submit(r.down(dst, src, transfer.Needed))
+		waiting := r.down(read, src, transfer.Needed)
+		waiting.After = []transfer.Point{r.point()}
+		tw, tu := r.submit(waiting), r.submit(r.down(unwanted, src, transfer.Prefetch))
+		if tw.Forgo() || running.Forgo() {
+			t.Error("a copy that waits for a reader, or has begun, was forgone")
+		}
+		if !tu.Forgo() || tu.Forgo() {
+			t.Error("a copy that has not begun was not forgone, or twice")
+		}
+		if err := tu.Wait(t.Context()); err != nil || !tu.Ended() {
+			t.Errorf("forgone: %v", err)
+		}
+		stall.Release()
+		if err := waiting.After[0].Fence.Raise(1); err != nil {
+			t.Fatal(err)
+		}
+		r.wait(running)
+		r.wait(tw)
+		r.equal(dst, src)
+		r.equal(read, src)
+		r.equal(unwanted, empty)
+		for _, s := range r.engine.Stats() {
+			if s.From == device.Host && (s.Copies != 3 || s.Bytes != 300 || s.Failed != 0) {
+				t.Errorf("%+v", s)
+			}
+		}
+	})
+}
+
 func canceled() context.Context {
 	ctx, cancel := context.WithCancel(context.Background())
 	cancel()

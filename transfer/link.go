@@ -372,10 +372,12 @@ func (l *link) end(r *request, err error) {
 	if err == nil {
 		err = r.Done.Fence.Raise(r.Done.Value)
 	}
-	if err == nil {
+	switch {
+	case err == nil && r.forgone:
+	case err == nil:
 		l.stats.Copies++
 		l.stats.Bytes += r.Src.Bytes
-	} else {
+	default:
 		r.err = fmt.Errorf("transfer: %s: %w", r.name(), err)
 		l.stats.Failed++
 		if !errors.Is(err, ErrCanceled) {
@@ -398,6 +400,18 @@ func (l *link) cancel(r *request) bool {
 		return false
 	}
 	l.fail(r, ErrCanceled)
+	return true
+}
+
+func (l *link) forgo(r *request) bool {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if r.ended || r.failure != nil || r.issued > 0 || !r.ready {
+		return false
+	}
+	l.queue.remove(r)
+	r.forgone = true
+	l.end(r, nil)
 	return true
 }
 

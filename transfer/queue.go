@@ -18,9 +18,9 @@ type request struct {
 	flying int
 	// failure is why nothing more of it goes there.
 	failure error
-	// ended: Done was raised, or failed with err.
-	ended bool
-	err   error
+	// ended: Done was raised, or failed with err. forgone: it was raised without a copy.
+	ended, forgone bool
+	err            error
 }
 
 // chunk is a piece of a request.

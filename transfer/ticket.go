@@ -24,6 +24,12 @@ func (t *Ticket) Promote(p Priority) {
 // was given to the device yet, and reports whether it did.
 func (t *Ticket) Cancel() bool { return t.link.cancel(t.req) }
 
+// Forgo ends the request as if it had landed, if all its After points are reached and
+// nothing of it was given to the device yet, and reports whether it did. It is for bytes
+// that nobody wants any more: Done is raised, so whoever waits for it goes on, and finds
+// in Dst what was there before.
+func (t *Ticket) Forgo() bool { return t.link.forgo(t.req) }
+
 // Ended reports whether Done was raised or failed.
 func (t *Ticket) Ended() bool {
 	t.link.mu.Lock()
