@@ -86,6 +86,15 @@ func (k Kind) computes() bool {
 	return false
 }
 
+// endsLayer says whether nothing of a layer follows for the rows that an action is for.
+func (k Kind) endsLayer() bool {
+	switch k {
+	case Experts, Fetched, MLP, FeedForward:
+		return true
+	}
+	return false
+}
+
 // Action is one entry of a step plan. Layer, MicroBatch and Group count only where
 // the kind has them.
 type Action struct {
