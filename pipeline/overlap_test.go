@@ -275,3 +275,22 @@ func TestOverlapWithHostAttention(t *testing.T) {
 		}
 	}
 }
+
+// TestMicroBatchwiseReadsMore: run once per micro-batch, experts are read from the
+// device's memory once per micro-batch, which costs a model that is all there half of its
+// throughput or more; where copies from the host are the longer part, nothing.
+func TestMicroBatchwiseReadsMore(t *testing.T) {
+	for _, preset := range []string{"mixtral-8x7b", "qwen1.5-moe-a2.7b"} {
+		for _, fraction := range []float64{0, 1} {
+			c := cell{preset: preset, rows: 4536, fraction: fraction, tier: experts.Host, layers: 6}
+			merged := newTimed(t, c).step(c.rows)
+			c.grouping = ByMicroBatch
+			each := newTimed(t, c).step(c.rows)
+			ratio := each.step.Seconds() / merged.step.Seconds()
+			t.Logf("%v: a step takes %v, and %v with experts once per micro-batch", c, merged.step, each.step)
+			if fraction == 0 && ratio < 1.8 || fraction == 1 && (ratio < 0.99 || ratio > 1.05) {
+				t.Errorf("%v: a step takes %v, and %v with experts once per micro-batch", c, merged.step, each.step)
+			}
+		}
+	}
+}
