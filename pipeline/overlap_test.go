@@ -44,6 +44,8 @@ type cell struct {
 	grouping Grouping
 	// layers of the model, the first ones. 0: all.
 	layers int
+	// ring is how many layers' missing experts there is room for. 0: two.
+	ring float64
 }
 
 func (c cell) String() string {
@@ -126,7 +128,7 @@ func newTimed(t *testing.T, c cell) *timed {
 	check(t, err)
 	placement, err := experts.Place(len(layers), config.Experts, c.fraction)
 	check(t, err)
-	plan, err := experts.NewPlan(experts.Config{Layers: layers, Experts: config.Experts, Layout: extent, Placement: placement})
+	plan, err := experts.NewPlan(experts.Config{Layers: layers, Experts: config.Experts, Layout: extent, Placement: placement, RingSlots: int(c.ring * float64(placement.Largest()))})
 	check(t, err)
 	lent, err := harvest.New(harvest.Options{Machine: m, Peers: []device.Space{device.HBM(1)}, SlabBytes: 8 * extent.Size})
 	check(t, err)
@@ -290,6 +292,23 @@ func TestMicroBatchwiseReadsMore(t *testing.T) {
 			t.Logf("%v: a step takes %v, and %v with experts once per micro-batch", c, merged.step, each.step)
 			if fraction == 0 && ratio < 1.8 || fraction == 1 && (ratio < 0.99 || ratio > 1.05) {
 				t.Errorf("%v: a step takes %v, and %v with experts once per micro-batch", c, merged.step, each.step)
+			}
+		}
+	}
+}
+
+// TestSmallRing: in a ring that holds less than two layers' missing experts steps of every
+// order run, if not as fast.
+func TestSmallRing(t *testing.T) {
+	for _, ring := range []float64{1, 1.5} {
+		for _, hostRate := range []float64{0, 2e12} {
+			for _, grouping := range []Grouping{ByLayer, ByMicroBatch} {
+				c := cell{preset: "mixtral-8x7b", rows: 324, fraction: 0.5, tier: experts.Host, layers: 4, ring: ring, hostRate: hostRate, grouping: grouping}
+				x := newTimed(t, c)
+				x.step(c.rows)
+				if got := x.step(c.rows); got.step > (got.compute+got.copies+got.attention)*11/10 {
+					t.Errorf("%+v: a step takes %v, with compute %v, attention %v and copies %v", c, got.step, got.compute, got.attention, got.copies)
+				}
 			}
 		}
 	}

@@ -317,14 +317,15 @@ func (s Shape) plan(moe func(p []Action, layer int) []Action) []Action {
 }
 
 // ahead prefetches, behind the last MoE layer, the second one's experts for the step that
-// follows: the first one's are under way by then.
+// follows. The first one's are under way by then; what has found no slot of a small ring
+// comes before.
 func (s Shape) ahead(p []Action, layer int) []Action {
 	next := nextMoE(s.MoE)
 	first := next[layer]
 	if first > layer || next[first] == first {
 		return p
 	}
-	return append(p, Action{Kind: Prefetch, Layer: next[first]})
+	return append(p, Action{Kind: Prefetch, Layer: first}, Action{Kind: Prefetch, Layer: next[first]})
 }
 
 func (s Shape) begin() []Action {
