@@ -193,6 +193,10 @@ func (x *timed) step(rows int) times {
 		check(x, err)
 	}
 	run() // from here on the first layer's experts are prefetched
+	if x.store.Stats().Fetched[experts.Peer] > 0 {
+		run() // and what comes from which link goes by what they have given
+		run()
+	}
 	began, busy, attended, brought := x.m.Now(), x.busy, x.attended, x.brought
 	fetched, stalls := x.store.Stats().Fetched, x.p.Stalls()
 	run()
