@@ -221,11 +221,16 @@ func (n *Node) fraction(s *configs.Settings) (float64, bool) {
 	return fractionOf(p.Model.ExpertCount()-local, p.Model.ExpertCount()), true
 }
 
+// hostKVShare of the host's room may be keys and values: the rest of the machine lives
+// there too.
+const hostKVShare = 0.8
+
 // cache sizes the KV cache with what is left where it lies.
 func (n *Node) cache(s *configs.Settings, w *needs) (KVFit, error) {
 	room, err := w.device.Room()
 	if err == nil && n.kvSpace() == device.Host {
 		room, err = w.host.Room()
+		room = int64(hostKVShare * float64(room))
 	}
 	if err != nil {
 		return KVFit{}, err

@@ -76,6 +76,9 @@ func TestOpenRefused(t *testing.T) {
 		for n := 1; ; n++ {
 			s := configs.Defaults()
 			s.OffloadFraction, s.MaxNumBatchedTokens, s.NumKVBlocks = 0.5, 64, 64
+			if virtual {
+				s.Attention = "cpu"
+			}
 			m := &stingy{n: n, virtual: virtual}
 			opened, err := node.Open(t.Context(), node.Options{Settings: s, OpenMachine: func() (_ device.Machine, err error) {
 				m.Machine, err = emulated.Open(emulated.Options{Virtual: virtual})
@@ -106,6 +109,11 @@ func TestOpenRefused(t *testing.T) {
 		} {
 			if !seen[what] {
 				t.Errorf("%q was never asked for", what)
+			}
+		}
+		for _, what := range []string{"attention, pinned", "stream attention", "stream q, k, v to host", "stream attention from host"} {
+			if seen[what] != virtual {
+				t.Errorf("%q was asked for: %v", what, seen[what])
 			}
 		}
 	}

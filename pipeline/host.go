@@ -132,6 +132,18 @@ func (h *hostAttention) collect(compute device.Stream, b *microBatch, meter *met
 	return meter.wait(CPUAttention, b.sent, b.attended, func() error { return compute.Await(h.landed, b.chain) })
 }
 
+// err is the first error that one of the streams is in, once a step has ended. Where
+// fences hand errors to the host alone, the compute stream has run on over what never
+// came.
+func (h *hostAttention) err(ctx context.Context) error {
+	for _, s := range []device.Stream{h.out, h.host, h.in} {
+		if err := s.Synchronize(ctx); err != nil {
+			return fmt.Errorf("pipeline: attention on the host: %w", err)
+		}
+	}
+	return nil
+}
+
 // recover waits until nothing of a failed step runs.
 func (h *hostAttention) recover(ctx context.Context) error {
 	return errors.Join(h.out.Recover(ctx), h.host.Recover(ctx), h.in.Recover(ctx))

@@ -11,6 +11,7 @@ import (
 	"github.com/moeserve/moeserve/kernels"
 	"github.com/moeserve/moeserve/kvcache"
 	"github.com/moeserve/moeserve/models"
+	"github.com/moeserve/moeserve/transfer"
 )
 
 // ErrStepFailed marks an error of Step after which the same step may be run
@@ -420,16 +421,31 @@ func (p *Pipeline) feedForward(m *models.Model, layer int, r models.Span, use *e
 func (p *Pipeline) waves(m *models.Model, layer int, r models.Span, slots kernels.Tensor, waves []experts.Wave) error {
 	for i := range waves {
 		w := &waves[i]
-		if len(w.Await) > 0 {
-			if err := p.meter.wait(ExpertCopy, nil, nil, func() error { return w.Wait(p.compute) }); err != nil {
-				return err
-			}
+		err := error(nil)
+		if landed(w.Await) {
+			err = w.Wait(p.compute)
+		} else {
+			err = p.meter.wait(ExpertCopy, nil, nil, func() error { return w.Wait(p.compute) })
+		}
+		if err != nil {
+			return err
 		}
 		if err := m.Experts(p.compute, layer, r, slots, w.Experts, p.o.Experts.Layout()); err != nil {
 			return err
 		}
 	}
 	return nil
+}
+
+// landed says that nothing holds back who awaits these points: the stream still has to
+// await them, since that orders its reads, but it does not wait.
+func landed(points []transfer.Point) bool {
+	for _, p := range points {
+		if int32(p.Fence.Value()-p.Value) < 0 {
+			return false
+		}
+	}
+	return true
 }
 
 // ask enqueues the way of expert ids to the host, and returns the value of answered
@@ -452,10 +468,9 @@ func (p *Pipeline) answer(ctx context.Context, value uint32, off int64, rows int
 	if err := p.answered.Await(ctx, value); err != nil {
 		return err
 	}
-	if err := p.meter.since(RouterAsk, idle); err != nil {
+	if err := p.meter.asked(idle); err != nil {
 		return err
 	}
-	p.meter.last = nil
 	n := rows * p.o.Model.Config.TopK
 	p.ids = slices.Grow(p.ids[:0], n)[:n]
 	p.ints(p.ids, off)
@@ -506,7 +521,7 @@ func (p *Pipeline) Close() error {
 	if p.compute != nil {
 		errs = append(errs, p.compute.Close())
 	}
-	errs = append(errs, p.meter.close())
+	errs = append(errs, p.meter.release())
 	if p.done != nil {
 		errs = append(errs, p.done.Close())
 	}

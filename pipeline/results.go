@@ -140,6 +140,9 @@ func (p *Pipeline) finish(ctx context.Context, withLogits bool, err error) (Resu
 	if err == nil {
 		err = p.done.Synchronize(ctx)
 	}
+	if err == nil && p.attention != nil {
+		err = p.attention.err(ctx)
+	}
 	if err == nil && p.o.Experts != nil {
 		err = p.o.Experts.Err()
 	}

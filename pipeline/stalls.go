@@ -73,7 +73,9 @@ type meter struct {
 	used   int
 	spans  []span
 	// last is behind the last action that computes; nil where nothing counts from there.
-	last device.Event
+	// atEnd says that a layer has ended there, closely that layers are looked at closely.
+	last           device.Event
+	atEnd, closely bool
 
 	mu    sync.Mutex
 	total Stalls
@@ -89,7 +91,7 @@ type span struct {
 }
 
 // begin starts a step.
-func (m *meter) begin() { m.used, m.spans, m.last = 0, m.spans[:0], nil }
+func (m *meter) begin() { m.used, m.spans, m.last, m.closely = 0, m.spans[:0], nil, false }
 
 // mark records an event on a stream.
 func (m *meter) mark(s device.Stream) (device.Event, error) {
@@ -121,10 +123,13 @@ func (m *meter) wait(cause Cause, since, until device.Event, enqueue func() erro
 }
 
 // pause comes behind each action of a plan, resume before it: where the stream has run
-// dry meanwhile, that counts. Actions that give the device nothing to compute do not.
+// dry meanwhile, that counts. Actions that give the device nothing to compute do not. As
+// long as the stream does not run dry, only the ends of layers are looked at, so that a
+// layer costs one event; where it does, the next layer is looked at closely.
 func (m *meter) pause(k Kind) (err error) {
-	if k.computes() {
+	if k.endsLayer() || m.closely && k.computes() {
 		m.last, err = m.mark(m.stream)
+		m.atEnd = k.endsLayer()
 	}
 	return err
 }
@@ -136,10 +141,24 @@ func (m *meter) resume(k Kind) error {
 	}
 	m.last = nil
 	// What has failed is found out when the step ends.
-	if dry, err := last.Query(); !dry || err != nil {
+	dry, err := last.Query()
+	if m.atEnd {
+		m.closely = dry
+	}
+	if !dry || err != nil {
 		return nil
 	}
 	return m.since(HostEnqueue, last)
+}
+
+// asked comes behind a wait of the host for a router, from an event before it: where the
+// stream has run dry meanwhile, that counts until it is given more.
+func (m *meter) asked(idle device.Event) error {
+	m.last = nil
+	if dry, err := idle.Query(); !dry || err != nil {
+		return nil
+	}
+	return m.since(RouterAsk, idle)
 }
 
 // since counts from an event of the stream to what is enqueued next.
@@ -195,7 +214,7 @@ func (m *meter) stalls() Stalls {
 	return m.total
 }
 
-func (m *meter) close() error {
+func (m *meter) release() error {
 	var errs []error
 	for _, ev := range m.events {
 		errs = append(errs, ev.Close())

@@ -48,22 +48,34 @@ func TestStallsOfTheHost(t *testing.T) {
 	check(t, err)
 	p := &Pipeline{meter: meter{machine: m, stream: s}}
 	const nap = 5 * time.Millisecond
+	sleep := func(d time.Duration) { // once the stream has run dry
+		t.Helper()
+		check(t, s.Synchronize(t.Context()))
+		time.Sleep(d)
+	}
 	p.meter.begin()
-	check(t, p.meter.pause(Attend))
-	check(t, p.meter.resume(Upload)) // counts nothing
-	time.Sleep(nap)
+	check(t, p.meter.pause(Attend)) // within a layer: not looked at
+	sleep(nap)
 	check(t, p.meter.resume(Route))
+	check(t, p.meter.pause(Experts))
+	check(t, p.meter.resume(Upload)) // computes nothing
+	sleep(nap)
+	check(t, p.meter.resume(Attend)) // first stall
+	check(t, p.meter.pause(Attend))  // from here on layers are looked at closely
+	sleep(nap)
+	check(t, p.meter.resume(Route)) // second stall
+	check(t, p.meter.pause(Route))
 	idle, err := p.meter.mark(s)
 	check(t, err)
-	time.Sleep(2 * nap)
-	check(t, p.meter.since(RouterAsk, idle))
-	check(t, p.meter.resume(Route)) // nothing was paused since
+	sleep(2 * nap)
+	check(t, p.meter.asked(idle))
+	check(t, p.meter.resume(Fetched)) // the router's, not counted twice
 	check(t, s.Synchronize(t.Context()))
 	check(t, p.meter.end())
 	got := p.Stalls()
-	if got[HostEnqueue] < nap || got[RouterAsk] < 2*nap || got.Sum() != got[HostEnqueue]+got[RouterAsk] {
+	if got[HostEnqueue] < 2*nap || len(p.meter.spans) != 3 || got[RouterAsk] < 2*nap || got.Sum() != got[HostEnqueue]+got[RouterAsk] {
 		t.Errorf("stalls %v", got.ByName())
 	}
-	check(t, p.meter.close())
+	check(t, p.meter.release())
 	check(t, s.Close())
 }

@@ -137,7 +137,7 @@ func (e *Engine) link(pair device.Pair) (*link, error) {
 	}
 	o := e.o
 	if o.ChunkBytes == 0 {
-		o.ChunkBytes = max(leastChunkBytes, int64(path.BytesPerSecond*defaultChunkTime.Seconds()))
+		o.ChunkBytes = max(leastChunkBytes, int64(path.BytesPerSecond*defaultChunkTime.Seconds())>>20<<20)
 	}
 	l, err := newLink(o, pair)
 	if err != nil {
