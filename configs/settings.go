@@ -41,6 +41,7 @@ type Settings struct {
 	Attention            string  `mapstructure:"attention"`
 	BatchInvariant       bool    `mapstructure:"batch-invariant"`
 	Policy               string  `mapstructure:"policy"`
+	Hardware             string  `mapstructure:"hardware"`
 	MaxNewTokens         int     `mapstructure:"max-new-tokens"`
 	Temperature          float64 `mapstructure:"temperature"`
 	Seed                 uint64  `mapstructure:"seed"`
@@ -60,7 +61,6 @@ type Settings struct {
 	WarmupTokens         int     `mapstructure:"warmup-tokens"`
 	Trials               int     `mapstructure:"trials"`
 	PrefillTrials        int     `mapstructure:"prefill-trials"`
-	Hardware             string  `mapstructure:"hardware"`
 	JSON                 string  `mapstructure:"json"`
 	TraceFile            string  `mapstructure:"trace"`
 	LogLevel             string  `mapstructure:"log-level"`
@@ -249,6 +249,10 @@ var Schema = []Key{
 		Help: "what chooses max-num-seqs, max-num-batched-tokens, micro-batch-size, expert-grouping, attention and offload-fraction where they are not given: the defaults, the planner, or a file that plan --json wrote",
 	},
 	{
+		Name: "hardware", Kind: String, Default: "", Placeholder: "NAME|FILE", Commands: onDevice,
+		Help: "machine whose rates floors and predictions count with: " + strings.Join(HardwareNames(), ", ") + ", or a file that bench transfer --calibrate wrote; without it, what is known of this one",
+	},
+	{
 		Name: "max-new-tokens", Kind: Int, Default: 128, Unit: "tokens", Min: 1, Max: unbounded, Commands: onRun,
 		Help: "most tokens to generate",
 	},
@@ -323,10 +327,6 @@ var Schema = []Key{
 	{
 		Name: "prefill-trials", Kind: Int, Default: 0, Max: 1000, Commands: onBench,
 		Help: "how many of the trials compute the prompts; the others go on from these; 0: all",
-	},
-	{
-		Name: "hardware", Kind: String, Default: "", Placeholder: "NAME|FILE", Commands: onDevice,
-		Help: "machine whose rates floors and predictions count with: " + strings.Join(HardwareNames(), ", ") + ", or a file that bench transfer --calibrate wrote; without it, what is known of this one",
 	},
 	{
 		Name: "json", Kind: String, Default: "", Placeholder: "FILE", Commands: onResult,
