@@ -526,9 +526,13 @@ func (b plannedBackend) ActivationDType() kernels.DType { return b.activation }
 
 func (b plannedBackend) cast(kernels.DType) kernels.DType { return b.activation }
 
-// ExpertLayout has the size of all of that backend's layouts.
+// ExpertLayout has the size of all of that backend's layouts, and a name of its own:
+// experts that are not row-major, as on Hopper, take the most memory while they are
+// loaded.
 func (plannedBackend) ExpertLayout(s kernels.ExpertShape) (kernels.ExpertLayout, error) {
-	return kernels.RowMajorLayout("cuda", s)
+	l, err := kernels.RowMajorLayout("cuda", s)
+	l.Tag = "planned"
+	return l, err
 }
 
 // plannedWorkspace is what that backend takes of the GPU itself, in bytes.
