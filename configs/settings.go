@@ -36,6 +36,9 @@ type Settings struct {
 	MaxNumSeqs           int     `mapstructure:"max-num-seqs"`
 	MaxNumBatchedTokens  int     `mapstructure:"max-num-batched-tokens"`
 	MicroBatchSize       int     `mapstructure:"micro-batch-size"`
+	NumMicroBatches      int     `mapstructure:"num-micro-batches"`
+	ExpertGrouping       string  `mapstructure:"expert-grouping"`
+	Attention            string  `mapstructure:"attention"`
 	BatchInvariant       bool    `mapstructure:"batch-invariant"`
 	Policy               string  `mapstructure:"policy"`
 	Hardware             string  `mapstructure:"hardware"`
@@ -59,6 +62,7 @@ type Settings struct {
 	Trials               int     `mapstructure:"trials"`
 	PrefillTrials        int     `mapstructure:"prefill-trials"`
 	JSON                 string  `mapstructure:"json"`
+	TraceFile            string  `mapstructure:"trace"`
 	LogLevel             string  `mapstructure:"log-level"`
 	LogFormat            string  `mapstructure:"log-format"`
 }
@@ -121,7 +125,6 @@ var (
 	onRun     = []string{"run", "config"}
 	onServe   = []string{"serve", "config"}
 	onBench   = []string{"bench throughput", "bench sweep", "config"}
-	onRates   = []string{"bench throughput", "bench sweep", "bench transfer", "config"}
 )
 
 // unbounded is the Max of a number that nothing but its type limits.
@@ -226,16 +229,28 @@ var Schema = []Key{
 		Help: "most tokens whose attention runs together; 0: all of a step",
 	},
 	{
+		Name: "num-micro-batches", Kind: Int, Default: 0, Unit: "micro-batches", Max: 1 << 16, Commands: onModel,
+		Help: "least number of micro-batches that a step is cut into; 0: as few as micro-batch-size allows",
+	},
+	{
+		Name: "expert-grouping", Kind: String, Default: "layer", Allowed: []string{"layer", "micro-batch"}, Commands: onModel,
+		Help: "layer runs a layer's experts once for many micro-batches, micro-batch once for each, as CGOPipe does",
+	},
+	{
+		Name: "attention", Kind: String, Default: "auto", Allowed: []string{"auto", "gpu", "cpu"}, Commands: onModel,
+		Help: "who attends: gpu, beside keys and values in its memory, or cpu, beside those in the host's; auto: gpu",
+	},
+	{
 		Name: "batch-invariant", Kind: Bool, Default: false, Commands: onModel,
 		Help: "keep a row's result independent of other rows on a GPU too, where that costs speed; on the CPU it always is",
 	},
 	{
-		Name: "policy", Kind: String, Default: "none", Placeholder: "none|auto|FILE", Commands: onRequest,
-		Help: "what chooses max-num-seqs, max-num-batched-tokens, micro-batch-size and offload-fraction where they are not given: the defaults, the planner, or a file that plan --json wrote",
+		Name: "policy", Kind: String, Default: "none", Placeholder: "none|auto|FILE", Commands: []string{"run", "serve", "inspect", "plan", "bench throughput", "config"},
+		Help: "what chooses max-num-seqs, max-num-batched-tokens, micro-batch-size, expert-grouping, attention and offload-fraction where they are not given: the defaults, the planner, or a file that plan --json wrote",
 	},
 	{
 		Name: "hardware", Kind: String, Default: "", Placeholder: "NAME|FILE", Commands: onDevice,
-		Help: "machine whose rates the planner counts with: " + strings.Join(HardwareNames(), ", ") + ", or a JSON file as bench transfer --calibrate writes one; without it, what is known of this one",
+		Help: "machine whose rates floors and predictions count with: " + strings.Join(HardwareNames(), ", ") + ", or a file that bench transfer --calibrate wrote; without it, what is known of this one",
 	},
 	{
 		Name: "max-new-tokens", Kind: Int, Default: 128, Unit: "tokens", Min: 1, Max: unbounded, Commands: onRun,
@@ -316,6 +331,10 @@ var Schema = []Key{
 	{
 		Name: "json", Kind: String, Default: "", Placeholder: "FILE", Commands: onResult,
 		Help: "write the result as JSON to a file; - is standard output",
+	},
+	{
+		Name: "trace", Kind: String, Default: "", Placeholder: "FILE", Commands: []string{"run", "serve", "config"},
+		Help: "write what each stream does when to a file that chrome://tracing and ui.perfetto.dev read",
 	},
 	{
 		Name: "log-level", Kind: String, Default: "warn", Allowed: []string{"debug", "info", "warn", "error"}, Commands: onDevice,
@@ -436,6 +455,12 @@ func (s Settings) Validate() error {
 		return &SettingError{
 			Key: "micro-batch-size", Value: s.MicroBatchSize,
 			Want: fmt.Sprintf("must be at most max-num-batched-tokens, %d", s.MaxNumBatchedTokens),
+		}
+	}
+	if s.NumMicroBatches > s.MaxNumBatchedTokens {
+		return &SettingError{
+			Key: "num-micro-batches", Value: s.NumMicroBatches,
+			Want: fmt.Sprintf("must be at most max-num-batched-tokens, %d: a micro-batch has at least a token", s.MaxNumBatchedTokens),
 		}
 	}
 	return nil

@@ -59,7 +59,11 @@ func (s *Store) Begin() error {
 // Prefetch submits the copies of what the layer misses into ring slots that no
 // layer prefetched or open holds. What finds no slot is left to Open. It never
 // waits, and does nothing for a layer that has everything, is open, or has no experts.
-func (s *Store) Prefetch(layer int) error {
+func (s *Store) Prefetch(layer int) error { return s.PrefetchPart(layer, 0, 1) }
+
+// PrefetchPart is Prefetch of one of so many parts of what the layer misses, counted
+// from 0: neighbors, as many in each as in the others, or one less.
+func (s *Store) PrefetchPart(layer, part, parts int) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	position, ok := s.position[layer]
@@ -69,7 +73,8 @@ func (s *Store) Prefetch(layer int) error {
 	err := s.usable()
 	if l := &s.layers[position]; err == nil && l.state == shut {
 		l.listAll()
-		_, err = s.bring(position, l.missing(), transfer.Prefetch)
+		missing := l.missing()
+		_, err = s.bring(position, missing[part*len(missing)/parts:(part+1)*len(missing)/parts], transfer.Prefetch)
 	}
 	if err != nil {
 		return fmt.Errorf("experts: prefetch layer %d: %w", layer, err)

@@ -225,18 +225,18 @@ func (r *rig) step(group ...*HostBatch) []Batch {
 			check(r.t, m.PostAttention(s, layer, b))
 		}
 		if m.Config.Dense[layer] {
-			check(r.t, m.MLP(s, layer, rows))
+			check(r.t, m.MLP(s, layer, Span{Rows: rows}))
 			continue
 		}
 		if r.routed != nil {
 			r.routed(layer, rows)
 		}
-		check(r.t, m.Group(s, layer, rows))
-		check(r.t, m.Shared(s, layer, rows))
+		check(r.t, m.Group(s, layer, Span{Rows: rows}))
+		check(r.t, m.Shared(s, layer, Span{Rows: rows}))
 		for _, list := range r.waves {
-			check(r.t, m.Experts(s, layer, rows, r.slots[layer], list, r.layout))
+			check(r.t, m.Experts(s, layer, Span{Rows: rows}, r.slots[layer], list, r.layout))
 		}
-		check(r.t, m.Combine(s, layer, rows))
+		check(r.t, m.Combine(s, layer, Span{Rows: rows}))
 	}
 	for i := range batches {
 		check(r.t, m.Head(s, &batches[i]))

@@ -67,6 +67,14 @@ const alignment = 256
 
 func align(n int64) int64 { return (n + alignment - 1) / alignment * alignment }
 
+// Span is rows [First, First+Rows) of a group: all of them, or a micro-batch's.
+type Span struct{ First, Rows int }
+
+// of is the span's part of a tensor with width rows for each row of the group.
+func (r Span) of(t kernels.Tensor, width int) kernels.Tensor {
+	return t.Slice(r.First*width, (r.First+r.Rows)*width)
+}
+
 // Model binds an architecture to weights, a backend and a workspace, and
 // enqueues the stages of a step. It owns none of them. One goroutine uses it at
 // a time. Two groups in flight at once need two Models over the same Weights.
@@ -156,8 +164,8 @@ func newWorkspace(c *Config, act kernels.DType, l Limits, base device.Addr) work
 	w.residual = place(act, n, c.Hidden)
 	w.x = place(act, n, c.Hidden)
 	w.h = place(act, n, c.Hidden)
-	w.qkv = place(act, n, (c.Heads+2*c.KVHeads)*d)
-	w.attn = place(act, n, c.Heads*d)
+	w.qkv = place(act, n, c.ProjectedWidth())
+	w.attn = place(act, n, c.AttendedWidth())
 	if c.MoELayers() > 0 {
 		w.router = place(kernels.F32, n, c.Experts)
 		w.ids = place(kernels.I32, n, c.TopK)
@@ -301,10 +309,18 @@ func (m *Model) Embed(s device.Stream, b *Batch) error {
 	return m.enqueue(s, "embed", &m.embed)
 }
 
-// PreAttention norms b's rows, projects them to queries, keys and values,
-// rotates these and appends keys and values to the layer's cache, whose views
-// are [blocks, B, kv heads, D].
+// PreAttention is Project, and appends keys and values to the layer's cache, whose
+// views are [blocks, B, kv heads, D].
 func (m *Model) PreAttention(s device.Stream, layer int, b *Batch, k, v kernels.Tensor) error {
+	if err := m.Project(s, layer, b); err != nil {
+		return err
+	}
+	return m.appendKV(s, m.backend, layer, b, m.rows(m.ws.qkv, b), k, v)
+}
+
+// Project norms b's rows, projects them to queries, keys and values, and rotates
+// these: Projected has them.
+func (m *Model) Project(s device.Stream, layer int, b *Batch) error {
 	c, w := m.Config, &m.Weights.Layers[layer]
 	h := m.rows(m.ws.h, b)
 	m.norm = kernels.Norm{Kind: c.Norm, X: m.rows(m.ws.x, b), Residual: m.rows(m.ws.residual, b), Weight: w.InputNorm, Bias: w.InputNormBias, Eps: c.NormEps, Out: h}
@@ -320,7 +336,7 @@ func (m *Model) PreAttention(s device.Stream, layer int, b *Batch, k, v kernels.
 	if err := m.enqueueLayer(s, layer, &m.matmul); err != nil {
 		return err
 	}
-	q, kk, vv := m.split(qkv)
+	q, kk, _ := m.split(qkv)
 	if c.QKNorm != NoQKNorm {
 		for _, x := range [...]struct{ x, w kernels.Tensor }{{q, w.QNorm}, {kk, w.KNorm}} {
 			if c.QKNorm == HeadQKNorm {
@@ -339,25 +355,57 @@ func (m *Model) PreAttention(s device.Stream, layer int, b *Batch, k, v kernels.
 		}
 	}
 	m.rope = kernels.RoPE{Q: m.heads(q), K: m.heads(kk), Table: m.ws.rope, Rows: b.RopeRows}
-	if err := m.enqueueLayer(s, layer, &m.rope); err != nil {
+	return m.enqueueLayer(s, layer, &m.rope)
+}
+
+// Projected are the queries, keys and values of b's rows, side by side and dense,
+// [rows, ProjectedWidth], from Project on.
+func (m *Model) Projected(b *Batch) kernels.Tensor { return m.rows(m.ws.qkv, b) }
+
+// Attended is where PostAttention finds the attention of b's rows, dense, [rows,
+// AttendedWidth].
+func (m *Model) Attended(b *Batch) kernels.Tensor { return m.rows(m.ws.attn, b) }
+
+// ProjectedWidth and AttendedWidth are the elements of a row of Projected and of
+// Attended.
+func (c *Config) ProjectedWidth() int { return (c.Heads + 2*c.KVHeads) * c.HeadDim }
+
+// AttendedWidth is the elements of a row of Attended.
+func (c *Config) AttendedWidth() int { return c.Heads * c.HeadDim }
+
+// Elsewhere appends the keys and values of projected, a copy of Projected, to the
+// layer's cache, and writes the rows' attention over the cache to attended, of the
+// shape of Attended, by another backend than the model's. The tensors of b and all
+// others lie in memory of that backend.
+func (m *Model) Elsewhere(s device.Stream, on kernels.Backend, layer int, b *Batch, projected, attended, k, v kernels.Tensor) error {
+	if err := m.appendKV(s, on, layer, b, projected, k, v); err != nil {
 		return err
 	}
+	return m.attend(s, on, layer, b, projected, attended, k, v)
+}
+
+func (m *Model) appendKV(s device.Stream, on kernels.Backend, layer int, b *Batch, projected, k, v kernels.Tensor) error {
+	_, kk, vv := m.split(projected)
 	m.appends = kernels.AppendKV{K: m.heads(kk), V: m.heads(vv), CacheK: k, CacheV: v, Slots: b.Slots}
-	return m.enqueueLayer(s, layer, &m.appends)
+	return enqueueLayer(on, s, layer, &m.appends)
 }
 
 // Attention of b's rows over the layer's cache.
 func (m *Model) Attention(s device.Stream, layer int, b *Batch, k, v kernels.Tensor) error {
+	return m.attend(s, m.backend, layer, b, m.rows(m.ws.qkv, b), m.rows(m.ws.attn, b), k, v)
+}
+
+func (m *Model) attend(s device.Stream, on kernels.Backend, layer int, b *Batch, projected, attended, k, v kernels.Tensor) error {
 	c := m.Config
-	q, _, _ := m.split(m.rows(m.ws.qkv, b))
+	q, _, _ := m.split(projected)
 	m.attn = kernels.Attention{
 		Q: m.heads(q), CacheK: k, CacheV: v,
 		SeqStarts: b.SeqStarts, ContextLens: b.ContextLens, BlockTable: b.BlockTable,
 		Window: c.Windows[layer], Scale: float32(1 / math.Sqrt(float64(c.HeadDim))),
 		MaxContext: b.MaxContext, MaxRows: b.MaxSeqRows,
-		Out: m.heads(m.rows(m.ws.attn, b)),
+		Out: m.heads(attended),
 	}
-	return m.enqueueLayer(s, layer, &m.attn)
+	return enqueueLayer(on, s, layer, &m.attn)
 }
 
 // PostAttention projects b's attention output back, adds it to the residual and
@@ -389,17 +437,17 @@ func (m *Model) PostAttention(s device.Stream, layer int, b *Batch) error {
 	return m.enqueueLayer(s, layer, &m.route)
 }
 
-// MLP runs a dense layer's MLP on rows [0, rows) of the group.
-func (m *Model) MLP(s device.Stream, layer, rows int) error {
+// MLP runs a dense layer's MLP on rows of the group.
+func (m *Model) MLP(s device.Stream, layer int, r Span) error {
 	w := &m.Weights.Layers[layer]
-	return m.gated(s, layer, rows, w.GateUp, w.Down, m.ws.x)
+	return m.gated(s, layer, r, w.GateUp, w.Down, m.ws.x)
 }
 
-// Group sorts the choices of rows [0, rows) of the group by expert. It comes
-// once per MoE layer, after PostAttention of every micro-batch.
-func (m *Model) Group(s device.Stream, layer, rows int) error {
-	k := m.Config.TopK
-	m.group = kernels.Group{IDs: m.ws.ids.Slice(0, rows), Offsets: m.ws.offsets, Order: m.ws.order.Slice(0, rows*k)}
+// Group sorts the choices of rows of the group by expert. It comes once per MoE layer
+// and span, after PostAttention of every micro-batch in it; spans come one after the
+// other, each with its Experts and Combine.
+func (m *Model) Group(s device.Stream, layer int, r Span) error {
+	m.group = kernels.Group{IDs: r.of(m.ws.ids, 1), Offsets: m.ws.offsets, Order: r.of(m.ws.order, m.Config.TopK)}
 	return m.enqueueLayer(s, layer, &m.group)
 }
 
@@ -427,42 +475,42 @@ func (m *Model) Guess(s device.Stream, layer, rows int) error {
 	return m.enqueueLayer(s, layer, &m.route)
 }
 
-// Shared runs the layer's shared expert on rows [0, rows) of the group. It needs
-// no routed expert, so it can run while those are fetched. Without a shared
-// expert it does nothing.
-func (m *Model) Shared(s device.Stream, layer, rows int) error {
+// Shared runs the layer's shared expert on rows of the group. It needs no routed
+// expert, so it can run while those are fetched. Without a shared expert it does
+// nothing.
+func (m *Model) Shared(s device.Stream, layer int, r Span) error {
 	if m.Config.SharedWidth == 0 {
 		return nil
 	}
 	w := &m.Weights.Layers[layer]
-	if err := m.gated(s, layer, rows, w.SharedGateUp, w.SharedDown, m.ws.shared); err != nil {
+	if err := m.gated(s, layer, r, w.SharedGateUp, w.SharedDown, m.ws.shared); err != nil {
 		return err
 	}
-	m.matmul = kernels.MatMul{X: m.ws.h.Slice(0, rows), W: w.SharedGate, Out: m.ws.sharedGate.Slice(0, rows)}
+	m.matmul = kernels.MatMul{X: r.of(m.ws.h, 1), W: w.SharedGate, Out: r.of(m.ws.sharedGate, 1)}
 	return m.enqueueLayer(s, layer, &m.matmul)
 }
 
-// Experts runs one wave of the layer's experts on rows [0, rows) of the group:
-// those in list ([n] I32, each once) through the slot table slots ([E] U64, which
-// is only read for those in list). All waves of a layer together list every
-// expert that a row chose.
-func (m *Model) Experts(s device.Stream, layer, rows int, slots, list kernels.Tensor, layout kernels.ExpertLayout) error {
-	pairs := rows * m.Config.TopK
-	order, up := m.ws.order.Slice(0, pairs), m.ws.up.Slice(0, pairs)
-	m.up = kernels.ExpertUp{X: m.ws.h.Slice(0, rows), Offsets: m.ws.offsets, Order: order, Slots: slots, Experts: list, Layout: layout, Out: up}
+// Experts runs one wave of the layer's experts on rows of the group: those in list
+// ([n] I32, each once) through the slot table slots ([E] U64, which is only read for
+// those in list). All waves of a layer and span together list every expert that a row
+// chose.
+func (m *Model) Experts(s device.Stream, layer int, r Span, slots, list kernels.Tensor, layout kernels.ExpertLayout) error {
+	k := m.Config.TopK
+	order, up := r.of(m.ws.order, k), r.of(m.ws.up, k)
+	m.up = kernels.ExpertUp{X: r.of(m.ws.h, 1), Offsets: m.ws.offsets, Order: order, Slots: slots, Experts: list, Layout: layout, Out: up}
 	if err := m.enqueueLayer(s, layer, &m.up); err != nil {
 		return err
 	}
-	m.down = kernels.ExpertDown{X: up, Offsets: m.ws.offsets, Order: order, Slots: slots, Experts: list, Layout: layout, Out: m.ws.down.Slice(0, pairs)}
+	m.down = kernels.ExpertDown{X: up, Offsets: m.ws.offsets, Order: order, Slots: slots, Experts: list, Layout: layout, Out: r.of(m.ws.down, k)}
 	return m.enqueueLayer(s, layer, &m.down)
 }
 
-// Combine ends an MoE layer for rows [0, rows) of the group: the weighted sum of
-// the experts' outputs, and of the shared expert's.
-func (m *Model) Combine(s device.Stream, layer, rows int) error {
-	m.combine = kernels.Combine{X: m.ws.down.Slice(0, rows*m.Config.TopK), Weights: m.ws.weights.Slice(0, rows), Out: m.ws.x.Slice(0, rows)}
+// Combine ends an MoE layer for rows of the group: the weighted sum of the experts'
+// outputs, and of the shared expert's.
+func (m *Model) Combine(s device.Stream, layer int, r Span) error {
+	m.combine = kernels.Combine{X: r.of(m.ws.down, m.Config.TopK), Weights: r.of(m.ws.weights, 1), Out: r.of(m.ws.x, 1)}
 	if m.Config.SharedWidth > 0 {
-		m.combine.Shared, m.combine.SharedGate = m.ws.shared.Slice(0, rows), m.ws.sharedGate.Slice(0, rows)
+		m.combine.Shared, m.combine.SharedGate = r.of(m.ws.shared, 1), r.of(m.ws.sharedGate, 1)
 	}
 	return m.enqueueLayer(s, layer, &m.combine)
 }
@@ -547,10 +595,10 @@ func (m *Model) Warm(s device.Stream, rows []int) error {
 			switch {
 			case err != nil:
 			case dense:
-				err = m.MLP(s, layer, n)
+				err = m.MLP(s, layer, Span{Rows: n})
 			default:
 				if err = product(layer, h, w.Router, w.RouterBias, m.ws.router.Slice(0, n)); err == nil {
-					err = m.Shared(s, layer, n)
+					err = m.Shared(s, layer, Span{Rows: n})
 				}
 			}
 			if err != nil {
@@ -569,10 +617,10 @@ func (m *Model) Warm(s device.Stream, rows []int) error {
 }
 
 // gated computes down(silu(gate h) * up h) of the group's rows into out.
-func (m *Model) gated(s device.Stream, layer, rows int, gateUp, down, out kernels.Tensor) error {
+func (m *Model) gated(s device.Stream, layer int, r Span, gateUp, down, out kernels.Tensor) error {
 	wide := gateUp.Shape[0] / 2
-	h := m.ws.h.Slice(0, rows)
-	both := kernels.New(m.ws.mlp.Addr, m.ws.mlp.DType, rows, 2*wide)
+	h := r.of(m.ws.h, 1)
+	both := kernels.New(m.ws.mlp.Addr, m.ws.mlp.DType, r.Rows, 2*wide)
 	m.matmul = kernels.MatMul{X: h, W: gateUp, Out: both}
 	if err := m.enqueueLayer(s, layer, &m.matmul); err != nil {
 		return err
@@ -582,7 +630,7 @@ func (m *Model) gated(s device.Stream, layer, rows int, gateUp, down, out kernel
 	if err := m.enqueueLayer(s, layer, &m.silu); err != nil {
 		return err
 	}
-	m.matmul = kernels.MatMul{X: gate, W: down, Out: out.Slice(0, rows)}
+	m.matmul = kernels.MatMul{X: gate, W: down, Out: r.of(out, 1)}
 	return m.enqueueLayer(s, layer, &m.matmul)
 }
 
@@ -629,7 +677,11 @@ func (m *Model) fits(b *Batch) error {
 }
 
 func (m *Model) enqueueLayer(s device.Stream, layer int, op kernels.Op) error {
-	if err := m.backend.Enqueue(s, op); err != nil {
+	return enqueueLayer(m.backend, s, layer, op)
+}
+
+func enqueueLayer(on kernels.Backend, s device.Stream, layer int, op kernels.Op) error {
+	if err := on.Enqueue(s, op); err != nil {
 		return fmt.Errorf("models: layer %d %s: %w", layer, op.Name(), err)
 	}
 	return nil

@@ -384,14 +384,14 @@ func TestNoAllocations(t *testing.T) {
 				check(t, m.Attention(nil, layer, &batch, keys, values))
 				check(t, m.PostAttention(nil, layer, &batch))
 				if c.Dense[layer] {
-					check(t, m.MLP(nil, layer, 10))
+					check(t, m.MLP(nil, layer, Span{Rows: 10}))
 					continue
 				}
 				check(t, m.Guess(nil, layer, 10))
-				check(t, m.Group(nil, layer, 10))
-				check(t, m.Shared(nil, layer, 10))
-				check(t, m.Experts(nil, layer, 10, slots, list, layout))
-				check(t, m.Combine(nil, layer, 10))
+				check(t, m.Group(nil, layer, Span{Rows: 10}))
+				check(t, m.Shared(nil, layer, Span{Rows: 10}))
+				check(t, m.Experts(nil, layer, Span{Rows: 10}, slots, list, layout))
+				check(t, m.Combine(nil, layer, Span{Rows: 10}))
 			}
 			check(t, m.Head(nil, &batch))
 		}

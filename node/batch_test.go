@@ -161,7 +161,8 @@ func TestHardwareOfGPUs(t *testing.T) {
 		{"NVIDIA L40S", ""},
 		{"NVIDIA H100 80GB HBM3", "H100-80"},
 	} {
-		h, ok := node.PresetOf(device.Info{Name: c.name, MemoryBytes: 80e9})
+		h, from := node.PresetOf(device.Info{Name: c.name, MemoryBytes: 80e9})
+		ok := from != ""
 		if ok != (c.want != "") || h.Name != c.want {
 			t.Errorf("%s: %q, want %q", c.name, h.Name, c.want)
 		}

@@ -46,6 +46,7 @@ func (n *Node) machines(o *Options) error {
 			return nil, fail(ErrConfig, err)
 		}
 		defaultMemory(&spec)
+		n.traceEmulated(&spec)
 		return emulated.Open(spec)
 	}, nil)
 }
@@ -70,8 +71,16 @@ func (n *Node) open(machine func() (device.Machine, error), backend func(device.
 
 // use takes over machine and backend.
 func (n *Node) use(m device.Machine, b kernels.Backend) {
-	n.machine, n.space, n.backend = m, device.HBM(0), b
-	n.closers = append(n.closers, m.Close, b.Close)
+	n.machine, n.space, n.backend, n.host = n.traceMachine(m), device.HBM(0), b, b
+	n.closers = append(n.closers, n.machine.Close, b.Close)
+}
+
+// openHost finds who attends on the host, where somebody is to.
+func (n *Node) openHost() {
+	if _, ok := n.backend.(*cpu.Backend); !ok && n.settings.Attention == "cpu" {
+		n.host = cpu.New(cpu.Options{})
+		n.closers = append(n.closers, n.host.Close)
+	}
 }
 
 // cast is the type in which the backend wants weights of a type; nil: as they are.
@@ -108,7 +117,7 @@ func defaultMemory(o *emulated.Options) {
 // keepsData says whether memory of the machine holds bytes. An emulated machine may
 // be one that only tells how long everything takes.
 func keepsData(m device.Machine) bool {
-	e, ok := m.(*emulated.Machine)
+	e, ok := unwrapped(m).(*emulated.Machine)
 	return !ok || e.KeepsData()
 }
 

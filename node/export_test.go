@@ -11,5 +11,5 @@ func (n *Node) Harvest() *harvest.Runtime { return n.harvest }
 // Machine is what the node runs on.
 func (n *Node) Machine() device.Machine { return n.machine }
 
-// PresetOf is presetOf.
-var PresetOf = presetOf
+// PresetOf is presetFor.
+var PresetOf = presetFor

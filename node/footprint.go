@@ -3,6 +3,7 @@ package node
 import (
 	"slices"
 
+	"github.com/moeserve/moeserve/configs"
 	"github.com/moeserve/moeserve/experts"
 	"github.com/moeserve/moeserve/harvest"
 	"github.com/moeserve/moeserve/kernels"
@@ -27,8 +28,7 @@ type footprint struct {
 	expert kernels.ExpertLayout
 	// layers that have experts, by the model's numbers.
 	layers []int
-	// maxModelLen is the most tokens of a sequence, microRows the setting
-	// micro-batch-size.
+	// maxModelLen is the most tokens of a sequence.
 	maxModelLen int
 	// ringLayers as in Options; adaptive is the setting adapt-local.
 	ringLayers           int
@@ -89,11 +89,38 @@ func (f *footprint) experts(largest int) experts.Config {
 	}
 }
 
-// stepBytes is what steps within the limits take, in micro-batches of at most microRows
-// rows (0: of all): activations, row data on the GPU and again in pinned memory, and
-// what comes back.
-func (f *footprint) stepBytes(l models.Limits, microRows int) (activations, rowData, back int64) {
-	return models.WorkspaceBytes(f.config, f.types, l), pipeline.RowDataBytes(l, microRows), allocated(pipeline.BackBytes(f.config, l, f.hostLogits))
+// way is how steps run, as the settings of the same names say.
+type way struct {
+	microBatchSize, numMicroBatches int
+	byMicroBatch                    bool // expert-grouping
+	hostAttention                   bool // attention
+}
+
+func wayOf(s *configs.Settings) way {
+	return way{s.MicroBatchSize, s.NumMicroBatches, s.ExpertGrouping == planner.PerMicroBatch.String(), s.Attention == planner.OnCPU.String()}
+}
+
+// somebody stands for whoever attends on the host where only sizes are asked for.
+type somebody struct{ kernels.Backend }
+
+// steps are a pipeline's options, as far as sizes depend on them.
+func (f *footprint) steps(l models.Limits, w way) pipeline.Options {
+	o := pipeline.Options{Limits: l, HostLogits: f.hostLogits, MicroBatchRows: w.microBatchSize, MicroBatches: w.numMicroBatches}
+	if w.byMicroBatch {
+		o.Grouping = pipeline.ByMicroBatch
+	}
+	if w.hostAttention {
+		o.HostAttention = somebody{}
+	}
+	return o
+}
+
+// stepBytes is what steps within the limits take: activations, row data on the GPU and
+// again in pinned memory, what comes back, and what goes to the host for attention.
+func (f *footprint) stepBytes(l models.Limits, w way) (activations, rowData, back, attention int64) {
+	o := f.steps(l, w)
+	activations = int64(o.Groups()) * models.WorkspaceBytes(f.config, f.types, o.GroupLimits(l))
+	return activations, o.RowDataBytes(l), allocated(o.BackBytes(f.config, l)), allocated(o.StagingBytes(f.config, f.types.ActivationDType(), l))
 }
 
 // zeros is the pinned memory that borrowed memory is cleared with, where so many
@@ -106,8 +133,8 @@ func (f *footprint) zeros(offloaded int) int64 {
 }
 
 // parts of the GPU's and the host's memory that a plan of experts and steps take.
-func (f *footprint) parts(p *experts.Plan, l models.Limits, microRows int) (gpu, host []Part) {
-	activations, rowData, back := f.stepBytes(l, microRows)
+func (f *footprint) parts(p *experts.Plan, l models.Limits, w way) (gpu, host []Part) {
+	activations, rowData, back, attention := f.stepBytes(l, w)
 	gpu = []Part{
 		{"weights but experts", f.layout.Bytes},
 		{"local experts", p.LocalBytes},
@@ -125,6 +152,7 @@ func (f *footprint) parts(p *experts.Plan, l models.Limits, microRows int) (gpu,
 		{"tables", allocated(p.UploadBytes)},
 		{"clearing of borrowed memory", f.zeros(p.OffloadedExperts)},
 		{"row data", rowData + back},
+		{"attention", attention},
 	}
 }
 
@@ -133,7 +161,7 @@ func allocated(bytes int64) int64 { return (bytes + 255) / 256 * 256 }
 
 // given are settings of the same names that somebody has given, and that hold whatever
 // the policy; 0: nobody has.
-type given struct{ maxNumSeqs, maxNumBatchedTokens, microBatchSize int }
+type given struct{ maxNumSeqs, maxNumBatchedTokens, microBatchSize, numMicroBatches int }
 
 // sizes tells the planner what the parts are of any policy, with the experts spread
 // evenly over layers.
@@ -162,32 +190,36 @@ func (f *footprint) sizes(fixed given) (planner.Sizes, error) {
 			return p.LocalBytes - int64(local)*f.expert.Size,
 				p.HostBytes - int64(offloaded)*f.expert.Size + p.StagingBytes + f.zeros(offloaded)
 		},
-		Workspace: func(rows, microBatch, sequences int) (gpu, host int64) {
-			micro := microRows(microBatch, sequences)
+		Workspace: func(x *planner.Policy) (gpu, host int64) {
+			rows, sequences := x.Rows(), x.Batch
 			if fixed.maxNumSeqs > 0 {
 				sequences = fixed.maxNumSeqs
 			}
 			if fixed.maxNumBatchedTokens > 0 {
 				rows = fixed.maxNumBatchedTokens
 			}
-			if fixed.microBatchSize > 0 {
-				micro = fixed.microBatchSize
+			w := wayFor(x)
+			if fixed.numMicroBatches > 0 {
+				w.numMicroBatches, w.microBatchSize = fixed.numMicroBatches, 0
 			}
-			activations, rowData, back := f.stepBytes(f.limits(rows, sequences), micro)
-			return activations + rowData, rowData + back
+			if fixed.microBatchSize > 0 {
+				w.microBatchSize = fixed.microBatchSize
+			}
+			activations, rowData, back, attention := f.stepBytes(f.limits(rows, sequences), w)
+			return activations + rowData, rowData + back + attention
 		},
 		GPUFixed:  allocated(none.TableBytes) + f.kernels,
 		HostFixed: allocated(none.UploadBytes) + uploadBuffers*uploadBytes,
 	}, nil
 }
 
-// microRows is the setting micro-batch-size of a policy's micro-batches of so many of
-// so many sequences.
-func microRows(microBatch, sequences int) int {
-	if microBatch >= sequences {
-		return 0
+// wayFor is how a policy has steps run.
+func wayFor(x *planner.Policy) way {
+	w := way{byMicroBatch: x.Grouping == planner.PerMicroBatch, hostAttention: x.Attention == planner.OnCPU}
+	if x.MicroBatch < x.Batch {
+		w.microBatchSize = x.MicroBatch
 	}
-	return microBatch
+	return w
 }
 
 // model is the planner's.

@@ -53,9 +53,12 @@ func TestPlannedIsTaken(t *testing.T) {
 		s.MaxModelLen = []int{0, 33, 64}[random.IntN(3)]
 		s.NumKVBlocks = between(max(5, s.MaxNumSeqs), 400)
 		s.AdaptLocal = random.IntN(2) == 0
+		s.Attention = []string{"auto", "gpu", "cpu"}[random.IntN(3)]
+		s.ExpertGrouping = []string{"layer", "micro-batch"}[random.IntN(2)]
+		s.NumMicroBatches = between(0, 9) * random.IntN(2)
 		o := Options{Settings: s, WithoutTokenizer: true, HostLogits: random.IntN(2) == 0, RingLayers: between(0, 3)}
-		t.Run(fmt.Sprintf("%s/%v/%s/%d,%d,%d,%d/%v/%v,%d", filepath.Base(s.Model), s.OffloadFraction, s.OffloadTier,
-			s.MaxNumSeqs, s.MaxNumBatchedTokens, s.MicroBatchSize, s.MaxModelLen, s.AdaptLocal, o.HostLogits, o.RingLayers), func(t *testing.T) {
+		t.Run(fmt.Sprintf("%s/%v/%s/%d,%d,%d,%d/%s,%s,%d/%v/%v,%d", filepath.Base(s.Model), s.OffloadFraction, s.OffloadTier,
+			s.MaxNumSeqs, s.MaxNumBatchedTokens, s.MicroBatchSize, s.MaxModelLen, s.Attention, s.ExpertGrouping, s.NumMicroBatches, s.AdaptLocal, o.HostLogits, o.RingLayers), func(t *testing.T) {
 			plannedIsTaken(t, o)
 		})
 	}
@@ -83,9 +86,16 @@ func plannedIsTaken(t *testing.T, o Options) {
 		t.Fatal(err)
 	}
 	total := p.Model.ExpertCount()
-	r, err := p.Predict(planner.Policy{
+	x := planner.Policy{
 		Batch: s.MaxNumSeqs, PrefillTokens: s.MaxNumBatchedTokens, LocalExperts: total - p.Model.Offloaded(s.OffloadFraction),
-	})
+	}
+	if s.Attention == "cpu" {
+		x.Attention = planner.OnCPU
+	}
+	if s.ExpertGrouping == "micro-batch" {
+		x.Grouping = planner.PerMicroBatch
+	}
+	r, err := p.Predict(x)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -93,14 +103,15 @@ func plannedIsTaken(t *testing.T, o Options) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	pool := int64(s.NumKVBlocks) * w.kv.BlockBytes()
+	pool := []int64{0, 0}
+	pool[x.Attention] = int64(s.NumKVBlocks) * w.kv.BlockBytes()
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	for _, c := range []struct {
 		space   device.Space
 		planned planner.Space
 		need    int64
-	}{{device.HBM(0), r.Memory.GPU, w.device.Need() + pool}, {device.Host, r.Memory.Host, w.host.Need()}} {
+	}{{device.HBM(0), r.Memory.GPU, w.device.Need() + pool[0]}, {device.Host, r.Memory.Host, w.host.Need() + pool[1]}} {
 		if taken := l.taken[c.space]; taken != c.planned.Need() || taken != c.need {
 			t.Errorf("%v: %d bytes taken, %d needed, %d planned: %v", c.space, taken, c.need, c.planned.Need(), c.planned)
 		}

@@ -192,7 +192,7 @@ func (r *stages) run(ids []int32, long bool, chosen []choice) ([]float32, []choi
 		r.ok(m.Attention(s, layer, &b, r.k[layer], r.v[layer]))
 		r.ok(m.PostAttention(s, layer, &b))
 		if dense {
-			r.ok(m.MLP(s, layer, rows))
+			r.ok(m.MLP(s, layer, models.Span{Rows: rows}))
 			continue
 		}
 		i, w := m.Routing(rows)
@@ -201,10 +201,10 @@ func (r *stages) run(ids []int32, long bool, chosen []choice) ([]float32, []choi
 			r.ok(r.upload(w.Range(), chosen[layer].weights))
 		}
 		routes[layer] = choice{r.download(i), r.download(w)}
-		r.ok(m.Group(s, layer, rows))
-		r.ok(m.Shared(s, layer, rows))
-		r.ok(m.Experts(s, layer, rows, r.slots[layer], r.all, r.layout))
-		r.ok(m.Combine(s, layer, rows))
+		r.ok(m.Group(s, layer, models.Span{Rows: rows}))
+		r.ok(m.Shared(s, layer, models.Span{Rows: rows}))
+		r.ok(m.Experts(s, layer, models.Span{Rows: rows}, r.slots[layer], r.all, r.layout))
+		r.ok(m.Combine(s, layer, models.Span{Rows: rows}))
 	}
 	r.ok(m.Head(s, &b))
 	logits := m.Logits(&b)

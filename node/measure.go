@@ -4,9 +4,6 @@ import (
 	"fmt"
 	"io/fs"
 	"log/slog"
-	"math"
-	"slices"
-	"strings"
 	"time"
 
 	"github.com/moeserve/moeserve/configs"
@@ -48,33 +45,17 @@ func (n *Node) ChosenOnlyRows() int {
 }
 
 // Shape is the model as the planner sees it.
-func (n *Node) Shape() planner.Model {
-	c := n.config
-	activation := n.backend.ActivationDType().Size()
-	m := planner.Model{
-		Name: n.name, Layers: c.Layers, DenseLayers: c.Layers - c.MoELayers(), Hidden: c.Hidden,
-		Heads: c.Heads, KVHeads: c.KVHeads, HeadDim: c.HeadDim,
-		Experts: c.Experts, TopK: c.TopK, ExpertWidth: c.ExpertWidth, SharedWidth: c.SharedWidth, DenseWidth: c.DenseWidth,
-		Vocab: c.Vocab, TiedEmbeddings: c.TiedEmbeddings,
-		WeightBytes: n.layout.ExpertDType.Size(), ActivationBytes: activation, KVBytes: activation,
-	}
-	if w := slices.Compact(slices.Clone(c.Windows)); len(w) == 1 {
-		m.Window = w[0]
-	}
-	return m
-}
+func (n *Node) Shape() planner.Model { return n.footprint.model(n.name) }
 
 // Sizes in bytes that the node has taken, for the planner.
 func (n *Node) Sizes() planner.Sizes {
-	shape := n.kv.Shape()
-	return planner.Sizes{
-		Expert: n.plan.Layout.Size, Other: n.layout.Bytes,
-		KVBlockTokens: shape.BlockTokens, KVBlock: shape.BlockBytes(),
+	s := &n.settings
+	sizes, err := n.footprint.sizes(given{s.MaxNumSeqs, s.MaxNumBatchedTokens, s.MicroBatchSize, s.NumMicroBatches})
+	if err != nil {
+		panic("node: sizes of what is open: " + err.Error())
 	}
+	return sizes
 }
-
-// noLimit stands for the rates of emulated devices that nothing limits.
-const noLimit = 1e18
 
 // Hardware is the machine as the planner sees it: what emulated devices were told to
 // be, or, of real GPUs, the preset of the same name. It says false where emulated
@@ -83,14 +64,15 @@ func (n *Node) Hardware() (planner.Hardware, bool) {
 	top := n.machine.Topology()
 	gpu, _ := top.Info(n.space)
 	if n.opened != nil {
-		return presetOf(gpu)
+		h, from := presetFor(gpu)
+		return h, from != ""
 	}
 	if o, err := emulated.ParseSpec(n.settings.Emulate); err != nil || !virtual(n.machine) && !o.Pace {
 		return planner.Hardware{}, false
 	}
 	limit := func(rate float64) float64 {
 		if rate == 0 {
-			return noLimit
+			return unlimited
 		}
 		return rate
 	}
@@ -112,24 +94,6 @@ func (n *Node) Hardware() (planner.Hardware, bool) {
 		h.PeerToGPU, h.PeerCopyStart = limit(p.BytesPerSecond), p.Latency.Seconds()
 	}
 	return h, true
-}
-
-// presetOf finds the preset of a GPU by its name and, among those of one name, by its
-// memory.
-func presetOf(gpu device.Info) (planner.Hardware, bool) {
-	best, found := planner.Hardware{}, false
-	off := func(h planner.Hardware) float64 { return math.Abs(float64(h.GPUMemory - gpu.MemoryBytes)) }
-	for _, name := range configs.HardwareNames() {
-		product, _, _ := strings.Cut(strings.ToUpper(name), "-")
-		h, err := planner.HardwarePreset(name)
-		if err != nil || !slices.Contains(strings.FieldsFunc(strings.ToUpper(gpu.Name), func(r rune) bool { return r == ' ' || r == '-' }), product) {
-			continue
-		}
-		if !found || off(h) < off(best) {
-			best, found = h, true
-		}
-	}
-	return best, found
 }
 
 // Encoder returns what turns text into the ids of a prompt, with the special tokens

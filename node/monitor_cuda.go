@@ -46,7 +46,7 @@ type load struct {
 // openMonitor opens what harvest watches the peers through, to be closed with the
 // node; nil for what harvest has itself.
 func (n *Node) openMonitor() (harvest.Monitor, error) {
-	if _, ok := n.machine.(*cuda.Machine); !ok {
+	if _, ok := unwrapped(n.machine).(*cuda.Machine); !ok {
 		return nil, nil
 	}
 	r, err := nvml.Open()

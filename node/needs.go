@@ -12,6 +12,7 @@ import (
 	"github.com/moeserve/moeserve/device/emulated"
 	"github.com/moeserve/moeserve/experts"
 	"github.com/moeserve/moeserve/kvcache"
+	"github.com/moeserve/moeserve/pipeline"
 	"github.com/moeserve/moeserve/planner"
 )
 
@@ -92,7 +93,7 @@ func (n *Node) needs(o *Options) (*needs, error) {
 	if err != nil {
 		return nil, err
 	}
-	gpu, pinned := f.parts(&n.plan, n.limits, s.MicroBatchSize)
+	gpu, pinned := f.parts(&n.plan, n.limits, wayOf(s))
 	return &needs{
 		kv: f.kv(),
 		device: Demand{
@@ -104,6 +105,24 @@ func (n *Node) needs(o *Options) (*needs, error) {
 			Advice: "offload fewer experts (offload-fraction), or give the host more memory",
 		},
 	}, nil
+}
+
+// steps says how the settings have steps run, without what runs them.
+func (n *Node) steps(o *Options) pipeline.Options {
+	p := n.footprint.steps(n.limits, wayOf(&o.Settings))
+	p.Machine, p.Space = n.machine, n.space
+	if p.HostAttention != nil {
+		p.HostAttention = n.host
+	}
+	return p
+}
+
+// kvSpace is the memory that keys and values lie in: that of whoever attends.
+func (n *Node) kvSpace() device.Space {
+	if n.settings.Attention == "cpu" {
+		return device.Host
+	}
+	return n.space
 }
 
 // placement says which experts of the layers are offloaded.
@@ -188,16 +207,31 @@ func (n *Node) fraction(s *configs.Settings) (float64, bool) {
 	if err != nil {
 		return 0, false
 	}
-	local, ok := p.MostLocal(planner.Policy{Batch: 1})
+	x := planner.Policy{Batch: 1}
+	if n.kvSpace() == device.Host {
+		x.Attention = planner.OnCPU
+	}
+	if s.ExpertGrouping == planner.PerMicroBatch.String() {
+		x.Grouping = planner.PerMicroBatch
+	}
+	local, ok := p.MostLocal(x)
 	if !ok || local >= n.plan.LocalExperts {
 		return 0, false
 	}
 	return fractionOf(p.Model.ExpertCount()-local, p.Model.ExpertCount()), true
 }
 
-// cache sizes the KV cache with what is left on the device.
+// hostKVShare of the host's room may be keys and values: the rest of the machine lives
+// there too.
+const hostKVShare = 0.8
+
+// cache sizes the KV cache with what is left where it lies.
 func (n *Node) cache(s *configs.Settings, w *needs) (KVFit, error) {
 	room, err := w.device.Room()
+	if err == nil && n.kvSpace() == device.Host {
+		room, err = w.host.Room()
+		room = int64(hostKVShare * float64(room))
+	}
 	if err != nil {
 		return KVFit{}, err
 	}
@@ -210,7 +244,7 @@ func (n *Node) cache(s *configs.Settings, w *needs) (KVFit, error) {
 // together refuses what emulated devices could hold one by one but this machine,
 // whose memory they all share, cannot.
 func (n *Node) together(gpu, host int64) error {
-	if _, ok := n.machine.(*emulated.Machine); !ok || !keepsData(n.machine) {
+	if _, ok := unwrapped(n.machine).(*emulated.Machine); !ok || !keepsData(n.machine) {
 		return nil
 	}
 	have, ok := availableMemory()

@@ -12,6 +12,7 @@ import (
 
 	"github.com/moeserve/moeserve/configs"
 	"github.com/moeserve/moeserve/device"
+	"github.com/moeserve/moeserve/device/trace"
 	"github.com/moeserve/moeserve/engine"
 	"github.com/moeserve/moeserve/experts"
 	"github.com/moeserve/moeserve/harvest"
@@ -114,6 +115,9 @@ type Node struct {
 	upkeep    []func()
 	told      string
 	backend   kernels.Backend
+	host      kernels.Backend // attends where the setting attention says cpu
+	trace     *trace.Writer   // nil where nothing is traced
+	traced    bool            // the machine tells the trace by itself
 	transfer  *transfer.Engine
 	store     *experts.Store
 	plan      experts.Plan
@@ -264,12 +268,16 @@ func Open(ctx context.Context, o Options) (_ *Node, err error) {
 	if err := n.text(model, o.WithoutTokenizer); err != nil {
 		return nil, fail(ErrModel, err)
 	}
+	if err := n.openTraceFile(); err != nil {
+		return nil, fail(ErrConfig, err)
+	}
 	if err := n.prepare(&o, model.Source); err != nil {
 		return nil, err
 	}
 	if err := n.follow(&o); err != nil {
 		return nil, fail(ErrConfig, err)
 	}
+	n.openHost()
 	kv, blocks, err := n.budget(&o)
 	if err != nil {
 		return nil, fail(ErrConfig, err)
@@ -343,9 +351,17 @@ func (n *Node) assemble(ctx context.Context, o *Options, src models.Source, kv k
 	if err != nil {
 		return fail(ErrDevice, err)
 	}
-	workspace, err := n.alloc(n.space, models.WorkspaceBytes(n.config, n.backend, n.limits), "activations")
-	if err != nil {
-		return fail(ErrDevice, err)
+	steps := n.steps(o)
+	group := make([]*models.Model, 2)[:steps.Groups()]
+	limits, weights := steps.GroupLimits(n.limits), n.layout.Bind(arena.Range(0, n.layout.Bytes).Addr)
+	for i := range group {
+		workspace, err := n.alloc(n.space, models.WorkspaceBytes(n.config, n.backend, limits), "activations")
+		if err != nil {
+			return fail(ErrDevice, err)
+		}
+		if group[i], err = models.NewModel(n.config, weights, n.enqueuing(), workspace.Range(0, workspace.Bytes()), limits); err != nil {
+			return fail(ErrConfig, err)
+		}
 	}
 	if n.transfer, err = transfer.New(transfer.Options{Machine: n.machine}); err != nil {
 		return fail(ErrDevice, err)
@@ -365,34 +381,30 @@ func (n *Node) assemble(ctx context.Context, o *Options, src models.Source, kv k
 		// Before the store, which is told of all that it loses.
 		n.closers = append(n.closers, n.closeHarvest)
 	}
-	if n.kv, err = kvcache.New(kvcache.Options{Machine: n.machine, Space: n.space, Shape: kv, Blocks: blocks}); err != nil {
+	if n.kv, err = kvcache.New(kvcache.Options{Machine: n.machine, Space: n.kvSpace(), Shape: kv, Blocks: blocks}); err != nil {
 		return fail(ErrDevice, err)
 	}
 	n.closers = append(n.closers, n.kv.Close)
-	model, err := models.NewModel(n.config, n.layout.Bind(arena.Range(0, n.layout.Bytes).Addr), n.backend, workspace.Range(0, workspace.Bytes()), n.limits)
-	if err != nil {
-		return fail(ErrConfig, err)
-	}
-	if err := n.load(ctx, o, src, model, arena); err != nil {
+	if err := n.load(ctx, o, src, group, arena); err != nil {
 		return err
 	}
 	if err := n.openRebalancer(ctx); err != nil {
 		return err
 	}
 	n.loadTime = time.Since(start)
-	small := 0
-	if !keepsData(n.machine) {
-		small = -1 // nobody knows there which experts are chosen
+	steps.Model, steps.Experts, steps.KV = group[0], n.store, n.kv
+	if len(group) > 1 {
+		steps.Second = group[1]
 	}
-	if n.pipe, err = pipeline.New(pipeline.Options{
-		Machine: n.machine, Space: n.space, Model: model, Experts: n.store, KV: n.kv,
-		MicroBatchRows: n.settings.MicroBatchSize, SmallBatchRows: small, HostLogits: o.HostLogits,
-	}); err != nil {
+	if !keepsData(n.machine) {
+		steps.SmallBatchRows = -1 // nobody knows there which experts are chosen
+	}
+	if n.pipe, err = pipeline.New(steps); err != nil {
 		return fail(ErrDevice, err)
 	}
 	n.closers = append(n.closers, n.pipe.Close)
 	if b, ok := n.backend.(interface{ WarmRows(most int) []int }); ok {
-		err := model.Warm(n.pipe.Compute(), b.WarmRows(n.limits.MaxRows))
+		err := group[0].Warm(n.pipe.Compute(), b.WarmRows(limits.MaxRows))
 		if err == nil {
 			err = n.pipe.Compute().Synchronize(ctx)
 		}
@@ -422,7 +434,7 @@ func (n *Node) alloc(space device.Space, bytes int64, label string) (device.Memo
 }
 
 // load streams the weights to their places.
-func (n *Node) load(ctx context.Context, o *Options, src models.Source, model *models.Model, arena device.Memory) (err error) {
+func (n *Node) load(ctx context.Context, o *Options, src models.Source, group []*models.Model, arena device.Memory) (err error) {
 	up, err := newUploader(n.machine, n.space)
 	if err != nil {
 		return fail(ErrDevice, err)
@@ -441,8 +453,10 @@ func (n *Node) load(ctx context.Context, o *Options, src models.Source, model *m
 	if to.up == nil {
 		return nil
 	}
-	if err := model.Constants(func(dst device.Range, data []byte) error { return up.put(ctx, dst, data) }); err != nil {
-		return loading(err)
+	for _, m := range group {
+		if err := m.Constants(func(dst device.Range, data []byte) error { return up.put(ctx, dst, data) }); err != nil {
+			return loading(err)
+		}
 	}
 	return loading(up.flush(ctx))
 }

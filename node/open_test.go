@@ -82,7 +82,7 @@ func (s *stingy) NewFence(label string) (device.Fence, error) {
 func TestOpenRefused(t *testing.T) {
 	open := func(m *stingy) error {
 		s := configs.Defaults()
-		s.OffloadFraction, s.MaxNumBatchedTokens, s.NumKVBlocks = 0.5, 64, 64
+		s.OffloadFraction, s.MaxNumBatchedTokens, s.NumKVBlocks, s.Attention = 0.5, 64, 64, "cpu"
 		n, err := node.Open(t.Context(), node.Options{Settings: s, OpenMachine: func() (_ device.Machine, err error) {
 			m.Machine, err = emulated.Open(emulated.Options{Virtual: m.virtual})
 			return m, err
@@ -99,6 +99,7 @@ func TestOpenRefused(t *testing.T) {
 		"weights", "activations", "local experts", "expert ring", "expert tables", "offloaded experts", "expert table images",
 		"expert staging", "kv cache", "row data, pinned", "row data", "sampled ids, pinned", "stream compute",
 		"harvest zeros", "stream harvest clear gpu1", "stream harvest probe gpu2",
+		"attention, pinned", "stream attention", "stream q, k, v to host", "stream attention from host",
 	} {
 		for _, virtual := range []bool{true, false} {
 			if err := open(&stingy{virtual: virtual, name: what}); err == nil {

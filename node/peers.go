@@ -150,7 +150,7 @@ func (n *Node) peersHold(peers []PeerBudget) error {
 // what the compute device and the host take of it: it is all the same memory. The
 // rest is accounted for as taken by others.
 func (n *Node) shareMemory(w *needs, kv int64) error {
-	m, ok := n.machine.(*emulated.Machine)
+	m, ok := unwrapped(n.machine).(*emulated.Machine)
 	if !ok || !m.KeepsData() || len(n.peers) == 0 {
 		return nil
 	}

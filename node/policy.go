@@ -14,6 +14,7 @@ import (
 	"github.com/moeserve/moeserve/configs"
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/device/emulated"
+	"github.com/moeserve/moeserve/experts"
 	"github.com/moeserve/moeserve/kernels"
 	"github.com/moeserve/moeserve/models"
 	"github.com/moeserve/moeserve/planner"
@@ -43,26 +44,18 @@ type Planned struct {
 }
 
 // keys of the settings that a policy decides.
-var policyKeys = []string{"offload-fraction", "max-num-seqs", "max-num-batched-tokens", "micro-batch-size"}
+var policyKeys = []string{"offload-fraction", "max-num-seqs", "max-num-batched-tokens", "micro-batch-size", "expert-grouping", "attention"}
 
 // runs is what of the planner's choices this engine carries out.
 func runs() planner.Choices {
-	return planner.Choices{
-		Attention: []planner.Place{planner.OnGPU}, Grouping: []planner.Grouping{planner.Merged},
-		KVOnHost: []float64{0}, HostPaths: []int{1},
-	}
+	return planner.Choices{KVOnHost: []float64{0}, HostPaths: []int{1}}
 }
 
 // missing names what of a policy this engine does not carry out.
 func missing(x *planner.Policy) []string {
 	var list []string
-	if x.Attention != planner.OnGPU {
-		list = append(list, "attention on the "+x.Attention.String())
-	} else if x.KVOnHost > 0 {
-		list = append(list, "keys and values in host memory")
-	}
-	if x.Grouping != planner.Merged {
-		list = append(list, "experts per "+x.Grouping.String())
+	if x.Attention == planner.OnGPU && x.KVOnHost > 0 {
+		list = append(list, "attention on the gpu with keys and values in host memory")
 	}
 	if x.HostPaths > 1 {
 		list = append(list, fmt.Sprintf("%d paths from the host", x.HostPaths))
@@ -77,11 +70,14 @@ type planning struct {
 	given    func(key string) bool
 }
 
-// planning puts a problem together: capacities of the memories in bytes, and shares of
-// them that may be used.
+// planning puts a problem together, for hardware of whose memories those shares may be
+// used.
 func (f *footprint) planning(name string, s *configs.Settings, is func(string) bool, w planner.Workload, h planner.Hardware, shares planner.Shares) (*planning, error) {
 	var fixed given
-	for key, to := range map[string]*int{"max-num-seqs": &fixed.maxNumSeqs, "max-num-batched-tokens": &fixed.maxNumBatchedTokens, "micro-batch-size": &fixed.microBatchSize} {
+	for key, to := range map[string]*int{
+		"max-num-seqs": &fixed.maxNumSeqs, "max-num-batched-tokens": &fixed.maxNumBatchedTokens,
+		"micro-batch-size": &fixed.microBatchSize, "num-micro-batches": &fixed.numMicroBatches,
+	} {
 		if is(key) {
 			*to, _ = s.Values()[key].(int)
 		}
@@ -94,10 +90,16 @@ func (f *footprint) planning(name string, s *configs.Settings, is func(string) b
 	if s.NumKVBlocks == 0 && s.MaxModelLen > 0 {
 		sizes.MinKVBlocks = f.kv().BlocksFor(s.MaxModelLen)
 	}
-	return &planning{
-		Problem:  planner.Problem{Model: f.model(name), Hardware: h, Workload: w, Sizes: sizes, Shares: shares},
+	p := &planning{
+		Problem:  planner.Problem{Model: f.model(name), Hardware: h, Workload: w, Sizes: sizes, Shares: shares, PromptsAlike: true},
 		settings: s, given: is,
-	}, nil
+	}
+	if h.PeerToGPU > 0 {
+		// The store cuts a fetch where the host's part is large enough.
+		part := float64(f.expert.Size) * h.HostToGPU[0] / (h.HostToGPU[0] + h.PeerToGPU)
+		p.BothLinks = part >= float64(experts.Options{}.EnsureDefaults().SplitBytes)
+	}
+	return p, nil
 }
 
 var tiers = map[string]planner.Tier{"auto": planner.AnyTier, "host": planner.HostTier, "peer": planner.PeerTier}
@@ -128,6 +130,24 @@ func (p *planning) bound(c planner.Choices) (planner.Choices, error) {
 			return c, fmt.Errorf("micro-batch-size is %d: must be at most max-num-batched-tokens, %d", c.MicroBatch, s.MaxNumBatchedTokens)
 		case c.Batch > 0:
 			c.MicroBatch = min(c.MicroBatch, c.Batch)
+		}
+	}
+	switch {
+	case s.NumMicroBatches > 0 && p.given("num-micro-batches"):
+		c.MicroBatches = s.NumMicroBatches
+	case s.MicroBatchSize == 0 && p.given("micro-batch-size"):
+		c.MicroBatches = 1
+	}
+	if p.given("attention") && s.Attention != "auto" {
+		c.Attention = []planner.Place{planner.OnGPU}
+		if s.Attention == planner.OnCPU.String() {
+			c.Attention[0] = planner.OnCPU
+		}
+	}
+	if p.given("expert-grouping") {
+		c.Grouping = []planner.Grouping{planner.Merged}
+		if s.ExpertGrouping == planner.PerMicroBatch.String() {
+			c.Grouping[0] = planner.PerMicroBatch
 		}
 	}
 	if p.given("offload-fraction") {
@@ -189,11 +209,22 @@ func (p *planning) file() (planner.Policy, error) {
 		return x, fmt.Errorf("micro-batch-size is %d, and %s has a batch of %d: make micro-batches at most the batch", c.MicroBatch, path, x.Batch)
 	case c.MicroBatch > 0:
 		x.MicroBatch = min(c.MicroBatch, x.Batch)
+	case c.MicroBatches > 0:
+		x.MicroBatch = max(1, (x.Batch+c.MicroBatches-1)/c.MicroBatches)
 	default:
 		x.MicroBatch = min(x.MicroBatch, x.Batch)
 	}
 	if c.PrefillTokens > 0 {
 		x.PrefillTokens = c.PrefillTokens
+	}
+	if c.Attention != nil {
+		x.Attention = c.Attention[0]
+		if x.Attention == planner.OnGPU {
+			x.KVOnHost = 0
+		}
+	}
+	if c.Grouping != nil {
+		x.Grouping = c.Grouping[0]
 	}
 	if c.Offload != nil {
 		x.LocalExperts = all - p.Model.Offloaded(*c.Offload)
@@ -212,10 +243,15 @@ func (p *planning) settle(r planner.Prediction) *Planned {
 		"offload-fraction":       fractionOf(all-x.LocalExperts, all),
 		"max-num-seqs":           x.Batch,
 		"max-num-batched-tokens": max(x.Batch, x.PrefillTokens),
-		"micro-batch-size":       microRows(x.MicroBatch, x.Batch),
+		"micro-batch-size":       wayFor(x).microBatchSize,
+		"expert-grouping":        x.Grouping.String(),
+		"attention":              x.Attention.String(),
 	}
 	for key := range set {
-		if p.given(key) || key == "offload-fraction" && p.given("local-experts") {
+		if key == "attention" && p.settings.Attention == "auto" {
+			continue // which leaves it open
+		}
+		if p.given(key) || key == "offload-fraction" && p.given("local-experts") || key == "micro-batch-size" && p.settings.NumMicroBatches > 0 {
 			delete(set, key)
 		}
 	}
@@ -490,9 +526,13 @@ func (b plannedBackend) ActivationDType() kernels.DType { return b.activation }
 
 func (b plannedBackend) cast(kernels.DType) kernels.DType { return b.activation }
 
-// ExpertLayout has the size of all of that backend's layouts.
+// ExpertLayout has the size of all of that backend's layouts, and a name of its own:
+// experts that are not row-major, as on Hopper, take the most memory while they are
+// loaded.
 func (plannedBackend) ExpertLayout(s kernels.ExpertShape) (kernels.ExpertLayout, error) {
-	return kernels.RowMajorLayout("cuda", s)
+	l, err := kernels.RowMajorLayout("cuda", s)
+	l.Tag = "planned"
+	return l, err
 }
 
 // plannedWorkspace is what that backend takes of the GPU itself, in bytes.

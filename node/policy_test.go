@@ -42,10 +42,12 @@ func TestFollow(t *testing.T) {
 		"length":    {func(s *configs.Settings) { s.MaxModelLen = 200 }, []string{"max-model-len"}},
 		"experts":   {func(s *configs.Settings) { s.LocalExperts = "0:0-4;3:1" }, []string{"local-experts"}},
 		"adaptive":  {func(s *configs.Settings) { s.AdaptLocal = true }, []string{"adapt-local"}},
+		"attention": {func(s *configs.Settings) { s.Attention, s.NumMicroBatches = "cpu", 3 }, []string{"attention", "num-micro-batches"}},
+		"grouping":  {func(s *configs.Settings) { s.ExpertGrouping = "micro-batch" }, []string{"expert-grouping"}},
 		"host":      {func(s *configs.Settings) { s.OffloadTier = "host" }, []string{"offload-tier"}},
 		"hardware":  {func(s *configs.Settings) { s.Hardware = "h200" }, []string{"hardware"}},
 		"all of them": {func(s *configs.Settings) {
-			s.OffloadFraction, s.MaxNumSeqs, s.MaxNumBatchedTokens, s.MicroBatchSize = 1, 4, 40, 2
+			s.OffloadFraction, s.MaxNumSeqs, s.MaxNumBatchedTokens, s.MicroBatchSize, s.Attention = 1, 4, 40, 2, "gpu"
 		}, policyKeys},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -134,7 +136,7 @@ func TestPlanPresets(t *testing.T) {
 				}
 				continue
 			}
-			if len(p.Missing) > 0 || p.Prediction.Policy.KVOnHost > 0 {
+			if x := p.Prediction.Policy; len(p.Missing) > 0 || x.KVOnHost > 0 && x.Attention != planner.OnCPU {
 				t.Errorf("%s on %s: %+v", model, hardware, p.Prediction.Policy)
 			}
 			if p.Hardware.PeerMemory == 0 {

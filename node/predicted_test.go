@@ -1,7 +1,9 @@
 package node_test
 
 import (
+	"fmt"
 	"math"
+	"slices"
 	"testing"
 	"time"
 
@@ -15,8 +17,8 @@ import (
 
 // TestPredicted compares what a policy should give with what steps then take, in
 // virtual time on devices with the rates that were planned with: full shapes, fewer
-// layers. Most of what differs is that an expert is copied in chunks, each of which has
-// to start, and the planner counts one start.
+// layers. With attention on the CPU the two groups begin and end a step one after the
+// other, which weighs more with few layers and is not predicted.
 func TestPredicted(t *testing.T) {
 	const prompt, tokens = 16, 4
 	for _, c := range []struct {
@@ -24,26 +26,39 @@ func TestPredicted(t *testing.T) {
 		rows     int
 		fraction float64
 		tier     string
+		// attention, and micro-batches that run experts each by itself; 0: all at once.
+		attention    string
+		microBatches int
 	}{
-		{"mixtral-8x7b", 324, 0, "host"},
-		{"mixtral-8x7b", 324, 0.5, "host"},
-		{"mixtral-8x7b", 324, 0.5, "peer"},
-		{"mixtral-8x7b", 3240, 0.5, "peer"},
-		{"mixtral-8x7b", 3240, 1, "peer"},
-		{"qwen1.5-moe-a2.7b", 324, 1, "host"},
-		{"qwen1.5-moe-a2.7b", 324, 0.5, "peer"},
+		{"mixtral-8x7b", 324, 0, "host", "gpu", 0},
+		{"mixtral-8x7b", 324, 0.5, "host", "gpu", 0},
+		{"mixtral-8x7b", 324, 0.5, "peer", "gpu", 0},
+		{"mixtral-8x7b", 3240, 0.5, "peer", "gpu", 0},
+		{"mixtral-8x7b", 3240, 1, "peer", "gpu", 0},
+		{"mixtral-8x7b", 3240, 0, "host", "gpu", 10},
+		{"mixtral-8x7b", 324, 0, "host", "cpu", 0},
+		{"mixtral-8x7b", 3240, 0.5, "peer", "cpu", 0},
+		{"mixtral-8x7b", 3240, 0.5, "peer", "cpu", 10},
+		{"qwen1.5-moe-a2.7b", 324, 1, "host", "gpu", 0},
+		{"qwen1.5-moe-a2.7b", 324, 0.5, "peer", "gpu", 0},
 	} {
 		s := configs.Defaults()
 		s.Model, s.LoadFormat, s.NumHiddenLayers, s.MaxModelLen = c.model, "dummy", 6, 128
-		s.OffloadFraction, s.OffloadTier, s.MaxNumSeqs, s.Policy = c.fraction, c.tier, c.rows, "auto"
+		s.OffloadFraction, s.OffloadTier, s.MaxNumSeqs, s.Policy, s.Attention = c.fraction, c.tier, c.rows, "auto", c.attention
+		given := []string{"offload-fraction", "max-num-seqs", "attention", "expert-grouping"}
+		if c.microBatches > 0 {
+			s.ExpertGrouping, s.MicroBatchSize = "micro-batch", c.rows/c.microBatches
+			given = append(given, "micro-batch-size")
+		}
 		var m *emulated.Machine
 		n, err := node.Open(t.Context(), node.Options{
 			Settings: s, Workload: planner.Workload{PromptTokens: prompt, NewTokens: tokens},
-			Given: func(key string) bool { return key == "offload-fraction" || key == "max-num-seqs" },
+			Given: func(key string) bool { return slices.Contains(given, key) },
 			OpenMachine: func() (_ device.Machine, err error) {
 				gpu := emulated.GPU{MemoryBytes: 141e9, FlopsPerSecond: 800e12, BytesPerSecond: 4.6e12}
 				m, err = emulated.New(emulated.Options{
 					Virtual: true, NoData: true, GPUs: []emulated.GPU{gpu, gpu},
+					Host:     emulated.GPU{MemoryBytes: 300e9, FlopsPerSecond: 4.3e12, BytesPerSecond: 135e9},
 					HostLink: emulated.Link{BytesPerSecond: 55.3e9, Latency: 7 * time.Microsecond},
 					PeerLink: emulated.Link{BytesPerSecond: 395e9, Latency: 9 * time.Microsecond},
 				})
@@ -69,10 +84,15 @@ func TestPredicted(t *testing.T) {
 		prefill := run(1).Seconds()
 		step := (run(tokens).Seconds() - prefill) / (tokens - 1)
 		p := n.Planned().Prediction
-		t.Logf("%s, %d rows, %v from %s: a step takes %.3f ms, predicted %.3f (%s); prefill %.1f ms, predicted %.1f", c.model, c.rows, c.fraction, c.tier,
+		what := fmt.Sprintf("%s, %d rows, %v from %s, attention on the %s, %d micro-batches", c.model, c.rows, c.fraction, c.tier, c.attention, c.microBatches)
+		t.Logf("%s: a step takes %.3f ms, predicted %.3f (%s); prefill %.1f ms, predicted %.1f", what,
 			1e3*step, 1e3*p.Decode.Seconds, p.Decode.Bound, 1e3*prefill, 1e3*p.PrefillSeconds)
-		if off := step/p.Decode.Seconds - 1; math.Abs(off) > 0.15 {
-			t.Errorf("%s, %d rows, %v from %s: a step takes %+.1f %% of what is predicted", c.model, c.rows, c.fraction, c.tier, 100*off)
+		near := 0.05
+		if c.attention == "cpu" {
+			near = 0.2
+		}
+		if off := step/p.Decode.Seconds - 1; math.Abs(off) > near {
+			t.Errorf("%s: a step takes %+.1f %% more than predicted", what, 100*off)
 		}
 		if err := n.Close(); err != nil {
 			t.Error(err)

@@ -28,6 +28,9 @@ type Report struct {
 	Revocations map[string]int64
 	// Paths are the copies by pair of memories.
 	Paths []transfer.PathStats
+	// Stalls is for how long, in seconds, the compute device has stood still within steps,
+	// by cause: see pipeline.Cause.
+	Stalls map[string]float64
 	// Steps that ended; Retried of them were run again after a failed copy.
 	Steps, Retried int64
 	// LoadTime is how long taking memory and loading took.
@@ -60,7 +63,7 @@ type LayerReport struct {
 func (n *Node) Report(ctx context.Context) (Report, error) {
 	r := Report{
 		Model: n.name, Backend: n.backend.Name(), Experts: n.store.Stats(), Paths: n.transfer.Stats(),
-		LoadTime: n.loadTime,
+		LoadTime: n.loadTime, Stalls: n.pipe.Stalls().ByName(),
 	}
 	state := n.engine.State()
 	r.Steps, r.Retried = state.Steps, state.Retried

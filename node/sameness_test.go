@@ -89,6 +89,19 @@ func TestSameTokens(t *testing.T) {
 					t.Errorf("%+v: tokens %s, want %s", c, got, want)
 				}
 			}
+			for i, change := range []func(*configs.Settings){
+				func(s *configs.Settings) { s.Attention = "cpu" },
+				func(s *configs.Settings) { s.ExpertGrouping = "micro-batch" },
+				func(s *configs.Settings) { s.Attention, s.ExpertGrouping, s.NumMicroBatches = "cpu", "micro-batch", 5 },
+				func(s *configs.Settings) { s.Attention, s.NumMicroBatches, s.MicroBatchSize = "cpu", 4, 24 },
+				func(s *configs.Settings) { s.Attention, s.MaxNumBatchedTokens, s.MaxNumSeqs = "cpu", 9, 4 },
+			} {
+				m := machine{"", []float64{0.5, 1}[i%2], emulated.Options{Virtual: true, Check: true, Schedule: emulated.Random, Seed: uint64(i)}}
+				n := open(t, m, func(s *configs.Settings) { model(s); change(s) })
+				if got := generate(t, n); got != want {
+					t.Errorf("attention, grouping and micro-batches %d: tokens %s, want %s", i, got, want)
+				}
+			}
 			alone := open(t, machines()[2], model)
 			var outs []engine.Output
 			for _, r := range requests(alone.Config().Vocab) {

@@ -20,7 +20,7 @@ import (
 
 // virtual says whether the machine's clock is a virtual one.
 func virtual(m device.Machine) bool {
-	v, ok := m.(interface{ Virtual() bool })
+	v, ok := unwrapped(m).(interface{ Virtual() bool })
 	return ok && v.Virtual()
 }
 

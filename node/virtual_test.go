@@ -78,7 +78,7 @@ func (x timed) run(tokens int) (time.Duration, int64) {
 func (x timed) step() (time.Duration, int64) {
 	x.Helper()
 	x.run(1) // from here on the first layer's experts are prefetched
-	const steps = 3
+	const steps = 9
 	short, few := x.run(1)
 	long, many := x.run(1 + steps)
 	return (long - short) / steps, (many - few) / steps

@@ -14,6 +14,13 @@
 // chose and fetches that, while the device has other work, and where a guess of what
 // the next layer will choose has most of that on its way before.
 //
+// Where the host attends, beside keys and values in its memory, the plan is PingPong:
+// the micro-batches are in two merge groups, each a model over the same weights, and
+// the device runs experts for one while the host attends for the other. MicroBatchwise
+// is CGOPipe's order, to compare with. docs/PIPELINE.md has diagrams.
+//
+// A meter counts for how long the compute stream stands still, by Cause.
+//
 // # What it is not
 //
 // It does not decide which sequences run (package engine), where an expert lives
@@ -26,7 +33,9 @@
 //     again is safe, since appending keys and values and sampling are idempotent.
 //     Only the activation counts keep what a dropped step has counted. A lost device
 //     fails the step in the same way, unless it is the compute device.
-//   - Both plans give the same bits.
+//   - All plans give the same bits, as far as the backend's operations do not depend on
+//     which rows run together; attention does as far as both backends' is the same.
+//   - Whatever a stream awaits was enqueued before, or is a copy that ends by itself.
 //   - For the same sequence of steps the tokens do not depend on where experts
 //     lie, on when they arrive, or on what failed in between.
 //

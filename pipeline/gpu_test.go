@@ -89,7 +89,7 @@ type gpuRig struct {
 	n *node.Node
 }
 
-func newGPURig(t *testing.T, invariant bool, fraction float64, microBatch int) *gpuRig {
+func newGPURig(t *testing.T, invariant bool, fraction float64, microBatch int, change ...func(*configs.Settings)) *gpuRig {
 	t.Helper()
 	if *on == "cuda" && os.Getenv("MOESERVE_CUDA_TEST") != "gpu" {
 		if err := tryGPU(); errors.Is(err, cuda.ErrUnavailable) {
@@ -100,6 +100,9 @@ func newGPURig(t *testing.T, invariant bool, fraction float64, microBatch int) *
 	s := configs.Defaults()
 	s.Model, s.OffloadFraction = fixtures.Dir(t, "mixtral"), fraction
 	s.MicroBatchSize, s.MaxNumBatchedTokens, s.NumKVBlocks = microBatch, 192, 64
+	for _, c := range change {
+		c(&s)
+	}
 	var err error
 	r.n, err = node.Open(t.Context(), node.Options{
 		Settings: s,
@@ -232,6 +235,33 @@ func TestGPUSameSteps(t *testing.T) {
 			}
 			t.Logf("tokens %v", all)
 		})
+	}
+}
+
+// TestGPUOrders: whoever attends, and over whichever rows experts run, the tokens of the
+// same steps do not depend on where experts are, nor on the run; with batch-invariant
+// products not on the rows that experts run over either. Steps that fail can be run again.
+func TestGPUOrders(t *testing.T) {
+	for _, attention := range []string{"gpu", "cpu"} {
+		var want [][]int32
+		for _, grouping := range []string{"layer", "micro-batch"} {
+			for _, fraction := range []float64{0, 0.5, 1} {
+				r := newGPURig(t, true, fraction, 16, func(s *configs.Settings) { s.Attention, s.ExpertGrouping = attention, grouping })
+				for run := range 3 {
+					again := 0
+					if run == 2 && fraction > 0 {
+						again = 3
+						r.m.left(again)
+					}
+					got := r.steps(again)
+					if want == nil {
+						want = got
+					}
+					r.same(fmt.Sprintf("attention on the %s, experts by %s, fraction %v, run %d", attention, grouping, fraction, run), got, want)
+				}
+			}
+		}
+		t.Logf("attention on the %s: tokens %v", attention, want)
 	}
 }
 

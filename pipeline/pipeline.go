@@ -2,7 +2,6 @@ package pipeline
 
 import (
 	"context"
-	"encoding/binary"
 	"errors"
 	"fmt"
 	"slices"
@@ -12,25 +11,52 @@ import (
 	"github.com/moeserve/moeserve/kernels"
 	"github.com/moeserve/moeserve/kvcache"
 	"github.com/moeserve/moeserve/models"
+	"github.com/moeserve/moeserve/transfer"
 )
 
 // ErrStepFailed marks an error of Step after which the same step may be run
 // again: a copy failed, or a device other than the compute device was lost.
 var ErrStepFailed = errors.New("step failed")
 
+// Grouping says over which rows of a step a layer's experts run at once.
+type Grouping uint8
+
+// The groupings: over all rows of a merge group, or over those of a micro-batch, which
+// is the order of CGOPipe (see MicroBatchwise).
+const (
+	ByLayer Grouping = iota
+	ByMicroBatch
+)
+
+func (g Grouping) String() string { return [...]string{"layer", "micro-batch"}[g] }
+
 // Options are the parts a pipeline works with. It owns none of them but its
-// stream and its own buffers.
+// streams and its own buffers.
 type Options struct {
 	Machine device.Machine
 	// Space is the compute device's memory.
 	Space device.Space
 	Model *models.Model
+	// Second is a model over the same weights as Model, with a workspace of its own,
+	// for the second of two groups; nil where there is one: see Groups.
+	Second *models.Model
+	// Limits of a step; those of the models are GroupLimits of them. Default: Model's.
+	Limits models.Limits
 	// Experts is the store of the model's experts, nil for a model without.
 	Experts *experts.Store
-	KV      *kvcache.Pool
-	// MicroBatchRows is how many rows attention takes at a time. Default and at
-	// most: the model's Limits.MaxRows.
+	// KV lies in the memory of whoever attends.
+	KV *kvcache.Pool
+	// MicroBatchRows is how many rows attention takes at a time, at most. Default and
+	// at most: the step's Limits.MaxRows.
 	MicroBatchRows int
+	// MicroBatches is into how many micro-batches a step is cut, at least, where it has
+	// so many rows. Default: as few as MicroBatchRows allows.
+	MicroBatches int
+	// Grouping of rows for experts. Default: ByLayer.
+	Grouping Grouping
+	// HostAttention attends on the host, over keys and values in its memory. It takes
+	// the model's activation type. Default: none, and the device attends.
+	HostAttention kernels.Backend
 	// SmallBatchRows is the most rows of a step for which only chosen experts are
 	// fetched (the plan ChosenOnly). Default: what SmallBatch says; negative: none.
 	// On a machine that keeps no data there are none, since no choice comes back.
@@ -98,12 +124,16 @@ type LogProb struct {
 	Top    []float32
 }
 
-// Pipeline carries steps out on one compute stream. One goroutine uses it.
+// Pipeline carries steps out on one compute stream. One goroutine uses it, but for
+// Stalls.
 type Pipeline struct {
 	o       Options
 	compute device.Stream
 	done    device.Event
 	shape   Shape
+	meter   meter
+	// attention is nil where the device attends.
+	attention *hostAttention
 
 	// Row data goes through pinned memory to its place on the device: that of a
 	// step's micro-batches lies one behind another, uploaded bytes so far.
@@ -112,7 +142,11 @@ type Pipeline struct {
 	// back is where what the device knows lands in pinned memory: see places.
 	back device.Memory
 
+	groups  []group
 	batches []microBatch
+	// The step is cut into so many micro-batches; chosenOnly says which plan it has.
+	cutInto    int
+	chosenOnly bool
 	// wanted says of each logit row of the step whether log-probabilities are asked.
 	wanted []bool
 	plans  map[planKey][]Action
@@ -134,33 +168,26 @@ type planKey struct {
 	chosenOnly   bool
 }
 
-// microBatch is one of a step's: what the host packed, and where it is.
-type microBatch struct {
-	host  models.HostBatch
-	batch models.Batch
-}
-
-// New takes its buffers and its stream.
+// New takes its buffers and its streams.
 func New(o Options) (_ *Pipeline, err error) {
-	l := o.Model.Limits
+	if o.Limits == (models.Limits{}) {
+		o.Limits = o.Model.Limits
+	}
+	l, c := o.Limits, o.Model.Config
 	if o.MicroBatchRows <= 0 || o.MicroBatchRows > l.MaxRows {
 		o.MicroBatchRows = l.MaxRows
 	}
-	c := o.Model.Config
-	shape := Shape{SharedExpert: c.SharedWidth > 0}
-	for layer, dense := range c.Dense {
-		shape.MoE = append(shape.MoE, !dense)
-		// How many of a layer's experts are local stays the same, whichever they are.
-		shape.Missing = append(shape.Missing, !dense && o.Experts != nil && o.Experts.Missing(layer) > 0)
+	p := &Pipeline{o: o, plans: map[planKey][]Action{}}
+	for _, m := range []*models.Model{o.Model, o.Second}[:o.Groups()] {
+		if m == nil {
+			return nil, errors.New("pipeline: Second is not set: there are two groups where the host attends")
+		}
+		if m.Limits != o.GroupLimits(l) {
+			return nil, fmt.Errorf("pipeline: a model with limits %+v, want %+v", m.Limits, o.GroupLimits(l))
+		}
+		p.groups = append(p.groups, group{model: m})
 	}
-	machine, ok := o.Machine.(interface{ KeepsData() bool })
-	switch {
-	case o.SmallBatchRows < 0, ok && !machine.KeepsData(), !slices.Contains(shape.Missing, true):
-		o.SmallBatchRows = 0
-	case o.SmallBatchRows == 0:
-		o.SmallBatchRows = SmallBatch(c.Experts, c.TopK)
-	}
-	p := &Pipeline{o: o, shape: shape, plans: map[planKey][]Action{}}
+	p.setShape()
 	defer func() {
 		if err != nil {
 			err = errors.Join(err, p.Close())
@@ -169,80 +196,54 @@ func New(o Options) (_ *Pipeline, err error) {
 	if o.Experts != nil && c.MoELayers() > 0 {
 		p.counts = make([]int64, c.Layers*c.Experts)
 	}
-	p.batches = make([]microBatch, mostBatches(l, o.MicroBatchRows))
-	bytes := RowDataBytes(l, o.MicroBatchRows)
+	p.batches = make([]microBatch, o.mostBatches(l.MaxRows))
+	bytes := o.RowDataBytes(l)
 	if p.pinned, err = o.Machine.Alloc(device.Host, bytes, "row data, pinned"); err != nil {
 		return p, fmt.Errorf("pipeline: %w", err)
 	}
 	if p.rows, err = o.Machine.Alloc(o.Space, bytes, "row data"); err != nil {
 		return p, fmt.Errorf("pipeline: %w", err)
 	}
-	if p.back, err = o.Machine.Alloc(device.Host, BackBytes(c, l, o.HostLogits), "sampled ids, pinned"); err != nil {
+	if p.back, err = o.Machine.Alloc(device.Host, o.BackBytes(c, l), "sampled ids, pinned"); err != nil {
 		return p, fmt.Errorf("pipeline: %w", err)
 	}
 	if p.compute, err = o.Machine.NewStream(o.Space, device.StreamOptions{Name: "compute", Priority: 1}); err != nil {
 		return p, fmt.Errorf("pipeline: %w", err)
 	}
+	p.meter.machine, p.meter.stream = o.Machine, p.compute
 	if p.done, err = o.Machine.NewEvent(); err != nil {
 		return p, fmt.Errorf("pipeline: %w", err)
 	}
 	if p.answered, err = o.Machine.NewFence("router's answers"); err != nil {
 		return p, fmt.Errorf("pipeline: %w", err)
 	}
+	if o.HostAttention != nil {
+		if p.attention, err = newHostAttention(&p.o); err != nil {
+			return p, fmt.Errorf("pipeline: attention on the host: %w", err)
+		}
+	}
 	return p, nil
 }
 
-// mostBatches is the most micro-batches of a step. Sequences are not cut between
-// them below a row, and none is empty: at most one per microBatchRows rows, and one
-// for the rest.
-func mostBatches(l models.Limits, microBatchRows int) int {
-	return (l.MaxRows + microBatchRows - 1) / microBatchRows
+// setShape works out what all plans have in common, and for how many rows only chosen
+// experts are fetched.
+func (p *Pipeline) setShape() {
+	o, c := &p.o, p.o.Model.Config
+	p.shape = Shape{SharedExpert: c.SharedWidth > 0, HostAttention: o.HostAttention != nil}
+	for layer, dense := range c.Dense {
+		p.shape.MoE = append(p.shape.MoE, !dense)
+		// How many of a layer's experts are local stays the same, whichever they are.
+		p.shape.Missing = append(p.shape.Missing, !dense && o.Experts != nil && o.Experts.Missing(layer) > 0)
+	}
+	machine, ok := o.Machine.(interface{ KeepsData() bool })
+	switch {
+	case o.SmallBatchRows < 0, ok && !machine.KeepsData(), !slices.Contains(p.shape.Missing, true):
+		o.SmallBatchRows = 0
+	case o.SmallBatchRows == 0:
+		o.SmallBatchRows = SmallBatch(c.Experts, c.TopK)
+	}
+	o.SmallBatchRows = min(o.SmallBatchRows, p.groups[0].model.Limits.MaxRows) // they are in one group
 }
-
-// RowDataBytes is what row data takes on the device, and again in pinned memory.
-func RowDataBytes(l models.Limits, microBatchRows int) int64 {
-	if microBatchRows <= 0 || microBatchRows > l.MaxRows {
-		microBatchRows = l.MaxRows
-	}
-	return models.GroupBytes(l, mostBatches(l, microBatchRows))
-}
-
-// BackBytes is the pinned memory for what comes back from a step.
-func BackBytes(c *models.Config, l models.Limits, logits bool) int64 {
-	n := placesOf(c, l).logits
-	if logits {
-		n += 4 * int64(l.MaxLogits) * int64(c.Vocab)
-	}
-	return n
-}
-
-// places of what comes back from a step in pinned memory, in bytes, behind the sampled
-// ids: activation counts, ids of a router's choice and of a guess, log-probabilities,
-// logits.
-type places struct{ counts, choice, guess, chosen, topIDs, top, logits int64 }
-
-func placesOf(c *models.Config, l models.Limits) places {
-	var p places
-	end := align(4 * int64(l.MaxLogits))
-	place := func(at *int64, bytes int64) {
-		*at = end
-		end += align(bytes)
-	}
-	if c.MoELayers() > 0 {
-		place(&p.counts, 8*int64(c.Layers)*int64(c.Experts))
-		place(&p.choice, 4*int64(l.MaxRows)*int64(c.TopK))
-		place(&p.guess, 4*int64(l.MaxRows)*int64(c.TopK))
-	}
-	if n := int64(l.TopLogProbs(c)); n > 0 {
-		place(&p.chosen, 4*int64(l.MaxLogits))
-		place(&p.topIDs, 4*int64(l.MaxLogits)*n)
-		place(&p.top, 4*int64(l.MaxLogits)*n)
-	}
-	p.logits = end
-	return p
-}
-
-func align(n int64) int64 { return (n + 255) / 256 * 256 }
 
 // Compute is the stream on which steps run; nothing else may be enqueued on it
 // while one does.
@@ -255,165 +256,55 @@ func (p *Pipeline) Step(ctx context.Context, s *Step) (Result, error) {
 	if s.Logits && !p.o.HostLogits {
 		return Result{}, errors.New("pipeline: logits asked of a pipeline made without HostLogits")
 	}
-	n, logits, err := p.cut(s)
+	shape, err := p.cut(s)
 	if err != nil {
 		return Result{}, err
 	}
-	rows := 0
-	for i := range n {
-		rows += p.batches[i].host.Rows()
-	}
+	p.meter.begin()
 	if p.o.Experts != nil {
 		err = p.o.Experts.Begin()
 	}
 	if err == nil {
-		err = p.carryOut(ctx, p.plan(n, rows), n, rows)
+		err = p.carryOut(ctx, p.plan(shape))
 	}
 	if err == nil {
-		err = p.bring(n, logits, s.Logits)
+		err = p.bring(shape.MicroBatches, s.Logits)
 	}
-	return p.finish(ctx, logits, s.Logits, err)
+	return p.finish(ctx, s.Logits, err)
 }
 
-// plan of a step of so many micro-batches and rows.
-func (p *Pipeline) plan(batches, rows int) []Action {
-	key := planKey{microBatches: batches, chosenOnly: rows <= p.o.SmallBatchRows}
+// plan of a step.
+func (p *Pipeline) plan(shape Shape) []Action {
+	key := planKey{microBatches: shape.MicroBatches, chosenOnly: p.chosenOnly}
 	plan, ok := p.plans[key]
 	if ok {
 		return plan
 	}
-	shape := p.shape
-	shape.MicroBatches = batches
-	if key.chosenOnly {
+	switch {
+	case p.chosenOnly:
 		plan = ChosenOnly(shape)
-	} else {
+	case p.o.Grouping == ByMicroBatch:
+		plan = MicroBatchwise(shape)
+	case shape.HostAttention:
+		plan = PingPong(shape)
+	default:
 		plan = LayerByLayer(shape)
 	}
 	p.plans[key] = plan
 	return plan
 }
 
-// cut packs the step's sequences into micro-batches of at most MicroBatchRows
-// rows. A sequence with more rows goes on in the next one, where it finds the keys
-// of its earlier rows in the cache.
-func (p *Pipeline) cut(s *Step) (batches, logits int, err error) {
-	l := p.o.Model.Limits
-	rows, adjusts := 0, 0
-	p.uploaded, p.wanted = 0, p.wanted[:0]
-	b := &p.batches[0]
-	b.host.Reset(0, 0)
-	for i := range s.Sequences {
-		q := &s.Sequences[i]
-		if len(q.Tokens) == 0 || q.LogitRows > len(q.Tokens) {
-			return 0, 0, fmt.Errorf("pipeline: sequence %d has %d rows and wants logits of %d", i, len(q.Tokens), q.LogitRows)
-		}
-		if rows+len(q.Tokens) > l.MaxRows {
-			return 0, 0, fmt.Errorf("pipeline: a step of more than %d rows", l.MaxRows)
-		}
-		if logits+q.LogitRows > l.MaxLogits {
-			return 0, 0, fmt.Errorf("pipeline: logits of more than %d rows", l.MaxLogits)
-		}
-		if q.LogitRows > 0 {
-			adjusts += len(q.Draw.Adjust)
-		}
-		if adjusts > l.MaxAdjust {
-			return 0, 0, fmt.Errorf("pipeline: a step with more than %d adjusted tokens", l.MaxAdjust)
-		}
-		for from := 0; from < len(q.Tokens); {
-			room := p.o.MicroBatchRows - b.host.Rows()
-			if room == 0 {
-				batches++
-				b = &p.batches[batches]
-				b.host.Reset(rows, logits)
-				room = p.o.MicroBatchRows
-			}
-			to := min(from+room, len(q.Tokens))
-			first, err := p.o.Model.Append(&b.host, models.Sequence{
-				IDs: q.Tokens[from:to], Start: q.Start + from, Long: q.Long, Blocks: q.Table.Blocks(),
-			})
-			if err != nil {
-				return 0, 0, err
-			}
-			for r := max(from, len(q.Tokens)-q.LogitRows); r < to; r++ {
-				d := q.Draw
-				d.Position = int32(q.Start + r + 1)
-				if r < len(q.Tokens)-1 {
-					d.Adjust = nil
-				}
-				if _, err := p.o.Model.Draw(&b.host, first+r-from, d); err != nil {
-					return 0, 0, fmt.Errorf("pipeline: sequence %d: %w", i, err)
-				}
-				p.wanted = append(p.wanted, d.LogProbs)
-				logits++
-			}
-			rows += to - from
-			from = to
-		}
-	}
-	if rows == 0 {
-		return 0, 0, errors.New("pipeline: a step without rows")
-	}
-	return batches + 1, logits, nil
-}
-
 // carryOut enqueues the plan.
-func (p *Pipeline) carryOut(ctx context.Context, plan []Action, n, rows int) error {
-	m, s, kv := p.o.Model, p.compute, p.o.KV
-	at := placesOf(m.Config, m.Limits)
+func (p *Pipeline) carryOut(ctx context.Context, plan []Action) error {
 	var use experts.Use
 	var fetched []experts.Wave
 	for _, a := range plan {
-		var err error
-		b := &p.batches[a.MicroBatch].batch
-		switch a.Kind {
-		case Upload:
-			err = p.upload(a.MicroBatch)
-		case Embed:
-			err = m.Embed(s, b)
-		case Resolve:
-			use, err = p.o.Experts.Open(ctx, a.Layer, s)
-		case Open:
-			use, err = p.o.Experts.OpenLocal(ctx, a.Layer, s)
-		case Prefetch:
-			err = p.o.Experts.Prefetch(a.Layer)
-		case Attend:
-			k, v := kv.View(a.Layer)
-			if err = m.PreAttention(s, a.Layer, b, k, v); err == nil {
-				err = m.Attention(s, a.Layer, b, k, v)
-			}
-		case Route:
-			err = m.PostAttention(s, a.Layer, b)
-		case Ask:
-			ids, _ := m.Routing(rows)
-			p.choice, err = p.ask(at.choice, ids)
-		case Guess:
-			if err = m.Guess(s, a.Layer, rows); err == nil {
-				p.guess, err = p.ask(at.guess, m.Guessed(rows))
-			}
-		case Shared:
-			err = m.Shared(s, a.Layer, rows)
-		case Experts:
-			if err = p.local(a.Layer, rows, &use); err == nil {
-				err = p.combine(a.Layer, rows)
-			}
-		case Local:
-			err = p.local(a.Layer, rows, &use)
-		case Choose:
-			if err = p.answer(ctx, p.choice, at.choice, rows); err == nil {
-				fetched, err = p.o.Experts.Choose(ctx, a.Layer, p.ids, s)
-			}
-		case Fetched:
-			if err = p.waves(a.Layer, rows, use.Slots, fetched); err == nil {
-				err = p.combine(a.Layer, rows)
-			}
-		case Hint:
-			if err = p.answer(ctx, p.guess, at.guess, rows); err == nil {
-				err = p.o.Experts.Guess(a.Layer, p.ids)
-			}
-		case MLP:
-			err = m.MLP(s, a.Layer, rows)
-		case Head:
-			err = m.Head(s, b)
+		err := p.meter.resume(a.Kind)
+		if err == nil {
+			err = p.do(ctx, a, &use, &fetched)
+		}
+		if err == nil {
+			err = p.meter.pause(a.Kind)
 		}
 		if err != nil {
 			return fmt.Errorf("pipeline: %s: %w", a, err)
@@ -422,35 +313,139 @@ func (p *Pipeline) carryOut(ctx context.Context, plan []Action, n, rows int) err
 	return nil
 }
 
-// local groups the layer's rows by expert and runs the waves that came with its
-// opening.
-func (p *Pipeline) local(layer, rows int, use *experts.Use) error {
-	if err := p.o.Model.Group(p.compute, layer, rows); err != nil {
+// do enqueues one action. use and fetched are those of the layer that is open.
+func (p *Pipeline) do(ctx context.Context, a Action, use *experts.Use, fetched *[]experts.Wave) (err error) {
+	s, b := p.compute, &p.batches[a.MicroBatch]
+	m, g := p.groups[b.group].model, &p.groups[a.Group]
+	switch a.Kind {
+	case Upload:
+		return p.upload(a.MicroBatch)
+	case Embed:
+		return m.Embed(s, &b.batch)
+	case Resolve:
+		*use, err = p.o.Experts.Open(ctx, a.Layer, s)
+	case Open:
+		*use, err = p.o.Experts.OpenLocal(ctx, a.Layer, s)
+	case Prefetch:
+		return p.o.Experts.Prefetch(a.Layer)
+	case Page:
+		return p.o.Experts.PrefetchPart(a.Layer, a.MicroBatch, p.cutInto)
+	case Attend:
+		k, v := p.o.KV.View(a.Layer)
+		if err = m.PreAttention(s, a.Layer, &b.batch, k, v); err == nil {
+			err = m.Attention(s, a.Layer, &b.batch, k, v)
+		}
+	case Project:
+		if err = m.Project(s, a.Layer, &b.batch); err == nil {
+			err = p.attention.attend(s, m, a.Layer, b, &p.meter)
+		}
+	case Collect:
+		return p.attention.collect(s, b, &p.meter)
+	case Route:
+		return m.PostAttention(s, a.Layer, &b.batch)
+	case Shared:
+		return g.model.Shared(s, a.Layer, g.span())
+	case Experts:
+		return p.routed(g.model, a.Layer, g.span(), use.Slots, use.Waves)
+	case FeedForward:
+		return p.feedForward(m, a.Layer, b.span(), use)
+	case Close:
+		return p.o.Experts.Done(a.Layer, s)
+	case MLP:
+		return g.model.MLP(s, a.Layer, g.span())
+	case Head:
+		return m.Head(s, &b.batch)
+	default:
+		return p.doAsked(ctx, a, g, use, fetched)
+	}
+	return err
+}
+
+// doAsked enqueues an action of those steps whose host is told what routers choose.
+func (p *Pipeline) doAsked(ctx context.Context, a Action, g *group, use *experts.Use, fetched *[]experts.Wave) (err error) {
+	s, m := p.compute, g.model
+	at := p.places()
+	switch a.Kind {
+	case Ask:
+		ids, _ := m.Routing(g.rows)
+		p.choice, err = p.ask(at.choice, ids)
+	case Guess:
+		if err = m.Guess(s, a.Layer, g.rows); err == nil {
+			p.guess, err = p.ask(at.guess, m.Guessed(g.rows))
+		}
+	case Local:
+		if err = m.Group(s, a.Layer, g.span()); err == nil {
+			err = p.waves(m, a.Layer, g.span(), use.Slots, use.Waves)
+		}
+	case Choose:
+		if err = p.answer(ctx, p.choice, at.choice, g.rows); err == nil {
+			*fetched, err = p.o.Experts.Choose(ctx, a.Layer, p.ids, s)
+		}
+	case Fetched:
+		if err = p.waves(m, a.Layer, g.span(), use.Slots, *fetched); err == nil {
+			err = m.Combine(s, a.Layer, g.span())
+		}
+	case Hint:
+		if err = p.answer(ctx, p.guess, at.guess, g.rows); err == nil {
+			err = p.o.Experts.Guess(a.Layer, p.ids)
+		}
+	default:
+		panic(fmt.Sprintf("pipeline: an action of unknown kind %d", a.Kind))
+	}
+	return err
+}
+
+// routed runs a layer's routed experts on a span of rows.
+func (p *Pipeline) routed(m *models.Model, layer int, r models.Span, slots kernels.Tensor, waves []experts.Wave) error {
+	if err := m.Group(p.compute, layer, r); err != nil {
 		return err
 	}
-	return p.waves(layer, rows, use.Slots, use.Waves)
+	if err := p.waves(m, layer, r, slots, waves); err != nil {
+		return err
+	}
+	return m.Combine(p.compute, layer, r)
+}
+
+// feedForward runs a layer's feed-forward block on a span of rows.
+func (p *Pipeline) feedForward(m *models.Model, layer int, r models.Span, use *experts.Use) error {
+	if !p.shape.MoE[layer] {
+		return m.MLP(p.compute, layer, r)
+	}
+	if err := m.Shared(p.compute, layer, r); err != nil {
+		return err
+	}
+	return p.routed(m, layer, r, use.Slots, use.Waves)
 }
 
 // waves enqueues experts, each wave behind its own copies.
-func (p *Pipeline) waves(layer, rows int, slots kernels.Tensor, waves []experts.Wave) error {
+func (p *Pipeline) waves(m *models.Model, layer int, r models.Span, slots kernels.Tensor, waves []experts.Wave) error {
 	for i := range waves {
 		w := &waves[i]
-		if err := w.Wait(p.compute); err != nil {
+		err := error(nil)
+		if landed(w.Await) {
+			err = w.Wait(p.compute)
+		} else {
+			err = p.meter.wait(ExpertCopy, nil, nil, func() error { return w.Wait(p.compute) })
+		}
+		if err != nil {
 			return err
 		}
-		if err := p.o.Model.Experts(p.compute, layer, rows, slots, w.Experts, p.o.Experts.Layout()); err != nil {
+		if err := m.Experts(p.compute, layer, r, slots, w.Experts, p.o.Experts.Layout()); err != nil {
 			return err
 		}
 	}
 	return nil
 }
 
-// combine ends a layer whose experts are all enqueued.
-func (p *Pipeline) combine(layer, rows int) error {
-	if err := p.o.Experts.Done(layer, p.compute); err != nil {
-		return err
+// landed says that nothing holds back who awaits these points: the stream still has to
+// await them, since that orders its reads, but it does not wait.
+func landed(points []transfer.Point) bool {
+	for _, p := range points {
+		if int32(p.Fence.Value()-p.Value) < 0 {
+			return false
+		}
 	}
-	return p.o.Model.Combine(p.compute, layer, rows)
+	return true
 }
 
 // ask enqueues the way of expert ids to the host, and returns the value of answered
@@ -463,149 +458,23 @@ func (p *Pipeline) ask(off int64, ids kernels.Tensor) (uint32, error) {
 	return p.answers, p.compute.Raise(p.answered, p.answers)
 }
 
-// answer waits until answered is at value, and reads the ids of so many rows.
+// answer waits until answered is at value, and reads the ids of so many rows. What the
+// device stands still meanwhile, and until it is given more, is the router's.
 func (p *Pipeline) answer(ctx context.Context, value uint32, off int64, rows int) error {
+	idle, err := p.meter.mark(p.compute)
+	if err != nil {
+		return err
+	}
 	if err := p.answered.Await(ctx, value); err != nil {
+		return err
+	}
+	if err := p.meter.asked(idle); err != nil {
 		return err
 	}
 	n := rows * p.o.Model.Config.TopK
 	p.ids = slices.Grow(p.ids[:0], n)[:n]
 	p.ints(p.ids, off)
 	return nil
-}
-
-// upload packs a micro-batch's row data and sends it.
-func (p *Pipeline) upload(i int) error {
-	b := &p.batches[i]
-	off, room := p.uploaded, p.pinned.Bytes()-p.uploaded
-	batch, bytes, err := models.PackBatch(&b.host, p.pinned.Write(off, room), p.rows.Range(off, room).Addr)
-	if err != nil {
-		return err
-	}
-	b.batch = batch
-	p.uploaded += bytes
-	return p.compute.Copy(p.rows.Range(off, bytes), p.pinned.Range(off, bytes))
-}
-
-// bring enqueues the copies of what n micro-batches give, and marks their end.
-func (p *Pipeline) bring(n, logits int, withLogits bool) error {
-	m, all := p.o.Model, models.Batch{Logits: logits}
-	at := placesOf(m.Config, m.Limits)
-	if len(p.counts) > 0 {
-		if err := p.copyBack(at.counts, m.Counts()); err != nil {
-			return err
-		}
-	}
-	if logits == 0 {
-		return p.compute.Record(p.done)
-	}
-	if err := p.copyBack(0, m.Sampled(&all)); err != nil {
-		return err
-	}
-	if withLogits {
-		if err := p.copyBack(at.logits, m.Logits(&all)); err != nil {
-			return err
-		}
-	}
-	for i := range n {
-		b := &p.batches[i].batch
-		if !b.LogProbs {
-			continue
-		}
-		chosen, topIDs, top := m.LogProbs(b)
-		row := 4 * int64(b.FirstLogit)
-		for _, c := range [...]struct {
-			off int64
-			t   kernels.Tensor
-		}{{at.chosen + row, chosen}, {at.topIDs + row*int64(topIDs.Shape[1]), topIDs}, {at.top + row*int64(top.Shape[1]), top}} {
-			if err := p.copyBack(c.off, c.t); err != nil {
-				return err
-			}
-		}
-	}
-	return p.compute.Record(p.done)
-}
-
-// copyBack enqueues the copy of a dense tensor to its place in pinned memory.
-func (p *Pipeline) copyBack(off int64, t kernels.Tensor) error {
-	if err := p.compute.Copy(p.back.Range(off, t.Bytes()), t.Range()); err != nil {
-		return fmt.Errorf("pipeline: bring results: %w", err)
-	}
-	return nil
-}
-
-// finish waits for the step and reads what it gave, or, where anything failed,
-// clears stream and store so that the step can be run again.
-func (p *Pipeline) finish(ctx context.Context, logits int, withLogits bool, err error) (Result, error) {
-	if err == nil {
-		err = p.done.Synchronize(ctx)
-	}
-	if err == nil && p.o.Experts != nil {
-		err = p.o.Experts.Err()
-	}
-	if err != nil {
-		return Result{}, p.drop(ctx, err)
-	}
-	if len(p.counts) > 0 {
-		p.activated()
-	}
-	r := Result{Sampled: make([]int32, logits)}
-	if logits == 0 {
-		return r, nil
-	}
-	p.ints(r.Sampled, 0)
-	c, at := p.o.Model.Config, placesOf(p.o.Model.Config, p.o.Model.Limits)
-	if slices.Contains(p.wanted, true) {
-		r.LogProbs = p.logProbs(at)
-	}
-	if withLogits {
-		all := make([]float32, logits*c.Vocab)
-		p.floats(all, at.logits)
-		for i := range logits {
-			r.Logits = append(r.Logits, all[i*c.Vocab:][:c.Vocab:c.Vocab])
-		}
-	}
-	return r, nil
-}
-
-// activated hands the activation counts to the store.
-func (p *Pipeline) activated() {
-	raw := p.back.Read(placesOf(p.o.Model.Config, p.o.Model.Limits).counts, 8*int64(len(p.counts)))
-	for i := range p.counts {
-		p.counts[i] = int64(binary.LittleEndian.Uint64(raw[8*i:]))
-	}
-	p.o.Experts.Activated(p.counts)
-}
-
-// logProbs reads those of the rows that want them.
-func (p *Pipeline) logProbs(at places) []LogProb {
-	n := p.o.Model.Limits.TopLogProbs(p.o.Model.Config)
-	rows := make([]LogProb, len(p.wanted))
-	for i, wanted := range p.wanted {
-		if !wanted {
-			continue
-		}
-		var chosen [1]float32
-		l := LogProb{TopIDs: make([]int32, n), Top: make([]float32, n)}
-		p.floats(chosen[:], at.chosen+4*int64(i))
-		p.ints(l.TopIDs, at.topIDs+4*int64(i*n))
-		p.floats(l.Top, at.top+4*int64(i*n))
-		l.Chosen = chosen[0]
-		rows[i] = l
-	}
-	return rows
-}
-
-// ints and floats read what came back at a place in pinned memory.
-func (p *Pipeline) ints(dst []int32, off int64) {
-	raw := p.back.Read(off, 4*int64(len(dst)))
-	for i := range dst {
-		dst[i] = int32(binary.LittleEndian.Uint32(raw[4*i:]))
-	}
-}
-
-func (p *Pipeline) floats(dst []float32, off int64) {
-	kernels.ToFloat32(dst, p.back.Read(off, 4*int64(len(dst))), kernels.F32)
 }
 
 // drop clears what a failed step has left. It goes on where ctx is done already,
@@ -615,6 +484,9 @@ func (p *Pipeline) floats(dst []float32, off int64) {
 func (p *Pipeline) drop(ctx context.Context, cause error) error {
 	ctx = context.WithoutCancel(ctx)
 	broken := p.compute.Recover(ctx)
+	if p.attention != nil {
+		broken = errors.Join(broken, p.attention.recover(ctx))
+	}
 	var reset error
 	if p.o.Experts != nil {
 		reset = p.o.Experts.Reset(ctx)
@@ -640,42 +512,16 @@ func (p *Pipeline) drop(ctx context.Context, cause error) error {
 	return cause
 }
 
-// Counts reads how many rows have chosen each expert since the model's constants
-// were written: [layers][experts], zero in dense layers. Rows of a step that was
-// dropped count as far as it came. No step may be running.
-func (p *Pipeline) Counts(ctx context.Context) ([][]int64, error) {
-	t := p.o.Model.Counts()
-	if t.None() {
-		return nil, nil
-	}
-	mem, err := p.o.Machine.Alloc(device.Host, t.Bytes(), "activation counts, pinned")
-	if err != nil {
-		return nil, fmt.Errorf("pipeline: %w", err)
-	}
-	err = p.compute.Copy(mem.Range(0, t.Bytes()), t.Range())
-	if err == nil {
-		err = p.compute.Synchronize(ctx)
-	}
-	if err != nil {
-		return nil, errors.Join(fmt.Errorf("pipeline: read activation counts: %w", err), mem.Free())
-	}
-	raw := mem.Read(0, t.Bytes())
-	counts := make([][]int64, t.Shape[0])
-	for l := range counts {
-		counts[l] = make([]int64, t.Shape[1])
-		for e := range counts[l] {
-			counts[l][e] = int64(binary.LittleEndian.Uint64(raw[8*(l*t.Shape[1]+e):]))
-		}
-	}
-	return counts, mem.Free()
-}
-
 // Close releases stream and buffers. No step may be running.
 func (p *Pipeline) Close() error {
 	var errs []error
+	if p.attention != nil {
+		errs = append(errs, p.attention.close())
+	}
 	if p.compute != nil {
 		errs = append(errs, p.compute.Close())
 	}
+	errs = append(errs, p.meter.release())
 	if p.done != nil {
 		errs = append(errs, p.done.Close())
 	}

@@ -16,6 +16,7 @@ import (
 	"github.com/moeserve/moeserve/device/emulated"
 	"github.com/moeserve/moeserve/experts"
 	"github.com/moeserve/moeserve/harvest"
+	"github.com/moeserve/moeserve/kernels"
 	"github.com/moeserve/moeserve/kernels/cpu"
 	"github.com/moeserve/moeserve/kvcache"
 	"github.com/moeserve/moeserve/models"
@@ -46,6 +47,9 @@ type rig struct {
 }
 
 const space = device.Space(1) // gpu0
+
+// host attends on the host. It has no threads of its own.
+var host = cpu.New(cpu.Options{Threads: 1})
 
 // newRig offloads a fraction of the experts, and copies them to the peers, if there are
 // any. Of o it takes what says how steps run.
@@ -83,9 +87,14 @@ func newRig(t *testing.T, fixture string, fraction float64, mo emulated.Options,
 
 	limits := models.Limits{MaxRows: 64, MaxSeqs: 8, MaxLogits: 64, MaxModelLen: 64, BlockTokens: 16, MaxTopLogProbs: 3}
 	arena := alloc(space, layout.Bytes)
-	ws := alloc(space, models.WorkspaceBytes(c, backend, limits))
-	model, err := models.NewModel(c, layout.Bind(arena.Range(0, 1).Addr), backend, ws.Range(0, ws.Bytes()), limits)
-	check(t, err)
+	group := o.GroupLimits(limits)
+	weights := layout.Bind(arena.Range(0, 1).Addr)
+	var ms [2]*models.Model
+	for i := range o.Groups() {
+		ws := alloc(space, models.WorkspaceBytes(c, backend, group))
+		ms[i], err = models.NewModel(c, weights, backend, ws.Range(0, ws.Bytes()), group)
+		check(t, err)
+	}
 
 	engine, err := transfer.New(transfer.Options{Machine: m, ChunkBytes: 4096})
 	check(t, err)
@@ -118,7 +127,9 @@ func newRig(t *testing.T, fixture string, fraction float64, mo emulated.Options,
 	check(t, err)
 	to := &sink{m: m, stream: s, arena: arena, Store: r.store}
 	check(t, models.Load(t.Context(), src, layout, to, nil))
-	check(t, model.Constants(to.put))
+	for _, model := range ms[:o.Groups()] {
+		check(t, model.Constants(to.put))
+	}
 	check(t, s.Close())
 	check(t, r.store.Seal(t.Context()))
 	for layer, homes := range r.store.Homes() {
@@ -130,12 +141,17 @@ func newRig(t *testing.T, fixture string, fraction float64, mo emulated.Options,
 	}
 	check(t, r.store.WaitMoves(t.Context()))
 
-	r.kv, err = kvcache.New(kvcache.Options{Machine: m, Space: space, Blocks: 32, Shape: kvcache.Shape{
+	kvSpace := space
+	if o.HostAttention != nil {
+		kvSpace = device.Host
+	}
+	r.kv, err = kvcache.New(kvcache.Options{Machine: m, Space: kvSpace, Blocks: 32, Shape: kvcache.Shape{
 		Layers: c.Layers, KVHeads: c.KVHeads, HeadDim: c.HeadDim, DType: backend.ActivationDType(), BlockTokens: limits.BlockTokens,
 	}})
 	check(t, err)
 	closers = append(closers, r.kv.Close)
-	o.Machine, o.Space, o.Model, o.Experts, o.KV, o.HostLogits = m, space, model, r.store, r.kv, true
+	o.Machine, o.Space, o.Model, o.Second, o.Limits = m, space, ms[0], ms[1], limits
+	o.Experts, o.KV, o.HostLogits = r.store, r.kv, true
 	r.p, err = New(o)
 	check(t, err)
 	closers = append(closers, r.p.Close)
@@ -283,6 +299,32 @@ func TestSameInBothModes(t *testing.T) {
 	}
 }
 
+// TestSameInEveryOrder: a step gives the same bits whoever attends, over whichever rows
+// experts run, and however a step is cut, wherever experts lie and however the machine
+// goes about it.
+func TestSameInEveryOrder(t *testing.T) {
+	for _, name := range []string{"mixtral", "mixtral_window", "phimoe", "qwen2_moe_sparse_step"} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			want := newRig(t, name, 0, emulated.Options{Virtual: true}, Options{SmallBatchRows: -1}).run()
+			i := 0
+			for _, attention := range []kernels.Backend{nil, host} {
+				for _, grouping := range []Grouping{ByLayer, ByMicroBatch} {
+					for _, o := range []Options{{}, {MicroBatches: 3}, {MicroBatchRows: 2, SmallBatchRows: -1}, {MicroBatchRows: 7, MicroBatches: 5, SmallBatchRows: -1}} {
+						o.HostAttention, o.Grouping = attention, grouping
+						mo, fraction := machines(t)[i%len(machines(t))], float64(i%5)/4
+						i++
+						r := newRig(t, name, fraction, mo, o)
+						if d := r.run().differs(want); d != "" {
+							t.Errorf("attention on the host: %v, experts by %v, %+v, fraction %v, %+v: %s", attention != nil, grouping, o, fraction, mo, d)
+						}
+					}
+				}
+			}
+		})
+	}
+}
+
 // TestChosenOnlyFetchesLess compares the modes on the same steps.
 func TestChosenOnlyFetchesLess(t *testing.T) {
 	fetched := func(rows int) int64 {
@@ -327,6 +369,17 @@ func TestWorkWhileTheHostIsAsked(t *testing.T) {
 	}
 }
 
+// planOf is the plan of a step of so many rows, of one sequence.
+func (r *rig) planOf(rows int) []Action {
+	r.Helper()
+	table := r.kv.NewTable()
+	check(r, table.Grow(rows))
+	defer table.Free()
+	shape, err := r.p.cut(&Step{Sequences: []Sequence{{Tokens: make([]int32, rows), Table: table}}})
+	check(r, err)
+	return r.p.plan(shape)
+}
+
 // TestModeOfAStep: which plan a step has.
 func TestModeOfAStep(t *testing.T) {
 	for _, c := range []struct {
@@ -335,7 +388,7 @@ func TestModeOfAStep(t *testing.T) {
 	}{{0.5, 0, 4}, {0.5, -1, 0}, {0.5, 7, 7}, {0, 0, 0}, {0, 64, 0}} {
 		r := newRig(t, "mixtral", c.fraction, emulated.Options{Virtual: true}, Options{SmallBatchRows: c.set})
 		for _, rows := range []int{1, 4, 5, 7, 8, 64} {
-			asks := slices.ContainsFunc(r.p.plan(1, rows), func(a Action) bool { return a.Kind == Ask })
+			asks := slices.ContainsFunc(r.planOf(rows), func(a Action) bool { return a.Kind == Ask })
 			if want := rows <= c.most; asks != want {
 				t.Errorf("fraction %v, SmallBatchRows %d: a step of %d rows asks the router: %v, want %v", c.fraction, c.set, rows, asks, want)
 			}
@@ -362,7 +415,21 @@ func TestModeWithoutData(t *testing.T) {
 func fetch(p emulated.Point) bool { return p.To == space && strings.HasPrefix(p.Stream, "copy ") }
 func own(p emulated.Point) bool   { return p.Stream == "compute" }
 
-// TestSameDespiteFaults breaks and stalls copies in steps that fetch chosen experts.
+// hosts matches copies to and from the host's attention.
+func hosts(p emulated.Point) bool {
+	return p.Stream == "q, k, v to host" || p.Stream == "attention from host"
+}
+
+// orders are ways to run steps, beside the default one.
+var orders = []Options{
+	{SmallBatchRows: 64},
+	{HostAttention: host, SmallBatchRows: -1},
+	{HostAttention: host, Grouping: ByMicroBatch, MicroBatches: 3, SmallBatchRows: -1},
+	{HostAttention: host, SmallBatchRows: 64},
+	{Grouping: ByMicroBatch, MicroBatches: 2, SmallBatchRows: -1},
+}
+
+// TestSameDespiteFaults breaks and stalls copies, in steps of every order.
 func TestSameDespiteFaults(t *testing.T) {
 	want := newRig(t, "mixtral", 0, emulated.Options{Virtual: true}, Options{SmallBatchRows: -1}).run()
 	for i, f := range []emulated.Fault{
@@ -371,19 +438,26 @@ func TestSameDespiteFaults(t *testing.T) {
 		{Kind: emulated.FailCopy, Match: own, Skip: 5, Times: 3},
 		{Kind: emulated.FailCopy, Match: own, Times: -1, Chance: 0.05},
 		{Kind: emulated.StallCopy, Match: fetch, Times: -1, Chance: 0.2, For: time.Millisecond},
+		{Kind: emulated.FailCopy, Match: hosts, Skip: 7, Times: 3},
+		{Kind: emulated.FailCopy, Match: hosts, Times: -1, Chance: 0.05},
+		{Kind: emulated.StallCopy, Match: hosts, Times: -1, Chance: 0.2, For: time.Millisecond},
 	} {
 		for k, mo := range machines(t) {
 			if k%2 != i%2 {
 				continue
 			}
-			r := newRig(t, "mixtral", 0.75, mo, Options{SmallBatchRows: 64})
+			o := orders[(i+k/2)%len(orders)]
+			if i >= 5 {
+				o = orders[1+(i+k/2)%3]
+			}
+			r := newRig(t, "mixtral", 0.75, mo, o)
 			fault := f
 			r.m.Inject(&fault)
 			if d := r.run().differs(want); d != "" {
-				t.Errorf("%+v, %+v: %s", f, mo, d)
+				t.Errorf("%+v, %+v, %+v: %s", f, mo, o, d)
 			}
 			if fault.Hits() == 0 {
-				t.Errorf("%+v, %+v: nothing was hit", f, mo)
+				t.Errorf("%+v, %+v, %+v: nothing was hit", f, mo, o)
 			}
 			fault.Release()
 		}
@@ -418,7 +492,7 @@ func TestSameFromPeers(t *testing.T) {
 	want := newRig(t, "mixtral", 0, emulated.Options{Virtual: true}, Options{SmallBatchRows: -1}).run()
 	for i, mo := range machines(t) {
 		for lose := range 3 { // 0: no peer, 1: one of two, 2: both
-			o := Options{SmallBatchRows: []int{64, -1}[(i+lose)%2]}
+			o := orders[(i+lose)%len(orders)]
 			r := newRig(t, "mixtral", 0.75, mo, o, device.HBM(1), device.HBM(2))
 			r.before = func(step int) {
 				if step < 2 || step >= 2+lose {

@@ -22,9 +22,18 @@ const (
 	Open
 	// Prefetch submits the copies of a layer's missing experts.
 	Prefetch
+	// Page submits a micro-batch's share of these copies: as many pages as there are
+	// micro-batches make up what the layer misses.
+	Page
 	// Attend runs a micro-batch's attention block: norm, q, k, v, RoPE, KV append,
 	// attention.
 	Attend
+	// Project runs a micro-batch's attention block as far as q, k and v, and sends these
+	// to the host, which appends to the cache and attends, and whose result comes back:
+	// nothing waits for it yet.
+	Project
+	// Collect waits for what Project has the host do.
+	Collect
 	// Route runs what follows attention: output projection, norm, and for an MoE
 	// layer the router.
 	Route
@@ -33,10 +42,10 @@ const (
 	// Guess runs a later layer's router on today's hidden state, and sends what it
 	// chose to the host.
 	Guess
-	// Shared runs a layer's shared expert, which needs no fetched weights.
+	// Shared runs a layer's shared expert on a group, which needs no fetched weights.
 	Shared
-	// Experts groups rows by expert and runs a layer's routed experts, wave after wave,
-	// each wave behind its own copies, then combines them.
+	// Experts sorts a group's rows by expert and runs a layer's routed experts, wave
+	// after wave, each wave behind its own copies, then combines them.
 	Experts
 	// Local groups rows by expert and runs those of a layer's routed experts that are
 	// local.
@@ -47,39 +56,66 @@ const (
 	// Fetched runs a layer's chosen experts that are not local, wave after wave, each
 	// wave behind its own copies, then combines all.
 	Fetched
+	// Close ends the use of a layer's experts: their slots may be overwritten.
+	Close
 	// Hint waits on the host for what Guess sends, and submits the copies of the
 	// experts of that layer that are missing.
 	Hint
-	// MLP runs the feed-forward block of a dense layer.
+	// MLP runs the feed-forward block of a dense layer on a group.
 	MLP
+	// FeedForward runs a micro-batch's whole feed-forward block, whatever the layer has:
+	// what Shared and Experts, or MLP, do for a group.
+	FeedForward
 	// Head computes logits and samples.
 	Head
 )
 
 var kindNames = [...]string{
-	"upload", "embed", "resolve", "open", "prefetch", "attend", "route", "ask", "guess", "shared", "experts",
-	"local", "choose", "fetched", "hint", "mlp", "head",
+	"upload", "embed", "resolve", "open", "prefetch", "page", "attend", "project", "collect", "route", "ask", "guess",
+	"shared", "experts", "local", "choose", "fetched", "close", "hint", "mlp", "feed-forward", "head",
 }
 
 func (k Kind) String() string { return kindNames[k] }
 
-// Action is one entry of a step plan. Layer and MicroBatch count only where the
-// kind has them.
+// computes says whether an action gives the compute stream something to compute.
+func (k Kind) computes() bool {
+	switch k {
+	case Embed, Attend, Project, Route, Guess, Shared, Experts, Local, Fetched, MLP, FeedForward, Head:
+		return true
+	}
+	return false
+}
+
+// endsLayer says whether nothing of a layer follows for the rows that an action is for.
+func (k Kind) endsLayer() bool {
+	switch k {
+	case Experts, Fetched, MLP, FeedForward:
+		return true
+	}
+	return false
+}
+
+// Action is one entry of a step plan. Layer, MicroBatch and Group count only where
+// the kind has them.
 type Action struct {
 	Kind       Kind
 	Layer      int
 	MicroBatch int
+	Group      int
 }
 
 func (a Action) String() string {
 	switch a.Kind {
 	case Upload, Embed, Head:
 		return fmt.Sprintf("%s mb=%d", a.Kind, a.MicroBatch)
-	case Attend, Route:
+	case Page, Attend, Project, Collect, Route, FeedForward:
 		return fmt.Sprintf("%s layer=%d mb=%d", a.Kind, a.Layer, a.MicroBatch)
-	default:
-		return fmt.Sprintf("%s layer=%d", a.Kind, a.Layer)
+	case Shared, Experts, MLP:
+		if a.Group > 0 {
+			return fmt.Sprintf("%s layer=%d group=%d", a.Kind, a.Layer, a.Group)
+		}
 	}
+	return fmt.Sprintf("%s layer=%d", a.Kind, a.Layer)
 }
 
 // Shape is what a plan depends on.
@@ -93,6 +129,25 @@ type Shape struct {
 	SharedExpert bool
 	// MicroBatches the step is cut into, at least 1.
 	MicroBatches int
+	// Groups are into how many merge groups these are cut, at most MicroBatches. 0: one.
+	Groups int
+	// HostAttention says that the host attends, beside keys and values in its memory.
+	HostAttention bool
+}
+
+func (s Shape) groups() int { return max(1, s.Groups) }
+
+// first is the first micro-batch of a group; behind the last group it is MicroBatches.
+// Where they cannot have as many each, the first groups have one more.
+func (s Shape) first(group int) int { return (group*s.MicroBatches + s.groups() - 1) / s.groups() }
+
+// group of a micro-batch.
+func (s Shape) group(mb int) int {
+	g := 0
+	for s.first(g+1) <= mb {
+		g++
+	}
+	return g
 }
 
 // LayerByLayer is the plan of a step in which every layer is finished over all
@@ -100,14 +155,100 @@ type Shape struct {
 // rows of all of them, and the next MoE layer's missing experts on their way while
 // this one computes. A layer's own are submitted when it is resolved, before its
 // attention, unless the layer before has prefetched them; the last MoE layer
-// prefetches the first one's for the step that follows.
+// prefetches the first one's for the step that follows, and, once its own slots are
+// given up, the second one's, so that copies go on while the step ends.
 func LayerByLayer(s Shape) []Action {
 	next := nextMoE(s.MoE)
 	return s.plan(func(p []Action, layer int) []Action {
 		p = append(p, Action{Kind: Resolve, Layer: layer}, Action{Kind: Prefetch, Layer: next[layer]})
-		p = s.attention(p, layer)
-		return append(s.shared(p, layer), Action{Kind: Experts, Layer: layer})
+		p = s.experts(s.attention(p, layer), layer)
+		return s.ahead(p, layer)
 	})
+}
+
+// PingPong is the plan of a step in which the host attends: as LayerByLayer, but with
+// the micro-batches in merge groups, normally two. While the device runs the experts
+// of one group, the host attends for the other. Both use a layer's experts before its
+// slots are given up, so each expert is fetched once.
+func PingPong(s Shape) []Action {
+	next := nextMoE(s.MoE)
+	project := func(p []Action, layer, group int) []Action {
+		for mb := s.first(group); layer < len(s.MoE) && mb < s.first(group+1); mb++ {
+			p = append(p, Action{Kind: Project, Layer: layer, MicroBatch: mb})
+		}
+		return p
+	}
+	p := s.begin()
+	for g := range s.groups() {
+		p = project(p, 0, g)
+	}
+	for layer, moe := range s.MoE {
+		if moe {
+			p = append(p, Action{Kind: Resolve, Layer: layer}, Action{Kind: Prefetch, Layer: next[layer]})
+		}
+		for g := range s.groups() {
+			for mb := s.first(g); mb < s.first(g+1); mb++ {
+				p = append(p, Action{Kind: Collect, Layer: layer, MicroBatch: mb}, Action{Kind: Route, Layer: layer, MicroBatch: mb})
+			}
+			switch {
+			case !moe:
+				p = append(p, Action{Kind: MLP, Layer: layer, Group: g})
+			case s.SharedExpert:
+				p = append(p, Action{Kind: Shared, Layer: layer, Group: g}, Action{Kind: Experts, Layer: layer, Group: g})
+			default:
+				p = append(p, Action{Kind: Experts, Layer: layer, Group: g})
+			}
+			if moe && g == s.groups()-1 {
+				p = s.ahead(append(p, Action{Kind: Close, Layer: layer}), layer)
+			}
+			p = project(p, layer+1, g)
+		}
+	}
+	return s.end(p)
+}
+
+// MicroBatchwise is the plan of a step in the order that CGOPipe has (MoE-Lightning,
+// section 4.1): a layer's experts run once per micro-batch, and pages of what the next
+// layer misses are copied between the micro-batches. Where the host attends, it is
+// given a micro-batch's q, k and v two micro-batches before the device needs the
+// result. It is here to be compared with: an expert is read from the device's memory
+// as often as there are micro-batches.
+func MicroBatchwise(s Shape) []Action {
+	const lead = 2 // micro-batches that the host is ahead
+	next := nextMoE(s.MoE)
+	n := s.MicroBatches
+	p := s.begin()
+	// project is for the turn-th of all micro-batches of all layers.
+	project := func(p []Action, turn int) []Action {
+		if !s.HostAttention || turn >= n*len(s.MoE) {
+			return p
+		}
+		return append(p, Action{Kind: Project, Layer: turn / n, MicroBatch: turn % n})
+	}
+	for turn := range min(lead, n) {
+		p = project(p, turn)
+	}
+	for layer, moe := range s.MoE {
+		if moe {
+			p = append(p, Action{Kind: Resolve, Layer: layer})
+		}
+		for mb := range n {
+			attend := Attend
+			if s.HostAttention {
+				attend = Collect
+			}
+			p = append(p, Action{Kind: attend, Layer: layer, MicroBatch: mb})
+			if moe {
+				p = append(p, Action{Kind: Page, Layer: next[layer], MicroBatch: mb})
+			}
+			p = append(p, Action{Kind: Route, Layer: layer, MicroBatch: mb}, Action{Kind: FeedForward, Layer: layer, MicroBatch: mb})
+			if moe && mb == n-1 {
+				p = s.ahead(append(p, Action{Kind: Close, Layer: layer}), layer)
+			}
+			p = project(p, layer*n+mb+min(lead, n))
+		}
+	}
+	return s.end(p)
 }
 
 // ChosenOnly is the plan of a step of few rows (see SmallBatch): as LayerByLayer, but
@@ -129,15 +270,15 @@ func ChosenOnly(s Shape) []Action {
 	}
 	return s.plan(func(p []Action, layer int) []Action {
 		if !s.Missing[layer] {
-			p = s.attention(append(p, Action{Kind: Resolve, Layer: layer}), layer)
-			return append(s.shared(p, layer), Action{Kind: Experts, Layer: layer})
+			return s.experts(s.attention(append(p, Action{Kind: Resolve, Layer: layer}), layer), layer)
 		}
 		p = s.attention(append(p, Action{Kind: Open, Layer: layer}), layer)
 		p = append(p, Action{Kind: Ask, Layer: layer})
 		if next[layer] >= 0 {
 			p = append(p, Action{Kind: Guess, Layer: next[layer]})
 		}
-		p = append(s.shared(p, layer), Action{Kind: Local, Layer: layer}, Action{Kind: Choose, Layer: layer}, Action{Kind: Fetched, Layer: layer})
+		p = append(s.shared(p, layer), Action{Kind: Local, Layer: layer}, Action{Kind: Choose, Layer: layer},
+			Action{Kind: Fetched, Layer: layer}, Action{Kind: Close, Layer: layer})
 		if next[layer] >= 0 {
 			p = append(p, Action{Kind: Hint, Layer: next[layer]})
 		}
@@ -164,13 +305,7 @@ func SmallBatch(experts, topK int) int {
 // plan is a step in which every layer is finished over all rows before the next
 // begins. moe appends what a layer with experts does.
 func (s Shape) plan(moe func(p []Action, layer int) []Action) []Action {
-	var p []Action
-	for mb := range s.MicroBatches {
-		p = append(p, Action{Kind: Upload, MicroBatch: mb})
-	}
-	for mb := range s.MicroBatches {
-		p = append(p, Action{Kind: Embed, MicroBatch: mb})
-	}
+	p := s.begin()
 	for layer := range s.MoE {
 		if s.MoE[layer] {
 			p = moe(p, layer)
@@ -178,6 +313,33 @@ func (s Shape) plan(moe func(p []Action, layer int) []Action) []Action {
 			p = append(s.attention(p, layer), Action{Kind: MLP, Layer: layer})
 		}
 	}
+	return s.end(p)
+}
+
+// ahead prefetches, behind the last MoE layer, the second one's experts for the step that
+// follows. The first one's are under way by then; what has found no slot of a small ring
+// comes before.
+func (s Shape) ahead(p []Action, layer int) []Action {
+	next := nextMoE(s.MoE)
+	first := next[layer]
+	if first > layer || next[first] == first {
+		return p
+	}
+	return append(p, Action{Kind: Prefetch, Layer: first}, Action{Kind: Prefetch, Layer: next[first]})
+}
+
+func (s Shape) begin() []Action {
+	var p []Action
+	for mb := range s.MicroBatches {
+		p = append(p, Action{Kind: Upload, MicroBatch: mb})
+	}
+	for mb := range s.MicroBatches {
+		p = append(p, Action{Kind: Embed, MicroBatch: mb})
+	}
+	return p
+}
+
+func (s Shape) end(p []Action) []Action {
 	for mb := range s.MicroBatches {
 		p = append(p, Action{Kind: Head, MicroBatch: mb})
 	}
@@ -185,8 +347,17 @@ func (s Shape) plan(moe func(p []Action, layer int) []Action) []Action {
 }
 
 func (s Shape) attention(p []Action, layer int) []Action {
+	if s.HostAttention {
+		for mb := range s.MicroBatches {
+			p = append(p, Action{Kind: Project, Layer: layer, MicroBatch: mb})
+		}
+	}
 	for mb := range s.MicroBatches {
-		p = append(p, Action{Kind: Attend, Layer: layer, MicroBatch: mb}, Action{Kind: Route, Layer: layer, MicroBatch: mb})
+		attend := Attend
+		if s.HostAttention {
+			attend = Collect
+		}
+		p = append(p, Action{Kind: attend, Layer: layer, MicroBatch: mb}, Action{Kind: Route, Layer: layer, MicroBatch: mb})
 	}
 	return p
 }
@@ -196,6 +367,10 @@ func (s Shape) shared(p []Action, layer int) []Action {
 		p = append(p, Action{Kind: Shared, Layer: layer})
 	}
 	return p
+}
+
+func (s Shape) experts(p []Action, layer int) []Action {
+	return append(s.shared(p, layer), Action{Kind: Experts, Layer: layer}, Action{Kind: Close, Layer: layer})
 }
 
 // nextMoE says for each layer which MoE layer comes next, counting on from the

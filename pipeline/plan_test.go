@@ -1,10 +1,14 @@
 package pipeline
 
 import (
+	"fmt"
 	"math"
 	"testing"
 
 	"github.com/cockroachdb/datadriven"
+
+	"github.com/moeserve/moeserve/kernels/cpu"
+	"github.com/moeserve/moeserve/models"
 )
 
 // shape reads a shape's layers: M for one with experts, some of which are missing, L
@@ -17,116 +21,201 @@ func shape(layers string) Shape {
 	return s
 }
 
-// TestPlans prints plans: `chosen-only layers=MLD microbatches=2 [shared]`.
+// TestPlans prints plans: `chosen-only layers=MLD microbatches=2 groups=2 [shared] [host]`.
 func TestPlans(t *testing.T) {
 	datadriven.RunTest(t, "testdata/plans", func(t *testing.T, d *datadriven.TestData) string {
 		var layers string
-		mbs := 1
+		mbs, groups := 1, 0
 		d.ScanArgs(t, "layers", &layers)
 		d.MaybeScanArgs(t, "microbatches", &mbs)
+		d.MaybeScanArgs(t, "groups", &groups)
 		s := shape(layers)
-		s.MicroBatches, s.SharedExpert = mbs, d.HasArg("shared")
-		switch d.Cmd {
-		case "layer-by-layer":
-			return Format(LayerByLayer(s))
-		case "chosen-only":
-			return Format(ChosenOnly(s))
+		s.MicroBatches, s.Groups, s.SharedExpert, s.HostAttention = mbs, groups, d.HasArg("shared"), d.HasArg("host")
+		for _, p := range plans {
+			if p.name == d.Cmd {
+				return Format(p.plan(s))
+			}
 		}
 		t.Fatalf("unknown command %q", d.Cmd)
 		return ""
 	})
 }
 
+var plans = []struct {
+	name string
+	plan func(Shape) []Action
+}{{"layer-by-layer", LayerByLayer}, {"chosen-only", ChosenOnly}, {"ping-pong", PingPong}, {"micro-batchwise", MicroBatchwise}}
+
 // TestPlansKeepTheOrder checks, over many shapes, what every plan has to keep.
 func TestPlansKeepTheOrder(t *testing.T) {
 	for _, layers := range []string{"M", "L", "D", "MM", "DM", "MD", "ML", "LM", "MDM", "LML", "DDMMD", "MLDLM", "MMMMMMM"} {
-		for mbs := 1; mbs <= 3; mbs++ {
+		for mbs := 1; mbs <= 5; mbs++ {
 			s := shape(layers)
 			s.MicroBatches, s.SharedExpert = mbs, mbs == 2
-			keepsTheOrder(t, "layer by layer, "+layers, s, LayerByLayer(s), false)
-			keepsTheOrder(t, "chosen only, "+layers, s, ChosenOnly(s), true)
+			keepsTheOrder(t, "layer-by-layer", layers, s)
+			for _, s.HostAttention = range []bool{false, true} {
+				keepsTheOrder(t, "chosen-only", layers, s)
+				keepsTheOrder(t, "micro-batchwise", layers, s)
+			}
+			s.HostAttention = true
+			for s.Groups = 1; s.Groups <= min(3, mbs); s.Groups++ {
+				keepsTheOrder(t, "ping-pong", layers, s)
+			}
 		}
 	}
 }
 
-func keepsTheOrder(t *testing.T, name string, s Shape, plan []Action, chosen bool) {
+// order is a plan being checked.
+type order struct {
+	*testing.T
+	what string
+	plan []Action
+	at   map[Action]int
+	// known counts the actions that the check knows of.
+	known map[Action]bool
+}
+
+// in takes actions that all stand in the plan, in this order.
+func (o *order) in(actions ...Action) {
+	o.Helper()
+	for i, b := range actions {
+		o.known[b] = true
+		if _, ok := o.at[b]; !ok {
+			o.Errorf("%s: %v is missing", o.what, b)
+		} else if i > 0 && o.at[actions[i-1]] >= o.at[b] {
+			o.Errorf("%s: %v must come before %v", o.what, actions[i-1], b)
+		}
+	}
+}
+
+func keepsTheOrder(t *testing.T, name, layers string, s Shape) {
 	t.Helper()
-	at := map[Action]int{}
-	for i, a := range plan {
-		if _, twice := at[a]; twice && a.Kind != Prefetch {
-			t.Fatalf("%s mb=%d: %v stands twice", name, s.MicroBatches, a)
-		}
-		at[a] = i
+	o := &order{
+		T: t, what: fmt.Sprintf("%s, %s, %d micro-batches, %d groups, attention on the host: %v", name, layers, s.MicroBatches, s.Groups, s.HostAttention),
+		at: map[Action]int{}, known: map[Action]bool{},
 	}
-	// inOrder takes actions that all stand in the plan, in this order.
-	inOrder := func(actions ...Action) {
-		t.Helper()
-		for i, b := range actions {
-			if _, ok := at[b]; !ok {
-				t.Errorf("%s mb=%d: %v is missing", name, s.MicroBatches, b)
-			} else if i > 0 && at[actions[i-1]] >= at[b] {
-				t.Errorf("%s mb=%d: %v must come before %v", name, s.MicroBatches, actions[i-1], b)
-			}
+	for _, p := range plans {
+		if p.name == name {
+			o.plan = p.plan(s)
 		}
 	}
-	next := nextMoE(s.MoE)
-	n := 0 // actions accounted for
-	for l, moe := range s.MoE {
-		asks := chosen && s.Missing[l]
-		of := func(k Kind) Action { return Action{Kind: k, Layer: l} }
-		// What the layer does behind its router.
-		var work []Action
-		switch {
-		case !moe:
-			work = []Action{of(MLP)}
-		case asks:
-			work = []Action{of(Ask), of(Local), of(Choose), of(Fetched)}
-			guessed := -1
-			for g := len(s.MoE) - 1; g > l; g-- {
-				if s.MoE[g] && s.Missing[g] {
-					guessed = g
-				}
-			}
-			if guessed >= 0 {
-				inOrder(of(Ask), Action{Kind: Guess, Layer: guessed}, of(Local))
-				inOrder(of(Fetched), Action{Kind: Hint, Layer: guessed}, Action{Kind: Open, Layer: guessed})
-				n += 2
-			}
-			inOrder(of(Open), of(Choose))
-			n++
-		default:
-			work = []Action{of(Experts)}
-			inOrder(of(Resolve), of(Experts))
-			n++
-			if !chosen {
-				if p := plan[at[of(Resolve)]+1]; p.Kind != Prefetch || p.Layer != next[l] {
-					t.Errorf("%s: behind the resolve of layer %d stands %v", name, l, p)
-				}
-				n++
-			}
+	for i, a := range o.plan {
+		if _, twice := o.at[a]; twice && a.Kind != Prefetch && a.Kind != Page {
+			t.Fatalf("%s: %v stands twice", o.what, a)
 		}
-		if moe && s.SharedExpert {
-			if asks { // the device has it to do while the host is asked
-				inOrder(of(Ask), of(Shared), of(Choose))
-			} else {
-				inOrder(of(Shared), of(Experts))
-			}
-			n++
-		}
-		inOrder(work...)
-		n += len(work)
+		o.at[a] = i
+	}
+	before := make([]Action, s.MicroBatches) // the last action of each micro-batch's layer before
+	for mb := range before {
+		before[mb] = Action{Kind: Embed, MicroBatch: mb}
+		o.in(Action{Kind: Upload, MicroBatch: mb}, before[mb])
+	}
+	for l := range s.MoE {
 		for mb := range s.MicroBatches {
-			attend, route := Action{Attend, l, mb}, Action{Route, l, mb}
-			inOrder(Action{Kind: Upload, MicroBatch: mb}, Action{Kind: Embed, MicroBatch: mb}, attend, route, work[0])
-			if l+1 < len(s.MoE) {
-				inOrder(work[len(work)-1], Action{Attend, l + 1, mb})
+			attend, route := Action{Kind: Attend, Layer: l, MicroBatch: mb}, Action{Kind: Route, Layer: l, MicroBatch: mb}
+			work := o.work(name, s, l, mb)
+			if s.HostAttention {
+				attend.Kind = Project
+				o.in(attend, Action{Kind: Collect, Layer: l, MicroBatch: mb}, route)
+				if mb > 0 { // the host appends in the order of rows
+					o.in(Action{Kind: Project, Layer: l, MicroBatch: mb - 1}, attend)
+				}
 			}
-			inOrder(work[len(work)-1], Action{Kind: Head, MicroBatch: mb})
-			n += 2
+			o.in(append([]Action{before[mb], attend, route}, work...)...)
+			before[mb] = work[len(work)-1]
+		}
+		o.slots(name, s, l)
+	}
+	for mb := range s.MicroBatches {
+		o.in(before[mb], Action{Kind: Head, MicroBatch: mb})
+	}
+	if len(o.known) != len(o.at) {
+		t.Errorf("%s: %d different actions, and %d are known:\n%s", o.what, len(o.at), len(o.known), Format(o.plan))
+	}
+}
+
+// work is what a layer does with a micro-batch behind its router.
+func (o *order) work(name string, s Shape, l, mb int) []Action {
+	of := func(k Kind) Action { return Action{Kind: k, Layer: l} }
+	group := 0
+	if name == "ping-pong" {
+		group = s.group(mb)
+	}
+	switch {
+	case name == "micro-batchwise":
+		return []Action{{Kind: FeedForward, Layer: l, MicroBatch: mb}}
+	case !s.MoE[l]:
+		return []Action{{Kind: MLP, Layer: l, Group: group}}
+	case name == "chosen-only" && s.Missing[l]:
+		if s.SharedExpert { // the device has it to do while the host is asked
+			o.in(of(Ask), of(Shared), of(Choose))
+		}
+		guessed := -1
+		for g := len(s.MoE) - 1; g > l; g-- {
+			if s.MoE[g] && s.Missing[g] {
+				guessed = g
+			}
+		}
+		if guessed >= 0 {
+			o.in(of(Ask), Action{Kind: Guess, Layer: guessed}, of(Local))
+			o.in(of(Fetched), Action{Kind: Hint, Layer: guessed}, Action{Kind: Open, Layer: guessed})
+		}
+		o.in(of(Open), of(Local), of(Choose))
+		return []Action{of(Ask), of(Local), of(Choose), of(Fetched)}
+	}
+	experts := Action{Kind: Experts, Layer: l, Group: group}
+	if s.SharedExpert {
+		return []Action{{Kind: Shared, Layer: l, Group: group}, experts}
+	}
+	return []Action{experts}
+}
+
+// slots checks when a layer's experts are fetched and given up.
+func (o *order) slots(name string, s Shape, l int) {
+	if !s.MoE[l] {
+		return
+	}
+	next := nextMoE(s.MoE)[l]
+	open, end := Action{Kind: Resolve, Layer: l}, Action{Kind: Close, Layer: l}
+	if name == "chosen-only" && s.Missing[l] {
+		open.Kind = Open
+	}
+	for mb := range s.MicroBatches {
+		work := o.work(name, s, l, mb)
+		o.in(open, work[len(work)-1], end)
+	}
+	if l+1 < len(s.MoE) && s.MoE[l+1] { // two layers are never open at once
+		after := Action{Kind: Resolve, Layer: l + 1}
+		if name == "chosen-only" && s.Missing[l+1] {
+			after.Kind = Open
+		}
+		o.in(end, after)
+	}
+	// What the next layer misses is asked for while this one is open.
+	pages := 0
+	for i, a := range o.plan {
+		if (a.Kind == Prefetch || a.Kind == Page) && a.Layer == next && i > o.at[open] && i < o.at[end] {
+			o.known[a] = true
+			pages++
 		}
 	}
-	if n += 3 * s.MicroBatches; n != len(plan) {
-		t.Errorf("%s mb=%d: %d actions, want %d:\n%s", name, s.MicroBatches, len(plan), n, Format(plan))
+	want := 1
+	switch name {
+	case "chosen-only":
+		want = 0
+	case "micro-batchwise":
+		want = s.MicroBatches
+	}
+	if first := nextMoE(s.MoE)[l]; first <= l && nextMoE(s.MoE)[first] != first && name != "chosen-only" {
+		// The last layer's slots are used for the second one.
+		second := Action{Kind: Prefetch, Layer: nextMoE(s.MoE)[first]}
+		if a := o.plan[o.at[end]+1 : o.at[end]+3]; a[0] != (Action{Kind: Prefetch, Layer: first}) || a[1] != second {
+			o.Errorf("%s: behind the end of layer %d stand %v", o.what, l, a)
+		}
+		o.known[second], o.known[Action{Kind: Prefetch, Layer: first}] = true, true
+	}
+	if pages != want {
+		o.Errorf("%s: the experts of layer %d are asked for %d times while layer %d is open, want %d", o.what, next, pages, l, want)
 	}
 }
 
@@ -155,6 +244,35 @@ func TestSmallBatch(t *testing.T) {
 			share := 1 - math.Pow(1-float64(c.topK)/float64(c.experts), float64(rows))
 			if small := rows <= SmallBatch(c.experts, c.topK); small != (share <= 0.75) {
 				t.Errorf("%d of %d experts, %d rows choose %.3f of them, and that is small: %v", c.topK, c.experts, rows, share, small)
+			}
+		}
+	}
+}
+
+// TestGroupLimits cuts steps of all numbers of rows: what falls to a group is within its
+// limits, whatever the micro-batches, and no group has much more than the other.
+func TestGroupLimits(t *testing.T) {
+	const most = 70
+	host := cpu.New(cpu.Options{Threads: 1})
+	defer host.Close()
+	for size := range most + 2 {
+		for _, atLeast := range []int{0, 1, 2, 3, 4, 5, 14, most, most + 1} {
+			o := Options{MicroBatchRows: size, MicroBatches: atLeast, HostAttention: host}
+			limit := o.GroupLimits(models.Limits{MaxRows: most}).MaxRows
+			batches := o.mostBatches(most)
+			for rows := 1; rows <= most; rows++ {
+				n, each := o.batches(rows)
+				s := Shape{MicroBatches: n, Groups: min(2, n)}
+				var of [2]int
+				for mb := range n {
+					of[s.group(mb)] += min(each, rows-mb*each)
+				}
+				if of[0]+of[1] != rows || max(of[0], of[1]) > limit || n > batches || size > 0 && each > size || n < 2 && rows > 1 {
+					t.Fatalf("%d rows in micro-batches of at most %d, at least %d of them: %d of %d, groups of %d, at most %d in %d", rows, size, atLeast, n, each, of, limit, batches)
+				}
+				if n < min(atLeast, rows)/2 {
+					t.Errorf("%d rows in at least %d micro-batches: %d", rows, atLeast, n)
+				}
 			}
 		}
 	}

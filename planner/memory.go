@@ -15,7 +15,7 @@ type Sizes struct {
 	// and what their keys and values take.
 	KVBlockTokens int
 	KVBlock       int64
-	// MinKVBlocks are on the GPU whatever the batch; 0: what the batch takes.
+	// MinKVBlocks there are whatever the batch; 0: what the batch takes.
 	MinKVBlocks int
 	// Ring is how many slots the ring of fetched experts has where a layer misses at
 	// most so many. It must not fall when they rise. Default: twice as many.
@@ -25,11 +25,11 @@ type Sizes struct {
 	// local: spare places, further host copies, buffers for loading. On the GPU it is
 	// the same for all numbers but none and all. Default: nothing.
 	Beside func(local int) (gpu, host int64)
-	// Workspace is what activations and row data take of the GPU's and the host's
-	// memory, for steps of at most so many rows, micro-batches of so many, and so many
-	// sequences. It must not fall when rows or sequences rise. Default: what package
-	// models takes.
-	Workspace func(rows, microBatch, sequences int) (gpu, host int64)
+	// Workspace is what a policy's steps take of the GPU's and the host's memory:
+	// activations, row data, and what goes to the CPU for attention and comes back. It
+	// depends on batch, micro-batch, prefill tokens, attention and grouping alone, and
+	// must not fall when batch or prefill tokens rise. Default: an estimate.
+	Workspace func(x *Policy) (gpu, host int64)
 	// GPUFixed, HostFixed and PeerFixed are whatever depends on none of it: tables,
 	// relay buffers.
 	GPUFixed, HostFixed, PeerFixed int64
@@ -62,9 +62,10 @@ func (s Sizes) withDefaults(m *Model) Sizes {
 	return s
 }
 
-// workspace estimates what activations take: a row of each of a layer's tensors per
-// token, and of the output layer's per sequence.
-func (m *Model) workspace(rows, _, sequences int) (gpu, host int64) {
+// workspace estimates what steps take: a row of each of a layer's tensors per token,
+// and of the output layer's per sequence; with attention on the CPU queries, keys and
+// values on their way down, and what attention gives on its way up, once per sequence.
+func (m *Model) workspace(x *Policy) (gpu, host int64) {
 	a := int64(m.ActivationBytes)
 	h, q, v := int64(m.Hidden), int64(m.Heads*m.HeadDim), int64(2*m.KVHeads*m.HeadDim)
 	k := int64(m.TopK)
@@ -73,7 +74,10 @@ func (m *Model) workspace(rows, _, sequences int) (gpu, host int64) {
 	if m.SharedWidth > 0 {
 		row += a*h + 4
 	}
-	return int64(rows)*row + int64(sequences)*(2*a*h+4*int64(m.Vocab)), 0
+	if x.Attention == OnCPU {
+		host = int64(x.Batch) * a * (2*q + v)
+	}
+	return int64(x.Rows())*row + int64(x.Batch)*(2*a*h+4*int64(m.Vocab)), host
 }
 
 // Shares of the memories that may be used, 0 to 1.
@@ -191,7 +195,7 @@ func binary(n int64) string {
 // usage is Memory in the making.
 type usage struct {
 	other, local, beside, ring, kv, staging, activations, fixed int64 // GPU
-	offloaded, hostBeside, hostKV, handOver, hostActivations    int64 // host
+	offloaded, hostBeside, hostKV, hostActivations              int64 // host
 	peer                                                        int64
 }
 
@@ -200,7 +204,7 @@ func (u *usage) gpu() int64 {
 }
 
 func (u *usage) host(s *Sizes) int64 {
-	return u.offloaded + u.hostBeside + u.hostKV + u.handOver + u.hostActivations + s.HostFixed
+	return u.offloaded + u.hostBeside + u.hostKV + u.hostActivations + s.HostFixed
 }
 
 // usage works out what a normal policy takes.
@@ -219,12 +223,10 @@ func (p *Problem) usage(x *Policy) usage {
 		peer: int64(x.PeerExperts)*s.Expert + s.PeerFixed,
 	}
 	u.beside, u.hostBeside = s.Beside(x.LocalExperts)
-	u.activations, u.hostActivations = s.Workspace(max(x.Batch, x.PrefillTokens), x.MicroBatch, x.Batch)
+	u.activations, u.hostActivations = s.Workspace(x)
 	switch {
 	case x.Attention == OnCPU:
-		// Queries, keys and values on their way down, and what attention gives on its
-		// way up, once per row.
-		u.handOver = int64(x.Batch) * int64(m.ActivationBytes*m.HeadDim*(2*m.Heads+2*m.KVHeads))
+		u.kv, u.hostKV = 0, max(blocks, int64(s.MinKVBlocks))*s.KVBlock
 	case x.KVOnHost > 0:
 		// One layer of a micro-batch is read while the next streams in.
 		u.staging = int64(2 * x.KVOnHost * float64(x.MicroBatch) * float64(perSequence) * float64(s.KVBlock) / float64(m.Layers))
@@ -245,8 +247,8 @@ func (p *Problem) memory(x *Policy) Memory {
 			Part{"activations and row data", u.activations}, Part{"tables and the rest", u.fixed}),
 		Host: space("host", p.Hardware.HostMemory, p.Shares.Host,
 			Part{"offloaded experts", u.offloaded}, Part{"loading, and copies of local experts", u.hostBeside},
-			Part{"keys and values", u.hostKV}, Part{"rows of attention", u.handOver},
-			Part{"row data and results", u.hostActivations}, Part{"tables and the rest", p.Sizes.HostFixed}),
+			Part{"keys and values", u.hostKV}, Part{"row data and rows of attention", u.hostActivations},
+			Part{"tables and the rest", p.Sizes.HostFixed}),
 		Peer: space("peers", p.Hardware.PeerMemory, p.Shares.Peer,
 			Part{"offloaded experts", int64(x.PeerExperts) * p.Sizes.Expert}, Part{"the rest", p.Sizes.PeerFixed}),
 	}

@@ -27,8 +27,8 @@ func TestMemoryIsTheEngines(t *testing.T) {
 	p.Sizes = Sizes{
 		Expert: 400 << 20, Other: 3 << 30, KVBlockTokens: 32, KVBlock: 5 << 20,
 		Ring: func(missing int) int { return missing + 1 },
-		Workspace: func(rows, microBatch, sequences int) (int64, int64) {
-			return int64(rows)*1000 + int64(microBatch), int64(sequences) * 10
+		Workspace: func(x *Policy) (int64, int64) {
+			return int64(x.Rows())*1000 + int64(x.MicroBatch), int64(x.Batch) * 10
 		},
 		Beside:   func(local int) (int64, int64) { return 2 << 20, int64(local) },
 		GPUFixed: 7, HostFixed: 11, PeerFixed: 13,
@@ -52,7 +52,7 @@ func TestMemoryIsTheEngines(t *testing.T) {
 		{m.GPU, "tables and the rest", 7},
 		{m.Host, "offloaded experts", 100 * 400 << 20},
 		{m.Host, "keys and values", 1000 * 5 << 20},
-		{m.Host, "row data and results", 10_000},
+		{m.Host, "row data and rows of attention", 10_000},
 		{m.Host, "tables and the rest", 11},
 		{m.Peer, "offloaded experts", 30 * 400 << 20},
 		{m.Peer, "the rest", 13},
@@ -64,8 +64,9 @@ func TestMemoryIsTheEngines(t *testing.T) {
 	if m.GPU.Usable != int64(0.9*float64(p.Hardware.GPUMemory)) {
 		t.Errorf("usable %d", m.GPU.Usable)
 	}
+	p.Sizes.Workspace, p.Sizes.MinKVBlocks = nil, 5000
 	r = predict(t, p, Policy{Batch: 1000, LocalExperts: 256, Attention: OnCPU})
-	if rows := part(t, r.Memory.Host, "rows of attention"); rows != 1000*2*128*(64+16) || part(t, r.Memory.GPU, "keys and values") != 0 {
+	if rows := part(t, r.Memory.Host, "row data and rows of attention"); rows != 1000*2*128*(64+16) || part(t, r.Memory.Host, "keys and values") != 5000*5<<20 || part(t, r.Memory.GPU, "keys and values") != 0 {
 		t.Errorf("%+v", r.Memory)
 	}
 }

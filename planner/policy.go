@@ -132,6 +132,9 @@ func (p Policy) MicroBatches() int {
 	return (p.Batch + p.MicroBatch - 1) / p.MicroBatch
 }
 
+// Rows is the most rows of a step.
+func (p Policy) Rows() int { return max(p.Batch, p.PrefillTokens) }
+
 // HostExperts is the number of experts that are fetched from the host.
 func (p Policy) HostExperts(m Model) int { return m.ExpertCount() - p.LocalExperts - p.PeerExperts }
 

@@ -12,6 +12,13 @@ type Problem struct {
 	Workload Workload
 	Sizes    Sizes
 	Shares   Shares
+	// PromptsAlike says that prompts run as decoded tokens do: in micro-batches of as
+	// many rows, with attention in the same place. Otherwise a micro-batch has as many
+	// prompts as it has rows of decoded tokens, and the GPU attends to them.
+	PromptsAlike bool
+	// BothLinks says that what lies with peers comes over their links and the host's,
+	// cut so that both end together, and not over the peers' alone.
+	BothLinks bool
 }
 
 // normalized fills in defaults, once for all that is asked of a problem.
@@ -137,22 +144,11 @@ func (p *Problem) decodeWork(x *Policy) work {
 func (p *Problem) decode(x *Policy, gpu float64) Step {
 	m, h := &p.Model, &p.Hardware
 	n, seen := float64(x.Batch), m.seen(p.Workload.Context())
-	layers, a := float64(m.Layers), float64(m.ActivationBytes)
-	q, v := float64(m.Heads*m.HeadDim), float64(2*m.KVHeads*m.HeadDim)
 	kv := float64(m.KVBytesPerToken())
 	s, cpu := Step{GPU: gpu}, BoundCPUMemory
 	var up, down float64 // bytes
 	if x.Attention == OnCPU {
-		// Products with keys and with values, and the softmax between.
-		products := n * seen * layers * (4*q + 2*float64(m.Heads)) / h.CPUFlops
-		reading := (n*seen*kv + 2*a*n*q*layers) / h.HostMemoryRate
-		s.CPU = max(products, reading)
-		if products > reading {
-			cpu = BoundCPU
-		}
-		down, up = n*(q+v)*a*layers, n*q*a*layers
-		_, _, underWay := x.groups()
-		s.HandOver = (gpu + s.CPU + down/h.GPUToHost + up/h.HostToGPU[0]) / float64(underWay)
+		down, up, cpu = p.attendOnCPU(&s, x, n, n*seen, n*seen)
 	} else {
 		down, up = n*kv*x.KVOnHost, n*seen*kv*x.KVOnHost
 	}
@@ -173,6 +169,25 @@ func (p *Problem) decode(x *Policy, gpu float64) Step {
 	s.PeerLink += peer
 	s.finish(cpu)
 	return s
+}
+
+// attendOnCPU adds a step's attention over pairs of rows and keys to s, and says how
+// many bytes go down for it and come up, and what bounds it.
+func (p *Problem) attendOnCPU(s *Step, x *Policy, rows, pairs, kvTokens float64) (down, up float64, bound Bound) {
+	m, h := &p.Model, &p.Hardware
+	layers, a := float64(m.Layers), float64(m.ActivationBytes)
+	q, v := float64(m.Heads*m.HeadDim), float64(2*m.KVHeads*m.HeadDim)
+	// Products with keys and with values, and the softmax between.
+	products := pairs * layers * (4*q + 2*float64(m.Heads)) / h.CPUFlops
+	reading := (kvTokens*float64(m.KVBytesPerToken()) + 2*a*rows*q*layers) / h.HostMemoryRate
+	s.CPU, bound = max(products, reading), BoundCPUMemory
+	if products > reading {
+		bound = BoundCPU
+	}
+	down, up = rows*(q+v)*a*layers, rows*q*a*layers
+	_, _, underWay := x.groups()
+	s.HandOver = (s.GPU + s.CPU + down/h.GPUToHost + up/h.HostToGPU[0]) / float64(underWay)
+	return down, up, bound
 }
 
 // finish says how long the step takes, and what bounds it: cpu, where the CPU does.
@@ -204,7 +219,12 @@ func (p *Problem) relayed(paths int, bytes float64) float64 {
 func (p *Problem) fetch(x *Policy, share float64) (host, peer float64) {
 	fromHost, fromPeer, relayed := p.expertSeconds(x)
 	n := share * float64(x.HostExperts(p.Model))
-	return n * fromHost, share*float64(x.PeerExperts)*fromPeer + n*relayed
+	host, peer = n*fromHost, share*float64(x.PeerExperts)*fromPeer+n*relayed
+	if p.BothLinks && peer > host && fromPeer > relayed {
+		cut := min((peer-host)/(fromHost+fromPeer-relayed), share*float64(x.PeerExperts))
+		host, peer = host+cut*fromHost, peer-cut*(fromPeer-relayed)
+	}
+	return host, peer
 }
 
 // expertSeconds is how long one expert keeps the host link busy, the peers' links
@@ -227,34 +247,57 @@ func (p *Problem) prefillSteps(x *Policy) int {
 }
 
 func (p *Problem) prefillWork(x *Policy) work {
-	steps, prompt := float64(p.prefillSteps(x)), float64(p.Workload.PromptTokens)
-	n := float64(x.Batch) / steps
-	rows := n * prompt
+	n, rows, pairs := p.prefillRows(x)
+	each := float64(x.MicroBatch)
+	if !p.PromptsAlike || x.MicroBatch == x.Batch {
+		each *= float64(p.Workload.PromptTokens)
+	}
+	projections := math.Ceil(rows / each)
+	shape := stepShape{rows: rows, logits: n, pairs: pairs, kvTokens: rows, projections: projections, experts: 1}
+	if x.Grouping == PerMicroBatch {
+		shape.experts = projections
+	}
+	if p.PromptsAlike && x.Attention == OnCPU {
+		shape.hostAttention = true
+		if x.Grouping == Merged {
+			halves := float64(min(2, x.Batch))
+			shape.experts, shape.projections = halves, max(halves, projections)
+		}
+	}
+	return p.Model.work(shape)
+}
+
+// prefillRows is how many sequences and rows a prefill step has, and how many pairs of
+// a query and a key.
+func (p *Problem) prefillRows(x *Policy) (sequences, rows, pairs float64) {
+	prompt := float64(p.Workload.PromptTokens)
+	sequences = float64(x.Batch) / float64(p.prefillSteps(x))
 	// A query sees its own token and those before it: prompt/2 on average, and no
 	// more than the window.
-	pairs := prompt * (prompt + 1) / 2
+	each := prompt * (prompt + 1) / 2
 	if w := float64(p.Model.Window); w > 0 && prompt > w {
-		pairs = w*(w+1)/2 + (prompt-w)*w
+		each = w*(w+1)/2 + (prompt-w)*w
 	}
-	projections := math.Ceil(rows / (float64(x.MicroBatch) * prompt))
-	experts := 1.0
-	if x.Grouping == PerMicroBatch {
-		experts = projections
-	}
-	return p.Model.work(stepShape{
-		rows: rows, logits: n, pairs: n * pairs, kvTokens: rows, projections: projections, experts: experts,
-	})
+	return sequences, sequences * prompt, sequences * each
 }
 
 // prefill is one prefill step whose phases on the GPU take gpu seconds: all
 // offloaded experts are fetched, and what belongs on the host of the new keys and
-// values goes there. Attention over prompts is the GPU's.
+// values goes there.
 func (p *Problem) prefill(x *Policy, gpu float64) Step {
-	s := Step{GPU: gpu}
-	rows := float64(x.Batch*p.Workload.PromptTokens) / float64(p.prefillSteps(x))
-	s.BackLink = rows * float64(p.Model.KVBytesPerToken()) * x.KVOnHost / p.Hardware.GPUToHost
+	s, cpu := Step{GPU: gpu}, BoundCPU
+	_, rows, pairs := p.prefillRows(x)
+	down, up := rows*float64(p.Model.KVBytesPerToken())*x.KVOnHost, 0.0
+	if p.PromptsAlike && x.Attention == OnCPU {
+		down, up, cpu = p.attendOnCPU(&s, x, rows, pairs, rows)
+	}
+	s.BackLink = down / p.Hardware.GPUToHost
 	s.HostLink, s.PeerLink = p.fetch(x, 1)
-	s.finish(BoundCPU)
+	s.HostLink += up / p.Hardware.HostToGPU[x.HostPaths-1]
+	if x.HostPaths > 1 {
+		s.PeerLink += p.relayed(x.HostPaths, up)
+	}
+	s.finish(cpu)
 	return s
 }
 

@@ -125,10 +125,11 @@ func TestSearchAgainstBruteForce(t *testing.T) {
 		experts := rapid.SampledFrom([]float64{0.3, 1.1, 2.05, 2.3, 2.7, 3, 4}).Draw(rt, "memory") * float64(p.Model.Experts) * float64(p.Model.ExpertBytes())
 		p.Hardware.GPUMemory = int64((1.2*float64(p.Model.OtherBytes()) + experts) / 0.9)
 		if rapid.Bool().Draw(rt, "workspace by micro-batch") {
-			p.Sizes.Workspace = func(rows, microBatch, sequences int) (int64, int64) {
-				return int64(rows)*20_000 + int64(microBatch)*1_000_000, 0
+			p.Sizes.Workspace = func(x *Policy) (int64, int64) {
+				return int64(x.Rows())*20_000 + int64(x.MicroBatch)*1_000_000, 0
 			}
 		}
+		p.PromptsAlike = rapid.Bool().Draw(rt, "prompts alike")
 		objective := rapid.SampledFrom([]Objective{Throughput, DecodeThroughput}).Draw(rt, "objective")
 		shares := []float64{0, 0.5}
 		got, err := p.Search(Choices{KVOnHost: shares, Slack: -1, Objective: objective})

@@ -16,7 +16,9 @@ import (
 type Options struct {
 	// Machine whose memories are copied between.
 	Machine device.Machine
-	// ChunkBytes is the size of a chunk. Default: 8 MiB.
+	// ChunkBytes is the size of a chunk. Default: what the path moves in 160 us, by its
+	// rate in the topology, at least 8 MiB: then its start costs little, and an urgent
+	// copy waits about as long on every path.
 	ChunkBytes int64
 	// Depth is how many chunks of one link are with the device at a time. Default: 2.
 	Depth int
@@ -25,15 +27,14 @@ type Options struct {
 }
 
 const (
-	defaultChunkBytes = 8 << 20
-	defaultDepth      = 2
+	leastChunkBytes  = 8 << 20
+	defaultChunkTime = 160 * time.Microsecond
+	defaultDepth     = 2
 )
 
-// EnsureDefaults returns o with its defaults filled in.
+// EnsureDefaults returns o with its defaults filled in, but for ChunkBytes, whose
+// default each path has for itself.
 func (o Options) EnsureDefaults() Options {
-	if o.ChunkBytes == 0 {
-		o.ChunkBytes = defaultChunkBytes
-	}
 	if o.Depth == 0 {
 		o.Depth = defaultDepth
 	}
@@ -48,7 +49,7 @@ func (o Options) Validate() error {
 	switch {
 	case o.Machine == nil:
 		return errors.New("transfer: Options.Machine is not set")
-	case o.ChunkBytes <= 0:
+	case o.ChunkBytes < 0:
 		return fmt.Errorf("transfer: chunks of %d bytes; they must have at least one", o.ChunkBytes)
 	case o.Depth <= 0:
 		return fmt.Errorf("transfer: depth %d; at least one chunk must be under way", o.Depth)
@@ -130,10 +131,15 @@ func (e *Engine) link(pair device.Pair) (*link, error) {
 	if l := e.links[pair]; l != nil {
 		return l, nil
 	}
-	if _, err := e.o.Machine.Topology().Path(pair.From, pair.To); err != nil {
+	path, err := e.o.Machine.Topology().Path(pair.From, pair.To)
+	if err != nil {
 		return nil, err
 	}
-	l, err := newLink(e.o, pair)
+	o := e.o
+	if o.ChunkBytes == 0 {
+		o.ChunkBytes = max(leastChunkBytes, int64(path.BytesPerSecond*defaultChunkTime.Seconds())>>20<<20)
+	}
+	l, err := newLink(o, pair)
 	if err != nil {
 		return nil, err
 	}

@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"math/rand/v2"
 	"slices"
 	"strings"
@@ -788,5 +789,41 @@ func TestConcurrent(t *testing.T) {
 	wg.Wait()
 	for _, dst := range all {
 		r.equal(dst, src)
+	}
+}
+
+// TestChunksByRate: left to itself, the engine cuts copies into what their path moves in
+// 160 us, but into no less than 8 MiB.
+func TestChunksByRate(t *testing.T) {
+	const bytes = 200 << 20
+	var largest map[device.Space]int64
+	r := newRig(t, emulated.Options{
+		Virtual: true, NoData: true, HostLink: emulated.Link{BytesPerSecond: 10e9}, PeerLink: emulated.Link{BytesPerSecond: 400e9},
+		Trace: func(e emulated.Trace) {
+			if e.Op == "copy" {
+				largest[e.Space] = max(largest[e.Space], e.Bytes)
+			}
+		},
+	}, transfer.Options{})
+	largest = map[device.Space]int64{}
+	dst := r.alloc(device.HBM(0), bytes)
+	for _, from := range []device.Space{device.Host, device.HBM(1)} {
+		src := r.alloc(from, bytes)
+		if from == device.Host {
+			src.Write(0, bytes)
+		} else { // has what the target has by then
+			r.wait(r.submit(transfer.Request{From: device.HBM(0), Src: dst.Range(0, bytes), To: from, Dst: src.Range(0, bytes), Done: r.point()}))
+			clear(largest)
+		}
+		r.wait(r.submit(transfer.Request{From: from, Src: src.Range(0, bytes), To: device.HBM(0), Dst: dst.Range(0, bytes), Done: r.point()}))
+		// Copies stand on the stream of a GPU: the target's where the source is none.
+		want := map[device.Space]int64{device.HBM(0): 8 << 20}
+		if from != device.Host {
+			want = map[device.Space]int64{from: 61 << 20}
+		}
+		if !maps.Equal(largest, want) {
+			t.Errorf("from %s: chunks of up to %v bytes, want %v", from, largest, want)
+		}
+		clear(largest)
 	}
 }

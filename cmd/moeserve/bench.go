@@ -79,6 +79,9 @@ func benchThroughput(ctx context.Context, s *streams, set *settings) (err error)
 	if err != nil {
 		return err
 	}
+	if err := b.follow(); err != nil {
+		return err
+	}
 	cell := eval.Cell{Tier: set.OffloadTier, Fraction: set.OffloadFraction}
 	n, err := b.openAuto(ctx, &cell)
 	if err != nil {
@@ -94,6 +97,33 @@ func benchThroughput(ctx context.Context, s *streams, set *settings) (err error)
 		}
 	}
 	return res.write(r)
+}
+
+// follow puts what a policy says, where there is one, into the settings. The batch and
+// its blocks are the benchmark's.
+func (b *benchmark) follow() error {
+	set := b.set
+	if set.Policy == "none" {
+		return nil
+	}
+	tokens := 0
+	for _, p := range b.options.Prompts {
+		tokens += len(p)
+	}
+	requests := len(b.options.Prompts)
+	in, err := node.Inspect(node.Options{
+		Settings: set.Settings, Log: set.logger(b.s.err),
+		Given: func(key string) bool {
+			return set.given(key) || slices.Contains([]string{"max-num-seqs", "num-kv-blocks", "max-model-len"}, key)
+		},
+		Workload: planner.Workload{PromptTokens: (tokens + requests - 1) / requests, NewTokens: b.options.NewTokens, Requests: requests},
+	})
+	if err != nil {
+		return err
+	}
+	set.Settings = in.Settings
+	set.Policy = "none" // what opens the cell is settled
+	return nil
 }
 
 // benchError makes mistakes in what was given usage errors.
@@ -176,19 +206,9 @@ func readHardware(name string) (*planner.Hardware, error) {
 	if name == "" {
 		return nil, nil
 	}
-	var h planner.Hardware
-	var err error
-	if slices.Contains(configs.HardwareNames(), name) {
-		h, err = planner.HardwarePreset(name)
-	} else {
-		var data []byte
-		if data, err = os.ReadFile(name); err != nil {
-			return nil, usagef("--hardware %s is no preset (%s) and no file: %w", name, strings.Join(configs.HardwareNames(), ", "), err)
-		}
-		h, err = planner.ParseHardware(data)
-	}
+	h, err := node.LoadHardware(name)
 	if err != nil {
-		return nil, usagef("--hardware %s: %w", name, err)
+		return nil, usagef("--hardware: %w", err)
 	}
 	return &h, nil
 }
@@ -240,8 +260,11 @@ func (b *benchNode) Info() eval.Info {
 	info := eval.Info{
 		Model: n.Name(), Device: n.DeviceName(), DType: n.Config().DType.String(), LoadFormat: b.set.LoadFormat,
 		Emulated: n.Emulated(), KeepsData: n.KeepsData(), MicroBatchRows: n.MicroBatchRows(), StepRows: n.StepRows(), ChosenOnlyRows: n.ChosenOnlyRows(),
-		Grouping: planner.Merged.String(), Attention: planner.OnGPU.String(),
+		Grouping: b.set.ExpertGrouping, Attention: planner.OnGPU.String(),
 		Shape: n.Shape(), Sizes: n.Sizes(), Hardware: b.hardware,
+	}
+	if b.set.Attention == planner.OnCPU.String() {
+		info.Attention = b.set.Attention
 	}
 	if h, ok := n.Hardware(); ok && info.Hardware == nil {
 		info.Hardware = &h

@@ -2,6 +2,7 @@ package cpu
 
 import (
 	"fmt"
+	"unsafe"
 
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/kernels"
@@ -26,6 +27,7 @@ func (b *Backend) appendKV(o *kernels.AppendKV, access device.Access) error {
 		}
 	}
 	heads, d := o.K.Shape[1], o.K.Shape[2]
+	bytes := d * o.K.DType.Size()
 	for _, cache := range [...]*kernels.Tensor{&o.CacheK, &o.CacheV} {
 		m := merger{declare: access.Write}
 		for _, s := range slots {
@@ -42,27 +44,24 @@ func (b *Backend) appendKV(o *kernels.AppendKV, access device.Access) error {
 				continue
 			}
 			for h := range heads {
-				copy(cached(&o.CacheK, s/tokens, s%tokens, h), head(&o.K, n, h))
-				copy(cached(&o.CacheV, s/tokens, s%tokens, h), head(&o.V, n, h))
+				copy(at[byte](cachedAddr(&o.CacheK, s/tokens, s%tokens, h), bytes), at[byte](headAddr(&o.K, n, h), bytes))
+				copy(at[byte](cachedAddr(&o.CacheV, s/tokens, s%tokens, h), bytes), at[byte](headAddr(&o.V, n, h), bytes))
 			}
 		}
 	})
 	return nil
 }
 
-// cached returns what a cache holds for one token and head.
-func cached(t *kernels.Tensor, block, token, h int) []float32 {
-	return at[float32](cachedAddr(t, block, token, h), t.Shape[3])
-}
-
+// cachedAddr is where a cache holds one token and head.
 func cachedAddr(t *kernels.Tensor, block, token, h int) device.Addr {
-	return t.Addr + device.Addr(4*(block*t.Stride[0]+token*t.Stride[1]+h*t.Stride[2]))
+	return t.Addr + device.Addr(t.DType.Size()*(block*t.Stride[0]+token*t.Stride[1]+h*t.Stride[2]))
 }
 
 func declareToken(m *merger, t *kernels.Tensor, block, token, heads, d int) {
-	a := t.Addr + device.Addr(4*(block*t.Stride[0]+token*t.Stride[1]))
+	size := t.DType.Size()
+	a := t.Addr + device.Addr(size*(block*t.Stride[0]+token*t.Stride[1]))
 	for h := range heads {
-		m.add(a+device.Addr(4*h*t.Stride[2]), 4*d)
+		m.add(a+device.Addr(size*h*t.Stride[2]), size*d)
 	}
 }
 
@@ -139,7 +138,8 @@ func blockRow(t *kernels.Tensor, s int) []int32 {
 }
 
 // attend computes one part, in two passes over the positions: scores, and after
-// their softmax the sum of values.
+// their softmax the sum of values. All arithmetic is in float32: queries, keys and
+// values of 16 bits are widened, exactly, and results are rounded once.
 func (b *Backend) attend(o *kernels.Attention, s span) {
 	group := o.Q.Shape[1] / o.CacheK.Shape[2] // heads of Q per head of the cache
 	d := o.Q.Shape[2]
@@ -158,10 +158,15 @@ func (b *Backend) attend(o *kernels.Attention, s span) {
 		return cachedAddr(t, int(table[at/tokens]), at%tokens, s.head)
 	}
 
+	dtype := o.Q.DType
+	size, widened := dtype.Size(), 0
+	if dtype != kernels.F32 {
+		widened = attentionChunk * d
+	}
 	set, height := b.set, b.set.height
 	groups := (queries + height - 1) / height
 	tile := height * panel
-	scratch := b.floats(queries*(end-begin+1+d) + maxLanes + groups*(height*set.padded(d)+tile) + panel*set.padded(d))
+	scratch := b.floats(queries*(end-begin+1+d) + maxLanes + groups*(height*set.padded(d)+tile) + panel*set.padded(d) + widened)
 	defer b.release(scratch)
 	rest := *scratch
 	take := func(n int) []float32 {
@@ -180,7 +185,7 @@ func (b *Backend) attend(o *kernels.Attention, s span) {
 			q := min(i, queries-1)
 			from := headAddr(&o.Q, s.from+q/group, s.head*group+q%group)
 			at := packed[groups*height*k+i/height*height*set.padded(n):]
-			set.pack(at, i%height, height, from+device.Addr(4*k), kernels.F32, n)
+			set.pack(at, i%height, height, from+device.Addr(size*k), dtype, n)
 		}
 	}
 	for t := begin; t < end; t += panel {
@@ -189,7 +194,7 @@ func (b *Backend) attend(o *kernels.Attention, s span) {
 			n := min(set.chunk, d-k)
 			keys := keys[:panel*set.padded(n)]
 			for i := range panel {
-				set.pack(keys, i, panel, cached(&o.CacheK, min(t+i, end-1))+device.Addr(4*k), kernels.F32, n)
+				set.pack(keys, i, panel, cached(&o.CacheK, min(t+i, end-1))+device.Addr(size*k), dtype, n)
 			}
 			each := height * set.padded(n)
 			for g := range groups {
@@ -208,10 +213,17 @@ func (b *Backend) attend(o *kernels.Attention, s span) {
 	}
 	clear(totals)
 	var values [attentionChunk]uint64
+	wide := take(widened)
 	for t := begin; t < end; {
 		n := min(attentionChunk-t%attentionChunk, end-t)
 		for i := range n {
-			values[i] = uint64(cached(&o.CacheV, t+i))
+			from := cached(&o.CacheV, t+i)
+			if widened > 0 {
+				to := wide[i*d:][:d]
+				set.load(to, from, dtype)
+				from = device.Addr(uintptr(unsafe.Pointer(&to[0])))
+			}
+			values[i] = uint64(from)
 		}
 		for q := range queries {
 			from, to := max(t, first(q)), min(t+n, last(q)+1)
@@ -222,10 +234,11 @@ func (b *Backend) attend(o *kernels.Attention, s span) {
 		t += n
 	}
 	for q := range queries {
-		out := head(&o.Out, s.from+q/group, s.head*group+q%group)
-		for i, v := range totals[q*d:][:d] {
+		out := totals[q*d:][:d]
+		for i, v := range out {
 			out[i] = v / sums[q]
 		}
+		kernels.FromFloat32(at[byte](headAddr(&o.Out, s.from+q/group, s.head*group+q%group), size*d), out, dtype)
 	}
 }
 

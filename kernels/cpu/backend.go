@@ -81,9 +81,9 @@ func (b *Backend) Enqueue(s device.Stream, op kernels.Op) error {
 	case *kernels.RoPE:
 		return enqueue(b, e, 4, op, o, (*Backend).rope, act{"Q", &o.Q})
 	case *kernels.AppendKV:
-		return enqueue(b, e, 5, op, o, (*Backend).appendKV, act{"K", &o.K})
+		return enqueue(b, e, 5, op, o, (*Backend).appendKV, act{})
 	case *kernels.Attention:
-		return enqueue(b, e, 6, op, o, (*Backend).attention, act{"Q", &o.Q})
+		return enqueue(b, e, 6, op, o, (*Backend).attention, act{})
 	case *kernels.Route:
 		return enqueue(b, e, 7, op, o, (*Backend).route, act{"Logits", &o.Logits})
 	case *kernels.Group:
@@ -116,7 +116,8 @@ func (b *Backend) Enqueue(s device.Stream, op kernels.Op) error {
 	return fmt.Errorf("cpu: %s: operation of unknown type %T", op.Name(), op)
 }
 
-// act is a tensor of the activation type; Check holds the others to it.
+// act is a tensor of the activation type; Check holds the others to it. AppendKV and
+// Attention, which also serve GPUs, take activations of 16 bits as well.
 type act struct {
 	name string
 	t    *kernels.Tensor

@@ -46,9 +46,10 @@ func BenchmarkMatMul(b *testing.B) {
 // a token of one sequence, and a prompt.
 func BenchmarkAttention(b *testing.B) {
 	const heads, kvHeads, d, tokens = 32, 8, 128, 16
-	for _, c := range [][2]int{{1, 1024}, {256, 256}} {
+	for i, c := range [][2]int{{1, 1024}, {256, 256}, {1, 1024}, {256, 256}} {
 		rows, context := c[0], c[1]
-		b.Run(fmt.Sprintf("rows=%d/context=%d", rows, context), func(b *testing.B) {
+		dtype := []kernels.DType{kernels.F32, kernels.BF16}[i/2]
+		b.Run(fmt.Sprintf("type=%v/rows=%d/context=%d", dtype, rows, context), func(b *testing.B) {
 			m, s, backend := openBench(b, 1)
 			mem, err := m.Alloc(device.HBM(0), 64<<20, "tensors")
 			if err != nil {
@@ -69,14 +70,14 @@ func BenchmarkAttention(b *testing.B) {
 			}
 			at := func(i int64) device.Addr { return table.Range(4*i, 0).Addr }
 			cache := func(off int64) kernels.Tensor {
-				return kernels.New(mem.Range(off, 0).Addr, kernels.F32, blocks, tokens, kvHeads, d)
+				return kernels.New(mem.Range(off, 0).Addr, dtype, blocks, tokens, kvHeads, d)
 			}
 			op := kernels.Attention{
-				Q:      kernels.New(mem.Range(0, 0).Addr, kernels.F32, rows, heads, d),
+				Q:      kernels.New(mem.Range(0, 0).Addr, dtype, rows, heads, d),
 				CacheK: cache(16 << 20), CacheV: cache(24 << 20),
 				SeqStarts: kernels.New(at(0), kernels.I32, 2), ContextLens: kernels.New(at(2), kernels.I32, 1),
 				BlockTable: kernels.New(at(3), kernels.I32, 1, blocks), Scale: 0.1, MaxContext: context, MaxRows: rows,
-				Out: kernels.New(mem.Range(32<<20, 0).Addr, kernels.F32, rows, heads, d),
+				Out: kernels.New(mem.Range(32<<20, 0).Addr, dtype, rows, heads, d),
 			}
 			for b.Loop() {
 				if err := backend.Enqueue(s, &op); err != nil {
@@ -89,6 +90,7 @@ func BenchmarkAttention(b *testing.B) {
 			var decl kernels.Decl
 			op.Declare(&decl)
 			b.ReportMetric(float64(decl.Flops)*float64(b.N)/b.Elapsed().Seconds()/1e9, "GFLOP/s")
+			b.ReportMetric(float64(decl.Bytes)*float64(b.N)/b.Elapsed().Seconds()/1e9, "GB/s")
 		})
 	}
 }

@@ -1,7 +1,9 @@
 // Package cpu carries out the operations of package kernels in Go, on streams
 // that run Go work: those of emulated devices, and host streams everywhere.
 // Activations and the KV cache are float32; weights may be bf16, fp16 or
-// float32.
+// float32. AppendKV and Attention also take activations and caches of bf16 or fp16,
+// since they serve GPUs whose keys and values lie in host memory; their arithmetic
+// is in float32 all the same.
 //
 // # What it is not
 //

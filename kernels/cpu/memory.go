@@ -40,7 +40,7 @@ func head(t *kernels.Tensor, i, h int) []float32 {
 }
 
 func headAddr(t *kernels.Tensor, i, h int) device.Addr {
-	return t.Addr + device.Addr(4*(i*t.Stride[0]+h*t.Stride[1]))
+	return t.Addr + device.Addr(t.DType.Size()*(i*t.Stride[0]+h*t.Stride[1]))
 }
 
 // load converts len(dst) weights of type t at address a to float32.

@@ -1,0 +1,184 @@
+package trace_test
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"strings"
+	"testing"
+	"time"
+
+	"go.uber.org/goleak"
+
+	"github.com/moeserve/moeserve/device"
+	"github.com/moeserve/moeserve/device/emulated"
+	"github.com/moeserve/moeserve/device/trace"
+)
+
+func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+
+func check(t *testing.T, err error) {
+	t.Helper()
+	if err != nil {
+		t.Fatal(err)
+	}
+}
+
+// file is what a trace holds, as its readers see it.
+type file struct {
+	TraceEvents []struct {
+		Name, Ph, Cat string
+		TS, Dur       float64
+		PID, TID      int
+		Args          map[string]any
+	}
+}
+
+// read returns the spans of each row, by "space: stream".
+func read(t *testing.T, data []byte) map[string][]trace.Span {
+	t.Helper()
+	var f file
+	if err := json.Unmarshal(data, &f); err != nil {
+		t.Fatalf("%v in %s", err, data)
+	}
+	spaces, names, spans := map[int]string{}, map[int]string{}, map[string][]trace.Span{}
+	for _, e := range f.TraceEvents {
+		switch {
+		case e.Ph == "M" && e.Name == "process_name":
+			spaces[e.PID] = e.Args["name"].(string)
+		case e.Ph == "M" && e.Name == "thread_name":
+			names[e.TID] = spaces[e.PID] + ": " + e.Args["name"].(string)
+		case e.Ph == "X":
+			row := names[e.TID]
+			if row == "" {
+				t.Errorf("%+v stands before its row has a name", e)
+			}
+			bytes, _ := e.Args["bytes"].(float64)
+			spans[row] = append(spans[row], trace.Span{
+				Op: e.Cat, Name: e.Name, Bytes: int64(bytes),
+				Start: time.Duration(e.TS * 1e3), End: time.Duration((e.TS + e.Dur) * 1e3),
+			})
+		default:
+			t.Errorf("unexpected event %+v", e)
+		}
+	}
+	return spans
+}
+
+func TestWriter(t *testing.T) {
+	var out bytes.Buffer
+	w := trace.NewWriter(&out)
+	check(t, w.Close())
+	if spans := read(t, out.Bytes()); len(spans) != 0 {
+		t.Errorf("an empty trace holds %v", spans)
+	}
+	out.Reset()
+	w = trace.NewWriter(&out)
+	w.Add(trace.Span{Space: 1, Stream: `a "stream"`, Op: "copy", Bytes: 5, Start: 1500, End: 3500})
+	w.Add(trace.Span{Space: 1, Stream: "other", Op: "launch", Name: "norm", Start: 1, End: 2, Err: errors.New("broken")})
+	w.Add(trace.Span{Space: 1, Stream: "third", Op: "launch", Start: 2, End: 2})
+	w.Add(trace.Span{Stream: "other", Op: "launch", Name: "attention", Start: 0, End: time.Hour})
+	check(t, w.Close())
+	spans := read(t, out.Bytes())
+	if len(spans) != 3 || !strings.Contains(out.String(), `"broken"`) {
+		t.Errorf("%v of %s", spans, out.String())
+	}
+	if s := spans[`gpu0: a "stream"`]; len(s) != 1 || s[0] != (trace.Span{Op: "copy", Name: "copy", Bytes: 5, Start: 1500, End: 3500}) {
+		t.Errorf("%+v", s)
+	}
+	if s := spans["host: other"]; len(s) != 1 || s[0].Name != "attention" || s[0].End != time.Hour {
+		t.Errorf("%+v", s)
+	}
+}
+
+// failing takes some bytes and no more.
+type failing struct{ left int }
+
+func (f *failing) Write(p []byte) (int, error) {
+	if f.left -= len(p); f.left < 0 {
+		return 0, errors.New("disk full")
+	}
+	return len(p), nil
+}
+
+func TestWriterFails(t *testing.T) {
+	w := trace.NewWriter(&failing{1 << 20})
+	for i := range 40000 {
+		w.Add(trace.Span{Stream: "s", Op: "launch", Start: time.Duration(i), End: time.Duration(i + 1)})
+	}
+	if err := w.Close(); err == nil || !strings.Contains(err.Error(), "disk full") {
+		t.Errorf("a trace that could not be written: %v", err)
+	}
+}
+
+// TestMachine: a wrapped machine does the same, and its copies, waits and work stand in
+// the trace, in order, with about the times that they took.
+func TestMachine(t *testing.T) {
+	const bytes1 = 1 << 20
+	for _, virtual := range []bool{false, true} {
+		var out bytes.Buffer
+		w := trace.NewWriter(&out)
+		inner, err := emulated.New(emulated.Options{
+			Virtual: virtual, Pace: !virtual, HostLink: emulated.Link{BytesPerSecond: bytes1 * 200}, // 5 ms
+		})
+		check(t, err)
+		m := trace.Wrap(inner, w)
+		a, err := m.Alloc(device.Host, bytes1, "a")
+		check(t, err)
+		b, err := m.Alloc(device.HBM(0), bytes1, "b")
+		check(t, err)
+		s, err := m.NewStream(device.HBM(0), device.StreamOptions{Name: "copies"})
+		check(t, err)
+		c, err := m.NewStream(device.HBM(0), device.StreamOptions{Name: "compute"})
+		check(t, err)
+		h, err := m.NewStream(device.Host, device.StreamOptions{Name: "host"})
+		check(t, err)
+		ev, err := m.NewEvent()
+		check(t, err)
+		copy(a.Write(0, 4), "data")
+		check(t, s.Copy(b.Range(0, bytes1), a.Range(0, bytes1)))
+		check(t, s.Record(ev))
+		check(t, c.Wait(ev))
+		ran := false
+		stream := c.(*trace.Stream)
+		check(t, stream.Span("launch", "kernel", 0, func() error {
+			return stream.Unwrap().(device.Executor).Execute(device.Work{Name: "kernel", Run: func(device.Access) error { ran = true; return nil }})
+		}))
+		refused := errors.New("refused")
+		if err := stream.Span("launch", "refused", 0, func() error { return refused }); !errors.Is(err, refused) {
+			t.Errorf("an operation that is refused: %v", err)
+		}
+		check(t, h.(device.Executor).Execute(device.Work{Name: "nap", Run: func(device.Access) error { time.Sleep(2 * time.Millisecond); return nil }}))
+		for _, x := range []device.Stream{s, c, h} {
+			check(t, x.Synchronize(context.Background()))
+		}
+		check(t, a.Free())
+		check(t, b.Free())
+		check(t, s.Close())
+		check(t, c.Close())
+		check(t, m.Close())
+		check(t, w.Close())
+		spans := read(t, out.Bytes())
+		copies, waits := spans["gpu0: copies"], spans["gpu0: compute"]
+		if !ran || len(copies) != 1 || copies[0].Bytes != bytes1 {
+			t.Fatalf("the work ran: %v, copies %+v", ran, copies)
+		}
+		if d := copies[0].End - copies[0].Start; d < 4*time.Millisecond || d > time.Second {
+			t.Errorf("the copy takes %v in the trace", d)
+		}
+		if len(waits) == 0 || waits[0].Op != "wait" || waits[0].End < copies[0].End-time.Millisecond {
+			t.Errorf("waits %+v for copies %+v", waits, copies)
+		}
+		if naps := spans["host: host"]; !virtual && (len(naps) != 1 || naps[0].Name != "nap" || naps[0].End-naps[0].Start < 2*time.Millisecond) {
+			t.Errorf("work of the host %+v", naps)
+		}
+		for row, all := range spans {
+			for i := 1; i < len(all); i++ {
+				if all[i].Start < all[i-1].End {
+					t.Errorf("%s: %+v overlaps %+v", row, all[i], all[i-1])
+				}
+			}
+		}
+	}
+}

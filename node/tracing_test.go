@@ -1,0 +1,106 @@
+package node_test
+
+import (
+	"encoding/json"
+	"errors"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"github.com/moeserve/moeserve/configs"
+	"github.com/moeserve/moeserve/device"
+	"github.com/moeserve/moeserve/device/emulated"
+	"github.com/moeserve/moeserve/node"
+)
+
+// TestTrace runs requests with a trace, of a machine that tells it itself and of one that
+// is wrapped for it: its rows are the streams by name, and what stands there is about as
+// long as the run.
+func TestTrace(t *testing.T) {
+	const link = 1e9 // bytes/s
+	for _, wrapped := range []bool{false, true} {
+		path := filepath.Join(t.TempDir(), "trace.json")
+		s := configs.Defaults()
+		s.OffloadFraction, s.TraceFile, s.Attention = 0.5, path, "cpu"
+		s.Emulate = "virtual,pcie=1GB/s,bw=50GB/s,cpubw=1GB/s"
+		o := node.Options{Settings: s}
+		if wrapped {
+			o.OpenMachine = func() (device.Machine, error) {
+				gpu := emulated.GPU{BytesPerSecond: 50e9}
+				return emulated.New(emulated.Options{
+					Virtual: true, HostLink: emulated.Link{BytesPerSecond: link}, GPUs: []emulated.GPU{gpu}, Host: emulated.GPU{BytesPerSecond: 1e9},
+				})
+			}
+		}
+		n, err := node.Open(t.Context(), o)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if _, err := n.Engine().Generate(t.Context(), requests(n.Config().Vocab), nil); err != nil {
+			t.Fatal(err)
+		}
+		stalls := n.Traffic().Stalls
+		if err := n.Close(); err != nil {
+			t.Fatal(err)
+		}
+		if len(stalls) != 5 || stalls["expert-copy"] == 0 || stalls["cpu-attention"] == 0 {
+			t.Errorf("stalls %v", stalls)
+		}
+		data, err := os.ReadFile(path)
+		if err != nil {
+			t.Fatal(err)
+		}
+		var f struct {
+			TraceEvents []struct {
+				Name, Ph, Cat string
+				TS, Dur       float64 // microseconds
+				PID, TID      int
+				Args          map[string]any
+			}
+		}
+		if err := json.Unmarshal(data, &f); err != nil {
+			t.Fatal(err)
+		}
+		names, ends, busy := map[int]string{}, map[int]float64{}, map[string]float64{}
+		var last float64
+		for _, e := range f.TraceEvents {
+			if e.Ph == "M" {
+				if e.Name == "thread_name" {
+					names[e.TID] = e.Args["name"].(string)
+				}
+				continue
+			}
+			const rounding = 0.01
+			if e.Dur <= 0 || e.TS < ends[e.TID]-rounding || names[e.TID] == "" {
+				t.Fatalf("%+v on row %q, whose last ended at %v", e, names[e.TID], ends[e.TID])
+			}
+			if bytes, ok := e.Args["bytes"].(float64); ok && bytes/e.Dur > 1.01*link/1e6 && strings.HasPrefix(names[e.TID], "copy host") {
+				t.Errorf("%+v is faster than its link", e)
+			}
+			ends[e.TID] = e.TS + e.Dur
+			last = max(last, ends[e.TID])
+			busy[names[e.TID]] += e.Dur
+		}
+		for _, row := range []string{"compute", "copy host to gpu0", "q, k, v to host", "attention from host"} {
+			if busy[row] < last/1000 || busy[row] > last {
+				t.Errorf("wrapped: %v: row %q is busy for %v of %v us; rows %v", wrapped, row, busy[row], last, busy)
+			}
+		}
+		// Work of the host takes no time of a virtual clock while it runs: only the
+		// machine itself knows how long.
+		if !wrapped && busy["attention"] == 0 {
+			t.Errorf("the host's attention is not there: %v", busy)
+		}
+	}
+}
+
+// TestTraceRefused: a file that cannot be made ends the start, and says which.
+func TestTraceRefused(t *testing.T) {
+	s := configs.Defaults()
+	s.TraceFile = filepath.Join(t.TempDir(), "none", "trace.json")
+	_, err := node.Open(t.Context(), node.Options{Settings: s})
+	if !errors.Is(err, node.ErrConfig) || !strings.Contains(err.Error(), s.TraceFile) {
+		t.Errorf("a trace file that cannot be made: %v", err)
+	}
+}

@@ -1,0 +1,171 @@
+package pipeline
+
+import (
+	"context"
+	"errors"
+	"fmt"
+
+	"github.com/moeserve/moeserve/device"
+	"github.com/moeserve/moeserve/kernels"
+	"github.com/moeserve/moeserve/models"
+)
+
+// hostAttention attends on the host, beside keys and values in its memory. Each
+// micro-batch's turn in a layer is a chain over four streams: compute projects its q, k
+// and v, out brings them to pinned memory, host appends to the cache and attends, in
+// brings the result back to where the compute stream collects it. Every link of a chain
+// awaits the fence that the one before raises; chains are numbered, and each raises its
+// number on all four fences. A chain is enqueued from its beginning to its end, so
+// whatever is awaited has been enqueued before.
+//
+// A row of the step has its place in the staging memory, which its chain of a layer
+// uses again once the compute stream has collected what its chain of the layer before
+// has brought.
+type hostAttention struct {
+	backend kernels.Backend
+	kv      view
+	out, in device.Stream
+	host    device.Executor
+	staging device.Memory
+	// qkv and attended are the staging of all rows.
+	qkv, attended kernels.Tensor
+
+	projected, sent, ended, landed device.Fence
+	chain                          uint32
+}
+
+// view is a KV pool's.
+type view interface {
+	View(layer int) (k, v kernels.Tensor)
+}
+
+// stagingOf is the pinned memory of q, k and v of so many rows, and of what attention
+// makes of them.
+func stagingOf(c *models.Config, act kernels.DType, rows int, base device.Addr) (qkv, attended kernels.Tensor, bytes int64) {
+	qkv = kernels.New(base, act, rows, c.ProjectedWidth())
+	attended = kernels.New(base+device.Addr(align(qkv.Bytes())), act, rows, c.AttendedWidth())
+	return qkv, attended, align(qkv.Bytes()) + align(attended.Bytes())
+}
+
+func newHostAttention(o *Options) (h *hostAttention, err error) {
+	h = &hostAttention{backend: o.HostAttention, kv: o.KV}
+	c, act := o.Model.Config, o.KV.Shape().DType
+	_, _, bytes := stagingOf(c, act, o.Limits.MaxRows, 0)
+	if h.staging, err = o.Machine.Alloc(device.Host, bytes, "attention, pinned"); err != nil {
+		return h, err
+	}
+	h.qkv, h.attended, _ = stagingOf(c, act, o.Limits.MaxRows, h.staging.Range(0, bytes).Addr)
+	if h.out, err = o.Machine.NewStream(o.Space, device.StreamOptions{Name: "q, k, v to host", Priority: 1}); err != nil {
+		return h, err
+	}
+	if h.in, err = o.Machine.NewStream(o.Space, device.StreamOptions{Name: "attention from host", Priority: 1}); err != nil {
+		return h, err
+	}
+	s, err := o.Machine.NewStream(device.Host, device.StreamOptions{Name: "attention"})
+	if err != nil {
+		return h, err
+	}
+	var ok bool
+	if h.host, ok = s.(device.Executor); !ok {
+		return h, errors.Join(errors.New("a host stream of this machine runs no Go work"), s.Close())
+	}
+	for _, f := range []struct {
+		to   *device.Fence
+		name string
+	}{{&h.projected, "q, k, v computed"}, {&h.sent, "q, k, v sent"}, {&h.ended, "attention computed"}, {&h.landed, "attention brought"}} {
+		if *f.to, err = o.Machine.NewFence(f.name); err != nil {
+			return h, err
+		}
+	}
+	return h, nil
+}
+
+// attend enqueues a micro-batch's chain behind its Project on the compute stream.
+func (h *hostAttention) attend(compute device.Stream, m *models.Model, layer int, b *microBatch, meter *meter) error {
+	h.chain++
+	n := h.chain
+	if err := compute.Raise(h.projected, n); err != nil {
+		return err
+	}
+	qkv, attended := h.qkv.Slice(b.row, b.row+b.batch.Rows), h.attended.Slice(b.row, b.row+b.batch.Rows)
+	from := m.Projected(&b.batch)
+	err := hop(h.out, h.projected, h.sent, n, func() (err error) {
+		if err = h.out.Copy(qkv.Range(), from.Range()); err == nil {
+			b.sent, err = meter.mark(h.out)
+		}
+		return err
+	})
+	if err != nil {
+		return fmt.Errorf("send q, k, v to the host: %w", err)
+	}
+	k, v := h.kv.View(layer)
+	err = hop(h.host, h.sent, h.ended, n, func() (err error) {
+		if err = m.Elsewhere(h.host, h.backend, layer, &b.onHost, qkv, attended, k, v); err == nil {
+			b.attended, err = meter.mark(h.host)
+		}
+		return err
+	})
+	if err != nil {
+		return err
+	}
+	to := m.Attended(&b.batch)
+	if err := hop(h.in, h.ended, h.landed, n, func() error { return h.in.Copy(to.Range(), attended.Range()) }); err != nil {
+		return fmt.Errorf("bring attention from the host: %w", err)
+	}
+	b.chain = n
+	return nil
+}
+
+// hop enqueues a link of chain n.
+func hop(s device.Stream, after, then device.Fence, n uint32, do func() error) error {
+	if err := s.Await(after, n); err != nil {
+		return err
+	}
+	if err := do(); err != nil {
+		return err
+	}
+	return s.Raise(then, n)
+}
+
+// collect holds the compute stream back until the micro-batch's last chain has ended.
+func (h *hostAttention) collect(compute device.Stream, b *microBatch, meter *meter) error {
+	return meter.wait(CPUAttention, b.sent, b.attended, func() error { return compute.Await(h.landed, b.chain) })
+}
+
+// err is the first error that one of the streams is in, once a step has ended. Where
+// fences hand errors to the host alone, the compute stream has run on over what never
+// came.
+func (h *hostAttention) err(ctx context.Context) error {
+	for _, s := range []device.Stream{h.out, h.host, h.in} {
+		if err := s.Synchronize(ctx); err != nil {
+			return fmt.Errorf("pipeline: attention on the host: %w", err)
+		}
+	}
+	return nil
+}
+
+// recover waits until nothing of a failed step runs.
+func (h *hostAttention) recover(ctx context.Context) error {
+	return errors.Join(h.out.Recover(ctx), h.host.Recover(ctx), h.in.Recover(ctx))
+}
+
+func (h *hostAttention) close() error {
+	var errs []error
+	for _, s := range []device.Stream{h.out, h.in} {
+		if s != nil {
+			errs = append(errs, s.Close())
+		}
+	}
+	if h.host != nil {
+		errs = append(errs, h.host.Close())
+	}
+	for _, f := range []device.Fence{h.projected, h.sent, h.ended, h.landed} {
+		if f != nil {
+			errs = append(errs, f.Close())
+		}
+	}
+	if h.staging != nil {
+		errs = append(errs, h.staging.Free())
+	}
+	return errors.Join(errs...)
+}

@@ -1,0 +1,68 @@
+package pipeline
+
+import (
+	"errors"
+	"strings"
+	"testing"
+
+	"github.com/moeserve/moeserve/device"
+	"github.com/moeserve/moeserve/device/emulated"
+	"github.com/moeserve/moeserve/models"
+)
+
+// late is a machine on which work of the host's attention fails behind a step's last
+// fence: nobody but the stream itself knows of it.
+type late struct {
+	device.Executor
+	// failAfter counts down the fences to be raised; under 1: nothing fails.
+	failAfter int
+}
+
+var errLate = errors.New("the host has failed")
+
+// Raise implements device.Stream.
+func (s *late) Raise(f device.Fence, value uint32) error {
+	err := s.Executor.Raise(f, value)
+	if s.failAfter--; err != nil || s.failAfter != 0 {
+		return err
+	}
+	return s.Execute(device.Work{Name: "fail", Run: func(device.Access) error { return errLate }})
+}
+
+// TestHostFails: a step is not believed where the host's attention has failed, even where
+// no fence has handed that on; once it works again the same steps give the same.
+func TestHostFails(t *testing.T) {
+	want := newRig(t, "mixtral", 0, emulated.Options{Virtual: true}, Options{SmallBatchRows: -1}).run()
+	r := newRig(t, "mixtral", 0.5, emulated.Options{Virtual: true, Check: true}, Options{HostAttention: host, SmallBatchRows: -1})
+	table := r.kv.NewTable()
+	check(t, table.Grow(8))
+	stream := &late{Executor: r.p.attention.host}
+	r.p.attention.host = stream
+	step := &Step{Sequences: []Sequence{{Tokens: []int32{1}, Table: table, LogitRows: 1}}}
+	// The last layer's only chain is the last thing that the host does in a step.
+	stream.failAfter = r.p.o.Model.Config.Layers
+	if _, err := r.p.Step(t.Context(), step); !errors.Is(err, errLate) || errors.Is(err, ErrStepFailed) || stream.failAfter != 0 {
+		t.Errorf("where the host fails: %v", err)
+	}
+	table.Free()
+	if d := r.run().differs(want); d != "" {
+		t.Error(d)
+	}
+}
+
+// TestNewChecksGroups: models that do not fit the groups are refused.
+func TestNewChecksGroups(t *testing.T) {
+	r := newRig(t, "mixtral", 0, emulated.Options{Virtual: true}, Options{HostAttention: host})
+	for want, change := range map[string]func(*Options){
+		"Second is not set": func(o *Options) { o.Second = nil },
+		"a model with limits": func(o *Options) {
+			o.Limits = models.Limits{MaxRows: 7, MaxSeqs: 1, MaxLogits: 1, MaxModelLen: 16, BlockTokens: 16}
+		},
+	} {
+		o := r.p.o
+		change(&o)
+		if _, err := New(o); err == nil || !strings.Contains(err.Error(), want) {
+			t.Errorf("error %v, want one that says %q", err, want)
+		}
+	}
+}

@@ -1,0 +1,319 @@
+package pipeline
+
+import (
+	"context"
+	"fmt"
+	"testing"
+	"time"
+
+	"github.com/moeserve/moeserve/configs"
+	"github.com/moeserve/moeserve/device"
+	"github.com/moeserve/moeserve/device/emulated"
+	"github.com/moeserve/moeserve/experts"
+	"github.com/moeserve/moeserve/harvest"
+	"github.com/moeserve/moeserve/kernels"
+	"github.com/moeserve/moeserve/kernels/cpu"
+	"github.com/moeserve/moeserve/kvcache"
+	"github.com/moeserve/moeserve/models"
+	"github.com/moeserve/moeserve/transfer"
+)
+
+// timed is a pipeline over a preset's full shape on a machine without data, whose
+// links and processors are about as fast as those of two H200.
+type timed struct {
+	*testing.T
+	m     *emulated.Machine
+	store *experts.Store
+	p     *Pipeline
+	links map[experts.Tier]emulated.Link
+
+	// busy is for how long the compute stream has computed, attended for how long the
+	// host has attended, and brought are the bytes that came of it.
+	busy, attended time.Duration
+	brought        int64
+}
+
+// cell is one of the configurations that are timed.
+type cell struct {
+	preset   string
+	rows     int
+	fraction float64
+	tier     experts.Tier
+	// attention is by the host where hostRate, the rate of its memory in bytes/s, is set.
+	hostRate float64
+	grouping Grouping
+	// layers of the model, the first ones. 0: all.
+	layers int
+	// ring is how many layers' missing experts there is room for. 0: two.
+	ring float64
+}
+
+func (c cell) String() string {
+	return fmt.Sprintf("%s, %d rows, %.0f %% from %s", c.preset, c.rows, 100*c.fraction, c.tier)
+}
+
+// microBatchRows of steps of so many rows: what attention takes at a time.
+const microBatchRows = 324
+
+func newTimed(t *testing.T, c cell) *timed {
+	t.Helper()
+	x := &timed{T: t, links: map[experts.Tier]emulated.Link{
+		experts.Host: {BytesPerSecond: 55.3e9, Latency: 8 * time.Microsecond},
+		experts.Peer: {BytesPerSecond: 395e9, Latency: 9 * time.Microsecond},
+	}}
+	gpu := emulated.GPU{MemoryBytes: 1e12, FlopsPerSecond: 800e12, BytesPerSecond: 4.6e12}
+	m, err := emulated.New(emulated.Options{
+		Virtual: true, NoData: true, GPUs: []emulated.GPU{gpu, gpu}, Host: emulated.GPU{MemoryBytes: 1e12, BytesPerSecond: c.hostRate},
+		HostLink: x.links[experts.Host], PeerLink: x.links[experts.Peer],
+		Trace: func(e emulated.Trace) {
+			switch e.Stream + " " + e.Op {
+			case "compute launch":
+				x.busy += e.End - e.Start
+			case "attention launch":
+				x.attended += e.End - e.Start
+			case "attention from host copy":
+				x.brought += e.Bytes
+			}
+		},
+	})
+	check(t, err)
+	x.m = m
+	t.Cleanup(func() { check(t, m.Close()) })
+	closing := func(c func() error) { t.Cleanup(func() { check(t, c()) }) }
+	alloc := func(n int64) device.Memory {
+		x, err := m.Alloc(space, n, "test")
+		check(t, err)
+		closing(x.Free)
+		return x
+	}
+
+	data, ok := configs.Preset(c.preset)
+	if !ok {
+		t.Fatalf("there is no preset %s", c.preset)
+	}
+	config, err := models.ParseConfig(data, c.preset)
+	check(t, err)
+	if c.layers > 0 {
+		config, err = config.WithLayers(c.layers)
+		check(t, err)
+	}
+	layout, err := models.NewLayout(config, models.NewDummy(config, 0), nil)
+	check(t, err)
+	backend := cpu.New(cpu.Options{Threads: 1})
+	closing(backend.Close)
+	limits := models.Limits{MaxRows: c.rows, MaxSeqs: c.rows, MaxLogits: c.rows, MaxModelLen: 112, BlockTokens: 16}
+	o := Options{Machine: m, Space: space, Limits: limits, MicroBatchRows: microBatchRows, Grouping: c.grouping}
+	kvSpace := space
+	if c.hostRate > 0 {
+		o.HostAttention, kvSpace = host, device.Host
+	}
+	weights := layout.Bind(alloc(layout.Bytes).Range(0, 1).Addr)
+	group := o.GroupLimits(limits)
+	for _, to := range []**models.Model{&o.Model, &o.Second}[:o.Groups()] {
+		ws := alloc(models.WorkspaceBytes(config, backend, group))
+		*to, err = models.NewModel(config, weights, backend, ws.Range(0, ws.Bytes()), group)
+		check(t, err)
+	}
+
+	engine, err := transfer.New(transfer.Options{Machine: m})
+	check(t, err)
+	closing(engine.Close)
+	var layers []int
+	for l, dense := range config.Dense {
+		if !dense {
+			layers = append(layers, l)
+		}
+	}
+	extent, err := backend.ExpertLayout(config.ExpertShape(layout.ExpertDType))
+	check(t, err)
+	placement, err := experts.Place(len(layers), config.Experts, c.fraction)
+	check(t, err)
+	plan, err := experts.NewPlan(experts.Config{Layers: layers, Experts: config.Experts, Layout: extent, Placement: placement, RingSlots: int(c.ring * float64(placement.Largest()))})
+	check(t, err)
+	lent, err := harvest.New(harvest.Options{Machine: m, Peers: []device.Space{device.HBM(1)}, SlabBytes: 8 * extent.Size})
+	check(t, err)
+	x.store, err = experts.New(experts.Options{Machine: m, Space: space, Backend: backend, Transfer: engine, Plan: plan, Harvest: lent, NoData: true})
+	check(t, err)
+	closing(x.store.Close)
+	closing(func() error { return lent.Close(context.Background()) })
+	zeros := make([]byte, int64(config.ExpertWidth)*int64(config.Hidden)*int64(extent.DType.Size()))
+	for _, l := range layers {
+		for e := range config.Experts {
+			for _, part := range []kernels.Part{kernels.W1, kernels.W3, kernels.W2} {
+				check(t, x.store.Expert(l, e, part, 0, zeros))
+			}
+		}
+	}
+	check(t, x.store.Seal(t.Context()))
+	if c.tier == experts.Peer {
+		for layer, homes := range x.store.Homes() {
+			for e, home := range homes {
+				if home.Tier == experts.Host {
+					check(t, x.store.Promote(experts.ID{Layer: layer, Expert: e}, experts.PromoteOptions{}))
+				}
+			}
+		}
+		check(t, x.store.WaitMoves(t.Context()))
+	}
+
+	o.Experts = x.store
+	o.KV, err = kvcache.New(kvcache.Options{Machine: m, Space: kvSpace, Blocks: 7 * c.rows, Shape: kvcache.Shape{
+		Layers: config.Layers, KVHeads: config.KVHeads, HeadDim: config.HeadDim, DType: backend.ActivationDType(), BlockTokens: 16,
+	}})
+	check(t, err)
+	closing(o.KV.Close)
+	x.p, err = New(o)
+	check(t, err)
+	closing(x.p.Close)
+	return x
+}
+
+// times is what a step takes: in all, of compute alone, of the host's attention alone, and
+// of copies alone.
+type times struct {
+	step, compute, attention, copies time.Duration
+	stalls                           Stalls
+}
+
+// longest is what a step takes at least.
+func (t times) longest() time.Duration { return max(t.compute, t.attention, t.copies) }
+
+// step decodes a row of each sequence, at a context of 93 tokens, in steady state.
+func (x *timed) step(rows int) times {
+	x.Helper()
+	all := &Step{}
+	for range rows {
+		q := Sequence{Tokens: []int32{1}, Start: 92, Table: x.p.o.KV.NewTable(), LogitRows: 1}
+		check(x, q.Table.Grow(112))
+		defer q.Table.Free()
+		all.Sequences = append(all.Sequences, q)
+	}
+	run := func() {
+		_, err := x.p.Step(x.Context(), all)
+		check(x, err)
+	}
+	run() // from here on the first layer's experts are prefetched
+	if x.store.Stats().Fetched[experts.Peer] > 0 {
+		run() // and what comes from which link goes by what they have given
+		run()
+	}
+	began, busy, attended, brought := x.m.Now(), x.busy, x.attended, x.brought
+	fetched, stalls := x.store.Stats().Fetched, x.p.Stalls()
+	run()
+	t := times{step: x.m.Now() - began, compute: x.busy - busy, attention: x.attended - attended, stalls: x.p.Stalls()}
+	for c := range t.stalls {
+		t.stalls[c] -= stalls[c]
+	}
+	for tier, link := range x.links {
+		bytes := x.store.Stats().Fetched[tier] - fetched[tier]
+		if tier == experts.Host {
+			bytes += x.brought - brought
+		}
+		t.copies = max(t.copies, time.Duration(float64(bytes)/link.BytesPerSecond*1e9))
+	}
+	return t
+}
+
+// within checks that a step takes at most a tenth more than the longest of its parts
+// alone, and that its compute and its stalls are all of it.
+func (x *timed) within(c cell) {
+	x.Helper()
+	got := x.step(c.rows)
+	x.Logf("step %v, %.3f of the longest of compute %v, attention %v and copies %v; stalls %v", got.step,
+		got.step.Seconds()/got.longest().Seconds(), got.compute, got.attention, got.copies, got.stalls.ByName())
+	if got.step > got.longest()*110/100 {
+		x.Errorf("a step takes %v, its compute %v, its attention %v and its copies %v", got.step, got.compute, got.attention, got.copies)
+	}
+	if (got.copies > 0) != (c.fraction > 0 || c.hostRate > 0) || (got.attention > 0) != (c.hostRate > 0) {
+		x.Errorf("copies take %v and attention %v", got.copies, got.attention)
+	}
+	// The compute stream's own copies, of row data and tables, are neither.
+	if left := got.step - got.compute - got.stalls.Sum(); left < 0 || left > got.step/100+200*time.Microsecond {
+		x.Errorf("of a step of %v the compute is %v and stalls are %v: %v are not told of", got.step, got.compute, got.stalls.ByName(), left)
+	}
+}
+
+// TestOverlap: in steady state a step takes at most a tenth more than the longer of its
+// copies and its compute, each as long as it takes alone. Some fractions are left to the
+// first layers alone, which are like the others.
+func TestOverlap(t *testing.T) {
+	for _, preset := range []string{"mixtral-8x7b", "qwen1.5-moe-a2.7b"} {
+		for _, rows := range []int{324, 4536} {
+			for _, tier := range []experts.Tier{experts.Host, experts.Peer} {
+				for _, fraction := range []float64{0, 0.25, 0.5, 0.75, 1} {
+					c := cell{preset: preset, rows: rows, fraction: fraction, tier: tier}
+					if fraction == 0 && tier == experts.Peer {
+						continue
+					}
+					if testing.Short() || fraction == 0.25 || fraction == 0.75 {
+						c.layers = 6
+					}
+					t.Run(c.String(), func(t *testing.T) {
+						t.Parallel()
+						newTimed(t, c).within(c)
+					})
+				}
+			}
+		}
+	}
+}
+
+// TestOverlapWithHostAttention: the same where the host attends, at rates of its memory
+// at which that takes longest, or the device, or the copies.
+func TestOverlapWithHostAttention(t *testing.T) {
+	for _, preset := range []string{"mixtral-8x7b", "qwen1.5-moe-a2.7b"} {
+		for _, fraction := range []float64{0, 0.5} {
+			for _, rate := range []float64{135e9, 2e12} {
+				for _, tier := range []experts.Tier{experts.Host, experts.Peer} {
+					if fraction == 0 && tier == experts.Peer {
+						continue
+					}
+					c := cell{preset: preset, rows: 4536, fraction: fraction, tier: tier, hostRate: rate}
+					if testing.Short() {
+						c.layers = 6
+					}
+					t.Run(fmt.Sprintf("%v, host memory at %g GB/s", c, rate/1e9), func(t *testing.T) {
+						t.Parallel()
+						newTimed(t, c).within(c)
+					})
+				}
+			}
+		}
+	}
+}
+
+// TestMicroBatchwiseReadsMore: run once per micro-batch, experts are read from the
+// device's memory once per micro-batch, which costs a model that is all there half of its
+// throughput or more; where copies from the host are the longer part, nothing.
+func TestMicroBatchwiseReadsMore(t *testing.T) {
+	for _, preset := range []string{"mixtral-8x7b", "qwen1.5-moe-a2.7b"} {
+		for _, fraction := range []float64{0, 1} {
+			c := cell{preset: preset, rows: 4536, fraction: fraction, tier: experts.Host, layers: 6}
+			merged := newTimed(t, c).step(c.rows)
+			c.grouping = ByMicroBatch
+			each := newTimed(t, c).step(c.rows)
+			ratio := each.step.Seconds() / merged.step.Seconds()
+			t.Logf("%v: a step takes %v, and %v with experts once per micro-batch", c, merged.step, each.step)
+			if fraction == 0 && ratio < 1.8 || fraction == 1 && (ratio < 0.99 || ratio > 1.05) {
+				t.Errorf("%v: a step takes %v, and %v with experts once per micro-batch", c, merged.step, each.step)
+			}
+		}
+	}
+}
+
+// TestSmallRing: in a ring that holds less than two layers' missing experts steps of every
+// order run, if not as fast.
+func TestSmallRing(t *testing.T) {
+	for _, ring := range []float64{1, 1.5} {
+		for _, hostRate := range []float64{0, 2e12} {
+			for _, grouping := range []Grouping{ByLayer, ByMicroBatch} {
+				c := cell{preset: "mixtral-8x7b", rows: 324, fraction: 0.5, tier: experts.Host, layers: 4, ring: ring, hostRate: hostRate, grouping: grouping}
+				x := newTimed(t, c)
+				x.step(c.rows)
+				if got := x.step(c.rows); got.step > (got.compute+got.copies+got.attention)*11/10 {
+					t.Errorf("%+v: a step takes %v, with compute %v, attention %v and copies %v", c, got.step, got.compute, got.attention, got.copies)
+				}
+			}
+		}
+	}
+}

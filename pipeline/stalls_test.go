@@ -1,0 +1,81 @@
+package pipeline
+
+import (
+	"testing"
+	"time"
+
+	"github.com/moeserve/moeserve/device"
+	"github.com/moeserve/moeserve/device/emulated"
+)
+
+// TestStallsByCause slows one thing down at a time: that is what nearly all stalls are
+// then put down to.
+func TestStallsByCause(t *testing.T) {
+	slow := emulated.Link{BytesPerSecond: 50e6}
+	for _, c := range []struct {
+		want Cause
+		mo   emulated.Options
+		o    Options
+		// fraction of experts in host memory.
+		fraction float64
+	}{
+		{ExpertCopy, emulated.Options{HostLink: slow}, Options{SmallBatchRows: -1}, 1},
+		{ExpertCopy, emulated.Options{HostLink: slow}, Options{SmallBatchRows: 64}, 1},
+		{ExpertCopy, emulated.Options{HostLink: slow}, Options{Grouping: ByMicroBatch, MicroBatches: 3}, 1},
+		{KVCopy, emulated.Options{HostLink: slow}, Options{HostAttention: host}, 0},
+		{CPUAttention, emulated.Options{Host: emulated.GPU{BytesPerSecond: 10e6}}, Options{HostAttention: host}, 0},
+		{CPUAttention, emulated.Options{Host: emulated.GPU{FlopsPerSecond: 50e6}}, Options{HostAttention: host, Grouping: ByMicroBatch}, 0},
+	} {
+		c.mo.Virtual = true
+		c.mo.GPUs = []emulated.GPU{{BytesPerSecond: 100e9}}
+		r := newRig(t, "mixtral", c.fraction, c.mo, c.o)
+		began := r.m.Now()
+		r.run()
+		took, stalls := r.m.Now()-began, r.p.Stalls()
+		if got, sum := stalls[c.want], stalls.Sum(); got < sum*9/10 || sum > took || sum < took/4 {
+			t.Errorf("%v on %+v: stalls %v of %v, want nearly all by %s", c.o, c.mo, stalls.ByName(), took, c.want)
+		}
+	}
+}
+
+// TestStallsOfTheHost: a device that has nothing left to do stands still by the host's
+// fault, or by the router's where the host waits for what it chose.
+func TestStallsOfTheHost(t *testing.T) {
+	m, err := emulated.New(emulated.Options{})
+	check(t, err)
+	defer func() { check(t, m.Close()) }()
+	s, err := m.NewStream(device.HBM(0), device.StreamOptions{Name: "compute"})
+	check(t, err)
+	p := &Pipeline{meter: meter{machine: m, stream: s}}
+	const nap = 5 * time.Millisecond
+	sleep := func(d time.Duration) { // once the stream has run dry
+		t.Helper()
+		check(t, s.Synchronize(t.Context()))
+		time.Sleep(d)
+	}
+	p.meter.begin()
+	check(t, p.meter.pause(Attend)) // within a layer: not looked at
+	sleep(nap)
+	check(t, p.meter.resume(Route))
+	check(t, p.meter.pause(Experts))
+	check(t, p.meter.resume(Upload)) // computes nothing
+	sleep(nap)
+	check(t, p.meter.resume(Attend)) // first stall
+	check(t, p.meter.pause(Attend))  // from here on layers are looked at closely
+	sleep(nap)
+	check(t, p.meter.resume(Route)) // second stall
+	check(t, p.meter.pause(Route))
+	idle, err := p.meter.mark(s)
+	check(t, err)
+	sleep(2 * nap)
+	check(t, p.meter.asked(idle))
+	check(t, p.meter.resume(Fetched)) // the router's, not counted twice
+	check(t, s.Synchronize(t.Context()))
+	check(t, p.meter.end())
+	got := p.Stalls()
+	if got[HostEnqueue] < 2*nap || len(p.meter.spans) != 3 || got[RouterAsk] < 2*nap || got.Sum() != got[HostEnqueue]+got[RouterAsk] {
+		t.Errorf("stalls %v", got.ByName())
+	}
+	check(t, p.meter.release())
+	check(t, s.Close())
+}
