@@ -40,6 +40,8 @@ type Settings struct {
 	ExpertGrouping       string  `mapstructure:"expert-grouping"`
 	Attention            string  `mapstructure:"attention"`
 	BatchInvariant       bool    `mapstructure:"batch-invariant"`
+	Policy               string  `mapstructure:"policy"`
+	Hardware             string  `mapstructure:"hardware"`
 	MaxNewTokens         int     `mapstructure:"max-new-tokens"`
 	Temperature          float64 `mapstructure:"temperature"`
 	Seed                 uint64  `mapstructure:"seed"`
@@ -52,6 +54,13 @@ type Settings struct {
 	MaxRequestBytes      int     `mapstructure:"max-request-bytes"`
 	RequestTimeout       int     `mapstructure:"request-timeout"`
 	DrainTimeout         int     `mapstructure:"drain-timeout"`
+	NumPrompts           int     `mapstructure:"num-prompts"`
+	InputLen             int     `mapstructure:"input-len"`
+	OutputLen            int     `mapstructure:"output-len"`
+	Prompts              string  `mapstructure:"prompts"`
+	WarmupTokens         int     `mapstructure:"warmup-tokens"`
+	Trials               int     `mapstructure:"trials"`
+	PrefillTrials        int     `mapstructure:"prefill-trials"`
 	JSON                 string  `mapstructure:"json"`
 	TraceFile            string  `mapstructure:"trace"`
 	LogLevel             string  `mapstructure:"log-level"`
@@ -103,13 +112,20 @@ func (k Key) Variable() string {
 	return "MOESERVE_" + strings.ToUpper(strings.ReplaceAll(k.Name, "-", "_"))
 }
 
-// Commands that take a setting: those that deal with a model, and of these those
-// that have a result, generate once, or serve.
+// Commands that take a setting: those that open devices, those that deal with a model,
+// and of these those that say what is offloaded, that take requests as they come, that
+// have a result, draw tokens, generate once, serve, or measure a batch.
 var (
-	onModel  = []string{"run", "serve", "inspect", "config"}
-	onResult = []string{"run", "inspect", "config"}
-	onRun    = []string{"run", "config"}
-	onServe  = []string{"serve", "config"}
+	onDevice  = []string{"run", "serve", "inspect", "plan", "bench throughput", "bench sweep", "bench transfer", "config"}
+	onModel   = []string{"run", "serve", "inspect", "plan", "bench throughput", "bench sweep", "config"}
+	onOffload = []string{"run", "serve", "inspect", "plan", "bench throughput", "config"}
+	onRequest = []string{"run", "serve", "inspect", "plan", "config"}
+	onResult  = []string{"run", "inspect", "plan", "bench throughput", "bench sweep", "bench transfer", "config"}
+	onDraw    = []string{"run", "bench throughput", "bench sweep", "config"}
+	onRun     = []string{"run", "config"}
+	onServe   = []string{"serve", "config"}
+	onBench   = []string{"bench throughput", "bench sweep", "config"}
+	onRates   = []string{"bench throughput", "bench sweep", "bench transfer", "config"}
 )
 
 // unbounded is the Max of a number that nothing but its type limits.
@@ -138,39 +154,39 @@ var Schema = []Key{
 		Help: "use only the first layers of the model; 0: all",
 	},
 	{
-		Name: "device", Kind: String, Default: "auto", Allowed: []string{"auto", "cpu", "cuda"}, Commands: onModel,
+		Name: "device", Kind: String, Default: "auto", Allowed: []string{"auto", "cpu", "cuda"}, Commands: onDevice,
 		Help: "where to compute: auto takes a GPU where the binary has CUDA and there is one",
 	},
 	{
-		Name: "gpu", Kind: Int, Default: 0, Max: 1023, Commands: onModel,
+		Name: "gpu", Kind: Int, Default: 0, Max: 1023, Commands: onDevice,
 		Help: "which GPU computes, by the driver's number",
 	},
 	{
-		Name: "peers", Kind: String, Default: "auto", Placeholder: "auto|none|LIST", Commands: onModel,
+		Name: "peers", Kind: String, Default: "auto", Placeholder: "auto|none|LIST", Commands: onDevice,
 		Help: "other GPUs whose spare memory is borrowed, as numbers with commas between them; auto: all emulated ones, and no real one",
 	},
 	{
-		Name: "host-memory-gib", Kind: Float, Default: 0.0, Unit: "GiB", Max: 1 << 20, Commands: onModel,
+		Name: "host-memory-gib", Kind: Float, Default: 0.0, Unit: "GiB", Max: 1 << 20, Commands: onDevice,
 		Help: "the host's memory in all, for virtual machines that are given it only as they use it; 0: what the system says",
 	},
 	{
-		Name: "emulate", Kind: String, Default: "", Placeholder: "SPEC", Commands: onModel,
+		Name: "emulate", Kind: String, Default: "", Placeholder: "SPEC", Commands: onDevice,
 		Help: "emulated devices and links; without it, one compute device and two peers",
 	},
 	{
-		Name: "offload-fraction", Kind: Float, Default: 0.0, Max: 1, Commands: onModel,
+		Name: "offload-fraction", Kind: Float, Default: 0.0, Max: 1, Commands: onOffload,
 		Help: "share of the experts that do not live on the compute device",
 	},
 	{
-		Name: "offload-tier", Kind: String, Default: "auto", Allowed: []string{"auto", "peer", "host"}, Commands: onModel,
+		Name: "offload-tier", Kind: String, Default: "auto", Allowed: []string{"auto", "peer", "host"}, Commands: onOffload,
 		Help: "where offloaded experts are fetched from: auto copies those that are used most to peers, peer begins when all are there, host uses no peers",
 	},
 	{
-		Name: "local-experts", Kind: String, Default: "", Placeholder: "LIST|@FILE", Commands: onModel,
+		Name: "local-experts", Kind: String, Default: "", Placeholder: "LIST|@FILE", Commands: onOffload,
 		Help: "experts that live on the compute device, in place of offload-fraction: 0:1,5;3:2-7 is 1 and 5 of layer 0, and 2 to 7 of layer 3",
 	},
 	{
-		Name: "adapt-local", Kind: Bool, Default: false, Commands: onModel,
+		Name: "adapt-local", Kind: Bool, Default: false, Commands: onOffload,
 		Help: "let the experts that live on the compute device change with use; all experts then have a copy in host memory",
 	},
 	{
@@ -194,15 +210,15 @@ var Schema = []Key{
 		Help: "share of the compute device's memory that may be used",
 	},
 	{
-		Name: "num-kv-blocks", Kind: Int, Default: 0, Unit: "blocks", Max: unbounded, Commands: onModel,
+		Name: "num-kv-blocks", Kind: Int, Default: 0, Unit: "blocks", Max: unbounded, Commands: onRequest,
 		Help: "blocks in the pool for keys and values, 16 tokens each; 0: what memory allows",
 	},
 	{
-		Name: "max-model-len", Kind: Int, Default: 0, Unit: "tokens", Max: unbounded, Commands: onModel,
+		Name: "max-model-len", Kind: Int, Default: 0, Unit: "tokens", Max: unbounded, Commands: onRequest,
 		Help: "longest sequence, prompt and answer together; 0: what the model and the KV pool allow",
 	},
 	{
-		Name: "max-num-seqs", Kind: Int, Default: 64, Unit: "sequences", Min: 1, Max: 1 << 16, Commands: onModel,
+		Name: "max-num-seqs", Kind: Int, Default: 64, Unit: "sequences", Min: 1, Max: 1 << 16, Commands: onRequest,
 		Help: "most sequences that run at once",
 	},
 	{
@@ -230,16 +246,24 @@ var Schema = []Key{
 		Help: "keep a row's result independent of other rows on a GPU too, where that costs speed; on the CPU it always is",
 	},
 	{
+		Name: "policy", Kind: String, Default: "none", Placeholder: "none|auto|FILE", Commands: onRequest,
+		Help: "what chooses max-num-seqs, max-num-batched-tokens, micro-batch-size and offload-fraction where they are not given: the defaults, the planner, or a file that plan --json wrote",
+	},
+	{
+		Name: "hardware", Kind: String, Default: "", Placeholder: "NAME|FILE", Commands: onDevice,
+		Help: "machine whose rates the planner counts with: " + strings.Join(HardwareNames(), ", ") + ", or a JSON file as bench transfer --calibrate writes one; without it, what is known of this one",
+	},
+	{
 		Name: "max-new-tokens", Kind: Int, Default: 128, Unit: "tokens", Min: 1, Max: unbounded, Commands: onRun,
 		Help: "most tokens to generate",
 	},
 	{
-		Name: "temperature", Kind: Float, Default: 0.0, Max: 100, Commands: onRun,
+		Name: "temperature", Kind: Float, Default: 0.0, Max: 100, Commands: onDraw,
 		Help: "how freely tokens are drawn; 0: always the likeliest",
 	},
 	{
 		Name: "seed", Kind: Uint, Default: uint64(0), Max: math.MaxUint64, Commands: onModel,
-		Help: "of dummy weights, and of run's sampling",
+		Help: "of dummy weights, of run's sampling, and of generated prompts",
 	},
 	{
 		Name: "ignore-eos", Kind: Bool, Default: false, Commands: onRun,
@@ -278,19 +302,47 @@ var Schema = []Key{
 		Help: "how long running requests may go on when the server is told to end",
 	},
 	{
+		Name: "num-prompts", Kind: Int, Default: 64, Unit: "requests", Min: 1, Max: 1 << 16, Commands: onBench,
+		Help: "requests that run as one batch",
+	},
+	{
+		Name: "input-len", Kind: Int, Default: 0, Unit: "tokens", Max: unbounded, Commands: onBench,
+		Help: "length of every generated prompt; 0: the lengths of MT-Bench",
+	},
+	{
+		Name: "output-len", Kind: Int, Default: 32, Unit: "tokens", Min: 2, Max: unbounded, Commands: onBench,
+		Help: "tokens to generate for each request, whatever the model says of their end",
+	},
+	{
+		Name: "prompts", Kind: String, Default: "", Placeholder: "FILE", Commands: onBench,
+		Help: "MT-Bench or MT-Bench-101 file, whose first turns are the prompts; without it, random ids with MT-Bench's lengths",
+	},
+	{
+		Name: "warmup-tokens", Kind: Int, Default: 50, Unit: "tokens", Max: unbounded, Commands: onBench,
+		Help: "tokens of each request that are generated first and not counted",
+	},
+	{
+		Name: "trials", Kind: Int, Default: 5, Min: 1, Max: 1000, Commands: onBench,
+		Help: "how often the batch is run and counted",
+	},
+	{
+		Name: "prefill-trials", Kind: Int, Default: 0, Max: 1000, Commands: onBench,
+		Help: "how many of the trials compute the prompts; the others go on from these; 0: all",
+	},
+	{
 		Name: "json", Kind: String, Default: "", Placeholder: "FILE", Commands: onResult,
 		Help: "write the result as JSON to a file; - is standard output",
 	},
 	{
-		Name: "trace", Kind: String, Default: "", Placeholder: "FILE", Commands: []string{"run", "serve", "config"},
+		Name: "trace", Kind: String, Default: "", Placeholder: "FILE", Commands: []string{"run", "serve", "bench throughput", "config"},
 		Help: "write what each stream does when to a file that chrome://tracing and ui.perfetto.dev read",
 	},
 	{
-		Name: "log-level", Kind: String, Default: "warn", Allowed: []string{"debug", "info", "warn", "error"}, Commands: onModel,
+		Name: "log-level", Kind: String, Default: "warn", Allowed: []string{"debug", "info", "warn", "error"}, Commands: onDevice,
 		Help: "least severe messages to log, on standard error",
 	},
 	{
-		Name: "log-format", Kind: String, Default: "text", Allowed: []string{"text", "json"}, Commands: onModel,
+		Name: "log-format", Kind: String, Default: "text", Allowed: []string{"text", "json"}, Commands: onDevice,
 		Help: "form of log messages",
 	},
 }
@@ -325,6 +377,21 @@ func (s Settings) Values() map[string]any {
 		values[Schema[i].Name] = f.Interface()
 	}
 	return values
+}
+
+// Put sets values by key. They must be of the key's kind.
+func (s *Settings) Put(values map[string]any) error {
+	for i, f := range fields(s) {
+		v, ok := values[Schema[i].Name]
+		if !ok {
+			continue
+		}
+		if reflect.TypeOf(v) != f.Type() {
+			return fmt.Errorf("configs: %s is a %s, not %v", Schema[i].Name, Schema[i].Kind, v)
+		}
+		f.Set(reflect.ValueOf(v))
+	}
+	return s.Validate()
 }
 
 // fields of s in the order of Schema.
@@ -381,7 +448,11 @@ func (s Settings) Validate() error {
 	if err := s.validatePeers(); err != nil {
 		return err
 	}
-	if s.MicroBatchSize > s.MaxNumBatchedTokens {
+	if s.InputLen > 0 && s.Prompts != "" {
+		return &SettingError{Key: "input-len", Value: s.InputLen, Want: "is for generated prompts, and prompts names a file"}
+	}
+	// A policy may yet raise the second.
+	if s.Policy == "none" && s.MicroBatchSize > s.MaxNumBatchedTokens {
 		return &SettingError{
 			Key: "micro-batch-size", Value: s.MicroBatchSize,
 			Want: fmt.Sprintf("must be at most max-num-batched-tokens, %d", s.MaxNumBatchedTokens),

@@ -83,10 +83,15 @@ func NewPlan(c Config) (Plan, error) {
 			}
 		}
 	}
+	return c.Sized(c.Placement.Offloaded(), c.Placement.Largest())
+}
+
+// Sized says what c takes where so many experts are offloaded, largest of them in one
+// layer, wherever: c's Placement is not looked at, and not checked.
+func (c Config) Sized(offloaded, largest int) (Plan, error) {
 	if c.Layout.Size < c.Layout.Bytes() || c.Layout.Size%alignment != 0 {
 		return Plan{}, fmt.Errorf("experts: an extent of %d bytes for an expert of %d; it must be a multiple of %d and hold the expert", c.Layout.Size, c.Layout.Bytes(), alignment)
 	}
-	offloaded, largest := c.Placement.Offloaded(), c.Placement.Largest()
 	if c.RingSlots == 0 {
 		c.RingSlots = 2 * largest
 	}

@@ -34,26 +34,43 @@ func CheckRowMajor(backend, op string, l ExpertLayout) error {
 // PackRowMajor is Backend.PackExpert for the row-major layout. Errors begin with the
 // backend's name.
 func PackRowMajor(backend string, l ExpertLayout, part Part, row int, src, dst []byte) error {
-	const op = "pack expert"
-	if err := CheckRowMajor(backend, op, l); err != nil {
+	if err := CheckRowMajor(backend, packExpert, l); err != nil {
 		return err
 	}
-	if part > W2 {
-		return fmt.Errorf("%s: %s: no matrix %d", backend, op, part)
+	if err := CheckPack(backend, l, part, row, src, dst); err != nil {
+		return err
 	}
-	rows, columns := l.Intermediate, l.Hidden
+	rows, columns := partShape(l, part)
+	bytes := columns * l.DType.Size()
+	copy(dst[(int(part)*rows+row)*bytes:], src)
+	return nil
+}
+
+const packExpert = "pack expert"
+
+// partShape is the shape of one matrix of an expert.
+func partShape(l ExpertLayout, part Part) (rows, columns int) {
 	if part == W2 {
-		rows, columns = columns, rows
+		return l.Hidden, l.Intermediate
 	}
+	return l.Intermediate, l.Hidden
+}
+
+// CheckPack checks the arguments of Backend.PackExpert but for the layout's tag.
+// Errors begin with the backend's name.
+func CheckPack(backend string, l ExpertLayout, part Part, row int, src, dst []byte) error {
+	if part > W2 {
+		return fmt.Errorf("%s: %s: no matrix %d", backend, packExpert, part)
+	}
+	rows, columns := partShape(l, part)
 	bytes := columns * l.DType.Size()
 	switch n := len(src) / bytes; {
 	case len(src)%bytes != 0:
-		return fmt.Errorf("%s: %s: %d bytes of %s, want a multiple of a row's %d", backend, op, len(src), part, bytes)
+		return fmt.Errorf("%s: %s: %d bytes of %s, want a multiple of a row's %d", backend, packExpert, len(src), part, bytes)
 	case row < 0 || row+n > rows:
-		return fmt.Errorf("%s: %s: rows [%d, %d) of %s, which has %d", backend, op, row, row+n, part, rows)
+		return fmt.Errorf("%s: %s: rows [%d, %d) of %s, which has %d", backend, packExpert, row, row+n, part, rows)
 	case int64(len(dst)) < l.Size:
-		return fmt.Errorf("%s: %s: an extent of %d bytes, want %d", backend, op, len(dst), l.Size)
+		return fmt.Errorf("%s: %s: an extent of %d bytes, want %d", backend, packExpert, len(dst), l.Size)
 	}
-	copy(dst[int(part)*rows*bytes+row*bytes:], src)
 	return nil
 }

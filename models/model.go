@@ -203,9 +203,9 @@ func newWorkspace(c *Config, act kernels.DType, l Limits, base device.Addr) work
 	return w
 }
 
-// WorkspaceBytes is the size of the workspace that NewModel needs: activations
-// of a group, RoPE tables and activation counts.
-func WorkspaceBytes(c *Config, b kernels.Backend, l Limits) int64 {
+// WorkspaceBytes is the size of the workspace that NewModel needs for a backend of
+// that activation type: activations of a group, RoPE tables and activation counts.
+func WorkspaceBytes(c *Config, b interface{ ActivationDType() kernels.DType }, l Limits) int64 {
 	return newWorkspace(c, b.ActivationDType(), l, 0).bytes
 }
 

@@ -26,7 +26,7 @@ func (n *Node) machines(o *Options) error {
 			return fail(ErrConfig, errors.New("emulate is for emulated devices and device is cuda: leave one of them out"))
 		}
 		gpus := []int{s.GPU}
-		if c, err := s.PeerChoice(); err == nil && borrows(s) {
+		if c, err := s.PeerChoice(); err == nil && (borrows(s) || s.Policy != "none" && s.OffloadTier != "host") {
 			gpus = append(gpus, c.GPUs...)
 		}
 		m, b, err := openCUDA(o, gpus, n.config.DType)

@@ -16,6 +16,13 @@
 // copy from the store and gives the peers their memory back cleared, then the store,
 // whose host copies had everything all along, then transfers.
 //
+// # Planning
+//
+// What an engine takes of which memory is worked out in one place (footprint), which a
+// node's own budget and the planner's problems both ask. Plan finds or judges a policy;
+// with the setting policy, Open follows one: it changes those settings that nobody has
+// given, and nothing else.
+//
 // # What it is not
 //
 // It parses no flags and prints nothing (cmd/moeserve does), and runs no request

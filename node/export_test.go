@@ -10,3 +10,6 @@ func (n *Node) Harvest() *harvest.Runtime { return n.harvest }
 
 // Machine is what the node runs on.
 func (n *Node) Machine() device.Machine { return n.machine }
+
+// PresetOf is presetOf.
+var PresetOf = presetOf

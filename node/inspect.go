@@ -12,9 +12,12 @@ import (
 
 // Inspection is what Open would do with the same options.
 type Inspection struct {
-	Model  string
-	Config *models.Config
-	Sizes  Sizes
+	// Settings, with what a policy has changed; Planned is that policy, or nil.
+	Settings configs.Settings
+	Planned  *Planned
+	Model    string
+	Config   *models.Config
+	Sizes    Sizes
 	// Routing and DType in words: how experts are chosen, the type of weights.
 	Routing, DType string
 	// Local and Offloaded experts, and the tier of each.
@@ -59,21 +62,18 @@ func Inspect(o Options) (_ *Inspection, err error) {
 	}
 	defer func() { err = errors.Join(err, fail(ErrModel, model.Close())) }()
 	n.name, n.config = model.Name, model.Config
-	if err := n.machines(&o); err != nil {
+	if err := n.prepare(&o, model.Source); err != nil {
 		return nil, err
 	}
-	if err := n.choosePeers(&o.Settings); err != nil {
+	if err := n.follow(&o); err != nil {
 		return nil, fail(ErrConfig, err)
-	}
-	if n.layout, err = models.NewLayout(n.config, model.Source, n.cast()); err != nil {
-		return nil, fail(ErrModel, err)
 	}
 	needs, err := n.needs(&o)
 	if err != nil {
 		return nil, fail(ErrConfig, err)
 	}
 	in := &Inspection{
-		Model: n.name, Config: n.config, Sizes: SizesOf(n.config, n.layout),
+		Settings: n.settings, Planned: n.planned, Model: n.name, Config: n.config, Sizes: SizesOf(n.config, n.layout),
 		Routing: routing(n.config.Route), DType: n.config.DType.String(),
 		Local: n.plan.LocalExperts, Offloaded: n.plan.OffloadedExperts,
 		Demands: []Demand{needs.device, needs.host}, KVBlockBytes: needs.kv.BlockBytes(),

@@ -11,10 +11,10 @@ import (
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/device/emulated"
 	"github.com/moeserve/moeserve/experts"
-	"github.com/moeserve/moeserve/harvest"
+	"github.com/moeserve/moeserve/kernels"
 	"github.com/moeserve/moeserve/kvcache"
-	"github.com/moeserve/moeserve/models"
 	"github.com/moeserve/moeserve/pipeline"
+	"github.com/moeserve/moeserve/planner"
 )
 
 // budget works out what lies where, before anything is taken, and how many blocks
@@ -28,7 +28,13 @@ func (n *Node) budget(o *Options) (kvcache.Shape, int, error) {
 	if err != nil {
 		return kvcache.Shape{}, 0, err
 	}
-	n.limits.MaxModelLen = fit.MaxModelLen
+	if fit.MaxModelLen < n.limits.MaxModelLen {
+		// Tables of shorter sequences take less.
+		n.footprint.maxModelLen = fit.MaxModelLen
+		if w, err = n.needs(o); err != nil {
+			return kvcache.Shape{}, 0, err
+		}
+	}
 	if err := n.together(w.device.Need(), w.host.Need()); err != nil {
 		return kvcache.Shape{}, 0, err
 	}
@@ -66,38 +72,19 @@ type needs struct {
 
 // needs works out plan and limits, and what they take of which memory.
 func (n *Node) needs(o *Options) (*needs, error) {
-	s, c := &o.Settings, n.config
-	n.limits = models.Limits{
-		MaxRows: s.MaxNumBatchedTokens, MaxSeqs: min(s.MaxNumSeqs, s.MaxNumBatchedTokens),
-		MaxModelLen: c.MaxPositions, BlockTokens: kvcache.DefaultBlockTokens,
-	}
-	n.limits.MaxLogits = n.limits.MaxSeqs
-	if o.HostLogits {
-		n.limits.MaxLogits = n.limits.MaxRows
-	}
-	if s.MaxModelLen > 0 && s.MaxModelLen < n.limits.MaxModelLen {
-		n.limits.MaxModelLen = s.MaxModelLen
-	}
-	n.limits.MaxTopLogProbs = topLogProbs
-	// Whatever one request adjusts has room, and, up to a bound, what all of them have
-	// seen.
-	n.limits.MaxAdjust = max(c.Vocab, min(1<<20, n.limits.MaxSeqs*min(n.limits.MaxModelLen, c.Vocab)))
-	var layers []int
-	for l, dense := range c.Dense {
-		if !dense {
-			layers = append(layers, l)
-		}
-	}
-	layout, err := n.backend.ExpertLayout(c.ExpertShape(n.layout.ExpertDType))
+	s, f := &o.Settings, n.footprint
+	n.limits = f.limits(s.MaxNumBatchedTokens, s.MaxNumSeqs)
+	placement, err := n.placement(s, f.layers)
 	if err != nil {
 		return nil, err
 	}
-	placement, err := n.placement(s, layers)
-	if err != nil {
+	store := f.experts(placement.Largest())
+	store.Placement = placement
+	if n.plan, err = experts.NewPlan(store); err != nil {
 		return nil, err
 	}
-	if n.plan, err = experts.NewPlan(experts.Config{Layers: layers, Experts: c.Experts, Layout: layout, Placement: placement, Adaptive: s.AdaptLocal, RingSlots: o.RingLayers * placement.Largest()}); err != nil {
-		return nil, err
+	if n.plan.OffloadedExperts == 0 {
+		n.peers = nil
 	}
 	usage, err := n.machine.Usage(n.space)
 	if err != nil {
@@ -107,56 +94,29 @@ func (n *Node) needs(o *Options) (*needs, error) {
 	if err != nil {
 		return nil, err
 	}
-	steps := n.steps(o)
-	rows, group := steps.RowDataBytes(n.limits), steps.GroupLimits(n.limits)
-	var zeros int64 // that borrowed memory is cleared with
-	if len(n.peers) > 0 {
-		zeros = harvest.Options{}.EnsureDefaults().ClearBytes
-	}
+	gpu, pinned := f.parts(&n.plan, n.limits, s.MicroBatchSize)
 	return &needs{
-		kv: kvcache.Shape{
-			Layers: c.Layers, KVHeads: c.KVHeads, HeadDim: c.HeadDim,
-			DType: n.backend.ActivationDType(), BlockTokens: kvcache.DefaultBlockTokens,
-		},
+		kv: f.kv(),
 		device: Demand{
-			Space: n.space.String(), Capacity: usage.Capacity - usage.Other, Share: s.GPUMemoryUtilization,
-			Parts: []Part{
-				{"weights but experts", n.layout.Bytes},
-				{"local experts", n.plan.LocalBytes},
-				{"ring of fetched experts", n.plan.RingBytes},
-				{"tables", n.plan.TableBytes},
-				{"activations", int64(steps.Groups()) * models.WorkspaceBytes(c, n.backend, group)},
-				{"row data", rows},
-			},
+			Space: n.space.String(), Capacity: usage.Capacity - usage.Other, Share: s.GPUMemoryUtilization, Parts: gpu,
 			Advice: "offload more experts (offload-fraction), lower max-num-batched-tokens, or give the device more memory",
 		},
 		host: Demand{
-			Space: device.Host.String(), Capacity: host.Capacity - host.Other, Share: 1,
-			Parts: []Part{
-				{"offloaded experts", n.plan.HostBytes},
-				{"loading", n.plan.StagingBytes + uploadBuffers*uploadBytes},
-				{"tables", n.plan.UploadBytes},
-				{"clearing of borrowed memory", zeros},
-				{"row data", rows + steps.BackBytes(c, n.limits)},
-				{"attention", steps.StagingBytes(c, n.backend.ActivationDType(), n.limits)},
-			},
+			Space: device.Host.String(), Capacity: host.Capacity - host.Other, Share: 1, Parts: pinned,
 			Advice: "offload fewer experts (offload-fraction), or give the host more memory",
 		},
 	}, nil
 }
 
-// steps says how the settings have steps run, without what runs them.
-func (n *Node) steps(o *Options) pipeline.Options {
-	s := &o.Settings
-	p := pipeline.Options{
-		Machine: n.machine, Space: n.space, Limits: n.limits, HostLogits: o.HostLogits,
-		MicroBatchRows: s.MicroBatchSize, MicroBatches: s.NumMicroBatches,
-	}
+// steps says how the settings have steps run, without what runs them; host attends where
+// that is the CPU's.
+func steps(s *configs.Settings, host kernels.Backend, hostLogits bool) pipeline.Options {
+	p := pipeline.Options{HostLogits: hostLogits, MicroBatchRows: s.MicroBatchSize, MicroBatches: s.NumMicroBatches}
 	if s.ExpertGrouping == "micro-batch" {
 		p.Grouping = pipeline.ByMicroBatch
 	}
 	if s.Attention == "cpu" {
-		p.HostAttention = n.host
+		p.HostAttention = host
 	}
 	return p
 }
@@ -229,8 +189,8 @@ func spans(numbers []int) string {
 func (n *Node) fit(o *Options, w *needs) (KVFit, error) {
 	s := &o.Settings
 	if _, err := w.device.Room(); err != nil {
-		if f, ok := n.fraction(*o); ok {
-			err = fmt.Errorf("%w; with offload-fraction %.2f it would fit", err, f)
+		if f, ok := n.fraction(s); ok {
+			err = fmt.Errorf("%w; with offload-fraction %v it would fit", err, f)
 		}
 		return KVFit{}, err
 	}
@@ -240,29 +200,22 @@ func (n *Node) fit(o *Options, w *needs) (KVFit, error) {
 	return n.cache(s, w)
 }
 
-// fraction is the least offload fraction, in steps of 0.05, with which the model would
-// fit, and false where there is none above the one asked for.
-func (n *Node) fraction(o Options) (float64, bool) {
-	if o.Settings.LocalExperts != "" {
+// fraction is the least offload fraction with which the model would fit, and false
+// where there is none above the one asked for.
+func (n *Node) fraction(s *configs.Settings) (float64, bool) {
+	if s.LocalExperts != "" {
 		return 0, false
 	}
-	for f := 5; f <= 100; f += 5 {
-		if o.Settings.OffloadFraction >= float64(f)/100 {
-			continue
-		}
-		o.Settings.OffloadFraction = float64(f) / 100
-		w, err := n.needs(&o)
-		if err != nil {
-			return 0, false
-		}
-		if _, err := w.host.Room(); err != nil {
-			return 0, false // and more would not fit, either
-		}
-		if _, err := n.cache(&o.Settings, w); err == nil {
-			return o.Settings.OffloadFraction, true
-		}
+	all := func(string) bool { return true }
+	p, err := n.problem(s, all, planner.Workload{PromptTokens: 1, NewTokens: 1})
+	if err != nil {
+		return 0, false
 	}
-	return 0, false
+	local, ok := p.MostLocal(planner.Policy{Batch: 1})
+	if !ok || local >= n.plan.LocalExperts {
+		return 0, false
+	}
+	return fractionOf(p.Model.ExpertCount()-local, p.Model.ExpertCount()), true
 }
 
 // hostKVShare of the host's room may be keys and values: the rest of the machine lives

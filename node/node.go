@@ -24,6 +24,7 @@ import (
 	"github.com/moeserve/moeserve/models/tiny"
 	"github.com/moeserve/moeserve/models/tokenizer"
 	"github.com/moeserve/moeserve/pipeline"
+	"github.com/moeserve/moeserve/planner"
 	"github.com/moeserve/moeserve/rebalancer"
 	"github.com/moeserve/moeserve/transfer"
 )
@@ -60,6 +61,11 @@ type Options struct {
 	HostLogits bool
 	// WithoutTokenizer leaves the tokenizer unread, for checkpoints that have none.
 	WithoutTokenizer bool
+	// Given says of a setting, by its key, whether somebody has given it: a policy does
+	// not change those. Default: those that are not at their defaults.
+	Given func(key string) bool
+	// Workload is what a policy is made for. Default: DefaultWorkload.
+	Workload planner.Workload
 	// Progress, which may be nil, is called while weights are loaded, with bytes.
 	Progress func(done, total int64)
 	// Log gets what an operator can act on. Default: none.
@@ -91,8 +97,12 @@ type Node struct {
 	settings configs.Settings
 	config   *models.Config
 	layout   *models.Layout
-	machine  device.Machine
-	space    device.Space
+	// footprint of the model on the machine.
+	footprint *footprint
+	// planned is what the policy says; nil where there is none.
+	planned *Planned
+	machine device.Machine
+	space   device.Space
 	// opened are the driver's numbers of the machine's GPUs; nil where it is emulated.
 	opened []int
 	// peers may be borrowed from, as policy says.
@@ -261,14 +271,11 @@ func Open(ctx context.Context, o Options) (_ *Node, err error) {
 	if err := n.openTraceFile(); err != nil {
 		return nil, fail(ErrConfig, err)
 	}
-	if err := n.machines(&o); err != nil {
+	if err := n.prepare(&o, model.Source); err != nil {
 		return nil, err
 	}
-	if err := n.choosePeers(&o.Settings); err != nil {
+	if err := n.follow(&o); err != nil {
 		return nil, fail(ErrConfig, err)
-	}
-	if n.layout, err = models.NewLayout(n.config, model.Source, n.cast()); err != nil {
-		return nil, fail(ErrModel, err)
 	}
 	kv, blocks, err := n.budget(&o)
 	if err != nil {
@@ -279,6 +286,29 @@ func Open(ctx context.Context, o Options) (_ *Node, err error) {
 	}
 	o.Log.Info("node ready", "model", n.name, "load_seconds", n.loadTime.Seconds(), "kv_blocks", blocks, "max_model_len", n.limits.MaxModelLen)
 	return n, nil
+}
+
+// prepare opens the devices and lays the model out on them.
+func (n *Node) prepare(o *Options, src models.Source) error {
+	if err := n.machines(o); err != nil {
+		return err
+	}
+	if err := n.choosePeers(&o.Settings); err != nil {
+		return fail(ErrConfig, err)
+	}
+	var err error
+	if n.layout, err = models.NewLayout(n.config, src, n.cast()); err != nil {
+		return fail(ErrModel, err)
+	}
+	usage, err := n.machine.Usage(n.space)
+	if err != nil {
+		return fail(ErrDevice, err)
+	}
+	n.footprint, err = newFootprint(footprint{
+		config: n.config, layout: n.layout, types: n.backend, ringLayers: o.RingLayers, adaptive: o.Settings.AdaptLocal,
+		steps: steps(&o.Settings, n.host, o.HostLogits), clears: len(n.peers) > 0, kernels: usage.Allocated,
+	}, o.Settings.MaxModelLen)
+	return fail(ErrConfig, err)
 }
 
 // text reads tokenizer and chat template, where the model has files.
@@ -320,7 +350,8 @@ func (n *Node) assemble(ctx context.Context, o *Options, src models.Source, kv k
 	if err != nil {
 		return fail(ErrDevice, err)
 	}
-	steps := n.steps(o)
+	steps := steps(&n.settings, n.host, o.HostLogits)
+	steps.Machine, steps.Space, steps.Limits = n.machine, n.space, n.limits
 	group := make([]*models.Model, 2)[:steps.Groups()]
 	limits, weights := steps.GroupLimits(n.limits), n.layout.Bind(arena.Range(0, n.layout.Bytes).Addr)
 	for i := range group {
@@ -481,6 +512,12 @@ func (n *Node) EncodePrompt(text string, asChat bool) ([]int32, error) {
 	// The template has written the special tokens out.
 	return n.tokenizer.Encode(text, false), nil
 }
+
+// Settings that the node runs with: a policy may have changed them.
+func (n *Node) Settings() configs.Settings { return n.settings }
+
+// Planned is what the policy says; nil where there is none.
+func (n *Node) Planned() *Planned { return n.planned }
 
 // Config of the model.
 func (n *Node) Config() *models.Config { return n.config }

@@ -21,12 +21,14 @@ const (
 	giveBack = 30 * time.Second
 )
 
-// borrows says whether offloaded experts may lie with peers.
+// borrows says whether offloaded experts may lie with peers, as far as the settings
+// tell: a policy may yet offload some.
 func borrows(s *configs.Settings) bool {
 	return s.OffloadTier != "host" && (s.OffloadFraction > 0 || s.LocalExperts != "")
 }
 
-// choosePeers works out which memories of the machine are borrowed from.
+// choosePeers works out which memories of the machine may be borrowed from. Where it
+// turns out that nothing is offloaded, none is.
 func (n *Node) choosePeers(s *configs.Settings) error {
 	c, err := s.PeerChoice()
 	if err != nil {
@@ -54,10 +56,10 @@ func (n *Node) choosePeers(s *configs.Settings) error {
 	if err := (harvest.Options{Machine: n.machine, Peers: peers, Reader: n.space}).EnsureDefaults().Validate(); err != nil {
 		return err
 	}
-	if !borrows(s) {
+	if s.OffloadTier == "host" {
 		return nil
 	}
-	if s.OffloadTier == "peer" && len(peers) == 0 {
+	if borrows(s) && s.OffloadTier == "peer" && len(peers) == 0 {
 		if n.opened != nil {
 			return errors.New("offload-tier is peer and peers names no GPU: name those whose memory may be borrowed")
 		}

@@ -15,15 +15,23 @@ type Sizes struct {
 	// and what their keys and values take.
 	KVBlockTokens int
 	KVBlock       int64
+	// MinKVBlocks are on the GPU whatever the batch; 0: what the batch takes.
+	MinKVBlocks int
 	// Ring is how many slots the ring of fetched experts has where a layer misses at
 	// most so many. It must not fall when they rise. Default: twice as many.
 	Ring func(missing int) int
-	// Workspace is what activations take of the GPU's and the host's memory, for
-	// steps of at most so many rows, micro-batches of so many, and so many sequences.
-	// It must not fall when any of them rises. Default: what package models takes.
+	// Beside is what experts take of the GPU's and the host's memory beside the ring,
+	// the places of local ones and the host copies of the others, where so many are
+	// local: spare places, further host copies, buffers for loading. On the GPU it is
+	// the same for all numbers but none and all. Default: nothing.
+	Beside func(local int) (gpu, host int64)
+	// Workspace is what activations and row data take of the GPU's and the host's
+	// memory, for steps of at most so many rows, micro-batches of so many, and so many
+	// sequences. It must not fall when rows or sequences rise. Default: what package
+	// models takes.
 	Workspace func(rows, microBatch, sequences int) (gpu, host int64)
 	// GPUFixed, HostFixed and PeerFixed are whatever depends on none of it: tables,
-	// row data, staging, relay buffers.
+	// relay buffers.
 	GPUFixed, HostFixed, PeerFixed int64
 }
 
@@ -44,6 +52,9 @@ func (s Sizes) withDefaults(m *Model) Sizes {
 	}
 	if s.Ring == nil {
 		s.Ring = func(missing int) int { return 2 * missing }
+	}
+	if s.Beside == nil {
+		s.Beside = func(int) (gpu, host int64) { return 0, 0 }
 	}
 	if s.Workspace == nil {
 		s.Workspace = m.workspace
@@ -119,9 +130,9 @@ func (s Space) String() string {
 		if b.Len() > 0 {
 			b.WriteString(", ")
 		}
-		fmt.Fprintf(&b, "%s %s", p.Name, gib(p.Bytes))
+		fmt.Fprintf(&b, "%s %s", p.Name, binary(p.Bytes))
 	}
-	return fmt.Sprintf("%s: %s needed (%s), %s of %s may be used", s.Name, gib(s.Need()), b.String(), gib(s.Usable), gib(s.Capacity))
+	return fmt.Sprintf("%s: %s needed (%s), %s of %s may be used", s.Name, binary(s.Need()), b.String(), binary(s.Usable), binary(s.Capacity))
 }
 
 // Memory is what a policy needs of each memory.
@@ -162,21 +173,34 @@ func (e *MisfitError) describe(p Policy) string {
 	return text
 }
 
-func gib(n int64) string { return fmt.Sprintf("%.2f GiB", float64(n)/(1<<30)) }
+// binary prints a number of bytes.
+func binary(n int64) string {
+	v, unit := float64(n), "B"
+	for _, next := range []string{"KiB", "MiB", "GiB"} {
+		if v < 1024 {
+			break
+		}
+		v, unit = v/1024, next
+	}
+	if unit == "B" {
+		return fmt.Sprintf("%d B", n)
+	}
+	return fmt.Sprintf("%.2f %s", v, unit)
+}
 
 // usage is Memory in the making.
 type usage struct {
-	other, local, ring, kv, staging, activations, fixed int64 // GPU
-	offloaded, hostKV, handOver, hostActivations        int64 // host
-	peer                                                int64
+	other, local, beside, ring, kv, staging, activations, fixed int64 // GPU
+	offloaded, hostBeside, hostKV, handOver, hostActivations    int64 // host
+	peer                                                        int64
 }
 
 func (u *usage) gpu() int64 {
-	return u.other + u.local + u.ring + u.kv + u.staging + u.activations + u.fixed
+	return u.other + u.local + u.beside + u.ring + u.kv + u.staging + u.activations + u.fixed
 }
 
 func (u *usage) host(s *Sizes) int64 {
-	return u.offloaded + u.hostKV + u.handOver + u.hostActivations + s.HostFixed
+	return u.offloaded + u.hostBeside + u.hostKV + u.handOver + u.hostActivations + s.HostFixed
 }
 
 // usage works out what a normal policy takes.
@@ -190,10 +214,11 @@ func (p *Problem) usage(x *Policy) usage {
 	onHost := int64(x.KVOnHost * float64(blocks))
 	u := usage{
 		other: s.Other, local: int64(x.LocalExperts) * s.Expert, ring: int64(s.Ring(largest)) * s.Expert,
-		kv: (blocks - onHost) * s.KVBlock, fixed: s.GPUFixed,
+		kv: max(blocks-onHost, int64(s.MinKVBlocks)) * s.KVBlock, fixed: s.GPUFixed,
 		offloaded: int64(missing) * s.Expert, hostKV: onHost * s.KVBlock,
 		peer: int64(x.PeerExperts)*s.Expert + s.PeerFixed,
 	}
+	u.beside, u.hostBeside = s.Beside(x.LocalExperts)
 	u.activations, u.hostActivations = s.Workspace(max(x.Batch, x.PrefillTokens), x.MicroBatch, x.Batch)
 	switch {
 	case x.Attention == OnCPU:
@@ -215,13 +240,15 @@ func (p *Problem) memory(x *Policy) Memory {
 	}
 	return Memory{
 		GPU: space("gpu", p.Hardware.GPUMemory, p.Shares.GPU,
-			Part{"weights but experts", u.other}, Part{"local experts", u.local}, Part{"ring of fetched experts", u.ring},
-			Part{"keys and values", u.kv}, Part{"keys and values streaming in", u.staging}, Part{"activations", u.activations}, Part{"fixed", u.fixed}),
+			Part{"weights but experts", u.other}, Part{"local experts", u.local}, Part{"spare places of experts", u.beside},
+			Part{"ring of fetched experts", u.ring}, Part{"keys and values", u.kv}, Part{"keys and values streaming in", u.staging},
+			Part{"activations and row data", u.activations}, Part{"tables and the rest", u.fixed}),
 		Host: space("host", p.Hardware.HostMemory, p.Shares.Host,
-			Part{"offloaded experts", u.offloaded}, Part{"keys and values", u.hostKV}, Part{"rows of attention", u.handOver},
-			Part{"activations", u.hostActivations}, Part{"fixed", p.Sizes.HostFixed}),
+			Part{"offloaded experts", u.offloaded}, Part{"loading, and copies of local experts", u.hostBeside},
+			Part{"keys and values", u.hostKV}, Part{"rows of attention", u.handOver},
+			Part{"row data and results", u.hostActivations}, Part{"tables and the rest", p.Sizes.HostFixed}),
 		Peer: space("peers", p.Hardware.PeerMemory, p.Shares.Peer,
-			Part{"offloaded experts", int64(x.PeerExperts) * p.Sizes.Expert}, Part{"fixed", p.Sizes.PeerFixed}),
+			Part{"offloaded experts", int64(x.PeerExperts) * p.Sizes.Expert}, Part{"the rest", p.Sizes.PeerFixed}),
 	}
 }
 
@@ -243,27 +270,33 @@ func (p *Problem) mostLocal(x Policy) (int, bool) {
 	x.LocalExperts, x.PeerExperts = total, 0
 	u := p.usage(&x)
 	room := usable(p.Hardware.GPUMemory, p.Shares.GPU) - (u.gpu() - u.local - u.ring)
-	hostRoom := usable(p.Hardware.HostMemory, p.Shares.Host) - u.host(s)
-	if hostRoom < 0 {
-		return 0, false
+	if p.fits(&x) {
+		return total, true
 	}
+	// Between none and all, spare places are always as many.
+	some := u.beside
+	if total > 1 {
+		some, _ = s.Beside(1)
+	}
+	room -= some - u.beside
 	// The ring grows with the largest number that a layer misses, so try that number
 	// upwards: the first that leaves room leaves the most.
-	for missing := range m.Experts + 1 {
+	for missing := 1; missing <= m.Experts; missing++ {
 		left := room - int64(s.Ring(missing))*s.Expert
 		if left < 0 {
-			return 0, false
+			break
 		}
-		least, most := total-missing*layers, total
-		if missing > 0 {
-			most = total - (missing-1)*layers - 1
+		least, most := max(1, total-missing*layers), total-(missing-1)*layers-1
+		if x.LocalExperts = int(min(int64(most), left/s.Expert)); x.LocalExperts < least {
+			continue
 		}
-		local := int(min(int64(most), left/s.Expert))
-		if local >= least {
-			return local, int64(total-local)*s.Expert <= hostRoom
+		if p.fits(&x) {
+			return x.LocalExperts, true
 		}
+		break // the host's memory does not hold the others
 	}
-	return 0, false
+	x.LocalExperts = 0
+	return 0, p.fits(&x)
 }
 
 // misfit explains why a normal policy does not fit; nil if it does.

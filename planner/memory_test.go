@@ -30,6 +30,7 @@ func TestMemoryIsTheEngines(t *testing.T) {
 		Workspace: func(rows, microBatch, sequences int) (int64, int64) {
 			return int64(rows)*1000 + int64(microBatch), int64(sequences) * 10
 		},
+		Beside:   func(local int) (int64, int64) { return 2 << 20, int64(local) },
 		GPUFixed: 7, HostFixed: 11, PeerFixed: 13,
 	}
 	// 100 missing of 32 layers: at most 4 in one. 109 tokens take 4 blocks of 32.
@@ -42,17 +43,19 @@ func TestMemoryIsTheEngines(t *testing.T) {
 	}{
 		{m.GPU, "weights but experts", 3 << 30},
 		{m.GPU, "local experts", 156 * 400 << 20},
+		{m.GPU, "spare places of experts", 2 << 20},
+		{m.Host, "loading, and copies of local experts", 156},
 		{m.GPU, "ring of fetched experts", 5 * 400 << 20},
 		{m.GPU, "keys and values", 3000 * 5 << 20},
 		{m.GPU, "keys and values streaming in", 2 * 0.25 * 100 * 4 * (5 << 20) / 32},
-		{m.GPU, "activations", 5_000_100},
-		{m.GPU, "fixed", 7},
+		{m.GPU, "activations and row data", 5_000_100},
+		{m.GPU, "tables and the rest", 7},
 		{m.Host, "offloaded experts", 100 * 400 << 20},
 		{m.Host, "keys and values", 1000 * 5 << 20},
-		{m.Host, "activations", 10_000},
-		{m.Host, "fixed", 11},
+		{m.Host, "row data and results", 10_000},
+		{m.Host, "tables and the rest", 11},
 		{m.Peer, "offloaded experts", 30 * 400 << 20},
-		{m.Peer, "fixed", 13},
+		{m.Peer, "the rest", 13},
 	} {
 		if got := part(t, c.space, c.name); got != c.want {
 			t.Errorf("%s, %s: %d bytes, want %d", c.space.Name, c.name, got, c.want)
@@ -84,7 +87,7 @@ func TestMisfit(t *testing.T) {
 	if len(m.Nearest) != 2 || m.Nearest[0].Batch != 4536 || m.Nearest[0].LocalExperts >= 256 || m.Nearest[1].LocalExperts != 256 || m.Nearest[1].Batch >= 4536 {
 		t.Fatalf("%+v", m.Nearest)
 	}
-	want := "planner: memory does not hold a batch of 4536 with 0 of 256 experts offloaded (0.0 %): gpu: 150.52 GiB needed (weights but experts 2.99 GiB, local experts 84.00 GiB, keys and values 62.02 GiB, activations 1.52 GiB), 139.80 GiB of 139.80 GiB may be used; what fits: a batch of 4536 with 37 of 256 experts offloaded (14.5 %), or a batch of 3759 with 0 of 256 experts offloaded (0.0 %)"
+	want := "planner: memory does not hold a batch of 4536 with 0 of 256 experts offloaded (0.0 %): gpu: 150.52 GiB needed (weights but experts 2.99 GiB, local experts 84.00 GiB, keys and values 62.02 GiB, activations and row data 1.52 GiB), 139.80 GiB of 139.80 GiB may be used; what fits: a batch of 4536 with 37 of 256 experts offloaded (14.5 %), or a batch of 3759 with 0 of 256 experts offloaded (0.0 %)"
 	if err.Error() != want {
 		t.Errorf("got  %s\nwant %s", err, want)
 	}
@@ -140,6 +143,19 @@ func TestNearest(t *testing.T) {
 		p := problem(t, rapid.SampledFrom(modelNames).Draw(rt, "model"), rapid.SampledFrom(hardwareNames).Draw(rt, "hardware"))
 		if rapid.Bool().Draw(rt, "narrow ring") {
 			p.Sizes.Ring = func(missing int) int { return missing }
+		}
+		if total := p.Model.ExpertCount(); rapid.Bool().Draw(rt, "adaptive") {
+			p.Sizes.Beside = func(local int) (gpu, host int64) {
+				if local == 0 || local == total {
+					return 0, 0
+				}
+				return 2 * p.Model.ExpertBytes(), int64(local) * p.Model.ExpertBytes()
+			}
+		} else if rapid.Bool().Draw(rt, "loading") {
+			p.Sizes.Beside = func(local int) (gpu, host int64) { return 0, int64(min(local, 1)) << 30 }
+		}
+		if rapid.Bool().Draw(rt, "little host memory") {
+			p.Hardware.HostMemory = int64(rapid.Float64Range(0.1, 2).Draw(rt, "of all experts") * float64(p.Model.ExpertCount()) * float64(p.Model.ExpertBytes()))
 		}
 		n, err := p.normalized()
 		if err != nil {

@@ -1,6 +1,13 @@
 package planner
 
-import "fmt"
+import (
+	"bytes"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+)
 
 // Place is where attention runs while tokens are decoded.
 type Place uint8
@@ -12,7 +19,27 @@ const (
 	OnCPU
 )
 
-func (p Place) String() string { return [...]string{"gpu", "cpu"}[p] }
+var placeNames = []string{"gpu", "cpu"}
+
+func (p Place) String() string { return placeNames[p] }
+
+// MarshalText writes the place's name.
+func (p Place) MarshalText() ([]byte, error) { return []byte(p.String()), nil }
+
+// UnmarshalText reads the place's name.
+func (p *Place) UnmarshalText(text []byte) error {
+	i, err := named(text, placeNames)
+	*p = Place(i)
+	return err
+}
+
+func named(text []byte, names []string) (int, error) {
+	i := slices.Index(names, string(text))
+	if i < 0 {
+		return 0, fmt.Errorf("%q is none of %s", text, strings.Join(names, ", "))
+	}
+	return i, nil
+}
 
 // Grouping says how often a step runs a layer's experts.
 type Grouping uint8
@@ -26,32 +53,75 @@ const (
 	PerMicroBatch
 )
 
-func (g Grouping) String() string { return [...]string{"layer", "micro-batch"}[g] }
+var groupingNames = []string{"layer", "micro-batch"}
+
+func (g Grouping) String() string { return groupingNames[g] }
+
+// MarshalText writes the grouping's name.
+func (g Grouping) MarshalText() ([]byte, error) { return []byte(g.String()), nil }
+
+// UnmarshalText reads the grouping's name.
+func (g *Grouping) UnmarshalText(text []byte) error {
+	i, err := named(text, groupingNames)
+	*g = Grouping(i)
+	return err
+}
 
 // Policy is how a batch is run.
 type Policy struct {
 	// Batch is the number of sequences decoded at once.
-	Batch int
+	Batch int `json:"batch"`
 	// MicroBatch is the number of rows that go through attention at once. Default:
 	// Batch.
-	MicroBatch int
-	Grouping   Grouping
-	Attention  Place
+	MicroBatch int      `json:"micro_batch"`
+	Grouping   Grouping `json:"expert_grouping"`
+	Attention  Place    `json:"attention"`
 	// PrefillTokens is the most prompt tokens of a step. Default: those of all
 	// sequences.
-	PrefillTokens int
+	PrefillTokens int `json:"prefill_tokens"`
 	// LocalExperts live in the GPU's memory, of all layers together, spread evenly:
 	// layers differ by one at most. The rest is offloaded and lies in host memory;
 	// PeerExperts of those are also in peers' memory, and fetched from there.
-	LocalExperts, PeerExperts int
+	LocalExperts int `json:"local_experts"`
+	PeerExperts  int `json:"peer_experts"`
 	// KVOnHost is the share of keys and values that lies in host memory, 0 to 1. It
 	// is 1 with attention on the CPU; on the GPU that share streams in every step.
-	KVOnHost float64
+	KVOnHost float64 `json:"kv_on_host"`
 	// HostPaths is over how many paths copies from the host go. Default: 1.
-	HostPaths int
+	HostPaths int `json:"host_paths"`
 	// ChosenOnly fetches only the experts that the router chose, and only then;
 	// otherwise all offloaded experts stream in, a layer ahead.
-	ChosenOnly bool
+	ChosenOnly bool `json:"chosen_only"`
+}
+
+// ParsePolicy reads a policy from JSON with the keys of Policy, of which batch and
+// local_experts must be there; or from an object that has one under "policy" beside
+// other things. Another key is an error.
+func ParsePolicy(data []byte) (Policy, error) {
+	var around struct {
+		Policy json.RawMessage `json:"policy"`
+	}
+	if err := json.Unmarshal(data, &around); err != nil {
+		return Policy{}, fmt.Errorf("planner: read policy: %w", err)
+	}
+	if around.Policy != nil {
+		data = around.Policy
+	}
+	var x struct {
+		Policy
+		Batch        *int `json:"batch"`
+		LocalExperts *int `json:"local_experts"`
+	}
+	d := json.NewDecoder(bytes.NewReader(data))
+	d.DisallowUnknownFields()
+	if err := d.Decode(&x); err != nil {
+		return Policy{}, fmt.Errorf("planner: read policy: %w", err)
+	}
+	if x.Batch == nil || x.LocalExperts == nil {
+		return Policy{}, errors.New("planner: read policy: batch and local_experts must be there")
+	}
+	x.Policy.Batch, x.Policy.LocalExperts = *x.Batch, *x.LocalExperts
+	return x.Policy, nil
 }
 
 // MicroBatches is the number of micro-batches of a step.

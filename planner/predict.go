@@ -302,6 +302,21 @@ func (p Problem) Offload(policy Policy, fraction float64, tier Tier) (Policy, er
 	return policy, nil
 }
 
+// MostLocal is the largest number of local experts with which the policy fits,
+// whatever its own, and false where it fits with none.
+func (p Problem) MostLocal(policy Policy) (int, bool) {
+	n, err := p.normalized()
+	if err != nil {
+		return 0, false
+	}
+	policy.LocalExperts, policy.PeerExperts = 0, 0
+	x, err := n.normal(policy)
+	if err != nil {
+		return 0, false
+	}
+	return n.mostLocal(x)
+}
+
 // Knee is the offload fraction up to which a decode step takes as long as with all
 // experts local: there copies take as long as all else. It is above 1 where even
 // fetching all of them stays hidden.

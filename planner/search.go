@@ -150,8 +150,9 @@ var prefillSteps = []int{2, 3, 4, 6, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4
 // largest that fits (more never cost time), and the batch is looked for on a grid
 // that narrows around the best. Of all that was tried and comes within Slack of the
 // best it takes the simplest schedule (local keys and values, attention on the GPU,
-// one path, all experts streamed), and of these the smallest batch. The result
-// depends on nothing but its arguments.
+// one path, all experts streamed), of these those that take the fewest batches for
+// all requests, and of these the smallest batch. The result depends on nothing but its
+// arguments.
 //
 // If nothing fits, the error is a *MisfitError.
 func (p Problem) Search(c Choices) (Prediction, error) {
@@ -245,12 +246,16 @@ func (s *search) simplest() Policy {
 		switch {
 		case c.rate < enough:
 		case simplest == nil || c.complexity < simplest.complexity,
-			c.complexity == simplest.complexity && c.Batch < simplest.Batch:
+			c.complexity == simplest.complexity && s.rounds(c.Batch) < s.rounds(simplest.Batch),
+			c.complexity == simplest.complexity && s.rounds(c.Batch) == s.rounds(simplest.Batch) && c.Batch < simplest.Batch:
 			simplest = c
 		}
 	}
 	return simplest.Policy
 }
+
+// rounds is how many batches all requests make; 0 where they have no end.
+func (s *search) rounds(batch int) int { return (s.Workload.Requests + batch - 1) / batch }
 
 // keep remembers a policy if it is the best of its batch and complexity.
 func (s *search) keep(x Policy, rate float64) {
@@ -276,10 +281,17 @@ func (s *search) batches() (low, high int) {
 		}
 	}
 	fits := func(b int) bool {
+		// Small micro-batches take less for activations, or more for row data.
+		micros := []int{min(b, max(1, s.choices.MicroBatch))}
+		if s.choices.MicroBatch == 0 {
+			micros = append(micros, (b+max(1, s.choices.MicroBatches)-1)/max(1, s.choices.MicroBatches))
+		}
 		for _, place := range s.choices.Attention {
 			for _, kv := range s.kvShares(place) {
-				if _, ok := s.place(s.policy(b, min(b, max(1, s.choices.MicroBatch)), s.prefillTokens(b)[0], place, Merged, kv, s.choices.HostPaths[0])); ok {
-					return true
+				for _, micro := range micros {
+					if _, ok := s.place(s.policy(b, micro, s.prefillTokens(b)[0], place, Merged, kv, s.choices.HostPaths[0])); ok {
+						return true
+					}
 				}
 			}
 		}
@@ -464,7 +476,7 @@ func (s *search) hopeless(batch int) error {
 	}
 	for _, place := range s.choices.Attention {
 		for _, kv := range s.kvShares(place) {
-			x := s.policy(batch, sizes[len(sizes)-1], s.prefillTokens(batch)[0], place, s.choices.Grouping[0], kv, s.choices.HostPaths[0])
+			x := s.policy(batch, sizes[0], s.prefillTokens(batch)[0], place, s.choices.Grouping[0], kv, s.choices.HostPaths[0])
 			if s.choices.Offload != nil {
 				x.LocalExperts = s.Model.ExpertCount() - s.Model.Offloaded(*s.choices.Offload)
 			}

@@ -100,7 +100,13 @@ func TestSearchMakesSense(t *testing.T) {
 	if r = find("phi-tiny-moe", "h200", Choices{MicroBatches: 14}); r.Policy.MicroBatches() != 14 {
 		t.Errorf("%d micro-batches, 14 are pinned", r.Policy.MicroBatches())
 	}
-	p := problem(t, "phi-tiny-moe", "h200")
+	// A hundred requests are not run as 99 and one.
+	p := problem(t, "qwen1.5-moe-a2.7b", "t4")
+	p.Workload.Requests = 100
+	if r, err := p.Search(Choices{}); err != nil || r.Policy.Batch != 100 {
+		t.Errorf("100 requests: %+v, %v", r.Policy, err)
+	}
+	p = problem(t, "phi-tiny-moe", "h200")
 	p.Workload.Requests = 40
 	if r, err := p.Search(Choices{MaxBatch: 50}); err != nil || r.Policy.Batch > 40 {
 		t.Errorf("%+v, %v", r.Policy, err)

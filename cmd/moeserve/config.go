@@ -7,6 +7,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/moeserve/moeserve/configs"
+	"github.com/moeserve/moeserve/node"
 )
 
 func newConfig(s *streams) *cobra.Command {
@@ -14,7 +15,8 @@ func newConfig(s *streams) *cobra.Command {
 		Use:   "config",
 		Short: "Print all settings, and where each value comes from",
 		Long: `Print all settings, and where each value comes from: a flag, a variable, a file,
-or the defaults, in this order.`,
+or the defaults, in this order. With --policy, what is not given is what the policy
+says for serve: run plans for its one prompt.`,
 		Example: `  moeserve config --offload-fraction 0.5
   moeserve config --json -`,
 		Args: noArguments,
@@ -23,11 +25,34 @@ or the defaults, in this order.`,
 			if err != nil {
 				return err
 			}
+			if err := planned(s, set); err != nil {
+				return err
+			}
 			return printConfig(s, set)
 		},
 	}
 	addSettings(cmd.Flags(), configs.For("config"))
 	return cmd
+}
+
+// planned puts what a policy says into the settings, where there is one.
+func planned(s *streams, set *settings) error {
+	if set.Policy == "none" {
+		return nil
+	}
+	in, err := node.Inspect(node.Options{Settings: set.Settings, Given: set.given, Log: set.logger(s.err)})
+	if err != nil {
+		return err
+	}
+	if in.Planned != nil {
+		for key := range in.Planned.Settings {
+			set.sources[key] = source{Kind: "policy", Name: "policy " + set.Policy}
+		}
+	}
+	format := set.LoadFormat
+	set.Settings = in.Settings
+	set.LoadFormat = format // which Inspect takes no notice of
+	return nil
 }
 
 // hidden stands for the value of a secret.
@@ -45,7 +70,7 @@ type settingResult struct {
 	Value   any    `json:"value"`
 	Default any    `json:"default"`
 	Unit    string `json:"unit,omitempty"`
-	// Source is flag, variable, file or default; Name the flag, variable or file.
+	// Source is flag, variable, file, policy or default; Name the flag, variable or file.
 	Source string `json:"source"`
 	Name   string `json:"name,omitempty"`
 }

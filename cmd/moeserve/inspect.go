@@ -40,10 +40,11 @@ func inspect(s *streams, set *settings) (err error) {
 		return err
 	}
 	defer func() { err = errors.Join(err, res.close()) }()
-	in, err := node.Inspect(node.Options{Settings: set.Settings, Log: set.logger(s.err)})
+	in, err := node.Inspect(node.Options{Settings: set.Settings, Given: set.given, Log: set.logger(s.err)})
 	if err != nil {
 		return err
 	}
+	set.Settings = in.Settings
 	if !res.onStdout() {
 		if err := printInspection(s.out, set, in); err != nil {
 			return err

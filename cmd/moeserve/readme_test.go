@@ -263,8 +263,10 @@ func TestREADMENamesWhatThereIs(t *testing.T) {
 	}
 	flags := pflag.NewFlagSet("all", pflag.ContinueOnError)
 	for _, c := range root.Commands() {
-		c.InitDefaultHelpFlag()
-		flags.AddFlagSet(c.Flags())
+		for _, c := range append(c.Commands(), c) {
+			c.InitDefaultHelpFlag()
+			flags.AddFlagSet(c.Flags())
+		}
 	}
 	for _, m := range regexp.MustCompile(`--([a-z][\w-]*)`).FindAllStringSubmatch(string(text), -1) {
 		if flags.Lookup(m[1]) == nil {

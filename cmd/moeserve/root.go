@@ -24,7 +24,8 @@ all their experts: the others live in host memory and are fetched while the
 device computes.
 
 Settings are taken from flags, then MOESERVE_* variables, then a file (--config,
-else moeserve.yaml in the current directory), then defaults.
+else moeserve.yaml in the current directory), then, with --policy, from that, then
+defaults.
 
 Exit codes: 0 done, 1 failed while running, 2 usage, configuration or prompt,
 3 model, 4 device, 130 interrupted.`,
@@ -49,7 +50,7 @@ Exit codes: 0 done, 1 failed while running, 2 usage, configuration or prompt,
 		printSettings(cmd.OutOrStdout(), cmd.Flags())
 	})
 	root.SetHelpCommand(newHelp())
-	root.AddCommand(newRun(s), newServe(s), newInspect(s), newConfig(s), newCollectEnv(s), newVersion(s), newCompletion(s))
+	root.AddCommand(newRun(s), newServe(s), newInspect(s), newPlan(s), newBench(s), newConfig(s), newCollectEnv(s), newVersion(s), newCompletion(s))
 	return root
 }
 

@@ -18,6 +18,7 @@ import (
 	"github.com/moeserve/moeserve/configs"
 	"github.com/moeserve/moeserve/engine"
 	"github.com/moeserve/moeserve/node"
+	"github.com/moeserve/moeserve/planner"
 )
 
 // maxPromptBytes bounds a prompt on standard input: more than the longest context
@@ -71,6 +72,17 @@ error.`,
 type prompt struct {
 	text string
 	ids  []int32
+}
+
+// workload is what a policy is made for. How many tokens a text has is known only once
+// there is a tokenizer: hardly ever more than one for every two bytes, and what a
+// template puts around them.
+func (p *prompt) workload(set *settings) planner.Workload {
+	tokens := len(p.ids)
+	if p.ids == nil {
+		tokens = len(p.text)/2 + 32
+	}
+	return planner.Workload{PromptTokens: tokens, NewTokens: set.MaxNewTokens, Requests: 1}
 }
 
 // readPrompt finds the prompt in arguments, flags or standard input.
@@ -149,7 +161,7 @@ func run(ctx context.Context, s *streams, set *settings, o *runOptions, args []s
 	}
 	defer func() { err = errors.Join(err, res.close()) }()
 
-	opts := node.Options{Settings: set.Settings, Log: set.logger(s.err)}
+	opts := node.Options{Settings: set.Settings, Given: set.given, Workload: p.workload(set), Log: set.logger(s.err)}
 	if p.ids != nil && set.Model != "" {
 		// Ids need no tokenizer, but where there is one it gives their text.
 		_, err := os.Stat(filepath.Join(set.Model, "tokenizer.json"))
@@ -160,6 +172,7 @@ func run(ctx context.Context, s *streams, set *settings, o *runOptions, args []s
 		return err
 	}
 	defer func() { err = errors.Join(err, n.Close()) }()
+	set.Settings = n.Settings()
 
 	if p.ids == nil {
 		if p.ids, err = n.EncodePrompt(p.text, set.Chat); err != nil {

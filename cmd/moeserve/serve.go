@@ -77,12 +77,16 @@ func serve(ctx context.Context, s *streams, set *settings, o node.Options) (err 
 	if a, ok := listener.Addr().(*net.TCPAddr); ok && !a.IP.IsLoopback() && set.APIKey == "" {
 		log.Warn("whoever can reach this address can use the model; MOESERVE_API_KEY sets a key", "address", listener.Addr().String())
 	}
+	sequences := set.MaxNumSeqs
+	if k, ok := configs.Find("max-num-seqs"); ok && set.Policy != "none" && !set.given(k.Name) {
+		sequences = int(k.Max) // the policy is not known before the devices are
+	}
 	metrics, events := server.NewMetrics(name), server.NewEvents()
 	srv := server.New(server.Options{
 		Metrics: metrics, Events: events, Version: buildInfo().Version, APIKey: set.APIKey,
 		MaxRequestBytes: int64(set.MaxRequestBytes), MaxSamples: set.MaxQueuedRequests,
 		// The engine's queue is what fills up; this only bounds the bodies in memory.
-		MaxConcurrent:  set.MaxNumSeqs + set.MaxQueuedRequests + spareRequests,
+		MaxConcurrent:  sequences + set.MaxQueuedRequests + spareRequests,
 		RequestTimeout: time.Duration(set.RequestTimeout) * time.Second,
 		DrainTimeout:   time.Duration(set.DrainTimeout) * time.Second,
 		Log:            log,
@@ -95,6 +99,7 @@ func serve(ctx context.Context, s *streams, set *settings, o node.Options) (err 
 		err = errors.Join(err, <-served)
 	}()
 
+	o.Given = set.given
 	o.Settings, o.Log, o.WithoutTokenizer, o.MaxQueued = set.Settings, log, withoutTokenizer(set.Model), set.MaxQueuedRequests
 	o.Listener = engine.Listener{Step: func(i engine.StepInfo) { metrics.ObserveStep(i.Duration) }}
 	o.Events = func(e node.Event) {

@@ -125,7 +125,8 @@ func parse(k configs.Kind, text string) (any, error) {
 
 // source is where a setting's value comes from.
 type source struct {
-	// Kind is flag, variable, file or default; Name the flag, variable or file.
+	// Kind is flag, variable, file, policy or default; Name the flag, variable, file or
+	// policy.
 	Kind, Name string
 }
 

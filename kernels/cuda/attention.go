@@ -3,6 +3,7 @@ package cuda
 import (
 	"fmt"
 	"math"
+	"math/bits"
 
 	"github.com/moeserve/moeserve/kernels"
 )
@@ -13,7 +14,7 @@ type attentionArgs struct {
 	outRow, outHead                                                     int64
 	heads, group, d, tokens, blocks, window, least, most, tiles, chunks int32
 	scale                                                               float32
-	qAligned, outPaired                                                 int32
+	qAligned, outPaired, each, shift, vAsK                              int32
 }
 
 // headSizes are those that attention is compiled for; smaller heads are padded.
@@ -24,13 +25,21 @@ const (
 	// mostGroup heads of Q may share one of the cache: a block of four warps.
 	mostGroup = 4 * queriesPerWarp
 	// chunkTokens positions are summed up before they are joined with others.
-	chunkTokens = 256
-	// A block's queries, and three stages of 32 keys and values; see attend.
-	attentionStages, attentionTile = 3, 32
+	chunkTokens   = 256
+	attentionTile = 32
+	// attentionBlocks of one warp each keep a multiprocessor busy; with more than
+	// attentionTiles tiles, blocks would end too far apart.
+	attentionBlocks, attentionTiles = 4, 32
 )
 
+// attentionShared is what a block's stages of 32 keys and values, and its queries,
+// take; see attend.
 func attentionShared(d, warps int) int {
-	return (queriesPerWarp*warps + attentionStages*2*attentionTile) * (2*d + 16)
+	stages := 3
+	if warps == 1 {
+		stages = 2
+	}
+	return (stages*2*attentionTile + queriesPerWarp*warps) * 2 * d
 }
 
 func (b *Backend) attention(l *lane, o *kernels.Attention) error {
@@ -66,6 +75,10 @@ func (b *Backend) attention(l *lane, o *kernels.Attention) error {
 		heads: int32(heads), group: int32(group), d: int32(d), tokens: int32(o.CacheK.Shape[1]), blocks: int32(o.CacheK.Shape[0]),
 		window: int32(min(o.Window, math.MaxInt32)), least: 1, scale: float32(float64(o.Scale) * math.Log2E),
 		qAligned: truth(aligned(&o.Q)), outPaired: truth(o.Out.Addr%4 == 0 && o.Out.Stride[0]%2 == 0 && o.Out.Stride[1]%2 == 0),
+		each: 1, shift: -1, vAsK: truth(o.CacheK.Stride == o.CacheV.Stride),
+	}
+	if n := uint(o.CacheK.Shape[1]); n&(n-1) == 0 {
+		a.shift = int32(bits.TrailingZeros(n))
 	}
 	few, many := queriesPerWarp/group, mostGroup/group // rows of a tile of one warp, of four
 	name := attentionKernels + kernelID(2*size)
@@ -82,6 +95,14 @@ func (b *Backend) attention(l *lane, o *kernels.Attention) error {
 			a.sums, a.ends = uint64(l.work.Addr), uint64(l.work.Addr)+uint64(parts)*uint64(d)*4
 			a.chunks, g.z = int32(chunks), chunks
 		}
+		// A block has several heads where there are blocks enough: it brings the first keys
+		// of the next while it works on the last.
+		tiles := ceil(o.MaxContext, attentionTile)
+		for !split && kvHeads%(2*int(a.each)) == 0 && 2*int(a.each)*tiles <= attentionTiles &&
+			sequences*kvHeads >= 2*int(a.each)*attentionBlocks*b.multiprocessors {
+			a.each *= 2
+			g.y /= 2
+		}
 		if err := launch(b, l, o.Name(), name, g, &a); err != nil {
 			return err
 		}
@@ -90,7 +111,7 @@ func (b *Backend) attention(l *lane, o *kernels.Attention) error {
 				return err
 			}
 		}
-		a.least, a.chunks = int32(few)+1, 0
+		a.least, a.chunks, a.each = int32(few)+1, 0, 1
 	}
 	if o.MaxRows < int(a.least) {
 		return nil

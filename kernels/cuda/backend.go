@@ -46,9 +46,11 @@ type Backend struct {
 	work device.Memory
 	// multiprocessors of the device, for the choice of grids
 	multiprocessors int
-	mu              sync.RWMutex
-	closed          bool
-	lanes           map[device.Stream]*lane
+	// hopper: the kernels that are for sm_90a are there.
+	hopper bool
+	mu     sync.RWMutex
+	closed bool
+	lanes  map[device.Stream]*lane
 }
 
 var _ kernels.Backend = (*Backend)(nil)

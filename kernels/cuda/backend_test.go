@@ -1,12 +1,14 @@
 package cuda
 
 import (
+	"bytes"
 	"errors"
 	"fmt"
 	"math/rand/v2"
 	"slices"
 	"strings"
 	"testing"
+	"unsafe"
 
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/device/emulated"
@@ -17,14 +19,20 @@ import (
 type listRunner struct {
 	kernels []kernelID
 	grids   []grid
+	// keep: args are kept.
+	keep bool
+	args [][]byte
 	// library takes products, which are noted too.
 	library  bool
 	products []libraryProduct
 	closed   int
 }
 
-func (r *listRunner) launch(_ device.Stream, k kernelID, g grid, _ []byte) error {
+func (r *listRunner) launch(_ device.Stream, k kernelID, g grid, args []byte) error {
 	r.kernels, r.grids = append(r.kernels, k), append(r.grids, g)
+	if r.keep {
+		r.args = append(r.args, slices.Clone(args))
+	}
 	return nil
 }
 
@@ -92,7 +100,7 @@ func TestTable(t *testing.T) {
 	}
 	const most = 99 << 10 // bytes that a block may have on the smallest device, of compute capability 8.6
 	for _, k := range table {
-		if k.shared+1024 > most {
+		if k.shared+1024 > most && onlyFor[k.file] == "" {
 			t.Errorf("%s takes %d bytes of shared memory, and some devices have %d", k.name, k.shared, most)
 		}
 		if !strings.Contains(source(k.file), k.name) && !strings.Contains(k.name, "_") {
@@ -116,13 +124,13 @@ func matmul(rows, columns, inner int, out kernels.DType) *kernels.MatMul {
 }
 
 func TestMatMulChoice(t *testing.T) {
-	bias := at(4, tensor(kernels.BF16, 4096))
-	odd := matmul(5, 4096, 4096, kernels.BF16)
+	bias := at(4, tensor(kernels.BF16, 6144))
+	odd := matmul(5, 6144, 4096, kernels.BF16)
 	odd.X.Addr += 2
-	withBias, floatBias, otherBias := matmul(5, 4096, 4096, kernels.BF16), matmul(5, 4096, 4096, kernels.F32), matmul(5, 4096, 4096, kernels.BF16)
-	withBias.Bias, floatBias.Bias, otherBias.Bias = bias, bias, at(4, tensor(kernels.F32, 4096))
-	f32 := matmul(5, 4096, 4096, kernels.BF16)
-	f32.W = at(2, tensor(kernels.F32, 4096, 4096))
+	withBias, floatBias, otherBias := matmul(5, 6144, 4096, kernels.BF16), matmul(5, 6144, 4096, kernels.F32), matmul(5, 6144, 4096, kernels.BF16)
+	withBias.Bias, floatBias.Bias, otherBias.Bias = bias, bias, at(4, tensor(kernels.F32, 6144))
+	f32 := matmul(5, 6144, 4096, kernels.BF16)
+	f32.W = at(2, tensor(kernels.F32, 6144, 4096))
 	for _, test := range []struct {
 		name      string
 		op        *kernels.MatMul
@@ -132,8 +140,11 @@ func TestMatMulChoice(t *testing.T) {
 	}{
 		{"large", matmul(500, 4096, 4096, kernels.BF16), 1, "", "matmul_64"},
 		{"larger", matmul(5000, 4096, 4096, kernels.BF16), 1, "", "matmul_128"},
-		{"one row", matmul(1, 4096, 4096, kernels.F32), 1, "", "matmul_16"},
-		{"router", matmul(500, 8, 4096, kernels.F32), 0, "matmul_16", "matmul_16"},
+		{"one row", matmul(1, 6144, 4096, kernels.F32), 1, "", "matmul_16"},
+		{"router", matmul(500, 8, 4096, kernels.F32), 0, "few_columns_8", "few_columns_8"},
+		{"wider router", matmul(500, 60, 4096, kernels.F32), 0, "few_columns_16", "few_columns_16"},
+		{"72 columns", matmul(9, 72, 4096, kernels.F32), 1, "", "matmul_16"},
+		{"eight rows", matmul(8, 4096, 4096, kernels.BF16), 0, "few_rows_8", "matmul_16"},
 		{"bias", withBias, 1, "", "matmul_16"},
 		{"float32 with bias", floatBias, 1, "add_bias", "matmul_16"},
 		{"bias of another type", otherBias, 0, "matmul_16", "matmul_16"},
@@ -192,6 +203,129 @@ func TestExpertGrid(t *testing.T) {
 			if need > r.grids[0].x {
 				t.Fatalf("%d blocks for %d tiles (n %d, k %d, %d of %d experts, %s)", r.grids[0].x, need, n, k, listed, experts, tile.name)
 			}
+		}
+	}
+}
+
+// TestTileLayout packs a row of each matrix and finds its chunks where the layout says
+// they are.
+func TestTileLayout(t *testing.T) {
+	_, b, _ := list(t, Options{})
+	shape := kernels.ExpertShape{Hidden: 128, Intermediate: 192, DType: kernels.BF16}
+	if l, err := b.ExpertLayout(shape); err != nil || l.Tag != kernels.RowMajor {
+		t.Errorf("without kernels for tiles: %+v, %v", l, err)
+	}
+	b.hopper = true
+	for _, other := range []kernels.ExpertShape{{Hidden: 128, Intermediate: 96, DType: kernels.BF16}, {Hidden: 96, Intermediate: 128, DType: kernels.BF16}, {Hidden: 128, Intermediate: 128, DType: kernels.F32}} {
+		if l, err := b.ExpertLayout(other); err != nil || l.Tag != kernels.RowMajor {
+			t.Errorf("%+v: %+v, %v", other, l, err)
+		}
+	}
+	l, err := b.ExpertLayout(shape)
+	if err != nil || l.Tag != Tiles {
+		t.Fatal(l, err)
+	}
+	const up = 2 * 128 * 192 * 2 // bytes of w1 and w3
+	for _, test := range []struct {
+		part       kernels.Part
+		row, inner int
+		start      int // of the row in its unit's first tile
+	}{
+		{kernels.W1, 0, 128, 0},
+		{kernels.W3, 0, 128, 8 * 128},
+		{kernels.W1, 13, 128, (16 + 5) * 128},
+		{kernels.W3, 191, 128, 5*64*256 + 63*128},
+		{kernels.W2, 1, 192, up + 128},
+		{kernels.W2, 2, 192, up + 8*128},
+		{kernels.W2, 4, 192, up + 2*128},
+		{kernels.W2, 79, 192, up + 64*384 + 15*128},
+	} {
+		src, dst := make([]byte, 2*test.inner), make([]byte, l.Size)
+		for i := range src {
+			src[i] = byte(1 + i/16)
+		}
+		if err := b.PackExpert(l, test.part, test.row, src, dst); err != nil {
+			t.Fatal(err)
+		}
+		for i := range len(src) / 16 {
+			at := test.start + i/8*8192 + (i%8^test.start/128%8)*16
+			if got := dst[at : at+16]; !bytes.Equal(got, src[16*i:][:16]) {
+				t.Errorf("%s row %d chunk %d: %v at %d, want %v", test.part, test.row, i, got, at, src[16*i:][:16])
+			}
+			clear(dst[at : at+16])
+		}
+		if bytes.IndexFunc(dst, func(r rune) bool { return r != 0 }) >= 0 {
+			t.Errorf("%s row %d: more was written", test.part, test.row)
+		}
+	}
+}
+
+func TestDenseShape(t *testing.T) {
+	for _, test := range []struct {
+		rows, columns int
+		kernel        string
+		tokens        int32
+	}{
+		{1, 4096, "dense_64", 16},
+		{324, 6144, "dense_128", 176},
+		{324, 2048, "dense_64", 48},
+		{4536, 6144, "dense_256", 128},
+	} {
+		r, b, s := list(t, Options{BatchInvariant: true})
+		r.keep, b.hopper = true, true
+		if err := b.Enqueue(s, matmul(test.rows, test.columns, 4096, kernels.BF16)); err != nil {
+			t.Fatal(err)
+		}
+		a := (*denseArgs)(unsafe.Pointer(&r.args[0][0]))
+		if r.names() != test.kernel || a.most != test.tokens || a.stages < 3 || r.grids[0].shared > table[r.kernels[0]].shared {
+			t.Errorf("%+v: %s, %d tokens, %d stages, %v", test, r.names(), a.most, a.stages, r.grids[0])
+		}
+	}
+}
+
+func TestExpertShape(t *testing.T) {
+	for _, test := range []struct {
+		n, hidden, intermediate, experts, k, listed int
+		up, down                                    string
+		tokens, stages                              int32 // of the way up
+	}{
+		{1, 4096, 14336, 8, 2, 8, "expert_up_256", "expert_down_64", 16, 6},
+		{32, 4096, 14336, 8, 2, 8, "expert_up_256", "expert_down_64", 16, 6},
+		{324, 4096, 14336, 8, 2, 8, "expert_up_256", "expert_down_256", 128, 4},
+		{324, 4096, 14336, 8, 2, 1, "expert_up_256", "expert_down_64", 128, 4},
+		{4536, 4096, 14336, 8, 2, 8, "expert_up_256", "expert_down_256", 160, 4},
+		{324, 2048, 1408, 60, 4, 60, "expert_up_256", "expert_down_256", 48, 5},
+		{4536, 2048, 1408, 60, 4, 2, "expert_up_64", "expert_down_64", 64, 3},
+	} {
+		r, b, s := list(t, Options{})
+		r.keep, b.hopper = true, true
+		layout, err := b.ExpertLayout(kernels.ExpertShape{Hidden: test.hidden, Intermediate: test.intermediate, DType: kernels.BF16})
+		if err != nil {
+			t.Fatal(err)
+		}
+		mid := at(6, tensor(kernels.BF16, test.n*test.k, test.intermediate))
+		up := kernels.ExpertUp{
+			X: at(1, tensor(kernels.BF16, test.n, test.hidden)), Offsets: at(2, tensor(kernels.I32, test.experts+1)), Order: at(3, tensor(kernels.I32, test.n*test.k)),
+			Slots: at(4, tensor(kernels.U64, test.experts)), Experts: at(5, tensor(kernels.I32, test.listed)), Layout: layout, Out: mid,
+		}
+		down := kernels.ExpertDown{
+			X: mid, Offsets: up.Offsets, Order: up.Order, Slots: up.Slots, Experts: up.Experts, Layout: layout, Out: at(7, tensor(kernels.BF16, test.n*test.k, test.hidden)),
+		}
+		if err := errors.Join(b.Enqueue(s, &up), b.Enqueue(s, &down)); err != nil {
+			t.Fatal(err)
+		}
+		a := (*expertArgs)(unsafe.Pointer(&r.args[0][0]))
+		if got, want := r.names(), test.up+" "+test.down; got != want || a.most != test.tokens || a.stages != test.stages {
+			t.Errorf("%+v: %s, %d tokens, %d stages", test, got, a.most, a.stages)
+		}
+		for i, g := range r.grids {
+			if g.shared > table[r.kernels[i]].shared {
+				t.Errorf("%+v: %d bytes of shared memory, more than %d", test, g.shared, table[r.kernels[i]].shared)
+			}
+		}
+		up.X.Addr += 2
+		if err := b.Enqueue(s, &up); err == nil || !strings.Contains(err.Error(), "multiples of 16 bytes") {
+			t.Errorf("rows that are not aligned: %v", err)
 		}
 	}
 }
@@ -372,13 +506,22 @@ func TestStreams(t *testing.T) {
 func TestEnqueueMakesNoGarbage(t *testing.T) {
 	r, b, s := list(t, Options{})
 	r.library = true
+	b.hopper = true
+	layout, err := b.ExpertLayout(kernels.ExpertShape{Hidden: 128, Intermediate: 64, DType: kernels.BF16})
+	if err != nil {
+		t.Fatal(err)
+	}
 	cut := sampling(3, 32000)
 	cut.TopP = at(7, tensor(kernels.F32, 3))
 	ops := []kernels.Op{
-		matmul(5, 4096, 4096, kernels.BF16), matmul(5, 8, 4096, kernels.F32),
+		matmul(5, 6144, 4096, kernels.BF16), matmul(5, 8, 4096, kernels.F32),
 		&kernels.Norm{X: at(1, tensor(kernels.BF16, 3, 64)), Weight: at(2, tensor(kernels.BF16, 64)), Out: at(3, tensor(kernels.BF16, 3, 64))},
 		&kernels.Route{Logits: at(1, tensor(kernels.F32, 3, 8)), IDs: at(2, tensor(kernels.I32, 3, 2)), Weights: at(3, tensor(kernels.F32, 3, 2))},
 		sampling(3, 32000), cut, adjusting(3, 100), restoring(adjusting(3, 100)), logProbs(3, 20),
+		&kernels.ExpertDown{
+			X: at(1, tensor(kernels.BF16, 6, 64)), Offsets: at(2, tensor(kernels.I32, 5)), Order: at(3, tensor(kernels.I32, 6)), Slots: at(4, tensor(kernels.U64, 4)),
+			Experts: at(5, tensor(kernels.I32, 4)), Layout: layout, Out: at(6, tensor(kernels.BF16, 6, 128)),
+		},
 	}
 	if n := testing.AllocsPerRun(100, func() {
 		r.reset()

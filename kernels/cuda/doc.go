@@ -7,9 +7,12 @@
 // Kernels are CUDA C++ in src/, embedded and compiled by NVRTC for the exact
 // architecture when a Backend is made, and kept on disk. A Backend turns an
 // operation into one or a few launches: backend.go checks and dispatches, rows.go,
-// product.go, attention.go, routing.go and logits.go choose kernels, tiles and grids. Dense
-// products go through cuBLASLt where its demands are met, and else (always with
-// Options.BatchInvariant) through kernels of ours.
+// product.go, expert.go, dense.go, attention.go, routing.go and logits.go choose
+// kernels, tiles and grids. Dense products go through cuBLASLt where its demands are
+// met, and else (always with Options.BatchInvariant) through kernels of ours.
+//
+// On GPUs of compute capability 9.0, experts lie in tiles (layout.go) and they, and
+// batch-invariant dense products, run on kernels for sm_90a alone.
 //
 // All of that is plain Go. What needs the build tag cuda stands in gpu.go and in
 // internal/cublaslt: loading, launching, and the library. Where the tag is and a C++
@@ -26,13 +29,15 @@
 // # Invariants
 //
 //   - Launching allocates nothing, on the device or on Go's heap.
-//   - One order of sums: a product's inner dimension in steps of 16 from the start;
+//   - One order of sums: a product's inner dimension in steps of 16 from the start
+//     (routers: in pieces of 64 shared out over 16 warps);
 //     attention in tiles of 32 positions inside of chunks of 256; norms and softmax
 //     by the row's length, log-probabilities by the vocabulary. What decides which
-//     tokens a draw leaves out is summed in integers, whose order does not count. So results of these kernels depend neither on the tile
-//     that was chosen nor on other rows. cuBLASLt does not promise that, which is
-//     what Options.BatchInvariant is for; either way, the same operation on the same
-//     data gives the same bits.
+//     tokens a draw leaves out is summed in integers, whose order does not count. So
+//     results of these kernels depend neither on the tile that was chosen nor on other
+//     rows. cuBLASLt, and products of up to eight rows of ours, do not promise that,
+//     which is what Options.BatchInvariant is for; either way, the same operation on
+//     the same data gives the same bits.
 //   - Weights may have any float type. Those of products that differ from the
 //     activations' type are taken apart into two numbers of it as they are read,
 //     which is slow: better cast them at load (Backend.WeightDType).
@@ -40,8 +45,9 @@
 // # Limits
 //
 // A head size that is a multiple of 8, up to 128; at most 64 heads of a query to one
-// of the cache; rows of up to 12288 elements for norms; up to 3072 experts; the 2048 likeliest
-// tokens of a row.
+// of the cache; rows of up to 12288 elements for norms; up to 3072 experts, and where
+// they lie in tiles rows of X that start at multiples of 16 bytes and of Out at
+// multiples of 8; the 2048 likeliest tokens of a row.
 //
 // # Example
 //

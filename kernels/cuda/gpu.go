@@ -55,18 +55,26 @@ func New(machine device.Machine, space device.Space, o Options) (*Backend, error
 	}
 	r := &gpuRunner{m: m, space: space, half: o.Activation == kernels.F16}
 	folders := dylib.Folders()
-	err = r.load(o, info.ComputeCapability, folders)
+	arch := o.Architecture
+	if arch == "" {
+		arch = nvrtc.Arch(info.ComputeCapability)
+	}
+	err = r.load(o, arch, folders)
 	if err == nil && !o.BatchInvariant {
 		err = r.openLibrary((o.WorkspaceBytes+255)&^255, folders)
 	}
 	if err != nil {
 		return nil, errors.Join(fmt.Errorf("cuda: backend of %v: %w", space, err), r.close())
 	}
-	return newBackend(m, space, o, r)
+	b, err := newBackend(m, space, o, r)
+	if err == nil {
+		b.hopper = arch == hopper
+	}
+	return b, err
 }
 
-// load compiles and loads every kernel.
-func (r *gpuRunner) load(o Options, capability int, folders []string) error {
+// load compiles and loads every kernel that is for the architecture.
+func (r *gpuRunner) load(o Options, arch string, folders []string) error {
 	compiler, err := nvrtc.Open(folders, r.m.DriverVersion()/1000)
 	if err != nil {
 		return err
@@ -78,13 +86,12 @@ func (r *gpuRunner) load(o Options, capability int, folders []string) error {
 			cache.Dir = filepath.Join(dir, "moeserve", "cubin")
 		}
 	}
-	arch := o.Architecture
-	if arch == "" {
-		arch = nvrtc.Arch(capability)
-	}
 	cubins := make([][]byte, len(files))
 	var group errgroup.Group
 	for i, file := range files {
+		if !isFor(file, arch) {
+			continue
+		}
 		group.Go(func() (err error) {
 			cubins[i], _, err = compiler.Cached(cache, unit(file, o.Activation), arch)
 			return err
@@ -95,6 +102,9 @@ func (r *gpuRunner) load(o Options, capability int, folders []string) error {
 	}
 	modules := make(map[string]*cuda.Module)
 	for i, file := range files {
+		if cubins[i] == nil {
+			continue
+		}
 		mod, err := r.m.LoadModule(r.space, file, cubins[i])
 		if err != nil {
 			return err
@@ -103,6 +113,9 @@ func (r *gpuRunner) load(o Options, capability int, folders []string) error {
 		modules[file] = mod
 	}
 	for i, k := range table {
+		if modules[k.file] == nil {
+			continue
+		}
 		f, err := modules[k.file].Function(k.name)
 		if err == nil {
 			err = f.AllowDynamicShared(k.shared)
@@ -116,7 +129,10 @@ func (r *gpuRunner) load(o Options, capability int, folders []string) error {
 }
 
 // files are the compilation units.
-var files = []string{"elementwise.cu", "route.cu", "sample.cu", "product.cu", "attention.cu"}
+var files = []string{"elementwise.cu", "route.cu", "sample.cu", "product.cu", "attention.cu", "few.cu", "expert.cu", "dense.cu"}
+
+// isFor says whether a unit is for an architecture.
+func isFor(file, arch string) bool { return onlyFor[file] == "" || onlyFor[file] == arch }
 
 // unit is one of them as the compiler takes it.
 func unit(file string, act kernels.DType) nvrtc.Source {

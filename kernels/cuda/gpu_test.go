@@ -50,6 +50,9 @@ func TestCompile(t *testing.T) {
 	for _, file := range files {
 		for _, act := range []kernels.DType{kernels.BF16, kernels.F16} {
 			for _, arch := range []string{nvrtc.Arch(80), nvrtc.Arch(90), "compute_80"} {
+				if !isFor(file, arch) {
+					continue
+				}
 				entry := ".text.%s\x00"
 				if strings.HasPrefix(arch, "compute_") {
 					entry = ".entry %s("
@@ -137,6 +140,20 @@ func TestGPU(t *testing.T) {
 				}, kernelstest.Options{Full: *full, BatchInvariant: invariant, Seed: *seed})
 			})
 		}
+	}
+}
+
+// TestGPUOneMultiprocessor runs the suite with the tiles and grids of a device that has
+// one.
+func TestGPUOneMultiprocessor(t *testing.T) {
+	for _, act := range []kernels.DType{kernels.BF16, kernels.F16} {
+		t.Run(fmt.Sprint(act), func(t *testing.T) {
+			m, b, s := openGPU(t, Options{Activation: act, BatchInvariant: true})
+			b.multiprocessors = 1
+			kernelstest.Run(t, func(*testing.T) (device.Machine, kernels.Backend, device.Stream) {
+				return m, b, s
+			}, kernelstest.Options{BatchInvariant: true, Seed: *seed})
+		})
 	}
 }
 

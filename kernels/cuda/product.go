@@ -84,7 +84,13 @@ func (b *Backend) matmul(l *lane, o *kernels.MatMul) error {
 	}
 	same := o.W.DType == o.X.DType && inner%8 == 0 && aligned(&o.X, &o.W)
 	outFloat := o.Out.DType == kernels.F32
-	if !b.o.BatchInvariant && same && inner > 0 && columns%8 == 0 && columns >= leastLibraryColumns && aligned(&o.Out) && o.Out.Stride[0]%8 == 0 {
+	if same && (columns <= mostFewColumns || !b.o.BatchInvariant && rows <= mostFewRows && columns <= mostOfFewRows) {
+		return b.few(l, o, outFloat)
+	}
+	if b.o.BatchInvariant && b.hopper && same && inner > 0 {
+		return b.dense(l, o, outFloat)
+	}
+	if !b.o.BatchInvariant && same && inner > 0 && columns%8 == 0 && aligned(&o.Out) && o.Out.Stride[0]%8 == 0 {
 		done, err := b.libraryMatMul(l, o, outFloat)
 		if done || err != nil {
 			return err
@@ -105,8 +111,38 @@ func (b *Backend) matmul(l *lane, o *kernels.MatMul) error {
 	return b.product(l, o.Name(), denseMode, i, blocks, &a)
 }
 
-// leastLibraryColumns: narrower products (routers, gates) stay with our kernels.
-const leastLibraryColumns = 64
+const (
+	// mostFewColumns is up to how many columns few.cu takes products: routers and gates.
+	mostFewColumns = 64
+	// Up to mostFewRows rows it takes those of up to mostOfFewRows columns, for which the
+	// library needs two launches.
+	mostFewRows, mostOfFewRows = 8, 4096
+	fewThreads                 = 512
+)
+
+type fewArgs struct {
+	x, w, bias, out      uint64
+	xStride, outStride   int64
+	rows, columns, inner int32
+	biasType, outFloat   int32
+}
+
+// few enqueues a product with few columns, or few rows.
+func (b *Backend) few(l *lane, o *kernels.MatMul, outFloat bool) error {
+	rows, columns := o.X.Shape[0], o.W.Shape[0]
+	k, g := fewRows8, grid{x: ceil(columns, 16), y: ceil(rows, 8), threads: fewThreads}
+	switch {
+	case columns <= 8:
+		k, g.x, g.y = fewColumns8, ceil(rows, 16), 1
+	case columns <= mostFewColumns:
+		k, g.x, g.y = fewColumns16, ceil(rows, 16), ceil(columns, 16)
+	}
+	return launch(b, l, o.Name(), k, g, &fewArgs{
+		x: address(&o.X), w: address(&o.W), bias: address(&o.Bias), out: address(&o.Out),
+		xStride: int64(o.X.Stride[0]), outStride: int64(o.Out.Stride[0]),
+		rows: int32(rows), columns: int32(columns), inner: int32(o.W.Shape[1]), biasType: int32(o.Bias.DType), outFloat: truth(outFloat),
+	})
+}
 
 type addBiasArgs struct {
 	x, bias        uint64
@@ -161,12 +197,15 @@ func (b *Backend) experts(l *lane, op string, mode kernelID, x, offsets, order, 
 	if err := b.activation(op, "X", x); err != nil {
 		return err
 	}
-	if err := checkLayout(op, layout); err != nil {
+	if err := b.checkLayout(op, layout); err != nil {
 		return err
 	}
 	pairs, listed, all := order.Shape[0], experts.Shape[0], slots.Shape[0]
 	if pairs == 0 || listed == 0 {
 		return nil
+	}
+	if layout.Tag == Tiles {
+		return b.tiledExperts(l, op, mode, x, offsets, order, slots, experts, out)
 	}
 	columns, inner := out.Shape[1], x.Shape[1]
 	a := productArgs{

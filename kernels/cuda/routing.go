@@ -32,6 +32,9 @@ func (b *Backend) route(l *lane, o *kernels.Route) error {
 	})
 }
 
+// groupFewPairs are put in order by one warp for each expert.
+const groupFewPairs = 128
+
 type groupArgs struct {
 	ids, offsets, order uint64
 	pairs               int64
@@ -40,7 +43,11 @@ type groupArgs struct {
 
 func (b *Backend) group(l *lane, o *kernels.Group) error {
 	experts := o.Offsets.Shape[0] - 1
-	return launch(b, l, o.Name(), groupKernel, grid{x: experts, threads: 1024}, &groupArgs{
+	k, threads := groupKernel, 1024
+	if o.Order.Shape[0] <= groupFewPairs {
+		k, threads = groupFew, 32
+	}
+	return launch(b, l, o.Name(), k, grid{x: experts, threads: threads}, &groupArgs{
 		ids: address(&o.IDs), offsets: address(&o.Offsets), order: address(&o.Order),
 		pairs: int64(o.Order.Shape[0]), experts: int32(experts),
 	})

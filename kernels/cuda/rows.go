@@ -44,12 +44,20 @@ type normArgs struct {
 	aligned, weightAligned, biasAligned                            int32
 }
 
-const (
-	// normWarpElements is up to how many elements a warp norms a row.
-	normWarpElements = 1024
-	// maxNormElements fit a block's shared memory, as float32, on every device.
-	maxNormElements = defaultShared / 4
-)
+// norms are the kernels that norm rows, each for rows of up to so many elements.
+var norms = [...]struct {
+	kernel           kernelID
+	elements         int
+	threads, perItem int
+}{
+	{normHead, 256, 256, 32},
+	{normWarp, 1024, 256, 32},
+	{norm256, 2048, 256, 256},
+	{norm256Times2, 4096, 256, 256},
+	{norm512Times3, maxNormElements, 512, 512},
+}
+
+const maxNormElements = 12288
 
 func (b *Backend) norm(l *lane, o *kernels.Norm) error {
 	if err := b.activation(o.Name(), "X", &o.X); err != nil {
@@ -75,11 +83,16 @@ func (b *Backend) norm(l *lane, o *kernels.Norm) error {
 	}
 	items := o.X.Shape[0] * int(a.heads)
 	a.items = int64(items)
-	row := ceil(d, 8) * 8 * 4 // bytes
-	if d <= normWarpElements {
-		return launch(b, l, o.Name(), normWarp, grid{x: ceil(items, 8), threads: 256, shared: 8 * row}, &a)
+	i := 0
+	for norms[i].elements < d {
+		i++
 	}
-	return launch(b, l, o.Name(), normBlock, grid{x: items, threads: 256, shared: row}, &a)
+	n := &norms[i]
+	k, g := n.kernel, grid{x: ceil(items, n.threads/n.perItem), threads: n.threads}
+	if k == norm256Times2 && items <= b.multiprocessors {
+		k, g.threads = norm512, 512 // the same sums, with all threads of fewer blocks
+	}
+	return launch(b, l, o.Name(), k, g, &a)
 }
 
 type clampArgs struct {

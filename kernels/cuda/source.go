@@ -9,10 +9,14 @@ import (
 var sources embed.FS
 
 // source is the text of a compilation unit: ptx.cuh and common.cuh come before the
-// file.
+// file, and hopper.cuh where it is for that architecture.
 func source(file string) string {
+	names := []string{"ptx.cuh", "common.cuh", file}
+	if onlyFor[file] == hopper {
+		names = []string{"ptx.cuh", "common.cuh", "hopper.cuh", file}
+	}
 	var text []byte
-	for _, name := range []string{"ptx.cuh", "common.cuh", file} {
+	for _, name := range names {
 		b, err := sources.ReadFile("src/" + name)
 		if err != nil {
 			panic(err) // embedded, or it did not build
@@ -21,6 +25,13 @@ func source(file string) string {
 	}
 	return string(text)
 }
+
+// hopper is the architecture of compute capability 9.0 with all it has, whose code
+// runs on no other.
+const hopper = "sm_90a"
+
+// onlyFor names the units that are for one architecture.
+var onlyFor = map[string]string{"expert.cu": hopper, "dense.cu": hopper}
 
 // kernel is one __global__ function.
 type kernel struct {
@@ -38,8 +49,12 @@ type kernelID int
 
 const (
 	embedKernel kernelID = iota
+	normHead
 	normWarp
-	normBlock
+	norm256
+	norm256Times2
+	norm512
+	norm512Times3
 	clampKernel
 	siluMul
 	gatherKernel
@@ -49,6 +64,7 @@ const (
 	appendKV
 	routeKernel
 	groupKernel
+	groupFew
 	sampleKernel
 	sampleMerge
 	sampleCut
@@ -56,19 +72,30 @@ const (
 	adjustKernel
 	restoreKernel
 	attentionJoin
+	fewColumns8
+	fewColumns16
+	fewRows8
 	// attentionKernels: by head size, one warp and four each.
 	attentionKernels
 	productKernels = attentionKernels + kernelID(2*len(headSizes))
 	// productKernels: dense, up, down, and for each the tiles in order.
-	kernelCount = productKernels + kernelID(3*len(tiles))
+	// expertKernels: up, down, and for each the shapes in order.
+	expertKernels = productKernels + kernelID(3*len(tiles))
+	// denseKernels: the shapes in order.
+	denseKernels = expertKernels + kernelID(2*len(expertShapes))
+	kernelCount  = denseKernels + kernelID(len(denseShapes))
 )
 
 // table is in the order of the ids.
 var table = func() []kernel {
 	t := []kernel{
 		{"elementwise.cu", "embed", 0},
-		{"elementwise.cu", "norm_warp", defaultShared},
-		{"elementwise.cu", "norm_block", defaultShared},
+		{"elementwise.cu", "norm_head", 0},
+		{"elementwise.cu", "norm_warp", 0},
+		{"elementwise.cu", "norm_256", 0},
+		{"elementwise.cu", "norm_256_2", 0},
+		{"elementwise.cu", "norm_512", 0},
+		{"elementwise.cu", "norm_512_3", 0},
 		{"elementwise.cu", "clamp", 0},
 		{"elementwise.cu", "silu_mul", 0},
 		{"elementwise.cu", "gather", 0},
@@ -78,6 +105,7 @@ var table = func() []kernel {
 		{"elementwise.cu", "append_kv", 0},
 		{"route.cu", "route", defaultShared},
 		{"route.cu", "group", 0},
+		{"route.cu", "group_few", 0},
 		{"sample.cu", "sample", 0},
 		{"sample.cu", "sample_merge", 0},
 		{"sample.cu", "sample_cut", 0},
@@ -85,6 +113,9 @@ var table = func() []kernel {
 		{"sample.cu", "adjust", 0},
 		{"sample.cu", "restore", 0},
 		{"attention.cu", "attention_join", 0},
+		{"few.cu", "few_columns_8", 0},
+		{"few.cu", "few_columns_16", 0},
+		{"few.cu", "few_rows_8", 0},
 	}
 	for _, d := range headSizes {
 		for _, warps := range []int{1, 4} {
@@ -95,6 +126,16 @@ var table = func() []kernel {
 		for _, tile := range tiles {
 			t = append(t, kernel{"product.cu", mode + "_" + tile.name, tile.shared()})
 		}
+	}
+	for _, mode := range []string{"up", "down"} {
+		for i := range expertShapes {
+			e := &expertShapes[i]
+			t = append(t, kernel{"expert.cu", fmt.Sprintf("expert_%s_%d", mode, e.units*unitRows), e.shared})
+		}
+	}
+	for i := range denseShapes {
+		e := &denseShapes[i]
+		t = append(t, kernel{"dense.cu", fmt.Sprintf("dense_%d", e.units*unitRows), e.shared})
 	}
 	return t
 }()

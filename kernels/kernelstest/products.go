@@ -181,6 +181,11 @@ func testExperts(r *rig) {
 		{150, 16, 32, 4, 2, 0},
 		{5, 1040, 16, 6, 3, 0},
 		{3, 16, 1040, 5, 2, 4},
+		// Multiples of 64, and more and fewer rows to an expert than tiles have.
+		{1, 64, 64, 4, 2, 0},
+		{9, 128, 192, 6, 2, 4},
+		{75, 64, 128, 8, 2, 0},
+		{260, 192, 64, 3, 2, 0},
 	}
 	if r.o.Full {
 		shapes = append(shapes,

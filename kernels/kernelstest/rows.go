@@ -45,7 +45,7 @@ func testNorm(r *rig) {
 	type shape struct {
 		rows, heads, d int // heads 0: rank 2
 	}
-	shapes := []shape{{1, 0, 16}, {2, 0, 64}, {7, 0, 272}, {33, 0, 128}, {5, 4, 16}, {3, 2, 128}, {1, 1, 96}}
+	shapes := []shape{{1, 0, 16}, {2, 0, 64}, {7, 0, 272}, {33, 0, 128}, {5, 4, 16}, {3, 2, 128}, {1, 1, 96}, {2, 0, 1500}, {2, 0, 3000}, {1, 0, 5000}}
 	if r.o.Full {
 		shapes = append(shapes, shape{3, 0, 4096}, shape{3, 0, 3584}, shape{3, 32, 128})
 	}

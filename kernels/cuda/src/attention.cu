@@ -1,7 +1,7 @@
 // Attention over a paged cache, causal, with grouped heads and an optional window.
 //
-// A block has one head of the cache and a tile of queries: 16 per warp, being rows
-// times the heads that share the cache's. Positions come in tiles of 32 from a
+// A block has one head of the cache (or some in turn) and a tile of queries: 16 per
+// warp, being rows times the heads that share the cache's. Positions come in tiles of 32 from a
 // multiple of 32 on, with a running softmax inside of chunks of 256, and chunks are
 // joined in rising order. What a query does not see leaves its state as it is, bit
 // for bit, so a row's result depends on nothing but its own positions: neither on
@@ -20,6 +20,9 @@ struct attention_args {
   int chunks;                     // split: blocks in z; else 0
   float scale;                    // times log2(e)
   int q_aligned, out_paired;
+  int each;                       // heads of the cache that a block takes, one after another
+  int shift;                      // tokens is 1 << shift, if not negative
+  int v_as_k;                     // V has the strides of K
 };
 
 constexpr int tile_tokens = 32, chunk_tokens = 256;
@@ -61,17 +64,19 @@ DEVICE float joined(float old, float old_part, float add, float new_part) {
 // d is the head size, rounded up to what is instantiated.
 template <int d, int warps>
 DEVICE void attend(const attention_args &a, unsigned char *memory) {
-  constexpr int threads = 32 * warps, queries = 16 * warps, stages = 3;
+  constexpr int threads = 32 * warps, queries = 16 * warps, stages = warps == 1 ? 2 : 3;
   constexpr int chunks = d / 8;               // of 16 bytes in a row
-  constexpr int row_bytes = d * 2 + 16;       // padded: eight rows lie in different banks
+  constexpr int row_bytes = d * 2;
   constexpr int half_bytes = tile_tokens * row_bytes, stage_bytes = 2 * half_bytes;
   constexpr int passes = tile_tokens * chunks / threads;
+  constexpr bool even = threads % chunks == 0;  // a thread has the same chunk in all passes
   static_assert(tile_tokens * chunks % threads == 0, "each warp brings whole passes");
-  unsigned char *ring = memory + queries * row_bytes;
+  unsigned char *ring = memory, *asked = memory + stages * stage_bytes;  // asked: a head's queries
+  // Where a chunk of a row lies: eight rows' in different banks.
+  auto place = [](int row, int chunk) { return row * row_bytes + ((chunk ^ (d % 64 == 0 ? row & 7 : row >> 1 & 3)) << 4); };
 
   span s = find_span(a, queries / a.group);
   if (s.rows == 0) return;  // the whole block
-  int kv_head = blockIdx.y;
   int from = s.begin / tile_tokens, to = (s.end + tile_tokens - 1) / tile_tokens;  // tiles
   if (a.chunks > 0) {
     constexpr int per_chunk = chunk_tokens / tile_tokens;
@@ -79,55 +84,87 @@ DEVICE void attend(const attention_args &a, unsigned char *memory) {
     to = min(to, ((int)blockIdx.z + 1) * per_chunk);
     if (from >= to) return;
   }
+  int kv_head = blockIdx.y * a.each, left = (to - from) * a.each;
 
   int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   const int *table = (const int *)a.table + s.sequence * a.table_row;
-  // Every lane looks one position up; each thread then brings its chunks of some.
-  auto bring = [&](int tile, int slot) {
+  // Every lane looks one position of a tile up, one tile ahead; each thread then brings
+  // its chunks of some.
+  auto in_table = [&](int p) { return a.shift >= 0 ? p >> a.shift : p / a.tokens; };
+  auto look = [&](int tile) {
     int p = tile * tile_tokens + lane;
-    i64 k_at = -1, v_at = -1;
-    if (p >= s.begin && p < s.end) {
-      int in_table = p / a.tokens, block = table[in_table];
-      i64 token = p - in_table * a.tokens;
-      if (block >= 0 && block < a.blocks) {
-        k_at = block * a.k_block + token * a.k_token + kv_head * a.k_head;
-        v_at = block * a.v_block + token * a.v_token + kv_head * a.v_head;
+    return p < s.end ? table[in_table(p)] : -1;
+  };
+  int next_tile = from, next_head = kv_head, to_bring = left, block = look(from);
+  // Query i is head i % group of row i / group. They come as they are; what is behind the
+  // last is never looked at.
+  auto ask = [&] {
+    for (int item = threadIdx.x; item < s.rows * a.group * chunks; item += threads) {
+      int i = item / chunks, at = item % chunks * 8, row = i / a.group;
+      bool there = at < a.d;
+      const u16 *head = (const u16 *)a.q + (s.row0 + row) * a.q_row + (next_head * a.group + i % a.group) * a.q_head;
+      unsigned char *to = asked + place(i, item % chunks);
+      if (a.q_aligned) {
+        copy_async(to, head + (there ? at : 0), there ? 16 : 0);
+      } else {
+        float v[8];
+        load8(v, head, act_type, at, there ? 8 : 0, false);
+        store8((u16 *)to, 0, v, 8, true);
       }
     }
-    unsigned char *stage = ring + slot * stage_bytes;
-#pragma unroll
-    for (int i = 0; i < passes; i++) {
-      int item = threadIdx.x + i * threads, row = item / chunks, chunk = item % chunks;
-      i64 k_row = __shfl_sync(all_lanes, k_at, row), v_row = __shfl_sync(all_lanes, v_at, row);
-      bool there = k_row >= 0 && chunk * 8 < a.d;  // d is a multiple of 8
-      int at = row * row_bytes + chunk * 16;
-      copy_async(stage + at, (const u16 *)a.k + (there ? k_row + chunk * 8 : 0), there ? 16 : 0);
-      copy_async(stage + half_bytes + at, (const u16 *)a.v + (there ? v_row + chunk * 8 : 0), there ? 16 : 0);
-    }
   };
+  // Brings the next tile, with the queries of a head before its first.
+  auto bring = [&](int slot) {
+    if (to_bring > 0) {
+      if (next_tile == from) ask();
+      unsigned char *stage = ring + slot * stage_bytes;
+      if (even && a.shift >= 4) {
+        // Sixteen positions lie in one block, a token's stride apart.
+        constexpr int at_once = even ? threads / chunks : 16, groups = at_once > 16 ? 1 : 2;
+        int lead = threadIdx.x / chunks, chunk = threadIdx.x % chunks;
 #pragma unroll
-  for (int i = 0; i < stages - 1; i++) {
-    if (from + i < to) bring(from + i, i);
-    copy_commit();
-  }
-
-  // Query i is head i % group of row i / group. They come as they are and stay in
-  // registers.
-  for (int item = threadIdx.x; item < queries * chunks; item += threads) {
-    int i = item / chunks, at = item % chunks * 8, row = i / a.group;
-    float v[8] = {};
-    if (row < s.rows) {
-      int head = kv_head * a.group + i % a.group;
-      load8(v, (const u16 *)a.q + (s.row0 + row) * a.q_row + head * a.q_head, act_type, at, a.d - at, a.q_aligned);
+        for (int g = 0; g < groups; g++) {
+          int row = g * 16 + lead, p = next_tile * tile_tokens + row;
+          int in = __shfl_sync(all_lanes, block, row & 31);
+          i64 token = p & (a.tokens - 1);
+          const u16 *k = (const u16 *)a.k + in * a.k_block + token * a.k_token + next_head * a.k_head + chunk * 8;
+          const u16 *v = (const u16 *)a.v + in * a.v_block + token * a.v_token + next_head * a.v_head + chunk * 8;
+          // Those from the least on, as many as there are, are seen; where nothing is copied,
+          // addresses do not count.
+          int least = s.begin - p;
+          u32 seen = chunk * 8 < a.d && in >= 0 && in < a.blocks ? s.end - s.begin : 0;  // d is a multiple of 8
+#pragma unroll
+          for (int i = 0; i < 16; i += at_once) {
+            int at = place(row + i, chunk), bytes = (u32)(i - least) < seen ? 16 : 0;
+            copy_async(stage + at, k, bytes);
+            copy_async(stage + half_bytes + at, v, bytes);
+            k += at_once * a.k_token, v += at_once * a.v_token;
+          }
+        }
+      } else {
+        i64 k_at = -1, v_at = -1;
+        int p = next_tile * tile_tokens + lane;
+        if (p >= s.begin && block >= 0 && block < a.blocks) {
+          i64 token = p - in_table(p) * a.tokens;
+          k_at = block * a.k_block + token * a.k_token + next_head * a.k_head;
+          v_at = block * a.v_block + token * a.v_token + next_head * a.v_head;
+        }
+#pragma unroll 1
+        for (int i = 0; i < passes; i++) {
+          int item = threadIdx.x + i * threads, row = item / chunks, chunk = item % chunks;
+          i64 k_row = __shfl_sync(all_lanes, k_at, row), v_row = k_row;
+          if (!a.v_as_k) v_row = __shfl_sync(all_lanes, v_at, row);
+          bool there = k_row >= 0 && chunk * 8 < a.d;  // d is a multiple of 8
+          int at = place(row, chunk);
+          copy_async(stage + at, (const u16 *)a.k + (there ? k_row + chunk * 8 : 0), there ? 16 : 0);
+          copy_async(stage + half_bytes + at, (const u16 *)a.v + (there ? v_row + chunk * 8 : 0), there ? 16 : 0);
+        }
+      }
+      if (++next_tile == to) next_tile = from, next_head++;
+      if (--to_bring > 0) block = look(next_tile);
     }
-    store8((u16 *)(memory + i * row_bytes), at, v, 8, true);
-  }
-  __syncthreads();
-  u32 q[d / 16][4];
-#pragma unroll
-  for (int i = 0; i < d / 16; i++)
-    load_matrices(q[i], memory + (warp * 16 + (lane & 15)) * row_bytes + (i * 2 + (lane >> 4)) * 16);
-
+    copy_commit();
+  };
   // A thread has rows lane/4 and lane/4 + 8 of its warp's queries.
   int sees_from[2], sees_to[2];
 #pragma unroll
@@ -138,18 +175,36 @@ DEVICE void attend(const attention_args &a, unsigned char *memory) {
     sees_from[h] = a.window > 0 ? p - a.window + 1 : 0;
   }
 
-  float total[d / 8][4] = {}, part[d / 8][4] = {};
-  float total_most[2] = {nothing, nothing}, total_sum[2] = {};
-  float most[2] = {nothing, nothing}, sum[2] = {};  // sum: of this thread's columns
-  int slot = 0, next = stages - 1;
-  for (int tile = from; tile < to; tile++) {
-    copy_wait<stages - 2>();
-    __syncthreads();
-    if (tile + stages - 1 < to) bring(tile + stages - 1, next);
-    copy_commit();
+  u32 q[d / 16][4];
+  float total[d / 8][4], part[d / 8][4];
+  float total_most[2], total_sum[2], most[2], sum[2];  // sum: of this thread's columns
+  int slot = 0, next = 0;
+#pragma unroll 1
+  for (int tile = from, ahead = stages - 1; left > 0;) {
+    if (ahead == 0) {
+      copy_wait<stages - 2>();
+      __syncthreads();
+    }
+    if (ahead == 0 && tile == from) {
+#pragma unroll
+      for (int i = 0; i < d / 16; i++) load_matrices(q[i], asked + place(warp * 16 + (lane & 15), i * 2 + (lane >> 4)));
+      __syncwarp();  // more than one head have blocks of one warp
+#pragma unroll
+      for (int h = 0; h < 2; h++) total_most[h] = most[h] = nothing, total_sum[h] = sum[h] = 0;
+#pragma unroll
+      for (int j = 0; j < d / 8; j++)
+#pragma unroll
+        for (int c = 0; c < 4; c++) total[j][c] = part[j][c] = 0;
+    }
+    bring(next);
+    if (++next == stages) next = 0;
+    if (ahead > 0) {
+      ahead--;
+      continue;
+    }
+    left--;
     const unsigned char *keys = ring + slot * stage_bytes, *values = keys + half_bytes;
     if (++slot == stages) slot = 0;
-    if (++next == stages) next = 0;
 
     float score[tile_tokens / 8][4] = {};
 #pragma unroll
@@ -157,11 +212,13 @@ DEVICE void attend(const attention_args &a, unsigned char *memory) {
 #pragma unroll
       for (int j = 0; j < tile_tokens / 8; j += 2) {
         u32 k[4];
-        load_matrices(k, keys + (j * 8 + (lane >> 4) * 8 + (lane & 7)) * row_bytes + (i * 2 + (lane >> 3 & 1)) * 16);
+        load_matrices(k, keys + place(j * 8 + (lane >> 4) * 8 + (lane & 7), i * 2 + (lane >> 3 & 1)));
         mma(score[j], q[i], k[0], k[1]);
         mma(score[j + 1], q[i], k[2], k[3]);
       }
 
+    float stays[2];
+    bool changed = false;  // what was summed up has to be scaled
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       float tile_most = nothing;
@@ -177,7 +234,8 @@ DEVICE void attend(const attention_args &a, unsigned char *memory) {
       tile_most = fmaxf(tile_most, __shfl_xor_sync(all_lanes, tile_most, 1));
       tile_most = fmaxf(tile_most, __shfl_xor_sync(all_lanes, tile_most, 2));
       float now = fmaxf(most[h], tile_most), base = now == nothing ? 0.f : now;
-      float stays = exp2_fast(__fadd_rn(most[h], -base));
+      stays[h] = most[h] == now ? 1.f : exp2_fast(__fadd_rn(most[h], -base));
+      changed |= most[h] != now && most[h] != nothing;
       most[h] = now;
       float added = 0;
 #pragma unroll
@@ -187,12 +245,13 @@ DEVICE void attend(const attention_args &a, unsigned char *memory) {
           score[j][c] = exp2_fast(__fadd_rn(score[j][c], -base));
           added = __fadd_rn(added, score[j][c]);
         }
-      sum[h] = __fmaf_rn(sum[h], stays, added);
+      sum[h] = __fmaf_rn(sum[h], stays[h], added);
+    }
+    if (__ballot_sync(all_lanes, changed)) {
 #pragma unroll
-      for (int j = 0; j < d / 8; j++) {
-        part[j][2 * h] = __fmul_rn(part[j][2 * h], stays);
-        part[j][2 * h + 1] = __fmul_rn(part[j][2 * h + 1], stays);
-      }
+      for (int j = 0; j < d / 8; j++)
+#pragma unroll
+        for (int c = 0; c < 4; c++) part[j][c] = __fmul_rn(part[j][c], stays[c / 2]);
     }
 
 #pragma unroll
@@ -202,68 +261,72 @@ DEVICE void attend(const attention_args &a, unsigned char *memory) {
 #pragma unroll
       for (int j = 0; j < d / 8; j += 2) {
         u32 v[4];
-        load_matrices_transposed(v, values + (i * 16 + (lane & 15)) * row_bytes + (j + (lane >> 4)) * 16);
+        load_matrices_transposed(v, values + place(i * 16 + (lane & 15), j + (lane >> 4)));
         mma(part[j], p, v[0], v[1]);
         mma(part[j + 1], p, v[2], v[3]);
       }
     }
 
-    if ((tile + 1) * tile_tokens % chunk_tokens != 0 && tile + 1 < to) continue;
+    tile++;
+    if (tile * tile_tokens % chunk_tokens != 0 && tile < to) continue;
     // A chunk ends here.
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       sum[h] = __fadd_rn(sum[h], __shfl_xor_sync(all_lanes, sum[h], 1));
       sum[h] = __fadd_rn(sum[h], __shfl_xor_sync(all_lanes, sum[h], 2));
     }
-    if (a.chunks > 0) break;  // it is the only one
+    if (a.chunks == 0) {
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+        float old_part, new_part;
+        join(total_most[h], most[h], old_part, new_part);
+        total_sum[h] = joined(total_sum[h], old_part, sum[h], new_part);
+#pragma unroll
+        for (int j = 0; j < d / 8; j++)
+#pragma unroll
+          for (int c = 2 * h; c < 2 * h + 2; c++) {
+            total[j][c] = joined(total[j][c], old_part, part[j][c], new_part);
+            part[j][c] = 0;
+          }
+        most[h] = nothing, sum[h] = 0;
+      }
+      if (tile < to) continue;
+    }
+    // And all that the queries see.
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-      float old_part, new_part;
-      join(total_most[h], most[h], old_part, new_part);
-      total_sum[h] = joined(total_sum[h], old_part, sum[h], new_part);
-#pragma unroll
-      for (int j = 0; j < d / 8; j++)
-#pragma unroll
-        for (int c = 2 * h; c < 2 * h + 2; c++) {
-          total[j][c] = joined(total[j][c], old_part, part[j][c], new_part);
-          part[j][c] = 0;
+      int i = warp * 16 + h * 8 + (lane >> 2), row = i / a.group;
+      if (row >= s.rows) continue;
+      i64 n = s.row0 + row;
+      int head = kv_head * a.group + i % a.group;
+      if (a.chunks > 0) {
+        i64 at = ((s.sequence * (queries / a.group) + row) * (i64)a.heads + head) * a.chunks + blockIdx.z;
+        if ((lane & 3) == 0) {
+          ((float *)a.ends)[2 * at] = most[h];
+          ((float *)a.ends)[2 * at + 1] = sum[h];
         }
-      most[h] = nothing, sum[h] = 0;
-    }
-  }
-  copy_wait<0>();
-
 #pragma unroll
-  for (int h = 0; h < 2; h++) {
-    int i = warp * 16 + h * 8 + (lane >> 2), row = i / a.group;
-    if (row >= s.rows) continue;
-    i64 n = s.row0 + row;
-    int head = kv_head * a.group + i % a.group;
-    if (a.chunks > 0) {
-      i64 at = ((s.sequence * (queries / a.group) + row) * (i64)a.heads + head) * a.chunks + blockIdx.z;
-      if ((lane & 3) == 0) {
-        ((float *)a.ends)[2 * at] = most[h];
-        ((float *)a.ends)[2 * at + 1] = sum[h];
+        for (int j = 0; j < d / 8; j++) {
+          int column = j * 8 + (lane & 3) * 2;
+          if (column < a.d)  // both: d is even
+            *(float2 *)((float *)a.sums + at * a.d + column) = make_float2(part[j][2 * h], part[j][2 * h + 1]);
+        }
+        continue;
       }
+      u16 *out = (u16 *)a.out + n * a.out_row + head * a.out_head;
+      float inverse = __fdiv_rn(1.f, total_sum[h]);
 #pragma unroll
       for (int j = 0; j < d / 8; j++) {
         int column = j * 8 + (lane & 3) * 2;
-        if (column < a.d)  // both: d is even
-          *(float2 *)((float *)a.sums + at * a.d + column) = make_float2(part[j][2 * h], part[j][2 * h + 1]);
+        if (column >= a.d) continue;
+        u32 both = pack_act(__fmul_rn(total[j][2 * h], inverse), __fmul_rn(total[j][2 * h + 1], inverse));
+        if (a.out_paired)
+          *(u32 *)(out + column) = both;
+        else
+          out[column] = (u16)both, out[column + 1] = (u16)(both >> 16);
       }
-      continue;
     }
-    u16 *out = (u16 *)a.out + n * a.out_row + head * a.out_head;
-#pragma unroll
-    for (int j = 0; j < d / 8; j++) {
-      int column = j * 8 + (lane & 3) * 2;
-      if (column >= a.d) continue;
-      u32 both = pack_act(__fdiv_rn(total[j][2 * h], total_sum[h]), __fdiv_rn(total[j][2 * h + 1], total_sum[h]));
-      if (a.out_paired)
-        *(u32 *)(out + column) = both;
-      else
-        out[column] = (u16)both, out[column + 1] = (u16)(both >> 16);
-    }
+    tile = from, kv_head++;
   }
 }
 
@@ -298,6 +361,6 @@ KERNEL(128, 1) attention_join(const attention_args a) {
       total_sum = joined(total_sum, old_part, ((const float *)a.ends)[2 * at + 1], new_part);
       if (column < a.d) total = joined(total, old_part, ((const float *)a.sums)[at * a.d + column], new_part);
     }
-    if (column < a.d) ((u16 *)a.out)[n * a.out_row + head * a.out_head + column] = to_act(__fdiv_rn(total, total_sum));
+    if (column < a.d) ((u16 *)a.out)[n * a.out_row + head * a.out_head + column] = to_act(__fmul_rn(total, __fdiv_rn(1.f, total_sum)));
   }
 }

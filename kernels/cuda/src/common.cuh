@@ -67,6 +67,12 @@ DEVICE void store8(u16 *base, i64 at, const float (&v)[8], int n, bool aligned) 
     if (i < n) base[at + i] = to_act(v[i]);
 }
 
+// Eight 16-bit elements at at, or zeros where there is no row.
+DEVICE uint4 load_chunk(const u16 *row, int at) {
+  uint4 zero = {0, 0, 0, 0};
+  return row ? *(const uint4 *)(row + at) : zero;
+}
+
 // Copies the first n of eight 16-bit elements.
 DEVICE void copy8(u16 *to, const u16 *from, int n, bool aligned) {
   if (aligned && n >= 8) {

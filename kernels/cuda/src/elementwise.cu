@@ -31,90 +31,92 @@ struct norm_args {
   int aligned, weight_aligned, bias_aligned;
 };
 
-// The sum over the threads of one item. sums has a float per warp of the block.
-template <int threads>
-DEVICE float item_sum(float v, float *sums) {
-  v = warp_sum(v);
-  if (threads == 32) return v;
-  __syncthreads();  // the sums of last time have been read
-  if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = v;
-  __syncthreads();
-  v = 0;
+// The sum over the threads of one item, of each parts in turn. sums has a float per
+// part and warp of the block. More threads with fewer parts get the same bits.
+template <int threads, int each>
+DEVICE float item_sum(const float (&parts)[each], float *sums) {
+  float v = 0;
 #pragma unroll
-  for (int i = 0; i < threads / 32; i++) v += sums[i];
+  for (int i = 0; i < each; i++) {
+    float part = warp_sum(parts[i]);
+    if (threads == 32) v += part;
+    if (threads > 32 && threadIdx.x % 32 == 0) sums[i * (threads / 32) + threadIdx.x / 32] = part;
+  }
+  if (threads == 32) return v;
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < each * (threads / 32); i++) v += sums[i];
   return v;
 }
 
-// threads work on one row of one head; a block of 256 has 256/threads of them. Each
-// thread keeps its elements, in float32, in shared memory.
-template <int threads>
-DEVICE void norm_rows(const norm_args &a, float *keep) {
-  __shared__ float sums[8];
-  constexpr int per_block = 256 / threads;
-  int t = threadIdx.x % threads, groups = (a.d + 7) / 8;
-  i64 item = (i64)blockIdx.x * per_block + threadIdx.x / threads;
-  if (item >= a.items) return;  // whole warps, and never with 256 threads to an item
+// threads work on one row of one head, a block on as many as it has room for. A thread
+// keeps its elements, up to each times eight, in registers.
+template <int threads, int block, int each>
+DEVICE void norm_rows(const norm_args &a) {
+  __shared__ float sums[2][each * (block / 32)];
+  int t = threadIdx.x % threads;
+  i64 item = (i64)blockIdx.x * (block / threads) + threadIdx.x / threads;
+  if (item >= a.items) return;  // whole warps, and never with a block to an item
   i64 row = item / a.heads;
   int head = (int)(item - row * a.heads);
   const u16 *x = (const u16 *)a.x + row * a.x_row + head * a.x_head;
   u16 *residual = (u16 *)a.residual + row * a.residual_row + head * a.residual_head;
   u16 *out = (u16 *)a.out + row * a.out_row + head * a.out_head;
-  keep += threadIdx.x / threads * groups * 8;
 
-  float total = 0;
-  for (int g = t; g < groups; g += threads) {
-    int n = a.d - g * 8;
-    float v[8], r[8];
-    load8(v, x, act_type, g * 8, n, a.aligned);
-    if (a.residual) {
-      load8(r, residual, act_type, g * 8, n, a.aligned);
+  float v[each][8], w[each][8];
 #pragma unroll
-      for (int i = 0; i < 8; i++) v[i] = from_act(to_act(v[i] + r[i]));
-      store8(residual, g * 8, v, n, a.aligned);
-    }
+  for (int i = 0; i < each; i++) {
+    int at = (t + i * threads) * 8, n = a.d - at;
+    load8(v[i], x, act_type, at, n, a.aligned);
+    if (a.residual && n > 0) {
+      float r[8];
+      load8(r, residual, act_type, at, n, a.aligned);
 #pragma unroll
-    for (int i = 0; i < 8; i++) {
-      keep[g * 8 + i] = v[i];
-      total += a.layer ? v[i] : v[i] * v[i];
+      for (int c = 0; c < 8; c++) v[i][c] = from_act(to_act(v[i][c] + r[c]));
+      store8(residual, at, v[i], n, a.aligned);
     }
+    load8(w[i], (const void *)a.weight, a.weight_type, at, n, a.weight_aligned);
   }
-  float mean = 0, square = item_sum<threads>(total, sums) / a.d;
+  float total[each] = {};
+#pragma unroll
+  for (int i = 0; i < each; i++)
+#pragma unroll
+    for (int c = 0; c < 8; c++) total[i] += a.layer ? v[i][c] : v[i][c] * v[i][c];
+  float mean = 0, square = item_sum<threads>(total, sums[0]) / a.d;
   if (a.layer) {
     mean = square;
-    total = 0;
-    for (int g = t; g < groups; g += threads)
 #pragma unroll
-      for (int i = 0; i < 8; i++) {
-        float v = g * 8 + i < a.d ? keep[g * 8 + i] - mean : 0.f;
-        total += v * v;
+    for (int i = 0; i < each; i++) {
+      total[i] = 0;
+#pragma unroll
+      for (int c = 0; c < 8; c++) {
+        float off = (t + i * threads) * 8 + c < a.d ? v[i][c] - mean : 0.f;
+        total[i] += off * off;
       }
-    square = item_sum<threads>(total, sums) / a.d;
+    }
+    square = item_sum<threads>(total, sums[1]) / a.d;
   }
   float scale = 1.f / sqrtf(square + a.eps);
-  for (int g = t; g < groups; g += threads) {
-    int n = a.d - g * 8;
-    float v[8], w[8];
-    load8(w, (const void *)a.weight, a.weight_type, g * 8, n, a.weight_aligned);
 #pragma unroll
-    for (int i = 0; i < 8; i++) v[i] = (keep[g * 8 + i] - mean) * scale * w[i];
+  for (int i = 0; i < each; i++) {
+    int at = (t + i * threads) * 8, n = a.d - at;
+#pragma unroll
+    for (int c = 0; c < 8; c++) v[i][c] = (v[i][c] - mean) * scale * w[i][c];
     if (a.bias) {
-      load8(w, (const void *)a.bias, a.bias_type, g * 8, n, a.bias_aligned);
+      load8(w[i], (const void *)a.bias, a.bias_type, at, n, a.bias_aligned);
 #pragma unroll
-      for (int i = 0; i < 8; i++) v[i] += w[i];
+      for (int c = 0; c < 8; c++) v[i][c] += w[i][c];
     }
-    store8(out, g * 8, v, n, a.aligned);
+    store8(out, at, v[i], n, a.aligned);
   }
 }
 
-KERNEL(256, 1) norm_warp(const norm_args a) {
-  DYNAMIC_SHARED(keep);
-  norm_rows<32>(a, (float *)keep);
-}
-
-KERNEL(256, 1) norm_block(const norm_args a) {
-  DYNAMIC_SHARED(keep);
-  norm_rows<256>(a, (float *)keep);
-}
+KERNEL(256, 2) norm_head(const norm_args a) { norm_rows<32, 256, 1>(a); }
+KERNEL(256, 2) norm_warp(const norm_args a) { norm_rows<32, 256, 4>(a); }
+KERNEL(256, 5) norm_256(const norm_args a) { norm_rows<256, 256, 1>(a); }
+KERNEL(256, 4) norm_256_2(const norm_args a) { norm_rows<256, 256, 2>(a); }
+KERNEL(512, 1) norm_512(const norm_args a) { norm_rows<512, 512, 1>(a); }
+KERNEL(512, 1) norm_512_3(const norm_args a) { norm_rows<512, 512, 3>(a); }
 
 struct clamp_args {
   u64 x;

@@ -39,6 +39,14 @@ DEVICE float exp2_fast(float x) {
   return r;
 }
 
+// The logarithm to base 2, off by 2^-22 times its size, or where x is in (0.5, 2) by
+// 2^-22.
+DEVICE float log2_fast(float x) {
+  float r;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+  return r;
+}
+
 // D = A B + D on a warp, in float32: A is 16 x 16 by rows, B 16 x 8 by columns.
 DEVICE void mma_bf16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
   asm volatile(

@@ -124,3 +124,33 @@ KERNEL(1024, 1) group(const group_args a) {
     order += __popc(hits);
   }
 }
+
+// The same for few pairs: a block of one warp per expert.
+KERNEL(32, 1) group_few(const group_args a) {
+  int lane = threadIdx.x;
+  u32 expert = blockIdx.x;
+  const u32 *ids = (const u32 *)a.ids;
+  int less = 0, same = 0;
+#pragma unroll 4
+  for (i64 p = lane; p < a.pairs; p += 32) {
+    u32 id = ids[p];
+    less += id < expert;
+    same += id == expert;
+  }
+#pragma unroll
+  for (int i = 16; i > 0; i >>= 1) {
+    less += __shfl_xor_sync(all_lanes, less, i);
+    same += __shfl_xor_sync(all_lanes, same, i);
+  }
+  if (lane == 0) {
+    ((int *)a.offsets)[expert] = less;
+    if (expert == a.experts - 1) ((int *)a.offsets)[a.experts] = less + same;
+  }
+  int *order = (int *)a.order + less;
+  for (i64 p = 0; p < a.pairs; p += 32) {
+    bool hit = p + lane < a.pairs && ids[p + lane] == expert;
+    u32 hits = __ballot_sync(all_lanes, hit);
+    if (hit) order[__popc(hits & ((1u << lane) - 1))] = (int)(p + lane);
+    order += __popc(hits);
+  }
+}

@@ -15,6 +15,9 @@ struct choice {
   int id;  // -1: none
 };
 
+constexpr int sample_threads = 512;
+#define lowest __uint_as_float(0xff800000u)  // -infinity
+
 DEVICE choice better(choice a, choice b) {
   bool second = b.id >= 0 && (a.id < 0 || b.score > a.score || (b.score == a.score && b.id < a.id));
   return second ? b : a;
@@ -118,19 +121,76 @@ DEVICE choice block_best(choice c) {
   return c;
 }
 
+// The noise, off by 2^-14 at most.
+DEVICE float gumbel_near(u32 w) {
+  bool high = w >> 31;
+  float f = __fmul_rn(__uint2float_rn((high ? ~w : w) | 1), 1.f / 4294967296.f);
+  float e = __fmul_rn(log2_fast(high ? f : 1.f - f), -0.693147181f);
+  if (!high && f < 1.f / 256) e = f + f * f * (0.5f + f * (1.f / 3));
+  return __fmul_rn(log2_fast(e), -0.693147181f);
+}
+
+// The best of the tokens from + 4 threadIdx.x to to+3, and so on by stride.
+DEVICE choice draw_all(const float *logits, int from, int to, bool aligned, const draw &d) {
+  choice c = {0.f, -1};
+#pragma unroll 1
+  for (int at = from + 4 * threadIdx.x; at < to; at += 4 * sample_threads) {
+    float v[4];
+    int n = min(4, to - at);
+    load4(v, logits, at, n, aligned);
+    c = draw4(c, v, (1u << n) - 1, at, d);
+  }
+  return c;
+}
+
+// The same for a temperature above 0. Most tokens are ruled out by scores that are
+// nearly right: each thread keeps its best, and how good its second best is; what lies
+// within slack of the block's best is looked at again.
+DEVICE choice draw_near(const float *logits, int from, int to, bool aligned, const draw &d) {
+  __shared__ float bests[sample_threads / 32];
+  float inverse = __fdiv_rn(1.f, d.temperature);
+  float best = lowest, second = lowest;
+  int id = from;
+#pragma unroll 2
+  for (int at = from + 4 * threadIdx.x; at < to; at += 4 * sample_threads) {
+    float v[4];
+    int n = min(4, to - at);
+    load4(v, logits, at, n, aligned);
+    u32 counter[4] = {(u32)at / 4, d.position, d.which, 1};
+    philox(counter, (u32)d.seed, (u32)(d.seed >> 32));
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      float s = i < n ? v[i] * inverse + gumbel_near(counter[i]) : lowest;
+      second = fmaxf(second, fminf(best, s));
+      if (s > best) best = s, id = at + i;
+    }
+  }
+  float most = best;
+#pragma unroll
+  for (int i = 16; i > 0; i >>= 1) most = fmaxf(most, __shfl_xor_sync(all_lanes, most, i));
+  if (threadIdx.x % 32 == 0) bests[threadIdx.x / 32] = most;
+  __syncthreads();
+  for (int w = 0; w < sample_threads / 32; w++) most = fmaxf(most, bests[w]);
+  float slack = 1.f / 2048 + (fabsf(most) + 32.f) * (1.f / 262144), least = most - slack;
+  // Where nothing is near, or sizes leave the range of floats, all are looked at.
+  if (!(fabsf(most) < 1e30f) || second >= least) return draw_all(logits, from, to, aligned, d);
+  choice c = {0.f, -1};
+  if (best >= least) {
+    float v[4];
+    int at = id & ~3, n = min(4, to - at);
+    load4(v, logits, at, n, aligned);
+    c = draw4(c, v, 1u << (id - at), at, d);
+  }
+  return c;
+}
+
 // Block (row, segment). A row without any number draws -1.
-KERNEL(512, 1) sample(const sample_args a) {
+KERNEL(512, 2) sample(const sample_args a) {
   i64 row = blockIdx.x;
   const float *logits = (const float *)a.logits + row * a.stride;
   draw d = row_draw(a, row);
   int from = blockIdx.y * a.segment, to = min(from + a.segment, a.vocabulary);
-  choice c = {0.f, -1};
-  for (int at = from + 4 * threadIdx.x; at < to; at += 4 * 512) {
-    float v[4];
-    int n = min(4, to - at);
-    load4(v, logits, at, n, a.aligned);
-    c = draw4(c, v, (1u << n) - 1, at, d);
-  }
+  choice c = d.temperature > 1e-30f ? draw_near(logits, from, to, a.aligned, d) : draw_all(logits, from, to, a.aligned, d);
   c = block_best(c);
   if (threadIdx.x != 0) return;
   if (a.segments == 1)

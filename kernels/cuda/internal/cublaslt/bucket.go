@@ -4,8 +4,11 @@ import "math/bits"
 
 // bucket rounds a number of rows up to those for which algorithms are chosen.
 func bucket(rows int) int {
-	if rows <= 512 {
+	switch {
+	case rows <= 64:
 		return 1 << bits.Len(uint(rows-1))
+	case rows <= 512:
+		return (rows + 7) / 8 * 8
 	}
 	return (rows + 511) / 512 * 512
 }

@@ -128,6 +128,7 @@ static inline u16 round_f16(float f) {
 static inline u32 pack_bf16(float lo, float hi) { return round_bf16(lo) | (u32)round_bf16(hi) << 16; }
 static inline u32 pack_f16(float lo, float hi) { return round_f16(lo) | (u32)round_f16(hi) << 16; }
 static inline float exp2_fast(float x) { return exp2f(x); }
+static inline float log2_fast(float x) { return log2f(x); }
 
 // Lane l of A (16 x 16) holds rows l/4 (words 0, 2) and l/4 + 8 (1, 3), columns
 // 2 (l%4) and its neighbor, from 8 on in words 2 and 3; of B (16 x 8) column l/4,

@@ -9,6 +9,7 @@ namespace {
 #include "src_sample.h"
 #include "src_product.h"
 #include "src_attention.h"
+#include "src_few.h"
 }  // namespace
 
 #define ENTRY(name, args) {#name, simt::call<args, name>, sizeof(args)}
@@ -17,12 +18,14 @@ namespace {
 #define HEADS(d) ENTRY(attention_##d##_1, attention_args), ENTRY(attention_##d##_4, attention_args)
 
 extern const simt_kernel TABLE[] = {
-    ENTRY(embed, embed_args),           ENTRY(norm_warp, norm_args),       ENTRY(norm_block, norm_args),
+    ENTRY(embed, embed_args),           ENTRY(norm_warp, norm_args),       ENTRY(norm_256, norm_args),
+    ENTRY(norm_head, norm_args),        ENTRY(norm_256_2, norm_args),         ENTRY(norm_512_3, norm_args),      ENTRY(norm_512, norm_args),
     ENTRY(clamp, clamp_args),           ENTRY(silu_mul, silu_mul_args),    ENTRY(gather, gather_args),
     ENTRY(combine, combine_args),       ENTRY(add_bias, add_bias_args),    ENTRY(rope, rope_args),
     ENTRY(append_kv, append_kv_args),   ENTRY(route, route_args),          ENTRY(group, group_args),
     ENTRY(sample, sample_args),         ENTRY(sample_merge, sample_args),  ENTRY(attention_join, attention_args),
     ENTRY(sample_cut, sample_args),     ENTRY(log_probs, log_probs_args),  ENTRY(adjust, adjust_args),
-    ENTRY(restore, adjust_args),
+    ENTRY(restore, adjust_args),        ENTRY(few_columns_8, few_args),    ENTRY(few_columns_16, few_args),
+    ENTRY(few_rows_8, few_args),        ENTRY(group_few, group_args),
     HEADS(32), HEADS(64), HEADS(96), HEADS(128), TILES(matmul), TILES(up), TILES(down), {nullptr, nullptr, 0},
 };

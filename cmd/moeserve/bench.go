@@ -1,0 +1,326 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"github.com/moeserve/moeserve/configs"
+	"github.com/moeserve/moeserve/eval"
+	"github.com/moeserve/moeserve/node"
+	"github.com/moeserve/moeserve/planner"
+)
+
+// blockTokens are the tokens of a block of the KV cache.
+const blockTokens = 16
+
+func newBench(s *streams) *cobra.Command {
+	cmd := &cobra.Command{
+		Use:   "bench",
+		Short: "Measure throughput and copies",
+		Args: func(cmd *cobra.Command, args []string) error {
+			if len(args) > 0 {
+				return unknownCommand(cmd, args[0])
+			}
+			return nil
+		},
+		RunE: func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
+	}
+	cmd.AddCommand(newBenchThroughput(s), newBenchSweep(s), newBenchTransfer(s))
+	return cmd
+}
+
+func newBenchThroughput(s *streams) *cobra.Command {
+	cmd := &cobra.Command{
+		Use:   "throughput",
+		Short: "Measure the throughput of one configuration",
+		Long: `Measure the throughput of one configuration: all requests run as one batch, in
+lockstep, first their prompts and then a token of each a step.
+
+Without --prompts, the prompts are random ids whose lengths are distributed as
+MT-Bench's: a log-normal distribution from 9 to 418 tokens with a mean of 77.
+Prompts that the model's context does not hold with --output-len are cut. Ends of
+answers are ignored. With --offload-tier auto, offloaded experts are fetched from
+peers where these hold all of them, and from the host where not.
+
+Where the rates of the hardware are known (--hardware, a preset of the GPU's name,
+or emulated devices with a virtual clock or pace), the floor that they set and what
+the planner predicts stand beside what was measured.`,
+		Example: `  moeserve bench throughput --offload-fraction 0.5 --offload-tier host
+  moeserve bench throughput --model mixtral-8x7b --load-format dummy --num-prompts 324 --prompts question.jsonl --json out.json`,
+		Args: noArguments,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			set, err := readSettings(cmd.Flags(), os.Environ())
+			if err != nil {
+				return err
+			}
+			return benchThroughput(cmd.Context(), s, set)
+		},
+	}
+	addSettings(cmd.Flags(), configs.For("bench throughput"))
+	return cmd
+}
+
+func benchThroughput(ctx context.Context, s *streams, set *settings) (err error) {
+	res, err := openResult(set.JSON, s.out)
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, res.close()) }()
+	b, err := newBenchmark(s, set)
+	if err != nil {
+		return err
+	}
+	cell := eval.Cell{Tier: set.OffloadTier, Fraction: set.OffloadFraction}
+	n, err := b.openAuto(ctx, &cell)
+	if err != nil {
+		return err
+	}
+	r, err := eval.Throughput(ctx, n, cell, b.options)
+	if err = errors.Join(err, n.Close()); err != nil {
+		return benchError(err)
+	}
+	if !res.onStdout() {
+		if err := eval.WriteTable(s.out, []eval.Result{r}); err != nil {
+			return err
+		}
+	}
+	return res.write(r)
+}
+
+// benchError makes mistakes in what was given usage errors.
+func benchError(err error) error {
+	if errors.Is(err, eval.ErrInput) {
+		return &usageError{err}
+	}
+	return err
+}
+
+// benchmark is what measurements of a model share.
+type benchmark struct {
+	s        *streams
+	set      *settings
+	options  eval.Options
+	hardware *planner.Hardware // that the user named
+}
+
+// newBenchmark reads the prompts, and makes room in the settings for them as one batch.
+func newBenchmark(s *streams, set *settings) (*benchmark, error) {
+	b := &benchmark{s: s, set: set}
+	var err error
+	if b.hardware, err = readHardware(set.Hardware); err != nil {
+		return nil, err
+	}
+	if set.MicroBatchSize > set.NumPrompts {
+		return nil, usagef("--micro-batch-size is %d and the batch has %d requests; make it at most that", set.MicroBatchSize, set.NumPrompts)
+	}
+	m, err := node.OpenModel(set.Settings)
+	if err != nil {
+		return nil, err
+	}
+	defer m.Close() //nolint:errcheck // only read from
+	room := m.Config.MaxPositions - set.OutputLen
+	if room < 1 {
+		return nil, usagef("--output-len is %d and the model has %d positions; ask for fewer", set.OutputLen, m.Config.MaxPositions)
+	}
+	prompts := eval.GeneratePrompts(set.NumPrompts, min(set.InputLen, m.Config.MaxPositions), m.Config.Vocab, set.Seed)
+	if set.Prompts != "" {
+		if prompts, err = readPrompts(set.Prompts, m); err != nil {
+			return nil, err
+		}
+	}
+	o := &b.options
+	o.Prompts, o.Cut = eval.Repeat(prompts, set.NumPrompts, room)
+	o.NewTokens, o.Warmup, o.Trials, o.Prefills = set.OutputLen, set.WarmupTokens, set.Trials, set.PrefillTrials
+	if o.Warmup == 0 {
+		o.Warmup = -1
+	}
+	set.MaxNumSeqs = set.NumPrompts
+	set.MaxNumBatchedTokens = max(set.MaxNumBatchedTokens, set.NumPrompts)
+	set.NumKVBlocks, set.MaxModelLen = eval.Room(o.Prompts, o.NewTokens, blockTokens)
+	return b, nil
+}
+
+// readPrompts reads a file of prompts and turns them into ids.
+func readPrompts(path string, m *node.Model) ([][]int32, error) {
+	f, err := os.Open(path)
+	if err != nil {
+		return nil, usagef("--prompts: %w", err)
+	}
+	defer f.Close() //nolint:errcheck // only read from
+	texts, err := eval.ReadPrompts(f, path)
+	if err != nil {
+		return nil, benchError(err)
+	}
+	encode, err := node.Encoder(m)
+	if err != nil {
+		return nil, err
+	}
+	prompts := make([][]int32, len(texts))
+	for i, text := range texts {
+		prompts[i] = encode(text)
+	}
+	return prompts, nil
+}
+
+// readHardware finds the machine that the user names; nil where none is named.
+func readHardware(name string) (*planner.Hardware, error) {
+	if name == "" {
+		return nil, nil
+	}
+	var h planner.Hardware
+	var err error
+	if slices.Contains(configs.HardwareNames(), name) {
+		h, err = planner.HardwarePreset(name)
+	} else {
+		var data []byte
+		if data, err = os.ReadFile(name); err != nil {
+			return nil, usagef("--hardware %s is no preset (%s) and no file: %w", name, strings.Join(configs.HardwareNames(), ", "), err)
+		}
+		h, err = planner.ParseHardware(data)
+	}
+	if err != nil {
+		return nil, usagef("--hardware %s: %w", name, err)
+	}
+	return &h, nil
+}
+
+// open opens the node of a cell.
+func (b *benchmark) open(ctx context.Context, c eval.Cell) (eval.Node, error) {
+	set := b.set.Settings
+	set.OffloadFraction, set.OffloadTier = c.Fraction, c.Tier
+	if c.Tier == eval.NoTier {
+		set.OffloadTier = eval.HostTier
+	}
+	opts := node.Options{Settings: set, Log: b.set.logger(b.s.err), WithoutTokenizer: true}
+	n, err := open(ctx, opts, b.s.err, false)
+	if err != nil {
+		return nil, err
+	}
+	return &benchNode{n, &set, b.hardware}, nil
+}
+
+// openAuto opens the node of a cell whose tier may be auto: then it is peer, where the
+// peers hold all that is offloaded, or else host.
+func (b *benchmark) openAuto(ctx context.Context, c *eval.Cell) (eval.Node, error) {
+	switch {
+	case c.Fraction == 0:
+		c.Tier = eval.NoTier
+	case c.Tier == "auto":
+		c.Tier = eval.PeerTier
+		n, err := b.open(ctx, *c)
+		if !errors.Is(err, node.ErrConfig) {
+			return n, err
+		}
+		c.Tier = eval.HostTier
+	}
+	return b.open(ctx, *c)
+}
+
+// benchNode is a node as package eval sees it.
+type benchNode struct {
+	n        *node.Node
+	set      *configs.Settings
+	hardware *planner.Hardware
+}
+
+var _ eval.Node = (*benchNode)(nil)
+
+// Info implements eval.Node.
+func (b *benchNode) Info() eval.Info {
+	n := b.n
+	info := eval.Info{
+		Model: n.Name(), Device: n.DeviceName(), DType: n.Config().DType.String(), LoadFormat: b.set.LoadFormat,
+		Emulated: n.Emulated(), KeepsData: n.KeepsData(), MicroBatchRows: n.MicroBatchRows(), StepRows: n.StepRows(), ChosenOnlyRows: n.ChosenOnlyRows(),
+		Grouping: n.Grouping(), Attention: n.Attention(),
+		Shape: n.Shape(), Sizes: n.Sizes(), Hardware: b.hardware,
+	}
+	if h, ok := n.Hardware(); ok && info.Hardware == nil {
+		info.Hardware = &h
+	}
+	return info
+}
+
+// Batch implements eval.Node.
+func (b *benchNode) Batch(prompts [][]int32, newTokens int) (eval.Batch, error) {
+	batch, err := b.n.NewBatch(prompts, newTokens)
+	if err != nil {
+		return nil, err
+	}
+	return batch, nil
+}
+
+// Counts implements eval.Node.
+func (b *benchNode) Counts(ctx context.Context) (eval.Counts, error) {
+	r, err := b.n.Report(ctx)
+	if err != nil {
+		return eval.Counts{}, err
+	}
+	fetched := r.Fetched()
+	c := eval.Counts{FetchedHost: fetched[eval.HostTier], FetchedPeer: fetched[eval.PeerTier], Stalls: r.Stalls}
+	for _, l := range r.Layers {
+		c.Activations = append(c.Activations, l.Activations)
+	}
+	for _, m := range r.Memory {
+		if m.Space == b.n.Space() {
+			c.PeakBytes = m.Peak
+		}
+	}
+	return c, nil
+}
+
+// Now implements eval.Node.
+func (b *benchNode) Now() time.Duration { return b.n.Now() }
+
+// Close implements eval.Node.
+func (b *benchNode) Close() error { return b.n.Close() }
+
+// writeFile writes a file by way of another, so that it is there complete or not at
+// all.
+func writeFile(path string, write func(io.Writer) error) (err error) {
+	f, err := os.CreateTemp(filepath.Dir(path), filepath.Base(path)+".*.partial")
+	if err != nil {
+		return err
+	}
+	defer func() {
+		if err != nil {
+			err = errors.Join(err, os.Remove(f.Name()))
+		}
+	}()
+	err = write(f)
+	if err = errors.Join(err, f.Close()); err != nil {
+		return fmt.Errorf("%s: %w", path, err)
+	}
+	if err := os.Chmod(f.Name(), 0o644); err != nil {
+		return err
+	}
+	return os.Rename(f.Name(), path)
+}
+
+// plotFormat is the format that a file's name asks for.
+func plotFormat(flag, path string) (string, error) {
+	format := strings.TrimPrefix(strings.ToLower(filepath.Ext(path)), ".")
+	if !slices.Contains(eval.PlotFormats, format) {
+		return "", usagef("%s %s: name a file that ends in .%s", flag, path, strings.Join(eval.PlotFormats, " or ."))
+	}
+	return format, writable(flag, path)
+}
+
+// writable checks that a file can be made before any work is done for it.
+func writable(flag, path string) error {
+	if info, err := os.Stat(filepath.Dir(path)); err != nil || !info.IsDir() {
+		return usagef("%s %s: there is no directory %s", flag, path, filepath.Dir(path))
+	}
+	if info, err := os.Stat(path); err == nil && info.IsDir() {
+		return usagef("%s %s: it is a directory; name a file", flag, path)
+	}
+	return nil
+}

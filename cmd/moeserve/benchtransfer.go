@@ -1,0 +1,142 @@
+package main
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"io"
+	"os"
+	"slices"
+
+	"github.com/spf13/cobra"
+
+	"github.com/moeserve/moeserve/configs"
+	"github.com/moeserve/moeserve/eval"
+	"github.com/moeserve/moeserve/node"
+	"github.com/moeserve/moeserve/planner"
+)
+
+// transferOptions are the flags of bench transfer alone.
+type transferOptions struct {
+	largest, repetitions int
+	calibrate, csv       string
+	plots                []string
+}
+
+func newBenchTransfer(s *streams) *cobra.Command {
+	var o transferOptions
+	cmd := &cobra.Command{
+		Use:   "transfer",
+		Short: "Measure latency and rate of copies by size",
+		Long: `Measure copies to the compute device by size, from 64 KiB to the size of an expert
+of Mixtral: from pinned host memory, from a peer, from both at once, and back to the
+host. A latency is the median of single copies, a rate that of copies that are
+queued back to back.
+
+--calibrate writes the rates as hardware for --hardware. What copies do not tell
+(memory sizes, compute rates) is taken from --hardware, or from the devices where it
+is known.`,
+		Example: `  moeserve bench transfer --emulate virtual,pcie=55.3GB/s,nvlink=395GB/s,latency=8us
+  moeserve bench transfer --device cuda --peers 1 --hardware h200 --calibrate here.json`,
+		Args: noArguments,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			set, err := readSettings(cmd.Flags(), os.Environ())
+			if err != nil {
+				return err
+			}
+			return benchTransfer(cmd.Context(), s, set, &o)
+		},
+	}
+	addSettings(cmd.Flags(), configs.For("bench transfer"))
+	f := cmd.Flags()
+	f.IntVar(&o.largest, "largest-mib", 336, "leave out copies of more `MIB` than that")
+	f.IntVar(&o.repetitions, "repetitions", 10, "`NUMBER` of single copies whose median is the latency")
+	f.StringVar(&o.calibrate, "calibrate", "", "write the hardware as measured to a JSON `FILE`")
+	f.StringVar(&o.csv, "csv", "", "write the results to a CSV `FILE`, too")
+	f.StringArrayVar(&o.plots, "plot", nil, "draw latencies over sizes to a `FILE.svg|png`; may be given again")
+	return cmd
+}
+
+func benchTransfer(ctx context.Context, s *streams, set *settings, o *transferOptions) (err error) {
+	base, err := readHardware(set.Hardware)
+	if err != nil {
+		return err
+	}
+	sizes := slices.DeleteFunc(eval.DefaultSizes(), func(n int64) bool { return n > int64(o.largest)<<20 })
+	if len(sizes) == 0 || o.repetitions < 1 {
+		return usagef("--largest-mib is %d and --repetitions %d: they must be at least 1", o.largest, o.repetitions)
+	}
+	formats := make([]string, len(o.plots))
+	for i, path := range o.plots {
+		if formats[i], err = plotFormat("--plot", path); err != nil {
+			return err
+		}
+	}
+	for flag, path := range map[string]string{"--calibrate": o.calibrate, "--csv": o.csv} {
+		if path != "" {
+			if err := writable(flag, path); err != nil {
+				return err
+			}
+		}
+	}
+	res, err := openResult(set.JSON, s.out)
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, res.close()) }()
+	d, err := node.OpenDevices(set.Settings, set.logger(s.err))
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, d.Close()) }()
+	if h, ok := d.Hardware(); ok && base == nil {
+		base = &h
+	}
+	if o.calibrate != "" && base == nil {
+		return usagef("--calibrate: copies do not tell compute rates and memory sizes, and they are not known of %s; name hardware like it with --hardware", d.Name())
+	}
+	measure := eval.TransferOptions{Machine: d.Machine(), Compute: d.Compute(), Sizes: sizes, Repetitions: o.repetitions}
+	if peers := d.Peers(); len(peers) > 0 {
+		measure.Peer = peers[0]
+	}
+	points, err := eval.Transfer(ctx, measure)
+	if err != nil {
+		return benchError(err)
+	}
+	r := &eval.TransferResult{Device: d.Name(), Emulated: d.Emulated(), Points: points}
+	if !res.onStdout() {
+		if err := eval.WriteTransferTable(s.out, r); err != nil {
+			return err
+		}
+	}
+	if err := o.write(r, formats, base); err != nil {
+		return benchError(err)
+	}
+	return res.write(r)
+}
+
+// write writes the files.
+func (o *transferOptions) write(r *eval.TransferResult, formats []string, base *planner.Hardware) error {
+	for i, path := range o.plots {
+		if err := writeFile(path, func(w io.Writer) error { return eval.PlotTransfer(w, formats[i], r) }); err != nil {
+			return err
+		}
+	}
+	if o.csv != "" {
+		if err := writeFile(o.csv, func(w io.Writer) error { return eval.WriteTransferCSV(w, r) }); err != nil {
+			return err
+		}
+	}
+	if o.calibrate == "" {
+		return nil
+	}
+	h, err := eval.Calibrate(r, *base)
+	if err != nil {
+		return err
+	}
+	return writeFile(o.calibrate, func(w io.Writer) error {
+		enc := json.NewEncoder(w)
+		enc.SetIndent("", "  ")
+		return enc.Encode(h)
+	})
+}

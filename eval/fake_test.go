@@ -1,0 +1,119 @@
+package eval_test
+
+import (
+	"context"
+	"fmt"
+	"slices"
+	"time"
+
+	"github.com/moeserve/moeserve/eval"
+	"github.com/moeserve/moeserve/planner"
+)
+
+// fake is a node whose every step takes a time that the test knows.
+type fake struct {
+	now           time.Duration
+	prefill, step time.Duration
+	// fetched by each prefill and each step, from the host.
+	bytes  int64
+	counts eval.Counts
+	closed bool
+	// drift is added to all tokens of each later prefill.
+	drift int32
+	log   *[]string
+	name  string
+	// attention is where it runs. Default: gpu.
+	attention string
+	// alone: the hardware has no peers.
+	alone bool
+}
+
+func (f *fake) Info() eval.Info {
+	attention := f.attention
+	if attention == "" {
+		attention = "gpu"
+	}
+	peers, link := int64(1<<30), 1e9
+	if f.alone {
+		peers, link = 0, 0
+	}
+	return eval.Info{
+		Model: "fake", Device: "none", DType: "bfloat16", LoadFormat: "auto", Emulated: true, KeepsData: true,
+		MicroBatchRows: 2, StepRows: 64, Grouping: "layer", Attention: attention,
+		Shape: planner.Model{
+			Name: "fake", Layers: 4, Hidden: 64, Heads: 4, KVHeads: 2, HeadDim: 16,
+			Experts: 8, TopK: 2, ExpertWidth: 128, Vocab: 100,
+		},
+		Hardware: &planner.Hardware{
+			Name: "fake", GPUMemory: 1 << 30, GPUMemoryRate: 1e9, GPUFlops: 1e12, GPUAttentionFlops: 1e12,
+			HostMemory: 1 << 30, HostMemoryRate: 1e9, CPUFlops: 1e9, HostToGPU: []float64{1e8}, GPUToHost: 1e8,
+			PeerMemory: peers, PeerToGPU: link,
+		},
+	}
+}
+
+func (f *fake) Batch(prompts [][]int32, newTokens int) (eval.Batch, error) {
+	return &fakeBatch{f: f, tokens: make([][]int32, len(prompts))}, nil
+}
+
+func (f *fake) Counts(context.Context) (eval.Counts, error) {
+	c := f.counts
+	c.Stalls = map[string]float64{"waiting for host": float64(c.FetchedHost) / 100, "never": 0}
+	c.Activations = [][]int64{slices.Clone(f.counts.Activations[0]), slices.Clone(f.counts.Activations[1])}
+	return c, nil
+}
+
+func (f *fake) Now() time.Duration { return f.now }
+
+func (f *fake) Close() error {
+	f.closed = true
+	return nil
+}
+
+type fakeBatch struct {
+	f        *fake
+	tokens   [][]int32
+	prefills int32
+}
+
+func (b *fakeBatch) say(format string, args ...any) {
+	if b.f.log != nil {
+		*b.f.log = append(*b.f.log, b.f.name+" "+fmt.Sprintf(format, args...))
+	}
+}
+
+func (b *fakeBatch) Prefill(context.Context) error {
+	b.say("prefill")
+	b.f.now += b.f.prefill
+	b.f.counts.FetchedHost += b.f.bytes
+	for i := range b.tokens {
+		b.tokens[i] = append(b.tokens[i][:0], int32(i)+b.f.drift*b.prefills)
+	}
+	b.prefills++
+	return nil
+}
+
+// Decode has each row choose expert 0 of both layers, and expert 1 of the second.
+func (b *fakeBatch) Decode(_ context.Context, from, to int) error {
+	b.say("decode %d to %d", from, to)
+	for at := from; at < to; at++ {
+		b.f.now += b.f.step
+		b.f.counts.FetchedHost += b.f.bytes
+		for i := range b.tokens {
+			b.tokens[i] = append(b.tokens[i][:at], b.tokens[i][at-1]+1)
+			b.f.counts.Activations[0][0]++
+			b.f.counts.Activations[1][i%2]++
+		}
+	}
+	return nil
+}
+
+func (b *fakeBatch) Tokens() [][]int32 { return b.tokens }
+func (b *fakeBatch) Close()            { b.say("closed") }
+
+func newFake(name string, step time.Duration, log *[]string) *fake {
+	return &fake{
+		name: name, prefill: 2 * time.Second, step: step, bytes: 10, log: log,
+		counts: eval.Counts{Activations: [][]int64{make([]int64, 8), make([]int64, 8)}, PeakBytes: 77},
+	}
+}

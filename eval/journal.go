@@ -1,0 +1,114 @@
+package eval
+
+import (
+	"bytes"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"maps"
+	"os"
+	"slices"
+)
+
+// Journal is a file to which a sweep appends a JSON line per finished cell, so that one
+// that was cut off can go on. Its first line is the configuration of the sweep.
+type Journal struct {
+	file *os.File
+	// Results that were there already.
+	Results []Result
+}
+
+// journalHead is the first line.
+type journalHead struct {
+	Sweep map[string]string `json:"sweep"`
+}
+
+// OpenJournal opens the file at path, or makes it. config says what a sweep's results
+// depend on, by name; a file of another configuration is an error that wraps ErrInput
+// and names the difference. A line that was cut off is dropped.
+func OpenJournal(path string, config map[string]string) (_ *Journal, err error) {
+	f, err := os.OpenFile(path, os.O_RDWR|os.O_CREATE, 0o666)
+	if err != nil {
+		return nil, &inputError{err}
+	}
+	defer func() {
+		if err != nil {
+			err = errors.Join(err, f.Close())
+		}
+	}()
+	data, err := io.ReadAll(f)
+	if err != nil {
+		return nil, fmt.Errorf("eval: read the sweep so far: %w", err)
+	}
+	j := &Journal{file: f}
+	whole := bytes.LastIndexByte(data, '\n') + 1
+	if whole == 0 && len(data) > 0 && data[0] != '{' {
+		return nil, inputf("%s is no sweep: its first line is not one; name another file", path)
+	}
+	n := 0
+	for line := range bytes.Lines(data[:whole]) {
+		n++
+		if err := j.read(path, n, line, config); err != nil {
+			return nil, err
+		}
+	}
+	if err := f.Truncate(int64(whole)); err != nil {
+		return nil, fmt.Errorf("eval: %w", err)
+	}
+	if _, err := f.Seek(int64(whole), io.SeekStart); err != nil {
+		return nil, fmt.Errorf("eval: %w", err)
+	}
+	if n == 0 {
+		return j, j.append(journalHead{config})
+	}
+	return j, nil
+}
+
+// read takes line n in.
+func (j *Journal) read(path string, n int, line []byte, config map[string]string) error {
+	if n > 1 {
+		var r Result
+		if err := json.Unmarshal(line, &r); err != nil || r.Tier == "" {
+			return inputf("%s: line %d is not the result of a cell; mend it, or name another file", path, n)
+		}
+		j.Results = append(j.Results, r)
+		return nil
+	}
+	var head journalHead
+	if err := json.Unmarshal(line, &head); err != nil || head.Sweep == nil {
+		return inputf("%s is no sweep: its first line is not one; name another file", path)
+	}
+	names := slices.Sorted(maps.Keys(config))
+	for name := range head.Sweep {
+		if _, ok := config[name]; !ok {
+			names = append(names, name)
+		}
+	}
+	for _, name := range names {
+		if was, is := head.Sweep[name], config[name]; was != is {
+			return inputf("%s is a sweep of another configuration: there %s is %q, here %q; name another file, or take the same settings", path, name, was, is)
+		}
+	}
+	return nil
+}
+
+// Append writes a finished cell, so that it outlasts the process.
+func (j *Journal) Append(r Result) error { return j.append(r) }
+
+func (j *Journal) append(v any) error {
+	line, err := json.Marshal(v)
+	if err == nil {
+		_, err = j.file.Write(append(line, '\n'))
+	}
+	if err == nil {
+		err = j.file.Sync()
+	}
+	if err != nil {
+		return fmt.Errorf("eval: write the sweep so far: %w", err)
+	}
+	return nil
+}
+
+// Close closes the file.
+func (j *Journal) Close() error { return j.file.Close() }

@@ -1,0 +1,219 @@
+package eval
+
+import (
+	"errors"
+	"math"
+
+	"github.com/moeserve/moeserve/planner"
+)
+
+// Result is the measurement of one configuration. Seconds are those of the node's
+// clock.
+type Result struct {
+	Model           string  `json:"model"`
+	Device          string  `json:"device"`
+	Emulated        bool    `json:"emulated"`
+	DType           string  `json:"dtype"`
+	LoadFormat      string  `json:"load_format"`
+	Tier            string  `json:"tier"`
+	OffloadFraction float64 `json:"offload_fraction"`
+	MicroBatch      int     `json:"micro_batch"`
+	NumMicroBatches int     `json:"num_micro_batches"`
+	ExpertGrouping  string  `json:"expert_grouping"`
+	Attention       string  `json:"attention"`
+	// Requests run as one batch; PromptTokens and GeneratedTokens are those of all of
+	// them in one trial.
+	Requests        int `json:"requests"`
+	PromptTokens    int `json:"prompt_tokens"`
+	GeneratedTokens int `json:"generated_tokens"`
+	// PromptsCut of the prompts were longer than the model's context allows.
+	PromptsCut int `json:"prompts_cut"`
+	// WarmupTokens were drawn of each request before the trials.
+	WarmupTokens int     `json:"warmup_tokens"`
+	Trials       []Trial `json:"trials"`
+	// ThroughputTokS is generated tokens over prefill and decode, StddevTokS its
+	// deviation; DecodeTokS is requests * (new tokens - 1) over decode, DecodeStddevTokS
+	// its deviation. Means are over trials.
+	ThroughputTokS   float64 `json:"throughput_tok_s"`
+	StddevTokS       float64 `json:"stddev_tok_s"`
+	DecodeTokS       float64 `json:"decode_tok_s"`
+	DecodeStddevTokS float64 `json:"decode_stddev_tok_s"`
+	// BytesFetched and StallS are over all trials, DecodeStepBytes a decode step's
+	// mean.
+	BytesFetched    Bytes              `json:"bytes_fetched"`
+	DecodeStepBytes Bytes              `json:"decode_step_bytes"`
+	StallS          map[string]float64 `json:"stall_s"`
+	// DistinctExperts is how many of a layer's experts the last decode step went
+	// through, and TokensPerExpert how many rows each of these had; means over layers,
+	// and the largest.
+	DistinctExperts    float64 `json:"distinct_experts"`
+	TokensPerExpert    float64 `json:"tokens_per_expert"`
+	MaxTokensPerExpert int64   `json:"max_tokens_per_expert"`
+	HBMPeakBytes       int64   `json:"hbm_peak_bytes"`
+	// Roofline and Prediction are null where the hardware's rates are not known, and
+	// where it has no peers and the experts come from some.
+	Roofline   *Roofline   `json:"roofline"`
+	Prediction *Prediction `json:"prediction"`
+	// TokensSHA256 is over all generated ids in the order of the requests, each as 32
+	// bits, the lowest byte first; empty on devices that keep no data.
+	TokensSHA256 string `json:"tokens_sha256"`
+}
+
+// Trial is one run of all requests.
+type Trial struct {
+	PrefillSeconds float64 `json:"prefill_s"`
+	DecodeSeconds  float64 `json:"decode_s"`
+	// PrefillRepeated: this trial went on from the prompts of an earlier one, whose
+	// prefill time it repeats.
+	PrefillRepeated bool `json:"prefill_repeated,omitempty"`
+}
+
+// Bytes of experts by the tier that they were fetched from.
+type Bytes struct {
+	Host int64 `json:"host"`
+	Peer int64 `json:"peer"`
+}
+
+// Roofline is the least that a decode step can take on the hardware. With attention on
+// the CPU it is the planner's prediction.
+type Roofline struct {
+	// Bound is what limits it.
+	Bound string `json:"bound"`
+	// TokS is the throughput of decoding there, Fraction how much of it was reached.
+	TokS     float64 `json:"tok_s"`
+	Fraction float64 `json:"fraction"`
+}
+
+// Prediction is what the planner expects.
+type Prediction struct {
+	PrefillSeconds float64 `json:"prefill_s"`
+	DecodeSeconds  float64 `json:"decode_s"`
+	ThroughputTokS float64 `json:"throughput_tok_s"`
+	DecodeTokS     float64 `json:"decode_tok_s"`
+	// Bound of a decode step.
+	Bound string `json:"bound"`
+	// Knee is the offload fraction up to which copies from the cell's tier stay hidden;
+	// absent at fraction 0, and where that is above 1.
+	Knee float64 `json:"knee,omitempty"`
+}
+
+// Cell of a sweep that the result is of.
+func (r *Result) Cell() Cell { return Cell{Tier: r.Tier, Fraction: r.OffloadFraction} }
+
+// steps is the number of decode steps of a trial.
+func (r *Result) steps() int { return r.GeneratedTokens/r.Requests - 1 }
+
+// rates fills in what follows from the trials.
+func (r *Result) rates() {
+	var all, decode []float64
+	for _, t := range r.Trials {
+		all = append(all, float64(r.GeneratedTokens)/(t.PrefillSeconds+t.DecodeSeconds))
+		decode = append(decode, float64(r.Requests*r.steps())/t.DecodeSeconds)
+	}
+	r.ThroughputTokS, r.StddevTokS = meanAndDeviation(all)
+	r.DecodeTokS, r.DecodeStddevTokS = meanAndDeviation(decode)
+}
+
+// meanAndDeviation returns the mean and the deviation of a sample, 0 of a single one.
+func meanAndDeviation(values []float64) (mean, deviation float64) {
+	for _, v := range values {
+		mean += v / float64(len(values))
+	}
+	if len(values) < 2 {
+		return mean, 0
+	}
+	for _, v := range values {
+		deviation += (v - mean) * (v - mean)
+	}
+	return mean, math.Sqrt(deviation / float64(len(values)-1))
+}
+
+// chosen fills in what one step's activations say.
+func (r *Result) chosen(activations [][]int64) {
+	var experts, rows int64
+	for _, layer := range activations {
+		for _, n := range layer {
+			if n > 0 {
+				experts++
+				rows += n
+				r.MaxTokensPerExpert = max(r.MaxTokensPerExpert, n)
+			}
+		}
+	}
+	if experts > 0 {
+		r.DistinctExperts = float64(experts) / float64(len(activations))
+		r.TokensPerExpert = float64(rows) / float64(experts)
+	}
+}
+
+// plan fills in floor and prediction. What the planner refuses, such as experts from
+// peers on hardware that has none, has neither: a measurement stands without them.
+func (r *Result) plan(info *Info) {
+	if info.Hardware == nil {
+		return
+	}
+	h, newTokens := *info.Hardware, r.steps()+1
+	work := planner.Workload{PromptTokens: (r.PromptTokens + r.Requests/2) / r.Requests, NewTokens: newTokens}
+	floor := planner.FloorCase{Rows: r.Requests, Context: work.Context(), Fraction: r.OffloadFraction}
+	policy := planner.Policy{
+		Batch: r.Requests, MicroBatch: r.MicroBatch, PrefillTokens: info.StepRows,
+		ChosenOnly: r.OffloadFraction > 0 && r.Requests <= info.ChosenOnlyRows,
+	}
+	if r.ExpertGrouping == planner.PerMicroBatch.String() {
+		policy.Grouping, floor.Groups = planner.PerMicroBatch, r.NumMicroBatches
+	}
+	if r.Attention == planner.OnCPU.String() {
+		policy.Attention = planner.OnCPU
+	}
+	tier, link := planner.HostTier, planner.BoundHostLink
+	floor.Rate = h.HostToGPU[0]
+	if r.Tier == PeerTier {
+		tier, link, floor.Rate = planner.PeerTier, planner.BoundPeerLink, h.PeerToGPU
+	}
+	if floor.Rate == 0 {
+		return
+	}
+	f := planner.Floors(info.Shape, h, floor)
+	r.Roofline = &Roofline{Bound: string(bound(f, link)), TokS: f.TokS, Fraction: r.DecodeTokS / f.TokS}
+
+	problem := planner.Problem{Model: info.Shape, Hardware: h, Workload: work, Sizes: info.Sizes}
+	policy, err := problem.Offload(policy, r.OffloadFraction, tier)
+	if err != nil {
+		return
+	}
+	p, err := problem.Predict(policy)
+	var misfit *planner.MisfitError
+	if err != nil && !errors.As(err, &misfit) {
+		return // one that does not fit the planner's memory is predicted all the same
+	}
+	r.Prediction = &Prediction{
+		PrefillSeconds: p.PrefillSeconds, DecodeSeconds: p.DecodeSeconds,
+		ThroughputTokS: p.TokS, DecodeTokS: p.DecodeTokS, Bound: string(p.Decode.Bound),
+	}
+	if policy.Attention == planner.OnCPU {
+		// Floors have attention on the GPU; what the planner allows is the least then.
+		r.Roofline = &Roofline{Bound: string(p.Decode.Bound), TokS: p.DecodeTokS, Fraction: r.DecodeTokS / p.DecodeTokS}
+	}
+	if r.Tier == NoTier {
+		return
+	}
+	if knee, err := problem.Knee(policy, tier); err == nil && knee <= 1 {
+		r.Prediction.Knee = knee
+	}
+}
+
+// bound is what limits a floor: the link, or what most of the compute's time is bound
+// by.
+func bound(f planner.Floor, link planner.Bound) planner.Bound {
+	if f.Copies > f.Compute {
+		return link
+	}
+	by, most := map[planner.Bound]float64{}, planner.Bound("")
+	for _, p := range f.Phases {
+		by[p.Bound] += p.Seconds
+		if by[p.Bound] > by[most] {
+			most = p.Bound
+		}
+	}
+	return most
+}

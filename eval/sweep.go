@@ -1,0 +1,218 @@
+package eval
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"strconv"
+	"strings"
+)
+
+// ParseFractions reads offload fractions, numbers from 0 to 1 with commas between
+// them, and puts them in order. Errors wrap ErrInput.
+func ParseFractions(list string) ([]float64, error) {
+	var fractions []float64
+	for _, text := range strings.Split(list, ",") {
+		f, err := strconv.ParseFloat(strings.TrimSpace(text), 64)
+		if err != nil || !(f >= 0 && f <= 1) {
+			return nil, inputf("fraction %q: give numbers from 0 to 1 with commas between them, as 0,0.5,1", strings.TrimSpace(text))
+		}
+		fractions = append(fractions, f)
+	}
+	slices.Sort(fractions)
+	return slices.Compact(fractions), nil
+}
+
+// ParseTiers reads tiers with commas between them. Errors wrap ErrInput.
+func ParseTiers(list string) ([]string, error) {
+	var tiers []string
+	for _, text := range strings.Split(list, ",") {
+		t := strings.TrimSpace(text)
+		if t != HostTier && t != PeerTier {
+			return nil, inputf("there is no tier %q: give host, peer, or both with a comma between them", t)
+		}
+		if !slices.Contains(tiers, t) {
+			tiers = append(tiers, t)
+		}
+	}
+	return tiers, nil
+}
+
+// Cells are those of a sweep over fractions and tiers: fraction 0 once, each other
+// fraction with each tier.
+func Cells(fractions []float64, tiers []string) []Cell {
+	var cells []Cell
+	for _, f := range fractions {
+		if f == 0 {
+			cells = append(cells, Cell{Tier: NoTier})
+			continue
+		}
+		for _, t := range tiers {
+			cells = append(cells, Cell{Tier: t, Fraction: f})
+		}
+	}
+	return cells
+}
+
+// SweepOptions describe a sweep.
+type SweepOptions struct {
+	Options
+	Cells []Cell
+	// Open opens the node of a cell; the sweep closes it.
+	Open func(ctx context.Context, c Cell) (Node, error)
+	// Together keeps the nodes of all cells open and goes round them trial by trial, so
+	// that a drift of the machine hits all alike. Without it one cell is finished, and
+	// its node closed, before the next begins.
+	Together bool
+	// Done are cells that have been measured before.
+	Done []Result
+	// LeaveOut, if set, is asked about a cell whose node cannot be opened: true leaves
+	// the cell out, and the sweep goes on. A sweep of which no cell is left fails.
+	LeaveOut func(c Cell, err error) bool
+	// Finished, if set, is told of each cell as it is finished.
+	Finished func(Result) error
+
+	// why the first cell was left out.
+	why error
+}
+
+// Sweep measures all cells that are not done, and returns the results of all that were
+// not left out, in the order of Cells.
+func Sweep(ctx context.Context, o SweepOptions) ([]Result, error) {
+	o.Options = o.EnsureDefaults()
+	if len(o.Cells) == 0 {
+		return nil, inputf("eval: a sweep without cells: give at least one fraction, and one tier where it is above 0")
+	}
+	results := map[Cell]Result{}
+	for _, r := range o.Done {
+		results[r.Cell()] = r
+	}
+	var left []Cell
+	for _, c := range o.Cells {
+		if _, ok := results[c]; !ok {
+			left = append(left, c)
+		}
+	}
+	batches := make([][]Cell, 0, len(left))
+	if o.Together && len(left) > 0 {
+		batches = append(batches, left)
+	} else {
+		for _, c := range left {
+			batches = append(batches, []Cell{c})
+		}
+	}
+	for _, cells := range batches {
+		if err := o.measure(ctx, cells, results); err != nil {
+			return nil, err
+		}
+	}
+	var all []Result
+	for _, c := range o.Cells {
+		if r, ok := results[c]; ok {
+			all = append(all, r)
+		}
+	}
+	if all == nil {
+		return nil, o.why
+	}
+	return all, nil
+}
+
+// measure measures cells together, a trial of each in turn.
+func (o *SweepOptions) measure(ctx context.Context, cells []Cell, results map[Cell]Result) (err error) {
+	var under []*measurement
+	defer func() {
+		for _, m := range under {
+			m.batch.Close()
+			err = errors.Join(err, m.node.Close())
+		}
+	}()
+	fail := func(c Cell, err error) error {
+		if c.Tier == NoTier {
+			return fmt.Errorf("nothing offloaded: %w", err)
+		}
+		return fmt.Errorf("%v %% offloaded to %s: %w", 100*c.Fraction, c.Tier, err)
+	}
+	for _, c := range cells {
+		n, err := o.Open(ctx, c)
+		if err != nil && ctx.Err() == nil && o.LeaveOut != nil && o.LeaveOut(c, err) {
+			if o.why == nil {
+				o.why = fail(c, err)
+			}
+			continue
+		}
+		if err != nil {
+			return fail(c, err)
+		}
+		m, err := start(ctx, n, c, o.Options)
+		if err != nil {
+			return fail(c, errors.Join(err, n.Close()))
+		}
+		under = append(under, m)
+	}
+	for range o.Trials {
+		for _, m := range under {
+			if err := m.trial(ctx); err != nil {
+				return fail(m.result.Cell(), err)
+			}
+		}
+	}
+	for _, m := range under {
+		r, err := m.end(ctx)
+		if err != nil {
+			return fail(m.result.Cell(), err)
+		}
+		results[r.Cell()] = r
+		if o.Finished != nil {
+			if err := o.Finished(r); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
+}
+
+// Gain is what fetching from peers in place of the host gives at one fraction, 0.48
+// for 48 % more tokens/s.
+type Gain struct {
+	Model    string
+	Emulated bool
+	Requests int
+	Fraction float64
+	// Decode of decoding alone, Whole with prefill.
+	Decode, Whole float64
+}
+
+// Gains compares results of both tiers, in the order of the models' first results.
+func Gains(results []Result, fraction float64) []Gain {
+	type key struct {
+		model    string
+		requests int
+	}
+	found := map[key]map[string]Result{}
+	var order []key
+	for _, r := range results {
+		if r.OffloadFraction != fraction {
+			continue
+		}
+		k := key{r.Model, r.Requests}
+		if found[k] == nil {
+			found[k] = map[string]Result{}
+			order = append(order, k)
+		}
+		found[k][r.Tier] = r
+	}
+	var gains []Gain
+	for _, k := range order {
+		host, peer := found[k][HostTier], found[k][PeerTier]
+		if host.DecodeTokS == 0 || peer.DecodeTokS == 0 {
+			continue
+		}
+		gains = append(gains, Gain{
+			Model: k.model, Requests: k.requests, Fraction: fraction, Emulated: host.Emulated || peer.Emulated,
+			Decode: peer.DecodeTokS/host.DecodeTokS - 1, Whole: peer.ThroughputTokS/host.ThroughputTokS - 1,
+		})
+	}
+	return gains
+}

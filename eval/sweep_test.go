@@ -1,0 +1,523 @@
+package eval_test
+
+import (
+	"bytes"
+	"context"
+	"encoding/csv"
+	"encoding/json"
+	"encoding/xml"
+	"errors"
+	"image/png"
+	"io"
+	"os"
+	"path/filepath"
+	"reflect"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/moeserve/moeserve/eval"
+)
+
+var threePrompts = [][]int32{{1, 2}, {3}, {4, 5, 6}}
+
+func TestThroughput(t *testing.T) {
+	n := newFake("a", time.Second/4, nil)
+	r, err := eval.Throughput(t.Context(), n, eval.Cell{Tier: eval.HostTier, Fraction: 0.5}, eval.Options{
+		Prompts: threePrompts, NewTokens: 5, Warmup: 9, Trials: 3, Prefills: 2,
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	// 3 requests, 4 steps of 1/4 s behind prefills of 2 s.
+	if r.DecodeTokS != 12 || r.ThroughputTokS != 5 || r.StddevTokS != 0 {
+		t.Errorf("%v tokens/s decoding, %v ± %v in all; want 12, 5 ± 0", r.DecodeTokS, r.ThroughputTokS, r.StddevTokS)
+	}
+	want := []eval.Trial{{PrefillSeconds: 2, DecodeSeconds: 1}, {PrefillSeconds: 2, DecodeSeconds: 1}, {PrefillSeconds: 2, DecodeSeconds: 1, PrefillRepeated: true}}
+	if !slices.Equal(r.Trials, want) {
+		t.Errorf("trials %+v", r.Trials)
+	}
+	// Prefill twice, 4 steps three times, 10 bytes each; warm-up does not count.
+	if r.BytesFetched != (eval.Bytes{Host: 140}) || r.DecodeStepBytes != (eval.Bytes{Host: 10}) {
+		t.Errorf("fetched %+v, %+v a step", r.BytesFetched, r.DecodeStepBytes)
+	}
+	if got := r.StallS; len(got) != 1 || got["waiting for host"] < 1.3999 || got["waiting for host"] > 1.4001 {
+		t.Errorf("stalls %v", got)
+	}
+	// Layer 0 has one expert in use, by 3 rows; layer 1 two, by 2 rows and by 1.
+	if r.DistinctExperts != 1.5 || r.TokensPerExpert != 2 || r.MaxTokensPerExpert != 3 || r.HBMPeakBytes != 77 {
+		t.Errorf("%+v", r)
+	}
+	if r.MicroBatch != 2 || r.NumMicroBatches != 2 || r.PromptTokens != 6 || r.GeneratedTokens != 15 || r.WarmupTokens != 9 {
+		t.Errorf("%+v", r)
+	}
+	if r.Roofline == nil || r.Prediction == nil || r.Roofline.Bound != "host link" || r.Roofline.Fraction != r.DecodeTokS/r.Roofline.TokS || r.Prediction.Knee <= 0 {
+		t.Errorf("roofline %+v, prediction %+v", r.Roofline, r.Prediction)
+	}
+	if len(r.TokensSHA256) != 64 {
+		t.Errorf("digest %q", r.TokensSHA256)
+	}
+}
+
+// With attention on the CPU the floor is the planner's prediction.
+func TestAttentionOnCPU(t *testing.T) {
+	n := newFake("a", time.Second, nil)
+	n.attention = "cpu"
+	r, err := eval.Throughput(t.Context(), n, eval.Cell{Tier: eval.NoTier}, eval.Options{Prompts: threePrompts, NewTokens: 2, Trials: 1})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if r.Roofline.TokS != r.Prediction.DecodeTokS || r.Roofline.Bound != r.Prediction.Bound || r.Attention != "cpu" {
+		t.Errorf("%+v, %+v", r.Roofline, r.Prediction)
+	}
+}
+
+// A measurement stands where the named hardware could not do it.
+func TestPeersThatTheHardwareHasNot(t *testing.T) {
+	n := newFake("a", time.Second, nil)
+	n.alone = true
+	r, err := eval.Throughput(t.Context(), n, eval.Cell{Tier: eval.PeerTier, Fraction: 0.5}, eval.Options{Prompts: threePrompts, NewTokens: 2, Trials: 1})
+	if err != nil || r.DecodeTokS != 3 || r.Roofline != nil || r.Prediction != nil {
+		t.Errorf("%+v, %v", r, err)
+	}
+	if _, err := json.Marshal(r); err != nil {
+		t.Error(err)
+	}
+}
+
+func TestDeviation(t *testing.T) {
+	n := newFake("a", time.Second, nil)
+	slower := &slowing{fake: n}
+	r, err := eval.Throughput(t.Context(), slower, eval.Cell{Tier: eval.NoTier}, eval.Options{Prompts: threePrompts, NewTokens: 2, Warmup: -1, Trials: 2})
+	if err != nil {
+		t.Fatal(err)
+	}
+	// Steps of 1 s and 3 s: 3 and 1 tokens/s.
+	if r.DecodeTokS != 2 || r.DecodeStddevTokS < 1.4142 || r.DecodeStddevTokS > 1.4143 {
+		t.Errorf("%v ± %v tokens/s, want 2 ± 1.4142", r.DecodeTokS, r.DecodeStddevTokS)
+	}
+	if r.Roofline.Bound == "host link" || r.Prediction.Knee != 0 {
+		t.Errorf("nothing offloaded: %+v, %+v", r.Roofline, r.Prediction)
+	}
+}
+
+// slowing takes 2 s more for each further step.
+type slowing struct{ *fake }
+
+func (s *slowing) Batch(prompts [][]int32, newTokens int) (eval.Batch, error) {
+	b, err := s.fake.Batch(prompts, newTokens)
+	return &slowingBatch{b, s.fake}, err
+}
+
+type slowingBatch struct {
+	eval.Batch
+	f *fake
+}
+
+func (b *slowingBatch) Decode(ctx context.Context, from, to int) error {
+	err := b.Batch.Decode(ctx, from, to)
+	b.f.step += 2 * time.Second
+	return err
+}
+
+func TestThroughputRefuses(t *testing.T) {
+	drifting := newFake("a", time.Second, nil)
+	drifting.drift = 1
+	timeless := newFake("a", 0, nil)
+	for _, c := range []struct {
+		name string
+		node *fake
+		o    eval.Options
+		want error
+		text string
+	}{
+		{"other tokens", drifting, eval.Options{Prompts: threePrompts}, eval.ErrTokens, "eval: trial 2: trials drew different tokens"},
+		{"no time", timeless, eval.Options{Prompts: threePrompts}, nil, "eval: trial 1: a part of it took no time"},
+		{"no prompts", newFake("a", 1, nil), eval.Options{}, eval.ErrInput, "eval: no prompts to run"},
+		{"one token", newFake("a", 1, nil), eval.Options{Prompts: threePrompts, NewTokens: 1}, eval.ErrInput, "eval: 1 new tokens"},
+		{"no trial", newFake("a", 1, nil), eval.Options{Prompts: threePrompts, Trials: -1}, eval.ErrInput, "eval: -1 trials"},
+	} {
+		_, err := eval.Throughput(t.Context(), c.node, eval.Cell{Tier: eval.NoTier}, c.o)
+		if err == nil || c.want != nil && !errors.Is(err, c.want) || !strings.HasPrefix(err.Error(), c.text) {
+			t.Errorf("%s: %v, want %s", c.name, err, c.text)
+		}
+	}
+}
+
+func TestParse(t *testing.T) {
+	for in, want := range map[string][]float64{"0": {0}, "1, 0.5,0": {0, 0.5, 1}, "0.25,0.25": {0.25}} {
+		if got, err := eval.ParseFractions(in); err != nil || !slices.Equal(got, want) {
+			t.Errorf("%q: %v, %v", in, got, err)
+		}
+	}
+	for _, in := range []string{"", "1.1", "-0.5", "NaN", "half", "0,,1", "25%"} {
+		if got, err := eval.ParseFractions(in); !errors.Is(err, eval.ErrInput) {
+			t.Errorf("%q: %v, %v", in, got, err)
+		}
+	}
+	if got, err := eval.ParseTiers("peer, host,peer"); err != nil || !slices.Equal(got, []string{"peer", "host"}) {
+		t.Errorf("%v, %v", got, err)
+	}
+	for _, in := range []string{"", "none", "auto", "host,disk"} {
+		if got, err := eval.ParseTiers(in); !errors.Is(err, eval.ErrInput) {
+			t.Errorf("%q: %v, %v", in, got, err)
+		}
+	}
+	want := []eval.Cell{{Tier: "none"}, {Tier: "host", Fraction: 0.5}, {Tier: "peer", Fraction: 0.5}}
+	if got := eval.Cells([]float64{0, 0.5}, []string{"host", "peer"}); !slices.Equal(got, want) {
+		t.Errorf("%v", got)
+	}
+}
+
+// sweep runs a sweep over fakes, whose steps take as many seconds as the cell's
+// fraction says from the host, and none more from a peer.
+func sweep(t *testing.T, o eval.SweepOptions, log *[]string) ([]eval.Result, error) {
+	t.Helper()
+	o.Options = eval.Options{Prompts: threePrompts, NewTokens: 3, Warmup: 1, Trials: 2}
+	if o.Cells == nil {
+		o.Cells = eval.Cells([]float64{0, 0.5, 1}, []string{"host", "peer"})
+	}
+	var opened []*fake
+	o.Open = func(_ context.Context, c eval.Cell) (eval.Node, error) {
+		step := time.Second
+		if c.Tier == eval.HostTier {
+			step += time.Duration(c.Fraction * float64(2*time.Second))
+		}
+		f := newFake(c.Tier, step, log)
+		opened = append(opened, f)
+		return f, nil
+	}
+	r, err := eval.Sweep(t.Context(), o)
+	for i, f := range opened {
+		if !f.closed {
+			t.Errorf("node %d is left open", i)
+		}
+	}
+	return r, err
+}
+
+func TestSweepGoesRound(t *testing.T) {
+	cells := eval.Cells([]float64{0, 1}, []string{"host"})
+	for _, c := range []struct {
+		together bool
+		want     string
+	}{
+		{true, "none prefill, none decode 1 to 2, host prefill, host decode 1 to 2, " +
+			"none prefill, none decode 1 to 3, host prefill, host decode 1 to 3, none prefill, none decode 1 to 3, host prefill, host decode 1 to 3, " +
+			"none decode 2 to 3, host decode 2 to 3, none closed, host closed"},
+		{false, "none prefill, none decode 1 to 2, none prefill, none decode 1 to 3, none prefill, none decode 1 to 3, none decode 2 to 3, none closed, " +
+			"host prefill, host decode 1 to 2, host prefill, host decode 1 to 3, host prefill, host decode 1 to 3, host decode 2 to 3, host closed"},
+	} {
+		var log []string
+		r, err := sweep(t, eval.SweepOptions{Cells: cells, Together: c.together}, &log)
+		if err != nil || len(r) != 2 || r[0].DecodeTokS != 3 || r[1].DecodeTokS != 1 {
+			t.Errorf("%+v, %v", r, err)
+		}
+		if got := strings.Join(log, ", "); got != c.want {
+			t.Errorf("together %v:\n%s, want\n%s", c.together, got, c.want)
+		}
+	}
+}
+
+func TestSweepLeavesOut(t *testing.T) {
+	errRoom := errors.New("no room")
+	open := func(_ context.Context, c eval.Cell) (eval.Node, error) {
+		if c.Fraction < 1 {
+			return nil, errRoom
+		}
+		return newFake("a", time.Second, nil), nil
+	}
+	o := eval.SweepOptions{
+		Options: eval.Options{Prompts: threePrompts, NewTokens: 2, Trials: 1}, Open: open,
+		Cells: eval.Cells([]float64{0, 0.5, 1}, []string{"host"}), LeaveOut: func(_ eval.Cell, err error) bool { return errors.Is(err, errRoom) },
+	}
+	for _, o.Together = range []bool{false, true} {
+		r, err := eval.Sweep(t.Context(), o)
+		if err != nil || len(r) != 1 || r[0].OffloadFraction != 1 {
+			t.Errorf("%+v, %v", r, err)
+		}
+	}
+	o.Cells = o.Cells[:2]
+	if r, err := eval.Sweep(t.Context(), o); !errors.Is(err, errRoom) || !strings.HasPrefix(err.Error(), "nothing offloaded: ") {
+		t.Errorf("%+v, %v", r, err)
+	}
+	o.LeaveOut = nil
+	if _, err := eval.Sweep(t.Context(), o); !errors.Is(err, errRoom) {
+		t.Error(err)
+	}
+}
+
+func TestGains(t *testing.T) {
+	r, err := sweep(t, eval.SweepOptions{}, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	got := eval.Gains(r, 0.5)
+	// Steps of 2 s and of 1 s; whole runs of 6 s and of 4 s.
+	if len(got) != 1 || got[0].Decode != 1 || got[0].Whole != 0.5 || got[0].Model != "fake" || !got[0].Emulated {
+		t.Errorf("%+v", got)
+	}
+	if got := eval.Gains(r, 0.25); got != nil {
+		t.Errorf("at a fraction that was not measured: %+v", got)
+	}
+}
+
+func TestJournal(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "sweep.jsonl")
+	config := map[string]string{"model": "a", "seed": "1"}
+	errCut := errors.New("cut off")
+	run := func(stopAfter int) ([]eval.Result, []string, error) {
+		j, err := eval.OpenJournal(path, config)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer j.Close()
+		var log []string
+		r, err := sweep(t, eval.SweepOptions{Done: j.Results, Finished: func(r eval.Result) error {
+			if stopAfter--; stopAfter < 0 {
+				return errCut
+			}
+			return j.Append(r)
+		}}, &log)
+		return r, log, err
+	}
+	if _, _, err := run(2); !errors.Is(err, errCut) {
+		t.Fatal(err)
+	}
+	// The process ended in the middle of a line.
+	f, err := os.OpenFile(path, os.O_APPEND|os.O_WRONLY, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := f.WriteString(`{"model":"fa`); err != nil {
+		t.Fatal(err)
+	}
+	if err := f.Close(); err != nil {
+		t.Fatal(err)
+	}
+	resumed, log, err := run(100)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if strings.Contains(strings.Join(log, " "), "none") {
+		t.Errorf("measured again: %v", log)
+	}
+	whole, err := sweep(t, eval.SweepOptions{}, nil)
+	if err != nil || !reflect.DeepEqual(resumed, whole) {
+		t.Errorf("resumed %+v, in one go %+v, %v", resumed, whole, err)
+	}
+	if _, log, err := run(0); err != nil || log != nil {
+		t.Errorf("all done, and yet %v, %v", log, err)
+	}
+	_, err = eval.OpenJournal(path, map[string]string{"model": "b", "seed": "1"})
+	if !errors.Is(err, eval.ErrInput) || !strings.Contains(err.Error(), `there model is "a", here "b"`) {
+		t.Errorf("another model: %v", err)
+	}
+	_, err = eval.OpenJournal(path, map[string]string{"model": "a"})
+	if !errors.Is(err, eval.ErrInput) || !strings.Contains(err.Error(), `there seed is "1", here ""`) {
+		t.Errorf("a setting less: %v", err)
+	}
+}
+
+func TestBrokenJournal(t *testing.T) {
+	config := map[string]string{"model": "a"}
+	for name, text := range map[string]string{
+		"text":             "to do\n",
+		"text without end": "to do",
+		"other JSON":       "{\"model\": \"a\"}\n",
+		"a broken line":    "{\"sweep\": {\"model\": \"a\"}}\n{\"tier\"\n",
+		"no result":        "{\"sweep\": {\"model\": \"a\"}}\n{}\n",
+	} {
+		path := filepath.Join(t.TempDir(), "j")
+		if err := os.WriteFile(path, []byte(text), 0o666); err != nil {
+			t.Fatal(err)
+		}
+		if _, err := eval.OpenJournal(path, config); !errors.Is(err, eval.ErrInput) || strings.Contains(err.Error(), "\n") {
+			t.Errorf("%s: %v", name, err)
+		}
+		if got, _ := os.ReadFile(path); string(got) != text {
+			t.Errorf("%s: the file is now %q", name, got)
+		}
+	}
+	if _, err := eval.OpenJournal(filepath.Join(t.TempDir(), "none", "j"), config); !errors.Is(err, eval.ErrInput) {
+		t.Errorf("no directory: %v", err)
+	}
+}
+
+// The keys of a result are a promise to those who read it.
+func TestResultKeys(t *testing.T) {
+	r, err := sweep(t, eval.SweepOptions{Cells: []eval.Cell{{Tier: "host", Fraction: 0.5}}}, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	data, err := json.Marshal(r)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var objects []map[string]any
+	if err := json.Unmarshal(data, &objects); err != nil {
+		t.Fatal(err)
+	}
+	for _, key := range []string{
+		"model", "device", "dtype", "load_format", "tier", "offload_fraction", "micro_batch", "num_micro_batches", "expert_grouping",
+		"attention", "requests", "prompt_tokens", "generated_tokens", "trials", "throughput_tok_s", "decode_tok_s", "stddev_tok_s",
+		"bytes_fetched", "distinct_experts", "stall_s", "hbm_peak_bytes", "roofline", "tokens_sha256", "prediction", "emulated",
+	} {
+		if _, ok := objects[0][key]; !ok {
+			t.Errorf("there is no key %s", key)
+		}
+	}
+	for key, parts := range map[string][]string{
+		"bytes_fetched": {"host", "peer"}, "roofline": {"bound", "tok_s", "fraction"},
+		"prediction": {"prefill_s", "decode_s", "throughput_tok_s", "decode_tok_s", "bound", "knee"},
+	} {
+		object, _ := objects[0][key].(map[string]any)
+		for _, part := range parts {
+			if _, ok := object[part]; !ok {
+				t.Errorf("%s has no key %s: %v", key, part, object)
+			}
+		}
+	}
+	for _, trial := range objects[0]["trials"].([]any) {
+		for _, key := range []string{"prefill_s", "decode_s"} {
+			if _, ok := trial.(map[string]any)[key]; !ok {
+				t.Errorf("a trial has no key %s", key)
+			}
+		}
+	}
+	back, err := eval.ReadResults(data, "file")
+	if err != nil || !reflect.DeepEqual(back, r) {
+		t.Errorf("read back: %+v, %v", back, err)
+	}
+	one, _ := json.Marshal(r[0])
+	if back, err = eval.ReadResults(one, "file"); err != nil || len(back) != 1 {
+		t.Errorf("a single one read back: %+v, %v", back, err)
+	}
+	for _, text := range []string{"", "5", "[{}]", `{"tier": "host"}`} {
+		if _, err := eval.ReadResults([]byte(text), "file"); !errors.Is(err, eval.ErrInput) {
+			t.Errorf("%q: %v", text, err)
+		}
+	}
+}
+
+func TestTables(t *testing.T) {
+	r, err := sweep(t, eval.SweepOptions{}, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var table bytes.Buffer
+	if err := eval.WriteTable(&table, r); err != nil {
+		t.Fatal(err)
+	}
+	for _, want := range []string{
+		"fake (bfloat16) on none, emulated: 3 requests, 6 prompt tokens, 9 generated, 2 trials", "host link",
+		"stalled", "for waiting for host", "the same tokens in all lines", "at 50 %, peer gives +100 % over host decoding, +50 % over the whole run",
+	} {
+		if !strings.Contains(table.String(), want) {
+			t.Errorf("there is no %q in\n%s", want, &table)
+		}
+	}
+	r[1].TokensSHA256 = "other"
+	table.Reset()
+	if err := eval.WriteTable(&table, r); err != nil || !strings.Contains(table.String(), "the generated tokens DIFFER") {
+		t.Errorf("%v\n%s", err, &table)
+	}
+	var out bytes.Buffer
+	if err := eval.WriteCSV(&out, r); err != nil {
+		t.Fatal(err)
+	}
+	rows, err := csv.NewReader(&out).ReadAll()
+	if err != nil || len(rows) != 1+len(r) || rows[0][5] != "tier" || rows[1][5] != "none" || rows[2][5] != "host" || rows[2][6] != "0.5" {
+		t.Errorf("%v, %v", rows, err)
+	}
+}
+
+// svgText is all text that a picture shows.
+func svgText(t *testing.T, data []byte) string {
+	t.Helper()
+	var all strings.Builder
+	d := xml.NewDecoder(bytes.NewReader(data))
+	for {
+		token, err := d.Token()
+		if errors.Is(err, io.EOF) {
+			return all.String()
+		}
+		if err != nil {
+			t.Fatalf("not an SVG: %v", err)
+		}
+		if text, ok := token.(xml.CharData); ok {
+			all.Write(text)
+			all.WriteByte('\n')
+		}
+	}
+}
+
+// grey says whether a picture has ink, and none of it colored.
+func grey(t *testing.T, data []byte) {
+	t.Helper()
+	picture, err := png.Decode(bytes.NewReader(data))
+	if err != nil {
+		t.Fatal(err)
+	}
+	ink := 0
+	b := picture.Bounds()
+	for y := b.Min.Y; y < b.Max.Y; y++ {
+		for x := b.Min.X; x < b.Max.X; x++ {
+			r, g, b, _ := picture.At(x, y).RGBA()
+			if r != g || g != b {
+				t.Fatalf("the point %d, %d is colored", x, y)
+			}
+			if r < 0x8000 {
+				ink++
+			}
+		}
+	}
+	if ink < 1000 {
+		t.Errorf("%d dark points", ink)
+	}
+}
+
+func TestPlots(t *testing.T) {
+	r, err := sweep(t, eval.SweepOptions{}, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, c := range []struct {
+		name string
+		draw func(io.Writer, string, []eval.Result) error
+		want []string
+	}{
+		{"sweep", eval.PlotSweep, []string{
+			"fake, 3 requests (emulated devices and links)", "experts offloaded (% of all)", "decode throughput (tokens/s)",
+			"host memory, measured", "peer memory, measured", "host memory, predicted", "host: knee at", "50", "100",
+		}},
+		{"gains", eval.PlotGains, []string{"(emulated)", "gain in throughput (%)", "fake, 3 requests", "+100 %", "+50 %", "decoding", "with prefill"}},
+	} {
+		var svg, picture, again bytes.Buffer
+		for _, f := range []struct {
+			format string
+			to     io.Writer
+		}{{"svg", &svg}, {"png", &picture}, {"svg", &again}} {
+			if err := c.draw(f.to, f.format, r); err != nil {
+				t.Fatalf("%s as %s: %v", c.name, f.format, err)
+			}
+		}
+		text := svgText(t, svg.Bytes())
+		for _, want := range c.want {
+			if !strings.Contains(text, want) {
+				t.Errorf("%s: no %q in %q", c.name, want, text)
+			}
+		}
+		grey(t, picture.Bytes())
+		if !bytes.Equal(svg.Bytes(), again.Bytes()) {
+			t.Errorf("%s: drawn twice, it differs", c.name)
+		}
+		if err := c.draw(io.Discard, "gif", r); !errors.Is(err, eval.ErrInput) {
+			t.Errorf("%s as gif: %v", c.name, err)
+		}
+		if err := c.draw(io.Discard, "svg", nil); !errors.Is(err, eval.ErrInput) {
+			t.Errorf("%s of nothing: %v", c.name, err)
+		}
+	}
+}

@@ -1,0 +1,486 @@
+package eval
+
+import (
+	"context"
+	"encoding/csv"
+	"errors"
+	"fmt"
+	"io"
+	"slices"
+	"strconv"
+	"text/tabwriter"
+	"time"
+
+	"gonum.org/v1/plot"
+	"gonum.org/v1/plot/plotter"
+
+	"github.com/moeserve/moeserve/device"
+	"github.com/moeserve/moeserve/planner"
+	"github.com/moeserve/moeserve/transfer"
+)
+
+// The paths that Transfer measures.
+const (
+	HostPath = "host to gpu"
+	PeerPath = "peer to gpu"
+	BothPath = "host and peer to gpu"
+	BackPath = "gpu to host"
+)
+
+// TransferOptions describe a measurement of copies.
+type TransferOptions struct {
+	Machine device.Machine
+	// Compute is the memory that copies go to, Peer one that they come from;
+	// device.Host: there is none.
+	Compute, Peer device.Space
+	// Sizes of one copy, in bytes. Default: DefaultSizes.
+	Sizes []int64
+	// Repetitions of a single copy, whose median counts. Default: 10.
+	Repetitions int
+	// QueuedBytes of copies are queued at once, but 4 copies at least and 256 at most;
+	// more on the faster path of two.
+	// Default: 1 GiB.
+	QueuedBytes int64
+}
+
+// How many copies are queued at least and at most, however large they are.
+const (
+	leastQueued = 4
+	mostQueued  = 256
+)
+
+// DefaultSizes are 64 KiB to 16 MiB, and the sizes of one expert of Phi-tiny-MoE,
+// Qwen1.5-MoE, Phi-3.5-MoE and Mixtral (16 bit).
+func DefaultSizes() []int64 {
+	const mib = 1 << 20
+	return []int64{mib / 16, mib / 4, mib, 4 * mib, 21 * mib / 2, 33 * mib / 2, 64 * mib, 150 * mib, 336 * mib}
+}
+
+// EnsureDefaults fills in what is zero.
+func (o TransferOptions) EnsureDefaults() TransferOptions {
+	if len(o.Sizes) == 0 {
+		o.Sizes = DefaultSizes()
+	}
+	if o.Repetitions == 0 {
+		o.Repetitions = 10
+	}
+	if o.QueuedBytes == 0 {
+		o.QueuedBytes = 1 << 30
+	}
+	return o
+}
+
+// TransferPoint is one size on one path.
+type TransferPoint struct {
+	Path  string `json:"path"`
+	Bytes int64  `json:"bytes"`
+	// LatencySeconds is the median time of a single copy; of both paths, of a copy on
+	// each until the later has ended.
+	LatencySeconds float64 `json:"latency_s"`
+	// BytesPerSecond is the rate of copies that are queued back to back; of both paths,
+	// their sum while both are busy.
+	BytesPerSecond float64 `json:"bytes_per_s"`
+	// EngineBytesPerSecond is the rate of as many copies by package transfer, in its
+	// chunks.
+	EngineBytesPerSecond float64 `json:"engine_bytes_per_s"`
+}
+
+// TransferResult is a measurement of copies.
+type TransferResult struct {
+	Device   string          `json:"device"`
+	Emulated bool            `json:"emulated"`
+	Points   []TransferPoint `json:"points"`
+}
+
+// rig is the paths of a measurement.
+type rig struct {
+	o      TransferOptions
+	engine *transfer.Engine
+	paths  map[string]*path
+	close  []func() error
+}
+
+// path is one pair of memories with a stream.
+type path struct {
+	stream     device.Stream
+	dst, src   device.Memory
+	start, end device.Event
+	// rate of queued copies alone, in bytes/s, by size.
+	rate map[int64]float64
+}
+
+// Transfer measures latency and rate of copies by size: from the host, from a peer,
+// from both at once, and back to the host.
+func Transfer(ctx context.Context, o TransferOptions) (_ []TransferPoint, err error) {
+	o = o.EnsureDefaults()
+	for _, s := range o.Sizes {
+		if s < 1 {
+			return nil, inputf("eval: a copy of %d bytes; sizes are at least 1", s)
+		}
+	}
+	r := &rig{o: o, paths: map[string]*path{}}
+	defer func() {
+		for _, f := range slices.Backward(r.close) {
+			err = errors.Join(err, f())
+		}
+	}()
+	if err := r.open(ctx); err != nil {
+		return nil, fmt.Errorf("eval: measure copies: %w", err)
+	}
+	var points []TransferPoint
+	for _, name := range []string{HostPath, PeerPath, BothPath, BackPath} {
+		var paths []*path
+		switch {
+		case name != BothPath && r.paths[name] != nil:
+			paths = []*path{r.paths[name]}
+		case name == BothPath && r.paths[PeerPath] != nil:
+			paths = []*path{r.paths[HostPath], r.paths[PeerPath]}
+		default:
+			continue
+		}
+		for _, bytes := range o.Sizes {
+			p, err := r.point(ctx, paths, bytes)
+			if err != nil {
+				return nil, fmt.Errorf("eval: %s, %d bytes: %w", name, bytes, err)
+			}
+			p.Path = name
+			points = append(points, p)
+		}
+	}
+	return points, nil
+}
+
+// open takes memory of the largest size, writes what will be read, and makes a stream
+// for each path.
+func (r *rig) open(ctx context.Context) error {
+	o := &r.o
+	largest := slices.Max(o.Sizes)
+	var err error
+	memory := func(space device.Space, label string) (device.Memory, error) {
+		mem, err := o.Machine.Alloc(space, largest, "copies measured, "+label)
+		if err == nil {
+			r.close = append(r.close, mem.Free)
+		}
+		return mem, err
+	}
+	var host device.Memory
+	if host, err = memory(device.Host, "source"); err != nil {
+		return err
+	}
+	clear(host.Write(0, largest))
+	local, err := memory(o.Compute, "destination")
+	if err != nil {
+		return err
+	}
+	if err := r.add(HostPath, local, host); err != nil {
+		return err
+	}
+	back, err := memory(device.Host, "destination")
+	if err != nil {
+		return err
+	}
+	if err := r.add(BackPath, back, local); err != nil {
+		return err
+	}
+	if o.Peer == device.Host {
+		return r.start()
+	}
+	peer, err := memory(o.Peer, "source")
+	if err != nil {
+		return err
+	}
+	beside, err := memory(o.Compute, "destination beside")
+	if err != nil {
+		return err
+	}
+	if err := r.add(PeerPath, beside, peer); err != nil {
+		return err
+	}
+	stream := r.paths[PeerPath].stream
+	if err := stream.Copy(peer.Range(0, largest), host.Range(0, largest)); err != nil {
+		return err
+	}
+	if err := stream.Synchronize(ctx); err != nil {
+		return err
+	}
+	return r.start()
+}
+
+// start starts the engine, to be closed before the memory that it copies is freed.
+func (r *rig) start() (err error) {
+	if r.engine, err = transfer.New(transfer.Options{Machine: r.o.Machine}); err == nil {
+		r.close = append(r.close, r.engine.Close)
+	}
+	return err
+}
+
+func (r *rig) add(name string, dst, src device.Memory) (err error) {
+	m, p := r.o.Machine, &path{dst: dst, src: src, rate: map[int64]float64{}}
+	for _, e := range []*device.Event{&p.start, &p.end} {
+		if *e, err = m.NewEvent(); err != nil {
+			return err
+		}
+		r.close = append(r.close, (*e).Close)
+	}
+	if p.stream, err = m.NewStream(r.o.Compute, device.StreamOptions{Name: name}); err != nil {
+		return err
+	}
+	r.close = append(r.close, p.stream.Close)
+	r.paths[name] = p
+	return nil
+}
+
+// point measures one size on paths that go at once.
+func (r *rig) point(ctx context.Context, paths []*path, bytes int64) (TransferPoint, error) {
+	p := TransferPoint{Bytes: bytes}
+	one := slices.Repeat([]int{1}, len(paths))
+	single := make([]time.Duration, r.o.Repetitions)
+	for i := range r.o.Repetitions + 1 {
+		took, err := copies(ctx, paths, bytes, one)
+		if err != nil {
+			return p, err
+		}
+		if i > 0 { // the first is slower
+			single[i-1] = took
+		}
+	}
+	slices.Sort(single)
+	p.LatencySeconds = single[len(single)/2].Seconds()
+	// The faster path has more of them, so that both are busy to the end.
+	counts, slowest := slices.Clone(one), paths[0].rate[bytes]
+	for _, x := range paths {
+		slowest = min(slowest, x.rate[bytes])
+	}
+	all := 0
+	for i, x := range paths {
+		counts[i] = int(min(max(r.o.QueuedBytes/bytes, leastQueued), mostQueued))
+		if len(paths) > 1 {
+			counts[i] = int(float64(counts[i])*x.rate[bytes]/slowest + 0.5)
+		}
+		all += counts[i]
+	}
+	took, err := copies(ctx, paths, bytes, counts)
+	if err != nil {
+		return p, err
+	}
+	p.BytesPerSecond = float64(all) * float64(bytes) / took.Seconds()
+	if len(paths) == 1 {
+		paths[0].rate[bytes] = p.BytesPerSecond
+	}
+	if took, err = r.engined(ctx, paths, bytes, counts); err != nil {
+		return p, err
+	}
+	p.EngineBytesPerSecond = float64(all) * float64(bytes) / took.Seconds()
+	return p, nil
+}
+
+// copies runs so many copies on each path at once, and says how long it takes from the
+// first one's start to the last one's end.
+func copies(ctx context.Context, paths []*path, bytes int64, counts []int) (time.Duration, error) {
+	for i, p := range paths {
+		if err := p.stream.Record(p.start); err != nil {
+			return 0, err
+		}
+		for range counts[i] {
+			if err := p.stream.Copy(p.dst.Range(0, bytes), p.src.Range(0, bytes)); err != nil {
+				return 0, err
+			}
+		}
+		if err := p.stream.Record(p.end); err != nil {
+			return 0, err
+		}
+	}
+	var first, last time.Duration
+	for i, p := range paths {
+		if err := p.stream.Synchronize(ctx); err != nil {
+			return 0, err
+		}
+		began, err := p.start.Time()
+		if err != nil {
+			return 0, err
+		}
+		ended, err := p.end.Time()
+		if err != nil {
+			return 0, err
+		}
+		if i == 0 || began < first {
+			first = began
+		}
+		last = max(last, ended)
+	}
+	// A clock may not see how short it was.
+	return max(last-first, 1), nil
+}
+
+// engined has the engine do what copies does.
+func (r *rig) engined(ctx context.Context, paths []*path, bytes int64, counts []int) (_ time.Duration, err error) {
+	fences := make([]device.Fence, len(paths))
+	for i := range paths {
+		if fences[i], err = r.o.Machine.NewFence("copies measured"); err != nil {
+			return 0, err
+		}
+		defer func() { err = errors.Join(err, fences[i].Close()) }()
+	}
+	var tickets []*transfer.Ticket
+	began := r.o.Machine.Now()
+	for i, p := range paths {
+		for n := range counts[i] {
+			t, err := r.engine.Submit(transfer.Request{
+				From: p.src.Space(), Src: p.src.Range(0, bytes), To: p.dst.Space(), Dst: p.dst.Range(0, bytes),
+				Priority: transfer.Prefetch, Done: transfer.Point{Fence: fences[i], Value: uint32(n + 1)}, Label: "copy measured",
+			})
+			if err != nil {
+				return 0, err
+			}
+			tickets = append(tickets, t)
+		}
+	}
+	for _, t := range tickets {
+		if err := t.Wait(ctx); err != nil {
+			return 0, err
+		}
+	}
+	return max(r.o.Machine.Now()-began, 1), nil
+}
+
+// of lists the points of one path, in the order of their sizes.
+func (r *TransferResult) of(path string) []TransferPoint {
+	var points []TransferPoint
+	for _, p := range r.Points {
+		if p.Path == path {
+			points = append(points, p)
+		}
+	}
+	slices.SortFunc(points, func(a, b TransferPoint) int { return int(a.Bytes - b.Bytes) })
+	return points
+}
+
+// paths lists those that were measured.
+func (r *TransferResult) paths() []string {
+	var names []string
+	for _, p := range r.Points {
+		if !slices.Contains(names, p.Path) {
+			names = append(names, p.Path)
+		}
+	}
+	return names
+}
+
+// WriteTransferTable writes a line for each size for a person.
+func WriteTransferTable(out io.Writer, r *TransferResult) error {
+	w := tabwriter.NewWriter(out, 0, 0, 2, ' ', tabwriter.AlignRight)
+	fmt.Fprint(w, "copy\t")
+	names := r.paths()
+	for _, n := range names {
+		fmt.Fprintf(w, "%s µs\tGB/s\tengine\t", n)
+	}
+	fmt.Fprintln(w)
+	for i, p := range r.of(HostPath) {
+		fmt.Fprintf(w, "%s\t", size(p.Bytes))
+		for _, n := range names {
+			q := r.of(n)[i]
+			fmt.Fprintf(w, "%s\t%.4g\t%.4g\t", number(1e6*q.LatencySeconds), q.BytesPerSecond/1e9, q.EngineBytesPerSecond/1e9)
+		}
+		fmt.Fprintln(w)
+	}
+	if err := w.Flush(); err != nil {
+		return err
+	}
+	_, err := fmt.Fprintf(out, "\n%s: µs of a single copy, GB/s (10^9) of copies queued back to back, and of as many by the transfer engine in its chunks\n", labeled(r.Device, r.Emulated))
+	return err
+}
+
+func size(bytes int64) string {
+	if bytes >= 1<<20 {
+		return strconv.FormatFloat(float64(bytes)/(1<<20), 'g', 4, 64) + " MiB"
+	}
+	return strconv.FormatFloat(float64(bytes)/(1<<10), 'g', 4, 64) + " KiB"
+}
+
+// WriteTransferCSV writes a line per point.
+func WriteTransferCSV(out io.Writer, r *TransferResult) error {
+	w := csv.NewWriter(out)
+	w.Write([]string{"device", "emulated", "path", "bytes", "latency_s", "bytes_per_s", "engine_bytes_per_s"}) //nolint:errcheck // Flush keeps the error
+	f := func(v float64) string { return strconv.FormatFloat(v, 'g', 8, 64) }
+	for _, p := range r.Points {
+		w.Write([]string{r.Device, strconv.FormatBool(r.Emulated), p.Path, strconv.FormatInt(p.Bytes, 10), f(p.LatencySeconds), f(p.BytesPerSecond), f(p.EngineBytesPerSecond)}) //nolint:errcheck // as above
+	}
+	w.Flush()
+	return w.Error()
+}
+
+// PlotTransfer draws the time of a single copy over its size, a line for each path.
+// format is one of PlotFormats.
+func PlotTransfer(out io.Writer, format string, r *TransferResult) error {
+	title := "Copies to " + r.Device
+	if r.Emulated {
+		title = "Copies to the compute device (" + emulatedLabel + " devices and links)"
+	}
+	p := newPlot(title, "size of the copy (MiB)", "time of a single copy (µs)")
+	for _, l := range []struct {
+		name string
+		look look
+	}{{HostPath, hostLook}, {PeerPath, peerLook}, {BothPath, bothLook}, {BackPath, backLook}} {
+		var points plotter.XYs
+		for _, q := range r.of(l.name) {
+			points = append(points, plotter.XY{X: float64(q.Bytes) / (1 << 20), Y: 1e6 * q.LatencySeconds})
+		}
+		if len(points) == 0 {
+			continue
+		}
+		if err := line(p, l.name, points, l.look); err != nil {
+			return err
+		}
+	}
+	for _, a := range []*plot.Axis{&p.X, &p.Y} {
+		a.Scale, a.Tick.Marker = plot.LogScale{}, plot.LogTicks{Prec: -1}
+	}
+	p.Legend.Top, p.Legend.Left = true, true
+	p.Legend.XOffs = 6
+	return write(out, p, format)
+}
+
+// Calibrate puts measured rates and starts of copies in the place of base's: those by
+// which the smallest single copy and the largest of the queued ones take as long as
+// they did.
+func Calibrate(r *TransferResult, base planner.Hardware) (planner.Hardware, error) {
+	h := base
+	h.Name = r.Device
+	h.Sources = map[string]string{}
+	for key, source := range base.Sources {
+		h.Sources[key] = source
+	}
+	rate := func(path string) (rate, start float64) {
+		points := r.of(path)
+		if len(points) == 0 {
+			return 0, 0
+		}
+		small, large := points[0], points[len(points)-1]
+		rate = large.BytesPerSecond
+		// The larger copy has a start, too, which does not count as bytes.
+		if more := float64(large.Bytes)/rate - small.LatencySeconds; large.Bytes > small.Bytes && more > 0 {
+			rate = float64(large.Bytes-small.Bytes) / more
+		}
+		return rate, max(small.LatencySeconds-float64(small.Bytes)/rate, 0)
+	}
+	const measured = "measured by bench transfer: queued copies of the largest size, less their start"
+	const started = "measured by bench transfer: a single copy of the smallest size, less its bytes"
+	host, start := rate(HostPath)
+	if host == 0 {
+		return h, inputf("eval: nothing was measured from the host, and without that there is no calibration")
+	}
+	h.HostToGPU, h.HostCopyStart = []float64{host}, start
+	h.Sources["host_to_gpu_bytes_per_s"], h.Sources["host_copy_start_s"] = measured+", one path", started
+	h.GPUToHost, _ = rate(BackPath)
+	h.Sources["gpu_to_host_bytes_per_s"] = measured
+	if peer, start := rate(PeerPath); peer > 0 {
+		h.PeerToGPU, h.PeerCopyStart = peer, start
+		h.Sources["peer_to_gpu_bytes_per_s"], h.Sources["peer_copy_start_s"] = measured, started
+	} else {
+		h.PeerMemory, h.PeerToGPU, h.PeerCopyStart = 0, 0, 0
+	}
+	if err := h.Validate(); err != nil {
+		return h, fmt.Errorf("eval: %w", err)
+	}
+	return h, nil
+}

@@ -1,0 +1,148 @@
+package eval_test
+
+import (
+	"bytes"
+	"encoding/json"
+	"math"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/moeserve/moeserve/device"
+	"github.com/moeserve/moeserve/device/emulated"
+	"github.com/moeserve/moeserve/eval"
+	"github.com/moeserve/moeserve/planner"
+)
+
+const (
+	hostRate, peerRate = 55.3e9, 395e9
+	hostLatency        = 7400 * time.Nanosecond
+	peerLatency        = 9300 * time.Nanosecond
+)
+
+// transferOn measures copies on a machine with ANCHORS' links and so many GPUs.
+func transferOn(t *testing.T, gpus int) []eval.TransferPoint {
+	t.Helper()
+	m, err := emulated.New(emulated.Options{
+		Virtual: true, NoData: true, GPUs: make([]emulated.GPU, gpus),
+		HostLink: emulated.Link{BytesPerSecond: hostRate, Latency: hostLatency},
+		PeerLink: emulated.Link{BytesPerSecond: peerRate, Latency: peerLatency},
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	o := eval.TransferOptions{Machine: m, Compute: device.HBM(0), Repetitions: 2}
+	if gpus > 1 {
+		o.Peer = device.HBM(1)
+	}
+	points, err := eval.Transfer(t.Context(), o)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := m.Close(); err != nil {
+		t.Error(err) // memory that was not given back
+	}
+	return points
+}
+
+func TestTransfer(t *testing.T) {
+	points := transferOn(t, 2)
+	if want := 4 * len(eval.DefaultSizes()); len(points) != want {
+		t.Fatalf("%d points, want %d", len(points), want)
+	}
+	host := func(bytes int64) float64 { return hostLatency.Seconds() + float64(bytes)/hostRate }
+	peer := func(bytes int64) float64 { return peerLatency.Seconds() + float64(bytes)/peerRate }
+	for _, p := range points {
+		// The engine's chunks have a start each.
+		if share := p.EngineBytesPerSecond / p.BytesPerSecond; share < 0.6 || share > 1.01 {
+			t.Errorf("%s, %d bytes: the engine reaches %.2f of the rate", p.Path, p.Bytes, share)
+		}
+		var latency, rate float64
+		n := float64(p.Bytes)
+		switch p.Path {
+		case eval.HostPath, eval.BackPath:
+			latency, rate = host(p.Bytes), n/host(p.Bytes)
+		case eval.PeerPath:
+			latency, rate = peer(p.Bytes), n/peer(p.Bytes)
+		case eval.BothPath:
+			latency, rate = max(host(p.Bytes), peer(p.Bytes)), n/host(p.Bytes)+n/peer(p.Bytes)
+		}
+		// Together, a whole number of copies on each path ends about together.
+		slack := 1e-3
+		if p.Path == eval.BothPath {
+			slack = 0.04
+		}
+		if math.Abs(p.LatencySeconds/latency-1) > 1e-3 || math.Abs(p.BytesPerSecond/rate-1) > slack {
+			t.Errorf("%s, %d bytes: %.3g s and %.4g bytes/s, want %.3g and %.4g", p.Path, p.Bytes, p.LatencySeconds, p.BytesPerSecond, latency, rate)
+		}
+	}
+}
+
+func TestCalibrate(t *testing.T) {
+	base, err := planner.HardwarePreset("a100-80")
+	if err != nil {
+		t.Fatal(err)
+	}
+	h, err := eval.Calibrate(&eval.TransferResult{Device: "here", Points: transferOn(t, 2)}, base)
+	if err != nil {
+		t.Fatal(err)
+	}
+	data, err := json.Marshal(h)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if h, err = planner.ParseHardware(data); err != nil {
+		t.Fatal(err)
+	}
+	for _, c := range []struct {
+		name      string
+		got, want float64
+	}{
+		{"host", h.HostToGPU[0], hostRate},
+		{"back", h.GPUToHost, hostRate},
+		{"peer", h.PeerToGPU, peerRate},
+		{"start from the host", h.HostCopyStart, hostLatency.Seconds()},
+		{"start from a peer", h.PeerCopyStart, peerLatency.Seconds()},
+	} {
+		if math.Abs(c.got/c.want-1) > 1e-3 {
+			t.Errorf("%s: %.4g, want %.4g", c.name, c.got, c.want)
+		}
+	}
+	if h.Name != "here" || len(h.HostToGPU) != 1 || h.GPUFlops != base.GPUFlops || !strings.HasPrefix(h.Sources["peer_to_gpu_bytes_per_s"], "measured") {
+		t.Errorf("%+v", h)
+	}
+	if base.Name == "here" || strings.Contains(base.Sources["host_to_gpu_bytes_per_s"], "bench transfer") {
+		t.Errorf("the base has changed: %+v", base)
+	}
+	alone, err := eval.Calibrate(&eval.TransferResult{Device: "here", Points: transferOn(t, 1)}, base)
+	if err != nil || alone.PeerMemory != 0 || alone.PeerToGPU != 0 {
+		t.Errorf("without peers: %+v, %v", alone, err)
+	}
+	if _, err := eval.Calibrate(&eval.TransferResult{}, base); err == nil {
+		t.Error("calibrated from nothing")
+	}
+}
+
+func TestTransferOutput(t *testing.T) {
+	r := &eval.TransferResult{Device: "emulated", Emulated: true, Points: transferOn(t, 2)}
+	var table, list, svg, picture bytes.Buffer
+	if err := eval.WriteTransferTable(&table, r); err != nil || !strings.Contains(table.String(), "16.5 MiB") || !strings.Contains(table.String(), "host and peer to gpu µs") {
+		t.Errorf("%v\n%s", err, &table)
+	}
+	if err := eval.WriteTransferCSV(&list, r); err != nil || strings.Count(list.String(), "\n") != 1+len(r.Points) {
+		t.Errorf("%v\n%s", err, &list)
+	}
+	if err := eval.PlotTransfer(&svg, "svg", r); err != nil {
+		t.Fatal(err)
+	}
+	text := svgText(t, svg.Bytes())
+	for _, want := range []string{"emulated", "size of the copy (MiB)", "time of a single copy (µs)", eval.HostPath, eval.PeerPath, eval.BothPath} {
+		if !strings.Contains(text, want) {
+			t.Errorf("no %q in %q", want, text)
+		}
+	}
+	if err := eval.PlotTransfer(&picture, "png", r); err != nil {
+		t.Fatal(err)
+	}
+	grey(t, picture.Bytes())
+}

@@ -1,0 +1,237 @@
+// Instructions of compute capability 9.0 exactly (sm_90a): tensor cores that read
+// shared memory, bulk copies, barriers that count bytes.
+
+DEVICE u32 shared_address(const void *p) { return (u32)__cvta_generic_to_shared(p); }
+
+DEVICE void barrier_init(u64 *barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
+}
+
+// Makes initialized barriers known to bulk copies.
+DEVICE void barrier_init_done() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+DEVICE void barrier_arrive(u64 *barrier) {
+  asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+
+// Arrives, and lets the phase wait for so many bytes of bulk copies.
+DEVICE void barrier_expect(u64 *barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes) : "memory");
+}
+
+// Arrives when this thread's copies in the background (copy_async) so far have come.
+DEVICE void barrier_arrive_after_copies(u64 *barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+
+// Waits for the end of the phase of that parity.
+DEVICE void barrier_wait(u64 *barrier, u32 parity) {
+  asm volatile(
+      "{\n.reg .pred done;\n"
+      "again:\nmbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n"
+      "@!done bra again;\n}"
+      ::"r"(shared_address(barrier)), "r"(parity)
+      : "memory");
+}
+
+// Copies bytes, a multiple of 16, and counts them at the barrier.
+DEVICE void copy_bulk(void *shared, const void *global, int bytes, u64 *barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+               :
+               : "r"(shared_address(shared)), "l"(global), "r"(bytes), "r"(shared_address(barrier))
+               : "memory");
+}
+
+// 1 / x, to one unit in the last place.
+DEVICE float reciprocal_fast(float x) {
+  float r;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+  return r;
+}
+
+// Orders this thread's view of shared memory before what the tensor cores and the
+// copy engine do with it.
+DEVICE void fence_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+template <int registers>
+DEVICE void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(registers));
+}
+
+template <int registers>
+DEVICE void give_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(registers));
+}
+
+// A tile of 64 elements (128 bytes) per row in shared memory, at a multiple of 1024
+// bytes, chunk c of row r in place c ^ (r & 7), as the tensor cores are told of it.
+// Two units further are the next 16 elements.
+DEVICE u64 tile_descriptor(const void *tile) {
+  return (u64)(shared_address(tile) >> 4 & 0x3fff) | (u64)1 << 16 | (u64)(1024 >> 4) << 32 | (u64)1 << 62;
+}
+
+DEVICE void wgmma_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int pending>
+DEVICE void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(pending) : "memory");
+}
+
+#ifdef ACT_F16
+#define WGMMA_TYPES "f32.f16.f16"
+#else
+#define WGMMA_TYPES "f32.bf16.bf16"
+#endif
+
+#define REGISTERS_0 "%0,%1,%2,%3,%4,%5,%6,%7"
+#define REGISTERS_1 REGISTERS_0 ",%8,%9,%10,%11,%12,%13,%14,%15"
+#define REGISTERS_2 REGISTERS_1 ",%16,%17,%18,%19,%20,%21,%22,%23"
+#define REGISTERS_3 REGISTERS_2 ",%24,%25,%26,%27,%28,%29,%30,%31"
+#define REGISTERS_4 REGISTERS_3 ",%32,%33,%34,%35,%36,%37,%38,%39"
+#define REGISTERS_5 REGISTERS_4 ",%40,%41,%42,%43,%44,%45,%46,%47"
+#define REGISTERS_6 REGISTERS_5 ",%48,%49,%50,%51,%52,%53,%54,%55"
+#define REGISTERS_7 REGISTERS_6 ",%56,%57,%58,%59,%60,%61,%62,%63"
+#define REGISTERS_8 REGISTERS_7 ",%64,%65,%66,%67,%68,%69,%70,%71"
+#define REGISTERS_9 REGISTERS_8 ",%72,%73,%74,%75,%76,%77,%78,%79"
+#define REGISTERS_10 REGISTERS_9 ",%80,%81,%82,%83,%84,%85,%86,%87"
+#define REGISTERS_11 REGISTERS_10 ",%88,%89,%90,%91,%92,%93,%94,%95"
+#define EIGHT(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
+#define OPERANDS_0 EIGHT(0)
+#define OPERANDS_1 OPERANDS_0, EIGHT(8)
+#define OPERANDS_2 OPERANDS_1, EIGHT(16)
+#define OPERANDS_3 OPERANDS_2, EIGHT(24)
+#define OPERANDS_4 OPERANDS_3, EIGHT(32)
+#define OPERANDS_5 OPERANDS_4, EIGHT(40)
+#define OPERANDS_6 OPERANDS_5, EIGHT(48)
+#define OPERANDS_7 OPERANDS_6, EIGHT(56)
+#define OPERANDS_8 OPERANDS_7, EIGHT(64)
+#define OPERANDS_9 OPERANDS_8, EIGHT(72)
+#define OPERANDS_10 OPERANDS_9, EIGHT(80)
+#define OPERANDS_11 OPERANDS_10, EIGHT(88)
+
+// D = A B^T + D of a warpgroup, 64 x columns x 16, in float32: warp w of the group has
+// rows 16w to 16w+15, its lane l of each eight columns 2 (l%4) and its neighbor, of
+// rows l/4 (words 0, 1) and l/4 + 8 (2, 3). It runs in the background.
+template <int columns>
+struct wgmma;
+
+#define WGMMA(columns, i, a_at, b_at)                                                                  \
+  template <>                                                                                          \
+  struct wgmma<columns> {                                                                              \
+    static DEVICE void multiply(float (&d)[columns / 2], u64 a, u64 b) {                               \
+      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, 1, 0;\n"                                            \
+                   "wgmma.mma_async.sync.aligned.m64n" #columns "k16." WGMMA_TYPES " {" REGISTERS_##i  \
+                   "}, %" a_at ", %" b_at ", p, 1, 1, 0, 0;\n}"                                        \
+                   : OPERANDS_##i                                                                      \
+                   : "l"(a), "l"(b));                                                                  \
+    }                                                                                                  \
+  };
+
+WGMMA(16, 0, "8", "9")
+WGMMA(32, 1, "16", "17")
+WGMMA(48, 2, "24", "25")
+WGMMA(64, 3, "32", "33")
+WGMMA(80, 4, "40", "41")
+WGMMA(96, 5, "48", "49")
+WGMMA(112, 6, "56", "57")
+WGMMA(128, 7, "64", "65")
+WGMMA(144, 8, "72", "73")
+WGMMA(160, 9, "80", "81")
+WGMMA(176, 10, "88", "89")
+WGMMA(192, 11, "96", "97")
+
+// Transposes an 8 x 8 matrix of 16-bit numbers: lane l has two neighbors of row l/4.
+DEVICE u32 transpose(u32 v) {
+  u32 r;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(v));
+  return r;
+}
+
+// A ring of stages in shared memory, each of some steps: 64 elements of inner of units
+// of 64 weight rows, and behind them of rows of X. full and empty have a barrier per
+// stage: that it has come, and that it has been used.
+struct ring {
+  unsigned char *memory;
+  u64 *full, *empty;
+  int stages, step_bytes;
+};
+
+constexpr int unit_bytes = 64 * 128;  // one step of a unit
+constexpr int most_stages = 16;
+
+// Where stages are: the slot of the next, and the parity of its barrier.
+struct turn {
+  int slot;
+  u32 parity;
+};
+
+DEVICE void advance(const ring &r, turn &t) {
+  if (++t.slot == r.stages) t.slot = 0, t.parity ^= 1;
+}
+
+// Makes the barriers, for so many arrivals of who brings and who uses; by one thread.
+DEVICE void ring_init(const ring &r, int bring, int use) {
+  for (int i = 0; i < r.stages; i++) barrier_init(&r.full[i], bring), barrier_init(&r.empty[i], use);
+  barrier_init_done();
+}
+
+// The products of one tile by one warpgroup, which has blocks units from the first on.
+template <int tokens, int blocks, int tile_units, int deep>
+DEVICE void multiply_steps(float (&d)[blocks][tokens / 2], const ring &r, int steps, int first, turn &t) {
+  const unsigned char *stage = r.memory;
+  int before = 0;  // the slot of the stage before
+#pragma unroll 1
+  for (int k = 0; k < steps; k++) {
+    bool next = k % deep == 0;
+    if (next) {
+      stage = r.memory + t.slot * deep * r.step_bytes;
+      barrier_wait(&r.full[t.slot], t.parity);
+      fence_shared();
+    }
+    u64 w = tile_descriptor(stage + first * unit_bytes), x = tile_descriptor(stage + tile_units * unit_bytes);
+    wgmma_begin();
+#pragma unroll
+    for (int kk = 0; kk < 4; kk++)
+#pragma unroll
+      for (int b = 0; b < blocks; b++) wgmma<tokens>::multiply(d[b], w + b * (unit_bytes >> 4) + 2 * kk, x + 2 * kk);
+    wgmma_commit();
+    wgmma_wait<1>();
+    stage += r.step_bytes;
+    if (next) {
+      if (k > 0 && threadIdx.x % 128 == 0) barrier_arrive(&r.empty[before]);
+      before = t.slot;
+      advance(r, t);
+    }
+  }
+  wgmma_wait<0>();
+  if (threadIdx.x % 128 == 0) barrier_arrive(&r.empty[before]);
+}
+
+// Calls f with the smallest multiple of 16, up to most, that holds so many tokens, as a
+// type's constant.
+template <int n>
+struct number {
+  static constexpr int value = n;
+};
+
+template <int most, class F>
+DEVICE void with_room(int tokens, F f) {
+  switch ((tokens + 15) / 16) {
+#define ROOM(n)                                   \
+  case n / 16:                                    \
+    if constexpr (n <= most) f(number<n>{});      \
+    break;
+    ROOM(16)
+    ROOM(32)
+    ROOM(48)
+    ROOM(64)
+    ROOM(80)
+    ROOM(96)
+    ROOM(112)
+    ROOM(128)
+    ROOM(144)
+    ROOM(160)
+    ROOM(176)
+    ROOM(192)
+  }
+}

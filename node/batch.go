@@ -1,0 +1,146 @@
+package node
+
+import (
+	"context"
+	"errors"
+	"fmt"
+
+	"github.com/moeserve/moeserve/kvcache"
+	"github.com/moeserve/moeserve/pipeline"
+)
+
+// batchRetries is how often a step of a batch is run again after copies failed.
+const batchRetries = 3
+
+// Batch is sequences that go in lockstep, beside the engine: all their prompts, then a
+// token of each a step. Measurements use it, since every run of it has the same steps.
+// One goroutine uses it, and no request runs meanwhile.
+type Batch struct {
+	n       *Node
+	prompts [][]int32
+	tables  []*kvcache.Table
+	// tokens drawn of each sequence, with room for all.
+	tokens [][]int32
+	draw   pipeline.Draw
+}
+
+// NewBatch takes the cache blocks of prompts and newTokens behind each. Sampling is
+// that of the settings. An error wraps ErrConfig where steps or cache have too little
+// room.
+func (n *Node) NewBatch(prompts [][]int32, newTokens int) (*Batch, error) {
+	b := &Batch{n: n, prompts: prompts, draw: pipeline.Draw{Temperature: float32(n.settings.Temperature), Seed: n.settings.Seed}}
+	if most := min(n.limits.MaxRows, n.limits.MaxLogits); len(prompts) > most {
+		return nil, fail(ErrConfig, fmt.Errorf("node: a batch of %d sequences in steps of at most %d", len(prompts), most))
+	}
+	for i, p := range prompts {
+		if all := len(p) + newTokens; len(p) == 0 || newTokens < 1 || all > n.limits.MaxModelLen {
+			b.Close()
+			return nil, fail(ErrConfig, fmt.Errorf("node: sequence %d of a batch has %d tokens and %d new ones; the context is %d", i, len(p), newTokens, n.limits.MaxModelLen))
+		}
+		t := n.kv.NewTable()
+		b.tables = append(b.tables, t)
+		b.tokens = append(b.tokens, make([]int32, 0, newTokens))
+		if err := t.Grow(len(p) + newTokens); err != nil {
+			b.Close()
+			return nil, fail(ErrConfig, fmt.Errorf("node: the KV cache does not hold a batch of %d sequences, only %d: %w", len(prompts), i, err))
+		}
+	}
+	return b, nil
+}
+
+// Close gives the blocks back.
+func (b *Batch) Close() {
+	for _, t := range b.tables {
+		t.Free()
+	}
+	b.tables = nil
+}
+
+// Tokens drawn so far, by sequence; valid until the next step.
+func (b *Batch) Tokens() [][]int32 { return b.tokens }
+
+// Prefill computes the prompts, in steps of as many rows as there may be, and draws the
+// first token of each sequence.
+func (b *Batch) Prefill(ctx context.Context) error {
+	var step pipeline.Step
+	var drawn []int
+	rows := 0
+	run := func() error {
+		out, err := b.step(ctx, &step)
+		if err != nil {
+			return err
+		}
+		for i, q := range drawn {
+			b.tokens[q] = append(b.tokens[q][:0], out[i])
+		}
+		step, drawn, rows = pipeline.Step{}, drawn[:0], 0
+		return nil
+	}
+	for i, p := range b.prompts {
+		for from := 0; from < len(p); {
+			to := min(len(p), from+b.n.limits.MaxRows-rows)
+			s := b.sequence(i, p[from:to], from)
+			if to == len(p) {
+				s.LogitRows = 1
+				drawn = append(drawn, i)
+			}
+			step.Sequences = append(step.Sequences, s)
+			rows += to - from
+			from = to
+			if rows == b.n.limits.MaxRows {
+				if err := run(); err != nil {
+					return err
+				}
+			}
+		}
+	}
+	if rows == 0 {
+		return nil
+	}
+	return run()
+}
+
+// Decode draws tokens from to to-1 of each sequence, a step each. Those before from
+// must have been drawn; those that were drawn from from on are dropped.
+func (b *Batch) Decode(ctx context.Context, from, to int) error {
+	step := pipeline.Step{Sequences: make([]pipeline.Sequence, len(b.prompts))}
+	for at := from; at < to; at++ {
+		for i, p := range b.prompts {
+			if at < 1 || len(b.tokens[i]) < at || at >= cap(b.tokens[i]) {
+				return fmt.Errorf("node: token %d of sequence %d of a batch: %d are drawn, and there is room for %d", at, i, len(b.tokens[i]), cap(b.tokens[i]))
+			}
+			s := b.sequence(i, b.tokens[i][at-1:at], len(p)+at-1)
+			s.LogitRows = 1
+			step.Sequences[i] = s
+		}
+		out, err := b.step(ctx, &step)
+		if err != nil {
+			return err
+		}
+		for i, id := range out {
+			b.tokens[i] = append(b.tokens[i][:at], id)
+		}
+	}
+	return nil
+}
+
+// sequence is one sequence's rows of a step. Its number is its sample's, so that equal
+// prompts draw different tokens.
+func (b *Batch) sequence(i int, tokens []int32, start int) pipeline.Sequence {
+	// One that will grow past the boundary of longrope has its long factors from the start.
+	after := b.n.config.RoPE.LongAfter
+	s := pipeline.Sequence{Tokens: tokens, Start: start, Table: b.tables[i], Draw: b.draw, Long: after > 0 && len(b.prompts[i])+cap(b.tokens[i]) > after}
+	s.Draw.Sample = int32(i)
+	return s
+}
+
+// step runs s, again where copies failed.
+func (b *Batch) step(ctx context.Context, s *pipeline.Step) ([]int32, error) {
+	for try := 0; ; try++ {
+		out, err := stepper{b.n.pipe, b.n.upkeep}.Step(ctx, s)
+		if !errors.Is(err, pipeline.ErrStepFailed) || try == batchRetries {
+			return out.Sampled, err
+		}
+		b.n.log.Warn("step of a batch dropped and run again", "try", try+1, "error", err)
+	}
+}

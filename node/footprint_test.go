@@ -1,0 +1,149 @@
+package node
+
+import (
+	"fmt"
+	"math"
+	"math/rand/v2"
+	"path/filepath"
+	"sync"
+	"testing"
+
+	"github.com/moeserve/moeserve/configs"
+	"github.com/moeserve/moeserve/device"
+	"github.com/moeserve/moeserve/device/emulated"
+	"github.com/moeserve/moeserve/planner"
+	"github.com/moeserve/moeserve/tools/fixtures"
+)
+
+// ledger is a machine that counts all that was ever taken of each memory.
+type ledger struct {
+	device.Machine
+	mu    sync.Mutex
+	taken map[device.Space]int64
+}
+
+// Virtual is what the machine says, which the interface hides.
+func (*ledger) Virtual() bool { return true }
+
+func (l *ledger) Alloc(space device.Space, bytes int64, label string) (device.Memory, error) {
+	m, err := l.Machine.Alloc(space, bytes, label)
+	if err == nil {
+		l.mu.Lock()
+		l.taken[space] += allocated(bytes)
+		l.mu.Unlock()
+	}
+	return m, err
+}
+
+// What a node takes, what it says that it needs, and what the planner counts with are
+// the same, to the byte, over models and settings: on the GPU at any time, on the host
+// with what only loading takes.
+func TestPlannedIsTaken(t *testing.T) {
+	models := []string{"", fixtures.Dir(t, "mixtral"), fixtures.Dir(t, "qwen2_moe_sparse_step"), fixtures.Dir(t, "phimoe_longrope")}
+	random := rand.New(rand.NewPCG(1, 2))
+	between := func(low, high int) int { return low + random.IntN(high-low+1) }
+	for range 60 {
+		s := configs.Defaults()
+		s.Model = models[random.IntN(len(models))]
+		s.OffloadFraction = []float64{0, 0.01, 0.3, 0.5, 0.77, 0.99, 1}[random.IntN(7)]
+		s.OffloadTier = []string{"auto", "host"}[random.IntN(2)]
+		s.MaxNumSeqs = between(1, 80)
+		s.MaxNumBatchedTokens = between(s.MaxNumSeqs, 500)
+		s.MicroBatchSize = between(0, s.MaxNumBatchedTokens)
+		s.MaxModelLen = []int{0, 33, 64}[random.IntN(3)]
+		s.NumKVBlocks = between(max(5, s.MaxNumSeqs), 400)
+		s.AdaptLocal = random.IntN(2) == 0
+		o := Options{Settings: s, WithoutTokenizer: true, HostLogits: random.IntN(2) == 0, RingLayers: between(0, 3)}
+		t.Run(fmt.Sprintf("%s/%v/%s/%d,%d,%d,%d/%v/%v,%d", filepath.Base(s.Model), s.OffloadFraction, s.OffloadTier,
+			s.MaxNumSeqs, s.MaxNumBatchedTokens, s.MicroBatchSize, s.MaxModelLen, s.AdaptLocal, o.HostLogits, o.RingLayers), func(t *testing.T) {
+			plannedIsTaken(t, o)
+		})
+	}
+}
+
+func plannedIsTaken(t *testing.T, o Options) {
+	s := &o.Settings
+	l := &ledger{taken: map[device.Space]int64{}}
+	o.OpenMachine = func() (_ device.Machine, err error) {
+		l.Machine, err = emulated.Open(emulated.Options{Virtual: true})
+		return l, err
+	}
+	n, err := Open(t.Context(), o)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() {
+		if err := n.Close(); err != nil {
+			t.Error(err)
+		}
+	}()
+	all := func(string) bool { return true }
+	p, err := n.problem(s, all, planner.Workload{PromptTokens: 1, NewTokens: 1})
+	if err != nil {
+		t.Fatal(err)
+	}
+	total := p.Model.ExpertCount()
+	r, err := p.Predict(planner.Policy{
+		Batch: s.MaxNumSeqs, PrefillTokens: s.MaxNumBatchedTokens, LocalExperts: total - p.Model.Offloaded(s.OffloadFraction),
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	w, err := n.needs(&o)
+	if err != nil {
+		t.Fatal(err)
+	}
+	pool := int64(s.NumKVBlocks) * w.kv.BlockBytes()
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	for _, c := range []struct {
+		space   device.Space
+		planned planner.Space
+		need    int64
+	}{{device.HBM(0), r.Memory.GPU, w.device.Need() + pool}, {device.Host, r.Memory.Host, w.host.Need()}} {
+		if taken := l.taken[c.space]; taken != c.planned.Need() || taken != c.need {
+			t.Errorf("%v: %d bytes taken, %d needed, %d planned: %v", c.space, taken, c.need, c.planned.Need(), c.planned)
+		}
+	}
+	if got := n.limits.MaxModelLen; got != n.footprint.maxModelLen {
+		t.Errorf("sequences of %d tokens, %d planned", got, n.footprint.maxModelLen)
+	}
+}
+
+// The planner's number of experts that fit is where a node's needs begin to fit.
+func TestFractionThatWouldFit(t *testing.T) {
+	for _, hbm := range []string{"6MiB", "7MiB", "8MiB"} {
+		for _, adapt := range []bool{false, true} {
+			s := configs.Defaults()
+			s.MaxNumBatchedTokens, s.MaxNumSeqs, s.AdaptLocal, s.Emulate = 64, 16, adapt, "hbm="+hbm+",host=1GiB,virtual"
+			in, err := Inspect(Options{Settings: s})
+			if err != nil {
+				t.Fatal(err)
+			}
+			if in.Problem == nil {
+				t.Errorf("%s: all fits", hbm)
+				continue
+			}
+			var fraction float64
+			text := in.Problem.Error()
+			i := len(text) - len(" it would fit")
+			for ; i > 0 && text[i-1] != ' '; i-- {
+			}
+			if _, err := fmt.Sscanf(text[i:], "%g it would fit", &fraction); err != nil {
+				t.Errorf("%s: %v", hbm, in.Problem)
+				continue
+			}
+			offloaded := int(math.Round(fraction * 48))
+			for _, more := range []int{-1, 0} {
+				s.OffloadFraction = float64(offloaded+more) / 48
+				in, err := Inspect(Options{Settings: s})
+				if err != nil {
+					t.Fatal(err)
+				}
+				if fits := in.Problem == nil; fits != (more == 0) {
+					t.Errorf("%s, adaptive %v: %d of 48 fit, it is said; %d: %v", hbm, adapt, offloaded, offloaded+more, in.Problem)
+				}
+			}
+		}
+	}
+}

@@ -1,0 +1,62 @@
+package planner
+
+import (
+	"encoding/json"
+	"strings"
+	"testing"
+
+	"pgregory.net/rapid"
+)
+
+// A policy that is written is the policy that is read, alone or beside other things.
+func TestPolicyJSON(t *testing.T) {
+	p := problem(t, "mixtral-8x7b", "h200")
+	rapid.Check(t, func(rt *rapid.T) {
+		x := drawPolicy(rt, p)
+		for _, v := range []any{x, map[string]any{"model": "m", "policy": x}} {
+			data, err := json.Marshal(v)
+			if err != nil {
+				rt.Fatal(err)
+			}
+			if got, err := ParsePolicy(data); err != nil || got != x {
+				rt.Fatalf("%s: %+v, %v", data, got, err)
+			}
+		}
+	})
+}
+
+func TestPolicyJSONRefuses(t *testing.T) {
+	for text, want := range map[string]string{
+		``:             "unexpected end",
+		`5`:            "cannot unmarshal",
+		`{"batch": 4}`: "batch and local_experts must be there",
+		`{"policy": {"batch": 4, "local_experts": 1, "fast": true}}`:    `unknown field "fast"`,
+		`{"batch": 4, "local_experts": 1, "attention": "tpu"}`:          `"tpu" is none of gpu, cpu`,
+		`{"batch": 4, "local_experts": 1, "expert_grouping": "expert"}`: `"expert" is none of layer, micro-batch`,
+		`{"batch": 4, "local_experts": 1} {}`:                           "after top-level value",
+		`{"batch": "4", "local_experts": 1}`:                            "batch",
+		`{"batch": 4, "local_experts": 1, "mikro_batch": 1}`:            `unknown field "mikro_batch"`,
+	} {
+		if _, err := ParsePolicy([]byte(text)); err == nil || !strings.Contains(err.Error(), want) || !strings.HasPrefix(err.Error(), "planner: read policy: ") {
+			t.Errorf("%s: %v, want %s", text, err, want)
+		}
+	}
+}
+
+func FuzzParsePolicy(f *testing.F) {
+	f.Add([]byte(`{"policy": {"batch": 324, "local_experts": 4, "attention": "cpu"}}`))
+	f.Add([]byte(`{"batch": 1, "local_experts": 0, "kv_on_host": 0.25}`))
+	f.Fuzz(func(t *testing.T, data []byte) {
+		x, err := ParsePolicy(data)
+		if err != nil {
+			return
+		}
+		again, err := json.Marshal(x)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if y, err := ParsePolicy(again); err != nil || x != y {
+			t.Fatalf("%s: %+v, then %+v, %v", data, x, y, err)
+		}
+	})
+}
