@@ -136,6 +136,9 @@ func (b *Backend) few(l *lane, o *kernels.MatMul, outFloat bool) error {
 		k, g.x, g.y = fewColumns8, ceil(rows, 16), 1
 	case columns <= mostFewColumns:
 		k, g.x, g.y = fewColumns16, ceil(rows, 16), ceil(columns, 16)
+		if g.y > 1 && g.x >= b.multiprocessors {
+			k, g.y = fewColumns64, 1 // rows enough: each is read once
+		}
 	}
 	return launch(b, l, o.Name(), k, g, &fewArgs{
 		x: address(&o.X), w: address(&o.W), bias: address(&o.Bias), out: address(&o.Out),

@@ -74,6 +74,7 @@ const (
 	attentionJoin
 	fewColumns8
 	fewColumns16
+	fewColumns64
 	fewRows8
 	// attentionKernels: by head size, one warp and four each.
 	attentionKernels
@@ -115,6 +116,7 @@ var table = func() []kernel {
 		{"attention.cu", "attention_join", 0},
 		{"few.cu", "few_columns_8", 0},
 		{"few.cu", "few_columns_16", 0},
+		{"few.cu", "few_columns_64", 0},
 		{"few.cu", "few_rows_8", 0},
 	}
 	for _, d := range headSizes {

@@ -16,7 +16,8 @@ constexpr int few_warps = 16;
 // X.
 template <bool by_columns, int tiles>
 DEVICE void few(const few_args &a) {
-  __shared__ float parts[few_warps][16][8 * tiles];
+  constexpr int at_once = tiles > 2 ? 2 : tiles;  // of the tiles whose sums are shared
+  __shared__ float parts[few_warps][16][8 * at_once];
   int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   int a_row0 = blockIdx.x * 16, b_row0 = blockIdx.y * 8 * tiles;
   int a_rows = by_columns ? a.columns : a.rows, b_rows = by_columns ? a.rows : a.columns;
@@ -32,7 +33,7 @@ DEVICE void few(const few_args &a) {
 #pragma unroll
   for (int j = 0; j < tiles; j++) b_at[j] = b_row0 + row + 8 * j < b_rows ? b_base + (b_row0 + row + 8 * j) * b_stride : 0;
   float sums[tiles][4] = {};
-#pragma unroll(tiles > 1 ? 2 : 4)
+#pragma unroll(tiles > 2 ? 1 : tiles > 1 ? 2 : 4)
   for (int piece = warp * 64; piece < a.inner; piece += 64 * few_warps) {
     uint4 x[2][2], w[2][tiles];
 #pragma unroll
@@ -55,26 +56,32 @@ DEVICE void few(const few_args &a) {
     }
   }
 #pragma unroll
-  for (int j = 0; j < tiles; j++)
+  for (int from = 0; from < tiles; from += at_once) {
+    if (from > 0) __syncthreads();  // the sums before have been added
 #pragma unroll
-    for (int c = 0; c < 4; c++) parts[warp][row + c / 2 * 8][j * 8 + (lane & 3) * 2 + c % 2] = sums[j][c];
-  __syncthreads();
-  // Threads that are neighbors write neighbors.
-  int m = by_columns ? threadIdx.x % 16 : threadIdx.x / (8 * tiles), n = by_columns ? threadIdx.x / 16 : threadIdx.x % (8 * tiles);
-  if (m >= 16 || n >= 8 * tiles || a_row0 + m >= a_rows || b_row0 + n >= b_rows) return;
-  float v = 0;
+    for (int j = 0; j < at_once; j++)
 #pragma unroll
-  for (int i = 0; i < few_warps; i++) v = __fadd_rn(v, parts[i][m][n]);
-  i64 r = by_columns ? b_row0 + n : a_row0 + m;
-  int column = by_columns ? a_row0 + m : b_row0 + n;
-  if (a.bias) v = __fadd_rn(v, load1((const void *)a.bias, a.bias_type, column));
-  i64 at = r * a.out_stride + column;
-  if (a.out_float)
-    ((float *)a.out)[at] = v;
-  else
-    ((u16 *)a.out)[at] = to_act(v);
+      for (int c = 0; c < 4; c++) parts[warp][row + c / 2 * 8][j * 8 + (lane & 3) * 2 + c % 2] = sums[from + j][c];
+    __syncthreads();
+    // Threads that are neighbors write neighbors.
+    int m = by_columns ? threadIdx.x % 16 : threadIdx.x / (8 * at_once), n = by_columns ? threadIdx.x / 16 : threadIdx.x % (8 * at_once);
+    int a_row = a_row0 + m, b_row = b_row0 + 8 * from + n;
+    if (m >= 16 || n >= 8 * at_once || a_row >= a_rows || b_row >= b_rows) continue;
+    float v = 0;
+#pragma unroll
+    for (int i = 0; i < few_warps; i++) v = __fadd_rn(v, parts[i][m][n]);
+    i64 r = by_columns ? b_row : a_row;
+    int column = by_columns ? a_row : b_row;
+    if (a.bias) v = __fadd_rn(v, load1((const void *)a.bias, a.bias_type, column));
+    i64 at = r * a.out_stride + column;
+    if (a.out_float)
+      ((float *)a.out)[at] = v;
+    else
+      ((u16 *)a.out)[at] = to_act(v);
+  }
 }
 
 KERNEL(512, 1) few_columns_8(const few_args a) { few<false, 1>(a); }
 KERNEL(512, 1) few_columns_16(const few_args a) { few<false, 2>(a); }
+KERNEL(512, 1) few_columns_64(const few_args a) { few<false, 8>(a); }
 KERNEL(512, 1) few_rows_8(const few_args a) { few<true, 1>(a); }
