@@ -155,14 +155,12 @@ func (s Shape) group(mb int) int {
 // rows of all of them, and the next MoE layer's missing experts on their way while
 // this one computes. A layer's own are submitted when it is resolved, before its
 // attention, unless the layer before has prefetched them; the last MoE layer
-// prefetches the first one's for the step that follows, and, once its own slots are
-// given up, the second one's, so that copies go on while the step ends.
+// prefetches the first one's for the step that follows.
 func LayerByLayer(s Shape) []Action {
 	next := nextMoE(s.MoE)
 	return s.plan(func(p []Action, layer int) []Action {
 		p = append(p, Action{Kind: Resolve, Layer: layer}, Action{Kind: Prefetch, Layer: next[layer]})
-		p = s.experts(s.attention(p, layer), layer)
-		return s.ahead(p, layer)
+		return s.experts(s.attention(p, layer), layer)
 	})
 }
 
@@ -199,7 +197,7 @@ func PingPong(s Shape) []Action {
 				p = append(p, Action{Kind: Experts, Layer: layer, Group: g})
 			}
 			if moe && g == s.groups()-1 {
-				p = s.ahead(append(p, Action{Kind: Close, Layer: layer}), layer)
+				p = append(p, Action{Kind: Close, Layer: layer})
 			}
 			p = project(p, layer+1, g)
 		}
@@ -243,7 +241,7 @@ func MicroBatchwise(s Shape) []Action {
 			}
 			p = append(p, Action{Kind: Route, Layer: layer, MicroBatch: mb}, Action{Kind: FeedForward, Layer: layer, MicroBatch: mb})
 			if moe && mb == n-1 {
-				p = s.ahead(append(p, Action{Kind: Close, Layer: layer}), layer)
+				p = append(p, Action{Kind: Close, Layer: layer})
 			}
 			p = project(p, layer*n+mb+min(lead, n))
 		}
@@ -314,18 +312,6 @@ func (s Shape) plan(moe func(p []Action, layer int) []Action) []Action {
 		}
 	}
 	return s.end(p)
-}
-
-// ahead prefetches, behind the last MoE layer, the second one's experts for the step that
-// follows. The first one's are under way by then; what has found no slot of a small ring
-// comes before.
-func (s Shape) ahead(p []Action, layer int) []Action {
-	next := nextMoE(s.MoE)
-	first := next[layer]
-	if first > layer || next[first] == first {
-		return p
-	}
-	return append(p, Action{Kind: Prefetch, Layer: first}, Action{Kind: Prefetch, Layer: next[first]})
 }
 
 func (s Shape) begin() []Action {

@@ -206,14 +206,6 @@ func (o *order) slots(name string, s Shape, l int) {
 	case "micro-batchwise":
 		want = s.MicroBatches
 	}
-	if first := nextMoE(s.MoE)[l]; first <= l && nextMoE(s.MoE)[first] != first && name != "chosen-only" {
-		// The last layer's slots are used for the second one.
-		second := Action{Kind: Prefetch, Layer: nextMoE(s.MoE)[first]}
-		if a := o.plan[o.at[end]+1 : o.at[end]+3]; a[0] != (Action{Kind: Prefetch, Layer: first}) || a[1] != second {
-			o.Errorf("%s: behind the end of layer %d stand %v", o.what, l, a)
-		}
-		o.known[second], o.known[Action{Kind: Prefetch, Layer: first}] = true, true
-	}
 	if pages != want {
 		o.Errorf("%s: the experts of layer %d are asked for %d times while layer %d is open, want %d", o.what, next, pages, l, want)
 	}
