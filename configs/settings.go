@@ -333,7 +333,7 @@ var Schema = []Key{
 		Help: "write the result as JSON to a file; - is standard output",
 	},
 	{
-		Name: "trace", Kind: String, Default: "", Placeholder: "FILE", Commands: []string{"run", "serve", "config"},
+		Name: "trace", Kind: String, Default: "", Placeholder: "FILE", Commands: []string{"run", "serve", "bench throughput", "config"},
 		Help: "write what each stream does when to a file that chrome://tracing and ui.perfetto.dev read",
 	},
 	{

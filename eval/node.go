@@ -46,6 +46,9 @@ type Info struct {
 	// MicroBatchRows is the most rows whose attention runs together, StepRows the most
 	// of a step.
 	MicroBatchRows, StepRows int
+	// MicroBatches is the least number of micro-batches of a step; 0: as few as
+	// MicroBatchRows allows.
+	MicroBatches int
 	// ChosenOnlyRows is the most rows of a step that fetches only chosen experts.
 	ChosenOnlyRows int
 	// Grouping is how often experts run (layer, micro-batch), Attention where attention

@@ -100,7 +100,7 @@ func start(ctx context.Context, n Node, cell Cell, o Options) (*measurement, err
 	m := &measurement{o: o, node: n, info: info, result: Result{
 		Model: info.Model, Device: info.Device, Emulated: info.Emulated, DType: info.DType, LoadFormat: info.LoadFormat,
 		Tier: cell.Tier, OffloadFraction: cell.Fraction,
-		MicroBatch: min(info.MicroBatchRows, requests), ExpertGrouping: info.Grouping, Attention: info.Attention,
+		MicroBatch: microBatch(&info, requests), ExpertGrouping: info.Grouping, Attention: info.Attention,
 		Requests: requests, GeneratedTokens: requests * o.NewTokens, WarmupTokens: max(o.Warmup, 0), PromptsCut: o.Cut,
 		StallS: map[string]float64{},
 	}}
@@ -118,6 +118,12 @@ func start(ctx context.Context, n Node, cell Cell, o Options) (*measurement, err
 		return nil, fmt.Errorf("eval: warm-up: %w", err)
 	}
 	return m, nil
+}
+
+// microBatch is the most rows of a micro-batch of a decode step.
+func microBatch(info *Info, requests int) int {
+	least := max(info.MicroBatches, 1)
+	return min(info.MicroBatchRows, (requests+least-1)/least)
 }
 
 // warm draws the warm-up tokens, over the same positions again and again.

@@ -12,6 +12,7 @@ import (
 	"io"
 	"math"
 	"os"
+	"slices"
 	"strconv"
 	"strings"
 	"testing"
@@ -26,6 +27,7 @@ import (
 
 var (
 	whole     = flag.String("whole", "", "presets of TestGPUPresets with offload fractions: qwen1.5-moe-a2.7b@0,0.5,1 mixtral-8x7b@0,0.5p; p: in the memory of -peer")
+	batches   = flag.String("batches", "1,32,324", "sequences that TestGPUPresets decodes at once")
 	cut       = flag.Int("layers", 0, "layers that TestGPUPresets cuts presets to; 0: none")
 	hostGiB   = flag.Float64("host-gib", 0, "memory of the host, where the system does not say all it has")
 	stepsFile = flag.String("steps", "", "file to which TestGPUPresets appends its times, a JSON object a line")
@@ -53,7 +55,7 @@ const (
 	presetPrompt = 77 // tokens, the mean of MTBench
 	presetSteps  = 5  // decoded; the first is not timed
 	presetRows   = 8192
-	presetSeqs   = 324
+	presetBlocks = 6 // of a sequence's cache
 )
 
 // TestGPUPresets runs whole presets with dummy weights and experts in host memory or
@@ -111,6 +113,15 @@ func TestGPUPresets(t *testing.T) {
 // returns the digest of all tokens.
 func runPreset(t *testing.T, name string, fraction float64, tier string, note func(timing)) string {
 	t.Helper()
+	var sizes []int
+	for _, text := range strings.Split(*batches, ",") {
+		n, err := strconv.Atoi(text)
+		if err != nil || n < 1 {
+			t.Fatalf("-batches has %q", text)
+		}
+		sizes = append(sizes, n)
+	}
+	most := slices.Max(sizes)
 	start := time.Now()
 	n, err := node.Open(t.Context(), node.Options{Settings: gpuSettings(func(s *configs.Settings) {
 		s.Model, s.LoadFormat, s.OffloadFraction, s.NumHiddenLayers = name, "dummy", fraction, *cut
@@ -118,8 +129,8 @@ func runPreset(t *testing.T, name string, fraction float64, tier string, note fu
 		if tier == "peer" {
 			s.Peers, s.MigrationLimit = *peer, "0"
 		}
-		s.MaxNumBatchedTokens, s.MaxNumSeqs, s.MaxModelLen = presetRows, presetSeqs, 256
-		s.NumKVBlocks = presetSeqs * 8
+		s.MaxNumBatchedTokens, s.MaxNumSeqs, s.MaxModelLen = presetRows, most, presetBlocks*kvcache.DefaultBlockTokens
+		s.NumKVBlocks, s.GPUMemoryUtilization = most*presetBlocks, 0.98
 	})})
 	if err != nil {
 		t.Fatal(err)
@@ -144,7 +155,7 @@ func runPreset(t *testing.T, name string, fraction float64, tier string, note fu
 		t.Logf("%s: %s of %s", m.Space, node.Bytes(m.Allocated), node.Bytes(m.Capacity))
 	}
 	h := sha256.New()
-	for _, batch := range []int{1, 32, presetSeqs} {
+	for _, batch := range sizes {
 		b := newPresetBatch(t, n, batch)
 		x.Sequences = batch
 		x.Kind, x.Rows = "prefill", batch*presetPrompt
@@ -159,6 +170,7 @@ func runPreset(t *testing.T, name string, fraction float64, tier string, note fu
 		note(x)
 		x.Kind, x.Rows, x.Seconds = "decode", batch, 0
 		before, began := n.Traffic(), time.Now()
+		stalls := n.Pipeline().Stalls()
 		for i := range presetSteps {
 			took := b.step(b.sequences, h)
 			if i > 0 {
@@ -166,6 +178,11 @@ func runPreset(t *testing.T, name string, fraction float64, tier string, note fu
 			}
 		}
 		logTraffic(t, fmt.Sprintf("fraction %v in %s, %d sequences", fraction, tier, batch), before, n.Traffic(), time.Since(began))
+		for cause, s := range n.Pipeline().Stalls().ByName() {
+			if s -= stalls.ByName()[cause]; s > 0 {
+				t.Logf("fraction %v in %s, %d sequences: stalls of %s %.2f ms a step", fraction, tier, batch, cause, 1e3*s/presetSteps)
+			}
+		}
 		x.Floor = floor(c, batch, batch, presetPrompt+presetSteps/2, fraction, rate)
 		note(x)
 		b.free()
@@ -284,7 +301,7 @@ func TestFloor(t *testing.T) {
 	if got := 324 / floor(c, 324, 324, 93, 1, peerRate+hostRate); math.Abs(got-1620) > 10 {
 		t.Errorf("%.0f tokens/s with all experts on a peer and both links, want 1620", got)
 	}
-	if kvcache.DefaultBlockTokens*8 < presetPrompt+presetSteps+1 {
+	if kvcache.DefaultBlockTokens*presetBlocks < presetPrompt+presetSteps+1 {
 		t.Error("the KV cache of TestGPUPresets is too small")
 	}
 }

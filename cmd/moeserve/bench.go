@@ -260,7 +260,7 @@ func (b *benchNode) Info() eval.Info {
 	info := eval.Info{
 		Model: n.Name(), Device: n.DeviceName(), DType: n.Config().DType.String(), LoadFormat: b.set.LoadFormat,
 		Emulated: n.Emulated(), KeepsData: n.KeepsData(), MicroBatchRows: n.MicroBatchRows(), StepRows: n.StepRows(), ChosenOnlyRows: n.ChosenOnlyRows(),
-		Grouping: b.set.ExpertGrouping, Attention: planner.OnGPU.String(),
+		Grouping: b.set.ExpertGrouping, Attention: planner.OnGPU.String(), MicroBatches: b.set.NumMicroBatches,
 		Shape: n.Shape(), Sizes: n.Sizes(), Hardware: b.hardware,
 	}
 	if b.set.Attention == planner.OnCPU.String() {
@@ -288,7 +288,7 @@ func (b *benchNode) Counts(ctx context.Context) (eval.Counts, error) {
 		return eval.Counts{}, err
 	}
 	fetched := r.Fetched()
-	c := eval.Counts{FetchedHost: fetched[eval.HostTier], FetchedPeer: fetched[eval.PeerTier]}
+	c := eval.Counts{Stalls: r.Stalls, FetchedHost: fetched[eval.HostTier], FetchedPeer: fetched[eval.PeerTier]}
 	for _, l := range r.Layers {
 		c.Activations = append(c.Activations, l.Activations)
 	}

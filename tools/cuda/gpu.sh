@@ -2,7 +2,7 @@
 # Everything that only a GPU can show, in two halves:
 #   tools/cuda/gpu.sh build FOLDER            builds and packs what has to run, without a GPU
 #   tools/cuda/gpu.sh run FOLDER LOGS PART... runs it on a machine with a GPU and this tree, and prints a table
-# Without PART: all of them but whole-mixtral and tiers. LOGS gets at most 8 files.
+# Without PART: all of them but whole-mixtral, tiers and sweep. LOGS gets at most 8 files.
 #   device        device/cuda: conformance, NVML, NVRTC; experts, kvcache, pipeline and engine on it
 #   kernels       every kernel against its reference, small shapes; those for sm_80; start, cold and warm
 #   kernels-full  the same at the shapes of the models
@@ -15,12 +15,14 @@
 #   whole-mixtral the same of Mixtral: 93 GB, of which host memory must hold up to 84 GiB
 #   tiers         two GPUs: devicetest's peer part; fixtures with experts on the second GPU, whose memory is
 #                 taken back meanwhile; Qwen1.5-MoE and half of Mixtral's experts in host memory and there
+#   sweep         two GPUs: Mixtral whole, 324 and 3,240 sequences, at 0, 50 and 100 % on the host and on the second
+#                 GPU; the other orders of a step; a trace of eight layers
 #   bench         times of kernels and of the device
 #   sanitize      compute-sanitizer over the kernels' small shapes
 # HOST_GIB is the memory of the host where the system does not say all it has.
 set -uo pipefail
 root=$(cd "$(dirname "$0")/../.." && pwd)
-usage() { sed -n '2,20s/^# \{0,1\}//p' "$0" >&2; exit 2; }
+usage() { sed -n '2,22s/^# \{0,1\}//p' "$0" >&2; exit 2; }
 [ $# -ge 2 ] || usage
 
 build() {
@@ -69,7 +71,7 @@ run() {
   work=$(mktemp -d)
   trap 'rm -rf "$work"' EXIT
   for part in "$@"; do
-    [[ " device kernels kernels-full exact cli layers whole whole-mixtral tiers bench sanitize " == *" $part "* ]] || usage
+    [[ " device kernels kernels-full exact cli layers whole whole-mixtral tiers sweep bench sanitize " == *" $part "* ]] || usage
   done
   [ -e "$folder/bundle.tar.xz" ] || { echo "there is no $folder/bundle.tar.xz: tools/cuda/gpu.sh build makes it" >&2; exit 2; }
   xz -dc "$folder/bundle.tar.xz" | tar -xf - -C "$work" || exit 1
@@ -121,6 +123,14 @@ run() {
         limit 120 node node tiers "$work/node.test" -test.v -test.run 'GPUTiers' -peer 1
         limit 200 node presets tiers-qwen "$work/node.test" -test.v -test.run GPUPresets -peer 1 -whole 'qwen1.5-moe-a2.7b@0,0.5,0.5p,1,1p' -host-gib "$host" -steps "$logs/presets.json"
         limit 280 node presets tiers-mixtral "$work/node.test" -test.v -test.timeout 280s -test.run GPUPresets -peer 1 -whole 'mixtral-8x7b@0.5,0.5p' -host-gib "$host" -steps "$logs/presets.json" ;;
+      sweep)
+        limit 60 pipeline device orders "$work/pipeline.test" -test.v -test.run GPUOrders
+        limit 90 . cli trace "$work/moeserve" bench throughput --device cuda --model mixtral-8x7b --load-format dummy --num-hidden-layers 8 \
+          --host-memory-gib "$host" --offload-fraction 0.5 --offload-tier peer --peers 1 --num-prompts 324 --input-len 77 --output-len 6 \
+          --warmup-tokens 1 --trials 1 --trace "$work/trace.json" --json "$logs/throughput.json"
+        gzip -c "$work/trace.json" >"$logs/trace.json.gz"
+        limit 280 node presets sweep-mixtral "$work/node.test" -test.v -test.timeout 280s -test.run GPUPresets -peer 1 -batches 324,3240 \
+          -whole 'mixtral-8x7b@0,0.5p,0.5,1p,1' -host-gib "$host" -steps "$logs/presets.json" ;;
       bench)
         limit 150 kernels/cuda bench bench-kernels "$work/kernels-cuda.test" -test.run '^$' -test.bench Kernels -test.benchtime 50x
         limit 90 device/cuda bench bench-device "$work/device-cuda.test" -test.run '^$' -test.bench . -test.benchtime 200ms ;;
