@@ -37,6 +37,8 @@ type Stats struct {
 	// memory that was borrowed, by reason.
 	HarvestBytes map[string]map[string]int64
 	Revocations  map[string]int64
+	// StallSeconds of the compute device within steps, by cause.
+	StallSeconds map[string]float64
 }
 
 // Metrics of a node, on a registry of their own. Requests have the names that
@@ -192,7 +194,7 @@ type stateCollector struct {
 	waiting, running, kv, config, preemptions *prometheus.Desc
 	hits, fetched, resident, paths            *prometheus.Desc
 	moves, rebalanced, guesses, right         *prometheus.Desc
-	harvested, revocations                    *prometheus.Desc
+	harvested, revocations, stalls            *prometheus.Desc
 }
 
 func newStateCollector(model *atomic.Pointer[Model], labels prometheus.Labels) *stateCollector {
@@ -219,6 +221,7 @@ func newStateCollector(model *atomic.Pointer[Model], labels prometheus.Labels) *
 		right:       desc("moeserve_expert_guesses_right_total", "Those guessed experts that were then chosen."),
 		harvested:   desc("moeserve_harvest_bytes", "Memory of a peer, by who has it.", "device", "state"),
 		revocations: desc("moeserve_harvest_revocations_total", "Pieces of borrowed memory that were revoked.", "reason"),
+		stalls:      desc("moeserve_pipeline_stall_seconds_total", "For how long the compute device stood still within steps.", "cause"),
 	}
 }
 
@@ -226,7 +229,7 @@ func newStateCollector(model *atomic.Pointer[Model], labels prometheus.Labels) *
 func (c *stateCollector) Describe(ch chan<- *prometheus.Desc) {
 	for _, d := range []*prometheus.Desc{
 		c.waiting, c.running, c.kv, c.config, c.preemptions, c.hits, c.fetched, c.resident, c.paths,
-		c.moves, c.rebalanced, c.guesses, c.right, c.harvested, c.revocations,
+		c.moves, c.rebalanced, c.guesses, c.right, c.harvested, c.revocations, c.stalls,
 	} {
 		ch <- d
 	}
@@ -266,6 +269,9 @@ func (c *stateCollector) Collect(ch chan<- prometheus.Metric) {
 	by(c.paths, prometheus.CounterValue, stats.PathBytes)
 	by(c.moves, prometheus.CounterValue, stats.ExpertMoves)
 	by(c.revocations, prometheus.CounterValue, stats.Revocations)
+	for _, cause := range slices.Sorted(maps.Keys(stats.StallSeconds)) {
+		ch <- prometheus.MustNewConstMetric(c.stalls, prometheus.CounterValue, stats.StallSeconds[cause], cause)
+	}
 	counter(c.rebalanced, stats.RebalancedBytes)
 	counter(c.guesses, stats.Guesses)
 	counter(c.right, stats.GuessesRight)

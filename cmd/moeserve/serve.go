@@ -156,7 +156,7 @@ func model(name string, n *node.Node) *server.Model {
 			return server.Stats{
 				ExpertHits: t.Hits, ExpertFetchBytes: t.Fetched, ExpertResident: t.Resident,
 				ExpertMoves: t.Moves, RebalancedBytes: t.MovedBytes, Guesses: t.Guesses, GuessesRight: t.GuessesRight,
-				PathBytes: t.Copied, HarvestBytes: t.Harvest, Revocations: t.Revocations,
+				PathBytes: t.Copied, HarvestBytes: t.Harvest, Revocations: t.Revocations, StallSeconds: t.Stalls,
 			}
 		},
 		Residency: func() any { return n.Residency() },
