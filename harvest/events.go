@@ -230,8 +230,8 @@ func both[T any](f, g func(T)) func(T) {
 	return func(i T) { f(i); g(i) }
 }
 
-// LogEvents writes what an operator can act on at warn and error, revocations at
-// info, and the rest at debug.
+// LogEvents writes what an operator can act on at warn and error, revocations, and
+// whoever is late at the end, at info, and the rest at debug.
 func LogEvents(log *slog.Logger) EventListener {
 	return EventListener{
 		Allocated: func(i AllocInfo) {
@@ -263,7 +263,11 @@ func LogEvents(log *slog.Logger) EventListener {
 			log.Info("harvest: memory given back to peer", "slab", i.Slab, "device", i.Device.String(), "bytes", i.Bytes, "handles", i.Handles, "reason", i.Reason.String(), "took", i.Took, "drain", i.Drain, "late", i.Late)
 		},
 		Violated: func(i ViolationInfo) {
-			log.Warn("harvest: late: "+i.String(), "slab", i.Slab, "device", i.Device.String(), "reason", i.Reason.String())
+			level := slog.LevelWarn
+			if i.Reason == ReasonShutdown { // nobody waits for the memory
+				level = slog.LevelInfo
+			}
+			log.Log(background, level, "harvest: late: "+i.String(), "slab", i.Slab, "device", i.Device.String(), "reason", i.Reason.String())
 		},
 		Peer: func(i PeerInfo) {
 			if i.Health != nil {
