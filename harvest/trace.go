@@ -241,7 +241,7 @@ func Generate(o TraceOptions) (Trace, error) {
 }
 
 // Taker is a machine where memory can be taken as another tenant would; negative
-// bytes give back. Emulated machines are.
+// bytes give back. Machines of which others are made up are.
 type Taker interface {
 	Take(s device.Space, bytes int64) error
 }

@@ -33,7 +33,7 @@
 // says it. Other requests of the link go on. A request that waits for a point that
 // fails, fails with it. A lost device fails every request of
 // its links, and Submit refuses new ones. A stream that waits for a failed fence
-// goes into error on emulated devices but runs on on CUDA, so whoever submitted
+// goes into error on some devices and runs on on others, so whoever submitted
 // asks Ticket.Err before he believes what was computed.
 //
 // # What it is not
