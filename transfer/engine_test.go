@@ -795,7 +795,7 @@ func TestConcurrent(t *testing.T) {
 // TestChunksByRate: left to itself, the engine cuts copies into what their path moves in
 // 160 us, but into no less than 8 MiB.
 func TestChunksByRate(t *testing.T) {
-	const bytes = 200 << 20
+	const bytes = 8 * 61 << 20 // whole chunks of either size
 	var largest map[device.Space]int64
 	r := newRig(t, emulated.Options{
 		Virtual: true, NoData: true, HostLink: emulated.Link{BytesPerSecond: 10e9}, PeerLink: emulated.Link{BytesPerSecond: 400e9},

@@ -87,7 +87,7 @@ func (q *queue) next(chunkBytes int64) (chunk, bool) {
 			if !r.ready {
 				continue
 			}
-			c := chunk{req: r, offset: r.issued, n: min(chunkBytes, r.Src.Bytes-r.issued)}
+			c := chunk{req: r, offset: r.issued, n: part(r.Src.Bytes-r.issued, chunkBytes)}
 			r.issued += c.n
 			if r.issued == r.Src.Bytes {
 				q.remove(r)
@@ -96,6 +96,16 @@ func (q *queue) next(chunkBytes int64) (chunk, bool) {
 		}
 	}
 	return chunk{}, false
+}
+
+// part is the next chunk of so many bytes: they are cut into equal ones, as few as
+// chunkBytes allows. A small rest would end before the device has been given the chunk
+// behind it, and the link would stand still.
+func part(bytes, chunkBytes int64) int64 {
+	const multiple = 256 // where copies begin and end well
+	n := (bytes + chunkBytes - 1) / chunkBytes
+	each := (bytes + n - 1) / n
+	return min((each+multiple-1)/multiple*multiple, chunkBytes, bytes)
 }
 
 // all lists the requests, the most urgent first.

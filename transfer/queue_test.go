@@ -81,3 +81,31 @@ func TestPriorityOrder(t *testing.T) {
 		t.Errorf("a request without label is named %q", Host.name())
 	}
 }
+
+// TestPart: a request is cut into as few chunks as may be, none of them much smaller
+// than the others.
+func TestPart(t *testing.T) {
+	for _, c := range []struct{ bytes, chunk, first, count int64 }{
+		{8 << 20, 8 << 20, 8 << 20, 1},
+		{8<<20 + 256, 8 << 20, 4<<20 + 256, 2},
+		{311_000_000, 61 << 20, 62_200_064, 5},
+		{352_321_536, 61 << 20, 58_720_256, 6},
+		{10, 8, 8, 2}, // no multiple of 256 fits
+		{100, 1 << 20, 100, 1},
+	} {
+		first, count, least := part(c.bytes, c.chunk), int64(0), c.bytes
+		for left := c.bytes; left > 0; count++ {
+			n := part(left, c.chunk)
+			if n <= 0 || n > c.chunk {
+				t.Fatalf("a chunk of %d of %d bytes", n, left)
+			}
+			least, left = min(least, n), left-n
+		}
+		if first != c.first || count != c.count {
+			t.Errorf("%d bytes: the first of %d chunks has %d, want %d and %d", c.bytes, count, first, c.count, c.first)
+		}
+		if c.chunk > 1<<20 && count > 1 && least < first*9/10 {
+			t.Errorf("%d bytes: a chunk of %d beside one of %d", c.bytes, least, first)
+		}
+	}
+}

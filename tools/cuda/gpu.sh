@@ -129,7 +129,7 @@ run() {
           --host-memory-gib "$host" --offload-fraction 0.5 --offload-tier peer --peers 1 --num-prompts 324 --input-len 77 --output-len 6 \
           --warmup-tokens 1 --trials 1 --trace "$work/trace.json" --json "$logs/throughput.json"
         gzip -c "$work/trace.json" >"$logs/trace.json.gz"
-        limit 280 node presets sweep-mixtral "$work/node.test" -test.v -test.timeout 280s -test.run GPUPresets -peer 1 -batches 324,3240 \
+        limit 340 node presets sweep-mixtral "$work/node.test" -test.v -test.timeout 340s -test.run GPUPresets -peer 1 -batches 324,3240 \
           -whole 'mixtral-8x7b@0,0.5p,0.5,1p,1' -host-gib "$host" -steps "$logs/presets.json" ;;
       bench)
         limit 150 kernels/cuda bench bench-kernels "$work/kernels-cuda.test" -test.run '^$' -test.bench Kernels -test.benchtime 50x
