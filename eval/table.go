@@ -51,7 +51,7 @@ func writeShared(out io.Writer, results []Result) error {
 	}
 	b.WriteString("\n")
 	if r.PromptsCut > 0 {
-		fmt.Fprintf(&b, "%d prompts were cut to the model's context\n", r.PromptsCut)
+		fmt.Fprintf(&b, "prompts cut to the model's context: %d\n", r.PromptsCut)
 	}
 	stalls := map[string]float64{}
 	same := true
@@ -62,7 +62,7 @@ func writeShared(out io.Writer, results []Result) error {
 		same = same && results[i].TokensSHA256 == r.TokensSHA256
 	}
 	for _, cause := range slices.Sorted(maps.Keys(stalls)) {
-		fmt.Fprintf(&b, "stalled %.4g s for %s\n", stalls[cause], cause)
+		fmt.Fprintf(&b, "stalled %.4g s for %s, in all trials\n", stalls[cause], cause)
 	}
 	for tier, knee := range knees(results) {
 		fmt.Fprintf(&b, "from %s copies stay hidden up to %.1f %% offloaded, by the planner\n", tier, 100*knee)
