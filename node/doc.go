@@ -12,9 +12,9 @@
 // On emulated devices a trace can say what others hold of the peers; all emulated
 // memory is this machine's, so peers lend only what the rest leaves.
 //
-// The end comes in this order: the loops, the pipeline, harvest, which takes every
-// copy from the store and gives the peers their memory back cleared, then the store,
-// whose host copies had everything all along, then transfers.
+// The end comes in this order: the loops, the pipeline, the rebalancer, harvest, which
+// takes every copy from the store and gives the peers their memory back cleared, then
+// the store, whose host copies had everything all along, then transfers.
 //
 // # Planning
 //
