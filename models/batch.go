@@ -127,6 +127,16 @@ func (h *HostBatch) Logits() int { return len(h.logitRows) }
 // Adjusts is the number of adjusted tokens so far, of all logit rows.
 func (h *HostBatch) Adjusts() int { return len(h.adjustIDs) }
 
+// MaxContext is the most tokens of a sequence so far.
+func (h *HostBatch) MaxContext() int { return h.maxContext }
+
+// Widen makes h look as if its longest sequence had so many tokens, where that is more,
+// or MaxModelLen, where that is less, so that Batches of different steps are equal.
+func (m *Model) Widen(h *HostBatch, context int) {
+	h.maxContext = max(h.maxContext, min(context, m.Limits.MaxModelLen))
+	h.widest = max(h.widest, (h.maxContext+m.Limits.BlockTokens-1)/m.Limits.BlockTokens)
+}
+
 // Append adds a sequence to h, for m's block size and RoPE table, and returns
 // the row, within h, of its first token.
 func (m *Model) Append(h *HostBatch, q Sequence) (int, error) {

@@ -150,6 +150,11 @@ func (s *Stream) Copy(dst, src device.Range) error {
 	if err != nil || dst.Bytes == 0 {
 		return err
 	}
+	if to.g == nil && from.g == nil {
+		if err := s.captures("copy within host memory"); err != nil {
+			return err
+		}
+	}
 	op, dropped := s.next()
 	if dropped {
 		return nil
