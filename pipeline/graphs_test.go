@@ -331,7 +331,10 @@ func TestGraphsThatFail(t *testing.T) {
 		Match: func(p emulated.Point) bool { return p.Stream == "compute" },
 	})
 	failed := 0
-	again := func(err error) bool { failed++; return errors.Is(err, ErrStepFailed) && errors.Is(err, device.ErrCopyFailed) }
+	again := func(err error) bool {
+		failed++
+		return errors.Is(err, ErrStepFailed) && errors.Is(err, device.ErrCopyFailed)
+	}
 	for range 2 {
 		if got := r.live(4, steps, again); got != want {
 			t.Fatal(firstDifference(got, want))

@@ -15,12 +15,14 @@ import (
 
 // How the host waits: it asks without a pause for spinFor, then with short sleeps
 // of the thread (Go's own timers may be late by a millisecond while a program is
-// idle), then with timers. Every probeEvery it asks whether the devices live.
+// idle), then with timers. A sleep is a small part of the wait so far, so that nobody is
+// late by much more than that. Every probeEvery it asks whether the devices live.
 const (
 	spinFor    = 50 * time.Microsecond
-	napFor     = 20 * time.Millisecond
+	napFor     = 100 * time.Millisecond
 	shortNap   = 20 * time.Microsecond
 	longNap    = 200 * time.Microsecond
+	napShare   = 400
 	pause      = time.Millisecond
 	probeEvery = 10 * time.Millisecond
 )
@@ -62,7 +64,7 @@ func (m *Machine) poll(ctx context.Context, what string, done func() (bool, erro
 		case waited < spinFor:
 			runtime.Gosched()
 		case waited < napFor:
-			nap := unix.NsecToTimespec(int64(min(longNap, max(shortNap, waited/8))))
+			nap := unix.NsecToTimespec(int64(min(longNap, max(shortNap, waited/napShare))))
 			// Linux lets a thread sleep 50 us longer than it asked for, unless it says
 			// otherwise; refused, or cut short by a signal, it only asks at another time.
 			_ = unix.Prctl(unix.PR_SET_TIMERSLACK, 1, 0, 0, 0)
