@@ -52,7 +52,7 @@ func (s *Store) Begin() error {
 	}
 	s.mistrust = max(s.mistrust-1, 0)
 	s.carryOutSwaps()
-	s.rates.update(s.o.Transfer.Stats(), s.o.Space)
+	s.rates.update(s.o.Transfer, s.o.Space)
 	return nil
 }
 
@@ -558,7 +558,7 @@ func (s *Store) Reset(ctx context.Context) error {
 			panic(fmt.Sprintf("experts: ring slot %d is held exclusively by somebody else", i))
 		}
 		exclusive.Settle()
-		sl.copies = sl.copies[:0]
+		s.forgetCopies(sl)
 		if sl.holds == nothing {
 			exclusive.Invalidate()
 		} else {
@@ -568,7 +568,11 @@ func (s *Store) Reset(ctx context.Context) error {
 	if s.err != nil {
 		s.log.Warn("experts were reset", "error", s.err, "slots_lost", lost)
 	}
-	s.fetches, s.err = nil, nil
+	for _, f := range s.fetches {
+		s.letGo(f)
+	}
+	clear(s.fetches)
+	s.fetches, s.err = s.fetches[:0], nil
 	return nil
 }
 

@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"os"
 	"os/exec"
+	"runtime"
 	"strings"
 	"sync"
 	"testing"
@@ -240,6 +241,7 @@ func TestNothingAllocates(t *testing.T) {
 	fill := r.function(mod, "fill")
 	mem, host := r.alloc(device.HBM(0), 4096), r.alloc(device.Host, 4096)
 	f, e := r.fence("step"), r.event()
+	worker := r.host("worker").(*hostStream)
 	g, err := s.Capture(func() error {
 		s.Args().Addr(all(mem).Addr).U32(1).U32(16)
 		return s.Launch(fill, Grid{Threads: [3]int{16}})
@@ -259,6 +261,23 @@ func TestNothingAllocates(t *testing.T) {
 			value++
 			r.ok(s.Raise(f, value))
 			r.ok(other.Await(f, value))
+		},
+		"wait on the host": func() {
+			value++
+			r.ok(s.Record(e))
+			r.ok(s.Raise(f, value))
+			r.ok(e.Synchronize(r.ctx))
+			r.ok(f.Await(r.ctx, value))
+			r.ok(s.Synchronize(r.ctx))
+		},
+		"host stream": func() {
+			value++
+			r.ok(worker.Await(f, value))
+			r.ok(worker.Execute(device.Work{Name: "nothing", Run: func(device.Access) error { return nil }}))
+			r.ok(s.Raise(f, value))
+			for !worker.idle() {
+				runtime.Gosched()
+			}
 		},
 		"event": func() {
 			r.ok(s.Record(e))

@@ -37,9 +37,9 @@ func (m *Machine) waiting(what string, wait func() error) error {
 	return wait()
 }
 
-// poll asks done until it is true or fails, ctx is done, or the machine is closed. It
-// runs inside of waiting.
-func (m *Machine) poll(ctx context.Context, what string, done func() (bool, error)) error {
+// poll asks done until it is true or fails, ctx is done, or the machine is closed; what is
+// asked where that needs words. It runs inside of waiting.
+func (m *Machine) poll(ctx context.Context, what func() string, done func() (bool, error)) error {
 	begin := time.Now()
 	probed := begin
 	var timer *time.Timer
@@ -48,10 +48,10 @@ func (m *Machine) poll(ctx context.Context, what string, done func() (bool, erro
 			return err
 		}
 		if err := ctx.Err(); err != nil {
-			return fmt.Errorf("cuda: %s: %w", what, err)
+			return fmt.Errorf("cuda: %s: %w", what(), err)
 		}
 		if m.aborting.Load() {
-			return closedError("wait", device.Host, what+": the machine")
+			return closedError("wait", device.Host, what()+": the machine")
 		}
 		now := time.Now()
 		if now.Sub(probed) > probeEvery {
