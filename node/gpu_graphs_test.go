@@ -193,9 +193,9 @@ func (b *breaksGraphs) Enqueue(s device.Stream, op kernels.Op) error {
 
 const lostGraphVariable = "MOESERVE_CUDA_LOST_GRAPH"
 
-// TestGPUGraphLost loses the device inside of a graph, in a process of its own: the step
+// TestGPULostGraph loses the device inside of a graph, in a process of its own: the step
 // says so, and the node closes.
-func TestGPUGraphLost(t *testing.T) {
+func TestGPULostGraph(t *testing.T) {
 	if *on != "cuda" {
 		t.Skip("there are no graphs on emulated devices")
 	}
@@ -206,7 +206,7 @@ func TestGPUGraphLost(t *testing.T) {
 	}
 	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 	defer cancel()
-	cmd := exec.CommandContext(ctx, os.Args[0], "-test.run=^TestGPUGraphLost$", "-test.v")
+	cmd := exec.CommandContext(ctx, os.Args[0], "-test.run=^TestGPULostGraph$", "-test.v")
 	cmd.Env = append(os.Environ(), lostGraphVariable+"=1")
 	out, err := cmd.CombinedOutput()
 	if err != nil || !strings.Contains(string(out), "the graph's step:") {

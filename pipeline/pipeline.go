@@ -131,7 +131,7 @@ type LogProb struct {
 }
 
 // Pipeline carries steps out on one compute stream. One goroutine uses it, but for
-// Stalls.
+// Stalls and Graphs.
 type Pipeline struct {
 	o       Options
 	compute device.Stream
