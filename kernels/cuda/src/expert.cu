@@ -55,12 +55,16 @@ struct expert_product {
     while (index >= runs[at].end) at++;
     const run e = runs[at];
     int i = index - (e.end - e.parts * across);
-    int unit = i / e.parts * tile_units, part = i % e.parts;
-    // Parts are as equal as multiples of 16 tokens can be.
-    int all = (e.rows + 15) / 16, each = all / e.parts, longer = all % e.parts;
-    int token = (part * each + min(part, longer)) * 16;
+    int column = i / e.parts, unit = column * tile_units;
+    // Where a block would go through the same part of every column it meets, it takes the
+    // next in turn, so that blocks keep pace with each other.
+    int turns = column * e.parts / (int)gridDim.x * (e.parts + 1 - (int)gridDim.x % e.parts);
+    int part = (i + turns) % e.parts;
+    // Parts are as equal as multiples of 8 tokens can be.
+    int all = (e.rows + 7) / 8, each = all / e.parts, longer = all % e.parts;
+    int token = (part * each + min(part, longer)) * 8;
     return {e.weights + (i64)unit * a.steps * unit_bytes, unit, min(tile_units, a.units - unit), e.first + token,
-            min((each + (part < longer)) * 16, e.rows - token)};
+            min((each + (part < longer)) * 8, e.rows - token)};
   }
 
   DEVICE void produce(int count) {
@@ -145,7 +149,7 @@ struct expert_product {
     turn now = {0, 0};
     for (int index = blockIdx.x; index < count; index += gridDim.x) {
       tile t = find(index, at);
-      with_room<most>(t.tokens, [&](auto room) { multiply<decltype(room)::value>(t, group, now); });
+      with_room<most, true>(t.tokens, [&](auto room) { multiply<decltype(room)::value>(t, group, now); });
     }
   }
 
