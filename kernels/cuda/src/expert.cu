@@ -38,6 +38,9 @@ struct expert_product {
   static constexpr int producers = 128;
   static constexpr int threads = producers + 128 * groups;
   static constexpr int rows_each = most / 16;  // that a producer brings at most
+  // The parts of an expert's tokens are as equal as multiples of so many can be. By
+  // eights less is padded; the way up is faster by sixteens all the same.
+  static constexpr int grain = up ? 16 : 8;
 
   const expert_args &a;
   ring r;
@@ -60,11 +63,10 @@ struct expert_product {
     // next in turn, so that blocks keep pace with each other.
     int turns = column * e.parts / (int)gridDim.x * (e.parts + 1 - (int)gridDim.x % e.parts);
     int part = (i + turns) % e.parts;
-    // Parts are as equal as multiples of 8 tokens can be.
-    int all = (e.rows + 7) / 8, each = all / e.parts, longer = all % e.parts;
-    int token = (part * each + min(part, longer)) * 8;
+    int all = (e.rows + grain - 1) / grain, each = all / e.parts, longer = all % e.parts;
+    int token = (part * each + min(part, longer)) * grain;
     return {e.weights + (i64)unit * a.steps * unit_bytes, unit, min(tile_units, a.units - unit), e.first + token,
-            min((each + (part < longer)) * 8, e.rows - token)};
+            min((each + (part < longer)) * grain, e.rows - token)};
   }
 
   DEVICE void produce(int count) {
@@ -149,7 +151,7 @@ struct expert_product {
     turn now = {0, 0};
     for (int index = blockIdx.x; index < count; index += gridDim.x) {
       tile t = find(index, at);
-      with_room<most, true>(t.tokens, [&](auto room) { multiply<decltype(room)::value>(t, group, now); });
+      with_room<most, !up>(t.tokens, [&](auto room) { multiply<decltype(room)::value>(t, group, now); });
     }
   }
 
