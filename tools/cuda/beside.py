@@ -282,6 +282,7 @@ def reference(o):
     """Measures transformers, and prints a result with the names of moeserve's."""
     import torch
     import transformers
+    from transformers.initialization import no_init_weights
 
     torch.manual_seed(0)
     n, length = o.sequences, o.input_len
@@ -292,7 +293,7 @@ def reference(o):
     start = time.time()
     torch.set_default_dtype(torch.bfloat16)
     # Filled below, so that a weight is written once.
-    with torch.device(o.device), transformers.initialization.no_init_weights():
+    with torch.device(o.device), no_init_weights():
         model = transformers.AutoModelForCausalLM.from_config(config).eval()
     torch.set_default_dtype(torch.float32)
     fill(model)
