@@ -13,9 +13,10 @@ A cell is MODEL/SEQUENCES/WHAT, where WHAT is one of
                       a loop of forward calls over a DynamicCache
 
 All run prompts of 77 random ids and draw 32 tokens of each sequence; ends of answers are ignored; both
-sides run once before they are measured, and figures are medians of trials. An invocation measures ceilings first, a product of 8192^3 in bfloat16 and reading memory, and every line
-written after names that run, so that shares are of the same run. OUT gets a line of JSON for each
-finished cell at once; a run that was cut off keeps them, and --resume leaves them out.
+sides run before they are measured, and figures are medians of trials. An invocation measures ceilings
+first, a product of 8192^3 in bfloat16 and reading memory; what it writes after names it, so that shares
+are of the same invocation. OUT gets a line of JSON for each finished cell at once; one that was cut off
+keeps them, and --resume leaves them out.
 
 Prefill's operations are those of the products a row goes through (projections, router, chosen and
 shared experts), attention over half of the prompt on average, and the output layer for one row of
