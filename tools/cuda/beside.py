@@ -222,7 +222,7 @@ def table(path):
         r, f = record["result"], figures(record)
         other = cell.get((model, n, "transformers", layers), {})
         other = figures(other) if "result" in other and what != "transformers" else None
-        roofline = r.get("roofline") if not layers else None
+        roofline = r.get("roofline")
         flops = prefill_flops(model, layers, int(n), r["prompt_tokens"] // r["requests"]) / f["prefill_s"]
         product = ceilings.get(record["run"], {}).get("product_flops")
         print(start, " | ".join((
