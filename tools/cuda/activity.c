@@ -50,10 +50,11 @@ static void completed(CUcontext context, uint32_t stream, uint8_t *buffer, size_
   free(buffer);
 }
 
-// What is not full yet goes out before its context does.
+// What is not full yet goes out before its context does. CUPTI allows that in a callback of a driver
+// call, and in no other.
 static void CUPTIAPI ending(void *user, CUpti_CallbackDomain domain, CUpti_CallbackId id, const void *data) {
-  (void)user, (void)domain, (void)id, (void)data;
-  cuptiActivityFlushAll(1);
+  (void)user, (void)domain, (void)id;
+  if (((const CUpti_CallbackData *)data)->callbackSite == CUPTI_API_ENTER) cuptiActivityFlushAll(0);
 }
 
 static void must(CUptiResult r, const char *what) {
@@ -77,7 +78,8 @@ int InitializeInjection(void) {
   must(cuptiActivityEnable(CUPTI_ACTIVITY_KIND_MEMSET), "sets");
   CUpti_SubscriberHandle subscriber;
   must(cuptiSubscribe(&subscriber, ending, NULL), "subscribe");
-  must(cuptiEnableCallback(1, subscriber, CUPTI_CB_DOMAIN_RESOURCE, CUPTI_CBID_RESOURCE_CONTEXT_DESTROY_STARTING), "the context's end");
+  must(cuptiEnableCallback(1, subscriber, CUPTI_CB_DOMAIN_DRIVER_API, CUPTI_DRIVER_TRACE_CBID_cuDevicePrimaryCtxRelease), "the context's end");
+  must(cuptiEnableCallback(1, subscriber, CUPTI_CB_DOMAIN_DRIVER_API, CUPTI_DRIVER_TRACE_CBID_cuDevicePrimaryCtxRelease_v2), "the context's end");
   must(cuptiActivityFlushPeriod(flushMilliseconds), "flush");
   return 1;
 }
