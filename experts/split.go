@@ -63,6 +63,10 @@ type rates struct {
 	// to measure what the link gives.
 	known []float64
 	seen  []transfer.PathStats
+	// busy is for how long each link has been at work so far, atWork for how long the one
+	// that was so longest since the update before.
+	busy   []time.Duration
+	atWork time.Duration
 }
 
 // Copies of less than this, together, say little about a link's rate. What is
@@ -79,6 +83,7 @@ func newRates(t *device.Topology, to device.Space) rates {
 			r.links = append(r.links, Link{from, p.BytesPerSecond})
 			r.known = append(r.known, p.BytesPerSecond)
 			r.seen = append(r.seen, transfer.PathStats{})
+			r.busy = append(r.busy, 0)
 		}
 	}
 	return r
@@ -86,11 +91,14 @@ func newRates(t *device.Topology, to device.Space) rates {
 
 // update corrects the rates by the copies made since.
 func (r *rates) update(e *transfer.Engine, to device.Space) {
+	r.atWork = 0
 	for i := range r.links {
+		p := e.Path(device.Pair{From: r.links[i].From, To: to})
+		r.atWork = max(r.atWork, p.Busy-r.busy[i])
+		r.busy[i] = p.Busy
 		if r.known[i] == 0 {
 			continue
 		}
-		p := e.Path(device.Pair{From: r.links[i].From, To: to})
 		bytes, busy := p.Bytes-r.seen[i].Bytes, p.Busy-r.seen[i].Busy
 		if bytes < measureBytes || busy < measureTime {
 			continue

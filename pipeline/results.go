@@ -147,9 +147,11 @@ func (p *Pipeline) finish(ctx context.Context, withLogits bool, err error) (Resu
 	if err != nil {
 		return Result{}, p.drop(ctx, err)
 	}
-	if err := p.meter.end(); err != nil {
+	stalls, err := p.meter.end()
+	if err != nil {
 		return Result{}, err
 	}
+	p.pace.end(p.o.Machine.Now(), stalls[ExpertCopy])
 	if len(p.counts) > 0 {
 		p.readCounts(p.back, p.at.counts)
 		p.o.Experts.Activated(p.counts)
