@@ -498,7 +498,7 @@ func (s *Store) Local(layer int) (Use, error) {
 	}
 	l := &s.layers[position]
 	use := l.use
-	use.Waves = []Wave{{Experts: l.ids}}
+	use.Waves, use.All = []Wave{{Experts: l.ids}}, l.ids
 	return use, nil
 }
 

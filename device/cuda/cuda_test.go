@@ -348,6 +348,33 @@ func TestGraph(t *testing.T) {
 	r.ok(s.Synchronize(r.ctx))
 }
 
+// TestGraphRefused: what the driver refuses of a capture leaves the stream as it was; a
+// launch that it refuses puts the stream into error.
+func TestGraphRefused(t *testing.T) {
+	if onGPU {
+		t.Skip("a real driver refuses nothing on demand")
+	}
+	r := newRig(t, 1)
+	s := r.stream(0, "captured")
+	a, b := r.alloc(device.HBM(0), 8), r.alloc(device.HBM(0), 8)
+	f := func() error { return s.Copy(all(b), all(a)) }
+	for _, call := range []string{"cuStreamBeginCapture_v2", "cuMemcpyAsync", "cuGraphInstantiateWithFlags"} {
+		standin.Fail(call, 2, 0)
+		_, err := s.Capture(f)
+		r.wants(err, device.ErrOutOfMemory)
+		r.ok(f())
+		r.ok(s.Synchronize(r.ctx))
+	}
+	g, err := s.Capture(f)
+	r.ok(err)
+	standin.Fail("cuGraphLaunch", 2, 0)
+	r.wants(s.LaunchGraph(g), device.ErrOutOfMemory)
+	r.wants(s.Recover(r.ctx), device.ErrOutOfMemory)
+	r.ok(s.LaunchGraph(g))
+	r.ok(s.Synchronize(r.ctx))
+	r.ok(g.Close())
+}
+
 func TestDo(t *testing.T) {
 	r := newRig(t, 1)
 	s := r.stream(0, "library")
