@@ -196,7 +196,9 @@ func runPreset(t *testing.T, name string, fraction float64, tier string, note fu
 				x.Seconds += took.Seconds() / float64(steps-presetFirst)
 			}
 		}
-		t.Logf("fraction %v in %s, %d sequences: %d of %d steps were graphs", fraction, tier, batch, n.Pipeline().Graphs().Launched-graphs.Launched, steps)
+		now := n.Pipeline().Graphs()
+		t.Logf("fraction %v in %s, %d sequences: %d of %d steps were graphs, of which %d were taken down in %v",
+			fraction, tier, batch, now.Launched-graphs.Launched, steps, now.Captured-graphs.Captured, now.CaptureTime-graphs.CaptureTime)
 		logTraffic(t, fmt.Sprintf("fraction %v in %s, %d sequences", fraction, tier, batch), before, n.Traffic(), time.Since(began))
 		for cause, s := range n.Pipeline().Stalls().ByName() {
 			if s -= stalls.ByName()[cause]; s > 0 {

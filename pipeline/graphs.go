@@ -7,6 +7,7 @@ import (
 	"log/slog"
 	"slices"
 	"sync/atomic"
+	"time"
 
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/experts"
@@ -41,7 +42,7 @@ type graphs struct {
 	// that could be no graph.
 	now, before []models.Batch
 
-	captured, launched, failed, count atomic.Int64
+	captured, launched, failed, count, took atomic.Int64
 }
 
 // stepGraph is what serves steps of these micro-batches.
@@ -55,6 +56,8 @@ type GraphStats struct {
 	// Captured steps were taken down as graphs, of which Held are kept; Launched steps
 	// ran as one.
 	Captured, Launched, Held int64
+	// CaptureTime is for how long the host was at taking them down, on the machine's clock.
+	CaptureTime time.Duration
 	// Failed is 1 once a step could not be taken down; none is tried after that.
 	Failed int64
 }
@@ -62,7 +65,10 @@ type GraphStats struct {
 // Graphs counts since New. It may be called from any goroutine.
 func (p *Pipeline) Graphs() GraphStats {
 	g := &p.graphs
-	return GraphStats{Captured: g.captured.Load(), Launched: g.launched.Load(), Held: g.count.Load(), Failed: g.failed.Load()}
+	return GraphStats{
+		Captured: g.captured.Load(), Launched: g.launched.Load(), Held: g.count.Load(), Failed: g.failed.Load(),
+		CaptureTime: time.Duration(g.took.Load()),
+	}
 }
 
 // openGraphs says whether steps can be graphs: a graph neither waits nor fetches.
@@ -137,7 +143,7 @@ func (p *Pipeline) launch(ctx context.Context, graph device.Graph) error {
 // capture takes down the actions of a step that has just been enqueued, behind its
 // uploads. Where that fails steps go on without graphs, which only costs speed.
 func (p *Pipeline) capture(ctx context.Context, plan []Action) {
-	g := &p.graphs
+	g, began := &p.graphs, p.o.Machine.Now()
 	graph, err := g.stream.Capture(func() error { return p.takeDown(ctx, plan) })
 	if err == nil {
 		g.held = append(g.held, stepGraph{slices.Clone(g.now), graph})
@@ -149,6 +155,7 @@ func (p *Pipeline) capture(ctx context.Context, plan []Action) {
 		}
 		g.count.Store(int64(len(g.held)))
 	}
+	g.took.Add(int64(p.o.Machine.Now() - began))
 	if err != nil {
 		g.stream = nil
 		g.failed.Add(1)
