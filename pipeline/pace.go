@@ -27,6 +27,10 @@ func (p *pace) begin(now time.Duration, rows int, links time.Duration) {
 	p.began, p.rows = now, rows
 }
 
+// fail forgets what steps take, since links were not at work for all of this one: the next
+// step's copies may end long after they are needed.
+func (p *pace) fail() { p.workedRows = 0 }
+
 // end of the step, in which the compute stream waited for experts for so long.
 func (p *pace) end(now, waited time.Duration) {
 	p.worked, p.workedRows = now-p.began-waited, p.rows
