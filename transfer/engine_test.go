@@ -684,6 +684,39 @@ func TestForgo(t *testing.T) {
 	})
 }
 
+// TestEnd: a copy ends where it does, also where a later one has failed the fence of both.
+func TestEnd(t *testing.T) {
+	machines(t, func(t *testing.T, o emulated.Options) {
+		r := newRig(t, o, transfer.Options{ChunkBytes: 50})
+		src, dst := r.filled(100, 1), r.alloc(device.HBM(0), 100)
+		stall := r.m.Inject(&emulated.Fault{Kind: emulated.StallCopy, Match: func(p emulated.Point) bool { return p.To == device.HBM(0) }})
+		first := r.down(dst, src, transfer.Needed)
+		running := r.submit(first)
+		second := first
+		second.Done.Value++
+		second.After = []transfer.Point{first.Done}
+		later := r.submit(second)
+		if !later.Cancel() {
+			t.Fatal("a copy behind one that stalls has begun")
+		}
+		r.reached(first.Done, true)
+		r.reached(later.End(), true)
+		end := running.End()
+		r.reached(end, false)
+		stall.Release()
+		r.wait(running)
+		r.reached(end, true)
+		r.equal(dst, src)
+	})
+}
+
+func (r *rig) reached(p transfer.Point, want bool) {
+	r.Helper()
+	if got := int32(p.Fence.Value()-p.Value) >= 0; got != want {
+		r.Errorf("the point is reached: %v, want %v", got, want)
+	}
+}
+
 // TestRelease: the memory of a ticket that was given up serves a later copy, and that of
 // one that is under way, or failed, does not.
 func TestRelease(t *testing.T) {
