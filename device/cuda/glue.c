@@ -25,8 +25,19 @@ ms_arguments *ms_arguments_new(void) {
 
 CUresult ms_launch(CUcontext ctx, CUfunction f, CUstream s, ms_shape shape, ms_arguments *args) {
   CURRENT(ctx);
-  return cuLaunchKernel(f, shape.grid[0], shape.grid[1], shape.grid[2], shape.block[0], shape.block[1], shape.block[2],
-                        shape.shared, s, NULL, args->bytes ? args->extra : NULL);
+  CUlaunchAttribute overlap;
+  memset(&overlap, 0, sizeof overlap);
+  overlap.id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
+  overlap.value.programmaticStreamSerializationAllowed = 1;
+  CUlaunchConfig c;
+  memset(&c, 0, sizeof c);
+  c.gridDimX = shape.grid[0], c.gridDimY = shape.grid[1], c.gridDimZ = shape.grid[2];
+  c.blockDimX = shape.block[0], c.blockDimY = shape.block[1], c.blockDimZ = shape.block[2];
+  c.sharedMemBytes = shape.shared;
+  c.hStream = s;
+  c.attrs = &overlap;
+  c.numAttrs = shape.overlap ? 1 : 0;
+  return cuLaunchKernelEx(&c, f, NULL, args->bytes ? args->extra : NULL);
 }
 
 CUresult ms_event_query(CUcontext ctx, CUevent e) {

@@ -9,7 +9,7 @@
 /* MS_ARGUMENT_BYTES is what the packed arguments of one launch may take. */
 #define MS_ARGUMENT_BYTES 4096
 
-/* A stream's argument block: the packed arguments of its next launch, and how cuLaunchKernel is told of
+/* A stream's argument block: the packed arguments of its next launch, and how cuLaunchKernelEx is told of
    them. It lies in C memory, so a launch hands over no Go pointer and allocates nothing. */
 typedef struct {
   size_t bytes;
@@ -19,6 +19,7 @@ typedef struct {
 
 typedef struct {
   unsigned grid[3], block[3], shared;
+  int overlap; /* it may start before the kernel in front has ended */
 } ms_shape;
 
 ms_arguments *ms_arguments_new(void);

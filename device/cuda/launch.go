@@ -160,6 +160,12 @@ type Grid struct {
 	Blocks, Threads [3]int
 	// SharedBytes is the dynamic shared memory of a block.
 	SharedBytes int
+	// Overlap says that the kernel waits by griddepcontrol.wait before it touches what
+	// kernels in front of it may. Where that is the launch of another such kernel, with
+	// nothing in between, its blocks may then start as soon as all of that one's have
+	// said griddepcontrol.launch_dependents or ended. Without effect before compute
+	// capability 9.0.
+	Overlap bool
 }
 
 // Args are the arguments of a stream's next launch, packed as the kernel's
@@ -233,11 +239,27 @@ func (s *Stream) Launch(f *Function, d Grid) error {
 	if dropped {
 		return nil
 	}
+	if d.Overlap {
+		if s.overlaps(op) {
+			shape.overlap = 1
+		}
+		s.overlapping = op
+	}
 	if c := C.ms_launch(s.g.context(), f.handle, streamHandle(s.s), shape, s.args.block); c != success {
 		return s.refused(op, "launch", int(c), fmt.Sprintf("kernel %q, blocks %v of %v threads", f.name, d.Blocks, d.Threads))
 	}
 	return nil
 }
+
+// overlaps says whether operation op, a launch that may start early, comes right
+// behind another one. Everything in front of the first of such a row has ended when
+// any of them starts.
+func (s *Stream) overlaps(op uint64) bool {
+	return s.g.facts.capability >= overlapCapability && s.overlapping != 0 && s.overlapping == op-1
+}
+
+// overlapCapability is the compute capability from which on kernels can overlap.
+const overlapCapability = 90
 
 // Do runs f with the stream's context current on a thread that f has to itself, for
 // libraries that enqueue on Stream.Handle. On a stream in error it runs nothing. An

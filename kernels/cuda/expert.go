@@ -13,7 +13,7 @@ type expertArgs struct {
 	units, steps                           int32
 	listed, expertsAll                     int32
 	topK                                   int32
-	most, stages                           int32
+	most, stages, early                    int32
 }
 
 // expertShape is what a block of expert.cu, or of dense.cu, works on.
@@ -92,6 +92,16 @@ func (b *Backend) tiledExperts(l *lane, op string, mode kernelID, x, offsets, or
 		return fmt.Errorf("cuda: %s: Experts is %v, want fewer at once", op, *experts)
 	}
 	a.most, a.stages = int32(tokens), int32(stages)
+	// Right behind the way up, the way down starts with its weights while that still runs.
+	now := chosenExperts{a.offsets, a.order, a.slots, a.experts}
+	a.early = truth(mode == downMode && l.up == now)
 	g := grid{x: b.multiprocessors * e.blocks, threads: e.threads, shared: ringAlign + listed*expertRun + stages*e.deep*e.step(tokens)}
-	return launch(b, l, op, expertKernels+(mode-upMode)*kernelID(len(expertShapes))+shape, g, &a)
+	err := launch(b, l, op, expertKernels+(mode-upMode)*kernelID(len(expertShapes))+shape, g, &a)
+	if mode == upMode && err == nil {
+		l.up = now
+	}
+	return err
 }
+
+// chosenExperts are where a product with experts finds which of them it is to take.
+type chosenExperts struct{ offsets, order, slots, experts uint64 }

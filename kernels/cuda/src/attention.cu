@@ -332,10 +332,12 @@ DEVICE void attend(const attention_args &a, unsigned char *memory) {
 
 #define ATTENTION(d)                                       \
   KERNEL(32, 8) attention_##d##_1(const attention_args a) { \
+    begin();                                                \
     DYNAMIC_SHARED(memory);                                \
     attend<d, 1>(a, memory);                               \
   }                                                        \
   KERNEL(128, 2) attention_##d##_4(const attention_args a) { \
+    begin();                                                 \
     DYNAMIC_SHARED(memory);                                \
     attend<d, 4>(a, memory);                               \
   }
@@ -348,6 +350,7 @@ ATTENTION(128)
 // Joins the chunks of one head of Q (y) for the rows of one tile, as a block that
 // has them all does.
 KERNEL(128, 1) attention_join(const attention_args a) {
+  begin();
   span s = find_span(a, 16 / a.group);
   int head = blockIdx.y, column = threadIdx.x;
   for (int i = 0; i < s.rows; i++) {

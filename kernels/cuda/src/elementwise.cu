@@ -8,6 +8,7 @@ struct embed_args {
 
 // Rows whose id is outside of the table become not-a-number.
 KERNEL(128, 1) embed(const embed_args a) {
+  begin();
   int at = (blockIdx.y * 128 + threadIdx.x) * 8, n = a.columns - at;
   if (n <= 0) return;
   int id = ((const int *)a.ids)[blockIdx.x];
@@ -55,6 +56,14 @@ template <int threads, int block, int each>
 DEVICE void norm_rows(const norm_args &a) {
   __shared__ float sums[2][each * (block / 32)];
   int t = threadIdx.x % threads;
+  launch_dependents();
+  float v[each][8], w[each][8];
+#pragma unroll
+  for (int i = 0; i < each; i++) {
+    int at = (t + i * threads) * 8;
+    load8(w[i], (const void *)a.weight, a.weight_type, at, a.d - at, a.weight_aligned);
+  }
+  wait_dependencies();
   i64 item = (i64)blockIdx.x * (block / threads) + threadIdx.x / threads;
   if (item >= a.items) return;  // whole warps, and never with a block to an item
   i64 row = item / a.heads;
@@ -63,7 +72,6 @@ DEVICE void norm_rows(const norm_args &a) {
   u16 *residual = (u16 *)a.residual + row * a.residual_row + head * a.residual_head;
   u16 *out = (u16 *)a.out + row * a.out_row + head * a.out_head;
 
-  float v[each][8], w[each][8];
 #pragma unroll
   for (int i = 0; i < each; i++) {
     int at = (t + i * threads) * 8, n = a.d - at;
@@ -75,7 +83,6 @@ DEVICE void norm_rows(const norm_args &a) {
       for (int c = 0; c < 8; c++) v[i][c] = from_act(to_act(v[i][c] + r[c]));
       store8(residual, at, v[i], n, a.aligned);
     }
-    load8(w[i], (const void *)a.weight, a.weight_type, at, n, a.weight_aligned);
   }
   float total[each] = {};
 #pragma unroll
@@ -127,6 +134,7 @@ struct clamp_args {
 };
 
 KERNEL(128, 1) clamp(const clamp_args a) {
+  begin();
   int at = (blockIdx.y * 128 + threadIdx.x) * 8, n = a.columns - at;
   if (n <= 0) return;
   u16 *x = (u16 *)a.x + blockIdx.x * a.stride;
@@ -144,6 +152,7 @@ struct silu_mul_args {
 };
 
 KERNEL(128, 1) silu_mul(const silu_mul_args a) {
+  begin();
   int at = (blockIdx.y * 128 + threadIdx.x) * 8, n = a.columns - at;
   if (n <= 0) return;
   float g[8], u[8];
@@ -162,6 +171,7 @@ struct gather_args {
 
 // Rows outside of x are left as they are.
 KERNEL(128, 1) gather(const gather_args a) {
+  begin();
   int at = (blockIdx.y * 128 + threadIdx.x) * 8, n = a.columns - at;
   int row = ((const int *)a.rows)[blockIdx.x];
   if (n <= 0 || row < 0 || row >= a.count) return;
@@ -175,6 +185,7 @@ struct combine_args {
 };
 
 KERNEL(128, 1) combine(const combine_args a) {
+  begin();
   int at = (blockIdx.y * 128 + threadIdx.x) * 8, n = a.columns - at;
   if (n <= 0) return;
   i64 row = blockIdx.x;
@@ -202,6 +213,7 @@ struct add_bias_args {
 
 // x, in float32, gains a bias.
 KERNEL(128, 1) add_bias(const add_bias_args a) {
+  begin();
   int at = blockIdx.y * 128 + threadIdx.x;
   if (at >= a.columns) return;
   ((float *)a.x)[blockIdx.x * a.stride + at] += load1((const void *)a.bias, a.type, at);
@@ -215,6 +227,7 @@ struct rope_args {
 
 // Rows whose place is outside of the table are left as they are.
 KERNEL(128, 1) rope(const rope_args a) {
+  begin();
   int groups = (a.half + 7) / 8;
   int item = blockIdx.y * 128 + threadIdx.x;
   int head = item / groups, at = (item - head * groups) * 8, n = a.half - at;
@@ -247,6 +260,7 @@ struct append_kv_args {
 
 // Slots outside of the cache are left out.
 KERNEL(128, 1) append_kv(const append_kv_args a) {
+  begin();
   int groups = (a.d + 7) / 8;
   int item = blockIdx.y * 128 + threadIdx.x;
   int head = item / groups, at = (item - head * groups) * 8, n = a.d - at;
