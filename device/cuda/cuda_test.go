@@ -207,6 +207,7 @@ func TestLaunchLimits(t *testing.T) {
 	big := Grid{SharedBytes: 100 << 10}
 	contains(t, s.Launch(fill, big), "AllowDynamicShared")
 	r.ok(fill.AllowDynamicShared(100 << 10))
+	r.ok(fill.PreferShared())
 	mem := r.alloc(device.HBM(0), 8)
 	s.Args().Addr(all(mem).Addr).U32(1).U32(2)
 	r.ok(s.Launch(fill, big))

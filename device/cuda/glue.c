@@ -153,9 +153,9 @@ CUresult ms_function_attribute(CUcontext ctx, CUfunction f, int attribute, int *
   return cuFuncGetAttribute(value, attribute, f);
 }
 
-CUresult ms_set_max_dynamic_shared(CUcontext ctx, CUfunction f, int bytes) {
+CUresult ms_set_function_attribute(CUcontext ctx, CUfunction f, int attribute, int value) {
   CURRENT(ctx);
-  return cuFuncSetAttribute(f, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, bytes);
+  return cuFuncSetAttribute(f, (CUfunction_attribute)attribute, value);
 }
 
 CUresult ms_capture_begin(CUcontext ctx, CUstream s) {

@@ -47,7 +47,7 @@ void ms_touch(unsigned char *p, size_t bytes, size_t page);
 CUresult ms_host_copy(CUcontext ctx, CUstream s, uint64_t to, uint64_t from, size_t bytes);
 
 CUresult ms_function_attribute(CUcontext ctx, CUfunction f, int attribute, int *value);
-CUresult ms_set_max_dynamic_shared(CUcontext ctx, CUfunction f, int bytes);
+CUresult ms_set_function_attribute(CUcontext ctx, CUfunction f, int attribute, int value);
 
 CUresult ms_capture_begin(CUcontext ctx, CUstream s);
 CUresult ms_capture_end(CUcontext ctx, CUstream s, CUgraphExec *exec, size_t *nodes);

@@ -147,10 +147,20 @@ func (f *Function) AllowDynamicShared(n int) error {
 	if n > math.MaxInt32 {
 		return badArgument("load", f.g.space, "kernel %q: %d bytes of shared memory", f.name, n)
 	}
-	if c := C.ms_set_max_dynamic_shared(f.g.context(), f.handle, C.int(n)); c != success {
+	if c := C.ms_set_function_attribute(f.g.context(), f.handle, C.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, C.int(n)); c != success {
 		return f.g.fail("load", int(c), fmt.Sprintf("kernel %q: %d bytes of dynamic shared memory; the device allows a block %d in all", f.name, n, f.g.facts.sharedBytes))
 	}
 	f.limits.DynamicBytes = n
+	return nil
+}
+
+// PreferShared has multiprocessors give shared memory all they can while the kernel
+// runs, however little of it the kernel takes: one that is set to less takes no block of
+// a kernel that needs more until it is idle, so kernels that are to overlap should agree.
+func (f *Function) PreferShared() error {
+	if c := C.ms_set_function_attribute(f.g.context(), f.handle, C.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, C.CU_SHAREDMEM_CARVEOUT_MAX_SHARED); c != success {
+		return f.g.fail("load", int(c), fmt.Sprintf("kernel %q: all memory as shared memory", f.name))
+	}
 	return nil
 }
 

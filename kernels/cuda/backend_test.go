@@ -289,7 +289,7 @@ func TestExpertShape(t *testing.T) {
 		up, down                                    string
 		tokens, stages                              int32 // of the way up
 	}{
-		{1, 4096, 14336, 8, 2, 8, "expert_up_256", "expert_down_64", 16, 6},
+		{1, 4096, 14336, 8, 2, 8, "expert_up_alone", "expert_down_alone", 16, 11},
 		{32, 4096, 14336, 8, 2, 8, "expert_up_256", "expert_down_64", 16, 6},
 		{324, 4096, 14336, 8, 2, 8, "expert_up_256", "expert_down_256", 128, 4},
 		{324, 4096, 14336, 8, 2, 1, "expert_up_256", "expert_down_64", 128, 4},

@@ -31,17 +31,21 @@ type expertShape struct {
 var expertShapes = [...]expertShape{
 	{4, 160, 1, 1, 384, 226 << 10},
 	{1, 64, 2, 2, 256, 112 << 10},
+	{1, 64, 2, 1, 256, 226 << 10},
 }
 
 const (
 	expertWide kernelID = iota
 	expertNarrow
+	expertAlone
 )
 
 const (
 	// expertRun is an expert's place in shared memory, ringAlign what the ring starts
 	// at a multiple of, mostStages how many barriers there are.
 	expertRun, ringAlign, mostStages = 24, 1024, 16
+	// fewPairs are those with which experts are streams of weights.
+	fewPairs = 32
 	// tokenStep is what a tile's tokens are a multiple of.
 	tokenStep = 16
 )
@@ -51,8 +55,13 @@ func (e *expertShape) step(tokens int) int { return e.units*unitRows*tileRow + t
 
 // chooseExpertShape takes wide tiles where there are enough of them: some for every
 // second multiprocessor where experts have many tokens, one and a half for each where
-// they have few, for which narrow tiles do as well.
-func (b *Backend) chooseExpertShape(units, tokens, experts int) kernelID {
+// they have few, for which narrow tiles do as well. With few pairs, narrow ones of blocks
+// that have a multiprocessor each: blocks that start as others end would else come in
+// twos.
+func (b *Backend) chooseExpertShape(units, tokens, experts, pairs int) kernelID {
+	if pairs <= fewPairs {
+		return expertAlone
+	}
 	wide := &expertShapes[expertWide]
 	tiles := experts * ceil(units, wide.units) * ceil(tokens, wide.most)
 	if 2*tiles >= 3*b.multiprocessors || tokens > expertShapes[expertNarrow].most/2 && 2*tiles >= b.multiprocessors {
@@ -82,7 +91,7 @@ func (b *Backend) tiledExperts(l *lane, op string, mode kernelID, x, offsets, or
 		a.start = 4 * int64(columns) * int64(inner) // w1 and w3
 	}
 	usual := ceil(pairs, all)
-	shape := b.chooseExpertShape(int(a.units), usual, min(listed, pairs))
+	shape := b.chooseExpertShape(int(a.units), usual, min(listed, pairs), pairs)
 	e := &expertShapes[shape]
 	// Experts with more tokens than there is room for get several tiles.
 	tokens := min(ceil(usual+usual/2, tokenStep)*tokenStep, e.most)

@@ -131,6 +131,9 @@ func (r *gpuRunner) load(o Options, arch string, folders []string) error {
 		if err == nil {
 			err = f.AllowDynamicShared(k.shared)
 		}
+		if err == nil && r.overlap {
+			err = f.PreferShared()
+		}
 		if err != nil {
 			return err
 		}

@@ -133,8 +133,11 @@ var table = func() []kernel {
 	}
 	for _, mode := range []string{"up", "down"} {
 		for i := range expertShapes {
-			e := &expertShapes[i]
-			t = append(t, kernel{"expert.cu", fmt.Sprintf("expert_%s_%d", mode, e.units*unitRows), e.shared})
+			name := fmt.Sprintf("expert_%s_%d", mode, expertShapes[i].units*unitRows)
+			if kernelID(i) == expertAlone {
+				name = fmt.Sprintf("expert_%s_alone", mode)
+			}
+			t = append(t, kernel{"expert.cu", name, expertShapes[i].shared})
 		}
 	}
 	for i := range denseShapes {

@@ -613,6 +613,7 @@ EXPORT int cuFuncGetAttribute(int *v, int a, function *f) {
 }
 EXPORT int cuFuncSetAttribute(function *f, int a, int v) {
   BEGIN
+  if (a == 9 && v == 100) END(OK); /* the preferred share of shared memory */
   if (a != 8 || v > 232448) END(INVALID_VALUE);
   allowed = v;
   END(OK);
