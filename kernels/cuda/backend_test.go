@@ -290,7 +290,10 @@ func TestExpertShape(t *testing.T) {
 		tokens, stages                              int32 // of the way up
 	}{
 		{1, 4096, 14336, 8, 2, 8, "expert_up_alone", "expert_down_alone", 16, 11},
+		{8, 4096, 14336, 8, 2, 8, "expert_up_256", "expert_down_64", 16, 6},
 		{32, 4096, 14336, 8, 2, 8, "expert_up_256", "expert_down_64", 16, 6},
+		{1, 4096, 6400, 16, 2, 16, "expert_up_64", "expert_down_alone", 16, 5},
+		{1, 2048, 1408, 60, 4, 60, "expert_up_64", "expert_down_alone", 16, 5},
 		{324, 4096, 14336, 8, 2, 8, "expert_up_256", "expert_down_256", 128, 4},
 		{324, 4096, 14336, 8, 2, 1, "expert_up_256", "expert_down_64", 128, 4},
 		{4536, 4096, 14336, 8, 2, 8, "expert_up_256", "expert_down_256", 160, 4},
@@ -317,6 +320,21 @@ func TestExpertShape(t *testing.T) {
 		a := (*expertArgs)(unsafe.Pointer(&r.args[0][0]))
 		if got, want := r.names(), test.up+" "+test.down; got != want || a.most != test.tokens || a.stages != test.stages {
 			t.Errorf("%+v: %s, %d tokens, %d stages", test, got, a.most, a.stages)
+		}
+		// The way down starts early, and only right behind the way up of the same.
+		elsewhere := down
+		elsewhere.Experts = at(8, down.Experts)
+		for i, op := range []kernels.Op{&down, &elsewhere, &up, &elsewhere, &up, &up, &down} {
+			if err := b.Enqueue(s, op); err != nil {
+				t.Fatal(err)
+			}
+			early := (*expertArgs)(unsafe.Pointer(&r.args[len(r.args)-1][0])).early
+			if want := truth(i == 6); early != want {
+				t.Errorf("%+v: operation %d: early is %d, want %d", test, i, early, want)
+			}
+		}
+		if a := (*expertArgs)(unsafe.Pointer(&r.args[1][0])); a.early != 1 {
+			t.Errorf("%+v: the way down does not start early", test)
 		}
 		for i, g := range r.grids {
 			if g.shared > table[r.kernels[i]].shared {

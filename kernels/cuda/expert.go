@@ -44,7 +44,7 @@ const (
 	// expertRun is an expert's place in shared memory, ringAlign what the ring starts
 	// at a multiple of, mostStages how many barriers there are.
 	expertRun, ringAlign, mostStages = 24, 1024, 16
-	// fewPairs are those with which experts are streams of weights.
+	// Up to fewPairs, experts are streams of weights.
 	fewPairs = 32
 	// tokenStep is what a tile's tokens are a multiple of.
 	tokenStep = 16
@@ -55,16 +55,16 @@ func (e *expertShape) step(tokens int) int { return e.units*unitRows*tileRow + t
 
 // chooseExpertShape takes wide tiles where there are enough of them: some for every
 // second multiprocessor where experts have many tokens, one and a half for each where
-// they have few, for which narrow tiles do as well. With few pairs, narrow ones of blocks
-// that have a multiprocessor each: blocks that start as others end would else come in
-// twos.
+// they have few, for which narrow tiles do as well. Few pairs with wide tiles for less
+// than three rounds have narrow ones of blocks that are alone on their multiprocessors,
+// which then all have as much to do: blocks that start as others end come in twos else.
 func (b *Backend) chooseExpertShape(units, tokens, experts, pairs int) kernelID {
-	if pairs <= fewPairs {
-		return expertAlone
-	}
-	wide := &expertShapes[expertWide]
+	wide, narrow := &expertShapes[expertWide], experts*units
 	tiles := experts * ceil(units, wide.units) * ceil(tokens, wide.most)
-	if 2*tiles >= 3*b.multiprocessors || tokens > expertShapes[expertNarrow].most/2 && 2*tiles >= b.multiprocessors {
+	switch {
+	case pairs <= fewPairs && tiles < 3*b.multiprocessors && (narrow <= b.multiprocessors || narrow >= 4*b.multiprocessors):
+		return expertAlone
+	case 2*tiles >= 3*b.multiprocessors || tokens > expertShapes[expertNarrow].most/2 && 2*tiles >= b.multiprocessors:
 		return expertWide
 	}
 	return expertNarrow

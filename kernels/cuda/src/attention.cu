@@ -75,14 +75,18 @@ DEVICE void attend(const attention_args &a, unsigned char *memory) {
   // Where a chunk of a row lies: eight rows' in different banks.
   auto place = [](int row, int chunk) { return row * row_bytes + ((chunk ^ (d % 64 == 0 ? row & 7 : row >> 1 & 3)) << 4); };
 
+  // Where things are does not come from kernels in front; queries, keys and values do.
+  launch_dependents();
   span s = find_span(a, queries / a.group);
-  if (s.rows == 0) return;  // the whole block
   int from = s.begin / tile_tokens, to = (s.end + tile_tokens - 1) / tile_tokens;  // tiles
   if (a.chunks > 0) {
     constexpr int per_chunk = chunk_tokens / tile_tokens;
     from = max(from, (int)blockIdx.z * per_chunk);
     to = min(to, ((int)blockIdx.z + 1) * per_chunk);
-    if (from >= to) return;
+  }
+  if (s.rows == 0 || from >= to) {  // the whole block
+    wait_dependencies();
+    return;
   }
   int kv_head = blockIdx.y * a.each, left = (to - from) * a.each;
 
@@ -96,6 +100,7 @@ DEVICE void attend(const attention_args &a, unsigned char *memory) {
     return p < s.end ? table[in_table(p)] : -1;
   };
   int next_tile = from, next_head = kv_head, to_bring = left, block = look(from);
+  wait_dependencies();
   // Query i is head i % group of row i / group. They come as they are; what is behind the
   // last is never looked at.
   auto ask = [&] {
@@ -332,12 +337,10 @@ DEVICE void attend(const attention_args &a, unsigned char *memory) {
 
 #define ATTENTION(d)                                       \
   KERNEL(32, 8) attention_##d##_1(const attention_args a) { \
-    begin();                                                \
     DYNAMIC_SHARED(memory);                                \
     attend<d, 1>(a, memory);                               \
   }                                                        \
   KERNEL(128, 2) attention_##d##_4(const attention_args a) { \
-    begin();                                                 \
     DYNAMIC_SHARED(memory);                                \
     attend<d, 4>(a, memory);                               \
   }

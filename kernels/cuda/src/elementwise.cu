@@ -227,20 +227,21 @@ struct rope_args {
 
 // Rows whose place is outside of the table are left as they are.
 KERNEL(128, 1) rope(const rope_args a) {
-  begin();
+  launch_dependents();
   int groups = (a.half + 7) / 8;
   int item = blockIdx.y * 128 + threadIdx.x;
   int head = item / groups, at = (item - head * groups) * 8, n = a.half - at;
   int place = ((const int *)a.rows)[blockIdx.x];
-  if (head >= a.q_heads + a.k_heads || place < 0 || place >= a.places) return;
+  bool there = head < a.q_heads + a.k_heads && place >= 0 && place < a.places;
+  const float *table = (const float *)a.table + (i64)(there ? place : 0) * 2 * a.half;
+  float lo[8], hi[8], c[8], s[8];
+  if (there) load8(c, table, f32_type, at, n, a.aligned), load8(s, table + a.half, f32_type, at, n, a.aligned);
+  wait_dependencies();
+  if (!there) return;
   u16 *x = head < a.q_heads ? (u16 *)a.q + blockIdx.x * a.q_row + head * a.q_head
                             : (u16 *)a.k + blockIdx.x * a.k_row + (head - a.q_heads) * a.k_head;
-  const float *table = (const float *)a.table + (i64)place * 2 * a.half;
-  float lo[8], hi[8], c[8], s[8];
   load8(lo, x, act_type, at, n, a.aligned);
   load8(hi, x + a.half, act_type, at, n, a.aligned);
-  load8(c, table, f32_type, at, n, a.aligned);
-  load8(s, table + a.half, f32_type, at, n, a.aligned);
 #pragma unroll
   for (int i = 0; i < 8; i++) {
     float v = lo[i], w = hi[i];
@@ -260,11 +261,12 @@ struct append_kv_args {
 
 // Slots outside of the cache are left out.
 KERNEL(128, 1) append_kv(const append_kv_args a) {
-  begin();
+  launch_dependents();
   int groups = (a.d + 7) / 8;
   int item = blockIdx.y * 128 + threadIdx.x;
   int head = item / groups, at = (item - head * groups) * 8, n = a.d - at;
   int slot = ((const int *)a.slots)[blockIdx.x];
+  wait_dependencies();
   if (head >= 2 * a.heads || slot < 0) return;
   i64 block = slot / a.tokens, token = slot - (int)block * a.tokens;
   if (block >= a.blocks) return;
