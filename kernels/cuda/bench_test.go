@@ -28,14 +28,13 @@ var (
 type benchModel struct {
 	name                                                       string
 	hidden, heads, kvHeads, d, intermediate, experts, k, vocab int
-	shared                                                     int // width of the shared expert, 0 for none
 	method                                                     kernels.RouteMethod
 }
 
 var benchModels = []benchModel{
-	{"mixtral-8x7b", 4096, 32, 8, 128, 14336, 8, 2, 32000, 0, kernels.SoftmaxRenorm},
-	{"phi-3.5-moe", 4096, 32, 8, 128, 6400, 16, 2, 32064, 0, kernels.SparseMixer},
-	{"qwen1.5-moe", 2048, 16, 16, 128, 1408, 60, 4, 151936, 5632, kernels.Softmax},
+	{"mixtral-8x7b", 4096, 32, 8, 128, 14336, 8, 2, 32000, kernels.SoftmaxRenorm},
+	{"phi-3.5-moe", 4096, 32, 8, 128, 6400, 16, 2, 32064, kernels.SparseMixer},
+	{"qwen1.5-moe", 2048, 16, 16, 128, 1408, 60, 4, 151936, kernels.Softmax},
 }
 
 // bench makes tensors and runs operations.

@@ -21,6 +21,9 @@ type decoder struct {
 	ops    []kernels.Op
 }
 
+// sharedWidths are the widths of shared experts.
+var sharedWidths = map[string]int{"qwen1.5-moe": 5632}
+
 func (x *bench) decoder(c *benchModel, layers, n, context int) *decoder {
 	const tokens = 16
 	width := (context + tokens - 1) / tokens
@@ -42,8 +45,9 @@ func (x *bench) decoder(c *benchModel, layers, n, context int) *decoder {
 	cacheSlots, seqStarts, contextLens, blocks := x.ints(slots...), x.ints(starts...), x.ints(lens...), x.ints(table...).View(n, width)
 	gamma := x.weights(kernels.BF16, c.hidden)
 	var both, shared, gate kernels.Tensor
-	if c.shared > 0 {
-		both, shared, gate = x.act(n, 2*c.shared), x.act(n, c.hidden), x.weights(kernels.F32, n, 1)
+	sharedWidth := sharedWidths[c.name]
+	if sharedWidth > 0 {
+		both, shared, gate = x.act(n, 2*sharedWidth), x.act(n, c.hidden), x.weights(kernels.F32, n, 1)
 	}
 	heads := func(t kernels.Tensor, from, n int) kernels.Tensor {
 		t = t.Narrow(1, from*c.d, (from+n)*c.d)
@@ -71,11 +75,11 @@ func (x *bench) decoder(c *benchModel, layers, n, context int) *decoder {
 			&kernels.MatMul{X: norm, W: x.act(c.experts, c.hidden), Out: logits},
 			&kernels.Route{Logits: logits, Method: c.method, IDs: ids, Weights: weights},
 			&kernels.Group{IDs: ids, Offsets: offsets, Order: order})
-		if c.shared > 0 {
-			narrow := both.Narrow(1, 0, c.shared)
-			add(&kernels.MatMul{X: norm, W: x.act(2*c.shared, c.hidden), Out: both},
-				&kernels.SiluMul{Gate: narrow, Up: both.Narrow(1, c.shared, 2*c.shared), Out: narrow},
-				&kernels.MatMul{X: narrow, W: x.act(c.hidden, c.shared), Out: shared},
+		if sharedWidth > 0 {
+			narrow := both.Narrow(1, 0, sharedWidth)
+			add(&kernels.MatMul{X: norm, W: x.act(2*sharedWidth, c.hidden), Out: both},
+				&kernels.SiluMul{Gate: narrow, Up: both.Narrow(1, sharedWidth, 2*sharedWidth), Out: narrow},
+				&kernels.MatMul{X: narrow, W: x.act(c.hidden, sharedWidth), Out: shared},
 				&kernels.MatMul{X: norm, W: x.act(1, c.hidden), Out: gate})
 		}
 		add(&kernels.ExpertUp{X: norm, Offsets: offsets, Order: order, Slots: extents, Experts: all, Layout: layout, Out: up},

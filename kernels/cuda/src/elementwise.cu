@@ -54,16 +54,11 @@ DEVICE float item_sum(const float (&parts)[each], float *sums) {
 // keeps its elements, up to each times eight, in registers.
 template <int threads, int block, int each>
 DEVICE void norm_rows(const norm_args &a) {
+  launch_dependents();
+  for (int at = threadIdx.x % threads * 8; at < a.d; at += threads * 8) prefetch((const char *)a.weight + at * (a.weight_type == f32_type ? 4 : 2));
+  wait_dependencies();
   __shared__ float sums[2][each * (block / 32)];
   int t = threadIdx.x % threads;
-  launch_dependents();
-  float v[each][8], w[each][8];
-#pragma unroll
-  for (int i = 0; i < each; i++) {
-    int at = (t + i * threads) * 8;
-    load8(w[i], (const void *)a.weight, a.weight_type, at, a.d - at, a.weight_aligned);
-  }
-  wait_dependencies();
   i64 item = (i64)blockIdx.x * (block / threads) + threadIdx.x / threads;
   if (item >= a.items) return;  // whole warps, and never with a block to an item
   i64 row = item / a.heads;
@@ -72,6 +67,7 @@ DEVICE void norm_rows(const norm_args &a) {
   u16 *residual = (u16 *)a.residual + row * a.residual_row + head * a.residual_head;
   u16 *out = (u16 *)a.out + row * a.out_row + head * a.out_head;
 
+  float v[each][8], w[each][8];
 #pragma unroll
   for (int i = 0; i < each; i++) {
     int at = (t + i * threads) * 8, n = a.d - at;
@@ -83,6 +79,7 @@ DEVICE void norm_rows(const norm_args &a) {
       for (int c = 0; c < 8; c++) v[i][c] = from_act(to_act(v[i][c] + r[c]));
       store8(residual, at, v[i], n, a.aligned);
     }
+    load8(w[i], (const void *)a.weight, a.weight_type, at, n, a.weight_aligned);
   }
   float total[each] = {};
 #pragma unroll

@@ -96,6 +96,9 @@ DEVICE void copy_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
 }
 
+// Has the second-level cache fetch what lies at p.
+DEVICE void prefetch(const void *p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+
 // Lets the next kernel of the stream start once all blocks have come here or ended, if
 // it was launched to overlap. From compute capability 9.0 on.
 DEVICE void launch_dependents() {

@@ -195,6 +195,8 @@ static inline void copy_wait() {
   simt::wait(pending);
 }
 
+static inline void prefetch(const void *) {}
+
 // Kernels here run one after the other.
 static inline void launch_dependents() {}
 static inline void wait_dependencies() {}
