@@ -25,9 +25,9 @@ type run struct {
 }
 
 // bring takes a reference on each of these offloaded experts of the layer: on its
-// slot where it is still there, else on a free one, to which it is copied. False: some
-// found no slot.
-func (s *Store) bring(position int, missing []int, p transfer.Priority) (whole bool, err error) {
+// slot where it is still there, else on a free one, to which it is copied, for so many waves. False:
+// some found no slot.
+func (s *Store) bring(position int, missing []int, waves int, p transfer.Priority) (whole bool, err error) {
 	l := &s.layers[position]
 	for _, e := range missing {
 		if id := (ID{position, e}); !l.refs[e].Held() && s.inRing(id) {
@@ -36,7 +36,7 @@ func (s *Store) bring(position int, missing []int, p transfer.Priority) (whole b
 			}
 		}
 	}
-	s.runs, whole = s.collect(position, missing, p, s.runs[:0])
+	s.runs, whole = s.collect(position, missing, waves, p, s.runs[:0])
 	for i, hostBytes := range s.fromHost() {
 		r := &s.runs[i]
 		if err == nil {
@@ -52,9 +52,9 @@ func (s *Store) bring(position int, missing []int, p transfer.Priority) (whole b
 
 // collect gives free slots to the experts that have none and cuts them into runs,
 // none of which goes over the border of a wave.
-func (s *Store) collect(position int, missing []int, p transfer.Priority, runs []run) ([]run, bool) {
+func (s *Store) collect(position int, missing []int, waves int, p transfer.Priority, runs []run) ([]run, bool) {
 	l, size := &s.layers[position], s.plan.Layout.Size
-	n := min(s.plan.Waves, len(missing))
+	n := min(waves, len(missing))
 	from := 0
 	for w := range n {
 		to := from + share(w, n, len(missing))

@@ -143,6 +143,7 @@ func TestBadPlans(t *testing.T) {
 		"a multiple of 256":              func(c *Config) { c.Layout = odd },
 		"give it at least 4":             func(c *Config) { c.RingSlots = 3 },
 		"waves":                          func(c *Config) { c.Waves = -1 },
+		"waves of chosen experts":        func(c *Config) { c.ChosenWaves = -1 },
 		"staging":                        func(c *Config) { c.StagingBytes = -1 },
 	} {
 		place, err := Place(2, 8, 0.5)

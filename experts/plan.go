@@ -20,9 +20,12 @@ type Config struct {
 	// RingSlots is how many fetched experts the compute GPU holds. Default: twice
 	// the largest number that one layer misses. At least that number.
 	RingSlots int
-	// Waves is into how many launches a layer's fetched experts are cut, at most.
-	// Default: 4.
-	Waves int
+	// Waves is into how many launches the fetched experts of a layer opened whole are cut,
+	// at most, ChosenWaves into how many those of a layer of which only chosen ones are
+	// fetched. Many launches begin with the first experts that arrive; few compute faster.
+	// A ring of two layers lets copies go on meanwhile, so that the second counts where
+	// all are fetched. Default: 1 and 4.
+	Waves, ChosenWaves int
 	// Adaptive gives local experts a host copy as well, so that Swap can put others in
 	// their places.
 	Adaptive bool
@@ -37,7 +40,8 @@ type Config struct {
 }
 
 const (
-	defaultWaves        = 4
+	defaultWaves        = 1
+	defaultChosenWaves  = 4
 	defaultSpareSlots   = 2
 	defaultStagingBytes = 16 << 20
 	// stagingBuffers is into how many buffers the staging is cut: one is filled
@@ -101,8 +105,11 @@ func (c Config) Sized(offloaded, largest int) (Plan, error) {
 	if c.Waves == 0 {
 		c.Waves = defaultWaves
 	}
-	if c.Waves < 0 {
-		return Plan{}, fmt.Errorf("experts: %d waves; there must be at least one", c.Waves)
+	if c.ChosenWaves == 0 {
+		c.ChosenWaves = defaultChosenWaves
+	}
+	if c.Waves < 0 || c.ChosenWaves < 0 {
+		return Plan{}, fmt.Errorf("experts: %d waves, and %d waves of chosen experts; there must be at least one", c.Waves, c.ChosenWaves)
 	}
 	all := len(c.Layers) * c.Experts
 	swaps := c.Adaptive && offloaded > 0 && offloaded < all

@@ -65,6 +65,10 @@ type rates struct {
 	// to measure what the link gives.
 	known []float64
 	seen  []transfer.PathStats
+	// busy is for how long each link has been at work so far, atWork for how long the one
+	// that was so longest since the update before.
+	busy   []time.Duration
+	atWork time.Duration
 }
 
 // Copies of less than this, together, say little about a link's rate. What is
@@ -81,6 +85,7 @@ func newRates(t *device.Topology, to device.Space) rates {
 			r.links = append(r.links, Link{from, p.BytesPerSecond})
 			r.known = append(r.known, p.BytesPerSecond)
 			r.seen = append(r.seen, transfer.PathStats{})
+			r.busy = append(r.busy, 0)
 		}
 	}
 	return r
@@ -88,9 +93,15 @@ func newRates(t *device.Topology, to device.Space) rates {
 
 // update corrects the rates by the copies made since.
 func (r *rates) update(all []transfer.PathStats, to device.Space) {
+	r.atWork = 0
 	for _, p := range all {
 		i := slices.IndexFunc(r.links, func(l Link) bool { return l.From == p.From })
-		if i < 0 || p.To != to || r.known[i] == 0 {
+		if i < 0 || p.To != to {
+			continue
+		}
+		r.atWork = max(r.atWork, p.Busy-r.busy[i])
+		r.busy[i] = p.Busy
+		if r.known[i] == 0 {
 			continue
 		}
 		bytes, busy := p.Bytes-r.seen[i].Bytes, p.Busy-r.seen[i].Busy

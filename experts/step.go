@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"time"
 
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/kernels"
@@ -21,6 +22,8 @@ type Use struct {
 	// Waves hold every expert that is opened once: local ones first. They are valid
 	// until Done.
 	Waves []Wave
+	// All lists the experts of all waves of Open, [n] I32 in device memory.
+	All kernels.Tensor
 }
 
 // Wave is a list of experts to be launched together.
@@ -56,6 +59,14 @@ func (s *Store) Begin() error {
 	return nil
 }
 
+// LinkTime is for how long the link into the compute GPU that was longest at work was so
+// between the latest two calls of Begin, by the machine's clock.
+func (s *Store) LinkTime() time.Duration {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.rates.atWork
+}
+
 // Prefetch submits the copies of what the layer misses into ring slots that no
 // layer prefetched or open holds. What finds no slot is left to Open. It never
 // waits, and does nothing for a layer that has everything, is open, or has no experts.
@@ -74,7 +85,7 @@ func (s *Store) PrefetchPart(layer, part, parts int) error {
 	if l := &s.layers[position]; err == nil && l.state == shut {
 		l.listAll()
 		missing := l.missing()
-		_, err = s.bring(position, missing[part*len(missing)/parts:(part+1)*len(missing)/parts], transfer.Prefetch)
+		_, err = s.bring(position, missing[part*len(missing)/parts:(part+1)*len(missing)/parts], s.plan.Waves, transfer.Prefetch)
 	}
 	if err != nil {
 		return fmt.Errorf("experts: prefetch layer %d: %w", layer, err)
@@ -112,7 +123,7 @@ func (s *Store) guess(position int, guessed []int32) error {
 			s.stats.Guessed++
 		}
 	}
-	_, err := s.bring(position, s.selected(l, l.guessed), transfer.Prefetch)
+	_, err := s.bring(position, s.selected(l, l.guessed), s.plan.ChosenWaves, transfer.Prefetch)
 	return err
 }
 
@@ -171,7 +182,7 @@ func (s *Store) opening(layer int) (*layer, error) {
 func (s *Store) openWhole(ctx context.Context, position int, compute device.Stream) error {
 	l := &s.layers[position]
 	l.listAll()
-	if err := s.bringAll(position, l.missing()); err != nil {
+	if err := s.bringAll(position, l.missing(), s.plan.Waves); err != nil {
 		return err
 	}
 	if err := s.updateRow(ctx, position, compute); err != nil {
@@ -179,7 +190,8 @@ func (s *Store) openWhole(ctx context.Context, position int, compute device.Stre
 	}
 	l.use.Waves = l.use.Waves[:0]
 	s.localWave(l)
-	s.waves(l)
+	s.waves(l, s.plan.Waves)
+	l.use.All = l.ids.Slice(0, len(l.list))
 	l.state = openWhole
 	for e := range s.plan.Experts {
 		s.counts.uses[position][e]++
@@ -259,14 +271,14 @@ func (s *Store) choose(ctx context.Context, position int, chosen []int32, comput
 			s.forgo(l.slot[e])
 		}
 	}
-	if err := s.bringAll(position, missing); err != nil {
+	if err := s.bringAll(position, missing, s.plan.ChosenWaves); err != nil {
 		return nil, err
 	}
 	if err := s.updateRow(ctx, position, compute); err != nil {
 		return nil, err
 	}
 	first := len(l.use.Waves)
-	s.waves(l)
+	s.waves(l, s.plan.ChosenWaves)
 	l.state = openChosen
 	s.countUse(l, missing)
 	return l.use.Waves[first:], nil
@@ -279,10 +291,10 @@ func (s *Store) localWave(l *layer) {
 	}
 }
 
-// waves adds those of the experts that were fetched.
-func (s *Store) waves(l *layer) {
+// waves adds those of the experts that were fetched, most of them at most.
+func (s *Store) waves(l *layer, most int) {
 	missing := l.missing()
-	n := min(s.plan.Waves, len(missing))
+	n := min(most, len(missing))
 	from := 0
 	for i := range n {
 		to := from + share(i, n, len(missing))
@@ -347,8 +359,8 @@ func (s *Store) usable() error {
 }
 
 // bringAll is bring for experts that are needed now.
-func (s *Store) bringAll(position int, missing []int) error {
-	whole, err := s.bring(position, missing, transfer.Needed)
+func (s *Store) bringAll(position int, missing []int, waves int) error {
+	whole, err := s.bring(position, missing, waves, transfer.Needed)
 	if err != nil {
 		return err
 	}

@@ -49,6 +49,12 @@ func (c Checkpoint) Read(name string, off, n int64, read func(data []byte) error
 	return t.Read(func(data []byte) error { return read(data[off : off+n : off+n]) })
 }
 
+// Prefetch has the disk read them into the page cache.
+func (c Checkpoint) Prefetch(name string, off, n int64) {
+	t, _ := c.files.Tensor(name)
+	t.Prefetch(off, n)
+}
+
 // Release lets the tensor's pages leave this process's resident set.
 func (c Checkpoint) Release(name string) {
 	t, _ := c.files.Tensor(name)

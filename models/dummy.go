@@ -161,5 +161,8 @@ func (d *Dummy) routerBias(layer int) []float32 {
 	return bias
 }
 
+// Prefetch does nothing: no bytes lie anywhere.
+func (d *Dummy) Prefetch(string, int64, int64) {}
+
 // Release does nothing: there is nothing to release.
 func (d *Dummy) Release(string) {}

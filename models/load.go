@@ -29,12 +29,14 @@ type piece struct {
 
 // Load streams all weights of src, which l was made for, to sink: in pieces of
 // whole rows, at most 8 MB (or one row, where that is more), in the source's
-// order, from a few goroutines. progress, which may be nil, is told the bytes
-// done so far and in all, by one goroutine at a time. Load returns when
-// everything is loaded, at the first error, or when ctx is done.
+// order, from a few goroutines, while the source fetches the pieces that come next.
+// progress, which may be nil, is told the bytes done so far and in all, by one
+// goroutine at a time. Load returns when everything is loaded, at the first error,
+// or when ctx is done.
 func Load(ctx context.Context, src Source, l *Layout, sink Sink, progress func(done, total int64)) error {
 	group, ctx := errgroup.WithContext(ctx)
 	workers := min(loaders, runtime.GOMAXPROCS(0))
+	// As far ahead as the disk reads.
 	pieces := make(chan piece, 2*workers)
 	left := make([]atomic.Int64, len(l.plan)) // rows of each tensor not yet loaded
 	var total int64
@@ -50,8 +52,11 @@ func Load(ctx context.Context, src Source, l *Layout, sink Sink, progress func(d
 			step := max(1, int(pieceBytes/p.rowBytes()))
 			for j, s := range p.parts {
 				for row := 0; row < s.rows; row += step {
+					n := min(step, s.rows-row)
+					in := int64(p.cols) * int64(p.from.Size())
+					src.Prefetch(p.name, int64(s.row+row)*in, int64(n)*in)
 					select {
-					case pieces <- piece{tensor: i, segment: j, row: row, n: min(step, s.rows-row)}:
+					case pieces <- piece{tensor: i, segment: j, row: row, n: n}:
 					case <-ctx.Done():
 						return ctx.Err()
 					}

@@ -30,6 +30,7 @@ type memorySource struct {
 	tensors  map[string]memoryTensor
 	mu       sync.Mutex
 	released map[string]int
+	ahead    map[string][][2]int64 // ranges that were announced
 }
 
 type memoryTensor struct {
@@ -38,7 +39,7 @@ type memoryTensor struct {
 }
 
 func newMemorySource() *memorySource {
-	return &memorySource{tensors: map[string]memoryTensor{}, released: map[string]int{}}
+	return &memorySource{tensors: map[string]memoryTensor{}, released: map[string]int{}, ahead: map[string][][2]int64{}}
 }
 
 // set puts a tensor in, or another in its place. Its elements count from first,
@@ -74,7 +75,19 @@ func (s *memorySource) Tensor(name string) (Info, bool) {
 }
 
 func (s *memorySource) Read(name string, off, n int64, read func([]byte) error) error {
+	s.mu.Lock()
+	announced := slices.Contains(s.ahead[name], [2]int64{off, n})
+	s.mu.Unlock()
+	if !announced {
+		return fmt.Errorf("bytes %d to %d of %s are read that nobody has announced", off, off+n, name)
+	}
 	return read(s.tensors[name].data[off : off+n])
+}
+
+func (s *memorySource) Prefetch(name string, off, n int64) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.ahead[name] = append(s.ahead[name], [2]int64{off, n})
 }
 
 func (s *memorySource) Release(name string) {

@@ -57,6 +57,8 @@ type Source interface {
 	// Read hands read the bytes [off, off+n) of a tensor, row-major and
 	// little-endian, which it must not keep or change.
 	Read(name string, off, n int64, read func(data []byte) error) error
+	// Prefetch says that these bytes will be read soon. It reads none itself.
+	Prefetch(name string, off, n int64)
 	// Release says that the tensor will not be read again.
 	Release(name string)
 }

@@ -160,12 +160,12 @@ func TestSameTokensDespiteFaults(t *testing.T) {
 				fault   emulated.Fault
 				retried bool
 			}{
-				{"one chunk fails", emulated.Fault{Kind: emulated.FailCopy, Match: fetch, Skip: 3}, false},
-				{"a copy fails", emulated.Fault{Kind: emulated.FailCopy, Match: fetch, Skip: 5, Times: 2}, true},
-				{"copies fail twice in a step", emulated.Fault{Kind: emulated.FailCopy, Match: fetch, Skip: 2, Times: 4}, true},
-				{"copies fail by chance", emulated.Fault{Kind: emulated.FailCopy, Match: fetch, Times: -1, Chance: 0.15}, false},
+				{"one chunk fails", emulated.Fault{Kind: emulated.FailCopy, Match: fetch, Skip: 1}, false},
+				{"a copy fails", emulated.Fault{Kind: emulated.FailCopy, Match: fetch, Skip: 1, Times: 2}, true},
+				{"copies fail twice in a step", emulated.Fault{Kind: emulated.FailCopy, Match: fetch, Skip: 0, Times: 4}, true},
+				{"copies fail by chance", emulated.Fault{Kind: emulated.FailCopy, Match: fetch, Times: 8, Chance: 0.8}, false},
 				{"the step's own copies fail", emulated.Fault{Kind: emulated.FailCopy, Match: own, Skip: 9, Times: 3}, true},
-				{"copies stall", emulated.Fault{Kind: emulated.StallCopy, Match: fetch, Times: -1, Chance: 0.2, For: time.Millisecond}, false},
+				{"copies stall", emulated.Fault{Kind: emulated.StallCopy, Match: fetch, Times: -1, Chance: 0.7, For: time.Millisecond}, false},
 			} {
 				for _, schedule := range []emulated.Schedule{emulated.Eager, emulated.Lazy, emulated.Random} {
 					n, m := faulty(t, emulated.Options{Virtual: true, Check: true, Schedule: schedule, Seed: 5}, model)

@@ -178,6 +178,10 @@ type times struct {
 // longest is what a step takes at least.
 func (t times) longest() time.Duration { return max(t.compute, t.attention, t.copies) }
 
+// steadySteps are those whose mean is taken: what comes from which link goes by what links
+// have given, and varies from step to step.
+const steadySteps = 3
+
 // step decodes a row of each sequence, at a context of 93 tokens, in steady state.
 func (x *timed) step(rows int) times {
 	x.Helper()
@@ -199,17 +203,19 @@ func (x *timed) step(rows int) times {
 	}
 	began, busy, attended, brought := x.m.Now(), x.busy, x.attended, x.brought
 	fetched, stalls := x.store.Stats().Fetched, x.p.Stalls()
-	run()
-	t := times{step: x.m.Now() - began, compute: x.busy - busy, attention: x.attended - attended, stalls: x.p.Stalls()}
+	for range steadySteps {
+		run()
+	}
+	t := times{step: (x.m.Now() - began) / steadySteps, compute: (x.busy - busy) / steadySteps, attention: (x.attended - attended) / steadySteps, stalls: x.p.Stalls()}
 	for c := range t.stalls {
-		t.stalls[c] -= stalls[c]
+		t.stalls[c] = (t.stalls[c] - stalls[c]) / steadySteps
 	}
 	for tier, link := range x.links {
 		bytes := x.store.Stats().Fetched[tier] - fetched[tier]
 		if tier == experts.Host {
 			bytes += x.brought - brought
 		}
-		t.copies = max(t.copies, time.Duration(float64(bytes)/link.BytesPerSecond*1e9))
+		t.copies = max(t.copies, time.Duration(float64(bytes)/steadySteps/link.BytesPerSecond*1e9))
 	}
 	return t
 }
@@ -226,6 +232,10 @@ func (x *timed) within(c cell) {
 	}
 	if (got.copies > 0) != (c.fraction > 0 || c.hostRate > 0) || (got.attention > 0) != (c.hostRate > 0) {
 		x.Errorf("copies take %v and attention %v", got.copies, got.attention)
+	}
+	// What arrives long before it is needed is launched with the rest; what does not, behind it.
+	if early, late := c.fraction > 0 && 10*got.copies < 7*got.longest(), got.copies == got.longest(); (early || late) && x.p.pace.together != early {
+		x.Errorf("copies take %v and compute %v: all experts of a layer are launched together: %v", got.copies, got.compute, x.p.pace.together)
 	}
 	// The compute stream's own copies, of row data and tables, are neither.
 	if left := got.step - got.compute - got.stalls.Sum(); left < 0 || left > got.step/100+200*time.Microsecond {

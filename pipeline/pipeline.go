@@ -150,6 +150,7 @@ type Pipeline struct {
 	// wanted says of each logit row of the step whether log-probabilities are asked.
 	wanted []bool
 	plans  map[planKey][]Action
+	pace   pace
 
 	// answered is raised when a choice or a guess has come back: the step's latest
 	// are the values choice and guess, the last of all is answers.
@@ -262,7 +263,9 @@ func (p *Pipeline) Step(ctx context.Context, s *Step) (Result, error) {
 	}
 	p.meter.begin()
 	if p.o.Experts != nil {
-		err = p.o.Experts.Begin()
+		if err = p.o.Experts.Begin(); err == nil {
+			p.pace.begin(p.o.Machine.Now(), p.stepRows(), p.o.Experts.LinkTime())
+		}
 	}
 	if err == nil {
 		err = p.carryOut(ctx, p.plan(shape))
@@ -346,7 +349,7 @@ func (p *Pipeline) do(ctx context.Context, a Action, use *experts.Use, fetched *
 	case Shared:
 		return g.model.Shared(s, a.Layer, g.span())
 	case Experts:
-		return p.routed(g.model, a.Layer, g.span(), use.Slots, use.Waves)
+		return p.routed(g.model, a.Layer, g.span(), use)
 	case FeedForward:
 		return p.feedForward(m, a.Layer, b.span(), use)
 	case Close:
@@ -396,14 +399,28 @@ func (p *Pipeline) doAsked(ctx context.Context, a Action, g *group, use *experts
 }
 
 // routed runs a layer's routed experts on a span of rows.
-func (p *Pipeline) routed(m *models.Model, layer int, r models.Span, slots kernels.Tensor, waves []experts.Wave) error {
+func (p *Pipeline) routed(m *models.Model, layer int, r models.Span, use *experts.Use) error {
 	if err := m.Group(p.compute, layer, r); err != nil {
 		return err
 	}
-	if err := p.waves(m, layer, r, slots, waves); err != nil {
+	if err := p.whole(m, layer, r, use); err != nil {
 		return err
 	}
 	return m.Combine(p.compute, layer, r)
+}
+
+// whole enqueues all of a layer's experts: in waves, or, where what is fetched will have
+// arrived anyway, in one launch, which leaves fewer multiprocessors idle at its end.
+func (p *Pipeline) whole(m *models.Model, layer int, r models.Span, use *experts.Use) error {
+	if !p.pace.together || len(use.Waves) < 2 {
+		return p.waves(m, layer, r, use.Slots, use.Waves)
+	}
+	for i := range use.Waves {
+		if err := p.await(&use.Waves[i]); err != nil {
+			return err
+		}
+	}
+	return m.Experts(p.compute, layer, r, use.Slots, use.All, p.o.Experts.Layout())
 }
 
 // feedForward runs a layer's feed-forward block on a span of rows.
@@ -414,20 +431,14 @@ func (p *Pipeline) feedForward(m *models.Model, layer int, r models.Span, use *e
 	if err := m.Shared(p.compute, layer, r); err != nil {
 		return err
 	}
-	return p.routed(m, layer, r, use.Slots, use.Waves)
+	return p.routed(m, layer, r, use)
 }
 
 // waves enqueues experts, each wave behind its own copies.
 func (p *Pipeline) waves(m *models.Model, layer int, r models.Span, slots kernels.Tensor, waves []experts.Wave) error {
 	for i := range waves {
 		w := &waves[i]
-		err := error(nil)
-		if landed(w.Await) {
-			err = w.Wait(p.compute)
-		} else {
-			err = p.meter.wait(ExpertCopy, nil, nil, func() error { return w.Wait(p.compute) })
-		}
-		if err != nil {
+		if err := p.await(w); err != nil {
 			return err
 		}
 		if err := m.Experts(p.compute, layer, r, slots, w.Experts, p.o.Experts.Layout()); err != nil {
@@ -435,6 +446,14 @@ func (p *Pipeline) waves(m *models.Model, layer int, r models.Span, slots kernel
 		}
 	}
 	return nil
+}
+
+// await holds the compute stream back until a wave's experts have arrived.
+func (p *Pipeline) await(w *experts.Wave) error {
+	if landed(w.Await) {
+		return w.Wait(p.compute)
+	}
+	return p.meter.wait(ExpertCopy, nil, nil, func() error { return w.Wait(p.compute) })
 }
 
 // landed says that nothing holds back who awaits these points: the stream still has to

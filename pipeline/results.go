@@ -149,9 +149,11 @@ func (p *Pipeline) finish(ctx context.Context, withLogits bool, err error) (Resu
 	if err != nil {
 		return Result{}, p.drop(ctx, err)
 	}
-	if err := p.meter.end(); err != nil {
+	stalls, err := p.meter.end()
+	if err != nil {
 		return Result{}, err
 	}
+	p.pace.end(p.o.Machine.Now(), stalls[ExpertCopy])
 	c, at, logits := p.o.Model.Config, p.places(), len(p.wanted)
 	if len(p.counts) > 0 {
 		p.readCounts(p.back, at.counts)

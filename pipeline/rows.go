@@ -170,6 +170,14 @@ func (p *Pipeline) cut(s *Step) (shape Shape, err error) {
 	return shape, nil
 }
 
+// stepRows of all groups.
+func (p *Pipeline) stepRows() (n int) {
+	for i := range p.groups {
+		n += p.groups[i].rows
+	}
+	return n
+}
+
 // upload packs a micro-batch's row data and sends it.
 func (p *Pipeline) upload(i int) error {
 	b := &p.batches[i]

@@ -169,11 +169,10 @@ func (m *meter) since(cause Cause, from device.Event) error {
 }
 
 // end adds up a step that has ended well.
-func (m *meter) end() error {
-	var step Stalls
+func (m *meter) end() (step Stalls, err error) {
 	for _, s := range m.spans {
 		if err := s.add(&step); err != nil {
-			return fmt.Errorf("pipeline: count stalls: %w", err)
+			return step, fmt.Errorf("pipeline: count stalls: %w", err)
 		}
 	}
 	m.mu.Lock()
@@ -181,7 +180,7 @@ func (m *meter) end() error {
 	for c, d := range step {
 		m.total[c] += d
 	}
-	return nil
+	return step, nil
 }
 
 // add counts one span.

@@ -71,7 +71,8 @@ func TestStallsOfTheHost(t *testing.T) {
 	check(t, p.meter.asked(idle))
 	check(t, p.meter.resume(Fetched)) // the router's, not counted twice
 	check(t, s.Synchronize(t.Context()))
-	check(t, p.meter.end())
+	_, err = p.meter.end()
+	check(t, err)
 	got := p.Stalls()
 	if got[HostEnqueue] < 2*nap || len(p.meter.spans) != 3 || got[RouterAsk] < 2*nap || got.Sum() != got[HostEnqueue]+got[RouterAsk] {
 		t.Errorf("stalls %v", got.ByName())

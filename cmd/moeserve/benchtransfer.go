@@ -49,7 +49,7 @@ is known.`,
 	}
 	addSettings(cmd.Flags(), configs.For("bench transfer"))
 	f := cmd.Flags()
-	f.IntVar(&o.largest, "largest-mib", 336, "leave out copies of more `MIB` than that")
+	f.IntVar(&o.largest, "largest-mib", 336, "size of the largest copies, in `MIB`")
 	f.IntVar(&o.repetitions, "repetitions", 10, "`NUMBER` of single copies whose median is the latency")
 	f.StringVar(&o.calibrate, "calibrate", "", "write the hardware as measured to a JSON `FILE`")
 	f.StringVar(&o.csv, "csv", "", "write the results to a CSV `FILE`, too")
@@ -62,10 +62,11 @@ func benchTransfer(ctx context.Context, s *streams, set *settings, o *transferOp
 	if err != nil {
 		return err
 	}
-	sizes := slices.DeleteFunc(eval.DefaultSizes(), func(n int64) bool { return n > int64(o.largest)<<20 })
-	if len(sizes) == 0 || o.repetitions < 1 {
+	if o.largest < 1 || o.repetitions < 1 {
 		return usagef("--largest-mib is %d and --repetitions %d: they must be at least 1", o.largest, o.repetitions)
 	}
+	largest := int64(o.largest) << 20
+	sizes := append(slices.DeleteFunc(eval.DefaultSizes(), func(n int64) bool { return n >= largest }), largest)
 	formats := make([]string, len(o.plots))
 	for i, path := range o.plots {
 		if formats[i], err = plotFormat("--plot", path); err != nil {

@@ -34,6 +34,7 @@ type benchModel struct {
 var benchModels = []benchModel{
 	{"mixtral-8x7b", 4096, 32, 8, 128, 14336, 8, 2, 32000, kernels.SoftmaxRenorm},
 	{"phi-3.5-moe", 4096, 32, 8, 128, 6400, 16, 2, 32064, kernels.SparseMixer},
+	{"phi-tiny-moe", 4096, 16, 4, 128, 448, 16, 2, 32064, kernels.SparseMixer},
 	{"qwen1.5-moe", 2048, 16, 16, 128, 1408, 60, 4, 151936, kernels.Softmax},
 }
 

@@ -155,9 +155,9 @@ func (b *Backend) few(l *lane, o *kernels.MatMul, outFloat bool) error {
 }
 
 type addBiasArgs struct {
-	x, bias        uint64
-	stride         int64
-	columns, dtype int32
+	x, bias                 uint64
+	stride                  int64
+	columns, dtype, aligned int32
 }
 
 // libraryMatMul enqueues a product through the library, or returns false. Its bias
@@ -184,9 +184,9 @@ func (b *Backend) libraryMatMul(l *lane, o *kernels.MatMul, outFloat bool) (bool
 	if !done || err != nil || !after {
 		return done, err
 	}
-	g := grid{x: p.rows, y: ceil(p.columns, rowThreads), threads: rowThreads}
-	return true, launch(b, l, o.Name(), addBias, g, &addBiasArgs{
-		x: address(&o.Out), bias: address(&o.Bias), stride: int64(p.outStride), columns: int32(p.columns), dtype: int32(o.Bias.DType),
+	return true, launch(b, l, o.Name(), addBias, byRow(p.rows, p.columns/8), &addBiasArgs{
+		x: address(&o.Out), bias: address(&o.Bias), stride: int64(p.outStride),
+		columns: int32(p.columns), dtype: int32(o.Bias.DType), aligned: truth(aligned(&o.Bias)),
 	})
 }
 

@@ -102,7 +102,7 @@ func TestOpenFileWithOtherTypes(t *testing.T) {
 	if empty, ok := c.Tensor("greedy3"); !ok || empty.Elements() != 0 || len(empty.Data) != 0 {
 		t.Errorf("greedy3: %v, %v", empty, ok)
 	} else {
-		empty.Prefetch()
+		empty.Prefetch(0, 0)
 		empty.Release()
 		if err := empty.CopyTo(nil); err != nil {
 			t.Error(err)
@@ -394,7 +394,7 @@ func TestReleaseAndPrefetch(t *testing.T) {
 	sum := func() (n int) {
 		for _, name := range c.Names() {
 			tensor, _ := c.Tensor(name)
-			tensor.Prefetch()
+			tensor.Prefetch(0, int64(len(tensor.Data)))
 			for _, b := range tensor.Data {
 				n += int(b)
 			}
@@ -565,7 +565,7 @@ func TestParseIsOpenInMemory(t *testing.T) {
 	for _, name := range memory.Names() {
 		m, _ := memory.Tensor(name)
 		f, _ := mapped.Tensor(name)
-		m.Prefetch()
+		m.Prefetch(0, int64(len(m.Data)))
 		m.Release() // must leave the caller's memory alone
 		if !slices.Equal(m.Data, f.Data) || m.File != "built in" {
 			t.Errorf("%s in %s differs from the file's", name, m.File)

@@ -144,9 +144,13 @@ func (t Tensor) Aligned() bool {
 	return uintptr(unsafe.Pointer(unsafe.SliceData(t.Data)))%uintptr(t.DType.align()) == 0
 }
 
-// Prefetch asks the kernel to start reading the tensor's pages, and returns at
-// once.
-func (t Tensor) Prefetch() { t.advise(unix.MADV_WILLNEED) }
+// Prefetch asks the kernel to start reading the pages of the tensor's bytes
+// [off, off+n). It waits for no byte, but where the disk has as many requests as it
+// takes, it waits until it takes more. It panics if the range is not within Data.
+func (t Tensor) Prefetch(off, n int64) {
+	t.Data = t.Data[off : off+n]
+	t.advise(unix.MADV_WILLNEED)
+}
 
 // Release takes the tensor's pages out of this process's resident set. Data
 // stays valid: touching it maps the pages again, from the page cache or the

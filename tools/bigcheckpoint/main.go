@@ -1,9 +1,11 @@
-// Command bigcheckpoint writes a Hugging Face checkpoint of the Mixtral
-// architecture with seeded random weights, of about the size asked for. It is
-// for measuring how a loader behaves on a checkpoint that matters in size: its
-// time and its peak memory. The model answers nothing sensible.
+// Command bigcheckpoint writes a Hugging Face checkpoint with seeded random
+// weights: of the Mixtral architecture and about the size asked for, or, with
+// -preset, of a preset's shape. It is for measuring how a loader behaves on a
+// checkpoint that matters in size: its time and its peak memory. The model answers
+// nothing sensible.
 //
 //	go run ./tools/bigcheckpoint -o /tmp/big -bytes 1.2e9
+//	go run ./tools/bigcheckpoint -o /tmp/qwen -preset qwen1.5-moe-a2.7b -shard-bytes 4e9 -tokenizer testdata/fixtures/qwen2_moe
 //
 // Weights are made while they are written, so the program's own memory stays
 // small. The same flags give the same files.
@@ -21,9 +23,31 @@ import (
 	"math/rand/v2"
 	"os"
 	"path/filepath"
+	"strings"
 
+	"github.com/moeserve/moeserve/configs"
 	"github.com/moeserve/moeserve/models/safetensors"
 )
+
+// model is what is written: config.json, the tensors in their order, and a reader of
+// each one's bytes.
+type model struct {
+	config []byte
+	specs  []safetensors.Spec
+	data   func(safetensors.Spec) (io.Reader, error)
+}
+
+// bytes returns the size of all weights.
+func (m *model) bytes() (total int64, err error) {
+	for _, s := range m.specs {
+		n, err := s.Bytes()
+		if err != nil {
+			return 0, err
+		}
+		total += n
+	}
+	return total, nil
+}
 
 // shape holds the dimensions of the model; layers follows from the size wanted.
 type shape struct {
@@ -57,6 +81,8 @@ func run(args []string, stdout io.Writer) error {
 		size      = flags.Float64("bytes", 1.2e9, "least size of the weights, in bytes")
 		shard     = flags.Float64("shard-bytes", 4e8, "largest size of a shard, in bytes")
 		seed      = flags.Uint64("seed", 1, "seed of the weights")
+		preset    = flags.String("preset", "", "a preset whose shape it has, instead of -bytes: "+strings.Join(configs.PresetNames(), ", "))
+		layers    = flags.Int("layers", 0, "layers of the preset; 0: all")
 		tokenizer = flags.String("tokenizer", "testdata/fixtures/mixtral", "directory to copy the tokenizer's files from")
 	)
 	if err := flags.Parse(args); err != nil {
@@ -72,11 +98,30 @@ func run(args []string, stdout io.Writer) error {
 	case !between(*shard, 1, 1e13):
 		return fmt.Errorf("-shard-bytes %g is not between 1 and 1e13", *shard)
 	}
-	total, err := write(*dir, large.sized(int64(*size)), int64(*shard), *seed, *tokenizer)
+	given := map[string]bool{}
+	flags.Visit(func(f *flag.Flag) { given[f.Name] = true })
+	var (
+		m   *model
+		err error
+	)
+	switch {
+	case *preset != "" && given["bytes"]:
+		return errors.New("-preset and -bytes both say how large it is: give one")
+	case *preset != "":
+		m, err = presetModel(*preset, *layers, *seed)
+	case given["layers"]:
+		return errors.New("-layers is for -preset; -bytes says how many others have")
+	default:
+		m, err = large.sized(int64(*size)).model(*seed)
+	}
 	if err != nil {
 		return err
 	}
-	fmt.Fprintf(stdout, "%s: %d layers, %d bytes of weights\n", *dir, large.sized(int64(*size)).layers, total)
+	total, err := write(*dir, m, int64(*shard), *tokenizer)
+	if err != nil {
+		return err
+	}
+	fmt.Fprintf(stdout, "%s: %d tensors, %d bytes of weights\n", *dir, len(m.specs), total)
 	return nil
 }
 
@@ -134,6 +179,15 @@ func (s shape) tensors() []safetensors.Spec {
 	return all
 }
 
+// model returns s with seeded weights.
+func (s shape) model(seed uint64) (*model, error) {
+	config, err := json.MarshalIndent(s.config(), "", "  ")
+	return &model{config: append(config, '\n'), specs: s.tensors(), data: func(t safetensors.Spec) (io.Reader, error) {
+		n, err := t.Bytes()
+		return io.LimitReader(newWeights(t, seed), n), err
+	}}, err
+}
+
 // config returns config.json.
 func (s shape) config() map[string]any {
 	return map[string]any{
@@ -163,7 +217,7 @@ func (s shape) config() map[string]any {
 
 // write makes the checkpoint and returns the bytes of its weights. A directory
 // with files in it is refused, since they would become part of the checkpoint.
-func write(dir string, s shape, shardBytes int64, seed uint64, tokenizer string) (int64, error) {
+func write(dir string, m *model, shardBytes int64, tokenizer string) (int64, error) {
 	if err := os.MkdirAll(dir, 0o755); err != nil {
 		return 0, err
 	}
@@ -181,18 +235,13 @@ func write(dir string, s shape, shardBytes int64, seed uint64, tokenizer string)
 			return 0, err
 		}
 	}
-	config, err := json.MarshalIndent(s.config(), "", "  ")
-	if err != nil {
+	if err := os.WriteFile(filepath.Join(dir, "config.json"), m.config, 0o644); err != nil {
 		return 0, err
 	}
-	if err := os.WriteFile(filepath.Join(dir, "config.json"), append(config, '\n'), 0o644); err != nil {
+	if err := safetensors.Save(dir, m.specs, shardBytes, m.data); err != nil {
 		return 0, err
 	}
-	err = safetensors.Save(dir, s.tensors(), shardBytes, func(t safetensors.Spec) (io.Reader, error) {
-		n, err := t.Bytes()
-		return io.LimitReader(newWeights(t, seed), n), err
-	})
-	return s.bytes(), err
+	return m.bytes()
 }
 
 // weights is an endless reader of BF16 values of one tensor: matrices about

@@ -10,7 +10,9 @@ import (
 	"slices"
 	"strings"
 	"testing"
+	"testing/iotest"
 
+	"github.com/moeserve/moeserve/models"
 	"github.com/moeserve/moeserve/models/safetensors"
 )
 
@@ -23,7 +25,11 @@ var small = shape{
 
 func TestWrite(t *testing.T) {
 	dir := filepath.Join(t.TempDir(), "new")
-	total, err := write(dir, small, 100_000, 7, tokenizer)
+	m, err := small.model(7)
+	if err != nil {
+		t.Fatal(err)
+	}
+	total, err := write(dir, m, 100_000, tokenizer)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -75,8 +81,85 @@ func TestWrite(t *testing.T) {
 	if err := json.Unmarshal(text, &config); err != nil || config.ModelType != "mixtral" || config.Layers != 2 {
 		t.Errorf("config %+v, %v", config, err)
 	}
-	if _, err := write(dir, small, 100_000, 7, tokenizer); err == nil || !strings.Contains(err.Error(), "not empty") {
+	if _, err := write(dir, m, 100_000, tokenizer); err == nil || !strings.Contains(err.Error(), "not empty") {
 		t.Errorf("a second time: %v", err)
+	}
+}
+
+// What is written of a preset is what moeserve makes of it, and what it finds in a
+// checkpoint; in the order in which published ones have it.
+func TestPreset(t *testing.T) {
+	if testing.Short() {
+		t.Skip("writes 0.6 GB")
+	}
+	const preset, layers, seed = "phi-tiny-moe", 1, 5
+	m, err := presetModel(preset, layers, seed)
+	if err != nil {
+		t.Fatal(err)
+	}
+	dir := filepath.Join(t.TempDir(), "new")
+	total, err := write(dir, m, 2e8, tokenizer)
+	if err != nil {
+		t.Fatal(err)
+	}
+	config, err := models.ReadConfig(dir)
+	if err != nil {
+		t.Fatal(err)
+	}
+	files, err := safetensors.Open(dir)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer files.Close() //nolint:errcheck // only read from
+	if config.Layers != layers || files.Bytes() != total || len(files.Files()) < 2 {
+		t.Errorf("%d layers, %d bytes in %d files; want %d, %d in several", config.Layers, files.Bytes(), len(files.Files()), layers, total)
+	}
+	if _, err := models.NewLayout(config, models.NewCheckpoint(files), nil); err != nil {
+		t.Error(err)
+	}
+	dummy := models.NewDummy(config, seed)
+	for _, name := range dummy.Names() {
+		got, _ := files.Tensor(name)
+		err := dummy.Read(name, 0, int64(len(got.Data)), func(want []byte) error {
+			if !bytes.Equal(got.Data, want) {
+				t.Errorf("%s differs from the dummy's", name)
+			}
+			return nil
+		})
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	if first, last := m.specs[0].Name, m.specs[len(m.specs)-1].Name; first != "model.embed_tokens.weight" || strings.Contains(last, "layers") {
+		t.Errorf("the first tensor is %s and the last %s", first, last)
+	}
+}
+
+// A tensor's bytes do not depend on how it is read.
+func TestDummyReader(t *testing.T) {
+	m, err := presetModel("qwen1.5-moe-a2.7b", 1, 1)
+	if err != nil {
+		t.Fatal(err)
+	}
+	i := slices.IndexFunc(m.specs, func(s safetensors.Spec) bool { return s.Name == "model.layers.0.self_attn.q_proj.weight" })
+	read := func(wrap func(io.Reader) io.Reader) []byte {
+		r, err := m.data(m.specs[i])
+		if err != nil {
+			t.Fatal(err)
+		}
+		out, err := io.ReadAll(wrap(r))
+		if err != nil {
+			t.Fatal(err)
+		}
+		return out
+	}
+	whole := read(func(r io.Reader) io.Reader { return r })
+	want, err := m.specs[i].Bytes()
+	if err != nil || int64(len(whole)) != want {
+		t.Fatalf("%d bytes, want %d, %v", len(whole), want, err)
+	}
+	if !bytes.Equal(whole, read(iotest.HalfReader)) {
+		t.Error("half as much at a time gives others")
 	}
 }
 
@@ -131,12 +214,16 @@ func TestSized(t *testing.T) {
 
 func TestRunRefuses(t *testing.T) {
 	for args, want := range map[string]string{
-		"":                              "give one with -o DIR",
-		"-o x more":                     `unexpected argument "more"`,
-		"-o x -bytes 0":                 "-bytes 0 is not",
-		"-o x -bytes NaN":               "-bytes NaN is not",
-		"-o x -shard-bytes -1":          "-shard-bytes -1 is not",
-		"-o DIR -tokenizer not-a-place": "give -tokenizer DIR",
+		"":                                     "give one with -o DIR",
+		"-o x more":                            `unexpected argument "more"`,
+		"-o x -bytes 0":                        "-bytes 0 is not",
+		"-o x -bytes NaN":                      "-bytes NaN is not",
+		"-o x -shard-bytes -1":                 "-shard-bytes -1 is not",
+		"-o DIR -tokenizer not-a-place":        "give -tokenizer DIR",
+		"-o x -preset nobody":                  "-preset nobody: there is none; there are mixtral-8x7b",
+		"-o x -preset mixtral-8x7b -bytes 5":   "give one",
+		"-o x -preset mixtral-8x7b -layers 33": "mixtral-8x7b has 32",
+		"-o x -layers 3":                       "-layers is for -preset",
 	} {
 		err := run(strings.Fields(strings.ReplaceAll(args, "-o DIR", "-o "+t.TempDir())), io.Discard)
 		if err == nil || !strings.Contains(err.Error(), want) {

@@ -2,7 +2,7 @@
 # Everything that only a GPU can show, in two halves:
 #   tools/cuda/gpu.sh build FOLDER            builds and packs what has to run, without a GPU
 #   tools/cuda/gpu.sh run FOLDER LOGS PART... runs it on a machine with a GPU and this tree, and prints a table
-# Without PART: all of them but whole-mixtral, tiers and sweep. LOGS gets at most 8 files.
+# Without PART: all of them down to sanitize but whole-mixtral, tiers, sweep and predicted. LOGS gets at most 8 files.
 #   device        device/cuda: conformance, NVML, NVRTC; experts, kvcache, pipeline and engine on it
 #   kernels       every kernel against its reference, small shapes; those for sm_80; start, cold and warm
 #   kernels-full  the same at the shapes of the models
@@ -17,12 +17,19 @@
 #                 taken back meanwhile; Qwen1.5-MoE and half of Mixtral's experts in host memory and there
 #   sweep         two GPUs: Mixtral whole, 324 and 3,240 sequences, at 0, 50 and 100 % on the host and on the second
 #                 GPU; the other orders of a step; a trace of eight layers
+#   predicted     two GPUs: memory planned and taken; bench transfer, and beside what it finds a sweep of Qwen1.5-MoE
+#                 and a policy of the planner's for Mixtral
 #   bench         times of kernels and of the device
 #   sanitize      compute-sanitizer over the kernels' small shapes
+#   beside        moeserve beside transformers: BESIDE are arguments for beside.py (--cells, --budget, --resume …),
+#                 BESIDE_OUT is the file of results
+#   gaps          how long the GPU stands still between the kernels of a decode step: GAPS are models
+#   load          a checkpoint of Qwen1.5-MoE's shape, written to LOAD_FOLDER (29 GB), beside the disk's
+#                 own rate; LOAD are arguments for load.py
 # HOST_GIB is the memory of the host where the system does not say all it has.
 set -uo pipefail
 root=$(cd "$(dirname "$0")/../.." && pwd)
-usage() { sed -n '2,22s/^# \{0,1\}//p' "$0" >&2; exit 2; }
+usage() { sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//p}' "$0" >&2; exit 2; }
 [ $# -ge 2 ] || usage
 
 build() {
@@ -35,6 +42,7 @@ build() {
     tools/cuda/go.sh test -c -tags cuda -o "$work/${package//\//-}.test" "./$package"
   done
   tools/cuda/go.sh build -tags cuda -trimpath -o "$work/moeserve" ./cmd/moeserve
+  CGO_ENABLED=0 "${GO:-go}" build -trimpath -o "$work/bigcheckpoint" ./tools/bigcheckpoint
   tools/cuda/check.sh "$work"/*
   strip "$work"/*
   gcc -O1 -Wall -Wextra -Werror -shared -fPIC -o "$work/lose.so" tools/cuda/lose.c -ldl -pthread
@@ -76,7 +84,7 @@ run() {
   work=$(mktemp -d)
   trap 'rm -rf "$work"' EXIT
   for part in "$@"; do
-    [[ " device kernels kernels-full exact cli layers whole whole-mixtral tiers sweep bench sanitize " == *" $part "* ]] || usage
+    [[ " device kernels kernels-full exact cli layers whole whole-mixtral tiers sweep predicted bench sanitize beside gaps load " == *" $part "* ]] || usage
   done
   [ -e "$folder/bundle.tar.xz" ] || { echo "there is no $folder/bundle.tar.xz: tools/cuda/gpu.sh build makes it" >&2; exit 2; }
   xz -dc "$folder/bundle.tar.xz" | tar -xf - -C "$work" || exit 1
@@ -136,6 +144,17 @@ run() {
         gzip -c "$work/trace.json" >"$logs/trace.json.gz"
         limit 340 node presets sweep-mixtral "$work/node.test" -test.v -test.timeout 340s -test.run GPUPresets -peer 1 -batches 324,3240 \
           -whole 'mixtral-8x7b@0,0.5p,0.5,1p,1' -host-gib "$host" -steps "$logs/presets.json" ;;
+      predicted)
+        limit 60 node cli planned-memory "$work/node.test" -test.v -test.run GPUPlanned
+        limit 60 . cli bench-transfer "$work/moeserve" bench transfer --device cuda --peers 1 --hardware h200 --host-memory-gib "$host" \
+          --calibrate "$work/here.json" --json "$work/transfer.json"
+        limit 150 . cli bench-sweep "$work/moeserve" bench sweep --device cuda --peers 1 --hardware "$work/here.json" --host-memory-gib "$host" \
+          --model qwen1.5-moe-a2.7b --load-format dummy --num-prompts 324 --input-len 77 --output-len 12 --warmup-tokens 2 --trials 3 \
+          --prefill-trials 1 --max-num-batched-tokens 8192 --json "$work/sweep.json" --csv "$work/sweep.csv" --plot "$work/sweep.svg" --plot-gains "$work/gains.svg"
+        limit 90 . cli policy-auto "$work/moeserve" bench throughput --device cuda --peers 1 --hardware "$work/here.json" --host-memory-gib "$host" \
+          --model mixtral-8x7b --load-format dummy --policy auto --gpu-memory-utilization 0.5 --num-prompts 1000 --input-len 77 --output-len 12 \
+          --warmup-tokens 1 --trials 1 --json "$work/policy.json"
+        tar -czf "$logs/predicted.tar.gz" -C "$work" here.json transfer.json sweep.json sweep.csv sweep.svg gains.svg policy.json ;;
       bench)
         limit 150 kernels/cuda bench bench-kernels "$work/kernels-cuda.test" -test.run '^$' -test.bench Kernels -test.benchtime 50x
         limit 90 device/cuda bench bench-device "$work/device-cuda.test" -test.run '^$' -test.bench . -test.benchtime 200ms ;;
@@ -146,6 +165,19 @@ run() {
             -test.v -test.run 'TestGPU$/bfloat16/batch-invariant=true' -seed 1
           grep -E '(ERROR|RACECHECK) SUMMARY' "$work/said" | tail -1 | tee -a "$logs/table.log"
         done ;;
+      beside)
+        results=${BESIDE_OUT:-$logs/beside.jsonl}
+        limit 580 . beside beside python3 -u "$root/tools/cuda/beside.py" run "$work/moeserve" "$results" ${BESIDE:-}
+        cat "$work/said"
+        python3 "$root/tools/cuda/beside.py" table "$results" | tee -a "$logs/table.log" ;;
+      gaps)
+        for model in ${GAPS:-qwen1.5-moe-a2.7b mixtral-8x7b}; do
+          limit 120 . gaps "gaps-$model" python3 "$root/tools/cuda/gaps.py" run "$work/moeserve" "$logs" "$model"
+          cat "$work/said"
+        done ;;
+      load)
+        limit 400 . load load python3 "$root/tools/cuda/load.py" "$work/moeserve" "$work/bigcheckpoint" "${LOAD_FOLDER:-$work}" ${LOAD:-}
+        cat "$work/said" ;;
     esac
   done
   python3 "$root/tools/cuda/gpu.py" table "$logs" 2>/dev/null >>"$logs/table.log"

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Holds the build scripts to what they promise: they say what is missing, keep all but cuda.h off the
-# include path, see another header, and find a driver call without a trampoline and a linked driver.
+# include path, see another header, and find a driver call without a trampoline and a linked driver;
+# and runs the tests of the scripts that measure.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 work=$(mktemp -d)
@@ -56,5 +57,10 @@ for script in tools/cuda/*.sh; do
   bash -n "$script" || bad=1
 done
 expect "a part that there is not" "gpu.sh run FOLDER LOGS" bash tools/cuda/gpu.sh run "$work" "$work/logs" no-such-part
+if command -v python3 >/dev/null; then
+  python3 -B tools/cuda/test_measure.py -q || bad=1
+else
+  echo "no python3: what measures is not tested"
+fi
 [ $bad = 0 ] && echo "the build scripts hold"
 exit $bad

@@ -53,19 +53,42 @@ DEVICE void load8(float (&v)[8], const void *base, int type, i64 at, int n, bool
   for (int i = 0; i < 8; i++) v[i] = i < n ? load1(base, type, at + i) : 0.f;
 }
 
-// Stores the first n of eight activations at elements at to at+7.
-DEVICE void store8(u16 *base, i64 at, const float (&v)[8], int n, bool aligned) {
-  if (aligned && n >= 8) {
-    uint4 q;
-    q.x = pack_act(v[0], v[1]), q.y = pack_act(v[2], v[3]);
-    q.z = pack_act(v[4], v[5]), q.w = pack_act(v[6], v[7]);
-    *(uint4 *)(base + at) = q;
-    return;
-  }
+// The first n of eight 16-bit elements at at, as they are, and zeros behind them.
+DEVICE uint4 load_packed(const u16 *row, i64 at, int n, bool aligned) {
+  if (aligned && n >= 8) return *(const uint4 *)(row + at);
+  u32 w[4] = {};
 #pragma unroll
   for (int i = 0; i < 8; i++)
-    if (i < n) base[at + i] = to_act(v[i]);
+    if (i < n) w[i / 2] |= (u32)row[at + i] << 16 * (i % 2);
+  uint4 q = {w[0], w[1], w[2], w[3]};
+  return q;
 }
+
+DEVICE void unpack(float (&v)[8], const uint4 &q) {
+  u32 w[4] = {q.x, q.y, q.z, q.w};
+#pragma unroll
+  for (int i = 0; i < 4; i++) v[2 * i] = from_act((u16)w[i]), v[2 * i + 1] = from_act((u16)(w[i] >> 16));
+}
+
+DEVICE uint4 pack(const float (&v)[8]) {
+  uint4 q = {pack_act(v[0], v[1]), pack_act(v[2], v[3]), pack_act(v[4], v[5]), pack_act(v[6], v[7])};
+  return q;
+}
+
+// Stores the first n of eight 16-bit elements at elements at to at+7.
+DEVICE void store_packed(u16 *row, i64 at, const uint4 &q, int n, bool aligned) {
+  if (aligned && n >= 8) {
+    *(uint4 *)(row + at) = q;
+    return;
+  }
+  u32 w[4] = {q.x, q.y, q.z, q.w};
+#pragma unroll
+  for (int i = 0; i < 8; i++)
+    if (i < n) row[at + i] = (u16)(w[i / 2] >> 16 * (i % 2));
+}
+
+// Stores the first n of eight activations at elements at to at+7.
+DEVICE void store8(u16 *base, i64 at, const float (&v)[8], int n, bool aligned) { store_packed(base, at, pack(v), n, aligned); }
 
 // Eight 16-bit elements at at, or zeros where there is no row.
 DEVICE uint4 load_chunk(const u16 *row, int at) {

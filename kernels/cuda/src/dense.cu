@@ -97,7 +97,7 @@ struct dense_product {
     int group = threadIdx.x / 128 - 1;
     turn now = {0, 0};
     for (int index = blockIdx.x; index < tiles; index += gridDim.x)
-      with_room<most>(min(a.most, a.rows - index % token_tiles * a.most), [&](auto room) { multiply<decltype(room)::value>(index, group, now); });
+      with_room<most, false>(min(a.most, a.rows - index % token_tiles * a.most), [&](auto room) { multiply<decltype(room)::value>(index, group, now); });
   }
 };
 

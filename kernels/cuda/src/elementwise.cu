@@ -51,7 +51,8 @@ DEVICE float item_sum(const float (&parts)[each], float *sums) {
 }
 
 // threads work on one row of one head, a block on as many as it has room for. A thread
-// keeps its elements, up to each times eight, in registers.
+// keeps its elements, up to each times eight, in registers, as they are in memory: so
+// there is room for blocks enough to keep memory busy.
 template <int threads, int block, int each>
 DEVICE void norm_rows(const norm_args &a) {
   launch_dependents();
@@ -67,34 +68,39 @@ DEVICE void norm_rows(const norm_args &a) {
   u16 *residual = (u16 *)a.residual + row * a.residual_row + head * a.residual_head;
   u16 *out = (u16 *)a.out + row * a.out_row + head * a.out_head;
 
-  float v[each][8], w[each][8];
+  uint4 q[each], old[each];
+#pragma unroll
+  for (int i = 0; i < each; i++) q[i] = load_packed(x, (t + i * threads) * 8, a.d - (t + i * threads) * 8, a.aligned);
+  if (a.residual) {
+#pragma unroll
+    for (int i = 0; i < each; i++) old[i] = load_packed(residual, (t + i * threads) * 8, a.d - (t + i * threads) * 8, a.aligned);
+#pragma unroll
+    for (int i = 0; i < each; i++) {
+      float v[8], r[8];
+      unpack(v, q[i]), unpack(r, old[i]);
+#pragma unroll
+      for (int c = 0; c < 8; c++) v[c] += r[c];
+      q[i] = pack(v);
+      store_packed(residual, (t + i * threads) * 8, q[i], a.d - (t + i * threads) * 8, a.aligned);
+    }
+  }
+  float total[each] = {}, v[8];
 #pragma unroll
   for (int i = 0; i < each; i++) {
-    int at = (t + i * threads) * 8, n = a.d - at;
-    load8(v[i], x, act_type, at, n, a.aligned);
-    if (a.residual && n > 0) {
-      float r[8];
-      load8(r, residual, act_type, at, n, a.aligned);
+    unpack(v, q[i]);
 #pragma unroll
-      for (int c = 0; c < 8; c++) v[i][c] = from_act(to_act(v[i][c] + r[c]));
-      store8(residual, at, v[i], n, a.aligned);
-    }
-    load8(w[i], (const void *)a.weight, a.weight_type, at, n, a.weight_aligned);
+    for (int c = 0; c < 8; c++) total[i] += a.layer ? v[c] : v[c] * v[c];
   }
-  float total[each] = {};
-#pragma unroll
-  for (int i = 0; i < each; i++)
-#pragma unroll
-    for (int c = 0; c < 8; c++) total[i] += a.layer ? v[i][c] : v[i][c] * v[i][c];
   float mean = 0, square = item_sum<threads>(total, sums[0]) / a.d;
   if (a.layer) {
     mean = square;
 #pragma unroll
     for (int i = 0; i < each; i++) {
       total[i] = 0;
+      unpack(v, q[i]);
 #pragma unroll
       for (int c = 0; c < 8; c++) {
-        float off = (t + i * threads) * 8 + c < a.d ? v[i][c] - mean : 0.f;
+        float off = (t + i * threads) * 8 + c < a.d ? v[c] - mean : 0.f;
         total[i] += off * off;
       }
     }
@@ -104,21 +110,24 @@ DEVICE void norm_rows(const norm_args &a) {
 #pragma unroll
   for (int i = 0; i < each; i++) {
     int at = (t + i * threads) * 8, n = a.d - at;
+    float w[8];
+    unpack(v, q[i]);
+    load8(w, (const void *)a.weight, a.weight_type, at, n, a.weight_aligned);
 #pragma unroll
-    for (int c = 0; c < 8; c++) v[i][c] = (v[i][c] - mean) * scale * w[i][c];
+    for (int c = 0; c < 8; c++) v[c] = (v[c] - mean) * scale * w[c];
     if (a.bias) {
-      load8(w[i], (const void *)a.bias, a.bias_type, at, n, a.bias_aligned);
+      load8(w, (const void *)a.bias, a.bias_type, at, n, a.bias_aligned);
 #pragma unroll
-      for (int c = 0; c < 8; c++) v[i][c] += w[i][c];
+      for (int c = 0; c < 8; c++) v[c] += w[c];
     }
-    store8(out, at, v[i], n, a.aligned);
+    store8(out, at, v, n, a.aligned);
   }
 }
 
 KERNEL(256, 2) norm_head(const norm_args a) { norm_rows<32, 256, 1>(a); }
 KERNEL(256, 2) norm_warp(const norm_args a) { norm_rows<32, 256, 4>(a); }
-KERNEL(256, 5) norm_256(const norm_args a) { norm_rows<256, 256, 1>(a); }
-KERNEL(256, 4) norm_256_2(const norm_args a) { norm_rows<256, 256, 2>(a); }
+KERNEL(256, 8) norm_256(const norm_args a) { norm_rows<256, 256, 1>(a); }
+KERNEL(256, 6) norm_256_2(const norm_args a) { norm_rows<256, 256, 2>(a); }
 KERNEL(512, 1) norm_512(const norm_args a) { norm_rows<512, 512, 1>(a); }
 KERNEL(512, 1) norm_512_3(const norm_args a) { norm_rows<512, 512, 3>(a); }
 
@@ -186,16 +195,31 @@ KERNEL(128, 1) combine(const combine_args a) {
   int at = (blockIdx.y * 128 + threadIdx.x) * 8, n = a.columns - at;
   if (n <= 0) return;
   i64 row = blockIdx.x;
-  float total[8] = {}, v[8];
-  for (int k = 0; k < a.k; k++) {
-    float w = ((const float *)a.weights)[row * a.k + k];
-    load8(v, (const u16 *)a.x + (row * a.k + k) * a.x_stride, act_type, at, n, a.aligned);
+  const u16 *x = (const u16 *)a.x + row * a.k * a.x_stride;
+  const float *weights = (const float *)a.weights + row * a.k;
+  float total[8] = {}, v[8], gate = 0;
+  uint4 shared = {0, 0, 0, 0};
+  if (a.shared) {
+    shared = load_packed((const u16 *)a.shared + row * a.shared_stride, at, n, a.aligned);
+    gate = ((const float *)a.gate)[row * a.gate_stride];
+  }
+  for (int k = 0; k < a.k; k += 4) {  // four at once
+    uint4 q[4];
+    float w[4];
 #pragma unroll
-    for (int i = 0; i < 8; i++) total[i] += w * v[i];
+    for (int j = 0; j < 4; j++)
+      if (k + j < a.k) w[j] = weights[k + j], q[j] = load_packed(x + (k + j) * a.x_stride, at, n, a.aligned);
+#pragma unroll
+    for (int j = 0; j < 4; j++)
+      if (k + j < a.k) {
+        unpack(v, q[j]);
+#pragma unroll
+        for (int i = 0; i < 8; i++) total[i] += w[j] * v[i];
+      }
   }
   if (a.shared) {
-    float w = 1.f / (1.f + expf(-((const float *)a.gate)[row * a.gate_stride]));
-    load8(v, (const u16 *)a.shared + row * a.shared_stride, act_type, at, n, a.aligned);
+    float w = 1.f / (1.f + expf(-gate));
+    unpack(v, shared);
 #pragma unroll
     for (int i = 0; i < 8; i++) total[i] += w * v[i];
   }
@@ -205,15 +229,21 @@ KERNEL(128, 1) combine(const combine_args a) {
 struct add_bias_args {
   u64 x, bias;
   i64 stride;
-  int columns, type;
+  int columns, type, aligned;
 };
 
-// x, in float32, gains a bias.
+// x, in float32, gains a bias. Rows have a multiple of 8 columns and start at multiples
+// of 16 bytes.
 KERNEL(128, 1) add_bias(const add_bias_args a) {
   begin();
-  int at = blockIdx.y * 128 + threadIdx.x;
+  int at = (blockIdx.y * 128 + threadIdx.x) * 8;
   if (at >= a.columns) return;
-  ((float *)a.x)[blockIdx.x * a.stride + at] += load1((const void *)a.bias, a.type, at);
+  float4 *x = (float4 *)((float *)a.x + blockIdx.x * a.stride + at), lo = x[0], hi = x[1];
+  float b[8];
+  load8(b, (const void *)a.bias, a.type, at, 8, a.aligned);
+  lo.x += b[0], lo.y += b[1], lo.z += b[2], lo.w += b[3];
+  hi.x += b[4], hi.y += b[5], hi.z += b[6], hi.w += b[7];
+  x[0] = lo, x[1] = hi;
 }
 
 struct rope_args {

@@ -24,7 +24,7 @@ struct expert_args {
 // run is the tiles of one expert, which stand in a row.
 struct run {
   u64 weights;
-  int end, first, rows, tokens;  // end: one past its last tile; tokens: of each tile
+  int end, first, rows, parts;  // end: one past its last tile; parts: tiles its rows make
 };
 
 // The sigmoid's quotient is good to some 1e-7, which is far below what the result is
@@ -39,6 +39,9 @@ struct expert_product {
   static constexpr int producers = 128;
   static constexpr int threads = producers + 128 * groups;
   static constexpr int rows_each = most / 16;  // that a producer brings at most
+  // The parts of an expert's tokens are as equal as multiples of so many can be. By
+  // eights less is padded; the way up is faster by sixteens all the same.
+  static constexpr int grain = up ? 16 : 8;
 
   const expert_args &a;
   ring r;
@@ -55,11 +58,16 @@ struct expert_product {
   DEVICE tile find(int index, int &at) const {
     while (index >= runs[at].end) at++;
     const run e = runs[at];
-    int token_tiles = (e.rows + e.tokens - 1) / e.tokens;
-    int i = index - (e.end - token_tiles * across);
-    int unit = i / token_tiles * tile_units, token = i % token_tiles * e.tokens;
+    int i = index - (e.end - e.parts * across);
+    int column = i / e.parts, unit = column * tile_units;
+    // Where a block would go through the same part of every column it meets, it takes the
+    // next in turn, so that blocks keep pace with each other.
+    int turns = column * e.parts / (int)gridDim.x * (e.parts + 1 - (int)gridDim.x % e.parts);
+    int part = (i + turns) % e.parts;
+    int all = (e.rows + grain - 1) / grain, each = all / e.parts, longer = all % e.parts;
+    int token = (part * each + min(part, longer)) * grain;
     return {e.weights + (i64)unit * a.steps * unit_bytes, unit, min(tile_units, a.units - unit), e.first + token,
-            min(e.tokens, e.rows - token)};
+            min((each + (part < longer)) * grain, e.rows - token)};
   }
 
   // Has the weights of a stage brought, from step k on; by one thread.
@@ -117,17 +125,22 @@ struct expert_product {
   // One tile, with room for so many tokens.
   template <int tokens>
   DEVICE void multiply(const tile &t, int group, turn &now) const {
+    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3;
+    int pairs[(tokens + 31) / 32];  // of every 32nd token; they come while tensor cores work
+#pragma unroll
+    for (int i = 0; i < (tokens + 31) / 32; i++) {
+      int token = i * 32 + lane;
+      pairs[i] = token < t.tokens ? ((const int *)a.order)[t.first + token] : 0;
+    }
     float d[blocks][tokens / 2] = {};
     multiply_steps<tokens, blocks, tile_units, deep>(d, r, a.steps, group * blocks, now);
 
     // A lane gets two neighbors (down: four) of one token's results.
-    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3;
 #pragma unroll
     for (int j = 0; j < tokens / 8; j++) {
       int token = j * 8 + (lane >> 2);
       bool there = token < t.tokens;
-      i64 target = 0;
-      if (there) target = ((const int *)a.order)[t.first + token] * a.out_stride;
+      i64 target = __shfl_sync(all_lanes, pairs[j / 4], token & 31) * a.out_stride;
 #pragma unroll
       for (int b = 0; b < blocks; b++) {
         int unit = group * blocks + b;
@@ -153,7 +166,7 @@ struct expert_product {
     wait_dependencies();
     for (int index = blockIdx.x; index < count; index += gridDim.x) {
       tile t = find(index, at);
-      with_room<most>(t.tokens, [&](auto room) { multiply<decltype(room)::value>(t, group, now); });
+      with_room<most, !up>(t.tokens, [&](auto room) { multiply<decltype(room)::value>(t, group, now); });
     }
   }
 
@@ -169,9 +182,8 @@ struct expert_product {
         e.rows = load_early((const int *)a.offsets + expert + 1) - e.first;
       }
       if (e.rows > 0) {
-        int parts = (e.rows + a.most - 1) / a.most;
-        e.tokens = ((e.rows + parts - 1) / parts + 15) / 16 * 16;
-        e.end = (e.rows + e.tokens - 1) / e.tokens * across;
+        e.parts = (e.rows + a.most - 1) / a.most;
+        e.end = e.parts * across;
       }
       u32 here = __ballot_sync(all_lanes, e.rows > 0);
 #pragma unroll

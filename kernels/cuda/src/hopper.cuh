@@ -97,31 +97,56 @@ DEVICE void wgmma_wait() {
 #define WGMMA_TYPES "f32.bf16.bf16"
 #endif
 
-#define REGISTERS_0 "%0,%1,%2,%3,%4,%5,%6,%7"
-#define REGISTERS_1 REGISTERS_0 ",%8,%9,%10,%11,%12,%13,%14,%15"
-#define REGISTERS_2 REGISTERS_1 ",%16,%17,%18,%19,%20,%21,%22,%23"
-#define REGISTERS_3 REGISTERS_2 ",%24,%25,%26,%27,%28,%29,%30,%31"
-#define REGISTERS_4 REGISTERS_3 ",%32,%33,%34,%35,%36,%37,%38,%39"
-#define REGISTERS_5 REGISTERS_4 ",%40,%41,%42,%43,%44,%45,%46,%47"
-#define REGISTERS_6 REGISTERS_5 ",%48,%49,%50,%51,%52,%53,%54,%55"
-#define REGISTERS_7 REGISTERS_6 ",%56,%57,%58,%59,%60,%61,%62,%63"
-#define REGISTERS_8 REGISTERS_7 ",%64,%65,%66,%67,%68,%69,%70,%71"
-#define REGISTERS_9 REGISTERS_8 ",%72,%73,%74,%75,%76,%77,%78,%79"
-#define REGISTERS_10 REGISTERS_9 ",%80,%81,%82,%83,%84,%85,%86,%87"
-#define REGISTERS_11 REGISTERS_10 ",%88,%89,%90,%91,%92,%93,%94,%95"
-#define EIGHT(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
-#define OPERANDS_0 EIGHT(0)
-#define OPERANDS_1 OPERANDS_0, EIGHT(8)
-#define OPERANDS_2 OPERANDS_1, EIGHT(16)
-#define OPERANDS_3 OPERANDS_2, EIGHT(24)
-#define OPERANDS_4 OPERANDS_3, EIGHT(32)
-#define OPERANDS_5 OPERANDS_4, EIGHT(40)
-#define OPERANDS_6 OPERANDS_5, EIGHT(48)
-#define OPERANDS_7 OPERANDS_6, EIGHT(56)
-#define OPERANDS_8 OPERANDS_7, EIGHT(64)
-#define OPERANDS_9 OPERANDS_8, EIGHT(72)
-#define OPERANDS_10 OPERANDS_9, EIGHT(80)
-#define OPERANDS_11 OPERANDS_10, EIGHT(88)
+// Lists of so many registers.
+#define REGISTERS_4 "%0,%1,%2,%3"
+#define REGISTERS_8 REGISTERS_4 ",%4,%5,%6,%7"
+#define REGISTERS_12 REGISTERS_8 ",%8,%9,%10,%11"
+#define REGISTERS_16 REGISTERS_12 ",%12,%13,%14,%15"
+#define REGISTERS_20 REGISTERS_16 ",%16,%17,%18,%19"
+#define REGISTERS_24 REGISTERS_20 ",%20,%21,%22,%23"
+#define REGISTERS_28 REGISTERS_24 ",%24,%25,%26,%27"
+#define REGISTERS_32 REGISTERS_28 ",%28,%29,%30,%31"
+#define REGISTERS_36 REGISTERS_32 ",%32,%33,%34,%35"
+#define REGISTERS_40 REGISTERS_36 ",%36,%37,%38,%39"
+#define REGISTERS_44 REGISTERS_40 ",%40,%41,%42,%43"
+#define REGISTERS_48 REGISTERS_44 ",%44,%45,%46,%47"
+#define REGISTERS_52 REGISTERS_48 ",%48,%49,%50,%51"
+#define REGISTERS_56 REGISTERS_52 ",%52,%53,%54,%55"
+#define REGISTERS_60 REGISTERS_56 ",%56,%57,%58,%59"
+#define REGISTERS_64 REGISTERS_60 ",%60,%61,%62,%63"
+#define REGISTERS_68 REGISTERS_64 ",%64,%65,%66,%67"
+#define REGISTERS_72 REGISTERS_68 ",%68,%69,%70,%71"
+#define REGISTERS_76 REGISTERS_72 ",%72,%73,%74,%75"
+#define REGISTERS_80 REGISTERS_76 ",%76,%77,%78,%79"
+#define REGISTERS_84 REGISTERS_80 ",%80,%81,%82,%83"
+#define REGISTERS_88 REGISTERS_84 ",%84,%85,%86,%87"
+#define REGISTERS_92 REGISTERS_88 ",%88,%89,%90,%91"
+#define REGISTERS_96 REGISTERS_92 ",%92,%93,%94,%95"
+#define FOUR(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define OPERANDS_4 FOUR(0)
+#define OPERANDS_8 OPERANDS_4, FOUR(4)
+#define OPERANDS_12 OPERANDS_8, FOUR(8)
+#define OPERANDS_16 OPERANDS_12, FOUR(12)
+#define OPERANDS_20 OPERANDS_16, FOUR(16)
+#define OPERANDS_24 OPERANDS_20, FOUR(20)
+#define OPERANDS_28 OPERANDS_24, FOUR(24)
+#define OPERANDS_32 OPERANDS_28, FOUR(28)
+#define OPERANDS_36 OPERANDS_32, FOUR(32)
+#define OPERANDS_40 OPERANDS_36, FOUR(36)
+#define OPERANDS_44 OPERANDS_40, FOUR(40)
+#define OPERANDS_48 OPERANDS_44, FOUR(44)
+#define OPERANDS_52 OPERANDS_48, FOUR(48)
+#define OPERANDS_56 OPERANDS_52, FOUR(52)
+#define OPERANDS_60 OPERANDS_56, FOUR(56)
+#define OPERANDS_64 OPERANDS_60, FOUR(60)
+#define OPERANDS_68 OPERANDS_64, FOUR(64)
+#define OPERANDS_72 OPERANDS_68, FOUR(68)
+#define OPERANDS_76 OPERANDS_72, FOUR(72)
+#define OPERANDS_80 OPERANDS_76, FOUR(76)
+#define OPERANDS_84 OPERANDS_80, FOUR(80)
+#define OPERANDS_88 OPERANDS_84, FOUR(84)
+#define OPERANDS_92 OPERANDS_88, FOUR(88)
+#define OPERANDS_96 OPERANDS_92, FOUR(92)
 
 // D = A B^T + D of a warpgroup, 64 x columns x 16, in float32: warp w of the group has
 // rows 16w to 16w+15, its lane l of each eight columns 2 (l%4) and its neighbor, of
@@ -129,30 +154,34 @@ DEVICE void wgmma_wait() {
 template <int columns>
 struct wgmma;
 
-#define WGMMA(columns, i, a_at, b_at)                                                                  \
+#define WGMMA(columns, n, a_at, b_at)                                                                  \
   template <>                                                                                          \
   struct wgmma<columns> {                                                                              \
     static DEVICE void multiply(float (&d)[columns / 2], u64 a, u64 b) {                               \
       asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, 1, 0;\n"                                            \
-                   "wgmma.mma_async.sync.aligned.m64n" #columns "k16." WGMMA_TYPES " {" REGISTERS_##i  \
+                   "wgmma.mma_async.sync.aligned.m64n" #columns "k16." WGMMA_TYPES " {" REGISTERS_##n  \
                    "}, %" a_at ", %" b_at ", p, 1, 1, 0, 0;\n}"                                        \
-                   : OPERANDS_##i                                                                      \
+                   : OPERANDS_##n                                                                      \
                    : "l"(a), "l"(b));                                                                  \
     }                                                                                                  \
   };
 
-WGMMA(16, 0, "8", "9")
-WGMMA(32, 1, "16", "17")
-WGMMA(48, 2, "24", "25")
-WGMMA(64, 3, "32", "33")
-WGMMA(80, 4, "40", "41")
-WGMMA(96, 5, "48", "49")
-WGMMA(112, 6, "56", "57")
-WGMMA(128, 7, "64", "65")
-WGMMA(144, 8, "72", "73")
-WGMMA(160, 9, "80", "81")
-WGMMA(176, 10, "88", "89")
-WGMMA(192, 11, "96", "97")
+WGMMA(16, 8, "8", "9")
+WGMMA(32, 16, "16", "17")
+WGMMA(48, 24, "24", "25")
+WGMMA(64, 32, "32", "33")
+WGMMA(80, 40, "40", "41")
+WGMMA(96, 48, "48", "49")
+WGMMA(104, 52, "52", "53")
+WGMMA(112, 56, "56", "57")
+WGMMA(120, 60, "60", "61")
+WGMMA(128, 64, "64", "65")
+WGMMA(136, 68, "68", "69")
+WGMMA(144, 72, "72", "73")
+WGMMA(152, 76, "76", "77")
+WGMMA(160, 80, "80", "81")
+WGMMA(176, 88, "88", "89")
+WGMMA(192, 96, "96", "97")
 
 // Transposes an 8 x 8 matrix of 16-bit numbers: lane l has two neighbors of row l/4.
 DEVICE u32 transpose(u32 v) {
@@ -221,19 +250,25 @@ DEVICE void multiply_steps(float (&d)[blocks][tokens / 2], const ring &r, int st
   if (threadIdx.x % 128 == 0) barrier_arrive(&r.empty[before]);
 }
 
-// Calls f with the smallest multiple of 16, up to most, that holds so many tokens, as a
-// type's constant.
+// Calls f with the fewest columns, up to most, that products are made for and that hold
+// so many tokens, as a type's constant: multiples of 16, or with fine of 8 above 96.
 template <int n>
 struct number {
   static constexpr int value = n;
 };
 
-template <int most, class F>
+template <int most, bool fine, class F>
 DEVICE void with_room(int tokens, F f) {
-  switch ((tokens + 15) / 16) {
+  int room = (tokens + 7) / 8 * 8;
+  if (!fine || room <= 96) room = (room + 15) / 16 * 16;
+  switch (room) {
 #define ROOM(n)                                   \
-  case n / 16:                                    \
+  case n:                                         \
     if constexpr (n <= most) f(number<n>{});      \
+    break;
+#define FINE_ROOM(n)                                   \
+  case n:                                              \
+    if constexpr (fine && n <= most) f(number<n>{});   \
     break;
     ROOM(16)
     ROOM(32)
@@ -241,9 +276,13 @@ DEVICE void with_room(int tokens, F f) {
     ROOM(64)
     ROOM(80)
     ROOM(96)
+    FINE_ROOM(104)
     ROOM(112)
+    FINE_ROOM(120)
     ROOM(128)
+    FINE_ROOM(136)
     ROOM(144)
+    FINE_ROOM(152)
     ROOM(160)
     ROOM(176)
     ROOM(192)
