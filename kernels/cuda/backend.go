@@ -48,6 +48,8 @@ type Backend struct {
 	multiprocessors int
 	// hopper: the kernels that are for sm_90a are there.
 	hopper bool
+	// deep: blocks may have the shared memory that few_rows_5 takes.
+	deep   bool
 	mu     sync.RWMutex
 	closed bool
 	lanes  map[device.Stream]*lane

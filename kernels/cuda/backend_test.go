@@ -168,6 +168,14 @@ func TestMatMulChoice(t *testing.T) {
 			}
 		}
 	}
+	r, b, s := list(t, Options{})
+	b.deep = true
+	if err := b.Enqueue(s, matmul(1, 6144, 4096, kernels.BF16)); err != nil {
+		t.Fatal(err)
+	}
+	if r.names() != "few_rows_5" || r.grids[0].x != 132 || r.grids[0].shared != 160<<10 {
+		t.Errorf("with deep rings: kernels %q, %v", r.names(), r.grids)
+	}
 }
 
 // TestExpertGrid holds grids against what any routing needs.

@@ -71,7 +71,7 @@ func New(machine device.Machine, space device.Space, o Options) (*Backend, error
 	}
 	b, err := newBackend(m, space, o, r)
 	if err == nil {
-		b.hopper = arch == hopper
+		b.hopper, b.deep = arch == hopper, arch == hopper
 	}
 	return b, err
 }

@@ -135,7 +135,7 @@ func (b *Backend) few(l *lane, o *kernels.MatMul, outFloat bool) error {
 	switch {
 	case !b.o.BatchInvariant && rows <= mostFewRows:
 		k, g = fewRows2, grid{x: min(ceil(columns, 16), b.multiprocessors), shared: 2 * fewStage}
-		if b.hopper {
+		if b.deep {
 			k, g.shared = fewRows5, 5*fewStage
 		}
 	case columns <= 8:
