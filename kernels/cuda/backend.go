@@ -27,6 +27,8 @@ type runner interface {
 type grid struct {
 	x, y, z         int
 	threads, shared int
+	// apart: no block starts before the kernel in front has ended.
+	apart bool
 }
 
 // libraryProduct is Out = X Wᵀ (+ Bias), all of the activation type but Out, which

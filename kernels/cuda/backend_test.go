@@ -345,6 +345,9 @@ func TestExpertShape(t *testing.T) {
 			t.Errorf("%+v: the way down does not start early", test)
 		}
 		for i, g := range r.grids {
+			if wide := strings.HasSuffix(table[r.kernels[i]].name, "_256"); g.apart != wide {
+				t.Errorf("%+v: %s starts apart: %v, want %v", test, table[r.kernels[i]].name, g.apart, wide)
+			}
 			if g.shared > table[r.kernels[i]].shared {
 				t.Errorf("%+v: %d bytes of shared memory, more than %d", test, g.shared, table[r.kernels[i]].shared)
 			}
@@ -429,18 +432,18 @@ func TestLogitsChoice(t *testing.T) {
 		want  string
 		grids []grid
 	}{
-		{"many rows", sampling(324, 32000), "sample", []grid{{324, 1, 1, 512, 0}}},
-		{"few rows", sampling(1, 32000), "sample sample_merge", []grid{{1, 8, 1, 512, 0}, {1, 1, 1, 32, 0}}},
+		{"many rows", sampling(324, 32000), "sample", []grid{{x: 324, y: 1, z: 1, threads: 512, shared: 0}}},
+		{"few rows", sampling(1, 32000), "sample sample_merge", []grid{{x: 1, y: 8, z: 1, threads: 512, shared: 0}, {x: 1, y: 1, z: 1, threads: 32, shared: 0}}},
 		{"no rows", sampling(0, 32000), "", nil},
-		{"top-k", topK, "sample_cut", []grid{{3, 1, 1, 1024, 0}}},
-		{"top-p", topP, "sample_cut", []grid{{3, 1, 1, 1024, 0}}},
-		{"min-p", minP, "sample_cut", []grid{{1, 1, 1, 1024, 0}}},
-		{"one row's list", adjusting(1, 1000), "adjust", []grid{{1, 4, 1, 256, 0}}},
-		{"a long list", adjusting(1, 100000), "adjust", []grid{{1, 264, 1, 256, 0}}},
-		{"lists", adjusting(100, 5000), "adjust", []grid{{100, 3, 1, 256, 0}}},
+		{"top-k", topK, "sample_cut", []grid{{x: 3, y: 1, z: 1, threads: 1024, shared: 0}}},
+		{"top-p", topP, "sample_cut", []grid{{x: 3, y: 1, z: 1, threads: 1024, shared: 0}}},
+		{"min-p", minP, "sample_cut", []grid{{x: 1, y: 1, z: 1, threads: 1024, shared: 0}}},
+		{"one row's list", adjusting(1, 1000), "adjust", []grid{{x: 1, y: 4, z: 1, threads: 256, shared: 0}}},
+		{"a long list", adjusting(1, 100000), "adjust", []grid{{x: 1, y: 264, z: 1, threads: 256, shared: 0}}},
+		{"lists", adjusting(100, 5000), "adjust", []grid{{x: 100, y: 3, z: 1, threads: 256, shared: 0}}},
 		{"empty lists", adjusting(100, 0), "", nil},
-		{"lists back", restoring(adjusting(100, 5000)), "restore", []grid{{100, 3, 1, 256, 0}}},
-		{"log-probabilities", logProbs(7, 20), "log_probs", []grid{{7, 1, 1, 1024, 0}}},
+		{"lists back", restoring(adjusting(100, 5000)), "restore", []grid{{x: 100, y: 3, z: 1, threads: 256, shared: 0}}},
+		{"log-probabilities", logProbs(7, 20), "log_probs", []grid{{x: 7, y: 1, z: 1, threads: 1024, shared: 0}}},
 	} {
 		r, b, s := list(t, Options{})
 		if err := b.Enqueue(s, test.op); err != nil {

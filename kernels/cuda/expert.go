@@ -105,6 +105,9 @@ func (b *Backend) tiledExperts(l *lane, op string, mode kernelID, x, offsets, or
 	now := chosenExperts{a.offsets, a.order, a.slots, a.experts}
 	a.early = truth(mode == downMode && l.up == now)
 	g := grid{x: b.multiprocessors * e.blocks, threads: e.threads, shared: ringAlign + listed*expertRun + stages*e.deep*e.step(tokens)}
+	// Wide blocks, which have one tile or two, are best spread evenly: not where others
+	// happen to end first.
+	g.apart = shape == expertWide
 	err := launch(b, l, op, expertKernels+(mode-upMode)*kernelID(len(expertShapes))+shape, g, &a)
 	if mode == upMode && err == nil {
 		l.up = now

@@ -190,7 +190,7 @@ func (r *gpuRunner) launch(s device.Stream, k kernelID, g grid, args []byte) err
 		return err
 	}
 	st.Args().Bytes(args, 8)
-	return st.Launch(r.functions[k], cuda.Grid{Blocks: [3]int{g.x, g.y, g.z}, Threads: [3]int{g.threads}, SharedBytes: g.shared, Overlap: r.overlap})
+	return st.Launch(r.functions[k], cuda.Grid{Blocks: [3]int{g.x, g.y, g.z}, Threads: [3]int{g.threads}, SharedBytes: g.shared, Overlap: r.overlap && !g.apart})
 }
 
 func (r *gpuRunner) matmul(s device.Stream, work device.Range, p *libraryProduct) (bool, error) {
