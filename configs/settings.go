@@ -40,6 +40,7 @@ type Settings struct {
 	ExpertGrouping       string  `mapstructure:"expert-grouping"`
 	Attention            string  `mapstructure:"attention"`
 	BatchInvariant       bool    `mapstructure:"batch-invariant"`
+	EnforceEager         bool    `mapstructure:"enforce-eager"`
 	Policy               string  `mapstructure:"policy"`
 	Hardware             string  `mapstructure:"hardware"`
 	MaxNewTokens         int     `mapstructure:"max-new-tokens"`
@@ -243,6 +244,10 @@ var Schema = []Key{
 	{
 		Name: "batch-invariant", Kind: Bool, Default: false, Commands: onModel,
 		Help: "keep a row's result independent of other rows on a GPU too, where that costs speed; on the CPU it always is",
+	},
+	{
+		Name: "enforce-eager", Kind: Bool, Default: false, Commands: onModel,
+		Help: "enqueue every kernel by itself, also where all experts are in a GPU's memory and a decode step would be one CUDA graph",
 	},
 	{
 		Name: "policy", Kind: String, Default: "none", Placeholder: "none|auto|FILE", Commands: []string{"run", "serve", "inspect", "plan", "bench throughput", "config"},

@@ -172,6 +172,30 @@ type Access interface {
 	Write(Range)
 }
 
+// Capturer is a stream that can take down what it is given, to be given all of it again
+// at the cost of one operation. Which streams are Capturers is up to the machine.
+type Capturer interface {
+	Stream
+	// Capture takes down the copies, and the kernels of a backend, that f enqueues on the
+	// stream, with the addresses and arguments that they have then, and runs none of them.
+	// Whatever else f gives the stream is refused. What was enqueued before may still be
+	// running, and other streams are not held up. An error, of f or of the device, means
+	// that there is no graph, and leaves the stream as it was.
+	Capture(f func() error) (Graph, error)
+	// LaunchGraph enqueues everything that the graph holds, in the order in which it was
+	// taken down. The graph is of this stream, or of another of the same device.
+	LaunchGraph(g Graph) error
+}
+
+// Graph is what a Capturer has taken down. The device keeps it in memory that no account
+// has.
+type Graph interface {
+	// Nodes counts its operations.
+	Nodes() int
+	// Close gives it up; no launch of it may be under way.
+	Close() error
+}
+
 // Event marks a point of a stream.
 type Event interface {
 	// Synchronize waits until the latest recording has passed, or ctx is done. It

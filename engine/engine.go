@@ -124,6 +124,8 @@ type Engine struct {
 	sched *scheduler.Scheduler
 	seqs  map[scheduler.ID]*sequence
 	next  scheduler.ID
+	// rows are a step's, in memory that the next step uses again.
+	rows []pipeline.Sequence
 
 	mu       sync.Mutex
 	wake     chan struct{} // has room for one
@@ -461,7 +463,7 @@ func (e *Engine) publish() {
 
 // step runs the chunks and gives their tokens to their sequences.
 func (e *Engine) step(ctx context.Context, chunks []scheduler.Chunk) error {
-	var step pipeline.Step
+	step := pipeline.Step{Sequences: e.rows[:0]}
 	adjusted, rows := 0, 0
 	ran := chunks[:0]
 	for _, c := range chunks {
@@ -482,7 +484,9 @@ func (e *Engine) step(ctx context.Context, chunks []scheduler.Chunk) error {
 		ran = append(ran, c)
 		step.Sequences = append(step.Sequences, row)
 	}
+	e.rows = step.Sequences
 	res, err := e.run(ctx, &step, rows)
+	clear(e.rows)
 	if err != nil {
 		return err
 	}
@@ -543,13 +547,7 @@ func (e *Engine) take(id scheduler.ID, q *sequence, t Token, now time.Time) {
 	if u.Finish == "" && len(q.tokens) >= q.sub.limit {
 		u.Finish = FinishLength
 	}
-	j := q.sub.job
-	j.change(func() {
-		if j.times.FirstToken.IsZero() {
-			j.times.FirstToken = now
-		}
-		j.usage.CompletionTokens++
-	})
+	q.sub.job.drew(u)
 	if u.Finish != "" {
 		e.end(id, q, u, nil)
 		return
@@ -559,7 +557,6 @@ func (e *Engine) take(id scheduler.ID, q *sequence, t Token, now time.Time) {
 		q.long = true
 		e.sched.Computed(id, 0)
 	}
-	j.change(func() { j.updates = append(j.updates, u) })
 }
 
 // end gives a sample its last update, and its blocks back; err fails the request.

@@ -11,7 +11,7 @@ import (
 // at most MaxTokens for each sample, so a slow reader holds nobody up.
 type Job struct {
 	mu      sync.Mutex
-	wake    chan struct{} // closed and replaced when there is news
+	wake    chan struct{} // closed when there is news; nil while nobody waits
 	updates []Update
 	ended   bool
 	err     error
@@ -20,7 +20,7 @@ type Job struct {
 }
 
 func newJob(now time.Time, promptTokens int) *Job {
-	return &Job{wake: make(chan struct{}), usage: Usage{PromptTokens: promptTokens}, times: Times{Arrived: now}}
+	return &Job{usage: Usage{PromptTokens: promptTokens}, times: Times{Arrived: now}}
 }
 
 // Next waits for the next update. It returns io.EOF after the last one, and, where
@@ -34,14 +34,19 @@ func (j *Job) Next(ctx context.Context) (Update, error) {
 			j.mu.Unlock()
 			return u, nil
 		}
-		ended, err, wake := j.ended, j.err, j.wake
-		j.mu.Unlock()
-		if ended {
+		if j.ended {
+			err := j.err
+			j.mu.Unlock()
 			if err == nil {
 				err = io.EOF
 			}
 			return Update{}, err
 		}
+		if j.wake == nil {
+			j.wake = make(chan struct{})
+		}
+		wake := j.wake
+		j.mu.Unlock()
 		select {
 		case <-wake:
 		case <-ctx.Done():
@@ -69,6 +74,28 @@ func (j *Job) change(f func()) {
 	j.mu.Lock()
 	defer j.mu.Unlock()
 	f()
-	close(j.wake)
-	j.wake = make(chan struct{})
+	j.news()
+}
+
+// drew counts a token, and hands out its update unless that is the sample's last, which
+// comes otherwise.
+func (j *Job) drew(u Update) {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	if j.times.FirstToken.IsZero() {
+		j.times.FirstToken = u.At
+	}
+	j.usage.CompletionTokens++
+	if u.Finish == "" {
+		j.updates = append(j.updates, u)
+		j.news()
+	}
+}
+
+// news wakes who waits. The lock is held.
+func (j *Job) news() {
+	if j.wake != nil {
+		close(j.wake)
+		j.wake = nil
+	}
 }

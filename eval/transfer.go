@@ -327,7 +327,7 @@ func (r *rig) engined(ctx context.Context, paths []*path, bytes int64, counts []
 		for n := range counts[i] {
 			t, err := r.engine.Submit(transfer.Request{
 				From: p.src.Space(), Src: p.src.Range(0, bytes), To: p.dst.Space(), Dst: p.dst.Range(0, bytes),
-				Priority: transfer.Prefetch, Done: transfer.Point{Fence: fences[i], Value: uint32(n + 1)}, Label: "copy measured",
+				Priority: transfer.Prefetch, Done: transfer.Point{Fence: fences[i], Value: uint32(n + 1)}, Label: transfer.Text("copy measured"),
 			})
 			if err != nil {
 				return 0, err

@@ -70,6 +70,9 @@
 //	… waves, each behind its copies …
 //	store.Done(l, compute)
 //
+// A store that misses nothing can be used as a whole: UseAll comes before what reads the
+// layers, whose Use is Local's, and nothing behind it.
+//
 // Open (or OpenLocal) and Done come in pairs; Prefetch and Guess may come any time and
 // any number of times. Open and Choose fetch what these have not. When Prefetch(l+1)
 // comes after Open(l) and before Done(l), the ring holds both layers, and the copies

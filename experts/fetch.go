@@ -68,7 +68,7 @@ func (s *Store) collect(position int, missing []int, waves int, p transfer.Prior
 			if !ok {
 				return runs, false
 			}
-			after := s.occupy(at, ID{position, e})
+			s.after = s.occupy(at, ID{position, e}, s.after[:0])
 			l.refs[e], _ = s.slots[at].cell.Acquire()
 			l.slot[e] = at
 			src, space, copied, ref := s.resolve(ID{position, e})
@@ -77,13 +77,13 @@ func (s *Store) collect(position int, missing []int, waves int, p transfer.Prior
 				s.slots[at].from = Peer
 			}
 			if fresh || !runs[len(runs)-1].takes(space, src, copied, at) {
-				runs = append(runs, run{from: space, src: device.Range{Addr: src.Addr}, slot: at})
+				runs = appendRun(runs, space, src.Addr, at)
 				fresh = false
 			}
 			r := &runs[len(runs)-1]
 			r.src.Bytes += size
 			r.experts = append(r.experts, e)
-			for _, a := range after {
+			for _, a := range s.after {
 				if !slices.Contains(r.after, a) {
 					r.after = append(r.after, a)
 				}
@@ -95,6 +95,21 @@ func (s *Store) collect(position int, missing []int, waves int, p transfer.Prior
 		from = to
 	}
 	return runs, true
+}
+
+// appendRun begins a run in the room that an earlier one has left.
+func appendRun(runs []run, from device.Space, src device.Addr, slot int) []run {
+	if n := len(runs); n < cap(runs) {
+		runs = runs[:n+1]
+	} else {
+		runs = append(runs, run{})
+	}
+	r := &runs[len(runs)-1]
+	*r = run{
+		from: from, src: device.Range{Addr: src}, slot: slot,
+		experts: r.experts[:0], after: r.after[:0], lent: r.lent[:0], refs: r.refs[:0],
+	}
+	return runs
 }
 
 // takes says whether an expert that lies at src and goes to a slot prolongs the run.
@@ -134,9 +149,9 @@ func (s *Store) freeSlot() (int, bool) {
 	return 0, false
 }
 
-// occupy makes a free slot that of id and returns until when it may still be read, or
-// written by a copy that was made in vain.
-func (s *Store) occupy(at int, id ID) (after []transfer.Point) {
+// occupy makes a free slot that of id and adds to after until when it may still be read,
+// or written by a copy that was made in vain.
+func (s *Store) occupy(at int, id ID, after []transfer.Point) []transfer.Point {
 	sl := &s.slots[at]
 	exclusive, ok := sl.cell.BeginExclusive()
 	if !ok {
@@ -157,46 +172,55 @@ func (s *Store) occupy(at int, id ID) (after []transfer.Point) {
 		}
 	}
 	if s.without.noReaders {
-		after = nil
+		after = after[:0]
 	}
 	exclusive.Replace()
-	sl.holds, sl.awaited, sl.copies = id, false, sl.copies[:0]
+	s.forgetCopies(sl)
+	sl.holds, sl.awaited = id, false
 	s.next = (at + 1) % len(s.slots)
 	return after
+}
+
+// split is what fromHost works with.
+type split struct {
+	spaces []device.Space
+	loads  []load
+	moved  []float64
+	parts  []int64
 }
 
 // fromHost says how many bytes of each run come from the host, so that peers' links
 // and the host's end together.
 func (s *Store) fromHost() []int64 {
+	w := &s.split
 	host := load{rate: s.rates.of(device.Host)}
-	var spaces []device.Space
-	var loads []load
+	w.spaces, w.loads, w.parts = w.spaces[:0], w.loads[:0], w.parts[:0]
 	for i := range s.runs {
 		r := &s.runs[i]
+		w.parts = append(w.parts, 0)
 		if r.from == device.Host {
 			host.bytes += float64(r.src.Bytes)
 			continue
 		}
-		k := slices.Index(spaces, r.from)
+		k := slices.Index(w.spaces, r.from)
 		if k < 0 {
-			k = len(spaces)
-			spaces, loads = append(spaces, r.from), append(loads, load{rate: s.rates.of(r.from)})
+			k = len(w.spaces)
+			w.spaces, w.loads = append(w.spaces, r.from), append(w.loads, load{rate: s.rates.of(r.from)})
 		}
-		loads[k].bytes += float64(r.src.Bytes)
+		w.loads[k].bytes += float64(r.src.Bytes)
 	}
-	moved := shift(host, loads)
-	parts := make([]int64, len(s.runs))
+	w.moved = shift(w.moved, host, w.loads)
 	for i := range s.runs {
-		k := slices.Index(spaces, s.runs[i].from)
+		k := slices.Index(w.spaces, s.runs[i].from)
 		if k < 0 {
 			continue
 		}
-		n := int64(float64(s.runs[i].src.Bytes)*moved[k]/loads[k].bytes) / alignment * alignment
+		n := int64(float64(s.runs[i].src.Bytes)*w.moved[k]/w.loads[k].bytes) / alignment * alignment
 		if n >= s.o.SplitBytes {
-			parts[i] = n
+			w.parts[i] = n
 		}
 	}
-	return parts
+	return w.parts
 }
 
 // start submits the copies of a run: its last hostBytes come from the host.
@@ -207,7 +231,8 @@ func (s *Store) start(position int, r *run, hostBytes int64, p transfer.Priority
 	for _, e := range r.experts {
 		s.counts.fetches[position][e]++
 	}
-	f := &fetch{from: r.from, lent: r.lent}
+	f := s.newFetch(r.from)
+	f.lent = append(f.lent, r.lent...)
 	err := s.submit(position, f, mainCopy, r, 0, dst.Slice(0, rest), r.src.Slice(0, rest), p)
 	for k := range r.refs {
 		if err == nil && r.refs[k].Held() {
@@ -227,7 +252,7 @@ func (s *Store) start(position int, r *run, hostBytes int64, p transfer.Priority
 			}
 			src.Bytes, end = src.Bytes+size, end+size
 		}
-		err = s.submit(position, &fetch{from: device.Host}, hostPart, r, off, dst.Slice(off, end-off), src, p)
+		err = s.submit(position, s.newFetch(device.Host), hostPart, r, off, dst.Slice(off, end-off), src, p)
 		off = end
 	}
 	return err
@@ -235,16 +260,57 @@ func (s *Store) start(position int, r *run, hostBytes int64, p transfer.Priority
 
 // giveUp notes that a run is not, or not wholly, on its way.
 func (s *Store) giveUp(r *run) {
-	f := &fetch{from: r.from}
+	f := s.newFetch(r.from)
 	for k := range r.experts {
 		f.slots = append(f.slots, r.slot+k)
 	}
-	s.fetches = append(s.fetches, f)
+	s.keep(&s.fetches, f)
 	for k := range r.refs {
 		if r.refs[k].Held() {
 			r.refs[k].Release()
 		}
 	}
+}
+
+// newFetch is one of which nothing is set but where it comes from.
+func (s *Store) newFetch(from device.Space) *fetch {
+	n := len(s.spent)
+	if n == 0 {
+		return &fetch{from: from}
+	}
+	f := s.spent[n-1]
+	s.spent = s.spent[:n-1]
+	*f = fetch{from: from, slots: f.slots[:0], lent: f.lent[:0]}
+	return f
+}
+
+// keep puts a fetch into a list, letGo says that it was taken out of one: what is in none
+// is used again.
+func (s *Store) keep(list *[]*fetch, f *fetch) {
+	*list = append(*list, f)
+	f.refs++
+}
+
+func (s *Store) letGo(f *fetch) {
+	if f.refs--; f.refs > 0 || f.ticket == nil || f.ticket.Err() != nil {
+		return // or its name may still be asked for
+	}
+	f.ticket.Release()
+	clear(f.lent)
+	s.spent = append(s.spent, f)
+}
+
+// forgetCopies says that nothing brings what a slot holds.
+func (s *Store) forgetCopies(sl *slot) {
+	for _, f := range sl.copies {
+		s.letGo(f)
+	}
+	sl.copies = sl.copies[:0]
+}
+
+// String names the copy.
+func (f *fetch) String() string {
+	return fmt.Sprintf("layer %d experts %d to %d", f.layer, f.first, f.last)
 }
 
 // submit starts one copy of a run, that of the bytes from off on.
@@ -257,18 +323,18 @@ func (s *Store) submit(position int, f *fetch, kind int, r *run, off int64, dst,
 	for k := first; k <= last; k++ {
 		at := r.slot + k
 		f.slots = append(f.slots, at)
-		s.slots[at].copies = append(s.slots[at].copies, f)
+		s.keep(&s.slots[at].copies, f)
 	}
+	f.layer, f.first, f.last = s.plan.Layers[position], r.experts[first], r.experts[last]
 	ticket, err := s.o.Transfer.Submit(transfer.Request{
 		From: f.from, Src: src, To: s.o.Space, Dst: dst,
-		Priority: p, After: r.after, Done: f.done,
-		Label: fmt.Sprintf("layer %d experts %d to %d", s.plan.Layers[position], r.experts[first], r.experts[last]),
+		Priority: p, After: r.after, Done: f.done, Label: f,
 	})
 	if err != nil {
 		return err
 	}
 	f.ticket, f.bytes = ticket, dst.Bytes
-	s.fetches = append(s.fetches, f)
+	s.keep(&s.fetches, f)
 	s.stats.Fetched[f.tier()] += f.bytes
 	return nil
 }
@@ -285,37 +351,58 @@ func (f *fetch) tier() Tier {
 // on what they bring any more: on a slow link a guess that was wrong would otherwise
 // hold up those that are right.
 func (s *Store) forgo(at int) {
-	for _, f := range slices.Clone(s.slots[at].copies) {
-		if slices.ContainsFunc(f.slots, func(at int) bool {
-			_, _, references := s.slots[at].cell.State()
-			return references > 0 || !slices.Contains(s.slots[at].copies, f) // else it is there for another expert
-		}) || !f.ticket.Forgo() {
+	var copies [2]*fetch // of each kind
+	for _, f := range copies[:copy(copies[:], s.slots[at].copies)] {
+		if s.wanted(f) || !f.ticket.Forgo() {
 			continue
 		}
 		s.stats.Fetched[f.tier()] -= f.bytes
-		s.fetches = slices.DeleteFunc(s.fetches, func(x *fetch) bool { return x == f })
 		for _, at := range f.slots {
 			sl := &s.slots[at]
 			if sl.holds != nothing { // by another copy of the same expert that was forgone
 				s.counts.fetches[sl.holds.Layer][sl.holds.Expert]--
 			}
 			sl.holds = nothing
-			sl.copies = slices.DeleteFunc(sl.copies, func(x *fetch) bool { return x == f })
+			s.drop(&sl.copies, f)
 		}
+		s.drop(&s.fetches, f)
+	}
+}
+
+// wanted says whether somebody has a reference on a slot that f goes to, or whether f is
+// there for another expert.
+func (s *Store) wanted(f *fetch) bool {
+	for _, at := range f.slots {
+		if _, _, references := s.slots[at].cell.State(); references > 0 || !slices.Contains(s.slots[at].copies, f) {
+			return true
+		}
+	}
+	return false
+}
+
+// drop takes a fetch out of a list.
+func (s *Store) drop(list *[]*fetch, f *fetch) {
+	if i := slices.Index(*list, f); i >= 0 {
+		*list = slices.Delete(*list, i, i+1)
+		s.letGo(f)
 	}
 }
 
 // forgetEnded drops the fetches that have landed.
 func (s *Store) forgetEnded() {
-	s.fetches = slices.DeleteFunc(s.fetches, func(f *fetch) bool {
+	left := s.fetches[:0]
+	for _, f := range s.fetches {
 		if f.ticket == nil || !f.ticket.Ended() || f.ticket.Err() != nil {
-			return false
+			left = append(left, f)
+			continue
 		}
 		if f.from != device.Host {
 			s.peers.worked(f.from)
 		}
-		return true
-	})
+		s.letGo(f)
+	}
+	clear(s.fetches[len(left):])
+	s.fetches = left
 }
 
 // cancel ends the fetches of which nothing is with the device yet.

@@ -153,13 +153,13 @@ func (b *buffer) settled(ctx context.Context) error {
 // toDevice starts the copy of b's first bytes to dst, fromDevice that back.
 func (s *stage) toDevice(b *buffer, dst device.Range) error {
 	return s.submit(b, transfer.Request{
-		From: device.Host, Src: s.memory.Range(b.offset, dst.Bytes), To: s.o.Space, Dst: dst, Label: "load experts",
+		From: device.Host, Src: s.memory.Range(b.offset, dst.Bytes), To: s.o.Space, Dst: dst, Label: transfer.Text("load experts"),
 	})
 }
 
 func (s *stage) fromDevice(b *buffer, src device.Range) error {
 	return s.submit(b, transfer.Request{
-		From: s.o.Space, Src: src, To: device.Host, Dst: s.memory.Range(b.offset, src.Bytes), Label: "load experts",
+		From: s.o.Space, Src: src, To: device.Host, Dst: s.memory.Range(b.offset, src.Bytes), Label: transfer.Text("load experts"),
 	})
 }
 

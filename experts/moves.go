@@ -177,7 +177,7 @@ func (s *Store) fill(l *lent) error {
 	l.done = done
 	l.ticket, err = s.o.Transfer.Submit(transfer.Request{
 		From: device.Host, Src: s.hostRange(l.id), To: l.handle.Device(), Dst: l.handle.Range(),
-		Priority: transfer.Rebalance, Done: done, Label: s.name(l.id) + " to peer",
+		Priority: transfer.Rebalance, Done: done, Label: transfer.Text(s.name(l.id) + " to peer"),
 	})
 	if err != nil {
 		done.Value--
@@ -475,7 +475,7 @@ func (s *Store) Swap(in, out ID) error {
 	w := &swap{in: in, out: out, to: s.spare[last], done: done}
 	w.ticket, err = s.o.Transfer.Submit(transfer.Request{
 		From: device.Host, Src: s.hostRange(in), To: s.o.Space, Dst: s.local.Range(w.to, s.plan.Layout.Size),
-		Priority: transfer.Rebalance, Done: done, Label: s.name(in) + " to stay",
+		Priority: transfer.Rebalance, Done: done, Label: transfer.Text(s.name(in) + " to stay"),
 	})
 	if err != nil {
 		done.Value--

@@ -21,38 +21,36 @@ type load struct{ bytes, rate float64 }
 
 // shift says how many bytes of what each peer is to send should come from the host
 // instead, so that all links end at the same time: the host has bytes of its own to
-// send, which only it can. Nothing is shifted where a rate is not known, which is 0.
-func shift(host load, peers []load) []float64 {
-	moved := make([]float64, len(peers))
+// send, which only it can. Nothing is shifted where a rate is not known, which is 0. The
+// result uses the room of moved.
+func shift(moved []float64, host load, peers []load) []float64 {
+	moved = append(moved[:0], make([]float64, len(peers))...)
 	if host.rate <= 0 || slices.ContainsFunc(peers, func(p load) bool { return p.rate <= 0 }) {
 		return moved
 	}
-	// Peers that would end before the others keep all of theirs.
-	slower := make([]bool, len(peers))
-	for i := range slower {
-		slower[i] = true
-	}
+	// Peers that would end before the others keep all of theirs: moved is -1 there.
 	for {
 		bytes, rate := host.bytes, host.rate
 		for i, p := range peers {
-			if slower[i] {
+			if moved[i] == 0 {
 				bytes, rate = bytes+p.bytes, rate+p.rate
 			}
 		}
 		end := bytes / rate // in seconds
 		again := false
 		for i, p := range peers {
-			if slower[i] && p.bytes <= end*p.rate {
-				slower[i], again = false, true
+			if moved[i] == 0 && p.bytes <= end*p.rate {
+				moved[i], again = -1, true
 			}
 		}
 		if again {
 			continue
 		}
 		for i, p := range peers {
-			if slower[i] && end > host.bytes/host.rate { // else the host is the last to end by itself
+			if moved[i] == 0 && end > host.bytes/host.rate { // else the host is the last to end by itself
 				moved[i] = p.bytes - end*p.rate
 			}
+			moved[i] = max(moved[i], 0)
 		}
 		return moved
 	}
@@ -92,13 +90,10 @@ func newRates(t *device.Topology, to device.Space) rates {
 }
 
 // update corrects the rates by the copies made since.
-func (r *rates) update(all []transfer.PathStats, to device.Space) {
+func (r *rates) update(e *transfer.Engine, to device.Space) {
 	r.atWork = 0
-	for _, p := range all {
-		i := slices.IndexFunc(r.links, func(l Link) bool { return l.From == p.From })
-		if i < 0 || p.To != to {
-			continue
-		}
+	for i := range r.links {
+		p := e.Path(device.Pair{From: r.links[i].From, To: to})
 		r.atWork = max(r.atWork, p.Busy-r.busy[i])
 		r.busy[i] = p.Busy
 		if r.known[i] == 0 {

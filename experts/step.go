@@ -55,7 +55,7 @@ func (s *Store) Begin() error {
 	}
 	s.mistrust = max(s.mistrust-1, 0)
 	s.carryOutSwaps()
-	s.rates.update(s.o.Transfer.Stats(), s.o.Space)
+	s.rates.update(s.o.Transfer, s.o.Space)
 	return nil
 }
 
@@ -360,6 +360,9 @@ func (s *Store) usable() error {
 
 // bringAll is bring for experts that are needed now.
 func (s *Store) bringAll(position int, missing []int, waves int) error {
+	if len(missing) == 0 {
+		return nil
+	}
 	whole, err := s.bring(position, missing, waves, transfer.Needed)
 	if err != nil {
 		return err
@@ -385,6 +388,9 @@ func (s *Store) bringAll(position int, missing []int, waves int) error {
 func (s *Store) updateRow(ctx context.Context, position int, compute device.Stream) error {
 	l := &s.layers[position]
 	l.sent = -1
+	if len(l.localAt) == l.residents && l.image != nil && !l.moved {
+		return nil
+	}
 	s.fillRow(l)
 	if bytes.Equal(l.row, l.image) {
 		l.moved = false
@@ -422,12 +428,19 @@ func (s *Store) Done(layer int, compute device.Stream) error {
 	if l.state == openLocal {
 		return fmt.Errorf("experts: done with layer %d: Choose comes first", layer)
 	}
+	if err := s.done(l, compute); err != nil {
+		return fmt.Errorf("experts: done with layer %d: %w", layer, err)
+	}
+	return nil
+}
+
+func (s *Store) done(l *layer, compute device.Stream) error {
 	l.endUse()
 	if len(l.missing()) == 0 && l.sent < 0 {
 		return nil
 	}
 	if err := compute.Raise(s.passed, s.passedValue+1); err != nil {
-		return fmt.Errorf("experts: done with layer %d: %w", layer, err)
+		return err
 	}
 	s.passedValue++
 	if l.sent >= 0 {
@@ -445,6 +458,56 @@ func (s *Store) Done(layer int, compute device.Stream) error {
 func (l *layer) endUse() {
 	l.state = shut
 	clear(l.guessed)
+}
+
+// UseAll is Open and Done of every layer in one, of a store that misses nothing: what
+// reads the layers is enqueued behind it. The tables are updated where that is due.
+func (s *Store) UseAll(ctx context.Context, compute device.Stream) error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for position, number := range s.plan.Layers {
+		l, err := s.opening(number)
+		if err == nil {
+			err = l.whole()
+		}
+		if err == nil {
+			err = s.openWhole(ctx, position, compute)
+		}
+		if err == nil {
+			err = s.done(l, compute)
+		}
+		if err != nil {
+			return fmt.Errorf("experts: use layer %d: %w", number, err)
+		}
+	}
+	return nil
+}
+
+// Local is the Use of a layer of which nothing is missing: the same at every Open, and
+// valid until Close.
+func (s *Store) Local(layer int) (Use, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	position, ok := s.position[layer]
+	err := errors.New("it has no experts")
+	if ok {
+		err = s.layers[position].whole()
+	}
+	if err != nil {
+		return Use{}, fmt.Errorf("experts: local experts of layer %d: %w", layer, err)
+	}
+	l := &s.layers[position]
+	use := l.use
+	use.Waves, use.All = []Wave{{Experts: l.ids}}, l.ids
+	return use, nil
+}
+
+// whole says why not all of the layer's experts are local.
+func (l *layer) whole() error {
+	if n := len(l.localAt) - l.residents; n > 0 {
+		return fmt.Errorf("%d of its experts are not local", n)
+	}
+	return nil
 }
 
 // Err is the first failure of a fetch since the last Reset, or nil. After the end
@@ -509,7 +572,7 @@ func (s *Store) Reset(ctx context.Context) error {
 			panic(fmt.Sprintf("experts: ring slot %d is held exclusively by somebody else", i))
 		}
 		exclusive.Settle()
-		sl.copies = sl.copies[:0]
+		s.forgetCopies(sl)
 		if sl.holds == nothing {
 			exclusive.Invalidate()
 		} else {
@@ -519,7 +582,11 @@ func (s *Store) Reset(ctx context.Context) error {
 	if s.err != nil {
 		s.log.Warn("experts were reset", "error", s.err, "slots_lost", lost)
 	}
-	s.fetches, s.err = nil, nil
+	for _, f := range s.fetches {
+		s.letGo(f)
+	}
+	clear(s.fetches)
+	s.fetches, s.err = s.fetches[:0], nil
 	return nil
 }
 

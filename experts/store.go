@@ -124,8 +124,11 @@ type Store struct {
 	stats    Stats
 	counts   counts
 	rates    rates
-	// scratch of bring.
-	runs []run
+	// What bring works with, and fetches that nobody refers to, to be used again.
+	runs  []run
+	after []transfer.Point
+	split split
+	spent []*fetch
 
 	without safeguards
 }
@@ -206,8 +209,12 @@ const (
 )
 
 // fetch is one copy into the ring, of experts that are neighbors in both places, or
-// of the part of them that comes from the host.
+// of the part of them that comes from the host. It names the copy.
 type fetch struct {
+	// layer by the model's number, and the experts copied.
+	layer, first, last int
+	// refs counts the lists that have it: Store.fetches, and slot.copies.
+	refs int
 	// ticket is nil where the copy was not submitted.
 	ticket *transfer.Ticket
 	done   transfer.Point
@@ -430,7 +437,7 @@ func (s *Store) firstUpload(ctx context.Context) (err error) {
 		value++
 		ticket, err := s.o.Transfer.Submit(transfer.Request{
 			From: device.Host, Src: src, To: s.o.Space, Dst: dst,
-			Priority: transfer.Needed, Label: label, Done: transfer.Point{Fence: fence, Value: value},
+			Priority: transfer.Needed, Label: transfer.Text(label), Done: transfer.Point{Fence: fence, Value: value},
 		})
 		if err == nil {
 			if err = ticket.Wait(ctx); err == nil {

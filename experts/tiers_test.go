@@ -711,7 +711,7 @@ func TestShift(t *testing.T) {
 		{load{0, 1}, []load{{10, 1}, {1, 1}}, []float64{5, 0}}, // the second ends first
 		{load{2, 2}, []load{{10, 2}, {8, 2}}, []float64{10 - 20./3, 8 - 20./3}},
 	} {
-		got := shift(c.host, c.peers)
+		got := shift(nil, c.host, c.peers)
 		if !slices.EqualFunc(got, c.want, func(a, b float64) bool { return math.Abs(a-b) < 1e-9 }) {
 			t.Errorf("shift(%v, %v) is %v, want %v", c.host, c.peers, got, c.want)
 		}
@@ -738,7 +738,7 @@ func TestShiftProperties(t *testing.T) {
 		for range rapid.IntRange(0, 4).Draw(t, "peers") {
 			peers = append(peers, load{float64(value.Draw(t, "bytes")), float64(rate.Draw(t, "rate"))})
 		}
-		moved := shift(host, peers)
+		moved := shift(nil, host, peers)
 		best := end(host, peers, moved)
 		for i := range moved {
 			if moved[i] < 0 || moved[i] > peers[i].bytes {

@@ -53,7 +53,7 @@ type Handle struct {
 	callback func(Revocation)
 	// ex is held in every state but live and ended. It belongs to the goroutine in
 	// Free, then to who holds Runtime.run.
-	ex      *residency.Exclusive
+	ex      residency.Exclusive
 	freedAt time.Duration
 	// reported says that a violation was.
 	reported bool

@@ -532,7 +532,6 @@ func (r *Runtime) place(s *slab, off, bytes int64, req Request, c *client) *Hand
 // forget takes h out of the accounts.
 func (r *Runtime) forget(h *Handle, end handleState) {
 	h.ex.Invalidate()
-	h.ex = nil
 	h.state = end
 	n := h.slab.segments.used[h.off]
 	h.slab.segments.put(h.off)

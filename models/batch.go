@@ -1,10 +1,10 @@
 package models
 
 import (
-	"encoding/binary"
 	"errors"
 	"fmt"
 	"math"
+	"unsafe"
 
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/kernels"
@@ -126,6 +126,16 @@ func (h *HostBatch) Logits() int { return len(h.logitRows) }
 
 // Adjusts is the number of adjusted tokens so far, of all logit rows.
 func (h *HostBatch) Adjusts() int { return len(h.adjustIDs) }
+
+// MaxContext is the most tokens of a sequence so far.
+func (h *HostBatch) MaxContext() int { return h.maxContext }
+
+// Widen makes h look as if its longest sequence had so many tokens, where that is more,
+// or MaxModelLen, where that is less, so that Batches of different steps are equal.
+func (m *Model) Widen(h *HostBatch, context int) {
+	h.maxContext = max(h.maxContext, min(context, m.Limits.MaxModelLen))
+	h.widest = max(h.widest, (h.maxContext+m.Limits.BlockTokens-1)/m.Limits.BlockTokens)
+}
 
 // Append adds a sequence to h, for m's block size and RoPE table, and returns
 // the row, within h, of its first token.
@@ -306,16 +316,12 @@ func PackBatch(h *HostBatch, dst []byte, base device.Addr) (Batch, int64, error)
 	}
 	ints := func(v []int32) kernels.Tensor {
 		x, out := place(kernels.I32, len(v))
-		putInts(out, v)
+		put(out, v)
 		return x
 	}
 	floats := func(v []float32) kernels.Tensor {
 		x, out := place(kernels.F32, len(v))
-		if out != nil {
-			for i, f := range v {
-				binary.LittleEndian.PutUint32(out[4*i:], math.Float32bits(f))
-			}
-		}
+		put(out, v)
 		return x
 	}
 	b.IDs, b.RopeRows, b.Slots = ints(h.ids), ints(h.ropeRows), ints(h.slots)
@@ -326,7 +332,7 @@ func PackBatch(h *HostBatch, dst []byte, base device.Addr) (Batch, int64, error)
 		clear(table)
 		from := 0
 		for i, end := range h.blockEnds {
-			putInts(table[4*i*h.widest:], h.blocks[from:end])
+			put(table[4*i*h.widest:], h.blocks[from:end])
 			from = end
 		}
 	}
@@ -335,11 +341,7 @@ func PackBatch(h *HostBatch, dst []byte, base device.Addr) (Batch, int64, error)
 		b.Temperature = floats(h.temperatures)
 		var out []byte
 		b.Seeds, out = place(kernels.U64, b.Logits)
-		if out != nil {
-			for i, s := range h.seeds {
-				binary.LittleEndian.PutUint64(out[8*i:], s)
-			}
-		}
+		put(out, h.seeds)
 		if h.usesTopK {
 			b.TopK = ints(h.topK)
 		}
@@ -354,7 +356,7 @@ func PackBatch(h *HostBatch, dst []byte, base device.Addr) (Batch, int64, error)
 			b.AdjustStarts, starts = place(kernels.I32, b.Logits+1)
 			if starts != nil {
 				clear(starts[:4])
-				putInts(starts[4:], h.adjustEnds)
+				put(starts[4:], h.adjustEnds)
 			}
 			b.AdjustIDs, b.AdjustSeen, b.AdjustBias = ints(h.adjustIDs), ints(h.adjustSeen), floats(h.adjustBias)
 			b.Repetition, b.Presence, b.Frequency = floats(h.repetition), floats(h.presence), floats(h.frequency)
@@ -367,12 +369,8 @@ func PackBatch(h *HostBatch, dst []byte, base device.Addr) (Batch, int64, error)
 	return b, used, nil
 }
 
-// putInts writes v to dst; a nil dst has no room, which PackBatch reports.
-func putInts(dst []byte, v []int32) {
-	if dst == nil {
-		return
-	}
-	for i, x := range v {
-		binary.LittleEndian.PutUint32(dst[4*i:], uint32(x))
-	}
+// put writes v to dst, in the order of bytes that host and device have; a nil dst has no
+// room, which PackBatch reports.
+func put[T int32 | uint64 | float32](dst []byte, v []T) {
+	copy(dst, unsafe.Slice((*byte)(unsafe.Pointer(unsafe.SliceData(v))), len(v)*int(unsafe.Sizeof(*new(T)))))
 }

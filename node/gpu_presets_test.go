@@ -30,6 +30,7 @@ var (
 	batches   = flag.String("batches", "1,32,324", "sequences that TestGPUPresets decodes at once")
 	cut       = flag.Int("layers", 0, "layers that TestGPUPresets cuts presets to; 0: none")
 	hostGiB   = flag.Float64("host-gib", 0, "memory of the host, where the system does not say all it has")
+	eager     = flag.Bool("eager", false, "TestGPUPresets enqueues every kernel by itself, without graphs")
 	stepsFile = flag.String("steps", "", "file to which TestGPUPresets appends its times, a JSON object a line")
 )
 
@@ -53,10 +54,24 @@ type timing struct {
 
 const (
 	presetPrompt = 77 // tokens, the mean of MTBench
-	presetSteps  = 5  // decoded; the first is not timed
 	presetRows   = 8192
-	presetBlocks = 6 // of a sequence's cache
+	// So many steps are decoded, of few sequences and of many; the first are not timed: there
+	// a step becomes a graph.
+	presetFew, presetSteps, presetManySteps, presetFirst = 32, 24, 12, 3
 )
+
+// decodes is how many steps so many sequences decode.
+func decodes(sequences int) int {
+	if sequences <= presetFew {
+		return presetSteps
+	}
+	return presetManySteps
+}
+
+// presetBlocks is what the cache of each of so many sequences takes.
+func presetBlocks(sequences int) int {
+	return (presetPrompt + decodes(sequences) + kvcache.DefaultBlockTokens) / kvcache.DefaultBlockTokens
+}
 
 // TestGPUPresets runs whole presets with dummy weights and experts in host memory or
 // on a peer: tokens are the same at every fraction. It times steps.
@@ -121,16 +136,19 @@ func runPreset(t *testing.T, name string, fraction float64, tier string, note fu
 		}
 		sizes = append(sizes, n)
 	}
-	most := slices.Max(sizes)
+	most, blocks := slices.Max(sizes), 0
+	for _, n := range sizes {
+		blocks = max(blocks, n*presetBlocks(n))
+	}
 	start := time.Now()
 	n, err := node.Open(t.Context(), node.Options{Settings: gpuSettings(func(s *configs.Settings) {
 		s.Model, s.LoadFormat, s.OffloadFraction, s.NumHiddenLayers = name, "dummy", fraction, *cut
-		s.HostMemoryGiB, s.OffloadTier = *hostGiB, tier
+		s.HostMemoryGiB, s.OffloadTier, s.EnforceEager = *hostGiB, tier, *eager
 		if tier == "peer" {
 			s.Peers, s.MigrationLimit = *peer, "0"
 		}
-		s.MaxNumBatchedTokens, s.MaxNumSeqs, s.MaxModelLen = presetRows, most, presetBlocks*kvcache.DefaultBlockTokens
-		s.NumKVBlocks, s.GPUMemoryUtilization = most*presetBlocks, 0.98
+		s.MaxNumBatchedTokens, s.MaxNumSeqs, s.MaxModelLen = presetRows, most, presetBlocks(1)*kvcache.DefaultBlockTokens
+		s.NumKVBlocks, s.GPUMemoryUtilization = blocks, 0.98
 	})})
 	if err != nil {
 		t.Fatal(err)
@@ -171,19 +189,23 @@ func runPreset(t *testing.T, name string, fraction float64, tier string, note fu
 		x.Kind, x.Rows, x.Seconds = "decode", batch, 0
 		before, began := n.Traffic(), time.Now()
 		stalls := n.Pipeline().Stalls()
-		for i := range presetSteps {
+		steps, graphs := decodes(batch), n.Pipeline().Graphs()
+		for i := range steps {
 			took := b.step(b.sequences, h)
-			if i > 0 {
-				x.Seconds += took.Seconds() / (presetSteps - 1)
+			if i >= presetFirst {
+				x.Seconds += took.Seconds() / float64(steps-presetFirst)
 			}
 		}
+		now := n.Pipeline().Graphs()
+		t.Logf("fraction %v in %s, %d sequences: %d of %d steps were graphs, of which %d were taken down in %v",
+			fraction, tier, batch, now.Launched-graphs.Launched, steps, now.Captured-graphs.Captured, now.CaptureTime-graphs.CaptureTime)
 		logTraffic(t, fmt.Sprintf("fraction %v in %s, %d sequences", fraction, tier, batch), before, n.Traffic(), time.Since(began))
 		for cause, s := range n.Pipeline().Stalls().ByName() {
 			if s -= stalls.ByName()[cause]; s > 0 {
-				t.Logf("fraction %v in %s, %d sequences: stalls of %s %.2f ms a step", fraction, tier, batch, cause, 1e3*s/presetSteps)
+				t.Logf("fraction %v in %s, %d sequences: stalls of %s %.2f ms a step", fraction, tier, batch, cause, 1e3*s/float64(steps))
 			}
 		}
-		x.Floor = floor(c, batch, batch, presetPrompt+presetSteps/2, fraction, rate)
+		x.Floor = floor(c, batch, batch, presetPrompt+steps/2, fraction, rate)
 		note(x)
 		b.free()
 	}
@@ -300,8 +322,5 @@ func TestFloor(t *testing.T) {
 	}
 	if got := 324 / floor(c, 324, 324, 93, 1, peerRate+hostRate); math.Abs(got-1620) > 10 {
 		t.Errorf("%.0f tokens/s with all experts on a peer and both links, want 1620", got)
-	}
-	if kvcache.DefaultBlockTokens*presetBlocks < presetPrompt+presetSteps+1 {
-		t.Error("the KV cache of TestGPUPresets is too small")
 	}
 }

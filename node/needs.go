@@ -110,7 +110,10 @@ func (n *Node) needs(o *Options) (*needs, error) {
 // steps says how the settings have steps run, without what runs them.
 func (n *Node) steps(o *Options) pipeline.Options {
 	p := n.footprint.steps(n.limits, wayOf(&o.Settings))
-	p.Machine, p.Space = n.machine, n.space
+	p.Machine, p.Space, p.Log = n.machine, n.space, n.log
+	if n.settings.EnforceEager {
+		p.Graphs = -1
+	}
 	if p.HostAttention != nil {
 		p.HostAttention = n.host
 	}

@@ -125,7 +125,9 @@ func run(t *testing.T, n *node.Node, all []*drawing, chunk int) string {
 			}
 			d.tokens = append(d.tokens, res.Sampled[row])
 			if d.draw.LogProbs {
-				d.probs = append(d.probs, res.LogProbs[row])
+				p := res.LogProbs[row] // valid until the next step
+				p.TopIDs, p.Top = slices.Clone(p.TopIDs), slices.Clone(p.Top)
+				d.probs = append(d.probs, p)
 			} else if res.LogProbs != nil && res.LogProbs[row].TopIDs != nil {
 				t.Errorf("log-probabilities that nobody asked for")
 			}

@@ -20,6 +20,9 @@ type Traffic struct {
 	Harvest map[string]map[string]int64
 	// Revocations counts pieces of borrowed memory that were revoked, by reason.
 	Revocations map[string]int64
+	// GraphCaptures and GraphLaunches count decode steps that were taken down as CUDA
+	// graphs, and that ran as one.
+	GraphCaptures, GraphLaunches int64
 	// Stalls is for how long, in seconds, the compute device has stood still within
 	// steps, by cause: see pipeline.Cause.
 	Stalls map[string]float64
@@ -34,6 +37,7 @@ func (n *Node) Traffic() Traffic {
 			resident[tier]++
 		}
 	}
+	graphs := n.pipe.Graphs()
 	t := Traffic{
 		Hits: byTier(stats.Hits[:]), Fetched: byTier(stats.Fetched[:]), Resident: byTier(resident),
 		Moves: map[string]int64{
@@ -41,7 +45,7 @@ func (n *Node) Traffic() Traffic {
 		},
 		MovedBytes: stats.MovedBytes, Guesses: stats.Guessed, GuessesRight: stats.GuessedRight,
 		Copied: map[string]int64{}, Harvest: map[string]map[string]int64{}, Revocations: map[string]int64{},
-		Stalls: n.pipe.Stalls().ByName(),
+		Stalls: n.pipe.Stalls().ByName(), GraphCaptures: graphs.Captured, GraphLaunches: graphs.Launched,
 	}
 	for _, p := range n.transfer.Stats() {
 		t.Copied[p.From.String()+">"+p.To.String()] += p.Bytes

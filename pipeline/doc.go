@@ -19,6 +19,9 @@
 // the device runs experts for one while the host attends for the other. MicroBatchwise
 // is CGOPipe's order, to compare with. docs/PIPELINE.md has diagrams.
 //
+// Where nothing is missing, a decode step that comes again and again is one graph, with
+// the same results: see docs/PIPELINE.md.
+//
 // A meter counts for how long the compute stream stands still, by Cause.
 //
 // # What it is not

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"log/slog"
 	"slices"
 
 	"github.com/moeserve/moeserve/device"
@@ -64,6 +65,11 @@ type Options struct {
 	// HostLogits keeps room in pinned memory for the logits of a step, for those
 	// who ask for them. Default: off.
 	HostLogits bool
+	// Graphs is how many decode steps are kept as graphs, at most, where streams are
+	// device.Capturers and every expert is local; negative: none. Default: 16.
+	Graphs int
+	// Log hears of what makes steps slower. Default: nobody.
+	Log *slog.Logger
 }
 
 // Sequence is one sequence's part of a step.
@@ -101,7 +107,7 @@ type Step struct {
 }
 
 // Result is what a step gives, in the order of its sequences and, within one,
-// of its logit rows.
+// of its logit rows. All of it is valid until the next step.
 type Result struct {
 	// Sampled tokens, one per logit row.
 	Sampled []int32
@@ -125,7 +131,7 @@ type LogProb struct {
 }
 
 // Pipeline carries steps out on one compute stream. One goroutine uses it, but for
-// Stalls.
+// Stalls and Graphs.
 type Pipeline struct {
 	o       Options
 	compute device.Stream
@@ -139,17 +145,21 @@ type Pipeline struct {
 	// step's micro-batches lies one behind another, uploaded bytes so far.
 	pinned, rows device.Memory
 	uploaded     int64
-	// back is where what the device knows lands in pinned memory: see places.
+	// back is where what the device knows lands in pinned memory, at these places.
 	back device.Memory
+	at   places
+	out  out
 
 	groups  []group
 	batches []microBatch
-	// The step is cut into so many micro-batches; chosenOnly says which plan it has.
-	cutInto    int
-	chosenOnly bool
+	// The step is cut into so many micro-batches; chosenOnly says which plan it has, and
+	// decode that each of its sequences has one row.
+	cutInto            int
+	chosenOnly, decode bool
 	// wanted says of each logit row of the step whether log-probabilities are asked.
 	wanted []bool
 	plans  map[planKey][]Action
+	graphs graphs
 	pace   pace
 
 	// answered is raised when a choice or a guess has come back: the step's latest
@@ -178,6 +188,9 @@ func New(o Options) (_ *Pipeline, err error) {
 	if o.MicroBatchRows <= 0 || o.MicroBatchRows > l.MaxRows {
 		o.MicroBatchRows = l.MaxRows
 	}
+	if o.Log == nil {
+		o.Log = slog.New(slog.DiscardHandler)
+	}
 	p := &Pipeline{o: o, plans: map[planKey][]Action{}}
 	for _, m := range []*models.Model{o.Model, o.Second}[:o.Groups()] {
 		if m == nil {
@@ -198,6 +211,7 @@ func New(o Options) (_ *Pipeline, err error) {
 		p.counts = make([]int64, c.Layers*c.Experts)
 	}
 	p.batches = make([]microBatch, o.mostBatches(l.MaxRows))
+	p.at = placesOf(c, l, len(p.groups))
 	bytes := o.RowDataBytes(l)
 	if p.pinned, err = o.Machine.Alloc(device.Host, bytes, "row data, pinned"); err != nil {
 		return p, fmt.Errorf("pipeline: %w", err)
@@ -212,6 +226,7 @@ func New(o Options) (_ *Pipeline, err error) {
 		return p, fmt.Errorf("pipeline: %w", err)
 	}
 	p.meter.machine, p.meter.stream = o.Machine, p.compute
+	p.openGraphs()
 	if p.done, err = o.Machine.NewEvent(); err != nil {
 		return p, fmt.Errorf("pipeline: %w", err)
 	}
@@ -268,12 +283,33 @@ func (p *Pipeline) Step(ctx context.Context, s *Step) (Result, error) {
 		}
 	}
 	if err == nil {
-		err = p.carryOut(ctx, p.plan(shape))
-	}
-	if err == nil {
-		err = p.bring(shape.MicroBatches, s.Logits)
+		err = p.enqueue(ctx, shape, s.Logits)
 	}
 	return p.finish(ctx, s.Logits, err)
+}
+
+// enqueue enqueues a step, and marks its end.
+func (p *Pipeline) enqueue(ctx context.Context, shape Shape, withLogits bool) error {
+	n := shape.MicroBatches
+	plan := p.plan(shape)
+	uploads, rest := plan[:n], plan[n:] // plans begin with them
+	if err := p.carryOut(ctx, uploads); err != nil {
+		return err
+	}
+	graph, again := p.graphs.find(p.batches[:n], p.decode)
+	var err error
+	if graph != nil {
+		err = p.launch(ctx, graph)
+	} else {
+		err = p.carryOut(ctx, rest)
+	}
+	if err == nil {
+		err = p.bring(n, withLogits)
+	}
+	if err == nil && again {
+		p.capture(ctx, rest)
+	}
+	return err
 }
 
 // plan of a step.
@@ -367,7 +403,7 @@ func (p *Pipeline) do(ctx context.Context, a Action, use *experts.Use, fetched *
 // doAsked enqueues an action of those steps whose host is told what routers choose.
 func (p *Pipeline) doAsked(ctx context.Context, a Action, g *group, use *experts.Use, fetched *[]experts.Wave) (err error) {
 	s, m := p.compute, g.model
-	at := p.places()
+	at := &p.at
 	switch a.Kind {
 	case Ask:
 		ids, _ := m.Routing(g.rows)
@@ -533,7 +569,7 @@ func (p *Pipeline) drop(ctx context.Context, cause error) error {
 
 // Close releases stream and buffers. No step may be running.
 func (p *Pipeline) Close() error {
-	var errs []error
+	errs := []error{p.graphs.close()}
 	if p.attention != nil {
 		errs = append(errs, p.attention.close())
 	}

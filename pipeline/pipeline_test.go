@@ -41,6 +41,8 @@ type rig struct {
 	store *experts.Store
 	kv    *kvcache.Pool
 	p     *Pipeline
+	// capturing is the pipeline's machine where steps may be graphs.
+	capturing *capturing
 
 	// before, if set, is called before each step of run, with its number.
 	before func(step int)
@@ -85,14 +87,20 @@ func newRig(t *testing.T, fixture string, fraction float64, mo emulated.Options,
 	backend := cpu.New(cpu.Options{})
 	closers = append(closers, backend.Close)
 
-	limits := models.Limits{MaxRows: 64, MaxSeqs: 8, MaxLogits: 64, MaxModelLen: 64, BlockTokens: 16, MaxTopLogProbs: 3}
+	limits := models.Limits{MaxRows: 64, MaxSeqs: 8, MaxLogits: 64, MaxModelLen: 192, BlockTokens: 16, MaxAdjust: 64, MaxTopLogProbs: 3}
+	var machine device.Machine = m
+	var enqueuing kernels.Backend = backend
+	if o.Graphs > 0 {
+		r.capturing = &capturing{Machine: m}
+		machine, enqueuing = r.capturing, capturingBackend{backend}
+	}
 	arena := alloc(space, layout.Bytes)
 	group := o.GroupLimits(limits)
 	weights := layout.Bind(arena.Range(0, 1).Addr)
 	var ms [2]*models.Model
 	for i := range o.Groups() {
 		ws := alloc(space, models.WorkspaceBytes(c, backend, group))
-		ms[i], err = models.NewModel(c, weights, backend, ws.Range(0, ws.Bytes()), group)
+		ms[i], err = models.NewModel(c, weights, enqueuing, ws.Range(0, ws.Bytes()), group)
 		check(t, err)
 	}
 
@@ -145,12 +153,12 @@ func newRig(t *testing.T, fixture string, fraction float64, mo emulated.Options,
 	if o.HostAttention != nil {
 		kvSpace = device.Host
 	}
-	r.kv, err = kvcache.New(kvcache.Options{Machine: m, Space: kvSpace, Blocks: 32, Shape: kvcache.Shape{
+	r.kv, err = kvcache.New(kvcache.Options{Machine: m, Space: kvSpace, Blocks: 96, Shape: kvcache.Shape{
 		Layers: c.Layers, KVHeads: c.KVHeads, HeadDim: c.HeadDim, DType: backend.ActivationDType(), BlockTokens: limits.BlockTokens,
 	}})
 	check(t, err)
 	closers = append(closers, r.kv.Close)
-	o.Machine, o.Space, o.Model, o.Second, o.Limits = m, space, ms[0], ms[1], limits
+	o.Machine, o.Space, o.Model, o.Second, o.Limits = machine, space, ms[0], ms[1], limits
 	o.Experts, o.KV, o.HostLogits = r.store, r.kv, true
 	r.p, err = New(o)
 	check(t, err)

@@ -59,11 +59,9 @@ func placesOf(c *models.Config, l models.Limits, groups int) places {
 
 func align(n int64) int64 { return (n + 255) / 256 * 256 }
 
-func (p *Pipeline) places() places { return placesOf(p.o.Model.Config, p.o.Limits, len(p.groups)) }
-
 // bring enqueues the copies of what n micro-batches give, and marks their end.
 func (p *Pipeline) bring(n int, withLogits bool) error {
-	at := p.places()
+	at := &p.at
 	if err := p.bringCounts(p.back, at.counts); err != nil {
 		return err
 	}
@@ -154,46 +152,59 @@ func (p *Pipeline) finish(ctx context.Context, withLogits bool, err error) (Resu
 		return Result{}, err
 	}
 	p.pace.end(p.o.Machine.Now(), stalls[ExpertCopy])
-	c, at, logits := p.o.Model.Config, p.places(), len(p.wanted)
 	if len(p.counts) > 0 {
-		p.readCounts(p.back, at.counts)
+		p.readCounts(p.back, p.at.counts)
 		p.o.Experts.Activated(p.counts)
 	}
-	r := Result{Sampled: make([]int32, logits)}
-	if logits == 0 {
-		return r, nil
-	}
-	p.ints(r.Sampled, 0)
+	o, logits := &p.out, len(p.wanted)
+	o.sampled = room(o.sampled, logits)
+	p.ints(o.sampled, 0)
+	r := Result{Sampled: o.sampled}
 	if slices.Contains(p.wanted, true) {
-		r.LogProbs = p.logProbs(at)
+		r.LogProbs = p.logProbs()
 	}
 	if withLogits {
-		all := make([]float32, logits*c.Vocab)
-		p.floats(all, at.logits)
+		vocab := p.o.Model.Config.Vocab
+		o.logits, o.rows = room(o.logits, logits*vocab), o.rows[:0]
+		p.floats(o.logits, p.at.logits)
 		for i := range logits {
-			r.Logits = append(r.Logits, all[i*c.Vocab:][:c.Vocab:c.Vocab])
+			o.rows = append(o.rows, o.logits[i*vocab:][:vocab:vocab])
 		}
+		r.Logits = o.rows
 	}
 	return r, nil
 }
 
+// out is the memory of Results, used again by every step.
+type out struct {
+	sampled     []int32
+	logits      []float32
+	rows        [][]float32
+	probs       []LogProb
+	chosen, top []float32
+	topIDs      []int32
+}
+
+// room returns n elements, where an earlier step has left so many in its own.
+func room[T any](s []T, n int) []T { return slices.Grow(s[:0], n)[:n] }
+
 // logProbs reads those of the rows that want them.
-func (p *Pipeline) logProbs(at places) []LogProb {
-	n := p.o.Model.Limits.TopLogProbs(p.o.Model.Config)
-	rows := make([]LogProb, len(p.wanted))
+func (p *Pipeline) logProbs() []LogProb {
+	o, n, rows := &p.out, p.o.Model.Limits.TopLogProbs(p.o.Model.Config), len(p.wanted)
+	o.chosen, o.topIDs, o.top = room(o.chosen, rows), room(o.topIDs, rows*n), room(o.top, rows*n)
+	o.probs = room(o.probs, rows)
+	clear(o.probs)
 	for i, wanted := range p.wanted {
 		if !wanted {
 			continue
 		}
-		var chosen [1]float32
-		l := LogProb{TopIDs: make([]int32, n), Top: make([]float32, n)}
-		p.floats(chosen[:], at.chosen+4*int64(i))
-		p.ints(l.TopIDs, at.topIDs+4*int64(i*n))
-		p.floats(l.Top, at.top+4*int64(i*n))
-		l.Chosen = chosen[0]
-		rows[i] = l
+		topIDs, top := o.topIDs[i*n:][:n:n], o.top[i*n:][:n:n]
+		p.floats(o.chosen[i:i+1], p.at.chosen+4*int64(i))
+		p.ints(topIDs, p.at.topIDs+4*int64(i*n))
+		p.floats(top, p.at.top+4*int64(i*n))
+		o.probs[i] = LogProb{Chosen: o.chosen[i], TopIDs: topIDs, Top: top}
 	}
-	return rows
+	return o.probs
 }
 
 // ints and floats read what came back at a place in pinned memory.

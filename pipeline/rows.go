@@ -116,7 +116,7 @@ func (p *Pipeline) cut(s *Step) (shape Shape, err error) {
 	if err != nil {
 		return shape, err
 	}
-	shape, p.chosenOnly = p.shape, total <= p.o.SmallBatchRows
+	shape, p.chosenOnly, p.decode = p.shape, total <= p.o.SmallBatchRows, total == len(s.Sequences)
 	n, each := p.o.batches(total)
 	shape.MicroBatches, p.cutInto = n, n
 	shape.Groups = min(len(p.groups), n)
@@ -167,6 +167,7 @@ func (p *Pipeline) cut(s *Step) (shape Shape, err error) {
 			from = to
 		}
 	}
+	p.round()
 	return shape, nil
 }
 

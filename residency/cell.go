@@ -85,14 +85,14 @@ func (c *Cell) State() (generation uint32, available bool, references int) {
 
 // BeginExclusive keeps new readers out. It fails where somebody else does so
 // already. It does not wait for readers that are in: see Exclusive.Drain.
-func (c *Cell) BeginExclusive() (*Exclusive, bool) {
+func (c *Cell) BeginExclusive() (Exclusive, bool) {
 	for {
 		old := c.word.Load()
 		if word(old).exclusive() {
-			return nil, false
+			return Exclusive{}, false
 		}
 		if c.word.CompareAndSwap(old, old|uint64(exclusiveBit)) {
-			return &Exclusive{cell: c}, true
+			return Exclusive{cell: c}, true
 		}
 	}
 }
@@ -201,7 +201,8 @@ func later(points []Point, p Point) []Point {
 }
 
 // Exclusive is the right to change what a cell holds. It ends with Replace,
-// Invalidate or End, and is used by one goroutine at a time.
+// Invalidate or End, once, through the variable that holds it, and is used by one
+// goroutine at a time.
 type Exclusive struct{ cell *Cell }
 
 // Drain waits until all references are gone and everything their holders had
@@ -253,7 +254,7 @@ func (e *Exclusive) Points() []Point {
 
 // Settle forgets the points: the owner knows by other means that nothing of the
 // former readers reads any more, because their stream was drained after it failed.
-func (e *Exclusive) Settle() { e.held().setPoints(nil) }
+func (e *Exclusive) Settle() { e.held().forgetAll() }
 
 // Replace says that a new object is here, or will be for everyone who waits for
 // its arrival, ends the exclusive right and returns the new generation. There are
@@ -277,7 +278,7 @@ func (e *Exclusive) finish(valid bool) word {
 	c := e.held()
 	e.mustBeDrained("replace or invalidate")
 	if valid {
-		c.setPoints(nil)
+		c.forgetAll()
 	}
 	e.cell = nil
 	w := word(c.word.Load()).next(valid)
@@ -296,6 +297,14 @@ func (e *Exclusive) held() *Cell {
 		panic("residency: an exclusive right is used after its end")
 	}
 	return e.cell
+}
+
+// forgetAll keeps the room of the points.
+func (c *Cell) forgetAll() {
+	c.mu.Lock()
+	clear(c.points)
+	c.points = c.points[:0]
+	c.mu.Unlock()
 }
 
 func (c *Cell) setPoints(p []Point) {

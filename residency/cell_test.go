@@ -67,7 +67,7 @@ func TestMachine(t *testing.T) {
 					t.Fatalf("began: %t, want %t", ok, want)
 				}
 				if ok {
-					exclusive = e
+					exclusive = &e
 				}
 			},
 			"drain": func(t *rapid.T) {

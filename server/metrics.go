@@ -37,6 +37,9 @@ type Stats struct {
 	// memory that was borrowed, by reason.
 	HarvestBytes map[string]map[string]int64
 	Revocations  map[string]int64
+	// GraphCaptures and GraphLaunches count decode steps taken down as CUDA graphs, and run
+	// as one.
+	GraphCaptures, GraphLaunches int64
 	// StallSeconds of the compute device within steps, by cause.
 	StallSeconds map[string]float64
 }
@@ -195,6 +198,7 @@ type stateCollector struct {
 	hits, fetched, resident, paths            *prometheus.Desc
 	moves, rebalanced, guesses, right         *prometheus.Desc
 	harvested, revocations, stalls            *prometheus.Desc
+	captures, launches                        *prometheus.Desc
 }
 
 func newStateCollector(model *atomic.Pointer[Model], labels prometheus.Labels) *stateCollector {
@@ -222,6 +226,8 @@ func newStateCollector(model *atomic.Pointer[Model], labels prometheus.Labels) *
 		harvested:   desc("moeserve_harvest_bytes", "Memory of a peer, by who has it.", "device", "state"),
 		revocations: desc("moeserve_harvest_revocations_total", "Pieces of borrowed memory that were revoked.", "reason"),
 		stalls:      desc("moeserve_pipeline_stall_seconds_total", "For how long the compute device stood still within steps.", "cause"),
+		captures:    desc("moeserve_pipeline_graph_captures_total", "Decode steps that were taken down as a CUDA graph."),
+		launches:    desc("moeserve_pipeline_graph_launches_total", "Decode steps that ran as a CUDA graph."),
 	}
 }
 
@@ -230,6 +236,7 @@ func (c *stateCollector) Describe(ch chan<- *prometheus.Desc) {
 	for _, d := range []*prometheus.Desc{
 		c.waiting, c.running, c.kv, c.config, c.preemptions, c.hits, c.fetched, c.resident, c.paths,
 		c.moves, c.rebalanced, c.guesses, c.right, c.harvested, c.revocations, c.stalls,
+		c.captures, c.launches,
 	} {
 		ch <- d
 	}
@@ -275,6 +282,8 @@ func (c *stateCollector) Collect(ch chan<- prometheus.Metric) {
 	counter(c.rebalanced, stats.RebalancedBytes)
 	counter(c.guesses, stats.Guesses)
 	counter(c.right, stats.GuessesRight)
+	counter(c.captures, stats.GraphCaptures)
+	counter(c.launches, stats.GraphLaunches)
 	for _, device := range slices.Sorted(maps.Keys(stats.HarvestBytes)) {
 		states := stats.HarvestBytes[device]
 		for _, state := range slices.Sorted(maps.Keys(states)) {

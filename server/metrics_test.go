@@ -57,7 +57,7 @@ func TestMetrics(t *testing.T) {
 					ExpertResident: map[string]int64{"host": 7}, PathBytes: map[string]int64{"host>gpu0": 8},
 					ExpertMoves: map[string]int64{"promoted": 9}, RebalancedBytes: 10, Guesses: 11, GuessesRight: 12,
 					HarvestBytes: map[string]map[string]int64{"gpu1": {"used": 13, "free": 14}}, Revocations: map[string]int64{"pressure": 15},
-					StallSeconds: map[string]float64{"expert-copy": 16.5},
+					StallSeconds: map[string]float64{"expert-copy": 16.5}, GraphCaptures: 17, GraphLaunches: 18,
 				}
 			}
 		},
@@ -101,6 +101,8 @@ func TestMetrics(t *testing.T) {
 		`moeserve_harvest_bytes{device="gpu1",state="free"}`:                     14,
 		`moeserve_harvest_revocations_total{reason="pressure"}`:                  15,
 		`moeserve_pipeline_stall_seconds_total{cause="expert-copy"}`:             16.5,
+		`moeserve_pipeline_graph_captures_total`:                                 17,
+		`moeserve_pipeline_graph_launches_total`:                                 18,
 		"moeserve_harvest_drain_seconds_count":                                   1,
 		"moeserve_harvest_drain_seconds_sum":                                     2,
 	} {

@@ -20,7 +20,7 @@
 //		Priority: transfer.Prefetch,
 //		After:    []transfer.Point{lastReader},
 //		Done:     transfer.Point{Fence: landed, Value: 7},
-//		Label:    "layer 3 wave 1",
+//		Label:    transfer.Text("layer 3 wave 1"),
 //	})
 //	…
 //	compute.Await(landed, 7)             // the consumer's stream waits by itself

@@ -88,12 +88,11 @@ func (e *Engine) Submit(r Request) (*Ticket, error) {
 	if err != nil {
 		return nil, fmt.Errorf("transfer: %s: %w", r.name(), err)
 	}
-	req := &request{Request: r, after: slices.Clone(r.After)}
-	req.After = nil
-	if err := l.submit(req); err != nil {
+	t, err := l.submit(r)
+	if err != nil {
 		return nil, fmt.Errorf("transfer: %s: %w", r.name(), err)
 	}
-	return &Ticket{link: l, req: req}, nil
+	return t, nil
 }
 
 func (r *Request) validate() error {
@@ -115,7 +114,7 @@ func (r *Request) validate() error {
 }
 
 func (r *Request) name() string {
-	if r.Label == "" {
+	if r.Label == nil {
 		return fmt.Sprintf("copy of %d bytes from %s to %s", r.Src.Bytes, r.From, r.To)
 	}
 	return fmt.Sprintf("%s (%d bytes from %s to %s)", r.Label, r.Src.Bytes, r.From, r.To)
@@ -156,6 +155,17 @@ type PathStats struct {
 	Retries, Failed int64
 	// Busy is for how long a chunk was with the device, on the machine's clock.
 	Busy time.Duration
+}
+
+// Path says what the link of one pair of memories has done so far.
+func (e *Engine) Path(pair device.Pair) PathStats {
+	e.mu.Lock()
+	l := e.links[pair]
+	e.mu.Unlock()
+	if l == nil {
+		return PathStats{From: pair.From, To: pair.To}
+	}
+	return l.snapshot()
 }
 
 // Stats says what every link has done so far, in the order of (From, To).

@@ -350,7 +350,7 @@ func TestChunkFailsTwice(t *testing.T) {
 				return p.Src.Addr == a.Range(100*nth, 1).Addr
 			}})
 			qa := r.down(da, a, transfer.Prefetch)
-			qa.Label = "the one that fails"
+			qa.Label = transfer.Text("the one that fails")
 			consumer := r.stream(device.HBM(0), "consumer")
 			ta, tb := r.submit(qa), r.submit(r.down(db, b, transfer.Prefetch))
 			if err := consumer.Await(qa.Done.Fence, qa.Done.Value); err != nil {

@@ -42,7 +42,9 @@ type link struct {
 	blocked []*waiting
 	// waiters are all host streams made for this, idle those that wait for nothing,
 	// broken those whose points have failed, and they with them.
-	waiters, idle, broken []device.Executor
+	waiters, idle, broken []*waiting
+	// requests are there to be used again.
+	requests []*request
 	// marks are fences for request.mark that no request uses.
 	marks []Point
 	// recovering: the stream is being drained after a failure and takes no chunks.
@@ -65,11 +67,12 @@ type flight struct {
 }
 
 // waiting is a stream that waits for After points, with the requests that have
-// them.
+// them, and what it does then.
 type waiting struct {
 	after  []Point
 	reqs   []*request
 	stream device.Executor
+	start  device.Work
 }
 
 func newLink(o Options, pair device.Pair) (l *link, err error) {
@@ -114,31 +117,59 @@ func (l *link) newHostStream(name string) (device.Executor, error) {
 	return x, nil
 }
 
-// submit takes the request over, unless it returns an error.
-func (l *link) submit(r *request) error {
+// submit takes a request.
+func (l *link) submit(asked Request) (*Ticket, error) {
 	l.mend()
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	switch {
 	case l.closed:
-		return device.ErrClosed
+		return nil, device.ErrClosed
 	case l.dead != nil:
-		return l.dead
+		return nil, l.dead
 	}
 	mark, err := l.takeMark()
 	if err != nil {
-		return err
+		return nil, err
 	}
+	r := l.request(asked)
 	if r.ready = len(r.after) == 0; !r.ready {
 		if err := l.block(r); err != nil {
 			l.marks = append(l.marks, mark)
-			return err
+			return nil, err
 		}
 	}
 	r.mark = Point{Fence: mark.Fence, Value: mark.Value + 1}
 	l.queue.push(r)
 	l.pump()
-	return nil
+	return &r.ticket, nil
+}
+
+// request is a new one, or one that was given up.
+func (l *link) request(asked Request) *request {
+	var r *request
+	if n := len(l.requests); n > 0 {
+		r, l.requests = l.requests[n-1], l.requests[:n-1]
+	} else {
+		r = &request{}
+		r.ticket = Ticket{link: l, req: r}
+	}
+	r.Request, r.after = asked, append(r.after, asked.After...)
+	r.After = nil
+	return r
+}
+
+// recycle takes a request back that has ended well: nothing refers to it any more, while
+// one that has failed may still stand with a stream that waits.
+func (l *link) recycle(r *request) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if !r.ended || r.failure != nil || r.err != nil {
+		return
+	}
+	clear(r.after)
+	*r = request{ticket: r.ticket, after: r.after[:0]}
+	l.requests = append(l.requests, r)
 }
 
 // takeMark returns a fence at the value that it has.
@@ -161,31 +192,42 @@ func (l *link) block(r *request) error {
 			return nil
 		}
 	}
-	w := &waiting{after: r.after, reqs: []*request{r}}
-	if n := len(l.idle); n > 0 {
-		w.stream, l.idle = l.idle[n-1], l.idle[:n-1]
-	} else {
-		var err error
-		if w.stream, err = l.newHostStream(fmt.Sprintf("wait to copy %s to %s", l.pair.From, l.pair.To)); err != nil {
-			return err
-		}
-		l.waiters = append(l.waiters, w.stream)
+	w, err := l.waiting()
+	if err != nil {
+		return err
 	}
-	var err error
+	w.after, w.reqs = append(w.after[:0], r.after...), append(w.reqs, r)
 	for _, p := range r.after {
 		if err = w.stream.Await(p.Fence, p.Value); err != nil {
-			w.reqs = nil // the stream still waits for the points before
+			w.reqs = w.reqs[:0] // the stream still waits for the points before
 			break
 		}
 	}
-	if err = errors.Join(err, w.stream.Execute(device.Work{
-		Name: "start a copy", Host: true,
-		Run:    func(device.Access) error { l.unblock(w, nil); return nil },
-		Failed: func(err error) { l.unblock(w, fmt.Errorf("%w: %w", ErrAfter, err)) },
-	})); err == nil {
+	if err = errors.Join(err, w.stream.Execute(w.start)); err == nil {
 		l.blocked = append(l.blocked, w)
 	}
 	return err
+}
+
+// waiting is a stream that waits for nothing.
+func (l *link) waiting() (*waiting, error) {
+	if n := len(l.idle); n > 0 {
+		w := l.idle[n-1]
+		l.idle = l.idle[:n-1]
+		return w, nil
+	}
+	s, err := l.newHostStream(fmt.Sprintf("wait to copy %s to %s", l.pair.From, l.pair.To))
+	if err != nil {
+		return nil, err
+	}
+	w := &waiting{stream: s}
+	w.start = device.Work{
+		Name: "start a copy", Host: true,
+		Run:    func(device.Access) error { l.unblock(w, nil); return nil },
+		Failed: func(err error) { l.unblock(w, fmt.Errorf("%w: %w", ErrAfter, err)) },
+	}
+	l.waiters = append(l.waiters, w)
+	return w, nil
 }
 
 // unblock runs on w's stream when all its points are reached, or one has failed.
@@ -193,16 +235,18 @@ func (l *link) unblock(w *waiting, err error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	l.blocked = slices.DeleteFunc(l.blocked, func(x *waiting) bool { return x == w })
-	if err == nil {
-		l.idle = append(l.idle, w.stream)
-	} else {
-		l.broken = append(l.broken, w.stream)
-	}
 	for _, r := range w.reqs {
 		if err != nil {
 			l.fail(r, err)
 		}
 		r.ready = !r.ended
+	}
+	clear(w.reqs)
+	w.reqs = w.reqs[:0]
+	if err == nil {
+		l.idle = append(l.idle, w)
+	} else {
+		l.broken = append(l.broken, w)
 	}
 	l.pump()
 }
@@ -213,9 +257,9 @@ func (l *link) mend() {
 	broken := l.broken
 	l.broken = nil
 	l.mu.Unlock()
-	for _, s := range broken {
+	for _, w := range broken {
 		// The error is the one that its requests have failed with.
-		_ = s.Recover(context.Background())
+		_ = w.stream.Recover(context.Background())
 	}
 	if len(broken) > 0 {
 		l.mu.Lock()
@@ -454,8 +498,8 @@ func (l *link) release() error {
 	if l.owner != nil {
 		stop(l.owner)
 	}
-	for _, s := range l.waiters {
-		stop(s)
+	for _, w := range l.waiters {
+		stop(w.stream)
 	}
 	for _, ev := range l.spare {
 		errs = append(errs, ev.Close())

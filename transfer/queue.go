@@ -5,8 +5,9 @@ import "slices"
 // request is a Request on its way.
 type request struct {
 	Request
-	after []Point
-	seq   uint64
+	ticket Ticket
+	after  []Point
+	seq    uint64
 	// mark is raised when the request has ended either way. Done cannot say so: its
 	// fence may be failed by a later request while this one is still under way.
 	mark Point

@@ -38,7 +38,7 @@ func TestQueue(t *testing.T) {
 			switch d.Cmd {
 			case "push":
 				r := &request{ready: !d.HasArg("blocked")}
-				r.Label, r.Priority, r.Src.Bytes = name, p, bytes
+				r.Label, r.Priority, r.Src.Bytes = Text(name), p, bytes
 				requests[name] = r
 				q.push(r)
 			case "ready":

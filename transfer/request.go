@@ -59,9 +59,15 @@ type Request struct {
 	// awaits the value of one that may end after, or is failed by the failure of, one
 	// with a higher value.
 	Done Point
-	// Label names the request in errors and traces.
-	Label string
+	// Label names the request in errors; it is not asked otherwise. Default: none.
+	Label fmt.Stringer
 }
+
+// Text is a Label that is known.
+type Text string
+
+// String implements fmt.Stringer.
+func (t Text) String() string { return string(t) }
 
 // ErrAfter: the copy was not started because one of its After points failed.
 var ErrAfter = errors.New("what the copy waits for has failed")

@@ -30,6 +30,11 @@ func (t *Ticket) Cancel() bool { return t.link.cancel(t.req) }
 // in Dst what was there before.
 func (t *Ticket) Forgo() bool { return t.link.forgo(t.req) }
 
+// Release gives the ticket of a copy that has landed up, so that a later request uses its
+// memory again: nobody may use the ticket after that. Of a copy that is under way, or has
+// failed, it does nothing. Tickets need not be released.
+func (t *Ticket) Release() { t.link.recycle(t.req) }
+
 // Ended reports whether Done was raised or failed.
 func (t *Ticket) Ended() bool {
 	t.link.mu.Lock()

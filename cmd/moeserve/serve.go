@@ -157,6 +157,7 @@ func model(name string, n *node.Node) *server.Model {
 				ExpertHits: t.Hits, ExpertFetchBytes: t.Fetched, ExpertResident: t.Resident,
 				ExpertMoves: t.Moves, RebalancedBytes: t.MovedBytes, Guesses: t.Guesses, GuessesRight: t.GuessesRight,
 				PathBytes: t.Copied, HarvestBytes: t.Harvest, Revocations: t.Revocations, StallSeconds: t.Stalls,
+				GraphCaptures: t.GraphCaptures, GraphLaunches: t.GraphLaunches,
 			}
 		},
 		Residency: func() any { return n.Residency() },

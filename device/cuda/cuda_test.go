@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"os"
 	"os/exec"
+	"runtime"
 	"strings"
 	"sync"
 	"testing"
@@ -244,6 +245,7 @@ func TestNothingAllocates(t *testing.T) {
 	fill := r.function(mod, "fill")
 	mem, host := r.alloc(device.HBM(0), 4096), r.alloc(device.Host, 4096)
 	f, e := r.fence("step"), r.event()
+	worker := r.host("worker").(*hostStream)
 	g, err := s.Capture(func() error {
 		s.Args().Addr(all(mem).Addr).U32(1).U32(16)
 		return s.Launch(fill, Grid{Threads: [3]int{16}})
@@ -263,6 +265,23 @@ func TestNothingAllocates(t *testing.T) {
 			value++
 			r.ok(s.Raise(f, value))
 			r.ok(other.Await(f, value))
+		},
+		"wait on the host": func() {
+			value++
+			r.ok(s.Record(e))
+			r.ok(s.Raise(f, value))
+			r.ok(e.Synchronize(r.ctx))
+			r.ok(f.Await(r.ctx, value))
+			r.ok(s.Synchronize(r.ctx))
+		},
+		"host stream": func() {
+			value++
+			r.ok(worker.Await(f, value))
+			r.ok(worker.Execute(device.Work{Name: "nothing", Run: func(device.Access) error { return nil }}))
+			r.ok(s.Raise(f, value))
+			for !worker.idle() {
+				runtime.Gosched()
+			}
 		},
 		"event": func() {
 			r.ok(s.Record(e))
@@ -390,6 +409,33 @@ func TestOverlap(t *testing.T) {
 		t.Errorf("%#x, want %#x, by the graph's last launch", got, want)
 	}
 	r.ok(f.Close())
+}
+
+// TestGraphRefused: what the driver refuses of a capture leaves the stream as it was; a
+// launch that it refuses puts the stream into error.
+func TestGraphRefused(t *testing.T) {
+	if onGPU {
+		t.Skip("a real driver refuses nothing on demand")
+	}
+	r := newRig(t, 1)
+	s := r.stream(0, "captured")
+	a, b := r.alloc(device.HBM(0), 8), r.alloc(device.HBM(0), 8)
+	f := func() error { return s.Copy(all(b), all(a)) }
+	for _, call := range []string{"cuStreamBeginCapture_v2", "cuMemcpyAsync", "cuGraphInstantiateWithFlags"} {
+		standin.Fail(call, 2, 0)
+		_, err := s.Capture(f)
+		r.wants(err, device.ErrOutOfMemory)
+		r.ok(f())
+		r.ok(s.Synchronize(r.ctx))
+	}
+	g, err := s.Capture(f)
+	r.ok(err)
+	standin.Fail("cuGraphLaunch", 2, 0)
+	r.wants(s.LaunchGraph(g), device.ErrOutOfMemory)
+	r.wants(s.Recover(r.ctx), device.ErrOutOfMemory)
+	r.ok(s.LaunchGraph(g))
+	r.ok(s.Synchronize(r.ctx))
+	r.ok(g.Close())
 }
 
 func TestDo(t *testing.T) {

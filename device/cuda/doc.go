@@ -9,7 +9,7 @@
 // through gorgonia.org/cu. What that lacks stands in glue.c: pinned memory,
 // mapped device memory, launches that allocate nothing, graphs. Package kernels/cuda
 // builds on what this package adds to the contract: Machine.LoadModule,
-// Stream.Launch, Stream.Capture, Stream.Do, and the packages nvrtc (compiling CUDA
+// Stream.Launch, Stream.Do, and the packages nvrtc (compiling CUDA
 // C++), dylib (finding CUDA's libraries) and nvml (readings of memory, load and
 // health).
 //
@@ -31,6 +31,8 @@
 //     cuStreamWaitValue32 and cuStreamWriteValue32. An event recorded on a host
 //     stream has such a word too.
 //   - A host stream is one goroutine on a thread of its own.
+//   - Streams of GPUs are device.Capturers. A capture belongs to its thread, so that calls
+//     from others, which may be refused during one, are not.
 //   - CUDA keeps no error of a stream, only one of a whole context, which ends it.
 //     The error of a stream (a call that the driver refused, an event or fence that
 //     came with an error) is kept here: what is given to the stream from then on is

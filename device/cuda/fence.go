@@ -258,9 +258,10 @@ func (f *fence) Await(ctx context.Context, value uint32) error {
 }
 
 func (f *fence) await(ctx context.Context, value uint32) error {
-	return f.m.waiting(f.String(), func() error {
+	return f.m.waiting(f.label, func() error {
 		if !f.reached(value) {
-			err := f.m.poll(ctx, fmt.Sprintf("await %s at %d", f, value), func() (bool, error) { return f.reached(value), nil })
+			what := func() string { return fmt.Sprintf("await %s at %d", f, value) }
+			err := f.m.poll(ctx, what, func() (bool, error) { return f.reached(value), nil })
 			if err != nil {
 				return err
 			}

@@ -10,20 +10,22 @@ import "C"
 import (
 	"errors"
 	"fmt"
+
+	"github.com/moeserve/moeserve/device"
 )
 
-// Graph is a sequence of launches and copies that was captured once, to be enqueued
-// again at the cost of one. Addresses and arguments are those of the capture.
+// Graph is a device.Graph: a sequence of launches and copies.
 type Graph struct {
 	g     *gpu
 	exec  C.CUgraphExec
 	nodes int
 }
 
-// Capture records what f enqueues on the stream into a graph instead of running it:
-// launches, copies on the GPU, Do. It must not wait, record or raise. An error of f
-// comes back, and there is no graph.
-func (s *Stream) Capture(f func() error) (*Graph, error) {
+var _ device.Capturer = (*Stream)(nil)
+
+// Capture implements device.Capturer: it takes launches, copies but those within host
+// memory, and Do.
+func (s *Stream) Capture(f func() error) (device.Graph, error) {
 	if err := s.usable("capture"); err != nil {
 		return nil, err
 	}
@@ -71,16 +73,19 @@ func (s *Stream) Capture(f func() error) (*Graph, error) {
 	return g, nil
 }
 
-// Nodes counts the graph's operations.
+// Nodes implements device.Graph.
 func (g *Graph) Nodes() int { return g.nodes }
 
-// LaunchGraph enqueues what the graph holds, on any stream of the GPU that it was
-// captured on.
-func (s *Stream) LaunchGraph(g *Graph) error {
+// LaunchGraph implements device.Capturer.
+func (s *Stream) LaunchGraph(graph device.Graph) error {
 	if err := s.usable("launch"); err != nil {
 		return err
 	}
-	if g.g != s.g || g.exec == nil {
+	if err := s.captures("launch a graph"); err != nil {
+		return err
+	}
+	g, ok := graph.(*Graph)
+	if !ok || g.g != s.g || g.exec == nil {
 		return badArgument("launch", s.g.space, "the graph is closed, or was captured on another GPU than that of %s", s)
 	}
 	op, dropped := s.next()
@@ -93,7 +98,7 @@ func (s *Stream) LaunchGraph(g *Graph) error {
 	return nil
 }
 
-// Close releases the graph; no launch of it may be enqueued any more.
+// Close implements device.Graph.
 func (g *Graph) Close() error {
 	if g.exec == nil {
 		return closedError("close", g.g.space, "graph")

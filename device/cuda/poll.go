@@ -15,12 +15,14 @@ import (
 
 // How the host waits: it asks without a pause for spinFor, then with short sleeps
 // of the thread (Go's own timers may be late by a millisecond while a program is
-// idle), then with timers. Every probeEvery it asks whether the devices live.
+// idle), then with timers. A sleep is a small part of the wait so far, so that nobody is
+// late by much more than that. Every probeEvery it asks whether the devices live.
 const (
 	spinFor    = 50 * time.Microsecond
-	napFor     = 20 * time.Millisecond
+	napFor     = 100 * time.Millisecond
 	shortNap   = 20 * time.Microsecond
 	longNap    = 200 * time.Microsecond
+	napShare   = 400
 	pause      = time.Millisecond
 	probeEvery = 10 * time.Millisecond
 )
@@ -35,9 +37,9 @@ func (m *Machine) waiting(what string, wait func() error) error {
 	return wait()
 }
 
-// poll asks done until it is true or fails, ctx is done, or the machine is closed. It
-// runs inside of waiting.
-func (m *Machine) poll(ctx context.Context, what string, done func() (bool, error)) error {
+// poll asks done until it is true or fails, ctx is done, or the machine is closed; what is
+// asked where that needs words. It runs inside of waiting.
+func (m *Machine) poll(ctx context.Context, what func() string, done func() (bool, error)) error {
 	begin := time.Now()
 	probed := begin
 	var timer *time.Timer
@@ -46,10 +48,10 @@ func (m *Machine) poll(ctx context.Context, what string, done func() (bool, erro
 			return err
 		}
 		if err := ctx.Err(); err != nil {
-			return fmt.Errorf("cuda: %s: %w", what, err)
+			return fmt.Errorf("cuda: %s: %w", what(), err)
 		}
 		if m.aborting.Load() {
-			return closedError("wait", device.Host, what+": the machine")
+			return closedError("wait", device.Host, what()+": the machine")
 		}
 		now := time.Now()
 		if now.Sub(probed) > probeEvery {
@@ -62,7 +64,7 @@ func (m *Machine) poll(ctx context.Context, what string, done func() (bool, erro
 		case waited < spinFor:
 			runtime.Gosched()
 		case waited < napFor:
-			nap := unix.NsecToTimespec(int64(min(longNap, max(shortNap, waited/8))))
+			nap := unix.NsecToTimespec(int64(min(longNap, max(shortNap, waited/napShare))))
 			// Linux lets a thread sleep 50 us longer than it asked for, unless it says
 			// otherwise; refused, or cut short by a signal, it only asks at another time.
 			_ = unix.Prctl(unix.PR_SET_TIMERSLACK, 1, 0, 0, 0)

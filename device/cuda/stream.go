@@ -152,6 +152,11 @@ func (s *Stream) Copy(dst, src device.Range) error {
 	if err != nil || dst.Bytes == 0 {
 		return err
 	}
+	if to.g == nil && from.g == nil {
+		if err := s.captures("copy within host memory"); err != nil {
+			return err
+		}
+	}
 	op, dropped := s.next()
 	if dropped {
 		return nil
@@ -398,7 +403,7 @@ func (s *Stream) drain(ctx context.Context, op string) error {
 		if done, err := s.idle(); done {
 			return err
 		}
-		return s.m.poll(ctx, op+" "+s.String(), s.idle)
+		return s.m.poll(ctx, func() string { return op + " " + s.String() }, s.idle)
 	})
 }
 

@@ -47,6 +47,7 @@ func Run(t *testing.T, open func(t *testing.T) device.Machine) {
 		{"HostStream", 1, hostStream},
 		{"HostWork", 1, hostWork},
 		{"Errors", 1, streamErrors},
+		{"Capture", 1, capture},
 		{"Context", 1, contexts},
 		{"Closed", 1, closed},
 		{"Concurrent", 1, concurrent},
@@ -520,6 +521,81 @@ func fenceOrder(s *suite) {
 			}
 		}
 	}
+}
+
+// capture takes copies down once and runs them again and again, over what lies there then.
+func capture(s *suite) {
+	const n, rounds = 8192, 20
+	busy, ok := s.stream(device.HBM(0), "captured").(device.Capturer)
+	if !ok {
+		s.Skip("the machine's streams are no device.Capturers")
+	}
+	other := s.stream(device.HBM(0), "other").(device.Capturer)
+	in, out := s.alloc(device.Host, n), s.alloc(device.Host, n)
+	a, b := s.alloc(device.HBM(0), n), s.alloc(device.HBM(0), n)
+	held, event := s.fence(), s.event()
+	copies := func() error {
+		for _, c := range [...][2]device.Memory{{a, in}, {b, a}, {out, b}} {
+			if err := busy.Copy(whole(c[0]), whole(c[1])); err != nil {
+				return err
+			}
+		}
+		return nil
+	}
+	// Nothing of it runs, whatever is under way here and elsewhere.
+	fill(in.Write(0, n), 1)
+	clear(out.Write(0, n))
+	s.ok(busy.Await(held, 1))
+	g, err := busy.Capture(func() error {
+		refused := func(op string, err error) {
+			if err == nil {
+				s.Errorf("%s is taken down", op)
+			}
+		}
+		refused("record", busy.Record(event))
+		refused("wait", busy.Wait(event))
+		refused("raise", busy.Raise(held, 2))
+		refused("await", busy.Await(held, 1))
+		refused("a copy within host memory", busy.Copy(whole(out), whole(in)))
+		refused("synchronize", busy.Synchronize(s.ctx))
+		refused("recover", busy.Recover(s.ctx))
+		_, err := busy.Capture(func() error { return nil })
+		refused("capture", err)
+		return copies()
+	})
+	s.ok(err)
+	if g.Nodes() != 3 {
+		s.Errorf("a graph of %d operations, want 3 copies", g.Nodes())
+	}
+	s.ok(held.Raise(1))
+	s.ok(busy.Synchronize(s.ctx))
+	s.same("nothing has run", out.Read(0, n), make([]byte, n))
+	for i := range uint64(rounds) {
+		on := [...]device.Capturer{busy, other}[i%2]
+		fill(in.Write(0, n), i)
+		s.ok(on.LaunchGraph(g))
+		s.ok(on.Synchronize(s.ctx))
+		s.same(fmt.Sprintf("launch %d", i), out.Read(0, n), pattern(n, i))
+	}
+	// In order with what stands before and behind it.
+	for i := range uint32(rounds) {
+		s.ok(busy.Await(held, i+2))
+		s.ok(busy.LaunchGraph(g))
+		s.ok(busy.Record(event))
+		fill(in.Write(0, n), uint64(rounds+i))
+		s.ok(held.Raise(i + 2))
+		s.ok(event.Synchronize(s.ctx))
+		s.same(fmt.Sprintf("launch %d behind a fence", i), out.Read(0, n), pattern(n, uint64(rounds+i)))
+	}
+	// What fails leaves the stream as it was.
+	cause := errors.New("second thoughts")
+	_, err = busy.Capture(func() error { return errors.Join(copies(), cause) })
+	s.wants(err, "", cause)
+	s.ok(g.Close())
+	s.wants(g.Close(), "close", device.ErrClosed)
+	s.wants(busy.LaunchGraph(g), "launch", nil)
+	s.ok(copies())
+	s.ok(busy.Synchronize(s.ctx))
 }
 
 func fenceWraps(s *suite) {

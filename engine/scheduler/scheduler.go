@@ -1,6 +1,7 @@
 package scheduler
 
 import (
+	"cmp"
 	"fmt"
 	"slices"
 )
@@ -30,7 +31,7 @@ type Plan struct {
 	Preempted []ID
 	// Admitted sequences run from this step on (again, if they were preempted).
 	Admitted []ID
-	// Chunks are the step's rows. None: there is nothing to do.
+	// Chunks are the step's rows, valid until the next Plan. None: there is nothing to do.
 	Chunks []Chunk
 }
 
@@ -39,8 +40,9 @@ type Scheduler struct {
 	limits  Limits
 	free    int // blocks
 	running []*sequence
-	waiting []*sequence // ascending by ID
+	waiting []*sequence // both ascending by ID
 	preempt int64
+	chunks  []Chunk // the room of a Plan's
 }
 
 // sequence is one sequence's state.
@@ -94,7 +96,11 @@ func (s *Scheduler) Remove(id ID) bool {
 }
 
 func index(list []*sequence, id ID) int {
-	return slices.IndexFunc(list, func(q *sequence) bool { return q.id == id })
+	i, found := slices.BinarySearchFunc(list, id, func(q *sequence, id ID) int { return cmp.Compare(q.id, id) })
+	if !found {
+		return -1
+	}
+	return i
 }
 
 // Computed says that a running sequence's first tokens now have their keys and
@@ -126,7 +132,7 @@ func (s *Scheduler) Preemptions() int64 { return s.preempt }
 
 // Plan decides the next step.
 func (s *Scheduler) Plan() Plan {
-	var p Plan
+	p := Plan{Chunks: s.chunks[:0]}
 	rows := s.limits.Rows
 	for _, decode := range []bool{true, false} {
 		// Preempting shortens s.running behind i.
@@ -149,6 +155,7 @@ func (s *Scheduler) Plan() Plan {
 	if len(p.Preempted) == 0 {
 		s.admit(&p, rows)
 	}
+	s.chunks = p.Chunks
 	return p
 }
 

@@ -10,7 +10,6 @@ import (
 	"testing"
 
 	"github.com/moeserve/moeserve/device"
-	"github.com/moeserve/moeserve/device/cuda"
 	"github.com/moeserve/moeserve/kernels"
 )
 
@@ -122,12 +121,12 @@ func BenchmarkLayers(b *testing.B) {
 					if err := d.enqueue(mode.b, s); err != nil {
 						b.Fatal(err)
 					}
-					g, err := s.(*cuda.Stream).Capture(func() error { return d.enqueue(mode.b, s) })
+					g, err := s.(device.Capturer).Capture(func() error { return d.enqueue(mode.b, s) })
 					if err != nil {
 						b.Fatal(err)
 					}
 					defer g.Close()
-					seconds := x.time(b, func(int) error { return s.(*cuda.Stream).LaunchGraph(g) })
+					seconds := x.time(b, func(int) error { return s.(device.Capturer).LaunchGraph(g) })
 					b.ReportMetric(0, "ns/op")
 					b.ReportMetric(seconds/layers*1e6, "us/layer")
 				})
@@ -182,13 +181,13 @@ func TestGPUOverlap(t *testing.T) {
 					return bytes.Clone(host.Read(0, size))
 				}
 				var want [2][]byte
-				var graphs [2]*cuda.Graph
+				var graphs [2]device.Graph
 				for i := range want {
 					if err := run(serial, i); err != nil {
 						t.Fatal(err)
 					}
 					want[i] = result()
-					if graphs[i], err = s.(*cuda.Stream).Capture(func() error { return run(overlapping, i) }); err != nil {
+					if graphs[i], err = s.(device.Capturer).Capture(func() error { return run(overlapping, i) }); err != nil {
 						t.Fatal(err)
 					}
 					defer graphs[i].Close()
@@ -204,7 +203,7 @@ func TestGPUOverlap(t *testing.T) {
 					if !bytes.Equal(result(), want[i]) {
 						t.Errorf("round %d: other bits than without overlapping", round)
 					}
-					if err := s.(*cuda.Stream).LaunchGraph(graphs[i]); err != nil {
+					if err := s.(device.Capturer).LaunchGraph(graphs[i]); err != nil {
 						t.Fatal(err)
 					}
 					if !bytes.Equal(result(), want[i]) {

@@ -125,7 +125,7 @@ run() {
         limit 60 node node same-routing "$work/node.test" -test.v -test.run GPUSameRouting
         limit 60 node node own-routing "$work/node.test" -test.v -test.run GPUOwnRouting "${compare[@]}"
         [ ${#compare[@]} -gt 0 ] || echo "not compared with transformers: no torch here" | tee -a "$logs/table.log"
-        limit 60 node node same-tokens "$work/node.test" -test.v -test.run 'GPUSameTokens|GPUBatchInvariant'
+        limit 60 node node same-tokens "$work/node.test" -test.v -test.run 'GPUSameTokens|GPUBatchInvariant|GPUGraphs|GPUNoGarbage'
         limit 60 node node lost-memory-built-in "$work/node.test" -test.v -test.run 'GPULost|GPUOutOfMemory|GPUBuiltIn' ;;
       cli) limit 300 . cli cli python3 "$root/tools/cuda/gpu.py" cli "$work/moeserve" "$work/lose.so" ;;
       layers) limit 180 node node layers env TMPDIR="$work" "$work/node.test" -test.v -test.run GPULayers -python python3 ;;

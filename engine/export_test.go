@@ -1,0 +1,4 @@
+package engine
+
+// Turn runs one step, if there is anything to do.
+var Turn = (*Engine).turn

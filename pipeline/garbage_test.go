@@ -1,0 +1,116 @@
+package pipeline
+
+import (
+	"fmt"
+	"runtime"
+	"strings"
+	"testing"
+
+	"github.com/moeserve/moeserve/device/emulated"
+)
+
+const module = "github.com/moeserve/moeserve/"
+
+// garbage runs f some times and says what each line of the module has allocated in it, but
+// for lines of the packages that only stand in for a GPU here.
+func garbage(times int, f func()) map[string]int64 {
+	was := runtime.MemProfileRate
+	runtime.MemProfileRate = 1
+	defer func() { runtime.MemProfileRate = was }()
+	before := allocated()
+	for range times {
+		f()
+	}
+	lines := allocated()
+	for line, n := range before {
+		if lines[line] -= n; lines[line] == 0 {
+			delete(lines, line)
+		}
+	}
+	return lines
+}
+
+// allocated counts allocations so far, by the innermost line of the module.
+func allocated() map[string]int64 {
+	runtime.GC() // of which the profile has what came before
+	runtime.GC()
+	var records []runtime.MemProfileRecord
+	for {
+		n, ok := runtime.MemProfile(records, true)
+		if ok {
+			records = records[:n]
+			break
+		}
+		records = make([]runtime.MemProfileRecord, n+50)
+	}
+	lines := map[string]int64{}
+	for _, r := range records {
+		frames := runtime.CallersFrames(r.Stack())
+		for more := true; more; {
+			var f runtime.Frame
+			f, more = frames.Next()
+			name, ours := strings.CutPrefix(f.Function, module)
+			if !ours {
+				continue
+			}
+			if !strings.HasPrefix(name, "kernels") && !strings.HasPrefix(name, "device/emulated.") && !strings.HasSuffix(f.File, "_test.go") {
+				lines[fmt.Sprintf("%s:%d", name, f.Line)] += r.AllocObjects
+			}
+			break
+		}
+	}
+	return lines
+}
+
+// TestNoGarbage: decoding on and on allocates nothing, as graphs and without, with and
+// without experts to fetch.
+func TestNoGarbage(t *testing.T) {
+	for _, c := range []struct {
+		o        Options
+		fraction float64
+	}{
+		{Options{Graphs: 16}, 0},
+		{Options{MicroBatches: 2}, 0},
+		{Options{SmallBatchRows: -1}, 0.5},
+		{Options{SmallBatchRows: 64}, 0.5},
+		{Options{Grouping: ByMicroBatch, MicroBatches: 2, SmallBatchRows: -1}, 1},
+	} {
+		const from, steps = 5, 50
+		r := newRig(t, "mixtral", c.fraction, emulated.Options{}, c.o)
+		step := r.decoding(5)
+		for at := range from + 2*steps {
+			step(at)
+		}
+		at := from
+		for line, n := range garbage(steps, func() { step(at); at++ }) {
+			if n < steps/10 {
+				continue // a list that has grown
+			}
+			t.Errorf("%d graphs, %v, %d rows: %d allocations in %d steps by %s", c.o.Graphs, c.fraction, c.o.SmallBatchRows, n, steps, line)
+		}
+		if s := r.p.Graphs(); (s.Launched > 0) != (c.o.Graphs > 0) {
+			t.Errorf("%d graphs: %+v", c.o.Graphs, s)
+		}
+	}
+}
+
+// decoding runs a step of n sequences that decode at a position.
+func (r *rig) decoding(n int) func(at int) {
+	step := &Step{}
+	for i := range n {
+		q := Sequence{Tokens: []int32{int32(i)}, Table: r.kv.NewTable(), LogitRows: 1, Draw: Draw{Seed: uint64(i), LogProbs: i == 1}}
+		check(r, q.Table.Grow(128))
+		r.Cleanup(q.Table.Free)
+		step.Sequences = append(step.Sequences, q)
+	}
+	return func(at int) {
+		for i := range step.Sequences {
+			step.Sequences[i].Start = at
+		}
+		res, err := r.p.Step(r.Context(), step)
+		check(r, err)
+		for i := range step.Sequences {
+			step.Sequences[i].Tokens[0] = res.Sampled[i]
+		}
+	}
+}
