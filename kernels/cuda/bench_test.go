@@ -46,6 +46,8 @@ type bench struct {
 	s      device.Stream
 	random *rand.Rand
 	mems   []device.Memory
+	// exponent makes weights of up to 2^(7-exponent).
+	exponent int
 }
 
 func (x *bench) alloc(n int64) device.Addr {
@@ -91,11 +93,13 @@ func (x *bench) upload(a device.Addr, n int64, fill func(piece []byte)) {
 	}
 }
 
-// weights returns a dense tensor of random numbers of about [-2, 2).
+// weights returns a dense tensor of random numbers.
 func (x *bench) weights(t kernels.DType, shape ...int) kernels.Tensor {
 	w := kernels.New(0, t, shape...)
 	w.Addr = x.alloc(max(w.Bytes(), 256))
-	x.upload(w.Addr, w.Bytes(), func(b []byte) { kernels.FillDummy(b[:len(b)/t.Size()*t.Size()], t, x.random.Uint64(), "bench", 0, 6) })
+	x.upload(w.Addr, w.Bytes(), func(b []byte) {
+		kernels.FillDummy(b[:len(b)/t.Size()*t.Size()], t, x.random.Uint64(), "bench", 0, x.exponent)
+	})
 	return w
 }
 
@@ -132,6 +136,22 @@ func (x *bench) measure(b *testing.B, ops ...kernels.Op) {
 			b.Fatal(err)
 		}
 	}
+	seconds := x.time(b, func(i int) error { return x.b.Enqueue(x.s, ops[i%len(ops)]) })
+	var d kernels.Decl
+	ops[0].Declare(&d)
+	memory, product := float64(d.Bytes)/seconds/1e12, float64(d.Flops)/seconds/1e12
+	b.ReportMetric(0, "ns/op")
+	b.ReportMetric(seconds*1e6, "us")
+	b.ReportMetric(float64(d.Bytes)/1e6, "MB")
+	b.ReportMetric(float64(d.Flops)/1e9, "GFLOP")
+	b.ReportMetric(100*memory / *memoryCeiling, "%memory")
+	b.ReportMetric(100*product / *productCeiling, "%product")
+	x.free()
+}
+
+// time returns the seconds that run's operations take on the device, a call.
+func (x *bench) time(b *testing.B, run func(i int) error) float64 {
+	b.Helper()
 	if err := x.s.Synchronize(b.Context()); err != nil {
 		b.Fatal(err)
 	}
@@ -158,7 +178,7 @@ func (x *bench) measure(b *testing.B, ops ...kernels.Op) {
 	mark(0)
 	i := 0
 	for b.Loop() {
-		if err := x.b.Enqueue(x.s, ops[i%len(ops)]); err != nil {
+		if err := run(i); err != nil {
 			b.Fatal(err)
 		}
 		i++
@@ -169,17 +189,7 @@ func (x *bench) measure(b *testing.B, ops ...kernels.Op) {
 		}
 	}
 	mark(1)
-	var d kernels.Decl
-	ops[0].Declare(&d)
-	seconds := (at[1] - at[0]).Seconds() / float64(b.N)
-	memory, product := float64(d.Bytes)/seconds/1e12, float64(d.Flops)/seconds/1e12
-	b.ReportMetric(0, "ns/op")
-	b.ReportMetric(seconds*1e6, "us")
-	b.ReportMetric(float64(d.Bytes)/1e6, "MB")
-	b.ReportMetric(float64(d.Flops)/1e9, "GFLOP")
-	b.ReportMetric(100*memory / *memoryCeiling, "%memory")
-	b.ReportMetric(100*product / *productCeiling, "%product")
-	x.free()
+	return (at[1] - at[0]).Seconds() / float64(b.N)
 }
 
 // BenchmarkKernels reports time, bytes and floating-point operations of every kernel
@@ -189,7 +199,7 @@ func BenchmarkKernels(b *testing.B) {
 	m, backend, s := openGPU(b, Options{BatchInvariant: *invariant})
 	for _, c := range benchModels {
 		for _, n := range []int{1, 324, 4536} {
-			x := &bench{TB: b, m: m, b: backend, s: s, random: rand.New(rand.NewPCG(1, 2))}
+			x := &bench{TB: b, m: m, b: backend, s: s, random: rand.New(rand.NewPCG(1, 2)), exponent: 6}
 			x.layer(b, &c, n)
 		}
 	}
