@@ -147,6 +147,53 @@ func (x *bench) measure(b *testing.B, ops ...kernels.Op) {
 	b.ReportMetric(100*memory / *memoryCeiling, "%memory")
 	b.ReportMetric(100*product / *productCeiling, "%product")
 	x.free()
+	if float64(d.Flops) / *productCeiling > float64(d.Bytes) / *memoryCeiling {
+		b.ReportMetric(100*product*1e12/x.largeProduct(b, seconds*float64(b.N)), "%large")
+	}
+}
+
+// largeProduct returns the rate of dense products of 8192 x 8192 x 8192 in flop/s, for about
+// as long as what they are compared with has run just before: a GPU that is hot is slower.
+func (x *bench) largeProduct(b *testing.B, seconds float64) float64 {
+	b.Helper()
+	const size = 8192
+	defer x.free()
+	op := &kernels.MatMul{X: x.act(size, size), W: x.act(size, size), Out: x.act(size, size)}
+	var d kernels.Decl
+	op.Declare(&d)
+	times := max(4, min(200, int(seconds/(float64(d.Flops)/(*productCeiling*1e12)))))
+	var at [2]time.Duration
+	for i := range at {
+		for range times {
+			if err := x.b.Enqueue(x.s, op); err != nil {
+				b.Fatal(err)
+			}
+		}
+		at[i] = x.now(b)
+	}
+	return float64(d.Flops) * float64(times) / (at[1] - at[0]).Seconds()
+}
+
+// now is when all that is enqueued has ended, by the device's clock.
+func (x *bench) now(b *testing.B) (at time.Duration) {
+	b.Helper()
+	e, err := x.m.NewEvent()
+	if err == nil {
+		err = x.s.Record(e)
+	}
+	if err == nil {
+		err = e.Synchronize(b.Context())
+	}
+	if err == nil {
+		at, err = e.Time()
+	}
+	if err == nil {
+		err = e.Close()
+	}
+	if err != nil {
+		b.Fatal(err)
+	}
+	return at
 }
 
 // time returns the seconds that run's operations take on the device, a call.
@@ -156,26 +203,7 @@ func (x *bench) time(b *testing.B, run func(i int) error) float64 {
 		b.Fatal(err)
 	}
 	// b.Loop's own clock stops when the last is enqueued, which is not its end.
-	var at [2]time.Duration
-	mark := func(i int) {
-		e, err := x.m.NewEvent()
-		if err == nil {
-			err = x.s.Record(e)
-		}
-		if err == nil {
-			err = e.Synchronize(b.Context())
-		}
-		if err == nil {
-			at[i], err = e.Time()
-		}
-		if err == nil {
-			err = e.Close()
-		}
-		if err != nil {
-			b.Fatal(err)
-		}
-	}
-	mark(0)
+	begin := x.now(b)
 	i := 0
 	for b.Loop() {
 		if err := run(i); err != nil {
@@ -188,13 +216,13 @@ func (x *bench) time(b *testing.B, run func(i int) error) float64 {
 			}
 		}
 	}
-	mark(1)
-	return (at[1] - at[0]).Seconds() / float64(b.N)
+	return (x.now(b) - begin).Seconds() / float64(b.N)
 }
 
 // BenchmarkKernels reports time, bytes and floating-point operations of every kernel
-// of one layer, and their shares of the ceilings: one row, a batch of decoding, and
-// a step of the paper's size. Times below 4 us are those of launching.
+// of one layer, and their shares of the ceilings, where operations bind also of a large
+// product measured right behind (%large): one row, a batch of decoding, and a step of
+// the paper's size. Times below 4 us are those of launching.
 func BenchmarkKernels(b *testing.B) {
 	m, backend, s := openGPU(b, Options{BatchInvariant: *invariant})
 	for _, c := range benchModels {
