@@ -24,7 +24,9 @@ func openCUDA(o *Options, gpus []int, weights kernels.DType) (device.Machine, ke
 		}
 		return nil, nil, err
 	}
-	options := kernelscuda.Options{BatchInvariant: s.BatchInvariant}
+	// Layers have been seen to give the same with overlapping kernels, whole models have
+	// not yet: until then kernels run one after the other.
+	options := kernelscuda.Options{BatchInvariant: s.BatchInvariant, Serial: true}
 	if weights == kernels.F16 {
 		options.Activation = kernels.F16
 	}

@@ -2,6 +2,7 @@ package node
 
 import (
 	"errors"
+	"fmt"
 	"runtime"
 
 	"github.com/moeserve/moeserve/device"
@@ -43,7 +44,7 @@ func (n *Node) machines(o *Options) error {
 	return n.open(func() (device.Machine, error) {
 		spec, err := emulated.ParseSpec(s.Emulate)
 		if err != nil {
-			return nil, fail(ErrConfig, err)
+			return nil, fail(ErrConfig, fmt.Errorf("emulate: %w", err))
 		}
 		defaultMemory(&spec)
 		n.traceEmulated(&spec)

@@ -104,6 +104,9 @@ func all(m device.Memory) device.Range { return m.Range(0, m.Bytes()) }
 const kernels = `
 extern "C" __device__ unsigned variable[4];
 extern "C" __global__ void fill(unsigned *to, unsigned value, unsigned n) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
   for (unsigned i = blockIdx.x * blockDim.x + threadIdx.x; i < n; i += gridDim.x * blockDim.x) to[i] = value;
 }
 extern "C" __global__ void mixed(unsigned a, unsigned long long *to, float b, unsigned long long c, int e) {
@@ -205,6 +208,7 @@ func TestLaunchLimits(t *testing.T) {
 	big := Grid{SharedBytes: 100 << 10}
 	contains(t, s.Launch(fill, big), "AllowDynamicShared")
 	r.ok(fill.AllowDynamicShared(100 << 10))
+	r.ok(fill.PreferShared())
 	mem := r.alloc(device.HBM(0), 8)
 	s.Args().Addr(all(mem).Addr).U32(1).U32(2)
 	r.ok(s.Launch(fill, big))
@@ -346,6 +350,65 @@ func TestGraph(t *testing.T) {
 	r.wants(err, cause)
 	r.ok(s.Copy(all(b), all(a)))
 	r.ok(s.Synchronize(r.ctx))
+}
+
+// TestOverlap holds launches to what they may start before: only a launch of that kind
+// with nothing in between.
+func TestOverlap(t *testing.T) {
+	r := newRig(t, 1)
+	s, other, mod := r.stream(0, "compute"), r.stream(0, "other"), r.load(0)
+	fill := r.function(mod, "fill")
+	a, b := r.alloc(device.HBM(0), 8), r.alloc(device.HBM(0), 8)
+	e, f := r.event(), r.fence("done")
+	able := r.m.Topology().GPUs[0].ComputeCapability >= overlapCapability
+	value := uint32(0)
+	launch := func(overlap bool) {
+		t.Helper()
+		value++
+		s.Args().Addr(all(a).Addr).U32(value).U32(2)
+		r.ok(s.Launch(fill, Grid{Overlap: overlap}))
+	}
+	wants := func(after string, want bool) {
+		t.Helper()
+		if got := s.overlaps(s.ops + 1); got != (want && able) {
+			t.Errorf("after %s: a launch overlaps: %v, want %v", after, got, want && able)
+		}
+	}
+	wants("nothing", false)
+	for name, between := range map[string]func(){
+		"a launch that waits for all": func() { launch(false) },
+		"a copy":                      func() { r.ok(s.Copy(all(b), all(a))) },
+		"an event recorded":           func() { r.ok(s.Record(e)) },
+		"a wait for an event":         func() { r.ok(other.Record(e)); r.ok(s.Wait(e)) },
+		"a fence raised":              func() { r.ok(s.Raise(f, 1)) },
+		"a fence awaited":             func() { r.ok(s.Await(f, 1)) },
+		"a library's call":            func() { r.ok(s.Do("library", func() error { return nil })) },
+	} {
+		launch(true)
+		wants("a launch", true)
+		launch(true)
+		wants("two launches", true)
+		between()
+		wants(name, false)
+	}
+	launch(true)
+	g, err := s.Capture(func() error {
+		wants("the beginning of a capture", false)
+		launch(true)
+		wants("a launch in a capture", true)
+		launch(true)
+		return nil
+	})
+	r.ok(err)
+	defer g.Close()
+	wants("a capture", false)
+	launch(true)
+	r.ok(s.LaunchGraph(g))
+	wants("a graph", false)
+	if got, want := r.words(s, all(a))[0], uint64(value-1)<<32|uint64(value-1); got != want {
+		t.Errorf("%#x, want %#x, by the graph's last launch", got, want)
+	}
+	r.ok(f.Close())
 }
 
 // TestGraphRefused: what the driver refuses of a capture leaves the stream as it was; a

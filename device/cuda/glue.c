@@ -25,8 +25,19 @@ ms_arguments *ms_arguments_new(void) {
 
 CUresult ms_launch(CUcontext ctx, CUfunction f, CUstream s, ms_shape shape, ms_arguments *args) {
   CURRENT(ctx);
-  return cuLaunchKernel(f, shape.grid[0], shape.grid[1], shape.grid[2], shape.block[0], shape.block[1], shape.block[2],
-                        shape.shared, s, NULL, args->bytes ? args->extra : NULL);
+  CUlaunchAttribute overlap;
+  memset(&overlap, 0, sizeof overlap);
+  overlap.id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
+  overlap.value.programmaticStreamSerializationAllowed = 1;
+  CUlaunchConfig c;
+  memset(&c, 0, sizeof c);
+  c.gridDimX = shape.grid[0], c.gridDimY = shape.grid[1], c.gridDimZ = shape.grid[2];
+  c.blockDimX = shape.block[0], c.blockDimY = shape.block[1], c.blockDimZ = shape.block[2];
+  c.sharedMemBytes = shape.shared;
+  c.hStream = s;
+  c.attrs = &overlap;
+  c.numAttrs = shape.overlap ? 1 : 0;
+  return cuLaunchKernelEx(&c, f, NULL, args->bytes ? args->extra : NULL);
 }
 
 CUresult ms_event_query(CUcontext ctx, CUevent e) {
@@ -142,9 +153,9 @@ CUresult ms_function_attribute(CUcontext ctx, CUfunction f, int attribute, int *
   return cuFuncGetAttribute(value, attribute, f);
 }
 
-CUresult ms_set_max_dynamic_shared(CUcontext ctx, CUfunction f, int bytes) {
+CUresult ms_set_function_attribute(CUcontext ctx, CUfunction f, int attribute, int value) {
   CURRENT(ctx);
-  return cuFuncSetAttribute(f, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, bytes);
+  return cuFuncSetAttribute(f, (CUfunction_attribute)attribute, value);
 }
 
 CUresult ms_capture_begin(CUcontext ctx, CUstream s) {

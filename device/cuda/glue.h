@@ -9,7 +9,7 @@
 /* MS_ARGUMENT_BYTES is what the packed arguments of one launch may take. */
 #define MS_ARGUMENT_BYTES 4096
 
-/* A stream's argument block: the packed arguments of its next launch, and how cuLaunchKernel is told of
+/* A stream's argument block: the packed arguments of its next launch, and how cuLaunchKernelEx is told of
    them. It lies in C memory, so a launch hands over no Go pointer and allocates nothing. */
 typedef struct {
   size_t bytes;
@@ -19,6 +19,7 @@ typedef struct {
 
 typedef struct {
   unsigned grid[3], block[3], shared;
+  int overlap; /* it may start before the kernel in front has ended */
 } ms_shape;
 
 ms_arguments *ms_arguments_new(void);
@@ -46,7 +47,7 @@ void ms_touch(unsigned char *p, size_t bytes, size_t page);
 CUresult ms_host_copy(CUcontext ctx, CUstream s, uint64_t to, uint64_t from, size_t bytes);
 
 CUresult ms_function_attribute(CUcontext ctx, CUfunction f, int attribute, int *value);
-CUresult ms_set_max_dynamic_shared(CUcontext ctx, CUfunction f, int bytes);
+CUresult ms_set_function_attribute(CUcontext ctx, CUfunction f, int attribute, int value);
 
 CUresult ms_capture_begin(CUcontext ctx, CUstream s);
 CUresult ms_capture_end(CUcontext ctx, CUstream s, CUgraphExec *exec, size_t *nodes);

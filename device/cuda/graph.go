@@ -47,12 +47,12 @@ func (s *Stream) Capture(f func() error) (device.Graph, error) {
 	// What the driver refuses meanwhile is an error of the capture, not of the stream:
 	// nothing ran.
 	outside := s.epoch
-	s.epoch, s.capturing = &epoch{}, true
+	s.epoch, s.capturing, s.overlapping = &epoch{}, true, 0
 	err := f()
 	if failed := s.epoch.at(s.ops); err == nil {
 		err = failed
 	}
-	s.epoch, s.capturing = outside, false
+	s.epoch, s.capturing, s.overlapping = outside, false, 0
 	var exec C.CUgraphExec
 	var nodes C.size_t
 	to := &exec

@@ -147,10 +147,20 @@ func (f *Function) AllowDynamicShared(n int) error {
 	if n > math.MaxInt32 {
 		return badArgument("load", f.g.space, "kernel %q: %d bytes of shared memory", f.name, n)
 	}
-	if c := C.ms_set_max_dynamic_shared(f.g.context(), f.handle, C.int(n)); c != success {
+	if c := C.ms_set_function_attribute(f.g.context(), f.handle, C.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, C.int(n)); c != success {
 		return f.g.fail("load", int(c), fmt.Sprintf("kernel %q: %d bytes of dynamic shared memory; the device allows a block %d in all", f.name, n, f.g.facts.sharedBytes))
 	}
 	f.limits.DynamicBytes = n
+	return nil
+}
+
+// PreferShared has multiprocessors give shared memory all they can while the kernel
+// runs, however little of it the kernel takes: one that is set to less takes no block of
+// a kernel that needs more until it is idle, so kernels that are to overlap should agree.
+func (f *Function) PreferShared() error {
+	if c := C.ms_set_function_attribute(f.g.context(), f.handle, C.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, C.CU_SHAREDMEM_CARVEOUT_MAX_SHARED); c != success {
+		return f.g.fail("load", int(c), fmt.Sprintf("kernel %q: all memory as shared memory", f.name))
+	}
 	return nil
 }
 
@@ -160,6 +170,12 @@ type Grid struct {
 	Blocks, Threads [3]int
 	// SharedBytes is the dynamic shared memory of a block.
 	SharedBytes int
+	// Overlap says that the kernel waits by griddepcontrol.wait before it touches what
+	// kernels in front of it may. Where that is the launch of another such kernel, with
+	// nothing in between, its blocks may then start as soon as all of that one's have
+	// said griddepcontrol.launch_dependents or ended. Without effect before compute
+	// capability 9.0.
+	Overlap bool
 }
 
 // Args are the arguments of a stream's next launch, packed as the kernel's
@@ -233,11 +249,27 @@ func (s *Stream) Launch(f *Function, d Grid) error {
 	if dropped {
 		return nil
 	}
+	if d.Overlap {
+		if s.overlaps(op) {
+			shape.overlap = 1
+		}
+		s.overlapping = op
+	}
 	if c := C.ms_launch(s.g.context(), f.handle, streamHandle(s.s), shape, s.args.block); c != success {
 		return s.refused(op, "launch", int(c), fmt.Sprintf("kernel %q, blocks %v of %v threads", f.name, d.Blocks, d.Threads))
 	}
 	return nil
 }
+
+// overlaps says whether operation op, a launch that may start early, comes right
+// behind another one. Everything in front of the first of such a row has ended when
+// any of them starts.
+func (s *Stream) overlaps(op uint64) bool {
+	return s.g.facts.capability >= overlapCapability && s.overlapping != 0 && s.overlapping == op-1
+}
+
+// overlapCapability is the compute capability from which on kernels can overlap.
+const overlapCapability = 90
 
 // Do runs f with the stream's context current on a thread that f has to itself, for
 // libraries that enqueue on Stream.Handle. On a stream in error it runs nothing. An

@@ -34,6 +34,8 @@ type Stream struct {
 	ops       uint64
 	epoch     *epoch
 	capturing bool
+	// overlapping is the latest launch with Grid.Overlap, 0 for none.
+	overlapping uint64
 
 	// gone guards closed against Machine.Close.
 	gone   sync.Mutex

@@ -110,17 +110,17 @@ func ParseSpec(text string) (Options, error) {
 		key, ok := specKeys[name]
 		switch {
 		case !ok:
-			return Options{}, fmt.Errorf("emulated: specification: unknown key %q; the keys are %s", name, strings.Join(specNames(), ", "))
+			return Options{}, fmt.Errorf("emulated: unknown key %q; the keys are %s", name, strings.Join(specNames(), ", "))
 		case given[name]:
-			return Options{}, fmt.Errorf("emulated: specification: key %q is given twice", name)
+			return Options{}, fmt.Errorf("emulated: key %q is given twice", name)
 		case hasValue && !key.value:
-			return Options{}, fmt.Errorf("emulated: specification: key %q takes no value", name)
+			return Options{}, fmt.Errorf("emulated: key %q takes no value", name)
 		case !hasValue && key.value:
-			return Options{}, fmt.Errorf("emulated: specification: key %q needs a value: %s=…", name, name)
+			return Options{}, fmt.Errorf("emulated: key %q needs a value: %s=…", name, name)
 		}
 		given[name] = true
 		if err := key.set(s, value); err != nil {
-			return Options{}, fmt.Errorf("emulated: specification: key %q: %q: %w", name, value, err)
+			return Options{}, fmt.Errorf("emulated: key %q: %q: %w", name, value, err)
 		}
 	}
 	o := s.o

@@ -27,6 +27,8 @@ type runner interface {
 type grid struct {
 	x, y, z         int
 	threads, shared int
+	// apart: no block starts before the kernel in front has ended.
+	apart bool
 }
 
 // libraryProduct is Out = X Wᵀ (+ Bias), all of the activation type but Out, which
@@ -48,6 +50,8 @@ type Backend struct {
 	multiprocessors int
 	// hopper: the kernels that are for sm_90a are there.
 	hopper bool
+	// deep: blocks may have the shared memory that few_rows_5 takes.
+	deep   bool
 	mu     sync.RWMutex
 	closed bool
 	lanes  map[device.Stream]*lane
@@ -63,6 +67,8 @@ type lane struct {
 	// The arguments under way lie here, since runners would make them escape.
 	args    [512]byte
 	product libraryProduct
+	// up is what the latest launch took, if it was the tiled experts' way up.
+	up chosenExperts
 }
 
 // newBackend returns a backend of the device whose memory space is; it owns run from
@@ -205,6 +211,7 @@ func launch[A any](b *Backend, l *lane, op string, k kernelID, g grid, args *A) 
 	case g.x > 1<<31-1 || g.y > maxGrid || g.z > maxGrid:
 		return fmt.Errorf("cuda: %s: %d x %d x %d blocks, more than a launch may have: give it fewer rows or columns", op, g.x, g.y, g.z)
 	}
+	l.up = chosenExperts{}
 	n := copy(l.args[:], unsafe.Slice((*byte)(unsafe.Pointer(args)), unsafe.Sizeof(*args)))
 	if err := b.run.launch(l.stream, k, g, l.args[:n]); err != nil {
 		return fmt.Errorf("cuda: %s: %w", op, err)

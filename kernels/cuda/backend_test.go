@@ -100,7 +100,7 @@ func TestTable(t *testing.T) {
 	}
 	const most = 99 << 10 // bytes that a block may have on the smallest device, of compute capability 8.6
 	for _, k := range table {
-		if k.shared+1024 > most && onlyFor[k.file] == "" {
+		if k.shared+1024 > most && onlyFor[k.file] == "" && onlyFor[k.name] == "" {
 			t.Errorf("%s takes %d bytes of shared memory, and some devices have %d", k.name, k.shared, most)
 		}
 		if !strings.Contains(source(k.file), k.name) && !strings.Contains(k.name, "_") {
@@ -125,11 +125,11 @@ func matmul(rows, columns, inner int, out kernels.DType) *kernels.MatMul {
 
 func TestMatMulChoice(t *testing.T) {
 	bias := at(4, tensor(kernels.BF16, 6144))
-	odd := matmul(5, 6144, 4096, kernels.BF16)
+	odd := matmul(9, 6144, 4096, kernels.BF16)
 	odd.X.Addr += 2
-	withBias, floatBias, otherBias := matmul(5, 6144, 4096, kernels.BF16), matmul(5, 6144, 4096, kernels.F32), matmul(5, 6144, 4096, kernels.BF16)
+	withBias, floatBias, otherBias := matmul(9, 6144, 4096, kernels.BF16), matmul(9, 6144, 4096, kernels.F32), matmul(9, 6144, 4096, kernels.BF16)
 	withBias.Bias, floatBias.Bias, otherBias.Bias = bias, bias, at(4, tensor(kernels.F32, 6144))
-	f32 := matmul(5, 6144, 4096, kernels.BF16)
+	f32 := matmul(9, 6144, 4096, kernels.BF16)
 	f32.W = at(2, tensor(kernels.F32, 6144, 4096))
 	for _, test := range []struct {
 		name      string
@@ -140,11 +140,11 @@ func TestMatMulChoice(t *testing.T) {
 	}{
 		{"large", matmul(500, 4096, 4096, kernels.BF16), 1, "", "matmul_64"},
 		{"larger", matmul(5000, 4096, 4096, kernels.BF16), 1, "", "matmul_128"},
-		{"one row", matmul(1, 6144, 4096, kernels.F32), 1, "", "matmul_16"},
+		{"one row", matmul(1, 6144, 4096, kernels.F32), 0, "few_rows_2", "matmul_16"},
 		{"router", matmul(500, 8, 4096, kernels.F32), 0, "few_columns_8", "few_columns_8"},
 		{"wider router", matmul(500, 60, 4096, kernels.F32), 0, "few_columns_16", "few_columns_16"},
 		{"72 columns", matmul(9, 72, 4096, kernels.F32), 1, "", "matmul_16"},
-		{"eight rows", matmul(8, 4096, 4096, kernels.BF16), 0, "few_rows_8", "matmul_16"},
+		{"eight rows", matmul(8, 4096, 4096, kernels.BF16), 0, "few_rows_2", "matmul_16"},
 		{"bias", withBias, 1, "", "matmul_16"},
 		{"float32 with bias", floatBias, 1, "add_bias", "matmul_16"},
 		{"bias of another type", otherBias, 0, "matmul_16", "matmul_16"},
@@ -167,6 +167,14 @@ func TestMatMulChoice(t *testing.T) {
 				t.Errorf("%s, invariant %v: %d products of the library and kernels %q, want %d and %q", test.name, invariant, len(r.products), r.names(), products, want)
 			}
 		}
+	}
+	r, b, s := list(t, Options{})
+	b.deep = true
+	if err := b.Enqueue(s, matmul(1, 6144, 4096, kernels.BF16)); err != nil {
+		t.Fatal(err)
+	}
+	if r.names() != "few_rows_5" || r.grids[0].x != 132 || r.grids[0].shared != 160<<10 {
+		t.Errorf("with deep rings: kernels %q, %v", r.names(), r.grids)
 	}
 }
 
@@ -289,8 +297,11 @@ func TestExpertShape(t *testing.T) {
 		up, down                                    string
 		tokens, stages                              int32 // of the way up
 	}{
-		{1, 4096, 14336, 8, 2, 8, "expert_up_256", "expert_down_64", 16, 6},
+		{1, 4096, 14336, 8, 2, 8, "expert_up_alone", "expert_down_alone", 16, 11},
+		{8, 4096, 14336, 8, 2, 8, "expert_up_256", "expert_down_64", 16, 6},
 		{32, 4096, 14336, 8, 2, 8, "expert_up_256", "expert_down_64", 16, 6},
+		{1, 4096, 6400, 16, 2, 16, "expert_up_64", "expert_down_alone", 16, 5},
+		{1, 2048, 1408, 60, 4, 60, "expert_up_64", "expert_down_alone", 16, 5},
 		{324, 4096, 14336, 8, 2, 8, "expert_up_256", "expert_down_256", 128, 4},
 		{324, 4096, 14336, 8, 2, 1, "expert_up_256", "expert_down_64", 128, 4},
 		{4536, 4096, 14336, 8, 2, 8, "expert_up_256", "expert_down_256", 160, 4},
@@ -318,7 +329,25 @@ func TestExpertShape(t *testing.T) {
 		if got, want := r.names(), test.up+" "+test.down; got != want || a.most != test.tokens || a.stages != test.stages {
 			t.Errorf("%+v: %s, %d tokens, %d stages", test, got, a.most, a.stages)
 		}
+		// The way down starts early, and only right behind the way up of the same.
+		elsewhere := down
+		elsewhere.Experts = at(8, down.Experts)
+		for i, op := range []kernels.Op{&down, &elsewhere, &up, &elsewhere, &up, &up, &down} {
+			if err := b.Enqueue(s, op); err != nil {
+				t.Fatal(err)
+			}
+			early := (*expertArgs)(unsafe.Pointer(&r.args[len(r.args)-1][0])).early
+			if want := truth(i == 6); early != want {
+				t.Errorf("%+v: operation %d: early is %d, want %d", test, i, early, want)
+			}
+		}
+		if a := (*expertArgs)(unsafe.Pointer(&r.args[1][0])); a.early != 1 {
+			t.Errorf("%+v: the way down does not start early", test)
+		}
 		for i, g := range r.grids {
+			if wide := strings.HasSuffix(table[r.kernels[i]].name, "_256"); g.apart != wide {
+				t.Errorf("%+v: %s starts apart: %v, want %v", test, table[r.kernels[i]].name, g.apart, wide)
+			}
 			if g.shared > table[r.kernels[i]].shared {
 				t.Errorf("%+v: %d bytes of shared memory, more than %d", test, g.shared, table[r.kernels[i]].shared)
 			}
@@ -403,18 +432,18 @@ func TestLogitsChoice(t *testing.T) {
 		want  string
 		grids []grid
 	}{
-		{"many rows", sampling(324, 32000), "sample", []grid{{324, 1, 1, 512, 0}}},
-		{"few rows", sampling(1, 32000), "sample sample_merge", []grid{{1, 8, 1, 512, 0}, {1, 1, 1, 32, 0}}},
+		{"many rows", sampling(324, 32000), "sample", []grid{{x: 324, y: 1, z: 1, threads: 512, shared: 0}}},
+		{"few rows", sampling(1, 32000), "sample sample_merge", []grid{{x: 1, y: 8, z: 1, threads: 512, shared: 0}, {x: 1, y: 1, z: 1, threads: 32, shared: 0}}},
 		{"no rows", sampling(0, 32000), "", nil},
-		{"top-k", topK, "sample_cut", []grid{{3, 1, 1, 1024, 0}}},
-		{"top-p", topP, "sample_cut", []grid{{3, 1, 1, 1024, 0}}},
-		{"min-p", minP, "sample_cut", []grid{{1, 1, 1, 1024, 0}}},
-		{"one row's list", adjusting(1, 1000), "adjust", []grid{{1, 4, 1, 256, 0}}},
-		{"a long list", adjusting(1, 100000), "adjust", []grid{{1, 264, 1, 256, 0}}},
-		{"lists", adjusting(100, 5000), "adjust", []grid{{100, 3, 1, 256, 0}}},
+		{"top-k", topK, "sample_cut", []grid{{x: 3, y: 1, z: 1, threads: 1024, shared: 0}}},
+		{"top-p", topP, "sample_cut", []grid{{x: 3, y: 1, z: 1, threads: 1024, shared: 0}}},
+		{"min-p", minP, "sample_cut", []grid{{x: 1, y: 1, z: 1, threads: 1024, shared: 0}}},
+		{"one row's list", adjusting(1, 1000), "adjust", []grid{{x: 1, y: 4, z: 1, threads: 256, shared: 0}}},
+		{"a long list", adjusting(1, 100000), "adjust", []grid{{x: 1, y: 264, z: 1, threads: 256, shared: 0}}},
+		{"lists", adjusting(100, 5000), "adjust", []grid{{x: 100, y: 3, z: 1, threads: 256, shared: 0}}},
 		{"empty lists", adjusting(100, 0), "", nil},
-		{"lists back", restoring(adjusting(100, 5000)), "restore", []grid{{100, 3, 1, 256, 0}}},
-		{"log-probabilities", logProbs(7, 20), "log_probs", []grid{{7, 1, 1, 1024, 0}}},
+		{"lists back", restoring(adjusting(100, 5000)), "restore", []grid{{x: 100, y: 3, z: 1, threads: 256, shared: 0}}},
+		{"log-probabilities", logProbs(7, 20), "log_probs", []grid{{x: 7, y: 1, z: 1, threads: 1024, shared: 0}}},
 	} {
 		r, b, s := list(t, Options{})
 		if err := b.Enqueue(s, test.op); err != nil {

@@ -46,6 +46,8 @@ type bench struct {
 	s      device.Stream
 	random *rand.Rand
 	mems   []device.Memory
+	// exponent makes weights of up to 2^(7-exponent).
+	exponent int
 }
 
 func (x *bench) alloc(n int64) device.Addr {
@@ -91,11 +93,13 @@ func (x *bench) upload(a device.Addr, n int64, fill func(piece []byte)) {
 	}
 }
 
-// weights returns a dense tensor of random numbers of about [-2, 2).
+// weights returns a dense tensor of random numbers.
 func (x *bench) weights(t kernels.DType, shape ...int) kernels.Tensor {
 	w := kernels.New(0, t, shape...)
 	w.Addr = x.alloc(max(w.Bytes(), 256))
-	x.upload(w.Addr, w.Bytes(), func(b []byte) { kernels.FillDummy(b[:len(b)/t.Size()*t.Size()], t, x.random.Uint64(), "bench", 0, 6) })
+	x.upload(w.Addr, w.Bytes(), func(b []byte) {
+		kernels.FillDummy(b[:len(b)/t.Size()*t.Size()], t, x.random.Uint64(), "bench", 0, x.exponent)
+	})
 	return w
 }
 
@@ -132,33 +136,77 @@ func (x *bench) measure(b *testing.B, ops ...kernels.Op) {
 			b.Fatal(err)
 		}
 	}
+	seconds := x.time(b, func(i int) error { return x.b.Enqueue(x.s, ops[i%len(ops)]) })
+	var d kernels.Decl
+	ops[0].Declare(&d)
+	memory, product := float64(d.Bytes)/seconds/1e12, float64(d.Flops)/seconds/1e12
+	b.ReportMetric(0, "ns/op")
+	b.ReportMetric(seconds*1e6, "us")
+	b.ReportMetric(float64(d.Bytes)/1e6, "MB")
+	b.ReportMetric(float64(d.Flops)/1e9, "GFLOP")
+	b.ReportMetric(100*memory / *memoryCeiling, "%memory")
+	b.ReportMetric(100*product / *productCeiling, "%product")
+	x.free()
+	if float64(d.Flops) / *productCeiling > float64(d.Bytes) / *memoryCeiling {
+		b.ReportMetric(100*product*1e12/x.largeProduct(b, seconds*float64(b.N)), "%large")
+	}
+}
+
+// largeProduct returns the rate of dense products of 8192 x 8192 x 8192 in flop/s, for about
+// as long as what they are compared with has run just before: a GPU that is hot is slower.
+func (x *bench) largeProduct(b *testing.B, seconds float64) float64 {
+	b.Helper()
+	const size = 8192
+	defer x.free()
+	op := &kernels.MatMul{X: x.act(size, size), W: x.act(size, size), Out: x.act(size, size)}
+	var d kernels.Decl
+	op.Declare(&d)
+	times := max(4, min(200, int(seconds/(float64(d.Flops)/(*productCeiling*1e12)))))
+	var at [2]time.Duration
+	for i := range at {
+		for range times {
+			if err := x.b.Enqueue(x.s, op); err != nil {
+				b.Fatal(err)
+			}
+		}
+		at[i] = x.now(b)
+	}
+	return float64(d.Flops) * float64(times) / (at[1] - at[0]).Seconds()
+}
+
+// now is when all that is enqueued has ended, by the device's clock.
+func (x *bench) now(b *testing.B) (at time.Duration) {
+	b.Helper()
+	e, err := x.m.NewEvent()
+	if err == nil {
+		err = x.s.Record(e)
+	}
+	if err == nil {
+		err = e.Synchronize(b.Context())
+	}
+	if err == nil {
+		at, err = e.Time()
+	}
+	if err == nil {
+		err = e.Close()
+	}
+	if err != nil {
+		b.Fatal(err)
+	}
+	return at
+}
+
+// time returns the seconds that run's operations take on the device, a call.
+func (x *bench) time(b *testing.B, run func(i int) error) float64 {
+	b.Helper()
 	if err := x.s.Synchronize(b.Context()); err != nil {
 		b.Fatal(err)
 	}
 	// b.Loop's own clock stops when the last is enqueued, which is not its end.
-	var at [2]time.Duration
-	mark := func(i int) {
-		e, err := x.m.NewEvent()
-		if err == nil {
-			err = x.s.Record(e)
-		}
-		if err == nil {
-			err = e.Synchronize(b.Context())
-		}
-		if err == nil {
-			at[i], err = e.Time()
-		}
-		if err == nil {
-			err = e.Close()
-		}
-		if err != nil {
-			b.Fatal(err)
-		}
-	}
-	mark(0)
+	begin := x.now(b)
 	i := 0
 	for b.Loop() {
-		if err := x.b.Enqueue(x.s, ops[i%len(ops)]); err != nil {
+		if err := run(i); err != nil {
 			b.Fatal(err)
 		}
 		i++
@@ -168,28 +216,18 @@ func (x *bench) measure(b *testing.B, ops ...kernels.Op) {
 			}
 		}
 	}
-	mark(1)
-	var d kernels.Decl
-	ops[0].Declare(&d)
-	seconds := (at[1] - at[0]).Seconds() / float64(b.N)
-	memory, product := float64(d.Bytes)/seconds/1e12, float64(d.Flops)/seconds/1e12
-	b.ReportMetric(0, "ns/op")
-	b.ReportMetric(seconds*1e6, "us")
-	b.ReportMetric(float64(d.Bytes)/1e6, "MB")
-	b.ReportMetric(float64(d.Flops)/1e9, "GFLOP")
-	b.ReportMetric(100*memory / *memoryCeiling, "%memory")
-	b.ReportMetric(100*product / *productCeiling, "%product")
-	x.free()
+	return (x.now(b) - begin).Seconds() / float64(b.N)
 }
 
 // BenchmarkKernels reports time, bytes and floating-point operations of every kernel
-// of one layer, and their shares of the ceilings: one row, a batch of decoding, and
-// a step of the paper's size. Times below 4 us are those of launching.
+// of one layer, and their shares of the ceilings, where operations bind also of a large
+// product measured right behind (%large): one row, a batch of decoding, and a step of
+// the paper's size. Times below 4 us are those of launching.
 func BenchmarkKernels(b *testing.B) {
 	m, backend, s := openGPU(b, Options{BatchInvariant: *invariant})
 	for _, c := range benchModels {
 		for _, n := range []int{1, 324, 4536} {
-			x := &bench{TB: b, m: m, b: backend, s: s, random: rand.New(rand.NewPCG(1, 2))}
+			x := &bench{TB: b, m: m, b: backend, s: s, random: rand.New(rand.NewPCG(1, 2)), exponent: 6}
 			x.layer(b, &c, n)
 		}
 	}

@@ -38,6 +38,11 @@
 //     rows. cuBLASLt, and products of up to eight rows of ours, do not promise that,
 //     which is what Options.BatchInvariant is for; either way, the same operation on
 //     the same data gives the same bits.
+//   - Kernels overlap, from compute capability 9.0 on (unless Options.Serial): one may
+//     start before the one in front has ended, and then waits for it. Before it waits it
+//     reads nothing but weights and what says where things are (Rows of RoPE, Slots of
+//     AppendKV, SeqStarts, ContextLens and BlockTable of Attention). So no operation of a
+//     Backend may write those; copies may, and kernels launched without Grid.Overlap.
 //   - Weights may have any float type. Those of products that differ from the
 //     activations' type are taken apart into two numbers of it as they are read,
 //     which is slow: better cast them at load (Backend.WeightDType).

@@ -3,10 +3,12 @@
 package cuda
 
 import (
+	"bytes"
 	"context"
 	"encoding/binary"
 	"errors"
 	"math"
+	"math/rand/v2"
 	"testing"
 
 	"github.com/moeserve/moeserve/device"
@@ -136,6 +138,56 @@ func TestEmulatedLargeVocabulary(t *testing.T) {
 	for _, mem := range mems {
 		if err := mem.Free(); err != nil {
 			t.Error(err)
+		}
+	}
+}
+
+// TestEmulatedFewRows holds products of few rows with deep rings to the bits of those
+// with shallow ones, which the conformance suite checks: the order of sums is the same.
+func TestEmulatedFewRows(t *testing.T) {
+	m, b, s := emulate(t, Options{}, 3)
+	random := rand.New(rand.NewPCG(1, 2))
+	for _, c := range []struct{ rows, columns, inner int }{
+		{1, 1, 8}, {1, 16, 64}, {2, 100, 1000}, {3, 49, 1024}, {5, 130, 3080}, {8, 200, 5632}, {1, 96, 8200}, {8, 17, 72},
+	} {
+		op := kernels.MatMul{X: kernels.New(0, kernels.BF16, c.rows, c.inner), W: kernels.New(0, kernels.BF16, c.columns, c.inner), Out: kernels.New(0, kernels.F32, c.rows, c.columns)}
+		var mems []device.Memory
+		for _, to := range []*kernels.Tensor{&op.X, &op.W, &op.Out} {
+			mem, err := m.Alloc(device.HBM(0), to.Bytes(), "tensor")
+			if err != nil {
+				t.Fatal(err)
+			}
+			host, err := m.Alloc(device.Host, to.Bytes(), "staging")
+			if err != nil {
+				t.Fatal(err)
+			}
+			mems = append(mems, mem, host)
+			to.Addr = mem.Range(0, to.Bytes()).Addr
+			if to != &op.Out {
+				kernels.FillDummy(host.Write(0, to.Bytes()), kernels.BF16, random.Uint64(), "product", 0, 7)
+			}
+			if err := s.Copy(mem.Range(0, to.Bytes()), host.Range(0, to.Bytes())); err != nil {
+				t.Fatal(err)
+			}
+		}
+		out, host, n := mems[4], mems[5], op.Out.Bytes()
+		var got [2][]byte
+		for i := range got {
+			b.deep = i == 1
+			copy(host.Write(0, n), bytes.Repeat([]byte{0xff}, int(n)))
+			err := errors.Join(s.Copy(out.Range(0, n), host.Range(0, n)), b.Enqueue(s, &op), s.Copy(host.Range(0, n), out.Range(0, n)), s.Synchronize(t.Context()))
+			if err != nil {
+				t.Fatal(err)
+			}
+			got[i] = bytes.Clone(host.Read(0, n))
+		}
+		if !bytes.Equal(got[0], got[1]) || bytes.Contains(got[0], []byte{0xff, 0xff, 0xff, 0xff}) {
+			t.Errorf("%+v: deep and shallow rings give other bits, or results are missing", c)
+		}
+		for _, mem := range mems {
+			if err := mem.Free(); err != nil {
+				t.Error(err)
+			}
 		}
 	}
 }

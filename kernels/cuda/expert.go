@@ -13,7 +13,7 @@ type expertArgs struct {
 	units, steps                           int32
 	listed, expertsAll                     int32
 	topK                                   int32
-	most, stages                           int32
+	most, stages, early                    int32
 }
 
 // expertShape is what a block of expert.cu, or of dense.cu, works on.
@@ -31,17 +31,21 @@ type expertShape struct {
 var expertShapes = [...]expertShape{
 	{4, 160, 1, 1, 384, 226 << 10},
 	{1, 64, 2, 2, 256, 112 << 10},
+	{1, 64, 2, 1, 256, 226 << 10},
 }
 
 const (
 	expertWide kernelID = iota
 	expertNarrow
+	expertAlone
 )
 
 const (
 	// expertRun is an expert's place in shared memory, ringAlign what the ring starts
 	// at a multiple of, mostStages how many barriers there are.
 	expertRun, ringAlign, mostStages = 24, 1024, 16
+	// Up to fewPairs, experts are streams of weights.
+	fewPairs = 32
 	// tokenStep is what a tile's tokens are a multiple of.
 	tokenStep = 16
 )
@@ -51,11 +55,16 @@ func (e *expertShape) step(tokens int) int { return e.units*unitRows*tileRow + t
 
 // chooseExpertShape takes wide tiles where there are enough of them: some for every
 // second multiprocessor where experts have many tokens, one and a half for each where
-// they have few, for which narrow tiles do as well.
-func (b *Backend) chooseExpertShape(units, tokens, experts int) kernelID {
-	wide := &expertShapes[expertWide]
+// they have few, for which narrow tiles do as well. Few pairs with wide tiles for less
+// than three rounds have narrow ones of blocks that are alone on their multiprocessors,
+// which then all have as much to do: blocks that start as others end come in twos else.
+func (b *Backend) chooseExpertShape(units, tokens, experts, pairs int) kernelID {
+	wide, narrow := &expertShapes[expertWide], experts*units
 	tiles := experts * ceil(units, wide.units) * ceil(tokens, wide.most)
-	if 2*tiles >= 3*b.multiprocessors || tokens > expertShapes[expertNarrow].most/2 && 2*tiles >= b.multiprocessors {
+	switch {
+	case pairs <= fewPairs && tiles < 3*b.multiprocessors && (narrow <= b.multiprocessors || narrow >= 4*b.multiprocessors):
+		return expertAlone
+	case 2*tiles >= 3*b.multiprocessors || tokens > expertShapes[expertNarrow].most/2 && 2*tiles >= b.multiprocessors:
 		return expertWide
 	}
 	return expertNarrow
@@ -82,7 +91,7 @@ func (b *Backend) tiledExperts(l *lane, op string, mode kernelID, x, offsets, or
 		a.start = 4 * int64(columns) * int64(inner) // w1 and w3
 	}
 	usual := ceil(pairs, all)
-	shape := b.chooseExpertShape(int(a.units), usual, min(listed, pairs))
+	shape := b.chooseExpertShape(int(a.units), usual, min(listed, pairs), pairs)
 	e := &expertShapes[shape]
 	// Experts with more tokens than there is room for get several tiles.
 	tokens := min(ceil(usual+usual/2, tokenStep)*tokenStep, e.most)
@@ -92,6 +101,19 @@ func (b *Backend) tiledExperts(l *lane, op string, mode kernelID, x, offsets, or
 		return fmt.Errorf("cuda: %s: Experts is %v, want fewer at once", op, *experts)
 	}
 	a.most, a.stages = int32(tokens), int32(stages)
+	// Right behind the way up, the way down starts with its weights while that still runs.
+	now := chosenExperts{a.offsets, a.order, a.slots, a.experts}
+	a.early = truth(mode == downMode && l.up == now)
 	g := grid{x: b.multiprocessors * e.blocks, threads: e.threads, shared: ringAlign + listed*expertRun + stages*e.deep*e.step(tokens)}
-	return launch(b, l, op, expertKernels+(mode-upMode)*kernelID(len(expertShapes))+shape, g, &a)
+	// Wide blocks, which have one tile or two, are best spread evenly: not where others
+	// happen to end first.
+	g.apart = shape == expertWide
+	err := launch(b, l, op, expertKernels+(mode-upMode)*kernelID(len(expertShapes))+shape, g, &a)
+	if mode == upMode && err == nil {
+		l.up = now
+	}
+	return err
 }
+
+// chosenExperts are where a product with experts finds which of them it is to take.
+type chosenExperts struct{ offsets, order, slots, experts uint64 }

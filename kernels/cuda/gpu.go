@@ -8,6 +8,8 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"strconv"
+	"strings"
 
 	"golang.org/x/sync/errgroup"
 
@@ -28,6 +30,7 @@ type gpuRunner struct {
 	m         *cuda.Machine
 	space     device.Space
 	half      bool
+	overlap   bool // kernels wait for those in front themselves
 	modules   []*cuda.Module
 	functions [kernelCount]*cuda.Function
 	library   *cublaslt.Handle // nil with Options.BatchInvariant
@@ -53,12 +56,12 @@ func New(machine device.Machine, space device.Space, o Options) (*Backend, error
 		return nil, fmt.Errorf("cuda: backend of %v (%s): compute capability %d.%d, and kernels need %d.%d or later", space, info.Name,
 			info.ComputeCapability/10, info.ComputeCapability%10, oldestGPU/10, oldestGPU%10)
 	}
-	r := &gpuRunner{m: m, space: space, half: o.Activation == kernels.F16}
 	folders := dylib.Folders()
 	arch := o.Architecture
 	if arch == "" {
 		arch = nvrtc.Arch(info.ComputeCapability)
 	}
+	r := &gpuRunner{m: m, space: space, half: o.Activation == kernels.F16, overlap: !o.Serial && waits(arch)}
 	err = r.load(o, arch, folders)
 	if err == nil && !o.BatchInvariant {
 		err = r.openLibrary((o.WorkspaceBytes+255)&^255, folders)
@@ -68,9 +71,17 @@ func New(machine device.Machine, space device.Space, o Options) (*Backend, error
 	}
 	b, err := newBackend(m, space, o, r)
 	if err == nil {
-		b.hopper = arch == hopper
+		b.hopper, b.deep = arch == hopper, arch == hopper
 	}
 	return b, err
+}
+
+// waits says whether kernels compiled for an architecture wait for those in front
+// themselves, so that they may be launched to overlap.
+func waits(arch string) bool {
+	_, digits, _ := strings.Cut(strings.TrimRight(arch, "af"), "_")
+	n, err := strconv.Atoi(digits)
+	return err == nil && n >= 90
 }
 
 // load compiles and loads every kernel that is for the architecture.
@@ -113,12 +124,15 @@ func (r *gpuRunner) load(o Options, arch string, folders []string) error {
 		modules[file] = mod
 	}
 	for i, k := range table {
-		if modules[k.file] == nil {
+		if modules[k.file] == nil || !isFor(k.name, arch) {
 			continue
 		}
 		f, err := modules[k.file].Function(k.name)
 		if err == nil {
 			err = f.AllowDynamicShared(k.shared)
+		}
+		if err == nil && r.overlap {
+			err = f.PreferShared()
 		}
 		if err != nil {
 			return err
@@ -131,8 +145,8 @@ func (r *gpuRunner) load(o Options, arch string, folders []string) error {
 // files are the compilation units.
 var files = []string{"elementwise.cu", "route.cu", "sample.cu", "product.cu", "attention.cu", "few.cu", "expert.cu", "dense.cu"}
 
-// isFor says whether a unit is for an architecture.
-func isFor(file, arch string) bool { return onlyFor[file] == "" || onlyFor[file] == arch }
+// isFor says whether a unit, or a kernel, is for an architecture.
+func isFor(name, arch string) bool { return onlyFor[name] == "" || onlyFor[name] == arch }
 
 // unit is one of them as the compiler takes it.
 func unit(file string, act kernels.DType) nvrtc.Source {
@@ -176,7 +190,7 @@ func (r *gpuRunner) launch(s device.Stream, k kernelID, g grid, args []byte) err
 		return err
 	}
 	st.Args().Bytes(args, 8)
-	return st.Launch(r.functions[k], cuda.Grid{Blocks: [3]int{g.x, g.y, g.z}, Threads: [3]int{g.threads}, SharedBytes: g.shared})
+	return st.Launch(r.functions[k], cuda.Grid{Blocks: [3]int{g.x, g.y, g.z}, Threads: [3]int{g.threads}, SharedBytes: g.shared, Overlap: r.overlap && !g.apart})
 }
 
 func (r *gpuRunner) matmul(s device.Stream, work device.Range, p *libraryProduct) (bool, error) {

@@ -79,6 +79,45 @@ func TestCompile(t *testing.T) {
 	}
 }
 
+// TestKernelsWait holds every kernel to waiting for those in front, as launches that
+// overlap rely on, and to letting those behind start.
+func TestKernelsWait(t *testing.T) {
+	c := compiler(t)
+	for _, file := range files {
+		t.Run(file, func(t *testing.T) {
+			t.Parallel()
+			ptx, _, err := c.Compile(unit(file, kernels.BF16), "compute_90a")
+			if err != nil {
+				t.Fatal(err)
+			}
+			for _, k := range table {
+				if k.file != file {
+					continue
+				}
+				_, body, ok := bytes.Cut(ptx, fmt.Appendf(nil, ".entry %s(", k.name))
+				if !ok {
+					t.Errorf("no kernel %s", k.name)
+				}
+				body, _, _ = bytes.Cut(body, []byte(".entry "))
+				for _, instruction := range []string{"griddepcontrol.wait;", "griddepcontrol.launch_dependents;"} {
+					if !bytes.Contains(body, []byte(instruction)) {
+						t.Errorf("kernel %s has no %s", k.name, instruction)
+					}
+				}
+			}
+		})
+	}
+}
+
+// TestWaits checks for which architectures kernels can overlap.
+func TestWaits(t *testing.T) {
+	for arch, want := range map[string]bool{"sm_80": false, "compute_80": false, "sm_89": false, "sm_90a": true, "compute_90": true, "sm_100a": true, "sm_120f": true, "nonsense": false} {
+		if waits(arch) != want {
+			t.Errorf("kernels for %s wait: %v, want %v", arch, !want, want)
+		}
+	}
+}
+
 // TestCompileError checks that an error names file and line.
 func TestCompileError(t *testing.T) {
 	c := compiler(t)

@@ -24,6 +24,10 @@ type Options struct {
 	// CacheDir keeps compiled kernels. Default: moeserve/cubin in the user's cache
 	// directory.
 	CacheDir string
+	// Serial keeps kernels from starting before the one in front has ended, which they
+	// do from compute capability 9.0 on where both are of this backend; results are the
+	// same. Default: off.
+	Serial bool
 	// Architecture is what kernels are compiled for, as NVRTC names it: "sm_90a", or
 	// "compute_80" for code that the driver translates for a later device. Default:
 	// exactly the device's.

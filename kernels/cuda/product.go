@@ -84,7 +84,7 @@ func (b *Backend) matmul(l *lane, o *kernels.MatMul) error {
 	}
 	same := o.W.DType == o.X.DType && inner%8 == 0 && aligned(&o.X, &o.W)
 	outFloat := o.Out.DType == kernels.F32
-	if same && (columns <= mostFewColumns || !b.o.BatchInvariant && rows <= mostFewRows && columns <= mostOfFewRows) {
+	if same && (columns <= mostFewColumns || !b.o.BatchInvariant && rows <= mostFewRows) {
 		return b.few(l, o, outFloat)
 	}
 	if b.o.BatchInvariant && b.hopper && same && inner > 0 {
@@ -112,12 +112,12 @@ func (b *Backend) matmul(l *lane, o *kernels.MatMul) error {
 }
 
 const (
-	// mostFewColumns is up to how many columns few.cu takes products: routers and gates.
-	mostFewColumns = 64
-	// Up to mostFewRows rows it takes those of up to mostOfFewRows columns, for which the
-	// library needs two launches.
-	mostFewRows, mostOfFewRows = 8, 4096
-	fewThreads                 = 512
+	// mostFewColumns is up to how many columns few.cu takes products, routers and gates,
+	// and mostFewRows up to how many rows.
+	mostFewColumns, mostFewRows = 64, 8
+	fewThreads                  = 512
+	// fewStage is one stage of the rings of a block of few_rows: 64 bytes a thread.
+	fewStage = 64 * fewThreads
 )
 
 type fewArgs struct {
@@ -130,16 +130,23 @@ type fewArgs struct {
 // few enqueues a product with few columns, or few rows.
 func (b *Backend) few(l *lane, o *kernels.MatMul, outFloat bool) error {
 	rows, columns := o.X.Shape[0], o.W.Shape[0]
-	k, g := fewRows8, grid{x: ceil(columns, 16), y: ceil(rows, 8), threads: fewThreads}
+	var k kernelID
+	var g grid
 	switch {
+	case !b.o.BatchInvariant && rows <= mostFewRows:
+		k, g = fewRows2, grid{x: min(ceil(columns, 16), b.multiprocessors), shared: 2 * fewStage}
+		if b.deep {
+			k, g.shared = fewRows5, 5*fewStage
+		}
 	case columns <= 8:
-		k, g.x, g.y = fewColumns8, ceil(rows, 16), 1
-	case columns <= mostFewColumns:
-		k, g.x, g.y = fewColumns16, ceil(rows, 16), ceil(columns, 16)
+		k, g = fewColumns8, grid{x: ceil(rows, 16)}
+	default:
+		k, g = fewColumns16, grid{x: ceil(rows, 16), y: ceil(columns, 16)}
 		if g.y > 1 && g.x >= b.multiprocessors {
 			k, g.y = fewColumns64, 1 // rows enough: each is read once
 		}
 	}
+	g.threads = fewThreads
 	return launch(b, l, o.Name(), k, g, &fewArgs{
 		x: address(&o.X), w: address(&o.W), bias: address(&o.Bias), out: address(&o.Out),
 		xStride: int64(o.X.Stride[0]), outStride: int64(o.Out.Stride[0]),

@@ -30,8 +30,8 @@ func source(file string) string {
 // runs on no other.
 const hopper = "sm_90a"
 
-// onlyFor names the units that are for one architecture.
-var onlyFor = map[string]string{"expert.cu": hopper, "dense.cu": hopper}
+// onlyFor names the units, and single kernels, that are for one architecture.
+var onlyFor = map[string]string{"expert.cu": hopper, "dense.cu": hopper, "few_rows_5": hopper}
 
 // kernel is one __global__ function.
 type kernel struct {
@@ -75,7 +75,8 @@ const (
 	fewColumns8
 	fewColumns16
 	fewColumns64
-	fewRows8
+	fewRows2
+	fewRows5
 	// attentionKernels: by head size, one warp and four each.
 	attentionKernels
 	productKernels = attentionKernels + kernelID(2*len(headSizes))
@@ -117,7 +118,8 @@ var table = func() []kernel {
 		{"few.cu", "few_columns_8", 0},
 		{"few.cu", "few_columns_16", 0},
 		{"few.cu", "few_columns_64", 0},
-		{"few.cu", "few_rows_8", 0},
+		{"few.cu", "few_rows_2", 2 * fewStage},
+		{"few.cu", "few_rows_5", 5 * fewStage},
 	}
 	for _, d := range headSizes {
 		for _, warps := range []int{1, 4} {
@@ -131,8 +133,11 @@ var table = func() []kernel {
 	}
 	for _, mode := range []string{"up", "down"} {
 		for i := range expertShapes {
-			e := &expertShapes[i]
-			t = append(t, kernel{"expert.cu", fmt.Sprintf("expert_%s_%d", mode, e.units*unitRows), e.shared})
+			name := fmt.Sprintf("expert_%s_%d", mode, expertShapes[i].units*unitRows)
+			if kernelID(i) == expertAlone {
+				name = fmt.Sprintf("expert_%s_alone", mode)
+			}
+			t = append(t, kernel{"expert.cu", name, expertShapes[i].shared})
 		}
 	}
 	for i := range denseShapes {

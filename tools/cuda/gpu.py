@@ -262,11 +262,13 @@ def table(logs):
     if bench.exists():
         found = re.findall(r"^BenchmarkKernels/model=(\S+?)/rows=(\d+)/(\S+?)(?:-\d+)?\s+\d+\s+(.*)$", bench.read_text(), re.M)
         if found:
-            print("| kernel | model | rows | us | memory | products |")
-            print("|---|---|---|---|---|---|")
+            print("| kernel | model | rows | us | MB | GFLOP | memory | products | of a large product beside |")
+            print("|---|---|---|---|---|---|---|---|---|")
         for model, count, name, metrics in found:
             v = {unit: float(x) for x, unit in re.findall(r"([\d.e+-]+) (\S+)", metrics)}
-            print(f"| {name} | {model} | {count} | {v.get('us', 0):.1f} | {v.get('%memory', 0):.0f} % | {v.get('%product', 0):.0f} % |")
+            large = f"{v['%large']:.0f} %" if "%large" in v else "–"
+            print(f"| {name} | {model} | {count} | {v.get('us', 0):.1f} | {v.get('MB', 0):.3g} | {v.get('GFLOP', 0):.3g} "
+                  f"| {v.get('%memory', 0):.0f} % | {v.get('%product', 0):.0f} % | {large} |")
 
 
 {"cli": cli, "table": table}[sys.argv[1]](*sys.argv[2:])

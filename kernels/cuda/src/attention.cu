@@ -75,14 +75,18 @@ DEVICE void attend(const attention_args &a, unsigned char *memory) {
   // Where a chunk of a row lies: eight rows' in different banks.
   auto place = [](int row, int chunk) { return row * row_bytes + ((chunk ^ (d % 64 == 0 ? row & 7 : row >> 1 & 3)) << 4); };
 
+  // Where things are does not come from kernels in front; queries, keys and values do.
+  launch_dependents();
   span s = find_span(a, queries / a.group);
-  if (s.rows == 0) return;  // the whole block
   int from = s.begin / tile_tokens, to = (s.end + tile_tokens - 1) / tile_tokens;  // tiles
   if (a.chunks > 0) {
     constexpr int per_chunk = chunk_tokens / tile_tokens;
     from = max(from, (int)blockIdx.z * per_chunk);
     to = min(to, ((int)blockIdx.z + 1) * per_chunk);
-    if (from >= to) return;
+  }
+  if (s.rows == 0 || from >= to) {  // the whole block
+    wait_dependencies();
+    return;
   }
   int kv_head = blockIdx.y * a.each, left = (to - from) * a.each;
 
@@ -96,6 +100,7 @@ DEVICE void attend(const attention_args &a, unsigned char *memory) {
     return p < s.end ? table[in_table(p)] : -1;
   };
   int next_tile = from, next_head = kv_head, to_bring = left, block = look(from);
+  wait_dependencies();
   // Query i is head i % group of row i / group. They come as they are; what is behind the
   // last is never looked at.
   auto ask = [&] {
@@ -348,6 +353,7 @@ ATTENTION(128)
 // Joins the chunks of one head of Q (y) for the rows of one tile, as a block that
 // has them all does.
 KERNEL(128, 1) attention_join(const attention_args a) {
+  begin();
   span s = find_span(a, 16 / a.group);
   int head = blockIdx.y, column = threadIdx.x;
   for (int i = 0; i < s.rows; i++) {

@@ -103,6 +103,7 @@ struct dense_product {
 
 template <int groups, int blocks, int most>
 DEVICE void dense(const dense_args &a, unsigned char *memory) {
+  begin();
   __shared__ u64 full[most_stages], empty[most_stages];
   unsigned char *start = memory + (-shared_address(memory) & 1023);
   dense_product<groups, blocks, most> p = {a, {start, full, empty, a.stages, groups * blocks * unit_bytes + a.most * 128}, 0, 0, 0};

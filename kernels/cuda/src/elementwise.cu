@@ -8,6 +8,7 @@ struct embed_args {
 
 // Rows whose id is outside of the table become not-a-number.
 KERNEL(128, 1) embed(const embed_args a) {
+  begin();
   int at = (blockIdx.y * 128 + threadIdx.x) * 8, n = a.columns - at;
   if (n <= 0) return;
   int id = ((const int *)a.ids)[blockIdx.x];
@@ -54,6 +55,9 @@ DEVICE float item_sum(const float (&parts)[each], float *sums) {
 // there is room for blocks enough to keep memory busy.
 template <int threads, int block, int each>
 DEVICE void norm_rows(const norm_args &a) {
+  launch_dependents();
+  for (int at = threadIdx.x % threads * 8; at < a.d; at += threads * 8) prefetch((const char *)a.weight + at * (a.weight_type == f32_type ? 4 : 2));
+  wait_dependencies();
   __shared__ float sums[2][each * (block / 32)];
   int t = threadIdx.x % threads;
   i64 item = (i64)blockIdx.x * (block / threads) + threadIdx.x / threads;
@@ -136,6 +140,7 @@ struct clamp_args {
 };
 
 KERNEL(128, 1) clamp(const clamp_args a) {
+  begin();
   int at = (blockIdx.y * 128 + threadIdx.x) * 8, n = a.columns - at;
   if (n <= 0) return;
   u16 *x = (u16 *)a.x + blockIdx.x * a.stride;
@@ -153,6 +158,7 @@ struct silu_mul_args {
 };
 
 KERNEL(128, 1) silu_mul(const silu_mul_args a) {
+  begin();
   int at = (blockIdx.y * 128 + threadIdx.x) * 8, n = a.columns - at;
   if (n <= 0) return;
   float g[8], u[8];
@@ -171,6 +177,7 @@ struct gather_args {
 
 // Rows outside of x are left as they are.
 KERNEL(128, 1) gather(const gather_args a) {
+  begin();
   int at = (blockIdx.y * 128 + threadIdx.x) * 8, n = a.columns - at;
   int row = ((const int *)a.rows)[blockIdx.x];
   if (n <= 0 || row < 0 || row >= a.count) return;
@@ -184,6 +191,7 @@ struct combine_args {
 };
 
 KERNEL(128, 1) combine(const combine_args a) {
+  begin();
   int at = (blockIdx.y * 128 + threadIdx.x) * 8, n = a.columns - at;
   if (n <= 0) return;
   i64 row = blockIdx.x;
@@ -227,6 +235,7 @@ struct add_bias_args {
 // x, in float32, gains a bias. Rows have a multiple of 8 columns and start at multiples
 // of 16 bytes.
 KERNEL(128, 1) add_bias(const add_bias_args a) {
+  begin();
   int at = (blockIdx.y * 128 + threadIdx.x) * 8;
   if (at >= a.columns) return;
   float4 *x = (float4 *)((float *)a.x + blockIdx.x * a.stride + at), lo = x[0], hi = x[1];
@@ -245,19 +254,21 @@ struct rope_args {
 
 // Rows whose place is outside of the table are left as they are.
 KERNEL(128, 1) rope(const rope_args a) {
+  launch_dependents();
   int groups = (a.half + 7) / 8;
   int item = blockIdx.y * 128 + threadIdx.x;
   int head = item / groups, at = (item - head * groups) * 8, n = a.half - at;
   int place = ((const int *)a.rows)[blockIdx.x];
-  if (head >= a.q_heads + a.k_heads || place < 0 || place >= a.places) return;
+  bool there = head < a.q_heads + a.k_heads && place >= 0 && place < a.places;
+  const float *table = (const float *)a.table + (i64)(there ? place : 0) * 2 * a.half;
+  float lo[8], hi[8], c[8], s[8];
+  if (there) load8(c, table, f32_type, at, n, a.aligned), load8(s, table + a.half, f32_type, at, n, a.aligned);
+  wait_dependencies();
+  if (!there) return;
   u16 *x = head < a.q_heads ? (u16 *)a.q + blockIdx.x * a.q_row + head * a.q_head
                             : (u16 *)a.k + blockIdx.x * a.k_row + (head - a.q_heads) * a.k_head;
-  const float *table = (const float *)a.table + (i64)place * 2 * a.half;
-  float lo[8], hi[8], c[8], s[8];
   load8(lo, x, act_type, at, n, a.aligned);
   load8(hi, x + a.half, act_type, at, n, a.aligned);
-  load8(c, table, f32_type, at, n, a.aligned);
-  load8(s, table + a.half, f32_type, at, n, a.aligned);
 #pragma unroll
   for (int i = 0; i < 8; i++) {
     float v = lo[i], w = hi[i];
@@ -277,10 +288,12 @@ struct append_kv_args {
 
 // Slots outside of the cache are left out.
 KERNEL(128, 1) append_kv(const append_kv_args a) {
+  launch_dependents();
   int groups = (a.d + 7) / 8;
   int item = blockIdx.y * 128 + threadIdx.x;
   int head = item / groups, at = (item - head * groups) * 8, n = a.d - at;
   int slot = ((const int *)a.slots)[blockIdx.x];
+  wait_dependencies();
   if (head >= 2 * a.heads || slot < 0) return;
   i64 block = slot / a.tokens, token = slot - (int)block * a.tokens;
   if (block >= a.blocks) return;

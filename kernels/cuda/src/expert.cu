@@ -18,6 +18,7 @@ struct expert_args {
   int listed, experts_all;
   int top_k;               // a pair's row of X is pair / top_k
   int most, stages;        // tokens of a tile, a multiple of 16; stages of the ring
+  int early;               // only X is of the kernel in front: all else was there when it began
 };
 
 // run is the tiles of one expert, which stand in a row.
@@ -69,8 +70,27 @@ struct expert_product {
             min((each + (part < longer)) * grain, e.rows - token)};
   }
 
+  // Has the weights of a stage brought, from step k on; by one thread.
+  DEVICE void bring_weights(const tile &t, int k, int slot) const {
+    unsigned char *stage = r.memory + slot * deep * r.step_bytes;
+    int steps = min(deep, a.steps - k);
+    barrier_expect(&r.full[slot], t.units * steps * unit_bytes);
+    for (int u = 0; u < t.units; u++)
+      for (int s = 0; s < steps; s++)
+        copy_bulk(stage + s * r.step_bytes + u * unit_bytes, (const char *)t.weights + ((i64)u * a.steps + k + s) * unit_bytes, unit_bytes,
+                  &r.full[slot]);
+  }
+
   DEVICE void produce(int count) {
     int chunk = threadIdx.x & 7, lead = threadIdx.x >> 3, at = 0;
+    int brought = 0;  // steps of the first tile whose weights come before X is there
+    if (a.early) {
+      if (threadIdx.x == 0 && blockIdx.x < count) {
+        tile t = find(blockIdx.x, at);
+        for (int slot = 0; slot < r.stages && brought < a.steps; slot++, brought += deep) bring_weights(t, brought, slot);
+      }
+      wait_dependencies();
+    }
     turn now = {0, 1};
     int to = tile_units * unit_bytes + lead * 128 + ((chunk ^ (lead & 7)) << 4);
     for (int index = blockIdx.x; index < count; index += gridDim.x) {
@@ -80,13 +100,7 @@ struct expert_product {
         unsigned char *stage = r.memory + now.slot * deep * r.step_bytes;
         int steps = min(deep, a.steps - k);
         barrier_wait(&r.empty[now.slot], now.parity);
-        if (threadIdx.x == 0) {
-          barrier_expect(&r.full[now.slot], t.units * steps * unit_bytes);
-          for (int u = 0; u < t.units; u++)
-            for (int s = 0; s < steps; s++)
-              copy_bulk(stage + s * r.step_bytes + u * unit_bytes, (const char *)t.weights + ((i64)u * a.steps + k + s) * unit_bytes,
-                        unit_bytes, &r.full[now.slot]);
-        }
+        if (threadIdx.x == 0 && (index != blockIdx.x || k >= brought)) bring_weights(t, k, now.slot);
         if (k == 0) {  // looked up while the first weights come
 #pragma unroll
           for (int i = 0; i < rows_each; i++) {
@@ -149,6 +163,7 @@ struct expert_product {
   DEVICE void consume(int count) {
     int group = threadIdx.x / 128 - 1, at = 0;
     turn now = {0, 0};
+    wait_dependencies();
     for (int index = blockIdx.x; index < count; index += gridDim.x) {
       tile t = find(index, at);
       with_room<most, !up>(t.tokens, [&](auto room) { multiply<decltype(room)::value>(t, group, now); });
@@ -159,12 +174,12 @@ struct expert_product {
   DEVICE int list() const {
     int lane = threadIdx.x, tiles = 0, n = 0;
     for (int i = 0; i < a.listed; i += 32) {
-      int expert = i + lane < a.listed ? ((const int *)a.experts)[i + lane] : -1;
+      int expert = i + lane < a.listed ? load_early((const int *)a.experts + i + lane) : -1;
       run e = {0, 0, 0, 0, 0};
       if (expert >= 0 && expert < a.experts_all) {
-        e.weights = ((const u64 *)a.slots)[expert] + a.start;
-        e.first = ((const int *)a.offsets)[expert];
-        e.rows = ((const int *)a.offsets)[expert + 1] - e.first;
+        e.weights = load_early((const u64 *)a.slots + expert) + a.start;
+        e.first = load_early((const int *)a.offsets + expert);
+        e.rows = load_early((const int *)a.offsets + expert + 1) - e.first;
       }
       if (e.rows > 0) {
         e.parts = (e.rows + a.most - 1) / a.most;
@@ -187,6 +202,8 @@ struct expert_product {
 
 template <bool up, int groups, int blocks, int most, int deep>
 DEVICE void expert(const expert_args &a, unsigned char *memory) {
+  if (!a.early) wait_dependencies();
+  launch_dependents();  // not before: what comes next may start with what this one has been waiting for
   __shared__ u64 full[most_stages], empty[most_stages];
   __shared__ int tiles;
   // The ring starts at a multiple of 1024 bytes.
@@ -209,7 +226,8 @@ DEVICE void expert(const expert_args &a, unsigned char *memory) {
   }
 }
 
-// Two warpgroups with 128 weight rows each, and one with 64 for where tiles are few.
+// Two warpgroups with 128 weight rows each, and one with 64 for where tiles are few; on a
+// multiprocessor of its own where pairs are.
 // Their threads and shared memory are known to expert.go.
 #define EXPERT(name, up)                           \
   KERNEL(384, 1) name##_256(const expert_args a) { \
@@ -217,6 +235,10 @@ DEVICE void expert(const expert_args &a, unsigned char *memory) {
     expert<up, 2, 2, 160, 1>(a, memory);           \
   }                                                \
   KERNEL(256, 2) name##_64(const expert_args a) {  \
+    DYNAMIC_SHARED(memory);                        \
+    expert<up, 1, 1, 64, 2>(a, memory);            \
+  }                                                \
+  KERNEL(256, 1) name##_alone(const expert_args a) { \
     DYNAMIC_SHARED(memory);                        \
     expert<up, 1, 1, 64, 2>(a, memory);            \
   }

@@ -1,7 +1,7 @@
-// Products with few columns, routers and gates, and with few rows: tensor cores fed
-// straight from global memory. The 16 warps of a block share the inner dimension out in pieces of 64,
-// warp w every 16th from w on, and their sums are added in order of the warps: an
-// order that depends on nothing but the length.
+// Products with few columns, routers and gates, and with few rows. The 16 warps of a
+// block share the inner dimension out in pieces of 64, warp w every 16th from w on, and
+// their sums are added in order of the warps: an order that depends on nothing but the
+// length.
 
 struct few_args {
   u64 x, w, bias, out;  // bias: 0 for none
@@ -12,26 +12,34 @@ struct few_args {
 
 constexpr int few_warps = 16;
 
-// A block has 16 rows of A by 8 tiles of B, which are X and W, or with by_columns W and
-// X.
-template <bool by_columns, int tiles>
-DEVICE void few(const few_args &a) {
+// Writes an element of Out.
+DEVICE void put_sum(const few_args &a, i64 row, int column, float v) {
+  if (a.bias) v = __fadd_rn(v, load1((const void *)a.bias, a.bias_type, column));
+  i64 at = row * a.out_stride + column;
+  if (a.out_float)
+    ((float *)a.out)[at] = v;
+  else
+    ((u16 *)a.out)[at] = to_act(v);
+}
+
+// Few columns: a block has 16 rows of X by tiles times eight weight rows, and feeds tensor
+// cores straight from global memory.
+template <int tiles>
+DEVICE void few_columns(const few_args &a) {
+  begin();
   constexpr int at_once = tiles > 2 ? 2 : tiles;  // of the tiles whose sums are shared
   __shared__ float parts[few_warps][16][8 * at_once];
   int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   int a_row0 = blockIdx.x * 16, b_row0 = blockIdx.y * 8 * tiles;
-  int a_rows = by_columns ? a.columns : a.rows, b_rows = by_columns ? a.rows : a.columns;
-  const u16 *a_base = (const u16 *)(by_columns ? a.w : a.x), *b_base = (const u16 *)(by_columns ? a.x : a.w);
-  i64 a_stride = by_columns ? a.inner : a.x_stride, b_stride = by_columns ? a.x_stride : a.inner;
 
   // A thread has eight neighbors, chunk lane % 4 of 32, of rows lane / 4 of each eight:
   // elements that are neighbors in the product are not in memory.
   int row = lane >> 2, first = (lane & 3) * 8;
   const u16 *a_at[2], *b_at[tiles];
 #pragma unroll
-  for (int i = 0; i < 2; i++) a_at[i] = a_row0 + row + 8 * i < a_rows ? a_base + (a_row0 + row + 8 * i) * a_stride : 0;
+  for (int i = 0; i < 2; i++) a_at[i] = a_row0 + row + 8 * i < a.rows ? (const u16 *)a.x + (a_row0 + row + 8 * i) * a.x_stride : 0;
 #pragma unroll
-  for (int j = 0; j < tiles; j++) b_at[j] = b_row0 + row + 8 * j < b_rows ? b_base + (b_row0 + row + 8 * j) * b_stride : 0;
+  for (int j = 0; j < tiles; j++) b_at[j] = b_row0 + row + 8 * j < a.columns ? (const u16 *)a.w + (b_row0 + row + 8 * j) * (i64)a.inner : 0;
   float sums[tiles][4] = {};
 #pragma unroll(tiles > 2 ? 1 : tiles > 1 ? 2 : 4)
   for (int piece = warp * 64; piece < a.inner; piece += 64 * few_warps) {
@@ -64,24 +72,94 @@ DEVICE void few(const few_args &a) {
       for (int c = 0; c < 4; c++) parts[warp][row + c / 2 * 8][j * 8 + (lane & 3) * 2 + c % 2] = sums[from + j][c];
     __syncthreads();
     // Threads that are neighbors write neighbors.
-    int m = by_columns ? threadIdx.x % 16 : threadIdx.x / (8 * at_once), n = by_columns ? threadIdx.x / 16 : threadIdx.x % (8 * at_once);
-    int a_row = a_row0 + m, b_row = b_row0 + 8 * from + n;
-    if (m >= 16 || n >= 8 * at_once || a_row >= a_rows || b_row >= b_rows) continue;
+    int m = threadIdx.x / (8 * at_once), n = threadIdx.x % (8 * at_once), column = b_row0 + 8 * from + n;
+    i64 r = a_row0 + m;
+    if (m >= 16 || r >= a.rows || column >= a.columns) continue;
     float v = 0;
 #pragma unroll
     for (int i = 0; i < few_warps; i++) v = __fadd_rn(v, parts[i][m][n]);
-    i64 r = by_columns ? b_row : a_row;
-    int column = by_columns ? a_row : b_row;
-    if (a.bias) v = __fadd_rn(v, load1((const void *)a.bias, a.bias_type, column));
-    i64 at = r * a.out_stride + column;
-    if (a.out_float)
-      ((float *)a.out)[at] = v;
-    else
-      ((u16 *)a.out)[at] = to_act(v);
+    put_sum(a, r, column, v);
   }
 }
 
-KERNEL(512, 1) few_columns_8(const few_args a) { few<false, 1>(a); }
-KERNEL(512, 1) few_columns_16(const few_args a) { few<false, 2>(a); }
-KERNEL(512, 1) few_columns_64(const few_args a) { few<false, 8>(a); }
-KERNEL(512, 1) few_rows_8(const few_args a) { few<true, 1>(a); }
+KERNEL(512, 1) few_columns_8(const few_args a) { few_columns<1>(a); }
+KERNEL(512, 1) few_columns_16(const few_args a) { few_columns<2>(a); }
+KERNEL(512, 1) few_columns_64(const few_args a) { few_columns<8>(a); }
+
+// Up to eight rows: a tile is 16 weight rows by all of X, and a block takes every
+// gridDim.x-th. A thread copies the weights that it multiplies itself into a ring of its
+// own, so that nobody waits for others but for the sum of a tile, and copies run ahead
+// across tiles. The first come before kernels in front have ended, which write no weights.
+template <int stages>
+DEVICE void few_rows(const few_args &a, unsigned char *memory) {
+  __shared__ float parts[2][few_warps][8][20];  // of the tile and of the one before; 20: eight rows in different banks
+  launch_dependents();
+  int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  int row = lane >> 2, first = warp * 64 + (lane & 3) * 8;  // chunks as in few_columns
+  int tiles = (a.columns + 15) / 16, pieces = max(0, a.inner - warp * 64 + 64 * few_warps - 1) / (64 * few_warps);
+  uint4 *ring = (uint4 *)memory + threadIdx.x;
+
+  int next_tile = blockIdx.x, next_piece = 0;
+  auto bring = [&](int slot) {
+    if (next_tile < tiles && pieces > 0) {
+      int column = next_tile * 16 + row, k = next_piece * 64 * few_warps + first;
+      const u16 *w = (const u16 *)a.w + column * (i64)a.inner + k;
+#pragma unroll
+      for (int i = 0; i < 2; i++)
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+          bool there = column + 8 * i < a.columns && k + 32 * h < a.inner;  // a multiple of 8
+          const u16 *from = there ? w + i * 8 * (i64)a.inner + 32 * h : (const u16 *)a.w;
+          copy_async(ring + (slot * 4 + i * 2 + h) * 32 * few_warps, from, there ? 16 : 0);
+        }
+      if (++next_piece == pieces) next_piece = 0, next_tile += gridDim.x;
+    }
+    copy_commit();
+  };
+#pragma unroll 1
+  for (int i = 0; i < stages; i++) bring(i);
+  wait_dependencies();
+
+  const u16 *x_at = row < a.rows ? (const u16 *)a.x + row * a.x_stride : 0;
+  int slot = 0, turn = 0;
+  for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x, turn ^= 1) {
+    float sums[4] = {};
+#pragma unroll 1
+    for (int k = first, i = 0; i < pieces; i++, k += 64 * few_warps) {
+      uint4 x[2], w[2][2];
+#pragma unroll
+      for (int h = 0; h < 2; h++) x[h] = load_chunk(k + 32 * h < a.inner ? x_at : 0, k + 32 * h);
+      copy_wait<stages - 1>();
+#pragma unroll
+      for (int j = 0; j < 4; j++) w[j / 2][j % 2] = ring[(slot * 4 + j) * 32 * few_warps];
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+        u32 low[4] = {w[0][h].x, w[1][h].x, w[0][h].y, w[1][h].y}, high[4] = {w[0][h].z, w[1][h].z, w[0][h].w, w[1][h].w};
+        mma(sums, low, x[h].x, x[h].y);
+        mma(sums, high, x[h].z, x[h].w);
+      }
+      bring(slot);  // what was there has been multiplied
+      if (++slot == stages) slot = 0;
+    }
+#pragma unroll
+    for (int c = 0; c < 4; c++) parts[turn][warp][(lane & 3) * 2 + c % 2][row + c / 2 * 8] = sums[c];
+    __syncthreads();
+    int m = threadIdx.x % 16, n = threadIdx.x / 16;
+    if (n >= a.rows || tile * 16 + m >= a.columns) continue;
+    float v = 0;
+#pragma unroll
+    for (int i = 0; i < few_warps; i++) v = __fadd_rn(v, parts[turn][i][n][m]);
+    put_sum(a, n, tile * 16 + m, v);
+  }
+}
+
+// For any device, and for one whose blocks may have more shared memory.
+KERNEL(512, 1) few_rows_2(const few_args a) {
+  DYNAMIC_SHARED(memory);
+  few_rows<2>(a, memory);
+}
+
+KERNEL(512, 2) few_rows_5(const few_args a) {
+  DYNAMIC_SHARED(memory);
+  few_rows<5>(a, memory);
+}

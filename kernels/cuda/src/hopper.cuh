@@ -42,6 +42,20 @@ DEVICE void copy_bulk(void *shared, const void *global, int bytes, u64 *barrier)
                : "memory");
 }
 
+// Reads what kernels in front have written, past the first-level cache: before this one
+// has waited for them.
+DEVICE int load_early(const int *p) {
+  int v;
+  asm volatile("ld.global.cg.s32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
+
+DEVICE u64 load_early(const u64 *p) {
+  u64 v;
+  asm volatile("ld.global.cg.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+  return v;
+}
+
 // 1 / x, to one unit in the last place.
 DEVICE float reciprocal_fast(float x) {
   float r;

@@ -257,14 +257,17 @@ DEVICE void product(const product_args &a, unsigned char *memory) {
 // known to product.go.
 #define PRODUCTS(name, mode, plain)                                  \
   KERNEL(128, 3) name##_16(const product_args a) {                   \
+    begin();                                                         \
     DYNAMIC_SHARED(memory);                                          \
     product<mode, 16, 64, 1, 4, 6, plain>(a, memory);                \
   }                                                                  \
   KERNEL(256, 2) name##_64(const product_args a) {                   \
+    begin();                                                         \
     DYNAMIC_SHARED(memory);                                          \
     product<mode, 64, 128, 2, 4, 4, plain>(a, memory);               \
   }                                                                  \
   KERNEL(256, 2) name##_128(const product_args a) {                  \
+    begin();                                                         \
     DYNAMIC_SHARED(memory);                                          \
     product<mode, 128, 128, 2, 4, 3, plain>(a, memory);              \
   }
@@ -275,16 +278,19 @@ PRODUCTS(down, expert_down, true)
 
 // Weights of another type than the activations, and rows that are not aligned.
 KERNEL(256, 2) matmul_any(const product_args a) {
+  begin();
   DYNAMIC_SHARED(memory);
   product<dense, 64, 128, 2, 4, 2, false>(a, memory);
 }
 
 KERNEL(256, 2) up_any(const product_args a) {
+  begin();
   DYNAMIC_SHARED(memory);
   product<expert_up, 64, 128, 2, 4, 2, false>(a, memory);
 }
 
 KERNEL(256, 2) down_any(const product_args a) {
+  begin();
   DYNAMIC_SHARED(memory);
   product<expert_down, 64, 128, 2, 4, 2, false>(a, memory);
 }

@@ -95,3 +95,28 @@ template <int pending>
 DEVICE void copy_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
 }
+
+// Has the second-level cache fetch what lies at p.
+DEVICE void prefetch(const void *p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+
+// Lets the next kernel of the stream start once all blocks have come here or ended, if
+// it was launched to overlap. From compute capability 9.0 on.
+DEVICE void launch_dependents() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// Waits until the kernel in front has ended, which itself has waited so: until all
+// kernels in front have, with all they wrote.
+DEVICE void wait_dependencies() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// What a kernel begins with that has nothing to do before the others have ended.
+DEVICE void begin() {
+  launch_dependents();
+  wait_dependencies();
+}

@@ -19,6 +19,7 @@ DEVICE u32 score_key(float s) {
 
 // One warp per row.
 KERNEL(128, 1) route(const route_args a) {
+  begin();
   DYNAMIC_SHARED(memory);
   int lane = threadIdx.x % 32;
   i64 row = (i64)blockIdx.x * 4 + threadIdx.x / 32;
@@ -84,6 +85,7 @@ struct group_args {
 // One block of 32 warps per expert, each warp with a stretch of the pairs. A first
 // pass counts the pairs of lower experts and of this one, a second writes the order.
 KERNEL(1024, 1) group(const group_args a) {
+  begin();
   __shared__ int lower[32], equal[32];
   int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   u32 expert = blockIdx.x;
@@ -127,6 +129,7 @@ KERNEL(1024, 1) group(const group_args a) {
 
 // The same for few pairs: a block of one warp per expert.
 KERNEL(32, 1) group_few(const group_args a) {
+  begin();
   int lane = threadIdx.x;
   u32 expert = blockIdx.x;
   const u32 *ids = (const u32 *)a.ids;

@@ -186,6 +186,7 @@ DEVICE choice draw_near(const float *logits, int from, int to, bool aligned, con
 
 // Block (row, segment). A row without any number draws -1.
 KERNEL(512, 2) sample(const sample_args a) {
+  begin();
   i64 row = blockIdx.x;
   const float *logits = (const float *)a.logits + row * a.stride;
   draw d = row_draw(a, row);
@@ -201,6 +202,7 @@ KERNEL(512, 2) sample(const sample_args a) {
 
 // The best of each row's segments; one warp per row.
 KERNEL(32, 1) sample_merge(const sample_args a) {
+  begin();
   i64 row = blockIdx.x;
   choice c = {0.f, -1};
   for (int s = threadIdx.x; s < a.segments; s += 32) c = better(c, ((const choice *)a.work)[row * a.segments + s]);
@@ -422,6 +424,7 @@ DEVICE void narrow(tokens &t, row_memory &m, bool counting, u64 many, u64 part) 
 
 // sample with cuts; a block per row.
 KERNEL(row_threads, 1) sample_cut(const sample_args a) {
+  begin();
   __shared__ row_memory m;
   i64 row = blockIdx.x;
   draw d = row_draw(a, row);
@@ -482,6 +485,7 @@ DEVICE float log_softmax(float v, float largest, double log_sum) {
 
 // A block per row.
 KERNEL(row_threads, 1) log_probs(const log_probs_args a) {
+  begin();
   __shared__ row_memory m;
   i64 row = blockIdx.x;
   tokens t = {(const float *)a.logits + row * a.stride, a.vocabulary, a.aligned != 0, 1.f, 0.f, 0.f, least_number, -1};
@@ -539,6 +543,7 @@ DEVICE void row_entries(const adjust_args &a, i64 row, int &from, int &to) {
 
 // Block (row, part); a thread per entry.
 KERNEL(256, 1) adjust(const adjust_args a) {
+  begin();
   i64 row = blockIdx.x;
   float *logits = (float *)a.logits + row * a.stride;
   float repetition = ((const float *)a.repetition)[row], presence = ((const float *)a.presence)[row], frequency = ((const float *)a.frequency)[row];
@@ -558,6 +563,7 @@ KERNEL(256, 1) adjust(const adjust_args a) {
 
 // As adjust.
 KERNEL(256, 1) restore(const adjust_args a) {
+  begin();
   i64 row = blockIdx.x;
   float *logits = (float *)a.logits + row * a.stride;
   int from, to;

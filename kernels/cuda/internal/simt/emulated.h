@@ -30,6 +30,7 @@ static inline float2 make_float2(float x, float y) { return {x, y}; }
 #define threadIdx simt::thread()
 #define blockIdx simt::block_index
 #define blockDim simt::block_size
+#define gridDim simt::grid_size
 
 template <class To, class From>
 static inline To bits(From v) {
@@ -193,3 +194,10 @@ template <int pending>
 static inline void copy_wait() {
   simt::wait(pending);
 }
+
+static inline void prefetch(const void *) {}
+
+// Kernels here run one after the other.
+static inline void launch_dependents() {}
+static inline void wait_dependencies() {}
+static inline void begin() {}

@@ -13,7 +13,7 @@
 
 namespace simt {
 
-index block_index, block_size;
+index block_index, block_size, grid_size;
 
 namespace {
 
@@ -222,6 +222,7 @@ extern "C" const char *simt_launch(int half, const char *name, const void *args,
   shared_bytes = (shared + 127) / 128 * 128;
   random_state = seed;
   block_size = {threads, 1, 1};
+  grid_size = {blocks[0], blocks[1], blocks[2]};
   for (unsigned z = 0; z < blocks[2]; z++)
     for (unsigned y = 0; y < blocks[1]; y++)
       for (unsigned x = 0; x < blocks[0]; x++) {

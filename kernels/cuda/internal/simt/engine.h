@@ -21,7 +21,7 @@ struct message {
   uint32_t words[6];
 };
 
-extern index block_index, block_size;
+extern index block_index, block_size, grid_size;
 
 index thread();
 int lane();

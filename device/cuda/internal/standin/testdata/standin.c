@@ -613,15 +613,25 @@ EXPORT int cuFuncGetAttribute(int *v, int a, function *f) {
 }
 EXPORT int cuFuncSetAttribute(function *f, int a, int v) {
   BEGIN
+  if (a == 9 && v == 100) END(OK); /* the preferred share of shared memory */
   if (a != 8 || v > 232448) END(INVALID_VALUE);
   allowed = v;
   END(OK);
 }
-EXPORT int cuLaunchKernel(function *f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
-                          unsigned shared, stream *s, void **params, void **extra) {
+typedef struct {
+  unsigned grid[3], block[3], shared;
+  stream *s;
+  struct {
+    int id, pad, on;
+  } *attributes;
+  unsigned count;
+} launch_config;
+
+/* An operation starts when the one in front has ended, also where a launch would do with less. */
+EXPORT int cuLaunchKernelEx(const launch_config *c, function *f, void **params, void **extra) {
   BEGIN
-  op o = {.kind = LAUNCH, .run = f->run, .s = {{gx, gy, gz}, {bx, by, bz}, shared}};
-  if (params) END(INVALID_VALUE);
+  op o = {.kind = LAUNCH, .run = f->run, .s = {{c->grid[0], c->grid[1], c->grid[2]}, {c->block[0], c->block[1], c->block[2]}, c->shared}};
+  if (params || c->count > 1 || (c->count == 1 && (c->attributes->id != 6 || !c->attributes->on))) END(INVALID_VALUE);
   if (extra) {
     /* pointer to the buffer, pointer to its size, end */
     if (extra[0] != (void *)1 || extra[2] != (void *)2 || extra[4]) END(INVALID_VALUE);
@@ -629,7 +639,7 @@ EXPORT int cuLaunchKernel(function *f, unsigned gx, unsigned gy, unsigned gz, un
     if (n > sizeof o.args) END(INVALID_VALUE);
     memcpy(o.args, extra[1], n);
   }
-  END(push(s, &o));
+  END(push(c->s, &o));
 }
 
 /* Graphs. */
