@@ -25,8 +25,8 @@ type run struct {
 }
 
 // bring takes a reference on each of these offloaded experts of the layer: on its
-// slot where it is still there, else on a free one, to which it is copied, for so many waves. False:
-// some found no slot.
+// slot where it is still there, else on a free one, to which it is copied. Copies are cut
+// for so many waves. False: some found no slot.
 func (s *Store) bring(position int, missing []int, waves int, p transfer.Priority) (whole bool, err error) {
 	l := &s.layers[position]
 	for _, e := range missing {

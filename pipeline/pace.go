@@ -15,8 +15,9 @@ type pace struct {
 	together bool
 }
 
-// Where the links work for at most so much of what a step takes without its experts' copies, what a
-// layer misses has arrived before the layer begins: it is asked for two layers ahead.
+// hidden is for how much of what a step takes without waiting for experts the links may work
+// where what a layer misses has arrived before the layer begins: it is asked for two layers
+// ahead.
 const hidden = 0.75
 
 // begin starts a step of so many rows. links is for how long the link that was longest at
