@@ -17,6 +17,9 @@ import (
 	"github.com/moeserve/moeserve/planner"
 )
 
+// mostMiB is the size of the largest copies that sums of sizes can tell: a pebibyte.
+const mostMiB = 1 << 30
+
 // transferOptions are the flags of bench transfer alone.
 type transferOptions struct {
 	largest, repetitions int
@@ -63,8 +66,8 @@ func benchTransfer(ctx context.Context, s *streams, set *settings, o *transferOp
 	if err != nil {
 		return err
 	}
-	if o.largest < 1 {
-		return usagef("--largest-mib is %d: must be at least 1", o.largest)
+	if o.largest < 1 || o.largest > mostMiB {
+		return usagef("--largest-mib is %d: must be from 1 to %d", o.largest, mostMiB)
 	}
 	if o.repetitions < 1 {
 		return usagef("--repetitions is %d: must be at least 1", o.repetitions)
