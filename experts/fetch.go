@@ -25,8 +25,8 @@ type run struct {
 }
 
 // bring takes a reference on each of these offloaded experts of the layer: on its
-// slot where it is still there, else on a free one, to which it is copied, for so many waves. False:
-// some found no slot.
+// slot where it is still there, else on a free one, to which it is copied. Copies are cut
+// for so many waves. False: some found no slot.
 func (s *Store) bring(position int, missing []int, waves int, p transfer.Priority) (whole bool, err error) {
 	l := &s.layers[position]
 	for _, e := range missing {
@@ -236,7 +236,8 @@ func (s *Store) start(position int, r *run, hostBytes int64, p transfer.Priority
 	err := s.submit(position, f, mainCopy, r, 0, dst.Slice(0, rest), r.src.Slice(0, rest), p)
 	for k := range r.refs {
 		if err == nil && r.refs[k].Held() {
-			r.refs[k].ReleaseAt(residency.Point(f.done))
+			// Not at done, which the next copy into the slot may fail while this one reads.
+			r.refs[k].ReleaseAt(residency.Point(f.ticket.End()))
 		}
 	}
 	// The rest, cut where the experts do not lie side by side in host memory.

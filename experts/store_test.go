@@ -647,6 +647,77 @@ func TestResidency(t *testing.T) {
 	}
 }
 
+// TestUseAll: a store that misses nothing is used as a whole, as layer by layer, also once
+// the tables have been forgotten. One that misses something, or is in use, says so.
+func TestUseAll(t *testing.T) {
+	for n := range uint64(4) {
+		r := newRig(t, small(rowMajor), machine(n), 300)
+		s := r.open(Config{Placement: r.placed(0)})
+		r.fill(s, 11)
+		whole := func() {
+			t.Helper()
+			r.ok(s.Begin())
+			r.ok(s.UseAll(t.Context(), r.compute))
+			var waves, all []map[int]uint32
+			for i, l := range r.model.layers {
+				u, err := s.Local(l)
+				r.ok(err)
+				waves, all = append(waves, map[int]uint32{}), append(all, map[int]uint32{})
+				r.ok(r.products(u, u.Waves[0], 0, waves[i]))
+				r.ok(r.products(u, Wave{Experts: u.All}, 0, all[i]))
+				if len(u.Waves) != 1 || len(u.Waves[0].Await) != 0 {
+					t.Errorf("layer %d has waves %+v", l, u.Waves)
+				}
+			}
+			r.ok(r.compute.Synchronize(t.Context()))
+			r.ok(s.Err())
+			r.verify(waves)
+			r.verify(all)
+		}
+		whole()
+		r.steps(s, 1, true)
+		whole()
+		// Reset forgets what the device's tables hold, and they may hold anything.
+		junk, err := r.m.Alloc(device.Host, s.plan.TableBytes, "junk")
+		r.ok(err)
+		for i, b := 0, junk.Write(0, junk.Bytes()); i < len(b); i++ {
+			b[i] = 0xa5
+		}
+		r.ok(s.Reset(t.Context()))
+		r.ok(r.compute.Copy(s.table.Range(0, junk.Bytes()), junk.Range(0, junk.Bytes())))
+		whole()
+		r.ok(junk.Free())
+		if st := s.Stats(); st.Hits != ([tiers]int64{Local: 4 * 5 * 6}) || st.Misses != 0 {
+			t.Errorf("%+v", st)
+		}
+		for _, uses := range s.Uses() {
+			if !slices.Equal(uses, []int64{4, 4, 4, 4, 4, 4}) {
+				t.Errorf("uses %v", uses)
+			}
+		}
+		_, err = s.Open(t.Context(), 3, r.compute)
+		r.ok(err)
+		r.wants(s.UseAll(t.Context(), r.compute), "use layer 3: it is open already")
+		r.ok(s.Reset(t.Context()))
+		whole()
+		_, err = s.Local(2)
+		r.wants(err, "layer 2: it has no experts")
+	}
+	r := newRig(t, small(rowMajor), emulated.Options{Virtual: true}, 300)
+	s := r.open(Config{Placement: r.placed(0.5)})
+	r.fill(s, 11)
+	r.wants(s.UseAll(t.Context(), r.compute), "use layer 0: 3 of its experts are not local")
+	_, err := s.Local(0)
+	r.wants(err, "layer 0: 3 of its experts are not local")
+}
+
+func (r *rig) wants(err error, text string) {
+	r.Helper()
+	if err == nil || !strings.Contains(err.Error(), text) {
+		r.Errorf("got %v, want %q", err, text)
+	}
+}
+
 func TestNext(t *testing.T) {
 	s := &Store{plan: Plan{Config: Config{Layers: []int{1, 3, 4}}}}
 	for layer, want := range map[int]int{0: 1, 1: 3, 2: 3, 3: 4, 4: 1, 9: 1} {

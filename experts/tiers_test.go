@@ -9,6 +9,7 @@ import (
 	"os"
 	"slices"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
@@ -17,6 +18,7 @@ import (
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/device/emulated"
 	"github.com/moeserve/moeserve/harvest"
+	"github.com/moeserve/moeserve/transfer"
 )
 
 // lend gives the rig a harvest over its peers.
@@ -840,12 +842,11 @@ func (r *rig) anyStep(s *Store, rng *rand.Rand) {
 	r.Helper()
 	whole, c := rng.IntN(2) == 0, choices(rng, r.model)
 	for attempt := 0; ; attempt++ {
-		r.ok(s.Begin())
 		var out []map[int]uint32
-		var err error
-		if whole {
+		err := s.Begin() // what was prefetched may have failed since the step before
+		if err == nil && whole {
 			out, err = r.step(s, true, 0)
-		} else {
+		} else if err == nil {
 			out, err = r.chosenStep(s, c, 0)
 		}
 		if err == nil {
@@ -861,6 +862,122 @@ func (r *rig) anyStep(s *Store, rng *rand.Rand) {
 		}
 		_ = r.compute.Recover(context.Background()) // the error is the one at hand
 		r.ok(s.Reset(r.Context()))
+	}
+}
+
+// TestReadUntilTheEnd: a peer's memory is not given back under a copy of which nobody wants the
+// result any more, whatever becomes of the copy that waits for its slot.
+func TestReadUntilTheEnd(t *testing.T) {
+	r := newRig(t, small(rowMajor), emulated.Options{}, 150)
+	r.lend()
+	s := r.open(Config{Placement: r.placed(0.5), RingSlots: 3})
+	r.fill(s, 11)
+	r.promote(s, ID{0, 1})
+	stall := r.m.Inject(&emulated.Fault{Kind: emulated.StallCopy, Match: func(p emulated.Point) bool { return p.From != device.Host && p.To == device.HBM(0) }})
+	// Layer 0 is guessed in vain, and layer 1 takes the slot.
+	r.ok(s.Begin())
+	r.ok(s.Guess(0, []int32{1}))
+	_, err := s.OpenLocal(t.Context(), 0, r.compute)
+	r.ok(err)
+	_, err = s.Choose(t.Context(), 0, nil, r.compute)
+	r.ok(err)
+	r.ok(s.Done(0, r.compute))
+	r.ok(s.Prefetch(1))
+	if got := s.slots[s.layers[0].slot[1]].holds; got.Layer != 1 {
+		t.Fatalf("the slot has %+v", got)
+	}
+	later := s.fetches[len(s.fetches)-1].ticket
+	reset := make(chan error, 1)
+	go func() { reset <- s.Reset(context.Background()) }()
+	if err := later.Wait(t.Context()); !errors.Is(err, transfer.ErrCanceled) {
+		t.Errorf("the copy that waits for the slot: %v", err)
+	}
+	c, err := r.harvest.Reclaim(device.HBM(1), 1<<20, time.Minute)
+	r.ok(err)
+	_, err = r.harvest.Tick(r.m.Now())
+	r.ok(err)
+	s.peers.mu.Lock()
+	if s.peers.revoked > 0 {
+		t.Error("memory is taken while it is read")
+	}
+	s.peers.mu.Unlock()
+	stall.Release()
+	r.ok(<-reset)
+	r.ok(c.Wait(t.Context()))
+	r.steps(s, 2, true)
+}
+
+// TestBesideSteps: steps of both kinds go on while others move experts, take memory back and
+// look, at any moment of theirs, and copies fail.
+func TestBesideSteps(t *testing.T) {
+	steps := 150
+	if testing.Short() {
+		steps = 60
+	}
+	for seed := range uint64(3) {
+		r := newRig(t, small(rowMajor), emulated.Options{Seed: seed}, 150)
+		r.lend()
+		s := r.open(Config{Placement: r.placed([]float64{0.4, 0.7, 1}[seed]), RingSlots: 6 + int(seed), Adaptive: seed < 2})
+		r.fill(s, 11)
+		fault := r.m.Inject(&emulated.Fault{
+			Kind: emulated.FailCopy, Times: -1, Chance: 0.05, Match: func(p emulated.Point) bool { return strings.HasPrefix(p.Stream, "copy ") },
+		})
+		var others sync.WaitGroup
+		done := make(chan struct{})
+		beside := func(number uint64, act func(rng *rand.Rand, id ID)) {
+			rng := rand.New(rand.NewPCG(seed, number))
+			others.Go(func() {
+				for {
+					select {
+					case <-done:
+						return
+					default:
+						act(rng, ID{rng.IntN(len(r.model.layers)), rng.IntN(r.model.experts)})
+						time.Sleep(time.Duration(rng.IntN(100)) * time.Microsecond)
+					}
+				}
+			})
+		}
+		beside(1, func(rng *rand.Rand, id ID) {
+			switch rng.IntN(4) {
+			case 0:
+				_ = s.Demote(id) // it may be on its way back already
+			case 1:
+				_ = s.Swap(id, ID{id.Layer, rng.IntN(r.model.experts)}) // it may be local, or there
+			default:
+				_ = s.Promote(id, PromoteOptions{})
+			}
+			s.Settle()
+		})
+		beside(2, func(rng *rand.Rand, _ ID) {
+			peer := device.HBM(1 + rng.IntN(2))
+			if rng.IntN(4) == 0 {
+				if _, err := r.harvest.Reclaim(peer, int64(1+rng.IntN(4096)), time.Second); err != nil {
+					t.Error(err)
+				}
+			}
+			_ = r.harvest.Readmit(peer) // it may not have been left out
+			if _, err := r.harvest.Tick(r.m.Now()); err != nil {
+				t.Error(err)
+			}
+		})
+		beside(3, func(*rand.Rand, ID) {
+			s.Snapshot()
+			s.Stats()
+			s.LinkTime()
+		})
+		rng := rand.New(rand.NewPCG(seed, 0))
+		for range steps {
+			r.anyStep(s, rng)
+		}
+		close(done)
+		others.Wait()
+		fault.Release()
+		st := s.Stats()
+		t.Logf("%+v", st)
+		if st.Failed == 0 || st.Promoted == 0 || st.Revoked == 0 || st.Hits[Peer] == 0 || (st.Swapped > 0) != (seed < 2) {
+			t.Errorf("not all has happened: %+v", st)
+		}
 	}
 }
 

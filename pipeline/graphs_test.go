@@ -13,6 +13,7 @@ import (
 
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/device/emulated"
+	"github.com/moeserve/moeserve/experts"
 	"github.com/moeserve/moeserve/kernels"
 )
 
@@ -216,7 +217,9 @@ func TestGraphsChangeNothing(t *testing.T) {
 			t.Parallel()
 			const steps = 300
 			seed := uint64(i)
-			want := newRig(t, name, 0, emulated.Options{Virtual: true}, Options{}).live(seed, steps, nil)
+			plain := newRig(t, name, 0, emulated.Options{Virtual: true}, Options{})
+			want := plain.live(seed, steps, nil)
+			counted := plain.store.Activations()
 			for _, o := range []Options{
 				{Graphs: 16}, {Graphs: 1}, {Graphs: 3, MicroBatchRows: 2}, {Graphs: 3, Grouping: ByMicroBatch, MicroBatches: 2},
 			} {
@@ -231,11 +234,18 @@ func TestGraphsChangeNothing(t *testing.T) {
 				if s.Launched < steps/2 || s.Captured <= int64(o.Graphs) || s.Held > int64(o.Graphs) || s.Failed != 0 || r.capturing.alive != int(s.Held) {
 					t.Errorf("%d graphs, micro-batches of %d: %+v of %d steps, %d graphs are alive", o.Graphs, o.MicroBatchRows, s, 2*steps, r.capturing.alive)
 				}
-				uses := r.store.Uses()
-				for _, of := range uses {
+				for i, of := range r.store.Uses() {
 					if of[0] != 2*steps {
 						t.Errorf("experts are used in %d of %d steps", of[0], 2*steps)
 					}
+					for e, n := range r.store.Activations()[i] {
+						if n != 2*counted[i][e] {
+							t.Errorf("layer %d expert %d is chosen by %d rows, want %d", i, e, n, 2*counted[i][e])
+						}
+					}
+				}
+				if got, want := r.store.Stats().Hits[experts.Local], 2*plain.store.Stats().Hits[experts.Local]; got != want {
+					t.Errorf("%d hits, want %d", got, want)
 				}
 			}
 		})

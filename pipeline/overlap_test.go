@@ -279,8 +279,8 @@ func TestOverlapWithHostAttention(t *testing.T) {
 						continue
 					}
 					c := cell{preset: preset, rows: 4536, fraction: fraction, tier: tier, hostRate: rate}
-					if testing.Short() {
-						c.layers = 6
+					if testing.Short() && preset == "mixtral-8x7b" {
+						c.layers = 6 // of the other, a step's begin and end would be too large a part
 					}
 					t.Run(fmt.Sprintf("%v, host memory at %g GB/s", c, rate/1e9), func(t *testing.T) {
 						t.Parallel()

@@ -15,8 +15,9 @@ type pace struct {
 	together bool
 }
 
-// Where the links work for at most so much of what a step takes without its experts' copies, what a
-// layer misses has arrived before the layer begins: it is asked for two layers ahead.
+// hidden is for how much of what a step takes without waiting for experts the links may work
+// where what a layer misses has arrived before the layer begins: it is asked for two layers
+// ahead.
 const hidden = 0.75
 
 // begin starts a step of so many rows. links is for how long the link that was longest at
@@ -26,6 +27,10 @@ func (p *pace) begin(now time.Duration, rows int, links time.Duration) {
 	p.together = p.workedRows > 0 && like && links > 0 && links.Seconds() <= hidden*p.worked.Seconds()
 	p.began, p.rows = now, rows
 }
+
+// fail forgets what steps take, since links were not at work for all of this one: the next
+// step's copies may end long after they are needed.
+func (p *pace) fail() { p.workedRows = 0 }
 
 // end of the step, in which the compute stream waited for experts for so long.
 func (p *pace) end(now, waited time.Duration) {

@@ -537,6 +537,7 @@ func (p *Pipeline) answer(ctx context.Context, value uint32, off int64, rows int
 // whose memory only held copies fails the step like a copy; without the compute device
 // there is no other.
 func (p *Pipeline) drop(ctx context.Context, cause error) error {
+	p.pace.fail()
 	ctx = context.WithoutCancel(ctx)
 	broken := p.compute.Recover(ctx)
 	if p.attention != nil {

@@ -684,6 +684,165 @@ func TestForgo(t *testing.T) {
 	})
 }
 
+// TestEnd: a copy ends where it does, also where a later one has failed the fence of both.
+func TestEnd(t *testing.T) {
+	machines(t, func(t *testing.T, o emulated.Options) {
+		r := newRig(t, o, transfer.Options{ChunkBytes: 50})
+		src, dst := r.filled(100, 1), r.alloc(device.HBM(0), 100)
+		stall := r.m.Inject(&emulated.Fault{Kind: emulated.StallCopy, Match: func(p emulated.Point) bool { return p.To == device.HBM(0) }})
+		first := r.down(dst, src, transfer.Needed)
+		running := r.submit(first)
+		second := first
+		second.Done.Value++
+		second.After = []transfer.Point{first.Done}
+		later := r.submit(second)
+		if !later.Cancel() {
+			t.Fatal("a copy behind one that stalls has begun")
+		}
+		r.reached(first.Done, true)
+		r.reached(later.End(), true)
+		end := running.End()
+		r.reached(end, false)
+		stall.Release()
+		r.wait(running)
+		r.reached(end, true)
+		r.equal(dst, src)
+	})
+}
+
+func (r *rig) reached(p transfer.Point, want bool) {
+	r.Helper()
+	if got := int32(p.Fence.Value()-p.Value) >= 0; got != want {
+		r.Errorf("the point is reached: %v, want %v", got, want)
+	}
+}
+
+// TestRelease: the memory of a ticket that was given up serves a later copy, and that of
+// one that is under way, or failed, does not.
+func TestRelease(t *testing.T) {
+	machines(t, func(t *testing.T, o emulated.Options) {
+		r := newRig(t, o, transfer.Options{ChunkBytes: 10, Depth: 1})
+		src, dst := r.filled(100, 1), r.alloc(device.HBM(0), 100)
+		landed := r.submit(r.down(dst, src, transfer.Needed))
+		r.wait(landed)
+		landed.Release()
+
+		held := r.down(dst, src, transfer.Needed)
+		held.After = []transfer.Point{r.point()}
+		under := r.submit(held)
+		if under != landed {
+			t.Error("a ticket that was given up is not used again")
+		}
+		under.Release()
+		other := r.submit(r.down(r.alloc(device.HBM(0), 100), src, transfer.Prefetch))
+		if other == under {
+			t.Fatal("the ticket of a copy under way is used again")
+		}
+		stall := r.m.Inject(&emulated.Fault{Kind: emulated.StallCopy, Match: func(p emulated.Point) bool { return p.To == device.HBM(0) }})
+		running := r.submit(r.down(r.alloc(device.HBM(0), 100), src, transfer.Needed))
+		queued := r.submit(r.down(r.alloc(device.HBM(0), 100), src, transfer.Prefetch))
+		if !queued.Cancel() {
+			t.Fatal("a copy behind one that stalls has begun")
+		}
+		queued.Release()
+		if err := queued.Err(); !errors.Is(err, transfer.ErrCanceled) {
+			t.Errorf("canceled, and given up: %v", err)
+		}
+		stall.Release()
+		if err := held.After[0].Fence.Raise(1); err != nil {
+			t.Fatal(err)
+		}
+		for _, ticket := range []*transfer.Ticket{running, other, under} {
+			r.wait(ticket)
+		}
+		r.equal(dst, src)
+	})
+}
+
+// TestReleaseUnderLoad: whoever uses whose memory again, every copy brings its own bytes,
+// and every ticket says what became of its own copy.
+func TestReleaseUnderLoad(t *testing.T) {
+	const goroutines, rounds, size = 4, 300, 64
+	r := newRig(t, emulated.Options{Seed: 5}, transfer.Options{ChunkBytes: 20, Depth: 2})
+	defer r.m.Inject(&emulated.Fault{Kind: emulated.FailCopy, Times: -1, Chance: 0.05, Match: func(p emulated.Point) bool { return p.From == device.Host }}).Release()
+	var wg sync.WaitGroup
+	ends := make([]map[string]int, goroutines)
+	for g := range goroutines {
+		src, there, back := r.filled(size, byte(g)), r.alloc(device.HBM(0), size), r.alloc(device.Host, size)
+		after, down, up := r.point(), r.point(), r.point()
+		rng, end := rand.New(rand.NewPCG(uint64(g), 3)), map[string]int{}
+		ends[g] = end
+		wg.Go(func() {
+			for n := range uint32(rounds) {
+				name := fmt.Sprintf("goroutine %d round %d", g, n)
+				sent := src.Write(0, size)
+				for i := range sent {
+					sent[i] = byte(rng.Uint32())
+				}
+				down.Value, up.Value, after.Value = n+1, n+1, n+1
+				q := transfer.Request{
+					From: device.Host, Src: src.Range(0, size), To: device.HBM(0), Dst: there.Range(0, size),
+					Priority: transfer.Priority(rng.IntN(5)), Done: down, Label: transfer.Text(name),
+				}
+				waits := rng.IntN(3) == 0
+				if waits {
+					q.After = []transfer.Point{after}
+				}
+				ticket, err := r.engine.Submit(q)
+				if err != nil {
+					t.Error(err)
+					return
+				}
+				forgone, given := false, false
+				switch rng.IntN(4) {
+				case 0:
+					ticket.Promote(transfer.Needed)
+				case 1:
+					forgone = ticket.Forgo()
+				case 2:
+					given = ticket.Cancel()
+				}
+				if err := after.Fence.Raise(n + 1); err != nil {
+					t.Error(err)
+				}
+				err = ticket.Wait(context.Background())
+				switch {
+				case err == nil && !given:
+				case errors.Is(err, transfer.ErrCanceled) == given && strings.Contains(err.Error(), name):
+				default:
+					t.Errorf("%s, canceled: %v: %v", name, given, err)
+				}
+				ticket.Release()
+				if end[fmt.Sprint(forgone, given, err == nil)]++; err != nil || forgone {
+					continue
+				}
+				ticket, err = r.engine.Submit(transfer.Request{
+					From: device.HBM(0), Src: there.Range(0, size), To: device.Host, Dst: back.Range(0, size), Done: up,
+				})
+				if err == nil {
+					err = ticket.Wait(context.Background())
+					ticket.Release()
+				}
+				if err != nil || !bytes.Equal(back.Read(0, size), sent) {
+					t.Errorf("%s: what arrived differs from its source: %v", name, err)
+					return
+				}
+			}
+		})
+	}
+	wg.Wait()
+	all := map[string]int{}
+	for _, end := range ends {
+		for k, n := range end {
+			all[k] += n
+		}
+	}
+	t.Logf("forgone, canceled, landed: %v", all)
+	if all["false false true"] == 0 || all["true false true"] == 0 || all["false true false"] == 0 || all["false false false"] == 0 {
+		t.Errorf("not all has happened: %v", all)
+	}
+}
+
 func canceled() context.Context {
 	ctx, cancel := context.WithCancel(context.Background())
 	cancel()

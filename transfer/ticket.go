@@ -35,6 +35,12 @@ func (t *Ticket) Forgo() bool { return t.link.forgo(t.req) }
 // failed, it does nothing. Tickets need not be released.
 func (t *Ticket) Release() { t.link.recycle(t.req) }
 
+// End is reached, and never fails, when the request has ended and nothing of it is under
+// way: from then on Src and Dst may be used otherwise. Done may be reached before, where a
+// later request fails the fence that it shares. It is a point of the engine's own, valid
+// until the engine is closed.
+func (t *Ticket) End() Point { return t.req.mark }
+
 // Ended reports whether Done was raised or failed.
 func (t *Ticket) Ended() bool {
 	t.link.mu.Lock()
