@@ -331,6 +331,21 @@ func TestDeclare(t *testing.T) {
 	}
 }
 
+// TestDeclareStored: sequences cost what they have, not what the longest has.
+func TestDeclareStored(t *testing.T) {
+	v := newValid()
+	var longest, d Decl
+	v.attention.Declare(&longest)
+	v.attention.Stored, v.attention.Seen = 5, 4
+	v.attention.Declare(&d)
+	if want := int64(4 * 4 * 16 * 4); d.Flops != want {
+		t.Errorf("%d flops, want %d", d.Flops, want)
+	}
+	if want := int64(2*3*4*16*4 + 3*4 + 2*4 + 2*4*4 + 2*5*2*16*4); d.Bytes != want || d.Bytes >= longest.Bytes {
+		t.Errorf("%d bytes, want %d, less than %d", d.Bytes, want, longest.Bytes)
+	}
+}
+
 // TestDeclareWindow holds a window's attention to what it can see.
 func TestDeclareWindow(t *testing.T) {
 	v := newValid()

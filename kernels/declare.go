@@ -131,22 +131,26 @@ func (o *AppendKV) Declare(d *Decl) {
 // Name implements Op.
 func (*Attention) Name() string { return "attention" }
 
-// Declare implements Op: the blocks are known by BlockTable only. The estimate
-// takes every sequence to have MaxContext tokens, of which the average row sees
-// all but the half of MaxRows that stand behind it.
+// Declare implements Op: the blocks are known by BlockTable only. Without Stored and
+// Seen the average row of a sequence sees all of MaxContext but the half of MaxRows that
+// stand behind it. A Window bounds what all sequences and rows have together.
 func (o *Attention) Declare(d *Decl) {
 	d.read(&o.Q)
 	d.read(&o.SeqStarts)
 	d.read(&o.ContextLens)
 	d.read(&o.BlockTable)
 	d.write(&o.Out)
-	stored, seen := int64(o.MaxContext), int64(o.MaxContext)-int64(max(o.MaxRows-1, 0))/2
+	seqs, rows, behind := int64(o.ContextLens.Shape[0]), int64(o.Q.Shape[0]), int64(max(o.MaxRows-1, 0))
+	stored, seen := o.Stored, o.Seen
+	if stored == 0 {
+		stored, seen = seqs*int64(o.MaxContext), rows*(int64(o.MaxContext)-behind/2)
+	}
 	if w := int64(o.Window); w > 0 {
-		stored, seen = min(stored, w+int64(max(o.MaxRows-1, 0))), min(seen, w)
+		stored, seen = min(stored, seqs*(w+behind)), min(seen, rows*w)
 	}
 	kv := int64(o.CacheK.Shape[2]) * int64(o.CacheK.Shape[3]) * int64(o.CacheK.DType.Size())
-	d.Bytes += 2 * int64(o.ContextLens.Shape[0]) * stored * kv
-	d.Flops += 4 * int64(o.Q.Elements()) * seen
+	d.Bytes += 2 * stored * kv
+	d.Flops += 4 * int64(o.Q.Shape[1]) * int64(o.Q.Shape[2]) * seen
 }
 
 // Name implements Op.

@@ -86,7 +86,11 @@ type Attention struct {
 	// MaxContext is at least every ContextLens, MaxRows at least every sequence's
 	// rows in this step; both only size the work.
 	MaxContext, MaxRows int
-	Out                 Tensor // [N, heads, D] act
+	// Stored is the sum of ContextLens, Seen that of the positions that each row sees,
+	// both as without a Window. Only the estimate of what it costs goes by them; where they
+	// are 0 every sequence is taken to have MaxContext tokens and MaxRows rows.
+	Stored, Seen int64
+	Out          Tensor // [N, heads, D] act
 }
 
 // RouteMethod is how a router turns scores into experts and weights.

@@ -23,6 +23,7 @@ type HostBatch struct {
 	blockEnds            []int   // per sequence: end in blocks
 	widest               int     // the most blocks of a sequence
 	maxContext           int
+	stored, seen         int64 // see kernels.Attention; 0 after Widen
 	maxSeqRows           int
 
 	draws
@@ -134,6 +135,7 @@ func (h *HostBatch) MaxContext() int { return h.maxContext }
 // or MaxModelLen, where that is less, so that Batches of different steps are equal.
 func (m *Model) Widen(h *HostBatch, context int) {
 	h.maxContext = max(h.maxContext, min(context, m.Limits.MaxModelLen))
+	h.stored, h.seen = 0, 0
 	h.widest = max(h.widest, (h.maxContext+m.Limits.BlockTokens-1)/m.Limits.BlockTokens)
 }
 
@@ -171,6 +173,8 @@ func (m *Model) Append(h *HostBatch, q Sequence) (int, error) {
 	h.blockEnds = append(h.blockEnds, len(h.blocks))
 	h.widest = max(h.widest, blocks)
 	h.maxContext = max(h.maxContext, context)
+	h.stored += int64(context)
+	h.seen += int64(len(q.IDs)) * int64(q.Start+context+1) / 2
 	h.maxSeqRows = max(h.maxSeqRows, len(q.IDs))
 	return first, nil
 }
@@ -248,8 +252,10 @@ func (m *Model) drawable(d *Draw) error {
 // sequences, L logit rows and A adjusted tokens.
 type Batch struct {
 	First, Rows, Seqs, FirstLogit, Logits int
-	// MaxContext and MaxSeqRows are the largest of the sequences'.
+	// MaxContext and MaxSeqRows are the largest of the sequences', Stored and Seen what
+	// kernels.Attention says of them.
 	MaxContext, MaxSeqRows int
+	Stored, Seen           int64
 
 	IDs, RopeRows, Slots              kernels.Tensor // [N] I32
 	SeqStarts                         kernels.Tensor // [S+1] I32
@@ -302,7 +308,7 @@ func PackBatch(h *HostBatch, dst []byte, base device.Addr) (Batch, int64, error)
 	seqs := len(h.contexts)
 	b := Batch{
 		First: h.First, Rows: len(h.ids), Seqs: seqs, FirstLogit: h.FirstLogit, Logits: len(h.logitRows),
-		MaxContext: h.maxContext, MaxSeqRows: h.maxSeqRows,
+		MaxContext: h.maxContext, MaxSeqRows: h.maxSeqRows, Stored: h.stored, Seen: h.seen,
 	}
 	var used int64
 	place := func(t kernels.DType, shape ...int) (kernels.Tensor, []byte) {

@@ -402,7 +402,7 @@ func (m *Model) attend(s device.Stream, on kernels.Backend, layer int, b *Batch,
 		Q: m.heads(q), CacheK: k, CacheV: v,
 		SeqStarts: b.SeqStarts, ContextLens: b.ContextLens, BlockTable: b.BlockTable,
 		Window: c.Windows[layer], Scale: float32(1 / math.Sqrt(float64(c.HeadDim))),
-		MaxContext: b.MaxContext, MaxRows: b.MaxSeqRows,
+		MaxContext: b.MaxContext, MaxRows: b.MaxSeqRows, Stored: b.Stored, Seen: b.Seen,
 		Out: m.heads(attended),
 	}
 	return enqueueLayer(on, s, layer, &m.attn)

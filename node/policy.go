@@ -183,14 +183,11 @@ func (p *planning) file() (planner.Policy, error) {
 	if err != nil {
 		return planner.Policy{}, fmt.Errorf("policy: %w; give none, auto, or a file that plan --json wrote", err)
 	}
-	x, err := planner.ParsePolicy(data)
+	x, err := planner.ParsePolicy(data, p.Model)
 	if err != nil {
 		return x, fmt.Errorf("%s: %w", path, err)
 	}
 	all := p.Model.ExpertCount()
-	if x.LocalExperts > all || x.LocalExperts+x.PeerExperts > all {
-		return x, fmt.Errorf("%s: %d local experts and %d with peers; model %s has %d in all: the policy is another model's", path, x.LocalExperts, x.PeerExperts, p.Model.Name, all)
-	}
 	// What bounds a search bounds a policy, too.
 	c, err := p.bound(planner.Choices{})
 	if err != nil {

@@ -16,8 +16,8 @@ type pace struct {
 }
 
 // hidden is for how much of what a step takes without waiting for experts the links may work
-// where what a layer misses has arrived before the layer begins: it is asked for two layers
-// ahead.
+// where what a layer misses has arrived before the layer begins: it is asked for while the
+// layer before computes.
 const hidden = 0.75
 
 // begin starts a step of so many rows. links is for how long the link that was longest at

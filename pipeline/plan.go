@@ -45,7 +45,8 @@ const (
 	// Shared runs a layer's shared expert on a group, which needs no fetched weights.
 	Shared
 	// Experts sorts a group's rows by expert and runs a layer's routed experts, wave
-	// after wave, each wave behind its own copies, then combines them.
+	// after wave, each wave behind its own copies, or all at once behind all copies, then
+	// combines them.
 	Experts
 	// Local groups rows by expert and runs those of a layer's routed experts that are
 	// local.

@@ -94,12 +94,17 @@ type Policy struct {
 	ChosenOnly bool `json:"chosen_only"`
 }
 
-// ParsePolicy reads a policy from JSON with the keys of Policy, of which batch and
-// local_experts must be there; or from an object that has one under "policy" beside
-// other things. Another key is an error.
-func ParsePolicy(data []byte) (Policy, error) {
+// ParsePolicy reads a policy for a model from JSON with the keys of Policy, of which
+// batch and local_experts must be there; or from an object that has one under "policy"
+// beside other things. Another key is an error, and so are micro-batches larger than the
+// batch, more experts than the model has, and, where the object tells what model the policy is
+// for (model, experts, expert_bytes), one with other experts.
+func ParsePolicy(data []byte, m Model) (Policy, error) {
 	var around struct {
-		Policy json.RawMessage `json:"policy"`
+		Policy      json.RawMessage `json:"policy"`
+		Model       string          `json:"model"`
+		Experts     int             `json:"experts"`
+		ExpertBytes int64           `json:"expert_bytes"`
 	}
 	if err := json.Unmarshal(data, &around); err != nil {
 		return Policy{}, fmt.Errorf("planner: read policy: %w", err)
@@ -121,6 +126,15 @@ func ParsePolicy(data []byte) (Policy, error) {
 		return Policy{}, errors.New("planner: read policy: batch and local_experts must be there")
 	}
 	x.Policy.Batch, x.Policy.LocalExperts = *x.Batch, *x.LocalExperts
+	all := m.ExpertCount()
+	switch p := &x.Policy; {
+	case around.Experts > 0 && (around.Experts != all || around.ExpertBytes != m.ExpertBytes()):
+		return Policy{}, fmt.Errorf("planner: read policy: it is for %s with %d experts of %d bytes; model %s has %d of %d", around.Model, around.Experts, around.ExpertBytes, m.Name, all, m.ExpertBytes())
+	case p.LocalExperts > all || p.LocalExperts+p.PeerExperts > all:
+		return Policy{}, fmt.Errorf("planner: read policy: %d local experts and %d with peers; model %s has %d in all: the policy is another model's", p.LocalExperts, p.PeerExperts, m.Name, all)
+	case p.MicroBatch > p.Batch:
+		return Policy{}, fmt.Errorf("planner: read policy: micro_batch is %d and batch %d: make micro-batches at most the batch", p.MicroBatch, p.Batch)
+	}
 	return x.Policy, nil
 }
 
@@ -179,7 +193,7 @@ func (p *Problem) normal(x Policy) (Policy, error) {
 	case x.PrefillTokens < 1:
 		return x, fmt.Errorf("planner: %d prompt tokens a step; there must be at least one", x.PrefillTokens)
 	case x.LocalExperts < 0 || x.LocalExperts > total:
-		return x, fmt.Errorf("planner: %d local experts; model %s has %d", x.LocalExperts, p.Model.Name, total)
+		return x, fmt.Errorf("planner: read policy: %d local experts; model %s has %d", x.LocalExperts, p.Model.Name, total)
 	case x.PeerExperts < 0 || x.PeerExperts > total-x.LocalExperts:
 		return x, fmt.Errorf("planner: %d experts in peers' memory, and %d are offloaded", x.PeerExperts, total-x.LocalExperts)
 	case x.PeerExperts > 0 && p.Hardware.PeerMemory == 0:

@@ -13,12 +13,12 @@ func TestPolicyJSON(t *testing.T) {
 	p := problem(t, "mixtral-8x7b", "h200")
 	rapid.Check(t, func(rt *rapid.T) {
 		x := drawPolicy(rt, p)
-		for _, v := range []any{x, map[string]any{"model": "m", "policy": x}} {
+		for _, v := range []any{x, map[string]any{"model": "m", "experts": 256, "expert_bytes": p.Model.ExpertBytes(), "policy": x}} {
 			data, err := json.Marshal(v)
 			if err != nil {
 				rt.Fatal(err)
 			}
-			if got, err := ParsePolicy(data); err != nil || got != x {
+			if got, err := ParsePolicy(data, p.Model); err != nil || got != x {
 				rt.Fatalf("%s: %+v, %v", data, got, err)
 			}
 		}
@@ -26,6 +26,7 @@ func TestPolicyJSON(t *testing.T) {
 }
 
 func TestPolicyJSONRefuses(t *testing.T) {
+	m := presetModel(t, "mixtral-8x7b")
 	for text, want := range map[string]string{
 		``:             "unexpected end",
 		`5`:            "cannot unmarshal",
@@ -36,8 +37,12 @@ func TestPolicyJSONRefuses(t *testing.T) {
 		`{"batch": 4, "local_experts": 1} {}`:                           "after top-level value",
 		`{"batch": "4", "local_experts": 1}`:                            "batch",
 		`{"batch": 4, "local_experts": 1, "mikro_batch": 1}`:            `unknown field "mikro_batch"`,
+		`{"batch": 4, "local_experts": 1, "micro_batch": 9}`:            "micro_batch is 9 and batch 4",
+		`{"batch": 4, "local_experts": 200, "peer_experts": 57}`:        "200 local experts and 57 with peers; model mixtral-8x7b has 256 in all",
+
+		`{"model": "m", "experts": 48, "expert_bytes": 7, "policy": {"batch": 4, "local_experts": 1}}`: "it is for m with 48 experts of 7 bytes; model mixtral-8x7b has 256 of ",
 	} {
-		if _, err := ParsePolicy([]byte(text)); err == nil || !strings.Contains(err.Error(), want) || !strings.HasPrefix(err.Error(), "planner: read policy: ") {
+		if _, err := ParsePolicy([]byte(text), m); err == nil || !strings.Contains(err.Error(), want) || !strings.HasPrefix(err.Error(), "planner: read policy: ") {
 			t.Errorf("%s: %v, want %s", text, err, want)
 		}
 	}
@@ -46,8 +51,9 @@ func TestPolicyJSONRefuses(t *testing.T) {
 func FuzzParsePolicy(f *testing.F) {
 	f.Add([]byte(`{"policy": {"batch": 324, "local_experts": 4, "attention": "cpu"}}`))
 	f.Add([]byte(`{"batch": 1, "local_experts": 0, "kv_on_host": 0.25}`))
+	m := presetModel(f, "mixtral-8x7b")
 	f.Fuzz(func(t *testing.T, data []byte) {
-		x, err := ParsePolicy(data)
+		x, err := ParsePolicy(data, m)
 		if err != nil {
 			return
 		}
@@ -55,7 +61,7 @@ func FuzzParsePolicy(f *testing.F) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		if y, err := ParsePolicy(again); err != nil || x != y {
+		if y, err := ParsePolicy(again, m); err != nil || x != y {
 			t.Fatalf("%s: %+v, then %+v, %v", data, x, y, err)
 		}
 	})

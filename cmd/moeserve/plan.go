@@ -95,10 +95,13 @@ func (s *settings) given(key string) bool { return s.sources[key].Kind != "defau
 
 // planResult is what plan --json writes. Times are in seconds.
 type planResult struct {
-	Model    string           `json:"model"`
-	Hardware planner.Hardware `json:"hardware"`
-	Workload workloadResult   `json:"workload"`
-	Policy   planner.Policy   `json:"policy"`
+	Model string `json:"model"`
+	// Experts of all layers, and the bytes of one.
+	Experts     int              `json:"experts"`
+	ExpertBytes int64            `json:"expert_bytes"`
+	Hardware    planner.Hardware `json:"hardware"`
+	Workload    workloadResult   `json:"workload"`
+	Policy      planner.Policy   `json:"policy"`
 	// Settings that the policy comes to, by key.
 	Settings map[string]any `json:"settings"`
 	KVBlocks int            `json:"kv_blocks"`
@@ -167,7 +170,7 @@ func spaces(p *node.Planned) []planner.Space {
 func newPlanResult(p *node.Planned) *planResult {
 	x := &p.Prediction
 	r := &planResult{
-		Model: p.Model.Name, Hardware: p.Hardware, Workload: workloadResult(p.Workload),
+		Model: p.Model.Name, Experts: p.Model.ExpertCount(), ExpertBytes: p.Model.ExpertBytes(), Hardware: p.Hardware, Workload: workloadResult(p.Workload),
 		Policy: x.Policy, Settings: p.Settings, KVBlocks: p.KVBlocks, NotDone: append([]string{}, p.Missing...),
 		TokS: x.TokS, DecodeTokS: x.DecodeTokS, PrefillSeconds: x.PrefillSeconds, DecodeSeconds: x.DecodeSeconds,
 		PrefillSteps: x.PrefillSteps, Prefill: newStepResult(&x.Prefill), Decode: newStepResult(&x.Decode),
@@ -242,11 +245,12 @@ func printHardware(t *table, h *planner.Hardware) {
 	}
 }
 
-// hiddenUpTo tells up to which offload fraction copies stay so.
+// hiddenUpTo tells up to which offload fraction copies stay so: of peers and host together
+// where that differs from peers, whose copies the host's link helps with.
 func hiddenUpTo(p *node.Planned) string {
 	var list []string
 	for _, tier := range []struct{ name, from string }{{"host", "the host"}, {"peer", "peers"}, {"auto", "both"}} {
-		if knee, ok := p.Knees[tier.name]; ok {
+		if knee, ok := p.Knees[tier.name]; ok && (tier.name != "auto" || knee != p.Knees["peer"]) {
 			list = append(list, fmt.Sprintf("%.3f from %s", math.Min(1, knee), tier.from))
 		}
 	}

@@ -16,8 +16,9 @@
 //
 // All of that is plain Go. What needs the build tag cuda stands in gpu.go and in
 // internal/cublaslt: loading, launching, and the library. Where the tag is and a C++
-// compiler, tests also run every kernel on the CPU (internal/simt), under the same
-// conformance suite as on a GPU. docs/KERNELS.md says how to add a kernel.
+// compiler, tests also run every kernel, those for sm_90a too, on the CPU
+// (internal/simt), under the same conformance suite as on a GPU. docs/KERNELS.md says
+// how to add a kernel.
 //
 // # What it is not
 //
@@ -43,6 +44,8 @@
 //     reads nothing but weights and what says where things are (Rows of RoPE, Slots of
 //     AppendKV, SeqStarts, ContextLens and BlockTable of Attention). So no operation of a
 //     Backend may write those; copies may, and kernels launched without Grid.Overlap.
+//     A stream is used through one Backend: the way down of experts relies on the way up
+//     right in front of it.
 //   - Weights may have any float type. Those of products that differ from the
 //     activations' type are taken apart into two numbers of it as they are read,
 //     which is slow: better cast them at load (Backend.WeightDType).

@@ -10,6 +10,7 @@ import (
 	"math"
 	"math/rand/v2"
 	"testing"
+	"unsafe"
 
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/device/emulated"
@@ -22,6 +23,82 @@ import (
 type simtRunner struct {
 	half bool
 	seed uint64
+	// op is what is enqueued, if what it awaits is to be hidden from kernels before they
+	// wait.
+	op   kernels.Op
+	work device.Range
+}
+
+// overlapping is a backend whose kernels start before those in front have written.
+type overlapping struct {
+	*Backend
+	r *simtRunner
+}
+
+func (b overlapping) Enqueue(s device.Stream, op kernels.Op) error {
+	b.r.op = op
+	return b.Backend.Enqueue(s, op)
+}
+
+// awaited is what a kernel may read only once it has waited: all that operations write.
+// early says that it is the way down right behind the way up, which reads the same lists.
+func awaited(op kernels.Op, early bool) (all []device.Range) {
+	add := func(tensors ...*kernels.Tensor) {
+		for _, t := range tensors {
+			if t.None() || t.Elements() == 0 {
+				continue
+			}
+			last := 0
+			for i := range t.Rank {
+				last += (t.Shape[i] - 1) * t.Stride[i]
+			}
+			all = append(all, device.Range{Addr: t.Addr, Bytes: int64(last+1) * int64(t.DType.Size())})
+		}
+	}
+	switch o := op.(type) {
+	case *kernels.Embed:
+		add(&o.IDs, &o.Out)
+	case *kernels.Norm:
+		add(&o.X, &o.Residual, &o.Out)
+	case *kernels.MatMul:
+		add(&o.X, &o.Out)
+	case *kernels.Clamp:
+		add(&o.X)
+	case *kernels.RoPE:
+		add(&o.Q, &o.K)
+	case *kernels.AppendKV:
+		add(&o.K, &o.V, &o.CacheK, &o.CacheV)
+	case *kernels.Attention:
+		add(&o.Q, &o.CacheK, &o.CacheV, &o.Out)
+	case *kernels.Route:
+		add(&o.Logits, &o.IDs, &o.Weights, &o.Counts)
+	case *kernels.Group:
+		add(&o.IDs, &o.Offsets, &o.Order)
+	case *kernels.ExpertUp:
+		add(&o.X, &o.Offsets, &o.Order, &o.Slots, &o.Experts, &o.Out)
+	case *kernels.ExpertDown:
+		add(&o.X, &o.Out)
+		if !early {
+			add(&o.Offsets, &o.Order, &o.Slots, &o.Experts)
+		}
+	case *kernels.Combine:
+		add(&o.X, &o.Weights, &o.Shared, &o.SharedGate, &o.Out)
+	case *kernels.SiluMul:
+		add(&o.Gate, &o.Up, &o.Out)
+	case *kernels.Gather:
+		add(&o.X, &o.Rows, &o.Out)
+	case *kernels.Sample:
+		add(&o.Logits, &o.Temperature, &o.Seeds, &o.Samples, &o.Positions, &o.TopK, &o.TopP, &o.MinP, &o.Out)
+	case *kernels.Adjust:
+		add(&o.Logits, &o.Starts, &o.IDs, &o.Seen, &o.Bias, &o.Repetition, &o.Presence, &o.Frequency, &o.Saved)
+	case *kernels.Restore:
+		add(&o.Logits, &o.Starts, &o.IDs, &o.Saved)
+	case *kernels.LogProbs:
+		add(&o.Logits, &o.Tokens, &o.Chosen, &o.TopIDs, &o.Top)
+	default:
+		panic(op.Name())
+	}
+	return all
 }
 
 // hidden keeps an Executor from being seen as one: kernels here declare nothing.
@@ -38,8 +115,13 @@ func (r *simtRunner) launch(s device.Stream, k kernelID, g grid, args []byte) er
 	}
 	r.seed++
 	seed := r.seed
+	var ranges []device.Range
+	if r.op != nil {
+		early := kernel.file == "expert.cu" && (*expertArgs)(unsafe.Pointer(&copied[0])).early != 0
+		ranges = append(awaited(r.op, early), r.work)
+	}
 	return s.(hidden).executor.Execute(device.Work{Name: kernel.name, Run: func(device.Access) error {
-		return simt.Launch(r.half, kernel.name, copied, [3]int{g.x, g.y, g.z}, g.threads, g.shared, seed)
+		return simt.Launch(r.half, kernel.name, copied, [3]int{g.x, g.y, g.z}, g.threads, g.shared, seed, ranges...)
 	}})
 }
 
@@ -192,19 +274,83 @@ func TestEmulatedFewRows(t *testing.T) {
 	}
 }
 
+// TestEmulatedExpertTiles is testExpertTiles on the CPU.
+func TestEmulatedExpertTiles(t *testing.T) {
+	m, b, s := emulate(t, Options{}, 1)
+	b.hopper = true
+	testExpertTiles(t, m, b, s)
+}
+
+// TestEmulatedLayers runs layers whose kernels find what those in front write only once
+// they have waited, on sequences here and there in turn: all bits are as without.
+func TestEmulatedLayers(t *testing.T) {
+	for _, hopper := range []bool{false, true} {
+		m, b, s := emulate(t, Options{}, 3)
+		b.hopper, b.deep = hopper, hopper
+		r := b.run.(*simtRunner)
+		r.work = b.work.Range(0, 1<<16)
+		x := &bench{TB: t, m: m, b: b, s: s, random: rand.New(rand.NewPCG(1, 2)), exponent: 9}
+		d := x.decoder(&benchModel{"small", 128, 4, 2, 32, 64, 4, 2, 64, kernels.SoftmaxRenorm}, 2, 5, 300)
+		size := d.hidden.Bytes()
+		in := x.act(5, 128)
+		host, err := m.Alloc(device.Host, size, "hidden")
+		if err != nil {
+			t.Fatal(err)
+		}
+		run := func(b kernels.Backend, i int) []byte {
+			hidden := device.Range{Addr: d.hidden.Addr, Bytes: size}
+			if err := errors.Join(s.Copy(hidden, device.Range{Addr: in.Addr, Bytes: size}), d.goTo(s, i)); err != nil {
+				t.Fatal(err)
+			}
+			if err := errors.Join(d.enqueue(b, s), s.Copy(host.Range(0, size), hidden), s.Synchronize(t.Context())); err != nil {
+				t.Fatal(err)
+			}
+			return bytes.Clone(host.Read(0, size))
+		}
+		var want [2][]byte
+		for i := range want {
+			want[i] = run(b, i)
+		}
+		if bytes.Equal(want[0], want[1]) {
+			t.Errorf("sm_90a %v: here and there are the same", hopper)
+		}
+		for i := range 4 {
+			if !bytes.Equal(run(overlapping{b, r}, i%2), want[i%2]) {
+				t.Errorf("sm_90a %v, turn %d: kernels that overlap give other bits", hopper, i)
+			}
+			r.op = nil
+		}
+		x.free()
+		if err := host.Free(); err != nil {
+			t.Error(err)
+		}
+	}
+}
+
 // TestEmulated runs the conformance suite with kernels on the CPU, as on a small
-// device and as on a large one, where grids and tiles are others.
+// device and as on a large one, where grids and tiles are others, and with those for
+// sm_90a. Before kernels wait, what others write is not there.
 func TestEmulated(t *testing.T) {
 	for _, c := range []struct {
+		name            string
 		act             kernels.DType
 		multiprocessors int
 		invariant       bool
-	}{{kernels.BF16, 1, true}, {kernels.F16, 132, false}} {
-		t.Run(c.act.String(), func(t *testing.T) {
+		hopper          bool
+	}{
+		{"bf16", kernels.BF16, 1, true, false},
+		{"f16", kernels.F16, 132, false, false},
+		{"bf16-sm_90a", kernels.BF16, 1, true, true},
+		{"f16-sm_90a", kernels.F16, 132, true, true},
+	} {
+		t.Run(c.name, func(t *testing.T) {
 			t.Parallel()
 			kernelstest.Run(t, func(t *testing.T) (device.Machine, kernels.Backend, device.Stream) {
 				m, b, s := emulate(t, Options{Activation: c.act, BatchInvariant: c.invariant}, c.multiprocessors)
-				return m, b, s
+				b.hopper = c.hopper
+				r := b.run.(*simtRunner)
+				r.work = b.work.Range(0, min(b.work.Bytes(), 1<<16))
+				return m, overlapping{b, r}, s
 			}, kernelstest.Options{BatchInvariant: c.invariant, Full: *full, Seed: *seed})
 		})
 	}

@@ -44,7 +44,11 @@ func compiler(t testing.TB) *nvrtc.Compiler {
 	return c
 }
 
-// TestCompile compiles every kernel for what we support, without a GPU.
+// mostSpilled is how many bytes of registers a thread of a kernel may keep in memory.
+const mostSpilled = 64
+
+// TestCompile compiles every kernel for what we support, without a GPU. No compiler says
+// anything but what kernels take.
 func TestCompile(t *testing.T) {
 	c := compiler(t)
 	for _, file := range files {
@@ -60,12 +64,30 @@ func TestCompile(t *testing.T) {
 				t.Run(fmt.Sprintf("%s/%s/%s", file, act, arch), func(t *testing.T) {
 					t.Parallel()
 					start := time.Now()
-					cubin, log, err := c.Compile(unit(file, act), arch)
+					u := unit(file, act)
+					if !strings.HasPrefix(arch, "compute_") {
+						u.Options = append(u.Options, "--ptxas-options=-v")
+					}
+					cubin, log, err := c.Compile(u, arch)
 					if err != nil {
 						t.Fatal(err)
 					}
-					if log != "" {
-						t.Errorf("the compiler says: %s", log)
+					kernel := ""
+					for line := range strings.Lines(log) {
+						line = strings.TrimSpace(line)
+						frame, spilled := 0, 0
+						if _, err := fmt.Sscanf(line, "ptxas . %d bytes stack frame, %d bytes spill stores,", &frame, &spilled); err == nil {
+							if spilled > mostSpilled {
+								t.Errorf("%s: %s", kernel, line)
+							}
+							continue
+						}
+						if _, rest, ok := strings.Cut(line, "Compiling entry function "); ok {
+							kernel = rest
+						}
+						if line != "" && !strings.HasPrefix(line, "ptxas info ") {
+							t.Errorf("the compiler says: %s", line)
+						}
 					}
 					for _, k := range table {
 						if k.file == file && !bytes.Contains(cubin, fmt.Appendf(nil, entry, k.name)) {
@@ -194,6 +216,12 @@ func TestGPUOneMultiprocessor(t *testing.T) {
 			}, kernelstest.Options{BatchInvariant: true, Seed: *seed})
 		})
 	}
+}
+
+// TestGPUExpertTiles is testExpertTiles on a GPU.
+func TestGPUExpertTiles(t *testing.T) {
+	m, b, s := openGPU(t, Options{BatchInvariant: true})
+	testExpertTiles(t, m, b, s)
 }
 
 // TestGPUOlder runs the suite on kernels compiled for compute capability 8.0, as an

@@ -18,6 +18,24 @@ import (
 type decoder struct {
 	hidden kernels.Tensor // [n, hidden], read and left by the layers
 	ops    []kernels.Op
+	// places are what says where things are, and what it may be: of two sets of
+	// sequences, of other lengths and in other blocks. It is the first.
+	places []place
+}
+
+type place struct {
+	now kernels.Tensor
+	of  [2]kernels.Tensor
+}
+
+// goTo has the layers work on the one or the other set of sequences.
+func (d *decoder) goTo(s device.Stream, i int) error {
+	for _, p := range d.places {
+		if err := s.Copy(device.Range{Addr: p.now.Addr, Bytes: p.now.Bytes()}, device.Range{Addr: p.of[i].Addr, Bytes: p.now.Bytes()}); err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
 // sharedWidths are the widths of shared experts.
@@ -26,22 +44,39 @@ var sharedWidths = map[string]int{"qwen1.5-moe": 5632}
 func (x *bench) decoder(c *benchModel, layers, n, context int) *decoder {
 	const tokens = 16
 	width := (context + tokens - 1) / tokens
-	starts, lens, slots, places, table := make([]int32, n+1), make([]int32, n), make([]int32, n), make([]int32, n), make([]int32, n*width)
-	for i := range n {
-		starts[i+1], lens[i], places[i] = int32(i+1), int32(context), int32(context-1)
-		slots[i] = int32(i*width*tokens + context - 1)
+	starts := make([]int32, n+1)
+	for i := range starts {
+		starts[i] = int32(i)
 	}
-	for i := range table {
-		table[i] = int32(i)
+	d := &decoder{}
+	// where returns places whose element i of the sets' is at(set's first block, set's
+	// context, i).
+	where := func(length int, at func(block, context, i int) int) kernels.Tensor {
+		var p place
+		values := make([]int32, length)
+		for set := range p.of {
+			for i := range values {
+				values[i] = int32(at(set*n*width, context-19*set, i))
+			}
+			p.of[set] = x.ints(values...)
+			if set == 0 {
+				p.now = x.ints(values...)
+			}
+		}
+		d.places = append(d.places, p)
+		return p.now
 	}
 	q, wide := c.heads*c.d, (c.heads+2*c.kvHeads)*c.d
 	zeros := func(n int) kernels.Tensor { return x.ints(make([]int32, n)...) }
-	d := &decoder{hidden: x.act(n, c.hidden)}
+	d.hidden = x.act(n, c.hidden)
 	norm, qkv, attended, out := x.act(n, c.hidden), x.act(n, wide), x.act(n, q), x.act(n, c.hidden)
 	logits, ids, weights := x.weights(kernels.F32, n, c.experts), zeros(n*c.k).View(n, c.k), x.weights(kernels.F32, n, c.k)
 	offsets, order, up, down := zeros(c.experts+1), zeros(n*c.k), x.act(n*c.k, c.intermediate), x.act(n*c.k, c.hidden)
-	rope, rows := x.weights(kernels.F32, 1024, c.d), x.ints(places...)
-	cacheSlots, seqStarts, contextLens, blocks := x.ints(slots...), x.ints(starts...), x.ints(lens...), x.ints(table...).View(n, width)
+	rope, seqStarts := x.weights(kernels.F32, 1024, c.d), x.ints(starts...)
+	rows := where(n, func(_, context, _ int) int { return context - 1 })
+	contextLens := where(n, func(_, context, _ int) int { return context })
+	cacheSlots := where(n, func(block, context, i int) int { return (block+i*width)*tokens + context - 1 })
+	blocks := where(n*width, func(block, _, i int) int { return block + i }).View(n, width)
 	gamma := x.weights(kernels.BF16, c.hidden)
 	var both, shared, gate kernels.Tensor
 	sharedWidth := sharedWidths[c.name]
@@ -54,8 +89,8 @@ func (x *bench) decoder(c *benchModel, layers, n, context int) *decoder {
 	}
 	add := func(ops ...kernels.Op) { d.ops = append(d.ops, ops...) }
 	for layer := range layers {
-		cache := x.act(2*len(table), tokens, c.kvHeads, c.d)
-		keys, values := cache.Slice(0, len(table)), cache.Slice(len(table), 2*len(table))
+		cache := x.act(4*n*width, tokens, c.kvHeads, c.d)
+		keys, values := cache.Slice(0, 2*n*width), cache.Slice(2*n*width, 4*n*width)
 		layout, extents, all := x.experts(c)
 		first := &kernels.Norm{X: out, Residual: d.hidden, Weight: gamma, Eps: 1e-5, Out: norm}
 		if layer == 0 {
@@ -90,7 +125,7 @@ func (x *bench) decoder(c *benchModel, layers, n, context int) *decoder {
 }
 
 // enqueue puts the layers on the stream, through b.
-func (d *decoder) enqueue(b *Backend, s device.Stream) error {
+func (d *decoder) enqueue(b kernels.Backend, s device.Stream) error {
 	for _, op := range d.ops {
 		if err := b.Enqueue(s, op); err != nil {
 			return err
@@ -137,8 +172,8 @@ func BenchmarkLayers(b *testing.B) {
 }
 
 // TestGPUOverlap runs layers with kernels that overlap and with such that do not, on
-// two inputs in turn, so that what is read too early is of the other: all bits are the
-// same.
+// two inputs in turn, of sequences that lie elsewhere, so that what is read too early is
+// of the other: all bits are the same.
 func TestGPUOverlap(t *testing.T) {
 	const layers, rounds = 2, 20
 	m, overlapping, s := openGPU(t, Options{})
@@ -167,6 +202,9 @@ func TestGPUOverlap(t *testing.T) {
 				hidden := device.Range{Addr: d.hidden.Addr, Bytes: size}
 				run := func(b *Backend, i int) error {
 					if err := s.Copy(hidden, device.Range{Addr: inputs[i].Addr, Bytes: size}); err != nil {
+						return err
+					}
+					if err := d.goTo(s, i); err != nil {
 						return err
 					}
 					return d.enqueue(b, s)

@@ -9,11 +9,11 @@ import (
 var sources embed.FS
 
 // source is the text of a compilation unit: ptx.cuh and common.cuh come before the
-// file, and hopper.cuh where it is for that architecture.
+// file, and hopper.cuh and ring.cuh where it is for that architecture.
 func source(file string) string {
 	names := []string{"ptx.cuh", "common.cuh", file}
 	if onlyFor[file] == hopper {
-		names = []string{"ptx.cuh", "common.cuh", "hopper.cuh", file}
+		names = []string{"ptx.cuh", "common.cuh", "hopper.cuh", "ring.cuh", file}
 	}
 	var text []byte
 	for _, name := range names {

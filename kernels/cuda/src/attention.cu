@@ -37,12 +37,12 @@ struct span {
 
 DEVICE span find_span(const attention_args &a, int tile_rows) {
   span s = {(int)blockIdx.x / a.tiles, 0, 0, 0, 0, 0};
-  int start = ((const int *)a.starts)[s.sequence], n = ((const int *)a.starts)[s.sequence + 1] - start;
+  int start = load_early((const int *)a.starts + s.sequence), n = load_early((const int *)a.starts + s.sequence + 1) - start;
   int first = (int)blockIdx.x % a.tiles * tile_rows;
   if (n < a.least || n > a.most || first >= n) return s;
   s.row0 = start + first;
   s.rows = min(tile_rows, n - first);
-  s.position = ((const int *)a.lens)[s.sequence] - n + first;
+  s.position = load_early((const int *)a.lens + s.sequence) - n + first;
   s.end = s.position + s.rows;
   s.begin = a.window > 0 ? max(0, s.position - a.window + 1) : 0;
   return s;
@@ -99,7 +99,8 @@ DEVICE void attend(const attention_args &a, unsigned char *memory) {
     int p = tile * tile_tokens + lane;
     return p < s.end ? table[in_table(p)] : -1;
   };
-  int next_tile = from, next_head = kv_head, to_bring = left, block = look(from);
+  int p0 = from * tile_tokens + lane;
+  int next_tile = from, next_head = kv_head, to_bring = left, block = p0 < s.end ? load_early(table + in_table(p0)) : -1;
   wait_dependencies();
   // Query i is head i % group of row i / group. They come as they are; what is behind the
   // last is never looked at.

@@ -113,10 +113,10 @@ DEVICE void dense(const dense_args &a, unsigned char *memory) {
   if (threadIdx.x == 0) ring_init(p.r, p.producers, groups);
   __syncthreads();
   if (threadIdx.x < p.producers) {
-    if (blocks == 2) give_registers<72>();
+    if (groups == 2) give_registers<72>();
     p.produce();
   } else {
-    if (blocks == 2) take_registers<216>();
+    if (groups == 2) take_registers<216>();
     p.consume();
   }
 }

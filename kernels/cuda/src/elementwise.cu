@@ -56,7 +56,8 @@ DEVICE float item_sum(const float (&parts)[each], float *sums) {
 template <int threads, int block, int each>
 DEVICE void norm_rows(const norm_args &a) {
   launch_dependents();
-  for (int at = threadIdx.x % threads * 8; at < a.d; at += threads * 8) prefetch((const char *)a.weight + at * (a.weight_type == f32_type ? 4 : 2));
+  if (blockIdx.x == 0 && threadIdx.x < threads)  // once is enough for all blocks
+    for (int at = threadIdx.x * 8; at < a.d; at += threads * 8) prefetch((const char *)a.weight + at * (a.weight_type == f32_type ? 4 : 2));
   wait_dependencies();
   __shared__ float sums[2][each * (block / 32)];
   int t = threadIdx.x % threads;
@@ -258,7 +259,7 @@ KERNEL(128, 1) rope(const rope_args a) {
   int groups = (a.half + 7) / 8;
   int item = blockIdx.y * 128 + threadIdx.x;
   int head = item / groups, at = (item - head * groups) * 8, n = a.half - at;
-  int place = ((const int *)a.rows)[blockIdx.x];
+  int place = load_early((const int *)a.rows + blockIdx.x);
   bool there = head < a.q_heads + a.k_heads && place >= 0 && place < a.places;
   const float *table = (const float *)a.table + (i64)(there ? place : 0) * 2 * a.half;
   float lo[8], hi[8], c[8], s[8];
@@ -292,7 +293,7 @@ KERNEL(128, 1) append_kv(const append_kv_args a) {
   int groups = (a.d + 7) / 8;
   int item = blockIdx.y * 128 + threadIdx.x;
   int head = item / groups, at = (item - head * groups) * 8, n = a.d - at;
-  int slot = ((const int *)a.slots)[blockIdx.x];
+  int slot = load_early((const int *)a.slots + blockIdx.x);
   wait_dependencies();
   if (head >= 2 * a.heads || slot < 0) return;
   i64 block = slot / a.tokens, token = slot - (int)block * a.tokens;

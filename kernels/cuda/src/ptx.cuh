@@ -120,3 +120,17 @@ DEVICE void begin() {
   launch_dependents();
   wait_dependencies();
 }
+
+// Reads past the first-level cache, which may be of before: for what has changed since this
+// multiprocessor read it, before this kernel has waited.
+DEVICE int load_early(const int *p) {
+  int v;
+  asm volatile("ld.global.cg.s32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
+
+DEVICE u64 load_early(const u64 *p) {
+  u64 v;
+  asm volatile("ld.global.cg.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+  return v;
+}

@@ -18,13 +18,16 @@ struct alignas(16) uint4 {
 struct alignas(16) float4 {
   float x, y, z, w;
 };
+struct alignas(8) uint2 {
+  u32 x, y;
+};
 struct alignas(8) float2 {
   float x, y;
 };
 static inline float2 make_float2(float x, float y) { return {x, y}; }
 
 #define KERNEL(threads, blocks) static void
-#define DEVICE static inline
+#define DEVICE inline
 #define DYNAMIC_SHARED(name) unsigned char *name = simt::shared_memory()
 #define __shared__ static
 #define threadIdx simt::thread()
@@ -197,7 +200,9 @@ static inline void copy_wait() {
 
 static inline void prefetch(const void *) {}
 
-// Kernels here run one after the other.
+// A launch may have memory that kernels in front are still to write, see simt.Launch.
 static inline void launch_dependents() {}
-static inline void wait_dependencies() {}
-static inline void begin() {}
+static inline void wait_dependencies() { simt::wait_dependencies(); }
+static inline void begin() { wait_dependencies(); }
+static inline int load_early(const int *p) { return *p; }
+static inline u64 load_early(const u64 *p) { return *p; }

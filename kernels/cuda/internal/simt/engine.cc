@@ -26,12 +26,36 @@ struct pending_copy {
   int bytes, group;
 };
 
+struct pending_product {
+  void (*run)(float *d, unsigned long long a, unsigned long long b);
+  float *d;
+  unsigned long long a, b;
+  int group;
+};
+
 struct fiber {
   void *stack_pointer;
   bool done;
   std::vector<pending_copy> copies;
   int groups;  // committed
+  std::vector<pending_product> products;
+  int product_groups;  // committed
 };
+
+// later is an arrival at a barrier that comes with copies in the background: a thread's so
+// far, or (thread -1) a bulk copy.
+struct later {
+  int thread;
+  unsigned long long *barrier;
+  std::vector<pending_copy> copies;
+};
+
+// barrier is what lies in a kernel's 64 bits.
+struct barrier_state {
+  unsigned pending : 16, arrivals : 16, phase : 1;
+  int bytes : 31;  // still to come in this phase
+};
+static_assert(sizeof(barrier_state) == sizeof(unsigned long long), "barrier");
 
 struct warp {
   int arrived;
@@ -39,8 +63,21 @@ struct warp {
   message brought[2][32];
 };
 
+struct warp_group {
+  int arrived;
+  unsigned meetings;
+};
+
 fiber fibers[most_threads];
 warp warps[most_threads / 32];
+warp_group groups[most_threads / 128];
+std::vector<later> laters;
+// What kernels in front are still to write, and what it is then. A block is in front until
+// its threads can do nothing more without.
+const simt_range *awaited;
+size_t awaited_count;
+std::vector<unsigned char> written;
+bool in_front, waited;
 unsigned char *stacks, *shared_end;
 size_t shared_bytes;
 void *scheduler;  // its stack pointer
@@ -78,6 +115,8 @@ simt_switch:
 
 void yield() { simt_switch(&fibers[current].stack_pointer, scheduler); }
 
+}  // namespace
+
 void fail(const char *format, ...) {
   if (problem[0]) return;
   va_list list;
@@ -86,10 +125,13 @@ void fail(const char *format, ...) {
   va_end(list);
 }
 
+namespace {
+
 void body() {
   kernel->run(arguments);
   fiber &f = fibers[current];
   if (!f.copies.empty()) fail("thread %u ends with %zu copies under way", current, f.copies.size());
+  if (!f.products.empty()) fail("thread %u ends with %zu products under way", current, f.products.size());
   f.done = true;
   events++;
   alive--;
@@ -100,8 +142,8 @@ void body() {
 
 void prepare(unsigned i) {
   fiber &f = fibers[i];
-  f.done = false, f.groups = 0;
-  f.copies.clear();
+  f.done = false, f.groups = f.product_groups = 0;
+  f.copies.clear(), f.products.clear();
   void **top = (void **)(stacks + (i + 1) * stack_bytes);
   top -= 2;  // so that body starts as if called
   *top = (void *)body;
@@ -115,9 +157,67 @@ unsigned random() {
   return (unsigned)(random_state >> 33);
 }
 
+void do_copy(const pending_copy &c) {
+  memcpy(c.to, c.from, c.bytes);
+  if (c.bytes < 16) memset(c.to + c.bytes, 0, 16 - c.bytes);
+}
+
+// Counts bytes that came (negative) or are to come, and arrivals.
+void count(unsigned long long *barrier, int bytes, unsigned arrivals) {
+  barrier_state b;
+  memcpy(&b, barrier, sizeof b);
+  if (b.pending < arrivals) fail("thread %u: a barrier for %u arrivals has one more", current, b.arrivals);
+  b.pending -= arrivals, b.bytes += bytes;
+  if (b.pending == 0 && b.bytes == 0) b.phase ^= 1, b.pending = b.arrivals;
+  memcpy(barrier, &b, sizeof b);
+  events++;
+}
+
+// Does one of laters, of a thread's its first.
+void do_later(size_t i) {
+  if (laters[i].thread >= 0)
+    for (size_t j = 0; j < i; j++)
+      if (laters[j].thread == laters[i].thread) i = j;
+  int bytes = 0;
+  for (const pending_copy &c : laters[i].copies) do_copy(c), bytes += c.bytes;
+  if (laters[i].thread >= 0)
+    count(laters[i].barrier, 0, 1);
+  else
+    count(laters[i].barrier, -bytes, 0);
+  laters.erase(laters.begin() + i);
+}
+
+// Hides what is awaited, or shows it.
+void hide(bool now) {
+  in_front = now;
+  size_t at = 0;
+  for (size_t i = 0; i < awaited_count; i++) {
+    size_t n = awaited[i].bytes;
+    if (now) {
+      written.resize(at + n);
+      memcpy(written.data() + at, (void *)awaited[i].at, n);
+    }
+    at += n;
+  }
+  // From the last on, so that ranges may overlap.
+  for (size_t i = awaited_count; i-- > 0;) {
+    size_t n = awaited[i].bytes;
+    at -= n;
+    if (now)
+      memset((void *)awaited[i].at, 0xff, n);
+    else
+      memcpy((void *)awaited[i].at, written.data() + at, n);
+  }
+  events++;
+}
+
 bool run_block() {
   unsigned threads = block_size.x;
   alive = threads, arrived = 0;
+  laters.clear();
+  waited = false;
+  if (awaited_count > 0) hide(true);
+  for (warp_group &g : groups) g.arrived = 0;
   memset(shared_end - shared_bytes, 0xff, shared_bytes);
   for (unsigned i = 0; i < threads; i++) prepare(i);
   for (unsigned i = 0; i < threads / 32; i++) warps[i].arrived = 0;
@@ -128,13 +228,19 @@ bool run_block() {
       current = (start + (backwards ? threads - i : i)) % threads;
       if (!fibers[current].done) simt_switch(&scheduler, fibers[current].stack_pointer);
     }
-    if (problem[0]) return false;
+    if (problem[0]) break;
+    if (in_front && events == before) hide(false);
+    // Copies come at once, at some time, or when nothing goes on without them.
+    if (!laters.empty() && (events == before || random() % 4 == 0)) do_later(random() % laters.size());
     if (events == before) {
       fail("%u threads wait for one another and never meet", alive);
-      return false;
+      break;
     }
   }
-  return true;
+  if (in_front) hide(false);
+  if (!waited) fail("a block ends without having waited for the kernels in front");
+  if (!laters.empty()) fail("a block ends with %zu copies under way that count at barriers", laters.size());
+  return !problem[0];
 }
 
 }  // namespace
@@ -164,6 +270,11 @@ const message *meet_warp(const message &m) {
   return w.brought[now & 1];
 }
 
+void wait_dependencies() {
+  waited = true;
+  while (in_front) yield();
+}
+
 void check_shared(const void *p, size_t bytes) {
   const unsigned char *q = (const unsigned char *)p;
   if (q < shared_memory() || q + bytes > shared_end || (uintptr_t)q % bytes != 0)
@@ -175,7 +286,11 @@ void copy(void *shared, const void *global, int bytes) {
   if ((uintptr_t)global % 16 != 0 || bytes < 0 || bytes > 16)
     fail("thread %u: copy of %d bytes from %p", current, bytes, global);
   fiber &f = fibers[current];
-  f.copies.push_back({(unsigned char *)shared, (const unsigned char *)global, bytes, f.groups});
+  pending_copy c = {(unsigned char *)shared, (const unsigned char *)global, bytes, f.groups};
+  if (random() % 2 == 0)
+    do_copy(c);
+  else
+    f.copies.push_back(c);
 }
 
 void commit() { fibers[current].groups++; }
@@ -184,11 +299,75 @@ void wait(int pending) {
   fiber &f = fibers[current];
   size_t done = 0;
   for (; done < f.copies.size() && f.copies[done].group < f.groups - pending; done++) {
-    const pending_copy &c = f.copies[done];
-    memcpy(c.to, c.from, c.bytes);
-    memset(c.to + c.bytes, 0, 16 - c.bytes);
+    do_copy(f.copies[done]);
   }
   f.copies.erase(f.copies.begin(), f.copies.begin() + done);
+}
+
+uint32_t shared_address(const void *p) { return (uint32_t)((const unsigned char *)p - (shared_end - shared_room)); }
+
+const void *at_shared_address(uint32_t at, size_t bytes) {
+  const unsigned char *p = shared_end - shared_room + at;
+  check_shared(p, bytes);
+  return problem[0] ? shared_end - bytes : p;
+}
+
+void barrier_init(unsigned long long *barrier, int arrivals) {
+  barrier_state b = {(unsigned)arrivals, (unsigned)arrivals, 0, 0};
+  memcpy(barrier, &b, sizeof b);
+}
+
+void barrier_arrive(unsigned long long *barrier, int bytes) { count(barrier, bytes, 1); }
+
+void barrier_arrive_after_copies(unsigned long long *barrier) {
+  later l = {(int)current, barrier, {}};
+  l.copies.swap(fibers[current].copies);
+  laters.push_back(l);
+  if (random() % 2 == 0) do_later(laters.size() - 1);
+}
+
+void barrier_wait(unsigned long long *barrier, uint32_t parity) {
+  for (;;) {
+    barrier_state b;
+    memcpy(&b, barrier, sizeof b);
+    if (b.phase != parity) return;
+    yield();
+  }
+}
+
+void copy_bulk(void *shared, const void *global, int bytes, unsigned long long *barrier) {
+  check_shared(shared, 16);
+  if ((uintptr_t)global % 16 != 0 || bytes <= 0 || bytes % 16 != 0 || (unsigned char *)shared + bytes > shared_end)
+    fail("thread %u: bulk copy of %d bytes from %p to %p", current, bytes, global, shared);
+  laters.push_back({-1, barrier, {{(unsigned char *)shared, (const unsigned char *)global, bytes, 0}}});
+  if (random() % 2 == 0) do_later(laters.size() - 1);
+}
+
+void meet_group() {
+  warp_group &g = groups[current / 128];
+  events++;
+  if (++g.arrived == 128) {
+    g.arrived = 0, g.meetings++;
+    return;
+  }
+  for (unsigned m = g.meetings; m == g.meetings;) yield();
+}
+
+void multiply_later(void (*run)(float *d, unsigned long long a, unsigned long long b), float *d, unsigned long long a, unsigned long long b) {
+  fiber &f = fibers[current];
+  f.products.push_back({run, d, a, b, f.product_groups});
+}
+
+void multiply_commit() { fibers[current].product_groups++; }
+
+void multiply_wait(int pending) {
+  fiber &f = fibers[current];
+  size_t done = 0;
+  for (; done < f.products.size() && f.products[done].group < f.product_groups - pending; done++) {
+    const pending_product &p = f.products[done];
+    p.run(p.d, p.a, p.b);
+  }
+  f.products.erase(f.products.begin(), f.products.begin() + done);
 }
 
 }  // namespace simt
@@ -202,7 +381,7 @@ extern "C" int64_t simt_argument_bytes(int half, const char *name) {
 }
 
 extern "C" const char *simt_launch(int half, const char *name, const void *args, const unsigned *blocks, unsigned threads,
-                                   size_t shared, uint64_t seed) {
+                                   size_t shared, uint64_t seed, const simt_range *ranges, size_t n) {
   problem[0] = 0;
   kernel = nullptr;
   for (const simt_kernel *k = half ? simt_f16 : simt_bf16; k->name; k++)
@@ -219,6 +398,7 @@ extern "C" const char *simt_launch(int half, const char *name, const void *args,
     if (mprotect(shared_end, page, PROT_NONE) != 0) return "cannot protect the page behind shared memory";
   }
   arguments = args;
+  awaited = ranges, awaited_count = n;
   shared_bytes = (shared + 127) / 128 * 128;
   random_state = seed;
   block_size = {threads, 1, 1};

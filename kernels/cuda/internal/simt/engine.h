@@ -30,10 +30,26 @@ unsigned char *shared_memory();
 // each lane brought, valid until the lane's next meeting but one.
 void meet_block();
 const message *meet_warp(const message &m);
+void wait_dependencies();
 void check_shared(const void *p, size_t bytes);
 void copy(void *shared, const void *global, int bytes);
 void commit();
 void wait(int pending);
+
+// Of sm_90a: addresses in shared memory as numbers; barriers that count arrivals and bytes
+// of bulk copies; products of a warpgroup (of 128 threads) in the background.
+void fail(const char *format, ...);
+uint32_t shared_address(const void *p);
+const void *at_shared_address(uint32_t at, size_t bytes);
+void barrier_init(unsigned long long *barrier, int arrivals);
+void barrier_arrive(unsigned long long *barrier, int bytes);
+void barrier_arrive_after_copies(unsigned long long *barrier);
+void barrier_wait(unsigned long long *barrier, uint32_t parity);
+void copy_bulk(void *shared, const void *global, int bytes, unsigned long long *barrier);
+void meet_group();
+void multiply_later(void (*run)(float *d, unsigned long long a, unsigned long long b), float *d, unsigned long long a, unsigned long long b);
+void multiply_commit();
+void multiply_wait(int pending);
 
 template <class A, void (*f)(A)>
 void call(const void *args) {

@@ -10,11 +10,19 @@ namespace {
 #include "src_product.h"
 #include "src_attention.h"
 #include "src_few.h"
+namespace sm_90a {  // whose names are others' too
+#include "hopper.h"
+#include "src_ring.h"
+#include "src_expert.h"
+#include "src_dense.h"
+}  // namespace sm_90a
 }  // namespace
 
 #define ENTRY(name, args) {#name, simt::call<args, name>, sizeof(args)}
 #define TILES(name) \
   ENTRY(name##_16, product_args), ENTRY(name##_64, product_args), ENTRY(name##_128, product_args), ENTRY(name##_any, product_args)
+#define HOPPER(name, args) {#name, simt::call<sm_90a::args, sm_90a::name>, sizeof(sm_90a::args)}
+#define EXPERTS(name) HOPPER(name##_256, expert_args), HOPPER(name##_64, expert_args), HOPPER(name##_alone, expert_args)
 #define HEADS(d) ENTRY(attention_##d##_1, attention_args), ENTRY(attention_##d##_4, attention_args)
 
 extern const simt_kernel TABLE[] = {
@@ -28,5 +36,6 @@ extern const simt_kernel TABLE[] = {
     ENTRY(restore, adjust_args),        ENTRY(few_columns_8, few_args),    ENTRY(few_columns_16, few_args),
     ENTRY(few_columns_64, few_args),   ENTRY(few_rows_2, few_args),        ENTRY(few_rows_5, few_args),
     ENTRY(group_few, group_args),
-    HEADS(32), HEADS(64), HEADS(96), HEADS(128), TILES(matmul), TILES(up), TILES(down), {nullptr, nullptr, 0},
+    HEADS(32), HEADS(64), HEADS(96), HEADS(128), TILES(matmul), TILES(up), TILES(down),
+    EXPERTS(expert_up), EXPERTS(expert_down), HOPPER(dense_64, dense_args), HOPPER(dense_128, dense_args), HOPPER(dense_256, dense_args), {nullptr, nullptr, 0},
 };

@@ -14,6 +14,8 @@ import (
 	"fmt"
 	"sync"
 	"unsafe"
+
+	"github.com/moeserve/moeserve/device"
 )
 
 // engine has one block at a time.
@@ -21,8 +23,10 @@ var engine sync.Mutex
 
 // Launch runs a kernel on blocks (x, y, z) of threads, a multiple of 32, with shared
 // bytes of dynamic shared memory each, to its end. half says for which activation
-// type it is compiled; seed decides in which order threads run.
-func Launch(half bool, name string, args []byte, blocks [3]int, threads, shared int, seed uint64) error {
+// type it is compiled; seed decides in which order threads run. The kernels in front are
+// still to write awaited: its bytes are all ones until the threads of a block can do
+// nothing more before they have waited.
+func Launch(half bool, name string, args []byte, blocks [3]int, threads, shared int, seed uint64, awaited ...device.Range) error {
 	if err := CheckArguments(half, name, len(args)); err != nil {
 		return err
 	}
@@ -33,7 +37,12 @@ func Launch(half bool, name string, args []byte, blocks [3]int, threads, shared 
 	a := C.CBytes(args)
 	defer C.free(a)
 	grid := [3]C.unsigned{C.unsigned(blocks[0]), C.unsigned(blocks[1]), C.unsigned(blocks[2])}
-	if problem := C.simt_launch(number(half), n, a, &grid[0], C.unsigned(threads), C.size_t(shared), C.uint64_t(seed)); problem != nil {
+	ranges := make([]C.simt_range, len(awaited), len(awaited)+1)
+	for i, r := range awaited {
+		ranges[i] = C.simt_range{at: C.uint64_t(r.Addr), bytes: C.uint64_t(r.Bytes)}
+	}
+	problem := C.simt_launch(number(half), n, a, &grid[0], C.unsigned(threads), C.size_t(shared), C.uint64_t(seed), unsafe.SliceData(ranges), C.size_t(len(ranges)))
+	if problem != nil {
 		return fmt.Errorf("simt: %s: %s", name, C.GoString(problem))
 	}
 	return nil

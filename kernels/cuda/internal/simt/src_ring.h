@@ -1,0 +1,1 @@
+../../src/ring.cuh
