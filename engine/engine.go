@@ -242,7 +242,11 @@ func (e *Engine) admissible(r *Request) (limit int, err error) {
 	}
 	for i, id := range r.Prompt {
 		if id < 0 || int(id) >= e.o.Vocab {
-			return 0, fmt.Errorf("engine: %w: prompt token %d has id %d, the model knows 0 to %d; tokenizer and model do not belong together", ErrBadRequest, i, id, e.o.Vocab-1)
+			why := ""
+			if r.Encoded {
+				why = "; tokenizer and model do not belong together"
+			}
+			return 0, fmt.Errorf("engine: %w: prompt token %d has id %d, the model knows 0 to %d%s", ErrBadRequest, i, id, e.o.Vocab-1, why)
 		}
 	}
 	// The subtraction cannot overflow, as the sum of both could.

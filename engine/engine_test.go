@@ -378,7 +378,8 @@ func TestBadRequests(t *testing.T) {
 		says   string
 	}{
 		{"no prompt", func(r *engine.Request) { r.Prompt = nil }, engine.ErrBadRequest, "no tokens"},
-		{"unknown id", func(r *engine.Request) { r.Prompt = []int32{1, 512} }, engine.ErrBadRequest, "512"},
+		{"unknown id", func(r *engine.Request) { r.Prompt = []int32{1, 512} }, engine.ErrBadRequest, "token 1 has id 512, the model knows 0 to 511"},
+		{"unknown id of a tokenizer", func(r *engine.Request) { r.Prompt, r.Encoded = []int32{512}, true }, engine.ErrBadRequest, "511; tokenizer and model do not belong together"},
 		{"too long", func(r *engine.Request) { r.Prompt = make([]int32, 60) }, engine.ErrPromptTooLong, "context is 60"},
 		{"max_tokens", func(r *engine.Request) { r.Params.MaxTokens = 0 }, engine.ErrBadRequest, "max_tokens"},
 		{"min_tokens", func(r *engine.Request) { r.Params.MinTokens = 17 }, engine.ErrBadRequest, "min_tokens"},

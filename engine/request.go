@@ -155,7 +155,10 @@ type Request struct {
 	// ID names it in logs; may be empty.
 	ID     string
 	Prompt []int32
-	Params Params
+	// Encoded says that a tokenizer has made Prompt of text: then it is to blame for ids
+	// that the model does not know, else who gave them.
+	Encoded bool
+	Params  Params
 }
 
 // Token is one generated token.

@@ -74,6 +74,10 @@ func firstTurn(line []byte) (string, error) {
 		turn = q.Turns[0]
 	case len(q.History) > 0:
 		turn = q.History[0].User
+	case q.Turns != nil:
+		return "", errors.New(`its "turns" is empty`)
+	case q.History != nil:
+		return "", errors.New(`its "history" is empty`)
 	default:
 		return "", errors.New(`it has neither "turns", as MT-Bench has, nor "history", as MT-Bench-101 has`)
 	}

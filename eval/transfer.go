@@ -70,6 +70,19 @@ func (o TransferOptions) EnsureDefaults() TransferOptions {
 	return o
 }
 
+// Needs is the memory that a measurement takes, in bytes: each path has its own, of the
+// largest size, but that paths from and to the host share what is on the GPU.
+func (o TransferOptions) Needs() map[device.Space]int64 {
+	o = o.EnsureDefaults()
+	largest := slices.Max(o.Sizes)
+	needs := map[device.Space]int64{device.Host: 2 * largest, o.Compute: largest}
+	if o.Peer != device.Host {
+		needs[o.Compute] += largest
+		needs[o.Peer] = largest
+	}
+	return needs
+}
+
 // TransferPoint is one size on one path.
 type TransferPoint struct {
 	Path  string `json:"path"`

@@ -39,6 +39,11 @@ func transferOn(t *testing.T, gpus int) []eval.TransferPoint {
 	if err != nil {
 		t.Fatal(err)
 	}
+	for s, want := range o.Needs() {
+		if u, err := m.Usage(s); err != nil || u.Peak != want {
+			t.Errorf("%s: %d bytes taken at most, %v, and %d announced", s, u.Peak, err, want)
+		}
+	}
 	if err := m.Close(); err != nil {
 		t.Error(err) // memory that was not given back
 	}

@@ -41,7 +41,7 @@ func (n *Node) machines(o *Options) error {
 		}
 		o.Log.Info("computing on the CPU", "why", err)
 	}
-	return n.open(func() (device.Machine, error) {
+	err := n.open(func() (device.Machine, error) {
 		spec, err := emulated.ParseSpec(s.Emulate)
 		if err != nil {
 			return nil, fail(ErrConfig, fmt.Errorf("emulate: %w", err))
@@ -50,6 +50,14 @@ func (n *Node) machines(o *Options) error {
 		n.traceEmulated(&spec)
 		return emulated.Open(spec)
 	}, nil)
+	if err != nil {
+		return err
+	}
+	if have := len(n.machine.Topology().GPUs); s.GPU >= have {
+		return fail(ErrConfig, fmt.Errorf("gpu is %d: the emulated machine has %d GPUs, from 0 on", s.GPU, have))
+	}
+	n.space = device.HBM(s.GPU)
+	return nil
 }
 
 // open opens a machine and its backend, that of the CPU where backend is nil.
@@ -70,7 +78,7 @@ func (n *Node) open(machine func() (device.Machine, error), backend func(device.
 	return nil
 }
 
-// use takes over machine and backend.
+// use takes over machine and backend, and computes on the machine's first GPU.
 func (n *Node) use(m device.Machine, b kernels.Backend) {
 	n.machine, n.space, n.backend, n.host = n.traceMachine(m), device.HBM(0), b, b
 	n.closers = append(n.closers, n.machine.Close, b.Close)

@@ -4,6 +4,8 @@ import (
 	"fmt"
 	"io/fs"
 	"log/slog"
+	"maps"
+	"slices"
 	"time"
 
 	"github.com/moeserve/moeserve/configs"
@@ -147,6 +149,28 @@ func (d *Devices) Compute() device.Space { return d.n.space }
 
 // Peers are the memories that may be borrowed from.
 func (d *Devices) Peers() []device.Space { return d.n.peers }
+
+// Hold says why the devices do not hold so much more, in bytes: an error wraps ErrConfig
+// and names the memory. What emulated devices hold is all of this machine's.
+func (d *Devices) Hold(needs map[device.Space]int64) error {
+	var all int64
+	for _, s := range slices.Sorted(maps.Keys(needs)) {
+		u, err := d.n.machine.Usage(s)
+		if err != nil {
+			return fail(ErrDevice, err)
+		}
+		if needs[s] > u.Free() {
+			return fail(ErrConfig, fmt.Errorf("%s needed of %s, whose memory has %s free", Bytes(needs[s]), s, Bytes(max(u.Free(), 0))))
+		}
+		if s == device.Host || keepsData(d.n.machine) {
+			all += needs[s]
+		}
+	}
+	if have, ok := availableMemory(); ok && d.Emulated() && all > have {
+		return fail(ErrConfig, fmt.Errorf("%s needed for all emulated memories together, and this machine has %s free", Bytes(all), Bytes(have)))
+	}
+	return nil
+}
 
 // Name of the GPU that computes.
 func (d *Devices) Name() string {

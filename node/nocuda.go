@@ -10,8 +10,12 @@ import (
 	"github.com/moeserve/moeserve/kernels"
 )
 
-func openCUDA(*Options, []int, kernels.DType) (device.Machine, kernels.Backend, error) {
-	return nil, nil, fmt.Errorf("%w: this binary was built without CUDA; build it with make, where gcc and a cuda.h are, or leave out --device cuda", errNoCUDA)
+func openCUDA(o *Options, _ []int, _ kernels.DType) (device.Machine, kernels.Backend, error) {
+	or := ""
+	if o.Settings.Device == "cuda" {
+		or = ", or leave out --device cuda"
+	}
+	return nil, nil, fmt.Errorf("%w: this binary was built without CUDA; build it with make, where gcc and a cuda.h are%s", errNoCUDA, or)
 }
 
 // GPUs describes the machine's GPUs, a line each; note says why there are none.

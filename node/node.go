@@ -291,6 +291,12 @@ func Open(ctx context.Context, o Options) (_ *Node, err error) {
 
 // prepare opens the devices and lays the model out on them.
 func (n *Node) prepare(o *Options, src models.Source) error {
+	if h := o.Settings.Hardware; h != "" {
+		// What is named must be there, whether or not anything counts with it.
+		if _, err := LoadHardware(h); err != nil {
+			return fail(ErrConfig, fmt.Errorf("hardware: %w", err))
+		}
+	}
 	if err := n.machines(o); err != nil {
 		return err
 	}

@@ -286,7 +286,7 @@ func (s *Server) chat(w *response, r *http.Request) error {
 	a := &chatAnswer{req: req, text: m.texts(), head: completionHead{
 		ID: "chatcmpl-" + w.id, Object: "chat.completion", Created: time.Now().Unix(), Model: m.Name,
 	}}
-	return s.answer(w, r, m, &req.common, []engine.Request{{ID: w.id, Prompt: req.prompt, Params: req.params}}, a)
+	return s.answer(w, r, m, &req.common, []engine.Request{{ID: w.id, Prompt: req.prompt, Encoded: true, Params: req.params}}, a)
 }
 
 // chatCompletion is a whole answer of /v1/chat/completions.

@@ -14,8 +14,10 @@ const defaultCompletionTokens = 16
 // prompt is what a completion goes on from.
 type prompt struct {
 	ids []int32
-	// text, as the client wrote it, or decoded where it gave ids.
-	text string
+	// text, as the client wrote it and a tokenizer encoded it, or decoded where it gave
+	// ids.
+	text    string
+	encoded bool
 }
 
 type completionRequest struct {
@@ -90,7 +92,7 @@ func (m *Model) prompts(o *object, raw json.RawMessage, special bool, most int) 
 			if json.Unmarshal(item, &p.text) != nil {
 				o.wrongType("prompt", want, item)
 			}
-			p.ids = m.Tokenizer.Encode(p.text, special)
+			p.ids, p.encoded = m.Tokenizer.Encode(p.text, special), true
 		case "an array":
 			ids, ok := parseIDs(item)
 			if !ok {
@@ -131,7 +133,7 @@ func (s *Server) completions(w *response, r *http.Request) error {
 		if err := req.limit(p.ids, defaultCompletionTokens, m.MaxModelLen, "prompt"); err != nil {
 			return err
 		}
-		requests[i] = engine.Request{ID: w.id, Prompt: p.ids, Params: req.params}
+		requests[i] = engine.Request{ID: w.id, Prompt: p.ids, Encoded: p.encoded, Params: req.params}
 	}
 	a := &completionAnswer{req: req, text: m.texts(), head: completionHead{
 		ID: "cmpl-" + w.id, Object: "text_completion", Created: time.Now().Unix(), Model: m.Name,

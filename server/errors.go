@@ -6,7 +6,9 @@ import (
 	"fmt"
 	"math"
 	"net/http"
+	"regexp"
 	"strconv"
+	"strings"
 	"time"
 
 	"github.com/moeserve/moeserve/engine"
@@ -44,6 +46,17 @@ var (
 // retrySoon is the Retry-After of what passes within seconds.
 const retrySoon = time.Second
 
+// packages are those that begin their errors with their names, which say nothing to
+// clients, nor to those who run a command.
+var packages = regexp.MustCompile(`(^|: |; )(?:(?:configs|device|emulated|engine|eval|experts|harvest|kvcache|models|node|pipeline|planner|rebalancer|residency|scheduler|server|transfer): )+`)
+
+// Message words an error for those who asked for what failed: in one line, also where
+// it has several causes, and without the names of packages.
+func Message(err error) string {
+	line := strings.Join(strings.FieldsFunc(err.Error(), func(r rune) bool { return r == '\n' || r == '\r' }), "; ")
+	return packages.ReplaceAllString(line, "$1")
+}
+
 func badRequest(param, code, format string, args ...any) *Error {
 	return &Error{Status: http.StatusBadRequest, Type: invalidRequest, Param: param, Code: code, Message: fmt.Sprintf(format, args...)}
 }
@@ -66,9 +79,9 @@ func asError(ctx context.Context, err error, prompt string) *Error {
 	case errors.As(err, &param):
 		return badRequest(param.Param, "invalid_value", "%s", param.Error())
 	case errors.Is(err, engine.ErrPromptTooLong):
-		return badRequest(prompt, "context_length_exceeded", "%v", err)
+		return badRequest(prompt, "context_length_exceeded", "%s", Message(err))
 	case errors.Is(err, engine.ErrBadRequest):
-		return badRequest(prompt, "invalid_value", "%v", err)
+		return badRequest(prompt, "invalid_value", "%s", Message(err))
 	case errors.Is(err, engine.ErrQueueFull):
 		return &Error{
 			Status: http.StatusTooManyRequests, Type: rateLimit, Code: "queue_full", RetryAfter: retrySoon,
@@ -82,7 +95,7 @@ func asError(ctx context.Context, err error, prompt string) *Error {
 	if errors.Is(ctx.Err(), context.Canceled) {
 		return &Error{Status: statusClientLeft, Type: invalidRequest, Message: "the client has left"}
 	}
-	return &Error{Status: http.StatusInternalServerError, Type: serverError, Message: "the engine failed: " + err.Error()}
+	return &Error{Status: http.StatusInternalServerError, Type: serverError, Message: "the engine failed: " + Message(err)}
 }
 
 // statusClientLeft is for logs, as nobody reads it; nginx has the number.

@@ -61,7 +61,7 @@ func TestBadBodies(t *testing.T) {
 		{completions, `{"prompt": [[1, -2]]}`, "prompt", "invalid_type", "token ids must be whole numbers from 0"},
 		{completions, `{"prompt": [[1, 2147483648]]}`, "prompt", "invalid_type", "token ids must be"},
 		{completions, `{"prompt": [[1.5]]}`, "prompt", "invalid_type", "token ids must be"},
-		{completions, `{"prompt": [544]}`, "prompt", "invalid_value", "the model knows 0 to 543"},
+		{completions, `{"prompt": [544]}`, "prompt", "invalid_value", "bad request: prompt token 0 has id 544, the model knows 0 to 543"},
 		{completions, `{"prompt": ["a", "b", "c", "d"]}`, "prompt", "invalid_value", "it has 4 prompts, and with this n a request may have 3"},
 		{completions, `{"prompt": ["a", "b"], "n": 2}`, "prompt", "invalid_value", "a request may have 1"},
 		{completions, `{"prompt": [` + long + `]}`, "prompt", "context_length_exceeded", "the prompt has 256"},
@@ -163,7 +163,7 @@ func TestBadBodies(t *testing.T) {
 			continue
 		}
 		message, kind, param, code := failed(t, a)
-		if param != c.param || code != c.code || kind != "invalid_request_error" || !strings.Contains(message, c.message) {
+		if param != c.param || code != c.code || kind != "invalid_request_error" || !strings.Contains(message, c.message) || strings.HasPrefix(message, "engine: ") {
 			t.Errorf("%s %.100s:\n  %q, param %q, code %q\n  want %q, %q, %q", c.path, c.body, message, param, code, c.message, c.param, c.code)
 		}
 	}
@@ -489,7 +489,8 @@ func TestTooMany(t *testing.T) {
 func TestDrain(t *testing.T) {
 	t.Parallel()
 	set := slow()
-	h := start(t, options{node: node.Options{Settings: set}, server: server.Options{DrainTimeout: time.Minute}})
+	finishing := make(chan int, 1)
+	h := start(t, options{node: node.Options{Settings: set}, server: server.Options{DrainTimeout: time.Minute, Draining: func(n int) { finishing <- n }}})
 	done := make(chan answer, 1)
 	go func() {
 		done <- h.send(http.MethodPost, "/v1/completions", completionBody(`"1+2="`, `, "ignore_eos": true, "max_tokens": 8`))
@@ -503,6 +504,9 @@ func TestDrain(t *testing.T) {
 	}
 	if a := h.send(http.MethodGet, "/health", ""); a.status != 200 {
 		t.Errorf("a server that drains is not healthy: %s", a.body)
+	}
+	if n := <-finishing; n != 1 {
+		t.Errorf("%d requests are waited for", n)
 	}
 	if a := <-done; a.status != 200 || decode[reply](t, a.body).Usage.CompletionTokens != 8 {
 		t.Errorf("the request under way: %d %s", a.status, a.body)

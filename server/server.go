@@ -80,6 +80,9 @@ type Options struct {
 	RequestTimeout time.Duration
 	// DrainTimeout is how long requests may go on once Serve is to end. 0: not at all.
 	DrainTimeout time.Duration
+	// Draining is told how many requests are under way when Serve begins to wait for
+	// them. Default: nobody is told; nor where there are none to wait for.
+	Draining func(requests int)
 	// ReadTimeout is how long a client may take to send its request, WriteTimeout how
 	// long to take a piece of the answer. Default: 30 s.
 	ReadTimeout, WriteTimeout time.Duration
@@ -204,7 +207,11 @@ func (s *Server) Serve(ctx context.Context, l net.Listener) error {
 	}
 	idle := s.gate.close()
 	if err == nil {
-		s.o.Log.Info("no more requests are taken", "running", s.gate.count(), "drain_seconds", s.o.DrainTimeout.Seconds())
+		running := s.gate.count()
+		s.o.Log.Info("no more requests are taken", "running", running, "drain_seconds", s.o.DrainTimeout.Seconds())
+		if running > 0 && s.o.DrainTimeout > 0 && s.o.Draining != nil {
+			s.o.Draining(running)
+		}
 		timer := time.NewTimer(s.o.DrainTimeout)
 		defer timer.Stop()
 		select {
@@ -313,7 +320,7 @@ func requestID(r *http.Request) string {
 // current is the model, or why there is none.
 func (s *Server) current() (*Model, error) {
 	if err := s.failed.Load(); err != nil {
-		return nil, &Error{Status: http.StatusInternalServerError, Type: serverError, Message: "the engine failed: " + (*err).Error()}
+		return nil, &Error{Status: http.StatusInternalServerError, Type: serverError, Message: "the engine failed: " + Message(*err)}
 	}
 	m := s.model.Load()
 	if m == nil {

@@ -4,6 +4,7 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
+	"fmt"
 	"io"
 	"os"
 	"slices"
@@ -15,6 +16,9 @@ import (
 	"github.com/moeserve/moeserve/node"
 	"github.com/moeserve/moeserve/planner"
 )
+
+// mostMiB is the size of the largest copies that sums of sizes can tell: a pebibyte.
+const mostMiB = 1 << 30
 
 // transferOptions are the flags of bench transfer alone.
 type transferOptions struct {
@@ -29,9 +33,9 @@ func newBenchTransfer(s *streams) *cobra.Command {
 		Use:   "transfer",
 		Short: "Measure latency and rate of copies by size",
 		Long: `Measure copies to the compute device by size, from 64 KiB to the size of an expert
-of Mixtral: from pinned host memory, from a peer, from both at once, and back to the
-host. A latency is the median of single copies, a rate that of copies that are
-queued back to back.
+of Mixtral, or to --largest-mib: from pinned host memory, from a peer, from both at
+once, and back to the host. A latency is the median of single copies, a rate that of
+copies that are queued back to back.
 
 --calibrate writes the rates as hardware for --hardware. What copies do not tell
 (memory sizes, compute rates) is taken from --hardware, or from the devices where it
@@ -49,7 +53,7 @@ is known.`,
 	}
 	addSettings(cmd.Flags(), configs.For("bench transfer"))
 	f := cmd.Flags()
-	f.IntVar(&o.largest, "largest-mib", 336, "size of the largest copies, in `MIB`")
+	f.IntVar(&o.largest, "largest-mib", 336, "size of the largest copies, in `MiB`")
 	f.IntVar(&o.repetitions, "repetitions", 10, "`NUMBER` of single copies whose median is the latency")
 	f.StringVar(&o.calibrate, "calibrate", "", "write the hardware as measured to a JSON `FILE`")
 	f.StringVar(&o.csv, "csv", "", "write the results to a CSV `FILE`, too")
@@ -62,8 +66,11 @@ func benchTransfer(ctx context.Context, s *streams, set *settings, o *transferOp
 	if err != nil {
 		return err
 	}
-	if o.largest < 1 || o.repetitions < 1 {
-		return usagef("--largest-mib is %d and --repetitions %d: they must be at least 1", o.largest, o.repetitions)
+	if o.largest < 1 || o.largest > mostMiB {
+		return usagef("--largest-mib is %d: must be from 1 to %d", o.largest, mostMiB)
+	}
+	if o.repetitions < 1 {
+		return usagef("--repetitions is %d: must be at least 1", o.repetitions)
 	}
 	largest := int64(o.largest) << 20
 	sizes := append(slices.DeleteFunc(eval.DefaultSizes(), func(n int64) bool { return n >= largest }), largest)
@@ -99,6 +106,9 @@ func benchTransfer(ctx context.Context, s *streams, set *settings, o *transferOp
 	measure := eval.TransferOptions{Machine: d.Machine(), Compute: d.Compute(), Sizes: sizes, Repetitions: o.repetitions}
 	if peers := d.Peers(); len(peers) > 0 {
 		measure.Peer = peers[0]
+	}
+	if err := d.Hold(measure.Needs()); err != nil {
+		return fmt.Errorf("--largest-mib is %d, which is too much: %w", o.largest, err)
 	}
 	points, err := eval.Transfer(ctx, measure)
 	if err != nil {

@@ -76,7 +76,7 @@ func newEnvironment(environ []string) environment {
 	e.AvailableBytes, _ = node.AvailableMemory()
 	for _, v := range slices.Sorted(slices.Values(environ)) {
 		name, _, _ := strings.Cut(v, "=")
-		if strings.HasPrefix(name, "MOESERVE_") || name == "GOMAXPROCS" || name == "GOMEMLIMIT" || name == "GOGC" || name == "GODEBUG" {
+		if strings.HasPrefix(name, variablePrefix) || name == "GOMAXPROCS" || name == "GOMEMLIMIT" || name == "GOGC" || name == "GODEBUG" {
 			if slices.ContainsFunc(configs.Schema, func(k configs.Key) bool { return k.Secret && k.Variable() == name }) {
 				v = name + "=" + hidden
 			}

@@ -19,15 +19,14 @@ import (
 	"io"
 	"os"
 	"os/signal"
-	"regexp"
 	"slices"
-	"strings"
 	"syscall"
 
 	"golang.org/x/term"
 
 	"github.com/moeserve/moeserve/engine"
 	"github.com/moeserve/moeserve/node"
+	"github.com/moeserve/moeserve/server"
 )
 
 func main() {
@@ -68,18 +67,11 @@ func execute(ctx context.Context, s *streams, args []string) int {
 	if code == exitInterrupted {
 		err = errors.New("interrupted")
 	}
-	// Errors of several causes have a line each; scripts want one.
-	line := strings.Join(strings.FieldsFunc(err.Error(), func(r rune) bool { return r == '\n' || r == '\r' }), "; ")
-	line = packages.ReplaceAllString(line, "$1")
-	if _, err := fmt.Fprintf(s.err, "moeserve: %s\n", line); err != nil {
+	if _, err := fmt.Fprintf(s.err, "moeserve: %s\n", server.Message(err)); err != nil {
 		return max(code, exitFailed)
 	}
 	return code
 }
-
-// packages are those that begin their errors with their names, which say nothing to
-// those who run a command.
-var packages = regexp.MustCompile(`(^|: |; )(?:(?:configs|emulated|engine|eval|experts|harvest|kvcache|models|node|pipeline|planner|rebalancer|residency|scheduler|server|transfer): )+`)
 
 // Exit codes.
 const (

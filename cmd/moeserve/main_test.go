@@ -355,6 +355,10 @@ func TestNearest(t *testing.T) {
 			t.Errorf("%s: %q, %v, want %q", name, got, ok, want)
 		}
 	}
+	// What all variables begin with brings none of them nearer.
+	if got, ok := nearest("MOESERVE_FOO", []string{"MOESERVE_GPU", "MOESERVE_POLICY"}); ok {
+		t.Errorf("MOESERVE_FOO: %q", got)
+	}
 	for _, c := range []struct {
 		a, b string
 		want int

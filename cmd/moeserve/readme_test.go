@@ -1,6 +1,8 @@
 package main
 
 import (
+	"context"
+	"errors"
 	"flag"
 	"fmt"
 	"net"
@@ -12,6 +14,7 @@ import (
 	"strconv"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/spf13/pflag"
 
@@ -46,10 +49,14 @@ func codeBlocks(t *testing.T) []codeBlock {
 
 // Every command of the README runs, as it stands but for four things: go run is
 // this test's binary, checkpoints are a fixture, ports are free ones, and the tests
-// are not run from within.
+// are not run from within. What they leave behind is not offered to be committed.
 func TestREADMECommands(t *testing.T) {
 	if _, err := exec.LookPath("bash"); err != nil {
 		t.Skip("no bash to run the README's commands with")
+	}
+	ignored, err := os.ReadFile(filepath.Join("..", "..", ".gitignore"))
+	if err != nil {
+		t.Fatal(err)
 	}
 	fixture := fixtureDir(t, "mixtral")
 	ran := 0
@@ -88,10 +95,50 @@ func TestREADMECommands(t *testing.T) {
 		if out, err := cmd.CombinedOutput(); err != nil {
 			t.Errorf("%v\n%s\n%s", err, script, out)
 		}
+		left, err := os.ReadDir(cmd.Dir)
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, f := range left {
+			if !strings.Contains(string(ignored), "\n/"+f.Name()+"\n") {
+				t.Errorf("%s is left behind, and .gitignore has no /%[1]s; by\n%s", f.Name(), script)
+			}
+		}
 	}
 	if ran < 5 {
 		t.Errorf("only %d blocks of commands: the pattern has lost them", ran)
 	}
+}
+
+// Whoever waits for a server that could not start does not wait for ever.
+func TestREADMEWaitsForServer(t *testing.T) {
+	for _, program := range []string{"bash", "curl"} {
+		if _, err := exec.LookPath(program); err != nil {
+			t.Skipf("no %s to run the README's commands with", program)
+		}
+	}
+	for _, b := range codeBlocks(t) {
+		serve, rest, ok := strings.Cut(b.text, "&\n")
+		if !ok {
+			continue
+		}
+		wait, _, _ := strings.Cut(rest, "\n")
+		if !strings.Contains(wait, "curl ") {
+			t.Fatalf("the README does not wait for the server that it starts, but does %s", wait)
+		}
+		ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+		defer cancel()
+		script := strings.TrimSpace(serve) + " --gpu 7 &\n" + strings.ReplaceAll(wait, "8000", freePort(t)) + "\nwait $!"
+		cmd := exec.CommandContext(ctx, "bash", "-c", script)
+		cmd.Dir = t.TempDir()
+		out, err := cmd.CombinedOutput()
+		var exit *exec.ExitError
+		if !errors.As(err, &exit) || exit.ExitCode() != exitUsage {
+			t.Errorf("%v\n%s\n%s", err, script, out)
+		}
+		return
+	}
+	t.Error("the README starts no server")
 }
 
 // freePort is one that was free a moment ago.

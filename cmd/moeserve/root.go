@@ -43,6 +43,9 @@ Exit codes: 0 done, 1 failed while running, 2 usage, configuration or prompt,
 	root.SetIn(s.in)
 	root.SetOut(s.out)
 	root.SetErr(s.err)
+	root.Version = buildInfo().String()
+	root.SetVersionTemplate("moeserve {{.Version}}\n")
+	root.Flags().Bool("version", false, "print what this binary was built from")
 	root.SetFlagErrorFunc(flagError)
 	help := root.HelpFunc()
 	root.SetHelpFunc(func(cmd *cobra.Command, args []string) {
@@ -93,7 +96,13 @@ func flagError(cmd *cobra.Command, err error) error {
 	}
 	var invalid *pflag.InvalidValueError
 	if errors.As(err, &invalid) {
-		return usagef("--%s is %q: %w", invalid.GetFlag().Name, invalid.GetValue(), invalid.Unwrap())
+		flag, why := invalid.GetFlag(), invalid.Unwrap()
+		if flag.Value.Type() == "int" { // one of pflag's own, which says it in strconv's words
+			if _, err := parse(configs.Int, invalid.GetValue()); err != nil {
+				why = err
+			}
+		}
+		return usagef("--%s is %q: %w", flag.Name, invalid.GetValue(), why)
 	}
 	return &usageError{err}
 }

@@ -68,10 +68,12 @@ error.`,
 	return cmd
 }
 
-// prompt is what to go on from: text, or ids.
+// prompt is what to go on from: text, or ids, which text has too once it is encoded.
 type prompt struct {
 	text string
 	ids  []int32
+	// encoded says that a tokenizer made the ids.
+	encoded bool
 }
 
 // workload is what a policy is made for. How many tokens a text has is known only once
@@ -178,6 +180,7 @@ func run(ctx context.Context, s *streams, set *settings, o *runOptions, args []s
 		if p.ids, err = n.EncodePrompt(p.text, set.Chat); err != nil {
 			return err
 		}
+		p.encoded = true
 	}
 	text := io.Discard
 	if !res.onStdout() {
@@ -187,7 +190,7 @@ func run(ctx context.Context, s *streams, set *settings, o *runOptions, args []s
 	if err != nil {
 		return err
 	}
-	a, err := generate(ctx, n, set, p.ids, text)
+	a, err := generate(ctx, n, set, p, text)
 	if err != nil {
 		return err
 	}
@@ -235,8 +238,8 @@ type answer struct {
 }
 
 // generate runs the prompt and streams the answer's text to out.
-func generate(ctx context.Context, n *node.Node, set *settings, ids []int32, out io.Writer) (*answer, error) {
-	a := &answer{prompt: ids}
+func generate(ctx context.Context, n *node.Node, set *settings, from *prompt, out io.Writer) (*answer, error) {
+	a := &answer{prompt: from.ids}
 	ctx, stop := context.WithCancelCause(ctx)
 	defer stop(nil)
 	var broken error // of out
@@ -253,7 +256,7 @@ func generate(ctx context.Context, n *node.Node, set *settings, ids []int32, out
 	p.Seed, p.IgnoreEOS = set.Seed, set.IgnoreEOS
 	start := time.Now()
 	var first, last time.Time
-	outs, err := n.Engine().Generate(ctx, []engine.Request{{Prompt: ids, Params: p}}, func(_ int, u engine.Update) {
+	outs, err := n.Engine().Generate(ctx, []engine.Request{{Prompt: from.ids, Encoded: from.encoded, Params: p}}, func(_ int, u engine.Update) {
 		last = time.Now()
 		if first.IsZero() {
 			first = last

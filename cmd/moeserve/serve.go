@@ -89,7 +89,17 @@ func serve(ctx context.Context, s *streams, set *settings, o node.Options) (err 
 		MaxConcurrent:  sequences + set.MaxQueuedRequests + spareRequests,
 		RequestTimeout: time.Duration(set.RequestTimeout) * time.Second,
 		DrainTimeout:   time.Duration(set.DrainTimeout) * time.Second,
-		Log:            log,
+		Draining: func(requests int) {
+			if ctx.Err() == nil {
+				return // it is not a signal that ends the server
+			}
+			what := "requests"
+			if requests == 1 {
+				what = "request"
+			}
+			fmt.Fprintf(s.err, "moeserve: finishing %d %s, at most %d s; Ctrl-C again ends now\n", requests, what, set.DrainTimeout)
+		},
+		Log: log,
 	})
 	serving, stopServing := context.WithCancel(ctx)
 	served := make(chan error, 1)

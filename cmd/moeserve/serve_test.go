@@ -32,6 +32,8 @@ type process struct {
 	url string
 	// log is standard error, once it has ended.
 	log *bytes.Buffer
+	// rest is who reads it to its end.
+	rest sync.WaitGroup
 }
 
 var servingAt = regexp.MustCompile(`^moeserve: serving (\S+) at (http://\S+)$`)
@@ -60,8 +62,7 @@ func startServe(t *testing.T, args ...string) *process {
 	if p.url == "" {
 		t.Fatalf("it does not serve: %v; %s", p.cmd.Wait(), p.log)
 	}
-	var rest sync.WaitGroup
-	rest.Go(func() {
+	p.rest.Go(func() {
 		for lines.Scan() {
 			p.log.WriteString(lines.Text() + "\n")
 		}
@@ -70,7 +71,7 @@ func startServe(t *testing.T, args ...string) *process {
 		if p.cmd.ProcessState == nil {
 			p.end(t)
 		}
-		rest.Wait()
+		p.rest.Wait()
 	})
 	return p
 }
@@ -81,6 +82,7 @@ func (p *process) end(t *testing.T) {
 	if err := p.cmd.Process.Signal(syscall.SIGTERM); err != nil {
 		t.Fatal(err)
 	}
+	p.rest.Wait()
 	if err := p.cmd.Wait(); err != nil {
 		t.Errorf("ended with %v; %s", err, p.log)
 	}
@@ -101,7 +103,7 @@ func (p *process) post(t *testing.T, path, body string) *http.Response {
 	return resp
 }
 
-// SIGTERM lets what is under way finish, and then the exit code is 0.
+// SIGTERM lets what is under way finish, says so, and then the exit code is 0.
 func TestServe(t *testing.T) {
 	if _, err := os.FindProcess(os.Getpid()); err != nil {
 		t.Skip(err)
@@ -116,6 +118,9 @@ func TestServe(t *testing.T) {
 	rest, err := io.ReadAll(body)
 	if err != nil || !strings.HasSuffix(string(rest), "data: [DONE]\n\n") || !strings.Contains(string(rest), `"finish_reason":"length"`) {
 		t.Errorf("the answer under way ends with %v, %q", err, rest)
+	}
+	if want := "moeserve: finishing 1 request, at most 30 s; Ctrl-C again ends now\n"; p.log.String() != want {
+		t.Errorf("standard error: %q, want %q", p.log, want)
 	}
 }
 

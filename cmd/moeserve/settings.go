@@ -22,6 +22,8 @@ import (
 const (
 	configFlag     = "config"
 	configVariable = "MOESERVE_CONFIG"
+	// variablePrefix is what all variables begin with.
+	variablePrefix = "MOESERVE_"
 	// defaultFile is read where no other is named and it is there.
 	defaultFile = "moeserve.yaml"
 	// maxFileBytes bounds a configuration file.
@@ -209,7 +211,7 @@ func readVariables(environ []string) (map[string]string, error) {
 	// Sorted, so that of several mistakes always the same is told.
 	for _, e := range slices.Sorted(slices.Values(environ)) {
 		name, value, _ := strings.Cut(e, "=")
-		if !strings.HasPrefix(name, "MOESERVE_") || slices.Contains(otherVariables, name) {
+		if !strings.HasPrefix(name, variablePrefix) || slices.Contains(otherVariables, name) {
 			continue
 		}
 		if !slices.Contains(names, name) {

@@ -1,5 +1,7 @@
 package main
 
+import "strings"
+
 // suggestion names what a mistyped name may have meant, or else says otherwise.
 func suggestion(name string, known []string, otherwise string) string {
 	if near, ok := nearest(name, known); ok {
@@ -9,9 +11,10 @@ func suggestion(name string, known []string, otherwise string) string {
 }
 
 // nearest returns the known name that takes the fewest edits to reach, and false
-// if none is near: a third of the name, at least two edits, may be wrong.
+// if none is near: a third of the name, less what all variables begin with, but at
+// least two edits, may be wrong.
 func nearest(name string, known []string) (string, bool) {
-	best, least := "", max(2, len(name)/3)+1
+	best, least := "", max(2, len(strings.TrimPrefix(name, variablePrefix))/3)+1
 	for _, k := range known {
 		if d := distance(name, k); d < least {
 			best, least = k, d

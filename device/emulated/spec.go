@@ -123,6 +123,9 @@ func ParseSpec(text string) (Options, error) {
 			return Options{}, fmt.Errorf("emulated: key %q: %q: %w", name, value, err)
 		}
 	}
+	if err := s.together(); err != nil {
+		return Options{}, fmt.Errorf("emulated: %w", err)
+	}
 	o := s.o
 	if !given["hostlatency"] {
 		o.HostLink.Latency = s.latency
@@ -144,6 +147,20 @@ func ParseSpec(text string) (Options, error) {
 		return Options{}, err
 	}
 	return o, nil
+}
+
+// together refuses keys that do not go together, which Options would refuse in the
+// names of their fields.
+func (s *spec) together() error {
+	switch o := &s.o; {
+	case o.Virtual && o.Pace:
+		return fmt.Errorf("pace is for the wall clock and virtual has a clock of its own: give one of pace and virtual")
+	case o.NoData && !o.Virtual:
+		return fmt.Errorf("nodata needs virtual")
+	case o.Schedule != Eager && !o.Virtual:
+		return fmt.Errorf("schedule=%v needs virtual: on the wall clock the system schedules", o.Schedule)
+	}
+	return nil
 }
 
 func specNames() []string {

@@ -66,9 +66,9 @@ func TestParseSpecErrors(t *testing.T) {
 		"latency=-8us":         `key "latency"`,
 		"seed=-1":              `key "seed"`,
 		"schedule=soon":        `key "schedule": "soon": want eager, lazy or random`,
-		"virtual,pace":         "set one of Pace and Virtual",
-		"nodata":               "NoData needs Virtual",
-		"schedule=random":      "schedule random needs Virtual",
+		"virtual,pace":         "give one of pace and virtual",
+		"nodata":               "nodata needs virtual",
+		"schedule=random":      "schedule=random needs virtual",
 		"hostroot=0GB/s,check": `key "hostroot"`,
 	} {
 		if _, err := emulated.ParseSpec(spec); err == nil || !strings.Contains(err.Error(), want) {
@@ -122,6 +122,8 @@ func TestOptionsRefused(t *testing.T) {
 	}
 	for want, o := range map[string]emulated.Options{
 		"schedule 7":                {Schedule: 7},
+		"NoData needs Virtual":      {NoData: true},
+		"one of Pace and Virtual":   {Pace: true, Virtual: true},
 		"schedule lazy needs":       {Schedule: emulated.Lazy},
 		"DeadlockAfter":             {DeadlockAfter: -1},
 		"gpu0 has a negative":       {GPUs: []emulated.GPU{{MemoryBytes: -1}}},
