@@ -36,6 +36,9 @@ type graphs struct {
 	most   int
 	log    *slog.Logger
 
+	// gaveUp says that no more steps are taken down; those held still serve.
+	gaveUp bool
+
 	// held are in the order in which they were launched last.
 	held []stepGraph
 	// now are this step's micro-batches, before those of the step before; empty where
@@ -123,7 +126,7 @@ func (g *graphs) find(batches []microBatch, decode bool) (_ device.Graph, again 
 			return h.graph, false
 		}
 	}
-	return nil, slices.Equal(g.now, g.before)
+	return nil, !g.gaveUp && slices.Equal(g.now, g.before)
 }
 
 // launch enqueues the whole step behind its uploads.
@@ -141,7 +144,7 @@ func (p *Pipeline) launch(ctx context.Context, graph device.Graph) error {
 }
 
 // capture takes down the actions of a step that has just been enqueued, behind its
-// uploads. Where that fails steps go on without graphs, which only costs speed.
+// uploads. Where that fails no more are, which only costs speed.
 func (p *Pipeline) capture(ctx context.Context, plan []Action) {
 	g, began := &p.graphs, p.o.Machine.Now()
 	graph, err := g.stream.Capture(func() error { return p.takeDown(ctx, plan) })
@@ -157,9 +160,9 @@ func (p *Pipeline) capture(ctx context.Context, plan []Action) {
 	}
 	g.took.Add(int64(p.o.Machine.Now() - began))
 	if err != nil {
-		g.stream = nil
+		g.gaveUp = true
 		g.failed.Add(1)
-		g.log.Warn("a decode step could not be taken down as a graph; steps go on without graphs, slower", "error", err)
+		g.log.Warn("a decode step could not be taken down as a graph; no more steps will be, and run slower", "error", err)
 	}
 }
 
