@@ -3,16 +3,11 @@
 package node_test
 
 import (
-	"context"
 	"errors"
 	"fmt"
 	"math/rand/v2"
-	"os"
-	"os/exec"
 	"slices"
-	"strings"
 	"testing"
-	"time"
 
 	"github.com/moeserve/moeserve/configs"
 	"github.com/moeserve/moeserve/device"
@@ -173,24 +168,6 @@ func TestGPUNoGarbage(t *testing.T) {
 	}
 }
 
-// breaksGraphs is a backend that has a graph write where no memory is.
-type breaksGraphs struct {
-	*kernelscuda.Backend
-	left int // operations until then; 0: never
-}
-
-func (b *breaksGraphs) Enqueue(s device.Stream, op kernels.Op) error {
-	if b.left > 0 {
-		if b.left--; b.left == 0 {
-			bad := kernels.Clamp{X: kernels.New(4096, b.ActivationDType(), 1, 64), Limit: 1}
-			if err := b.Backend.Enqueue(s, &bad); err != nil {
-				return err
-			}
-		}
-	}
-	return b.Backend.Enqueue(s, op)
-}
-
 const lostGraphVariable = "MOESERVE_CUDA_LOST_GRAPH"
 
 // TestGPULostGraph loses the device inside of a graph, in a process of its own: the step
@@ -200,24 +177,12 @@ func TestGPULostGraph(t *testing.T) {
 		t.Skip("there are no graphs on emulated devices")
 	}
 	needGPU(t)
-	if os.Getenv(lostGraphVariable) != "" {
-		loseGraph(t)
-		return
-	}
-	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
-	defer cancel()
-	cmd := exec.CommandContext(ctx, os.Args[0], "-test.run=^TestGPULostGraph$", "-test.v")
-	cmd.Env = append(os.Environ(), lostGraphVariable+"=1")
-	out, err := cmd.CombinedOutput()
-	if err != nil || !strings.Contains(string(out), "the graph's step:") {
-		t.Errorf("%v:\n%s", err, out)
-	}
-	t.Logf("%s", out)
+	alone(t, lostGraphVariable, "the graph's step:", loseGraph)
 }
 
 func loseGraph(t *testing.T) {
 	var inner *cuda.Machine
-	b := &breaksGraphs{}
+	b := &losing{}
 	n, err := node.Open(t.Context(), node.Options{
 		Settings: gpuSettings(func(s *configs.Settings) { s.Model = fixtures.Dir(t, "mixtral") }),
 		OpenMachine: func() (device.Machine, error) {

@@ -221,6 +221,9 @@ func TestGPUOneMultiprocessor(t *testing.T) {
 // TestGPUExpertTiles is testExpertTiles on a GPU.
 func TestGPUExpertTiles(t *testing.T) {
 	m, b, s := openGPU(t, Options{BatchInvariant: true})
+	if !b.hopper {
+		t.Skip("needs compute capability 9.0: experts lie by rows before")
+	}
 	testExpertTiles(t, m, b, s)
 }
 

@@ -134,16 +134,27 @@ func (d *decoder) enqueue(b kernels.Backend, s device.Stream) error {
 	return nil
 }
 
+// openBoth opens a GPU with a backend whose kernels do not overlap, and one whose do.
+func openBoth(tb testing.TB) (m device.Machine, serial, overlapping *Backend, s device.Stream) {
+	tb.Helper()
+	m, overlapping, s = openGPU(tb, Options{})
+	serial, err := New(m, device.HBM(0), Options{Serial: true})
+	if err != nil {
+		tb.Fatal(err)
+	}
+	tb.Cleanup(func() {
+		if err := serial.Close(); err != nil {
+			tb.Error(err)
+		}
+	})
+	return m, serial, overlapping, s
+}
+
 // BenchmarkLayers reports what one layer takes in a graph of several, whose weights the
 // second-level cache does not hold, with and without kernels that overlap.
 func BenchmarkLayers(b *testing.B) {
 	const layers, context = 4, 100
-	m, overlapping, s := openGPU(b, Options{})
-	serial, err := New(m, device.HBM(0), Options{Serial: true})
-	if err != nil {
-		b.Fatal(err)
-	}
-	defer serial.Close()
+	m, serial, overlapping, s := openBoth(b)
 	for _, c := range benchModels {
 		x := &bench{TB: b, m: m, b: overlapping, s: s, random: rand.New(rand.NewPCG(1, 2)), exponent: 13}
 		for _, n := range []int{1, 8} {
@@ -176,12 +187,7 @@ func BenchmarkLayers(b *testing.B) {
 // of the other: all bits are the same.
 func TestGPUOverlap(t *testing.T) {
 	const layers, rounds = 2, 20
-	m, overlapping, s := openGPU(t, Options{})
-	serial, err := New(m, device.HBM(0), Options{Serial: true})
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer serial.Close()
+	m, serial, overlapping, s := openBoth(t)
 	for _, c := range benchModels {
 		for _, n := range []int{1, 5, 40} {
 			t.Run(fmt.Sprintf("%s/%d", c.name, n), func(t *testing.T) {
