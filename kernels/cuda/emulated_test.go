@@ -188,8 +188,12 @@ func TestEmulatedLargeVocabulary(t *testing.T) {
 		t      kernels.DType
 		data   []byte
 	}{
-		{&op.Temperature, kernels.F32, one}, {&op.Seeds, kernels.U64, make([]byte, 8)}, {&op.Samples, kernels.I32, make([]byte, 4)},
-		{&op.TopK, kernels.I32, []byte{1, 0, 0, 0}}, {&op.Out, kernels.I32, make([]byte, 4)}, {&op.Positions, kernels.I32, make([]byte, 4)},
+		{&op.Temperature, kernels.F32, one},
+		{&op.Seeds, kernels.U64, make([]byte, 8)},
+		{&op.Samples, kernels.I32, make([]byte, 4)},
+		{&op.TopK, kernels.I32, []byte{1, 0, 0, 0}},
+		{&op.Out, kernels.I32, make([]byte, 4)},
+		{&op.Positions, kernels.I32, make([]byte, 4)},
 		{&op.Logits, kernels.F32, logits},
 	} {
 		mem, err := m.Alloc(device.HBM(0), int64(len(c.data)), "tensor")
