@@ -375,21 +375,24 @@ func TestOverlap(t *testing.T) {
 		}
 	}
 	wants("nothing", false)
-	for name, between := range map[string]func(){
-		"a launch that waits for all": func() { launch(false) },
-		"a copy":                      func() { r.ok(s.Copy(all(b), all(a))) },
-		"an event recorded":           func() { r.ok(s.Record(e)) },
-		"a wait for an event":         func() { r.ok(other.Record(e)); r.ok(s.Wait(e)) },
-		"a fence raised":              func() { r.ok(s.Raise(f, 1)) },
-		"a fence awaited":             func() { r.ok(s.Await(f, 1)) },
-		"a library's call":            func() { r.ok(s.Do("library", func() error { return nil })) },
+	for _, between := range []struct {
+		name string
+		do   func()
+	}{
+		{"a launch that waits for all", func() { launch(false) }},
+		{"a copy", func() { r.ok(s.Copy(all(b), all(a))) }},
+		{"an event recorded", func() { r.ok(s.Record(e)) }},
+		{"a wait for an event", func() { r.ok(other.Record(e)); r.ok(s.Wait(e)) }},
+		{"a fence raised", func() { r.ok(s.Raise(f, 1)) }},
+		{"a fence awaited", func() { r.ok(s.Await(f, 1)) }}, // raised by the line above
+		{"a library's call", func() { r.ok(s.Do("library", func() error { return nil })) }},
 	} {
 		launch(true)
 		wants("a launch", true)
 		launch(true)
 		wants("two launches", true)
-		between()
-		wants(name, false)
+		between.do()
+		wants(between.name, false)
 	}
 	launch(true)
 	g, err := s.Capture(func() error {

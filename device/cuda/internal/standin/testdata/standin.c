@@ -372,8 +372,8 @@ static void run(stream *s, op *o) {
       while (o->e->passed < o->generation && !d->broken && !o->e->of->broken) pthread_cond_wait(&changed, &lock);
       break;
     case RECORD:
-      o->e->at = now();
-      o->e->passed = o->generation;
+      /* A later record, on another stream, may have come first. */
+      if (o->e->passed < o->generation) o->e->at = now(), o->e->passed = o->generation;
       break;
     case WAIT_VALUE:
       while ((int32_t)(__atomic_load_n((uint32_t *)o->to, __ATOMIC_ACQUIRE) - o->value) < 0 && !d->broken) {
