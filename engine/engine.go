@@ -80,7 +80,8 @@ func (o Options) EnsureDefaults() Options {
 	return o
 }
 
-// Listener hears of what the engine does; nil functions are left out.
+// Listener hears of what the engine does; nil functions are left out. Finished may be
+// called while a step runs, from another goroutine than Step.
 type Listener struct {
 	Step     func(StepInfo)
 	Finished func(RequestInfo)
