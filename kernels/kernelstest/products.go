@@ -353,7 +353,9 @@ func combined(x, weights, s, gate tensor, shared bool, n int) []float64 {
 	return want
 }
 
-// testCombineNorm also holds the operation to the bits of a Combine and a Norm.
+// testCombineNorm also holds the operation to the bits of a Combine and a Norm. In every
+// fourth column the first two outputs cancel each other and all else is 0: what is left is
+// how products and sums were rounded.
 func testCombineNorm(r *rig) {
 	type shape struct{ rows, k, hidden int }
 	var shapes []shape
@@ -372,11 +374,36 @@ func testCombineNorm(r *rig) {
 			bias := kind == kernels.Layer && i%3 != 0
 			r.run(fmt.Sprintf("%+v/kind=%d/%s/shared=%v", s, kind, w, shared), func(r *rig) {
 				n, k := s.rows, s.k
-				x := r.normal(r.rows((i+variant)%2 == 0, "X", r.act, n*k, s.hidden), 0.3, 1)
-				weights := r.dense("Weights", kernels.F32, n, k).set(func(int) float64 { return r.rand.Float64() })
-				sh, sharedArg := optional(shared, func() tensor { return r.normal(r.rows(i%2 == 1, "Shared", r.act, n, s.hidden), 0, 1) })
+				normal := func(mean float64) func(i int) float64 {
+					return func(i int) float64 {
+						if i%s.hidden%4 == 0 {
+							return 0
+						}
+						return mean + r.rand.NormFloat64()
+					}
+				}
+				others, first := normal(0.3), make([]float64, s.hidden)
+				x := r.rows((i+variant)%2 == 0, "X", r.act, n*k, s.hidden).set(func(i int) float64 {
+					output, column := i/s.hidden%k, i%s.hidden
+					switch {
+					case column%4 != 0 || output > 1:
+						return others(i)
+					case output == 1:
+						return -first[column]
+					}
+					first[column] = 8 + 8*r.rand.Float64()
+					return first[column]
+				})
+				var w0 float64
+				weights := r.dense("Weights", kernels.F32, n, k).set(func(i int) float64 {
+					if i%k != 1 {
+						w0 = 0.1 + r.rand.Float64()
+					}
+					return w0
+				})
+				sh, sharedArg := optional(shared, func() tensor { return r.rows(i%2 == 1, "Shared", r.act, n, s.hidden).set(normal(0)) })
 				g, gateArg := optional(shared, func() tensor { return r.normal(r.rows(i%2 == 0, "SharedGate", kernels.F32, n, 1), 0, 2) })
-				residual := r.normal(r.rows(i%2 == 0, "Residual", r.act, n, s.hidden), 0, 1)
+				residual := r.rows(i%2 == 0, "Residual", r.act, n, s.hidden).set(normal(0))
 				weight := r.normal(r.dense("Weight", w, s.hidden), 1, 0.2)
 				b, biasArg := optional(bias, func() tensor { return r.normal(r.dense("Bias", w, s.hidden), 0, 0.5) })
 				out, sum := r.rows(i%3 == 0, "Out", r.act, n, s.hidden), r.dense("the sum", r.act, n, s.hidden)
