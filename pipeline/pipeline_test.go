@@ -447,7 +447,7 @@ func TestSameDespiteFaults(t *testing.T) {
 		{Kind: emulated.FailCopy, Match: own, Times: -1, Chance: 0.05},
 		{Kind: emulated.StallCopy, Match: fetch, Times: -1, Chance: 0.2, For: time.Millisecond},
 		{Kind: emulated.FailCopy, Match: hosts, Skip: 7, Times: 3},
-		{Kind: emulated.FailCopy, Match: hosts, Times: -1, Chance: 0.05},
+		{Kind: emulated.FailCopy, Match: hosts, Times: -1, Chance: 0.1},
 		{Kind: emulated.StallCopy, Match: hosts, Times: -1, Chance: 0.2, For: time.Millisecond},
 	} {
 		for k, mo := range machines(t) {

@@ -410,7 +410,7 @@ func (r *rig) alike(t tensor, want []byte, what string) {
 	r.Helper()
 	t.each(func(index ...int) {
 		if got, want := t.in(t.buffer.after, index...), t.in(want, index...); !bytes.Equal(got, want) {
-			r.Fatalf("%s%v with %s is not what it is with all, bit for bit: %v, want %v", t.buffer.name, index, what, t.decode(got), t.decode(want))
+			r.Fatalf("%s%v with %s is not what it was before, bit for bit: %v, want %v", t.buffer.name, index, what, t.decode(got), t.decode(want))
 		}
 	})
 }

@@ -78,7 +78,7 @@ DEVICE uint4 pack(const float (&v)[8]) {
 // Stores the first n of eight 16-bit elements at elements at to at+7.
 DEVICE void store_packed(u16 *row, i64 at, const uint4 &q, int n, bool aligned) {
   if (aligned && n >= 8) {
-    *(uint4 *)(row + at) = q;
+    store_chunk(row + at, q);
     return;
   }
   u32 w[4] = {q.x, q.y, q.z, q.w};
