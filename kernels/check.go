@@ -238,23 +238,28 @@ func (o *Clamp) Check() error {
 	return c.err
 }
 
+// rotation checks queries and keys and how they are rotated.
+func (c *checker) rotation(q, k, table, rows *Tensor) {
+	c.tensor("Q", q, floats, 3)
+	c.tensor("K", k, floats, 3)
+	c.size("K", k, 0, q.Shape[0], "rows", "Q")
+	c.size("K", k, 2, q.Shape[2], "columns", "Q")
+	c.sameType("K", k, "Q", q)
+	c.apart("K", k, "Q", q)
+	if c.ok() && q.Shape[2]%2 != 0 {
+		c.failf("Q is %v, want an even head size", *q)
+	}
+	c.tensor("Table", table, onlyF, 2)
+	c.dense("Table", table)
+	c.size("Table", table, 1, q.Shape[2], "columns", "Q")
+	c.tensor("Rows", rows, onlyI, 1)
+	c.size("Rows", rows, 0, q.Shape[0], "elements", "Q")
+}
+
 // Check implements Op.
 func (o *RoPE) Check() error {
 	c := checker{op: o.Name()}
-	c.tensor("Q", &o.Q, floats, 3)
-	c.tensor("K", &o.K, floats, 3)
-	c.size("K", &o.K, 0, o.Q.Shape[0], "rows", "Q")
-	c.size("K", &o.K, 2, o.Q.Shape[2], "columns", "Q")
-	c.sameType("K", &o.K, "Q", &o.Q)
-	c.apart("K", &o.K, "Q", &o.Q)
-	if c.ok() && o.Q.Shape[2]%2 != 0 {
-		c.failf("Q is %v, want an even head size", o.Q)
-	}
-	c.tensor("Table", &o.Table, onlyF, 2)
-	c.dense("Table", &o.Table)
-	c.size("Table", &o.Table, 1, o.Q.Shape[2], "columns", "Q")
-	c.tensor("Rows", &o.Rows, onlyI, 1)
-	c.size("Rows", &o.Rows, 0, o.Q.Shape[0], "elements", "Q")
+	c.rotation(&o.Q, &o.K, &o.Table, &o.Rows)
 	return c.err
 }
 
@@ -274,15 +279,41 @@ func (c *checker) cache(k, v *Tensor, name string, x *Tensor, head bool) {
 	}
 }
 
+// appended checks keys and values and where they go.
+func (c *checker) appended(k, v, cacheK, cacheV, slots *Tensor) {
+	c.tensor("K", k, floats, 3)
+	c.tensor("V", v, floats, 3)
+	c.same("V", v, "K", k)
+	c.cache(cacheK, cacheV, "K", k, true)
+	c.tensor("Slots", slots, onlyI, 1)
+	c.size("Slots", slots, 0, k.Shape[0], "elements", "K")
+}
+
 // Check implements Op.
 func (o *AppendKV) Check() error {
 	c := checker{op: o.Name()}
-	c.tensor("K", &o.K, floats, 3)
-	c.tensor("V", &o.V, floats, 3)
-	c.same("V", &o.V, "K", &o.K)
-	c.cache(&o.CacheK, &o.CacheV, "K", &o.K, true)
-	c.tensor("Slots", &o.Slots, onlyI, 1)
-	c.size("Slots", &o.Slots, 0, o.K.Shape[0], "elements", "K")
+	c.appended(&o.K, &o.V, &o.CacheK, &o.CacheV, &o.Slots)
+	return c.err
+}
+
+// Check implements Op.
+func (o *RoPEAppendKV) Check() error {
+	c := checker{op: o.Name()}
+	c.rotation(&o.Q, &o.K, &o.Table, &o.Rows)
+	c.appended(&o.K, &o.V, &o.CacheK, &o.CacheV, &o.Slots)
+	c.apart("Q", &o.Q, "V", &o.V)
+	if c.ok() && o.QNorm.None() != o.KNorm.None() {
+		c.failf("QNorm is %v and KNorm %v, want both or none", o.QNorm, o.KNorm)
+	}
+	if c.ok() && !o.QNorm.None() {
+		c.tensor("QNorm", &o.QNorm, floats, 1)
+		c.size("QNorm", &o.QNorm, 0, o.Q.Shape[2], "elements", "a head of Q")
+		c.tensor("KNorm", &o.KNorm, floats, 1)
+		c.size("KNorm", &o.KNorm, 0, o.Q.Shape[2], "elements", "a head of Q")
+	}
+	if c.ok() && !(o.Eps >= 0) {
+		c.failf("Eps is %g, want 0 or more", o.Eps)
+	}
 	return c.err
 }
 

@@ -19,6 +19,7 @@ type valid struct {
 	clamp     Clamp
 	rope      RoPE
 	append    AppendKV
+	ropeKV    RoPEAppendKV
 	attention Attention
 	route     Route
 	group     Group
@@ -48,6 +49,10 @@ func newValid() *valid {
 	v.clamp = Clamp{v.tensor(F32, 3, 32), 8}
 	v.rope = RoPE{v.tensor(F32, 3, 4, 16), v.tensor(F32, 3, 2, 16), v.tensor(F32, 64, 16), v.tensor(I32, 3)}
 	v.append = AppendKV{v.tensor(F32, 3, 2, 16), v.tensor(F32, 3, 2, 16), v.tensor(F32, 5, 16, 2, 16), v.tensor(F32, 5, 16, 2, 16), v.tensor(I32, 3)}
+	v.ropeKV = RoPEAppendKV{
+		Q: v.rope.Q, K: v.append.K, V: v.append.V, QNorm: v.tensor(BF16, 16), KNorm: v.tensor(F32, 16), Eps: 1e-6, Table: v.rope.Table, Rows: v.rope.Rows,
+		CacheK: v.append.CacheK, CacheV: v.append.CacheV, Slots: v.append.Slots,
+	}
 	v.attention = Attention{
 		Q: v.tensor(F32, 3, 4, 16), CacheK: v.append.CacheK, CacheV: v.append.CacheV, SeqStarts: v.tensor(I32, 3), ContextLens: v.tensor(I32, 2),
 		BlockTable: v.tensor(I32, 2, 4), Scale: 0.25, MaxContext: 60, MaxRows: 2, Out: v.tensor(F32, 3, 4, 16),
@@ -78,7 +83,7 @@ func newValid() *valid {
 
 func (v *valid) all() []Op {
 	return []Op{
-		&v.embed, &v.norm, &v.matmul, &v.clamp, &v.rope, &v.append, &v.attention, &v.route, &v.group,
+		&v.embed, &v.norm, &v.matmul, &v.clamp, &v.rope, &v.append, &v.ropeKV, &v.attention, &v.route, &v.group,
 		&v.up, &v.down, &v.combine, &v.combined, &v.silu, &v.gather, &v.sample,
 		&v.adjust, &v.restore, &v.probs,
 	}
@@ -98,14 +103,17 @@ func TestCheckTakesGoodArguments(t *testing.T) {
 	}
 	v := newValid()
 	for name, op := range map[string]Op{
-		"rows with gaps":       &MatMul{X: gap(v.matmul.X), W: v.matmul.W, Out: gap(v.matmul.Out)},
-		"no rows":              &MatMul{X: New(0, F32, 0, 32), W: v.matmul.W, Out: New(0, F32, 0, 8)},
-		"in place":             &Norm{X: v.norm.X, Weight: v.norm.Weight, Out: v.norm.X},
-		"heads":                &Norm{X: v.rope.Q, Weight: New(1<<30, F16, 16), Out: v.rope.Q},
-		"part of a wide row":   &SiluMul{Gate: v.silu.Gate.Narrow(1, 0, 16), Up: v.silu.Gate.Narrow(1, 16, 32), Out: v.silu.Gate.Narrow(1, 0, 16)},
-		"no shared expert":     &Combine{X: v.combine.X, Weights: v.combine.Weights, Out: v.combine.Out},
-		"no bias":              &CombineNorm{X: v.combine.X, Weights: v.combine.Weights, Residual: gap(v.combined.Residual), Weight: v.norm.Weight, Out: gap(v.combined.Out)},
-		"strided cache":        &AppendKV{v.append.K, v.append.V, gap(v.append.CacheK), gap(v.append.CacheV), v.append.Slots},
+		"rows with gaps":     &MatMul{X: gap(v.matmul.X), W: v.matmul.W, Out: gap(v.matmul.Out)},
+		"no rows":            &MatMul{X: New(0, F32, 0, 32), W: v.matmul.W, Out: New(0, F32, 0, 8)},
+		"in place":           &Norm{X: v.norm.X, Weight: v.norm.Weight, Out: v.norm.X},
+		"heads":              &Norm{X: v.rope.Q, Weight: New(1<<30, F16, 16), Out: v.rope.Q},
+		"part of a wide row": &SiluMul{Gate: v.silu.Gate.Narrow(1, 0, 16), Up: v.silu.Gate.Narrow(1, 16, 32), Out: v.silu.Gate.Narrow(1, 0, 16)},
+		"no shared expert":   &Combine{X: v.combine.X, Weights: v.combine.Weights, Out: v.combine.Out},
+		"no bias":            &CombineNorm{X: v.combine.X, Weights: v.combine.Weights, Residual: gap(v.combined.Residual), Weight: v.norm.Weight, Out: gap(v.combined.Out)},
+		"strided cache":      &AppendKV{v.append.K, v.append.V, gap(v.append.CacheK), gap(v.append.CacheV), v.append.Slots},
+		"heads without norms": &RoPEAppendKV{
+			Q: v.rope.Q, K: v.append.K, V: v.append.V, Table: v.rope.Table, Rows: v.rope.Rows, CacheK: v.append.CacheK, CacheV: v.append.CacheV, Slots: v.append.Slots,
+		},
 		"no experts listed":    &ExpertDown{v.down.X, v.down.Offsets, v.down.Order, v.down.Slots, v.down.Experts.Slice(0, 0), v.down.Layout, v.down.Out},
 		"no tokens to experts": &ExpertUp{New(0, F32, 0, 32), v.up.Offsets, New(0, I32, 0), v.up.Slots, v.up.Experts, v.up.Layout, New(0, F32, 0, 48)},
 		"nothing left out":     &Sample{Logits: v.sample.Logits, Temperature: v.sample.Temperature, Seeds: v.sample.Seeds, Samples: v.sample.Samples, Positions: v.sample.Positions, Out: v.sample.Out},
@@ -190,6 +198,16 @@ func TestCheckErrors(t *testing.T) {
 			return &v.append
 		}, "want at least one token per block"},
 		{func(v *valid) Op { v.append.Slots = v.tensor(I32, 2); return &v.append }, "Slots is int32[2], want 3 elements (K has 3)"},
+
+		{func(v *valid) Op { v.ropeKV.K = v.tensor(F32, 3, 2, 8); return &v.ropeKV }, "kernels: rope_append_kv: K is float32[3 2 8], want 16 columns (Q has 16)"},
+		{func(v *valid) Op { v.ropeKV.Rows = v.tensor(I32, 2); return &v.ropeKV }, "Rows is int32[2], want 3 elements (Q has 3)"},
+		{func(v *valid) Op { v.ropeKV.Slots = v.tensor(I32, 4); return &v.ropeKV }, "Slots is int32[4], want 3 elements (K has 3)"},
+		{func(v *valid) Op { v.ropeKV.V = v.tensor(F32, 3, 1, 16); return &v.ropeKV }, "V is float32[3 1 16], want the shape [3 2 16] of K"},
+		{func(v *valid) Op { v.ropeKV.V.Addr = v.ropeKV.Q.Addr; return &v.ropeKV }, "overlaps V"},
+		{func(v *valid) Op { v.ropeKV.KNorm = Tensor{}; return &v.ropeKV }, "QNorm is bfloat16[16] and KNorm none, want both or none"},
+		{func(v *valid) Op { v.ropeKV.QNorm = v.tensor(BF16, 8); return &v.ropeKV }, "QNorm is bfloat16[8], want 16 elements (a head of Q has 16)"},
+		{func(v *valid) Op { v.ropeKV.KNorm = v.tensor(I32, 16); return &v.ropeKV }, "KNorm is int32[16], want float32, bfloat16 or float16"},
+		{func(v *valid) Op { v.ropeKV.Eps = nan; return &v.ropeKV }, "Eps is NaN, want 0 or more"},
 
 		{func(v *valid) Op { v.attention.Q = v.tensor(F32, 3, 3, 16); return &v.attention }, "kernels: attention: Q is float32[3 3 16], want a multiple of CacheK's 2 heads"},
 		{func(v *valid) Op { v.attention.SeqStarts = v.tensor(I32, 2); return &v.attention }, "SeqStarts is int32[2], want 3 elements (ContextLens has 2)"},
@@ -297,7 +315,7 @@ func TestCheckErrors(t *testing.T) {
 
 func TestCheckWithoutTensors(t *testing.T) {
 	for _, op := range []Op{
-		&Embed{}, &Norm{}, &MatMul{}, &Clamp{}, &RoPE{}, &AppendKV{}, &Attention{}, &Route{}, &Group{},
+		&Embed{}, &Norm{}, &MatMul{}, &Clamp{}, &RoPE{}, &AppendKV{}, &RoPEAppendKV{}, &Attention{}, &Route{}, &Group{},
 		&ExpertUp{}, &ExpertDown{}, &Combine{}, &CombineNorm{}, &SiluMul{}, &Gather{}, &Sample{}, &Adjust{}, &Restore{}, &LogProbs{},
 	} {
 		if err := op.Check(); err == nil || !strings.HasPrefix(err.Error(), "kernels: "+op.Name()+": ") || !strings.Contains(err.Error(), " is missing, want ") {
@@ -319,6 +337,7 @@ func TestDeclare(t *testing.T) {
 		{&v.clamp, 2 * 96, 2 * 96 * 4, 1, 1},
 		{&v.rope, 3 * (3*4*16 + 3*2*16), 2*4*(3*4*16+3*2*16) + 3*16*4 + 3*4, 4, 2},
 		{&v.append, 0, 4*3*2*16*4 + 3*4, 3, 0},
+		{&v.ropeKV, (3 + 8) * (3*4*16 + 3*2*16), 2*4*3*4*16 + 4*3*2*16*4 + 16*2 + 16*4 + 3*16*4 + 2*3*4, 8, 1},
 		// Two sequences of 60 tokens, of whose rows the average sees 60.
 		{&v.attention, 4 * 3 * 4 * 16 * 60, 2*3*4*16*4 + 3*4 + 2*4 + 2*4*4 + 2*2*60*2*16*4, 4, 1},
 		{&v.route, 3 * 8 * 6, 3*8*4 + 2*3*2*4 + 2*8*8, 2, 3},

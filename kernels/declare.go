@@ -129,6 +129,28 @@ func (o *AppendKV) Declare(d *Decl) {
 }
 
 // Name implements Op.
+func (*RoPEAppendKV) Name() string { return "rope_append_kv" }
+
+// Declare implements Op: the whole table counts as read, its rows as traffic; the
+// places in the cache are known by Slots only.
+func (o *RoPEAppendKV) Declare(d *Decl) {
+	d.update(&o.Q)
+	d.read(&o.K)
+	d.read(&o.V)
+	if !o.QNorm.None() {
+		d.read(&o.QNorm)
+		d.read(&o.KNorm)
+		d.Flops += 8 * int64(o.Q.Elements()+o.K.Elements())
+	}
+	d.Reads = o.Table.AppendRanges(d.Reads)
+	d.Bytes += int64(o.Rows.Elements()) * int64(o.Table.Shape[1]) * int64(o.Table.DType.Size())
+	d.read(&o.Rows)
+	d.read(&o.Slots)
+	d.Bytes += o.K.Bytes() + o.V.Bytes()
+	d.Flops += 3 * int64(o.Q.Elements()+o.K.Elements())
+}
+
+// Name implements Op.
 func (*Attention) Name() string { return "attention" }
 
 // Declare implements Op: the blocks are known by BlockTable only. Without Stored and

@@ -96,6 +96,7 @@ type Model struct {
 	clamp    kernels.Clamp
 	rope     kernels.RoPE
 	appends  kernels.AppendKV
+	ropeKV   kernels.RoPEAppendKV
 	attn     kernels.Attention
 	route    kernels.Route
 	group    kernels.Group
@@ -310,18 +311,40 @@ func (m *Model) Embed(s device.Stream, b *Batch) error {
 	return m.enqueue(s, "embed", &m.embed)
 }
 
-// PreAttention is Project, and appends keys and values to the layer's cache, whose
-// views are [blocks, B, kv heads, D].
+// PreAttention norms b's rows, unless Combine of the layer before has, projects them to
+// queries, keys and values, rotates queries and keys, and appends keys and values to the
+// layer's cache, whose views are [blocks, B, kv heads, D].
 func (m *Model) PreAttention(s device.Stream, layer int, b *Batch, k, v kernels.Tensor) error {
-	if err := m.Project(s, layer, b); err != nil {
+	c, w := m.Config, &m.Weights.Layers[layer]
+	// The last operation takes the norms of heads on, unless something comes between.
+	norms := c.QKNorm == HeadQKNorm && c.ClipQKV == 0
+	if err := m.project(s, layer, b, norms); err != nil {
 		return err
 	}
-	return m.appendKV(s, m.backend, layer, b, m.rows(m.ws.qkv, b), k, v)
+	q, kk, vv := m.split(m.rows(m.ws.qkv, b))
+	m.ropeKV = kernels.RoPEAppendKV{
+		Q: m.heads(q), K: m.heads(kk), V: m.heads(vv), Table: m.ws.rope, Rows: b.RopeRows, CacheK: k, CacheV: v, Slots: b.Slots,
+	}
+	if norms {
+		m.ropeKV.QNorm, m.ropeKV.KNorm, m.ropeKV.Eps = w.QNorm, w.KNorm, c.NormEps
+	}
+	return m.enqueueLayer(s, layer, &m.ropeKV)
 }
 
-// Project norms b's rows, unless Combine of the layer before has, projects them to
-// queries, keys and values, and rotates these: Projected has them.
+// Project is PreAttention without the append: Projected has queries, keys and values.
 func (m *Model) Project(s device.Stream, layer int, b *Batch) error {
+	if err := m.project(s, layer, b, false); err != nil {
+		return err
+	}
+	q, k, _ := m.split(m.rows(m.ws.qkv, b))
+	m.rope = kernels.RoPE{Q: m.heads(q), K: m.heads(k), Table: m.ws.rope, Rows: b.RopeRows}
+	return m.enqueueLayer(s, layer, &m.rope)
+}
+
+// project norms b's rows, unless Combine of the layer before has, and projects them to
+// queries, keys and values, which are then to be rotated, and, where unnormed says so,
+// first to be normed.
+func (m *Model) project(s device.Stream, layer int, b *Batch, unnormed bool) error {
 	c, w := m.Config, &m.Weights.Layers[layer]
 	h := m.rows(m.ws.h, b)
 	if layer == 0 || c.Dense[layer-1] {
@@ -340,7 +363,7 @@ func (m *Model) Project(s device.Stream, layer int, b *Batch) error {
 		return err
 	}
 	q, kk, _ := m.split(qkv)
-	if c.QKNorm != NoQKNorm {
+	if c.QKNorm != NoQKNorm && !unnormed {
 		for _, x := range [...]struct{ x, w kernels.Tensor }{{q, w.QNorm}, {kk, w.KNorm}} {
 			if c.QKNorm == HeadQKNorm {
 				x.x = m.heads(x.x)
@@ -353,16 +376,14 @@ func (m *Model) Project(s device.Stream, layer int, b *Batch) error {
 	}
 	if c.ClipQKV > 0 {
 		m.clamp = kernels.Clamp{X: qkv, Limit: c.ClipQKV}
-		if err := m.enqueueLayer(s, layer, &m.clamp); err != nil {
-			return err
-		}
+		return m.enqueueLayer(s, layer, &m.clamp)
 	}
-	m.rope = kernels.RoPE{Q: m.heads(q), K: m.heads(kk), Table: m.ws.rope, Rows: b.RopeRows}
-	return m.enqueueLayer(s, layer, &m.rope)
+	return nil
 }
 
 // Projected are the queries, keys and values of b's rows, side by side and dense,
-// [rows, ProjectedWidth], from Project on.
+// [rows, ProjectedWidth], from Project on; PreAttention leaves only queries there as
+// they are to be.
 func (m *Model) Projected(b *Batch) kernels.Tensor { return m.rows(m.ws.qkv, b) }
 
 // Attended is where PostAttention finds the attention of b's rows, dense, [rows,
@@ -381,16 +402,12 @@ func (c *Config) AttendedWidth() int { return c.Heads * c.HeadDim }
 // shape of Attended, by another backend than the model's. The tensors of b and all
 // others lie in memory of that backend.
 func (m *Model) Elsewhere(s device.Stream, on kernels.Backend, layer int, b *Batch, projected, attended, k, v kernels.Tensor) error {
-	if err := m.appendKV(s, on, layer, b, projected, k, v); err != nil {
+	_, kk, vv := m.split(projected)
+	m.appends = kernels.AppendKV{K: m.heads(kk), V: m.heads(vv), CacheK: k, CacheV: v, Slots: b.Slots}
+	if err := enqueueLayer(on, s, layer, &m.appends); err != nil {
 		return err
 	}
 	return m.attend(s, on, layer, b, projected, attended, k, v)
-}
-
-func (m *Model) appendKV(s device.Stream, on kernels.Backend, layer int, b *Batch, projected, k, v kernels.Tensor) error {
-	_, kk, vv := m.split(projected)
-	m.appends = kernels.AppendKV{K: m.heads(kk), V: m.heads(vv), CacheK: k, CacheV: v, Slots: b.Slots}
-	return enqueueLayer(on, s, layer, &m.appends)
 }
 
 // Attention of b's rows over the layer's cache.

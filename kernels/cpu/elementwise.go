@@ -143,19 +143,67 @@ func (b *Backend) rope(o *kernels.RoPE, _ device.Access) error {
 	if err := checkIndex(o.Name(), "Rows", rows, 0, o.Table.Shape[0]); err != nil {
 		return err
 	}
-	half := o.Q.Shape[2] / 2
-	b.rows(len(rows), 2*half*(o.Q.Shape[1]+o.K.Shape[1]), func(from, to int) {
+	b.rows(len(rows), o.Q.Shape[2]*(o.Q.Shape[1]+o.K.Shape[1]), func(from, to int) {
 		for n := from; n < to; n++ {
 			table := row(&o.Table, int(rows[n]))
 			for _, t := range [...]*kernels.Tensor{&o.Q, &o.K} {
 				for h := range t.Shape[1] {
 					x := head(t, n, h)
-					for i := range half {
-						c, s, v, w := table[i], table[half+i], x[i], x[half+i]
-						x[i] = float32(v*c) - float32(w*s)
-						x[half+i] = float32(w*c) + float32(v*s)
-					}
+					rotate(x, x, table)
 				}
+			}
+		}
+	})
+	return nil
+}
+
+// rotate writes head x, rotated by a row of the table, to to, which may be x.
+func rotate(to, x, table []float32) {
+	half := len(x) / 2
+	for i := range half {
+		c, s, v, w := table[i], table[half+i], x[i], x[half+i]
+		to[i] = float32(v*c) - float32(w*s)
+		to[half+i] = float32(w*c) + float32(v*s)
+	}
+}
+
+func (b *Backend) ropeAppendKV(o *kernels.RoPEAppendKV, access device.Access) error {
+	rows, slots := vector[int32](&o.Rows), vector[int32](&o.Slots)
+	if err := checkIndex(o.Name(), "Rows", rows, 0, o.Table.Shape[0]); err != nil {
+		return err
+	}
+	if err := declareAppended(o.Name(), slots, &o.CacheK, &o.CacheV, access); err != nil {
+		return err
+	}
+	heads, kvHeads, d, tokens := o.Q.Shape[1], o.K.Shape[1], o.Q.Shape[2], o.CacheK.Shape[1]
+	var qNorm, kNorm []float32
+	if !o.QNorm.None() {
+		scratch := b.floats(2 * d)
+		defer b.release(scratch)
+		qNorm, kNorm = (*scratch)[:d], (*scratch)[d:]
+		b.set.load(qNorm, o.QNorm.Addr, o.QNorm.DType)
+		b.set.load(kNorm, o.KNorm.Addr, o.KNorm.DType)
+	}
+	b.rows(len(rows), d*(heads+2*kvHeads), func(from, to int) {
+		turn := func(to, x, weight, table []float32) {
+			if weight != nil {
+				rms(to, x, weight, o.Eps)
+				x = to
+			}
+			rotate(to, x, table)
+		}
+		for n := from; n < to; n++ {
+			table, s := row(&o.Table, int(rows[n])), int(slots[n])
+			for h := range heads {
+				q := head(&o.Q, n, h)
+				turn(q, q, qNorm, table)
+			}
+			if s < 0 {
+				continue
+			}
+			for h := range kvHeads {
+				turn(at[float32](cachedAddr(&o.CacheK, s/tokens, s%tokens, h), d), head(&o.K, n, h), kNorm, table)
+				copy(at[float32](cachedAddr(&o.CacheV, s/tokens, s%tokens, h), d), head(&o.V, n, h))
 			}
 		}
 	})

@@ -170,6 +170,8 @@ func (b *Backend) Enqueue(s device.Stream, op kernels.Op) error {
 		return b.rope(l, o)
 	case *kernels.AppendKV:
 		return b.appendKV(l, o)
+	case *kernels.RoPEAppendKV:
+		return b.ropeAppendKV(l, o)
 	case *kernels.Attention:
 		return b.attention(l, o)
 	case *kernels.Route:

@@ -89,7 +89,7 @@ func TestTable(t *testing.T) {
 		t.Fatalf("%d kernels, want %d", len(table), kernelCount)
 	}
 	for id, name := range map[kernelID]string{
-		embedKernel: "embed", combineNorm512Times3: "combine_norm_512_3", addBias: "add_bias", appendKV: "append_kv", groupKernel: "group", sampleMerge: "sample_merge", restoreKernel: "restore",
+		embedKernel: "embed", combineNorm512Times3: "combine_norm_512_3", addBias: "add_bias", appendKV: "append_kv", normRopeAppendKV: "norm_rope_append_kv", groupKernel: "group", sampleMerge: "sample_merge", restoreKernel: "restore",
 		attentionJoin: "attention_join", attentionKernels + 2*3 + 1: "attention_128_4", productKernels: "matmul_16",
 		productKernels + upMode*kernelID(len(tiles)) + kernelID(anyTile): "up_any",
 		productKernels + downMode*kernelID(len(tiles)):                   "down_16",
@@ -490,11 +490,65 @@ func TestCombineNormChoice(t *testing.T) {
 	}
 }
 
+// appending returns a RoPEAppendKV without norms.
+func appending(rows, heads, kvHeads, d int) *kernels.RoPEAppendKV {
+	return &kernels.RoPEAppendKV{
+		Q: at(1, tensor(kernels.BF16, rows, heads, d)), K: at(2, tensor(kernels.BF16, rows, kvHeads, d)), V: at(3, tensor(kernels.BF16, rows, kvHeads, d)),
+		Table: at(4, tensor(kernels.F32, 100, d)), Rows: at(5, tensor(kernels.I32, rows)),
+		CacheK: at(6, tensor(kernels.BF16, 10, 16, kvHeads, d)), CacheV: at(7, tensor(kernels.BF16, 10, 16, kvHeads, d)), Slots: at(8, tensor(kernels.I32, rows)),
+	}
+}
+
+// normed adds norms.
+func normed(o *kernels.RoPEAppendKV) *kernels.RoPEAppendKV {
+	d := o.Q.Shape[2]
+	o.QNorm, o.KNorm, o.Eps = at(9, tensor(kernels.BF16, d)), at(10, tensor(kernels.F32, d)), 1e-6
+	return o
+}
+
+func TestRoPEAppendKVChoice(t *testing.T) {
+	for _, test := range []struct {
+		name  string
+		op    *kernels.RoPEAppendKV
+		want  string
+		y     int
+		lanes int32
+	}{
+		{"one row", appending(1, 32, 8, 128), "rope_append_kv", 3, 8},
+		{"a wave", appending(176, 32, 8, 128), "rope_append_kv", 3, 8},
+		{"more than a wave", appending(177, 32, 8, 128), "rope_append_kv", 1, 8},
+		{"many rows", normed(appending(4536, 32, 4, 128)), "norm_rope_append_kv", 1, 8},
+		{"many heads", normed(appending(4536, 64, 4, 128)), "norm_rope_append_kv", 2, 8},
+		{"heads of 80", appending(1, 4, 4, 80), "rope_append_kv", 1, 8},
+		{"heads of 16", appending(1, 4, 4, 16), "rope_append_kv", 1, 1},
+		{"heads of 256", appending(1, 8, 4, 256), "rope_append_kv", 2, 16},
+		{"no rows", appending(0, 4, 4, 64), "", 0, 0},
+		{"heads of nothing", appending(5, 4, 4, 0), "", 0, 0},
+	} {
+		r, b, s := list(t, Options{})
+		r.keep = true
+		if err := b.Enqueue(s, test.op); err != nil {
+			t.Errorf("%s: %v", test.name, err)
+		}
+		if r.names() != test.want {
+			t.Errorf("%s: kernels %q, want %q", test.name, r.names(), test.want)
+		}
+		if test.want == "" {
+			continue
+		}
+		a := (*ropeAppendKVArgs)(unsafe.Pointer(&r.args[0][0]))
+		if g := (grid{x: test.op.Q.Shape[0], y: test.y, z: 1, threads: 128}); r.grids[0] != g || a.lanes != test.lanes {
+			t.Errorf("%s: %+v and %d lanes, want %+v and %d", test.name, r.grids[0], a.lanes, g, test.lanes)
+		}
+	}
+}
+
 func TestRefusals(t *testing.T) {
 	r, b, s := list(t, Options{})
 	for name, op := range map[string]kernels.Op{
 		"12288 elements":        &kernels.Norm{X: at(1, tensor(kernels.BF16, 1, 12296)), Weight: at(2, tensor(kernels.BF16, 12296)), Out: at(3, tensor(kernels.BF16, 1, 12296))},
 		"rows of at most 12288": combiningNorm(1, 2, 12296),
+		"256 elements":          appending(1, 1, 1, 258),
 		"3072 experts":          &kernels.Route{Logits: at(1, tensor(kernels.F32, 1, 4000)), IDs: at(2, tensor(kernels.I32, 1, 2)), Weights: at(3, tensor(kernels.F32, 1, 2))},
 		"2048 columns":          logProbs(1, 2049),
 		"bfloat16":              &kernels.Clamp{X: at(1, tensor(kernels.F32, 1, 8)), Limit: 1},
@@ -582,8 +636,7 @@ func TestEnqueueMakesNoGarbage(t *testing.T) {
 		matmul(5, 6144, 4096, kernels.BF16), matmul(5, 8, 4096, kernels.F32),
 		&kernels.Norm{X: at(1, tensor(kernels.BF16, 3, 64)), Weight: at(2, tensor(kernels.BF16, 64)), Out: at(3, tensor(kernels.BF16, 3, 64))},
 		&kernels.Route{Logits: at(1, tensor(kernels.F32, 3, 8)), IDs: at(2, tensor(kernels.I32, 3, 2)), Weights: at(3, tensor(kernels.F32, 3, 2))},
-		combiningNorm(3, 2, 64),
-		sampling(3, 32000), cut, adjusting(3, 100), restoring(adjusting(3, 100)), logProbs(3, 20),
+		appending(3, 4, 2, 64), normed(appending(3, 4, 2, 64)), combiningNorm(3, 2, 64), sampling(3, 32000), cut, adjusting(3, 100), restoring(adjusting(3, 100)), logProbs(3, 20),
 		&kernels.ExpertDown{
 			X: at(1, tensor(kernels.BF16, 6, 64)), Offsets: at(2, tensor(kernels.I32, 5)), Order: at(3, tensor(kernels.I32, 6)), Slots: at(4, tensor(kernels.U64, 4)),
 			Experts: at(5, tensor(kernels.I32, 4)), Layout: layout, Out: at(6, tensor(kernels.BF16, 6, 128)),

@@ -96,8 +96,10 @@ func (x *bench) decoder(c *benchModel, layers, n, context int) *decoder {
 			add(&kernels.Norm{X: d.hidden, Weight: gamma, Eps: 1e-5, Out: norm})
 		}
 		add(&kernels.MatMul{X: norm, W: x.act(wide, c.hidden), Out: qkv},
-			&kernels.RoPE{Q: heads(qkv, 0, c.heads), K: heads(qkv, c.heads, c.kvHeads), Table: rope, Rows: rows},
-			&kernels.AppendKV{K: heads(qkv, c.heads, c.kvHeads), V: heads(qkv, c.heads+c.kvHeads, c.kvHeads), CacheK: keys, CacheV: values, Slots: cacheSlots},
+			&kernels.RoPEAppendKV{
+				Q: heads(qkv, 0, c.heads), K: heads(qkv, c.heads, c.kvHeads), V: heads(qkv, c.heads+c.kvHeads, c.kvHeads), Table: rope, Rows: rows,
+				CacheK: keys, CacheV: values, Slots: cacheSlots,
+			},
 			&kernels.Attention{
 				Q: heads(qkv, 0, c.heads), CacheK: keys, CacheV: values, SeqStarts: seqStarts, ContextLens: contextLens, BlockTable: blocks,
 				Scale: float32(1 / math.Sqrt(float64(c.d))), MaxContext: context, MaxRows: 1, Out: heads(attended, 0, c.heads),

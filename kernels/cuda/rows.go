@@ -248,3 +248,58 @@ func (b *Backend) appendKV(l *lane, o *kernels.AppendKV) error {
 		aligned: truth(aligned(&o.K, &o.V, &o.CacheK, &o.CacheV)),
 	})
 }
+
+type ropeAppendKVArgs struct {
+	q, k, v, qWeight, kWeight, table, rows, cacheK, cacheV, slots     uint64
+	qRow, qHead, kRow, kHead, vRow, vHead                             int64
+	ckBlock, ckToken, ckHead, cvBlock, cvToken, cvHead                int64
+	qHeads, kHeads, half, lanes, qType, kType, places, blocks, tokens int32
+	eps                                                               float32
+	aligned                                                           int32
+}
+
+const (
+	// ropeHeads is how many heads a thread of rope_append_kv works on at once.
+	ropeHeads = 3
+	// maxRopeElements is the largest head: sixteen lanes have sixteen elements each.
+	maxRopeElements = 256
+)
+
+func (b *Backend) ropeAppendKV(l *lane, o *kernels.RoPEAppendKV) error {
+	if err := b.activation(o.Name(), "Q", &o.Q); err != nil {
+		return err
+	}
+	half := o.Q.Shape[2] / 2
+	if half > maxRopeElements/2 {
+		return fmt.Errorf("cuda: %s: Q is %v, want heads of at most %d elements", o.Name(), o.Q, maxRopeElements)
+	}
+	if half == 0 {
+		return nil
+	}
+	lanes := 1
+	for 8*lanes < half {
+		lanes *= 2
+	}
+	k := ropeAppendKV
+	if !o.QNorm.None() {
+		k = normRopeAppendKV
+	}
+	// Where blocks for all heads of all rows run at once, a thread has one head.
+	rows, heads := o.Q.Shape[0], o.Q.Shape[1]+2*o.K.Shape[1]
+	g := byRow(rows, heads*lanes)
+	if rows*g.y > 4*b.multiprocessors {
+		g.y = ceil(g.y, ropeHeads)
+	}
+	return launch(b, l, o.Name(), k, g, &ropeAppendKVArgs{
+		q: address(&o.Q), k: address(&o.K), v: address(&o.V), qWeight: address(&o.QNorm), kWeight: address(&o.KNorm),
+		table: address(&o.Table), rows: address(&o.Rows), cacheK: address(&o.CacheK), cacheV: address(&o.CacheV), slots: address(&o.Slots),
+		qRow: int64(o.Q.Stride[0]), qHead: int64(o.Q.Stride[1]), kRow: int64(o.K.Stride[0]), kHead: int64(o.K.Stride[1]),
+		vRow: int64(o.V.Stride[0]), vHead: int64(o.V.Stride[1]),
+		ckBlock: int64(o.CacheK.Stride[0]), ckToken: int64(o.CacheK.Stride[1]), ckHead: int64(o.CacheK.Stride[2]),
+		cvBlock: int64(o.CacheV.Stride[0]), cvToken: int64(o.CacheV.Stride[1]), cvHead: int64(o.CacheV.Stride[2]),
+		qHeads: int32(o.Q.Shape[1]), kHeads: int32(o.K.Shape[1]), half: int32(half), lanes: int32(lanes),
+		qType: int32(o.QNorm.DType), kType: int32(o.KNorm.DType), places: int32(o.Table.Shape[0]),
+		blocks: int32(o.CacheK.Shape[0]), tokens: int32(o.CacheK.Shape[1]), eps: o.Eps,
+		aligned: truth(half%8 == 0 && aligned(&o.Q, &o.K, &o.V, &o.QNorm, &o.KNorm, &o.Table, &o.CacheK, &o.CacheV)),
+	})
+}

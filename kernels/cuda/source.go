@@ -66,6 +66,8 @@ const (
 	addBias
 	ropeKernel
 	appendKV
+	ropeAppendKV
+	normRopeAppendKV
 	routeKernel
 	groupKernel
 	groupFew
@@ -113,6 +115,8 @@ var table = func() []kernel {
 		{"elementwise.cu", "add_bias", 0},
 		{"elementwise.cu", "rope", 0},
 		{"elementwise.cu", "append_kv", 0},
+		{"elementwise.cu", "rope_append_kv", 0},
+		{"elementwise.cu", "norm_rope_append_kv", 0},
 		{"route.cu", "route", defaultShared},
 		{"route.cu", "group", 0},
 		{"route.cu", "group_few", 0},

@@ -42,6 +42,7 @@ var tests = []struct {
 	{"clamp", testClamp},
 	{"rope", testRoPE},
 	{"append_kv", testAppendKV},
+	{"rope_append_kv", testRoPEAppendKV},
 	{"attention", testAttention},
 	{"route", testRoute},
 	{"group", testGroup},

@@ -316,6 +316,17 @@ KERNEL(128, 1) add_bias(const add_bias_args a) {
   x[0] = lo, x[1] = hi;
 }
 
+// Rotates eight elements of a head's lower half, and those of its upper half that they
+// are rotated with. Spelled out, so that it is fused alike in every kernel.
+DEVICE void rotate(float (&lo)[8], float (&hi)[8], const float (&c)[8], const float (&s)[8]) {
+#pragma unroll
+  for (int i = 0; i < 8; i++) {
+    float v = lo[i], w = hi[i];
+    lo[i] = __fmaf_rn(v, c[i], -__fmul_rn(w, s[i]));
+    hi[i] = __fmaf_rn(w, c[i], __fmul_rn(v, s[i]));
+  }
+}
+
 struct rope_args {
   u64 q, k, table, rows;
   i64 q_row, q_head, k_row, k_head;
@@ -339,12 +350,7 @@ KERNEL(128, 1) rope(const rope_args a) {
                             : (u16 *)a.k + blockIdx.x * a.k_row + (head - a.q_heads) * a.k_head;
   load8(lo, x, act_type, at, n, a.aligned);
   load8(hi, x + a.half, act_type, at, n, a.aligned);
-#pragma unroll
-  for (int i = 0; i < 8; i++) {
-    float v = lo[i], w = hi[i];
-    lo[i] = v * c[i] - w * s[i];
-    hi[i] = w * c[i] + v * s[i];
-  }
+  rotate(lo, hi, c, s);
   store8(x, at, lo, n, a.aligned);
   store8(x + a.half, at, hi, n, a.aligned);
 }
@@ -375,4 +381,136 @@ KERNEL(128, 1) append_kv(const append_kv_args a) {
     copy8((u16 *)a.cache_v + block * a.cv_block + token * a.cv_token + head * a.cv_head + at,
           (const u16 *)a.v + blockIdx.x * a.v_row + head * a.v_head + at, n, a.aligned);
   }
+}
+
+struct rope_append_kv_args {
+  u64 q, k, v, q_weight, k_weight, table, rows, cache_k, cache_v, slots;
+  i64 q_row, q_head, k_row, k_head, v_row, v_head;
+  i64 ck_block, ck_token, ck_head, cv_block, cv_token, cv_head;
+  int q_heads, k_heads, half, lanes, q_type, k_type, places, blocks, tokens;
+  float eps;
+  int aligned;
+};
+
+// What a thread of norm_head adds up of a row.
+DEVICE float squares(const uint4 &q) {
+  float v[8], total = 0;
+  unpack(v, q);
+#pragma unroll
+  for (int i = 0; i < 8; i++) total = __fadd_rn(total, __fmul_rn(v[i], v[i]));
+  return total;
+}
+
+// What norm_head makes of eight elements.
+DEVICE uint4 scaled(const uint4 &x, float scale, const float4 *weight) {
+  float v[8];
+  unpack(v, x);
+#pragma unroll
+  for (int i = 0; i < 8; i++) v[i] = __fmul_rn(v[i], scale);
+  float4 a = weight[0], b = weight[1];
+  v[0] = __fmul_rn(v[0], a.x), v[1] = __fmul_rn(v[1], a.y), v[2] = __fmul_rn(v[2], a.z), v[3] = __fmul_rn(v[3], a.w);
+  v[4] = __fmul_rn(v[4], b.x), v[5] = __fmul_rn(v[5], b.y), v[6] = __fmul_rn(v[6], b.z), v[7] = __fmul_rn(v[7], b.w);
+  return pack(v);
+}
+
+// The heads of a row are those of q, of k and of v. So many lanes (a power of two, at most
+// 16) work on a head, each on eight elements of its lower half and the eight that they are
+// rotated with: the same of every head that a thread has, so that it reads cosines and
+// sines once. It asks for each heads before it works on the first. Between norm and
+// rotation a head is rounded, as if it had been written. Rows whose place is outside of
+// the table are not rotated, those whose slot is outside of the cache are left out of it.
+// d, unless 0, is the head size, a power of two, of which all is aligned.
+template <bool normed, int d, int each>
+DEVICE void rope_append(const rope_append_kv_args &a) {
+  i64 row = blockIdx.x;
+  int lanes = d ? d / 16 : a.lanes, of_block = threadIdx.x / lanes, at = threadIdx.x % lanes * 8;
+  int half = d ? d / 2 : a.half, n = d ? 8 : half - at;
+  bool aligned = d || a.aligned;
+  int slot = load_early((const int *)a.slots + row), place = load_early((const int *)a.rows + row);
+  i64 block = slot / a.tokens, token = slot - (int)block * a.tokens;
+  bool kept = slot >= 0 && block < a.blocks;
+  bool turned = place >= 0 && place < a.places;
+  float c[8], s[8];
+  if (turned) {
+    i64 angles = (i64)place * 2 * half + at;
+    load8(c, (const void *)a.table, f32_type, angles, n, aligned), load8(s, (const void *)a.table, f32_type, angles + half, n, aligned);
+  }
+  __shared__ float4 weights[4][normed ? 32 : 1];  // of q's halves, of k's
+  if (normed) {
+    if (of_block < 4) {
+      float w[8];
+      load8(w, (const void *)(of_block < 2 ? a.q_weight : a.k_weight), of_block < 2 ? a.q_type : a.k_type, of_block % 2 * half + at, n, aligned);
+      weights[of_block][at / 4] = {w[0], w[1], w[2], w[3]}, weights[of_block][at / 4 + 1] = {w[4], w[5], w[6], w[7]};
+    }
+    __syncthreads();
+  }
+  u16 *q = (u16 *)a.q + row * a.q_row;
+  const u16 *k = (const u16 *)a.k + row * a.k_row, *v = (const u16 *)a.v + row * a.v_row;
+  u16 *cache_k = (u16 *)a.cache_k + block * a.ck_block + token * a.ck_token;
+  u16 *cache_v = (u16 *)a.cache_v + block * a.cv_block + token * a.cv_token;
+  int heads = a.q_heads + (kept ? 2 * a.k_heads : 0), at_once = 128 / lanes, step = gridDim.y * at_once;
+  wait_dependencies();
+
+  for (int from = blockIdx.y * at_once; from < heads; from += each * step) {
+    uint4 lo[each], hi[each];
+#pragma unroll
+    for (int i = 0; i < each; i++) {
+      int head = from + i * step + of_block, of_k = head - a.q_heads, of_v = of_k - a.k_heads;
+      const u16 *x = of_k < 0 ? q + head * a.q_head : of_v < 0 ? k + of_k * a.k_head : v + of_v * a.v_head;
+      if (head < heads) lo[i] = load_packed(x, at, n, aligned), hi[i] = load_packed(x, half + at, n, aligned);
+    }
+#pragma unroll
+    for (int i = 0; i < each; i++) {
+      if (from + i * step >= heads) break;  // the whole block
+      int head = from + i * step + of_block, of_k = head - a.q_heads, of_v = of_k - a.k_heads;
+      bool there = head < heads;
+      if (normed) {
+        // The sum of norm_head, in its order: of eight elements in turn, then of eights as
+        // far apart as they can be. Where halves are powers of two, those are what is here.
+        float total = 0;
+        if (there && of_v < 0) {
+          uint4 one = lo[i], other = hi[i];
+          if (half != 8 * lanes) {
+            const u16 *x = of_k < 0 ? q + head * a.q_head : k + of_k * a.k_head;
+            one = load_packed(x, at, 2 * half - at, aligned);
+            other = load_packed(x, 8 * lanes + at, 2 * half - 8 * lanes - at, aligned);
+          }
+          total = __fadd_rn(squares(one), squares(other));
+        }
+#pragma unroll
+        for (int m = 8; m > 0; m /= 2)
+          if (m < lanes) total += __shfl_xor_sync(all_lanes, total, m);
+        if (there && of_v < 0) {
+          float scale = 1.f / sqrtf(total / (2 * half) + a.eps);
+          int w = of_k < 0 ? 0 : 2;
+          lo[i] = scaled(lo[i], scale, weights[w] + at / 4), hi[i] = scaled(hi[i], scale, weights[w + 1] + at / 4);
+        }
+      }
+      if (!there) continue;
+      if (turned && of_v < 0) {
+        float x[8], y[8];
+        unpack(x, lo[i]), unpack(y, hi[i]);
+        rotate(x, y, c, s);
+        lo[i] = pack(x), hi[i] = pack(y);
+      }
+      u16 *to = of_k < 0 ? q + head * a.q_head : of_v < 0 ? cache_k + of_k * a.ck_head : cache_v + of_v * a.cv_head;
+      store_packed(to, at, lo[i], n, aligned), store_packed(to, half + at, hi[i], n, aligned);
+    }
+  }
+}
+
+KERNEL(128, 6) rope_append_kv(const rope_append_kv_args a) {
+  launch_dependents();
+  if (a.half == 64 && a.aligned)
+    rope_append<false, 128, 3>(a);
+  else
+    rope_append<false, 0, 1>(a);
+}
+
+KERNEL(128, 5) norm_rope_append_kv(const rope_append_kv_args a) {
+  launch_dependents();
+  if (a.half == 64 && a.aligned)
+    rope_append<true, 128, 3>(a);
+  else
+    rope_append<true, 0, 1>(a);
 }
