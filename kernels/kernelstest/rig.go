@@ -99,7 +99,12 @@ func (r *rig) dense(name string, t kernels.DType, shape ...int) tensor {
 // first dimension), and a start that is not the allocation's.
 func (r *rig) gaps(name string, t kernels.DType, shape ...int) tensor {
 	r.Helper()
-	const before, behind = 16, 32 // elements
+	return r.between(16, 32, name, t, shape...)
+}
+
+// between is gaps with so many elements before and behind each row.
+func (r *rig) between(before, behind int, name string, t kernels.DType, shape ...int) tensor {
+	r.Helper()
 	inner := 1
 	for _, n := range shape[1:] {
 		inner *= n
