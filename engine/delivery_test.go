@@ -30,14 +30,14 @@ func (f stepFunc) Step(ctx context.Context, step *pipeline.Step) (pipeline.Resul
 	return r, nil
 }
 
-// with is an engine that steps by s, for up to so many sequences of so many tokens.
-func with(tb testing.TB, s engine.Stepper, sequences, length int) *engine.Engine {
+// pool holds the keys and values of so many blocks of 16 tokens.
+func pool(tb testing.TB, blocks int) *kvcache.Pool {
 	tb.Helper()
 	m, err := emulated.Open(emulated.Options{})
 	if err != nil {
 		tb.Fatal(err)
 	}
-	kv, err := kvcache.New(kvcache.Options{Machine: m, Space: device.HBM(0), Blocks: sequences * length / 16, Shape: kvcache.Shape{
+	kv, err := kvcache.New(kvcache.Options{Machine: m, Space: device.HBM(0), Blocks: blocks, Shape: kvcache.Shape{
 		Layers: 1, KVHeads: 1, HeadDim: 8, DType: kernels.F32, BlockTokens: 16,
 	}})
 	if err != nil {
@@ -51,7 +51,13 @@ func with(tb testing.TB, s engine.Stepper, sequences, length int) *engine.Engine
 			tb.Error(err)
 		}
 	})
-	return engine.New(engine.Options{Pipeline: s, KV: kv, MaxModelLen: length, MaxNumSeqs: sequences, MaxNumBatchedTokens: 8192, Vocab: 1 << 15})
+	return kv
+}
+
+// with is an engine that steps by s, for up to so many sequences of so many tokens.
+func with(tb testing.TB, s engine.Stepper, sequences, length int) *engine.Engine {
+	tb.Helper()
+	return engine.New(engine.Options{Pipeline: s, KV: pool(tb, sequences*length/16), MaxModelLen: length, MaxNumSeqs: sequences, MaxNumBatchedTokens: 8192, Vocab: 1 << 15})
 }
 
 // TestToldWhileTheNextStepRuns: a reader has a step's token before the next step ends,
