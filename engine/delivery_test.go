@@ -2,7 +2,9 @@ package engine_test
 
 import (
 	"context"
+	"errors"
 	"runtime"
+	"slices"
 	"testing"
 	"time"
 
@@ -135,5 +137,82 @@ func TestNoGarbagePerToken(t *testing.T) {
 	// A step's own few, and one for a sequence whose tokens need more room.
 	if n, most := after.Mallocs-before.Mallocs, uint64(20*steps+2*sequences); n > most || read-from != steps*sequences {
 		t.Errorf("%d allocations for %d tokens, want at most %d", n, read-from, most)
+	}
+}
+
+// TestGenerateTellsAtOnce: before a step runs, all that the steps before have brought was
+// told; a call that fails has told whoever listens that its requests ended, and the engine
+// refers to none of their sequences.
+func TestGenerateTellsAtOnce(t *testing.T) {
+	broken := errors.New("broken")
+	for _, fails := range []bool{false, true} {
+		steps, told := 0, 0
+		var ended []engine.FinishReason
+		e := engine.New(engine.Options{
+			Pipeline: stepFunc(func(context.Context, *pipeline.Step) error {
+				if told != 3*steps {
+					t.Errorf("%d updates were told before step %d", told, steps)
+				}
+				if steps++; fails && steps == 3 {
+					return broken
+				}
+				return nil
+			}),
+			KV: pool(t, 64), MaxModelLen: 64, Vocab: 100,
+			Listener: engine.Listener{Finished: func(i engine.RequestInfo) { ended = append(ended, i.Finish...) }},
+		})
+		rs := make([]engine.Request, 3)
+		want := engine.FinishLength
+		for i := range rs {
+			rs[i] = engine.Request{Prompt: prompt(i, 4, 100), Params: params(5)}
+		}
+		_, err := e.Generate(t.Context(), rs, func(int, engine.Update) { told++ })
+		if fails {
+			want = engine.FinishAbort
+		}
+		if fails != errors.Is(err, broken) || len(ended) != 3 || slices.ContainsFunc(ended, func(r engine.FinishReason) bool { return r != want }) {
+			t.Errorf("fails: %v: %v, ended with %v", fails, err, ended)
+		}
+		if n := engine.Held(e); n != 0 {
+			t.Errorf("fails: %v: %d sequences are held", fails, n)
+		}
+	}
+}
+
+// TestAdjustmentsThatDoNotFitWait: of sequences whose adjustments do not go into one step together
+// some wait for a later one, and lose nothing.
+func TestAdjustmentsThatDoNotFitWait(t *testing.T) {
+	steps := 0
+	e := engine.New(engine.Options{
+		Pipeline: stepFunc(func(_ context.Context, s *pipeline.Step) error {
+			steps++
+			n := 0
+			for i := range s.Sequences {
+				n += len(s.Sequences[i].Draw.Adjust)
+			}
+			if n > 5 {
+				t.Errorf("a step has %d adjustments, %d may be", n, 5)
+			}
+			return nil
+		}),
+		KV: pool(t, 64), MaxModelLen: 64, Vocab: 100, MaxAdjust: 5,
+	})
+	rs := make([]engine.Request, 3)
+	for i := range rs {
+		p := params(4)
+		p.LogitBias = map[int32]float32{1: 1, 2: 1}
+		rs[i] = engine.Request{Prompt: prompt(i, 4, 100), Params: p}
+	}
+	outs, err := e.Generate(t.Context(), rs, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for i := range outs {
+		if len(outs[i].TokenIDs) != 4 {
+			t.Errorf("output %d: %v", i, outs[i].TokenIDs)
+		}
+	}
+	if n := engine.Held(e); n != 0 || steps <= 4 {
+		t.Errorf("%d sequences are held after %d steps", n, steps)
 	}
 }

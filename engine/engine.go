@@ -507,7 +507,7 @@ func (e *Engine) step(ctx context.Context, chunks []scheduler.Chunk) error {
 			panic(fmt.Sprintf("engine: the scheduler and the cache disagree: %v", err))
 		}
 		if c.Draw && adjusted > 0 && adjusted+len(q.adjust.list) > e.o.MaxAdjust {
-			continue // it has its turn in the next step
+			continue // it waits until those before it leave it room
 		}
 		e.rows = append(e.rows, pipeline.Sequence{Tokens: q.tokens[c.From:c.To], Start: c.From, Table: q.table, Long: q.long})
 		if c.Draw {
