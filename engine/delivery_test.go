@@ -5,6 +5,7 @@ import (
 	"errors"
 	"runtime"
 	"slices"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -214,5 +215,45 @@ func TestAdjustmentsThatDoNotFitWait(t *testing.T) {
 	}
 	if n := engine.Held(e); n != 0 || steps <= 4 {
 		t.Errorf("%d sequences are held after %d steps", n, steps)
+	}
+}
+
+// listened is a context that counts who listens for its end.
+type listened struct {
+	context.Context
+	done chan struct{}
+	n    atomic.Int32
+}
+
+func (c *listened) Done() <-chan struct{} { return c.done }
+
+func (c *listened) AfterFunc(func()) (stop func() bool) {
+	c.n.Add(1)
+	return func() bool { c.n.Add(-1); return true }
+}
+
+// TestEndedRequestsListenNoMore: a context that lives long keeps nothing of requests that
+// ended.
+func TestEndedRequestsListenNoMore(t *testing.T) {
+	e := with(t, stepFunc(func(context.Context, *pipeline.Step) error { return nil }), 4, 64)
+	ctx := &listened{Context: t.Context(), done: make(chan struct{})}
+	for i := range 3 {
+		p := params(2 + i)
+		p.N = 1 + i
+		if _, err := e.Submit(ctx, engine.Request{Prompt: prompt(i, 4, 100), Params: p}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if n := ctx.n.Load(); n != 3 {
+		t.Fatalf("%d requests listen", n)
+	}
+	for worked := true; worked; {
+		var err error
+		if worked, err = engine.Turn(e, t.Context()); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if n := ctx.n.Load(); n != 0 {
+		t.Errorf("%d requests listen after their end", n)
 	}
 }

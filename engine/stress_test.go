@@ -14,6 +14,7 @@ import (
 	"time"
 
 	"github.com/moeserve/moeserve/engine"
+	"github.com/moeserve/moeserve/kvcache"
 	"github.com/moeserve/moeserve/models/tiny"
 	"github.com/moeserve/moeserve/models/tokenizer"
 	"github.com/moeserve/moeserve/pipeline"
@@ -21,14 +22,24 @@ import (
 
 var errDies = errors.New("the device is gone")
 
-// drawing steps draw tokens that depend on their own sequence only. With a source of
-// randomness some steps fail so that they may be run again. Step 60 ends with what end says,
-// if it is given.
+// drawing steps draw tokens that depend on their own sequence only, and know which tokens a
+// table has the keys of, and by which of longrope's factors. With a source of randomness some
+// steps fail so that they may be run again. Step 60 ends with what end says, if it is given.
 type drawing struct {
+	t      *testing.T
 	random *rand.Rand
 	steps  int
 	end    func() error
+	keys   map[*kvcache.Table]computed
 }
+
+type computed struct {
+	tokens int
+	long   bool
+}
+
+// longAfter is longrope's boundary.
+const longAfter = 40
 
 func (d *drawing) Step(ctx context.Context, s *pipeline.Step) (pipeline.Result, error) {
 	if d.random != nil {
@@ -45,10 +56,14 @@ func (d *drawing) Step(ctx context.Context, s *pipeline.Step) (pipeline.Result, 
 	var r pipeline.Result
 	for i := range s.Sequences {
 		q := &s.Sequences[i]
+		at, last := q.Start+len(q.Tokens), q.Tokens[len(q.Tokens)-1]
+		if has := d.keys[q.Table]; q.Start > 0 && has != (computed{q.Start, q.Long}) || at > longAfter && !q.Long {
+			d.t.Errorf("tokens %d to %d, long factors: %v, behind %+v", q.Start, at, q.Long, has)
+		}
+		d.keys[q.Table] = computed{at, q.Long}
 		if q.LogitRows == 0 {
 			continue
 		}
-		at, last := q.Start+len(q.Tokens), q.Tokens[len(q.Tokens)-1]
 		id := rand.New(rand.NewPCG(q.Draw.Seed<<8+uint64(q.Draw.Sample), uint64(at)<<32+uint64(last))).Int32N(250) + 3
 		r.Sampled = append(r.Sampled, id)
 		r.LogProbs = append(r.LogProbs, pipeline.LogProb{Chosen: -float32(id), TopIDs: []int32{id, id + 1}, Top: []float32{-1, -float32(at)}})
@@ -71,8 +86,8 @@ func TestEveryUpdateOnceInOrder(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	const length, boundary, requests = 96, 40, 80
-	options := engine.Options{Tokenizer: tok, MaxModelLen: length, MaxNumBatchedTokens: 60, MaxNumSeqs: 24, LongAfter: boundary, Vocab: 256, Retries: 40}
+	const length, requests = 96, 80
+	options := engine.Options{Tokenizer: tok, MaxModelLen: length, MaxNumBatchedTokens: 60, MaxNumSeqs: 24, LongAfter: longAfter, Vocab: 256, Retries: 40}
 	var rs []engine.Request
 	random := rand.New(rand.NewPCG(1, 2))
 	for i := range requests {
@@ -91,7 +106,7 @@ func TestEveryUpdateOnceInOrder(t *testing.T) {
 		rs = append(rs, engine.Request{ID: fmt.Sprint(i), Prompt: prompt(i, 1+random.IntN(length/2-12), 250), Params: p})
 	}
 	roomy := options
-	roomy.Pipeline, roomy.KV = &drawing{}, pool(t, 64)
+	roomy.Pipeline, roomy.KV = &drawing{t: t, keys: map[*kvcache.Table]computed{}}, pool(t, 64)
 	e := engine.New(roomy)
 	var want [][]engine.Output
 	reasons := map[engine.FinishReason]int{}
@@ -112,7 +127,7 @@ func TestEveryUpdateOnceInOrder(t *testing.T) {
 		t.Run(ends, func(t *testing.T) {
 			ctx, cancel := context.WithCancel(t.Context())
 			defer cancel()
-			step := &drawing{random: rand.New(rand.NewPCG(3, 4))}
+			step := &drawing{t: t, random: rand.New(rand.NewPCG(3, 4)), keys: map[*kvcache.Table]computed{}}
 			switch ends {
 			case "canceled":
 				step.end = func() error { cancel(); return nil }
@@ -160,6 +175,7 @@ func TestEveryUpdateOnceInOrder(t *testing.T) {
 					}
 					got := make([]engine.Output, r.Params.N)
 					at := make([]time.Time, r.Params.N)
+					var first time.Time
 					n := 0
 					for {
 						u, err := j.Next(t.Context())
@@ -179,7 +195,9 @@ func TestEveryUpdateOnceInOrder(t *testing.T) {
 						if len(u.Tokens) > 0 && u.At.Before(at[u.Sample]) || len(u.Tokens) > 0 == u.At.IsZero() {
 							t.Errorf("request %d, sample %d: %+v after one at %v", i, u.Sample, u, at[u.Sample])
 						}
-						at[u.Sample] = u.At
+						if at[u.Sample] = u.At; n == 0 {
+							first = u.At
+						}
 						s.Tokens = append(s.Tokens, u.Tokens...)
 						s.Text += u.Text
 						s.FinishReason = u.Finish
@@ -194,7 +212,7 @@ func TestEveryUpdateOnceInOrder(t *testing.T) {
 					if u := j.Usage(); u.CompletionTokens != n {
 						t.Errorf("request %d: %+v, read %d", i, u, n)
 					}
-					if x := j.Times(); x.Finished.IsZero() || n > 0 && (x.FirstToken.IsZero() || x.Admitted.After(x.FirstToken) || x.FirstToken.After(x.Finished)) {
+					if x := j.Times(); x.Finished.IsZero() || n > 0 && (!x.FirstToken.Equal(first) || x.Admitted.After(x.FirstToken) || x.FirstToken.After(x.Finished)) {
 						t.Errorf("request %d: %+v", i, x)
 					}
 					for k := range got {
