@@ -10,6 +10,7 @@ import (
 	"net"
 	"net/http"
 	"net/http/httptest"
+	"net/http/httptrace"
 	"strings"
 	"testing"
 	"time"
@@ -457,13 +458,16 @@ func TestTooMany(t *testing.T) {
 			t.Errorf("%d %v %s", a.status, a.header, a.body)
 		}
 	}
-	// A third, slow in sending, fills the gate.
+	// A third, slow in sending, fills the gate. It is inside once it is asked for its body.
 	body, feed := io.Pipe()
-	r, err := http.NewRequestWithContext(ctx, http.MethodPost, h.url+"/tokenize", body)
+	inside := make(chan struct{})
+	sends := httptrace.WithClientTrace(ctx, &httptrace.ClientTrace{Got100Continue: func() { close(inside) }})
+	r, err := http.NewRequestWithContext(sends, http.MethodPost, h.url+"/tokenize", body)
 	if err != nil {
 		t.Fatal(err)
 	}
 	r.Header.Set("Content-Type", "application/json")
+	r.Header.Set("Expect", "100-continue")
 	go func() {
 		resp, err := h.client.Do(r)
 		if err == nil {
@@ -471,10 +475,11 @@ func TestTooMany(t *testing.T) {
 		}
 		waits <- struct{}{}
 	}()
-	eventually(t, "too many are under way", func() bool {
-		a := h.send(http.MethodPost, "/detokenize", `{"tokens": []}`)
-		return a.status == http.StatusTooManyRequests && a.header.Get("Retry-After") == "1"
-	})
+	<-inside
+	a := h.send(http.MethodPost, "/detokenize", `{"tokens": []}`)
+	if _, _, _, code := failed(t, a); a.status != http.StatusTooManyRequests || code != "too_many_requests" || a.header.Get("Retry-After") != "1" {
+		t.Errorf("%d %v %s", a.status, a.header, a.body)
+	}
 	if a := h.send(http.MethodGet, "/health/ready", ""); a.status != 200 {
 		t.Errorf("a busy server is not ready: %s", a.body)
 	}
