@@ -41,6 +41,7 @@ type Settings struct {
 	Attention            string  `mapstructure:"attention"`
 	BatchInvariant       bool    `mapstructure:"batch-invariant"`
 	EnforceEager         bool    `mapstructure:"enforce-eager"`
+	OverlapKernels       bool    `mapstructure:"overlap-kernels"`
 	Policy               string  `mapstructure:"policy"`
 	Hardware             string  `mapstructure:"hardware"`
 	MaxNewTokens         int     `mapstructure:"max-new-tokens"`
@@ -248,6 +249,10 @@ var Schema = []Key{
 	{
 		Name: "enforce-eager", Kind: Bool, Default: false, Commands: onModel,
 		Help: "enqueue every kernel by itself, also where all experts are in a GPU's memory and a decode step would be one CUDA graph",
+	},
+	{
+		Name: "overlap-kernels", Kind: Bool, Default: false, Commands: onModel,
+		Help: "let a GPU's kernels start while those in front of them end (compute capability 9.0 and later); whole models have not been compared with it yet",
 	},
 	{
 		Name: "policy", Kind: String, Default: "none", Placeholder: "none|auto|FILE", Commands: []string{"run", "serve", "inspect", "plan", "bench throughput", "config"},

@@ -86,12 +86,10 @@ func (a *adjustments) drew(id int32) {
 }
 
 // draw says how the sequence's next token is drawn.
-func (q *sequence) draw() pipeline.Draw {
+func (q *sequence) draw(d *pipeline.Draw) {
 	p := &q.sub.req.Params
-	return pipeline.Draw{
-		Temperature: p.Temperature, Seed: p.Seed, Sample: int32(q.sample),
-		TopK: int32(p.TopK), TopP: p.TopP, MinP: p.MinP,
-		RepetitionPenalty: p.RepetitionPenalty, PresencePenalty: p.PresencePenalty, FrequencyPenalty: p.FrequencyPenalty,
-		Adjust: q.adjust.list, LogProbs: p.LogProbs,
-	}
+	d.Temperature, d.Seed, d.Sample = p.Temperature, p.Seed, int32(q.sample)
+	d.TopK, d.TopP, d.MinP = int32(p.TopK), p.TopP, p.MinP
+	d.RepetitionPenalty, d.PresencePenalty, d.FrequencyPenalty = p.RepetitionPenalty, p.PresencePenalty, p.FrequencyPenalty
+	d.Adjust, d.LogProbs = q.adjust.list, p.LogProbs
 }

@@ -4,61 +4,68 @@ import (
 	"context"
 	"fmt"
 	"testing"
+	"time"
 
-	"github.com/moeserve/moeserve/device"
-	"github.com/moeserve/moeserve/device/emulated"
 	"github.com/moeserve/moeserve/engine"
-	"github.com/moeserve/moeserve/kernels"
-	"github.com/moeserve/moeserve/kvcache"
 	"github.com/moeserve/moeserve/pipeline"
 )
 
-// instant runs steps in no time, so that what is left is the engine between them.
-type instant struct{ sampled []int32 }
+// clocked runs steps that take a while and compute nothing, in which readers take what
+// jobs have for them. It sums up the time between its steps.
+type clocked struct {
+	sampled []int32
+	jobs    []*engine.Job
+	between time.Duration
+	ended   time.Time
+}
 
-func (s *instant) Step(_ context.Context, step *pipeline.Step) (pipeline.Result, error) {
+func (s *clocked) Step(_ context.Context, step *pipeline.Step) (pipeline.Result, error) {
+	if !s.ended.IsZero() {
+		s.between += time.Since(s.ended)
+	}
 	s.sampled = s.sampled[:0]
 	for i := range step.Sequences {
 		if step.Sequences[i].LogitRows > 0 {
 			s.sampled = append(s.sampled, int32(i))
 		}
 	}
+	time.Sleep(100*time.Microsecond + time.Duration(len(s.sampled))*500*time.Nanosecond)
+	for _, j := range s.jobs {
+		engine.Read(j)
+	}
+	s.ended = time.Now()
 	return pipeline.Result{Sampled: s.sampled}, nil
 }
 
-// BenchmarkBetweenSteps is a decode step of the engine without the pipeline's part.
+// BenchmarkBetweenSteps is what the engine does between one decode step and the next,
+// while the device has nothing to do.
 func BenchmarkBetweenSteps(b *testing.B) {
-	for _, sequences := range []int{1, 324} {
+	for _, sequences := range []int{1, 324, 4536} {
 		b.Run(fmt.Sprintf("sequences=%d", sequences), func(b *testing.B) {
-			m, err := emulated.Open(emulated.Options{})
-			if err != nil {
-				b.Fatal(err)
-			}
 			const length = 2048
-			kv, err := kvcache.New(kvcache.Options{Machine: m, Space: device.HBM(0), Blocks: sequences * length / 16, Shape: kvcache.Shape{
-				Layers: 1, KVHeads: 1, HeadDim: 8, DType: kernels.F32, BlockTokens: 16,
-			}})
-			if err != nil {
-				b.Fatal(err)
-			}
-			e := engine.New(engine.Options{Pipeline: &instant{}, KV: kv, MaxModelLen: length, MaxNumSeqs: sequences, MaxNumBatchedTokens: 8192, Vocab: 1 << 15})
+			step := &clocked{}
+			e := with(b, step, sequences, length)
 			ctx, cancel := context.WithCancel(b.Context())
 			b.ReportAllocs()
 			steps := 0
 			for b.Loop() {
 				if steps == 0 {
 					b.StopTimer()
+					step.jobs = step.jobs[:0]
 					for range sequences {
 						p := params(length - 16)
-						if _, err := e.Submit(ctx, engine.Request{Prompt: prompt(1, 16, 1<<15), Params: p}); err != nil {
+						j, err := e.Submit(ctx, engine.Request{Prompt: prompt(1, 16, 1<<15), Params: p})
+						if err != nil {
 							b.Fatal(err)
 						}
+						step.jobs = append(step.jobs, j)
 					}
 					steps = length - 16
 					if _, err := engine.Turn(e, ctx); err != nil {
 						b.Fatal(err)
 					}
 					steps--
+					step.ended = time.Time{}
 					b.StartTimer()
 				}
 				if _, err := engine.Turn(e, ctx); err != nil {
@@ -66,13 +73,8 @@ func BenchmarkBetweenSteps(b *testing.B) {
 				}
 				steps--
 			}
+			b.ReportMetric(float64(step.between.Nanoseconds())/float64(b.N), "ns-between/op")
 			cancel()
-			if err := kv.Close(); err != nil {
-				b.Error(err)
-			}
-			if err := m.Close(); err != nil {
-				b.Error(err)
-			}
 		})
 	}
 }

@@ -7,8 +7,10 @@
 // Submit takes a request from any goroutine and gives back a Job, whose updates
 // wait for its reader. One goroutine is in Run, where all else happens: arrivals
 // are handed to the scheduler, a step is planned and run, its tokens go to their
-// sequences, which may end. Generate does the same in the caller's goroutine until
-// its own requests have ended.
+// sequences, which may end. Text is written and jobs are told while the next step runs,
+// so the device does not wait for it; only text that a stop string may end is written
+// before. Generate does the same in the caller's goroutine until its own requests have
+// ended.
 //
 // # What it is not
 //

@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"io"
 	"log/slog"
 	"slices"
 	"sync"
@@ -81,7 +80,8 @@ func (o Options) EnsureDefaults() Options {
 	return o
 }
 
-// Listener hears of what the engine does; nil functions are left out.
+// Listener hears of what the engine does; nil functions are left out. Finished may be
+// called while a step runs, from another goroutine than Step.
 type Listener struct {
 	Step     func(StepInfo)
 	Finished func(RequestInfo)
@@ -124,8 +124,13 @@ type Engine struct {
 	sched *scheduler.Scheduler
 	seqs  map[scheduler.ID]*sequence
 	next  scheduler.ID
-	// rows are a step's, in memory that the next step uses again.
-	rows []pipeline.Sequence
+	// rows are a step's, chunks and sequences what they are of; the next step uses their
+	// memory again.
+	rows   []pipeline.Sequence
+	chunks []chunk
+	// pending is what steps have brought and no job has been told so far.
+	pending, spare []delivery
+	delivered      chan struct{}
 
 	mu       sync.Mutex
 	wake     chan struct{} // has room for one
@@ -147,6 +152,24 @@ type submission struct {
 	unlisten func() bool
 }
 
+// chunk is what a sequence does in a step.
+type chunk struct {
+	scheduler.Chunk
+	of *sequence
+}
+
+// delivery is news on its way to a job.
+type delivery struct {
+	news
+	of *sequence
+	// unwritten says that the text is still to be written: that of the token, unless it
+	// is a stop id, and at the sample's end what was held back.
+	unwritten, stop bool
+	// last news of the request, with err where the engine failed.
+	last bool
+	err  error
+}
+
 // sequence is one sample that waits or runs.
 type sequence struct {
 	sub    *submission
@@ -164,9 +187,10 @@ func New(o Options) *Engine {
 	o = o.EnsureDefaults()
 	shape, blocks := o.KV.Shape(), o.KV.Allocator().Blocks()
 	return &Engine{
-		o:    o,
-		seqs: map[scheduler.ID]*sequence{},
-		wake: make(chan struct{}, 1),
+		o:         o,
+		seqs:      map[scheduler.ID]*sequence{},
+		wake:      make(chan struct{}, 1),
+		delivered: make(chan struct{}),
 		sched: scheduler.New(scheduler.Limits{
 			Rows: o.MaxNumBatchedTokens, Sequences: o.MaxNumSeqs, Blocks: blocks, BlockTokens: shape.BlockTokens,
 		}),
@@ -310,7 +334,8 @@ type Output struct {
 
 // Generate runs requests to their ends in this goroutine, without Run, and returns
 // an output per sample, in the order of the requests. onUpdate, which may be nil, is
-// called with each update as it comes; output counts as the result does. None runs
+// called with each update as it comes, whose Tokens are valid during the call; output
+// counts as the result does. None runs
 // if one of them never could. When ctx is done it returns ctx.Err().
 func (e *Engine) Generate(ctx context.Context, requests []Request, onUpdate func(output int, u Update)) ([]Output, error) {
 	var jobs []*Job
@@ -332,6 +357,7 @@ func (e *Engine) Generate(ctx context.Context, requests []Request, onUpdate func
 		e.canceled = true // which cancel brings about only soon
 		e.mu.Unlock()
 		e.dropCanceled()
+		e.deliver()
 	}()
 	for i, r := range requests {
 		j, err := e.Submit(own, r)
@@ -342,6 +368,8 @@ func (e *Engine) Generate(ctx context.Context, requests []Request, onUpdate func
 		jobs = append(jobs, j)
 		outs = append(outs, make([]Output, r.Params.N)...)
 	}
+	var waiting []news
+	token := make([]Token, 1)
 	for left := len(outs); left > 0; {
 		if err := ctx.Err(); err != nil {
 			return nil, fmt.Errorf("engine: %w", err)
@@ -349,8 +377,11 @@ func (e *Engine) Generate(ctx context.Context, requests []Request, onUpdate func
 		if _, err := e.turn(ctx); err != nil {
 			return nil, err
 		}
+		e.deliver()
 		for i, j := range jobs {
-			for _, u := range j.take() {
+			waiting = j.take(waiting)
+			for k := range waiting {
+				u := waiting[k].update(token)
 				o := &outs[first[i]+u.Sample]
 				if onUpdate != nil {
 					onUpdate(first[i]+u.Sample, u)
@@ -381,12 +412,11 @@ func (e *Engine) turn(ctx context.Context) (worked bool, err error) {
 	}
 	now := e.o.Now()
 	for _, id := range plan.Admitted {
-		if j := e.seqs[id].sub.job; j.Times().Admitted.IsZero() {
-			j.change(func() { j.times.Admitted = now })
-		}
+		e.seqs[id].sub.job.admit(now)
 	}
 	e.publish()
 	if len(plan.Chunks) == 0 {
+		e.deliver()
 		return false, nil
 	}
 	err = e.step(ctx, plan.Chunks)
@@ -439,7 +469,7 @@ func (e *Engine) dropCanceled() {
 	e.takeIn()
 	for id, q := range e.seqs {
 		if q.sub.ctx.Err() != nil {
-			e.end(id, q, Update{Sample: q.sample, Finish: FinishAbort}, nil)
+			e.abort(id, q, nil)
 		}
 	}
 }
@@ -451,8 +481,9 @@ func (e *Engine) abandon(err error) {
 	e.mu.Unlock()
 	e.takeIn()
 	for id, q := range e.seqs {
-		e.end(id, q, Update{Sample: q.sample, Finish: FinishAbort}, err)
+		e.abort(id, q, err)
 	}
+	e.deliver()
 	e.publish()
 }
 
@@ -465,50 +496,64 @@ func (e *Engine) publish() {
 	e.state.Preemptions = e.sched.Preemptions()
 }
 
-// step runs the chunks and gives their tokens to their sequences.
+// step runs the chunks, and meanwhile delivers what the steps before have brought; then
+// it gives the tokens to their sequences.
 func (e *Engine) step(ctx context.Context, chunks []scheduler.Chunk) error {
-	step := pipeline.Step{Sequences: e.rows[:0]}
+	e.rows, e.chunks = e.rows[:0], e.chunks[:0]
 	adjusted, rows := 0, 0
-	ran := chunks[:0]
 	for _, c := range chunks {
 		q := e.seqs[c.ID]
 		if err := q.table.Grow(c.To); err != nil {
 			panic(fmt.Sprintf("engine: the scheduler and the cache disagree: %v", err))
 		}
-		row := pipeline.Sequence{Tokens: q.tokens[c.From:c.To], Start: c.From, Table: q.table, Long: q.long}
+		e.rows = append(e.rows, pipeline.Sequence{Tokens: q.tokens[c.From:c.To], Start: c.From, Table: q.table, Long: q.long})
 		if c.Draw {
+			row := &e.rows[len(e.rows)-1]
 			row.LogitRows = 1
-			row.Draw = q.draw()
+			q.draw(&row.Draw)
 			if adjusted+len(row.Draw.Adjust) > e.o.MaxAdjust && adjusted > 0 {
+				e.rows = e.rows[:len(e.rows)-1]
 				continue // it has its turn in the next step
 			}
 			adjusted += len(row.Draw.Adjust)
 		}
 		rows += c.To - c.From
-		ran = append(ran, c)
-		step.Sequences = append(step.Sequences, row)
+		e.chunks = append(e.chunks, chunk{c, q})
 	}
-	e.rows = step.Sequences
-	res, err := e.run(ctx, &step, rows)
+	before := e.pending
+	e.pending, e.spare = e.spare, nil
+	if len(before) > 0 {
+		go func() {
+			deliver(before, e.o.Listener.Finished)
+			e.delivered <- struct{}{}
+		}()
+	}
+	res, err := e.run(ctx, &pipeline.Step{Sequences: e.rows}, rows)
+	if len(before) > 0 {
+		<-e.delivered
+	}
+	e.spare = before[:0]
 	clear(e.rows)
 	if err != nil {
 		return err
 	}
 	now := e.o.Now()
 	drawn := 0
-	for _, c := range ran {
-		e.sched.Computed(c.ID, c.To)
+	for i := range e.chunks {
+		c := &e.chunks[i]
 		if !c.Draw {
+			e.sched.Done(c.Chunk, 0)
 			continue
 		}
+		e.sched.Done(c.Chunk, 1)
 		t := Token{ID: res.Sampled[drawn]}
-		q := e.seqs[c.ID]
-		if q.sub.req.Params.LogProbs {
-			t.LogProb, t.Top = logProbs(res.LogProbs[drawn], q.sub.req.Params.TopLogProbs)
+		if c.of.sub.req.Params.LogProbs {
+			t.LogProb, t.Top = logProbs(res.LogProbs[drawn], c.of.sub.req.Params.TopLogProbs)
 		}
 		drawn++
-		e.take(c.ID, q, t, now)
+		e.take(c.ID, c.of, t, now)
 	}
+	clear(e.chunks)
 	return nil
 }
 
@@ -519,76 +564,99 @@ func logProbs(p pipeline.LogProb, n int) (chosen float32, top []TopLogProb) {
 	return p.Chosen, top
 }
 
-// take gives a sequence the token that it has drawn.
+// take gives a sequence the token that it has drawn. Only where stop strings may end it
+// its text is written here, since that can wait for the delivery otherwise.
 func (e *Engine) take(id scheduler.ID, q *sequence, t Token, now time.Time) {
 	q.tokens = append(q.tokens, t.ID)
 	q.drawn++
 	q.adjust.drew(t.ID)
-	e.sched.Grow(id, 1)
-	u := Update{Sample: q.sample, Tokens: []Token{t}, At: now}
-	stop := slices.Contains(q.adjust.stop, t.ID)
-	if stop {
-		u.Finish = FinishStop
+	d := e.news(q, now)
+	d.drawn, d.token, d.unwritten = true, t, q.text != nil
+	if d.stop = slices.Contains(q.adjust.stop, t.ID); d.stop {
+		d.finish = FinishStop
+	} else if len(q.tokens) >= q.sub.limit {
+		d.finish = FinishLength
 	}
-	if q.text != nil {
-		var found bool
-		// A stop id is no text, even where it is an ordinary token.
-		if !stop {
-			u.Text, found = q.text.push(t.ID)
-		}
-		switch {
-		case found:
-			u.Finish = FinishStop
-		case stop || len(q.tokens) >= q.sub.limit:
-			var rest string
-			rest, found = q.text.flush()
-			u.Text += rest
-			if found {
-				u.Finish = FinishStop
-			}
-		}
+	if d.unwritten && len(q.sub.req.Params.Stop) > 0 && d.write() {
+		d.finish = FinishStop
 	}
-	if u.Finish == "" && len(q.tokens) >= q.sub.limit {
-		u.Finish = FinishLength
-	}
-	q.sub.job.drew(u)
-	if u.Finish != "" {
-		e.end(id, q, u, nil)
+	if d.finish != "" {
+		e.end(id, d)
 		return
 	}
 	if !q.long && e.o.LongAfter > 0 && len(q.tokens) > e.o.LongAfter {
 		// It crosses longrope's boundary: all its keys are computed again.
 		q.long = true
-		e.sched.Computed(id, 0)
+		e.sched.Restart(id)
 	}
 }
 
-// end gives a sample its last update, and its blocks back; err fails the request.
-func (e *Engine) end(id scheduler.ID, q *sequence, u Update, err error) {
+// news adds empty news to what is pending.
+func (e *Engine) news(q *sequence, now time.Time) *delivery {
+	e.pending = append(e.pending, delivery{news: news{sample: q.sample, at: now}, of: q})
+	return &e.pending[len(e.pending)-1]
+}
+
+// write writes a delivery's text. It says whether a stop string was found, behind which
+// there is none.
+func (d *delivery) write() (found bool) {
+	w := d.of.text
+	d.unwritten = false
+	// A stop id is no text, even where it is an ordinary token.
+	if !d.stop {
+		d.text, found = w.push(d.token.ID)
+	}
+	if !found && d.finish != "" {
+		var rest string
+		rest, found = w.flush()
+		d.text += rest
+	}
+	return found
+}
+
+// end ends a sample, whose blocks are free again, with d, its last news.
+func (e *Engine) end(id scheduler.ID, d *delivery) {
 	e.sched.Remove(id)
-	q.table.Free()
+	d.of.table.Free()
 	delete(e.seqs, id)
-	s := q.sub
-	s.finish[q.sample] = u.Finish
+	s := d.of.sub
+	s.finish[d.sample] = d.finish
 	s.left--
-	last := s.left == 0
-	now := e.o.Now()
-	s.job.change(func() {
-		s.job.updates = append(s.job.updates, u)
-		if err != nil {
-			s.job.err = err
+	d.last = s.left == 0
+}
+
+// abort ends a sample; err is why, where the engine failed.
+func (e *Engine) abort(id scheduler.ID, q *sequence, err error) {
+	d := e.news(q, e.o.Now())
+	d.finish, d.err = FinishAbort, err
+	e.end(id, d)
+}
+
+// deliver tells jobs all that they have not been told.
+func (e *Engine) deliver() {
+	deliver(e.pending, e.o.Listener.Finished)
+	e.pending = e.pending[:0]
+}
+
+// deliver writes texts and tells jobs, in order, and forgets what it has told.
+func deliver(pending []delivery, finished func(RequestInfo)) {
+	for i := range pending {
+		d := &pending[i]
+		if d.unwritten {
+			d.write()
 		}
-		if last {
-			s.job.times.Finished = now
-			s.job.ended = true
+		s := d.of.sub
+		s.job.deliver(&d.news)
+		if !d.last {
+			continue
 		}
-	})
-	if last {
+		s.job.end(d.at, d.err)
 		s.unlisten()
-		if e.o.Listener.Finished != nil {
-			e.o.Listener.Finished(RequestInfo{ID: s.req.ID, Usage: s.job.Usage(), Times: s.job.Times(), Finish: s.finish, Err: s.job.err})
+		if finished != nil {
+			finished(RequestInfo{ID: s.req.ID, Usage: s.job.Usage(), Times: s.job.Times(), Finish: s.finish, Err: d.err})
 		}
 	}
+	clear(pending)
 }
 
 // run runs a step, again if copies failed.
@@ -615,35 +683,5 @@ func (e *Engine) run(ctx context.Context, step *pipeline.Step, rows int) (pipeli
 			return res, fmt.Errorf("engine: step %d: %w", n, err)
 		}
 		e.o.Log.Warn("step dropped and run again", "step", n, "try", try, "error", err)
-	}
-}
-
-// take returns the updates that wait, without waiting.
-func (j *Job) take() []Update {
-	j.mu.Lock()
-	defer j.mu.Unlock()
-	u := j.updates
-	j.updates = nil
-	return u
-}
-
-// Wait reads a job to its end and returns all updates of each sample as one.
-func (j *Job) Wait(ctx context.Context) ([]Update, error) {
-	var samples []Update
-	for {
-		u, err := j.Next(ctx)
-		if errors.Is(err, io.EOF) {
-			return samples, nil
-		}
-		if err != nil {
-			return samples, err
-		}
-		for len(samples) <= u.Sample {
-			samples = append(samples, Update{Sample: len(samples)})
-		}
-		s := &samples[u.Sample]
-		s.Tokens = append(s.Tokens, u.Tokens...)
-		s.Text += u.Text
-		s.Finish = u.Finish
 	}
 }

@@ -2,6 +2,7 @@ package engine
 
 import (
 	"context"
+	"errors"
 	"io"
 	"sync"
 	"time"
@@ -10,13 +11,35 @@ import (
 // Job is a request that was submitted. Its updates wait for whoever reads them,
 // at most MaxTokens for each sample, so a slow reader holds nobody up.
 type Job struct {
-	mu      sync.Mutex
-	wake    chan struct{} // closed when there is news; nil while nobody waits
-	updates []Update
-	ended   bool
-	err     error
-	usage   Usage
-	times   Times
+	mu   sync.Mutex
+	wake chan struct{} // closed when there is news; nil while nobody waits
+	// news waits from read on; what lies before was read.
+	news  []news
+	read  int
+	ended bool
+	err   error
+	usage Usage
+	times Times
+}
+
+// news is an Update that waits. Its token, if it has one, becomes a slice where it is
+// read, so that the engine's goroutine makes none.
+type news struct {
+	sample int
+	drawn  bool
+	token  Token
+	text   string
+	finish FinishReason
+	at     time.Time
+}
+
+// update gives n to a reader; its Tokens lie in room, which has place for one.
+func (n *news) update(room []Token) Update {
+	u := Update{Sample: n.sample, Text: n.text, Finish: n.finish}
+	if n.drawn {
+		u.Tokens, u.At = append(room[:0], n.token), n.at
+	}
+	return u
 }
 
 func newJob(now time.Time, promptTokens int) *Job {
@@ -28,11 +51,10 @@ func newJob(now time.Time, promptTokens int) *Job {
 func (j *Job) Next(ctx context.Context) (Update, error) {
 	for {
 		j.mu.Lock()
-		if len(j.updates) > 0 {
-			u := j.updates[0]
-			j.updates = j.updates[1:]
+		if j.read < len(j.news) {
+			n := j.pop()
 			j.mu.Unlock()
-			return u, nil
+			return n.update(nil), nil
 		}
 		if j.ended {
 			err := j.err
@@ -55,6 +77,16 @@ func (j *Job) Next(ctx context.Context) (Update, error) {
 	}
 }
 
+// pop takes the first of the news that wait. The lock is held, and there are some.
+func (j *Job) pop() news {
+	n := j.news[j.read]
+	j.news[j.read] = news{}
+	if j.read++; j.read == len(j.news) {
+		j.news, j.read = j.news[:0], 0
+	}
+	return n
+}
+
 // Usage counts the request's tokens so far; it is final once Next returned io.EOF.
 func (j *Job) Usage() Usage {
 	j.mu.Lock()
@@ -69,33 +101,72 @@ func (j *Job) Times() Times {
 	return j.times
 }
 
-// change applies f under the lock and wakes the reader.
-func (j *Job) change(f func()) {
+// admit notes when the first of the request's samples was admitted.
+func (j *Job) admit(now time.Time) {
 	j.mu.Lock()
 	defer j.mu.Unlock()
-	f()
-	j.news()
-}
-
-// drew counts a token, and hands out its update unless that is the sample's last, which
-// comes otherwise.
-func (j *Job) drew(u Update) {
-	j.mu.Lock()
-	defer j.mu.Unlock()
-	if j.times.FirstToken.IsZero() {
-		j.times.FirstToken = u.At
-	}
-	j.usage.CompletionTokens++
-	if u.Finish == "" {
-		j.updates = append(j.updates, u)
-		j.news()
+	if j.times.Admitted.IsZero() {
+		j.times.Admitted = now
 	}
 }
 
-// news wakes who waits. The lock is held.
-func (j *Job) news() {
+// deliver hands n to the reader.
+func (j *Job) deliver(n *news) {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	if n.drawn {
+		if j.times.FirstToken.IsZero() {
+			j.times.FirstToken = n.at
+		}
+		j.usage.CompletionTokens++
+	}
+	j.news = append(j.news, *n)
+	j.wakeReader()
+}
+
+// end says that no more comes, with err where the engine failed.
+func (j *Job) end(now time.Time, err error) {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	j.times.Finished, j.err, j.ended = now, err, true
+	j.wakeReader()
+}
+
+// wakeReader wakes who waits. The lock is held.
+func (j *Job) wakeReader() {
 	if j.wake != nil {
 		close(j.wake)
 		j.wake = nil
+	}
+}
+
+// take moves all that waits to room, which is emptied first.
+func (j *Job) take(room []news) []news {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	room = append(room[:0], j.news[j.read:]...)
+	clear(j.news)
+	j.news, j.read = j.news[:0], 0
+	return room
+}
+
+// Wait reads a job to its end and returns all updates of each sample as one.
+func (j *Job) Wait(ctx context.Context) ([]Update, error) {
+	var samples []Update
+	for {
+		u, err := j.Next(ctx)
+		if errors.Is(err, io.EOF) {
+			return samples, nil
+		}
+		if err != nil {
+			return samples, err
+		}
+		for len(samples) <= u.Sample {
+			samples = append(samples, Update{Sample: len(samples)})
+		}
+		s := &samples[u.Sample]
+		s.Tokens = append(s.Tokens, u.Tokens...)
+		s.Text += u.Text
+		s.Finish = u.Finish
 	}
 }

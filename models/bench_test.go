@@ -37,8 +37,8 @@ func BenchmarkNewLayout(b *testing.B) {
 // BenchmarkPack is what the host does for a decode step's row data.
 func BenchmarkPack(b *testing.B) {
 	c := preset(b, "mixtral-8x7b")
-	for _, context := range []int{100, 4000} {
-		const sequences = 324
+	for _, shape := range [][2]int{{324, 100}, {324, 4000}, {4536, 100}} {
+		sequences, context := shape[0], shape[1]
 		m := &Model{Config: c, Limits: Limits{MaxRows: sequences, MaxSeqs: sequences, MaxLogits: sequences, MaxModelLen: 8192, BlockTokens: 16}}
 		dst := make([]byte, BatchBytes(m.Limits))
 		blocks := make([]int32, context/16+1)

@@ -24,9 +24,7 @@ func openCUDA(o *Options, gpus []int, weights kernels.DType) (device.Machine, ke
 		}
 		return nil, nil, err
 	}
-	// Layers have been seen to give the same with overlapping kernels, whole models have
-	// not yet: until then kernels run one after the other.
-	options := kernelscuda.Options{BatchInvariant: s.BatchInvariant, Serial: true}
+	options := kernelscuda.Options{BatchInvariant: s.BatchInvariant, Serial: !s.OverlapKernels}
 	if weights == kernels.F16 {
 		options.Activation = kernels.F16
 	}

@@ -31,7 +31,10 @@ import (
 
 // These tests run a node on a GPU. -on cpu lets them run on the CPU instead, as a
 // test of themselves.
-var on = flag.String("on", "cuda", "device of the tests named GPU: cuda or cpu")
+var (
+	on      = flag.String("on", "cuda", "device of the tests named GPU: cuda or cpu")
+	overlap = flag.Bool("overlap", false, "tests named GPU let kernels overlap")
+)
 
 // needGPU skips where there is no GPU, unless MOESERVE_CUDA_TEST=gpu says that there
 // is one.
@@ -57,7 +60,7 @@ var tryGPU = sync.OnceValue(func() error {
 func gpuSettings(change func(*configs.Settings)) configs.Settings {
 	s := configs.Defaults()
 	s.Device = *on
-	s.MaxNumBatchedTokens = 192
+	s.MaxNumBatchedTokens, s.OverlapKernels = 192, *overlap
 	change(&s)
 	return s
 }

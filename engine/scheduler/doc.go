@@ -4,7 +4,7 @@
 //
 // It is pure: no goroutine, clock or IO, and the same calls give the same plans.
 // The engine tells it what arrives (Add), what ended (Remove) and what a step has
-// brought (Computed, Grow), and carries out what Plan says, which includes freeing
+// brought (Done), and carries out what Plan says, which includes freeing
 // the blocks of the preempted before anything else takes blocks.
 //
 // # Rules
@@ -24,6 +24,6 @@
 //
 //	s := scheduler.New(scheduler.Limits{Rows: 2048, Sequences: 64, Blocks: 1000, BlockTokens: 16})
 //	s.Add(1, 7, 39)                  // sequence 1: 7 tokens, at most 39
-//	p := s.Plan()                    // {Chunks: [{1 0 7 true}]}
-//	s.Computed(1, 7); s.Grow(1, 1)   // the step is done and has drawn a token
+//	p := s.Plan()                    // one chunk: tokens 0 to 7 of sequence 1, and a draw
+//	s.Done(p.Chunks[0], 1)           // the step is done and has drawn a token
 package scheduler

@@ -23,6 +23,7 @@ type Chunk struct {
 	ID       ID
 	From, To int
 	Draw     bool
+	sequence *sequence
 }
 
 // Plan is one step.
@@ -103,12 +104,15 @@ func index(list []*sequence, id ID) int {
 	return i
 }
 
-// Computed says that a running sequence's first tokens now have their keys and
-// values in the cache; 0 makes it compute all again, in the blocks it has.
-func (s *Scheduler) Computed(id ID, tokens int) { s.get(id).computed = tokens }
+// Done says that the step has carried out a chunk of the latest Plan: its tokens now have
+// their keys and values in the cache, and behind them so many were drawn.
+func (s *Scheduler) Done(c Chunk, drawn int) {
+	c.sequence.computed = c.To
+	c.sequence.tokens += drawn
+}
 
-// Grow says that tokens were drawn.
-func (s *Scheduler) Grow(id ID, tokens int) { s.get(id).tokens += tokens }
+// Restart makes a running sequence compute all its tokens again, in the blocks it has.
+func (s *Scheduler) Restart(id ID) { s.get(id).computed = 0 }
 
 func (s *Scheduler) get(id ID) *sequence {
 	i := index(s.running, id)
@@ -149,7 +153,7 @@ func (s *Scheduler) Plan() Plan {
 				continue
 			}
 			rows -= n
-			p.Chunks = append(p.Chunks, Chunk{ID: q.id, From: q.computed, To: q.computed + n, Draw: n == left})
+			p.Chunks = append(p.Chunks, Chunk{ID: q.id, From: q.computed, To: q.computed + n, Draw: n == left, sequence: q})
 		}
 	}
 	if len(p.Preempted) == 0 {
@@ -218,6 +222,6 @@ func (s *Scheduler) admit(p *Plan, rows int) {
 		at, _ := slices.BinarySearchFunc(s.running, q.id, func(r *sequence, id ID) int { return int(r.id - id) })
 		s.running = slices.Insert(s.running, at, q)
 		p.Admitted = append(p.Admitted, q.id)
-		p.Chunks = append(p.Chunks, Chunk{ID: q.id, From: 0, To: n, Draw: n == q.tokens})
+		p.Chunks = append(p.Chunks, Chunk{ID: q.id, From: 0, To: n, Draw: n == q.tokens, sequence: q})
 	}
 }

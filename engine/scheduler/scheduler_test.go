@@ -32,7 +32,7 @@ func TestScript(t *testing.T) {
 			var id int
 			d.ScanArgs(t, "id", &id)
 			if d.Cmd == "restart" {
-				script.Computed(ID(id), 0)
+				script.Restart(ID(id))
 				break
 			}
 			if script.Remove(ID(id)) {
@@ -60,9 +60,10 @@ var script *Scheduler
 
 func carryOut(s *Scheduler, p Plan) {
 	for _, c := range p.Chunks {
-		s.Computed(c.ID, c.To)
 		if c.Draw {
-			s.Grow(c.ID, 1)
+			s.Done(c, 1)
+		} else {
+			s.Done(c, 0)
 		}
 	}
 }
@@ -146,14 +147,16 @@ func TestHistories(t *testing.T) {
 				}
 				rows += c.To - c.From
 				m.computed = c.To
-				s.Computed(c.ID, c.To)
 				switch {
 				case c.Draw && m.tokens < m.most:
 					m.tokens++
-					s.Grow(c.ID, 1)
+					s.Done(c, 1)
 				case c.Draw:
+					s.Done(c, 0)
 					s.Remove(c.ID)
 					delete(live, c.ID)
+				default:
+					s.Done(c, 0)
 				}
 			}
 			if rows > l.Rows || s.Running() > l.Sequences || s.FreeBlocks() < 0 || s.Running()+s.Waiting() != len(live) {

@@ -26,7 +26,8 @@
 #   gaps          how long the GPU stands still between the kernels of a decode step: GAPS are models
 #   load          a checkpoint of Qwen1.5-MoE's shape, written to LOAD_FOLDER (29 GB), beside the disk's
 #                 own rate; LOAD are arguments for load.py
-# HOST_GIB is the memory of the host where the system does not say all it has.
+# HOST_GIB is the memory of the host where the system does not say all it has. With OVERLAP=1 the parts that run
+# node's tests or moeserve let kernels overlap (--overlap-kernels).
 set -uo pipefail
 root=$(cd "$(dirname "$0")/../.." && pwd)
 usage() { sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//p}' "$0" >&2; exit 2; }
@@ -102,6 +103,11 @@ run() {
   [ -r /dev/nvidia0 ] && exec 9</dev/nvidia0
   failed=0
   host=${HOST_GIB:-0}
+  overlap=()
+  if [ -n "${OVERLAP:-}" ]; then
+    overlap=(-overlap)
+    export MOESERVE_OVERLAP_KERNELS=true
+  fi
   if [[ " $* " == *" exact "* ]] && python3 -c 'import torch, transformers' 2>/dev/null; then
     # It takes a while to start: beside the other tests.
     python3 "$root/tools/cuda/reference_bf16.py" "$work/reference.json" >>"$logs/node.log" 2>&1 &
@@ -122,30 +128,30 @@ run() {
       exact)
         compare=()
         if [ -n "${reference:-}" ] && wait "$reference"; then compare=(-reference "$work/reference.json"); fi
-        limit 60 node node same-routing "$work/node.test" -test.v -test.run GPUSameRouting
-        limit 60 node node own-routing "$work/node.test" -test.v -test.run GPUOwnRouting "${compare[@]}"
+        limit 60 node node same-routing "$work/node.test" "${overlap[@]}" -test.v -test.run GPUSameRouting
+        limit 60 node node own-routing "$work/node.test" "${overlap[@]}" -test.v -test.run GPUOwnRouting "${compare[@]}"
         [ ${#compare[@]} -gt 0 ] || echo "not compared with transformers: no torch here" | tee -a "$logs/table.log"
-        limit 60 node node same-tokens "$work/node.test" -test.v -test.run 'GPUSameTokens|GPUBatchInvariant|GPUGraphs|GPUNoGarbage'
-        limit 60 node node lost-memory-built-in "$work/node.test" -test.v -test.run 'GPULost|GPUOutOfMemory|GPUBuiltIn' ;;
+        limit 60 node node same-tokens "$work/node.test" "${overlap[@]}" -test.v -test.run 'GPUSameTokens|GPUBatchInvariant|GPUGraphs|GPUNoGarbage'
+        limit 60 node node lost-memory-built-in "$work/node.test" "${overlap[@]}" -test.v -test.run 'GPULost|GPUOutOfMemory|GPUBuiltIn' ;;
       cli) limit 300 . cli cli python3 "$root/tools/cuda/gpu.py" cli "$work/moeserve" "$work/lose.so" ;;
-      layers) limit 180 node node layers env TMPDIR="$work" "$work/node.test" -test.v -test.run GPULayers -python python3 ;;
-      whole) limit 150 node presets whole-qwen "$work/node.test" -test.v -test.run GPUPresets -whole 'qwen1.5-moe-a2.7b@0,0.5,1' -host-gib "$host" -steps "$logs/presets.json" ;;
-      whole-mixtral) limit 280 node presets whole-mixtral "$work/node.test" -test.v -test.timeout 280s -test.run GPUPresets -whole 'mixtral-8x7b@0,0.5,1' -host-gib "$host" -steps "$logs/presets.json" ;;
+      layers) limit 180 node node layers env TMPDIR="$work" "$work/node.test" "${overlap[@]}" -test.v -test.run GPULayers -python python3 ;;
+      whole) limit 150 node presets whole-qwen "$work/node.test" "${overlap[@]}" -test.v -test.run GPUPresets -whole 'qwen1.5-moe-a2.7b@0,0.5,1' -host-gib "$host" -steps "$logs/presets.json" ;;
+      whole-mixtral) limit 280 node presets whole-mixtral "$work/node.test" "${overlap[@]}" -test.v -test.timeout 280s -test.run GPUPresets -whole 'mixtral-8x7b@0,0.5,1' -host-gib "$host" -steps "$logs/presets.json" ;;
       tiers)
         limit 120 device/cuda device device-peers "$work/device-cuda.test" -test.v -test.run 'Conformance|SideBySide|PeerAccess'
-        limit 120 node node tiers "$work/node.test" -test.v -test.run 'GPUTiers' -peer 1
-        limit 200 node presets tiers-qwen "$work/node.test" -test.v -test.run GPUPresets -peer 1 -whole 'qwen1.5-moe-a2.7b@0,0.5,0.5p,1,1p' -host-gib "$host" -steps "$logs/presets.json"
-        limit 280 node presets tiers-mixtral "$work/node.test" -test.v -test.timeout 280s -test.run GPUPresets -peer 1 -whole 'mixtral-8x7b@0.5,0.5p' -host-gib "$host" -steps "$logs/presets.json" ;;
+        limit 120 node node tiers "$work/node.test" "${overlap[@]}" -test.v -test.run 'GPUTiers' -peer 1
+        limit 200 node presets tiers-qwen "$work/node.test" "${overlap[@]}" -test.v -test.run GPUPresets -peer 1 -whole 'qwen1.5-moe-a2.7b@0,0.5,0.5p,1,1p' -host-gib "$host" -steps "$logs/presets.json"
+        limit 280 node presets tiers-mixtral "$work/node.test" "${overlap[@]}" -test.v -test.timeout 280s -test.run GPUPresets -peer 1 -whole 'mixtral-8x7b@0.5,0.5p' -host-gib "$host" -steps "$logs/presets.json" ;;
       sweep)
         limit 60 pipeline device orders "$work/pipeline.test" -test.v -test.run GPUOrders
         limit 90 . cli trace "$work/moeserve" bench throughput --device cuda --model mixtral-8x7b --load-format dummy --num-hidden-layers 8 \
           --host-memory-gib "$host" --offload-fraction 0.5 --offload-tier peer --peers 1 --num-prompts 324 --input-len 77 --output-len 6 \
           --warmup-tokens 1 --trials 1 --trace "$work/trace.json" --json "$logs/throughput.json"
         gzip -c "$work/trace.json" >"$logs/trace.json.gz"
-        limit 340 node presets sweep-mixtral "$work/node.test" -test.v -test.timeout 340s -test.run GPUPresets -peer 1 -batches 324,3240 \
+        limit 340 node presets sweep-mixtral "$work/node.test" "${overlap[@]}" -test.v -test.timeout 340s -test.run GPUPresets -peer 1 -batches 324,3240 \
           -whole 'mixtral-8x7b@0,0.5p,0.5,1p,1' -host-gib "$host" -steps "$logs/presets.json" ;;
       predicted)
-        limit 60 node cli planned-memory "$work/node.test" -test.v -test.run GPUPlanned
+        limit 60 node cli planned-memory "$work/node.test" "${overlap[@]}" -test.v -test.run GPUPlanned
         limit 60 . cli bench-transfer "$work/moeserve" bench transfer --device cuda --peers 1 --hardware h200 --host-memory-gib "$host" \
           --calibrate "$work/here.json" --json "$work/transfer.json"
         limit 150 . cli bench-sweep "$work/moeserve" bench sweep --device cuda --peers 1 --hardware "$work/here.json" --host-memory-gib "$host" \
