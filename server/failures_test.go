@@ -488,6 +488,16 @@ func TestTooMany(t *testing.T) {
 	if _, _, _, code := failed(t, a); a.status != http.StatusTooManyRequests || code != "too_many_requests" || a.header.Get("Retry-After") != "1" {
 		t.Errorf("%d %v %s", a.status, a.header, a.body)
 	}
+	// One whose body does not come either is told without it.
+	silent, never := io.Pipe()
+	defer never.Close() //nolint:errcheck // never fails
+	if r, err := http.NewRequestWithContext(ctx, http.MethodPost, h.url+"/tokenize", silent); err != nil {
+		t.Fatal(err)
+	} else if resp, err := h.client.Do(r); err != nil || resp.StatusCode != http.StatusTooManyRequests {
+		t.Errorf("a request whose body does not come: %v, %v", resp, err)
+	} else {
+		resp.Body.Close() //nolint:errcheck // not read from
+	}
 	if a := h.send(http.MethodGet, "/health/ready", ""); a.status != 200 {
 		t.Errorf("a busy server is not ready: %s", a.body)
 	}
