@@ -278,9 +278,9 @@ struct combine_norm_args {
   norm_args norm;
 };
 
-// A block has one row. It is short of registers rather than of threads: at 64 of them 1024
-// threads of a multiprocessor have some 50 KiB or more on their way, at 40, for two experts,
-// 1536 threads 72.
+// A block has one row. Registers bound how much a multiprocessor has on its way: with 64 a
+// thread 48 KiB where two experts are combined, 80 for four and more; with 40, which do for
+// two, 72.
 template <int threads, int each, int at_once>
 DEVICE void combine_norm(const combine_norm_args &a) {
   launch_dependents();
