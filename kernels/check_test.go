@@ -19,12 +19,14 @@ type valid struct {
 	clamp     Clamp
 	rope      RoPE
 	append    AppendKV
+	ropeKV    RoPEAppendKV
 	attention Attention
 	route     Route
 	group     Group
 	up        ExpertUp
 	down      ExpertDown
 	combine   Combine
+	combined  CombineNorm
 	silu      SiluMul
 	gather    Gather
 	sample    Sample
@@ -47,6 +49,10 @@ func newValid() *valid {
 	v.clamp = Clamp{v.tensor(F32, 3, 32), 8}
 	v.rope = RoPE{v.tensor(F32, 3, 4, 16), v.tensor(F32, 3, 2, 16), v.tensor(F32, 64, 16), v.tensor(I32, 3)}
 	v.append = AppendKV{v.tensor(F32, 3, 2, 16), v.tensor(F32, 3, 2, 16), v.tensor(F32, 5, 16, 2, 16), v.tensor(F32, 5, 16, 2, 16), v.tensor(I32, 3)}
+	v.ropeKV = RoPEAppendKV{
+		Q: v.rope.Q, K: v.append.K, V: v.append.V, QNorm: v.tensor(BF16, 16), KNorm: v.tensor(F32, 16), Eps: 1e-6, Table: v.rope.Table, Rows: v.rope.Rows,
+		CacheK: v.append.CacheK, CacheV: v.append.CacheV, Slots: v.append.Slots,
+	}
 	v.attention = Attention{
 		Q: v.tensor(F32, 3, 4, 16), CacheK: v.append.CacheK, CacheV: v.append.CacheV, SeqStarts: v.tensor(I32, 3), ContextLens: v.tensor(I32, 2),
 		BlockTable: v.tensor(I32, 2, 4), Scale: 0.25, MaxContext: 60, MaxRows: 2, Out: v.tensor(F32, 3, 4, 16),
@@ -56,6 +62,10 @@ func newValid() *valid {
 	v.up = ExpertUp{v.tensor(F32, 3, 32), v.group.Offsets, v.group.Order, v.tensor(U64, 8), v.tensor(I32, 5), layout, v.tensor(F32, 6, 48)}
 	v.down = ExpertDown{v.up.Out, v.group.Offsets, v.group.Order, v.up.Slots, v.up.Experts, layout, v.tensor(F32, 6, 32)}
 	v.combine = Combine{v.down.Out, v.route.Weights, v.tensor(F32, 3, 32), v.tensor(F32, 3, 1), v.tensor(F32, 3, 32)}
+	v.combined = CombineNorm{
+		X: v.down.Out, Weights: v.route.Weights, Shared: v.combine.Shared, SharedGate: v.combine.SharedGate,
+		Kind: Layer, Residual: v.tensor(F32, 3, 32), Weight: v.norm.Weight, Bias: v.norm.Bias, Eps: 1e-5, Out: v.tensor(F32, 3, 32),
+	}
 	v.silu = SiluMul{v.tensor(F32, 3, 48), v.tensor(F32, 3, 48), v.tensor(F32, 3, 48)}
 	v.gather = Gather{v.tensor(F32, 3, 32), v.tensor(I32, 2), v.tensor(F32, 2, 32)}
 	v.sample = Sample{
@@ -73,8 +83,8 @@ func newValid() *valid {
 
 func (v *valid) all() []Op {
 	return []Op{
-		&v.embed, &v.norm, &v.matmul, &v.clamp, &v.rope, &v.append, &v.attention, &v.route, &v.group,
-		&v.up, &v.down, &v.combine, &v.silu, &v.gather, &v.sample,
+		&v.embed, &v.norm, &v.matmul, &v.clamp, &v.rope, &v.append, &v.ropeKV, &v.attention, &v.route, &v.group,
+		&v.up, &v.down, &v.combine, &v.combined, &v.silu, &v.gather, &v.sample,
 		&v.adjust, &v.restore, &v.probs,
 	}
 }
@@ -93,13 +103,17 @@ func TestCheckTakesGoodArguments(t *testing.T) {
 	}
 	v := newValid()
 	for name, op := range map[string]Op{
-		"rows with gaps":       &MatMul{X: gap(v.matmul.X), W: v.matmul.W, Out: gap(v.matmul.Out)},
-		"no rows":              &MatMul{X: New(0, F32, 0, 32), W: v.matmul.W, Out: New(0, F32, 0, 8)},
-		"in place":             &Norm{X: v.norm.X, Weight: v.norm.Weight, Out: v.norm.X},
-		"heads":                &Norm{X: v.rope.Q, Weight: New(1<<30, F16, 16), Out: v.rope.Q},
-		"part of a wide row":   &SiluMul{Gate: v.silu.Gate.Narrow(1, 0, 16), Up: v.silu.Gate.Narrow(1, 16, 32), Out: v.silu.Gate.Narrow(1, 0, 16)},
-		"no shared expert":     &Combine{X: v.combine.X, Weights: v.combine.Weights, Out: v.combine.Out},
-		"strided cache":        &AppendKV{v.append.K, v.append.V, gap(v.append.CacheK), gap(v.append.CacheV), v.append.Slots},
+		"rows with gaps":     &MatMul{X: gap(v.matmul.X), W: v.matmul.W, Out: gap(v.matmul.Out)},
+		"no rows":            &MatMul{X: New(0, F32, 0, 32), W: v.matmul.W, Out: New(0, F32, 0, 8)},
+		"in place":           &Norm{X: v.norm.X, Weight: v.norm.Weight, Out: v.norm.X},
+		"heads":              &Norm{X: v.rope.Q, Weight: New(1<<30, F16, 16), Out: v.rope.Q},
+		"part of a wide row": &SiluMul{Gate: v.silu.Gate.Narrow(1, 0, 16), Up: v.silu.Gate.Narrow(1, 16, 32), Out: v.silu.Gate.Narrow(1, 0, 16)},
+		"no shared expert":   &Combine{X: v.combine.X, Weights: v.combine.Weights, Out: v.combine.Out},
+		"no bias":            &CombineNorm{X: v.combine.X, Weights: v.combine.Weights, Residual: gap(v.combined.Residual), Weight: v.norm.Weight, Out: gap(v.combined.Out)},
+		"strided cache":      &AppendKV{v.append.K, v.append.V, gap(v.append.CacheK), gap(v.append.CacheV), v.append.Slots},
+		"heads without norms": &RoPEAppendKV{
+			Q: v.rope.Q, K: v.append.K, V: v.append.V, Table: v.rope.Table, Rows: v.rope.Rows, CacheK: v.append.CacheK, CacheV: v.append.CacheV, Slots: v.append.Slots,
+		},
 		"no experts listed":    &ExpertDown{v.down.X, v.down.Offsets, v.down.Order, v.down.Slots, v.down.Experts.Slice(0, 0), v.down.Layout, v.down.Out},
 		"no tokens to experts": &ExpertUp{New(0, F32, 0, 32), v.up.Offsets, New(0, I32, 0), v.up.Slots, v.up.Experts, v.up.Layout, New(0, F32, 0, 48)},
 		"nothing left out":     &Sample{Logits: v.sample.Logits, Temperature: v.sample.Temperature, Seeds: v.sample.Seeds, Samples: v.sample.Samples, Positions: v.sample.Positions, Out: v.sample.Out},
@@ -185,6 +199,16 @@ func TestCheckErrors(t *testing.T) {
 		}, "want at least one token per block"},
 		{func(v *valid) Op { v.append.Slots = v.tensor(I32, 2); return &v.append }, "Slots is int32[2], want 3 elements (K has 3)"},
 
+		{func(v *valid) Op { v.ropeKV.K = v.tensor(F32, 3, 2, 8); return &v.ropeKV }, "kernels: rope_append_kv: K is float32[3 2 8], want 16 columns (Q has 16)"},
+		{func(v *valid) Op { v.ropeKV.Rows = v.tensor(I32, 2); return &v.ropeKV }, "Rows is int32[2], want 3 elements (Q has 3)"},
+		{func(v *valid) Op { v.ropeKV.Slots = v.tensor(I32, 4); return &v.ropeKV }, "Slots is int32[4], want 3 elements (K has 3)"},
+		{func(v *valid) Op { v.ropeKV.V = v.tensor(F32, 3, 1, 16); return &v.ropeKV }, "V is float32[3 1 16], want the shape [3 2 16] of K"},
+		{func(v *valid) Op { v.ropeKV.V.Addr = v.ropeKV.Q.Addr; return &v.ropeKV }, "overlaps V"},
+		{func(v *valid) Op { v.ropeKV.KNorm = Tensor{}; return &v.ropeKV }, "QNorm is bfloat16[16] and KNorm none, want both or none"},
+		{func(v *valid) Op { v.ropeKV.QNorm = v.tensor(BF16, 8); return &v.ropeKV }, "QNorm is bfloat16[8], want 16 elements (a head of Q has 16)"},
+		{func(v *valid) Op { v.ropeKV.KNorm = v.tensor(I32, 16); return &v.ropeKV }, "KNorm is int32[16], want float32, bfloat16 or float16"},
+		{func(v *valid) Op { v.ropeKV.Eps = nan; return &v.ropeKV }, "Eps is NaN, want 0 or more"},
+
 		{func(v *valid) Op { v.attention.Q = v.tensor(F32, 3, 3, 16); return &v.attention }, "kernels: attention: Q is float32[3 3 16], want a multiple of CacheK's 2 heads"},
 		{func(v *valid) Op { v.attention.SeqStarts = v.tensor(I32, 2); return &v.attention }, "SeqStarts is int32[2], want 3 elements (ContextLens has 2)"},
 		{func(v *valid) Op { v.attention.BlockTable = v.tensor(I32, 3, 4); return &v.attention }, "BlockTable is int32[3 4], want 2 rows (ContextLens has 2)"},
@@ -229,6 +253,22 @@ func TestCheckErrors(t *testing.T) {
 		{func(v *valid) Op { v.combine.SharedGate = Tensor{}; return &v.combine }, "Shared is float32[3 32] and SharedGate none, want both or none"},
 		{func(v *valid) Op { v.combine.SharedGate = v.tensor(F32, 3, 2); return &v.combine }, "SharedGate is float32[3 2], want 1 column"},
 		{func(v *valid) Op { v.combine.Out = v.combine.Shared; return &v.combine }, "overlaps Shared"},
+		{func(v *valid) Op { v.combine.Shared = v.tensor(F32, 4, 32); return &v.combine }, "Shared is float32[4 32], want 3 rows (Weights has 3)"},
+
+		{func(v *valid) Op { v.combined.X = v.tensor(F32, 5, 32); return &v.combined }, "kernels: combine_norm: X is float32[5 32], want 6 rows (Weights is float32[3 2])"},
+		{func(v *valid) Op { v.combined.Shared = Tensor{}; return &v.combined }, "Shared is none and SharedGate float32[3 1], want both or none"},
+		{func(v *valid) Op { v.combined.Shared = v.tensor(F32, 3, 31); return &v.combined }, "Shared is float32[3 31], want 32 columns (X has 32)"},
+		{func(v *valid) Op { v.combined.Shared = v.tensor(BF16, 3, 32); return &v.combined }, "Shared is bfloat16[3 32], want float32 as X is"},
+		{func(v *valid) Op { v.combined.Residual = Tensor{}; return &v.combined }, "Residual is missing, want float32, bfloat16 or float16 of rank 2"},
+		{func(v *valid) Op { v.combined.Residual = v.tensor(F32, 2, 32); return &v.combined }, "Residual is float32[2 32], want 3 rows (Weights has 3)"},
+		{func(v *valid) Op { v.combined.Residual = v.combined.Shared; return &v.combined }, "overlaps Shared"},
+		{func(v *valid) Op { v.combined.Residual.Addr = v.combined.X.Addr; return &v.combined }, "overlaps X"},
+		{func(v *valid) Op { v.combined.Weight = v.tensor(F32, 31); return &v.combined }, "Weight is float32[31], want 32 elements (a row of X has 32)"},
+		{func(v *valid) Op { v.combined.Bias = v.tensor(F32, 33); return &v.combined }, "Bias is float32[33], want 32 elements"},
+		{func(v *valid) Op { v.combined.Kind = 2; return &v.combined }, "Kind is 2, want RMS (0) or Layer (1)"},
+		{func(v *valid) Op { v.combined.Eps = nan; return &v.combined }, "Eps is NaN, want 0 or more"},
+		{func(v *valid) Op { v.combined.Out = v.tensor(F32, 3, 31); return &v.combined }, "Out is float32[3 31], want 32 columns (X has 32)"},
+		{func(v *valid) Op { v.combined.Out = v.combined.Residual; return &v.combined }, "overlaps Residual"},
 
 		{func(v *valid) Op { v.silu.Up = v.tensor(F32, 3, 32); return &v.silu }, "kernels: silu_mul: Up is float32[3 32], want the shape [3 48] of Gate"},
 		{func(v *valid) Op { v.silu.Out.Addr = v.silu.Up.Addr + 4; return &v.silu }, "overlaps Up"},
@@ -275,8 +315,8 @@ func TestCheckErrors(t *testing.T) {
 
 func TestCheckWithoutTensors(t *testing.T) {
 	for _, op := range []Op{
-		&Embed{}, &Norm{}, &MatMul{}, &Clamp{}, &RoPE{}, &AppendKV{}, &Attention{}, &Route{}, &Group{},
-		&ExpertUp{}, &ExpertDown{}, &Combine{}, &SiluMul{}, &Gather{}, &Sample{}, &Adjust{}, &Restore{}, &LogProbs{},
+		&Embed{}, &Norm{}, &MatMul{}, &Clamp{}, &RoPE{}, &AppendKV{}, &RoPEAppendKV{}, &Attention{}, &Route{}, &Group{},
+		&ExpertUp{}, &ExpertDown{}, &Combine{}, &CombineNorm{}, &SiluMul{}, &Gather{}, &Sample{}, &Adjust{}, &Restore{}, &LogProbs{},
 	} {
 		if err := op.Check(); err == nil || !strings.HasPrefix(err.Error(), "kernels: "+op.Name()+": ") || !strings.Contains(err.Error(), " is missing, want ") {
 			t.Errorf("%s without tensors gives %v", op.Name(), err)
@@ -297,6 +337,7 @@ func TestDeclare(t *testing.T) {
 		{&v.clamp, 2 * 96, 2 * 96 * 4, 1, 1},
 		{&v.rope, 3 * (3*4*16 + 3*2*16), 2*4*(3*4*16+3*2*16) + 3*16*4 + 3*4, 4, 2},
 		{&v.append, 0, 4*3*2*16*4 + 3*4, 3, 0},
+		{&v.ropeKV, (3 + 8) * (3*4*16 + 3*2*16), 2*4*3*4*16 + 4*3*2*16*4 + 16*2 + 16*4 + 3*16*4 + 2*3*4, 8, 1},
 		// Two sequences of 60 tokens, of whose rows the average sees 60.
 		{&v.attention, 4 * 3 * 4 * 16 * 60, 2*3*4*16*4 + 3*4 + 2*4 + 2*4*4 + 2*2*60*2*16*4, 4, 1},
 		{&v.route, 3 * 8 * 6, 3*8*4 + 2*3*2*4 + 2*8*8, 2, 3},
@@ -305,6 +346,7 @@ func TestDeclare(t *testing.T) {
 		{&v.up, 2 * 2 * 32 * 48 * 4, 9*4 + 6*4 + 8*8 + 5*4 + 5*2*32*48*2 + 4*(32+48)*4, 4, 0},
 		{&v.down, 2 * 32 * 48 * 4, 9*4 + 6*4 + 8*8 + 5*4 + 5*32*48*2 + 4*(32+48)*4, 4, 0},
 		{&v.combine, 2 * (6*32 + 3*32), 6*32*4 + 6*4 + 3*32*4 + 3*4 + 3*32*4, 4, 1},
+		{&v.combined, 2*(6*32+3*32) + 8*3*32, 6*32*4 + 6*4 + 3*32*4 + 3*4 + 3*3*32*4 + 2*32*2, 7, 2},
 		{&v.silu, 5 * 3 * 48, 3 * 3 * 48 * 4, 2, 1},
 		{&v.gather, 0, 2*4 + 2*2*32*4, 1, 1},
 		{&v.sample, 40 * 200, 200*4 + 2*(4+8+4+4+4) + 2*3*4, 8, 1},

@@ -129,6 +129,28 @@ func (o *AppendKV) Declare(d *Decl) {
 }
 
 // Name implements Op.
+func (*RoPEAppendKV) Name() string { return "rope_append_kv" }
+
+// Declare implements Op: the whole table counts as read, its rows as traffic; the
+// places in the cache are known by Slots only.
+func (o *RoPEAppendKV) Declare(d *Decl) {
+	d.update(&o.Q)
+	d.read(&o.K)
+	d.read(&o.V)
+	if !o.QNorm.None() {
+		d.read(&o.QNorm)
+		d.read(&o.KNorm)
+		d.Flops += 8 * int64(o.Q.Elements()+o.K.Elements())
+	}
+	d.Reads = o.Table.AppendRanges(d.Reads)
+	d.Bytes += int64(o.Rows.Elements()) * int64(o.Table.Shape[1]) * int64(o.Table.DType.Size())
+	d.read(&o.Rows)
+	d.read(&o.Slots)
+	d.Bytes += o.K.Bytes() + o.V.Bytes()
+	d.Flops += 3 * int64(o.Q.Elements()+o.K.Elements())
+}
+
+// Name implements Op.
 func (*Attention) Name() string { return "attention" }
 
 // Declare implements Op: the blocks are known by BlockTable only. Without Stored and
@@ -219,15 +241,32 @@ func (*Combine) Name() string { return "combine" }
 
 // Declare implements Op.
 func (o *Combine) Declare(d *Decl) {
-	d.read(&o.X)
-	d.read(&o.Weights)
+	declareCombined(d, &o.X, &o.Weights, &o.Shared, &o.SharedGate)
 	d.write(&o.Out)
-	d.Flops += 2 * int64(o.X.Elements())
-	if !o.Shared.None() {
-		d.read(&o.Shared)
-		d.read(&o.SharedGate)
-		d.Flops += 2 * int64(o.Shared.Elements())
+}
+
+func declareCombined(d *Decl, x, weights, shared, gate *Tensor) {
+	d.read(x)
+	d.read(weights)
+	d.Flops += 2 * int64(x.Elements())
+	if !shared.None() {
+		d.read(shared)
+		d.read(gate)
+		d.Flops += 2 * int64(shared.Elements())
 	}
+}
+
+// Name implements Op.
+func (*CombineNorm) Name() string { return "combine_norm" }
+
+// Declare implements Op.
+func (o *CombineNorm) Declare(d *Decl) {
+	declareCombined(d, &o.X, &o.Weights, &o.Shared, &o.SharedGate)
+	d.update(&o.Residual)
+	d.read(&o.Weight)
+	d.optional(&o.Bias)
+	d.write(&o.Out)
+	d.Flops += 8 * int64(o.Out.Elements())
 }
 
 // Name implements Op.

@@ -70,6 +70,22 @@ type AppendKV struct {
 	Slots          Tensor // [N] I32
 }
 
+// RoPEAppendKV is Norm of the heads of Q and K (RMS, in place) where there are
+// weights for it, RoPE, and AppendKV, one after the other and with the same bits,
+// but for K, which stays as it was: its heads are normed and rotated on their way
+// into the cache. A negative slot leaves K[n] and V[n] out; Q[n] is rotated all the
+// same.
+type RoPEAppendKV struct {
+	Q              Tensor // [N, heads, D] act
+	K, V           Tensor // [N, kv heads, D] act
+	QNorm, KNorm   Tensor // [D] weight: of the norms; or none, both
+	Eps            float32
+	Table          Tensor // [T, D] F32, dense: cosines, then sines
+	Rows           Tensor // [N] I32: which row of Table
+	CacheK, CacheV Tensor // [blocks, B, kv heads, D] act, strided
+	Slots          Tensor // [N] I32
+}
+
 // Attention is causal attention over a paged cache that already holds the rows'
 // own keys and values. Row r of sequence s, SeqStarts[s] <= r < SeqStarts[s+1],
 // stands at position p = ContextLens[s] - (SeqStarts[s+1] - r) and sees positions
@@ -157,6 +173,22 @@ type Combine struct {
 	Weights    Tensor // [N, K] F32, dense
 	Shared     Tensor // [N, H] act, or none
 	SharedGate Tensor // [N, 1] F32, or none
+	Out        Tensor // [N, H] act
+}
+
+// CombineNorm does what Combine and a Norm of its output with Residual do, with the same
+// bits: with x what Combine writes, rounded to the activation type, it does Residual
+// += x and writes Out = norm(Residual) * Weight (+ Bias). x itself is not kept.
+type CombineNorm struct {
+	X          Tensor // [N*K, H] act
+	Weights    Tensor // [N, K] F32, dense
+	Shared     Tensor // [N, H] act, or none
+	SharedGate Tensor // [N, 1] F32, or none
+	Kind       NormKind
+	Residual   Tensor // [N, H] act
+	Weight     Tensor // [H] weight
+	Bias       Tensor // [H] weight, or none
+	Eps        float32
 	Out        Tensor // [N, H] act
 }
 

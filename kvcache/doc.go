@@ -28,7 +28,7 @@
 //	pool, err := kvcache.New(kvcache.Options{Machine: m, Space: device.HBM(0), Blocks: 512, Shape: shape})
 //	seq := pool.NewTable()
 //	if err := seq.Grow(len(prompt)); errors.Is(err, kvcache.ErrNoBlocks) { … }
-//	slot := seq.Slot(0)            // for kernels.AppendKV
-//	k, v := pool.View(layer)       // for kernels.AppendKV and kernels.Attention
+//	slot := seq.Slot(0)            // for kernels.RoPEAppendKV
+//	k, v := pool.View(layer)       // for kernels.RoPEAppendKV and kernels.Attention
 //	seq.Free()
 package kvcache

@@ -118,6 +118,89 @@ func TestGroups(t *testing.T) {
 	}
 }
 
+// PreAttention and Attention leave the cache, queries and attention that Project and
+// Elsewhere do, and in fewer operations.
+func TestElsewhere(t *testing.T) {
+	for _, x := range []struct {
+		name       string
+		clip       float32
+		ops, apart int // of PreAttention, of Project and the append
+	}{
+		{"mixtral", 0, 3, 4},
+		{"qwen3_moe", 0, 3, 6},
+		{"qwen3_moe", 1, 6, 7}, // norms, then what clips them, then the rotation
+		{"olmoe_clip", 0, 6, 7},
+	} {
+		c, src, _ := fixture(t, x.name)
+		if x.clip > 0 {
+			c.ClipQKV = x.clip
+		}
+		r := newRig(t, c, src)
+		m, on := r.model, &counting{Backend: r.backend}
+		m.backend = on
+		var h HostBatch
+		h.Reset(0, 0)
+		ids := make([]int32, 20)
+		for i := range ids {
+			ids[i] = int32(7*i%c.Vocab + 1)
+		}
+		_, err := m.Append(&h, Sequence{IDs: ids, Blocks: []int32{3, 1}})
+		check(t, err)
+		data := make([]byte, BatchBytes(m.Limits))
+		up := r.alloc(device.HBM(0), int64(len(data)))
+		b, n, err := PackBatch(&h, data, up.Range(0, 1).Addr)
+		check(t, err)
+		check(t, r.upload(up.Range(0, n), data[:n]))
+
+		// Keys and values, of which nothing is set but what is appended.
+		cache := func() kernels.Tensor {
+			zeros := make([]byte, 4*2*4*m.Limits.BlockTokens*c.KVHeads*c.HeadDim)
+			return r.tensor(zeros, kernels.F32, 2*4, m.Limits.BlockTokens, c.KVHeads, c.HeadDim)
+		}
+		q, _, _ := m.split(m.Projected(&b))
+		queries := func() []byte {
+			var all []byte
+			for row := range b.Rows {
+				all = append(all, r.download(q.Slice(row, row+1))...)
+			}
+			return all
+		}
+		one, two := cache(), cache()
+		check(t, m.Embed(r.stream, &b))
+		on.ops = 0
+		check(t, m.PreAttention(r.stream, 0, &b, one.Slice(0, 4), one.Slice(4, 8)))
+		ops := on.ops
+		check(t, m.Attention(r.stream, 0, &b, one.Slice(0, 4), one.Slice(4, 8)))
+		wantQ, want := queries(), r.download(m.Attended(&b))
+
+		on.ops = 0
+		check(t, m.Project(r.stream, 0, &b))
+		gotQ := queries()
+		check(t, m.Elsewhere(r.stream, on, 0, &b, m.Projected(&b), m.Attended(&b), two.Slice(0, 4), two.Slice(4, 8)))
+		if apart := on.ops - 1; ops != x.ops || apart != x.apart {
+			t.Errorf("%s, clip %g: %d operations before attention, %d apart, want %d and %d", x.name, x.clip, ops, apart, x.ops, x.apart)
+		}
+		got := r.download(m.Attended(&b))
+		if !slices.Equal(gotQ, wantQ) || !slices.Equal(got, want) {
+			t.Errorf("%s, clip %g: queries or attention differ", x.name, x.clip)
+		}
+		if cached := r.download(one); !slices.Equal(r.download(two), cached) || !slices.ContainsFunc(cached, func(b byte) bool { return b != 0 }) {
+			t.Errorf("%s, clip %g: caches differ", x.name, x.clip)
+		}
+	}
+}
+
+// counting is a backend that counts operations.
+type counting struct {
+	kernels.Backend
+	ops int
+}
+
+func (c *counting) Enqueue(s device.Stream, op kernels.Op) error {
+	c.ops++
+	return c.Backend.Enqueue(s, op)
+}
+
 // The counts, the routing and the grouping tell the same.
 func TestCounts(t *testing.T) {
 	c, src, _ := fixture(t, "qwen2_moe")
@@ -340,14 +423,64 @@ func TestLimits(t *testing.T) {
 type checking struct {
 	kernels.Backend
 	ops int
+	// names are those of the operations, where they are to be listed.
+	list  bool
+	names []string
 }
 
 func (c *checking) Enqueue(_ device.Stream, op kernels.Op) error {
 	c.ops++
+	if c.list {
+		c.names = append(c.names, op.Name())
+	}
 	return op.Check()
 }
 
 func (c *checking) ActivationDType() kernels.DType { return kernels.BF16 }
+
+// An MoE layer's Combine norms for the layer behind it, of whatever kind, whose Project
+// then does not; nobody norms twice, and the last layer leaves it to Head.
+func TestCombineNorms(t *testing.T) {
+	c, src, _ := fixture(t, "qwen2_moe_sparse_step")
+	l, err := NewLayout(c, src, nil)
+	check(t, err)
+	b := &checking{list: true}
+	limits := Limits{MaxRows: 4, MaxSeqs: 1, MaxLogits: 1, MaxModelLen: 16, BlockTokens: 16}
+	m, err := NewModel(c, l.Bind(1<<20), b, device.Range{Addr: 1 << 30, Bytes: WorkspaceBytes(c, b, limits)}, limits)
+	check(t, err)
+	batch := Batch{Rows: 4, RopeRows: kernels.New(1<<43, kernels.I32, 4)}
+	ops := func(run error) string {
+		check(t, run)
+		defer func() { b.names = nil }()
+		return strings.Join(b.names, " ")
+	}
+	behind := map[bool]int{}
+	for layer, dense := range c.Dense {
+		want := "norm matmul rope"
+		if layer > 0 {
+			behind[c.Dense[layer-1]]++
+			if !c.Dense[layer-1] {
+				want = "matmul rope"
+			}
+		}
+		if got := ops(m.Project(nil, layer, &batch)); got != want {
+			t.Errorf("layer %d: Project enqueues %q, want %q", layer, got, want)
+		}
+		if dense {
+			continue
+		}
+		want = "combine_norm"
+		if layer == c.Layers-1 {
+			want = "combine"
+		}
+		if got := ops(m.Combine(nil, layer, Span{Rows: 4})); got != want {
+			t.Errorf("layer %d: Combine enqueues %q, want %q", layer, got, want)
+		}
+	}
+	if behind[false] == 0 || behind[true] == 0 || c.Dense[c.Layers-1] {
+		t.Errorf("dense layers %v: no case of each kind", c.Dense)
+	}
+}
 
 // Stages, and putting a batch together, allocate nothing; and they suit a backend
 // with 16-bit activations.

@@ -19,24 +19,12 @@ const (
 )
 
 func (b *Backend) appendKV(o *kernels.AppendKV, access device.Access) error {
-	blocks, tokens := o.CacheK.Shape[0], o.CacheK.Shape[1]
 	slots := vector[int32](&o.Slots)
-	for i, s := range slots {
-		if int(s) >= blocks*tokens {
-			return errValue(o.Name(), "Slots", i, int64(s), "less than %d (%d blocks of %d tokens)", blocks*tokens, blocks, tokens)
-		}
+	if err := declareAppended(o.Name(), slots, &o.CacheK, &o.CacheV, access); err != nil {
+		return err
 	}
-	heads, d := o.K.Shape[1], o.K.Shape[2]
+	heads, d, tokens := o.K.Shape[1], o.K.Shape[2], o.CacheK.Shape[1]
 	bytes := d * o.K.DType.Size()
-	for _, cache := range [...]*kernels.Tensor{&o.CacheK, &o.CacheV} {
-		m := merger{declare: access.Write}
-		for _, s := range slots {
-			if s >= 0 {
-				declareToken(&m, cache, int(s)/tokens, int(s)%tokens, heads, d)
-			}
-		}
-		m.flush()
-	}
 	b.rows(len(slots), 2*heads*d, func(from, to int) {
 		for n := from; n < to; n++ {
 			s := int(slots[n])
@@ -49,6 +37,27 @@ func (b *Backend) appendKV(o *kernels.AppendKV, access device.Access) error {
 			}
 		}
 	})
+	return nil
+}
+
+// declareAppended checks slots, and declares the places of the caches that they name
+// as written.
+func declareAppended(op string, slots []int32, cacheK, cacheV *kernels.Tensor, access device.Access) error {
+	blocks, tokens := cacheK.Shape[0], cacheK.Shape[1]
+	for i, s := range slots {
+		if int(s) >= blocks*tokens {
+			return errValue(op, "Slots", i, int64(s), "less than %d (%d blocks of %d tokens)", blocks*tokens, blocks, tokens)
+		}
+	}
+	for _, cache := range [...]*kernels.Tensor{cacheK, cacheV} {
+		m := merger{declare: access.Write}
+		for _, s := range slots {
+			if s >= 0 {
+				declareToken(&m, cache, int(s)/tokens, int(s)%tokens, cache.Shape[2], cache.Shape[3])
+			}
+		}
+		m.flush()
+	}
 	return nil
 }
 

@@ -196,6 +196,12 @@ func TestBadData(t *testing.T) {
 			Scale: 1, MaxContext: 32, MaxRows: 2, Out: h.floats(3, 2, 16),
 		}
 	}
+	ropeKV := func(row, slot int32) kernels.Op {
+		return &kernels.RoPEAppendKV{
+			Q: h.floats(1, 1, 16), K: h.floats(1, 1, 16), V: h.floats(1, 1, 16), Table: h.floats(5, 16), Rows: h.ints(row),
+			CacheK: h.floats(2, 16, 1, 16), CacheV: h.floats(2, 16, 1, 16), Slots: h.ints(slot),
+		}
+	}
 	sample := func(temperature float32, logits ...float32) kernels.Op {
 		return &kernels.Sample{
 			Logits: tensor(h, kernels.F32, logits, 1, len(logits)), Temperature: tensor(h, kernels.F32, []float32{temperature}, 1),
@@ -215,6 +221,8 @@ func TestBadData(t *testing.T) {
 		{&kernels.Gather{X: h.floats(3, 16), Rows: h.ints(3), Out: h.floats(1, 16)}, "cpu: gather: Rows[0] is 3, want 0 to 2"},
 		{&kernels.RoPE{Q: h.floats(1, 1, 16), K: h.floats(1, 1, 16), Table: h.floats(5, 16), Rows: h.ints(5)}, "cpu: rope: Rows[0] is 5, want 0 to 4"},
 		{&kernels.AppendKV{K: h.floats(1, 1, 16), V: h.floats(1, 1, 16), CacheK: h.floats(2, 16, 1, 16), CacheV: h.floats(2, 16, 1, 16), Slots: h.ints(32)}, "cpu: append_kv: Slots[0] is 32, want less than 32"},
+		{ropeKV(5, 0), "cpu: rope_append_kv: Rows[0] is 5, want 0 to 4"},
+		{ropeKV(4, 32), "cpu: rope_append_kv: Slots[0] is 32, want less than 32"},
 		{&kernels.Group{IDs: tensor(h, kernels.I32, []int32{0, 4}, 1, 2), Offsets: h.ints(0, 0, 0, 0, 0), Order: h.ints(0, 0)}, "cpu: group: IDs[1] is 4, want 0 to 3"},
 		{up(good, order, []int32{3}, slots), "cpu: expert_up: Experts[0] is 3, want 0 to 2"},
 		{up(good, order, []int32{0, -1}, slots), "cpu: expert_up: Experts[1] is -1"},

@@ -170,6 +170,8 @@ func (b *Backend) Enqueue(s device.Stream, op kernels.Op) error {
 		return b.rope(l, o)
 	case *kernels.AppendKV:
 		return b.appendKV(l, o)
+	case *kernels.RoPEAppendKV:
+		return b.ropeAppendKV(l, o)
 	case *kernels.Attention:
 		return b.attention(l, o)
 	case *kernels.Route:
@@ -182,6 +184,8 @@ func (b *Backend) Enqueue(s device.Stream, op kernels.Op) error {
 		return b.expertDown(l, o)
 	case *kernels.Combine:
 		return b.combine(l, o)
+	case *kernels.CombineNorm:
+		return b.combineNorm(l, o)
 	case *kernels.SiluMul:
 		return b.siluMul(l, o)
 	case *kernels.Gather:

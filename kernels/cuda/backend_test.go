@@ -89,7 +89,7 @@ func TestTable(t *testing.T) {
 		t.Fatalf("%d kernels, want %d", len(table), kernelCount)
 	}
 	for id, name := range map[kernelID]string{
-		embedKernel: "embed", addBias: "add_bias", appendKV: "append_kv", groupKernel: "group", sampleMerge: "sample_merge", restoreKernel: "restore",
+		embedKernel: "embed", combineNorm512Times3: "combine_norm_512_3", addBias: "add_bias", appendKV: "append_kv", normRopeAppendKV: "norm_rope_append_kv", groupKernel: "group", sampleMerge: "sample_merge", restoreKernel: "restore",
 		attentionJoin: "attention_join", attentionKernels + 2*3 + 1: "attention_128_4", productKernels: "matmul_16",
 		productKernels + upMode*kernelID(len(tiles)) + kernelID(anyTile): "up_any",
 		productKernels + downMode*kernelID(len(tiles)):                   "down_16",
@@ -455,13 +455,103 @@ func TestLogitsChoice(t *testing.T) {
 	}
 }
 
+// combiningNorm combines k outputs of experts a row.
+func combiningNorm(rows, k, hidden int) *kernels.CombineNorm {
+	return &kernels.CombineNorm{
+		X: at(1, tensor(kernels.BF16, rows*k, hidden)), Weights: at(2, tensor(kernels.F32, rows, k)), Residual: at(3, tensor(kernels.BF16, rows, hidden)),
+		Weight: at(4, tensor(kernels.BF16, hidden)), Out: at(5, tensor(kernels.BF16, rows, hidden)),
+	}
+}
+
+func TestCombineNormChoice(t *testing.T) {
+	for _, test := range []struct {
+		rows, k, hidden int
+		want            string
+		threads         int
+	}{
+		{1, 2, 2048, "combine_norm_256", 256},
+		{4536, 8, 2048, "combine_norm_256", 256},
+		{1, 2, 4096, "combine_norm_512_few", 512},
+		{4536, 2, 4096, "combine_norm_512_few", 512},
+		{4536, 8, 3584, "combine_norm_512", 512},
+		{7, 2, 4104, "combine_norm_512_3", 512},
+	} {
+		r, b, s := list(t, Options{})
+		if err := b.Enqueue(s, combiningNorm(test.rows, test.k, test.hidden)); err != nil {
+			t.Errorf("%+v: %v", test, err)
+		}
+		if want := []grid{{x: test.rows, y: 1, z: 1, threads: test.threads}}; r.names() != test.want || !slices.Equal(r.grids, want) {
+			t.Errorf("%+v: kernels %q on %v, want %v", test, r.names(), r.grids, want)
+		}
+	}
+	r, b, s := list(t, Options{})
+	if err := errors.Join(b.Enqueue(s, combiningNorm(0, 2, 64)), b.Enqueue(s, combiningNorm(3, 2, 0))); err != nil || len(r.kernels) > 0 {
+		t.Errorf("without elements: %v, kernels %q", err, r.names())
+	}
+}
+
+// appending returns a RoPEAppendKV without norms.
+func appending(rows, heads, kvHeads, d int) *kernels.RoPEAppendKV {
+	return &kernels.RoPEAppendKV{
+		Q: at(1, tensor(kernels.BF16, rows, heads, d)), K: at(2, tensor(kernels.BF16, rows, kvHeads, d)), V: at(3, tensor(kernels.BF16, rows, kvHeads, d)),
+		Table: at(4, tensor(kernels.F32, 100, d)), Rows: at(5, tensor(kernels.I32, rows)),
+		CacheK: at(6, tensor(kernels.BF16, 10, 16, kvHeads, d)), CacheV: at(7, tensor(kernels.BF16, 10, 16, kvHeads, d)), Slots: at(8, tensor(kernels.I32, rows)),
+	}
+}
+
+// normed adds norms.
+func normed(o *kernels.RoPEAppendKV) *kernels.RoPEAppendKV {
+	d := o.Q.Shape[2]
+	o.QNorm, o.KNorm, o.Eps = at(9, tensor(kernels.BF16, d)), at(10, tensor(kernels.F32, d)), 1e-6
+	return o
+}
+
+func TestRoPEAppendKVChoice(t *testing.T) {
+	for _, test := range []struct {
+		name  string
+		op    *kernels.RoPEAppendKV
+		want  string
+		y     int
+		lanes int32
+	}{
+		{"one row", appending(1, 32, 8, 128), "rope_append_kv", 3, 8},
+		{"a wave", appending(176, 32, 8, 128), "rope_append_kv", 3, 8},
+		{"more than a wave", appending(177, 32, 8, 128), "rope_append_kv", 1, 8},
+		{"many rows", normed(appending(4536, 32, 4, 128)), "norm_rope_append_kv", 1, 8},
+		{"many heads", normed(appending(4536, 64, 4, 128)), "norm_rope_append_kv", 2, 8},
+		{"heads of 80", appending(1, 4, 4, 80), "rope_append_kv", 1, 8},
+		{"heads of 16", appending(1, 4, 4, 16), "rope_append_kv", 1, 1},
+		{"heads of 256", appending(1, 8, 4, 256), "rope_append_kv", 2, 16},
+		{"no rows", appending(0, 4, 4, 64), "", 0, 0},
+		{"heads of nothing", appending(5, 4, 4, 0), "", 0, 0},
+	} {
+		r, b, s := list(t, Options{})
+		r.keep = true
+		if err := b.Enqueue(s, test.op); err != nil {
+			t.Errorf("%s: %v", test.name, err)
+		}
+		if r.names() != test.want {
+			t.Errorf("%s: kernels %q, want %q", test.name, r.names(), test.want)
+		}
+		if test.want == "" {
+			continue
+		}
+		a := (*ropeAppendKVArgs)(unsafe.Pointer(&r.args[0][0]))
+		if g := (grid{x: test.op.Q.Shape[0], y: test.y, z: 1, threads: 128}); r.grids[0] != g || a.lanes != test.lanes {
+			t.Errorf("%s: %+v and %d lanes, want %+v and %d", test.name, r.grids[0], a.lanes, g, test.lanes)
+		}
+	}
+}
+
 func TestRefusals(t *testing.T) {
 	r, b, s := list(t, Options{})
 	for name, op := range map[string]kernels.Op{
-		"12288 elements": &kernels.Norm{X: at(1, tensor(kernels.BF16, 1, 12296)), Weight: at(2, tensor(kernels.BF16, 12296)), Out: at(3, tensor(kernels.BF16, 1, 12296))},
-		"3072 experts":   &kernels.Route{Logits: at(1, tensor(kernels.F32, 1, 4000)), IDs: at(2, tensor(kernels.I32, 1, 2)), Weights: at(3, tensor(kernels.F32, 1, 2))},
-		"2048 columns":   logProbs(1, 2049),
-		"bfloat16":       &kernels.Clamp{X: at(1, tensor(kernels.F32, 1, 8)), Limit: 1},
+		"12288 elements":        &kernels.Norm{X: at(1, tensor(kernels.BF16, 1, 12296)), Weight: at(2, tensor(kernels.BF16, 12296)), Out: at(3, tensor(kernels.BF16, 1, 12296))},
+		"rows of at most 12288": combiningNorm(1, 2, 12296),
+		"256 elements":          appending(1, 1, 1, 258),
+		"3072 experts":          &kernels.Route{Logits: at(1, tensor(kernels.F32, 1, 4000)), IDs: at(2, tensor(kernels.I32, 1, 2)), Weights: at(3, tensor(kernels.F32, 1, 2))},
+		"2048 columns":          logProbs(1, 2049),
+		"bfloat16":              &kernels.Clamp{X: at(1, tensor(kernels.F32, 1, 8)), Limit: 1},
 		"multiples of 16 bytes": &kernels.Attention{
 			Q: at(1, tensor(kernels.BF16, 1, 1, 16)), CacheK: tensor(kernels.BF16, 1, 16, 1, 16), CacheV: at(3, tensor(kernels.BF16, 1, 16, 1, 16)).Narrow(0, 0, 1),
 			SeqStarts: at(4, tensor(kernels.I32, 2)), ContextLens: at(5, tensor(kernels.I32, 1)), BlockTable: at(6, tensor(kernels.I32, 1, 1)),
@@ -546,7 +636,7 @@ func TestEnqueueMakesNoGarbage(t *testing.T) {
 		matmul(5, 6144, 4096, kernels.BF16), matmul(5, 8, 4096, kernels.F32),
 		&kernels.Norm{X: at(1, tensor(kernels.BF16, 3, 64)), Weight: at(2, tensor(kernels.BF16, 64)), Out: at(3, tensor(kernels.BF16, 3, 64))},
 		&kernels.Route{Logits: at(1, tensor(kernels.F32, 3, 8)), IDs: at(2, tensor(kernels.I32, 3, 2)), Weights: at(3, tensor(kernels.F32, 3, 2))},
-		sampling(3, 32000), cut, adjusting(3, 100), restoring(adjusting(3, 100)), logProbs(3, 20),
+		appending(3, 4, 2, 64), normed(appending(3, 4, 2, 64)), combiningNorm(3, 2, 64), sampling(3, 32000), cut, adjusting(3, 100), restoring(adjusting(3, 100)), logProbs(3, 20),
 		&kernels.ExpertDown{
 			X: at(1, tensor(kernels.BF16, 6, 64)), Offsets: at(2, tensor(kernels.I32, 5)), Order: at(3, tensor(kernels.I32, 6)), Slots: at(4, tensor(kernels.U64, 4)),
 			Experts: at(5, tensor(kernels.I32, 4)), Layout: layout, Out: at(6, tensor(kernels.BF16, 6, 128)),

@@ -288,6 +288,15 @@ func (x *bench) layer(b *testing.B, c *benchModel, n int) {
 	one("combine", func() kernels.Op {
 		return &kernels.Combine{X: x.act(n*c.k, c.hidden), Weights: x.weights(kernels.F32, n, c.k), Out: x.act(n, c.hidden)}
 	})
+	one("combine_norm", func() kernels.Op {
+		o := &kernels.CombineNorm{
+			X: x.act(n*c.k, c.hidden), Weights: x.weights(kernels.F32, n, c.k), Residual: x.act(n, c.hidden), Weight: x.act(c.hidden), Eps: 1e-5, Out: x.act(n, c.hidden),
+		}
+		if sharedWidths[c.name] > 0 {
+			o.Shared, o.SharedGate = x.act(n, c.hidden), x.weights(kernels.F32, n, 1)
+		}
+		return o
+	})
 	one("silu_mul", func() kernels.Op {
 		return &kernels.SiluMul{Gate: x.act(n, c.intermediate), Up: x.act(n, c.intermediate), Out: x.act(n, c.intermediate)}
 	})
@@ -438,5 +447,23 @@ func (x *bench) attention(b *testing.B, c *benchModel, n int, one func(string, f
 		a := op(n, 1, tokens)
 		k := x.act(n, c.kvHeads, c.d)
 		return &kernels.AppendKV{K: k, V: k, CacheK: a.CacheK, CacheV: a.CacheV, Slots: x.ints(x.upTo(n, n*tokens)...)}
+	})
+	// Queries, keys and values lie side by side, as one product leaves them.
+	ropeAppendKV := func() *kernels.RoPEAppendKV {
+		a, all := op(n, 1, tokens), x.act(n, c.heads+2*c.kvHeads, c.d)
+		slots := make([]int32, n)
+		for i := range slots {
+			slots[i] = int32(i*tokens + x.random.IntN(tokens))
+		}
+		return &kernels.RoPEAppendKV{
+			Q: all.Narrow(1, 0, c.heads), K: all.Narrow(1, c.heads, c.heads+c.kvHeads), V: all.Narrow(1, c.heads+c.kvHeads, c.heads+2*c.kvHeads),
+			Table: x.weights(kernels.F32, 1024, c.d), Rows: x.ints(x.upTo(n, 1024)...), CacheK: a.CacheK, CacheV: a.CacheV, Slots: x.ints(slots...),
+		}
+	}
+	one("rope_append_kv", func() kernels.Op { return ropeAppendKV() })
+	one("rope_append_kv-norm", func() kernels.Op {
+		o := ropeAppendKV()
+		o.QNorm, o.KNorm, o.Eps = x.act(c.d), x.act(c.d), 1e-6
+		return o
 	})
 }

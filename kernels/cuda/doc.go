@@ -42,8 +42,9 @@
 //   - Kernels overlap, from compute capability 9.0 on (unless Options.Serial): one may
 //     start before the one in front has ended, and then waits for it. Before it waits it
 //     reads nothing but weights and what says where things are (Rows of RoPE, Slots of
-//     AppendKV, SeqStarts, ContextLens and BlockTable of Attention). So no operation of a
-//     Backend may write those; copies may, and kernels launched without Grid.Overlap.
+//     AppendKV, both of RoPEAppendKV, SeqStarts, ContextLens and BlockTable of Attention).
+//     So no operation of a Backend may write those; copies may, and kernels launched
+//     without Grid.Overlap.
 //     A stream is used through one Backend: the way down of experts relies on the way up
 //     right in front of it.
 //   - Weights may have any float type. Those of products that differ from the
@@ -52,7 +53,7 @@
 //
 // # Limits
 //
-// A head size that is a multiple of 8, up to 128; at most 64 heads of a query to one
+// A head size that is a multiple of 8, up to 128 (for RoPEAppendKV any up to 256); at most 64 heads of a query to one
 // of the cache; rows of up to 12288 elements for norms; up to 3072 experts, and where
 // they lie in tiles rows of X that start at multiples of 16 bytes and of Out at
 // multiples of 8; the 2048 likeliest tokens of a row.

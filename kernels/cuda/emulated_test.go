@@ -68,6 +68,8 @@ func awaited(op kernels.Op, early bool) (all []device.Range) {
 		add(&o.Q, &o.K)
 	case *kernels.AppendKV:
 		add(&o.K, &o.V, &o.CacheK, &o.CacheV)
+	case *kernels.RoPEAppendKV:
+		add(&o.Q, &o.K, &o.V, &o.CacheK, &o.CacheV)
 	case *kernels.Attention:
 		add(&o.Q, &o.CacheK, &o.CacheV, &o.Out)
 	case *kernels.Route:
@@ -83,6 +85,8 @@ func awaited(op kernels.Op, early bool) (all []device.Range) {
 		}
 	case *kernels.Combine:
 		add(&o.X, &o.Weights, &o.Shared, &o.SharedGate, &o.Out)
+	case *kernels.CombineNorm:
+		add(&o.X, &o.Weights, &o.Shared, &o.SharedGate, &o.Residual, &o.Out)
 	case *kernels.SiluMul:
 		add(&o.Gate, &o.Up, &o.Out)
 	case *kernels.Gather:
@@ -223,6 +227,68 @@ func TestEmulatedLargeVocabulary(t *testing.T) {
 	}
 	for _, mem := range mems {
 		if err := mem.Free(); err != nil {
+			t.Error(err)
+		}
+	}
+}
+
+// TestEmulatedOutside holds rows whose place or slot is out of range to what Norm, RoPE
+// and AppendKV make of them: they are not rotated, or not appended.
+func TestEmulatedOutside(t *testing.T) {
+	const heads, kvHeads, places, blocks, tokens = 4, 2, 9, 2, 16
+	for _, c := range []struct {
+		d     int
+		norms bool
+	}{{128, false}, {128, true}, {80, false}, {80, true}} {
+		m, b, s := emulate(t, Options{}, 1)
+		x := &bench{TB: t, m: m, b: b, s: s, random: rand.New(rand.NewPCG(1, 2)), exponent: 6}
+		rows, slots := x.ints(-1, places, 3, 4, places+5, 0, math.MaxInt32), x.ints(0, 7, blocks*tokens, -1, -1, 31, math.MaxInt32)
+		n := rows.Shape[0]
+		table, qNorm, kNorm := x.weights(kernels.F32, places, c.d), x.act(c.d), x.act(c.d)
+		in, blank := x.act(n, heads+2*kvHeads, c.d), x.act(2, blocks*tokens, kvHeads*c.d)
+		all, cache := x.act(n, heads+2*kvHeads, c.d), x.act(2*blocks, tokens, kvHeads, c.d)
+		q, k, v := all.Narrow(1, 0, heads), all.Narrow(1, heads, heads+kvHeads), all.Narrow(1, heads+kvHeads, heads+2*kvHeads)
+		host, err := m.Alloc(device.Host, cache.Bytes()+all.Bytes(), "results")
+		if err != nil {
+			t.Fatal(err)
+		}
+		// run returns queries, keys and values, and the cache.
+		run := func(ops ...kernels.Op) (projected, cached []byte) {
+			err := errors.Join(s.Copy(all.Range(), in.Range()), s.Copy(cache.Range(), blank.Range()))
+			for _, op := range ops {
+				err = errors.Join(err, b.Enqueue(s, op))
+			}
+			at := all.Bytes()
+			if err := errors.Join(err, s.Copy(host.Range(0, at), all.Range()), s.Copy(host.Range(at, cache.Bytes()), cache.Range()), s.Synchronize(t.Context())); err != nil {
+				t.Fatal(err)
+			}
+			return bytes.Clone(host.Read(0, at)), bytes.Clone(host.Read(at, cache.Bytes()))
+		}
+		keys, values := cache.Slice(0, blocks), cache.Slice(blocks, 2*blocks)
+		together := kernels.RoPEAppendKV{Q: q, K: k, V: v, Table: table, Rows: rows, CacheK: keys, CacheV: values, Slots: slots}
+		var apart []kernels.Op
+		if c.norms {
+			together.QNorm, together.KNorm, together.Eps = qNorm, kNorm, 1e-6
+			apart = append(apart, &kernels.Norm{X: q, Weight: qNorm, Eps: 1e-6, Out: q}, &kernels.Norm{X: k, Weight: kNorm, Eps: 1e-6, Out: k})
+		}
+		apart = append(apart, &kernels.RoPE{Q: q, K: k, Table: table, Rows: rows}, &kernels.AppendKV{K: k, V: v, CacheK: keys, CacheV: values, Slots: slots})
+		before, blankCache := run()
+		got, gotCache := run(&together)
+		want, wantCache := run(apart...)
+		if bytes.Equal(wantCache, blankCache) || !bytes.Equal(gotCache, wantCache) {
+			t.Errorf("%+v: the cache is not as of norm, rope and append_kv one after the other", c)
+		}
+		row, queries := len(got)/n, 2*heads*c.d
+		for i := range n {
+			if !bytes.Equal(got[i*row:][:queries], want[i*row:][:queries]) {
+				t.Errorf("%+v: row %d: queries are not as of norm, rope and append_kv one after the other", c, i)
+			}
+			if !bytes.Equal(got[i*row+queries:(i+1)*row], before[i*row+queries:(i+1)*row]) {
+				t.Errorf("%+v: row %d: keys or values have changed", c, i)
+			}
+		}
+		x.free()
+		if err := host.Free(); err != nil {
 			t.Error(err)
 		}
 	}

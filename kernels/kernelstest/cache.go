@@ -25,6 +25,19 @@ func (r *rig) cache(blocks, tokens, heads, d int) pagedCache {
 	return pagedCache{view(0), view(1)}
 }
 
+// writes says that the operation must write the places of the slots that are not
+// negative.
+func (c pagedCache) writes(slots []int) {
+	tokens := c.k.Shape[1]
+	for _, slot := range slots {
+		if slot >= 0 {
+			b, t := slot/tokens, slot%tokens
+			tensor{c.k.Narrow(0, b, b+1).Narrow(1, t, t+1), c.k.buffer}.writes()
+			tensor{c.v.Narrow(0, b, b+1).Narrow(1, t, t+1), c.v.buffer}.writes()
+		}
+	}
+}
+
 func testAppendKV(r *rig) {
 	type shape struct{ rows, blocks, tokens, heads, d int }
 	for i, s := range []shape{{1, 3, 16, 1, 16}, {2, 2, 16, 4, 32}, {7, 5, 16, 2, 80}, {33, 4, 32, 2, 128}} {
@@ -36,13 +49,7 @@ func testAppendKV(r *rig) {
 			if s.rows > 2 {
 				slots[s.rows/2] = -1
 			}
-			for _, slot := range slots {
-				if slot >= 0 {
-					b, t := slot/s.tokens, slot%s.tokens
-					tensor{cache.k.Narrow(0, b, b+1).Narrow(1, t, t+1), cache.k.buffer}.writes()
-					tensor{cache.v.Narrow(0, b, b+1).Narrow(1, t, t+1), cache.v.buffer}.writes()
-				}
-			}
+			cache.writes(slots)
 			r.do(&kernels.AppendKV{
 				K: k.Tensor, V: v.Tensor, CacheK: cache.k.Tensor, CacheV: cache.v.Tensor,
 				Slots: r.ints("Slots", slots...).Tensor,
@@ -54,6 +61,115 @@ func testAppendKV(r *rig) {
 						r.exact(cache.v, v.row(n, h), slot/s.tokens, slot%s.tokens, h)
 					}
 				}
+			}
+		})
+	}
+}
+
+type ropeAppendShape struct{ rows, heads, kvHeads, d, blocks, tokens int }
+
+func testRoPEAppendKV(r *rig) {
+	shapes := []ropeAppendShape{
+		{1, 1, 1, 16, 3, 16},
+		{2, 4, 1, 32, 2, 16},
+		{7, 4, 4, 64, 5, 16},
+		{33, 8, 2, 80, 4, 32},
+		{5, 2, 1, 96, 2, 16},
+		{9, 4, 2, 128, 3, 16},
+		{1, 32, 8, 128, 1, 16},
+		{6, 3, 2, 20, 2, 16}, // whose rows are not aligned
+		{3, 5, 1, 42, 2, 16},
+		{4, 1, 1, 2, 2, 16},
+		{9, 30, 3, 256, 1, 16},
+	}
+	if r.o.Full {
+		shapes = append(shapes, ropeAppendShape{3, 32, 8, 128, 2, 16}, ropeAppendShape{3, 32, 4, 128, 2, 16}, ropeAppendShape{1000, 16, 16, 128, 70, 16})
+	}
+	for i, s := range shapes {
+		r.run(fmt.Sprint(s), func(r *rig) { testRoPEAppendKVShape(r, s, i, kernels.Invalid) })
+		for _, w := range r.o.Weights {
+			r.run(fmt.Sprintf("%v/norm=%v", s, w), func(r *rig) { testRoPEAppendKVShape(r, s, i, w) })
+		}
+	}
+}
+
+// testRoPEAppendKVShape has norms with weights of type w, or none. Results are near the
+// reference, and the bits of Norm, RoPE and AppendKV one after the other.
+func testRoPEAppendKVShape(r *rig, s ropeAppendShape, i int, w kernels.DType) {
+	const places, eps = 50, 1e-5
+	var q, k, v tensor
+	if i%3 == 0 { // side by side, as one product leaves them
+		all := r.normal(r.rows(i%2 == 0, "QKV", r.act, s.rows, (s.heads+2*s.kvHeads)*s.d), 0.5, 1)
+		part := func(from, heads int) tensor {
+			return tensor{all.Narrow(1, from*s.d, (from+heads)*s.d).View(s.rows, heads, s.d), all.buffer}
+		}
+		q, k, v = part(0, s.heads), part(s.heads, s.kvHeads), part(s.heads+s.kvHeads, s.kvHeads)
+	} else {
+		q = r.normal(r.rows(i%2 == 0, "Q", r.act, s.rows, s.heads, s.d), 0.5, 1)
+		k = r.normal(r.rows(i%3 == 1, "K", r.act, s.rows, s.kvHeads, s.d), 0.5, 1)
+		v = r.normal(r.rows(i%4 == 1, "V", r.act, s.rows, s.kvHeads, s.d), 0.5, 1)
+	}
+	norms := w != kernels.Invalid
+	qNorm, qNormArg := optional(norms, func() tensor { return r.normal(r.dense("QNorm", w, s.d), 1, 0.2) })
+	kNorm, kNormArg := optional(norms, func() tensor { return r.normal(r.dense("KNorm", w, s.d), 1, 0.2) })
+	table := r.rotations(places, s.d)
+	rows := make([]int, s.rows)
+	for i := range rows {
+		rows[i] = r.rand.IntN(places)
+	}
+	rows[0] = places - 1
+	at := r.ints("Rows", rows...)
+	cache := r.cache(s.blocks, s.tokens, s.kvHeads, s.d)
+	slots := r.rand.Perm(s.blocks * s.tokens)[:s.rows]
+	if s.rows > 2 {
+		slots[s.rows/2] = -1
+	}
+	slotsArg := r.ints("Slots", slots...)
+
+	q.writes()
+	cache.writes(slots)
+	r.do(&kernels.RoPEAppendKV{
+		Q: q.Tensor, K: k.Tensor, V: v.Tensor, QNorm: qNormArg, KNorm: kNormArg, Eps: eps, Table: table.Tensor, Rows: at.Tensor,
+		CacheK: cache.k.Tensor, CacheV: cache.v.Tensor, Slots: slotsArg.Tensor,
+	})
+	want := func(x, weight tensor, row, head int) []float64 {
+		in := x.row(row, head)
+		if norms {
+			in = norm(kernels.RMS, in, weight.row(), eps)
+		}
+		return rotated(in, table.row(rows[row]))
+	}
+	for n, slot := range slots {
+		for h := range s.heads {
+			r.near(q, want(q, qNorm, n, h), n, h)
+		}
+		for h := range s.kvHeads {
+			if slot >= 0 {
+				r.near(cache.k, want(k, kNorm, n, h), slot/s.tokens, slot%s.tokens, h)
+				r.exact(cache.v, v.row(n, h), slot/s.tokens, slot%s.tokens, h)
+			}
+		}
+	}
+
+	together := []tensor{q, cache.k, cache.v}
+	bits := make([][]byte, len(together))
+	for i, t := range together {
+		bits[i] = bytes.Clone(t.buffer.after)
+	}
+	var apart []kernels.Op
+	if norms {
+		for _, x := range [...]struct{ x, w kernels.Tensor }{{q.Tensor, qNormArg}, {k.Tensor, kNormArg}} {
+			apart = append(apart, &kernels.Norm{Kind: kernels.RMS, X: x.x, Weight: x.w, Eps: eps, Out: x.x})
+		}
+	}
+	apart = append(apart, &kernels.RoPE{Q: q.Tensor, K: k.Tensor, Table: table.Tensor, Rows: at.Tensor},
+		&kernels.AppendKV{K: k.Tensor, V: v.Tensor, CacheK: cache.k.Tensor, CacheV: cache.v.Tensor, Slots: slotsArg.Tensor})
+	k.writes()
+	r.doPart(apart...)
+	for i, t := range together {
+		t.each(func(index ...int) {
+			if got, want := t.in(bits[i], index...), t.in(t.buffer.after, index...); !bytes.Equal(got, want) {
+				r.Fatalf("%s%v is %v, and of norm, rope and append_kv one after the other %v", t.buffer.name, index, t.decode(got), t.decode(want))
 			}
 		})
 	}
@@ -91,11 +207,19 @@ func testAttention(r *rig) {
 		)
 	}
 	for i, s := range shapes {
-		r.run(fmt.Sprintf("%+v", s), func(r *rig) { testAttentionShape(r, s, i%2 == 0) })
+		r.run(fmt.Sprintf("%+v", s), func(r *rig) {
+			testAttentionShape(r, s, func(n int) tensor { return r.rows(i%2 == 0, "Q", r.act, n, s.heads, s.d) }, i%2 != 0)
+		})
 	}
+	r.run("rows of queries that are not aligned", func(r *rig) {
+		s := attentionShape{8, 2, 64, 16, 0, []sequence{{33, 20}, {1, 1}, {17, 2}}}
+		testAttentionShape(r, s, func(n int) tensor { return r.between(1, 2, "Q", r.act, n, s.heads, s.d) }, false)
+	})
 }
 
-func testAttentionShape(r *rig, s attentionShape, gaps bool) {
+// testAttentionShape takes queries for so many rows from newQ; gaps says whether there are
+// some between the rows of the output.
+func testAttentionShape(r *rig, s attentionShape, newQ func(rows int) tensor, gaps bool) {
 	starts, lens := []int{0}, []int(nil)
 	maxContext, maxRows, blocks := 0, 0, 3
 	for _, q := range s.sequences {
@@ -128,8 +252,8 @@ func testAttentionShape(r *rig, s attentionShape, gaps bool) {
 			r.normal(tensor{cache.v.Narrow(0, b, b+1).Narrow(1, row, row+1), cache.v.buffer}, 0, 1)
 		}
 	}
-	q := r.normal(r.rows(gaps, "Q", r.act, rows, s.heads, s.d), 0, 2)
-	out := r.rows(!gaps, "Out", r.act, rows, s.heads, s.d)
+	q := r.normal(newQ(rows), 0, 2)
+	out := r.rows(gaps, "Out", r.act, rows, s.heads, s.d)
 	out.writes()
 	blockTable := r.dense("BlockTable", kernels.I32, len(s.sequences), width).set(func(i int) float64 { return float64(table[i]) })
 	op := kernels.Attention{

@@ -42,6 +42,7 @@ var tests = []struct {
 	{"clamp", testClamp},
 	{"rope", testRoPE},
 	{"append_kv", testAppendKV},
+	{"rope_append_kv", testRoPEAppendKV},
 	{"attention", testAttention},
 	{"route", testRoute},
 	{"group", testGroup},
@@ -53,6 +54,7 @@ var tests = []struct {
 	{"sample_cuts", testSampleCuts},
 	{"adjust", testAdjust},
 	{"log_probs", testLogProbs},
+	{"combine_norm", testCombineNorm},
 	{"layout", testLayout},
 	{"arguments", testArguments},
 }

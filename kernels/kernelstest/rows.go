@@ -149,15 +149,7 @@ func testRoPE(r *rig) {
 			const places = 50
 			q := r.normal(r.rows(i%2 == 0, "Q", r.act, s.rows, s.heads, s.d), 0, 1)
 			k := r.normal(r.rows(i%3 == 0, "K", r.act, s.rows, s.kvHeads, s.d), 0, 1)
-			table := r.dense("Table", kernels.F32, places, s.d)
-			half := s.d / 2
-			table.set(func(i int) float64 {
-				angle := float64(i/s.d) * math.Pow(100, -float64(i%half)/float64(half))
-				if i%s.d < half {
-					return math.Cos(angle)
-				}
-				return math.Sin(angle)
-			})
+			table := r.rotations(places, s.d)
 			rows := make([]int, s.rows)
 			for i := range rows {
 				rows[i] = r.rand.IntN(places)
@@ -169,18 +161,36 @@ func testRoPE(r *rig) {
 			r.do(&kernels.RoPE{Q: q.Tensor, K: k.Tensor, Table: table.Tensor, Rows: at.Tensor})
 			for _, t := range []tensor{q, k} {
 				t.each(func(index ...int) {
-					x, angles := t.row(index...), table.row(rows[index[0]])
-					want := make([]float64, s.d)
-					for i := range half {
-						c, s := angles[i], angles[half+i]
-						want[i] = x[i]*c - x[i+half]*s
-						want[i+half] = x[i+half]*c + x[i]*s
-					}
-					r.near(t, want, index...)
+					r.near(t, rotated(t.row(index...), table.row(rows[index[0]])), index...)
 				})
 			}
 		})
 	}
+}
+
+// rotations returns a table of cosines and sines.
+func (r *rig) rotations(places, d int) tensor {
+	r.Helper()
+	half := d / 2
+	return r.dense("Table", kernels.F32, places, d).set(func(i int) float64 {
+		angle := float64(i/d) * math.Pow(100, -float64(i%half)/float64(half))
+		if i%d < half {
+			return math.Cos(angle)
+		}
+		return math.Sin(angle)
+	})
+}
+
+// rotated is x rotated by a row of the table.
+func rotated(x, angles []float64) []float64 {
+	half := len(x) / 2
+	want := make([]float64, len(x))
+	for i := range half {
+		c, s := angles[i], angles[half+i]
+		want[i] = x[i]*c - x[i+half]*s
+		want[i+half] = x[i+half]*c + x[i]*s
+	}
+	return want
 }
 
 func silu(x float64) float64 { return x / (1 + math.Exp(-x)) }

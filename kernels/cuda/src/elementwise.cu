@@ -50,37 +50,35 @@ DEVICE float item_sum(const float (&parts)[each], float *sums) {
   return v;
 }
 
-// threads work on one row of one head, a block on as many as it has room for. A thread
-// keeps its elements, up to each times eight, in registers, as they are in memory: so
-// there is room for blocks enough to keep memory busy.
-template <int threads, int block, int each>
-DEVICE void norm_rows(const norm_args &a) {
-  launch_dependents();
-  if (blockIdx.x == 0 && threadIdx.x < threads)  // once is enough for all blocks
+// Has the second-level cache fetch the weights of a norm: once is enough for all blocks.
+template <int threads>
+DEVICE void prefetch_weights(const norm_args &a) {
+  if (blockIdx.x == 0 && threadIdx.x < threads)
     for (int at = threadIdx.x * 8; at < a.d; at += threads * 8) prefetch((const char *)a.weight + at * (a.weight_type == f32_type ? 4 : 2));
-  wait_dependencies();
+}
+
+// Norms what rows.load gives of a row of one head, with what residual has, unless that
+// is 0; threads of a block work on it. A thread keeps its elements, up to each times
+// eight, in registers, as they are in memory: so there is room for blocks enough to keep
+// memory busy. Arithmetic is spelled out, so that it is fused alike in every kernel.
+template <int threads, int block, int each, class Rows>
+DEVICE void norm_row(const norm_args &a, const Rows &rows, u16 *residual, u16 *out) {
   __shared__ float sums[2][each * (block / 32)];
   int t = threadIdx.x % threads;
-  i64 item = (i64)blockIdx.x * (block / threads) + threadIdx.x / threads;
-  if (item >= a.items) return;  // whole warps, and never with a block to an item
-  i64 row = item / a.heads;
-  int head = (int)(item - row * a.heads);
-  const u16 *x = (const u16 *)a.x + row * a.x_row + head * a.x_head;
-  u16 *residual = (u16 *)a.residual + row * a.residual_row + head * a.residual_head;
-  u16 *out = (u16 *)a.out + row * a.out_row + head * a.out_head;
-
   uint4 q[each], old[each];
-#pragma unroll
-  for (int i = 0; i < each; i++) q[i] = load_packed(x, (t + i * threads) * 8, a.d - (t + i * threads) * 8, a.aligned);
-  if (a.residual) {
+  if (residual) {
 #pragma unroll
     for (int i = 0; i < each; i++) old[i] = load_packed(residual, (t + i * threads) * 8, a.d - (t + i * threads) * 8, a.aligned);
+  }
+#pragma unroll
+  for (int i = 0; i < each; i++) q[i] = rows.load((t + i * threads) * 8, a.d - (t + i * threads) * 8);
+  if (residual) {
 #pragma unroll
     for (int i = 0; i < each; i++) {
       float v[8], r[8];
       unpack(v, q[i]), unpack(r, old[i]);
 #pragma unroll
-      for (int c = 0; c < 8; c++) v[c] += r[c];
+      for (int c = 0; c < 8; c++) v[c] = __fadd_rn(v[c], r[c]);
       q[i] = pack(v);
       store_packed(residual, (t + i * threads) * 8, q[i], a.d - (t + i * threads) * 8, a.aligned);
     }
@@ -90,7 +88,7 @@ DEVICE void norm_rows(const norm_args &a) {
   for (int i = 0; i < each; i++) {
     unpack(v, q[i]);
 #pragma unroll
-    for (int c = 0; c < 8; c++) total[i] += a.layer ? v[c] : v[c] * v[c];
+    for (int c = 0; c < 8; c++) total[i] = __fadd_rn(total[i], a.layer ? v[c] : __fmul_rn(v[c], v[c]));
   }
   float mean = 0, square = item_sum<threads>(total, sums[0]) / a.d;
   if (a.layer) {
@@ -102,7 +100,7 @@ DEVICE void norm_rows(const norm_args &a) {
 #pragma unroll
       for (int c = 0; c < 8; c++) {
         float off = (t + i * threads) * 8 + c < a.d ? v[c] - mean : 0.f;
-        total[i] += off * off;
+        total[i] = __fmaf_rn(off, off, total[i]);
       }
     }
     square = item_sum<threads>(total, sums[1]) / a.d;
@@ -115,18 +113,40 @@ DEVICE void norm_rows(const norm_args &a) {
     unpack(v, q[i]);
     load8(w, (const void *)a.weight, a.weight_type, at, n, a.weight_aligned);
 #pragma unroll
-    for (int c = 0; c < 8; c++) v[c] = (v[c] - mean) * scale * w[c];
+    for (int c = 0; c < 8; c++) v[c] = __fmul_rn(__fmul_rn(v[c] - mean, scale), w[c]);
     if (a.bias) {
       load8(w, (const void *)a.bias, a.bias_type, at, n, a.bias_aligned);
 #pragma unroll
-      for (int c = 0; c < 8; c++) v[c] += w[c];
+      for (int c = 0; c < 8; c++) v[c] = __fadd_rn(v[c], w[c]);
     }
     store8(out, at, v, n, a.aligned);
   }
 }
 
-KERNEL(256, 2) norm_head(const norm_args a) { norm_rows<32, 256, 1>(a); }
-KERNEL(256, 2) norm_warp(const norm_args a) { norm_rows<32, 256, 4>(a); }
+// A row of one head in memory.
+struct stored_row {
+  const u16 *x;
+  bool aligned;
+  DEVICE uint4 load(int at, int n) const { return load_packed(x, at, n, aligned); }
+};
+
+// threads work on one row of one head, a block on as many as it has room for.
+template <int threads, int block, int each>
+DEVICE void norm_rows(const norm_args &a) {
+  launch_dependents();
+  prefetch_weights<threads>(a);
+  wait_dependencies();
+  i64 item = (i64)blockIdx.x * (block / threads) + threadIdx.x / threads;
+  if (item >= a.items) return;  // whole warps, and never with a block to an item
+  i64 row = item / a.heads;
+  int head = (int)(item - row * a.heads);
+  stored_row x = {(const u16 *)a.x + row * a.x_row + head * a.x_head, a.aligned != 0};
+  u16 *residual = a.residual ? (u16 *)a.residual + row * a.residual_row + head * a.residual_head : 0;
+  norm_row<threads, block, each>(a, x, residual, (u16 *)a.out + row * a.out_row + head * a.out_head);
+}
+
+KERNEL(256, 8) norm_head(const norm_args a) { norm_rows<32, 256, 1>(a); }
+KERNEL(256, 4) norm_warp(const norm_args a) { norm_rows<32, 256, 4>(a); }
 KERNEL(256, 8) norm_256(const norm_args a) { norm_rows<256, 256, 1>(a); }
 KERNEL(256, 6) norm_256_2(const norm_args a) { norm_rows<256, 256, 2>(a); }
 KERNEL(512, 1) norm_512(const norm_args a) { norm_rows<512, 512, 1>(a); }
@@ -191,41 +211,90 @@ struct combine_args {
   int k, columns, aligned;
 };
 
-KERNEL(128, 1) combine(const combine_args a) {
-  begin();
-  int at = (blockIdx.y * 128 + threadIdx.x) * 8, n = a.columns - at;
-  if (n <= 0) return;
-  i64 row = blockIdx.x;
-  const u16 *x = (const u16 *)a.x + row * a.k * a.x_stride;
-  const float *weights = (const float *)a.weights + row * a.k;
+// Adds to total the next outputs of a row's experts from k on, where there are so many:
+// eight elements of each from at on, of which n are there. whole says that they are all
+// there, and aligned. All of them are on their way at once.
+template <int at_once, bool whole>
+DEVICE void add_outputs(float (&total)[8], const combine_args &a, i64 row, int k, int at, int n) {
+  const u16 *x = (const u16 *)a.x + (row * a.k + k) * a.x_stride;
+  const float *weights = (const float *)a.weights + row * a.k + k;
+  uint4 q[at_once];
+  float w[at_once], v[8];
+#pragma unroll
+  for (int j = 0; j < at_once; j++)
+    if (k + j < a.k) w[j] = weights[j], q[j] = load_packed(x + j * a.x_stride, at, whole ? 8 : n, whole || a.aligned);
+#pragma unroll
+  for (int j = 0; j < at_once; j++)
+    if (k + j < a.k) {
+      unpack(v, q[j]);
+#pragma unroll
+      for (int i = 0; i < 8; i++) total[i] = __fmaf_rn(w[j], v[i], total[i]);
+    }
+}
+
+// Eight elements of a row's weighted sum, arithmetic spelled out as in norm_row. With two
+// at once a.k is at most 2: without the loop, registers are fewer.
+template <int at_once, bool whole>
+DEVICE uint4 combine_elements(const combine_args &a, i64 row, int at, int n) {
   float total[8] = {}, v[8], gate = 0;
   uint4 shared = {0, 0, 0, 0};
   if (a.shared) {
-    shared = load_packed((const u16 *)a.shared + row * a.shared_stride, at, n, a.aligned);
+    shared = load_packed((const u16 *)a.shared + row * a.shared_stride, at, whole ? 8 : n, whole || a.aligned);
     gate = ((const float *)a.gate)[row * a.gate_stride];
   }
-  for (int k = 0; k < a.k; k += 4) {  // four at once
-    uint4 q[4];
-    float w[4];
-#pragma unroll
-    for (int j = 0; j < 4; j++)
-      if (k + j < a.k) w[j] = weights[k + j], q[j] = load_packed(x + (k + j) * a.x_stride, at, n, a.aligned);
-#pragma unroll
-    for (int j = 0; j < 4; j++)
-      if (k + j < a.k) {
-        unpack(v, q[j]);
-#pragma unroll
-        for (int i = 0; i < 8; i++) total[i] += w[j] * v[i];
-      }
-  }
+  add_outputs<at_once, whole>(total, a, row, 0, at, n);
+#pragma unroll 1
+  for (int k = at_once; at_once > 2 && k < a.k; k += at_once) add_outputs<at_once, whole>(total, a, row, k, at, n);
   if (a.shared) {
-    float w = 1.f / (1.f + expf(-gate));
+    float w = __fdiv_rn(1.f, __fadd_rn(1.f, expf(-gate)));
     unpack(v, shared);
 #pragma unroll
-    for (int i = 0; i < 8; i++) total[i] += w * v[i];
+    for (int i = 0; i < 8; i++) total[i] = __fmaf_rn(w, v[i], total[i]);
   }
-  store8((u16 *)a.out + row * a.out_stride, at, total, n, a.aligned);
+  return pack(total);
 }
+
+// A row that is the weighted sum of its experts' outputs.
+template <int at_once>
+struct combined_row {
+  const combine_args &a;
+  i64 row;
+  DEVICE uint4 load(int at, int n) const {
+    return a.aligned && n >= 8 ? combine_elements<at_once, true>(a, row, at, 8) : combine_elements<at_once, false>(a, row, at, n);
+  }
+};
+
+KERNEL(128, 9) combine(const combine_args a) {
+  begin();
+  int at = (blockIdx.y * 128 + threadIdx.x) * 8, n = a.columns - at;
+  if (n <= 0) return;
+  combined_row<4> x = {a, blockIdx.x};
+  store_packed((u16 *)a.out + blockIdx.x * a.out_stride, at, x.load(at, n), n, a.aligned);
+}
+
+// Both say where rows lie that only one of them needs: combine.out and norm.x are 0.
+struct combine_norm_args {
+  combine_args combine;
+  norm_args norm;
+};
+
+// A block has one row. Registers bound how much a multiprocessor has on its way: with 64 a
+// thread 48 KiB where two experts are combined, 80 for four and more; with 40, which do for
+// two, 72.
+template <int threads, int each, int at_once>
+DEVICE void combine_norm(const combine_norm_args &a) {
+  launch_dependents();
+  prefetch_weights<threads>(a.norm);
+  wait_dependencies();
+  i64 row = blockIdx.x;
+  combined_row<at_once> x = {a.combine, row};
+  norm_row<threads, threads, each>(a.norm, x, (u16 *)a.norm.residual + row * a.norm.residual_row, (u16 *)a.norm.out + row * a.norm.out_row);
+}
+
+KERNEL(256, 4) combine_norm_256(const combine_norm_args a) { combine_norm<256, 1, 4>(a); }
+KERNEL(512, 3) combine_norm_512_few(const combine_norm_args a) { combine_norm<512, 1, 2>(a); }
+KERNEL(512, 2) combine_norm_512(const combine_norm_args a) { combine_norm<512, 1, 4>(a); }
+KERNEL(512, 1) combine_norm_512_3(const combine_norm_args a) { combine_norm<512, 3, 4>(a); }
 
 struct add_bias_args {
   u64 x, bias;
@@ -245,6 +314,17 @@ KERNEL(128, 1) add_bias(const add_bias_args a) {
   lo.x += b[0], lo.y += b[1], lo.z += b[2], lo.w += b[3];
   hi.x += b[4], hi.y += b[5], hi.z += b[6], hi.w += b[7];
   x[0] = lo, x[1] = hi;
+}
+
+// Rotates eight elements of a head's lower half, and those of its upper half that they
+// are rotated with. Spelled out, so that it is fused alike in every kernel.
+DEVICE void rotate(float (&lo)[8], float (&hi)[8], const float (&c)[8], const float (&s)[8]) {
+#pragma unroll
+  for (int i = 0; i < 8; i++) {
+    float v = lo[i], w = hi[i];
+    lo[i] = __fmaf_rn(v, c[i], -__fmul_rn(w, s[i]));
+    hi[i] = __fmaf_rn(w, c[i], __fmul_rn(v, s[i]));
+  }
 }
 
 struct rope_args {
@@ -270,12 +350,7 @@ KERNEL(128, 1) rope(const rope_args a) {
                             : (u16 *)a.k + blockIdx.x * a.k_row + (head - a.q_heads) * a.k_head;
   load8(lo, x, act_type, at, n, a.aligned);
   load8(hi, x + a.half, act_type, at, n, a.aligned);
-#pragma unroll
-  for (int i = 0; i < 8; i++) {
-    float v = lo[i], w = hi[i];
-    lo[i] = v * c[i] - w * s[i];
-    hi[i] = w * c[i] + v * s[i];
-  }
+  rotate(lo, hi, c, s);
   store8(x, at, lo, n, a.aligned);
   store8(x + a.half, at, hi, n, a.aligned);
 }
@@ -306,4 +381,136 @@ KERNEL(128, 1) append_kv(const append_kv_args a) {
     copy8((u16 *)a.cache_v + block * a.cv_block + token * a.cv_token + head * a.cv_head + at,
           (const u16 *)a.v + blockIdx.x * a.v_row + head * a.v_head + at, n, a.aligned);
   }
+}
+
+struct rope_append_kv_args {
+  u64 q, k, v, q_weight, k_weight, table, rows, cache_k, cache_v, slots;
+  i64 q_row, q_head, k_row, k_head, v_row, v_head;
+  i64 ck_block, ck_token, ck_head, cv_block, cv_token, cv_head;
+  int q_heads, k_heads, half, lanes, q_type, k_type, places, blocks, tokens;
+  float eps;
+  int aligned;
+};
+
+// What a thread of norm_head adds up of a row.
+DEVICE float squares(const uint4 &q) {
+  float v[8], total = 0;
+  unpack(v, q);
+#pragma unroll
+  for (int i = 0; i < 8; i++) total = __fadd_rn(total, __fmul_rn(v[i], v[i]));
+  return total;
+}
+
+// What norm_head makes of eight elements.
+DEVICE uint4 scaled(const uint4 &x, float scale, const float4 *weight) {
+  float v[8];
+  unpack(v, x);
+#pragma unroll
+  for (int i = 0; i < 8; i++) v[i] = __fmul_rn(v[i], scale);
+  float4 a = weight[0], b = weight[1];
+  v[0] = __fmul_rn(v[0], a.x), v[1] = __fmul_rn(v[1], a.y), v[2] = __fmul_rn(v[2], a.z), v[3] = __fmul_rn(v[3], a.w);
+  v[4] = __fmul_rn(v[4], b.x), v[5] = __fmul_rn(v[5], b.y), v[6] = __fmul_rn(v[6], b.z), v[7] = __fmul_rn(v[7], b.w);
+  return pack(v);
+}
+
+// The heads of a row are those of q, of k and of v. So many lanes (a power of two, at most
+// 16) work on a head, each on eight elements of its lower half and the eight that they are
+// rotated with: the same of every head that a thread has, so that it reads cosines and
+// sines once. It asks for each heads before it works on the first. Between norm and
+// rotation a head is rounded, as if it had been written. Rows whose place is outside of
+// the table are not rotated, those whose slot is outside of the cache are left out of it.
+// d, unless 0, is the head size, a power of two, of which all is aligned.
+template <bool normed, int d, int each>
+DEVICE void rope_append(const rope_append_kv_args &a) {
+  i64 row = blockIdx.x;
+  int lanes = d ? d / 16 : a.lanes, of_block = threadIdx.x / lanes, at = threadIdx.x % lanes * 8;
+  int half = d ? d / 2 : a.half, n = d ? 8 : half - at;
+  bool aligned = d || a.aligned;
+  int slot = load_early((const int *)a.slots + row), place = load_early((const int *)a.rows + row);
+  i64 block = slot / a.tokens, token = slot - (int)block * a.tokens;
+  bool kept = slot >= 0 && block < a.blocks;
+  bool turned = place >= 0 && place < a.places;
+  float c[8], s[8];
+  if (turned) {
+    i64 angles = (i64)place * 2 * half + at;
+    load8(c, (const void *)a.table, f32_type, angles, n, aligned), load8(s, (const void *)a.table, f32_type, angles + half, n, aligned);
+  }
+  __shared__ float4 weights[4][normed ? 32 : 1];  // of q's halves, of k's
+  if (normed) {
+    if (of_block < 4) {
+      float w[8];
+      load8(w, (const void *)(of_block < 2 ? a.q_weight : a.k_weight), of_block < 2 ? a.q_type : a.k_type, of_block % 2 * half + at, n, aligned);
+      weights[of_block][at / 4] = {w[0], w[1], w[2], w[3]}, weights[of_block][at / 4 + 1] = {w[4], w[5], w[6], w[7]};
+    }
+    __syncthreads();
+  }
+  u16 *q = (u16 *)a.q + row * a.q_row;
+  const u16 *k = (const u16 *)a.k + row * a.k_row, *v = (const u16 *)a.v + row * a.v_row;
+  u16 *cache_k = (u16 *)a.cache_k + block * a.ck_block + token * a.ck_token;
+  u16 *cache_v = (u16 *)a.cache_v + block * a.cv_block + token * a.cv_token;
+  int heads = a.q_heads + (kept ? 2 * a.k_heads : 0), at_once = 128 / lanes, step = gridDim.y * at_once;
+  wait_dependencies();
+
+  for (int from = blockIdx.y * at_once; from < heads; from += each * step) {
+    uint4 lo[each], hi[each];
+#pragma unroll
+    for (int i = 0; i < each; i++) {
+      int head = from + i * step + of_block, of_k = head - a.q_heads, of_v = of_k - a.k_heads;
+      const u16 *x = of_k < 0 ? q + head * a.q_head : of_v < 0 ? k + of_k * a.k_head : v + of_v * a.v_head;
+      if (head < heads) lo[i] = load_packed(x, at, n, aligned), hi[i] = load_packed(x, half + at, n, aligned);
+    }
+#pragma unroll
+    for (int i = 0; i < each; i++) {
+      if (from + i * step >= heads) break;  // the whole block
+      int head = from + i * step + of_block, of_k = head - a.q_heads, of_v = of_k - a.k_heads;
+      bool there = head < heads;
+      if (normed) {
+        // The sum of norm_head, in its order: of eight elements in turn, then of eights as
+        // far apart as they can be. Where halves are powers of two, those are what is here.
+        float total = 0;
+        if (there && of_v < 0) {
+          uint4 one = lo[i], other = hi[i];
+          if (half != 8 * lanes) {
+            const u16 *x = of_k < 0 ? q + head * a.q_head : k + of_k * a.k_head;
+            one = load_packed(x, at, 2 * half - at, aligned);
+            other = load_packed(x, 8 * lanes + at, 2 * half - 8 * lanes - at, aligned);
+          }
+          total = __fadd_rn(squares(one), squares(other));
+        }
+#pragma unroll
+        for (int m = 8; m > 0; m /= 2)
+          if (m < lanes) total += __shfl_xor_sync(all_lanes, total, m);
+        if (there && of_v < 0) {
+          float scale = 1.f / sqrtf(total / (2 * half) + a.eps);
+          int w = of_k < 0 ? 0 : 2;
+          lo[i] = scaled(lo[i], scale, weights[w] + at / 4), hi[i] = scaled(hi[i], scale, weights[w + 1] + at / 4);
+        }
+      }
+      if (!there) continue;
+      if (turned && of_v < 0) {
+        float x[8], y[8];
+        unpack(x, lo[i]), unpack(y, hi[i]);
+        rotate(x, y, c, s);
+        lo[i] = pack(x), hi[i] = pack(y);
+      }
+      u16 *to = of_k < 0 ? q + head * a.q_head : of_v < 0 ? cache_k + of_k * a.ck_head : cache_v + of_v * a.cv_head;
+      store_packed(to, at, lo[i], n, aligned), store_packed(to, half + at, hi[i], n, aligned);
+    }
+  }
+}
+
+KERNEL(128, 6) rope_append_kv(const rope_append_kv_args a) {
+  launch_dependents();
+  if (a.half == 64 && a.aligned)
+    rope_append<false, 128, 3>(a);
+  else
+    rope_append<false, 0, 1>(a);
+}
+
+KERNEL(128, 5) norm_rope_append_kv(const rope_append_kv_args a) {
+  launch_dependents();
+  if (a.half == 64 && a.aligned)
+    rope_append<true, 128, 3>(a);
+  else
+    rope_append<true, 0, 1>(a);
 }
