@@ -85,7 +85,7 @@ func (a *adjustments) drew(id int32) {
 	}
 }
 
-// draw says how the sequence's next token is drawn.
+// draw fills in d, which is empty: how the sequence's next token is drawn.
 func (q *sequence) draw(d *pipeline.Draw) {
 	p := &q.sub.req.Params
 	d.Temperature, d.Seed, d.Sample = p.Temperature, p.Seed, int32(q.sample)

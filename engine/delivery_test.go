@@ -2,7 +2,10 @@ package engine_test
 
 import (
 	"context"
+	"errors"
 	"runtime"
+	"slices"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -30,14 +33,14 @@ func (f stepFunc) Step(ctx context.Context, step *pipeline.Step) (pipeline.Resul
 	return r, nil
 }
 
-// with is an engine that steps by s, for up to so many sequences of so many tokens.
-func with(tb testing.TB, s engine.Stepper, sequences, length int) *engine.Engine {
+// pool holds the keys and values of so many blocks of 16 tokens.
+func pool(tb testing.TB, blocks int) *kvcache.Pool {
 	tb.Helper()
 	m, err := emulated.Open(emulated.Options{})
 	if err != nil {
 		tb.Fatal(err)
 	}
-	kv, err := kvcache.New(kvcache.Options{Machine: m, Space: device.HBM(0), Blocks: sequences * length / 16, Shape: kvcache.Shape{
+	kv, err := kvcache.New(kvcache.Options{Machine: m, Space: device.HBM(0), Blocks: blocks, Shape: kvcache.Shape{
 		Layers: 1, KVHeads: 1, HeadDim: 8, DType: kernels.F32, BlockTokens: 16,
 	}})
 	if err != nil {
@@ -51,7 +54,13 @@ func with(tb testing.TB, s engine.Stepper, sequences, length int) *engine.Engine
 			tb.Error(err)
 		}
 	})
-	return engine.New(engine.Options{Pipeline: s, KV: kv, MaxModelLen: length, MaxNumSeqs: sequences, MaxNumBatchedTokens: 8192, Vocab: 1 << 15})
+	return kv
+}
+
+// with is an engine that steps by s, for up to so many sequences of so many tokens.
+func with(tb testing.TB, s engine.Stepper, sequences, length int) *engine.Engine {
+	tb.Helper()
+	return engine.New(engine.Options{Pipeline: s, KV: pool(tb, sequences*length/16), MaxModelLen: length, MaxNumSeqs: sequences, MaxNumBatchedTokens: 8192, Vocab: 1 << 15})
 }
 
 // TestToldWhileTheNextStepRuns: a reader has a step's token before the next step ends,
@@ -129,5 +138,122 @@ func TestNoGarbagePerToken(t *testing.T) {
 	// A step's own few, and one for a sequence whose tokens need more room.
 	if n, most := after.Mallocs-before.Mallocs, uint64(20*steps+2*sequences); n > most || read-from != steps*sequences {
 		t.Errorf("%d allocations for %d tokens, want at most %d", n, read-from, most)
+	}
+}
+
+// TestGenerateTellsAtOnce: before a step runs, all that the steps before have brought was
+// told; a call that fails has told whoever listens that its requests ended, and the engine
+// refers to none of their sequences.
+func TestGenerateTellsAtOnce(t *testing.T) {
+	broken := errors.New("broken")
+	for _, fails := range []bool{false, true} {
+		steps, told := 0, 0
+		var ended []engine.FinishReason
+		e := engine.New(engine.Options{
+			Pipeline: stepFunc(func(context.Context, *pipeline.Step) error {
+				if told != 3*steps {
+					t.Errorf("%d updates were told before step %d", told, steps)
+				}
+				if steps++; fails && steps == 3 {
+					return broken
+				}
+				return nil
+			}),
+			KV: pool(t, 64), MaxModelLen: 64, Vocab: 100,
+			Listener: engine.Listener{Finished: func(i engine.RequestInfo) { ended = append(ended, i.Finish...) }},
+		})
+		rs := make([]engine.Request, 3)
+		want := engine.FinishLength
+		for i := range rs {
+			rs[i] = engine.Request{Prompt: prompt(i, 4, 100), Params: params(5)}
+		}
+		_, err := e.Generate(t.Context(), rs, func(int, engine.Update) { told++ })
+		if fails {
+			want = engine.FinishAbort
+		}
+		if fails != errors.Is(err, broken) || len(ended) != 3 || slices.ContainsFunc(ended, func(r engine.FinishReason) bool { return r != want }) {
+			t.Errorf("fails: %v: %v, ended with %v", fails, err, ended)
+		}
+		if n := engine.Held(e); n != 0 {
+			t.Errorf("fails: %v: %d sequences are held", fails, n)
+		}
+	}
+}
+
+// TestAdjustmentsThatDoNotFitWait: of sequences whose adjustments do not go into one step together
+// some wait for a later one, and lose nothing.
+func TestAdjustmentsThatDoNotFitWait(t *testing.T) {
+	steps := 0
+	e := engine.New(engine.Options{
+		Pipeline: stepFunc(func(_ context.Context, s *pipeline.Step) error {
+			steps++
+			n := 0
+			for i := range s.Sequences {
+				n += len(s.Sequences[i].Draw.Adjust)
+			}
+			if n > 5 {
+				t.Errorf("a step has %d adjustments, %d may be", n, 5)
+			}
+			return nil
+		}),
+		KV: pool(t, 64), MaxModelLen: 64, Vocab: 100, MaxAdjust: 5,
+	})
+	rs := make([]engine.Request, 3)
+	for i := range rs {
+		p := params(4)
+		p.LogitBias = map[int32]float32{1: 1, 2: 1}
+		rs[i] = engine.Request{Prompt: prompt(i, 4, 100), Params: p}
+	}
+	outs, err := e.Generate(t.Context(), rs, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for i := range outs {
+		if len(outs[i].TokenIDs) != 4 {
+			t.Errorf("output %d: %v", i, outs[i].TokenIDs)
+		}
+	}
+	if n := engine.Held(e); n != 0 || steps <= 4 {
+		t.Errorf("%d sequences are held after %d steps", n, steps)
+	}
+}
+
+// listened is a context that counts who listens for its end.
+type listened struct {
+	context.Context
+	done chan struct{}
+	n    atomic.Int32
+}
+
+func (c *listened) Done() <-chan struct{} { return c.done }
+
+func (c *listened) AfterFunc(func()) (stop func() bool) {
+	c.n.Add(1)
+	return func() bool { c.n.Add(-1); return true }
+}
+
+// TestEndedRequestsListenNoMore: a context that lives long keeps nothing of requests that
+// ended.
+func TestEndedRequestsListenNoMore(t *testing.T) {
+	e := with(t, stepFunc(func(context.Context, *pipeline.Step) error { return nil }), 4, 64)
+	ctx := &listened{Context: t.Context(), done: make(chan struct{})}
+	for i := range 3 {
+		p := params(2 + i)
+		p.N = 1 + i
+		if _, err := e.Submit(ctx, engine.Request{Prompt: prompt(i, 4, 100), Params: p}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if n := ctx.n.Load(); n != 3 {
+		t.Fatalf("%d requests listen", n)
+	}
+	for worked := true; worked; {
+		var err error
+		if worked, err = engine.Turn(e, t.Context()); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if n := ctx.n.Load(); n != 0 {
+		t.Errorf("%d requests listen after their end", n)
 	}
 }

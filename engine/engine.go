@@ -81,7 +81,7 @@ func (o Options) EnsureDefaults() Options {
 }
 
 // Listener hears of what the engine does; nil functions are left out. Finished may be
-// called while a step runs, from another goroutine than Step.
+// called while a step runs, from another goroutine than Step and at the same time.
 type Listener struct {
 	Step     func(StepInfo)
 	Finished func(RequestInfo)
@@ -335,8 +335,8 @@ type Output struct {
 // Generate runs requests to their ends in this goroutine, without Run, and returns
 // an output per sample, in the order of the requests. onUpdate, which may be nil, is
 // called with each update as it comes, whose Tokens are valid during the call; output
-// counts as the result does. None runs
-// if one of them never could. When ctx is done it returns ctx.Err().
+// counts as the result does. None runs if one of them never could. When ctx is done it
+// returns ctx.Err().
 func (e *Engine) Generate(ctx context.Context, requests []Request, onUpdate func(output int, u Update)) ([]Output, error) {
 	var jobs []*Job
 	var outs []Output
@@ -506,20 +506,20 @@ func (e *Engine) step(ctx context.Context, chunks []scheduler.Chunk) error {
 		if err := q.table.Grow(c.To); err != nil {
 			panic(fmt.Sprintf("engine: the scheduler and the cache disagree: %v", err))
 		}
+		if c.Draw && adjusted > 0 && adjusted+len(q.adjust.list) > e.o.MaxAdjust {
+			continue // it waits until those before it leave it room
+		}
 		e.rows = append(e.rows, pipeline.Sequence{Tokens: q.tokens[c.From:c.To], Start: c.From, Table: q.table, Long: q.long})
 		if c.Draw {
 			row := &e.rows[len(e.rows)-1]
 			row.LogitRows = 1
 			q.draw(&row.Draw)
-			if adjusted+len(row.Draw.Adjust) > e.o.MaxAdjust && adjusted > 0 {
-				e.rows = e.rows[:len(e.rows)-1]
-				continue // it has its turn in the next step
-			}
 			adjusted += len(row.Draw.Adjust)
 		}
 		rows += c.To - c.From
 		e.chunks = append(e.chunks, chunk{c, q})
 	}
+	defer clear(e.chunks)
 	before := e.pending
 	e.pending, e.spare = e.spare, nil
 	if len(before) > 0 {
@@ -553,7 +553,6 @@ func (e *Engine) step(ctx context.Context, chunks []scheduler.Chunk) error {
 		drawn++
 		e.take(c.ID, c.of, t, now)
 	}
-	clear(e.chunks)
 	return nil
 }
 
@@ -646,11 +645,10 @@ func deliver(pending []delivery, finished func(RequestInfo)) {
 			d.write()
 		}
 		s := d.of.sub
-		s.job.deliver(&d.news)
+		s.job.deliver(d)
 		if !d.last {
 			continue
 		}
-		s.job.end(d.at, d.err)
 		s.unlisten()
 		if finished != nil {
 			finished(RequestInfo{ID: s.req.ID, Usage: s.job.Usage(), Times: s.job.Times(), Finish: s.finish, Err: d.err})

@@ -87,7 +87,8 @@ func (j *Job) pop() news {
 	return n
 }
 
-// Usage counts the request's tokens so far; it is final once Next returned io.EOF.
+// Usage counts the request's tokens so far, those of updates that still wait among them; it
+// is final once Next returned io.EOF.
 func (j *Job) Usage() Usage {
 	j.mu.Lock()
 	defer j.mu.Unlock()
@@ -110,25 +111,26 @@ func (j *Job) admit(now time.Time) {
 	}
 }
 
-// deliver hands n to the reader.
-func (j *Job) deliver(n *news) {
+// deliver hands d to the reader, and ends the job with the last.
+func (j *Job) deliver(d *delivery) {
 	j.mu.Lock()
 	defer j.mu.Unlock()
-	if n.drawn {
+	if d.drawn {
 		if j.times.FirstToken.IsZero() {
-			j.times.FirstToken = n.at
+			j.times.FirstToken = d.at
 		}
 		j.usage.CompletionTokens++
 	}
-	j.news = append(j.news, *n)
-	j.wakeReader()
-}
-
-// end says that no more comes, with err where the engine failed.
-func (j *Job) end(now time.Time, err error) {
-	j.mu.Lock()
-	defer j.mu.Unlock()
-	j.times.Finished, j.err, j.ended = now, err, true
+	if len(j.news) == cap(j.news) && j.read > len(j.news)/2 {
+		// A reader that never catches up: what it has read makes room.
+		n := copy(j.news, j.news[j.read:])
+		clear(j.news[n:])
+		j.news, j.read = j.news[:n], 0
+	}
+	j.news = append(j.news, d.news)
+	if d.last {
+		j.times.Finished, j.err, j.ended = d.at, d.err, true
+	}
 	j.wakeReader()
 }
 

@@ -575,7 +575,7 @@ func TestStepsPassMoves(t *testing.T) {
 	case err := <-done:
 		s.peers.mu.Unlock()
 		r.ok(err)
-	case <-time.After(5 * time.Second):
+	case <-time.After(time.Minute):
 		s.peers.mu.Unlock()
 		t.Errorf("the steps wait for who moves experts; %v", <-done)
 	}

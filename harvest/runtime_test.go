@@ -49,7 +49,7 @@ func open(t testing.TB, m *emulated.Machine, o harvest.Options) *harvest.Runtime
 		t.Fatal(err)
 	}
 	t.Cleanup(func() {
-		ctx, cancel := context.WithTimeout(context.Background(), 20*time.Second)
+		ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
 		defer cancel()
 		if err := r.Close(ctx); err != nil {
 			t.Error(err)
@@ -482,7 +482,7 @@ func TestLoop(t *testing.T) {
 		if reason != harvest.ReasonPressure {
 			t.Errorf("revoked for %v", reason)
 		}
-	case <-time.After(10 * time.Second):
+	case <-time.After(time.Minute):
 		t.Fatal("nothing is revoked")
 	}
 	for began := time.Now(); ; time.Sleep(time.Millisecond) {
@@ -493,7 +493,7 @@ func TestLoop(t *testing.T) {
 		if u.Allocated == 0 {
 			break
 		}
-		if time.Since(began) > 10*time.Second {
+		if time.Since(began) > time.Minute {
 			t.Fatalf("%d bytes are not given back", u.Allocated)
 		}
 	}
@@ -793,7 +793,7 @@ func TestModel(t *testing.T) {
 			}
 		}
 		serial++
-		ctx, cancel := context.WithTimeout(context.Background(), 10*time.Second)
+		ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
 		defer cancel()
 		if err := errors.Join(fence.Raise(serial), r.Close(ctx), stream.Close(), host.Free(), m.Close()); err != nil {
 			t.Fatal(err)

@@ -267,7 +267,7 @@ func (s *stage) do(d *datadriven.TestData) error {
 	case "reclaimed":
 		s.say("freed %d of %d, done %t", s.reclaim.Freed(), s.reclaim.Planned(), s.reclaim.Done())
 	case "wait": // for the reclamation
-		ctx, cancel := context.WithTimeout(context.Background(), 10*time.Second)
+		ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
 		defer cancel()
 		return s.reclaim.Wait(ctx)
 	case "inject": // stall|fail|refuse NAME [times=] [gpu=]
@@ -296,7 +296,7 @@ func (s *stage) do(d *datadriven.TestData) error {
 	case "counts":
 		s.say("%v %v", s.r.Snapshot().Revocations, s.r.Snapshot().Clients)
 	case "close": // within=
-		within := 10 * time.Second
+		within := time.Minute
 		if d.HasArg("within") {
 			within = duration(d, "within")
 		}

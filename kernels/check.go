@@ -180,26 +180,30 @@ func (o *Norm) Check() error {
 		c.same("Residual", &o.Residual, "X", &o.X)
 		c.apart("Residual", &o.Residual, "X", &o.X)
 	}
-	d := o.X.Shape[rank-1]
-	c.tensor("Weight", &o.Weight, floats, 1)
-	c.size("Weight", &o.Weight, 0, d, "elements", "a row of X")
-	if c.ok() && !o.Bias.None() {
-		c.tensor("Bias", &o.Bias, floats, 1)
-		c.size("Bias", &o.Bias, 0, d, "elements", "a row of X")
-	}
+	c.normed(o.Kind, &o.Weight, &o.Bias, o.Eps, o.X.Shape[rank-1])
 	c.tensor("Out", &o.Out, floats, rank)
 	c.same("Out", &o.Out, "X", &o.X)
 	c.inPlace("Out", &o.Out, "X", &o.X)
 	if c.ok() && !o.Residual.None() {
 		c.apart("Out", &o.Out, "Residual", &o.Residual)
 	}
-	if c.ok() && o.Kind > Layer {
-		c.failf("Kind is %d, want RMS (0) or Layer (1)", o.Kind)
-	}
-	if c.ok() && !(o.Eps >= 0) {
-		c.failf("Eps is %g, want 0 or more", o.Eps)
-	}
 	return c.err
+}
+
+// normed checks how rows of d elements are normed.
+func (c *checker) normed(kind NormKind, weight, bias *Tensor, eps float32, d int) {
+	c.tensor("Weight", weight, floats, 1)
+	c.size("Weight", weight, 0, d, "elements", "a row of X")
+	if c.ok() && !bias.None() {
+		c.tensor("Bias", bias, floats, 1)
+		c.size("Bias", bias, 0, d, "elements", "a row of X")
+	}
+	if c.ok() && kind > Layer {
+		c.failf("Kind is %d, want RMS (0) or Layer (1)", kind)
+	}
+	if c.ok() && !(eps >= 0) {
+		c.failf("Eps is %g, want 0 or more", eps)
+	}
 }
 
 // Check implements Op.
@@ -469,31 +473,57 @@ func (o *ExpertDown) Check() error {
 // Check implements Op.
 func (o *Combine) Check() error {
 	c := checker{op: o.Name()}
-	c.tensor("Weights", &o.Weights, onlyF, 2)
-	c.dense("Weights", &o.Weights)
-	n := o.Weights.Shape[0]
-	c.tensor("X", &o.X, floats, 2)
-	if c.ok() && o.X.Shape[0] != o.Weights.Elements() {
-		c.failf("X is %v, want %d rows (Weights is %v)", o.X, o.Weights.Elements(), o.Weights)
+	c.combined(&o.X, &o.Weights, &o.Shared, &o.SharedGate)
+	c.combination("Out", &o.Out, &o.X, &o.Weights, &o.Shared)
+	return c.err
+}
+
+// combined checks what experts' outputs are combined of.
+func (c *checker) combined(x, weights, shared, gate *Tensor) {
+	c.tensor("Weights", weights, onlyF, 2)
+	c.dense("Weights", weights)
+	c.tensor("X", x, floats, 2)
+	if c.ok() && x.Shape[0] != weights.Elements() {
+		c.failf("X is %v, want %d rows (Weights is %v)", *x, weights.Elements(), *weights)
 	}
-	c.tensor("Out", &o.Out, floats, 2)
-	c.size("Out", &o.Out, 0, n, "rows", "Weights")
-	c.size("Out", &o.Out, 1, o.X.Shape[1], "columns", "X")
-	c.sameType("Out", &o.Out, "X", &o.X)
-	c.apart("Out", &o.Out, "X", &o.X)
-	if c.ok() && o.Shared.None() != o.SharedGate.None() {
-		c.failf("Shared is %v and SharedGate %v, want both or none", o.Shared, o.SharedGate)
+	if c.ok() && shared.None() != gate.None() {
+		c.failf("Shared is %v and SharedGate %v, want both or none", *shared, *gate)
 	}
-	if c.ok() && !o.Shared.None() {
-		c.tensor("Shared", &o.Shared, floats, 2)
-		c.same("Shared", &o.Shared, "Out", &o.Out)
-		c.apart("Out", &o.Out, "Shared", &o.Shared)
-		c.tensor("SharedGate", &o.SharedGate, onlyF, 2)
-		c.size("SharedGate", &o.SharedGate, 0, n, "rows", "Weights")
-		if c.ok() && o.SharedGate.Shape[1] != 1 {
-			c.failf("SharedGate is %v, want 1 column", o.SharedGate)
+	if c.ok() && !shared.None() {
+		n := weights.Shape[0]
+		c.tensor("Shared", shared, floats, 2)
+		c.size("Shared", shared, 0, n, "rows", "Weights")
+		c.size("Shared", shared, 1, x.Shape[1], "columns", "X")
+		c.sameType("Shared", shared, "X", x)
+		c.tensor("SharedGate", gate, onlyF, 2)
+		c.size("SharedGate", gate, 0, n, "rows", "Weights")
+		if c.ok() && gate.Shape[1] != 1 {
+			c.failf("SharedGate is %v, want 1 column", *gate)
 		}
 	}
+}
+
+// combination checks a written tensor that has a row for each of weights, and lies apart
+// from what is combined.
+func (c *checker) combination(name string, t, x, weights, shared *Tensor) {
+	c.tensor(name, t, floats, 2)
+	c.size(name, t, 0, weights.Shape[0], "rows", "Weights")
+	c.size(name, t, 1, x.Shape[1], "columns", "X")
+	c.sameType(name, t, "X", x)
+	c.apart(name, t, "X", x)
+	if c.ok() && !shared.None() {
+		c.apart(name, t, "Shared", shared)
+	}
+}
+
+// Check implements Op.
+func (o *CombineNorm) Check() error {
+	c := checker{op: o.Name()}
+	c.combined(&o.X, &o.Weights, &o.Shared, &o.SharedGate)
+	c.normed(o.Kind, &o.Weight, &o.Bias, o.Eps, o.X.Shape[1])
+	c.combination("Residual", &o.Residual, &o.X, &o.Weights, &o.Shared)
+	c.combination("Out", &o.Out, &o.X, &o.Weights, &o.Shared)
+	c.apart("Out", &o.Out, "Residual", &o.Residual)
 	return c.err
 }
 

@@ -26,6 +26,7 @@ type valid struct {
 	up        ExpertUp
 	down      ExpertDown
 	combine   Combine
+	combined  CombineNorm
 	silu      SiluMul
 	gather    Gather
 	sample    Sample
@@ -61,6 +62,10 @@ func newValid() *valid {
 	v.up = ExpertUp{v.tensor(F32, 3, 32), v.group.Offsets, v.group.Order, v.tensor(U64, 8), v.tensor(I32, 5), layout, v.tensor(F32, 6, 48)}
 	v.down = ExpertDown{v.up.Out, v.group.Offsets, v.group.Order, v.up.Slots, v.up.Experts, layout, v.tensor(F32, 6, 32)}
 	v.combine = Combine{v.down.Out, v.route.Weights, v.tensor(F32, 3, 32), v.tensor(F32, 3, 1), v.tensor(F32, 3, 32)}
+	v.combined = CombineNorm{
+		X: v.down.Out, Weights: v.route.Weights, Shared: v.combine.Shared, SharedGate: v.combine.SharedGate,
+		Kind: Layer, Residual: v.tensor(F32, 3, 32), Weight: v.norm.Weight, Bias: v.norm.Bias, Eps: 1e-5, Out: v.tensor(F32, 3, 32),
+	}
 	v.silu = SiluMul{v.tensor(F32, 3, 48), v.tensor(F32, 3, 48), v.tensor(F32, 3, 48)}
 	v.gather = Gather{v.tensor(F32, 3, 32), v.tensor(I32, 2), v.tensor(F32, 2, 32)}
 	v.sample = Sample{
@@ -79,7 +84,7 @@ func newValid() *valid {
 func (v *valid) all() []Op {
 	return []Op{
 		&v.embed, &v.norm, &v.matmul, &v.clamp, &v.rope, &v.append, &v.ropeKV, &v.attention, &v.route, &v.group,
-		&v.up, &v.down, &v.combine, &v.silu, &v.gather, &v.sample,
+		&v.up, &v.down, &v.combine, &v.combined, &v.silu, &v.gather, &v.sample,
 		&v.adjust, &v.restore, &v.probs,
 	}
 }
@@ -104,6 +109,7 @@ func TestCheckTakesGoodArguments(t *testing.T) {
 		"heads":              &Norm{X: v.rope.Q, Weight: New(1<<30, F16, 16), Out: v.rope.Q},
 		"part of a wide row": &SiluMul{Gate: v.silu.Gate.Narrow(1, 0, 16), Up: v.silu.Gate.Narrow(1, 16, 32), Out: v.silu.Gate.Narrow(1, 0, 16)},
 		"no shared expert":   &Combine{X: v.combine.X, Weights: v.combine.Weights, Out: v.combine.Out},
+		"no bias":            &CombineNorm{X: v.combine.X, Weights: v.combine.Weights, Residual: gap(v.combined.Residual), Weight: v.norm.Weight, Out: gap(v.combined.Out)},
 		"strided cache":      &AppendKV{v.append.K, v.append.V, gap(v.append.CacheK), gap(v.append.CacheV), v.append.Slots},
 		"heads without norms": &RoPEAppendKV{
 			Q: v.rope.Q, K: v.append.K, V: v.append.V, Table: v.rope.Table, Rows: v.rope.Rows, CacheK: v.append.CacheK, CacheV: v.append.CacheV, Slots: v.append.Slots,
@@ -247,6 +253,22 @@ func TestCheckErrors(t *testing.T) {
 		{func(v *valid) Op { v.combine.SharedGate = Tensor{}; return &v.combine }, "Shared is float32[3 32] and SharedGate none, want both or none"},
 		{func(v *valid) Op { v.combine.SharedGate = v.tensor(F32, 3, 2); return &v.combine }, "SharedGate is float32[3 2], want 1 column"},
 		{func(v *valid) Op { v.combine.Out = v.combine.Shared; return &v.combine }, "overlaps Shared"},
+		{func(v *valid) Op { v.combine.Shared = v.tensor(F32, 4, 32); return &v.combine }, "Shared is float32[4 32], want 3 rows (Weights has 3)"},
+
+		{func(v *valid) Op { v.combined.X = v.tensor(F32, 5, 32); return &v.combined }, "kernels: combine_norm: X is float32[5 32], want 6 rows (Weights is float32[3 2])"},
+		{func(v *valid) Op { v.combined.Shared = Tensor{}; return &v.combined }, "Shared is none and SharedGate float32[3 1], want both or none"},
+		{func(v *valid) Op { v.combined.Shared = v.tensor(F32, 3, 31); return &v.combined }, "Shared is float32[3 31], want 32 columns (X has 32)"},
+		{func(v *valid) Op { v.combined.Shared = v.tensor(BF16, 3, 32); return &v.combined }, "Shared is bfloat16[3 32], want float32 as X is"},
+		{func(v *valid) Op { v.combined.Residual = Tensor{}; return &v.combined }, "Residual is missing, want float32, bfloat16 or float16 of rank 2"},
+		{func(v *valid) Op { v.combined.Residual = v.tensor(F32, 2, 32); return &v.combined }, "Residual is float32[2 32], want 3 rows (Weights has 3)"},
+		{func(v *valid) Op { v.combined.Residual = v.combined.Shared; return &v.combined }, "overlaps Shared"},
+		{func(v *valid) Op { v.combined.Residual.Addr = v.combined.X.Addr; return &v.combined }, "overlaps X"},
+		{func(v *valid) Op { v.combined.Weight = v.tensor(F32, 31); return &v.combined }, "Weight is float32[31], want 32 elements (a row of X has 32)"},
+		{func(v *valid) Op { v.combined.Bias = v.tensor(F32, 33); return &v.combined }, "Bias is float32[33], want 32 elements"},
+		{func(v *valid) Op { v.combined.Kind = 2; return &v.combined }, "Kind is 2, want RMS (0) or Layer (1)"},
+		{func(v *valid) Op { v.combined.Eps = nan; return &v.combined }, "Eps is NaN, want 0 or more"},
+		{func(v *valid) Op { v.combined.Out = v.tensor(F32, 3, 31); return &v.combined }, "Out is float32[3 31], want 32 columns (X has 32)"},
+		{func(v *valid) Op { v.combined.Out = v.combined.Residual; return &v.combined }, "overlaps Residual"},
 
 		{func(v *valid) Op { v.silu.Up = v.tensor(F32, 3, 32); return &v.silu }, "kernels: silu_mul: Up is float32[3 32], want the shape [3 48] of Gate"},
 		{func(v *valid) Op { v.silu.Out.Addr = v.silu.Up.Addr + 4; return &v.silu }, "overlaps Up"},
@@ -294,7 +316,7 @@ func TestCheckErrors(t *testing.T) {
 func TestCheckWithoutTensors(t *testing.T) {
 	for _, op := range []Op{
 		&Embed{}, &Norm{}, &MatMul{}, &Clamp{}, &RoPE{}, &AppendKV{}, &RoPEAppendKV{}, &Attention{}, &Route{}, &Group{},
-		&ExpertUp{}, &ExpertDown{}, &Combine{}, &SiluMul{}, &Gather{}, &Sample{}, &Adjust{}, &Restore{}, &LogProbs{},
+		&ExpertUp{}, &ExpertDown{}, &Combine{}, &CombineNorm{}, &SiluMul{}, &Gather{}, &Sample{}, &Adjust{}, &Restore{}, &LogProbs{},
 	} {
 		if err := op.Check(); err == nil || !strings.HasPrefix(err.Error(), "kernels: "+op.Name()+": ") || !strings.Contains(err.Error(), " is missing, want ") {
 			t.Errorf("%s without tensors gives %v", op.Name(), err)
@@ -324,6 +346,7 @@ func TestDeclare(t *testing.T) {
 		{&v.up, 2 * 2 * 32 * 48 * 4, 9*4 + 6*4 + 8*8 + 5*4 + 5*2*32*48*2 + 4*(32+48)*4, 4, 0},
 		{&v.down, 2 * 32 * 48 * 4, 9*4 + 6*4 + 8*8 + 5*4 + 5*32*48*2 + 4*(32+48)*4, 4, 0},
 		{&v.combine, 2 * (6*32 + 3*32), 6*32*4 + 6*4 + 3*32*4 + 3*4 + 3*32*4, 4, 1},
+		{&v.combined, 2*(6*32+3*32) + 8*3*32, 6*32*4 + 6*4 + 3*32*4 + 3*4 + 3*3*32*4 + 2*32*2, 7, 2},
 		{&v.silu, 5 * 3 * 48, 3 * 3 * 48 * 4, 2, 1},
 		{&v.gather, 0, 2*4 + 2*2*32*4, 1, 1},
 		{&v.sample, 40 * 200, 200*4 + 2*(4+8+4+4+4) + 2*3*4, 8, 1},

@@ -241,15 +241,32 @@ func (*Combine) Name() string { return "combine" }
 
 // Declare implements Op.
 func (o *Combine) Declare(d *Decl) {
-	d.read(&o.X)
-	d.read(&o.Weights)
+	declareCombined(d, &o.X, &o.Weights, &o.Shared, &o.SharedGate)
 	d.write(&o.Out)
-	d.Flops += 2 * int64(o.X.Elements())
-	if !o.Shared.None() {
-		d.read(&o.Shared)
-		d.read(&o.SharedGate)
-		d.Flops += 2 * int64(o.Shared.Elements())
+}
+
+func declareCombined(d *Decl, x, weights, shared, gate *Tensor) {
+	d.read(x)
+	d.read(weights)
+	d.Flops += 2 * int64(x.Elements())
+	if !shared.None() {
+		d.read(shared)
+		d.read(gate)
+		d.Flops += 2 * int64(shared.Elements())
 	}
+}
+
+// Name implements Op.
+func (*CombineNorm) Name() string { return "combine_norm" }
+
+// Declare implements Op.
+func (o *CombineNorm) Declare(d *Decl) {
+	declareCombined(d, &o.X, &o.Weights, &o.Shared, &o.SharedGate)
+	d.update(&o.Residual)
+	d.read(&o.Weight)
+	d.optional(&o.Bias)
+	d.write(&o.Out)
+	d.Flops += 8 * int64(o.Out.Elements())
 }
 
 // Name implements Op.

@@ -176,6 +176,22 @@ type Combine struct {
 	Out        Tensor // [N, H] act
 }
 
+// CombineNorm does what Combine and a Norm of its output with Residual do, with the same
+// bits: with x what Combine writes, rounded to the activation type, it does Residual
+// += x and writes Out = norm(Residual) * Weight (+ Bias). x itself is not kept.
+type CombineNorm struct {
+	X          Tensor // [N*K, H] act
+	Weights    Tensor // [N, K] F32, dense
+	Shared     Tensor // [N, H] act, or none
+	SharedGate Tensor // [N, 1] F32, or none
+	Kind       NormKind
+	Residual   Tensor // [N, H] act
+	Weight     Tensor // [H] weight
+	Bias       Tensor // [H] weight, or none
+	Eps        float32
+	Out        Tensor // [N, H] act
+}
+
 // SiluMul writes Out = silu(Gate) * Up.
 type SiluMul struct {
 	Gate, Up Tensor // [N, I] act

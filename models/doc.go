@@ -52,7 +52,11 @@
 //
 //   - Between stages the hidden state of a row is the sum of two tensors, residual
 //     and x: every sub-block leaves its output in x, and the next norm adds it to
-//     the residual.
+//     the residual. Behind an MoE layer that is not the last it is the residual
+//     alone, and h its norm for the next layer: Combine does both.
+//   - h of a row is PostAttention's until Combine, or MLP, has ended the layer, and
+//     from then on Combine's until the next layer's Project has read it. Stages of
+//     other rows leave it alone.
 //   - What a row gives does not depend on how rows are cut into micro-batches and
 //     groups, as far as the backend's operations do not (those of kernels/cpu).
 //   - No stage allocates, on the device or in Go.

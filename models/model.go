@@ -90,25 +90,26 @@ type Model struct {
 	ws      workspace
 
 	// The argument structs are used again at every call, so that none escapes.
-	embed   kernels.Embed
-	norm    kernels.Norm
-	matmul  kernels.MatMul
-	clamp   kernels.Clamp
-	rope    kernels.RoPE
-	appends kernels.AppendKV
-	ropeKV  kernels.RoPEAppendKV
-	attn    kernels.Attention
-	route   kernels.Route
-	group   kernels.Group
-	up      kernels.ExpertUp
-	down    kernels.ExpertDown
-	combine kernels.Combine
-	silu    kernels.SiluMul
-	gather  kernels.Gather
-	sample  kernels.Sample
-	adjust  kernels.Adjust
-	restore kernels.Restore
-	probs   kernels.LogProbs
+	embed    kernels.Embed
+	norm     kernels.Norm
+	matmul   kernels.MatMul
+	clamp    kernels.Clamp
+	rope     kernels.RoPE
+	appends  kernels.AppendKV
+	ropeKV   kernels.RoPEAppendKV
+	attn     kernels.Attention
+	route    kernels.Route
+	group    kernels.Group
+	up       kernels.ExpertUp
+	down     kernels.ExpertDown
+	combine  kernels.Combine
+	combined kernels.CombineNorm
+	silu     kernels.SiluMul
+	gather   kernels.Gather
+	sample   kernels.Sample
+	adjust   kernels.Adjust
+	restore  kernels.Restore
+	probs    kernels.LogProbs
 }
 
 // workspace holds the activations of a group, at their full size. Its tensors
@@ -118,8 +119,8 @@ type workspace struct {
 	rope   kernels.Tensor // [T or 2T, D] F32, T = MaxModelLen
 
 	residual kernels.Tensor // [N, H]
-	x        kernels.Tensor // [N, H] output of the last sub-block
-	h        kernels.Tensor // [N, H] normed input of the running sub-block
+	x        kernels.Tensor // [N, H] output of the last sub-block, but where Combine has added it to residual
+	h        kernels.Tensor // [N, H] normed input of the running sub-block, or of the next that Combine has left
 	qkv      kernels.Tensor // [N, (heads + 2 kv heads) D]
 	attn     kernels.Tensor // [N, heads D]
 
@@ -310,9 +311,9 @@ func (m *Model) Embed(s device.Stream, b *Batch) error {
 	return m.enqueue(s, "embed", &m.embed)
 }
 
-// PreAttention norms b's rows, projects them to queries, keys and values, rotates
-// queries and keys, and appends keys and values to the layer's cache, whose views are
-// [blocks, B, kv heads, D].
+// PreAttention norms b's rows, unless Combine of the layer before has, projects them to
+// queries, keys and values, rotates queries and keys, and appends keys and values to the
+// layer's cache, whose views are [blocks, B, kv heads, D].
 func (m *Model) PreAttention(s device.Stream, layer int, b *Batch, k, v kernels.Tensor) error {
 	c, w := m.Config, &m.Weights.Layers[layer]
 	// The last operation takes the norms of heads on, unless something comes between.
@@ -340,18 +341,21 @@ func (m *Model) Project(s device.Stream, layer int, b *Batch) error {
 	return m.enqueueLayer(s, layer, &m.rope)
 }
 
-// project norms b's rows and projects them to queries, keys and values, which are then
-// to be rotated, and, where unnormed says so, first to be normed.
+// project norms b's rows, unless Combine of the layer before has, and projects them to
+// queries, keys and values, which are then to be rotated, and, where unnormed says so,
+// first to be normed.
 func (m *Model) project(s device.Stream, layer int, b *Batch, unnormed bool) error {
 	c, w := m.Config, &m.Weights.Layers[layer]
 	h := m.rows(m.ws.h, b)
-	m.norm = kernels.Norm{Kind: c.Norm, X: m.rows(m.ws.x, b), Residual: m.rows(m.ws.residual, b), Weight: w.InputNorm, Bias: w.InputNormBias, Eps: c.NormEps, Out: h}
-	if layer == 0 {
-		// Embed has left the hidden state in the residual; X is not set yet.
-		m.norm.X, m.norm.Residual = m.norm.Residual, kernels.Tensor{}
-	}
-	if err := m.enqueueLayer(s, layer, &m.norm); err != nil {
-		return err
+	if layer == 0 || c.Dense[layer-1] {
+		m.norm = kernels.Norm{Kind: c.Norm, X: m.rows(m.ws.x, b), Residual: m.rows(m.ws.residual, b), Weight: w.InputNorm, Bias: w.InputNormBias, Eps: c.NormEps, Out: h}
+		if layer == 0 {
+			// Embed has left the hidden state in the residual; X is not set yet.
+			m.norm.X, m.norm.Residual = m.norm.Residual, kernels.Tensor{}
+		}
+		if err := m.enqueueLayer(s, layer, &m.norm); err != nil {
+			return err
+		}
 	}
 	qkv := m.rows(m.ws.qkv, b)
 	m.matmul = kernels.MatMul{X: h, W: w.QKV, Bias: w.QKVBias, Out: qkv}
@@ -522,13 +526,27 @@ func (m *Model) Experts(s device.Stream, layer int, r Span, slots, list kernels.
 }
 
 // Combine ends an MoE layer for rows of the group: the weighted sum of the experts'
-// outputs, and of the shared expert's.
+// outputs, and of the shared expert's. Unless the layer is the last, it also adds the sum
+// to the residual and norms that for the next one, whose Project of these rows takes it up:
+// until then no stage may come for them.
 func (m *Model) Combine(s device.Stream, layer int, r Span) error {
-	m.combine = kernels.Combine{X: r.of(m.ws.down, m.Config.TopK), Weights: r.of(m.ws.weights, 1), Out: r.of(m.ws.x, 1)}
-	if m.Config.SharedWidth > 0 {
-		m.combine.Shared, m.combine.SharedGate = r.of(m.ws.shared, 1), r.of(m.ws.sharedGate, 1)
+	c := m.Config
+	outputs, weights := r.of(m.ws.down, c.TopK), r.of(m.ws.weights, 1)
+	var shared, gate kernels.Tensor
+	if c.SharedWidth > 0 {
+		shared, gate = r.of(m.ws.shared, 1), r.of(m.ws.sharedGate, 1)
 	}
-	return m.enqueueLayer(s, layer, &m.combine)
+	if layer == c.Layers-1 {
+		// Head norms, and only the rows whose logits are wanted.
+		m.combine = kernels.Combine{X: outputs, Weights: weights, Shared: shared, SharedGate: gate, Out: r.of(m.ws.x, 1)}
+		return m.enqueueLayer(s, layer, &m.combine)
+	}
+	next := &m.Weights.Layers[layer+1]
+	m.combined = kernels.CombineNorm{
+		X: outputs, Weights: weights, Shared: shared, SharedGate: gate, Kind: c.Norm, Residual: r.of(m.ws.residual, 1),
+		Weight: next.InputNorm, Bias: next.InputNormBias, Eps: c.NormEps, Out: r.of(m.ws.h, 1),
+	}
+	return m.enqueueLayer(s, layer, &m.combined)
 }
 
 // Head ends a step: the logits of b's logit rows and a token drawn from each, with

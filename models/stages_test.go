@@ -423,14 +423,64 @@ func TestLimits(t *testing.T) {
 type checking struct {
 	kernels.Backend
 	ops int
+	// names are those of the operations, where they are to be listed.
+	list  bool
+	names []string
 }
 
 func (c *checking) Enqueue(_ device.Stream, op kernels.Op) error {
 	c.ops++
+	if c.list {
+		c.names = append(c.names, op.Name())
+	}
 	return op.Check()
 }
 
 func (c *checking) ActivationDType() kernels.DType { return kernels.BF16 }
+
+// An MoE layer's Combine norms for the layer behind it, of whatever kind, whose Project
+// then does not; nobody norms twice, and the last layer leaves it to Head.
+func TestCombineNorms(t *testing.T) {
+	c, src, _ := fixture(t, "qwen2_moe_sparse_step")
+	l, err := NewLayout(c, src, nil)
+	check(t, err)
+	b := &checking{list: true}
+	limits := Limits{MaxRows: 4, MaxSeqs: 1, MaxLogits: 1, MaxModelLen: 16, BlockTokens: 16}
+	m, err := NewModel(c, l.Bind(1<<20), b, device.Range{Addr: 1 << 30, Bytes: WorkspaceBytes(c, b, limits)}, limits)
+	check(t, err)
+	batch := Batch{Rows: 4, RopeRows: kernels.New(1<<43, kernels.I32, 4)}
+	ops := func(run error) string {
+		check(t, run)
+		defer func() { b.names = nil }()
+		return strings.Join(b.names, " ")
+	}
+	behind := map[bool]int{}
+	for layer, dense := range c.Dense {
+		want := "norm matmul rope"
+		if layer > 0 {
+			behind[c.Dense[layer-1]]++
+			if !c.Dense[layer-1] {
+				want = "matmul rope"
+			}
+		}
+		if got := ops(m.Project(nil, layer, &batch)); got != want {
+			t.Errorf("layer %d: Project enqueues %q, want %q", layer, got, want)
+		}
+		if dense {
+			continue
+		}
+		want = "combine_norm"
+		if layer == c.Layers-1 {
+			want = "combine"
+		}
+		if got := ops(m.Combine(nil, layer, Span{Rows: 4})); got != want {
+			t.Errorf("layer %d: Combine enqueues %q, want %q", layer, got, want)
+		}
+	}
+	if behind[false] == 0 || behind[true] == 0 || c.Dense[c.Layers-1] {
+		t.Errorf("dense layers %v: no case of each kind", c.Dense)
+	}
+}
 
 // Stages, and putting a batch together, allocate nothing; and they suit a backend
 // with 16-bit activations.

@@ -206,7 +206,7 @@ func TestCloseInRevocation(t *testing.T) {
 		_, err := n.Engine().Generate(ctx, requests(n.Config().Vocab), nil)
 		ended <- err
 	}()
-	for end := time.Now().Add(20 * time.Second); stall.Hits() == 0; time.Sleep(time.Millisecond) {
+	for end := time.Now().Add(time.Minute); stall.Hits() == 0; time.Sleep(time.Millisecond) {
 		if time.Now().After(end) {
 			t.Fatal("no copy stalls")
 		}
@@ -380,8 +380,10 @@ func TestFillCanceled(t *testing.T) {
 					if p.To != device.HBM(1) {
 						return false
 					}
-					time.AfterFunc(20*time.Millisecond, cancel)
-					time.AfterFunc(100*time.Millisecond, func() { stall.Release() })
+					time.AfterFunc(20*time.Millisecond, func() {
+						cancel()
+						time.AfterFunc(80*time.Millisecond, func() { stall.Release() })
+					})
 					return true
 				},
 			})

@@ -447,7 +447,7 @@ func TestSameDespiteFaults(t *testing.T) {
 		{Kind: emulated.FailCopy, Match: own, Times: -1, Chance: 0.05},
 		{Kind: emulated.StallCopy, Match: fetch, Times: -1, Chance: 0.2, For: time.Millisecond},
 		{Kind: emulated.FailCopy, Match: hosts, Skip: 7, Times: 3},
-		{Kind: emulated.FailCopy, Match: hosts, Times: -1, Chance: 0.05},
+		{Kind: emulated.FailCopy, Match: hosts, Times: -1, Chance: 0.1},
 		{Kind: emulated.StallCopy, Match: hosts, Times: -1, Chance: 0.2, For: time.Millisecond},
 	} {
 		for k, mo := range machines(t) {
@@ -479,12 +479,11 @@ func TestCanceled(t *testing.T) {
 	r := newRig(t, "mixtral", 0.75, emulated.Options{Check: true}, Options{SmallBatchRows: 64})
 	table := r.kv.NewTable()
 	check(t, table.Grow(8))
-	// The first of the step's own copies waits until after the cancellation.
+	// The first of the step's own copies waits until the cancellation was noticed.
 	fault := r.m.Inject(&emulated.Fault{Kind: emulated.StallCopy, Match: own})
 	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Millisecond)
 	defer cancel()
-	time.AfterFunc(60*time.Millisecond, fault.Release)
-	_, err := r.p.Step(ctx, &Step{Sequences: []Sequence{{Tokens: []int32{1, 2}, Table: table, LogitRows: 1}}})
+	_, err := r.p.Step(&noticed{Context: ctx, do: sync.OnceFunc(func() { go fault.Release() })}, &Step{Sequences: []Sequence{{Tokens: []int32{1, 2}, Table: table, LogitRows: 1}}})
 	if !errors.Is(err, context.DeadlineExceeded) || !strings.Contains(err.Error(), "choose layer=0") {
 		t.Errorf("a step whose context ends: %v", err)
 	}
@@ -492,6 +491,20 @@ func TestCanceled(t *testing.T) {
 	if d := r.run().differs(want); d != "" {
 		t.Error(d)
 	}
+}
+
+// noticed is a context that does something once its end is found out, maybe under a lock.
+type noticed struct {
+	context.Context
+	do func()
+}
+
+func (n *noticed) Err() error {
+	err := n.Context.Err()
+	if err != nil {
+		n.do()
+	}
+	return err
 }
 
 // TestSameFromPeers: the same bits where experts come from peers, and where a peer is

@@ -25,8 +25,8 @@ const (
 	// Page submits a micro-batch's share of these copies: as many pages as there are
 	// micro-batches make up what the layer misses.
 	Page
-	// Attend runs a micro-batch's attention block: norm, q, k, v, RoPE, KV append,
-	// attention.
+	// Attend runs a micro-batch's attention block: norm (unless the experts of the layer
+	// before have ended with it), q, k, v, RoPE, KV append, attention.
 	Attend
 	// Project runs a micro-batch's attention block as far as q, k and v, and sends these
 	// to the host, which appends to the cache and attends, and whose result comes back:
@@ -46,7 +46,7 @@ const (
 	Shared
 	// Experts sorts a group's rows by expert and runs a layer's routed experts, wave
 	// after wave, each wave behind its own copies, or all at once behind all copies, then
-	// combines them.
+	// combines them and norms the result for the next layer.
 	Experts
 	// Local groups rows by expert and runs those of a layer's routed experts that are
 	// local.
@@ -55,7 +55,7 @@ const (
 	// chosen experts that are missing.
 	Choose
 	// Fetched runs a layer's chosen experts that are not local, wave after wave, each
-	// wave behind its own copies, then combines all.
+	// wave behind its own copies, then combines all and norms the result for the next layer.
 	Fetched
 	// Close ends the use of a layer's experts: their slots may be overwritten.
 	Close

@@ -5,13 +5,12 @@ import (
 	"reflect"
 	"strings"
 	"testing"
-	"time"
 
 	"pgregory.net/rapid"
 )
 
-// For each preset of a model and of hardware there is a policy, it fits, it is found
-// again, and it takes at most 100 ms.
+// For each preset of a model and of hardware there is a policy, it fits, and it is found
+// again.
 func TestSearch(t *testing.T) {
 	for _, hardware := range hardwareNames {
 		for _, model := range modelNames {
@@ -28,9 +27,6 @@ func TestSearch(t *testing.T) {
 				t.Errorf("%s on %s: %v", model, hardware, err)
 				continue
 			}
-			if !raceEnabled && quickest(t, p) > 100*time.Millisecond {
-				t.Errorf("%s on %s: a search takes more than 100 ms", model, hardware)
-			}
 			again, err := p.Predict(r.Policy)
 			if err != nil || !reflect.DeepEqual(again, r) {
 				t.Errorf("%s on %s: predicted otherwise than found: %v", model, hardware, err)
@@ -40,23 +36,6 @@ func TestSearch(t *testing.T) {
 			}
 		}
 	}
-}
-
-// quickest is the least time of some searches, fewer once it is short: the machine
-// may be busy with something else.
-func quickest(t testing.TB, p Problem) time.Duration {
-	t.Helper()
-	least := time.Hour
-	for range 5 {
-		start := time.Now()
-		if _, err := p.Search(Choices{}); err != nil {
-			t.Fatal(err)
-		}
-		if least = min(least, time.Since(start)); least < 100*time.Millisecond {
-			break
-		}
-	}
-	return least
 }
 
 // What a search should come to, seen from above.

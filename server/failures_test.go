@@ -10,7 +10,9 @@ import (
 	"net"
 	"net/http"
 	"net/http/httptest"
+	"net/http/httptrace"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
@@ -370,7 +372,11 @@ func TestClientStopsReading(t *testing.T) {
 	if _, err := fmt.Fprintf(conn, "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%s", len(body), body); err != nil {
 		t.Fatal(err)
 	}
-	eventually(t, "it runs", func() bool { return h.State().Running == 4 })
+	eventually(t, "it has come", func() bool {
+		h.mu.Lock()
+		defer h.mu.Unlock()
+		return len(h.requests) > 0
+	})
 	for range 5 {
 		if got := texts(decode[reply](t, h.post("/v1/chat/completions", chatBody(ball, ""))))[0]; got != ballIs {
 			t.Errorf("beside one who does not read: %q", got)
@@ -384,7 +390,8 @@ func TestClientStopsReading(t *testing.T) {
 
 // A client that sends nothing is told so, and let go.
 func TestClientStopsSending(t *testing.T) {
-	h := start(t, options{server: server.Options{ReadTimeout: 100 * time.Millisecond}})
+	t.Parallel()
+	h := start(t, options{server: server.Options{ReadTimeout: time.Second}})
 	for head, want := range map[string]string{
 		"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n{": "HTTP/1.1 408 ",
 		"POST /tokenize HTTP/1.1\r\nHost:": "",
@@ -407,19 +414,21 @@ func TestClientStopsSending(t *testing.T) {
 // A request may take longer than a client had to send it.
 func TestLongAnswer(t *testing.T) {
 	t.Parallel()
-	h := start(t, options{node: node.Options{Settings: slow()}, server: server.Options{ReadTimeout: 50 * time.Millisecond, WriteTimeout: 50 * time.Millisecond}})
-	r := decode[reply](t, h.post("/v1/completions", completionBody(`"1+2="`, `, "ignore_eos": true, "max_tokens": 5`)))
-	if r.Usage.CompletionTokens != 5 {
+	h := start(t, options{node: node.Options{Settings: slow()}, server: server.Options{ReadTimeout: time.Second, WriteTimeout: time.Second}})
+	r := decode[reply](t, h.post("/v1/completions", completionBody(`"1+2="`, `, "ignore_eos": true, "max_tokens": 25`)))
+	if r.Usage.CompletionTokens != 25 {
 		t.Errorf("%+v", r)
 	}
-	if chunks := h.stream("/v1/completions", completionBody(`"1+2="`, `, "ignore_eos": true, "max_tokens": 5, "stream": true`)); *chunks[len(chunks)-1].Choices[0].FinishReason != "length" {
+	if chunks := h.stream("/v1/completions", completionBody(`"1+2="`, `, "ignore_eos": true, "max_tokens": 25, "stream": true`)); *chunks[len(chunks)-1].Choices[0].FinishReason != "length" {
 		t.Errorf("%+v", chunks)
 	}
 }
 
+// A request that takes too long ends, and one that is streamed shows what it has until
+// then: a first token at least, which a busy machine needs some time for.
 func TestRequestTimeout(t *testing.T) {
 	t.Parallel()
-	h := start(t, options{node: node.Options{Settings: slow()}, server: server.Options{RequestTimeout: 1200 * time.Millisecond}})
+	h := start(t, options{node: node.Options{Settings: slow()}, server: server.Options{RequestTimeout: 4 * time.Second}})
 	a := h.send(http.MethodPost, "/v1/completions", fmt.Sprintf(long, false))
 	if _, kind, _, code := failed(t, a); a.status != http.StatusGatewayTimeout || kind != "server_error" || code != "timeout" {
 		t.Errorf("%d %s", a.status, a.body)
@@ -457,13 +466,16 @@ func TestTooMany(t *testing.T) {
 			t.Errorf("%d %v %s", a.status, a.header, a.body)
 		}
 	}
-	// A third, slow in sending, fills the gate.
+	// A third, slow in sending, fills the gate. It is inside once it is asked for its body.
 	body, feed := io.Pipe()
-	r, err := http.NewRequestWithContext(ctx, http.MethodPost, h.url+"/tokenize", body)
+	inside := make(chan struct{})
+	sends := httptrace.WithClientTrace(ctx, &httptrace.ClientTrace{Got100Continue: func() { close(inside) }})
+	r, err := http.NewRequestWithContext(sends, http.MethodPost, h.url+"/tokenize", body)
 	if err != nil {
 		t.Fatal(err)
 	}
 	r.Header.Set("Content-Type", "application/json")
+	r.Header.Set("Expect", "100-continue")
 	go func() {
 		resp, err := h.client.Do(r)
 		if err == nil {
@@ -471,10 +483,21 @@ func TestTooMany(t *testing.T) {
 		}
 		waits <- struct{}{}
 	}()
-	eventually(t, "too many are under way", func() bool {
-		a := h.send(http.MethodPost, "/detokenize", `{"tokens": []}`)
-		return a.status == http.StatusTooManyRequests && a.header.Get("Retry-After") == "1"
-	})
+	<-inside
+	a := h.send(http.MethodPost, "/detokenize", `{"tokens": []}`)
+	if _, _, _, code := failed(t, a); a.status != http.StatusTooManyRequests || code != "too_many_requests" || a.header.Get("Retry-After") != "1" {
+		t.Errorf("%d %v %s", a.status, a.header, a.body)
+	}
+	// One whose body does not come either is told without it.
+	silent, never := io.Pipe()
+	defer never.Close() //nolint:errcheck // never fails
+	if r, err := http.NewRequestWithContext(ctx, http.MethodPost, h.url+"/tokenize", silent); err != nil {
+		t.Fatal(err)
+	} else if resp, err := h.client.Do(r); err != nil || resp.StatusCode != http.StatusTooManyRequests {
+		t.Errorf("a request whose body does not come: %v, %v", resp, err)
+	} else {
+		resp.Body.Close() //nolint:errcheck // not read from
+	}
 	if a := h.send(http.MethodGet, "/health/ready", ""); a.status != 200 {
 		t.Errorf("a busy server is not ready: %s", a.body)
 	}
@@ -488,9 +511,15 @@ func TestTooMany(t *testing.T) {
 // A server that is to end says so, lets requests finish, and then ends.
 func TestDrain(t *testing.T) {
 	t.Parallel()
-	set := slow()
+	// The request under way stands still until all has been looked at.
+	held := make(chan struct{})
+	release := sync.OnceFunc(func() { close(held) })
 	finishing := make(chan int, 1)
-	h := start(t, options{node: node.Options{Settings: set}, server: server.Options{DrainTimeout: time.Minute, Draining: func(n int) { finishing <- n }}})
+	h := start(t, options{
+		node:   node.Options{Settings: configs.Defaults(), Listener: engine.Listener{Step: func(engine.StepInfo) { <-held }}},
+		server: server.Options{DrainTimeout: 10 * time.Minute, Draining: func(n int) { finishing <- n }},
+	})
+	t.Cleanup(release)
 	done := make(chan answer, 1)
 	go func() {
 		done <- h.send(http.MethodPost, "/v1/completions", completionBody(`"1+2="`, `, "ignore_eos": true, "max_tokens": 8`))
@@ -508,6 +537,7 @@ func TestDrain(t *testing.T) {
 	if n := <-finishing; n != 1 {
 		t.Errorf("%d requests are waited for", n)
 	}
+	release()
 	if a := <-done; a.status != 200 || decode[reply](t, a.body).Usage.CompletionTokens != 8 {
 		t.Errorf("the request under way: %d %s", a.status, a.body)
 	}

@@ -289,6 +289,8 @@ func (s *Server) dispatch(w *response, r *http.Request) error {
 	}
 	if route.works {
 		if err := s.gate.enter(); err != nil {
+			// The answer does not wait for a body that is still on its way.
+			_ = w.control.EnableFullDuplex()
 			return err
 		}
 		defer s.gate.leave()

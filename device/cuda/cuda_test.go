@@ -611,7 +611,7 @@ func TestFreeDoesNotWait(t *testing.T) {
 	select {
 	case err := <-done:
 		r.ok(err)
-	case <-time.After(10 * time.Second):
+	case <-time.After(time.Minute):
 		t.Error("Alloc or Free waits for a stream that waits for a fence")
 	}
 	r.ok(f.Raise(1))
@@ -721,6 +721,9 @@ func TestHostRunsShort(t *testing.T) {
 // waits for the earlier recording still queued.
 func TestEventsOfManyStreams(t *testing.T) {
 	r := newRig(t, 2)
+	// Open for an hour, so that a time that is not set is told from one that is: clocks
+	// of devices are only known about as well as the host is quick to ask them.
+	r.m.opened = r.m.opened.Add(-time.Hour)
 	last := len(r.m.gpus) - 1
 	kinds := []device.Stream{r.stream(0, "a"), r.host("b"), r.stream(last, "c"), r.host("d")}
 	e, gate := r.event(), r.fence("gate")
@@ -742,7 +745,7 @@ func TestEventsOfManyStreams(t *testing.T) {
 		r.ok(e.Synchronize(r.ctx))
 		at, err := e.Time()
 		r.ok(err)
-		if now := r.m.Now(); at <= 0 || at > now || now-at > 10*time.Second {
+		if now := r.m.Now(); at > now || now-at > 10*time.Second {
 			t.Errorf("round %d: passed at %v, and it is %v", round, at, now)
 		}
 		r.ok(from.Synchronize(r.ctx))

@@ -25,6 +25,8 @@ var (
 	missing string
 	// count of devices, and of machines that are open.
 	count, machines int
+	// blamed is what the driver still has of tests that were told so.
+	blamed string
 )
 
 func TestMain(m *testing.M) {
@@ -121,16 +123,19 @@ func open(t testing.TB, gpus int) *Machine {
 			return
 		}
 		// Streams end on threads of their own.
-		for i := 0; ; i++ {
+		for begin := time.Now(); ; time.Sleep(pause) {
 			left := standin.Alive()
-			if left == "" {
+			if left == "" || left == blamed {
 				return
 			}
-			if i == 5000 {
+			if time.Since(begin) > 20*time.Second {
 				t.Errorf("left with the driver: %s", left)
+				if blamed != "" {
+					t.Errorf("of which earlier tests had left: %s", blamed)
+				}
+				blamed = left
 				return
 			}
-			time.Sleep(pause)
 		}
 	})
 	return m

@@ -377,7 +377,7 @@ func TestTurns(t *testing.T) {
 		if err != nil {
 			t.Error(err)
 		}
-	case <-time.After(10 * time.Second):
+	case <-time.After(time.Minute):
 		t.Error("nobody drives the machine")
 		// Any call wakes it.
 		if err := f.Raise(1); err != nil {

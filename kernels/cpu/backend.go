@@ -24,7 +24,7 @@ type Backend struct {
 	*pool
 	closed atomic.Bool
 	decls  sync.Pool // *kernels.Decl
-	jobs   [19]sync.Pool
+	jobs   [20]sync.Pool
 	draws  sync.Pool // *draws
 }
 
@@ -112,8 +112,10 @@ func (b *Backend) Enqueue(s device.Stream, op kernels.Op) error {
 		return enqueue(b, e, 16, op, o, (*Backend).restore, act{})
 	case *kernels.LogProbs:
 		return enqueue(b, e, 17, op, o, (*Backend).logProbs, act{})
+	case *kernels.CombineNorm:
+		return enqueue(b, e, 18, op, o, (*Backend).combineNorm, act{"X", &o.X})
 	case *kernels.RoPEAppendKV:
-		return enqueue(b, e, 18, op, o, (*Backend).ropeAppendKV, act{"Q", &o.Q})
+		return enqueue(b, e, 19, op, o, (*Backend).ropeAppendKV, act{"Q", &o.Q})
 	}
 	return fmt.Errorf("cpu: %s: operation of unknown type %T", op.Name(), op)
 }

@@ -45,36 +45,57 @@ func (b *Backend) norm(o *kernels.Norm, _ device.Access) error {
 	if d == 0 {
 		return nil
 	}
-	scratch := b.floats(2 * d)
-	defer b.release(scratch)
-	weight, bias := (*scratch)[:d], (*scratch)[d:2*d]
-	b.set.load(weight, o.Weight.Addr, o.Weight.DType)
-	if o.Bias.None() {
-		bias = nil
-	} else {
-		b.set.load(bias, o.Bias.Addr, o.Bias.DType)
-	}
+	n := normer{kind: o.Kind, eps: o.Eps}
+	defer b.release(n.load(b, &o.Weight, &o.Bias))
 	b.rows(x.Shape[0]*heads, 4*d, func(from, to int) {
 		for i := from; i < to; i++ {
-			in, dst := head(&x, i/heads, i%heads), head(&out, i/heads, i%heads)
+			in := head(&x, i/heads, i%heads)
 			if !o.Residual.None() {
 				r := head(&residual, i/heads, i%heads)
-				for j, v := range in {
-					r[j] += v
-				}
+				add(r, in)
 				in = r
 			}
-			if o.Kind == kernels.RMS {
-				rms(dst, in, weight, o.Eps)
-			} else {
-				layer(dst, in, weight, o.Eps)
-			}
-			for j, v := range bias {
-				dst[j] += v
-			}
+			n.norm(head(&out, i/heads, i%heads), in)
 		}
 	})
 	return nil
+}
+
+// normer norms rows.
+type normer struct {
+	kind         kernels.NormKind
+	eps          float32
+	weight, bias []float32 // bias is nil for none
+}
+
+// load converts weights, and bias unless it is none, to scratch memory, which the caller
+// releases.
+func (n *normer) load(b *Backend, weight, bias *kernels.Tensor) *[]float32 {
+	d := weight.Shape[0]
+	scratch := b.floats(2 * d)
+	n.weight = (*scratch)[:d]
+	b.set.load(n.weight, weight.Addr, weight.DType)
+	if !bias.None() {
+		n.bias = (*scratch)[d : 2*d]
+		b.set.load(n.bias, bias.Addr, bias.DType)
+	}
+	return scratch
+}
+
+func (n *normer) norm(to, x []float32) {
+	if n.kind == kernels.RMS {
+		rms(to, x, n.weight, n.eps)
+	} else {
+		layer(to, x, n.weight, n.eps)
+	}
+	add(to, n.bias)
+}
+
+// add adds x to to.
+func add(to, x []float32) {
+	for i, v := range x {
+		to[i] += v
+	}
 }
 
 // asHeads makes a tensor of rank 2 one of rank 3 with a single head.
@@ -190,6 +211,26 @@ func (b *Backend) ropeAppendKV(o *kernels.RoPEAppendKV, access device.Access) er
 }
 
 func (b *Backend) combine(o *kernels.Combine, _ device.Access) error {
+	b.combined(o, func(int, []float32) {})
+	return nil
+}
+
+func (b *Backend) combineNorm(o *kernels.CombineNorm, _ device.Access) error {
+	if o.Weight.Shape[0] == 0 {
+		return nil
+	}
+	norm := normer{kind: o.Kind, eps: o.Eps}
+	defer b.release(norm.load(b, &o.Weight, &o.Bias))
+	b.combined(&kernels.Combine{X: o.X, Weights: o.Weights, Shared: o.Shared, SharedGate: o.SharedGate, Out: o.Out}, func(n int, out []float32) {
+		residual := row(&o.Residual, n)
+		add(residual, out)
+		norm.norm(out, residual)
+	})
+	return nil
+}
+
+// combined carries out o, and calls then with each row of Out.
+func (b *Backend) combined(o *kernels.Combine, then func(n int, out []float32)) {
 	k := o.Weights.Shape[1]
 	weights := vector[float32](&o.Weights)
 	b.rows(o.Out.Shape[0], (k+1)*o.Out.Shape[1], func(from, to int) {
@@ -206,9 +247,9 @@ func (b *Backend) combine(o *kernels.Combine, _ device.Access) error {
 			out := row(&o.Out, n)
 			clear(out)
 			b.set.addWeighted(out, p, rows)
+			then(n, out)
 		}
 	})
-	return nil
 }
 
 func (b *Backend) siluMul(o *kernels.SiluMul, _ device.Access) error {

@@ -184,6 +184,8 @@ func (b *Backend) Enqueue(s device.Stream, op kernels.Op) error {
 		return b.expertDown(l, o)
 	case *kernels.Combine:
 		return b.combine(l, o)
+	case *kernels.CombineNorm:
+		return b.combineNorm(l, o)
 	case *kernels.SiluMul:
 		return b.siluMul(l, o)
 	case *kernels.Gather:

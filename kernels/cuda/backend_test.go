@@ -89,7 +89,7 @@ func TestTable(t *testing.T) {
 		t.Fatalf("%d kernels, want %d", len(table), kernelCount)
 	}
 	for id, name := range map[kernelID]string{
-		embedKernel: "embed", addBias: "add_bias", appendKV: "append_kv", normRopeAppendKV: "norm_rope_append_kv", groupKernel: "group", sampleMerge: "sample_merge", restoreKernel: "restore",
+		embedKernel: "embed", combineNorm512Times3: "combine_norm_512_3", addBias: "add_bias", appendKV: "append_kv", normRopeAppendKV: "norm_rope_append_kv", groupKernel: "group", sampleMerge: "sample_merge", restoreKernel: "restore",
 		attentionJoin: "attention_join", attentionKernels + 2*3 + 1: "attention_128_4", productKernels: "matmul_16",
 		productKernels + upMode*kernelID(len(tiles)) + kernelID(anyTile): "up_any",
 		productKernels + downMode*kernelID(len(tiles)):                   "down_16",
@@ -455,6 +455,41 @@ func TestLogitsChoice(t *testing.T) {
 	}
 }
 
+// combiningNorm combines k outputs of experts a row.
+func combiningNorm(rows, k, hidden int) *kernels.CombineNorm {
+	return &kernels.CombineNorm{
+		X: at(1, tensor(kernels.BF16, rows*k, hidden)), Weights: at(2, tensor(kernels.F32, rows, k)), Residual: at(3, tensor(kernels.BF16, rows, hidden)),
+		Weight: at(4, tensor(kernels.BF16, hidden)), Out: at(5, tensor(kernels.BF16, rows, hidden)),
+	}
+}
+
+func TestCombineNormChoice(t *testing.T) {
+	for _, test := range []struct {
+		rows, k, hidden int
+		want            string
+		threads         int
+	}{
+		{1, 2, 2048, "combine_norm_256", 256},
+		{4536, 8, 2048, "combine_norm_256", 256},
+		{1, 2, 4096, "combine_norm_512_few", 512},
+		{4536, 2, 4096, "combine_norm_512_few", 512},
+		{4536, 8, 3584, "combine_norm_512", 512},
+		{7, 2, 4104, "combine_norm_512_3", 512},
+	} {
+		r, b, s := list(t, Options{})
+		if err := b.Enqueue(s, combiningNorm(test.rows, test.k, test.hidden)); err != nil {
+			t.Errorf("%+v: %v", test, err)
+		}
+		if want := []grid{{x: test.rows, y: 1, z: 1, threads: test.threads}}; r.names() != test.want || !slices.Equal(r.grids, want) {
+			t.Errorf("%+v: kernels %q on %v, want %v", test, r.names(), r.grids, want)
+		}
+	}
+	r, b, s := list(t, Options{})
+	if err := errors.Join(b.Enqueue(s, combiningNorm(0, 2, 64)), b.Enqueue(s, combiningNorm(3, 2, 0))); err != nil || len(r.kernels) > 0 {
+		t.Errorf("without elements: %v, kernels %q", err, r.names())
+	}
+}
+
 // appending returns a RoPEAppendKV without norms.
 func appending(rows, heads, kvHeads, d int) *kernels.RoPEAppendKV {
 	return &kernels.RoPEAppendKV{
@@ -511,11 +546,12 @@ func TestRoPEAppendKVChoice(t *testing.T) {
 func TestRefusals(t *testing.T) {
 	r, b, s := list(t, Options{})
 	for name, op := range map[string]kernels.Op{
-		"12288 elements": &kernels.Norm{X: at(1, tensor(kernels.BF16, 1, 12296)), Weight: at(2, tensor(kernels.BF16, 12296)), Out: at(3, tensor(kernels.BF16, 1, 12296))},
-		"256 elements":   appending(1, 1, 1, 258),
-		"3072 experts":   &kernels.Route{Logits: at(1, tensor(kernels.F32, 1, 4000)), IDs: at(2, tensor(kernels.I32, 1, 2)), Weights: at(3, tensor(kernels.F32, 1, 2))},
-		"2048 columns":   logProbs(1, 2049),
-		"bfloat16":       &kernels.Clamp{X: at(1, tensor(kernels.F32, 1, 8)), Limit: 1},
+		"12288 elements":        &kernels.Norm{X: at(1, tensor(kernels.BF16, 1, 12296)), Weight: at(2, tensor(kernels.BF16, 12296)), Out: at(3, tensor(kernels.BF16, 1, 12296))},
+		"rows of at most 12288": combiningNorm(1, 2, 12296),
+		"256 elements":          appending(1, 1, 1, 258),
+		"3072 experts":          &kernels.Route{Logits: at(1, tensor(kernels.F32, 1, 4000)), IDs: at(2, tensor(kernels.I32, 1, 2)), Weights: at(3, tensor(kernels.F32, 1, 2))},
+		"2048 columns":          logProbs(1, 2049),
+		"bfloat16":              &kernels.Clamp{X: at(1, tensor(kernels.F32, 1, 8)), Limit: 1},
 		"multiples of 16 bytes": &kernels.Attention{
 			Q: at(1, tensor(kernels.BF16, 1, 1, 16)), CacheK: tensor(kernels.BF16, 1, 16, 1, 16), CacheV: at(3, tensor(kernels.BF16, 1, 16, 1, 16)).Narrow(0, 0, 1),
 			SeqStarts: at(4, tensor(kernels.I32, 2)), ContextLens: at(5, tensor(kernels.I32, 1)), BlockTable: at(6, tensor(kernels.I32, 1, 1)),
@@ -600,7 +636,7 @@ func TestEnqueueMakesNoGarbage(t *testing.T) {
 		matmul(5, 6144, 4096, kernels.BF16), matmul(5, 8, 4096, kernels.F32),
 		&kernels.Norm{X: at(1, tensor(kernels.BF16, 3, 64)), Weight: at(2, tensor(kernels.BF16, 64)), Out: at(3, tensor(kernels.BF16, 3, 64))},
 		&kernels.Route{Logits: at(1, tensor(kernels.F32, 3, 8)), IDs: at(2, tensor(kernels.I32, 3, 2)), Weights: at(3, tensor(kernels.F32, 3, 2))},
-		appending(3, 4, 2, 64), normed(appending(3, 4, 2, 64)), sampling(3, 32000), cut, adjusting(3, 100), restoring(adjusting(3, 100)), logProbs(3, 20),
+		appending(3, 4, 2, 64), normed(appending(3, 4, 2, 64)), combiningNorm(3, 2, 64), sampling(3, 32000), cut, adjusting(3, 100), restoring(adjusting(3, 100)), logProbs(3, 20),
 		&kernels.ExpertDown{
 			X: at(1, tensor(kernels.BF16, 6, 64)), Offsets: at(2, tensor(kernels.I32, 5)), Order: at(3, tensor(kernels.I32, 6)), Slots: at(4, tensor(kernels.U64, 4)),
 			Experts: at(5, tensor(kernels.I32, 4)), Layout: layout, Out: at(6, tensor(kernels.BF16, 6, 128)),

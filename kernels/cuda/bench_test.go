@@ -288,6 +288,15 @@ func (x *bench) layer(b *testing.B, c *benchModel, n int) {
 	one("combine", func() kernels.Op {
 		return &kernels.Combine{X: x.act(n*c.k, c.hidden), Weights: x.weights(kernels.F32, n, c.k), Out: x.act(n, c.hidden)}
 	})
+	one("combine_norm", func() kernels.Op {
+		o := &kernels.CombineNorm{
+			X: x.act(n*c.k, c.hidden), Weights: x.weights(kernels.F32, n, c.k), Residual: x.act(n, c.hidden), Weight: x.act(c.hidden), Eps: 1e-5, Out: x.act(n, c.hidden),
+		}
+		if sharedWidths[c.name] > 0 {
+			o.Shared, o.SharedGate = x.act(n, c.hidden), x.weights(kernels.F32, n, 1)
+		}
+		return o
+	})
 	one("silu_mul", func() kernels.Op {
 		return &kernels.SiluMul{Gate: x.act(n, c.intermediate), Up: x.act(n, c.intermediate), Out: x.act(n, c.intermediate)}
 	})

@@ -85,6 +85,8 @@ func awaited(op kernels.Op, early bool) (all []device.Range) {
 		}
 	case *kernels.Combine:
 		add(&o.X, &o.Weights, &o.Shared, &o.SharedGate, &o.Out)
+	case *kernels.CombineNorm:
+		add(&o.X, &o.Weights, &o.Shared, &o.SharedGate, &o.Residual, &o.Out)
 	case *kernels.SiluMul:
 		add(&o.Gate, &o.Up, &o.Out)
 	case *kernels.Gather:

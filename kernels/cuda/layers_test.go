@@ -92,12 +92,10 @@ func (x *bench) decoder(c *benchModel, layers, n, context int) *decoder {
 		cache := x.act(4*n*width, tokens, c.kvHeads, c.d)
 		keys, values := cache.Slice(0, 2*n*width), cache.Slice(2*n*width, 4*n*width)
 		layout, extents, all := x.experts(c)
-		first := &kernels.Norm{X: out, Residual: d.hidden, Weight: gamma, Eps: 1e-5, Out: norm}
 		if layer == 0 {
-			first.X, first.Residual = d.hidden, kernels.Tensor{}
+			add(&kernels.Norm{X: d.hidden, Weight: gamma, Eps: 1e-5, Out: norm})
 		}
-		add(first,
-			&kernels.MatMul{X: norm, W: x.act(wide, c.hidden), Out: qkv},
+		add(&kernels.MatMul{X: norm, W: x.act(wide, c.hidden), Out: qkv},
 			&kernels.RoPEAppendKV{
 				Q: heads(qkv, 0, c.heads), K: heads(qkv, c.heads, c.kvHeads), V: heads(qkv, c.heads+c.kvHeads, c.kvHeads), Table: rope, Rows: rows,
 				CacheK: keys, CacheV: values, Slots: cacheSlots,
@@ -120,9 +118,8 @@ func (x *bench) decoder(c *benchModel, layers, n, context int) *decoder {
 		}
 		add(&kernels.ExpertUp{X: norm, Offsets: offsets, Order: order, Slots: extents, Experts: all, Layout: layout, Out: up},
 			&kernels.ExpertDown{X: up, Offsets: offsets, Order: order, Slots: extents, Experts: all, Layout: layout, Out: down},
-			&kernels.Combine{X: down, Weights: weights, Shared: shared, SharedGate: gate, Out: out})
+			&kernels.CombineNorm{X: down, Weights: weights, Shared: shared, SharedGate: gate, Residual: d.hidden, Weight: gamma, Eps: 1e-5, Out: norm})
 	}
-	add(&kernels.Norm{X: out, Residual: d.hidden, Weight: gamma, Eps: 1e-5, Out: norm})
 	return d
 }
 

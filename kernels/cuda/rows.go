@@ -59,28 +59,20 @@ var norms = [...]struct {
 
 const maxNormElements = 12288
 
+// normed checks a tensor whose rows are normed.
+func (b *Backend) normed(op string, x *kernels.Tensor) error {
+	if d := x.Shape[x.Rank-1]; d > maxNormElements {
+		return fmt.Errorf("cuda: %s: X is %v, want rows of at most %d elements", op, *x, maxNormElements)
+	}
+	return b.activation(op, "X", x)
+}
+
 func (b *Backend) norm(l *lane, o *kernels.Norm) error {
-	if err := b.activation(o.Name(), "X", &o.X); err != nil {
+	d := o.Weight.Shape[0]
+	if err := b.normed(o.Name(), &o.X); err != nil || d == 0 {
 		return err
 	}
-	d := o.Weight.Shape[0]
-	if d > maxNormElements {
-		return fmt.Errorf("cuda: %s: X is %v, want rows of at most %d elements", o.Name(), o.X, maxNormElements)
-	}
-	if d == 0 {
-		return nil
-	}
-	a := normArgs{
-		x: address(&o.X), residual: address(&o.Residual), weight: address(&o.Weight), bias: address(&o.Bias), out: address(&o.Out),
-		xRow: int64(o.X.Stride[0]), residualRow: int64(o.Residual.Stride[0]), outRow: int64(o.Out.Stride[0]),
-		heads: 1, d: int32(d), layer: truth(o.Kind == kernels.Layer), weightType: int32(o.Weight.DType), biasType: int32(o.Bias.DType),
-		eps:     o.Eps,
-		aligned: truth(aligned(&o.X, &o.Residual, &o.Out)), weightAligned: truth(aligned(&o.Weight)), biasAligned: truth(aligned(&o.Bias)),
-	}
-	if o.X.Rank == 3 {
-		a.heads = int32(o.X.Shape[1])
-		a.xHead, a.residualHead, a.outHead = int64(o.X.Stride[1]), int64(o.Residual.Stride[1]), int64(o.Out.Stride[1])
-	}
+	a := normArguments(o)
 	items := o.X.Shape[0] * int(a.heads)
 	a.items = int64(items)
 	i := 0
@@ -93,6 +85,22 @@ func (b *Backend) norm(l *lane, o *kernels.Norm) error {
 		k, g.threads = norm512, 512 // the same sums, with all threads of fewer blocks
 	}
 	return launch(b, l, o.Name(), k, g, &a)
+}
+
+// normArguments are those of a norm but for items; X may be none.
+func normArguments(o *kernels.Norm) normArgs {
+	a := normArgs{
+		x: address(&o.X), residual: address(&o.Residual), weight: address(&o.Weight), bias: address(&o.Bias), out: address(&o.Out),
+		xRow: int64(o.X.Stride[0]), residualRow: int64(o.Residual.Stride[0]), outRow: int64(o.Out.Stride[0]),
+		heads: 1, d: int32(o.Weight.Shape[0]), layer: truth(o.Kind == kernels.Layer), weightType: int32(o.Weight.DType), biasType: int32(o.Bias.DType),
+		eps:     o.Eps,
+		aligned: truth(aligned(&o.X, &o.Residual, &o.Out)), weightAligned: truth(aligned(&o.Weight)), biasAligned: truth(aligned(&o.Bias)),
+	}
+	if o.Out.Rank == 3 {
+		a.heads = int32(o.Out.Shape[1])
+		a.xHead, a.residualHead, a.outHead = int64(o.X.Stride[1]), int64(o.Residual.Stride[1]), int64(o.Out.Stride[1])
+	}
+	return a
 }
 
 type clampArgs struct {
@@ -156,11 +164,42 @@ func (b *Backend) combine(l *lane, o *kernels.Combine) error {
 	if err := b.activation(o.Name(), "X", &o.X); err != nil {
 		return err
 	}
-	return launch(b, l, o.Name(), combineKernel, byRow(o.Out.Shape[0], ceil(o.Out.Shape[1], 8)), &combineArgs{
+	a := combineArguments(o)
+	return launch(b, l, o.Name(), combineKernel, byRow(o.Out.Shape[0], ceil(o.Out.Shape[1], 8)), &a)
+}
+
+func combineArguments(o *kernels.Combine) combineArgs {
+	return combineArgs{
 		x: address(&o.X), weights: address(&o.Weights), shared: address(&o.Shared), gate: address(&o.SharedGate), out: address(&o.Out),
 		xStride: int64(o.X.Stride[0]), sharedStride: int64(o.Shared.Stride[0]), gateStride: int64(o.SharedGate.Stride[0]), outStride: int64(o.Out.Stride[0]),
-		k: int32(o.Weights.Shape[1]), columns: int32(o.Out.Shape[1]), aligned: truth(aligned(&o.X, &o.Shared, &o.Out)),
-	})
+		k: int32(o.Weights.Shape[1]), columns: int32(o.X.Shape[1]), aligned: truth(aligned(&o.X, &o.Shared, &o.Out)),
+	}
+}
+
+type combineNormArgs struct {
+	combine combineArgs
+	norm    normArgs
+}
+
+func (b *Backend) combineNorm(l *lane, o *kernels.CombineNorm) error {
+	d := o.X.Shape[1]
+	if err := b.normed(o.Name(), &o.X); err != nil || d == 0 {
+		return err
+	}
+	a := combineNormArgs{
+		combine: combineArguments(&kernels.Combine{X: o.X, Weights: o.Weights, Shared: o.Shared, SharedGate: o.SharedGate}),
+		norm:    normArguments(&kernels.Norm{Kind: o.Kind, Residual: o.Residual, Weight: o.Weight, Bias: o.Bias, Eps: o.Eps, Out: o.Out}),
+	}
+	k, threads := combineNorm256, 256
+	switch {
+	case d > 8*512:
+		k, threads = combineNorm512Times3, 512
+	case d > 8*256 && a.combine.k <= 2:
+		k, threads = combineNorm512Few, 512
+	case d > 8*256:
+		k, threads = combineNorm512, 512
+	}
+	return launch(b, l, o.Name(), k, grid{x: o.Out.Shape[0], threads: threads}, &a)
 }
 
 type ropeArgs struct {

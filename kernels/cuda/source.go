@@ -59,6 +59,10 @@ const (
 	siluMul
 	gatherKernel
 	combineKernel
+	combineNorm256
+	combineNorm512Few
+	combineNorm512
+	combineNorm512Times3
 	addBias
 	ropeKernel
 	appendKV
@@ -104,6 +108,10 @@ var table = func() []kernel {
 		{"elementwise.cu", "silu_mul", 0},
 		{"elementwise.cu", "gather", 0},
 		{"elementwise.cu", "combine", 0},
+		{"elementwise.cu", "combine_norm_256", 0},
+		{"elementwise.cu", "combine_norm_512_few", 0},
+		{"elementwise.cu", "combine_norm_512", 0},
+		{"elementwise.cu", "combine_norm_512_3", 0},
 		{"elementwise.cu", "add_bias", 0},
 		{"elementwise.cu", "rope", 0},
 		{"elementwise.cu", "append_kv", 0},

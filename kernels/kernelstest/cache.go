@@ -207,11 +207,19 @@ func testAttention(r *rig) {
 		)
 	}
 	for i, s := range shapes {
-		r.run(fmt.Sprintf("%+v", s), func(r *rig) { testAttentionShape(r, s, i%2 == 0) })
+		r.run(fmt.Sprintf("%+v", s), func(r *rig) {
+			testAttentionShape(r, s, func(n int) tensor { return r.rows(i%2 == 0, "Q", r.act, n, s.heads, s.d) }, i%2 != 0)
+		})
 	}
+	r.run("rows of queries that are not aligned", func(r *rig) {
+		s := attentionShape{8, 2, 64, 16, 0, []sequence{{33, 20}, {1, 1}, {17, 2}}}
+		testAttentionShape(r, s, func(n int) tensor { return r.between(1, 2, "Q", r.act, n, s.heads, s.d) }, false)
+	})
 }
 
-func testAttentionShape(r *rig, s attentionShape, gaps bool) {
+// testAttentionShape takes queries for so many rows from newQ; gaps says whether there are
+// some between the rows of the output.
+func testAttentionShape(r *rig, s attentionShape, newQ func(rows int) tensor, gaps bool) {
 	starts, lens := []int{0}, []int(nil)
 	maxContext, maxRows, blocks := 0, 0, 3
 	for _, q := range s.sequences {
@@ -244,8 +252,8 @@ func testAttentionShape(r *rig, s attentionShape, gaps bool) {
 			r.normal(tensor{cache.v.Narrow(0, b, b+1).Narrow(1, row, row+1), cache.v.buffer}, 0, 1)
 		}
 	}
-	q := r.normal(r.rows(gaps, "Q", r.act, rows, s.heads, s.d), 0, 2)
-	out := r.rows(!gaps, "Out", r.act, rows, s.heads, s.d)
+	q := r.normal(newQ(rows), 0, 2)
+	out := r.rows(gaps, "Out", r.act, rows, s.heads, s.d)
 	out.writes()
 	blockTable := r.dense("BlockTable", kernels.I32, len(s.sequences), width).set(func(i int) float64 { return float64(table[i]) })
 	op := kernels.Attention{

@@ -54,6 +54,7 @@ var tests = []struct {
 	{"sample_cuts", testSampleCuts},
 	{"adjust", testAdjust},
 	{"log_probs", testLogProbs},
+	{"combine_norm", testCombineNorm},
 	{"layout", testLayout},
 	{"arguments", testArguments},
 }

@@ -321,18 +321,7 @@ func testCombine(r *rig) {
 				out.writes()
 				r.do(&kernels.Combine{X: x.Tensor, Weights: weights.Tensor, Shared: sharedArg, SharedGate: gateArg, Out: out.Tensor})
 				for n := range n {
-					want := make([]float64, hidden)
-					for k, w := range weights.row(n) {
-						for i, v := range x.row(n*len(weights.row(n)) + k) {
-							want[i] += w * v
-						}
-					}
-					if shared {
-						for i, v := range s.row(n) {
-							want[i] += v / (1 + math.Exp(-g.row(n)[0]))
-						}
-					}
-					r.near(out, want, n)
+					r.near(out, combined(x, weights, s, g, shared, n), n)
 				}
 				r.invariant(out, func(_ *rig, from, to int, out kernels.Tensor) kernels.Op {
 					op := &kernels.Combine{X: x.Slice(from*k, to*k), Weights: weights.Slice(from, to), Out: out}
@@ -341,6 +330,124 @@ func testCombine(r *rig) {
 					}
 					return op
 				})
+			})
+		}
+	}
+}
+
+// combined is the reference for row n: the weighted sum of its rows of x, and of s by its
+// gate where that is shared.
+func combined(x, weights, s, gate tensor, shared bool, n int) []float64 {
+	of := weights.row(n)
+	want := make([]float64, x.Shape[1])
+	for k, w := range of {
+		for i, v := range x.row(n*len(of) + k) {
+			want[i] += w * v
+		}
+	}
+	if shared {
+		for i, v := range s.row(n) {
+			want[i] += v / (1 + math.Exp(-gate.row(n)[0]))
+		}
+	}
+	return want
+}
+
+// testCombineNorm also holds the operation to the bits of a Combine and a Norm. In every
+// fourth column the first two outputs cancel each other and all else is 0: what is left is
+// how products and sums were rounded.
+func testCombineNorm(r *rig) {
+	type shape struct{ rows, k, hidden int }
+	var shapes []shape
+	for k := 1; k <= 8; k++ {
+		shapes = append(shapes, shape{rowCounts[k%len(rowCounts)], k, []int{48, 37, 272}[k%3]})
+	}
+	shapes = append(shapes, shape{2, 1, 2049}, shape{2, 2, 3584}, shape{3, 3, 2056}, shape{2, 8, 4096}, shape{2, 2, 4097}, shape{2, 5, 6144})
+	if r.o.Full {
+		shapes = append(shapes, shape{300, 2, 4096}, shape{300, 4, 2048}, shape{300, 8, 2048})
+	}
+	const eps = 1e-5
+	for i, s := range shapes {
+		for variant := range 4 {
+			kind, shared := kernels.NormKind(variant&1), variant&2 != 0
+			w := r.o.Weights[(i+variant)%len(r.o.Weights)]
+			bias := kind == kernels.Layer && i%3 != 0
+			r.run(fmt.Sprintf("%+v/kind=%d/%s/shared=%v", s, kind, w, shared), func(r *rig) {
+				n, k := s.rows, s.k
+				normal := func(mean float64) func(i int) float64 {
+					return func(i int) float64 {
+						if i%s.hidden%4 == 0 {
+							return 0
+						}
+						return mean + r.rand.NormFloat64()
+					}
+				}
+				others, first := normal(0.3), make([]float64, s.hidden)
+				x := r.rows((i+variant)%2 == 0, "X", r.act, n*k, s.hidden).set(func(i int) float64 {
+					output, column := i/s.hidden%k, i%s.hidden
+					switch {
+					case column%4 != 0 || output > 1:
+						return others(i)
+					case output == 1:
+						return -first[column]
+					}
+					first[column] = 8 + 8*r.rand.Float64()
+					return first[column]
+				})
+				var w0 float64
+				weights := r.dense("Weights", kernels.F32, n, k).set(func(i int) float64 {
+					if i%k != 1 {
+						w0 = 0.1 + r.rand.Float64()
+					}
+					return w0
+				})
+				sh, sharedArg := optional(shared, func() tensor { return r.rows(i%2 == 1, "Shared", r.act, n, s.hidden).set(normal(0)) })
+				g, gateArg := optional(shared, func() tensor { return r.normal(r.rows(i%2 == 0, "SharedGate", kernels.F32, n, 1), 0, 2) })
+				residual := r.rows(i%2 == 0, "Residual", r.act, n, s.hidden).set(normal(0))
+				weight := r.normal(r.dense("Weight", w, s.hidden), 1, 0.2)
+				b, biasArg := optional(bias, func() tensor { return r.normal(r.dense("Bias", w, s.hidden), 0, 0.5) })
+				out, sum := r.rows(i%3 == 0, "Out", r.act, n, s.hidden), r.dense("the sum", r.act, n, s.hidden)
+				// op is the operation on rows [from, to).
+				op := func(from, to int, out kernels.Tensor) *kernels.CombineNorm {
+					o := &kernels.CombineNorm{
+						X: x.Slice(from*k, to*k), Weights: weights.Slice(from, to),
+						Kind: kind, Residual: residual.Slice(from, to), Weight: weight.Tensor, Bias: biasArg, Eps: eps, Out: out,
+					}
+					if shared {
+						o.Shared, o.SharedGate = sharedArg.Slice(from, to), gateArg.Slice(from, to)
+					}
+					return o
+				}
+				residual.writes()
+				out.writes()
+				r.do(op(0, n, out.Tensor))
+				for n := range n {
+					in := combined(x, weights, sh, g, shared, n)
+					for j, v := range residual.row(n) {
+						in[j] += v
+					}
+					r.near(residual, in, n)
+					want := norm(kind, residual.got(n), weight.row(), eps) // of what was rounded to the activation type
+					if bias {
+						for j, v := range b.row() {
+							want[j] += v
+						}
+					}
+					r.near(out, want, n)
+				}
+				wantOut, wantResidual := bytes.Clone(out.buffer.after), bytes.Clone(residual.buffer.after)
+				r.invariant(out, func(_ *rig, from, to int, out kernels.Tensor) kernels.Op {
+					residual.buffer.out = nil
+					tensor{residual.Slice(from, to), residual.buffer}.writes()
+					return op(from, to, out)
+				})
+				residual.writes()
+				out.writes()
+				sum.writes()
+				r.do(&kernels.Combine{X: x.Tensor, Weights: weights.Tensor, Shared: sharedArg, SharedGate: gateArg, Out: sum.Tensor},
+					&kernels.Norm{Kind: kind, X: sum.Tensor, Residual: residual.Tensor, Weight: weight.Tensor, Bias: biasArg, Eps: eps, Out: out.Tensor})
+				r.alike(residual, wantResidual, "combine and norm")
+				r.alike(out, wantOut, "combine and norm")
 			})
 		}
 	}

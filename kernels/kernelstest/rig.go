@@ -99,7 +99,12 @@ func (r *rig) dense(name string, t kernels.DType, shape ...int) tensor {
 // first dimension), and a start that is not the allocation's.
 func (r *rig) gaps(name string, t kernels.DType, shape ...int) tensor {
 	r.Helper()
-	const before, behind = 16, 32 // elements
+	return r.between(16, 32, name, t, shape...)
+}
+
+// between is gaps with so many elements before and behind each row.
+func (r *rig) between(before, behind int, name string, t kernels.DType, shape ...int) tensor {
+	r.Helper()
 	inner := 1
 	for _, n := range shape[1:] {
 		inner *= n
@@ -410,7 +415,7 @@ func (r *rig) alike(t tensor, want []byte, what string) {
 	r.Helper()
 	t.each(func(index ...int) {
 		if got, want := t.in(t.buffer.after, index...), t.in(want, index...); !bytes.Equal(got, want) {
-			r.Fatalf("%s%v with %s is not what it is with all, bit for bit: %v, want %v", t.buffer.name, index, what, t.decode(got), t.decode(want))
+			r.Fatalf("%s%v with %s is not what it was before, bit for bit: %v, want %v", t.buffer.name, index, what, t.decode(got), t.decode(want))
 		}
 	})
 }

@@ -8,7 +8,6 @@ import (
 	"strings"
 	"sync"
 	"testing"
-	"time"
 	"unicode/utf8"
 
 	"golang.org/x/text/unicode/norm"
@@ -41,41 +40,6 @@ func TestCutsChangeNothing(t *testing.T) {
 			t.Fatalf("cut %v, whole %v", got, want)
 		}
 	})
-}
-
-// TestLongWords holds encoding to near-linear time: a quadratic step would take 256 times as long for sixteen times the
-// text; half of that leaves room for a busy machine.
-func TestLongWords(t *testing.T) {
-	texts := map[string]func(n int) string{
-		"one letter": func(n int) string { return strings.Repeat("e", n) },
-		"letters":    func(n int) string { return strings.Repeat("thexpertcacherouter", n/19) },
-		"spaces":     func(n int) string { return strings.Repeat(" ", n) },
-		"newlines":   func(n int) string { return strings.Repeat(" \n", n/2) },
-		"brackets":   func(n int) string { return strings.Repeat("<", n) },
-		"unknown":    func(n int) string { return strings.Repeat("中", n/3) },
-		"marks":      func(n int) string { return "a" + strings.Repeat("\u0323\u0301", n/4) },
-	}
-	fastest := func(tok *BPE, text string) time.Duration {
-		best := time.Hour
-		for range 3 {
-			start := time.Now()
-			tok.Encode(text, false)
-			best = min(best, time.Since(start))
-		}
-		return best
-	}
-	for base := range baseFiles {
-		tok := loadBase(t, base)
-		if base == "tiny" {
-			tok.normalizer = normalizer{nfc{}}
-		}
-		for name, text := range texts {
-			small, large := fastest(tok, text(16<<10)), fastest(tok, text(256<<10))
-			if large > 128*small {
-				t.Errorf("%s, %s: %v for 16 KiB, %v for 256 KiB", base, name, small, large)
-			}
-		}
-	}
 }
 
 // TestConcurrentUse encodes and decodes from many goroutines, with a cache small enough to lose words all the time.

@@ -115,7 +115,7 @@ DEVICE void attend(const attention_args &a, unsigned char *memory) {
       } else {
         float v[8];
         load8(v, head, act_type, at, there ? 8 : 0, false);
-        store8((u16 *)to, 0, v, 8, true);
+        *(uint4 *)to = pack(v);
       }
     }
   };

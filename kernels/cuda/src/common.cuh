@@ -75,10 +75,10 @@ DEVICE uint4 pack(const float (&v)[8]) {
   return q;
 }
 
-// Stores the first n of eight 16-bit elements at elements at to at+7.
+// Stores the first n of eight 16-bit elements at elements at to at+7, in global memory.
 DEVICE void store_packed(u16 *row, i64 at, const uint4 &q, int n, bool aligned) {
   if (aligned && n >= 8) {
-    *(uint4 *)(row + at) = q;
+    store_chunk(row + at, q);
     return;
   }
   u32 w[4] = {q.x, q.y, q.z, q.w};
@@ -87,7 +87,7 @@ DEVICE void store_packed(u16 *row, i64 at, const uint4 &q, int n, bool aligned) 
     if (i < n) row[at + i] = (u16)(w[i / 2] >> 16 * (i % 2));
 }
 
-// Stores the first n of eight activations at elements at to at+7.
+// Stores the first n of eight activations at elements at to at+7, in global memory.
 DEVICE void store8(u16 *base, i64 at, const float (&v)[8], int n, bool aligned) { store_packed(base, at, pack(v), n, aligned); }
 
 // Eight 16-bit elements at at, or zeros where there is no row.

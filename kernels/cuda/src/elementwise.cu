@@ -50,37 +50,35 @@ DEVICE float item_sum(const float (&parts)[each], float *sums) {
   return v;
 }
 
-// threads work on one row of one head, a block on as many as it has room for. A thread
-// keeps its elements, up to each times eight, in registers, as they are in memory: so
-// there is room for blocks enough to keep memory busy.
-template <int threads, int block, int each>
-DEVICE void norm_rows(const norm_args &a) {
-  launch_dependents();
-  if (blockIdx.x == 0 && threadIdx.x < threads)  // once is enough for all blocks
+// Has the second-level cache fetch the weights of a norm: once is enough for all blocks.
+template <int threads>
+DEVICE void prefetch_weights(const norm_args &a) {
+  if (blockIdx.x == 0 && threadIdx.x < threads)
     for (int at = threadIdx.x * 8; at < a.d; at += threads * 8) prefetch((const char *)a.weight + at * (a.weight_type == f32_type ? 4 : 2));
-  wait_dependencies();
+}
+
+// Norms what rows.load gives of a row of one head, with what residual has, unless that
+// is 0; threads of a block work on it. A thread keeps its elements, up to each times
+// eight, in registers, as they are in memory: so there is room for blocks enough to keep
+// memory busy. Arithmetic is spelled out, so that it is fused alike in every kernel.
+template <int threads, int block, int each, class Rows>
+DEVICE void norm_row(const norm_args &a, const Rows &rows, u16 *residual, u16 *out) {
   __shared__ float sums[2][each * (block / 32)];
   int t = threadIdx.x % threads;
-  i64 item = (i64)blockIdx.x * (block / threads) + threadIdx.x / threads;
-  if (item >= a.items) return;  // whole warps, and never with a block to an item
-  i64 row = item / a.heads;
-  int head = (int)(item - row * a.heads);
-  const u16 *x = (const u16 *)a.x + row * a.x_row + head * a.x_head;
-  u16 *residual = (u16 *)a.residual + row * a.residual_row + head * a.residual_head;
-  u16 *out = (u16 *)a.out + row * a.out_row + head * a.out_head;
-
   uint4 q[each], old[each];
-#pragma unroll
-  for (int i = 0; i < each; i++) q[i] = load_packed(x, (t + i * threads) * 8, a.d - (t + i * threads) * 8, a.aligned);
-  if (a.residual) {
+  if (residual) {
 #pragma unroll
     for (int i = 0; i < each; i++) old[i] = load_packed(residual, (t + i * threads) * 8, a.d - (t + i * threads) * 8, a.aligned);
+  }
+#pragma unroll
+  for (int i = 0; i < each; i++) q[i] = rows.load((t + i * threads) * 8, a.d - (t + i * threads) * 8);
+  if (residual) {
 #pragma unroll
     for (int i = 0; i < each; i++) {
       float v[8], r[8];
       unpack(v, q[i]), unpack(r, old[i]);
 #pragma unroll
-      for (int c = 0; c < 8; c++) v[c] += r[c];
+      for (int c = 0; c < 8; c++) v[c] = __fadd_rn(v[c], r[c]);
       q[i] = pack(v);
       store_packed(residual, (t + i * threads) * 8, q[i], a.d - (t + i * threads) * 8, a.aligned);
     }
@@ -102,7 +100,7 @@ DEVICE void norm_rows(const norm_args &a) {
 #pragma unroll
       for (int c = 0; c < 8; c++) {
         float off = (t + i * threads) * 8 + c < a.d ? v[c] - mean : 0.f;
-        total[i] += off * off;
+        total[i] = __fmaf_rn(off, off, total[i]);
       }
     }
     square = item_sum<threads>(total, sums[1]) / a.d;
@@ -115,18 +113,40 @@ DEVICE void norm_rows(const norm_args &a) {
     unpack(v, q[i]);
     load8(w, (const void *)a.weight, a.weight_type, at, n, a.weight_aligned);
 #pragma unroll
-    for (int c = 0; c < 8; c++) v[c] = (v[c] - mean) * scale * w[c];
+    for (int c = 0; c < 8; c++) v[c] = __fmul_rn(__fmul_rn(v[c] - mean, scale), w[c]);
     if (a.bias) {
       load8(w, (const void *)a.bias, a.bias_type, at, n, a.bias_aligned);
 #pragma unroll
-      for (int c = 0; c < 8; c++) v[c] += w[c];
+      for (int c = 0; c < 8; c++) v[c] = __fadd_rn(v[c], w[c]);
     }
     store8(out, at, v, n, a.aligned);
   }
 }
 
-KERNEL(256, 2) norm_head(const norm_args a) { norm_rows<32, 256, 1>(a); }
-KERNEL(256, 2) norm_warp(const norm_args a) { norm_rows<32, 256, 4>(a); }
+// A row of one head in memory.
+struct stored_row {
+  const u16 *x;
+  bool aligned;
+  DEVICE uint4 load(int at, int n) const { return load_packed(x, at, n, aligned); }
+};
+
+// threads work on one row of one head, a block on as many as it has room for.
+template <int threads, int block, int each>
+DEVICE void norm_rows(const norm_args &a) {
+  launch_dependents();
+  prefetch_weights<threads>(a);
+  wait_dependencies();
+  i64 item = (i64)blockIdx.x * (block / threads) + threadIdx.x / threads;
+  if (item >= a.items) return;  // whole warps, and never with a block to an item
+  i64 row = item / a.heads;
+  int head = (int)(item - row * a.heads);
+  stored_row x = {(const u16 *)a.x + row * a.x_row + head * a.x_head, a.aligned != 0};
+  u16 *residual = a.residual ? (u16 *)a.residual + row * a.residual_row + head * a.residual_head : 0;
+  norm_row<threads, block, each>(a, x, residual, (u16 *)a.out + row * a.out_row + head * a.out_head);
+}
+
+KERNEL(256, 8) norm_head(const norm_args a) { norm_rows<32, 256, 1>(a); }
+KERNEL(256, 4) norm_warp(const norm_args a) { norm_rows<32, 256, 4>(a); }
 KERNEL(256, 8) norm_256(const norm_args a) { norm_rows<256, 256, 1>(a); }
 KERNEL(256, 6) norm_256_2(const norm_args a) { norm_rows<256, 256, 2>(a); }
 KERNEL(512, 1) norm_512(const norm_args a) { norm_rows<512, 512, 1>(a); }
@@ -191,41 +211,90 @@ struct combine_args {
   int k, columns, aligned;
 };
 
-KERNEL(128, 1) combine(const combine_args a) {
-  begin();
-  int at = (blockIdx.y * 128 + threadIdx.x) * 8, n = a.columns - at;
-  if (n <= 0) return;
-  i64 row = blockIdx.x;
-  const u16 *x = (const u16 *)a.x + row * a.k * a.x_stride;
-  const float *weights = (const float *)a.weights + row * a.k;
+// Adds to total the next outputs of a row's experts from k on, where there are so many:
+// eight elements of each from at on, of which n are there. whole says that they are all
+// there, and aligned. All of them are on their way at once.
+template <int at_once, bool whole>
+DEVICE void add_outputs(float (&total)[8], const combine_args &a, i64 row, int k, int at, int n) {
+  const u16 *x = (const u16 *)a.x + (row * a.k + k) * a.x_stride;
+  const float *weights = (const float *)a.weights + row * a.k + k;
+  uint4 q[at_once];
+  float w[at_once], v[8];
+#pragma unroll
+  for (int j = 0; j < at_once; j++)
+    if (k + j < a.k) w[j] = weights[j], q[j] = load_packed(x + j * a.x_stride, at, whole ? 8 : n, whole || a.aligned);
+#pragma unroll
+  for (int j = 0; j < at_once; j++)
+    if (k + j < a.k) {
+      unpack(v, q[j]);
+#pragma unroll
+      for (int i = 0; i < 8; i++) total[i] = __fmaf_rn(w[j], v[i], total[i]);
+    }
+}
+
+// Eight elements of a row's weighted sum, arithmetic spelled out as in norm_row. With two
+// at once a.k is at most 2: without the loop, registers are fewer.
+template <int at_once, bool whole>
+DEVICE uint4 combine_elements(const combine_args &a, i64 row, int at, int n) {
   float total[8] = {}, v[8], gate = 0;
   uint4 shared = {0, 0, 0, 0};
   if (a.shared) {
-    shared = load_packed((const u16 *)a.shared + row * a.shared_stride, at, n, a.aligned);
+    shared = load_packed((const u16 *)a.shared + row * a.shared_stride, at, whole ? 8 : n, whole || a.aligned);
     gate = ((const float *)a.gate)[row * a.gate_stride];
   }
-  for (int k = 0; k < a.k; k += 4) {  // four at once
-    uint4 q[4];
-    float w[4];
-#pragma unroll
-    for (int j = 0; j < 4; j++)
-      if (k + j < a.k) w[j] = weights[k + j], q[j] = load_packed(x + (k + j) * a.x_stride, at, n, a.aligned);
-#pragma unroll
-    for (int j = 0; j < 4; j++)
-      if (k + j < a.k) {
-        unpack(v, q[j]);
-#pragma unroll
-        for (int i = 0; i < 8; i++) total[i] += w[j] * v[i];
-      }
-  }
+  add_outputs<at_once, whole>(total, a, row, 0, at, n);
+#pragma unroll 1
+  for (int k = at_once; at_once > 2 && k < a.k; k += at_once) add_outputs<at_once, whole>(total, a, row, k, at, n);
   if (a.shared) {
-    float w = 1.f / (1.f + expf(-gate));
+    float w = __fdiv_rn(1.f, __fadd_rn(1.f, expf(-gate)));
     unpack(v, shared);
 #pragma unroll
-    for (int i = 0; i < 8; i++) total[i] += w * v[i];
+    for (int i = 0; i < 8; i++) total[i] = __fmaf_rn(w, v[i], total[i]);
   }
-  store8((u16 *)a.out + row * a.out_stride, at, total, n, a.aligned);
+  return pack(total);
 }
+
+// A row that is the weighted sum of its experts' outputs.
+template <int at_once>
+struct combined_row {
+  const combine_args &a;
+  i64 row;
+  DEVICE uint4 load(int at, int n) const {
+    return a.aligned && n >= 8 ? combine_elements<at_once, true>(a, row, at, 8) : combine_elements<at_once, false>(a, row, at, n);
+  }
+};
+
+KERNEL(128, 9) combine(const combine_args a) {
+  begin();
+  int at = (blockIdx.y * 128 + threadIdx.x) * 8, n = a.columns - at;
+  if (n <= 0) return;
+  combined_row<4> x = {a, blockIdx.x};
+  store_packed((u16 *)a.out + blockIdx.x * a.out_stride, at, x.load(at, n), n, a.aligned);
+}
+
+// Both say where rows lie that only one of them needs: combine.out and norm.x are 0.
+struct combine_norm_args {
+  combine_args combine;
+  norm_args norm;
+};
+
+// A block has one row. Registers bound how much a multiprocessor has on its way: with 64 a
+// thread 48 KiB where two experts are combined, 80 for four and more; with 40, which do for
+// two, 72.
+template <int threads, int each, int at_once>
+DEVICE void combine_norm(const combine_norm_args &a) {
+  launch_dependents();
+  prefetch_weights<threads>(a.norm);
+  wait_dependencies();
+  i64 row = blockIdx.x;
+  combined_row<at_once> x = {a.combine, row};
+  norm_row<threads, threads, each>(a.norm, x, (u16 *)a.norm.residual + row * a.norm.residual_row, (u16 *)a.norm.out + row * a.norm.out_row);
+}
+
+KERNEL(256, 4) combine_norm_256(const combine_norm_args a) { combine_norm<256, 1, 4>(a); }
+KERNEL(512, 3) combine_norm_512_few(const combine_norm_args a) { combine_norm<512, 1, 2>(a); }
+KERNEL(512, 2) combine_norm_512(const combine_norm_args a) { combine_norm<512, 1, 4>(a); }
+KERNEL(512, 1) combine_norm_512_3(const combine_norm_args a) { combine_norm<512, 3, 4>(a); }
 
 struct add_bias_args {
   u64 x, bias;

@@ -198,6 +198,10 @@ static inline void copy_wait() {
   simt::wait(pending);
 }
 
+static inline void store_chunk(void *p, const uint4 &q) {
+  simt::check_global(p, 16);
+  *(uint4 *)p = q;
+}
 static inline void prefetch(const void *) {}
 
 // A launch may have memory that kernels in front are still to write, see simt.Launch.

@@ -281,6 +281,12 @@ void check_shared(const void *p, size_t bytes) {
     fail("thread %u: %zu bytes at %td of %zu of shared memory", current, bytes, q - shared_memory(), shared_bytes);
 }
 
+void check_global(const void *p, size_t bytes) {
+  const unsigned char *q = (const unsigned char *)p;
+  if ((q + bytes > shared_memory() && q < shared_end) || (uintptr_t)q % bytes != 0)
+    fail("thread %u: %zu bytes of global memory at %p, which is shared or not aligned", current, bytes, p);
+}
+
 void copy(void *shared, const void *global, int bytes) {
   check_shared(shared, 16);
   if ((uintptr_t)global % 16 != 0 || bytes < 0 || bytes > 16)

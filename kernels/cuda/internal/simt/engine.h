@@ -32,6 +32,7 @@ void meet_block();
 const message *meet_warp(const message &m);
 void wait_dependencies();
 void check_shared(const void *p, size_t bytes);
+void check_global(const void *p, size_t bytes);
 void copy(void *shared, const void *global, int bytes);
 void commit();
 void wait(int pending);

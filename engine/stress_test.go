@@ -1,0 +1,252 @@
+package engine_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"math/rand/v2"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/moeserve/moeserve/engine"
+	"github.com/moeserve/moeserve/kvcache"
+	"github.com/moeserve/moeserve/models/tiny"
+	"github.com/moeserve/moeserve/models/tokenizer"
+	"github.com/moeserve/moeserve/pipeline"
+)
+
+var errDies = errors.New("the device is gone")
+
+// drawing steps draw tokens that depend on their own sequence only, and know which tokens a
+// table has the keys of, and by which of longrope's factors. With a source of randomness some
+// steps fail so that they may be run again. Step 60 ends with what end says, if it is given.
+type drawing struct {
+	t      *testing.T
+	random *rand.Rand
+	steps  int
+	end    func() error
+	keys   map[*kvcache.Table]computed
+}
+
+type computed struct {
+	tokens int
+	long   bool
+}
+
+// longAfter is longrope's boundary.
+const longAfter = 40
+
+func (d *drawing) Step(ctx context.Context, s *pipeline.Step) (pipeline.Result, error) {
+	if d.random != nil {
+		time.Sleep(time.Duration(d.random.IntN(80)) * time.Microsecond)
+		if d.random.IntN(8) == 0 {
+			return pipeline.Result{}, pipeline.ErrStepFailed
+		}
+	}
+	if d.steps++; d.steps == 60 && d.end != nil {
+		if err := d.end(); err != nil {
+			return pipeline.Result{}, err
+		}
+	}
+	var r pipeline.Result
+	for i := range s.Sequences {
+		q := &s.Sequences[i]
+		at, last := q.Start+len(q.Tokens), q.Tokens[len(q.Tokens)-1]
+		if has := d.keys[q.Table]; q.Start > 0 && has != (computed{q.Start, q.Long}) || at > longAfter && !q.Long {
+			d.t.Errorf("tokens %d to %d, long factors: %v, behind %+v", q.Start, at, q.Long, has)
+		}
+		d.keys[q.Table] = computed{at, q.Long}
+		if q.LogitRows == 0 {
+			continue
+		}
+		id := rand.New(rand.NewPCG(q.Draw.Seed<<8+uint64(q.Draw.Sample), uint64(at)<<32+uint64(last))).Int32N(250) + 3
+		r.Sampled = append(r.Sampled, id)
+		r.LogProbs = append(r.LogProbs, pipeline.LogProb{Chosen: -float32(id), TopIDs: []int32{id, id + 1}, Top: []float32{-1, -float32(at)}})
+	}
+	return r, ctx.Err()
+}
+
+// TestEveryUpdateOnceInOrder: whatever happens to an engine and to its requests, each reader
+// has what the request brings alone, from its start, once and in order, and then its end.
+func TestEveryUpdateOnceInOrder(t *testing.T) {
+	files := map[string][]byte{}
+	for _, name := range []string{"tokenizer.json", "tokenizer_config.json"} {
+		b, err := fs.ReadFile(tiny.FS(), name)
+		if err != nil {
+			t.Fatal(err)
+		}
+		files[name] = b
+	}
+	tok, err := tokenizer.Parse(files["tokenizer.json"], files["tokenizer_config.json"])
+	if err != nil {
+		t.Fatal(err)
+	}
+	const length, requests = 96, 80
+	options := engine.Options{Tokenizer: tok, MaxModelLen: length, MaxNumBatchedTokens: 60, MaxNumSeqs: 24, LongAfter: longAfter, Vocab: 256, Retries: 40}
+	var rs []engine.Request
+	random := rand.New(rand.NewPCG(1, 2))
+	for i := range requests {
+		p := params(1 + random.IntN(60))
+		p.Seed, p.N = uint64(i), 1+random.IntN(4)
+		if i%3 == 0 {
+			p.Stop = []string{"e", "th", " a"}[:1+random.IntN(3)]
+			p.IncludeStop = i%2 == 0
+		}
+		if i%4 == 0 {
+			p.StopIDs = []int32{random.Int32N(250) + 3, random.Int32N(250) + 3, random.Int32N(250) + 3}
+		}
+		if i%5 == 0 {
+			p.LogProbs, p.TopLogProbs = true, 2
+		}
+		rs = append(rs, engine.Request{ID: fmt.Sprint(i), Prompt: prompt(i, 1+random.IntN(length/2-12), 250), Params: p})
+	}
+	roomy := options
+	roomy.Pipeline, roomy.KV = &drawing{t: t, keys: map[*kvcache.Table]computed{}}, pool(t, 64)
+	e := engine.New(roomy)
+	var want [][]engine.Output
+	reasons := map[engine.FinishReason]int{}
+	for _, r := range rs {
+		o, err := e.Generate(t.Context(), []engine.Request{r}, nil)
+		if err != nil {
+			t.Fatal(err)
+		}
+		want = append(want, o)
+		for i := range o {
+			reasons[o[i].FinishReason]++
+		}
+	}
+	if reasons[engine.FinishStop] < 10 || reasons[engine.FinishLength] < 10 {
+		t.Fatalf("the requests end with %v", reasons)
+	}
+	for _, ends := range []string{"stopped", "canceled", "dead"} {
+		t.Run(ends, func(t *testing.T) {
+			ctx, cancel := context.WithCancel(t.Context())
+			defer cancel()
+			step := &drawing{t: t, random: rand.New(rand.NewPCG(3, 4)), keys: map[*kvcache.Table]computed{}}
+			switch ends {
+			case "canceled":
+				step.end = func() error { cancel(); return nil }
+			case "dead":
+				step.end = func() error { return errDies }
+			}
+			var mu sync.Mutex
+			finished := map[string]engine.RequestInfo{}
+			o := options
+			o.Pipeline, o.KV = step, pool(t, 20)
+			o.Listener = engine.Listener{Step: func(engine.StepInfo) {}, Finished: func(i engine.RequestInfo) {
+				mu.Lock()
+				defer mu.Unlock()
+				if _, again := finished[i.ID]; again {
+					t.Errorf("request %s ends twice", i.ID)
+				}
+				finished[i.ID] = i
+			}}
+			e := engine.New(o)
+			ran := make(chan error, 1)
+			go func() { ran <- e.Run(ctx) }()
+			var readers sync.WaitGroup
+			var submitted sync.Map
+			for i, r := range rs {
+				mode := random.IntN(4)
+				after := random.IntN(40)
+				wait := time.Duration(random.IntN(10)) * time.Millisecond
+				readers.Go(func() {
+					time.Sleep(wait)
+					own, drop := context.WithCancel(t.Context())
+					defer drop()
+					j, err := e.Submit(own, r)
+					if err != nil {
+						if !errors.Is(err, engine.ErrStopped) || ends == "stopped" {
+							t.Error(err)
+						}
+						return
+					}
+					submitted.Store(r.ID, true)
+					if mode == 0 {
+						time.AfterFunc(time.Duration(after)*time.Millisecond, drop)
+					}
+					if mode == 1 && i%2 == 0 {
+						return // nobody reads; dropped
+					}
+					got := make([]engine.Output, r.Params.N)
+					at := make([]time.Time, r.Params.N)
+					var first time.Time
+					n := 0
+					for {
+						u, err := j.Next(t.Context())
+						if err != nil {
+							if !errors.Is(err, io.EOF) && (ends != "dead" || !errors.Is(err, errDies)) {
+								t.Errorf("request %d: %v", i, err)
+							}
+							break
+						}
+						if mode == 2 {
+							time.Sleep(20 * time.Microsecond)
+						}
+						s := &got[u.Sample]
+						if s.FinishReason != "" {
+							t.Errorf("request %d, sample %d: %+v after its end", i, u.Sample, u)
+						}
+						if len(u.Tokens) > 0 && u.At.Before(at[u.Sample]) || len(u.Tokens) > 0 == u.At.IsZero() {
+							t.Errorf("request %d, sample %d: %+v after one at %v", i, u.Sample, u, at[u.Sample])
+						}
+						if at[u.Sample] = u.At; n == 0 {
+							first = u.At
+						}
+						s.Tokens = append(s.Tokens, u.Tokens...)
+						s.Text += u.Text
+						s.FinishReason = u.Finish
+						n += len(u.Tokens)
+						if j.Usage().CompletionTokens < n {
+							t.Errorf("request %d: %+v, read %d", i, j.Usage(), n)
+						}
+						if mode == 3 && n == after {
+							drop()
+						}
+					}
+					if u := j.Usage(); u.CompletionTokens != n {
+						t.Errorf("request %d: %+v, read %d", i, u, n)
+					}
+					if x := j.Times(); x.Finished.IsZero() || n > 0 && (!x.FirstToken.Equal(first) || x.Admitted.After(x.FirstToken) || x.FirstToken.After(x.Finished)) {
+						t.Errorf("request %d: %+v", i, x)
+					}
+					for k := range got {
+						g, w := &got[k], &want[i][k]
+						if g.FinishReason == engine.FinishAbort && (mode == 0 || mode == 3 || ends != "stopped") && len(g.Tokens) <= len(w.Tokens) {
+							w = &engine.Output{Tokens: w.Tokens[:len(g.Tokens)], Text: w.Text, FinishReason: g.FinishReason}
+							if strings.HasPrefix(w.Text, g.Text) {
+								w.Text = g.Text
+							}
+						}
+						if !slices.EqualFunc(g.Tokens, w.Tokens, func(a, b engine.Token) bool {
+							return a.ID == b.ID && a.LogProb == b.LogProb && slices.Equal(a.Top, b.Top)
+						}) || g.Text != w.Text || g.FinishReason != w.FinishReason {
+							t.Errorf("request %d, sample %d: %v %q (%s), alone %v %q (%s)", i, k, g.Tokens, g.Text, g.FinishReason, w.Tokens, w.Text, w.FinishReason)
+						}
+					}
+				})
+			}
+			readers.Wait()
+			e.Stop()
+			if err := <-ran; ends == "dead" != errors.Is(err, errDies) || ends != "dead" && err != nil {
+				t.Errorf("the loop ends with %v", err)
+			}
+			submitted.Range(func(id, _ any) bool {
+				if i, ok := finished[id.(string)]; !ok || slices.Contains(i.Finish, "") {
+					t.Errorf("request %s ended with %+v", id, i)
+				}
+				return true
+			})
+			s := e.State()
+			if s.Running != 0 || s.Waiting != 0 || s.KVUsedBlocks != 0 || o.KV.Allocator().Free() != s.KVBlocks || s.Retried == 0 {
+				t.Errorf("afterwards: %+v", s)
+			}
+			t.Logf("%+v, %d finished", s, len(finished))
+		})
+	}
+}
