@@ -26,7 +26,7 @@ import (
 )
 
 var (
-	whole     = flag.String("whole", "", "presets of TestGPUPresets with offload fractions: qwen1.5-moe-a2.7b@0,0.5,1 mixtral-8x7b@0,0.5p; p: in the memory of -peer")
+	whole     = flag.String("whole", "", "presets of TestGPUPresets with offload fractions: qwen1.5-moe-a2.7b@0,0.5,1 mixtral-8x7b@0,0o,0.5p; p: in the memory of -peer, o: with kernels that overlap")
 	batches   = flag.String("batches", "1,32,324", "sequences that TestGPUPresets decodes at once")
 	cut       = flag.Int("layers", 0, "layers that TestGPUPresets cuts presets to; 0: none")
 	hostGiB   = flag.Float64("host-gib", 0, "memory of the host, where the system does not say all it has")
@@ -41,6 +41,8 @@ type timing struct {
 	Fraction float64 `json:"fraction"`
 	// Tier of what is offloaded.
 	Tier string `json:"tier"`
+	// Overlap says that kernels did.
+	Overlap bool `json:"overlap,omitempty"`
 	// Kind is load, prefill or decode.
 	Kind string `json:"kind"`
 	// Sequences of a step, and its rows.
@@ -94,7 +96,8 @@ func TestGPUPresets(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			first := ""
 			for _, f := range strings.Split(fractions, ",") {
-				number, tier := tierOf(f)
+				number, overlaps := strings.CutSuffix(f, "o")
+				number, tier := tierOf(number)
 				fraction, err := strconv.ParseFloat(number, 64)
 				if err != nil {
 					t.Fatal(err)
@@ -102,7 +105,7 @@ func TestGPUPresets(t *testing.T) {
 				if tier == "peer" {
 					needPeer(t)
 				}
-				got := runPreset(t, name, fraction, tier, func(x timing) {
+				got := runPreset(t, name, fraction, tier, overlaps || *overlap, func(x timing) {
 					line, err := json.Marshal(x)
 					if err == nil {
 						_, err = fmt.Fprintf(out, "%s\n", line)
@@ -115,9 +118,9 @@ func TestGPUPresets(t *testing.T) {
 				if first == "" {
 					first = got
 				}
-				t.Logf("fraction %v in %s: tokens %s", fraction, tier, got)
+				t.Logf("%s (fraction %v in %s): tokens %s", f, fraction, tier, got)
 				if got != first {
-					t.Errorf("fraction %v in %s: tokens %s, want %s", fraction, tier, got, first)
+					t.Errorf("%s (fraction %v in %s): tokens %s, want %s", f, fraction, tier, got, first)
 				}
 			}
 		})
@@ -126,7 +129,7 @@ func TestGPUPresets(t *testing.T) {
 
 // runPreset loads a preset, runs prompts and decoding at several batch sizes, and
 // returns the digest of all tokens.
-func runPreset(t *testing.T, name string, fraction float64, tier string, note func(timing)) string {
+func runPreset(t *testing.T, name string, fraction float64, tier string, overlaps bool, note func(timing)) string {
 	t.Helper()
 	var sizes []int
 	for _, text := range strings.Split(*batches, ",") {
@@ -143,7 +146,7 @@ func runPreset(t *testing.T, name string, fraction float64, tier string, note fu
 	start := time.Now()
 	n, err := node.Open(t.Context(), node.Options{Settings: gpuSettings(func(s *configs.Settings) {
 		s.Model, s.LoadFormat, s.OffloadFraction, s.NumHiddenLayers = name, "dummy", fraction, *cut
-		s.HostMemoryGiB, s.OffloadTier, s.EnforceEager = *hostGiB, tier, *eager
+		s.HostMemoryGiB, s.OffloadTier, s.EnforceEager, s.OverlapKernels = *hostGiB, tier, *eager, overlaps
 		if tier == "peer" {
 			s.Peers, s.MigrationLimit = *peer, "0"
 		}
@@ -163,7 +166,7 @@ func runPreset(t *testing.T, name string, fraction float64, tier string, note fu
 	if tier == "peer" {
 		rate = peerRate + hostRate
 	}
-	x := timing{Model: name, Layers: c.Layers, Fraction: fraction, Tier: tier, Kind: "load", Seconds: time.Since(start).Seconds()}
+	x := timing{Model: name, Layers: c.Layers, Fraction: fraction, Tier: tier, Overlap: overlaps, Kind: "load", Seconds: time.Since(start).Seconds()}
 	note(x)
 	report, err := n.Report(t.Context())
 	if err != nil {

@@ -8,6 +8,8 @@
 #   kernels-full  the same at the shapes of the models
 #   exact         fixtures: same routing, own routing beside transformers in bfloat16, greedy tokens;
 #                 equal tokens over fractions, faults, batch sizes, neighbors; a lost device; no memory
+#   overlap       kernels that overlap: the same routing and equal tokens of exact, and whole Qwen1.5-MoE and Mixtral
+#                 with and without, whose tokens are the same
 #   cli           moeserve run on fixtures, the built-in model and a preset; what it says to bad input;
 #                 collect-env beside nvidia-smi; run and serve whose device is lost
 #   layers        one layer of every preset beside PyTorch
@@ -85,7 +87,7 @@ run() {
   work=$(mktemp -d)
   trap 'rm -rf "$work"' EXIT
   for part in "$@"; do
-    [[ " device kernels kernels-full exact cli layers whole whole-mixtral tiers sweep predicted bench sanitize beside gaps load " == *" $part "* ]] || usage
+    [[ " device kernels kernels-full exact overlap cli layers whole whole-mixtral tiers sweep predicted bench sanitize beside gaps load " == *" $part "* ]] || usage
   done
   [ -e "$folder/bundle.tar.xz" ] || { echo "there is no $folder/bundle.tar.xz: tools/cuda/gpu.sh build makes it" >&2; exit 2; }
   xz -dc "$folder/bundle.tar.xz" | tar -xf - -C "$work" || exit 1
@@ -133,6 +135,11 @@ run() {
         [ ${#compare[@]} -gt 0 ] || echo "not compared with transformers: no torch here" | tee -a "$logs/table.log"
         limit 60 node node same-tokens "$work/node.test" "${overlap[@]}" -test.v -test.run 'GPUSameTokens|GPUBatchInvariant|GPUGraphs|GPUNoGarbage'
         limit 60 node node lost-memory-built-in "$work/node.test" "${overlap[@]}" -test.v -test.run 'GPULost|GPUOutOfMemory|GPUBuiltIn' ;;
+      overlap)
+        limit 60 node node overlap-same-routing "$work/node.test" -overlap -test.v -test.run GPUSameRouting
+        limit 60 node node overlap-same-tokens "$work/node.test" -overlap -test.v -test.run 'GPUSameTokens|GPUBatchInvariant|GPUGraphs|GPUNoGarbage'
+        limit 180 node presets overlap-whole "$work/node.test" -test.v -test.timeout 180s -test.run GPUPresets -whole 'qwen1.5-moe-a2.7b@0,0o mixtral-8x7b@0,0o' \
+          -batches 1,324 -host-gib "$host" -steps "$logs/presets.json" ;;
       cli) limit 300 . cli cli python3 "$root/tools/cuda/gpu.py" cli "$work/moeserve" "$work/lose.so" ;;
       layers) limit 180 node node layers env TMPDIR="$work" "$work/node.test" "${overlap[@]}" -test.v -test.run GPULayers -python python3 ;;
       whole) limit 150 node presets whole-qwen "$work/node.test" "${overlap[@]}" -test.v -test.run GPUPresets -whole 'qwen1.5-moe-a2.7b@0,0.5,1' -host-gib "$host" -steps "$logs/presets.json" ;;
