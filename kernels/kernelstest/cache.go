@@ -81,6 +81,8 @@ func testRoPEAppendKV(r *rig) {
 		{3, 5, 1, 42, 2, 16},
 		{4, 1, 1, 2, 2, 16},
 		{9, 30, 3, 256, 1, 16},
+		{3, 2, 1, 24, 2, 16}, // whose rows are aligned, and upper halves are not
+		{4, 4, 2, 88, 2, 16},
 	}
 	if r.o.Full {
 		shapes = append(shapes, ropeAppendShape{3, 32, 8, 128, 2, 16}, ropeAppendShape{3, 32, 4, 128, 2, 16}, ropeAppendShape{180, 16, 16, 128, 12, 16})

@@ -140,7 +140,16 @@ func testClamp(r *rig) {
 
 func testRoPE(r *rig) {
 	type shape struct{ rows, heads, kvHeads, d int }
-	shapes := []shape{{1, 1, 1, 16}, {2, 4, 1, 32}, {7, 4, 4, 64}, {33, 8, 2, 80}, {5, 2, 1, 96}, {9, 4, 2, 128}}
+	shapes := []shape{
+		{1, 1, 1, 16},
+		{2, 4, 1, 32},
+		{7, 4, 4, 64},
+		{33, 8, 2, 80},
+		{5, 2, 1, 96},
+		{9, 4, 2, 128},
+		{3, 2, 1, 24}, // of these two rows are aligned, and upper halves are not
+		{4, 4, 2, 88},
+	}
 	if r.o.Full {
 		shapes = append(shapes, shape{3, 32, 8, 128}, shape{3, 28, 4, 128}, shape{3, 16, 16, 128})
 	}

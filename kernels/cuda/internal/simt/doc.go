@@ -8,9 +8,12 @@
 // NVIDIA's PTX manual, and copies in the background happen at once or as late as a
 // kernel's waits allow. What is for sm_90a alone has hopper.h in the place of
 // src/hopper.cuh: barriers that count, bulk copies, and products that run as late as the
-// waits for them allow, once the four warps of a group are there. Shared memory starts as not-a-number at every block and ends at a
-// page that cannot be touched; the order of threads is random. A block whose threads
-// can never meet is an error.
+// waits for them allow, once the four warps of a group are there. Dynamic shared memory starts as
+// not-a-number at every block and ends at a page that cannot be touched (static shared memory
+// keeps what the block before left there); the order of threads is random. A block whose
+// threads can never meet is an error. So is an access that is not aligned to its size, and
+// an instruction for global memory that is given another: -fsanitize=alignment has the
+// compiler call this package where it would end the program.
 //
 // It is no model of time, of memory ordering between blocks, or of bank conflicts.
 package simt

@@ -202,11 +202,14 @@ static inline void store_chunk(void *p, const uint4 &q) {
   simt::check_global(p, 16);
   *(uint4 *)p = q;
 }
-static inline void prefetch(const void *) {}
+static inline void prefetch(const void *p) { simt::check_global(p, 1); }
 
 // A launch may have memory that kernels in front are still to write, see simt.Launch.
 static inline void launch_dependents() {}
 static inline void wait_dependencies() { simt::wait_dependencies(); }
 static inline void begin() { wait_dependencies(); }
-static inline int load_early(const int *p) { return *p; }
-static inline u64 load_early(const u64 *p) { return *p; }
+template <class T>
+static inline T load_early(const T *p) {
+  simt::check_global(p, sizeof *p);
+  return *p;
+}

@@ -11,6 +11,8 @@
 
 #include "simt.h"
 
+extern "C" char __executable_start, _end;  // the linker's: where the program lies
+
 namespace simt {
 
 index block_index, block_size, grid_size;
@@ -281,16 +283,24 @@ void check_shared(const void *p, size_t bytes) {
     fail("thread %u: %zu bytes at %td of %zu of shared memory", current, bytes, q - shared_memory(), shared_bytes);
 }
 
+// Static shared memory lies in the program, a thread's own variables on its stack.
 void check_global(const void *p, size_t bytes) {
   const unsigned char *q = (const unsigned char *)p;
-  if ((q + bytes > shared_memory() && q < shared_end) || (uintptr_t)q % bytes != 0)
-    fail("thread %u: %zu bytes of global memory at %p, which is shared or not aligned", current, bytes, p);
+  if (q + bytes > shared_end - shared_room && q < shared_end)
+    fail("thread %u: %zu bytes of global memory at %p, which is shared", current, bytes, p);
+  else if (q + bytes > (unsigned char *)&__executable_start && q < (unsigned char *)&_end)
+    fail("thread %u: %zu bytes of global memory at %p, which is static, so shared", current, bytes, p);
+  else if (q + bytes > stacks && q < stacks + most_threads * stack_bytes)
+    fail("thread %u: %zu bytes of global memory at %p, which is a thread's own", current, bytes, p);
+  else if ((uintptr_t)q % bytes != 0)
+    fail("thread %u: %zu bytes of global memory at %p, which is not aligned", current, bytes, p);
 }
 
 void copy(void *shared, const void *global, int bytes) {
   check_shared(shared, 16);
   if ((uintptr_t)global % 16 != 0 || bytes < 0 || bytes > 16)
     fail("thread %u: copy of %d bytes from %p", current, bytes, global);
+  if (bytes > 0) check_global(global, 16);
   fiber &f = fibers[current];
   pending_copy c = {(unsigned char *)shared, (const unsigned char *)global, bytes, f.groups};
   if (random() % 2 == 0)
@@ -345,6 +355,7 @@ void copy_bulk(void *shared, const void *global, int bytes, unsigned long long *
   check_shared(shared, 16);
   if ((uintptr_t)global % 16 != 0 || bytes <= 0 || bytes % 16 != 0 || (unsigned char *)shared + bytes > shared_end)
     fail("thread %u: bulk copy of %d bytes from %p to %p", current, bytes, global, shared);
+  check_global(global, 16);
   laters.push_back({-1, barrier, {{(unsigned char *)shared, (const unsigned char *)global, bytes, 0}}});
   if (random() % 2 == 0) do_later(laters.size() - 1);
 }
@@ -380,17 +391,31 @@ void multiply_wait(int pending) {
 
 using namespace simt;
 
-extern "C" int64_t simt_argument_bytes(int half, const char *name) {
-  for (const simt_kernel *k = half ? simt_f16 : simt_bf16; k->name; k++)
+// Called by code compiled with -fsanitize=alignment, before an access for which p is not
+// aligned: the thread goes no further.
+extern "C" void __ubsan_handle_type_mismatch_v1(void *where, void *p) {
+  struct {
+    const char *file;
+    uint32_t line, column;
+  } at;
+  memcpy(&at, where, sizeof at);
+  fail("thread %u: %s:%u: an access at %p, which is not aligned", current, at.file, at.line, p);
+  for (;;) yield();
+}
+
+const simt_kernel *const tables[] = {simt_bf16, simt_f16, simt_faults};
+
+extern "C" int64_t simt_argument_bytes(int table, const char *name) {
+  for (const simt_kernel *k = tables[table]; k->name; k++)
     if (strcmp(k->name, name) == 0) return (int64_t)k->bytes;
   return -1;
 }
 
-extern "C" const char *simt_launch(int half, const char *name, const void *args, const unsigned *blocks, unsigned threads,
+extern "C" const char *simt_launch(int table, const char *name, const void *args, const unsigned *blocks, unsigned threads,
                                    size_t shared, uint64_t seed, const simt_range *ranges, size_t n) {
   problem[0] = 0;
   kernel = nullptr;
-  for (const simt_kernel *k = half ? simt_f16 : simt_bf16; k->name; k++)
+  for (const simt_kernel *k = tables[table]; k->name; k++)
     if (strcmp(k->name, name) == 0) kernel = k;
   if (!kernel) return "no such kernel";
   if (threads == 0 || threads % 32 != 0 || threads > most_threads) return "threads are not whole warps, or too many";

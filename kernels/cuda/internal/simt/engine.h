@@ -9,7 +9,7 @@ struct simt_kernel {
   size_t bytes;  // of its arguments
 };
 
-extern const simt_kernel simt_bf16[], simt_f16[];  // end with a null name
+extern const simt_kernel simt_bf16[], simt_f16[], simt_faults[];  // end with a null name
 
 #ifdef __cplusplus
 namespace simt {
@@ -32,7 +32,7 @@ void meet_block();
 const message *meet_warp(const message &m);
 void wait_dependencies();
 void check_shared(const void *p, size_t bytes);
-void check_global(const void *p, size_t bytes);
+void check_global(const void *p, size_t bytes);  // bytes: a power of two, to which p is aligned
 void copy(void *shared, const void *global, int bytes);
 void commit();
 void wait(int pending);

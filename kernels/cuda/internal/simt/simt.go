@@ -3,7 +3,7 @@
 package simt
 
 /*
-#cgo CXXFLAGS: -std=c++17 -O2 -fno-strict-aliasing -Wno-unknown-pragmas -Wno-unused
+#cgo CXXFLAGS: -std=c++17 -O2 -fsanitize=alignment -fno-strict-aliasing -Wno-unknown-pragmas -Wno-unused
 #cgo LDFLAGS: -static-libstdc++ -static-libgcc
 #include "simt.h"
 #include <stdlib.h>
@@ -27,7 +27,11 @@ var engine sync.Mutex
 // still to write awaited: its bytes are all ones until the threads of a block can do
 // nothing more before they have waited.
 func Launch(half bool, name string, args []byte, blocks [3]int, threads, shared int, seed uint64, awaited ...device.Range) error {
-	if err := CheckArguments(half, name, len(args)); err != nil {
+	return launch(number(half), name, args, blocks, threads, shared, seed, awaited...)
+}
+
+func launch(of table, name string, args []byte, blocks [3]int, threads, shared int, seed uint64, awaited ...device.Range) error {
+	if err := checkArguments(of, name, len(args)); err != nil {
 		return err
 	}
 	engine.Lock()
@@ -41,7 +45,7 @@ func Launch(half bool, name string, args []byte, blocks [3]int, threads, shared 
 	for i, r := range awaited {
 		ranges[i] = C.simt_range{at: C.uint64_t(r.Addr), bytes: C.uint64_t(r.Bytes)}
 	}
-	problem := C.simt_launch(number(half), n, a, &grid[0], C.unsigned(threads), C.size_t(shared), C.uint64_t(seed), unsafe.SliceData(ranges), C.size_t(len(ranges)))
+	problem := C.simt_launch(C.int(of), n, a, &grid[0], C.unsigned(threads), C.size_t(shared), C.uint64_t(seed), unsafe.SliceData(ranges), C.size_t(len(ranges)))
 	if problem != nil {
 		return fmt.Errorf("simt: %s: %s", name, C.GoString(problem))
 	}
@@ -50,17 +54,30 @@ func Launch(half bool, name string, args []byte, blocks [3]int, threads, shared 
 
 // CheckArguments compares the size of a kernel's argument struct with bytes.
 func CheckArguments(half bool, name string, bytes int) error {
+	return checkArguments(number(half), name, bytes)
+}
+
+func checkArguments(of table, name string, bytes int) error {
 	n := C.CString(name)
 	defer C.free(unsafe.Pointer(n))
-	if want := C.simt_argument_bytes(number(half), n); int(want) != bytes {
+	if want := C.simt_argument_bytes(C.int(of), n); int(want) != bytes {
 		return fmt.Errorf("simt: %s: %d bytes of arguments, want %d (-1: no such kernel)", name, bytes, int(want))
 	}
 	return nil
 }
 
-func number(half bool) C.int {
+// table is one of those of simt.h.
+type table int
+
+const (
+	bf16 table = iota
+	f16
+	faults
+)
+
+func number(half bool) table {
 	if half {
-		return 1
+		return f16
 	}
-	return 0
+	return bf16
 }
