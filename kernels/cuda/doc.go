@@ -53,10 +53,11 @@
 //
 // # Limits
 //
-// A head size that is a multiple of 8, up to 128 (for RoPEAppendKV any up to 256); at most 64 heads of a query to one
-// of the cache; rows of up to 12288 elements for norms; up to 3072 experts, and where
-// they lie in tiles rows of X that start at multiples of 16 bytes and of Out at
-// multiples of 8; the 2048 likeliest tokens of a row.
+// A head size that is a multiple of 8, up to 128 (for RoPEAppendKV any up to 256); at
+// most 64 heads of a query to one of the cache; rows of up to 12288 elements for
+// norms; up to 3072 experts, and where they lie in tiles rows of X that start at
+// multiples of 16 bytes and of Out at multiples of 8; the 2048 likeliest tokens of a
+// row.
 //
 // # Example
 //
