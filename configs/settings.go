@@ -251,8 +251,8 @@ var Schema = []Key{
 		Help: "enqueue every kernel by itself, also where all experts are in a GPU's memory and a decode step would be one CUDA graph",
 	},
 	{
-		Name: "overlap-kernels", Kind: Bool, Default: false, Commands: onModel,
-		Help: "let a GPU's kernels start while those in front of them end (compute capability 9.0 and later); whole models have not been compared with it yet",
+		Name: "overlap-kernels", Kind: Bool, Default: true, Commands: onModel,
+		Help: "let a GPU's kernels start while those in front of them end (compute capability 9.0 and later)",
 	},
 	{
 		Name: "policy", Kind: String, Default: "none", Placeholder: "none|auto|FILE", Commands: []string{"run", "serve", "inspect", "plan", "bench throughput", "config"},

@@ -26,7 +26,7 @@ import (
 )
 
 var (
-	whole     = flag.String("whole", "", "presets of TestGPUPresets with offload fractions: qwen1.5-moe-a2.7b@0,0.5,1 mixtral-8x7b@0,0o,0.5p; p: in the memory of -peer, o: with kernels that overlap")
+	whole     = flag.String("whole", "", "presets of TestGPUPresets with offload fractions: qwen1.5-moe-a2.7b@0,0.5,1 mixtral-8x7b@0,0a,0.5p; p: in the memory of -peer, a: with kernels that do not overlap")
 	batches   = flag.String("batches", "1,32,324", "sequences that TestGPUPresets decodes at once")
 	cut       = flag.Int("layers", 0, "layers that TestGPUPresets cuts presets to; 0: none")
 	hostGiB   = flag.Float64("host-gib", 0, "memory of the host, where the system does not say all it has")
@@ -41,8 +41,8 @@ type timing struct {
 	Fraction float64 `json:"fraction"`
 	// Tier of what is offloaded.
 	Tier string `json:"tier"`
-	// Overlap says that kernels did.
-	Overlap bool `json:"overlap,omitempty"`
+	// Apart says that kernels did not overlap.
+	Apart bool `json:"apart,omitempty"`
 	// Kind is load, prefill or decode.
 	Kind string `json:"kind"`
 	// Sequences of a step, and its rows.
@@ -96,7 +96,7 @@ func TestGPUPresets(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			first := ""
 			for _, f := range strings.Split(fractions, ",") {
-				number, overlaps := strings.CutSuffix(f, "o")
+				number, apart := strings.CutSuffix(f, "a")
 				number, tier := tierOf(number)
 				fraction, err := strconv.ParseFloat(number, 64)
 				if err != nil {
@@ -105,7 +105,7 @@ func TestGPUPresets(t *testing.T) {
 				if tier == "peer" {
 					needPeer(t)
 				}
-				got := runPreset(t, name, fraction, tier, overlaps || *overlap, func(x timing) {
+				got := runPreset(t, name, fraction, tier, !apart && *overlap, func(x timing) {
 					line, err := json.Marshal(x)
 					if err == nil {
 						_, err = fmt.Fprintf(out, "%s\n", line)
@@ -166,7 +166,7 @@ func runPreset(t *testing.T, name string, fraction float64, tier string, overlap
 	if tier == "peer" {
 		rate = peerRate + hostRate
 	}
-	x := timing{Model: name, Layers: c.Layers, Fraction: fraction, Tier: tier, Overlap: overlaps, Kind: "load", Seconds: time.Since(start).Seconds()}
+	x := timing{Model: name, Layers: c.Layers, Fraction: fraction, Tier: tier, Apart: !overlaps, Kind: "load", Seconds: time.Since(start).Seconds()}
 	note(x)
 	report, err := n.Report(t.Context())
 	if err != nil {

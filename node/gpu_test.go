@@ -33,7 +33,7 @@ import (
 // test of themselves.
 var (
 	on      = flag.String("on", "cuda", "device of the tests named GPU: cuda or cpu")
-	overlap = flag.Bool("overlap", false, "tests named GPU let kernels overlap")
+	overlap = flag.Bool("overlap", true, "tests named GPU let kernels overlap")
 )
 
 // needGPU skips where there is no GPU, unless MOESERVE_CUDA_TEST=gpu says that there

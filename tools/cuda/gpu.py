@@ -251,7 +251,7 @@ def table(logs):
         print("| model | layers | offloaded | step | sequences | rows | ms | floor, ms | share | tokens/s |")
         print("|---|---|---|---|---|---|---|---|---|---|")
         for r in rows:
-            start = f"| {r['model']} | {r['layers']} | {100 * r['fraction']:.0f} %, {r.get('tier', 'host')}{', overlap' if r.get('overlap') else ''} | {r['kind']} |"
+            start = f"| {r['model']} | {r['layers']} | {100 * r['fraction']:.0f} %, {r.get('tier', 'host')}{', apart' if r.get('apart') else ''} | {r['kind']} |"
             if r["kind"] == "load":
                 print(f"{start} – | – | {1e3 * r['seconds']:.0f} | – | – | – |")
             else:

@@ -8,8 +8,8 @@
 #   kernels-full  the same at the shapes of the models
 #   exact         fixtures: same routing, own routing beside transformers in bfloat16, greedy tokens;
 #                 equal tokens over fractions, faults, batch sizes, neighbors; a lost device; no memory
-#   overlap       kernels that overlap: the same routing and equal tokens of exact, and whole Qwen1.5-MoE and Mixtral
-#                 with and without, whose tokens are the same
+#   apart         kernels that do not overlap: the same routing and equal tokens of exact, and whole Qwen1.5-MoE and
+#                 Mixtral with and without overlapping, whose tokens are the same
 #   cli           moeserve run on fixtures, the built-in model and a preset; what it says to bad input;
 #                 collect-env beside nvidia-smi; run and serve whose device is lost
 #   layers        one layer of every preset beside PyTorch
@@ -28,8 +28,8 @@
 #   gaps          how long the GPU stands still between the kernels of a decode step: GAPS are models
 #   load          a checkpoint of Qwen1.5-MoE's shape, written to LOAD_FOLDER (29 GB), beside the disk's
 #                 own rate; LOAD are arguments for load.py
-# HOST_GIB is the memory of the host where the system does not say all it has. With OVERLAP=1 the parts that run
-# node's tests or moeserve let kernels overlap (--overlap-kernels).
+# HOST_GIB is the memory of the host where the system does not say all it has. With OVERLAP=false the parts that run
+# node's tests or moeserve keep kernels from overlapping (--overlap-kernels).
 set -uo pipefail
 root=$(cd "$(dirname "$0")/../.." && pwd)
 usage() { sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//p}' "$0" >&2; exit 2; }
@@ -87,7 +87,7 @@ run() {
   work=$(mktemp -d)
   trap 'rm -rf "$work"' EXIT
   for part in "$@"; do
-    [[ " device kernels kernels-full exact overlap cli layers whole whole-mixtral tiers sweep predicted bench sanitize beside gaps load " == *" $part "* ]] || usage
+    [[ " device kernels kernels-full exact apart cli layers whole whole-mixtral tiers sweep predicted bench sanitize beside gaps load " == *" $part "* ]] || usage
   done
   [ -e "$folder/bundle.tar.xz" ] || { echo "there is no $folder/bundle.tar.xz: tools/cuda/gpu.sh build makes it" >&2; exit 2; }
   xz -dc "$folder/bundle.tar.xz" | tar -xf - -C "$work" || exit 1
@@ -107,8 +107,8 @@ run() {
   host=${HOST_GIB:-0}
   overlap=()
   if [ -n "${OVERLAP:-}" ]; then
-    overlap=(-overlap)
-    export MOESERVE_OVERLAP_KERNELS=true
+    overlap=(-overlap="$OVERLAP")
+    export MOESERVE_OVERLAP_KERNELS=$OVERLAP
   fi
   if [[ " $* " == *" exact "* ]] && python3 -c 'import torch, transformers' 2>/dev/null; then
     # It takes a while to start: beside the other tests.
@@ -135,10 +135,10 @@ run() {
         [ ${#compare[@]} -gt 0 ] || echo "not compared with transformers: no torch here" | tee -a "$logs/table.log"
         limit 60 node node same-tokens "$work/node.test" "${overlap[@]}" -test.v -test.run 'GPUSameTokens|GPUBatchInvariant|GPUGraphs|GPUNoGarbage'
         limit 60 node node lost-memory-built-in "$work/node.test" "${overlap[@]}" -test.v -test.run 'GPULost|GPUOutOfMemory|GPUBuiltIn' ;;
-      overlap)
-        limit 60 node node overlap-same-routing "$work/node.test" -overlap -test.v -test.run GPUSameRouting
-        limit 60 node node overlap-same-tokens "$work/node.test" -overlap -test.v -test.run 'GPUSameTokens|GPUBatchInvariant|GPUGraphs|GPUNoGarbage'
-        limit 180 node presets overlap-whole "$work/node.test" -test.v -test.timeout 180s -test.run GPUPresets -whole 'qwen1.5-moe-a2.7b@0,0o mixtral-8x7b@0,0o' \
+      apart)
+        limit 60 node node apart-same-routing "$work/node.test" -overlap=false -test.v -test.run GPUSameRouting
+        limit 60 node node apart-same-tokens "$work/node.test" -overlap=false -test.v -test.run 'GPUSameTokens|GPUBatchInvariant|GPUGraphs|GPUNoGarbage'
+        limit 180 node presets apart-whole "$work/node.test" -test.v -test.timeout 180s -test.run GPUPresets -whole 'qwen1.5-moe-a2.7b@0,0a mixtral-8x7b@0,0a' \
           -batches 1,324 -host-gib "$host" -steps "$logs/presets.json" ;;
       cli) limit 300 . cli cli python3 "$root/tools/cuda/gpu.py" cli "$work/moeserve" "$work/lose.so" ;;
       layers) limit 180 node node layers env TMPDIR="$work" "$work/node.test" "${overlap[@]}" -test.v -test.run GPULayers -python python3 ;;
