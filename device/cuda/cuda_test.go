@@ -4,6 +4,7 @@ package cuda
 
 import (
 	"context"
+	"encoding/binary"
 	"errors"
 	"fmt"
 	"os"
@@ -13,6 +14,7 @@ import (
 	"sync"
 	"testing"
 	"time"
+	"unsafe"
 
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/device/cuda/dylib"
@@ -117,6 +119,25 @@ extern "C" __global__ void mixed(unsigned a, unsigned long long *to, float b, un
   to[3] = (unsigned long long)(long long)e;
   to[4] = gridDim.x * 1000000ull + blockDim.x * 1000 + gridDim.y;
 }
+#if __CUDA_ARCH__ >= 900
+struct alignas(64) tensor_map {
+  unsigned long long words[16];
+};
+extern "C" __global__ void tile(const __grid_constant__ tensor_map map, unsigned long long *out, int element, int row, int bytes) {
+  __shared__ alignas(1024) unsigned long long tile[16 * 16];
+  __shared__ unsigned long long full;
+  unsigned at = (unsigned)__cvta_generic_to_shared(tile), barrier = (unsigned)__cvta_generic_to_shared(&full);
+  if (threadIdx.x == 0) {
+    asm volatile("mbarrier.init.shared.b64 [%0], 1;\nfence.mbarrier_init.release.cluster;" ::"r"(barrier) : "memory");
+    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
+                 ::"r"(at), "l"(&map), "r"(element), "r"(row), "r"(barrier) : "memory");
+    asm volatile("{\n.reg .pred done;\nagain:\nmbarrier.try_wait.parity.shared.b64 done, [%0], 0;\n@!done bra again;\n}" ::"r"(barrier) : "memory");
+  }
+  __syncthreads();
+  for (int i = threadIdx.x; i < bytes / 8; i += blockDim.x) out[i] = tile[i];
+}
+#endif
 extern "C" __global__ void trap() { *(volatile int *)1024 = 1; }
 `
 
@@ -181,15 +202,14 @@ func TestLaunch(t *testing.T) {
 			t.Errorf("the kernel saw %#x as its value %d, want %#x", got[i], i, want[i])
 		}
 	}
-	// The block is empty again, and takes raw bytes.
+	// The block is empty again, and takes raw bytes as an argument.
 	fill := r.function(mod, "fill")
 	at := uint64(mem.Range(0, 1).Addr)
-	raw := make([]byte, 16)
+	raw := make([]byte, 8)
 	for i := range 8 {
 		raw[i] = byte(at >> (8 * i))
 	}
-	raw[8], raw[12] = 9, 4
-	s.Args().Bytes(raw, 8)
+	s.Args().Bytes(raw, 8).U32(9).U32(4)
 	r.ok(s.Launch(fill, Grid{Threads: [3]int{4}}))
 	if got := r.words(s, mem.Range(0, 24)); got[0] != 9<<32|9 || got[1] != got[0] || got[2] != 1<<40 {
 		t.Errorf("filled: %#x", got)
@@ -225,14 +245,23 @@ func TestLaunchLimits(t *testing.T) {
 	contains(t, err, "garbage")
 	_, err = r.m.LoadModule(device.Host, "nowhere", []byte("standin"))
 	contains(t, err, "nowhere")
-	func() {
-		defer func() {
-			if recover() == nil {
-				t.Error("arguments that do not fit do not panic")
+	for what, fill := range map[string]func(a *Args){
+		"that do not fit": func(a *Args) { a.Bytes(make([]byte, MaxArgBytes), 1).U32(0) },
+		"one too many": func(a *Args) {
+			for range MaxArgs + 1 {
+				a.U32(0)
 			}
+		},
+	} {
+		func() {
+			defer func() {
+				if recover() == nil {
+					t.Errorf("arguments %s do not panic", what)
+				}
+			}()
+			fill(s.Args())
 		}()
-		s.Args().Bytes(make([]byte, MaxArgBytes), 1).U32(0)
-	}()
+	}
 	if len(r.m.gpus) > 1 {
 		contains(t, r.stream(1, "other").Launch(fill, Grid{}), "fill", "gpu0", "other")
 	}
@@ -350,6 +379,44 @@ func TestGraph(t *testing.T) {
 	r.wants(err, cause)
 	r.ok(s.Copy(all(b), all(a)))
 	r.ok(s.Synchronize(r.ctx))
+}
+
+// TestMapTiles brings tiles of a matrix, also such that go beyond it.
+func TestMapTiles(t *testing.T) {
+	r := newRig(t, 1)
+	if r.m.Topology().GPUs[0].ComputeCapability < 90 || !onGPU {
+		t.Skip("it needs a GPU of compute capability 9.0 or later")
+	}
+	const rows, columns, stride, tileRows = 20, 72, 160, 16
+	s, tile := r.stream(0, "compute"), r.function(r.load(0), "tile")
+	host, mem := r.alloc(device.Host, rows*stride), r.alloc(device.HBM(0), rows*stride)
+	w := host.Write(0, rows*stride)
+	for i := range w {
+		w[i] = byte(1 + i%251)
+	}
+	r.ok(s.Copy(all(mem), all(host)))
+	out := r.alloc(device.HBM(0), tileRows*128)
+	m, err := MapTiles(all(mem).Addr, rows, columns, stride, tileRows)
+	r.ok(err)
+	for _, at := range []struct{ element, row int }{{0, 0}, {0, 7}, {64, 3}, {8, 10}} {
+		s.Args().Bytes(unsafe.Slice((*byte)(unsafe.Pointer(&m)), 128), 64).Addr(all(out).Addr).I32(int32(at.element)).I32(int32(at.row)).I32(tileRows * 128)
+		r.ok(s.Launch(tile, Grid{Threads: [3]int{64}}))
+		got := r.words(s, all(out))
+		for i := range tileRows * 16 {
+			row, chunk := i/16, i/2%8
+			element := at.element + (chunk^row%8)*8 + i%2*4
+			want := uint64(0)
+			if at.row+row < rows && element < columns {
+				want = binary.LittleEndian.Uint64(w[(at.row+row)*stride+2*element:])
+			}
+			if got[i] != want {
+				t.Fatalf("from %+v on, row %d, place %d: %#x, want %#x", at, row, i%16, got[i], want)
+			}
+		}
+	}
+	if _, err := MapTiles(all(mem).Addr+8, rows, columns, stride, tileRows); err == nil {
+		t.Error("an address that is no multiple of 16 was taken")
+	}
 }
 
 // TestOverlap holds launches to what they may start before: only a launch of that kind

@@ -14,12 +14,8 @@
 ms_arguments *ms_arguments_new(void) {
   ms_arguments *a = aligned_alloc(_Alignof(ms_arguments), sizeof *a);
   if (!a) return NULL;
-  a->bytes = 0;
-  a->extra[0] = CU_LAUNCH_PARAM_BUFFER_POINTER;
-  a->extra[1] = a->data;
-  a->extra[2] = CU_LAUNCH_PARAM_BUFFER_SIZE;
-  a->extra[3] = &a->bytes;
-  a->extra[4] = CU_LAUNCH_PARAM_END;
+  memset(a, 0, sizeof *a);
+  for (int i = 0; i < MS_ARGUMENTS; i++) a->at[i] = a->data; /* what is left out reads what is there */
   return a;
 }
 
@@ -37,7 +33,7 @@ CUresult ms_launch(CUcontext ctx, CUfunction f, CUstream s, ms_shape shape, ms_a
   c.hStream = s;
   c.attrs = &overlap;
   c.numAttrs = shape.overlap ? 1 : 0;
-  return cuLaunchKernelEx(&c, f, NULL, args->bytes ? args->extra : NULL);
+  return cuLaunchKernelEx(&c, f, args->at, NULL);
 }
 
 CUresult ms_event_query(CUcontext ctx, CUevent e) {
@@ -156,6 +152,16 @@ CUresult ms_function_attribute(CUcontext ctx, CUfunction f, int attribute, int *
 CUresult ms_set_function_attribute(CUcontext ctx, CUfunction f, int attribute, int value) {
   CURRENT(ctx);
   return cuFuncSetAttribute(f, (CUfunction_attribute)attribute, value);
+}
+
+CUresult ms_map_tiles(void *map, uint64_t at, uint64_t rows, uint64_t columns, uint64_t stride, unsigned tile_rows) {
+  CUtensorMap m; /* it has to lie at a multiple of 64 bytes, which Go's memory need not */
+  cuuint64_t size[2] = {columns, rows}, strides[1] = {stride};
+  cuuint32_t box[2] = {64, tile_rows}, steps[2] = {1, 1};
+  CUresult r = cuTensorMapEncodeTiled(&m, CU_TENSOR_MAP_DATA_TYPE_UINT16, 2, (void *)(uintptr_t)at, size, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                                      CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (r == CUDA_SUCCESS) memcpy(map, &m, sizeof m);
+  return r;
 }
 
 CUresult ms_capture_begin(CUcontext ctx, CUstream s) {

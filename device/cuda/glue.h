@@ -6,15 +6,18 @@
 
 /* What gorgonia.org/cu lacks. Each function makes ctx current first, where it takes one. */
 
-/* MS_ARGUMENT_BYTES is what the packed arguments of one launch may take. */
+/* MS_ARGUMENT_BYTES is what the arguments of one launch may take, MS_ARGUMENTS how many there may be. */
 #define MS_ARGUMENT_BYTES 4096
+#define MS_ARGUMENTS 16
 
-/* A stream's argument block: the packed arguments of its next launch, and how cuLaunchKernelEx is told of
-   them. It lies in C memory, so a launch hands over no Go pointer and allocates nothing. */
+/* A stream's argument block: the arguments of its next launch, and where each is. It lies in C memory, so a
+   launch hands over no Go pointer and allocates nothing. The driver is told of each argument: those that are
+   at multiples of 64 bytes end up elsewhere if it is given all of them in one piece. */
 typedef struct {
   size_t bytes;
-  void *extra[5];
-  _Alignas(16) unsigned char data[MS_ARGUMENT_BYTES];
+  int count;
+  void *at[MS_ARGUMENTS];
+  _Alignas(64) unsigned char data[MS_ARGUMENT_BYTES];
 } ms_arguments;
 
 typedef struct {
@@ -48,6 +51,10 @@ CUresult ms_host_copy(CUcontext ctx, CUstream s, uint64_t to, uint64_t from, siz
 
 CUresult ms_function_attribute(CUcontext ctx, CUfunction f, int attribute, int *value);
 CUresult ms_set_function_attribute(CUcontext ctx, CUfunction f, int attribute, int value);
+
+/* Writes the 128 bytes that tell the copy engine of a matrix of 16-bit numbers in device memory, rows stride
+   bytes apart, of which a copy brings so many rows of 64 elements, swizzled by 128 bytes. */
+CUresult ms_map_tiles(void *map, uint64_t at, uint64_t rows, uint64_t columns, uint64_t stride, unsigned tile_rows);
 
 CUresult ms_capture_begin(CUcontext ctx, CUstream s);
 CUresult ms_capture_end(CUcontext ctx, CUstream s, CUgraphExec *exec, size_t *nodes);

@@ -178,29 +178,35 @@ type Grid struct {
 	Overlap bool
 }
 
-// Args are the arguments of a stream's next launch, packed as the kernel's
-// parameters are: each at its natural alignment, in order. They lie in memory of
-// the stream's own: putting them there and launching allocates nothing. What does
-// not fit into MaxArgBytes panics.
+// Args are the arguments of a stream's next launch, in the order of the kernel's
+// parameters and of their types. They lie in memory of the stream's own: putting them there
+// and launching allocates nothing. More than MaxArgs, or what does not fit into MaxArgBytes,
+// panics.
 type Args struct{ block *C.ms_arguments }
 
-// MaxArgBytes is the room for the arguments of one launch.
-const MaxArgBytes = C.MS_ARGUMENT_BYTES
+// MaxArgBytes is the room for the arguments of one launch, MaxArgs how many there may be.
+const (
+	MaxArgBytes = C.MS_ARGUMENT_BYTES
+	MaxArgs     = C.MS_ARGUMENTS
+)
 
 // Args empties the stream's argument block and returns it, to be filled for the
 // next Launch.
 func (s *Stream) Args() *Args {
-	s.args.block.bytes = 0
+	s.args.block.bytes, s.args.block.count = 0, 0
 	return &s.args
 }
 
 func (a *Args) place(n, align int) unsafe.Pointer {
 	at := (int(a.block.bytes) + align - 1) &^ (align - 1)
-	if at+n > MaxArgBytes {
-		panic(fmt.Sprintf("cuda: the arguments of a launch take more than %d bytes", MaxArgBytes))
+	if at+n > MaxArgBytes || a.block.count == MaxArgs {
+		panic(fmt.Sprintf("cuda: the arguments of a launch are more than %d, or take more than %d bytes", MaxArgs, MaxArgBytes))
 	}
+	p := unsafe.Pointer(&a.block.data[at])
+	a.block.at[a.block.count] = p
 	a.block.bytes = C.size_t(at + n)
-	return unsafe.Pointer(&a.block.data[at])
+	a.block.count++
+	return p
 }
 
 // Addr adds a pointer.

@@ -19,6 +19,8 @@ type runner interface {
 	// matmul enqueues a dense product through a library, which may use work, or
 	// returns false for one that it does not take.
 	matmul(s device.Stream, work device.Range, p *libraryProduct) (bool, error)
+	// mapTiles writes what kernels are to be told of a matrix.
+	mapTiles(to *tensorMap, of *tileMap) error
 	close() error
 }
 
@@ -67,6 +69,8 @@ type lane struct {
 	// The arguments under way lie here, since runners would make them escape.
 	args    [512]byte
 	product libraryProduct
+	tiles   tileMap
+	maps    [2]tensorMap
 	// up is what the latest launch took, if it was the tiled experts' way up.
 	up chosenExperts
 }

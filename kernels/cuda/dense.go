@@ -1,20 +1,39 @@
 package cuda
 
-import "github.com/moeserve/moeserve/kernels"
+import (
+	"fmt"
+	"math"
+
+	"github.com/moeserve/moeserve/device"
+	"github.com/moeserve/moeserve/kernels"
+)
+
+// tensorMap tells the copy engine of a matrix of 16-bit numbers in device memory; what it
+// holds is the runner's.
+type tensorMap [16]uint64
+
+// tileMap is what a tensorMap is made of: rows of so many elements (a multiple of 8) that
+// start at multiples of 16 bytes, stride elements apart, of which a copy brings tileRows
+// (256 at most) of 64 elements. What lies beyond the matrix comes as zeros.
+type tileMap struct {
+	at                              device.Addr
+	rows, columns, stride, tileRows int
+}
 
 type denseArgs struct {
-	x, w, bias, out               uint64
-	xStride, outStride            int64
-	rows, columns, inner          int32
-	biasType, outFloat, outPaired int32
-	most, stages                  int32
+	wMap, xMap                    tensorMap
+	bias, out, outStride          uint64
+	rows, columns, steps          int32
+	biasType, outFloat            int32
+	most, stages, band            int32
+	_                             [8]byte // to a multiple of 64
 }
 
 // denseShapes as they are instantiated in dense.cu, the most weight rows last.
 var denseShapes = [...]expertShape{
-	{1, 64, 1, 2, 256, 112 << 10},
+	{1, 128, 1, 2, 256, 112 << 10},
 	{2, 192, 1, 1, 384, 226 << 10},
-	{4, 128, 1, 1, 384, 226 << 10},
+	{4, 192, 1, 1, 384, 226 << 10},
 }
 
 // chooseDense returns the shape, and the tokens of a tile, for which a product should
@@ -38,19 +57,50 @@ func (b *Backend) chooseDense(rows, columns int) (shape kernelID, tokens int) {
 
 // dense enqueues a product on Hopper's tensor cores. Both operands are of the
 // activation type, their rows start at multiples of 16 bytes and have a multiple of 8
-// elements.
+// elements; Out is float32, or has an even number of columns whose pairs are aligned.
 func (b *Backend) dense(l *lane, o *kernels.MatMul, outFloat bool) error {
-	rows, columns := o.X.Shape[0], o.W.Shape[0]
-	shape, tokens := b.chooseDense(rows, columns)
+	shape, tokens := b.chooseDense(o.X.Shape[0], o.W.Shape[0])
+	return b.denseIn(l, o, outFloat, shape, tokens)
+}
+
+// denseIn is dense in tiles of that shape and so many tokens.
+func (b *Backend) denseIn(l *lane, o *kernels.MatMul, outFloat bool, shape kernelID, tokens int) error {
+	rows, columns, inner := o.X.Shape[0], o.W.Shape[0], o.W.Shape[1]
 	e := &denseShapes[shape]
 	stages := min((e.shared-ringAlign)/e.step(tokens), mostStages)
-	tiles := ceil(columns, e.units*unitRows) * ceil(rows, tokens)
+	across := ceil(rows, tokens)
+	tiles := ceil(columns, e.units*unitRows) * across
+	a := denseArgs{
+		bias: address(&o.Bias), out: address(&o.Out), outStride: uint64(o.Out.Stride[0]),
+		rows: int32(rows), columns: int32(columns), steps: int32(ceil(inner, tileStep)),
+		biasType: int32(o.Bias.DType), outFloat: truth(outFloat),
+		most: int32(tokens), stages: int32(stages), band: int32(b.band(e.units*unitRows, tokens, across)),
+	}
+	for i, m := range [...]tileMap{
+		{o.W.Addr, columns, inner, rowStride(&o.W), e.units * unitRows},
+		{o.X.Addr, rows, inner, rowStride(&o.X), tokens},
+	} {
+		l.tiles = m
+		if err := b.run.mapTiles(&l.maps[i], &l.tiles); err != nil {
+			return fmt.Errorf("cuda: %s: %w", o.Name(), err)
+		}
+	}
+	a.wMap, a.xMap = l.maps[0], l.maps[1]
 	g := grid{x: min(tiles, e.blocks*b.multiprocessors), threads: e.threads, shared: ringAlign + stages*e.step(tokens)}
-	return launch(b, l, o.Name(), denseKernels+shape, g, &denseArgs{
-		x: address(&o.X), w: address(&o.W), bias: address(&o.Bias), out: address(&o.Out),
-		xStride: int64(o.X.Stride[0]), outStride: int64(o.Out.Stride[0]),
-		rows: int32(rows), columns: int32(columns), inner: int32(o.W.Shape[1]),
-		biasType: int32(o.Bias.DType), outFloat: truth(outFloat), outPaired: truth(paired(&o.Out)),
-		most: int32(tokens), stages: int32(stages),
-	})
+	return launch(b, l, o.Name(), denseKernels+shape, g, &a)
+}
+
+// rowStride of a matrix; of one with a single row any would do.
+func rowStride(t *kernels.Tensor) int {
+	if t.Shape[0] == 1 {
+		return t.Shape[1]
+	}
+	return t.Stride[0]
+}
+
+// band is into how many tiles of tokens at once a product of across such tiles is cut, so
+// that blocks which run together read about as many weights as tokens.
+func (b *Backend) band(weights, tokens, across int) int {
+	most := max(1, int(math.Sqrt(float64(b.multiprocessors*weights)/float64(tokens))))
+	return ceil(across, ceil(across, most))
 }

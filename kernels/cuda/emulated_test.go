@@ -133,6 +133,11 @@ func (r *simtRunner) matmul(device.Stream, device.Range, *libraryProduct) (bool,
 	return false, nil
 }
 
+func (r *simtRunner) mapTiles(to *tensorMap, of *tileMap) error {
+	*to = tensorMap{uint64(of.at), uint64(of.rows), uint64(of.columns), 2 * uint64(of.stride), uint64(of.tileRows)}
+	return nil
+}
+
 func (r *simtRunner) close() error { return nil }
 
 // emulate returns a machine with one device, a backend whose kernels run on the CPU,
@@ -344,11 +349,12 @@ func TestEmulatedFewRows(t *testing.T) {
 	}
 }
 
-// TestEmulatedExpertTiles is testExpertTiles on the CPU.
-func TestEmulatedExpertTiles(t *testing.T) {
+// TestEmulatedTiles is testExpertTiles and testDenseTiles on the CPU.
+func TestEmulatedTiles(t *testing.T) {
 	m, b, s := emulate(t, Options{}, 1)
 	b.hopper = true
 	testExpertTiles(t, m, b, s)
+	testDenseTiles(t, m, b, s)
 }
 
 // TestEmulatedLayers runs layers whose kernels find what those in front write only once

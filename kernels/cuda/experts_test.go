@@ -58,20 +58,7 @@ func testExpertTiles(t *testing.T, m device.Machine, b *Backend, s device.Stream
 				}
 			}
 			for _, out := range []*kernels.Tensor{&up.Out, &down.Out} {
-				host, err := m.Alloc(device.Host, out.Bytes(), "results")
-				if err != nil {
-					t.Fatal(err)
-				}
-				if err := s.Copy(host.Range(0, out.Bytes()), device.Range{Addr: out.Addr, Bytes: out.Bytes()}); err != nil {
-					t.Fatal(err)
-				}
-				if err := s.Synchronize(t.Context()); err != nil {
-					t.Fatal(err)
-				}
-				got = append(got, host.Read(0, out.Bytes())...)
-				if err := host.Free(); err != nil {
-					t.Fatal(err)
-				}
+				got = append(got, x.download(out)...)
 			}
 			return got
 		}

@@ -213,6 +213,12 @@ func (r *gpuRunner) matmul(s device.Stream, work device.Range, p *libraryProduct
 	return done, err
 }
 
+func (r *gpuRunner) mapTiles(to *tensorMap, of *tileMap) error {
+	m, err := cuda.MapTiles(of.at, of.rows, of.columns, 2*int64(of.stride), of.tileRows)
+	*to = tensorMap(m)
+	return err
+}
+
 func (r *gpuRunner) close() error {
 	var errs []error
 	if r.library != nil {

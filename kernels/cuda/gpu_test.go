@@ -218,13 +218,14 @@ func TestGPUOneMultiprocessor(t *testing.T) {
 	}
 }
 
-// TestGPUExpertTiles is testExpertTiles on a GPU.
-func TestGPUExpertTiles(t *testing.T) {
+// TestGPUTiles is testExpertTiles and testDenseTiles on a GPU.
+func TestGPUTiles(t *testing.T) {
 	m, b, s := openGPU(t, Options{BatchInvariant: true})
 	if !b.hopper {
 		t.Skip("needs compute capability 9.0: experts lie by rows before")
 	}
 	testExpertTiles(t, m, b, s)
+	testDenseTiles(t, m, b, s)
 }
 
 // TestGPUOlder runs the suite on kernels compiled for compute capability 8.0, as an

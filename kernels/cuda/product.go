@@ -87,7 +87,7 @@ func (b *Backend) matmul(l *lane, o *kernels.MatMul) error {
 	if same && (columns <= mostFewColumns || !b.o.BatchInvariant && rows <= mostFewRows) {
 		return b.few(l, o, outFloat)
 	}
-	if b.o.BatchInvariant && b.hopper && same && inner > 0 {
+	if b.o.BatchInvariant && b.hopper && same && inner > 0 && (outFloat || columns%2 == 0 && paired(&o.Out)) {
 		return b.dense(l, o, outFloat)
 	}
 	if !b.o.BatchInvariant && same && inner > 0 && columns%8 == 0 && aligned(&o.Out) && o.Out.Stride[0]%8 == 0 {

@@ -39,7 +39,7 @@ func pick(x []float64, columns []int) []float64 {
 
 func testMatMul(r *rig) {
 	type shape struct{ n, a, m int }
-	shapes := []shape{{1, 16, 1}, {2, 48, 7}, {7, 272, 60}, {33, 64, 130}, {1, 1040, 48}, {3, 2064, 33}, {131, 32, 18}, {300, 16, 5}}
+	shapes := []shape{{1, 16, 1}, {2, 48, 7}, {7, 272, 60}, {33, 64, 130}, {1, 1040, 48}, {3, 2064, 33}, {131, 32, 18}, {300, 16, 5}, {100, 1104, 140}}
 	if r.o.Full {
 		shapes = append(shapes,
 			shape{2, 4096, 6144}, shape{2, 4096, 4096}, shape{3, 2048, 6144}, shape{5, 3584, 4608}, shape{1, 2048, 5120}, // qkv, o

@@ -42,6 +42,21 @@ DEVICE void copy_bulk(void *shared, const void *global, int bytes, u64 *barrier)
                : "memory");
 }
 
+// What the host has told the copy engine of a matrix, in the arguments of a kernel.
+struct alignas(64) tensor_map {
+  u64 words[16];
+};
+
+// Copies a tile of 64 elements of rows of a matrix, from element and row on: as many rows
+// as the map says, each in 128 bytes, chunk c of row r in place c ^ (r & 7). All its bytes
+// count at the barrier; beyond the matrix they are zeros.
+DEVICE void copy_tile(void *shared, const tensor_map *map, int element, int row, u64 *barrier) {
+  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
+               :
+               : "r"(shared_address(shared)), "l"(map), "r"(element), "r"(row), "r"(shared_address(barrier))
+               : "memory");
+}
+
 // 1 / x, to one unit in the last place.
 DEVICE float reciprocal_fast(float x) {
   float r;

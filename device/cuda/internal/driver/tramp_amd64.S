@@ -999,124 +999,130 @@ cuSurfRefGetArray:
 	.balign 16
 cuSurfRefSetArray:
 	jmp *driver_table+1320(%rip)
+	.globl cuTensorMapEncodeTiled
+	.hidden cuTensorMapEncodeTiled
+	.type cuTensorMapEncodeTiled, %function
+	.balign 16
+cuTensorMapEncodeTiled:
+	jmp *driver_table+1328(%rip)
 	.globl cuTexRefGetAddressMode
 	.hidden cuTexRefGetAddressMode
 	.type cuTexRefGetAddressMode, %function
 	.balign 16
 cuTexRefGetAddressMode:
-	jmp *driver_table+1328(%rip)
+	jmp *driver_table+1336(%rip)
 	.globl cuTexRefGetAddress_v2
 	.hidden cuTexRefGetAddress_v2
 	.type cuTexRefGetAddress_v2, %function
 	.balign 16
 cuTexRefGetAddress_v2:
-	jmp *driver_table+1336(%rip)
+	jmp *driver_table+1344(%rip)
 	.globl cuTexRefGetArray
 	.hidden cuTexRefGetArray
 	.type cuTexRefGetArray, %function
 	.balign 16
 cuTexRefGetArray:
-	jmp *driver_table+1344(%rip)
+	jmp *driver_table+1352(%rip)
 	.globl cuTexRefGetBorderColor
 	.hidden cuTexRefGetBorderColor
 	.type cuTexRefGetBorderColor, %function
 	.balign 16
 cuTexRefGetBorderColor:
-	jmp *driver_table+1352(%rip)
+	jmp *driver_table+1360(%rip)
 	.globl cuTexRefGetFilterMode
 	.hidden cuTexRefGetFilterMode
 	.type cuTexRefGetFilterMode, %function
 	.balign 16
 cuTexRefGetFilterMode:
-	jmp *driver_table+1360(%rip)
+	jmp *driver_table+1368(%rip)
 	.globl cuTexRefGetFlags
 	.hidden cuTexRefGetFlags
 	.type cuTexRefGetFlags, %function
 	.balign 16
 cuTexRefGetFlags:
-	jmp *driver_table+1368(%rip)
+	jmp *driver_table+1376(%rip)
 	.globl cuTexRefGetFormat
 	.hidden cuTexRefGetFormat
 	.type cuTexRefGetFormat, %function
 	.balign 16
 cuTexRefGetFormat:
-	jmp *driver_table+1376(%rip)
+	jmp *driver_table+1384(%rip)
 	.globl cuTexRefGetMaxAnisotropy
 	.hidden cuTexRefGetMaxAnisotropy
 	.type cuTexRefGetMaxAnisotropy, %function
 	.balign 16
 cuTexRefGetMaxAnisotropy:
-	jmp *driver_table+1384(%rip)
+	jmp *driver_table+1392(%rip)
 	.globl cuTexRefSetAddress2D_v3
 	.hidden cuTexRefSetAddress2D_v3
 	.type cuTexRefSetAddress2D_v3, %function
 	.balign 16
 cuTexRefSetAddress2D_v3:
-	jmp *driver_table+1392(%rip)
+	jmp *driver_table+1400(%rip)
 	.globl cuTexRefSetAddressMode
 	.hidden cuTexRefSetAddressMode
 	.type cuTexRefSetAddressMode, %function
 	.balign 16
 cuTexRefSetAddressMode:
-	jmp *driver_table+1400(%rip)
+	jmp *driver_table+1408(%rip)
 	.globl cuTexRefSetAddress_v2
 	.hidden cuTexRefSetAddress_v2
 	.type cuTexRefSetAddress_v2, %function
 	.balign 16
 cuTexRefSetAddress_v2:
-	jmp *driver_table+1408(%rip)
+	jmp *driver_table+1416(%rip)
 	.globl cuTexRefSetArray
 	.hidden cuTexRefSetArray
 	.type cuTexRefSetArray, %function
 	.balign 16
 cuTexRefSetArray:
-	jmp *driver_table+1416(%rip)
+	jmp *driver_table+1424(%rip)
 	.globl cuTexRefSetBorderColor
 	.hidden cuTexRefSetBorderColor
 	.type cuTexRefSetBorderColor, %function
 	.balign 16
 cuTexRefSetBorderColor:
-	jmp *driver_table+1424(%rip)
+	jmp *driver_table+1432(%rip)
 	.globl cuTexRefSetFilterMode
 	.hidden cuTexRefSetFilterMode
 	.type cuTexRefSetFilterMode, %function
 	.balign 16
 cuTexRefSetFilterMode:
-	jmp *driver_table+1432(%rip)
+	jmp *driver_table+1440(%rip)
 	.globl cuTexRefSetFlags
 	.hidden cuTexRefSetFlags
 	.type cuTexRefSetFlags, %function
 	.balign 16
 cuTexRefSetFlags:
-	jmp *driver_table+1440(%rip)
+	jmp *driver_table+1448(%rip)
 	.globl cuTexRefSetFormat
 	.hidden cuTexRefSetFormat
 	.type cuTexRefSetFormat, %function
 	.balign 16
 cuTexRefSetFormat:
-	jmp *driver_table+1448(%rip)
+	jmp *driver_table+1456(%rip)
 	.globl cuTexRefSetMaxAnisotropy
 	.hidden cuTexRefSetMaxAnisotropy
 	.type cuTexRefSetMaxAnisotropy, %function
 	.balign 16
 cuTexRefSetMaxAnisotropy:
-	jmp *driver_table+1456(%rip)
+	jmp *driver_table+1464(%rip)
 	.globl cuTexRefSetMipmapFilterMode
 	.hidden cuTexRefSetMipmapFilterMode
 	.type cuTexRefSetMipmapFilterMode, %function
 	.balign 16
 cuTexRefSetMipmapFilterMode:
-	jmp *driver_table+1464(%rip)
+	jmp *driver_table+1472(%rip)
 	.globl cuTexRefSetMipmapLevelBias
 	.hidden cuTexRefSetMipmapLevelBias
 	.type cuTexRefSetMipmapLevelBias, %function
 	.balign 16
 cuTexRefSetMipmapLevelBias:
-	jmp *driver_table+1472(%rip)
+	jmp *driver_table+1480(%rip)
 	.globl cuTexRefSetMipmapLevelClamp
 	.hidden cuTexRefSetMipmapLevelClamp
 	.type cuTexRefSetMipmapLevelClamp, %function
 	.balign 16
 cuTexRefSetMipmapLevelClamp:
-	jmp *driver_table+1480(%rip)
+	jmp *driver_table+1488(%rip)
 	.section .note.GNU-stack,"",%progbits

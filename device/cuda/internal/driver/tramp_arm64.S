@@ -1331,164 +1331,172 @@ cuSurfRefSetArray:
 	adrp x16, driver_table+1320
 	ldr x16, [x16, :lo12:driver_table+1320]
 	br x16
+	.globl cuTensorMapEncodeTiled
+	.hidden cuTensorMapEncodeTiled
+	.type cuTensorMapEncodeTiled, %function
+	.balign 16
+cuTensorMapEncodeTiled:
+	adrp x16, driver_table+1328
+	ldr x16, [x16, :lo12:driver_table+1328]
+	br x16
 	.globl cuTexRefGetAddressMode
 	.hidden cuTexRefGetAddressMode
 	.type cuTexRefGetAddressMode, %function
 	.balign 16
 cuTexRefGetAddressMode:
-	adrp x16, driver_table+1328
-	ldr x16, [x16, :lo12:driver_table+1328]
+	adrp x16, driver_table+1336
+	ldr x16, [x16, :lo12:driver_table+1336]
 	br x16
 	.globl cuTexRefGetAddress_v2
 	.hidden cuTexRefGetAddress_v2
 	.type cuTexRefGetAddress_v2, %function
 	.balign 16
 cuTexRefGetAddress_v2:
-	adrp x16, driver_table+1336
-	ldr x16, [x16, :lo12:driver_table+1336]
+	adrp x16, driver_table+1344
+	ldr x16, [x16, :lo12:driver_table+1344]
 	br x16
 	.globl cuTexRefGetArray
 	.hidden cuTexRefGetArray
 	.type cuTexRefGetArray, %function
 	.balign 16
 cuTexRefGetArray:
-	adrp x16, driver_table+1344
-	ldr x16, [x16, :lo12:driver_table+1344]
+	adrp x16, driver_table+1352
+	ldr x16, [x16, :lo12:driver_table+1352]
 	br x16
 	.globl cuTexRefGetBorderColor
 	.hidden cuTexRefGetBorderColor
 	.type cuTexRefGetBorderColor, %function
 	.balign 16
 cuTexRefGetBorderColor:
-	adrp x16, driver_table+1352
-	ldr x16, [x16, :lo12:driver_table+1352]
+	adrp x16, driver_table+1360
+	ldr x16, [x16, :lo12:driver_table+1360]
 	br x16
 	.globl cuTexRefGetFilterMode
 	.hidden cuTexRefGetFilterMode
 	.type cuTexRefGetFilterMode, %function
 	.balign 16
 cuTexRefGetFilterMode:
-	adrp x16, driver_table+1360
-	ldr x16, [x16, :lo12:driver_table+1360]
+	adrp x16, driver_table+1368
+	ldr x16, [x16, :lo12:driver_table+1368]
 	br x16
 	.globl cuTexRefGetFlags
 	.hidden cuTexRefGetFlags
 	.type cuTexRefGetFlags, %function
 	.balign 16
 cuTexRefGetFlags:
-	adrp x16, driver_table+1368
-	ldr x16, [x16, :lo12:driver_table+1368]
+	adrp x16, driver_table+1376
+	ldr x16, [x16, :lo12:driver_table+1376]
 	br x16
 	.globl cuTexRefGetFormat
 	.hidden cuTexRefGetFormat
 	.type cuTexRefGetFormat, %function
 	.balign 16
 cuTexRefGetFormat:
-	adrp x16, driver_table+1376
-	ldr x16, [x16, :lo12:driver_table+1376]
+	adrp x16, driver_table+1384
+	ldr x16, [x16, :lo12:driver_table+1384]
 	br x16
 	.globl cuTexRefGetMaxAnisotropy
 	.hidden cuTexRefGetMaxAnisotropy
 	.type cuTexRefGetMaxAnisotropy, %function
 	.balign 16
 cuTexRefGetMaxAnisotropy:
-	adrp x16, driver_table+1384
-	ldr x16, [x16, :lo12:driver_table+1384]
+	adrp x16, driver_table+1392
+	ldr x16, [x16, :lo12:driver_table+1392]
 	br x16
 	.globl cuTexRefSetAddress2D_v3
 	.hidden cuTexRefSetAddress2D_v3
 	.type cuTexRefSetAddress2D_v3, %function
 	.balign 16
 cuTexRefSetAddress2D_v3:
-	adrp x16, driver_table+1392
-	ldr x16, [x16, :lo12:driver_table+1392]
+	adrp x16, driver_table+1400
+	ldr x16, [x16, :lo12:driver_table+1400]
 	br x16
 	.globl cuTexRefSetAddressMode
 	.hidden cuTexRefSetAddressMode
 	.type cuTexRefSetAddressMode, %function
 	.balign 16
 cuTexRefSetAddressMode:
-	adrp x16, driver_table+1400
-	ldr x16, [x16, :lo12:driver_table+1400]
+	adrp x16, driver_table+1408
+	ldr x16, [x16, :lo12:driver_table+1408]
 	br x16
 	.globl cuTexRefSetAddress_v2
 	.hidden cuTexRefSetAddress_v2
 	.type cuTexRefSetAddress_v2, %function
 	.balign 16
 cuTexRefSetAddress_v2:
-	adrp x16, driver_table+1408
-	ldr x16, [x16, :lo12:driver_table+1408]
+	adrp x16, driver_table+1416
+	ldr x16, [x16, :lo12:driver_table+1416]
 	br x16
 	.globl cuTexRefSetArray
 	.hidden cuTexRefSetArray
 	.type cuTexRefSetArray, %function
 	.balign 16
 cuTexRefSetArray:
-	adrp x16, driver_table+1416
-	ldr x16, [x16, :lo12:driver_table+1416]
+	adrp x16, driver_table+1424
+	ldr x16, [x16, :lo12:driver_table+1424]
 	br x16
 	.globl cuTexRefSetBorderColor
 	.hidden cuTexRefSetBorderColor
 	.type cuTexRefSetBorderColor, %function
 	.balign 16
 cuTexRefSetBorderColor:
-	adrp x16, driver_table+1424
-	ldr x16, [x16, :lo12:driver_table+1424]
+	adrp x16, driver_table+1432
+	ldr x16, [x16, :lo12:driver_table+1432]
 	br x16
 	.globl cuTexRefSetFilterMode
 	.hidden cuTexRefSetFilterMode
 	.type cuTexRefSetFilterMode, %function
 	.balign 16
 cuTexRefSetFilterMode:
-	adrp x16, driver_table+1432
-	ldr x16, [x16, :lo12:driver_table+1432]
+	adrp x16, driver_table+1440
+	ldr x16, [x16, :lo12:driver_table+1440]
 	br x16
 	.globl cuTexRefSetFlags
 	.hidden cuTexRefSetFlags
 	.type cuTexRefSetFlags, %function
 	.balign 16
 cuTexRefSetFlags:
-	adrp x16, driver_table+1440
-	ldr x16, [x16, :lo12:driver_table+1440]
+	adrp x16, driver_table+1448
+	ldr x16, [x16, :lo12:driver_table+1448]
 	br x16
 	.globl cuTexRefSetFormat
 	.hidden cuTexRefSetFormat
 	.type cuTexRefSetFormat, %function
 	.balign 16
 cuTexRefSetFormat:
-	adrp x16, driver_table+1448
-	ldr x16, [x16, :lo12:driver_table+1448]
+	adrp x16, driver_table+1456
+	ldr x16, [x16, :lo12:driver_table+1456]
 	br x16
 	.globl cuTexRefSetMaxAnisotropy
 	.hidden cuTexRefSetMaxAnisotropy
 	.type cuTexRefSetMaxAnisotropy, %function
 	.balign 16
 cuTexRefSetMaxAnisotropy:
-	adrp x16, driver_table+1456
-	ldr x16, [x16, :lo12:driver_table+1456]
+	adrp x16, driver_table+1464
+	ldr x16, [x16, :lo12:driver_table+1464]
 	br x16
 	.globl cuTexRefSetMipmapFilterMode
 	.hidden cuTexRefSetMipmapFilterMode
 	.type cuTexRefSetMipmapFilterMode, %function
 	.balign 16
 cuTexRefSetMipmapFilterMode:
-	adrp x16, driver_table+1464
-	ldr x16, [x16, :lo12:driver_table+1464]
+	adrp x16, driver_table+1472
+	ldr x16, [x16, :lo12:driver_table+1472]
 	br x16
 	.globl cuTexRefSetMipmapLevelBias
 	.hidden cuTexRefSetMipmapLevelBias
 	.type cuTexRefSetMipmapLevelBias, %function
 	.balign 16
 cuTexRefSetMipmapLevelBias:
-	adrp x16, driver_table+1472
-	ldr x16, [x16, :lo12:driver_table+1472]
+	adrp x16, driver_table+1480
+	ldr x16, [x16, :lo12:driver_table+1480]
 	br x16
 	.globl cuTexRefSetMipmapLevelClamp
 	.hidden cuTexRefSetMipmapLevelClamp
 	.type cuTexRefSetMipmapLevelClamp, %function
 	.balign 16
 cuTexRefSetMipmapLevelClamp:
-	adrp x16, driver_table+1480
-	ldr x16, [x16, :lo12:driver_table+1480]
+	adrp x16, driver_table+1488
+	ldr x16, [x16, :lo12:driver_table+1488]
 	br x16
 	.section .note.GNU-stack,"",%progbits

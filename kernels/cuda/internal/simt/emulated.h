@@ -30,6 +30,7 @@ static inline float2 make_float2(float x, float y) { return {x, y}; }
 #define DEVICE inline
 #define DYNAMIC_SHARED(name) unsigned char *name = simt::shared_memory()
 #define __shared__ static
+#define __grid_constant__
 #define threadIdx simt::thread()
 #define blockIdx simt::block_index
 #define blockDim simt::block_size

@@ -181,7 +181,7 @@ void do_later(size_t i) {
     for (size_t j = 0; j < i; j++)
       if (laters[j].thread == laters[i].thread) i = j;
   int bytes = 0;
-  for (const pending_copy &c : laters[i].copies) do_copy(c), bytes += c.bytes;
+  for (const pending_copy &c : laters[i].copies) do_copy(c), bytes += c.bytes < 16 ? 16 : c.bytes;  // zeros count, too
   if (laters[i].thread >= 0)
     count(laters[i].barrier, 0, 1);
   else
@@ -357,6 +357,27 @@ void copy_bulk(void *shared, const void *global, int bytes, unsigned long long *
     fail("thread %u: bulk copy of %d bytes from %p to %p", current, bytes, global, shared);
   check_global(global, 16);
   laters.push_back({-1, barrier, {{(unsigned char *)shared, (const unsigned char *)global, bytes, 0}}});
+  if (random() % 2 == 0) do_later(laters.size() - 1);
+}
+
+void copy_tile(void *shared, const void *global, int64_t rows, int64_t elements, int64_t stride, int tile_rows, int element, int row,
+               unsigned long long *barrier) {
+  unsigned char *to = (unsigned char *)shared;
+  check_shared(shared, 16);
+  if (shared_address(to) % 1024 != 0 || (uintptr_t)global % 16 != 0 || stride % 16 != 0 || tile_rows < 1 || tile_rows > 256 ||
+      to + tile_rows * 128 > shared_end)
+    fail("thread %u: copy of a tile of %d rows from %p, stride %ld, to %p", current, tile_rows, global, (long)stride, shared);
+  if (problem[0]) return;
+  later l = {-1, barrier, {}};
+  for (int r = 0; r < tile_rows; r++)
+    for (int c = 0; c < 8; c++) {
+      int64_t at = element + c * 8, left = row + r < rows ? (elements - at) * 2 : 0;
+      const unsigned char *from = (const unsigned char *)global + (row + r) * stride + at * 2;
+      int bytes = left <= 0 ? 0 : left < 16 ? (int)left : 16;
+      if (bytes > 0) check_global(from, 16);
+      l.copies.push_back({to + r * 128 + ((c ^ (r & 7)) << 4), from, bytes, 0});
+    }
+  laters.push_back(l);
   if (random() % 2 == 0) do_later(laters.size() - 1);
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 #include <stddef.h>
 #include <stdint.h>
+#include <string.h>
 
 struct simt_kernel {
   const char *name;
@@ -47,6 +48,8 @@ void barrier_arrive(unsigned long long *barrier, int bytes);
 void barrier_arrive_after_copies(unsigned long long *barrier);
 void barrier_wait(unsigned long long *barrier, uint32_t parity);
 void copy_bulk(void *shared, const void *global, int bytes, unsigned long long *barrier);
+void copy_tile(void *shared, const void *global, int64_t rows, int64_t elements, int64_t stride, int tile_rows, int element, int row,
+               unsigned long long *barrier);
 void meet_group();
 void multiply_later(void (*run)(float *d, unsigned long long a, unsigned long long b), float *d, unsigned long long a, unsigned long long b);
 void multiply_commit();
@@ -54,7 +57,9 @@ void multiply_wait(int pending);
 
 template <class A, void (*f)(A)>
 void call(const void *args) {
-  f(*(const A *)args);
+  A a;  // at its own alignment
+  memcpy(&a, args, sizeof a);
+  f(a);
 }
 
 }  // namespace simt

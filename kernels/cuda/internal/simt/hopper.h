@@ -11,6 +11,14 @@ static inline void barrier_arrive_after_copies(u64 *barrier) { simt::barrier_arr
 static inline void barrier_wait(u64 *barrier, u32 parity) { simt::barrier_wait(barrier, parity); }
 static inline void copy_bulk(void *shared, const void *global, int bytes, u64 *barrier) { simt::copy_bulk(shared, global, bytes, barrier); }
 
+struct alignas(64) tensor_map {
+  u64 words[16];  // address, rows, elements of a row, bytes from row to row, rows of a tile
+};
+static inline void copy_tile(void *shared, const tensor_map *map, int element, int row, u64 *barrier) {
+  const u64 *w = map->words;
+  simt::copy_tile(shared, (const void *)w[0], (i64)w[1], (i64)w[2], (i64)w[3], (int)w[4], element, row, barrier);
+}
+
 static inline float reciprocal_fast(float x) { return 1.f / x; }
 static inline void fence_shared() {}
 template <int registers>

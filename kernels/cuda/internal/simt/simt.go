@@ -3,7 +3,7 @@
 package simt
 
 /*
-#cgo CXXFLAGS: -std=c++17 -O2 -fsanitize=alignment -fno-strict-aliasing -Wno-unknown-pragmas -Wno-unused
+#cgo CXXFLAGS: -std=c++17 -Wno-psabi -O2 -fsanitize=alignment -fno-strict-aliasing -Wno-unknown-pragmas -Wno-unused
 #cgo LDFLAGS: -static-libstdc++ -static-libgcc
 #include "simt.h"
 #include <stdlib.h>

@@ -548,7 +548,7 @@ EXPORT int cuMemcpyPeerAsync(address to, device *in, address from, device *of, s
 typedef struct {
   const char *name;
   kernel *run;
-  int shared;
+  const char *parameters; /* the size of each, a digit */
 } function;
 
 static void fill(device *d, const unsigned char *args, const shape *s) {
@@ -570,7 +570,7 @@ static void trap(device *d, const unsigned char *args, const shape *s) {
   pthread_cond_broadcast(&changed);
   pthread_mutex_unlock(&lock);
 }
-static const function kernels[] = {{"fill", fill}, {"mixed", mixed}, {"trap", trap}};
+static const function kernels[] = {{"fill", fill, "844"}, {"mixed", mixed, "48484"}, {"trap", trap, ""}};
 
 /* What the kernels of a module share, as a fresh one has it. */
 static uint32_t variable[4];
@@ -631,13 +631,14 @@ typedef struct {
 EXPORT int cuLaunchKernelEx(const launch_config *c, function *f, void **params, void **extra) {
   BEGIN
   op o = {.kind = LAUNCH, .run = f->run, .s = {{c->grid[0], c->grid[1], c->grid[2]}, {c->block[0], c->block[1], c->block[2]}, c->shared}};
-  if (params || c->count > 1 || (c->count == 1 && (c->attributes->id != 6 || !c->attributes->on))) END(INVALID_VALUE);
-  if (extra) {
-    /* pointer to the buffer, pointer to its size, end */
-    if (extra[0] != (void *)1 || extra[2] != (void *)2 || extra[4]) END(INVALID_VALUE);
-    size_t n = *(size_t *)extra[3];
-    if (n > sizeof o.args) END(INVALID_VALUE);
-    memcpy(o.args, extra[1], n);
+  if (extra || c->count > 1 || (c->count == 1 && (c->attributes->id != 6 || !c->attributes->on))) END(INVALID_VALUE);
+  /* One after the other, each at a multiple of its size. */
+  size_t at = 0;
+  for (const char *size = f->parameters; *size; size++) {
+    size_t n = *size - '0';
+    at = (at + n - 1) / n * n;
+    memcpy(o.args + at, *params++, n);
+    at += n;
   }
   END(push(c->s, &o));
 }
