@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"math"
+	"slices"
 	"unsafe"
 
 	"github.com/moeserve/moeserve/device"
@@ -17,47 +18,38 @@ type HostBatch struct {
 	// the first of the group's logit rows that it uses.
 	First, FirstLogit int
 
-	ids, ropeRows, slots []int32 // per row
-	starts, contexts     []int32 // per sequence; starts has one more
-	blocks               []int32 // all sequences' blocks, one after another
-	blockEnds            []int   // per sequence: end in blocks
-	widest               int     // the most blocks of a sequence
-	maxContext           int
-	stored, seen         int64 // see kernels.Attention; 0 after Widen
-	maxSeqRows           int
+	rows         []hostRow
+	seqs         []hostSequence
+	widest       int // the most blocks of a sequence
+	maxContext   int
+	stored, seen int64 // see kernels.Attention; 0 after Widen
+	maxSeqRows   int
 
-	draws
+	draws   []hostDraw
+	adjusts []TokenAdjust // of all draws, one after another
+	// What some draw uses.
+	usesTopK, usesTopP, usesMinP, logProbs bool
 }
 
-// draws is what a micro-batch draws from which rows: one element per logit row
-// unless said.
-type draws struct {
-	logitRows    []int32 // rows of this batch
-	temperatures []float32
-	seeds        []uint64
-	samples      []int32
-	positions    []int32
-	// What cuts the distribution, and whether some row uses it.
-	topK                         []int32
-	topP, minP                   []float32
-	usesTopK, usesTopP, usesMinP bool
-	// Penalties, and the adjusted tokens of all rows, one row after another.
-	repetition, presence, frequency []float32
-	adjustEnds                      []int32
-	adjustIDs, adjustSeen           []int32
-	adjustBias                      []float32
-	logProbs                        bool // of some row
+// hostRow is a token's row: its id, its row of the RoPE table, and its place in the cache.
+type hostRow struct{ id, ropeRow, slot int32 }
+
+// hostSequence has the rows before rowEnd that no sequence before it has, and context
+// tokens. Its blocks are the caller's, until the batch is packed.
+type hostSequence struct {
+	rowEnd, context int32
+	blocks          []int32
 }
 
-// reset empties d and keeps its room.
-func (d *draws) reset() {
-	*d = draws{
-		logitRows: d.logitRows[:0], temperatures: d.temperatures[:0], seeds: d.seeds[:0],
-		samples: d.samples[:0], positions: d.positions[:0],
-		topK: d.topK[:0], topP: d.topP[:0], minP: d.minP[:0],
-		repetition: d.repetition[:0], presence: d.presence[:0], frequency: d.frequency[:0],
-		adjustEnds: d.adjustEnds[:0], adjustIDs: d.adjustIDs[:0], adjustSeen: d.adjustSeen[:0], adjustBias: d.adjustBias[:0],
-	}
+// hostDraw is what is drawn from one row of the batch; its adjusted tokens end at adjustEnd.
+type hostDraw struct {
+	seed                            uint64
+	row, sample, position           int32
+	temperature                     float32
+	topK                            int32
+	topP, minP                      float32
+	repetition, presence, frequency float32
+	adjustEnd                       int32
 }
 
 // Sequence is one sequence's part of a micro-batch.
@@ -110,23 +102,20 @@ type TokenAdjust struct {
 
 // Reset empties h and keeps its room.
 func (h *HostBatch) Reset(first, firstLogit int) {
-	h.draws.reset()
 	*h = HostBatch{
 		First: first, FirstLogit: firstLogit,
-		ids: h.ids[:0], ropeRows: h.ropeRows[:0], slots: h.slots[:0],
-		starts: h.starts[:0], contexts: h.contexts[:0], blocks: h.blocks[:0], blockEnds: h.blockEnds[:0],
-		draws: h.draws,
+		rows: h.rows[:0], seqs: h.seqs[:0], draws: h.draws[:0], adjusts: h.adjusts[:0],
 	}
 }
 
 // Rows is the number of rows so far, Logits of logit rows.
-func (h *HostBatch) Rows() int { return len(h.ids) }
+func (h *HostBatch) Rows() int { return len(h.rows) }
 
 // Logits is the number of logit rows so far.
-func (h *HostBatch) Logits() int { return len(h.logitRows) }
+func (h *HostBatch) Logits() int { return len(h.draws) }
 
 // Adjusts is the number of adjusted tokens so far, of all logit rows.
-func (h *HostBatch) Adjusts() int { return len(h.adjustIDs) }
+func (h *HostBatch) Adjusts() int { return len(h.adjusts) }
 
 // MaxContext is the most tokens of a sequence so far.
 func (h *HostBatch) MaxContext() int { return h.maxContext }
@@ -140,8 +129,8 @@ func (m *Model) Widen(h *HostBatch, context int) {
 }
 
 // Append adds a sequence to h, for m's block size and RoPE table, and returns
-// the row, within h, of its first token.
-func (m *Model) Append(h *HostBatch, q Sequence) (int, error) {
+// the row, within h, of its first token. It keeps q.Blocks until h is packed.
+func (m *Model) Append(h *HostBatch, q *Sequence) (int, error) {
 	context, b := q.Start+len(q.IDs), m.Limits.BlockTokens
 	switch {
 	case len(q.IDs) == 0 || q.Start < 0:
@@ -156,21 +145,20 @@ func (m *Model) Append(h *HostBatch, q Sequence) (int, error) {
 			return 0, fmt.Errorf("models: token id %d is outside the model's vocabulary of %d", id, m.Config.Vocab)
 		}
 	}
-	first := len(h.ids)
-	if len(h.starts) == 0 {
-		h.starts = append(h.starts, 0)
+	first := len(h.rows)
+	block, in := q.Start/b, q.Start%b
+	rope := m.RopeRow(q.Start, q.Long)
+	for i, id := range q.IDs {
+		if in == b {
+			block, in = block+1, 0
+		}
+		r := more(&h.rows)
+		r.id, r.ropeRow, r.slot = id, rope+int32(i), q.Blocks[block]*int32(b)+int32(in)
+		in++
 	}
-	h.ids = append(h.ids, q.IDs...)
-	for i := range q.IDs {
-		p := q.Start + i
-		h.ropeRows = append(h.ropeRows, m.RopeRow(p, q.Long))
-		h.slots = append(h.slots, q.Blocks[p/b]*int32(b)+int32(p%b))
-	}
-	h.starts = append(h.starts, int32(len(h.ids)))
-	h.contexts = append(h.contexts, int32(context))
-	blocks := (context + b - 1) / b
-	h.blocks = append(h.blocks, q.Blocks[:blocks]...)
-	h.blockEnds = append(h.blockEnds, len(h.blocks))
+	blocks := block + 1
+	s := more(&h.seqs)
+	s.rowEnd, s.context, s.blocks = int32(len(h.rows)), int32(context), q.Blocks[:blocks]
 	h.widest = max(h.widest, blocks)
 	h.maxContext = max(h.maxContext, context)
 	h.stored += int64(context)
@@ -183,37 +171,45 @@ func (m *Model) Append(h *HostBatch, q Sequence) (int, error) {
 // from them. It returns the index of the logit row within h. It checks d as far as
 // bad values could lead a backend out of its tensors or to a draw of nothing; that
 // Adjust lists a token twice is left to the caller.
-func (m *Model) Draw(h *HostBatch, row int, d Draw) (int, error) {
-	if err := m.drawable(&d); err != nil {
+func (m *Model) Draw(h *HostBatch, row int, d *Draw) (int, error) {
+	if err := m.drawable(d); err != nil {
 		return 0, err
 	}
-	if n := len(h.adjustIDs) + len(d.Adjust); n > m.Limits.MaxAdjust {
+	if n := len(h.adjusts) + len(d.Adjust); n > m.Limits.MaxAdjust {
 		return 0, fmt.Errorf("models: %d adjusted tokens, at most %d fit", n, m.Limits.MaxAdjust)
 	}
-	h.logitRows = append(h.logitRows, int32(row))
-	h.temperatures = append(h.temperatures, d.Temperature)
-	h.seeds = append(h.seeds, d.Seed)
-	h.samples = append(h.samples, d.Sample)
-	h.positions = append(h.positions, d.Position)
-	if d.TopP == 0 {
-		d.TopP = 1
+	if len(d.Adjust) > 0 {
+		h.adjusts = append(h.adjusts, d.Adjust...)
 	}
-	if d.RepetitionPenalty == 0 {
-		d.RepetitionPenalty = 1
+	topP, repetition := d.TopP, d.RepetitionPenalty
+	if topP == 0 {
+		topP = 1
 	}
-	h.topK, h.topP, h.minP = append(h.topK, d.TopK), append(h.topP, d.TopP), append(h.minP, d.MinP)
+	if repetition == 0 {
+		repetition = 1
+	}
 	if d.Temperature > 0 {
 		h.usesTopK = h.usesTopK || d.TopK > 0
-		h.usesTopP = h.usesTopP || d.TopP < 1
+		h.usesTopP = h.usesTopP || topP < 1
 		h.usesMinP = h.usesMinP || d.MinP > 0
 	}
-	h.repetition, h.presence, h.frequency = append(h.repetition, d.RepetitionPenalty), append(h.presence, d.PresencePenalty), append(h.frequency, d.FrequencyPenalty)
-	for _, a := range d.Adjust {
-		h.adjustIDs, h.adjustSeen, h.adjustBias = append(h.adjustIDs, a.ID), append(h.adjustSeen, a.Seen), append(h.adjustBias, a.Bias)
-	}
-	h.adjustEnds = append(h.adjustEnds, int32(len(h.adjustIDs)))
 	h.logProbs = h.logProbs || d.LogProbs
-	return len(h.logitRows) - 1, nil
+	x := more(&h.draws)
+	x.seed, x.row, x.sample, x.position, x.temperature = d.Seed, int32(row), d.Sample, d.Position, d.Temperature
+	x.topK, x.topP, x.minP = d.TopK, topP, d.MinP
+	x.repetition, x.presence, x.frequency = repetition, d.PresencePenalty, d.FrequencyPenalty
+	x.adjustEnd = int32(len(h.adjusts))
+	return len(h.draws) - 1, nil
+}
+
+// more is one more element of s, to be filled in: appending a struct would write it twice.
+func more[T any](s *[]T) *T {
+	n := len(*s)
+	if n == cap(*s) {
+		*s = slices.Grow(*s, 1)
+	}
+	*s = (*s)[:n+1]
+	return &(*s)[n]
 }
 
 // drawable checks one Draw by itself.
@@ -297,86 +293,159 @@ func GroupBytes(l Limits, batches int) int64 {
 // PackBatch writes h to dst, in host memory, for an upload of the bytes returned
 // to base on the device, which is aligned to 256 bytes.
 func PackBatch(h *HostBatch, dst []byte, base device.Addr) (Batch, int64, error) {
-	if len(h.ids) == 0 {
+	if len(h.rows) == 0 {
 		return Batch{}, 0, fmt.Errorf("models: empty micro-batch")
 	}
-	for _, r := range h.logitRows {
-		if r < 0 || int(r) >= len(h.ids) {
-			return Batch{}, 0, fmt.Errorf("models: logits of row %d of %d", r, len(h.ids))
-		}
-	}
-	seqs := len(h.contexts)
 	b := Batch{
-		First: h.First, Rows: len(h.ids), Seqs: seqs, FirstLogit: h.FirstLogit, Logits: len(h.logitRows),
+		First: h.First, Rows: len(h.rows), Seqs: len(h.seqs), FirstLogit: h.FirstLogit, Logits: len(h.draws),
 		MaxContext: h.maxContext, MaxSeqRows: h.maxSeqRows, Stored: h.stored, Seen: h.seen,
 	}
-	var used int64
-	place := func(t kernels.DType, shape ...int) (kernels.Tensor, []byte) {
-		x := kernels.New(base+device.Addr(used), t, shape...)
-		var out []byte
-		if end := used + x.Bytes(); end <= int64(len(dst)) {
-			out = dst[used:end]
-		}
-		used += align(x.Bytes())
-		return x, out
-	}
-	ints := func(v []int32) kernels.Tensor {
-		x, out := place(kernels.I32, len(v))
-		put(out, v)
-		return x
-	}
-	floats := func(v []float32) kernels.Tensor {
-		x, out := place(kernels.F32, len(v))
-		put(out, v)
-		return x
-	}
-	b.IDs, b.RopeRows, b.Slots = ints(h.ids), ints(h.ropeRows), ints(h.slots)
-	b.SeqStarts, b.ContextLens = ints(h.starts), ints(h.contexts)
-	var table []byte
-	b.BlockTable, table = place(kernels.I32, seqs, h.widest)
-	if table != nil {
-		clear(table)
-		from := 0
-		for i, end := range h.blockEnds {
-			put(table[4*i*h.widest:], h.blocks[from:end])
-			from = end
-		}
-	}
+	p := packer{dst: dst, base: base}
+	p.rows(h, &b)
+	p.sequences(h, &b)
 	if b.Logits > 0 {
-		b.LogitRows, b.Samples, b.DrawPositions = ints(h.logitRows), ints(h.samples), ints(h.positions)
-		b.Temperature = floats(h.temperatures)
-		var out []byte
-		b.Seeds, out = place(kernels.U64, b.Logits)
-		put(out, h.seeds)
-		if h.usesTopK {
-			b.TopK = ints(h.topK)
+		if err := p.draws(h, &b); err != nil {
+			return Batch{}, 0, err
 		}
-		if h.usesTopP {
-			b.TopP = floats(h.topP)
-		}
-		if h.usesMinP {
-			b.MinP = floats(h.minP)
-		}
-		if len(h.adjustIDs) > 0 {
-			var starts []byte
-			b.AdjustStarts, starts = place(kernels.I32, b.Logits+1)
-			if starts != nil {
-				clear(starts[:4])
-				put(starts[4:], h.adjustEnds)
-			}
-			b.AdjustIDs, b.AdjustSeen, b.AdjustBias = ints(h.adjustIDs), ints(h.adjustSeen), floats(h.adjustBias)
-			b.Repetition, b.Presence, b.Frequency = floats(h.repetition), floats(h.presence), floats(h.frequency)
-		}
+		p.cuts(h, &b)
+		p.adjusts(h, &b)
 		b.LogProbs = h.logProbs
 	}
-	if used > int64(len(dst)) {
-		return Batch{}, 0, fmt.Errorf("models: micro-batch of %d bytes, room for %d", used, len(dst))
+	if p.used > int64(len(dst)) {
+		return Batch{}, 0, fmt.Errorf("models: micro-batch of %d bytes, room for %d", p.used, len(dst))
 	}
-	return b, used, nil
+	return b, p.used, nil
 }
 
-// put writes v to dst, in the order of bytes that host and device have; a nil dst has no
-// room, which PackBatch reports.
-func put[T int32 | uint64 | float32](dst []byte, v []T) {
-	copy(dst, unsafe.Slice((*byte)(unsafe.Pointer(unsafe.SliceData(v))), len(v)*int(unsafe.Sizeof(*new(T)))))
+// packer gives out the places of an upload, one behind another.
+type packer struct {
+	dst  []byte
+	base device.Addr
+	used int64
+}
+
+// place is a tensor's place, on the device and in dst: its elements there, in the order of
+// bytes that host and device have, or nil where dst has too little room, which PackBatch
+// reports.
+func place[T int32 | uint64 | float32](p *packer, t kernels.DType, shape ...int) (kernels.Tensor, []T) {
+	x := kernels.New(p.base+device.Addr(p.used), t, shape...)
+	var out []T
+	if n := x.Bytes(); p.used+n <= int64(len(p.dst)) {
+		out = unsafe.Slice((*T)(unsafe.Pointer(unsafe.SliceData(p.dst[p.used:]))), n/int64(unsafe.Sizeof(*new(T))))
+	}
+	p.used += align(x.Bytes())
+	return x, out
+}
+
+func (p *packer) ints(n int) (kernels.Tensor, []int32) { return place[int32](p, kernels.I32, n) }
+
+func (p *packer) floats(n int) (kernels.Tensor, []float32) { return place[float32](p, kernels.F32, n) }
+
+// full says that some place was not in dst.
+func (p *packer) full() bool { return p.used > int64(len(p.dst)) }
+
+func (p *packer) rows(h *HostBatch, b *Batch) {
+	var ids, ropeRows, slots []int32
+	b.IDs, ids = p.ints(b.Rows)
+	b.RopeRows, ropeRows = p.ints(b.Rows)
+	b.Slots, slots = p.ints(b.Rows)
+	if p.full() {
+		return
+	}
+	for i := range h.rows {
+		r := &h.rows[i]
+		ids[i], ropeRows[i], slots[i] = r.id, r.ropeRow, r.slot
+	}
+}
+
+func (p *packer) sequences(h *HostBatch, b *Batch) {
+	var starts, contexts, table []int32
+	b.SeqStarts, starts = p.ints(b.Seqs + 1)
+	b.ContextLens, contexts = p.ints(b.Seqs)
+	b.BlockTable, table = place[int32](p, kernels.I32, b.Seqs, h.widest)
+	if p.full() {
+		return
+	}
+	starts[0] = 0
+	for i := range h.seqs {
+		q := &h.seqs[i]
+		starts[i+1], contexts[i] = q.rowEnd, q.context
+		row := table[:h.widest]
+		table = table[h.widest:]
+		clear(row[copy(row, q.blocks):])
+	}
+}
+
+func (p *packer) draws(h *HostBatch, b *Batch) error {
+	var rows, samples, positions []int32
+	var temperatures []float32
+	var seeds []uint64
+	b.LogitRows, rows = p.ints(b.Logits)
+	b.Samples, samples = p.ints(b.Logits)
+	b.DrawPositions, positions = p.ints(b.Logits)
+	b.Temperature, temperatures = p.floats(b.Logits)
+	b.Seeds, seeds = place[uint64](p, kernels.U64, b.Logits)
+	for i := range h.draws {
+		d := &h.draws[i]
+		if d.row < 0 || int(d.row) >= b.Rows {
+			return fmt.Errorf("models: logits of row %d of %d", d.row, b.Rows)
+		}
+		if !p.full() {
+			rows[i], samples[i], positions[i], temperatures[i], seeds[i] = d.row, d.sample, d.position, d.temperature, d.seed
+		}
+	}
+	return nil
+}
+
+// cuts packs what cuts the distributions, as far as some draw uses it.
+func (p *packer) cuts(h *HostBatch, b *Batch) {
+	var topK []int32
+	var topP, minP []float32
+	if h.usesTopK {
+		b.TopK, topK = p.ints(b.Logits)
+	}
+	if h.usesTopP {
+		b.TopP, topP = p.floats(b.Logits)
+	}
+	if h.usesMinP {
+		b.MinP, minP = p.floats(b.Logits)
+	}
+	for i := range topK {
+		topK[i] = h.draws[i].topK
+	}
+	for i := range topP {
+		topP[i] = h.draws[i].topP
+	}
+	for i := range minP {
+		minP[i] = h.draws[i].minP
+	}
+}
+
+// adjusts packs adjusted tokens and penalties, if there are any of the first.
+func (p *packer) adjusts(h *HostBatch, b *Batch) {
+	n := len(h.adjusts)
+	if n == 0 {
+		return
+	}
+	var starts, ids, seen []int32
+	var bias, repetition, presence, frequency []float32
+	b.AdjustStarts, starts = p.ints(b.Logits + 1)
+	b.AdjustIDs, ids = p.ints(n)
+	b.AdjustSeen, seen = p.ints(n)
+	b.AdjustBias, bias = p.floats(n)
+	b.Repetition, repetition = p.floats(b.Logits)
+	b.Presence, presence = p.floats(b.Logits)
+	b.Frequency, frequency = p.floats(b.Logits)
+	if p.full() {
+		return
+	}
+	starts[0] = 0
+	for i := range h.draws {
+		d := &h.draws[i]
+		starts[i+1] = d.adjustEnd
+		repetition[i], presence[i], frequency[i] = d.repetition, d.presence, d.frequency
+	}
+	for i, a := range h.adjusts {
+		ids[i], seen[i], bias[i] = a.ID, a.Seen, a.Bias
+	}
 }

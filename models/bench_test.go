@@ -49,9 +49,9 @@ func BenchmarkPack(b *testing.B) {
 			for b.Loop() {
 				h.Reset(0, 0)
 				for range sequences {
-					row, err := m.Append(&h, Sequence{IDs: ids, Start: context - 1, Blocks: blocks})
+					row, err := m.Append(&h, &Sequence{IDs: ids, Start: context - 1, Blocks: blocks})
 					if err == nil {
-						_, err = m.Draw(&h, row, Draw{Seed: 9, Position: int32(context)})
+						_, err = m.Draw(&h, row, &Draw{Seed: 9, Position: int32(context)})
 					}
 					if err != nil {
 						b.Fatal(err)

@@ -38,7 +38,7 @@ func TestDrawErrors(t *testing.T) {
 		{Draw{Adjust: make([]TokenAdjust, 3)}, "3 adjusted tokens, at most 2 fit"},
 	} {
 		var h HostBatch
-		if _, err := m.Draw(&h, 0, x.d); err == nil || !strings.Contains(err.Error(), x.want) || h.Logits() != 0 || h.Adjusts() != 0 {
+		if _, err := m.Draw(&h, 0, &x.d); err == nil || !strings.Contains(err.Error(), x.want) || h.Logits() != 0 || h.Adjusts() != 0 {
 			t.Errorf("%+v: %v, want %q", x.d, err, x.want)
 		}
 	}
@@ -53,10 +53,10 @@ func TestPackDraws(t *testing.T) {
 	pack := func(dst []byte, draws ...Draw) (Batch, int64) {
 		t.Helper()
 		var h HostBatch
-		row, err := m.Append(&h, Sequence{IDs: make([]int32, len(draws)), Blocks: make([]int32, 4)})
+		row, err := m.Append(&h, &Sequence{IDs: make([]int32, len(draws)), Blocks: make([]int32, 4)})
 		check(t, err)
 		for i, d := range draws {
-			_, err := m.Draw(&h, row+i, d)
+			_, err := m.Draw(&h, row+i, &d)
 			check(t, err)
 		}
 		b, n, err := PackBatch(&h, dst, 256)
@@ -117,7 +117,7 @@ func TestHeadDraws(t *testing.T) {
 		ids[i] = int32((7*i + 3) % c.Vocab)
 	}
 	var h HostBatch
-	row, err := r.model.Append(&h, Sequence{IDs: ids, Blocks: []int32{2, 0, 1}, Long: r.long(len(ids))})
+	row, err := r.model.Append(&h, &Sequence{IDs: ids, Blocks: []int32{2, 0, 1}, Long: r.long(len(ids))})
 	check(t, err)
 	var first, biggest []int32 // without anything, by row
 	plain, _ := r.run(ids, 0, r.long(len(ids)), 8)
@@ -137,7 +137,7 @@ func TestHeadDraws(t *testing.T) {
 			d.FrequencyPenalty, d.LogProbs = 50, true
 			d.Adjust = []TokenAdjust{{ID: first[i], Seen: 2}, {ID: biggest[i], Seen: 0}}
 		}
-		_, err := r.model.Draw(&h, row+i, d)
+		_, err := r.model.Draw(&h, row+i, &d)
 		check(t, err)
 	}
 	b := r.step(&h)[0]

@@ -255,10 +255,10 @@ func (r *rig) run(ids []int32, start int, long bool, firstBlock int32) ([]float3
 		// Not in order, so that the block table matters.
 		blocks[i] = firstBlock + int32(i^1)
 	}
-	row, err := r.model.Append(&h, Sequence{IDs: ids, Start: start, Long: long, Blocks: blocks})
+	row, err := r.model.Append(&h, &Sequence{IDs: ids, Start: start, Long: long, Blocks: blocks})
 	check(r.t, err)
 	for i := range ids {
-		_, err = r.model.Draw(&h, row+i, Draw{Position: int32(start + i + 1)})
+		_, err = r.model.Draw(&h, row+i, &Draw{Position: int32(start + i + 1)})
 		check(r.t, err)
 	}
 	b := r.step(&h)[0]

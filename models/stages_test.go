@@ -54,14 +54,14 @@ func runGroups(r *rig, seqs []sequence, draw Draw, groups [][][]part) (logits []
 			h.Reset(rows, rows)
 			for _, p := range batch {
 				s := seqs[p.seq]
-				first, err := r.model.Append(h, Sequence{
+				first, err := r.model.Append(h, &Sequence{
 					IDs: s.ids[p.from:p.to], Start: p.from, Blocks: s.blocks,
 					Long: r.long(len(s.ids)),
 				})
 				check(r.t, err)
 				for i := range p.to - p.from {
 					draw.Seed, draw.Position = uint64(p.seq), int32(p.from+i+1)
-					_, err := r.model.Draw(h, first+i, draw)
+					_, err := r.model.Draw(h, first+i, &draw)
 					check(r.t, err)
 				}
 			}
@@ -144,7 +144,7 @@ func TestElsewhere(t *testing.T) {
 		for i := range ids {
 			ids[i] = int32(7*i%c.Vocab + 1)
 		}
-		_, err := m.Append(&h, Sequence{IDs: ids, Blocks: []int32{3, 1}})
+		_, err := m.Append(&h, &Sequence{IDs: ids, Blocks: []int32{3, 1}})
 		check(t, err)
 		data := make([]byte, BatchBytes(m.Limits))
 		up := r.alloc(device.HBM(0), int64(len(data)))
@@ -343,7 +343,7 @@ func TestAppendErrors(t *testing.T) {
 		{Sequence{IDs: []int32{-1}, Blocks: make([]int32, 1)}, "token id -1"},
 	} {
 		var h HostBatch
-		if _, err := m.Append(&h, x.q); err == nil || !strings.Contains(err.Error(), x.want) || h.Rows() != 0 {
+		if _, err := m.Append(&h, &x.q); err == nil || !strings.Contains(err.Error(), x.want) || h.Rows() != 0 {
 			t.Errorf("%v: %v", x.q, err)
 		}
 	}
@@ -357,15 +357,15 @@ func TestPackBatchErrors(t *testing.T) {
 	if _, _, err := PackBatch(&h, dst, 256); err == nil {
 		t.Error("an empty batch is packed")
 	}
-	_, err := m.Append(&h, Sequence{IDs: []int32{1, 2}, Blocks: []int32{0}})
+	_, err := m.Append(&h, &Sequence{IDs: []int32{1, 2}, Blocks: []int32{0}})
 	check(t, err)
-	_, err = m.Draw(&h, 2, Draw{})
+	_, err = m.Draw(&h, 2, &Draw{})
 	check(t, err)
 	if _, _, err := PackBatch(&h, dst, 256); err == nil || !strings.Contains(err.Error(), "logits of row 2 of 2") {
 		t.Errorf("logits of a row that there is not: %v", err)
 	}
 	h.Reset(0, 0)
-	_, err = m.Append(&h, Sequence{IDs: []int32{1, 2}, Blocks: []int32{0}})
+	_, err = m.Append(&h, &Sequence{IDs: []int32{1, 2}, Blocks: []int32{0}})
 	check(t, err)
 	if _, _, err := PackBatch(&h, dst[:256], 256); err == nil || !strings.Contains(err.Error(), "room for 256") {
 		t.Errorf("too little room: %v", err)
@@ -505,9 +505,9 @@ func TestNoAllocations(t *testing.T) {
 		var draw Draw
 		step := func() {
 			h.Reset(0, 0)
-			row, err := m.Append(&h, q)
+			row, err := m.Append(&h, &q)
 			check(t, err)
-			_, err = m.Draw(&h, row+9, draw)
+			_, err = m.Draw(&h, row+9, &draw)
 			check(t, err)
 			batch, _, err := PackBatch(&h, dst, 1<<43)
 			check(t, err)

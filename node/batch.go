@@ -22,6 +22,8 @@ type Batch struct {
 	// tokens drawn of each sequence, with room for all.
 	tokens [][]int32
 	draw   pipeline.Draw
+	// decode is a step of a row of each sequence: only Tokens and Start change.
+	decode pipeline.Step
 }
 
 // NewBatch takes the cache blocks of prompts and newTokens behind each. Sampling is
@@ -32,6 +34,7 @@ func (n *Node) NewBatch(prompts [][]int32, newTokens int) (*Batch, error) {
 	if most := min(n.limits.MaxRows, n.limits.MaxLogits); len(prompts) > most {
 		return nil, fail(ErrConfig, fmt.Errorf("node: a batch of %d sequences in steps of at most %d", len(prompts), most))
 	}
+	drawn := make([]int32, len(prompts)*max(newTokens, 0))
 	for i, p := range prompts {
 		if all := len(p) + newTokens; len(p) == 0 || newTokens < 1 || all > n.limits.MaxModelLen {
 			b.Close()
@@ -39,11 +42,15 @@ func (n *Node) NewBatch(prompts [][]int32, newTokens int) (*Batch, error) {
 		}
 		t := n.kv.NewTable()
 		b.tables = append(b.tables, t)
-		b.tokens = append(b.tokens, make([]int32, 0, newTokens))
+		b.tokens = append(b.tokens, drawn[:0:newTokens])
+		drawn = drawn[newTokens:]
 		if err := t.Grow(len(p) + newTokens); err != nil {
 			b.Close()
 			return nil, fail(ErrConfig, fmt.Errorf("node: the KV cache does not hold a batch of %d sequences, only %d: %w", len(prompts), i, err))
 		}
+		s := b.sequence(i, nil, 0)
+		s.LogitRows = 1
+		b.decode.Sequences = append(b.decode.Sequences, s)
 	}
 	return b, nil
 }
@@ -103,17 +110,15 @@ func (b *Batch) Prefill(ctx context.Context) error {
 // Decode draws tokens from to to-1 of each sequence, a step each. Those before from
 // must have been drawn; those that were drawn from from on are dropped.
 func (b *Batch) Decode(ctx context.Context, from, to int) error {
-	step := pipeline.Step{Sequences: make([]pipeline.Sequence, len(b.prompts))}
 	for at := from; at < to; at++ {
-		for i, p := range b.prompts {
-			if at < 1 || len(b.tokens[i]) < at || at >= cap(b.tokens[i]) {
-				return fmt.Errorf("node: token %d of sequence %d of a batch: %d are drawn, and there is room for %d", at, i, len(b.tokens[i]), cap(b.tokens[i]))
+		for i, drawn := range b.tokens {
+			if at < 1 || len(drawn) < at || at >= cap(drawn) {
+				return fmt.Errorf("node: token %d of sequence %d of a batch: %d are drawn, and there is room for %d", at, i, len(drawn), cap(drawn))
 			}
-			s := b.sequence(i, b.tokens[i][at-1:at], len(p)+at-1)
-			s.LogitRows = 1
-			step.Sequences[i] = s
+			s := &b.decode.Sequences[i]
+			s.Tokens, s.Start = drawn[at-1:at], len(b.prompts[i])+at-1
 		}
-		out, err := b.step(ctx, &step)
+		out, err := b.step(ctx, &b.decode)
 		if err != nil {
 			return err
 		}

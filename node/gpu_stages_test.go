@@ -172,10 +172,10 @@ func (r *stages) run(ids []int32, long bool, chosen []choice) ([]float32, []choi
 	for i := range blocks {
 		blocks[i] = int32(i ^ 1) // not in order, so that the block table matters
 	}
-	_, err := m.Append(&h, models.Sequence{IDs: ids, Long: long, Blocks: blocks})
+	_, err := m.Append(&h, &models.Sequence{IDs: ids, Long: long, Blocks: blocks})
 	r.ok(err)
 	for i := range ids {
-		_, err := m.Draw(&h, i, models.Draw{Position: int32(i + 1)})
+		_, err := m.Draw(&h, i, &models.Draw{Position: int32(i + 1)})
 		r.ok(err)
 	}
 	data := make([]byte, models.BatchBytes(m.Limits))

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"unsafe"
 
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/kernels"
@@ -207,12 +208,11 @@ func (p *Pipeline) logProbs() []LogProb {
 	return o.probs
 }
 
-// ints and floats read what came back at a place in pinned memory.
+// ints and floats read what came back at a place in pinned memory, in the order of bytes
+// that host and device have.
 func (p *Pipeline) ints(dst []int32, off int64) {
-	raw := p.back.Read(off, 4*int64(len(dst)))
-	for i := range dst {
-		dst[i] = int32(binary.LittleEndian.Uint32(raw[4*i:]))
-	}
+	n := 4 * len(dst)
+	copy(unsafe.Slice((*byte)(unsafe.Pointer(unsafe.SliceData(dst))), n), p.back.Read(off, int64(n)))
 }
 
 func (p *Pipeline) floats(dst []float32, off int64) {

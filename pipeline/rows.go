@@ -144,7 +144,7 @@ func (p *Pipeline) cut(s *Step) (shape Shape, err error) {
 				b.host.Reset(g.rows, g.logits)
 			}
 			to := min(from+each-b.host.Rows(), len(q.Tokens))
-			first, err := g.model.Append(&b.host, models.Sequence{
+			first, err := g.model.Append(&b.host, &models.Sequence{
 				IDs: q.Tokens[from:to], Start: q.Start + from, Long: q.Long, Blocks: q.Table.Blocks(),
 			})
 			if err != nil {
@@ -156,7 +156,7 @@ func (p *Pipeline) cut(s *Step) (shape Shape, err error) {
 				if r < len(q.Tokens)-1 {
 					d.Adjust = nil
 				}
-				if _, err := g.model.Draw(&b.host, first+r-from, d); err != nil {
+				if _, err := g.model.Draw(&b.host, first+r-from, &d); err != nil {
 					return shape, fmt.Errorf("pipeline: sequence %d: %w", i, err)
 				}
 				p.wanted = append(p.wanted, d.LogProbs)

@@ -269,11 +269,14 @@ func TestLaunchLimits(t *testing.T) {
 
 // TestNothingAllocates holds for all that goes on once a step.
 func TestNothingAllocates(t *testing.T) {
-	r := newRig(t, 1)
+	r := newRig(t, 2)
 	s, other, mod := r.stream(0, "a"), r.stream(0, "b"), r.load(0)
+	last := len(r.m.gpus) - 1 // the same where there is one
+	peer := r.stream(last, "peer")
 	fill := r.function(mod, "fill")
 	mem, host := r.alloc(device.HBM(0), 4096), r.alloc(device.Host, 4096)
-	f, e := r.fence("step"), r.event()
+	far, near := r.alloc(device.HBM(last), 4096), r.alloc(device.Host, 4096)
+	f, gate, e := r.fence("step"), r.fence("gate"), r.event()
 	worker := r.host("worker").(*hostStream)
 	g, err := s.Capture(func() error {
 		s.Args().Addr(all(mem).Addr).U32(1).U32(16)
@@ -288,8 +291,15 @@ func TestNothingAllocates(t *testing.T) {
 			s.Args().Addr(dst.Addr).U32(value).U32(16)
 			r.ok(s.Launch(fill, Grid{Threads: [3]int{16}}))
 		},
-		"graph": func() { r.ok(s.LaunchGraph(g)) },
-		"copy":  func() { r.ok(s.Copy(dst, src)) },
+		"graph":                      func() { r.ok(s.LaunchGraph(g)) },
+		"copy to a GPU":              func() { r.ok(s.Copy(dst, src)) },
+		"copy to the host":           func() { r.ok(s.Copy(src, dst)) },
+		"copy within the host":       func() { r.ok(s.Copy(src, all(near))) },
+		"copy from a peer":           func() { r.ok(s.Copy(dst, all(far))) },
+		"copy to a peer":             func() { r.ok(s.Copy(all(far), dst)) },
+		"copy on the peer's stream":  func() { r.ok(peer.Copy(dst, all(far))) },
+		"copy on the host's stream":  func() { r.ok(worker.Copy(dst, src)); settle(worker) },
+		"event on the host's stream": func() { r.ok(s.Record(e)); r.ok(worker.Wait(e)); settle(worker) },
 		"fence": func() {
 			value++
 			r.ok(s.Raise(f, value))
@@ -308,9 +318,28 @@ func TestNothingAllocates(t *testing.T) {
 			r.ok(worker.Await(f, value))
 			r.ok(worker.Execute(device.Work{Name: "nothing", Run: func(device.Access) error { return nil }}))
 			r.ok(s.Raise(f, value))
-			for !worker.idle() {
-				runtime.Gosched()
-			}
+			settle(worker)
+		},
+		"sleeping wait": func() {
+			value++
+			r.ok(worker.Execute(device.Work{Name: "sleep", Run: func(device.Access) error { time.Sleep(5 * spinFor); return nil }}))
+			r.ok(worker.Raise(f, value))
+			r.ok(f.Await(r.ctx, value))
+		},
+		"event behind fences": func() {
+			value += 2
+			r.ok(s.Await(gate, value-1))
+			r.ok(s.Await(gate, value))
+			r.ok(s.Record(e))
+			r.ok(other.Wait(e))
+			r.ok(gate.Raise(value))
+			r.ok(other.Synchronize(r.ctx))
+		},
+		"time of an event": func() {
+			r.ok(s.Record(e))
+			r.ok(e.Synchronize(r.ctx))
+			_, err := e.Time()
+			r.ok(err)
 		},
 		"event": func() {
 			r.ok(s.Record(e))
@@ -330,8 +359,16 @@ func TestNothingAllocates(t *testing.T) {
 			t.Errorf("%s: %v allocations a time", name, n)
 		}
 	}
-	r.ok(s.Synchronize(r.ctx))
-	r.ok(other.Synchronize(r.ctx))
+	for _, s := range []*Stream{s, other, peer} {
+		r.ok(s.Synchronize(r.ctx))
+	}
+}
+
+// settle waits until a host stream has nothing to do.
+func settle(s *hostStream) {
+	for !s.idle() {
+		runtime.Gosched()
+	}
 }
 
 func TestGraph(t *testing.T) {

@@ -22,6 +22,9 @@ type epoch struct {
 	err  error
 	from uint64
 	open []outcome
+
+	// taken is what inherit works with: only the stream's own goroutine does.
+	taken []outcome
 }
 
 // outcome is a wait whose result may not be known yet: for work of a host stream,
@@ -108,18 +111,19 @@ func (e *epoch) inherit(op uint64, from *epoch, point uint64) {
 	if from.from > point {
 		err = nil
 	}
-	var open []outcome
+	e.taken = e.taken[:0]
 	for _, o := range from.open {
 		if o.op <= point {
 			o.op = op
-			open = append(open, o)
+			e.taken = append(e.taken, o)
 		}
 	}
 	from.mu.Unlock()
 	if err != nil {
 		e.fail(op, err)
 	}
-	for _, o := range open {
+	for _, o := range e.taken {
 		e.expect(o)
 	}
+	clear(e.taken)
 }

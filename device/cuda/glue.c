@@ -41,6 +41,11 @@ CUresult ms_event_query(CUcontext ctx, CUevent e) {
   return cuEventQuery(e);
 }
 
+CUresult ms_event_elapsed(CUcontext ctx, CUevent from, CUevent to, float *ms) {
+  CURRENT(ctx);
+  return cuEventElapsedTime(ms, from, to);
+}
+
 CUresult ms_stream_query(CUcontext ctx, CUstream s) {
   CURRENT(ctx);
   return cuStreamQuery(s);

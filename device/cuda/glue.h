@@ -29,6 +29,8 @@ ms_arguments *ms_arguments_new(void);
 CUresult ms_launch(CUcontext ctx, CUfunction f, CUstream s, ms_shape shape, ms_arguments *args);
 
 CUresult ms_event_query(CUcontext ctx, CUevent e);
+/* Milliseconds from one event to another, both of which have passed. */
+CUresult ms_event_elapsed(CUcontext ctx, CUevent from, CUevent to, float *ms);
 CUresult ms_stream_query(CUcontext ctx, CUstream s);
 const char *ms_error_name(CUresult r);
 

@@ -191,11 +191,11 @@ func (c *clock) read(g *gpu, e cu.Event) (time.Duration, error) {
 	defer c.mu.Unlock()
 	for fresh := false; ; fresh = true {
 		if c.made {
-			ms, err := c.anchor.Elapsed(e)
-			if err != nil {
-				return 0, err
+			var ms C.float // package cu would put it on the heap
+			if r := C.ms_event_elapsed(g.context(), eventHandle(&c.anchor), eventHandle(&e), &ms); r != success {
+				return 0, cuResult(r)
 			}
-			d := time.Duration(ms * float64(time.Millisecond))
+			d := time.Duration(float64(ms) * float64(time.Millisecond))
 			if fresh || d.Abs() <= maxAnchorDistance && g.m.Now()-c.at <= maxAnchorDistance {
 				return max(0, min(c.at+d, g.m.Now())), nil
 			}

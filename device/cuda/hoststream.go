@@ -355,13 +355,15 @@ func (s *hostStream) copy(o *hostOp) error {
 		}
 		s.sides[g] = side
 	}
-	detail := fmt.Sprintf("%s: %d bytes from %s to %s", s, o.dst.Bytes, o.from.space, o.to.space)
-	if c := side.copy(o.to, o.from, o.dst, o.src); c != success {
-		return g.fail("copy", c, detail)
+	detail := func() string {
+		return fmt.Sprintf("%s: %d bytes from %s to %s", s, o.dst.Bytes, o.from.space, o.to.space)
 	}
-	err := s.m.poll(context.Background(), func() string { return detail }, side.idle)
+	if c := side.copy(o.to, o.from, o.dst, o.src); c != success {
+		return g.fail("copy", c, detail())
+	}
+	err := s.m.poll(context.Background(), detail, side.idle)
 	if errors.Is(err, device.ErrLost) {
-		return g.lostError("copy", detail)
+		return g.lostError("copy", detail())
 	}
 	return err
 }

@@ -3,10 +3,12 @@
 package cuda
 
 /*
-// A launch keeps no pointer and runs no Go code.
+// These keep no pointer and run no Go code.
 #cgo noescape ms_launch
+#cgo noescape ms_event_elapsed
 #cgo nocallback ms_launch
 #cgo nocallback ms_event_query
+#cgo nocallback ms_event_elapsed
 #cgo nocallback ms_stream_query
 #include "glue.h"
 */

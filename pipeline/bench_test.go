@@ -1,0 +1,49 @@
+package pipeline
+
+import (
+	"fmt"
+	"testing"
+
+	"github.com/moeserve/moeserve/configs"
+	"github.com/moeserve/moeserve/kvcache"
+	"github.com/moeserve/moeserve/models"
+)
+
+// BenchmarkCut is what the host does for a decode step of a large batch before the device
+// has something to do: the step is cut and its row data packed.
+func BenchmarkCut(b *testing.B) {
+	const context, block = 100, 16
+	text, _ := configs.Preset("phi-3.5-moe")
+	c, err := models.ParseConfig(text, "config.json")
+	check(b, err)
+	for _, n := range []int{324, 3240, 4536} {
+		for _, micro := range []int{1, 4} {
+			b.Run(fmt.Sprintf("sequences=%d/micro-batches=%d", n, micro), func(b *testing.B) {
+				l := models.Limits{MaxRows: n, MaxSeqs: n, MaxLogits: n, MaxModelLen: 1024, BlockTokens: block}
+				p := &Pipeline{o: Options{Limits: l, MicroBatches: micro}, batches: make([]microBatch, micro)}
+				p.groups = []group{{model: &models.Model{Config: c, Limits: l}}}
+				dst := make([]byte, p.o.RowDataBytes(l))
+				tables := kvcache.NewAllocator(n * (context + block) / block)
+				step := &Step{Sequences: make([]Sequence, n)}
+				for i := range step.Sequences {
+					t := kvcache.NewTable(tables, block)
+					check(b, t.Grow(context))
+					step.Sequences[i] = Sequence{
+						Tokens: []int32{int32(i)}, Start: context - 1, Table: t, LogitRows: 1, Draw: Draw{Sample: int32(i)},
+					}
+				}
+				b.ReportAllocs()
+				for b.Loop() {
+					shape, err := p.cut(step)
+					check(b, err)
+					used := int64(0)
+					for i := range shape.MicroBatches {
+						_, bytes, err := models.PackBatch(&p.batches[i].host, dst[used:], 256)
+						check(b, err)
+						used += bytes
+					}
+				}
+			})
+		}
+	}
+}
