@@ -95,6 +95,7 @@ struct expert_product {
   DEVICE void produce(int count) {
     int chunk = threadIdx.x & 7, lead = threadIdx.x >> 3, at = 0;
     int brought = 0;  // steps of the first tile whose weights come before X is there
+    if (!up) prefetch_map(&a.x_rows);
     if (a.early) {
       if (threadIdx.x == 0 && blockIdx.x < count) {
         tile t = find(blockIdx.x, at);
@@ -152,27 +153,28 @@ struct expert_product {
     multiply_steps<tokens, blocks, tile_units, deep>(d, r, a.steps, group * blocks, now);
 
     // A lane gets two neighbors (down: four) of one token's results.
+    constexpr int unit_columns = up ? 32 : 64;
+    int first = group * blocks;
+    u16 *out = (u16 *)a.out + (t.unit + first) * unit_columns + (up ? warp * 8 + (lane & 3) * 2 : warp * 16 + (lane & 3) * 4);
+    if (up) out += (i64)(t.first + (lane >> 2)) * a.out_stride;
 #pragma unroll
     for (int j = 0; j < tokens / 8; j++) {
       int token = j * 8 + (lane >> 2);
-      bool there = token < t.tokens;
-      i64 target = (up ? t.first + token : __shfl_sync(all_lanes, pairs[j / 4], token & 31)) * a.out_stride;
+      u16 *row = up ? out : out + __shfl_sync(all_lanes, pairs[j / 4], token & 31) * a.out_stride;
 #pragma unroll
       for (int b = 0; b < blocks; b++) {
-        int unit = group * blocks + b;
         float *v = d[b] + 4 * j;
+        bool mine = token < t.tokens && first + b < t.units;
         if (up) {
-          u32 two = transpose(pack_act(__fmul_rn(silu_fast(v[0]), v[2]), __fmul_rn(silu_fast(v[1]), v[3])));
-          int column = (t.unit + unit) * 32 + warp * 8 + (lane & 3) * 2;
-          if (there && unit < t.units) *(u32 *)((u16 *)a.out + target + column) = two;
+          store_if(mine, row + b * unit_columns, transpose(pack_act(__fmul_rn(silu_fast(v[0]), v[2]), __fmul_rn(silu_fast(v[1]), v[3]))));
         } else {
           uint2 four;
           four.x = transpose(pack_act(v[0], v[1]));
           four.y = transpose(pack_act(v[2], v[3]));
-          int column = (t.unit + unit) * 64 + warp * 16 + (lane & 3) * 4;
-          if (there && unit < t.units) *(uint2 *)((u16 *)a.out + target + column) = four;
+          store_if(mine, row + b * unit_columns, four);
         }
       }
+      if (up) out += 8 * a.out_stride;
     }
   }
 
