@@ -276,9 +276,10 @@ func TestDenseShape(t *testing.T) {
 		kernel        string
 		tokens        int32
 	}{
-		{1, 4096, "dense_64", 16},
+		{1, 4096, "dense_128", 16},
+		{77, 6144, "dense_128", 48},
 		{324, 6144, "dense_128", 176},
-		{324, 2048, "dense_64", 96},
+		{324, 2048, "dense_128", 96},
 		{4536, 6144, "dense_256", 176},
 	} {
 		r, b, s := list(t, Options{BatchInvariant: true})

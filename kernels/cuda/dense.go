@@ -37,8 +37,9 @@ var denseShapes = [...]expertShape{
 }
 
 // chooseDense returns the shape, and the tokens of a tile, for which a product should
-// take the least time: rounds of tiles, each as long as its products or, at some 40
-// bytes a cycle, its copies take.
+// take the least time: rounds of tiles, each as long as its products or, at 64 bytes a
+// cycle, its copies take, or, at 40 for each multiprocessor of the device, all copies
+// (measured on one H200, see BenchmarkDense).
 func (b *Backend) chooseDense(rows, columns int) (shape kernelID, tokens int) {
 	best := 0
 	for i := range denseShapes {
@@ -46,8 +47,9 @@ func (b *Backend) chooseDense(rows, columns int) (shape kernelID, tokens int) {
 		for parts := ceil(rows, e.most); parts <= ceil(rows, e.most)+2; parts++ {
 			n := ceil(ceil(rows, parts), tokenStep) * tokenStep
 			tiles := ceil(columns, e.units*unitRows) * ceil(rows, n)
-			cycles := max(e.units*2*n, (e.units*unitRows+n)*tileRow/40) // of one step
-			if cost := ceil(tiles, b.multiprocessors) * cycles; best == 0 || cost < best {
+			round := e.blocks * max(e.units*2*n, e.step(n)/64) // cycles of one step; blocks share a multiprocessor
+			cost := max(ceil(tiles, e.blocks*b.multiprocessors)*round, tiles*e.step(n)/(40*b.multiprocessors))
+			if best == 0 || cost < best {
 				best, shape, tokens = cost, kernelID(i), n
 			}
 		}
