@@ -21,12 +21,12 @@ type tileMap struct {
 }
 
 type denseArgs struct {
-	wMap, xMap                    tensorMap
-	bias, out, outStride          uint64
-	rows, columns, steps          int32
-	biasType, outFloat            int32
-	most, stages, band            int32
-	_                             [8]byte // to a multiple of 64
+	wMap, xMap           tensorMap
+	bias, out, outStride uint64
+	rows, columns, steps int32
+	biasType, outFloat   int32
+	most, stages, band   int32
+	_                    [8]byte // to a multiple of 64
 }
 
 // denseShapes as they are instantiated in dense.cu, the most weight rows last.
