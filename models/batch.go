@@ -290,8 +290,8 @@ func GroupBytes(l Limits, batches int) int64 {
 	return int64(batches)*each + adjust
 }
 
-// PackBatch writes h to dst, in host memory, for an upload of the bytes returned
-// to base on the device, which is aligned to 256 bytes.
+// PackBatch writes h to dst, in host memory at a multiple of 8 bytes, for an upload of
+// the bytes returned to base on the device, which is aligned to 256 bytes.
 func PackBatch(h *HostBatch, dst []byte, base device.Addr) (Batch, int64, error) {
 	if len(h.rows) == 0 {
 		return Batch{}, 0, fmt.Errorf("models: empty micro-batch")

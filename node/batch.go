@@ -34,12 +34,13 @@ func (n *Node) NewBatch(prompts [][]int32, newTokens int) (*Batch, error) {
 	if most := min(n.limits.MaxRows, n.limits.MaxLogits); len(prompts) > most {
 		return nil, fail(ErrConfig, fmt.Errorf("node: a batch of %d sequences in steps of at most %d", len(prompts), most))
 	}
-	drawn := make([]int32, len(prompts)*max(newTokens, 0))
 	for i, p := range prompts {
-		if all := len(p) + newTokens; len(p) == 0 || newTokens < 1 || all > n.limits.MaxModelLen {
-			b.Close()
+		if most := n.limits.MaxModelLen; len(p) == 0 || len(p) > most || newTokens < 1 || newTokens > most-len(p) {
 			return nil, fail(ErrConfig, fmt.Errorf("node: sequence %d of a batch has %d tokens and %d new ones; the context is %d", i, len(p), newTokens, n.limits.MaxModelLen))
 		}
+	}
+	drawn := make([]int32, len(prompts)*newTokens)
+	for i, p := range prompts {
 		t := n.kv.NewTable()
 		b.tables = append(b.tables, t)
 		b.tokens = append(b.tokens, drawn[:0:newTokens])

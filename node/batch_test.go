@@ -2,6 +2,7 @@ package node_test
 
 import (
 	"errors"
+	"fmt"
 	"math"
 	"slices"
 	"strings"
@@ -92,6 +93,8 @@ func TestBatchRefuses(t *testing.T) {
 		{[][]int32{{1}, {2}, {3}}, 1, "node: a batch of 3 sequences in steps of at most 2"},
 		{[][]int32{{1}, {}}, 1, "node: sequence 1 of a batch has 0 tokens"},
 		{[][]int32{long}, 13, "node: sequence 0 of a batch has 20 tokens and 13 new ones; the context is 32"},
+		{[][]int32{{1}}, math.MaxInt, fmt.Sprintf("node: sequence 0 of a batch has 1 tokens and %d new ones; the context is 32", math.MaxInt)},
+		{[][]int32{{1}}, -1, "node: sequence 0 of a batch has 1 tokens and -1 new ones; the context is 32"},
 		{[][]int32{long, long}, 12, "node: the KV cache does not hold a batch of 2 sequences, only 1"},
 	} {
 		_, err := n.NewBatch(c.prompts, c.newTokens)

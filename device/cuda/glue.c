@@ -159,7 +159,8 @@ CUresult ms_set_function_attribute(CUcontext ctx, CUfunction f, int attribute, i
   return cuFuncSetAttribute(f, (CUfunction_attribute)attribute, value);
 }
 
-CUresult ms_map_tiles(void *map, uint64_t at, uint64_t rows, uint64_t columns, uint64_t stride, unsigned tile_rows) {
+CUresult ms_map_tiles(CUcontext ctx, void *map, uint64_t at, uint64_t rows, uint64_t columns, uint64_t stride, unsigned tile_rows) {
+  CURRENT(ctx);
   CUtensorMap m; /* it has to lie at a multiple of 64 bytes, which Go's memory need not */
   cuuint64_t size[2] = {columns, rows}, strides[1] = {stride};
   cuuint32_t box[2] = {64, tile_rows}, steps[2] = {1, 1};

@@ -56,7 +56,7 @@ CUresult ms_set_function_attribute(CUcontext ctx, CUfunction f, int attribute, i
 
 /* Writes the 128 bytes that tell the copy engine of a matrix of 16-bit numbers in device memory, rows stride
    bytes apart, of which a copy brings so many rows of 64 elements, swizzled by 128 bytes. */
-CUresult ms_map_tiles(void *map, uint64_t at, uint64_t rows, uint64_t columns, uint64_t stride, unsigned tile_rows);
+CUresult ms_map_tiles(CUcontext ctx, void *map, uint64_t at, uint64_t rows, uint64_t columns, uint64_t stride, unsigned tile_rows);
 
 CUresult ms_capture_begin(CUcontext ctx, CUstream s);
 CUresult ms_capture_end(CUcontext ctx, CUstream s, CUgraphExec *exec, size_t *nodes);

@@ -645,12 +645,19 @@ func TestEnqueueMakesNoGarbage(t *testing.T) {
 			Experts: at(5, tensor(kernels.I32, 4)), Layout: layout, Out: at(6, tensor(kernels.BF16, 6, 128)),
 		},
 	}
+	own, invariant, other := list(t, Options{BatchInvariant: true})
+	invariant.hopper = true
+	dense := matmul(324, 6144, 4096, kernels.BF16)
 	if n := testing.AllocsPerRun(100, func() {
 		r.reset()
+		own.reset()
 		for _, op := range ops {
 			if err := b.Enqueue(s, op); err != nil {
 				t.Fatal(err)
 			}
+		}
+		if err := invariant.Enqueue(other, dense); err != nil {
+			t.Fatal(err)
 		}
 	}); n > 0 {
 		t.Errorf("%v allocations", n)

@@ -214,7 +214,7 @@ func (r *gpuRunner) matmul(s device.Stream, work device.Range, p *libraryProduct
 }
 
 func (r *gpuRunner) mapTiles(to *tensorMap, of *tileMap) error {
-	m, err := cuda.MapTiles(of.at, of.rows, of.columns, 2*int64(of.stride), of.tileRows)
+	m, err := r.m.MapTiles(r.space, of.at, of.rows, of.columns, 2*int64(of.stride), of.tileRows)
 	*to = tensorMap(m)
 	return err
 }

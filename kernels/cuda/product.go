@@ -83,6 +83,9 @@ func (b *Backend) matmul(l *lane, o *kernels.MatMul) error {
 		return nil
 	}
 	same := o.W.DType == o.X.DType && inner%8 == 0 && aligned(&o.X, &o.W)
+	if b.o.BatchInvariant && o.X.Stride[0]%8 != 0 {
+		same = false // a row alone may be aligned where others are not
+	}
 	outFloat := o.Out.DType == kernels.F32
 	if same && (columns <= mostFewColumns || !b.o.BatchInvariant && rows <= mostFewRows) {
 		return b.few(l, o, outFloat)

@@ -39,7 +39,7 @@ func pick(x []float64, columns []int) []float64 {
 
 func testMatMul(r *rig) {
 	type shape struct{ n, a, m int }
-	shapes := []shape{{1, 16, 1}, {2, 48, 7}, {7, 272, 60}, {33, 64, 130}, {1, 1040, 48}, {3, 2064, 33}, {131, 32, 18}, {300, 16, 5}, {100, 1104, 140}}
+	shapes := []shape{{1, 16, 1}, {2, 48, 7}, {7, 272, 60}, {33, 64, 130}, {1, 1040, 48}, {3, 2064, 33}, {131, 32, 18}, {300, 16, 5}, {100, 1104, 140}, {3, 8, 66}}
 	if r.o.Full {
 		shapes = append(shapes,
 			shape{2, 4096, 6144}, shape{2, 4096, 4096}, shape{3, 2048, 6144}, shape{5, 3584, 4608}, shape{1, 2048, 5120}, // qkv, o
@@ -56,35 +56,49 @@ func testMatMul(r *rig) {
 			r.run(fmt.Sprintf("%v/%s", s, w), func(r *rig) {
 				x := r.normal(r.rows((i+j)%2 == 0, "X", r.act, s.n, s.a), 0, 1)
 				weight := r.weights("W", w, s.m, s.a)
-				b, bias := optional((i+j)%3 == 0, func() tensor { return r.normal(r.dense("Bias", w, s.m), 0, 1) })
+				bias, _ := optional((i+j)%3 == 0, func() tensor { return r.normal(r.dense("Bias", w, s.m), 0, 1) })
 				t := r.act
 				if i%2 == 0 {
 					t = kernels.F32
 				}
 				out := r.rows((i+j)%2 == 1, "Out", t, s.n, s.m)
-				out.writes()
-				r.do(&kernels.MatMul{X: x.Tensor, W: weight.Tensor, Bias: bias, Out: out.Tensor})
-				columns := r.sampled(s.m, s.n*s.a*s.m)
-				want := make([][]float64, s.n)
-				for _, c := range columns {
-					row := weight.row(c)
-					for n := range want {
-						v := dot(x.row(n), row)
-						if !bias.None() {
-							v += b.row()[c]
-						}
-						want[n] = append(want[n], v)
-					}
-				}
-				for n := range want {
-					r.close(out, pick(out.got(n), columns), want[n], 0.2, n)
-				}
-				r.invariant(out, func(_ *rig, from, to int, out kernels.Tensor) kernels.Op {
-					return &kernels.MatMul{X: x.Slice(from, to), W: weight.Tensor, Bias: bias, Out: out}
-				})
+				testProduct(r, x, weight, bias, out)
 			})
 		}
 	}
+	// Some of these rows are aligned, which alone they must not gain from.
+	for i, columns := range []int{8, 140} {
+		r.run(fmt.Sprintf("%d columns, rows not aligned", columns), func(r *rig) {
+			const rows, inner = 5, 1032
+			x := r.normal(r.between(16, 20, "X", r.act, rows, inner), 0, 1)
+			weight := r.weights("W", r.act, columns, inner)
+			testProduct(r, x, weight, tensor{}, r.rows(i == 0, "Out", kernels.F32, rows, columns))
+		})
+	}
+}
+
+func testProduct(r *rig, x, weight, bias, out tensor) {
+	out.writes()
+	r.do(&kernels.MatMul{X: x.Tensor, W: weight.Tensor, Bias: bias.Tensor, Out: out.Tensor})
+	rows, inner, all := x.Shape[0], x.Shape[1], weight.Shape[0]
+	columns := r.sampled(all, rows*inner*all)
+	want := make([][]float64, rows)
+	for _, c := range columns {
+		row := weight.row(c)
+		for n := range want {
+			v := dot(x.row(n), row)
+			if !bias.None() {
+				v += bias.row()[c]
+			}
+			want[n] = append(want[n], v)
+		}
+	}
+	for n := range want {
+		r.close(out, pick(out.got(n), columns), want[n], 0.2, n)
+	}
+	r.invariant(out, func(_ *rig, from, to int, out kernels.Tensor) kernels.Op {
+		return &kernels.MatMul{X: x.Slice(from, to), W: weight.Tensor, Bias: bias.Tensor, Out: out}
+	})
 }
 
 // layer is one layer's experts and a step's routing.
