@@ -142,8 +142,8 @@ type Group struct {
 	Order   Tensor // [N*K] I32
 }
 
-// ExpertUp computes Out[p] = silu(w1 X[p/K]) * (w3 X[p/K]) for every pair p of the
-// listed experts, and leaves the rows of other experts alone. It touches no
+// ExpertUp computes Out[i] = silu(w1 X[p/K]) * (w3 X[p/K]) for every pair p = Order[i]
+// of the listed experts, and leaves the rows of other experts alone. It touches no
 // extent of an expert without pairs, whose slot may be 0.
 type ExpertUp struct {
 	X       Tensor // [N, H] act
@@ -152,12 +152,12 @@ type ExpertUp struct {
 	Slots   Tensor // [E] U64: address of each listed expert's extent
 	Experts Tensor // [listed] I32: the experts of this launch, each once
 	Layout  ExpertLayout
-	Out     Tensor // [N*K, I] act
+	Out     Tensor // [N*K, I] act, rows as in Order: an expert's stand together
 }
 
-// ExpertDown computes Out[p] = w2 X[p] for every pair p of the listed experts.
+// ExpertDown computes Out[p] = w2 X[i] for every pair p = Order[i] of the listed experts.
 type ExpertDown struct {
-	X       Tensor // [N*K, I] act
+	X       Tensor // [N*K, I] act, as ExpertUp has left it
 	Offsets Tensor // [E+1] I32
 	Order   Tensor // [N*K] I32
 	Slots   Tensor // [E] U64

@@ -261,7 +261,7 @@ func openBreaking(t *testing.T, change func(*configs.Settings)) (*node.Node, *br
 	}
 	if *on != "cpu" {
 		o.OpenBackend = func(device.Machine) (kernels.Backend, error) {
-			return kernelscuda.New(m.Machine, device.HBM(0), kernelscuda.Options{})
+			return kernelscuda.New(m.Machine, device.HBM(0), kernelscuda.Options{Serial: !*overlap})
 		}
 	}
 	return openOnGPU(t, o), m

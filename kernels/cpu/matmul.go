@@ -266,6 +266,7 @@ func (b *Backend) matmul(o *kernels.MatMul, _ device.Access) error {
 // share is one listed expert's part of an expert product.
 type share struct {
 	pairs  []int32 // its pairs, each token*K + k
+	first  int     // the first one's place among all
 	extent device.Addr
 }
 
@@ -302,18 +303,18 @@ func shares(op string, offsets, order, slots, experts *kernels.Tensor, l *kernel
 		if a == 0 || a%uint64(l.DType.Size()) != 0 {
 			return nil, fmt.Errorf("cpu: %s: Slots[%d] is %#x, want the address of expert %d, which has %d rows", op, e, a, e, to-from)
 		}
-		found = append(found, share{pairs: pairs[from:to], extent: device.Addr(a)})
+		found = append(found, share{pairs: pairs[from:to], first: from, extent: device.Addr(a)})
 	}
 	return found, nil
 }
 
-// declareRows declares rows index(pair) of t, for all pairs of all shares.
-func declareRows(declare func(device.Range), t *kernels.Tensor, found []share, index func(pair int) int) {
+// declareRows declares rows index(pair, its place) of t, for all pairs of all shares.
+func declareRows(declare func(device.Range), t *kernels.Tensor, found []share, index func(pair, place int) int) {
 	m := merger{declare: declare}
 	last := -1
 	for _, s := range found {
-		for _, p := range s.pairs {
-			if i := index(int(p)); i != last {
+		for j, p := range s.pairs {
+			if i := index(int(p), s.first+j); i != last {
 				m.add(t.Addr+device.Addr(4*i*t.Stride[0]), 4*t.Shape[1])
 				last = i
 			}
@@ -350,8 +351,8 @@ func (b *Backend) expertUp(o *kernels.ExpertUp, access device.Access) error {
 	for _, s := range found {
 		access.Read(device.Range{Addr: s.extent, Bytes: 2 * int64(w1.bytes())})
 	}
-	declareRows(access.Read, &o.X, found, func(p int) int { return p / k })
-	declareRows(access.Write, &o.Out, found, func(p int) int { return p })
+	declareRows(access.Read, &o.X, found, func(p, _ int) int { return p / k })
+	declareRows(access.Write, &o.Out, found, func(_, place int) int { return place })
 	products := make([]product, len(found))
 	for i, s := range found {
 		w1, w3 := w1, w1
@@ -362,7 +363,7 @@ func (b *Backend) expertUp(o *kernels.ExpertUp, access device.Access) error {
 			out: func(r, first int, gate, up []float32) {
 				n := b.set.padded(len(gate))
 				b.set.siluMul(gate[:n], gate[:n], up[:n])
-				copy(row(&o.Out, int(s.pairs[r]))[first:], gate)
+				copy(row(&o.Out, s.first+r)[first:], gate)
 			},
 		}
 	}
@@ -379,16 +380,15 @@ func (b *Backend) expertDown(o *kernels.ExpertDown, access device.Access) error 
 	for _, s := range found {
 		access.Read(device.Range{Addr: s.extent + device.Addr(2*w2.bytes()), Bytes: int64(w2.bytes())})
 	}
-	self := func(p int) int { return p }
-	declareRows(access.Read, &o.X, found, self)
-	declareRows(access.Write, &o.Out, found, self)
+	declareRows(access.Read, &o.X, found, func(_, place int) int { return place })
+	declareRows(access.Write, &o.Out, found, func(p, _ int) int { return p })
 	products := make([]product, len(found))
 	for i, s := range found {
 		w2 := w2
 		w2.addr = s.extent + device.Addr(2*w2.bytes())
 		products[i] = product{
 			w: w2, n: len(s.pairs),
-			in: func(r int) device.Addr { return rowAddr(&o.X, int(s.pairs[r])) },
+			in: func(r int) device.Addr { return rowAddr(&o.X, s.first+r) },
 			out: func(r, first int, sums, _ []float32) {
 				copy(row(&o.Out, int(s.pairs[r]))[first:], sums)
 			},

@@ -7,6 +7,7 @@ import (
 )
 
 type expertArgs struct {
+	xRows                                  tensorMap
 	x, out, offsets, order, slots, experts uint64
 	xStride, outStride                     int64
 	start                                  int64
@@ -14,6 +15,7 @@ type expertArgs struct {
 	listed, expertsAll                     int32
 	topK                                   int32
 	most, stages, early                    int32
+	_                                      [24]byte // to a multiple of 64
 }
 
 // expertShape is what a block of expert.cu, or of dense.cu, works on.
@@ -101,6 +103,13 @@ func (b *Backend) tiledExperts(l *lane, op string, mode kernelID, x, offsets, or
 		return fmt.Errorf("cuda: %s: Experts is %v, want fewer at once", op, *experts)
 	}
 	a.most, a.stages = int32(tokens), int32(stages)
+	if mode == downMode {
+		l.tiles = tileMap{x.Addr, x.Shape[0], inner, rowStride(x), tokens}
+		if err := b.run.mapTiles(&l.maps[0], &l.tiles); err != nil {
+			return fmt.Errorf("cuda: %s: %w", op, err)
+		}
+		a.xRows = l.maps[0]
+	}
 	// Right behind the way up, the way down starts with its weights while that still runs.
 	now := chosenExperts{a.offsets, a.order, a.slots, a.experts}
 	a.early = truth(mode == downMode && l.up == now)

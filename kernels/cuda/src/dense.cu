@@ -39,6 +39,7 @@ struct dense_product {
   // By one thread.
   DEVICE void produce() const {
     int row, column, brought = 0;  // steps of the first tile whose weights come before X is there
+    prefetch_map(&a.x);
     if (blockIdx.x < tiles) {
       place(blockIdx.x, row, column);
       for (; brought < min(r.stages, a.steps); brought++) bring_weights(brought, brought, column);
@@ -79,10 +80,10 @@ struct dense_product {
         float *out = (float *)a.out + (row0 + token) * a.out_stride + column, *next = out + a.out_stride;
 #pragma unroll
         for (int j = 0; j < tokens / 8; j++, token += 8, out += 8 * a.out_stride, next += 8 * a.out_stride) {
-          if (column < a.columns && token < rows) out[0] = d[b][4 * j];
-          if (column < a.columns && token + 1 < rows) next[0] = d[b][4 * j + 1];
-          if (column + 8 < a.columns && token < rows) out[8] = d[b][4 * j + 2];
-          if (column + 8 < a.columns && token + 1 < rows) next[8] = d[b][4 * j + 3];
+          store_if(column < a.columns && token < rows, out, __float_as_uint(d[b][4 * j]));
+          store_if(column < a.columns && token + 1 < rows, next, __float_as_uint(d[b][4 * j + 1]));
+          store_if(column + 8 < a.columns && token < rows, out + 8, __float_as_uint(d[b][4 * j + 2]));
+          store_if(column + 8 < a.columns && token + 1 < rows, next + 8, __float_as_uint(d[b][4 * j + 3]));
         }
       } else {
         // A lane gets two neighbors of one token's results.
@@ -91,8 +92,8 @@ struct dense_product {
 #pragma unroll
         for (int j = 0; j < tokens / 8; j++, token += 8, out += 8 * a.out_stride) {
           u32 here = transpose(pack_act(d[b][4 * j], d[b][4 * j + 1])), there = transpose(pack_act(d[b][4 * j + 2], d[b][4 * j + 3]));
-          if (column < a.columns && token < rows) *(u32 *)out = here;
-          if (column + 8 < a.columns && token < rows) *(u32 *)(out + 8) = there;
+          store_if(column < a.columns && token < rows, out, here);
+          store_if(column + 8 < a.columns && token < rows, out + 8, there);
         }
       }
     }

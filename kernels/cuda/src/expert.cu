@@ -4,19 +4,21 @@
 // An expert lies in units of 64 weight rows: for every 64 elements of the inner
 // dimension in turn a tile of 8 KiB, rows of 128 bytes, swizzled as the tensor cores
 // read them. So a block streams weights in order, by bulk copies. Rows of tokens are
-// gathered by copies of 16 bytes. Blocks stay: each takes every gridDim.x-th tile of
+// gathered by copies of 16 bytes on the way up; on the way down an expert's stand
+// together, and come as tiles. Blocks stay: each takes every gridDim.x-th tile of
 // (weights, tokens), and its copies run ahead of its products across tiles.
 //
 // Every element is one chain of products over inner in rising order, 16 at a time,
 // whatever the tile, so the number of rows does not change a bit of any row's result.
 
 struct expert_args {
+  tensor_map x_rows;       // on the way down: tiles of most rows of X
   u64 x, out, offsets, order, slots, experts;
   i64 x_stride, out_stride;
   i64 start;               // bytes of the extent before the matrix
   int units, steps;        // of 64 weight rows; of 64 elements of inner
   int listed, experts_all;
-  int top_k;               // a pair's row of X is pair / top_k
+  int top_k;               // on the way up, a pair's row of X is pair / top_k
   int most, stages;        // tokens of a tile, a multiple of 16; stages of the ring
   int early;               // only X is of the kernel in front: all else was there when it began
 };
@@ -81,9 +83,19 @@ struct expert_product {
                   &r.full[slot]);
   }
 
+  // Has the tokens of a stage brought, from step k on; by one thread, on the way down.
+  DEVICE void bring_tokens(const tile &t, int k, int slot) const {
+    unsigned char *stage = r.memory + slot * deep * r.step_bytes + tile_units * unit_bytes;
+    int steps = min(deep, a.steps - k);
+    barrier_expect(&r.full[slot], steps * a.most * 128);
+    for (int s = 0; s < steps; s++) copy_tile(stage + s * r.step_bytes, &a.x_rows, (k + s) * 64, t.first, &r.full[slot]);
+  }
+
+  // Brings what is multiplied; on the way down by one thread, else by all producers.
   DEVICE void produce(int count) {
     int chunk = threadIdx.x & 7, lead = threadIdx.x >> 3, at = 0;
     int brought = 0;  // steps of the first tile whose weights come before X is there
+    if (!up) prefetch_map(&a.x_rows);
     if (a.early) {
       if (threadIdx.x == 0 && blockIdx.x < count) {
         tile t = find(blockIdx.x, at);
@@ -101,13 +113,18 @@ struct expert_product {
         int steps = min(deep, a.steps - k);
         barrier_wait(&r.empty[now.slot], now.parity);
         if (threadIdx.x == 0 && (index != blockIdx.x || k >= brought)) bring_weights(t, k, now.slot);
+        if (!up) {
+          bring_tokens(t, k, now.slot);
+          advance(r, now);
+          continue;
+        }
         if (k == 0) {  // looked up while the first weights come
 #pragma unroll
           for (int i = 0; i < rows_each; i++) {
             rows[i] = 0;
             if (lead + i * 16 < t.tokens) {
               i64 pair = ((const int *)a.order)[t.first + lead + i * 16];
-              rows[i] = (const u16 *)a.x + (up ? pair / a.top_k : pair) * a.x_stride + chunk * 8;
+              rows[i] = (const u16 *)a.x + pair / a.top_k * a.x_stride + chunk * 8;
             }
           }
         }
@@ -126,9 +143,9 @@ struct expert_product {
   template <int tokens>
   DEVICE void multiply(const tile &t, int group, turn &now) const {
     int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3;
-    int pairs[(tokens + 31) / 32];  // of every 32nd token; they come while tensor cores work
+    int pairs[(tokens + 31) / 32];  // down: of every 32nd token; they come while tensor cores work
 #pragma unroll
-    for (int i = 0; i < (tokens + 31) / 32; i++) {
+    for (int i = 0; !up && i < (tokens + 31) / 32; i++) {
       int token = i * 32 + lane;
       pairs[i] = token < t.tokens ? ((const int *)a.order)[t.first + token] : 0;
     }
@@ -136,27 +153,28 @@ struct expert_product {
     multiply_steps<tokens, blocks, tile_units, deep>(d, r, a.steps, group * blocks, now);
 
     // A lane gets two neighbors (down: four) of one token's results.
+    constexpr int unit_columns = up ? 32 : 64;
+    int first = group * blocks;
+    u16 *out = (u16 *)a.out + (t.unit + first) * unit_columns + (up ? warp * 8 + (lane & 3) * 2 : warp * 16 + (lane & 3) * 4);
+    if (up) out += (i64)(t.first + (lane >> 2)) * a.out_stride;
 #pragma unroll
     for (int j = 0; j < tokens / 8; j++) {
       int token = j * 8 + (lane >> 2);
-      bool there = token < t.tokens;
-      i64 target = __shfl_sync(all_lanes, pairs[j / 4], token & 31) * a.out_stride;
+      u16 *row = up ? out : out + __shfl_sync(all_lanes, pairs[j / 4], token & 31) * a.out_stride;
 #pragma unroll
       for (int b = 0; b < blocks; b++) {
-        int unit = group * blocks + b;
         float *v = d[b] + 4 * j;
+        bool mine = token < t.tokens && first + b < t.units;
         if (up) {
-          u32 two = transpose(pack_act(__fmul_rn(silu_fast(v[0]), v[2]), __fmul_rn(silu_fast(v[1]), v[3])));
-          int column = (t.unit + unit) * 32 + warp * 8 + (lane & 3) * 2;
-          if (there && unit < t.units) *(u32 *)((u16 *)a.out + target + column) = two;
+          store_if(mine, row + b * unit_columns, transpose(pack_act(__fmul_rn(silu_fast(v[0]), v[2]), __fmul_rn(silu_fast(v[1]), v[3]))));
         } else {
           uint2 four;
           four.x = transpose(pack_act(v[0], v[1]));
           four.y = transpose(pack_act(v[2], v[3]));
-          int column = (t.unit + unit) * 64 + warp * 16 + (lane & 3) * 4;
-          if (there && unit < t.units) *(uint2 *)((u16 *)a.out + target + column) = four;
+          store_if(mine, row + b * unit_columns, four);
         }
       }
+      if (up) out += 8 * a.out_stride;
     }
   }
 
@@ -212,14 +230,14 @@ DEVICE void expert(const expert_args &a, unsigned char *memory) {
   p.across = (a.units + p.tile_units - 1) / p.tile_units;
   p.runs = (run *)(start + a.stages * deep * p.r.step_bytes);
   if (threadIdx.x < 32) {
-    if (threadIdx.x == 0) ring_init(p.r, p.producers + 1, groups);
+    if (threadIdx.x == 0) ring_init(p.r, up ? p.producers + 1 : 2, groups);
     int n = p.list();
     if (threadIdx.x == 0) tiles = n;
   }
   __syncthreads();
   if (threadIdx.x < p.producers) {
     if (groups == 2) give_registers<72>();
-    p.produce(tiles);
+    if (up || threadIdx.x == 0) p.produce(tiles);
   } else {
     if (groups == 2) take_registers<216>();
     p.consume(tiles);
@@ -230,15 +248,15 @@ DEVICE void expert(const expert_args &a, unsigned char *memory) {
 // multiprocessor of its own where pairs are.
 // Their threads and shared memory are known to expert.go.
 #define EXPERT(name, up)                           \
-  KERNEL(384, 1) name##_256(const expert_args a) { \
+  KERNEL(384, 1) name##_256(const __grid_constant__ expert_args a) { \
     DYNAMIC_SHARED(memory);                        \
     expert<up, 2, 2, 160, 1>(a, memory);           \
   }                                                \
-  KERNEL(256, 2) name##_64(const expert_args a) {  \
+  KERNEL(256, 2) name##_64(const __grid_constant__ expert_args a) {  \
     DYNAMIC_SHARED(memory);                        \
     expert<up, 1, 1, 64, 2>(a, memory);            \
   }                                                \
-  KERNEL(256, 1) name##_alone(const expert_args a) { \
+  KERNEL(256, 1) name##_alone(const __grid_constant__ expert_args a) { \
     DYNAMIC_SHARED(memory);                        \
     expert<up, 1, 1, 64, 2>(a, memory);            \
   }

@@ -47,6 +47,9 @@ struct alignas(64) tensor_map {
   u64 words[16];
 };
 
+// Has the copy engine fetch a map ahead of its use.
+DEVICE void prefetch_map(const tensor_map *map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
+
 // Copies a tile of 64 elements of rows of a matrix, from element and row on: as many rows
 // as the map says, each in 128 bytes, chunk c of row r in place c ^ (r & 7). All its bytes
 // count at the barrier; beyond the matrix they are zeros.

@@ -126,7 +126,7 @@ DEVICE void product(const product_args &a, unsigned char *memory) {
     if (row < place.rows) {
       i64 source = row;
       if (mode == expert_up) source = order[row] / a.top_k;
-      if (mode == expert_down) source = order[row];
+      if (mode == expert_down) source = place.first + row;
       x_rows[i] = (const u16 *)a.x + source * a.x_stride;
     }
   }
@@ -217,7 +217,7 @@ DEVICE void product(const product_args &a, unsigned char *memory) {
     for (int h = 0; h < 2; h++) {
       int row = row0 + warp_row + i * 16 + h * 8 + (lane >> 2);
       if (row >= place.rows) continue;
-      i64 target = (mode == dense ? row : order[row]) * a.out_stride;
+      i64 target = (mode == dense ? row : mode == expert_up ? place.first + row : order[row]) * a.out_stride;
 #pragma unroll
       for (int j = 0; j < ni / parts; j++) {
         int column = column0 + warp_column + j * 8 + (lane & 3) * 2, n = a.columns - column;

@@ -102,6 +102,19 @@ DEVICE void store_chunk(void *p, const uint4 &q) {
   asm volatile("st.global.v4.b32 [%0], {%1,%2,%3,%4};" : : "l"(p), "r"(q.x), "r"(q.y), "r"(q.z), "r"(q.w) : "memory");
 }
 
+// Stores to global memory where a condition holds, by one instruction: of an if compilers
+// make branches, and have each work out its address again.
+DEVICE void store_if(bool condition, void *p, u32 v) {
+  asm volatile("{\n.reg .pred p;\nsetp.ne.s32 p, %0, 0;\n@p st.global.b32 [%1], %2;\n}" : : "r"((int)condition), "l"(p), "r"(v) : "memory");
+}
+
+DEVICE void store_if(bool condition, void *p, const uint2 &v) {
+  asm volatile("{\n.reg .pred p;\nsetp.ne.s32 p, %0, 0;\n@p st.global.v2.b32 [%1], {%2,%3};\n}"
+               :
+               : "r"((int)condition), "l"(p), "r"(v.x), "r"(v.y)
+               : "memory");
+}
+
 // Has the second-level cache fetch what lies at p.
 DEVICE void prefetch(const void *p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 

@@ -203,6 +203,16 @@ static inline void store_chunk(void *p, const uint4 &q) {
   simt::check_global(p, 16);
   *(uint4 *)p = q;
 }
+static inline void store_if(bool condition, void *p, u32 v) {
+  if (!condition) return;
+  simt::check_global(p, 4);
+  *(u32 *)p = v;
+}
+static inline void store_if(bool condition, void *p, const uint2 &v) {
+  if (!condition) return;
+  simt::check_global(p, 8);
+  *(uint2 *)p = v;
+}
 static inline void prefetch(const void *p) { simt::check_global(p, 1); }
 
 // A launch may have memory that kernels in front are still to write, see simt.Launch.

@@ -14,6 +14,7 @@ static inline void copy_bulk(void *shared, const void *global, int bytes, u64 *b
 struct alignas(64) tensor_map {
   u64 words[16];  // address, rows, elements of a row, bytes from row to row, rows of a tile
 };
+static inline void prefetch_map(const tensor_map *) {}
 static inline void copy_tile(void *shared, const tensor_map *map, int element, int row, u64 *barrier) {
   const u64 *w = map->words;
   simt::copy_tile(shared, (const void *)w[0], (i64)w[1], (i64)w[2], (i64)w[3], (int)w[4], element, row, barrier);
