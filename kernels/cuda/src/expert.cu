@@ -247,18 +247,18 @@ DEVICE void expert(const expert_args &a, unsigned char *memory) {
 // Two warpgroups with 128 weight rows each, and one with 64 for where tiles are few; on a
 // multiprocessor of its own where pairs are.
 // Their threads and shared memory are known to expert.go.
-#define EXPERT(name, up)                           \
-  KERNEL(384, 1) name##_256(const __grid_constant__ expert_args a) { \
-    DYNAMIC_SHARED(memory);                        \
-    expert<up, 2, 2, 160, 1>(a, memory);           \
-  }                                                \
-  KERNEL(256, 2) name##_64(const __grid_constant__ expert_args a) {  \
-    DYNAMIC_SHARED(memory);                        \
-    expert<up, 1, 1, 64, 2>(a, memory);            \
-  }                                                \
+#define EXPERT(name, up)                                               \
+  KERNEL(384, 1) name##_256(const __grid_constant__ expert_args a) {   \
+    DYNAMIC_SHARED(memory);                                            \
+    expert<up, 2, 2, 160, 1>(a, memory);                               \
+  }                                                                    \
+  KERNEL(256, 2) name##_64(const __grid_constant__ expert_args a) {    \
+    DYNAMIC_SHARED(memory);                                            \
+    expert<up, 1, 1, 64, 2>(a, memory);                                \
+  }                                                                    \
   KERNEL(256, 1) name##_alone(const __grid_constant__ expert_args a) { \
-    DYNAMIC_SHARED(memory);                        \
-    expert<up, 1, 1, 64, 2>(a, memory);            \
+    DYNAMIC_SHARED(memory);                                            \
+    expert<up, 1, 1, 64, 2>(a, memory);                                \
   }
 
 EXPERT(expert_up, true)
