@@ -83,8 +83,8 @@ func TestNoGarbage(t *testing.T) {
 		}
 		at := from
 		for line, n := range garbage(steps, func() { step(at); at++ }) {
-			if n < steps/10 {
-				continue // a list that has grown
+			if n < steps/2 {
+				continue // a list that has grown, or on a busy machine a link's streams that wait, of 5 allocations each
 			}
 			t.Errorf("%d graphs, %v, %d rows: %d allocations in %d steps by %s", c.o.Graphs, c.fraction, c.o.SmallBatchRows, n, steps, line)
 		}
