@@ -93,7 +93,12 @@ func Inspect(o Options) (_ *Inspection, err error) {
 	}
 	in.KV, in.Problem = n.fit(&o, needs)
 	in.Here = n.together(needs.device.Need(), needs.host.Need())
-	if in.Peers, err = n.lend(needs, in.KV); err != nil {
+	if in.Here == nil { // else peers, too, are of a machine that is not this one
+		if err := n.shareMemory(needs, in.KV); err != nil {
+			return nil, fail(ErrConfig, err)
+		}
+	}
+	if in.Peers, err = n.lend(); err != nil {
 		return nil, fail(ErrConfig, err)
 	}
 	if in.Problem == nil {

@@ -37,7 +37,10 @@ func (n *Node) budget(o *Options) (kvcache.Shape, int, error) {
 	if err := n.together(w.device.Need(), w.host.Need()); err != nil {
 		return kvcache.Shape{}, 0, err
 	}
-	peers, err := n.lend(w, fit)
+	if err := n.shareMemory(w, fit); err != nil {
+		return kvcache.Shape{}, 0, err
+	}
+	peers, err := n.lend()
 	if err != nil {
 		return kvcache.Shape{}, 0, err
 	}
@@ -47,12 +50,8 @@ func (n *Node) budget(o *Options) (kvcache.Shape, int, error) {
 	return w.kv, fit.Blocks, n.peersHold(peers)
 }
 
-// lend works out what peers can lend beside all else, with what others hold of them
-// at first.
-func (n *Node) lend(w *needs, fit KVFit) ([]PeerBudget, error) {
-	if err := n.shareMemory(w, int64(fit.Blocks)*w.kv.BlockBytes()); err != nil {
-		return nil, err
-	}
+// lend works out what peers can lend, with what others hold of them at first.
+func (n *Node) lend() ([]PeerBudget, error) {
 	if err := n.openTrace(); err != nil {
 		return nil, err
 	}

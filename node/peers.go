@@ -149,7 +149,7 @@ func (n *Node) peersHold(peers []PeerBudget) error {
 // shareMemory leaves emulated peers only as much memory as this machine has beside
 // what the compute device and the host take of it: it is all the same memory. The
 // rest is accounted for as taken by others.
-func (n *Node) shareMemory(w *needs, kv int64) error {
+func (n *Node) shareMemory(w *needs, fit KVFit) error {
 	m, ok := unwrapped(n.machine).(*emulated.Machine)
 	if !ok || !m.KeepsData() || len(n.peers) == 0 {
 		return nil
@@ -160,7 +160,7 @@ func (n *Node) shareMemory(w *needs, kv int64) error {
 	}
 	left := max(have-w.device.Need()-w.host.Need(), 0)
 	// A cache is taken page by page as sequences grow; it has a right to half.
-	left -= min(kv, left/2)
+	left -= min(int64(fit.Blocks)*w.kv.BlockBytes(), left/2)
 	for _, p := range n.peers {
 		u, err := m.Usage(p)
 		if err != nil {

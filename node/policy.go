@@ -1,6 +1,7 @@
 package node
 
 import (
+	"encoding/json"
 	"errors"
 	"fmt"
 	"log/slog"
@@ -185,7 +186,7 @@ func (p *planning) file() (planner.Policy, error) {
 	}
 	x, err := planner.ParsePolicy(data, p.Model)
 	if err != nil {
-		return x, fmt.Errorf("%s: %w", path, err)
+		return x, fmt.Errorf("%s: %w; plan --json writes policies", path, err)
 	}
 	all := p.Model.ExpertCount()
 	// What bounds a search bounds a policy, too.
@@ -500,6 +501,9 @@ func LoadHardware(name string) (planner.Hardware, error) {
 		return planner.Hardware{}, fmt.Errorf("there is no hardware %q: give one of %s, or a JSON file that describes a machine", name, strings.Join(configs.HardwareNames(), ", "))
 	}
 	h, err := planner.ParseHardware(data)
+	if err != nil && !json.Valid(data) {
+		return h, fmt.Errorf("%s: %w; give a JSON file that describes a machine, as bench transfer --calibrate writes it", name, err)
+	}
 	if err != nil {
 		return h, fmt.Errorf("%s: %w", name, err)
 	}

@@ -100,14 +100,15 @@ type Policy struct {
 // batch, more experts than the model has, and, where the object tells what model the policy is
 // for (model, experts, expert_bytes), one with other experts.
 func ParsePolicy(data []byte, m Model) (Policy, error) {
-	var around struct {
+	type plan struct { // a name for what json says of it
 		Policy      json.RawMessage `json:"policy"`
 		Model       string          `json:"model"`
 		Experts     int             `json:"experts"`
 		ExpertBytes int64           `json:"expert_bytes"`
 	}
+	var around plan
 	if err := json.Unmarshal(data, &around); err != nil {
-		return Policy{}, fmt.Errorf("planner: read policy: %w", err)
+		return Policy{}, fmt.Errorf("planner: read policy: not a JSON object with a policy: %w", err)
 	}
 	if around.Policy != nil {
 		data = around.Policy

@@ -28,7 +28,9 @@ func TestPolicyJSON(t *testing.T) {
 func TestPolicyJSONRefuses(t *testing.T) {
 	m := presetModel(t, "mixtral-8x7b")
 	for text, want := range map[string]string{
-		``:             "unexpected end",
+		``:             "not a JSON object with a policy: unexpected end",
+		`# Policy`:     "not a JSON object with a policy: invalid character '#'",
+		`[1, 2]`:       "cannot unmarshal array into Go value of type planner.plan",
 		`5`:            "cannot unmarshal",
 		`{"batch": 4}`: "batch and local_experts must be there",
 		`{"policy": {"batch": 4, "local_experts": 1, "fast": true}}`:    `unknown field "fast"`,

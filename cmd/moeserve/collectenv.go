@@ -133,7 +133,7 @@ func collectEnv(s *streams, set *settings) (err error) {
 		t := newTable()
 		t.line("moeserve\t%s", e.Build)
 		t.line("system\t%s", e.System)
-		t.line("CPU\t%s, %d of them, %d threads", e.CPU, e.CPUs, e.Threads)
+		t.line("CPU\t%s, %d logical ones, of which Go uses %d at once", e.CPU, e.CPUs, e.Threads)
 		t.line("CPU features\t%s", strings.Join(e.CPUFeatures, " "))
 		if e.MemoryBytes > 0 {
 			t.line("memory\t%s, of which %s available", node.Bytes(e.MemoryBytes), node.Bytes(e.AvailableBytes))

@@ -10,7 +10,7 @@ import (
 )
 
 // SpecHelp tells, for a command's help, what ParseSpec reads.
-const SpecHelp = `comma-separated settings of emulated devices:
+const SpecHelp = `comma-separated settings of emulated devices, with examples of values:
   gpus=3             number of GPUs
   hbm=8GiB           memory of each GPU
   host=16GiB         pinned host memory
