@@ -81,12 +81,23 @@ func TestNoGarbage(t *testing.T) {
 		for at := range from + 2*steps {
 			step(at)
 		}
-		at := from
-		for line, n := range garbage(steps, func() { step(at); at++ }) {
-			if n < steps/2 {
-				continue // a list that has grown, or on a busy machine a link's streams that wait, of 5 allocations each
+		// A list that grows, or on a busy machine a link's streams that wait, does so in one
+		// measurement, what a step allocates is in all.
+		var least map[string]int64
+		for range 3 {
+			at := from
+			lines := garbage(steps, func() { step(at); at++ })
+			if least == nil {
+				least = lines
 			}
-			t.Errorf("%d graphs, %v, %d rows: %d allocations in %d steps by %s", c.o.Graphs, c.fraction, c.o.SmallBatchRows, n, steps, line)
+			for line, n := range least {
+				least[line] = min(n, lines[line])
+			}
+		}
+		for line, n := range least {
+			if n >= steps/10 {
+				t.Errorf("%d graphs, %v, %d rows: %d allocations in %d steps by %s", c.o.Graphs, c.fraction, c.o.SmallBatchRows, n, steps, line)
+			}
 		}
 		if s := r.p.Graphs(); (s.Launched > 0) != (c.o.Graphs > 0) {
 			t.Errorf("%d graphs: %+v", c.o.Graphs, s)
