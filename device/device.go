@@ -49,12 +49,28 @@ func (r Range) End() Addr { return r.Addr + Addr(r.Bytes) }
 
 func (r Range) String() string { return fmt.Sprintf("[%#x,+%d)", uint64(r.Addr), r.Bytes) }
 
+// Region is a Range with the space that its bytes are in. It owns nothing.
+type Region struct {
+	Space Space
+	Range
+}
+
+// Slice returns the n bytes at offset off of r. It panics when they do not lie
+// inside r: that is a programming error.
+func (r Region) Slice(off, n int64) Region {
+	return Region{Space: r.Space, Range: r.Range.Slice(off, n)}
+}
+
+func (r Region) String() string { return r.Space.String() + " " + r.Range.String() }
+
 // Memory is one allocation. Its owner frees it exactly once.
 type Memory interface {
 	Space() Space
 	Bytes() int64
 	// Range returns the n bytes at offset off; it panics when they lie outside.
+	// Region does so together with their space.
 	Range(off, n int64) Range
+	Region(off, n int64) Region
 	// Read and Write return the n bytes at off for the host to read, or to
 	// overwrite, until the host next enqueues something that touches them. They
 	// panic for memory that the host cannot see (every space but Host) and
@@ -76,6 +92,9 @@ type Machine interface {
 	// not fit is an *Error that wraps ErrOutOfMemory and says what was asked and
 	// what is free.
 	Alloc(space Space, bytes int64, label string) (Memory, error)
+	// SpaceOf says in which space an address lies: false where it is in no live
+	// allocation of this machine. It neither blocks nor allocates.
+	SpaceOf(a Addr) (Space, bool)
 	// NewStream makes an in-order stream of a GPU, or, for Host, a host stream:
 	// one that also implements Executor.
 	NewStream(space Space, o StreamOptions) (Stream, error)
@@ -229,6 +248,28 @@ type Fence interface {
 	// Close releases the fence; nobody may be waiting for it.
 	Close() error
 }
+
+// Point is a moment in the life of a fence: when it has reached Value. The zero
+// Point is none.
+type Point struct {
+	Fence Fence
+	Value uint32
+}
+
+// None reports whether p is the zero Point.
+func (p Point) None() bool { return p.Fence == nil }
+
+// Reached says, without waiting, whether the fence is at p, or beyond it. A virtual
+// machine may take the question as a poll and run work.
+func (p Point) Reached() bool { return int32(p.Fence.Value()-p.Value) >= 0 }
+
+// After says whether p comes later than q, a point of the same fence.
+func (p Point) After(q Point) bool { return int32(p.Value-q.Value) > 0 }
+
+// Await waits on the host until p is reached, or ctx is done, and returns the error
+// that the fence has failed with there. What the caller does next is ordered behind
+// whoever raised p.
+func (p Point) Await(ctx context.Context) error { return p.Fence.Await(ctx, p.Value) }
 
 // Usage is the account of one memory space, in bytes.
 type Usage struct {

@@ -1,9 +1,11 @@
 package device_test
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"io"
+	"math"
 	"testing"
 
 	"github.com/google/go-cmp/cmp"
@@ -44,6 +46,52 @@ func TestRange(t *testing.T) {
 			}()
 			r.Slice(c.off, c.n)
 		})
+	}
+}
+
+func TestRegion(t *testing.T) {
+	r := device.Region{Space: device.HBM(1), Range: device.Range{Addr: 4096, Bytes: 100}}
+	if got, want := r.Slice(10, 20), (device.Region{Space: device.HBM(1), Range: device.Range{Addr: 4106, Bytes: 20}}); got != want {
+		t.Errorf("slice %v, want %v", got, want)
+	}
+	if got := r.String(); got != "gpu1 [0x1000,+100)" {
+		t.Errorf("it prints as %q", got)
+	}
+}
+
+// counter is a fence that has a value, or an error for who awaits it.
+type counter struct {
+	device.Fence
+	value uint32
+	err   error
+}
+
+func (c counter) Value() uint32                       { return c.value }
+func (c counter) Await(context.Context, uint32) error { return c.err }
+
+// TestPoint: comparison is modulo 2^32.
+func TestPoint(t *testing.T) {
+	for _, c := range []struct {
+		value, point uint32
+		reached      bool
+	}{
+		{0, 0, true}, {0, 1, false}, {1, 1, true}, {2, 1, true},
+		{math.MaxUint32, 0, false}, {0, math.MaxUint32, true}, {5, math.MaxUint32 - 5, true}, {math.MaxUint32 - 5, 5, false},
+		{1<<31 - 1, 0, true}, {1 << 31, 0, false},
+	} {
+		if got := (device.Point{Fence: counter{value: c.value}, Value: c.point}).Reached(); got != c.reached {
+			t.Errorf("%d at %d: reached %v", c.point, c.value, got)
+		}
+		at, p := device.Point{Value: c.value}, device.Point{Value: c.point}
+		if got := at.After(p); got != (c.reached && c.value != c.point) {
+			t.Errorf("%d after %d: %v", c.value, c.point, got)
+		}
+	}
+	if !(device.Point{}).None() || (device.Point{Fence: counter{}}).None() {
+		t.Error("a point is none exactly where it has no fence")
+	}
+	if err := (device.Point{Fence: counter{err: io.EOF}}).Await(t.Context()); !errors.Is(err, io.EOF) {
+		t.Errorf("Await returns %v", err)
 	}
 }
 

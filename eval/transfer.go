@@ -339,8 +339,8 @@ func (r *rig) engined(ctx context.Context, paths []*path, bytes int64, counts []
 	for i, p := range paths {
 		for n := range counts[i] {
 			t, err := r.engine.Submit(transfer.Request{
-				From: p.src.Space(), Src: p.src.Range(0, bytes), To: p.dst.Space(), Dst: p.dst.Range(0, bytes),
-				Priority: transfer.Prefetch, Done: transfer.Point{Fence: fences[i], Value: uint32(n + 1)}, Label: transfer.Text("copy measured"),
+				Src: p.src.Region(0, bytes), Dst: p.dst.Region(0, bytes),
+				Priority: transfer.Prefetch, Done: device.Point{Fence: fences[i], Value: uint32(n + 1)}, Label: transfer.Text("copy measured"),
 			})
 			if err != nil {
 				return 0, err

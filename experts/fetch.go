@@ -7,18 +7,16 @@ import (
 
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/harvest"
-	"github.com/moeserve/moeserve/residency"
 	"github.com/moeserve/moeserve/transfer"
 )
 
 // run is what one copy would bring if nothing of it came from elsewhere: experts that
 // lie side by side where they are and in the ring.
 type run struct {
-	from    device.Space
-	src     device.Range
+	src     device.Region
 	experts []int
 	slot    int // the first
-	after   []transfer.Point
+	after   []device.Point
 	// lent are the peer copies that are read, refs references on them.
 	lent []*lent
 	refs []harvest.Ref
@@ -71,13 +69,13 @@ func (s *Store) collect(position int, missing []int, waves int, p transfer.Prior
 			s.after = s.occupy(at, ID{position, e}, s.after[:0])
 			l.refs[e], _ = s.slots[at].cell.Acquire()
 			l.slot[e] = at
-			src, space, copied, ref := s.resolve(ID{position, e})
+			src, copied, ref := s.resolve(ID{position, e})
 			s.slots[at].fresh, s.slots[at].ahead, s.slots[at].from = true, p == transfer.Prefetch, Host
 			if copied != nil {
 				s.slots[at].from = Peer
 			}
-			if fresh || !runs[len(runs)-1].takes(space, src, copied, at) {
-				runs = appendRun(runs, space, src.Addr, at)
+			if fresh || !runs[len(runs)-1].takes(src, copied, at) {
+				runs = appendRun(runs, src, at)
 				fresh = false
 			}
 			r := &runs[len(runs)-1]
@@ -97,8 +95,9 @@ func (s *Store) collect(position int, missing []int, waves int, p transfer.Prior
 	return runs, true
 }
 
-// appendRun begins a run in the room that an earlier one has left.
-func appendRun(runs []run, from device.Space, src device.Addr, slot int) []run {
+// appendRun begins a run that reads from the address of src on, with no expert yet, in
+// the room that an earlier one has left.
+func appendRun(runs []run, src device.Region, slot int) []run {
 	if n := len(runs); n < cap(runs) {
 		runs = runs[:n+1]
 	} else {
@@ -106,7 +105,7 @@ func appendRun(runs []run, from device.Space, src device.Addr, slot int) []run {
 	}
 	r := &runs[len(runs)-1]
 	*r = run{
-		from: from, src: device.Range{Addr: src}, slot: slot,
+		src: src.Slice(0, 0), slot: slot,
 		experts: r.experts[:0], after: r.after[:0], lent: r.lent[:0], refs: r.refs[:0],
 	}
 	return runs
@@ -115,8 +114,8 @@ func appendRun(runs []run, from device.Space, src device.Addr, slot int) []run {
 // takes says whether an expert that lies at src and goes to a slot prolongs the run.
 // Peer copies do only within a slab: two of them may lie side by side, and are different
 // allocations.
-func (r *run) takes(from device.Space, src device.Range, copied *lent, slot int) bool {
-	if r.from != from || r.src.End() != src.Addr || r.slot+len(r.experts) != slot {
+func (r *run) takes(src device.Region, copied *lent, slot int) bool {
+	if r.src.Space != src.Space || r.src.End() != src.Addr || r.slot+len(r.experts) != slot {
 		return false
 	}
 	return copied == nil || r.lent[len(r.lent)-1].handle.Slab() == copied.handle.Slab()
@@ -125,17 +124,17 @@ func (r *run) takes(from device.Space, src device.Range, copied *lent, slot int)
 // resolve says where an offloaded expert is copied from, and, where that is a peer,
 // by which copy, with a reference on it. It takes no lock and never waits. The step
 // that is run again after a copy from a peer failed takes everything from the host.
-func (s *Store) resolve(id ID) (device.Range, device.Space, *lent, harvest.Ref) {
+func (s *Store) resolve(id ID) (device.Region, *lent, harvest.Ref) {
 	if l := s.peers.published(id); l != nil && s.mistrust == 0 {
 		ref, ok := l.handle.Acquire(s.peers.fetcher)
 		if ok && s.without.noReference {
 			ref.Release()
 		}
 		if ok {
-			return l.handle.Range(), l.handle.Device(), l, ref
+			return l.handle.Region(), l, ref
 		}
 	}
-	return s.hostRange(id), device.Host, nil, harvest.Ref{}
+	return s.hostRegion(id), nil, harvest.Ref{}
 }
 
 // freeSlot is the first slot from s.next on that nobody holds.
@@ -151,15 +150,13 @@ func (s *Store) freeSlot() (int, bool) {
 
 // occupy makes a free slot that of id and adds to after until when it may still be read,
 // or written by a copy that was made in vain.
-func (s *Store) occupy(at int, id ID, after []transfer.Point) []transfer.Point {
+func (s *Store) occupy(at int, id ID, after []device.Point) []device.Point {
 	sl := &s.slots[at]
 	exclusive, ok := sl.cell.BeginExclusive()
 	if !ok {
 		panic(fmt.Sprintf("experts: ring slot %d is held exclusively by somebody else", at))
 	}
-	for _, p := range exclusive.Points() {
-		after = append(after, transfer.Point(p))
-	}
+	after = append(after, exclusive.Points()...)
 	if !sl.awaited {
 		for _, f := range sl.copies {
 			if !f.ticket.Ended() {
@@ -198,20 +195,20 @@ func (s *Store) fromHost() []int64 {
 	for i := range s.runs {
 		r := &s.runs[i]
 		w.parts = append(w.parts, 0)
-		if r.from == device.Host {
+		if r.src.Space == device.Host {
 			host.bytes += float64(r.src.Bytes)
 			continue
 		}
-		k := slices.Index(w.spaces, r.from)
+		k := slices.Index(w.spaces, r.src.Space)
 		if k < 0 {
 			k = len(w.spaces)
-			w.spaces, w.loads = append(w.spaces, r.from), append(w.loads, load{rate: s.rates.of(r.from)})
+			w.spaces, w.loads = append(w.spaces, r.src.Space), append(w.loads, load{rate: s.rates.of(r.src.Space)})
 		}
 		w.loads[k].bytes += float64(r.src.Bytes)
 	}
 	w.moved = shift(w.moved, host, w.loads)
 	for i := range s.runs {
-		k := slices.Index(w.spaces, s.runs[i].from)
+		k := slices.Index(w.spaces, s.runs[i].src.Space)
 		if k < 0 {
 			continue
 		}
@@ -226,28 +223,28 @@ func (s *Store) fromHost() []int64 {
 // start submits the copies of a run: its last hostBytes come from the host.
 func (s *Store) start(position int, r *run, hostBytes int64, p transfer.Priority) error {
 	size := s.plan.Layout.Size
-	dst := s.ring.Range(int64(r.slot)*size, r.src.Bytes)
+	dst := s.ring.Region(int64(r.slot)*size, r.src.Bytes)
 	rest := r.src.Bytes - hostBytes
 	for _, e := range r.experts {
 		s.counts.fetches[position][e]++
 	}
-	f := s.newFetch(r.from)
+	f := s.newFetch(r.src.Space)
 	f.lent = append(f.lent, r.lent...)
 	err := s.submit(position, f, mainCopy, r, 0, dst.Slice(0, rest), r.src.Slice(0, rest), p)
 	for k := range r.refs {
 		if err == nil && r.refs[k].Held() {
 			// Not at done, which the next copy into the slot may fail while this one reads.
-			r.refs[k].ReleaseAt(residency.Point(f.ticket.End()))
+			r.refs[k].ReleaseAt(f.ticket.End())
 		}
 	}
 	// The rest, cut where the experts do not lie side by side in host memory.
 	for off := rest; off < r.src.Bytes && err == nil; {
 		first := off / size
-		src := s.hostRange(ID{position, r.experts[first]})
+		src := s.hostRegion(ID{position, r.experts[first]})
 		src = src.Slice(off-first*size, size-(off-first*size))
 		end := (first + 1) * size
 		for end < r.src.Bytes {
-			next := s.hostRange(ID{position, r.experts[end/size]})
+			next := s.hostRegion(ID{position, r.experts[end/size]})
 			if next.Addr != src.End() {
 				break
 			}
@@ -261,7 +258,7 @@ func (s *Store) start(position int, r *run, hostBytes int64, p transfer.Priority
 
 // giveUp notes that a run is not, or not wholly, on its way.
 func (s *Store) giveUp(r *run) {
-	f := s.newFetch(r.from)
+	f := s.newFetch(r.src.Space)
 	for k := range r.experts {
 		f.slots = append(f.slots, r.slot+k)
 	}
@@ -315,12 +312,12 @@ func (f *fetch) String() string {
 }
 
 // submit starts one copy of a run, that of the bytes from off on.
-func (s *Store) submit(position int, f *fetch, kind int, r *run, off int64, dst, src device.Range, p transfer.Priority) error {
+func (s *Store) submit(position int, f *fetch, kind int, r *run, off int64, dst, src device.Region, p transfer.Priority) error {
 	size := s.plan.Layout.Size
 	first, last := int(off/size), int((off+dst.Bytes-1)/size)
 	sl := &s.slots[r.slot+first]
 	sl.values[kind]++
-	f.done = transfer.Point{Fence: sl.landed[kind], Value: sl.values[kind]}
+	f.done = device.Point{Fence: sl.landed[kind], Value: sl.values[kind]}
 	for k := first; k <= last; k++ {
 		at := r.slot + k
 		f.slots = append(f.slots, at)
@@ -328,7 +325,7 @@ func (s *Store) submit(position int, f *fetch, kind int, r *run, off int64, dst,
 	}
 	f.layer, f.first, f.last = s.plan.Layers[position], r.experts[first], r.experts[last]
 	ticket, err := s.o.Transfer.Submit(transfer.Request{
-		From: f.from, Src: src, To: s.o.Space, Dst: dst,
+		Src: src, Dst: dst,
 		Priority: p, After: r.after, Done: f.done, Label: f,
 	})
 	if err != nil {

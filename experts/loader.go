@@ -101,7 +101,7 @@ func (c *coverage) missing(layers []int, experts int) error {
 type staging interface {
 	// write brings rows of one matrix to their place in the extent dst of the
 	// expert id. Several goroutines may call it.
-	write(id ID, dst device.Range, part kernels.Part, row int, data []byte) error
+	write(id ID, dst device.Region, part kernels.Part, row int, data []byte) error
 	// flush waits until everything has arrived.
 	flush(ctx context.Context) error
 	close() error
@@ -110,7 +110,7 @@ type staging interface {
 // buffer is a piece of staging memory. Its fields are for whoever holds it.
 type buffer struct {
 	offset, bytes int64
-	done          transfer.Point
+	done          device.Point
 	ticket        *transfer.Ticket // the latest copy from or to it
 }
 
@@ -133,7 +133,7 @@ func newStage(o Options, buffers int) (stage, error) {
 		if err != nil {
 			return s, errors.Join(err, s.close())
 		}
-		s.buffers = append(s.buffers, &buffer{offset: int64(i) * bytes, bytes: bytes, done: transfer.Point{Fence: f}})
+		s.buffers = append(s.buffers, &buffer{offset: int64(i) * bytes, bytes: bytes, done: device.Point{Fence: f}})
 	}
 	return s, nil
 }
@@ -151,15 +151,15 @@ func (b *buffer) settled(ctx context.Context) error {
 }
 
 // toDevice starts the copy of b's first bytes to dst, fromDevice that back.
-func (s *stage) toDevice(b *buffer, dst device.Range) error {
+func (s *stage) toDevice(b *buffer, dst device.Region) error {
 	return s.submit(b, transfer.Request{
-		From: device.Host, Src: s.memory.Range(b.offset, dst.Bytes), To: s.o.Space, Dst: dst, Label: transfer.Text("load experts"),
+		Src: s.memory.Region(b.offset, dst.Bytes), Dst: dst, Label: transfer.Text("load experts"),
 	})
 }
 
-func (s *stage) fromDevice(b *buffer, src device.Range) error {
+func (s *stage) fromDevice(b *buffer, src device.Region) error {
 	return s.submit(b, transfer.Request{
-		From: s.o.Space, Src: src, To: device.Host, Dst: s.memory.Range(b.offset, src.Bytes), Label: transfer.Text("load experts"),
+		Src: src, Dst: s.memory.Region(b.offset, src.Bytes), Label: transfer.Text("load experts"),
 	})
 }
 
@@ -211,7 +211,7 @@ func newPieces(o Options) (*pieces, error) {
 	return p, nil
 }
 
-func (p *pieces) write(_ ID, dst device.Range, part kernels.Part, row int, data []byte) error {
+func (p *pieces) write(_ ID, dst device.Region, part kernels.Part, row int, data []byte) error {
 	shape := p.o.Plan.Layout.ExpertShape
 	at := int64(row) * int64(rowBytes(shape, part))
 	for before := range part {
@@ -254,7 +254,7 @@ type extent struct {
 	*buffer
 	id    ID
 	full  bool // it holds something
-	dst   device.Range
+	dst   device.Region
 	users int
 	used  uint64
 	// moving: one goroutine is giving the buffer to another expert.
@@ -274,7 +274,7 @@ func newExtents(o Options) (*extents, error) {
 	return x, nil
 }
 
-func (x *extents) write(id ID, dst device.Range, part kernels.Part, row int, data []byte) error {
+func (x *extents) write(id ID, dst device.Region, part kernels.Part, row int, data []byte) error {
 	h, err := x.take(id, dst)
 	if err != nil {
 		return err
@@ -288,7 +288,7 @@ func (x *extents) write(id ID, dst device.Range, part kernels.Part, row int, dat
 }
 
 // take returns the buffer that holds id, for the caller to pack into.
-func (x *extents) take(id ID, dst device.Range) (*extent, error) {
+func (x *extents) take(id ID, dst device.Region) (*extent, error) {
 	x.mu.Lock()
 	defer x.mu.Unlock()
 	for {
@@ -331,7 +331,7 @@ func (x *extents) victim() *extent {
 
 // move puts what h holds to its slot and fetches what there is of id. The lock is
 // released meanwhile.
-func (x *extents) move(h *extent, id ID, dst device.Range) error {
+func (x *extents) move(h *extent, id ID, dst device.Region) error {
 	full, old, oldID := h.full, h.dst, h.id
 	reload := x.begun[id]
 	if full {

@@ -11,7 +11,6 @@ import (
 
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/harvest"
-	"github.com/moeserve/moeserve/residency"
 	"github.com/moeserve/moeserve/transfer"
 )
 
@@ -36,7 +35,7 @@ type peers struct {
 	// not seen to have ended.
 	moving, ending []*lent
 	// idle fences, with their values; fences are all.
-	idle   []transfer.Point
+	idle   []device.Point
 	fences []device.Fence
 	// failures in a row, by peer; failing is how many peers have any.
 	failures map[device.Space]int
@@ -52,7 +51,7 @@ type lent struct {
 	began  time.Duration
 	// ticket of the copy that fills it, which done follows.
 	ticket *transfer.Ticket
-	done   transfer.Point
+	done   device.Point
 }
 
 func (p *peers) arrange(layers, experts int) {
@@ -94,7 +93,7 @@ func (p *peers) of(id ID) *lent {
 }
 
 // fence returns the next point of a fence that nobody waits for. mu is held.
-func (p *peers) fence(m device.Machine) (transfer.Point, error) {
+func (p *peers) fence(m device.Machine) (device.Point, error) {
 	if n := len(p.idle); n > 0 {
 		at := p.idle[n-1]
 		p.idle = p.idle[:n-1]
@@ -103,10 +102,10 @@ func (p *peers) fence(m device.Machine) (transfer.Point, error) {
 	}
 	f, err := m.NewFence("expert moved")
 	if err != nil {
-		return transfer.Point{}, err
+		return device.Point{}, err
 	}
 	p.fences = append(p.fences, f)
-	return transfer.Point{Fence: f, Value: 1}, nil
+	return device.Point{Fence: f, Value: 1}, nil
 }
 
 // PromoteOptions say where an expert should go.
@@ -176,7 +175,7 @@ func (s *Store) fill(l *lent) error {
 	}
 	l.done = done
 	l.ticket, err = s.o.Transfer.Submit(transfer.Request{
-		From: device.Host, Src: s.hostRange(l.id), To: l.handle.Device(), Dst: l.handle.Range(),
+		Src: s.hostRegion(l.id), Dst: l.handle.Region(),
 		Priority: transfer.Rebalance, Done: done, Label: transfer.Text(s.name(l.id) + " to peer"),
 	})
 	if err != nil {
@@ -186,7 +185,7 @@ func (s *Store) fill(l *lent) error {
 		s.failed(l.handle.Device(), err)
 		return err
 	}
-	ref.ReleaseAt(residency.Point(done))
+	ref.ReleaseAt(done)
 	return nil
 }
 
@@ -435,7 +434,7 @@ type swap struct {
 	in, out ID
 	to      int64
 	ticket  *transfer.Ticket
-	done    transfer.Point
+	done    device.Point
 }
 
 // Swap begins to bring an offloaded expert to the compute GPU's memory for good, in
@@ -474,7 +473,7 @@ func (s *Store) Swap(in, out ID) error {
 	last := len(s.spare) - 1
 	w := &swap{in: in, out: out, to: s.spare[last], done: done}
 	w.ticket, err = s.o.Transfer.Submit(transfer.Request{
-		From: device.Host, Src: s.hostRange(in), To: s.o.Space, Dst: s.local.Range(w.to, s.plan.Layout.Size),
+		Src: s.hostRegion(in), Dst: s.local.Region(w.to, s.plan.Layout.Size),
 		Priority: transfer.Rebalance, Done: done, Label: transfer.Text(s.name(in) + " to stay"),
 	})
 	if err != nil {
@@ -487,7 +486,7 @@ func (s *Store) Swap(in, out ID) error {
 	return nil
 }
 
-func (s *Store) returnFence(at transfer.Point) {
+func (s *Store) returnFence(at device.Point) {
 	s.peers.mu.Lock()
 	s.peers.idle = append(s.peers.idle, at)
 	s.peers.mu.Unlock()

@@ -10,7 +10,6 @@ import (
 
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/kernels"
-	"github.com/moeserve/moeserve/residency"
 	"github.com/moeserve/moeserve/transfer"
 )
 
@@ -31,7 +30,7 @@ type Wave struct {
 	// Experts is the list, [n] I32 in device memory.
 	Experts kernels.Tensor
 	// Await must be reached before the launch; empty for local experts.
-	Await []transfer.Point
+	Await []device.Point
 }
 
 // Wait holds s back until the wave's experts have arrived.
@@ -448,7 +447,7 @@ func (s *Store) done(l *layer, compute device.Stream) error {
 	}
 	for e := range l.refs {
 		if l.refs[e].Held() {
-			l.refs[e].ReleaseAt(residency.Point{Fence: s.passed, Value: s.passedValue})
+			l.refs[e].ReleaseAt(device.Point{Fence: s.passed, Value: s.passedValue})
 		}
 	}
 	s.forgetEnded()

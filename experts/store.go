@@ -126,7 +126,7 @@ type Store struct {
 	rates    rates
 	// What bring works with, and fetches that nobody refers to, to be used again.
 	runs  []run
-	after []transfer.Point
+	after []device.Point
 	split split
 	spent []*fetch
 
@@ -217,7 +217,7 @@ type fetch struct {
 	refs int
 	// ticket is nil where the copy was not submitted.
 	ticket *transfer.Ticket
-	done   transfer.Point
+	done   device.Point
 	from   device.Space
 	bytes  int64
 	slots  []int
@@ -386,7 +386,7 @@ func (s *Store) Expert(layer, expert int, part kernels.Part, row int, data []byt
 	if at := s.hostAt[position][expert]; at >= 0 {
 		err = s.o.Backend.PackExpert(s.plan.Layout, part, row, data, s.host.Write(at, size))
 	} else {
-		err = staging.write(id, s.local.Range(s.layers[position].localAt[expert], size), part, row, data)
+		err = staging.write(id, s.local.Region(s.layers[position].localAt[expert], size), part, row, data)
 	}
 	if err != nil {
 		return wrap(err)
@@ -433,11 +433,10 @@ func (s *Store) firstUpload(ctx context.Context) (err error) {
 	}
 	defer func() { err = errors.Join(err, fence.Close()) }()
 	value := uint32(0)
-	put := func(dst, src device.Range, label string) error {
+	put := func(dst, src device.Region, label string) error {
 		value++
 		ticket, err := s.o.Transfer.Submit(transfer.Request{
-			From: device.Host, Src: src, To: s.o.Space, Dst: dst,
-			Priority: transfer.Needed, Label: transfer.Text(label), Done: transfer.Point{Fence: fence, Value: value},
+			Src: src, Dst: dst, Priority: transfer.Needed, Label: transfer.Text(label), Done: device.Point{Fence: fence, Value: value},
 		})
 		if err == nil {
 			if err = ticket.Wait(ctx); err == nil {
@@ -455,7 +454,7 @@ func (s *Store) firstUpload(ctx context.Context) (err error) {
 				if at < 0 {
 					continue
 				}
-				if err := put(s.local.Range(at, s.plan.Layout.Size), s.hostRange(ID{i, e}), "local experts"); err != nil {
+				if err := put(s.local.Region(at, s.plan.Layout.Size), s.hostRegion(ID{i, e}), "local experts"); err != nil {
 					return err
 				}
 			}
@@ -464,12 +463,12 @@ func (s *Store) firstUpload(ctx context.Context) (err error) {
 		copy(s.upload.Write(int64(i)*s.plan.rowBytes(), s.plan.rowBytes()), l.row)
 		l.image = slices.Clone(l.row)
 	}
-	return put(s.table.Range(0, s.plan.TableBytes), s.upload.Range(0, s.plan.TableBytes), "expert tables")
+	return put(s.table.Region(0, s.plan.TableBytes), s.upload.Region(0, s.plan.TableBytes), "expert tables")
 }
 
-// hostRange is the expert's extent in host memory.
-func (s *Store) hostRange(id ID) device.Range {
-	return s.host.Range(s.hostAt[id.Layer][id.Expert], s.plan.Layout.Size)
+// hostRegion is the expert's extent in host memory.
+func (s *Store) hostRegion(id ID) device.Region {
+	return s.host.Region(s.hostAt[id.Layer][id.Expert], s.plan.Layout.Size)
 }
 
 // fillRow writes the layer's row as it must be. An offloaded expert's address is

@@ -150,7 +150,7 @@ func TestSlabsSideBySide(t *testing.T) {
 		for _, id := range ids {
 			if next := (ID{id.Layer, id.Expert + 1}); next.Expert < m.experts {
 				a, b := s.peers.published(id).handle, s.peers.published(next).handle
-				if a.Range().End() == b.Range().Addr && a.Slab() != b.Slab() {
+				if a.Region().End() == b.Region().Addr && a.Slab() != b.Slab() {
 					neighbors++
 				}
 			}

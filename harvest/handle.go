@@ -31,8 +31,7 @@ var unnamed = NewHolder("unnamed")
 // hold meanwhile.
 type Handle struct {
 	id     uint64
-	space  device.Space
-	r      device.Range
+	r      device.Region
 	client string
 	label  string
 	slab   *slab
@@ -73,7 +72,7 @@ type hold struct {
 type departure struct {
 	by    *Holder
 	at    time.Duration
-	point residency.Point
+	point device.Point
 }
 
 type handleState uint8
@@ -90,10 +89,10 @@ const (
 func (h *Handle) ID() uint64 { return h.id }
 
 // Device is the peer's memory in which it lies.
-func (h *Handle) Device() device.Space { return h.space }
+func (h *Handle) Device() device.Space { return h.r.Space }
 
-// Range is where it lies. It may be touched only under a reference.
-func (h *Handle) Range() device.Range { return h.r }
+// Region is where it lies. It may be touched only under a reference.
+func (h *Handle) Region() device.Region { return h.r }
 
 // Slab is the number of the piece of borrowed memory that it is part of. Two pieces may
 // lie side by side; a copy must not reach from one into the other all the same.
@@ -106,7 +105,7 @@ func (h *Handle) Bytes() int64 { return h.r.Bytes }
 func (h *Handle) Client() string { return h.client }
 
 func (h *Handle) String() string {
-	return fmt.Sprintf("handle %d (%s, %d bytes on %s)", h.id, h.label, h.r.Bytes, h.space)
+	return fmt.Sprintf("handle %d (%s, %d bytes on %s)", h.id, h.label, h.r.Bytes, h.r.Space)
 }
 
 // Cost is what losing the handle costs its client, see Hints.Cost.
@@ -175,7 +174,7 @@ func (r *Ref) Release() {
 // touch the memory until p. p must be reached in the end, by Raise or by Fail, and
 // only once nothing of the holder touches the memory any more; its fence must not
 // be closed before.
-func (r *Ref) ReleaseAt(p residency.Point) {
+func (r *Ref) ReleaseAt(p device.Point) {
 	if h := r.h; r.ref.Held() {
 		h.mu.Lock()
 		h.left = later(h.left, departure{r.by, time.Duration(h.clock.Load()), p})
@@ -224,7 +223,7 @@ func (h *Handle) forget(all []departure) {
 func later(left []departure, d departure) []departure {
 	for i := range left {
 		if left[i].point.Fence == d.point.Fence {
-			if int32(d.point.Value-left[i].point.Value) > 0 {
+			if d.point.After(left[i].point) {
 				left[i] = d
 			}
 			return left
@@ -235,13 +234,13 @@ func later(left []departure, d departure) []departure {
 
 // reached says whether p is, without waiting. The error is that of the work behind
 // it. A virtual machine may take the question as a poll and run work.
-func reached(p residency.Point) (bool, error) {
-	if int32(p.Fence.Value()-p.Value) < 0 {
+func reached(p device.Point) (bool, error) {
+	if !p.Reached() {
 		return false, nil
 	}
 	// It is reached, so this does not wait: it learns of a failure, and orders what
 	// comes next after the work.
-	return true, p.Fence.Await(background, p.Value)
+	return true, p.Await(background)
 }
 
 // drained says whether nobody refers to the handle any more and everything its

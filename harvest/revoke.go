@@ -8,7 +8,6 @@ import (
 	"time"
 
 	"github.com/moeserve/moeserve/device"
-	"github.com/moeserve/moeserve/residency"
 )
 
 // leaving is a slab on its way back to its device. Its fields but slab belong to
@@ -280,7 +279,7 @@ func (r *Runtime) drain(l *leaving, now time.Duration) bool {
 	r.mu.Unlock()
 	slices.SortFunc(late, func(a, b *Handle) int { return int(a.off - b.off) })
 	for _, h := range late {
-		r.violated(ViolationInfo{Slab: l.slab.id, Device: h.space, Reason: l.reason, Handle: h, Holders: h.holders(now)})
+		r.violated(ViolationInfo{Slab: l.slab.id, Device: h.Device(), Reason: l.reason, Handle: h, Holders: h.holders(now)})
 	}
 	return left == 0
 }
@@ -294,7 +293,7 @@ func (r *Runtime) call(l *leaving, h *Handle, f func(Revocation)) {
 		f(Revocation{Handle: h, Reason: l.reason, Cause: l.cause})
 	}()
 	if took := r.o.Machine.Now() - began; took > r.o.CallbackLimit {
-		r.violated(ViolationInfo{Slab: l.slab.id, Device: h.space, Reason: l.reason, Handle: h, Callback: true, Took: took})
+		r.violated(ViolationInfo{Slab: l.slab.id, Device: h.Device(), Reason: l.reason, Handle: h, Callback: true, Took: took})
 	}
 }
 
@@ -346,7 +345,7 @@ func (r *Runtime) unhealthy(p *peer) bool {
 
 func (r *Runtime) finishClearing(l *leaving) {
 	p := l.slab.peer
-	ok, err := reached(residency.Point{Fence: p.cleared, Value: l.clearValue})
+	ok, err := reached(device.Point{Fence: p.cleared, Value: l.clearValue})
 	if !ok {
 		return
 	}

@@ -515,7 +515,7 @@ func (r *Runtime) place(s *slab, off, bytes int64, req Request, c *client) *Hand
 	s.segments.take(off, req.Bytes)
 	r.nextID++
 	h := &Handle{
-		id: r.nextID, space: s.peer.space, r: s.mem.Range(off, bytes),
+		id: r.nextID, r: s.mem.Region(off, bytes),
 		client: req.Hints.Client, label: req.Hints.Label, clock: &r.clock,
 		runtime: r, slab: s, off: off,
 	}

@@ -20,7 +20,6 @@ import (
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/device/emulated"
 	"github.com/moeserve/moeserve/harvest"
-	"github.com/moeserve/moeserve/residency"
 )
 
 func machine(t testing.TB, o emulated.Options) *emulated.Machine {
@@ -205,7 +204,7 @@ func TestAcquireAllocatesNothing(t *testing.T) {
 		if err := f.Raise(v); err != nil {
 			t.Fatal(err)
 		}
-		a.ReleaseAt(residency.Point{Fence: f, Value: v})
+		a.ReleaseAt(device.Point{Fence: f, Value: v})
 		b.Release()
 	}); n != 0 {
 		t.Errorf("%g allocations", n)
@@ -333,7 +332,7 @@ func TestMemoryInUse(t *testing.T) {
 		t.Fatal(err)
 	}
 	stall := m.Inject(&emulated.Fault{Kind: emulated.StallCopy, Match: func(p emulated.Point) bool { return p.Stream == "client" }})
-	if err := stream.Copy(h.Range(), host.Range(0, 1024)); err != nil {
+	if err := stream.Copy(h.Region().Range, host.Range(0, 1024)); err != nil {
 		t.Fatal(err)
 	}
 	c, err := r.Reclaim(device.HBM(1), 1, time.Millisecond)
@@ -441,7 +440,7 @@ func TestCleared(t *testing.T) {
 				to[i] = 1
 			}
 			ref, _ := h.Acquire(nil)
-			if err := errors.Join(stream.Copy(h.Range(), host.Range(0, c.bytes)), stream.Synchronize(t.Context())); err != nil {
+			if err := errors.Join(stream.Copy(h.Region().Range, host.Range(0, c.bytes)), stream.Synchronize(t.Context())); err != nil {
 				t.Fatal(err)
 			}
 			ref.Release()
@@ -566,7 +565,7 @@ func TestModel(t *testing.T) {
 		type object struct {
 			h       *harvest.Handle
 			refs    []harvest.Ref
-			pending []residency.Point // given to ReleaseAt, not raised
+			pending []device.Point // given to ReleaseAt, not raised
 			content byte
 			freed   bool
 			called  int
@@ -613,7 +612,7 @@ func TestModel(t *testing.T) {
 		// move copies the content in or out and waits; the caller has a reference. It is
 		// false for a lost peer.
 		move := func(t *rapid.T, o *object, in bool) bool {
-			dst, src := o.h.Range(), host.Range(0, o.h.Bytes())
+			dst, src := o.h.Region().Range, host.Range(0, o.h.Bytes())
 			if !in {
 				dst, src = src, dst
 			}
@@ -693,7 +692,7 @@ func TestModel(t *testing.T) {
 				o.refs = o.refs[1:]
 				if rapid.Bool().Draw(t, "later") {
 					serial++
-					p := residency.Point{Fence: fence, Value: serial}
+					p := device.Point{Fence: fence, Value: serial}
 					ref.ReleaseAt(p)
 					o.pending = append(o.pending, p)
 				} else {
@@ -767,7 +766,7 @@ func TestModel(t *testing.T) {
 						t.Fatalf("%v was freed %t and called back %d times", o.h, o.freed, o.called)
 					}
 					if len(o.refs)+len(o.pending) > 0 || usable(o) {
-						spans = append(spans, o.h.Range())
+						spans = append(spans, o.h.Region().Range)
 					}
 				}
 				slices.SortFunc(spans, func(a, b device.Range) int { return int(int64(a.Addr) - int64(b.Addr)) })
@@ -966,7 +965,7 @@ func (c *hammerer) operate() error {
 	case k < 7: // read, and let go before the copy has run
 		o := c.objects[c.rng.IntN(len(c.objects))]
 		if ref, ok := o.h.Acquire(c.by); ok {
-			return c.enqueue(&ref, c.host.Range(hammerBytes, o.h.Bytes()), o.h.Range())
+			return c.enqueue(&ref, c.host.Range(hammerBytes, o.h.Bytes()), o.h.Region().Range)
 		}
 		return nil
 	default:
@@ -978,7 +977,7 @@ func (c *hammerer) operate() error {
 func (c *hammerer) enqueue(ref *harvest.Ref, dst, src device.Range) error {
 	c.serial++
 	err := errors.Join(c.stream.Copy(dst, src), c.stream.Raise(c.fence, c.serial))
-	ref.ReleaseAt(residency.Point{Fence: c.fence, Value: c.serial})
+	ref.ReleaseAt(device.Point{Fence: c.fence, Value: c.serial})
 	return err
 }
 
@@ -1017,7 +1016,7 @@ func (c *hammerer) alloc() error {
 	for i, to := 0, c.host.Write(0, h.Bytes()); i < len(to); i++ {
 		to[i] = o.seed + byte(i*7)
 	}
-	return c.enqueue(&ref, h.Range(), c.host.Range(0, h.Bytes()))
+	return c.enqueue(&ref, h.Region().Range, c.host.Range(0, h.Bytes()))
 }
 
 func (c *hammerer) check(o *hammered) error {
@@ -1026,7 +1025,7 @@ func (c *hammerer) check(o *hammered) error {
 		return nil
 	}
 	n := o.h.Bytes()
-	if err := c.enqueue(&ref, c.host.Range(hammerBytes, n), o.h.Range()); err != nil {
+	if err := c.enqueue(&ref, c.host.Range(hammerBytes, n), o.h.Region().Range); err != nil {
 		return err
 	}
 	if err := c.fence.Await(c.t.Context(), c.serial); err != nil {

@@ -7,7 +7,6 @@ import (
 
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/device/emulated"
-	"github.com/moeserve/moeserve/residency"
 )
 
 // TestSafeguards: a revocation that does not drain the readers is found out by the
@@ -44,11 +43,11 @@ func TestSafeguards(t *testing.T) {
 		if !held {
 			t.Fatal("no reference")
 		}
-		ok(stream.Copy(h.Range(), host.Range(0, 1024)))
+		ok(stream.Copy(h.Region().Range, host.Range(0, 1024)))
 		stall := m.Inject(&emulated.Fault{Kind: emulated.StallCopy, Match: func(p emulated.Point) bool { return p.Stream == "client" && p.To == device.HBM(0) }})
-		ok(stream.Copy(slot.Range(0, 1024), h.Range()))
+		ok(stream.Copy(slot.Range(0, 1024), h.Region().Range))
 		ok(stream.Raise(fence, 1))
-		ref.ReleaseAt(residency.Point{Fence: fence, Value: 1})
+		ref.ReleaseAt(device.Point{Fence: fence, Value: 1})
 		c, err := r.Reclaim(device.HBM(1), 1, time.Minute)
 		ok(err)
 		for range 20 { // each look lets the machine go on
@@ -95,7 +94,7 @@ func TestDeparturesAreForgotten(t *testing.T) {
 		ok(err)
 		fences = append(fences, f)
 		ref, _ := h.Acquire(by)
-		ref.ReleaseAt(residency.Point{Fence: f, Value: 1})
+		ref.ReleaseAt(device.Point{Fence: f, Value: 1})
 		if i != 3 {
 			ok(f.Raise(1))
 		}

@@ -14,7 +14,6 @@ import (
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/device/emulated"
 	"github.com/moeserve/moeserve/harvest"
-	"github.com/moeserve/moeserve/residency"
 )
 
 // stage is one runtime on a checked virtual machine, driven by a script from one
@@ -154,20 +153,20 @@ func size(d *datadriven.TestData, i int) int64 {
 	return n
 }
 
-func (s *stage) point(text string) (residency.Point, error) {
+func (s *stage) point(text string) (device.Point, error) {
 	name, value, _ := strings.Cut(text, ":")
 	v, err := strconv.ParseUint(value, 10, 32)
 	if err != nil {
-		return residency.Point{}, err
+		return device.Point{}, err
 	}
 	f, ok := s.fences[name]
 	if !ok {
 		if f, err = s.m.NewFence(name); err != nil {
-			return residency.Point{}, err
+			return device.Point{}, err
 		}
 		s.fences[name] = f
 	}
-	return residency.Point{Fence: f, Value: uint32(v)}, nil
+	return device.Point{Fence: f, Value: uint32(v)}, nil
 }
 
 func (s *stage) do(d *datadriven.TestData) error {
@@ -394,7 +393,7 @@ func (s *stage) fill(d *datadriven.TestData) error {
 	for i := range content {
 		content[i] = word(d, 0)[0]
 	}
-	err = errors.Join(s.copies.Copy(h.Range(), s.host.Range(0, h.Bytes())), s.copies.Raise(p.Fence, p.Value))
+	err = errors.Join(s.copies.Copy(h.Region().Range, s.host.Range(0, h.Bytes())), s.copies.Raise(p.Fence, p.Value))
 	ref.ReleaseAt(p)
 	return err
 }

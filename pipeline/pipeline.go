@@ -12,7 +12,6 @@ import (
 	"github.com/moeserve/moeserve/kernels"
 	"github.com/moeserve/moeserve/kvcache"
 	"github.com/moeserve/moeserve/models"
-	"github.com/moeserve/moeserve/transfer"
 )
 
 // ErrStepFailed marks an error of Step after which the same step may be run
@@ -494,13 +493,8 @@ func (p *Pipeline) await(w *experts.Wave) error {
 
 // landed says that nothing holds back who awaits these points: the stream still has to
 // await them, since that orders its reads, but it does not wait.
-func landed(points []transfer.Point) bool {
-	for _, p := range points {
-		if int32(p.Fence.Value()-p.Value) < 0 {
-			return false
-		}
-	}
-	return true
+func landed(points []device.Point) bool {
+	return !slices.ContainsFunc(points, func(p device.Point) bool { return !p.Reached() })
 }
 
 // ask enqueues the way of expert ids to the host, and returns the value of answered

@@ -10,12 +10,6 @@ import (
 	"github.com/moeserve/moeserve/device"
 )
 
-// Point is a moment in the life of a fence: when it has reached Value.
-type Point struct {
-	Fence device.Fence
-	Value uint32
-}
-
 // The state word, from the highest bit: exclusive, valid, 30 bits of generation,
 // 32 bits of references.
 const (
@@ -53,9 +47,9 @@ type Cell struct {
 	word atomic.Uint64
 
 	mu     sync.Mutex
-	points []Point       // until when work enqueued by former readers may still read
-	look   int           // with how many points it is looked which of them are reached
-	gone   chan struct{} // closed by the release that ends a Drain
+	points []device.Point // until when work enqueued by former readers may still read
+	look   int            // with how many points it is looked which of them are reached
+	gone   chan struct{}  // closed by the release that ends a Drain
 }
 
 // Acquire takes a reference on the object that is here. It fails where there is
@@ -119,11 +113,11 @@ func (r *Ref) Release() {
 
 // ReleaseAt gives the reference back now; what the holder has enqueued may read
 // the object until p.
-func (r *Ref) ReleaseAt(p Point) {
+func (r *Ref) ReleaseAt(p device.Point) {
 	c := r.take()
 	c.mu.Lock()
 	c.points = later(c.points, p)
-	var all []Point
+	var all []device.Point
 	if len(c.points) >= max(c.look, fewPoints) {
 		all = slices.Clone(c.points)
 	}
@@ -141,18 +135,18 @@ const fewPoints = 16
 // by work that ends at ever other fences, would otherwise keep a point of each. The
 // caller has a reference, so nobody else is using the points. A virtual machine may
 // take the questions as polls and run work.
-func (c *Cell) forget(points []Point) {
-	var reached []Point
+func (c *Cell) forget(points []device.Point) {
+	var reached []device.Point
 	for _, p := range points {
 		// Where it is reached Await does not wait: it orders what comes next after the
 		// reader. A reader's failure is left for who drains the cell.
-		if int32(p.Fence.Value()-p.Value) >= 0 && p.Fence.Await(context.Background(), p.Value) == nil {
+		if p.Reached() && p.Await(context.Background()) == nil {
 			reached = append(reached, p)
 		}
 	}
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	c.points = slices.DeleteFunc(c.points, func(p Point) bool { return slices.Contains(reached, p) })
+	c.points = slices.DeleteFunc(c.points, func(p device.Point) bool { return slices.Contains(reached, p) })
 	c.look = 2 * len(c.points)
 }
 
@@ -188,11 +182,11 @@ func (c *Cell) release(generation uint32) {
 }
 
 // later adds p to points, which hold one value for each fence: the last.
-func later(points []Point, p Point) []Point {
+func later(points []device.Point, p device.Point) []device.Point {
 	for i := range points {
 		if points[i].Fence == p.Fence {
-			if int32(p.Value-points[i].Value) > 0 {
-				points[i].Value = p.Value
+			if p.After(points[i]) {
+				points[i] = p
 			}
 			return points
 		}
@@ -232,7 +226,7 @@ func (e *Exclusive) Drain(ctx context.Context) error {
 	c.mu.Unlock()
 	// Nobody adds points any more: there are no references, and no new ones.
 	for len(points) > 0 {
-		if err := points[0].Fence.Await(ctx, points[0].Value); err != nil {
+		if err := points[0].Await(ctx); err != nil {
 			return fmt.Errorf("residency: wait for the last reader: %w", err)
 		}
 		points = points[1:]
@@ -244,7 +238,7 @@ func (e *Exclusive) Drain(ctx context.Context) error {
 // Points returns until when work of former readers may still read the object: what
 // overwrites it must wait for all of them. There are no references any more, or it
 // panics. The slice is valid until the exclusive right ends.
-func (e *Exclusive) Points() []Point {
+func (e *Exclusive) Points() []device.Point {
 	c := e.held()
 	e.mustBeDrained("points")
 	c.mu.Lock()
@@ -307,7 +301,7 @@ func (c *Cell) forgetAll() {
 	c.mu.Unlock()
 }
 
-func (c *Cell) setPoints(p []Point) {
+func (c *Cell) setPoints(p []device.Point) {
 	c.mu.Lock()
 	c.points = p
 	c.mu.Unlock()

@@ -276,21 +276,21 @@ func TestPoints(t *testing.T) {
 	}
 	f, g := fence("f"), fence("g")
 	cell := filled(t)
-	at := func(p residency.Point) {
+	at := func(p device.Point) {
 		ref, ok := cell.Acquire()
 		if !ok {
 			t.Fatal("not acquired")
 		}
 		ref.ReleaseAt(p)
 	}
-	at(residency.Point{Fence: f, Value: 3})
-	at(residency.Point{Fence: g, Value: 1})
-	at(residency.Point{Fence: f, Value: 2}) // the later value stays
+	at(device.Point{Fence: f, Value: 3})
+	at(device.Point{Fence: g, Value: 1})
+	at(device.Point{Fence: f, Value: 2}) // the later value stays
 
 	canceled, cancel := context.WithCancel(t.Context())
 	cancel()
 	e, _ := cell.BeginExclusive()
-	if p := e.Points(); len(p) != 2 || p[0] != (residency.Point{Fence: f, Value: 3}) || p[1] != (residency.Point{Fence: g, Value: 1}) {
+	if p := e.Points(); len(p) != 2 || p[0] != (device.Point{Fence: f, Value: 3}) || p[1] != (device.Point{Fence: g, Value: 1}) {
 		t.Errorf("points %v", p)
 	}
 	drains := func(want bool) {
@@ -316,7 +316,7 @@ func TestPoints(t *testing.T) {
 	e.Replace()
 
 	// Replace forgets them, Invalidate keeps them, Settle forgets them.
-	at(residency.Point{Fence: f, Value: 9})
+	at(device.Point{Fence: f, Value: 9})
 	e, _ = cell.BeginExclusive()
 	e.Invalidate()
 	e, _ = cell.BeginExclusive()
@@ -324,7 +324,7 @@ func TestPoints(t *testing.T) {
 		t.Errorf("points %v after Invalidate", p)
 	}
 	e.Replace()
-	at(residency.Point{Fence: f, Value: 9})
+	at(device.Point{Fence: f, Value: 9})
 	e, _ = cell.BeginExclusive()
 	e.Settle()
 	if p := e.Points(); len(p) != 0 {
@@ -334,7 +334,7 @@ func TestPoints(t *testing.T) {
 
 	// A reader's failure comes out of Drain, and the right stays.
 	boom := errors.New("boom")
-	at(residency.Point{Fence: f, Value: 10})
+	at(device.Point{Fence: f, Value: 10})
 	e, _ = cell.BeginExclusive()
 	if err := f.Fail(10, boom); err != nil {
 		t.Fatal(err)
@@ -387,7 +387,7 @@ func TestPointsAreForgotten(t *testing.T) {
 		}
 		fences = append(fences, f)
 		ref, _ := cell.Acquire()
-		ref.ReleaseAt(residency.Point{Fence: f, Value: 1})
+		ref.ReleaseAt(device.Point{Fence: f, Value: 1})
 		switch i {
 		case 3: // is never reached
 		case 5:
@@ -405,7 +405,7 @@ func TestPointsAreForgotten(t *testing.T) {
 		t.Errorf("%d points are kept", len(points))
 	}
 	for _, i := range []int{3, 5, 499} {
-		if !slices.Contains(points, residency.Point{Fence: fences[i], Value: 1}) {
+		if !slices.Contains(points, device.Point{Fence: fences[i], Value: 1}) {
 			t.Errorf("point %d is forgotten", i)
 		}
 	}

@@ -10,7 +10,7 @@
 //	ref, ok := cell.Acquire()         // reader
 //	if !ok { … use another copy … }
 //	…
-//	ref.ReleaseAt(residency.Point{Fence: f, Value: v}) // when the stream is past v
+//	ref.ReleaseAt(device.Point{Fence: f, Value: v}) // when the stream is past v
 //
 //	ex, ok := cell.BeginExclusive()   // owner of the place
 //	if err := ex.Drain(ctx); err != nil { … }

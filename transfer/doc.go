@@ -15,11 +15,11 @@
 //
 //	engine, _ := transfer.New(transfer.Options{Machine: m})
 //	ticket, err := engine.Submit(transfer.Request{
-//		From: device.Host, Src: weights.Range(0, n),
-//		To: device.HBM(0), Dst: slot.Range(0, n),
+//		Src: weights.Region(0, n), // of host memory, say
+//		Dst: slot.Region(0, n),    // of a GPU's
 //		Priority: transfer.Prefetch,
-//		After:    []transfer.Point{lastReader},
-//		Done:     transfer.Point{Fence: landed, Value: 7},
+//		After:    []device.Point{lastReader},
+//		Done:     device.Point{Fence: landed, Value: 7},
 //		Label:    transfer.Text("layer 3 wave 1"),
 //	})
 //	…

@@ -81,10 +81,14 @@ func New(o Options) (*Engine, error) {
 // (device.ErrUnreachable), a lost device (device.ErrLost), a closed engine
 // (device.ErrClosed).
 func (e *Engine) Submit(r Request) (*Ticket, error) {
-	if err := r.validate(); err != nil {
+	err := r.validate()
+	if err == nil {
+		err = e.placed(&r)
+	}
+	if err != nil {
 		return nil, fmt.Errorf("transfer: %s: %w", r.name(), err)
 	}
-	l, err := e.link(device.Pair{From: r.From, To: r.To})
+	l, err := e.link(device.Pair{From: r.Src.Space, To: r.Dst.Space})
 	if err != nil {
 		return nil, fmt.Errorf("transfer: %s: %w", r.name(), err)
 	}
@@ -107,17 +111,34 @@ func (r *Request) validate() error {
 		return fmt.Errorf("there is no %v", r.Priority)
 	case r.Done.None():
 		return errors.New("no Done point, so nobody would learn of its end")
-	case slices.ContainsFunc(r.After, Point.None):
+	case slices.ContainsFunc(r.After, device.Point.None):
 		return errors.New("an After point without a fence")
+	}
+	return nil
+}
+
+// placed says whether the bytes of a request are in the spaces that it names, which
+// choose the link.
+func (e *Engine) placed(r *Request) error {
+	for i, at := range [...]device.Region{r.Src, r.Dst} {
+		space, ok := e.o.Machine.SpaceOf(at.Addr)
+		if ok && space == at.Space {
+			continue
+		}
+		side := [...]string{"source", "destination"}[i]
+		if !ok {
+			return fmt.Errorf("%s %v is in no live allocation", side, at)
+		}
+		return fmt.Errorf("%s %v is on %s", side, at, space)
 	}
 	return nil
 }
 
 func (r *Request) name() string {
 	if r.Label == nil {
-		return fmt.Sprintf("copy of %d bytes from %s to %s", r.Src.Bytes, r.From, r.To)
+		return fmt.Sprintf("copy of %d bytes from %s to %s", r.Src.Bytes, r.Src.Space, r.Dst.Space)
 	}
-	return fmt.Sprintf("%s (%d bytes from %s to %s)", r.Label, r.Src.Bytes, r.From, r.To)
+	return fmt.Sprintf("%s (%d bytes from %s to %s)", r.Label, r.Src.Bytes, r.Src.Space, r.Dst.Space)
 }
 
 // link returns the link of the pair, and makes it where it is new.

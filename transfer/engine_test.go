@@ -85,14 +85,14 @@ func (r *rig) stream(s device.Space, name string) device.Executor {
 	return st.(device.Executor)
 }
 
-func (r *rig) point() transfer.Point {
+func (r *rig) point() device.Point {
 	r.Helper()
 	r.fences++
 	f, err := r.m.NewFence(fmt.Sprintf("fence %d", r.fences))
 	if err != nil {
 		r.Fatal(err)
 	}
-	return transfer.Point{Fence: f, Value: 1}
+	return device.Point{Fence: f, Value: 1}
 }
 
 func (r *rig) submit(q transfer.Request) *transfer.Ticket {
@@ -123,7 +123,7 @@ func (r *rig) filled(n int64, salt byte) device.Memory {
 // down is a copy of all of src to dst.
 func (r *rig) down(dst, src device.Memory, p transfer.Priority) transfer.Request {
 	return transfer.Request{
-		From: src.Space(), Src: src.Range(0, src.Bytes()), To: dst.Space(), Dst: dst.Range(0, dst.Bytes()),
+		Src: src.Region(0, src.Bytes()), Dst: dst.Region(0, dst.Bytes()),
 		Priority: p, Done: r.point(),
 	}
 }
@@ -195,7 +195,7 @@ func TestNoHeadOfLine(t *testing.T) {
 
 		b := r.down(slot, srcB, transfer.Prefetch)
 		a := r.down(slot, srcA, transfer.Needed) // overwrites what compute reads of b
-		a.After = []transfer.Point{read}
+		a.After = []device.Point{read}
 		ta := r.submit(a)
 		tb := r.submit(b)
 		for _, err := range []error{
@@ -270,7 +270,7 @@ func TestMetamorphic(t *testing.T) {
 			type place struct{ space, slot int }
 			// users are the points after which a place may be written (all of them) or
 			// read (the last writer's).
-			writer, readers := map[place]transfer.Point{}, map[place][]transfer.Point{}
+			writer, readers := map[place]device.Point{}, map[place][]device.Point{}
 			start := r.filled(slots*size, byte(seed))
 			for i := range spaces {
 				q := r.down(memory[i], start, transfer.Rebalance)
@@ -288,10 +288,10 @@ func TestMetamorphic(t *testing.T) {
 					continue
 				}
 				q := transfer.Request{
-					From: spaces[from.space], Src: memory[from.space].Range(int64(from.slot)*size+offset, n),
-					To: spaces[to.space], Dst: memory[to.space].Range(int64(to.slot)*size, n),
+					Src:      memory[from.space].Region(int64(from.slot)*size+offset, n),
+					Dst:      memory[to.space].Region(int64(to.slot)*size, n),
 					Priority: transfer.Priority(free.IntN(5)),
-					After:    append([]transfer.Point{writer[from], writer[to]}, readers[to]...),
+					After:    append([]device.Point{writer[from], writer[to]}, readers[to]...),
 					Done:     r.point(),
 				}
 				tickets = append(tickets, r.submit(q))
@@ -496,7 +496,7 @@ func TestRefused(t *testing.T) {
 
 		// A fence that cannot be awaited is an error of Submit.
 		bad := r.down(dst, src, transfer.Needed)
-		bad.After = []transfer.Point{r.point()}
+		bad.After = []device.Point{r.point()}
 		if err := bad.After[0].Fence.Close(); err != nil {
 			t.Fatal(err)
 		}
@@ -514,7 +514,7 @@ func TestAfterFails(t *testing.T) {
 		boom := errors.New("boom")
 		for range 3 { // the stream that waited is used again
 			q := r.down(dst, src, transfer.Needed)
-			q.After = []transfer.Point{r.point()}
+			q.After = []device.Point{r.point()}
 			ticket := r.submit(q)
 			if err := q.After[0].Fence.Fail(1, boom); err != nil {
 				t.Fatal(err)
@@ -544,7 +544,7 @@ func TestAfterFailsUnasked(t *testing.T) {
 				if i%2 == 1 {
 					q = r.down(src, dst, transfer.Needed)
 				}
-				q.After = []transfer.Point{after}
+				q.After = []device.Point{after}
 				after = q.Done
 				r.submit(q)
 			}
@@ -567,7 +567,7 @@ func TestAfterFailsUnasked(t *testing.T) {
 			_ = producer.Recover(t.Context()) // boom
 			// The streams that waited are used again.
 			q := r.down(dst, src, transfer.Needed)
-			q.After = []transfer.Point{r.point()}
+			q.After = []device.Point{r.point()}
 			ticket := r.submit(q)
 			if err := q.After[0].Fence.Raise(1); err != nil {
 				t.Fatal(err)
@@ -595,7 +595,7 @@ func TestWaitingTogether(t *testing.T) {
 	var tickets []*transfer.Ticket
 	for range 5 {
 		q := r.down(dst, src, transfer.Needed)
-		q.After = []transfer.Point{p}
+		q.After = []device.Point{p}
 		tickets = append(tickets, r.submit(q))
 	}
 	if !tickets[2].Cancel() {
@@ -619,7 +619,7 @@ func TestCancel(t *testing.T) {
 		r := newRig(t, o, transfer.Options{ChunkBytes: 10, Depth: 1})
 		src, dst, other := r.filled(100, 1), r.alloc(device.HBM(0), 100), r.alloc(device.HBM(0), 100)
 		blocked := r.down(other, src, transfer.Needed)
-		blocked.After = []transfer.Point{r.point()}
+		blocked.After = []device.Point{r.point()}
 		tb := r.submit(blocked)
 		running := r.submit(r.down(dst, src, transfer.Needed))
 		if !tb.Cancel() {
@@ -656,7 +656,7 @@ func TestForgo(t *testing.T) {
 		stall := r.m.Inject(&emulated.Fault{Kind: emulated.StallCopy, Match: func(p emulated.Point) bool { return p.To == device.HBM(0) }})
 		running := r.submit(r.down(dst, src, transfer.Needed))
 		waiting := r.down(read, src, transfer.Needed)
-		waiting.After = []transfer.Point{r.point()}
+		waiting.After = []device.Point{r.point()}
 		tw, tu := r.submit(waiting), r.submit(r.down(unwanted, src, transfer.Prefetch))
 		if tw.Forgo() || running.Forgo() {
 			t.Error("a copy that waits for a reader, or has begun, was forgone")
@@ -694,7 +694,7 @@ func TestEnd(t *testing.T) {
 		running := r.submit(first)
 		second := first
 		second.Done.Value++
-		second.After = []transfer.Point{first.Done}
+		second.After = []device.Point{first.Done}
 		later := r.submit(second)
 		if !later.Cancel() {
 			t.Fatal("a copy behind one that stalls has begun")
@@ -710,9 +710,9 @@ func TestEnd(t *testing.T) {
 	})
 }
 
-func (r *rig) reached(p transfer.Point, want bool) {
+func (r *rig) reached(p device.Point, want bool) {
 	r.Helper()
-	if got := int32(p.Fence.Value()-p.Value) >= 0; got != want {
+	if got := p.Reached(); got != want {
 		r.Errorf("the point is reached: %v, want %v", got, want)
 	}
 }
@@ -728,7 +728,7 @@ func TestRelease(t *testing.T) {
 		landed.Release()
 
 		held := r.down(dst, src, transfer.Needed)
-		held.After = []transfer.Point{r.point()}
+		held.After = []device.Point{r.point()}
 		under := r.submit(held)
 		if under != landed {
 			t.Error("a ticket that was given up is not used again")
@@ -781,12 +781,12 @@ func TestReleaseUnderLoad(t *testing.T) {
 				}
 				down.Value, up.Value, after.Value = n+1, n+1, n+1
 				q := transfer.Request{
-					From: device.Host, Src: src.Range(0, size), To: device.HBM(0), Dst: there.Range(0, size),
+					Src: src.Region(0, size), Dst: there.Region(0, size),
 					Priority: transfer.Priority(rng.IntN(5)), Done: down, Label: transfer.Text(name),
 				}
 				waits := rng.IntN(3) == 0
 				if waits {
-					q.After = []transfer.Point{after}
+					q.After = []device.Point{after}
 				}
 				ticket, err := r.engine.Submit(q)
 				if err != nil {
@@ -817,7 +817,7 @@ func TestReleaseUnderLoad(t *testing.T) {
 					continue
 				}
 				ticket, err = r.engine.Submit(transfer.Request{
-					From: device.HBM(0), Src: there.Range(0, size), To: device.Host, Dst: back.Range(0, size), Done: up,
+					Src: there.Region(0, size), Dst: back.Region(0, size), Done: up,
 				})
 				if err == nil {
 					err = ticket.Wait(context.Background())
@@ -899,9 +899,9 @@ func TestBadRequests(t *testing.T) {
 		"at least one":          func(q *transfer.Request) { q.Src.Bytes, q.Dst.Bytes = 0, 0 },
 		"overlap":               func(q *transfer.Request) { q.Dst = q.Src },
 		"priority(5)":           func(q *transfer.Request) { q.Priority = 5 },
-		"no Done point":         func(q *transfer.Request) { q.Done = transfer.Point{} },
-		"without a fence":       func(q *transfer.Request) { q.After = make([]transfer.Point, 1) },
-		"no path between these": func(q *transfer.Request) { q.From, q.To = q.To, q.From },
+		"no Done point":         func(q *transfer.Request) { q.Done = device.Point{} },
+		"without a fence":       func(q *transfer.Request) { q.After = make([]device.Point, 1) },
+		"no path between these": func(q *transfer.Request) { q.Src, q.Dst = q.Dst, q.Src },
 	} {
 		q := r.down(dst, src, transfer.Needed)
 		change(&q)
@@ -914,6 +914,39 @@ func TestBadRequests(t *testing.T) {
 			t.Errorf("New takes %+v", o)
 		}
 	}
+}
+
+// TestWrongSpace: the space that a request names is where its bytes are, or the copy would
+// be queued and counted on the link of two other memories.
+func TestWrongSpace(t *testing.T) {
+	machines(t, func(t *testing.T, o emulated.Options) {
+		r := newRig(t, o, transfer.Options{})
+		src, dst := r.filled(100, 1), r.alloc(device.HBM(0), 100)
+		for want, change := range map[string]func(*transfer.Request){
+			"source gpu1 [":      func(q *transfer.Request) { q.Src.Space = device.HBM(1) },
+			"destination gpu1 [": func(q *transfer.Request) { q.Dst.Space = device.HBM(1) },
+			"destination host [": func(q *transfer.Request) { q.Dst.Space = device.Host },
+			"is on host":         func(q *transfer.Request) { q.Src.Space = device.HBM(0) },
+			"is on gpu0": func(q *transfer.Request) {
+				q.Src.Space, q.Dst.Space = q.Dst.Space, q.Src.Space
+				q.Src, q.Dst = q.Dst, q.Src
+			},
+			"in no live allocation":   func(q *transfer.Request) { q.Src.Addr = 8 },
+			"destination gpu0 [0x8,+": func(q *transfer.Request) { q.Dst.Addr = 8 },
+		} {
+			q := r.down(dst, src, transfer.Needed)
+			change(&q)
+			if _, err := r.engine.Submit(q); err == nil || !strings.Contains(err.Error(), want) {
+				t.Errorf("got %v, want an error with %q", err, want)
+			}
+		}
+		if s := r.engine.Stats(); len(s) != 0 {
+			t.Errorf("refused requests made links: %+v", s)
+		}
+		q := r.down(dst, src, transfer.Needed)
+		r.wait(r.submit(q))
+		r.equal(dst, src)
+	})
 }
 
 // TestConcurrent: several goroutines submit at once, for the race detector.
@@ -971,10 +1004,10 @@ func TestChunksByRate(t *testing.T) {
 		if from == device.Host {
 			src.Write(0, bytes)
 		} else { // has what the target has by then
-			r.wait(r.submit(transfer.Request{From: device.HBM(0), Src: dst.Range(0, bytes), To: from, Dst: src.Range(0, bytes), Done: r.point()}))
+			r.wait(r.submit(transfer.Request{Src: dst.Region(0, bytes), Dst: src.Region(0, bytes), Done: r.point()}))
 			clear(largest)
 		}
-		r.wait(r.submit(transfer.Request{From: from, Src: src.Range(0, bytes), To: device.HBM(0), Dst: dst.Range(0, bytes), Done: r.point()}))
+		r.wait(r.submit(transfer.Request{Src: src.Region(0, bytes), Dst: dst.Region(0, bytes), Done: r.point()}))
 		// Copies stand on the stream of a GPU: the target's where the source is none.
 		want := map[device.Space]int64{device.HBM(0): 8 << 20}
 		if from != device.Host {

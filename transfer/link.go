@@ -46,7 +46,7 @@ type link struct {
 	// requests are there to be used again.
 	requests []*request
 	// marks are fences for request.mark that no request uses.
-	marks []Point
+	marks []device.Point
 	// recovering: the stream is being drained after a failure and takes no chunks.
 	recovering bool
 	// dead is why no request can succeed any more.
@@ -69,7 +69,7 @@ type flight struct {
 // waiting is a stream that waits for After points, with the requests that have
 // them, and what it does then.
 type waiting struct {
-	after  []Point
+	after  []device.Point
 	reqs   []*request
 	stream device.Executor
 	start  device.Work
@@ -139,7 +139,7 @@ func (l *link) submit(asked Request) (*Ticket, error) {
 			return nil, err
 		}
 	}
-	r.mark = Point{Fence: mark.Fence, Value: mark.Value + 1}
+	r.mark = device.Point{Fence: mark.Fence, Value: mark.Value + 1}
 	l.queue.push(r)
 	l.pump()
 	return &r.ticket, nil
@@ -173,14 +173,14 @@ func (l *link) recycle(r *request) {
 }
 
 // takeMark returns a fence at the value that it has.
-func (l *link) takeMark() (Point, error) {
+func (l *link) takeMark() (device.Point, error) {
 	if n := len(l.marks); n > 0 {
 		m := l.marks[n-1]
 		l.marks = l.marks[:n-1]
 		return m, nil
 	}
 	f, err := l.o.Machine.NewFence(fmt.Sprintf("end of a copy from %s to %s", l.pair.From, l.pair.To))
-	return Point{Fence: f}, err
+	return device.Point{Fence: f}, err
 }
 
 // block has a host stream wait for the request's After points, and then makes it
@@ -296,7 +296,7 @@ func (l *link) pump() {
 // launch puts a chunk and its event on the stream.
 func (l *link) launch(f flight) error {
 	r := f.req
-	if err := l.copies.Copy(r.Dst.Slice(f.offset, f.n), r.Src.Slice(f.offset, f.n)); err != nil {
+	if err := l.copies.Copy(r.Dst.Range.Slice(f.offset, f.n), r.Src.Range.Slice(f.offset, f.n)); err != nil {
 		return err
 	}
 	return l.copies.Record(f.event)

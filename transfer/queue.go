@@ -1,16 +1,20 @@
 package transfer
 
-import "slices"
+import (
+	"slices"
+
+	"github.com/moeserve/moeserve/device"
+)
 
 // request is a Request on its way.
 type request struct {
 	Request
 	ticket Ticket
-	after  []Point
+	after  []device.Point
 	seq    uint64
 	// mark is raised when the request has ended either way. Done cannot say so: its
 	// fence may be failed by a later request while this one is still under way.
-	mark Point
+	mark device.Point
 	// ready: all After points are reached.
 	ready bool
 	// issued bytes were given to the device, landed ones have arrived.

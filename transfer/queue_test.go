@@ -77,7 +77,7 @@ func TestPriorityOrder(t *testing.T) {
 	if s := Priority(99).String(); s != "priority(99)" {
 		t.Errorf("an unknown priority prints as %q", s)
 	}
-	if Host := (Request{From: device.Host, To: device.HBM(1)}); Host.name() != "copy of 0 bytes from host to gpu1" {
+	if Host := (Request{Dst: device.Region{Space: device.HBM(1)}}); Host.name() != "copy of 0 bytes from host to gpu1" {
 		t.Errorf("a request without label is named %q", Host.name())
 	}
 }

@@ -33,32 +33,21 @@ func (p Priority) String() string {
 	return [priorities]string{"rebalance", "prefetch", "kv-store", "kv-reload", "needed"}[p]
 }
 
-// Point is a moment in the life of a fence: when it has reached Value. The zero
-// Point is none.
-type Point struct {
-	Fence device.Fence
-	Value uint32
-}
-
-// None reports whether p is the zero Point.
-func (p Point) None() bool { return p.Fence == nil }
-
 // Request is one copy.
 type Request struct {
-	// From and To are the memories of Src and Dst.
-	From, To device.Space
-	// Src and Dst have the same size, at least one byte, and do not overlap. They
-	// belong to the engine until Done: Src is not written and Dst not touched.
-	Src, Dst device.Range
+	// Src and Dst have the same size, at least one byte, lie in the spaces that they
+	// name, and do not overlap. They belong to the engine until Done: Src is not
+	// written and Dst not touched.
+	Src, Dst device.Region
 	Priority Priority
 	// After must all be reached before the first byte is written (or read). A point
 	// that fails fails the request. The slice is not kept.
-	After []Point
+	After []device.Point
 	// Done is raised when the last byte has landed, and failed where the copy
 	// failed. It must be given. Several requests may share a fence only if nobody
 	// awaits the value of one that may end after, or is failed by the failure of, one
 	// with a higher value.
-	Done Point
+	Done device.Point
 	// Label names the request in errors; it is not asked otherwise. Default: none.
 	Label fmt.Stringer
 }

@@ -3,6 +3,8 @@ package transfer
 import (
 	"context"
 	"fmt"
+
+	"github.com/moeserve/moeserve/device"
 )
 
 // Ticket is a request that was submitted. Its methods may be called from any
@@ -39,7 +41,7 @@ func (t *Ticket) Release() { t.link.recycle(t.req) }
 // way: from then on Src and Dst may be used otherwise. Done may be reached before, where a
 // later request fails the fence that it shares. It is a point of the engine's own, valid
 // until the engine is closed.
-func (t *Ticket) End() Point { return t.req.mark }
+func (t *Ticket) End() device.Point { return t.req.mark }
 
 // Ended reports whether Done was raised or failed.
 func (t *Ticket) Ended() bool {
@@ -61,7 +63,7 @@ func (t *Ticket) Err() error {
 // way, or ctx is done, and returns Err.
 func (t *Ticket) Wait(ctx context.Context) error {
 	r := t.req
-	if err := r.mark.Fence.Await(ctx, r.mark.Value); err != nil && !t.Ended() {
+	if err := r.mark.Await(ctx); err != nil && !t.Ended() {
 		return fmt.Errorf("transfer: wait for %s: %w", r.name(), err)
 	}
 	return t.Err()

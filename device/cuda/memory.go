@@ -79,6 +79,15 @@ func (m *Machine) Alloc(space device.Space, bytes int64, label string) (device.M
 	return mem, nil
 }
 
+// SpaceOf implements device.Machine.
+func (m *Machine) SpaceOf(a device.Addr) (device.Space, bool) {
+	mem := m.memory.find(device.Range{Addr: a, Bytes: 1})
+	if mem == nil {
+		return 0, false
+	}
+	return mem.space, true
+}
+
 // account is the sum that mem counts in; Machine.mu guards it.
 func (mem *memory) account() *account {
 	if mem.g != nil {
@@ -260,6 +269,11 @@ func (mem *memory) Range(off, n int64) device.Range {
 		panic(fmt.Sprintf("cuda: [%d, %d) is outside of memory %q of %d bytes", off, off+n, mem.label, mem.bytes))
 	}
 	return device.Range{Addr: mem.base + device.Addr(off), Bytes: n}
+}
+
+// Region implements device.Memory.
+func (mem *memory) Region(off, n int64) device.Region {
+	return device.Region{Space: mem.space, Range: mem.Range(off, n)}
 }
 
 // Read implements device.Memory.

@@ -274,6 +274,18 @@ func memory(s *suite) {
 			}
 			s.panics("Range outside", func() { mem.Range(0, n+1) })
 			s.panics("Range before", func() { mem.Range(-1, 1) })
+			s.panics("Region outside", func() { mem.Region(1, n) })
+			if got, want := mem.Region(n-1, 1), (device.Region{Space: sp, Range: r.Slice(n-1, 1)}); got != want {
+				s.Errorf("the last byte is %v, want %v", got, want)
+			}
+			for _, a := range []device.Addr{r.Addr, r.End() - 1} {
+				if got, ok := s.m.SpaceOf(a); !ok || got != sp {
+					s.Errorf("%#x of %s lies on %s, %v", a, sp, got, ok)
+				}
+			}
+			if n := testing.AllocsPerRun(10, func() { s.m.SpaceOf(r.Addr) }); n > 0 {
+				s.Errorf("SpaceOf allocates %v times", n)
+			}
 			if sp == device.Host {
 				if got := len(mem.Write(0, n)); got != int(n) {
 					s.Errorf("Write of %d bytes gives %d", n, got)
@@ -293,8 +305,12 @@ func memory(s *suite) {
 			s.Errorf("%s: %+v, and then %d bytes more: %+v", sp, before, total, held)
 		}
 		for _, mem := range mems {
+			freed := whole(mem).Addr
 			s.ok(mem.Free())
 			s.wants(mem.Free(), "free", device.ErrClosed)
+			if sp, ok := s.m.SpaceOf(freed); ok {
+				s.Errorf("the address of freed memory lies on %s", sp)
+			}
 		}
 		after, err := s.m.Usage(sp)
 		s.ok(err)
@@ -305,6 +321,9 @@ func memory(s *suite) {
 			_, err := s.m.Alloc(sp, n, "empty")
 			s.wants(err, "alloc", nil)
 		}
+	}
+	if sp, ok := s.m.SpaceOf(0); ok {
+		s.Errorf("no address lies on %s", sp)
 	}
 	nowhere := device.HBM(len(s.m.Topology().GPUs))
 	_, err := s.m.Alloc(nowhere, 1, "nowhere")

@@ -129,6 +129,17 @@ func (m *Machine) Alloc(s device.Space, bytes int64, label string) (device.Memor
 	return mem, nil
 }
 
+// SpaceOf implements device.Machine.
+func (m *Machine) SpaceOf(a device.Addr) (device.Space, bool) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	mem := m.memory.find(device.Range{Addr: a, Bytes: 1})
+	if mem == nil {
+		return 0, false
+	}
+	return mem.space.id, true
+}
+
 func roundUp(n, to int64) int64 { return (n + to - 1) / to * to }
 
 func (mem *memory) mmap() error {
@@ -212,6 +223,11 @@ func (mem *memory) Range(off, n int64) device.Range {
 		panic(fmt.Sprintf("emulated: [%d, %d) is outside of memory %q of %d bytes", off, off+n, mem.label, mem.bytes))
 	}
 	return device.Range{Addr: mem.base + device.Addr(off), Bytes: n}
+}
+
+// Region implements device.Memory.
+func (mem *memory) Region(off, n int64) device.Region {
+	return device.Region{Space: mem.space.id, Range: mem.Range(off, n)}
 }
 
 // Read implements device.Memory.
