@@ -2,7 +2,7 @@
 # Everything that only a GPU can show, in two halves:
 #   tools/cuda/gpu.sh build FOLDER            builds and packs what has to run, without a GPU
 #   tools/cuda/gpu.sh run FOLDER LOGS PART... runs it on a machine with a GPU and this tree, and prints a table
-# Without PART: all of them down to sanitize but whole-mixtral, tiers, sweep and predicted. LOGS gets at most 8 files.
+# Without PART: all of them down to sanitize but whole-mixtral, tiers, sweep, predicted and guard. LOGS gets at most 8 files.
 #   device        device/cuda: conformance, NVML, NVRTC; experts, kvcache, pipeline and engine on it
 #   kernels       every kernel against its reference, small shapes; those for sm_80; start, cold and warm
 #   kernels-full  the same at the shapes of the models
@@ -21,6 +21,10 @@
 #                 GPU; the other orders of a step; a trace of eight layers
 #   predicted     two GPUs: memory planned and taken; bench transfer, and beside what it finds a sweep of Qwen1.5-MoE
 #                 and a policy of the planner's for Mixtral
+#   guard         two GPUs, three minutes: decode steps of Mixtral, Qwen1.5-MoE and Qwen3-30B-A3B with experts on the
+#                 second GPU, beside the raw links and the same step in HBM; fails where one is 3 % below guard.json.
+#                 It runs before and after every change of pipeline, experts, transfer, harvest, kvcache, device/cuda
+#                 and kernels/cuda; GUARD_RECORD=COMMIT writes guard.json to LOGS instead
 #   bench         times of kernels and of the device
 #   sanitize      compute-sanitizer over the kernels' small shapes
 #   beside        moeserve beside transformers: BESIDE are arguments for beside.py (--cells, --budget, --resume …),
@@ -87,7 +91,7 @@ run() {
   work=$(mktemp -d)
   trap 'rm -rf "$work"' EXIT
   for part in "$@"; do
-    [[ " device kernels kernels-full exact apart cli layers whole whole-mixtral tiers sweep predicted bench sanitize beside gaps load " == *" $part "* ]] || usage
+    [[ " device kernels kernels-full exact apart cli layers whole whole-mixtral tiers sweep predicted guard bench sanitize beside gaps load " == *" $part "* ]] || usage
   done
   [ -e "$folder/bundle.tar.xz" ] || { echo "there is no $folder/bundle.tar.xz: tools/cuda/gpu.sh build makes it" >&2; exit 2; }
   xz -dc "$folder/bundle.tar.xz" | tar -xf - -C "$work" || exit 1
@@ -168,6 +172,17 @@ run() {
           --model mixtral-8x7b --load-format dummy --policy auto --gpu-memory-utilization 0.5 --num-prompts 1000 --input-len 77 --output-len 12 \
           --warmup-tokens 1 --trials 1 --json "$work/policy.json"
         tar -czf "$logs/predicted.tar.gz" -C "$work" here.json transfer.json sweep.json sweep.csv sweep.svg gains.svg policy.json ;;
+      guard)
+        limit 40 . guard links "$work/moeserve" bench transfer --device cuda --peers 1 --host-memory-gib "$host" --largest-mib 336 --json "$work/transfer.json"
+        limit 170 node guard guard-mixtral "$work/node.test" "${overlap[@]}" -test.v -test.timeout 170s -test.run GPUPresets -peer 1 -batches 324,3240 \
+          -whole 'mixtral-8x7b@0,0.5p,1p' -host-gib "$host" -steps "$logs/guard.json"
+        limit 100 node guard guard-qwen "$work/node.test" "${overlap[@]}" -test.v -test.timeout 100s -test.run GPUPresets -peer 1 -batches 1,32,324 \
+          -whole 'qwen1.5-moe-a2.7b@0,0.5p qwen3-30b-a3b@0,0.5p' -host-gib "$host" -steps "$logs/guard.json"
+        if [ -n "${GUARD_RECORD:-}" ]; then
+          python3 "$root/tools/cuda/guard.py" record "$logs/recorded.json" "$logs/guard.json" "$work/transfer.json" "$GUARD_RECORD" || failed=1
+        fi
+        python3 "$root/tools/cuda/guard.py" check "$root/tools/cuda/guard.json" "$logs/guard.json" "$work/transfer.json" 2>&1 | tee -a "$logs/table.log"
+        [ "${PIPESTATUS[0]}" = 0 ] || failed=1 ;;
       bench)
         limit 150 kernels/cuda bench bench-kernels "$work/kernels-cuda.test" -test.run '^$' -test.bench Kernels -test.benchtime 50x
         limit 90 device/cuda bench bench-device "$work/device-cuda.test" -test.run '^$' -test.bench . -test.benchtime 200ms ;;

@@ -1,4 +1,4 @@
-"""Tests of beside.py, gaps.py and load.py as far as they go without a GPU: python3 tools/cuda/test_measure.py"""
+"""Tests of beside.py, gaps.py, guard.py and load.py as far as they go without a GPU: python3 tools/cuda/test_measure.py"""
 
 import argparse
 import contextlib
@@ -14,6 +14,7 @@ import unittest
 
 import beside
 import gaps
+import guard
 import load
 
 HERE = pathlib.Path(__file__).resolve().parent
@@ -132,6 +133,54 @@ class Gaps(unittest.TestCase):
             out = os.path.join(folder, "activity.so")
             gaps.build(out)
             self.assertIn("InitializeInjection", subprocess.run(["nm", "-D", out], capture_output=True, text=True, check=True).stdout)
+
+
+class Guard(unittest.TestCase):
+    def files(self, folder, peer=390e9, **took):
+        """A run of one model, 93 ms with everything in HBM, and its record."""
+        steps = [dict(model="m", kind="prefill", fraction=0, sequences=8, seconds=9.0)]
+        for name, fraction, missing in (("hbm", 0, 0), ("half", 0.5, 10e9), ("all", 1, 90e9)):
+            steps.append(dict(model="m", kind="decode", fraction=fraction, sequences=8, seconds=took.get(name, 0.1 if name != "all" else 0.25),
+                              floor=0.08, missing_bytes=missing))
+        rate = [dict(path=p, bytes=n, bytes_per_s=r * n / 100) for p, r in (("peer to gpu", peer), ("host to gpu", 60e9)) for n in (1, 100)]
+        names = [os.path.join(folder, n) for n in ("record.json", "steps.json", "transfer.json")]
+        pathlib.Path(names[1]).write_text("\n".join(map(json.dumps, steps)) + "\n")
+        pathlib.Path(names[2]).write_text(json.dumps(dict(points=rate)))
+        return names
+
+    def test_shares(self):
+        with tempfile.TemporaryDirectory() as folder:
+            names = self.files(folder)
+            self.assertEqual(guard.record(*names, "abc1234"), 0)
+            self.assertEqual(json.loads(pathlib.Path(names[0]).read_text()),
+                             dict(measured_at="abc1234", shares={"m 0 % 8": 0.8, "m 50 % 8": 1.0, "m 100 % 8": 0.8}))
+            for took, want, says in (
+                ({}, 0, "3 cells, 0 worse"),
+                (dict(all=0.2575), 0, "0 worse"),
+                (dict(all=0.26), 1, "FAILED m 100 % 8: 76.9 % of what is possible, recorded 80.0 %"),
+                (dict(hbm=0.11), 1, "FAILED m 0 % 8"),
+                # Slower in HBM and from the peer alike: the first says so.
+                (dict(hbm=0.11, half=0.11), 1, "1 worse"),
+                # A slower link slows the step down, and the least with it.
+                (dict(peer=290e9, all=0.32), 0, "0 worse"),
+            ):
+                code = None
+
+                def checked():
+                    nonlocal code
+                    code = guard.check(*self.files(folder, **took))
+
+                said = printed(checked)
+                self.assertEqual(code, want, (took, said))
+                self.assertIn(says, said)
+
+    def test_missing_cell(self):
+        with tempfile.TemporaryDirectory() as folder:
+            names = self.files(folder)
+            guard.record(*names, "abc1234")
+            kept = [line for line in pathlib.Path(names[1]).read_text().splitlines() if '"fraction": 1' not in line]
+            pathlib.Path(names[1]).write_text("\n".join(kept))
+            self.assertIn("m 100 % 8: recorded and not measured", printed(guard.check, *names))
 
 
 class Load(unittest.TestCase):
