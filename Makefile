@@ -6,7 +6,7 @@ VERSION ?= $(shell git describe --tags --always --dirty 2>/dev/null || echo dev)
 LDFLAGS := -s -w -X main.version=$(VERSION)
 GOLANGCI := github.com/golangci/golangci-lint/v2/cmd/golangci-lint@v2.15.0
 
-.PHONY: build test race lint fmt fuzz soak score load openai bench memory clean
+.PHONY: build test race lint fmt fuzz soak score load simulate openai bench memory clean
 
 build:            ## the binary: with CUDA where gcc and a cuda.h are, else for the CPU alone
 	@if [ -n "$(NO_CUDA)" ] || ! $(MAKE) -s cuda-available; then \
@@ -50,6 +50,9 @@ PYTHON ?= python3
 soak:             ## a million random operations on harvest, from 8 goroutines; 1,500 runs over tiers and faults
 	MOESERVE_SOAK=1000000 $(GO) test -race -count=1 -timeout 30m -run TestHammer ./harvest
 	MOESERVE_TIER_CASES=1500 $(GO) test -run TestSameTokensOverTiers -timeout 30m ./node
+
+simulate:         ## how the rebalancer follows shifting use: simulations with thresholds, and the built-in model's tasks in turn
+	$(GO) test -count=1 -tags simulate -run 'TestShift|TestTasksInTurn' -timeout 30m ./rebalancer ./node
 
 bench:            ## kernels on the CPU, tokenizer, devices
 	$(GO) test -run '^$$' -bench . ./kernels/cpu ./models/tokenizer ./device/emulated

@@ -165,9 +165,17 @@ func (p Problem) Search(c Choices) (Prediction, error) {
 		return Prediction{}, err
 	}
 	s := search{Problem: n, choices: c}
+	if err := s.run(); err != nil {
+		return Prediction{}, err
+	}
+	return n.predict(s.simplest()), nil
+}
+
+// run tries policies; the error says that none fits.
+func (s *search) run() error {
 	low, high := s.batches()
-	if c.Batch > 0 {
-		low, high = c.Batch, c.Batch
+	if s.choices.Batch > 0 {
+		low, high = s.choices.Batch, s.choices.Batch
 	}
 	least := low
 	for high-low > batchesTried {
@@ -176,7 +184,7 @@ func (p Problem) Search(c Choices) (Prediction, error) {
 			s.try(b)
 		}
 		if len(s.tried) == 0 {
-			return Prediction{}, s.hopeless(least)
+			return s.hopeless(least)
 		}
 		// The best of all lies between the neighbors of the best so far.
 		best := s.best().Batch
@@ -194,9 +202,9 @@ func (p Problem) Search(c Choices) (Prediction, error) {
 		s.try(b)
 	}
 	if len(s.tried) == 0 {
-		return Prediction{}, s.hopeless(least)
+		return s.hopeless(least)
 	}
-	return n.predict(s.simplest()), nil
+	return nil
 }
 
 type search struct {
@@ -204,6 +212,8 @@ type search struct {
 	choices Choices
 	// tried has the best policy of each batch and degree of complexity.
 	tried []candidate
+	// evaluations of the cost model: experts placed, and policies rated.
+	evaluations int
 }
 
 type candidate struct {
@@ -387,6 +397,7 @@ func (s *search) policy(batch, micro, prefill int, place Place, grouping Groupin
 
 // place gives experts their places, as many local as fit or what is pinned.
 func (s *search) place(x Policy) (Policy, bool) {
+	s.evaluations++
 	local, ok := s.mostLocal(x)
 	if s.choices.Offload != nil {
 		x.LocalExperts = s.Model.ExpertCount() - s.Model.Offloaded(*s.choices.Offload)
@@ -452,6 +463,7 @@ func (s *search) compare(x Policy) {
 			if x.ChosenOnly && !chooses {
 				break
 			}
+			s.evaluations++
 			step := s.decode(&x, gpuDecode)
 			linked = linked || step.Bound != BoundGPU
 			rate := float64(x.Batch) / step.Seconds

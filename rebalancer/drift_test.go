@@ -1,3 +1,5 @@
+//go:build simulate
+
 package rebalancer_test
 
 import (
