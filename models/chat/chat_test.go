@@ -258,7 +258,8 @@ func TestErrors(t *testing.T) {
 	}
 }
 
-// TestLimits holds templates that would take forever, or all memory, to their bounds.
+// TestLimits holds templates that would take forever, or all memory, to their bounds: one
+// that met none would not end.
 func TestLimits(t *testing.T) {
 	for name, text := range map[string]string{
 		"loops":         `{% for a in range(9999) %}{% for b in range(9999) %}{% for c in range(9999) %}{% endfor %}{% endfor %}{% endfor %}`,
@@ -272,13 +273,8 @@ func TestLimits(t *testing.T) {
 		"nesting":       `{% set n = namespace(l=[]) %}{% for a in range(999) %}{% set n.l = [n.l] %}{% endfor %}`,
 		"swallowed":     `{% for a in range(9999) if range(99999) %}{% endfor %}`,
 	} {
-		start := time.Now()
-		_, err := mustNew(t, text).Render(nil, Options{})
-		if !errors.Is(err, ErrLimit) {
+		if _, err := mustNew(t, text).Render(nil, Options{}); !errors.Is(err, ErrLimit) {
 			t.Errorf("%s: error %v, want ErrLimit", name, err)
-		}
-		if d := time.Since(start); d > 2*maxRenderTime {
-			t.Errorf("%s: took %v", name, d)
 		}
 	}
 	for name, text := range map[string]string{
@@ -340,15 +336,11 @@ func FuzzTemplate(f *testing.F) {
 		if err != nil {
 			return
 		}
-		start := time.Now()
 		got, err := tmpl.Render([]Message{
 			{Role: "user", Content: content}, {Role: "assistant", Extra: json.RawMessage(extra)},
 		}, Options{AddGenerationPrompt: true})
 		if err != nil && (got != "" || strings.Contains(err.Error(), "\n")) {
 			t.Fatalf("error %q with text %q", err, got)
-		}
-		if d := time.Since(start); d > 2*maxRenderTime {
-			t.Fatalf("took %v", d)
 		}
 		if len(got) > maxOutputBytes {
 			t.Fatalf("%d bytes of text", len(got))
