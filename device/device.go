@@ -29,6 +29,12 @@ func (s Space) String() string {
 // addressing: it names the space as well as the place). Zero is no address.
 type Addr uint64
 
+// Alignment of every allocation, in bytes: that of the widest loads of a GPU.
+const Alignment = 256
+
+// Align rounds n bytes up to the next multiple of Alignment.
+func Align(n int64) int64 { return (n + Alignment - 1) &^ (Alignment - 1) }
+
 // Range is Bytes bytes from Addr on. It owns nothing.
 type Range struct {
 	Addr  Addr
@@ -87,7 +93,7 @@ type Memory interface {
 // goroutines; a Stream is used by one goroutine at a time.
 type Machine interface {
 	Topology() *Topology
-	// Alloc returns memory of the space, aligned to 256 bytes, its content
+	// Alloc returns memory of the space, aligned to Alignment, its content
 	// undefined. label names it in accounts and errors. An allocation that does
 	// not fit is an *Error that wraps ErrOutOfMemory and says what was asked and
 	// what is free.

@@ -49,6 +49,14 @@ func TestRange(t *testing.T) {
 	}
 }
 
+func TestAlign(t *testing.T) {
+	for n, want := range map[int64]int64{0: 0, 1: 256, 255: 256, 256: 256, 257: 512, 1<<62 + 1: 1<<62 + 256} {
+		if got := device.Align(n); got != want {
+			t.Errorf("%d bytes are rounded to %d, want %d", n, got, want)
+		}
+	}
+}
+
 func TestRegion(t *testing.T) {
 	r := device.Region{Space: device.HBM(1), Range: device.Range{Addr: 4096, Bytes: 100}}
 	if got, want := r.Slice(10, 20), (device.Region{Space: device.HBM(1), Range: device.Range{Addr: 4106, Bytes: 20}}); got != want {

@@ -212,7 +212,7 @@ func (s *Store) fromHost() []int64 {
 		if k < 0 {
 			continue
 		}
-		n := int64(float64(s.runs[i].src.Bytes)*w.moved[k]/w.loads[k].bytes) / alignment * alignment
+		n := int64(float64(s.runs[i].src.Bytes)*w.moved[k]/w.loads[k].bytes) / device.Alignment * device.Alignment
 		if n >= s.o.SplitBytes {
 			w.parts[i] = n
 		}

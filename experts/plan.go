@@ -3,6 +3,7 @@ package experts
 import (
 	"fmt"
 
+	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/kernels"
 )
 
@@ -47,8 +48,6 @@ const (
 	// stagingBuffers is into how many buffers the staging is cut: one is filled
 	// while others are copied.
 	stagingBuffers = 4
-	// alignment of extents and of staging buffers, in bytes.
-	alignment = 256
 
 	rowMajor = kernels.RowMajor
 )
@@ -93,8 +92,8 @@ func NewPlan(c Config) (Plan, error) {
 // Sized says what c takes where so many experts are offloaded, largest of them in one
 // layer, wherever: c's Placement is not looked at, and not checked.
 func (c Config) Sized(offloaded, largest int) (Plan, error) {
-	if c.Layout.Size < c.Layout.Bytes() || c.Layout.Size%alignment != 0 {
-		return Plan{}, fmt.Errorf("experts: an extent of %d bytes for an expert of %d; it must be a multiple of %d and hold the expert", c.Layout.Size, c.Layout.Bytes(), alignment)
+	if c.Layout.Size < c.Layout.Bytes() || c.Layout.Size%device.Alignment != 0 {
+		return Plan{}, fmt.Errorf("experts: an extent of %d bytes for an expert of %d; it must be a multiple of %d and hold the expert", c.Layout.Size, c.Layout.Bytes(), device.Alignment)
 	}
 	if c.RingSlots == 0 {
 		c.RingSlots = 2 * largest
@@ -131,7 +130,7 @@ func (c Config) Sized(offloaded, largest int) (Plan, error) {
 	case c.StagingBytes == 0:
 		c.StagingBytes = defaultStagingBytes
 	default:
-		c.StagingBytes = max(c.StagingBytes/(stagingBuffers*alignment), 1) * stagingBuffers * alignment
+		c.StagingBytes = max(c.StagingBytes/(stagingBuffers*device.Alignment), 1) * stagingBuffers * device.Alignment
 	}
 	p := Plan{Config: c, LocalExperts: all - offloaded, OffloadedExperts: offloaded}
 	p.LocalBytes = int64(p.LocalExperts+c.SpareSlots) * c.Layout.Size

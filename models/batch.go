@@ -281,11 +281,11 @@ func BatchBytes(l Limits) int64 { return GroupBytes(l, 1) }
 // micro-batch, MaxAdjust, counts once.
 func GroupBytes(l Limits, batches int) int64 {
 	n, s, d := int64(l.MaxRows), int64(l.MaxSeqs), int64(l.MaxLogits)
-	each := 3*align(4*n) + align(4*(s+1)) + align(4*s) + align(4*s*int64(l.MaxBlocks())) + 7*align(4*d) + align(8*d)
+	each := 3*device.Align(4*n) + device.Align(4*(s+1)) + device.Align(4*s) + device.Align(4*s*int64(l.MaxBlocks())) + 7*device.Align(4*d) + device.Align(8*d)
 	var adjust int64
 	if l.MaxAdjust > 0 {
-		each += align(4*(d+1)) + 3*align(4*d) + 3*alignment
-		adjust = 3 * align(4*int64(l.MaxAdjust))
+		each += device.Align(4*(d+1)) + 3*device.Align(4*d) + 3*device.Alignment
+		adjust = 3 * device.Align(4*int64(l.MaxAdjust))
 	}
 	return int64(batches)*each + adjust
 }
@@ -333,7 +333,7 @@ func place[T int32 | uint64 | float32](p *packer, t kernels.DType, shape ...int)
 	if n := x.Bytes(); p.used+n <= int64(len(p.dst)) {
 		out = unsafe.Slice((*T)(unsafe.Pointer(unsafe.SliceData(p.dst[p.used:]))), n/int64(unsafe.Sizeof(*new(T))))
 	}
-	p.used += align(x.Bytes())
+	p.used += device.Align(x.Bytes())
 	return x, out
 }
 

@@ -74,7 +74,7 @@ func NewLayout(c *Config, src Source, cast func(kernels.DType) kernels.DType) (*
 			shape := p.shape()
 			shape[0] = rows[p.to]
 			*p.to = kernels.New(device.Addr(l.Bytes), cast(types[p.to]), shape...)
-			l.Bytes += align(p.to.Bytes())
+			l.Bytes += device.Align(p.to.Bytes())
 		}
 		off := int64(p.to.Addr) + int64(filled[p.to])*int64(p.to.Stride[0]*p.to.DType.Size())
 		l.plan = append(l.plan, placement{

@@ -351,7 +351,7 @@ func TestBind(t *testing.T) {
 		w.Embed, w.FinalNorm, w.Layers[0].QKV, w.Layers[0].QKVBias, w.Layers[0].Router, w.Layers[0].SharedGateUp,
 		w.Layers[1].GateUp, w.Layers[1].Down, w.Layers[3].O,
 	} {
-		if x.Addr < base || x.Range().End() > base+device.Addr(l.Bytes) || x.Addr%alignment != 0 || x.Addr == last.Addr {
+		if x.Addr < base || x.Range().End() > base+device.Addr(l.Bytes) || x.Addr%device.Alignment != 0 || x.Addr == last.Addr {
 			t.Errorf("%v at %#x", x, x.Addr)
 		}
 		last = x
@@ -604,7 +604,7 @@ func TestPresetLayouts(t *testing.T) {
 			}
 			return n
 		}()
-		if params != c.Parameters() || l.Bytes-2*c.OtherParameters() > int64(alignment*20*c.Layers) {
+		if params != c.Parameters() || l.Bytes-2*c.OtherParameters() > int64(device.Alignment*20*c.Layers) {
 			t.Errorf("%s: %d weights, want %d; arena of %d bytes", name, params, c.Parameters(), l.Bytes)
 		}
 	}

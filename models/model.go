@@ -61,12 +61,6 @@ func (l Limits) validate(c *Config) error {
 	return nil
 }
 
-// alignment of every tensor in an arena or a workspace, in bytes: what both the
-// widest loads of a GPU and device.Machine.Alloc promise.
-const alignment = 256
-
-func align(n int64) int64 { return (n + alignment - 1) / alignment * alignment }
-
 // Span is rows [First, First+Rows) of a group: all of them, or a micro-batch's.
 type Span struct{ First, Rows int }
 
@@ -154,7 +148,7 @@ func newWorkspace(c *Config, act kernels.DType, l Limits, base device.Addr) work
 	var w workspace
 	place := func(t kernels.DType, shape ...int) kernels.Tensor {
 		x := kernels.New(base+device.Addr(w.bytes), t, shape...)
-		w.bytes += align(x.Bytes())
+		w.bytes += device.Align(x.Bytes())
 		return x
 	}
 	n, d := l.MaxRows, c.HeadDim
@@ -221,8 +215,8 @@ func NewModel(c *Config, w *Weights, b kernels.Backend, ws device.Range, l Limit
 	if ws.Bytes < m.ws.bytes {
 		return nil, fmt.Errorf("models: workspace of %d bytes, %d needed", ws.Bytes, m.ws.bytes)
 	}
-	if ws.Addr%alignment != 0 {
-		return nil, fmt.Errorf("models: workspace at %#x is not aligned to %d bytes", uint64(ws.Addr), alignment)
+	if ws.Addr%device.Alignment != 0 {
+		return nil, fmt.Errorf("models: workspace at %#x is not aligned to %d bytes", uint64(ws.Addr), device.Alignment)
 	}
 	return m, nil
 }

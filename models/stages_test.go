@@ -498,7 +498,7 @@ func TestNoAllocations(t *testing.T) {
 		slots := kernels.New(1<<41, kernels.U64, c.Experts)
 		list := kernels.New(1<<42, kernels.I32, c.Experts)
 		shape := c.ExpertShape(l.ExpertDType)
-		layout := kernels.ExpertLayout{ExpertShape: shape, Tag: "row-major", Size: align(shape.Bytes())}
+		layout := kernels.ExpertLayout{ExpertShape: shape, Tag: "row-major", Size: device.Align(shape.Bytes())}
 		var h HostBatch
 		dst := make([]byte, BatchBytes(limits))
 		q := Sequence{IDs: make([]int32, 10), Start: 20, Blocks: make([]int32, 4)}

@@ -4,6 +4,7 @@ import (
 	"slices"
 
 	"github.com/moeserve/moeserve/configs"
+	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/experts"
 	"github.com/moeserve/moeserve/harvest"
 	"github.com/moeserve/moeserve/kernels"
@@ -120,7 +121,7 @@ func (f *footprint) steps(l models.Limits, w way) pipeline.Options {
 func (f *footprint) stepBytes(l models.Limits, w way) (activations, rowData, back, attention int64) {
 	o := f.steps(l, w)
 	activations = int64(o.Groups()) * models.WorkspaceBytes(f.config, f.types, o.GroupLimits(l))
-	return activations, o.RowDataBytes(l), allocated(o.BackBytes(f.config, l)), allocated(o.StagingBytes(f.config, f.types.ActivationDType(), l))
+	return activations, o.RowDataBytes(l), device.Align(o.BackBytes(f.config, l)), device.Align(o.StagingBytes(f.config, f.types.ActivationDType(), l))
 }
 
 // zeros is the pinned memory that borrowed memory is cleared with, where so many
@@ -139,7 +140,7 @@ func (f *footprint) parts(p *experts.Plan, l models.Limits, w way) (gpu, host []
 		{"weights but experts", f.layout.Bytes},
 		{"local experts", p.LocalBytes},
 		{"ring of fetched experts", p.RingBytes},
-		{"tables", allocated(p.TableBytes)},
+		{"tables", device.Align(p.TableBytes)},
 		{"activations", activations},
 		{"row data", rowData},
 	}
@@ -149,15 +150,12 @@ func (f *footprint) parts(p *experts.Plan, l models.Limits, w way) (gpu, host []
 	return gpu, []Part{
 		{"offloaded experts", p.HostBytes},
 		{"loading", p.StagingBytes + uploadBuffers*uploadBytes},
-		{"tables", allocated(p.UploadBytes)},
+		{"tables", device.Align(p.UploadBytes)},
 		{"clearing of borrowed memory", f.zeros(p.OffloadedExperts)},
 		{"row data", rowData + back},
 		{"attention", attention},
 	}
 }
-
-// allocated is what bytes take where they are a memory of their own: devices round up.
-func allocated(bytes int64) int64 { return (bytes + 255) / 256 * 256 }
 
 // given are settings of the same names that somebody has given, and that hold whatever
 // the policy; 0: nobody has.
@@ -208,8 +206,8 @@ func (f *footprint) sizes(fixed given) (planner.Sizes, error) {
 			activations, rowData, back, attention := f.stepBytes(f.limits(rows, sequences), w)
 			return activations + rowData, rowData + back + attention
 		},
-		GPUFixed:  allocated(none.TableBytes) + f.kernels,
-		HostFixed: allocated(none.UploadBytes) + uploadBuffers*uploadBytes,
+		GPUFixed:  device.Align(none.TableBytes) + f.kernels,
+		HostFixed: device.Align(none.UploadBytes) + uploadBuffers*uploadBytes,
 	}, nil
 }
 

@@ -29,7 +29,7 @@ func (l *ledger) Alloc(space device.Space, bytes int64, label string) (device.Me
 	m, err := l.Machine.Alloc(space, bytes, label)
 	if err == nil {
 		l.mu.Lock()
-		l.taken[space] += allocated(bytes)
+		l.taken[space] += device.Align(bytes)
 		l.mu.Unlock()
 	}
 	return m, err

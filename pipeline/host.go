@@ -43,8 +43,8 @@ type view interface {
 // makes of them.
 func stagingOf(c *models.Config, act kernels.DType, rows int, base device.Addr) (qkv, attended kernels.Tensor, bytes int64) {
 	qkv = kernels.New(base, act, rows, c.ProjectedWidth())
-	attended = kernels.New(base+device.Addr(align(qkv.Bytes())), act, rows, c.AttendedWidth())
-	return qkv, attended, align(qkv.Bytes()) + align(attended.Bytes())
+	attended = kernels.New(base+device.Addr(device.Align(qkv.Bytes())), act, rows, c.AttendedWidth())
+	return qkv, attended, device.Align(qkv.Bytes()) + device.Align(attended.Bytes())
 }
 
 func newHostAttention(o *Options) (h *hostAttention, err error) {

@@ -39,10 +39,10 @@ type places struct{ counts, choice, guess, chosen, topIDs, top, logits int64 }
 
 func placesOf(c *models.Config, l models.Limits, groups int) places {
 	var p places
-	end := align(4 * int64(l.MaxLogits))
+	end := device.Align(4 * int64(l.MaxLogits))
 	place := func(at *int64, bytes int64) {
 		*at = end
-		end += align(bytes)
+		end += device.Align(bytes)
 	}
 	if c.MoELayers() > 0 {
 		place(&p.counts, 8*int64(groups)*int64(c.Layers)*int64(c.Experts))
@@ -57,8 +57,6 @@ func placesOf(c *models.Config, l models.Limits, groups int) places {
 	p.logits = end
 	return p
 }
-
-func align(n int64) int64 { return (n + 255) / 256 * 256 }
 
 // bring enqueues the copies of what n micro-batches give, and marks their end.
 func (p *Pipeline) bring(n int, withLogits bool) error {

@@ -107,10 +107,9 @@ func (q *queue) next(chunkBytes int64) (chunk, bool) {
 // chunkBytes allows. A small rest would end before the device has been given the chunk
 // behind it, and the link would stand still.
 func part(bytes, chunkBytes int64) int64 {
-	const multiple = 256 // where copies begin and end well
 	n := (bytes + chunkBytes - 1) / chunkBytes
 	each := (bytes + n - 1) / n
-	return min((each+multiple-1)/multiple*multiple, chunkBytes, bytes)
+	return min(device.Align(each), chunkBytes, bytes)
 }
 
 // all lists the requests, the most urgent first.

@@ -11,8 +11,6 @@ import (
 )
 
 const (
-	// alignment of every allocation, and what sizes are rounded to in accounts.
-	alignment = 256
 	// hugeBytes is the size from which the kernel is asked for large pages.
 	hugeBytes = 4 << 20
 	// poisonBytes is the size up to which a checked machine fills new memory, with
@@ -110,13 +108,13 @@ func (m *Machine) Alloc(s device.Space, bytes int64, label string) (device.Memor
 	if sp.usage.Other > 0 {
 		detail += fmt.Sprintf(" (%d held by others)", sp.usage.Other)
 	}
-	if bytes > free || roundUp(bytes, alignment) > free {
+	if bytes > free || device.Align(bytes) > free {
 		return nil, &device.Error{Op: "alloc", Space: s, Detail: detail, Err: device.ErrOutOfMemory}
 	}
 	if f := m.fault(Point{Kind: RefuseAlloc, Space: s, Label: label, Bytes: bytes}); f != nil {
 		return nil, &device.Error{Op: "alloc", Space: s, Detail: detail + "; refused by fault injection", Err: f.cause(device.ErrOutOfMemory)}
 	}
-	mem := &memory{m: m, space: sp, label: label, bytes: bytes, rounded: roundUp(bytes, alignment)}
+	mem := &memory{m: m, space: sp, label: label, bytes: bytes, rounded: device.Align(bytes)}
 	if err := mem.mmap(); err != nil {
 		return nil, &device.Error{Op: "alloc", Space: s, Detail: detail + "; the system refused: " + err.Error(), Err: device.ErrOutOfMemory}
 	}

@@ -86,7 +86,7 @@ func newBackend(m device.Machine, space device.Space, o Options, run runner) (*B
 	if _, gpu := space.GPU(); !ok || !gpu {
 		return nil, errors.Join(fmt.Errorf("cuda: backend of %v: the machine has no such GPU", space), run.close())
 	}
-	per := (o.WorkspaceBytes + 255) &^ 255
+	per := device.Align(o.WorkspaceBytes)
 	work, err := m.Alloc(space, per*int64(o.Streams), "kernel workspaces")
 	if err != nil {
 		return nil, errors.Join(fmt.Errorf("cuda: backend: %w", err), run.close())

@@ -64,7 +64,7 @@ func New(machine device.Machine, space device.Space, o Options) (*Backend, error
 	r := &gpuRunner{m: m, space: space, half: o.Activation == kernels.F16, overlap: !o.Serial && waits(arch)}
 	err = r.load(o, arch, folders)
 	if err == nil && !o.BatchInvariant {
-		err = r.openLibrary((o.WorkspaceBytes+255)&^255, folders)
+		err = r.openLibrary(device.Align(o.WorkspaceBytes), folders)
 	}
 	if err != nil {
 		return nil, errors.Join(fmt.Errorf("cuda: backend of %v: %w", space, err), r.close())
