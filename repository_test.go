@@ -23,7 +23,7 @@ var mayImport = map[string][]string{
 	"server":             {"engine", "models/chat", "models/tokenizer"},
 	"eval":               {"engine", "planner", "transfer", "kvcache", "device"},
 	"engine":             {"pipeline", "kvcache", "models/tokenizer"},
-	"rebalancer":         {"experts", "harvest", "planner"},
+	"rebalancer":         {"experts", "harvest", "planner", "device"},
 	"pipeline":           {"models", "experts", "kvcache", "transfer", "planner", "kernels", "device"},
 	"planner":            {"configs"},
 	"experts":            {"residency", "harvest", "transfer", "kernels", "device"},

@@ -92,6 +92,8 @@ type Memory interface {
 // Machine is a host with its devices. All methods may be called from several
 // goroutines; a Stream is used by one goroutine at a time.
 type Machine interface {
+	Clock
+	Capabilities() Capabilities
 	Topology() *Topology
 	// Alloc returns memory of the space, aligned to Alignment, its content
 	// undefined. label names it in accounts and errors. An allocation that does
@@ -110,12 +112,23 @@ type Machine interface {
 	// Usage accounts for a space: bytes allocated here, its capacity, and what
 	// others hold.
 	Usage(space Space) (Usage, error)
-	// Now is the machine's own time since it was opened: wall time, or virtual
-	// time where an implementation has that.
-	Now() time.Duration
 	// Close frees streams, events and fences, and fails with an error that lists
 	// every allocation still alive, which it frees too.
 	Close() error
+}
+
+// Capabilities say what a machine is, where that matters to those who use it. They do
+// not change.
+type Capabilities struct {
+	// KeepsData: memory holds bytes. A machine without tells only how long everything
+	// takes: copies move nothing, of Work only what says Host runs, and of memory
+	// only the host's can be written.
+	KeepsData bool
+	// Emulated: the devices are none, and the memory of all spaces is this process's.
+	Emulated bool
+	// Timed: copies and work take the time that their devices need, or, where these
+	// are emulated, that the topology's rates say, and not what this process needs.
+	Timed bool
 }
 
 // StreamOptions describe a stream.

@@ -1,9 +1,15 @@
 // Package device says what a machine offers to the engine: memory spaces
 // (pinned host memory and the HBM of each GPU), in-order streams, events,
 // fences, copies between any two spaces, host streams that run Go work in the
-// same order, and the topology that connects them.
+// same order, the topology that connects them, and a clock.
 //
-// It holds contracts only. Two implementations stand behind one conformance
+// A Range is bytes at an address, which is all that a stream needs; a Region says
+// in which space they are as well, for whoever chooses a way to them. A Point is a
+// value of a fence that is reached sooner or later. What differs between machines
+// and matters above is in their Capabilities, and whether time is virtual behind
+// Clock, so that nobody asks for the type of a machine.
+//
+// It holds contracts, and the wall clock. Two implementations stand behind one conformance
 // suite (package devicetest): device/emulated, any number of devices inside
 // this process, and device/cuda. Nothing above this package and kernels knows
 // which of them runs.

@@ -143,7 +143,7 @@ func (b *Batch) sequence(i int, tokens []int32, start int) pipeline.Sequence {
 // step runs s, again where copies failed.
 func (b *Batch) step(ctx context.Context, s *pipeline.Step) ([]int32, error) {
 	for try := 0; ; try++ {
-		out, err := stepper{b.n.pipe, b.n.upkeep}.Step(ctx, s)
+		out, err := stepper{b.n.pipe, b.n.machine}.Step(ctx, s)
 		if !errors.Is(err, pipeline.ErrStepFailed) || try == batchRetries {
 			return out.Sampled, err
 		}

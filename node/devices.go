@@ -7,6 +7,7 @@ import (
 
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/device/emulated"
+	"github.com/moeserve/moeserve/harvest"
 	"github.com/moeserve/moeserve/kernels"
 	"github.com/moeserve/moeserve/kernels/cpu"
 )
@@ -81,6 +82,7 @@ func (n *Node) open(machine func() (device.Machine, error), backend func(device.
 // use takes over machine and backend, and computes on the machine's first GPU.
 func (n *Node) use(m device.Machine, b kernels.Backend) {
 	n.machine, n.space, n.backend, n.host = n.traceMachine(m), device.HBM(0), b, b
+	n.taker, _ = m.(harvest.Taker)
 	n.closers = append(n.closers, n.machine.Close, b.Close)
 }
 
@@ -121,13 +123,6 @@ func defaultMemory(o *emulated.Options) {
 			o.GPUs[i].MemoryBytes = have
 		}
 	}
-}
-
-// keepsData says whether memory of the machine holds bytes. An emulated machine may
-// be one that only tells how long everything takes.
-func keepsData(m device.Machine) bool {
-	e, ok := unwrapped(m).(*emulated.Machine)
-	return !ok || e.KeepsData()
 }
 
 // EmulateHelp tells what the setting emulate may hold.

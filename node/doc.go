@@ -7,8 +7,9 @@
 // # Peers
 //
 // Where experts are offloaded and there are peers, harvest borrows their memory and a
-// rebalancer moves experts there. Both go on beside steps: in goroutines on the wall
-// clock, before each step on a virtual one, which only goes on while somebody waits.
+// rebalancer moves experts there. Both are loops of the machine's clock, beside steps: in
+// goroutines on the wall clock, before each step on a virtual one, which only goes on
+// while somebody waits.
 // On emulated devices a trace can say what others hold of the peers; all emulated
 // memory is this machine's, so peers lend only what the rest leaves.
 //

@@ -22,9 +22,6 @@ type ledger struct {
 	taken map[device.Space]int64
 }
 
-// Virtual is what the machine says, which the interface hides.
-func (*ledger) Virtual() bool { return true }
-
 func (l *ledger) Alloc(space device.Space, bytes int64, label string) (device.Memory, error) {
 	m, err := l.Machine.Alloc(space, bytes, label)
 	if err == nil {

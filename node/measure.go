@@ -10,7 +10,6 @@ import (
 
 	"github.com/moeserve/moeserve/configs"
 	"github.com/moeserve/moeserve/device"
-	"github.com/moeserve/moeserve/device/emulated"
 	"github.com/moeserve/moeserve/kernels"
 	"github.com/moeserve/moeserve/models"
 	"github.com/moeserve/moeserve/pipeline"
@@ -21,10 +20,10 @@ import (
 func (n *Node) Now() time.Duration { return n.machine.Now() }
 
 // Emulated says whether the devices are, and so are the times that they take.
-func (n *Node) Emulated() bool { return n.opened == nil }
+func (n *Node) Emulated() bool { return n.machine.Capabilities().Emulated }
 
 // KeepsData says whether the devices' memory holds bytes.
-func (n *Node) KeepsData() bool { return keepsData(n.machine) }
+func (n *Node) KeepsData() bool { return n.machine.Capabilities().KeepsData }
 
 // StepRows is the most rows of a step.
 func (n *Node) StepRows() int { return n.limits.MaxRows }
@@ -40,7 +39,7 @@ func (n *Node) MicroBatchRows() int {
 // ChosenOnlyRows is the most rows of a step that fetches only the experts that its
 // router chose.
 func (n *Node) ChosenOnlyRows() int {
-	if !keepsData(n.machine) {
+	if !n.KeepsData() {
 		return 0
 	}
 	return pipeline.SmallBatch(n.config.Experts, n.config.TopK)
@@ -69,7 +68,7 @@ func (n *Node) Hardware() (planner.Hardware, bool) {
 		h, from := presetFor(gpu)
 		return h, from != ""
 	}
-	if o, err := emulated.ParseSpec(n.settings.Emulate); err != nil || !virtual(n.machine) && !o.Pace {
+	if !n.machine.Capabilities().Timed {
 		return planner.Hardware{}, false
 	}
 	limit := func(rate float64) float64 {
@@ -162,7 +161,7 @@ func (d *Devices) Hold(needs map[device.Space]int64) error {
 		if needs[s] > u.Free() {
 			return fail(ErrConfig, fmt.Errorf("%s needed of %s, whose memory has %s free", Bytes(needs[s]), s, Bytes(max(u.Free(), 0))))
 		}
-		if s == device.Host || keepsData(d.n.machine) {
+		if s == device.Host || d.n.KeepsData() {
 			all += needs[s]
 		}
 	}

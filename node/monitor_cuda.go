@@ -11,7 +11,6 @@ import (
 	"time"
 
 	"github.com/moeserve/moeserve/device"
-	"github.com/moeserve/moeserve/device/cuda"
 	"github.com/moeserve/moeserve/device/cuda/nvml"
 	"github.com/moeserve/moeserve/harvest"
 )
@@ -46,7 +45,7 @@ type load struct {
 // openMonitor opens what harvest watches the peers through, to be closed with the
 // node; nil for what harvest has itself.
 func (n *Node) openMonitor() (harvest.Monitor, error) {
-	if _, ok := unwrapped(n.machine).(*cuda.Machine); !ok {
+	if n.machine.Capabilities().Emulated {
 		return nil, nil
 	}
 	r, err := nvml.Open()

@@ -9,7 +9,6 @@ import (
 
 	"github.com/moeserve/moeserve/configs"
 	"github.com/moeserve/moeserve/device"
-	"github.com/moeserve/moeserve/device/emulated"
 	"github.com/moeserve/moeserve/experts"
 	"github.com/moeserve/moeserve/kvcache"
 	"github.com/moeserve/moeserve/pipeline"
@@ -246,7 +245,7 @@ func (n *Node) cache(s *configs.Settings, w *needs) (KVFit, error) {
 // together refuses what emulated devices could hold one by one but this machine,
 // whose memory they all share, cannot.
 func (n *Node) together(gpu, host int64) error {
-	if _, ok := unwrapped(n.machine).(*emulated.Machine); !ok || !keepsData(n.machine) {
+	if c := n.machine.Capabilities(); !c.Emulated || !c.KeepsData {
 		return nil
 	}
 	have, ok := availableMemory()

@@ -102,18 +102,17 @@ type Node struct {
 	// planned is what the policy says; nil where there is none.
 	planned *Planned
 	machine device.Machine
-	space   device.Space
+	// taker lets others take memory of emulated devices; nil on real ones.
+	taker harvest.Taker
+	space device.Space
 	// opened are the driver's numbers of the machine's GPUs; nil where it is emulated.
 	opened []int
 	// peers may be borrowed from, as policy says.
-	peers   []device.Space
-	policy  harvest.Policy
-	harvest *harvest.Runtime       // nil without peers
-	tenants *tenants               // nil without a trace
-	balance *rebalancer.Rebalancer // nil where nothing can move
-	// upkeep is called before each step; told is what has been said of its failures.
-	upkeep    []func()
-	told      string
+	peers     []device.Space
+	policy    harvest.Policy
+	harvest   *harvest.Runtime       // nil without peers
+	tenants   *tenants               // nil without a trace
+	balance   *rebalancer.Rebalancer // nil where nothing can move
 	backend   kernels.Backend
 	host      kernels.Backend // attends where the setting attention says cpu
 	trace     *trace.Writer   // nil where nothing is traced
@@ -377,7 +376,7 @@ func (n *Node) assemble(ctx context.Context, o *Options, src models.Source, kv k
 		return err
 	}
 	if n.store, err = experts.New(experts.Options{
-		Machine: n.machine, Space: n.space, Backend: n.backend, Transfer: n.transfer, Plan: n.plan, NoData: !keepsData(n.machine), Logger: o.Log,
+		Machine: n.machine, Space: n.space, Backend: n.backend, Transfer: n.transfer, Plan: n.plan, NoData: !n.machine.Capabilities().KeepsData, Logger: o.Log,
 		Harvest: n.harvest, Events: experts.Tee(experts.LogEvents(o.Log), expertEvents(o.Events)),
 	}); err != nil {
 		return fail(ErrDevice, err)
@@ -402,9 +401,6 @@ func (n *Node) assemble(ctx context.Context, o *Options, src models.Source, kv k
 	if len(group) > 1 {
 		steps.Second = group[1]
 	}
-	if !keepsData(n.machine) {
-		steps.SmallBatchRows = -1 // nobody knows there which experts are chosen
-	}
 	if n.pipe, err = pipeline.New(steps); err != nil {
 		return fail(ErrDevice, err)
 	}
@@ -422,7 +418,7 @@ func (n *Node) assemble(ctx context.Context, o *Options, src models.Source, kv k
 		return fail(ErrDevice, err)
 	}
 	n.engine = engine.New(engine.Options{
-		Pipeline: stepper{n.pipe, n.upkeep}, KV: n.kv, Tokenizer: n.tokenizer, MaxModelLen: n.limits.MaxModelLen,
+		Pipeline: stepper{n.pipe, n.machine}, KV: n.kv, Tokenizer: n.tokenizer, MaxModelLen: n.limits.MaxModelLen,
 		MaxNumSeqs: n.limits.MaxSeqs, MaxNumBatchedTokens: n.limits.MaxRows, MaxAdjust: n.limits.MaxAdjust,
 		LongAfter: n.config.RoPE.LongAfter, Vocab: n.config.Vocab, StopIDs: n.config.EOS, Log: o.Log,
 		MaxQueued: o.MaxQueued, Listener: o.Listener,
@@ -447,7 +443,7 @@ func (n *Node) load(ctx context.Context, o *Options, src models.Source, group []
 	}
 	defer func() { err = errors.Join(err, fail(ErrDevice, up.close(ctx))) }()
 	to := &sink{ctx: ctx, arena: arena, up: up, store: n.store}
-	if !keepsData(n.machine) {
+	if !n.machine.Capabilities().KeepsData {
 		src, to.up = shapes{src}, nil
 	}
 	if err := models.Load(ctx, src, n.layout, to, o.Progress); err != nil {

@@ -30,9 +30,6 @@ type stingy struct {
 	what  string // that was refused
 }
 
-// Virtual is what the machine says, which the interface hides.
-func (s *stingy) Virtual() bool { return s.virtual }
-
 func (s *stingy) refuses(what string) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()

@@ -9,7 +9,6 @@ import (
 
 	"github.com/moeserve/moeserve/configs"
 	"github.com/moeserve/moeserve/device"
-	"github.com/moeserve/moeserve/device/emulated"
 	"github.com/moeserve/moeserve/harvest"
 )
 
@@ -150,8 +149,7 @@ func (n *Node) peersHold(peers []PeerBudget) error {
 // what the compute device and the host take of it: it is all the same memory. The
 // rest is accounted for as taken by others.
 func (n *Node) shareMemory(w *needs, fit KVFit) error {
-	m, ok := unwrapped(n.machine).(*emulated.Machine)
-	if !ok || !m.KeepsData() || len(n.peers) == 0 {
+	if n.taker == nil || !n.machine.Capabilities().KeepsData || len(n.peers) == 0 {
 		return nil
 	}
 	have, ok := availableMemory()
@@ -162,12 +160,12 @@ func (n *Node) shareMemory(w *needs, fit KVFit) error {
 	// A cache is taken page by page as sequences grow; it has a right to half.
 	left -= min(int64(fit.Blocks)*w.kv.BlockBytes(), left/2)
 	for _, p := range n.peers {
-		u, err := m.Usage(p)
+		u, err := n.machine.Usage(p)
 		if err != nil {
 			return err
 		}
 		if over := u.Free() - left/int64(len(n.peers)); over > 0 {
-			if err := m.Take(p, over); err != nil {
+			if err := n.taker.Take(p, over); err != nil {
 				return err
 			}
 		}

@@ -14,7 +14,6 @@ import (
 
 	"github.com/moeserve/moeserve/configs"
 	"github.com/moeserve/moeserve/device"
-	"github.com/moeserve/moeserve/device/emulated"
 	"github.com/moeserve/moeserve/experts"
 	"github.com/moeserve/moeserve/kernels"
 	"github.com/moeserve/moeserve/models"
@@ -372,12 +371,11 @@ const (
 )
 
 // timed says whether emulated devices keep to their rates, and have some.
-func (n *Node) timed(s *configs.Settings) bool {
+func (n *Node) timed() bool {
 	top := n.machine.Topology()
 	gpu, _ := top.Info(n.space)
 	path, _ := top.Path(device.Host, n.space)
-	o, err := emulated.ParseSpec(s.Emulate)
-	return (virtual(n.machine) || err == nil && o.Pace) && (gpu.FlopsPerSecond > 0 || gpu.BytesPerSecond > 0 || path.BytesPerSecond > 0)
+	return n.machine.Capabilities().Timed && (gpu.FlopsPerSecond > 0 || gpu.BytesPerSecond > 0 || path.BytesPerSecond > 0)
 }
 
 // Assumed is what Hardware.Sources says of a rate that nobody knows.
@@ -400,7 +398,7 @@ func (n *Node) hardware(s *configs.Settings) (planner.Hardware, error) {
 		if h, from = presetFor(gpu); from == "" {
 			from = Assumed
 			memory, flops, link := assumedMemory, assumedFlops, assumedLink
-			if n.opened == nil && n.timed(s) {
+			if n.opened == nil && n.timed() {
 				from, memory, flops, link = "this machine", unlimited, unlimited, unlimited
 			}
 			h = planner.Hardware{
@@ -457,7 +455,8 @@ func (n *Node) hardware(s *configs.Settings) (planner.Hardware, error) {
 	for _, b := range budgets {
 		h.PeerMemory += int64(b.Experts) * n.footprint.expert.Size
 	}
-	if have, ok := availableMemory(); ok && keepsData(n.machine) && isEmulated(n.machine) {
+	caps := n.machine.Capabilities()
+	if have, ok := availableMemory(); ok && caps.KeepsData && caps.Emulated {
 		h.PeerMemory = min(h.PeerMemory, have) // of which all emulated memory is
 	}
 	return h, h.Validate()
@@ -467,11 +466,6 @@ func (n *Node) hardware(s *configs.Settings) (planner.Hardware, error) {
 var rateKeys = []string{
 	"gpu_memory_bytes_per_s", "gpu_flop_per_s", "gpu_attention_flop_per_s", "host_memory_bytes_per_s", "cpu_flop_per_s",
 	"host_to_gpu_bytes_per_s", "gpu_to_host_bytes_per_s", "host_copy_start_s", "round_trip_s", "peer_to_gpu_bytes_per_s", "peer_copy_start_s",
-}
-
-func isEmulated(m device.Machine) bool {
-	_, ok := m.(*emulated.Machine)
-	return ok
 }
 
 // presetFor finds the preset of a GPU by its name and, of those of one name, by its

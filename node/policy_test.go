@@ -3,6 +3,7 @@ package node
 import (
 	"encoding/json"
 	"errors"
+	"io"
 	"math"
 	"os"
 	"path/filepath"
@@ -12,6 +13,9 @@ import (
 
 	"github.com/moeserve/moeserve/configs"
 	"github.com/moeserve/moeserve/device"
+	"github.com/moeserve/moeserve/device/emulated"
+	"github.com/moeserve/moeserve/device/trace"
+	"github.com/moeserve/moeserve/kernels"
 	"github.com/moeserve/moeserve/planner"
 )
 
@@ -219,5 +223,34 @@ func TestPolicyThatDoesNotFit(t *testing.T) {
 	var misfit *planner.MisfitError
 	if !errors.As(err, &misfit) || !errors.Is(err, ErrConfig) || strings.Contains(err.Error(), "\n") || misfit.Space.Name != "gpu" {
 		t.Errorf("%v", err)
+	}
+}
+
+// TestTracedHardware: a traced machine is one whose peers are emulated, too: they have no
+// more memory to lend than this machine.
+func TestTracedHardware(t *testing.T) {
+	have, ok := availableMemory()
+	if !ok {
+		t.Skip("this system does not say how much memory it has")
+	}
+	for _, w := range []*trace.Writer{nil, trace.NewWriter(io.Discard)} {
+		n := &Node{settings: configs.Defaults(), trace: w, peers: []device.Space{device.HBM(1)}, footprint: &footprint{expert: kernels.ExpertLayout{Size: 1 << 20}}}
+		if err := n.open(func() (device.Machine, error) {
+			return emulated.Open(emulated.Options{GPUs: []emulated.GPU{{}, {MemoryBytes: 1 << 50}}})
+		}, nil); err != nil {
+			t.Fatal(err)
+		}
+		h, err := n.hardware(&n.settings)
+		if err != nil {
+			t.Error(err)
+		}
+		if h.PeerMemory <= 0 || h.PeerMemory > 2*have {
+			t.Errorf("traced %v: %d bytes of peers' memory, and this machine has %d", w != nil, h.PeerMemory, have)
+		}
+		for _, closed := range n.closers {
+			if err := closed(); err != nil {
+				t.Error(err)
+			}
+		}
 	}
 }

@@ -197,7 +197,7 @@ func revoke(t *testing.T, n *node.Node, m *emulated.Machine, seed uint64) (stop 
 	for range 300 {
 		peer, bytes := device.HBM(1+rng.IntN(2)), int64(1+rng.IntN(peerBytes))
 		if err := s.(device.Executor).Execute(device.Work{Name: "reclaim", Host: true, Run: func(device.Access) error {
-			if !m.Virtual() {
+			if !m.Capabilities().Timed {
 				time.Sleep(200 * time.Microsecond)
 			}
 			_, _ = n.Harvest().Reclaim(peer, bytes, 0) // it may be no peer

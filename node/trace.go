@@ -1,7 +1,6 @@
 package node
 
 import (
-	"context"
 	"errors"
 	"fmt"
 	"log/slog"
@@ -38,15 +37,14 @@ func (n *Node) openTrace() error {
 	if !c.Generated && c.File == "" {
 		return nil
 	}
-	taker, ok := n.machine.(harvest.Taker)
-	if !ok {
+	if n.taker == nil {
 		return errors.New("availability-trace is for emulated devices: on others, other programs do what it does")
 	}
 	trace, err := n.readTrace(c)
 	if err != nil {
 		return err
 	}
-	n.tenants = &tenants{player: harvest.NewPlayer(trace, taker), machine: n.machine, log: n.log}
+	n.tenants = &tenants{player: harvest.NewPlayer(trace, n.taker), machine: n.machine, log: n.log}
 	return n.tenants.player.Advance(0)
 }
 
@@ -85,29 +83,15 @@ func (n *Node) readTrace(c configs.TraceChoice) (harvest.Trace, error) {
 // start says that the trace's time begins.
 func (t *tenants) start() { t.began = t.machine.Now() }
 
-// tick does what is due.
-func (t *tenants) tick() {
-	if err := t.player.Advance(t.machine.Now() - t.began); err != nil {
+// tick does what is due, until the trace has ended.
+func (t *tenants) tick(now time.Duration) (pause time.Duration) {
+	if err := t.player.Advance(now - t.began); err != nil {
 		// It can only be a trace that gives back what nobody holds, which none is.
 		t.log.Error("others' memory is not taken as the trace says", "err", err)
 	}
-}
-
-// play plays the trace on the wall clock, until ctx is done or it has ended.
-func (t *tenants) play(ctx context.Context) {
-	timer := time.NewTimer(0)
-	defer timer.Stop()
-	for {
-		select {
-		case <-ctx.Done():
-			return
-		case <-timer.C:
-		}
-		t.tick()
-		next, ok := t.player.Next()
-		if !ok {
-			return
-		}
-		timer.Reset(next - (t.machine.Now() - t.began))
+	next, ok := t.player.Next()
+	if !ok {
+		return -1
 	}
+	return max(next-(now-t.began), 0)
 }

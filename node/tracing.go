@@ -48,14 +48,6 @@ func (n *Node) traceMachine(m device.Machine) device.Machine {
 	return trace.Wrap(m, n.trace)
 }
 
-// unwrapped is the machine itself, where n.machine only traces it.
-func unwrapped(m device.Machine) device.Machine {
-	if t, ok := m.(*trace.Machine); ok {
-		return t.Machine
-	}
-	return m
-}
-
 // enqueuing is the backend for what runs on the node's streams.
 func (n *Node) enqueuing() kernels.Backend {
 	if n.trace == nil {

@@ -4,25 +4,24 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"sync"
 	"time"
 
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/engine"
-	"github.com/moeserve/moeserve/harvest"
 	"github.com/moeserve/moeserve/pipeline"
 	"github.com/moeserve/moeserve/rebalancer"
 )
 
 // Beside steps, other tenants come and go, borrowed memory is given back, and experts
-// move. On the wall clock each of these has a goroutine; on a virtual clock, which
-// only goes on while somebody waits, all of them have their turn before each step.
+// move. Each of these is a loop of the machine's clock: on the wall clock it has a
+// goroutine; on a virtual one all of them have their turn before each step.
 
-// virtual says whether the machine's clock is a virtual one.
-func virtual(m device.Machine) bool {
-	v, ok := unwrapped(m).(interface{ Virtual() bool })
-	return ok && v.Virtual()
-}
+const (
+	// Borrowed memory is looked after each harvestPause, or, while some of it is being
+	// given back, each drainPause.
+	harvestPause = 10 * time.Millisecond
+	drainPause   = time.Millisecond
+)
 
 // openRebalancer makes what decides which experts live where, and, where all that are
 // offloaded have to be on peers, brings them there.
@@ -35,13 +34,12 @@ func (n *Node) openRebalancer(ctx context.Context) error {
 		return fail(ErrConfig, err)
 	}
 	n.balance, err = rebalancer.New(rebalancer.Options{
-		Store: n.store, Harvest: n.harvest, Now: n.machine.Now, Log: n.log,
+		Store: n.store, Harvest: n.harvest, Clock: n.machine, Log: n.log,
 		Core: rebalancer.CoreOptions{MigrationLimit: limit},
 	})
 	if err != nil {
 		return fail(ErrDevice, err)
 	}
-	n.closers = append(n.closers, n.balance.Close)
 	if n.settings.OffloadTier != "peer" {
 		return nil
 	}
@@ -59,71 +57,51 @@ func (n *Node) openRebalancer(ctx context.Context) error {
 	}
 }
 
-// startUpkeep starts what goes on beside steps, or has it done before each of them.
+// startUpkeep starts what goes on beside steps.
 func (n *Node) startUpkeep() error {
-	ctx, stop := context.WithCancel(context.Background())
-	var loops sync.WaitGroup
-	n.closers = append(n.closers, func() error {
-		stop()
-		loops.Wait()
-		return nil
-	})
-	wall := !virtual(n.machine)
+	loop := func(f func(now time.Duration) time.Duration) {
+		stop := n.machine.Loop(0, f)
+		n.closers = append(n.closers, func() error {
+			stop()
+			return nil
+		})
+	}
 	if n.tenants != nil {
 		n.tenants.start()
-		if wall {
-			loops.Go(func() { n.tenants.play(ctx) })
-		} else {
-			n.upkeep = append(n.upkeep, n.tenants.tick)
-		}
+		loop(n.tenants.tick)
 	}
 	if n.harvest != nil {
-		if !wall {
-			n.upkeep = append(n.upkeep, n.tickHarvest)
-		} else if err := n.harvest.Start(ctx); err != nil {
-			return err
-		}
+		loop(n.tickHarvest)
 	}
-	if n.balance != nil {
-		if !wall {
-			n.upkeep = append(n.upkeep, n.rebalance)
-		} else if err := n.balance.Start(ctx); err != nil {
-			return err
-		}
+	if n.balance == nil {
+		return nil
 	}
-	return nil
+	n.closers = append(n.closers, n.balance.Close)
+	return n.balance.Start()
 }
 
-// tickHarvest is nothing once the runtime is closed.
-func (n *Node) tickHarvest() {
-	if _, err := n.harvest.Tick(n.machine.Now()); err != nil && !errors.Is(err, harvest.ErrClosed) {
-		n.log.Error("borrowed memory is not looked after", "err", err)
+// tickHarvest looks after borrowed memory, until the runtime is closed.
+func (n *Node) tickHarvest(now time.Duration) (pause time.Duration) {
+	pending, err := n.harvest.Tick(now)
+	switch {
+	case err != nil:
+		return -1
+	case pending > 0:
+		return drainPause
 	}
+	return harvestPause
 }
 
-// rebalance says once what goes wrong, until it does not or something else does.
-func (n *Node) rebalance() {
-	told := n.told
-	n.told = ""
-	if err := n.balance.Tick(n.machine.Now()); err != nil {
-		if n.told = err.Error(); n.told != told {
-			n.log.Warn("experts are not moved; those that are not in GPU memory come from host memory, slower", "err", err)
-		}
-	}
-}
-
-// stepper does the upkeep before each step.
+// stepper gives what goes on beside steps its turn before each of them.
 type stepper struct {
 	*pipeline.Pipeline
-	upkeep []func()
+	clock device.Clock
 }
 
 var _ engine.Stepper = stepper{}
 
 // Step implements engine.Stepper.
 func (s stepper) Step(ctx context.Context, step *pipeline.Step) (pipeline.Result, error) {
-	for _, f := range s.upkeep {
-		f()
-	}
+	s.clock.Turn()
 	return s.Pipeline.Step(ctx, step)
 }

@@ -250,9 +250,8 @@ func (p *Pipeline) setShape() {
 		// How many of a layer's experts are local stays the same, whichever they are.
 		p.shape.Missing = append(p.shape.Missing, !dense && o.Experts != nil && o.Experts.Missing(layer) > 0)
 	}
-	machine, ok := o.Machine.(interface{ KeepsData() bool })
 	switch {
-	case o.SmallBatchRows < 0, ok && !machine.KeepsData(), !slices.Contains(p.shape.Missing, true):
+	case o.SmallBatchRows < 0, !o.Machine.Capabilities().KeepsData, !slices.Contains(p.shape.Missing, true):
 		o.SmallBatchRows = 0
 	case o.SmallBatchRows == 0:
 		o.SmallBatchRows = SmallBatch(c.Experts, c.TopK)

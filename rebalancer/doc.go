@@ -6,9 +6,9 @@
 // rebalancer watches how often experts are used and what harvest has to lend, and
 // moves those for whom a copy pays.
 //
-//	rb, err := rebalancer.New(rebalancer.Options{Store: store, Harvest: rt, Now: machine.Now})
+//	rb, err := rebalancer.New(rebalancer.Options{Store: store, Harvest: rt, Clock: machine})
 //	err = rb.FillAll(ctx)        // --offload-tier peer: all experts there, or an error
-//	err = rb.Start(ctx)          // on the wall clock; on a virtual one: rb.Tick(now)
+//	err = rb.Start()             // ticks by the clock from now on
 //	…
 //	err = rb.Close()             // before the store and harvest are closed
 //

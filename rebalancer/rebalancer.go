@@ -9,6 +9,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/experts"
 	"github.com/moeserve/moeserve/harvest"
 )
@@ -37,8 +38,8 @@ type Options struct {
 	// Harvest lends the memory that the store's copies lie in. Nil: there is none, and
 	// all there is to do is to swap local experts where the store allows that.
 	Harvest *harvest.Runtime
-	// Now is the machine's clock, for Start and FillAll.
-	Now func() time.Duration
+	// Clock is the machine's, for Start and FillAll.
+	Clock device.Clock
 	// Core says how fast, and what is worth it; its Bytes and Adaptive are the store's.
 	Core CoreOptions
 	// Interval between two ticks of the loop that Start begins. Default: 100 ms.
@@ -71,7 +72,7 @@ func (o Options) Validate() error {
 	switch {
 	case o.Store == nil:
 		return errors.New("rebalancer: no store")
-	case o.Now == nil:
+	case o.Clock == nil:
 		return errors.New("rebalancer: no clock")
 	case o.Interval < 0 || o.Backoff < 0 || c.HalfLife < 0 || c.Tuning.Horizon < 0:
 		return fmt.Errorf("rebalancer: a duration under 0: interval %v, back-off %v, half-life %v, horizon %v", o.Interval, o.Backoff, c.HalfLife, c.Tuning.Horizon)
@@ -107,8 +108,7 @@ type Rebalancer struct {
 	// back when they are.
 	localized []experts.ID
 
-	stop context.CancelFunc
-	loop sync.WaitGroup
+	stop func() // ends the loop; nil before Start
 }
 
 // peerState is what is remembered of a peer.
@@ -152,36 +152,26 @@ func (r *Rebalancer) Counts() Counts {
 	return r.counts
 }
 
-// Start begins a loop that ticks by itself, on Options.Now, until ctx is done or
-// Close. It is for machines on the wall clock; on a virtual one call Tick. Start is
-// called at most once.
-func (r *Rebalancer) Start(ctx context.Context) error {
+// Start begins a loop of the clock that ticks until Close. It says once what goes wrong,
+// until it does not or something else does. Start is called at most once.
+func (r *Rebalancer) Start() error {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	if r.stop != nil {
 		return errors.New("rebalancer: start: it was started before")
 	}
-	ctx, r.stop = context.WithCancel(ctx)
-	r.loop.Go(func() {
-		ticker := time.NewTicker(r.o.Interval)
-		defer ticker.Stop()
-		told := ""
-		for {
-			select {
-			case <-ctx.Done():
-				return
-			case <-ticker.C:
-			}
-			switch err := r.Tick(r.o.Now()); {
-			case err == nil:
-				told = ""
-			case errors.Is(err, harvest.ErrClosed):
-				return
-			case err.Error() != told:
-				told = err.Error()
-				r.o.Log.Warn("rebalancer: experts are not moved; those that are not in GPU memory come from host memory, slower", "err", err)
-			}
+	told := ""
+	r.stop = r.o.Clock.Loop(r.o.Interval, func(now time.Duration) time.Duration {
+		switch err := r.Tick(now); {
+		case err == nil:
+			told = ""
+		case errors.Is(err, harvest.ErrClosed):
+			return -1
+		case err.Error() != told:
+			told = err.Error()
+			r.o.Log.Warn("rebalancer: experts are not moved; those that are not in GPU memory come from host memory, slower", "err", err)
 		}
+		return r.o.Interval
 	})
 	return nil
 }
@@ -193,7 +183,6 @@ func (r *Rebalancer) Close() error {
 	r.mu.Unlock()
 	if stop != nil {
 		stop()
-		r.loop.Wait()
 	}
 	return nil
 }
@@ -320,8 +309,7 @@ func (r *Rebalancer) mend(st *peerState, p harvest.PeerSnapshot, l experts.Link,
 // in service, those included that are about to be free, and in what may still be
 // taken from the device.
 func room(p harvest.PeerSnapshot, bytes int64) int {
-	const granule = 256 // of harvest's segments
-	unit := (bytes + granule - 1) / granule * granule
+	unit := device.Align(bytes) // as harvest does
 	n := max(p.Spare, 0) / unit
 	for _, s := range p.Slabs {
 		if s.Leaving != "" {
@@ -424,7 +412,7 @@ func (r *Rebalancer) FillAll(ctx context.Context) error {
 		if err := r.store.WaitMoves(ctx); err != nil {
 			return fmt.Errorf("rebalancer: fill peer memory: %w", err)
 		}
-		now := r.o.Now()
+		now := r.o.Clock.Now()
 		v := r.view(now, false)
 		onPeers, offloaded := tally(v.Homes)
 		if onPeers == offloaded {

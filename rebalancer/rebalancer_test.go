@@ -197,7 +197,7 @@ func newRig(t *testing.T, o rigOptions) *rig {
 		store = o.store(r.store)
 	}
 	r.rb, err = rebalancer.New(rebalancer.Options{
-		Store: store, Harvest: r.harvest, Now: r.m.Now, Core: o.core, Interval: 20 * time.Millisecond,
+		Store: store, Harvest: r.harvest, Clock: r.m, Core: o.core, Interval: 20 * time.Millisecond,
 		Backoff: 200 * time.Millisecond, Log: log,
 	})
 	must(err)
@@ -639,10 +639,10 @@ func TestFillAll(t *testing.T) {
 // TestStart: the loop does it by itself, and ends.
 func TestStart(t *testing.T) {
 	r := newRig(t, rigOptions{core: rebalancer.CoreOptions{MigrationLimit: -1}})
-	if err := r.rb.Start(t.Context()); err != nil {
+	if err := r.rb.Start(); err != nil {
 		t.Fatal(err)
 	}
-	if err := r.rb.Start(t.Context()); err == nil {
+	if err := r.rb.Start(); err == nil {
 		t.Error("it starts twice")
 	}
 	for begin := time.Now(); ; time.Sleep(time.Millisecond) {
@@ -687,7 +687,7 @@ func TestTrouble(t *testing.T) {
 	}{{errors.New("out of luck"), 1}, {harvest.ErrClosed, 0}} {
 		asked := make(chan struct{})
 		r := newRig(t, rigOptions{store: func(s *experts.Store) rebalancer.Store { return refusing{s, c.err, asked} }, core: rebalancer.CoreOptions{MaxMoving: 1}})
-		if err := r.rb.Start(t.Context()); err != nil {
+		if err := r.rb.Start(); err != nil {
 			t.Fatal(err)
 		}
 		<-asked
@@ -707,13 +707,13 @@ func TestTrouble(t *testing.T) {
 
 func TestOptions(t *testing.T) {
 	r := newRig(t, rigOptions{machine: emulated.Options{Virtual: true}})
-	good := rebalancer.Options{Store: r.store, Harvest: r.harvest, Now: r.m.Now}
+	good := rebalancer.Options{Store: r.store, Harvest: r.harvest, Clock: r.m}
 	for _, c := range []struct {
 		change func(*rebalancer.Options)
 		want   string
 	}{
 		{func(o *rebalancer.Options) { o.Store = nil }, "no store"},
-		{func(o *rebalancer.Options) { o.Now = nil }, "no clock"},
+		{func(o *rebalancer.Options) { o.Clock = nil }, "no clock"},
 		{func(o *rebalancer.Options) { o.Interval = -1 }, "a duration under 0"},
 		{func(o *rebalancer.Options) { o.Core.HalfLife = -1 }, "a duration under 0"},
 		{func(o *rebalancer.Options) { o.Core.Tuning.Hysteresis = 0.5 }, "a hysteresis of 0.5"},

@@ -853,7 +853,7 @@ func TestEventsOfManyStreams(t *testing.T) {
 	r := newRig(t, 2)
 	// Open for an hour, so that a time that is not set is told from one that is: clocks
 	// of devices are only known about as well as the host is quick to ask them.
-	r.m.opened = r.m.opened.Add(-time.Hour)
+	r.m.Opened = r.m.Opened.Add(-time.Hour)
 	last := len(r.m.gpus) - 1
 	kinds := []device.Stream{r.stream(0, "a"), r.host("b"), r.stream(last, "c"), r.host("d")}
 	e, gate := r.event(), r.fence("gate")

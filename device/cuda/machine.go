@@ -32,8 +32,8 @@ const (
 // Machine is a host with NVIDIA GPUs. It holds streams, events, fences and memory
 // until they are closed, and Close closes what is left.
 type Machine struct {
-	o      Options
-	opened time.Time
+	o Options
+	device.WallClock
 	gpus   []*gpu
 	topo   *device.Topology
 	words  words
@@ -87,7 +87,7 @@ func New(o Options) (*Machine, error) {
 		return nil, badArgument("open", device.Host, "%d GPUs asked for; %d is the most", len(o.GPUs), maxGPUs)
 	}
 	m := &Machine{
-		o: o, opened: time.Now(), version: version, registers: true, aborted: make(chan struct{}),
+		o: o, WallClock: device.WallClock{Opened: time.Now()}, version: version, registers: true, aborted: make(chan struct{}),
 		streams: map[*Stream]struct{}{}, hosts: map[*hostStream]struct{}{}, events: map[*event]struct{}{}, fences: map[*fence]struct{}{},
 	}
 	for i, n := range o.GPUs {
@@ -194,8 +194,10 @@ func (m *Machine) connect() ([][]bool, error) {
 // Topology implements device.Machine.
 func (m *Machine) Topology() *device.Topology { return m.topo }
 
-// Now implements device.Machine: wall time.
-func (m *Machine) Now() time.Duration { return time.Since(m.opened) }
+// Capabilities implements device.Machine.
+func (m *Machine) Capabilities() device.Capabilities {
+	return device.Capabilities{KeepsData: true, Timed: true}
+}
 
 // DriverVersion is the CUDA version that the driver offers: 12080 is 12.8.
 func (m *Machine) DriverVersion() int { return m.version }

@@ -9,6 +9,7 @@ import (
 	"math/rand/v2"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -34,6 +35,7 @@ func Run(t *testing.T, open func(t *testing.T) device.Machine) {
 		run  func(*suite)
 	}{
 		{"Topology", 1, topology},
+		{"Clock", 1, clock},
 		{"Memory", 1, memory},
 		{"OutOfMemory", 1, outOfMemory},
 		{"CopyAllPairs", 1, copyAllPairs},
@@ -244,9 +246,68 @@ func topology(s *suite) {
 	if _, ok := t.Info(device.HBM(len(t.GPUs))); ok {
 		s.Error("there is a GPU behind the last")
 	}
+	if a, b := s.m.Capabilities(), s.m.Capabilities(); a != b || !a.KeepsData {
+		s.Errorf("capabilities %+v, and then %+v; the suite needs data", a, b)
+	}
+}
+
+func clock(s *suite) {
 	if a, b := s.m.Now(), s.m.Now(); a < 0 || b < a {
 		s.Errorf("time runs from %v to %v", a, b)
 	}
+	// turns goes on until ok, and for some rounds more.
+	turns := func(ok func() bool) {
+		s.Helper()
+		for more := 3; more > 0; {
+			s.m.Turn()
+			if err := s.m.Yield(s.ctx, 100*time.Microsecond); err != nil {
+				s.Fatal(err)
+			}
+			if ok() {
+				more--
+			}
+		}
+	}
+	var short, long atomic.Int64
+	last := s.m.Now()
+	end := s.m.Loop(0, func(now time.Duration) time.Duration {
+		if now < last {
+			s.Errorf("a loop is told that it is %v after %v", now, last)
+		}
+		last = now
+		if short.Add(1) == 3 {
+			return -1
+		}
+		return time.Microsecond
+	})
+	stop := s.m.Loop(0, func(time.Duration) time.Duration {
+		long.Add(1)
+		return 0
+	})
+	turns(func() bool { return long.Load() > 5 && short.Load() >= 3 })
+	stop()
+	before := long.Load()
+	turns(func() bool { return true })
+	if short.Load() != 3 || long.Load() != before {
+		s.Errorf("a loop that ended after 3 calls has had %d, one that was stopped after %d has had %d", short.Load(), before, long.Load())
+	}
+	end() // that has ended
+	stop()
+
+	// Yield is all that is needed for work to go on.
+	host := s.hostStream("yield")
+	var ran atomic.Bool
+	s.ok(host.Execute(device.Work{Name: "run", Host: true, Run: func(device.Access) error { ran.Store(true); return nil }}))
+	for !ran.Load() {
+		s.ok(s.m.Yield(s.ctx, 10*time.Microsecond))
+	}
+	s.ok(host.Synchronize(s.ctx))
+	done, cancel := context.WithCancel(s.ctx)
+	cancel()
+	if err := s.m.Yield(done, time.Hour); !errors.Is(err, context.Canceled) {
+		s.Errorf("a Yield whose context is done returns %v", err)
+	}
+	s.ok(host.Close())
 }
 
 func memory(s *suite) {
@@ -264,8 +325,8 @@ func memory(s *suite) {
 			if mem.Space() != sp || mem.Bytes() != n || r.Bytes != n {
 				s.Errorf("asked for %d bytes on %s, got %d on %s", n, sp, mem.Bytes(), mem.Space())
 			}
-			if r.Addr == 0 || r.Addr%256 != 0 {
-				s.Errorf("address %#x is not aligned to 256", r.Addr)
+			if r.Addr == 0 || r.Addr%device.Alignment != 0 {
+				s.Errorf("address %#x is not aligned to %d", r.Addr, device.Alignment)
 			}
 			for _, other := range mems[:len(mems)-1] {
 				if o := whole(other); o.Addr < r.End() && r.Addr < o.End() {

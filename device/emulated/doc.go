@@ -19,7 +19,8 @@
 // program with one goroutine beside its streams therefore runs the same way every
 // time, at the same times. A wait that nothing can end is ErrDeadlock, which names
 // every stream that is held up and by what. Polling works too: asking Event.Query or
-// Fence.Value twice in a row lets the machine go on by one step.
+// Fence.Value twice in a row lets the machine go on by one step, as Machine.Yield does
+// each time. Machine.Loop has no goroutine: its calls are made by Machine.Turn.
 //
 // With Options.NoData besides, memory is address space only, so that models of
 // hundreds of gigabytes run in their true shapes: copies take their time and move

@@ -235,7 +235,7 @@ func (m *Machine) pace(fl *flow) {
 		}
 		end := m.fluid.end(fl)
 		m.mu.Unlock()
-		fl.sleep(end - time.Since(m.opened))
+		fl.sleep(end - m.wall.Now())
 		m.mu.Lock()
 	}
 }

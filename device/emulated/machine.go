@@ -20,9 +20,11 @@ import (
 // operations off its queue. A virtual machine has none: whoever waits drives it
 // (see wait).
 type Machine struct {
-	o      Options
-	topo   *device.Topology
-	opened time.Time
+	o    Options
+	topo *device.Topology
+	wall device.WallClock
+	// turns are the loops of a virtual clock.
+	turns loops
 
 	mu      sync.Mutex
 	spaces  []*space
@@ -79,7 +81,7 @@ func New(o Options) (*Machine, error) {
 	}
 	o = o.withDefaults()
 	m := &Machine{
-		o: o, topo: o.topology(), opened: time.Now(),
+		o: o, topo: o.topology(), wall: device.WallClock{Opened: time.Now()},
 		rng: rand.New(rand.NewPCG(o.Seed, 0)), change: make(chan struct{}),
 	}
 	for _, s := range m.topo.Spaces() {
@@ -102,17 +104,15 @@ func New(o Options) (*Machine, error) {
 // Topology implements device.Machine.
 func (m *Machine) Topology() *device.Topology { return m.topo }
 
-// KeepsData says whether memory holds bytes, that is, whether Options.NoData is
-// unset.
-func (m *Machine) KeepsData() bool { return !m.o.NoData }
+// Capabilities implements device.Machine.
+func (m *Machine) Capabilities() device.Capabilities {
+	return device.Capabilities{KeepsData: !m.o.NoData, Emulated: true, Timed: m.o.Virtual || m.o.Pace}
+}
 
-// Virtual says whether time is virtual: it then goes on while somebody waits, only.
-func (m *Machine) Virtual() bool { return m.o.Virtual }
-
-// Now implements device.Machine.
+// Now implements device.Clock.
 func (m *Machine) Now() time.Duration {
 	if !m.o.Virtual {
-		return time.Since(m.opened)
+		return m.wall.Now()
 	}
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -124,7 +124,7 @@ func (m *Machine) clock() time.Duration {
 	if m.o.Virtual {
 		return m.now
 	}
-	return time.Since(m.opened)
+	return m.wall.Now()
 }
 
 // Usage implements device.Machine.

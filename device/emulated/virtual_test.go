@@ -453,8 +453,8 @@ func TestNoData(t *testing.T) {
 		t.Fatal(err)
 	}
 	m := open(t, o)
-	if m.KeepsData() {
-		t.Error("a machine without data says that it keeps some")
+	if c := m.Capabilities(); c != (device.Capabilities{Emulated: true, Timed: true}) {
+		t.Errorf("a virtual machine without data says that it has %+v", c)
 	}
 	const n = 200e9
 	src, dst := alloc(t, m, device.Host, n, "experts"), alloc(t, m, device.HBM(0), n, "slots")
@@ -483,5 +483,53 @@ func TestNoData(t *testing.T) {
 	}
 	if got := m.Now(); got != 5*time.Second {
 		t.Errorf("4 s of copy and 1 s of work took %v", got)
+	}
+}
+
+// TestTurn: loops of a virtual clock run where Turn is called, in the order in which they
+// were begun, and Yield does one operation.
+func TestTurn(t *testing.T) {
+	m := open(t, emulated.Options{Virtual: true})
+	var got []string
+	loop := func(name string, rounds int) (stop func()) {
+		return m.Loop(time.Hour, func(time.Duration) time.Duration {
+			got = append(got, name)
+			if rounds--; rounds == 0 {
+				return -1
+			}
+			return time.Hour
+		})
+	}
+	defer loop("a", 0)()
+	loop("b", 2)
+	stop := loop("c", 0)
+	host, err := m.NewStream(device.Host, device.StreamOptions{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	for i := range 4 {
+		work := device.Work{Name: "work", Host: true, Run: func(device.Access) error {
+			got = append(got, "work")
+			return nil
+		}}
+		if err := errors.Join(host.(device.Executor).Execute(work), host.(device.Executor).Execute(work)); err != nil {
+			t.Fatal(err)
+		}
+		if i == 2 {
+			stop()
+		}
+		m.Turn()
+		if err := m.Yield(t.Context(), time.Hour); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if want := strings.Fields("a b c work a b c work a work a work"); !slices.Equal(got, want) {
+		t.Errorf("%v, want %v", got, want)
+	}
+	if err := errors.Join(host.Synchronize(t.Context()), host.Close()); err != nil {
+		t.Error(err)
+	}
+	if n := testing.AllocsPerRun(100, m.Turn); n > 0 {
+		t.Errorf("Turn allocates %v times", n)
 	}
 }

@@ -5,6 +5,7 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
+	"io"
 	"math"
 	"strings"
 	"testing"
@@ -13,6 +14,7 @@ import (
 	"go.uber.org/goleak"
 
 	"github.com/moeserve/moeserve/device"
+	"github.com/moeserve/moeserve/device/devicetest"
 	"github.com/moeserve/moeserve/device/emulated"
 	"github.com/moeserve/moeserve/device/trace"
 )
@@ -183,5 +185,16 @@ func TestMachine(t *testing.T) {
 				}
 			}
 		}
+	}
+}
+
+// TestConformance: a traced machine is one like any other.
+func TestConformance(t *testing.T) {
+	for _, virtual := range []bool{false, true} {
+		devicetest.Run(t, func(t *testing.T) device.Machine {
+			m, err := emulated.Open(emulated.Options{Virtual: virtual})
+			check(t, err)
+			return trace.Wrap(m, trace.NewWriter(io.Discard))
+		})
 	}
 }
