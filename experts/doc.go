@@ -39,47 +39,48 @@
 // # A step
 //
 // One goroutine, the pipeline, drives the layers in their order, all on one
-// compute stream:
+// compute stream. A step is a value, and so is a layer that is open:
 //
-//	err := store.Begin()
+//	step, err := store.BeginStep(ctx, compute)
 //	for _, l := range layers {                    // those with experts
-//		use, err := store.Open(ctx, l, compute)   // tables updated on compute
-//		store.Prefetch(next(l))                   // the copies for the layer after it
-//		for _, w := range use.Waves {             // local ones first
+//		use, err := step.Layer(ctx, l)            // tables updated on compute
+//		step.Prefetch(next(l))                    // the copies for the layer after it
+//		for _, w := range use.Waves {             // resident ones first
 //			w.Wait(compute)                       // for this wave's copies only
 //			up.Slots, up.Experts = use.Slots, w.Experts
 //			…
 //		}
-//		store.Done(l, compute)                    // the slots may be overwritten
+//		use.Close()                               // the slots may be overwritten
 //	}
 //	… the step's end is synchronized …
-//	if err := store.Err(); err != nil {           // never believe a step before this
+//	if err := step.End(); err != nil {            // never believe a step before this
 //		compute.Recover(ctx)
-//		store.Reset(ctx)
+//		step.Drop(ctx)
 //		… run the step again …
 //	}
 //
 // With few rows a layer needs few of its experts, and only these are fetched once the
-// host knows which:
+// host knows which. A layer that awaits its router's choice is a value of another type,
+// which cannot be closed:
 //
-//	use, err := store.OpenLocal(ctx, l, compute)
-//	… router; its choice and a guess for the next layer come to the host …
-//	… use.Waves: the local experts …
-//	waves, err := store.Choose(ctx, l, chosen, compute)
-//	store.Guess(next(l), guessed)
-//	… waves, each behind its copies …
-//	store.Done(l, compute)
+//	open, err := step.LayerUnrouted(ctx, l)
+//	… router; its choice and a prediction for the next layer come to the host …
+//	… open.Waves: the resident experts …
+//	use, err := open.FetchChosen(ctx, chosen)
+//	step.PrefetchPredicted(next(l), predicted)
+//	… use.Waves, each behind its copies …
+//	use.Close()
 //
-// A store that misses nothing can be used as a whole: UseAll comes before what reads the
-// layers, whose Use is Local's, and nothing behind it.
+// A store that misses nothing can be used as a whole, as a CUDA graph needs it: while the
+// graph is captured, layers are those of step.Frozen(), and step.Layers comes before each
+// launch.
 //
-// Open (or OpenLocal) and Done come in pairs; Prefetch and Guess may come any time and
-// any number of times. Open and Choose fetch what these have not. When Prefetch(l+1)
-// comes after Open(l) and before Done(l), the ring holds both layers, and the copies
-// into slots that layer l-1 used wait on the device for the fence that Done(l-1) put on
-// the stream: the host never waits.
+// Prefetch and PrefetchPredicted may come any time and any number of times; opening a
+// layer and FetchChosen fetch what these have not. When the next layer is prefetched while
+// one is open, the ring holds both, and the copies into slots that the layer before used
+// wait on the device for the fence that its Close put on the stream: the host never waits.
 //
-// After Err, every Prefetch and Open fails until Reset. Reset wants the compute
+// Once a fetch has failed, everything but Drop fails. Drop wants the compute
 // stream recovered (nothing of the dropped step is running); it waits for copies
 // under way, drops what did not arrive whole, and keeps what did. Peer copies that
 // could not be read are given back, and a peer whose copies fail three times in a row,

@@ -45,10 +45,12 @@ func (r *gpuRig) read(src device.Range) []byte {
 // step runs one step as the pipeline does and looks at every expert of every wave.
 func (r *gpuRig) step(s *Store) {
 	r.Helper()
+	st, err := s.BeginStep(r.Context(), r.compute)
+	r.ok(err)
 	for _, l := range r.model.layers {
-		u, err := s.Open(r.Context(), l, r.compute)
+		u, err := st.Layer(r.Context(), l)
 		r.ok(err)
-		r.ok(s.Prefetch(s.Next(l)))
+		r.ok(st.Prefetch(s.Next(l)))
 		seen := 0
 		for _, w := range u.Waves {
 			r.ok(w.Wait(r.compute))
@@ -65,9 +67,9 @@ func (r *gpuRig) step(s *Store) {
 		if seen != r.model.experts {
 			r.Errorf("layer %d: %d of %d experts are in waves", l, seen, r.model.experts)
 		}
-		r.ok(s.Done(l, r.compute))
+		r.ok(u.Close())
 	}
-	r.ok(s.Err())
+	r.ok(st.End())
 }
 
 // TestGPUSameBytes: on a GPU too, every wave finds the right bytes, whatever lies

@@ -351,7 +351,7 @@ func (s *Store) landed(l *lent, err error) {
 }
 
 // WaitMoves waits until no copy is on its way to a peer, or to stay, any more. The
-// swaps are carried out by Begin.
+// swaps are carried out by BeginStep.
 func (s *Store) WaitMoves(ctx context.Context) error {
 	for s.Settle() > 0 {
 		s.peers.mu.Lock()
@@ -438,7 +438,7 @@ type swap struct {
 }
 
 // Swap begins to bring an offloaded expert to the compute GPU's memory for good, in
-// place of a local one of the same layer, and returns at once. The Begin that finds
+// place of a local one of the same layer, and returns at once. The BeginStep that finds
 // that it has landed makes the change. ErrBusy means that one of them is being swapped
 // already, is where it should be, or that all spare extents are in use.
 func (s *Store) Swap(in, out ID) error {

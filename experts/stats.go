@@ -68,14 +68,14 @@ type Stats struct {
 	// (since an earlier use), or Peer or Host, from where it had to be fetched.
 	Hits [tiers]int64
 	// Misses: it had to be fetched for this use. Prefetched: how many of these were
-	// submitted by Prefetch or Guess.
+	// submitted ahead of need.
 	Misses, Prefetched int64
-	// Guessed counts the offloaded experts that Guess was told, GuessedRight those that
+	// Guessed counts the offloaded experts that were predicted, GuessedRight those that
 	// were chosen, and Asked all offloaded experts that were chosen.
 	Guessed, GuessedRight, Asked int64
 	// Fetched is the bytes of the copies submitted, by the tier they came from.
 	Fetched [tiers]int64
-	// Failed is how many copies failed or were canceled by a Reset.
+	// Failed is how many copies failed or were canceled by a Drop.
 	Failed int64
 	// Promoted and Demoted count copies that came to peers' memory and that were given
 	// back, Revoked those that were taken, MovedBytes what Promote and Swap have moved.

@@ -13,23 +13,65 @@ import (
 	"github.com/moeserve/moeserve/transfer"
 )
 
-// Use is what a layer's products need.
+// Step is one pass of the compute stream over the model's layers, from BeginStep to End
+// or Drop. Its methods are for one goroutine. It holds nothing itself, so copies of it
+// are the same step; a method of a step that is over is an error.
+type Step struct {
+	s      *Store
+	number uint64
+	frozen bool
+}
+
+// Use is a layer that is open, with all experts that its rows need. It ends with Close.
 type Use struct {
-	// Slots is the layer's slot table, [experts] U64, valid on the compute stream
-	// from Open to Done.
+	// Slots is the layer's slot table, [experts] U64, valid on the compute stream until
+	// Close.
 	Slots kernels.Tensor
-	// Waves hold every expert that is opened once: local ones first. They are valid
-	// until Done.
+	// Waves hold the experts to be launched, each once: of Layer all of them, resident
+	// ones first; of FetchChosen the chosen ones that are not resident. They are valid
+	// until Close.
 	Waves []Wave
-	// All lists the experts of all waves of Open, [n] I32 in device memory.
+	// All lists the experts of all waves of Layer, [n] I32 in device memory.
 	All kernels.Tensor
+
+	open opening
+}
+
+// Unrouted is a layer that is open while its router's choice is not known yet. Only what
+// FetchChosen makes of it can be closed.
+type Unrouted struct {
+	Slots kernels.Tensor
+	// Waves hold the resident experts, if there are any.
+	Waves []Wave
+
+	open opening
+}
+
+// opening names one opening of a layer. It is frozen where Step.Frozen gave it.
+type opening struct {
+	s      *Store
+	number uint64
+	frozen bool
+}
+
+// stepState is the step under way.
+type stepState struct {
+	// number of the latest step.
+	number  uint64
+	running bool
+	compute device.Stream
+	// open is the position of the layer that is open, or -1, unrouted says that its
+	// router's choice is awaited, and opened counts openings.
+	open     int
+	unrouted bool
+	opened   uint64
 }
 
 // Wave is a list of experts to be launched together.
 type Wave struct {
 	// Experts is the list, [n] I32 in device memory.
 	Experts kernels.Tensor
-	// Await must be reached before the launch; empty for local experts.
+	// Await must be reached before the launch; empty for resident experts.
 	Await []device.Point
 }
 
@@ -43,45 +85,86 @@ func (w Wave) Wait(s device.Stream) error {
 	return nil
 }
 
-// Begin comes before each step, when nothing of an earlier one runs any more: it
-// carries out the swaps whose experts have landed, corrects the links' rates, and
-// trusts peers again once a step has passed without them.
-func (s *Store) Begin() error {
+// BeginStep begins a step on the compute stream, when nothing of an earlier one runs any
+// more: it carries out the swaps whose experts have landed, corrects the links' rates, and
+// trusts peers again once a step has passed without them. Where a copy that was submitted
+// ahead has failed since the step before, it clears up as Drop does; ctx bounds that.
+func (s *Store) BeginStep(ctx context.Context, compute device.Stream) (Step, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if err := s.usable(); err != nil {
-		return fmt.Errorf("experts: begin a step: %w", err)
+	if err := s.beginStep(ctx, compute); err != nil {
+		return Step{}, fmt.Errorf("experts: begin a step: %w", err)
+	}
+	return Step{s: s, number: s.step.number}, nil
+}
+
+func (s *Store) beginStep(ctx context.Context, compute device.Stream) error {
+	switch {
+	case s.closed:
+		return device.ErrClosed
+	case !s.sealed:
+		return errors.New("the store is not sealed")
+	case s.step.running:
+		return errors.New("the step before has neither ended nor been dropped")
+	}
+	if s.failure() != nil {
+		if err := s.reset(ctx); err != nil {
+			return err
+		}
 	}
 	s.mistrust = max(s.mistrust-1, 0)
 	s.carryOutSwaps()
 	s.rates.update(s.o.Transfer, s.o.Space)
+	s.step = stepState{number: s.step.number + 1, opened: s.step.opened, running: true, compute: compute, open: -1}
 	return nil
 }
 
 // LinkTime is for how long the link into the compute GPU that was longest at work was so
-// between the latest two calls of Begin, by the machine's clock.
+// between the latest two calls of BeginStep, by the machine's clock.
 func (s *Store) LinkTime() time.Duration {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return s.rates.atWork
 }
 
+// in locks the step's store for a method of the step and returns the layer's position,
+// or -1 where it has no experts. The caller unlocks, also where there is an error.
+func (st Step) in(layer int) (position int, err error) {
+	st.s.mu.Lock()
+	position, ok := st.s.position[layer]
+	if !ok {
+		position = -1
+	}
+	if err = st.over(); err == nil {
+		err = st.s.usable()
+	}
+	return position, err
+}
+
+// over says why the step is not under way.
+func (st Step) over() error {
+	if !st.s.step.running || st.s.step.number != st.number {
+		return errors.New("the step is over")
+	}
+	return nil
+}
+
 // Prefetch submits the copies of what the layer misses into ring slots that no
-// layer prefetched or open holds. What finds no slot is left to Open. It never
+// layer prefetched or open holds. What finds no slot is left to Layer. It never
 // waits, and does nothing for a layer that has everything, is open, or has no experts.
-func (s *Store) Prefetch(layer int) error { return s.PrefetchPart(layer, 0, 1) }
+func (st Step) Prefetch(layer int) error { return st.PrefetchPart(layer, 0, 1) }
 
 // PrefetchPart is Prefetch of one of so many parts of what the layer misses, counted
 // from 0: neighbors, as many in each as in the others, or one less.
-func (s *Store) PrefetchPart(layer, part, parts int) error {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	position, ok := s.position[layer]
-	if !ok {
+func (st Step) PrefetchPart(layer, part, parts int) error {
+	if st.frozen {
 		return nil
 	}
-	err := s.usable()
-	if l := &s.layers[position]; err == nil && l.state == shut {
+	position, err := st.in(layer)
+	s := st.s
+	defer s.mu.Unlock()
+	if err == nil && position >= 0 && position != s.step.open {
+		l := &s.layers[position]
 		l.listAll()
 		missing := l.missing()
 		_, err = s.bring(position, missing[part*len(missing)/parts:(part+1)*len(missing)/parts], s.plan.Waves, transfer.Prefetch)
@@ -92,29 +175,29 @@ func (s *Store) PrefetchPart(layer, part, parts int) error {
 	return nil
 }
 
-// Guess is Prefetch of some experts of the layer: of those that its router will
-// probably choose. They may be named in any order and repeatedly, and local ones too.
-func (s *Store) Guess(layer int, guessed []int32) error {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	position, ok := s.position[layer]
-	if !ok {
+// PrefetchPredicted is Prefetch of some experts of the layer: of those that its router
+// will probably choose. They may be named in any order and repeatedly, and resident ones
+// too.
+func (st Step) PrefetchPredicted(layer int, predicted []int32) error {
+	if st.frozen {
 		return nil
 	}
-	err := s.usable()
-	if err == nil && s.layers[position].state == shut {
-		err = s.guess(position, guessed)
+	position, err := st.in(layer)
+	s := st.s
+	defer s.mu.Unlock()
+	if err == nil && position >= 0 && position != s.step.open {
+		err = s.prefetchPredicted(position, predicted)
 	}
 	if err != nil {
-		return fmt.Errorf("experts: guess layer %d: %w", layer, err)
+		return fmt.Errorf("experts: prefetch predicted experts of layer %d: %w", layer, err)
 	}
 	return nil
 }
 
-func (s *Store) guess(position int, guessed []int32) error {
+func (s *Store) prefetchPredicted(position int, predicted []int32) error {
 	l := &s.layers[position]
-	for _, e := range guessed {
-		if err := s.known(e); err != nil {
+	for _, e := range predicted {
+		if err := s.checkID(e); err != nil {
 			return err
 		}
 		if l.localAt[e] < 0 && !l.guessed[e] {
@@ -126,7 +209,7 @@ func (s *Store) guess(position int, guessed []int32) error {
 	return err
 }
 
-func (s *Store) known(e int32) error {
+func (s *Store) checkID(e int32) error {
 	if e < 0 || int(e) >= s.plan.Experts {
 		return fmt.Errorf("there is no expert %d: the layer has %d", e, s.plan.Experts)
 	}
@@ -145,109 +228,138 @@ func (s *Store) selected(l *layer, marked []bool) []int {
 	return l.missing()
 }
 
-// Open readies a layer for one use on the compute stream, with all its experts: it
-// fetches what no Prefetch has, makes the fetches under way urgent, and puts the
-// update of the tables on the stream. ctx bounds a wait that only a host two uses of
-// the layer ahead of the device can meet.
-func (s *Store) Open(ctx context.Context, layer int, compute device.Stream) (Use, error) {
-	s.mu.Lock()
+// Layer opens a layer for one use with all its experts: it fetches what no Prefetch has,
+// makes the fetches under way urgent, and puts the update of the tables on the stream.
+// ctx bounds a wait that only a host two uses of the layer ahead of the device can meet.
+// One layer is open at a time.
+func (st Step) Layer(ctx context.Context, layer int) (Use, error) {
+	if st.frozen {
+		return st.s.frozen(layer)
+	}
+	position, err := st.opens(layer)
+	s := st.s
 	defer s.mu.Unlock()
-	l, err := s.opening(layer)
 	if err == nil {
-		err = s.openWhole(ctx, s.position[layer], compute)
+		err = s.openWhole(ctx, position)
 	}
 	if err != nil {
 		return Use{}, fmt.Errorf("experts: open layer %d: %w", layer, err)
 	}
-	return l.use, nil
+	use := s.layers[position].use
+	use.open = s.opened(position, false)
+	return use, nil
 }
 
-// opening checks that a layer can be opened.
-func (s *Store) opening(layer int) (*layer, error) {
-	position, ok := s.position[layer]
-	if !ok {
-		return nil, errors.New("it has no experts")
+// opens is in for a layer that is to be opened.
+func (st Step) opens(layer int) (position int, err error) {
+	position, err = st.in(layer)
+	switch open := st.s.step.open; {
+	case err != nil:
+	case position < 0:
+		err = errors.New("it has no experts")
+	case open >= 0:
+		err = fmt.Errorf("layer %d is open; Close comes first", st.s.plan.Layers[open])
 	}
-	if err := s.usable(); err != nil {
-		return nil, err
-	}
-	l := &s.layers[position]
-	if l.state != shut {
-		return nil, errors.New("it is open already; Done comes first")
-	}
-	return l, nil
+	return position, err
 }
 
-func (s *Store) openWhole(ctx context.Context, position int, compute device.Stream) error {
+// opened notes that the layer is open.
+func (s *Store) opened(position int, unrouted bool) opening {
+	s.step.opened++
+	s.step.open, s.step.unrouted = position, unrouted
+	return opening{s: s, number: s.step.opened}
+}
+
+// in locks the store and returns the layer that is open by this opening. The caller
+// unlocks, also where there is an error.
+func (o opening) in() (*layer, error) {
+	o.s.mu.Lock()
+	if step := &o.s.step; !step.running || step.open < 0 || step.opened != o.number {
+		return nil, errors.New("the layer is not open any more")
+	}
+	return &o.s.layers[o.s.step.open], nil
+}
+
+func (s *Store) openWhole(ctx context.Context, position int) error {
 	l := &s.layers[position]
 	l.listAll()
 	if err := s.bringAll(position, l.missing(), s.plan.Waves); err != nil {
 		return err
 	}
-	if err := s.updateRow(ctx, position, compute); err != nil {
+	if err := s.updateRow(ctx, position); err != nil {
 		return err
 	}
 	l.use.Waves = l.use.Waves[:0]
 	s.localWave(l)
 	s.waves(l, s.plan.Waves)
 	l.use.All = l.ids.Slice(0, len(l.list))
-	l.state = openWhole
 	for e := range s.plan.Experts {
 		s.counts.uses[position][e]++
 	}
+	s.stats.Hits[Local] += int64(l.residents)
 	s.countUse(l, l.missing())
 	return nil
 }
 
-// OpenLocal readies a layer for one use of which it is not known yet which experts it
-// needs: Waves hold the local ones only, if there are any. Choose comes before Done.
-func (s *Store) OpenLocal(ctx context.Context, layer int, compute device.Stream) (Use, error) {
-	s.mu.Lock()
+// LayerUnrouted opens a layer for one use of which it is not known yet which experts it
+// needs.
+func (st Step) LayerUnrouted(ctx context.Context, layer int) (Unrouted, error) {
+	position, err := st.opens(layer)
+	s := st.s
 	defer s.mu.Unlock()
-	l, err := s.opening(layer)
 	if err == nil {
-		l.sent = -1
-		if l.image == nil || l.moved { // else Choose will do
-			err = s.updateRow(ctx, s.position[layer], compute)
+		if l := &s.layers[position]; l.image == nil || l.moved { // else FetchChosen will do
+			err = s.updateRow(ctx, position)
+		} else {
+			l.sent = -1
 		}
 	}
 	if err != nil {
-		return Use{}, fmt.Errorf("experts: open layer %d: %w", layer, err)
+		return Unrouted{}, fmt.Errorf("experts: open layer %d: %w", layer, err)
 	}
+	l := &s.layers[position]
 	l.use.Waves = l.use.Waves[:0]
 	s.localWave(l)
-	l.state = openLocal
-	return l.use, nil
+	return Unrouted{Slots: l.use.Slots, Waves: l.use.Waves, open: s.opened(position, true)}, nil
 }
 
-// Choose brings the offloaded experts of those that the rows of a layer opened by
-// OpenLocal have chosen, and returns their waves, valid until Done. Copies of others
-// that have not begun are forgone. chosen may name
+// FetchChosen brings the offloaded experts of those that the layer's rows have chosen, and
+// returns their waves. Copies of others that have not begun are forgone. chosen may name
 // experts in any order and repeatedly. The update of the tables is on the stream
 // behind it.
-func (s *Store) Choose(ctx context.Context, layer int, chosen []int32, compute device.Stream) ([]Wave, error) {
-	s.mu.Lock()
+func (u Unrouted) FetchChosen(ctx context.Context, chosen []int32) (Use, error) {
+	if u.open.s == nil {
+		return Use{}, errNotOpened
+	}
+	_, err := u.open.in()
+	s := u.open.s
 	defer s.mu.Unlock()
-	position, ok := s.position[layer]
-	if !ok || s.layers[position].state != openLocal {
-		return nil, fmt.Errorf("experts: choose of layer %d: OpenLocal comes first", layer)
+	if err == nil && !s.step.unrouted {
+		err = errors.New("they have been fetched")
 	}
-	waves, err := s.choose(ctx, position, chosen, compute)
 	if err != nil {
-		return nil, fmt.Errorf("experts: choose of layer %d: %w", layer, err)
+		return Use{}, fmt.Errorf("experts: fetch chosen experts: %w", err)
 	}
-	return waves, nil
+	use, err := s.fetchChosen(ctx, s.step.open, chosen)
+	if err != nil {
+		return Use{}, fmt.Errorf("experts: fetch chosen experts of layer %d: %w", s.plan.Layers[s.step.open], err)
+	}
+	s.step.unrouted = false
+	use.open = u.open
+	return use, nil
 }
 
-func (s *Store) choose(ctx context.Context, position int, chosen []int32, compute device.Stream) ([]Wave, error) {
+var errNotOpened = errors.New("experts: no layer was opened")
+
+func (s *Store) fetchChosen(ctx context.Context, position int, chosen []int32) (Use, error) {
 	l := &s.layers[position]
 	if err := s.usable(); err != nil {
-		return nil, err
+		return Use{}, err
 	}
 	clear(l.chosen)
 	for _, e := range chosen {
-		if err := s.known(e); err != nil {
-			return nil, err
+		if err := s.checkID(e); err != nil {
+			return Use{}, err
 		}
 		if l.chosen[e] {
 			continue
@@ -265,22 +377,21 @@ func (s *Store) choose(ctx context.Context, position int, chosen []int32, comput
 	}
 	missing := s.selected(l, l.chosen)
 	for e := range l.refs {
-		if l.refs[e].Held() && !l.chosen[e] { // guessed, or prefetched, in vain
+		if l.refs[e].Held() && !l.chosen[e] { // predicted, or prefetched, in vain
 			l.refs[e].Release()
 			s.forgo(l.slot[e])
 		}
 	}
 	if err := s.bringAll(position, missing, s.plan.ChosenWaves); err != nil {
-		return nil, err
+		return Use{}, err
 	}
-	if err := s.updateRow(ctx, position, compute); err != nil {
-		return nil, err
+	if err := s.updateRow(ctx, position); err != nil {
+		return Use{}, err
 	}
 	first := len(l.use.Waves)
 	s.waves(l, s.plan.ChosenWaves)
-	l.state = openChosen
 	s.countUse(l, missing)
-	return l.use.Waves[first:], nil
+	return Use{Slots: l.use.Slots, Waves: l.use.Waves[first:]}, nil
 }
 
 // localWave adds the wave of the local experts.
@@ -325,9 +436,6 @@ func appendWave(waves []Wave, list kernels.Tensor) []Wave {
 
 // countUse counts where the experts of a use were found.
 func (s *Store) countUse(l *layer, missing []int) {
-	if l.state == openWhole {
-		s.stats.Hits[Local] += int64(l.residents)
-	}
 	for _, e := range missing {
 		sl := &s.slots[l.slot[e]]
 		if !sl.fresh {
@@ -345,14 +453,11 @@ func (s *Store) countUse(l *layer, missing []int) {
 
 // usable says why no layer can be prefetched or opened.
 func (s *Store) usable() error {
-	switch {
-	case s.closed:
+	if s.closed {
 		return device.ErrClosed
-	case !s.sealed:
-		return errors.New("the store is not sealed")
 	}
 	if err := s.failure(); err != nil {
-		return fmt.Errorf("a fetch has failed and the store was not reset: %w", err)
+		return fmt.Errorf("a fetch has failed and the step was not dropped: %w", err)
 	}
 	return nil
 }
@@ -367,7 +472,7 @@ func (s *Store) bringAll(position int, missing []int, waves int) error {
 		return err
 	}
 	if !whole {
-		return fmt.Errorf("the ring of %d slots is held by other layers that were prefetched or opened and have not seen Done", len(s.slots))
+		return fmt.Errorf("the ring of %d slots is held by other layers that were prefetched or opened and were not closed", len(s.slots))
 	}
 	l := &s.layers[position]
 	var last *fetch
@@ -384,7 +489,7 @@ func (s *Store) bringAll(position int, missing []int, waves int) error {
 
 // updateRow puts the layer's addresses and list into its row of the tables, if they
 // are not there.
-func (s *Store) updateRow(ctx context.Context, position int, compute device.Stream) error {
+func (s *Store) updateRow(ctx context.Context, position int) error {
 	l := &s.layers[position]
 	l.sent = -1
 	if len(l.localAt) == l.residents && l.image != nil && !l.moved {
@@ -406,7 +511,7 @@ func (s *Store) updateRow(ctx context.Context, position int, compute device.Stre
 	at := int64(position) * size
 	from := int64(turn)*s.plan.TableBytes + at
 	copy(s.upload.Write(from, size), l.row)
-	if err := compute.Copy(s.table.Range(at, size), s.upload.Range(from, size)); err != nil {
+	if err := s.step.compute.Copy(s.table.Range(at, size), s.upload.Range(from, size)); err != nil {
 		return fmt.Errorf("update the tables: %w", err)
 	}
 	l.image, l.moved = append(l.image[:0], l.row...), false
@@ -414,31 +519,36 @@ func (s *Store) updateRow(ctx context.Context, position int, compute device.Stre
 	return nil
 }
 
-// Done says that everything that reads the layer has been enqueued on the compute
+// Close says that everything that reads the layer has been enqueued on the compute
 // stream, and puts there the fence that lets its slots be overwritten.
-func (s *Store) Done(layer int, compute device.Stream) error {
-	s.mu.Lock()
+func (u Use) Close() error {
+	if u.open.frozen {
+		return nil
+	}
+	if u.open.s == nil {
+		return errNotOpened
+	}
+	l, err := u.open.in()
+	s := u.open.s
 	defer s.mu.Unlock()
-	position, ok := s.position[layer]
-	if !ok || s.layers[position].state == shut {
-		return fmt.Errorf("experts: done with layer %d: it is not open", layer)
+	if err != nil {
+		return fmt.Errorf("experts: close a layer: %w", err)
 	}
-	l := &s.layers[position]
-	if l.state == openLocal {
-		return fmt.Errorf("experts: done with layer %d: Choose comes first", layer)
-	}
-	if err := s.done(l, compute); err != nil {
-		return fmt.Errorf("experts: done with layer %d: %w", layer, err)
+	number := s.plan.Layers[s.step.open]
+	s.step.open = -1
+	if err := s.release(l); err != nil {
+		return fmt.Errorf("experts: close layer %d: %w", number, err)
 	}
 	return nil
 }
 
-func (s *Store) done(l *layer, compute device.Stream) error {
-	l.endUse()
+// release lets the slots of the layer be overwritten behind what is on the stream.
+func (s *Store) release(l *layer) error {
+	clear(l.guessed)
 	if len(l.missing()) == 0 && l.sent < 0 {
 		return nil
 	}
-	if err := compute.Raise(s.passed, s.passedValue+1); err != nil {
+	if err := s.step.compute.Raise(s.passed, s.passedValue+1); err != nil {
 		return err
 	}
 	s.passedValue++
@@ -454,37 +564,42 @@ func (s *Store) done(l *layer, compute device.Stream) error {
 	return nil
 }
 
-func (l *layer) endUse() {
-	l.state = shut
-	clear(l.guessed)
-}
-
-// UseAll is Open and Done of every layer in one, of a store that misses nothing: what
-// reads the layers is enqueued behind it. The tables are updated where that is due.
-func (s *Store) UseAll(ctx context.Context, compute device.Stream) error {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	for position, number := range s.plan.Layers {
-		l, err := s.opening(number)
-		if err == nil {
-			err = l.whole()
-		}
-		if err == nil {
-			err = s.openWhole(ctx, position, compute)
-		}
-		if err == nil {
-			err = s.done(l, compute)
-		}
-		if err != nil {
+// Layers is Layer and Close of every layer in one, of a store that misses nothing: what
+// reads the layers, as Frozen's Layer gives them, is enqueued behind it. The tables are
+// updated where that is due.
+func (st Step) Layers(ctx context.Context) error {
+	for _, number := range st.s.plan.Layers {
+		if err := st.layerAtOnce(ctx, number); err != nil {
 			return fmt.Errorf("experts: use layer %d: %w", number, err)
 		}
 	}
 	return nil
 }
 
-// Local is the Use of a layer of which nothing is missing: the same at every Open, and
-// valid until Close.
-func (s *Store) Local(layer int) (Use, error) {
+func (st Step) layerAtOnce(ctx context.Context, layer int) error {
+	position, err := st.opens(layer)
+	s := st.s
+	defer s.mu.Unlock()
+	if err != nil {
+		return err
+	}
+	l := &s.layers[position]
+	if err := l.whole(); err != nil {
+		return err
+	}
+	if err := s.openWhole(ctx, position); err != nil {
+		return err
+	}
+	return s.release(l)
+}
+
+// Frozen is the step as a graph's capture sees it: its Layer gives what any step's Layer
+// gives, until the store is closed, and does nothing; nor do Prefetch and Close. A layer
+// that misses an expert cannot be opened.
+func (st Step) Frozen() Step { return Step{s: st.s, frozen: true} }
+
+// frozen is the Use of a layer of which nothing is missing.
+func (s *Store) frozen(layer int) (Use, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	position, ok := s.position[layer]
@@ -493,11 +608,11 @@ func (s *Store) Local(layer int) (Use, error) {
 		err = s.layers[position].whole()
 	}
 	if err != nil {
-		return Use{}, fmt.Errorf("experts: local experts of layer %d: %w", layer, err)
+		return Use{}, fmt.Errorf("experts: resident experts of layer %d: %w", layer, err)
 	}
 	l := &s.layers[position]
 	use := l.use
-	use.Waves, use.All = []Wave{{Experts: l.ids}}, l.ids
+	use.Waves, use.All, use.open = []Wave{{Experts: l.ids}}, l.ids, opening{frozen: true}
 	return use, nil
 }
 
@@ -509,14 +624,49 @@ func (l *layer) whole() error {
 	return nil
 }
 
-// Err is the first failure of a fetch since the last Reset, or nil. After the end
-// of a step nothing of the step can still fail.
-func (s *Store) Err() error {
+// End ends a step, whose end on the compute stream has been awaited. Nothing that the step
+// computed may be believed before: an error is the first failure of a fetch, and the step
+// must be dropped.
+func (st Step) End() error {
+	s := st.s
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if err := s.failure(); err != nil {
-		return fmt.Errorf("experts: %w", err)
+	err := st.over()
+	if err == nil {
+		err = s.failure()
 	}
+	if err == nil && s.step.open >= 0 {
+		err = fmt.Errorf("layer %d is still open", s.plan.Layers[s.step.open])
+	}
+	if err != nil {
+		return fmt.Errorf("experts: end a step: %w", err)
+	}
+	s.step.running = false
+	return nil
+}
+
+// Drop ends a step that failed, so that it can be run again: it closes the layer that is
+// open, waits for the copies under way or cancels them, and forgets the
+// experts that did not arrive whole. Copies in peers' memory that could not be read
+// are given back, and a peer that was lost is left out; the next step takes everything
+// from the host, so that however many copies on peers are bad, one more try is enough. The
+// compute stream has been recovered; nothing of the step runs. An error means that ctx was
+// done, and that Drop may be called again. A step that is over is left alone, and so is
+// the zero Step.
+func (st Step) Drop(ctx context.Context) error {
+	if st.s == nil {
+		return nil
+	}
+	s := st.s
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if st.over() != nil {
+		return nil
+	}
+	if err := s.reset(ctx); err != nil {
+		return fmt.Errorf("experts: drop a step: %w", err)
+	}
+	s.step.running = false
 	return nil
 }
 
@@ -530,23 +680,15 @@ func (s *Store) failure() error {
 	return s.err
 }
 
-// Reset makes the store usable again after a step was dropped: it ends the use of
-// all layers, waits for the copies under way or cancels them, and forgets the
-// experts that did not arrive whole. Copies in peers' memory that could not be read
-// are given back, and a peer that was lost is left out; the next try, from its Begin
-// on, takes everything from the host, so that however many copies on peers are bad, one
-// more try is enough. The compute stream has been recovered; nothing of the step runs. An error means
-// that ctx was done, and that Reset may be called again.
-func (s *Store) Reset(ctx context.Context) error {
-	s.mu.Lock()
-	defer s.mu.Unlock()
+// reset waits for all copies into the ring, and forgets what did not arrive whole.
+func (s *Store) reset(ctx context.Context) error {
 	s.cancel()
 	for _, f := range s.fetches {
 		if f.ticket == nil {
 			continue
 		}
 		if err := f.ticket.Wait(ctx); !f.ticket.Ended() {
-			return fmt.Errorf("experts: reset: %w", err)
+			return err
 		}
 	}
 	for i := range s.layers {
@@ -557,12 +699,13 @@ func (s *Store) Reset(ctx context.Context) error {
 			}
 		}
 		l.image, l.sent, l.rows = nil, -1, [uploadRows]uint32{}
-		l.endUse()
+		clear(l.guessed)
 		l.listAll()
 	}
+	s.step.open = -1
 	lost := s.dropFailed()
 	if s.mistrust > 0 {
-		s.mistrust = 2 // the Begin of the step's next try, and that of the step after it
+		s.mistrust = 2 // BeginStep of the step's next try, and that of the step after it
 	}
 	for i := range s.slots {
 		sl := &s.slots[i]

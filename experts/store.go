@@ -59,8 +59,8 @@ func (o Options) EnsureDefaults() Options {
 const defaultSplitBytes = 1 << 20
 
 // Store holds all experts of a model. Expert may be called from several goroutines
-// until Seal. What belongs to steps (Begin, Prefetch, Guess, Open, OpenLocal, Choose,
-// Done, Reset) is for one goroutine; everything else may be called from any.
+// until Seal. Steps, one at a time, are for one goroutine; everything else may be called
+// from any.
 //
 // # Memory
 //
@@ -76,7 +76,7 @@ const defaultSplitBytes = 1 << 20
 // # Slots
 //
 // Each ring slot has a residency.Cell. A layer that is being prefetched or is open
-// holds a reference on each of its slots; Done releases them at the fence value
+// holds a reference on each of its slots; Use.Close releases them at the fence value
 // that it puts on the compute stream. A slot without references is free for the
 // next fetch, whose copy waits for that value. Slots are taken in ring order from
 // behind the last one taken.
@@ -99,7 +99,7 @@ type Store struct {
 	// hostAt is the offset of each expert's extent in host, -1 where it has none.
 	hostAt [][]int64
 
-	// passed is raised by Done on the compute stream.
+	// passed is raised by Use.Close on the compute stream.
 	passed      device.Fence
 	passedValue uint32
 
@@ -119,7 +119,8 @@ type Store struct {
 	// fetches that have not been seen to end.
 	fetches []*fetch
 	err     error
-	// mistrust is after how many calls of Begin fetches use peers again.
+	step    stepState
+	// mistrust is after how many calls of BeginStep fetches use peers again.
 	mistrust int
 	stats    Stats
 	counts   counts
@@ -151,7 +152,7 @@ type slot struct {
 	// awaited says that the compute stream has waited for the copies, or will.
 	awaited bool
 	// from is the tier it came from. fresh: no use has counted that yet; ahead: it was
-	// submitted by Prefetch or Guess.
+	// submitted ahead of need.
 	from         Tier
 	fresh, ahead bool
 	// landed are raised by the copies whose first extent goes here, values their last.
@@ -190,23 +191,13 @@ type layer struct {
 	turn int
 	sent int // the one sent for this use, or -1
 
-	state layerState
-	// refs on the slots of offloaded experts, held from Prefetch, Guess or Open to
-	// Done; slot is where the last fetch of each went, or -1.
+	// refs on the slots of offloaded experts, held from a prefetch or the opening to
+	// Close; slot is where the last fetch of each went, or -1.
 	refs []residency.Ref
 	slot []int
 	// guessed and chosen experts of this use.
 	guessed, chosen []bool
 }
-
-type layerState uint8
-
-const (
-	shut layerState = iota
-	openWhole
-	openLocal // Choose has not come
-	openChosen
-)
 
 // fetch is one copy into the ring, of experts that are neighbors in both places, or
 // of the part of them that comes from the host. It names the copy.
@@ -280,6 +271,7 @@ func (s *Store) allocate() (err error) {
 			return err
 		}
 	}
+	s.step.open = -1
 	s.arrange()
 	return nil
 }

@@ -135,6 +135,8 @@ type rig struct {
 	m       *emulated.Machine
 	engine  *transfer.Engine
 	compute device.Executor
+	// last is the latest step.
+	last Step
 	// harvest lends to the stores opened later, and is closed with the first.
 	harvest *harvest.Runtime
 }
@@ -235,11 +237,11 @@ func at(a device.Addr, n int64) []byte {
 
 // products stands for the expert products of one wave: it reads the list, the slot
 // table and every listed expert, and notes each expert's checksum.
-func (r *rig) products(u Use, w Wave, flops int64, seen map[int]uint32) error {
+func (r *rig) products(table kernels.Tensor, w Wave, flops int64, seen map[int]uint32) error {
 	return r.compute.Execute(device.Work{
-		Name: "products", Reads: []device.Range{w.Experts.Range(), u.Slots.Range()}, Flops: flops,
+		Name: "products", Reads: []device.Range{w.Experts.Range(), table.Range()}, Flops: flops,
 		Run: func(a device.Access) error {
-			list, slots := at(w.Experts.Addr, w.Experts.Bytes()), at(u.Slots.Addr, u.Slots.Bytes())
+			list, slots := at(w.Experts.Addr, w.Experts.Bytes()), at(table.Addr, table.Bytes())
 			for i := range w.Experts.Shape[0] {
 				e := int(binary.NativeEndian.Uint32(list[4*i:]))
 				extent := device.Range{Addr: device.Addr(binary.NativeEndian.Uint64(slots[8*e:])), Bytes: r.model.layout.Bytes()}
@@ -254,31 +256,56 @@ func (r *rig) products(u Use, w Wave, flops int64, seen map[int]uint32) error {
 	})
 }
 
+// begin begins a step.
+func (r *rig) begin(s *Store) Step {
+	r.Helper()
+	st, err := s.BeginStep(r.Context(), r.compute)
+	r.ok(err)
+	return st
+}
+
 // step runs one step as the pipeline does and returns each layer's checksums, or
 // the error for which the step must be dropped.
 func (r *rig) step(s *Store, prefetch bool, flops int64) ([]map[int]uint32, error) {
-	out, err := r.enqueue(s, prefetch, flops)
+	st, err := s.BeginStep(r.Context(), r.compute)
 	if err != nil {
 		return nil, err
 	}
-	if err := r.compute.Synchronize(r.Context()); err != nil {
+	r.last = st
+	out, err := r.enqueue(s, st, prefetch, flops)
+	if err != nil {
 		return nil, err
 	}
-	return out, s.Err()
+	return out, r.end(st)
 }
 
-// enqueue does not wait for the step it enqueues; its checksums are there when the
-// stream has passed it.
-func (r *rig) enqueue(s *Store, prefetch bool, flops int64) ([]map[int]uint32, error) {
+// end waits for a step.
+func (r *rig) end(st Step) error {
+	if err := r.compute.Synchronize(r.Context()); err != nil {
+		return err
+	}
+	return st.End()
+}
+
+// drop drops the latest step, which failed.
+func (r *rig) drop() {
+	r.Helper()
+	_ = r.compute.Recover(context.Background()) // the error is the one at hand
+	r.ok(r.last.Drop(r.Context()))
+}
+
+// enqueue does not wait for the layers it enqueues; their checksums are there when the
+// stream has passed them.
+func (r *rig) enqueue(s *Store, st Step, prefetch bool, flops int64) ([]map[int]uint32, error) {
 	out := make([]map[int]uint32, len(r.model.layers))
 	for i, l := range r.model.layers {
 		out[i] = map[int]uint32{}
-		u, err := s.Open(r.Context(), l, r.compute)
+		u, err := st.Layer(r.Context(), l)
 		if err != nil {
 			return nil, err
 		}
 		if prefetch {
-			if err := s.Prefetch(s.Next(l)); err != nil {
+			if err := st.Prefetch(s.Next(l)); err != nil {
 				return nil, err
 			}
 		}
@@ -286,11 +313,11 @@ func (r *rig) enqueue(s *Store, prefetch bool, flops int64) ([]map[int]uint32, e
 			if err := w.Wait(r.compute); err != nil {
 				return nil, err
 			}
-			if err := r.products(u, w, flops*int64(w.Experts.Shape[0]), out[i]); err != nil {
+			if err := r.products(u.Slots, w, flops*int64(w.Experts.Shape[0]), out[i]); err != nil {
 				return nil, err
 			}
 		}
-		if err := s.Done(l, r.compute); err != nil {
+		if err := u.Close(); err != nil {
 			return nil, err
 		}
 	}
@@ -399,23 +426,22 @@ func TestPrefetchAhead(t *testing.T) {
 	}
 }
 
-// TestHostAhead: several steps are enqueued before the device is waited for.
+// TestHostAhead: the layers are enqueued several times over before the device is waited for.
 func TestHostAhead(t *testing.T) {
 	for n := range uint64(4) {
 		r := newRig(t, small(rowMajor), machine(n), 200)
 		s := r.open(Config{Placement: r.placed(0.6), RingSlots: 7})
 		r.fill(s, 11)
 		var steps [][]map[int]uint32
+		st := r.begin(s)
 		for range 5 {
-			out, err := r.enqueue(s, true, 0)
+			out, err := r.enqueue(s, st, true, 0)
 			if err != nil {
 				t.Fatal(err)
 			}
 			steps = append(steps, out)
 		}
-		if err := r.compute.Synchronize(t.Context()); err != nil {
-			t.Fatal(err)
-		}
+		r.ok(r.end(st))
 		for _, out := range steps {
 			r.verify(out)
 		}
@@ -423,7 +449,7 @@ func TestHostAhead(t *testing.T) {
 }
 
 // TestFailure: a fetch fails now and then; no step that is believed has wrong
-// bytes, and after Reset the next attempt goes on.
+// bytes, and once it was dropped the next attempt goes on.
 func TestFailure(t *testing.T) {
 	for seed := range uint64(24) {
 		o := machine(seed)
@@ -448,16 +474,10 @@ func TestFailure(t *testing.T) {
 					if attempt > 3 {
 						t.Fatalf("%d attempts fail: %v", attempt, err)
 					}
-					_ = r.compute.Recover(t.Context()) // the error is the one at hand
-					if err := s.Prefetch(0); err == nil && s.Err() != nil {
-						t.Error("a failed store takes a Prefetch")
+					if err := r.last.Prefetch(0); err == nil && r.last.End() != nil {
+						t.Error("a failed step takes a Prefetch")
 					}
-					if err := s.Reset(t.Context()); err != nil {
-						t.Fatal(err)
-					}
-					if err := s.Err(); err != nil {
-						t.Errorf("after Reset: %v", err)
-					}
+					r.drop()
 				}
 				fault.Release()
 			}
@@ -466,7 +486,7 @@ func TestFailure(t *testing.T) {
 }
 
 // TestFailedComputeCascades: a step fails by itself while fetches wait for its
-// fences; Reset leaves nothing hanging.
+// fences; Drop leaves nothing hanging.
 func TestFailedComputeCascades(t *testing.T) {
 	for _, virtual := range []bool{true, false} {
 		r := newRig(t, small(rowMajor), emulated.Options{Virtual: virtual}, 300)
@@ -474,8 +494,9 @@ func TestFailedComputeCascades(t *testing.T) {
 		r.fill(s, 11)
 		r.steps(s, 1, true)
 		boom := errors.New("boom")
+		st := r.begin(s)
 		for i, l := range r.model.layers {
-			u, err := s.Open(t.Context(), l, r.compute)
+			u, err := st.Layer(t.Context(), l)
 			if err != nil {
 				t.Log(err) // the failure may have reached the store
 				break
@@ -485,7 +506,7 @@ func TestFailedComputeCascades(t *testing.T) {
 					t.Fatal(err)
 				}
 			}
-			if err := s.Prefetch(s.Next(l)); err != nil {
+			if err := st.Prefetch(s.Next(l)); err != nil {
 				t.Log(err)
 				break
 			}
@@ -494,16 +515,14 @@ func TestFailedComputeCascades(t *testing.T) {
 					t.Fatal(err)
 				}
 			}
-			if err := s.Done(l, r.compute); err != nil {
+			if err := u.Close(); err != nil {
 				t.Fatal(err)
 			}
 		}
 		if err := r.compute.Recover(t.Context()); !errors.Is(err, boom) {
 			t.Errorf("the stream is in error %v", err)
 		}
-		if err := s.Reset(t.Context()); err != nil {
-			t.Fatal(err)
-		}
+		r.ok(st.Drop(t.Context()))
 		r.steps(s, 2, true)
 	}
 }
@@ -516,7 +535,8 @@ func TestLost(t *testing.T) {
 		s := r.open(Config{Placement: r.placed(0.5)})
 		r.fill(s, 11)
 		stall := r.m.Inject(&emulated.Fault{Kind: emulated.StallCopy, Skip: 20, Match: func(p emulated.Point) bool { return p.Label == "expert ring" }})
-		if _, err := r.enqueue(s, true, 0); err != nil {
+		st := r.begin(s)
+		if _, err := r.enqueue(s, st, true, 0); err != nil {
 			t.Fatal(err)
 		}
 		if err := r.m.Lose(0); err != nil {
@@ -526,13 +546,11 @@ func TestLost(t *testing.T) {
 		if err := r.compute.Synchronize(t.Context()); !errors.Is(err, device.ErrLost) {
 			t.Errorf("the step ends with %v", err)
 		}
-		if err := s.Reset(t.Context()); err != nil {
-			t.Error(err)
-		}
+		r.ok(st.Drop(t.Context()))
 		if _, err := r.step(s, true, 0); !errors.Is(err, device.ErrLost) {
 			t.Errorf("the next step ends with %v", err)
 		}
-		if err := s.Err(); !errors.Is(err, device.ErrLost) {
+		if err := r.last.End(); !errors.Is(err, device.ErrLost) {
 			t.Errorf("the store's error is %v", err)
 		}
 	}
@@ -570,12 +588,13 @@ func TestDeterministic(t *testing.T) {
 		r.fill(s, 5)
 		var log strings.Builder
 		for range 3 {
+			st := r.begin(s)
 			for _, l := range r.model.layers {
-				u, err := s.Open(t.Context(), l, r.compute)
+				u, err := st.Layer(t.Context(), l)
 				if err != nil {
 					t.Fatal(err)
 				}
-				if err := s.Prefetch(s.Next(l)); err != nil {
+				if err := st.Prefetch(s.Next(l)); err != nil {
 					t.Fatal(err)
 				}
 				fmt.Fprintln(&log, l, s.layers[s.position[l]].slot, len(u.Waves))
@@ -585,13 +604,11 @@ func TestDeterministic(t *testing.T) {
 						t.Fatal(err)
 					}
 				}
-				if err := s.Done(l, r.compute); err != nil {
+				if err := u.Close(); err != nil {
 					t.Fatal(err)
 				}
 			}
-			if err := r.compute.Synchronize(t.Context()); err != nil {
-				t.Fatal(err)
-			}
+			r.ok(r.end(st))
 		}
 		if want == "" {
 			want = log.String()
@@ -647,43 +664,43 @@ func TestResidency(t *testing.T) {
 	}
 }
 
-// TestUseAll: a store that misses nothing is used as a whole, as layer by layer, also once
+// TestLayers: a store that misses nothing is used as a whole, as layer by layer, also once
 // the tables have been forgotten. One that misses something, or is in use, says so.
-func TestUseAll(t *testing.T) {
+func TestLayers(t *testing.T) {
 	for n := range uint64(4) {
 		r := newRig(t, small(rowMajor), machine(n), 300)
 		s := r.open(Config{Placement: r.placed(0)})
 		r.fill(s, 11)
 		whole := func() {
 			t.Helper()
-			r.ok(s.Begin())
-			r.ok(s.UseAll(t.Context(), r.compute))
+			st := r.begin(s)
+			r.ok(st.Layers(t.Context()))
 			var waves, all []map[int]uint32
 			for i, l := range r.model.layers {
-				u, err := s.Local(l)
+				u, err := st.Frozen().Layer(t.Context(), l)
 				r.ok(err)
 				waves, all = append(waves, map[int]uint32{}), append(all, map[int]uint32{})
-				r.ok(r.products(u, u.Waves[0], 0, waves[i]))
-				r.ok(r.products(u, Wave{Experts: u.All}, 0, all[i]))
+				r.ok(r.products(u.Slots, u.Waves[0], 0, waves[i]))
+				r.ok(r.products(u.Slots, Wave{Experts: u.All}, 0, all[i]))
+				r.ok(u.Close())
 				if len(u.Waves) != 1 || len(u.Waves[0].Await) != 0 {
 					t.Errorf("layer %d has waves %+v", l, u.Waves)
 				}
 			}
-			r.ok(r.compute.Synchronize(t.Context()))
-			r.ok(s.Err())
+			r.ok(r.end(st))
 			r.verify(waves)
 			r.verify(all)
 		}
 		whole()
 		r.steps(s, 1, true)
 		whole()
-		// Reset forgets what the device's tables hold, and they may hold anything.
+		// Drop forgets what the device's tables hold, and they may hold anything.
 		junk, err := r.m.Alloc(device.Host, s.plan.TableBytes, "junk")
 		r.ok(err)
 		for i, b := 0, junk.Write(0, junk.Bytes()); i < len(b); i++ {
 			b[i] = 0xa5
 		}
-		r.ok(s.Reset(t.Context()))
+		r.ok(r.begin(s).Drop(t.Context()))
 		r.ok(r.compute.Copy(s.table.Range(0, junk.Bytes()), junk.Range(0, junk.Bytes())))
 		whole()
 		r.ok(junk.Free())
@@ -695,19 +712,21 @@ func TestUseAll(t *testing.T) {
 				t.Errorf("uses %v", uses)
 			}
 		}
-		_, err = s.Open(t.Context(), 3, r.compute)
+		st := r.begin(s)
+		_, err = st.Layer(t.Context(), 3)
 		r.ok(err)
-		r.wants(s.UseAll(t.Context(), r.compute), "use layer 3: it is open already")
-		r.ok(s.Reset(t.Context()))
+		r.wants(st.Layers(t.Context()), "use layer 0: layer 3 is open")
+		r.ok(st.Drop(t.Context()))
 		whole()
-		_, err = s.Local(2)
+		_, err = st.Frozen().Layer(t.Context(), 2)
 		r.wants(err, "layer 2: it has no experts")
 	}
 	r := newRig(t, small(rowMajor), emulated.Options{Virtual: true}, 300)
 	s := r.open(Config{Placement: r.placed(0.5)})
 	r.fill(s, 11)
-	r.wants(s.UseAll(t.Context(), r.compute), "use layer 0: 3 of its experts are not local")
-	_, err := s.Local(0)
+	st := r.begin(s)
+	r.wants(st.Layers(t.Context()), "use layer 0: 3 of its experts are not local")
+	_, err := st.Frozen().Layer(t.Context(), 0)
 	r.wants(err, "layer 0: 3 of its experts are not local")
 }
 
@@ -734,40 +753,64 @@ func TestNext(t *testing.T) {
 func TestProtocol(t *testing.T) {
 	r := newRig(t, small(rowMajor), emulated.Options{Virtual: true}, 1<<20)
 	s := r.open(Config{Placement: r.placed(1), RingSlots: 6})
-	wants := func(err error, want string) {
-		t.Helper()
-		if err == nil || !strings.Contains(err.Error(), want) {
-			t.Errorf("got %v, want an error with %q", err, want)
-		}
-	}
-	opens := func(layer int) error {
-		_, err := s.Open(t.Context(), layer, r.compute)
-		return err
-	}
-	wants(opens(0), "not sealed")
-	wants(s.Seal(t.Context()), "layer 0 expert 0: only 0 of 11 rows of w1 have come (840 rows are missing in all)")
+	_, err := s.BeginStep(t.Context(), r.compute)
+	r.wants(err, "not sealed")
+	r.wants(s.Seal(t.Context()), "layer 0 expert 0: only 0 of 11 rows of w1 have come (840 rows are missing in all)")
 	r.fill(s, 11)
-	wants(s.Seal(t.Context()), "sealed")
-	wants(r.model.give(s, piece{0, 0, 0, 0, 1}), "sealed")
-	wants(opens(2), "layer 2: it has no experts")
-	wants(s.Done(0, r.compute), "not open")
-	if err := opens(0); err != nil {
-		t.Fatal(err)
-	}
-	wants(opens(0), "open already")
-	wants(opens(1), "the ring of 6 slots is held by other layers")
-	if err := s.Done(0, r.compute); err != nil {
-		t.Fatal(err)
-	}
-	if err := s.Prefetch(2); err != nil {
-		t.Errorf("prefetching a layer without experts: %v", err)
-	}
-	if err := opens(1); err != nil {
-		t.Error(err)
-	}
-	if err := s.Done(1, r.compute); err != nil {
-		t.Error(err)
-	}
+	r.wants(s.Seal(t.Context()), "sealed")
+	r.wants(r.model.give(s, piece{0, 0, 0, 0, 1}), "sealed")
+
+	st := r.begin(s)
+	_, err = s.BeginStep(t.Context(), r.compute)
+	r.wants(err, "the step before has neither ended nor been dropped")
+	_, err = st.Layer(t.Context(), 2)
+	r.wants(err, "layer 2: it has no experts")
+	r.wants(Use{}.Close(), "no layer was opened")
+	_, err = Unrouted{}.FetchChosen(t.Context(), nil)
+	r.wants(err, "no layer was opened")
+	first, err := st.Layer(t.Context(), 0)
+	r.ok(err)
+	_, err = st.Layer(t.Context(), 1)
+	r.wants(err, "open layer 1: layer 0 is open; Close comes first")
+	_, err = st.LayerUnrouted(t.Context(), 1)
+	r.wants(err, "open layer 1: layer 0 is open; Close comes first")
+	r.wants(st.End(), "layer 0 is still open")
+	r.ok(first.Close())
+	r.wants(first.Close(), "not open any more")
+	r.ok(st.Prefetch(2)) // it has no experts
+	r.ok(st.Prefetch(1))
+	_, err = st.Layer(t.Context(), 3)
+	r.wants(err, "the ring of 6 slots is held by other layers")
+
+	open, err := st.LayerUnrouted(t.Context(), 1)
+	r.ok(err)
+	r.wants(first.Close(), "not open any more")
+	_, err = open.FetchChosen(t.Context(), []int32{6})
+	r.wants(err, "layer 1: there is no expert 6: the layer has 6")
+	use, err := open.FetchChosen(t.Context(), []int32{5, 1})
+	r.ok(err)
+	_, err = open.FetchChosen(t.Context(), []int32{5, 1})
+	r.wants(err, "they have been fetched")
+	r.ok(use.Close())
+	r.ok(r.end(st))
+
+	r.wants(st.End(), "the step is over")
+	r.wants(st.Prefetch(0), "the step is over")
+	r.wants(st.PrefetchPredicted(0, nil), "the step is over")
+	_, err = st.Layer(t.Context(), 0)
+	r.wants(err, "the step is over")
+	next := r.begin(s)
+	r.wants(st.End(), "the step is over")
+	open, err = next.LayerUnrouted(t.Context(), 0)
+	r.ok(err)
+	r.ok(st.Drop(t.Context())) // of a step that is over: nothing happens
+	_, err = open.FetchChosen(t.Context(), nil)
+	r.ok(err)
+	r.ok(next.Drop(t.Context()))
+	_, err = open.FetchChosen(t.Context(), nil)
+	r.wants(err, "not open any more")
+	r.ok(Step{}.Drop(t.Context()))
+	r.steps(s, 1, true)
 }
 
 func TestBadRows(t *testing.T) {

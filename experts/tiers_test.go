@@ -219,10 +219,15 @@ func (r *rig) chosenStep(s *Store, c choice, flops int64) ([]map[int]uint32, err
 		return nil, err
 	}
 	defer func() { r.ok(routed.Close()) }()
+	st, err := s.BeginStep(r.Context(), r.compute)
+	if err != nil {
+		return nil, err
+	}
+	r.last = st
 	out := make([]map[int]uint32, len(r.model.layers))
 	for i, l := range r.model.layers {
 		out[i] = map[int]uint32{}
-		u, err := s.OpenLocal(r.Context(), l, r.compute)
+		open, err := st.LayerUnrouted(r.Context(), l)
 		if err != nil {
 			return nil, err
 		}
@@ -232,38 +237,35 @@ func (r *rig) chosenStep(s *Store, c choice, flops int64) ([]map[int]uint32, err
 		if err := r.compute.Record(routed); err != nil {
 			return nil, err
 		}
-		for _, w := range u.Waves {
-			if err := r.products(u, w, flops*int64(w.Experts.Shape[0]), out[i]); err != nil {
+		for _, w := range open.Waves {
+			if err := r.products(open.Slots, w, flops*int64(w.Experts.Shape[0]), out[i]); err != nil {
 				return nil, err
 			}
 		}
 		if err := routed.Synchronize(r.Context()); err != nil {
 			return nil, err
 		}
-		waves, err := s.Choose(r.Context(), l, c.chosen[i], r.compute)
+		use, err := open.FetchChosen(r.Context(), c.chosen[i])
 		if err != nil {
 			return nil, err
 		}
 		next := (i + 1) % len(r.model.layers)
-		if err := s.Guess(r.model.layers[next], c.guessed[next]); err != nil {
+		if err := st.PrefetchPredicted(r.model.layers[next], c.guessed[next]); err != nil {
 			return nil, err
 		}
-		for _, w := range waves {
+		for _, w := range use.Waves {
 			if err := w.Wait(r.compute); err != nil {
 				return nil, err
 			}
-			if err := r.products(u, w, flops*int64(w.Experts.Shape[0]), out[i]); err != nil {
+			if err := r.products(open.Slots, w, flops*int64(w.Experts.Shape[0]), out[i]); err != nil {
 				return nil, err
 			}
 		}
-		if err := s.Done(l, r.compute); err != nil {
+		if err := use.Close(); err != nil {
 			return nil, err
 		}
 	}
-	if err := r.compute.Synchronize(r.Context()); err != nil {
-		return nil, err
-	}
-	return out, s.Err()
+	return out, r.end(st)
 }
 
 // verifyChosen compares a step's checksums with the model: local experts and chosen
@@ -297,7 +299,6 @@ func TestChosen(t *testing.T) {
 			r.promote(s, all[:len(all)/2]...)
 			var right, guessed, asked int64
 			for step := range 6 {
-				r.ok(s.Begin())
 				if step%3 == 2 {
 					r.steps(s, 1, true)
 					continue
@@ -428,7 +429,6 @@ func TestSwap(t *testing.T) {
 		}
 		r.steps(s, 1, true)
 		r.ok(s.WaitMoves(t.Context()))
-		r.ok(s.Begin())
 		r.steps(s, 2, true)
 		if got, want := letters(tiersOf(s.Homes())), "hllhlh lhlhlh lhlhlh lhhhll lhlhlh"; got != want {
 			t.Errorf("%s, want %s", got, want)
@@ -490,8 +490,7 @@ func TestPeerFails(t *testing.T) {
 					if attempt > 8 {
 						t.Fatalf("%d attempts fail: %v", attempt, err)
 					}
-					_ = r.compute.Recover(t.Context()) // the error is the one at hand
-					r.ok(s.Reset(t.Context()))
+					r.drop()
 				}
 				_, err := r.harvest.Tick(r.m.Now())
 				r.ok(err)
@@ -526,7 +525,6 @@ func TestFlakyPeers(t *testing.T) {
 		for range 8 {
 			r.promote(s, r.hostOnly(s)...)
 			for try := 0; ; try++ {
-				r.ok(s.Begin())
 				before := s.Stats().Fetched[Peer]
 				out, err := r.step(s, try%2 == 0, 0)
 				if (s.Stats().Fetched[Peer] == before) != (try > 0) && strings.Contains(letters(s.Residency()), "p") {
@@ -539,8 +537,7 @@ func TestFlakyPeers(t *testing.T) {
 				if failed++; try > 0 {
 					t.Fatalf("seed %d: the second try fails: %v", seed, err)
 				}
-				_ = r.compute.Recover(t.Context()) // the error is the one at hand
-				r.ok(s.Reset(t.Context()))
+				r.drop()
 			}
 			for k := range 2 { // a row of failures may have left one out
 				r.ok(r.harvest.Readmit(device.HBM(1 + k)))
@@ -563,7 +560,7 @@ func TestStepsPassMoves(t *testing.T) {
 	s.peers.mu.Lock()
 	done := make(chan error, 1)
 	go func() {
-		err := s.Begin()
+		var err error
 		for range 3 {
 			if err == nil {
 				_, err = r.step(s, true, 0)
@@ -592,26 +589,26 @@ func TestOneUpdate(t *testing.T) {
 	for _, c := range []struct {
 		swap   bool
 		chosen int32
-		first  bool // OpenLocal sends
+		first  bool // LayerUnrouted sends
 	}{{false, 1, false}, {false, 3, false}, {true, 3, true}, {false, 5, false}} {
 		if c.swap {
 			r.ok(s.Swap(ID{0, 1}, ID{0, 0}))
 			r.ok(s.WaitMoves(t.Context()))
 		}
-		r.ok(s.Begin())
-		r.ok(s.Guess(0, []int32{1, 3, 5}))
-		_, err := s.OpenLocal(t.Context(), 0, r.compute)
+		st := r.begin(s)
+		r.ok(st.PrefetchPredicted(0, []int32{1, 3, 5}))
+		open, err := st.LayerUnrouted(t.Context(), 0)
 		r.ok(err)
 		if sent := l.sent >= 0; sent != c.first {
 			t.Errorf("%+v: sent when opened: %t", c, sent)
 		}
-		_, err = s.Choose(t.Context(), 0, []int32{c.chosen}, r.compute)
+		use, err := open.FetchChosen(t.Context(), []int32{c.chosen})
 		r.ok(err)
 		if l.sent < 0 && !c.first {
 			t.Errorf("%+v: not sent when chosen", c)
 		}
-		r.ok(s.Done(0, r.compute))
-		r.ok(r.compute.Synchronize(t.Context()))
+		r.ok(use.Close())
+		r.ok(r.end(st))
 	}
 }
 
@@ -775,8 +772,8 @@ func TestRates(t *testing.T) {
 	for range 4 {
 		_, err := r.step(s, true, 0)
 		r.ok(err)
-		r.ok(s.Begin())
 	}
+	r.ok(r.begin(s).End())
 	after := s.Links()
 	if got := after[0].BytesPerSecond; got > 45e9 || got < 20e9 {
 		t.Errorf("with a latency of 100 us per 8 MiB: %.1f GB/s", got/1e9)
@@ -843,10 +840,10 @@ func (r *rig) anyStep(s *Store, rng *rand.Rand) {
 	whole, c := rng.IntN(2) == 0, choices(rng, r.model)
 	for attempt := 0; ; attempt++ {
 		var out []map[int]uint32
-		err := s.Begin() // what was prefetched may have failed since the step before
-		if err == nil && whole {
+		var err error
+		if whole {
 			out, err = r.step(s, true, 0)
-		} else if err == nil {
+		} else {
 			out, err = r.chosenStep(s, c, 0)
 		}
 		if err == nil {
@@ -860,8 +857,7 @@ func (r *rig) anyStep(s *Store, rng *rand.Rand) {
 		if attempt > 20 {
 			r.Fatalf("%d attempts fail: %v", attempt, err)
 		}
-		_ = r.compute.Recover(context.Background()) // the error is the one at hand
-		r.ok(s.Reset(r.Context()))
+		r.drop()
 	}
 }
 
@@ -875,20 +871,20 @@ func TestReadUntilTheEnd(t *testing.T) {
 	r.promote(s, ID{0, 1})
 	stall := r.m.Inject(&emulated.Fault{Kind: emulated.StallCopy, Match: func(p emulated.Point) bool { return p.From != device.Host && p.To == device.HBM(0) }})
 	// Layer 0 is guessed in vain, and layer 1 takes the slot.
-	r.ok(s.Begin())
-	r.ok(s.Guess(0, []int32{1}))
-	_, err := s.OpenLocal(t.Context(), 0, r.compute)
+	st := r.begin(s)
+	r.ok(st.PrefetchPredicted(0, []int32{1}))
+	open, err := st.LayerUnrouted(t.Context(), 0)
 	r.ok(err)
-	_, err = s.Choose(t.Context(), 0, nil, r.compute)
+	use, err := open.FetchChosen(t.Context(), nil)
 	r.ok(err)
-	r.ok(s.Done(0, r.compute))
-	r.ok(s.Prefetch(1))
+	r.ok(use.Close())
+	r.ok(st.Prefetch(1))
 	if got := s.slots[s.layers[0].slot[1]].holds; got.Layer != 1 {
 		t.Fatalf("the slot has %+v", got)
 	}
 	later := s.fetches[len(s.fetches)-1].ticket
 	reset := make(chan error, 1)
-	go func() { reset <- s.Reset(context.Background()) }()
+	go func() { reset <- st.Drop(context.Background()) }()
 	if err := later.Wait(t.Context()); !errors.Is(err, transfer.ErrCanceled) {
 		t.Errorf("the copy that waits for the slot: %v", err)
 	}
@@ -1074,7 +1070,8 @@ func (u *unguarded) run(t *testing.T) bool {
 			}
 		}
 		s.Settle()
-		out, err := r.enqueue(s, true, 100)
+		st := r.begin(s)
+		out, err := r.enqueue(s, st, true, 100)
 		r.ok(err)
 		for k := range 2 {
 			_, err := r.harvest.Reclaim(device.HBM(1+k), 4096, time.Second)
@@ -1084,7 +1081,7 @@ func (u *unguarded) run(t *testing.T) bool {
 			_, err := r.harvest.Tick(r.m.Now())
 			r.ok(err)
 		}
-		if r.compute.Synchronize(t.Context()) != nil || s.Err() != nil { // the machine refused something
+		if r.end(st) != nil { // the machine refused something
 			u.found = true
 			break
 		}
@@ -1143,25 +1140,25 @@ func revokedAt(t *testing.T, schedule emulated.Schedule, ops, at int) bool {
 		r.ok(err)
 	}
 	out := make([]map[int]uint32, len(r.model.layers))
+	st := r.begin(s)
 	for i, l := range r.model.layers {
 		out[i] = map[int]uint32{}
 		here()
-		u, err := s.Open(t.Context(), l, r.compute)
+		u, err := st.Layer(t.Context(), l)
 		r.ok(err)
 		here()
-		r.ok(s.Prefetch(s.Next(l)))
+		r.ok(st.Prefetch(s.Next(l)))
 		here()
 		for _, w := range u.Waves {
 			r.ok(w.Wait(r.compute))
 			here()
-			r.ok(r.products(u, w, 0, out[i]))
+			r.ok(r.products(u.Slots, w, 0, out[i]))
 			here()
 		}
-		r.ok(s.Done(l, r.compute))
+		r.ok(u.Close())
 		here()
 	}
-	r.ok(r.compute.Synchronize(t.Context()))
-	r.ok(s.Err())
+	r.ok(r.end(st))
 	r.verify(out)
 	for _, c := range revoked {
 		r.ok(c.Wait(t.Context()))

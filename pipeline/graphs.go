@@ -10,7 +10,6 @@ import (
 	"time"
 
 	"github.com/moeserve/moeserve/device"
-	"github.com/moeserve/moeserve/experts"
 	"github.com/moeserve/moeserve/models"
 )
 
@@ -132,7 +131,7 @@ func (g *graphs) find(batches []microBatch, decode bool) (_ device.Graph, again 
 // launch enqueues the whole step behind its uploads.
 func (p *Pipeline) launch(ctx context.Context, graph device.Graph) error {
 	if p.o.Experts != nil {
-		if err := p.o.Experts.UseAll(ctx, p.compute); err != nil {
+		if err := p.step.Layers(ctx); err != nil {
 			return err
 		}
 	}
@@ -168,17 +167,9 @@ func (p *Pipeline) capture(ctx context.Context, plan []Action) {
 
 // takeDown enqueues the actions of a step of a model that misses nothing, in a capture.
 func (p *Pipeline) takeDown(ctx context.Context, plan []Action) error {
-	var use experts.Use
+	f := frame{step: p.step.Frozen()} // Step.Layers does the store's part for each launch
 	for _, a := range plan {
-		var err error
-		switch a.Kind {
-		case Resolve:
-			use, err = p.o.Experts.Local(a.Layer)
-		case Prefetch, Page, Close: // the store's part, which UseAll does for each launch
-		default:
-			err = p.do(ctx, a, &use, nil)
-		}
-		if err != nil {
+		if err := p.do(ctx, a, &f); err != nil {
 			return fmt.Errorf("pipeline: %s: %w", a, err)
 		}
 	}

@@ -157,6 +157,8 @@ type Pipeline struct {
 	chosenOnly, decode bool
 	// wanted says of each logit row of the step whether log-probabilities are asked.
 	wanted []bool
+	// step is the store's part of the latest step.
+	step   experts.Step
 	plans  map[planKey][]Action
 	graphs graphs
 	pace   pace
@@ -276,7 +278,9 @@ func (p *Pipeline) Step(ctx context.Context, s *Step) (Result, error) {
 	}
 	p.meter.begin()
 	if p.o.Experts != nil {
-		if err = p.o.Experts.Begin(); err == nil {
+		var step experts.Step
+		if step, err = p.o.Experts.BeginStep(ctx, p.compute); err == nil {
+			p.step = step
 			p.pace.begin(p.o.Machine.Now(), p.stepRows(), p.o.Experts.LinkTime())
 		}
 	}
@@ -331,14 +335,21 @@ func (p *Pipeline) plan(shape Shape) []Action {
 	return plan
 }
 
+// frame is what a plan's actions hand on to each other: the store's step, and the layer
+// that is open, by either kind of opening.
+type frame struct {
+	step     experts.Step
+	use      experts.Use
+	unrouted experts.Unrouted
+}
+
 // carryOut enqueues the plan.
 func (p *Pipeline) carryOut(ctx context.Context, plan []Action) error {
-	var use experts.Use
-	var fetched []experts.Wave
+	f := frame{step: p.step}
 	for _, a := range plan {
 		err := p.meter.resume(a.Kind)
 		if err == nil {
-			err = p.do(ctx, a, &use, &fetched)
+			err = p.do(ctx, a, &f)
 		}
 		if err == nil {
 			err = p.meter.pause(a.Kind)
@@ -350,8 +361,8 @@ func (p *Pipeline) carryOut(ctx context.Context, plan []Action) error {
 	return nil
 }
 
-// do enqueues one action. use and fetched are those of the layer that is open.
-func (p *Pipeline) do(ctx context.Context, a Action, use *experts.Use, fetched *[]experts.Wave) (err error) {
+// do enqueues one action.
+func (p *Pipeline) do(ctx context.Context, a Action, f *frame) (err error) {
 	s, b := p.compute, &p.batches[a.MicroBatch]
 	m, g := p.groups[b.group].model, &p.groups[a.Group]
 	switch a.Kind {
@@ -360,13 +371,13 @@ func (p *Pipeline) do(ctx context.Context, a Action, use *experts.Use, fetched *
 	case Embed:
 		return m.Embed(s, &b.batch)
 	case Resolve:
-		*use, err = p.o.Experts.Open(ctx, a.Layer, s)
+		f.use, err = f.step.Layer(ctx, a.Layer)
 	case Open:
-		*use, err = p.o.Experts.OpenLocal(ctx, a.Layer, s)
+		f.unrouted, err = f.step.LayerUnrouted(ctx, a.Layer)
 	case Prefetch:
-		return p.o.Experts.Prefetch(a.Layer)
+		return f.step.Prefetch(a.Layer)
 	case Page:
-		return p.o.Experts.PrefetchPart(a.Layer, a.MicroBatch, p.cutInto)
+		return f.step.PrefetchPart(a.Layer, a.MicroBatch, p.cutInto)
 	case Attend:
 		k, v := p.o.KV.View(a.Layer)
 		if err = m.PreAttention(s, a.Layer, &b.batch, k, v); err == nil {
@@ -383,23 +394,23 @@ func (p *Pipeline) do(ctx context.Context, a Action, use *experts.Use, fetched *
 	case Shared:
 		return g.model.Shared(s, a.Layer, g.span())
 	case Experts:
-		return p.routed(g.model, a.Layer, g.span(), use)
+		return p.routed(g.model, a.Layer, g.span(), &f.use)
 	case FeedForward:
-		return p.feedForward(m, a.Layer, b.span(), use)
+		return p.feedForward(m, a.Layer, b.span(), &f.use)
 	case Close:
-		return p.o.Experts.Done(a.Layer, s)
+		return f.use.Close()
 	case MLP:
 		return g.model.MLP(s, a.Layer, g.span())
 	case Head:
 		return m.Head(s, &b.batch)
 	default:
-		return p.doAsked(ctx, a, g, use, fetched)
+		return p.doAsked(ctx, a, g, f)
 	}
 	return err
 }
 
 // doAsked enqueues an action of those steps whose host is told what routers choose.
-func (p *Pipeline) doAsked(ctx context.Context, a Action, g *group, use *experts.Use, fetched *[]experts.Wave) (err error) {
+func (p *Pipeline) doAsked(ctx context.Context, a Action, g *group, f *frame) (err error) {
 	s, m := p.compute, g.model
 	at := &p.at
 	switch a.Kind {
@@ -412,19 +423,19 @@ func (p *Pipeline) doAsked(ctx context.Context, a Action, g *group, use *experts
 		}
 	case Local:
 		if err = m.Group(s, a.Layer, g.span()); err == nil {
-			err = p.waves(m, a.Layer, g.span(), use.Slots, use.Waves)
+			err = p.waves(m, a.Layer, g.span(), f.unrouted.Slots, f.unrouted.Waves)
 		}
 	case Choose:
 		if err = p.answer(ctx, p.choice, at.choice, g.rows); err == nil {
-			*fetched, err = p.o.Experts.Choose(ctx, a.Layer, p.ids, s)
+			f.use, err = f.unrouted.FetchChosen(ctx, p.ids)
 		}
 	case Fetched:
-		if err = p.waves(m, a.Layer, g.span(), use.Slots, *fetched); err == nil {
+		if err = p.waves(m, a.Layer, g.span(), f.use.Slots, f.use.Waves); err == nil {
 			err = m.Combine(s, a.Layer, g.span())
 		}
 	case Hint:
 		if err = p.answer(ctx, p.guess, at.guess, g.rows); err == nil {
-			err = p.o.Experts.Guess(a.Layer, p.ids)
+			err = f.step.PrefetchPredicted(a.Layer, p.ids)
 		}
 	default:
 		panic(fmt.Sprintf("pipeline: an action of unknown kind %d", a.Kind))
@@ -536,10 +547,7 @@ func (p *Pipeline) drop(ctx context.Context, cause error) error {
 	if p.attention != nil {
 		broken = errors.Join(broken, p.attention.recover(ctx))
 	}
-	var reset error
-	if p.o.Experts != nil {
-		reset = p.o.Experts.Reset(ctx)
-	}
+	reset := p.step.Drop(ctx)
 	if errors.Is(cause, context.Canceled) || errors.Is(cause, context.DeadlineExceeded) {
 		return cause
 	}

@@ -141,7 +141,7 @@ func (p *Pipeline) finish(ctx context.Context, withLogits bool, err error) (Resu
 		err = p.attention.err(ctx)
 	}
 	if err == nil && p.o.Experts != nil {
-		err = p.o.Experts.Err()
+		err = p.step.End()
 	}
 	if err != nil {
 		return Result{}, p.drop(ctx, err)

@@ -60,8 +60,10 @@ type rig struct {
 	store   *experts.Store
 	rb      *rebalancer.Rebalancer
 	compute device.Executor
-	rng     *rand.Rand
-	log     *bytes.Buffer
+	// last is the latest step.
+	last experts.Step
+	rng  *rand.Rand
+	log  *bytes.Buffer
 	// first of the hot experts of each layer.
 	hot int
 	// resets counts steps that were run again.
@@ -206,12 +208,12 @@ func newRig(t *testing.T, o rigOptions) *rig {
 }
 
 // products reads every byte of a wave's experts.
-func (r *rig) products(layer int, u experts.Use, w experts.Wave) error {
+func (r *rig) products(layer int, table kernels.Tensor, w experts.Wave) error {
 	at := func(a device.Addr, n int64) []byte { return unsafe.Slice(*(**byte)(unsafe.Pointer(&a)), n) }
 	return r.compute.Execute(device.Work{
-		Name: "products", Reads: []device.Range{w.Experts.Range(), u.Slots.Range()}, Flops: 1000,
+		Name: "products", Reads: []device.Range{w.Experts.Range(), table.Range()}, Flops: 1000,
 		Run: func(a device.Access) error {
-			list, slots := at(w.Experts.Addr, w.Experts.Bytes()), at(u.Slots.Addr, u.Slots.Bytes())
+			list, slots := at(w.Experts.Addr, w.Experts.Bytes()), at(table.Addr, table.Bytes())
 			for i := range w.Experts.Shape[0] {
 				e := int(binary.NativeEndian.Uint32(list[4*i:]))
 				extent := device.Range{Addr: device.Addr(binary.NativeEndian.Uint64(slots[8*e:])), Bytes: rigLayout.Bytes()}
@@ -240,42 +242,55 @@ func (r *rig) choose(layer int) []int32 {
 
 // try runs a step as the pipeline does, with the chosen experts alone or whole layers.
 func (r *rig) try(whole bool) error {
-	if err := r.store.Begin(); err != nil {
+	st, err := r.store.BeginStep(r.Context(), r.compute)
+	if err != nil {
 		return err
 	}
+	r.last = st
 	for l := range rigLayers {
-		open := r.store.OpenLocal
-		if whole {
-			open = r.store.Open
-		}
-		use, err := open(r.Context(), l, r.compute)
-		if err != nil {
-			return err
-		}
-		waves := use.Waves
-		if !whole {
-			more, err := r.store.Choose(r.Context(), l, r.choose(l), r.compute)
-			if err != nil {
-				return err
-			}
-			waves = append(waves[:len(waves):len(waves)], more...)
-		}
-		for _, w := range waves {
-			if err := w.Wait(r.compute); err != nil {
-				return err
-			}
-			if err := r.products(l, use, w); err != nil {
-				return err
-			}
-		}
-		if err := r.store.Done(l, r.compute); err != nil {
+		if err := r.layer(st, l, whole); err != nil {
 			return err
 		}
 	}
 	if err := r.compute.Synchronize(r.Context()); err != nil {
 		return err
 	}
-	return r.store.Err()
+	return st.End()
+}
+
+// layer opens a layer, runs its waves and closes it.
+func (r *rig) layer(st experts.Step, l int, whole bool) error {
+	var use experts.Use
+	var err error
+	if whole {
+		use, err = st.Layer(r.Context(), l)
+	} else {
+		var open experts.Unrouted
+		if open, err = st.LayerUnrouted(r.Context(), l); err == nil {
+			if err = r.waves(l, open.Slots, open.Waves); err == nil {
+				use, err = open.FetchChosen(r.Context(), r.choose(l))
+			}
+		}
+	}
+	if err == nil {
+		err = r.waves(l, use.Slots, use.Waves)
+	}
+	if err == nil {
+		err = use.Close()
+	}
+	return err
+}
+
+func (r *rig) waves(layer int, table kernels.Tensor, waves []experts.Wave) error {
+	for _, w := range waves {
+		if err := w.Wait(r.compute); err != nil {
+			return err
+		}
+		if err := r.products(layer, table, w); err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
 // steps runs steps until the time has passed, ticking between them.
@@ -292,7 +307,7 @@ func (r *rig) steps(d time.Duration, whole bool) {
 			}
 			r.resets++
 			_ = r.compute.Recover(r.Context()) // the step's failure
-			if err := r.store.Reset(r.Context()); err != nil {
+			if err := r.last.Drop(r.Context()); err != nil {
 				r.Fatal(err)
 			}
 		}
