@@ -27,7 +27,7 @@ var mayImport = map[string][]string{
 	"pipeline":           {"models", "experts", "kvcache", "transfer", "planner", "kernels", "device"},
 	"planner":            {"configs"},
 	"experts":            {"residency", "harvest", "transfer", "kernels", "device"},
-	"kvcache":            {"residency", "harvest", "transfer", "kernels", "device"},
+	"kvcache":            {"kernels", "device"},
 	"models":             {"kernels", "device", "configs"},
 	"models/chat":        {},
 	"models/safetensors": {},

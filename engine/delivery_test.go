@@ -9,10 +9,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/moeserve/moeserve/device"
-	"github.com/moeserve/moeserve/device/emulated"
 	"github.com/moeserve/moeserve/engine"
-	"github.com/moeserve/moeserve/kernels"
 	"github.com/moeserve/moeserve/kvcache"
 	"github.com/moeserve/moeserve/pipeline"
 )
@@ -33,34 +30,20 @@ func (f stepFunc) Step(ctx context.Context, step *pipeline.Step) (pipeline.Resul
 	return r, nil
 }
 
-// pool holds the keys and values of so many blocks of 16 tokens.
-func pool(tb testing.TB, blocks int) *kvcache.Pool {
+// cache accounts for so many blocks of 16 tokens.
+func cache(tb testing.TB, blocks int) *kvcache.Manager {
 	tb.Helper()
-	m, err := emulated.Open(emulated.Options{})
+	kv, err := kvcache.NewManager(kvcache.ManagerOptions{Blocks: blocks, BlockTokens: 16})
 	if err != nil {
 		tb.Fatal(err)
 	}
-	kv, err := kvcache.New(kvcache.Options{Machine: m, Space: device.HBM(0), Blocks: blocks, Shape: kvcache.Shape{
-		Layers: 1, KVHeads: 1, HeadDim: 8, DType: kernels.F32, BlockTokens: 16,
-	}})
-	if err != nil {
-		tb.Fatal(err)
-	}
-	tb.Cleanup(func() {
-		if err := kv.Close(); err != nil {
-			tb.Error(err)
-		}
-		if err := m.Close(); err != nil {
-			tb.Error(err)
-		}
-	})
 	return kv
 }
 
 // with is an engine that steps by s, for up to so many sequences of so many tokens.
 func with(tb testing.TB, s engine.Stepper, sequences, length int) *engine.Engine {
 	tb.Helper()
-	return engine.New(engine.Options{Pipeline: s, KV: pool(tb, sequences*length/16), MaxModelLen: length, MaxNumSeqs: sequences, MaxNumBatchedTokens: 8192, Vocab: 1 << 15})
+	return engine.New(engine.Options{Pipeline: s, KV: cache(tb, sequences*length/16), MaxModelLen: length, MaxNumSeqs: sequences, MaxNumBatchedTokens: 8192, Vocab: 1 << 15})
 }
 
 // TestToldWhileTheNextStepRuns: a reader has a step's token before the next step ends,
@@ -159,7 +142,7 @@ func TestGenerateTellsAtOnce(t *testing.T) {
 				}
 				return nil
 			}),
-			KV: pool(t, 64), MaxModelLen: 64, Vocab: 100,
+			KV: cache(t, 64), MaxModelLen: 64, Vocab: 100,
 			Listener: engine.Listener{Finished: func(i engine.RequestInfo) { ended = append(ended, i.Finish...) }},
 		})
 		rs := make([]engine.Request, 3)
@@ -196,7 +179,7 @@ func TestAdjustmentsThatDoNotFitWait(t *testing.T) {
 			}
 			return nil
 		}),
-		KV: pool(t, 64), MaxModelLen: 64, Vocab: 100, MaxAdjust: 5,
+		KV: cache(t, 64), MaxModelLen: 64, Vocab: 100, MaxAdjust: 5,
 	})
 	rs := make([]engine.Request, 3)
 	for i := range rs {

@@ -24,8 +24,9 @@ type Stepper interface {
 
 // Options of an engine.
 type Options struct {
+	// Pipeline runs the steps, and KV accounts for the blocks of the cache that they use.
 	Pipeline Stepper
-	KV       *kvcache.Pool
+	KV       *kvcache.Manager
 	// Tokenizer writes the text of updates, and finds stop strings in it; without
 	// it updates have no text and stop strings are refused.
 	Tokenizer tokenizer.Tokenizer
@@ -185,16 +186,13 @@ type sequence struct {
 // New makes an engine.
 func New(o Options) *Engine {
 	o = o.EnsureDefaults()
-	shape, blocks := o.KV.Shape(), o.KV.Allocator().Blocks()
 	return &Engine{
 		o:         o,
 		seqs:      map[scheduler.ID]*sequence{},
 		wake:      make(chan struct{}, 1),
 		delivered: make(chan struct{}),
-		sched: scheduler.New(scheduler.Limits{
-			Rows: o.MaxNumBatchedTokens, Sequences: o.MaxNumSeqs, Blocks: blocks, BlockTokens: shape.BlockTokens,
-		}),
-		state: State{KVBlocks: blocks, BlockTokens: shape.BlockTokens},
+		sched:     scheduler.New(scheduler.Limits{Rows: o.MaxNumBatchedTokens, Sequences: o.MaxNumSeqs, Tokens: o.KV.Capacity()}),
+		state:     State{KVBlocks: o.KV.Blocks(), BlockTokens: o.KV.BlockTokens()},
 	}
 }
 
@@ -278,8 +276,7 @@ func (e *Engine) admissible(r *Request) (limit int, err error) {
 	if r.Params.MaxTokens < limit-len(r.Prompt) {
 		limit = len(r.Prompt) + r.Params.MaxTokens
 	}
-	if !e.sched.Fits(limit) {
-		have := e.state.KVBlocks * e.state.BlockTokens
+	if have := e.o.KV.Capacity(); limit > have {
 		return 0, fmt.Errorf("engine: %w: prompt and new tokens are %d, the KV cache holds %d; ask for fewer, or give the cache more memory", ErrPromptTooLong, limit, have)
 	}
 	return limit, nil
@@ -407,7 +404,6 @@ func (e *Engine) turn(ctx context.Context) (worked bool, err error) {
 	plan := e.sched.Plan()
 	for _, id := range plan.Preempted {
 		q := e.seqs[id]
-		q.table.Free()
 		e.o.Log.Info("sequence preempted: the KV cache is full", "request", q.sub.req.ID, "sample", q.sample, "tokens", len(q.tokens))
 	}
 	now := e.o.Now()
@@ -441,7 +437,7 @@ func (e *Engine) takeIn() {
 			}
 			q.adjust = newAdjustments(&s.req.Params, s.req.Prompt, e.stopIDs(&s.req.Params))
 			e.seqs[e.next] = q
-			e.sched.Add(e.next, len(q.tokens), s.limit)
+			e.sched.Add(e.next, q.table, len(q.tokens), s.limit)
 			e.next++
 		}
 	}
@@ -492,7 +488,7 @@ func (e *Engine) publish() {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	e.state.Running, e.state.Waiting = e.sched.Running(), e.sched.Waiting()
-	e.state.KVUsedBlocks = e.state.KVBlocks - e.sched.FreeBlocks()
+	e.state.KVUsedBlocks = e.state.KVBlocks - e.o.KV.Free()
 	e.state.Preemptions = e.sched.Preemptions()
 }
 
@@ -503,9 +499,6 @@ func (e *Engine) step(ctx context.Context, chunks []scheduler.Chunk) error {
 	adjusted, rows := 0, 0
 	for _, c := range chunks {
 		q := e.seqs[c.ID]
-		if err := q.table.Grow(c.To); err != nil {
-			panic(fmt.Sprintf("engine: the scheduler and the cache disagree: %v", err))
-		}
 		if c.Draw && adjusted > 0 && adjusted+len(q.adjust.list) > e.o.MaxAdjust {
 			continue // it waits until those before it leave it room
 		}
@@ -616,7 +609,6 @@ func (d *delivery) write() (found bool) {
 // end ends a sample, whose blocks are free again, with d, its last news.
 func (e *Engine) end(id scheduler.ID, d *delivery) {
 	e.sched.Remove(id)
-	d.of.table.Free()
 	delete(e.seqs, id)
 	s := d.of.sub
 	s.finish[d.sample] = d.finish

@@ -171,8 +171,8 @@ func TestNeighborsChangeNothing(t *testing.T) {
 	if s.Preemptions == 0 {
 		t.Error("nothing was preempted: the cache is too large for this test")
 	}
-	if s.Running != 0 || s.Waiting != 0 || s.KVUsedBlocks != 0 || tight.KV().Allocator().Free() != s.KVBlocks {
-		t.Errorf("after the last request: %+v, %d blocks free", s, tight.KV().Allocator().Free())
+	if s.Running != 0 || s.Waiting != 0 || s.KVUsedBlocks != 0 || tight.KV().Free() != s.KVBlocks {
+		t.Errorf("after the last request: %+v, %d blocks free", s, tight.KV().Free())
 	}
 }
 

@@ -106,7 +106,7 @@ func TestEveryUpdateOnceInOrder(t *testing.T) {
 		rs = append(rs, engine.Request{ID: fmt.Sprint(i), Prompt: prompt(i, 1+random.IntN(length/2-12), 250), Params: p})
 	}
 	roomy := options
-	roomy.Pipeline, roomy.KV = &drawing{t: t, keys: map[*kvcache.Table]computed{}}, pool(t, 64)
+	roomy.Pipeline, roomy.KV = &drawing{t: t, keys: map[*kvcache.Table]computed{}}, cache(t, 64)
 	e := engine.New(roomy)
 	var want [][]engine.Output
 	reasons := map[engine.FinishReason]int{}
@@ -137,7 +137,7 @@ func TestEveryUpdateOnceInOrder(t *testing.T) {
 			var mu sync.Mutex
 			finished := map[string]engine.RequestInfo{}
 			o := options
-			o.Pipeline, o.KV = step, pool(t, 20)
+			o.Pipeline, o.KV = step, cache(t, 20)
 			o.Listener = engine.Listener{Step: func(engine.StepInfo) {}, Finished: func(i engine.RequestInfo) {
 				mu.Lock()
 				defer mu.Unlock()
@@ -243,7 +243,7 @@ func TestEveryUpdateOnceInOrder(t *testing.T) {
 				return true
 			})
 			s := e.State()
-			if s.Running != 0 || s.Waiting != 0 || s.KVUsedBlocks != 0 || o.KV.Allocator().Free() != s.KVBlocks || s.Retried == 0 {
+			if s.Running != 0 || s.Waiting != 0 || s.KVUsedBlocks != 0 || o.KV.Free() != s.KVBlocks || s.Retried == 0 {
 				t.Errorf("afterwards: %+v", s)
 			}
 			t.Logf("%+v, %d finished", s, len(finished))

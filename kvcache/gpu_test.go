@@ -121,13 +121,15 @@ func TestGPUBlocks(t *testing.T) {
 	const blocks, group = 32, 2
 	before, err := r.m.Usage(device.HBM(0))
 	r.ok(err)
-	pool, err := kvcache.New(kvcache.Options{Machine: r.m, Space: device.HBM(0), Shape: shape, Blocks: blocks})
+	pool, err := kvcache.NewPool(kvcache.PoolOptions{Machine: r.m, Space: device.HBM(0), Shape: shape, Blocks: blocks})
+	r.ok(err)
+	manager, err := kvcache.NewManager(kvcache.ManagerOptions{Blocks: blocks, BlockTokens: shape.BlockTokens})
 	r.ok(err)
 	t.Cleanup(func() { r.gone(pool.Close()) })
 	after, err := r.m.Usage(device.HBM(0))
 	r.ok(err)
-	if got := after.Allocated - before.Allocated; got < pool.Bytes() || got >= pool.Bytes()+2<<20 {
-		t.Errorf("a pool of %d bytes is accounted for with %d", pool.Bytes(), got)
+	if got := after.Allocated - before.Allocated; got < blocks*shape.BlockBytes() || got >= blocks*shape.BlockBytes()+2<<20 {
+		t.Errorf("a pool of %d bytes is accounted for with %d", blocks*shape.BlockBytes(), got)
 	}
 
 	// Tables that grow by turns have scattered blocks; two give theirs back midway, and
@@ -135,15 +137,17 @@ func TestGPUBlocks(t *testing.T) {
 	lengths := []int{1, 15, 16, 17, 100, 33}
 	tables := make([]*kvcache.Table, len(lengths))
 	for i := range tables {
-		tables[i] = pool.NewTable()
+		tables[i] = manager.NewTable()
 	}
 	for part := 1; part <= 4; part++ {
 		for i, n := range lengths {
-			r.ok(tables[i].Grow((n*part + 3) / 4))
+			if !tables[i].Reserve((n*part + 3) / 4) {
+				t.Fatal("too few blocks")
+			}
 		}
 		if part == 2 {
-			tables[5].Free()
-			tables[4].Free()
+			tables[5].Release(false)
+			tables[4].Release(false)
 		}
 	}
 	var slots, starts, lens, table []int32
@@ -155,7 +159,7 @@ func TestGPUBlocks(t *testing.T) {
 	for i, n := range lengths {
 		starts, lens = append(starts, int32(len(slots))), append(lens, int32(n))
 		for p := range n {
-			slots = append(slots, tables[i].Slot(p))
+			slots = append(slots, tables[i].Blocks()[p/shape.BlockTokens]*int32(shape.BlockTokens)+int32(p%shape.BlockTokens))
 		}
 		b := tables[i].Blocks()
 		scattered = scattered || !slices.IsSorted(b)
@@ -172,10 +176,11 @@ func TestGPUBlocks(t *testing.T) {
 		poison[i] = 0xa5
 	}
 	source := r.upload(poison, act, len(poison)/act.Size())
+	first, _ := pool.View(0)
 	var all []device.Range
-	for id := range int32(blocks) {
-		all = append(all, pool.Block(id))
-		r.ok(r.stream.Copy(pool.Block(id), source.Range()))
+	for id := range int64(blocks) {
+		all = append(all, device.Range{Addr: first.Addr + device.Addr(id*shape.BlockBytes()), Bytes: shape.BlockBytes()})
+		r.ok(r.stream.Copy(all[id], source.Range()))
 	}
 	want := bytes.Repeat(poison, blocks)
 	row := shape.KVHeads * shape.HeadDim * act.Size()
@@ -244,7 +249,7 @@ func TestGPUNoRoom(t *testing.T) {
 	before, err := r.m.Usage(device.HBM(0))
 	r.ok(err)
 	shape := kvcache.Shape{Layers: 32, KVHeads: 8, HeadDim: 128, DType: r.backend.ActivationDType()}
-	_, err = kvcache.New(kvcache.Options{Machine: r.m, Space: device.HBM(0), Shape: shape, Blocks: int(before.Capacity/shape.BlockBytes()) + 1})
+	_, err = kvcache.NewPool(kvcache.PoolOptions{Machine: r.m, Space: device.HBM(0), Shape: shape, Blocks: int(before.Capacity/shape.BlockBytes()) + 1})
 	if !errors.Is(err, device.ErrOutOfMemory) {
 		t.Errorf("error %v, want out of memory", err)
 	}

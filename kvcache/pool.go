@@ -1,6 +1,7 @@
 package kvcache
 
 import (
+	"errors"
 	"fmt"
 
 	"github.com/moeserve/moeserve/device"
@@ -64,8 +65,8 @@ func (s Shape) planeElements() int { return s.BlockTokens * s.KVHeads * s.HeadDi
 
 func (s Shape) blockElements() int { return s.Layers * 2 * s.planeElements() }
 
-// Options describe a pool.
-type Options struct {
+// PoolOptions describe a pool.
+type PoolOptions struct {
 	// Machine and Space are where the blocks lie.
 	Machine device.Machine
 	Space   device.Space
@@ -75,49 +76,52 @@ type Options struct {
 	Blocks int
 }
 
-// Pool is the device memory of all blocks, and the allocator over them. It is
-// used by one goroutine at a time.
+// EnsureDefaults returns o with its defaults filled in.
+func (o PoolOptions) EnsureDefaults() PoolOptions {
+	o.Shape = o.Shape.EnsureDefaults()
+	return o
+}
+
+// Validate reports the first option that cannot be.
+func (o PoolOptions) Validate() error {
+	if o.Machine == nil {
+		return errors.New("kvcache: a pool without a machine")
+	}
+	if err := o.Shape.Validate(); err != nil {
+		return err
+	}
+	if o.Blocks < 1 {
+		return fmt.Errorf("kvcache: Blocks is %d; a pool needs at least one block of %d bytes", o.Blocks, o.Shape.BlockBytes())
+	}
+	return nil
+}
+
+// Pool is the device memory of all blocks. It does not know which of them are used:
+// see Manager.
 type Pool struct {
 	shape  Shape
+	blocks int
 	memory device.Memory
-	alloc  *Allocator
 	base   device.Addr
 }
 
-// New allocates the blocks, their content undefined. An error wraps
+// NewPool allocates the blocks, their content undefined. An error wraps
 // device.ErrOutOfMemory where they do not fit.
-func New(o Options) (*Pool, error) {
-	shape := o.Shape.EnsureDefaults()
-	if err := shape.Validate(); err != nil {
+func NewPool(o PoolOptions) (*Pool, error) {
+	o = o.EnsureDefaults()
+	if err := o.Validate(); err != nil {
 		return nil, err
 	}
-	if o.Blocks <= 0 {
-		return nil, fmt.Errorf("kvcache: Blocks is %d; a pool needs at least one block of %d bytes", o.Blocks, shape.BlockBytes())
-	}
-	bytes := int64(o.Blocks) * shape.BlockBytes()
+	bytes := int64(o.Blocks) * o.Shape.BlockBytes()
 	memory, err := o.Machine.Alloc(o.Space, bytes, "kv cache")
 	if err != nil {
-		return nil, fmt.Errorf("kvcache: allocate %d blocks of %d bytes: %w", o.Blocks, shape.BlockBytes(), err)
+		return nil, fmt.Errorf("kvcache: allocate %d blocks of %d bytes: %w", o.Blocks, o.Shape.BlockBytes(), err)
 	}
-	return &Pool{
-		shape:  shape,
-		memory: memory,
-		alloc:  NewAllocator(o.Blocks),
-		base:   memory.Range(0, bytes).Addr,
-	}, nil
+	return &Pool{shape: o.Shape, blocks: o.Blocks, memory: memory, base: memory.Range(0, bytes).Addr}, nil
 }
 
 // Shape is the shape of a block, with defaults filled in.
 func (p *Pool) Shape() Shape { return p.shape }
-
-// Bytes is the size of the pool.
-func (p *Pool) Bytes() int64 { return p.memory.Bytes() }
-
-// Allocator hands out the blocks.
-func (p *Pool) Allocator() *Allocator { return p.alloc }
-
-// NewTable returns the empty block table of a new sequence.
-func (p *Pool) NewTable() *Table { return NewTable(p.alloc, p.shape.BlockTokens) }
 
 // View returns the keys and the values of one layer, each of shape [blocks, block
 // tokens, kv heads, head dim], strided.
@@ -128,16 +132,11 @@ func (p *Pool) View(layer int) (k, v kernels.Tensor) {
 	}
 	plane := func(i int) kernels.Tensor {
 		offset := (2*layer + i) * s.planeElements() * s.DType.Size()
-		t := kernels.New(p.base+device.Addr(offset), s.DType, p.alloc.Blocks(), s.BlockTokens, s.KVHeads, s.HeadDim)
+		t := kernels.New(p.base+device.Addr(offset), s.DType, p.blocks, s.BlockTokens, s.KVHeads, s.HeadDim)
 		t.Stride[0] = s.blockElements()
 		return t
 	}
 	return plane(0), plane(1)
-}
-
-// Block returns the bytes of one block.
-func (p *Pool) Block(id int32) device.Range {
-	return p.memory.Range(int64(id)*p.shape.BlockBytes(), p.shape.BlockBytes())
 }
 
 // Close frees the memory. No work that touches it may be outstanding.

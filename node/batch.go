@@ -45,9 +45,11 @@ func (n *Node) NewBatch(prompts [][]int32, newTokens int) (*Batch, error) {
 		b.tables = append(b.tables, t)
 		b.tokens = append(b.tokens, drawn[:0:newTokens])
 		drawn = drawn[newTokens:]
-		if err := t.Grow(len(p) + newTokens); err != nil {
+		if !t.Reserve(len(p) + newTokens) {
+			free := n.kv.Free()
 			b.Close()
-			return nil, fail(ErrConfig, fmt.Errorf("node: the KV cache does not hold a batch of %d sequences, only %d: %w", len(prompts), i, err))
+			return nil, fail(ErrConfig, fmt.Errorf("node: the KV cache does not hold a batch of %d sequences, only %d: sequence %d has %d tokens, and %d of %d blocks of %d are free",
+				len(prompts), i, i, len(p)+newTokens, free, n.kv.Blocks(), n.kv.BlockTokens()))
 		}
 		s := b.sequence(i, nil, 0)
 		s.LogitRows = 1
@@ -59,7 +61,7 @@ func (n *Node) NewBatch(prompts [][]int32, newTokens int) (*Batch, error) {
 // Close gives the blocks back.
 func (b *Batch) Close() {
 	for _, t := range b.tables {
-		t.Free()
+		t.Release(false)
 	}
 	b.tables = nil
 }

@@ -67,7 +67,7 @@ func TestBatchDrawsWhatTheEngineDraws(t *testing.T) {
 			t.Error("drew more tokens than there is room for")
 		}
 		b.Close()
-		if free, all := n.KV().Allocator().Free(), n.KV().Allocator().Blocks(); free != all {
+		if free, all := n.KV().Free(), n.KV().Blocks(); free != all {
 			t.Errorf("%d of %d blocks are free behind a batch", free, all)
 		}
 		if err := n.Close(); err != nil {
@@ -101,7 +101,7 @@ func TestBatchRefuses(t *testing.T) {
 		if !errors.Is(err, node.ErrConfig) || !strings.HasPrefix(err.Error(), c.want) {
 			t.Errorf("%v, want %s", err, c.want)
 		}
-		if free := n.KV().Allocator().Free(); free != 3 {
+		if free := n.KV().Free(); free != 3 {
 			t.Errorf("%s: %d blocks are free, of 3", c.want, free)
 		}
 	}

@@ -93,9 +93,9 @@ const tolerance = 5e-5
 func checkLogits(t *testing.T, n *node.Node, name string, p fixtures.Prompt, vocab int) float64 {
 	t.Helper()
 	table := n.KV().NewTable()
-	defer table.Free()
-	if err := table.Grow(len(p.IDs)); err != nil {
-		t.Fatal(err)
+	defer table.Release(false)
+	if !table.Reserve(len(p.IDs)) {
+		t.Fatal("too few KV blocks")
 	}
 	boundary := n.Config().RoPE.LongAfter
 	res, err := n.Pipeline().Step(t.Context(), &pipeline.Step{

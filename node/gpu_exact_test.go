@@ -236,9 +236,9 @@ func original(name string) bool {
 func logitsOf(t *testing.T, n *node.Node, ids []int32, long bool) []float32 {
 	t.Helper()
 	table := n.KV().NewTable()
-	defer table.Free()
-	if err := table.Grow(len(ids)); err != nil {
-		t.Fatal(err)
+	defer table.Release(false)
+	if !table.Reserve(len(ids)) {
+		t.Fatal("too few KV blocks")
 	}
 	res, err := n.Pipeline().Step(t.Context(), &pipeline.Step{Logits: true, Sequences: []pipeline.Sequence{{
 		Tokens: ids, Table: table, LogitRows: len(ids), Long: long,

@@ -29,7 +29,7 @@ func live(t *testing.T, n *node.Node, seed uint64, steps int) []string {
 	var lines []string
 	var running []pipeline.Sequence
 	leave := func(i int) {
-		running[i].Table.Free()
+		running[i].Table.Release(false)
 		running = slices.Delete(running, i, i+1)
 	}
 	for at := range steps {
@@ -60,8 +60,8 @@ func live(t *testing.T, n *node.Node, seed uint64, steps int) []string {
 			if rows += len(q.Tokens); rows > 192 {
 				break
 			}
-			if err := q.Table.Grow(q.Start + len(q.Tokens)); err != nil {
-				t.Fatal(err)
+			if !q.Table.Reserve(q.Start + len(q.Tokens)) {
+				t.Fatal("too few KV blocks")
 			}
 			step.Sequences = append(step.Sequences, *q)
 		}
@@ -138,9 +138,9 @@ func TestGPUNoGarbage(t *testing.T) {
 		step := &pipeline.Step{}
 		for i := range 20 {
 			q := pipeline.Sequence{Tokens: []int32{int32(i)}, Table: n.KV().NewTable(), LogitRows: 1}
-			defer q.Table.Free()
-			if err := q.Table.Grow(128); err != nil {
-				t.Fatal(err)
+			defer q.Table.Release(false)
+			if !q.Table.Reserve(128) {
+				t.Fatal("too few KV blocks")
 			}
 			step.Sequences = append(step.Sequences, q)
 		}
@@ -200,8 +200,8 @@ func loseGraph(t *testing.T) {
 		t.Fatal(err)
 	}
 	q := pipeline.Sequence{Tokens: []int32{1}, Table: n.KV().NewTable(), LogitRows: 1}
-	if err := q.Table.Grow(16); err != nil {
-		t.Fatal(err)
+	if !q.Table.Reserve(16) {
+		t.Fatal("too few KV blocks")
 	}
 	const many = 1 << 20
 	ops := 0 // of a step

@@ -246,8 +246,8 @@ func (b *presetBatch) step(some []pipeline.Sequence, h io.Writer) time.Duration 
 	b.t.Helper()
 	for i := range some {
 		q := &some[i]
-		if err := q.Table.Grow(q.Start + len(q.Tokens)); err != nil {
-			b.t.Fatal(err)
+		if !q.Table.Reserve(q.Start + len(q.Tokens)) {
+			b.t.Fatal("too few KV blocks")
 		}
 	}
 	ctx, cancel := context.WithTimeout(b.t.Context(), time.Minute)
@@ -269,7 +269,7 @@ func (b *presetBatch) step(some []pipeline.Sequence, h io.Writer) time.Duration 
 
 func (b *presetBatch) free() {
 	for _, q := range b.sequences {
-		q.Table.Free()
+		q.Table.Release(false)
 	}
 }
 

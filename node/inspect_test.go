@@ -49,8 +49,8 @@ func TestInspectSaysWhatOpenTakes(t *testing.T) {
 					t.Errorf("%s: %d bytes taken, %d said to be needed", m.space, peak, m.need)
 				}
 			}
-			if n.limits.MaxModelLen != in.KV.MaxModelLen || n.kv.Allocator().Blocks() != in.KV.Blocks {
-				t.Errorf("a cache of %d blocks for %d tokens, said to be %+v", n.kv.Allocator().Blocks(), n.limits.MaxModelLen, in.KV)
+			if n.limits.MaxModelLen != in.KV.MaxModelLen || n.kv.Blocks() != in.KV.Blocks {
+				t.Errorf("a cache of %d blocks for %d tokens, said to be %+v", n.kv.Blocks(), n.limits.MaxModelLen, in.KV)
 			}
 			where := r.Where()
 			if where["local"] != in.Local || where["host"]+where["ring"] != in.Offloaded {

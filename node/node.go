@@ -120,7 +120,7 @@ type Node struct {
 	transfer  *transfer.Engine
 	store     *experts.Store
 	plan      experts.Plan
-	kv        *kvcache.Pool
+	kv        *kvcache.Manager
 	pipe      *pipeline.Pipeline
 	engine    *engine.Engine
 	tokenizer tokenizer.Tokenizer
@@ -386,10 +386,14 @@ func (n *Node) assemble(ctx context.Context, o *Options, src models.Source, kv k
 		// Before the store, which is told of all that it loses.
 		n.closers = append(n.closers, n.closeHarvest)
 	}
-	if n.kv, err = kvcache.New(kvcache.Options{Machine: n.machine, Space: n.kvSpace(), Shape: kv, Blocks: blocks}); err != nil {
+	pool, err := kvcache.NewPool(kvcache.PoolOptions{Machine: n.machine, Space: n.kvSpace(), Shape: kv, Blocks: blocks})
+	if err != nil {
 		return fail(ErrDevice, err)
 	}
-	n.closers = append(n.closers, n.kv.Close)
+	n.closers = append(n.closers, pool.Close)
+	if n.kv, err = kvcache.NewManager(kvcache.ManagerOptions{Blocks: blocks, BlockTokens: kv.BlockTokens}); err != nil {
+		return fail(ErrConfig, err)
+	}
 	if err := n.load(ctx, o, src, group, arena); err != nil {
 		return err
 	}
@@ -397,7 +401,7 @@ func (n *Node) assemble(ctx context.Context, o *Options, src models.Source, kv k
 		return err
 	}
 	n.loadTime = time.Since(start)
-	steps.Model, steps.Experts, steps.KV = group[0], n.store, n.kv
+	steps.Model, steps.Experts, steps.KV = group[0], n.store, pool
 	if len(group) > 1 {
 		steps.Second = group[1]
 	}
@@ -484,8 +488,8 @@ func (n *Node) Engine() *engine.Engine { return n.engine }
 // Pipeline runs steps; tests and readings use it, between the engine's calls.
 func (n *Node) Pipeline() *pipeline.Pipeline { return n.pipe }
 
-// KV is the pool of the pipeline's steps.
-func (n *Node) KV() *kvcache.Pool { return n.kv }
+// KV accounts for the blocks of the pipeline's steps.
+func (n *Node) KV() *kvcache.Manager { return n.kv }
 
 // Tokenizer of the model; nil where it has none (a preset).
 func (n *Node) Tokenizer() tokenizer.Tokenizer { return n.tokenizer }

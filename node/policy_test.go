@@ -82,7 +82,7 @@ func TestFollow(t *testing.T) {
 			if n.plan.LocalExperts != x.LocalExperts {
 				t.Errorf("%d experts are local, planned were %d", n.plan.LocalExperts, x.LocalExperts)
 			}
-			if blocks := n.kv.Allocator().Blocks(); blocks < d.KVBlocks {
+			if blocks := n.kv.Blocks(); blocks < d.KVBlocks {
 				t.Errorf("%d blocks, planned were %d at least", blocks, d.KVBlocks)
 			}
 			if x.Batch > n.limits.MaxSeqs || max(x.Batch, x.PrefillTokens) > n.limits.MaxRows {

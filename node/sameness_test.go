@@ -218,7 +218,7 @@ func machinesWithFaults() []emulated.Options {
 // free fails the test where a KV block is still taken.
 func free(t *testing.T, n *node.Node) {
 	t.Helper()
-	if a := n.KV().Allocator(); a.Free() != a.Blocks() {
+	if a := n.KV(); a.Free() != a.Blocks() {
 		t.Errorf("%d of %d KV blocks are free", a.Free(), a.Blocks())
 	}
 }

@@ -90,9 +90,9 @@ func run(t *testing.T, n *node.Node, all []*drawing, chunk int) string {
 	t.Helper()
 	for _, d := range all {
 		d.tokens, d.computed, d.table, d.probs = slices.Clone(d.prompt), 0, n.KV().NewTable(), nil
-		defer d.table.Free()
-		if err := d.table.Grow(len(d.prompt) + d.length); err != nil {
-			t.Fatal(err)
+		defer d.table.Release(false)
+		if !d.table.Reserve(len(d.prompt) + d.length) {
+			t.Fatal("too few KV blocks")
 		}
 	}
 	for {
@@ -209,9 +209,9 @@ func TestManyLogitRows(t *testing.T) {
 	draws := func(tokens []int32, rows int, d pipeline.Draw) pipeline.Result {
 		t.Helper()
 		table := n.KV().NewTable()
-		defer table.Free()
-		if err := table.Grow(len(tokens)); err != nil {
-			t.Fatal(err)
+		defer table.Release(false)
+		if !table.Reserve(len(tokens)) {
+			t.Fatal("too few KV blocks")
 		}
 		res, err := n.Pipeline().Step(t.Context(), &pipeline.Step{Logits: true, Sequences: []pipeline.Sequence{{Tokens: tokens, Table: table, LogitRows: rows, Draw: d}}})
 		if err != nil {
@@ -254,9 +254,9 @@ func TestTooManyAdjusted(t *testing.T) {
 	}
 	step := func(adjusted int) error {
 		table := n.KV().NewTable()
-		defer table.Free()
-		if err := table.Grow(1); err != nil {
-			t.Fatal(err)
+		defer table.Release(false)
+		if !table.Reserve(1) {
+			t.Fatal("too few KV blocks")
 		}
 		d := pipeline.Draw{}
 		for i := range adjusted {

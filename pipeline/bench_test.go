@@ -23,11 +23,12 @@ func BenchmarkCut(b *testing.B) {
 				p := &Pipeline{o: Options{Limits: l, MicroBatches: micro}, batches: make([]microBatch, micro)}
 				p.groups = []group{{model: &models.Model{Config: c, Limits: l}}}
 				dst := make([]byte, p.o.RowDataBytes(l))
-				tables := kvcache.NewAllocator(n * (context + block) / block)
+				kv, err := kvcache.NewManager(kvcache.ManagerOptions{Blocks: n * (context + block) / block, BlockTokens: block})
+				check(b, err)
 				step := &Step{Sequences: make([]Sequence, n)}
 				for i := range step.Sequences {
-					t := kvcache.NewTable(tables, block)
-					check(b, t.Grow(context))
+					t := kv.NewTable()
+					reserve(b, t, context)
 					step.Sequences[i] = Sequence{
 						Tokens: []int32{int32(i)}, Start: context - 1, Table: t, LogitRows: 1, Draw: Draw{Sample: int32(i)},
 					}

@@ -110,8 +110,8 @@ func (r *rig) decoding(n int) func(at int) {
 	step := &Step{}
 	for i := range n {
 		q := Sequence{Tokens: []int32{int32(i)}, Table: r.kv.NewTable(), LogitRows: 1, Draw: Draw{Seed: uint64(i), LogProbs: i == 1}}
-		check(r, q.Table.Grow(128))
-		r.Cleanup(q.Table.Free)
+		reserve(r, q.Table, 128)
+		r.Cleanup(func() { q.Table.Release(false) })
 		step.Sequences = append(step.Sequences, q)
 	}
 	return func(at int) {

@@ -145,7 +145,7 @@ func (r *gpuRig) steps(again int) [][]int32 {
 			ids[i] = append(ids[i], int32((7*i+13*j+j*j)%r.n.Config().Vocab))
 		}
 		tables[i] = r.n.KV().NewTable()
-		defer tables[i].Free()
+		defer tables[i].Release(false)
 	}
 	chunks := [][]int{ // rows of each sequence in a step; -1: what is there of it
 		{16, -1, 0, 0, 0},
@@ -175,8 +175,8 @@ func (r *gpuRig) steps(again int) [][]int32 {
 				q.LogitRows = 1
 				drawn = append(drawn, i)
 			}
-			if err := tables[i].Grow(done[i]); err != nil {
-				r.Fatal(err)
+			if !tables[i].Reserve(done[i]) {
+				r.Fatal("too few KV blocks")
 			}
 			step.Sequences = append(step.Sequences, q)
 		}
@@ -279,9 +279,9 @@ func TestGPUFailedSteps(t *testing.T) {
 	}
 	r := newGPURig(t, false, 1, 16)
 	table := r.n.KV().NewTable()
-	defer table.Free()
-	if err := table.Grow(2); err != nil {
-		t.Fatal(err)
+	defer table.Release(false)
+	if !table.Reserve(2) {
+		t.Fatal("too few KV blocks")
 	}
 	step := &pipeline.Step{Sequences: []pipeline.Sequence{{Tokens: []int32{1, 2}, Table: table, LogitRows: 1}}}
 	r.m.left(1 << 30)

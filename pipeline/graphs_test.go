@@ -147,7 +147,7 @@ func (r *rig) live(seed uint64, steps int, again func(error) bool) string {
 	var all strings.Builder
 	var running []Sequence
 	leave := func(i int) {
-		running[i].Table.Free()
+		running[i].Table.Release(false)
 		running = slices.Delete(running, i, i+1)
 	}
 	for n := range steps {
@@ -184,7 +184,7 @@ func (r *rig) live(seed uint64, steps int, again func(error) bool) string {
 				break
 			}
 			step.Sequences = append(step.Sequences, running[i])
-			check(r, running[i].Table.Grow(running[i].Start+len(running[i].Tokens)))
+			reserve(r, running[i].Table, running[i].Start+len(running[i].Tokens))
 		}
 		res, err := r.p.Step(r.Context(), step)
 		for err != nil && again != nil && again(err) {
@@ -266,8 +266,8 @@ func firstDifference(got, want string) string {
 func TestGraphsOnlyOfDecoding(t *testing.T) {
 	r := newRig(t, "mixtral", 0, emulated.Options{Virtual: true}, Options{Graphs: 16})
 	table := r.kv.NewTable()
-	defer table.Free()
-	check(t, table.Grow(96))
+	defer table.Release(false)
+	reserve(t, table, 96)
 	one := func(at, rows int) GraphStats {
 		t.Helper()
 		_, err := r.p.Step(t.Context(), &Step{Sequences: []Sequence{{Tokens: []int32{1, 2, 3}[:rows], Start: at, Table: table, LogitRows: 1}}})

@@ -35,7 +35,7 @@ func TestHostFails(t *testing.T) {
 	want := newRig(t, "mixtral", 0, emulated.Options{Virtual: true}, Options{SmallBatchRows: -1}).run()
 	r := newRig(t, "mixtral", 0.5, emulated.Options{Virtual: true, Check: true}, Options{HostAttention: host, SmallBatchRows: -1})
 	table := r.kv.NewTable()
-	check(t, table.Grow(8))
+	reserve(t, table, 8)
 	stream := &late{Executor: r.p.attention.host}
 	r.p.attention.host = stream
 	step := &Step{Sequences: []Sequence{{Tokens: []int32{1}, Table: table, LogitRows: 1}}}
@@ -44,7 +44,7 @@ func TestHostFails(t *testing.T) {
 	if _, err := r.p.Step(t.Context(), step); !errors.Is(err, errLate) || errors.Is(err, ErrStepFailed) || stream.failAfter != 0 {
 		t.Errorf("where the host fails: %v", err)
 	}
-	table.Free()
+	table.Release(false)
 	if d := r.run().differs(want); d != "" {
 		t.Error(d)
 	}

@@ -24,6 +24,7 @@ type timed struct {
 	*testing.T
 	m     *emulated.Machine
 	store *experts.Store
+	kv    *kvcache.Manager
 	p     *Pipeline
 	links map[experts.Tier]emulated.Link
 
@@ -157,11 +158,13 @@ func newTimed(t *testing.T, c cell) *timed {
 	}
 
 	o.Experts = x.store
-	o.KV, err = kvcache.New(kvcache.Options{Machine: m, Space: kvSpace, Blocks: 7 * c.rows, Shape: kvcache.Shape{
+	o.KV, err = kvcache.NewPool(kvcache.PoolOptions{Machine: m, Space: kvSpace, Blocks: 7 * c.rows, Shape: kvcache.Shape{
 		Layers: config.Layers, KVHeads: config.KVHeads, HeadDim: config.HeadDim, DType: backend.ActivationDType(), BlockTokens: 16,
 	}})
 	check(t, err)
 	closing(o.KV.Close)
+	x.kv, err = kvcache.NewManager(kvcache.ManagerOptions{Blocks: 7 * c.rows, BlockTokens: 16})
+	check(t, err)
 	x.p, err = New(o)
 	check(t, err)
 	closing(x.p.Close)
@@ -187,9 +190,9 @@ func (x *timed) step(rows int) times {
 	x.Helper()
 	all := &Step{}
 	for range rows {
-		q := Sequence{Tokens: []int32{1}, Start: 92, Table: x.p.o.KV.NewTable(), LogitRows: 1}
-		check(x, q.Table.Grow(112))
-		defer q.Table.Free()
+		q := Sequence{Tokens: []int32{1}, Start: 92, Table: x.kv.NewTable(), LogitRows: 1}
+		reserve(x, q.Table, 112)
+		defer q.Table.Release(false)
 		all.Sequences = append(all.Sequences, q)
 	}
 	run := func() {

@@ -102,8 +102,8 @@ func TestPaceBehindFailure(t *testing.T) {
 	fault := r.m.Inject(&emulated.Fault{Kind: emulated.FailCopy, Match: own})
 	defer fault.Release()
 	table := r.kv.NewTable()
-	defer table.Free()
-	check(t, table.Grow(8))
+	defer table.Release(false)
+	reserve(t, table, 8)
 	one := &Step{}
 	for range 5 {
 		one.Sequences = append(one.Sequences, Sequence{Tokens: []int32{1}, Table: table, LogitRows: 1})

@@ -34,12 +34,20 @@ func check(t testing.TB, err error) {
 	}
 }
 
+// reserve takes KV blocks for so many tokens.
+func reserve(t testing.TB, table *kvcache.Table, tokens int) {
+	t.Helper()
+	if !table.Reserve(tokens) {
+		t.Fatalf("too few KV blocks for %d tokens", tokens)
+	}
+}
+
 // rig is a pipeline over a fixture's weights on an emulated machine.
 type rig struct {
 	*testing.T
 	m     *emulated.Machine
 	store *experts.Store
-	kv    *kvcache.Pool
+	kv    *kvcache.Manager
 	p     *Pipeline
 	// capturing is the pipeline's machine where steps may be graphs.
 	capturing *capturing
@@ -153,13 +161,15 @@ func newRig(t *testing.T, fixture string, fraction float64, mo emulated.Options,
 	if o.HostAttention != nil {
 		kvSpace = device.Host
 	}
-	r.kv, err = kvcache.New(kvcache.Options{Machine: m, Space: kvSpace, Blocks: 96, Shape: kvcache.Shape{
+	pool, err := kvcache.NewPool(kvcache.PoolOptions{Machine: m, Space: kvSpace, Blocks: 96, Shape: kvcache.Shape{
 		Layers: c.Layers, KVHeads: c.KVHeads, HeadDim: c.HeadDim, DType: backend.ActivationDType(), BlockTokens: limits.BlockTokens,
 	}})
 	check(t, err)
-	closers = append(closers, r.kv.Close)
+	closers = append(closers, pool.Close)
+	r.kv, err = kvcache.NewManager(kvcache.ManagerOptions{Blocks: 96, BlockTokens: limits.BlockTokens})
+	check(t, err)
 	o.Machine, o.Space, o.Model, o.Second, o.Limits = machine, space, ms[0], ms[1], limits
-	o.Experts, o.KV, o.HostLogits = r.store, r.kv, true
+	o.Experts, o.KV, o.HostLogits = r.store, pool, true
 	r.p, err = New(o)
 	check(t, err)
 	closers = append(closers, r.p.Close)
@@ -249,7 +259,7 @@ func (r *rig) run() history {
 	}
 	for i, n := range []int{1, 6, 15} {
 		q := Sequence{LogitRows: 1, Table: r.kv.NewTable(), Draw: Draw{Seed: uint64(i), Temperature: float32(i)}}
-		check(r, q.Table.Grow(64))
+		reserve(r, q.Table, 64)
 		for j := range n {
 			q.Tokens = append(q.Tokens, int32((7*i+13*j+j*j)%c.Vocab))
 		}
@@ -263,7 +273,7 @@ func (r *rig) run() history {
 		step(&Step{Sequences: seqs[1:2]})
 	}
 	for i := range seqs {
-		seqs[i].Table.Free()
+		seqs[i].Table.Release(false)
 	}
 	return h
 }
@@ -356,8 +366,8 @@ func TestWorkWhileTheHostIsAsked(t *testing.T) {
 		step := func(gpu emulated.GPU, link emulated.Link) time.Duration {
 			r := newRig(t, name, 0.5, emulated.Options{Virtual: true, GPUs: []emulated.GPU{gpu}, HostLink: link}, Options{})
 			table := r.kv.NewTable()
-			check(t, table.Grow(64))
-			defer table.Free()
+			reserve(t, table, 64)
+			defer table.Release(false)
 			var began time.Duration
 			for i := range 9 {
 				if i == 1 {
@@ -381,8 +391,8 @@ func TestWorkWhileTheHostIsAsked(t *testing.T) {
 func (r *rig) planOf(rows int) []Action {
 	r.Helper()
 	table := r.kv.NewTable()
-	check(r, table.Grow(rows))
-	defer table.Free()
+	reserve(r, table, rows)
+	defer table.Release(false)
 	shape, err := r.p.cut(&Step{Sequences: []Sequence{{Tokens: make([]int32, rows), Table: table}}})
 	check(r, err)
 	return r.p.plan(shape)
@@ -409,14 +419,14 @@ func TestModeOfAStep(t *testing.T) {
 func TestModeWithoutData(t *testing.T) {
 	r := newRig(t, "mixtral", 0.5, emulated.Options{Virtual: true, NoData: true}, Options{SmallBatchRows: 64})
 	table := r.kv.NewTable()
-	check(t, table.Grow(8))
+	reserve(t, table, 8)
 	if _, err := r.p.Step(t.Context(), &Step{Sequences: []Sequence{{Tokens: []int32{1}, Table: table, LogitRows: 1}}}); err != nil {
 		t.Error(err)
 	}
 	if s := r.store.Stats(); s.Misses == 0 || s.Misses != s.Hits[experts.Host] || r.p.o.SmallBatchRows != 0 {
 		t.Errorf("%+v, up to %d rows", s, r.p.o.SmallBatchRows)
 	}
-	table.Free()
+	table.Release(false)
 }
 
 // fetch matches copies of experts, own those that the compute stream makes by itself.
@@ -478,7 +488,7 @@ func TestCanceled(t *testing.T) {
 	want := newRig(t, "mixtral", 0, emulated.Options{Virtual: true}, Options{SmallBatchRows: -1}).run()
 	r := newRig(t, "mixtral", 0.75, emulated.Options{Check: true}, Options{SmallBatchRows: 64})
 	table := r.kv.NewTable()
-	check(t, table.Grow(8))
+	reserve(t, table, 8)
 	// The first of the step's own copies waits until the cancellation was noticed.
 	fault := r.m.Inject(&emulated.Fault{Kind: emulated.StallCopy, Match: own})
 	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Millisecond)
@@ -487,7 +497,7 @@ func TestCanceled(t *testing.T) {
 	if !errors.Is(err, context.DeadlineExceeded) || !strings.Contains(err.Error(), "choose layer=0") {
 		t.Errorf("a step whose context ends: %v", err)
 	}
-	table.Free()
+	table.Release(false)
 	if d := r.run().differs(want); d != "" {
 		t.Error(d)
 	}
@@ -539,7 +549,7 @@ func TestSameFromPeers(t *testing.T) {
 func TestLostDevice(t *testing.T) {
 	r := newRig(t, "mixtral", 0.5, emulated.Options{Virtual: true}, Options{})
 	table := r.kv.NewTable()
-	check(t, table.Grow(8))
+	reserve(t, table, 8)
 	step := &Step{Sequences: []Sequence{{Tokens: []int32{1, 2}, Table: table, LogitRows: 1}}}
 	peer, err := r.m.Alloc(device.HBM(1), 256, "peer")
 	check(t, err)
@@ -557,7 +567,7 @@ func TestLostDevice(t *testing.T) {
 	if _, err := r.p.Step(t.Context(), step); errors.Is(err, ErrStepFailed) || !errors.Is(err, device.ErrLost) {
 		t.Errorf("a step on a lost device: %v", err)
 	}
-	table.Free()
+	table.Release(false)
 }
 
 // TestActivations: after every step the store knows what the device has counted.
@@ -566,7 +576,7 @@ func TestActivations(t *testing.T) {
 		r := newRig(t, "qwen2_moe_sparse_step", 0.5, emulated.Options{Virtual: true, Check: true}, Options{SmallBatchRows: rows})
 		c := r.p.o.Model.Config
 		table := r.kv.NewTable()
-		check(t, table.Grow(64))
+		reserve(t, table, 64)
 		// One of the steps draws nothing.
 		for i, n := range []int{1, 0, 1} {
 			q := Sequence{Tokens: make([]int32, 3), Start: 3 * i, Table: table, LogitRows: n}
@@ -585,6 +595,6 @@ func TestActivations(t *testing.T) {
 				}
 			}
 		}
-		table.Free()
+		table.Release(false)
 	}
 }

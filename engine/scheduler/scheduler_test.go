@@ -2,32 +2,93 @@ package scheduler
 
 import (
 	"fmt"
+	"slices"
 	"strings"
 	"testing"
 
 	"github.com/cockroachdb/datadriven"
 	"pgregory.net/rapid"
+
+	"github.com/moeserve/moeserve/kvcache"
 )
 
+// stored are the blocks of a sequence of which more lies in another tier than in the
+// cache: that must be loaded first.
+type stored struct {
+	*kvcache.Table
+	tokens int
+}
+
+func (b *stored) Match(most int) (tokens int, ready bool) {
+	have, ready := b.Table.Match(most)
+	if n := min(b.tokens, most); n > have {
+		return n, false
+	}
+	return have, ready
+}
+
+// account is a cache, and the sequences that have blocks of it.
+type account struct {
+	*kvcache.Manager
+	*Scheduler
+}
+
+func newAccount(t interface{ Fatal(...any) }, l Limits, blocks, blockTokens int) *account {
+	m, err := kvcache.NewManager(kvcache.ManagerOptions{Blocks: blocks, BlockTokens: blockTokens})
+	if err != nil {
+		t.Fatal(err)
+	}
+	l.Tokens = m.Capacity()
+	return &account{m, New(l)}
+}
+
+// add adds a sequence that begins as all others of its prefix, if it has one, and of
+// which so many tokens are stored elsewhere.
+func (a *account) add(id ID, tokens, most int, prefix string, inStore int) {
+	x := a.NewTable()
+	if prefix != "" {
+		k := kvcache.RootKey([]byte(prefix))
+		var keys []kvcache.Key
+		for i := range most / a.BlockTokens() {
+			k = k.Next([]int32{int32(i)})
+			keys = append(keys, k)
+		}
+		x.Identify(keys)
+	}
+	a.Add(id, &stored{x, inStore}, tokens, most)
+}
+
 // TestScript runs histories: `new rows=… sequences=… blocks=… block-tokens=…`,
-// `add id=… tokens=… most=…`, `remove id=…`, `restart id=…` (computes all again) and
-// `step [times=…]`, which plans, prints the plan and does as it says.
+// `add id=… tokens=… most=… [prefix=…] [stored=…]`, `remove id=…`, `restart id=…`
+// (computes all again), `loaded id=… tokens=…` and `step [times=…]`, which plans, prints
+// the plan and does as it says. Sequences of one prefix have the same tokens; stored are
+// first tokens that can be loaded.
 func TestScript(t *testing.T) {
+	var script *account
 	datadriven.RunTest(t, "testdata/script", func(t *testing.T, d *datadriven.TestData) string {
 		switch d.Cmd {
 		case "new":
 			var l Limits
+			var blocks, blockTokens int
 			d.ScanArgs(t, "rows", &l.Rows)
 			d.ScanArgs(t, "sequences", &l.Sequences)
-			d.ScanArgs(t, "blocks", &l.Blocks)
-			d.ScanArgs(t, "block-tokens", &l.BlockTokens)
-			script = New(l)
+			d.ScanArgs(t, "blocks", &blocks)
+			d.ScanArgs(t, "block-tokens", &blockTokens)
+			script = newAccount(t, l, blocks, blockTokens)
 		case "add":
-			var id, tokens, most int
+			var id, tokens, most, inStore int
+			var prefix string
 			d.ScanArgs(t, "id", &id)
 			d.ScanArgs(t, "tokens", &tokens)
 			d.ScanArgs(t, "most", &most)
-			script.Add(ID(id), tokens, most)
+			d.MaybeScanArgs(t, "prefix", &prefix)
+			d.MaybeScanArgs(t, "stored", &inStore)
+			script.add(ID(id), tokens, most, prefix, inStore)
+		case "loaded":
+			var id, tokens int
+			d.ScanArgs(t, "id", &id)
+			d.ScanArgs(t, "tokens", &tokens)
+			script.Loaded(ID(id), tokens)
 		case "remove", "restart":
 			var id int
 			d.ScanArgs(t, "id", &id)
@@ -35,35 +96,38 @@ func TestScript(t *testing.T) {
 				script.Restart(ID(id))
 				break
 			}
-			if script.Remove(ID(id)) {
-				return "ran\n" + state(script)
+			running, loading := script.Running(), script.Loading()
+			script.Remove(ID(id))
+			switch {
+			case script.Running() < running:
+				return "ran\n" + script.state()
+			case script.Loading() < loading:
+				return "loaded\n" + script.state()
 			}
-			return "waited\n" + state(script)
+			return "waited\n" + script.state()
 		case "step":
 			times := 1
 			d.MaybeScanArgs(t, "times", &times)
 			var b strings.Builder
 			for range times {
 				p := script.Plan()
-				carryOut(script, p)
+				script.carryOut(p)
 				b.WriteString(format(p))
 			}
-			return b.String() + state(script)
+			return b.String() + script.state()
 		default:
 			t.Fatalf("unknown command %q", d.Cmd)
 		}
-		return state(script)
+		return script.state()
 	})
 }
 
-var script *Scheduler
-
-func carryOut(s *Scheduler, p Plan) {
+func (a *account) carryOut(p Plan) {
 	for _, c := range p.Chunks {
 		if c.Draw {
-			s.Done(c, 1)
+			a.Done(c, 1)
 		} else {
-			s.Done(c, 0)
+			a.Done(c, 0)
 		}
 	}
 }
@@ -75,6 +139,9 @@ func format(p Plan) string {
 	}
 	for _, id := range p.Admitted {
 		fmt.Fprintf(&b, "admit %d; ", id)
+	}
+	for _, l := range p.Loads {
+		fmt.Fprintf(&b, "load %d of %d; ", l.Tokens, l.ID)
 	}
 	for _, c := range p.Chunks {
 		fmt.Fprintf(&b, "%d: [%d,%d)", c.ID, c.From, c.To)
@@ -89,23 +156,28 @@ func format(p Plan) string {
 	return strings.TrimSuffix(b.String(), "; ") + "\n"
 }
 
-func state(s *Scheduler) string {
-	return fmt.Sprintf("running %d, waiting %d, %d blocks free\n", s.Running(), s.Waiting(), s.FreeBlocks())
+func (a *account) state() string {
+	s := fmt.Sprintf("running %d, waiting %d, ", a.Running(), a.Waiting())
+	if n := a.Loading(); n > 0 {
+		s += fmt.Sprintf("loading %d, ", n)
+	}
+	return s + fmt.Sprintf("%d blocks free\n", a.Free())
 }
 
 // TestHistories plays random histories and checks after every step what always
 // holds: rows, places and blocks are never exceeded, chunks go on where the cache
-// ends, arrival decides who is preempted, and everything that is not removed ends.
+// ends, arrival decides who is preempted, and everything that is not removed ends. Some
+// sequences begin alike, and of some a part is loaded, as far as loads succeed.
 func TestHistories(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
-		l := Limits{
-			Rows:        rapid.IntRange(1, 24).Draw(t, "rows"),
-			Sequences:   rapid.IntRange(1, 6).Draw(t, "sequences"),
-			Blocks:      rapid.IntRange(1, 12).Draw(t, "blocks"),
-			BlockTokens: rapid.IntRange(1, 5).Draw(t, "block tokens"),
+		l := Limits{Rows: rapid.IntRange(1, 24).Draw(t, "rows"), Sequences: rapid.IntRange(1, 6).Draw(t, "sequences")}
+		blockTokens := rapid.IntRange(1, 5).Draw(t, "block tokens")
+		a := newAccount(t, l, rapid.IntRange(1, 12).Draw(t, "blocks"), blockTokens)
+		type model struct {
+			tokens, computed, most int
+			prefix                 string
+			loading                int // tokens, of one that loads
 		}
-		s := New(l)
-		type model struct{ tokens, computed, most int }
 		live := map[ID]*model{}
 		next := ID(0)
 		arrive := rapid.IntRange(1, 12).Draw(t, "arrivals")
@@ -115,23 +187,37 @@ func TestHistories(t *testing.T) {
 			}
 			if arrive > 0 && rapid.Bool().Draw(t, "arrives") {
 				arrive--
-				most := rapid.IntRange(1, l.Blocks*l.BlockTokens).Draw(t, "most")
-				m := &model{tokens: rapid.IntRange(1, most).Draw(t, "tokens"), most: most}
+				most := rapid.IntRange(1, a.Capacity()).Draw(t, "most")
+				m := &model{tokens: rapid.IntRange(1, most).Draw(t, "tokens"), most: most, prefix: rapid.SampledFrom([]string{"", "a", "b"}).Draw(t, "prefix")}
 				live[next] = m
-				s.Add(next, m.tokens, m.most)
+				a.add(next, m.tokens, m.most, m.prefix, rapid.SampledFrom([]int{0, 0, 1, 2}).Draw(t, "stored blocks")*blockTokens)
 				next++
+			}
+			loading := false
+			for id := range next {
+				if m := live[id]; m != nil && m.loading > 0 {
+					loading = true
+					if rapid.IntRange(0, 3).Draw(t, "is loaded") == 0 {
+						m.computed = rapid.IntRange(0, m.loading/blockTokens).Draw(t, "loaded blocks") * blockTokens
+						m.loading = 0
+						a.Loaded(id, m.computed)
+					}
+				}
 			}
 			if len(live) > 0 && rapid.IntRange(0, 9).Draw(t, "removes") == 0 {
 				for id := range next { // the lowest that lives
 					if live[id] != nil {
-						s.Remove(id)
+						a.Remove(id)
 						delete(live, id)
 						break
 					}
 				}
 			}
-			p := s.Plan()
+			p := a.Plan()
 			for _, id := range p.Preempted {
+				if live[id].loading > 0 {
+					t.Fatalf("%d was preempted while it loads", id)
+				}
 				live[id].computed = 0
 				for other, m := range live {
 					if other > id && m.computed > 0 {
@@ -139,10 +225,19 @@ func TestHistories(t *testing.T) {
 					}
 				}
 			}
+			for _, x := range p.Loads {
+				m := live[x.ID]
+				if m.loading = x.Tokens; x.Tokens < 1 || x.Tokens >= m.tokens || !slices.Contains(p.Admitted, x.ID) {
+					t.Fatalf("load %+v of %+v", x, m)
+				}
+			}
 			rows := 0
 			for _, c := range p.Chunks {
 				m := live[c.ID]
-				if c.From != m.computed || c.To <= c.From || c.To > m.tokens || c.Draw != (c.To == m.tokens) {
+				if slices.Contains(p.Admitted, c.ID) && c.From%blockTokens == 0 && (m.prefix != "" || c.From == 0) {
+					m.computed = c.From // what others have computed
+				}
+				if c.From != m.computed || c.To <= c.From || c.To > m.tokens || c.Draw != (c.To == m.tokens) || m.loading > 0 {
 					t.Fatalf("chunk %+v of %+v", c, m)
 				}
 				rows += c.To - c.From
@@ -150,23 +245,23 @@ func TestHistories(t *testing.T) {
 				switch {
 				case c.Draw && m.tokens < m.most:
 					m.tokens++
-					s.Done(c, 1)
+					a.Done(c, 1)
 				case c.Draw:
-					s.Done(c, 0)
-					s.Remove(c.ID)
+					a.Done(c, 0)
+					a.Remove(c.ID)
 					delete(live, c.ID)
 				default:
-					s.Done(c, 0)
+					a.Done(c, 0)
 				}
 			}
-			if rows > l.Rows || s.Running() > l.Sequences || s.FreeBlocks() < 0 || s.Running()+s.Waiting() != len(live) {
-				t.Fatalf("%d rows, %d running, %d waiting of %d, %d blocks free under %+v", rows, s.Running(), s.Waiting(), len(live), s.FreeBlocks(), l)
+			if rows > l.Rows || a.Running()+a.Loading() > l.Sequences || a.Free() < 0 || a.Running()+a.Loading()+a.Waiting() != len(live) {
+				t.Fatalf("%d rows, %d running, %d loading, %d waiting of %d, %d blocks free under %+v", rows, a.Running(), a.Loading(), a.Waiting(), len(live), a.Free(), l)
 			}
-			if len(p.Chunks) == 0 && len(live) > 0 {
+			if len(p.Chunks) == 0 && len(live) > 0 && !loading && len(p.Loads) == 0 {
 				t.Fatalf("nothing to do with %d sequences", len(live))
 			}
-			if len(live) == 0 && s.FreeBlocks() != l.Blocks {
-				t.Fatalf("%d of %d blocks free with nothing left", s.FreeBlocks(), l.Blocks)
+			if len(live) == 0 && a.Free() != a.Blocks() {
+				t.Fatalf("%d of %d blocks free with nothing left", a.Free(), a.Blocks())
 			}
 		}
 	})

@@ -1,0 +1,62 @@
+package kvcache
+
+import "fmt"
+
+// Check reports the first invariant of the account that does not hold; the tables are
+// all that have blocks.
+func (m *Manager) Check(tables ...*Table) error {
+	refs := make([]int32, len(m.refs))
+	for _, t := range tables {
+		for _, id := range t.blocks {
+			refs[id]++
+			if m.refs[id] > 1 && m.names[id] == (Key{}) {
+				return fmt.Errorf("block %d is shared and has no name", id)
+			}
+		}
+	}
+	free := make([]int, len(m.refs)) // places where a block is free
+	for _, id := range m.empty {
+		free[id]++
+		if m.names[id] != (Key{}) {
+			return fmt.Errorf("block %d is empty and has a name", id)
+		}
+	}
+	for id := int(m.fresh); id < len(m.refs); id++ {
+		free[id]++
+	}
+	kept := 0
+	l := m.policy.(*LRU)
+	for id := l.after[l.head()]; id != l.head(); id = l.after[id] {
+		free[id]++
+		kept++
+		if m.names[id] == (Key{}) {
+			return fmt.Errorf("block %d is kept and has no name", id)
+		}
+	}
+	if kept != m.kept {
+		return fmt.Errorf("%d blocks are kept, %d counted", kept, m.kept)
+	}
+	all := 0
+	for id, n := range refs {
+		if n != m.refs[id] || (n > 0) == (free[id] > 0) || free[id] > 1 {
+			return fmt.Errorf("block %d is with %d tables, %d counted, and free in %d places", id, n, m.refs[id], free[id])
+		}
+		all += free[id]
+	}
+	if all != m.Free() {
+		return fmt.Errorf("%d blocks are free, %d counted", all, m.Free())
+	}
+	named := 0
+	for id, k := range m.names {
+		if k == (Key{}) {
+			continue
+		}
+		if named++; m.found[k] != int32(id) {
+			return fmt.Errorf("block %d has the name of block %d", id, m.found[k])
+		}
+	}
+	if named != len(m.found) {
+		return fmt.Errorf("%d blocks have names, %d names are found", named, len(m.found))
+	}
+	return nil
+}

@@ -1,0 +1,347 @@
+package kvcache_test
+
+import (
+	"fmt"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/cockroachdb/datadriven"
+	"go.uber.org/goleak"
+	"pgregory.net/rapid"
+
+	"github.com/moeserve/moeserve/kvcache"
+)
+
+func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+
+func newManager(t interface{ Fatal(...any) }, blocks, blockTokens int) *kvcache.Manager {
+	m, err := kvcache.NewManager(kvcache.ManagerOptions{Blocks: blocks, BlockTokens: blockTokens})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return m
+}
+
+// chain is the keys of the full blocks of tokens.
+func chain(salt string, tokens []int32, blockTokens int) []kvcache.Key {
+	k := kvcache.RootKey([]byte(salt))
+	var keys []kvcache.Key
+	for ; len(tokens) >= blockTokens; tokens = tokens[blockTokens:] {
+		k = k.Next(tokens[:blockTokens])
+		keys = append(keys, k)
+	}
+	return keys
+}
+
+// TestManagerScript runs histories of tables, which are named in the first word:
+//
+//	new blocks=… block-tokens=…    an account
+//	a tokens=abcd… [salt=…]        letters are the tokens; their blocks have keys
+//	a match [most=…]               takes what is there
+//	a room tokens=…                whether there are blocks
+//	a reserve tokens=…
+//	a fill tokens=…
+//	a release [keep]
+//
+// and prints what came of it, and what is free.
+func TestManagerScript(t *testing.T) {
+	var m *kvcache.Manager
+	var tables map[string]*kvcache.Table
+	known := map[string]int{}
+	datadriven.RunTest(t, "testdata/manager", func(t *testing.T, d *datadriven.TestData) string {
+		number := func(name string, otherwise int) int {
+			d.MaybeScanArgs(t, name, &otherwise)
+			return otherwise
+		}
+		if d.Cmd == "new" {
+			m, tables = newManager(t, number("blocks", 0), number("block-tokens", 0)), map[string]*kvcache.Table{}
+			return fmt.Sprintf("%d free\n", m.Free())
+		}
+		x := tables[d.Cmd]
+		if x == nil {
+			x = m.NewTable()
+			tables[d.Cmd] = x
+		}
+		out := ""
+		switch d.CmdArgs[0].Key {
+		case "tokens":
+			var text, salt string
+			d.ScanArgs(t, "tokens", &text)
+			d.MaybeScanArgs(t, "salt", &salt)
+			var ids []int32
+			for _, r := range text {
+				ids = append(ids, r)
+			}
+			x.Identify(chain(salt, ids, m.BlockTokens()))
+			known[d.Cmd] = len(ids)
+			return ""
+		case "match":
+			tokens, ready := x.Match(number("most", known[d.Cmd]))
+			out = fmt.Sprintf("%d tokens, ready: %v", tokens, ready)
+		case "room":
+			return fmt.Sprintln(x.Room(number("tokens", 0)))
+		case "reserve":
+			out = fmt.Sprint(x.Reserve(number("tokens", 0)))
+		case "fill":
+			x.Filled(number("tokens", 0))
+			out = "filled"
+		case "release":
+			x.Release(d.HasArg("keep"))
+			out = "released"
+		default:
+			t.Fatalf("unknown command %q", d.CmdArgs[0].Key)
+		}
+		var all []*kvcache.Table
+		for _, x := range tables {
+			all = append(all, x)
+		}
+		if err := m.Check(all...); err != nil {
+			t.Error(err)
+		}
+		return fmt.Sprintf("%s; blocks %v; %d free\n", out, x.Blocks(), m.Free())
+	})
+}
+
+// TestManagerMachine: tables match, reserve, fill and release in any order, with tokens
+// that often begin alike. What a table says is filled holds just what its own tokens make
+// of it, and blocks are never lost.
+func TestManagerMachine(t *testing.T) {
+	rapid.Check(t, func(t *rapid.T) {
+		b := rapid.IntRange(1, 3).Draw(t, "block tokens")
+		m := newManager(t, rapid.IntRange(6, 14).Draw(t, "blocks"), b)
+		// The memory of the blocks: what a position holds is made of all tokens up to it.
+		memory := make([]string, m.Blocks()*b)
+		type sequence struct {
+			*kvcache.Table
+			salt             string
+			tokens           []int32
+			filled, reserved int
+		}
+		var all []*sequence
+		var tables []*kvcache.Table
+		for range 4 {
+			all = append(all, &sequence{Table: m.NewTable()})
+			tables = append(tables, all[len(all)-1].Table)
+		}
+		begin := func(t *rapid.T, s *sequence) {
+			s.salt = rapid.SampledFrom([]string{"", "", "other"}).Draw(t, "salt")
+			// All begin alike, and go on alike or not from some place on.
+			s.tokens = make([]int32, rapid.IntRange(2, 6).Draw(t, "full blocks")*b+rapid.IntRange(0, 1).Draw(t, "more"))
+			for i := rapid.SampledFrom([]int{0, b, 3 * b, 12 * b}).Draw(t, "differs from"); i < len(s.tokens); i++ {
+				s.tokens[i] = 1
+			}
+			s.Identify(nil)
+			if rapid.SampledFrom([]bool{true, true, true, false}).Draw(t, "has keys") {
+				s.Identify(chain(s.salt, s.tokens, b))
+			}
+		}
+		content := func(s *sequence, p int) string { return fmt.Sprint(s.salt, s.tokens[:p+1]) }
+		at := func(s *sequence, p int) *string { return &memory[int(s.Blocks()[p/b])*b+p%b] }
+		some := func(t *rapid.T) *sequence { return rapid.SampledFrom(all).Draw(t, "sequence") }
+		for _, s := range all {
+			begin(t, s)
+		}
+		match := func(t *rapid.T, s *sequence) {
+			most := len(s.tokens) - rapid.IntRange(0, 2).Draw(t, "less")
+			n, ready := s.Match(most)
+			if !ready || n > most || n%b != 0 || len(s.Blocks()) != n/b {
+				t.Fatalf("%d tokens of at most %d in %v, ready: %v", n, most, s.Blocks(), ready)
+			}
+			s.filled, s.reserved = n, n
+		}
+		reserve := func(t *rapid.T, s *sequence, n int) {
+			before, free, room := slices.Clone(s.Blocks()), m.Free(), s.Room(n)
+			if s.Reserve(n) != room {
+				t.Fatalf("room: %v, and the opposite came", room)
+			}
+			if !room {
+				if !slices.Equal(s.Blocks(), before) || m.Free() != free || free >= max(0, n-s.filled+b-1) {
+					t.Fatalf("refused %d tokens behind %d with %d free: blocks %v, then %v, %d free", n, s.filled, free, before, s.Blocks(), m.Free())
+				}
+				return
+			}
+			if len(s.Blocks()) < max(len(before), (n+b-1)/b) || !slices.Equal(s.Blocks()[:s.filled/b], before[:s.filled/b]) {
+				t.Fatalf("blocks %v for %d tokens, before %v", s.Blocks(), n, before)
+			}
+			s.reserved = max(s.reserved, n)
+		}
+		write := func(s *sequence) {
+			for p := s.filled; p < s.reserved; p++ {
+				*at(s, p) = content(s, p)
+			}
+			s.filled = s.reserved
+			s.Filled(s.filled)
+		}
+		t.Repeat(map[string]func(*rapid.T){
+			"match": func(t *rapid.T) {
+				if s := some(t); len(s.Blocks()) == 0 {
+					match(t, s)
+				}
+			},
+			"reserve": func(t *rapid.T) {
+				s := some(t)
+				reserve(t, s, rapid.IntRange(0, len(s.tokens)).Draw(t, "tokens"))
+			},
+			"write": func(t *rapid.T) { write(some(t)) },
+			"run": func(t *rapid.T) {
+				s := some(t)
+				if len(s.Blocks()) == 0 {
+					match(t, s)
+				}
+				reserve(t, s, len(s.tokens))
+				write(s)
+			},
+			"again": func(t *rapid.T) {
+				s := some(t)
+				n := rapid.IntRange(0, s.filled/b).Draw(t, "blocks") * b
+				s.Filled(n)
+				if s.filled = n; rapid.Bool().Draw(t, "with other values") && n == 0 {
+					s.salt += "'"
+					s.Identify(chain(s.salt, s.tokens, b))
+				}
+				s.reserved = s.filled
+			},
+			"release": func(t *rapid.T) {
+				s := some(t)
+				keep := rapid.Bool().Draw(t, "keep")
+				s.Release(keep)
+				s.filled, s.reserved = 0, 0
+				if len(s.Blocks()) > 0 {
+					t.Fatalf("still has %v", s.Blocks())
+				}
+				if rapid.Bool().Draw(t, "ends") {
+					begin(t, s)
+				}
+			},
+			"": func(t *rapid.T) {
+				if err := m.Check(tables...); err != nil {
+					t.Fatal(err)
+				}
+				for i, s := range all {
+					for p := range s.filled {
+						if got := *at(s, p); got != content(s, p) {
+							t.Fatalf("position %d of sequence %d is in block %d, which holds %q, want %q", p, i, s.Blocks()[p/b], got, content(s, p))
+						}
+					}
+				}
+			},
+		})
+	})
+}
+
+// TestKeptAsLongAsThereIsRoom: content of freed blocks is found until all other free
+// blocks are used, and then goes from the end of the prefix that was freed first.
+func TestKeptAsLongAsThereIsRoom(t *testing.T) {
+	m := newManager(t, 8, 2)
+	first, second, other := m.NewTable(), m.NewTable(), m.NewTable()
+	for i, x := range []*kvcache.Table{first, second} {
+		x.Identify(chain("", []int32{int32(i), 1, 2, 3, 4, 5}, 2))
+		if !x.Reserve(6) {
+			t.Fatal("no room")
+		}
+		x.Filled(6)
+	}
+	first.Release(true)
+	second.Release(true)
+	// Two blocks were never used; of the six others the first's go first, its last block first.
+	for used, want := range [][2]int{{6, 6}, {6, 6}, {6, 6}, {4, 6}, {2, 6}, {0, 6}, {0, 4}, {0, 2}, {0, 0}} {
+		if !other.Reserve(2 * used) {
+			t.Fatalf("no %d blocks of %d", used, m.Blocks())
+		}
+		// What is asked for goes to the end of the order: so ask in that order.
+		for i, x := range []*kvcache.Table{first, second} {
+			if got, _ := x.Match(6); got != want[i] {
+				t.Errorf("with %d blocks used %d tokens of %d are found, want %d", used, got, i, want[i])
+			}
+			x.Release(true)
+		}
+	}
+}
+
+func TestMisuse(t *testing.T) {
+	for want, f := range map[string]func(*kvcache.Table){
+		"match of a sequence with 2 blocks":               func(x *kvcache.Table) { x.Match(4) },
+		"9 tokens are filled behind 6, in blocks of 4; 8": func(x *kvcache.Table) { x.Filled(9) },
+		"5 tokens are filled behind 6":                    func(x *kvcache.Table) { x.Filled(5) },
+		"4 tokens are filled behind 0, in blocks of 4; 0": func(x *kvcache.Table) { x.Filled(0); x.Filled(4) },
+	} {
+		m := newManager(t, 4, 4)
+		x := m.NewTable()
+		x.Identify(chain("", []int32{1, 2, 3, 4}, 4))
+		if !x.Reserve(6) {
+			t.Fatal("no room")
+		}
+		x.Filled(6)
+		func() {
+			defer func() {
+				if r := fmt.Sprint(recover()); !strings.Contains(r, want) {
+					t.Errorf("panic %q, want %q", r, want)
+				}
+			}()
+			f(x)
+		}()
+	}
+}
+
+// TestKeys: a key depends on every token up to the block's end, on their order, and on
+// the salt, and no salt makes the key of a block.
+func TestKeys(t *testing.T) {
+	seen := map[kvcache.Key]string{{}: "none"}
+	add := func(what string, k kvcache.Key) {
+		if was, ok := seen[k]; ok {
+			t.Errorf("%s has the key of %s", what, was)
+		}
+		seen[k] = what
+	}
+	for _, salt := range []string{"", "a", "b"} {
+		add("root "+salt, kvcache.RootKey([]byte(salt)))
+		for _, tokens := range [][]int32{{1, 2, 3, 4}, {1, 2, 4, 3}, {2, 1, 3, 4}, {1 << 8, 2, 3, 5}, {1, 2 << 16, 3, 4}, {-1, 2, 3, 4}} {
+			keys := chain(salt, tokens, 2)
+			if !slices.Equal(keys, chain(salt, tokens, 2)) {
+				t.Errorf("the keys of %v differ from themselves", tokens)
+			}
+			add(fmt.Sprint(salt, tokens), keys[1])
+		}
+	}
+	parent := kvcache.RootKey(nil)
+	add("a salt like a block", kvcache.RootKey(append(parent[:], 1, 0, 0, 0, 2, 0, 0, 0)))
+	add("that block", parent.Next([]int32{1, 2}))
+}
+
+func TestManagerOptions(t *testing.T) {
+	for want, o := range map[string]kvcache.ManagerOptions{
+		"Blocks is 0":       {},
+		"Blocks is -1":      {Blocks: -1},
+		"BlockTokens is -1": {Blocks: 1, BlockTokens: -1},
+	} {
+		if _, err := kvcache.NewManager(o); err == nil || !strings.Contains(err.Error(), want) {
+			t.Errorf("%v, want an error with %q", err, want)
+		}
+	}
+	if m := newManager(t, 3, 0); m.Blocks() != 3 || m.BlockTokens() != 16 || m.Capacity() != 48 || m.Free() != 3 {
+		t.Errorf("%d blocks of %d tokens, %d in all, %d free", m.Blocks(), m.BlockTokens(), m.Capacity(), m.Free())
+	}
+}
+
+// TestReserveAllocatesNothing: a step's reservation is free of garbage.
+func TestReserveAllocatesNothing(t *testing.T) {
+	m := newManager(t, 64, 16)
+	x := m.NewTable()
+	x.Identify(chain("", make([]int32, 1024), 16))
+	run := func() {
+		for n := 1; n <= 1024; n++ {
+			if !x.Reserve(n) {
+				t.Fatal("no room")
+			}
+			x.Filled(n)
+		}
+		x.Release(true)
+		x.Match(1023)
+		x.Release(false)
+	}
+	run()
+	if n := testing.AllocsPerRun(10, run); n != 0 {
+		t.Errorf("%v allocations", n)
+	}
+}
