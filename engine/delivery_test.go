@@ -5,6 +5,7 @@ import (
 	"errors"
 	"runtime"
 	"slices"
+	"strings"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -40,10 +41,48 @@ func cache(tb testing.TB, blocks int) *kvcache.Manager {
 	return kv
 }
 
+// newEngine is an engine that is closed at the test's end.
+func newEngine(tb testing.TB, o engine.Options) *engine.Engine {
+	tb.Helper()
+	e, err := engine.New(o)
+	if err != nil {
+		tb.Fatal(err)
+	}
+	tb.Cleanup(func() {
+		if err := e.Close(); err != nil {
+			tb.Error(err)
+		}
+	})
+	return e
+}
+
 // with is an engine that steps by s, for up to so many sequences of so many tokens.
 func with(tb testing.TB, s engine.Stepper, sequences, length int) *engine.Engine {
 	tb.Helper()
-	return engine.New(engine.Options{Pipeline: s, KV: cache(tb, sequences*length/16), MaxModelLen: length, MaxNumSeqs: sequences, MaxNumBatchedTokens: 8192, Vocab: 1 << 15})
+	return newEngine(tb, engine.Options{Pipeline: s, KV: cache(tb, sequences*length/16), MaxModelLen: length, MaxNumSeqs: sequences, MaxNumBatchedTokens: 8192, Vocab: 1 << 15})
+}
+
+func TestOptions(t *testing.T) {
+	good := engine.Options{Pipeline: stepFunc(nil), KV: cache(t, 1), MaxModelLen: 16, Vocab: 100}
+	newEngine(t, good)
+	for want, change := range map[string]func(*engine.Options){
+		"without a pipeline":        func(o *engine.Options) { o.Pipeline = nil },
+		"without a KV cache":        func(o *engine.Options) { o.KV = nil },
+		"MaxModelLen is 0":          func(o *engine.Options) { o.MaxModelLen = 0 },
+		"MaxNumSeqs is -1":          func(o *engine.Options) { o.MaxNumSeqs = -1 },
+		"MaxNumBatchedTokens is -1": func(o *engine.Options) { o.MaxNumBatchedTokens = -1 },
+		"MaxAdjust is -1":           func(o *engine.Options) { o.MaxAdjust = -1 },
+		"MaxQueued is -1":           func(o *engine.Options) { o.MaxQueued = -1 },
+		"LongAfter is -1":           func(o *engine.Options) { o.LongAfter = -1 },
+		"Vocab is 0":                func(o *engine.Options) { o.Vocab = 0 },
+		"Retries is -1":             func(o *engine.Options) { o.Retries = -1 },
+	} {
+		o := good
+		change(&o)
+		if _, err := engine.New(o); err == nil || !strings.Contains(err.Error(), want) {
+			t.Errorf("got %v, want an error with %q", err, want)
+		}
+	}
 }
 
 // TestToldWhileTheNextStepRuns: a reader has a step's token before the next step ends,
@@ -80,8 +119,7 @@ func TestToldWhileTheNextStepRuns(t *testing.T) {
 			told <- struct{}{}
 		}
 	}
-	e.Stop()
-	if err := <-ran; err != nil {
+	if err := errors.Join(e.Close(), <-ran); err != nil {
 		t.Error(err)
 	}
 }
@@ -132,7 +170,7 @@ func TestGenerateTellsAtOnce(t *testing.T) {
 	for _, fails := range []bool{false, true} {
 		steps, told := 0, 0
 		var ended []engine.FinishReason
-		e := engine.New(engine.Options{
+		e := newEngine(t, engine.Options{
 			Pipeline: stepFunc(func(context.Context, *pipeline.Step) error {
 				if told != 3*steps {
 					t.Errorf("%d updates were told before step %d", told, steps)
@@ -167,7 +205,7 @@ func TestGenerateTellsAtOnce(t *testing.T) {
 // some wait for a later one, and lose nothing.
 func TestAdjustmentsThatDoNotFitWait(t *testing.T) {
 	steps := 0
-	e := engine.New(engine.Options{
+	e := newEngine(t, engine.Options{
 		Pipeline: stepFunc(func(_ context.Context, s *pipeline.Step) error {
 			steps++
 			n := 0

@@ -31,8 +31,9 @@
 //
 // # Example
 //
-//	e := engine.New(engine.Options{Pipeline: p, KV: manager, MaxModelLen: 4096, Vocab: 32000})
+//	e, err := engine.New(engine.Options{Pipeline: p, KV: manager, MaxModelLen: 4096, Vocab: 32000})
 //	go e.Run(ctx)
+//	defer e.Close()
 //	job, err := e.Submit(ctx, engine.Request{Prompt: ids, Params: engine.DefaultParams()})
 //	for u, err := job.Next(ctx); err == nil; u, err = job.Next(ctx) { … }
 package engine

@@ -81,6 +81,29 @@ func (o Options) EnsureDefaults() Options {
 	return o
 }
 
+// Validate reports the first option that cannot be.
+func (o Options) Validate() error {
+	switch {
+	case o.Pipeline == nil:
+		return errors.New("engine: options without a pipeline")
+	case o.KV == nil:
+		return errors.New("engine: options without a KV cache")
+	}
+	for _, f := range []struct {
+		name         string
+		value, least int
+	}{
+		{"MaxModelLen", o.MaxModelLen, 1}, {"MaxNumSeqs", o.MaxNumSeqs, 1}, {"MaxNumBatchedTokens", o.MaxNumBatchedTokens, 1},
+		{"MaxAdjust", o.MaxAdjust, 1}, {"MaxQueued", o.MaxQueued, 0}, {"LongAfter", o.LongAfter, 0}, {"Vocab", o.Vocab, 1},
+		{"Retries", o.Retries, 0},
+	} {
+		if f.value < f.least {
+			return fmt.Errorf("engine: %s is %d; it must be at least %d", f.name, f.value, f.least)
+		}
+	}
+	return nil
+}
+
 // Listener hears of what the engine does; nil functions are left out. Finished may be
 // called while a step runs, from another goroutine than Step and at the same time.
 type Listener struct {
@@ -118,13 +141,15 @@ type State struct {
 	Preemptions, Steps, Retried int64
 }
 
-// Engine runs requests. Submit and State may be called from any goroutine; one
-// goroutine at a time is in Run or Generate.
+// Engine runs requests. All methods may be called from any goroutine; one at a time is
+// in Run or Generate, and others wait for it.
 type Engine struct {
 	o     Options
 	sched *scheduler.Scheduler
 	seqs  map[scheduler.ID]*sequence
 	next  scheduler.ID
+	// inside is locked by the call that is in Run or Generate, and by Close behind it.
+	inside sync.Mutex
 	// rows are a step's, chunks and sequences what they are of; the next step uses their
 	// memory again.
 	rows   []pipeline.Sequence
@@ -183,9 +208,12 @@ type sequence struct {
 	adjust adjustments
 }
 
-// New makes an engine.
-func New(o Options) *Engine {
+// New makes an engine. It is closed in the end.
+func New(o Options) (*Engine, error) {
 	o = o.EnsureDefaults()
+	if err := o.Validate(); err != nil {
+		return nil, err
+	}
 	return &Engine{
 		o:         o,
 		seqs:      map[scheduler.ID]*sequence{},
@@ -193,7 +221,7 @@ func New(o Options) *Engine {
 		delivered: make(chan struct{}),
 		sched:     scheduler.New(scheduler.Limits{Rows: o.MaxNumBatchedTokens, Sequences: o.MaxNumSeqs, Tokens: o.KV.Capacity()}),
 		state:     State{KVBlocks: o.KV.Blocks(), BlockTokens: o.KV.BlockTokens()},
-	}
+	}, nil
 }
 
 // State of the engine now.
@@ -209,26 +237,31 @@ func (e *Engine) State() State {
 // Errors: ErrStopped, ErrQueueFull, ErrPromptTooLong, ErrBadRequest (a *ParamError
 // where a parameter is to blame).
 func (e *Engine) Submit(ctx context.Context, r Request) (*Job, error) {
-	limit, err := e.admissible(&r)
+	s, err := e.admissible(r)
 	if err != nil {
 		return nil, err
 	}
-	s := &submission{
-		job: newJob(e.o.Now(), len(r.Prompt)), req: r, ctx: ctx, limit: limit,
-		left: r.Params.N, finish: make([]FinishReason, r.Params.N),
+	if err := e.enqueue(ctx, s); err != nil {
+		return nil, err
 	}
+	return s.job, nil
+}
+
+// enqueue queues a request that is admissible.
+func (e *Engine) enqueue(ctx context.Context, s *submission) error {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	// Those whom the next step can let run do not wait.
 	ahead := e.queued + e.state.Waiting - (e.o.MaxNumSeqs - e.state.Running)
 	switch {
 	case e.stopped:
-		return nil, fmt.Errorf("engine: %w", ErrStopped)
-	case e.o.MaxQueued > 0 && ahead+r.Params.N > max(e.o.MaxQueued, r.Params.N):
-		return nil, fmt.Errorf("engine: %w: %d wait, %d may", ErrQueueFull, ahead, e.o.MaxQueued)
+		return fmt.Errorf("engine: %w", ErrStopped)
+	case e.o.MaxQueued > 0 && ahead+s.left > max(e.o.MaxQueued, s.left):
+		return fmt.Errorf("engine: %w: %d wait, %d may", ErrQueueFull, ahead, e.o.MaxQueued)
 	}
+	s.ctx = ctx
 	e.inbox = append(e.inbox, s)
-	e.queued += r.Params.N
+	e.queued += s.left
 	s.unlisten = context.AfterFunc(ctx, func() {
 		e.mu.Lock()
 		e.canceled = true
@@ -236,7 +269,7 @@ func (e *Engine) Submit(ctx context.Context, r Request) (*Job, error) {
 		e.poke()
 	})
 	e.poke()
-	return s.job, nil
+	return nil
 }
 
 func (e *Engine) poke() {
@@ -246,20 +279,20 @@ func (e *Engine) poke() {
 	}
 }
 
-// admissible checks what can be known of a request before it runs, and says at how
-// many tokens its samples end.
-func (e *Engine) admissible(r *Request) (limit int, err error) {
+// admissible makes a submission of a request, from when on its time counts, unless it
+// can be known before it runs that it never could.
+func (e *Engine) admissible(r Request) (*submission, error) {
 	if err := r.Params.Validate(e.o.Vocab); err != nil {
-		return 0, fmt.Errorf("engine: %w", err)
+		return nil, fmt.Errorf("engine: %w", err)
 	}
 	if len(r.Params.Stop) > 0 && e.o.Tokenizer == nil {
-		return 0, fmt.Errorf("engine: %w", &ParamError{"stop", "given", "left out: this model has no tokenizer to find strings with"})
+		return nil, fmt.Errorf("engine: %w", &ParamError{"stop", "given", "left out: this model has no tokenizer to find strings with"})
 	}
 	if len(r.Prompt) == 0 {
-		return 0, fmt.Errorf("engine: %w: the prompt has no tokens; give at least one", ErrBadRequest)
+		return nil, fmt.Errorf("engine: %w: the prompt has no tokens; give at least one", ErrBadRequest)
 	}
 	if len(r.Prompt) >= e.o.MaxModelLen {
-		return 0, fmt.Errorf("engine: %w: it has %d tokens and the context is %d, of which at least one must be left for the answer; shorten the prompt, or raise --max-model-len if the model allows it",
+		return nil, fmt.Errorf("engine: %w: it has %d tokens and the context is %d, of which at least one must be left for the answer; shorten the prompt, or raise --max-model-len if the model allows it",
 			ErrPromptTooLong, len(r.Prompt), e.o.MaxModelLen)
 	}
 	for i, id := range r.Prompt {
@@ -268,33 +301,42 @@ func (e *Engine) admissible(r *Request) (limit int, err error) {
 			if r.Encoded {
 				why = "; tokenizer and model do not belong together"
 			}
-			return 0, fmt.Errorf("engine: %w: prompt token %d has id %d, the model knows 0 to %d%s", ErrBadRequest, i, id, e.o.Vocab-1, why)
+			return nil, fmt.Errorf("engine: %w: prompt token %d has id %d, the model knows 0 to %d%s", ErrBadRequest, i, id, e.o.Vocab-1, why)
 		}
 	}
 	// The subtraction cannot overflow, as the sum of both could.
-	limit = e.o.MaxModelLen
+	limit := e.o.MaxModelLen
 	if r.Params.MaxTokens < limit-len(r.Prompt) {
 		limit = len(r.Prompt) + r.Params.MaxTokens
 	}
 	if have := e.o.KV.Capacity(); limit > have {
-		return 0, fmt.Errorf("engine: %w: prompt and new tokens are %d, the KV cache holds %d; ask for fewer, or give the cache more memory", ErrPromptTooLong, limit, have)
+		return nil, fmt.Errorf("engine: %w: prompt and new tokens are %d, the KV cache holds %d; ask for fewer, or give the cache more memory", ErrPromptTooLong, limit, have)
 	}
-	return limit, nil
+	return &submission{
+		job: newJob(e.o.Now(), len(r.Prompt)), req: r, limit: limit, left: r.Params.N, finish: make([]FinishReason, r.Params.N),
+	}, nil
 }
 
-// Stop refuses requests from now on; those that were submitted go on, and Run
-// returns when the last has ended.
-func (e *Engine) Stop() {
+// Close refuses requests from now on, and waits until Run or Generate, if one is under
+// way, has run those that were submitted to their ends. What nobody runs ends with
+// FinishAbort.
+func (e *Engine) Close() error {
 	e.mu.Lock()
 	e.stopped = true
 	e.mu.Unlock()
 	e.poke()
+	e.inside.Lock()
+	defer e.inside.Unlock()
+	e.abandon(nil)
+	return nil
 }
 
 // Run runs requests until ctx is done, which ends those that are left with
-// FinishAbort, or Stop was called and none is left; both return nil. An error means
+// FinishAbort, or Close was called and none is left; both return nil. An error means
 // that steps fail for good; all requests have ended with it, and no more are taken.
 func (e *Engine) Run(ctx context.Context) error {
+	e.inside.Lock()
+	defer e.inside.Unlock()
 	for {
 		worked, err := e.turn(ctx)
 		switch {
@@ -335,11 +377,12 @@ type Output struct {
 // counts as the result does. None runs if one of them never could. When ctx is done it
 // returns ctx.Err().
 func (e *Engine) Generate(ctx context.Context, requests []Request, onUpdate func(output int, u Update)) ([]Output, error) {
-	var jobs []*Job
-	var outs []Output
-	first := make([]int, len(requests))
-	for i := range requests {
-		if _, err := e.admissible(&requests[i]); err != nil {
+	e.inside.Lock()
+	defer e.inside.Unlock()
+	subs := make([]*submission, len(requests))
+	for i, r := range requests {
+		var err error
+		if subs[i], err = e.admissible(r); err != nil {
 			if len(requests) > 1 {
 				err = fmt.Errorf("request %d: %w", i, err)
 			}
@@ -356,14 +399,14 @@ func (e *Engine) Generate(ctx context.Context, requests []Request, onUpdate func
 		e.dropCanceled()
 		e.deliver()
 	}()
-	for i, r := range requests {
-		j, err := e.Submit(own, r)
-		if err != nil {
+	var outs []Output
+	first := make([]int, len(subs))
+	for i, s := range subs {
+		if err := e.enqueue(own, s); err != nil {
 			return nil, err
 		}
 		first[i] = len(outs)
-		jobs = append(jobs, j)
-		outs = append(outs, make([]Output, r.Params.N)...)
+		outs = append(outs, make([]Output, s.left)...)
 	}
 	var waiting []news
 	token := make([]Token, 1)
@@ -375,8 +418,8 @@ func (e *Engine) Generate(ctx context.Context, requests []Request, onUpdate func
 			return nil, err
 		}
 		e.deliver()
-		for i, j := range jobs {
-			waiting = j.take(waiting)
+		for i, s := range subs {
+			waiting = s.job.take(waiting)
 			for k := range waiting {
 				u := waiting[k].update(token)
 				o := &outs[first[i]+u.Sample]
@@ -672,6 +715,6 @@ func (e *Engine) run(ctx context.Context, step *pipeline.Step, rows int) (pipeli
 		if !again {
 			return res, fmt.Errorf("engine: step %d: %w", n, err)
 		}
-		e.o.Log.Warn("step dropped and run again", "step", n, "try", try, "error", err)
+		e.o.Log.Warn("step dropped and run again", "step", n, "try", try, "err", err)
 	}
 }

@@ -17,6 +17,7 @@ import (
 	"github.com/moeserve/moeserve/device/emulated"
 	"github.com/moeserve/moeserve/engine"
 	"github.com/moeserve/moeserve/node"
+	"github.com/moeserve/moeserve/pipeline"
 	"github.com/moeserve/moeserve/tools/fixtures"
 )
 
@@ -315,10 +316,12 @@ func TestCancel(t *testing.T) {
 	}
 }
 
-func TestStopEndsWhatRuns(t *testing.T) {
+// TestCloseEndsWhatRuns: requests that were submitted run to their ends while Close waits.
+func TestCloseEndsWhatRuns(t *testing.T) {
 	n, _ := open(t, nil)
 	r := engine.Request{Prompt: prompt(0, 5, n.Config().Vocab), Params: params(40)}
 	done := make(chan error, 1)
+	go func() { done <- n.Engine().Run(t.Context()) }()
 	var jobs []*engine.Job
 	for range 5 {
 		j, err := n.Engine().Submit(t.Context(), r)
@@ -327,18 +330,44 @@ func TestStopEndsWhatRuns(t *testing.T) {
 		}
 		jobs = append(jobs, j)
 	}
-	n.Engine().Stop()
-	if _, err := n.Engine().Submit(t.Context(), r); !errors.Is(err, engine.ErrStopped) {
-		t.Errorf("submit to a stopping engine: %v", err)
+	if _, err := jobs[0].Next(t.Context()); err != nil { // so Run has begun
+		t.Fatal(err)
 	}
-	go func() { done <- n.Engine().Run(t.Context()) }()
-	for _, j := range jobs {
-		if u := wait(t, j); u[0].Finish != engine.FinishLength || len(u[0].Tokens) != 40 {
+	if err := n.Engine().Close(); err != nil {
+		t.Error(err)
+	}
+	if _, err := n.Engine().Submit(t.Context(), r); !errors.Is(err, engine.ErrStopped) {
+		t.Errorf("submit to a closed engine: %v", err)
+	}
+	for i, j := range jobs {
+		want := 40
+		if i == 0 {
+			want-- // which was read
+		}
+		if u := wait(t, j); u[0].Finish != engine.FinishLength || len(u[0].Tokens) != want {
 			t.Errorf("ends with %s after %d tokens", u[0].Finish, len(u[0].Tokens))
 		}
 	}
 	if err := <-done; err != nil {
 		t.Error(err)
+	}
+}
+
+// TestCloseEndsWhatNobodyRuns: requests that wait for a Run that does not come are aborted.
+func TestCloseEndsWhatNobodyRuns(t *testing.T) {
+	e := with(t, stepFunc(func(context.Context, *pipeline.Step) error { return nil }), 1, 64)
+	j, err := e.Submit(t.Context(), engine.Request{Prompt: []int32{1}, Params: params(3)})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := e.Close(); err != nil {
+		t.Error(err)
+	}
+	if u := wait(t, j); len(u) != 1 || u[0].Finish != engine.FinishAbort || len(u[0].Tokens) != 0 {
+		t.Errorf("ends with %+v", u)
+	}
+	if err := e.Run(t.Context()); err != nil {
+		t.Errorf("Run of a closed engine: %v", err)
 	}
 }
 

@@ -107,7 +107,7 @@ func TestEveryUpdateOnceInOrder(t *testing.T) {
 	}
 	roomy := options
 	roomy.Pipeline, roomy.KV = &drawing{t: t, keys: map[*kvcache.Table]computed{}}, cache(t, 64)
-	e := engine.New(roomy)
+	e := newEngine(t, roomy)
 	var want [][]engine.Output
 	reasons := map[engine.FinishReason]int{}
 	for _, r := range rs {
@@ -146,7 +146,7 @@ func TestEveryUpdateOnceInOrder(t *testing.T) {
 				}
 				finished[i.ID] = i
 			}}
-			e := engine.New(o)
+			e := newEngine(t, o)
 			ran := make(chan error, 1)
 			go func() { ran <- e.Run(ctx) }()
 			var readers sync.WaitGroup
@@ -232,8 +232,7 @@ func TestEveryUpdateOnceInOrder(t *testing.T) {
 				})
 			}
 			readers.Wait()
-			e.Stop()
-			if err := <-ran; ends == "dead" != errors.Is(err, errDies) || ends != "dead" && err != nil {
+			if err := errors.Join(e.Close(), <-ran); ends == "dead" != errors.Is(err, errDies) || ends != "dead" && err != nil {
 				t.Errorf("the loop ends with %v", err)
 			}
 			submitted.Range(func(id, _ any) bool {

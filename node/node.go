@@ -421,12 +421,15 @@ func (n *Node) assemble(ctx context.Context, o *Options, src models.Source, kv k
 	if err := n.startUpkeep(); err != nil {
 		return fail(ErrDevice, err)
 	}
-	n.engine = engine.New(engine.Options{
+	if n.engine, err = engine.New(engine.Options{
 		Pipeline: stepper{n.pipe, n.machine}, KV: n.kv, Tokenizer: n.tokenizer, MaxModelLen: n.limits.MaxModelLen,
 		MaxNumSeqs: n.limits.MaxSeqs, MaxNumBatchedTokens: n.limits.MaxRows, MaxAdjust: n.limits.MaxAdjust,
 		LongAfter: n.config.RoPE.LongAfter, Vocab: n.config.Vocab, StopIDs: n.config.EOS, Log: o.Log,
 		MaxQueued: o.MaxQueued, Listener: o.Listener,
-	})
+	}); err != nil {
+		return fail(ErrConfig, err)
+	}
+	n.closers = append(n.closers, n.engine.Close)
 	return nil
 }
 
