@@ -58,11 +58,14 @@ func newFootprint(f footprint, maxModelLen int) (*footprint, error) {
 	return &f, nil
 }
 
+// BlockTokens are the tokens of a block of the KV cache.
+const BlockTokens = kvcache.DefaultBlockTokens
+
 // limits of steps of so many rows and sequences.
 func (f *footprint) limits(rows, sequences int) models.Limits {
 	l := models.Limits{
 		MaxRows: rows, MaxSeqs: min(sequences, rows),
-		MaxModelLen: f.maxModelLen, BlockTokens: kvcache.DefaultBlockTokens, MaxTopLogProbs: topLogProbs,
+		MaxModelLen: f.maxModelLen, BlockTokens: BlockTokens, MaxTopLogProbs: topLogProbs,
 	}
 	l.MaxLogits = l.MaxSeqs
 	if f.hostLogits {
@@ -78,7 +81,7 @@ func (f *footprint) limits(rows, sequences int) models.Limits {
 func (f *footprint) kv() kvcache.Shape {
 	return kvcache.Shape{
 		Layers: f.config.Layers, KVHeads: f.config.KVHeads, HeadDim: f.config.HeadDim,
-		DType: f.types.ActivationDType(), BlockTokens: kvcache.DefaultBlockTokens,
+		DType: f.types.ActivationDType(), BlockTokens: BlockTokens,
 	}
 }
 

@@ -19,7 +19,6 @@ import (
 	"time"
 
 	"github.com/moeserve/moeserve/configs"
-	"github.com/moeserve/moeserve/kvcache"
 	"github.com/moeserve/moeserve/models"
 	"github.com/moeserve/moeserve/node"
 	"github.com/moeserve/moeserve/pipeline"
@@ -75,7 +74,7 @@ func decodes(sequences int) int {
 
 // presetBlocks is what the cache of each of so many sequences takes.
 func presetBlocks(sequences int) int {
-	return (presetPrompt + decodes(sequences) + kvcache.DefaultBlockTokens) / kvcache.DefaultBlockTokens
+	return (presetPrompt + decodes(sequences) + node.BlockTokens) / node.BlockTokens
 }
 
 // TestGPUPresets runs whole presets with dummy weights and experts in host memory or
@@ -153,7 +152,7 @@ func runPreset(t *testing.T, name string, fraction float64, tier string, overlap
 		if tier == "peer" {
 			s.Peers, s.MigrationLimit = *peer, "0"
 		}
-		s.MaxNumBatchedTokens, s.MaxNumSeqs, s.MaxModelLen = presetRows, most, presetBlocks(1)*kvcache.DefaultBlockTokens
+		s.MaxNumBatchedTokens, s.MaxNumSeqs, s.MaxModelLen = presetRows, most, presetBlocks(1)*node.BlockTokens
 		s.NumKVBlocks, s.GPUMemoryUtilization = blocks, 0.98
 	})})
 	if err != nil {

@@ -11,7 +11,7 @@ type Sizes struct {
 	Expert int64
 	// Other is all weights but those of routed experts. Default: Model.OtherBytes.
 	Other int64
-	// KVBlockTokens of a sequence lie in one block of KVBlock bytes. Defaults: 16,
+	// KVBlockTokens of a sequence lie in one block of KVBlock bytes. Defaults: 1,
 	// and what their keys and values take.
 	KVBlockTokens int
 	KVBlock       int64
@@ -35,8 +35,6 @@ type Sizes struct {
 	GPUFixed, HostFixed, PeerFixed int64
 }
 
-const defaultBlockTokens = 16
-
 func (s Sizes) withDefaults(m *Model) Sizes {
 	if s.Expert == 0 {
 		s.Expert = m.ExpertBytes()
@@ -45,7 +43,7 @@ func (s Sizes) withDefaults(m *Model) Sizes {
 		s.Other = m.OtherBytes()
 	}
 	if s.KVBlockTokens == 0 {
-		s.KVBlockTokens = defaultBlockTokens
+		s.KVBlockTokens = 1
 	}
 	if s.KVBlock == 0 {
 		s.KVBlock = int64(s.KVBlockTokens) * m.KVBytesPerToken()

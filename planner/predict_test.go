@@ -13,7 +13,7 @@ func problem(t testing.TB, model, hardware string) Problem {
 	t.Helper()
 	return Problem{
 		Model: presetModel(t, model), Hardware: hardwarePreset(t, hardware),
-		Workload: Workload{PromptTokens: 77, NewTokens: 32},
+		Workload: Workload{PromptTokens: 77, NewTokens: 32}, Sizes: Sizes{KVBlockTokens: 16},
 	}
 }
 

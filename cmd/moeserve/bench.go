@@ -19,9 +19,6 @@ import (
 	"github.com/moeserve/moeserve/planner"
 )
 
-// blockTokens are the tokens of a block of the KV cache.
-const blockTokens = 16
-
 func newBench(s *streams) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "bench",
@@ -175,7 +172,7 @@ func newBenchmark(s *streams, set *settings) (*benchmark, error) {
 	}
 	set.MaxNumSeqs = set.NumPrompts
 	set.MaxNumBatchedTokens = max(set.MaxNumBatchedTokens, set.NumPrompts)
-	set.NumKVBlocks, set.MaxModelLen = eval.Room(o.Prompts, o.NewTokens, blockTokens)
+	set.NumKVBlocks, set.MaxModelLen = eval.Room(o.Prompts, o.NewTokens, node.BlockTokens)
 	return b, nil
 }
 
