@@ -16,6 +16,21 @@
 //	rms := kernels.Norm{Kind: kernels.RMS, X: x, Weight: w, Eps: 1e-5, Out: y}
 //	if err := backend.Enqueue(stream, &rms); err != nil { … }
 //
+// # Shapes
+//
+// The comments of arguments say N rows (tokens) of a step, S sequences, H hidden size, E
+// experts, K experts per token, I expert intermediate size, V vocabulary, D head size.
+// "act" is the backend's activation type, "weight" one of BF16, F16, F32. Rows may have
+// gaps between them (strides) unless "dense" is said; the last dimension never has.
+// Outputs share no memory with inputs unless it is said, nor with each other; addresses
+// are multiples of the element's size. Ids, slots, offsets and block numbers must lie in
+// their ranges; kernels/cpu checks them.
+//
+// # Files
+//
+// An operation's struct, Check and Declare stand together in the file of its family:
+// rows.go, matmul.go, attention.go, routing.go, expert.go, combine.go, logits.go.
+//
 // # Random numbers
 //
 // Sampling noise (GumbelNoise) and dummy weights (FillDummy) come from one

@@ -98,6 +98,39 @@ func (t Tensor) Range() device.Range {
 	return device.Range{Addr: t.Addr, Bytes: int64(last+1) * int64(t.DType.Size())}
 }
 
+// AppendRanges appends the runs of memory that hold t's elements, and nothing
+// between them, to dst: one for a dense tensor, one per row (or more) for one
+// with gaps.
+func (t Tensor) AppendRanges(dst []device.Range) []device.Range {
+	if t.None() || t.Elements() == 0 {
+		return dst
+	}
+	size := t.DType.Size()
+	run, outer := 1, t.Rank // elements that lie without gaps; dimensions around them
+	for outer > 0 && (t.Shape[outer-1] == 1 || t.Stride[outer-1] == run) {
+		outer--
+		run *= t.Shape[outer]
+	}
+	var at [MaxRank]int
+	for {
+		off := 0
+		for i, n := range at[:outer] {
+			off += n * t.Stride[i]
+		}
+		dst = append(dst, device.Range{Addr: t.Addr + device.Addr(off*size), Bytes: int64(run * size)})
+		i := outer - 1
+		for ; i >= 0; i-- {
+			if at[i]++; at[i] < t.Shape[i] {
+				break
+			}
+			at[i] = 0
+		}
+		if i < 0 {
+			return dst
+		}
+	}
+}
+
 // Slice returns elements [from, to) of the first dimension.
 func (t Tensor) Slice(from, to int) Tensor { return t.Narrow(0, from, to) }
 

@@ -1,6 +1,57 @@
 package kernels
 
-import "fmt"
+import (
+	"fmt"
+)
+
+// ExpertShape is the shape of one expert: w1 and w3 are [Intermediate, Hidden],
+// w2 is [Hidden, Intermediate].
+type ExpertShape struct {
+	Hidden, Intermediate int
+	DType                DType
+}
+
+// Bytes is the size of the three matrices.
+func (s ExpertShape) Bytes() int64 {
+	return 3 * int64(s.Hidden) * int64(s.Intermediate) * int64(s.DType.Size())
+}
+
+// Part is one of an expert's matrices, named as Mixtral names them.
+type Part uint8
+
+// The three matrices: the expert computes W2 (silu(W1 x) * W3 x).
+const (
+	W1 Part = iota // gate_proj
+	W3             // up_proj
+	W2             // down_proj
+)
+
+func (p Part) String() string { return [...]string{"w1", "w3", "w2"}[p] }
+
+// ExpertLayout says where an expert's matrices lie in its one contiguous extent.
+type ExpertLayout struct {
+	ExpertShape
+	// Tag names the inner layout: "row-major" has w1, w3, w2 one after another.
+	Tag string
+	// Size of the extent in bytes, a multiple of 256, at least Bytes().
+	Size int64
+}
+
+func (l *ExpertLayout) check() error {
+	switch {
+	case int(l.DType) >= len(dtypes):
+		return fmt.Errorf("has unknown type %d", uint8(l.DType))
+	case !floats.has(l.DType):
+		return fmt.Errorf("has type %v, want %v", l.DType, floats)
+	case l.Hidden < 1 || l.Intermediate < 1:
+		return fmt.Errorf("has Hidden %d and Intermediate %d, want 1 or more", l.Hidden, l.Intermediate)
+	case l.Tag == "":
+		return fmt.Errorf("has no Tag: take it from Backend.ExpertLayout")
+	case l.Size < l.Bytes() || l.Size%256 != 0:
+		return fmt.Errorf("has Size %d, want a multiple of 256 of at least %d", l.Size, l.Bytes())
+	}
+	return nil
+}
 
 // RowMajor is the tag of the layout that has w1, w3, w2 one after another, each
 // row-major as checkpoints have them.

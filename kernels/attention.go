@@ -1,0 +1,243 @@
+package kernels
+
+// RoPE rotates Q and K in place, rotate-half form: with c = Table[Rows[n], i],
+// s = Table[Rows[n], D/2+i], (x[i], x[i+D/2]) becomes (x[i] c - x[i+D/2] s,
+// x[i+D/2] c + x[i] s).
+type RoPE struct {
+	Q     Tensor // [N, heads, D] act
+	K     Tensor // [N, kv heads, D] act
+	Table Tensor // [T, D] F32, dense: cosines, then sines
+	Rows  Tensor // [N] I32: which row of Table
+}
+
+// Name implements Op.
+func (*RoPE) Name() string { return "rope" }
+
+// Check implements Op.
+func (o *RoPE) Check() error {
+	c := checker{op: o.Name()}
+	c.rotation(&o.Q, &o.K, &o.Table, &o.Rows)
+	return c.err
+}
+
+// Declare implements Op: the whole table counts as read, its rows as traffic.
+func (o *RoPE) Declare(d *Decl) {
+	d.update(&o.Q)
+	d.update(&o.K)
+	d.Reads = o.Table.AppendRanges(d.Reads)
+	d.Bytes += int64(o.Rows.Elements()) * int64(o.Table.Shape[1]) * int64(o.Table.DType.Size())
+	d.read(&o.Rows)
+	d.Flops += 3 * int64(o.Q.Elements()+o.K.Elements())
+}
+
+// rotation checks queries and keys and how they are rotated.
+func (c *checker) rotation(q, k, table, rows *Tensor) {
+	c.tensor("Q", q, floats, 3)
+	c.tensor("K", k, floats, 3)
+	c.size("K", k, 0, q.Shape[0], "rows", "Q")
+	c.size("K", k, 2, q.Shape[2], "columns", "Q")
+	c.sameType("K", k, "Q", q)
+	c.apart("K", k, "Q", q)
+	if c.ok() && q.Shape[2]%2 != 0 {
+		c.failf("Q is %v, want an even head size", *q)
+	}
+	c.tensor("Table", table, onlyF, 2)
+	c.dense("Table", table)
+	c.size("Table", table, 1, q.Shape[2], "columns", "Q")
+	c.tensor("Rows", rows, onlyI, 1)
+	c.size("Rows", rows, 0, q.Shape[0], "elements", "Q")
+}
+
+// AppendKV writes K[n] and V[n] to place Slots[n] of the paged cache:
+// block Slots[n] / B, row Slots[n] % B, with B the block's tokens. A negative
+// slot is left out.
+type AppendKV struct {
+	K, V           Tensor // [N, kv heads, D] act
+	CacheK, CacheV Tensor // [blocks, B, kv heads, D] act, strided
+	Slots          Tensor // [N] I32
+}
+
+// Name implements Op.
+func (*AppendKV) Name() string { return "append_kv" }
+
+// Check implements Op.
+func (o *AppendKV) Check() error {
+	c := checker{op: o.Name()}
+	c.appended(&o.K, &o.V, &o.CacheK, &o.CacheV, &o.Slots)
+	return c.err
+}
+
+// Declare implements Op: the places in the cache are known by Slots only.
+func (o *AppendKV) Declare(d *Decl) {
+	d.read(&o.K)
+	d.read(&o.V)
+	d.read(&o.Slots)
+	d.Bytes += o.K.Bytes() + o.V.Bytes()
+}
+
+// appended checks keys and values and where they go.
+func (c *checker) appended(k, v, cacheK, cacheV, slots *Tensor) {
+	c.tensor("K", k, floats, 3)
+	c.tensor("V", v, floats, 3)
+	c.same("V", v, "K", k)
+	c.cache(cacheK, cacheV, "K", k, true)
+	c.tensor("Slots", slots, onlyI, 1)
+	c.size("Slots", slots, 0, k.Shape[0], "elements", "K")
+}
+
+// cache checks a pair of cache tensors against rows of the step, called name.
+func (c *checker) cache(k, v *Tensor, name string, x *Tensor, head bool) {
+	c.tensor("CacheK", k, floats, 4)
+	c.tensor("CacheV", v, floats, 4)
+	c.same("CacheV", v, "CacheK", k)
+	c.apart("CacheV", v, "CacheK", k)
+	c.sameType("CacheK", k, name, x)
+	if head {
+		c.size("CacheK", k, 2, x.Shape[1], "heads", name)
+	}
+	c.size("CacheK", k, 3, x.Shape[2], "columns", name)
+	if c.ok() && k.Shape[1] == 0 {
+		c.failf("CacheK is %v, want at least one token per block", *k)
+	}
+}
+
+// RoPEAppendKV is Norm of the heads of Q and K (RMS, in place) where there are
+// weights for it, RoPE, and AppendKV, one after the other and with the same bits,
+// but for K, which stays as it was: its heads are normed and rotated on their way
+// into the cache. A negative slot leaves K[n] and V[n] out; Q[n] is rotated all the
+// same.
+type RoPEAppendKV struct {
+	Q              Tensor // [N, heads, D] act
+	K, V           Tensor // [N, kv heads, D] act
+	QNorm, KNorm   Tensor // [D] weight: of the norms; or none, both
+	Eps            float32
+	Table          Tensor // [T, D] F32, dense: cosines, then sines
+	Rows           Tensor // [N] I32: which row of Table
+	CacheK, CacheV Tensor // [blocks, B, kv heads, D] act, strided
+	Slots          Tensor // [N] I32
+}
+
+// Name implements Op.
+func (*RoPEAppendKV) Name() string { return "rope_append_kv" }
+
+// Check implements Op.
+func (o *RoPEAppendKV) Check() error {
+	c := checker{op: o.Name()}
+	c.rotation(&o.Q, &o.K, &o.Table, &o.Rows)
+	c.appended(&o.K, &o.V, &o.CacheK, &o.CacheV, &o.Slots)
+	c.apart("Q", &o.Q, "V", &o.V)
+	if c.ok() && o.QNorm.None() != o.KNorm.None() {
+		c.failf("QNorm is %v and KNorm %v, want both or none", o.QNorm, o.KNorm)
+	}
+	if c.ok() && !o.QNorm.None() {
+		c.tensor("QNorm", &o.QNorm, floats, 1)
+		c.size("QNorm", &o.QNorm, 0, o.Q.Shape[2], "elements", "a head of Q")
+		c.tensor("KNorm", &o.KNorm, floats, 1)
+		c.size("KNorm", &o.KNorm, 0, o.Q.Shape[2], "elements", "a head of Q")
+	}
+	if c.ok() && !(o.Eps >= 0) {
+		c.failf("Eps is %g, want 0 or more", o.Eps)
+	}
+	return c.err
+}
+
+// Declare implements Op: the whole table counts as read, its rows as traffic; the
+// places in the cache are known by Slots only.
+func (o *RoPEAppendKV) Declare(d *Decl) {
+	d.update(&o.Q)
+	d.read(&o.K)
+	d.read(&o.V)
+	if !o.QNorm.None() {
+		d.read(&o.QNorm)
+		d.read(&o.KNorm)
+		d.Flops += 8 * int64(o.Q.Elements()+o.K.Elements())
+	}
+	d.Reads = o.Table.AppendRanges(d.Reads)
+	d.Bytes += int64(o.Rows.Elements()) * int64(o.Table.Shape[1]) * int64(o.Table.DType.Size())
+	d.read(&o.Rows)
+	d.read(&o.Slots)
+	d.Bytes += o.K.Bytes() + o.V.Bytes()
+	d.Flops += 3 * int64(o.Q.Elements()+o.K.Elements())
+}
+
+// Attention is causal attention over a paged cache that already holds the rows'
+// own keys and values. Row r of sequence s, SeqStarts[s] <= r < SeqStarts[s+1],
+// stands at position p = ContextLens[s] - (SeqStarts[s+1] - r) and sees positions
+// max(0, p-Window+1) .. p (all from 0 with Window 0); position t lies in block
+// BlockTable[s, t/B], row t%B.
+type Attention struct {
+	Q              Tensor // [N, heads, D] act
+	CacheK, CacheV Tensor // [blocks, B, kv heads, D] act, strided
+	SeqStarts      Tensor // [S+1] I32: first row of each sequence, then N
+	ContextLens    Tensor // [S] I32: tokens in the cache, those of this step included
+	BlockTable     Tensor // [S, max blocks] I32
+	Window         int    // tokens a query sees, itself included; 0: all
+	Scale          float32
+	// MaxContext is at least every ContextLens, MaxRows at least every sequence's
+	// rows in this step; both only size the work.
+	MaxContext, MaxRows int
+	// Stored is the sum of ContextLens, Seen that of the positions that each row sees,
+	// both as without a Window. Only the estimate of what it costs goes by them; where they
+	// are 0 every sequence is taken to have MaxContext tokens and MaxRows rows.
+	Stored, Seen int64
+	Out          Tensor // [N, heads, D] act
+}
+
+// Name implements Op.
+func (*Attention) Name() string { return "attention" }
+
+// Check implements Op.
+func (o *Attention) Check() error {
+	c := checker{op: o.Name()}
+	c.tensor("Q", &o.Q, floats, 3)
+	c.cache(&o.CacheK, &o.CacheV, "Q", &o.Q, false)
+	if c.ok() && (o.CacheK.Shape[2] == 0 || o.Q.Shape[1]%o.CacheK.Shape[2] != 0) {
+		c.failf("Q is %v, want a multiple of CacheK's %d heads", o.Q, o.CacheK.Shape[2])
+	}
+	c.tensor("ContextLens", &o.ContextLens, onlyI, 1)
+	c.tensor("SeqStarts", &o.SeqStarts, onlyI, 1)
+	if s := o.ContextLens.Shape[0]; c.ok() && o.SeqStarts.Shape[0] != s+1 {
+		c.failf("SeqStarts is %v, want %d elements (ContextLens has %d)", o.SeqStarts, s+1, s)
+	}
+	c.tensor("BlockTable", &o.BlockTable, onlyI, 2)
+	c.size("BlockTable", &o.BlockTable, 0, o.ContextLens.Shape[0], "rows", "ContextLens")
+	c.tensor("Out", &o.Out, floats, 3)
+	c.same("Out", &o.Out, "Q", &o.Q)
+	c.inPlace("Out", &o.Out, "Q", &o.Q)
+	c.apart("Out", &o.Out, "CacheK", &o.CacheK)
+	c.apart("Out", &o.Out, "CacheV", &o.CacheV)
+	switch {
+	case !c.ok():
+	case o.Window < 0:
+		c.failf("Window is %d, want 0 (all) or more", o.Window)
+	case !(o.Scale > 0):
+		c.failf("Scale is %g, want more than 0", o.Scale)
+	case o.Q.Shape[0] > 0 && (o.MaxRows < 1 || o.MaxContext < o.MaxRows):
+		c.failf("MaxContext is %d and MaxRows %d, want MaxContext >= MaxRows >= 1", o.MaxContext, o.MaxRows)
+	case o.MaxContext > o.BlockTable.Shape[1]*o.CacheK.Shape[1]:
+		c.failf("BlockTable is %v, want room for MaxContext %d in blocks of %d", o.BlockTable, o.MaxContext, o.CacheK.Shape[1])
+	}
+	return c.err
+}
+
+// Declare implements Op: the blocks are known by BlockTable only. Without Stored and
+// Seen the average row of a sequence sees all of MaxContext but the half of MaxRows that
+// stand behind it. A Window bounds what all sequences and rows have together.
+func (o *Attention) Declare(d *Decl) {
+	d.read(&o.Q)
+	d.read(&o.SeqStarts)
+	d.read(&o.ContextLens)
+	d.read(&o.BlockTable)
+	d.write(&o.Out)
+	seqs, rows, behind := int64(o.ContextLens.Shape[0]), int64(o.Q.Shape[0]), int64(max(o.MaxRows-1, 0))
+	stored, seen := o.Stored, o.Seen
+	if stored == 0 {
+		stored, seen = seqs*int64(o.MaxContext), rows*(int64(o.MaxContext)-behind/2)
+	}
+	if w := int64(o.Window); w > 0 {
+		stored, seen = min(stored, seqs*(w+behind)), min(seen, rows*w)
+	}
+	kv := int64(o.CacheK.Shape[2]) * int64(o.CacheK.Shape[3]) * int64(o.CacheK.DType.Size())
+	d.Bytes += 2 * stored * kv
+	d.Flops += 4 * int64(o.Q.Shape[1]) * int64(o.Q.Shape[2]) * seen
+}

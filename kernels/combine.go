@@ -1,0 +1,117 @@
+package kernels
+
+// Combine writes Out[n] = sum over k, in order of k, of Weights[n, k] X[n*K+k],
+// plus sigmoid(SharedGate[n]) Shared[n] where there is a shared expert.
+type Combine struct {
+	X          Tensor // [N*K, H] act
+	Weights    Tensor // [N, K] F32, dense
+	Shared     Tensor // [N, H] act, or none
+	SharedGate Tensor // [N, 1] F32, or none
+	Out        Tensor // [N, H] act
+}
+
+// Name implements Op.
+func (*Combine) Name() string { return "combine" }
+
+// Check implements Op.
+func (o *Combine) Check() error {
+	c := checker{op: o.Name()}
+	c.combined(&o.X, &o.Weights, &o.Shared, &o.SharedGate)
+	c.combination("Out", &o.Out, &o.X, &o.Weights, &o.Shared)
+	return c.err
+}
+
+// Declare implements Op.
+func (o *Combine) Declare(d *Decl) {
+	declareCombined(d, &o.X, &o.Weights, &o.Shared, &o.SharedGate)
+	d.write(&o.Out)
+}
+
+// combined checks what experts' outputs are combined of.
+func (c *checker) combined(x, weights, shared, gate *Tensor) {
+	c.tensor("Weights", weights, onlyF, 2)
+	c.dense("Weights", weights)
+	c.tensor("X", x, floats, 2)
+	if c.ok() && x.Shape[0] != weights.Elements() {
+		c.failf("X is %v, want %d rows (Weights is %v)", *x, weights.Elements(), *weights)
+	}
+	if c.ok() && shared.None() != gate.None() {
+		c.failf("Shared is %v and SharedGate %v, want both or none", *shared, *gate)
+	}
+	if c.ok() && !shared.None() {
+		n := weights.Shape[0]
+		c.tensor("Shared", shared, floats, 2)
+		c.size("Shared", shared, 0, n, "rows", "Weights")
+		c.size("Shared", shared, 1, x.Shape[1], "columns", "X")
+		c.sameType("Shared", shared, "X", x)
+		c.tensor("SharedGate", gate, onlyF, 2)
+		c.size("SharedGate", gate, 0, n, "rows", "Weights")
+		if c.ok() && gate.Shape[1] != 1 {
+			c.failf("SharedGate is %v, want 1 column", *gate)
+		}
+	}
+}
+
+// combination checks a written tensor that has a row for each of weights, and lies apart
+// from what is combined.
+func (c *checker) combination(name string, t, x, weights, shared *Tensor) {
+	c.tensor(name, t, floats, 2)
+	c.size(name, t, 0, weights.Shape[0], "rows", "Weights")
+	c.size(name, t, 1, x.Shape[1], "columns", "X")
+	c.sameType(name, t, "X", x)
+	c.apart(name, t, "X", x)
+	if c.ok() && !shared.None() {
+		c.apart(name, t, "Shared", shared)
+	}
+}
+
+func declareCombined(d *Decl, x, weights, shared, gate *Tensor) {
+	d.read(x)
+	d.read(weights)
+	d.Flops += 2 * int64(x.Elements())
+	if !shared.None() {
+		d.read(shared)
+		d.read(gate)
+		d.Flops += 2 * int64(shared.Elements())
+	}
+}
+
+// CombineNorm does what Combine and a Norm of its output with Residual do, with the same
+// bits: with x what Combine writes, rounded to the activation type, it does Residual
+// += x and writes Out = norm(Residual) * Weight (+ Bias). x itself is not kept.
+type CombineNorm struct {
+	X          Tensor // [N*K, H] act
+	Weights    Tensor // [N, K] F32, dense
+	Shared     Tensor // [N, H] act, or none
+	SharedGate Tensor // [N, 1] F32, or none
+	Kind       NormKind
+	Residual   Tensor // [N, H] act
+	Weight     Tensor // [H] weight
+	Bias       Tensor // [H] weight, or none
+	Eps        float32
+	Out        Tensor // [N, H] act
+}
+
+// Name implements Op.
+func (*CombineNorm) Name() string { return "combine_norm" }
+
+// Check implements Op.
+func (o *CombineNorm) Check() error {
+	c := checker{op: o.Name()}
+	c.combined(&o.X, &o.Weights, &o.Shared, &o.SharedGate)
+	c.normed(o.Kind, &o.Weight, &o.Bias, o.Eps, o.X.Shape[1])
+	c.combination("Residual", &o.Residual, &o.X, &o.Weights, &o.Shared)
+	c.combination("Out", &o.Out, &o.X, &o.Weights, &o.Shared)
+	c.apart("Out", &o.Out, "Residual", &o.Residual)
+	return c.err
+}
+
+// Declare implements Op.
+func (o *CombineNorm) Declare(d *Decl) {
+	declareCombined(d, &o.X, &o.Weights, &o.Shared, &o.SharedGate)
+	d.update(&o.Residual)
+	d.read(&o.Weight)
+	d.optional(&o.Bias)
+	d.write(&o.Out)
+	d.Flops += 8 * int64(o.Out.Elements())
+}

@@ -1,0 +1,256 @@
+package kernels
+
+// Sample draws one token per row: the largest logit (the lowest id of equal
+// ones) where Temperature is 0, else the largest of logit/Temperature + g, with g
+// a Gumbel variate of the counter-based generator keyed by (seed, sample,
+// position, token): see GumbelNoise. Quotient and sum are rounded to float32, so
+// all backends draw the same token from the same logits. A logit that is no
+// number is never drawn.
+//
+// Where Temperature is not 0, MinP, TopK and TopP, each of them none or one
+// element per row, leave out unlikely tokens before that, in this order. With s
+// the quotients, s0 the row's largest and e = Exp(s - s0), or 1 where s = s0:
+//
+//   - MinP, from 0 (all) to 1, leaves out the tokens with e < MinP: those less
+//     than MinP times as likely as the likeliest.
+//   - TopK, 0 for all, keeps the TopK tokens with the largest logits, of equal ones
+//     those with the lowest ids.
+//   - TopP, above 0 and at most 1 (all), keeps the fewest tokens, in the same order,
+//     whose weights reach TopP times the weights of all that MinP and TopK left. A
+//     weight is SampleWeight(e), an integer, so that sums are exact in any order;
+//     nor is the product rounded.
+type Sample struct {
+	Logits      Tensor // [S, V] F32
+	Temperature Tensor // [S] F32, finite, >= 0
+	Seeds       Tensor // [S] U64
+	Samples     Tensor // [S] I32: which of a request's samples
+	Positions   Tensor // [S] I32: position of the token drawn
+	TopK        Tensor // [S] I32, >= 0, or none
+	TopP, MinP  Tensor // [S] F32, or none
+	Out         Tensor // [S] I32
+}
+
+// Name implements Op.
+func (*Sample) Name() string { return "sample" }
+
+// Check implements Op.
+func (o *Sample) Check() error {
+	c := checker{op: o.Name()}
+	c.tensor("Logits", &o.Logits, onlyF, 2)
+	if c.ok() && o.Logits.Shape[1] < 1 {
+		c.failf("Logits is %v, want at least one column", o.Logits)
+	}
+	s := o.Logits.Shape[0]
+	c.tensor("Temperature", &o.Temperature, onlyF, 1)
+	c.size("Temperature", &o.Temperature, 0, s, "elements", "Logits")
+	c.tensor("Seeds", &o.Seeds, onlyU, 1)
+	c.size("Seeds", &o.Seeds, 0, s, "elements", "Logits")
+	c.tensor("Samples", &o.Samples, onlyI, 1)
+	c.size("Samples", &o.Samples, 0, s, "elements", "Logits")
+	c.tensor("Positions", &o.Positions, onlyI, 1)
+	c.size("Positions", &o.Positions, 0, s, "elements", "Logits")
+	c.perRow("TopK", &o.TopK, onlyI, s)
+	c.perRow("TopP", &o.TopP, onlyF, s)
+	c.perRow("MinP", &o.MinP, onlyF, s)
+	c.tensor("Out", &o.Out, onlyI, 1)
+	c.size("Out", &o.Out, 0, s, "elements", "Logits")
+	c.apart("Out", &o.Out, "Samples", &o.Samples)
+	c.apart("Out", &o.Out, "Positions", &o.Positions)
+	c.apart("Out", &o.Out, "TopK", &o.TopK)
+	return c.err
+}
+
+// Declare implements Op.
+func (o *Sample) Declare(d *Decl) {
+	d.read(&o.Logits)
+	d.read(&o.Temperature)
+	d.read(&o.Seeds)
+	d.read(&o.Samples)
+	d.read(&o.Positions)
+	d.optional(&o.TopK)
+	d.optional(&o.TopP)
+	d.optional(&o.MinP)
+	d.write(&o.Out)
+	d.Flops += 40 * int64(o.Logits.Elements())
+}
+
+// perRow checks a tensor of one element for each of s rows of logits, which may
+// be none.
+func (c *checker) perRow(name string, t *Tensor, k kinds, s int) {
+	if c.ok() && !t.None() {
+		c.tensor(name, t, k, 1)
+		c.size(name, t, 0, s, "elements", "Logits")
+	}
+}
+
+// Adjust changes the logits of listed tokens in place, and saves them first: those
+// of row s are IDs[Starts[s]:Starts[s+1]], each once. With o the logit and n =
+// Seen, it becomes, every operation rounded to float32:
+//
+//	x = o / Repetition[s] if n >= 0 and o > 0, o * Repetition[s] if n >= 0, else o
+//	x = (x - Frequency[s]*n) - Presence[s] if n > 0
+//	x = x + Bias
+type Adjust struct {
+	Logits Tensor // [S, V] F32
+	Starts Tensor // [S+1] I32: the first entry of each row, then L
+	IDs    Tensor // [L] I32, each in [0, V)
+	// Seen is -1 for a token in neither prompt nor answer, 0 for one in the prompt
+	// only, n for one that stands n times in the answer.
+	Seen Tensor // [L] I32
+	Bias Tensor // [L] F32, finite, or -Inf for a token never to be drawn
+	// Repetition is above 0; all three are finite.
+	Repetition, Presence, Frequency Tensor // [S] F32
+	Saved                           Tensor // [L] F32: the logits as they were
+}
+
+// Name implements Op.
+func (*Adjust) Name() string { return "adjust" }
+
+// Check implements Op.
+func (o *Adjust) Check() error {
+	c := checker{op: o.Name()}
+	c.listed(&o.Logits, &o.Starts, &o.IDs)
+	s, l := o.Logits.Shape[0], o.IDs.Shape[0]
+	c.tensor("Seen", &o.Seen, onlyI, 1)
+	c.size("Seen", &o.Seen, 0, l, "elements", "IDs")
+	c.tensor("Bias", &o.Bias, onlyF, 1)
+	c.size("Bias", &o.Bias, 0, l, "elements", "IDs")
+	c.tensor("Repetition", &o.Repetition, onlyF, 1)
+	c.size("Repetition", &o.Repetition, 0, s, "elements", "Logits")
+	c.tensor("Presence", &o.Presence, onlyF, 1)
+	c.size("Presence", &o.Presence, 0, s, "elements", "Logits")
+	c.tensor("Frequency", &o.Frequency, onlyF, 1)
+	c.size("Frequency", &o.Frequency, 0, s, "elements", "Logits")
+	c.tensor("Saved", &o.Saved, onlyF, 1)
+	c.size("Saved", &o.Saved, 0, l, "elements", "IDs")
+	c.apart("Saved", &o.Saved, "Logits", &o.Logits)
+	c.apart("Saved", &o.Saved, "Bias", &o.Bias)
+	return c.err
+}
+
+// Declare implements Op: all logits count as read and written, those listed as
+// traffic.
+func (o *Adjust) Declare(d *Decl) {
+	declareListed(d, &o.Logits, o.IDs.Shape[0])
+	d.read(&o.Starts)
+	d.read(&o.IDs)
+	d.read(&o.Seen)
+	d.read(&o.Bias)
+	d.read(&o.Repetition)
+	d.read(&o.Presence)
+	d.read(&o.Frequency)
+	d.write(&o.Saved)
+	d.Flops += 5 * int64(o.IDs.Shape[0])
+}
+
+// Restore undoes an Adjust of the same Starts and IDs:
+// Logits[s, IDs[i]] = Saved[i] for the entries i of each row s.
+type Restore struct {
+	Logits Tensor // [S, V] F32
+	Starts Tensor // [S+1] I32
+	IDs    Tensor // [L] I32
+	Saved  Tensor // [L] F32
+}
+
+// Name implements Op.
+func (*Restore) Name() string { return "restore" }
+
+// Check implements Op.
+func (o *Restore) Check() error {
+	c := checker{op: o.Name()}
+	c.listed(&o.Logits, &o.Starts, &o.IDs)
+	c.tensor("Saved", &o.Saved, onlyF, 1)
+	c.size("Saved", &o.Saved, 0, o.IDs.Shape[0], "elements", "IDs")
+	c.apart("Logits", &o.Logits, "Saved", &o.Saved)
+	return c.err
+}
+
+// Declare implements Op: all logits count as read and written, those listed as
+// traffic.
+func (o *Restore) Declare(d *Decl) {
+	declareListed(d, &o.Logits, o.IDs.Shape[0])
+	d.read(&o.Starts)
+	d.read(&o.IDs)
+	d.read(&o.Saved)
+}
+
+// listed checks the logits, and the lists of them, of Adjust and Restore.
+func (c *checker) listed(logits, starts, ids *Tensor) {
+	c.tensor("Logits", logits, onlyF, 2)
+	c.tensor("Starts", starts, onlyI, 1)
+	if c.ok() && starts.Shape[0] != logits.Shape[0]+1 {
+		c.failf("Starts is %v, want %d elements (Logits has %d rows)", *starts, logits.Shape[0]+1, logits.Shape[0])
+	}
+	c.tensor("IDs", ids, onlyI, 1)
+}
+
+// declareListed declares logits of which the data lists n elements: all of them
+// may change, those are the traffic.
+func declareListed(d *Decl, logits *Tensor, n int) {
+	d.Reads = logits.AppendRanges(d.Reads)
+	d.Writes = logits.AppendRanges(d.Writes)
+	d.Bytes += 2 * int64(n) * int64(logits.DType.Size())
+}
+
+// LogProbs takes the logarithm of the softmax over each row: Chosen is that of
+// Tokens, Top those of the N likeliest tokens, TopIDs. Order: by falling logit, the
+// lower id of equal ones first. A logit that is no number is left out, of the
+// softmax too; where a row has fewer than N numbers, the rest of TopIDs is -1 and
+// of Top -Inf.
+type LogProbs struct {
+	Logits Tensor // [S, V] F32
+	Tokens Tensor // [S] I32, each in [0, V)
+	Chosen Tensor // [S] F32
+	TopIDs Tensor // [S, N] I32, dense, N <= V, or none
+	Top    Tensor // [S, N] F32, dense, or none as TopIDs
+}
+
+// Name implements Op.
+func (*LogProbs) Name() string { return "log_probs" }
+
+// Check implements Op.
+func (o *LogProbs) Check() error {
+	c := checker{op: o.Name()}
+	c.tensor("Logits", &o.Logits, onlyF, 2)
+	if c.ok() && o.Logits.Shape[1] < 1 {
+		c.failf("Logits is %v, want at least one column", o.Logits)
+	}
+	s := o.Logits.Shape[0]
+	c.tensor("Tokens", &o.Tokens, onlyI, 1)
+	c.size("Tokens", &o.Tokens, 0, s, "elements", "Logits")
+	c.tensor("Chosen", &o.Chosen, onlyF, 1)
+	c.size("Chosen", &o.Chosen, 0, s, "elements", "Logits")
+	c.apart("Chosen", &o.Chosen, "Logits", &o.Logits)
+	if c.ok() && o.TopIDs.None() != o.Top.None() {
+		c.failf("TopIDs is %v and Top %v, want both or none", o.TopIDs, o.Top)
+	}
+	if !c.ok() || o.TopIDs.None() {
+		return c.err
+	}
+	c.tensor("TopIDs", &o.TopIDs, onlyI, 2)
+	c.dense("TopIDs", &o.TopIDs)
+	c.size("TopIDs", &o.TopIDs, 0, s, "rows", "Logits")
+	if n, v := o.TopIDs.Shape[1], o.Logits.Shape[1]; c.ok() && n > v {
+		c.failf("TopIDs is %v, want at most %d columns (Logits has %d)", o.TopIDs, v, v)
+	}
+	c.apart("TopIDs", &o.TopIDs, "Tokens", &o.Tokens)
+	c.tensor("Top", &o.Top, onlyF, 2)
+	c.dense("Top", &o.Top)
+	c.size("Top", &o.Top, 0, s, "rows", "Logits")
+	c.size("Top", &o.Top, 1, o.TopIDs.Shape[1], "columns", "TopIDs")
+	c.apart("Top", &o.Top, "Logits", &o.Logits)
+	c.apart("Top", &o.Top, "Chosen", &o.Chosen)
+	return c.err
+}
+
+// Declare implements Op.
+func (o *LogProbs) Declare(d *Decl) {
+	d.read(&o.Logits)
+	d.read(&o.Tokens)
+	d.write(&o.Chosen)
+	if !o.TopIDs.None() {
+		d.write(&o.TopIDs)
+		d.write(&o.Top)
+	}
+	d.Flops += 20 * int64(o.Logits.Elements())
+}

@@ -1,0 +1,109 @@
+package kernels
+
+// RouteMethod is how a router turns scores into experts and weights.
+type RouteMethod uint8
+
+const (
+	// Softmax over all experts, then top-k, weights as they are (Qwen2-MoE, OLMoE).
+	Softmax RouteMethod = iota
+	// SoftmaxRenorm divides the chosen weights by their sum (Mixtral, Qwen3-MoE).
+	SoftmaxRenorm
+	// SparseMixer is Phi's routing at inference, for K = 2.
+	SparseMixer
+)
+
+// Route chooses K experts per row. Equal scores: the lower expert first. Order:
+// by falling score. A score that is no number counts as the lowest, so that ids
+// are always K different experts.
+type Route struct {
+	Logits Tensor // [N, E] F32
+	Method RouteMethod
+	Jitter float32 // SparseMixer's eps (router_jitter_noise)
+	// IDs and Weights are [N, K], I32 and F32, dense.
+	IDs, Weights Tensor
+	// Counts, [E] I64 or none, gains the number of rows that chose each expert.
+	Counts Tensor
+}
+
+// Name implements Op.
+func (*Route) Name() string { return "route" }
+
+// Check implements Op.
+func (o *Route) Check() error {
+	c := checker{op: o.Name()}
+	c.tensor("Logits", &o.Logits, onlyF, 2)
+	c.tensor("IDs", &o.IDs, onlyI, 2)
+	c.dense("IDs", &o.IDs)
+	c.size("IDs", &o.IDs, 0, o.Logits.Shape[0], "rows", "Logits")
+	k, e := o.IDs.Shape[1], o.Logits.Shape[1]
+	if c.ok() && (k < 1 || k > e) {
+		c.failf("IDs is %v, want 1 to %d columns (Logits has %d)", o.IDs, e, e)
+	}
+	c.tensor("Weights", &o.Weights, onlyF, 2)
+	c.dense("Weights", &o.Weights)
+	c.size("Weights", &o.Weights, 0, o.IDs.Shape[0], "rows", "IDs")
+	c.size("Weights", &o.Weights, 1, k, "columns", "IDs")
+	if c.ok() && !o.Counts.None() {
+		c.tensor("Counts", &o.Counts, onlyL, 1)
+		c.size("Counts", &o.Counts, 0, e, "elements", "Logits")
+	}
+	c.apart("Weights", &o.Weights, "IDs", &o.IDs)
+	switch {
+	case !c.ok():
+	case o.Method > SparseMixer:
+		c.failf("Method is %d, want Softmax (0), SoftmaxRenorm (1) or SparseMixer (2)", o.Method)
+	case o.Method == SparseMixer && k != 2:
+		c.failf("IDs is %v, want 2 columns for SparseMixer", o.IDs)
+	case o.Method == SparseMixer && !(o.Jitter >= 0):
+		c.failf("Jitter is %g, want 0 or more", o.Jitter)
+	}
+	return c.err
+}
+
+// Declare implements Op.
+func (o *Route) Declare(d *Decl) {
+	d.read(&o.Logits)
+	d.write(&o.IDs)
+	d.write(&o.Weights)
+	if !o.Counts.None() {
+		d.update(&o.Counts)
+	}
+	d.Flops += int64(o.Logits.Elements()) * int64(4+o.IDs.Shape[1])
+}
+
+// Group sorts a step's (token, k) pairs by expert: those of expert e are
+// Order[Offsets[e]:Offsets[e+1]], each pair as token*K + k, ascending.
+type Group struct {
+	IDs     Tensor // [N, K] I32, dense
+	Offsets Tensor // [E+1] I32
+	Order   Tensor // [N*K] I32
+}
+
+// Name implements Op.
+func (*Group) Name() string { return "group" }
+
+// Check implements Op.
+func (o *Group) Check() error {
+	c := checker{op: o.Name()}
+	c.tensor("IDs", &o.IDs, onlyI, 2)
+	c.dense("IDs", &o.IDs)
+	c.tensor("Offsets", &o.Offsets, onlyI, 1)
+	if c.ok() && o.Offsets.Shape[0] < 2 {
+		c.failf("Offsets is %v, want one more element than there are experts", o.Offsets)
+	}
+	c.tensor("Order", &o.Order, onlyI, 1)
+	if c.ok() && o.Order.Shape[0] != o.IDs.Elements() {
+		c.failf("Order is %v, want %d elements (IDs is %v)", o.Order, o.IDs.Elements(), o.IDs)
+	}
+	c.apart("Order", &o.Order, "IDs", &o.IDs)
+	c.apart("Offsets", &o.Offsets, "IDs", &o.IDs)
+	c.apart("Order", &o.Order, "Offsets", &o.Offsets)
+	return c.err
+}
+
+// Declare implements Op.
+func (o *Group) Declare(d *Decl) {
+	d.read(&o.IDs)
+	d.write(&o.Offsets)
+	d.write(&o.Order)
+}

@@ -1,0 +1,192 @@
+package kernels
+
+// Embed writes Out[n] = Table[IDs[n]].
+type Embed struct {
+	IDs   Tensor // [N] I32, each in [0, V)
+	Table Tensor // [V, H] weight
+	Out   Tensor // [N, H] act
+}
+
+// Name implements Op.
+func (*Embed) Name() string { return "embed" }
+
+// Check implements Op.
+func (o *Embed) Check() error {
+	c := checker{op: o.Name()}
+	c.tensor("IDs", &o.IDs, onlyI, 1)
+	c.tensor("Table", &o.Table, floats, 2)
+	c.tensor("Out", &o.Out, floats, 2)
+	c.size("Out", &o.Out, 0, o.IDs.Shape[0], "rows", "IDs")
+	c.size("Out", &o.Out, 1, o.Table.Shape[1], "columns", "Table")
+	c.apart("Out", &o.Out, "Table", &o.Table)
+	return c.err
+}
+
+// Declare implements Op: the whole table counts as read, its rows as traffic.
+func (o *Embed) Declare(d *Decl) {
+	d.read(&o.IDs)
+	d.Reads = o.Table.AppendRanges(d.Reads)
+	d.Bytes += int64(o.Out.Elements()) * int64(o.Table.DType.Size())
+	d.write(&o.Out)
+}
+
+// NormKind chooses between the two norms.
+type NormKind uint8
+
+// The norms: RMS divides by the root mean square; Layer subtracts the mean,
+// divides by the standard deviation (of the population), and has a bias.
+const (
+	RMS NormKind = iota
+	Layer
+)
+
+// Norm writes Out = norm(X) * Weight (+ Bias) over the last dimension. With
+// Residual it first does Residual += X and norms that.
+type Norm struct {
+	Kind     NormKind
+	X        Tensor // [N, D] or [N, heads, D] act
+	Residual Tensor // as X, or none
+	Weight   Tensor // [D] weight
+	Bias     Tensor // [D] weight, or none
+	Eps      float32
+	Out      Tensor // as X; may be X
+}
+
+// Name implements Op.
+func (*Norm) Name() string { return "norm" }
+
+// Check implements Op.
+func (o *Norm) Check() error {
+	c := checker{op: o.Name()}
+	rank := 2
+	if o.X.Rank == 3 {
+		rank = 3
+	}
+	c.tensor("X", &o.X, floats, rank)
+	if c.ok() && !o.Residual.None() {
+		c.tensor("Residual", &o.Residual, floats, rank)
+		c.same("Residual", &o.Residual, "X", &o.X)
+		c.apart("Residual", &o.Residual, "X", &o.X)
+	}
+	c.normed(o.Kind, &o.Weight, &o.Bias, o.Eps, o.X.Shape[rank-1])
+	c.tensor("Out", &o.Out, floats, rank)
+	c.same("Out", &o.Out, "X", &o.X)
+	c.inPlace("Out", &o.Out, "X", &o.X)
+	if c.ok() && !o.Residual.None() {
+		c.apart("Out", &o.Out, "Residual", &o.Residual)
+	}
+	return c.err
+}
+
+// Declare implements Op.
+func (o *Norm) Declare(d *Decl) {
+	d.read(&o.X)
+	if !o.Residual.None() {
+		d.update(&o.Residual)
+	}
+	d.read(&o.Weight)
+	d.optional(&o.Bias)
+	d.write(&o.Out)
+	d.Flops += 8 * int64(o.X.Elements())
+}
+
+// normed checks how rows of d elements are normed.
+func (c *checker) normed(kind NormKind, weight, bias *Tensor, eps float32, d int) {
+	c.tensor("Weight", weight, floats, 1)
+	c.size("Weight", weight, 0, d, "elements", "a row of X")
+	if c.ok() && !bias.None() {
+		c.tensor("Bias", bias, floats, 1)
+		c.size("Bias", bias, 0, d, "elements", "a row of X")
+	}
+	if c.ok() && kind > Layer {
+		c.failf("Kind is %d, want RMS (0) or Layer (1)", kind)
+	}
+	if c.ok() && !(eps >= 0) {
+		c.failf("Eps is %g, want 0 or more", eps)
+	}
+}
+
+// Clamp limits every element of X to [-Limit, Limit], in place (OLMoE's clip_qkv).
+type Clamp struct {
+	X     Tensor // [N, D] act
+	Limit float32
+}
+
+// Name implements Op.
+func (*Clamp) Name() string { return "clamp" }
+
+// Check implements Op.
+func (o *Clamp) Check() error {
+	c := checker{op: o.Name()}
+	c.tensor("X", &o.X, floats, 2)
+	if c.ok() && !(o.Limit > 0) {
+		c.failf("Limit is %g, want more than 0", o.Limit)
+	}
+	return c.err
+}
+
+// Declare implements Op.
+func (o *Clamp) Declare(d *Decl) {
+	d.update(&o.X)
+	d.Flops += 2 * int64(o.X.Elements())
+}
+
+// SiluMul writes Out = silu(Gate) * Up.
+type SiluMul struct {
+	Gate, Up Tensor // [N, I] act
+	Out      Tensor // [N, I] act; may be Gate
+}
+
+// Name implements Op.
+func (*SiluMul) Name() string { return "silu_mul" }
+
+// Check implements Op.
+func (o *SiluMul) Check() error {
+	c := checker{op: o.Name()}
+	c.tensor("Gate", &o.Gate, floats, 2)
+	c.tensor("Up", &o.Up, floats, 2)
+	c.same("Up", &o.Up, "Gate", &o.Gate)
+	c.tensor("Out", &o.Out, floats, 2)
+	c.same("Out", &o.Out, "Gate", &o.Gate)
+	c.inPlace("Out", &o.Out, "Gate", &o.Gate)
+	c.inPlace("Out", &o.Out, "Up", &o.Up)
+	return c.err
+}
+
+// Declare implements Op.
+func (o *SiluMul) Declare(d *Decl) {
+	d.read(&o.Gate)
+	d.read(&o.Up)
+	d.write(&o.Out)
+	d.Flops += 5 * int64(o.Out.Elements())
+}
+
+// Gather writes Out[s] = X[Rows[s]].
+type Gather struct {
+	X    Tensor // [N, H] act
+	Rows Tensor // [S] I32
+	Out  Tensor // [S, H] act
+}
+
+// Name implements Op.
+func (*Gather) Name() string { return "gather" }
+
+// Check implements Op.
+func (o *Gather) Check() error {
+	c := checker{op: o.Name()}
+	c.tensor("X", &o.X, floats, 2)
+	c.tensor("Rows", &o.Rows, onlyI, 1)
+	c.tensor("Out", &o.Out, floats, 2)
+	c.size("Out", &o.Out, 0, o.Rows.Shape[0], "rows", "Rows")
+	c.size("Out", &o.Out, 1, o.X.Shape[1], "columns", "X")
+	c.sameType("Out", &o.Out, "X", &o.X)
+	c.apart("Out", &o.Out, "X", &o.X)
+	return c.err
+}
+
+// Declare implements Op: the rows of X are known by Rows only.
+func (o *Gather) Declare(d *Decl) {
+	d.read(&o.Rows)
+	d.Bytes += o.Out.Bytes()
+	d.write(&o.Out)
+}
