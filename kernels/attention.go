@@ -44,8 +44,7 @@ func (c *checker) rotation(q, k, table, rows *Tensor) {
 	c.tensor("Table", table, onlyF, 2)
 	c.dense("Table", table)
 	c.size("Table", table, 1, q.Shape[2], "columns", "Q")
-	c.tensor("Rows", rows, onlyI, 1)
-	c.size("Rows", rows, 0, q.Shape[0], "elements", "Q")
+	c.list("Rows", rows, onlyI, q.Shape[0], "Q")
 }
 
 // AppendKV writes K[n] and V[n] to place Slots[n] of the paged cache:
@@ -81,8 +80,7 @@ func (c *checker) appended(k, v, cacheK, cacheV, slots *Tensor) {
 	c.tensor("V", v, floats, 3)
 	c.same("V", v, "K", k)
 	c.cache(cacheK, cacheV, "K", k, true)
-	c.tensor("Slots", slots, onlyI, 1)
-	c.size("Slots", slots, 0, k.Shape[0], "elements", "K")
+	c.list("Slots", slots, onlyI, k.Shape[0], "K")
 }
 
 // cache checks a pair of cache tensors against rows of the step, called name.
@@ -130,10 +128,8 @@ func (o *RoPEAppendKV) Check() error {
 		c.failf("QNorm is %v and KNorm %v, want both or none", o.QNorm, o.KNorm)
 	}
 	if c.ok() && !o.QNorm.None() {
-		c.tensor("QNorm", &o.QNorm, floats, 1)
-		c.size("QNorm", &o.QNorm, 0, o.Q.Shape[2], "elements", "a head of Q")
-		c.tensor("KNorm", &o.KNorm, floats, 1)
-		c.size("KNorm", &o.KNorm, 0, o.Q.Shape[2], "elements", "a head of Q")
+		c.list("QNorm", &o.QNorm, floats, o.Q.Shape[2], "a head of Q")
+		c.list("KNorm", &o.KNorm, floats, o.Q.Shape[2], "a head of Q")
 	}
 	if c.ok() && !(o.Eps >= 0) {
 		c.failf("Eps is %g, want 0 or more", o.Eps)

@@ -119,6 +119,25 @@ func (c *checker) size(name string, t *Tensor, i, n int, what, from string) {
 	}
 }
 
+// list checks a tensor of one dimension that has as many elements as from, n.
+func (c *checker) list(name string, t *Tensor, k kinds, n int, from string) {
+	c.tensor(name, t, k, 1)
+	c.size(name, t, 0, n, "elements", from)
+}
+
+// dim is the size of a dimension, and the argument that it is taken from.
+type dim struct {
+	n    int
+	from string
+}
+
+// matrix checks a tensor of so many rows and columns.
+func (c *checker) matrix(name string, t *Tensor, k kinds, rows, columns dim) {
+	c.tensor(name, t, k, 2)
+	c.size(name, t, 0, rows.n, "rows", rows.from)
+	c.size(name, t, 1, columns.n, "columns", columns.from)
+}
+
 // same checks that t has the shape and type of u.
 func (c *checker) same(name string, t *Tensor, from string, u *Tensor) {
 	if c.err == nil && (t.Rank != u.Rank || t.Shape != u.Shape) {

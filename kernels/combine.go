@@ -40,9 +40,7 @@ func (c *checker) combined(x, weights, shared, gate *Tensor) {
 	}
 	if c.ok() && !shared.None() {
 		n := weights.Shape[0]
-		c.tensor("Shared", shared, floats, 2)
-		c.size("Shared", shared, 0, n, "rows", "Weights")
-		c.size("Shared", shared, 1, x.Shape[1], "columns", "X")
+		c.matrix("Shared", shared, floats, dim{n, "Weights"}, dim{x.Shape[1], "X"})
 		c.sameType("Shared", shared, "X", x)
 		c.tensor("SharedGate", gate, onlyF, 2)
 		c.size("SharedGate", gate, 0, n, "rows", "Weights")
@@ -55,9 +53,7 @@ func (c *checker) combined(x, weights, shared, gate *Tensor) {
 // combination checks a written tensor that has a row for each of weights, and lies apart
 // from what is combined.
 func (c *checker) combination(name string, t, x, weights, shared *Tensor) {
-	c.tensor(name, t, floats, 2)
-	c.size(name, t, 0, weights.Shape[0], "rows", "Weights")
-	c.size(name, t, 1, x.Shape[1], "columns", "X")
+	c.matrix(name, t, floats, dim{weights.Shape[0], "Weights"}, dim{x.Shape[1], "X"})
 	c.sameType(name, t, "X", x)
 	c.apart(name, t, "X", x)
 	if c.ok() && !shared.None() {

@@ -41,19 +41,14 @@ func (o *Sample) Check() error {
 		c.failf("Logits is %v, want at least one column", o.Logits)
 	}
 	s := o.Logits.Shape[0]
-	c.tensor("Temperature", &o.Temperature, onlyF, 1)
-	c.size("Temperature", &o.Temperature, 0, s, "elements", "Logits")
-	c.tensor("Seeds", &o.Seeds, onlyU, 1)
-	c.size("Seeds", &o.Seeds, 0, s, "elements", "Logits")
-	c.tensor("Samples", &o.Samples, onlyI, 1)
-	c.size("Samples", &o.Samples, 0, s, "elements", "Logits")
-	c.tensor("Positions", &o.Positions, onlyI, 1)
-	c.size("Positions", &o.Positions, 0, s, "elements", "Logits")
+	c.list("Temperature", &o.Temperature, onlyF, s, "Logits")
+	c.list("Seeds", &o.Seeds, onlyU, s, "Logits")
+	c.list("Samples", &o.Samples, onlyI, s, "Logits")
+	c.list("Positions", &o.Positions, onlyI, s, "Logits")
 	c.perRow("TopK", &o.TopK, onlyI, s)
 	c.perRow("TopP", &o.TopP, onlyF, s)
 	c.perRow("MinP", &o.MinP, onlyF, s)
-	c.tensor("Out", &o.Out, onlyI, 1)
-	c.size("Out", &o.Out, 0, s, "elements", "Logits")
+	c.list("Out", &o.Out, onlyI, s, "Logits")
 	c.apart("Out", &o.Out, "Samples", &o.Samples)
 	c.apart("Out", &o.Out, "Positions", &o.Positions)
 	c.apart("Out", &o.Out, "TopK", &o.TopK)
@@ -78,8 +73,7 @@ func (o *Sample) Declare(d *Decl) {
 // be none.
 func (c *checker) perRow(name string, t *Tensor, k kinds, s int) {
 	if c.ok() && !t.None() {
-		c.tensor(name, t, k, 1)
-		c.size(name, t, 0, s, "elements", "Logits")
+		c.list(name, t, k, s, "Logits")
 	}
 }
 
@@ -111,18 +105,12 @@ func (o *Adjust) Check() error {
 	c := checker{op: o.Name()}
 	c.listed(&o.Logits, &o.Starts, &o.IDs)
 	s, l := o.Logits.Shape[0], o.IDs.Shape[0]
-	c.tensor("Seen", &o.Seen, onlyI, 1)
-	c.size("Seen", &o.Seen, 0, l, "elements", "IDs")
-	c.tensor("Bias", &o.Bias, onlyF, 1)
-	c.size("Bias", &o.Bias, 0, l, "elements", "IDs")
-	c.tensor("Repetition", &o.Repetition, onlyF, 1)
-	c.size("Repetition", &o.Repetition, 0, s, "elements", "Logits")
-	c.tensor("Presence", &o.Presence, onlyF, 1)
-	c.size("Presence", &o.Presence, 0, s, "elements", "Logits")
-	c.tensor("Frequency", &o.Frequency, onlyF, 1)
-	c.size("Frequency", &o.Frequency, 0, s, "elements", "Logits")
-	c.tensor("Saved", &o.Saved, onlyF, 1)
-	c.size("Saved", &o.Saved, 0, l, "elements", "IDs")
+	c.list("Seen", &o.Seen, onlyI, l, "IDs")
+	c.list("Bias", &o.Bias, onlyF, l, "IDs")
+	c.list("Repetition", &o.Repetition, onlyF, s, "Logits")
+	c.list("Presence", &o.Presence, onlyF, s, "Logits")
+	c.list("Frequency", &o.Frequency, onlyF, s, "Logits")
+	c.list("Saved", &o.Saved, onlyF, l, "IDs")
 	c.apart("Saved", &o.Saved, "Logits", &o.Logits)
 	c.apart("Saved", &o.Saved, "Bias", &o.Bias)
 	return c.err
@@ -159,8 +147,7 @@ func (*Restore) Name() string { return "restore" }
 func (o *Restore) Check() error {
 	c := checker{op: o.Name()}
 	c.listed(&o.Logits, &o.Starts, &o.IDs)
-	c.tensor("Saved", &o.Saved, onlyF, 1)
-	c.size("Saved", &o.Saved, 0, o.IDs.Shape[0], "elements", "IDs")
+	c.list("Saved", &o.Saved, onlyF, o.IDs.Shape[0], "IDs")
 	c.apart("Logits", &o.Logits, "Saved", &o.Saved)
 	return c.err
 }
@@ -216,10 +203,8 @@ func (o *LogProbs) Check() error {
 		c.failf("Logits is %v, want at least one column", o.Logits)
 	}
 	s := o.Logits.Shape[0]
-	c.tensor("Tokens", &o.Tokens, onlyI, 1)
-	c.size("Tokens", &o.Tokens, 0, s, "elements", "Logits")
-	c.tensor("Chosen", &o.Chosen, onlyF, 1)
-	c.size("Chosen", &o.Chosen, 0, s, "elements", "Logits")
+	c.list("Tokens", &o.Tokens, onlyI, s, "Logits")
+	c.list("Chosen", &o.Chosen, onlyF, s, "Logits")
 	c.apart("Chosen", &o.Chosen, "Logits", &o.Logits)
 	if c.ok() && o.TopIDs.None() != o.Top.None() {
 		c.failf("TopIDs is %v and Top %v, want both or none", o.TopIDs, o.Top)

@@ -44,8 +44,7 @@ func (o *Route) Check() error {
 	c.size("Weights", &o.Weights, 0, o.IDs.Shape[0], "rows", "IDs")
 	c.size("Weights", &o.Weights, 1, k, "columns", "IDs")
 	if c.ok() && !o.Counts.None() {
-		c.tensor("Counts", &o.Counts, onlyL, 1)
-		c.size("Counts", &o.Counts, 0, e, "elements", "Logits")
+		c.list("Counts", &o.Counts, onlyL, e, "Logits")
 	}
 	c.apart("Weights", &o.Weights, "IDs", &o.IDs)
 	switch {

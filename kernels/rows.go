@@ -15,9 +15,7 @@ func (o *Embed) Check() error {
 	c := checker{op: o.Name()}
 	c.tensor("IDs", &o.IDs, onlyI, 1)
 	c.tensor("Table", &o.Table, floats, 2)
-	c.tensor("Out", &o.Out, floats, 2)
-	c.size("Out", &o.Out, 0, o.IDs.Shape[0], "rows", "IDs")
-	c.size("Out", &o.Out, 1, o.Table.Shape[1], "columns", "Table")
+	c.matrix("Out", &o.Out, floats, dim{o.IDs.Shape[0], "IDs"}, dim{o.Table.Shape[1], "Table"})
 	c.apart("Out", &o.Out, "Table", &o.Table)
 	return c.err
 }
@@ -92,11 +90,9 @@ func (o *Norm) Declare(d *Decl) {
 
 // normed checks how rows of d elements are normed.
 func (c *checker) normed(kind NormKind, weight, bias *Tensor, eps float32, d int) {
-	c.tensor("Weight", weight, floats, 1)
-	c.size("Weight", weight, 0, d, "elements", "a row of X")
+	c.list("Weight", weight, floats, d, "a row of X")
 	if c.ok() && !bias.None() {
-		c.tensor("Bias", bias, floats, 1)
-		c.size("Bias", bias, 0, d, "elements", "a row of X")
+		c.list("Bias", bias, floats, d, "a row of X")
 	}
 	if c.ok() && kind > Layer {
 		c.failf("Kind is %d, want RMS (0) or Layer (1)", kind)
@@ -176,9 +172,7 @@ func (o *Gather) Check() error {
 	c := checker{op: o.Name()}
 	c.tensor("X", &o.X, floats, 2)
 	c.tensor("Rows", &o.Rows, onlyI, 1)
-	c.tensor("Out", &o.Out, floats, 2)
-	c.size("Out", &o.Out, 0, o.Rows.Shape[0], "rows", "Rows")
-	c.size("Out", &o.Out, 1, o.X.Shape[1], "columns", "X")
+	c.matrix("Out", &o.Out, floats, dim{o.Rows.Shape[0], "Rows"}, dim{o.X.Shape[1], "X"})
 	c.sameType("Out", &o.Out, "X", &o.X)
 	c.apart("Out", &o.Out, "X", &o.X)
 	return c.err

@@ -511,11 +511,12 @@ func (m *Model) Shared(s device.Stream, layer int, r Span) error {
 func (m *Model) Experts(s device.Stream, layer int, r Span, slots, list kernels.Tensor, layout kernels.ExpertLayout) error {
 	k := m.Config.TopK
 	order, up := r.of(m.ws.order, k), r.of(m.ws.up, k)
-	m.up = kernels.ExpertUp{X: r.of(m.ws.h, 1), Offsets: m.ws.offsets, Order: order, Slots: slots, Experts: list, Layout: layout, Out: up}
+	m.up.ExpertProduct = kernels.ExpertProduct{X: r.of(m.ws.h, 1), Offsets: m.ws.offsets, Order: order, Slots: slots, Experts: list, Layout: layout, Out: up}
 	if err := m.enqueueLayer(s, layer, &m.up); err != nil {
 		return err
 	}
-	m.down = kernels.ExpertDown{X: up, Offsets: m.ws.offsets, Order: order, Slots: slots, Experts: list, Layout: layout, Out: r.of(m.ws.down, k)}
+	m.down.ExpertProduct = m.up.ExpertProduct
+	m.down.X, m.down.Out = up, r.of(m.ws.down, k)
 	return m.enqueueLayer(s, layer, &m.down)
 }
 

@@ -179,14 +179,15 @@ func TestBadData(t *testing.T) {
 	}
 	extent := uint64(h.floats(int(layout.Size / 4)).Addr)
 	up := func(offsets, order, experts []int32, slots []uint64) kernels.Op {
-		return &kernels.ExpertUp{
+		return &kernels.ExpertUp{ExpertProduct: kernels.ExpertProduct{
 			X: h.floats(2, 16), Offsets: h.ints(offsets...), Order: h.ints(order...), Experts: h.ints(experts...),
 			Slots: tensor(h, kernels.U64, slots, len(slots)), Layout: layout, Out: h.floats(4, 16),
-		}
+		}}
 	}
 	down := func(offsets, order, experts []int32, slots []uint64) kernels.Op {
-		o := up(offsets, order, experts, slots).(*kernels.ExpertUp)
-		return &kernels.ExpertDown{X: o.Out, Offsets: o.Offsets, Order: o.Order, Experts: o.Experts, Slots: o.Slots, Layout: layout, Out: h.floats(4, 16)}
+		o := kernels.ExpertDown{ExpertProduct: up(offsets, order, experts, slots).(*kernels.ExpertUp).ExpertProduct}
+		o.X, o.Out = o.Out, h.floats(4, 16)
+		return &o
 	}
 	attention := func(starts, lens, table []int32) kernels.Op {
 		s := len(lens)

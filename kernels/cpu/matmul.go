@@ -272,11 +272,11 @@ type share struct {
 
 // shares reads which pairs and which extents the listed experts of an operation
 // have, and leaves out those without pairs.
-func shares(op string, offsets, order, slots, experts *kernels.Tensor, l *kernels.ExpertLayout) ([]share, error) {
-	starts, pairs, extents := vector[int32](offsets), vector[int32](order), vector[uint64](slots)
+func shares(op string, p *kernels.ExpertProduct) ([]share, error) {
+	starts, pairs, extents := vector[int32](&p.Offsets), vector[int32](&p.Order), vector[uint64](&p.Slots)
 	seen := make([]bool, len(extents))
-	found := make([]share, 0, experts.Shape[0])
-	for i, e := range vector[int32](experts) {
+	found := make([]share, 0, p.Experts.Shape[0])
+	for i, e := range vector[int32](&p.Experts) {
 		if int(e) < 0 || int(e) >= len(extents) {
 			return nil, errValue(op, "Experts", i, int64(e), "0 to %d", len(extents)-1)
 		}
@@ -294,13 +294,13 @@ func shares(op string, offsets, order, slots, experts *kernels.Tensor, l *kernel
 		if from == to {
 			continue
 		}
-		for j, p := range pairs[from:to] {
-			if int(p) < 0 || int(p) >= len(pairs) {
-				return nil, errValue(op, "Order", from+j, int64(p), "0 to %d", len(pairs)-1)
+		for j, pair := range pairs[from:to] {
+			if int(pair) < 0 || int(pair) >= len(pairs) {
+				return nil, errValue(op, "Order", from+j, int64(pair), "0 to %d", len(pairs)-1)
 			}
 		}
 		a := extents[e]
-		if a == 0 || a%uint64(l.DType.Size()) != 0 {
+		if a == 0 || a%uint64(p.Layout.DType.Size()) != 0 {
 			return nil, fmt.Errorf("cpu: %s: Slots[%d] is %#x, want the address of expert %d, which has %d rows", op, e, a, e, to-from)
 		}
 		found = append(found, share{pairs: pairs[from:to], first: from, extent: device.Addr(a)})
@@ -342,7 +342,7 @@ func (b *Backend) runProducts(products []product) {
 }
 
 func (b *Backend) expertUp(o *kernels.ExpertUp, access device.Access) error {
-	found, err := shares(o.Name(), &o.Offsets, &o.Order, &o.Slots, &o.Experts, &o.Layout)
+	found, err := shares(o.Name(), &o.ExpertProduct)
 	if err != nil || len(found) == 0 {
 		return err
 	}
@@ -372,7 +372,7 @@ func (b *Backend) expertUp(o *kernels.ExpertUp, access device.Access) error {
 }
 
 func (b *Backend) expertDown(o *kernels.ExpertDown, access device.Access) error {
-	found, err := shares(o.Name(), &o.Offsets, &o.Order, &o.Slots, &o.Experts, &o.Layout)
+	found, err := shares(o.Name(), &o.ExpertProduct)
 	if err != nil || len(found) == 0 {
 		return err
 	}

@@ -74,15 +74,16 @@ func (b *Backend) chooseExpertShape(units, tokens, experts, pairs int) kernelID 
 
 // tiledExperts enqueues a product with experts in the layout Tiles. Blocks share the
 // tiles out among themselves, which are counted on the device.
-func (b *Backend) tiledExperts(l *lane, op string, mode kernelID, x, offsets, order, slots, experts, out *kernels.Tensor) error {
-	pairs, listed, all := order.Shape[0], experts.Shape[0], slots.Shape[0]
+func (b *Backend) tiledExperts(l *lane, op string, mode kernelID, p *kernels.ExpertProduct) error {
+	x, out := &p.X, &p.Out
+	pairs, listed, all := p.Order.Shape[0], p.Experts.Shape[0], p.Slots.Shape[0]
 	if !aligned(x) || int(out.Addr)%8 != 0 || out.Stride[0]%4 != 0 {
 		return fmt.Errorf("cuda: %s: X is %v at %#x and Out %v at %#x, want rows of X to start at multiples of 16 bytes, of Out at multiples of 8",
 			op, *x, uint64(x.Addr), *out, uint64(out.Addr))
 	}
 	columns, inner := out.Shape[1], x.Shape[1]
 	a := expertArgs{
-		x: address(x), out: address(out), offsets: address(offsets), order: address(order), slots: address(slots), experts: address(experts),
+		x: address(x), out: address(out), offsets: address(&p.Offsets), order: address(&p.Order), slots: address(&p.Slots), experts: address(&p.Experts),
 		xStride: int64(x.Stride[0]), outStride: int64(out.Stride[0]),
 		units: int32(columns / unitRows), steps: int32(inner / tileStep),
 		listed: int32(listed), expertsAll: int32(all), topK: int32(pairs / max(x.Shape[0], 1)),
@@ -100,7 +101,7 @@ func (b *Backend) tiledExperts(l *lane, op string, mode kernelID, x, offsets, or
 	room := e.shared - ringAlign - listed*expertRun
 	stages := min(room/(e.deep*e.step(tokens)), mostStages)
 	if stages < 2 {
-		return fmt.Errorf("cuda: %s: Experts is %v, want fewer at once", op, *experts)
+		return fmt.Errorf("cuda: %s: Experts is %v, want fewer at once", op, p.Experts)
 	}
 	a.most, a.stages = int32(tokens), int32(stages)
 	if mode == downMode {

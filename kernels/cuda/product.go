@@ -199,37 +199,39 @@ func paired(t *kernels.Tensor) bool {
 }
 
 func (b *Backend) expertUp(l *lane, o *kernels.ExpertUp) error {
-	return b.experts(l, o.Name(), upMode, &o.X, &o.Offsets, &o.Order, &o.Slots, &o.Experts, &o.Out, &o.Layout)
+	return b.experts(l, o.Name(), upMode, &o.ExpertProduct)
 }
 
 func (b *Backend) expertDown(l *lane, o *kernels.ExpertDown) error {
-	return b.experts(l, o.Name(), downMode, &o.X, &o.Offsets, &o.Order, &o.Slots, &o.Experts, &o.Out, &o.Layout)
+	return b.experts(l, o.Name(), downMode, &o.ExpertProduct)
 }
 
-func (b *Backend) experts(l *lane, op string, mode kernelID, x, offsets, order, slots, experts, out *kernels.Tensor, layout *kernels.ExpertLayout) error {
-	if err := b.activation(op, "X", x); err != nil {
+// experts enqueues a product with the experts listed, in tiles that are chosen by what
+// an expert has to do on average.
+func (b *Backend) experts(l *lane, op string, mode kernelID, p *kernels.ExpertProduct) error {
+	if err := b.activation(op, "X", &p.X); err != nil {
 		return err
 	}
-	if err := b.checkLayout(op, layout); err != nil {
+	if err := b.checkLayout(op, &p.Layout); err != nil {
 		return err
 	}
-	pairs, listed, all := order.Shape[0], experts.Shape[0], slots.Shape[0]
+	pairs, listed, all := p.Order.Shape[0], p.Experts.Shape[0], p.Slots.Shape[0]
 	if pairs == 0 || listed == 0 {
 		return nil
 	}
-	if layout.Tag == Tiles {
-		return b.tiledExperts(l, op, mode, x, offsets, order, slots, experts, out)
+	if p.Layout.Tag == Tiles {
+		return b.tiledExperts(l, op, mode, p)
 	}
-	columns, inner := out.Shape[1], x.Shape[1]
+	columns, inner := p.Out.Shape[1], p.X.Shape[1]
 	a := productArgs{
-		x: address(x), out: address(out), offsets: address(offsets), order: address(order), slots: address(slots), experts: address(experts),
-		xStride: int64(x.Stride[0]), outStride: int64(out.Stride[0]),
+		x: address(&p.X), out: address(&p.Out), offsets: address(&p.Offsets), order: address(&p.Order), slots: address(&p.Slots), experts: address(&p.Experts),
+		xStride: int64(p.X.Stride[0]), outStride: int64(p.Out.Stride[0]),
 		columns: int32(columns), inner: int32(inner),
-		listed: int32(listed), expertsAll: int32(all), topK: int32(pairs / max(x.Shape[0], 1)), wType: int32(layout.DType),
-		xAligned: truth(aligned(x)), wAligned: truth(inner%8 == 0), outPaired: truth(paired(out)),
+		listed: int32(listed), expertsAll: int32(all), topK: int32(pairs / max(p.X.Shape[0], 1)), wType: int32(p.Layout.DType),
+		xAligned: truth(aligned(&p.X)), wAligned: truth(inner%8 == 0), outPaired: truth(paired(&p.Out)),
 	}
 	i := anyTile
-	if layout.DType == x.DType && inner%8 == 0 && aligned(x) {
+	if p.Layout.DType == p.X.DType && inner%8 == 0 && aligned(&p.X) {
 		i = b.chooseTile(mode, ceil(pairs, all), columns, listed)
 	}
 	t := &tiles[i]

@@ -242,13 +242,12 @@ func testExpertShape(r *rig, s expertShape, w kernels.DType, gaps bool) {
 	x.buffer.partly = s.listed > 0 // tokens that chose no listed expert
 	mid := r.rows(!gaps, "middle", r.act, s.n*s.k, s.intermediate)
 	out := r.rows(gaps, "Out", r.act, s.n*s.k, s.hidden)
-	up := kernels.ExpertUp{
+	up := kernels.ExpertUp{ExpertProduct: kernels.ExpertProduct{
 		X: x.Tensor, Offsets: r.ints("Offsets", offsets...).Tensor, Order: r.ints("Order", order...).Tensor,
 		Slots: r.words("Slots", slots...).Tensor, Experts: r.ints("Experts", listed...).Tensor, Layout: layout, Out: mid.Tensor,
-	}
-	down := kernels.ExpertDown{
-		X: mid.Tensor, Offsets: up.Offsets, Order: up.Order, Slots: up.Slots, Experts: up.Experts, Layout: layout, Out: out.Tensor,
-	}
+	}}
+	down := kernels.ExpertDown{ExpertProduct: up.ExpertProduct}
+	down.X, down.Out = mid.Tensor, out.Tensor
 	l.order = order
 	l.writes(mid, func(_, place int) int { return place })
 	l.writes(out, func(pair, _ int) int { return pair })
