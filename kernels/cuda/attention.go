@@ -8,15 +8,6 @@ import (
 	"github.com/moeserve/moeserve/kernels"
 )
 
-type attentionArgs struct {
-	q, k, v, starts, lens, table, out, sums, ends                       uint64
-	qRow, qHead, kBlock, kToken, kHead, vBlock, vToken, vHead, tableRow int64
-	outRow, outHead                                                     int64
-	heads, group, d, tokens, blocks, window, least, most, tiles, chunks int32
-	scale                                                               float32
-	qAligned, outPaired, each, shift, vAsK                              int32
-}
-
 // headSizes are those that attention is compiled for; smaller heads are padded.
 var headSizes = [...]int{32, 64, 96, 128}
 

@@ -20,15 +20,6 @@ type tileMap struct {
 	rows, columns, stride, tileRows int
 }
 
-type denseArgs struct {
-	wMap, xMap           tensorMap
-	bias, out, outStride uint64
-	rows, columns, steps int32
-	biasType, outFloat   int32
-	most, stages, band   int32
-	_                    [8]byte // to a multiple of 64
-}
-
 // denseShapes as they are instantiated in dense.cu, the most weight rows last.
 var denseShapes = [...]expertShape{
 	{1, 128, 1, 2, 256, 112 << 10},
@@ -73,7 +64,7 @@ func (b *Backend) denseIn(l *lane, o *kernels.MatMul, outFloat bool, shape kerne
 	across := ceil(rows, tokens)
 	tiles := ceil(columns, e.units*unitRows) * across
 	a := denseArgs{
-		bias: address(&o.Bias), out: address(&o.Out), outStride: uint64(o.Out.Stride[0]),
+		bias: address(&o.Bias), out: address(&o.Out), outStride: int64(o.Out.Stride[0]),
 		rows: int32(rows), columns: int32(columns), steps: int32(ceil(inner, tileStep)),
 		biasType: int32(o.Bias.DType), outFloat: truth(outFloat),
 		most: int32(tokens), stages: int32(stages), band: int32(b.band(e.units*unitRows, tokens, across)),
@@ -87,7 +78,7 @@ func (b *Backend) denseIn(l *lane, o *kernels.MatMul, outFloat bool, shape kerne
 			return fmt.Errorf("cuda: %s: %w", o.Name(), err)
 		}
 	}
-	a.wMap, a.xMap = l.maps[0], l.maps[1]
+	a.w, a.x = l.maps[0], l.maps[1]
 	g := grid{x: min(tiles, e.blocks*b.multiprocessors), threads: e.threads, shared: ringAlign + stages*e.step(tokens)}
 	return launch(b, l, o.Name(), denseKernels+shape, g, &a)
 }

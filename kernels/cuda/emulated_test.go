@@ -431,3 +431,11 @@ func TestEmulated(t *testing.T) {
 		})
 	}
 }
+
+// TestEmulatedArguments holds the structs of arguments to what a C++ compiler makes of
+// the sources.
+func TestEmulatedArguments(t *testing.T) {
+	for _, half := range []bool{false, true} {
+		checkArguments(t, simt.Arguments(half))
+	}
+}

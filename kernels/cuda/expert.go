@@ -6,18 +6,6 @@ import (
 	"github.com/moeserve/moeserve/kernels"
 )
 
-type expertArgs struct {
-	xRows                                  tensorMap
-	x, out, offsets, order, slots, experts uint64
-	xStride, outStride                     int64
-	start                                  int64
-	units, steps                           int32
-	listed, expertsAll                     int32
-	topK                                   int32
-	most, stages, early                    int32
-	_                                      [24]byte // to a multiple of 64
-}
-
 // expertShape is what a block of expert.cu, or of dense.cu, works on.
 type expertShape struct {
 	units   int // of 64 weight rows, at once

@@ -6,13 +6,6 @@ import (
 	"github.com/moeserve/moeserve/kernels"
 )
 
-type sampleArgs struct {
-	logits, temperatures, seeds, samples, positions, out, work uint64
-	topK, topP, minP                                           uint64
-	stride                                                     int64
-	vocabulary, segments, segment, aligned                     int32
-}
-
 const (
 	sampleThreads = 512
 	// leastSegment is how many tokens one block of a row's draw takes at least.
@@ -52,12 +45,6 @@ func (b *Backend) sample(l *lane, o *kernels.Sample) error {
 	return launch(b, l, o.Name(), sampleMerge, grid{x: rows, threads: 32}, &a)
 }
 
-type logProbsArgs struct {
-	logits, tokens, chosen, topIDs, top uint64
-	stride                              int64
-	vocabulary, n, aligned              int32
-}
-
 func (b *Backend) logProbs(l *lane, o *kernels.LogProbs) error {
 	a := logProbsArgs{
 		logits: address(&o.Logits), tokens: address(&o.Tokens), chosen: address(&o.Chosen), topIDs: address(&o.TopIDs), top: address(&o.Top),
@@ -71,13 +58,6 @@ func (b *Backend) logProbs(l *lane, o *kernels.LogProbs) error {
 		a.n = int32(n)
 	}
 	return launch(b, l, o.Name(), logProbsKernel, grid{x: o.Logits.Shape[0], threads: rowBlock}, &a)
-}
-
-// adjustArgs are also those of restore, which leaves most of them alone.
-type adjustArgs struct {
-	logits, starts, ids, seen, bias, repetition, presence, frequency, saved uint64
-	stride                                                                  int64
-	vocabulary, entries, parts                                              int32
 }
 
 // byEntry completes args for lists of entries, of which any row may have any number,

@@ -6,15 +6,6 @@ import (
 	"github.com/moeserve/moeserve/kernels"
 )
 
-type productArgs struct {
-	x, w, bias, out, offsets, order, slots, experts uint64
-	xStride, outStride                              int64
-	rows, columns, inner                            int32
-	listed, expertsAll, topK                        int32
-	wType, biasType, outFloat                       int32
-	xAligned, wAligned, outPaired                   int32
-}
-
 // tile is what one block of a product computes.
 type tile struct {
 	name          string
@@ -123,13 +114,6 @@ const (
 	fewStage = 64 * fewThreads
 )
 
-type fewArgs struct {
-	x, w, bias, out      uint64
-	xStride, outStride   int64
-	rows, columns, inner int32
-	biasType, outFloat   int32
-}
-
 // few enqueues a product with few columns, or few rows.
 func (b *Backend) few(l *lane, o *kernels.MatMul, outFloat bool) error {
 	rows, columns := o.X.Shape[0], o.W.Shape[0]
@@ -155,12 +139,6 @@ func (b *Backend) few(l *lane, o *kernels.MatMul, outFloat bool) error {
 		xStride: int64(o.X.Stride[0]), outStride: int64(o.Out.Stride[0]),
 		rows: int32(rows), columns: int32(columns), inner: int32(o.W.Shape[1]), biasType: int32(o.Bias.DType), outFloat: truth(outFloat),
 	})
-}
-
-type addBiasArgs struct {
-	x, bias                 uint64
-	stride                  int64
-	columns, dtype, aligned int32
 }
 
 // libraryMatMul enqueues a product through the library, or returns false. Its bias
@@ -189,7 +167,7 @@ func (b *Backend) libraryMatMul(l *lane, o *kernels.MatMul, outFloat bool) (bool
 	}
 	return true, launch(b, l, o.Name(), addBias, byRow(p.rows, p.columns/8), &addBiasArgs{
 		x: address(&o.Out), bias: address(&o.Bias), stride: int64(p.outStride),
-		columns: int32(p.columns), dtype: int32(o.Bias.DType), aligned: truth(aligned(&o.Bias)),
+		columns: int32(p.columns), biasType: int32(o.Bias.DType), aligned: truth(aligned(&o.Bias)),
 	})
 }
 

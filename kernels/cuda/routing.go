@@ -6,13 +6,6 @@ import (
 	"github.com/moeserve/moeserve/kernels"
 )
 
-type routeArgs struct {
-	logits, ids, weights, counts uint64
-	stride, rows                 int64
-	experts, k, method           int32
-	limit                        float32
-}
-
 // routeRows is how many rows a block routes, a warp each; their scores lie in shared
 // memory.
 const (
@@ -34,12 +27,6 @@ func (b *Backend) route(l *lane, o *kernels.Route) error {
 
 // groupFewPairs are put in order by one warp for each expert.
 const groupFewPairs = 128
-
-type groupArgs struct {
-	ids, offsets, order uint64
-	pairs               int64
-	experts             int32
-}
 
 func (b *Backend) group(l *lane, o *kernels.Group) error {
 	experts := o.Offsets.Shape[0] - 1

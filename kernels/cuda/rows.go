@@ -6,21 +6,12 @@ import (
 	"github.com/moeserve/moeserve/kernels"
 )
 
-// The structs here and in the other files of operations have the layout of their
-// namesakes in src/.
-
 // rowThreads is the block of the kernels on rows; each thread has 8 elements.
 const rowThreads = 128
 
 // byRow is the grid of a kernel with items of 8 elements per row.
 func byRow(rows, items int) grid {
 	return grid{x: rows, y: ceil(items, rowThreads), threads: rowThreads}
-}
-
-type embedArgs struct {
-	ids, table, out                                uint64
-	tableStride, outStride                         int64
-	vocabulary, columns, dtype, tableAligned, out8 int32
 }
 
 func (b *Backend) embed(l *lane, o *kernels.Embed) error {
@@ -31,17 +22,9 @@ func (b *Backend) embed(l *lane, o *kernels.Embed) error {
 	return launch(b, l, o.Name(), embedKernel, byRow(o.Out.Shape[0], ceil(columns, 8)), &embedArgs{
 		ids: address(&o.IDs), table: address(&o.Table), out: address(&o.Out),
 		tableStride: int64(o.Table.Stride[0]), outStride: int64(o.Out.Stride[0]),
-		vocabulary: int32(o.Table.Shape[0]), columns: int32(columns), dtype: int32(o.Table.DType),
-		tableAligned: truth(aligned(&o.Table)), out8: truth(aligned(&o.Out)),
+		vocabulary: int32(o.Table.Shape[0]), columns: int32(columns), tableType: int32(o.Table.DType),
+		tableAligned: truth(aligned(&o.Table)), outAligned: truth(aligned(&o.Out)),
 	})
-}
-
-type normArgs struct {
-	x, residual, weight, bias, out                                 uint64
-	xRow, xHead, residualRow, residualHead, outRow, outHead, items int64
-	heads, d, layer, weightType, biasType                          int32
-	eps                                                            float32
-	aligned, weightAligned, biasAligned                            int32
 }
 
 // norms are the kernels that norm rows, each for rows of up to so many elements.
@@ -103,14 +86,6 @@ func normArguments(o *kernels.Norm) normArgs {
 	return a
 }
 
-type clampArgs struct {
-	x       uint64
-	stride  int64
-	columns int32
-	limit   float32
-	aligned int32
-}
-
 func (b *Backend) clamp(l *lane, o *kernels.Clamp) error {
 	if err := b.activation(o.Name(), "X", &o.X); err != nil {
 		return err
@@ -118,12 +93,6 @@ func (b *Backend) clamp(l *lane, o *kernels.Clamp) error {
 	return launch(b, l, o.Name(), clampKernel, byRow(o.X.Shape[0], ceil(o.X.Shape[1], 8)), &clampArgs{
 		x: address(&o.X), stride: int64(o.X.Stride[0]), columns: int32(o.X.Shape[1]), limit: o.Limit, aligned: truth(aligned(&o.X)),
 	})
-}
-
-type siluMulArgs struct {
-	gate, up, out                   uint64
-	gateStride, upStride, outStride int64
-	columns, aligned                int32
 }
 
 func (b *Backend) siluMul(l *lane, o *kernels.SiluMul) error {
@@ -137,12 +106,6 @@ func (b *Backend) siluMul(l *lane, o *kernels.SiluMul) error {
 	})
 }
 
-type gatherArgs struct {
-	x, rows, out            uint64
-	xStride, outStride      int64
-	count, columns, aligned int32
-}
-
 func (b *Backend) gather(l *lane, o *kernels.Gather) error {
 	if err := b.activation(o.Name(), "X", &o.X); err != nil {
 		return err
@@ -152,12 +115,6 @@ func (b *Backend) gather(l *lane, o *kernels.Gather) error {
 		xStride: int64(o.X.Stride[0]), outStride: int64(o.Out.Stride[0]),
 		count: int32(o.X.Shape[0]), columns: int32(o.Out.Shape[1]), aligned: truth(aligned(&o.X, &o.Out)),
 	})
-}
-
-type combineArgs struct {
-	x, weights, shared, gate, out                uint64
-	xStride, sharedStride, gateStride, outStride int64
-	k, columns, aligned                          int32
 }
 
 func (b *Backend) combine(l *lane, o *kernels.Combine) error {
@@ -174,11 +131,6 @@ func combineArguments(o *kernels.Combine) combineArgs {
 		xStride: int64(o.X.Stride[0]), sharedStride: int64(o.Shared.Stride[0]), gateStride: int64(o.SharedGate.Stride[0]), outStride: int64(o.Out.Stride[0]),
 		k: int32(o.Weights.Shape[1]), columns: int32(o.X.Shape[1]), aligned: truth(aligned(&o.X, &o.Shared, &o.Out)),
 	}
-}
-
-type combineNormArgs struct {
-	combine combineArgs
-	norm    normArgs
 }
 
 func (b *Backend) combineNorm(l *lane, o *kernels.CombineNorm) error {
@@ -202,12 +154,6 @@ func (b *Backend) combineNorm(l *lane, o *kernels.CombineNorm) error {
 	return launch(b, l, o.Name(), k, grid{x: o.Out.Shape[0], threads: threads}, &a)
 }
 
-type ropeArgs struct {
-	q, k, table, rows                     uint64
-	qRow, qHead, kRow, kHead              int64
-	qHeads, kHeads, half, places, aligned int32
-}
-
 func (b *Backend) rope(l *lane, o *kernels.RoPE) error {
 	if err := b.activation(o.Name(), "Q", &o.Q); err != nil {
 		return err
@@ -222,13 +168,6 @@ func (b *Backend) rope(l *lane, o *kernels.RoPE) error {
 		qHeads: int32(o.Q.Shape[1]), kHeads: int32(o.K.Shape[1]), half: int32(half), places: int32(o.Table.Shape[0]),
 		aligned: truth(half%8 == 0 && aligned(&o.Q, &o.K, &o.Table)),
 	})
-}
-
-type appendKVArgs struct {
-	k, v, cacheK, cacheV, slots                        uint64
-	kRow, kHead, vRow, vHead                           int64
-	ckBlock, ckToken, ckHead, cvBlock, cvToken, cvHead int64
-	heads, d, blocks, tokens, aligned                  int32
 }
 
 func (b *Backend) appendKV(l *lane, o *kernels.AppendKV) error {
@@ -247,15 +186,6 @@ func (b *Backend) appendKV(l *lane, o *kernels.AppendKV) error {
 		heads: int32(heads), d: int32(d), blocks: int32(o.CacheK.Shape[0]), tokens: int32(o.CacheK.Shape[1]),
 		aligned: truth(aligned(&o.K, &o.V, &o.CacheK, &o.CacheV)),
 	})
-}
-
-type ropeAppendKVArgs struct {
-	q, k, v, qWeight, kWeight, table, rows, cacheK, cacheV, slots     uint64
-	qRow, qHead, kRow, kHead, vRow, vHead                             int64
-	ckBlock, ckToken, ckHead, cvBlock, cvToken, cvHead                int64
-	qHeads, kHeads, half, lanes, qType, kType, places, blocks, tokens int32
-	eps                                                               float32
-	aligned                                                           int32
 }
 
 const (

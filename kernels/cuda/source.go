@@ -5,6 +5,8 @@ import (
 	"fmt"
 )
 
+//go:generate go run ./internal/arguments/gen
+
 //go:embed src
 var sources embed.FS
 

@@ -3,7 +3,7 @@
 struct embed_args {
   u64 ids, table, out;
   i64 table_stride, out_stride;
-  int vocabulary, columns, type, table_aligned, out_aligned;
+  int vocabulary, columns, table_type, table_aligned, out_aligned;
 };
 
 // Rows whose id is outside of the table become not-a-number.
@@ -14,8 +14,8 @@ KERNEL(128, 1) embed(const embed_args a) {
   int id = ((const int *)a.ids)[blockIdx.x];
   float v[8];
   if (id >= 0 && id < a.vocabulary) {
-    i64 bytes = (i64)id * a.table_stride * (a.type == f32_type ? 4 : 2);
-    load8(v, (const char *)a.table + bytes, a.type, at, n, a.table_aligned);
+    i64 bytes = (i64)id * a.table_stride * (a.table_type == f32_type ? 4 : 2);
+    load8(v, (const char *)a.table + bytes, a.table_type, at, n, a.table_aligned);
   } else {
 #pragma unroll
     for (int i = 0; i < 8; i++) v[i] = __uint_as_float(0x7fc00000u);
@@ -299,7 +299,7 @@ KERNEL(512, 1) combine_norm_512_3(const combine_norm_args a) { combine_norm<512,
 struct add_bias_args {
   u64 x, bias;
   i64 stride;
-  int columns, type, aligned;
+  int columns, bias_type, aligned;
 };
 
 // x, in float32, gains a bias. Rows have a multiple of 8 columns and start at multiples
@@ -310,7 +310,7 @@ KERNEL(128, 1) add_bias(const add_bias_args a) {
   if (at >= a.columns) return;
   float4 *x = (float4 *)((float *)a.x + blockIdx.x * a.stride + at), lo = x[0], hi = x[1];
   float b[8];
-  load8(b, (const void *)a.bias, a.type, at, 8, a.aligned);
+  load8(b, (const void *)a.bias, a.bias_type, at, 8, a.aligned);
   lo.x += b[0], lo.y += b[1], lo.z += b[2], lo.w += b[3];
   hi.x += b[4], hi.y += b[5], hi.z += b[6], hi.w += b[7];
   x[0] = lo, x[1] = hi;

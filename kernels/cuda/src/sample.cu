@@ -530,6 +530,7 @@ KERNEL(row_threads, 1) log_probs(const log_probs_args a) {
   }
 }
 
+// Of adjust, and of restore, which leaves most of them alone.
 struct adjust_args {
   u64 logits, starts, ids, seen, bias, repetition, presence, frequency, saved;
   i64 stride;

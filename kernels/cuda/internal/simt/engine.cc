@@ -432,6 +432,8 @@ extern "C" int64_t simt_argument_bytes(int table, const char *name) {
   return -1;
 }
 
+extern "C" simt_field simt_argument_field(int table, size_t i) { return (table == 0 ? simt_bf16_fields : simt_f16_fields)[i]; }
+
 extern "C" const char *simt_launch(int table, const char *name, const void *args, const unsigned *blocks, unsigned threads,
                                    size_t shared, uint64_t seed, const simt_range *ranges, size_t n) {
   problem[0] = 0;

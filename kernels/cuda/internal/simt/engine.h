@@ -4,12 +4,15 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "simt.h"
+
 struct simt_kernel {
   const char *name;
   void (*run)(const void *args);
   size_t bytes;  // of its arguments
 };
 
+extern const simt_field *const simt_bf16_fields, *const simt_f16_fields;
 extern const simt_kernel simt_bf16[], simt_f16[], simt_faults[];  // end with a null name
 
 #ifdef __cplusplus

@@ -1,5 +1,6 @@
 // All kernels, for one activation type, and their table. src_*.h are links to the
 // sources: the go command rebuilds for what lies in this folder only.
+#include "arguments.h"
 #include "emulated.h"
 
 namespace {
@@ -15,6 +16,11 @@ namespace sm_90a {  // whose names are others' too
 #include "src_ring.h"
 #include "src_expert.h"
 #include "src_dense.h"
+
+// Here the names of all structs of arguments are seen.
+#define STRUCT(s) {#s, nullptr, 0, sizeof(s)},
+#define FIELD(s, f) {#s, #f, offsetof(s, f), sizeof(s::f)},
+const simt_field fields[] = {ARGUMENTS(STRUCT, FIELD){nullptr, nullptr, 0, 0}};
 }  // namespace sm_90a
 }  // namespace
 
@@ -25,6 +31,7 @@ namespace sm_90a {  // whose names are others' too
 #define EXPERTS(name) HOPPER(name##_256, expert_args), HOPPER(name##_64, expert_args), HOPPER(name##_alone, expert_args)
 #define HEADS(d) ENTRY(attention_##d##_1, attention_args), ENTRY(attention_##d##_4, attention_args)
 
+extern const simt_field *const FIELDS = sm_90a::fields;
 extern const simt_kernel TABLE[] = {
     ENTRY(embed, embed_args),           ENTRY(norm_warp, norm_args),       ENTRY(norm_256, norm_args),
     ENTRY(norm_head, norm_args),        ENTRY(norm_256_2, norm_args),         ENTRY(norm_512_3, norm_args),      ENTRY(norm_512, norm_args),

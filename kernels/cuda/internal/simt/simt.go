@@ -16,6 +16,7 @@ import (
 	"unsafe"
 
 	"github.com/moeserve/moeserve/device"
+	"github.com/moeserve/moeserve/kernels/cuda/internal/arguments"
 )
 
 // engine has one block at a time.
@@ -52,11 +53,25 @@ func launch(of table, name string, args []byte, blocks [3]int, threads, shared i
 	return nil
 }
 
-// CheckArguments compares the size of a kernel's argument struct with bytes.
-func CheckArguments(half bool, name string, bytes int) error {
-	return checkArguments(number(half), name, bytes)
+// Arguments are the structs of kernels' arguments as the compiler has laid them out, for
+// one activation type. Types of fields are left out.
+func Arguments(half bool) []arguments.Struct {
+	var structs []arguments.Struct
+	for i := C.size_t(0); ; i++ {
+		f := C.simt_argument_field(C.int(number(half)), i)
+		if f.args == nil {
+			return structs
+		}
+		if f.name == nil {
+			structs = append(structs, arguments.Struct{Name: C.GoString(f.args), Size: int(f.bytes)})
+			continue
+		}
+		s := &structs[len(structs)-1]
+		s.Fields = append(s.Fields, arguments.Field{Name: C.GoString(f.name), Offset: int(f.offset), Size: int(f.bytes)})
+	}
 }
 
+// checkArguments compares the size of a kernel's argument struct with bytes.
 func checkArguments(of table, name string, bytes int) error {
 	n := C.CString(name)
 	defer C.free(unsafe.Pointer(n))
