@@ -10,7 +10,8 @@ type Backend interface {
 	Name() string
 	// ActivationDType is the type of hidden states and of the KV cache.
 	ActivationDType() DType
-	// Enqueue checks op and puts it on s. It keeps nothing of op.
+	// Enqueue checks op and puts it on s. It keeps nothing of op. A backend may have a
+	// stream to itself from its first operation there until it is closed.
 	Enqueue(s device.Stream, op Op) error
 	// ExpertLayout says how the backend lays out an expert of this shape. The same
 	// bytes lie in every tier.

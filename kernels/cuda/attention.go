@@ -33,8 +33,8 @@ func attentionShared(d, warps int) int {
 	return (stages*2*attentionTile + queriesPerWarp*warps) * 2 * d
 }
 
-func (b *Backend) attention(l *lane, o *kernels.Attention) error {
-	if err := b.activation(o.Name(), "Q", &o.Q); err != nil {
+func (l *lane) attention(o *kernels.Attention) error {
+	if err := l.b.activation(o.Name(), "Q", &o.Q); err != nil {
 		return err
 	}
 	sequences, heads, d := o.ContextLens.Shape[0], o.Q.Shape[1], o.Q.Shape[2]
@@ -80,7 +80,7 @@ func (b *Backend) attention(l *lane, o *kernels.Attention) error {
 		a.most, a.tiles = int32(few), 1
 		chunks := ceil(o.MaxContext, chunkTokens)
 		parts := int64(sequences) * int64(few) * int64(heads) * int64(chunks)
-		split := chunks > 1 && sequences*kvHeads < 4*b.multiprocessors && parts*int64(d+2)*4 <= l.work.Bytes
+		split := chunks > 1 && sequences*kvHeads < 4*l.b.multiprocessors && parts*int64(d+2)*4 <= l.work.Bytes
 		g := grid{x: sequences, y: kvHeads, threads: 32, shared: attentionShared(headSizes[size], 1)}
 		if split {
 			a.sums, a.ends = uint64(l.work.Addr), uint64(l.work.Addr)+uint64(parts)*uint64(d)*4
@@ -90,15 +90,15 @@ func (b *Backend) attention(l *lane, o *kernels.Attention) error {
 		// of the next while it works on the last.
 		tiles := ceil(o.MaxContext, attentionTile)
 		for !split && kvHeads%(2*int(a.each)) == 0 && 2*int(a.each)*tiles <= attentionTiles &&
-			sequences*kvHeads >= 2*int(a.each)*attentionBlocks*b.multiprocessors {
+			sequences*kvHeads >= 2*int(a.each)*attentionBlocks*l.b.multiprocessors {
 			a.each *= 2
 			g.y /= 2
 		}
-		if err := launch(b, l, o.Name(), name, g, &a); err != nil {
+		if err := launch(l, o.Name(), name, g, &a); err != nil {
 			return err
 		}
 		if split {
-			if err := launch(b, l, o.Name(), attentionJoin, grid{x: sequences, y: heads, threads: 128}, &a); err != nil {
+			if err := launch(l, o.Name(), attentionJoin, grid{x: sequences, y: heads, threads: 128}, &a); err != nil {
 				return err
 			}
 		}
@@ -109,5 +109,5 @@ func (b *Backend) attention(l *lane, o *kernels.Attention) error {
 	}
 	a.most, a.tiles = math.MaxInt32, int32(ceil(o.MaxRows, many))
 	g := grid{x: sequences * int(a.tiles), y: kvHeads, threads: 128, shared: attentionShared(headSizes[size], 4)}
-	return launch(b, l, o.Name(), name+1, g, &a)
+	return launch(l, o.Name(), name+1, g, &a)
 }

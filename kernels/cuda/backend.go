@@ -4,7 +4,6 @@ import (
 	"errors"
 	"fmt"
 	"sync"
-	"unsafe"
 
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/kernels"
@@ -57,23 +56,10 @@ type Backend struct {
 	mu     sync.RWMutex
 	closed bool
 	lanes  map[device.Stream]*lane
+	free   []device.Range // workspaces of lanes to come, the next one last
 }
 
 var _ kernels.Backend = (*Backend)(nil)
-
-// lane is what one stream has to itself; like the stream it is used by one
-// goroutine at a time.
-type lane struct {
-	stream device.Stream
-	work   device.Range
-	// The arguments under way lie here, since runners would make them escape.
-	args    [512]byte
-	product libraryProduct
-	tiles   tileMap
-	maps    [2]tensorMap
-	// up is what the latest launch took, if it was the tiled experts' way up.
-	up chosenExperts
-}
 
 // newBackend returns a backend of the device whose memory space is; it owns run from
 // now on, also where it fails.
@@ -92,7 +78,11 @@ func newBackend(m device.Machine, space device.Space, o Options, run runner) (*B
 		return nil, errors.Join(fmt.Errorf("cuda: backend: %w", err), run.close())
 	}
 	o.WorkspaceBytes = per
-	return &Backend{o: o, run: run, work: work, multiprocessors: max(info.Multiprocessors, 1), lanes: make(map[device.Stream]*lane)}, nil
+	b := &Backend{o: o, run: run, work: work, multiprocessors: max(info.Multiprocessors, 1), lanes: make(map[device.Stream]*lane)}
+	for i := range o.Streams {
+		b.free = append(b.free, work.Range(int64(o.Streams-1-i)*per, per))
+	}
+	return b, nil
 }
 
 // Name implements kernels.Backend.
@@ -125,106 +115,23 @@ func (b *Backend) Close() error {
 	if closed {
 		return fmt.Errorf("cuda: close: %w", device.ErrClosed)
 	}
+	for _, l := range b.lanes {
+		l.release()
+	}
 	return errors.Join(b.work.Free(), b.run.close())
 }
 
-// lane returns the stream's, and gives it a workspace when it comes first.
-func (b *Backend) lane(op string, s device.Stream) (*lane, error) {
-	b.mu.RLock()
-	l, closed := b.lanes[s], b.closed
-	b.mu.RUnlock()
-	switch {
-	case closed:
-		return nil, fmt.Errorf("cuda: %s: %w", op, device.ErrClosed)
-	case l != nil:
-		return l, nil
-	case s.Space() != b.work.Space():
-		return nil, fmt.Errorf("cuda: %s: stream %q is of %v, and the backend of %v", op, s.Name(), s.Space(), b.work.Space())
-	}
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	n := len(b.lanes)
-	if n == b.o.Streams {
-		return nil, fmt.Errorf("cuda: %s: stream %q is one too many: Options.Streams is %d", op, s.Name(), n)
-	}
-	l = &lane{stream: s, work: b.work.Range(int64(n)*b.o.WorkspaceBytes, b.o.WorkspaceBytes)}
-	b.lanes[s] = l
-	return l, nil
-}
-
-// Enqueue implements kernels.Backend. s is a stream of the backend's GPU.
+// Enqueue implements kernels.Backend. s is a stream of the backend's GPU, which the
+// backend has to itself from the first operation on until it is closed.
 func (b *Backend) Enqueue(s device.Stream, op kernels.Op) error {
-	l, err := b.lane(op.Name(), s)
+	l, err := b.lane(s)
 	if err != nil {
-		return err
+		return fmt.Errorf("cuda: %s: %w", op.Name(), err)
 	}
 	if err := op.Check(); err != nil {
 		return err
 	}
-	switch o := op.(type) {
-	case *kernels.Embed:
-		return b.embed(l, o)
-	case *kernels.Norm:
-		return b.norm(l, o)
-	case *kernels.MatMul:
-		return b.matmul(l, o)
-	case *kernels.Clamp:
-		return b.clamp(l, o)
-	case *kernels.RoPE:
-		return b.rope(l, o)
-	case *kernels.AppendKV:
-		return b.appendKV(l, o)
-	case *kernels.RoPEAppendKV:
-		return b.ropeAppendKV(l, o)
-	case *kernels.Attention:
-		return b.attention(l, o)
-	case *kernels.Route:
-		return b.route(l, o)
-	case *kernels.Group:
-		return b.group(l, o)
-	case *kernels.ExpertUp:
-		return b.expertUp(l, o)
-	case *kernels.ExpertDown:
-		return b.expertDown(l, o)
-	case *kernels.Combine:
-		return b.combine(l, o)
-	case *kernels.CombineNorm:
-		return b.combineNorm(l, o)
-	case *kernels.SiluMul:
-		return b.siluMul(l, o)
-	case *kernels.Gather:
-		return b.gather(l, o)
-	case *kernels.Sample:
-		return b.sample(l, o)
-	case *kernels.Adjust:
-		return b.adjust(l, o)
-	case *kernels.Restore:
-		return b.restore(l, o)
-	case *kernels.LogProbs:
-		return b.logProbs(l, o)
-	}
-	return fmt.Errorf("cuda: %s: operation of unknown type %T", op.Name(), op)
-}
-
-// maxGrid is the most blocks in y and z.
-const maxGrid = 65535
-
-// launch enqueues k with args, a struct laid out as the kernel's. A grid without
-// blocks does nothing.
-func launch[A any](b *Backend, l *lane, op string, k kernelID, g grid, args *A) error {
-	g.y, g.z = max(g.y, 1), max(g.z, 1)
-	switch {
-	case g.x <= 0:
-		return nil
-	case g.x > 1<<31-1 || g.y > maxGrid || g.z > maxGrid:
-		return fmt.Errorf("cuda: %s: %d x %d x %d blocks, more than a launch may have: give it fewer rows or columns", op, g.x, g.y, g.z)
-	}
-	l.up = chosenExperts{}
-	n := copy(l.args[:], unsafe.Slice((*byte)(unsafe.Pointer(args)), unsafe.Sizeof(*args)))
-	if err := b.run.launch(l.stream, k, g, l.args[:n]); err != nil {
-		return fmt.Errorf("cuda: %s: %w", op, err)
-	}
-	return nil
+	return l.enqueue(op)
 }
 
 // activation checks that a tensor has the activation type; Check holds the others to

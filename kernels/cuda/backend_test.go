@@ -7,6 +7,8 @@ import (
 	"math/rand/v2"
 	"slices"
 	"strings"
+	"sync"
+	"sync/atomic"
 	"testing"
 	"unsafe"
 
@@ -621,6 +623,108 @@ func TestStreams(t *testing.T) {
 	}
 	if _, err := newBackend(m, device.HBM(0), Options{Activation: kernels.F32}, &listRunner{}); err == nil || !strings.Contains(err.Error(), "Activation") {
 		t.Errorf("float32 activations: %v", err)
+	}
+}
+
+// TestStreamOfOneBackend: a stream that a backend has launched on is refused to others
+// until that backend gives it up.
+func TestStreamOfOneBackend(t *testing.T) {
+	m, err := emulated.Open(emulated.Options{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer m.Close()
+	s, err := m.NewStream(device.HBM(0), device.StreamOptions{Name: "compute"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	var backends [3]*Backend
+	var runners [3]listRunner
+	for i := range backends {
+		if backends[i], err = newBackend(m, device.HBM(0), Options{}, &runners[i]); err != nil {
+			t.Fatal(err)
+		}
+	}
+	op := &kernels.Clamp{X: at(1, tensor(kernels.BF16, 1, 8)), Limit: 1}
+	refused := func(b *Backend) bool {
+		err := b.Enqueue(s, op)
+		return err != nil && strings.Contains(err.Error(), `cuda: clamp: stream "compute" is used through another backend`)
+	}
+	first, second, third := backends[0], backends[1], backends[2]
+	if err := errors.Join(first.Enqueue(s, op), first.Enqueue(s, op)); err != nil {
+		t.Fatal(err)
+	}
+	if !refused(second) || !refused(third) || len(runners[1].kernels) > 0 {
+		t.Error("a second backend launches on the stream")
+	}
+	// A refusal takes nothing: no lane, no workspace.
+	if len(second.lanes) > 0 || len(second.free) != 1 {
+		t.Errorf("%d lanes and %d workspaces behind a refusal, want 0 and 1", len(second.lanes), len(second.free))
+	}
+	if err := first.Close(); err != nil {
+		t.Fatal(err)
+	}
+	if err := second.Enqueue(s, op); err != nil {
+		t.Errorf("once the first is closed: %v", err)
+	}
+	if !refused(third) {
+		t.Error("the second backend did not take the stream")
+	}
+	// Given up, the stream is free, and so is its workspace.
+	second.lanes[s].release()
+	if err := third.Enqueue(s, op); err != nil {
+		t.Errorf("once the second gave the stream up: %v", err)
+	}
+	other, err := m.NewStream(device.HBM(0), device.StreamOptions{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := second.Enqueue(other, op); err != nil {
+		t.Errorf("another stream in the place of the one given up: %v", err)
+	}
+	if err := third.Enqueue(other, op); err == nil || !strings.Contains(err.Error(), "one too many") {
+		t.Errorf("a stream too many: %v", err)
+	}
+	if err := errors.Join(second.Close(), third.Close()); err != nil {
+		t.Error(err)
+	}
+}
+
+// TestStreamTakenOnce has backends take streams at the same time: each goes to one.
+func TestStreamTakenOnce(t *testing.T) {
+	m, err := emulated.Open(emulated.Options{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer m.Close()
+	const streams, backends = 50, 4
+	var all [streams]device.Stream
+	for i := range all {
+		if all[i], err = m.NewStream(device.HBM(0), device.StreamOptions{}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	var took [streams]atomic.Int32
+	var group sync.WaitGroup
+	for range backends {
+		b, err := newBackend(m, device.HBM(0), Options{Streams: streams, WorkspaceBytes: 256}, &listRunner{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer b.Close()
+		group.Go(func() {
+			for i, s := range all {
+				if _, err := b.lane(s); err == nil {
+					took[i].Add(1)
+				}
+			}
+		})
+	}
+	group.Wait()
+	for i := range took {
+		if n := took[i].Load(); n != 1 {
+			t.Errorf("stream %d was taken %d times", i, n)
+		}
 	}
 }
 

@@ -51,13 +51,13 @@ func (b *Backend) chooseDense(rows, columns int) (shape kernelID, tokens int) {
 // dense enqueues a product on Hopper's tensor cores. Both operands are of the
 // activation type, their rows start at multiples of 16 bytes and have a multiple of 8
 // elements; Out is float32, or has an even number of columns whose pairs are aligned.
-func (b *Backend) dense(l *lane, o *kernels.MatMul, outFloat bool) error {
-	shape, tokens := b.chooseDense(o.X.Shape[0], o.W.Shape[0])
-	return b.denseIn(l, o, outFloat, shape, tokens)
+func (l *lane) dense(o *kernels.MatMul, outFloat bool) error {
+	shape, tokens := l.b.chooseDense(o.X.Shape[0], o.W.Shape[0])
+	return l.denseIn(o, outFloat, shape, tokens)
 }
 
 // denseIn is dense in tiles of that shape and so many tokens.
-func (b *Backend) denseIn(l *lane, o *kernels.MatMul, outFloat bool, shape kernelID, tokens int) error {
+func (l *lane) denseIn(o *kernels.MatMul, outFloat bool, shape kernelID, tokens int) error {
 	rows, columns, inner := o.X.Shape[0], o.W.Shape[0], o.W.Shape[1]
 	e := &denseShapes[shape]
 	stages := min((e.shared-ringAlign)/e.step(tokens), mostStages)
@@ -67,20 +67,20 @@ func (b *Backend) denseIn(l *lane, o *kernels.MatMul, outFloat bool, shape kerne
 		bias: address(&o.Bias), out: address(&o.Out), outStride: int64(o.Out.Stride[0]),
 		rows: int32(rows), columns: int32(columns), steps: int32(ceil(inner, tileStep)),
 		biasType: int32(o.Bias.DType), outFloat: truth(outFloat),
-		most: int32(tokens), stages: int32(stages), band: int32(b.band(e.units*unitRows, tokens, across)),
+		most: int32(tokens), stages: int32(stages), band: int32(l.b.band(e.units*unitRows, tokens, across)),
 	}
 	for i, m := range [...]tileMap{
 		{o.W.Addr, columns, inner, rowStride(&o.W), e.units * unitRows},
 		{o.X.Addr, rows, inner, rowStride(&o.X), tokens},
 	} {
 		l.tiles = m
-		if err := b.run.mapTiles(&l.maps[i], &l.tiles); err != nil {
+		if err := l.b.run.mapTiles(&l.maps[i], &l.tiles); err != nil {
 			return fmt.Errorf("cuda: %s: %w", o.Name(), err)
 		}
 	}
 	a.w, a.x = l.maps[0], l.maps[1]
-	g := grid{x: min(tiles, e.blocks*b.multiprocessors), threads: e.threads, shared: ringAlign + stages*e.step(tokens)}
-	return launch(b, l, o.Name(), denseKernels+shape, g, &a)
+	g := grid{x: min(tiles, e.blocks*l.b.multiprocessors), threads: e.threads, shared: ringAlign + stages*e.step(tokens)}
+	return launch(l, o.Name(), denseKernels+shape, g, &a)
 }
 
 // rowStride of a matrix; of one with a single row any would do.

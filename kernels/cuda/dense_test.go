@@ -28,10 +28,6 @@ func BenchmarkDense(b *testing.B) {
 			b.Error(err)
 		}
 	})
-	l, err := own.lane("benchmark", s)
-	if err != nil {
-		b.Fatal(err)
-	}
 	for _, p := range []struct {
 		name           string
 		columns, inner int
@@ -59,6 +55,11 @@ func BenchmarkDense(b *testing.B) {
 				})
 			}
 			run("library", func(o *kernels.MatMul) error { return library.Enqueue(s, o) })
+			giveUp(library, s)
+			l, err := own.lane(s)
+			if err != nil {
+				b.Fatal(err)
+			}
 			chosen, chosenTokens := own.chooseDense(rows, p.columns)
 			for i := range denseShapes {
 				e := &denseShapes[i]
@@ -68,9 +69,10 @@ func BenchmarkDense(b *testing.B) {
 					if shape == chosen && tokens == chosenTokens {
 						name += "/chosen"
 					}
-					run(name, func(o *kernels.MatMul) error { return own.denseIn(l, o, false, shape, tokens) })
+					run(name, func(o *kernels.MatMul) error { return l.denseIn(o, false, shape, tokens) })
 				}
 			}
+			l.release()
 			x.TB = b
 			x.free()
 		}
@@ -82,7 +84,7 @@ func testDenseTiles(t *testing.T, m device.Machine, b *Backend, s device.Stream)
 	const rows, inner, columns = 70, 712, 200 // more steps than there are stages, and odd ends
 	x := &bench{TB: t, m: m, b: b, s: s, random: rand.New(rand.NewPCG(1, 2)), exponent: 9}
 	defer x.free()
-	l, err := b.lane("test", s)
+	l, err := b.lane(s)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -95,7 +97,7 @@ func testDenseTiles(t *testing.T, m device.Machine, b *Backend, s device.Stream)
 				if err := op.Check(); err != nil {
 					t.Fatal(err)
 				}
-				if err := b.denseIn(l, op, outType == kernels.F32, kernelID(i), tokens); err != nil {
+				if err := l.denseIn(op, outType == kernels.F32, kernelID(i), tokens); err != nil {
 					t.Fatal(err)
 				}
 				got := x.download(&op.Out)

@@ -6,9 +6,10 @@
 //
 // Kernels are CUDA C++ in src/, embedded and compiled by NVRTC for the exact
 // architecture when a Backend is made, and kept on disk. A Backend turns an
-// operation into one or a few launches: backend.go checks and dispatches, rows.go,
-// product.go, expert.go, dense.go, attention.go, routing.go and logits.go choose
-// kernels, tiles and grids. Dense products go through cuBLASLt where its demands are
+// operation into one or a few launches: lane.go has what a stream has to itself, and
+// dispatches; rows.go, product.go, expert.go, dense.go, attention.go, routing.go and
+// logits.go choose kernels, tiles and grids. The structs of arguments in arguments.go are
+// generated from src/ (internal/arguments). Dense products go through cuBLASLt where its demands are
 // met, and else (always with Options.BatchInvariant) through kernels of ours.
 //
 // On GPUs of compute capability 9.0, experts lie in tiles (layout.go) and they, and
@@ -45,8 +46,9 @@
 //     AppendKV, both of RoPEAppendKV, SeqStarts, ContextLens and BlockTable of Attention).
 //     So no operation of a Backend may write those; copies may, and kernels launched
 //     without Grid.Overlap.
-//     A stream is used through one Backend: the way down of experts relies on the way up
-//     right in front of it.
+//     A stream is used through one Backend of the process, which takes it at the first
+//     operation and has it until it is closed (others are refused): the way down of experts
+//     relies on the way up right in front of it.
 //   - Weights may have any float type. Those of products that differ from the
 //     activations' type are taken apart into two numbers of it as they are read,
 //     which is slow: better cast them at load (Backend.WeightDType).

@@ -62,7 +62,7 @@ func (b *Backend) chooseExpertShape(units, tokens, experts, pairs int) kernelID 
 
 // tiledExperts enqueues a product with experts in the layout Tiles. Blocks share the
 // tiles out among themselves, which are counted on the device.
-func (b *Backend) tiledExperts(l *lane, op string, mode kernelID, p *kernels.ExpertProduct) error {
+func (l *lane) tiledExperts(op string, mode kernelID, p *kernels.ExpertProduct) error {
 	x, out := &p.X, &p.Out
 	pairs, listed, all := p.Order.Shape[0], p.Experts.Shape[0], p.Slots.Shape[0]
 	if !aligned(x) || int(out.Addr)%8 != 0 || out.Stride[0]%4 != 0 {
@@ -82,7 +82,7 @@ func (b *Backend) tiledExperts(l *lane, op string, mode kernelID, p *kernels.Exp
 		a.start = 4 * int64(columns) * int64(inner) // w1 and w3
 	}
 	usual := ceil(pairs, all)
-	shape := b.chooseExpertShape(int(a.units), usual, min(listed, pairs), pairs)
+	shape := l.b.chooseExpertShape(int(a.units), usual, min(listed, pairs), pairs)
 	e := &expertShapes[shape]
 	// Experts with more tokens than there is room for get several tiles.
 	tokens := min(ceil(usual+usual/2, tokenStep)*tokenStep, e.most)
@@ -94,7 +94,7 @@ func (b *Backend) tiledExperts(l *lane, op string, mode kernelID, p *kernels.Exp
 	a.most, a.stages = int32(tokens), int32(stages)
 	if mode == downMode {
 		l.tiles = tileMap{x.Addr, x.Shape[0], inner, rowStride(x), tokens}
-		if err := b.run.mapTiles(&l.maps[0], &l.tiles); err != nil {
+		if err := l.b.run.mapTiles(&l.maps[0], &l.tiles); err != nil {
 			return fmt.Errorf("cuda: %s: %w", op, err)
 		}
 		a.xRows = l.maps[0]
@@ -102,11 +102,11 @@ func (b *Backend) tiledExperts(l *lane, op string, mode kernelID, p *kernels.Exp
 	// Right behind the way up, the way down starts with its weights while that still runs.
 	now := chosenExperts{a.offsets, a.order, a.slots, a.experts}
 	a.early = truth(mode == downMode && l.up == now)
-	g := grid{x: b.multiprocessors * e.blocks, threads: e.threads, shared: ringAlign + listed*expertRun + stages*e.deep*e.step(tokens)}
+	g := grid{x: l.b.multiprocessors * e.blocks, threads: e.threads, shared: ringAlign + listed*expertRun + stages*e.deep*e.step(tokens)}
 	// Wide blocks, which have one tile or two, are best spread evenly: not where others
 	// happen to end first.
 	g.apart = shape == expertWide
-	err := launch(b, l, op, expertKernels+(mode-upMode)*kernelID(len(expertShapes))+shape, g, &a)
+	err := launch(l, op, expertKernels+(mode-upMode)*kernelID(len(expertShapes))+shape, g, &a)
 	if mode == upMode && err == nil {
 		l.up = now
 	}

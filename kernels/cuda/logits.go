@@ -18,7 +18,7 @@ const (
 	adjustThreads = 256
 )
 
-func (b *Backend) sample(l *lane, o *kernels.Sample) error {
+func (l *lane) sample(o *kernels.Sample) error {
 	rows, vocabulary := o.Logits.Shape[0], o.Logits.Shape[1]
 	if rows == 0 {
 		return nil
@@ -30,22 +30,22 @@ func (b *Backend) sample(l *lane, o *kernels.Sample) error {
 		stride: int64(o.Logits.Stride[0]), vocabulary: int32(vocabulary), aligned: truth(aligned(&o.Logits)),
 	}
 	if !o.TopK.None() || !o.TopP.None() || !o.MinP.None() {
-		return launch(b, l, o.Name(), sampleCut, grid{x: rows, threads: rowBlock}, &a)
+		return launch(l, o.Name(), sampleCut, grid{x: rows, threads: rowBlock}, &a)
 	}
-	segments := max(min(2*b.multiprocessors/rows, ceil(vocabulary, leastSegment)), 1)
+	segments := max(min(2*l.b.multiprocessors/rows, ceil(vocabulary, leastSegment)), 1)
 	segment := ceil(ceil(vocabulary, segments), 4) * 4
 	segments = ceil(vocabulary, segment)
 	if int64(rows)*int64(segments)*8 > l.work.Bytes {
 		segments, segment = 1, ceil(vocabulary, 4)*4
 	}
 	a.segments, a.segment = int32(segments), int32(segment)
-	if err := launch(b, l, o.Name(), sampleKernel, grid{x: rows, y: segments, threads: sampleThreads}, &a); err != nil || segments == 1 {
+	if err := launch(l, o.Name(), sampleKernel, grid{x: rows, y: segments, threads: sampleThreads}, &a); err != nil || segments == 1 {
 		return err
 	}
-	return launch(b, l, o.Name(), sampleMerge, grid{x: rows, threads: 32}, &a)
+	return launch(l, o.Name(), sampleMerge, grid{x: rows, threads: 32}, &a)
 }
 
-func (b *Backend) logProbs(l *lane, o *kernels.LogProbs) error {
+func (l *lane) logProbs(o *kernels.LogProbs) error {
 	a := logProbsArgs{
 		logits: address(&o.Logits), tokens: address(&o.Tokens), chosen: address(&o.Chosen), topIDs: address(&o.TopIDs), top: address(&o.Top),
 		stride: int64(o.Logits.Stride[0]), vocabulary: int32(o.Logits.Shape[1]), aligned: truth(aligned(&o.Logits)),
@@ -57,7 +57,7 @@ func (b *Backend) logProbs(l *lane, o *kernels.LogProbs) error {
 		}
 		a.n = int32(n)
 	}
-	return launch(b, l, o.Name(), logProbsKernel, grid{x: o.Logits.Shape[0], threads: rowBlock}, &a)
+	return launch(l, o.Name(), logProbsKernel, grid{x: o.Logits.Shape[0], threads: rowBlock}, &a)
 }
 
 // byEntry completes args for lists of entries, of which any row may have any number,
@@ -73,17 +73,17 @@ func (b *Backend) byEntry(a *adjustArgs, logits, starts, ids, saved *kernels.Ten
 	return grid{x: rows, y: parts, threads: adjustThreads}
 }
 
-func (b *Backend) adjust(l *lane, o *kernels.Adjust) error {
+func (l *lane) adjust(o *kernels.Adjust) error {
 	a := adjustArgs{
 		seen: address(&o.Seen), bias: address(&o.Bias),
 		repetition: address(&o.Repetition), presence: address(&o.Presence), frequency: address(&o.Frequency),
 	}
-	g := b.byEntry(&a, &o.Logits, &o.Starts, &o.IDs, &o.Saved)
-	return launch(b, l, o.Name(), adjustKernel, g, &a)
+	g := l.b.byEntry(&a, &o.Logits, &o.Starts, &o.IDs, &o.Saved)
+	return launch(l, o.Name(), adjustKernel, g, &a)
 }
 
-func (b *Backend) restore(l *lane, o *kernels.Restore) error {
+func (l *lane) restore(o *kernels.Restore) error {
 	var a adjustArgs
-	g := b.byEntry(&a, &o.Logits, &o.Starts, &o.IDs, &o.Saved)
-	return launch(b, l, o.Name(), restoreKernel, g, &a)
+	g := l.b.byEntry(&a, &o.Logits, &o.Starts, &o.IDs, &o.Saved)
+	return launch(l, o.Name(), restoreKernel, g, &a)
 }

@@ -47,9 +47,9 @@ const (
 
 // product enqueues a product with the tile given; across is how many tiles of
 // columns there are.
-func (b *Backend) product(l *lane, op string, mode kernelID, tile, blocks int, a *productArgs) error {
+func (l *lane) product(op string, mode kernelID, tile, blocks int, a *productArgs) error {
 	t := &tiles[tile]
-	return launch(b, l, op, productKernels+mode*kernelID(len(tiles))+kernelID(tile), grid{x: blocks, threads: t.threads, shared: t.shared()}, a)
+	return launch(l, op, productKernels+mode*kernelID(len(tiles))+kernelID(tile), grid{x: blocks, threads: t.threads, shared: t.shared()}, a)
 }
 
 // chooseTile takes the largest tile that rows rows (of one matrix) fill by more than
@@ -65,8 +65,8 @@ func (b *Backend) chooseTile(mode kernelID, rows, columns, matrices int) int {
 	return 0
 }
 
-func (b *Backend) matmul(l *lane, o *kernels.MatMul) error {
-	if err := b.activation(o.Name(), "X", &o.X); err != nil {
+func (l *lane) matmul(o *kernels.MatMul) error {
+	if err := l.b.activation(o.Name(), "X", &o.X); err != nil {
 		return err
 	}
 	rows, columns, inner := o.X.Shape[0], o.W.Shape[0], o.W.Shape[1]
@@ -74,18 +74,18 @@ func (b *Backend) matmul(l *lane, o *kernels.MatMul) error {
 		return nil
 	}
 	same := o.W.DType == o.X.DType && inner%8 == 0 && aligned(&o.X, &o.W)
-	if b.o.BatchInvariant && o.X.Stride[0]%8 != 0 {
+	if l.b.o.BatchInvariant && o.X.Stride[0]%8 != 0 {
 		same = false // a row alone may be aligned where others are not
 	}
 	outFloat := o.Out.DType == kernels.F32
-	if same && (columns <= mostFewColumns || !b.o.BatchInvariant && rows <= mostFewRows) {
-		return b.few(l, o, outFloat)
+	if same && (columns <= mostFewColumns || !l.b.o.BatchInvariant && rows <= mostFewRows) {
+		return l.few(o, outFloat)
 	}
-	if b.o.BatchInvariant && b.hopper && same && inner > 0 && (outFloat || columns%2 == 0 && paired(&o.Out)) {
-		return b.dense(l, o, outFloat)
+	if l.b.o.BatchInvariant && l.b.hopper && same && inner > 0 && (outFloat || columns%2 == 0 && paired(&o.Out)) {
+		return l.dense(o, outFloat)
 	}
-	if !b.o.BatchInvariant && same && inner > 0 && columns%8 == 0 && aligned(&o.Out) && o.Out.Stride[0]%8 == 0 {
-		done, err := b.libraryMatMul(l, o, outFloat)
+	if !l.b.o.BatchInvariant && same && inner > 0 && columns%8 == 0 && aligned(&o.Out) && o.Out.Stride[0]%8 == 0 {
+		done, err := l.libraryMatMul(o, outFloat)
 		if done || err != nil {
 			return err
 		}
@@ -99,10 +99,10 @@ func (b *Backend) matmul(l *lane, o *kernels.MatMul) error {
 	}
 	i := anyTile
 	if same {
-		i = b.chooseTile(denseMode, rows, columns, 1)
+		i = l.b.chooseTile(denseMode, rows, columns, 1)
 	}
 	blocks := ceil(rows, tiles[i].rows) * ceil(columns, tiles[i].columns(denseMode))
-	return b.product(l, o.Name(), denseMode, i, blocks, &a)
+	return l.product(o.Name(), denseMode, i, blocks, &a)
 }
 
 const (
@@ -115,26 +115,26 @@ const (
 )
 
 // few enqueues a product with few columns, or few rows.
-func (b *Backend) few(l *lane, o *kernels.MatMul, outFloat bool) error {
+func (l *lane) few(o *kernels.MatMul, outFloat bool) error {
 	rows, columns := o.X.Shape[0], o.W.Shape[0]
 	var k kernelID
 	var g grid
 	switch {
-	case !b.o.BatchInvariant && rows <= mostFewRows:
-		k, g = fewRows2, grid{x: min(ceil(columns, 16), b.multiprocessors), shared: 2 * fewStage}
-		if b.deep {
+	case !l.b.o.BatchInvariant && rows <= mostFewRows:
+		k, g = fewRows2, grid{x: min(ceil(columns, 16), l.b.multiprocessors), shared: 2 * fewStage}
+		if l.b.deep {
 			k, g.shared = fewRows5, 5*fewStage
 		}
 	case columns <= 8:
 		k, g = fewColumns8, grid{x: ceil(rows, 16)}
 	default:
 		k, g = fewColumns16, grid{x: ceil(rows, 16), y: ceil(columns, 16)}
-		if g.y > 1 && g.x >= b.multiprocessors {
+		if g.y > 1 && g.x >= l.b.multiprocessors {
 			k, g.y = fewColumns64, 1 // rows enough: each is read once
 		}
 	}
 	g.threads = fewThreads
-	return launch(b, l, o.Name(), k, g, &fewArgs{
+	return launch(l, o.Name(), k, g, &fewArgs{
 		x: address(&o.X), w: address(&o.W), bias: address(&o.Bias), out: address(&o.Out),
 		xStride: int64(o.X.Stride[0]), outStride: int64(o.Out.Stride[0]),
 		rows: int32(rows), columns: int32(columns), inner: int32(o.W.Shape[1]), biasType: int32(o.Bias.DType), outFloat: truth(outFloat),
@@ -143,8 +143,8 @@ func (b *Backend) few(l *lane, o *kernels.MatMul, outFloat bool) error {
 
 // libraryMatMul enqueues a product through the library, or returns false. Its bias
 // has to be of the type of Out.
-func (b *Backend) libraryMatMul(l *lane, o *kernels.MatMul, outFloat bool) (bool, error) {
-	p := &l.product
+func (l *lane) libraryMatMul(o *kernels.MatMul, outFloat bool) (bool, error) {
+	p := &l.library
 	*p = libraryProduct{
 		x: o.X.Addr, w: o.W.Addr, out: o.Out.Addr,
 		rows: o.X.Shape[0], columns: o.W.Shape[0], inner: o.W.Shape[1],
@@ -161,11 +161,11 @@ func (b *Backend) libraryMatMul(l *lane, o *kernels.MatMul, outFloat bool) (bool
 			return false, nil
 		}
 	}
-	done, err := b.run.matmul(l.stream, l.work, p)
+	done, err := l.b.run.matmul(l.stream, l.work, p)
 	if !done || err != nil || !after {
 		return done, err
 	}
-	return true, launch(b, l, o.Name(), addBias, byRow(p.rows, p.columns/8), &addBiasArgs{
+	return true, launch(l, o.Name(), addBias, byRow(p.rows, p.columns/8), &addBiasArgs{
 		x: address(&o.Out), bias: address(&o.Bias), stride: int64(p.outStride),
 		columns: int32(p.columns), biasType: int32(o.Bias.DType), aligned: truth(aligned(&o.Bias)),
 	})
@@ -176,21 +176,21 @@ func paired(t *kernels.Tensor) bool {
 	return int(t.Addr)%(2*t.DType.Size()) == 0 && t.Stride[0]%2 == 0
 }
 
-func (b *Backend) expertUp(l *lane, o *kernels.ExpertUp) error {
-	return b.experts(l, o.Name(), upMode, &o.ExpertProduct)
+func (l *lane) expertUp(o *kernels.ExpertUp) error {
+	return l.experts(o.Name(), upMode, &o.ExpertProduct)
 }
 
-func (b *Backend) expertDown(l *lane, o *kernels.ExpertDown) error {
-	return b.experts(l, o.Name(), downMode, &o.ExpertProduct)
+func (l *lane) expertDown(o *kernels.ExpertDown) error {
+	return l.experts(o.Name(), downMode, &o.ExpertProduct)
 }
 
 // experts enqueues a product with the experts listed, in tiles that are chosen by what
 // an expert has to do on average.
-func (b *Backend) experts(l *lane, op string, mode kernelID, p *kernels.ExpertProduct) error {
-	if err := b.activation(op, "X", &p.X); err != nil {
+func (l *lane) experts(op string, mode kernelID, p *kernels.ExpertProduct) error {
+	if err := l.b.activation(op, "X", &p.X); err != nil {
 		return err
 	}
-	if err := b.checkLayout(op, &p.Layout); err != nil {
+	if err := l.b.checkLayout(op, &p.Layout); err != nil {
 		return err
 	}
 	pairs, listed, all := p.Order.Shape[0], p.Experts.Shape[0], p.Slots.Shape[0]
@@ -198,7 +198,7 @@ func (b *Backend) experts(l *lane, op string, mode kernelID, p *kernels.ExpertPr
 		return nil
 	}
 	if p.Layout.Tag == Tiles {
-		return b.tiledExperts(l, op, mode, p)
+		return l.tiledExperts(op, mode, p)
 	}
 	columns, inner := p.Out.Shape[1], p.X.Shape[1]
 	a := productArgs{
@@ -210,7 +210,7 @@ func (b *Backend) experts(l *lane, op string, mode kernelID, p *kernels.ExpertPr
 	}
 	i := anyTile
 	if p.Layout.DType == p.X.DType && inner%8 == 0 && aligned(&p.X) {
-		i = b.chooseTile(mode, ceil(pairs, all), columns, listed)
+		i = l.b.chooseTile(mode, ceil(pairs, all), columns, listed)
 	}
 	t := &tiles[i]
 	// The worst case: as many tiles as pairs fill, and one more for each expert.
@@ -218,5 +218,5 @@ func (b *Backend) experts(l *lane, op string, mode kernelID, p *kernels.ExpertPr
 	if rows > math.MaxInt32/ceil(columns, t.columns(mode)) {
 		rows = math.MaxInt32 // launch refuses it
 	}
-	return b.product(l, op, mode, i, rows*ceil(columns, t.columns(mode)), &a)
+	return l.product(op, mode, i, rows*ceil(columns, t.columns(mode)), &a)
 }

@@ -13,12 +13,12 @@ const (
 	maxExperts = defaultShared / 4 / routeRows
 )
 
-func (b *Backend) route(l *lane, o *kernels.Route) error {
+func (l *lane) route(o *kernels.Route) error {
 	rows, experts := o.Logits.Shape[0], o.Logits.Shape[1]
 	if experts > maxExperts {
 		return fmt.Errorf("cuda: %s: Logits is %v, want at most %d experts", o.Name(), o.Logits, maxExperts)
 	}
-	return launch(b, l, o.Name(), routeKernel, grid{x: ceil(rows, routeRows), threads: 32 * routeRows, shared: routeRows * experts * 4}, &routeArgs{
+	return launch(l, o.Name(), routeKernel, grid{x: ceil(rows, routeRows), threads: 32 * routeRows, shared: routeRows * experts * 4}, &routeArgs{
 		logits: address(&o.Logits), ids: address(&o.IDs), weights: address(&o.Weights), counts: address(&o.Counts),
 		stride: int64(o.Logits.Stride[0]), rows: int64(rows),
 		experts: int32(experts), k: int32(o.IDs.Shape[1]), method: int32(o.Method), limit: 2 * o.Jitter,
@@ -28,13 +28,13 @@ func (b *Backend) route(l *lane, o *kernels.Route) error {
 // groupFewPairs are put in order by one warp for each expert.
 const groupFewPairs = 128
 
-func (b *Backend) group(l *lane, o *kernels.Group) error {
+func (l *lane) group(o *kernels.Group) error {
 	experts := o.Offsets.Shape[0] - 1
 	k, threads := groupKernel, 1024
 	if o.Order.Shape[0] <= groupFewPairs {
 		k, threads = groupFew, 32
 	}
-	return launch(b, l, o.Name(), k, grid{x: experts, threads: threads}, &groupArgs{
+	return launch(l, o.Name(), k, grid{x: experts, threads: threads}, &groupArgs{
 		ids: address(&o.IDs), offsets: address(&o.Offsets), order: address(&o.Order),
 		pairs: int64(o.Order.Shape[0]), experts: int32(experts),
 	})

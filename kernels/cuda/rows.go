@@ -14,12 +14,12 @@ func byRow(rows, items int) grid {
 	return grid{x: rows, y: ceil(items, rowThreads), threads: rowThreads}
 }
 
-func (b *Backend) embed(l *lane, o *kernels.Embed) error {
-	if err := b.activation(o.Name(), "Out", &o.Out); err != nil {
+func (l *lane) embed(o *kernels.Embed) error {
+	if err := l.b.activation(o.Name(), "Out", &o.Out); err != nil {
 		return err
 	}
 	columns := o.Out.Shape[1]
-	return launch(b, l, o.Name(), embedKernel, byRow(o.Out.Shape[0], ceil(columns, 8)), &embedArgs{
+	return launch(l, o.Name(), embedKernel, byRow(o.Out.Shape[0], ceil(columns, 8)), &embedArgs{
 		ids: address(&o.IDs), table: address(&o.Table), out: address(&o.Out),
 		tableStride: int64(o.Table.Stride[0]), outStride: int64(o.Out.Stride[0]),
 		vocabulary: int32(o.Table.Shape[0]), columns: int32(columns), tableType: int32(o.Table.DType),
@@ -50,9 +50,9 @@ func (b *Backend) normed(op string, x *kernels.Tensor) error {
 	return b.activation(op, "X", x)
 }
 
-func (b *Backend) norm(l *lane, o *kernels.Norm) error {
+func (l *lane) norm(o *kernels.Norm) error {
 	d := o.Weight.Shape[0]
-	if err := b.normed(o.Name(), &o.X); err != nil || d == 0 {
+	if err := l.b.normed(o.Name(), &o.X); err != nil || d == 0 {
 		return err
 	}
 	a := normArguments(o)
@@ -64,10 +64,10 @@ func (b *Backend) norm(l *lane, o *kernels.Norm) error {
 	}
 	n := &norms[i]
 	k, g := n.kernel, grid{x: ceil(items, n.threads/n.perItem), threads: n.threads}
-	if k == norm256Times2 && items <= b.multiprocessors {
+	if k == norm256Times2 && items <= l.b.multiprocessors {
 		k, g.threads = norm512, 512 // the same sums, with all threads of fewer blocks
 	}
-	return launch(b, l, o.Name(), k, g, &a)
+	return launch(l, o.Name(), k, g, &a)
 }
 
 // normArguments are those of a norm but for items; X may be none.
@@ -86,43 +86,43 @@ func normArguments(o *kernels.Norm) normArgs {
 	return a
 }
 
-func (b *Backend) clamp(l *lane, o *kernels.Clamp) error {
-	if err := b.activation(o.Name(), "X", &o.X); err != nil {
+func (l *lane) clamp(o *kernels.Clamp) error {
+	if err := l.b.activation(o.Name(), "X", &o.X); err != nil {
 		return err
 	}
-	return launch(b, l, o.Name(), clampKernel, byRow(o.X.Shape[0], ceil(o.X.Shape[1], 8)), &clampArgs{
+	return launch(l, o.Name(), clampKernel, byRow(o.X.Shape[0], ceil(o.X.Shape[1], 8)), &clampArgs{
 		x: address(&o.X), stride: int64(o.X.Stride[0]), columns: int32(o.X.Shape[1]), limit: o.Limit, aligned: truth(aligned(&o.X)),
 	})
 }
 
-func (b *Backend) siluMul(l *lane, o *kernels.SiluMul) error {
-	if err := b.activation(o.Name(), "Gate", &o.Gate); err != nil {
+func (l *lane) siluMul(o *kernels.SiluMul) error {
+	if err := l.b.activation(o.Name(), "Gate", &o.Gate); err != nil {
 		return err
 	}
-	return launch(b, l, o.Name(), siluMul, byRow(o.Out.Shape[0], ceil(o.Out.Shape[1], 8)), &siluMulArgs{
+	return launch(l, o.Name(), siluMul, byRow(o.Out.Shape[0], ceil(o.Out.Shape[1], 8)), &siluMulArgs{
 		gate: address(&o.Gate), up: address(&o.Up), out: address(&o.Out),
 		gateStride: int64(o.Gate.Stride[0]), upStride: int64(o.Up.Stride[0]), outStride: int64(o.Out.Stride[0]),
 		columns: int32(o.Out.Shape[1]), aligned: truth(aligned(&o.Gate, &o.Up, &o.Out)),
 	})
 }
 
-func (b *Backend) gather(l *lane, o *kernels.Gather) error {
-	if err := b.activation(o.Name(), "X", &o.X); err != nil {
+func (l *lane) gather(o *kernels.Gather) error {
+	if err := l.b.activation(o.Name(), "X", &o.X); err != nil {
 		return err
 	}
-	return launch(b, l, o.Name(), gatherKernel, byRow(o.Out.Shape[0], ceil(o.Out.Shape[1], 8)), &gatherArgs{
+	return launch(l, o.Name(), gatherKernel, byRow(o.Out.Shape[0], ceil(o.Out.Shape[1], 8)), &gatherArgs{
 		x: address(&o.X), rows: address(&o.Rows), out: address(&o.Out),
 		xStride: int64(o.X.Stride[0]), outStride: int64(o.Out.Stride[0]),
 		count: int32(o.X.Shape[0]), columns: int32(o.Out.Shape[1]), aligned: truth(aligned(&o.X, &o.Out)),
 	})
 }
 
-func (b *Backend) combine(l *lane, o *kernels.Combine) error {
-	if err := b.activation(o.Name(), "X", &o.X); err != nil {
+func (l *lane) combine(o *kernels.Combine) error {
+	if err := l.b.activation(o.Name(), "X", &o.X); err != nil {
 		return err
 	}
 	a := combineArguments(o)
-	return launch(b, l, o.Name(), combineKernel, byRow(o.Out.Shape[0], ceil(o.Out.Shape[1], 8)), &a)
+	return launch(l, o.Name(), combineKernel, byRow(o.Out.Shape[0], ceil(o.Out.Shape[1], 8)), &a)
 }
 
 func combineArguments(o *kernels.Combine) combineArgs {
@@ -133,9 +133,9 @@ func combineArguments(o *kernels.Combine) combineArgs {
 	}
 }
 
-func (b *Backend) combineNorm(l *lane, o *kernels.CombineNorm) error {
+func (l *lane) combineNorm(o *kernels.CombineNorm) error {
 	d := o.X.Shape[1]
-	if err := b.normed(o.Name(), &o.X); err != nil || d == 0 {
+	if err := l.b.normed(o.Name(), &o.X); err != nil || d == 0 {
 		return err
 	}
 	a := combineNormArgs{
@@ -151,18 +151,18 @@ func (b *Backend) combineNorm(l *lane, o *kernels.CombineNorm) error {
 	case d > 8*256:
 		k, threads = combineNorm512, 512
 	}
-	return launch(b, l, o.Name(), k, grid{x: o.Out.Shape[0], threads: threads}, &a)
+	return launch(l, o.Name(), k, grid{x: o.Out.Shape[0], threads: threads}, &a)
 }
 
-func (b *Backend) rope(l *lane, o *kernels.RoPE) error {
-	if err := b.activation(o.Name(), "Q", &o.Q); err != nil {
+func (l *lane) rope(o *kernels.RoPE) error {
+	if err := l.b.activation(o.Name(), "Q", &o.Q); err != nil {
 		return err
 	}
 	half, heads := o.Q.Shape[2]/2, o.Q.Shape[1]+o.K.Shape[1]
 	if half == 0 {
 		return nil
 	}
-	return launch(b, l, o.Name(), ropeKernel, byRow(o.Q.Shape[0], heads*ceil(half, 8)), &ropeArgs{
+	return launch(l, o.Name(), ropeKernel, byRow(o.Q.Shape[0], heads*ceil(half, 8)), &ropeArgs{
 		q: address(&o.Q), k: address(&o.K), table: address(&o.Table), rows: address(&o.Rows),
 		qRow: int64(o.Q.Stride[0]), qHead: int64(o.Q.Stride[1]), kRow: int64(o.K.Stride[0]), kHead: int64(o.K.Stride[1]),
 		qHeads: int32(o.Q.Shape[1]), kHeads: int32(o.K.Shape[1]), half: int32(half), places: int32(o.Table.Shape[0]),
@@ -170,15 +170,15 @@ func (b *Backend) rope(l *lane, o *kernels.RoPE) error {
 	})
 }
 
-func (b *Backend) appendKV(l *lane, o *kernels.AppendKV) error {
-	if err := b.activation(o.Name(), "K", &o.K); err != nil {
+func (l *lane) appendKV(o *kernels.AppendKV) error {
+	if err := l.b.activation(o.Name(), "K", &o.K); err != nil {
 		return err
 	}
 	heads, d := o.K.Shape[1], o.K.Shape[2]
 	if d == 0 {
 		return nil
 	}
-	return launch(b, l, o.Name(), appendKV, byRow(o.K.Shape[0], 2*heads*ceil(d, 8)), &appendKVArgs{
+	return launch(l, o.Name(), appendKV, byRow(o.K.Shape[0], 2*heads*ceil(d, 8)), &appendKVArgs{
 		k: address(&o.K), v: address(&o.V), cacheK: address(&o.CacheK), cacheV: address(&o.CacheV), slots: address(&o.Slots),
 		kRow: int64(o.K.Stride[0]), kHead: int64(o.K.Stride[1]), vRow: int64(o.V.Stride[0]), vHead: int64(o.V.Stride[1]),
 		ckBlock: int64(o.CacheK.Stride[0]), ckToken: int64(o.CacheK.Stride[1]), ckHead: int64(o.CacheK.Stride[2]),
@@ -195,8 +195,8 @@ const (
 	maxRopeElements = 256
 )
 
-func (b *Backend) ropeAppendKV(l *lane, o *kernels.RoPEAppendKV) error {
-	if err := b.activation(o.Name(), "Q", &o.Q); err != nil {
+func (l *lane) ropeAppendKV(o *kernels.RoPEAppendKV) error {
+	if err := l.b.activation(o.Name(), "Q", &o.Q); err != nil {
 		return err
 	}
 	half := o.Q.Shape[2] / 2
@@ -217,10 +217,10 @@ func (b *Backend) ropeAppendKV(l *lane, o *kernels.RoPEAppendKV) error {
 	// Where blocks for all heads of all rows run at once, a thread has one head.
 	rows, heads := o.Q.Shape[0], o.Q.Shape[1]+2*o.K.Shape[1]
 	g := byRow(rows, heads*lanes)
-	if rows*g.y > 4*b.multiprocessors {
+	if rows*g.y > 4*l.b.multiprocessors {
 		g.y = ceil(g.y, ropeHeads)
 	}
-	return launch(b, l, o.Name(), k, g, &ropeAppendKVArgs{
+	return launch(l, o.Name(), k, g, &ropeAppendKVArgs{
 		q: address(&o.Q), k: address(&o.K), v: address(&o.V), qWeight: address(&o.QNorm), kWeight: address(&o.KNorm),
 		table: address(&o.Table), rows: address(&o.Rows), cacheK: address(&o.CacheK), cacheV: address(&o.CacheV), slots: address(&o.Slots),
 		qRow: int64(o.Q.Stride[0]), qHead: int64(o.Q.Stride[1]), kRow: int64(o.K.Stride[0]), kHead: int64(o.K.Stride[1]),
