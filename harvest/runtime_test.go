@@ -19,6 +19,7 @@ import (
 
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/device/emulated"
+	"github.com/moeserve/moeserve/device/emulated/tenants"
 	"github.com/moeserve/moeserve/harvest"
 )
 
@@ -56,6 +57,8 @@ func open(t testing.TB, m *emulated.Machine, o harvest.Options) *harvest.Runtime
 	})
 	return r
 }
+
+var peers12 = []device.Space{device.HBM(1), device.HBM(2)}
 
 func gpus(n int, bytes int64) []emulated.GPU {
 	return slices.Repeat([]emulated.GPU{{MemoryBytes: bytes}}, n)
@@ -514,13 +517,13 @@ func TestTraceIsPlayed(t *testing.T) {
 		SlabBytes: 1 << 15, HeadroomBytes: headroom, ClearBytes: 4096, Cooldown: 10 * time.Second,
 		Events: harvest.EventListener{Revoked: func(harvest.RevokeInfo) { revoked++ }},
 	})
-	trace, err := harvest.Generate(harvest.TraceOptions{
+	trace, err := tenants.Generate(tenants.Options{
 		Peers: peers12, Capacity: []int64{capacity, capacity}, Duration: time.Hour, Churn: 4, Seed: 7,
 	})
 	if err != nil {
 		t.Fatal(err)
 	}
-	player := harvest.NewPlayer(trace, m)
+	player := tenants.NewPlayer(trace, m)
 	for now := time.Duration(0); now < time.Hour/2; now += 2 * time.Second {
 		if err := player.Advance(now); err != nil {
 			t.Fatal(err)

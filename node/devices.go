@@ -7,7 +7,7 @@ import (
 
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/device/emulated"
-	"github.com/moeserve/moeserve/harvest"
+	"github.com/moeserve/moeserve/device/emulated/tenants"
 	"github.com/moeserve/moeserve/kernels"
 	"github.com/moeserve/moeserve/kernels/cpu"
 )
@@ -82,7 +82,7 @@ func (n *Node) open(machine func() (device.Machine, error), backend func(device.
 // use takes over machine and backend, and computes on the machine's first GPU.
 func (n *Node) use(m device.Machine, b kernels.Backend) {
 	n.machine, n.space, n.backend, n.host = n.traceMachine(m), device.HBM(0), b, b
-	n.taker, _ = m.(harvest.Taker)
+	n.taker, _ = m.(tenants.Taker)
 	n.closers = append(n.closers, n.machine.Close, b.Close)
 }
 

@@ -12,6 +12,7 @@ import (
 
 	"github.com/moeserve/moeserve/configs"
 	"github.com/moeserve/moeserve/device"
+	"github.com/moeserve/moeserve/device/emulated/tenants"
 	"github.com/moeserve/moeserve/device/trace"
 	"github.com/moeserve/moeserve/engine"
 	"github.com/moeserve/moeserve/experts"
@@ -103,7 +104,7 @@ type Node struct {
 	planned *Planned
 	machine device.Machine
 	// taker lets others take memory of emulated devices; nil on real ones.
-	taker harvest.Taker
+	taker tenants.Taker
 	space device.Space
 	// opened are the driver's numbers of the machine's GPUs; nil where it is emulated.
 	opened []int
@@ -111,7 +112,7 @@ type Node struct {
 	peers     []device.Space
 	policy    harvest.Policy
 	harvest   *harvest.Runtime       // nil without peers
-	tenants   *tenants               // nil without a trace
+	tenants   *playback              // nil without a trace
 	balance   *rebalancer.Rebalancer // nil where nothing can move
 	backend   kernels.Backend
 	host      kernels.Backend // attends where the setting attention says cpu

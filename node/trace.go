@@ -9,7 +9,7 @@ import (
 
 	"github.com/moeserve/moeserve/configs"
 	"github.com/moeserve/moeserve/device"
-	"github.com/moeserve/moeserve/harvest"
+	"github.com/moeserve/moeserve/device/emulated/tenants"
 )
 
 const (
@@ -18,9 +18,9 @@ const (
 	traceChanges  = 1e5
 )
 
-// tenants are the others on emulated peers: a trace of what they hold.
-type tenants struct {
-	player  *harvest.Player
+// playback plays the other tenants of emulated peers: a trace of what they hold.
+type playback struct {
+	player  *tenants.Player
 	machine device.Machine
 	log     *slog.Logger
 	// began is when the trace did, on the machine's clock.
@@ -44,11 +44,11 @@ func (n *Node) openTrace() error {
 	if err != nil {
 		return err
 	}
-	n.tenants = &tenants{player: harvest.NewPlayer(trace, n.taker), machine: n.machine, log: n.log}
+	n.tenants = &playback{player: tenants.NewPlayer(trace, n.taker), machine: n.machine, log: n.log}
 	return n.tenants.player.Advance(0)
 }
 
-func (n *Node) readTrace(c configs.TraceChoice) (harvest.Trace, error) {
+func (n *Node) readTrace(c configs.TraceChoice) (tenants.Trace, error) {
 	var peers []device.Space
 	var capacity []int64
 	for i := range n.machine.Topology().GPUs {
@@ -64,7 +64,7 @@ func (n *Node) readTrace(c configs.TraceChoice) (harvest.Trace, error) {
 	}
 	if c.Generated {
 		seconds := min(traceDuration.Seconds(), traceChanges/c.Churn*60)
-		return harvest.Generate(harvest.TraceOptions{
+		return tenants.Generate(tenants.Options{
 			Peers: peers, Capacity: capacity, Duration: time.Duration(seconds * float64(time.Second)), Churn: c.Churn, Seed: c.Seed,
 		})
 	}
@@ -73,7 +73,7 @@ func (n *Node) readTrace(c configs.TraceChoice) (harvest.Trace, error) {
 		return nil, fmt.Errorf("availability-trace: %w", err)
 	}
 	defer f.Close() //nolint:errcheck // only read from
-	trace, err := harvest.ReadTrace(f, peers, 0)
+	trace, err := tenants.Read(f, peers, 0)
 	if err != nil {
 		return nil, fmt.Errorf("%s: %w", c.File, err)
 	}
@@ -81,10 +81,10 @@ func (n *Node) readTrace(c configs.TraceChoice) (harvest.Trace, error) {
 }
 
 // start says that the trace's time begins.
-func (t *tenants) start() { t.began = t.machine.Now() }
+func (t *playback) start() { t.began = t.machine.Now() }
 
 // tick does what is due, until the trace has ended.
-func (t *tenants) tick(now time.Duration) (pause time.Duration) {
+func (t *playback) tick(now time.Duration) (pause time.Duration) {
 	if err := t.player.Advance(now - t.began); err != nil {
 		// It can only be a trace that gives back what nobody holds, which none is.
 		t.log.Error("others' memory is not taken as the trace says", "err", err)

@@ -1,4 +1,4 @@
-package harvest
+package tenants
 
 import (
 	"bufio"
@@ -34,7 +34,7 @@ const (
 	maxTraceSeconds = math.MaxInt64 / 1e9
 )
 
-// ReadTrace reads a recording: text of lines
+// Read reads a recording: text of lines
 //
 //	time_s,peer,bytes
 //	0,1,1500000000
@@ -47,7 +47,7 @@ const (
 // of the first one, so a lost sample is seen. maxGap, if over 0, is the longest time
 // that may lie between two. peers, if not nil, are those that exist. An error names
 // the line.
-func ReadTrace(r io.Reader, peers []device.Space, maxGap time.Duration) (Trace, error) {
+func Read(r io.Reader, peers []device.Space, maxGap time.Duration) (Trace, error) {
 	var (
 		t     Trace
 		all   []device.Space // those of time 0
@@ -55,7 +55,7 @@ func ReadTrace(r io.Reader, peers []device.Space, maxGap time.Duration) (Trace, 
 		n     int
 		in    = bufio.NewScanner(r)
 		wrong = func(format string, args ...any) (Trace, error) {
-			return nil, fmt.Errorf("harvest: trace line %d: %w", n, fmt.Errorf(format, args...))
+			return nil, fmt.Errorf("tenants: trace line %d: %w", n, fmt.Errorf(format, args...))
 		}
 	)
 	// missing says which peer the present time lacks.
@@ -156,7 +156,7 @@ func number(s device.Space) string {
 	return strconv.Itoa(i)
 }
 
-// Write writes the trace in the form that ReadTrace reads: at each time of any
+// Write writes the trace in the form that Read reads: at each time of any
 // sample, a line for each peer.
 func (t Trace) Write(w io.Writer) error {
 	out := bufio.NewWriter(w)
@@ -178,8 +178,8 @@ func (t Trace) Write(w io.Writer) error {
 	return out.Flush()
 }
 
-// TraceOptions describe a generated trace.
-type TraceOptions struct {
+// Options describe a generated trace.
+type Options struct {
 	// Peers and, for each, its memory in bytes.
 	Peers    []device.Space
 	Capacity []int64
@@ -194,8 +194,8 @@ type TraceOptions struct {
 }
 
 // quantiles of the share of GPU memory in use, from a trace of 6,500 GPUs on 1,800
-// machines (Harvest, section 2.1 and figure 2): 68 % of machines use at most 20 %,
-// 87 % at most 50 %.
+// machines (Gopal and Kaffes, "Harvest", section 2.1 and figure 2): 68 % of machines use
+// at most 20 %, 87 % at most 50 %.
 var quantiles = []struct{ probability, share float64 }{{0, 0}, {0.68, 0.2}, {0.87, 0.5}, {1, 1}}
 
 // shareAt is the share of memory in use that a machine at that quantile (0 to 1)
@@ -213,15 +213,15 @@ func shareAt(q float64) float64 {
 // Generate makes a trace in which each peer's others hold, at any moment, what a
 // machine drawn from the published distribution does; they change to an
 // independent draw at the times of a Poisson process.
-func Generate(o TraceOptions) (Trace, error) {
+func Generate(o Options) (Trace, error) {
 	if o.Churn == 0 {
 		o.Churn = 1
 	}
 	switch {
 	case len(o.Peers) != len(o.Capacity):
-		return nil, fmt.Errorf("harvest: generate a trace: %d peers and %d capacities", len(o.Peers), len(o.Capacity))
+		return nil, fmt.Errorf("tenants: generate a trace: %d peers and %d capacities", len(o.Peers), len(o.Capacity))
 	case o.Duration < 0 || math.IsNaN(o.Churn) || math.IsInf(o.Churn, 1):
-		return nil, fmt.Errorf("harvest: generate a trace of %v with %g changes per minute: both must be finite, and the time not under 0", o.Duration, o.Churn)
+		return nil, fmt.Errorf("tenants: generate a trace of %v with %g changes per minute: both must be finite, and the time not under 0", o.Duration, o.Churn)
 	}
 	var t Trace
 	for i, p := range o.Peers {
@@ -293,7 +293,7 @@ func (p *Player) Stop() error {
 func (p *Player) set(s device.Space, bytes int64) error {
 	if d := bytes - p.held[s]; d != 0 {
 		if err := p.taker.Take(s, d); err != nil {
-			return fmt.Errorf("harvest: play a trace: %w", err)
+			return fmt.Errorf("tenants: play a trace: %w", err)
 		}
 	}
 	p.held[s] = bytes

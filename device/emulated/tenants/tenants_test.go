@@ -1,4 +1,4 @@
-package harvest_test
+package tenants_test
 
 import (
 	"bytes"
@@ -11,15 +11,15 @@ import (
 
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/device/emulated"
-	"github.com/moeserve/moeserve/harvest"
+	"github.com/moeserve/moeserve/device/emulated/tenants"
 )
 
 var peers12 = []device.Space{device.HBM(1), device.HBM(2)}
 
-func TestReadTrace(t *testing.T) {
+func TestRead(t *testing.T) {
 	const good = "time_s,peer,bytes\n0,1,1500\n0,2,0\n2.5,2,7\n2.5,1,3000\n"
-	got, err := harvest.ReadTrace(strings.NewReader(strings.ReplaceAll(good, "\n", "\r\n")), peers12, 3*time.Second)
-	want := harvest.Trace{
+	got, err := tenants.Read(strings.NewReader(strings.ReplaceAll(good, "\n", "\r\n")), peers12, 3*time.Second)
+	want := tenants.Trace{
 		{0, device.HBM(1), 1500},
 		{0, device.HBM(2), 0},
 		{2500 * time.Millisecond, device.HBM(1), 3000},
@@ -49,19 +49,19 @@ func TestReadTrace(t *testing.T) {
 		"gap in time":         {"time_s,peer,bytes\n0,1,3\n1,1,3\n4.5,1,3\n", "line 4: 3.5 s lie between times 1 and 4.5, more than 3: a gap"},
 	} {
 		t.Run(name, func(t *testing.T) {
-			if _, err := harvest.ReadTrace(strings.NewReader(c.text), peers12, 3*time.Second); err == nil || !strings.HasPrefix(err.Error(), "harvest: trace "+c.want) {
+			if _, err := tenants.Read(strings.NewReader(c.text), peers12, 3*time.Second); err == nil || !strings.HasPrefix(err.Error(), "tenants: trace "+c.want) {
 				t.Errorf("%v, want %s", err, c.want)
 			}
 		})
 	}
 }
 
-func FuzzReadTrace(f *testing.F) {
+func FuzzRead(f *testing.F) {
 	f.Add("time_s,peer,bytes\n0,1,1500\n0,2,0\n2.5,2,7\n2.5,1,3000\n")
 	f.Add("time_s,peer,bytes\n0,1,1\n1e-9,1,2\n9e9,1,3\n")
 	f.Add("time_s,peer,bytes\r\n0,0,9223372036854775807\r\n")
 	f.Fuzz(func(t *testing.T, text string) {
-		trace, err := harvest.ReadTrace(strings.NewReader(text), nil, 0)
+		trace, err := tenants.Read(strings.NewReader(text), nil, 0)
 		if err != nil {
 			return
 		}
@@ -69,7 +69,7 @@ func FuzzReadTrace(f *testing.F) {
 		if err := trace.Write(&b); err != nil {
 			t.Fatal(err)
 		}
-		again, err := harvest.ReadTrace(&b, nil, 0)
+		again, err := tenants.Read(&b, nil, 0)
 		if err != nil || !slices.Equal(again, trace) {
 			t.Fatalf("%v is read back as %v, %v", trace, again, err)
 		}
@@ -80,18 +80,18 @@ func FuzzReadTrace(f *testing.F) {
 // as often as asked for.
 func TestGenerate(t *testing.T) {
 	const capacity, hours = 1 << 30, 2000
-	o := harvest.TraceOptions{
+	o := tenants.Options{
 		Peers: peers12, Capacity: []int64{capacity, capacity / 2},
 		Duration: hours * time.Hour, Churn: 0.5, Seed: 1,
 	}
-	trace, err := harvest.Generate(o)
+	trace, err := tenants.Generate(o)
 	if err != nil {
 		t.Fatal(err)
 	}
 	for i, p := range peers12 {
 		var below20, below50, total float64
 		n := 0
-		last := harvest.Sample{At: -1}
+		last := tenants.Sample{At: -1}
 		add := func(until time.Duration) {
 			d, share := (until - last.At).Seconds(), float64(last.Bytes)/float64(o.Capacity[i])
 			total += d
@@ -122,25 +122,25 @@ func TestGenerate(t *testing.T) {
 			t.Errorf("%s: %.3f changes per minute, want 0.5", p, perMinute)
 		}
 	}
-	same, err := harvest.Generate(o)
+	same, err := tenants.Generate(o)
 	if err != nil || !slices.Equal(same, trace) {
 		t.Errorf("the same seed makes another trace: %v", err)
 	}
 	o.Peers, o.Capacity = o.Peers[1:], o.Capacity[1:]
-	one, err := harvest.Generate(o)
-	if err != nil || !slices.Equal(one, slices.DeleteFunc(same, func(s harvest.Sample) bool { return s.Peer != peers12[1] })) {
+	one, err := tenants.Generate(o)
+	if err != nil || !slices.Equal(one, slices.DeleteFunc(same, func(s tenants.Sample) bool { return s.Peer != peers12[1] })) {
 		t.Errorf("a peer's trace depends on the others: %v", err)
 	}
 	o.Seed = 2
-	if other, err := harvest.Generate(o); err != nil || slices.Equal(other, one) {
+	if other, err := tenants.Generate(o); err != nil || slices.Equal(other, one) {
 		t.Errorf("another seed makes the same trace: %v", err)
 	}
 	o.Churn = -1
-	if still, err := harvest.Generate(o); err != nil || len(still) != 1 {
+	if still, err := tenants.Generate(o); err != nil || len(still) != 1 {
 		t.Errorf("without churn: %v, %v", still, err)
 	}
 	o.Capacity = nil
-	if _, err := harvest.Generate(o); err == nil {
+	if _, err := tenants.Generate(o); err == nil {
 		t.Error("a peer without a capacity is taken")
 	}
 }
@@ -151,7 +151,7 @@ func TestPlayer(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer m.Close()
-	p := harvest.NewPlayer(harvest.Trace{{0, peers12[0], 10}, {0, peers12[1], 0}, {5, peers12[0], 4}, {7, peers12[0], 70}}, m)
+	p := tenants.NewPlayer(tenants.Trace{{0, peers12[0], 10}, {0, peers12[1], 0}, {5, peers12[0], 4}, {7, peers12[0], 70}}, m)
 	for _, c := range []struct {
 		now, next time.Duration
 		more      bool
@@ -172,7 +172,7 @@ func TestPlayer(t *testing.T) {
 		t.Errorf("others hold %d after the end, %v", u.Other, err)
 	}
 	var e *device.Error
-	if err := harvest.NewPlayer(harvest.Trace{{0, device.HBM(9), 10}}, m).Advance(0); !errors.As(err, &e) {
+	if err := tenants.NewPlayer(tenants.Trace{{0, device.HBM(9), 10}}, m).Advance(0); !errors.As(err, &e) {
 		t.Errorf("a peer that is not there: %v", err)
 	}
 }
