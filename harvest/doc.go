@@ -17,7 +17,7 @@
 //	stream.Raise(fence, 7)
 //	ref.ReleaseAt(device.Point{Fence: fence, Value: 7})
 //
-//	pending, err := rt.Tick(m.Now()) // often, or rt.Start(ctx)
+//	pending, err := rt.Tick(m.Now()) // often, or rt.Start()
 //
 // # Slabs and segments
 //
@@ -36,18 +36,26 @@
 // too. One slab goes through these steps, each of which is carried on by ticks and
 // none of which blocks:
 //
-//	in service ──► draining ──► waiting ──► clearing ──► returning ──► gone
-//	               refuse new    (one at a   overwrite    Memory.Free
-//	               references;   time per    with zeros
-//	               per handle:   peer)
-//	               wait for references and
-//	               the work behind them, invalidate,
+//	in service ──► draining ──────────────► clearing ──► returning ──► gone
+//	               refuse new references;   overwrite    Memory.Free
+//	               per handle: wait for     with zeros
+//	               references and the work
+//	               behind them, invalidate,
 //	               call back
 //
 // Whoever keeps memory past the deadline is reported (ViolationInfo names holders and
 // times), once per handle. The memory is never freed under a reader for that: it
 // goes back late. Slabs on an unhealthy peer are not cleared. An empty slab takes the
 // same way, without being called revoked.
+//
+// # Controller and shell
+//
+// What to do is decided by a pure controller: readings, requests, times and the ends of
+// work go in, actions come out (refuse, invalidate, call back, overwrite, free, report).
+// Runtime is the shell around it, with the lock, the clock, device memory, fences and
+// streams. One goroutine at a time carries actions out; whoever ticks meanwhile leaves
+// them to it. Callbacks are among them, and run with nothing locked, so they may call the
+// runtime; what waits in one for the end of its own revocation waits in vain.
 //
 // # What it is not
 //
@@ -65,11 +73,12 @@
 //   - Acquire and Release take no lock and allocate nothing; they never wait for
 //     anything that harvest does.
 //   - Alloc and Free do not wait for memory or for readers.
-//   - Callbacks and all that waits run on one goroutine at a time, the one that
+//   - Callbacks, clearing and giving back run on one goroutine at a time, one that
 //     ticks; events are told in order. There is no other goroutine unless Start is
-//     called.
+//     called, and then it is the clock's.
 //   - On healthy peers nothing that was handed out is given back with its content,
 //     unless clearing fails three times, which is an event.
-//   - After New and each Tick, as far as readings are true: head-room is met, or what
-//     is missing is on its way, or nothing is left to revoke on that peer.
+//   - After New and each Tick, as far as readings are true and nobody else ticks:
+//     head-room is met, or what is missing is on its way, or nothing is left to revoke
+//     on that peer.
 package harvest

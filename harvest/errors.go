@@ -17,8 +17,6 @@ var (
 	// ErrDeadline: memory could not be given back in time; it will be when those
 	// named in the error let go.
 	ErrDeadline = errors.New("the deadline has passed")
-	// ErrInCallback: callbacks must not call the runtime.
-	ErrInCallback = errors.New("called from a revocation callback: hand the work to another goroutine")
 	// ErrClosed: the runtime is closed.
 	ErrClosed = errors.New("closed")
 )

@@ -100,8 +100,9 @@ type SlabInfo struct {
 	Slab   uint64
 	Device device.Space
 	Bytes  int64
-	// Reason it was given back for.
-	Reason Reason
+	// Returned says that it was given back, Reason for what.
+	Returned bool
+	Reason   Reason
 	// Cleared says that its content was overwritten before; Err why that failed, if it
 	// was tried.
 	Cleared bool
@@ -120,6 +121,8 @@ type RevocationInfo struct {
 	// the last reader was gone. Late says that the deadline was missed.
 	Deadline, Drain, Took time.Duration
 	Late                  bool
+	// Ended says that the memory is given back.
+	Ended bool
 }
 
 // RevokeInfo is one handle that became invalid.
@@ -203,6 +206,38 @@ func (l EventListener) EnsureDefaults() EventListener {
 	return l
 }
 
+// tell hands an Info to the func that it is for.
+func (l *EventListener) tell(info any) {
+	switch i := info.(type) {
+	case AllocInfo:
+		l.Allocated(i)
+	case RefuseInfo:
+		l.Refused(i)
+	case FreeInfo:
+		l.Freed(i)
+	case SlabInfo:
+		if i.Returned {
+			l.SlabReturned(i)
+		} else {
+			l.SlabTaken(i)
+		}
+	case RevocationInfo:
+		if i.Ended {
+			l.RevocationEnded(i)
+		} else {
+			l.RevocationBegan(i)
+		}
+	case RevokeInfo:
+		l.Revoked(i)
+	case ViolationInfo:
+		l.Violated(i)
+	case PeerInfo:
+		l.Peer(i)
+	default:
+		panic(fmt.Sprintf("harvest: %T is no event", info))
+	}
+}
+
 func set[T any](f *func(T)) {
 	if *f == nil {
 		*f = func(T) {}
@@ -234,47 +269,101 @@ func both[T any](f, g func(T)) func(T) {
 // whoever is late at the end, at info, and the rest at debug.
 func LogEvents(log *slog.Logger) EventListener {
 	return EventListener{
-		Allocated: func(i AllocInfo) {
-			log.Debug("harvest: allocated", "handle", i.Handle.ID(), "client", i.Handle.Client(), "device", i.Handle.Device().String(), "bytes", i.Handle.Bytes(), "slab", i.Slab)
-		},
-		Refused: func(i RefuseInfo) {
-			log.Debug("harvest: refused", "client", i.Client, "bytes", i.Bytes, "err", i.Err)
-		},
-		Freed: func(i FreeInfo) {
-			log.Debug("harvest: freed", "handle", i.Handle.ID(), "client", i.Handle.Client(), "drain", i.Drain)
-		},
-		SlabTaken: func(i SlabInfo) {
-			log.Debug("harvest: slab taken", "slab", i.Slab, "device", i.Device.String(), "bytes", i.Bytes)
-		},
-		SlabReturned: func(i SlabInfo) {
-			if !i.Cleared && i.Reason != ReasonUnhealthy {
-				log.Error("harvest: slab given back with its content: clearing failed; weights or KV may be readable by whoever gets the memory next", "slab", i.Slab, "device", i.Device.String(), "bytes", i.Bytes, "err", i.Err)
-				return
-			}
-			log.Debug("harvest: slab given back", "slab", i.Slab, "device", i.Device.String(), "bytes", i.Bytes, "reason", i.Reason.String())
-		},
-		RevocationBegan: func(i RevocationInfo) {
-			log.Debug("harvest: revocation began", "slab", i.Slab, "device", i.Device.String(), "bytes", i.Bytes, "handles", i.Handles, "reason", i.Reason.String())
-		},
-		Revoked: func(i RevokeInfo) {
-			log.Debug("harvest: revoked", "handle", i.Handle.ID(), "client", i.Handle.Client(), "reason", i.Reason.String(), "drain", i.Drain)
-		},
-		RevocationEnded: func(i RevocationInfo) {
-			log.Info("harvest: memory given back to peer", "slab", i.Slab, "device", i.Device.String(), "bytes", i.Bytes, "handles", i.Handles, "reason", i.Reason.String(), "took", i.Took, "drain", i.Drain, "late", i.Late)
-		},
-		Violated: func(i ViolationInfo) {
-			level := slog.LevelWarn
-			if i.Reason == ReasonShutdown { // nobody waits for the memory
-				level = slog.LevelInfo
-			}
-			log.Log(background, level, "harvest: late: "+i.String(), "slab", i.Slab, "device", i.Device.String(), "reason", i.Reason.String())
-		},
-		Peer: func(i PeerInfo) {
-			if i.Health != nil {
-				log.Error("harvest: peer is not used any more; what it held is read from host memory", "device", i.Device.String(), "err", i.Health)
-				return
-			}
-			log.Info("harvest: peer is used again", "device", i.Device.String())
-		},
+		Allocated:       logged[AllocInfo](log),
+		Refused:         logged[RefuseInfo](log),
+		Freed:           logged[FreeInfo](log),
+		SlabTaken:       logged[SlabInfo](log),
+		SlabReturned:    logged[SlabInfo](log),
+		RevocationBegan: logged[RevocationInfo](log),
+		Revoked:         logged[RevokeInfo](log),
+		RevocationEnded: logged[RevocationInfo](log),
+		Violated:        logged[ViolationInfo](log),
+		Peer:            logged[PeerInfo](log),
 	}
 }
+
+// line is what an event says: how grave it is, its text, and what it is about.
+type line struct {
+	level slog.Level
+	text  string
+	attrs []any
+}
+
+// String is the text, and the rest as in a log.
+func (l line) String() string {
+	var b strings.Builder
+	b.WriteString(l.text)
+	for i := 0; i < len(l.attrs); i += 2 {
+		fmt.Fprintf(&b, " %v=%v", l.attrs[i], l.attrs[i+1])
+	}
+	return b.String()
+}
+
+func logged[T interface{ line() line }](log *slog.Logger) func(T) {
+	return func(i T) {
+		l := i.line()
+		log.Log(background, l.level, "harvest: "+l.text, l.attrs...)
+	}
+}
+
+func (i AllocInfo) line() line {
+	h := i.Handle
+	return line{slog.LevelDebug, "allocated", []any{"handle", h.ID(), "client", h.Client(), "device", h.Device().String(), "bytes", h.Bytes(), "slab", i.Slab}}
+}
+
+func (i RefuseInfo) line() line {
+	return line{slog.LevelDebug, "refused", []any{"client", i.Client, "bytes", i.Bytes, "err", i.Err}}
+}
+
+func (i FreeInfo) line() line {
+	return line{slog.LevelDebug, "freed", []any{"handle", i.Handle.ID(), "client", i.Handle.Client(), "drain", i.Drain}}
+}
+
+func (i SlabInfo) line() line {
+	about := []any{"slab", i.Slab, "device", i.Device.String(), "bytes", i.Bytes}
+	switch {
+	case !i.Returned:
+		return line{slog.LevelDebug, "slab taken", about}
+	case !i.Cleared && i.Reason != ReasonUnhealthy:
+		return line{
+			slog.LevelError, "slab given back with its content: clearing failed; weights or KV may be readable by whoever gets the memory next",
+			append(about, "err", i.Err),
+		}
+	}
+	return line{slog.LevelDebug, "slab given back", append(about, "reason", i.Reason.String())}
+}
+
+func (i RevocationInfo) line() line {
+	about := []any{"slab", i.Slab, "device", i.Device.String(), "bytes", i.Bytes, "handles", i.Handles, "reason", i.Reason.String()}
+	if !i.Ended {
+		return line{slog.LevelDebug, "revocation began", about}
+	}
+	return line{slog.LevelInfo, "memory given back to peer", append(about, "took", i.Took, "drain", i.Drain, "late", i.Late)}
+}
+
+func (i RevokeInfo) line() line {
+	return line{slog.LevelDebug, "revoked", []any{"handle", i.Handle.ID(), "client", i.Handle.Client(), "reason", i.Reason.String(), "drain", i.Drain}}
+}
+
+func (i ViolationInfo) line() line {
+	level := slog.LevelWarn
+	if i.Reason == ReasonShutdown { // nobody waits for the memory
+		level = slog.LevelInfo
+	}
+	return line{level, "late: " + i.String(), []any{"slab", i.Slab, "device", i.Device.String(), "reason", i.Reason.String()}}
+}
+
+func (i PeerInfo) line() line {
+	if i.Health != nil {
+		return line{slog.LevelError, "peer is not used any more; what it held is read from host memory", []any{"device", i.Device.String(), "err", i.Health}}
+	}
+	return line{slog.LevelInfo, "peer is used again", []any{"device", i.Device.String()}}
+}
+
+func (i AllocInfo) String() string      { return i.line().String() }
+func (i RefuseInfo) String() string     { return i.line().String() }
+func (i FreeInfo) String() string       { return i.line().String() }
+func (i SlabInfo) String() string       { return i.line().String() }
+func (i RevocationInfo) String() string { return i.line().String() }
+func (i RevokeInfo) String() string     { return i.line().String() }
+func (i PeerInfo) String() string       { return i.line().String() }

@@ -4,8 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"math"
-	"time"
 
 	"github.com/moeserve/moeserve/device"
 )
@@ -74,50 +72,4 @@ func (mm *MachineMonitor) Close() error {
 	}
 	mm.probes = nil
 	return errors.Join(errs...)
-}
-
-// average is a mean over the past in which what lies one half-life back counts
-// half.
-type average struct {
-	value float64
-	at    time.Duration
-	begun bool
-}
-
-// keep is what is left of the past's weight after dt.
-func keep(dt, halfLife time.Duration) float64 {
-	return math.Exp2(-float64(dt) / float64(halfLife))
-}
-
-// level notes that the quantity was v since the last call.
-func (a *average) level(v float64, now, halfLife time.Duration) {
-	if !a.begun {
-		*a = average{v, now, true}
-		return
-	}
-	k := keep(now-a.at, halfLife)
-	a.value, a.at = k*a.value+(1-k)*v, now
-}
-
-// churn is a rate of change, in the same sense of past.
-type churn struct {
-	sum   float64 // of changes, each decayed since
-	level int64
-	at    time.Duration
-	begun bool
-}
-
-// note takes the level now and returns the rate, in shares of capacity per minute.
-func (c *churn) note(level, capacity int64, now, halfLife time.Duration) float64 {
-	if !c.begun {
-		*c = churn{level: level, at: now, begun: true}
-		return 0
-	}
-	c.sum *= keep(now-c.at, halfLife)
-	if capacity > 0 {
-		c.sum += math.Abs(float64(level-c.level)) / float64(capacity)
-	}
-	c.level, c.at = level, now
-	// A steady rate r per half-life adds up to r / ln 2.
-	return c.sum * math.Ln2 / halfLife.Minutes()
 }

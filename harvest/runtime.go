@@ -1,15 +1,9 @@
 package harvest
 
 import (
-	"bytes"
-	"cmp"
 	"context"
 	"errors"
 	"fmt"
-	"runtime"
-	"slices"
-	"strconv"
-	"strings"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -17,214 +11,33 @@ import (
 	"github.com/moeserve/moeserve/device"
 )
 
-// Options describe a Runtime.
-type Options struct {
-	// Machine whose peers lend memory.
-	Machine device.Machine
-	// Peers are the memories to borrow from.
-	Peers []device.Space
-	// Reader is the compute GPU that reads what lies there; every peer must have a
-	// path to it. Default: the first GPU.
-	Reader device.Space
-	// Policy of the controller. Default: BestFit.
-	Policy Policy
-	// Monitor of the peers. Default: a MachineMonitor, which the runtime closes.
-	Monitor Monitor
-	// SlabBytes is what is taken from a device at a time. Make it a few experts.
-	// Larger requests, and requests where a whole slab does not fit any more, get a
-	// slab of their own size. Default: 1 GiB.
-	SlabBytes int64
-	// HeadroomBytes stay free on each peer for others; under 0: nothing does.
-	// Default: a twentieth of the peer's memory.
-	HeadroomBytes int64
-	// Deadline of a revocation, from its beginning. Default: 100 ms.
-	Deadline time.Duration
-	// Cooldown is how long no slab is taken from a peer after one was given back for
-	// others' sake, so that they can take it, and memory does not go to and fro;
-	// under 0: none. Default: 1 s.
-	Cooldown time.Duration
-	// HalfLife of a peer's averages of bandwidth and churn. Default: 1 min.
-	HalfLife time.Duration
-	// CallbackLimit is how long a callback may take before that is reported. Default:
-	// 10 ms.
-	CallbackLimit time.Duration
-	// Interval between two ticks of the loop that Start begins, which is also how soon
-	// pressure is noticed; while something drains it ticks ten times as often.
-	// Default: 10 ms.
-	Interval time.Duration
-	// ClearBytes is the size of the pinned buffer of zeros that clearing begins with.
-	// Default: 1 MiB.
-	ClearBytes int64
-	// Events is told what happens. Default: nobody.
-	Events EventListener
-}
-
-// EnsureDefaults returns o with every unset field at its default.
-func (o Options) EnsureDefaults() Options {
-	def(&o.Reader, device.HBM(0))
-	def(&o.SlabBytes, 1<<30)
-	def(&o.Deadline, 100*time.Millisecond)
-	def(&o.Cooldown, time.Second)
-	def(&o.HalfLife, time.Minute)
-	def(&o.CallbackLimit, 10*time.Millisecond)
-	def(&o.Interval, 10*time.Millisecond)
-	def(&o.ClearBytes, 1<<20)
-	if o.Policy == nil {
-		o.Policy = BestFit{}
-	}
-	o.Events = o.Events.EnsureDefaults()
-	return o
-}
-
-func def[T comparable](field *T, to T) {
-	var zero T
-	if *field == zero {
-		*field = to
-	}
-}
-
-// Validate says what is wrong with o, whose defaults are set.
-func (o Options) Validate() error {
-	if o.Machine == nil {
-		return errors.New("harvest: no machine")
-	}
-	top := o.Machine.Topology()
-	for i, p := range o.Peers {
-		switch _, ok := top.Info(p); {
-		case !ok:
-			return fmt.Errorf("harvest: there is no peer %s: the machine has %d GPUs, from 0 on", p, len(top.GPUs))
-		case p == device.Host:
-			return errors.New("harvest: host memory is no peer: name GPUs")
-		case p == o.Reader:
-			return fmt.Errorf("harvest: %s is the compute GPU and cannot be its own peer: name another", p)
-		case slices.Contains(o.Peers[:i], p):
-			return fmt.Errorf("harvest: peer %s is named twice", p)
-		}
-		if _, err := top.Path(p, o.Reader); err != nil {
-			return fmt.Errorf("harvest: peer %s cannot be reached from %s, leave it out: %w", p, o.Reader, err)
-		}
-	}
-	switch {
-	case o.SlabBytes < 0:
-		return fmt.Errorf("harvest: slabs of %d bytes: give them a size over 0", o.SlabBytes)
-	case o.ClearBytes < 0:
-		return fmt.Errorf("harvest: a clear buffer of %d bytes: give it a size over 0", o.ClearBytes)
-	case o.Deadline < 0 || o.HalfLife < 0 || o.CallbackLimit < 0 || o.Interval < 0:
-		return fmt.Errorf("harvest: a duration under 0: deadline %v, half-life %v, callback limit %v, interval %v", o.Deadline, o.HalfLife, o.CallbackLimit, o.Interval)
-	}
-	return nil
-}
-
-// Hints say more about a request. The zero Hints are fine.
-type Hints struct {
-	// Client is whose account it goes to, and Label what it is; both stand in
-	// reports. Default: "unnamed".
-	Client, Label string
-	// Peers are the only ones to be used. Default: all.
-	Peers []device.Space
-	// Reader is the GPU that will read it: peers without a path to it are left out,
-	// and locality is meant towards it. Default: Options.Reader.
-	Reader device.Space
-	// After asks for the place right behind that handle, so that one copy moves
-	// both, if it is free and the policy has nothing against it.
-	After *Handle
-	// Cost is how much time the client loses if the handle is revoked: what is cheap
-	// goes first. It may be changed by Handle.SetCost.
-	Cost time.Duration
-}
-
-// Runtime borrows memory from peers and gives it back. Alloc, Free,
-// RegisterCallback, Reclaim, Exclude, Readmit and Snapshot may be called from any
-// goroutine, also from Work on a stream; Tick, Reclamation.Wait and Close from any
-// goroutine, but not from Work.
+// Runtime borrows memory from peers and gives it back: the shell around a controller,
+// which decides. All methods may be called from any goroutine; from Work on a stream all
+// but Tick, Reclamation.Wait and Close, which ask fences or wait.
 //
-// # Locks
-//
-// run is held by who ticks; readings, drains, callbacks, clearing and giving back
-// happen under it, and so on one goroutine at a time: harvest's. mu guards the
-// accounts, is taken for moments only, and never held while a callback runs or a
-// fence is asked, which on a virtual machine may run other work. Taking and
-// releasing references needs neither.
+// mu guards the controller. It is taken for moments only, and never held while a
+// callback runs, memory is given back or a fence is asked, which on a virtual machine may
+// run other work. Taking and releasing references does not need it.
 type Runtime struct {
-	o Options
+	o       Options
+	monitor Monitor
+	// owned is the monitor that the runtime closes.
+	owned *MachineMonitor
+	zeros device.Memory
+	// release gives up, once, what is not a slab.
+	release func() error
 	// clock is the latest time that was passed in, in nanoseconds.
 	clock atomic.Int64
-	// calling is the goroutine that runs a callback, 0 for none.
-	calling atomic.Uint64
-
-	run   sync.Mutex
-	zeros device.Memory
-	// nudge is a fence that nobody raises: see Reclamation.Wait.
-	nudge   device.Fence
-	owned   *MachineMonitor
-	stop    context.CancelFunc
-	loop    sync.WaitGroup
-	release bool // everything is
 
 	mu      sync.Mutex
-	closing bool
-	peers   []*peer
-	clients map[string]*client
-	nextID  uint64 // of handles
-	slabs   uint64 // numbers given
-	// freeing are handles that are freed once drained, leaving slabs that are.
-	freeing []*Handle
-	leaving []*leaving
-	counts  [reasons]int64 // of revoked slabs
-
-	without safeguards
-}
-
-// safeguards can be taken away by tests, which show that this is found out. The zero
-// value has all of them.
-type safeguards struct{ noDrain bool }
-
-// peer is one lender.
-type peer struct {
-	space  device.Space
-	paths  map[device.Space]device.Path // by reader
-	slabs  []*slab
-	stream device.Stream // clears
-	// cleared is raised behind each clearing, to clearValue by the last; outstanding
-	// are not known to have ended, and after a failure the stream is broken. They belong
-	// to who holds Runtime.run.
-	cleared     device.Fence
-	clearValue  uint32
-	outstanding int
-	broken      bool
-
-	reading Reading
-	// free is what is free on the device: the latest reading, and what was taken and
-	// given back since. moves counts these.
-	free     int64
-	moves    int
-	headroom int64
-	// coming is what leaving slabs will give back.
-	coming int64
-	// stale is why there is no reading that counts.
-	stale error
-	// health is why the peer must not be used; excluded the part of that which came
-	// by Exclude.
-	health, excluded error
-	cooldown         time.Duration // until then no slab is taken
-	bandwidth        average
-	churn            churn
-	churnRate        float64
-}
-
-// slab is a piece of device memory that is divided among handles.
-type slab struct {
-	id       uint64
-	peer     *peer
-	mem      device.Memory
-	segments segments
-	handles  map[int64]*Handle // by offset
-	leaving  *leaving
-}
-
-type client struct {
-	held    int64
-	handles int
+	control *controller
+	memory  map[*slab]device.Memory
+	// ticking says that a goroutine reads peers and carries out actions. Only one does
+	// at a time; scrubbers are its own.
+	ticking   bool
+	scrubbers map[device.Space]*scrubber
+	stop      func() // ends the loop; nil before Start
+	retired   bool   // nobody ticks any more
 }
 
 // New takes the first readings. Nothing is borrowed before Alloc asks.
@@ -233,14 +46,15 @@ func New(o Options) (*Runtime, error) {
 	if err := o.Validate(); err != nil {
 		return nil, err
 	}
-	r := &Runtime{o: o, clients: map[string]*client{}}
-	if err := r.open(); err != nil {
-		return nil, errors.Join(err, r.closeAll())
+	r := &Runtime{
+		o: o, monitor: o.Monitor, memory: map[*slab]device.Memory{}, scrubbers: map[device.Space]*scrubber{},
+		control: &controller{rules: o.rules(), clients: map[string]*client{}},
 	}
-	now := r.now()
-	r.run.Lock()
-	defer r.run.Unlock()
-	r.observe(now)
+	r.release = sync.OnceValue(r.closeAll)
+	if err := r.open(); err != nil {
+		return nil, errors.Join(err, r.release())
+	}
+	r.observe(r.now())
 	return r, nil
 }
 
@@ -250,13 +64,13 @@ func (r *Runtime) open() (err error) {
 		return fmt.Errorf("harvest: %w", err)
 	}
 	clear(r.zeros.Write(0, r.o.ClearBytes))
-	if r.nudge, err = m.NewFence("harvest nudge"); err != nil {
-		return fmt.Errorf("harvest: %w", err)
-	}
 	top := m.Topology()
 	for _, s := range r.o.Peers {
+		if r.scrubbers[s], err = newScrubber(m, s, r.zeros); err != nil {
+			delete(r.scrubbers, s)
+			return err
+		}
 		p := &peer{space: s, paths: map[device.Space]device.Path{}, stale: errors.New("no reading yet")}
-		r.peers = append(r.peers, p)
 		for _, to := range top.Spaces() {
 			if path, err := top.Path(s, to); err == nil {
 				p.paths[to] = path
@@ -267,38 +81,25 @@ func (r *Runtime) open() (err error) {
 		if r.o.HeadroomBytes == 0 {
 			p.headroom = info.MemoryBytes / 20
 		}
-		if p.stream, err = m.NewStream(s, device.StreamOptions{Name: "harvest clear " + s.String()}); err != nil {
-			return fmt.Errorf("harvest: peer %s: %w", s, err)
-		}
-		if p.cleared, err = m.NewFence("harvest cleared " + s.String()); err != nil {
-			return fmt.Errorf("harvest: peer %s: %w", s, err)
-		}
+		r.control.peers = append(r.control.peers, p)
 	}
-	if r.o.Monitor == nil {
+	if r.monitor == nil {
 		if r.owned, err = NewMachineMonitor(m, r.o.Peers); err != nil {
 			return err
 		}
-		r.o.Monitor = r.owned
+		r.monitor = r.owned
 	}
 	return nil
 }
 
-// closeAll releases everything but slabs, of which there are none.
+// closeAll gives up everything but slabs, of which there are none.
 func (r *Runtime) closeAll() error {
 	var errs []error
-	for _, p := range r.peers {
-		if p.stream != nil {
-			errs = append(errs, p.stream.Close())
-		}
-		if p.cleared != nil {
-			errs = append(errs, p.cleared.Close())
-		}
+	for _, s := range r.scrubbers {
+		errs = append(errs, s.close())
 	}
 	if r.owned != nil {
 		errs = append(errs, r.owned.Close())
-	}
-	if r.nudge != nil {
-		errs = append(errs, r.nudge.Close())
 	}
 	if r.zeros != nil {
 		errs = append(errs, r.zeros.Free())
@@ -311,252 +112,59 @@ func (r *Runtime) now() time.Duration {
 	return max(time.Duration(r.clock.Load()), r.o.Machine.Now())
 }
 
-// refuseCallback fails op where a callback calls it.
-func (r *Runtime) refuseCallback(op string) error {
-	if g := r.calling.Load(); g != 0 && g == goroutine() {
-		return fmt.Errorf("harvest: %s: %w", op, ErrInCallback)
+// pass lets the clock go on to now, or leaves it where that is past.
+func (r *Runtime) pass(now time.Duration) time.Duration {
+	for {
+		old := r.clock.Load()
+		if int64(now) <= old {
+			return time.Duration(old)
+		}
+		if r.clock.CompareAndSwap(old, int64(now)) {
+			return now
+		}
 	}
-	return nil
-}
-
-// goroutine is the number of the calling goroutine. It is asked only around
-// callbacks.
-func goroutine() uint64 {
-	var buf [64]byte
-	b := bytes.TrimPrefix(buf[:runtime.Stack(buf[:], false)], []byte("goroutine "))
-	id, _, _ := bytes.Cut(b, []byte(" "))
-	n, err := strconv.ParseUint(string(id), 10, 64)
-	if err != nil {
-		panic("harvest: no goroutine number in " + string(b))
-	}
-	return n
 }
 
 // Alloc borrows bytes of a peer's memory, aligned to 256. It never waits for
 // memory to be given back: where there is no room now it fails with ErrNoCapacity,
 // where the policy refuses with what that says (ErrQuota, ErrRate).
 func (r *Runtime) Alloc(bytes int64, hints Hints) (*Handle, error) {
-	if err := r.refuseCallback("alloc"); err != nil {
-		return nil, err
-	}
 	def(&hints.Client, unnamed.name)
 	def(&hints.Label, unnamed.name)
-	def(&hints.Reader, r.o.Reader)
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	h, err := r.alloc(bytes, hints)
+	r.apply()
 	if err != nil {
 		err = fmt.Errorf("harvest: alloc %d bytes for %s (%s): %w", bytes, hints.Client, hints.Label, err)
-		r.o.Events.Refused(RefuseInfo{Client: hints.Client, Bytes: bytes, Err: err})
+		r.o.Events.tell(RefuseInfo{Client: hints.Client, Bytes: bytes, Err: err})
 		return nil, err
 	}
 	return h, nil
 }
 
 func (r *Runtime) alloc(bytes int64, hints Hints) (*Handle, error) {
-	switch {
-	case bytes <= 0:
-		return nil, errors.New("ask for more than 0")
-	case bytes > 1<<60:
-		return nil, ErrNoCapacity
-	case r.closing:
-		return nil, ErrClosed
-	}
-	c := r.clients[hints.Client]
-	if c == nil {
-		c = &client{}
-		r.clients[hints.Client] = c
-	}
-	now := time.Duration(r.clock.Load())
-	req := Request{Bytes: roundUp(bytes), Hints: hints, Held: c.held, Clients: len(r.clients), Now: now}
-	for _, p := range r.peers {
-		if p.health == nil {
-			req.Total += p.inService() + max(p.spare(), 0)
-		}
+	c := r.control
+	req, err := c.request(bytes, hints, time.Duration(r.clock.Load()))
+	if err != nil {
+		return nil, err
 	}
 	for {
-		from := r.candidates(req)
-		if len(from) == 0 {
-			return nil, r.noCapacity(req)
-		}
-		i, err := r.o.Policy.Choose(req, from)
+		to, err := c.choose(req)
 		if err != nil {
 			return nil, err
 		}
-		s, err := r.slabOf(from[i])
-		if err != nil {
-			continue // that peer is no candidate any more
-		}
-		r.o.Policy.Granted(req)
-		return r.place(s, from[i].offset, bytes, req, c), nil
-	}
-}
-
-// spare is what may still be taken from the device.
-func (p *peer) spare() int64 { return p.free - p.headroom }
-
-// inService is what slabs hold that are not leaving.
-func (p *peer) inService() (n int64) {
-	for _, s := range p.slabs {
-		if s.leaving == nil {
-			n += s.segments.bytes
-		}
-	}
-	return n
-}
-
-// closed is why nothing may be allocated on the peer, newSlabs why no slab may be
-// taken from it.
-func (p *peer) closed(req Request) string {
-	switch _, path := p.paths[req.Hints.Reader]; {
-	case len(req.Hints.Peers) > 0 && !slices.Contains(req.Hints.Peers, p.space):
-		return "is not among those hinted at"
-	case !path:
-		return "cannot be reached from " + req.Hints.Reader.String()
-	case p.health != nil:
-		return "is unhealthy: " + p.health.Error()
-	}
-	return ""
-}
-
-func (p *peer) newSlabs(req Request) string {
-	switch {
-	case p.stale != nil:
-		return p.stale.Error()
-	case req.Now < p.cooldown:
-		return fmt.Sprintf("gave memory back to others; ask again in %v", p.cooldown-req.Now)
-	case p.spare() < req.Bytes:
-		return fmt.Sprintf("has %d bytes free, of which %d are head-room", p.free, p.headroom)
-	}
-	return ""
-}
-
-func (r *Runtime) noCapacity(req Request) error {
-	var why []string
-	for _, p := range r.peers {
-		w := p.closed(req)
-		if w == "" {
-			w = p.newSlabs(req)
-		}
-		why = append(why, p.space.String()+" "+w)
-	}
-	if len(why) == 0 {
-		return fmt.Errorf("%w: there are no peers", ErrNoCapacity)
-	}
-	return fmt.Errorf("%w: %s", ErrNoCapacity, strings.Join(why, "; "))
-}
-
-func (r *Runtime) state(p *peer, reader device.Space) PeerState {
-	return PeerState{
-		Space: p.space, Reading: p.reading, Spare: p.spare(),
-		Bandwidth: p.bandwidth.value, Churn: p.churnRate, Path: p.paths[reader],
-	}
-}
-
-// candidates lists where the request fits.
-func (r *Runtime) candidates(req Request) []Candidate {
-	var cs []Candidate
-	n := req.Bytes
-	after := req.Hints.After
-	for _, p := range r.peers {
-		if p.closed(req) != "" {
-			continue
-		}
-		state := r.state(p, req.Hints.Reader)
-		for _, s := range p.slabs {
-			if s.leaving != nil {
+		if to.slab == nil {
+			mem, err := r.o.Machine.Alloc(to.peer.space, to.bytes, fmt.Sprintf("harvest slab %d", c.slabs+1))
+			if err != nil {
+				c.refused(to, err)
 				continue
 			}
-			if h, ok := s.segments.best(n); ok {
-				cs = append(cs, Candidate{Peer: state, Slab: s.id, Hole: h.bytes, Leftover: h.bytes - n, offset: h.off})
-			}
-			if after != nil && after.slab == s && after.state == live {
-				if h, ok := s.segments.at(after.off+roundUp(after.r.Bytes), n); ok {
-					cs = append(cs, Candidate{Peer: state, Slab: s.id, Hole: h.bytes, Leftover: h.bytes - n, Adjacent: true, offset: h.off})
-				}
-			}
+			to.slab = c.took(to, mem.Region(0, to.bytes))
+			r.memory[to.slab] = mem
 		}
-		if p.newSlabs(req) == "" {
-			size := roundUp(r.o.SlabBytes)
-			if n > size || p.spare() < size {
-				size = n
-			}
-			cs = append(cs, Candidate{Peer: state, Hole: size, Leftover: size - n})
-		}
+		return c.grant(to.slab, to.off, bytes, req, &r.clock), nil
 	}
-	return cs
-}
-
-// slabOf returns the candidate's slab, which it takes from the device if it is new.
-func (r *Runtime) slabOf(c Candidate) (*slab, error) {
-	i := slices.IndexFunc(r.peers, func(p *peer) bool { return p.space == c.Peer.Space })
-	p := r.peers[i]
-	if c.Slab != 0 {
-		j := slices.IndexFunc(p.slabs, func(s *slab) bool { return s.id == c.Slab })
-		return p.slabs[j], nil
-	}
-	id := r.slabs + 1
-	mem, err := r.o.Machine.Alloc(p.space, c.Hole, fmt.Sprintf("harvest slab %d", id))
-	if err != nil {
-		p.stale = fmt.Errorf("refused a slab: %w", err)
-		return nil, err
-	}
-	r.slabs = id
-	s := &slab{id: id, peer: p, mem: mem, segments: newSegments(c.Hole), handles: map[int64]*Handle{}}
-	p.slabs = append(p.slabs, s)
-	p.free -= c.Hole
-	p.moves++
-	r.o.Events.SlabTaken(SlabInfo{Slab: id, Device: p.space, Bytes: c.Hole})
-	return s, nil
-}
-
-// place makes the handle.
-func (r *Runtime) place(s *slab, off, bytes int64, req Request, c *client) *Handle {
-	s.segments.take(off, req.Bytes)
-	r.nextID++
-	h := &Handle{
-		id: r.nextID, r: s.mem.Region(off, bytes),
-		client: req.Hints.Client, label: req.Hints.Label, clock: &r.clock,
-		runtime: r, slab: s, off: off,
-	}
-	h.SetCost(req.Hints.Cost)
-	s.handles[off] = h
-	c.held += req.Bytes
-	c.handles++
-	ex, _ := h.cell.BeginExclusive() // nobody else knows of the handle
-	ex.Replace()
-	r.o.Events.Allocated(AllocInfo{Handle: h, Slab: s.id})
-	return h
-}
-
-// forget takes h out of the accounts.
-func (r *Runtime) forget(h *Handle, end handleState) {
-	h.ex.Invalidate()
-	h.state = end
-	n := h.slab.segments.used[h.off]
-	h.slab.segments.put(h.off)
-	delete(h.slab.handles, h.off)
-	c := r.clients[h.client]
-	c.held -= n
-	c.handles--
-}
-
-func (r *Runtime) owns(op string, h *Handle) error {
-	if h == nil || h.runtime != r {
-		return fmt.Errorf("harvest: %s: the handle is not of this runtime", op)
-	}
-	return nil
-}
-
-// ended is the error for a handle that has ended, or is about to.
-func (h *Handle) ended(op string) error {
-	switch h.state {
-	case freeing, freed:
-		return fmt.Errorf("harvest: %s %v: %w", op, h, ErrFreed)
-	case revoking, revoked:
-		return fmt.Errorf("harvest: %s %v: %w", op, h, ErrRevoked)
-	}
-	return nil
 }
 
 // Free gives the memory back. It does not wait: new references fail from now on,
@@ -565,63 +173,25 @@ func (h *Handle) ended(op string) error {
 // ErrRevoked means that the runtime was first: the callback has run or will, and
 // nothing is left to do. ErrFreed means a second Free.
 func (r *Runtime) Free(h *Handle) error {
-	if err := cmp.Or(r.owns("free", h), r.refuseCallback("free")); err != nil {
+	if err := r.decide(func(c *controller) error { return c.free(h, r.now()) }); err != nil {
 		return err
 	}
-	r.mu.Lock()
-	if err := h.ended("free"); err != nil {
-		r.mu.Unlock()
-		return err
-	}
-	h.state, h.callback = freeing, nil
-	h.ex, _ = h.cell.BeginExclusive() // a live handle's cell is nobody's
-	began := r.now()
-	r.mu.Unlock()
-	ok, failed := h.drained()
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	h.freedAt = began
-	if ok {
-		r.forget(h, freed)
-		r.o.Events.Freed(FreeInfo{Handle: h, Failed: failed})
+	ok, failed := h.readers.drained()
+	return r.decide(func(c *controller) error {
+		c.release(h, ok, failed)
 		return nil
-	}
-	r.freeing = append(r.freeing, h)
-	return nil
+	})
 }
 
 // RegisterCallback has f called once if the handle is revoked, when nobody can
 // acquire it any more and nobody reads it. A handle has one callback. ErrRevoked
 // means that it is too late and f will not be called.
 //
-// f runs on the goroutine that ticks. It must not block, and must not call the
-// runtime: calls fail with ErrInCallback.
+// f runs on the goroutine that ticks, and nothing of the runtime is locked meanwhile:
+// it may call it. But its slab goes no further before f has returned, so f must not
+// block, and least of all wait for a Reclamation or Close.
 func (r *Runtime) RegisterCallback(h *Handle, f func(Revocation)) error {
-	if err := r.owns("register a callback", h); err != nil {
-		return err
-	}
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	if h.state != revoking { // its callback has not run
-		if err := h.ended("register a callback"); err != nil {
-			return err
-		}
-	}
-	switch {
-	case f == nil:
-		return errors.New("harvest: register a callback: it is nil")
-	case h.callback != nil:
-		return fmt.Errorf("harvest: register a callback: %v has one", h)
-	}
-	h.callback = f
-	return nil
-}
-
-func (r *Runtime) peer(op string, s device.Space) (*peer, error) {
-	if i := slices.IndexFunc(r.peers, func(p *peer) bool { return p.space == s }); i >= 0 {
-		return r.peers[i], nil
-	}
-	return nil, fmt.Errorf("harvest: %s: %s is no peer", op, s)
+	return r.decide(func(c *controller) error { return c.callback(h, f) })
 }
 
 // Exclude says that a peer must not be used, because of what the caller saw: a copy
@@ -631,61 +201,196 @@ func (r *Runtime) Exclude(s device.Space, cause error) error {
 	if cause == nil {
 		return fmt.Errorf("harvest: exclude %s: say why", s)
 	}
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	p, err := r.peer("exclude", s)
-	if err != nil {
-		return err
-	}
-	p.excluded = cause
-	r.judge(p)
-	r.decide(r.now())
-	return nil
+	return r.judge("exclude", s, cause)
 }
 
 // Readmit takes back an Exclude. The peer is used again once its readings say that
 // it is healthy.
-func (r *Runtime) Readmit(s device.Space) error {
+func (r *Runtime) Readmit(s device.Space) error { return r.judge("readmit", s, nil) }
+
+func (r *Runtime) judge(op string, s device.Space, cause error) error {
+	return r.decide(func(c *controller) error {
+		p, err := c.peer(op, s)
+		if err == nil {
+			c.exclude(p, cause, r.now())
+		}
+		return err
+	})
+}
+
+// decide asks the controller, and does what it wants done at once. f only leads to
+// that.
+func (r *Runtime) decide(f func(*controller) error) error {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	p, err := r.peer("readmit", s)
-	if err != nil {
-		return err
+	err := f(r.control)
+	r.apply()
+	return err
+}
+
+// apply does at once what the controller wants done at once, and returns the rest. mu is
+// held.
+func (r *Runtime) apply() (rest []action) {
+	for _, a := range r.control.take() {
+		switch a := a.(type) {
+		case refuse:
+			a.h.readers.refuse()
+		case invalidate:
+			a.h.readers.invalidate()
+		case callBack, scrub, giveBack, report:
+			rest = append(rest, a)
+		default:
+			r.o.Events.tell(a)
+		}
 	}
-	p.excluded = nil
-	r.judge(p)
+	return rest
+}
+
+// Tick reads the peers, revokes what must be, and carries on what was begun; it
+// waits for nothing. now must not run backwards, and is on the clock of
+// Options.Machine. The result is how many frees and revocations are not over.
+// ErrClosed after Close. While another goroutine ticks, or in a callback, which is
+// amid a tick, a Tick does nothing but tell the time. On a virtual machine, where
+// nothing goes on while nobody waits, ticks alone do not make readers and clearing end.
+func (r *Runtime) Tick(now time.Duration) (pending int, err error) {
+	now = r.pass(now)
+	r.mu.Lock()
+	closing := r.control.closing
+	r.mu.Unlock()
+	if closing {
+		return 0, fmt.Errorf("harvest: tick: %w", ErrClosed)
+	}
+	return r.turn(func() {
+		r.observe(now)
+		r.carryOn(now)
+	}), nil
+}
+
+// turn has f done by this goroutine, unless another is at it, and returns how much is
+// not over.
+func (r *Runtime) turn(f func()) (pending int) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if !r.ticking && !r.retired {
+		r.ticking = true
+		func() {
+			r.mu.Unlock()
+			defer r.mu.Lock()
+			f()
+		}()
+		r.ticking = false
+	}
+	return r.control.pending()
+}
+
+// observe reads all peers and begins what follows from that.
+func (r *Runtime) observe(now time.Duration) {
+	r.mu.Lock()
+	var rs []reading
+	for _, p := range r.control.peers {
+		rs = append(rs, reading{peer: p, moves: p.moves})
+	}
+	r.mu.Unlock()
+	for i := range rs {
+		rs[i].Reading, rs[i].err = r.monitor.Read(rs[i].peer.space)
+	}
+	_ = r.decide(func(c *controller) error {
+		c.observe(now, rs)
+		return nil
+	})
+}
+
+// carryOn takes what was begun as far as it goes without waiting.
+func (r *Runtime) carryOn(now time.Duration) {
+	r.mu.Lock()
+	wanted := r.control.undrained()
+	r.mu.Unlock()
+	var ends []result
+	for _, h := range wanted {
+		if ok, err := h.readers.drained(); ok {
+			ends = append(ends, drained{h, err})
+		}
+	}
+	for _, p := range r.o.Peers {
+		ends = append(ends, r.scrubbers[p].ended()...)
+	}
+	r.carryOut(now, func(c *controller) { c.step(now, ends) })
+	r.carryOut(now, func(c *controller) { c.review(now) })
+}
+
+// carryOut does what the controller wants done because of f, and what it wants done
+// because that has ended, until it wants nothing more.
+func (r *Runtime) carryOut(now time.Duration, f func(*controller)) {
+	var todo []action
+	ask := func(f func(*controller)) {
+		r.mu.Lock()
+		defer r.mu.Unlock()
+		f(r.control)
+		todo = append(todo, r.apply()...)
+	}
+	for ask(f); len(todo) > 0; {
+		a := todo[0]
+		todo = todo[1:]
+		if end := r.perform(a, now); end != nil {
+			ask(func(c *controller) { c.ended(now, end) })
+		}
+	}
+}
+
+// perform does one thing, without the lock. The result is nil where its end comes
+// later, or nobody asks for it.
+func (r *Runtime) perform(a action, now time.Duration) result {
+	switch a := a.(type) {
+	case callBack:
+		began := r.o.Machine.Now()
+		a.f(a.v)
+		return called{a.h, r.o.Machine.Now() - began}
+	case scrub:
+		r.scrubbers[a.slab.peer.space].begin(a.slab, r.of(a.slab), a.bytes)
+	case giveBack:
+		return returned{a.slab, r.giveBack(a.slab)}
+	case report:
+		a.v.Holders = a.v.Handle.readers.holders(now)
+		r.mu.Lock()
+		defer r.mu.Unlock()
+		r.o.Events.tell(a.v)
+	}
 	return nil
 }
 
-// Start begins a loop that ticks by itself, on the machine's clock, until ctx is
-// done or Close. It is for machines on the wall clock; on a virtual one call Tick.
-// Start is called at most once.
-func (r *Runtime) Start(ctx context.Context) error {
-	r.run.Lock()
-	defer r.run.Unlock()
-	if r.stop != nil || r.release {
+// of is the slab's memory.
+func (r *Runtime) of(s *slab) device.Memory {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.memory[s]
+}
+
+func (r *Runtime) giveBack(s *slab) error {
+	if err := r.of(s).Free(); err != nil {
+		return err
+	}
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	delete(r.memory, s)
+	return nil
+}
+
+// Start begins a loop of the machine's clock that ticks by itself, until Close. Start is
+// called at most once.
+func (r *Runtime) Start() error {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.stop != nil || r.control.closing {
 		return errors.New("harvest: start: it was started, or closed, before")
 	}
-	ctx, r.stop = context.WithCancel(ctx)
-	r.loop.Go(func() {
-		timer := time.NewTimer(0)
-		defer timer.Stop()
-		for {
-			select {
-			case <-ctx.Done():
-				return
-			case <-timer.C:
-			}
-			pending, err := r.Tick(r.o.Machine.Now())
-			if err != nil {
-				return // closed
-			}
-			if pending > 0 {
-				timer.Reset(max(r.o.Interval/10, time.Microsecond))
-			} else {
-				timer.Reset(r.o.Interval)
-			}
+	r.stop = r.o.Machine.Loop(0, func(now time.Duration) time.Duration {
+		switch pending, err := r.Tick(now); {
+		case err != nil:
+			return -1 // closed
+		case pending > 0:
+			return max(r.o.Interval/10, time.Microsecond)
 		}
+		return r.o.Interval
 	})
 	return nil
 }
@@ -694,42 +399,26 @@ func (r *Runtime) Start(ctx context.Context) error {
 // releases the runtime. If ctx ends first, the error says who still holds what, and
 // Close may be called again. A second Close after success does nothing.
 func (r *Runtime) Close(ctx context.Context) error {
-	if err := r.refuseCallback("close"); err != nil {
-		return err
-	}
-	r.run.Lock()
-	stop := r.stop
-	r.run.Unlock()
-	if stop != nil {
-		stop()
-		r.loop.Wait()
-	}
-	r.run.Lock()
-	defer r.run.Unlock()
-	if r.release {
+	_ = r.decide(func(c *controller) error {
+		c.close(r.now())
 		return nil
+	})
+	for r.carry() > 0 || !r.retire() {
+		if err := r.rest(ctx); err != nil {
+			return fmt.Errorf("harvest: close: %s: %w", r.late(nil), err)
+		}
 	}
+	// The loop has ended, or is about to: its ticks fail.
+	if stop := r.stop; stop != nil {
+		stop()
+	}
+	return r.release()
+}
+
+// retire ends all ticks, unless one is under way.
+func (r *Runtime) retire() bool {
 	r.mu.Lock()
-	r.closing = true
-	now := r.now()
-	for _, p := range r.peers {
-		for _, s := range p.slabs {
-			if s.leaving == nil {
-				reason := ReasonShutdown
-				if len(s.handles) == 0 {
-					reason = ReasonEmpty
-				}
-				r.begin(s, reason, now, r.o.Deadline, nil)
-			}
-		}
-	}
-	r.mu.Unlock()
-	for wait := (pause{r: r}); r.advance(r.now()) > 0; {
-		wait.step()
-		if err := wait.rest(ctx); err != nil {
-			return fmt.Errorf("harvest: close: %s: %w", r.describe(nil), err)
-		}
-	}
-	r.release = true
-	return r.closeAll()
+	defer r.mu.Unlock()
+	r.retired = r.retired || !r.ticking
+	return r.retired
 }

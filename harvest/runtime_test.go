@@ -462,10 +462,10 @@ func TestCleared(t *testing.T) {
 func TestLoop(t *testing.T) {
 	m := machine(t, emulated.Options{GPUs: gpus(3, 64<<10), Check: true})
 	r := open(t, m, harvest.Options{SlabBytes: 4096, HeadroomBytes: 8192, Interval: 100 * time.Microsecond})
-	if err := r.Start(t.Context()); err != nil {
+	if err := r.Start(); err != nil {
 		t.Fatal(err)
 	}
-	if err := r.Start(t.Context()); err == nil {
+	if err := r.Start(); err == nil {
 		t.Error("it is started twice")
 	}
 	gone := make(chan harvest.Reason, 1)
@@ -834,7 +834,7 @@ func TestHammer(t *testing.T) {
 			Violated:  func(harvest.ViolationInfo) { violations.Add(1) },
 		},
 	})
-	if err := r.Start(t.Context()); err != nil {
+	if err := r.Start(); err != nil {
 		t.Fatal(err)
 	}
 	const seed = 1

@@ -9,10 +9,10 @@ import (
 	"github.com/moeserve/moeserve/device/emulated"
 )
 
-// TestSafeguards: a revocation that does not drain the readers is found out by the
-// checker, and one that does is not.
+// TestSafeguards: a revocation that waits for the readers is not found fault with by the
+// checker, and one whose controller is told that they are done, while they read, is.
 func TestSafeguards(t *testing.T) {
-	for _, without := range []safeguards{{}, {noDrain: true}} {
+	for _, drain := range []bool{true, false} {
 		found := 0
 		m, err := emulated.New(emulated.Options{Virtual: true, Check: true, Report: func(emulated.Finding) { found++ }})
 		if err != nil {
@@ -26,7 +26,6 @@ func TestSafeguards(t *testing.T) {
 		}
 		r, err := New(Options{Machine: m, Peers: []device.Space{device.HBM(1)}, SlabBytes: 1024, HeadroomBytes: -1})
 		ok(err)
-		r.without = without
 		h, err := r.Alloc(1024, Hints{})
 		ok(err)
 		stream, err := m.NewStream(device.HBM(1), device.StreamOptions{Name: "client"})
@@ -50,19 +49,22 @@ func TestSafeguards(t *testing.T) {
 		ref.ReleaseAt(device.Point{Fence: fence, Value: 1})
 		c, err := r.Reclaim(device.HBM(1), 1, time.Minute)
 		ok(err)
+		if !drain {
+			r.carryOut(m.Now(), func(c *controller) { c.step(m.Now(), []result{drained{h: h}}) })
+		}
 		for range 20 { // each look lets the machine go on
 			fence.Value()
 			_, err := r.Tick(m.Now())
 			ok(err)
 		}
 		if c.Done() {
-			t.Errorf("%+v: the memory is given back while it is read", without)
+			t.Errorf("drained %t: the memory is given back while it is read", drain)
 		}
 		stall.Release()
-		ok(c.Wait(t.Context()))
 		ok(stream.Synchronize(t.Context()))
-		if (found > 0) != without.noDrain {
-			t.Errorf("%+v: %d findings", without, found)
+		ok(c.Wait(t.Context()))
+		if (found > 0) == drain {
+			t.Errorf("drained %t: %d findings", drain, found)
 		}
 		ok(r.Close(t.Context()))
 		ok(errors.Join(stream.Close(), host.Free(), slot.Free(), fence.Close()))
@@ -99,10 +101,10 @@ func TestDeparturesAreForgotten(t *testing.T) {
 			ok(f.Raise(1))
 		}
 	}
-	if len(h.left) > 32 {
-		t.Errorf("%d departures are kept", len(h.left))
+	if len(h.readers.left) > 32 {
+		t.Errorf("%d departures are kept", len(h.readers.left))
 	}
-	if hs := h.holders(0); len(hs) != 1 || hs[0].Holder != "slow reader" || !hs[0].Work {
+	if hs := h.readers.holders(0); len(hs) != 1 || hs[0].Holder != "slow reader" || !hs[0].Work {
 		t.Errorf("holders %+v", hs)
 	}
 	ok(fences[3].Raise(1))

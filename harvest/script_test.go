@@ -173,7 +173,7 @@ func (s *stage) do(d *datadriven.TestData) error {
 	switch d.Cmd {
 	case "open": // gpus=3 hbm=4096 slab=1024 headroom=512 policy=best-fit deadline= cooldown= leave=
 		return s.open(d)
-	case "alloc": // NAME BYTES client= cost= after= on=GPU silent naughty
+	case "alloc": // NAME BYTES client= cost= after= on=GPU silent calls closes
 		var on []device.Space
 		if d.HasArg("on") {
 			on = []device.Space{device.HBM(arg(d, "on", 0))}
@@ -192,18 +192,26 @@ func (s *stage) do(d *datadriven.TestData) error {
 		if d.HasArg("silent") {
 			return nil
 		}
-		naughty := d.HasArg("naughty")
+		calls, closes := d.HasArg("calls"), d.HasArg("closes")
 		return s.r.RegisterCallback(h, func(r harvest.Revocation) {
 			available, references := r.Handle.State()
 			s.say("callback of %s (%s), available %t, %d references", name, r.Reason, available, references)
-			if naughty {
-				_, err := s.r.Alloc(100, harvest.Hints{})
-				_, tick := s.r.Tick(s.now)
-				_, reclaim := s.r.Reclaim(h.Device(), 1, 0)
-				ctx := context.Background()
-				for _, err := range []error{err, s.r.Free(h), tick, reclaim, s.reclaim.Wait(ctx), s.r.Close(ctx)} {
-					s.say("in the callback: %v", err)
-				}
+			// All that is not locked meanwhile, and does not wait, may be called.
+			ctx, cancel := context.WithTimeout(context.Background(), time.Millisecond)
+			defer cancel()
+			if calls {
+				again, err := s.r.Alloc(100, harvest.Hints{})
+				s.say("in the callback: %v, %v", again, err)
+				s.say("in the callback: %v", s.r.Free(again))
+				s.say("in the callback: %v", s.r.Free(h))
+				pending, err := s.r.Tick(s.now)
+				s.say("in the callback: %d pending, %v", pending, err)
+				other, err := s.r.Reclaim(h.Device(), 1, 0)
+				s.say("in the callback: %d planned, %v", other.Planned(), err)
+				s.say("in the callback: %v", s.reclaim.Wait(ctx))
+			}
+			if closes {
+				s.say("in the callback: %v", s.r.Close(ctx))
 			}
 		})
 	case "callback": // NAME

@@ -6,11 +6,6 @@ import (
 	"sort"
 )
 
-// alignment of segments, in bytes: that of device memory.
-const alignment = 256
-
-func roundUp(n int64) int64 { return (n + alignment - 1) / alignment * alignment }
-
 // hole is a free stretch of a slab.
 type hole struct{ off, bytes int64 }
 

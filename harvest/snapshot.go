@@ -83,12 +83,12 @@ func (r *Runtime) Snapshot() Snapshot {
 		Revocations: map[string]int64{},
 	}
 	for reason := ReasonPressure; reason < reasons; reason++ {
-		s.Revocations[reason.String()] = r.counts[reason]
+		s.Revocations[reason.String()] = r.control.counts[reason]
 	}
-	for name, c := range r.clients {
+	for name, c := range r.control.clients {
 		s.Clients[name] = ClientSnapshot{c.held, c.handles}
 	}
-	for _, p := range r.peers {
+	for _, p := range r.control.peers {
 		s.Peers = append(s.Peers, p.snapshot(&s))
 	}
 	return s
@@ -115,12 +115,12 @@ func (p *peer) snapshot(all *Snapshot) PeerSnapshot {
 		}
 		for off, h := range l.handles {
 			_, refs := h.State()
-			if h.state == freeing {
+			if h.account.state == freeing {
 				all.Draining++
 			}
 			slab.Segments = append(slab.Segments, SegmentSnapshot{
 				Offset: off, Bytes: l.segments.used[off], Handle: h.id, Client: h.client, Label: h.label,
-				References: refs, Cost: h.Cost(), Draining: h.state != live,
+				References: refs, Cost: h.Cost(), Draining: h.account.state != live,
 			})
 		}
 		slices.SortFunc(slab.Segments, func(a, b SegmentSnapshot) int { return int(a.Offset - b.Offset) })

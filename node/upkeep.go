@@ -16,13 +16,6 @@ import (
 // move. Each of these is a loop of the machine's clock: on the wall clock it has a
 // goroutine; on a virtual one all of them have their turn before each step.
 
-const (
-	// Borrowed memory is looked after each harvestPause, or, while some of it is being
-	// given back, each drainPause.
-	harvestPause = 10 * time.Millisecond
-	drainPause   = time.Millisecond
-)
-
 // openRebalancer makes what decides which experts live where, and, where all that are
 // offloaded have to be on peers, brings them there.
 func (n *Node) openRebalancer(ctx context.Context) error {
@@ -59,37 +52,24 @@ func (n *Node) openRebalancer(ctx context.Context) error {
 
 // startUpkeep starts what goes on beside steps.
 func (n *Node) startUpkeep() error {
-	loop := func(f func(now time.Duration) time.Duration) {
-		stop := n.machine.Loop(0, f)
+	if n.tenants != nil {
+		n.tenants.start()
+		stop := n.machine.Loop(0, n.tenants.tick)
 		n.closers = append(n.closers, func() error {
 			stop()
 			return nil
 		})
 	}
-	if n.tenants != nil {
-		n.tenants.start()
-		loop(n.tenants.tick)
-	}
 	if n.harvest != nil {
-		loop(n.tickHarvest)
+		if err := n.harvest.Start(); err != nil {
+			return err
+		}
 	}
 	if n.balance == nil {
 		return nil
 	}
 	n.closers = append(n.closers, n.balance.Close)
 	return n.balance.Start()
-}
-
-// tickHarvest looks after borrowed memory, until the runtime is closed.
-func (n *Node) tickHarvest(now time.Duration) (pause time.Duration) {
-	pending, err := n.harvest.Tick(now)
-	switch {
-	case err != nil:
-		return -1
-	case pending > 0:
-		return drainPause
-	}
-	return harvestPause
 }
 
 // stepper gives what goes on beside steps its turn before each of them.

@@ -1,0 +1,359 @@
+package harvest
+
+import (
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+	"sync/atomic"
+	"time"
+
+	"github.com/moeserve/moeserve/device"
+)
+
+// controller decides what is borrowed, where handles lie and what is given back, and
+// keeps the accounts of it. It is pure: what has happened goes in by its methods, with
+// the time, and what is to be done comes out of take. It has no lock, clock, goroutine,
+// memory, stream or fence: Runtime has those. Of handles it reads the cost and the
+// number of references, which change beside it.
+//
+// A slab leaves in these steps, each of which is an action out and its end in:
+//
+//	begin ─► refuse each handle
+//	step(drained) ─► invalidate, callBack ─► ended(called) ─► scrub
+//	step(cleared) ─► giveBack ─► ended(returned)
+type controller struct {
+	rules
+	peers   []*peer
+	clients map[string]*client
+	handles uint64 // numbers given
+	slabs   uint64 // numbers given
+	// freeing are handles that are freed once drained, leaving slabs that are.
+	freeing []*Handle
+	leaving []*revocation
+	counts  [reasons]int64 // of revoked slabs
+	closing bool
+	actions []action
+}
+
+// rules are the part of the options that the controller decides by.
+type rules struct {
+	policy    Policy
+	reader    device.Space
+	slabBytes int64
+
+	deadline, cooldown, halfLife, callbackLimit time.Duration
+}
+
+type client struct {
+	held    int64
+	handles int
+}
+
+// allocation is a handle's account: where it lies, and how far its end has come.
+type allocation struct {
+	of       *controller
+	slab     *slab
+	off      int64
+	state    handleState
+	callback func(Revocation)
+	freedAt  time.Duration
+	// reported says that a violation was.
+	reported bool
+}
+
+type handleState uint8
+
+const (
+	live     handleState = iota
+	freeing              // by Free, draining
+	revoking             // draining
+	freed
+	revoked
+)
+
+// action is something to be done: one of the types below, or an Info, of which the
+// listener is to be told. Infos, refuse and invalidate take effect at once; the others
+// are carried out without the lock, one after the other, and their ends are told to
+// ended.
+type action any
+
+type (
+	// refuse lets no new readers in, and invalidate ends a handle that has none.
+	refuse     struct{ h *Handle }
+	invalidate struct{ h *Handle }
+	// callBack calls f; its end is called.
+	callBack struct {
+		h *Handle
+		f func(Revocation)
+		v Revocation
+	}
+	// scrub overwrites the first bytes of a slab with zeros; its end is cleared.
+	scrub struct {
+		slab  *slab
+		bytes int64
+	}
+	// giveBack frees a slab's memory; its end is returned.
+	giveBack struct{ slab *slab }
+	// report tells of a violation, with the holders of its handle; it has no end.
+	report struct{ v ViolationInfo }
+)
+
+// result is the end of an action, or of what a handle's readers did.
+type result any
+
+type (
+	// drained: nobody uses the handle's memory any more; err is that of the work that
+	// did.
+	drained struct {
+		h   *Handle
+		err error
+	}
+	called struct {
+		h    *Handle
+		took time.Duration
+	}
+	cleared struct {
+		slab *slab
+		err  error
+	}
+	returned struct {
+		slab *slab
+		err  error
+	}
+)
+
+// take returns what is to be done, in order, and forgets it.
+func (c *controller) take() []action {
+	all := c.actions
+	c.actions = nil
+	return all
+}
+
+func (c *controller) do(a action) { c.actions = append(c.actions, a) }
+
+// peer returns the peer of that space.
+func (c *controller) peer(op string, s device.Space) (*peer, error) {
+	if i := slices.IndexFunc(c.peers, func(p *peer) bool { return p.space == s }); i >= 0 {
+		return c.peers[i], nil
+	}
+	return nil, fmt.Errorf("harvest: %s: %s is no peer", op, s)
+}
+
+// place is where a request goes.
+type place struct {
+	peer *peer
+	// slab is nil for a new one, of bytes, which the caller has to take from the device
+	// and give to took, or refused.
+	slab  *slab
+	bytes int64
+	off   int64
+}
+
+// request completes what a client asks for.
+func (c *controller) request(bytes int64, hints Hints, now time.Duration) (Request, error) {
+	switch {
+	case bytes <= 0:
+		return Request{}, errors.New("ask for more than 0")
+	case bytes > 1<<60:
+		return Request{}, ErrNoCapacity
+	case c.closing:
+		return Request{}, ErrClosed
+	}
+	def(&hints.Reader, c.reader)
+	if c.clients[hints.Client] == nil {
+		c.clients[hints.Client] = &client{}
+	}
+	req := Request{Bytes: device.Align(bytes), Hints: hints, Held: c.clients[hints.Client].held, Clients: len(c.clients), Now: now}
+	for _, p := range c.peers {
+		if p.health == nil {
+			req.Total += p.inService() + max(p.spare(), 0)
+		}
+	}
+	return req, nil
+}
+
+// choose says where the request goes.
+func (c *controller) choose(req Request) (place, error) {
+	from := c.candidates(req)
+	if len(from) == 0 {
+		return place{}, c.noCapacity(req)
+	}
+	i, err := c.policy.Choose(req, from)
+	if err != nil {
+		return place{}, err
+	}
+	to := from[i]
+	p, err := c.peer("alloc", to.Peer.Space)
+	if err != nil {
+		return place{}, err
+	}
+	at := place{peer: p, bytes: to.Hole, off: to.offset}
+	if to.Slab != 0 {
+		at.slab = p.slabs[slices.IndexFunc(p.slabs, func(s *slab) bool { return s.id == to.Slab })]
+	}
+	return at, nil
+}
+
+// candidates lists where the request fits.
+func (c *controller) candidates(req Request) []Candidate {
+	var cs []Candidate
+	n := req.Bytes
+	after := req.Hints.After
+	for _, p := range c.peers {
+		if p.closed(req) != "" {
+			continue
+		}
+		state := p.state(req.Hints.Reader)
+		for _, s := range p.slabs {
+			if s.leaving != nil {
+				continue
+			}
+			if h, ok := s.segments.best(n); ok {
+				cs = append(cs, Candidate{Peer: state, Slab: s.id, Hole: h.bytes, Leftover: h.bytes - n, offset: h.off})
+			}
+			if after != nil && after.account.slab == s && after.account.state == live {
+				if h, ok := s.segments.at(after.account.off+device.Align(after.r.Bytes), n); ok {
+					cs = append(cs, Candidate{Peer: state, Slab: s.id, Hole: h.bytes, Leftover: h.bytes - n, Adjacent: true, offset: h.off})
+				}
+			}
+		}
+		if p.newSlabs(req) == "" {
+			size := c.slabBytes
+			if n > size || p.spare() < size {
+				size = n
+			}
+			cs = append(cs, Candidate{Peer: state, Hole: size, Leftover: size - n})
+		}
+	}
+	return cs
+}
+
+func (c *controller) noCapacity(req Request) error {
+	var why []string
+	for _, p := range c.peers {
+		w := p.closed(req)
+		if w == "" {
+			w = p.newSlabs(req)
+		}
+		why = append(why, p.space.String()+" "+w)
+	}
+	if len(why) == 0 {
+		return fmt.Errorf("%w: there are no peers", ErrNoCapacity)
+	}
+	return fmt.Errorf("%w: %s", ErrNoCapacity, strings.Join(why, "; "))
+}
+
+// refused says that the device did not give the slab: its peer is no candidate until
+// there is a reading again.
+func (c *controller) refused(at place, err error) {
+	at.peer.stale = fmt.Errorf("refused a slab: %w", err)
+}
+
+// took says that the device gave the slab, and where.
+func (c *controller) took(at place, r device.Region) *slab {
+	p := at.peer
+	c.slabs++
+	s := &slab{id: c.slabs, peer: p, at: r, segments: newSegments(r.Bytes), handles: map[int64]*Handle{}}
+	p.slabs = append(p.slabs, s)
+	p.free -= r.Bytes
+	p.moves++
+	c.do(SlabInfo{Slab: s.id, Device: p.space, Bytes: r.Bytes})
+	return s
+}
+
+// grant makes the handle.
+func (c *controller) grant(s *slab, off, bytes int64, req Request, clock *atomic.Int64) *Handle {
+	c.policy.Granted(req)
+	s.segments.take(off, req.Bytes)
+	c.handles++
+	h := &Handle{
+		id: c.handles, r: s.at.Slice(off, bytes),
+		client: req.Hints.Client, label: req.Hints.Label,
+		account: allocation{of: c, slab: s, off: off},
+	}
+	h.SetCost(req.Hints.Cost)
+	h.readers.admit(clock)
+	s.handles[off] = h
+	owner := c.clients[h.client]
+	owner.held += req.Bytes
+	owner.handles++
+	c.do(AllocInfo{Handle: h, Slab: s.id})
+	return h
+}
+
+// owns says whether the handle is one of c's.
+func (c *controller) owns(op string, h *Handle) error {
+	if h == nil || h.account.of != c {
+		return fmt.Errorf("harvest: %s: the handle is not of this runtime", op)
+	}
+	return nil
+}
+
+// ended is the error for a handle that has ended, or is about to.
+func (h *Handle) ended(op string) error {
+	switch h.account.state {
+	case freeing, freed:
+		return fmt.Errorf("harvest: %s %v: %w", op, h, ErrFreed)
+	case revoking, revoked:
+		return fmt.Errorf("harvest: %s %v: %w", op, h, ErrRevoked)
+	}
+	return nil
+}
+
+// callback has f called if the handle is revoked.
+func (c *controller) callback(h *Handle, f func(Revocation)) error {
+	if err := c.owns("register a callback", h); err != nil {
+		return err
+	}
+	if h.account.state != revoking { // its callback has not run
+		if err := h.ended("register a callback"); err != nil {
+			return err
+		}
+	}
+	switch {
+	case f == nil:
+		return errors.New("harvest: register a callback: it is nil")
+	case h.account.callback != nil:
+		return fmt.Errorf("harvest: register a callback: %v has one", h)
+	}
+	h.account.callback = f
+	return nil
+}
+
+// free begins to end a handle: once it is known whether it is drained, which its caller
+// finds out, release does.
+func (c *controller) free(h *Handle, now time.Duration) error {
+	if err := c.owns("free", h); err != nil {
+		return err
+	}
+	if err := h.ended("free"); err != nil {
+		return err
+	}
+	h.account.state, h.account.callback, h.account.freedAt = freeing, nil, now
+	c.do(refuse{h})
+	return nil
+}
+
+// release frees a handle, or has it freed by step once it is drained.
+func (c *controller) release(h *Handle, ok bool, failed error) {
+	if !ok {
+		c.freeing = append(c.freeing, h)
+		return
+	}
+	c.forget(h, freed)
+	c.do(FreeInfo{Handle: h, Failed: failed})
+}
+
+// forget takes h out of the accounts. Nobody reads it any more.
+func (c *controller) forget(h *Handle, end handleState) {
+	a := &h.account
+	c.do(invalidate{h})
+	a.state = end
+	n := a.slab.segments.used[a.off]
+	a.slab.segments.put(a.off)
+	delete(a.slab.handles, a.off)
+	owner := c.clients[h.client]
+	owner.held -= n
+	owner.handles--
+}

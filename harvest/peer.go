@@ -1,0 +1,156 @@
+package harvest
+
+import (
+	"fmt"
+	"math"
+	"slices"
+	"time"
+
+	"github.com/moeserve/moeserve/device"
+)
+
+// peer is one lender, as the controller knows it.
+type peer struct {
+	space device.Space
+	paths map[device.Space]device.Path // by reader
+	slabs []*slab
+
+	reading Reading
+	// free is what is free on the device: the latest reading, and what was taken and
+	// given back since. moves counts these.
+	free     int64
+	moves    int
+	headroom int64
+	// coming is what leaving slabs will give back.
+	coming int64
+	// stale is why there is no reading that counts.
+	stale error
+	// health is why the peer must not be used; excluded the part of that which came
+	// by Exclude.
+	health, excluded error
+	cooldown         time.Duration // until then no slab is taken
+	bandwidth        average
+	churn            churn
+	churnRate        float64
+}
+
+// slab is a piece of device memory that is divided among handles.
+type slab struct {
+	id       uint64
+	peer     *peer
+	at       device.Region
+	segments segments
+	handles  map[int64]*Handle // by offset
+	leaving  *revocation
+}
+
+// spare is what may still be taken from the device.
+func (p *peer) spare() int64 { return p.free - p.headroom }
+
+// inService is what slabs hold that are not leaving.
+func (p *peer) inService() (n int64) {
+	for _, s := range p.slabs {
+		if s.leaving == nil {
+			n += s.segments.bytes
+		}
+	}
+	return n
+}
+
+// closed is why nothing may be allocated on the peer, newSlabs why no slab may be
+// taken from it.
+func (p *peer) closed(req Request) string {
+	switch _, path := p.paths[req.Hints.Reader]; {
+	case len(req.Hints.Peers) > 0 && !slices.Contains(req.Hints.Peers, p.space):
+		return "is not among those hinted at"
+	case !path:
+		return "cannot be reached from " + req.Hints.Reader.String()
+	case p.health != nil:
+		return "is unhealthy: " + p.health.Error()
+	}
+	return ""
+}
+
+func (p *peer) newSlabs(req Request) string {
+	switch {
+	case p.stale != nil:
+		return p.stale.Error()
+	case req.Now < p.cooldown:
+		return fmt.Sprintf("gave memory back to others; ask again in %v", p.cooldown-req.Now)
+	case p.spare() < req.Bytes:
+		return fmt.Sprintf("has %d bytes free, of which %d are head-room", p.free, p.headroom)
+	}
+	return ""
+}
+
+func (p *peer) state(reader device.Space) PeerState {
+	return PeerState{
+		Space: p.space, Reading: p.reading, Spare: p.spare(),
+		Bandwidth: p.bandwidth.value, Churn: p.churnRate, Path: p.paths[reader],
+	}
+}
+
+// take notes a reading.
+func (p *peer) take(reading Reading, now, halfLife time.Duration) {
+	p.reading, p.stale, p.free = reading, nil, reading.Free
+	p.bandwidth.level(reading.Bandwidth, now, halfLife)
+	p.churnRate = p.churn.note(reading.Other, reading.Capacity, now, halfLife)
+}
+
+// state is what the choice of victims goes by.
+func (s *slab) state() SlabState {
+	st := SlabState{ID: s.id, Peer: s.peer.space, Bytes: s.segments.bytes}
+	for off, h := range s.handles {
+		st.Used += s.segments.used[off]
+		st.Cost += h.Cost()
+		_, n := h.State()
+		st.References += n
+	}
+	return st
+}
+
+// average is a mean over the past in which what lies one half-life back counts
+// half.
+type average struct {
+	value float64
+	at    time.Duration
+	begun bool
+}
+
+// keep is what is left of the past's weight after dt.
+func keep(dt, halfLife time.Duration) float64 {
+	return math.Exp2(-float64(dt) / float64(halfLife))
+}
+
+// level notes that the quantity was v since the last call.
+func (a *average) level(v float64, now, halfLife time.Duration) {
+	if !a.begun {
+		*a = average{v, now, true}
+		return
+	}
+	k := keep(now-a.at, halfLife)
+	a.value, a.at = k*a.value+(1-k)*v, now
+}
+
+// churn is a rate of change, in the same sense of past.
+type churn struct {
+	sum   float64 // of changes, each decayed since
+	level int64
+	at    time.Duration
+	begun bool
+}
+
+// note takes the level now and returns the rate, in shares of capacity per minute.
+func (c *churn) note(level, capacity int64, now, halfLife time.Duration) float64 {
+	if !c.begun {
+		*c = churn{level: level, at: now, begun: true}
+		return 0
+	}
+	c.sum *= keep(now-c.at, halfLife)
+	if capacity > 0 {
+		c.sum += math.Abs(float64(level-c.level)) / float64(capacity)
+	}
+	c.level, c.at = level, now
+	// A steady rate r per half-life adds up to r / ln 2.
+	return c.sum * math.Ln2 / halfLife.Minutes()
+}
