@@ -108,14 +108,14 @@ func TestLogPeers(t *testing.T) {
 	}
 }
 
-// TestSnapshotJSON: what /debug shows of one handle.
-func TestSnapshotJSON(t *testing.T) {
+// TestStateJSON: what /debug shows of one handle.
+func TestStateJSON(t *testing.T) {
 	m := machine(t, emulated.Options{GPUs: gpus(2, 8192), Virtual: true})
 	r := open(t, m, harvest.Options{Peers: peers12[:1], SlabBytes: 1024})
 	if _, err := r.Alloc(500, harvest.Hints{Client: "experts", Label: "layer 3 expert 1", Cost: time.Millisecond}); err != nil {
 		t.Fatal(err)
 	}
-	got, err := json.Marshal(r.Snapshot())
+	got, err := json.Marshal(r.State())
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -536,7 +536,7 @@ func TestTraceIsPlayed(t *testing.T) {
 		if _, err := r.Alloc(10_000, harvest.Hints{Client: "c"}); err != nil && !errors.Is(err, harvest.ErrNoCapacity) {
 			t.Fatal(err)
 		}
-		for _, p := range r.Snapshot().Peers {
+		for _, p := range r.State().Peers {
 			if p.Free < headroom && pending == 0 {
 				tight++
 				if p.Used+p.Unused > 0 {
@@ -753,7 +753,7 @@ func TestModel(t *testing.T) {
 				if _, err := r.Tick(now); err != nil {
 					t.Fatal(err)
 				}
-				for _, p := range r.Snapshot().Peers {
+				for _, p := range r.State().Peers {
 					if p.Free+p.Leaving < headroom && p.Used+p.Unused > 0 {
 						t.Fatalf("head-room is not met, and slabs are in service: %+v", p)
 					}
@@ -778,7 +778,7 @@ func TestModel(t *testing.T) {
 						t.Fatalf("%v and %v overlap", spans[i-1], spans[i])
 					}
 				}
-				for _, p := range r.Snapshot().Peers {
+				for _, p := range r.State().Peers {
 					var sum int64
 					for _, s := range p.Slabs {
 						sum += s.Bytes

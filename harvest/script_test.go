@@ -296,12 +296,16 @@ func (s *stage) do(d *datadriven.TestData) error {
 		}
 		s.say("pending %d", pending)
 	case "peers":
-		for _, p := range s.r.Snapshot().Peers {
+		for _, p := range s.r.State().Peers {
+			health := "ok"
+			if p.Health != nil {
+				health = p.Health.Error()
+			}
 			s.say("%s: free %d, other %d, used %d, unused %d, leaving %d, largest hole %d, fragmentation %.2f, %s",
-				p.Device, p.Free, p.Other, p.Used, p.Unused, p.Leaving, p.LargestHole, p.Fragmentation, p.Health)
+				p.Space, p.Free, p.Reading.Other, p.Used, p.Unused, p.Leaving, p.LargestHole, p.Fragmentation(), health)
 		}
 	case "counts":
-		s.say("%v %v", s.r.Snapshot().Revocations, s.r.Snapshot().Clients)
+		s.say("%v %v", s.r.State().Revocations, s.r.State().Clients)
 	case "close": // within=
 		within := time.Minute
 		if d.HasArg("within") {
@@ -370,12 +374,12 @@ func (s *stage) open(d *datadriven.TestData) error {
 }
 
 type place struct {
-	harvest.SegmentSnapshot
+	harvest.SegmentUsage
 	slab uint64
 }
 
 func (s *stage) segment(h *harvest.Handle) place {
-	for _, p := range s.r.Snapshot().Peers {
+	for _, p := range s.r.State().Peers {
 		for _, l := range p.Slabs {
 			for _, seg := range l.Segments {
 				if seg.Handle == h.ID() {

@@ -10,8 +10,8 @@ import (
 type Residency struct {
 	Experts experts.Snapshot `json:"experts"`
 	// Peers that may be borrowed from; Harvest is what is.
-	Peers   []Lender          `json:"peers"`
-	Harvest *harvest.Snapshot `json:"harvest"`
+	Peers   []Lender       `json:"peers"`
+	Harvest *harvest.State `json:"harvest"`
 	// Rebalancer is what it has done; nil where nothing can move.
 	Rebalancer *RebalancerCounts `json:"rebalancer"`
 }
@@ -31,7 +31,7 @@ type RebalancerCounts struct {
 func (n *Node) Residency() Residency {
 	r := Residency{Experts: n.store.Snapshot(), Peers: n.lenders()}
 	if n.harvest != nil {
-		s := n.harvest.Snapshot()
+		s := n.harvest.State()
 		r.Harvest = &s
 	}
 	if n.balance != nil {

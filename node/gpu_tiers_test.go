@@ -102,7 +102,7 @@ func take(ctx context.Context, n *node.Node) error {
 		if err != nil {
 			return err
 		}
-		for ctx.Err() == nil && held(n.Harvest().Snapshot()) > 0 {
+		for ctx.Err() == nil && held(n.Harvest().State()) > 0 {
 			time.Sleep(time.Millisecond)
 		}
 		if err := m.Free(); err != nil {
@@ -112,7 +112,7 @@ func take(ctx context.Context, n *node.Node) error {
 	return nil
 }
 
-func held(s harvest.Snapshot) int64 {
+func held(s harvest.State) int64 {
 	return s.Peers[0].Used + s.Peers[0].Unused + s.Peers[0].Leaving
 }
 

@@ -89,10 +89,10 @@ func (n *Node) Report(ctx context.Context) (Report, error) {
 		}
 	}
 	if n.harvest != nil {
-		s := n.harvest.Snapshot()
-		r.Revocations = s.Revocations
+		s := n.harvest.State()
+		r.Revocations = byReason(s)
 		for _, p := range s.Peers {
-			r.Peers = append(r.Peers, PeerReport{p.Device, p.Used + p.Unused + p.Leaving})
+			r.Peers = append(r.Peers, PeerReport{p.Space.String(), p.Used + p.Unused + p.Leaving})
 		}
 	}
 	where, fetches := n.store.Residency(), n.store.Fetches()

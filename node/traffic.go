@@ -1,5 +1,7 @@
 package node
 
+import "github.com/moeserve/moeserve/harvest"
+
 // Traffic says where experts are and what has moved since the node was opened. It
 // may be read while requests run.
 type Traffic struct {
@@ -53,10 +55,19 @@ func (n *Node) Traffic() Traffic {
 	if n.harvest == nil {
 		return t
 	}
-	s := n.harvest.Snapshot()
-	t.Revocations = s.Revocations
+	s := n.harvest.State()
+	t.Revocations = byReason(s)
 	for _, p := range s.Peers {
-		t.Harvest[p.Device] = map[string]int64{"used": p.Used, "unused": p.Unused, "leaving": p.Leaving, "other": p.Other, "free": p.Free}
+		t.Harvest[p.Space.String()] = map[string]int64{"used": p.Used, "unused": p.Unused, "leaving": p.Leaving, "other": p.Reading.Other, "free": p.Free}
 	}
 	return t
+}
+
+// byReason is how many slabs were revoked, by the name of the reason.
+func byReason(s harvest.State) map[string]int64 {
+	counts := map[string]int64{}
+	for reason, n := range s.Revocations {
+		counts[reason.String()] = n
+	}
+	return counts
 }

@@ -102,7 +102,7 @@ type Rebalancer struct {
 
 	mu     sync.Mutex
 	core   *Core
-	peers  map[string]*peerState
+	peers  map[device.Space]*peerState
 	counts Counts
 	// localized are experts that a Swap is to make local: their peer copy is given
 	// back when they are.
@@ -142,7 +142,7 @@ func New(o Options) (*Rebalancer, error) {
 	if err := o.Validate(); err != nil {
 		return nil, err
 	}
-	return &Rebalancer{o: o, store: o.Store, core: NewCore(o.Core), peers: map[string]*peerState{}}, nil
+	return &Rebalancer{o: o, store: o.Store, core: NewCore(o.Core), peers: map[device.Space]*peerState{}}, nil
 }
 
 // Counts is a snapshot.
@@ -228,31 +228,30 @@ func (r *Rebalancer) view(now time.Duration, mend bool) View {
 			return !h.Moving // it came to nothing
 		}
 	})
-	peers := map[string]harvest.PeerSnapshot{}
+	var health map[device.Space]error
+	var room map[device.Space]int
 	if r.o.Harvest != nil {
-		for _, p := range r.o.Harvest.Snapshot().Peers {
-			peers[p.Device] = p
-		}
+		health, room = r.o.Harvest.Health(), r.o.Harvest.Room(r.o.Core.Bytes)
 	}
 	for _, l := range r.store.Links() {
 		if _, gpu := l.From.GPU(); !gpu {
 			v.Host = l
 			continue
 		}
-		p, ok := peers[l.From.String()]
+		sick, ok := health[l.From]
 		if !ok {
 			continue
 		}
-		st := r.peers[p.Device]
+		st := r.peers[l.From]
 		if st == nil {
 			st = &peerState{}
-			r.peers[p.Device] = st
+			r.peers[l.From] = st
 		}
 		if mend {
-			p = r.mend(st, p, l, now)
+			sick = r.mend(st, l.From, sick, now)
 		}
-		if p.Health == healthy {
-			v.Peers = append(v.Peers, Peer{Link: l, Free: room(p, r.o.Core.Bytes), NotBefore: st.notBefore})
+		if sick == nil {
+			v.Peers = append(v.Peers, Peer{Link: l, Free: room[l.From], NotBefore: st.notBefore})
 			if now < st.fullUntil {
 				v.Peers[len(v.Peers)-1].Free = 0
 			}
@@ -261,71 +260,40 @@ func (r *Rebalancer) view(now time.Duration, mend bool) View {
 	return v
 }
 
-// healthy is what harvest.PeerSnapshot says of a peer that may be used.
-const healthy = "ok"
-
 // mend takes a peer back that was left out because copies failed, when its time has
-// come. Where its own readings say that it is sick it is left at that.
-func (r *Rebalancer) mend(st *peerState, p harvest.PeerSnapshot, l experts.Link, now time.Duration) harvest.PeerSnapshot {
+// come. Where its own readings say that it is sick it is left at that. The result is why
+// the peer must not be used after that, nil where it may.
+func (r *Rebalancer) mend(st *peerState, peer device.Space, sick error, now time.Duration) error {
 	switch {
-	case p.Health == healthy:
+	case sick == nil:
 		if st.delay > 0 && !st.out && now-st.back > 2*st.delay {
 			st.delay = 0 // it has been well for longer than it was left out
 		}
 		st.out, st.sick = false, ""
-		return p
-	case p.Health == st.sick:
-		return p
+		return nil
+	case sick.Error() == st.sick:
+		return sick
 	case !st.out:
 		st.out, st.sick = true, ""
 		st.delay = min(max(2*st.delay, r.o.Backoff), maxBackoff)
 		st.until = now + st.delay
-		return p
+		return sick
 	case now < st.until:
-		return p
+		return sick
 	}
 	st.out = false
-	if err := r.o.Harvest.Readmit(l.From); err != nil {
-		st.sick = p.Health
-		return p
+	if err := r.o.Harvest.Readmit(peer); err != nil {
+		st.sick = sick.Error()
+		return sick
 	}
-	for _, again := range r.o.Harvest.Snapshot().Peers {
-		if again.Device != p.Device {
-			continue
-		}
-		if again.Health != healthy {
-			st.sick = again.Health
-			return again
-		}
-		r.counts.Readmitted++
-		st.back = now
-		r.o.Log.Info("rebalancer: a peer that was left out is tried again", "device", p.Device, "after", st.delay, "was", p.Health)
-		p = again
+	if again := r.o.Harvest.Health()[peer]; again != nil {
+		st.sick = again.Error()
+		return again
 	}
-	return p
-}
-
-// room is how many experts fit beside what the peer's memory holds: in holes of slabs
-// in service, those included that are about to be free, and in what may still be
-// taken from the device.
-func room(p harvest.PeerSnapshot, bytes int64) int {
-	unit := device.Align(bytes) // as harvest does
-	n := max(p.Spare, 0) / unit
-	for _, s := range p.Slabs {
-		if s.Leaving != "" {
-			continue
-		}
-		at := int64(0)
-		for _, g := range s.Segments {
-			if g.Draining {
-				continue
-			}
-			n += (g.Offset - at) / unit
-			at = g.Offset + g.Bytes
-		}
-		n += (s.Bytes - at) / unit
-	}
-	return int(n)
+	r.counts.Readmitted++
+	st.back = now
+	r.o.Log.Info("rebalancer: a peer that was left out is tried again", "device", peer.String(), "after", st.delay, "was", sick.Error())
+	return nil
 }
 
 // carryOut begins one move.
@@ -359,7 +327,7 @@ func (r *Rebalancer) carryOut(m Move, v View) error {
 		return err
 	}
 	for _, k := range m.To {
-		r.peers[v.Peers[k].From.String()].wait = 0
+		r.peers[v.Peers[k].From].wait = 0
 	}
 	if m.Kind == Replace {
 		r.counts.Replaced++
@@ -372,7 +340,7 @@ func (r *Rebalancer) carryOut(m Move, v View) error {
 // barred says that all peers that the move may go to have just refused another.
 func (r *Rebalancer) barred(m Move, v View, now time.Duration) bool {
 	return m.Kind != Swap && !slices.ContainsFunc(m.To, func(k int) bool {
-		return now >= r.peers[v.Peers[k].From.String()].notBefore
+		return now >= r.peers[v.Peers[k].From].notBefore
 	})
 }
 
@@ -381,7 +349,7 @@ func (r *Rebalancer) barred(m Move, v View, now time.Duration) bool {
 func (r *Rebalancer) refused(m Move, v View, now time.Duration, err error) {
 	r.counts.Refused++
 	for _, k := range m.To {
-		st := r.peers[v.Peers[k].From.String()]
+		st := r.peers[v.Peers[k].From]
 		st.wait = min(max(2*st.wait, r.o.Interval), maxPause)
 		st.notBefore = now + st.wait
 		if m.Kind == Promote && errors.Is(err, harvest.ErrQuota) {

@@ -445,7 +445,7 @@ func TestCosts(t *testing.T) {
 	r.hot += 4
 	r.steps(2*time.Second, false)
 	costs := map[string]time.Duration{}
-	for _, s := range r.harvest.Snapshot().Peers[0].Slabs {
+	for _, s := range r.harvest.State().Peers[0].Slabs {
 		for _, g := range s.Segments {
 			costs[g.Label] = g.Cost
 		}
@@ -481,7 +481,12 @@ func TestFailingPeer(t *testing.T) {
 		Kind: emulated.FailCopy, Times: 18, // six times the failures after which a peer is left out, copies being tried twice
 		Match: func(p emulated.Point) bool { return p.From == device.Host && p.To == device.HBM(1) },
 	})
-	health := func(i int) string { return r.harvest.Snapshot().Peers[i].Health }
+	health := func(i int) string {
+		if err := r.harvest.State().Peers[i].Health; err != nil {
+			return err.Error()
+		}
+		return "ok"
+	}
 	r.steps(100*time.Millisecond, true)
 	if health(0) == "ok" || health(1) != "ok" {
 		t.Fatalf("peers are %q and %q", health(0), health(1))
@@ -577,7 +582,7 @@ func TestSwaps(t *testing.T) {
 	for _, n := range layers {
 		copies += n
 	}
-	for _, c := range r.harvest.Snapshot().Clients {
+	for _, c := range r.harvest.State().Clients {
 		held += c.Handles
 	}
 	if s := r.store.Stats(); s.Swapped == 0 || copies != held {

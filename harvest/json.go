@@ -1,0 +1,72 @@
+package harvest
+
+import (
+	"encoding/json"
+	"time"
+)
+
+// The JSON form of a State, in which spaces, health and reasons are text. Bytes are
+// bytes, durations nanoseconds.
+type stateJSON struct {
+	Now         time.Duration          `json:"now_ns"`
+	Peers       []peerJSON             `json:"peers"`
+	Clients     map[string]ClientUsage `json:"clients"`
+	Draining    int                    `json:"draining"`
+	Revocations map[Reason]int64       `json:"revocations"`
+}
+
+type peerJSON struct {
+	Device        string     `json:"device"`
+	Capacity      int64      `json:"capacity_bytes"`
+	Free          int64      `json:"free_bytes"`
+	Other         int64      `json:"other_bytes"`
+	Headroom      int64      `json:"headroom_bytes"`
+	Spare         int64      `json:"spare_bytes"`
+	Used          int64      `json:"used_bytes"`
+	Unused        int64      `json:"unused_bytes"`
+	Leaving       int64      `json:"leaving_bytes"`
+	LargestHole   int64      `json:"largest_hole_bytes"`
+	Fragmentation float64    `json:"fragmentation"`
+	Utilization   float64    `json:"utilization"`
+	Bandwidth     float64    `json:"bandwidth"`
+	Churn         float64    `json:"churn_per_minute"`
+	Health        string     `json:"health"`
+	Slabs         []slabJSON `json:"slabs"`
+}
+
+type slabJSON struct {
+	ID    uint64 `json:"id"`
+	Bytes int64  `json:"bytes"`
+	// Leaving is the reason it is given back for, empty while it is in service.
+	Leaving  string         `json:"leaving,omitempty"`
+	Segments []SegmentUsage `json:"segments"`
+}
+
+// MarshalJSON implements json.Marshaler.
+func (s State) MarshalJSON() ([]byte, error) {
+	j := stateJSON{Now: s.Now, Clients: s.Clients, Draining: s.Draining, Revocations: s.Revocations}
+	for _, p := range s.Peers {
+		j.Peers = append(j.Peers, p.json())
+	}
+	return json.Marshal(j)
+}
+
+func (p PeerUsage) json() peerJSON {
+	j := peerJSON{
+		Device: p.Space.String(), Capacity: p.Reading.Capacity, Free: p.Free, Other: p.Reading.Other,
+		Headroom: p.Headroom, Spare: p.Spare, Used: p.Used, Unused: p.Unused, Leaving: p.Leaving,
+		LargestHole: p.LargestHole, Fragmentation: p.Fragmentation(),
+		Utilization: p.Reading.Utilization, Bandwidth: p.Reading.Bandwidth, Churn: p.Churn, Health: "ok",
+	}
+	if p.Health != nil {
+		j.Health = p.Health.Error()
+	}
+	for _, s := range p.Slabs {
+		slab := slabJSON{ID: s.ID, Bytes: s.Bytes, Segments: s.Segments}
+		if s.Leaving {
+			slab.Leaving = s.Reason.String()
+		}
+		j.Slabs = append(j.Slabs, slab)
+	}
+	return j
+}

@@ -1,0 +1,174 @@
+package harvest
+
+import (
+	"slices"
+	"time"
+
+	"github.com/moeserve/moeserve/device"
+)
+
+// State is a runtime at one moment. Its JSON form is that of the debug endpoints.
+type State struct {
+	// Now is the time of the latest tick.
+	Now   time.Duration
+	Peers []PeerUsage
+	// Clients by name.
+	Clients map[string]ClientUsage
+	// Draining is how many handles were freed and are still in use.
+	Draining int
+	// Revocations counts revoked slabs, with an entry for each reason.
+	Revocations map[Reason]int64
+}
+
+// ClientUsage is a client's account.
+type ClientUsage struct {
+	Bytes   int64 `json:"bytes"`
+	Handles int   `json:"handles"`
+}
+
+// PeerUsage is the account of one peer, in bytes.
+type PeerUsage struct {
+	Space device.Space
+	// Health is why the peer must not be used; nil where it may.
+	Health error
+	// Reading is the latest one. Its Free is what was free then; Free is what is, with
+	// what was taken and given back since.
+	Reading Reading
+	Free    int64
+	// Headroom is to stay free, Spare may still be taken.
+	Headroom, Spare int64
+	// Used and Unused are the parts of the slabs in service; Leaving is all of the
+	// others.
+	Used, Unused, Leaving int64
+	// LargestHole in a slab in service.
+	LargestHole int64
+	// Churn is the share of the memory that others take and give back per minute.
+	Churn float64
+	Slabs []SlabUsage
+}
+
+// Fragmentation is the share of Unused that one request could not have.
+func (p PeerUsage) Fragmentation() float64 { return fragmentation(p.Unused, p.LargestHole) }
+
+// SlabUsage is one slab.
+type SlabUsage struct {
+	ID    uint64
+	Bytes int64
+	// Leaving says that it is being given back, for Reason.
+	Leaving bool
+	Reason  Reason
+	// Segments by their places.
+	Segments []SegmentUsage
+}
+
+// SegmentUsage is one handle, by its place in the slab.
+type SegmentUsage struct {
+	Offset     int64         `json:"offset"`
+	Bytes      int64         `json:"bytes"`
+	Handle     uint64        `json:"handle"`
+	Client     string        `json:"client"`
+	Label      string        `json:"label"`
+	References int           `json:"references"`
+	Cost       time.Duration `json:"cost_ns"`
+	// Draining says that it was freed, or is being revoked.
+	Draining bool `json:"draining,omitempty"`
+}
+
+// State takes stock.
+func (r *Runtime) State() State {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.control.state(time.Duration(r.clock.Load()))
+}
+
+// Health is why each peer must not be used, nil for one that may.
+func (r *Runtime) Health() map[device.Space]error {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	all := map[device.Space]error{}
+	for _, p := range r.control.peers {
+		all[p.space] = p.health
+	}
+	return all
+}
+
+// Room is how many objects of that size fit on each peer, whatever its health: into
+// holes of slabs in service, those included that are about to be free, and into what may
+// still be taken from the device.
+func (r *Runtime) Room(bytes int64) map[device.Space]int {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	all := map[device.Space]int{}
+	for _, p := range r.control.peers {
+		all[p.space] = p.room(bytes)
+	}
+	return all
+}
+
+func (p *peer) room(bytes int64) int {
+	unit := device.Align(max(bytes, 1))
+	n := max(p.spare(), 0) / unit
+	for _, s := range p.slabs {
+		if s.leaving != nil {
+			continue
+		}
+		at := int64(0)
+		for _, h := range s.held(live) {
+			n += (h.account.off - at) / unit
+			at = h.account.off + s.segments.used[h.account.off]
+		}
+		n += (s.segments.bytes - at) / unit
+	}
+	return int(n)
+}
+
+func (c *controller) state(now time.Duration) State {
+	s := State{Now: now, Clients: map[string]ClientUsage{}, Revocations: map[Reason]int64{}}
+	for reason := ReasonPressure; reason < reasons; reason++ {
+		s.Revocations[reason] = c.counts[reason]
+	}
+	for name, client := range c.clients {
+		s.Clients[name] = ClientUsage{client.held, client.handles}
+	}
+	for _, p := range c.peers {
+		s.Peers = append(s.Peers, p.usage())
+		for _, l := range p.slabs {
+			s.Draining += len(l.held(freeing))
+		}
+	}
+	return s
+}
+
+func (p *peer) usage() PeerUsage {
+	u := PeerUsage{
+		Space: p.space, Health: p.health, Reading: p.reading, Free: p.free,
+		Headroom: p.headroom, Spare: p.spare(), Leaving: p.coming, Churn: p.churnRate,
+	}
+	for _, s := range p.slabs {
+		slab := s.usage()
+		if !slab.Leaving {
+			free, largest := s.segments.room()
+			u.Unused += free
+			u.Used += s.segments.bytes - free
+			u.LargestHole = max(u.LargestHole, largest)
+		}
+		u.Slabs = append(u.Slabs, slab)
+	}
+	return u
+}
+
+func (s *slab) usage() SlabUsage {
+	u := SlabUsage{ID: s.id, Bytes: s.segments.bytes}
+	if s.leaving != nil {
+		u.Leaving, u.Reason = true, s.leaving.reason
+	}
+	for off, h := range s.handles {
+		_, refs := h.State()
+		u.Segments = append(u.Segments, SegmentUsage{
+			Offset: off, Bytes: s.segments.used[off], Handle: h.id, Client: h.client, Label: h.label,
+			References: refs, Cost: h.Cost(), Draining: h.account.state != live,
+		})
+	}
+	slices.SortFunc(u.Segments, func(a, b SegmentUsage) int { return int(a.Offset - b.Offset) })
+	return u
+}
