@@ -104,7 +104,7 @@ type Machine interface {
 	// allocation of this machine. It neither blocks nor allocates.
 	SpaceOf(a Addr) (Space, bool)
 	// NewStream makes an in-order stream of a GPU, or, for Host, a host stream:
-	// one that also implements Executor.
+	// one that also implements Executor and Watcher.
 	NewStream(space Space, o StreamOptions) (Stream, error)
 	NewEvent() (Event, error)
 	// NewFence makes a counter at 0.
@@ -177,6 +177,23 @@ type Stream interface {
 type Executor interface {
 	Stream
 	Execute(w Work) error
+}
+
+// Watcher is an Executor that executes work when something has happened elsewhere, and
+// does other work meanwhile: one waits for many points, in whatever order they come.
+// Host streams are Watchers everywhere.
+//
+// Work is watched for until it runs, and runs as if it were given to Execute at that
+// moment. Where what it waits for fails, its Failed is called with the error in place of
+// Run, which puts the stream into no error. Synchronize and Recover do not wait for work
+// that is still watched for, and Close drops it: neither Run nor Failed is called.
+type Watcher interface {
+	Executor
+	// Watch executes w once p is reached. Where it is reached already, without an error,
+	// that is all it says, and w will not run.
+	Watch(p Point, w Work) (reached bool, err error)
+	// WatchEvent does so with the latest recording of ev.
+	WatchEvent(ev Event, w Work) (passed bool, err error)
 }
 
 // Work is one operation that runs as Go code on an Executor.

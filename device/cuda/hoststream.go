@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"runtime"
 	"sync"
+	"time"
 
 	"github.com/moeserve/moeserve/device"
 )
@@ -27,10 +28,14 @@ type hostStream struct {
 	// closed refuses operations, ending ends the goroutine once the queue is empty.
 	closed, ending bool
 	exited         chan struct{}
+	// watches are what it watches for, changed is when there was last one more or less.
+	watches []watch
+	changed time.Time
 
-	// sides are streams of GPUs for copies that need one; only the goroutine uses
-	// them.
-	sides map[*gpu]*Stream
+	// sides are streams of GPUs for copies that need one, probed is when the devices
+	// were last asked whether they live; only the goroutine uses them.
+	sides  map[*gpu]*Stream
+	probed time.Time
 }
 
 type hostOpKind uint8
@@ -46,6 +51,8 @@ const (
 	hostMark
 	// hostRecover does the same and clears the stream's error.
 	hostRecover
+	// hostFailed tells work that what it was watched for has failed.
+	hostFailed
 )
 
 type hostOp struct {
@@ -58,12 +65,13 @@ type hostOp struct {
 	event    *event
 	fence    *fence
 	value    uint32
+	failure  error
 	// reached takes the stream's error, unless abandoned is closed before.
 	reached   chan error
 	abandoned chan struct{}
 }
 
-var _ device.Executor = (*hostStream)(nil)
+var _ device.Watcher = (*hostStream)(nil)
 
 func (m *Machine) newHostStream(o device.StreamOptions) (device.Stream, error) {
 	s := &hostStream{m: m, name: o.Name, exited: make(chan struct{}), sides: map[*gpu]*Stream{}}
@@ -92,14 +100,19 @@ func (s *hostStream) enqueue(what string, o hostOp) error {
 	if s.closed || s.m.closed.Load() {
 		return closedError(what, device.Host, s.String())
 	}
+	s.push(o)
+	s.wake.Signal()
+	return nil
+}
+
+// push appends to the queue; the lock is held.
+func (s *hostStream) push(o hostOp) {
 	if s.first > 0 && len(s.queue) == cap(s.queue) {
 		n := copy(s.queue, s.queue[s.first:])
 		clear(s.queue[n:])
 		s.queue, s.first = s.queue[:n], 0
 	}
 	s.queue = append(s.queue, o)
-	s.wake.Signal()
-	return nil
 }
 
 // Copy implements device.Stream.
@@ -245,12 +258,19 @@ func (s *hostStream) idle() bool {
 func (s *hostStream) loop() {
 	defer close(s.exited)
 	runtime.LockOSThread()
+	precise()
 	var failed error
 	for {
 		s.mu.Lock()
 		s.busy = false
+		s.look()
 		for s.first == len(s.queue) && !s.ending {
-			s.wake.Wait()
+			if len(s.watches) == 0 {
+				s.wake.Wait()
+			} else {
+				s.rest()
+			}
+			s.look()
 		}
 		if s.first == len(s.queue) {
 			s.mu.Unlock()
@@ -265,6 +285,7 @@ func (s *hostStream) loop() {
 		s.mu.Unlock()
 		failed = s.run(&o, failed)
 	}
+	s.unwatch()
 	for _, side := range s.sides {
 		// The goroutine has waited for each copy.
 		_ = side.destroy()
@@ -285,6 +306,11 @@ func (s *hostStream) run(o *hostOp, err error) error {
 			return err
 		}
 		return o.fence.raise(o.value, s)
+	case hostFailed:
+		if o.work.Failed != nil {
+			o.work.Failed(o.failure)
+		}
+		return err
 	case hostMark, hostRecover:
 		select {
 		case o.reached <- err:

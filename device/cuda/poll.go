@@ -64,11 +64,8 @@ func (m *Machine) poll(ctx context.Context, what func() string, done func() (boo
 		case waited < spinFor:
 			runtime.Gosched()
 		case waited < napFor:
-			nap := unix.NsecToTimespec(int64(min(longNap, max(shortNap, waited/napShare))))
-			// Linux lets a thread sleep 50 us longer than it asked for, unless it says
-			// otherwise; refused, or cut short by a signal, it only asks at another time.
-			_ = unix.Prctl(unix.PR_SET_TIMERSLACK, 1, 0, 0, 0)
-			_ = unix.Nanosleep(&nap, nil)
+			precise()
+			nap(min(longNap, max(shortNap, waited/napShare)))
 		default:
 			if timer == nil {
 				timer = time.NewTimer(pause)
@@ -82,4 +79,16 @@ func (m *Machine) poll(ctx context.Context, what func() string, done func() (boo
 			}
 		}
 	}
+}
+
+// nap lets the thread sleep, for about as long as it asks for where it is precise.
+func nap(d time.Duration) {
+	t := unix.NsecToTimespec(int64(d))
+	_ = unix.Nanosleep(&t, nil) // cut short by a signal, it only asks at another time
+}
+
+// precise has the thread woken on time: Linux lets it sleep 50 us longer than it asked
+// for, unless it says otherwise.
+func precise() {
+	_ = unix.Prctl(unix.PR_SET_TIMERSLACK, 1, 0, 0, 0) // refused, it is late by that
 }

@@ -25,10 +25,11 @@ type recording struct {
 	err    error
 	at     time.Duration
 	clock  vclock
-	// refs counts the Waits in queues and the host's waits for it.
+	// refs counts the Waits in queues, the host's waits for it, and the watches.
 	refs    int
 	waiters []*waiter
 	blocked []*stream
+	watches []*watch
 }
 
 var _ device.Event = (*event)(nil)
@@ -69,6 +70,12 @@ func (m *Machine) pass(r *recording, err error) {
 		w.fire(err)
 	}
 	r.waiters = r.waiters[:0]
+	for _, w := range r.watches {
+		r.refs--
+		w.fire(err, r.clock)
+	}
+	clear(r.watches)
+	r.watches = r.watches[:0]
 }
 
 // latest returns the latest recording, with the lock held.

@@ -20,6 +20,7 @@ type fence struct {
 	err      error
 	waiters  []*waiter
 	blocked  []blocked
+	watches  []*watch
 	polled   uint64
 	// raised holds, on a checked machine, what was known at the latest raises, so
 	// that an Await learns no more than the raise that it asked for.
@@ -98,6 +99,13 @@ func (f *fence) set(value uint32, clock vclock) {
 			return false
 		}
 		w.fire(f.failure(w.value))
+		return true
+	})
+	f.watches = slices.DeleteFunc(f.watches, func(w *watch) bool {
+		if !f.reached(w.value) {
+			return false
+		}
+		w.fire(f.failure(w.value), f.clockAt(w.value))
 		return true
 	})
 }
@@ -228,5 +236,9 @@ func (f *fence) Close() error {
 		return &device.Error{Op: "close", Space: device.Host, Detail: f.String(), Err: device.ErrClosed}
 	}
 	f.closed = true
+	for _, w := range f.watches {
+		w.fire(&device.Error{Op: "watch", Space: device.Host, Detail: f.String(), Err: device.ErrClosed}, nil)
+	}
+	f.watches = nil
 	return nil
 }

@@ -1,6 +1,7 @@
 package emulated
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 	"slices"
@@ -40,6 +41,8 @@ type op struct {
 	start, stallTime time.Duration
 	// clock is what whoever enqueued it knew, on a checked machine.
 	clock vclock
+	// failure is why work that was watched for does not run.
+	failure error
 }
 
 // queue is a growing ring of operations.
@@ -105,12 +108,14 @@ type stream struct {
 	subscribed uint64
 
 	waiters, settlers []*waiter
-	access            access
+	// watches are what it watches for, spare ones are of no use now.
+	watches, spare []*watch
+	access         access
 	// actor is the stream's part in the check.
 	actor *actor
 }
 
-var _ device.Executor = (*stream)(nil)
+var _ device.Watcher = (*stream)(nil)
 
 // NewStream implements device.Machine. Every stream it makes is a
 // device.Executor.
@@ -245,16 +250,24 @@ func (s *stream) Execute(w device.Work) error {
 	if err := s.usable("launch"); err != nil {
 		return err
 	}
+	o, err := s.workOp(w)
+	if err == nil {
+		s.enqueue(&o)
+	}
+	return err
+}
+
+// workOp is the operation of work, which the caller may change then.
+func (s *stream) workOp(w device.Work) (op, error) {
 	o := op{kind: opWork, work: w}
 	o.work.Reads, o.work.Writes = nil, nil
-	if m.check != nil {
+	if s.m.check != nil {
 		o.work.Reads, o.work.Writes = slices.Clone(w.Reads), slices.Clone(w.Writes)
-		if err := m.check.use(s, &o); err != nil {
-			return err
+		if err := s.m.check.use(s, &o); err != nil {
+			return op{}, err
 		}
 	}
-	s.enqueue(&o)
-	return nil
+	return o, nil
 }
 
 // Record implements device.Stream.
@@ -274,7 +287,7 @@ func (s *stream) Record(e device.Event) error {
 		r = &recording{}
 		ev.cur = r
 	}
-	*r = recording{stream: s, waiters: r.waiters[:0], blocked: r.blocked[:0]}
+	*r = recording{stream: s, waiters: r.waiters[:0], blocked: r.blocked[:0], watches: r.watches[:0]}
 	s.enqueue(&op{kind: opRecord, rec: r})
 	return nil
 }
@@ -313,18 +326,27 @@ func (s *stream) fenceOp(kind opKind, f device.Fence, value uint32) error {
 	m := s.m
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	if err := s.usable(opNames[kind]); err != nil {
+	fe, err := s.fence(opNames[kind], f)
+	if err != nil {
 		return err
-	}
-	fe, ok := f.(*fence)
-	if !ok || fe.m != m {
-		return &device.Error{Op: opNames[kind], Space: s.sp.id, Detail: s.String() + ": the fence is not of this machine"}
-	}
-	if fe.closed {
-		return &device.Error{Op: opNames[kind], Space: s.sp.id, Detail: fe.String(), Err: device.ErrClosed}
 	}
 	s.enqueue(&op{kind: kind, fence: fe, value: value})
 	return nil
+}
+
+// fence checks that the stream, and f with it, can be used.
+func (s *stream) fence(op string, f device.Fence) (*fence, error) {
+	if err := s.usable(op); err != nil {
+		return nil, err
+	}
+	fe, ok := f.(*fence)
+	if !ok || fe.m != s.m {
+		return nil, &device.Error{Op: op, Space: s.sp.id, Detail: s.String() + ": the fence is not of this machine"}
+	}
+	if fe.closed {
+		return nil, &device.Error{Op: op, Space: s.sp.id, Detail: fe.String(), Err: device.ErrClosed}
+	}
+	return fe, nil
 }
 
 // Synchronize implements device.Stream.
@@ -384,6 +406,7 @@ func (s *stream) Close() error {
 		return err
 	}
 	s.stop = true
+	s.unwatch()
 	s.wake()
 	m.streams = slices.DeleteFunc(m.streams, func(t *stream) bool { return t == s })
 	if m.check != nil {
@@ -525,9 +548,9 @@ func (m *Machine) admit(s *stream) (over bool, err error) {
 	case opRaise:
 		return true, m.raiseFrom(s, o, failed)
 	}
-	if failed != nil {
+	if failed != nil || o.failure != nil {
 		if o.kind == opWork && o.work.Failed != nil {
-			m.tell(s, o.work.Failed, failed)
+			m.tell(s, o.work.Failed, cmp.Or(o.failure, failed))
 		}
 		return true, failed
 	}

@@ -330,6 +330,9 @@ func (m *Machine) deadlock() error {
 		if s.pending() {
 			parts = append(parts, m.describe(s))
 		}
+		for _, w := range s.watches {
+			parts = append(parts, w.String())
+		}
 	}
 	for _, w := range m.waiters {
 		parts = append(parts, w.String())

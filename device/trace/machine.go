@@ -29,7 +29,7 @@ func (m *Machine) NewStream(space device.Space, o device.StreamOptions) (device.
 	if err != nil {
 		return nil, err
 	}
-	if x, ok := inner.(device.Executor); ok && space == device.Host {
+	if x, ok := inner.(device.Watcher); ok && space == device.Host {
 		return &hostStream{x, m}, nil
 	}
 	s := &Stream{Stream: inner, m: m}
@@ -180,20 +180,34 @@ func (s *Stream) release() error {
 
 // hostStream is a traced stream of the host.
 type hostStream struct {
-	device.Executor
+	device.Watcher
 	m *Machine
 }
 
 // Execute implements device.Executor.
-func (s *hostStream) Execute(w device.Work) error {
-	if run := w.Run; run != nil {
-		name := w.Name
-		w.Run = func(a device.Access) error {
-			start := s.m.Now()
-			err := run(a)
-			s.m.w.Add(Span{Space: device.Host, Stream: s.Name(), Op: "launch", Name: name, Start: start, End: s.m.Now(), Err: err})
-			return err
-		}
+func (s *hostStream) Execute(w device.Work) error { return s.Watcher.Execute(s.traced(w)) }
+
+// Watch implements device.Watcher.
+func (s *hostStream) Watch(p device.Point, w device.Work) (bool, error) {
+	return s.Watcher.Watch(p, s.traced(w))
+}
+
+// WatchEvent implements device.Watcher.
+func (s *hostStream) WatchEvent(ev device.Event, w device.Work) (bool, error) {
+	return s.Watcher.WatchEvent(ev, s.traced(w))
+}
+
+// traced is work that notes when it ran.
+func (s *hostStream) traced(w device.Work) device.Work {
+	run, name := w.Run, w.Name
+	if run == nil {
+		return w
 	}
-	return s.Executor.Execute(w)
+	w.Run = func(a device.Access) error {
+		start := s.m.Now()
+		err := run(a)
+		s.m.w.Add(Span{Space: device.Host, Stream: s.Name(), Op: "launch", Name: name, Start: start, End: s.m.Now(), Err: err})
+		return err
+	}
+	return w
 }

@@ -157,6 +157,20 @@ func TestMachine(t *testing.T) {
 		for _, x := range []device.Stream{s, c, h} {
 			check(t, x.Synchronize(context.Background()))
 		}
+		// What a host stream watches for is traced when it runs.
+		f, err := m.NewFence("f")
+		check(t, err)
+		seen, watcher := 0, h.(device.Watcher)
+		look := device.Work{Name: "look", Host: true, Run: func(device.Access) error { seen++; return nil }}
+		_, err = watcher.Watch(device.Point{Fence: f, Value: 1}, look)
+		check(t, err)
+		check(t, c.Await(f, 1))
+		check(t, c.Record(ev))
+		_, err = watcher.WatchEvent(ev, look)
+		check(t, err)
+		check(t, f.Raise(1))
+		check(t, c.Synchronize(context.Background()))
+		check(t, h.Synchronize(context.Background()))
 		took := m.Now() - began
 		check(t, a.Free())
 		check(t, b.Free())
@@ -175,7 +189,10 @@ func TestMachine(t *testing.T) {
 		if len(waits) == 0 || waits[0].Op != "wait" || waits[0].End < copies[0].End-time.Millisecond {
 			t.Errorf("waits %+v for copies %+v", waits, copies)
 		}
-		if naps := spans["host: host"]; !virtual && (len(naps) != 1 || naps[0].Name != "nap" || naps[0].End-naps[0].Start < 2*time.Millisecond) {
+		if seen != 2 || !virtual && (len(spans["host: host"]) != 3 || spans["host: host"][1].Name != "look") {
+			t.Errorf("work that was watched for ran %d times, and is traced as %+v", seen, spans["host: host"])
+		}
+		if naps := spans["host: host"]; !virtual && (len(naps) == 0 || naps[0].Name != "nap" || naps[0].End-naps[0].Start < 2*time.Millisecond) {
 			t.Errorf("work of the host %+v", naps)
 		}
 		for row, all := range spans {

@@ -1,0 +1,180 @@
+//go:build cuda
+
+package cuda
+
+import (
+	"runtime"
+	"time"
+
+	"github.com/moeserve/moeserve/device"
+)
+
+// watch is work that a host stream executes once a fence has reached value, or a
+// recording has passed. The stream's goroutine asks for all of its watches in turn while
+// it has nothing else to do: without a pause for spinFor after the latest change, then
+// with sleeps of at most watchNap, however long it has waited.
+type watch struct {
+	work  device.Work
+	fence *fence
+	value uint32
+	// host or gpu, which is held, is a recording of event.
+	event *event
+	host  *hostRecording
+	gpu   *gpuRecording
+}
+
+const watchNap = 50 * time.Microsecond
+
+// over says whether the wait is over, and how it ended.
+func (w *watch) over() (bool, error) {
+	switch {
+	case w.fence != nil:
+		return w.fence.over(w.value)
+	case w.host != nil:
+		return w.host.passed(), w.host.failure()
+	}
+	w.event.mu.Lock()
+	defer w.event.mu.Unlock()
+	return w.gpu.query()
+}
+
+// over says whether awaiting value is, and how it ended: also by Close, behind which the
+// word counts for others.
+func (f *fence) over(value uint32) (bool, error) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	switch {
+	case f.closed:
+		return true, closedError("watch", device.Host, f.String())
+	case f.reached(value):
+		return true, f.failureLocked(value)
+	}
+	return false, nil
+}
+
+// Watch implements device.Watcher.
+func (s *hostStream) Watch(p device.Point, work device.Work) (bool, error) {
+	f, err := s.m.fence("watch", device.Host, p.Fence)
+	if err != nil {
+		return false, err
+	}
+	f.mu.Lock()
+	closed := f.closed
+	f.mu.Unlock()
+	if closed {
+		return false, closedError("watch", device.Host, f.String())
+	}
+	return s.watch(watch{work: work, fence: f, value: p.Value})
+}
+
+// WatchEvent implements device.Watcher.
+func (s *hostStream) WatchEvent(e device.Event, work device.Work) (bool, error) {
+	ev, err := s.m.event("watch", device.Host, e)
+	if err != nil {
+		return false, err
+	}
+	ev.mu.Lock()
+	err = ev.recorded("watch", device.Host)
+	w := watch{work: work, event: ev, host: ev.host, gpu: ev.gpu}
+	if err == nil && w.gpu != nil {
+		ev.hold(w.gpu)
+	}
+	ev.mu.Unlock()
+	if err != nil {
+		return false, err
+	}
+	reached, err := s.watch(w)
+	if reached || err != nil {
+		w.drop()
+	}
+	return reached, err
+}
+
+// watch adds a watch, unless it is over already and nothing has failed.
+func (s *hostStream) watch(w watch) (bool, error) {
+	if over, err := w.over(); over && err == nil {
+		if s.gone() {
+			return false, closedError("watch", device.Host, s.String())
+		}
+		return true, nil
+	}
+	// The caller may use these slices again.
+	w.work.Reads, w.work.Writes = nil, nil
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.closed || s.m.closed.Load() {
+		return false, closedError("watch", device.Host, s.String())
+	}
+	s.watches, s.changed = append(s.watches, w), time.Now()
+	s.wake.Signal()
+	return false, nil
+}
+
+// drop gives up what the watch holds.
+func (w *watch) drop() {
+	if w.gpu != nil {
+		w.event.drop(w.gpu)
+	}
+}
+
+// look enqueues the work of watches that are over. The lock is held.
+func (s *hostStream) look() {
+	left := s.watches[:0]
+	// Recordings of one stream pass in their order: behind one that has not, there is
+	// no need to ask.
+	var pending *epoch
+	for i := range s.watches {
+		w := &s.watches[i]
+		over, err := false, error(nil)
+		if w.gpu == nil || w.gpu.epoch != pending {
+			over, err = w.over()
+		}
+		if !over {
+			if w.gpu != nil {
+				pending = w.gpu.epoch
+			}
+			left = append(left, *w)
+			continue
+		}
+		w.drop()
+		o := hostOp{kind: hostWork, work: w.work}
+		if err != nil {
+			o.kind, o.failure = hostFailed, err
+		}
+		s.push(o)
+	}
+	if len(left) < len(s.watches) {
+		s.changed = time.Now()
+		clear(s.watches[len(left):])
+		s.watches = left
+	}
+}
+
+// rest lets some time pass before the next look. The lock is held, and released
+// meanwhile.
+func (s *hostStream) rest() {
+	waited := time.Since(s.changed)
+	s.mu.Unlock()
+	defer s.mu.Lock()
+	if waited < spinFor {
+		runtime.Gosched()
+		return
+	}
+	if time.Since(s.probed) > probeEvery {
+		s.probed = time.Now()
+		for _, g := range s.m.gpus {
+			g.probe()
+		}
+	}
+	nap(min(watchNap, max(shortNap, waited/napShare)))
+}
+
+// unwatch drops what the stream watches for, when its goroutine ends.
+func (s *hostStream) unwatch() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for i := range s.watches {
+		s.watches[i].drop()
+	}
+	s.watches = nil
+}

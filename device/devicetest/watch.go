@@ -1,0 +1,178 @@
+package devicetest
+
+import (
+	"errors"
+	"slices"
+	"sync"
+
+	"github.com/moeserve/moeserve/device"
+)
+
+// watcher is a host stream whose work notes how it ended, and raises a fence.
+type watcher struct {
+	*suite
+	device.Watcher
+	ran device.Fence
+
+	mu    sync.Mutex
+	notes []string
+	errs  []error
+}
+
+func (s *suite) watcher() *watcher {
+	s.Helper()
+	w, ok := s.stream(device.Host, "watcher").(device.Watcher)
+	if !ok {
+		s.Fatal("a host stream is no device.Watcher")
+	}
+	return &watcher{suite: s, Watcher: w, ran: s.fence()}
+}
+
+// work notes its name, or the error that it is told.
+func (w *watcher) work(name string) device.Work {
+	note := func(err error) error {
+		w.mu.Lock()
+		defer w.mu.Unlock()
+		w.notes, w.errs = append(w.notes, name), append(w.errs, err)
+		return w.ran.Raise(uint32(len(w.notes)))
+	}
+	return device.Work{
+		Name: name, Host: true,
+		Run:    func(device.Access) error { return note(nil) },
+		Failed: func(err error) { _ = note(err) },
+	}
+}
+
+// pending watches for what has not happened yet.
+func (w *watcher) pending(over bool, err error) {
+	w.Helper()
+	w.ok(err)
+	if over {
+		w.Fatal("what has not happened is said to be over")
+	}
+}
+
+// wants waits until so much work has run or failed as names are given, and compares.
+func (w *watcher) wants(names ...string) {
+	w.Helper()
+	w.ok(w.ran.Await(w.ctx, uint32(len(names))))
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if !slices.Equal(w.notes, names) {
+		w.Fatalf("work ran as %v, want %v", w.notes, names)
+	}
+}
+
+// watches: work runs when its point is reached or its event has passed, in whatever order,
+// and other work of the stream meanwhile.
+func watches(s *suite) {
+	w, gpu := s.watcher(), s.stream(device.HBM(0), "gpu")
+	a, b, gate := s.fence(), s.fence(), s.fence()
+	ev := s.event()
+	w.pending(w.Watch(device.Point{Fence: a, Value: 1}, w.work("a1")))
+	w.pending(w.Watch(device.Point{Fence: b, Value: 2}, w.work("b2")))
+	s.ok(gpu.Await(gate, 1))
+	s.ok(gpu.Record(ev))
+	w.pending(w.WatchEvent(ev, w.work("event")))
+	s.ok(w.Execute(w.work("executed")))
+	s.ok(w.Synchronize(s.ctx))
+	w.wants("executed")
+	s.ok(b.Raise(1))
+	s.ok(w.Synchronize(s.ctx))
+	s.ok(b.Raise(2))
+	w.wants("executed", "b2")
+	s.ok(gate.Raise(1))
+	w.wants("executed", "b2", "event")
+	s.ok(gpu.Raise(a, 1)) // by a stream
+	w.wants("executed", "b2", "event", "a1")
+
+	for _, over := range []func() (bool, error){
+		func() (bool, error) { return w.Watch(device.Point{Fence: a, Value: 1}, w.work("late")) },
+		func() (bool, error) { return w.Watch(device.Point{Fence: b, Value: 1}, w.work("late")) },
+		func() (bool, error) { return w.WatchEvent(ev, w.work("late")) },
+	} {
+		if reached, err := over(); !reached || err != nil {
+			s.Errorf("what has happened is watched for: %v, %v", reached, err)
+		}
+	}
+	s.ok(w.Synchronize(s.ctx))
+	w.wants("executed", "b2", "event", "a1")
+
+	// The event is of use again.
+	s.ok(gpu.Await(gate, 2))
+	s.ok(gpu.Record(ev))
+	w.pending(w.WatchEvent(ev, w.work("again")))
+	s.ok(gate.Raise(2))
+	w.wants("executed", "b2", "event", "a1", "again")
+}
+
+// watchesFail: work is told of what has failed, before or after it was watched for, and
+// its stream is not in error then.
+func watchesFail(s *suite) {
+	w, host := s.watcher(), s.hostStream("host")
+	f, gate := s.fence(), s.fence()
+	ev := s.event()
+	cause := errors.New("the copy before it failed")
+	w.pending(w.Watch(device.Point{Fence: f, Value: 1}, w.work("before")))
+	s.ok(f.Fail(1, cause))
+	w.wants("before")
+	w.pending(w.Watch(device.Point{Fence: f, Value: 1}, w.work("after")))
+	w.wants("before", "after")
+
+	s.ok(host.Await(gate, 1))
+	s.ok(host.Execute(device.Work{Name: "fails", Host: true, Run: func(device.Access) error { return cause }}))
+	s.ok(host.Record(ev))
+	w.pending(w.WatchEvent(ev, w.work("event")))
+	s.ok(gate.Raise(1))
+	w.wants("before", "after", "event")
+	w.pending(w.WatchEvent(ev, w.work("event again")))
+	w.wants("before", "after", "event", "event again")
+	s.wants(host.Recover(s.ctx), "", cause)
+	for i, err := range w.errs {
+		if !errors.Is(err, cause) {
+			s.Errorf("work %q is told %v", w.notes[i], err)
+		}
+	}
+	s.ok(w.Synchronize(s.ctx))
+	s.ok(w.Execute(w.work("executed")))
+	s.ok(f.Raise(2))
+	if reached, err := w.Watch(device.Point{Fence: f, Value: 2}, w.work("late")); !reached || err != nil {
+		s.Errorf("behind a failure: %v, %v", reached, err)
+	}
+	w.wants("before", "after", "event", "event again", "executed")
+	if w.errs[4] != nil {
+		s.Errorf("the stream is in error: %v", w.errs[4])
+	}
+}
+
+// watchesEnd: a stream that is closed drops what it watches for, and what cannot happen is
+// refused.
+func watchesEnd(s *suite) {
+	w, gpu := s.watcher(), s.stream(device.HBM(0), "gpu")
+	f, gate, closed := s.fence(), s.fence(), s.fence()
+	ev := s.event()
+	point := device.Point{Fence: f, Value: 1}
+	_, err := w.WatchEvent(ev, w.work("never"))
+	s.wants(err, "watch", device.ErrNotRecorded)
+	s.ok(closed.Close())
+	_, err = w.Watch(device.Point{Fence: closed, Value: 1}, w.work("never"))
+	s.wants(err, "watch", device.ErrClosed)
+	s.ok(gpu.Await(gate, 1))
+	s.ok(gpu.Record(ev))
+	w.pending(w.Watch(point, w.work("dropped")))
+	w.pending(w.WatchEvent(ev, w.work("dropped")))
+	s.ok(w.Execute(w.work("executed")))
+	s.ok(w.Close())
+	w.wants("executed")
+	_, err = w.Watch(point, w.work("never"))
+	s.wants(err, "watch", device.ErrClosed)
+	s.ok(f.Raise(1))
+	s.ok(gate.Raise(1))
+	s.ok(gpu.Synchronize(s.ctx))
+	_, err = w.Watch(point, w.work("never"))
+	s.wants(err, "watch", device.ErrClosed)
+	other := s.hostStream("another") // runs behind what would be left
+	s.ok(other.Synchronize(s.ctx))
+	w.wants("executed")
+	s.ok(ev.Close())
+}
