@@ -1,0 +1,431 @@
+package dispatch
+
+import (
+	"errors"
+	"fmt"
+	"slices"
+	"testing"
+
+	"pgregory.net/rapid"
+
+	"github.com/moeserve/moeserve/device"
+)
+
+// TestMachine is a device of a few links, and a core above it, by random histories: every
+// byte of a request that succeeds lands exactly once, none before its points are reached,
+// a request finishes once, when nothing of it is under way, and links take the first
+// request that they may.
+func TestMachine(t *testing.T) {
+	rapid.Check(t, func(t *rapid.T) {
+		m := newModel(t)
+		t.Repeat(map[string]func(*rapid.T){
+			"submit": m.submit, "land": m.land, "fail": m.fail, "point": m.point, "recover": m.recover,
+			"promote": m.promote, "cancel": m.cancel, "skip": m.skip, "lose": m.lose,
+			"": m.check,
+		})
+		m.drain()
+	})
+}
+
+// copied is what the model knows of a request.
+type copied struct {
+	*Request
+	after []*pointState
+	// landed counts how often each byte has, by the address that it comes from.
+	landed   map[device.Addr]int
+	flying   int
+	finished int
+	err      error
+	canceled bool
+}
+
+type pointState struct {
+	point                    device.Point
+	awaited, reached, failed bool
+}
+
+// track is the device's side of a link: chunks that it has, in order.
+type track struct {
+	Link
+	flights []flight
+	// broken: the stream is in error, so what is launched fails.
+	broken, recovering, lost bool
+}
+
+type flight struct {
+	slot int
+	c    Chunk
+}
+
+type model struct {
+	t        *rapid.T
+	core     Core
+	links    []*track
+	requests []*copied
+	points   []*pointState
+	addr     device.Addr
+	// again are chunks that were launched and failed, which come out of order.
+	again map[string]int
+}
+
+var errChunk = errors.New("chunk failed")
+
+func newModel(t *rapid.T) *model {
+	m := &model{t: t, again: map[string]int{}}
+	for _, pair := range []device.Pair{{From: 0, To: 1}, {From: 2, To: 1}, {From: 0, To: 2}} {
+		l := Link{From: pair.From, To: pair.To, ChunkBytes: rapid.Int64Range(1, 1500).Draw(t, "chunk"), Depth: rapid.IntRange(1, 3).Draw(t, "depth")}
+		m.core.AddLink(l)
+		m.links = append(m.links, &track{Link: l})
+	}
+	for range 3 {
+		m.newPoint()
+	}
+	return m
+}
+
+func (m *model) newPoint() {
+	m.points = append(m.points, &pointState{point: device.Point{Fence: &fence{name: fmt.Sprint(len(m.points))}, Value: 1}})
+}
+
+func (m *model) submit(t *rapid.T) {
+	l := rapid.SampledFrom(m.links).Draw(t, "link")
+	c := &copied{
+		Request: &Request{From: l.From, To: l.To, Class: uint8(rapid.IntRange(0, Classes-1).Draw(t, "class"))},
+		landed:  map[device.Addr]int{},
+	}
+	c.Owner = c
+	for range rapid.IntRange(1, 5).Draw(t, "pieces") {
+		n := rapid.Int64Range(1, 2000).Draw(t, "bytes")
+		m.addr += device.Addr(rapid.IntRange(0, 1).Draw(t, "gap"))
+		c.Add(Piece{Src: device.Range{Addr: m.addr, Bytes: n}, Dst: device.Range{Addr: 1<<40 + m.addr, Bytes: n}})
+		m.addr += device.Addr(n)
+	}
+	m.addr += 2
+	var after []device.Point
+	for _, p := range m.points {
+		if !p.reached && !p.failed && rapid.IntRange(0, 3).Draw(t, "waits") == 0 {
+			c.after, after = append(c.after, p), append(after, p.point)
+		}
+	}
+	err := m.core.Submit(c.Request, after)
+	if (err != nil) != l.lost {
+		t.Fatalf("submitted to a link, lost: %v: %v", l.lost, err)
+	}
+	if err == nil {
+		m.requests = append(m.requests, c)
+	}
+	m.act()
+}
+
+// act does what the core asks for.
+func (m *model) act() {
+	for a, ok := m.core.Next(); ok; a, ok = m.core.Next() {
+		switch a.Kind {
+		case Await:
+			i := slices.IndexFunc(m.points, func(p *pointState) bool { return p.point == a.Point })
+			if m.points[i].awaited {
+				m.t.Fatal("a point is awaited twice")
+			}
+			m.points[i].awaited = true
+		case Launch:
+			m.launch(a)
+		case Recover:
+			l := m.links[a.Link]
+			if len(l.flights) > 0 || l.recovering {
+				m.t.Fatal("a link is recovered under its chunks, or twice")
+			}
+			l.recovering = true
+		case Retry:
+		case Finish:
+			c := a.Request.Owner.(*copied)
+			c.finished++
+			c.err = a.Err
+			if c.flying > 0 || c.finished > 1 {
+				m.t.Fatalf("a request has finished with %d chunks under way, for the time %d", c.flying, c.finished)
+			}
+		}
+	}
+}
+
+func (m *model) launch(a Action) {
+	l, c := m.links[a.Link], a.Chunk.Request.Owner.(*copied)
+	switch {
+	case l.recovering || l.lost:
+		m.t.Fatal("launched on a link that is being recovered, or lost")
+	case c.finished > 0:
+		m.t.Fatal("launched for a request that has finished")
+	case c.From != l.From || c.To != l.To:
+		m.t.Fatal("launched on a link that does not lead there")
+	case a.Chunk.Bytes < 1 || a.Chunk.Bytes > l.ChunkBytes:
+		m.t.Fatalf("a chunk of %d bytes", a.Chunk.Bytes)
+	case slices.ContainsFunc(c.after, func(p *pointState) bool { return !p.reached }):
+		m.t.Fatal("launched before its points are reached")
+	case len(l.flights) == l.Depth || slices.ContainsFunc(l.flights, func(f flight) bool { return f.slot == a.Slot }):
+		m.t.Fatal("a slot is used twice")
+	}
+	if key := text(m.named(a.Chunk)); m.again[key] > 0 {
+		m.again[key]--
+	} else {
+		for _, other := range m.requests {
+			first := other.Class > c.Class || other.Class == c.Class && other.seq < c.seq
+			if first && other.From == c.From && other.To == c.To && other.issued < other.bytes && other.failure == nil && !other.ended && other.waiting == 0 {
+				m.t.Fatalf("a request of class %d goes before one of class %d", c.Class, other.Class)
+			}
+		}
+	}
+	c.flying++
+	l.flights = append(l.flights, flight{a.Slot, a.Chunk})
+}
+
+// named gives the chunk a name of its own.
+func (m *model) named(c Chunk) Chunk {
+	r := *c.Request
+	r.Owner = r.seq
+	c.Request = &r
+	return c
+}
+
+// end takes the oldest chunk of a link off.
+func (m *model) end(i int) flight {
+	f := m.links[i].flights[0]
+	m.links[i].flights = m.links[i].flights[1:]
+	f.c.Request.Owner.(*copied).flying--
+	return f
+}
+
+func (m *model) link(t *rapid.T, is func(*track) bool) int {
+	var l []int
+	for i, x := range m.links {
+		if is(x) {
+			l = append(l, i)
+		}
+	}
+	if len(l) == 0 {
+		t.Skip("none")
+	}
+	return rapid.SampledFrom(l).Draw(t, "link")
+}
+
+func (m *model) land(t *rapid.T) {
+	i := m.link(t, func(l *track) bool { return len(l.flights) > 0 && !l.broken })
+	m.landFirst(i)
+}
+
+func (m *model) landFirst(i int) {
+	f := m.end(i)
+	owner := f.c.Request.Owner.(*copied)
+	_ = f.c.Each(func(dst, src device.Range) error {
+		if dst.Addr-src.Addr != 1<<40 || dst.Bytes != src.Bytes {
+			m.t.Fatalf("%v is copied to %v", src, dst)
+		}
+		for b := range src.Bytes {
+			owner.landed[src.Addr+device.Addr(b)]++
+		}
+		return nil
+	})
+	m.core.Landed(i, f.slot)
+	m.act()
+}
+
+func (m *model) fail(t *rapid.T) {
+	i := m.link(t, func(l *track) bool { return len(l.flights) > 0 })
+	l := m.links[i]
+	if !l.broken && rapid.Bool().Draw(t, "refused") {
+		// Only the last to be launched can be: the core launches nothing behind it.
+		last := len(l.flights) - 1
+		f := l.flights[last]
+		l.flights = l.flights[:last]
+		f.c.Request.Owner.(*copied).flying--
+		m.core.Refused(i, f.slot, errChunk)
+		m.act()
+		return
+	}
+	l.broken = true
+	m.failFirst(i)
+}
+
+func (m *model) failFirst(i int) {
+	f := m.end(i)
+	m.again[text(m.named(f.c))]++
+	err := errChunk
+	if m.links[i].lost {
+		err = device.ErrLost
+	}
+	m.core.Failed(i, f.slot, err)
+	m.act()
+}
+
+func (m *model) recover(t *rapid.T) {
+	i := m.link(t, func(l *track) bool { return l.recovering })
+	m.recovered(i)
+}
+
+func (m *model) recovered(i int) {
+	l := m.links[i]
+	l.recovering, l.broken = false, l.lost
+	var err error = errChunk
+	if l.lost {
+		err = device.ErrLost
+	}
+	m.core.Recovered(i, err)
+	m.act()
+}
+
+func (m *model) lose(t *rapid.T) {
+	i := m.link(t, func(l *track) bool { return !l.lost && (len(l.flights) > 0 || l.recovering) })
+	if rapid.IntRange(0, 3).Draw(t, "really") > 0 {
+		t.Skip("not yet")
+	}
+	l := m.links[i]
+	l.lost, l.broken = true, true
+	if len(l.flights) > 0 {
+		m.failFirst(i)
+	} else {
+		m.recovered(i)
+	}
+}
+
+func (m *model) point(t *rapid.T) {
+	p := rapid.SampledFrom(m.points).Draw(t, "point")
+	m.passed(p, rapid.IntRange(0, 4).Draw(t, "fails") == 0)
+}
+
+func (m *model) passed(p *pointState, fails bool) {
+	if p.reached || p.failed {
+		return
+	}
+	if p.reached, p.failed = !fails, fails; fails {
+		m.core.PointFailed(p.point, errChunk)
+	} else {
+		m.core.Reached(p.point)
+	}
+	m.act()
+	m.newPoint()
+}
+
+func (m *model) request(t *rapid.T) *copied {
+	if len(m.requests) == 0 {
+		t.Skip("none")
+	}
+	return rapid.SampledFrom(m.requests).Draw(t, "request")
+}
+
+func (m *model) promote(t *rapid.T) {
+	m.core.Promote(m.request(t).Request, uint8(rapid.IntRange(0, Classes-1).Draw(t, "class")))
+	m.act()
+}
+
+func (m *model) cancel(t *rapid.T) {
+	c := m.request(t)
+	if m.core.Cancel(c.Request, errChunk) {
+		c.canceled = true
+	}
+	m.act()
+	if c.canceled && (c.finished != 1 || c.err == nil || len(c.landed) > 0) {
+		t.Fatal("a request that was canceled has not finished so, or was copied")
+	}
+}
+
+func (m *model) skip(t *rapid.T) {
+	c := m.request(t)
+	done := m.core.Skip(c.Request)
+	m.act()
+	if done && (c.finished != 1 || c.err != nil || len(c.landed) > 0 || !c.Skipped()) {
+		t.Fatal("a request that was skipped has not finished so, or was copied")
+	}
+}
+
+// check holds after every event.
+func (m *model) check(t *rapid.T) {
+	for _, c := range m.requests {
+		if c.Ended() != (c.finished == 1) {
+			t.Fatal("a request has ended that has not finished, or the other way round")
+		}
+		if c.finished == 1 && c.err == nil && !c.Skipped() {
+			if int64(len(c.landed)) != c.Bytes() {
+				t.Fatalf("%d of %d bytes have landed", len(c.landed), c.Bytes())
+			}
+			for _, n := range c.landed {
+				if n != 1 {
+					t.Fatalf("a byte has landed %d times", n)
+				}
+			}
+		}
+	}
+	for i, l := range m.links {
+		idle := !slices.ContainsFunc(m.requests, func(c *copied) bool {
+			return c.From == l.From && c.To == l.To && c.finished == 0 && c.waiting == 0 && c.issued < c.bytes
+		})
+		if !idle && len(l.flights) < l.Depth && !m.core.links[i].broken {
+			t.Fatal("a link idles")
+		}
+	}
+}
+
+// drain lets everything happen that can: then all requests have finished.
+func (m *model) drain() {
+	for _, p := range m.points {
+		m.passed(p, false)
+	}
+	for again := true; again; {
+		again = false
+		for i, l := range m.links {
+			for len(l.flights) > 0 {
+				if again = true; l.broken {
+					m.failFirst(i)
+				} else {
+					m.landFirst(i)
+				}
+			}
+			if l.recovering {
+				again = true
+				m.recovered(i)
+			}
+		}
+	}
+	m.check(m.t)
+	for _, c := range m.requests {
+		if c.finished != 1 {
+			m.t.Fatal("a request has not finished")
+		}
+	}
+	if r := m.core.Begun(); r != nil || len(m.core.waits) > 0 && slices.ContainsFunc(m.points, func(p *pointState) bool { return p.reached && len(m.core.waits[p.point]) > 0 }) {
+		m.t.Fatal("something is left")
+	}
+}
+
+// TestNoGarbage: in the steady state the core allocates nothing.
+func TestNoGarbage(t *testing.T) {
+	var c Core
+	link := c.AddLink(Link{From: 0, To: 1, ChunkBytes: 100, Depth: 2})
+	p := device.Point{Fence: &fence{}}
+	r, after := &Request{}, make([]device.Point, 1)
+	round := func() {
+		r.Reset()
+		r.From, r.To = 0, 1
+		for i := range device.Addr(4) {
+			r.Add(Piece{Src: device.Range{Addr: 1000 * i, Bytes: 60}, Dst: device.Range{Addr: 1<<40 + 1000*i, Bytes: 60}})
+		}
+		p.Value++
+		after[0] = p
+		if err := c.Submit(r, after); err != nil {
+			t.Fatal(err)
+		}
+		for finished := false; !finished; {
+			a, ok := c.Next()
+			switch {
+			case !ok:
+				t.Fatal("nothing to do, and not finished")
+			case a.Kind == Await:
+				c.Reached(a.Point)
+			case a.Kind == Launch:
+				c.Landed(link, a.Slot)
+			case a.Kind == Finish:
+				finished = true
+			}
+		}
+	}
+	if n := testing.AllocsPerRun(200, round); n > 0 {
+		t.Errorf("%v allocations per request", n)
+	}
+}

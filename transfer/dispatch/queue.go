@@ -1,0 +1,54 @@
+package dispatch
+
+import (
+	"cmp"
+	"slices"
+
+	"github.com/moeserve/moeserve/device"
+)
+
+// queue holds the requests for one destination that have bytes left to launch, those
+// too that still wait for points.
+type queue struct {
+	to device.Space
+	// byClass are in order of submission.
+	byClass [Classes][]*Request
+}
+
+func bySeq(r *Request, seq uint64) int { return cmp.Compare(r.seq, seq) }
+
+func (q *queue) insert(r *Request) {
+	l := q.byClass[r.Class]
+	i, _ := slices.BinarySearchFunc(l, r.seq, bySeq)
+	q.byClass[r.Class] = slices.Insert(l, i, r)
+}
+
+// remove takes r out and reports whether it was in.
+func (q *queue) remove(r *Request) bool {
+	l := q.byClass[r.Class]
+	i, ok := slices.BinarySearchFunc(l, r.seq, bySeq)
+	if ok = ok && l[i] == r; ok {
+		q.byClass[r.Class] = slices.Delete(l, i, i+1)
+	}
+	return ok
+}
+
+// first is the first request by class and submission of which is true; nil if there is
+// none.
+func (q *queue) first(is func(*Request) bool) *Request {
+	for class := Classes - 1; class >= 0; class-- {
+		if i := slices.IndexFunc(q.byClass[class], is); i >= 0 {
+			return q.byClass[class][i]
+		}
+	}
+	return nil
+}
+
+// all lists the requests, those of the highest class first.
+func (q *queue) all() []*Request {
+	var l []*Request
+	for class := Classes - 1; class >= 0; class-- {
+		l = append(l, q.byClass[class]...)
+	}
+	return l
+}

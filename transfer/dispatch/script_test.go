@@ -1,0 +1,222 @@
+package dispatch
+
+import (
+	"errors"
+	"fmt"
+	"strconv"
+	"strings"
+	"testing"
+
+	"github.com/cockroachdb/datadriven"
+
+	"github.com/moeserve/moeserve/device"
+)
+
+// fence is one that only has a name.
+type fence struct {
+	device.Fence
+	name string
+}
+
+// script is a core whose requests, links and points have names.
+type script struct {
+	core     Core
+	names    []string // of links
+	requests map[string]*Request
+	fences   map[string]*fence
+	addr     device.Addr
+	// blind points cannot be watched.
+	blind map[string]bool
+	out   strings.Builder
+}
+
+// TestScripts runs scripts of:
+//
+//	link name=H from=0 to=1 [chunk=8] [depth=2]      spaces are numbers, 0 is the host
+//	submit name=A bytes=20 [pieces=(4,4,4|4)] [class=1] [after=(p,q)] [from=0] [to=1]
+//	    pieces have bytes of their own; a bar stands where the next adjoins the one before
+//	reached p | failed p | blind p                   a point
+//	landed H 0 | failed H 0 | refused H 0 | lost H 0 the chunk in slot 0 of H
+//	recovered H [lost]
+//	promote name=A class=2 | cancel name=A | skip name=A | cancel-all
+//
+// and prints the actions that follow.
+func TestScripts(t *testing.T) {
+	datadriven.Walk(t, "testdata/scripts", func(t *testing.T, path string) {
+		s := &script{requests: map[string]*Request{}, fences: map[string]*fence{}, blind: map[string]bool{}}
+		datadriven.RunTest(t, path, func(t *testing.T, d *datadriven.TestData) string {
+			s.out.Reset()
+			s.run(t, d)
+			s.actions()
+			if s.out.Len() == 0 {
+				return "nothing\n"
+			}
+			return s.out.String()
+		})
+	})
+}
+
+func (s *script) run(t *testing.T, d *datadriven.TestData) {
+	var name string
+	var after []string
+	pieces := d.Input
+	from, to, bytes, chunk, depth, class := 0, 1, 0, 8, 2, 0
+	d.MaybeScanArgs(t, "name", &name)
+	d.MaybeScanArgs(t, "from", &from)
+	d.MaybeScanArgs(t, "to", &to)
+	d.MaybeScanArgs(t, "bytes", &bytes)
+	d.MaybeScanArgs(t, "chunk", &chunk)
+	d.MaybeScanArgs(t, "depth", &depth)
+	d.MaybeScanArgs(t, "class", &class)
+	for _, a := range d.CmdArgs {
+		if a.Key == "after" {
+			after = a.Vals
+		}
+	}
+	word := func(i int) string { return d.CmdArgs[i].Key }
+	at := func() (link, slot int) {
+		for s.names[link] != word(0) {
+			link++
+		}
+		if len(d.CmdArgs) > 1 {
+			slot, _ = strconv.Atoi(word(1))
+		}
+		return link, slot
+	}
+	boom := errors.New("boom")
+	gone := fmt.Errorf("gone: %w", device.ErrLost)
+	r := s.requests[name]
+	switch d.Cmd {
+	case "link":
+		s.core.AddLink(Link{From: device.Space(from), To: device.Space(to), ChunkBytes: int64(chunk), Depth: depth})
+		s.names = append(s.names, name)
+	case "submit":
+		r = &Request{From: device.Space(from), To: device.Space(to), Class: uint8(class), Owner: name}
+		if pieces == "" {
+			pieces = strconv.Itoa(bytes)
+		}
+		s.pieces(t, r, pieces)
+		s.requests[name] = r
+		var points []device.Point
+		for _, p := range after {
+			points = append(points, s.point(p))
+		}
+		if err := s.core.Submit(r, points); err != nil {
+			fmt.Fprintf(&s.out, "refused: %v\n", err)
+		}
+	case "blind":
+		s.blind[word(0)] = true
+	case "reached":
+		s.core.Reached(s.point(word(0)))
+	case "failed", "refused", "landed", "lost":
+		if f, ok := s.fences[word(0)]; ok {
+			s.core.PointFailed(device.Point{Fence: f, Value: 1}, boom)
+			return
+		}
+		link, slot := at()
+		switch d.Cmd {
+		case "landed":
+			s.core.Landed(link, slot)
+		case "failed":
+			s.core.Failed(link, slot, boom)
+		case "lost":
+			s.core.Failed(link, slot, gone)
+		default:
+			s.core.Refused(link, slot, boom)
+		}
+	case "recovered":
+		link, _ := at()
+		var err error
+		if len(d.CmdArgs) > 1 {
+			err = gone
+		}
+		s.core.Recovered(link, err)
+	case "promote":
+		s.core.Promote(r, uint8(class))
+	case "cancel":
+		fmt.Fprintln(&s.out, s.core.Cancel(r, errors.New("canceled")))
+	case "skip":
+		fmt.Fprintln(&s.out, s.core.Skip(r), r.Skipped())
+	case "cancel-all":
+		s.core.CancelAll(errors.New("closed"))
+	default:
+		d.Fatalf(t, "unknown command %s", d.Cmd)
+	}
+}
+
+// pieces adds pieces of so many bytes, in text: "4 4|4" are three, the last of which
+// adjoins the one before it.
+func (s *script) pieces(t *testing.T, r *Request, text string) {
+	for group := range strings.FieldsSeq(text) {
+		s.addr += 1 << 20
+		for part := range strings.SplitSeq(group, "|") {
+			count := 1
+			if n, rest, ok := strings.Cut(part, "x"); ok {
+				count, _ = strconv.Atoi(n)
+				part = rest
+			}
+			n, err := strconv.ParseInt(part, 10, 64)
+			if err != nil {
+				t.Fatal(err)
+			}
+			for range count {
+				if count > 1 {
+					s.addr += 1 << 20
+				}
+				r.Add(Piece{Dst: device.Range{Addr: 1<<50 + s.addr, Bytes: n}, Src: device.Range{Addr: s.addr, Bytes: n}})
+				s.addr += device.Addr(n)
+			}
+		}
+	}
+}
+
+func (s *script) point(name string) device.Point {
+	if s.fences[name] == nil {
+		s.fences[name] = &fence{name: name}
+	}
+	return device.Point{Fence: s.fences[name], Value: 1}
+}
+
+func (s *script) actions() {
+	for a, ok := s.core.Next(); ok; a, ok = s.core.Next() {
+		switch a.Kind {
+		case Await:
+			name := a.Point.Fence.(*fence).name
+			if s.blind[name] {
+				fmt.Fprintf(&s.out, "withdraw %s\n", a.Request.Owner)
+				s.core.Withdraw(a.Request, a.Point)
+				continue
+			}
+			fmt.Fprintf(&s.out, "await %s\n", name)
+		case Launch:
+			fmt.Fprintf(&s.out, "launch %s %d: %s\n", s.names[a.Link], a.Slot, text(a.Chunk))
+		case Recover:
+			fmt.Fprintf(&s.out, "recover %s\n", s.names[a.Link])
+		case Retry:
+			fmt.Fprintf(&s.out, "retry %s: %v\n", text(a.Chunk), a.Err)
+		case Finish:
+			fmt.Fprintf(&s.out, "finish %s", a.Request.Owner)
+			if a.Err != nil {
+				fmt.Fprintf(&s.out, ": %v", a.Err)
+			}
+			fmt.Fprintln(&s.out)
+		}
+	}
+}
+
+// text is a chunk as name[offset,end), with its copies where there is more than one.
+func text(c Chunk) string {
+	from := c.Offset
+	for _, p := range c.Request.Pieces[:c.Piece] {
+		from += p.Src.Bytes
+	}
+	copies := 0
+	if err := c.Each(func(_, _ device.Range) error { copies++; return nil }); err != nil {
+		panic(err)
+	}
+	t := fmt.Sprintf("%s[%d,%d)", c.Request.Owner, from, from+c.Bytes)
+	if copies > 1 {
+		t += fmt.Sprintf(" in %d copies", copies)
+	}
+	return t
+}
