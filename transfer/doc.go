@@ -4,14 +4,19 @@
 //
 // # How a copy goes
 //
-// Submit puts a request on the link of its pair of memories and returns. A link
-// has one owner: a device stream that does the copies, a host stream that learns
-// of their ends, and a queue. At most Depth chunks of ChunkBytes are with the
-// device at a time; the rest waits in the queue, so that a more urgent request
-// overtakes at the next chunk. Among requests of one priority the first submitted
-// goes first. A request whose After points are not all reached is passed over, not
-// waited for: nothing queued behind it is held up, so a stream that must see one
-// copy land before it raises the fence another one waits for is no deadlock.
+// Submit gives a request to the core (package dispatch), which decides what goes when,
+// and returns. There is a link for each pair of memories: a device stream that does the
+// copies. At most Depth chunks of ChunkBytes are with the device at a time on each; the
+// rest waits in the queue of its destination, so that a more urgent request overtakes at
+// the next chunk. Among requests of one priority the first submitted goes first. A request
+// whose After points are not all reached is passed over, not waited for: nothing queued
+// behind it is held up, so a stream that must see one copy land before it raises the fence
+// another one waits for is no deadlock.
+//
+// One host stream, which watches (device.Watcher), learns of the ends of chunks and of
+// After points for all links: it gives the device the next chunk, and raises Done. What
+// takes no waiting happens in the caller of Submit: a request whose points are reached
+// goes to an idle link at once.
 //
 //	engine, _ := transfer.New(transfer.Options{Machine: m})
 //	ticket, err := engine.Submit(transfer.Request{
@@ -25,6 +30,11 @@
 //	…
 //	compute.Await(landed, 7)             // the consumer's stream waits by itself
 //	ticket.Promote(transfer.Needed)      // it is needed sooner than thought
+//
+// # Many pieces
+//
+// A request may have many Pieces, scattered on both sides, with one ticket and one Done.
+// Small ones share a chunk, and with it an event: a thousand blocks are 16 chunks.
 //
 // # Failure
 //
@@ -40,8 +50,8 @@
 //
 // It owns no memory that it copies, keeps nobody from overlapping requests (each
 // must be ordered by After and Done), and knows neither experts nor KV. There is
-// one path for each pair of memories; a pair served by several paths at once is a
-// matter of several links that pull chunks from one queue.
+// one path for each pair of memories: a second one, over a relay, would be one more link
+// that takes chunks out of the queue of the destination.
 //
 // # Invariants
 //

@@ -2,6 +2,7 @@ package transfer
 
 import (
 	"cmp"
+	"context"
 	"errors"
 	"fmt"
 	"log/slog"
@@ -10,6 +11,7 @@ import (
 	"time"
 
 	"github.com/moeserve/moeserve/device"
+	"github.com/moeserve/moeserve/transfer/dispatch"
 )
 
 // Options describe an engine.
@@ -22,8 +24,8 @@ type Options struct {
 	ChunkBytes int64
 	// Depth is how many chunks of one link are with the device at a time. Default: 2.
 	Depth int
-	// Logger hears of chunks tried again and copies that failed. Default: none.
-	Logger *slog.Logger
+	// Log hears of chunks tried again and copies that failed. Default: none.
+	Log *slog.Logger
 }
 
 const (
@@ -38,8 +40,8 @@ func (o Options) EnsureDefaults() Options {
 	if o.Depth == 0 {
 		o.Depth = defaultDepth
 	}
-	if o.Logger == nil {
-		o.Logger = slog.New(slog.DiscardHandler)
+	if o.Log == nil {
+		o.Log = slog.New(slog.DiscardHandler)
 	}
 	return o
 }
@@ -59,12 +61,34 @@ func (o Options) Validate() error {
 
 // Engine copies between the memories of one machine. Its methods may be called
 // from any goroutine.
+//
+// What goes when is decided by the core. The engine does what it asks for: it gives
+// chunks to the streams of the links, from whichever goroutine reports the event that
+// calls for it, and learns of the ends of chunks and of After points on one host stream,
+// of all links.
 type Engine struct {
 	o Options
+	// ends is the host stream that learns of ends and points, and recovers streams.
+	ends device.Watcher
 
-	mu     sync.Mutex
-	links  map[device.Pair]*link
-	closed bool
+	// mu is never held while something waits: on a machine with virtual time whoever
+	// waits may run other work of the engine.
+	mu   sync.Mutex
+	core dispatch.Core
+	// links by their number in the core.
+	links []*link
+	// waits, tickets and marks, fences for Ticket.end at the value that they have, are
+	// there to be used again.
+	waits   []*wait
+	tickets []*Ticket
+	marks   []device.Point
+	closed  bool
+}
+
+// wait is what is done when a point is reached.
+type wait struct {
+	point device.Point
+	work  device.Work
 }
 
 // New starts an engine. Links come into being with their first request.
@@ -73,7 +97,15 @@ func New(o Options) (*Engine, error) {
 	if err := o.Validate(); err != nil {
 		return nil, err
 	}
-	return &Engine{o: o, links: map[device.Pair]*link{}}, nil
+	s, err := o.Machine.NewStream(device.Host, device.StreamOptions{Name: "ends of copies"})
+	if err != nil {
+		return nil, fmt.Errorf("transfer: %w", err)
+	}
+	w, ok := s.(device.Watcher)
+	if !ok {
+		return nil, errors.Join(errors.New("transfer: a host stream of this machine watches for nothing"), s.Close())
+	}
+	return &Engine{o: o, ends: w}, nil
 }
 
 // Submit queues a copy and returns at once. An error means that nothing was
@@ -81,90 +113,196 @@ func New(o Options) (*Engine, error) {
 // (device.ErrUnreachable), a lost device (device.ErrLost), a closed engine
 // (device.ErrClosed).
 func (e *Engine) Submit(r Request) (*Ticket, error) {
-	err := r.validate()
+	err := r.validate(e.o.Machine)
+	var t *Ticket
 	if err == nil {
-		err = e.placed(&r)
+		t, err = e.submit(&r)
 	}
-	if err != nil {
-		return nil, fmt.Errorf("transfer: %s: %w", r.name(), err)
-	}
-	l, err := e.link(device.Pair{From: r.Src.Space, To: r.Dst.Space})
-	if err != nil {
-		return nil, fmt.Errorf("transfer: %s: %w", r.name(), err)
-	}
-	t, err := l.submit(r)
 	if err != nil {
 		return nil, fmt.Errorf("transfer: %s: %w", r.name(), err)
 	}
 	return t, nil
 }
 
-func (r *Request) validate() error {
-	switch {
-	case r.Src.Bytes != r.Dst.Bytes:
-		return fmt.Errorf("%d bytes into %d", r.Src.Bytes, r.Dst.Bytes)
-	case r.Src.Bytes <= 0:
-		return fmt.Errorf("%d bytes; a copy has at least one", r.Src.Bytes)
-	case r.Src.Addr < r.Dst.End() && r.Dst.Addr < r.Src.End():
-		return fmt.Errorf("source %v and destination %v overlap", r.Src, r.Dst)
-	case int(r.Priority) >= priorities:
-		return fmt.Errorf("there is no %v", r.Priority)
-	case r.Done.None():
-		return errors.New("no Done point, so nobody would learn of its end")
-	case slices.ContainsFunc(r.After, device.Point.None):
-		return errors.New("an After point without a fence")
-	}
-	return nil
-}
-
-// placed says whether the bytes of a request are in the spaces that it names, which
-// choose the link.
-func (e *Engine) placed(r *Request) error {
-	for i, at := range [...]device.Region{r.Src, r.Dst} {
-		space, ok := e.o.Machine.SpaceOf(at.Addr)
-		if ok && space == at.Space {
-			continue
-		}
-		side := [...]string{"source", "destination"}[i]
-		if !ok {
-			return fmt.Errorf("%s %v is in no live allocation", side, at)
-		}
-		return fmt.Errorf("%s %v is on %s", side, at, space)
-	}
-	return nil
-}
-
-func (r *Request) name() string {
-	if r.Label == nil {
-		return fmt.Sprintf("copy of %d bytes from %s to %s", r.Src.Bytes, r.Src.Space, r.Dst.Space)
-	}
-	return fmt.Sprintf("%s (%d bytes from %s to %s)", r.Label, r.Src.Bytes, r.Src.Space, r.Dst.Space)
-}
-
-// link returns the link of the pair, and makes it where it is new.
-func (e *Engine) link(pair device.Pair) (*link, error) {
+func (e *Engine) submit(r *Request) (*Ticket, error) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	if e.closed {
 		return nil, device.ErrClosed
 	}
-	if l := e.links[pair]; l != nil {
-		return l, nil
+	if _, err := e.link(r.pair()); err != nil {
+		return nil, err
+	}
+	t, err := e.ticket(r)
+	if err != nil {
+		return nil, err
+	}
+	if err = e.core.Submit(&t.req, r.After); err == nil {
+		err = e.act()
+	}
+	if err != nil {
+		t.end.Value-- // it was not raised
+		e.marks = append(e.marks, t.end)
+		e.recycle(t)
+		return nil, err
+	}
+	return t, nil
+}
+
+// ticket is that of a request: a new one, or one that was given up.
+func (e *Engine) ticket(r *Request) (*Ticket, error) {
+	var mark device.Point
+	if n := len(e.marks); n > 0 {
+		mark, e.marks = e.marks[n-1], e.marks[:n-1]
+	} else {
+		f, err := e.o.Machine.NewFence("end of a copy")
+		if err != nil {
+			return nil, err
+		}
+		mark.Fence = f
+	}
+	var t *Ticket
+	if n := len(e.tickets); n > 0 {
+		t, e.tickets = e.tickets[n-1], e.tickets[:n-1]
+	} else {
+		t = &Ticket{engine: e}
+		t.req.Owner = t
+	}
+	pair := r.pair()
+	t.req.From, t.req.To, t.req.Class = pair.From, pair.To, uint8(r.Priority)
+	for i := range r.count() {
+		p := r.at(i)
+		t.req.Add(dispatch.Piece{Dst: p.Dst.Range, Src: p.Src.Range})
+	}
+	t.label, t.done = r.Label, r.Done
+	t.end = device.Point{Fence: mark.Fence, Value: mark.Value + 1}
+	return t, nil
+}
+
+// recycle takes a ticket back that nobody refers to: of a copy that has landed, or was not
+// queued.
+func (e *Engine) recycle(t *Ticket) {
+	t.req.Reset()
+	*t = Ticket{engine: e, req: t.req}
+	e.tickets = append(e.tickets, t)
+}
+
+// link returns the link of the pair, and makes it where it is new.
+func (e *Engine) link(pair device.Pair) (*link, error) {
+	if i := slices.IndexFunc(e.links, func(l *link) bool { return l.pair == pair }); i >= 0 {
+		return e.links[i], nil
 	}
 	path, err := e.o.Machine.Topology().Path(pair.From, pair.To)
 	if err != nil {
 		return nil, err
 	}
-	o := e.o
-	if o.ChunkBytes == 0 {
-		o.ChunkBytes = max(leastChunkBytes, int64(path.BytesPerSecond*defaultChunkTime.Seconds())>>20<<20)
+	chunk := e.o.ChunkBytes
+	if chunk == 0 {
+		chunk = max(leastChunkBytes, int64(path.BytesPerSecond*defaultChunkTime.Seconds())>>20<<20)
 	}
-	l, err := newLink(o, pair)
+	l, err := newLink(e, pair)
 	if err != nil {
 		return nil, err
 	}
-	e.links[pair] = l
+	l.number = e.core.AddLink(dispatch.Link{From: pair.From, To: pair.To, ChunkBytes: chunk, Depth: e.o.Depth})
+	e.links = append(e.links, l)
 	return l, nil
+}
+
+// act does what the core asks for. An error says why a request was withdrawn, which only
+// one that was submitted just now can be. The lock is held.
+func (e *Engine) act() (err error) {
+	for a, ok := e.core.Next(); ok; a, ok = e.core.Next() {
+		switch a.Kind {
+		case dispatch.Await:
+			if failed := e.await(a.Point); failed != nil {
+				e.core.Withdraw(a.Request, a.Point)
+				err = failed
+			}
+		case dispatch.Launch:
+			e.links[a.Link].launch(a.Slot, a.Chunk)
+		case dispatch.Recover:
+			e.links[a.Link].startRecovery()
+		case dispatch.Retry:
+			e.links[a.Link].stats.Retries++
+			e.o.Log.Warn("a chunk failed and is tried again", "copy", a.Chunk.Request.Owner.(*Ticket).name(), "err", a.Err)
+		case dispatch.Finish:
+			e.finish(a.Request.Owner.(*Ticket), a.Err)
+		}
+	}
+	for _, l := range e.links {
+		l.account()
+	}
+	return err
+}
+
+// await watches for a point.
+func (e *Engine) await(p device.Point) error {
+	var w *wait
+	if n := len(e.waits); n > 0 {
+		w, e.waits = e.waits[n-1], e.waits[:n-1]
+	} else {
+		w = &wait{}
+		w.work = device.Work{
+			Name: "start copies", Host: true,
+			Run:    func(device.Access) error { e.passed(w, nil); return nil },
+			Failed: func(err error) { e.passed(w, fmt.Errorf("%w: %w", ErrAfter, err)) },
+		}
+	}
+	w.point = p
+	reached, err := e.ends.Watch(p, w.work)
+	if reached {
+		e.core.Reached(p)
+	}
+	if reached || err != nil {
+		e.unused(w)
+	}
+	return err
+}
+
+func (e *Engine) unused(w *wait) {
+	w.point = device.Point{}
+	e.waits = append(e.waits, w)
+}
+
+// passed runs on ends when a point is reached, or has failed.
+func (e *Engine) passed(w *wait, err error) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if err != nil {
+		e.core.PointFailed(w.point, err)
+	} else {
+		e.core.Reached(w.point)
+	}
+	e.unused(w)
+	_ = e.act() // nothing was submitted
+}
+
+// finish raises or fails Done, and lets those go on who wait for the ticket.
+func (e *Engine) finish(t *Ticket, err error) {
+	l, _ := e.link(t.pair()) // it is there
+	if err == nil {
+		err = t.done.Fence.Raise(t.done.Value)
+	}
+	switch {
+	case err == nil && t.req.Skipped():
+	case err == nil:
+		l.stats.Copies++
+		l.stats.Bytes += t.req.Bytes()
+	default:
+		t.err = fmt.Errorf("transfer: %s: %w", t.name(), err)
+		l.stats.Failed++
+		if !errors.Is(err, ErrCanceled) {
+			e.o.Log.Error("a copy failed", "copy", t.name(), "err", err)
+		}
+		if err := t.done.Fence.Fail(t.done.Value, t.err); err != nil {
+			t.err = errors.Join(t.err, fmt.Errorf("transfer: %s: nobody could be told: %w", t.name(), err))
+		}
+	}
+	if err := t.end.Fence.Raise(t.end.Value); err != nil {
+		t.err = errors.Join(t.err, err)
+	}
+	e.marks = append(e.marks, t.end)
 }
 
 // PathStats is what one link has done.
@@ -181,50 +319,57 @@ type PathStats struct {
 // Path says what the link of one pair of memories has done so far.
 func (e *Engine) Path(pair device.Pair) PathStats {
 	e.mu.Lock()
-	l := e.links[pair]
-	e.mu.Unlock()
-	if l == nil {
-		return PathStats{From: pair.From, To: pair.To}
+	defer e.mu.Unlock()
+	if i := slices.IndexFunc(e.links, func(l *link) bool { return l.pair == pair }); i >= 0 {
+		return e.links[i].snapshot()
 	}
-	return l.snapshot()
+	return PathStats{From: pair.From, To: pair.To}
 }
 
 // Stats says what every link has done so far, in the order of (From, To).
 func (e *Engine) Stats() []PathStats {
+	e.mu.Lock()
+	defer e.mu.Unlock()
 	var stats []PathStats
-	for _, l := range e.sorted() {
+	for _, l := range e.links {
 		stats = append(stats, l.snapshot())
 	}
+	slices.SortFunc(stats, func(a, b PathStats) int {
+		return cmp.Or(cmp.Compare(a.From, b.From), cmp.Compare(a.To, b.To))
+	})
 	return stats
 }
 
-func (e *Engine) sorted() []*link {
-	e.mu.Lock()
-	defer e.mu.Unlock()
-	var links []*link
-	for _, l := range e.links {
-		links = append(links, l)
-	}
-	slices.SortFunc(links, func(a, b *link) int {
-		return cmp.Or(cmp.Compare(a.pair.From, b.pair.From), cmp.Compare(a.pair.To, b.pair.To))
-	})
-	return links
-}
-
 // Close fails what was not started, with device.ErrClosed, waits for what was, and
-// releases the streams. Every After point must have been reached or failed, or be
-// about to: the streams that wait for them end with them.
+// releases the streams.
 func (e *Engine) Close() error {
 	e.mu.Lock()
-	closed := e.closed
-	e.closed = true
-	e.mu.Unlock()
-	if closed {
+	defer e.mu.Unlock()
+	if e.closed {
 		return fmt.Errorf("transfer: %w", device.ErrClosed)
 	}
+	e.closed = true
+	e.core.CancelAll(device.ErrClosed)
+	_ = e.act() // nothing was submitted
 	var errs []error
-	for _, l := range e.sorted() {
-		errs = append(errs, l.close())
+	for r := e.core.Begun(); r != nil && errs == nil; r = e.core.Begun() {
+		end := r.Owner.(*Ticket).end
+		e.mu.Unlock()
+		if err := end.Await(context.Background()); err != nil {
+			errs = append(errs, err)
+		}
+		e.mu.Lock()
+	}
+	links, marks := e.links, e.marks
+	e.mu.Unlock()
+	defer e.mu.Lock()
+	// Now nothing runs on it but what was watched for, and points of no interest.
+	errs = append(errs, e.ends.Close())
+	for _, l := range links {
+		errs = append(errs, l.release())
+	}
+	for _, m := range marks {
+		errs = append(errs, m.Fence.Close())
 	}
 	return errors.Join(errs...)
 }

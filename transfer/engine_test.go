@@ -7,9 +7,11 @@ import (
 	"fmt"
 	"maps"
 	"math/rand/v2"
+	"runtime"
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -578,19 +580,20 @@ func TestAfterFailsUnasked(t *testing.T) {
 	})
 }
 
-// TestWaitingTogether: requests that wait for the same points need one stream of the
-// machine, however many they are, and go in their order.
+// TestWaitingTogether: requests that wait for the same point watch for it once, however
+// many they are, and go in their order; and whatever is waited for, on however many links,
+// there is one host stream.
 func TestWaitingTogether(t *testing.T) {
 	var mu sync.Mutex
-	streams := map[string]int{}
+	var work []string
 	r := newRig(t, emulated.Options{Virtual: true, Trace: func(tr emulated.Trace) {
 		mu.Lock()
 		defer mu.Unlock()
-		if tr.Op == "await" {
-			streams[tr.Stream]++
+		if tr.Space == device.Host && tr.Op != "copy" {
+			work = append(work, tr.Stream+": "+tr.Name)
 		}
 	}}, transfer.Options{})
-	src, dst := r.filled(100, 1), r.alloc(device.HBM(0), 100)
+	src, dst, other := r.filled(100, 1), r.alloc(device.HBM(0), 100), r.alloc(device.HBM(1), 100)
 	p := r.point()
 	var tickets []*transfer.Ticket
 	for range 5 {
@@ -598,6 +601,9 @@ func TestWaitingTogether(t *testing.T) {
 		q.After = []device.Point{p}
 		tickets = append(tickets, r.submit(q))
 	}
+	apart := r.down(other, src, transfer.Needed)
+	apart.After = []device.Point{r.point()}
+	last := r.submit(apart)
 	if !tickets[2].Cancel() {
 		t.Error("a copy that waits was not canceled")
 	}
@@ -609,8 +615,13 @@ func TestWaitingTogether(t *testing.T) {
 			t.Errorf("copy %d: %v", i, err)
 		}
 	}
-	if len(streams) != 1 || streams["wait to copy host to gpu0"] != 1 {
-		t.Errorf("awaits by stream: %v", streams)
+	if err := apart.After[0].Fence.Raise(1); err != nil {
+		t.Fatal(err)
+	}
+	r.wait(last)
+	start, end := "ends of copies: start copies", "ends of copies: end of a chunk"
+	if want := []string{start, end, end, end, end, start, end}; !slices.Equal(work, want) {
+		t.Errorf("work of the host: %q, want %q", work, want)
 	}
 }
 
@@ -895,12 +906,17 @@ func TestBadRequests(t *testing.T) {
 	}}, transfer.Options{})
 	src, dst := r.alloc(device.Host, 100), r.alloc(device.HBM(0), 100)
 	for want, change := range map[string]func(*transfer.Request){
-		"99 bytes into 100":     func(q *transfer.Request) { q.Src.Bytes-- },
-		"at least one":          func(q *transfer.Request) { q.Src.Bytes, q.Dst.Bytes = 0, 0 },
-		"overlap":               func(q *transfer.Request) { q.Dst = q.Src },
-		"priority(5)":           func(q *transfer.Request) { q.Priority = 5 },
-		"no Done point":         func(q *transfer.Request) { q.Done = device.Point{} },
-		"without a fence":       func(q *transfer.Request) { q.After = make([]device.Point, 1) },
+		"99 bytes into 100":    func(q *transfer.Request) { q.Src.Bytes-- },
+		"at least one":         func(q *transfer.Request) { q.Src.Bytes, q.Dst.Bytes = 0, 0 },
+		"overlap":              func(q *transfer.Request) { q.Dst = q.Src },
+		"priority(8)":          func(q *transfer.Request) { q.Priority = transfer.Priorities },
+		"no Done point":        func(q *transfer.Request) { q.Done = device.Point{} },
+		"without a fence":      func(q *transfer.Request) { q.After = make([]device.Point, 1) },
+		"pieces, and a source": func(q *transfer.Request) { q.Pieces = []transfer.Piece{{Src: q.Src, Dst: q.Dst}} },
+		"the first is from host": func(q *transfer.Request) {
+			q.Pieces = []transfer.Piece{{Src: q.Src, Dst: q.Dst}, {Src: q.Dst, Dst: q.Src}}
+			q.Src, q.Dst = device.Region{}, device.Region{}
+		},
 		"no path between these": func(q *transfer.Request) { q.Src, q.Dst = q.Dst, q.Src },
 	} {
 		q := r.down(dst, src, transfer.Needed)
@@ -946,6 +962,137 @@ func TestWrongSpace(t *testing.T) {
 		q := r.down(dst, src, transfer.Needed)
 		r.wait(r.submit(q))
 		r.equal(dst, src)
+	})
+}
+
+func TestPriorities(t *testing.T) {
+	for p, want := range map[transfer.Priority]string{transfer.Rebalance: "rebalance", transfer.Prefetch: "prefetch", transfer.Needed: "needed", 7: "priority(7)"} {
+		if p.String() != want || p >= transfer.Priorities {
+			t.Errorf("priority %d of %d prints as %q, want %q", p, transfer.Priorities, p, want)
+		}
+	}
+	if transfer.Rebalance >= transfer.Prefetch || transfer.Prefetch >= transfer.Needed {
+		t.Error("priorities are not in the order of urgency")
+	}
+}
+
+// scattered is a request of so many pieces of n bytes each, which lie in the other order
+// at their target, and adjoin nowhere or by fours.
+func (r *rig) scattered(dst, src device.Memory, pieces int, n int64, together int) transfer.Request {
+	q := transfer.Request{Priority: transfer.Needed, Done: r.point(), Label: transfer.Text("scattered")}
+	for i := range pieces {
+		group, at := i/together, i%together
+		from, to := int64(i)*n, int64((pieces/together-1-group)*together+at)*n
+		q.Pieces = append(q.Pieces, transfer.Piece{Src: src.Region(from, n), Dst: dst.Region(to, n)})
+	}
+	return q
+}
+
+// TestScattered: many pieces are one copy, with few events, and neighbours one piece.
+func TestScattered(t *testing.T) {
+	machines(t, func(t *testing.T, o emulated.Options) {
+		for _, c := range []struct {
+			together        int
+			copies, records int64
+		}{{1, 1000, 16}, {4, 250, 4}} {
+			var copies, records atomic.Int64
+			o.Trace = func(tr emulated.Trace) {
+				if strings.HasPrefix(tr.Stream, "copy") && tr.Op == "copy" {
+					copies.Add(1)
+				}
+				if tr.Op == "record" {
+					records.Add(1)
+				}
+			}
+			const pieces, n = 1000, 32
+			r := newRig(t, o, transfer.Options{})
+			src, dst := r.filled(pieces*n, 1), r.alloc(device.HBM(0), pieces*n)
+			ticket := r.submit(r.scattered(dst, src, pieces, n, c.together))
+			r.wait(ticket)
+			if copies.Load() != c.copies || records.Load() != c.records {
+				t.Errorf("%d pieces, %d together: %d copies and %d events, want %d and %d", pieces, c.together, copies.Load(), records.Load(), c.copies, c.records)
+			}
+			got, want := r.content(dst), src.Read(0, pieces*n)
+			groups := pieces / c.together
+			size := int64(c.together) * n
+			for g := range int64(groups) {
+				if !bytes.Equal(got[(int64(groups)-1-g)*size:][:size], want[g*size:][:size]) {
+					t.Fatalf("pieces %d and on have not arrived", g*int64(c.together))
+				}
+			}
+			if s := r.engine.Stats()[0]; s.Copies != 1 || s.Bytes != pieces*n {
+				t.Errorf("stats %+v", s)
+			}
+		}
+	})
+}
+
+// TestScatteredFails: whichever piece fails, once all land, twice none counts.
+func TestScatteredFails(t *testing.T) {
+	machines(t, func(t *testing.T, o emulated.Options) {
+		for nth := range int64(5) {
+			for _, times := range []int{1, 2} {
+				const pieces, n = 5, 64
+				r := newRig(t, o, transfer.Options{ChunkBytes: 130, Depth: 2})
+				src, dst, other := r.filled(pieces*n, 1), r.alloc(device.HBM(0), pieces*n), r.alloc(device.HBM(0), 100)
+				r.m.Inject(&emulated.Fault{Kind: emulated.FailCopy, Times: times, Match: func(p emulated.Point) bool {
+					return p.Src.Addr == src.Range(nth*n, 1).Addr
+				}})
+				q := r.scattered(dst, src, pieces, n, 1)
+				ticket, behind := r.submit(q), r.submit(r.down(other, r.filled(100, 2), transfer.Prefetch))
+				err := ticket.Wait(t.Context())
+				if times == 1 && err != nil || times == 2 && !errors.Is(err, device.ErrCopyFailed) {
+					t.Errorf("piece %d fails %d times: %v", nth, times, err)
+				}
+				r.wait(behind)
+				if s := r.engine.Stats()[0]; s.Retries != 1 || s.Failed != int64(times-1) {
+					t.Errorf("piece %d fails %d times: %+v", nth, times, s)
+				}
+			}
+		}
+	})
+}
+
+// TestNoGarbage: in the steady state a copy that waits for a point, with a ticket that is
+// given up, allocates nothing.
+func TestNoGarbage(t *testing.T) {
+	m, err := emulated.New(emulated.Options{}) // not checked: checks allocate
+	if err != nil {
+		t.Fatal(err)
+	}
+	e, err := transfer.New(transfer.Options{Machine: m, ChunkBytes: 64, Depth: 2})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() {
+		if err := errors.Join(e.Close(), m.Close()); err != nil {
+			t.Error(err)
+		}
+	}()
+	t.Run("", func(t *testing.T) { // memory is freed before the machine is closed
+		r := &rig{T: t, m: m, engine: e}
+		const pieces, n = 8, 32
+		src, dst := r.filled(pieces*n, 1), r.alloc(device.HBM(0), pieces*n)
+		q, after := r.scattered(dst, src, pieces, n, 1), r.point()
+		q.After = []device.Point{after}
+		copied := func() {
+			ticket, err := e.Submit(q)
+			if err == nil {
+				err = after.Fence.Raise(q.After[0].Value)
+			}
+			if err != nil {
+				t.Fatal(err)
+			}
+			for !ticket.Ended() {
+				runtime.Gosched()
+			}
+			ticket.Release()
+			q.After[0].Value++
+			q.Done.Value++
+		}
+		if got := testing.AllocsPerRun(200, copied); got > 0 {
+			t.Errorf("%v allocations per copy", got)
+		}
 	})
 }
 

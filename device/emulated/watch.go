@@ -98,9 +98,11 @@ func (s *stream) watch(work device.Work) (*watch, error) {
 	if s.m.check != nil {
 		o.clock = s.m.check.caller().snapshot()
 	}
-	w := &watch{}
+	var w *watch
 	if n := len(s.spare); n > 0 {
 		w, s.spare = s.spare[n-1], s.spare[:n-1]
+	} else {
+		w = &watch{}
 	}
 	*w = watch{s: s, op: o}
 	s.watches = append(s.watches, w)

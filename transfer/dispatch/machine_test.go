@@ -429,3 +429,33 @@ func TestNoGarbage(t *testing.T) {
 		t.Errorf("%v allocations per request", n)
 	}
 }
+
+// TestTake: a request of one piece is cut into as few chunks as possible, none of them
+// much smaller than the others.
+func TestTake(t *testing.T) {
+	for _, c := range []struct{ bytes, chunk, first, count int64 }{
+		{8 << 20, 8 << 20, 8 << 20, 1},
+		{8<<20 + 256, 8 << 20, 4<<20 + 256, 2},
+		{311_000_000, 61 << 20, 62_200_064, 5},
+		{352_321_536, 61 << 20, 58_720_256, 6},
+		{10, 8, 8, 2}, // no multiple of 256 fits
+		{100, 1 << 20, 100, 1},
+	} {
+		r := &Request{}
+		r.Add(Piece{Src: device.Range{Addr: 1, Bytes: c.bytes}, Dst: device.Range{Addr: 1 << 50, Bytes: c.bytes}})
+		var sizes []int64
+		for r.issued < c.bytes {
+			chunk := r.take(c.chunk)
+			if chunk.Bytes <= 0 || chunk.Bytes > c.chunk || chunk.Offset != r.issued-chunk.Bytes {
+				t.Fatalf("a chunk of %d bytes at %d", chunk.Bytes, chunk.Offset)
+			}
+			sizes = append(sizes, chunk.Bytes)
+		}
+		if sizes[0] != c.first || int64(len(sizes)) != c.count {
+			t.Errorf("%d bytes: the first of %d chunks has %d, want %d and %d", c.bytes, len(sizes), sizes[0], c.count, c.first)
+		}
+		if c.chunk > 1<<20 && len(sizes) > 1 && slices.Min(sizes) < sizes[0]*9/10 {
+			t.Errorf("%d bytes: chunks of %v", c.bytes, sizes)
+		}
+	}
+}
