@@ -178,46 +178,14 @@ func (s *Store) occupy(at int, id ID, after []device.Point) []device.Point {
 	return after
 }
 
-// split is what fromHost works with.
-type split struct {
-	spaces []device.Space
-	loads  []load
-	moved  []float64
-	parts  []int64
-}
-
 // fromHost says how many bytes of each run come from the host, so that peers' links
 // and the host's end together.
 func (s *Store) fromHost() []int64 {
-	w := &s.split
-	host := load{rate: s.rates.of(device.Host)}
-	w.spaces, w.loads, w.parts = w.spaces[:0], w.loads[:0], w.parts[:0]
+	s.loads = s.loads[:0]
 	for i := range s.runs {
-		r := &s.runs[i]
-		w.parts = append(w.parts, 0)
-		if r.src.Space == device.Host {
-			host.bytes += float64(r.src.Bytes)
-			continue
-		}
-		k := slices.Index(w.spaces, r.src.Space)
-		if k < 0 {
-			k = len(w.spaces)
-			w.spaces, w.loads = append(w.spaces, r.src.Space), append(w.loads, load{rate: s.rates.of(r.src.Space)})
-		}
-		w.loads[k].bytes += float64(r.src.Bytes)
+		s.loads = append(s.loads, transfer.Load{From: s.runs[i].src.Space, Bytes: s.runs[i].src.Bytes})
 	}
-	w.moved = shift(w.moved, host, w.loads)
-	for i := range s.runs {
-		k := slices.Index(w.spaces, s.runs[i].src.Space)
-		if k < 0 {
-			continue
-		}
-		n := int64(float64(s.runs[i].src.Bytes)*w.moved[k]/w.loads[k].bytes) / device.Alignment * device.Alignment
-		if n >= s.o.SplitBytes {
-			w.parts[i] = n
-		}
-	}
-	return w.parts
+	return s.links.Split(s.loads, s.o.SplitBytes)
 }
 
 // start submits the copies of a run: its last hostBytes come from the host.

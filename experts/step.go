@@ -114,7 +114,7 @@ func (s *Store) beginStep(ctx context.Context, compute device.Stream) error {
 	}
 	s.mistrust = max(s.mistrust-1, 0)
 	s.carryOutSwaps()
-	s.rates.update(s.o.Transfer, s.o.Space)
+	s.linkTime = s.links.Update()
 	s.step = stepState{number: s.step.number + 1, opened: s.step.opened, running: true, compute: compute, open: -1}
 	return nil
 }
@@ -124,7 +124,7 @@ func (s *Store) beginStep(ctx context.Context, compute device.Stream) error {
 func (s *Store) LinkTime() time.Duration {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	return s.rates.atWork
+	return s.linkTime
 }
 
 // in locks the step's store for a method of the step and returns the layer's position,

@@ -8,6 +8,7 @@ import (
 	"log/slog"
 	"slices"
 	"sync"
+	"time"
 
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/harvest"
@@ -31,7 +32,7 @@ type Options struct {
 	// Plan says what lies where: see NewPlan.
 	Plan Plan
 	// SplitBytes is the least that a fetch takes from the host while the rest of it
-	// comes from a peer. Default: 1 MiB.
+	// comes from a peer. Default: transfer.LeastSplit.
 	SplitBytes int64
 	// NoData says that the machine keeps no bytes: Expert checks and counts what it is
 	// given and moves nothing. Fetches cost the time that they cost. Default: off.
@@ -45,7 +46,7 @@ type Options struct {
 // EnsureDefaults returns o with its defaults filled in.
 func (o Options) EnsureDefaults() Options {
 	if o.SplitBytes == 0 {
-		o.SplitBytes = defaultSplitBytes
+		o.SplitBytes = transfer.LeastSplit
 	}
 	if o.Logger == nil {
 		o.Logger = slog.New(slog.DiscardHandler)
@@ -53,10 +54,6 @@ func (o Options) EnsureDefaults() Options {
 	o.Events = o.Events.EnsureDefaults()
 	return o
 }
-
-// A host copy takes 26 us for 1 MiB and 20 us for nothing, so smaller parts cost
-// more than they bring.
-const defaultSplitBytes = 1 << 20
 
 // Store holds all experts of a model. Expert may be called from several goroutines
 // until Seal. Steps, one at a time, are for one goroutine; everything else may be called
@@ -124,11 +121,12 @@ type Store struct {
 	mistrust int
 	stats    Stats
 	counts   counts
-	rates    rates
+	links    *transfer.Inbound
+	linkTime time.Duration
 	// What bring works with, and fetches that nobody refers to, to be used again.
 	runs  []run
 	after []device.Point
-	split split
+	loads []transfer.Load
 	spent []*fetch
 
 	without safeguards
@@ -220,7 +218,7 @@ type fetch struct {
 // harvest lends. An error wraps device.ErrOutOfMemory where it does not fit.
 func New(o Options) (*Store, error) {
 	o = o.EnsureDefaults()
-	s := &Store{o: o, plan: o.Plan, log: o.Logger, rates: newRates(o.Machine.Topology(), o.Space)}
+	s := &Store{o: o, plan: o.Plan, log: o.Logger, links: o.Transfer.Inbound(o.Space)}
 	if err := s.allocate(); err != nil {
 		return nil, errors.Join(fmt.Errorf("experts: %w", err), s.free())
 	}

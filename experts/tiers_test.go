@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"math"
 	"math/rand/v2"
 	"os"
 	"slices"
@@ -694,64 +693,6 @@ func TestBothLinks(t *testing.T) {
 			t.Errorf("%d experts of a layer on a peer: a step takes %v, want %v", c.peers, d, want)
 		}
 	}
-}
-
-func TestShift(t *testing.T) {
-	for _, c := range []struct {
-		host  load
-		peers []load
-		want  []float64
-	}{
-		{load{0, 55}, []load{{450, 395}}, []float64{55}},
-		{load{100, 55}, []load{{450, 395}}, []float64{0}}, // the host has enough to do
-		{load{0, 55}, nil, []float64{}},
-		{load{0, 0}, []load{{450, 395}}, []float64{0}},
-		{load{0, 55}, []load{{450, 0}}, []float64{0}},
-		{load{0, 1}, []load{{10, 1}, {1, 1}}, []float64{5, 0}}, // the second ends first
-		{load{2, 2}, []load{{10, 2}, {8, 2}}, []float64{10 - 20./3, 8 - 20./3}},
-	} {
-		got := shift(nil, c.host, c.peers)
-		if !slices.EqualFunc(got, c.want, func(a, b float64) bool { return math.Abs(a-b) < 1e-9 }) {
-			t.Errorf("shift(%v, %v) is %v, want %v", c.host, c.peers, got, c.want)
-		}
-	}
-}
-
-// TestShiftProperties: nothing is gained by moving more or less.
-func TestShiftProperties(t *testing.T) {
-	end := func(host load, peers []load, moved []float64) float64 {
-		last := host.bytes
-		for _, n := range moved {
-			last += n
-		}
-		last /= host.rate
-		for i, p := range peers {
-			last = max(last, (p.bytes-moved[i])/p.rate)
-		}
-		return last
-	}
-	rapid.Check(t, func(t *rapid.T) {
-		value, rate := rapid.IntRange(0, 1_000_000), rapid.IntRange(1, 1000)
-		host := load{float64(value.Draw(t, "bytes")), float64(rate.Draw(t, "rate"))}
-		var peers []load
-		for range rapid.IntRange(0, 4).Draw(t, "peers") {
-			peers = append(peers, load{float64(value.Draw(t, "bytes")), float64(rate.Draw(t, "rate"))})
-		}
-		moved := shift(nil, host, peers)
-		best := end(host, peers, moved)
-		for i := range moved {
-			if moved[i] < 0 || moved[i] > peers[i].bytes {
-				t.Fatalf("%v of %v moved", moved[i], peers[i].bytes)
-			}
-			for _, by := range []float64{-0.1, 0.1} {
-				other := slices.Clone(moved)
-				other[i] = min(max(0, other[i]+by*peers[i].bytes), peers[i].bytes)
-				if e := end(host, peers, other); e < best-1e-9*(1+best) {
-					t.Fatalf("%v ends at %v, %v at %v", moved, best, other, e)
-				}
-			}
-		}
-	})
 }
 
 // TestRates: copies correct what the topology says, and only that.

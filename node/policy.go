@@ -14,10 +14,10 @@ import (
 
 	"github.com/moeserve/moeserve/configs"
 	"github.com/moeserve/moeserve/device"
-	"github.com/moeserve/moeserve/experts"
 	"github.com/moeserve/moeserve/kernels"
 	"github.com/moeserve/moeserve/models"
 	"github.com/moeserve/moeserve/planner"
+	"github.com/moeserve/moeserve/transfer"
 )
 
 // DefaultWorkload is what a policy is made for where nobody says: MT-Bench's prompts,
@@ -96,8 +96,7 @@ func (f *footprint) planning(name string, s *configs.Settings, is func(string) b
 	}
 	if h.PeerToGPU > 0 {
 		// The store cuts a fetch where the host's part is large enough.
-		part := float64(f.expert.Size) * h.HostToGPU[0] / (h.HostToGPU[0] + h.PeerToGPU)
-		p.BothLinks = part >= float64(experts.Options{}.EnsureDefaults().SplitBytes)
+		p.BothLinks = transfer.Splits(f.expert.Size, h.HostToGPU[0], h.PeerToGPU)
 	}
 	return p, nil
 }

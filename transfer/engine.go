@@ -189,8 +189,8 @@ func (e *Engine) recycle(t *Ticket) {
 
 // link returns the link of the pair, and makes it where it is new.
 func (e *Engine) link(pair device.Pair) (*link, error) {
-	if i := slices.IndexFunc(e.links, func(l *link) bool { return l.pair == pair }); i >= 0 {
-		return e.links[i], nil
+	if l := e.existing(pair); l != nil {
+		return l, nil
 	}
 	path, err := e.o.Machine.Topology().Path(pair.From, pair.To)
 	if err != nil {
@@ -205,8 +205,19 @@ func (e *Engine) link(pair device.Pair) (*link, error) {
 		return nil, err
 	}
 	l.number = e.core.AddLink(dispatch.Link{From: pair.From, To: pair.To, ChunkBytes: chunk, Depth: e.o.Depth})
+	l.rate = rate{bytesPerSecond: path.BytesPerSecond, measured: path.BytesPerSecond > 0}
 	e.links = append(e.links, l)
 	return l, nil
+}
+
+// existing is the link of the pair, nil where it has had no request.
+func (e *Engine) existing(pair device.Pair) *link {
+	for _, l := range e.links {
+		if l.pair == pair {
+			return l
+		}
+	}
+	return nil
 }
 
 // act does what the core asks for. An error says why a request was withdrawn, which only
@@ -280,7 +291,7 @@ func (e *Engine) passed(w *wait, err error) {
 
 // finish raises or fails Done, and lets those go on who wait for the ticket.
 func (e *Engine) finish(t *Ticket, err error) {
-	l, _ := e.link(t.pair()) // it is there
+	l := e.existing(t.pair())
 	if err == nil {
 		err = t.done.Fence.Raise(t.done.Value)
 	}
@@ -320,8 +331,8 @@ type PathStats struct {
 func (e *Engine) Path(pair device.Pair) PathStats {
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	if i := slices.IndexFunc(e.links, func(l *link) bool { return l.pair == pair }); i >= 0 {
-		return e.links[i].snapshot()
+	if l := e.existing(pair); l != nil {
+		return l.snapshot()
 	}
 	return PathStats{From: pair.From, To: pair.To}
 }

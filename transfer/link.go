@@ -25,6 +25,7 @@ type link struct {
 	recovery device.Work
 
 	stats PathStats
+	rate  rate
 	// busy since then.
 	busy  bool
 	since time.Duration
