@@ -37,7 +37,8 @@ func (o ManagerOptions) Validate() error {
 // Manager is the account of KV blocks, and the only one: which of them each sequence
 // has (its Table), how many sequences refer to a block, which are free, and what free
 // ones still hold. It is pure: it touches no memory and has no clock. One goroutine
-// uses it and its tables.
+// uses it and its tables; but what never changes (Blocks, BlockTokens, Capacity) may be
+// asked by any.
 //
 // A block is used, and then refs counts the tables that have it, or free. A free
 // block is in one of three places, and is taken from there in this order:
