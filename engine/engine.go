@@ -37,7 +37,7 @@ type Options struct {
 	// MaxNumBatchedTokens is the most rows of a step. Default: 2048.
 	MaxNumBatchedTokens int
 	// MaxAdjust is the most tokens of a step whose logits are changed (penalties,
-	// biases, bans): see models.Limits. Default: 2^20.
+	// biases, bans): see forward.Limits. Default: 2^20.
 	MaxAdjust int
 	// MaxQueued is the most samples that may wait. Default: 0, no limit.
 	MaxQueued int

@@ -76,6 +76,12 @@ func (c *Config) ExpertShape(t kernels.DType) kernels.ExpertShape {
 	return kernels.ExpertShape{Hidden: c.Hidden, Intermediate: c.ExpertWidth, DType: t}
 }
 
+// ProjectedWidth is the elements of a row's queries, keys and values together.
+func (c *Config) ProjectedWidth() int { return (c.Heads + 2*c.KVHeads) * c.HeadDim }
+
+// AttendedWidth is the elements of a row of attention's output, and of its queries.
+func (c *Config) AttendedWidth() int { return c.Heads * c.HeadDim }
+
 // MoELayers is the number of layers with experts.
 func (c *Config) MoELayers() int {
 	n := 0

@@ -1,7 +1,6 @@
 package models
 
 import (
-	"encoding/json"
 	"errors"
 	"fmt"
 	"math"
@@ -13,6 +12,7 @@ import (
 
 	"github.com/moeserve/moeserve/configs"
 	"github.com/moeserve/moeserve/kernels"
+	"github.com/moeserve/moeserve/models/modelstest"
 )
 
 func preset(t testing.TB, name string) *Config {
@@ -110,70 +110,13 @@ func TestWithLayers(t *testing.T) {
 	}
 }
 
-// base is a small config of each architecture in the older names; edit changes
-// fields, and takes those out that it sets to absent.
-func base(kind string) map[string]any {
-	m := map[string]any{
-		"model_type": kind, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
-		"vocab_size": 512, "max_position_embeddings": 256, "rms_norm_eps": 1e-5, "rope_theta": 1e4, "num_experts_per_tok": 2,
-		"intermediate_size": 96, "torch_dtype": "bfloat16", "hidden_act": "silu",
-	}
-	switch kind {
-	case "mixtral":
-		m["num_local_experts"] = 8
-	case "phimoe":
-		m["num_local_experts"] = 8
-		m["attention_bias"], m["lm_head_bias"] = true, true
-	case "qwen2_moe":
-		m["num_experts"] = 8
-		m["moe_intermediate_size"], m["shared_expert_intermediate_size"] = 48, 80
-	case "qwen3_moe":
-		m["num_experts"] = 8
-		m["moe_intermediate_size"], m["head_dim"] = 48, 32
-	case "olmoe":
-		m["num_experts"] = 8
-	}
-	return m
-}
-
-type absent struct{}
-
-func edited(kind string, edit map[string]any) []byte {
-	m := base(kind)
-	for k, v := range edit {
-		if _, out := v.(absent); out {
-			delete(m, k)
-		} else {
-			m[k] = v
-		}
-	}
-	data, err := json.Marshal(m)
-	if err != nil {
-		panic(err)
-	}
-	return data
-}
-
+// mustParse reads the config of modelstest.Config.
 func mustParse(t testing.TB, kind string, edit map[string]any) *Config {
 	t.Helper()
-	c, err := ParseConfig(edited(kind, edit), "config.json")
+	c, err := ParseConfig(modelstest.Config(kind, edit), "config.json")
 	if err != nil {
 		t.Fatalf("%s with %v: %v", kind, edit, err)
 	}
-	return c
-}
-
-var longrope = map[string]any{
-	"type": "longrope", "original_max_position_embeddings": 64,
-	"short_factor": []float64{1, 1, 1, 1, 1, 1, 1, 1}, "long_factor": []float64{1, 2, 3, 4, 5, 6, 7, 8},
-}
-
-func with(m map[string]any, key string, value any) map[string]any {
-	c := map[string]any{}
-	for k, v := range m {
-		c[k] = v
-	}
-	c[key] = value
 	return c
 }
 
@@ -187,28 +130,28 @@ func TestGenerations(t *testing.T) {
 		}
 		other := map[string]string{"num_experts": "num_local_experts", "num_local_experts": "num_experts"}[count]
 		newer := mustParse(t, a.kind, map[string]any{
-			"torch_dtype": absent{}, "dtype": "bfloat16", "rope_theta": absent{},
+			"torch_dtype": modelstest.Absent{}, "dtype": "bfloat16", "rope_theta": modelstest.Absent{},
 			"rope_parameters": map[string]any{"rope_theta": 1e4, "rope_type": "default"},
-			count:             absent{}, other: 8,
+			count:             modelstest.Absent{}, other: 8,
 		})
 		if fmt.Sprintf("%+v", *older) != fmt.Sprintf("%+v", *newer) {
 			t.Errorf("%s: older names\n%+v\nnewer\n%+v", a.kind, *older, *newer)
 		}
-		byClass := mustParse(t, a.kind, map[string]any{"model_type": absent{}, "architectures": []string{strings.ToUpper(a.class)}})
+		byClass := mustParse(t, a.kind, map[string]any{"model_type": modelstest.Absent{}, "architectures": []string{strings.ToUpper(a.class)}})
 		if byClass.Type != a.kind {
 			t.Errorf("class %s is %s", a.class, byClass.Type)
 		}
 	}
-	older := mustParse(t, "phimoe", map[string]any{"rope_scaling": longrope})
-	parameters := with(with(longrope, "rope_theta", 1e4), "rope_type", "longrope")
+	older := mustParse(t, "phimoe", map[string]any{"rope_scaling": modelstest.LongRoPE})
+	parameters := modelstest.With(modelstest.With(modelstest.LongRoPE, "rope_theta", 1e4), "rope_type", "longrope")
 	delete(parameters, "original_max_position_embeddings")
 	newer := mustParse(t, "phimoe", map[string]any{
-		"rope_theta": absent{}, "rope_parameters": parameters, "original_max_position_embeddings": 64,
+		"rope_theta": modelstest.Absent{}, "rope_parameters": parameters, "original_max_position_embeddings": 64,
 	})
 	if fmt.Sprintf("%+v", *older) != fmt.Sprintf("%+v", *newer) {
 		t.Errorf("longrope: older names\n%+v\nnewer\n%+v", *older, *newer)
 	}
-	alias := mustParse(t, "phimoe", map[string]any{"rope_scaling": with(longrope, "type", "su")})
+	alias := mustParse(t, "phimoe", map[string]any{"rope_scaling": modelstest.With(modelstest.LongRoPE, "type", "su")})
 	if alias.RoPE.LongAfter != 64 {
 		t.Errorf("su: %+v", alias.RoPE)
 	}
@@ -224,7 +167,7 @@ func TestParse(t *testing.T) {
 		{"head_dim null is hidden/heads", "mixtral", map[string]any{"head_dim": nil}, func(c *Config) bool { return c.HeadDim == 16 }},
 		{"head_dim", "phimoe", map[string]any{"head_dim": 32}, func(c *Config) bool { return c.HeadDim == 32 }},
 		{"key heads null are heads", "mixtral", map[string]any{"num_key_value_heads": nil}, func(c *Config) bool { return c.KVHeads == 4 }},
-		{"key heads absent are heads in olmoe", "olmoe", map[string]any{"num_key_value_heads": absent{}}, func(c *Config) bool { return c.KVHeads == 4 }},
+		{"key heads absent are heads in olmoe", "olmoe", map[string]any{"num_key_value_heads": modelstest.Absent{}}, func(c *Config) bool { return c.KVHeads == 4 }},
 		{"window", "mixtral", map[string]any{"sliding_window": 32}, func(c *Config) bool { return slices.Equal(c.Windows, []int{32, 32, 32, 32}) }},
 		{"window null", "mixtral", map[string]any{"sliding_window": nil}, func(c *Config) bool { return c.Windows[0] == 0 }},
 		{"window as long as the context", "mixtral", map[string]any{"sliding_window": 256}, func(c *Config) bool { return c.Windows[0] == 0 }},
@@ -241,7 +184,7 @@ func TestParse(t *testing.T) {
 		{"sparse step", "qwen3_moe", map[string]any{"decoder_sparse_step": 2}, func(c *Config) bool {
 			return slices.Equal(c.Dense, []bool{true, false, true, false}) && c.ExpertWidth == 48
 		}},
-		{"dense width unneeded", "qwen3_moe", map[string]any{"intermediate_size": absent{}}, func(c *Config) bool { return c.DenseWidth == 0 }},
+		{"dense width unneeded", "qwen3_moe", map[string]any{"intermediate_size": modelstest.Absent{}}, func(c *Config) bool { return c.DenseWidth == 0 }},
 		{"clip", "olmoe", map[string]any{"clip_qkv": 8}, func(c *Config) bool { return c.ClipQKV == 8 }},
 		{"renormalized", "olmoe", map[string]any{"norm_topk_prob": true}, func(c *Config) bool { return c.Route == kernels.SoftmaxRenorm }},
 		{"not renormalized", "qwen3_moe", map[string]any{"norm_topk_prob": false}, func(c *Config) bool { return c.Route == kernels.Softmax }},
@@ -249,19 +192,19 @@ func TestParse(t *testing.T) {
 		{"no bias", "qwen2_moe", map[string]any{"qkv_bias": false}, func(c *Config) bool { return !c.QKVBias }},
 		{"eos a number", "mixtral", map[string]any{"eos_token_id": 2}, func(c *Config) bool { return slices.Equal(c.EOS, []int32{2}) }},
 		{"eos a list", "mixtral", map[string]any{"eos_token_id": []int{2, 3}}, func(c *Config) bool { return slices.Equal(c.EOS, []int32{2, 3}) }},
-		{"dtype absent", "mixtral", map[string]any{"torch_dtype": absent{}}, func(c *Config) bool { return c.DType == kernels.F32 }},
+		{"dtype absent", "mixtral", map[string]any{"torch_dtype": modelstest.Absent{}}, func(c *Config) bool { return c.DType == kernels.F32 }},
 		{"dtype with module", "mixtral", map[string]any{"torch_dtype": "torch.float16"}, func(c *Config) bool { return c.DType == kernels.F16 }},
 		{"tied", "mixtral", map[string]any{"tie_word_embeddings": true}, func(c *Config) bool { return c.TiedEmbeddings }},
 		{"scaling null", "mixtral", map[string]any{"rope_scaling": nil}, func(c *Config) bool { return c.RoPE.Theta == 1e4 }},
-		{"longrope without mscale", "phimoe", map[string]any{"rope_scaling": longrope}, func(c *Config) bool {
+		{"longrope without mscale", "phimoe", map[string]any{"rope_scaling": modelstest.LongRoPE}, func(c *Config) bool {
 			want := float32(math.Sqrt(1 + math.Log(4)/math.Log(64)))
 			return c.RoPE.ShortScale == want && c.RoPE.LongScale == want && c.RoPE.Long[7] == 8
 		}},
-		{"longrope with one mscale", "phimoe", map[string]any{"rope_scaling": with(longrope, "long_mscale", 1.5)}, func(c *Config) bool {
+		{"longrope with one mscale", "phimoe", map[string]any{"rope_scaling": modelstest.With(modelstest.LongRoPE, "long_mscale", 1.5)}, func(c *Config) bool {
 			return c.RoPE.LongScale == 1.5 && c.RoPE.ShortScale != 1.5
 		}},
-		{"longrope with a factor", "phimoe", map[string]any{"rope_scaling": with(longrope, "attention_factor", 1.25)}, func(c *Config) bool { return c.RoPE.ShortScale == 1.25 }},
-		{"longrope without growth", "phimoe", map[string]any{"rope_scaling": with(longrope, "original_max_position_embeddings", 256)}, func(c *Config) bool { return c.RoPE.ShortScale == 1 }},
+		{"longrope with a factor", "phimoe", map[string]any{"rope_scaling": modelstest.With(modelstest.LongRoPE, "attention_factor", 1.25)}, func(c *Config) bool { return c.RoPE.ShortScale == 1.25 }},
+		{"longrope without growth", "phimoe", map[string]any{"rope_scaling": modelstest.With(modelstest.LongRoPE, "original_max_position_embeddings", 256)}, func(c *Config) bool { return c.RoPE.ShortScale == 1 }},
 	} {
 		got := mustParse(t, c.kind, c.edit)
 		if !c.ok(got) {
@@ -277,28 +220,28 @@ func TestParseErrors(t *testing.T) {
 		want string
 	}{
 		{"llama", nil, `models: config.json: field model_type: "llama" is not supported; supported are mixtral, olmoe, phimoe, qwen2_moe, qwen3_moe`},
-		{"mixtral", map[string]any{"model_type": absent{}}, `field model_type: missing; supported are`},
-		{"mixtral", map[string]any{"model_type": absent{}, "architectures": []string{"LlamaForCausalLM"}}, `field architectures: [LlamaForCausalLM] is not supported`},
+		{"mixtral", map[string]any{"model_type": modelstest.Absent{}}, `field model_type: missing; supported are`},
+		{"mixtral", map[string]any{"model_type": modelstest.Absent{}, "architectures": []string{"LlamaForCausalLM"}}, `field architectures: [LlamaForCausalLM] is not supported`},
 		{"mixtral", map[string]any{"model_type": 3}, `field model_type: 3: must be a text`},
-		{"mixtral", map[string]any{"hidden_size": absent{}}, `field hidden_size: missing, and this architecture needs it`},
+		{"mixtral", map[string]any{"hidden_size": modelstest.Absent{}}, `field hidden_size: missing, and this architecture needs it`},
 		{"mixtral", map[string]any{"hidden_size": nil}, `field hidden_size: missing`},
 		{"mixtral", map[string]any{"hidden_size": "64"}, `field hidden_size: "64": must be a whole number`},
 		{"mixtral", map[string]any{"hidden_size": 64.5}, `field hidden_size: 64.5: must be a whole number`},
 		{"mixtral", map[string]any{"hidden_size": -64}, `field hidden_size: -64: must be from 1 to`},
 		{"mixtral", map[string]any{"hidden_size": 1 << 40}, `field hidden_size: 1099511627776: must be from 1 to`},
 		{"mixtral", map[string]any{"num_key_value_heads": 3}, `field num_key_value_heads: 3 does not divide num_attention_heads, 4`},
-		{"mixtral", map[string]any{"num_key_value_heads": absent{}}, `field num_key_value_heads: missing`},
+		{"mixtral", map[string]any{"num_key_value_heads": modelstest.Absent{}}, `field num_key_value_heads: missing`},
 		{"mixtral", map[string]any{"num_attention_heads": 3, "num_key_value_heads": 3}, `field head_dim: missing, and hidden_size, 64, is not a multiple`},
 		{"mixtral", map[string]any{"head_dim": 17}, `field head_dim: 17: must be even`},
-		{"qwen3_moe", map[string]any{"head_dim": absent{}}, `field head_dim: missing, and this architecture needs it`},
-		{"mixtral", map[string]any{"rope_theta": absent{}}, `field rope_theta: missing`},
+		{"qwen3_moe", map[string]any{"head_dim": modelstest.Absent{}}, `field head_dim: missing, and this architecture needs it`},
+		{"mixtral", map[string]any{"rope_theta": modelstest.Absent{}}, `field rope_theta: missing`},
 		{"mixtral", map[string]any{"rope_theta": 0}, `field rope_theta: 0: must be above 0`},
-		{"mixtral", map[string]any{"max_position_embeddings": absent{}}, `field max_position_embeddings: missing`},
-		{"mixtral", map[string]any{"rms_norm_eps": absent{}}, `field rms_norm_eps: missing`},
-		{"mixtral", map[string]any{"num_local_experts": absent{}}, `field num_local_experts: missing`},
+		{"mixtral", map[string]any{"max_position_embeddings": modelstest.Absent{}}, `field max_position_embeddings: missing`},
+		{"mixtral", map[string]any{"rms_norm_eps": modelstest.Absent{}}, `field rms_norm_eps: missing`},
+		{"mixtral", map[string]any{"num_local_experts": modelstest.Absent{}}, `field num_local_experts: missing`},
 		{"mixtral", map[string]any{"num_experts": 4}, `field num_local_experts: 8, but num_experts is 4`},
 		{"mixtral", map[string]any{"num_experts_per_tok": 9}, `field num_experts_per_tok: 9, but there are 8 experts`},
-		{"mixtral", map[string]any{"intermediate_size": absent{}}, `field intermediate_size: missing`},
+		{"mixtral", map[string]any{"intermediate_size": modelstest.Absent{}}, `field intermediate_size: missing`},
 		{"mixtral", map[string]any{"sliding_window": -1}, `field sliding_window: -1: must not be negative`},
 		{"mixtral", map[string]any{"hidden_act": "gelu"}, `field hidden_act: "gelu" is not supported, only "silu"`},
 		{"mixtral", map[string]any{"quantization_config": map[string]any{"quant_method": "awq"}}, `field quantization_config: quantized weights are not supported`},
@@ -309,22 +252,22 @@ func TestParseErrors(t *testing.T) {
 		{"mixtral", map[string]any{"rope_scaling": map[string]any{"type": "yarn"}}, `field rope_scaling.rope_type: "yarn" is not supported, only default and longrope`},
 		{"mixtral", map[string]any{"rope_parameters": map[string]any{"rope_type": "llama3", "rope_theta": 1}}, `field rope_parameters.rope_type: "llama3" is not supported`},
 		{"mixtral", map[string]any{"rope_scaling": 3}, `field rope_scaling: 3: must be an object`},
-		{"phimoe", map[string]any{"attention_bias": absent{}}, `field attention_bias: missing`},
-		{"phimoe", map[string]any{"lm_head_bias": absent{}}, `field lm_head_bias: missing`},
+		{"phimoe", map[string]any{"attention_bias": modelstest.Absent{}}, `field attention_bias: missing`},
+		{"phimoe", map[string]any{"lm_head_bias": modelstest.Absent{}}, `field lm_head_bias: missing`},
 		{"phimoe", map[string]any{"num_experts_per_tok": 3}, `field num_experts_per_tok: 3: this architecture's routing chooses 2`},
-		{"phimoe", map[string]any{"rope_scaling": with(longrope, "long_factor", nil)}, `field rope_scaling.long_factor: missing`},
-		{"phimoe", map[string]any{"rope_scaling": with(longrope, "long_factor", []int{1})}, `field rope_scaling.long_factor: 1 factors, 8 needed`},
-		{"phimoe", map[string]any{"rope_scaling": with(longrope, "short_factor", []int{0, 1, 1, 1, 1, 1, 1, 1})}, `field rope_scaling.short_factor: 0: factors must be above 0`},
-		{"phimoe", map[string]any{"rope_scaling": with(longrope, "original_max_position_embeddings", nil)}, `field rope_scaling.original_max_position_embeddings: missing`},
-		{"phimoe", map[string]any{"rope_scaling": with(longrope, "short_mscale", -1)}, `field rope_scaling.short_mscale: -1: must be above 0`},
-		{"qwen2_moe", map[string]any{"shared_expert_intermediate_size": absent{}}, `field shared_expert_intermediate_size: missing`},
-		{"qwen2_moe", map[string]any{"moe_intermediate_size": absent{}}, `field moe_intermediate_size: missing`},
-		{"qwen2_moe", map[string]any{"mlp_only_layers": []int{0}, "intermediate_size": absent{}}, `field intermediate_size: missing`},
+		{"phimoe", map[string]any{"rope_scaling": modelstest.With(modelstest.LongRoPE, "long_factor", nil)}, `field rope_scaling.long_factor: missing`},
+		{"phimoe", map[string]any{"rope_scaling": modelstest.With(modelstest.LongRoPE, "long_factor", []int{1})}, `field rope_scaling.long_factor: 1 factors, 8 needed`},
+		{"phimoe", map[string]any{"rope_scaling": modelstest.With(modelstest.LongRoPE, "short_factor", []int{0, 1, 1, 1, 1, 1, 1, 1})}, `field rope_scaling.short_factor: 0: factors must be above 0`},
+		{"phimoe", map[string]any{"rope_scaling": modelstest.With(modelstest.LongRoPE, "original_max_position_embeddings", nil)}, `field rope_scaling.original_max_position_embeddings: missing`},
+		{"phimoe", map[string]any{"rope_scaling": modelstest.With(modelstest.LongRoPE, "short_mscale", -1)}, `field rope_scaling.short_mscale: -1: must be above 0`},
+		{"qwen2_moe", map[string]any{"shared_expert_intermediate_size": modelstest.Absent{}}, `field shared_expert_intermediate_size: missing`},
+		{"qwen2_moe", map[string]any{"moe_intermediate_size": modelstest.Absent{}}, `field moe_intermediate_size: missing`},
+		{"qwen2_moe", map[string]any{"mlp_only_layers": []int{0}, "intermediate_size": modelstest.Absent{}}, `field intermediate_size: missing`},
 		{"qwen2_moe", map[string]any{"sliding_window": 8, "use_sliding_window": true, "layer_types": []string{"full_attention"}}, `field layer_types: 1 entries, too few`},
 		{"qwen2_moe", map[string]any{"sliding_window": 8, "use_sliding_window": true, "layer_types": []string{"a", "b", "c", "d"}}, `field layer_types: "a" is not supported`},
 		{"olmoe", map[string]any{"clip_qkv": -1}, `field clip_qkv: -1: must be above 0`},
 	} {
-		_, err := ParseConfig(edited(c.kind, c.edit), "config.json")
+		_, err := ParseConfig(modelstest.Config(c.kind, c.edit), "config.json")
 		if !errors.Is(err, ErrConfig) || !strings.Contains(err.Error(), c.want) {
 			t.Errorf("%s with %v: %v\nwant %s", c.kind, c.edit, err, c.want)
 		}
@@ -347,7 +290,7 @@ func TestReadConfig(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	write("config.json", string(edited("mixtral", map[string]any{"eos_token_id": 2})))
+	write("config.json", string(modelstest.Config("mixtral", map[string]any{"eos_token_id": 2})))
 	for _, c := range []struct {
 		generation string
 		want       []int32
@@ -378,10 +321,10 @@ func FuzzParseConfig(f *testing.F) {
 		f.Add(data)
 	}
 	for _, a := range architectures {
-		f.Add(edited(a.kind, nil))
+		f.Add(modelstest.Config(a.kind, nil))
 	}
-	f.Add(edited("phimoe", map[string]any{"rope_scaling": longrope}))
-	f.Add(edited("qwen2_moe", map[string]any{"mlp_only_layers": []int{1}, "use_sliding_window": true, "sliding_window": 8}))
+	f.Add(modelstest.Config("phimoe", map[string]any{"rope_scaling": modelstest.LongRoPE}))
+	f.Add(modelstest.Config("qwen2_moe", map[string]any{"mlp_only_layers": []int{1}, "use_sliding_window": true, "sliding_window": 8}))
 	f.Fuzz(func(t *testing.T, data []byte) {
 		c, err := ParseConfig(data, "config.json")
 		if err != nil {
@@ -397,10 +340,10 @@ func FuzzParseConfig(f *testing.F) {
 		if c.Layers <= 64 && c.Parameters() <= 0 {
 			t.Fatalf("%d parameters", c.Parameters())
 		}
-		for _, variant := range c.RoPE.frequencies(c.HeadDim) {
-			for _, inverse := range variant.inverse {
-				if !(inverse >= 0) || !(variant.scale > 0) {
-					t.Fatalf("frequency %v, scale %v", inverse, variant.scale)
+		for _, variant := range c.RoPE.Frequencies(c.HeadDim) {
+			for _, inverse := range variant.Inverse {
+				if !(inverse >= 0) || !(variant.Scale > 0) {
+					t.Fatalf("frequency %v, scale %v", inverse, variant.Scale)
 				}
 			}
 		}

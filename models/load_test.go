@@ -17,10 +17,12 @@ import (
 	"sync/atomic"
 	"testing"
 
+	"go.uber.org/goleak"
 	"pgregory.net/rapid"
 
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/kernels"
+	"github.com/moeserve/moeserve/models/modelstest"
 	"github.com/moeserve/moeserve/models/safetensors"
 )
 
@@ -211,6 +213,20 @@ func collect(t testing.TB, c *Config, src Source, cast func(kernels.DType) kerne
 	return s
 }
 
+// arenaPieces are the tensors of the arena: between them lies padding that
+// nobody writes.
+func arenaPieces(l *Layout) []struct{ off, n int64 } {
+	var all []struct{ off, n int64 }
+	for _, p := range l.plan {
+		for _, s := range p.parts {
+			if s.off >= 0 {
+				all = append(all, struct{ off, n int64 }{s.off, int64(s.rows) * p.rowBytes()})
+			}
+		}
+	}
+	return all
+}
+
 func (s *collector) denseBytes() int64 {
 	var n int64
 	for _, p := range arenaPieces(s.layout) {
@@ -219,18 +235,9 @@ func (s *collector) denseBytes() int64 {
 	return n
 }
 
-var kinds = []string{"mixtral", "phimoe", "qwen2_moe", "qwen3_moe", "olmoe"}
-
-func withDense(kind string) map[string]any {
-	if kind == "qwen2_moe" || kind == "qwen3_moe" {
-		return map[string]any{"mlp_only_layers": []int{1}}
-	}
-	return nil
-}
-
 // Every weight comes to its place, once, whichever way the checkpoint is made.
 func TestLoad(t *testing.T) {
-	for _, kind := range kinds {
+	for _, kind := range modelstest.Kinds {
 		for _, c := range []struct {
 			name  string
 			block string // of the MoE block; "" for the published one
@@ -238,7 +245,7 @@ func TestLoad(t *testing.T) {
 			t     kernels.DType
 		}{{"published", "", false, kernels.BF16}, {"fused", "", true, kernels.F16}, {"fused mlp", "mlp", true, kernels.F32}, {"fused sparse", "block_sparse_moe", true, kernels.BF16}} {
 			t.Run(kind+" "+c.name, func(t *testing.T) {
-				config := mustParse(t, kind, withDense(kind))
+				config := mustParse(t, kind, modelstest.DenseLayer(kind))
 				if c.block == "" {
 					c.block = blocks(config)[0]
 				}
@@ -618,3 +625,12 @@ func TestExponentFor(t *testing.T) {
 		}
 	}
 }
+
+func check(t testing.TB, err error) {
+	t.Helper()
+	if err != nil {
+		t.Fatal(err)
+	}
+}
+
+func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }

@@ -16,34 +16,36 @@ type RoPE struct {
 	ShortScale, LongScale float32
 }
 
-// variants is the number of tables that stand one after another: short and long.
-func (r *RoPE) variants() int {
+// Variants is the number of tables of rotations: two, short and long, with longrope,
+// else one.
+func (r *RoPE) Variants() int {
 	if r.LongAfter > 0 {
 		return 2
 	}
 	return 1
 }
 
-// frequencies are those of one variant: rotation per position, in radians, and
-// what cosines and sines are multiplied by.
-type frequencies struct {
-	inverse []float32
-	scale   float32
+// Frequencies are those of one variant.
+type Frequencies struct {
+	// Inverse has the rotation of each pair of elements per position, in radians.
+	Inverse []float32
+	// Scale multiplies cosines and sines.
+	Scale float32
 }
 
-// frequencies of each variant for heads of dim elements. They are rounded to
+// Frequencies of each variant for heads of dim elements. They are rounded to
 // float32 where the reference implementation rounds: the exponent, the power,
 // its product with the factor, and the quotient.
-func (r *RoPE) frequencies(dim int) []frequencies {
-	f := []frequencies{{scale: r.ShortScale}, {scale: r.LongScale}}[:r.variants()]
-	for v, factors := range [][]float32{r.Short, r.Long}[:r.variants()] {
-		f[v].inverse = make([]float32, dim/2)
-		for i := range f[v].inverse {
+func (r *RoPE) Frequencies(dim int) []Frequencies {
+	f := []Frequencies{{Scale: r.ShortScale}, {Scale: r.LongScale}}[:r.Variants()]
+	for v, factors := range [][]float32{r.Short, r.Long}[:r.Variants()] {
+		f[v].Inverse = make([]float32, dim/2)
+		for i := range f[v].Inverse {
 			power := float32(math.Pow(r.Theta, float64(float32(2*i)/float32(dim))))
 			if factors != nil {
 				power *= factors[i]
 			}
-			f[v].inverse[i] = 1 / power
+			f[v].Inverse[i] = 1 / power
 		}
 	}
 	return f

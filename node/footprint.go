@@ -6,6 +6,7 @@ import (
 	"github.com/moeserve/moeserve/configs"
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/experts"
+	"github.com/moeserve/moeserve/forward"
 	"github.com/moeserve/moeserve/harvest"
 	"github.com/moeserve/moeserve/kernels"
 	"github.com/moeserve/moeserve/kvcache"
@@ -62,8 +63,8 @@ func newFootprint(f footprint, maxModelLen int) (*footprint, error) {
 const BlockTokens = kvcache.DefaultBlockTokens
 
 // limits of steps of so many rows and sequences.
-func (f *footprint) limits(rows, sequences int) models.Limits {
-	l := models.Limits{
+func (f *footprint) limits(rows, sequences int) forward.Limits {
+	l := forward.Limits{
 		MaxRows: rows, MaxSeqs: min(sequences, rows),
 		MaxModelLen: f.maxModelLen, BlockTokens: BlockTokens, MaxTopLogProbs: topLogProbs,
 	}
@@ -108,7 +109,7 @@ func wayOf(s *configs.Settings) way {
 type somebody struct{ kernels.Backend }
 
 // steps are a pipeline's options, as far as sizes depend on them.
-func (f *footprint) steps(l models.Limits, w way) pipeline.Options {
+func (f *footprint) steps(l forward.Limits, w way) pipeline.Options {
 	o := pipeline.Options{Limits: l, HostLogits: f.hostLogits, MicroBatchRows: w.microBatchSize, MicroBatches: w.numMicroBatches}
 	if w.byMicroBatch {
 		o.Grouping = pipeline.ByMicroBatch
@@ -121,9 +122,9 @@ func (f *footprint) steps(l models.Limits, w way) pipeline.Options {
 
 // stepBytes is what steps within the limits take: activations, row data on the GPU and
 // again in pinned memory, what comes back, and what goes to the host for attention.
-func (f *footprint) stepBytes(l models.Limits, w way) (activations, rowData, back, attention int64) {
+func (f *footprint) stepBytes(l forward.Limits, w way) (activations, rowData, back, attention int64) {
 	o := f.steps(l, w)
-	activations = int64(o.Groups()) * models.WorkspaceBytes(f.config, f.types, o.GroupLimits(l))
+	activations = int64(o.Groups()) * forward.WorkspaceBytes(f.config, f.types, o.GroupLimits(l))
 	return activations, o.RowDataBytes(l), device.Align(o.BackBytes(f.config, l)), device.Align(o.StagingBytes(f.config, f.types.ActivationDType(), l))
 }
 
@@ -137,7 +138,7 @@ func (f *footprint) zeros(offloaded int) int64 {
 }
 
 // parts of the GPU's and the host's memory that a plan of experts and steps take.
-func (f *footprint) parts(p *experts.Plan, l models.Limits, w way) (gpu, host []Part) {
+func (f *footprint) parts(p *experts.Plan, l forward.Limits, w way) (gpu, host []Part) {
 	activations, rowData, back, attention := f.stepBytes(l, w)
 	gpu = []Part{
 		{"weights but experts", f.layout.Bytes},

@@ -9,6 +9,7 @@ import (
 	"testing"
 
 	"github.com/moeserve/moeserve/device"
+	"github.com/moeserve/moeserve/forward"
 	"github.com/moeserve/moeserve/kernels"
 	"github.com/moeserve/moeserve/models"
 	"github.com/moeserve/moeserve/models/safetensors"
@@ -24,7 +25,7 @@ type stages struct {
 	memory  []device.Memory
 
 	config *models.Config
-	model  *models.Model
+	model  *forward.Model
 	layout kernels.ExpertLayout
 	slots  []kernels.Tensor // per layer, [E] U64
 	all    kernels.Tensor   // every expert once
@@ -73,10 +74,10 @@ func newStages(t testing.TB, dir string, machine device.Machine, backend kernels
 	r.ok(r.stream.Copy(local.Range(0, local.Bytes()), experts.Range(0, experts.Bytes())))
 	r.ok(r.stream.Synchronize(t.Context()))
 
-	limits := models.Limits{MaxRows: stageTokens, MaxSeqs: 1, MaxLogits: stageTokens, MaxModelLen: min(stageTokens, c.MaxPositions), BlockTokens: stageBlock}
-	need := models.WorkspaceBytes(c, backend, limits)
+	limits := forward.Limits{MaxRows: stageTokens, MaxSeqs: 1, MaxLogits: stageTokens, MaxModelLen: min(stageTokens, c.MaxPositions), BlockTokens: stageBlock}
+	need := forward.WorkspaceBytes(c, backend, limits)
 	ws := r.alloc(device.HBM(0), need)
-	r.model, err = models.NewModel(c, l.Bind(arena.Range(0, l.Bytes).Addr), backend, ws.Range(0, need), limits)
+	r.model, err = forward.NewModel(c, l.Bind(arena.Range(0, l.Bytes).Addr), backend, ws.Range(0, need), limits)
 	r.ok(err)
 	r.ok(r.model.Constants(r.upload))
 
@@ -166,22 +167,22 @@ func (r *stages) download(x kernels.Tensor) []byte {
 func (r *stages) run(ids []int32, long bool, chosen []choice) ([]float32, []choice) {
 	r.Helper()
 	m, s, rows := r.model, r.stream, len(ids)
-	var h models.HostBatch
+	var h forward.HostBatch
 	h.Reset(0, 0)
 	blocks := make([]int32, stageTokens/stageBlock)
 	for i := range blocks {
 		blocks[i] = int32(i ^ 1) // not in order, so that the block table matters
 	}
-	_, err := m.Append(&h, &models.Sequence{IDs: ids, Long: long, Blocks: blocks})
+	_, err := m.Append(&h, &forward.Sequence{IDs: ids, Long: long, Blocks: blocks})
 	r.ok(err)
 	for i := range ids {
-		_, err := m.Draw(&h, i, &models.Draw{Position: int32(i + 1)})
+		_, err := m.Draw(&h, i, &forward.Draw{Position: int32(i + 1)})
 		r.ok(err)
 	}
-	data := make([]byte, models.BatchBytes(m.Limits))
+	data := make([]byte, forward.BatchBytes(m.Limits))
 	up, err := r.machine.Alloc(device.HBM(0), int64(len(data)), "row data")
 	r.ok(err)
-	b, n, err := models.PackBatch(&h, data, up.Range(0, 1).Addr)
+	b, n, err := forward.PackBatch(&h, data, up.Range(0, 1).Addr)
 	r.ok(err)
 	r.ok(r.upload(up.Range(0, n), data[:n]))
 
@@ -192,7 +193,7 @@ func (r *stages) run(ids []int32, long bool, chosen []choice) ([]float32, []choi
 		r.ok(m.Attention(s, layer, &b, r.k[layer], r.v[layer]))
 		r.ok(m.PostAttention(s, layer, &b))
 		if dense {
-			r.ok(m.MLP(s, layer, models.Span{Rows: rows}))
+			r.ok(m.MLP(s, layer, forward.Span{Rows: rows}))
 			continue
 		}
 		i, w := m.Routing(rows)
@@ -201,10 +202,10 @@ func (r *stages) run(ids []int32, long bool, chosen []choice) ([]float32, []choi
 			r.ok(r.upload(w.Range(), chosen[layer].weights))
 		}
 		routes[layer] = choice{r.download(i), r.download(w)}
-		r.ok(m.Group(s, layer, models.Span{Rows: rows}))
-		r.ok(m.Shared(s, layer, models.Span{Rows: rows}))
-		r.ok(m.Experts(s, layer, models.Span{Rows: rows}, r.slots[layer], r.all, r.layout))
-		r.ok(m.Combine(s, layer, models.Span{Rows: rows}))
+		r.ok(m.Group(s, layer, forward.Span{Rows: rows}))
+		r.ok(m.Shared(s, layer, forward.Span{Rows: rows}))
+		r.ok(m.Experts(s, layer, forward.Span{Rows: rows}, r.slots[layer], r.all, r.layout))
+		r.ok(m.Combine(s, layer, forward.Span{Rows: rows}))
 	}
 	r.ok(m.Head(s, &b))
 	logits := m.Logits(&b)

@@ -16,6 +16,7 @@ import (
 	"github.com/moeserve/moeserve/device/trace"
 	"github.com/moeserve/moeserve/engine"
 	"github.com/moeserve/moeserve/experts"
+	"github.com/moeserve/moeserve/forward"
 	"github.com/moeserve/moeserve/harvest"
 	"github.com/moeserve/moeserve/kernels"
 	"github.com/moeserve/moeserve/kvcache"
@@ -126,7 +127,7 @@ type Node struct {
 	engine    *engine.Engine
 	tokenizer tokenizer.Tokenizer
 	template  *chat.Template
-	limits    models.Limits
+	limits    forward.Limits
 	loadTime  time.Duration
 	closers   []func() error
 }
@@ -358,14 +359,14 @@ func (n *Node) assemble(ctx context.Context, o *Options, src models.Source, kv k
 		return fail(ErrDevice, err)
 	}
 	steps := n.steps(o)
-	group := make([]*models.Model, 2)[:steps.Groups()]
+	group := make([]*forward.Model, 2)[:steps.Groups()]
 	limits, weights := steps.GroupLimits(n.limits), n.layout.Bind(arena.Range(0, n.layout.Bytes).Addr)
 	for i := range group {
-		workspace, err := n.alloc(n.space, models.WorkspaceBytes(n.config, n.backend, limits), "activations")
+		workspace, err := n.alloc(n.space, forward.WorkspaceBytes(n.config, n.backend, limits), "activations")
 		if err != nil {
 			return fail(ErrDevice, err)
 		}
-		if group[i], err = models.NewModel(n.config, weights, n.enqueuing(), workspace.Range(0, workspace.Bytes()), limits); err != nil {
+		if group[i], err = forward.NewModel(n.config, weights, n.enqueuing(), workspace.Range(0, workspace.Bytes()), limits); err != nil {
 			return fail(ErrConfig, err)
 		}
 	}
@@ -444,7 +445,7 @@ func (n *Node) alloc(space device.Space, bytes int64, label string) (device.Memo
 }
 
 // load streams the weights to their places.
-func (n *Node) load(ctx context.Context, o *Options, src models.Source, group []*models.Model, arena device.Memory) (err error) {
+func (n *Node) load(ctx context.Context, o *Options, src models.Source, group []*forward.Model, arena device.Memory) (err error) {
 	up, err := newUploader(n.machine, n.space)
 	if err != nil {
 		return fail(ErrDevice, err)
@@ -533,7 +534,7 @@ func (n *Node) Planned() *Planned { return n.planned }
 func (n *Node) Config() *models.Config { return n.config }
 
 // Limits of the node's steps and sequences.
-func (n *Node) Limits() models.Limits { return n.limits }
+func (n *Node) Limits() forward.Limits { return n.limits }
 
 // Close stops everything, in the reverse order of its start, and gives all memory
 // back. An allocation that is still alive is an error.

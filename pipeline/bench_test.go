@@ -5,6 +5,7 @@ import (
 	"testing"
 
 	"github.com/moeserve/moeserve/configs"
+	"github.com/moeserve/moeserve/forward"
 	"github.com/moeserve/moeserve/kvcache"
 	"github.com/moeserve/moeserve/models"
 )
@@ -19,9 +20,9 @@ func BenchmarkCut(b *testing.B) {
 	for _, n := range []int{324, 3240, 4536} {
 		for _, micro := range []int{1, 4} {
 			b.Run(fmt.Sprintf("sequences=%d/micro-batches=%d", n, micro), func(b *testing.B) {
-				l := models.Limits{MaxRows: n, MaxSeqs: n, MaxLogits: n, MaxModelLen: 1024, BlockTokens: block}
+				l := forward.Limits{MaxRows: n, MaxSeqs: n, MaxLogits: n, MaxModelLen: 1024, BlockTokens: block}
 				p := &Pipeline{o: Options{Limits: l, MicroBatches: micro}, batches: make([]microBatch, micro)}
-				p.groups = []group{{model: &models.Model{Config: c, Limits: l}}}
+				p.groups = []group{{model: &forward.Model{Config: c, Limits: l}}}
 				dst := make([]byte, p.o.RowDataBytes(l))
 				kv, err := kvcache.NewManager(kvcache.ManagerOptions{Blocks: n * (context + block) / block, BlockTokens: block})
 				check(b, err)
@@ -39,7 +40,7 @@ func BenchmarkCut(b *testing.B) {
 					check(b, err)
 					used := int64(0)
 					for i := range shape.MicroBatches {
-						_, bytes, err := models.PackBatch(&p.batches[i].host, dst[used:], 256)
+						_, bytes, err := forward.PackBatch(&p.batches[i].host, dst[used:], 256)
 						check(b, err)
 						used += bytes
 					}

@@ -10,7 +10,7 @@ import (
 	"time"
 
 	"github.com/moeserve/moeserve/device"
-	"github.com/moeserve/moeserve/models"
+	"github.com/moeserve/moeserve/forward"
 )
 
 // defaultGraphs is Options.Graphs where that is not set.
@@ -42,14 +42,14 @@ type graphs struct {
 	held []stepGraph
 	// now are this step's micro-batches, before those of the step before; empty where
 	// that could be no graph.
-	now, before []models.Batch
+	now, before []forward.Batch
 
 	captured, launched, failed, count, took atomic.Int64
 }
 
 // stepGraph is what serves steps of these micro-batches.
 type stepGraph struct {
-	batches []models.Batch
+	batches []forward.Batch
 	graph   device.Graph
 }
 

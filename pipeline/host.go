@@ -6,6 +6,7 @@ import (
 	"fmt"
 
 	"github.com/moeserve/moeserve/device"
+	"github.com/moeserve/moeserve/forward"
 	"github.com/moeserve/moeserve/kernels"
 	"github.com/moeserve/moeserve/models"
 )
@@ -81,7 +82,7 @@ func newHostAttention(o *Options) (h *hostAttention, err error) {
 }
 
 // attend enqueues a micro-batch's chain behind its Project on the compute stream.
-func (h *hostAttention) attend(compute device.Stream, m *models.Model, layer int, b *microBatch, meter *meter) error {
+func (h *hostAttention) attend(compute device.Stream, m *forward.Model, layer int, b *microBatch, meter *meter) error {
 	h.chain++
 	n := h.chain
 	if err := compute.Raise(h.projected, n); err != nil {

@@ -7,7 +7,7 @@ import (
 
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/device/emulated"
-	"github.com/moeserve/moeserve/models"
+	"github.com/moeserve/moeserve/forward"
 )
 
 // late is a machine on which work of the host's attention fails behind a step's last
@@ -56,7 +56,7 @@ func TestNewChecksGroups(t *testing.T) {
 	for want, change := range map[string]func(*Options){
 		"Second is not set": func(o *Options) { o.Second = nil },
 		"a model with limits": func(o *Options) {
-			o.Limits = models.Limits{MaxRows: 7, MaxSeqs: 1, MaxLogits: 1, MaxModelLen: 16, BlockTokens: 16}
+			o.Limits = forward.Limits{MaxRows: 7, MaxSeqs: 1, MaxLogits: 1, MaxModelLen: 16, BlockTokens: 16}
 		},
 	} {
 		o := r.p.o

@@ -10,6 +10,7 @@ import (
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/device/emulated"
 	"github.com/moeserve/moeserve/experts"
+	"github.com/moeserve/moeserve/forward"
 	"github.com/moeserve/moeserve/harvest"
 	"github.com/moeserve/moeserve/kernels"
 	"github.com/moeserve/moeserve/kernels/cpu"
@@ -102,7 +103,7 @@ func newTimed(t *testing.T, c cell) *timed {
 	check(t, err)
 	backend := cpu.New(cpu.Options{Threads: 1})
 	closing(backend.Close)
-	limits := models.Limits{MaxRows: c.rows, MaxSeqs: c.rows, MaxLogits: c.rows, MaxModelLen: 112, BlockTokens: 16}
+	limits := forward.Limits{MaxRows: c.rows, MaxSeqs: c.rows, MaxLogits: c.rows, MaxModelLen: 112, BlockTokens: 16}
 	o := Options{Machine: m, Space: space, Limits: limits, MicroBatchRows: microBatchRows, Grouping: c.grouping}
 	kvSpace := space
 	if c.hostRate > 0 {
@@ -110,9 +111,9 @@ func newTimed(t *testing.T, c cell) *timed {
 	}
 	weights := layout.Bind(alloc(layout.Bytes).Range(0, 1).Addr)
 	group := o.GroupLimits(limits)
-	for _, to := range []**models.Model{&o.Model, &o.Second}[:o.Groups()] {
-		ws := alloc(models.WorkspaceBytes(config, backend, group))
-		*to, err = models.NewModel(config, weights, backend, ws.Range(0, ws.Bytes()), group)
+	for _, to := range []**forward.Model{&o.Model, &o.Second}[:o.Groups()] {
+		ws := alloc(forward.WorkspaceBytes(config, backend, group))
+		*to, err = forward.NewModel(config, weights, backend, ws.Range(0, ws.Bytes()), group)
 		check(t, err)
 	}
 

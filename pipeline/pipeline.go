@@ -9,9 +9,9 @@ import (
 
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/experts"
+	"github.com/moeserve/moeserve/forward"
 	"github.com/moeserve/moeserve/kernels"
 	"github.com/moeserve/moeserve/kvcache"
-	"github.com/moeserve/moeserve/models"
 )
 
 // ErrStepFailed marks an error of Step after which the same step may be run
@@ -36,12 +36,12 @@ type Options struct {
 	Machine device.Machine
 	// Space is the compute device's memory.
 	Space device.Space
-	Model *models.Model
+	Model *forward.Model
 	// Second is a model over the same weights as Model, with a workspace of its own,
 	// for the second of two groups; nil where there is one: see Groups.
-	Second *models.Model
+	Second *forward.Model
 	// Limits of a step; those of the models are GroupLimits of them. Default: Model's.
-	Limits models.Limits
+	Limits forward.Limits
 	// Experts is the store of the model's experts, nil for a model without.
 	Experts *experts.Store
 	// KV lies in the memory of whoever attends.
@@ -94,8 +94,8 @@ type Sequence struct {
 // Draw says how a token is drawn, TokenAdjust how a token's logit is changed
 // before.
 type (
-	Draw        = models.Draw
-	TokenAdjust = models.TokenAdjust
+	Draw        = forward.Draw
+	TokenAdjust = forward.TokenAdjust
 )
 
 // Step is a set of rows that runs as one.
@@ -182,7 +182,7 @@ type planKey struct {
 
 // New takes its buffers and its streams.
 func New(o Options) (_ *Pipeline, err error) {
-	if o.Limits == (models.Limits{}) {
+	if o.Limits == (forward.Limits{}) {
 		o.Limits = o.Model.Limits
 	}
 	l, c := o.Limits, o.Model.Config
@@ -193,7 +193,7 @@ func New(o Options) (_ *Pipeline, err error) {
 		o.Log = slog.New(slog.DiscardHandler)
 	}
 	p := &Pipeline{o: o, plans: map[planKey][]Action{}}
-	for _, m := range []*models.Model{o.Model, o.Second}[:o.Groups()] {
+	for _, m := range []*forward.Model{o.Model, o.Second}[:o.Groups()] {
 		if m == nil {
 			return nil, errors.New("pipeline: Second is not set: there are two groups where the host attends")
 		}
@@ -444,7 +444,7 @@ func (p *Pipeline) doAsked(ctx context.Context, a Action, g *group, f *frame) (e
 }
 
 // routed runs a layer's routed experts on a span of rows.
-func (p *Pipeline) routed(m *models.Model, layer int, r models.Span, use *experts.Use) error {
+func (p *Pipeline) routed(m *forward.Model, layer int, r forward.Span, use *experts.Use) error {
 	if err := m.Group(p.compute, layer, r); err != nil {
 		return err
 	}
@@ -456,7 +456,7 @@ func (p *Pipeline) routed(m *models.Model, layer int, r models.Span, use *expert
 
 // whole enqueues all of a layer's experts: in waves, or, where what is fetched will have
 // arrived anyway, in one launch, which leaves fewer multiprocessors idle at its end.
-func (p *Pipeline) whole(m *models.Model, layer int, r models.Span, use *experts.Use) error {
+func (p *Pipeline) whole(m *forward.Model, layer int, r forward.Span, use *experts.Use) error {
 	if !p.pace.together || len(use.Waves) < 2 {
 		return p.waves(m, layer, r, use.Slots, use.Waves)
 	}
@@ -469,7 +469,7 @@ func (p *Pipeline) whole(m *models.Model, layer int, r models.Span, use *experts
 }
 
 // feedForward runs a layer's feed-forward block on a span of rows.
-func (p *Pipeline) feedForward(m *models.Model, layer int, r models.Span, use *experts.Use) error {
+func (p *Pipeline) feedForward(m *forward.Model, layer int, r forward.Span, use *experts.Use) error {
 	if !p.shape.MoE[layer] {
 		return m.MLP(p.compute, layer, r)
 	}
@@ -480,7 +480,7 @@ func (p *Pipeline) feedForward(m *models.Model, layer int, r models.Span, use *e
 }
 
 // waves enqueues experts, each wave behind its own copies.
-func (p *Pipeline) waves(m *models.Model, layer int, r models.Span, slots kernels.Tensor, waves []experts.Wave) error {
+func (p *Pipeline) waves(m *forward.Model, layer int, r forward.Span, slots kernels.Tensor, waves []experts.Wave) error {
 	for i := range waves {
 		w := &waves[i]
 		if err := p.await(w); err != nil {

@@ -15,6 +15,7 @@ import (
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/device/emulated"
 	"github.com/moeserve/moeserve/experts"
+	"github.com/moeserve/moeserve/forward"
 	"github.com/moeserve/moeserve/harvest"
 	"github.com/moeserve/moeserve/kernels"
 	"github.com/moeserve/moeserve/kernels/cpu"
@@ -95,7 +96,7 @@ func newRig(t *testing.T, fixture string, fraction float64, mo emulated.Options,
 	backend := cpu.New(cpu.Options{})
 	closers = append(closers, backend.Close)
 
-	limits := models.Limits{MaxRows: 64, MaxSeqs: 8, MaxLogits: 64, MaxModelLen: 192, BlockTokens: 16, MaxAdjust: 64, MaxTopLogProbs: 3}
+	limits := forward.Limits{MaxRows: 64, MaxSeqs: 8, MaxLogits: 64, MaxModelLen: 192, BlockTokens: 16, MaxAdjust: 64, MaxTopLogProbs: 3}
 	var machine device.Machine = m
 	var enqueuing kernels.Backend = backend
 	if o.Graphs > 0 {
@@ -105,10 +106,10 @@ func newRig(t *testing.T, fixture string, fraction float64, mo emulated.Options,
 	arena := alloc(space, layout.Bytes)
 	group := o.GroupLimits(limits)
 	weights := layout.Bind(arena.Range(0, 1).Addr)
-	var ms [2]*models.Model
+	var ms [2]*forward.Model
 	for i := range o.Groups() {
-		ws := alloc(space, models.WorkspaceBytes(c, backend, group))
-		ms[i], err = models.NewModel(c, weights, enqueuing, ws.Range(0, ws.Bytes()), group)
+		ws := alloc(space, forward.WorkspaceBytes(c, backend, group))
+		ms[i], err = forward.NewModel(c, weights, enqueuing, ws.Range(0, ws.Bytes()), group)
 		check(t, err)
 	}
 

@@ -7,8 +7,8 @@ import (
 
 	"github.com/cockroachdb/datadriven"
 
+	"github.com/moeserve/moeserve/forward"
 	"github.com/moeserve/moeserve/kernels/cpu"
-	"github.com/moeserve/moeserve/models"
 )
 
 // shape reads a shape's layers: M for one with experts, some of which are missing, L
@@ -250,7 +250,7 @@ func TestGroupLimits(t *testing.T) {
 	for size := range most + 2 {
 		for _, atLeast := range []int{0, 1, 2, 3, 4, 5, 14, most, most + 1} {
 			o := Options{MicroBatchRows: size, MicroBatches: atLeast, HostAttention: host}
-			limit := o.GroupLimits(models.Limits{MaxRows: most}).MaxRows
+			limit := o.GroupLimits(forward.Limits{MaxRows: most}).MaxRows
 			batches := o.mostBatches(most)
 			for rows := 1; rows <= most; rows++ {
 				n, each := o.batches(rows)

@@ -9,12 +9,13 @@ import (
 	"unsafe"
 
 	"github.com/moeserve/moeserve/device"
+	"github.com/moeserve/moeserve/forward"
 	"github.com/moeserve/moeserve/kernels"
 	"github.com/moeserve/moeserve/models"
 )
 
 // BackBytes is the pinned memory for what comes back from a step of limits l.
-func (o Options) BackBytes(c *models.Config, l models.Limits) int64 {
+func (o Options) BackBytes(c *models.Config, l forward.Limits) int64 {
 	n := placesOf(c, l, o.Groups()).logits
 	if o.HostLogits {
 		n += 4 * int64(l.MaxLogits) * int64(c.Vocab)
@@ -24,7 +25,7 @@ func (o Options) BackBytes(c *models.Config, l models.Limits) int64 {
 
 // StagingBytes is the pinned memory through which the host attends for steps of limits l,
 // with activations of type act.
-func (o Options) StagingBytes(c *models.Config, act kernels.DType, l models.Limits) int64 {
+func (o Options) StagingBytes(c *models.Config, act kernels.DType, l forward.Limits) int64 {
 	if o.HostAttention == nil {
 		return 0
 	}
@@ -37,7 +38,7 @@ func (o Options) StagingBytes(c *models.Config, act kernels.DType, l models.Limi
 // logits.
 type places struct{ counts, choice, guess, chosen, topIDs, top, logits int64 }
 
-func placesOf(c *models.Config, l models.Limits, groups int) places {
+func placesOf(c *models.Config, l forward.Limits, groups int) places {
 	var p places
 	end := device.Align(4 * int64(l.MaxLogits))
 	place := func(at *int64, bytes int64) {
@@ -69,7 +70,7 @@ func (p *Pipeline) bring(n int, withLogits bool) error {
 		if g.logits == 0 {
 			continue
 		}
-		all := models.Batch{Logits: g.logits}
+		all := forward.Batch{Logits: g.logits}
 		if err := p.copyBack(4*int64(g.logit), g.model.Sampled(&all)); err != nil {
 			return err
 		}

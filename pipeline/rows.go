@@ -5,20 +5,20 @@ import (
 	"fmt"
 
 	"github.com/moeserve/moeserve/device"
-	"github.com/moeserve/moeserve/models"
+	"github.com/moeserve/moeserve/forward"
 )
 
 // microBatch is one of a step's: what the host packed, and where it is.
 type microBatch struct {
-	host  models.HostBatch
-	batch models.Batch
+	host  forward.HostBatch
+	batch forward.Batch
 	// group it belongs to; row and logit are its first of the step, not of the group.
 	group      int
 	row, logit int
 	// onHost is batch as far as attention needs it, in pinned memory; chain is its last
 	// turn there, sent the event behind what came to the host for it, and attended that
 	// behind its work.
-	onHost         models.Batch
+	onHost         forward.Batch
 	chain          uint32
 	sent, attended device.Event
 }
@@ -26,15 +26,15 @@ type microBatch struct {
 // group is what runs a layer's experts together: some of a step's micro-batches, on a
 // model of their own.
 type group struct {
-	model *models.Model
+	model *forward.Model
 	// rows and logits of the step; logit is the first of all groups' logit rows.
 	rows, logits, logit int
 }
 
-func (g *group) span() models.Span { return models.Span{Rows: g.rows} }
+func (g *group) span() forward.Span { return forward.Span{Rows: g.rows} }
 
-func (b *microBatch) span() models.Span {
-	return models.Span{First: b.batch.First, Rows: b.batch.Rows}
+func (b *microBatch) span() forward.Span {
+	return forward.Span{First: b.batch.First, Rows: b.batch.Rows}
 }
 
 // mostBatches is the most micro-batches of a step of up to so many rows.
@@ -56,12 +56,12 @@ func (o *Options) batches(rows int) (n, each int) {
 }
 
 // RowDataBytes is what row data takes on the device, and again in pinned memory.
-func (o Options) RowDataBytes(l models.Limits) int64 {
-	return models.GroupBytes(l, o.mostBatches(l.MaxRows))
+func (o Options) RowDataBytes(l forward.Limits) int64 {
+	return forward.GroupBytes(l, o.mostBatches(l.MaxRows))
 }
 
 // GroupLimits are the limits of each group's model, for steps of limits l.
-func (o Options) GroupLimits(l models.Limits) models.Limits {
+func (o Options) GroupLimits(l forward.Limits) forward.Limits {
 	if o.Groups() > 1 {
 		// Half of the micro-batches, each of which has up to a row more than its share.
 		l.MaxRows = min(l.MaxRows, (l.MaxRows+o.mostBatches(l.MaxRows)+1)/2)
@@ -144,7 +144,7 @@ func (p *Pipeline) cut(s *Step) (shape Shape, err error) {
 				b.host.Reset(g.rows, g.logits)
 			}
 			to := min(from+each-b.host.Rows(), len(q.Tokens))
-			first, err := g.model.Append(&b.host, &models.Sequence{
+			first, err := g.model.Append(&b.host, &forward.Sequence{
 				IDs: q.Tokens[from:to], Start: q.Start + from, Long: q.Long, Blocks: q.Table.Blocks(),
 			})
 			if err != nil {
@@ -183,7 +183,7 @@ func (p *Pipeline) stepRows() (n int) {
 func (p *Pipeline) upload(i int) error {
 	b := &p.batches[i]
 	off, room := p.uploaded, p.pinned.Bytes()-p.uploaded
-	batch, bytes, err := models.PackBatch(&b.host, p.pinned.Write(off, room), p.rows.Range(off, room).Addr)
+	batch, bytes, err := forward.PackBatch(&b.host, p.pinned.Write(off, room), p.rows.Range(off, room).Addr)
 	if err != nil {
 		return err
 	}

@@ -1,4 +1,4 @@
-package models
+package forward
 
 import (
 	"errors"
@@ -134,15 +134,15 @@ func (m *Model) Append(h *HostBatch, q *Sequence) (int, error) {
 	context, b := q.Start+len(q.IDs), m.Limits.BlockTokens
 	switch {
 	case len(q.IDs) == 0 || q.Start < 0:
-		return 0, fmt.Errorf("models: sequence of %d rows from position %d", len(q.IDs), q.Start)
+		return 0, fmt.Errorf("forward: sequence of %d rows from position %d", len(q.IDs), q.Start)
 	case context > m.Limits.MaxModelLen:
-		return 0, fmt.Errorf("models: sequence of %d tokens, at most %d fit", context, m.Limits.MaxModelLen)
+		return 0, fmt.Errorf("forward: sequence of %d tokens, at most %d fit", context, m.Limits.MaxModelLen)
 	case len(q.Blocks)*b < context:
-		return 0, fmt.Errorf("models: %d blocks of %d tokens for a sequence of %d", len(q.Blocks), b, context)
+		return 0, fmt.Errorf("forward: %d blocks of %d tokens for a sequence of %d", len(q.Blocks), b, context)
 	}
 	for _, id := range q.IDs {
 		if id < 0 || int(id) >= m.Config.Vocab {
-			return 0, fmt.Errorf("models: token id %d is outside the model's vocabulary of %d", id, m.Config.Vocab)
+			return 0, fmt.Errorf("forward: token id %d is outside the model's vocabulary of %d", id, m.Config.Vocab)
 		}
 	}
 	first := len(h.rows)
@@ -176,7 +176,7 @@ func (m *Model) Draw(h *HostBatch, row int, d *Draw) (int, error) {
 		return 0, err
 	}
 	if n := len(h.adjusts) + len(d.Adjust); n > m.Limits.MaxAdjust {
-		return 0, fmt.Errorf("models: %d adjusted tokens, at most %d fit", n, m.Limits.MaxAdjust)
+		return 0, fmt.Errorf("forward: %d adjusted tokens, at most %d fit", n, m.Limits.MaxAdjust)
 	}
 	if len(d.Adjust) > 0 {
 		h.adjusts = append(h.adjusts, d.Adjust...)
@@ -217,28 +217,28 @@ func (m *Model) drawable(d *Draw) error {
 	finite := func(f float32) bool { return f-f == 0 }
 	switch {
 	case !(d.Temperature >= 0 && finite(d.Temperature)):
-		return fmt.Errorf("models: temperature %g, want a finite number of at least 0", d.Temperature)
+		return fmt.Errorf("forward: temperature %g, want a finite number of at least 0", d.Temperature)
 	case d.TopK < 0:
-		return fmt.Errorf("models: top-k %d, want 0 (all) or more", d.TopK)
+		return fmt.Errorf("forward: top-k %d, want 0 (all) or more", d.TopK)
 	case !(d.TopP >= 0 && d.TopP <= 1):
-		return fmt.Errorf("models: top-p %g, want 0 to 1", d.TopP)
+		return fmt.Errorf("forward: top-p %g, want 0 to 1", d.TopP)
 	case !(d.MinP >= 0 && d.MinP <= 1):
-		return fmt.Errorf("models: min-p %g, want 0 to 1", d.MinP)
+		return fmt.Errorf("forward: min-p %g, want 0 to 1", d.MinP)
 	case !(d.RepetitionPenalty >= 0 && finite(d.RepetitionPenalty)):
-		return fmt.Errorf("models: repetition penalty %g, want a finite number above 0", d.RepetitionPenalty)
+		return fmt.Errorf("forward: repetition penalty %g, want a finite number above 0", d.RepetitionPenalty)
 	case !finite(d.PresencePenalty) || !finite(d.FrequencyPenalty):
-		return fmt.Errorf("models: presence penalty %g and frequency penalty %g, want finite numbers", d.PresencePenalty, d.FrequencyPenalty)
+		return fmt.Errorf("forward: presence penalty %g and frequency penalty %g, want finite numbers", d.PresencePenalty, d.FrequencyPenalty)
 	case d.LogProbs && m.Limits.MaxTopLogProbs == 0:
-		return errors.New("models: log-probabilities asked of a model whose limit MaxTopLogProbs is 0")
+		return errors.New("forward: log-probabilities asked of a model whose limit MaxTopLogProbs is 0")
 	}
 	for i, a := range d.Adjust {
 		switch {
 		case a.ID < 0 || int(a.ID) >= m.Config.Vocab:
-			return fmt.Errorf("models: adjusted token %d has id %d, outside the model's vocabulary of %d", i, a.ID, m.Config.Vocab)
+			return fmt.Errorf("forward: adjusted token %d has id %d, outside the model's vocabulary of %d", i, a.ID, m.Config.Vocab)
 		case a.Seen < -1:
-			return fmt.Errorf("models: adjusted token %d was seen %d times, want -1 or more", i, a.Seen)
+			return fmt.Errorf("forward: adjusted token %d was seen %d times, want -1 or more", i, a.Seen)
 		case a.Bias != a.Bias || a.Bias > math.MaxFloat32:
-			return fmt.Errorf("models: adjusted token %d has bias %g, want a finite number or -Inf", i, a.Bias)
+			return fmt.Errorf("forward: adjusted token %d has bias %g, want a finite number or -Inf", i, a.Bias)
 		}
 	}
 	return nil
@@ -294,7 +294,7 @@ func GroupBytes(l Limits, batches int) int64 {
 // the bytes returned to base on the device, which is aligned to 256 bytes.
 func PackBatch(h *HostBatch, dst []byte, base device.Addr) (Batch, int64, error) {
 	if len(h.rows) == 0 {
-		return Batch{}, 0, fmt.Errorf("models: empty micro-batch")
+		return Batch{}, 0, fmt.Errorf("forward: empty micro-batch")
 	}
 	b := Batch{
 		First: h.First, Rows: len(h.rows), Seqs: len(h.seqs), FirstLogit: h.FirstLogit, Logits: len(h.draws),
@@ -312,7 +312,7 @@ func PackBatch(h *HostBatch, dst []byte, base device.Addr) (Batch, int64, error)
 		b.LogProbs = h.logProbs
 	}
 	if p.used > int64(len(dst)) {
-		return Batch{}, 0, fmt.Errorf("models: micro-batch of %d bytes, room for %d", p.used, len(dst))
+		return Batch{}, 0, fmt.Errorf("forward: micro-batch of %d bytes, room for %d", p.used, len(dst))
 	}
 	return b, p.used, nil
 }
@@ -388,7 +388,7 @@ func (p *packer) draws(h *HostBatch, b *Batch) error {
 	for i := range h.draws {
 		d := &h.draws[i]
 		if d.row < 0 || int(d.row) >= b.Rows {
-			return fmt.Errorf("models: logits of row %d of %d", d.row, b.Rows)
+			return fmt.Errorf("forward: logits of row %d of %d", d.row, b.Rows)
 		}
 		if !p.full() {
 			rows[i], samples[i], positions[i], temperatures[i], seeds[i] = d.row, d.sample, d.position, d.temperature, d.seed

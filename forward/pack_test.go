@@ -1,4 +1,4 @@
-package models
+package forward
 
 import (
 	"encoding/binary"
@@ -9,6 +9,7 @@ import (
 	"testing"
 
 	"github.com/moeserve/moeserve/kernels"
+	"github.com/moeserve/moeserve/models/modelstest"
 )
 
 // packed is a reader of what PackBatch wrote to data for an upload to base.
@@ -32,7 +33,7 @@ func (p packed) words(x kernels.Tensor) []uint32 {
 // TestPackedBytes packs batches of all kinds one after another from the same HostBatch, to
 // the same memory, and reads every tensor back.
 func TestPackedBytes(t *testing.T) {
-	c := mustParse(t, "phimoe", map[string]any{"rope_scaling": longrope})
+	c := mustParse(t, "phimoe", map[string]any{"rope_scaling": modelstest.LongRoPE})
 	m := &Model{Config: c, Limits: Limits{MaxRows: 256, MaxSeqs: 64, MaxLogits: 256, MaxModelLen: 200, BlockTokens: 16, MaxAdjust: 500, MaxTopLogProbs: 3}}
 	const base = 1 << 20
 	random := rand.New(rand.NewPCG(3, 8))

@@ -1,4 +1,4 @@
-package models
+package forward
 
 import (
 	"encoding/binary"
@@ -8,12 +8,15 @@ import (
 	"reflect"
 	"slices"
 	"strings"
+	"sync"
 	"testing"
 
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/device/emulated"
 	"github.com/moeserve/moeserve/kernels"
 	"github.com/moeserve/moeserve/kernels/cpu"
+	"github.com/moeserve/moeserve/models"
+	"github.com/moeserve/moeserve/models/modelstest"
 	"github.com/moeserve/moeserve/models/safetensors"
 )
 
@@ -42,7 +45,7 @@ type rig struct {
 
 var testLimits = Limits{MaxRows: 256, MaxSeqs: 8, MaxLogits: 256, MaxModelLen: 256, BlockTokens: 16, MaxAdjust: 4096, MaxTopLogProbs: 5}
 
-func newRig(t testing.TB, c *Config, src Source) *rig {
+func newRig(t testing.TB, c *models.Config, src models.Source) *rig {
 	t.Helper()
 	machine, err := emulated.Open(emulated.Options{Check: true})
 	check(t, err)
@@ -51,16 +54,17 @@ func newRig(t testing.TB, c *Config, src Source) *rig {
 	check(t, err)
 	t.Cleanup(r.close)
 
-	l, err := NewLayout(c, src, nil)
+	l, err := models.NewLayout(c, src, nil)
 	check(t, err)
 	r.layout, err = r.backend.ExpertLayout(c.ExpertShape(l.ExpertDType))
 	check(t, err)
 	dense := r.alloc(device.Host, l.Bytes)
 	experts := r.alloc(device.Host, int64(c.Layers*c.Experts)*r.layout.Size)
-	check(t, Load(t.Context(), src, l, &rigSink{rig: r, dense: dense, experts: experts, perLayer: c.Experts}, nil))
+	to := &rigSink{rig: r, dense: dense, experts: experts, perLayer: c.Experts, pieces: map[int64]int64{}}
+	check(t, models.Load(t.Context(), src, l, to, nil))
 	arena := r.alloc(device.HBM(0), l.Bytes)
-	for _, p := range arenaPieces(l) {
-		check(t, r.stream.Copy(arena.Range(p.off, p.n), dense.Range(p.off, p.n)))
+	for off, n := range to.pieces { // between them lies padding that nobody writes
+		check(t, r.stream.Copy(arena.Range(off, n), dense.Range(off, n)))
 	}
 	resident := r.alloc(device.HBM(0), experts.Bytes())
 	for layer, dense := range c.Dense {
@@ -116,20 +120,6 @@ func newRig(t testing.TB, c *Config, src Source) *rig {
 	return r
 }
 
-// arenaPieces are the tensors of the arena: between them lies padding that
-// nobody writes.
-func arenaPieces(l *Layout) []struct{ off, n int64 } {
-	var all []struct{ off, n int64 }
-	for _, p := range l.plan {
-		for _, s := range p.parts {
-			if s.off >= 0 {
-				all = append(all, struct{ off, n int64 }{s.off, int64(s.rows) * p.rowBytes()})
-			}
-		}
-	}
-	return all
-}
-
 func (r *rig) close() {
 	check(r.t, r.stream.Close())
 	for _, m := range r.memory {
@@ -137,6 +127,14 @@ func (r *rig) close() {
 	}
 	check(r.t, r.backend.Close())
 	check(r.t, r.machine.Close())
+}
+
+// mustParse reads the config of modelstest.Config.
+func mustParse(t testing.TB, kind string, edit map[string]any) *models.Config {
+	t.Helper()
+	c, err := models.ParseConfig(modelstest.Config(kind, edit), "config.json")
+	check(t, err)
+	return c
 }
 
 func check(t testing.TB, err error) {
@@ -293,10 +291,16 @@ type rigSink struct {
 	dense    device.Memory
 	experts  device.Memory
 	perLayer int
+
+	mu     sync.Mutex
+	pieces map[int64]int64 // bytes of the arena by offset
 }
 
 func (s *rigSink) Dense(off int64, data []byte) error {
 	copy(s.dense.Write(off, int64(len(data))), data)
+	s.mu.Lock()
+	s.pieces[off] = int64(len(data))
+	s.mu.Unlock()
 	return nil
 }
 
@@ -307,10 +311,10 @@ func (s *rigSink) Expert(layer, expert int, part kernels.Part, row int, data []b
 
 // fixture opens a fixture's config and weights, and its expected results. One
 // that has a file "base" takes from that fixture what it lacks itself.
-func fixture(t testing.TB, name string) (*Config, Source, map[string]safetensors.Tensor) {
+func fixture(t testing.TB, name string) (*models.Config, models.Source, map[string]safetensors.Tensor) {
 	t.Helper()
 	dir := filepath.Join(fixtures, name)
-	c, err := ReadConfig(dir)
+	c, err := models.ReadConfig(dir)
 	check(t, err)
 	base := dir
 	if text, err := os.ReadFile(filepath.Join(dir, "base")); err == nil {
@@ -329,7 +333,7 @@ func fixture(t testing.TB, name string) (*Config, Source, map[string]safetensors
 	for _, n := range results.Names() {
 		expected[n], _ = results.Tensor(n)
 	}
-	return c, NewCheckpoint(files), expected
+	return c, models.NewCheckpoint(files), expected
 }
 
 func ints(t testing.TB, x safetensors.Tensor) []int32 {
@@ -367,7 +371,7 @@ func TestFixtures(t *testing.T) {
 			c, src, expected := fixture(t, e.Name())
 			if base, older := strings.CutSuffix(e.Name(), "_old_config"); older {
 				// The same weights: it is enough that it means the same.
-				want, err := ReadConfig(filepath.Join(fixtures, base))
+				want, err := models.ReadConfig(filepath.Join(fixtures, base))
 				check(t, err)
 				if !reflect.DeepEqual(c, want) {
 					t.Errorf("%+v, but with the newer names\n%+v", *c, *want)

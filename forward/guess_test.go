@@ -1,4 +1,4 @@
-package models
+package forward
 
 import (
 	"bytes"
@@ -8,13 +8,14 @@ import (
 
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/kernels"
+	"github.com/moeserve/moeserve/models"
 )
 
 // guessOn has each architecture, and one with dense layers between.
 var guessOn = []string{"mixtral", "phimoe", "olmoe", "qwen2_moe", "qwen2_moe_sparse_step", "qwen3_moe"}
 
 // nextOf is the next layer with experts behind layer, -1 for none.
-func nextOf(c *Config, layer int) int {
+func nextOf(c *models.Config, layer int) int {
 	for l := layer + 1; l < c.Layers; l++ {
 		if !c.Dense[l] {
 			return l

@@ -1,4 +1,4 @@
-package models
+package forward
 
 import (
 	"encoding/binary"
@@ -11,6 +11,8 @@ import (
 
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/kernels"
+	"github.com/moeserve/moeserve/models"
+	"github.com/moeserve/moeserve/models/modelstest"
 )
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
@@ -247,7 +249,7 @@ func TestCounts(t *testing.T) {
 // Hidden states of dummy weights neither vanish nor explode, and routing is as
 // skewed as asked.
 func TestDummyModel(t *testing.T) {
-	for _, kind := range kinds {
+	for _, kind := range modelstest.Kinds {
 		var even float64
 		for _, skew := range []float64{0, 1.5} {
 			c := mustParse(t, kind, map[string]any{"num_hidden_layers": 6, "vocab_size": 300})
@@ -256,7 +258,7 @@ func TestDummyModel(t *testing.T) {
 				c, err = c.WithRoutingSkew(skew)
 				check(t, err)
 			}
-			r := newRig(t, c, NewDummy(c, 3))
+			r := newRig(t, c, models.NewDummy(c, 3))
 			seqs := sequences(c.Vocab)
 			logits, tokens := runGroups(r, seqs, Draw{}, [][][]part{{{{0, 0, 37}, {1, 0, 5}, {2, 0, 64}}}})
 			if d := deviation(logits[2]); !(d > 0.1 && d < 10) {
@@ -301,8 +303,8 @@ func deviation(x []float32) float64 {
 
 // The table has, in each variant, the rotation of every position.
 func TestConstants(t *testing.T) {
-	c := mustParse(t, "phimoe", map[string]any{"rope_scaling": with(with(longrope, "short_mscale", 1.25), "long_mscale", 1.5)})
-	src := NewDummy(c, 0)
+	c := mustParse(t, "phimoe", map[string]any{"rope_scaling": modelstest.With(modelstest.With(modelstest.LongRoPE, "short_mscale", 1.25), "long_mscale", 1.5)})
+	src := models.NewDummy(c, 0)
 	r := newRig(t, c, src)
 	table := r.floats(r.model.ws.rope)
 	d := c.HeadDim
@@ -379,7 +381,7 @@ func TestPackBatchErrors(t *testing.T) {
 
 func TestLimits(t *testing.T) {
 	c := mustParse(t, "mixtral", nil)
-	r := newRig(t, c, NewDummy(c, 0))
+	r := newRig(t, c, models.NewDummy(c, 0))
 	good := Limits{MaxRows: 8, MaxSeqs: 2, MaxLogits: 2, MaxModelLen: 32, BlockTokens: 16, MaxAdjust: 3}
 	need := WorkspaceBytes(c, r.backend, good)
 	ws := r.alloc(device.HBM(0), need+256)
@@ -442,7 +444,7 @@ func (c *checking) ActivationDType() kernels.DType { return kernels.BF16 }
 // then does not; nobody norms twice, and the last layer leaves it to Head.
 func TestCombineNorms(t *testing.T) {
 	c, src, _ := fixture(t, "qwen2_moe_sparse_step")
-	l, err := NewLayout(c, src, nil)
+	l, err := models.NewLayout(c, src, nil)
 	check(t, err)
 	b := &checking{list: true}
 	limits := Limits{MaxRows: 4, MaxSeqs: 1, MaxLogits: 1, MaxModelLen: 16, BlockTokens: 16}
@@ -485,9 +487,9 @@ func TestCombineNorms(t *testing.T) {
 // Stages, and putting a batch together, allocate nothing; and they suit a backend
 // with 16-bit activations.
 func TestNoAllocations(t *testing.T) {
-	for _, kind := range kinds {
-		c := mustParse(t, kind, withDense(kind))
-		l, err := NewLayout(c, NewDummy(c, 0), nil)
+	for _, kind := range modelstest.Kinds {
+		c := mustParse(t, kind, modelstest.DenseLayer(kind))
+		l, err := models.NewLayout(c, models.NewDummy(c, 0), nil)
 		check(t, err)
 		b := &checking{}
 		limits := Limits{MaxRows: 64, MaxSeqs: 4, MaxLogits: 4, MaxModelLen: 64, BlockTokens: 16, MaxAdjust: 8, MaxTopLogProbs: 5}

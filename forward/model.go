@@ -1,13 +1,13 @@
-package models
+package forward
 
 import (
-	"encoding/binary"
 	"errors"
 	"fmt"
 	"math"
 
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/kernels"
+	"github.com/moeserve/moeserve/models"
 )
 
 // Limits size a Model's workspace and its batches.
@@ -35,9 +35,9 @@ func (l Limits) MaxBlocks() int { return (l.MaxModelLen + l.BlockTokens - 1) / l
 
 // TopLogProbs is how many likeliest tokens the model's log-probabilities come
 // with: MaxTopLogProbs, at most the vocabulary.
-func (l Limits) TopLogProbs(c *Config) int { return min(l.MaxTopLogProbs, c.Vocab) }
+func (l Limits) TopLogProbs(c *models.Config) int { return min(l.MaxTopLogProbs, c.Vocab) }
 
-func (l Limits) validate(c *Config) error {
+func (l Limits) validate(c *models.Config) error {
 	for _, f := range []struct {
 		name  string
 		value int
@@ -49,14 +49,14 @@ func (l Limits) validate(c *Config) error {
 		{"BlockTokens", l.BlockTokens},
 	} {
 		if f.value < 1 {
-			return fmt.Errorf("models: limit %s is %d, must be at least 1", f.name, f.value)
+			return fmt.Errorf("forward: limit %s is %d, must be at least 1", f.name, f.value)
 		}
 	}
 	if l.MaxAdjust < 0 || l.MaxAdjust > math.MaxInt32 || l.MaxTopLogProbs < 0 {
-		return fmt.Errorf("models: limits MaxAdjust %d and MaxTopLogProbs %d, must be 0 or more", l.MaxAdjust, l.MaxTopLogProbs)
+		return fmt.Errorf("forward: limits MaxAdjust %d and MaxTopLogProbs %d, must be 0 or more", l.MaxAdjust, l.MaxTopLogProbs)
 	}
 	if l.MaxModelLen > c.MaxPositions {
-		return fmt.Errorf("models: a length of %d tokens is more than the model's %d positions", l.MaxModelLen, c.MaxPositions)
+		return fmt.Errorf("forward: a length of %d tokens is more than the model's %d positions", l.MaxModelLen, c.MaxPositions)
 	}
 	return nil
 }
@@ -76,8 +76,8 @@ func (r Span) of(t kernels.Tensor, width int) kernels.Tensor {
 // Every stage method enqueues on s and returns; its error means bad arguments,
 // and that the stage is not, or not wholly, enqueued.
 type Model struct {
-	Config  *Config
-	Weights *Weights
+	Config  *models.Config
+	Weights *models.Weights
 	Limits  Limits
 
 	backend kernels.Backend
@@ -144,7 +144,7 @@ type workspace struct {
 	bytes int64
 }
 
-func newWorkspace(c *Config, act kernels.DType, l Limits, base device.Addr) workspace {
+func newWorkspace(c *models.Config, act kernels.DType, l Limits, base device.Addr) workspace {
 	var w workspace
 	place := func(t kernels.DType, shape ...int) kernels.Tensor {
 		x := kernels.New(base+device.Addr(w.bytes), t, shape...)
@@ -155,7 +155,7 @@ func newWorkspace(c *Config, act kernels.DType, l Limits, base device.Addr) work
 	if c.Experts > 0 {
 		w.counts = place(kernels.I64, c.Layers, c.Experts)
 	}
-	w.rope = place(kernels.F32, c.RoPE.variants()*l.MaxModelLen, d)
+	w.rope = place(kernels.F32, c.RoPE.Variants()*l.MaxModelLen, d)
 
 	w.residual = place(act, n, c.Hidden)
 	w.x = place(act, n, c.Hidden)
@@ -201,22 +201,22 @@ func newWorkspace(c *Config, act kernels.DType, l Limits, base device.Addr) work
 
 // WorkspaceBytes is the size of the workspace that NewModel needs for a backend of
 // that activation type: activations of a group, RoPE tables and activation counts.
-func WorkspaceBytes(c *Config, b interface{ ActivationDType() kernels.DType }, l Limits) int64 {
+func WorkspaceBytes(c *models.Config, b interface{ ActivationDType() kernels.DType }, l Limits) int64 {
 	return newWorkspace(c, b.ActivationDType(), l, 0).bytes
 }
 
 // NewModel binds c to its parts. ws has at least WorkspaceBytes, aligned to 256
 // bytes. Before the first step the caller writes Constants into it.
-func NewModel(c *Config, w *Weights, b kernels.Backend, ws device.Range, l Limits) (*Model, error) {
+func NewModel(c *models.Config, w *models.Weights, b kernels.Backend, ws device.Range, l Limits) (*Model, error) {
 	if err := l.validate(c); err != nil {
 		return nil, err
 	}
 	m := &Model{Config: c, Weights: w, Limits: l, backend: b, ws: newWorkspace(c, b.ActivationDType(), l, ws.Addr)}
 	if ws.Bytes < m.ws.bytes {
-		return nil, fmt.Errorf("models: workspace of %d bytes, %d needed", ws.Bytes, m.ws.bytes)
+		return nil, fmt.Errorf("forward: workspace of %d bytes, %d needed", ws.Bytes, m.ws.bytes)
 	}
 	if ws.Addr%device.Alignment != 0 {
-		return nil, fmt.Errorf("models: workspace at %#x is not aligned to %d bytes", uint64(ws.Addr), device.Alignment)
+		return nil, fmt.Errorf("forward: workspace at %#x is not aligned to %d bytes", uint64(ws.Addr), device.Alignment)
 	}
 	return m, nil
 }
@@ -232,7 +232,7 @@ func (m *Model) Constants(put func(dst device.Range, data []byte) error) error {
 		for off := int64(0); off < n; off += piece {
 			part := r.Slice(off, min(piece, n-off))
 			if err := put(part, buf[:part.Bytes]); err != nil {
-				return fmt.Errorf("models: clear activation counts: %w", err)
+				return fmt.Errorf("forward: clear activation counts: %w", err)
 			}
 		}
 	}
@@ -240,15 +240,15 @@ func (m *Model) Constants(put func(dst device.Range, data []byte) error) error {
 	row := int64(4 * c.HeadDim)
 	rows := max(1, piece/int(row))
 	buf = make([]byte, int64(rows)*row)
-	freqs := c.RoPE.frequencies(c.HeadDim)
+	freqs := c.RoPE.Frequencies(c.HeadDim)
 	for from := 0; from < m.ws.rope.Shape[0]; from += rows {
 		n := min(rows, m.ws.rope.Shape[0]-from)
 		for i := range n {
 			long, position := (from+i)/m.Limits.MaxModelLen, (from+i)%m.Limits.MaxModelLen
-			freqs[long].row(buf[int64(i)*row:][:row], position)
+			writeRotation(buf[int64(i)*row:][:row], freqs[long], position)
 		}
 		if err := put(r.Slice(int64(from)*row, int64(n)*row), buf[:int64(n)*row]); err != nil {
-			return fmt.Errorf("models: write RoPE table: %w", err)
+			return fmt.Errorf("forward: write RoPE table: %w", err)
 		}
 	}
 	return nil
@@ -258,7 +258,7 @@ func (m *Model) Constants(put func(dst device.Range, data []byte) error) error {
 // the long factors of longrope, which the whole sequence takes once it is longer
 // than RoPE.LongAfter.
 func (m *Model) RopeRow(position int, long bool) int32 {
-	if long && m.Config.RoPE.variants() > 1 {
+	if long && m.Config.RoPE.Variants() > 1 {
 		position += m.Limits.MaxModelLen
 	}
 	return int32(position)
@@ -311,7 +311,7 @@ func (m *Model) Embed(s device.Stream, b *Batch) error {
 func (m *Model) PreAttention(s device.Stream, layer int, b *Batch, k, v kernels.Tensor) error {
 	c, w := m.Config, &m.Weights.Layers[layer]
 	// The last operation takes the norms of heads on, unless something comes between.
-	norms := c.QKNorm == HeadQKNorm && c.ClipQKV == 0
+	norms := c.QKNorm == models.HeadQKNorm && c.ClipQKV == 0
 	if err := m.project(s, layer, b, norms); err != nil {
 		return err
 	}
@@ -357,9 +357,9 @@ func (m *Model) project(s device.Stream, layer int, b *Batch, unnormed bool) err
 		return err
 	}
 	q, kk, _ := m.split(qkv)
-	if c.QKNorm != NoQKNorm && !unnormed {
+	if c.QKNorm != models.NoQKNorm && !unnormed {
 		for _, x := range [...]struct{ x, w kernels.Tensor }{{q, w.QNorm}, {kk, w.KNorm}} {
-			if c.QKNorm == HeadQKNorm {
+			if c.QKNorm == models.HeadQKNorm {
 				x.x = m.heads(x.x)
 			}
 			m.norm = kernels.Norm{Kind: kernels.RMS, X: x.x, Weight: x.w, Eps: c.NormEps, Out: x.x}
@@ -383,13 +383,6 @@ func (m *Model) Projected(b *Batch) kernels.Tensor { return m.rows(m.ws.qkv, b) 
 // Attended is where PostAttention finds the attention of b's rows, dense, [rows,
 // AttendedWidth].
 func (m *Model) Attended(b *Batch) kernels.Tensor { return m.rows(m.ws.attn, b) }
-
-// ProjectedWidth and AttendedWidth are the elements of a row of Projected and of
-// Attended.
-func (c *Config) ProjectedWidth() int { return (c.Heads + 2*c.KVHeads) * c.HeadDim }
-
-// AttendedWidth is the elements of a row of Attended.
-func (c *Config) AttendedWidth() int { return c.Heads * c.HeadDim }
 
 // Elsewhere appends the keys and values of projected, a copy of Projected, to the
 // layer's cache, and writes the rows' attention over the cache to attended, of the
@@ -474,7 +467,7 @@ func (m *Model) Group(s device.Stream, layer int, r Span) error {
 func (m *Model) Guess(s device.Stream, layer, rows int) error {
 	c, w := m.Config, &m.Weights.Layers[layer]
 	if c.Dense[layer] {
-		return fmt.Errorf("models: guess for layer %d, which has no router", layer)
+		return fmt.Errorf("forward: guess for layer %d, which has no router", layer)
 	}
 	h, logits := m.ws.down.Slice(0, rows), m.ws.router.Slice(0, rows)
 	m.norm = kernels.Norm{Kind: c.Norm, X: m.ws.residual.Slice(0, rows), Weight: w.PostNorm, Bias: w.PostNormBias, Eps: c.NormEps, Out: h}
@@ -690,17 +683,17 @@ func (m *Model) fits(b *Batch) error {
 	l := m.Limits
 	switch {
 	case b.First < 0 || b.Rows < 1 || b.First+b.Rows > l.MaxRows:
-		return fmt.Errorf("models: micro-batch of rows [%d, %d) in a group of at most %d", b.First, b.First+b.Rows, l.MaxRows)
+		return fmt.Errorf("forward: micro-batch of rows [%d, %d) in a group of at most %d", b.First, b.First+b.Rows, l.MaxRows)
 	case b.Seqs > l.MaxSeqs:
-		return fmt.Errorf("models: micro-batch of %d sequences, at most %d fit", b.Seqs, l.MaxSeqs)
+		return fmt.Errorf("forward: micro-batch of %d sequences, at most %d fit", b.Seqs, l.MaxSeqs)
 	case b.FirstLogit < 0 || b.FirstLogit+b.Logits > l.MaxLogits:
-		return fmt.Errorf("models: logit rows [%d, %d) in a group of at most %d", b.FirstLogit, b.FirstLogit+b.Logits, l.MaxLogits)
+		return fmt.Errorf("forward: logit rows [%d, %d) in a group of at most %d", b.FirstLogit, b.FirstLogit+b.Logits, l.MaxLogits)
 	case b.MaxContext > l.MaxModelLen:
-		return fmt.Errorf("models: sequence of %d tokens, at most %d fit", b.MaxContext, l.MaxModelLen)
+		return fmt.Errorf("forward: sequence of %d tokens, at most %d fit", b.MaxContext, l.MaxModelLen)
 	case b.AdjustIDs.Shape[0] > l.MaxAdjust:
-		return fmt.Errorf("models: %d adjusted tokens, at most %d fit", b.AdjustIDs.Shape[0], l.MaxAdjust)
+		return fmt.Errorf("forward: %d adjusted tokens, at most %d fit", b.AdjustIDs.Shape[0], l.MaxAdjust)
 	case b.LogProbs && l.MaxTopLogProbs == 0:
-		return errors.New("models: log-probabilities asked of a model whose limit MaxTopLogProbs is 0")
+		return errors.New("forward: log-probabilities asked of a model whose limit MaxTopLogProbs is 0")
 	}
 	return nil
 }
@@ -711,26 +704,14 @@ func (m *Model) enqueueLayer(s device.Stream, layer int, op kernels.Op) error {
 
 func enqueueLayer(on kernels.Backend, s device.Stream, layer int, op kernels.Op) error {
 	if err := on.Enqueue(s, op); err != nil {
-		return fmt.Errorf("models: layer %d %s: %w", layer, op.Name(), err)
+		return fmt.Errorf("forward: layer %d %s: %w", layer, op.Name(), err)
 	}
 	return nil
 }
 
 func (m *Model) enqueue(s device.Stream, stage string, op kernels.Op) error {
 	if err := m.backend.Enqueue(s, op); err != nil {
-		return fmt.Errorf("models: %s %s: %w", stage, op.Name(), err)
+		return fmt.Errorf("forward: %s %s: %w", stage, op.Name(), err)
 	}
 	return nil
-}
-
-// row writes one row of a RoPE table: cosines, then sines, as little-endian
-// float32. The angle is rounded to float32 before its cosine is taken, as the
-// reference implementation does.
-func (f frequencies) row(dst []byte, position int) {
-	half := len(f.inverse)
-	for i, inv := range f.inverse {
-		angle := float64(float32(position) * inv)
-		binary.LittleEndian.PutUint32(dst[4*i:], math.Float32bits(float32(math.Cos(angle))*f.scale))
-		binary.LittleEndian.PutUint32(dst[4*(half+i):], math.Float32bits(float32(math.Sin(angle))*f.scale))
-	}
 }

@@ -1,0 +1,20 @@
+package forward
+
+import (
+	"encoding/binary"
+	"math"
+
+	"github.com/moeserve/moeserve/models"
+)
+
+// writeRotation writes one row of a RoPE table: cosines, then sines, as little-endian
+// float32. The angle is rounded to float32 before its cosine is taken, as the
+// reference implementation does.
+func writeRotation(dst []byte, f models.Frequencies, position int) {
+	half := len(f.Inverse)
+	for i, inv := range f.Inverse {
+		angle := float64(float32(position) * inv)
+		binary.LittleEndian.PutUint32(dst[4*i:], math.Float32bits(float32(math.Cos(angle))*f.Scale))
+		binary.LittleEndian.PutUint32(dst[4*(half+i):], math.Float32bits(float32(math.Sin(angle))*f.Scale))
+	}
+}
