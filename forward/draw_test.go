@@ -11,7 +11,7 @@ import (
 
 func TestDrawErrors(t *testing.T) {
 	c := mustParse(t, "mixtral", nil)
-	m := &Model{Config: c, Limits: Limits{MaxRows: 64, MaxSeqs: 2, MaxLogits: 2, MaxModelLen: 40, BlockTokens: 16, MaxAdjust: 2}}
+	limits := Limits{MaxRows: 64, MaxSeqs: 2, MaxLogits: 2, MaxModelLen: 40, BlockTokens: 16, MaxAdjust: 2}
 	nan, inf := float32(math.NaN()), float32(math.Inf(1))
 	one := func(a TokenAdjust) Draw { return Draw{Adjust: []TokenAdjust{a}} }
 	for _, x := range []struct {
@@ -37,8 +37,8 @@ func TestDrawErrors(t *testing.T) {
 		{one(TokenAdjust{Bias: inf}), "bias +Inf, want a finite number or -Inf"},
 		{Draw{Adjust: make([]TokenAdjust, 3)}, "3 adjusted tokens, at most 2 fit"},
 	} {
-		var h HostBatch
-		if _, err := m.Draw(&h, 0, &x.d); err == nil || !strings.Contains(err.Error(), x.want) || h.Logits() != 0 || h.Adjusts() != 0 {
+		h := NewHostBatch(c, limits)
+		if _, err := h.Draw(0, &x.d); err == nil || !strings.Contains(err.Error(), x.want) || h.Logits() != 0 || h.Adjusts() != 0 {
 			t.Errorf("%+v: %v, want %q", x.d, err, x.want)
 		}
 	}
@@ -49,21 +49,20 @@ func TestDrawErrors(t *testing.T) {
 func TestPackDraws(t *testing.T) {
 	c := mustParse(t, "mixtral", nil)
 	l := Limits{MaxRows: 64, MaxSeqs: 4, MaxLogits: 64, MaxModelLen: 64, BlockTokens: 16, MaxAdjust: 100, MaxTopLogProbs: 5}
-	m := &Model{Config: c, Limits: l}
 	pack := func(dst []byte, draws ...Draw) (Batch, int64) {
 		t.Helper()
-		var h HostBatch
-		row, err := m.Append(&h, &Sequence{IDs: make([]int32, len(draws)), Blocks: make([]int32, 4)})
+		h := NewHostBatch(c, l)
+		row, err := h.Append(&Sequence{IDs: make([]int32, len(draws)), Blocks: make([]int32, 4)})
 		check(t, err)
 		for i, d := range draws {
-			_, err := m.Draw(&h, row+i, &d)
+			_, err := h.Draw(row+i, &d)
 			check(t, err)
 		}
-		b, n, err := PackBatch(&h, dst, 256)
+		b, n, err := h.Pack(dst, 256)
 		check(t, err)
 		return b, n
 	}
-	dst := make([]byte, BatchBytes(l))
+	dst := make([]byte, GroupBytes(l, 1))
 	plain, bytes := pack(dst, Draw{}, Draw{Temperature: 1})
 	// Greedy rows ignore what cuts the distribution, and penalties change listed
 	// tokens only.
@@ -74,12 +73,18 @@ func TestPackDraws(t *testing.T) {
 		d    Draw
 		want func(b *Batch) bool
 	}{
-		"top-k":    {Draw{Temperature: 1, TopK: 5}, func(b *Batch) bool { return !b.TopK.None() && b.TopP.None() && b.MinP.None() }},
-		"top-p":    {Draw{Temperature: 1, TopP: 0.5}, func(b *Batch) bool { return b.TopK.None() && !b.TopP.None() && b.MinP.None() }},
-		"min-p":    {Draw{Temperature: 1, MinP: 0.5}, func(b *Batch) bool { return b.TopK.None() && b.TopP.None() && !b.MinP.None() }},
-		"logprobs": {Draw{LogProbs: true}, func(b *Batch) bool { return b.LogProbs && b.AdjustIDs.None() }},
+		"top-k": {Draw{Temperature: 1, TopK: 5}, func(b *Batch) bool {
+			return !b.Sampling.TopK.None() && b.Sampling.TopP.None() && b.Sampling.MinP.None()
+		}},
+		"top-p": {Draw{Temperature: 1, TopP: 0.5}, func(b *Batch) bool {
+			return b.Sampling.TopK.None() && !b.Sampling.TopP.None() && b.Sampling.MinP.None()
+		}},
+		"min-p": {Draw{Temperature: 1, MinP: 0.5}, func(b *Batch) bool {
+			return b.Sampling.TopK.None() && b.Sampling.TopP.None() && !b.Sampling.MinP.None()
+		}},
+		"logprobs": {Draw{LogProbs: true}, func(b *Batch) bool { return b.Sampling.LogProbs && b.Sampling.Adjust.IDs.None() }},
 		"adjust": {Draw{Adjust: []TokenAdjust{{ID: 3}}}, func(b *Batch) bool {
-			return b.AdjustIDs.Shape[0] == 1 && b.AdjustStarts.Shape[0] == 3 && b.Repetition.Shape[0] == 2 && b.TopK.None() && !b.LogProbs
+			return b.Sampling.Adjust.IDs.Shape[0] == 1 && b.Sampling.Adjust.Starts.Shape[0] == 3 && b.Sampling.Adjust.Repetition.Shape[0] == 2 && b.Sampling.TopK.None() && !b.Sampling.LogProbs
 		}},
 	} {
 		if b, _ := pack(dst, Draw{}, x.d); !x.want(&b) {
@@ -91,8 +96,8 @@ func TestPackDraws(t *testing.T) {
 		full[i] = Draw{Temperature: 1, TopK: 5, TopP: 0.5, MinP: 0.5, LogProbs: true}
 	}
 	full[63].Adjust = make([]TokenAdjust, 100)
-	if _, n := pack(dst, full...); n > BatchBytes(l) {
-		t.Errorf("a full micro-batch takes %d bytes, %d are kept", n, BatchBytes(l))
+	if _, n := pack(dst, full...); n > GroupBytes(l, 1) {
+		t.Errorf("a full micro-batch takes %d bytes, %d are kept", n, GroupBytes(l, 1))
 	}
 	// Four micro-batches of 16 rows, each with its part of what may be adjusted.
 	all := make([]byte, GroupBytes(l, 4))
@@ -116,8 +121,8 @@ func TestHeadDraws(t *testing.T) {
 	for i := range ids {
 		ids[i] = int32((7*i + 3) % c.Vocab)
 	}
-	var h HostBatch
-	row, err := r.model.Append(&h, &Sequence{IDs: ids, Blocks: []int32{2, 0, 1}, Long: r.long(len(ids))})
+	h := NewHostBatch(c, r.model.Limits)
+	row, err := h.Append(&Sequence{IDs: ids, Blocks: []int32{2, 0, 1}, Long: r.long(len(ids))})
 	check(t, err)
 	var first, biggest []int32 // without anything, by row
 	plain, _ := r.run(ids, 0, r.long(len(ids)), 8)
@@ -137,14 +142,14 @@ func TestHeadDraws(t *testing.T) {
 			d.FrequencyPenalty, d.LogProbs = 50, true
 			d.Adjust = []TokenAdjust{{ID: first[i], Seen: 2}, {ID: biggest[i], Seen: 0}}
 		}
-		_, err := r.model.Draw(&h, row+i, &d)
+		_, err := h.Draw(row+i, &d)
 		check(t, err)
 	}
 	b := r.step(&h)[0]
-	if got := r.floats(r.model.Logits(&b)); !slices.Equal(got, plain) {
+	if got := r.floats(r.model.Logits(b.Sampling.Span)); !slices.Equal(got, plain) {
 		t.Error("the logits are not what they are without penalties")
 	}
-	drawn := int32s(r.download(r.model.Sampled(&b)))
+	drawn := int32s(r.download(r.model.Sampled(b.Sampling.Span)))
 	for i, id := range drawn {
 		want := first[i]
 		if i%4 == 1 || i%4 == 3 {
@@ -154,7 +159,7 @@ func TestHeadDraws(t *testing.T) {
 			t.Errorf("row %d draws %d, want %d", i, id, want)
 		}
 	}
-	chosen, topIDs, top := r.model.LogProbs(&b)
+	chosen, topIDs, top := r.model.LogProbs(b.Sampling.Span)
 	probs, likeliest, values := r.floats(chosen), int32s(r.download(topIDs)), r.floats(top)
 	n := r.model.Limits.MaxTopLogProbs
 	for i := range ids {

@@ -31,12 +31,13 @@ type rig struct {
 	backend *cpu.Backend
 	memory  []device.Memory
 
-	model  *Model
-	layout kernels.ExpertLayout
-	slots  []kernels.Tensor // per layer, [E] U64
-	waves  []kernels.Tensor // lists that together name every expert once
-	k, v   []kernels.Tensor // per layer, [blocks, B, kv heads, D]
-	blocks int
+	model     *Model
+	layout    kernels.ExpertLayout
+	slots     []kernels.Tensor // per layer, [E] U64
+	waves     []kernels.Tensor // lists that together name every expert once
+	kv        views
+	attention *Attention
+	blocks    int
 
 	// routed, if set, is called behind PostAttention of all micro-batches of an MoE
 	// layer.
@@ -112,13 +113,19 @@ func newRig(t testing.TB, c *models.Config, src models.Source) *rig {
 		view := kernels.New(x.Addr, x.DType, r.blocks, b, c.KVHeads, c.HeadDim)
 		view.Stride[0] = x.Stride[0]
 		if i%2 == 0 {
-			r.k = append(r.k, view)
+			r.kv.k = append(r.kv.k, view)
 		} else {
-			r.v = append(r.v, view)
+			r.kv.v = append(r.kv.v, view)
 		}
 	}
+	r.attention = r.model.Attention(&r.kv)
 	return r
 }
+
+// views are the keys and values of a cache, by layer, [blocks, B, kv heads, D].
+type views struct{ k, v []kernels.Tensor }
+
+func (c *views) View(layer int) (k, v kernels.Tensor) { return c.k[layer], c.v[layer] }
 
 func (r *rig) close() {
 	check(r.t, r.stream.Close())
@@ -203,9 +210,9 @@ func (r *rig) step(group ...*HostBatch) []Batch {
 	var batches []Batch
 	rows := 0
 	for _, h := range group {
-		data := make([]byte, BatchBytes(m.Limits))
+		data := make([]byte, GroupBytes(m.Limits, 1))
 		up := r.alloc(device.HBM(0), int64(len(data)))
-		b, n, err := PackBatch(h, data, up.Range(0, 1).Addr)
+		b, n, err := h.Pack(data, up.Range(0, 1).Addr)
 		check(r.t, err)
 		check(r.t, r.upload(up.Range(0, n), data[:n]))
 		batches = append(batches, b)
@@ -215,11 +222,10 @@ func (r *rig) step(group ...*HostBatch) []Batch {
 		check(r.t, m.Embed(s, &batches[i]))
 	}
 	for layer := range m.Config.Layers {
-		k, v := r.k[layer], r.v[layer]
 		for i := range batches {
 			b := &batches[i]
-			check(r.t, m.PreAttention(s, layer, b, k, v))
-			check(r.t, m.Attention(s, layer, b, k, v))
+			check(r.t, m.PreAttention(s, layer, b, r.attention))
+			check(r.t, r.attention.Attend(s, layer, b.Span, &b.Attention))
 			check(r.t, m.PostAttention(s, layer, b))
 		}
 		if m.Config.Dense[layer] {
@@ -246,22 +252,21 @@ func (r *rig) step(group ...*HostBatch) []Batch {
 // and returns the logits of every row and the token drawn from the last.
 func (r *rig) run(ids []int32, start int, long bool, firstBlock int32) ([]float32, int32) {
 	r.t.Helper()
-	var h HostBatch
-	h.Reset(0, 0)
+	h := NewHostBatch(r.model.Config, r.model.Limits)
 	blocks := make([]int32, 16)
 	for i := range blocks {
 		// Not in order, so that the block table matters.
 		blocks[i] = firstBlock + int32(i^1)
 	}
-	row, err := r.model.Append(&h, &Sequence{IDs: ids, Start: start, Long: long, Blocks: blocks})
+	row, err := h.Append(&Sequence{IDs: ids, Start: start, Long: long, Blocks: blocks})
 	check(r.t, err)
 	for i := range ids {
-		_, err = r.model.Draw(&h, row+i, &Draw{Position: int32(start + i + 1)})
+		_, err = h.Draw(row+i, &Draw{Position: int32(start + i + 1)})
 		check(r.t, err)
 	}
 	b := r.step(&h)[0]
-	sampled := r.download(r.model.Sampled(&b))
-	return r.floats(r.model.Logits(&b)), int32(binary.LittleEndian.Uint32(sampled[len(sampled)-4:]))
+	sampled := r.download(r.model.Sampled(b.Sampling.Span))
+	return r.floats(r.model.Logits(b.Sampling.Span)), int32(binary.LittleEndian.Uint32(sampled[len(sampled)-4:]))
 }
 
 // long says whether a sequence of n tokens takes the long factors.

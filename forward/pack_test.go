@@ -12,7 +12,7 @@ import (
 	"github.com/moeserve/moeserve/models/modelstest"
 )
 
-// packed is a reader of what PackBatch wrote to data for an upload to base.
+// packed is a reader of what Pack wrote to data for an upload to base.
 type packed struct {
 	data []byte
 	base int64
@@ -34,7 +34,7 @@ func (p packed) words(x kernels.Tensor) []uint32 {
 // the same memory, and reads every tensor back.
 func TestPackedBytes(t *testing.T) {
 	c := mustParse(t, "phimoe", map[string]any{"rope_scaling": modelstest.LongRoPE})
-	m := &Model{Config: c, Limits: Limits{MaxRows: 256, MaxSeqs: 64, MaxLogits: 256, MaxModelLen: 200, BlockTokens: 16, MaxAdjust: 500, MaxTopLogProbs: 3}}
+	limits := Limits{MaxRows: 256, MaxSeqs: 64, MaxLogits: 256, MaxModelLen: 200, BlockTokens: 16, MaxAdjust: 500, MaxTopLogProbs: 3}
 	const base = 1 << 20
 	random := rand.New(rand.NewPCG(3, 8))
 	ints := func(vs ...int32) (words []uint32) {
@@ -44,8 +44,8 @@ func TestPackedBytes(t *testing.T) {
 		return words
 	}
 	number := func(at *[]uint32, v float32) { *at = append(*at, math.Float32bits(v)) }
-	data := make([]byte, BatchBytes(m.Limits))
-	var h HostBatch
+	data := make([]byte, GroupBytes(limits, 1))
+	h := NewHostBatch(c, limits)
 	for round := range 200 {
 		h.Reset(0, 0)
 		decode, plain := round%3 == 0, round%5 < 2
@@ -68,7 +68,7 @@ func TestPackedBytes(t *testing.T) {
 			for range (end+15)/16 + random.IntN(3) { // room that is there already stays
 				q.Blocks = append(q.Blocks, int32(random.IntN(1000)))
 			}
-			first, err := m.Append(&h, &q)
+			first, err := h.Append(&q)
 			check(t, err)
 			if first != rows {
 				t.Fatalf("round %d: first row %d, want %d", round, first, rows)
@@ -99,7 +99,7 @@ func TestPackedBytes(t *testing.T) {
 						d.Adjust = append(d.Adjust, TokenAdjust{ID: int32(random.IntN(c.Vocab)), Seen: int32(random.IntN(4) - 1), Bias: random.Float32()})
 					}
 				}
-				_, err := m.Draw(&h, first+r, &d)
+				_, err := h.Draw(first+r, &d)
 				check(t, err)
 				add("logit rows", int32(first+r))
 				add("samples", d.Sample)
@@ -135,7 +135,7 @@ func TestPackedBytes(t *testing.T) {
 			widest = max(widest, len(blocks))
 		}
 		if decode {
-			m.Widen(&h, 128)
+			h.Widen(128)
 			widest = max(widest, 8)
 		}
 		for _, blocks := range tables {
@@ -154,18 +154,18 @@ func TestPackedBytes(t *testing.T) {
 			want["adjust starts"], want["adjust ids"], want["adjust seen"], want["adjust bias"] = adjustStarts, adjustIDs, adjustSeen, adjustBias
 			want["repetition"], want["presence"], want["frequency"] = repetition, presence, frequency
 		}
-		b, n, err := PackBatch(&h, data, base)
+		b, n, err := h.Pack(data, base)
 		check(t, err)
-		if n > int64(len(data)) || b.Rows != rows || b.Seqs != len(tables) || b.Logits != len(topK) {
-			t.Fatalf("round %d: %d bytes, %d rows of %d sequences, %d logit rows", round, n, b.Rows, b.Seqs, b.Logits)
+		if n > int64(len(data)) || b.Rows != rows || b.Attention.Seqs != len(tables) || b.Sampling.Rows != len(topK) {
+			t.Fatalf("round %d: %d bytes, %d rows of %d sequences, %d logit rows", round, n, b.Rows, b.Attention.Seqs, b.Sampling.Rows)
 		}
 		got := packed{data[:n], base}
 		for name, x := range map[string]kernels.Tensor{
-			"ids": b.IDs, "rope": b.RopeRows, "slots": b.Slots, "starts": b.SeqStarts, "contexts": b.ContextLens, "blocks": b.BlockTable,
-			"logit rows": b.LogitRows, "samples": b.Samples, "positions": b.DrawPositions, "temperatures": b.Temperature, "seeds": b.Seeds,
-			"top-k": b.TopK, "top-p": b.TopP, "min-p": b.MinP,
-			"adjust starts": b.AdjustStarts, "adjust ids": b.AdjustIDs, "adjust seen": b.AdjustSeen, "adjust bias": b.AdjustBias,
-			"repetition": b.Repetition, "presence": b.Presence, "frequency": b.Frequency,
+			"ids": b.IDs, "rope": b.RopeRows, "slots": b.Attention.Slots, "starts": b.Attention.SeqStarts, "contexts": b.Attention.ContextLens, "blocks": b.Attention.BlockTable,
+			"logit rows": b.Sampling.LogitRows, "samples": b.Sampling.Samples, "positions": b.Sampling.Positions, "temperatures": b.Sampling.Temperature, "seeds": b.Sampling.Seeds,
+			"top-k": b.Sampling.TopK, "top-p": b.Sampling.TopP, "min-p": b.Sampling.MinP,
+			"adjust starts": b.Sampling.Adjust.Starts, "adjust ids": b.Sampling.Adjust.IDs, "adjust seen": b.Sampling.Adjust.Seen, "adjust bias": b.Sampling.Adjust.Bias,
+			"repetition": b.Sampling.Adjust.Repetition, "presence": b.Sampling.Adjust.Presence, "frequency": b.Sampling.Adjust.Frequency,
 		} {
 			if w := got.words(x); !slices.Equal(w, want[name]) {
 				t.Fatalf("round %d: %s are %s, want %s", round, name, fmt.Sprint(w), fmt.Sprint(want[name]))

@@ -7,6 +7,16 @@ import (
 	"github.com/moeserve/moeserve/models"
 )
 
+// ropeRow is the row of the RoPE table for a token at the position; long chooses
+// the long factors of longrope, which the whole sequence takes once it is longer
+// than RoPE.LongAfter.
+func ropeRow(c *models.Config, l Limits, position int, long bool) int32 {
+	if long && c.RoPE.Variants() > 1 {
+		position += l.MaxModelLen
+	}
+	return int32(position)
+}
+
 // writeRotation writes one row of a RoPE table: cosines, then sines, as little-endian
 // float32. The angle is rounded to float32 before its cosine is taken, as the
 // reference implementation does.

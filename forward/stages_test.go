@@ -52,27 +52,27 @@ func runGroups(r *rig, seqs []sequence, draw Draw, groups [][][]part) (logits []
 		var host []*HostBatch
 		rows := 0
 		for _, batch := range group {
-			h := &HostBatch{}
+			h := NewHostBatch(r.model.Config, r.model.Limits)
 			h.Reset(rows, rows)
 			for _, p := range batch {
 				s := seqs[p.seq]
-				first, err := r.model.Append(h, &Sequence{
+				first, err := h.Append(&Sequence{
 					IDs: s.ids[p.from:p.to], Start: p.from, Blocks: s.blocks,
 					Long: r.long(len(s.ids)),
 				})
 				check(r.t, err)
 				for i := range p.to - p.from {
 					draw.Seed, draw.Position = uint64(p.seq), int32(p.from+i+1)
-					_, err := r.model.Draw(h, first+i, &draw)
+					_, err := h.Draw(first+i, &draw)
 					check(r.t, err)
 				}
 			}
 			rows += h.Rows()
-			host = append(host, h)
+			host = append(host, &h)
 		}
 		batches := r.step(host...)
 		for i, batch := range group {
-			f, drawn := r.floats(r.model.Logits(&batches[i])), r.download(r.model.Sampled(&batches[i]))
+			f, drawn := r.floats(r.model.Logits(batches[i].Sampling.Span)), r.download(r.model.Sampled(batches[i].Sampling.Span))
 			for _, p := range batch {
 				n := p.to - p.from
 				copy(logits[p.seq][p.from*vocab:], f[:n*vocab])
@@ -120,9 +120,9 @@ func TestGroups(t *testing.T) {
 	}
 }
 
-// PreAttention and Attention leave the cache, queries and attention that Project and
-// Elsewhere do, and in fewer operations.
-func TestElsewhere(t *testing.T) {
+// PreAttention and Attend leave the cache, queries and attention that Project, Append and
+// Attend do in other buffers, and in fewer operations.
+func TestAppendedApart(t *testing.T) {
 	for _, x := range []struct {
 		name       string
 		clip       float32
@@ -140,53 +140,63 @@ func TestElsewhere(t *testing.T) {
 		r := newRig(t, c, src)
 		m, on := r.model, &counting{Backend: r.backend}
 		m.backend = on
-		var h HostBatch
-		h.Reset(0, 0)
+		h := NewHostBatch(c, m.Limits)
 		ids := make([]int32, 20)
 		for i := range ids {
 			ids[i] = int32(7*i%c.Vocab + 1)
 		}
-		_, err := m.Append(&h, &Sequence{IDs: ids, Blocks: []int32{3, 1}})
+		_, err := h.Append(&Sequence{IDs: ids, Blocks: []int32{3, 1}})
 		check(t, err)
-		data := make([]byte, BatchBytes(m.Limits))
+		data := make([]byte, GroupBytes(m.Limits, 1))
 		up := r.alloc(device.HBM(0), int64(len(data)))
-		b, n, err := PackBatch(&h, data, up.Range(0, 1).Addr)
+		b, n, err := h.Pack(data, up.Range(0, 1).Addr)
 		check(t, err)
 		check(t, r.upload(up.Range(0, n), data[:n]))
 
 		// Keys and values, of which nothing is set but what is appended.
-		cache := func() kernels.Tensor {
+		cache := func() (kernels.Tensor, *views) {
 			zeros := make([]byte, 4*2*4*m.Limits.BlockTokens*c.KVHeads*c.HeadDim)
-			return r.tensor(zeros, kernels.F32, 2*4, m.Limits.BlockTokens, c.KVHeads, c.HeadDim)
+			all := r.tensor(zeros, kernels.F32, 2*4, m.Limits.BlockTokens, c.KVHeads, c.HeadDim)
+			return all, &views{k: []kernels.Tensor{all.Slice(0, 4)}, v: []kernels.Tensor{all.Slice(4, 8)}}
 		}
-		q, _, _ := m.split(m.Projected(&b))
-		queries := func() []byte {
+		buffers := m.Buffers(&b)
+		queries := func(projected kernels.Tensor) []byte {
+			q, _, _ := split(c, projected)
 			var all []byte
 			for row := range b.Rows {
 				all = append(all, r.download(q.Slice(row, row+1))...)
 			}
 			return all
 		}
-		one, two := cache(), cache()
+		all, kv := cache()
+		here := m.Attention(kv)
 		check(t, m.Embed(r.stream, &b))
 		on.ops = 0
-		check(t, m.PreAttention(r.stream, 0, &b, one.Slice(0, 4), one.Slice(4, 8)))
+		check(t, m.PreAttention(r.stream, 0, &b, here))
 		ops := on.ops
-		check(t, m.Attention(r.stream, 0, &b, one.Slice(0, 4), one.Slice(4, 8)))
-		wantQ, want := queries(), r.download(m.Attended(&b))
+		check(t, here.Attend(r.stream, 0, b.Span, &b.Attention))
+		wantQ, want := queries(buffers.Projected), r.download(buffers.Attended)
 
+		// Its buffers have other rows before these.
+		const before = 3
+		allToo, kv := cache()
+		room := r.alloc(device.HBM(0), NewAttentionBuffers(c, kernels.F32, before+b.Rows, 0).Bytes())
+		there := NewAttention(c, on, kv, NewAttentionBuffers(c, kernels.F32, before+b.Rows, room.Range(0, 1).Addr))
+		rows := Span{First: before, Rows: b.Rows}
+		at := there.Buffers().Rows(rows)
 		on.ops = 0
 		check(t, m.Project(r.stream, 0, &b))
-		gotQ := queries()
-		check(t, m.Elsewhere(r.stream, on, 0, &b, m.Projected(&b), m.Attended(&b), two.Slice(0, 4), two.Slice(4, 8)))
-		if apart := on.ops - 1; ops != x.ops || apart != x.apart {
-			t.Errorf("%s, clip %g: %d operations before attention, %d apart, want %d and %d", x.name, x.clip, ops, apart, x.ops, x.apart)
+		check(t, r.stream.Copy(at.Projected.Range(), buffers.Projected.Range()))
+		gotQ := queries(at.Projected)
+		check(t, there.Append(r.stream, 0, rows, &b.Attention))
+		if ops != x.ops || on.ops != x.apart {
+			t.Errorf("%s, clip %g: %d operations before attention, %d apart, want %d and %d", x.name, x.clip, ops, on.ops, x.ops, x.apart)
 		}
-		got := r.download(m.Attended(&b))
-		if !slices.Equal(gotQ, wantQ) || !slices.Equal(got, want) {
+		check(t, there.Attend(r.stream, 0, rows, &b.Attention))
+		if !slices.Equal(gotQ, wantQ) || !slices.Equal(r.download(at.Attended), want) {
 			t.Errorf("%s, clip %g: queries or attention differ", x.name, x.clip)
 		}
-		if cached := r.download(one); !slices.Equal(r.download(two), cached) || !slices.ContainsFunc(cached, func(b byte) bool { return b != 0 }) {
+		if cached := r.download(all); !slices.Equal(r.download(allToo), cached) || !slices.ContainsFunc(cached, func(b byte) bool { return b != 0 }) {
 			t.Errorf("%s, clip %g: caches differ", x.name, x.clip)
 		}
 	}
@@ -233,7 +243,7 @@ func TestCounts(t *testing.T) {
 	for i, raw := 0, r.download(ids); i < len(raw); i += 4 {
 		chosen[binary.LittleEndian.Uint32(raw[i:])]++
 	}
-	offsets := r.download(r.model.ws.offsets)
+	offsets := r.download(r.model.ws.routing.offsets)
 	for e := range c.Experts {
 		if n := int(binary.LittleEndian.Uint32(offsets[4*e+4:]) - binary.LittleEndian.Uint32(offsets[4*e:])); n != chosen[e] {
 			t.Errorf("expert %d: %d pairs, chosen %d times", e, n, chosen[e])
@@ -310,7 +320,7 @@ func TestConstants(t *testing.T) {
 	d := c.HeadDim
 	for _, long := range []bool{false, true} {
 		for _, position := range []int{0, 1, 63, 64, 255} {
-			row := table[int(r.model.RopeRow(position, long))*d:][:d]
+			row := table[int(ropeRow(c, r.model.Limits, position, long))*d:][:d]
 			for i := range d / 2 {
 				factor, scale := 1.0, 1.25
 				if long {
@@ -332,7 +342,7 @@ func TestConstants(t *testing.T) {
 
 func TestAppendErrors(t *testing.T) {
 	c := mustParse(t, "mixtral", nil)
-	m := &Model{Config: c, Limits: Limits{MaxRows: 64, MaxSeqs: 2, MaxLogits: 2, MaxModelLen: 40, BlockTokens: 16}}
+	limits := Limits{MaxRows: 64, MaxSeqs: 2, MaxLogits: 2, MaxModelLen: 40, BlockTokens: 16}
 	for _, x := range []struct {
 		q    Sequence
 		want string
@@ -344,37 +354,37 @@ func TestAppendErrors(t *testing.T) {
 		{Sequence{IDs: []int32{512}, Blocks: make([]int32, 1)}, "token id 512 is outside the model's vocabulary of 512"},
 		{Sequence{IDs: []int32{-1}, Blocks: make([]int32, 1)}, "token id -1"},
 	} {
-		var h HostBatch
-		if _, err := m.Append(&h, &x.q); err == nil || !strings.Contains(err.Error(), x.want) || h.Rows() != 0 {
+		h := NewHostBatch(c, limits)
+		if _, err := h.Append(&x.q); err == nil || !strings.Contains(err.Error(), x.want) || h.Rows() != 0 {
 			t.Errorf("%v: %v", x.q, err)
 		}
 	}
 }
 
-func TestPackBatchErrors(t *testing.T) {
+func TestPackErrors(t *testing.T) {
 	c := mustParse(t, "mixtral", nil)
-	m := &Model{Config: c, Limits: Limits{MaxRows: 64, MaxSeqs: 2, MaxLogits: 2, MaxModelLen: 40, BlockTokens: 16}}
-	var h HostBatch
-	dst := make([]byte, BatchBytes(m.Limits))
-	if _, _, err := PackBatch(&h, dst, 256); err == nil {
+	limits := Limits{MaxRows: 64, MaxSeqs: 2, MaxLogits: 2, MaxModelLen: 40, BlockTokens: 16}
+	h := NewHostBatch(c, limits)
+	dst := make([]byte, GroupBytes(limits, 1))
+	if _, _, err := h.Pack(dst, 256); err == nil {
 		t.Error("an empty batch is packed")
 	}
-	_, err := m.Append(&h, &Sequence{IDs: []int32{1, 2}, Blocks: []int32{0}})
+	_, err := h.Append(&Sequence{IDs: []int32{1, 2}, Blocks: []int32{0}})
 	check(t, err)
-	_, err = m.Draw(&h, 2, &Draw{})
+	_, err = h.Draw(2, &Draw{})
 	check(t, err)
-	if _, _, err := PackBatch(&h, dst, 256); err == nil || !strings.Contains(err.Error(), "logits of row 2 of 2") {
+	if _, _, err := h.Pack(dst, 256); err == nil || !strings.Contains(err.Error(), "logits of row 2 of 2") {
 		t.Errorf("logits of a row that there is not: %v", err)
 	}
 	h.Reset(0, 0)
-	_, err = m.Append(&h, &Sequence{IDs: []int32{1, 2}, Blocks: []int32{0}})
+	_, err = h.Append(&Sequence{IDs: []int32{1, 2}, Blocks: []int32{0}})
 	check(t, err)
-	if _, _, err := PackBatch(&h, dst[:256], 256); err == nil || !strings.Contains(err.Error(), "room for 256") {
+	if _, _, err := h.Pack(dst[:256], 256); err == nil || !strings.Contains(err.Error(), "room for 256") {
 		t.Errorf("too little room: %v", err)
 	}
-	b, n, err := PackBatch(&h, dst, 256)
+	b, n, err := h.Pack(dst, 256)
 	check(t, err)
-	if n > int64(len(dst)) || b.Rows != 2 || b.Seqs != 1 || b.MaxContext != 2 || !b.Seeds.None() {
+	if n > int64(len(dst)) || b.Rows != 2 || b.Attention.Seqs != 1 || b.Attention.MaxContext != 2 || !b.Sampling.Seeds.None() {
 		t.Errorf("%+v, %d bytes", b, n)
 	}
 }
@@ -403,17 +413,18 @@ func TestLimits(t *testing.T) {
 	}
 	m, err := NewModel(c, r.model.Weights, r.backend, ws.Range(0, need), good)
 	check(t, err)
+	rows := Span{Rows: 3}
 	for _, x := range []struct {
 		b    Batch
 		want string
 	}{
-		{Batch{Rows: 0}, "rows [0, 0)"},
-		{Batch{First: 4, Rows: 5}, "rows [4, 9) in a group of at most 8"},
-		{Batch{Rows: 3, Seqs: 3}, "3 sequences, at most 2"},
-		{Batch{Rows: 3, Seqs: 1, FirstLogit: 1, Logits: 2}, "logit rows [1, 3)"},
-		{Batch{Rows: 3, Seqs: 1, MaxContext: 33}, "33 tokens, at most 32"},
-		{Batch{Rows: 3, Seqs: 1, Logits: 1, AdjustIDs: kernels.New(256, kernels.I32, 4)}, "4 adjusted tokens, at most 3"},
-		{Batch{Rows: 3, Seqs: 1, Logits: 1, LogProbs: true}, "whose limit MaxTopLogProbs is 0"},
+		{Batch{}, "rows [0, 0)"},
+		{Batch{Span: Span{First: 4, Rows: 5}}, "rows [4, 9) in a group of at most 8"},
+		{Batch{Span: rows, Attention: AttentionMetadata{Seqs: 3}}, "3 sequences, at most 2"},
+		{Batch{Span: rows, Sampling: SamplingMetadata{Span: Span{First: 1, Rows: 2}}}, "logit rows [1, 3)"},
+		{Batch{Span: rows, Attention: AttentionMetadata{MaxContext: 33}}, "33 tokens, at most 32"},
+		{Batch{Span: rows, Sampling: SamplingMetadata{Adjust: AdjustMetadata{IDs: kernels.New(256, kernels.I32, 4)}}}, "4 adjusted tokens, at most 3"},
+		{Batch{Span: rows, Sampling: SamplingMetadata{LogProbs: true}}, "whose limit MaxTopLogProbs is 0"},
 	} {
 		if err := m.Embed(r.stream, &x.b); err == nil || !strings.Contains(err.Error(), x.want) {
 			t.Errorf("%+v: %v", x.b, err)
@@ -450,7 +461,7 @@ func TestCombineNorms(t *testing.T) {
 	limits := Limits{MaxRows: 4, MaxSeqs: 1, MaxLogits: 1, MaxModelLen: 16, BlockTokens: 16}
 	m, err := NewModel(c, l.Bind(1<<20), b, device.Range{Addr: 1 << 30, Bytes: WorkspaceBytes(c, b, limits)}, limits)
 	check(t, err)
-	batch := Batch{Rows: 4, RopeRows: kernels.New(1<<43, kernels.I32, 4)}
+	batch := Batch{Span: Span{Rows: 4}, RopeRows: kernels.New(1<<43, kernels.I32, 4)}
 	ops := func(run error) string {
 		check(t, run)
 		defer func() { b.names = nil }()
@@ -497,26 +508,27 @@ func TestNoAllocations(t *testing.T) {
 		check(t, err)
 		keys := kernels.New(1<<40, kernels.BF16, 16, 16, c.KVHeads, c.HeadDim)
 		values := kernels.New(1<<44, kernels.BF16, 16, 16, c.KVHeads, c.HeadDim)
+		attention := m.Attention(&views{k: slices.Repeat([]kernels.Tensor{keys}, c.Layers), v: slices.Repeat([]kernels.Tensor{values}, c.Layers)})
 		slots := kernels.New(1<<41, kernels.U64, c.Experts)
 		list := kernels.New(1<<42, kernels.I32, c.Experts)
 		shape := c.ExpertShape(l.ExpertDType)
 		layout := kernels.ExpertLayout{ExpertShape: shape, Tag: "row-major", Size: device.Align(shape.Bytes())}
-		var h HostBatch
-		dst := make([]byte, BatchBytes(limits))
+		h := NewHostBatch(c, limits)
+		dst := make([]byte, GroupBytes(limits, 1))
 		q := Sequence{IDs: make([]int32, 10), Start: 20, Blocks: make([]int32, 4)}
 		var draw Draw
 		step := func() {
 			h.Reset(0, 0)
-			row, err := m.Append(&h, &q)
+			row, err := h.Append(&q)
 			check(t, err)
-			_, err = m.Draw(&h, row+9, &draw)
+			_, err = h.Draw(row+9, &draw)
 			check(t, err)
-			batch, _, err := PackBatch(&h, dst, 1<<43)
+			batch, _, err := h.Pack(dst, 1<<43)
 			check(t, err)
 			check(t, m.Embed(nil, &batch))
 			for layer := range c.Layers {
-				check(t, m.PreAttention(nil, layer, &batch, keys, values))
-				check(t, m.Attention(nil, layer, &batch, keys, values))
+				check(t, m.PreAttention(nil, layer, &batch, attention))
+				check(t, attention.Attend(nil, layer, batch.Span, &batch.Attention))
 				check(t, m.PostAttention(nil, layer, &batch))
 				if c.Dense[layer] {
 					check(t, m.MLP(nil, layer, Span{Rows: 10}))

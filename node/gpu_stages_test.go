@@ -161,36 +161,39 @@ func (r *stages) download(x kernels.Tensor) []byte {
 	return data
 }
 
+// View makes it the cache that the model attends over.
+func (r *stages) View(layer int) (k, v kernels.Tensor) { return r.k[layer], r.v[layer] }
+
 // run computes a sequence from its start and returns the logits of every token, and
 // what the routers chose, layer by layer. Where chosen is not nil, it takes the place
 // of that.
 func (r *stages) run(ids []int32, long bool, chosen []choice) ([]float32, []choice) {
 	r.Helper()
 	m, s, rows := r.model, r.stream, len(ids)
-	var h forward.HostBatch
-	h.Reset(0, 0)
+	h := forward.NewHostBatch(r.config, m.Limits)
 	blocks := make([]int32, stageTokens/stageBlock)
 	for i := range blocks {
 		blocks[i] = int32(i ^ 1) // not in order, so that the block table matters
 	}
-	_, err := m.Append(&h, &forward.Sequence{IDs: ids, Long: long, Blocks: blocks})
+	_, err := h.Append(&forward.Sequence{IDs: ids, Long: long, Blocks: blocks})
 	r.ok(err)
 	for i := range ids {
-		_, err := m.Draw(&h, i, &forward.Draw{Position: int32(i + 1)})
+		_, err := h.Draw(i, &forward.Draw{Position: int32(i + 1)})
 		r.ok(err)
 	}
-	data := make([]byte, forward.BatchBytes(m.Limits))
+	data := make([]byte, forward.GroupBytes(m.Limits, 1))
 	up, err := r.machine.Alloc(device.HBM(0), int64(len(data)), "row data")
 	r.ok(err)
-	b, n, err := forward.PackBatch(&h, data, up.Range(0, 1).Addr)
+	b, n, err := h.Pack(data, up.Range(0, 1).Addr)
 	r.ok(err)
 	r.ok(r.upload(up.Range(0, n), data[:n]))
 
+	attention := m.Attention(r)
 	routes := make([]choice, r.config.Layers)
 	r.ok(m.Embed(s, &b))
 	for layer, dense := range r.config.Dense {
-		r.ok(m.PreAttention(s, layer, &b, r.k[layer], r.v[layer]))
-		r.ok(m.Attention(s, layer, &b, r.k[layer], r.v[layer]))
+		r.ok(m.PreAttention(s, layer, &b, attention))
+		r.ok(attention.Attend(s, layer, b.Span, &b.Attention))
 		r.ok(m.PostAttention(s, layer, &b))
 		if dense {
 			r.ok(m.MLP(s, layer, forward.Span{Rows: rows}))
@@ -208,7 +211,7 @@ func (r *stages) run(ids []int32, long bool, chosen []choice) ([]float32, []choi
 		r.ok(m.Combine(s, layer, forward.Span{Rows: rows}))
 	}
 	r.ok(m.Head(s, &b))
-	logits := m.Logits(&b)
+	logits := m.Logits(b.Sampling.Span)
 	out := make([]float32, logits.Elements())
 	kernels.ToFloat32(out, r.download(logits), kernels.F32)
 	r.ok(up.Free())

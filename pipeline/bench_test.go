@@ -22,7 +22,10 @@ func BenchmarkCut(b *testing.B) {
 			b.Run(fmt.Sprintf("sequences=%d/micro-batches=%d", n, micro), func(b *testing.B) {
 				l := forward.Limits{MaxRows: n, MaxSeqs: n, MaxLogits: n, MaxModelLen: 1024, BlockTokens: block}
 				p := &Pipeline{o: Options{Limits: l, MicroBatches: micro}, batches: make([]microBatch, micro)}
-				p.groups = []group{{model: &forward.Model{Config: c, Limits: l}}}
+				p.groups = make([]group, 1)
+				for i := range p.batches {
+					p.batches[i].host = forward.NewHostBatch(c, l)
+				}
 				dst := make([]byte, p.o.RowDataBytes(l))
 				kv, err := kvcache.NewManager(kvcache.ManagerOptions{Blocks: n * (context + block) / block, BlockTokens: block})
 				check(b, err)
@@ -40,7 +43,7 @@ func BenchmarkCut(b *testing.B) {
 					check(b, err)
 					used := int64(0)
 					for i := range shape.MicroBatches {
-						_, bytes, err := forward.PackBatch(&p.batches[i].host, dst[used:], 256)
+						_, bytes, err := p.batches[i].host.Pack(dst[used:], 256)
 						check(b, err)
 						used += bytes
 					}

@@ -104,7 +104,7 @@ func (p *Pipeline) round() {
 	}
 	for i := range p.batches[:p.cutInto] {
 		b := &p.batches[i]
-		p.groups[b.group].model.Widen(&b.host, roundContext(b.host.MaxContext()))
+		b.host.Widen(roundContext(b.host.MaxContext()))
 	}
 }
 

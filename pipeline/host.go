@@ -7,8 +7,6 @@ import (
 
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/forward"
-	"github.com/moeserve/moeserve/kernels"
-	"github.com/moeserve/moeserve/models"
 )
 
 // hostAttention attends on the host, beside keys and values in its memory. Each
@@ -23,39 +21,25 @@ import (
 // uses again once the compute stream has collected what its chain of the layer before
 // has brought.
 type hostAttention struct {
-	backend kernels.Backend
-	kv      view
-	out, in device.Stream
-	host    device.Executor
-	staging device.Memory
-	// qkv and attended are the staging of all rows.
-	qkv, attended kernels.Tensor
+	// attention has the staging of all rows for its buffers.
+	attention *forward.Attention
+	staging   device.Memory
+	out, in   device.Stream
+	host      device.Executor
 
 	projected, sent, ended, landed device.Fence
 	chain                          uint32
 }
 
-// view is a KV pool's.
-type view interface {
-	View(layer int) (k, v kernels.Tensor)
-}
-
-// stagingOf is the pinned memory of q, k and v of so many rows, and of what attention
-// makes of them.
-func stagingOf(c *models.Config, act kernels.DType, rows int, base device.Addr) (qkv, attended kernels.Tensor, bytes int64) {
-	qkv = kernels.New(base, act, rows, c.ProjectedWidth())
-	attended = kernels.New(base+device.Addr(device.Align(qkv.Bytes())), act, rows, c.AttendedWidth())
-	return qkv, attended, device.Align(qkv.Bytes()) + device.Align(attended.Bytes())
-}
-
 func newHostAttention(o *Options) (h *hostAttention, err error) {
-	h = &hostAttention{backend: o.HostAttention, kv: o.KV}
-	c, act := o.Model.Config, o.KV.Shape().DType
-	_, _, bytes := stagingOf(c, act, o.Limits.MaxRows, 0)
+	h = &hostAttention{}
+	c, act, rows := o.Model.Config, o.KV.Shape().DType, o.Limits.MaxRows
+	bytes := o.StagingBytes(c, act, o.Limits)
 	if h.staging, err = o.Machine.Alloc(device.Host, bytes, "attention, pinned"); err != nil {
 		return h, err
 	}
-	h.qkv, h.attended, _ = stagingOf(c, act, o.Limits.MaxRows, h.staging.Range(0, bytes).Addr)
+	buffers := forward.NewAttentionBuffers(c, act, rows, h.staging.Range(0, bytes).Addr)
+	h.attention = forward.NewAttention(c, o.HostAttention, o.KV, buffers)
 	if h.out, err = o.Machine.NewStream(o.Space, device.StreamOptions{Name: "q, k, v to host", Priority: 1}); err != nil {
 		return h, err
 	}
@@ -88,10 +72,10 @@ func (h *hostAttention) attend(compute device.Stream, m *forward.Model, layer in
 	if err := compute.Raise(h.projected, n); err != nil {
 		return err
 	}
-	qkv, attended := h.qkv.Slice(b.row, b.row+b.batch.Rows), h.attended.Slice(b.row, b.row+b.batch.Rows)
-	from := m.Projected(&b.batch)
+	rows := forward.Span{First: b.row, Rows: b.batch.Rows}
+	onHost, onDevice := h.attention.Buffers().Rows(rows), m.Buffers(&b.batch)
 	err := hop(h.out, h.projected, h.sent, n, func() (err error) {
-		if err = h.out.Copy(qkv.Range(), from.Range()); err == nil {
+		if err = h.out.Copy(onHost.Projected.Range(), onDevice.Projected.Range()); err == nil {
 			b.sent, err = meter.mark(h.out)
 		}
 		return err
@@ -99,9 +83,11 @@ func (h *hostAttention) attend(compute device.Stream, m *forward.Model, layer in
 	if err != nil {
 		return fmt.Errorf("send q, k, v to the host: %w", err)
 	}
-	k, v := h.kv.View(layer)
 	err = hop(h.host, h.sent, h.ended, n, func() (err error) {
-		if err = m.Elsewhere(h.host, h.backend, layer, &b.onHost, qkv, attended, k, v); err == nil {
+		if err = h.attention.Append(h.host, layer, rows, &b.onHost); err == nil {
+			err = h.attention.Attend(h.host, layer, rows, &b.onHost)
+		}
+		if err == nil {
 			b.attended, err = meter.mark(h.host)
 		}
 		return err
@@ -109,8 +95,7 @@ func (h *hostAttention) attend(compute device.Stream, m *forward.Model, layer in
 	if err != nil {
 		return err
 	}
-	to := m.Attended(&b.batch)
-	if err := hop(h.in, h.ended, h.landed, n, func() error { return h.in.Copy(to.Range(), attended.Range()) }); err != nil {
+	if err := hop(h.in, h.ended, h.landed, n, func() error { return h.in.Copy(onDevice.Attended.Range(), onHost.Attended.Range()) }); err != nil {
 		return fmt.Errorf("bring attention from the host: %w", err)
 	}
 	b.chain = n

@@ -200,7 +200,11 @@ func New(o Options) (_ *Pipeline, err error) {
 		if m.Limits != o.GroupLimits(l) {
 			return nil, fmt.Errorf("pipeline: a model with limits %+v, want %+v", m.Limits, o.GroupLimits(l))
 		}
-		p.groups = append(p.groups, group{model: m})
+		g := group{model: m}
+		if o.HostAttention == nil {
+			g.attention = m.Attention(o.KV)
+		}
+		p.groups = append(p.groups, g)
 	}
 	p.setShape()
 	defer func() {
@@ -212,6 +216,9 @@ func New(o Options) (_ *Pipeline, err error) {
 		p.counts = make([]int64, c.Layers*c.Experts)
 	}
 	p.batches = make([]microBatch, o.mostBatches(l.MaxRows))
+	for i := range p.batches {
+		p.batches[i].host = forward.NewHostBatch(c, o.GroupLimits(l))
+	}
 	p.at = placesOf(c, l, len(p.groups))
 	bytes := o.RowDataBytes(l)
 	if p.pinned, err = o.Machine.Alloc(device.Host, bytes, "row data, pinned"); err != nil {
@@ -379,9 +386,9 @@ func (p *Pipeline) do(ctx context.Context, a Action, f *frame) (err error) {
 	case Page:
 		return f.step.PrefetchPart(a.Layer, a.MicroBatch, p.cutInto)
 	case Attend:
-		k, v := p.o.KV.View(a.Layer)
-		if err = m.PreAttention(s, a.Layer, &b.batch, k, v); err == nil {
-			err = m.Attention(s, a.Layer, &b.batch, k, v)
+		at := p.groups[b.group].attention
+		if err = m.PreAttention(s, a.Layer, &b.batch, at); err == nil {
+			err = at.Attend(s, a.Layer, b.batch.Span, &b.batch.Attention)
 		}
 	case Project:
 		if err = m.Project(s, a.Layer, &b.batch); err == nil {
@@ -396,7 +403,7 @@ func (p *Pipeline) do(ctx context.Context, a Action, f *frame) (err error) {
 	case Experts:
 		return p.routed(g.model, a.Layer, g.span(), &f.use)
 	case FeedForward:
-		return p.feedForward(m, a.Layer, b.span(), &f.use)
+		return p.feedForward(m, a.Layer, b.batch.Span, &f.use)
 	case Close:
 		return f.use.Close()
 	case MLP:

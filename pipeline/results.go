@@ -29,8 +29,7 @@ func (o Options) StagingBytes(c *models.Config, act kernels.DType, l forward.Lim
 	if o.HostAttention == nil {
 		return 0
 	}
-	_, _, n := stagingOf(c, act, l.MaxRows, 0)
-	return n
+	return forward.NewAttentionBuffers(c, act, l.MaxRows, 0).Bytes()
 }
 
 // places of what comes back from a step in pinned memory, in bytes, behind the sampled
@@ -70,23 +69,23 @@ func (p *Pipeline) bring(n int, withLogits bool) error {
 		if g.logits == 0 {
 			continue
 		}
-		all := forward.Batch{Logits: g.logits}
-		if err := p.copyBack(4*int64(g.logit), g.model.Sampled(&all)); err != nil {
+		all := forward.Span{Rows: g.logits}
+		if err := p.copyBack(4*int64(g.logit), g.model.Sampled(all)); err != nil {
 			return err
 		}
 		if !withLogits {
 			continue
 		}
-		if err := p.copyBack(at.logits+4*int64(g.logit)*int64(g.model.Config.Vocab), g.model.Logits(&all)); err != nil {
+		if err := p.copyBack(at.logits+4*int64(g.logit)*int64(g.model.Config.Vocab), g.model.Logits(all)); err != nil {
 			return err
 		}
 	}
 	for i := range n {
 		b := &p.batches[i]
-		if !b.batch.LogProbs {
+		if !b.batch.Sampling.LogProbs {
 			continue
 		}
-		chosen, topIDs, top := p.groups[b.group].model.LogProbs(&b.batch)
+		chosen, topIDs, top := p.groups[b.group].model.LogProbs(b.batch.Sampling.Span)
 		row := 4 * int64(b.logit)
 		for _, c := range [...]struct {
 			off int64

@@ -15,10 +15,10 @@ type microBatch struct {
 	// group it belongs to; row and logit are its first of the step, not of the group.
 	group      int
 	row, logit int
-	// onHost is batch as far as attention needs it, in pinned memory; chain is its last
+	// onHost is what attention needs of batch, in pinned memory; chain is its last
 	// turn there, sent the event behind what came to the host for it, and attended that
 	// behind its work.
-	onHost         forward.Batch
+	onHost         forward.AttentionMetadata
 	chain          uint32
 	sent, attended device.Event
 }
@@ -27,15 +27,13 @@ type microBatch struct {
 // model of their own.
 type group struct {
 	model *forward.Model
+	// attention is the device's, nil where the host attends.
+	attention *forward.Attention
 	// rows and logits of the step; logit is the first of all groups' logit rows.
 	rows, logits, logit int
 }
 
 func (g *group) span() forward.Span { return forward.Span{Rows: g.rows} }
-
-func (b *microBatch) span() forward.Span {
-	return forward.Span{First: b.batch.First, Rows: b.batch.Rows}
-}
 
 // mostBatches is the most micro-batches of a step of up to so many rows.
 func (o *Options) mostBatches(rows int) int {
@@ -144,7 +142,7 @@ func (p *Pipeline) cut(s *Step) (shape Shape, err error) {
 				b.host.Reset(g.rows, g.logits)
 			}
 			to := min(from+each-b.host.Rows(), len(q.Tokens))
-			first, err := g.model.Append(&b.host, &forward.Sequence{
+			first, err := b.host.Append(&forward.Sequence{
 				IDs: q.Tokens[from:to], Start: q.Start + from, Long: q.Long, Blocks: q.Table.Blocks(),
 			})
 			if err != nil {
@@ -156,7 +154,7 @@ func (p *Pipeline) cut(s *Step) (shape Shape, err error) {
 				if r < len(q.Tokens)-1 {
 					d.Adjust = nil
 				}
-				if _, err := g.model.Draw(&b.host, first+r-from, &d); err != nil {
+				if _, err := b.host.Draw(first+r-from, &d); err != nil {
 					return shape, fmt.Errorf("pipeline: sequence %d: %w", i, err)
 				}
 				p.wanted = append(p.wanted, d.LogProbs)
@@ -183,15 +181,12 @@ func (p *Pipeline) stepRows() (n int) {
 func (p *Pipeline) upload(i int) error {
 	b := &p.batches[i]
 	off, room := p.uploaded, p.pinned.Bytes()-p.uploaded
-	batch, bytes, err := forward.PackBatch(&b.host, p.pinned.Write(off, room), p.rows.Range(off, room).Addr)
+	base := p.rows.Range(off, room).Addr
+	batch, bytes, err := b.host.Pack(p.pinned.Write(off, room), base)
 	if err != nil {
 		return err
 	}
-	b.batch, b.onHost = batch, batch
-	move := p.pinned.Range(off, room).Addr - p.rows.Range(off, room).Addr
-	for _, t := range []*device.Addr{&b.onHost.Slots.Addr, &b.onHost.SeqStarts.Addr, &b.onHost.ContextLens.Addr, &b.onHost.BlockTable.Addr} {
-		*t += move
-	}
+	b.batch, b.onHost = batch, batch.Attention.Moved(base, p.pinned.Range(off, room).Addr)
 	p.uploaded += bytes
 	return p.compute.Copy(p.rows.Range(off, bytes), p.pinned.Range(off, bytes))
 }

@@ -1,0 +1,131 @@
+package forward
+
+import (
+	"errors"
+	"fmt"
+	"math"
+
+	"github.com/moeserve/moeserve/models"
+)
+
+// Draw says how a token is drawn from a row's logits. The zero Draw is greedy.
+type Draw struct {
+	// Temperature 0 takes the largest logit, whatever TopK, TopP and MinP.
+	Temperature float32
+	Seed        uint64
+	// Sample tells a request's samples apart.
+	Sample int32
+	// Position is that of the token drawn.
+	Position int32
+	// TopK keeps that many likeliest tokens, 0: all. TopP, 0 to 1, keeps the
+	// likeliest that together reach this probability, 0 or 1: all. MinP, 0 to 1,
+	// keeps those that are at least so many times as likely as the likeliest, 0: all.
+	// See kernels.Sample.
+	TopK       int32
+	TopP, MinP float32
+	// RepetitionPenalty (1, or 0: off), PresencePenalty and FrequencyPenalty change
+	// the logits of the tokens in Adjust, and of no others: see kernels.Adjust.
+	RepetitionPenalty, PresencePenalty, FrequencyPenalty float32
+	// Adjust lists tokens, each once, in any order.
+	Adjust []TokenAdjust
+	// LogProbs asks for log-probabilities, of the logits before penalties, bias and
+	// temperature.
+	LogProbs bool
+}
+
+// TokenAdjust changes the logit of one token: see kernels.Adjust.
+type TokenAdjust struct {
+	ID int32
+	// Seen is -1 for a token in neither prompt nor answer, 0 for one in the prompt
+	// only, n for one that stands n times in the answer.
+	Seen int32
+	// Bias is added to the logit; -Inf bans the token.
+	Bias float32
+}
+
+// hostDraws are a micro-batch's.
+type hostDraws struct {
+	list    []hostDraw
+	adjusts []TokenAdjust // of all draws, one after another
+	// What some draw uses.
+	usesTopK, usesTopP, usesMinP, logProbs bool
+}
+
+// hostDraw is what is drawn from one row of the batch; its adjusted tokens end at adjustEnd.
+type hostDraw struct {
+	seed                            uint64
+	row, sample, position           int32
+	temperature                     float32
+	topK                            int32
+	topP, minP                      float32
+	repetition, presence, frequency float32
+	adjustEnd                       int32
+}
+
+// Draw asks for the logits of a row, counted within h, and for a token drawn
+// from them. It returns the index of the logit row within h. It checks d as far as
+// bad values could lead a backend out of its tensors or to a draw of nothing; that
+// Adjust lists a token twice is left to the caller.
+func (h *HostBatch) Draw(row int, d *Draw) (int, error) {
+	if err := d.validate(h.config, h.limits); err != nil {
+		return 0, err
+	}
+	all := &h.draws
+	if n := len(all.adjusts) + len(d.Adjust); n > h.limits.MaxAdjust {
+		return 0, fmt.Errorf("forward: %d adjusted tokens, at most %d fit", n, h.limits.MaxAdjust)
+	}
+	if len(d.Adjust) > 0 {
+		all.adjusts = append(all.adjusts, d.Adjust...)
+	}
+	topP, repetition := d.TopP, d.RepetitionPenalty
+	if topP == 0 {
+		topP = 1
+	}
+	if repetition == 0 {
+		repetition = 1
+	}
+	if d.Temperature > 0 {
+		all.usesTopK = all.usesTopK || d.TopK > 0
+		all.usesTopP = all.usesTopP || topP < 1
+		all.usesMinP = all.usesMinP || d.MinP > 0
+	}
+	all.logProbs = all.logProbs || d.LogProbs
+	x := more(&all.list)
+	x.seed, x.row, x.sample, x.position, x.temperature = d.Seed, int32(row), d.Sample, d.Position, d.Temperature
+	x.topK, x.topP, x.minP = d.TopK, topP, d.MinP
+	x.repetition, x.presence, x.frequency = repetition, d.PresencePenalty, d.FrequencyPenalty
+	x.adjustEnd = int32(len(all.adjusts))
+	return len(all.list) - 1, nil
+}
+
+// validate checks d by itself.
+func (d *Draw) validate(c *models.Config, l Limits) error {
+	finite := func(f float32) bool { return f-f == 0 }
+	switch {
+	case !(d.Temperature >= 0 && finite(d.Temperature)):
+		return fmt.Errorf("forward: temperature %g, want a finite number of at least 0", d.Temperature)
+	case d.TopK < 0:
+		return fmt.Errorf("forward: top-k %d, want 0 (all) or more", d.TopK)
+	case !(d.TopP >= 0 && d.TopP <= 1):
+		return fmt.Errorf("forward: top-p %g, want 0 to 1", d.TopP)
+	case !(d.MinP >= 0 && d.MinP <= 1):
+		return fmt.Errorf("forward: min-p %g, want 0 to 1", d.MinP)
+	case !(d.RepetitionPenalty >= 0 && finite(d.RepetitionPenalty)):
+		return fmt.Errorf("forward: repetition penalty %g, want a finite number above 0", d.RepetitionPenalty)
+	case !finite(d.PresencePenalty) || !finite(d.FrequencyPenalty):
+		return fmt.Errorf("forward: presence penalty %g and frequency penalty %g, want finite numbers", d.PresencePenalty, d.FrequencyPenalty)
+	case d.LogProbs && l.MaxTopLogProbs == 0:
+		return errors.New("forward: log-probabilities asked of a model whose limit MaxTopLogProbs is 0")
+	}
+	for i, a := range d.Adjust {
+		switch {
+		case a.ID < 0 || int(a.ID) >= c.Vocab:
+			return fmt.Errorf("forward: adjusted token %d has id %d, outside the model's vocabulary of %d", i, a.ID, c.Vocab)
+		case a.Seen < -1:
+			return fmt.Errorf("forward: adjusted token %d was seen %d times, want -1 or more", i, a.Seen)
+		case a.Bias != a.Bias || a.Bias > math.MaxFloat32:
+			return fmt.Errorf("forward: adjusted token %d has bias %g, want a finite number or -Inf", i, a.Bias)
+		}
+	}
+	return nil
+}

@@ -1,0 +1,82 @@
+package forward
+
+import (
+	"github.com/moeserve/moeserve/device"
+	"github.com/moeserve/moeserve/kernels"
+)
+
+// Logits of logit rows r of the group, [r.Rows, V] F32, after Head.
+func (m *Model) Logits(r Span) kernels.Tensor { return r.of(m.ws.head.logits, 1) }
+
+// Sampled are the tokens drawn for logit rows r of the group, [r.Rows] I32, after Head.
+func (m *Model) Sampled(r Span) kernels.Tensor { return r.of(m.ws.head.sampled, 1) }
+
+// LogProbs are the log-probabilities of the tokens drawn for logit rows r of the group,
+// [r.Rows] F32, and ids and log-probabilities of the likeliest tokens of each, [r.Rows,
+// TopLogProbs] I32 and F32, by falling probability; after the Head of a batch that asks
+// for them.
+func (m *Model) LogProbs(r Span) (chosen, topIDs, top kernels.Tensor) {
+	return r.of(m.ws.head.chosen, 1), r.of(m.ws.head.topIDs, 1), r.of(m.ws.head.top, 1)
+}
+
+// Head ends a step: the logits of b's logit rows and a token drawn from each, with
+// log-probabilities where b wants them. The logits stay what the model gave:
+// penalties and biases are undone once the tokens are drawn. It does nothing where
+// b has no logit rows.
+func (m *Model) Head(s device.Stream, b *Batch) error {
+	d := &b.Sampling
+	if d.Rows == 0 {
+		return nil
+	}
+	if err := m.unembed(s, b); err != nil {
+		return err
+	}
+	logits, adjusted := m.Logits(d.Span), !d.Adjust.IDs.None()
+	if adjusted {
+		a := &d.Adjust
+		m.ops.adjust = kernels.Adjust{
+			Logits: logits, Starts: a.Starts, IDs: a.IDs, Seen: a.Seen, Bias: a.Bias,
+			Repetition: a.Repetition, Presence: a.Presence, Frequency: a.Frequency, Saved: m.ws.head.saved.Slice(0, a.IDs.Shape[0]),
+		}
+		if err := m.enqueue(s, "head", &m.ops.adjust); err != nil {
+			return err
+		}
+	}
+	m.ops.sample = kernels.Sample{
+		Logits: logits, Temperature: d.Temperature, Seeds: d.Seeds, Samples: d.Samples, Positions: d.Positions,
+		TopK: d.TopK, TopP: d.TopP, MinP: d.MinP, Out: m.Sampled(d.Span),
+	}
+	if err := m.enqueue(s, "head", &m.ops.sample); err != nil {
+		return err
+	}
+	if adjusted {
+		m.ops.restore = kernels.Restore{Logits: logits, Starts: d.Adjust.Starts, IDs: d.Adjust.IDs, Saved: m.ops.adjust.Saved}
+		if err := m.enqueue(s, "head", &m.ops.restore); err != nil {
+			return err
+		}
+	}
+	if !d.LogProbs {
+		return nil
+	}
+	m.ops.probs = kernels.LogProbs{Logits: logits, Tokens: m.Sampled(d.Span)}
+	m.ops.probs.Chosen, m.ops.probs.TopIDs, m.ops.probs.Top = m.LogProbs(d.Span)
+	return m.enqueue(s, "head", &m.ops.probs)
+}
+
+// unembed enqueues the final norm and the output projection of b's logit rows.
+func (m *Model) unembed(s device.Stream, b *Batch) error {
+	c, w, d := m.Config, m.Weights, &b.Sampling
+	x, residual := d.of(m.ws.head.x, 1), d.of(m.ws.head.residual, 1)
+	for _, g := range [...]struct{ from, to kernels.Tensor }{{m.ws.x, x}, {m.ws.residual, residual}} {
+		m.ops.gather = kernels.Gather{X: b.of(g.from, 1), Rows: d.LogitRows, Out: g.to}
+		if err := m.enqueue(s, "head", &m.ops.gather); err != nil {
+			return err
+		}
+	}
+	m.ops.norm = kernels.Norm{Kind: c.Norm, X: x, Residual: residual, Weight: w.FinalNorm, Bias: w.FinalNormBias, Eps: c.NormEps, Out: x}
+	if err := m.enqueue(s, "head", &m.ops.norm); err != nil {
+		return err
+	}
+	m.ops.matmul = kernels.MatMul{X: x, W: w.Head, Bias: w.HeadBias, Out: m.Logits(d.Span)}
+	return m.enqueue(s, "head", &m.ops.matmul)
+}

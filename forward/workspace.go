@@ -1,0 +1,124 @@
+package forward
+
+import (
+	"github.com/moeserve/moeserve/device"
+	"github.com/moeserve/moeserve/kernels"
+	"github.com/moeserve/moeserve/models"
+)
+
+// workspace holds the activations of a group, at their full size, and what a model keeps
+// from step to step. Its tensors have N = MaxRows rows unless said.
+type workspace struct {
+	counts kernels.Tensor // [layers, E] I64
+	rope   kernels.Tensor // [T or 2T, D] F32, T = MaxModelLen
+
+	residual kernels.Tensor // [N, H]
+	x        kernels.Tensor // [N, H] output of the last sub-block, but where Combine has added it to residual
+	h        kernels.Tensor // [N, H] normed input of the running sub-block, or of the next that Combine has left
+
+	attention AttentionBuffers
+	routing   routingBuffers
+	experts   expertBuffers
+	mlp       mlpBuffers
+	head      headBuffers
+
+	bytes int64
+}
+
+// routingBuffers are a router's scores and choices, none where no layer has experts.
+type routingBuffers struct {
+	scores  kernels.Tensor // [N, E] F32
+	ids     kernels.Tensor // [N, K] I32
+	weights kernels.Tensor // [N, K] F32
+	offsets kernels.Tensor // [E+1] I32
+	order   kernels.Tensor // [N*K] I32
+
+	guessIDs     kernels.Tensor // [N, K] I32
+	guessWeights kernels.Tensor // [N, K] F32, which nobody reads
+}
+
+// expertBuffers are the outputs of routed experts' products, none where no layer has
+// experts.
+type expertBuffers struct {
+	up   kernels.Tensor // [N*K, I]
+	down kernels.Tensor // [N*K, H]
+}
+
+// mlpBuffers are those of dense layers and of the shared expert.
+type mlpBuffers struct {
+	gateUp     kernels.Tensor // [N, 2 max(shared, dense)] gate and up, side by side
+	shared     kernels.Tensor // [N, H]
+	sharedGate kernels.Tensor // [N, 1] F32
+}
+
+// headBuffers are those of logit rows: L = MaxLogits.
+type headBuffers struct {
+	x, residual kernels.Tensor // [L, H]
+	logits      kernels.Tensor // [L, V] F32
+	sampled     kernels.Tensor // [L] I32
+	saved       kernels.Tensor // [MaxAdjust] F32
+	chosen      kernels.Tensor // [L] F32
+	topIDs      kernels.Tensor // [L, MaxTopLogProbs] I32
+	top         kernels.Tensor // [L, MaxTopLogProbs] F32
+}
+
+func newWorkspace(c *models.Config, act kernels.DType, l Limits, base device.Addr) workspace {
+	var w workspace
+	place := func(t kernels.DType, shape ...int) kernels.Tensor {
+		x := kernels.New(base+device.Addr(w.bytes), t, shape...)
+		w.bytes += device.Align(x.Bytes())
+		return x
+	}
+	n, d := l.MaxRows, c.HeadDim
+	if c.Experts > 0 {
+		w.counts = place(kernels.I64, c.Layers, c.Experts)
+	}
+	w.rope = place(kernels.F32, c.RoPE.Variants()*l.MaxModelLen, d)
+
+	w.residual = place(act, n, c.Hidden)
+	w.x = place(act, n, c.Hidden)
+	w.h = place(act, n, c.Hidden)
+	w.attention = NewAttentionBuffers(c, act, n, base+device.Addr(w.bytes))
+	w.bytes += w.attention.Bytes()
+	if c.MoELayers() > 0 {
+		w.routing.scores = place(kernels.F32, n, c.Experts)
+		w.routing.ids = place(kernels.I32, n, c.TopK)
+		w.routing.weights = place(kernels.F32, n, c.TopK)
+		w.routing.offsets = place(kernels.I32, c.Experts+1)
+		w.routing.order = place(kernels.I32, n*c.TopK)
+		w.experts.up = place(act, n*c.TopK, c.ExpertWidth)
+		w.experts.down = place(act, n*c.TopK, c.Hidden)
+		w.routing.guessIDs = place(kernels.I32, n, c.TopK)
+		w.routing.guessWeights = place(kernels.F32, n, c.TopK)
+	}
+	wide := c.SharedWidth
+	if c.MoELayers() < c.Layers {
+		wide = max(wide, c.DenseWidth)
+	}
+	if wide > 0 {
+		w.mlp.gateUp = place(act, n, 2*wide)
+	}
+	if c.SharedWidth > 0 {
+		w.mlp.shared = place(act, n, c.Hidden)
+		w.mlp.sharedGate = place(kernels.F32, n, 1)
+	}
+	w.head.x = place(act, l.MaxLogits, c.Hidden)
+	w.head.residual = place(act, l.MaxLogits, c.Hidden)
+	w.head.logits = place(kernels.F32, l.MaxLogits, c.Vocab)
+	w.head.sampled = place(kernels.I32, l.MaxLogits)
+	if l.MaxAdjust > 0 {
+		w.head.saved = place(kernels.F32, l.MaxAdjust)
+	}
+	if n := l.TopLogProbs(c); n > 0 {
+		w.head.chosen = place(kernels.F32, l.MaxLogits)
+		w.head.topIDs = place(kernels.I32, l.MaxLogits, n)
+		w.head.top = place(kernels.F32, l.MaxLogits, n)
+	}
+	return w
+}
+
+// WorkspaceBytes is the size of the workspace that NewModel needs for a backend of
+// that activation type: activations of a group, RoPE tables and activation counts.
+func WorkspaceBytes(c *models.Config, b interface{ ActivationDType() kernels.DType }, l Limits) int64 {
+	return newWorkspace(c, b.ActivationDType(), l, 0).bytes
+}
