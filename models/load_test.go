@@ -24,6 +24,7 @@ import (
 	"github.com/moeserve/moeserve/kernels"
 	"github.com/moeserve/moeserve/models/modelstest"
 	"github.com/moeserve/moeserve/models/safetensors"
+	"github.com/moeserve/moeserve/models/safetensors/write"
 )
 
 // memorySource is a Source of tensors in memory.
@@ -483,13 +484,13 @@ func save(t testing.TB, c *Config, shardBytes int64) string {
 	t.Helper()
 	dir := t.TempDir()
 	src := NewDummy(c, 1)
-	var specs []safetensors.Spec
+	var specs []write.Spec
 	types := map[kernels.DType]safetensors.DType{kernels.BF16: safetensors.BF16, kernels.F16: safetensors.F16, kernels.F32: safetensors.F32}
 	for _, name := range src.Names() {
 		info, _ := src.Tensor(name)
-		specs = append(specs, safetensors.Spec{Name: name, DType: types[info.DType], Shape: info.Shape})
+		specs = append(specs, write.Spec{Name: name, DType: types[info.DType], Shape: info.Shape})
 	}
-	check(t, safetensors.Save(dir, specs, shardBytes, func(s safetensors.Spec) (io.Reader, error) {
+	check(t, write.Save(dir, specs, shardBytes, func(s write.Spec) (io.Reader, error) {
 		n, err := s.Bytes()
 		if err != nil {
 			return nil, err

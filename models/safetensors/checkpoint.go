@@ -52,7 +52,7 @@ func Open(dir string) (*Checkpoint, error) {
 		c := &Checkpoint{dir: dir}
 		return c.open(single)
 	case !errors.Is(err, fs.ErrNotExist):
-		return nil, ioError(single, err)
+		return nil, NewFileError(single, err)
 	}
 
 	indexPath := filepath.Join(dir, IndexFile)
@@ -166,7 +166,7 @@ func notFound(dir string) error {
 	e := &FileError{File: dir, Err: ErrNotFound}
 	entries, err := os.ReadDir(dir)
 	if err != nil {
-		return ioError(dir, err)
+		return NewFileError(dir, err)
 	}
 	e.Reason = "the directory has neither " + SingleFile + " nor " + IndexFile
 	e.Advice = "give the directory of a complete Hugging Face checkpoint"
@@ -189,12 +189,12 @@ func notFound(dir string) error {
 func readCapped(path string) (text []byte, err error) {
 	f, err := os.Open(path)
 	if err != nil {
-		return nil, ioError(path, err)
+		return nil, NewFileError(path, err)
 	}
 	defer func() { err = errors.Join(err, f.Close()) }()
 	text, err = io.ReadAll(io.LimitReader(f, MaxHeaderBytes+1))
 	if err != nil {
-		return nil, ioError(path, err)
+		return nil, NewFileError(path, err)
 	}
 	if len(text) > MaxHeaderBytes {
 		return nil, damaged(path, "", "index is over the limit of %d bytes", int64(MaxHeaderBytes))
@@ -207,7 +207,7 @@ func readCapped(path string) (text []byte, err error) {
 func openShard(path string) (_ *shard, err error) {
 	f, err := os.Open(path)
 	if err != nil {
-		return nil, ioError(path, err)
+		return nil, NewFileError(path, err)
 	}
 	defer func() {
 		if err != nil {
@@ -216,7 +216,7 @@ func openShard(path string) (_ *shard, err error) {
 	}()
 	st, err := f.Stat()
 	if err != nil {
-		return nil, ioError(path, err)
+		return nil, NewFileError(path, err)
 	}
 	if !st.Mode().IsRegular() {
 		return nil, damaged(path, "", "not a regular file")
@@ -227,7 +227,7 @@ func openShard(path string) (_ *shard, err error) {
 	}
 	s.mapping, err = unix.Mmap(int(f.Fd()), 0, int(s.size), unix.PROT_READ, unix.MAP_SHARED)
 	if err != nil {
-		return nil, ioError(path, fmt.Errorf("mmap %d bytes: %w", s.size, err))
+		return nil, NewFileError(path, fmt.Errorf("mmap %d bytes: %w", s.size, err))
 	}
 	// Advice only: a kernel that refuses it reads all the same.
 	_ = unix.Madvise(s.mapping, unix.MADV_SEQUENTIAL)
@@ -245,10 +245,10 @@ func (c *Checkpoint) Close() error {
 		mapping := s.mapping
 		s.mapping = nil
 		if err := unix.Munmap(mapping); err != nil {
-			errs = append(errs, ioError(s.path, err))
+			errs = append(errs, NewFileError(s.path, err))
 		}
 		if err := s.file.Close(); err != nil {
-			errs = append(errs, ioError(s.path, err))
+			errs = append(errs, NewFileError(s.path, err))
 		}
 	}
 	c.shards, c.names, c.byName = nil, nil, nil
@@ -326,7 +326,7 @@ func (s *shard) verify() error {
 	}
 	st, err := s.file.Stat()
 	if err != nil {
-		return ioError(s.path, err)
+		return NewFileError(s.path, err)
 	}
 	if st.Size() != s.size {
 		return s.changed("", fmt.Sprintf("its size changed from %d to %d bytes after it was opened", s.size, st.Size()))

@@ -1,8 +1,9 @@
-package safetensors
+package safetensors_test
 
 import (
 	"encoding/json"
 	"errors"
+	"fmt"
 	"io/fs"
 	"maps"
 	"math"
@@ -15,6 +16,9 @@ import (
 	"unsafe"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/moeserve/moeserve/models/safetensors"
+	"github.com/moeserve/moeserve/models/safetensors/write"
 )
 
 func TestOpenFixtures(t *testing.T) {
@@ -38,7 +42,7 @@ func TestOpenFixtures(t *testing.T) {
 				t.Errorf("files %v, want %v", c.Files(), shards)
 			}
 			var total int64
-			last := Tensor{}
+			last := safetensors.Tensor{}
 			for _, name := range c.Names() {
 				tensor, ok := c.Tensor(name)
 				if !ok || tensor.Name != name {
@@ -79,10 +83,10 @@ func TestOpenFixtures(t *testing.T) {
 	}
 }
 
-func address(t Tensor) uintptr { return uintptr(unsafe.Pointer(unsafe.SliceData(t.Data))) }
+func address(t safetensors.Tensor) uintptr { return uintptr(unsafe.Pointer(unsafe.SliceData(t.Data))) }
 
 func TestOpenFileWithOtherTypes(t *testing.T) {
-	c, err := OpenFile(filepath.Join(fixture("mixtral"), "expected.safetensors"))
+	c, err := safetensors.OpenFile(filepath.Join(fixture("mixtral"), "expected.safetensors"))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -92,11 +96,11 @@ func TestOpenFileWithOtherTypes(t *testing.T) {
 		}
 	}()
 	ids, ok := c.Tensor("ids1")
-	if !ok || ids.DType != I32 || !slices.Equal(ids.Shape, []int{7}) {
+	if !ok || ids.DType != safetensors.I32 || !slices.Equal(ids.Shape, []int{7}) {
 		t.Fatalf("ids1 is %s %v", ids.DType, ids.Shape)
 	}
 	err = ids.Float32s(make([]float32, 7))
-	if !errors.Is(err, ErrMismatch) || !strings.Contains(err.Error(), "dtype I32 cannot be used") {
+	if !errors.Is(err, safetensors.ErrMismatch) || !strings.Contains(err.Error(), "dtype I32 cannot be used") {
 		t.Errorf("decoding I32: %v", err)
 	}
 	if empty, ok := c.Tensor("greedy3"); !ok || empty.Elements() != 0 || len(empty.Data) != 0 {
@@ -113,7 +117,7 @@ func TestOpenFileWithOtherTypes(t *testing.T) {
 // two writes a checkpoint of two shards: a and b in the first, c in the second.
 func two(t *testing.T) string {
 	dir := t.TempDir()
-	save(t, dir, 24, Spec{"a", F32, []int{2}}, Spec{"b", BF16, []int{4, 2}}, Spec{"c", F32, []int{6}})
+	save(t, dir, 24, spec("a", safetensors.F32, 2), spec("b", safetensors.BF16, 4, 2), spec("c", safetensors.F32, 6))
 	return dir
 }
 
@@ -124,12 +128,14 @@ const (
 
 func TestOpenRefuses(t *testing.T) {
 	editIndex := func(t *testing.T, dir string, edit func(map[string]string)) {
-		path := filepath.Join(dir, IndexFile)
+		path := filepath.Join(dir, safetensors.IndexFile)
 		text, err := os.ReadFile(path)
 		if err != nil {
 			t.Fatal(err)
 		}
-		var ix index
+		var ix struct {
+			WeightMap map[string]string `json:"weight_map"`
+		}
 		if err := json.Unmarshal(text, &ix); err != nil {
 			t.Fatal(err)
 		}
@@ -158,18 +164,18 @@ func TestOpenRefuses(t *testing.T) {
 			if err := os.Remove(filepath.Join(dir, shard2)); err != nil {
 				t.Fatal(err)
 			}
-		}, ErrDamaged, []string{shard2, "names this shard", "download the missing file"}},
+		}, safetensors.ErrDamaged, []string{shard2, "names this shard", "download the missing file"}},
 		{"shard truncated in its data", func(t *testing.T, dir string) {
 			truncate(t, filepath.Join(dir, shard2), 1)
-		}, ErrDamaged, []string{shard2, `tensor "c"`, "reach past the file's 23 bytes", "download it again"}},
+		}, safetensors.ErrDamaged, []string{shard2, `tensor "c"`, "reach past the file's 23 bytes", "download it again"}},
 		{"shard truncated in its header", func(t *testing.T, dir string) {
 			if err := os.Truncate(filepath.Join(dir, shard1), 20); err != nil {
 				t.Fatal(err)
 			}
-		}, ErrDamaged, []string{shard1, "longer than the file of 20 bytes"}},
+		}, safetensors.ErrDamaged, []string{shard1, "longer than the file of 20 bytes"}},
 		{"shard longer", func(t *testing.T, dir string) {
 			truncate(t, filepath.Join(dir, shard1), -3)
-		}, ErrDamaged, []string{shard1, "3 bytes at the end"}},
+		}, safetensors.ErrDamaged, []string{shard1, "3 bytes at the end"}},
 		{"shard is a directory", func(t *testing.T, dir string) {
 			if err := os.Remove(filepath.Join(dir, shard1)); err != nil {
 				t.Fatal(err)
@@ -177,18 +183,18 @@ func TestOpenRefuses(t *testing.T) {
 			if err := os.Mkdir(filepath.Join(dir, shard1), 0o700); err != nil {
 				t.Fatal(err)
 			}
-		}, ErrDamaged, []string{shard1, "not a regular file"}},
+		}, safetensors.ErrDamaged, []string{shard1, "not a regular file"}},
 		{"tensor not in its shard", func(t *testing.T, dir string) {
 			editIndex(t, dir, func(m map[string]string) { m["d"] = shard2 })
-		}, ErrDamaged, []string{shard2, `tensor "d"`, "index says that it is in this file, but it is not"}},
+		}, safetensors.ErrDamaged, []string{shard2, `tensor "d"`, "index says that it is in this file, but it is not"}},
 		{"tensor in another shard", func(t *testing.T, dir string) {
 			editIndex(t, dir, func(m map[string]string) { m["b"] = shard2 })
-		}, ErrDamaged, []string{shard2, `tensor "b"`, "but it is in " + shard1}},
+		}, safetensors.ErrDamaged, []string{shard2, `tensor "b"`, "but it is in " + shard1}},
 		{"tensor not in the index", func(t *testing.T, dir string) {
 			editIndex(t, dir, func(m map[string]string) { delete(m, "b") })
-		}, ErrDamaged, []string{shard1, `tensor "b"`, "the index does not name it"}},
+		}, safetensors.ErrDamaged, []string{shard1, `tensor "b"`, "the index does not name it"}},
 		{"tensor in two shards", func(t *testing.T, dir string) {
-			w, err := Create(filepath.Join(dir, shard2), []Spec{{"b", F32, []int{6}}, {"c", F32, nil}}, nil)
+			w, err := write.Create(filepath.Join(dir, shard2), []write.Spec{spec("b", safetensors.F32, 6), spec("c", safetensors.F32)}, nil)
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -200,41 +206,41 @@ func TestOpenRefuses(t *testing.T) {
 			if err := w.Close(); err != nil {
 				t.Fatal(err)
 			}
-		}, ErrDamaged, []string{shard2, `tensor "b"`, "is also in " + shard1}},
+		}, safetensors.ErrDamaged, []string{shard2, `tensor "b"`, "is also in " + shard1}},
 		{"index leads out of the directory", func(t *testing.T, dir string) {
 			editIndex(t, dir, func(m map[string]string) { m["b"] = "../" + shard1 })
-		}, ErrDamaged, []string{IndexFile, `tensor "b"`, "is not a file name"}},
+		}, safetensors.ErrDamaged, []string{safetensors.IndexFile, `tensor "b"`, "is not a file name"}},
 		{"index empty", func(t *testing.T, dir string) {
 			editIndex(t, dir, func(m map[string]string) { clear(m) })
-		}, ErrDamaged, []string{IndexFile, "no weight_map"}},
+		}, safetensors.ErrDamaged, []string{safetensors.IndexFile, "no weight_map"}},
 		{"index not JSON", func(t *testing.T, dir string) {
-			writeFile(t, filepath.Join(dir, IndexFile), []byte(`{"weight_map":{"a":`))
-		}, ErrDamaged, []string{IndexFile, "not valid JSON: unexpected EOF"}},
+			writeFile(t, filepath.Join(dir, safetensors.IndexFile), []byte(`{"weight_map":{"a":`))
+		}, safetensors.ErrDamaged, []string{safetensors.IndexFile, "not valid JSON: unexpected EOF"}},
 		{"index in UTF-16", func(t *testing.T, dir string) {
-			writeFile(t, filepath.Join(dir, IndexFile), []byte("\xff\xfe{\x00}\x00"))
-		}, ErrDamaged, []string{IndexFile, "UTF-8"}},
+			writeFile(t, filepath.Join(dir, safetensors.IndexFile), []byte("\xff\xfe{\x00}\x00"))
+		}, safetensors.ErrDamaged, []string{safetensors.IndexFile, "UTF-8"}},
 		{"index followed by more", func(t *testing.T, dir string) {
-			writeFile(t, filepath.Join(dir, IndexFile), []byte(`{"weight_map":{"a":"b"}} x`))
-		}, ErrDamaged, []string{IndexFile, "something follows"}},
+			writeFile(t, filepath.Join(dir, safetensors.IndexFile), []byte(`{"weight_map":{"a":"b"}} x`))
+		}, safetensors.ErrDamaged, []string{safetensors.IndexFile, "something follows"}},
 		{"index names a tensor twice", func(t *testing.T, dir string) {
-			writeFile(t, filepath.Join(dir, IndexFile), []byte(`{"weight_map":{"a":"b","a":"b"}}`))
-		}, ErrDamaged, []string{IndexFile, `tensor "a"`, "occurs twice"}},
+			writeFile(t, filepath.Join(dir, safetensors.IndexFile), []byte(`{"weight_map":{"a":"b","a":"b"}}`))
+		}, safetensors.ErrDamaged, []string{safetensors.IndexFile, `tensor "a"`, "occurs twice"}},
 		{"index with two maps", func(t *testing.T, dir string) {
-			writeFile(t, filepath.Join(dir, IndexFile), []byte(`{"weight_map":{"a":"b"},"weight_map":{}}`))
-		}, ErrDamaged, []string{IndexFile, `"weight_map" occurs twice`}},
+			writeFile(t, filepath.Join(dir, safetensors.IndexFile), []byte(`{"weight_map":{"a":"b"},"weight_map":{}}`))
+		}, safetensors.ErrDamaged, []string{safetensors.IndexFile, `"weight_map" occurs twice`}},
 		{"index with numbers", func(t *testing.T, dir string) {
-			writeFile(t, filepath.Join(dir, IndexFile), []byte(`{"metadata":{"x":[1,{}]},"weight_map":{"a":1}}`))
-		}, ErrDamaged, []string{IndexFile, `tensor "a"`, "not a string"}},
+			writeFile(t, filepath.Join(dir, safetensors.IndexFile), []byte(`{"metadata":{"x":[1,{}]},"weight_map":{"a":1}}`))
+		}, safetensors.ErrDamaged, []string{safetensors.IndexFile, `tensor "a"`, "not a string"}},
 		{"only another format", func(t *testing.T, dir string) {
 			clearDir(t, dir)
 			writeFile(t, filepath.Join(dir, "pytorch_model.bin"), nil)
-		}, ErrNotFound, []string{"neither model.safetensors nor", "pytorch_model.bin", "safetensors form"}},
+		}, safetensors.ErrNotFound, []string{"neither model.safetensors nor", "pytorch_model.bin", "safetensors form"}},
 		{"only shards", func(t *testing.T, dir string) {
-			if err := os.Remove(filepath.Join(dir, IndexFile)); err != nil {
+			if err := os.Remove(filepath.Join(dir, safetensors.IndexFile)); err != nil {
 				t.Fatal(err)
 			}
-		}, ErrNotFound, []string{shard1, "download " + IndexFile}},
-		{"nothing", clearDir, ErrNotFound, []string{"neither", "complete Hugging Face checkpoint"}},
+		}, safetensors.ErrNotFound, []string{shard1, "download " + safetensors.IndexFile}},
+		{"nothing", clearDir, safetensors.ErrNotFound, []string{"neither", "complete Hugging Face checkpoint"}},
 		{"no directory", func(t *testing.T, dir string) {
 			if err := os.RemoveAll(dir); err != nil {
 				t.Fatal(err)
@@ -245,7 +251,7 @@ func TestOpenRefuses(t *testing.T) {
 		t.Run(tt.name, func(t *testing.T) {
 			dir := two(t)
 			tt.damage(t, dir)
-			_, err := Open(dir)
+			_, err := safetensors.Open(dir)
 			if !errors.Is(err, tt.is) {
 				t.Fatalf("error %v, want %v", err, tt.is)
 			}
@@ -276,7 +282,7 @@ func clearDir(t *testing.T, dir string) {
 
 func TestSingleFileWinsOverIndex(t *testing.T) {
 	dir := two(t)
-	save(t, dir, 0, Spec{"only", BF16, []int{3}})
+	save(t, dir, 0, spec("only", safetensors.BF16, 3))
 	if names := open(t, dir).Names(); !slices.Equal(names, []string{"only"}) {
 		t.Errorf("names %v", names)
 	}
@@ -291,9 +297,9 @@ func TestDiff(t *testing.T) {
 	if m, u := c.Diff(maps.Keys(map[string]int{"a": 0, "b": 0, "c": 0})); m != nil || u != nil {
 		t.Errorf("missing %v, unexpected %v", m, u)
 	}
-	err := error(&MismatchError{Dir: "d", Missing: []string{"1", "2", "3", "4", "5"}, Unexpected: []string{"6"}})
+	err := error(&safetensors.MismatchError{Dir: "d", Missing: []string{"1", "2", "3", "4", "5"}, Unexpected: []string{"6"}})
 	want := `safetensors: d: lacks 5 tensors: "1", "2", "3" and 2 more and has unexpected tensor "6": `
-	if !strings.HasPrefix(err.Error(), want) || !errors.Is(err, ErrMismatch) {
+	if !strings.HasPrefix(err.Error(), want) || !errors.Is(err, safetensors.ErrMismatch) {
 		t.Errorf("error %q", err)
 	}
 }
@@ -311,7 +317,7 @@ func TestFloat32s(t *testing.T) {
 		"f16":  {1, -2, 0x1p-24},
 		"f32":  {1, -2, 0x1p-149},
 	}
-	w, err := Create(filepath.Join(dir, SingleFile), []Spec{{"bf16", BF16, []int{3}}, {"f16", F16, []int{3, 1}}, {"f32", F32, []int{1, 3}}}, nil)
+	w, err := write.Create(filepath.Join(dir, safetensors.SingleFile), []write.Spec{spec("bf16", safetensors.BF16, 3), spec("f16", safetensors.F16, 3, 1), spec("f32", safetensors.F32, 1, 3)}, nil)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -346,7 +352,7 @@ func TestMisaligned(t *testing.T) {
 	for len(h)%8 != 1 {
 		h += " "
 	}
-	writeFile(t, filepath.Join(dir, SingleFile), file(h, 4))
+	writeFile(t, filepath.Join(dir, safetensors.SingleFile), safetensors.File(h, 4))
 	tensor, _ := open(t, dir).Tensor("a")
 	got := make([]float32, 1)
 	if err := tensor.Float32s(got); err != nil || got[0] != math.Float32frombits(0x03020100) {
@@ -359,7 +365,7 @@ func TestMisaligned(t *testing.T) {
 
 func TestIndexAlongExperts(t *testing.T) {
 	dir := t.TempDir()
-	save(t, dir, 0, Spec{"experts", BF16, []int{3, 4, 2}}, Spec{"empty", F32, []int{2, 0}}, Spec{"scalar", F32, nil})
+	save(t, dir, 0, spec("experts", safetensors.BF16, 3, 4, 2), spec("empty", safetensors.F32, 2, 0), spec("scalar", safetensors.F32))
 	c := open(t, dir)
 	all, _ := c.Tensor("experts")
 	for e := range 3 {
@@ -389,7 +395,7 @@ func TestIndexAlongExperts(t *testing.T) {
 // the resident set.
 func TestReleaseAndPrefetch(t *testing.T) {
 	dir := t.TempDir()
-	save(t, dir, 0, Spec{"a", BF16, []int{1 << 20}}, Spec{"b", BF16, []int{1 << 20}}, Spec{"c", BF16, []int{5}})
+	save(t, dir, 0, spec("a", safetensors.BF16, 1<<20), spec("b", safetensors.BF16, 1<<20), spec("c", safetensors.BF16, 5))
 	c := open(t, dir)
 	sum := func() (n int) {
 		for _, name := range c.Names() {
@@ -445,9 +451,9 @@ func residentKiB(t *testing.T, dir string) (kib int) {
 
 func TestFileTruncatedAfterOpen(t *testing.T) {
 	dir := t.TempDir()
-	save(t, dir, 0, Spec{"a", BF16, []int{1 << 15}}, Spec{"b", BF16, []int{1 << 15}})
+	save(t, dir, 0, spec("a", safetensors.BF16, 1<<15), spec("b", safetensors.BF16, 1<<15))
 	c := open(t, dir)
-	if err := os.Truncate(filepath.Join(dir, SingleFile), 1<<15); err != nil {
+	if err := os.Truncate(filepath.Join(dir, safetensors.SingleFile), 1<<15); err != nil {
 		t.Fatal(err)
 	}
 	// Several readers at once, as a loader has; each gets its own error.
@@ -456,8 +462,8 @@ func TestFileTruncatedAfterOpen(t *testing.T) {
 		wg.Go(func() {
 			b, _ := c.Tensor("b")
 			check := func(err error) {
-				if !errors.Is(err, ErrChanged) || !strings.Contains(err.Error(), `tensor "b": its data vanished`) ||
-					!strings.Contains(err.Error(), SingleFile) {
+				if !errors.Is(err, safetensors.ErrChanged) || !strings.Contains(err.Error(), `tensor "b": its data vanished`) ||
+					!strings.Contains(err.Error(), safetensors.SingleFile) {
 					t.Errorf("error %v", err)
 				}
 			}
@@ -470,7 +476,7 @@ func TestFileTruncatedAfterOpen(t *testing.T) {
 		})
 	}
 	wg.Wait()
-	if err := c.Verify(); !errors.Is(err, ErrChanged) || !strings.Contains(err.Error(), "size changed") {
+	if err := c.Verify(); !errors.Is(err, safetensors.ErrChanged) || !strings.Contains(err.Error(), "size changed") {
 		t.Errorf("verify: %v", err)
 	}
 }
@@ -519,7 +525,7 @@ func TestVerifyFindsOverwriting(t *testing.T) {
 	if err := os.Chtimes(path, later, later); err != nil {
 		t.Fatal(err)
 	}
-	if err := c.Verify(); !errors.Is(err, ErrChanged) || !strings.Contains(err.Error(), shard2) {
+	if err := c.Verify(); !errors.Is(err, safetensors.ErrChanged) || !strings.Contains(err.Error(), shard2) {
 		t.Errorf("verify: %v", err)
 	}
 	if err := c.Close(); err != nil {
@@ -533,11 +539,11 @@ func TestVerifyFindsOverwriting(t *testing.T) {
 // A file replaced by rename leaves the open checkpoint as it was.
 func TestReplacedByRename(t *testing.T) {
 	dir := t.TempDir()
-	save(t, dir, 0, Spec{"a", F32, []int{4}})
+	save(t, dir, 0, spec("a", safetensors.F32, 4))
 	c := open(t, dir)
 	a, _ := c.Tensor("a")
 	want := slices.Clone(a.Data)
-	save(t, dir, 0, Spec{"other", F32, []int{1}})
+	save(t, dir, 0, spec("other", safetensors.F32, 1))
 	if !slices.Equal(a.Data, want) {
 		t.Error("data changed")
 	}
@@ -548,14 +554,14 @@ func TestReplacedByRename(t *testing.T) {
 
 func TestParseIsOpenInMemory(t *testing.T) {
 	dir := t.TempDir()
-	save(t, dir, 0, Spec{Name: "a", DType: BF16, Shape: []int{3, 5}}, Spec{Name: "b", DType: F32, Shape: []int{7}})
-	path := filepath.Join(dir, SingleFile)
+	save(t, dir, 0, write.Spec{Name: "a", DType: safetensors.BF16, Shape: []int{3, 5}}, write.Spec{Name: "b", DType: safetensors.F32, Shape: []int{7}})
+	path := filepath.Join(dir, safetensors.SingleFile)
 	data, err := os.ReadFile(path)
 	if err != nil {
 		t.Fatal(err)
 	}
 	mapped := open(t, dir)
-	memory, err := Parse("built in", data)
+	memory, err := safetensors.Parse("built in", data)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -574,8 +580,25 @@ func TestParseIsOpenInMemory(t *testing.T) {
 	if err := errors.Join(memory.Verify(), memory.Close()); err != nil {
 		t.Fatal(err)
 	}
-	var damage *FileError
-	if _, err := Parse("cut", data[:len(data)-1]); !errors.As(err, &damage) || damage.File != "cut" || !errors.Is(err, ErrDamaged) {
+	var damage *safetensors.FileError
+	if _, err := safetensors.Parse("cut", data[:len(data)-1]); !errors.As(err, &damage) || damage.File != "cut" || !errors.Is(err, safetensors.ErrDamaged) {
 		t.Errorf("cut data: %v", err)
+	}
+}
+
+func BenchmarkCopyTo(b *testing.B) {
+	for _, size := range []int{1 << 16, 1 << 24} {
+		b.Run(fmt.Sprintf("bytes=%d", size), func(b *testing.B) {
+			dir := b.TempDir()
+			save(b, dir, 0, spec("a", safetensors.U8, size))
+			a, _ := open(b, dir).Tensor("a")
+			dst := make([]byte, size)
+			b.SetBytes(int64(size))
+			for b.Loop() {
+				if err := a.CopyTo(dst); err != nil {
+					b.Fatal(err)
+				}
+			}
+		})
 	}
 }

@@ -1,11 +1,10 @@
-// Package safetensors reads and writes Hugging Face checkpoints in the
-// safetensors format.
+// Package safetensors reads Hugging Face checkpoints in the safetensors format.
 //
 // A checkpoint is a directory with either one model.safetensors or a
 // model.safetensors.index.json that names several shards. Open maps every shard
 // read-only and checks all of them before it returns; a [Tensor] is then a view
 // into a mapping, so nothing is copied and nothing lies on Go's heap but names
-// and shapes. Save and Create write checkpoints, one tensor at a time.
+// and shapes. Package write, below this one, writes checkpoints.
 //
 // It is not a loader: it knows no architecture, converts no layout, and places
 // no weight. What a model needs and what a checkpoint has are compared by

@@ -1,5 +1,12 @@
 package safetensors
 
+import (
+	"errors"
+	"fmt"
+	"math"
+	"math/bits"
+)
+
 // DType is the type of a tensor's elements. The zero value is not a type.
 type DType uint8
 
@@ -100,3 +107,35 @@ func (d DType) Usable() bool { return d == BF16 || d == F16 || d == F32 }
 
 // align returns the alignment in bytes that reading an element needs.
 func (d DType) align() int { return max(1, d.Bits()/8) }
+
+// Bytes returns the bytes of a tensor of a shape, or an error where they do not fit an
+// int or are not a whole number.
+func (d DType) Bytes(shape []int) (int64, error) {
+	if !d.valid() {
+		return 0, errors.New("it has no dtype")
+	}
+	n := uint64(1)
+	for _, dim := range shape {
+		if dim < 0 {
+			return 0, fmt.Errorf("shape %v has a negative dimension", shape)
+		}
+		if dim == 0 {
+			return 0, nil
+		}
+	}
+	for _, dim := range shape {
+		hi, lo := bits.Mul64(n, uint64(dim))
+		if hi != 0 {
+			return 0, fmt.Errorf("shape %v is too large", shape)
+		}
+		n = lo
+	}
+	hi, lo := bits.Mul64(n, uint64(d.Bits()))
+	if hi != 0 || lo/8 > math.MaxInt {
+		return 0, fmt.Errorf("shape %v of %s is too large", shape, d)
+	}
+	if lo%8 != 0 {
+		return 0, fmt.Errorf("shape %v of %s is not a whole number of bytes", shape, d)
+	}
+	return int64(lo / 8), nil
+}

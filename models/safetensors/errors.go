@@ -58,9 +58,9 @@ func damaged(file, tensor, format string, args ...any) error {
 	}
 }
 
-// ioError wraps an operating system's error. A *fs.PathError would name the path
+// NewFileError wraps an operating system's error. A *fs.PathError would name the path
 // a second time.
-func ioError(file string, err error) error {
+func NewFileError(file string, err error) error {
 	reason := err.Error()
 	var pe *fs.PathError
 	if errors.As(err, &pe) {

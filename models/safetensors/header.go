@@ -6,10 +6,8 @@ import (
 	"encoding/binary"
 	"encoding/json"
 	"errors"
-	"fmt"
 	"io"
 	"math"
-	"math/bits"
 	"slices"
 	"strconv"
 	"strings"
@@ -24,7 +22,8 @@ const MaxHeaderBytes = 100_000_000
 // little-endian uint64.
 const prefixBytes = 8
 
-const metadataKey = "__metadata__"
+// MetadataKey stands in a header beside the tensors, and is no name of one.
+const MetadataKey = "__metadata__"
 
 // entry is one tensor of a header. Offsets are in bytes from the file's start.
 type entry struct {
@@ -43,7 +42,7 @@ func readHeader(file string, r io.ReaderAt, size int64) ([]entry, map[string]str
 	}
 	var prefix [prefixBytes]byte
 	if _, err := r.ReadAt(prefix[:], 0); err != nil {
-		return nil, nil, ioError(file, err)
+		return nil, nil, NewFileError(file, err)
 	}
 	if string(prefix[:]) == "version " {
 		return nil, nil, &FileError{
@@ -63,7 +62,7 @@ func readHeader(file string, r io.ReaderAt, size int64) ([]entry, map[string]str
 	}
 	text := make([]byte, n)
 	if _, err := r.ReadAt(text, prefixBytes); err != nil {
-		return nil, nil, ioError(file, err)
+		return nil, nil, NewFileError(file, err)
 	}
 	p := headerParser{file: file}
 	if err := p.parse(text); err != nil {
@@ -98,7 +97,7 @@ func (p *headerParser) parse(text []byte) error {
 			return damaged(p.file, name, "occurs twice in the header")
 		}
 		seen[name] = true
-		if name == metadataKey {
+		if name == MetadataKey {
 			return p.parseMetadata()
 		}
 		return p.parseTensor(name)
@@ -117,14 +116,14 @@ func (p *headerParser) parseMetadata() error {
 	return object(p.dec, func(key string) error {
 		tok, err := p.dec.Token()
 		if err != nil {
-			return p.wrap(metadataKey, err)
+			return p.wrap(MetadataKey, err)
 		}
 		value, ok := tok.(string)
 		if !ok {
-			return damaged(p.file, "", "%s: %q is not a string", metadataKey, key)
+			return damaged(p.file, "", "%s: %q is not a string", MetadataKey, key)
 		}
 		if _, dup := p.metadata[key]; dup {
-			return damaged(p.file, "", "%s: %q occurs twice", metadataKey, key)
+			return damaged(p.file, "", "%s: %q occurs twice", MetadataKey, key)
 		}
 		p.metadata[key] = value
 		return nil
@@ -263,7 +262,7 @@ func (p *headerParser) place(dataStart, size int64) error {
 			return damaged(p.file, e.name, "data_offsets [%d, %d] reach past the file's %d bytes of data",
 				e.begin, e.end, data)
 		}
-		want, err := byteSize(e.dtype, e.shape)
+		want, err := e.dtype.Bytes(e.shape)
 		if err != nil {
 			return damaged(p.file, e.name, "%s", err)
 		}
@@ -288,35 +287,6 @@ func (p *headerParser) place(dataStart, size int64) error {
 		p.entries[i].end += dataStart
 	}
 	return nil
-}
-
-// byteSize returns the bytes of a tensor, or an error where they do not fit an
-// int or are not a whole number.
-func byteSize(d DType, shape []int) (int64, error) {
-	n := uint64(1)
-	for _, dim := range shape {
-		if dim < 0 {
-			return 0, fmt.Errorf("shape %v has a negative dimension", shape)
-		}
-		if dim == 0 {
-			return 0, nil
-		}
-	}
-	for _, dim := range shape {
-		hi, lo := bits.Mul64(n, uint64(dim))
-		if hi != 0 {
-			return 0, fmt.Errorf("shape %v is too large", shape)
-		}
-		n = lo
-	}
-	hi, lo := bits.Mul64(n, uint64(d.Bits()))
-	if hi != 0 || lo/8 > math.MaxInt {
-		return 0, fmt.Errorf("shape %v of %s is too large", shape, d)
-	}
-	if lo%8 != 0 {
-		return 0, fmt.Errorf("shape %v of %s is not a whole number of bytes", shape, d)
-	}
-	return int64(lo / 8), nil
 }
 
 func newDecoder(text []byte) *json.Decoder {

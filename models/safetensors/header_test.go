@@ -10,6 +10,16 @@ import (
 	"testing"
 )
 
+// file makes a safetensors file of a header and n bytes of data 0, 1, 2, ...
+func file(header string, n int) []byte {
+	b := binary.LittleEndian.AppendUint64(nil, uint64(len(header)))
+	b = append(b, header...)
+	for i := range n {
+		b = append(b, byte(i))
+	}
+	return b
+}
+
 func TestHeaderRefused(t *testing.T) {
 	const ok = `"a":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}`
 	withLength := func(n uint64) []byte {

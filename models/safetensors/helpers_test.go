@@ -1,25 +1,17 @@
-package safetensors
+package safetensors_test
 
 import (
 	"bytes"
-	"encoding/binary"
 	"io"
 	"os"
 	"path/filepath"
 	"runtime"
 	"strings"
 	"testing"
-)
 
-// file makes a safetensors file of a header and n bytes of data 0, 1, 2, ...
-func file(header string, n int) []byte {
-	b := binary.LittleEndian.AppendUint64(nil, uint64(len(header)))
-	b = append(b, header...)
-	for i := range n {
-		b = append(b, byte(i))
-	}
-	return b
-}
+	"github.com/moeserve/moeserve/models/safetensors"
+	"github.com/moeserve/moeserve/models/safetensors/write"
+)
 
 func writeFile(t testing.TB, path string, data []byte) {
 	t.Helper()
@@ -30,9 +22,9 @@ func writeFile(t testing.TB, path string, data []byte) {
 
 // open opens dir and closes it when the test ends, checking that nothing of it
 // stays mapped.
-func open(t testing.TB, dir string) *Checkpoint {
+func open(t testing.TB, dir string) *safetensors.Checkpoint {
 	t.Helper()
-	c, err := Open(dir)
+	c, err := safetensors.Open(dir)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -72,13 +64,17 @@ func noneMapped(t testing.TB, dir string) {
 	}
 }
 
-// ramp is Save's data: every tensor's bytes count up from the length of its
+func spec(name string, t safetensors.DType, shape ...int) write.Spec {
+	return write.Spec{Name: name, DType: t, Shape: shape}
+}
+
+// ramp is write.Save's data: every tensor's bytes count up from the length of its
 // name.
-func ramp(s Spec) (io.Reader, error) {
+func ramp(s write.Spec) (io.Reader, error) {
 	return bytes.NewReader(rampBytes(s)), nil
 }
 
-func rampBytes(s Spec) []byte {
+func rampBytes(s write.Spec) []byte {
 	n, err := s.Bytes()
 	if err != nil {
 		panic(err)
@@ -90,9 +86,9 @@ func rampBytes(s Spec) []byte {
 	return b
 }
 
-func save(t testing.TB, dir string, shardBytes int64, specs ...Spec) {
+func save(t testing.TB, dir string, shardBytes int64, specs ...write.Spec) {
 	t.Helper()
-	if err := Save(dir, specs, shardBytes, ramp); err != nil {
+	if err := write.Save(dir, specs, shardBytes, ramp); err != nil {
 		t.Fatal(err)
 	}
 }

@@ -2,7 +2,6 @@ package safetensors
 
 import (
 	"bytes"
-	"encoding/json"
 	"errors"
 	"io"
 	"path/filepath"
@@ -73,19 +72,4 @@ func parseIndex(file string, text []byte) (map[string]string, error) {
 		return nil, damaged(file, "", "index has no weight_map, or an empty one")
 	}
 	return weights, nil
-}
-
-// index is what WriteIndex writes; encoding/json sorts a map's keys.
-type index struct {
-	Metadata struct {
-		TotalSize int64 `json:"total_size"` // bytes
-	} `json:"metadata"`
-	WeightMap map[string]string `json:"weight_map"`
-}
-
-func marshalIndex(weights map[string]string, totalBytes int64) ([]byte, error) {
-	ix := index{WeightMap: weights}
-	ix.Metadata.TotalSize = totalBytes
-	text, err := json.MarshalIndent(ix, "", "  ")
-	return append(text, '\n'), err
 }

@@ -47,7 +47,7 @@ func (t Tensor) Index(i int) Tensor {
 	if i < 0 || i >= t.Shape[0] {
 		panic(fmt.Sprintf("safetensors: index %d out of range of tensor %q with shape %v", i, t.Name, t.Shape))
 	}
-	n, err := byteSize(t.DType, t.Shape[1:])
+	n, err := t.DType.Bytes(t.Shape[1:])
 	if err != nil {
 		panic(fmt.Sprintf("safetensors: index of tensor %q: %v", t.Name, err))
 	}

@@ -7,7 +7,7 @@
 // # Invariants
 //
 //   - The checkpoint takes at most 8 MB, since every binary carries it.
-//   - No prompt for which HeldOut is true was trained on: scores are measured on such prompts alone.
+//   - No prompt of the test split (docs/TINY.md) was trained on: scores are measured on such prompts alone.
 //
 // # Example
 //

@@ -27,14 +27,15 @@ import (
 
 	"github.com/moeserve/moeserve/configs"
 	"github.com/moeserve/moeserve/models/safetensors"
+	"github.com/moeserve/moeserve/models/safetensors/write"
 )
 
 // model is what is written: config.json, the tensors in their order, and a reader of
 // each one's bytes.
 type model struct {
 	config []byte
-	specs  []safetensors.Spec
-	data   func(safetensors.Spec) (io.Reader, error)
+	specs  []write.Spec
+	data   func(write.Spec) (io.Reader, error)
 }
 
 // bytes returns the size of all weights.
@@ -117,7 +118,7 @@ func run(args []string, stdout io.Writer) error {
 	if err != nil {
 		return err
 	}
-	total, err := write(*dir, m, int64(*shard), *tokenizer)
+	total, err := save(*dir, m, int64(*shard), *tokenizer)
 	if err != nil {
 		return err
 	}
@@ -151,10 +152,10 @@ func (s shape) bytes() (total int64) {
 }
 
 // tensors returns all weights in the order of the layers.
-func (s shape) tensors() []safetensors.Spec {
-	var all []safetensors.Spec
+func (s shape) tensors() []write.Spec {
+	var all []write.Spec
 	add := func(name string, dims ...int) {
-		all = append(all, safetensors.Spec{Name: name, DType: safetensors.BF16, Shape: dims})
+		all = append(all, write.Spec{Name: name, DType: safetensors.BF16, Shape: dims})
 	}
 	kv := s.hidden / s.heads * s.kvHeads
 	add("model.embed_tokens.weight", s.vocab, s.hidden)
@@ -182,7 +183,7 @@ func (s shape) tensors() []safetensors.Spec {
 // model returns s with seeded weights.
 func (s shape) model(seed uint64) (*model, error) {
 	config, err := json.MarshalIndent(s.config(), "", "  ")
-	return &model{config: append(config, '\n'), specs: s.tensors(), data: func(t safetensors.Spec) (io.Reader, error) {
+	return &model{config: append(config, '\n'), specs: s.tensors(), data: func(t write.Spec) (io.Reader, error) {
 		n, err := t.Bytes()
 		return io.LimitReader(newWeights(t, seed), n), err
 	}}, err
@@ -215,9 +216,9 @@ func (s shape) config() map[string]any {
 	}
 }
 
-// write makes the checkpoint and returns the bytes of its weights. A directory
+// save writes the checkpoint and returns the bytes of its weights. A directory
 // with files in it is refused, since they would become part of the checkpoint.
-func write(dir string, m *model, shardBytes int64, tokenizer string) (int64, error) {
+func save(dir string, m *model, shardBytes int64, tokenizer string) (int64, error) {
 	if err := os.MkdirAll(dir, 0o755); err != nil {
 		return 0, err
 	}
@@ -238,7 +239,7 @@ func write(dir string, m *model, shardBytes int64, tokenizer string) (int64, err
 	if err := os.WriteFile(filepath.Join(dir, "config.json"), m.config, 0o644); err != nil {
 		return 0, err
 	}
-	if err := safetensors.Save(dir, m.specs, shardBytes, m.data); err != nil {
+	if err := write.Save(dir, m.specs, shardBytes, m.data); err != nil {
 		return 0, err
 	}
 	return m.bytes()
@@ -258,7 +259,7 @@ type weights struct {
 // A sum of four random bytes, centered, is about normal; this is its deviation.
 var sumDeviation = math.Sqrt(4 * (256*256 - 1) / 12.0)
 
-func newWeights(t safetensors.Spec, seed uint64) *weights {
+func newWeights(t write.Spec, seed uint64) *weights {
 	key := sha256.Sum256(fmt.Appendf(nil, "%d/%s", seed, t.Name))
 	w := &weights{source: rand.NewPCG(binary.LittleEndian.Uint64(key[:8]), binary.LittleEndian.Uint64(key[8:16]))}
 	deviation := 1 / math.Sqrt(float64(t.Shape[len(t.Shape)-1]))

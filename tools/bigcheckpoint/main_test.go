@@ -14,6 +14,7 @@ import (
 
 	"github.com/moeserve/moeserve/models"
 	"github.com/moeserve/moeserve/models/safetensors"
+	"github.com/moeserve/moeserve/models/safetensors/write"
 )
 
 const tokenizer = "../../testdata/fixtures/mixtral"
@@ -29,7 +30,7 @@ func TestWrite(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	total, err := write(dir, m, 100_000, tokenizer)
+	total, err := save(dir, m, 100_000, tokenizer)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -81,7 +82,7 @@ func TestWrite(t *testing.T) {
 	if err := json.Unmarshal(text, &config); err != nil || config.ModelType != "mixtral" || config.Layers != 2 {
 		t.Errorf("config %+v, %v", config, err)
 	}
-	if _, err := write(dir, m, 100_000, tokenizer); err == nil || !strings.Contains(err.Error(), "not empty") {
+	if _, err := save(dir, m, 100_000, tokenizer); err == nil || !strings.Contains(err.Error(), "not empty") {
 		t.Errorf("a second time: %v", err)
 	}
 }
@@ -98,7 +99,7 @@ func TestPreset(t *testing.T) {
 		t.Fatal(err)
 	}
 	dir := filepath.Join(t.TempDir(), "new")
-	total, err := write(dir, m, 2e8, tokenizer)
+	total, err := save(dir, m, 2e8, tokenizer)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -141,7 +142,7 @@ func TestDummyReader(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	i := slices.IndexFunc(m.specs, func(s safetensors.Spec) bool { return s.Name == "model.layers.0.self_attn.q_proj.weight" })
+	i := slices.IndexFunc(m.specs, func(s write.Spec) bool { return s.Name == "model.layers.0.self_attn.q_proj.weight" })
 	read := func(wrap func(io.Reader) io.Reader) []byte {
 		r, err := m.data(m.specs[i])
 		if err != nil {
@@ -177,7 +178,7 @@ func moments(values []float32) (mean, deviation float64) {
 // Bytes depend on the seed and the tensor's name, not on how they are read.
 func TestWeightsAreSeeded(t *testing.T) {
 	read := func(name string, seed uint64, step int) []byte {
-		w := newWeights(safetensors.Spec{Name: name, DType: safetensors.BF16, Shape: []int{64, 64}}, seed)
+		w := newWeights(write.Spec{Name: name, DType: safetensors.BF16, Shape: []int{64, 64}}, seed)
 		var out []byte
 		for len(out) < 20_000 {
 			p := make([]byte, min(step, 20_000-len(out)))

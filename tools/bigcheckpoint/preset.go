@@ -16,6 +16,7 @@ import (
 	"github.com/moeserve/moeserve/kernels"
 	"github.com/moeserve/moeserve/models"
 	"github.com/moeserve/moeserve/models/safetensors"
+	"github.com/moeserve/moeserve/models/safetensors/write"
 )
 
 // presetModel has the shape of a preset, of as many of its layers as asked for (0:
@@ -50,10 +51,10 @@ func presetModel(name string, layers int, seed uint64) (*model, error) {
 	m := &model{config: append(text, '\n')}
 	for _, n := range dummy.Names() {
 		info, _ := dummy.Tensor(n)
-		m.specs = append(m.specs, safetensors.Spec{Name: n, DType: safetensors.BF16, Shape: info.Shape})
+		m.specs = append(m.specs, write.Spec{Name: n, DType: safetensors.BF16, Shape: info.Shape})
 	}
-	slices.SortStableFunc(m.specs, func(a, b safetensors.Spec) int { return cmp.Compare(place(a.Name), place(b.Name)) })
-	m.data = func(t safetensors.Spec) (io.Reader, error) {
+	slices.SortStableFunc(m.specs, func(a, b write.Spec) int { return cmp.Compare(place(a.Name), place(b.Name)) })
+	m.data = func(t write.Spec) (io.Reader, error) {
 		n, err := t.Bytes()
 		return &dummyReader{source: dummy, name: t.Name, left: n}, err
 	}

@@ -1,7 +1,8 @@
-package safetensors
+package write
 
 import (
 	"bytes"
+	"encoding/binary"
 	"errors"
 	"fmt"
 	"io"
@@ -13,16 +14,18 @@ import (
 	"testing/iotest"
 
 	"pgregory.net/rapid"
+
+	"github.com/moeserve/moeserve/models/safetensors"
 )
 
 func TestWriterLayout(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "x.safetensors")
 	specs := []Spec{
-		{"b", BF16, []int{1, 3}},
-		{"é<", BF16, []int{1}},
-		{"a", BF16, []int{0}},
-		{"u", U8, []int{3}},
-		{"f", F32, nil},
+		{"b", safetensors.BF16, []int{1, 3}},
+		{"é<", safetensors.BF16, []int{1}},
+		{"a", safetensors.BF16, []int{0}},
+		{"u", safetensors.U8, []int{3}},
+		{"f", safetensors.F32, nil},
 	}
 	w, err := Create(path, specs, map[string]string{"z": "1", "format": "pt"})
 	if err != nil {
@@ -47,7 +50,7 @@ func TestWriterLayout(t *testing.T) {
 		`,"é<":{"dtype":"BF16","shape":[1],"data_offsets":[10,12]}` +
 		`,"u":{"dtype":"U8","shape":[3],"data_offsets":[12,15]}}`
 	header += strings.Repeat(" ", (8-len(header)%8)%8)
-	want := file(header, 0)
+	want := append(binary.LittleEndian.AppendUint64(nil, uint64(len(header))), header...)
 	want = append(want, 1, 2, 3, 4, 1, 2, 3, 4, 5, 6, 3, 4, 1, 2, 3)
 	if !bytes.Equal(got, want) {
 		t.Errorf("got  %q\nwant %q", got, want)
@@ -65,8 +68,8 @@ func TestWriteReadProperty(t *testing.T) {
 		}
 		specs := rapid.SliceOfNDistinct(rapid.Custom(func(rt *rapid.T) Spec {
 			s := Spec{
-				Name:  rapid.String().Filter(func(s string) bool { return s != metadataKey }).Draw(rt, "name"),
-				DType: DType(rapid.IntRange(int(Bool), int(U64)).Draw(rt, "dtype")),
+				Name:  rapid.String().Filter(func(s string) bool { return s != safetensors.MetadataKey }).Draw(rt, "name"),
+				DType: safetensors.DType(rapid.IntRange(int(safetensors.Bool), int(safetensors.U64)).Draw(rt, "dtype")),
 				Shape: rapid.SliceOfN(rapid.IntRange(0, 5), 0, 3).Draw(rt, "shape"),
 			}
 			if _, err := s.Bytes(); err != nil {
@@ -78,7 +81,7 @@ func TestWriteReadProperty(t *testing.T) {
 		if err := Save(dir, specs, shardBytes, ramp); err != nil {
 			rt.Fatal(err)
 		}
-		c, err := Open(dir)
+		c, err := safetensors.Open(dir)
 		if err != nil {
 			rt.Fatal(err)
 		}
@@ -104,7 +107,7 @@ func TestWriteReadProperty(t *testing.T) {
 
 func TestSaveShards(t *testing.T) {
 	dir := t.TempDir()
-	save(t, dir, 16, Spec{"a", F32, []int{2}}, Spec{"b", F32, []int{2}}, Spec{"c", F32, []int{9}}, Spec{"d", F32, []int{0}}, Spec{"e", F32, []int{1}})
+	save(t, dir, 16, Spec{"a", safetensors.F32, []int{2}}, Spec{"b", safetensors.F32, []int{2}}, Spec{"c", safetensors.F32, []int{9}}, Spec{"d", safetensors.F32, []int{0}}, Spec{"e", safetensors.F32, []int{1}})
 	c := open(t, dir)
 	var got []string
 	for _, name := range c.Names() {
@@ -124,23 +127,23 @@ func TestWriterRefuses(t *testing.T) {
 		write func(w *Writer) error
 		want  string
 	}{
-		{"same name twice", []Spec{{"a", U8, nil}, {"a", F32, nil}}, nil, `tensor "a" is declared twice`},
-		{"reserved name", []Spec{{"__metadata__", U8, nil}}, nil, "reserved name"},
-		{"no dtype", []Spec{{"a", 0, nil}}, nil, `tensor "a" has no dtype`},
-		{"negative", []Spec{{"a", U8, []int{-1}}}, nil, "negative dimension"},
-		{"too large", []Spec{{"a", U8, []int{1 << 40, 1 << 40}}}, nil, "too large"},
-		{"too large together", []Spec{{"a", U8, []int{1 << 60, 1}}, {"b", U8, []int{1 << 60, 1}}, {"c", U8, []int{1 << 60}}, {"d", U8, []int{1 << 60}}, {"e", U8, []int{1 << 60}}, {"f", U8, []int{1 << 60}}, {"g", U8, []int{1 << 60}}, {"h", U8, []int{1 << 60}}}, nil, "too large together"},
-		{"undeclared", []Spec{{"a", U8, nil}}, func(w *Writer) error { return w.Write("b", nil) }, `tensor "b" was not declared`},
-		{"short", []Spec{{"a", U8, []int{4}}}, func(w *Writer) error { return w.Write("a", []byte{1}) }, "1 bytes given, 4 needed"},
-		{"long", []Spec{{"a", U8, []int{1}}}, func(w *Writer) error { return w.Write("a", []byte{1, 2}) }, "more than the 1 bytes"},
-		{"twice", []Spec{{"a", U8, nil}}, func(w *Writer) error {
+		{"same name twice", []Spec{{"a", safetensors.U8, nil}, {"a", safetensors.F32, nil}}, nil, `tensor "a" is declared twice`},
+		{"reserved name", []Spec{{"__metadata__", safetensors.U8, nil}}, nil, "reserved name"},
+		{"no dtype", []Spec{{"a", 0, nil}}, nil, `tensor "a": it has no dtype`},
+		{"negative", []Spec{{"a", safetensors.U8, []int{-1}}}, nil, "negative dimension"},
+		{"too large", []Spec{{"a", safetensors.U8, []int{1 << 40, 1 << 40}}}, nil, "too large"},
+		{"too large together", []Spec{{"a", safetensors.U8, []int{1 << 60, 1}}, {"b", safetensors.U8, []int{1 << 60, 1}}, {"c", safetensors.U8, []int{1 << 60}}, {"d", safetensors.U8, []int{1 << 60}}, {"e", safetensors.U8, []int{1 << 60}}, {"f", safetensors.U8, []int{1 << 60}}, {"g", safetensors.U8, []int{1 << 60}}, {"h", safetensors.U8, []int{1 << 60}}}, nil, "too large together"},
+		{"undeclared", []Spec{{"a", safetensors.U8, nil}}, func(w *Writer) error { return w.Write("b", nil) }, `tensor "b" was not declared`},
+		{"short", []Spec{{"a", safetensors.U8, []int{4}}}, func(w *Writer) error { return w.Write("a", []byte{1}) }, "1 bytes given, 4 needed"},
+		{"long", []Spec{{"a", safetensors.U8, []int{1}}}, func(w *Writer) error { return w.Write("a", []byte{1, 2}) }, "more than the 1 bytes"},
+		{"twice", []Spec{{"a", safetensors.U8, nil}}, func(w *Writer) error {
 			return errors.Join(w.Write("a", []byte{1}), w.Write("a", []byte{1}))
 		}, "was written before"},
-		{"reader fails", []Spec{{"a", U8, nil}}, func(w *Writer) error { return w.WriteFrom("a", iotest.ErrReader(mine)) }, `tensor "a": mine`},
-		{"reader fails at its end", []Spec{{"a", U8, nil}}, func(w *Writer) error {
+		{"reader fails", []Spec{{"a", safetensors.U8, nil}}, func(w *Writer) error { return w.WriteFrom("a", iotest.ErrReader(mine)) }, `tensor "a": mine`},
+		{"reader fails at its end", []Spec{{"a", safetensors.U8, nil}}, func(w *Writer) error {
 			return w.WriteFrom("a", io.MultiReader(strings.NewReader("x"), iotest.ErrReader(mine)))
 		}, `tensor "a": mine`},
-		{"closed early", []Spec{{"a", U8, nil}, {"b", U8, nil}}, func(w *Writer) error {
+		{"closed early", []Spec{{"a", safetensors.U8, nil}, {"b", safetensors.U8, nil}}, func(w *Writer) error {
 			return errors.Join(w.Write("b", []byte{1}), w.Close())
 		}, `not written: tensor "a"`},
 	}
@@ -170,7 +173,7 @@ func TestWriterRefuses(t *testing.T) {
 	})
 	t.Run("save fails in the second shard", func(t *testing.T) {
 		dir := t.TempDir()
-		err := Save(dir, []Spec{{"a", U8, nil}, {"b", U8, nil}}, 1, func(s Spec) (io.Reader, error) {
+		err := Save(dir, []Spec{{"a", safetensors.U8, nil}, {"b", safetensors.U8, nil}}, 1, func(s Spec) (io.Reader, error) {
 			if s.Name == "b" {
 				return nil, mine
 			}
@@ -179,30 +182,53 @@ func TestWriterRefuses(t *testing.T) {
 		if !errors.Is(err, mine) {
 			t.Errorf("error %v", err)
 		}
-		if _, err := Open(dir); !errors.Is(err, ErrNotFound) {
+		if _, err := safetensors.Open(dir); !errors.Is(err, safetensors.ErrNotFound) {
 			t.Errorf("half a checkpoint opens: %v", err)
 		}
 	})
 	t.Run("save with a name in two shards", func(t *testing.T) {
-		if err := Save(t.TempDir(), []Spec{{"a", U8, nil}, {"a", U8, nil}}, 1, ramp); err == nil {
+		if err := Save(t.TempDir(), []Spec{{"a", safetensors.U8, nil}, {"a", safetensors.U8, nil}}, 1, ramp); err == nil {
 			t.Error("no error")
 		}
 	})
 }
 
-func BenchmarkCopyTo(b *testing.B) {
-	for _, size := range []int{1 << 16, 1 << 24} {
-		b.Run(fmt.Sprintf("bytes=%d", size), func(b *testing.B) {
-			dir := b.TempDir()
-			save(b, dir, 0, Spec{"a", U8, []int{size}})
-			a, _ := open(b, dir).Tensor("a")
-			dst := make([]byte, size)
-			b.SetBytes(int64(size))
-			for b.Loop() {
-				if err := a.CopyTo(dst); err != nil {
-					b.Fatal(err)
-				}
-			}
-		})
+// open opens dir and closes it when the test ends.
+func open(t testing.TB, dir string) *safetensors.Checkpoint {
+	t.Helper()
+	c, err := safetensors.Open(dir)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := c.Close(); err != nil {
+			t.Error(err)
+		}
+	})
+	return c
+}
+
+// ramp is Save's data: every tensor's bytes count up from the length of its
+// name.
+func ramp(s Spec) (io.Reader, error) {
+	return bytes.NewReader(rampBytes(s)), nil
+}
+
+func rampBytes(s Spec) []byte {
+	n, err := s.Bytes()
+	if err != nil {
+		panic(err)
+	}
+	b := make([]byte, n)
+	for i := range b {
+		b[i] = byte(i + len(s.Name))
+	}
+	return b
+}
+
+func save(t testing.TB, dir string, shardBytes int64, specs ...Spec) {
+	t.Helper()
+	if err := Save(dir, specs, shardBytes, ramp); err != nil {
+		t.Fatal(err)
 	}
 }

@@ -1,4 +1,6 @@
-package safetensors
+// Package write writes Hugging Face checkpoints in the safetensors format, one tensor at a
+// time: Save a whole one, Create a single file. Package safetensors reads them.
+package write
 
 import (
 	"bytes"
@@ -12,22 +14,21 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+
+	"github.com/moeserve/moeserve/models/safetensors"
 )
 
 // Spec declares one tensor to be written.
 type Spec struct {
 	Name  string
-	DType DType
+	DType safetensors.DType
 	Shape []int // slowest dimension first; empty for a scalar
 }
 
 // Bytes returns the size of the tensor's data, or an error where it has none
 // that a file could hold.
 func (s Spec) Bytes() (int64, error) {
-	if !s.DType.valid() {
-		return 0, fmt.Errorf("safetensors: tensor %q has no dtype", s.Name)
-	}
-	n, err := byteSize(s.DType, s.Shape)
+	n, err := s.DType.Bytes(s.Shape)
 	if err != nil {
 		return 0, fmt.Errorf("safetensors: tensor %q: %w", s.Name, err)
 	}
@@ -69,11 +70,11 @@ func Create(path string, specs []Spec, metadata map[string]string) (*Writer, err
 	}
 	f, err := os.CreateTemp(filepath.Dir(path), filepath.Base(path)+".partial-*")
 	if err != nil {
-		return nil, ioError(path, err)
+		return nil, safetensors.NewFileError(path, err)
 	}
 	w.file = f
 	if _, err := f.WriteAt(w.header, 0); err != nil {
-		return nil, errors.Join(ioError(path, err), w.Abort())
+		return nil, errors.Join(safetensors.NewFileError(path, err), w.Abort())
 	}
 	return w, nil
 }
@@ -84,7 +85,7 @@ func (w *Writer) layOut(metadata map[string]string) error {
 	b.WriteByte('{')
 	if metadata != nil {
 		// encoding/json sorts a map's keys.
-		if err := field(&b, metadataKey, metadata); err != nil {
+		if err := field(&b, safetensors.MetadataKey, metadata); err != nil {
 			return err
 		}
 	}
@@ -94,7 +95,7 @@ func (w *Writer) layOut(metadata map[string]string) error {
 		if err != nil {
 			return err
 		}
-		if _, dup := w.slots[s.Name]; dup || s.Name == metadataKey {
+		if _, dup := w.slots[s.Name]; dup || s.Name == safetensors.MetadataKey {
 			return fmt.Errorf("safetensors: write %s: tensor %q is declared twice or has a reserved name", w.path, s.Name)
 		}
 		if at+n < at {
@@ -119,8 +120,8 @@ func (w *Writer) layOut(metadata map[string]string) error {
 	for b.Len()%8 != 0 {
 		b.WriteByte(' ')
 	}
-	if b.Len() > MaxHeaderBytes {
-		return fmt.Errorf("safetensors: write %s: header of %d bytes is over the limit of %d", w.path, b.Len(), int64(MaxHeaderBytes))
+	if b.Len() > safetensors.MaxHeaderBytes {
+		return fmt.Errorf("safetensors: write %s: header of %d bytes is over the limit of %d", w.path, b.Len(), int64(safetensors.MaxHeaderBytes))
 	}
 	w.header = binary.LittleEndian.AppendUint64(nil, uint64(b.Len()))
 	w.header = append(w.header, b.Bytes()...)
@@ -204,7 +205,7 @@ func (w *Writer) Close() error {
 				missing = append(missing, s.Name)
 			}
 		}
-		err := fmt.Errorf("safetensors: write %s: not written: %s", w.path, brief(missing))
+		err := fmt.Errorf("safetensors: write %s: not written: tensor %q of %d missing", w.path, missing[0], len(missing))
 		return errors.Join(err, w.Abort())
 	}
 	f := w.file
@@ -215,7 +216,7 @@ func (w *Writer) Close() error {
 	}
 	w.file = nil
 	if err != nil {
-		return errors.Join(ioError(w.path, err), os.Remove(f.Name()))
+		return errors.Join(safetensors.NewFileError(w.path, err), os.Remove(f.Name()))
 	}
 	return nil
 }
@@ -263,7 +264,7 @@ func Save(dir string, specs []Spec, shardBytes int64, data func(Spec) (io.Reader
 		total += n
 	}
 	if len(shards) <= 1 {
-		return saveShard(filepath.Join(dir, SingleFile), specs, data)
+		return saveShard(filepath.Join(dir, safetensors.SingleFile), specs, data)
 	}
 	weights := make(map[string]string, len(specs))
 	for i, shard := range shards {
@@ -282,9 +283,9 @@ func Save(dir string, specs []Spec, shardBytes int64, data func(Spec) (io.Reader
 	if err != nil {
 		return err
 	}
-	path := filepath.Join(dir, IndexFile)
+	path := filepath.Join(dir, safetensors.IndexFile)
 	if err := os.WriteFile(path, text, 0o644); err != nil {
-		return ioError(path, err)
+		return safetensors.NewFileError(path, err)
 	}
 	return nil
 }
@@ -304,4 +305,19 @@ func saveShard(path string, specs []Spec, data func(Spec) (io.Reader, error)) er
 		}
 	}
 	return w.Close()
+}
+
+// index is the file that names the shards; encoding/json sorts a map's keys.
+type index struct {
+	Metadata struct {
+		TotalSize int64 `json:"total_size"` // bytes
+	} `json:"metadata"`
+	WeightMap map[string]string `json:"weight_map"`
+}
+
+func marshalIndex(weights map[string]string, totalBytes int64) ([]byte, error) {
+	ix := index{WeightMap: weights}
+	ix.Metadata.TotalSize = totalBytes
+	text, err := json.MarshalIndent(ix, "", "  ")
+	return append(text, '\n'), err
 }

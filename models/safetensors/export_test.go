@@ -1,0 +1,4 @@
+package safetensors
+
+// File is file, for tests outside the package.
+var File = file
