@@ -340,7 +340,7 @@ func (n *Node) text(m *Model, without bool) error {
 		return fmt.Errorf("%s: %w", m.Name, err)
 	}
 	n.tokenizer = t
-	n.template, err = chat.LoadFS(m.Files, m.Name)
+	n.template, err = chat.Load(m.Files, m.Name)
 	if err != nil && !errors.Is(err, chat.ErrNoTemplate) {
 		// A broken template only matters to those who use it.
 		n.template = nil

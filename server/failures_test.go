@@ -14,6 +14,7 @@ import (
 	"strings"
 	"sync"
 	"testing"
+	"testing/fstest"
 	"time"
 
 	"github.com/moeserve/moeserve/configs"
@@ -182,7 +183,7 @@ func TestTemplateRefuses(t *testing.T) {
 		`{{ messages[0].content.x.y() }}`:               "cannot render the messages",
 		``:                                              "an empty prompt",
 	} {
-		tmpl, err := chat.New(text, nil)
+		tmpl, err := chat.Load(fstest.MapFS{"chat_template.jinja": {Data: []byte(text)}}, "test")
 		if err != nil {
 			t.Fatal(err)
 		}

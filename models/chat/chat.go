@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"io"
 	"io/fs"
-	"os"
 	"path"
 	"slices"
 	"strings"
@@ -83,12 +82,10 @@ var tokenVariables = []string{
 	"bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token",
 }
 
-// Load reads the chat templates of the checkpoint in dir: chat_template.jinja and additional_chat_templates/*.jinja
-// where they are, else the chat_template of tokenizer_config.json. Without any, the error wraps ErrNoTemplate.
-func Load(dir string) (*Template, error) { return LoadFS(os.DirFS(dir), dir) }
-
-// LoadFS is Load for the files of a checkpoint wherever they are; name stands for them in errors.
-func LoadFS(files fs.FS, name string) (*Template, error) {
+// Load reads the chat templates of the checkpoint whose files these are: chat_template.jinja and
+// additional_chat_templates/*.jinja where they are, else the chat_template of tokenizer_config.json. name stands for the
+// checkpoint in errors. Without any template, the error wraps ErrNoTemplate.
+func Load(files fs.FS, name string) (*Template, error) {
 	config, err := readFile(files, name, tokenizerConfig, maxConfigBytes)
 	if err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return nil, fmt.Errorf("chat: %w", err)
@@ -111,20 +108,6 @@ func LoadFS(files fs.FS, name string) (*Template, error) {
 	t, err := newTemplate(sources, tokens)
 	if err != nil {
 		return nil, fmt.Errorf("chat: %s: %w", name, err)
-	}
-	return t, nil
-}
-
-// New returns the template with the given Jinja2 text. tokens holds the special tokens by the variable that the
-// template knows them as ("bos_token").
-func New(text string, tokens map[string]string) (*Template, error) {
-	vars := map[string]any{}
-	for name, token := range tokens {
-		vars[name] = token
-	}
-	t, err := newTemplate(map[string]string{defaultTemplate: text}, vars)
-	if err != nil {
-		return nil, fmt.Errorf("chat: %w", err)
 	}
 	return t, nil
 }

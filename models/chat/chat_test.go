@@ -13,9 +13,18 @@ import (
 	"github.com/google/go-cmp/cmp"
 )
 
+// parse is a template of this text. tokens holds the special tokens by the variable that the template knows them as.
+func parse(text string, tokens map[string]string) (*Template, error) {
+	vars := map[string]any{}
+	for name, token := range tokens {
+		vars[name] = token
+	}
+	return newTemplate(map[string]string{defaultTemplate: text}, vars)
+}
+
 func mustNew(t testing.TB, text string) *Template {
 	t.Helper()
-	tmpl, err := New(text, map[string]string{"bos_token": "<s>", "eos_token": "</s>"})
+	tmpl, err := parse(text, map[string]string{"bos_token": "<s>", "eos_token": "</s>"})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -57,7 +66,7 @@ func TestReference(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			tmpl, err := New(string(text), expected.Tokens)
+			tmpl, err := parse(string(text), expected.Tokens)
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -160,7 +169,7 @@ func TestLoad(t *testing.T) {
 					t.Fatal(err)
 				}
 			}
-			tmpl, err := Load(dir)
+			tmpl, err := Load(os.DirFS(dir), dir)
 			got := ""
 			if err == nil {
 				got, err = tmpl.Render(nil, tc.opts)
@@ -186,7 +195,7 @@ func TestNoTemplate(t *testing.T) {
 				t.Fatal(err)
 			}
 		}
-		if _, err := Load(dir); !errors.Is(err, ErrNoTemplate) {
+		if _, err := Load(os.DirFS(dir), dir); !errors.Is(err, ErrNoTemplate) {
 			t.Errorf("with %q: %v, want ErrNoTemplate", config, err)
 		}
 	}
@@ -286,7 +295,7 @@ func TestLimits(t *testing.T) {
 		"blocks":         strings.Repeat(`{% if 1 %}`, 200) + strings.Repeat(`{% endif %}`, 200),
 		"size":           strings.Repeat("x", maxTemplateBytes+1),
 	} {
-		if _, err := New(text, nil); err == nil {
+		if _, err := parse(text, nil); err == nil {
 			t.Errorf("%s: the template is accepted", name)
 		}
 	}
@@ -332,7 +341,7 @@ func FuzzTemplate(f *testing.F) {
 	}
 	f.Add(`{% for a in range(99) %}{% macro b(a, b=1) %}{{ b(a) }}{% endmacro %}{{ b(1) }}{% endfor %}`, "", `{"a": [1, null]}`)
 	f.Fuzz(func(t *testing.T, text, content, extra string) {
-		tmpl, err := New(text, map[string]string{"bos_token": "<s>"})
+		tmpl, err := parse(text, map[string]string{"bos_token": "<s>"})
 		if err != nil {
 			return
 		}

@@ -12,7 +12,7 @@
 //
 // # Example
 //
-//	tmpl, err := chat.Load("/models/mixtral")
+//	tmpl, err := chat.Load(os.DirFS("/models/mixtral"), "mixtral")
 //	if err != nil {
 //		return err
 //	}

@@ -17,7 +17,7 @@ const (
 )
 
 // A code point finds its class in two steps: blocks of 256 code points that look alike share a page. The tables are
-// empty until loadClasses has run, which Load sees to.
+// empty until loadClasses has run, which Parse sees to.
 var (
 	classPage  [0x110000 >> 8]uint8
 	classPages [][256]class

@@ -5,11 +5,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"io"
-	"io/fs"
 	"math"
-	"os"
-	"path/filepath"
 	"slices"
 	"strconv"
 	"strings"
@@ -19,15 +15,11 @@ import (
 	sugarnorm "github.com/sugarme/tokenizer/normalizer"
 )
 
-// ErrUnsupported is wrapped by errors of Load about a feature of tokenizer.json that this package does not have.
+// ErrUnsupported is wrapped by errors of Parse about a feature of tokenizer.json that this package does not have.
 var ErrUnsupported = errors.New("tokenizer feature not supported")
 
 const (
-	tokenizerFile = "tokenizer.json"
-	configFile    = "tokenizer_config.json"
-
-	// maxFileBytes bounds the files that Load reads; the largest published tokenizers take some 30 MB.
-	maxFileBytes = 256 << 20
+	configFile = "tokenizer_config.json"
 	// maxID bounds ids, and with them the tables by id.
 	maxID = 1<<23 - 1
 )
@@ -132,51 +124,8 @@ func (n *tokenName) UnmarshalJSON(b []byte) error {
 	return nil
 }
 
-// Load reads the tokenizer of a checkpoint. path is a directory with a tokenizer.json and, where there is one, a
-// tokenizer_config.json, or the path of a tokenizer.json alone. A feature that is not supported is an error that wraps
-// ErrUnsupported; a missing file wraps fs.ErrNotExist.
-func Load(path string) (*BPE, error) {
-	side := []byte(nil)
-	info, err := os.Stat(path)
-	if err != nil {
-		return nil, fmt.Errorf("tokenizer: %w", err)
-	}
-	if info.IsDir() {
-		sidePath := filepath.Join(path, configFile)
-		if side, err = readFile(sidePath); err != nil && !errors.Is(err, fs.ErrNotExist) {
-			return nil, fmt.Errorf("tokenizer: %w", err)
-		}
-		path = filepath.Join(path, tokenizerFile)
-	}
-	data, err := readFile(path)
-	if errors.Is(err, fs.ErrNotExist) {
-		return nil, fmt.Errorf("tokenizer: %w: a checkpoint needs its %s; a SentencePiece tokenizer.model has to be "+
-			"converted with transformers first", err, tokenizerFile)
-	}
-	if err != nil {
-		return nil, fmt.Errorf("tokenizer: %w", err)
-	}
-	t, err := Parse(data, side)
-	if err != nil {
-		return nil, fmt.Errorf("tokenizer: load %s: %w", path, err)
-	}
-	return t, nil
-}
-
-func readFile(path string) ([]byte, error) {
-	f, err := os.Open(path)
-	if err != nil {
-		return nil, err
-	}
-	defer f.Close()
-	b, err := io.ReadAll(io.LimitReader(f, maxFileBytes+1))
-	if err == nil && len(b) > maxFileBytes {
-		err = fmt.Errorf("%s is larger than %d MiB, which no tokenizer is", path, maxFileBytes>>20)
-	}
-	return b, err
-}
-
-// Parse is Load for the bytes of a tokenizer.json and of a tokenizer_config.json, which may be nil.
+// Parse reads the tokenizer of a checkpoint: the bytes of its tokenizer.json and of its tokenizer_config.json, which
+// may be nil. A feature that is not supported is an error that wraps ErrUnsupported.
 func Parse(tokenizerJSON, tokenizerConfigJSON []byte) (*BPE, error) {
 	var c fileConfig
 	if err := json.Unmarshal(tokenizerJSON, &c); err != nil {

@@ -21,7 +21,7 @@
 //
 // # Invariants
 //
-//   - A *BPE is immutable after Load except for its bounded word cache, and safe for concurrent use. A Stream belongs
+//   - A *BPE is immutable but for its bounded word cache, and safe for concurrent use. A Stream belongs
 //     to one goroutine.
 //   - Encoding takes O(n log n) time for n bytes of any text.
 //   - Decode(ids, skip) equals the concatenation of all Push results and the Flush of a Stream over the same ids, and
@@ -30,7 +30,7 @@
 //
 // # Example
 //
-//	tok, err := tokenizer.Load("/models/mixtral")
+//	tok, err := tokenizer.Parse(tokenizerJSON, tokenizerConfigJSON)
 //	if err != nil {
 //		return err
 //	}

@@ -3,7 +3,6 @@ package tokenizer
 import (
 	"encoding/json"
 	"errors"
-	"io/fs"
 	"os"
 	"path/filepath"
 	"slices"
@@ -117,37 +116,6 @@ func TestTokenizerConfig(t *testing.T) {
 				t.Errorf("got %q, want %q", got, tc.want)
 			}
 		})
-	}
-}
-
-func TestLoadPaths(t *testing.T) {
-	dir := t.TempDir()
-	if _, err := Load(filepath.Join(dir, "nowhere")); !errors.Is(err, fs.ErrNotExist) {
-		t.Errorf("missing folder: %v", err)
-	}
-	if _, err := Load(dir); !errors.Is(err, fs.ErrNotExist) || !strings.Contains(err.Error(), "tokenizer.json") {
-		t.Errorf("missing file: %v", err)
-	}
-	write := func(name string, b []byte) {
-		t.Helper()
-		if err := os.WriteFile(filepath.Join(dir, name), b, 0o600); err != nil {
-			t.Fatal(err)
-		}
-	}
-	write("tokenizer.json", patched(t, "tiny_bytefallback.json", nil))
-	write("tokenizer_config.json", []byte(`{"add_bos_token": false}`))
-	for path, want := range map[string]int{dir: 1, filepath.Join(dir, "tokenizer.json"): 2} {
-		tok, err := Load(path)
-		if err != nil {
-			t.Fatal(err)
-		}
-		if got := tok.Encode("peer", true); len(got) != want {
-			t.Errorf("Load(%s) encodes to %v, want %d tokens", path, got, want)
-		}
-	}
-	write("tokenizer.json", []byte(`{"model": {"type": "Unigram"}}`))
-	if _, err := Load(dir); !errors.Is(err, ErrUnsupported) || !strings.Contains(err.Error(), filepath.Join(dir, "tokenizer.json")) {
-		t.Errorf("unsupported model: %v, want ErrUnsupported with the path", err)
 	}
 }
 
