@@ -23,9 +23,9 @@ type AttentionBuffers struct {
 
 // NewAttentionBuffers are those of so many rows of type act, in memory of Bytes at base, a
 // multiple of 256.
-func NewAttentionBuffers(c *models.Config, act kernels.DType, rows int, base device.Addr) AttentionBuffers {
-	b := AttentionBuffers{Projected: kernels.New(base, act, rows, c.ProjectedWidth())}
-	b.Attended = kernels.New(base+device.Addr(device.Align(b.Projected.Bytes())), act, rows, c.AttendedWidth())
+func NewAttentionBuffers(a *models.Attention, act kernels.DType, rows int, base device.Addr) AttentionBuffers {
+	b := AttentionBuffers{Projected: kernels.New(base, act, rows, a.ProjectedWidth())}
+	b.Attended = kernels.New(base+device.Addr(device.Align(b.Projected.Bytes())), act, rows, a.AttendedWidth())
 	return b
 }
 
@@ -44,7 +44,7 @@ func (b AttentionBuffers) Rows(r Span) AttentionBuffers {
 // Model.Attention), on the host pinned ones. Cache, buffers and the metadata of its calls
 // lie where the backend computes. It owns none of them. One goroutine uses it at a time.
 type Attention struct {
-	config  *models.Config
+	shape   *models.Attention
 	backend kernels.Backend
 	kv      KV
 	buffers AttentionBuffers
@@ -55,13 +55,13 @@ type Attention struct {
 }
 
 // NewAttention attends over kv by the backend, in b.
-func NewAttention(c *models.Config, on kernels.Backend, kv KV, b AttentionBuffers) *Attention {
-	return &Attention{config: c, backend: on, kv: kv, buffers: b}
+func NewAttention(shape *models.Attention, on kernels.Backend, kv KV, b AttentionBuffers) *Attention {
+	return &Attention{shape: shape, backend: on, kv: kv, buffers: b}
 }
 
 // Attention attends over kv by the model's backend, in the model's own buffers.
 func (m *Model) Attention(kv KV) *Attention {
-	return NewAttention(m.Config, m.backend, kv, m.ws.attention)
+	return NewAttention(&m.Config.Attention, m.backend, kv, m.ws.attention)
 }
 
 // Buffers are those of all rows.
@@ -70,8 +70,8 @@ func (a *Attention) Buffers() AttentionBuffers { return a.buffers }
 // Append appends the keys and values of rows r of the buffers, rotated, to the layer's
 // cache.
 func (a *Attention) Append(s device.Stream, layer int, r Span, b *AttentionMetadata) error {
-	_, k, v := split(a.config, r.of(a.buffers.Projected, 1))
-	a.appendKV = kernels.AppendKV{K: heads(a.config, k), V: heads(a.config, v), Slots: b.Slots}
+	_, k, v := split(a.shape, r.of(a.buffers.Projected, 1))
+	a.appendKV = kernels.AppendKV{K: heads(a.shape, k), V: heads(a.shape, v), Slots: b.Slots}
 	a.appendKV.CacheK, a.appendKV.CacheV = a.kv.View(layer)
 	return enqueueLayer(a.backend, s, layer, &a.appendKV)
 }
@@ -79,7 +79,7 @@ func (a *Attention) Append(s device.Stream, layer int, r Span, b *AttentionMetad
 // Attend writes the attention of rows r of the buffers over the layer's cache, where their
 // own keys and values are already.
 func (a *Attention) Attend(s device.Stream, layer int, r Span, b *AttentionMetadata) error {
-	c := a.config
+	c := a.shape
 	q, _, _ := split(c, r.of(a.buffers.Projected, 1))
 	a.attend = kernels.Attention{
 		Q:         heads(c, q),
@@ -103,10 +103,10 @@ func (m *Model) PreAttention(s device.Stream, layer int, b *Batch, a *Attention)
 	if err := m.project(s, layer, b, norms); err != nil {
 		return err
 	}
-	q, k, v := split(c, b.of(m.ws.attention.Projected, 1))
+	q, k, v := split(&c.Attention, b.of(m.ws.attention.Projected, 1))
 	op := &m.ops.ropeKV
 	*op = kernels.RoPEAppendKV{
-		Q: heads(c, q), K: heads(c, k), V: heads(c, v), Table: m.ws.rope, Rows: b.RopeRows, Slots: b.Attention.Slots,
+		Q: heads(&c.Attention, q), K: heads(&c.Attention, k), V: heads(&c.Attention, v), Table: m.ws.rope, Rows: b.RopeRows, Slots: b.Attention.Slots,
 	}
 	op.CacheK, op.CacheV = a.kv.View(layer)
 	if norms {
@@ -120,8 +120,9 @@ func (m *Model) Project(s device.Stream, layer int, b *Batch) error {
 	if err := m.project(s, layer, b, false); err != nil {
 		return err
 	}
-	q, k, _ := split(m.Config, b.of(m.ws.attention.Projected, 1))
-	m.ops.rope = kernels.RoPE{Q: heads(m.Config, q), K: heads(m.Config, k), Table: m.ws.rope, Rows: b.RopeRows}
+	shape := &m.Config.Attention
+	q, k, _ := split(shape, b.of(m.ws.attention.Projected, 1))
+	m.ops.rope = kernels.RoPE{Q: heads(shape, q), K: heads(shape, k), Table: m.ws.rope, Rows: b.RopeRows}
 	return m.enqueueLayer(s, layer, &m.ops.rope)
 }
 
@@ -147,11 +148,11 @@ func (m *Model) project(s device.Stream, layer int, b *Batch, unnormed bool) err
 	if err := m.matmul(s, layer, kernels.MatMul{X: h, W: w.QKV, Bias: w.QKVBias, Out: qkv}); err != nil {
 		return err
 	}
-	q, k, _ := split(c, qkv)
+	q, k, _ := split(&c.Attention, qkv)
 	if c.QKNorm != models.NoQKNorm && !unnormed {
 		for _, x := range [...]struct{ x, w kernels.Tensor }{{q, w.QNorm}, {k, w.KNorm}} {
 			if c.QKNorm == models.HeadQKNorm {
-				x.x = heads(c, x.x)
+				x.x = heads(&c.Attention, x.x)
 			}
 			if err := m.norm(s, layer, kernels.Norm{Kind: kernels.RMS, X: x.x, Weight: x.w, Eps: c.NormEps, Out: x.x}); err != nil {
 				return err
@@ -198,15 +199,15 @@ func (m *Model) PostAttention(s device.Stream, layer int, b *Batch) error {
 }
 
 // split cuts rows of the joint projection into queries, keys and values.
-func split(c *models.Config, qkv kernels.Tensor) (q, k, v kernels.Tensor) {
-	nq, nk := c.Heads*c.HeadDim, c.KVHeads*c.HeadDim
+func split(a *models.Attention, qkv kernels.Tensor) (q, k, v kernels.Tensor) {
+	nq, nk := a.Heads*a.HeadDim, a.KVHeads*a.HeadDim
 	return qkv.Narrow(1, 0, nq), qkv.Narrow(1, nq, nq+nk), qkv.Narrow(1, nq+nk, nq+2*nk)
 }
 
 // heads views [N, heads*D] as [N, heads, D], as Tensor.View does, but without
 // its variable arguments, which allocate.
-func heads(c *models.Config, t kernels.Tensor) kernels.Tensor {
-	d := c.HeadDim
+func heads(a *models.Attention, t kernels.Tensor) kernels.Tensor {
+	d := a.HeadDim
 	return kernels.Tensor{
 		Addr: t.Addr, DType: t.DType, Rank: 3,
 		Shape:  [kernels.MaxRank]int{t.Shape[0], t.Shape[1] / d, d},

@@ -11,9 +11,13 @@
 //
 //   - Model binds a models.Config to weights, a backend and a workspace, and enqueues
 //     the stages of a step.
-//   - HostBatch is a micro-batch as the host puts it together, Batch its upload on the
-//     device; PackBatch makes the second of the first.
-//   - Draw says how a token is drawn behind a row.
+//   - Attention appends to a KV cache and attends over it, by one backend, in buffers
+//     beside that cache. A model's own are on the compute device; keys and values that
+//     live in other memory have an Attention of another backend, with buffers there,
+//     and who owns both copies rows between the two.
+//   - HostBatch is a micro-batch as the host puts it together, by Append for each
+//     sequence and Draw for each token wanted; Pack makes a Batch of it, the views of
+//     one upload.
 //
 // # A step
 //
@@ -22,18 +26,22 @@
 // whole group:
 //
 //	for each layer
-//		for each micro-batch b: PreAttention, Attention, PostAttention
+//		for each micro-batch b: PreAttention, Attention.Attend, PostAttention
 //		if Config.Dense[layer]: MLP
 //		else: Group, Shared, Experts (once per wave), Combine
 //	for each micro-batch b: Head
+//
+// Where another Attention attends, Project comes in place of PreAttention, then a copy of
+// the batch's Buffers to that Attention's, its Append and Attend, and a copy back.
 //
 // Behind a layer's last PostAttention, Guess asks a later layer's router what it
 // would choose on the hidden state as it is by then.
 //
 // # Drawing
 //
-// Head enqueues the least that the batch needs: a draw alone, or, where some row adjusts
-// tokens, Adjust before it and Restore behind it, and LogProbs where some row wants them.
+// Draw says how a token is drawn behind a row. Head enqueues the least that the batch
+// needs: a draw alone, or, where some row adjusts tokens, Adjust before it and Restore
+// behind it, and LogProbs where some row wants them.
 //
 // # Invariants
 //

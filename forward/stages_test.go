@@ -161,7 +161,7 @@ func TestAppendedApart(t *testing.T) {
 		}
 		buffers := m.Buffers(&b)
 		queries := func(projected kernels.Tensor) []byte {
-			q, _, _ := split(c, projected)
+			q, _, _ := split(&c.Attention, projected)
 			var all []byte
 			for row := range b.Rows {
 				all = append(all, r.download(q.Slice(row, row+1))...)
@@ -180,8 +180,8 @@ func TestAppendedApart(t *testing.T) {
 		// Its buffers have other rows before these.
 		const before = 3
 		allToo, kv := cache()
-		room := r.alloc(device.HBM(0), NewAttentionBuffers(c, kernels.F32, before+b.Rows, 0).Bytes())
-		there := NewAttention(c, on, kv, NewAttentionBuffers(c, kernels.F32, before+b.Rows, room.Range(0, 1).Addr))
+		room := r.alloc(device.HBM(0), NewAttentionBuffers(&c.Attention, kernels.F32, before+b.Rows, 0).Bytes())
+		there := NewAttention(&c.Attention, on, kv, NewAttentionBuffers(&c.Attention, kernels.F32, before+b.Rows, room.Range(0, 1).Addr))
 		rows := Span{First: before, Rows: b.Rows}
 		at := there.Buffers().Rows(rows)
 		on.ops = 0

@@ -78,7 +78,7 @@ func newWorkspace(c *models.Config, act kernels.DType, l Limits, base device.Add
 	w.residual = place(act, n, c.Hidden)
 	w.x = place(act, n, c.Hidden)
 	w.h = place(act, n, c.Hidden)
-	w.attention = NewAttentionBuffers(c, act, n, base+device.Addr(w.bytes))
+	w.attention = NewAttentionBuffers(&c.Attention, act, n, base+device.Addr(w.bytes))
 	w.bytes += w.attention.Bytes()
 	if c.MoELayers() > 0 {
 		w.routing.scores = place(kernels.F32, n, c.Experts)

@@ -24,25 +24,45 @@ type Config struct {
 	// Type is the model_type: "mixtral".
 	Type string
 
-	Hidden, Layers          int
-	Heads, KVHeads, HeadDim int
-	Vocab                   int
+	Hidden, Layers, Vocab int
 	// MaxPositions is the most tokens of a sequence.
 	MaxPositions int
-	// Windows has, per layer, how many tokens a query sees, itself included; 0: all.
-	Windows []int
 
 	Norm     kernels.NormKind
 	NormBias bool
 	NormEps  float32
 
-	// QKVBias, OBias and HeadBias say which projections have biases.
-	QKVBias, OBias, HeadBias bool
-	QKNorm                   QKNorm
+	Attention
+	FeedForward
+
+	HeadBias bool
+	// TiedEmbeddings: the output projection is the embedding table.
+	TiedEmbeddings bool
+	// DType is the type of weights that the config names; float32 where it names
+	// none. A checkpoint's tensors may have another.
+	DType kernels.DType
+	// EOS ends generation: any of these ids. It may be empty.
+	EOS []int32
+
+	// fullLayers is Layers before WithLayers.
+	fullLayers int
+}
+
+// Attention is that of every layer.
+type Attention struct {
+	Heads, KVHeads, HeadDim int
+	// Windows has, per layer, how many tokens a query sees, itself included; 0: all.
+	Windows []int
+	// QKVBias and OBias say which projections have biases.
+	QKVBias, OBias bool
+	QKNorm         QKNorm
 	// ClipQKV limits queries, keys and values to [-ClipQKV, ClipQKV]; 0: no limit.
 	ClipQKV float32
 	RoPE    RoPE
+}
 
+// FeedForward is the second half of every layer: routed experts, or one MLP.
+type FeedForward struct {
 	Route kernels.RouteMethod
 	// Jitter is SparseMixer's eps.
 	Jitter float32
@@ -58,17 +78,6 @@ type Config struct {
 	// experts.
 	Dense      []bool
 	DenseWidth int
-
-	// TiedEmbeddings: the output projection is the embedding table.
-	TiedEmbeddings bool
-	// DType is the type of weights that the config names; float32 where it names
-	// none. A checkpoint's tensors may have another.
-	DType kernels.DType
-	// EOS ends generation: any of these ids. It may be empty.
-	EOS []int32
-
-	// fullLayers is Layers before WithLayers.
-	fullLayers int
 }
 
 // ExpertShape of weights of type t.
@@ -77,10 +86,10 @@ func (c *Config) ExpertShape(t kernels.DType) kernels.ExpertShape {
 }
 
 // ProjectedWidth is the elements of a row's queries, keys and values together.
-func (c *Config) ProjectedWidth() int { return (c.Heads + 2*c.KVHeads) * c.HeadDim }
+func (a *Attention) ProjectedWidth() int { return (a.Heads + 2*a.KVHeads) * a.HeadDim }
 
 // AttendedWidth is the elements of a row of attention's output, and of its queries.
-func (c *Config) AttendedWidth() int { return c.Heads * c.HeadDim }
+func (a *Attention) AttendedWidth() int { return a.Heads * a.HeadDim }
 
 // MoELayers is the number of layers with experts.
 func (c *Config) MoELayers() int {

@@ -38,8 +38,8 @@ func newHostAttention(o *Options) (h *hostAttention, err error) {
 	if h.staging, err = o.Machine.Alloc(device.Host, bytes, "attention, pinned"); err != nil {
 		return h, err
 	}
-	buffers := forward.NewAttentionBuffers(c, act, rows, h.staging.Range(0, bytes).Addr)
-	h.attention = forward.NewAttention(c, o.HostAttention, o.KV, buffers)
+	buffers := forward.NewAttentionBuffers(&c.Attention, act, rows, h.staging.Range(0, bytes).Addr)
+	h.attention = forward.NewAttention(&c.Attention, o.HostAttention, o.KV, buffers)
 	if h.out, err = o.Machine.NewStream(o.Space, device.StreamOptions{Name: "q, k, v to host", Priority: 1}); err != nil {
 		return h, err
 	}

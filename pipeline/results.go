@@ -29,7 +29,7 @@ func (o Options) StagingBytes(c *models.Config, act kernels.DType, l forward.Lim
 	if o.HostAttention == nil {
 		return 0
 	}
-	return forward.NewAttentionBuffers(c, act, l.MaxRows, 0).Bytes()
+	return forward.NewAttentionBuffers(&c.Attention, act, l.MaxRows, 0).Bytes()
 }
 
 // places of what comes back from a step in pinned memory, in bytes, behind the sampled
