@@ -17,8 +17,8 @@ import (
 // ErrBusy: the expert is there already, or on its way.
 var ErrBusy = errors.New("it is there already, or on its way")
 
-// client is the name under which harvest knows the store.
-const client = "experts"
+// HarvestClient is the name under which harvest knows the store.
+const HarvestClient = "experts"
 
 // failuresInARow of copies with one peer, after which it is left out.
 const failuresInARow = 3
@@ -136,7 +136,7 @@ func (s *Store) Promote(id ID, o PromoteOptions) error {
 	if p.of(id) != nil {
 		return wrap(ErrBusy)
 	}
-	hints := harvest.Hints{Client: client, Label: s.name(id), Peers: o.Peers, Reader: s.o.Space, Cost: o.Cost}
+	hints := harvest.Hints{Client: HarvestClient, Label: s.name(id), Peers: o.Peers, Reader: s.o.Space, Cost: o.Cost}
 	for e := id.Expert - 1; e >= 0 && hints.After == nil; e-- {
 		if before := p.of(ID{id.Layer, e}); before != nil {
 			hints.After = before.handle

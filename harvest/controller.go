@@ -41,8 +41,18 @@ type rules struct {
 	policy    Policy
 	reader    device.Space
 	slabBytes int64
+	own       map[string]int64 // slab bytes of clients that share theirs with nobody
 
 	deadline, cooldown, halfLife, callbackLimit time.Duration
+}
+
+// slabsFor says whose slabs the client's handles lie in, which is nobody's where they
+// are shared, and their size.
+func (r *rules) slabsFor(client string) (owner string, bytes int64) {
+	if n, ok := r.own[client]; ok {
+		return client, n
+	}
+	return "", r.slabBytes
 }
 
 type client struct {
@@ -147,6 +157,7 @@ type place struct {
 	// and give to took, or refused.
 	slab  *slab
 	bytes int64
+	owner string // of a new slab
 	off   int64
 }
 
@@ -188,7 +199,8 @@ func (c *controller) choose(req Request) (place, error) {
 	if err != nil {
 		return place{}, err
 	}
-	at := place{peer: p, bytes: to.Hole, off: to.offset}
+	owner, _ := c.slabsFor(req.Hints.Client)
+	at := place{peer: p, bytes: to.Hole, owner: owner, off: to.offset}
 	if to.Slab != 0 {
 		at.slab = p.slabs[slices.IndexFunc(p.slabs, func(s *slab) bool { return s.id == to.Slab })]
 	}
@@ -200,13 +212,14 @@ func (c *controller) candidates(req Request) []Candidate {
 	var cs []Candidate
 	n := req.Bytes
 	after := req.Hints.After
+	owner, slabBytes := c.slabsFor(req.Hints.Client)
 	for _, p := range c.peers {
 		if p.closed(req) != "" {
 			continue
 		}
 		state := p.state(req.Hints.Reader)
 		for _, s := range p.slabs {
-			if s.leaving != nil {
+			if s.leaving != nil || s.owner != owner {
 				continue
 			}
 			if h, ok := s.segments.best(n); ok {
@@ -219,7 +232,7 @@ func (c *controller) candidates(req Request) []Candidate {
 			}
 		}
 		if p.newSlabs(req) == "" {
-			size := c.slabBytes
+			size := slabBytes
 			if n > size || p.spare() < size {
 				size = n
 			}
@@ -254,7 +267,7 @@ func (c *controller) refused(at place, err error) {
 func (c *controller) took(at place, r device.Region) *slab {
 	p := at.peer
 	c.slabs++
-	s := &slab{id: c.slabs, peer: p, at: r, segments: newSegments(r.Bytes), handles: map[int64]*Handle{}}
+	s := &slab{id: c.slabs, peer: p, owner: at.owner, at: r, segments: newSegments(r.Bytes), handles: map[int64]*Handle{}}
 	p.slabs = append(p.slabs, s)
 	p.free -= r.Bytes
 	p.moves++

@@ -143,22 +143,28 @@ func lines(d *datadriven.TestData) []string {
 func (s *core) do(d *datadriven.TestData) (string, error) {
 	word := func(i int) string { return d.CmdArgs[i].Key }
 	switch d.Cmd {
-	case "open": // peers=2 slab=1024 headroom=512: peers of 4096 bytes
+	case "open": // peers=2 slab=1024 headroom=512 kv=512: peers of 4096 bytes, slabs of client kv
 		s.now, s.handles, s.names, s.asked = 0, map[string]*Handle{}, map[*Handle]string{}, map[*peer]int{}
-		o := Options{SlabBytes: s.number(d, "slab", 1024), Cooldown: 50 * time.Millisecond}
+		o := Options{SlabBytes: s.number(d, "slab", 1024), Cooldown: 50 * time.Millisecond, Clients: map[string]ClientOptions{"kv": {SlabBytes: s.number(d, "kv", 0)}}}
 		s.c = &controller{rules: o.EnsureDefaults().rules(), clients: map[string]*client{}}
 		for i := range int(s.number(d, "peers", 1)) {
 			p := &peer{space: device.HBM(i + 1), headroom: s.number(d, "headroom", 512), paths: map[device.Space]device.Path{device.HBM(0): {}}}
 			p.take(Reading{Capacity: 4096, Free: 4096}, 0, time.Minute)
 			s.c.peers = append(s.c.peers, p)
 		}
-	case "alloc": // NAME BYTES refuse: the device refuses a slab, once
+	case "alloc": // NAME BYTES client= behind= refuse: the device refuses a slab, once
 		n, err := strconv.ParseInt(word(1), 10, 64)
 		if err != nil {
 			return "", err
 		}
-		var text string
-		req, err := s.c.request(n, Hints{Client: "c", Label: word(0)}, s.now)
+		text, hints := "", Hints{Client: "c", Label: word(0)}
+		d.MaybeScanArgs(s.t, "client", &hints.Client)
+		if d.HasArg("behind") {
+			var name string
+			d.ScanArgs(s.t, "behind", &name)
+			hints.After = s.handles[name]
+		}
+		req, err := s.c.request(n, hints, s.now)
 		for refuse := d.HasArg("refuse"); err == nil; refuse = false {
 			var to place
 			if to, err = s.c.choose(req); err != nil {

@@ -25,7 +25,8 @@
 // best-fit, with coalescing; giving back one segment would return nothing to
 // anybody, so whole slabs are given back, when empty or revoked. Where a request
 // goes is the Policy's choice among the holes of slabs in service and, on peers
-// whose free memory exceeds the head-room, a new slab.
+// whose free memory exceeds the head-room, a new slab. A client may have slabs of its
+// own size, which it shares with nobody (Options.Clients).
 //
 // # Revocation
 //

@@ -26,6 +26,8 @@ type Options struct {
 	// Larger requests, and requests where a whole slab does not fit any more, get a
 	// slab of their own size. Default: 1 GiB.
 	SlabBytes int64
+	// Clients that differ from the rest, by name.
+	Clients map[string]ClientOptions
 	// HeadroomBytes stay free on each peer for others; under 0: nothing does.
 	// Default: a twentieth of the peer's memory.
 	HeadroomBytes int64
@@ -49,6 +51,15 @@ type Options struct {
 	ClearBytes int64
 	// Events is told what happens. Default: nobody.
 	Events EventListener
+}
+
+// ClientOptions are one client's.
+type ClientOptions struct {
+	// SlabBytes is the size of the client's slabs, which it shares with nobody: small
+	// objects do not fragment the slabs of large ones, and are not revoked with them.
+	// Default: it shares slabs of Options.SlabBytes with all clients that have none of
+	// their own.
+	SlabBytes int64
 }
 
 // EnsureDefaults returns o with every unset field at its default.
@@ -96,6 +107,11 @@ func (o Options) Validate() error {
 			return fmt.Errorf("harvest: peer %s cannot be reached from %s, leave it out: %w", p, o.Reader, err)
 		}
 	}
+	for name, c := range o.Clients {
+		if c.SlabBytes < 0 {
+			return fmt.Errorf("harvest: slabs of %d bytes for client %s: give them a size over 0", c.SlabBytes, name)
+		}
+	}
 	switch {
 	case o.SlabBytes < 0:
 		return fmt.Errorf("harvest: slabs of %d bytes: give them a size over 0", o.SlabBytes)
@@ -109,8 +125,14 @@ func (o Options) Validate() error {
 
 // rules are the part of the options that the controller decides by.
 func (o Options) rules() rules {
+	own := map[string]int64{}
+	for name, c := range o.Clients {
+		if c.SlabBytes > 0 {
+			own[name] = device.Align(c.SlabBytes)
+		}
+	}
 	return rules{
-		policy: o.Policy, reader: o.Reader, slabBytes: device.Align(o.SlabBytes),
+		policy: o.Policy, reader: o.Reader, slabBytes: device.Align(o.SlabBytes), own: own,
 		deadline: o.Deadline, cooldown: max(o.Cooldown, 0), halfLife: o.HalfLife, callbackLimit: o.CallbackLimit,
 	}
 }

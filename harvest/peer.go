@@ -38,6 +38,7 @@ type peer struct {
 type slab struct {
 	id       uint64
 	peer     *peer
+	owner    string // the only client whose handles lie there; empty: all that have none of their own
 	at       device.Region
 	segments segments
 	handles  map[int64]*Handle // by offset

@@ -87,6 +87,7 @@ func TestOptions(t *testing.T) {
 		{"twice", harvest.Options{Machine: m, Peers: []device.Space{device.HBM(1), device.HBM(1)}}, "peer gpu1 is named twice"},
 		{"no path", harvest.Options{Machine: island, Peers: []device.Space{device.HBM(1)}}, "peer gpu1 cannot be reached from gpu0, leave it out: device: from gpu1 to gpu0: no path"},
 		{"slab", harvest.Options{Machine: m, SlabBytes: -1}, "slabs of"},
+		{"a client's slab", harvest.Options{Machine: m, Clients: map[string]harvest.ClientOptions{"kv": {SlabBytes: -1}}}, "slabs of -1 bytes for client kv"},
 		{"clear", harvest.Options{Machine: m, ClearBytes: -1}, "a clear buffer of -1 bytes"},
 		{"deadline", harvest.Options{Machine: m, Deadline: -1}, "a duration under 0: deadline -1ns"},
 		{"lost", harvest.Options{Machine: lost, Peers: peers12}, "peer gpu2: device: stream on gpu2"},

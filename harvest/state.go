@@ -54,6 +54,9 @@ func (p PeerUsage) Fragmentation() float64 { return fragmentation(p.Unused, p.La
 type SlabUsage struct {
 	ID    uint64
 	Bytes int64
+	// Client is the only one whose handles lie there; empty: all that have no slabs of
+	// their own.
+	Client string
 	// Leaving says that it is being given back, for Reason.
 	Leaving bool
 	Reason  Reason
@@ -92,24 +95,25 @@ func (r *Runtime) Health() map[device.Space]error {
 	return all
 }
 
-// Room is how many objects of that size fit on each peer, whatever its health: into
-// holes of slabs in service, those included that are about to be free, and into what may
-// still be taken from the device.
-func (r *Runtime) Room(bytes int64) map[device.Space]int {
+// Room is how many objects of that size the client could have besides on each peer,
+// whatever its health: in holes of slabs in service, those included that are about to be
+// free, and in what may still be taken from the device.
+func (r *Runtime) Room(client string, bytes int64) map[device.Space]int {
 	r.mu.Lock()
 	defer r.mu.Unlock()
+	owner, _ := r.control.slabsFor(client)
 	all := map[device.Space]int{}
 	for _, p := range r.control.peers {
-		all[p.space] = p.room(bytes)
+		all[p.space] = p.room(owner, bytes)
 	}
 	return all
 }
 
-func (p *peer) room(bytes int64) int {
+func (p *peer) room(owner string, bytes int64) int {
 	unit := device.Align(max(bytes, 1))
 	n := max(p.spare(), 0) / unit
 	for _, s := range p.slabs {
-		if s.leaving != nil {
+		if s.leaving != nil || s.owner != owner {
 			continue
 		}
 		at := int64(0)
@@ -158,7 +162,7 @@ func (p *peer) usage() PeerUsage {
 }
 
 func (s *slab) usage() SlabUsage {
-	u := SlabUsage{ID: s.id, Bytes: s.segments.bytes}
+	u := SlabUsage{ID: s.id, Bytes: s.segments.bytes, Client: s.owner}
 	if s.leaving != nil {
 		u.Leaving, u.Reason = true, s.leaving.reason
 	}

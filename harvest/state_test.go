@@ -1,6 +1,7 @@
 package harvest
 
 import (
+	"slices"
 	"testing"
 
 	"github.com/moeserve/moeserve/device"
@@ -19,6 +20,8 @@ func TestRoom(t *testing.T) {
 		}
 		return s
 	}
+	others := lay(4096)
+	others.owner = "kv"
 	leaving := lay(4096)
 	leaving.leaving = &revocation{}
 	for _, c := range []struct {
@@ -35,12 +38,20 @@ func TestRoom(t *testing.T) {
 		{"holes too small", 0, []*slab{lay(1792, span{256, 512, live}, span{1024, 512, live})}, 0},
 		{"what drains will be free, with the holes beside it", 0, []*slab{lay(1792, span{256, 512, freeing}, span{1024, 512, live})}, 2},
 		{"a slab that is given back", 0, []*slab{leaving, lay(512)}, 1},
+		{"a slab that is another's", 0, []*slab{others, lay(512)}, 1},
 		{"all together", 512, []*slab{lay(512), lay(512, span{0, 512, live})}, 2},
 	} {
 		// 400 bytes take 512.
-		r := &Runtime{control: &controller{peers: []*peer{{space: device.HBM(1), free: c.spare + 100, headroom: 100, slabs: c.slabs}}}}
-		if got := r.Room(400); got[device.HBM(1)] != c.want {
+		r := &Runtime{control: &controller{rules: rules{own: map[string]int64{"kv": 4096}}, peers: []*peer{{space: device.HBM(1), free: c.spare + 100, headroom: 100, slabs: c.slabs}}}}
+		if got := r.Room("experts", 400); got[device.HBM(1)] != c.want {
 			t.Errorf("%s: room for %v, want %d", c.name, got, c.want)
+		}
+		own := int(max(c.spare, 0)) / 512
+		if slices.Contains(c.slabs, others) {
+			own += 8
+		}
+		if got := r.Room("kv", 400); got[device.HBM(1)] != own {
+			t.Errorf("%s: room for %v of the client with slabs of its own, want %d", c.name, got, own)
 		}
 	}
 }

@@ -9,6 +9,7 @@ import (
 
 	"github.com/moeserve/moeserve/configs"
 	"github.com/moeserve/moeserve/device"
+	"github.com/moeserve/moeserve/experts"
 	"github.com/moeserve/moeserve/harvest"
 )
 
@@ -191,8 +192,9 @@ func (n *Node) openHarvest(events func(Event)) error {
 	}
 	n.harvest, err = harvest.New(harvest.Options{
 		Machine: n.machine, Peers: n.peers, Reader: n.space, Policy: n.policy, Monitor: monitor,
-		SlabBytes: slabExperts * n.plan.Layout.Size, HeadroomBytes: room,
-		Events: harvest.Tee(harvest.LogEvents(n.log), harvestEvents(events)),
+		Clients:       map[string]harvest.ClientOptions{experts.HarvestClient: {SlabBytes: slabExperts * n.plan.Layout.Size}},
+		HeadroomBytes: room,
+		Events:        harvest.Tee(harvest.LogEvents(n.log), harvestEvents(events)),
 	})
 	if err != nil {
 		return fail(ErrDevice, err)

@@ -231,7 +231,7 @@ func (r *Rebalancer) view(now time.Duration, mend bool) View {
 	var health map[device.Space]error
 	var room map[device.Space]int
 	if r.o.Harvest != nil {
-		health, room = r.o.Harvest.Health(), r.o.Harvest.Room(r.o.Core.Bytes)
+		health, room = r.o.Harvest.Health(), r.o.Harvest.Room(experts.HarvestClient, r.o.Core.Bytes)
 	}
 	for _, l := range r.store.Links() {
 		if _, gpu := l.From.GPU(); !gpu {
