@@ -4,8 +4,6 @@ import (
 	"errors"
 	"fmt"
 	"slices"
-	"strings"
-	"sync/atomic"
 	"time"
 
 	"github.com/moeserve/moeserve/device"
@@ -24,7 +22,7 @@ import (
 //	step(cleared) ─► giveBack ─► ended(returned)
 type controller struct {
 	rules
-	peers   []*peer
+	peers   peers
 	clients map[string]*client
 	handles uint64 // numbers given
 	slabs   uint64 // numbers given
@@ -53,6 +51,26 @@ func (r *rules) slabsFor(client string) (owner string, bytes int64) {
 		return client, n
 	}
 	return "", r.slabBytes
+}
+
+func newController(o Options) *controller {
+	c := &controller{rules: o.rules(), clients: map[string]*client{}}
+	top := o.Machine.Topology()
+	for _, s := range o.Peers {
+		p := &peer{space: s, paths: map[device.Space]device.Path{}, stale: errors.New("no reading yet")}
+		for _, to := range top.Spaces() {
+			if path, err := top.Path(s, to); err == nil {
+				p.paths[to] = path
+			}
+		}
+		info, _ := top.Info(s)
+		p.headroom = max(o.HeadroomBytes, 0)
+		if o.HeadroomBytes == 0 {
+			p.headroom = info.MemoryBytes / 20
+		}
+		c.peers = append(c.peers, p)
+	}
+	return c
 }
 
 type client struct {
@@ -142,14 +160,6 @@ func (c *controller) take() []action {
 
 func (c *controller) do(a action) { c.actions = append(c.actions, a) }
 
-// peer returns the peer of that space.
-func (c *controller) peer(op string, s device.Space) (*peer, error) {
-	if i := slices.IndexFunc(c.peers, func(p *peer) bool { return p.space == s }); i >= 0 {
-		return c.peers[i], nil
-	}
-	return nil, fmt.Errorf("harvest: %s: %s is no peer", op, s)
-}
-
 // place is where a request goes.
 type place struct {
 	peer *peer
@@ -176,85 +186,31 @@ func (c *controller) request(bytes int64, hints Hints, now time.Duration) (Reque
 		c.clients[hints.Client] = &client{}
 	}
 	req := Request{Bytes: device.Align(bytes), Hints: hints, Held: c.clients[hints.Client].held, Clients: len(c.clients), Now: now}
-	for _, p := range c.peers {
-		if p.health == nil {
-			req.Total += p.inService() + max(p.spare(), 0)
-		}
-	}
+	req.Total = c.peers.total()
 	return req, nil
 }
 
 // choose says where the request goes.
 func (c *controller) choose(req Request) (place, error) {
-	from := c.candidates(req)
+	owner, slabBytes := c.slabsFor(req.Hints.Client)
+	from := c.peers.candidates(req, owner, slabBytes)
 	if len(from) == 0 {
-		return place{}, c.noCapacity(req)
+		return place{}, c.peers.noCapacity(req)
 	}
 	i, err := c.policy.Choose(req, from)
 	if err != nil {
 		return place{}, err
 	}
 	to := from[i]
-	p, err := c.peer("alloc", to.Peer.Space)
+	p, err := c.peers.find("alloc", to.Peer.Space)
 	if err != nil {
 		return place{}, err
 	}
-	owner, _ := c.slabsFor(req.Hints.Client)
 	at := place{peer: p, bytes: to.Hole, owner: owner, off: to.offset}
 	if to.Slab != 0 {
 		at.slab = p.slabs[slices.IndexFunc(p.slabs, func(s *slab) bool { return s.id == to.Slab })]
 	}
 	return at, nil
-}
-
-// candidates lists where the request fits.
-func (c *controller) candidates(req Request) []Candidate {
-	var cs []Candidate
-	n := req.Bytes
-	after := req.Hints.After
-	owner, slabBytes := c.slabsFor(req.Hints.Client)
-	for _, p := range c.peers {
-		if p.closed(req) != "" {
-			continue
-		}
-		state := p.state(req.Hints.Reader)
-		for _, s := range p.slabs {
-			if s.leaving != nil || s.owner != owner {
-				continue
-			}
-			if h, ok := s.segments.best(n); ok {
-				cs = append(cs, Candidate{Peer: state, Slab: s.id, Hole: h.bytes, Leftover: h.bytes - n, offset: h.off})
-			}
-			if after != nil && after.account.slab == s && after.account.state == live {
-				if h, ok := s.segments.at(after.account.off+device.Align(after.r.Bytes), n); ok {
-					cs = append(cs, Candidate{Peer: state, Slab: s.id, Hole: h.bytes, Leftover: h.bytes - n, Adjacent: true, offset: h.off})
-				}
-			}
-		}
-		if p.newSlabs(req) == "" {
-			size := slabBytes
-			if n > size || p.spare() < size {
-				size = n
-			}
-			cs = append(cs, Candidate{Peer: state, Hole: size, Leftover: size - n})
-		}
-	}
-	return cs
-}
-
-func (c *controller) noCapacity(req Request) error {
-	var why []string
-	for _, p := range c.peers {
-		w := p.closed(req)
-		if w == "" {
-			w = p.newSlabs(req)
-		}
-		why = append(why, p.space.String()+" "+w)
-	}
-	if len(why) == 0 {
-		return fmt.Errorf("%w: there are no peers", ErrNoCapacity)
-	}
-	return fmt.Errorf("%w: %s", ErrNoCapacity, strings.Join(why, "; "))
 }
 
 // refused says that the device did not give the slab: its peer is no candidate until
@@ -276,7 +232,7 @@ func (c *controller) took(at place, r device.Region) *slab {
 }
 
 // grant makes the handle.
-func (c *controller) grant(s *slab, off, bytes int64, req Request, clock *atomic.Int64) *Handle {
+func (c *controller) grant(s *slab, off, bytes int64, req Request, clock *timeline) *Handle {
 	c.policy.Granted(req)
 	s.segments.take(off, req.Bytes)
 	c.handles++
@@ -295,8 +251,8 @@ func (c *controller) grant(s *slab, off, bytes int64, req Request, clock *atomic
 	return h
 }
 
-// owns says whether the handle is one of c's.
-func (c *controller) owns(op string, h *Handle) error {
+// of fails where the handle is not one of c's.
+func (h *Handle) of(op string, c *controller) error {
 	if h == nil || h.account.of != c {
 		return fmt.Errorf("harvest: %s: the handle is not of this runtime", op)
 	}
@@ -316,7 +272,7 @@ func (h *Handle) ended(op string) error {
 
 // callback has f called if the handle is revoked.
 func (c *controller) callback(h *Handle, f func(Revocation)) error {
-	if err := c.owns("register a callback", h); err != nil {
+	if err := h.of("register a callback", c); err != nil {
 		return err
 	}
 	if h.account.state != revoking { // its callback has not run
@@ -337,7 +293,7 @@ func (c *controller) callback(h *Handle, f func(Revocation)) error {
 // free begins to end a handle: once it is known whether it is drained, which its caller
 // finds out, release does.
 func (c *controller) free(h *Handle, now time.Duration) error {
-	if err := c.owns("free", h); err != nil {
+	if err := h.of("free", c); err != nil {
 		return err
 	}
 	if err := h.ended("free"); err != nil {

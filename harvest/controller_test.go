@@ -6,7 +6,6 @@ import (
 	"slices"
 	"strconv"
 	"strings"
-	"sync/atomic"
 	"testing"
 	"time"
 
@@ -21,7 +20,7 @@ type core struct {
 	t       *testing.T
 	c       *controller
 	now     time.Duration
-	clock   atomic.Int64
+	clock   timeline
 	handles map[string]*Handle
 	names   map[*Handle]string
 	asked   map[*peer]int // moves when the peers were asked
@@ -91,7 +90,7 @@ func (s *core) peer(text string) *peer {
 	if err != nil {
 		s.t.Fatal(err)
 	}
-	p, err := s.c.peer("script", device.HBM(n))
+	p, err := s.c.peers.find("script", device.HBM(n))
 	if err != nil {
 		s.t.Fatal(err)
 	}

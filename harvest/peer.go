@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"math"
 	"slices"
+	"strings"
 	"time"
 
 	"github.com/moeserve/moeserve/device"
@@ -32,6 +33,78 @@ type peer struct {
 	bandwidth        average
 	churn            churn
 	churnRate        float64
+}
+
+// peers are all lenders.
+type peers []*peer
+
+// find returns the peer of that space.
+func (ps peers) find(op string, s device.Space) (*peer, error) {
+	if i := slices.IndexFunc(ps, func(p *peer) bool { return p.space == s }); i >= 0 {
+		return ps[i], nil
+	}
+	return nil, fmt.Errorf("harvest: %s: %s is no peer", op, s)
+}
+
+// total is what there is for clients: slabs in service, and what may still be taken.
+func (ps peers) total() (n int64) {
+	for _, p := range ps {
+		if p.health == nil {
+			n += p.inService() + max(p.spare(), 0)
+		}
+	}
+	return n
+}
+
+// candidates lists where the request fits: into slabs of that owner, or new ones of that
+// size.
+func (ps peers) candidates(req Request, owner string, slabBytes int64) []Candidate {
+	var cs []Candidate
+	n := req.Bytes
+	after := req.Hints.After
+	for _, p := range ps {
+		if p.closed(req) != "" {
+			continue
+		}
+		state := p.state(req.Hints.Reader)
+		for _, s := range p.slabs {
+			if s.leaving != nil || s.owner != owner {
+				continue
+			}
+			if h, ok := s.segments.best(n); ok {
+				cs = append(cs, Candidate{Peer: state, Slab: s.id, Hole: h.bytes, Leftover: h.bytes - n, offset: h.off})
+			}
+			if after != nil && after.account.slab == s && after.account.state == live {
+				if h, ok := s.segments.at(after.account.off+device.Align(after.r.Bytes), n); ok {
+					cs = append(cs, Candidate{Peer: state, Slab: s.id, Hole: h.bytes, Leftover: h.bytes - n, Adjacent: true, offset: h.off})
+				}
+			}
+		}
+		if p.newSlabs(req) == "" {
+			size := slabBytes
+			if n > size || p.spare() < size {
+				size = n
+			}
+			cs = append(cs, Candidate{Peer: state, Hole: size, Leftover: size - n})
+		}
+	}
+	return cs
+}
+
+// noCapacity says why the request fits nowhere.
+func (ps peers) noCapacity(req Request) error {
+	var why []string
+	for _, p := range ps {
+		w := p.closed(req)
+		if w == "" {
+			w = p.newSlabs(req)
+		}
+		why = append(why, p.space.String()+" "+w)
+	}
+	if len(why) == 0 {
+		return fmt.Errorf("%w: there are no peers", ErrNoCapacity)
+	}
+	return fmt.Errorf("%w: %s", ErrNoCapacity, strings.Join(why, "; "))
 }
 
 // slab is a piece of device memory that is divided among handles.

@@ -25,7 +25,7 @@ var unnamed = NewHolder("unnamed")
 // cell's state word and at most one hold, without a lock.
 type readers struct {
 	cell  residency.Cell
-	clock *atomic.Int64 // the runtime's, nanoseconds
+	clock *timeline // the runtime's
 	holds [maxHolds]hold
 	// ex is held from refuse to invalidate. It belongs to the goroutine in Runtime.Free,
 	// then to the one that ticks.
@@ -54,7 +54,7 @@ type departure struct {
 }
 
 // admit lets readers in.
-func (r *readers) admit(clock *atomic.Int64) {
+func (r *readers) admit(clock *timeline) {
 	r.clock = clock
 	ex, _ := r.cell.BeginExclusive() // nobody else knows of the handle
 	ex.Replace()
@@ -74,7 +74,7 @@ func (r *readers) acquire(by *Holder) (ref residency.Ref, slot int, ok bool) {
 	for i := range r.holds {
 		s := &r.holds[i]
 		if s.by.Load() == nil && s.by.CompareAndSwap(nil, by) {
-			s.since.Store(r.clock.Load())
+			s.since.Store(r.clock.at.Load())
 			return ref, i, true
 		}
 	}
@@ -94,7 +94,7 @@ func (r *readers) vacate(slot int) {
 // depart notes that work of a holder goes on until p.
 func (r *readers) depart(by *Holder, p device.Point) {
 	r.mu.Lock()
-	r.left = later(r.left, departure{by, time.Duration(r.clock.Load()), p})
+	r.left = later(r.left, departure{by, r.clock.now(), p})
 	var all []departure
 	if len(r.left) >= max(r.look, fewDepartures) {
 		all = slices.Clone(r.left)

@@ -28,7 +28,7 @@ func (r *Runtime) Reclaim(s device.Space, bytes int64, within time.Duration) (*R
 	def(&within, r.o.Deadline)
 	rec := &Reclamation{r: r, device: s}
 	err := r.decide(func(c *controller) error {
-		p, err := c.peer("reclaim", s)
+		p, err := c.peers.find("reclaim", s)
 		if err != nil {
 			return err
 		}
@@ -84,7 +84,7 @@ func (r *Runtime) late(of *claim) string {
 	r.mu.Lock()
 	vs := r.control.late(of)
 	r.mu.Unlock()
-	now := time.Duration(r.clock.Load())
+	now := r.clock.now()
 	var parts []string
 	for _, v := range vs {
 		if v.Handle != nil {
@@ -98,7 +98,7 @@ func (r *Runtime) late(of *claim) string {
 // carry carries on what was begun, for somebody who waits for the end of it, and says
 // how much is left.
 func (r *Runtime) carry() (pending int) {
-	return r.turn(func() { r.carryOn(r.pass(r.now())) })
+	return r.turn(func() { r.carryOn(r.clock.pass(r.now())) })
 }
 
 // rest lets others go on, for whose end somebody waits.

@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"sync"
-	"sync/atomic"
 	"time"
 
 	"github.com/moeserve/moeserve/device"
@@ -19,25 +18,19 @@ import (
 // callback runs, memory is given back or a fence is asked, which on a virtual machine may
 // run other work. Taking and releasing references does not need it.
 type Runtime struct {
-	o       Options
-	monitor Monitor
-	// owned is the monitor that the runtime closes.
-	owned *MachineMonitor
-	zeros device.Memory
-	// release gives up, once, what is not a slab.
+	o    Options
+	have resources
+	// release gives them up, once.
 	release func() error
-	// clock is the latest time that was passed in, in nanoseconds.
-	clock atomic.Int64
+	clock   timeline
 
 	mu      sync.Mutex
 	control *controller
-	memory  map[*slab]device.Memory
 	// ticking says that a goroutine reads peers and carries out actions. Only one does
-	// at a time; scrubbers are its own.
-	ticking   bool
-	scrubbers map[device.Space]*scrubber
-	stop      func() // ends the loop; nil before Start
-	retired   bool   // nobody ticks any more
+	// at a time.
+	ticking bool
+	stop    func() // ends the loop; nil before Start
+	retired bool   // nobody ticks any more
 }
 
 // New takes the first readings. Nothing is borrowed before Alloc asks.
@@ -46,84 +39,17 @@ func New(o Options) (*Runtime, error) {
 	if err := o.Validate(); err != nil {
 		return nil, err
 	}
-	r := &Runtime{
-		o: o, monitor: o.Monitor, memory: map[*slab]device.Memory{}, scrubbers: map[device.Space]*scrubber{},
-		control: &controller{rules: o.rules(), clients: map[string]*client{}},
-	}
-	r.release = sync.OnceValue(r.closeAll)
-	if err := r.open(); err != nil {
+	r := &Runtime{o: o, control: newController(o)}
+	r.release = sync.OnceValue(r.have.close)
+	if err := r.have.open(o); err != nil {
 		return nil, errors.Join(err, r.release())
 	}
 	r.observe(r.now())
 	return r, nil
 }
 
-func (r *Runtime) open() (err error) {
-	m := r.o.Machine
-	if r.zeros, err = m.Alloc(device.Host, r.o.ClearBytes, "harvest zeros"); err != nil {
-		return fmt.Errorf("harvest: %w", err)
-	}
-	clear(r.zeros.Write(0, r.o.ClearBytes))
-	top := m.Topology()
-	for _, s := range r.o.Peers {
-		if r.scrubbers[s], err = newScrubber(m, s, r.zeros); err != nil {
-			delete(r.scrubbers, s)
-			return err
-		}
-		p := &peer{space: s, paths: map[device.Space]device.Path{}, stale: errors.New("no reading yet")}
-		for _, to := range top.Spaces() {
-			if path, err := top.Path(s, to); err == nil {
-				p.paths[to] = path
-			}
-		}
-		info, _ := top.Info(s)
-		p.headroom = max(r.o.HeadroomBytes, 0)
-		if r.o.HeadroomBytes == 0 {
-			p.headroom = info.MemoryBytes / 20
-		}
-		r.control.peers = append(r.control.peers, p)
-	}
-	if r.monitor == nil {
-		if r.owned, err = NewMachineMonitor(m, r.o.Peers); err != nil {
-			return err
-		}
-		r.monitor = r.owned
-	}
-	return nil
-}
-
-// closeAll gives up everything but slabs, of which there are none.
-func (r *Runtime) closeAll() error {
-	var errs []error
-	for _, s := range r.scrubbers {
-		errs = append(errs, s.close())
-	}
-	if r.owned != nil {
-		errs = append(errs, r.owned.Close())
-	}
-	if r.zeros != nil {
-		errs = append(errs, r.zeros.Free())
-	}
-	return errors.Join(errs...)
-}
-
 // now is the time of the latest tick, or the machine's if that is later.
-func (r *Runtime) now() time.Duration {
-	return max(time.Duration(r.clock.Load()), r.o.Machine.Now())
-}
-
-// pass lets the clock go on to now, or leaves it where that is past.
-func (r *Runtime) pass(now time.Duration) time.Duration {
-	for {
-		old := r.clock.Load()
-		if int64(now) <= old {
-			return time.Duration(old)
-		}
-		if r.clock.CompareAndSwap(old, int64(now)) {
-			return now
-		}
-	}
-}
+func (r *Runtime) now() time.Duration { return max(r.clock.now(), r.o.Machine.Now()) }
 
 // Alloc borrows bytes of a peer's memory, aligned to 256. It never waits for
 // memory to be given back: where there is no room now it fails with ErrNoCapacity,
@@ -145,7 +71,7 @@ func (r *Runtime) Alloc(bytes int64, hints Hints) (*Handle, error) {
 
 func (r *Runtime) alloc(bytes int64, hints Hints) (*Handle, error) {
 	c := r.control
-	req, err := c.request(bytes, hints, time.Duration(r.clock.Load()))
+	req, err := c.request(bytes, hints, r.clock.now())
 	if err != nil {
 		return nil, err
 	}
@@ -155,13 +81,12 @@ func (r *Runtime) alloc(bytes int64, hints Hints) (*Handle, error) {
 			return nil, err
 		}
 		if to.slab == nil {
-			mem, err := r.o.Machine.Alloc(to.peer.space, to.bytes, fmt.Sprintf("harvest slab %d", c.slabs+1))
+			at, err := r.have.take(to.peer.space, to.bytes, c.slabs+1)
 			if err != nil {
 				c.refused(to, err)
 				continue
 			}
-			to.slab = c.took(to, mem.Region(0, to.bytes))
-			r.memory[to.slab] = mem
+			to.slab = c.took(to, at)
 		}
 		return c.grant(to.slab, to.off, bytes, req, &r.clock), nil
 	}
@@ -210,7 +135,7 @@ func (r *Runtime) Readmit(s device.Space) error { return r.judge("readmit", s, n
 
 func (r *Runtime) judge(op string, s device.Space, cause error) error {
 	return r.decide(func(c *controller) error {
-		p, err := c.peer(op, s)
+		p, err := c.peers.find(op, s)
 		if err == nil {
 			c.exclude(p, cause, r.now())
 		}
@@ -218,8 +143,8 @@ func (r *Runtime) judge(op string, s device.Space, cause error) error {
 	})
 }
 
-// decide asks the controller, and does what it wants done at once. f only leads to
-// that.
+// decide tells the controller something that leads to no action but those done at once,
+// and does these.
 func (r *Runtime) decide(f func(*controller) error) error {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -253,7 +178,7 @@ func (r *Runtime) apply() (rest []action) {
 // amid a tick, a Tick does nothing but tell the time. On a virtual machine, where
 // nothing goes on while nobody waits, ticks alone do not make readers and clearing end.
 func (r *Runtime) Tick(now time.Duration) (pending int, err error) {
-	now = r.pass(now)
+	now = r.clock.pass(now)
 	r.mu.Lock()
 	closing := r.control.closing
 	r.mu.Unlock()
@@ -292,7 +217,7 @@ func (r *Runtime) observe(now time.Duration) {
 	}
 	r.mu.Unlock()
 	for i := range rs {
-		rs[i].Reading, rs[i].err = r.monitor.Read(rs[i].peer.space)
+		rs[i].Reading, rs[i].err = r.have.monitor.Read(rs[i].peer.space)
 	}
 	_ = r.decide(func(c *controller) error {
 		c.observe(now, rs)
@@ -311,9 +236,7 @@ func (r *Runtime) carryOn(now time.Duration) {
 			ends = append(ends, drained{h, err})
 		}
 	}
-	for _, p := range r.o.Peers {
-		ends = append(ends, r.scrubbers[p].ended()...)
-	}
+	ends = append(ends, r.have.scrubbed()...)
 	r.carryOut(now, func(c *controller) { c.step(now, ends) })
 	r.carryOut(now, func(c *controller) { c.review(now) })
 }
@@ -346,32 +269,15 @@ func (r *Runtime) perform(a action, now time.Duration) result {
 		a.f(a.v)
 		return called{a.h, r.o.Machine.Now() - began}
 	case scrub:
-		r.scrubbers[a.slab.peer.space].begin(a.slab, r.of(a.slab), a.bytes)
+		r.have.scrub(a.slab, a.bytes)
 	case giveBack:
-		return returned{a.slab, r.giveBack(a.slab)}
+		return returned{a.slab, r.have.giveBack(a.slab)}
 	case report:
 		a.v.Holders = a.v.Handle.readers.holders(now)
 		r.mu.Lock()
 		defer r.mu.Unlock()
 		r.o.Events.tell(a.v)
 	}
-	return nil
-}
-
-// of is the slab's memory.
-func (r *Runtime) of(s *slab) device.Memory {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	return r.memory[s]
-}
-
-func (r *Runtime) giveBack(s *slab) error {
-	if err := r.of(s).Free(); err != nil {
-		return err
-	}
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	delete(r.memory, s)
 	return nil
 }
 

@@ -7,6 +7,7 @@ import (
 	"math"
 	"math/rand/v2"
 	"os"
+	"runtime"
 	"slices"
 	"strconv"
 	"strings"
@@ -38,7 +39,7 @@ func machine(t testing.TB, o emulated.Options) *emulated.Machine {
 }
 
 // open makes a runtime over gpu1 and gpu2, closed at the end of the test.
-func open(t testing.TB, m *emulated.Machine, o harvest.Options) *harvest.Runtime {
+func open(t testing.TB, m device.Machine, o harvest.Options) *harvest.Runtime {
 	t.Helper()
 	o.Machine = m
 	if o.Peers == nil {
@@ -289,9 +290,17 @@ func TestManyHolders(t *testing.T) {
 	}
 }
 
+// late is a machine whose clock can be set forward.
+type late struct {
+	*emulated.Machine
+	by time.Duration
+}
+
+func (m *late) Now() time.Duration { return m.Machine.Now() + m.by }
+
 // TestSlowCallback: a callback that blocks is reported.
 func TestSlowCallback(t *testing.T) {
-	m := machine(t, emulated.Options{})
+	m := &late{Machine: machine(t, emulated.Options{Virtual: true})}
 	var got []harvest.ViolationInfo
 	r := open(t, m, harvest.Options{SlabBytes: 4096, CallbackLimit: time.Millisecond, Events: harvest.EventListener{
 		Violated: func(i harvest.ViolationInfo) { got = append(got, i) },
@@ -300,7 +309,7 @@ func TestSlowCallback(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if err := r.RegisterCallback(h, func(harvest.Revocation) { time.Sleep(5 * time.Millisecond) }); err != nil {
+	if err := r.RegisterCallback(h, func(harvest.Revocation) { m.by += 5 * time.Millisecond }); err != nil {
 		t.Fatal(err)
 	}
 	c, err := r.Reclaim(h.Device(), 1, time.Minute)
@@ -310,7 +319,7 @@ func TestSlowCallback(t *testing.T) {
 	if err := c.Wait(t.Context()); err != nil {
 		t.Fatal(err)
 	}
-	if len(got) != 1 || !got[0].Callback || got[0].Took < 5*time.Millisecond {
+	if len(got) != 1 || !got[0].Callback || got[0].Took != 5*time.Millisecond {
 		t.Errorf("violations %v", got)
 	}
 }
@@ -461,50 +470,43 @@ func TestCleared(t *testing.T) {
 // TestLoop: a runtime that was started notices by itself that others need memory,
 // and gives it back.
 func TestLoop(t *testing.T) {
-	m := machine(t, emulated.Options{GPUs: gpus(3, 64<<10), Check: true})
-	r := open(t, m, harvest.Options{SlabBytes: 4096, HeadroomBytes: 8192, Interval: 100 * time.Microsecond})
+	m := machine(t, emulated.Options{GPUs: gpus(3, 64<<10), Check: true, Virtual: true})
+	r := open(t, m, harvest.Options{SlabBytes: 4096, HeadroomBytes: 8192})
 	if err := r.Start(); err != nil {
 		t.Fatal(err)
 	}
 	if err := r.Start(); err == nil {
 		t.Error("it is started twice")
 	}
-	gone := make(chan harvest.Reason, 1)
 	h, err := r.Alloc(4096, harvest.Hints{Peers: peers12[:1]})
 	if err != nil {
 		t.Fatal(err)
 	}
-	if err := r.RegisterCallback(h, func(v harvest.Revocation) { gone <- v.Reason }); err != nil {
+	var gone []harvest.Reason
+	if err := r.RegisterCallback(h, func(v harvest.Revocation) { gone = append(gone, v.Reason) }); err != nil {
 		t.Fatal(err)
 	}
 	if err := m.Take(device.HBM(1), 53<<10); err != nil {
 		t.Fatal(err)
 	}
-	select {
-	case reason := <-gone:
-		if reason != harvest.ReasonPressure {
-			t.Errorf("revoked for %v", reason)
-		}
-	case <-time.After(time.Minute):
-		t.Fatal("nothing is revoked")
+	m.Turn()
+	if !slices.Equal(gone, []harvest.Reason{harvest.ReasonPressure}) {
+		t.Errorf("revoked for %v", gone)
 	}
-	for began := time.Now(); ; time.Sleep(time.Millisecond) {
-		u, err := m.Usage(device.HBM(1))
-		if err != nil {
-			t.Fatal(err)
-		}
-		if u.Allocated == 0 {
-			break
-		}
-		if time.Since(began) > time.Minute {
-			t.Fatalf("%d bytes are not given back", u.Allocated)
-		}
+	drive(t, m) // the clearing
+	m.Turn()
+	if u, err := m.Usage(device.HBM(1)); err != nil || u.Allocated != 0 {
+		t.Fatalf("%d bytes are not given back, %v", u.Allocated, err)
 	}
 	ctx, cancel := context.WithTimeout(t.Context(), time.Nanosecond)
 	defer cancel()
 	if err := r.Close(ctx); err != nil {
 		t.Errorf("with nothing to wait for: %v", err)
 	}
+	if err := r.Start(); err == nil {
+		t.Error("it is started after its end")
+	}
+	m.Turn()
 }
 
 // TestTraceIsPlayed: others come and go as a generated trace says; whatever they do,
@@ -840,15 +842,13 @@ func TestHammer(t *testing.T) {
 	}
 	const seed = 1
 	var all, rest sync.WaitGroup
-	done := make(chan struct{})
+	ctx, done := context.WithCancel(t.Context())
 	rest.Go(func() { // others
 		rng := rand.New(rand.NewPCG(seed, 100))
 		held := map[device.Space]int64{}
 		for i := 0; ; i++ {
-			select {
-			case <-done:
+			if m.Yield(ctx, time.Duration(rng.IntN(3000))*time.Microsecond) != nil {
 				return
-			case <-time.After(time.Duration(rng.IntN(3000)) * time.Microsecond):
 			}
 			s := peers12[rng.IntN(2)]
 			if i%8 == 0 {
@@ -878,7 +878,7 @@ func TestHammer(t *testing.T) {
 		})
 	}
 	all.Wait()
-	close(done)
+	done()
 	rest.Wait()
 	if err := r.Close(t.Context()); err != nil {
 		t.Fatal(err)
@@ -938,7 +938,7 @@ func (c *hammerer) work(n int) (err error) {
 			if c.refused == before {
 				break
 			}
-			time.Sleep(100 * time.Microsecond) // and do another operation instead
+			runtime.Gosched() // and do another operation instead
 		}
 	}
 	for len(c.objects) > 0 {

@@ -81,7 +81,7 @@ type SegmentUsage struct {
 func (r *Runtime) State() State {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	return r.control.state(time.Duration(r.clock.Load()))
+	return r.control.state(r.clock.now())
 }
 
 // Health is why each peer must not be used, nil for one that may.

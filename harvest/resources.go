@@ -1,0 +1,128 @@
+package harvest
+
+import (
+	"errors"
+	"fmt"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/moeserve/moeserve/device"
+)
+
+// resources are what a runtime has of the machine: the slabs' memory, and with what it is
+// overwritten and read.
+type resources struct {
+	machine device.Machine
+	monitor Monitor
+	// owned is the monitor that was made here.
+	owned *MachineMonitor
+	zeros device.Memory
+	peers []device.Space
+	// scrubbers are used by the goroutine that ticks.
+	scrubbers map[device.Space]*scrubber
+
+	mu     sync.Mutex
+	memory map[uint64]device.Memory // by slab
+}
+
+// open takes what it needs from the machine; close gives it back, also after an error.
+func (r *resources) open(o Options) (err error) {
+	r.machine, r.monitor, r.peers = o.Machine, o.Monitor, o.Peers
+	r.scrubbers, r.memory = map[device.Space]*scrubber{}, map[uint64]device.Memory{}
+	if r.zeros, err = r.machine.Alloc(device.Host, o.ClearBytes, "harvest zeros"); err != nil {
+		return fmt.Errorf("harvest: %w", err)
+	}
+	clear(r.zeros.Write(0, o.ClearBytes))
+	for _, p := range r.peers {
+		s, err := newScrubber(r.machine, p, r.zeros)
+		if err != nil {
+			return err
+		}
+		r.scrubbers[p] = s
+	}
+	if r.monitor == nil {
+		if r.owned, err = NewMachineMonitor(r.machine, r.peers); err != nil {
+			return err
+		}
+		r.monitor = r.owned
+	}
+	return nil
+}
+
+// close gives up everything but slabs, of which there are none.
+func (r *resources) close() error {
+	var errs []error
+	for _, s := range r.scrubbers {
+		errs = append(errs, s.close())
+	}
+	if r.owned != nil {
+		errs = append(errs, r.owned.Close())
+	}
+	if r.zeros != nil {
+		errs = append(errs, r.zeros.Free())
+	}
+	return errors.Join(errs...)
+}
+
+// take takes the memory of a slab from its device.
+func (r *resources) take(s device.Space, bytes int64, slab uint64) (device.Region, error) {
+	mem, err := r.machine.Alloc(s, bytes, fmt.Sprintf("harvest slab %d", slab))
+	if err != nil {
+		return device.Region{}, err
+	}
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.memory[slab] = mem
+	return mem.Region(0, bytes), nil
+}
+
+// of is the slab's memory.
+func (r *resources) of(s *slab) device.Memory {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.memory[s.id]
+}
+
+// giveBack frees the slab's memory.
+func (r *resources) giveBack(s *slab) error {
+	if err := r.of(s).Free(); err != nil {
+		return err
+	}
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	delete(r.memory, s.id)
+	return nil
+}
+
+// scrub begins to overwrite the first bytes of the slab.
+func (r *resources) scrub(s *slab, bytes int64) {
+	r.scrubbers[s.peer.space].begin(s, r.of(s), bytes)
+}
+
+// scrubbed says which slabs have been overwritten since it was last asked.
+func (r *resources) scrubbed() (over []result) {
+	for _, p := range r.peers {
+		over = append(over, r.scrubbers[p].ended()...)
+	}
+	return over
+}
+
+// timeline is the latest time that was passed in, in nanoseconds. It never runs
+// backwards.
+type timeline struct{ at atomic.Int64 }
+
+func (t *timeline) now() time.Duration { return time.Duration(t.at.Load()) }
+
+// pass lets it go on to a time, unless it is past that, and returns where it is then.
+func (t *timeline) pass(to time.Duration) time.Duration {
+	for {
+		old := t.at.Load()
+		if int64(to) <= old {
+			return time.Duration(old)
+		}
+		if t.at.CompareAndSwap(old, int64(to)) {
+			return to
+		}
+	}
+}
