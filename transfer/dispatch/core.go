@@ -356,13 +356,14 @@ func (c *Core) Recovered(number int, err error) {
 	c.settle(number)
 }
 
-// judge finds the chunk, in the order of launches, by which the others failed. Chunks
-// that were refused were the last to be launched.
+// judge finds the chunk, in the order of launches, because of which the others failed: the
+// first that failed, or was refused, which may have put the stream into error too.
 func (c *Core) judge(l *link, number int) {
 	blamed := false
 	for _, i := range c.order {
 		switch s := &l.slots[i]; {
 		case s.state == refused:
+			blamed = true
 			c.fail(s.chunk.Request, s.err)
 		case blamed:
 		case s.retried:

@@ -19,14 +19,16 @@
 // of the first request, by class and then by submission, that it can carry and whose
 // points are all reached. So a request of a higher class overtakes at the next chunk,
 // and a link that drains slowly takes less. A link carries what goes from its own
-// source to its own target; one that brings bytes half the way, to be taken on from
-// there by another, would be one more case of Core.carries and of Core.landed.
+// source to its own target. One that brings bytes half the way, to be taken on from there
+// by another, is one more case where links say what they carry (link.carries), and of what
+// follows when a chunk has landed (Core.Landed); a chunk does not know its link.
 //
 // # Failure
 //
 // A chunk that fails stops its link: nothing more is launched until every chunk that is
 // with the device has ended, and the stream was recovered. The first chunk that failed
-// is launched once more, and with it those behind it, which failed because it did. A
+// is launched once more, on the same link (Core.Recovered is where it could go elsewhere),
+// and with it those behind it, which failed because it did. A
 // chunk that fails for the second time, or that the device did not accept, fails its
 // request. A link whose device is lost fails every request that only it can carry.
 //

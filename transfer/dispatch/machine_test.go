@@ -173,6 +173,12 @@ func (m *model) launch(a Action) {
 			}
 		}
 	}
+	if rapid.IntRange(0, 19).Draw(m.t, "refuses") == 0 {
+		// The stream may be in error then, and fail what was launched together with this.
+		l.broken = l.broken || rapid.Bool().Draw(m.t, "breaks")
+		m.core.Refused(a.Link, a.Slot, errChunk)
+		return
+	}
 	c.flying++
 	l.flights = append(l.flights, flight{a.Slot, a.Chunk})
 }
@@ -230,16 +236,6 @@ func (m *model) landFirst(i int) {
 func (m *model) fail(t *rapid.T) {
 	i := m.link(t, func(l *track) bool { return len(l.flights) > 0 })
 	l := m.links[i]
-	if !l.broken && rapid.Bool().Draw(t, "refused") {
-		// Only the last to be launched can be: the core launches nothing behind it.
-		last := len(l.flights) - 1
-		f := l.flights[last]
-		l.flights = l.flights[:last]
-		f.c.Request.Owner.(*copied).flying--
-		m.core.Refused(i, f.slot, errChunk)
-		m.act()
-		return
-	}
 	l.broken = true
 	m.failFirst(i)
 }
