@@ -33,10 +33,10 @@
 //
 // # Random numbers
 //
-// Sampling noise (GumbelNoise) and dummy weights (FillDummy) come from one
-// counter-based generator (Philox4x32), described to the bit so that every backend
-// has the same values. So is what cuts a distribution before a token is drawn (Exp,
-// SampleWeight): from the same logits all backends draw the same tokens.
+// Sampling noise and dummy weights come from one counter-based generator (package
+// philox), described to the bit so that every backend has the same values. So is what
+// cuts a distribution before a token is drawn (Exp, SampleWeight): from the same logits
+// all backends draw the same tokens.
 //
 // # Invariants
 //

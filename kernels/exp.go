@@ -5,7 +5,7 @@ import "math"
 // Exp is e^x for x <= 0, within 2 units in the last place, with the same bits on
 // every backend: sampling cuts by it, see Sample. It is 0 where x is below -87 or
 // no number. With k = trunc(x*log2e - 1/2), r = (x - k*hi) - k*lo (hi and lo as in
-// GumbelNoise) and P = 1 + r (1 + r (1/2 + r (1/6 + r (1/24 + r (1/120 + r (1/720
+// philox.Gumbel) and P = 1 + r (1 + r (1/2 + r (1/6 + r (1/24 + r (1/120 + r (1/720
 // + r/5040)))))), it is P 2^k; every single operation is rounded to float32, and
 // none is fused.
 func Exp(x float32) float32 {

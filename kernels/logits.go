@@ -3,7 +3,7 @@ package kernels
 // Sample draws one token per row: the largest logit (the lowest id of equal
 // ones) where Temperature is 0, else the largest of logit/Temperature + g, with g
 // a Gumbel variate of the counter-based generator keyed by (seed, sample,
-// position, token): see GumbelNoise. Quotient and sum are rounded to float32, so
+// position, token): see philox.Gumbel. Quotient and sum are rounded to float32, so
 // all backends draw the same token from the same logits. A logit that is no
 // number is never drawn.
 //

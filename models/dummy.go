@@ -9,6 +9,7 @@ import (
 	"sync"
 
 	"github.com/moeserve/moeserve/kernels"
+	"github.com/moeserve/moeserve/kernels/philox"
 )
 
 // Dummy is a Source of seeded random weights in the shapes of a config: the same
@@ -29,7 +30,7 @@ type Dummy struct {
 type dummyTensor struct {
 	rows, cols int // cols 0: a vector
 	kind       dummyKind
-	exponent   int // of kernels.FillDummy
+	exponent   int // of philox.FillDummy
 	layer      int // of a router's bias
 }
 
@@ -93,7 +94,7 @@ func NewDummy(c *Config, seed uint64) *Dummy {
 	return d
 }
 
-// exponentFor is the exponent of kernels.FillDummy whose deviation, 73.9 *
+// exponentFor is the exponent of philox.FillDummy whose deviation, 73.9 *
 // 2^-exponent, is nearest.
 func exponentFor(deviation float64) int { return int(math.Round(math.Log2(73.9 / deviation))) }
 
@@ -130,7 +131,7 @@ func (d *Dummy) Read(name string, off, n int64, read func(data []byte) error) er
 	t, size := d.tensors[name], int64(d.config.DType.Size())
 	switch t.kind {
 	case dummyRandom:
-		kernels.FillDummy(data, d.config.DType, d.seed, name, off/size, t.exponent)
+		philox.FillDummy(data, d.config.DType, d.seed, name, off/size, t.exponent)
 	case dummyOnes:
 		ones := make([]float32, n/size)
 		for i := range ones {
@@ -151,7 +152,7 @@ func (d *Dummy) routerBias(layer int) []float32 {
 	key := make([]uint32, len(order))
 	for e := range order {
 		order[e] = e
-		key[e] = kernels.Philox4x32([4]uint32{uint32(e), uint32(layer)}, [2]uint32{uint32(d.seed), uint32(d.seed >> 32)})[0]
+		key[e] = philox.Block([4]uint32{uint32(e), uint32(layer)}, [2]uint32{uint32(d.seed), uint32(d.seed >> 32)})[0]
 	}
 	slices.SortStableFunc(order, func(a, b int) int { return cmp.Compare(key[a], key[b]) })
 	bias := make([]float32, len(order))

@@ -6,6 +6,7 @@ import (
 	"math/bits"
 
 	"github.com/moeserve/moeserve/kernels"
+	"github.com/moeserve/moeserve/kernels/philox"
 )
 
 // filter is what one row's MinP, TopK and TopP leave of its tokens: those of at
@@ -187,7 +188,7 @@ func (f *filter) draw(logits []float32, seed uint64, sample, position, first int
 		}
 		if id/4 != block {
 			block = id / 4
-			noise = kernels.GumbelBlock(seed, sample, position, block)
+			noise = philox.GumbelBlock(seed, sample, position, block)
 		}
 		s := v/f.temperature + noise[id%4]
 		if c.id < 0 && s == s || s > c.score {

@@ -6,6 +6,7 @@ import (
 
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/kernels"
+	"github.com/moeserve/moeserve/kernels/philox"
 )
 
 // segment is how many tokens one part of a row's draw takes; a multiple of 4.
@@ -110,7 +111,7 @@ func draw(logits []float32, temperature float32, seed uint64, sample, position, 
 	var noise [4]float32
 	for i, v := range logits {
 		if i%4 == 0 {
-			noise = kernels.GumbelBlock(seed, sample, position, block+int32(i/4))
+			noise = philox.GumbelBlock(seed, sample, position, block+int32(i/4))
 		}
 		s := v/temperature + noise[i%4]
 		if c.id < 0 && s == s || s > c.score {

@@ -9,6 +9,7 @@ import (
 	"github.com/moeserve/moeserve/device/emulated"
 	"github.com/moeserve/moeserve/kernels"
 	"github.com/moeserve/moeserve/kernels/cpu"
+	"github.com/moeserve/moeserve/kernels/philox"
 )
 
 // TestBadSampling gives the operations on logits data that they refuse: see
@@ -186,7 +187,7 @@ func BenchmarkSampling(b *testing.B) {
 	for _, rows := range []int{1, 16} {
 		values := make([]float32, rows*vocabulary)
 		for i := range values { // about normal, deviation 3
-			values[i] = -kernels.GumbelNoise(1, 0, 0, int32(i)) * 2.3
+			values[i] = -philox.Gumbel(1, 0, 0, int32(i)) * 2.3
 		}
 		logits := tensor(h, kernels.F32, values, rows, vocabulary)
 		all := func(v float32) kernels.Tensor {

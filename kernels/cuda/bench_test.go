@@ -14,6 +14,7 @@ import (
 
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/kernels"
+	"github.com/moeserve/moeserve/kernels/philox"
 )
 
 // The ceilings that shares are of, as measured on the device: reading memory, and a
@@ -98,7 +99,7 @@ func (x *bench) weights(t kernels.DType, shape ...int) kernels.Tensor {
 	w := kernels.New(0, t, shape...)
 	w.Addr = x.alloc(max(w.Bytes(), 256))
 	x.upload(w.Addr, w.Bytes(), func(b []byte) {
-		kernels.FillDummy(b[:len(b)/t.Size()*t.Size()], t, x.random.Uint64(), "bench", 0, x.exponent)
+		philox.FillDummy(b[:len(b)/t.Size()*t.Size()], t, x.random.Uint64(), "bench", 0, x.exponent)
 	})
 	return w
 }

@@ -17,6 +17,7 @@ import (
 	"github.com/moeserve/moeserve/kernels"
 	"github.com/moeserve/moeserve/kernels/cuda/internal/simt"
 	"github.com/moeserve/moeserve/kernels/kernelstest"
+	"github.com/moeserve/moeserve/kernels/philox"
 )
 
 // simtRunner runs kernels on the CPU, on a device of an emulated machine.
@@ -321,7 +322,7 @@ func TestEmulatedFewRows(t *testing.T) {
 			mems = append(mems, mem, host)
 			to.Addr = mem.Range(0, to.Bytes()).Addr
 			if to != &op.Out {
-				kernels.FillDummy(host.Write(0, to.Bytes()), kernels.BF16, random.Uint64(), "product", 0, 7)
+				philox.FillDummy(host.Write(0, to.Bytes()), kernels.BF16, random.Uint64(), "product", 0, 7)
 			}
 			if err := s.Copy(mem.Range(0, to.Bytes()), host.Range(0, to.Bytes())); err != nil {
 				t.Fatal(err)

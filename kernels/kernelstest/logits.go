@@ -9,6 +9,7 @@ import (
 	"strings"
 
 	"github.com/moeserve/moeserve/kernels"
+	"github.com/moeserve/moeserve/kernels/philox"
 )
 
 // cuts are one row's parameters of Sample.
@@ -193,7 +194,7 @@ func testSampleCuts(r *rig) {
 					var best float32
 					want := -1
 					for _, id := range left {
-						score := float32(float32(values[id])/float32(c.temperature)) + kernels.GumbelNoise(seeds[n], int32(samples[n]), int32(positions[n]), int32(id))
+						score := float32(float32(values[id])/float32(c.temperature)) + philox.Gumbel(seeds[n], int32(samples[n]), int32(positions[n]), int32(id))
 						if want < 0 || score > best {
 							best, want = score, id
 						}

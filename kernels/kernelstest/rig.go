@@ -10,6 +10,7 @@ import (
 
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/kernels"
+	"github.com/moeserve/moeserve/kernels/philox"
 )
 
 // guard is how many poisoned bytes stand before and behind every buffer.
@@ -231,7 +232,7 @@ func (t tensor) all() []byte { return t.buffer.before[t.offset():][:t.Bytes()] }
 func (r *rig) fillWeights(dst []byte, t kernels.DType, columns int) {
 	n := len(dst) / t.Size()
 	if n > 1<<20 {
-		kernels.FillDummy(dst, t, r.rand.Uint64(), "weights", 0, int(math.Round(math.Log2(74*math.Sqrt(float64(columns))))))
+		philox.FillDummy(dst, t, r.rand.Uint64(), "weights", 0, int(math.Round(math.Log2(74*math.Sqrt(float64(columns))))))
 		return
 	}
 	x := make([]float32, n)

@@ -5,6 +5,7 @@ import (
 	"math"
 
 	"github.com/moeserve/moeserve/kernels"
+	"github.com/moeserve/moeserve/kernels/philox"
 )
 
 // routeWant is the reference for one row of scores.
@@ -184,7 +185,7 @@ func testSample(r *rig) {
 					for i, v := range logits.row(n) {
 						score := float32(v)
 						if t > 0 {
-							score = float32(score/t) + kernels.GumbelNoise(seeds[n], int32(samples[n]), int32(positions[n]), int32(i))
+							score = float32(score/t) + philox.Gumbel(seeds[n], int32(samples[n]), int32(positions[n]), int32(i))
 						}
 						if i == 0 || score > best {
 							best, want[n] = score, float64(i)

@@ -1,5 +1,5 @@
 // Drawing tokens, and what else works on rows of logits. The noise has the bits of
-// kernels.GumbelNoise, and what tokens are cut by those of kernels.Exp: every
+// philox.Gumbel, and what tokens are cut by those of kernels.Exp: every
 // operation is rounded to nearest and none fused.
 
 struct sample_args {

@@ -1,4 +1,4 @@
-package kernels
+package philox
 
 import (
 	"bytes"
@@ -8,6 +8,8 @@ import (
 	"testing"
 
 	"pgregory.net/rapid"
+
+	"github.com/moeserve/moeserve/kernels"
 )
 
 // TestPhilox uses the vectors published with the generator (Random123's
@@ -23,8 +25,8 @@ func TestPhilox(t *testing.T) {
 		{[4]uint32{all, all, all, all}, [2]uint32{all, all}, [4]uint32{0x408f276d, 0x41c83b0e, 0xa20bc7c6, 0x6d5451fd}},
 		{[4]uint32{0x243f6a88, 0x85a308d3, 0x13198a2e, 0x03707344}, [2]uint32{0xa4093822, 0x299f31d0}, [4]uint32{0xd16cfe09, 0x94fdcceb, 0x5001e420, 0x24126ea1}},
 	} {
-		if got := Philox4x32(c.counter, c.key); got != c.want {
-			t.Errorf("Philox4x32(%x, %x) is %x, want %x", c.counter, c.key, got, c.want)
+		if got := Block(c.counter, c.key); got != c.want {
+			t.Errorf("Block(%x, %x) is %x, want %x", c.counter, c.key, got, c.want)
 		}
 	}
 }
@@ -65,7 +67,7 @@ func TestGumbelNoise(t *testing.T) {
 	const n = 1 << 18
 	var sum, squares float64
 	for i := range int32(n) {
-		g := GumbelNoise(1, 2, 3, i)
+		g := Gumbel(1, 2, 3, i)
 		if b := GumbelBlock(1, 2, 3, i/4); b[i%4] != g {
 			t.Fatalf("token %d: %g in its block, %g alone", i, b[i%4], g)
 		}
@@ -76,9 +78,9 @@ func TestGumbelNoise(t *testing.T) {
 	if math.Abs(mean-0.5772157) > 0.01 || math.Abs(variance-math.Pi*math.Pi/6) > 0.02 {
 		t.Errorf("mean %g and variance %g, want 0.577 and 1.645", mean, variance)
 	}
-	g := GumbelNoise(1, 2, 3, 4)
+	g := Gumbel(1, 2, 3, 4)
 	for _, other := range []float32{
-		GumbelNoise(0, 2, 3, 4), GumbelNoise(1|1<<32, 2, 3, 4), GumbelNoise(1, 1, 3, 4), GumbelNoise(1, 2, 4, 4), GumbelNoise(1, 2, 3, 5), GumbelNoise(1, 2, 3, 8),
+		Gumbel(0, 2, 3, 4), Gumbel(1|1<<32, 2, 3, 4), Gumbel(1, 1, 3, 4), Gumbel(1, 2, 4, 4), Gumbel(1, 2, 3, 5), Gumbel(1, 2, 3, 8),
 	} {
 		if g == other {
 			t.Errorf("another key gives the same variate %g", g)
@@ -119,7 +121,7 @@ func TestGumbelDraw(t *testing.T) {
 func TestFillDummy(t *testing.T) {
 	const elements = 1000
 	rapid.Check(t, func(t *rapid.T) {
-		dtype := rapid.SampledFrom([]DType{F32, BF16, F16}).Draw(t, "dtype")
+		dtype := rapid.SampledFrom([]kernels.DType{kernels.F32, kernels.BF16, kernels.F16}).Draw(t, "dtype")
 		seed := rapid.Uint64().Draw(t, "seed")
 		base := rapid.SampledFrom([]int64{0, 5, 1 << 20, 1<<36 - 500}).Draw(t, "base") // past 2^32 blocks too
 		exponent := rapid.IntRange(-8, 24).Draw(t, "exponent")
@@ -137,10 +139,10 @@ func TestFillDummy(t *testing.T) {
 			t.Fatalf("pieces of %v from %d differ from the whole", dtype, base)
 		}
 		values, reference := make([]float32, elements), make([]float32, elements)
-		ToFloat32(values, whole, dtype)
+		kernels.ToFloat32(values, whole, dtype)
 		raw := make([]byte, 4*elements)
-		FillDummy(raw, F32, seed, "w", base, exponent)
-		ToFloat32(reference, raw, F32)
+		FillDummy(raw, kernels.F32, seed, "w", base, exponent)
+		kernels.ToFloat32(reference, raw, kernels.F32)
 		for i, v := range values {
 			if n := math.Ldexp(float64(v), exponent); v != reference[i] || n != math.Trunc(n) || n < -128 || n > 127 {
 				t.Fatalf("element %d of %v is %g (%g), in float32 %g", i, dtype, v, n, reference[i])
@@ -152,12 +154,12 @@ func TestFillDummy(t *testing.T) {
 // TestFillDummyPinned pins bytes that every backend must write.
 func TestFillDummyPinned(t *testing.T) {
 	b := make([]byte, 1<<16)
-	FillDummy(b, BF16, 42, "model.layers.0.mlp.gate.weight", 123, 10)
+	FillDummy(b, kernels.BF16, 42, "model.layers.0.mlp.gate.weight", 123, 10)
 	sum := sha256.Sum256(b)
 	if got, want := hex.EncodeToString(sum[:8]), "444cd7c8b6f273d9"; got != want {
 		t.Errorf("hash %s, want %s", got, want)
 	}
-	if got, want := DummyKey(42, "model.layers.0.mlp.gate.weight"), uint64(0x44020cf3d83e4c48); got != want {
+	if got, want := dummyKey(42, "model.layers.0.mlp.gate.weight"), uint64(0x44020cf3d83e4c48); got != want {
 		t.Errorf("key %#x, want %#x", got, want)
 	}
 }
@@ -166,9 +168,9 @@ func TestFillDummyDistribution(t *testing.T) {
 	const n = 1 << 18
 	var counts [256]int
 	b := make([]byte, 4*n)
-	FillDummy(b, F32, 3, "w", 0, 0)
+	FillDummy(b, kernels.F32, 3, "w", 0, 0)
 	values := make([]float32, n)
-	ToFloat32(values, b, F32)
+	kernels.ToFloat32(values, b, kernels.F32)
 	for _, v := range values {
 		counts[int(v)+128]++
 	}
@@ -185,7 +187,7 @@ func TestFillDummyDistribution(t *testing.T) {
 		seed   uint64
 		tensor string
 	}{{4, "w"}, {3, "v"}, {3, ""}} {
-		FillDummy(other, F32, c.seed, c.tensor, 0, 0)
+		FillDummy(other, kernels.F32, c.seed, c.tensor, 0, 0)
 		if bytes.Equal(b, other) {
 			t.Errorf("seed %d, tensor %q gives the same weights as seed 3, w", c.seed, c.tensor)
 		}
@@ -194,12 +196,12 @@ func TestFillDummyDistribution(t *testing.T) {
 
 func TestFillDummyPanics(t *testing.T) {
 	for name, f := range map[string]func(){
-		"integers":            func() { FillDummy(nil, I32, 0, "", 0, 0) },
-		"half an element":     func() { FillDummy(make([]byte, 3), BF16, 0, "", 0, 0) },
-		"a negative element":  func() { FillDummy(nil, BF16, 0, "", -1, 0) },
-		"below half's range":  func() { FillDummy(nil, F16, 0, "", 0, 25) },
-		"above half's range":  func() { FillDummy(nil, F16, 0, "", 0, -9) },
-		"below float's range": func() { FillDummy(nil, F32, 0, "", 0, 127) },
+		"integers":            func() { FillDummy(nil, kernels.I32, 0, "", 0, 0) },
+		"half an element":     func() { FillDummy(make([]byte, 3), kernels.BF16, 0, "", 0, 0) },
+		"a negative element":  func() { FillDummy(nil, kernels.BF16, 0, "", -1, 0) },
+		"below half's range":  func() { FillDummy(nil, kernels.F16, 0, "", 0, 25) },
+		"above half's range":  func() { FillDummy(nil, kernels.F16, 0, "", 0, -9) },
+		"below float's range": func() { FillDummy(nil, kernels.F32, 0, "", 0, 127) },
 	} {
 		func() {
 			defer func() {
@@ -213,7 +215,7 @@ func TestFillDummyPanics(t *testing.T) {
 }
 
 func BenchmarkFillDummy(b *testing.B) {
-	for _, t := range []DType{BF16, F16, F32} {
+	for _, t := range []kernels.DType{kernels.BF16, kernels.F16, kernels.F32} {
 		b.Run("dtype="+t.String(), func(b *testing.B) {
 			buf := make([]byte, 1<<20)
 			b.SetBytes(int64(len(buf)))

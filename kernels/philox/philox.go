@@ -1,24 +1,22 @@
-package kernels
+package philox
 
 import (
 	"encoding/binary"
 	"fmt"
 	"math"
 	"math/bits"
+
+	"github.com/moeserve/moeserve/kernels"
 )
 
-// Random numbers come from one counter-based generator, Philox4x32-10 (Salmon et
-// al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011): 128 bits that
-// are a fixed function of a 128-bit counter and a 64-bit key, in 32-bit integer
-// products alone. So any element of any stream can be had by itself, on every
-// backend, with the same bits. The uses differ in the counter's last word.
+// The uses differ in the counter's last word.
 const (
 	domainGumbel = 1
 	domainDummy  = 2
 )
 
-// Philox4x32 is one block of Philox4x32-10.
-func Philox4x32(counter [4]uint32, key [2]uint32) [4]uint32 {
+// Block is one block of Philox4x32-10.
+func Block(counter [4]uint32, key [2]uint32) [4]uint32 {
 	const (
 		m0, m1 = 0xd2511f53, 0xcd9e8d57 // multipliers
 		w0, w1 = 0x9e3779b9, 0xbb67ae85 // what the key grows by each round
@@ -34,13 +32,13 @@ func Philox4x32(counter [4]uint32, key [2]uint32) [4]uint32 {
 	return [4]uint32{c0, c1, c2, c3}
 }
 
-// GumbelBlock returns the variates of tokens 4*block to 4*block+3: see GumbelNoise.
+// GumbelBlock returns the variates of tokens 4*block to 4*block+3: see Gumbel.
 func GumbelBlock(seed uint64, sample, position, block int32) [4]float32 {
-	r := Philox4x32([4]uint32{uint32(block), uint32(position), uint32(sample), domainGumbel}, [2]uint32{uint32(seed), uint32(seed >> 32)})
+	r := Block([4]uint32{uint32(block), uint32(position), uint32(sample), domainGumbel}, [2]uint32{uint32(seed), uint32(seed >> 32)})
 	return [4]float32{gumbel(r[0]), gumbel(r[1]), gumbel(r[2]), gumbel(r[3])}
 }
 
-// GumbelNoise is the standard Gumbel variate that Sample adds to a token's
+// Gumbel is the standard Gumbel variate that Sample adds to a token's
 // logit: word token%4 of the Philox block with key (low, high half of seed) and
 // counter (token/4, position, sample, 1), mapped as follows, in float32, every
 // single operation (+, -, *, /, conversion) rounded to nearest and none fused,
@@ -57,7 +55,7 @@ func GumbelBlock(seed uint64, sample, position, block int32) [4]float32 {
 //
 // Small E, which decide what is drawn, have a resolution of 2^-31. The values
 // lie in [-3.11, 22.19].
-func GumbelNoise(seed uint64, sample, position, token int32) float32 {
+func Gumbel(seed uint64, sample, position, token int32) float32 {
 	return GumbelBlock(seed, sample, position, token>>2)[token&3]
 }
 
@@ -76,7 +74,7 @@ func gumbel(w uint32) float32 {
 }
 
 // ln is the natural logarithm of a normal positive x, within 2 units in the last
-// place, with the operations that GumbelNoise tells. The conversions keep
+// place, with the operations that Gumbel tells. The conversions keep
 // compilers from fusing products into sums.
 func ln(x float32) float32 {
 	const (
@@ -102,10 +100,10 @@ func ln(x float32) float32 {
 	return float32(fk*hi) + (float32(2*s) + tail)
 }
 
-// DummyKey is the generator's key for a tensor's dummy weights: the FNV-1a hash
+// dummyKey is the generator's key for a tensor's dummy weights: the FNV-1a hash
 // of its name (64 bit), xor seed times 0x9e3779b97f4a7c15, put through the
 // finalizer of SplitMix64.
-func DummyKey(seed uint64, tensor string) uint64 {
+func dummyKey(seed uint64, tensor string) uint64 {
 	h := uint64(0xcbf29ce484222325)
 	for i := range len(tensor) {
 		h = (h ^ uint64(tensor[i])) * 0x100000001b3
@@ -116,10 +114,10 @@ func DummyKey(seed uint64, tensor string) uint64 {
 	return h ^ h>>31
 }
 
-// DummyExponents are the exponents that FillDummy takes for a type: those whose
+// dummyExponents are the exponents that FillDummy takes for a type: those whose
 // every value the type holds exactly.
-func DummyExponents(t DType) (lowest, highest int) {
-	if t == F16 {
+func dummyExponents(t kernels.DType) (lowest, highest int) {
+	if t == kernels.F16 {
 		return -8, 24
 	}
 	return -100, 126
@@ -129,40 +127,42 @@ func DummyExponents(t DType) (lowest, highest int) {
 // dummy weights: integers of [-128, 127], evenly distributed, times 2^-exponent
 // (standard deviation 73.9 * 2^-exponent), exact in all of F32, BF16 and F16.
 // Element e is byte e%16 (words and bytes in rising order) of the Philox block
-// with DummyKey's halves as key (low, high) and counter (low and high half of
+// with dummyKey's halves as key (low, high) and counter (low and high half of
 // e/16, 0, 2), as int8. So it does not matter how a tensor is cut into pieces,
 // and several goroutines may fill its parts. It panics for a type or exponent it
 // does not take, and for bytes that are no whole number of elements.
-func FillDummy(dst []byte, t DType, seed uint64, tensor string, first int64, exponent int) {
-	if int(t) >= len(dtypes) || !floats.has(t) {
-		panic(fmt.Sprintf("kernels: dummy weights of type %d, want %v", t, floats))
+func FillDummy(dst []byte, t kernels.DType, seed uint64, tensor string, first int64, exponent int) {
+	switch t {
+	case kernels.F32, kernels.BF16, kernels.F16:
+	default:
+		panic(fmt.Sprintf("philox: dummy weights of type %d, want float32, bfloat16 or float16", t))
 	}
-	if lo, hi := DummyExponents(t); exponent < lo || exponent > hi {
-		panic(fmt.Sprintf("kernels: dummy weights of %v with exponent %d, want %d to %d", t, exponent, lo, hi))
+	if lo, hi := dummyExponents(t); exponent < lo || exponent > hi {
+		panic(fmt.Sprintf("philox: dummy weights of %v with exponent %d, want %d to %d", t, exponent, lo, hi))
 	}
 	size := t.Size()
 	if len(dst)%size != 0 || first < 0 {
-		panic(fmt.Sprintf("kernels: dummy weights of %v in %d bytes from element %d", t, len(dst), first))
+		panic(fmt.Sprintf("philox: dummy weights of %v in %d bytes from element %d", t, len(dst), first))
 	}
 	var table [256]uint32 // the element's bits by its random byte
 	for i := range table {
 		f := float32(math.Ldexp(float64(int8(i)), -exponent))
 		switch t {
-		case F32:
+		case kernels.F32:
 			table[i] = math.Float32bits(f)
-		case BF16:
-			table[i] = uint32(ToBF16(f))
-		case F16:
-			table[i] = uint32(ToF16(f))
+		case kernels.BF16:
+			table[i] = uint32(kernels.ToBF16(f))
+		case kernels.F16:
+			table[i] = uint32(kernels.ToF16(f))
 		}
 	}
-	k := DummyKey(seed, tensor)
+	k := dummyKey(seed, tensor)
 	key := [2]uint32{uint32(k), uint32(k >> 32)}
 	block := uint64(first) / 16
 	skip := int(first%16) * size
 	var edge [64]byte // a block that dst holds only a part of
 	for len(dst) > 0 {
-		r := Philox4x32([4]uint32{uint32(block), uint32(block >> 32), 0, domainDummy}, key)
+		r := Block([4]uint32{uint32(block), uint32(block >> 32), 0, domainDummy}, key)
 		block++
 		if skip == 0 && len(dst) >= 16*size {
 			putDummy(dst, size, &table, &r)
