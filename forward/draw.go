@@ -67,7 +67,7 @@ type hostDraw struct {
 // bad values could lead a backend out of its tensors or to a draw of nothing; that
 // Adjust lists a token twice is left to the caller.
 func (h *HostBatch) Draw(row int, d *Draw) (int, error) {
-	if err := d.validate(h.config, h.limits); err != nil {
+	if err := d.validate(h.config, &h.limits); err != nil {
 		return 0, err
 	}
 	all := &h.draws
@@ -99,7 +99,7 @@ func (h *HostBatch) Draw(row int, d *Draw) (int, error) {
 }
 
 // validate checks d by itself.
-func (d *Draw) validate(c *models.Config, l Limits) error {
+func (d *Draw) validate(c *models.Config, l *Limits) error {
 	finite := func(f float32) bool { return f-f == 0 }
 	switch {
 	case !(d.Temperature >= 0 && finite(d.Temperature)):

@@ -38,7 +38,7 @@ func TestDrawErrors(t *testing.T) {
 		{Draw{Adjust: make([]TokenAdjust, 3)}, "3 adjusted tokens, at most 2 fit"},
 	} {
 		h := NewHostBatch(c, limits)
-		if _, err := h.Draw(0, &x.d); err == nil || !strings.Contains(err.Error(), x.want) || h.Logits() != 0 || h.Adjusts() != 0 {
+		if _, err := h.Draw(0, &x.d); err == nil || !strings.Contains(err.Error(), x.want) || len(h.draws.list) != 0 || len(h.draws.adjusts) != 0 {
 			t.Errorf("%+v: %v, want %q", x.d, err, x.want)
 		}
 	}

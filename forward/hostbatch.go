@@ -10,15 +10,16 @@ import (
 // HostBatch is a micro-batch as the host puts it together: rows of sequences, and what to
 // draw from which of them. Its slices are used again after Reset.
 type HostBatch struct {
-	// First is the row of the group at which the micro-batch begins, FirstLogit
-	// the first of the group's logit rows that it uses.
-	First, FirstLogit int
-
 	config *models.Config
 	limits Limits
-	rows   []hostRow
-	seqs   hostSequences
-	draws  hostDraws
+
+	// first is the row of the group at which the micro-batch begins, firstLogit
+	// the first of the group's logit rows that it uses.
+	first, firstLogit int
+
+	rows  []hostRow
+	seqs  hostSequences
+	draws hostDraws
 }
 
 // hostRow is a token's row: its id, its row of the RoPE table, and its place in the cache.
@@ -55,10 +56,11 @@ type Sequence struct {
 // NewHostBatch is an empty micro-batch for models of config c with limits l.
 func NewHostBatch(c *models.Config, l Limits) HostBatch { return HostBatch{config: c, limits: l} }
 
-// Reset empties h and keeps its room.
+// Reset empties h, which keeps its room, for a micro-batch that begins at these rows and
+// logit rows of its group.
 func (h *HostBatch) Reset(first, firstLogit int) {
 	*h = HostBatch{
-		First: first, FirstLogit: firstLogit, config: h.config, limits: h.limits, rows: h.rows[:0],
+		first: first, firstLogit: firstLogit, config: h.config, limits: h.limits, rows: h.rows[:0],
 		seqs:  hostSequences{list: h.seqs.list[:0]},
 		draws: hostDraws{list: h.draws.list[:0], adjusts: h.draws.adjusts[:0]},
 	}
@@ -66,12 +68,6 @@ func (h *HostBatch) Reset(first, firstLogit int) {
 
 // Rows is the number of rows so far.
 func (h *HostBatch) Rows() int { return len(h.rows) }
-
-// Logits is the number of logit rows so far.
-func (h *HostBatch) Logits() int { return len(h.draws.list) }
-
-// Adjusts is the number of adjusted tokens so far, of all logit rows.
-func (h *HostBatch) Adjusts() int { return len(h.draws.adjusts) }
 
 // MaxContext is the most tokens of a sequence so far.
 func (h *HostBatch) MaxContext() int { return h.seqs.maxContext }
@@ -104,7 +100,7 @@ func (h *HostBatch) Append(q *Sequence) (int, error) {
 	}
 	first := len(h.rows)
 	block, in := q.Start/b, q.Start%b
-	rope := ropeRow(h.config, h.limits, q.Start, q.Long)
+	rope := ropeRow(h.config, &h.limits, q.Start, q.Long)
 	for i, id := range q.IDs {
 		if in == b {
 			block, in = block+1, 0

@@ -87,8 +87,8 @@ func (h *HostBatch) Pack(dst []byte, base device.Addr) (Batch, int64, error) {
 	if len(h.rows) == 0 {
 		return Batch{}, 0, fmt.Errorf("forward: empty micro-batch")
 	}
-	b := Batch{Span: Span{First: h.First, Rows: len(h.rows)}}
-	b.Sampling.Span = Span{First: h.FirstLogit, Rows: len(h.draws.list)}
+	b := Batch{Span: Span{First: h.first, Rows: len(h.rows)}}
+	b.Sampling.Span = Span{First: h.firstLogit, Rows: len(h.draws.list)}
 	p := packer{dst: dst, base: base}
 	b.IDs, b.RopeRows, b.Attention.Slots = p.rows(h.rows)
 	p.sequences(&h.seqs, &b.Attention)

@@ -320,7 +320,7 @@ func TestConstants(t *testing.T) {
 	d := c.HeadDim
 	for _, long := range []bool{false, true} {
 		for _, position := range []int{0, 1, 63, 64, 255} {
-			row := table[int(ropeRow(c, r.model.Limits, position, long))*d:][:d]
+			row := table[int(ropeRow(c, &r.model.Limits, position, long))*d:][:d]
 			for i := range d / 2 {
 				factor, scale := 1.0, 1.25
 				if long {
