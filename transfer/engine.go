@@ -22,7 +22,8 @@ type Options struct {
 	// rate in the topology, at least 8 MiB: then its start costs little, and an urgent
 	// copy waits about as long on every path.
 	ChunkBytes int64
-	// Depth is how many chunks of one link are with the device at a time. Default: 2.
+	// Depth is how many chunks of one link are with the device at a time; small ones may
+	// be more. Default: 2.
 	Depth int
 	// Log hears of chunks tried again and copies that failed. Default: none.
 	Log *slog.Logger
@@ -200,11 +201,12 @@ func (e *Engine) link(pair device.Pair) (*link, error) {
 	if chunk == 0 {
 		chunk = max(leastChunkBytes, int64(path.BytesPerSecond*defaultChunkTime.Seconds())>>20<<20)
 	}
-	l, err := newLink(e, pair)
+	d := dispatch.Link{From: pair.From, To: pair.To, ChunkBytes: chunk, Depth: e.o.Depth}
+	l, err := newLink(e, pair, d.Slots())
 	if err != nil {
 		return nil, err
 	}
-	l.number = e.core.AddLink(dispatch.Link{From: pair.From, To: pair.To, ChunkBytes: chunk, Depth: e.o.Depth})
+	l.number = e.core.AddLink(d)
 	l.rate = rate{bytesPerSecond: path.BytesPerSecond, measured: path.BytesPerSecond > 0}
 	e.links = append(e.links, l)
 	return l, nil

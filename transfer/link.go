@@ -38,7 +38,7 @@ type slot struct {
 	ended device.Work
 }
 
-func newLink(e *Engine, pair device.Pair) (l *link, err error) {
+func newLink(e *Engine, pair device.Pair, slots int) (l *link, err error) {
 	l = &link{engine: e, pair: pair, stats: PathStats{From: pair.From, To: pair.To}}
 	defer func() {
 		if err != nil {
@@ -54,7 +54,7 @@ func newLink(e *Engine, pair device.Pair) (l *link, err error) {
 		return l, err
 	}
 	l.enqueue = l.copies.Copy
-	for i := range e.o.Depth {
+	for i := range slots {
 		ev, err := e.o.Machine.NewEvent()
 		if err != nil {
 			return l, err

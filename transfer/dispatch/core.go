@@ -42,18 +42,27 @@ type Action struct {
 type Link struct {
 	From, To device.Space
 	// ChunkBytes is the most that one chunk has, Depth how many chunks are with the
-	// device at a time.
+	// device at a time. Small ones are more: until they come to half of ChunkBytes, so that
+	// the device has enough to do while the end of one is noticed, but at most Slots.
 	ChunkBytes int64
 	Depth      int
 }
+
+// manySlots bounds the small chunks that are with the device.
+const manySlots = 8
+
+// Slots is how many chunks can be with the device at most.
+func (l Link) Slots() int { return max(l.Depth, manySlots) }
 
 // state of a slot.
 type state uint8
 
 const (
 	free state = iota
-	// flying: the chunk is with the device.
+	// flying: the chunk is with the device. landed: it has arrived, and the end of one
+	// that was launched before it is not reported yet.
 	flying
+	landed
 	// failed on the device, refused by it: the chunk waits until its link is recovered.
 	failed
 	refused
@@ -98,7 +107,7 @@ type Core struct {
 
 // AddLink adds a link and returns its number.
 func (c *Core) AddLink(l Link) int {
-	c.links = append(c.links, &link{Link: l, queue: c.queue(l.To), slots: make([]slot, l.Depth)})
+	c.links = append(c.links, &link{Link: l, queue: c.queue(l.To), slots: make([]slot, l.Slots())})
 	return len(c.links) - 1
 }
 
@@ -232,11 +241,22 @@ func (c *Core) passed(p device.Point, err error) {
 	}
 }
 
-// pull gives the link chunks until Depth are with the device.
+// enough says whether so many chunks are with the device that no more should be.
+func (l *link) enough() bool {
+	n, bytes := 0, int64(0)
+	for i := range l.slots {
+		if s := &l.slots[i]; s.state != free {
+			n, bytes = n+1, bytes+s.chunk.Bytes
+		}
+	}
+	return n >= l.Depth && 2*bytes >= l.ChunkBytes
+}
+
+// pull gives the link chunks until enough are with the device.
 func (c *Core) pull(number int) {
 	l := c.links[number]
 	for i := range l.slots {
-		if l.broken || l.lost != nil {
+		if l.broken || l.lost != nil || l.enough() {
 			return
 		}
 		if l.slots[i].state != free {
@@ -264,12 +284,31 @@ func (c *Core) launch(number, i int) {
 	c.do(Action{Kind: Launch, Link: number, Slot: i, Chunk: s.chunk})
 }
 
-// Landed reports that the chunk of a slot has arrived.
+// Landed reports that the chunk of a slot has arrived. Chunks of a link arrive in the
+// order of their launches, and so they count, whatever the order of the reports.
 func (c *Core) Landed(number, i int) {
-	s := c.links[number].at(i)
-	s.chunk.Request.landed += s.chunk.Bytes
-	c.release(s)
+	l := c.links[number]
+	l.at(i).state = landed
+	c.land(l)
 	c.settle(number)
+}
+
+// land counts the chunks that have landed and have none before them that is under way.
+func (c *Core) land(l *link) {
+	for {
+		var first *slot // that is with the device
+		for i := range l.slots {
+			s := &l.slots[i]
+			if (s.state == flying || s.state == landed) && (first == nil || s.seq < first.seq) {
+				first = s
+			}
+		}
+		if first == nil || first.state == flying {
+			return
+		}
+		first.chunk.Request.landed += first.chunk.Bytes
+		c.release(first)
+	}
 }
 
 // Failed reports that the chunk of a slot has failed on the device, or was not run
@@ -287,6 +326,7 @@ func (c *Core) broke(number, i int, as state, err error) {
 	if errors.Is(err, device.ErrLost) {
 		c.lose(l, err)
 	}
+	c.land(l)
 	c.settle(number)
 }
 

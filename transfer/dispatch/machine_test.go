@@ -37,6 +37,8 @@ type copied struct {
 	finished int
 	err      error
 	canceled bool
+	// last counts launches up to its latest.
+	last int
 }
 
 type pointState struct {
@@ -50,11 +52,25 @@ type track struct {
 	flights []flight
 	// broken: the stream is in error, so what is launched fails.
 	broken, recovering, lost bool
+	// ended is last of the request that has finished last.
+	ended int
 }
 
+// flight is a chunk with the device; arrived says that it has landed, which is not
+// reported yet.
 type flight struct {
-	slot int
-	c    Chunk
+	slot    int
+	c       Chunk
+	arrived bool
+}
+
+// enough says whether no more chunks should be given to the device.
+func (l *track) enough() bool {
+	var bytes int64
+	for _, f := range l.flights {
+		bytes += f.c.Bytes
+	}
+	return len(l.flights) == l.Slots() || len(l.flights) >= l.Depth && 2*bytes >= l.ChunkBytes
 }
 
 type model struct {
@@ -64,6 +80,7 @@ type model struct {
 	requests []*copied
 	points   []*pointState
 	addr     device.Addr
+	launches int
 	// again are chunks that were launched and failed, which come out of order.
 	again map[string]int
 }
@@ -140,6 +157,13 @@ func (m *model) act() {
 			c := a.Request.Owner.(*copied)
 			c.finished++
 			c.err = a.Err
+			if a.Err == nil && !a.Request.Skipped() {
+				l := m.links[slices.IndexFunc(m.links, func(l *track) bool { return l.From == c.From && l.To == c.To })]
+				if c.last < l.ended {
+					m.t.Fatal("requests finish in another order than that in which they were launched")
+				}
+				l.ended = c.last
+			}
 			if c.flying > 0 || c.finished > 1 {
 				m.t.Fatalf("a request has finished with %d chunks under way, for the time %d", c.flying, c.finished)
 			}
@@ -160,7 +184,9 @@ func (m *model) launch(a Action) {
 		m.t.Fatalf("a chunk of %d bytes", a.Chunk.Bytes)
 	case slices.ContainsFunc(c.after, func(p *pointState) bool { return !p.reached }):
 		m.t.Fatal("launched before its points are reached")
-	case len(l.flights) == l.Depth || slices.ContainsFunc(l.flights, func(f flight) bool { return f.slot == a.Slot }):
+	case l.enough():
+		m.t.Fatal("enough chunks are under way")
+	case slices.ContainsFunc(l.flights, func(f flight) bool { return f.slot == a.Slot }):
 		m.t.Fatal("a slot is used twice")
 	}
 	if key := text(m.named(a.Chunk)); m.again[key] > 0 {
@@ -180,7 +206,9 @@ func (m *model) launch(a Action) {
 		return
 	}
 	c.flying++
-	l.flights = append(l.flights, flight{a.Slot, a.Chunk})
+	m.launches++
+	c.last = m.launches
+	l.flights = append(l.flights, flight{slot: a.Slot, c: a.Chunk})
 }
 
 // named gives the chunk a name of its own.
@@ -191,10 +219,10 @@ func (m *model) named(c Chunk) Chunk {
 	return c
 }
 
-// end takes the oldest chunk of a link off.
-func (m *model) end(i int) flight {
-	f := m.links[i].flights[0]
-	m.links[i].flights = m.links[i].flights[1:]
+// end takes a chunk of a link off.
+func (m *model) end(i, k int) flight {
+	f := m.links[i].flights[k]
+	m.links[i].flights = slices.Delete(m.links[i].flights, k, k+1)
 	f.c.Request.Owner.(*copied).flying--
 	return f
 }
@@ -213,12 +241,23 @@ func (m *model) link(t *rapid.T, is func(*track) bool) int {
 }
 
 func (m *model) land(t *rapid.T) {
-	i := m.link(t, func(l *track) bool { return len(l.flights) > 0 && !l.broken })
-	m.landFirst(i)
+	i := m.link(t, func(l *track) bool { return len(l.flights) > 0 && (!l.broken || l.flights[0].arrived) })
+	l := m.links[i]
+	if l.broken {
+		m.report(i, 0)
+		return
+	}
+	// The device copies in order, and is not asked in order.
+	k := rapid.IntRange(0, len(l.flights)-1).Draw(t, "which")
+	for j := range k {
+		l.flights[j].arrived = true
+	}
+	m.report(i, k)
 }
 
-func (m *model) landFirst(i int) {
-	f := m.end(i)
+// report reports that a chunk has landed.
+func (m *model) report(i, k int) {
+	f := m.end(i, k)
 	owner := f.c.Request.Owner.(*copied)
 	_ = f.c.Each(func(dst, src device.Range) error {
 		if dst.Addr-src.Addr != 1<<40 || dst.Bytes != src.Bytes {
@@ -234,14 +273,19 @@ func (m *model) landFirst(i int) {
 }
 
 func (m *model) fail(t *rapid.T) {
-	i := m.link(t, func(l *track) bool { return len(l.flights) > 0 })
+	i := m.link(t, func(l *track) bool { return l.left() >= 0 })
 	l := m.links[i]
 	l.broken = true
 	m.failFirst(i)
 }
 
+// left is the first chunk that has not landed, or -1.
+func (l *track) left() int {
+	return slices.IndexFunc(l.flights, func(f flight) bool { return !f.arrived })
+}
+
 func (m *model) failFirst(i int) {
-	f := m.end(i)
+	f := m.end(i, m.links[i].left())
 	m.again[text(m.named(f.c))]++
 	err := errChunk
 	if m.links[i].lost {
@@ -268,13 +312,13 @@ func (m *model) recovered(i int) {
 }
 
 func (m *model) lose(t *rapid.T) {
-	i := m.link(t, func(l *track) bool { return !l.lost && (len(l.flights) > 0 || l.recovering) })
+	i := m.link(t, func(l *track) bool { return !l.lost && (l.left() >= 0 || l.recovering) })
 	if rapid.IntRange(0, 3).Draw(t, "really") > 0 {
 		t.Skip("not yet")
 	}
 	l := m.links[i]
 	l.lost, l.broken = true, true
-	if len(l.flights) > 0 {
+	if l.left() >= 0 {
 		m.failFirst(i)
 	} else {
 		m.recovered(i)
@@ -352,10 +396,15 @@ func (m *model) check(t *rapid.T) {
 		idle := !slices.ContainsFunc(m.requests, func(c *copied) bool {
 			return c.From == l.From && c.To == l.To && c.finished == 0 && c.waiting == 0 && c.issued < c.bytes
 		})
-		if !idle && len(l.flights) < l.Depth && !m.core.links[i].broken {
+		if !idle && !l.enough() && !m.core.links[i].broken && !held(m.core.links[i]) {
 			t.Fatal("a link idles")
 		}
 	}
+}
+
+// held says whether chunks have landed that do not count yet.
+func held(l *link) bool {
+	return slices.ContainsFunc(l.slots, func(s slot) bool { return s.state == landed })
 }
 
 // drain lets everything happen that can: then all requests have finished.
@@ -367,10 +416,10 @@ func (m *model) drain() {
 		again = false
 		for i, l := range m.links {
 			for len(l.flights) > 0 {
-				if again = true; l.broken {
+				if again = true; l.broken && !l.flights[0].arrived {
 					m.failFirst(i)
 				} else {
-					m.landFirst(i)
+					m.report(i, 0)
 				}
 			}
 			if l.recovering {
