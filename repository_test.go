@@ -21,7 +21,7 @@ var mayImport = map[string][]string{
 	"cmd/moeserve":       {"node", "engine", "server", "eval", "planner", "configs"},
 	"node":               {"engine", "rebalancer", "pipeline", "planner", "experts", "kvcache", "forward", "models", "harvest", "transfer", "residency", "kernels", "device", "configs"},
 	"server":             {"engine", "models/chat", "models/tokenizer"},
-	"eval":               {"engine", "planner", "transfer", "kvcache", "device"},
+	"eval":               {"configs", "engine", "planner", "transfer", "kvcache", "device"},
 	"engine":             {"pipeline", "kvcache", "models/tokenizer"},
 	"rebalancer":         {"experts", "harvest", "planner", "device"},
 	"pipeline":           {"forward", "models", "experts", "kvcache", "transfer", "planner", "kernels", "device"},

@@ -1,8 +1,10 @@
 package configs
 
 import (
+	"encoding"
 	"encoding/json"
 	"errors"
+	"fmt"
 	"math"
 	"reflect"
 	"slices"
@@ -28,25 +30,26 @@ func TestPresets(t *testing.T) {
 	}
 }
 
-// Every field has an entry of the same type, and every entry a field.
+// Every field of a group has an entry of its kind, and every entry a field.
 func TestSchemaMatchesSettings(t *testing.T) {
 	kinds := map[Kind]reflect.Type{
 		String: reflect.TypeFor[string](), Bool: reflect.TypeFor[bool](), Int: reflect.TypeFor[int](),
 		Uint: reflect.TypeFor[uint64](), Float: reflect.TypeFor[float64](),
 	}
-	typ := reflect.TypeFor[Settings]()
 	var tags []string
-	for i := range typ.NumField() {
-		f := typ.Field(i)
-		tag := f.Tag.Get("mapstructure")
-		tags = append(tags, tag)
-		k, ok := Find(tag)
-		if !ok {
-			t.Errorf("field %s: no entry %q", f.Name, tag)
-			continue
-		}
-		if f.Type != kinds[k.Kind] || reflect.TypeOf(k.Default) != kinds[k.Kind] {
-			t.Errorf("%s: field has type %v, default %T, entry says %v", tag, f.Type, k.Default, k.Kind)
+	for group := range reflect.TypeFor[Settings]().Fields() {
+		for f := range group.Type.Fields() {
+			tag := f.Tag.Get("mapstructure")
+			tags = append(tags, tag)
+			k, ok := Find(tag)
+			if !ok {
+				t.Errorf("field %s.%s: no entry %q", group.Name, f.Name, tag)
+				continue
+			}
+			enum := k.Kind == String && reflect.PointerTo(f.Type).Implements(reflect.TypeFor[encoding.TextUnmarshaler]()) && f.Type.Implements(reflect.TypeFor[fmt.Stringer]())
+			if f.Type != kinds[k.Kind] && !enum || reflect.TypeOf(k.Default) != kinds[k.Kind] {
+				t.Errorf("%s: field has type %v, default %T, entry says %v", tag, f.Type, k.Default, k.Kind)
+			}
 		}
 	}
 	for _, k := range Schema {
@@ -62,12 +65,44 @@ func TestSchemaMatchesSettings(t *testing.T) {
 	}
 }
 
+// Each allowed value can be put, and reads as it was written; no other can.
+func TestAllowed(t *testing.T) {
+	for _, k := range Schema {
+		if k.Allowed == nil {
+			continue
+		}
+		for _, v := range k.Allowed {
+			s := Defaults()
+			s.Model.Name = "mixtral-8x7b" // which dummy weights need
+			s.Device.Peers = "1"          // which tier peer needs
+			if err := s.Put(map[string]any{k.Name: v}); err != nil || s.Values()[k.Name] != v || k.CheckText(v) != nil {
+				t.Errorf("%s %s: %v, %v", k.Name, v, err, s.Values()[k.Name])
+			}
+		}
+		s := Defaults()
+		var bad *SettingError
+		if err := k.CheckText("gguf"); !errors.As(err, &bad) || err.Error() != fmt.Sprintf("configs: %s is \"gguf\": must be %s", k.Name, oneOf(k.Allowed)) {
+			t.Errorf("%s: got %v", k.Name, err)
+		}
+		if s.Put(map[string]any{k.Name: "gguf"}) == nil {
+			t.Errorf("%s can be gguf", k.Name)
+		}
+	}
+	s := Defaults()
+	if s.Put(map[string]any{"offload-tier": "none"}) == nil {
+		t.Error("a name that is for results only is taken as a setting")
+	}
+	if s.Put(map[string]any{"gpu": "1"}) == nil || s.Put(map[string]any{"model": 1}) == nil {
+		t.Error("a value of another kind is taken")
+	}
+}
+
 func TestDefaults(t *testing.T) {
 	s := Defaults()
 	if err := s.Validate(); err != nil {
 		t.Error(err)
 	}
-	if s.GPUMemoryUtilization != 0.9 || s.LoadFormat != "auto" {
+	if s.Device.GPUMemoryUtilization != 0.9 || s.Model.LoadFormat != LoadAuto {
 		t.Errorf("%+v", s)
 	}
 	values := s.Values()
@@ -96,19 +131,19 @@ func TestValidate(t *testing.T) {
 		change func(*Settings)
 		want   string
 	}{
-		{func(s *Settings) { s.OffloadFraction = 1.5 }, `configs: offload-fraction is 1.5: must be from 0 to 1`},
-		{func(s *Settings) { s.OffloadFraction = math.NaN() }, `configs: offload-fraction is NaN: must be from 0 to 1`},
-		{func(s *Settings) { s.LoadFormat = "gguf" }, `configs: load-format is "gguf": must be auto or dummy`},
-		{func(s *Settings) { s.LogLevel = "loud" }, `configs: log-level is "loud": must be debug, info, warn or error`},
-		{func(s *Settings) { s.MaxNumSeqs = 0 }, `configs: max-num-seqs is 0: must be from 1 to 65536 sequences`},
-		{func(s *Settings) { s.NumHiddenLayers = -1 }, `configs: num-hidden-layers is -1: must be from 0 to 1024 layers`},
-		{func(s *Settings) { s.DummyRouting = "zipf:x" }, `configs: dummy-routing is "zipf:x": must be uniform or zipf:S, S above 0 and at most 8`},
-		{func(s *Settings) { s.DummyRouting = "1.2" }, `configs: dummy-routing is "1.2": must be uniform or zipf:S, S above 0 and at most 8`},
-		{func(s *Settings) { s.DummyRouting = "zipf:1.2" }, `configs: dummy-routing is "zipf:1.2": only goes with load-format dummy`},
-		{func(s *Settings) { s.LoadFormat = "dummy" }, `configs: load-format is "dummy": needs model: a preset (`},
-		{func(s *Settings) { s.InputLen, s.Prompts = 5, "f" }, `configs: input-len is 5: is for generated prompts, and prompts names a file`},
-		{func(s *Settings) { s.OutputLen = 1 }, `configs: output-len is 1: must be from 2 to 2147483647 tokens`},
-		{func(s *Settings) { s.MicroBatchSize = 4096 }, `configs: micro-batch-size is 4096: must be at most max-num-batched-tokens, 2048`},
+		{func(s *Settings) { s.Offload.Fraction = 1.5 }, `configs: offload-fraction is 1.5: must be from 0 to 1`},
+		{func(s *Settings) { s.Offload.Fraction = math.NaN() }, `configs: offload-fraction is NaN: must be from 0 to 1`},
+		{func(s *Settings) { s.Model.LoadFormat = 7 }, `configs: load-format is "configs.LoadFormat(7)": must be auto or dummy`},
+		{func(s *Settings) { s.Output.LogLevel = 7 }, `configs: log-level is "configs.LogLevel(7)": must be debug, info, warn or error`},
+		{func(s *Settings) { s.Batch.MaxNumSeqs = 0 }, `configs: max-num-seqs is 0: must be from 1 to 65536 sequences`},
+		{func(s *Settings) { s.Model.NumHiddenLayers = -1 }, `configs: num-hidden-layers is -1: must be from 0 to 1024 layers`},
+		{func(s *Settings) { s.Model.DummyRouting = "zipf:x" }, `configs: dummy-routing is "zipf:x": must be uniform or zipf:S, S above 0 and at most 8`},
+		{func(s *Settings) { s.Model.DummyRouting = "1.2" }, `configs: dummy-routing is "1.2": must be uniform or zipf:S, S above 0 and at most 8`},
+		{func(s *Settings) { s.Model.DummyRouting = "zipf:1.2" }, `configs: dummy-routing is "zipf:1.2": only goes with load-format dummy`},
+		{func(s *Settings) { s.Model.LoadFormat = LoadDummy }, `configs: load-format is "dummy": needs model: a preset (`},
+		{func(s *Settings) { s.Bench.InputLen, s.Bench.Prompts = 5, "f" }, `configs: input-len is 5: is for generated prompts, and prompts names a file`},
+		{func(s *Settings) { s.Bench.OutputLen = 1 }, `configs: output-len is 1: must be from 2 to 2147483647 tokens`},
+		{func(s *Settings) { s.Batch.MicroBatchSize = 4096 }, `configs: micro-batch-size is 4096: must be at most max-num-batched-tokens, 2048`},
 	} {
 		s := Defaults()
 		c.change(&s)
@@ -119,11 +154,11 @@ func TestValidate(t *testing.T) {
 		}
 	}
 	s := Defaults()
-	s.LoadFormat, s.Model, s.DummyRouting, s.Seed = "dummy", "mixtral-8x7b", "zipf:1.2", math.MaxUint64
+	s.Model.LoadFormat, s.Model.Name, s.Model.DummyRouting, s.Generate.Seed = LoadDummy, "mixtral-8x7b", "zipf:1.2", math.MaxUint64
 	if err := s.Validate(); err != nil {
 		t.Error(err)
 	}
-	if skew, _ := s.RoutingSkew(); skew != 1.2 {
+	if skew, _ := s.Model.ParseRouting(); skew != 1.2 {
 		t.Errorf("skew %v", skew)
 	}
 }

@@ -1,389 +1,154 @@
 package configs
 
 import (
+	"encoding"
 	"fmt"
-	"math"
 	"reflect"
-	"slices"
 	"strconv"
 	"strings"
 )
 
-// Settings are what a run is configured with. The tags are the keys: Schema says
-// what each means, and what it may be.
+// Settings are what a run is configured with, in groups that go to different parts of
+// it. The tags are the keys: Schema says what each means, and what it may be.
 type Settings struct {
-	Model                string  `mapstructure:"model"`
-	Chat                 bool    `mapstructure:"chat"`
-	LoadFormat           string  `mapstructure:"load-format"`
-	DummyRouting         string  `mapstructure:"dummy-routing"`
-	NumHiddenLayers      int     `mapstructure:"num-hidden-layers"`
-	Device               string  `mapstructure:"device"`
-	GPU                  int     `mapstructure:"gpu"`
-	Peers                string  `mapstructure:"peers"`
-	HostMemoryGiB        float64 `mapstructure:"host-memory-gib"`
-	Emulate              string  `mapstructure:"emulate"`
-	OffloadFraction      float64 `mapstructure:"offload-fraction"`
-	OffloadTier          string  `mapstructure:"offload-tier"`
-	LocalExperts         string  `mapstructure:"local-experts"`
-	AdaptLocal           bool    `mapstructure:"adapt-local"`
-	HarvestPolicy        string  `mapstructure:"harvest-policy"`
-	HarvestHeadroom      string  `mapstructure:"harvest-headroom"`
-	MigrationLimit       string  `mapstructure:"migration-limit"`
-	AvailabilityTrace    string  `mapstructure:"availability-trace"`
-	GPUMemoryUtilization float64 `mapstructure:"gpu-memory-utilization"`
-	NumKVBlocks          int     `mapstructure:"num-kv-blocks"`
-	MaxModelLen          int     `mapstructure:"max-model-len"`
-	MaxNumSeqs           int     `mapstructure:"max-num-seqs"`
-	MaxNumBatchedTokens  int     `mapstructure:"max-num-batched-tokens"`
-	MicroBatchSize       int     `mapstructure:"micro-batch-size"`
-	NumMicroBatches      int     `mapstructure:"num-micro-batches"`
-	ExpertGrouping       string  `mapstructure:"expert-grouping"`
-	Attention            string  `mapstructure:"attention"`
-	BatchInvariant       bool    `mapstructure:"batch-invariant"`
-	EnforceEager         bool    `mapstructure:"enforce-eager"`
-	OverlapKernels       bool    `mapstructure:"overlap-kernels"`
-	Policy               string  `mapstructure:"policy"`
-	Hardware             string  `mapstructure:"hardware"`
-	MaxNewTokens         int     `mapstructure:"max-new-tokens"`
-	Temperature          float64 `mapstructure:"temperature"`
-	Seed                 uint64  `mapstructure:"seed"`
-	IgnoreEOS            bool    `mapstructure:"ignore-eos"`
-	Host                 string  `mapstructure:"host"`
-	Port                 int     `mapstructure:"port"`
-	ServedModelName      string  `mapstructure:"served-model-name"`
-	APIKey               string  `mapstructure:"api-key"`
-	MaxQueuedRequests    int     `mapstructure:"max-queued-requests"`
-	MaxRequestBytes      int     `mapstructure:"max-request-bytes"`
-	RequestTimeout       int     `mapstructure:"request-timeout"`
-	DrainTimeout         int     `mapstructure:"drain-timeout"`
-	NumPrompts           int     `mapstructure:"num-prompts"`
-	InputLen             int     `mapstructure:"input-len"`
-	OutputLen            int     `mapstructure:"output-len"`
-	Prompts              string  `mapstructure:"prompts"`
-	WarmupTokens         int     `mapstructure:"warmup-tokens"`
-	Trials               int     `mapstructure:"trials"`
-	PrefillTrials        int     `mapstructure:"prefill-trials"`
-	JSON                 string  `mapstructure:"json"`
-	TraceFile            string  `mapstructure:"trace"`
-	LogLevel             string  `mapstructure:"log-level"`
-	LogFormat            string  `mapstructure:"log-format"`
+	Model    Model    `mapstructure:",squash"`
+	Device   Device   `mapstructure:",squash"`
+	Offload  Offload  `mapstructure:",squash"`
+	Harvest  Harvest  `mapstructure:",squash"`
+	KV       KV       `mapstructure:",squash"`
+	Batch    Batch    `mapstructure:",squash"`
+	Kernels  Kernels  `mapstructure:",squash"`
+	Plan     Plan     `mapstructure:",squash"`
+	Generate Generate `mapstructure:",squash"`
+	Serve    Serve    `mapstructure:",squash"`
+	Bench    Bench    `mapstructure:",squash"`
+	Output   Output   `mapstructure:",squash"`
 }
 
-// Kind is the type of a setting's value.
-type Kind uint8
-
-// The kinds, with the Go type of a value in Settings and in Key.Default.
-const (
-	String Kind = iota // string
-	Bool               // bool
-	Int                // int
-	Uint               // uint64
-	Float              // float64
-)
-
-func (k Kind) String() string {
-	return [...]string{"string", "bool", "int", "uint", "float"}[k]
+// Model says which weights.
+type Model struct {
+	// Name is a checkpoint's directory, a preset, or empty for the built-in model.
+	Name            string     `mapstructure:"model"`
+	LoadFormat      LoadFormat `mapstructure:"load-format"`
+	DummyRouting    string     `mapstructure:"dummy-routing"`
+	NumHiddenLayers int        `mapstructure:"num-hidden-layers"`
 }
 
-// Key describes one setting.
-type Key struct {
-	// Name in kebab-case: the flag, the key of a file, and, in upper case with
-	// underscores behind MOESERVE_, the variable.
-	Name string
-	Kind Kind
-	// Default has the Go type of Kind.
-	Default any
-	// Unit of the value: "tokens", "bytes"; empty where it has none.
-	Unit string
-	// Help is one sentence without a full stop.
-	Help string
-	// Placeholder stands for the value in help: "DIR|PRESET".
-	Placeholder string
-	// Allowed lists the values of a String; nil: any.
-	Allowed []string
-	// Min and Max bound numbers, both included.
-	Min, Max float64
-	// Secret values are shown to nobody.
-	Secret bool
-	// Commands that take it.
-	Commands []string
+// Device says what to compute on.
+type Device struct {
+	Kind                 DeviceKind `mapstructure:"device"`
+	GPU                  int        `mapstructure:"gpu"`
+	Peers                string     `mapstructure:"peers"`
+	HostMemoryGiB        float64    `mapstructure:"host-memory-gib"`
+	Emulate              string     `mapstructure:"emulate"`
+	GPUMemoryUtilization float64    `mapstructure:"gpu-memory-utilization"`
 }
 
-// Variable is the environment variable of the setting.
-func (k Key) Variable() string {
-	return "MOESERVE_" + strings.ToUpper(strings.ReplaceAll(k.Name, "-", "_"))
+// Offload says which experts do not live on the compute device, and where they do.
+type Offload struct {
+	Fraction     float64 `mapstructure:"offload-fraction"`
+	Tier         Tier    `mapstructure:"offload-tier"`
+	LocalExperts string  `mapstructure:"local-experts"`
+	AdaptLocal   bool    `mapstructure:"adapt-local"`
 }
 
-// Commands that take a setting: those that open devices, those that deal with a model,
-// and of these those that say what is offloaded, that take requests as they come, that
-// have a result, draw tokens, generate once, serve, or measure a batch.
-var (
-	onDevice  = []string{"run", "serve", "inspect", "plan", "bench throughput", "bench sweep", "bench transfer", "config"}
-	onModel   = []string{"run", "serve", "inspect", "plan", "bench throughput", "bench sweep", "config"}
-	onOffload = []string{"run", "serve", "inspect", "plan", "bench throughput", "config"}
-	onRequest = []string{"run", "serve", "inspect", "plan", "config"}
-	onResult  = []string{"run", "inspect", "plan", "bench throughput", "bench sweep", "bench transfer", "config"}
-	onDraw    = []string{"run", "bench throughput", "bench sweep", "config"}
-	onRun     = []string{"run", "config"}
-	onServe   = []string{"serve", "config"}
-	onBench   = []string{"bench throughput", "bench sweep", "config"}
-)
-
-// unbounded is the Max of a number that nothing but its type limits.
-const unbounded = math.MaxInt32
-
-// Schema lists all settings in the order in which help shows them.
-var Schema = []Key{
-	{
-		Name: "model", Kind: String, Default: "", Placeholder: "DIR|PRESET", Commands: onModel,
-		Help: "checkpoint directory or preset; without it, the small model that is built in",
-	},
-	{
-		Name: "chat", Kind: Bool, Default: false, Commands: onRun,
-		Help: "put the prompt through the model's chat template",
-	},
-	{
-		Name: "load-format", Kind: String, Default: "auto", Allowed: []string{"auto", "dummy"}, Commands: onModel,
-		Help: "auto reads the checkpoint, dummy fills the model's shapes with seeded random weights",
-	},
-	{
-		Name: "dummy-routing", Kind: String, Default: "uniform", Placeholder: "uniform|zipf:S", Commands: onModel,
-		Help: "how evenly a router of dummy weights chooses experts: zipf:1.2 prefers some",
-	},
-	{
-		Name: "num-hidden-layers", Kind: Int, Default: 0, Unit: "layers", Max: 1024, Commands: onModel,
-		Help: "use only the first layers of the model; 0: all",
-	},
-	{
-		Name: "device", Kind: String, Default: "auto", Allowed: []string{"auto", "cpu", "cuda"}, Commands: onDevice,
-		Help: "where to compute: auto takes a GPU where the binary has CUDA and there is one",
-	},
-	{
-		Name: "gpu", Kind: Int, Default: 0, Max: 1023, Commands: onDevice,
-		Help: "which GPU computes, by the driver's number",
-	},
-	{
-		Name: "peers", Kind: String, Default: "auto", Placeholder: "auto|none|LIST", Commands: onDevice,
-		Help: "other GPUs whose spare memory is borrowed, as numbers with commas between them; auto: all emulated ones, and no real one",
-	},
-	{
-		Name: "host-memory-gib", Kind: Float, Default: 0.0, Unit: "GiB", Max: 1 << 20, Commands: onDevice,
-		Help: "the host's memory in all, for virtual machines that are given it only as they use it; 0: what the system says",
-	},
-	{
-		Name: "emulate", Kind: String, Default: "", Placeholder: "SPEC", Commands: onDevice,
-		Help: "emulated devices and links; without it, one compute device and two peers",
-	},
-	{
-		Name: "offload-fraction", Kind: Float, Default: 0.0, Max: 1, Commands: onOffload,
-		Help: "share of the experts that do not live on the compute device",
-	},
-	{
-		Name: "offload-tier", Kind: String, Default: "auto", Allowed: []string{"auto", "peer", "host"}, Commands: onOffload,
-		Help: "where offloaded experts are fetched from: auto copies those that are used most to peers, peer begins when all are there, host uses no peers",
-	},
-	{
-		Name: "local-experts", Kind: String, Default: "", Placeholder: "LIST|@FILE", Commands: onOffload,
-		Help: "experts that live on the compute device, in place of offload-fraction: 0:1,5;3:2-7 is 1 and 5 of layer 0, and 2 to 7 of layer 3",
-	},
-	{
-		Name: "adapt-local", Kind: Bool, Default: false, Commands: onOffload,
-		Help: "let the experts that live on the compute device change with use; all experts then have a copy in host memory",
-	},
-	{
-		Name: "harvest-policy", Kind: String, Default: "best-fit", Allowed: []string{"best-fit", "locality", "fairness", "interference", "stability"}, Commands: onModel,
-		Help: "which peer memory is borrowed from",
-	},
-	{
-		Name: "harvest-headroom", Kind: String, Default: "5%", Placeholder: "BYTES|SHARE", Commands: onModel,
-		Help: "memory of each peer that stays free for others, as 4GiB or as a share of the largest peer's",
-	},
-	{
-		Name: "migration-limit", Kind: String, Default: "auto", Placeholder: "auto|BYTES/s", Commands: onModel,
-		Help: "how fast experts are moved beside what steps fetch, as 2GiB/s; auto: a fifth of the host link's rate, 0: no limit",
-	},
-	{
-		Name: "availability-trace", Kind: String, Default: "", Placeholder: "FILE|generated:SEED", Commands: onModel,
-		Help: "memory of emulated peers that others take and give back: lines of time_s,peer,bytes, or made up; generated:1:6 changes 6 times a minute",
-	},
-	{
-		Name: "gpu-memory-utilization", Kind: Float, Default: 0.9, Min: 0.01, Max: 1, Commands: onModel,
-		Help: "share of the compute device's memory that may be used",
-	},
-	{
-		Name: "num-kv-blocks", Kind: Int, Default: 0, Unit: "blocks", Max: unbounded, Commands: onRequest,
-		Help: "blocks in the pool for keys and values, 16 tokens each; 0: what memory allows",
-	},
-	{
-		Name: "max-model-len", Kind: Int, Default: 0, Unit: "tokens", Max: unbounded, Commands: onRequest,
-		Help: "longest sequence, prompt and answer together; 0: what the model and the KV pool allow",
-	},
-	{
-		Name: "max-num-seqs", Kind: Int, Default: 64, Unit: "sequences", Min: 1, Max: 1 << 16, Commands: onRequest,
-		Help: "most sequences that run at once",
-	},
-	{
-		Name: "max-num-batched-tokens", Kind: Int, Default: 2048, Unit: "tokens", Min: 1, Max: 1 << 24, Commands: onModel,
-		Help: "most tokens of a step",
-	},
-	{
-		Name: "micro-batch-size", Kind: Int, Default: 0, Unit: "tokens", Max: 1 << 24, Commands: onModel,
-		Help: "most tokens whose attention runs together; 0: all of a step",
-	},
-	{
-		Name: "num-micro-batches", Kind: Int, Default: 0, Unit: "micro-batches", Max: 1 << 16, Commands: onModel,
-		Help: "least number of micro-batches that a step is cut into; 0: as few as micro-batch-size allows",
-	},
-	{
-		Name: "expert-grouping", Kind: String, Default: "layer", Allowed: []string{"layer", "micro-batch"}, Commands: onModel,
-		Help: "layer runs a layer's experts once for many micro-batches, micro-batch once for each, as CGOPipe does",
-	},
-	{
-		Name: "attention", Kind: String, Default: "auto", Allowed: []string{"auto", "gpu", "cpu"}, Commands: onModel,
-		Help: "who attends: gpu, beside keys and values in its memory, or cpu, beside those in the host's; auto: gpu",
-	},
-	{
-		Name: "batch-invariant", Kind: Bool, Default: false, Commands: onModel,
-		Help: "keep a row's result independent of other rows on a GPU too, where that costs speed; on the CPU it always is",
-	},
-	{
-		Name: "enforce-eager", Kind: Bool, Default: false, Commands: onModel,
-		Help: "enqueue every kernel by itself, also where all experts are in a GPU's memory and a decode step would be one CUDA graph",
-	},
-	{
-		Name: "overlap-kernels", Kind: Bool, Default: true, Commands: onModel,
-		Help: "let a GPU's kernels start while those in front of them end (compute capability 9.0 and later)",
-	},
-	{
-		Name: "policy", Kind: String, Default: "none", Placeholder: "none|auto|FILE", Commands: []string{"run", "serve", "inspect", "plan", "bench throughput", "config"},
-		Help: "what chooses max-num-seqs, max-num-batched-tokens, micro-batch-size, expert-grouping, attention and offload-fraction where they are not given: the defaults, the planner, or a file that plan --json wrote",
-	},
-	{
-		Name: "hardware", Kind: String, Default: "", Placeholder: "NAME|FILE", Commands: onDevice,
-		Help: "machine whose rates floors and predictions count with: " + strings.Join(HardwareNames(), ", ") + ", or a file that bench transfer --calibrate wrote; without it, what is known of this one",
-	},
-	{
-		Name: "max-new-tokens", Kind: Int, Default: 128, Unit: "tokens", Min: 1, Max: unbounded, Commands: onRun,
-		Help: "most tokens to generate",
-	},
-	{
-		Name: "temperature", Kind: Float, Default: 0.0, Max: 100, Commands: onDraw,
-		Help: "how freely tokens are drawn; 0: always the likeliest",
-	},
-	{
-		Name: "seed", Kind: Uint, Default: uint64(0), Max: math.MaxUint64, Commands: onModel,
-		Help: "of dummy weights, of run's sampling, and of generated prompts",
-	},
-	{
-		Name: "ignore-eos", Kind: Bool, Default: false, Commands: onRun,
-		Help: "go on after a token that ends the answer",
-	},
-	{
-		Name: "host", Kind: String, Default: "127.0.0.1", Placeholder: "ADDRESS", Commands: onServe,
-		Help: "address to serve on; 0.0.0.0: all of this machine's",
-	},
-	{
-		Name: "port", Kind: Int, Default: 8000, Max: math.MaxUint16, Commands: onServe,
-		Help: "TCP port to serve on; 0: one that is free, which the log tells",
-	},
-	{
-		Name: "served-model-name", Kind: String, Default: "", Placeholder: "NAME", Commands: onServe,
-		Help: "what clients call the model; without it, the preset, or the last part of the directory's path",
-	},
-	{
-		Name: "api-key", Kind: String, Default: "", Placeholder: "KEY", Secret: true, Commands: onServe,
-		Help: "key that clients must send as a bearer token; as a flag other users of the machine can see it",
-	},
-	{
-		Name: "max-queued-requests", Kind: Int, Default: 256, Unit: "samples", Min: 1, Max: 1 << 20, Commands: onServe,
-		Help: "most samples that wait to run; more are told to come again",
-	},
-	{
-		Name: "max-request-bytes", Kind: Int, Default: 16 << 20, Unit: "bytes", Min: 1, Max: 1 << 30, Commands: onServe,
-		Help: "largest body of a request",
-	},
-	{
-		Name: "request-timeout", Kind: Int, Default: 0, Unit: "seconds", Max: 1 << 20, Commands: onServe,
-		Help: "longest that a request may take; 0: any time",
-	},
-	{
-		Name: "drain-timeout", Kind: Int, Default: 30, Unit: "seconds", Max: 1 << 20, Commands: onServe,
-		Help: "how long running requests may go on when the server is told to end",
-	},
-	{
-		Name: "num-prompts", Kind: Int, Default: 64, Unit: "requests", Min: 1, Max: 1 << 16, Commands: onBench,
-		Help: "requests that run as one batch",
-	},
-	{
-		Name: "input-len", Kind: Int, Default: 0, Unit: "tokens", Max: unbounded, Commands: onBench,
-		Help: "length of every generated prompt; 0: the lengths of MT-Bench",
-	},
-	{
-		Name: "output-len", Kind: Int, Default: 32, Unit: "tokens", Min: 2, Max: unbounded, Commands: onBench,
-		Help: "tokens to generate for each request, whatever the model says of their end",
-	},
-	{
-		Name: "prompts", Kind: String, Default: "", Placeholder: "FILE", Commands: onBench,
-		Help: "MT-Bench or MT-Bench-101 file, whose first turns are the prompts; without it, random ids with MT-Bench's lengths",
-	},
-	{
-		Name: "warmup-tokens", Kind: Int, Default: 50, Unit: "tokens", Max: unbounded, Commands: onBench,
-		Help: "tokens of each request that are generated first and not counted",
-	},
-	{
-		Name: "trials", Kind: Int, Default: 5, Min: 1, Max: 1000, Commands: onBench,
-		Help: "how often the batch is run and counted",
-	},
-	{
-		Name: "prefill-trials", Kind: Int, Default: 0, Max: 1000, Commands: onBench,
-		Help: "how many of the trials compute the prompts; the others go on from these; 0: all",
-	},
-	{
-		Name: "json", Kind: String, Default: "", Placeholder: "FILE", Commands: onResult,
-		Help: "write the result as JSON to a file; - is standard output",
-	},
-	{
-		Name: "trace", Kind: String, Default: "", Placeholder: "FILE", Commands: []string{"run", "serve", "bench throughput", "config"},
-		Help: "write what each stream does when to a file that chrome://tracing and ui.perfetto.dev read",
-	},
-	{
-		Name: "log-level", Kind: String, Default: "warn", Allowed: []string{"debug", "info", "warn", "error"}, Commands: onDevice,
-		Help: "least severe messages to log, on standard error",
-	},
-	{
-		Name: "log-format", Kind: String, Default: "text", Allowed: []string{"text", "json"}, Commands: onDevice,
-		Help: "form of log messages",
-	},
+// Harvest says how peers' memory is borrowed.
+type Harvest struct {
+	Policy            string `mapstructure:"harvest-policy"`
+	Headroom          string `mapstructure:"harvest-headroom"`
+	MigrationLimit    string `mapstructure:"migration-limit"`
+	AvailabilityTrace string `mapstructure:"availability-trace"`
 }
 
-// Find returns the entry of Schema of that name.
-func Find(name string) (Key, bool) {
-	i := slices.IndexFunc(Schema, func(k Key) bool { return k.Name == name })
-	if i < 0 {
-		return Key{}, false
-	}
-	return Schema[i], true
+// KV sizes the cache of keys and values.
+type KV struct {
+	NumBlocks   int `mapstructure:"num-kv-blocks"`
+	MaxModelLen int `mapstructure:"max-model-len"`
 }
 
-// For lists the entries of Schema that a command takes.
-func For(command string) []Key {
-	return slices.DeleteFunc(slices.Clone(Schema), func(k Key) bool { return !slices.Contains(k.Commands, command) })
+// Batch says how steps run.
+type Batch struct {
+	MaxNumSeqs          int      `mapstructure:"max-num-seqs"`
+	MaxNumBatchedTokens int      `mapstructure:"max-num-batched-tokens"`
+	MicroBatchSize      int      `mapstructure:"micro-batch-size"`
+	NumMicroBatches     int      `mapstructure:"num-micro-batches"`
+	Grouping            Grouping `mapstructure:"expert-grouping"`
+	Attention           Place    `mapstructure:"attention"`
+}
+
+// Kernels says how a GPU's kernels run.
+type Kernels struct {
+	BatchInvariant bool `mapstructure:"batch-invariant"`
+	EnforceEager   bool `mapstructure:"enforce-eager"`
+	Overlap        bool `mapstructure:"overlap-kernels"`
+}
+
+// Plan says what chooses a policy, and for which machine.
+type Plan struct {
+	Policy   PolicySource `mapstructure:"policy"`
+	Hardware string       `mapstructure:"hardware"`
+}
+
+// Generate says what to generate. Dummy weights and generated prompts have the same Seed.
+type Generate struct {
+	Chat         bool    `mapstructure:"chat"`
+	MaxNewTokens int     `mapstructure:"max-new-tokens"`
+	Temperature  float64 `mapstructure:"temperature"`
+	Seed         uint64  `mapstructure:"seed"`
+	IgnoreEOS    bool    `mapstructure:"ignore-eos"`
+}
+
+// Serve is of the server; times are in seconds.
+type Serve struct {
+	Host              string `mapstructure:"host"`
+	Port              int    `mapstructure:"port"`
+	ServedModelName   string `mapstructure:"served-model-name"`
+	APIKey            string `mapstructure:"api-key"`
+	MaxQueuedRequests int    `mapstructure:"max-queued-requests"`
+	MaxRequestBytes   int    `mapstructure:"max-request-bytes"`
+	RequestTimeout    int    `mapstructure:"request-timeout"`
+	DrainTimeout      int    `mapstructure:"drain-timeout"`
+}
+
+// Bench says what a benchmark runs.
+type Bench struct {
+	NumPrompts    int    `mapstructure:"num-prompts"`
+	InputLen      int    `mapstructure:"input-len"`
+	OutputLen     int    `mapstructure:"output-len"`
+	Prompts       string `mapstructure:"prompts"`
+	WarmupTokens  int    `mapstructure:"warmup-tokens"`
+	Trials        int    `mapstructure:"trials"`
+	PrefillTrials int    `mapstructure:"prefill-trials"`
+}
+
+// Output says what is written where.
+type Output struct {
+	JSON      string    `mapstructure:"json"`
+	Trace     string    `mapstructure:"trace"`
+	LogLevel  LogLevel  `mapstructure:"log-level"`
+	LogFormat LogFormat `mapstructure:"log-format"`
 }
 
 // Defaults returns the settings that apply where nothing else is said.
 func Defaults() Settings {
 	var s Settings
 	for i, f := range fields(&s) {
-		f.Set(reflect.ValueOf(Schema[i].Default))
+		if err := set(f, Schema[i].Default); err != nil {
+			panic("configs: default of " + Schema[i].Name + ": " + err.Error())
+		}
 	}
 	return s
 }
 
-// Values returns the settings by key.
+// Values returns the settings by key, of the keys' kinds.
 func (s Settings) Values() map[string]any {
 	values := make(map[string]any, len(Schema))
 	for i, f := range fields(&s) {
-		values[Schema[i].Name] = f.Interface()
+		if Schema[i].Kind == String {
+			values[Schema[i].Name] = text(f)
+		} else {
+			values[Schema[i].Name] = f.Interface()
+		}
 	}
 	return values
 }
@@ -395,20 +160,42 @@ func (s *Settings) Put(values map[string]any) error {
 		if !ok {
 			continue
 		}
-		if reflect.TypeOf(v) != f.Type() {
-			return fmt.Errorf("configs: %s is a %s, not %v", Schema[i].Name, Schema[i].Kind, v)
+		if err := set(f, v); err != nil {
+			return fmt.Errorf("configs: %s: %w", Schema[i].Name, err)
 		}
-		f.Set(reflect.ValueOf(v))
 	}
 	return s.Validate()
 }
 
+// text of a String's field.
+func text(f reflect.Value) string {
+	if v, ok := f.Interface().(fmt.Stringer); ok {
+		return v.String()
+	}
+	return f.String()
+}
+
+// set sets a field to a value of its key's kind.
+func set(f reflect.Value, v any) error {
+	if u, ok := f.Addr().Interface().(encoding.TextUnmarshaler); ok {
+		if t, ok := v.(string); ok {
+			return u.UnmarshalText([]byte(t))
+		}
+	}
+	if reflect.TypeOf(v) != f.Type() {
+		return fmt.Errorf("it is a %v, not %v", f.Type(), v)
+	}
+	f.Set(reflect.ValueOf(v))
+	return nil
+}
+
 // fields of s in the order of Schema.
 func fields(s *Settings) []reflect.Value {
-	v := reflect.ValueOf(s).Elem()
-	byKey := make(map[string]reflect.Value, v.NumField())
-	for i := range v.NumField() {
-		byKey[v.Type().Field(i).Tag.Get("mapstructure")] = v.Field(i)
+	byKey := map[string]reflect.Value{}
+	for _, group := range reflect.ValueOf(s).Elem().Fields() {
+		for field, f := range group.Fields() {
+			byKey[field.Tag.Get("mapstructure")] = f
+		}
 	}
 	all := make([]reflect.Value, len(Schema))
 	for i, k := range Schema {
@@ -427,8 +214,11 @@ type SettingError struct {
 
 func (e *SettingError) Error() string {
 	value := fmt.Sprint(e.Value)
-	if s, ok := e.Value.(string); ok {
-		value = strconv.Quote(s)
+	switch v := e.Value.(type) {
+	case string:
+		value = strconv.Quote(v)
+	case fmt.Stringer:
+		value = strconv.Quote(v.String())
 	}
 	return fmt.Sprintf("configs: %s is %s: %s", e.Key, value, e.Want)
 }
@@ -441,94 +231,37 @@ func (s Settings) Validate() error {
 			return &SettingError{Key: Schema[i].Name, Value: f.Interface(), Want: want}
 		}
 	}
-	skew, err := s.RoutingSkew()
+	skew, err := s.Model.ParseRouting()
 	if err != nil {
 		return err
 	}
-	if skew > 0 && s.LoadFormat != "dummy" {
-		return &SettingError{Key: "dummy-routing", Value: s.DummyRouting, Want: "only goes with load-format dummy"}
+	if skew > 0 && s.Model.LoadFormat != LoadDummy {
+		return &SettingError{Key: "dummy-routing", Value: s.Model.DummyRouting, Want: "only goes with load-format dummy"}
 	}
-	if s.LoadFormat == "dummy" && s.Model == "" {
+	if s.Model.LoadFormat == LoadDummy && s.Model.Name == "" {
 		return &SettingError{
-			Key: "load-format", Value: s.LoadFormat,
+			Key: "load-format", Value: s.Model.LoadFormat,
 			Want: "needs model: a preset (" + strings.Join(PresetNames(), ", ") + ") or a directory with a config.json",
 		}
 	}
 	if err := s.validatePeers(); err != nil {
 		return err
 	}
-	if s.InputLen > 0 && s.Prompts != "" {
-		return &SettingError{Key: "input-len", Value: s.InputLen, Want: "is for generated prompts, and prompts names a file"}
+	if s.Bench.InputLen > 0 && s.Bench.Prompts != "" {
+		return &SettingError{Key: "input-len", Value: s.Bench.InputLen, Want: "is for generated prompts, and prompts names a file"}
 	}
 	// A policy may yet raise the second.
-	if s.Policy == "none" && s.MicroBatchSize > s.MaxNumBatchedTokens {
+	if s.Plan.Policy == NoPolicy && s.Batch.MicroBatchSize > s.Batch.MaxNumBatchedTokens {
 		return &SettingError{
-			Key: "micro-batch-size", Value: s.MicroBatchSize,
-			Want: fmt.Sprintf("must be at most max-num-batched-tokens, %d", s.MaxNumBatchedTokens),
+			Key: "micro-batch-size", Value: s.Batch.MicroBatchSize,
+			Want: fmt.Sprintf("must be at most max-num-batched-tokens, %d", s.Batch.MaxNumBatchedTokens),
 		}
 	}
-	if s.NumMicroBatches > s.MaxNumBatchedTokens {
+	if s.Batch.NumMicroBatches > s.Batch.MaxNumBatchedTokens {
 		return &SettingError{
-			Key: "num-micro-batches", Value: s.NumMicroBatches,
-			Want: fmt.Sprintf("must be at most max-num-batched-tokens, %d: a micro-batch has at least a token", s.MaxNumBatchedTokens),
+			Key: "num-micro-batches", Value: s.Batch.NumMicroBatches,
+			Want: fmt.Sprintf("must be at most max-num-batched-tokens, %d: a micro-batch has at least a token", s.Batch.MaxNumBatchedTokens),
 		}
 	}
 	return nil
-}
-
-// check returns what the key allows if v is something else.
-func (k Key) check(v reflect.Value) string {
-	var n float64
-	switch k.Kind {
-	case String:
-		if k.Allowed != nil && !slices.Contains(k.Allowed, v.String()) {
-			return "must be " + oneOf(k.Allowed)
-		}
-		return ""
-	case Bool:
-		return ""
-	case Int:
-		n = float64(v.Int())
-	case Uint:
-		n = float64(v.Uint())
-	case Float:
-		n = v.Float()
-	}
-	// Not a number is in no range.
-	if n >= k.Min && n <= k.Max {
-		return ""
-	}
-	want := fmt.Sprintf("must be from %v to %v", number(k.Min), number(k.Max))
-	if k.Unit != "" {
-		want += " " + k.Unit
-	}
-	return want
-}
-
-func number(f float64) string { return strconv.FormatFloat(f, 'f', -1, 64) }
-
-// oneOf lists values as a sentence does: "a, b or c".
-func oneOf(values []string) string {
-	last := len(values) - 1
-	return strings.Join(values[:last], ", ") + " or " + values[last]
-}
-
-// maxSkew bounds the exponent of dummy-routing; above it one expert gets nearly
-// everything.
-const maxSkew = 8
-
-// RoutingSkew is the exponent that dummy-routing asks for; 0 for uniform.
-func (s Settings) RoutingSkew() (float64, error) {
-	if s.DummyRouting == "uniform" {
-		return 0, nil
-	}
-	text, ok := strings.CutPrefix(s.DummyRouting, "zipf:")
-	skew, err := strconv.ParseFloat(text, 64)
-	if !ok || err != nil || !(skew > 0 && skew <= maxSkew) {
-		return 0, &SettingError{
-			Key: "dummy-routing", Value: s.DummyRouting,
-			Want: fmt.Sprintf("must be uniform or zipf:S, S above 0 and at most %d", maxSkew),
-		}
-	}
-	return skew, nil
 }

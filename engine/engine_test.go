@@ -26,7 +26,7 @@ import (
 func open(t *testing.T, change func(*configs.Settings)) (*node.Node, *emulated.Machine) {
 	t.Helper()
 	s := configs.Defaults()
-	s.OffloadFraction = 0.5
+	s.Offload.Fraction = 0.5
 	if change != nil {
 		change(&s)
 	}
@@ -141,7 +141,7 @@ func TestNeighborsChangeNothing(t *testing.T) {
 	rs := varied(48, n.Config().Vocab)
 	want := alone(t, n, rs)
 	tight, _ := open(t, func(s *configs.Settings) {
-		s.NumKVBlocks, s.MaxModelLen, s.MaxNumBatchedTokens, s.MaxNumSeqs, s.MicroBatchSize = 9, 48, 40, 12, 17
+		s.KV.NumBlocks, s.KV.MaxModelLen, s.Batch.MaxNumBatchedTokens, s.Batch.MaxNumSeqs, s.Batch.MicroBatchSize = 9, 48, 40, 12, 17
 	})
 	run(t, tight)
 	var group sync.WaitGroup
@@ -399,7 +399,10 @@ func TestLostDeviceEndsEverything(t *testing.T) {
 }
 
 func TestBadRequests(t *testing.T) {
-	n, _ := open(t, func(s *configs.Settings) { s.Model = fixtures.Dir(t, "mixtral"); s.NumKVBlocks, s.MaxModelLen = 4, 60 })
+	n, _ := open(t, func(s *configs.Settings) {
+		s.Model.Name = fixtures.Dir(t, "mixtral")
+		s.KV.NumBlocks, s.KV.MaxModelLen = 4, 60
+	})
 	for _, c := range []struct {
 		name   string
 		change func(*engine.Request)

@@ -38,7 +38,10 @@ func openOnGPU(t *testing.T, change func(*configs.Settings)) *node.Node {
 		}
 	}
 	s := configs.Defaults()
-	s.Device, s.OffloadFraction = *on, 0.5
+	if err := s.Device.Kind.UnmarshalText([]byte(*on)); err != nil {
+		t.Fatal(err)
+	}
+	s.Offload.Fraction = 0.5
 	change(&s)
 	n, err := node.Open(t.Context(), node.Options{Settings: s})
 	if err != nil {
@@ -76,7 +79,7 @@ func same(t *testing.T, what string, got, want []engine.Output) {
 // every parameter give together what each gives alone, to the bit, also where the
 // cache has so little room that they are preempted.
 func TestGPUNeighborsChangeNothing(t *testing.T) {
-	invariant := func(s *configs.Settings) { s.BatchInvariant = true }
+	invariant := func(s *configs.Settings) { s.Kernels.BatchInvariant = true }
 	n := openOnGPU(t, invariant)
 	rs := varied(24, n.Config().Vocab)
 	var want []engine.Output
@@ -91,8 +94,8 @@ func TestGPUNeighborsChangeNothing(t *testing.T) {
 	for _, fraction := range []float64{0, 1} {
 		tight := openOnGPU(t, func(s *configs.Settings) {
 			invariant(s)
-			s.OffloadFraction = fraction
-			s.NumKVBlocks, s.MaxModelLen, s.MaxNumBatchedTokens, s.MaxNumSeqs, s.MicroBatchSize = 9, 48, 40, 12, 17
+			s.Offload.Fraction = fraction
+			s.KV.NumBlocks, s.KV.MaxModelLen, s.Batch.MaxNumBatchedTokens, s.Batch.MaxNumSeqs, s.Batch.MicroBatchSize = 9, 48, 40, 12, 17
 		})
 		got, err := tight.Engine().Generate(t.Context(), rs, nil)
 		if err != nil {
@@ -115,7 +118,7 @@ func TestGPUNeighborsChangeNothing(t *testing.T) {
 func TestGPUSameTwice(t *testing.T) {
 	var want []engine.Output
 	for _, fraction := range []float64{0, 0.5, 1} {
-		n := openOnGPU(t, func(s *configs.Settings) { s.OffloadFraction = fraction })
+		n := openOnGPU(t, func(s *configs.Settings) { s.Offload.Fraction = fraction })
 		rs := varied(24, n.Config().Vocab)
 		for range 2 {
 			got, err := n.Engine().Generate(t.Context(), rs, nil)

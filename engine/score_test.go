@@ -66,7 +66,7 @@ func TestBuiltInModelScore(t *testing.T) {
 		}
 	}
 	s := configs.Defaults()
-	s.OffloadFraction = 0.5
+	s.Offload.Fraction = 0.5
 	n, err := node.Open(t.Context(), node.Options{Settings: s})
 	if err != nil {
 		t.Fatal(err)

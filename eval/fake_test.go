@@ -6,6 +6,7 @@ import (
 	"slices"
 	"time"
 
+	"github.com/moeserve/moeserve/configs"
 	"github.com/moeserve/moeserve/eval"
 	"github.com/moeserve/moeserve/planner"
 )
@@ -23,23 +24,19 @@ type fake struct {
 	log   *[]string
 	name  string
 	// attention is where it runs. Default: gpu.
-	attention string
+	attention configs.Place
 	// alone: the hardware has no peers.
 	alone bool
 }
 
 func (f *fake) Info() eval.Info {
-	attention := f.attention
-	if attention == "" {
-		attention = "gpu"
-	}
 	peers, link := int64(1<<30), 1e9
 	if f.alone {
 		peers, link = 0, 0
 	}
 	return eval.Info{
-		Model: "fake", Device: "none", DType: "bfloat16", LoadFormat: "auto", Emulated: true, KeepsData: true,
-		MicroBatchRows: 2, StepRows: 64, Grouping: "layer", Attention: attention,
+		Model: "fake", Device: "none", DType: "bfloat16", Emulated: true, KeepsData: true,
+		MicroBatchRows: 2, StepRows: 64, Attention: f.attention,
 		Shape: planner.Model{
 			Name: "fake", Layers: 4, Hidden: 64, Heads: 4, KVHeads: 2, HeadDim: 16,
 			Experts: 8, TopK: 2, ExpertWidth: 128, Vocab: 100,

@@ -9,6 +9,8 @@ import (
 	"maps"
 	"os"
 	"slices"
+
+	"github.com/moeserve/moeserve/configs"
 )
 
 // Journal is a file to which a sweep appends a JSON line per finished cell, so that one
@@ -69,7 +71,7 @@ func OpenJournal(path string, config map[string]string) (_ *Journal, err error) 
 func (j *Journal) read(path string, n int, line []byte, config map[string]string) error {
 	if n > 1 {
 		var r Result
-		if err := json.Unmarshal(line, &r); err != nil || r.Tier == "" {
+		if err := json.Unmarshal(line, &r); err != nil || r.Tier == configs.AnyTier {
 			return inputf("%s: line %d is not the result of a cell; mend it, or name another file", path, n)
 		}
 		j.Results = append(j.Results, r)

@@ -4,6 +4,7 @@ import (
 	"context"
 	"time"
 
+	"github.com/moeserve/moeserve/configs"
 	"github.com/moeserve/moeserve/planner"
 )
 
@@ -38,7 +39,8 @@ type Batch interface {
 // Info describes a node.
 type Info struct {
 	// Model, Device, DType and LoadFormat as a user knows them.
-	Model, Device, DType, LoadFormat string
+	Model, Device, DType string
+	LoadFormat           configs.LoadFormat
 	// Emulated: the devices are, and so are their times.
 	Emulated bool
 	// KeepsData: memory holds bytes. Where it does not, tokens mean nothing.
@@ -51,9 +53,9 @@ type Info struct {
 	MicroBatches int
 	// ChosenOnlyRows is the most rows of a step that fetches only chosen experts.
 	ChosenOnlyRows int
-	// Grouping is how often experts run (layer, micro-batch), Attention where attention
-	// runs (gpu, cpu).
-	Grouping, Attention string
+	// Grouping is how often experts run, Attention where attention runs.
+	Grouping  configs.Grouping
+	Attention configs.Place
 	// Shape and Sizes of the model are for predictions.
 	Shape planner.Model
 	Sizes planner.Sizes
@@ -74,18 +76,11 @@ type Counts struct {
 	PeakBytes int64
 }
 
-// Tiers that a cell fetches its offloaded experts from.
-const (
-	NoTier   = "none"
-	HostTier = "host"
-	PeerTier = "peer"
-)
-
 // Cell is one point of a sweep: a share of the experts that is offloaded, 0 to 1, and
-// where they are fetched from; NoTier with fraction 0, and only then.
+// where they are fetched from; configs.NoTier with fraction 0, and only then.
 type Cell struct {
-	Tier     string  `json:"tier"`
-	Fraction float64 `json:"offload_fraction"`
+	Tier     configs.Tier `json:"tier"`
+	Fraction float64      `json:"offload_fraction"`
 }
 
 // Room is what a cache of blocks of blockTokens needs for prompts and newTokens behind

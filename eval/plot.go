@@ -17,6 +17,8 @@ import (
 	"gonum.org/v1/plot/vg/draw"
 	"gonum.org/v1/plot/vg/vgimg"
 	"gonum.org/v1/plot/vg/vgsvg"
+
+	"github.com/moeserve/moeserve/configs"
 )
 
 const (
@@ -38,7 +40,7 @@ var (
 	hostLook  = look{color.Gray{0x60}, dashes(6, 3), draw.SquareGlyph{}}
 	bothLook  = look{color.Gray{0x20}, dashes(1, 2), draw.PyramidGlyph{}}
 	backLook  = look{color.Gray{0x90}, dashes(8, 2, 1, 2), draw.CrossGlyph{}}
-	looks     = map[string]look{PeerTier: peerLook, HostTier: hostLook}
+	looks     = map[configs.Tier]look{configs.PeerTier: peerLook, configs.HostTier: hostLook}
 	planned   = color.Gray{0x98}
 	thinLine  = vg.Points(0.8)
 	thickLine = vg.Points(1.6)
@@ -148,11 +150,11 @@ func PlotSweep(out io.Writer, format string, results []Result) error {
 	}
 	p := newPlot(title, "experts offloaded (% of all)", "decode throughput (tokens/s)")
 	most := 0.0
-	for _, tier := range []string{PeerTier, HostTier} {
+	for _, tier := range []configs.Tier{configs.PeerTier, configs.HostTier} {
 		var measured, predicted plotter.XYs
 		for i := range results {
 			r := &results[i]
-			if r.Tier != tier && r.Tier != NoTier {
+			if r.Tier != tier && r.Tier != configs.NoTier {
 				continue
 			}
 			measured = append(measured, plotter.XY{X: 100 * r.OffloadFraction, Y: r.DecodeTokS})
@@ -172,9 +174,9 @@ func PlotSweep(out io.Writer, format string, results []Result) error {
 			}
 			ln.Color, ln.Width, ln.Dashes = planned, thinLine, looks[tier].dash
 			p.Add(ln)
-			p.Legend.Add(tier+" memory, predicted", ln)
+			p.Legend.Add(tier.String()+" memory, predicted", ln)
 		}
-		if err := line(p, tier+" memory, measured", byX(measured), looks[tier]); err != nil {
+		if err := line(p, tier.String()+" memory, measured", byX(measured), looks[tier]); err != nil {
 			return err
 		}
 	}
@@ -204,15 +206,15 @@ func byX(points plotter.XYs) plotter.XYs {
 	return points
 }
 
-// knees are the planner's, by tier, in the order of their names.
-func knees(results []Result) func(yield func(tier string, knee float64) bool) {
-	by := map[string]float64{}
+// knees are the planner's, by tier, in their order.
+func knees(results []Result) func(yield func(tier configs.Tier, knee float64) bool) {
+	by := map[configs.Tier]float64{}
 	for _, r := range results {
 		if r.Prediction != nil && r.Prediction.Knee > 0 {
 			by[r.Tier] = r.Prediction.Knee
 		}
 	}
-	return func(yield func(string, float64) bool) {
+	return func(yield func(configs.Tier, float64) bool) {
 		for _, tier := range slices.Sorted(maps.Keys(by)) {
 			if !yield(tier, by[tier]) {
 				return

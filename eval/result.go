@@ -4,23 +4,24 @@ import (
 	"errors"
 	"math"
 
+	"github.com/moeserve/moeserve/configs"
 	"github.com/moeserve/moeserve/planner"
 )
 
 // Result is the measurement of one configuration. Seconds are those of the node's
 // clock.
 type Result struct {
-	Model           string  `json:"model"`
-	Device          string  `json:"device"`
-	Emulated        bool    `json:"emulated"`
-	DType           string  `json:"dtype"`
-	LoadFormat      string  `json:"load_format"`
-	Tier            string  `json:"tier"`
-	OffloadFraction float64 `json:"offload_fraction"`
-	MicroBatch      int     `json:"micro_batch"`
-	NumMicroBatches int     `json:"num_micro_batches"`
-	ExpertGrouping  string  `json:"expert_grouping"`
-	Attention       string  `json:"attention"`
+	Model           string             `json:"model"`
+	Device          string             `json:"device"`
+	Emulated        bool               `json:"emulated"`
+	DType           string             `json:"dtype"`
+	LoadFormat      configs.LoadFormat `json:"load_format"`
+	Tier            configs.Tier       `json:"tier"`
+	OffloadFraction float64            `json:"offload_fraction"`
+	MicroBatch      int                `json:"micro_batch"`
+	NumMicroBatches int                `json:"num_micro_batches"`
+	ExpertGrouping  configs.Grouping   `json:"expert_grouping"`
+	Attention       configs.Place      `json:"attention"`
 	// Requests run as one batch; PromptTokens and GeneratedTokens are those of all of
 	// them in one trial.
 	Requests        int `json:"requests"`
@@ -156,19 +157,16 @@ func (r *Result) plan(info *Info) {
 	work := planner.Workload{PromptTokens: (r.PromptTokens + r.Requests/2) / r.Requests, NewTokens: newTokens}
 	floor := planner.FloorCase{Rows: r.Requests, Context: work.Context(), Fraction: r.OffloadFraction}
 	policy := planner.Policy{
-		Batch: r.Requests, MicroBatch: r.MicroBatch, PrefillTokens: info.StepRows,
+		Batch: r.Requests, MicroBatch: r.MicroBatch, PrefillTokens: info.StepRows, Grouping: r.ExpertGrouping, Attention: r.Attention,
 		ChosenOnly: r.OffloadFraction > 0 && r.Requests <= info.ChosenOnlyRows,
 	}
-	if r.ExpertGrouping == planner.PerMicroBatch.String() {
-		policy.Grouping, floor.Groups = planner.PerMicroBatch, r.NumMicroBatches
+	if r.ExpertGrouping == configs.PerMicroBatch {
+		floor.Groups = r.NumMicroBatches
 	}
-	if r.Attention == planner.OnCPU.String() {
-		policy.Attention = planner.OnCPU
-	}
-	tier, link := planner.HostTier, planner.BoundHostLink
+	tier, link := configs.HostTier, planner.BoundHostLink
 	floor.Rate = h.HostToGPU[0]
-	if r.Tier == PeerTier {
-		tier, link, floor.Rate = planner.PeerTier, planner.BoundPeerLink, h.PeerToGPU
+	if r.Tier == configs.PeerTier {
+		tier, link, floor.Rate = configs.PeerTier, planner.BoundPeerLink, h.PeerToGPU
 	}
 	if floor.Rate == 0 {
 		return
@@ -190,11 +188,11 @@ func (r *Result) plan(info *Info) {
 		PrefillSeconds: p.PrefillSeconds, DecodeSeconds: p.DecodeSeconds,
 		ThroughputTokS: p.TokS, DecodeTokS: p.DecodeTokS, Bound: string(p.Decode.Bound),
 	}
-	if policy.Attention == planner.OnCPU {
+	if policy.Attention == configs.OnCPU {
 		// Floors have attention on the GPU; what the planner allows is the least then.
 		r.Roofline = &Roofline{Bound: string(p.Decode.Bound), TokS: p.DecodeTokS, Fraction: r.DecodeTokS / p.DecodeTokS}
 	}
-	if r.Tier == NoTier {
+	if r.Tier == configs.NoTier {
 		return
 	}
 	if knee, err := problem.Knee(policy, tier); err == nil && knee <= 1 {

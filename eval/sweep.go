@@ -7,6 +7,8 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+
+	"github.com/moeserve/moeserve/configs"
 )
 
 // ParseFractions reads offload fractions, numbers from 0 to 1 with commas between
@@ -25,12 +27,12 @@ func ParseFractions(list string) ([]float64, error) {
 }
 
 // ParseTiers reads tiers with commas between them. Errors wrap ErrInput.
-func ParseTiers(list string) ([]string, error) {
-	var tiers []string
+func ParseTiers(list string) ([]configs.Tier, error) {
+	var tiers []configs.Tier
 	for _, text := range strings.Split(list, ",") {
-		t := strings.TrimSpace(text)
-		if t != HostTier && t != PeerTier {
-			return nil, inputf("there is no tier %q: give host, peer, or both with a comma between them", t)
+		var t configs.Tier
+		if err := t.UnmarshalText([]byte(strings.TrimSpace(text))); err != nil || t != configs.HostTier && t != configs.PeerTier {
+			return nil, inputf("there is no tier %q: give host, peer, or both with a comma between them", strings.TrimSpace(text))
 		}
 		if !slices.Contains(tiers, t) {
 			tiers = append(tiers, t)
@@ -41,11 +43,11 @@ func ParseTiers(list string) ([]string, error) {
 
 // Cells are those of a sweep over fractions and tiers: fraction 0 once, each other
 // fraction with each tier.
-func Cells(fractions []float64, tiers []string) []Cell {
+func Cells(fractions []float64, tiers []configs.Tier) []Cell {
 	var cells []Cell
 	for _, f := range fractions {
 		if f == 0 {
-			cells = append(cells, Cell{Tier: NoTier})
+			cells = append(cells, Cell{Tier: configs.NoTier})
 			continue
 		}
 		for _, t := range tiers {
@@ -129,7 +131,7 @@ func (o *SweepOptions) measure(ctx context.Context, cells []Cell, results map[Ce
 		}
 	}()
 	fail := func(c Cell, err error) error {
-		if c.Tier == NoTier {
+		if c.Tier == configs.NoTier {
 			return fmt.Errorf("nothing offloaded: %w", err)
 		}
 		return fmt.Errorf("%v %% offloaded to %s: %w", 100*c.Fraction, c.Tier, err)
@@ -190,7 +192,7 @@ func Gains(results []Result, fraction float64) []Gain {
 		model    string
 		requests int
 	}
-	found := map[key]map[string]Result{}
+	found := map[key]map[configs.Tier]Result{}
 	var order []key
 	for _, r := range results {
 		if r.OffloadFraction != fraction {
@@ -198,14 +200,14 @@ func Gains(results []Result, fraction float64) []Gain {
 		}
 		k := key{r.Model, r.Requests}
 		if found[k] == nil {
-			found[k] = map[string]Result{}
+			found[k] = map[configs.Tier]Result{}
 			order = append(order, k)
 		}
 		found[k][r.Tier] = r
 	}
 	var gains []Gain
 	for _, k := range order {
-		host, peer := found[k][HostTier], found[k][PeerTier]
+		host, peer := found[k][configs.HostTier], found[k][configs.PeerTier]
 		if host.DecodeTokS == 0 || peer.DecodeTokS == 0 {
 			continue
 		}

@@ -17,6 +17,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/moeserve/moeserve/configs"
 	"github.com/moeserve/moeserve/eval"
 )
 
@@ -24,7 +25,7 @@ var threePrompts = [][]int32{{1, 2}, {3}, {4, 5, 6}}
 
 func TestThroughput(t *testing.T) {
 	n := newFake("a", time.Second/4, nil)
-	r, err := eval.Throughput(t.Context(), n, eval.Cell{Tier: eval.HostTier, Fraction: 0.5}, eval.Options{
+	r, err := eval.Throughput(t.Context(), n, eval.Cell{Tier: configs.HostTier, Fraction: 0.5}, eval.Options{
 		Prompts: threePrompts, NewTokens: 5, Warmup: 9, Trials: 3, Prefills: 2,
 	})
 	if err != nil {
@@ -63,12 +64,12 @@ func TestThroughput(t *testing.T) {
 // With attention on the CPU the floor is the planner's prediction.
 func TestAttentionOnCPU(t *testing.T) {
 	n := newFake("a", time.Second, nil)
-	n.attention = "cpu"
-	r, err := eval.Throughput(t.Context(), n, eval.Cell{Tier: eval.NoTier}, eval.Options{Prompts: threePrompts, NewTokens: 2, Trials: 1})
+	n.attention = configs.OnCPU
+	r, err := eval.Throughput(t.Context(), n, eval.Cell{Tier: configs.NoTier}, eval.Options{Prompts: threePrompts, NewTokens: 2, Trials: 1})
 	if err != nil {
 		t.Fatal(err)
 	}
-	if r.Roofline.TokS != r.Prediction.DecodeTokS || r.Roofline.Bound != r.Prediction.Bound || r.Attention != "cpu" {
+	if r.Roofline.TokS != r.Prediction.DecodeTokS || r.Roofline.Bound != r.Prediction.Bound || r.Attention != configs.OnCPU {
 		t.Errorf("%+v, %+v", r.Roofline, r.Prediction)
 	}
 }
@@ -77,7 +78,7 @@ func TestAttentionOnCPU(t *testing.T) {
 func TestPeersThatTheHardwareHasNot(t *testing.T) {
 	n := newFake("a", time.Second, nil)
 	n.alone = true
-	r, err := eval.Throughput(t.Context(), n, eval.Cell{Tier: eval.PeerTier, Fraction: 0.5}, eval.Options{Prompts: threePrompts, NewTokens: 2, Trials: 1})
+	r, err := eval.Throughput(t.Context(), n, eval.Cell{Tier: configs.PeerTier, Fraction: 0.5}, eval.Options{Prompts: threePrompts, NewTokens: 2, Trials: 1})
 	if err != nil || r.DecodeTokS != 3 || r.Roofline != nil || r.Prediction != nil {
 		t.Errorf("%+v, %v", r, err)
 	}
@@ -89,7 +90,7 @@ func TestPeersThatTheHardwareHasNot(t *testing.T) {
 func TestDeviation(t *testing.T) {
 	n := newFake("a", time.Second, nil)
 	slower := &slowing{fake: n}
-	r, err := eval.Throughput(t.Context(), slower, eval.Cell{Tier: eval.NoTier}, eval.Options{Prompts: threePrompts, NewTokens: 2, Warmup: -1, Trials: 2})
+	r, err := eval.Throughput(t.Context(), slower, eval.Cell{Tier: configs.NoTier}, eval.Options{Prompts: threePrompts, NewTokens: 2, Warmup: -1, Trials: 2})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -138,7 +139,7 @@ func TestThroughputRefuses(t *testing.T) {
 		{"one token", newFake("a", 1, nil), eval.Options{Prompts: threePrompts, NewTokens: 1}, eval.ErrInput, "eval: 1 new tokens"},
 		{"no trial", newFake("a", 1, nil), eval.Options{Prompts: threePrompts, Trials: -1}, eval.ErrInput, "eval: -1 trials"},
 	} {
-		_, err := eval.Throughput(t.Context(), c.node, eval.Cell{Tier: eval.NoTier}, c.o)
+		_, err := eval.Throughput(t.Context(), c.node, eval.Cell{Tier: configs.NoTier}, c.o)
 		if err == nil || c.want != nil && !errors.Is(err, c.want) || !strings.HasPrefix(err.Error(), c.text) {
 			t.Errorf("%s: %v, want %s", c.name, err, c.text)
 		}
@@ -156,7 +157,7 @@ func TestParse(t *testing.T) {
 			t.Errorf("%q: %v, %v", in, got, err)
 		}
 	}
-	if got, err := eval.ParseTiers("peer, host,peer"); err != nil || !slices.Equal(got, []string{"peer", "host"}) {
+	if got, err := eval.ParseTiers("peer, host,peer"); err != nil || !slices.Equal(got, []configs.Tier{configs.PeerTier, configs.HostTier}) {
 		t.Errorf("%v, %v", got, err)
 	}
 	for _, in := range []string{"", "none", "auto", "host,disk"} {
@@ -164,8 +165,8 @@ func TestParse(t *testing.T) {
 			t.Errorf("%q: %v, %v", in, got, err)
 		}
 	}
-	want := []eval.Cell{{Tier: "none"}, {Tier: "host", Fraction: 0.5}, {Tier: "peer", Fraction: 0.5}}
-	if got := eval.Cells([]float64{0, 0.5}, []string{"host", "peer"}); !slices.Equal(got, want) {
+	want := []eval.Cell{{Tier: configs.NoTier}, {Tier: configs.HostTier, Fraction: 0.5}, {Tier: configs.PeerTier, Fraction: 0.5}}
+	if got := eval.Cells([]float64{0, 0.5}, []configs.Tier{configs.HostTier, configs.PeerTier}); !slices.Equal(got, want) {
 		t.Errorf("%v", got)
 	}
 }
@@ -176,15 +177,15 @@ func sweep(t *testing.T, o eval.SweepOptions, log *[]string) ([]eval.Result, err
 	t.Helper()
 	o.Options = eval.Options{Prompts: threePrompts, NewTokens: 3, Warmup: 1, Trials: 2}
 	if o.Cells == nil {
-		o.Cells = eval.Cells([]float64{0, 0.5, 1}, []string{"host", "peer"})
+		o.Cells = eval.Cells([]float64{0, 0.5, 1}, []configs.Tier{configs.HostTier, configs.PeerTier})
 	}
 	var opened []*fake
 	o.Open = func(_ context.Context, c eval.Cell) (eval.Node, error) {
 		step := time.Second
-		if c.Tier == eval.HostTier {
+		if c.Tier == configs.HostTier {
 			step += time.Duration(c.Fraction * float64(2*time.Second))
 		}
-		f := newFake(c.Tier, step, log)
+		f := newFake(c.Tier.String(), step, log)
 		opened = append(opened, f)
 		return f, nil
 	}
@@ -198,7 +199,7 @@ func sweep(t *testing.T, o eval.SweepOptions, log *[]string) ([]eval.Result, err
 }
 
 func TestSweepGoesRound(t *testing.T) {
-	cells := eval.Cells([]float64{0, 1}, []string{"host"})
+	cells := eval.Cells([]float64{0, 1}, []configs.Tier{configs.HostTier})
 	for _, c := range []struct {
 		together bool
 		want     string
@@ -230,7 +231,7 @@ func TestSweepLeavesOut(t *testing.T) {
 	}
 	o := eval.SweepOptions{
 		Options: eval.Options{Prompts: threePrompts, NewTokens: 2, Trials: 1}, Open: open,
-		Cells: eval.Cells([]float64{0, 0.5, 1}, []string{"host"}), LeaveOut: func(_ eval.Cell, err error) bool { return errors.Is(err, errRoom) },
+		Cells: eval.Cells([]float64{0, 0.5, 1}, []configs.Tier{configs.HostTier}), LeaveOut: func(_ eval.Cell, err error) bool { return errors.Is(err, errRoom) },
 	}
 	for _, o.Together = range []bool{false, true} {
 		r, err := eval.Sweep(t.Context(), o)
@@ -347,7 +348,7 @@ func TestBrokenJournal(t *testing.T) {
 
 // The keys of a result are a promise to those who read it.
 func TestResultKeys(t *testing.T) {
-	r, err := sweep(t, eval.SweepOptions{Cells: []eval.Cell{{Tier: "host", Fraction: 0.5}}}, nil)
+	r, err := sweep(t, eval.SweepOptions{Cells: []eval.Cell{{Tier: configs.HostTier, Fraction: 0.5}}}, nil)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -10,6 +10,8 @@ import (
 	"strconv"
 	"strings"
 	"text/tabwriter"
+
+	"github.com/moeserve/moeserve/configs"
 )
 
 // WriteTable writes results for a person, a line each, and below what they share.
@@ -142,8 +144,8 @@ func WriteCSV(out io.Writer, results []Result) error {
 			}
 		}
 		w.Write([]string{ //nolint:errcheck // as above
-			r.Model, r.Device, strconv.FormatBool(r.Emulated), r.DType, r.LoadFormat, r.Tier, f(r.OffloadFraction),
-			strconv.Itoa(r.MicroBatch), strconv.Itoa(r.NumMicroBatches), r.ExpertGrouping, r.Attention,
+			r.Model, r.Device, strconv.FormatBool(r.Emulated), r.DType, r.LoadFormat.String(), r.Tier.String(), f(r.OffloadFraction),
+			strconv.Itoa(r.MicroBatch), strconv.Itoa(r.NumMicroBatches), r.ExpertGrouping.String(), r.Attention.String(),
 			strconv.Itoa(r.Requests), strconv.Itoa(r.PromptTokens), strconv.Itoa(r.GeneratedTokens), strconv.Itoa(len(r.Trials)), f(prefill), f(decode),
 			f(r.ThroughputTokS), f(r.StddevTokS), f(r.DecodeTokS), f(r.DecodeStddevTokS),
 			strconv.FormatInt(r.BytesFetched.Host, 10), strconv.FormatInt(r.BytesFetched.Peer, 10),
@@ -167,7 +169,7 @@ func ReadResults(data []byte, name string) ([]Result, error) {
 		many = []Result{one}
 	}
 	for i := range many {
-		if many[i].Tier == "" || many[i].Requests == 0 {
+		if many[i].Tier == configs.AnyTier || many[i].Requests == 0 {
 			return nil, inputf("%s: entry %d is not a result of bench sweep or bench throughput", name, i+1)
 		}
 	}

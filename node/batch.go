@@ -30,7 +30,7 @@ type Batch struct {
 // that of the settings. An error wraps ErrConfig where steps or cache have too little
 // room.
 func (n *Node) NewBatch(prompts [][]int32, newTokens int) (*Batch, error) {
-	b := &Batch{n: n, prompts: prompts, draw: pipeline.Draw{Temperature: float32(n.settings.Temperature), Seed: n.settings.Seed}}
+	b := &Batch{n: n, prompts: prompts, draw: pipeline.Draw{Temperature: float32(n.settings.Generate.Temperature), Seed: n.settings.Generate.Seed}}
 	if most := min(n.limits.MaxRows, n.limits.MaxLogits); len(prompts) > most {
 		return nil, fail(ErrConfig, fmt.Errorf("node: a batch of %d sequences in steps of at most %d", len(prompts), most))
 	}

@@ -21,7 +21,7 @@ func TestBatchDrawsWhatTheEngineDraws(t *testing.T) {
 	prompts := [][]int32{{5}, {9, 8, 7, 6, 5, 4, 3, 2, 1, 30, 31, 32, 33}, {40, 41, 42}}
 	for _, rows := range []int{3, 7, 64} {
 		s := configs.Defaults()
-		s.MaxNumBatchedTokens, s.MaxNumSeqs, s.OffloadFraction, s.MaxModelLen = rows, 3, 0.5, 64
+		s.Batch.MaxNumBatchedTokens, s.Batch.MaxNumSeqs, s.Offload.Fraction, s.KV.MaxModelLen = rows, 3, 0.5, 64
 		n, err := node.Open(t.Context(), node.Options{Settings: s})
 		if err != nil {
 			t.Fatal(err)
@@ -78,7 +78,7 @@ func TestBatchDrawsWhatTheEngineDraws(t *testing.T) {
 
 func TestBatchRefuses(t *testing.T) {
 	s := configs.Defaults()
-	s.MaxNumSeqs, s.MaxModelLen, s.NumKVBlocks = 2, 32, 3
+	s.Batch.MaxNumSeqs, s.KV.MaxModelLen, s.KV.NumBlocks = 2, 32, 3
 	n, err := node.Open(t.Context(), node.Options{Settings: s})
 	if err != nil {
 		t.Fatal(err)
@@ -112,7 +112,7 @@ func TestHardware(t *testing.T) {
 	s := configs.Defaults()
 	d := func(spec string) *node.Devices {
 		t.Helper()
-		s.Emulate = spec
+		s.Device.Emulate = spec
 		d, err := node.OpenDevices(s, nil)
 		if err != nil {
 			t.Fatal(err)
@@ -146,7 +146,7 @@ func TestHardware(t *testing.T) {
 	if _, ok := d("pace,pcie=50GB/s,flops=7T").Hardware(); !ok {
 		t.Error("paced devices have no rates")
 	}
-	s.Emulate = "gpus=0"
+	s.Device.Emulate = "gpus=0"
 	if _, err := node.OpenDevices(s, nil); !errors.Is(err, node.ErrConfig) {
 		t.Errorf("%v", err)
 	}

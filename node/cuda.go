@@ -17,14 +17,14 @@ import (
 // with activations of the weights' type where that has 16 bit.
 func openCUDA(o *Options, gpus []int, weights kernels.DType) (device.Machine, kernels.Backend, error) {
 	s := &o.Settings
-	m, err := cuda.Open(cuda.Options{GPUs: gpus, HostBytes: int64(s.HostMemoryGiB * (1 << 30)), Logger: o.Log})
+	m, err := cuda.Open(cuda.Options{GPUs: gpus, HostBytes: int64(s.Device.HostMemoryGiB * (1 << 30)), Logger: o.Log})
 	if err != nil {
 		if errors.Is(err, cuda.ErrUnavailable) {
 			err = fmt.Errorf("%w: %w", errNoCUDA, err)
 		}
 		return nil, nil, err
 	}
-	options := kernelscuda.Options{BatchInvariant: s.BatchInvariant, Serial: !s.OverlapKernels}
+	options := kernelscuda.Options{BatchInvariant: s.Kernels.BatchInvariant, Serial: !s.Kernels.Overlap}
 	if weights == kernels.F16 {
 		options.Activation = kernels.F16
 	}

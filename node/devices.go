@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"runtime"
 
+	"github.com/moeserve/moeserve/configs"
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/device/emulated"
 	"github.com/moeserve/moeserve/device/emulated/tenants"
@@ -23,12 +24,12 @@ func (n *Node) machines(o *Options) error {
 	if o.OpenMachine != nil {
 		return n.open(o.OpenMachine, o.OpenBackend)
 	}
-	if s.Device == "cuda" || s.Device == "auto" && s.Emulate == "" && s.AvailabilityTrace == "" {
-		if s.Emulate != "" {
+	if s.Device.Kind == configs.CUDA || s.Device.Kind == configs.AutoDevice && s.Device.Emulate == "" && s.Harvest.AvailabilityTrace == "" {
+		if s.Device.Emulate != "" {
 			return fail(ErrConfig, errors.New("emulate is for emulated devices and device is cuda: leave one of them out"))
 		}
-		gpus := []int{s.GPU}
-		if c, err := s.PeerChoice(); err == nil && (borrows(s) || s.Policy != "none" && s.OffloadTier != "host") {
+		gpus := []int{s.Device.GPU}
+		if c, err := s.Device.ParsePeers(); err == nil && (borrows(s) || s.Plan.Policy != configs.NoPolicy && s.Offload.Tier != configs.HostTier) {
 			gpus = append(gpus, c.GPUs...)
 		}
 		m, b, err := openCUDA(o, gpus, n.config.DType)
@@ -37,13 +38,13 @@ func (n *Node) machines(o *Options) error {
 			n.use(m, b)
 			n.opened = gpus
 			return nil
-		case s.Device == "cuda" || !errors.Is(err, errNoCUDA):
+		case s.Device.Kind == configs.CUDA || !errors.Is(err, errNoCUDA):
 			return fail(ErrDevice, err)
 		}
 		o.Log.Info("computing on the CPU", "why", err)
 	}
 	err := n.open(func() (device.Machine, error) {
-		spec, err := emulated.ParseSpec(s.Emulate)
+		spec, err := emulated.ParseSpec(s.Device.Emulate)
 		if err != nil {
 			return nil, fail(ErrConfig, fmt.Errorf("emulate: %w", err))
 		}
@@ -54,10 +55,10 @@ func (n *Node) machines(o *Options) error {
 	if err != nil {
 		return err
 	}
-	if have := len(n.machine.Topology().GPUs); s.GPU >= have {
-		return fail(ErrConfig, fmt.Errorf("gpu is %d: the emulated machine has %d GPUs, from 0 on", s.GPU, have))
+	if have := len(n.machine.Topology().GPUs); s.Device.GPU >= have {
+		return fail(ErrConfig, fmt.Errorf("gpu is %d: the emulated machine has %d GPUs, from 0 on", s.Device.GPU, have))
 	}
-	n.space = device.HBM(s.GPU)
+	n.space = device.HBM(s.Device.GPU)
 	return nil
 }
 
@@ -88,7 +89,7 @@ func (n *Node) use(m device.Machine, b kernels.Backend) {
 
 // openHost finds who attends on the host, where somebody is to.
 func (n *Node) openHost() {
-	if _, ok := n.backend.(*cpu.Backend); !ok && n.settings.Attention == "cpu" {
+	if _, ok := n.backend.(*cpu.Backend); !ok && n.settings.Batch.Attention == configs.OnCPU {
 		n.host = cpu.New(cpu.Options{})
 		n.closers = append(n.closers, n.host.Close)
 	}

@@ -72,7 +72,7 @@ func openDrifting(t *testing.T, limit string) *drifting {
 	t.Helper()
 	s := configs.Defaults()
 	// With four rows a step only chosen experts are fetched.
-	s.OffloadFraction, s.MaxNumBatchedTokens, s.HarvestHeadroom, s.MigrationLimit = 1, 4, "0", limit
+	s.Offload.Fraction, s.Batch.MaxNumBatchedTokens, s.Harvest.Headroom, s.Harvest.MigrationLimit = 1, 4, "0", limit
 	x := &drifting{}
 	n, err := node.Open(t.Context(), node.Options{
 		Settings: s,

@@ -44,8 +44,8 @@ func machines() []machine {
 func open(t *testing.T, m machine, change func(*configs.Settings)) *node.Node {
 	t.Helper()
 	s := configs.Defaults()
-	s.OffloadFraction = m.fraction
-	s.MaxNumBatchedTokens = 192
+	s.Offload.Fraction = m.fraction
+	s.Batch.MaxNumBatchedTokens = 192
 	if change != nil {
 		change(&s)
 	}
@@ -74,7 +74,7 @@ func TestExact(t *testing.T) {
 			dir := fixtures.Dir(t, name)
 			for _, m := range machines() {
 				t.Run(m.name, func(t *testing.T) {
-					n := open(t, m, func(s *configs.Settings) { s.Model = dir })
+					n := open(t, m, func(s *configs.Settings) { s.Model.Name = dir })
 					worst := 0.0
 					for i, p := range want.Prompts {
 						worst = max(worst, checkLogits(t, n, fmt.Sprintf("prompt %d", i), p, want.Vocab))

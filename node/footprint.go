@@ -102,7 +102,7 @@ type way struct {
 }
 
 func wayOf(s *configs.Settings) way {
-	return way{s.MicroBatchSize, s.NumMicroBatches, s.ExpertGrouping == planner.PerMicroBatch.String(), s.Attention == planner.OnCPU.String()}
+	return way{s.Batch.MicroBatchSize, s.Batch.NumMicroBatches, s.Batch.Grouping == configs.PerMicroBatch, s.Batch.Attention == configs.OnCPU}
 }
 
 // somebody stands for whoever attends on the host where only sizes are asked for.
@@ -217,7 +217,7 @@ func (f *footprint) sizes(fixed given) (planner.Sizes, error) {
 
 // wayFor is how a policy has steps run.
 func wayFor(x *planner.Policy) way {
-	w := way{byMicroBatch: x.Grouping == planner.PerMicroBatch, hostAttention: x.Attention == planner.OnCPU}
+	w := way{byMicroBatch: x.Grouping == configs.PerMicroBatch, hostAttention: x.Attention == configs.OnCPU}
 	if x.MicroBatch < x.Batch {
 		w.microBatchSize = x.MicroBatch
 	}

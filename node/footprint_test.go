@@ -41,21 +41,21 @@ func TestPlannedIsTaken(t *testing.T) {
 	between := func(low, high int) int { return low + random.IntN(high-low+1) }
 	for range 60 {
 		s := configs.Defaults()
-		s.Model = models[random.IntN(len(models))]
-		s.OffloadFraction = []float64{0, 0.01, 0.3, 0.5, 0.77, 0.99, 1}[random.IntN(7)]
-		s.OffloadTier = []string{"auto", "host"}[random.IntN(2)]
-		s.MaxNumSeqs = between(1, 80)
-		s.MaxNumBatchedTokens = between(s.MaxNumSeqs, 500)
-		s.MicroBatchSize = between(0, s.MaxNumBatchedTokens)
-		s.MaxModelLen = []int{0, 33, 64}[random.IntN(3)]
-		s.NumKVBlocks = between(max(5, s.MaxNumSeqs), 400)
-		s.AdaptLocal = random.IntN(2) == 0
-		s.Attention = []string{"auto", "gpu", "cpu"}[random.IntN(3)]
-		s.ExpertGrouping = []string{"layer", "micro-batch"}[random.IntN(2)]
-		s.NumMicroBatches = between(0, 9) * random.IntN(2)
+		s.Model.Name = models[random.IntN(len(models))]
+		s.Offload.Fraction = []float64{0, 0.01, 0.3, 0.5, 0.77, 0.99, 1}[random.IntN(7)]
+		s.Offload.Tier = []configs.Tier{configs.AnyTier, configs.HostTier}[random.IntN(2)]
+		s.Batch.MaxNumSeqs = between(1, 80)
+		s.Batch.MaxNumBatchedTokens = between(s.Batch.MaxNumSeqs, 500)
+		s.Batch.MicroBatchSize = between(0, s.Batch.MaxNumBatchedTokens)
+		s.KV.MaxModelLen = []int{0, 33, 64}[random.IntN(3)]
+		s.KV.NumBlocks = between(max(5, s.Batch.MaxNumSeqs), 400)
+		s.Offload.AdaptLocal = random.IntN(2) == 0
+		s.Batch.Attention = []configs.Place{configs.AnyPlace, configs.OnGPU, configs.OnCPU}[random.IntN(3)]
+		s.Batch.Grouping = []configs.Grouping{configs.PerLayer, configs.PerMicroBatch}[random.IntN(2)]
+		s.Batch.NumMicroBatches = between(0, 9) * random.IntN(2)
 		o := Options{Settings: s, WithoutTokenizer: true, HostLogits: random.IntN(2) == 0, RingLayers: between(0, 3)}
-		t.Run(fmt.Sprintf("%s/%v/%s/%d,%d,%d,%d/%s,%s,%d/%v/%v,%d", filepath.Base(s.Model), s.OffloadFraction, s.OffloadTier,
-			s.MaxNumSeqs, s.MaxNumBatchedTokens, s.MicroBatchSize, s.MaxModelLen, s.Attention, s.ExpertGrouping, s.NumMicroBatches, s.AdaptLocal, o.HostLogits, o.RingLayers), func(t *testing.T) {
+		t.Run(fmt.Sprintf("%s/%v/%s/%d,%d,%d,%d/%s,%s,%d/%v/%v,%d", filepath.Base(s.Model.Name), s.Offload.Fraction, s.Offload.Tier,
+			s.Batch.MaxNumSeqs, s.Batch.MaxNumBatchedTokens, s.Batch.MicroBatchSize, s.KV.MaxModelLen, s.Batch.Attention, s.Batch.Grouping, s.Batch.NumMicroBatches, s.Offload.AdaptLocal, o.HostLogits, o.RingLayers), func(t *testing.T) {
 			plannedIsTaken(t, o)
 		})
 	}
@@ -84,13 +84,13 @@ func plannedIsTaken(t *testing.T, o Options) {
 	}
 	total := p.Model.ExpertCount()
 	x := planner.Policy{
-		Batch: s.MaxNumSeqs, PrefillTokens: s.MaxNumBatchedTokens, LocalExperts: total - p.Model.Offloaded(s.OffloadFraction),
+		Batch: s.Batch.MaxNumSeqs, PrefillTokens: s.Batch.MaxNumBatchedTokens, LocalExperts: total - p.Model.Offloaded(s.Offload.Fraction),
 	}
-	if s.Attention == "cpu" {
-		x.Attention = planner.OnCPU
+	if s.Batch.Attention == configs.OnCPU {
+		x.Attention = configs.OnCPU
 	}
-	if s.ExpertGrouping == "micro-batch" {
-		x.Grouping = planner.PerMicroBatch
+	if s.Batch.Grouping == configs.PerMicroBatch {
+		x.Grouping = configs.PerMicroBatch
 	}
 	r, err := p.Predict(x)
 	if err != nil {
@@ -101,7 +101,7 @@ func plannedIsTaken(t *testing.T, o Options) {
 		t.Fatal(err)
 	}
 	pool := []int64{0, 0}
-	pool[x.Attention] = int64(s.NumKVBlocks) * w.kv.BlockBytes()
+	pool[x.Attention] = int64(s.KV.NumBlocks) * w.kv.BlockBytes()
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	for _, c := range []struct {
@@ -123,7 +123,7 @@ func TestFractionThatWouldFit(t *testing.T) {
 	for _, hbm := range []string{"6MiB", "7MiB", "8MiB"} {
 		for _, adapt := range []bool{false, true} {
 			s := configs.Defaults()
-			s.MaxNumBatchedTokens, s.MaxNumSeqs, s.AdaptLocal, s.Emulate = 64, 16, adapt, "hbm="+hbm+",host=1GiB,virtual"
+			s.Batch.MaxNumBatchedTokens, s.Batch.MaxNumSeqs, s.Offload.AdaptLocal, s.Device.Emulate = 64, 16, adapt, "hbm="+hbm+",host=1GiB,virtual"
 			in, err := Inspect(Options{Settings: s})
 			if err != nil {
 				t.Fatal(err)
@@ -143,7 +143,7 @@ func TestFractionThatWouldFit(t *testing.T) {
 			}
 			offloaded := int(math.Round(fraction * 48))
 			for _, more := range []int{-1, 0} {
-				s.OffloadFraction = float64(offloaded+more) / 48
+				s.Offload.Fraction = float64(offloaded+more) / 48
 				in, err := Inspect(Options{Settings: s})
 				if err != nil {
 					t.Fatal(err)

@@ -269,7 +269,7 @@ func TestGPUOwnRouting(t *testing.T) {
 	for _, name := range fixtures.Names(t) {
 		t.Run(name, func(t *testing.T) {
 			dir, want := fixtures.Dir(t, name), fixtures.Load(t, name)
-			n := openOnGPU(t, node.Options{HostLogits: true, Settings: gpuSettings(func(s *configs.Settings) { s.Model, s.OffloadFraction = dir, 0.5 })})
+			n := openOnGPU(t, node.Options{HostLogits: true, Settings: gpuSettings(func(s *configs.Settings) { s.Model.Name, s.Offload.Fraction = dir, 0.5 })})
 			after := n.Config().RoPE.LongAfter
 			var all, short share // short: prompts up to the longrope boundary
 			noise := 0.0

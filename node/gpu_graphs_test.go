@@ -98,8 +98,8 @@ func TestGPUGraphs(t *testing.T) {
 			for _, micro := range []int{0, 3} {
 				open := func(eager bool) *node.Node {
 					return openOnGPU(t, node.Options{Settings: gpuSettings(func(s *configs.Settings) {
-						s.Model, s.MaxModelLen, s.NumKVBlocks = fixtures.Dir(t, name), 192, 12*12
-						s.MicroBatchSize, s.EnforceEager = micro, eager
+						s.Model.Name, s.KV.MaxModelLen, s.KV.NumBlocks = fixtures.Dir(t, name), 192, 12*12
+						s.Batch.MicroBatchSize, s.Kernels.EnforceEager = micro, eager
 					})})
 				}
 				plain := open(true)
@@ -133,7 +133,7 @@ func TestGPUNoGarbage(t *testing.T) {
 	}
 	for _, fraction := range []float64{0, 0.5} {
 		n := openOnGPU(t, node.Options{Settings: gpuSettings(func(s *configs.Settings) {
-			s.Model, s.OffloadFraction = fixtures.Dir(t, "mixtral"), fraction
+			s.Model.Name, s.Offload.Fraction = fixtures.Dir(t, "mixtral"), fraction
 		})})
 		step := &pipeline.Step{}
 		for i := range 20 {
@@ -184,7 +184,7 @@ func loseGraph(t *testing.T) {
 	var inner *cuda.Machine
 	b := &losing{}
 	n, err := node.Open(t.Context(), node.Options{
-		Settings: gpuSettings(func(s *configs.Settings) { s.Model = fixtures.Dir(t, "mixtral") }),
+		Settings: gpuSettings(func(s *configs.Settings) { s.Model.Name = fixtures.Dir(t, "mixtral") }),
 		OpenMachine: func() (device.Machine, error) {
 			var err error
 			inner, err = cuda.New(cuda.Options{})

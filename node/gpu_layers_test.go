@@ -105,7 +105,7 @@ func compareLayer(t *testing.T, dir string) {
 
 	start := time.Now()
 	n := openOnGPU(t, node.Options{HostLogits: true, WithoutTokenizer: true, Settings: gpuSettings(func(s *configs.Settings) {
-		s.Model, s.OffloadFraction, s.MaxNumBatchedTokens, s.MaxNumSeqs, s.MaxModelLen = dir, 0.5, 64, 4, 64
+		s.Model.Name, s.Offload.Fraction, s.Batch.MaxNumBatchedTokens, s.Batch.MaxNumSeqs, s.KV.MaxModelLen = dir, 0.5, 64, 4, 64
 	})})
 	opened := time.Since(start)
 	got := logitsOf(t, n, ids, false)

@@ -18,15 +18,15 @@ func TestGPUPlanned(t *testing.T) {
 	}
 	for _, fraction := range []float64{0, 0.5, 1} {
 		s := gpuSettings(func(s *configs.Settings) {
-			s.Model, s.LoadFormat, s.NumHiddenLayers = "qwen1.5-moe-a2.7b", "dummy", 2
-			s.OffloadFraction, s.MaxNumSeqs, s.MaxNumBatchedTokens, s.MaxModelLen, s.NumKVBlocks = fraction, 32, 2464, 256, 300
+			s.Model.Name, s.Model.LoadFormat, s.Model.NumHiddenLayers = "qwen1.5-moe-a2.7b", configs.LoadDummy, 2
+			s.Offload.Fraction, s.Batch.MaxNumSeqs, s.Batch.MaxNumBatchedTokens, s.KV.MaxModelLen, s.KV.NumBlocks = fraction, 32, 2464, 256, 300
 		})
 		n := openOnGPU(t, node.Options{Settings: s})
 		r, err := n.Report(t.Context())
 		if err != nil {
 			t.Fatal(err)
 		}
-		s.Hardware = "h200"
+		s.Plan.Hardware = "h200"
 		p, err := node.Plan(node.PlanOptions{Options: node.Options{Settings: s, Given: func(string) bool { return true }}})
 		if err != nil {
 			t.Fatal(err)

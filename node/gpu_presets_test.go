@@ -39,7 +39,7 @@ type timing struct {
 	Layers   int     `json:"layers"`
 	Fraction float64 `json:"fraction"`
 	// Tier of what is offloaded.
-	Tier string `json:"tier"`
+	Tier configs.Tier `json:"tier"`
 	// Apart says that kernels did not overlap.
 	Apart bool `json:"apart,omitempty"`
 	// Kind is load, prefill or decode.
@@ -104,7 +104,7 @@ func TestGPUPresets(t *testing.T) {
 				if err != nil {
 					t.Fatal(err)
 				}
-				if tier == "peer" {
+				if tier == configs.PeerTier {
 					needPeer(t)
 				}
 				got := runPreset(t, name, fraction, tier, !apart && *overlap, func(x timing) {
@@ -131,7 +131,7 @@ func TestGPUPresets(t *testing.T) {
 
 // runPreset loads a preset, runs prompts and decoding at several batch sizes, and
 // returns the digest of all tokens.
-func runPreset(t *testing.T, name string, fraction float64, tier string, overlaps bool, note func(timing)) string {
+func runPreset(t *testing.T, name string, fraction float64, tier configs.Tier, overlaps bool, note func(timing)) string {
 	t.Helper()
 	var sizes []int
 	for _, text := range strings.Split(*batches, ",") {
@@ -147,13 +147,13 @@ func runPreset(t *testing.T, name string, fraction float64, tier string, overlap
 	}
 	start := time.Now()
 	n, err := node.Open(t.Context(), node.Options{Settings: gpuSettings(func(s *configs.Settings) {
-		s.Model, s.LoadFormat, s.OffloadFraction, s.NumHiddenLayers = name, "dummy", fraction, *cut
-		s.HostMemoryGiB, s.OffloadTier, s.EnforceEager, s.OverlapKernels = *hostGiB, tier, *eager, overlaps
-		if tier == "peer" {
-			s.Peers, s.MigrationLimit = *peer, "0"
+		s.Model.Name, s.Model.LoadFormat, s.Offload.Fraction, s.Model.NumHiddenLayers = name, configs.LoadDummy, fraction, *cut
+		s.Device.HostMemoryGiB, s.Offload.Tier, s.Kernels.EnforceEager, s.Kernels.Overlap = *hostGiB, tier, *eager, overlaps
+		if tier == configs.PeerTier {
+			s.Device.Peers, s.Harvest.MigrationLimit = *peer, "0"
 		}
-		s.MaxNumBatchedTokens, s.MaxNumSeqs, s.MaxModelLen = presetRows, most, presetBlocks(1)*node.BlockTokens
-		s.NumKVBlocks, s.GPUMemoryUtilization = blocks, 0.98
+		s.Batch.MaxNumBatchedTokens, s.Batch.MaxNumSeqs, s.KV.MaxModelLen = presetRows, most, presetBlocks(1)*node.BlockTokens
+		s.KV.NumBlocks, s.Device.GPUMemoryUtilization = blocks, 0.98
 	})})
 	if err != nil {
 		t.Fatal(err)
@@ -165,7 +165,7 @@ func runPreset(t *testing.T, name string, fraction float64, tier string, overlap
 	}()
 	c := n.Config()
 	rate := hostRate
-	if tier == "peer" {
+	if tier == configs.PeerTier {
 		rate = peerRate + hostRate
 	}
 	x := timing{Model: name, Layers: c.Layers, Fraction: fraction, Tier: tier, Apart: !overlaps, Kind: "load", Seconds: time.Since(start).Seconds()}

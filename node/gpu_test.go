@@ -60,8 +60,10 @@ var tryGPU = sync.OnceValue(func() error {
 // gpuSettings are what tests on a GPU start from.
 func gpuSettings(change func(*configs.Settings)) configs.Settings {
 	s := configs.Defaults()
-	s.Device = *on
-	s.MaxNumBatchedTokens, s.OverlapKernels = 192, *overlap
+	if err := s.Device.Kind.UnmarshalText([]byte(*on)); err != nil {
+		panic(err)
+	}
+	s.Batch.MaxNumBatchedTokens, s.Kernels.Overlap = 192, *overlap
 	change(&s)
 	return s
 }
@@ -99,7 +101,7 @@ func TestGPUSameTokens(t *testing.T) {
 			dir := fixtures.Dir(t, name)
 			want := ""
 			for _, f := range []float64{0, 0.25, 0.5, 1} {
-				got := generateOnGPU(t, func(s *configs.Settings) { s.Model, s.OffloadFraction = dir, f })
+				got := generateOnGPU(t, func(s *configs.Settings) { s.Model.Name, s.Offload.Fraction = dir, f })
 				if want == "" {
 					want = got
 				}
@@ -118,7 +120,7 @@ func TestGPUBatchInvariant(t *testing.T) {
 	for _, name := range onGPU {
 		t.Run(name, func(t *testing.T) {
 			dir := fixtures.Dir(t, name)
-			model := func(s *configs.Settings) { s.Model, s.BatchInvariant = dir, true }
+			model := func(s *configs.Settings) { s.Model.Name, s.Kernels.BatchInvariant = dir, true }
 			want := generateOnGPU(t, model)
 			for _, c := range []struct {
 				batched, micro, seqs int
@@ -126,7 +128,7 @@ func TestGPUBatchInvariant(t *testing.T) {
 			}{{192, 0, 64, 1}, {1, 0, 64, 0.5}, {7, 3, 64, 0}, {64, 16, 2, 0.5}, {192, 1, 64, 0.25}, {192, 50, 1, 1}} {
 				got := generateOnGPU(t, func(s *configs.Settings) {
 					model(s)
-					s.MaxNumBatchedTokens, s.MicroBatchSize, s.MaxNumSeqs, s.OffloadFraction = c.batched, c.micro, c.seqs, c.fraction
+					s.Batch.MaxNumBatchedTokens, s.Batch.MicroBatchSize, s.Batch.MaxNumSeqs, s.Offload.Fraction = c.batched, c.micro, c.seqs, c.fraction
 				})
 				if got != want {
 					t.Errorf("%+v: tokens %s, want %s", c, got, want)
@@ -200,7 +202,7 @@ func TestGPUSameTokensDespiteFaults(t *testing.T) {
 	random := rand.New(rand.NewPCG(1, 2))
 	for _, name := range sameOn {
 		t.Run(name, func(t *testing.T) {
-			model := func(s *configs.Settings) { s.Model, s.OffloadFraction = fixtures.Dir(t, name), 0.75 }
+			model := func(s *configs.Settings) { s.Model.Name, s.Offload.Fraction = fixtures.Dir(t, name), 0.75 }
 			want := generateOnGPU(t, model)
 			for _, c := range []struct {
 				name string
@@ -319,7 +321,7 @@ func alone(t *testing.T, variable, says string, rest func(*testing.T)) {
 func lose(t *testing.T) {
 	var inner *cuda.Machine
 	n, err := node.Open(t.Context(), node.Options{
-		Settings: gpuSettings(func(s *configs.Settings) { s.Model, s.OffloadFraction = fixtures.Dir(t, "mixtral"), 0.5 }),
+		Settings: gpuSettings(func(s *configs.Settings) { s.Model.Name, s.Offload.Fraction = fixtures.Dir(t, "mixtral"), 0.5 }),
 		OpenMachine: func() (device.Machine, error) {
 			var err error
 			inner, err = cuda.New(cuda.Options{})
@@ -358,16 +360,16 @@ func TestGPUOutOfMemory(t *testing.T) {
 		want   []string
 	}{
 		"weights": {
-			func(s *configs.Settings) { s.GPUMemoryUtilization = 0.4 },
+			func(s *configs.Settings) { s.Device.GPUMemoryUtilization = 0.4 },
 			[]string{"gpu0", "needed", "may be used", "offload-fraction 0."},
 		},
 		"KV cache": {
-			func(s *configs.Settings) { s.OffloadFraction, s.NumKVBlocks = 0.5, 1<<20 },
+			func(s *configs.Settings) { s.Offload.Fraction, s.KV.NumBlocks = 0.5, 1<<20 },
 			[]string{"1048576 blocks", "there is room for"},
 		},
 	} {
 		n, err := node.Open(t.Context(), node.Options{Settings: gpuSettings(func(s *configs.Settings) {
-			s.Model, s.LoadFormat, s.HostMemoryGiB = "mixtral-8x7b", "dummy", 120
+			s.Model.Name, s.Model.LoadFormat, s.Device.HostMemoryGiB = "mixtral-8x7b", configs.LoadDummy, 120
 			test.change(s)
 		})})
 		if err == nil {
@@ -434,9 +436,9 @@ func TestGPUBuiltIn(t *testing.T) {
 			prompts = append(prompts, q.Prompt)
 		}
 	}
-	want := answers(t, prompts, func(s *configs.Settings) { s.Device = "cpu" })
+	want := answers(t, prompts, func(s *configs.Settings) { s.Device.Kind = configs.CPU })
 	for _, f := range []float64{0, 0.5, 1} {
-		got := answers(t, prompts, func(s *configs.Settings) { s.OffloadFraction = f })
+		got := answers(t, prompts, func(s *configs.Settings) { s.Offload.Fraction = f })
 		for i := range got {
 			if got[i] != want[i] {
 				t.Errorf("fraction %v: to %q it answers %q, on the CPU %q", f, prompts[i], got[i], want[i])

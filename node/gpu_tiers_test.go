@@ -35,13 +35,13 @@ func TestGPUTiers(t *testing.T) {
 	for _, name := range onGPU {
 		t.Run(name, func(t *testing.T) {
 			dir := fixtures.Dir(t, name)
-			want := generateOnGPU(t, func(s *configs.Settings) { s.Model, s.OffloadTier = dir, "host" })
+			want := generateOnGPU(t, func(s *configs.Settings) { s.Model.Name, s.Offload.Tier = dir, configs.HostTier })
 			fetched, revoked := int64(0), int64(0)
 			for _, f := range []float64{0.5, 1} {
-				for _, tier := range []string{"peer"} {
+				for _, tier := range []configs.Tier{configs.PeerTier} {
 					for trouble, make := range map[string]func(context.Context, *node.Node) error{"none": nil, "asked": ask, "taken": take} {
 						n := openOnGPU(t, node.Options{RingLayers: 1, Settings: gpuSettings(func(s *configs.Settings) {
-							s.Model, s.OffloadFraction, s.OffloadTier, s.Peers, s.MigrationLimit = dir, f, tier, *peer, "0"
+							s.Model.Name, s.Offload.Fraction, s.Offload.Tier, s.Device.Peers, s.Harvest.MigrationLimit = dir, f, tier, *peer, "0"
 						})})
 						ctx, stop := context.WithCancel(t.Context())
 						var loop sync.WaitGroup
@@ -117,11 +117,11 @@ func held(s harvest.State) int64 {
 }
 
 // tierOf splits a fraction of -whole, "0.5" or "0.5p", where p asks for a peer.
-func tierOf(text string) (fraction, tier string) {
+func tierOf(text string) (fraction string, tier configs.Tier) {
 	if n := len(text); n > 0 && text[n-1] == 'p' {
-		return text[:n-1], "peer"
+		return text[:n-1], configs.PeerTier
 	}
-	return text, "host"
+	return text, configs.HostTier
 }
 
 // logTraffic tells what came from where since before, and how fast.

@@ -45,8 +45,8 @@ type LayerPlacement struct {
 // weights and takes no memory; a preset needs no load format. Errors are as those
 // of Open, but for memory that does not suffice, which Inspection tells.
 func Inspect(o Options) (_ *Inspection, err error) {
-	if _, ok := configs.Preset(o.Settings.Model); ok {
-		o.Settings.LoadFormat = "dummy"
+	if _, ok := configs.Preset(o.Settings.Model.Name); ok {
+		o.Settings.Model.LoadFormat = configs.LoadDummy
 	}
 	if err := o.Settings.Validate(); err != nil {
 		return nil, fail(ErrConfig, err)
@@ -85,7 +85,7 @@ func Inspect(o Options) (_ *Inspection, err error) {
 		}
 		for _, e := range n.plan.Placement[i] {
 			tiers[e] = experts.Host.String()
-			if n.settings.OffloadTier == "peer" {
+			if n.settings.Offload.Tier == configs.PeerTier {
 				tiers[e] = experts.Peer.String()
 			}
 		}

@@ -14,7 +14,7 @@ func TestInspectSaysWhatOpenTakes(t *testing.T) {
 	for _, fraction := range []float64{0, 0.3, 1} {
 		t.Run(fmt.Sprint(fraction), func(t *testing.T) {
 			s := configs.Defaults()
-			s.OffloadFraction, s.Emulate = fraction, "hbm=1GiB,host=1GiB"
+			s.Offload.Fraction, s.Device.Emulate = fraction, "hbm=1GiB,host=1GiB"
 			in, err := Inspect(Options{Settings: s})
 			if err != nil {
 				t.Fatal(err)
@@ -70,7 +70,7 @@ func TestInspectSaysWhatOpenTakes(t *testing.T) {
 func TestInspectPresets(t *testing.T) {
 	for _, name := range configs.PresetNames() {
 		s := configs.Defaults()
-		s.Model, s.OffloadFraction, s.Emulate = name, 0.75, "hbm=200GiB,host=200GiB,virtual,nodata"
+		s.Model.Name, s.Offload.Fraction, s.Device.Emulate = name, 0.75, "hbm=200GiB,host=200GiB,virtual,nodata"
 		in, err := Inspect(Options{Settings: s})
 		if err != nil {
 			t.Errorf("%s: %v", name, err)

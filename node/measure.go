@@ -30,7 +30,7 @@ func (n *Node) StepRows() int { return n.limits.MaxRows }
 
 // MicroBatchRows is the most rows of a step whose attention runs together.
 func (n *Node) MicroBatchRows() int {
-	if m := n.settings.MicroBatchSize; m > 0 {
+	if m := n.settings.Batch.MicroBatchSize; m > 0 {
 		return m
 	}
 	return n.limits.MaxRows
@@ -51,7 +51,7 @@ func (n *Node) Shape() planner.Model { return n.footprint.model(n.name) }
 // Sizes in bytes that the node has taken, for the planner.
 func (n *Node) Sizes() planner.Sizes {
 	s := &n.settings
-	sizes, err := n.footprint.sizes(given{s.MaxNumSeqs, s.MaxNumBatchedTokens, s.MicroBatchSize, s.NumMicroBatches})
+	sizes, err := n.footprint.sizes(given{s.Batch.MaxNumSeqs, s.Batch.MaxNumBatchedTokens, s.Batch.MicroBatchSize, s.Batch.NumMicroBatches})
 	if err != nil {
 		panic("node: sizes of what is open: " + err.Error())
 	}
@@ -127,7 +127,7 @@ func OpenDevices(s configs.Settings, log *slog.Logger) (*Devices, error) {
 		log = slog.New(slog.DiscardHandler)
 	}
 	// Peers are only opened where they are borrowed from.
-	s.OffloadFraction, s.OffloadTier = 1, "auto"
+	s.Offload.Fraction, s.Offload.Tier = 1, configs.AnyTier
 	n := &Node{settings: s, log: log, config: &models.Config{DType: kernels.BF16}}
 	err := n.machines(&Options{Settings: s, Log: log})
 	if err == nil {

@@ -70,7 +70,7 @@ type needs struct {
 // needs works out plan and limits, and what they take of which memory.
 func (n *Node) needs(o *Options) (*needs, error) {
 	s, f := &o.Settings, n.footprint
-	n.limits = f.limits(s.MaxNumBatchedTokens, s.MaxNumSeqs)
+	n.limits = f.limits(s.Batch.MaxNumBatchedTokens, s.Batch.MaxNumSeqs)
 	placement, err := n.placement(s, f.layers)
 	if err != nil {
 		return nil, err
@@ -95,7 +95,7 @@ func (n *Node) needs(o *Options) (*needs, error) {
 	return &needs{
 		kv: f.kv(),
 		device: Demand{
-			Space: n.space.String(), Capacity: usage.Capacity - usage.Other, Share: s.GPUMemoryUtilization, Parts: gpu,
+			Space: n.space.String(), Capacity: usage.Capacity - usage.Other, Share: s.Device.GPUMemoryUtilization, Parts: gpu,
 			Advice: "offload more experts (offload-fraction), lower max-num-batched-tokens, or give the device more memory",
 		},
 		host: Demand{
@@ -109,7 +109,7 @@ func (n *Node) needs(o *Options) (*needs, error) {
 func (n *Node) steps(o *Options) pipeline.Options {
 	p := n.footprint.steps(n.limits, wayOf(&o.Settings))
 	p.Machine, p.Space, p.Log = n.machine, n.space, n.log
-	if n.settings.EnforceEager {
+	if n.settings.Kernels.EnforceEager {
 		p.Graphs = -1
 	}
 	if p.HostAttention != nil {
@@ -120,7 +120,7 @@ func (n *Node) steps(o *Options) pipeline.Options {
 
 // kvSpace is the memory that keys and values lie in: that of whoever attends.
 func (n *Node) kvSpace() device.Space {
-	if n.settings.Attention == "cpu" {
+	if n.settings.Batch.Attention == configs.OnCPU {
 		return device.Host
 	}
 	return n.space
@@ -129,11 +129,11 @@ func (n *Node) kvSpace() device.Space {
 // placement says which experts of the layers are offloaded.
 func (n *Node) placement(s *configs.Settings, layers []int) (experts.Placement, error) {
 	c := n.config
-	if s.LocalExperts == "" {
-		return experts.Place(len(layers), c.Experts, s.OffloadFraction)
+	if s.Offload.LocalExperts == "" {
+		return experts.Place(len(layers), c.Experts, s.Offload.Fraction)
 	}
-	text := s.LocalExperts
-	if path, ok := s.LocalExpertsFile(); ok {
+	text := s.Offload.LocalExperts
+	if path, ok := s.Offload.LocalExpertsFile(); ok {
 		data, err := os.ReadFile(path)
 		if err != nil {
 			return nil, fmt.Errorf("local-experts: %w", err)
@@ -200,7 +200,7 @@ func (n *Node) fit(o *Options, w *needs) (KVFit, error) {
 // fraction is the least offload fraction with which the model would fit, and false
 // where there is none above the one asked for.
 func (n *Node) fraction(s *configs.Settings) (float64, bool) {
-	if s.LocalExperts != "" {
+	if s.Offload.LocalExperts != "" {
 		return 0, false
 	}
 	all := func(string) bool { return true }
@@ -208,12 +208,9 @@ func (n *Node) fraction(s *configs.Settings) (float64, bool) {
 	if err != nil {
 		return 0, false
 	}
-	x := planner.Policy{Batch: 1}
+	x := planner.Policy{Batch: 1, Grouping: s.Batch.Grouping}
 	if n.kvSpace() == device.Host {
-		x.Attention = planner.OnCPU
-	}
-	if s.ExpertGrouping == planner.PerMicroBatch.String() {
-		x.Grouping = planner.PerMicroBatch
+		x.Attention = configs.OnCPU
 	}
 	local, ok := p.MostLocal(x)
 	if !ok || local >= n.plan.LocalExperts {
@@ -238,7 +235,7 @@ func (n *Node) cache(s *configs.Settings, w *needs) (KVFit, error) {
 	}
 	return KVDemand{
 		Room: room, BlockBytes: w.kv.BlockBytes(), BlockTokens: w.kv.BlockTokens,
-		MaxModelLen: s.MaxModelLen, ModelPositions: n.config.MaxPositions, MaxNumSeqs: s.MaxNumSeqs, Blocks: s.NumKVBlocks,
+		MaxModelLen: s.KV.MaxModelLen, ModelPositions: n.config.MaxPositions, MaxNumSeqs: s.Batch.MaxNumSeqs, Blocks: s.KV.NumBlocks,
 	}.Fit()
 }
 

@@ -5,6 +5,7 @@ package node
 import (
 	"fmt"
 
+	"github.com/moeserve/moeserve/configs"
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/harvest"
 	"github.com/moeserve/moeserve/kernels"
@@ -12,7 +13,7 @@ import (
 
 func openCUDA(o *Options, _ []int, _ kernels.DType) (device.Machine, kernels.Backend, error) {
 	or := ""
-	if o.Settings.Device == "cuda" {
+	if o.Settings.Device.Kind == configs.CUDA {
 		or = ", or leave out --device cuda"
 	}
 	return nil, nil, fmt.Errorf("%w: this binary was built without CUDA; build it with make, where gcc and a cuda.h are%s", errNoCUDA, or)

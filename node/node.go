@@ -160,8 +160,8 @@ func OpenModel(s configs.Settings) (*Model, error) {
 	if err != nil {
 		return nil, err
 	}
-	if s.NumHiddenLayers > 0 {
-		if s.LoadFormat != "dummy" {
+	if s.Model.NumHiddenLayers > 0 {
+		if s.Model.LoadFormat != configs.LoadDummy {
 			return nil, errors.Join(fail(ErrConfig, errors.New("num-hidden-layers cuts a preset and goes with load-format dummy only")), m.Close())
 		}
 	}
@@ -169,46 +169,46 @@ func OpenModel(s configs.Settings) (*Model, error) {
 }
 
 func openModel(s configs.Settings) (*Model, error) {
-	if s.Model == "" {
+	if s.Model.Name == "" {
 		return openBuiltIn()
 	}
-	if data, ok := configs.Preset(s.Model); ok {
-		if s.LoadFormat != "dummy" {
-			return nil, fail(ErrConfig, fmt.Errorf("%s is a preset: it has shapes and no weights; give --load-format dummy for random ones, or the directory of its checkpoint as --model", s.Model))
+	if data, ok := configs.Preset(s.Model.Name); ok {
+		if s.Model.LoadFormat != configs.LoadDummy {
+			return nil, fail(ErrConfig, fmt.Errorf("%s is a preset: it has shapes and no weights; give --load-format dummy for random ones, or the directory of its checkpoint as --model", s.Model.Name))
 		}
-		c, err := models.ParseConfig(data, "preset "+s.Model)
+		c, err := models.ParseConfig(data, "preset "+s.Model.Name)
 		if err != nil {
 			return nil, fail(ErrModel, err)
 		}
-		return dummy(s, s.Model, c, nil)
+		return dummy(s, s.Model.Name, c, nil)
 	}
-	info, err := os.Stat(s.Model)
+	info, err := os.Stat(s.Model.Name)
 	if err != nil || !info.IsDir() {
-		return nil, fail(ErrModel, fmt.Errorf("there is no model %q: give the directory of a Hugging Face checkpoint, or one of the presets %s", s.Model, strings.Join(configs.PresetNames(), ", ")))
+		return nil, fail(ErrModel, fmt.Errorf("there is no model %q: give the directory of a Hugging Face checkpoint, or one of the presets %s", s.Model.Name, strings.Join(configs.PresetNames(), ", ")))
 	}
-	c, err := models.ReadConfig(s.Model)
+	c, err := models.ReadConfig(s.Model.Name)
 	if err != nil {
 		return nil, fail(ErrModel, err)
 	}
-	files := os.DirFS(s.Model)
-	if s.LoadFormat == "dummy" {
-		return dummy(s, s.Model, c, files)
+	files := os.DirFS(s.Model.Name)
+	if s.Model.LoadFormat == configs.LoadDummy {
+		return dummy(s, s.Model.Name, c, files)
 	}
-	ck, err := safetensors.Open(s.Model)
+	ck, err := safetensors.Open(s.Model.Name)
 	if err != nil {
 		return nil, fail(ErrModel, err)
 	}
-	return &Model{Name: s.Model, Config: c, Source: models.NewCheckpoint(ck), Files: files, close: ck.Close}, nil
+	return &Model{Name: s.Model.Name, Config: c, Source: models.NewCheckpoint(ck), Files: files, close: ck.Close}, nil
 }
 
 func dummy(s configs.Settings, name string, c *models.Config, files fs.FS) (*Model, error) {
 	var err error
-	if s.NumHiddenLayers > 0 {
-		if c, err = c.WithLayers(s.NumHiddenLayers); err != nil {
+	if s.Model.NumHiddenLayers > 0 {
+		if c, err = c.WithLayers(s.Model.NumHiddenLayers); err != nil {
 			return nil, fail(ErrConfig, err)
 		}
 	}
-	skew, err := s.RoutingSkew()
+	skew, err := s.Model.ParseRouting()
 	if err != nil {
 		return nil, fail(ErrConfig, err)
 	}
@@ -217,7 +217,7 @@ func dummy(s configs.Settings, name string, c *models.Config, files fs.FS) (*Mod
 			return nil, fail(ErrConfig, err)
 		}
 	}
-	return &Model{Name: name, Config: c, Source: models.NewDummy(c, s.Seed), Files: files}, nil
+	return &Model{Name: name, Config: c, Source: models.NewDummy(c, s.Generate.Seed), Files: files}, nil
 }
 
 func openBuiltIn() (*Model, error) {
@@ -292,7 +292,7 @@ func Open(ctx context.Context, o Options) (_ *Node, err error) {
 
 // prepare opens the devices and lays the model out on them.
 func (n *Node) prepare(o *Options, src models.Source) error {
-	if h := o.Settings.Hardware; h != "" {
+	if h := o.Settings.Plan.Hardware; h != "" {
 		// What is named must be there, whether or not anything counts with it.
 		if _, err := LoadHardware(h); err != nil {
 			return fail(ErrConfig, fmt.Errorf("hardware: %w", err))
@@ -313,9 +313,9 @@ func (n *Node) prepare(o *Options, src models.Source) error {
 		return fail(ErrDevice, err)
 	}
 	n.footprint, err = newFootprint(footprint{
-		config: n.config, layout: n.layout, types: n.backend, ringLayers: o.RingLayers, adaptive: o.Settings.AdaptLocal,
+		config: n.config, layout: n.layout, types: n.backend, ringLayers: o.RingLayers, adaptive: o.Settings.Offload.AdaptLocal,
 		hostLogits: o.HostLogits, clears: len(n.peers) > 0, kernels: usage.Allocated,
-	}, o.Settings.MaxModelLen)
+	}, o.Settings.KV.MaxModelLen)
 	return fail(ErrConfig, err)
 }
 
@@ -344,7 +344,7 @@ func (n *Node) text(m *Model, without bool) error {
 	if err != nil && !errors.Is(err, chat.ErrNoTemplate) {
 		// A broken template only matters to those who use it.
 		n.template = nil
-		if n.settings.Chat {
+		if n.settings.Generate.Chat {
 			return fmt.Errorf("%s: %w", m.Name, err)
 		}
 	}

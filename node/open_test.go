@@ -79,7 +79,7 @@ func (s *stingy) NewFence(label string) (device.Fence, error) {
 func TestOpenRefused(t *testing.T) {
 	open := func(m *stingy) error {
 		s := configs.Defaults()
-		s.OffloadFraction, s.MaxNumBatchedTokens, s.NumKVBlocks, s.Attention = 0.5, 64, 64, "cpu"
+		s.Offload.Fraction, s.Batch.MaxNumBatchedTokens, s.KV.NumBlocks, s.Batch.Attention = 0.5, 64, 64, configs.OnCPU
 		n, err := node.Open(t.Context(), node.Options{Settings: s, OpenMachine: func() (_ device.Machine, err error) {
 			m.Machine, err = emulated.Open(emulated.Options{Virtual: m.virtual})
 			return m, err
@@ -127,7 +127,7 @@ func TestOpenCanceled(t *testing.T) {
 				cancel()
 			}
 			s := configs.Defaults()
-			s.OffloadFraction = fraction
+			s.Offload.Fraction = fraction
 			_, err := node.Open(ctx, node.Options{
 				Settings:    s,
 				OpenMachine: func() (device.Machine, error) { return emulated.Open(emulated.Options{}) },
@@ -158,7 +158,7 @@ func TestOpenFaults(t *testing.T) {
 						Match: func(p emulated.Point) bool { return p.Stream == stream },
 					}
 					s := configs.Defaults()
-					s.OffloadFraction = fraction
+					s.Offload.Fraction = fraction
 					opened, err := node.Open(t.Context(), node.Options{
 						Settings: s,
 						OpenMachine: func() (_ device.Machine, err error) {

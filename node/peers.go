@@ -24,13 +24,13 @@ const (
 // borrows says whether offloaded experts may lie with peers, as far as the settings
 // tell: a policy may yet offload some.
 func borrows(s *configs.Settings) bool {
-	return s.OffloadTier != "host" && (s.OffloadFraction > 0 || s.LocalExperts != "")
+	return s.Offload.Tier != configs.HostTier && (s.Offload.Fraction > 0 || s.Offload.LocalExperts != "")
 }
 
 // choosePeers works out which memories of the machine may be borrowed from. Where it
 // turns out that nothing is offloaded, none is.
 func (n *Node) choosePeers(s *configs.Settings) error {
-	c, err := s.PeerChoice()
+	c, err := s.Device.ParsePeers()
 	if err != nil {
 		return err
 	}
@@ -56,17 +56,17 @@ func (n *Node) choosePeers(s *configs.Settings) error {
 	if err := (harvest.Options{Machine: n.machine, Peers: peers, Reader: n.space}).EnsureDefaults().Validate(); err != nil {
 		return err
 	}
-	if s.OffloadTier == "host" {
+	if s.Offload.Tier == configs.HostTier {
 		return nil
 	}
-	if borrows(s) && s.OffloadTier == "peer" && len(peers) == 0 {
+	if borrows(s) && s.Offload.Tier == configs.PeerTier && len(peers) == 0 {
 		if n.opened != nil {
 			return errors.New("offload-tier is peer and peers names no GPU: name those whose memory may be borrowed")
 		}
 		return fmt.Errorf("offload-tier is peer, and there is no GPU but %s to lend memory", n.space)
 	}
 	n.peers = peers
-	n.policy, err = harvest.NewPolicy(s.HarvestPolicy)
+	n.policy, err = harvest.NewPolicy(s.Harvest.Policy)
 	return err
 }
 
@@ -82,7 +82,7 @@ func reach(top *device.Topology, a, b device.Space) bool {
 
 // headroom is what stays free on each peer, in bytes.
 func (n *Node) headroom() (int64, error) {
-	h, err := n.settings.Headroom()
+	h, err := n.settings.Harvest.ParseHeadroom()
 	if err != nil {
 		return 0, err
 	}
@@ -129,7 +129,7 @@ func (n *Node) peerBudgets(size int64) ([]PeerBudget, error) {
 
 // peersHold says whether peers can hold all offloaded experts, where they must.
 func (n *Node) peersHold(peers []PeerBudget) error {
-	if n.settings.OffloadTier != "peer" {
+	if n.settings.Offload.Tier != configs.PeerTier {
 		return nil
 	}
 	fit := 0

@@ -37,17 +37,17 @@ func TestTiers(t *testing.T) {
 		change func(*configs.Settings)
 		homes  map[string]int
 	}{
-		{"host", func(s *configs.Settings) { s.OffloadTier = "host" }, map[string]int{"local": 24, "host": 24}},
-		{"none", func(s *configs.Settings) { s.Peers = "none" }, map[string]int{"local": 24, "host": 24}},
-		{"peer", func(s *configs.Settings) { s.OffloadTier = "peer" }, map[string]int{"local": 24, "peer": 24}},
-		{"one peer", func(s *configs.Settings) { s.OffloadTier, s.Peers = "peer", "2" }, map[string]int{"local": 24, "peer": 24}},
-		{"auto", func(s *configs.Settings) { s.MigrationLimit = "0" }, map[string]int{"local": 24, "peer": 24}},
-		{"auto in little memory", func(s *configs.Settings) { s.HarvestHeadroom, s.MigrationLimit = "255MiB", "0" }, map[string]int{"local": 24, "peer": 14, "host": 10}},
+		{"host", func(s *configs.Settings) { s.Offload.Tier = configs.HostTier }, map[string]int{"local": 24, "host": 24}},
+		{"none", func(s *configs.Settings) { s.Device.Peers = "none" }, map[string]int{"local": 24, "host": 24}},
+		{"peer", func(s *configs.Settings) { s.Offload.Tier = configs.PeerTier }, map[string]int{"local": 24, "peer": 24}},
+		{"one peer", func(s *configs.Settings) { s.Offload.Tier, s.Device.Peers = configs.PeerTier, "2" }, map[string]int{"local": 24, "peer": 24}},
+		{"auto", func(s *configs.Settings) { s.Harvest.MigrationLimit = "0" }, map[string]int{"local": 24, "peer": 24}},
+		{"auto in little memory", func(s *configs.Settings) { s.Harvest.Headroom, s.Harvest.MigrationLimit = "255MiB", "0" }, map[string]int{"local": 24, "peer": 14, "host": 10}},
 		{"listed", func(s *configs.Settings) {
-			s.OffloadFraction, s.LocalExperts, s.OffloadTier = 0, "0:0-7;3:1,4", "peer"
+			s.Offload.Fraction, s.Offload.LocalExperts, s.Offload.Tier = 0, "0:0-7;3:1,4", configs.PeerTier
 		}, map[string]int{"local": 10, "peer": 38}},
-		{"adapted", func(s *configs.Settings) { s.AdaptLocal, s.MigrationLimit = true, "0" }, nil},
-		{"locality", func(s *configs.Settings) { s.OffloadTier, s.HarvestPolicy = "peer", "locality" }, map[string]int{"local": 24, "peer": 24}},
+		{"adapted", func(s *configs.Settings) { s.Offload.AdaptLocal, s.Harvest.MigrationLimit = true, "0" }, nil},
+		{"locality", func(s *configs.Settings) { s.Offload.Tier, s.Harvest.Policy = configs.PeerTier, "locality" }, map[string]int{"local": 24, "peer": 24}},
 	} {
 		for _, o := range []emulated.Options{linked(emulated.Random), {GPUs: linked(emulated.Random).GPUs}} {
 			if !o.Virtual && c.homes["peer"] > 0 && !strings.Contains(c.name, "peer") {
@@ -112,7 +112,7 @@ func writeTrace(t *testing.T, lines ...string) string {
 // TestSeldomChanges: a made up trace may change as seldom as one likes.
 func TestSeldomChanges(t *testing.T) {
 	for _, churn := range []string{"0.01", "1e-5", "1e-300"} {
-		n := open(t, machine{fraction: 0.5, options: emulated.Options{}}, func(s *configs.Settings) { s.AvailabilityTrace = "generated:1:" + churn })
+		n := open(t, machine{fraction: 0.5, options: emulated.Options{}}, func(s *configs.Settings) { s.Harvest.AvailabilityTrace = "generated:1:" + churn })
 		if n.Traffic().Harvest["gpu1"]["other"] == 0 {
 			t.Errorf("%s changes per minute: nobody holds anything", churn)
 		}
@@ -132,8 +132,8 @@ func TestRevokedInMidRun(t *testing.T) {
 		} {
 			for _, policy := range policies {
 				s := configs.Defaults()
-				s.OffloadFraction, s.MaxNumBatchedTokens = 0.75, 192
-				s.MigrationLimit, s.AvailabilityTrace, s.HarvestPolicy, s.HarvestHeadroom = "0", trace, policy, headroom
+				s.Offload.Fraction, s.Batch.MaxNumBatchedTokens = 0.75, 192
+				s.Harvest.MigrationLimit, s.Harvest.AvailabilityTrace, s.Harvest.Policy, s.Harvest.Headroom = "0", trace, policy, headroom
 				var events []node.Event
 				n, err := node.Open(t.Context(), node.Options{
 					Settings: s, HostLogits: true, Events: func(e node.Event) { events = append(events, e) },
@@ -180,7 +180,7 @@ func TestRevokedInMidRun(t *testing.T) {
 func TestCloseInRevocation(t *testing.T) {
 	began := make(chan struct{}, 100)
 	s := configs.Defaults()
-	s.OffloadFraction, s.OffloadTier, s.MaxNumBatchedTokens = 0.75, "peer", 192
+	s.Offload.Fraction, s.Offload.Tier, s.Batch.MaxNumBatchedTokens = 0.75, configs.PeerTier, 192
 	var m *emulated.Machine
 	n, err := node.Open(t.Context(), node.Options{
 		Settings: s, OpenMachine: func() (_ device.Machine, err error) {
@@ -237,7 +237,7 @@ func TestLostPeer(t *testing.T) {
 	for _, o := range []emulated.Options{linked(emulated.Eager), linked(emulated.Random), {GPUs: linked(emulated.Eager).GPUs}} {
 		var m *emulated.Machine
 		s := configs.Defaults()
-		s.OffloadFraction, s.OffloadTier, s.MaxNumBatchedTokens = 0.75, "peer", 192
+		s.Offload.Fraction, s.Offload.Tier, s.Batch.MaxNumBatchedTokens = 0.75, configs.PeerTier, 192
 		n, err := node.Open(t.Context(), node.Options{Settings: s, OpenMachine: func() (_ device.Machine, err error) {
 			m, err = emulated.New(o)
 			return m, err
@@ -298,28 +298,28 @@ func TestBadPeers(t *testing.T) {
 		change  func(*configs.Settings)
 		want    string
 	}{
-		{"unknown", apart, false, func(s *configs.Settings) { s.Peers = "1,3" }, "there is no peer gpu3: the machine has 3 GPUs"},
-		{"unknown and not used", apart, false, func(s *configs.Settings) { s.Peers, s.OffloadTier = "1,3", "host" }, "there is no peer gpu3"},
-		{"the compute GPU", apart, false, func(s *configs.Settings) { s.Peers, s.GPU = "0", 1 }, "gpu0 is the compute GPU"},
-		{"out of reach", split, false, func(s *configs.Settings) { s.Peers = "1,2" }, "peer gpu2 cannot be reached from gpu0, leave it out"},
+		{"unknown", apart, false, func(s *configs.Settings) { s.Device.Peers = "1,3" }, "there is no peer gpu3: the machine has 3 GPUs"},
+		{"unknown and not used", apart, false, func(s *configs.Settings) { s.Device.Peers, s.Offload.Tier = "1,3", configs.HostTier }, "there is no peer gpu3"},
+		{"the compute GPU", apart, false, func(s *configs.Settings) { s.Device.Peers, s.Device.GPU = "0", 1 }, "gpu0 is the compute GPU"},
+		{"out of reach", split, false, func(s *configs.Settings) { s.Device.Peers = "1,2" }, "peer gpu2 cannot be reached from gpu0, leave it out"},
 		{"too little", apart, false, func(s *configs.Settings) {
-			s.OffloadTier, s.HarvestHeadroom = "peer", "255MiB"
+			s.Offload.Tier, s.Harvest.Headroom = configs.PeerTier, "255MiB"
 		}, "36 of 132.00 KiB each, and 14 fit: gpu1 7 (1.00 MiB of 256.00 MiB, after 0 B of others and 255.00 MiB of head-room), gpu2 7"},
 		{"taken at first", apart, false, func(s *configs.Settings) {
-			s.OffloadTier, s.AvailabilityTrace = "peer", writeTrace(t, "0,1,268435456", "0,2,268435456")
+			s.Offload.Tier, s.Harvest.AvailabilityTrace = configs.PeerTier, writeTrace(t, "0,1,268435456", "0,2,268435456")
 		}, "and 0 fit"},
-		{"no peers", emulated.Options{GPUs: make([]emulated.GPU, 1)}, false, func(s *configs.Settings) { s.OffloadTier = "peer" }, "there is no GPU but gpu0 to lend memory"},
-		{"a trace with a gap", apart, false, func(s *configs.Settings) { s.AvailabilityTrace = writeTrace(t, "0,1,0", "0,2,0", "1,2,0") }, "time 1 has no line for peer 1"},
-		{"a trace of others", apart, false, func(s *configs.Settings) { s.AvailabilityTrace = writeTrace(t, "0,3,0") }, "there is no peer 3"},
-		{"no trace", apart, false, func(s *configs.Settings) { s.AvailabilityTrace = "no/such/file" }, "no/such/file: no such file"},
-		{"a trace of real GPUs", apart, true, func(s *configs.Settings) { s.AvailabilityTrace = "generated:1" }, "availability-trace is for emulated devices"},
-		{"no such expert", apart, false, func(s *configs.Settings) { s.OffloadFraction, s.LocalExperts = 0, "0:8" }, "there is no expert 8 in layer 0: it has 8"},
-		{"no such layer", apart, false, func(s *configs.Settings) { s.OffloadFraction, s.LocalExperts = 0, "6:0" }, "the model's layers that have are 0-5"},
-		{"no such list", apart, false, func(s *configs.Settings) { s.OffloadFraction, s.LocalExperts = 0, "@no/such/file" }, "no/such/file: no such file"},
+		{"no peers", emulated.Options{GPUs: make([]emulated.GPU, 1)}, false, func(s *configs.Settings) { s.Offload.Tier = configs.PeerTier }, "there is no GPU but gpu0 to lend memory"},
+		{"a trace with a gap", apart, false, func(s *configs.Settings) { s.Harvest.AvailabilityTrace = writeTrace(t, "0,1,0", "0,2,0", "1,2,0") }, "time 1 has no line for peer 1"},
+		{"a trace of others", apart, false, func(s *configs.Settings) { s.Harvest.AvailabilityTrace = writeTrace(t, "0,3,0") }, "there is no peer 3"},
+		{"no trace", apart, false, func(s *configs.Settings) { s.Harvest.AvailabilityTrace = "no/such/file" }, "no/such/file: no such file"},
+		{"a trace of real GPUs", apart, true, func(s *configs.Settings) { s.Harvest.AvailabilityTrace = "generated:1" }, "availability-trace is for emulated devices"},
+		{"no such expert", apart, false, func(s *configs.Settings) { s.Offload.Fraction, s.Offload.LocalExperts = 0, "0:8" }, "there is no expert 8 in layer 0: it has 8"},
+		{"no such layer", apart, false, func(s *configs.Settings) { s.Offload.Fraction, s.Offload.LocalExperts = 0, "6:0" }, "the model's layers that have are 0-5"},
+		{"no such list", apart, false, func(s *configs.Settings) { s.Offload.Fraction, s.Offload.LocalExperts = 0, "@no/such/file" }, "no/such/file: no such file"},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			s := configs.Defaults()
-			s.OffloadFraction, s.MaxNumBatchedTokens = 0.75, 192
+			s.Offload.Fraction, s.Batch.MaxNumBatchedTokens = 0.75, 192
 			c.change(&s)
 			n, err := node.Open(t.Context(), node.Options{Settings: s, OpenMachine: func() (device.Machine, error) {
 				m, err := emulated.Open(c.options)
@@ -341,9 +341,9 @@ func TestBadPeers(t *testing.T) {
 // TestPeersRefuse: memory that was said to be there, and is not when it is asked for.
 func TestPeersRefuse(t *testing.T) {
 	for _, virtual := range []bool{true, false} {
-		for _, tier := range []string{"peer", "auto"} {
+		for _, tier := range []configs.Tier{configs.PeerTier, configs.AnyTier} {
 			s := configs.Defaults()
-			s.OffloadFraction, s.OffloadTier, s.MaxNumBatchedTokens = 0.5, tier, 192
+			s.Offload.Fraction, s.Offload.Tier, s.Batch.MaxNumBatchedTokens = 0.5, tier, 192
 			n, err := node.Open(t.Context(), node.Options{Settings: s, OpenMachine: func() (device.Machine, error) {
 				m, err := emulated.New(emulated.Options{Virtual: virtual})
 				if err == nil {
@@ -354,7 +354,7 @@ func TestPeersRefuse(t *testing.T) {
 				}
 				return m, err
 			}})
-			if tier == "auto" {
+			if tier == configs.AnyTier {
 				if err != nil {
 					t.Fatal(err)
 				}
@@ -377,7 +377,7 @@ func TestPeersRefuse(t *testing.T) {
 // TestFillCanceled: who waits for experts to come to peers can be told to stop.
 func TestFillCanceled(t *testing.T) {
 	s := configs.Defaults()
-	s.OffloadFraction, s.OffloadTier, s.MaxNumBatchedTokens = 0.5, "peer", 192
+	s.Offload.Fraction, s.Offload.Tier, s.Batch.MaxNumBatchedTokens = 0.5, configs.PeerTier, 192
 	ctx, cancel := context.WithCancel(t.Context())
 	defer cancel()
 	var stall *emulated.Fault

@@ -54,7 +54,7 @@ func runs() planner.Choices {
 // missing names what of a policy this engine does not carry out.
 func missing(x *planner.Policy) []string {
 	var list []string
-	if x.Attention == planner.OnGPU && x.KVOnHost > 0 {
+	if x.Attention == configs.OnGPU && x.KVOnHost > 0 {
 		list = append(list, "attention on the gpu with keys and values in host memory")
 	}
 	if x.HostPaths > 1 {
@@ -86,9 +86,9 @@ func (f *footprint) planning(name string, s *configs.Settings, is func(string) b
 	if err != nil {
 		return nil, err
 	}
-	sizes.MinKVBlocks = s.NumKVBlocks
-	if s.NumKVBlocks == 0 && s.MaxModelLen > 0 {
-		sizes.MinKVBlocks = f.kv().BlocksFor(s.MaxModelLen)
+	sizes.MinKVBlocks = s.KV.NumBlocks
+	if s.KV.NumBlocks == 0 && s.KV.MaxModelLen > 0 {
+		sizes.MinKVBlocks = f.kv().BlocksFor(s.KV.MaxModelLen)
 	}
 	p := &planning{
 		Problem:  planner.Problem{Model: f.model(name), Hardware: h, Workload: w, Sizes: sizes, Shares: shares, PromptsAlike: true},
@@ -101,56 +101,48 @@ func (f *footprint) planning(name string, s *configs.Settings, is func(string) b
 	return p, nil
 }
 
-var tiers = map[string]planner.Tier{"auto": planner.AnyTier, "host": planner.HostTier, "peer": planner.PeerTier}
-
 // bound puts what is given into choices.
 func (p *planning) bound(c planner.Choices) (planner.Choices, error) {
 	s := p.settings
-	c.Tier = tiers[s.OffloadTier]
+	c.Tier = s.Offload.Tier
 	c.MaxBatch, c.MaxPrefillTokens = most("max-num-seqs"), most("max-num-batched-tokens")
 	if p.given("max-num-batched-tokens") {
-		c.MaxBatch, c.PrefillTokens = min(c.MaxBatch, s.MaxNumBatchedTokens), s.MaxNumBatchedTokens
+		c.MaxBatch, c.PrefillTokens = min(c.MaxBatch, s.Batch.MaxNumBatchedTokens), s.Batch.MaxNumBatchedTokens
 	}
-	if s.NumKVBlocks > 0 {
-		c.MaxBatch = max(1, min(c.MaxBatch, s.NumKVBlocks/p.blocks(1)))
+	if s.KV.NumBlocks > 0 {
+		c.MaxBatch = max(1, min(c.MaxBatch, s.KV.NumBlocks/p.blocks(1)))
 	}
 	if p.given("max-num-seqs") {
-		c.Batch = min(s.MaxNumSeqs, c.MaxBatch)
+		c.Batch = min(s.Batch.MaxNumSeqs, c.MaxBatch)
 		if p.Workload.Requests > 0 {
 			c.Batch = min(c.Batch, p.Workload.Requests)
 		}
 	}
-	if p.given("micro-batch-size") && s.MicroBatchSize > 0 {
-		c.MicroBatch = s.MicroBatchSize
+	if p.given("micro-batch-size") && s.Batch.MicroBatchSize > 0 {
+		c.MicroBatch = s.Batch.MicroBatchSize
 		switch {
-		case p.given("max-num-seqs") && c.MicroBatch > s.MaxNumSeqs:
-			return c, fmt.Errorf("micro-batch-size is %d and max-num-seqs is %d: make micro-batches at most the batch, or leave one of them to the policy", c.MicroBatch, s.MaxNumSeqs)
-		case p.given("max-num-batched-tokens") && c.MicroBatch > s.MaxNumBatchedTokens:
-			return c, fmt.Errorf("micro-batch-size is %d: must be at most max-num-batched-tokens, %d", c.MicroBatch, s.MaxNumBatchedTokens)
+		case p.given("max-num-seqs") && c.MicroBatch > s.Batch.MaxNumSeqs:
+			return c, fmt.Errorf("micro-batch-size is %d and max-num-seqs is %d: make micro-batches at most the batch, or leave one of them to the policy", c.MicroBatch, s.Batch.MaxNumSeqs)
+		case p.given("max-num-batched-tokens") && c.MicroBatch > s.Batch.MaxNumBatchedTokens:
+			return c, fmt.Errorf("micro-batch-size is %d: must be at most max-num-batched-tokens, %d", c.MicroBatch, s.Batch.MaxNumBatchedTokens)
 		case c.Batch > 0:
 			c.MicroBatch = min(c.MicroBatch, c.Batch)
 		}
 	}
 	switch {
-	case s.NumMicroBatches > 0 && p.given("num-micro-batches"):
-		c.MicroBatches = s.NumMicroBatches
-	case s.MicroBatchSize == 0 && p.given("micro-batch-size"):
+	case s.Batch.NumMicroBatches > 0 && p.given("num-micro-batches"):
+		c.MicroBatches = s.Batch.NumMicroBatches
+	case s.Batch.MicroBatchSize == 0 && p.given("micro-batch-size"):
 		c.MicroBatches = 1
 	}
-	if p.given("attention") && s.Attention != "auto" {
-		c.Attention = []planner.Place{planner.OnGPU}
-		if s.Attention == planner.OnCPU.String() {
-			c.Attention[0] = planner.OnCPU
-		}
+	if p.given("attention") && s.Batch.Attention != configs.AnyPlace {
+		c.Attention = []configs.Place{s.Batch.Attention}
 	}
 	if p.given("expert-grouping") {
-		c.Grouping = []planner.Grouping{planner.Merged}
-		if s.ExpertGrouping == planner.PerMicroBatch.String() {
-			c.Grouping[0] = planner.PerMicroBatch
-		}
+		c.Grouping = []configs.Grouping{s.Batch.Grouping}
 	}
 	if p.given("offload-fraction") {
-		c.Offload = &s.OffloadFraction
+		c.Offload = &s.Offload.Fraction
 	}
 	return c, nil
 }
@@ -177,7 +169,7 @@ func (p *planning) search(c planner.Choices) (planner.Prediction, error) {
 
 // file reads the policy that the settings name; what is given holds in its place.
 func (p *planning) file() (planner.Policy, error) {
-	path, s := p.settings.Policy, p.settings
+	path, s := string(p.settings.Plan.Policy), p.settings
 	data, err := os.ReadFile(path)
 	if err != nil {
 		return planner.Policy{}, fmt.Errorf("policy: %w; give none, auto, or a file that plan --json wrote", err)
@@ -215,7 +207,7 @@ func (p *planning) file() (planner.Policy, error) {
 	}
 	if c.Attention != nil {
 		x.Attention = c.Attention[0]
-		if x.Attention == planner.OnGPU {
+		if x.Attention == configs.OnGPU {
 			x.KVOnHost = 0
 		}
 	}
@@ -225,7 +217,7 @@ func (p *planning) file() (planner.Policy, error) {
 	if c.Offload != nil {
 		x.LocalExperts = all - p.Model.Offloaded(*c.Offload)
 	}
-	if x.PeerExperts = min(x.PeerExperts, all-x.LocalExperts); s.OffloadTier == "host" {
+	if x.PeerExperts = min(x.PeerExperts, all-x.LocalExperts); s.Offload.Tier == configs.HostTier {
 		x.PeerExperts = 0
 	}
 	return x, nil
@@ -244,10 +236,10 @@ func (p *planning) settle(r planner.Prediction) *Planned {
 		"attention":              x.Attention.String(),
 	}
 	for key := range set {
-		if key == "attention" && p.settings.Attention == "auto" {
+		if key == "attention" && p.settings.Batch.Attention == configs.AnyPlace {
 			continue // which leaves it open
 		}
-		if p.given(key) || key == "offload-fraction" && p.given("local-experts") || key == "micro-batch-size" && p.settings.NumMicroBatches > 0 {
+		if p.given(key) || key == "offload-fraction" && p.given("local-experts") || key == "micro-batch-size" && p.settings.Batch.NumMicroBatches > 0 {
 			delete(set, key)
 		}
 	}
@@ -255,9 +247,9 @@ func (p *planning) settle(r planner.Prediction) *Planned {
 		Model: p.Model, ExpertBytes: p.Sizes.Expert, Hardware: p.Hardware, Workload: p.Workload,
 		Prediction: r, Settings: set, KVBlocks: p.blocks(x.Batch), Knees: map[string]float64{}, Missing: missing(x),
 	}
-	list := []planner.Tier{planner.HostTier}
+	list := []configs.Tier{configs.HostTier}
 	if p.Hardware.PeerMemory > 0 {
-		list = append(list, planner.PeerTier, planner.AnyTier)
+		list = append(list, configs.PeerTier, configs.AnyTier)
 	}
 	for _, t := range list {
 		if knee, err := p.Knee(*x, t); err == nil && !math.IsInf(knee, 0) {
@@ -285,7 +277,7 @@ func (n *Node) problem(s *configs.Settings, is func(string) bool, w planner.Work
 	if err != nil {
 		return nil, err
 	}
-	return n.footprint.planning(n.name, s, is, w, h, planner.Shares{GPU: s.GPUMemoryUtilization, Host: 1, Peer: 1})
+	return n.footprint.planning(n.name, s, is, w, h, planner.Shares{GPU: s.Device.GPUMemoryUtilization, Host: 1, Peer: 1})
 }
 
 // given says which settings somebody has given.
@@ -300,7 +292,7 @@ func (o *Options) given() func(key string) bool {
 // follow puts what a policy says, where there is one, into the settings.
 func (n *Node) follow(o *Options) error {
 	s := &o.Settings
-	if s.Policy == "none" {
+	if s.Plan.Policy == configs.NoPolicy {
 		return nil
 	}
 	w := o.Workload
@@ -311,19 +303,19 @@ func (n *Node) follow(o *Options) error {
 	if err != nil {
 		return err
 	}
-	if s.LocalExperts != "" {
+	if s.Offload.LocalExperts != "" {
 		if err := n.pinPlaces(p); err != nil {
 			return err
 		}
 	}
 	var r planner.Prediction
-	if s.Policy == "auto" {
+	if s.Plan.Policy == configs.PlannedPolicy {
 		r, err = p.search(runs())
 	} else {
 		var x planner.Policy
 		if x, err = p.file(); err == nil {
 			if list := missing(&x); len(list) > 0 {
-				return fmt.Errorf("%s: this engine does not do %s; make one with plan --json that leaves it out", s.Policy, strings.Join(list, ", "))
+				return fmt.Errorf("%s: this engine does not do %s; make one with plan --json that leaves it out", s.Plan.Policy, strings.Join(list, ", "))
 			}
 			r, err = p.Predict(x)
 		}
@@ -332,7 +324,7 @@ func (n *Node) follow(o *Options) error {
 		return err
 	}
 	n.planned = p.settle(r)
-	n.log.Info("policy", "of", s.Policy, "batch", r.Policy.Batch, "prefill_tokens", r.Policy.PrefillTokens, "local_experts", r.Policy.LocalExperts, "decode_tok_s", r.DecodeTokS, "bound", string(r.Decode.Bound))
+	n.log.Info("policy", "of", s.Plan.Policy, "batch", r.Policy.Batch, "prefill_tokens", r.Policy.PrefillTokens, "local_experts", r.Policy.LocalExperts, "decode_tok_s", r.DecodeTokS, "bound", string(r.Decode.Bound))
 	if err := s.Put(n.planned.Settings); err != nil {
 		return err
 	}
@@ -353,7 +345,7 @@ func (n *Node) pinPlaces(p *planning) error {
 	}
 	p.Sizes.Ring = func(int) int { return plan.RingSlots }
 	s := *p.settings
-	s.OffloadFraction = float64(placement.Offloaded()) / float64(p.Model.ExpertCount())
+	s.Offload.Fraction = float64(placement.Offloaded()) / float64(p.Model.ExpertCount())
 	is := p.given
 	p.settings, p.given = &s, func(key string) bool { return key == "offload-fraction" || is(key) }
 	return nil
@@ -388,8 +380,8 @@ func (n *Node) hardware(s *configs.Settings) (planner.Hardware, error) {
 	gpu, _ := top.Info(n.space)
 	var h planner.Hardware
 	var err error
-	if s.Hardware != "" {
-		if h, err = LoadHardware(s.Hardware); err != nil {
+	if s.Plan.Hardware != "" {
+		if h, err = LoadHardware(s.Plan.Hardware); err != nil {
 			return h, err
 		}
 	} else {
@@ -538,13 +530,13 @@ const plannedWorkspace = 32 << 20
 // *planner.MisfitError.
 func Plan(o PlanOptions) (_ *Planned, err error) {
 	s := &o.Settings
-	if _, ok := configs.Preset(s.Model); ok {
-		s.LoadFormat = "dummy"
-	} else if weightless(s.Model) {
-		s.LoadFormat = "dummy"
+	if _, ok := configs.Preset(s.Model.Name); ok {
+		s.Model.LoadFormat = configs.LoadDummy
+	} else if weightless(s.Model.Name) {
+		s.Model.LoadFormat = configs.LoadDummy
 	}
-	if s.Policy == "none" {
-		s.Policy = "auto"
+	if s.Plan.Policy == configs.NoPolicy {
+		s.Plan.Policy = configs.PlannedPolicy
 	}
 	if err := s.Validate(); err != nil {
 		return nil, fail(ErrConfig, err)
@@ -555,7 +547,7 @@ func Plan(o PlanOptions) (_ *Planned, err error) {
 	if o.Log == nil {
 		o.Log = slog.New(slog.DiscardHandler)
 	}
-	if s.LocalExperts != "" {
+	if s.Offload.LocalExperts != "" {
 		return nil, fail(ErrConfig, errors.New("local-experts: a plan spreads experts evenly; give offload-fraction"))
 	}
 	model, err := OpenModel(*s)
@@ -571,7 +563,7 @@ func Plan(o PlanOptions) (_ *Planned, err error) {
 		return nil, err
 	}
 	var r planner.Prediction
-	if s.Policy == "auto" {
+	if s.Plan.Policy == configs.PlannedPolicy {
 		c := runs()
 		if o.Unrestricted {
 			c = planner.Choices{}
@@ -604,10 +596,10 @@ func weightless(dir string) bool {
 // planning of named hardware, or of this machine.
 func (o *PlanOptions) planning(model *Model) (*planning, error) {
 	s := &o.Settings
-	if s.Hardware == "" {
+	if s.Plan.Hardware == "" {
 		return o.here(model)
 	}
-	h, err := LoadHardware(s.Hardware)
+	h, err := LoadHardware(s.Plan.Hardware)
 	if err != nil {
 		return nil, fail(ErrConfig, err)
 	}
@@ -624,14 +616,14 @@ func (o *PlanOptions) planning(model *Model) (*planning, error) {
 		return nil, fail(ErrModel, err)
 	}
 	f, err := newFootprint(footprint{
-		config: model.Config, layout: layout, types: backend, ringLayers: o.RingLayers, adaptive: s.AdaptLocal,
+		config: model.Config, layout: layout, types: backend, ringLayers: o.RingLayers, adaptive: s.Offload.AdaptLocal,
 		hostLogits: o.HostLogits, clears: peers > 0, kernels: plannedWorkspace,
-	}, s.MaxModelLen)
+	}, s.KV.MaxModelLen)
 	if err != nil {
 		return nil, fail(ErrConfig, err)
 	}
 	h.PeerMemory = peers * (spare / f.expert.Size * f.expert.Size)
-	p, err := f.planning(model.Name, s, o.given(), o.Workload, h, planner.Shares{GPU: s.GPUMemoryUtilization, Peer: 1})
+	p, err := f.planning(model.Name, s, o.given(), o.Workload, h, planner.Shares{GPU: s.Device.GPUMemoryUtilization, Peer: 1})
 	return p, fail(ErrConfig, err)
 }
 
@@ -640,11 +632,11 @@ func (o *PlanOptions) planning(model *Model) (*planning, error) {
 // peers end where there are none.
 func (o *PlanOptions) peers(h *planner.Hardware) (count, spare int64, err error) {
 	s := &o.Settings
-	c, err := s.PeerChoice()
+	c, err := s.Device.ParsePeers()
 	if err != nil {
 		return 0, 0, err
 	}
-	room, err := s.Headroom()
+	room, err := s.Harvest.ParseHeadroom()
 	if err != nil {
 		return 0, 0, err
 	}
@@ -667,7 +659,7 @@ func (o *PlanOptions) peers(h *planner.Hardware) (count, spare int64, err error)
 	if count == 0 {
 		h.HostToGPU = h.HostToGPU[:1]
 	}
-	if s.OffloadTier == "host" {
+	if s.Offload.Tier == configs.HostTier {
 		count = 0
 	}
 	return count, max(0, each-room.Bytes), nil

@@ -23,7 +23,7 @@ const little = "hbm=6MiB,host=1GiB,virtual"
 
 func planSettings(change func(*configs.Settings)) configs.Settings {
 	s := configs.Defaults()
-	s.Emulate, s.Policy = little, "auto"
+	s.Device.Emulate, s.Plan.Policy = little, configs.PlannedPolicy
 	if change != nil {
 		change(&s)
 	}
@@ -37,27 +37,27 @@ func TestFollow(t *testing.T) {
 		given  []string
 	}{
 		"nothing":   {nil, nil},
-		"sequences": {func(s *configs.Settings) { s.MaxNumSeqs = 5 }, []string{"max-num-seqs"}},
+		"sequences": {func(s *configs.Settings) { s.Batch.MaxNumSeqs = 5 }, []string{"max-num-seqs"}},
 		"defaults":  {nil, []string{"max-num-seqs", "micro-batch-size"}},
-		"tokens":    {func(s *configs.Settings) { s.MaxNumBatchedTokens = 50 }, []string{"max-num-batched-tokens"}},
-		"fraction":  {func(s *configs.Settings) { s.OffloadFraction = 0.75 }, []string{"offload-fraction"}},
-		"micro":     {func(s *configs.Settings) { s.MicroBatchSize = 3 }, []string{"micro-batch-size"}},
-		"blocks":    {func(s *configs.Settings) { s.NumKVBlocks = 20 }, []string{"num-kv-blocks"}},
-		"length":    {func(s *configs.Settings) { s.MaxModelLen = 200 }, []string{"max-model-len"}},
-		"experts":   {func(s *configs.Settings) { s.LocalExperts = "0:0-4;3:1" }, []string{"local-experts"}},
-		"adaptive":  {func(s *configs.Settings) { s.AdaptLocal = true }, []string{"adapt-local"}},
-		"attention": {func(s *configs.Settings) { s.Attention, s.NumMicroBatches = "cpu", 3 }, []string{"attention", "num-micro-batches"}},
-		"grouping":  {func(s *configs.Settings) { s.ExpertGrouping = "micro-batch" }, []string{"expert-grouping"}},
-		"host":      {func(s *configs.Settings) { s.OffloadTier = "host" }, []string{"offload-tier"}},
-		"hardware":  {func(s *configs.Settings) { s.Hardware = "h200" }, []string{"hardware"}},
+		"tokens":    {func(s *configs.Settings) { s.Batch.MaxNumBatchedTokens = 50 }, []string{"max-num-batched-tokens"}},
+		"fraction":  {func(s *configs.Settings) { s.Offload.Fraction = 0.75 }, []string{"offload-fraction"}},
+		"micro":     {func(s *configs.Settings) { s.Batch.MicroBatchSize = 3 }, []string{"micro-batch-size"}},
+		"blocks":    {func(s *configs.Settings) { s.KV.NumBlocks = 20 }, []string{"num-kv-blocks"}},
+		"length":    {func(s *configs.Settings) { s.KV.MaxModelLen = 200 }, []string{"max-model-len"}},
+		"experts":   {func(s *configs.Settings) { s.Offload.LocalExperts = "0:0-4;3:1" }, []string{"local-experts"}},
+		"adaptive":  {func(s *configs.Settings) { s.Offload.AdaptLocal = true }, []string{"adapt-local"}},
+		"attention": {func(s *configs.Settings) { s.Batch.Attention, s.Batch.NumMicroBatches = configs.OnCPU, 3 }, []string{"attention", "num-micro-batches"}},
+		"grouping":  {func(s *configs.Settings) { s.Batch.Grouping = configs.PerMicroBatch }, []string{"expert-grouping"}},
+		"host":      {func(s *configs.Settings) { s.Offload.Tier = configs.HostTier }, []string{"offload-tier"}},
+		"hardware":  {func(s *configs.Settings) { s.Plan.Hardware = "h200" }, []string{"hardware"}},
 		"all of them": {func(s *configs.Settings) {
-			s.OffloadFraction, s.MaxNumSeqs, s.MaxNumBatchedTokens, s.MicroBatchSize, s.Attention = 1, 4, 40, 2, "gpu"
+			s.Offload.Fraction, s.Batch.MaxNumSeqs, s.Batch.MaxNumBatchedTokens, s.Batch.MicroBatchSize, s.Batch.Attention = 1, 4, 40, 2, configs.OnGPU
 		}, policyKeys},
 	} {
 		t.Run(name, func(t *testing.T) {
 			s := planSettings(c.change)
 			if name == "defaults" {
-				s.Emulate = "hbm=64MiB,host=1GiB,virtual" // 64 sequences do not fit less
+				s.Device.Emulate = "hbm=64MiB,host=1GiB,virtual" // 64 sequences do not fit less
 			}
 			n, err := Open(t.Context(), Options{Settings: s, Given: func(key string) bool { return slices.Contains(c.given, key) }})
 			if err != nil {
@@ -102,7 +102,7 @@ func TestFollow(t *testing.T) {
 // A policy that was planned is the same when it is read again.
 func TestPlanAndRead(t *testing.T) {
 	for _, hardware := range []string{"", "l4", "h200"} {
-		s := planSettings(func(s *configs.Settings) { s.Hardware = hardware })
+		s := planSettings(func(s *configs.Settings) { s.Plan.Hardware = hardware })
 		found, err := Plan(PlanOptions{Options: Options{Settings: s}, Unrestricted: true})
 		if err != nil {
 			t.Fatal(err)
@@ -111,8 +111,9 @@ func TestPlanAndRead(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		s.Policy = filepath.Join(t.TempDir(), "policy.json")
-		if err := os.WriteFile(s.Policy, data, 0o666); err != nil {
+		path := filepath.Join(t.TempDir(), "policy.json")
+		s.Plan.Policy = configs.PolicySource(path)
+		if err := os.WriteFile(path, data, 0o666); err != nil {
 			t.Fatal(err)
 		}
 		read, err := Plan(PlanOptions{Options: Options{Settings: s}})
@@ -131,7 +132,7 @@ func TestPlanPresets(t *testing.T) {
 	for _, model := range configs.PresetNames() {
 		for _, hardware := range []string{"l4", "h200"} {
 			s := configs.Defaults()
-			s.Model, s.Hardware = model, hardware
+			s.Model.Name, s.Plan.Hardware = model, hardware
 			p, err := Plan(PlanOptions{Options: Options{Settings: s}})
 			var misfit *planner.MisfitError
 			if err != nil {
@@ -140,13 +141,13 @@ func TestPlanPresets(t *testing.T) {
 				}
 				continue
 			}
-			if x := p.Prediction.Policy; len(p.Missing) > 0 || x.KVOnHost > 0 && x.Attention != planner.OnCPU {
+			if x := p.Prediction.Policy; len(p.Missing) > 0 || x.KVOnHost > 0 && x.Attention != configs.OnCPU {
 				t.Errorf("%s on %s: %+v", model, hardware, p.Prediction.Policy)
 			}
 			if p.Hardware.PeerMemory == 0 {
 				continue
 			}
-			s.OffloadTier = "host"
+			s.Offload.Tier = configs.HostTier
 			q, err := Plan(PlanOptions{Options: Options{Settings: s}})
 			if err != nil || q.Prediction.TokS > p.Prediction.TokS*1.02 {
 				t.Errorf("%s on %s: %v tok/s without peers, %v with, %v", model, hardware, q.Prediction.TokS, p.Prediction.TokS, err)
@@ -159,7 +160,7 @@ func TestPlanPresets(t *testing.T) {
 // of its name does, or is assumed.
 func TestHardwareOfAMachine(t *testing.T) {
 	s := planSettings(func(s *configs.Settings) {
-		s.Emulate = "gpus=2,hbm=64MiB,host=1GiB,virtual,pcie=2GB/s,nvlink=9GB/s,hostlatency=5us,peerlatency=3us,flops=1T,bw=70GB/s"
+		s.Device.Emulate = "gpus=2,hbm=64MiB,host=1GiB,virtual,pcie=2GB/s,nvlink=9GB/s,hostlatency=5us,peerlatency=3us,flops=1T,bw=70GB/s"
 	})
 	p, err := Plan(PlanOptions{Options: Options{Settings: s}})
 	if err != nil {
@@ -174,7 +175,7 @@ func TestHardwareOfAMachine(t *testing.T) {
 	}
 	// Without any rate, or where nothing keeps to them.
 	for _, spec := range []string{"virtual", "flops=1T,bw=70GB/s"} {
-		s.Emulate = spec
+		s.Device.Emulate = spec
 		p, err := Plan(PlanOptions{Options: Options{Settings: s}})
 		if err != nil || p.Hardware.HostToGPU[0] != assumedLink || p.Hardware.Sources["host_to_gpu_bytes_per_s"] != Assumed {
 			t.Errorf("%s: %+v, %v", spec, p, err)
@@ -219,7 +220,7 @@ func TestFractionOf(t *testing.T) {
 
 // Where nothing fits, it is said what is needed.
 func TestPolicyThatDoesNotFit(t *testing.T) {
-	_, err := Open(t.Context(), Options{Settings: planSettings(func(s *configs.Settings) { s.Emulate = "hbm=2MiB,host=1GiB,virtual" })})
+	_, err := Open(t.Context(), Options{Settings: planSettings(func(s *configs.Settings) { s.Device.Emulate = "hbm=2MiB,host=1GiB,virtual" })})
 	var misfit *planner.MisfitError
 	if !errors.As(err, &misfit) || !errors.Is(err, ErrConfig) || strings.Contains(err.Error(), "\n") || misfit.Space.Name != "gpu" {
 		t.Errorf("%v", err)

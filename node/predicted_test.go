@@ -25,29 +25,29 @@ func TestPredicted(t *testing.T) {
 		model    string
 		rows     int
 		fraction float64
-		tier     string
+		tier     configs.Tier
 		// attention, and micro-batches that run experts each by itself; 0: all at once.
-		attention    string
+		attention    configs.Place
 		microBatches int
 	}{
-		{"mixtral-8x7b", 324, 0, "host", "gpu", 0},
-		{"mixtral-8x7b", 324, 0.5, "host", "gpu", 0},
-		{"mixtral-8x7b", 324, 0.5, "peer", "gpu", 0},
-		{"mixtral-8x7b", 3240, 0.5, "peer", "gpu", 0},
-		{"mixtral-8x7b", 3240, 1, "peer", "gpu", 0},
-		{"mixtral-8x7b", 3240, 0, "host", "gpu", 10},
-		{"mixtral-8x7b", 324, 0, "host", "cpu", 0},
-		{"mixtral-8x7b", 3240, 0.5, "peer", "cpu", 0},
-		{"mixtral-8x7b", 3240, 0.5, "peer", "cpu", 10},
-		{"qwen1.5-moe-a2.7b", 324, 1, "host", "gpu", 0},
-		{"qwen1.5-moe-a2.7b", 324, 0.5, "peer", "gpu", 0},
+		{"mixtral-8x7b", 324, 0, configs.HostTier, configs.OnGPU, 0},
+		{"mixtral-8x7b", 324, 0.5, configs.HostTier, configs.OnGPU, 0},
+		{"mixtral-8x7b", 324, 0.5, configs.PeerTier, configs.OnGPU, 0},
+		{"mixtral-8x7b", 3240, 0.5, configs.PeerTier, configs.OnGPU, 0},
+		{"mixtral-8x7b", 3240, 1, configs.PeerTier, configs.OnGPU, 0},
+		{"mixtral-8x7b", 3240, 0, configs.HostTier, configs.OnGPU, 10},
+		{"mixtral-8x7b", 324, 0, configs.HostTier, configs.OnCPU, 0},
+		{"mixtral-8x7b", 3240, 0.5, configs.PeerTier, configs.OnCPU, 0},
+		{"mixtral-8x7b", 3240, 0.5, configs.PeerTier, configs.OnCPU, 10},
+		{"qwen1.5-moe-a2.7b", 324, 1, configs.HostTier, configs.OnGPU, 0},
+		{"qwen1.5-moe-a2.7b", 324, 0.5, configs.PeerTier, configs.OnGPU, 0},
 	} {
 		s := configs.Defaults()
-		s.Model, s.LoadFormat, s.NumHiddenLayers, s.MaxModelLen = c.model, "dummy", 6, 128
-		s.OffloadFraction, s.OffloadTier, s.MaxNumSeqs, s.Policy, s.Attention = c.fraction, c.tier, c.rows, "auto", c.attention
+		s.Model.Name, s.Model.LoadFormat, s.Model.NumHiddenLayers, s.KV.MaxModelLen = c.model, configs.LoadDummy, 6, 128
+		s.Offload.Fraction, s.Offload.Tier, s.Batch.MaxNumSeqs, s.Plan.Policy, s.Batch.Attention = c.fraction, c.tier, c.rows, configs.PlannedPolicy, c.attention
 		given := []string{"offload-fraction", "max-num-seqs", "attention", "expert-grouping"}
 		if c.microBatches > 0 {
-			s.ExpertGrouping, s.MicroBatchSize = "micro-batch", c.rows/c.microBatches
+			s.Batch.Grouping, s.Batch.MicroBatchSize = configs.PerMicroBatch, c.rows/c.microBatches
 			given = append(given, "micro-batch-size")
 		}
 		var m *emulated.Machine
@@ -88,7 +88,7 @@ func TestPredicted(t *testing.T) {
 		t.Logf("%s: a step takes %.3f ms, predicted %.3f (%s); prefill %.1f ms, predicted %.1f", what,
 			1e3*step, 1e3*p.Decode.Seconds, p.Decode.Bound, 1e3*prefill, 1e3*p.PrefillSeconds)
 		near := 0.05
-		if c.attention == "cpu" {
+		if c.attention == configs.OnCPU {
 			near = 0.2
 		}
 		if off := step/p.Decode.Seconds - 1; math.Abs(off) > near {

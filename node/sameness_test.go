@@ -68,7 +68,7 @@ func TestSameTokens(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			dir := fixtures.Dir(t, name)
-			model := func(s *configs.Settings) { s.Model = dir }
+			model := func(s *configs.Settings) { s.Model.Name = dir }
 			want := generate(t, open(t, machines()[0], model))
 
 			for _, f := range []float64{0, 0.25, 0.5, 0.75, 1} {
@@ -82,7 +82,7 @@ func TestSameTokens(t *testing.T) {
 			for _, c := range []struct{ batched, micro, seqs int }{{1, 0, 64}, {7, 3, 64}, {64, 16, 2}, {192, 1, 64}, {192, 50, 1}} {
 				change := func(s *configs.Settings) {
 					model(s)
-					s.MaxNumBatchedTokens, s.MicroBatchSize, s.MaxNumSeqs = c.batched, c.micro, c.seqs
+					s.Batch.MaxNumBatchedTokens, s.Batch.MicroBatchSize, s.Batch.MaxNumSeqs = c.batched, c.micro, c.seqs
 				}
 				m := machine{"", 0.5, emulated.Options{Virtual: true, Check: true}}
 				if got := generate(t, open(t, m, change)); got != want {
@@ -90,11 +90,17 @@ func TestSameTokens(t *testing.T) {
 				}
 			}
 			for i, change := range []func(*configs.Settings){
-				func(s *configs.Settings) { s.Attention = "cpu" },
-				func(s *configs.Settings) { s.ExpertGrouping = "micro-batch" },
-				func(s *configs.Settings) { s.Attention, s.ExpertGrouping, s.NumMicroBatches = "cpu", "micro-batch", 5 },
-				func(s *configs.Settings) { s.Attention, s.NumMicroBatches, s.MicroBatchSize = "cpu", 4, 24 },
-				func(s *configs.Settings) { s.Attention, s.MaxNumBatchedTokens, s.MaxNumSeqs = "cpu", 9, 4 },
+				func(s *configs.Settings) { s.Batch.Attention = configs.OnCPU },
+				func(s *configs.Settings) { s.Batch.Grouping = configs.PerMicroBatch },
+				func(s *configs.Settings) {
+					s.Batch.Attention, s.Batch.Grouping, s.Batch.NumMicroBatches = configs.OnCPU, configs.PerMicroBatch, 5
+				},
+				func(s *configs.Settings) {
+					s.Batch.Attention, s.Batch.NumMicroBatches, s.Batch.MicroBatchSize = configs.OnCPU, 4, 24
+				},
+				func(s *configs.Settings) {
+					s.Batch.Attention, s.Batch.MaxNumBatchedTokens, s.Batch.MaxNumSeqs = configs.OnCPU, 9, 4
+				},
 			} {
 				m := machine{"", []float64{0.5, 1}[i%2], emulated.Options{Virtual: true, Check: true, Schedule: emulated.Random, Seed: uint64(i)}}
 				n := open(t, m, func(s *configs.Settings) { model(s); change(s) })
@@ -122,7 +128,7 @@ func TestSameTokens(t *testing.T) {
 func faulty(t *testing.T, o emulated.Options, change func(*configs.Settings)) (*node.Node, *emulated.Machine) {
 	t.Helper()
 	s := configs.Defaults()
-	s.OffloadFraction, s.MaxNumBatchedTokens = 0.75, 192
+	s.Offload.Fraction, s.Batch.MaxNumBatchedTokens = 0.75, 192
 	change(&s)
 	var m *emulated.Machine
 	n, err := node.Open(t.Context(), node.Options{Settings: s, OpenMachine: func() (device.Machine, error) {
@@ -153,7 +159,7 @@ func TestSameTokensDespiteFaults(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			dir := fixtures.Dir(t, name)
-			model := func(s *configs.Settings) { s.Model = dir }
+			model := func(s *configs.Settings) { s.Model.Name = dir }
 			want := generate(t, open(t, machines()[0], model))
 			for _, c := range []struct {
 				name    string
@@ -192,7 +198,7 @@ func TestSameTokensDespiteFaults(t *testing.T) {
 
 // TestLostDevice ends requests with an error that says so, and leaves nothing.
 func TestLostDevice(t *testing.T) {
-	n, m := faulty(t, emulated.Options{Virtual: true}, func(s *configs.Settings) { s.Model = fixtures.Dir(t, "mixtral") })
+	n, m := faulty(t, emulated.Options{Virtual: true}, func(s *configs.Settings) { s.Model.Name = fixtures.Dir(t, "mixtral") })
 	if err := m.Lose(0); err != nil {
 		t.Fatal(err)
 	}
@@ -228,7 +234,7 @@ func free(t *testing.T, n *node.Node) {
 // requests give the same tokens.
 func TestGivesUp(t *testing.T) {
 	t.Parallel()
-	model := func(s *configs.Settings) { s.Model = fixtures.Dir(t, "mixtral") }
+	model := func(s *configs.Settings) { s.Model.Name = fixtures.Dir(t, "mixtral") }
 	want := generate(t, open(t, machines()[0], model))
 	for _, match := range []func(emulated.Point) bool{fetch, own} {
 		for i, o := range machinesWithFaults() {
@@ -261,7 +267,7 @@ func TestGivesUp(t *testing.T) {
 // tokens.
 func TestGenerateCanceled(t *testing.T) {
 	t.Parallel()
-	model := func(s *configs.Settings) { s.Model = fixtures.Dir(t, "mixtral") }
+	model := func(s *configs.Settings) { s.Model.Name = fixtures.Dir(t, "mixtral") }
 	want := generate(t, open(t, machines()[0], model))
 	for _, o := range machinesWithFaults() {
 		n, m := faulty(t, o, model)

@@ -154,7 +154,7 @@ func TestSameDraws(t *testing.T) {
 			t.Parallel()
 			dir := fixtures.Dir(t, name)
 			m := machine{"", 0.5, emulated.Options{Virtual: true, Check: true}}
-			one := open(t, m, func(s *configs.Settings) { s.Model = dir })
+			one := open(t, m, func(s *configs.Settings) { s.Model.Name = dir })
 			all := drawings(one.Config().Vocab)
 			var want strings.Builder
 			for _, d := range all {
@@ -162,7 +162,7 @@ func TestSameDraws(t *testing.T) {
 			}
 			checkDraws(t, all, one.Config().Vocab)
 			for _, c := range []struct{ micro, chunk int }{{0, 1000}, {0, 3}, {1, 7}, {5, 1000}, {16, 20}} {
-				n := open(t, m, func(s *configs.Settings) { s.Model, s.MicroBatchSize = dir, c.micro })
+				n := open(t, m, func(s *configs.Settings) { s.Model.Name, s.Batch.MicroBatchSize = dir, c.micro })
 				if got := run(t, n, all, c.chunk); got != want.String() {
 					t.Errorf("%+v:\n%s\nalone:\n%s", c, got, want.String())
 				}
@@ -204,7 +204,7 @@ func checkDraws(t *testing.T, all []*drawing, vocab int) {
 // TestManyLogitRows draws behind several tokens of one sequence: each row as at its
 // own position, and adjusted behind the last only.
 func TestManyLogitRows(t *testing.T) {
-	n := open(t, machines()[0], func(s *configs.Settings) { s.Model, s.MicroBatchSize = fixtures.Dir(t, "mixtral"), 3 })
+	n := open(t, machines()[0], func(s *configs.Settings) { s.Model.Name, s.Batch.MicroBatchSize = fixtures.Dir(t, "mixtral"), 3 })
 	prompt := []int32{5, 9, 14, 3, 200, 77, 1, 30}
 	draws := func(tokens []int32, rows int, d pipeline.Draw) pipeline.Result {
 		t.Helper()
@@ -248,7 +248,7 @@ func TestManyLogitRows(t *testing.T) {
 // TestTooManyAdjusted refuses a step that adjusts more tokens than it may, and runs
 // the next.
 func TestTooManyAdjusted(t *testing.T) {
-	n := open(t, machines()[0], func(s *configs.Settings) { s.Model, s.MaxNumSeqs = fixtures.Dir(t, "mixtral"), 2 })
+	n := open(t, machines()[0], func(s *configs.Settings) { s.Model.Name, s.Batch.MaxNumSeqs = fixtures.Dir(t, "mixtral"), 2 })
 	if got, least := n.Limits().MaxAdjust, n.Config().Vocab; got < least {
 		t.Errorf("%d tokens may be adjusted, want at least the %d that one request can", got, least)
 	}

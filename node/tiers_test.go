@@ -24,7 +24,7 @@ import (
 type tierCase struct {
 	model    string
 	fraction float64
-	tier     string
+	tier     configs.Tier
 	policy   string
 	// peers that lend, as in the setting.
 	peers string
@@ -54,7 +54,7 @@ var troubles = []string{"none", "revoked", "refused", "fetch fails", "move fails
 func anyTierCase(rng *rand.Rand) tierCase {
 	pick := func(of ...string) string { return of[rng.IntN(len(of))] }
 	c := tierCase{
-		model: pick(sameOn...), fraction: []float64{0.25, 0.5, 0.75, 1}[rng.IntN(4)], tier: pick("auto", "peer", "peer", "host"),
+		model: pick(sameOn...), fraction: []float64{0.25, 0.5, 0.75, 1}[rng.IntN(4)], tier: []configs.Tier{configs.AnyTier, configs.PeerTier, configs.PeerTier, configs.HostTier}[rng.IntN(4)],
 		policy: pick("best-fit", "locality", "fairness", "interference", "stability"), peers: pick("1", "1,2", "auto"),
 		adapt: rng.IntN(3) == 0, ring: 1 + rng.IntN(2), trace: pick("none", "none", "saw", "generated"), trouble: pick(troubles...),
 		schedule: emulated.Schedule(rng.IntN(4) - 1), seed: rng.Uint64() % 1000,
@@ -62,7 +62,7 @@ func anyTierCase(rng *rand.Rand) tierCase {
 	if c.fraction == 1 {
 		c.adapt = false
 	}
-	if c.tier == "peer" && c.trace == "generated" { // in which others may hold too much at the start
+	if c.tier == configs.PeerTier && c.trace == "generated" { // in which others may hold too much at the start
 		c.trace = "saw"
 	}
 	return c
@@ -109,14 +109,14 @@ func runTiers(t *testing.T, c tierCase) outcome {
 		GPUs:     []emulated.GPU{{MemoryBytes: 1 << 30}, {MemoryBytes: peerBytes}, {MemoryBytes: peerBytes}},
 	}
 	s := configs.Defaults()
-	s.MaxNumBatchedTokens = 192
-	s.Model, s.OffloadFraction, s.OffloadTier, s.HarvestPolicy = fixtures.Dir(t, c.model), c.fraction, c.tier, c.policy
-	s.Peers, s.AdaptLocal, s.HarvestHeadroom = c.peers, c.adapt, "1KiB"
+	s.Batch.MaxNumBatchedTokens = 192
+	s.Model.Name, s.Offload.Fraction, s.Offload.Tier, s.Harvest.Policy = fixtures.Dir(t, c.model), c.fraction, c.tier, c.policy
+	s.Device.Peers, s.Offload.AdaptLocal, s.Harvest.Headroom = c.peers, c.adapt, "1KiB"
 	switch c.trace {
 	case "saw":
-		s.AvailabilityTrace = sawTooth(t, 300*time.Microsecond)
+		s.Harvest.AvailabilityTrace = sawTooth(t, 300*time.Microsecond)
 	case "generated":
-		s.AvailabilityTrace = fmt.Sprintf("generated:%d", c.seed)
+		s.Harvest.AvailabilityTrace = fmt.Sprintf("generated:%d", c.seed)
 	}
 	m, err := emulated.New(o)
 	if err != nil {
@@ -226,7 +226,7 @@ func TestSameTokensOverTiers(t *testing.T) {
 	}
 	want := map[string]string{}
 	for _, name := range sameOn {
-		want[name] = runTiers(t, tierCase{model: name, tier: "host", policy: "best-fit", peers: "auto", trace: "none", trouble: "none"}).digest
+		want[name] = runTiers(t, tierCase{model: name, tier: configs.HostTier, policy: "best-fit", peers: "auto", trace: "none", trouble: "none"}).digest
 	}
 	seen := map[string]int{}
 	rng := rand.New(rand.NewPCG(5, 2))

@@ -30,7 +30,7 @@ type playback struct {
 // openTrace reads or makes up the trace that the settings ask for, and lets others
 // take what they hold at its beginning. Time goes on from start on.
 func (n *Node) openTrace() error {
-	c, err := n.settings.Trace()
+	c, err := n.settings.Harvest.ParseTrace()
 	if err != nil {
 		return err
 	}

@@ -14,7 +14,7 @@ import (
 // openTraceFile begins the file that the setting trace names. It is closed behind the
 // machine.
 func (n *Node) openTraceFile() error {
-	path := n.settings.TraceFile
+	path := n.settings.Output.Trace
 	if path == "" {
 		return nil
 	}

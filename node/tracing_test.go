@@ -22,8 +22,8 @@ func TestTrace(t *testing.T) {
 	for _, wrapped := range []bool{false, true} {
 		path := filepath.Join(t.TempDir(), "trace.json")
 		s := configs.Defaults()
-		s.OffloadFraction, s.TraceFile, s.Attention = 0.5, path, "cpu"
-		s.Emulate = "virtual,pcie=1GB/s,bw=50GB/s,cpubw=1GB/s"
+		s.Offload.Fraction, s.Output.Trace, s.Batch.Attention = 0.5, path, configs.OnCPU
+		s.Device.Emulate = "virtual,pcie=1GB/s,bw=50GB/s,cpubw=1GB/s"
 		o := node.Options{Settings: s}
 		if wrapped {
 			o.OpenMachine = func() (device.Machine, error) {
@@ -98,9 +98,9 @@ func TestTrace(t *testing.T) {
 // TestTraceRefused: a file that cannot be made ends the start, and says which.
 func TestTraceRefused(t *testing.T) {
 	s := configs.Defaults()
-	s.TraceFile = filepath.Join(t.TempDir(), "none", "trace.json")
+	s.Output.Trace = filepath.Join(t.TempDir(), "none", "trace.json")
 	_, err := node.Open(t.Context(), node.Options{Settings: s})
-	if !errors.Is(err, node.ErrConfig) || !strings.Contains(err.Error(), s.TraceFile) {
+	if !errors.Is(err, node.ErrConfig) || !strings.Contains(err.Error(), s.Output.Trace) {
 		t.Errorf("a trace file that cannot be made: %v", err)
 	}
 }

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"time"
 
+	"github.com/moeserve/moeserve/configs"
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/engine"
 	"github.com/moeserve/moeserve/pipeline"
@@ -22,7 +23,7 @@ func (n *Node) openRebalancer(ctx context.Context) error {
 	if n.harvest == nil && !n.plan.Adaptive {
 		return nil
 	}
-	limit, err := n.settings.MigrationBytesPerSecond()
+	limit, err := n.settings.Harvest.ParseMigrationLimit()
 	if err != nil {
 		return fail(ErrConfig, err)
 	}
@@ -33,7 +34,7 @@ func (n *Node) openRebalancer(ctx context.Context) error {
 	if err != nil {
 		return fail(ErrDevice, err)
 	}
-	if n.settings.OffloadTier != "peer" {
+	if n.settings.Offload.Tier != configs.PeerTier {
 		return nil
 	}
 	start := time.Now()

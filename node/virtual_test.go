@@ -24,7 +24,7 @@ type timed struct {
 func openTimed(t *testing.T, model string, layers int, fraction, bytesPerSecond float64) timed {
 	t.Helper()
 	s := configs.Defaults()
-	s.Model, s.LoadFormat, s.NumHiddenLayers, s.OffloadFraction, s.MaxModelLen = model, "dummy", layers, fraction, 1024
+	s.Model.Name, s.Model.LoadFormat, s.Model.NumHiddenLayers, s.Offload.Fraction, s.KV.MaxModelLen = model, configs.LoadDummy, layers, fraction, 1024
 	var m *emulated.Machine
 	var loaded, all int64
 	n, err := node.Open(t.Context(), node.Options{

@@ -98,8 +98,8 @@ func newGPURig(t *testing.T, invariant bool, fraction float64, microBatch int, c
 	}
 	r := &gpuRig{T: t, m: &breaking{}}
 	s := configs.Defaults()
-	s.Model, s.OffloadFraction = fixtures.Dir(t, "mixtral"), fraction
-	s.MicroBatchSize, s.MaxNumBatchedTokens, s.NumKVBlocks = microBatch, 192, 64
+	s.Model.Name, s.Offload.Fraction = fixtures.Dir(t, "mixtral"), fraction
+	s.Batch.MicroBatchSize, s.Batch.MaxNumBatchedTokens, s.KV.NumBlocks = microBatch, 192, 64
 	for _, c := range change {
 		c(&s)
 	}
@@ -246,7 +246,7 @@ func TestGPUOrders(t *testing.T) {
 		var want [][]int32
 		for _, grouping := range []string{"layer", "micro-batch"} {
 			for _, fraction := range []float64{0, 0.5, 1} {
-				r := newGPURig(t, true, fraction, 16, func(s *configs.Settings) { s.Attention, s.ExpertGrouping = attention, grouping })
+				r := newGPURig(t, true, fraction, 16, func(s *configs.Settings) { s.Batch.Attention, s.Batch.Grouping = attention, grouping })
 				for run := range 3 {
 					again := 0
 					if run == 2 && fraction > 0 {

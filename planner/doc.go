@@ -46,7 +46,7 @@
 //	best, err := p.Search(planner.Choices{MaxBatch: 4536})
 //	fmt.Println(best.Policy.Batch, best.TokS, best.Decode.Bound)
 //
-//	half, err := p.Offload(best.Policy, 0.5, planner.PeerTier)
+//	half, err := p.Offload(best.Policy, 0.5, configs.PeerTier)
 //	prediction, err := p.Predict(half)
 //	var misfit *planner.MisfitError
 //	if errors.As(err, &misfit) { … misfit.Nearest … }

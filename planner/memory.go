@@ -3,6 +3,8 @@ package planner
 import (
 	"fmt"
 	"strings"
+
+	"github.com/moeserve/moeserve/configs"
 )
 
 // Sizes are bytes that only the engine knows. What is zero or nil is estimated.
@@ -72,7 +74,7 @@ func (m *Model) workspace(x *Policy) (gpu, host int64) {
 	if m.SharedWidth > 0 {
 		row += a*h + 4
 	}
-	if x.Attention == OnCPU {
+	if x.Attention == configs.OnCPU {
 		host = int64(x.Batch) * a * (2*q + v)
 	}
 	return int64(x.Rows())*row + int64(x.Batch)*(2*a*h+4*int64(m.Vocab)), host
@@ -223,7 +225,7 @@ func (p *Problem) usage(x *Policy) usage {
 	u.beside, u.hostBeside = s.Beside(x.LocalExperts)
 	u.activations, u.hostActivations = s.Workspace(x)
 	switch {
-	case x.Attention == OnCPU:
+	case x.Attention == configs.OnCPU:
 		u.kv, u.hostKV = 0, max(blocks, int64(s.MinKVBlocks))*s.KVBlock
 	case x.KVOnHost > 0:
 		// One layer of a micro-batch is read while the next streams in.

@@ -6,6 +6,8 @@ import (
 	"testing"
 
 	"pgregory.net/rapid"
+
+	"github.com/moeserve/moeserve/configs"
 )
 
 func asMisfit(err error, m **MisfitError) bool { return errors.As(err, m) }
@@ -65,7 +67,7 @@ func TestMemoryIsTheEngines(t *testing.T) {
 		t.Errorf("usable %d", m.GPU.Usable)
 	}
 	p.Sizes.Workspace, p.Sizes.MinKVBlocks = nil, 5000
-	r = predict(t, p, Policy{Batch: 1000, LocalExperts: 256, Attention: OnCPU})
+	r = predict(t, p, Policy{Batch: 1000, LocalExperts: 256, Attention: configs.OnCPU})
 	if rows := part(t, r.Memory.Host, "row data and rows of attention"); rows != 1000*2*128*(64+16) || part(t, r.Memory.Host, "keys and values") != 5000*5<<20 || part(t, r.Memory.GPU, "keys and values") != 0 {
 		t.Errorf("%+v", r.Memory)
 	}
@@ -124,14 +126,14 @@ func TestFloorsThatFit(t *testing.T) {
 func TestMisfitElsewhere(t *testing.T) {
 	p := problem(t, "mixtral-8x7b", "h200")
 	p.Hardware.PeerMemory = 50 << 30
-	x := offload(t, p, Policy{Batch: 324, PrefillTokens: 8192}, 1, PeerTier)
+	x := offload(t, p, Policy{Batch: 324, PrefillTokens: 8192}, 1, configs.PeerTier)
 	_, err := p.Predict(x)
 	var m *MisfitError
 	if !errors.As(err, &m) || m.Space.Name != "peers" || len(m.Nearest) == 0 || m.Nearest[0].PeerExperts != 137 {
 		t.Errorf("%v", err)
 	}
 	p.Hardware.HostMemory = 64 << 30
-	_, err = p.Predict(offload(t, p, Policy{Batch: 324, PrefillTokens: 8192}, 1, HostTier))
+	_, err = p.Predict(offload(t, p, Policy{Batch: 324, PrefillTokens: 8192}, 1, configs.HostTier))
 	if !errors.As(err, &m) || m.Space.Name != "host" {
 		t.Errorf("%v", err)
 	}

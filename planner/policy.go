@@ -5,67 +5,9 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"slices"
-	"strings"
+
+	"github.com/moeserve/moeserve/configs"
 )
-
-// Place is where attention runs while tokens are decoded.
-type Place uint8
-
-// The places. On the GPU, keys and values lie in its memory, or stream in from the
-// host; on the CPU they lie in host memory.
-const (
-	OnGPU Place = iota
-	OnCPU
-)
-
-var placeNames = []string{"gpu", "cpu"}
-
-func (p Place) String() string { return placeNames[p] }
-
-// MarshalText writes the place's name.
-func (p Place) MarshalText() ([]byte, error) { return []byte(p.String()), nil }
-
-// UnmarshalText reads the place's name.
-func (p *Place) UnmarshalText(text []byte) error {
-	i, err := named(text, placeNames)
-	*p = Place(i)
-	return err
-}
-
-func named(text []byte, names []string) (int, error) {
-	i := slices.Index(names, string(text))
-	if i < 0 {
-		return 0, fmt.Errorf("%q is none of %s", text, strings.Join(names, ", "))
-	}
-	return i, nil
-}
-
-// Grouping says how often a step runs a layer's experts.
-type Grouping uint8
-
-// The groupings.
-const (
-	// Merged runs them once over all rows; with attention on the CPU twice, over
-	// two halves that take turns.
-	Merged Grouping = iota
-	// PerMicroBatch runs them once per micro-batch: the literal CGOPipe order.
-	PerMicroBatch
-)
-
-var groupingNames = []string{"layer", "micro-batch"}
-
-func (g Grouping) String() string { return groupingNames[g] }
-
-// MarshalText writes the grouping's name.
-func (g Grouping) MarshalText() ([]byte, error) { return []byte(g.String()), nil }
-
-// UnmarshalText reads the grouping's name.
-func (g *Grouping) UnmarshalText(text []byte) error {
-	i, err := named(text, groupingNames)
-	*g = Grouping(i)
-	return err
-}
 
 // Policy is how a batch is run.
 type Policy struct {
@@ -73,9 +15,9 @@ type Policy struct {
 	Batch int `json:"batch"`
 	// MicroBatch is the number of rows that go through attention at once. Default:
 	// Batch.
-	MicroBatch int      `json:"micro_batch"`
-	Grouping   Grouping `json:"expert_grouping"`
-	Attention  Place    `json:"attention"`
+	MicroBatch int              `json:"micro_batch"`
+	Grouping   configs.Grouping `json:"expert_grouping"`
+	Attention  configs.Place    `json:"attention"`
 	// PrefillTokens is the most prompt tokens of a step. Default: those of all
 	// sequences.
 	PrefillTokens int `json:"prefill_tokens"`
@@ -129,6 +71,8 @@ func ParsePolicy(data []byte, m Model) (Policy, error) {
 	x.Policy.Batch, x.Policy.LocalExperts = *x.Batch, *x.LocalExperts
 	all := m.ExpertCount()
 	switch p := &x.Policy; {
+	case p.Attention > configs.OnCPU:
+		return Policy{}, fmt.Errorf("planner: read policy: attention is %v; it must be gpu or cpu", p.Attention)
 	case around.Experts > 0 && (around.Experts != all || around.ExpertBytes != m.ExpertBytes()):
 		return Policy{}, fmt.Errorf("planner: read policy: it is for %s with %d experts of %d bytes; model %s has %d of %d", around.Model, around.Experts, around.ExpertBytes, m.Name, all, m.ExpertBytes())
 	case p.LocalExperts > all || p.LocalExperts+p.PeerExperts > all:
@@ -181,7 +125,7 @@ func (p *Problem) normal(x Policy) (Policy, error) {
 	if all := x.Batch * p.Workload.PromptTokens; x.PrefillTokens == 0 || x.PrefillTokens > all {
 		x.PrefillTokens = all
 	}
-	if x.Attention == OnCPU {
+	if x.Attention == configs.OnCPU {
 		x.KVOnHost = 1
 	}
 	switch {
@@ -203,7 +147,7 @@ func (p *Problem) normal(x Policy) (Policy, error) {
 		return x, fmt.Errorf("planner: a share %v of keys and values on the host; it must be from 0 to 1", x.KVOnHost)
 	case x.HostPaths < 1 || x.HostPaths > len(p.Hardware.HostToGPU):
 		return x, fmt.Errorf("planner: %d paths from the host; hardware %s has %d", x.HostPaths, p.Hardware.Name, len(p.Hardware.HostToGPU))
-	case x.Attention > OnCPU || x.Grouping > PerMicroBatch:
+	case x.Attention > configs.OnCPU || x.Grouping > configs.PerMicroBatch:
 		return x, fmt.Errorf("planner: attention %d, grouping %d: no such thing", x.Attention, x.Grouping)
 	}
 	return x, nil

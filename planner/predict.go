@@ -3,6 +3,8 @@ package planner
 import (
 	"fmt"
 	"math"
+
+	"github.com/moeserve/moeserve/configs"
 )
 
 // Problem is what to plan for.
@@ -121,10 +123,10 @@ func (p *Problem) predict(x Policy) Prediction {
 func (p *Policy) groups() (projections, experts, underWay int) {
 	n := p.MicroBatches()
 	switch {
-	case p.Grouping == PerMicroBatch:
+	case p.Grouping == configs.PerMicroBatch:
 		// CGOPipe looks two micro-batches ahead.
 		return n, n, min(n, 3)
-	case p.Attention == OnCPU:
+	case p.Attention == configs.OnCPU:
 		halves := min(2, p.Batch)
 		return max(n, halves), halves, halves
 	}
@@ -136,7 +138,7 @@ func (p *Problem) decodeWork(x *Policy) work {
 	projections, experts, _ := x.groups()
 	return p.Model.work(stepShape{
 		rows: n, logits: n, pairs: n * seen, kvTokens: n * seen,
-		projections: float64(projections), experts: float64(experts), hostAttention: x.Attention == OnCPU,
+		projections: float64(projections), experts: float64(experts), hostAttention: x.Attention == configs.OnCPU,
 	})
 }
 
@@ -147,7 +149,7 @@ func (p *Problem) decode(x *Policy, gpu float64) Step {
 	kv := float64(m.KVBytesPerToken())
 	s, cpu := Step{GPU: gpu}, BoundCPUMemory
 	var up, down float64 // bytes
-	if x.Attention == OnCPU {
+	if x.Attention == configs.OnCPU {
 		down, up, cpu = p.attendOnCPU(&s, x, n, n*seen, n*seen)
 	} else {
 		down, up = n*kv*x.KVOnHost, n*seen*kv*x.KVOnHost
@@ -254,12 +256,12 @@ func (p *Problem) prefillWork(x *Policy) work {
 	}
 	projections := math.Ceil(rows / each)
 	shape := stepShape{rows: rows, logits: n, pairs: pairs, kvTokens: rows, projections: projections, experts: 1}
-	if x.Grouping == PerMicroBatch {
+	if x.Grouping == configs.PerMicroBatch {
 		shape.experts = projections
 	}
-	if p.PromptsAlike && x.Attention == OnCPU {
+	if p.PromptsAlike && x.Attention == configs.OnCPU {
 		shape.hostAttention = true
-		if x.Grouping == Merged {
+		if x.Grouping == configs.PerLayer {
 			halves := float64(min(2, x.Batch))
 			shape.experts, shape.projections = halves, max(halves, projections)
 		}
@@ -288,7 +290,7 @@ func (p *Problem) prefill(x *Policy, gpu float64) Step {
 	s, cpu := Step{GPU: gpu}, BoundCPU
 	_, rows, pairs := p.prefillRows(x)
 	down, up := rows*float64(p.Model.KVBytesPerToken())*x.KVOnHost, 0.0
-	if p.PromptsAlike && x.Attention == OnCPU {
+	if p.PromptsAlike && x.Attention == configs.OnCPU {
 		down, up, cpu = p.attendOnCPU(&s, x, rows, pairs, rows)
 	}
 	s.BackLink = down / p.Hardware.GPUToHost
@@ -301,23 +303,11 @@ func (p *Problem) prefill(x *Policy, gpu float64) Step {
 	return s
 }
 
-// Tier is where offloaded experts are fetched from.
-type Tier uint8
-
-// The tiers. AnyTier stands for the best split of both.
-const (
-	AnyTier Tier = iota
-	HostTier
-	PeerTier
-)
-
-func (t Tier) String() string { return [...]string{"auto", "host", "peer"}[t] }
-
-func (p *Problem) has(tier Tier) error {
-	if tier > PeerTier {
+func (p *Problem) has(tier configs.Tier) error {
+	if tier > configs.PeerTier {
 		return fmt.Errorf("planner: tier %d: no such thing", tier)
 	}
-	if tier == PeerTier && p.Hardware.PeerMemory == 0 {
+	if tier == configs.PeerTier && p.Hardware.PeerMemory == 0 {
 		return fmt.Errorf("planner: hardware %s has no peers to fetch experts from", p.Hardware.Name)
 	}
 	return nil
@@ -325,7 +315,7 @@ func (p *Problem) has(tier Tier) error {
 
 // Offload returns the policy with a fraction of the experts offloaded, all of them
 // fetched from one tier, or split so that both links end together.
-func (p Problem) Offload(policy Policy, fraction float64, tier Tier) (Policy, error) {
+func (p Problem) Offload(policy Policy, fraction float64, tier configs.Tier) (Policy, error) {
 	n, err := p.normalized()
 	if err != nil {
 		return policy, err
@@ -363,7 +353,7 @@ func (p Problem) MostLocal(policy Policy) (int, bool) {
 // Knee is the offload fraction up to which a decode step takes as long as with all
 // experts local: there copies take as long as all else. It is above 1 where even
 // fetching all of them stays hidden.
-func (p Problem) Knee(policy Policy, tier Tier) (float64, error) {
+func (p Problem) Knee(policy Policy, tier configs.Tier) (float64, error) {
 	n, err := p.normalized()
 	if err != nil {
 		return 0, err
@@ -392,16 +382,16 @@ func (p Problem) Knee(policy Policy, tier Tier) (float64, error) {
 
 // split is how many offloaded experts to fetch from peers so that both links end
 // together: about in the ratio of their rates, less what else the links carry.
-func (p *Problem) split(x *Policy, tier Tier) int {
+func (p *Problem) split(x *Policy, tier configs.Tier) int {
 	missing := p.Model.ExpertCount() - x.LocalExperts
 	most := 0
 	if p.Hardware.PeerMemory > 0 {
 		most = min(missing, p.peerRoom())
 	}
 	switch tier {
-	case HostTier:
+	case configs.HostTier:
 		return 0
-	case PeerTier:
+	case configs.PeerTier:
 		return missing
 	}
 	if most == 0 {

@@ -7,6 +7,8 @@ import (
 	"testing"
 
 	"pgregory.net/rapid"
+
+	"github.com/moeserve/moeserve/configs"
 )
 
 func problem(t testing.TB, model, hardware string) Problem {
@@ -28,7 +30,7 @@ func predict(t testing.TB, p Problem, x Policy) Prediction {
 	return r
 }
 
-func offload(t testing.TB, p Problem, x Policy, fraction float64, tier Tier) Policy {
+func offload(t testing.TB, p Problem, x Policy, fraction float64, tier configs.Tier) Policy {
 	t.Helper()
 	x, err := p.Offload(x, fraction, tier)
 	if err != nil {
@@ -46,13 +48,13 @@ func TestPredictMeetsFloors(t *testing.T) {
 		p.Hardware.GPUMemory *= 4
 		x := Policy{Batch: row.rows}
 		if row.groups > 1 {
-			x.MicroBatch, x.Grouping = row.rows/row.groups, PerMicroBatch
+			x.MicroBatch, x.Grouping = row.rows/row.groups, configs.PerMicroBatch
 		}
 		for column, c := range []struct {
 			fraction float64
-			tier     Tier
+			tier     configs.Tier
 			paths    int
-		}{{0, HostTier, 1}, {0.5, HostTier, 1}, {0.5, HostTier, 2}, {0.5, PeerTier, 1}, {1, PeerTier, 1}, {1, AnyTier, 1}} {
+		}{{0, configs.HostTier, 1}, {0.5, configs.HostTier, 1}, {0.5, configs.HostTier, 2}, {0.5, configs.PeerTier, 1}, {1, configs.PeerTier, 1}, {1, configs.AnyTier, 1}} {
 			x.HostPaths = c.paths
 			r := predict(t, p, offload(t, p, x, c.fraction, c.tier))
 			share := 0.01
@@ -70,7 +72,7 @@ func TestPredictMeetsFloors(t *testing.T) {
 // One row: all experts chosen by the router before their copies start.
 func TestPredictChosenOnly(t *testing.T) {
 	p := problem(t, "mixtral-8x7b", "h200")
-	x := offload(t, p, Policy{Batch: 1}, 0.5, PeerTier)
+	x := offload(t, p, Policy{Batch: 1}, 0.5, configs.PeerTier)
 	all := predict(t, p, x)
 	x.ChosenOnly = true
 	r := predict(t, p, x)
@@ -89,14 +91,14 @@ func TestKnee(t *testing.T) {
 	for _, c := range []struct {
 		model string
 		rows  int
-		tier  Tier
+		tier  configs.Tier
 		want  float64
 	}{
-		{"mixtral-8x7b", 3240, PeerTier, 0.502},
-		{"mixtral-8x7b", 3240, HostTier, 0.070},
-		{"phi-3.5-moe", 4536, PeerTier, 0.432},
-		{"phi-tiny-moe", 4536, PeerTier, 1},
-		{"qwen1.5-moe-a2.7b", 4536, HostTier, 0.101},
+		{"mixtral-8x7b", 3240, configs.PeerTier, 0.502},
+		{"mixtral-8x7b", 3240, configs.HostTier, 0.070},
+		{"phi-3.5-moe", 4536, configs.PeerTier, 0.432},
+		{"phi-tiny-moe", 4536, configs.PeerTier, 1},
+		{"qwen1.5-moe-a2.7b", 4536, configs.HostTier, 0.101},
 	} {
 		p := problem(t, c.model, "h200")
 		p.Hardware.GPUMemory *= 4
@@ -118,7 +120,7 @@ func TestKnee(t *testing.T) {
 			t.Errorf("%s at %d from %v: %v s, %v below the knee and %v above", c.model, c.rows, c.tier, flat, below.Seconds, above.Seconds)
 		}
 		want := BoundPeerLink
-		if c.tier == HostTier {
+		if c.tier == configs.HostTier {
 			want = BoundHostLink
 		}
 		if above.Bound != want || below.Bound == want {
@@ -130,7 +132,7 @@ func TestKnee(t *testing.T) {
 // Misses are split so that both links end together, in whole experts.
 func TestSplit(t *testing.T) {
 	p := problem(t, "mixtral-8x7b", "h200")
-	x := offload(t, p, Policy{Batch: 4536}, 1, AnyTier)
+	x := offload(t, p, Policy{Batch: 4536}, 1, configs.AnyTier)
 	r := predict(t, p, x)
 	one := p.Hardware.HostCopySeconds(p.Model.ExpertBytes(), 1)
 	if math.Abs(r.Decode.HostLink-r.Decode.PeerLink) > one {
@@ -142,14 +144,14 @@ func TestSplit(t *testing.T) {
 	}
 	// A peer with little room gets what fits.
 	p.Hardware.PeerMemory = 100 * p.Model.ExpertBytes()
-	if x := offload(t, p, Policy{Batch: 4536}, 1, AnyTier); x.PeerExperts != 90 {
+	if x := offload(t, p, Policy{Batch: 4536}, 1, configs.AnyTier); x.PeerExperts != 90 {
 		t.Errorf("%d experts in nine tenths of a memory for 100", x.PeerExperts)
 	}
 }
 
 func TestCPUAttention(t *testing.T) {
 	p := problem(t, "mixtral-8x7b", "l4")
-	x := offload(t, p, Policy{Batch: 4536, Attention: OnCPU}, 0.95, HostTier)
+	x := offload(t, p, Policy{Batch: 4536, Attention: configs.OnCPU}, 0.95, configs.HostTier)
 	r := predict(t, p, x)
 	// Keys and values of 93 tokens and the queries' rows, read at 76 GiB/s.
 	want := (4536*93*131072.0 + 2*2*4536*4096*32) / p.Hardware.HostMemoryRate
@@ -161,7 +163,7 @@ func TestCPUAttention(t *testing.T) {
 		t.Errorf("queries, keys and values take %v s", r.Decode.BackLink)
 	}
 	// Twice the experts' weights as with attention on the GPU.
-	x.Attention = OnGPU
+	x.Attention = configs.OnGPU
 	gpu := predict(t, p, x)
 	up := func(r Prediction) float64 {
 		i := slices.IndexFunc(r.Decode.Phases, func(x Phase) bool { return x.Name == "experts up" })
@@ -171,7 +173,7 @@ func TestCPUAttention(t *testing.T) {
 		t.Errorf("two groups read %v bytes more", d)
 	}
 	// One row at a time cannot take turns.
-	x = Policy{Batch: 1, Attention: OnCPU, LocalExperts: 256}
+	x = Policy{Batch: 1, Attention: configs.OnCPU, LocalExperts: 256}
 	if s := predict(t, p, x).Decode; s.Bound != BoundHandOver || s.Seconds < s.GPU+s.CPU {
 		t.Errorf("%+v", s)
 	}
@@ -215,11 +217,11 @@ func TestPredictRefuses(t *testing.T) {
 	}
 	p := problem(t, "mixtral-8x7b", "l4")
 	for _, f := range []func() error{
-		func() error { _, err := p.Offload(Policy{Batch: 1}, 0.5, PeerTier); return err },
-		func() error { _, err := p.Knee(Policy{Batch: 1}, PeerTier); return err },
-		func() error { _, err := p.Offload(Policy{Batch: 1}, 1.5, HostTier); return err },
-		func() error { _, err := p.Offload(Policy{Batch: 1}, 0.5, Tier(9)); return err },
-		func() error { _, err := p.Search(Choices{Tier: PeerTier}); return err },
+		func() error { _, err := p.Offload(Policy{Batch: 1}, 0.5, configs.PeerTier); return err },
+		func() error { _, err := p.Knee(Policy{Batch: 1}, configs.PeerTier); return err },
+		func() error { _, err := p.Offload(Policy{Batch: 1}, 1.5, configs.HostTier); return err },
+		func() error { _, err := p.Offload(Policy{Batch: 1}, 0.5, configs.Tier(9)); return err },
+		func() error { _, err := p.Search(Choices{Tier: configs.PeerTier}); return err },
 	} {
 		if f() == nil {
 			t.Error("no error")
@@ -235,8 +237,8 @@ func TestPredictRefuses(t *testing.T) {
 func drawPolicy(t *rapid.T, p Problem) Policy {
 	x := Policy{
 		Batch:     rapid.IntRange(1, 5000).Draw(t, "batch"),
-		Grouping:  rapid.SampledFrom([]Grouping{Merged, PerMicroBatch}).Draw(t, "grouping"),
-		Attention: rapid.SampledFrom([]Place{OnGPU, OnCPU}).Draw(t, "attention"),
+		Grouping:  rapid.SampledFrom([]configs.Grouping{configs.PerLayer, configs.PerMicroBatch}).Draw(t, "grouping"),
+		Attention: rapid.SampledFrom([]configs.Place{configs.OnGPU, configs.OnCPU}).Draw(t, "attention"),
 		KVOnHost:  rapid.SampledFrom([]float64{0, 0.3, 1}).Draw(t, "kv"),
 		HostPaths: rapid.IntRange(1, len(p.Hardware.HostToGPU)).Draw(t, "paths"),
 	}

@@ -5,6 +5,8 @@ import (
 	"fmt"
 	"math"
 	"slices"
+
+	"github.com/moeserve/moeserve/configs"
 )
 
 // Objective is what a search makes large.
@@ -29,13 +31,13 @@ type Choices struct {
 	// Offload pins the fraction of offloaded experts. Default: the least that fits.
 	Offload *float64
 	// Tier of the offloaded experts. Default: the best split.
-	Tier Tier
+	Tier configs.Tier
 	// Attention, Grouping, KVOnHost and HostPaths list what may be used, in the order
-	// in which it is tried; shares and paths ascend. Defaults: GPU and CPU; Merged and
+	// in which it is tried; shares and paths ascend. Defaults: GPU and CPU; PerLayer and
 	// PerMicroBatch; 0, 0.25, 0.5, 0.75 and 1; all numbers of paths that the hardware
 	// has.
-	Attention []Place
-	Grouping  []Grouping
+	Attention []configs.Place
+	Grouping  []configs.Grouping
 	KVOnHost  []float64
 	HostPaths []int
 	Objective Objective
@@ -46,10 +48,10 @@ type Choices struct {
 
 func (c Choices) withDefaults(p *Problem) Choices {
 	if c.Attention == nil {
-		c.Attention = []Place{OnGPU, OnCPU}
+		c.Attention = []configs.Place{configs.OnGPU, configs.OnCPU}
 	}
 	if c.Grouping == nil {
-		c.Grouping = []Grouping{Merged, PerMicroBatch}
+		c.Grouping = []configs.Grouping{configs.PerLayer, configs.PerMicroBatch}
 	}
 	if c.KVOnHost == nil {
 		c.KVOnHost = []float64{0, 0.25, 0.5, 0.75, 1}
@@ -109,12 +111,12 @@ func (c *Choices) validate(p *Problem) error {
 		return fmt.Errorf("planner: KVOnHost %v, HostPaths %v; both must ascend", c.KVOnHost, c.HostPaths)
 	}
 	for _, place := range c.Attention {
-		if place > OnCPU {
+		if place > configs.OnCPU {
 			return fmt.Errorf("planner: attention %d: no such thing", place)
 		}
 	}
 	for _, grouping := range c.Grouping {
-		if grouping > PerMicroBatch {
+		if grouping > configs.PerMicroBatch {
 			return fmt.Errorf("planner: grouping %d: no such thing", grouping)
 		}
 	}
@@ -227,7 +229,7 @@ type candidate struct {
 func (p *Policy) complexity() int {
 	n := 0
 	for _, more := range []bool{
-		p.Attention == OnCPU, p.Attention == OnGPU && p.KVOnHost > 0, p.Grouping == PerMicroBatch, p.HostPaths > 1, p.ChosenOnly,
+		p.Attention == configs.OnCPU, p.Attention == configs.OnGPU && p.KVOnHost > 0, p.Grouping == configs.PerMicroBatch, p.HostPaths > 1, p.ChosenOnly,
 	} {
 		if more {
 			n++
@@ -299,7 +301,7 @@ func (s *search) batches() (low, high int) {
 		for _, place := range s.choices.Attention {
 			for _, kv := range s.kvShares(place) {
 				for _, micro := range micros {
-					if _, ok := s.place(s.policy(b, micro, s.prefillTokens(b)[0], place, Merged, kv, s.choices.HostPaths[0])); ok {
+					if _, ok := s.place(s.policy(b, micro, s.prefillTokens(b)[0], place, configs.PerLayer, kv, s.choices.HostPaths[0])); ok {
 						return true
 					}
 				}
@@ -336,8 +338,8 @@ func (s *search) grid(low, high int) []int {
 }
 
 // kvShares are the shares of keys and values that may lie on the host.
-func (s *search) kvShares(place Place) []float64 {
-	if place == OnCPU {
+func (s *search) kvShares(place configs.Place) []float64 {
+	if place == configs.OnCPU {
 		return []float64{1}
 	}
 	return s.choices.KVOnHost
@@ -388,7 +390,7 @@ func (s *search) microBatches(batch int) []int {
 	return list
 }
 
-func (s *search) policy(batch, micro, prefill int, place Place, grouping Grouping, kv float64, paths int) Policy {
+func (s *search) policy(batch, micro, prefill int, place configs.Place, grouping configs.Grouping, kv float64, paths int) Policy {
 	return Policy{
 		Batch: batch, MicroBatch: micro, PrefillTokens: prefill,
 		Attention: place, Grouping: grouping, KVOnHost: kv, HostPaths: paths,
@@ -424,17 +426,17 @@ func (s *search) try(batch int) {
 				}
 				most := -1 // local experts of a larger micro-batch
 				for i, micro := range micros {
-					x, ok := s.place(s.policy(batch, micro, prefill, place, Merged, kv, s.choices.HostPaths[0]))
+					x, ok := s.place(s.policy(batch, micro, prefill, place, configs.PerLayer, kv, s.choices.HostPaths[0]))
 					// Smaller micro-batches read weights more often. They pay only by the memory
 					// that they save, or by taking turns with the CPU.
-					if !ok || x.LocalExperts <= most && !(place == OnCPU && i < 3) {
+					if !ok || x.LocalExperts <= most && !(place == configs.OnCPU && i < 3) {
 						continue
 					}
 					most = max(most, x.LocalExperts)
-					resident = resident || i == 0 && place == OnGPU && most == s.Model.ExpertCount()
+					resident = resident || i == 0 && place == configs.OnGPU && most == s.Model.ExpertCount()
 					for _, grouping := range s.choices.Grouping {
-						if grouping == PerMicroBatch && place == OnGPU && len(s.choices.Grouping) > 1 {
-							continue // Merged reads less
+						if grouping == configs.PerMicroBatch && place == configs.OnGPU && len(s.choices.Grouping) > 1 {
+							continue // PerLayer reads less
 						}
 						x.Grouping = grouping
 						s.compare(x)
@@ -450,7 +452,7 @@ func (s *search) compare(x Policy) {
 	decodeWork, prefillWork := s.decodeWork(&x), s.prefillWork(&x)
 	gpuDecode, gpuPrefill := s.Hardware.total(&decodeWork), s.Hardware.total(&prefillWork)
 	steps, n := float64(s.prefillSteps(&x)), float64(s.Workload.NewTokens)
-	chooses := x.Attention == OnGPU && x.LocalExperts < s.Model.ExpertCount() &&
+	chooses := x.Attention == configs.OnGPU && x.LocalExperts < s.Model.ExpertCount() &&
 		s.Model.Distinct(float64(x.Batch)) < 0.999*float64(s.Model.Experts)
 	for i, paths := range s.choices.HostPaths {
 		x.HostPaths = paths
@@ -492,8 +494,8 @@ func (s *search) hopeless(batch int) error {
 			if s.choices.Offload != nil {
 				x.LocalExperts = s.Model.ExpertCount() - s.Model.Offloaded(*s.choices.Offload)
 			}
-			if s.choices.Tier == PeerTier {
-				x.PeerExperts = s.split(&x, PeerTier)
+			if s.choices.Tier == configs.PeerTier {
+				x.PeerExperts = s.split(&x, configs.PeerTier)
 			}
 			x, err := s.normal(x)
 			if err != nil {

@@ -7,6 +7,8 @@ import (
 	"testing"
 
 	"pgregory.net/rapid"
+
+	"github.com/moeserve/moeserve/configs"
 )
 
 // For each preset of a model and of hardware there is a policy, it fits, and it is found
@@ -57,23 +59,23 @@ func TestSearchMakesSense(t *testing.T) {
 	// the limit: more than MoE-Lightning's 945 tokens/s, whose experts run per
 	// micro-batch.
 	r = find("mixtral-8x7b", "l4", Choices{})
-	if r.Policy.Attention != OnCPU || r.Policy.Grouping != Merged || r.Decode.Bound != BoundHostLink || r.DecodeTokS < 1000 || r.DecodeTokS > 1300 {
+	if r.Policy.Attention != configs.OnCPU || r.Policy.Grouping != configs.PerLayer || r.Decode.Bound != BoundHostLink || r.DecodeTokS < 1000 || r.DecodeTokS > 1300 {
 		t.Errorf("Mixtral on an L4: %+v, %v tokens/s by %s", r.Policy, r.DecodeTokS, r.Decode.Bound)
 	}
 	// One sequence: only what the router chose.
 	half := 0.5
-	r = find("mixtral-8x7b", "h200", Choices{Batch: 1, Offload: &half, Tier: PeerTier})
+	r = find("mixtral-8x7b", "h200", Choices{Batch: 1, Offload: &half, Tier: configs.PeerTier})
 	if !r.Policy.ChosenOnly || r.Policy.PeerExperts != 128 {
 		t.Errorf("one sequence: %+v", r.Policy)
 	}
 	// Two paths where one does not suffice.
-	r = find("mixtral-8x7b", "h200", Choices{Batch: 3240, Offload: &half, Tier: HostTier, Attention: []Place{OnGPU}, KVOnHost: []float64{0}})
+	r = find("mixtral-8x7b", "h200", Choices{Batch: 3240, Offload: &half, Tier: configs.HostTier, Attention: []configs.Place{configs.OnGPU}, KVOnHost: []float64{0}})
 	if r.Policy.HostPaths != 2 || !near(r.DecodeTokS, 7400, 0.01) {
 		t.Errorf("half from the host: %+v, %v tokens/s", r.Policy, r.DecodeTokS)
 	}
 	// Pins are kept.
-	r = find("mixtral-8x7b", "l4", Choices{MicroBatch: 324, MicroBatches: 14, Attention: []Place{OnCPU}, Grouping: []Grouping{PerMicroBatch}, MaxPrefillTokens: 8192})
-	if p := r.Policy; p.Batch != 4536 || p.MicroBatch != 324 || p.MicroBatches() != 14 || p.Attention != OnCPU || p.Grouping != PerMicroBatch || p.PrefillTokens > 8192 {
+	r = find("mixtral-8x7b", "l4", Choices{MicroBatch: 324, MicroBatches: 14, Attention: []configs.Place{configs.OnCPU}, Grouping: []configs.Grouping{configs.PerMicroBatch}, MaxPrefillTokens: 8192})
+	if p := r.Policy; p.Batch != 4536 || p.MicroBatch != 324 || p.MicroBatches() != 14 || p.Attention != configs.OnCPU || p.Grouping != configs.PerMicroBatch || p.PrefillTokens > 8192 {
 		t.Errorf("pinned: %+v", p)
 	}
 	if r = find("phi-tiny-moe", "h200", Choices{MicroBatches: 14}); r.Policy.MicroBatches() != 14 {
@@ -122,7 +124,7 @@ func TestSearchAgainstBruteForce(t *testing.T) {
 			all := batch * p.Workload.PromptTokens
 			for _, prefill := range []int{max(batch, (all+3)/4), all} {
 				for _, micro := range []int{batch, (batch + 1) / 2, (batch + 2) / 3, (batch + 7) / 8} {
-					for _, x := range []Policy{{}, {KVOnHost: 0.5}, {Attention: OnCPU}, {Attention: OnCPU, Grouping: PerMicroBatch}, {Grouping: PerMicroBatch}, {ChosenOnly: true}} {
+					for _, x := range []Policy{{}, {KVOnHost: 0.5}, {Attention: configs.OnCPU}, {Attention: configs.OnCPU, Grouping: configs.PerMicroBatch}, {Grouping: configs.PerMicroBatch}, {ChosenOnly: true}} {
 						x.Batch, x.MicroBatch, x.PrefillTokens = batch, micro, prefill
 						x, err := n.normal(x)
 						if err != nil {
@@ -135,7 +137,7 @@ func TestSearchAgainstBruteForce(t *testing.T) {
 						x.LocalExperts = local
 						for paths := range p.Hardware.HostToGPU {
 							x.HostPaths = paths + 1
-							x.PeerExperts = n.split(&x, AnyTier)
+							x.PeerExperts = n.split(&x, configs.AnyTier)
 							r := n.predict(x)
 							rate := r.TokS
 							if objective == DecodeThroughput {
@@ -198,9 +200,9 @@ func TestSearchRefuses(t *testing.T) {
 		{Choices{Offload: &bad}, "offload fraction 1.5"},
 		{Choices{Slack: 1}, "a slack of 1"},
 		{Choices{HostPaths: []int{3}}, "3 paths from the host; hardware H200 has 2"},
-		{Choices{Attention: []Place{}}, "nothing to choose from"},
-		{Choices{Attention: []Place{7}}, "attention 7: no such thing"},
-		{Choices{Grouping: []Grouping{7}}, "grouping 7: no such thing"},
+		{Choices{Attention: []configs.Place{}}, "nothing to choose from"},
+		{Choices{Attention: []configs.Place{7}}, "attention 7: no such thing"},
+		{Choices{Grouping: []configs.Grouping{7}}, "grouping 7: no such thing"},
 		{Choices{KVOnHost: []float64{0.5, 0}}, "must ascend"},
 		{Choices{KVOnHost: []float64{2}}, "a share 2 of keys and values"},
 		{Choices{Batch: 15, MicroBatches: 14}, "a batch of 15 cannot be cut into 14 micro-batches"},
@@ -214,7 +216,7 @@ func TestSearchRefuses(t *testing.T) {
 	// A batch that does not fit: what does.
 	p := problem(t, "mixtral-8x7b", "h200")
 	none := 0.0
-	_, err := p.Search(Choices{Batch: 4536, Offload: &none, Attention: []Place{OnGPU}, KVOnHost: []float64{0}})
+	_, err := p.Search(Choices{Batch: 4536, Offload: &none, Attention: []configs.Place{configs.OnGPU}, KVOnHost: []float64{0}})
 	var m *MisfitError
 	if !errors.As(err, &m) || len(m.Nearest) != 2 || !strings.Contains(err.Error(), "what fits: a batch of 4536 with ") {
 		t.Errorf("got %v", err)

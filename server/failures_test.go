@@ -325,7 +325,7 @@ func (h *harness) begin(ctx context.Context) (*http.Response, *bufio.Reader) {
 func TestClientLeaves(t *testing.T) {
 	t.Parallel()
 	set := slow()
-	set.MaxNumSeqs = 1
+	set.Batch.MaxNumSeqs = 1
 	h := start(t, options{node: node.Options{Settings: set}})
 	for _, stream := range []bool{true, false} {
 		running, leave := context.WithCancel(t.Context())
@@ -445,7 +445,7 @@ func TestRequestTimeout(t *testing.T) {
 func TestTooMany(t *testing.T) {
 	t.Parallel()
 	set := slow()
-	set.MaxNumSeqs = 1
+	set.Batch.MaxNumSeqs = 1
 	h := start(t, options{node: node.Options{Settings: set, MaxQueued: 1}, server: server.Options{MaxConcurrent: 3}})
 	ctx, leave := context.WithCancel(t.Context())
 	defer leave()

@@ -348,6 +348,6 @@ func (h *harness) idle() {
 // slow are settings under which a step takes 60 ms or more.
 func slow() configs.Settings {
 	s := configs.Defaults()
-	s.Emulate, s.OffloadFraction = "pace,latency=10ms", 1
+	s.Device.Emulate, s.Offload.Fraction = "pace,latency=10ms", 1
 	return s
 }

@@ -162,7 +162,7 @@ func TestConcurrentClients(t *testing.T) {
 	}
 	set := configs.Defaults()
 	// Experts move, requests wait, and their keys and values do not all fit.
-	set.OffloadFraction, set.MaxNumSeqs, set.MaxNumBatchedTokens, set.NumKVBlocks = 0.5, 40, 96, 40
+	set.Offload.Fraction, set.Batch.MaxNumSeqs, set.Batch.MaxNumBatchedTokens, set.KV.NumBlocks = 0.5, 40, 96, 40
 	h := start(t, options{node: node.Options{Settings: set}})
 
 	each := 2

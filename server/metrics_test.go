@@ -44,7 +44,7 @@ func (h *harness) scrape() map[string]float64 {
 func TestMetrics(t *testing.T) {
 	metrics := server.NewMetrics("tiny")
 	set := slow()
-	set.MaxNumSeqs = 1
+	set.Batch.MaxNumSeqs = 1
 	h := start(t, options{
 		server: server.Options{Metrics: metrics},
 		node: node.Options{Settings: set, Listener: engine.Listener{

@@ -67,7 +67,7 @@ the planner predicts stand beside what was measured.`,
 }
 
 func benchThroughput(ctx context.Context, s *streams, set *settings) (err error) {
-	res, err := openResult(set.JSON, s.out)
+	res, err := openResult(set.Output.JSON, s.out)
 	if err != nil {
 		return err
 	}
@@ -79,7 +79,7 @@ func benchThroughput(ctx context.Context, s *streams, set *settings) (err error)
 	if err := b.follow(); err != nil {
 		return err
 	}
-	cell := eval.Cell{Tier: set.OffloadTier, Fraction: set.OffloadFraction}
+	cell := eval.Cell{Tier: set.Offload.Tier, Fraction: set.Offload.Fraction}
 	n, err := b.openAuto(ctx, &cell)
 	if err != nil {
 		return err
@@ -100,7 +100,7 @@ func benchThroughput(ctx context.Context, s *streams, set *settings) (err error)
 // its blocks are the benchmark's.
 func (b *benchmark) follow() error {
 	set := b.set
-	if set.Policy == "none" {
+	if set.Plan.Policy == configs.NoPolicy {
 		return nil
 	}
 	tokens := 0
@@ -119,7 +119,7 @@ func (b *benchmark) follow() error {
 		return err
 	}
 	set.Settings = in.Settings
-	set.Policy = "none" // what opens the cell is settled
+	set.Plan.Policy = configs.NoPolicy // what opens the cell is settled
 	return nil
 }
 
@@ -143,36 +143,36 @@ type benchmark struct {
 func newBenchmark(s *streams, set *settings) (*benchmark, error) {
 	b := &benchmark{s: s, set: set}
 	var err error
-	if b.hardware, err = readHardware(set.Hardware); err != nil {
+	if b.hardware, err = readHardware(set.Plan.Hardware); err != nil {
 		return nil, err
 	}
-	if set.MicroBatchSize > set.NumPrompts {
-		return nil, usagef("--micro-batch-size is %d and the batch has %d requests; make it at most that", set.MicroBatchSize, set.NumPrompts)
+	if set.Batch.MicroBatchSize > set.Bench.NumPrompts {
+		return nil, usagef("--micro-batch-size is %d and the batch has %d requests; make it at most that", set.Batch.MicroBatchSize, set.Bench.NumPrompts)
 	}
 	m, err := node.OpenModel(set.Settings)
 	if err != nil {
 		return nil, err
 	}
 	defer m.Close() //nolint:errcheck // only read from
-	room := m.Config.MaxPositions - set.OutputLen
+	room := m.Config.MaxPositions - set.Bench.OutputLen
 	if room < 1 {
-		return nil, usagef("--output-len is %d and the model has %d positions; ask for fewer", set.OutputLen, m.Config.MaxPositions)
+		return nil, usagef("--output-len is %d and the model has %d positions; ask for fewer", set.Bench.OutputLen, m.Config.MaxPositions)
 	}
-	prompts := eval.GeneratePrompts(set.NumPrompts, min(set.InputLen, m.Config.MaxPositions), m.Config.Vocab, set.Seed)
-	if set.Prompts != "" {
-		if prompts, err = readPrompts(set.Prompts, m); err != nil {
+	prompts := eval.GeneratePrompts(set.Bench.NumPrompts, min(set.Bench.InputLen, m.Config.MaxPositions), m.Config.Vocab, set.Generate.Seed)
+	if set.Bench.Prompts != "" {
+		if prompts, err = readPrompts(set.Bench.Prompts, m); err != nil {
 			return nil, err
 		}
 	}
 	o := &b.options
-	o.Prompts, o.Cut = eval.Repeat(prompts, set.NumPrompts, room)
-	o.NewTokens, o.Warmup, o.Trials, o.Prefills = set.OutputLen, set.WarmupTokens, set.Trials, set.PrefillTrials
+	o.Prompts, o.Cut = eval.Repeat(prompts, set.Bench.NumPrompts, room)
+	o.NewTokens, o.Warmup, o.Trials, o.Prefills = set.Bench.OutputLen, set.Bench.WarmupTokens, set.Bench.Trials, set.Bench.PrefillTrials
 	if o.Warmup == 0 {
 		o.Warmup = -1
 	}
-	set.MaxNumSeqs = set.NumPrompts
-	set.MaxNumBatchedTokens = max(set.MaxNumBatchedTokens, set.NumPrompts)
-	set.NumKVBlocks, set.MaxModelLen = eval.Room(o.Prompts, o.NewTokens, node.BlockTokens)
+	set.Batch.MaxNumSeqs = set.Bench.NumPrompts
+	set.Batch.MaxNumBatchedTokens = max(set.Batch.MaxNumBatchedTokens, set.Bench.NumPrompts)
+	set.KV.NumBlocks, set.KV.MaxModelLen = eval.Room(o.Prompts, o.NewTokens, node.BlockTokens)
 	return b, nil
 }
 
@@ -213,9 +213,9 @@ func readHardware(name string) (*planner.Hardware, error) {
 // open opens the node of a cell.
 func (b *benchmark) open(ctx context.Context, c eval.Cell) (eval.Node, error) {
 	set := b.set.Settings
-	set.OffloadFraction, set.OffloadTier = c.Fraction, c.Tier
-	if c.Tier == eval.NoTier {
-		set.OffloadTier = eval.HostTier
+	set.Offload.Fraction, set.Offload.Tier = c.Fraction, c.Tier
+	if c.Tier == configs.NoTier {
+		set.Offload.Tier = configs.HostTier
 	}
 	opts := node.Options{Settings: set, Log: b.set.logger(b.s.err), WithoutTokenizer: true}
 	n, err := open(ctx, opts, b.s.err, false)
@@ -230,14 +230,14 @@ func (b *benchmark) open(ctx context.Context, c eval.Cell) (eval.Node, error) {
 func (b *benchmark) openAuto(ctx context.Context, c *eval.Cell) (eval.Node, error) {
 	switch {
 	case c.Fraction == 0:
-		c.Tier = eval.NoTier
-	case c.Tier == "auto":
-		c.Tier = eval.PeerTier
+		c.Tier = configs.NoTier
+	case c.Tier == configs.AnyTier:
+		c.Tier = configs.PeerTier
 		n, err := b.open(ctx, *c)
 		if !errors.Is(err, node.ErrConfig) {
 			return n, err
 		}
-		c.Tier = eval.HostTier
+		c.Tier = configs.HostTier
 	}
 	return b.open(ctx, *c)
 }
@@ -255,13 +255,13 @@ var _ eval.Node = (*benchNode)(nil)
 func (b *benchNode) Info() eval.Info {
 	n := b.n
 	info := eval.Info{
-		Model: n.Name(), Device: n.DeviceName(), DType: n.Config().DType.String(), LoadFormat: b.set.LoadFormat,
+		Model: n.Name(), Device: n.DeviceName(), DType: n.Config().DType.String(), LoadFormat: b.set.Model.LoadFormat,
 		Emulated: n.Emulated(), KeepsData: n.KeepsData(), MicroBatchRows: n.MicroBatchRows(), StepRows: n.StepRows(), ChosenOnlyRows: n.ChosenOnlyRows(),
-		Grouping: b.set.ExpertGrouping, Attention: planner.OnGPU.String(), MicroBatches: b.set.NumMicroBatches,
+		Grouping: b.set.Batch.Grouping, Attention: b.set.Batch.Attention, MicroBatches: b.set.Batch.NumMicroBatches,
 		Shape: n.Shape(), Sizes: n.Sizes(), Hardware: b.hardware,
 	}
-	if b.set.Attention == planner.OnCPU.String() {
-		info.Attention = b.set.Attention
+	if info.Attention == configs.AnyPlace {
+		info.Attention = configs.OnGPU
 	}
 	if h, ok := n.Hardware(); ok && info.Hardware == nil {
 		info.Hardware = &h
@@ -285,7 +285,7 @@ func (b *benchNode) Counts(ctx context.Context) (eval.Counts, error) {
 		return eval.Counts{}, err
 	}
 	fetched := r.Fetched()
-	c := eval.Counts{Stalls: r.Stalls, FetchedHost: fetched[eval.HostTier], FetchedPeer: fetched[eval.PeerTier]}
+	c := eval.Counts{Stalls: r.Stalls, FetchedHost: fetched[configs.HostTier.String()], FetchedPeer: fetched[configs.PeerTier.String()]}
 	for _, l := range r.Layers {
 		c.Activations = append(c.Activations, l.Activations)
 	}

@@ -11,6 +11,7 @@ import (
 
 	"go.uber.org/goleak"
 
+	"github.com/moeserve/moeserve/configs"
 	"github.com/moeserve/moeserve/eval"
 )
 
@@ -68,7 +69,7 @@ func TestSweepBendsWhereThePlannerSays(t *testing.T) {
 	if err := json.Unmarshal([]byte(stdout), &results); err != nil {
 		t.Fatal(err)
 	}
-	at, knees := map[eval.Cell]float64{}, map[string]float64{}
+	at, knees := map[eval.Cell]float64{}, map[configs.Tier]float64{}
 	for _, r := range results {
 		at[r.Cell()] = r.DecodeTokS
 		if r.Prediction == nil || r.Roofline == nil {
@@ -78,8 +79,8 @@ func TestSweepBendsWhereThePlannerSays(t *testing.T) {
 			knees[r.Tier] = r.Prediction.Knee
 		}
 	}
-	flat := at[eval.Cell{Tier: eval.NoTier}]
-	for _, tier := range []string{eval.HostTier, eval.PeerTier} {
+	flat := at[eval.Cell{Tier: configs.NoTier}]
+	for _, tier := range []configs.Tier{configs.HostTier, configs.PeerTier} {
 		all := at[eval.Cell{Tier: tier, Fraction: 1}]
 		// Where a line that falls as 1/fraction leaves the flat one.
 		bend := all / flat
@@ -107,7 +108,7 @@ func TestSweepBendsWhereThePlannerSays(t *testing.T) {
 	if !strings.Contains(string(picture), "(emulated devices and links)") {
 		t.Error("the picture does not say that it is of emulated devices")
 	}
-	if len(knees) != 2 || knees[eval.HostTier] > 0.15 || knees[eval.PeerTier] < 0.4 {
+	if len(knees) != 2 || knees[configs.HostTier] > 0.15 || knees[configs.PeerTier] < 0.4 {
 		t.Errorf("knees %v: they do not stand where links of 55 and 395 put them", knees)
 	}
 }

@@ -77,7 +77,7 @@ func benchSweep(ctx context.Context, s *streams, set *settings, o *sweepOptions)
 	if err != nil {
 		return err
 	}
-	res, err := openResult(set.JSON, s.out)
+	res, err := openResult(set.Output.JSON, s.out)
 	if err != nil {
 		return err
 	}
@@ -203,7 +203,7 @@ func sweepConfig(set *settings) map[string]string {
 // ones whose models take little of the memory that there is.
 func (b *benchmark) together(cells int) (bool, error) {
 	set := b.set.Settings
-	if gpus, _ := node.GPUs(); set.Device == "cuda" || set.Device == "auto" && set.Emulate == "" && len(gpus) > 0 {
+	if gpus, _ := node.GPUs(); set.Device.Kind == configs.CUDA || set.Device.Kind == configs.AutoDevice && set.Device.Emulate == "" && len(gpus) > 0 {
 		return false, nil
 	}
 	in, err := node.Inspect(node.Options{Settings: set, Log: b.set.logger(b.s.err)})

@@ -62,7 +62,7 @@ is known.`,
 }
 
 func benchTransfer(ctx context.Context, s *streams, set *settings, o *transferOptions) (err error) {
-	base, err := readHardware(set.Hardware)
+	base, err := readHardware(set.Plan.Hardware)
 	if err != nil {
 		return err
 	}
@@ -87,7 +87,7 @@ func benchTransfer(ctx context.Context, s *streams, set *settings, o *transferOp
 			}
 		}
 	}
-	res, err := openResult(set.JSON, s.out)
+	res, err := openResult(set.Output.JSON, s.out)
 	if err != nil {
 		return err
 	}

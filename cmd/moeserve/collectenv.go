@@ -123,7 +123,7 @@ func cpuFeatures() []string {
 }
 
 func collectEnv(s *streams, set *settings) (err error) {
-	res, err := openResult(set.JSON, s.out)
+	res, err := openResult(set.Output.JSON, s.out)
 	if err != nil {
 		return err
 	}

@@ -37,7 +37,7 @@ says for serve: run plans for its one prompt.`,
 
 // planned puts what a policy says into the settings, where there is one.
 func planned(s *streams, set *settings) error {
-	if set.Policy == "none" {
+	if set.Plan.Policy == configs.NoPolicy {
 		return nil
 	}
 	in, err := node.Inspect(node.Options{Settings: set.Settings, Given: set.given, Log: set.logger(s.err)})
@@ -46,12 +46,12 @@ func planned(s *streams, set *settings) error {
 	}
 	if in.Planned != nil {
 		for key := range in.Planned.Settings {
-			set.sources[key] = source{Kind: "policy", Name: "policy " + set.Policy}
+			set.sources[key] = source{Kind: "policy", Name: "policy " + set.Plan.Policy.String()}
 		}
 	}
-	format := set.LoadFormat
+	format := set.Model.LoadFormat
 	set.Settings = in.Settings
-	set.LoadFormat = format // which Inspect takes no notice of
+	set.Model.LoadFormat = format // which Inspect takes no notice of
 	return nil
 }
 
@@ -76,7 +76,7 @@ type settingResult struct {
 }
 
 func printConfig(s *streams, set *settings) (err error) {
-	res, err := openResult(set.JSON, s.out)
+	res, err := openResult(set.Output.JSON, s.out)
 	if err != nil {
 		return err
 	}

@@ -35,7 +35,7 @@ weights are read and no memory is taken. A preset needs no --load-format here.`,
 }
 
 func inspect(s *streams, set *settings) (err error) {
-	res, err := openResult(set.JSON, s.out)
+	res, err := openResult(set.Output.JSON, s.out)
 	if err != nil {
 		return err
 	}
@@ -117,7 +117,7 @@ func newInspectResult(set *settings, in *node.Inspection) *inspectResult {
 		Hidden: c.Hidden, Context: c.MaxPositions, Vocab: c.Vocab,
 		Experts: z.ExpertCount, ExpertsPerLayer: c.Experts, TopK: c.TopK, Routing: in.Routing, DType: in.DType,
 		ExpertBytes: z.ExpertBytes, AllExpertBytes: z.Experts, OtherBytes: z.Other, KVTokenBytes: z.KVPerToken,
-		OffloadFraction: set.OffloadFraction, Local: in.Local, Offloaded: in.Offloaded,
+		OffloadFraction: set.Offload.Fraction, Local: in.Local, Offloaded: in.Offloaded,
 		Placement: []layerTiers{}, Peers: []peerResult{},
 		KVBlocks: in.KV.Blocks, KVBlockBytes: in.KVBlockBytes, MaxModelLen: in.KV.MaxModelLen, Fits: in.Problem == nil,
 		RunsHere: in.Problem == nil && in.Here == nil,
@@ -152,12 +152,12 @@ func printInspection(out io.Writer, set *settings, in *node.Inspection) error {
 	t.line("all else\t%s", node.Bytes(z.Other))
 	t.line("KV\t%s per token (%s), at most %d tokens", node.Bytes(z.KVPerToken), in.DType, c.MaxPositions)
 	t.line("")
-	how := fmt.Sprintf("offload-fraction %v", set.OffloadFraction)
-	if set.LocalExperts != "" {
+	how := fmt.Sprintf("offload-fraction %v", set.Offload.Fraction)
+	if set.Offload.LocalExperts != "" {
 		how = "local-experts"
 	}
 	where, legend := "the host", "L local, H on the host"
-	if set.OffloadTier == "peer" {
+	if set.Offload.Tier == configs.PeerTier {
 		where, legend = "peers, and on the host", "L local, P with a peer, and on the host"
 	}
 	t.line("%s\t%d experts local, %d on %s", how, in.Local, in.Offloaded, where)

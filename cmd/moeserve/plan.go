@@ -73,7 +73,7 @@ func plan(s *streams, set *settings, o *planOptions) (err error) {
 	if err := o.workload.Validate(); err != nil {
 		return &usageError{err}
 	}
-	res, err := openResult(set.JSON, s.out)
+	res, err := openResult(set.Output.JSON, s.out)
 	if err != nil {
 		return err
 	}

@@ -281,7 +281,7 @@ func presetsTable(t *testing.T) string {
 	b.WriteString("| preset | parameters | experts | one expert | all experts | all else |\n|---|---|---|---|---|---|\n")
 	for _, name := range configs.PresetNames() {
 		s := configs.Defaults()
-		s.Model = name
+		s.Model.Name = name
 		in, err := node.Inspect(node.Options{Settings: s})
 		if err != nil {
 			t.Fatal(err)

@@ -114,7 +114,7 @@ func newRunResult(set *settings, a *answer, loaded, r *node.Report) *runResult {
 		Text: a.text, TokenIDs: a.ids, PromptTokenIDs: a.prompt, FinishReason: string(a.finish),
 		Usage: usage{len(a.prompt), len(a.ids), len(a.prompt) + len(a.ids)},
 		Report: runReport{
-			Model: r.Model, Device: r.Device, Backend: r.Backend, OffloadFraction: set.OffloadFraction,
+			Model: r.Model, Device: r.Device, Backend: r.Backend, OffloadFraction: set.Offload.Fraction,
 			LoadSeconds: r.LoadTime.Seconds(), PrefillSeconds: a.prefill.Seconds(), DecodeSeconds: a.decode.Seconds(),
 			PrefillRate: rate(len(a.prompt), a.prefill), DecodeRate: rate(len(a.ids)-1, a.decode),
 			Steps: r.Steps, Retried: r.Retried,
@@ -238,10 +238,10 @@ func printExperts(t *table, r *runReport, set *settings) {
 	e := &r.Experts
 	local, peer, host := e.Homes["local"], e.Homes["peer"], e.Homes["host"]
 	how, forGood := fmt.Sprintf("fraction %v", r.OffloadFraction), " for good"
-	if set.LocalExperts != "" {
+	if set.Offload.LocalExperts != "" {
 		how = "local-experts"
 	}
-	if set.AdaptLocal {
+	if set.Offload.AdaptLocal {
 		forGood = ""
 	}
 	where := ""

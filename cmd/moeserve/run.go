@@ -84,7 +84,7 @@ func (p *prompt) workload(set *settings) planner.Workload {
 	if p.ids == nil {
 		tokens = len(p.text)/2 + 32
 	}
-	return planner.Workload{PromptTokens: tokens, NewTokens: set.MaxNewTokens, Requests: 1}
+	return planner.Workload{PromptTokens: tokens, NewTokens: set.Generate.MaxNewTokens, Requests: 1}
 }
 
 // readPrompt finds the prompt in arguments, flags or standard input.
@@ -93,14 +93,14 @@ func readPrompt(ctx context.Context, in io.Reader, set *settings, o *runOptions,
 		if len(args) > 0 {
 			return nil, usagef("a PROMPT and --prompt-ids: give one of them")
 		}
-		if set.Chat {
+		if set.Generate.Chat {
 			return nil, usagef("--chat is for text: it does not go with --prompt-ids")
 		}
 		ids, err := parseIDs(o.promptIDs)
 		return &prompt{ids: ids}, err
 	}
-	if _, ok := configs.Preset(set.Model); ok {
-		return nil, usagef("the preset %s has no tokenizer: give the prompt as token ids (--prompt-ids 1,2,3)", set.Model)
+	if _, ok := configs.Preset(set.Model.Name); ok {
+		return nil, usagef("the preset %s has no tokenizer: give the prompt as token ids (--prompt-ids 1,2,3)", set.Model.Name)
 	}
 	if len(args) > 0 && args[0] != stdoutName {
 		return &prompt{text: args[0]}, nil
@@ -157,16 +157,16 @@ func run(ctx context.Context, s *streams, set *settings, o *runOptions, args []s
 	if err != nil {
 		return err
 	}
-	res, err := openResult(set.JSON, s.out)
+	res, err := openResult(set.Output.JSON, s.out)
 	if err != nil {
 		return err
 	}
 	defer func() { err = errors.Join(err, res.close()) }()
 
 	opts := node.Options{Settings: set.Settings, Given: set.given, Workload: p.workload(set), Log: set.logger(s.err)}
-	if p.ids != nil && set.Model != "" {
+	if p.ids != nil && set.Model.Name != "" {
 		// Ids need no tokenizer, but where there is one it gives their text.
-		_, err := os.Stat(filepath.Join(set.Model, "tokenizer.json"))
+		_, err := os.Stat(filepath.Join(set.Model.Name, "tokenizer.json"))
 		opts.WithoutTokenizer = errors.Is(err, fs.ErrNotExist)
 	}
 	n, err := open(ctx, opts, s.err, o.quiet)
@@ -177,7 +177,7 @@ func run(ctx context.Context, s *streams, set *settings, o *runOptions, args []s
 	set.Settings = n.Settings()
 
 	if p.ids == nil {
-		if p.ids, err = n.EncodePrompt(p.text, set.Chat); err != nil {
+		if p.ids, err = n.EncodePrompt(p.text, set.Generate.Chat); err != nil {
 			return err
 		}
 		p.encoded = true
@@ -252,8 +252,8 @@ func generate(ctx context.Context, n *node.Node, set *settings, from *prompt, ou
 		}
 	}
 	p := engine.DefaultParams()
-	p.MaxTokens, p.Temperature = set.MaxNewTokens, float32(set.Temperature)
-	p.Seed, p.IgnoreEOS = set.Seed, set.IgnoreEOS
+	p.MaxTokens, p.Temperature = set.Generate.MaxNewTokens, float32(set.Generate.Temperature)
+	p.Seed, p.IgnoreEOS = set.Generate.Seed, set.Generate.IgnoreEOS
 	start := time.Now()
 	var first, last time.Time
 	outs, err := n.Engine().Generate(ctx, []engine.Request{{Prompt: from.ids, Encoded: from.encoded, Params: p}}, func(_ int, u engine.Update) {

@@ -50,12 +50,12 @@ ends it at once.`,
 // modelName is what clients call the model.
 func modelName(set *settings) (string, error) {
 	switch {
-	case set.ServedModelName != "":
-		return set.ServedModelName, nil
-	case set.Model == "":
+	case set.Serve.ServedModelName != "":
+		return set.Serve.ServedModelName, nil
+	case set.Model.Name == "":
 		return node.BuiltIn, nil
 	}
-	path, err := filepath.Abs(set.Model)
+	path, err := filepath.Abs(set.Model.Name)
 	return filepath.Base(path), err
 }
 
@@ -68,27 +68,27 @@ func serve(ctx context.Context, s *streams, set *settings, o node.Options) (err 
 	if err != nil {
 		return err
 	}
-	address := net.JoinHostPort(set.Host, strconv.Itoa(set.Port))
+	address := net.JoinHostPort(set.Serve.Host, strconv.Itoa(set.Serve.Port))
 	listener, err := new(net.ListenConfig).Listen(ctx, "tcp", address)
 	if err != nil {
 		return usagef("cannot serve on %s: %w; choose another --host or --port", address, err)
 	}
 	log := set.logger(s.err)
-	if a, ok := listener.Addr().(*net.TCPAddr); ok && !a.IP.IsLoopback() && set.APIKey == "" {
+	if a, ok := listener.Addr().(*net.TCPAddr); ok && !a.IP.IsLoopback() && set.Serve.APIKey == "" {
 		log.Warn("whoever can reach this address can use the model; MOESERVE_API_KEY sets a key", "address", listener.Addr().String())
 	}
-	sequences := set.MaxNumSeqs
-	if k, ok := configs.Find("max-num-seqs"); ok && set.Policy != "none" && !set.given(k.Name) {
+	sequences := set.Batch.MaxNumSeqs
+	if k, ok := configs.Find("max-num-seqs"); ok && set.Plan.Policy != configs.NoPolicy && !set.given(k.Name) {
 		sequences = int(k.Max) // the policy is not known before the devices are
 	}
 	metrics, events := server.NewMetrics(name), server.NewEvents()
 	srv := server.New(server.Options{
-		Metrics: metrics, Events: events, Version: buildInfo().Version, APIKey: set.APIKey,
-		MaxRequestBytes: int64(set.MaxRequestBytes), MaxSamples: set.MaxQueuedRequests,
+		Metrics: metrics, Events: events, Version: buildInfo().Version, APIKey: set.Serve.APIKey,
+		MaxRequestBytes: int64(set.Serve.MaxRequestBytes), MaxSamples: set.Serve.MaxQueuedRequests,
 		// The engine's queue is what fills up; this only bounds the bodies in memory.
-		MaxConcurrent:  sequences + set.MaxQueuedRequests + spareRequests,
-		RequestTimeout: time.Duration(set.RequestTimeout) * time.Second,
-		DrainTimeout:   time.Duration(set.DrainTimeout) * time.Second,
+		MaxConcurrent:  sequences + set.Serve.MaxQueuedRequests + spareRequests,
+		RequestTimeout: time.Duration(set.Serve.RequestTimeout) * time.Second,
+		DrainTimeout:   time.Duration(set.Serve.DrainTimeout) * time.Second,
 		Draining: func(requests int) {
 			if ctx.Err() == nil {
 				return // it is not a signal that ends the server
@@ -97,7 +97,7 @@ func serve(ctx context.Context, s *streams, set *settings, o node.Options) (err 
 			if requests == 1 {
 				what = "request"
 			}
-			fmt.Fprintf(s.err, "moeserve: finishing %d %s, at most %d s; Ctrl-C again ends now\n", requests, what, set.DrainTimeout)
+			fmt.Fprintf(s.err, "moeserve: finishing %d %s, at most %d s; Ctrl-C again ends now\n", requests, what, set.Serve.DrainTimeout)
 		},
 		Log: log,
 	})
@@ -110,7 +110,7 @@ func serve(ctx context.Context, s *streams, set *settings, o node.Options) (err 
 	}()
 
 	o.Given = set.given
-	o.Settings, o.Log, o.WithoutTokenizer, o.MaxQueued = set.Settings, log, withoutTokenizer(set.Model), set.MaxQueuedRequests
+	o.Settings, o.Log, o.WithoutTokenizer, o.MaxQueued = set.Settings, log, withoutTokenizer(set.Model.Name), set.Serve.MaxQueuedRequests
 	o.Listener = engine.Listener{Step: func(i engine.StepInfo) { metrics.ObserveStep(i.Duration) }}
 	o.Events = func(e node.Event) {
 		events.Publish(e.Event, e)

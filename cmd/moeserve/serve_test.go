@@ -313,7 +313,7 @@ func TestServeLostDevice(t *testing.T) {
 		return m, err
 	}}
 	set := &settings{Settings: configs.Defaults()}
-	set.Port, set.LogLevel = 0, "error"
+	set.Serve.Port, set.Output.LogLevel = 0, configs.LogError
 	out, in := io.Pipe()
 	ended := make(chan error, 1)
 	go func() {

@@ -12,6 +12,7 @@ import (
 	"strconv"
 	"strings"
 
+	"github.com/go-viper/mapstructure/v2"
 	"github.com/spf13/pflag"
 	"github.com/spf13/viper"
 	"go.yaml.in/yaml/v3"
@@ -186,18 +187,30 @@ func readSettings(flags *pflag.FlagSet, environ []string) (*settings, error) {
 	if err := v.MergeConfigMap(values); err != nil {
 		return nil, usagef("%s: %w", s.file, err)
 	}
-	if err := v.UnmarshalExact(&s.Settings); err != nil {
-		return nil, &usageError{err}
-	}
-	err = s.Validate()
-	var bad *configs.SettingError
-	if errors.As(err, &bad) {
-		return nil, usagef("%w (from %s)", err, s.sources[bad.Key])
-	}
-	if err != nil {
+	if err := s.decode(v); err != nil {
+		var bad *configs.SettingError
+		if errors.As(err, &bad) {
+			return nil, usagef("%w (from %s)", err, s.sources[bad.Key])
+		}
 		return nil, &usageError{err}
 	}
 	return s, nil
+}
+
+// decode reads what viper has into the settings, and checks it.
+func (s *settings) decode(v *viper.Viper) error {
+	for _, k := range configs.Schema {
+		if k.Allowed == nil {
+			continue
+		}
+		if err := k.CheckText(v.GetString(k.Name)); err != nil {
+			return err
+		}
+	}
+	if err := v.UnmarshalExact(&s.Settings, viper.DecodeHook(mapstructure.TextUnmarshallerHookFunc())); err != nil {
+		return err
+	}
+	return s.Validate()
 }
 
 // readVariables returns the variables of moeserve's that are set and not empty. One
@@ -315,12 +328,8 @@ func parseFile(data []byte) (map[string]any, error) {
 
 // logger logs what the settings ask for.
 func (s *settings) logger(out io.Writer) *slog.Logger {
-	var level slog.Level
-	if err := level.UnmarshalText([]byte(s.LogLevel)); err != nil {
-		panic("moeserve: log-level " + s.LogLevel + " has been validated: " + err.Error())
-	}
-	o := &slog.HandlerOptions{Level: level}
-	if s.LogFormat == "json" {
+	o := &slog.HandlerOptions{Level: s.Output.LogLevel.Level()}
+	if s.Output.LogFormat == configs.LogJSON {
 		return slog.New(slog.NewJSONHandler(out, o))
 	}
 	return slog.New(slog.NewTextHandler(out, o))

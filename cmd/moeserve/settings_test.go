@@ -196,7 +196,7 @@ func TestNamedFile(t *testing.T) {
 		if err != nil {
 			t.Fatalf("%s: %v", name, err)
 		}
-		if s.Seed != 16 || s.Model != "12" || s.Chat || s.file != named {
+		if s.Generate.Seed != 16 || s.Model.Name != "12" || s.Generate.Chat || s.file != named {
 			t.Errorf("%s: %+v", name, s)
 		}
 	}

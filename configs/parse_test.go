@@ -3,7 +3,6 @@ package configs
 import (
 	"errors"
 	"fmt"
-	"reflect"
 	"strings"
 	"testing"
 )
@@ -17,19 +16,19 @@ func with(change func(*Settings)) Settings {
 
 func TestPeerSettings(t *testing.T) {
 	read := func(s Settings) string {
-		peers, err := s.PeerChoice()
+		peers, err := s.Device.ParsePeers()
 		if err != nil {
 			return err.Error()
 		}
-		room, err := s.Headroom()
+		room, err := s.Harvest.ParseHeadroom()
 		if err != nil {
 			return err.Error()
 		}
-		rate, err := s.MigrationBytesPerSecond()
+		rate, err := s.Harvest.ParseMigrationLimit()
 		if err != nil {
 			return err.Error()
 		}
-		trace, err := s.Trace()
+		trace, err := s.Harvest.ParseTrace()
 		if err != nil {
 			return err.Error()
 		}
@@ -72,10 +71,7 @@ func TestPeerSettings(t *testing.T) {
 		{"availability-trace", "generated:1:NaN", "these above 0"},
 	} {
 		s := Defaults()
-		reflect.ValueOf(&s).Elem().FieldByNameFunc(func(name string) bool {
-			f, _ := reflect.TypeFor[Settings]().FieldByName(name)
-			return f.Tag.Get("mapstructure") == c.key
-		}).SetString(c.value)
+		s.Put(map[string]any{c.key: c.value}) //nolint:errcheck // Validate is asked below
 		if got := read(s); !strings.Contains(got, c.want) {
 			t.Errorf("%s %q: %s, want %s", c.key, c.value, got, c.want)
 		}
@@ -90,17 +86,17 @@ func TestPeerSettingsTogether(t *testing.T) {
 		settings Settings
 		key      string
 	}{
-		{with(func(s *Settings) { s.Peers, s.GPU = "0,1", 1 }), "peers"},
-		{with(func(s *Settings) { s.Peers, s.OffloadTier = "none", "peer" }), "offload-tier"},
-		{with(func(s *Settings) { s.Peers, s.OffloadTier = "none", "auto" }), ""},
-		{with(func(s *Settings) { s.Peers, s.OffloadTier = "1", "peer" }), ""},
-		{with(func(s *Settings) { s.OffloadTier, s.Device = "peer", "cuda" }), "offload-tier"},
-		{with(func(s *Settings) { s.OffloadTier, s.Device, s.Peers = "peer", "cuda", "1" }), ""},
-		{with(func(s *Settings) { s.AvailabilityTrace, s.Device = "generated:1", "cuda" }), "availability-trace"},
-		{with(func(s *Settings) { s.LocalExperts, s.OffloadFraction = "0:1", 0.5 }), "local-experts"},
-		{with(func(s *Settings) { s.LocalExperts = "0:1;0:2" }), "local-experts"},
-		{with(func(s *Settings) { s.LocalExperts = "0:1,5;3:2-7" }), ""},
-		{with(func(s *Settings) { s.LocalExperts = "@no/such/file" }), ""}, // who opens it says so
+		{with(func(s *Settings) { s.Device.Peers, s.Device.GPU = "0,1", 1 }), "peers"},
+		{with(func(s *Settings) { s.Device.Peers, s.Offload.Tier = "none", PeerTier }), "offload-tier"},
+		{with(func(s *Settings) { s.Device.Peers, s.Offload.Tier = "none", AnyTier }), ""},
+		{with(func(s *Settings) { s.Device.Peers, s.Offload.Tier = "1", PeerTier }), ""},
+		{with(func(s *Settings) { s.Offload.Tier, s.Device.Kind = PeerTier, CUDA }), "offload-tier"},
+		{with(func(s *Settings) { s.Offload.Tier, s.Device.Kind, s.Device.Peers = PeerTier, CUDA, "1" }), ""},
+		{with(func(s *Settings) { s.Harvest.AvailabilityTrace, s.Device.Kind = "generated:1", CUDA }), "availability-trace"},
+		{with(func(s *Settings) { s.Offload.LocalExperts, s.Offload.Fraction = "0:1", 0.5 }), "local-experts"},
+		{with(func(s *Settings) { s.Offload.LocalExperts = "0:1;0:2" }), "local-experts"},
+		{with(func(s *Settings) { s.Offload.LocalExperts = "0:1,5;3:2-7" }), ""},
+		{with(func(s *Settings) { s.Offload.LocalExperts = "@no/such/file" }), ""}, // who opens it says so
 	} {
 		err := c.settings.Validate()
 		var bad *SettingError

@@ -17,22 +17,22 @@ type PeerChoice struct {
 	GPUs []int
 }
 
-// PeerChoice reads the setting peers. Errors are *SettingError.
-func (s Settings) PeerChoice() (PeerChoice, error) {
-	switch s.Peers {
+// ParsePeers reads the setting peers. Errors are *SettingError.
+func (d Device) ParsePeers() (PeerChoice, error) {
+	switch d.Peers {
 	case "auto":
 		return PeerChoice{Auto: true}, nil
 	case "none":
 		return PeerChoice{}, nil
 	}
 	var c PeerChoice
-	for f := range strings.SplitSeq(s.Peers, ",") {
+	for f := range strings.SplitSeq(d.Peers, ",") {
 		n, err := strconv.ParseUint(strings.TrimSpace(f), 10, 16)
 		if err != nil {
-			return c, &SettingError{Key: "peers", Value: s.Peers, Want: "must be auto, none, or numbers of GPUs with commas between them"}
+			return c, &SettingError{Key: "peers", Value: d.Peers, Want: "must be auto, none, or numbers of GPUs with commas between them"}
 		}
 		if slices.Contains(c.GPUs, int(n)) {
-			return c, &SettingError{Key: "peers", Value: s.Peers, Want: fmt.Sprintf("names GPU %d twice", n)}
+			return c, &SettingError{Key: "peers", Value: d.Peers, Want: fmt.Sprintf("names GPU %d twice", n)}
 		}
 		c.GPUs = append(c.GPUs, int(n))
 	}
@@ -45,31 +45,31 @@ type Headroom struct {
 	Share float64
 }
 
-// Headroom reads the setting harvest-headroom. Errors are *SettingError.
-func (s Settings) Headroom() (Headroom, error) {
-	if text, ok := strings.CutSuffix(s.HarvestHeadroom, "%"); ok {
+// ParseHeadroom reads the setting harvest-headroom. Errors are *SettingError.
+func (h Harvest) ParseHeadroom() (Headroom, error) {
+	if text, ok := strings.CutSuffix(h.Headroom, "%"); ok {
 		if v, err := strconv.ParseFloat(text, 64); err == nil && v >= 0 && v <= 100 {
 			return Headroom{Share: v / 100}, nil
 		}
-	} else if n, err := ParseBytes(s.HarvestHeadroom); err == nil {
+	} else if n, err := ParseBytes(h.Headroom); err == nil {
 		return Headroom{Bytes: n}, nil
 	}
-	return Headroom{}, &SettingError{Key: "harvest-headroom", Value: s.HarvestHeadroom, Want: "must be a size like 4GiB, or a share like 5%"}
+	return Headroom{}, &SettingError{Key: "harvest-headroom", Value: h.Headroom, Want: "must be a size like 4GiB, or a share like 5%"}
 }
 
-// MigrationBytesPerSecond reads the setting migration-limit: 0 leaves it to who
+// ParseMigrationLimit reads the setting migration-limit in bytes/s: 0 leaves it to who
 // migrates, under 0 is no limit. Errors are *SettingError.
-func (s Settings) MigrationBytesPerSecond() (float64, error) {
-	switch s.MigrationLimit {
+func (h Harvest) ParseMigrationLimit() (float64, error) {
+	switch h.MigrationLimit {
 	case "auto":
 		return 0, nil
 	case "0":
 		return -1, nil
 	}
-	text, ok := strings.CutSuffix(s.MigrationLimit, "/s")
+	text, ok := strings.CutSuffix(h.MigrationLimit, "/s")
 	n, err := ParseBytes(text)
 	if err != nil || !ok || n == 0 {
-		return 0, &SettingError{Key: "migration-limit", Value: s.MigrationLimit, Want: "must be auto, a rate like 2GiB/s, or 0"}
+		return 0, &SettingError{Key: "migration-limit", Value: h.MigrationLimit, Want: "must be auto, a rate like 2GiB/s, or 0"}
 	}
 	return float64(n), nil
 }
@@ -87,11 +87,11 @@ type TraceChoice struct {
 // maxChurn bounds the changes per minute of a made up trace: one in a millisecond.
 const maxChurn = 60e3
 
-// Trace reads the setting availability-trace. Errors are *SettingError.
-func (s Settings) Trace() (TraceChoice, error) {
-	text, ok := strings.CutPrefix(s.AvailabilityTrace, "generated:")
+// ParseTrace reads the setting availability-trace. Errors are *SettingError.
+func (h Harvest) ParseTrace() (TraceChoice, error) {
+	text, ok := strings.CutPrefix(h.AvailabilityTrace, "generated:")
 	if !ok {
-		return TraceChoice{File: s.AvailabilityTrace}, nil
+		return TraceChoice{File: h.AvailabilityTrace}, nil
 	}
 	seed, churn, given := strings.Cut(text, ":")
 	c := TraceChoice{Generated: true, Churn: 1}
@@ -101,7 +101,7 @@ func (s Settings) Trace() (TraceChoice, error) {
 	}
 	if err != nil || !(c.Churn > 0 && c.Churn <= maxChurn) {
 		return c, &SettingError{
-			Key: "availability-trace", Value: s.AvailabilityTrace,
+			Key: "availability-trace", Value: h.AvailabilityTrace,
 			Want: fmt.Sprintf("must be a file, generated:SEED, or generated:SEED:CHANGES_PER_MINUTE, these above 0 and at most %v", number(maxChurn)),
 		}
 	}
@@ -117,7 +117,7 @@ type LayerExperts struct {
 
 // LocalExpertsFile is the file that the setting local-experts names, and false where
 // it is a list.
-func (s Settings) LocalExpertsFile() (string, bool) { return strings.CutPrefix(s.LocalExperts, "@") }
+func (o Offload) LocalExpertsFile() (string, bool) { return strings.CutPrefix(o.LocalExperts, "@") }
 
 // maxExpert bounds the numbers in a list: more than any model has.
 const maxExpert = 1 << 16
@@ -205,43 +205,64 @@ func ParseBytes(text string) (int64, error) {
 	return int64(n * unit), nil
 }
 
+// maxSkew bounds the exponent of dummy-routing; above it one expert gets nearly
+// everything.
+const maxSkew = 8
+
+// ParseRouting reads the setting dummy-routing: the exponent of the skew, 0 for uniform.
+// Errors are *SettingError.
+func (m Model) ParseRouting() (float64, error) {
+	if m.DummyRouting == "uniform" {
+		return 0, nil
+	}
+	text, ok := strings.CutPrefix(m.DummyRouting, "zipf:")
+	skew, err := strconv.ParseFloat(text, 64)
+	if !ok || err != nil || !(skew > 0 && skew <= maxSkew) {
+		return 0, &SettingError{
+			Key: "dummy-routing", Value: m.DummyRouting,
+			Want: fmt.Sprintf("must be uniform or zipf:S, S above 0 and at most %d", maxSkew),
+		}
+	}
+	return skew, nil
+}
+
 // validatePeers checks the settings about peers, and about where experts live.
 func (s Settings) validatePeers() error {
-	peers, err := s.PeerChoice()
+	peers, err := s.Device.ParsePeers()
 	if err == nil {
-		_, err = s.Headroom()
+		_, err = s.Harvest.ParseHeadroom()
 	}
 	if err == nil {
-		_, err = s.MigrationBytesPerSecond()
+		_, err = s.Harvest.ParseMigrationLimit()
 	}
 	if err != nil {
 		return err
 	}
-	trace, err := s.Trace()
+	trace, err := s.Harvest.ParseTrace()
 	if err != nil {
 		return err
 	}
-	if (trace.Generated || trace.File != "") && s.Device == "cuda" {
-		return &SettingError{Key: "availability-trace", Value: s.AvailabilityTrace, Want: "is for emulated devices, and device is cuda: leave one of them out"}
+	if (trace.Generated || trace.File != "") && s.Device.Kind == CUDA {
+		return &SettingError{Key: "availability-trace", Value: s.Harvest.AvailabilityTrace, Want: "is for emulated devices, and device is cuda: leave one of them out"}
 	}
-	if slices.Contains(peers.GPUs, s.GPU) {
-		return &SettingError{Key: "peers", Value: s.Peers, Want: fmt.Sprintf("names the compute GPU, %d: name others", s.GPU)}
+	if slices.Contains(peers.GPUs, s.Device.GPU) {
+		return &SettingError{Key: "peers", Value: s.Device.Peers, Want: fmt.Sprintf("names the compute GPU, %d: name others", s.Device.GPU)}
 	}
-	if s.OffloadTier == "peer" && !peers.Auto && len(peers.GPUs) == 0 {
-		return &SettingError{Key: "offload-tier", Value: s.OffloadTier, Want: "needs peers, and peers is none"}
+	if s.Offload.Tier == PeerTier && !peers.Auto && len(peers.GPUs) == 0 {
+		return &SettingError{Key: "offload-tier", Value: s.Offload.Tier, Want: "needs peers, and peers is none"}
 	}
-	if s.OffloadTier == "peer" && peers.Auto && s.Device == "cuda" {
-		return &SettingError{Key: "offload-tier", Value: s.OffloadTier, Want: "needs peers: name the GPUs whose memory may be borrowed"}
+	if s.Offload.Tier == PeerTier && peers.Auto && s.Device.Kind == CUDA {
+		return &SettingError{Key: "offload-tier", Value: s.Offload.Tier, Want: "needs peers: name the GPUs whose memory may be borrowed"}
 	}
-	if s.LocalExperts == "" {
+	if s.Offload.LocalExperts == "" {
 		return nil
 	}
-	if s.OffloadFraction > 0 {
-		return &SettingError{Key: "local-experts", Value: s.LocalExperts, Want: "says what is offloaded, and so does offload-fraction: leave one of them out"}
+	if s.Offload.Fraction > 0 {
+		return &SettingError{Key: "local-experts", Value: s.Offload.LocalExperts, Want: "says what is offloaded, and so does offload-fraction: leave one of them out"}
 	}
-	if _, file := s.LocalExpertsFile(); !file {
-		if _, err := ParseExperts(s.LocalExperts); err != nil {
-			return &SettingError{Key: "local-experts", Value: s.LocalExperts, Want: err.Error()}
+	if _, file := s.Offload.LocalExpertsFile(); !file {
+		if _, err := ParseExperts(s.Offload.LocalExperts); err != nil {
+			return &SettingError{Key: "local-experts", Value: s.Offload.LocalExperts, Want: err.Error()}
 		}
 	}
 	return nil
