@@ -1,6 +1,7 @@
 package experts
 
 import (
+	"encoding/json"
 	"slices"
 
 	"github.com/moeserve/moeserve/device"
@@ -62,27 +63,44 @@ func (s *Store) inRing(id ID) bool {
 	return at >= 0 && s.slots[at].holds == id
 }
 
-// Stats count experts over all layers opened since New.
+// ByTier is a count for each tier.
+type ByTier [tiers]int64
+
+// MarshalJSON writes the counts by the tiers' names.
+func (b ByTier) MarshalJSON() ([]byte, error) {
+	named := map[Tier]int64{}
+	for t, n := range b {
+		named[Tier(t)] = n
+	}
+	return json.Marshal(named)
+}
+
+// Stats count experts over all layers opened since New. They have a JSON form.
 type Stats struct {
 	// Hits is how often an expert that a layer needed was found in a tier: Local, Ring
 	// (since an earlier use), or Peer or Host, from where it had to be fetched.
-	Hits [tiers]int64
+	Hits ByTier `json:"hits"`
 	// Misses: it had to be fetched for this use. Prefetched: how many of these were
 	// submitted ahead of need.
-	Misses, Prefetched int64
+	Misses     int64 `json:"misses"`
+	Prefetched int64 `json:"prefetched"`
+	// Failed is how many copies failed or were canceled by a Drop.
+	Failed int64 `json:"failed_fetches"`
+	// Fetched is the bytes of the copies submitted, by the tier they came from.
+	Fetched ByTier `json:"fetched_bytes"`
 	// Guessed counts the offloaded experts that were predicted, GuessedRight those that
 	// were chosen, and Asked all offloaded experts that were chosen.
-	Guessed, GuessedRight, Asked int64
-	// Fetched is the bytes of the copies submitted, by the tier they came from.
-	Fetched [tiers]int64
-	// Failed is how many copies failed or were canceled by a Drop.
-	Failed int64
+	Guessed      int64 `json:"guessed"`
+	GuessedRight int64 `json:"guessed_right"`
+	Asked        int64 `json:"-"`
 	// Promoted and Demoted count copies that came to peers' memory and that were given
-	// back, Revoked those that were taken, MovedBytes what Promote and Swap have moved.
-	Promoted, Demoted, Revoked int64
-	MovedBytes                 int64
-	// Swapped counts experts that became local.
-	Swapped int64
+	// back, Revoked those that were taken.
+	Promoted int64 `json:"promoted"`
+	Demoted  int64 `json:"demoted"`
+	Revoked  int64 `json:"revoked"`
+	// Swapped counts experts that became local, MovedBytes what Promote and Swap have moved.
+	Swapped    int64 `json:"swapped"`
+	MovedBytes int64 `json:"moved_bytes"`
 }
 
 // Stats is a snapshot.

@@ -129,11 +129,13 @@ type peerState struct {
 type Counts struct {
 	// Promoted counts copies to free peer memory begun, Replaced those in place of
 	// another, Swapped swaps of local experts begun.
-	Promoted, Replaced, Swapped int64
+	Promoted int64 `json:"promoted"`
+	Replaced int64 `json:"replaced"`
+	Swapped  int64 `json:"swapped"`
 	// Refused counts moves that there was no room for after all.
-	Refused int64
+	Refused int64 `json:"refused"`
 	// Readmitted counts peers that were tried again.
-	Readmitted int64
+	Readmitted int64 `json:"peers_readmitted"`
 }
 
 // New makes one. Nothing moves before Tick, Start or FillAll.
