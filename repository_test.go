@@ -19,7 +19,14 @@ const module = "github.com/moeserve/moeserve"
 // row of their own.
 var mayImport = map[string][]string{
 	"cmd/moeserve":       {"node", "engine", "server", "eval", "planner", "configs"},
-	"node":               {"engine", "rebalancer", "pipeline", "planner", "experts", "kvcache", "forward", "models", "harvest", "transfer", "residency", "kernels", "device", "configs"},
+	"node":               {"engine", "rebalancer", "pipeline", "planner", "experts", "kvcache", "forward", "models", "harvest", "transfer", "kernels", "device", "configs"},
+	"node/bench":         {"node", "node/fault", "eval", "pipeline", "planner", "experts", "kvcache", "configs"},
+	"node/checkpoint":    {"node/fault", "experts", "forward", "models", "kernels", "device", "configs"},
+	"node/devices":       {"node/fault", "node/sizing", "harvest", "kernels", "device", "configs"},
+	"node/fault":         {"device"},
+	"node/observe":       {"node/sizing", "engine", "rebalancer", "pipeline", "experts", "harvest", "transfer", "device"},
+	"node/planning":      {"node/checkpoint", "node/fault", "node/sizing", "planner", "experts", "transfer", "models", "kernels", "device", "configs"},
+	"node/sizing":        {"node/checkpoint", "pipeline", "planner", "experts", "kvcache", "forward", "models", "harvest", "kernels", "device", "configs"},
 	"server":             {"engine", "models/chat", "models/tokenizer"},
 	"eval":               {"configs", "engine", "planner", "transfer", "kvcache", "device"},
 	"engine":             {"pipeline", "kvcache", "models/tokenizer"},
@@ -52,6 +59,7 @@ var onlyIn = []struct {
 }{
 	{"github.com/spf13/", []string{"cmd/moeserve"}, "configuration is decoded once, in cmd/, into plain structs"},
 	{"gonum.org/v1/plot", []string{"eval"}, "plots are eval's"},
+	{"github.com/prometheus/", []string{"server", "node/observe"}, "the parts' metrics are collected in observe, those of requests in server"},
 	{"net/http", []string{"server", "cmd/moeserve"}, "HTTP is the server's"},
 	{"gorgonia.org/cu", []string{"device/cuda"}, "the driver is device/cuda's"},
 	{"github.com/NVIDIA/go-nvml", []string{"device/cuda"}, "readings are device/cuda's"},
@@ -59,7 +67,7 @@ var onlyIn = []struct {
 	{"github.com/sugarme/tokenizer", []string{"models/tokenizer"}, "one small interface stands before it"},
 	{"github.com/nikolalohinski/gonja", []string{"models/chat"}, "templates are chat's"},
 	{"github.com/moeserve/moeserve/device/emulated", []string{"node", "device/emulated"}, "node alone picks between emulated and cuda"},
-	{"github.com/moeserve/moeserve/kernels/cpu", []string{"node", "kernels/cpu"}, "node alone picks the backend"},
+	{"github.com/moeserve/moeserve/kernels/cpu", []string{"node/devices", "kernels/cpu"}, "node alone picks the backend"},
 }
 
 // row is the row of mayImport that pkg falls under.

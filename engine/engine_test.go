@@ -138,7 +138,7 @@ func ids(u engine.Update) []int32 {
 // alone.
 func TestNeighborsChangeNothing(t *testing.T) {
 	n, _ := open(t, nil)
-	rs := varied(48, n.Config().Vocab)
+	rs := varied(48, n.Info().Config.Vocab)
 	want := alone(t, n, rs)
 	tight, _ := open(t, func(s *configs.Settings) {
 		s.KV.NumBlocks, s.KV.MaxModelLen, s.Batch.MaxNumBatchedTokens, s.Batch.MaxNumSeqs, s.Batch.MicroBatchSize = 9, 48, 40, 12, 17
@@ -181,7 +181,7 @@ func TestSamples(t *testing.T) {
 	n, _ := open(t, nil)
 	p := params(6)
 	p.N, p.Temperature, p.Seed = 4, 1.5, 3
-	r := engine.Request{Prompt: prompt(1, 9, n.Config().Vocab), Params: p}
+	r := engine.Request{Prompt: prompt(1, 9, n.Info().Config.Vocab), Params: p}
 	first := alone(t, n, []engine.Request{r})[0]
 	again := alone(t, n, []engine.Request{r})[0]
 	different := false
@@ -204,7 +204,7 @@ func TestLogProbs(t *testing.T) {
 	n, _ := open(t, nil)
 	p := params(5)
 	p.LogProbs, p.TopLogProbs = true, 20
-	out := alone(t, n, []engine.Request{{Prompt: prompt(2, 7, n.Config().Vocab), Params: p}})[0][0]
+	out := alone(t, n, []engine.Request{{Prompt: prompt(2, 7, n.Info().Config.Vocab), Params: p}})[0][0]
 	for i, x := range out.Tokens {
 		sum := 0.0
 		for k, top := range x.Top {
@@ -221,7 +221,7 @@ func TestLogProbs(t *testing.T) {
 
 func TestPenaltiesAndBiases(t *testing.T) {
 	n, _ := open(t, nil)
-	base := engine.Request{Prompt: n.Tokenizer().Encode("sort: d a c b =", true), Params: params(12)}
+	base := engine.Request{Prompt: n.Text().Tokenizer.Encode("sort: d a c b =", true), Params: params(12)}
 	plain := alone(t, n, []engine.Request{base})[0][0].TokenIDs
 
 	ban := base
@@ -251,7 +251,7 @@ func TestPenaltiesAndBiases(t *testing.T) {
 
 func TestStops(t *testing.T) {
 	n, _ := open(t, nil)
-	base := engine.Request{Prompt: n.Tokenizer().Encode("sort: d a c b =", true), Params: engine.DefaultParams()}
+	base := engine.Request{Prompt: n.Text().Tokenizer.Encode("sort: d a c b =", true), Params: engine.DefaultParams()}
 	for _, c := range []struct {
 		name   string
 		change func(*engine.Params)
@@ -264,7 +264,7 @@ func TestStops(t *testing.T) {
 		{"a string, included", func(p *engine.Params) { p.Stop, p.IncludeStop = []string{"b c"}, true }, "a b c", engine.FinishStop},
 		{"a string that does not come", func(p *engine.Params) { p.Stop = []string{"d e"} }, "a b c d", engine.FinishStop},
 		{"length", func(p *engine.Params) { p.MaxTokens = 2 }, "a b", engine.FinishLength},
-		{"an id", func(p *engine.Params) { p.StopIDs = n.Tokenizer().Encode(" c", false) }, "a b", engine.FinishStop},
+		{"an id", func(p *engine.Params) { p.StopIDs = n.Text().Tokenizer.Encode(" c", false) }, "a b", engine.FinishStop},
 	} {
 		r := base
 		c.change(&r.Params)
@@ -278,7 +278,7 @@ func TestStops(t *testing.T) {
 // TestCancel ends some requests in mid-run; the others must not notice.
 func TestCancel(t *testing.T) {
 	n, _ := open(t, nil)
-	rs := varied(12, n.Config().Vocab)
+	rs := varied(12, n.Info().Config.Vocab)
 	for i := range rs {
 		rs[i].Params.MaxTokens, rs[i].Params.IgnoreEOS = 60, true
 	}
@@ -319,7 +319,7 @@ func TestCancel(t *testing.T) {
 // TestCloseEndsWhatRuns: requests that were submitted run to their ends while Close waits.
 func TestCloseEndsWhatRuns(t *testing.T) {
 	n, _ := open(t, nil)
-	r := engine.Request{Prompt: prompt(0, 5, n.Config().Vocab), Params: params(40)}
+	r := engine.Request{Prompt: prompt(0, 5, n.Info().Config.Vocab), Params: params(40)}
 	done := make(chan error, 1)
 	go func() { done <- n.Engine().Run(t.Context()) }()
 	var jobs []*engine.Job
@@ -374,7 +374,7 @@ func TestCloseEndsWhatNobodyRuns(t *testing.T) {
 func TestLostDeviceEndsEverything(t *testing.T) {
 	n, m := open(t, nil)
 	stop := run(t, n)
-	j, err := n.Engine().Submit(t.Context(), engine.Request{Prompt: prompt(0, 5, n.Config().Vocab), Params: params(200)})
+	j, err := n.Engine().Submit(t.Context(), engine.Request{Prompt: prompt(0, 5, n.Info().Config.Vocab), Params: params(200)})
 	if err != nil {
 		t.Fatal(err)
 	}

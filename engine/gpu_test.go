@@ -81,7 +81,7 @@ func same(t *testing.T, what string, got, want []engine.Output) {
 func TestGPUNeighborsChangeNothing(t *testing.T) {
 	invariant := func(s *configs.Settings) { s.Kernels.BatchInvariant = true }
 	n := openOnGPU(t, invariant)
-	rs := varied(24, n.Config().Vocab)
+	rs := varied(24, n.Info().Config.Vocab)
 	var want []engine.Output
 	for _, outs := range alone(t, n, rs) {
 		want = append(want, outs...)
@@ -119,7 +119,7 @@ func TestGPUSameTwice(t *testing.T) {
 	var want []engine.Output
 	for _, fraction := range []float64{0, 0.5, 1} {
 		n := openOnGPU(t, func(s *configs.Settings) { s.Offload.Fraction = fraction })
-		rs := varied(24, n.Config().Vocab)
+		rs := varied(24, n.Info().Config.Vocab)
 		for range 2 {
 			got, err := n.Engine().Generate(t.Context(), rs, nil)
 			if err != nil {

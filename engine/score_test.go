@@ -85,7 +85,7 @@ func TestBuiltInModelScore(t *testing.T) {
 	for _, task := range tasks {
 		var requests []engine.Request
 		for _, q := range byTask[task] {
-			requests = append(requests, engine.Request{Prompt: n.Tokenizer().Encode(q.Prompt, true), Params: engine.DefaultParams()})
+			requests = append(requests, engine.Request{Prompt: n.Text().Tokenizer.Encode(q.Prompt, true), Params: engine.DefaultParams()})
 		}
 		outs, err := n.Engine().Generate(t.Context(), requests, nil)
 		if err != nil {
@@ -93,7 +93,7 @@ func TestBuiltInModelScore(t *testing.T) {
 		}
 		exact := 0
 		for i, q := range byTask[task] {
-			got := n.Tokenizer().Decode(outs[i].TokenIDs, true)
+			got := n.Text().Tokenizer.Decode(outs[i].TokenIDs, true)
 			if got == q.Answer && outs[i].FinishReason == engine.FinishStop {
 				exact++
 			} else {

@@ -1,8 +1,9 @@
-// Package node assembles a running node: it opens the devices, reads the model's
-// configuration, works out whether everything fits (Budget), takes the memory,
-// loads the weights into their final places, and starts engine and pipeline. It
-// alone picks between backends, and it alone knows the order in which all of it
-// is taken down.
+// Package node assembles a running node: it opens the devices (package devices), reads
+// the model's files (checkpoint), works out whether everything fits (sizing) and, where a
+// policy is asked for, how it is to run (planning), takes the memory, loads the weights
+// into their final places, and starts engine and pipeline. It alone knows the order in
+// which all of it is taken down. What its parts count, package observe reads; package
+// bench measures one.
 //
 // # Peers
 //
@@ -19,10 +20,9 @@
 //
 // # Planning
 //
-// What an engine takes of which memory is worked out in one place (footprint), which a
-// node's own budget and the planner's problems both ask. Plan finds or judges a policy;
-// with the setting policy, Open follows one: it changes those settings that nobody has
-// given, and nothing else.
+// Plan finds or judges a policy; with the setting policy, Open follows one: it changes
+// those settings that nobody has given, and nothing else. Open, Inspect and Plan have the
+// same beginning (setup): a model on open devices, of which no memory is taken.
 //
 // # What it is not
 //
@@ -34,13 +34,13 @@
 //   - Open either returns a node that works or leaves nothing behind.
 //   - Nothing allocates device or pinned memory after Open, but for readings and for
 //     what is borrowed from peers.
-//   - An error says which part failed by wrapping ErrConfig, ErrModel or ErrDevice.
+//   - An error says which part failed by wrapping a kind of package fault.
 //
 // # Example
 //
 //	n, err := node.Open(ctx, node.Options{Settings: configs.Defaults()})
 //	if err != nil { … }
 //	defer n.Close()
-//	ids := n.Tokenizer().Encode("sort: c a b", true)
+//	ids, err := n.Text().Encode("sort: c a b", false)
 //	outs, err := n.Engine().Generate(ctx, []engine.Request{{Prompt: ids, Params: engine.DefaultParams()}}, nil)
 package node

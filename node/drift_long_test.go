@@ -2,4 +2,6 @@
 
 package node_test
 
-func init() { tasksInTurn = []string{"addition", "sorting", "reversing", "recall", "sentences", "addition"} }
+func init() {
+	tasksInTurn = []string{"addition", "sorting", "reversing", "recall", "sentences", "addition"}
+}

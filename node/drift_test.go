@@ -13,6 +13,7 @@ import (
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/device/emulated"
 	"github.com/moeserve/moeserve/engine"
+	"github.com/moeserve/moeserve/experts"
 	"github.com/moeserve/moeserve/node"
 )
 
@@ -99,8 +100,8 @@ func openDrifting(t *testing.T, limit string) *drifting {
 }
 
 func (x *drifting) read() {
-	hits := x.n.Traffic().Hits
-	x.readings = append(x.readings, reading{x.m.Now(), hits["peer"], hits["host"]})
+	hits := x.n.Observe().Experts().Hits
+	x.readings = append(x.readings, reading{x.m.Now(), hits[experts.Peer], hits[experts.Host]})
 }
 
 // ask asks questions, a few at a time, for so long, and returns those that are left.
@@ -113,14 +114,14 @@ func (x *drifting) ask(t *testing.T, qs []question, d time.Duration) []question 
 		}
 		var requests []engine.Request
 		for _, q := range qs[:together] {
-			requests = append(requests, engine.Request{Prompt: x.n.Tokenizer().Encode(q.Prompt, true), Params: engine.DefaultParams()})
+			requests = append(requests, engine.Request{Prompt: x.n.Text().Tokenizer.Encode(q.Prompt, true), Params: engine.DefaultParams()})
 		}
 		outs, err := x.n.Engine().Generate(t.Context(), requests, nil)
 		if err != nil {
 			t.Fatal(err)
 		}
 		for i, q := range qs[:together] {
-			if got := x.n.Tokenizer().Decode(outs[i].TokenIDs, true); got != q.Answer {
+			if got := x.n.Text().Tokenizer.Decode(outs[i].TokenIDs, true); got != q.Answer {
 				t.Errorf("to %q it answers %q, want %q", q.Prompt, got, q.Answer)
 			}
 		}
@@ -152,7 +153,7 @@ func recovered(rs []reading, level float64) (time.Duration, bool) {
 
 // use of each expert, and whether it is on the peer.
 func (x *drifting) use() (uses []int64, there []bool) {
-	for _, l := range x.n.Residency().Experts.Layers {
+	for _, l := range x.n.Observe().Residency().Experts.Layers {
 		for _, e := range l.Experts {
 			uses, there = append(uses, e.Uses), append(there, e.Peer != "")
 		}
@@ -238,7 +239,7 @@ func TestTasksInTurn(t *testing.T) {
 			t.Errorf("%s: the first task's placement has a hit rate of %.3f, at best %.3f", tasks[i], p.static, p.best)
 		}
 	}
-	moved, d := x.n.Traffic().MovedBytes, x.m.Now()-began
+	moved, d := x.n.Observe().Experts().MovedBytes, x.m.Now()-began
 	t.Logf("%.1f MB moved in %.0f s", float64(moved)/1e6, d.Seconds())
 	if allowed := limit * (d.Seconds() + 0.25); float64(moved) > allowed || moved < int64(min(2, len(tasks)-1))*onPeer*tinyExpert {
 		t.Errorf("%d bytes were moved in %v, %.0f may be", moved, d, allowed)

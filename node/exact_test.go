@@ -97,7 +97,7 @@ func checkLogits(t *testing.T, n *node.Node, name string, p fixtures.Prompt, voc
 	if !table.Reserve(len(p.IDs)) {
 		t.Fatal("too few KV blocks")
 	}
-	boundary := n.Config().RoPE.LongAfter
+	boundary := n.Info().Config.RoPE.LongAfter
 	res, err := n.Pipeline().Step(t.Context(), &pipeline.Step{
 		Logits: true,
 		Sequences: []pipeline.Sequence{{
@@ -131,7 +131,7 @@ func checkGreedy(t *testing.T, n *node.Node, want fixtures.Expected) {
 		}
 	}
 	for _, x := range want.Texts {
-		got := n.Tokenizer().Encode(x.Prompt, true)
+		got := n.Text().Tokenizer.Encode(x.Prompt, true)
 		if !slices.Equal(got, int32s(x.PromptIDs)) {
 			t.Errorf("prompt %q has ids %v, want %v", x.Prompt, got, x.PromptIDs)
 		}
@@ -148,7 +148,7 @@ func checkGreedy(t *testing.T, n *node.Node, want fixtures.Expected) {
 		}
 	}
 	for i, x := range want.Texts {
-		if got := n.Tokenizer().Decode(int32s(x.GreedyIDs), true); got != x.GreedyText {
+		if got := n.Text().Tokenizer.Decode(int32s(x.GreedyIDs), true); got != x.GreedyText {
 			t.Errorf("text %d is %q, want %q", i, got, x.GreedyText)
 		}
 	}

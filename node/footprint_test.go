@@ -2,6 +2,7 @@ package node
 
 import (
 	"fmt"
+	"log/slog"
 	"math"
 	"math/rand/v2"
 	"path/filepath"
@@ -11,6 +12,8 @@ import (
 	"github.com/moeserve/moeserve/configs"
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/device/emulated"
+	"github.com/moeserve/moeserve/node/checkpoint"
+	"github.com/moeserve/moeserve/node/planning"
 	"github.com/moeserve/moeserve/planner"
 	"github.com/moeserve/moeserve/tools/fixtures"
 )
@@ -77,8 +80,27 @@ func plannedIsTaken(t *testing.T, o Options) {
 			t.Error(err)
 		}
 	}()
-	all := func(string) bool { return true }
-	p, err := n.problem(s, all, planner.Workload{PromptTokens: 1, NewTokens: 1})
+	model, err := checkpoint.Open(s.Model, s.Generate.Seed)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer model.Close() //nolint:errcheck // only read from
+	u, err := newSetup(&Options{
+		Settings: *s, HostLogits: o.HostLogits, RingLayers: o.RingLayers, Log: slog.New(slog.DiscardHandler),
+		OpenMachine: func() (device.Machine, error) { return emulated.Open(emulated.Options{Virtual: true}) },
+	}, model)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() {
+		if err := u.devices.Close(); err != nil {
+			t.Error(err)
+		}
+	}()
+	if _, err := u.budget(); err != nil {
+		t.Fatal(err)
+	}
+	p, err := u.problem(planning.All(), planner.Workload{PromptTokens: 1, NewTokens: 1})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -96,25 +118,22 @@ func plannedIsTaken(t *testing.T, o Options) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	w, err := n.needs(&o)
-	if err != nil {
-		t.Fatal(err)
-	}
+	w := u.needs
 	pool := []int64{0, 0}
-	pool[x.Attention] = int64(s.KV.NumBlocks) * w.kv.BlockBytes()
+	pool[x.Attention] = int64(s.KV.NumBlocks) * w.KV.BlockBytes()
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	for _, c := range []struct {
 		space   device.Space
 		planned planner.Space
 		need    int64
-	}{{device.HBM(0), r.Memory.GPU, w.device.Need() + pool[0]}, {device.Host, r.Memory.Host, w.host.Need() + pool[1]}} {
+	}{{device.HBM(0), r.Memory.GPU, w.Device.Need() + pool[0]}, {device.Host, r.Memory.Host, w.Host.Need() + pool[1]}} {
 		if taken := l.taken[c.space]; taken != c.planned.Need() || taken != c.need {
 			t.Errorf("%v: %d bytes taken, %d needed, %d planned: %v", c.space, taken, c.need, c.planned.Need(), c.planned)
 		}
 	}
-	if got := n.limits.MaxModelLen; got != n.footprint.maxModelLen {
-		t.Errorf("sequences of %d tokens, %d planned", got, n.footprint.maxModelLen)
+	if got := n.Info().Limits.MaxModelLen; got != w.Limits.MaxModelLen {
+		t.Errorf("sequences of %d tokens, %d planned", got, w.Limits.MaxModelLen)
 	}
 }
 

@@ -270,7 +270,7 @@ func TestGPUOwnRouting(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			dir, want := fixtures.Dir(t, name), fixtures.Load(t, name)
 			n := openOnGPU(t, node.Options{HostLogits: true, Settings: gpuSettings(func(s *configs.Settings) { s.Model.Name, s.Offload.Fraction = dir, 0.5 })})
-			after := n.Config().RoPE.LongAfter
+			after := n.Info().Config.RoPE.LongAfter
 			var all, short share // short: prompts up to the longrope boundary
 			noise := 0.0
 			for _, p := range want.Prompts {
@@ -326,7 +326,7 @@ func checkGreedyOnGPU(t *testing.T, n *node.Node, exact *stages, want fixtures.E
 	var ours, theirs [][]float32
 	for _, s := range sequences {
 		ids := s.prefix()
-		after := n.Config().RoPE.LongAfter
+		after := n.Info().Config.RoPE.LongAfter
 		ours = append(ours, teacherForced(after, ids, want.Vocab, func(ids []int32, long bool) []float32 { return logitsOf(t, n, ids, long) }))
 		theirs = append(theirs, teacherForced(after, ids, want.Vocab, func(ids []int32, long bool) []float32 {
 			logits, _ := exact.run(ids, long, nil)

@@ -15,6 +15,7 @@ import (
 	"github.com/moeserve/moeserve/kernels"
 	kernelscuda "github.com/moeserve/moeserve/kernels/cuda"
 	"github.com/moeserve/moeserve/node"
+	"github.com/moeserve/moeserve/node/fault"
 	"github.com/moeserve/moeserve/pipeline"
 	"github.com/moeserve/moeserve/tools/fixtures"
 )
@@ -25,7 +26,7 @@ import (
 func live(t *testing.T, n *node.Node, seed uint64, steps int) []string {
 	t.Helper()
 	random := rand.New(rand.NewPCG(seed, 9))
-	vocab := n.Config().Vocab
+	vocab := n.Info().Config.Vocab
 	var lines []string
 	var running []pipeline.Sequence
 	leave := func(i int) {
@@ -222,7 +223,7 @@ func loseGraph(t *testing.T) {
 		t.Errorf("error %v, want one that says that the device is lost", err)
 	}
 	t.Logf("the graph's step: %v; %+v", err, n.Pipeline().Graphs())
-	if err := n.Close(); err != nil && !errors.Is(err, node.ErrLost) {
+	if err := n.Close(); err != nil && !errors.Is(err, fault.ErrLost) {
 		t.Errorf("closing: %v", err)
 	}
 }

@@ -109,7 +109,7 @@ func compareLayer(t *testing.T, dir string) {
 	})})
 	opened := time.Since(start)
 	got := logitsOf(t, n, ids, false)
-	vocab := n.Config().Vocab
+	vocab := n.Info().Config.Vocab
 	decided, worst, worstOther, undecided := 0, 0.0, float32(0), 0.0
 	for i := range ids {
 		e := relative(got[i*vocab:][:vocab], want[i*vocab:][:vocab])

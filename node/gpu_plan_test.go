@@ -22,7 +22,7 @@ func TestGPUPlanned(t *testing.T) {
 			s.Offload.Fraction, s.Batch.MaxNumSeqs, s.Batch.MaxNumBatchedTokens, s.KV.MaxModelLen, s.KV.NumBlocks = fraction, 32, 2464, 256, 300
 		})
 		n := openOnGPU(t, node.Options{Settings: s})
-		r, err := n.Report(t.Context())
+		r, err := n.Observe().Report(t.Context())
 		if err != nil {
 			t.Fatal(err)
 		}

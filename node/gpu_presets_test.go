@@ -21,6 +21,7 @@ import (
 	"github.com/moeserve/moeserve/configs"
 	"github.com/moeserve/moeserve/models"
 	"github.com/moeserve/moeserve/node"
+	"github.com/moeserve/moeserve/node/sizing"
 	"github.com/moeserve/moeserve/pipeline"
 )
 
@@ -74,7 +75,7 @@ func decodes(sequences int) int {
 
 // presetBlocks is what the cache of each of so many sequences takes.
 func presetBlocks(sequences int) int {
-	return (presetPrompt + decodes(sequences) + node.BlockTokens) / node.BlockTokens
+	return (presetPrompt + decodes(sequences) + sizing.BlockTokens) / sizing.BlockTokens
 }
 
 // TestGPUPresets runs whole presets with dummy weights and experts in host memory or
@@ -152,7 +153,7 @@ func runPreset(t *testing.T, name string, fraction float64, tier configs.Tier, o
 		if tier == configs.PeerTier {
 			s.Device.Peers, s.Harvest.MigrationLimit = *peer, "0"
 		}
-		s.Batch.MaxNumBatchedTokens, s.Batch.MaxNumSeqs, s.KV.MaxModelLen = presetRows, most, presetBlocks(1)*node.BlockTokens
+		s.Batch.MaxNumBatchedTokens, s.Batch.MaxNumSeqs, s.KV.MaxModelLen = presetRows, most, presetBlocks(1)*sizing.BlockTokens
 		s.KV.NumBlocks, s.Device.GPUMemoryUtilization = blocks, 0.98
 	})})
 	if err != nil {
@@ -163,19 +164,19 @@ func runPreset(t *testing.T, name string, fraction float64, tier configs.Tier, o
 			t.Error(err)
 		}
 	}()
-	c := n.Config()
+	c := n.Info().Config
 	rate := hostRate
 	if tier == configs.PeerTier {
 		rate = peerRate + hostRate
 	}
 	x := timing{Model: name, Layers: c.Layers, Fraction: fraction, Tier: tier, Apart: !overlaps, Kind: "load", Seconds: time.Since(start).Seconds()}
 	note(x)
-	report, err := n.Report(t.Context())
+	report, err := n.Observe().Report(t.Context())
 	if err != nil {
 		t.Fatal(err)
 	}
 	for _, m := range report.Memory {
-		t.Logf("%s: %s of %s", m.Space, node.Bytes(m.Allocated), node.Bytes(m.Capacity))
+		t.Logf("%s: %s of %s", m.Space, sizing.Bytes(m.Allocated), sizing.Bytes(m.Capacity))
 	}
 	h := sha256.New()
 	for _, batch := range sizes {
@@ -194,7 +195,7 @@ func runPreset(t *testing.T, name string, fraction float64, tier configs.Tier, o
 		x.Kind, x.Rows = "decode", batch
 		x.MissingBytes = fraction * float64(c.MoELayers()) * touched(c, batch) * expertBytes(c)
 		var took []time.Duration
-		before, began := n.Traffic(), time.Now()
+		before, began := n.Observe().Experts(), time.Now()
 		stalls := n.Pipeline().Stalls()
 		steps, graphs := decodes(batch), n.Pipeline().Graphs()
 		for i := range steps {
@@ -207,7 +208,7 @@ func runPreset(t *testing.T, name string, fraction float64, tier configs.Tier, o
 		now := n.Pipeline().Graphs()
 		t.Logf("fraction %v in %s, %d sequences: %d of %d steps were graphs, of which %d were taken down in %v",
 			fraction, tier, batch, now.Launched-graphs.Launched, steps, now.Captured-graphs.Captured, now.CaptureTime-graphs.CaptureTime)
-		logTraffic(t, fmt.Sprintf("fraction %v in %s, %d sequences", fraction, tier, batch), before, n.Traffic(), time.Since(began))
+		logTraffic(t, fmt.Sprintf("fraction %v in %s, %d sequences", fraction, tier, batch), before, n.Observe().Experts(), time.Since(began))
 		for cause, s := range n.Pipeline().Stalls().ByName() {
 			if s -= stalls.ByName()[cause]; s > 0 {
 				t.Logf("fraction %v in %s, %d sequences: stalls of %s %.2f ms a step", fraction, tier, batch, cause, 1e3*s/float64(steps))
@@ -233,7 +234,7 @@ func newPresetBatch(t *testing.T, n *node.Node, batch int) *presetBatch {
 	for i := range batch {
 		q := pipeline.Sequence{Table: n.KV().NewTable(), LogitRows: 1, Draw: pipeline.Draw{Seed: uint64(i)}}
 		for j := range presetPrompt {
-			q.Tokens = append(q.Tokens, int32((7919*i+104729*j+j*j)%n.Config().Vocab))
+			q.Tokens = append(q.Tokens, int32((7919*i+104729*j+j*j)%n.Info().Config.Vocab))
 		}
 		b.sequences = append(b.sequences, q)
 	}

@@ -26,6 +26,7 @@ import (
 	"github.com/moeserve/moeserve/kernels"
 	kernelscuda "github.com/moeserve/moeserve/kernels/cuda"
 	"github.com/moeserve/moeserve/node"
+	"github.com/moeserve/moeserve/node/fault"
 	"github.com/moeserve/moeserve/pipeline"
 	"github.com/moeserve/moeserve/tools/fixtures"
 )
@@ -136,7 +137,7 @@ func TestGPUBatchInvariant(t *testing.T) {
 			}
 			alone := openOnGPU(t, node.Options{Settings: gpuSettings(model)})
 			var outs []engine.Output
-			for _, r := range requests(alone.Config().Vocab) {
+			for _, r := range requests(alone.Info().Config.Vocab) {
 				o, err := alone.Engine().Generate(t.Context(), []engine.Request{r}, nil)
 				if err != nil {
 					t.Fatal(err)
@@ -232,7 +233,7 @@ func TestGPUSameTokensDespiteFaults(t *testing.T) {
 			n, m := openBreaking(t, model)
 			for range 2 {
 				m.set(func(int) bool { return true })
-				_, err := n.Engine().Generate(t.Context(), requests(n.Config().Vocab), nil)
+				_, err := n.Engine().Generate(t.Context(), requests(n.Info().Config.Vocab), nil)
 				if !errors.Is(err, pipeline.ErrStepFailed) || !errors.Is(err, device.ErrCopyFailed) {
 					t.Errorf("all copies fail: error %v", err)
 				}
@@ -335,14 +336,14 @@ func lose(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	_, err = n.Engine().Generate(t.Context(), requests(n.Config().Vocab), nil)
-	if !errors.Is(err, node.ErrLost) {
+	_, err = n.Engine().Generate(t.Context(), requests(n.Info().Config.Vocab), nil)
+	if !errors.Is(err, fault.ErrLost) {
 		t.Errorf("error %v, want one that says that the device is lost", err)
 	}
 	t.Logf("requests ended: %v", err)
 	if err := n.Close(); err != nil {
 		t.Logf("closed: %v", err)
-		if !errors.Is(err, node.ErrLost) {
+		if !errors.Is(err, fault.ErrLost) {
 			t.Errorf("closing: %v", err)
 		}
 	}
@@ -381,7 +382,7 @@ func TestGPUOutOfMemory(t *testing.T) {
 		}
 		t.Logf("%s: %v", name, err)
 		for _, w := range test.want {
-			if !errors.Is(err, node.ErrConfig) || !strings.Contains(err.Error(), w) {
+			if !errors.Is(err, fault.ErrConfig) || !strings.Contains(err.Error(), w) {
 				t.Errorf("%s: error %q does not say %q", name, err, w)
 			}
 		}
@@ -394,7 +395,7 @@ func answers(t *testing.T, prompts []string, change func(*configs.Settings)) []s
 	n := openOnGPU(t, node.Options{Settings: gpuSettings(change)})
 	var rs []engine.Request
 	for _, p := range prompts {
-		ids, err := n.EncodePrompt(p, false)
+		ids, err := n.Text().Encode(p, false)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -408,7 +409,7 @@ func answers(t *testing.T, prompts []string, change func(*configs.Settings)) []s
 	}
 	texts := make([]string, len(outs))
 	for i, o := range outs {
-		texts[i] = n.Tokenizer().Decode(o.TokenIDs, true)
+		texts[i] = n.Text().Tokenizer.Decode(o.TokenIDs, true)
 	}
 	return texts
 }

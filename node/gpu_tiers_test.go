@@ -5,15 +5,16 @@ package node_test
 import (
 	"context"
 	"flag"
-	"slices"
 	"sync"
 	"testing"
 	"time"
 
 	"github.com/moeserve/moeserve/configs"
 	"github.com/moeserve/moeserve/device"
+	"github.com/moeserve/moeserve/experts"
 	"github.com/moeserve/moeserve/harvest"
 	"github.com/moeserve/moeserve/node"
+	"github.com/moeserve/moeserve/node/observe"
 	"github.com/moeserve/moeserve/tools/fixtures"
 )
 
@@ -59,10 +60,10 @@ func TestGPUTiers(t *testing.T) {
 						}
 						stop()
 						loop.Wait()
-						traffic := n.Traffic()
-						fetched += traffic.Fetched["peer"]
-						revoked += traffic.Moves["revoked"]
-						t.Logf("fraction %v, tier %s, memory %s: fetched %v, moves %v, revocations %v", f, tier, trouble, traffic.Fetched, traffic.Moves, traffic.Revocations)
+						traffic := n.Observe().Experts()
+						fetched += traffic.Fetched[experts.Peer]
+						revoked += traffic.Revoked
+						t.Logf("fraction %v, tier %s, memory %s: fetched %v, moves %v, revocations %v", f, tier, trouble, traffic.Fetched, traffic.Stats, n.Observe().Harvest().Revocations)
 						if err := n.Close(); err != nil {
 							t.Error(err)
 						}
@@ -78,7 +79,7 @@ func TestGPUTiers(t *testing.T) {
 
 // ask lets a neighbor ask for everything, over and over, once something was fetched.
 func ask(ctx context.Context, n *node.Node) error {
-	for ctx.Err() == nil && n.Traffic().Fetched["peer"] == 0 {
+	for ctx.Err() == nil && n.Observe().Experts().Fetched[experts.Peer] == 0 {
 		time.Sleep(time.Millisecond)
 	}
 	for ctx.Err() == nil {
@@ -125,19 +126,14 @@ func tierOf(text string) (fraction string, tier configs.Tier) {
 }
 
 // logTraffic tells what came from where since before, and how fast.
-func logTraffic(t *testing.T, what string, before, after node.Traffic, took time.Duration) {
+func logTraffic(t *testing.T, what string, before, after observe.Experts, took time.Duration) {
 	t.Helper()
-	var tiers []string
 	for tier := range after.Fetched {
-		tiers = append(tiers, tier)
-	}
-	slices.Sort(tiers)
-	for _, tier := range tiers {
 		if bytes := after.Fetched[tier] - before.Fetched[tier]; bytes > 0 {
-			t.Logf("%s: %.3f GB from %s in %v: %.1f GB/s", what, float64(bytes)/1e9, tier, took.Round(time.Microsecond), float64(bytes)/1e9/took.Seconds())
+			t.Logf("%s: %.3f GB from %s in %v: %.1f GB/s", what, float64(bytes)/1e9, experts.Tier(tier), took.Round(time.Microsecond), float64(bytes)/1e9/took.Seconds())
 		}
 	}
-	if n := after.Guesses - before.Guesses; n > 0 {
-		t.Logf("%s: %d of %d guesses were right", what, after.GuessesRight-before.GuessesRight, n)
+	if n := after.Guessed - before.Guessed; n > 0 {
+		t.Logf("%s: %d of %d guesses were right", what, after.GuessedRight-before.GuessedRight, n)
 	}
 }

@@ -2,34 +2,37 @@ package node
 
 import (
 	"errors"
-	"log/slog"
 
 	"github.com/moeserve/moeserve/configs"
 	"github.com/moeserve/moeserve/experts"
 	"github.com/moeserve/moeserve/kernels"
 	"github.com/moeserve/moeserve/models"
+	"github.com/moeserve/moeserve/node/checkpoint"
+	"github.com/moeserve/moeserve/node/fault"
+	"github.com/moeserve/moeserve/node/planning"
+	"github.com/moeserve/moeserve/node/sizing"
 )
 
 // Inspection is what Open would do with the same options.
 type Inspection struct {
 	// Settings, with what a policy has changed; Planned is that policy, or nil.
 	Settings configs.Settings
-	Planned  *Planned
+	Planned  *planning.Planned
 	Model    string
 	Config   *models.Config
-	Sizes    Sizes
+	Sizes    sizing.ModelSizes
 	// Routing and DType in words: how experts are chosen, the type of weights.
 	Routing, DType string
 	// Local and Offloaded experts, and the tier of each.
 	Local, Offloaded int
 	Placement        []LayerPlacement
 	// Demands on the memory spaces, without the KV cache.
-	Demands []Demand
+	Demands []sizing.Demand
 	// KV is the cache that the rest is used for, in blocks of KVBlockBytes.
-	KV           KVFit
+	KV           sizing.KVFit
 	KVBlockBytes int64
 	// Peers that may be borrowed from.
-	Peers []PeerBudget
+	Peers []sizing.PeerBudget
 	// Problem is why Open would fail for lack of memory on these devices; nil if it
 	// would not. Here is why they cannot be emulated on this machine, or nil.
 	Problem, Here error
@@ -48,61 +51,58 @@ func Inspect(o Options) (_ *Inspection, err error) {
 	if _, ok := configs.Preset(o.Settings.Model.Name); ok {
 		o.Settings.Model.LoadFormat = configs.LoadDummy
 	}
-	if err := o.Settings.Validate(); err != nil {
-		return nil, fail(ErrConfig, err)
+	if err := o.Validate(); err != nil {
+		return nil, err
 	}
-	if o.Log == nil {
-		o.Log = slog.New(slog.DiscardHandler)
-	}
-	n := &Node{settings: o.Settings, log: o.Log}
-	defer func() { err = errors.Join(err, n.Close()) }()
-	model, err := OpenModel(o.Settings)
+	o = o.EnsureDefaults()
+	model, err := checkpoint.Open(o.Settings.Model, o.Settings.Generate.Seed)
 	if err != nil {
 		return nil, err
 	}
-	defer func() { err = errors.Join(err, fail(ErrModel, model.Close())) }()
-	n.name, n.config = model.Name, model.Config
-	if err := n.prepare(&o, model.Source); err != nil {
+	defer func() { err = errors.Join(err, fault.Of(fault.ErrModel, model.Close())) }()
+	u, err := newSetup(&o, model)
+	if err != nil {
 		return nil, err
 	}
-	if err := n.follow(&o); err != nil {
-		return nil, fail(ErrConfig, err)
+	defer func() { err = errors.Join(err, u.devices.Close()) }()
+	if err := u.follow(); err != nil {
+		return nil, fault.Of(fault.ErrConfig, err)
 	}
-	needs, err := n.needs(&o)
-	if err != nil {
-		return nil, fail(ErrConfig, err)
+	if err := u.size(); err != nil {
+		return nil, fault.Of(fault.ErrConfig, err)
 	}
+	plan := &u.needs.Plan
 	in := &Inspection{
-		Settings: n.settings, Planned: n.planned, Model: n.name, Config: n.config, Sizes: SizesOf(n.config, n.layout),
-		Routing: routing(n.config.Route), DType: n.config.DType.String(),
-		Local: n.plan.LocalExperts, Offloaded: n.plan.OffloadedExperts,
-		Demands: []Demand{needs.device, needs.host}, KVBlockBytes: needs.kv.BlockBytes(),
+		Settings: u.settings, Planned: u.planned, Model: model.Name, Config: model.Config, Sizes: sizing.OfModel(model.Config, u.layout),
+		Routing: routing(model.Config.Route), DType: model.Config.DType.String(),
+		Local: plan.LocalExperts, Offloaded: plan.OffloadedExperts,
+		Demands: []sizing.Demand{u.needs.Device, u.needs.Host}, KVBlockBytes: u.needs.KV.BlockBytes(),
 	}
-	for i, l := range n.plan.Layers {
-		tiers := make([]string, n.plan.Experts)
+	for i, l := range plan.Layers {
+		tiers := make([]string, plan.Experts)
 		for e := range tiers {
 			tiers[e] = experts.Local.String()
 		}
-		for _, e := range n.plan.Placement[i] {
+		for _, e := range plan.Placement[i] {
 			tiers[e] = experts.Host.String()
-			if n.settings.Offload.Tier == configs.PeerTier {
+			if u.settings.Offload.Tier == configs.PeerTier {
 				tiers[e] = experts.Peer.String()
 			}
 		}
 		in.Placement = append(in.Placement, LayerPlacement{l, tiers})
 	}
-	in.KV, in.Problem = n.fit(&o, needs)
-	in.Here = n.together(needs.device.Need(), needs.host.Need())
+	in.KV, in.Problem = u.fit()
+	in.Here = u.together()
 	if in.Here == nil { // else peers, too, are of a machine that is not this one
-		if err := n.shareMemory(needs, in.KV); err != nil {
-			return nil, fail(ErrConfig, err)
+		if err := u.shareMemory(in.KV); err != nil {
+			return nil, fault.Of(fault.ErrConfig, err)
 		}
 	}
-	if in.Peers, err = n.lend(); err != nil {
-		return nil, fail(ErrConfig, err)
+	if in.Peers, err = u.lend(); err != nil {
+		return nil, fault.Of(fault.ErrConfig, err)
 	}
 	if in.Problem == nil {
-		in.Problem = n.peersHold(in.Peers)
+		in.Problem = u.peersHold(in.Peers)
 	}
 	return in, nil
 }

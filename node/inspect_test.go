@@ -7,6 +7,8 @@ import (
 	"testing"
 
 	"github.com/moeserve/moeserve/configs"
+	"github.com/moeserve/moeserve/node/fault"
+	"github.com/moeserve/moeserve/node/observe"
 )
 
 // What Inspect says is taken is what Open takes.
@@ -31,7 +33,7 @@ func TestInspectSaysWhatOpenTakes(t *testing.T) {
 					t.Error(err)
 				}
 			}()
-			r, err := n.Report(t.Context())
+			r, err := n.Observe().Report(t.Context())
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -40,7 +42,7 @@ func TestInspectSaysWhatOpenTakes(t *testing.T) {
 				space string
 				need  int64
 			}{{"gpu0", in.Demands[0].Need() + kv}, {"host", in.Demands[1].Need()}} {
-				got := slices.IndexFunc(r.Memory, func(s SpaceReport) bool { return s.Space == m.space })
+				got := slices.IndexFunc(r.Memory, func(s observe.Memory) bool { return s.Space == m.space })
 				if got < 0 || in.Demands[i].Space != m.space {
 					t.Fatalf("no memory of %s in %+v", m.space, r.Memory)
 				}
@@ -49,10 +51,10 @@ func TestInspectSaysWhatOpenTakes(t *testing.T) {
 					t.Errorf("%s: %d bytes taken, %d said to be needed", m.space, peak, m.need)
 				}
 			}
-			if n.limits.MaxModelLen != in.KV.MaxModelLen || n.kv.Blocks() != in.KV.Blocks {
-				t.Errorf("a cache of %d blocks for %d tokens, said to be %+v", n.kv.Blocks(), n.limits.MaxModelLen, in.KV)
+			if n.Info().Limits.MaxModelLen != in.KV.MaxModelLen || n.kv.Blocks() != in.KV.Blocks {
+				t.Errorf("a cache of %d blocks for %d tokens, said to be %+v", n.kv.Blocks(), n.Info().Limits.MaxModelLen, in.KV)
 			}
-			where := r.Where()
+			where := r.Experts.Where
 			if where["local"] != in.Local || where["host"]+where["ring"] != in.Offloaded {
 				t.Errorf("experts are %v, said to be %d local and %d offloaded", where, in.Local, in.Offloaded)
 			}
@@ -96,17 +98,18 @@ func TestEncodePrompt(t *testing.T) {
 		chat bool
 		want string
 	}{{false, "1+2="}, {true, "<|user|>1+2=<|assistant|>"}} {
-		ids, err := n.EncodePrompt("1+2=", c.chat)
-		if err != nil || n.Tokenizer().Decode(ids, false) != c.want {
-			t.Errorf("chat %v: %q, %v", c.chat, n.Tokenizer().Decode(ids, false), err)
+		ids, err := n.Text().Encode("1+2=", c.chat)
+		if err != nil || n.Text().Tokenizer.Decode(ids, false) != c.want {
+			t.Errorf("chat %v: %q, %v", c.chat, n.Text().Tokenizer.Decode(ids, false), err)
 		}
 	}
-	n.template = nil
-	if _, err := n.EncodePrompt("x", true); !errors.Is(err, ErrConfig) {
+	text := n.Text()
+	text.Template = nil
+	if _, err := text.Encode("x", true); !errors.Is(err, fault.ErrConfig) {
 		t.Errorf("without a template: %v", err)
 	}
-	n.tokenizer = nil
-	if _, err := n.EncodePrompt("x", false); !errors.Is(err, ErrConfig) {
+	text.Tokenizer = nil
+	if _, err := text.Encode("x", false); !errors.Is(err, fault.ErrConfig) {
 		t.Errorf("without a tokenizer: %v", err)
 	}
 }

@@ -12,6 +12,7 @@ import (
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/device/emulated"
 	"github.com/moeserve/moeserve/node"
+	"github.com/moeserve/moeserve/node/fault"
 )
 
 var errRefused = errors.New("refused by the test")
@@ -87,7 +88,7 @@ func TestOpenRefused(t *testing.T) {
 		if err == nil {
 			return n.Close()
 		}
-		if !errors.Is(err, errRefused) || !errors.Is(err, node.ErrDevice) || errors.Is(err, node.ErrModel) || strings.Contains(err.Error(), "\n") {
+		if !errors.Is(err, errRefused) || !errors.Is(err, fault.ErrDevice) || errors.Is(err, fault.ErrModel) || strings.Contains(err.Error(), "\n") {
 			t.Errorf("%s refused: %v", m.what, err)
 		}
 		return err
@@ -138,7 +139,7 @@ func TestOpenCanceled(t *testing.T) {
 				},
 			})
 			cancel()
-			if !errors.Is(err, context.Canceled) || errors.Is(err, node.ErrModel) || strings.Contains(err.Error(), "\n") {
+			if !errors.Is(err, context.Canceled) || errors.Is(err, fault.ErrModel) || strings.Contains(err.Error(), "\n") {
 				t.Errorf("canceled at %d of 4, fraction %v: %v", part, fraction, err)
 			}
 		}
@@ -153,7 +154,7 @@ func TestOpenFaults(t *testing.T) {
 			for _, fraction := range []float64{0, 0.5} {
 				for _, lose := range []bool{false, true} {
 					var m *emulated.Machine
-					fault := &emulated.Fault{
+					injected := &emulated.Fault{
 						Kind: emulated.FailCopy, Skip: 3, Times: -1,
 						Match: func(p emulated.Point) bool { return p.Stream == stream },
 					}
@@ -163,7 +164,7 @@ func TestOpenFaults(t *testing.T) {
 						Settings: s,
 						OpenMachine: func() (_ device.Machine, err error) {
 							if m, err = emulated.New(emulated.Options{Virtual: virtual}); err == nil && !lose {
-								m.Inject(fault)
+								m.Inject(injected)
 							}
 							return m, err
 						},
@@ -182,7 +183,7 @@ func TestOpenFaults(t *testing.T) {
 					case err == nil:
 						t.Errorf("%s: Open goes on", what)
 						_ = opened.Close()
-					case !errors.Is(err, cause) || !errors.Is(err, node.ErrDevice) || errors.Is(err, node.ErrModel):
+					case !errors.Is(err, cause) || !errors.Is(err, fault.ErrDevice) || errors.Is(err, fault.ErrModel):
 						t.Errorf("%s: %v", what, err)
 					case strings.Contains(err.Error(), "was not freed"):
 						t.Errorf("%s leaks: %v", what, err)

@@ -16,6 +16,8 @@ import (
 	"github.com/moeserve/moeserve/device/emulated"
 	"github.com/moeserve/moeserve/experts"
 	"github.com/moeserve/moeserve/node"
+	"github.com/moeserve/moeserve/node/fault"
+	"github.com/moeserve/moeserve/node/observe"
 )
 
 // linked is a virtual machine on which time goes by.
@@ -58,31 +60,31 @@ func TestTiers(t *testing.T) {
 				if got := generate(t, n); got != want {
 					t.Errorf("tokens %s, want %s", got, want)
 				}
-				r, err := n.Report(t.Context())
+				r, err := n.Observe().Report(t.Context())
 				if err != nil {
 					t.Fatal(err)
 				}
 				for _, tier := range []string{"local", "peer", "host"} {
-					if c.homes != nil && r.Homes[tier] != c.homes[tier] {
-						t.Errorf("experts are at home %v, want %v", r.Homes, c.homes)
+					if c.homes != nil && r.Experts.Homes[tier] != c.homes[tier] {
+						t.Errorf("experts are at home %v, want %v", r.Experts.Homes, c.homes)
 						break
 					}
 				}
-				traffic := n.Traffic()
-				if peer := traffic.Fetched["peer"] > 0; peer != (r.Homes["peer"] > 0) {
-					t.Errorf("%d bytes came from peers, where %d experts are", traffic.Fetched["peer"], r.Homes["peer"])
+				if peer := r.Experts.Fetched[experts.Peer] > 0; peer != (r.Experts.Homes["peer"] > 0) {
+					t.Errorf("%d bytes came from peers, where %d experts are", r.Experts.Fetched[experts.Peer], r.Experts.Homes["peer"])
 				}
 				var lent int64
-				for _, p := range r.Peers {
-					lent += p.Borrowed
-					if used := traffic.Harvest[p.Device]["used"]; used > p.Borrowed {
-						t.Errorf("%s: %d bytes used of %d borrowed", p.Device, used, p.Borrowed)
+				loans := r.Harvest.Borrowed()
+				for i, p := range loans {
+					lent += p.Bytes
+					if used := r.Harvest.Peers[i].Used; used > p.Bytes {
+						t.Errorf("%s: %d bytes used of %d borrowed", p.Device, used, p.Bytes)
 					}
 				}
-				if lent < int64(r.Homes["peer"])*(132<<10) || len(r.Peers) == 0 && lent > 0 {
-					t.Errorf("%d bytes borrowed for %d experts", lent, r.Homes["peer"])
+				if lent < int64(r.Experts.Homes["peer"])*(132<<10) || len(loans) == 0 && lent > 0 {
+					t.Errorf("%d bytes borrowed for %d experts", lent, r.Experts.Homes["peer"])
 				}
-				snapshot := n.Residency()
+				snapshot := n.Observe().Residency()
 				counts := map[string]int{}
 				for _, l := range snapshot.Experts.Layers {
 					for _, e := range l.Experts {
@@ -91,7 +93,7 @@ func TestTiers(t *testing.T) {
 						}
 					}
 				}
-				if counts["peer"] != r.Homes["peer"] || len(snapshot.Peers) != len(r.Peers) || (snapshot.Harvest == nil) != (len(r.Peers) == 0) {
+				if counts["peer"] != r.Experts.Homes["peer"] || len(snapshot.Peers) != len(loans) || (snapshot.Harvest == nil) != (len(loans) == 0) {
 					t.Errorf("%+v, and the report has %+v", snapshot, r)
 				}
 			})
@@ -113,7 +115,7 @@ func writeTrace(t *testing.T, lines ...string) string {
 func TestSeldomChanges(t *testing.T) {
 	for _, churn := range []string{"0.01", "1e-5", "1e-300"} {
 		n := open(t, machine{fraction: 0.5, options: emulated.Options{}}, func(s *configs.Settings) { s.Harvest.AvailabilityTrace = "generated:1:" + churn })
-		if n.Traffic().Harvest["gpu1"]["other"] == 0 {
+		if p := n.Observe().Harvest().Peers[0]; p.Space != device.HBM(1) || p.Reading.Other == 0 {
 			t.Errorf("%s changes per minute: nobody holds anything", churn)
 		}
 	}
@@ -134,9 +136,9 @@ func TestRevokedInMidRun(t *testing.T) {
 				s := configs.Defaults()
 				s.Offload.Fraction, s.Batch.MaxNumBatchedTokens = 0.75, 192
 				s.Harvest.MigrationLimit, s.Harvest.AvailabilityTrace, s.Harvest.Policy, s.Harvest.Headroom = "0", trace, policy, headroom
-				var events []node.Event
+				var events []observe.Event
 				n, err := node.Open(t.Context(), node.Options{
-					Settings: s, HostLogits: true, Events: func(e node.Event) { events = append(events, e) },
+					Settings: s, HostLogits: true, Events: func(e observe.Event) { events = append(events, e) },
 					OpenMachine: func() (device.Machine, error) { return emulated.Open(linked(schedule)) },
 				})
 				if err != nil {
@@ -146,12 +148,12 @@ func TestRevokedInMidRun(t *testing.T) {
 				if got := generate(t, n); got != want {
 					t.Errorf("%s: tokens %s, want %s", what, got, want)
 				}
-				r, err := n.Report(t.Context())
+				r, err := n.Observe().Report(t.Context())
 				if err != nil {
 					t.Fatal(err)
 				}
-				if r.Revocations["pressure"] == 0 || r.Experts.Revoked == 0 || r.Experts.Fetched[experts.Peer] == 0 {
-					t.Errorf("%s: %v pieces of memory and %d copies were revoked, %d bytes fetched from peers", what, r.Revocations, r.Experts.Revoked, r.Experts.Fetched[experts.Peer])
+				if r.Harvest.Revocations["pressure"] == 0 || r.Experts.Revoked == 0 || r.Experts.Fetched[experts.Peer] == 0 {
+					t.Errorf("%s: %v pieces of memory and %d copies were revoked, %d bytes fetched from peers", what, r.Harvest.Revocations, r.Experts.Revoked, r.Experts.Fetched[experts.Peer])
 				}
 				if err := n.Close(); err != nil {
 					t.Errorf("%s: %v", what, err)
@@ -160,15 +162,15 @@ func TestRevokedInMidRun(t *testing.T) {
 				for _, e := range events {
 					if e.Reason == "pressure" {
 						switch e.Event {
-						case node.HarvestRevocationBegan:
+						case observe.HarvestRevocationBegan:
 							began++
-						case node.HarvestRevocationEnded:
+						case observe.HarvestRevocationEnded:
 							ended++
 						}
 					}
 				}
-				if int64(began) != r.Revocations["pressure"] || ended != began {
-					t.Errorf("%s: %d revocations began and %d ended, of %v", what, began, ended, r.Revocations)
+				if int64(began) != r.Harvest.Revocations["pressure"] || ended != began {
+					t.Errorf("%s: %d revocations began and %d ended, of %v", what, began, ended, r.Harvest.Revocations)
 				}
 			}
 		}
@@ -187,8 +189,8 @@ func TestCloseInRevocation(t *testing.T) {
 			m, err = emulated.New(emulated.Options{GPUs: linked(emulated.Eager).GPUs, Check: true})
 			return m, err
 		},
-		Events: func(e node.Event) {
-			if e.Event == node.HarvestRevocationBegan {
+		Events: func(e observe.Event) {
+			if e.Event == observe.HarvestRevocationBegan {
 				began <- struct{}{}
 			}
 		},
@@ -203,7 +205,7 @@ func TestCloseInRevocation(t *testing.T) {
 	ctx, cancel := context.WithCancel(t.Context())
 	ended := make(chan error, 1)
 	go func() {
-		_, err := n.Engine().Generate(ctx, requests(n.Config().Vocab), nil)
+		_, err := n.Engine().Generate(ctx, requests(n.Info().Config.Vocab), nil)
 		ended <- err
 	}()
 	for end := time.Now().Add(time.Minute); stall.Hits() == 0; time.Sleep(time.Millisecond) {
@@ -256,7 +258,7 @@ func TestLostPeer(t *testing.T) {
 		}
 		// Those that were read from last go when their readers are done.
 		left := func() (on []string) {
-			for _, l := range n.Residency().Experts.Layers {
+			for _, l := range n.Observe().Residency().Experts.Layers {
 				for e, x := range l.Experts {
 					if x.Peer == "gpu1" {
 						on = append(on, fmt.Sprintf("layer %d expert %d", l.Layer, e))
@@ -331,7 +333,7 @@ func TestBadPeers(t *testing.T) {
 			if err == nil {
 				t.Fatal("it opens", n.Close())
 			}
-			if !errors.Is(err, node.ErrConfig) || !strings.Contains(err.Error(), c.want) || strings.Contains(err.Error(), "\n") {
+			if !errors.Is(err, fault.ErrConfig) || !strings.Contains(err.Error(), c.want) || strings.Contains(err.Error(), "\n") {
 				t.Errorf("%v, want %s", err, c.want)
 			}
 		})
@@ -367,7 +369,7 @@ func TestPeersRefuse(t *testing.T) {
 			if err == nil {
 				t.Fatal("it opens", n.Close())
 			}
-			if !errors.Is(err, node.ErrConfig) || !strings.Contains(err.Error(), "4 of 24 fit") || strings.Contains(err.Error(), "\n") {
+			if !errors.Is(err, fault.ErrConfig) || !strings.Contains(err.Error(), "4 of 24 fit") || strings.Contains(err.Error(), "\n") {
 				t.Error(err)
 			}
 		}

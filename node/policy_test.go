@@ -3,7 +3,6 @@ package node
 import (
 	"encoding/json"
 	"errors"
-	"io"
 	"math"
 	"os"
 	"path/filepath"
@@ -14,10 +13,14 @@ import (
 	"github.com/moeserve/moeserve/configs"
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/device/emulated"
-	"github.com/moeserve/moeserve/device/trace"
-	"github.com/moeserve/moeserve/kernels"
+	"github.com/moeserve/moeserve/node/devices"
+	"github.com/moeserve/moeserve/node/fault"
+	"github.com/moeserve/moeserve/node/planning"
 	"github.com/moeserve/moeserve/planner"
 )
+
+// policyKeys are of the settings that a policy decides.
+var policyKeys = []string{"offload-fraction", "max-num-seqs", "max-num-batched-tokens", "micro-batch-size", "expert-grouping", "attention"}
 
 const little = "hbm=6MiB,host=1GiB,virtual"
 
@@ -68,7 +71,7 @@ func TestFollow(t *testing.T) {
 					t.Error(err)
 				}
 			}()
-			before, after, d := s.Values(), n.Settings().Values(), n.Planned()
+			before, after, d := s.Values(), n.Info().Settings.Values(), n.Info().Planned
 			for key, v := range after {
 				want, decided := d.Settings[key]
 				if decided && (v != want || slices.Contains(c.given, key) || !slices.Contains(policyKeys, key)) {
@@ -79,14 +82,14 @@ func TestFollow(t *testing.T) {
 				}
 			}
 			x := d.Prediction.Policy
-			if n.plan.LocalExperts != x.LocalExperts {
-				t.Errorf("%d experts are local, planned were %d", n.plan.LocalExperts, x.LocalExperts)
+			if local := n.Observe().Experts().Homes["local"]; local != x.LocalExperts {
+				t.Errorf("%d experts are local, planned were %d", local, x.LocalExperts)
 			}
 			if blocks := n.kv.Blocks(); blocks < d.KVBlocks {
 				t.Errorf("%d blocks, planned were %d at least", blocks, d.KVBlocks)
 			}
-			if x.Batch > n.limits.MaxSeqs || max(x.Batch, x.PrefillTokens) > n.limits.MaxRows {
-				t.Errorf("%+v in limits of %+v", x, n.limits)
+			if x.Batch > n.Info().Limits.MaxSeqs || max(x.Batch, x.PrefillTokens) > n.Info().Limits.MaxRows {
+				t.Errorf("%+v in limits of %+v", x, n.Info().Limits)
 			}
 			if len(d.Missing) > 0 {
 				t.Errorf("not done: %v", d.Missing)
@@ -136,7 +139,7 @@ func TestPlanPresets(t *testing.T) {
 			p, err := Plan(PlanOptions{Options: Options{Settings: s}})
 			var misfit *planner.MisfitError
 			if err != nil {
-				if !errors.As(err, &misfit) || !errors.Is(err, ErrConfig) {
+				if !errors.As(err, &misfit) || !errors.Is(err, fault.ErrConfig) {
 					t.Errorf("%s on %s: %v", model, hardware, err)
 				}
 				continue
@@ -170,51 +173,19 @@ func TestHardwareOfAMachine(t *testing.T) {
 	if h.GPUMemory != 64<<20 || h.GPUFlops != 1e12 || h.GPUMemoryRate != 70e9 || h.HostToGPU[0] != 2e9 || h.PeerToGPU != 9e9 || h.HostCopyStart != 5e-6 || h.PeerCopyStart != 3e-6 {
 		t.Errorf("%+v", h)
 	}
-	if h.Sources["gpu_flop_per_s"] != "this machine" || h.HostMemoryRate != unlimited {
+	if h.Sources["gpu_flop_per_s"] != "this machine" || h.HostMemoryRate < 1e17 {
 		t.Errorf("%v, %v", h.HostMemoryRate, h.Sources)
 	}
 	// Without any rate, or where nothing keeps to them.
 	for _, spec := range []string{"virtual", "flops=1T,bw=70GB/s"} {
 		s.Device.Emulate = spec
 		p, err := Plan(PlanOptions{Options: Options{Settings: s}})
-		if err != nil || p.Hardware.HostToGPU[0] != assumedLink || p.Hardware.Sources["host_to_gpu_bytes_per_s"] != Assumed {
+		if err != nil || p.Hardware.Sources["host_to_gpu_bytes_per_s"] != planning.Assumed {
 			t.Errorf("%s: %+v, %v", spec, p, err)
 		}
 	}
 	if want := int64(64<<20) - 64<<20/20; h.PeerMemory > want || h.PeerMemory < want-132<<10 {
 		t.Errorf("peers lend %d bytes", h.PeerMemory)
-	}
-	for name, c := range map[string]struct {
-		info device.Info
-		want string
-	}{
-		"another":   {device.Info{Name: "NVIDIA RTX A6000"}, ""},
-		"emulated":  {device.Info{Name: "emulated"}, ""},
-		"H200":      {device.Info{Name: "NVIDIA H200", MemoryBytes: 150 << 30}, "preset h200"},
-		"H100":      {device.Info{Name: "NVIDIA H100 80GB HBM3", MemoryBytes: 80 << 30}, "preset h100-80"},
-		"A100":      {device.Info{Name: "NVIDIA A100-SXM4-80GB", MemoryBytes: 80 << 30}, "preset a100-80"},
-		"L4":        {device.Info{Name: "NVIDIA L4"}, "preset l4"},
-		"an L40":    {device.Info{Name: "NVIDIA L40S"}, ""},
-		"Tesla":     {device.Info{Name: "Tesla T4"}, "preset t4"},
-		"lowercase": {device.Info{Name: "tesla t4"}, "preset t4"},
-	} {
-		if _, got := presetFor(c.info); got != c.want {
-			t.Errorf("%s: %q, want %q", name, got, c.want)
-		}
-	}
-}
-
-func TestFractionOf(t *testing.T) {
-	for _, all := range []int{1, 3, 48, 256, 1440, 6144} {
-		for n := range all + 1 {
-			f := fractionOf(n, all)
-			if got := int(math.Round(f * float64(all))); got != n {
-				t.Fatalf("%d of %d is %v, which is %d", n, all, f, got)
-			}
-		}
-	}
-	if f := fractionOf(128, 256); f != 0.5 {
-		t.Errorf("half is %v", f)
 	}
 }
 
@@ -222,7 +193,7 @@ func TestFractionOf(t *testing.T) {
 func TestPolicyThatDoesNotFit(t *testing.T) {
 	_, err := Open(t.Context(), Options{Settings: planSettings(func(s *configs.Settings) { s.Device.Emulate = "hbm=2MiB,host=1GiB,virtual" })})
 	var misfit *planner.MisfitError
-	if !errors.As(err, &misfit) || !errors.Is(err, ErrConfig) || strings.Contains(err.Error(), "\n") || misfit.Space.Name != "gpu" {
+	if !errors.As(err, &misfit) || !errors.Is(err, fault.ErrConfig) || strings.Contains(err.Error(), "\n") || misfit.Space.Name != "gpu" {
 		t.Errorf("%v", err)
 	}
 }
@@ -230,28 +201,20 @@ func TestPolicyThatDoesNotFit(t *testing.T) {
 // TestTracedHardware: a traced machine is one whose peers are emulated, too: they have no
 // more memory to lend than this machine.
 func TestTracedHardware(t *testing.T) {
-	have, ok := availableMemory()
+	have, ok := devices.AvailableMemory()
 	if !ok {
 		t.Skip("this system does not say how much memory it has")
 	}
-	for _, w := range []*trace.Writer{nil, trace.NewWriter(io.Discard)} {
-		n := &Node{settings: configs.Defaults(), trace: w, peers: []device.Space{device.HBM(1)}, footprint: &footprint{expert: kernels.ExpertLayout{Size: 1 << 20}}}
-		if err := n.open(func() (device.Machine, error) {
+	for _, trace := range []string{"", filepath.Join(t.TempDir(), "trace.json")} {
+		s := planSettings(func(s *configs.Settings) { s.Device.Emulate, s.Output.Trace = "", trace })
+		p, err := Plan(PlanOptions{Options: Options{Settings: s, OpenMachine: func() (device.Machine, error) {
 			return emulated.Open(emulated.Options{GPUs: []emulated.GPU{{}, {MemoryBytes: 1 << 50}}})
-		}, nil); err != nil {
+		}}})
+		if err != nil {
 			t.Fatal(err)
 		}
-		h, err := n.hardware(&n.settings)
-		if err != nil {
-			t.Error(err)
-		}
-		if h.PeerMemory <= 0 || h.PeerMemory > 2*have {
-			t.Errorf("traced %v: %d bytes of peers' memory, and this machine has %d", w != nil, h.PeerMemory, have)
-		}
-		for _, closed := range n.closers {
-			if err := closed(); err != nil {
-				t.Error(err)
-			}
+		if h := p.Hardware; h.PeerMemory <= 0 || h.PeerMemory > 2*have {
+			t.Errorf("traced %q: %d bytes of peers' memory, and this machine has %d", trace, h.PeerMemory, have)
 		}
 	}
 }

@@ -83,7 +83,7 @@ func TestPredicted(t *testing.T) {
 		run(1)
 		prefill := run(1).Seconds()
 		step := (run(tokens).Seconds() - prefill) / (tokens - 1)
-		p := n.Planned().Prediction
+		p := n.Info().Planned.Prediction
 		what := fmt.Sprintf("%s, %d rows, %v from %s, attention on the %s, %d micro-batches", c.model, c.rows, c.fraction, c.tier, c.attention, c.microBatches)
 		t.Logf("%s: a step takes %.3f ms, predicted %.3f (%s); prefill %.1f ms, predicted %.1f", what,
 			1e3*step, 1e3*p.Decode.Seconds, p.Decode.Bound, 1e3*prefill, 1e3*p.PrefillSeconds)

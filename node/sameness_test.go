@@ -51,7 +51,7 @@ func digest(outs []engine.Output) string {
 
 func generate(t *testing.T, n *node.Node) string {
 	t.Helper()
-	outs, err := n.Engine().Generate(t.Context(), requests(n.Config().Vocab), nil)
+	outs, err := n.Engine().Generate(t.Context(), requests(n.Info().Config.Vocab), nil)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -110,7 +110,7 @@ func TestSameTokens(t *testing.T) {
 			}
 			alone := open(t, machines()[2], model)
 			var outs []engine.Output
-			for _, r := range requests(alone.Config().Vocab) {
+			for _, r := range requests(alone.Info().Config.Vocab) {
 				o, err := alone.Engine().Generate(t.Context(), []engine.Request{r}, nil)
 				if err != nil {
 					t.Fatal(err)
@@ -202,7 +202,7 @@ func TestLostDevice(t *testing.T) {
 	if err := m.Lose(0); err != nil {
 		t.Fatal(err)
 	}
-	_, err := n.Engine().Generate(t.Context(), requests(n.Config().Vocab), nil)
+	_, err := n.Engine().Generate(t.Context(), requests(n.Info().Config.Vocab), nil)
 	if !errors.Is(err, device.ErrLost) {
 		t.Errorf("error %v, want one that says that the device is lost", err)
 	}
@@ -241,7 +241,7 @@ func TestGivesUp(t *testing.T) {
 			n, m := faulty(t, o, model)
 			for round := range 2 {
 				fault := m.Inject(&emulated.Fault{Kind: emulated.FailCopy, Match: match, Skip: 7 * (i + round), Times: -1})
-				_, err := n.Engine().Generate(t.Context(), requests(n.Config().Vocab), nil)
+				_, err := n.Engine().Generate(t.Context(), requests(n.Info().Config.Vocab), nil)
 				if !errors.Is(err, pipeline.ErrStepFailed) || !errors.Is(err, device.ErrCopyFailed) {
 					t.Errorf("round %d: error %v, want one of a copy that failed", round, err)
 				}
@@ -278,7 +278,7 @@ func TestGenerateCanceled(t *testing.T) {
 				cancel()
 			}
 			drawn := 0
-			_, err := n.Engine().Generate(ctx, requests(n.Config().Vocab), func(_ int, u engine.Update) {
+			_, err := n.Engine().Generate(ctx, requests(n.Info().Config.Vocab), func(_ int, u engine.Update) {
 				if drawn += len(u.Tokens); drawn == after {
 					cancel()
 				}

@@ -155,12 +155,12 @@ func TestSameDraws(t *testing.T) {
 			dir := fixtures.Dir(t, name)
 			m := machine{"", 0.5, emulated.Options{Virtual: true, Check: true}}
 			one := open(t, m, func(s *configs.Settings) { s.Model.Name = dir })
-			all := drawings(one.Config().Vocab)
+			all := drawings(one.Info().Config.Vocab)
 			var want strings.Builder
 			for _, d := range all {
 				want.WriteString(run(t, one, []*drawing{d}, 1000))
 			}
-			checkDraws(t, all, one.Config().Vocab)
+			checkDraws(t, all, one.Info().Config.Vocab)
 			for _, c := range []struct{ micro, chunk int }{{0, 1000}, {0, 3}, {1, 7}, {5, 1000}, {16, 20}} {
 				n := open(t, m, func(s *configs.Settings) { s.Model.Name, s.Batch.MicroBatchSize = dir, c.micro })
 				if got := run(t, n, all, c.chunk); got != want.String() {
@@ -249,7 +249,7 @@ func TestManyLogitRows(t *testing.T) {
 // the next.
 func TestTooManyAdjusted(t *testing.T) {
 	n := open(t, machines()[0], func(s *configs.Settings) { s.Model.Name, s.Batch.MaxNumSeqs = fixtures.Dir(t, "mixtral"), 2 })
-	if got, least := n.Limits().MaxAdjust, n.Config().Vocab; got < least {
+	if got, least := n.Info().Limits.MaxAdjust, n.Info().Config.Vocab; got < least {
 		t.Errorf("%d tokens may be adjusted, want at least the %d that one request can", got, least)
 	}
 	step := func(adjusted int) error {
@@ -260,15 +260,15 @@ func TestTooManyAdjusted(t *testing.T) {
 		}
 		d := pipeline.Draw{}
 		for i := range adjusted {
-			d.Adjust = append(d.Adjust, pipeline.TokenAdjust{ID: int32(i % n.Config().Vocab)})
+			d.Adjust = append(d.Adjust, pipeline.TokenAdjust{ID: int32(i % n.Info().Config.Vocab)})
 		}
 		_, err := n.Pipeline().Step(t.Context(), &pipeline.Step{Sequences: []pipeline.Sequence{{Tokens: []int32{1}, Table: table, LogitRows: 1, Draw: d}}})
 		return err
 	}
-	if err := step(n.Limits().MaxAdjust + 1); err == nil || !strings.Contains(err.Error(), "adjusted tokens") {
+	if err := step(n.Info().Limits.MaxAdjust + 1); err == nil || !strings.Contains(err.Error(), "adjusted tokens") {
 		t.Errorf("one token too many gives %v", err)
 	}
-	if err := step(n.Config().Vocab); err != nil {
+	if err := step(n.Info().Config.Vocab); err != nil {
 		t.Errorf("all of the vocabulary: %v", err)
 	}
 }

@@ -15,8 +15,10 @@ import (
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/device/emulated"
 	"github.com/moeserve/moeserve/engine"
+	"github.com/moeserve/moeserve/experts"
 	"github.com/moeserve/moeserve/harvest"
 	"github.com/moeserve/moeserve/node"
+	"github.com/moeserve/moeserve/node/observe"
 	"github.com/moeserve/moeserve/tools/fixtures"
 )
 
@@ -94,7 +96,8 @@ const peerBytes = 64 << 20
 // outcome is what a case did beside tokens.
 type outcome struct {
 	digest  string
-	traffic node.Traffic
+	experts observe.Experts
+	harvest observe.Harvest
 	retried int64
 }
 
@@ -142,7 +145,7 @@ func runTiers(t *testing.T, c tierCase) outcome {
 		}
 	}()
 	stop := makeTrouble(t, c, n, m)
-	vocab := n.Config().Vocab
+	vocab := n.Info().Config.Vocab
 	outs, err := n.Engine().Generate(t.Context(), requests(vocab), nil)
 	for _, i := range []int{1, 3} {
 		if err != nil {
@@ -156,7 +159,7 @@ func runTiers(t *testing.T, c tierCase) outcome {
 	if err != nil {
 		t.Fatalf("%v: %v", c, err)
 	}
-	return outcome{digest(outs), n.Traffic(), n.Engine().State().Retried}
+	return outcome{digest(outs), n.Observe().Experts(), n.Observe().Harvest(), n.Engine().State().Retried}
 }
 
 // makeTrouble starts what the case asks for. The function it returns ends it.
@@ -241,11 +244,11 @@ func TestSameTokensOverTiers(t *testing.T) {
 				seen[what]++
 			}
 		}
-		count("from peers", got.traffic.Fetched["peer"] > 0)
-		count("from peers and host", got.traffic.Fetched["peer"] > 0 && got.traffic.Fetched["host"] > 0)
+		count("from peers", got.experts.Fetched[experts.Peer] > 0)
+		count("from peers and host", got.experts.Fetched[experts.Peer] > 0 && got.experts.Fetched[experts.Host] > 0)
 		count("steps run again", got.retried > 0)
-		count("guesses", got.traffic.GuessesRight > 0)
-		for reason, n := range got.traffic.Revocations {
+		count("guesses", got.experts.GuessedRight > 0)
+		for reason, n := range got.harvest.Revocations {
 			count(reason, n > 0)
 		}
 	}

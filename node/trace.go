@@ -10,6 +10,7 @@ import (
 	"github.com/moeserve/moeserve/configs"
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/device/emulated/tenants"
+	"github.com/moeserve/moeserve/node/devices"
 )
 
 const (
@@ -27,36 +28,34 @@ type playback struct {
 	began time.Duration
 }
 
-// openTrace reads or makes up the trace that the settings ask for, and lets others
-// take what they hold at its beginning. Time goes on from start on.
-func (n *Node) openTrace() error {
-	c, err := n.settings.Harvest.ParseTrace()
+// openPlayback reads or makes up the trace that the settings ask for, and lets others
+// take what they hold at its beginning; nil where none is asked for. Time goes on from
+// start on.
+func openPlayback(d *devices.Devices, s configs.Harvest, log *slog.Logger) (*playback, error) {
+	c, err := s.ParseTrace()
+	if err != nil || !c.Generated && c.File == "" {
+		return nil, err
+	}
+	if d.Taker == nil {
+		return nil, errors.New("availability-trace is for emulated devices: on others, other programs do what it does")
+	}
+	trace, err := readTrace(d, c)
 	if err != nil {
-		return err
+		return nil, err
 	}
-	if !c.Generated && c.File == "" {
-		return nil
-	}
-	if n.taker == nil {
-		return errors.New("availability-trace is for emulated devices: on others, other programs do what it does")
-	}
-	trace, err := n.readTrace(c)
-	if err != nil {
-		return err
-	}
-	n.tenants = &playback{player: tenants.NewPlayer(trace, n.taker), machine: n.machine, log: n.log}
-	return n.tenants.player.Advance(0)
+	t := &playback{player: tenants.NewPlayer(trace, d.Taker), machine: d.Machine, log: log}
+	return t, t.player.Advance(0)
 }
 
-func (n *Node) readTrace(c configs.TraceChoice) (tenants.Trace, error) {
+func readTrace(d *devices.Devices, c configs.TraceChoice) (tenants.Trace, error) {
 	var peers []device.Space
 	var capacity []int64
-	for i := range n.machine.Topology().GPUs {
+	for i := range d.Machine.Topology().GPUs {
 		p := device.HBM(i)
-		if p == n.space {
+		if p == d.Space {
 			continue
 		}
-		u, err := n.machine.Usage(p)
+		u, err := d.Machine.Usage(p)
 		if err != nil {
 			return nil, err
 		}

@@ -12,6 +12,7 @@ import (
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/device/emulated"
 	"github.com/moeserve/moeserve/node"
+	"github.com/moeserve/moeserve/node/fault"
 )
 
 // TestTrace runs requests with a trace, of a machine that tells it itself and of one that
@@ -37,10 +38,10 @@ func TestTrace(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		if _, err := n.Engine().Generate(t.Context(), requests(n.Config().Vocab), nil); err != nil {
+		if _, err := n.Engine().Generate(t.Context(), requests(n.Info().Config.Vocab), nil); err != nil {
 			t.Fatal(err)
 		}
-		stalls := n.Traffic().Stalls
+		stalls := n.Observe().Pipeline().Stalls.ByName()
 		if err := n.Close(); err != nil {
 			t.Fatal(err)
 		}
@@ -100,7 +101,7 @@ func TestTraceRefused(t *testing.T) {
 	s := configs.Defaults()
 	s.Output.Trace = filepath.Join(t.TempDir(), "none", "trace.json")
 	_, err := node.Open(t.Context(), node.Options{Settings: s})
-	if !errors.Is(err, node.ErrConfig) || !strings.Contains(err.Error(), s.Output.Trace) {
+	if !errors.Is(err, fault.ErrConfig) || !strings.Contains(err.Error(), s.Output.Trace) {
 		t.Errorf("a trace file that cannot be made: %v", err)
 	}
 }

@@ -9,6 +9,7 @@ import (
 	"github.com/moeserve/moeserve/configs"
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/engine"
+	"github.com/moeserve/moeserve/node/fault"
 	"github.com/moeserve/moeserve/pipeline"
 	"github.com/moeserve/moeserve/rebalancer"
 )
@@ -19,44 +20,45 @@ import (
 
 // openRebalancer makes what decides which experts live where, and, where all that are
 // offloaded have to be on peers, brings them there.
-func (n *Node) openRebalancer(ctx context.Context) error {
-	if n.harvest == nil && !n.plan.Adaptive {
+func (n *Node) openRebalancer(ctx context.Context, u *setup) error {
+	plan := &u.needs.Plan
+	if n.harvest == nil && !plan.Adaptive {
 		return nil
 	}
-	limit, err := n.settings.Harvest.ParseMigrationLimit()
+	limit, err := u.settings.Harvest.ParseMigrationLimit()
 	if err != nil {
-		return fail(ErrConfig, err)
+		return fault.Of(fault.ErrConfig, err)
 	}
 	n.balance, err = rebalancer.New(rebalancer.Options{
 		Store: n.store, Harvest: n.harvest, Clock: n.machine, Log: n.log,
 		Core: rebalancer.CoreOptions{MigrationLimit: limit},
 	})
 	if err != nil {
-		return fail(ErrDevice, err)
+		return fault.Of(fault.ErrDevice, err)
 	}
-	if n.settings.Offload.Tier != configs.PeerTier {
+	if u.settings.Offload.Tier != configs.PeerTier {
 		return nil
 	}
 	start := time.Now()
 	switch err := n.balance.FillAll(ctx); {
 	case err == nil:
-		n.log.Info("all offloaded experts are in peer memory", "experts", n.plan.OffloadedExperts, "bytes", int64(n.plan.OffloadedExperts)*n.plan.Layout.Size, "seconds", time.Since(start).Seconds())
+		n.log.Info("all offloaded experts are in peer memory", "experts", plan.OffloadedExperts, "bytes", int64(plan.OffloadedExperts)*plan.Layout.Size, "seconds", time.Since(start).Seconds())
 		return nil
 	case ctx.Err() != nil:
 		return fmt.Errorf("node: bring experts to peers: %w", err)
 	case errors.Is(err, rebalancer.ErrDoesNotFit):
-		return fail(ErrConfig, err)
+		return fault.Of(fault.ErrConfig, err)
 	default:
-		return fail(ErrDevice, err)
+		return fault.Of(fault.ErrDevice, err)
 	}
 }
 
 // startUpkeep starts what goes on beside steps.
-func (n *Node) startUpkeep() error {
-	if n.tenants != nil {
-		n.tenants.start()
-		stop := n.machine.Loop(0, n.tenants.tick)
-		n.closers = append(n.closers, func() error {
+func (n *Node) startUpkeep(others *playback) error {
+	if others != nil {
+		others.start()
+		stop := n.machine.Loop(0, others.tick)
+		n.started(func() error {
 			stop()
 			return nil
 		})
@@ -69,7 +71,7 @@ func (n *Node) startUpkeep() error {
 	if n.balance == nil {
 		return nil
 	}
-	n.closers = append(n.closers, n.balance.Close)
+	n.started(n.balance.Close)
 	return n.balance.Start()
 }
 

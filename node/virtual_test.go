@@ -61,7 +61,7 @@ func (x timed) run(tokens int) (time.Duration, int64) {
 		requests[i] = request([]int32{1, 2, 3}, tokens)
 	}
 	fetched := func() int64 {
-		r, err := x.n.Report(x.Context())
+		r, err := x.n.Observe().Report(x.Context())
 		if err != nil {
 			x.Fatal(err)
 		}

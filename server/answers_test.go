@@ -39,7 +39,7 @@ func texts(r reply) []string {
 
 func TestCompletions(t *testing.T) {
 	h := start(t, options{})
-	ids, err := json.Marshal(h.node.Tokenizer().Encode(sorting, true))
+	ids, err := json.Marshal(h.node.Text().Tokenizer.Encode(sorting, true))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -319,7 +319,7 @@ func TestLogProbs(t *testing.T) {
 	}
 	// The sampled token is there even if it is not among the likeliest, and so is one
 	// that is half a character.
-	id, ok := h.node.Tokenizer().ID("Ã")
+	id, ok := h.node.Text().Tokenizer.ID("Ã")
 	if !ok {
 		t.Fatal("no token for the byte c3")
 	}
@@ -362,7 +362,7 @@ func TestTokenize(t *testing.T) {
 		if got.Count != len(got.Tokens) || got.MaxModelLen != h.model.MaxModelLen || (len(got.Strs) == got.Count && got.Count > 0) != c.strs || strings.Contains(body, `"tokens":null`) {
 			t.Errorf("%s: %s", c.body, body)
 		}
-		if text := h.node.Tokenizer().Decode(got.Tokens, false); text != c.text {
+		if text := h.node.Text().Tokenizer.Decode(got.Tokens, false); text != c.text {
 			t.Errorf("%s: %q", c.body, text)
 		}
 		ids, err := json.Marshal(got.Tokens)
@@ -421,7 +421,7 @@ func TestTemplateInput(t *testing.T) {
 		t.Errorf("%+v", o)
 	}
 	h.post("/v1/chat/completions", chatBody("1", `, "max_tokens": 1, "tools": [{"type": "function"}]`))
-	if got := h.node.Tokenizer().Decode(h.last().Prompt, false); got != "1+2=22" {
+	if got := h.node.Text().Tokenizer.Decode(h.last().Prompt, false); got != "1+2=22" {
 		t.Errorf("prompt %q", got)
 	}
 }
@@ -429,12 +429,12 @@ func TestTemplateInput(t *testing.T) {
 // A model without tokenizer answers ids to ids, and says so to all else.
 func TestWithoutTokenizer(t *testing.T) {
 	h := start(t, options{change: func(m *server.Model) { m.Tokenizer, m.Template = nil, nil }})
-	ids, err := json.Marshal(h.node.Tokenizer().Encode(sorting, true))
+	ids, err := json.Marshal(h.node.Text().Tokenizer.Encode(sorting, true))
 	if err != nil {
 		t.Fatal(err)
 	}
 	r := decode[reply](t, h.post("/v1/completions", completionBody(string(ids), `, "return_token_ids": true, "logprobs": 1`)))
-	if got := h.node.Tokenizer().Decode(r.Choices[0].TokenIDs, true); got != sorted {
+	if got := h.node.Text().Tokenizer.Decode(r.Choices[0].TokenIDs, true); got != sorted {
 		t.Errorf("%q", got)
 	}
 	if l := r.Choices[0].LogProbs; l.Tokens[0] != fmt.Sprintf("token_id:%d", r.Choices[0].TokenIDs[0]) {

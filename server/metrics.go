@@ -4,11 +4,9 @@ import (
 	"context"
 	"errors"
 	"io"
-	"maps"
 	"net/http"
-	"slices"
 	"strconv"
-	"sync/atomic"
+	"sync"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
@@ -18,38 +16,16 @@ import (
 	"github.com/moeserve/moeserve/engine"
 )
 
-// Stats are counts since the start, read when metrics are.
-type Stats struct {
-	// ExpertHits is how often an expert was where a layer needed it, and
-	// ExpertFetchBytes what was fetched, by tier; ExpertResident counts the experts
-	// that are in each tier now.
-	ExpertHits, ExpertFetchBytes, ExpertResident map[string]int64
-	// ExpertMoves counts changes of where experts live, by what they were ("promoted"),
-	// and RebalancedBytes what was copied for them.
-	ExpertMoves     map[string]int64
-	RebalancedBytes int64
-	// Guesses are experts fetched because the next layer's router would have chosen
-	// them, and GuessesRight those that it then did.
-	Guesses, GuessesRight int64
-	// PathBytes that were copied, by pair of memories ("host>gpu0").
-	PathBytes map[string]int64
-	// HarvestBytes of peers' memory now, by device and state, and Revocations of
-	// memory that was borrowed, by reason.
-	HarvestBytes map[string]map[string]int64
-	Revocations  map[string]int64
-	// GraphCaptures and GraphLaunches count decode steps taken down as CUDA graphs, and run
-	// as one.
-	GraphCaptures, GraphLaunches int64
-	// StallSeconds of the compute device within steps, by cause.
-	StallSeconds map[string]float64
-}
-
 // Metrics of a node, on a registry of their own. Requests have the names that
 // routers know from vLLM.
 type Metrics struct {
 	registry *prometheus.Registry
 	handler  http.Handler
-	model    atomic.Pointer[Model]
+	labels   prometheus.Labels // of metrics that have vLLM's names
+
+	mu sync.Mutex
+	// collectors of the model, if there is one.
+	collectors []prometheus.Collector
 
 	firstToken, interToken, perToken, endToEnd prometheus.Histogram
 	queue, prefill, decode, inference          prometheus.Histogram
@@ -69,7 +45,7 @@ var (
 // NewMetrics makes the metrics of a node that serves a model under a name.
 func NewMetrics(model string) *Metrics {
 	labels := prometheus.Labels{"model_name": model}
-	m := &Metrics{registry: prometheus.NewRegistry()}
+	m := &Metrics{registry: prometheus.NewRegistry(), labels: labels}
 	histogram := func(name, help string, bounds []float64, labels prometheus.Labels) prometheus.Histogram {
 		h := prometheus.NewHistogram(prometheus.HistogramOpts{Name: name, Help: help, Buckets: bounds, ConstLabels: labels})
 		m.registry.MustRegister(h)
@@ -98,7 +74,7 @@ func NewMetrics(model string) *Metrics {
 	}, []string{"finished_reason"})
 	m.step = histogram("moeserve_step_seconds", "Steps of the engine.", tokenBounds, nil)
 	m.drain = histogram("moeserve_harvest_drain_seconds", "From a revocation of borrowed memory to the end of its last reader.", drainBounds, nil)
-	m.registry.MustRegister(m.success, newStateCollector(&m.model, labels),
+	m.registry.MustRegister(m.success,
 		collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
 	for _, r := range []engine.FinishReason{engine.FinishStop, engine.FinishLength, engine.FinishAbort} {
 		m.success.WithLabelValues(string(r)) // counters that are not there yet have no rate
@@ -190,104 +166,54 @@ func (r *reading) done() {
 	}
 }
 
-// stateCollector reads the engine's state when metrics are read.
-type stateCollector struct {
-	model *atomic.Pointer[Model]
-
-	waiting, running, kv, config, preemptions *prometheus.Desc
-	hits, fetched, resident, paths            *prometheus.Desc
-	moves, rebalanced, guesses, right         *prometheus.Desc
-	harvested, revocations, stalls            *prometheus.Desc
-	captures, launches                        *prometheus.Desc
+// setModel has the metrics be of a model, and of it alone.
+func (m *Metrics) setModel(of *Model) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	for _, c := range m.collectors {
+		m.registry.Unregister(c)
+	}
+	m.collectors = append([]prometheus.Collector{newStateCollector(of.Engine, m.labels)}, of.Collectors...)
+	m.registry.MustRegister(m.collectors...)
 }
 
-func newStateCollector(model *atomic.Pointer[Model], labels prometheus.Labels) *stateCollector {
+// stateCollector reads the engine's state when metrics are read.
+type stateCollector struct {
+	engine Engine
+
+	waiting, running, kv, config, preemptions *prometheus.Desc
+}
+
+func newStateCollector(e Engine, labels prometheus.Labels) *stateCollector {
 	desc := func(name, help string, variable ...string) *prometheus.Desc {
-		if name[:5] != "vllm:" {
-			return prometheus.NewDesc(name, help, variable, nil)
-		}
 		return prometheus.NewDesc(name, help, variable, labels)
 	}
 	return &stateCollector{
-		model:       model,
+		engine:      e,
 		waiting:     desc("vllm:num_requests_waiting", "Requests that wait for admission."),
 		running:     desc("vllm:num_requests_running", "Requests that run."),
 		kv:          desc("vllm:kv_cache_usage_perc", "Share of the KV blocks that is taken, from 0 to 1."),
 		config:      desc("vllm:cache_config_info", "Sizes of the KV cache.", "block_size", "num_gpu_blocks"),
 		preemptions: desc("vllm:num_preemptions_total", "How often a running request gave its KV blocks back."),
-		hits:        desc("moeserve_expert_hits_total", "How often an expert was where a layer needed it.", "tier"),
-		fetched:     desc("moeserve_expert_fetch_bytes_total", "Bytes of experts fetched.", "tier"),
-		resident:    desc("moeserve_expert_resident", "Experts that are in a tier.", "tier"),
-		paths:       desc("moeserve_path_bytes_total", "Bytes copied between two memories.", "path"),
-		moves:       desc("moeserve_expert_moves_total", "Changes of where experts live.", "move"),
-		rebalanced:  desc("moeserve_rebalanced_bytes_total", "Bytes copied so that experts live elsewhere."),
-		guesses:     desc("moeserve_expert_guesses_total", "Experts not in GPU memory for good that the next layer's router would have chosen, and so are fetched ahead."),
-		right:       desc("moeserve_expert_guesses_right_total", "Those guessed experts that were then chosen."),
-		harvested:   desc("moeserve_harvest_bytes", "Memory of a peer, by who has it.", "device", "state"),
-		revocations: desc("moeserve_harvest_revocations_total", "Pieces of borrowed memory that were revoked.", "reason"),
-		stalls:      desc("moeserve_pipeline_stall_seconds_total", "For how long the compute device stood still within steps.", "cause"),
-		captures:    desc("moeserve_pipeline_graph_captures_total", "Decode steps that were taken down as a CUDA graph."),
-		launches:    desc("moeserve_pipeline_graph_launches_total", "Decode steps that ran as a CUDA graph."),
 	}
 }
 
 // Describe implements prometheus.Collector.
 func (c *stateCollector) Describe(ch chan<- *prometheus.Desc) {
-	for _, d := range []*prometheus.Desc{
-		c.waiting, c.running, c.kv, c.config, c.preemptions, c.hits, c.fetched, c.resident, c.paths,
-		c.moves, c.rebalanced, c.guesses, c.right, c.harvested, c.revocations, c.stalls,
-		c.captures, c.launches,
-	} {
+	for _, d := range []*prometheus.Desc{c.waiting, c.running, c.kv, c.config, c.preemptions} {
 		ch <- d
 	}
 }
 
-// Collect implements prometheus.Collector. Until there is a model it collects
-// nothing.
+// Collect implements prometheus.Collector.
 func (c *stateCollector) Collect(ch chan<- prometheus.Metric) {
-	m := c.model.Load()
-	if m == nil {
-		return
-	}
 	gauge := func(d *prometheus.Desc, v float64, labels ...string) {
 		ch <- prometheus.MustNewConstMetric(d, prometheus.GaugeValue, v, labels...)
 	}
-	s := m.Engine.State()
+	s := c.engine.State()
 	gauge(c.waiting, float64(s.Waiting))
 	gauge(c.running, float64(s.Running))
 	gauge(c.kv, float64(s.KVUsedBlocks)/float64(max(1, s.KVBlocks)))
 	gauge(c.config, 1, strconv.Itoa(s.BlockTokens), strconv.Itoa(s.KVBlocks))
-	counter := func(d *prometheus.Desc, v int64) {
-		ch <- prometheus.MustNewConstMetric(d, prometheus.CounterValue, float64(v))
-	}
-	counter(c.preemptions, s.Preemptions)
-	if m.Stats == nil {
-		return
-	}
-	stats := m.Stats()
-	by := func(d *prometheus.Desc, kind prometheus.ValueType, values map[string]int64) {
-		for _, name := range slices.Sorted(maps.Keys(values)) {
-			ch <- prometheus.MustNewConstMetric(d, kind, float64(values[name]), name)
-		}
-	}
-	by(c.hits, prometheus.CounterValue, stats.ExpertHits)
-	by(c.fetched, prometheus.CounterValue, stats.ExpertFetchBytes)
-	by(c.resident, prometheus.GaugeValue, stats.ExpertResident)
-	by(c.paths, prometheus.CounterValue, stats.PathBytes)
-	by(c.moves, prometheus.CounterValue, stats.ExpertMoves)
-	by(c.revocations, prometheus.CounterValue, stats.Revocations)
-	for _, cause := range slices.Sorted(maps.Keys(stats.StallSeconds)) {
-		ch <- prometheus.MustNewConstMetric(c.stalls, prometheus.CounterValue, stats.StallSeconds[cause], cause)
-	}
-	counter(c.rebalanced, stats.RebalancedBytes)
-	counter(c.guesses, stats.Guesses)
-	counter(c.right, stats.GuessesRight)
-	counter(c.captures, stats.GraphCaptures)
-	counter(c.launches, stats.GraphLaunches)
-	for _, device := range slices.Sorted(maps.Keys(stats.HarvestBytes)) {
-		states := stats.HarvestBytes[device]
-		for _, state := range slices.Sorted(maps.Keys(states)) {
-			gauge(c.harvested, float64(states[state]), device, state)
-		}
-	}
+	ch <- prometheus.MustNewConstMetric(c.preemptions, prometheus.CounterValue, float64(s.Preemptions))
 }

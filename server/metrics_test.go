@@ -8,6 +8,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/prometheus/client_golang/prometheus"
+
 	"github.com/moeserve/moeserve/engine"
 	"github.com/moeserve/moeserve/node"
 	"github.com/moeserve/moeserve/server"
@@ -51,15 +53,9 @@ func TestMetrics(t *testing.T) {
 			Step: func(i engine.StepInfo) { metrics.ObserveStep(i.Duration) },
 		}},
 		change: func(m *server.Model) {
-			m.Stats = func() server.Stats {
-				return server.Stats{
-					ExpertHits: map[string]int64{"local": 5}, ExpertFetchBytes: map[string]int64{"host": 6},
-					ExpertResident: map[string]int64{"host": 7}, PathBytes: map[string]int64{"host>gpu0": 8},
-					ExpertMoves: map[string]int64{"promoted": 9}, RebalancedBytes: 10, Guesses: 11, GuessesRight: 12,
-					HarvestBytes: map[string]map[string]int64{"gpu1": {"used": 13, "free": 14}}, Revocations: map[string]int64{"pressure": 15},
-					StallSeconds: map[string]float64{"expert-copy": 16.5}, GraphCaptures: 17, GraphLaunches: 18,
-				}
-			}
+			c := prometheus.NewCounter(prometheus.CounterOpts{Name: "moeserve_expert_hits_total"})
+			c.Add(5)
+			m.Collectors = []prometheus.Collector{c}
 		},
 	})
 	const model = `{model_name="tiny"}`
@@ -89,20 +85,7 @@ func TestMetrics(t *testing.T) {
 		"vllm:inter_token_latency_seconds_count" + model:                         2,
 		"vllm:request_time_per_output_token_seconds_count" + model:               2,
 		"moeserve_step_seconds_count":                                            float64(h.State().Steps),
-		`moeserve_expert_hits_total{tier="local"}`:                               5,
-		`moeserve_expert_fetch_bytes_total{tier="host"}`:                         6,
-		`moeserve_expert_resident{tier="host"}`:                                  7,
-		`moeserve_path_bytes_total{path="host>gpu0"}`:                            8,
-		`moeserve_expert_moves_total{move="promoted"}`:                           9,
-		"moeserve_rebalanced_bytes_total":                                        10,
-		"moeserve_expert_guesses_total":                                          11,
-		"moeserve_expert_guesses_right_total":                                    12,
-		`moeserve_harvest_bytes{device="gpu1",state="used"}`:                     13,
-		`moeserve_harvest_bytes{device="gpu1",state="free"}`:                     14,
-		`moeserve_harvest_revocations_total{reason="pressure"}`:                  15,
-		`moeserve_pipeline_stall_seconds_total{cause="expert-copy"}`:             16.5,
-		`moeserve_pipeline_graph_captures_total`:                                 17,
-		`moeserve_pipeline_graph_launches_total`:                                 18,
+		"moeserve_expert_hits_total":                                             5,
 		"moeserve_harvest_drain_seconds_count":                                   1,
 		"moeserve_harvest_drain_seconds_sum":                                     2,
 	} {

@@ -18,6 +18,8 @@ import (
 	"sync/atomic"
 	"time"
 
+	"github.com/prometheus/client_golang/prometheus"
+
 	"github.com/moeserve/moeserve/engine"
 	"github.com/moeserve/moeserve/models/chat"
 	"github.com/moeserve/moeserve/models/tokenizer"
@@ -48,8 +50,8 @@ type Model struct {
 	MaxModelLen int
 	// Defaults of what requests do not say. OpenAI's temperature is 1.
 	Defaults engine.Params
-	// Stats for the metrics, from any goroutine; nil for none.
-	Stats func() Stats
+	// Collectors of metrics that are the model's beside the engine's state.
+	Collectors []prometheus.Collector
 	// Residency has a JSON form that says where every expert is; it is called from any
 	// goroutine. nil: it is not known.
 	Residency func() any
@@ -171,7 +173,7 @@ const modelPrefix = "/v1/models/"
 // SetModel says that there is a model now, and makes the server ready.
 func (s *Server) SetModel(m *Model) {
 	s.model.Store(m)
-	s.o.Metrics.model.Store(m)
+	s.o.Metrics.setModel(m)
 }
 
 // Fail says that the model can no longer be served: health turns bad, and so does

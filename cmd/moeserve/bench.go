@@ -9,13 +9,17 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
-	"time"
 
 	"github.com/spf13/cobra"
 
 	"github.com/moeserve/moeserve/configs"
 	"github.com/moeserve/moeserve/eval"
 	"github.com/moeserve/moeserve/node"
+	"github.com/moeserve/moeserve/node/bench"
+	"github.com/moeserve/moeserve/node/checkpoint"
+	"github.com/moeserve/moeserve/node/fault"
+	"github.com/moeserve/moeserve/node/planning"
+	"github.com/moeserve/moeserve/node/sizing"
 	"github.com/moeserve/moeserve/planner"
 )
 
@@ -149,7 +153,7 @@ func newBenchmark(s *streams, set *settings) (*benchmark, error) {
 	if set.Batch.MicroBatchSize > set.Bench.NumPrompts {
 		return nil, usagef("--micro-batch-size is %d and the batch has %d requests; make it at most that", set.Batch.MicroBatchSize, set.Bench.NumPrompts)
 	}
-	m, err := node.OpenModel(set.Settings)
+	m, err := checkpoint.Open(set.Model, set.Generate.Seed)
 	if err != nil {
 		return nil, err
 	}
@@ -172,12 +176,12 @@ func newBenchmark(s *streams, set *settings) (*benchmark, error) {
 	}
 	set.Batch.MaxNumSeqs = set.Bench.NumPrompts
 	set.Batch.MaxNumBatchedTokens = max(set.Batch.MaxNumBatchedTokens, set.Bench.NumPrompts)
-	set.KV.NumBlocks, set.KV.MaxModelLen = eval.Room(o.Prompts, o.NewTokens, node.BlockTokens)
+	set.KV.NumBlocks, set.KV.MaxModelLen = eval.Room(o.Prompts, o.NewTokens, sizing.BlockTokens)
 	return b, nil
 }
 
 // readPrompts reads a file of prompts and turns them into ids.
-func readPrompts(path string, m *node.Model) ([][]int32, error) {
+func readPrompts(path string, m *checkpoint.Model) ([][]int32, error) {
 	f, err := os.Open(path)
 	if err != nil {
 		return nil, usagef("--prompts: %w", err)
@@ -187,7 +191,7 @@ func readPrompts(path string, m *node.Model) ([][]int32, error) {
 	if err != nil {
 		return nil, benchError(err)
 	}
-	encode, err := node.Encoder(m)
+	encode, err := m.Encoder()
 	if err != nil {
 		return nil, err
 	}
@@ -203,7 +207,7 @@ func readHardware(name string) (*planner.Hardware, error) {
 	if name == "" {
 		return nil, nil
 	}
-	h, err := node.LoadHardware(name)
+	h, err := planning.LoadHardware(name)
 	if err != nil {
 		return nil, usagef("--hardware: %w", err)
 	}
@@ -222,7 +226,7 @@ func (b *benchmark) open(ctx context.Context, c eval.Cell) (eval.Node, error) {
 	if err != nil {
 		return nil, err
 	}
-	return &benchNode{n, &set, b.hardware}, nil
+	return bench.New(n, b.hardware), nil
 }
 
 // openAuto opens the node of a cell whose tier may be auto: then it is peer, where the
@@ -234,74 +238,13 @@ func (b *benchmark) openAuto(ctx context.Context, c *eval.Cell) (eval.Node, erro
 	case c.Tier == configs.AnyTier:
 		c.Tier = configs.PeerTier
 		n, err := b.open(ctx, *c)
-		if !errors.Is(err, node.ErrConfig) {
+		if !errors.Is(err, fault.ErrConfig) {
 			return n, err
 		}
 		c.Tier = configs.HostTier
 	}
 	return b.open(ctx, *c)
 }
-
-// benchNode is a node as package eval sees it.
-type benchNode struct {
-	n        *node.Node
-	set      *configs.Settings
-	hardware *planner.Hardware
-}
-
-var _ eval.Node = (*benchNode)(nil)
-
-// Info implements eval.Node.
-func (b *benchNode) Info() eval.Info {
-	n := b.n
-	info := eval.Info{
-		Model: n.Name(), Device: n.DeviceName(), DType: n.Config().DType.String(), LoadFormat: b.set.Model.LoadFormat,
-		Emulated: n.Emulated(), KeepsData: n.KeepsData(), MicroBatchRows: n.MicroBatchRows(), StepRows: n.StepRows(), ChosenOnlyRows: n.ChosenOnlyRows(),
-		Grouping: b.set.Batch.Grouping, Attention: b.set.Batch.Attention, MicroBatches: b.set.Batch.NumMicroBatches,
-		Shape: n.Shape(), Sizes: n.Sizes(), Hardware: b.hardware,
-	}
-	if info.Attention == configs.AnyPlace {
-		info.Attention = configs.OnGPU
-	}
-	if h, ok := n.Hardware(); ok && info.Hardware == nil {
-		info.Hardware = &h
-	}
-	return info
-}
-
-// Batch implements eval.Node.
-func (b *benchNode) Batch(prompts [][]int32, newTokens int) (eval.Batch, error) {
-	batch, err := b.n.NewBatch(prompts, newTokens)
-	if err != nil {
-		return nil, err
-	}
-	return batch, nil
-}
-
-// Counts implements eval.Node.
-func (b *benchNode) Counts(ctx context.Context) (eval.Counts, error) {
-	r, err := b.n.Report(ctx)
-	if err != nil {
-		return eval.Counts{}, err
-	}
-	fetched := r.Fetched()
-	c := eval.Counts{Stalls: r.Stalls, FetchedHost: fetched[configs.HostTier.String()], FetchedPeer: fetched[configs.PeerTier.String()]}
-	for _, l := range r.Layers {
-		c.Activations = append(c.Activations, l.Activations)
-	}
-	for _, m := range r.Memory {
-		if m.Space == b.n.Space() {
-			c.PeakBytes = m.Peak
-		}
-	}
-	return c, nil
-}
-
-// Now implements eval.Node.
-func (b *benchNode) Now() time.Duration { return b.n.Now() }
-
-// Close implements eval.Node.
-func (b *benchNode) Close() error { return b.n.Close() }
 
 // writeFile writes a file by way of another, so that it is there complete or not at
 // all.

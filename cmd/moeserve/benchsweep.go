@@ -14,6 +14,8 @@ import (
 	"github.com/moeserve/moeserve/configs"
 	"github.com/moeserve/moeserve/eval"
 	"github.com/moeserve/moeserve/node"
+	"github.com/moeserve/moeserve/node/devices"
+	"github.com/moeserve/moeserve/node/fault"
 )
 
 // sweepOptions are the flags of bench sweep alone.
@@ -104,7 +106,7 @@ func benchSweep(ctx context.Context, s *streams, set *settings, o *sweepOptions)
 	// Of a large model some cells do not fit.
 	var leftOut strings.Builder
 	sweep.LeaveOut = func(c eval.Cell, err error) bool {
-		if !errors.Is(err, node.ErrConfig) {
+		if !errors.Is(err, fault.ErrConfig) {
 			return false
 		}
 		fmt.Fprintf(&leftOut, "left out: %v %% offloaded to %s: %v\n", 100*c.Fraction, c.Tier, err)
@@ -203,14 +205,14 @@ func sweepConfig(set *settings) map[string]string {
 // ones whose models take little of the memory that there is.
 func (b *benchmark) together(cells int) (bool, error) {
 	set := b.set.Settings
-	if gpus, _ := node.GPUs(); set.Device.Kind == configs.CUDA || set.Device.Kind == configs.AutoDevice && set.Device.Emulate == "" && len(gpus) > 0 {
+	if gpus, _ := devices.GPUs(); set.Device.Kind == configs.CUDA || set.Device.Kind == configs.AutoDevice && set.Device.Emulate == "" && len(gpus) > 0 {
 		return false, nil
 	}
 	in, err := node.Inspect(node.Options{Settings: set, Log: b.set.logger(b.s.err)})
 	if err != nil {
 		return false, err
 	}
-	have, ok := node.AvailableMemory()
+	have, ok := devices.AvailableMemory()
 	// Three copies of the weights, for host and peers beside the device, and the cache.
 	each := 3*(in.Sizes.Experts+in.Sizes.Other) + int64(in.KV.Blocks)*in.KVBlockBytes
 	return ok && int64(cells)*each < have/4, nil

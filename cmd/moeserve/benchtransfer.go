@@ -13,7 +13,9 @@ import (
 
 	"github.com/moeserve/moeserve/configs"
 	"github.com/moeserve/moeserve/eval"
-	"github.com/moeserve/moeserve/node"
+	"github.com/moeserve/moeserve/node/devices"
+	"github.com/moeserve/moeserve/node/fault"
+	"github.com/moeserve/moeserve/node/planning"
 	"github.com/moeserve/moeserve/planner"
 )
 
@@ -92,19 +94,29 @@ func benchTransfer(ctx context.Context, s *streams, set *settings, o *transferOp
 		return err
 	}
 	defer func() { err = errors.Join(err, res.close()) }()
-	d, err := node.OpenDevices(set.Settings, set.logger(s.err))
+	choice, err := set.Device.ParsePeers()
+	if err != nil {
+		return err
+	}
+	d, err := devices.Open(devices.Options{
+		Settings: set.Device, Kernels: set.Kernels, Peers: true, Emulate: set.Harvest.AvailabilityTrace != "", Log: set.logger(s.err),
+	})
 	if err != nil {
 		return err
 	}
 	defer func() { err = errors.Join(err, d.Close()) }()
-	if h, ok := d.Hardware(); ok && base == nil {
+	peers, err := d.Peers(choice)
+	if err != nil {
+		return fault.Of(fault.ErrConfig, err)
+	}
+	if h, ok := planning.Facts(d.Machine, d.Space, peers).Known(); ok && base == nil {
 		base = &h
 	}
 	if o.calibrate != "" && base == nil {
 		return usagef("--calibrate: copies do not tell compute rates and memory sizes, and they are not known of %s; name hardware like it with --hardware", d.Name())
 	}
-	measure := eval.TransferOptions{Machine: d.Machine(), Compute: d.Compute(), Sizes: sizes, Repetitions: o.repetitions}
-	if peers := d.Peers(); len(peers) > 0 {
+	measure := eval.TransferOptions{Machine: d.Machine, Compute: d.Space, Sizes: sizes, Repetitions: o.repetitions}
+	if len(peers) > 0 {
 		measure.Peer = peers[0]
 	}
 	if err := d.Hold(measure.Needs()); err != nil {
@@ -114,7 +126,7 @@ func benchTransfer(ctx context.Context, s *streams, set *settings, o *transferOp
 	if err != nil {
 		return benchError(err)
 	}
-	r := &eval.TransferResult{Device: d.Name(), Emulated: d.Emulated(), Points: points}
+	r := &eval.TransferResult{Device: d.Name(), Emulated: !d.Real(), Points: points}
 	if !res.onStdout() {
 		if err := eval.WriteTransferTable(s.out, r); err != nil {
 			return err

@@ -14,7 +14,8 @@ import (
 	"golang.org/x/sys/cpu"
 
 	"github.com/moeserve/moeserve/configs"
-	"github.com/moeserve/moeserve/node"
+	"github.com/moeserve/moeserve/node/devices"
+	"github.com/moeserve/moeserve/node/sizing"
 )
 
 func newCollectEnv(s *streams) *cobra.Command {
@@ -62,7 +63,7 @@ func newEnvironment(environ []string) environment {
 		CPUs: runtime.NumCPU(), Threads: runtime.GOMAXPROCS(0),
 		GPUs: []string{}, Variables: []string{},
 	}
-	gpus, note := node.GPUs()
+	gpus, note := devices.GPUs()
 	e.GPUs, e.GPUNote = append(e.GPUs, gpus...), note
 	if release := procField("/proc/version", ""); release != "" {
 		e.System = release
@@ -73,7 +74,7 @@ func newEnvironment(environ []string) environment {
 	if kib, err := strconv.ParseInt(strings.TrimSuffix(procField("/proc/meminfo", "MemTotal"), " kB"), 10, 64); err == nil {
 		e.MemoryBytes = kib << 10
 	}
-	e.AvailableBytes, _ = node.AvailableMemory()
+	e.AvailableBytes, _ = devices.AvailableMemory()
 	for _, v := range slices.Sorted(slices.Values(environ)) {
 		name, _, _ := strings.Cut(v, "=")
 		if strings.HasPrefix(name, variablePrefix) || name == "GOMAXPROCS" || name == "GOMEMLIMIT" || name == "GOGC" || name == "GODEBUG" {
@@ -136,7 +137,7 @@ func collectEnv(s *streams, set *settings) (err error) {
 		t.line("CPU\t%s, %d logical ones, of which Go uses %d at once", e.CPU, e.CPUs, e.Threads)
 		t.line("CPU features\t%s", strings.Join(e.CPUFeatures, " "))
 		if e.MemoryBytes > 0 {
-			t.line("memory\t%s, of which %s available", node.Bytes(e.MemoryBytes), node.Bytes(e.AvailableBytes))
+			t.line("memory\t%s, of which %s available", sizing.Bytes(e.MemoryBytes), sizing.Bytes(e.AvailableBytes))
 		}
 		if len(e.GPUs) == 0 {
 			t.line("GPUs\tnone: %s", e.GPUNote)

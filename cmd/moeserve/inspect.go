@@ -11,6 +11,7 @@ import (
 
 	"github.com/moeserve/moeserve/configs"
 	"github.com/moeserve/moeserve/node"
+	"github.com/moeserve/moeserve/node/sizing"
 )
 
 func newInspect(s *streams) *cobra.Command {
@@ -148,9 +149,9 @@ func printInspection(out io.Writer, set *settings, in *node.Inspection) error {
 	t.line("parameters\t%s", grouped(z.Parameters))
 	t.line("layers\t%d, of which %d have experts; hidden size %d", c.Layers, c.MoELayers(), c.Hidden)
 	t.line("experts\t%d in each of these, %d per token (%s)", c.Experts, c.TopK, in.Routing)
-	t.line("\t%s each, %s all %d (%s)", node.Bytes(z.ExpertBytes), node.Bytes(z.Experts), z.ExpertCount, in.DType)
-	t.line("all else\t%s", node.Bytes(z.Other))
-	t.line("KV\t%s per token (%s), at most %d tokens", node.Bytes(z.KVPerToken), in.DType, c.MaxPositions)
+	t.line("\t%s each, %s all %d (%s)", sizing.Bytes(z.ExpertBytes), sizing.Bytes(z.Experts), z.ExpertCount, in.DType)
+	t.line("all else\t%s", sizing.Bytes(z.Other))
+	t.line("KV\t%s per token (%s), at most %d tokens", sizing.Bytes(z.KVPerToken), in.DType, c.MaxPositions)
 	t.line("")
 	how := fmt.Sprintf("offload-fraction %v", set.Offload.Fraction)
 	if set.Offload.LocalExperts != "" {
@@ -167,9 +168,9 @@ func printInspection(out io.Writer, set *settings, in *node.Inspection) error {
 	}
 	printLayers(t, layers, legend)
 	for _, d := range in.Demands {
-		t.line("\nmemory of %s\t%s needed, %s may be used (%.0f %% of %s)", d.Space, node.Bytes(d.Need()), node.Bytes(d.Usable()), 100*d.Share, node.Bytes(d.Capacity))
+		t.line("\nmemory of %s\t%s needed, %s may be used (%.0f %% of %s)", d.Space, sizing.Bytes(d.Need()), sizing.Bytes(d.Usable()), 100*d.Share, sizing.Bytes(d.Capacity))
 		for _, p := range d.Parts {
-			t.line("  %s\t%s", p.Name, node.Bytes(p.Bytes))
+			t.line("  %s\t%s", p.Name, sizing.Bytes(p.Bytes))
 		}
 	}
 	for i, p := range in.Peers {
@@ -178,14 +179,14 @@ func printInspection(out io.Writer, set *settings, in *node.Inspection) error {
 			label = "\npeers"
 		}
 		t.line("%s\t%s can lend %s, %d experts (of %s: %s of others, %s head-room)",
-			label, p.Space, node.Bytes(p.Spare), p.Experts, node.Bytes(p.Capacity), node.Bytes(p.Other), node.Bytes(p.Headroom))
+			label, p.Space, sizing.Bytes(p.Spare), p.Experts, sizing.Bytes(p.Capacity), sizing.Bytes(p.Other), sizing.Bytes(p.Headroom))
 	}
 	t.line("")
 	if in.Problem != nil {
 		t.line("does not fit\t%v", in.Problem)
 		return t.print(out)
 	}
-	t.line("KV cache\t%d blocks of %s, for sequences of up to %d tokens", in.KV.Blocks, node.Bytes(in.KVBlockBytes), in.KV.MaxModelLen)
+	t.line("KV cache\t%d blocks of %s, for sequences of up to %d tokens", in.KV.Blocks, sizing.Bytes(in.KVBlockBytes), in.KV.MaxModelLen)
 	if in.Here != nil {
 		t.line("not here\t%v", in.Here)
 	}

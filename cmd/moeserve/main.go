@@ -25,7 +25,7 @@ import (
 	"golang.org/x/term"
 
 	"github.com/moeserve/moeserve/engine"
-	"github.com/moeserve/moeserve/node"
+	"github.com/moeserve/moeserve/node/fault"
 	"github.com/moeserve/moeserve/server"
 )
 
@@ -103,11 +103,11 @@ func exitCode(err error) int {
 		return exitUsage
 	case is(context.Canceled):
 		return exitInterrupted
-	case is(node.ErrConfig, engine.ErrPromptTooLong, engine.ErrBadRequest):
+	case is(fault.ErrConfig, engine.ErrPromptTooLong, engine.ErrBadRequest):
 		return exitUsage
-	case is(node.ErrModel):
+	case is(fault.ErrModel):
 		return exitModel
-	case is(node.ErrDevice, node.ErrLost):
+	case is(fault.ErrDevice, fault.ErrLost):
 		return exitDevice
 	}
 	return exitFailed

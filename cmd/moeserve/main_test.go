@@ -22,7 +22,7 @@ import (
 	"go.uber.org/goleak"
 
 	"github.com/moeserve/moeserve/engine"
-	"github.com/moeserve/moeserve/node"
+	"github.com/moeserve/moeserve/node/fault"
 	"github.com/moeserve/moeserve/tools/fixtures"
 )
 
@@ -330,14 +330,14 @@ func TestExitCode(t *testing.T) {
 		{fmt.Errorf("a: %w", context.Canceled), exitInterrupted},
 		{fmt.Errorf("a: %w", usagef("b")), exitUsage},
 		{fs.ErrNotExist, exitFailed},
-		{fmt.Errorf("a: %w", node.ErrConfig), exitUsage},
+		{fmt.Errorf("a: %w", fault.ErrConfig), exitUsage},
 		{fmt.Errorf("a: %w", engine.ErrPromptTooLong), exitUsage},
 		{fmt.Errorf("a: %w", engine.ErrBadRequest), exitUsage},
-		{fmt.Errorf("a: %w", node.ErrModel), exitModel},
-		{fmt.Errorf("a: %w", node.ErrDevice), exitDevice},
-		{fmt.Errorf("a: %w", node.ErrLost), exitDevice},
+		{fmt.Errorf("a: %w", fault.ErrModel), exitModel},
+		{fmt.Errorf("a: %w", fault.ErrDevice), exitDevice},
+		{fmt.Errorf("a: %w", fault.ErrLost), exitDevice},
 		// What a device refuses because of its specification is the user's to mend.
-		{errors.Join(node.ErrDevice, node.ErrConfig), exitUsage},
+		{errors.Join(fault.ErrDevice, fault.ErrConfig), exitUsage},
 	} {
 		if got := exitCode(c.err); got != c.want {
 			t.Errorf("%v: exit code %d, want %d", c.err, got, c.want)

@@ -12,6 +12,8 @@ import (
 
 	"github.com/moeserve/moeserve/configs"
 	"github.com/moeserve/moeserve/node"
+	"github.com/moeserve/moeserve/node/planning"
+	"github.com/moeserve/moeserve/node/sizing"
 	"github.com/moeserve/moeserve/planner"
 )
 
@@ -23,7 +25,7 @@ type planOptions struct {
 }
 
 func newPlan(s *streams) *cobra.Command {
-	o := planOptions{workload: node.DefaultWorkload}
+	o := planOptions{workload: planning.DefaultWorkload}
 	cmd := &cobra.Command{
 		Use:   "plan",
 		Short: "Choose how to run a model on a machine, and predict what that gives",
@@ -158,7 +160,7 @@ func newStepResult(s *planner.Step) stepResult {
 }
 
 // spaces of a prediction; peers' only where there are any.
-func spaces(p *node.Planned) []planner.Space {
+func spaces(p *planning.Planned) []planner.Space {
 	m := &p.Prediction.Memory
 	list := []planner.Space{m.GPU, m.Host}
 	if p.Hardware.PeerMemory > 0 {
@@ -167,7 +169,7 @@ func spaces(p *node.Planned) []planner.Space {
 	return list
 }
 
-func newPlanResult(p *node.Planned) *planResult {
+func newPlanResult(p *planning.Planned) *planResult {
 	x := &p.Prediction
 	r := &planResult{
 		Model: p.Model.Name, Experts: p.Model.ExpertCount(), ExpertBytes: p.Model.ExpertBytes(), Hardware: p.Hardware, Workload: workloadResult(p.Workload),
@@ -186,11 +188,11 @@ func newPlanResult(p *node.Planned) *planResult {
 	return r
 }
 
-func printPlan(out io.Writer, p *node.Planned) error {
+func printPlan(out io.Writer, p *planning.Planned) error {
 	m, r := &p.Model, &p.Prediction
 	x := &r.Policy
 	t := newTable()
-	t.line("model\t%s: %d experts of %s, %d in each of %d layers, %d per token", m.Name, m.ExpertCount(), node.Bytes(p.ExpertBytes), m.Experts, m.MoELayers(), m.TopK)
+	t.line("model\t%s: %d experts of %s, %d in each of %d layers, %d per token", m.Name, m.ExpertCount(), sizing.Bytes(p.ExpertBytes), m.Experts, m.MoELayers(), m.TopK)
 	printHardware(t, &p.Hardware)
 	requests := "without end"
 	if p.Workload.Requests > 0 {
@@ -224,10 +226,10 @@ func printPlan(out io.Writer, p *node.Planned) error {
 	printStep(t, "decode step", &r.Decode)
 	printStep(t, fmt.Sprintf("prefill step (of %d)", r.PrefillSteps), &r.Prefill)
 	for _, s := range spaces(p) {
-		t.line("\nmemory of %s\t%s needed, %s may be used of %s", s.Name, node.Bytes(s.Need()), node.Bytes(s.Usable), node.Bytes(s.Capacity))
+		t.line("\nmemory of %s\t%s needed, %s may be used of %s", s.Name, sizing.Bytes(s.Need()), sizing.Bytes(s.Usable), sizing.Bytes(s.Capacity))
 		for _, part := range s.Parts {
 			if part.Bytes > 0 {
-				t.line("  %s\t%s", part.Name, node.Bytes(part.Bytes))
+				t.line("  %s\t%s", part.Name, sizing.Bytes(part.Bytes))
 			}
 		}
 	}
@@ -235,19 +237,19 @@ func printPlan(out io.Writer, p *node.Planned) error {
 }
 
 func printHardware(t *table, h *planner.Hardware) {
-	t.line("hardware\t%s: %s at %s, %s", h.Name, node.Bytes(h.GPUMemory), byteRate(h.GPUMemoryRate), flopRate(h.GPUFlops))
-	t.line("\thost: %s at %s, %s; link %s", node.Bytes(h.HostMemory), byteRate(h.HostMemoryRate), flopRate(h.CPUFlops), byteRate(h.HostToGPU[0]))
+	t.line("hardware\t%s: %s at %s, %s", h.Name, sizing.Bytes(h.GPUMemory), byteRate(h.GPUMemoryRate), flopRate(h.GPUFlops))
+	t.line("\thost: %s at %s, %s; link %s", sizing.Bytes(h.HostMemory), byteRate(h.HostMemoryRate), flopRate(h.CPUFlops), byteRate(h.HostToGPU[0]))
 	if h.PeerMemory > 0 {
-		t.line("\tpeers: lend %s; link %s", node.Bytes(h.PeerMemory), byteRate(h.PeerToGPU))
+		t.line("\tpeers: lend %s; link %s", sizing.Bytes(h.PeerMemory), byteRate(h.PeerToGPU))
 	}
-	if h.Sources["gpu_flop_per_s"] == node.Assumed || h.Sources["host_to_gpu_bytes_per_s"] == node.Assumed {
+	if h.Sources["gpu_flop_per_s"] == planning.Assumed || h.Sources["host_to_gpu_bytes_per_s"] == planning.Assumed {
 		t.line("\trates that are not known are assumed; --hardware, or --emulate with rates, tells them")
 	}
 }
 
 // hiddenUpTo tells up to which offload fraction copies stay so: of peers and host together
 // where that differs from peers, whose copies the host's link helps with.
-func hiddenUpTo(p *node.Planned) string {
+func hiddenUpTo(p *planning.Planned) string {
 	var list []string
 	for _, tier := range []struct{ name, from string }{{"host", "the host"}, {"peer", "peers"}, {"auto", "both"}} {
 		if knee, ok := p.Knees[tier.name]; ok && (tier.name != "auto" || knee != p.Knees["peer"]) {

@@ -20,6 +20,7 @@ import (
 
 	"github.com/moeserve/moeserve/configs"
 	"github.com/moeserve/moeserve/node"
+	"github.com/moeserve/moeserve/node/sizing"
 )
 
 var update = flag.Bool("update", false, "write the parts of README.md that are generated")
@@ -287,7 +288,7 @@ func presetsTable(t *testing.T) string {
 			t.Fatal(err)
 		}
 		fmt.Fprintf(&b, "| `%s` | %s | %d layers of %d, %d per token | %s | %s | %s |\n", name, grouped(in.Sizes.Parameters),
-			in.Config.MoELayers(), in.Config.Experts, in.Config.TopK, node.Bytes(in.Sizes.ExpertBytes), node.Bytes(in.Sizes.Experts), node.Bytes(in.Sizes.Other))
+			in.Config.MoELayers(), in.Config.Experts, in.Config.TopK, sizing.Bytes(in.Sizes.ExpertBytes), sizing.Bytes(in.Sizes.Experts), sizing.Bytes(in.Sizes.Other))
 	}
 	return b.String()
 }

@@ -3,14 +3,13 @@ package main
 import (
 	"fmt"
 	"io"
-	"maps"
-	"slices"
 	"strconv"
 	"strings"
 	"text/tabwriter"
 	"time"
 
-	"github.com/moeserve/moeserve/node"
+	"github.com/moeserve/moeserve/node/observe"
+	"github.com/moeserve/moeserve/node/sizing"
 )
 
 // runResult is what run --json writes.
@@ -30,54 +29,25 @@ type usage struct {
 }
 
 type runReport struct {
-	Model           string        `json:"model"`
-	Device          string        `json:"device"`
-	Backend         string        `json:"backend"`
-	OffloadFraction float64       `json:"offload_fraction"`
-	LoadSeconds     float64       `json:"load_s"`
-	PrefillSeconds  float64       `json:"prefill_s"`
-	DecodeSeconds   float64       `json:"decode_s"`
-	PrefillRate     float64       `json:"prefill_tok_s"`
-	DecodeRate      float64       `json:"decode_tok_s"`
-	Steps           int64         `json:"steps"`
-	Retried         int64         `json:"steps_retried"`
-	Experts         expertsReport `json:"experts"`
-	Peers           []peerReport  `json:"peers"`
+	Model           string          `json:"model"`
+	Device          string          `json:"device"`
+	Backend         string          `json:"backend"`
+	OffloadFraction float64         `json:"offload_fraction"`
+	LoadSeconds     float64         `json:"load_s"`
+	PrefillSeconds  float64         `json:"prefill_s"`
+	DecodeSeconds   float64         `json:"decode_s"`
+	PrefillRate     float64         `json:"prefill_tok_s"`
+	DecodeRate      float64         `json:"decode_tok_s"`
+	Steps           int64           `json:"steps"`
+	Retried         int64           `json:"steps_retried"`
+	Experts         observe.Experts `json:"experts"`
+	// Peers are what is borrowed of each at the end.
+	Peers []observe.Loan `json:"peers"`
 	// Revocations of borrowed memory, by reason.
 	Revocations map[string]int64 `json:"revocations"`
 	Paths       []pathReport     `json:"paths"`
-	Memory      []memoryReport   `json:"memory"`
-	Layers      []layerReport    `json:"layers"`
-}
-
-type expertsReport struct {
-	// Where counts experts by tier at the end, Homes by where they live between steps.
-	Where map[string]int `json:"where"`
-	Homes map[string]int `json:"homes"`
-	// Hits by tier; Misses had to be fetched, Prefetched of them ahead of need.
-	Hits       map[string]int64 `json:"hits"`
-	Misses     int64            `json:"misses"`
-	Prefetched int64            `json:"prefetched"`
-	Failed     int64            `json:"failed_fetches"`
-	// Fetched is bytes by the tier they came from.
-	Fetched map[string]int64 `json:"fetched_bytes"`
-	// Guessed were fetched because the next layer's router would have chosen them, and
-	// GuessedRight of them it then did.
-	Guessed      int64 `json:"guessed"`
-	GuessedRight int64 `json:"guessed_right"`
-	// Promoted copies came to peers, Demoted were given back and Revoked taken back;
-	// Swapped experts became local. MovedBytes is what that copied.
-	Promoted   int64 `json:"promoted"`
-	Demoted    int64 `json:"demoted"`
-	Revoked    int64 `json:"revoked"`
-	Swapped    int64 `json:"swapped"`
-	MovedBytes int64 `json:"moved_bytes"`
-}
-
-// peerReport is what is borrowed from a peer at the end.
-type peerReport struct {
-	Device   string `json:"device"`
-	Borrowed int64  `json:"borrowed_bytes"`
+	Memory      []observe.Memory `json:"memory"`
+	Layers      []observe.Layer  `json:"layers"`
 }
 
 // pathReport is what moved between two memories: while loading, and while
@@ -94,22 +64,8 @@ type pathReport struct {
 	BusySeconds  float64 `json:"busy_s"`
 }
 
-type memoryReport struct {
-	Space     string `json:"space"`
-	Capacity  int64  `json:"capacity_bytes"`
-	Allocated int64  `json:"allocated_bytes"`
-	Peak      int64  `json:"peak_bytes"`
-}
-
-type layerReport struct {
-	Layer       int      `json:"layer"`
-	Tiers       []string `json:"tiers"`
-	Activations []int64  `json:"activations"`
-	Fetches     []int64  `json:"fetches"`
-}
-
 // newRunResult puts together an answer and the reports before and after it.
-func newRunResult(set *settings, a *answer, loaded, r *node.Report) *runResult {
+func newRunResult(set *settings, a *answer, loaded, r *observe.Report) *runResult {
 	res := &runResult{
 		Text: a.text, TokenIDs: a.ids, PromptTokenIDs: a.prompt, FinishReason: string(a.finish),
 		Usage: usage{len(a.prompt), len(a.ids), len(a.prompt) + len(a.ids)},
@@ -118,26 +74,16 @@ func newRunResult(set *settings, a *answer, loaded, r *node.Report) *runResult {
 			LoadSeconds: r.LoadTime.Seconds(), PrefillSeconds: a.prefill.Seconds(), DecodeSeconds: a.decode.Seconds(),
 			PrefillRate: rate(len(a.prompt), a.prefill), DecodeRate: rate(len(a.ids)-1, a.decode),
 			Steps: r.Steps, Retried: r.Retried,
-			Experts: expertsReport{
-				Where: r.Where(), Hits: r.Hits(), Misses: r.Experts.Misses, Prefetched: r.Experts.Prefetched,
-				Homes: r.Homes, Failed: r.Experts.Failed, Fetched: r.Fetched(),
-				Guessed: r.Experts.Guessed, GuessedRight: r.Experts.GuessedRight,
-				Promoted: r.Experts.Promoted, Demoted: r.Experts.Demoted, Revoked: r.Experts.Revoked,
-				Swapped: r.Experts.Swapped, MovedBytes: r.Experts.MovedBytes,
-			},
-			Peers: []peerReport{}, Revocations: r.Revocations,
-			Paths: []pathReport{}, Layers: []layerReport{},
+			Experts: r.Experts, Peers: r.Harvest.Borrowed(), Revocations: r.Harvest.Revocations,
+			Paths: []pathReport{}, Memory: r.Memory, Layers: append([]observe.Layer{}, r.Layers...),
 		},
 	}
-	for _, p := range r.Peers {
-		res.Report.Peers = append(res.Report.Peers, peerReport(p))
-	}
-	for _, p := range r.Paths {
+	for _, p := range r.Links {
 		path := pathReport{
 			From: p.From.String(), To: p.To.String(), AnswerCopies: p.Copies, AnswerBytes: p.Bytes,
 			Retries: p.Retries, Failed: p.Failed, BusySeconds: p.Busy.Seconds(),
 		}
-		for _, before := range loaded.Paths {
+		for _, before := range loaded.Links {
 			if before.From == p.From && before.To == p.To {
 				path.LoadCopies, path.LoadBytes = before.Copies, before.Bytes
 				path.AnswerCopies -= before.Copies
@@ -145,16 +91,6 @@ func newRunResult(set *settings, a *answer, loaded, r *node.Report) *runResult {
 			}
 		}
 		res.Report.Paths = append(res.Report.Paths, path)
-	}
-	for _, m := range r.Memory {
-		res.Report.Memory = append(res.Report.Memory, memoryReport(m))
-	}
-	for _, l := range r.Layers {
-		tiers := make([]string, len(l.Tiers))
-		for i, t := range l.Tiers {
-			tiers[i] = t.String()
-		}
-		res.Report.Layers = append(res.Report.Layers, layerReport{l.Layer, tiers, l.Activations, l.Fetches})
 	}
 	return res
 }
@@ -197,7 +133,7 @@ func (t *table) print(out io.Writer) error {
 
 // printReport tells a person where experts were and what moved. Without text, the
 // answer is its ids.
-func printReport(out io.Writer, set *settings, res *runResult, hasText bool) error {
+func printReport(out io.Writer, set *settings, res *runResult, harvest *observe.Harvest, hasText bool) error {
 	r := &res.Report
 	t := newTable()
 	t.line("\nmodel\t%s on %s (%s)", r.Model, r.Device, r.Backend)
@@ -211,19 +147,28 @@ func printReport(out io.Writer, set *settings, res *runResult, hasText bool) err
 		t.line("failures\t%d steps run again, %d fetches failed", r.Retried, r.Experts.Failed)
 	}
 	if len(r.Layers) > 0 {
-		printExperts(t, r, set)
+		how := fmt.Sprintf("fraction %v", r.OffloadFraction)
+		if set.Offload.LocalExperts != "" {
+			how = "local-experts"
+		}
+		for _, line := range r.Experts.Lines(how, set.Offload.AdaptLocal, harvest) {
+			t.line("%s", line)
+		}
 	}
 	for _, p := range r.Paths {
-		t.line("moved\t%s from %s to %s in %d copies, after %s while loading", node.Bytes(p.AnswerBytes), p.From, p.To, p.AnswerCopies, node.Bytes(p.LoadBytes))
+		t.line("moved\t%s from %s to %s in %d copies, after %s while loading", sizing.Bytes(p.AnswerBytes), p.From, p.To, p.AnswerCopies, sizing.Bytes(p.LoadBytes))
 	}
 	for _, m := range r.Memory {
 		if m.Peak > 0 {
-			t.line("memory\t%s: %s at most, of %s", m.Space, node.Bytes(m.Peak), node.Bytes(m.Capacity))
+			t.line("memory\t%s: %s at most, of %s", m.Space, sizing.Bytes(m.Peak), sizing.Bytes(m.Capacity))
 		}
 	}
 	layers := make([]layerTiers, len(r.Layers))
 	for i, l := range r.Layers {
-		layers[i] = layerTiers{l.Layer, l.Tiers}
+		layers[i] = layerTiers{Layer: l.Layer}
+		for _, tier := range l.Tiers {
+			layers[i].Tiers = append(layers[i].Tiers, tier.String())
+		}
 	}
 	legend := "L local, R in the ring after a fetch, H on the host only"
 	if len(r.Peers) > 0 {
@@ -231,53 +176,6 @@ func printReport(out io.Writer, set *settings, res *runResult, hasText bool) err
 	}
 	printLayers(t, layers, legend)
 	return t.print(out)
-}
-
-// printExperts tells where experts live and from where they came.
-func printExperts(t *table, r *runReport, set *settings) {
-	e := &r.Experts
-	local, peer, host := e.Homes["local"], e.Homes["peer"], e.Homes["host"]
-	how, forGood := fmt.Sprintf("fraction %v", r.OffloadFraction), " for good"
-	if set.Offload.LocalExperts != "" {
-		how = "local-experts"
-	}
-	if set.Offload.AdaptLocal {
-		forGood = ""
-	}
-	where := ""
-	if len(r.Peers) > 0 {
-		where = fmt.Sprintf(", %d of them with peers", peer)
-	}
-	t.line("experts\t%d: %d local%s, %d offloaded (%s)%s", local+peer+host, local, forGood, peer+host, how, where)
-	from := ""
-	if e.Hits["peer"] > 0 {
-		from = fmt.Sprintf("%d from peers, %d from the host, ", e.Hits["peer"], e.Hits["host"])
-	}
-	t.line("wanted\t%d times there (%d local, %d still in the ring), %d times fetched (%s%d ahead of need)",
-		e.Hits["local"]+e.Hits["ring"], e.Hits["local"], e.Hits["ring"], e.Misses, from, e.Prefetched)
-	if e.Guessed > 0 {
-		t.line("guessed\t%d by the next layer's router, %d of them right", e.Guessed, e.GuessedRight)
-	}
-	if e.Swapped > 0 {
-		t.line("swapped\t%d experts became local in place of others", e.Swapped)
-	}
-	if e.Promoted == 0 {
-		return
-	}
-	var lent []string
-	for _, p := range r.Peers {
-		lent = append(lent, fmt.Sprintf("%s of %s", node.Bytes(p.Borrowed), p.Device))
-	}
-	t.line("peers\t%s borrowed; %d copies came, %d were given back, %d revoked", strings.Join(lent, ", "), e.Promoted, e.Demoted, e.Revoked)
-	var why []string
-	for _, reason := range slices.Sorted(maps.Keys(r.Revocations)) {
-		if n := r.Revocations[reason]; n > 0 {
-			why = append(why, fmt.Sprintf("%d for %s", n, reason))
-		}
-	}
-	if len(why) > 0 {
-		t.line("revoked\tpieces of borrowed memory: %s", strings.Join(why, ", "))
-	}
 }
 
 // layerTiers says of one layer in which tier each of its experts is.

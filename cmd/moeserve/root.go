@@ -11,7 +11,7 @@ import (
 	"github.com/spf13/pflag"
 
 	"github.com/moeserve/moeserve/configs"
-	"github.com/moeserve/moeserve/node"
+	"github.com/moeserve/moeserve/node/devices"
 )
 
 // newRoot makes the command tree.
@@ -122,7 +122,7 @@ func printSettings(out io.Writer, flags *pflag.FlagSet) {
 		return
 	}
 	if flags.Lookup("emulate") != nil {
-		fmt.Fprintf(out, "\n--emulate SPEC: %s\n", node.EmulateHelp)
+		fmt.Fprintf(out, "\n--emulate SPEC: %s\n", devices.EmulateHelp)
 	}
 	w := tabwriter.NewWriter(out, 0, 0, 2, ' ', 0)
 	fmt.Fprintf(w, "\nVariables, where there is no flag:\n  %s\tas --%s\n", configVariable, configFlag)

@@ -18,6 +18,7 @@ import (
 	"github.com/moeserve/moeserve/configs"
 	"github.com/moeserve/moeserve/engine"
 	"github.com/moeserve/moeserve/node"
+	"github.com/moeserve/moeserve/node/sizing"
 	"github.com/moeserve/moeserve/planner"
 )
 
@@ -113,7 +114,7 @@ func readPrompt(ctx context.Context, in io.Reader, set *settings, o *runOptions,
 		return nil, fmt.Errorf("read the prompt: %w", err)
 	}
 	if len(data) > maxPromptBytes {
-		return nil, usagef("the prompt on standard input is longer than %s", node.Bytes(maxPromptBytes))
+		return nil, usagef("the prompt on standard input is longer than %s", sizing.Bytes(maxPromptBytes))
 	}
 	text := strings.TrimSuffix(string(data), "\n")
 	return &prompt{text: strings.TrimSuffix(text, "\r")}, nil
@@ -174,10 +175,10 @@ func run(ctx context.Context, s *streams, set *settings, o *runOptions, args []s
 		return err
 	}
 	defer func() { err = errors.Join(err, n.Close()) }()
-	set.Settings = n.Settings()
+	set.Settings = n.Info().Settings
 
 	if p.ids == nil {
-		if p.ids, err = n.EncodePrompt(p.text, set.Generate.Chat); err != nil {
+		if p.ids, err = n.Text().Encode(p.text, set.Generate.Chat); err != nil {
 			return err
 		}
 		p.encoded = true
@@ -186,7 +187,7 @@ func run(ctx context.Context, s *streams, set *settings, o *runOptions, args []s
 	if !res.onStdout() {
 		text = s.out
 	}
-	loaded, err := n.Report(ctx)
+	loaded, err := n.Observe().Report(ctx)
 	if err != nil {
 		return err
 	}
@@ -194,13 +195,13 @@ func run(ctx context.Context, s *streams, set *settings, o *runOptions, args []s
 	if err != nil {
 		return err
 	}
-	done, err := n.Report(ctx)
+	done, err := n.Observe().Report(ctx)
 	if err != nil {
 		return err
 	}
 	r := newRunResult(set, a, &loaded, &done)
 	if !o.quiet {
-		if err := printReport(s.err, set, r, n.Tokenizer() != nil); err != nil {
+		if err := printReport(s.err, set, r, &done.Harvest, n.Text().Tokenizer != nil); err != nil {
 			return err
 		}
 	}
@@ -263,7 +264,7 @@ func generate(ctx context.Context, n *node.Node, set *settings, from *prompt, ou
 		}
 		say(u.Text)
 	})
-	if !first.IsZero() && n.Tokenizer() != nil {
+	if !first.IsZero() && n.Text().Tokenizer != nil {
 		say("\n")
 	}
 	if broken != nil {

@@ -15,6 +15,8 @@ import (
 	"github.com/moeserve/moeserve/configs"
 	"github.com/moeserve/moeserve/engine"
 	"github.com/moeserve/moeserve/node"
+	"github.com/moeserve/moeserve/node/checkpoint"
+	"github.com/moeserve/moeserve/node/observe"
 	"github.com/moeserve/moeserve/server"
 )
 
@@ -53,7 +55,7 @@ func modelName(set *settings) (string, error) {
 	case set.Serve.ServedModelName != "":
 		return set.Serve.ServedModelName, nil
 	case set.Model.Name == "":
-		return node.BuiltIn, nil
+		return checkpoint.BuiltIn, nil
 	}
 	path, err := filepath.Abs(set.Model.Name)
 	return filepath.Base(path), err
@@ -112,9 +114,9 @@ func serve(ctx context.Context, s *streams, set *settings, o node.Options) (err 
 	o.Given = set.given
 	o.Settings, o.Log, o.WithoutTokenizer, o.MaxQueued = set.Settings, log, withoutTokenizer(set.Model.Name), set.Serve.MaxQueuedRequests
 	o.Listener = engine.Listener{Step: func(i engine.StepInfo) { metrics.ObserveStep(i.Duration) }}
-	o.Events = func(e node.Event) {
+	o.Events = func(e observe.Event) {
 		events.Publish(e.Event, e)
-		if e.Event == node.HarvestRevocationEnded {
+		if e.Event == observe.HarvestRevocationEnded {
 			metrics.ObserveDrain(e.Drain)
 		}
 	}
@@ -159,21 +161,13 @@ func withoutTokenizer(dir string) bool {
 // model is what the server is to know of a node.
 func model(name string, n *node.Node) *server.Model {
 	m := &server.Model{
-		Name: name, Engine: n.Engine(), Tokenizer: n.Tokenizer(), MaxModelLen: n.Limits().MaxModelLen,
+		Name: name, Engine: n.Engine(), Tokenizer: n.Text().Tokenizer, MaxModelLen: n.Info().Limits.MaxModelLen,
 		Defaults: engine.DefaultParams(), Created: time.Now(),
-		Stats: func() server.Stats {
-			t := n.Traffic()
-			return server.Stats{
-				ExpertHits: t.Hits, ExpertFetchBytes: t.Fetched, ExpertResident: t.Resident,
-				ExpertMoves: t.Moves, RebalancedBytes: t.MovedBytes, Guesses: t.Guesses, GuessesRight: t.GuessesRight,
-				PathBytes: t.Copied, HarvestBytes: t.Harvest, Revocations: t.Revocations, StallSeconds: t.Stalls,
-				GraphCaptures: t.GraphCaptures, GraphLaunches: t.GraphLaunches,
-			}
-		},
-		Residency: func() any { return n.Residency() },
+		Collectors: n.Observe().Collectors(),
+		Residency:  func() any { return n.Observe().Residency() },
 	}
 	m.Defaults.Temperature = 1 // OpenAI's
-	if t := n.Template(); t != nil {
+	if t := n.Text().Template; t != nil {
 		m.Template = t
 	}
 	return m

@@ -1,0 +1,87 @@
+package bench
+
+import (
+	"context"
+	"time"
+
+	"github.com/moeserve/moeserve/configs"
+	"github.com/moeserve/moeserve/eval"
+	"github.com/moeserve/moeserve/experts"
+	"github.com/moeserve/moeserve/node"
+	"github.com/moeserve/moeserve/pipeline"
+	"github.com/moeserve/moeserve/planner"
+)
+
+// Node is a node as package eval measures it.
+type Node struct {
+	n        *node.Node
+	hardware *planner.Hardware
+}
+
+var _ eval.Node = (*Node)(nil)
+
+// New takes a node over. hardware stands for its machine's; nil: what is known of that.
+func New(n *node.Node, hardware *planner.Hardware) *Node { return &Node{n, hardware} }
+
+// Info implements eval.Node.
+func (b *Node) Info() eval.Info {
+	i := b.n.Info()
+	s := &i.Settings
+	c := b.n.Machine().Capabilities()
+	info := eval.Info{
+		Model: i.Name, Device: i.Device, DType: i.Config.DType.String(), LoadFormat: s.Model.LoadFormat,
+		Emulated: !i.Facts.Real, KeepsData: c.KeepsData, StepRows: i.Limits.MaxRows, MicroBatchRows: i.Limits.MaxRows,
+		Grouping: s.Batch.Grouping, Attention: s.Batch.Attention, MicroBatches: s.Batch.NumMicroBatches,
+		Shape: i.Shape, Sizes: i.Sizes, Hardware: b.hardware,
+	}
+	if s.Batch.MicroBatchSize > 0 {
+		info.MicroBatchRows = s.Batch.MicroBatchSize
+	}
+	if c.KeepsData {
+		info.ChosenOnlyRows = pipeline.SmallBatch(i.Config.Experts, i.Config.TopK)
+	}
+	if info.Attention == configs.AnyPlace {
+		info.Attention = configs.OnGPU
+	}
+	if h, ok := i.Facts.Known(); ok && info.Hardware == nil {
+		info.Hardware = &h
+	}
+	return info
+}
+
+// Batch implements eval.Node.
+func (b *Node) Batch(prompts [][]int32, newTokens int) (eval.Batch, error) {
+	batch, err := NewBatch(b.n, prompts, newTokens)
+	if err != nil {
+		return nil, err
+	}
+	return batch, nil
+}
+
+// Counts implements eval.Node.
+func (b *Node) Counts(ctx context.Context) (eval.Counts, error) {
+	r, err := b.n.Observe().Report(ctx)
+	if err != nil {
+		return eval.Counts{}, err
+	}
+	c := eval.Counts{
+		Stalls:      r.Pipeline.Stalls.ByName(),
+		FetchedHost: r.Experts.Fetched[experts.Host], FetchedPeer: r.Experts.Fetched[experts.Peer],
+	}
+	for _, l := range r.Layers {
+		c.Activations = append(c.Activations, l.Activations)
+	}
+	space := b.n.Info().Facts.Space.String()
+	for _, m := range r.Memory {
+		if m.Space == space {
+			c.PeakBytes = m.Peak
+		}
+	}
+	return c, nil
+}
+
+// Now implements eval.Node.
+func (b *Node) Now() time.Duration { return b.n.Machine().Now() }
+
+// Close implements eval.Node.
+func (b *Node) Close() error { return b.n.Close() }

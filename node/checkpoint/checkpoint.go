@@ -1,0 +1,145 @@
+package checkpoint
+
+import (
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"strings"
+
+	"github.com/moeserve/moeserve/configs"
+	"github.com/moeserve/moeserve/models"
+	"github.com/moeserve/moeserve/models/safetensors"
+	"github.com/moeserve/moeserve/models/tiny"
+	"github.com/moeserve/moeserve/node/fault"
+)
+
+// BuiltIn is what the built-in model is called.
+const BuiltIn = "built-in"
+
+// Model is a model's files, read as far as it takes to know what they hold.
+type Model struct {
+	// Name is the preset's, the directory, or BuiltIn.
+	Name   string
+	Config *models.Config
+	Source models.Source
+	// Files holds tokenizer and templates; nil for a preset.
+	Files fs.FS
+
+	close func() error
+}
+
+// Close releases the mapped files. The Source must not be read any more.
+func (m *Model) Close() error {
+	if m.close == nil {
+		return nil
+	}
+	return m.close()
+}
+
+// Open finds the model that the settings name and reads its configuration and the names
+// and shapes of its tensors, but no weights. Dummy weights are drawn with the seed. Errors
+// wrap fault.ErrModel or fault.ErrConfig.
+func Open(s configs.Model, seed uint64) (*Model, error) {
+	m, err := open(s, seed)
+	if err != nil {
+		return nil, err
+	}
+	if s.NumHiddenLayers > 0 {
+		if s.LoadFormat != configs.LoadDummy {
+			return nil, errors.Join(fault.Of(fault.ErrConfig, errors.New("num-hidden-layers cuts a preset and goes with load-format dummy only")), m.Close())
+		}
+	}
+	return m, nil
+}
+
+func open(s configs.Model, seed uint64) (*Model, error) {
+	if s.Name == "" {
+		return openBuiltIn()
+	}
+	if data, ok := configs.Preset(s.Name); ok {
+		if s.LoadFormat != configs.LoadDummy {
+			return nil, fault.Of(fault.ErrConfig, fmt.Errorf("%s is a preset: it has shapes and no weights; give --load-format dummy for random ones, or the directory of its checkpoint as --model", s.Name))
+		}
+		c, err := models.ParseConfig(data, "preset "+s.Name)
+		if err != nil {
+			return nil, fault.Of(fault.ErrModel, err)
+		}
+		return dummy(s, seed, s.Name, c, nil)
+	}
+	info, err := os.Stat(s.Name)
+	if err != nil || !info.IsDir() {
+		return nil, fault.Of(fault.ErrModel, fmt.Errorf("there is no model %q: give the directory of a Hugging Face checkpoint, or one of the presets %s", s.Name, strings.Join(configs.PresetNames(), ", ")))
+	}
+	c, err := models.ReadConfig(s.Name)
+	if err != nil {
+		return nil, fault.Of(fault.ErrModel, err)
+	}
+	files := os.DirFS(s.Name)
+	if s.LoadFormat == configs.LoadDummy {
+		return dummy(s, seed, s.Name, c, files)
+	}
+	ck, err := safetensors.Open(s.Name)
+	if err != nil {
+		return nil, fault.Of(fault.ErrModel, err)
+	}
+	return &Model{Name: s.Name, Config: c, Source: models.NewCheckpoint(ck), Files: files, close: ck.Close}, nil
+}
+
+func dummy(s configs.Model, seed uint64, name string, c *models.Config, files fs.FS) (*Model, error) {
+	var err error
+	if s.NumHiddenLayers > 0 {
+		if c, err = c.WithLayers(s.NumHiddenLayers); err != nil {
+			return nil, fault.Of(fault.ErrConfig, err)
+		}
+	}
+	skew, err := s.ParseRouting()
+	if err != nil {
+		return nil, fault.Of(fault.ErrConfig, err)
+	}
+	if skew > 0 {
+		if c, err = c.WithRoutingSkew(skew); err != nil {
+			return nil, fault.Of(fault.ErrConfig, err)
+		}
+	}
+	return &Model{Name: name, Config: c, Source: models.NewDummy(c, seed), Files: files}, nil
+}
+
+func openBuiltIn() (*Model, error) {
+	files := tiny.FS()
+	data, err := fs.ReadFile(files, "config.json")
+	if err != nil {
+		return nil, fault.Of(fault.ErrModel, err)
+	}
+	c, err := models.ParseConfig(data, BuiltIn+" config.json")
+	if err != nil {
+		return nil, fault.Of(fault.ErrModel, err)
+	}
+	if data, err = fs.ReadFile(files, "generation_config.json"); err == nil {
+		if c, err = c.WithGeneration(data, BuiltIn+" generation_config.json"); err != nil {
+			return nil, fault.Of(fault.ErrModel, err)
+		}
+	}
+	weights, err := fs.ReadFile(files, safetensors.SingleFile)
+	if err != nil {
+		return nil, fault.Of(fault.ErrModel, err)
+	}
+	ck, err := safetensors.Parse(BuiltIn+" "+safetensors.SingleFile, weights)
+	if err != nil {
+		return nil, fault.Of(fault.ErrModel, err)
+	}
+	return &Model{Name: BuiltIn, Config: c, Source: models.NewCheckpoint(ck), Files: files, close: ck.Close}, nil
+}
+
+// Weightless says whether a directory has a configuration and no weights.
+func Weightless(dir string) bool {
+	if dir == "" {
+		return false
+	}
+	if _, err := os.Stat(filepath.Join(dir, "config.json")); err != nil {
+		return false
+	}
+	files, err := filepath.Glob(filepath.Join(dir, "*.safetensors"))
+	return err == nil && len(files) == 0
+}

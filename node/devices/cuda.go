@@ -1,0 +1,78 @@
+//go:build cuda
+
+package devices
+
+import (
+	"errors"
+	"fmt"
+
+	"github.com/moeserve/moeserve/device"
+	"github.com/moeserve/moeserve/device/cuda"
+	"github.com/moeserve/moeserve/device/cuda/nvml"
+	"github.com/moeserve/moeserve/kernels"
+	kernelscuda "github.com/moeserve/moeserve/kernels/cuda"
+	"github.com/moeserve/moeserve/node/sizing"
+)
+
+// openCUDA opens GPUs, by the driver's numbers, and a backend for the first of them,
+// with activations of the weights' type where that has 16 bit.
+func openCUDA(o *Options, gpus []int) (device.Machine, kernels.Backend, error) {
+	m, err := cuda.Open(cuda.Options{GPUs: gpus, HostBytes: int64(o.Settings.HostMemoryGiB * (1 << 30)), Logger: o.Log})
+	if err != nil {
+		if errors.Is(err, cuda.ErrUnavailable) {
+			err = fmt.Errorf("%w: %w", errNoCUDA, err)
+		}
+		return nil, nil, err
+	}
+	options := kernelscuda.Options{BatchInvariant: o.Kernels.BatchInvariant, Serial: !o.Kernels.Overlap}
+	if o.Weights == kernels.F16 {
+		options.Activation = kernels.F16
+	}
+	b, err := kernelscuda.New(m, device.HBM(0), options)
+	if err != nil {
+		return nil, nil, errors.Join(err, m.Close())
+	}
+	return m, b, nil
+}
+
+// GPUs describes the machine's GPUs as NVML reads them, a line each; note says why
+// there are none.
+func GPUs() (gpus []string, note string) {
+	r, err := nvml.Open()
+	if err != nil {
+		return nil, err.Error()
+	}
+	defer r.Close() //nolint:errcheck // only read from
+	devices, err := r.Devices()
+	if err != nil {
+		return nil, err.Error()
+	}
+	for _, d := range devices {
+		gpus = append(gpus, describe(r, d))
+	}
+	if len(gpus) == 0 {
+		note = "NVML finds none"
+	}
+	return gpus, note
+}
+
+func describe(r *nvml.Reader, d nvml.Device) string {
+	s := fmt.Sprintf("%s, %s, driver %s", d.Name, d.Bus, r.DriverVersion())
+	reading, err := d.Read()
+	if err != nil {
+		return s + ": " + err.Error()
+	}
+	s += fmt.Sprintf(", %s of %s used", sizing.Bytes(reading.Memory.Used), sizing.Bytes(reading.Memory.Total))
+	if reading.ComputeLoad != nil {
+		s += fmt.Sprintf(", %d %% busy", *reading.ComputeLoad)
+	}
+	links := d.Links()
+	s += fmt.Sprintf(", PCIe %d x%d, %d NVLinks", links.PCIeGeneration, links.PCIeWidth, len(links.NVLinks))
+	if mig, err := d.MIG(); err == nil && mig.Enabled {
+		s += fmt.Sprintf(", MIG with %d instances", len(mig.Instances))
+	}
+	if problem := reading.Health.Problem(); problem != "" {
+		s += ", " + problem
+	}
+	return s
+}

@@ -1,0 +1,154 @@
+//go:build cuda
+
+package devices
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"sync"
+	"time"
+
+	"github.com/moeserve/moeserve/device"
+	"github.com/moeserve/moeserve/device/cuda/nvml"
+	"github.com/moeserve/moeserve/harvest"
+)
+
+// sampling is how often load and health of peers are read. The driver itself
+// averages load over up to a second.
+const sampling = 250 * time.Millisecond
+
+// monitor reads what the machine tells of peers, and beside it, in a goroutine of
+// its own since that takes milliseconds, what NVML does: load, and health.
+type monitor struct {
+	*harvest.MachineMonitor
+	log    *slog.Logger
+	reader *nvml.Reader
+	gpus   map[device.Space]interface{ Read() (nvml.Reading, error) }
+	stop   context.CancelFunc
+	loops  sync.WaitGroup
+
+	mu    sync.Mutex
+	loads map[device.Space]load
+	// fallen says that a device, which often cannot be named, is not on the bus any
+	// more: one of those that cannot be read from then on.
+	fallen bool
+}
+
+// load is NVML's part of a reading.
+type load struct {
+	utilization, bandwidth float64
+	health                 error
+}
+
+// OpenMonitor opens what harvest watches peers through, to be closed with the
+// devices; nil for what harvest has itself.
+func (d *Devices) OpenMonitor(peers []device.Space) (harvest.Monitor, error) {
+	if d.Machine.Capabilities().Emulated {
+		return nil, nil
+	}
+	r, err := nvml.Open()
+	if err != nil {
+		d.log.Warn("load and health of peers are not known", "err", err)
+		return nil, nil
+	}
+	m := &monitor{
+		log: d.log, reader: r, gpus: map[device.Space]interface{ Read() (nvml.Reading, error) }{},
+		loads: map[device.Space]load{},
+	}
+	var gpus []nvml.Device
+	for _, p := range peers {
+		info, _ := d.Machine.Topology().Info(p)
+		gpu, err := r.Find(info.UUID)
+		if err != nil {
+			d.log.Warn("load and health of a peer are not known", "device", p.String(), "err", err)
+			continue
+		}
+		m.gpus[p] = gpu
+		gpus = append(gpus, gpu)
+	}
+	if m.MachineMonitor, err = harvest.NewMachineMonitor(d.Machine, peers); err != nil {
+		return nil, errors.Join(err, r.Close())
+	}
+	m.sample()
+	ctx, stop := context.WithCancel(context.Background())
+	m.stop = stop
+	m.loops.Go(func() {
+		for tick := time.Tick(sampling); ; {
+			select {
+			case <-ctx.Done():
+				return
+			case <-tick:
+				m.sample()
+			}
+		}
+	})
+	m.loops.Go(func() {
+		if err := r.WatchXID(ctx, gpus, m.fault); err != nil && ctx.Err() == nil {
+			d.log.Warn("critical errors of peers are not heard of", "err", err)
+		}
+	})
+	d.closers = append(d.closers, m.Close)
+	return m, nil
+}
+
+// sample reads NVML.
+func (m *monitor) sample() {
+	for p, d := range m.gpus {
+		r, err := d.Read()
+		m.mu.Lock()
+		switch l := m.loads[p]; {
+		case err == nil:
+			l = load{utilization: share(r.ComputeLoad), bandwidth: share(r.MemoryLoad)}
+			if problem := r.Health.Problem(); problem != "" {
+				l.health = errors.New(problem)
+			}
+			m.loads[p] = l
+		case m.fallen:
+			l.health = fmt.Errorf("it fell off the bus: %w", err)
+			m.loads[p] = l
+		}
+		m.mu.Unlock()
+	}
+}
+
+// share is a percentage as a share; 0 where it is unknown.
+func share(percent *int) float64 {
+	if percent == nil {
+		return 0
+	}
+	return float64(*percent) / 100
+}
+
+// fellOff is the driver's number for a device that is not on the bus any more.
+const fellOff = 79
+
+// fault is told of critical errors. Most are about programs of others; memory errors
+// show in the device's health too.
+func (m *monitor) fault(x nvml.XID) {
+	m.log.Warn("the driver reports a critical error of a GPU", "uuid", x.UUID, "xid", x.Code)
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	m.fallen = m.fallen || x.Code == fellOff
+}
+
+// Read implements harvest.Monitor.
+func (m *monitor) Read(peer device.Space) (harvest.Reading, error) {
+	r, err := m.MachineMonitor.Read(peer)
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	l := m.loads[peer]
+	r.Utilization, r.Bandwidth = l.utilization, l.bandwidth
+	if r.Health == nil {
+		r.Health = l.health
+	}
+	return r, err
+}
+
+// Close ends the watching.
+func (m *monitor) Close() error {
+	m.stop()
+	m.loops.Wait()
+	return errors.Join(m.MachineMonitor.Close(), m.reader.Close())
+}

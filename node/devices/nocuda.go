@@ -1,0 +1,26 @@
+//go:build !cuda
+
+package devices
+
+import (
+	"fmt"
+
+	"github.com/moeserve/moeserve/configs"
+	"github.com/moeserve/moeserve/device"
+	"github.com/moeserve/moeserve/harvest"
+	"github.com/moeserve/moeserve/kernels"
+)
+
+func openCUDA(o *Options, _ []int) (device.Machine, kernels.Backend, error) {
+	or := ""
+	if o.Settings.Kind == configs.CUDA {
+		or = ", or leave out --device cuda"
+	}
+	return nil, nil, fmt.Errorf("%w: this binary was built without CUDA; build it with make, where gcc and a cuda.h are%s", errNoCUDA, or)
+}
+
+// GPUs describes the machine's GPUs, a line each; note says why there are none.
+func GPUs() (gpus []string, note string) { return nil, "this build has no CUDA in it" }
+
+// OpenMonitor leaves the watching of peers to harvest.
+func (*Devices) OpenMonitor([]device.Space) (harvest.Monitor, error) { return nil, nil }

@@ -1,0 +1,15 @@
+// Package observe reads what the parts of a running node count, for people and for
+// programs: the metrics of each part (Experts, Links, Harvest, Pipeline), which collect
+// themselves for Prometheus and print themselves for a report; the Report of a run; where
+// every expert is (Residency); and what happens to memory and experts (Event).
+//
+// A new counter goes into its part's own struct, and, to be a metric, into that part's
+// file here: nothing else copies it.
+//
+// It counts nothing itself and changes nothing. But for Report, all of it may be read
+// while requests run.
+//
+//	o := observe.New(observe.Parts{Store: store, …})
+//	registry.MustRegister(o.Collectors()...)
+//	report, err := o.Report(ctx)
+package observe

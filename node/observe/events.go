@@ -1,0 +1,156 @@
+package observe
+
+import (
+	"time"
+
+	"github.com/moeserve/moeserve/experts"
+	"github.com/moeserve/moeserve/harvest"
+)
+
+// Event is something that happened to memory or experts, with a JSON form whose names
+// are fixed: fields that say nothing about this event are left out.
+type Event struct {
+	// Event is its name: "harvest.revoked".
+	Event string    `json:"event"`
+	Time  time.Time `json:"time"`
+	// Device is a peer, Slab a piece of its memory, Handle a part of that.
+	Device string `json:"device,omitempty"`
+	Slab   uint64 `json:"slab,omitempty"`
+	Handle uint64 `json:"handle,omitempty"`
+	// Handles is how many there were on the slab.
+	Handles int    `json:"handles,omitempty"`
+	Client  string `json:"client,omitempty"`
+	Bytes   int64  `json:"bytes,omitempty"`
+	Reason  string `json:"reason,omitempty"`
+	// Layer by the model's number, and Expert; In became local in the place of Out.
+	Layer  *int `json:"layer,omitempty"`
+	Expert *int `json:"expert,omitempty"`
+	In     *int `json:"in,omitempty"`
+	Out    *int `json:"out,omitempty"`
+	// Drain is how long readers took, Took how long all of it did.
+	Drain time.Duration `json:"drain_ns,omitempty"`
+	Took  time.Duration `json:"took_ns,omitempty"`
+	// Late says that the deadline was missed.
+	Late  bool   `json:"late,omitempty"`
+	Error string `json:"error,omitempty"`
+}
+
+// The names of events.
+const (
+	HarvestAllocated       = "harvest.allocated"
+	HarvestRefused         = "harvest.refused"
+	HarvestFreed           = "harvest.freed"
+	HarvestSlabTaken       = "harvest.slab_taken"
+	HarvestSlabReturned    = "harvest.slab_returned"
+	HarvestRevocationBegan = "harvest.revocation_began"
+	HarvestRevoked         = "harvest.revoked"
+	HarvestRevocationEnded = "harvest.revocation_ended"
+	HarvestViolated        = "harvest.violated"
+	HarvestPeerUnhealthy   = "harvest.peer_unhealthy"
+	HarvestPeerHealthy     = "harvest.peer_healthy"
+	ExpertPromoted         = "experts.promoted"
+	ExpertDemoted          = "experts.demoted"
+	ExpertSwapped          = "experts.swapped"
+	ExpertPeerFailed       = "experts.peer_failed"
+)
+
+func text(err error) string {
+	if err == nil {
+		return ""
+	}
+	return err.Error()
+}
+
+// teller puts name and time on events.
+func teller(to func(Event)) func(name string, e Event) {
+	return func(name string, e Event) {
+		e.Event, e.Time = name, time.Now()
+		to(e)
+	}
+}
+
+// HarvestEvents tells to of what harvest does; nobody where to is nil.
+func HarvestEvents(to func(Event)) harvest.EventListener {
+	if to == nil {
+		return harvest.EventListener{}
+	}
+	tell := teller(to)
+	handle := func(h *harvest.Handle) Event {
+		return Event{Device: h.Device().String(), Handle: h.ID(), Client: h.Client(), Bytes: h.Bytes()}
+	}
+	slab := func(i harvest.SlabInfo) Event {
+		return Event{Device: i.Device.String(), Slab: i.Slab, Bytes: i.Bytes, Error: text(i.Err)}
+	}
+	revocation := func(i harvest.RevocationInfo) Event {
+		return Event{
+			Device: i.Device.String(), Slab: i.Slab, Bytes: i.Bytes, Handles: i.Handles, Reason: i.Reason.String(),
+			Drain: i.Drain, Took: i.Took, Late: i.Late, Error: text(i.Cause),
+		}
+	}
+	return harvest.EventListener{
+		Allocated: func(i harvest.AllocInfo) {
+			e := handle(i.Handle)
+			e.Slab = i.Slab
+			tell(HarvestAllocated, e)
+		},
+		Refused: func(i harvest.RefuseInfo) {
+			tell(HarvestRefused, Event{Client: i.Client, Bytes: i.Bytes, Error: text(i.Err)})
+		},
+		Freed: func(i harvest.FreeInfo) {
+			e := handle(i.Handle)
+			e.Drain, e.Error = i.Drain, text(i.Failed)
+			tell(HarvestFreed, e)
+		},
+		SlabTaken: func(i harvest.SlabInfo) { tell(HarvestSlabTaken, slab(i)) },
+		SlabReturned: func(i harvest.SlabInfo) {
+			e := slab(i)
+			e.Reason = i.Reason.String()
+			tell(HarvestSlabReturned, e)
+		},
+		RevocationBegan: func(i harvest.RevocationInfo) { tell(HarvestRevocationBegan, revocation(i)) },
+		Revoked: func(i harvest.RevokeInfo) {
+			e := handle(i.Handle)
+			e.Reason, e.Drain, e.Error = i.Reason.String(), i.Drain, text(i.Failed)
+			tell(HarvestRevoked, e)
+		},
+		RevocationEnded: func(i harvest.RevocationInfo) { tell(HarvestRevocationEnded, revocation(i)) },
+		Violated: func(i harvest.ViolationInfo) {
+			tell(HarvestViolated, Event{Device: i.Device.String(), Slab: i.Slab, Reason: i.Reason.String(), Late: true, Error: i.String()})
+		},
+		Peer: func(i harvest.PeerInfo) {
+			name := HarvestPeerHealthy
+			if i.Health != nil {
+				name = HarvestPeerUnhealthy
+			}
+			tell(name, Event{Device: i.Device.String(), Error: text(i.Health)})
+		},
+	}
+}
+
+// ExpertEvents tells to of what happens to the experts' places; nobody where to is
+// nil.
+func ExpertEvents(to func(Event)) experts.EventListener {
+	if to == nil {
+		return experts.EventListener{}
+	}
+	tell := teller(to)
+	move := func(name string) func(experts.MoveInfo) {
+		return func(i experts.MoveInfo) {
+			tell(name, Event{Device: i.Device.String(), Layer: &i.Layer, Expert: &i.Expert, Bytes: i.Bytes, Took: i.Took, Reason: i.Why})
+		}
+	}
+	return experts.EventListener{
+		Promoted: move(ExpertPromoted),
+		Demoted:  move(ExpertDemoted),
+		Swapped: func(i experts.SwapInfo) {
+			tell(ExpertSwapped, Event{Layer: &i.Layer, In: &i.In, Out: &i.Out})
+		},
+		PeerFailed: func(i experts.PeerInfo) {
+			reason := ""
+			if i.Excluded {
+				reason = "excluded"
+			}
+			tell(ExpertPeerFailed, Event{Device: i.Device.String(), Reason: reason, Error: text(i.Err)})
+		},
+	}
+}

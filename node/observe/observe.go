@@ -1,0 +1,106 @@
+package observe
+
+import (
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+
+	"github.com/moeserve/moeserve/device"
+	"github.com/moeserve/moeserve/engine"
+	"github.com/moeserve/moeserve/experts"
+	"github.com/moeserve/moeserve/harvest"
+	"github.com/moeserve/moeserve/pipeline"
+	"github.com/moeserve/moeserve/rebalancer"
+	"github.com/moeserve/moeserve/transfer"
+)
+
+// Parts of a node that are observed.
+type Parts struct {
+	// Model and Backend as the user would name them; Space is that of the GPU that
+	// computes.
+	Model, Backend string
+	Machine        device.Machine
+	Space          device.Space
+	Store          *experts.Store
+	Transfer       *transfer.Engine
+	Pipeline       *pipeline.Pipeline
+	Engine         *engine.Engine
+	Harvest        *harvest.Runtime       // nil without peers
+	Rebalancer     *rebalancer.Rebalancer // nil where nothing can move
+	// Lenders are the peers that may be borrowed from.
+	Lenders []Lender
+	// Adaptive says that other experts may become local.
+	Adaptive bool
+	// LoadTime is how long taking memory and loading took.
+	LoadTime time.Duration
+}
+
+// Observer reads what the parts count.
+type Observer struct{ p Parts }
+
+// New makes an observer. The parts stay their owner's.
+func New(p Parts) *Observer { return &Observer{p} }
+
+// Experts reads where experts are, and what was fetched and moved.
+func (o *Observer) Experts() Experts { return readExperts(o.p.Store) }
+
+// Links reads what links have copied.
+func (o *Observer) Links() Links { return o.p.Transfer.Stats() }
+
+// Pipeline reads how steps ran.
+func (o *Observer) Pipeline() Pipeline {
+	return Pipeline{Stalls: o.p.Pipeline.Stalls(), Graphs: o.p.Pipeline.Graphs()}
+}
+
+// Harvest reads what is borrowed; nothing without peers.
+func (o *Observer) Harvest() Harvest {
+	if o.p.Harvest == nil {
+		return Harvest{}
+	}
+	s := o.p.Harvest.State()
+	h := Harvest{Peers: s.Peers, Revocations: map[string]int64{}}
+	for reason, n := range s.Revocations {
+		h.Revocations[reason.String()] = n
+	}
+	return h
+}
+
+// Collectors collect the metrics of all parts but the engine's.
+func (o *Observer) Collectors() []prometheus.Collector {
+	return []prometheus.Collector{
+		collector[Experts]{o.Experts, expertDescs}, collector[Links]{o.Links, linkDescs},
+		collector[Pipeline]{o.Pipeline, pipelineDescs}, collector[Harvest]{o.Harvest, harvestDescs},
+	}
+}
+
+// collector collects a part's metrics as they are when they are read.
+type collector[M interface{ collect(to sink) }] struct {
+	read  func() M
+	descs []*prometheus.Desc
+}
+
+// Describe implements prometheus.Collector.
+func (c collector[M]) Describe(ch chan<- *prometheus.Desc) {
+	for _, d := range c.descs {
+		ch <- d
+	}
+}
+
+// Collect implements prometheus.Collector.
+func (c collector[M]) Collect(ch chan<- prometheus.Metric) { c.read().collect(ch) }
+
+// sink takes metrics.
+type sink chan<- prometheus.Metric
+
+func (s sink) counter(d *prometheus.Desc, v float64, labels ...string) {
+	s <- prometheus.MustNewConstMetric(d, prometheus.CounterValue, v, labels...)
+}
+
+func (s sink) gauge(d *prometheus.Desc, v float64, labels ...string) {
+	s <- prometheus.MustNewConstMetric(d, prometheus.GaugeValue, v, labels...)
+}
+
+// desc describes a metric.
+func desc(name, help string, labels ...string) *prometheus.Desc {
+	return prometheus.NewDesc(name, help, labels, nil)
+}

@@ -1,0 +1,42 @@
+package observe
+
+import (
+	"github.com/moeserve/moeserve/experts"
+	"github.com/moeserve/moeserve/harvest"
+	"github.com/moeserve/moeserve/rebalancer"
+)
+
+// Lender is a peer as the outside knows it.
+type Lender struct {
+	// Device is what it is called here: "gpu1".
+	Device string `json:"device"`
+	// GPU is the driver's number.
+	GPU  int    `json:"gpu"`
+	Name string `json:"name"`
+	UUID string `json:"uuid"`
+}
+
+// Residency says where every expert is and whose memory is borrowed for it, for
+// people who look into a running node. It has a JSON form.
+type Residency struct {
+	Experts experts.Snapshot `json:"experts"`
+	// Peers that may be borrowed from; Harvest is what is.
+	Peers   []Lender       `json:"peers"`
+	Harvest *harvest.State `json:"harvest"`
+	// Rebalancer is what it has done; nil where nothing can move.
+	Rebalancer *rebalancer.Counts `json:"rebalancer"`
+}
+
+// Residency takes stock. It may be called while requests run.
+func (o *Observer) Residency() Residency {
+	r := Residency{Experts: o.p.Store.Snapshot(), Peers: o.p.Lenders}
+	if o.p.Harvest != nil {
+		s := o.p.Harvest.State()
+		r.Harvest = &s
+	}
+	if o.p.Rebalancer != nil {
+		c := o.p.Rebalancer.Counts()
+		r.Rebalancer = &c
+	}
+	return r
+}

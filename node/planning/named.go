@@ -1,0 +1,118 @@
+package planning
+
+import (
+	"fmt"
+
+	"github.com/moeserve/moeserve/configs"
+	"github.com/moeserve/moeserve/kernels"
+	"github.com/moeserve/moeserve/models"
+	"github.com/moeserve/moeserve/node/checkpoint"
+	"github.com/moeserve/moeserve/node/fault"
+	"github.com/moeserve/moeserve/node/sizing"
+	"github.com/moeserve/moeserve/planner"
+)
+
+// plannedBackend stands for the backend of GPUs where there is none.
+type plannedBackend struct{ activation kernels.DType }
+
+func (b plannedBackend) ActivationDType() kernels.DType { return b.activation }
+
+func (b plannedBackend) cast(kernels.DType) kernels.DType { return b.activation }
+
+// ExpertLayout has the size of all of that backend's layouts, and a name of its own:
+// experts that are not row-major, as on Hopper, take the most memory while they are
+// loaded.
+func (plannedBackend) ExpertLayout(s kernels.ExpertShape) (kernels.ExpertLayout, error) {
+	l, err := kernels.RowMajorLayout("cuda", s)
+	l.Tag = "planned"
+	return l, err
+}
+
+// plannedWorkspace is what that backend takes of the GPU itself, in bytes.
+const plannedWorkspace = 32 << 20
+
+// NamedOptions say what to plan for on hardware that need not be here.
+type NamedOptions struct {
+	Settings *configs.Settings
+	Given    Given
+	Workload planner.Workload
+	// RingLayers and HostLogits as in sizing.Options.
+	RingLayers int
+	HostLogits bool
+	// PeerMemory is what each peer has to lend, in bytes; 0: what the hardware says. The
+	// head-room stays free of it.
+	PeerMemory int64
+}
+
+// NewNamed puts a problem together for the hardware that the settings name. Errors wrap
+// fault.ErrConfig or fault.ErrModel.
+func NewNamed(model *checkpoint.Model, o NamedOptions) (*Problem, error) {
+	s := o.Settings
+	h, err := LoadHardware(s.Plan.Hardware)
+	if err != nil {
+		return nil, fault.Of(fault.ErrConfig, err)
+	}
+	peers, spare, err := o.peers(&h)
+	if err != nil {
+		return nil, fault.Of(fault.ErrConfig, err)
+	}
+	backend := plannedBackend{kernels.BF16}
+	if model.Config.DType == kernels.F16 {
+		backend.activation = kernels.F16
+	}
+	layout, err := models.NewLayout(model.Config, model.Source, backend.cast)
+	if err != nil {
+		return nil, fault.Of(fault.ErrModel, err)
+	}
+	f, err := sizing.New(sizing.Options{
+		Config: model.Config, Layout: layout, Types: backend, MaxModelLen: s.KV.MaxModelLen, RingLayers: o.RingLayers,
+		Adaptive: s.Offload.AdaptLocal, HostLogits: o.HostLogits, Clears: peers > 0, Kernels: plannedWorkspace,
+	})
+	if err != nil {
+		return nil, fault.Of(fault.ErrConfig, err)
+	}
+	h.PeerMemory = peers * (spare / f.ExpertBytes() * f.ExpertBytes())
+	p, err := New(f, Options{
+		Model: model.Name, Settings: s, Given: o.Given, Workload: o.Workload,
+		Hardware: h, Shares: planner.Shares{GPU: s.Device.GPUMemoryUtilization, Peer: 1},
+	})
+	return p, fault.Of(fault.ErrConfig, err)
+}
+
+// peers is how many the named hardware is to have, and what each lends, in bytes: as
+// the settings say or, where they do not, one if it has any. Paths that lead through
+// peers end where there are none.
+func (o *NamedOptions) peers(h *planner.Hardware) (count, spare int64, err error) {
+	s := o.Settings
+	c, err := s.Device.ParsePeers()
+	if err != nil {
+		return 0, 0, err
+	}
+	room, err := s.Harvest.ParseHeadroom()
+	if err != nil {
+		return 0, 0, err
+	}
+	each := h.PeerMemory
+	if count = int64(len(c.GPUs)); c.Auto {
+		count = min(1, max(each, o.PeerMemory))
+	}
+	if each == 0 {
+		each = h.GPUMemory
+	}
+	if o.PeerMemory > 0 {
+		each = o.PeerMemory
+	}
+	if count > 0 && h.PeerToGPU == 0 {
+		return 0, 0, fmt.Errorf("peers: hardware %s has no links to peers; describe a machine that has, with peer_to_gpu_bytes_per_s", h.Name)
+	}
+	if room.Share > 0 {
+		room.Bytes = int64(room.Share * float64(h.GPUMemory))
+	}
+	if count == 0 {
+		h.HostToGPU = h.HostToGPU[:1]
+	}
+	if s.Offload.Tier == configs.HostTier {
+		count = 0
+	}
+	return count, max(0, each-room.Bytes), nil
+}

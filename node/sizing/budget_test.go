@@ -1,0 +1,64 @@
+package sizing
+
+import (
+	"strings"
+	"testing"
+
+	"github.com/moeserve/moeserve/planner"
+)
+
+func TestRoomSaysWhatIsMissing(t *testing.T) {
+	d := Demand{Space: "gpu0", Capacity: 1000, Share: 0.9, Parts: []planner.Part{{Name: "weights", Bytes: 600}, {Name: "experts", Bytes: 299}}, Advice: "offload more experts"}
+	if room, err := d.Room(); err != nil || room != 1 {
+		t.Errorf("room %d, %v; want 1", room, err)
+	}
+	d.Parts[1].Bytes = 2 << 30
+	_, err := d.Room()
+	if err == nil {
+		t.Fatal("fits")
+	}
+	for _, want := range []string{"gpu0", "2.00 GiB needed", "weights 600 B", "experts 2.00 GiB", "900 B may be used", "90 %", "offload more experts"} {
+		if !strings.Contains(err.Error(), want) {
+			t.Errorf("%q does not say %q", err, want)
+		}
+	}
+}
+
+func TestKVFit(t *testing.T) {
+	base := KVDemand{Room: 100 * 10, BlockBytes: 10, BlockTokens: 16, ModelPositions: 320, MaxNumSeqs: 2}
+	for _, c := range []struct {
+		name   string
+		change func(*KVDemand)
+		want   KVFit
+		err    string
+	}{
+		{"as much as the sequences can use", func(*KVDemand) {}, KVFit{Blocks: 40, MaxModelLen: 320}, ""},
+		{"all the room", func(d *KVDemand) { d.MaxNumSeqs = 64 }, KVFit{Blocks: 100, MaxModelLen: 320}, ""},
+		{"a length asked for", func(d *KVDemand) { d.MaxModelLen = 33 }, KVFit{Blocks: 6, MaxModelLen: 33}, ""},
+		{"blocks asked for", func(d *KVDemand) { d.Blocks = 50 }, KVFit{Blocks: 50, MaxModelLen: 320}, ""},
+		{"the length is what fits", func(d *KVDemand) { d.Room = 70 }, KVFit{Blocks: 7, MaxModelLen: 112}, ""},
+		{"few blocks shorten it", func(d *KVDemand) { d.Blocks = 3 }, KVFit{Blocks: 3, MaxModelLen: 48}, ""},
+		{"longer than the model", func(d *KVDemand) { d.MaxModelLen = 321 }, KVFit{}, "320 positions"},
+		{"longer than the room", func(d *KVDemand) { d.MaxModelLen = 320; d.Room = 190 }, KVFit{}, "at most 304"},
+		{"no room", func(d *KVDemand) { d.Room = 9 }, KVFit{}, "room for 0"},
+		{"more blocks than room", func(d *KVDemand) { d.Blocks = 101 }, KVFit{}, "room for 100"},
+	} {
+		d := base
+		c.change(&d)
+		got, err := d.Fit()
+		if c.err == "" && (err != nil || got != c.want) {
+			t.Errorf("%s: %+v, %v; want %+v", c.name, got, err, c.want)
+		}
+		if c.err != "" && (err == nil || !strings.Contains(err.Error(), c.err)) {
+			t.Errorf("%s: error %v; want %q in it", c.name, err, c.err)
+		}
+	}
+}
+
+func TestBytes(t *testing.T) {
+	for n, want := range map[int64]string{0: "0 B", 1023: "1023 B", 1024: "1.00 KiB", 3 << 19: "1.50 MiB", 80 << 30: "80.00 GiB", 5 << 50: "5120.00 TiB"} {
+		if got := Bytes(n); got != want {
+			t.Errorf("Bytes(%d) = %q, want %q", n, got, want)
+		}
+	}
+}
