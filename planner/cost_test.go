@@ -14,7 +14,7 @@ func TestSearchCost(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			s := search{Problem: n, choices: Choices{}.withDefaults(n)}
+			s := search{Problem: n, choices: Choices{}.EnsureDefaults(n)}
 			if err := s.run(); err != nil {
 				continue // TestSearch
 			}

@@ -22,7 +22,6 @@
 //     written as JSON; ParsePolicy reads them.
 //   - Floors gives the least that a decode step takes, for tables beside
 //     measurements.
-//   - HRM is MoE-Lightning's own model and search, for comparison.
 //
 // # Terms
 //

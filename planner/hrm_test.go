@@ -2,9 +2,9 @@ package planner
 
 import "testing"
 
-func mixtralOn(t testing.TB, hardware string, newTokens int) HRM {
+func mixtralOn(t testing.TB, hardware string, newTokens int) hrm {
 	t.Helper()
-	return HRM{
+	return hrm{
 		Model: presetModel(t, "mixtral-8x7b"), Hardware: hardwarePreset(t, hardware),
 		Workload: Workload{PromptTokens: 77, NewTokens: newTokens},
 	}
@@ -15,7 +15,7 @@ func mixtralOn(t testing.TB, hardware string, newTokens int) HRM {
 func TestHRMGolden(t *testing.T) {
 	const gib = 1 << 30
 	m := mixtralOn(t, "l4", 32)
-	p, ok, err := m.Predict(324, 14)
+	p, ok, err := m.evaluate(324, 14)
 	if err != nil || !ok {
 		t.Fatal(ok, err)
 	}
@@ -37,7 +37,7 @@ func TestHRMGolden(t *testing.T) {
 			t.Errorf("%s: %v, want %v", c.name, c.got, c.want)
 		}
 	}
-	best, ok, err := m.Search()
+	best, ok, err := m.search()
 	if err != nil || !ok || best != p {
 		t.Errorf("search finds %+v, %v, %v", best, ok, err)
 	}
@@ -73,7 +73,7 @@ func TestHRMPublishedPolicies(t *testing.T) {
 		if c.hostGiB > 0 {
 			m.Hardware.HostMemory = int64(c.hostGiB * gib)
 		}
-		p, ok, err := m.Search()
+		p, ok, err := m.search()
 		if err != nil || !ok || p.MicroBatch != c.micro || p.MicroBatches != c.number {
 			t.Errorf("%s, %d new tokens, %v GiB: %+v, %v, %v; want %d x %d", c.hardware, c.newTokens, c.hostGiB, p, ok, err, c.micro, c.number)
 		}
@@ -83,7 +83,7 @@ func TestHRMPublishedPolicies(t *testing.T) {
 		micro, number int
 		tokS          float64
 	}{{164, 10, 353.96}, {132, 12, 344.88}} {
-		if p, ok, err := m.Predict(c.micro, c.number); err != nil || !ok || !near(p.TokS, c.tokS, 1e-4) {
+		if p, ok, err := m.evaluate(c.micro, c.number); err != nil || !ok || !near(p.TokS, c.tokS, 1e-4) {
 			t.Errorf("%d x %d: %v tok/s, %v, %v; want %v", c.micro, c.number, p.TokS, ok, err, c.tokS)
 		}
 	}
@@ -91,38 +91,18 @@ func TestHRMPublishedPolicies(t *testing.T) {
 
 func TestHRMRefuses(t *testing.T) {
 	m := mixtralOn(t, "l4", 32)
-	if _, ok, err := m.Predict(4096, 32); ok || err != nil {
+	if _, ok, err := m.evaluate(4096, 32); ok || err != nil {
 		t.Errorf("131,072 rows fit an L4: %v, %v", ok, err)
 	}
-	if _, _, err := m.Predict(0, 1); err == nil {
+	if _, _, err := m.evaluate(0, 1); err == nil {
 		t.Error("micro-batches of nothing")
 	}
 	m.Hardware.HostMemory = 10 << 30
-	if p, ok, err := m.Search(); ok || err != nil {
+	if p, ok, err := m.search(); ok || err != nil {
 		t.Errorf("Mixtral fits 10 GiB: %+v, %v", p, err)
 	}
 	m.Workload.NewTokens = 1
-	if _, _, err := m.Search(); err == nil {
+	if _, _, err := m.search(); err == nil {
 		t.Error("no decode step, and no error")
-	}
-}
-
-func TestRoofline(t *testing.T) {
-	r := Roofline{PeakI: 100, BandwidthI: 10, PeakJ: 8, BandwidthJ: 4, Link: 2}
-	for _, c := range []struct{ intensity, link, want float64 }{{1, 100, 10}, {50, 100, 100}, {50, 3, 6}} {
-		if got := r.Attainable(c.intensity, c.link); got != c.want {
-			t.Errorf("attainable at %v, %v: %v, want %v", c.intensity, c.link, got, c.want)
-		}
-	}
-	// At P1 the link gives as much as level j reaches by itself; at P2 and at the
-	// balance as much as level i can use.
-	if i := r.StayBelow(); r.Link*i != min(r.PeakJ, r.BandwidthJ*i) {
-		t.Errorf("P1 at %v", i)
-	}
-	if i := r.LinkBoundBelow(50); i != 50 || r.Attainable(50, i) != r.PeakI {
-		t.Errorf("P2 at %v", i)
-	}
-	if i := r.Balance(3); i != 15 || r.Link*i != r.BandwidthI*3 {
-		t.Errorf("balance at %v", i)
 	}
 }

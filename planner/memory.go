@@ -37,7 +37,8 @@ type Sizes struct {
 	GPUFixed, HostFixed, PeerFixed int64
 }
 
-func (s Sizes) withDefaults(m *Model) Sizes {
+// EnsureDefaults estimates what is not given, of a model with its own defaults.
+func (s Sizes) EnsureDefaults(m *Model) Sizes {
 	if s.Expert == 0 {
 		s.Expert = m.ExpertBytes()
 	}
@@ -86,7 +87,8 @@ type Shares struct {
 	GPU, Host, Peer float64
 }
 
-func (s Shares) withDefaults() Shares {
+// EnsureDefaults fills in what is not given.
+func (s Shares) EnsureDefaults() Shares {
 	for _, d := range []struct {
 		share *float64
 		value float64

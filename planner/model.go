@@ -34,7 +34,8 @@ type Model struct {
 	WeightBytes, ActivationBytes, KVBytes int
 }
 
-func (m Model) withDefaults() Model {
+// EnsureDefaults fills in what is not given.
+func (m Model) EnsureDefaults() Model {
 	for _, p := range []*int{&m.WeightBytes, &m.ActivationBytes, &m.KVBytes} {
 		if *p == 0 {
 			*p = 2
@@ -102,20 +103,20 @@ func (m Model) Distinct(rows float64) float64 {
 
 // ExpertBytes is the size of one expert's three matrices.
 func (m Model) ExpertBytes() int64 {
-	m = m.withDefaults()
+	m = m.EnsureDefaults()
 	return 3 * int64(m.Hidden) * int64(m.ExpertWidth) * int64(m.WeightBytes)
 }
 
 // KVBytesPerToken is the size of a token's keys and values of all layers.
 func (m Model) KVBytesPerToken() int64 {
-	m = m.withDefaults()
+	m = m.EnsureDefaults()
 	return 2 * int64(m.Layers) * int64(m.KVHeads) * int64(m.HeadDim) * int64(m.KVBytes)
 }
 
 // OtherBytes estimates the size of all weights but those of routed experts: it
 // leaves out biases.
 func (m Model) OtherBytes() int64 {
-	m = m.withDefaults()
+	m = m.EnsureDefaults()
 	h, q, v := int64(m.Hidden), int64(m.Heads*m.HeadDim), int64(2*m.KVHeads*m.HeadDim)
 	n := int64(m.Layers) * (2*h*q + h*v + 2*h)
 	n += int64(m.MoELayers()) * h * int64(m.Experts)

@@ -188,7 +188,7 @@ type Floor struct {
 // the copies of fraction * layers * E(1-(1-k/E)^N) experts, whichever is longer.
 // Copies take no time to start here.
 func Floors(m Model, h Hardware, c FloorCase) Floor {
-	m = m.withDefaults()
+	m = m.EnsureDefaults()
 	groups := float64(max(c.Groups, 1))
 	rows := float64(c.Rows)
 	seen := m.seen(c.Context)

@@ -64,7 +64,7 @@ func TestWork(t *testing.T) {
 	m := Model{
 		Layers: 3, DenseLayers: 1, Hidden: 4, Heads: 2, KVHeads: 1, HeadDim: 3, Experts: 2, TopK: 1, ExpertWidth: 5,
 		SharedWidth: 7, DenseWidth: 11, Vocab: 13,
-	}.withDefaults()
+	}.EnsureDefaults()
 	// Two rows in two parts: a part of one row touches one expert.
 	x := m.work(stepShape{rows: 2, logits: 1, pairs: 10, kvTokens: 20, projections: 2, experts: 2})
 	for phase, want := range map[int][2]float64{

@@ -34,9 +34,9 @@ func (p Problem) normalized() (*Problem, error) {
 	if err := p.Workload.Validate(); err != nil {
 		return nil, err
 	}
-	p.Model = p.Model.withDefaults()
-	p.Sizes = p.Sizes.withDefaults(&p.Model)
-	p.Shares = p.Shares.withDefaults()
+	p.Model = p.Model.EnsureDefaults()
+	p.Sizes = p.Sizes.EnsureDefaults(&p.Model)
+	p.Shares = p.Shares.EnsureDefaults()
 	for _, s := range []float64{p.Shares.GPU, p.Shares.Host, p.Shares.Peer} {
 		if !(s > 0 && s <= 1) {
 			return nil, fmt.Errorf("planner: shares of memory %+v; each must be above 0 and at most 1", p.Shares)

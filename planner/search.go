@@ -46,7 +46,8 @@ type Choices struct {
 	Slack float64
 }
 
-func (c Choices) withDefaults(p *Problem) Choices {
+// EnsureDefaults leaves all that is not given to the search of a problem.
+func (c Choices) EnsureDefaults(p *Problem) Choices {
 	if c.Attention == nil {
 		c.Attention = []configs.Place{configs.OnGPU, configs.OnCPU}
 	}
@@ -162,7 +163,7 @@ func (p Problem) Search(c Choices) (Prediction, error) {
 	if err != nil {
 		return Prediction{}, err
 	}
-	c = c.withDefaults(n)
+	c = c.EnsureDefaults(n)
 	if err := c.validate(n); err != nil {
 		return Prediction{}, err
 	}

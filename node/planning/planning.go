@@ -37,7 +37,9 @@ type Planned struct {
 	Missing []string
 }
 
-// runs is what of the planner's choices this engine carries out.
+// runs is what of the planner's choices this engine carries out. The planner also counts
+// with keys and values that stream from the host and with several paths from there, which
+// plan --unrestricted shows.
 func runs() planner.Choices {
 	return planner.Choices{KVOnHost: []float64{0}, HostPaths: []int{1}}
 }

@@ -5,55 +5,19 @@ import (
 	"math"
 )
 
-// Roofline is the hierarchical roofline of a level i and the slower level j that
-// feeds it (MoE-Lightning, section 3). Peaks are in flop/s, bandwidths in bytes/s,
-// intensities in flop per byte.
-type Roofline struct {
-	PeakI, BandwidthI float64
-	PeakJ, BandwidthJ float64
-	// Link carries bytes from j to i.
-	Link float64
-}
-
-// Attainable is the rate of work at level i that has intensity of the bytes it reads
-// at i, and link intensity of those that come from j: min(P_i, B_i I_i, B_ji I_j).
-func (r Roofline) Attainable(intensity, link float64) float64 {
-	return min(r.PeakI, r.BandwidthI*intensity, r.Link*link)
-}
-
-// StayBelow (P1) is the link intensity up to which work is better done where its
-// bytes are, at level j: B_ji I = min(P_j, B_j I).
-func (r Roofline) StayBelow() float64 {
-	if r.Link >= r.BandwidthJ {
-		return 0
-	}
-	return r.PeakJ / r.Link
-}
-
-// LinkBoundBelow (P2) is the link intensity up to which the link bounds work at level
-// i: B_ji I = min(P_i, B_i I_i).
-func (r Roofline) LinkBoundBelow(intensity float64) float64 {
-	return min(r.PeakI, r.BandwidthI*intensity) / r.Link
-}
-
-// Balance is the link intensity at which link and memory of level i are busy for the
-// same time: B_i I_i = B_ji I_j.
-func (r Roofline) Balance(intensity float64) float64 {
-	return r.BandwidthI * intensity / r.Link
-}
-
-// HRM is MoE-Lightning's own cost model and search: attention on the CPU, experts per
+// hrm is MoE-Lightning's own cost model and search: attention on the CPU, experts per
 // micro-batch on the GPU, a fraction of each layer's expert weights local, everything
-// else streamed from the host. It serves for comparison with what was published, and
-// leaves out what Problem adds.
-type HRM struct {
+// else streamed from the host. With the presets' rates it gives what was published, which
+// is how these are known to be those of the machines that were measured; it leaves out
+// what Problem adds.
+type hrm struct {
 	Model    Model
 	Hardware Hardware
 	Workload Workload
 }
 
-// HRMPrediction is what HRM says of a policy.
-type HRMPrediction struct {
+// hrmPrediction is what hrm says of a policy.
+type hrmPrediction struct {
 	// MicroBatch rows in each of MicroBatches.
 	MicroBatch, MicroBatches int
 	// LocalShare of the expert weights is on the GPU: wg, the largest that fits.
@@ -75,7 +39,7 @@ const (
 	hrmHostShare = 0.8
 )
 
-// Predict evaluates a policy, and says false where it does not fit. The formulas are
+// evaluate evaluates a policy, and says false where it does not fit. The formulas are
 // those of the reference planner, for 16 bit: per layer, with N rows, s prompt and n
 // new tokens, hkv = h / (heads / kv heads), wi = 6 h I E:
 //
@@ -85,18 +49,18 @@ const (
 //	GPU memory   other + wi L wg + 4hus + 2hNs + 8 s hkv u + 2 wi (1-wg) + inter,
 //	             inter = 2.4 u k s (h + 3I)
 //	Host memory  wi L (1-wg) + 4 (s+n) hkv N L + 2hNs + 2 wi (1-wg)
-func (m HRM) Predict(microBatch, microBatches int) (HRMPrediction, bool, error) {
+func (m hrm) evaluate(microBatch, microBatches int) (hrmPrediction, bool, error) {
 	if err := m.validate(); err != nil {
-		return HRMPrediction{}, false, err
+		return hrmPrediction{}, false, err
 	}
 	if microBatch < 1 || microBatches < 1 {
-		return HRMPrediction{}, false, fmt.Errorf("planner: %d micro-batches of %d rows; there must be at least one of one", microBatches, microBatch)
+		return hrmPrediction{}, false, fmt.Errorf("planner: %d micro-batches of %d rows; there must be at least one of one", microBatches, microBatch)
 	}
 	p, ok := m.predict(microBatch, microBatches)
 	return p, ok, nil
 }
 
-func (m *HRM) validate() error {
+func (m *hrm) validate() error {
 	if err := m.Model.Validate(); err != nil {
 		return err
 	}
@@ -112,7 +76,7 @@ func (m *HRM) validate() error {
 	return nil
 }
 
-func (m *HRM) predict(microBatch, microBatches int) (HRMPrediction, bool) {
+func (m *hrm) predict(microBatch, microBatches int) (hrmPrediction, bool) {
 	h, i := float64(m.Model.Hidden), float64(m.Model.ExpertWidth)
 	heads, kvHeads := float64(m.Model.Heads), float64(m.Model.KVHeads)
 	e, k, layers := float64(m.Model.Experts), float64(m.Model.TopK), float64(m.Model.Layers)
@@ -122,7 +86,7 @@ func (m *HRM) predict(microBatch, microBatches int) (HRMPrediction, bool) {
 	d, hkv := h/heads, h/(heads/kvHeads)
 	wi, other := 6*h*i*e, (4*h*h+4*h*hkv)*layers
 
-	p := HRMPrediction{MicroBatch: microBatch, MicroBatches: microBatches}
+	p := hrmPrediction{MicroBatch: microBatch, MicroBatches: microBatches}
 	p.Intermediate = 2.4 * u * k * s * (h + 3*i)
 	// Both memories are linear in wg: what they take at wg = 0, and what wg adds.
 	gpu := other + 4*h*u*s + 2*h*rows*s + 8*s*hkv*u + 2*wi + p.Intermediate
@@ -149,15 +113,15 @@ func (m *HRM) predict(microBatch, microBatches int) (HRMPrediction, bool) {
 	return p, true
 }
 
-// Search goes through micro-batches of 1, 2, 3, 4 and then every 32nd more, and
+// search goes through micro-batches of 1, 2, 3, 4 and then every 32nd more, and
 // through their number until the throughput falls or memory ends. Of equal policies
 // the last wins, as in the reference. It says false where nothing fits.
-func (m HRM) Search() (HRMPrediction, bool, error) {
+func (m hrm) search() (hrmPrediction, bool, error) {
 	if err := m.validate(); err != nil {
-		return HRMPrediction{}, false, err
+		return hrmPrediction{}, false, err
 	}
 	const largestMicroBatch = 1 << 20
-	var best HRMPrediction
+	var best hrmPrediction
 	found := false
 	for u := 1; u < largestMicroBatch; {
 		last := 0.0
