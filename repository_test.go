@@ -31,7 +31,7 @@ var mayImport = map[string][]string{
 	"eval":               {"configs", "engine", "planner", "transfer", "kvcache", "device"},
 	"engine":             {"pipeline", "kvcache", "models/tokenizer"},
 	"rebalancer":         {"experts", "harvest", "planner", "device"},
-	"pipeline":           {"forward", "models", "experts", "kvcache", "transfer", "planner", "kernels", "device"},
+	"pipeline":           {"forward", "models", "experts", "kvcache", "transfer", "configs", "kernels", "device"},
 	"planner":            {"configs"},
 	"experts":            {"residency", "harvest", "transfer", "kernels", "device"},
 	"kvcache":            {"kernels", "device"},

@@ -6,6 +6,7 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/moeserve/moeserve/configs"
 	"github.com/moeserve/moeserve/device/emulated"
 )
 
@@ -73,7 +74,7 @@ func TestNoGarbage(t *testing.T) {
 		{Options{MicroBatches: 2}, 0},
 		{Options{SmallBatchRows: -1}, 0.5},
 		{Options{SmallBatchRows: 64}, 0.5},
-		{Options{Grouping: ByMicroBatch, MicroBatches: 2, SmallBatchRows: -1}, 1},
+		{Options{Grouping: configs.PerMicroBatch, MicroBatches: 2, SmallBatchRows: -1}, 1},
 	} {
 		const from, steps = 5, 50
 		r := newRig(t, "mixtral", c.fraction, emulated.Options{}, c.o)

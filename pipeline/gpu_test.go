@@ -142,7 +142,7 @@ func (r *gpuRig) steps(again int) [][]int32 {
 	done, prompt := make([]int, len(ids)), []int{40, 1, 23, 64, 5}
 	for i, n := range prompt {
 		for j := range n {
-			ids[i] = append(ids[i], int32((7*i+13*j+j*j)%r.n.Config().Vocab))
+			ids[i] = append(ids[i], int32((7*i+13*j+j*j)%r.n.Info().Config.Vocab))
 		}
 		tables[i] = r.n.KV().NewTable()
 		defer tables[i].Release(false)
@@ -242,9 +242,9 @@ func TestGPUSameSteps(t *testing.T) {
 // same steps do not depend on where experts are, nor on the run; with batch-invariant
 // products not on the rows that experts run over either. Steps that fail can be run again.
 func TestGPUOrders(t *testing.T) {
-	for _, attention := range []string{"gpu", "cpu"} {
+	for _, attention := range []configs.Place{configs.OnGPU, configs.OnCPU} {
 		var want [][]int32
-		for _, grouping := range []string{"layer", "micro-batch"} {
+		for _, grouping := range []configs.Grouping{configs.PerLayer, configs.PerMicroBatch} {
 			for _, fraction := range []float64{0, 0.5, 1} {
 				r := newGPURig(t, true, fraction, 16, func(s *configs.Settings) { s.Batch.Attention, s.Batch.Grouping = attention, grouping })
 				for run := range 3 {

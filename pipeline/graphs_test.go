@@ -11,6 +11,7 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/moeserve/moeserve/configs"
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/device/emulated"
 	"github.com/moeserve/moeserve/experts"
@@ -221,7 +222,7 @@ func TestGraphsChangeNothing(t *testing.T) {
 			want := plain.live(seed, steps, nil)
 			counted := plain.store.Activations()
 			for _, o := range []Options{
-				{Graphs: 16}, {Graphs: 1}, {Graphs: 3, MicroBatchRows: 2}, {Graphs: 3, Grouping: ByMicroBatch, MicroBatches: 2},
+				{Graphs: 16}, {Graphs: 1}, {Graphs: 3, MicroBatchRows: 2}, {Graphs: 3, Grouping: configs.PerMicroBatch, MicroBatches: 2},
 			} {
 				r := newRig(t, name, 0, emulated.Options{Virtual: true, Check: true}, o)
 				for range 2 { // the second time with graphs at hand

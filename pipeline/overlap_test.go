@@ -43,7 +43,7 @@ type cell struct {
 	tier     experts.Tier
 	// attention is by the host where hostRate, the rate of its memory in bytes/s, is set.
 	hostRate float64
-	grouping Grouping
+	grouping configs.Grouping
 	// layers of the model, the first ones. 0: all.
 	layers int
 	// ring is how many layers' missing experts there is room for. 0: two.
@@ -304,7 +304,7 @@ func TestMicroBatchwiseReadsMore(t *testing.T) {
 		for _, fraction := range []float64{0, 1} {
 			c := cell{preset: preset, rows: 4536, fraction: fraction, tier: experts.Host, layers: 6}
 			merged := newTimed(t, c).step(c.rows)
-			c.grouping = ByMicroBatch
+			c.grouping = configs.PerMicroBatch
 			each := newTimed(t, c).step(c.rows)
 			ratio := each.step.Seconds() / merged.step.Seconds()
 			t.Logf("%v: a step takes %v, and %v with experts once per micro-batch", c, merged.step, each.step)
@@ -320,7 +320,7 @@ func TestMicroBatchwiseReadsMore(t *testing.T) {
 func TestSmallRing(t *testing.T) {
 	for _, ring := range []float64{1, 1.5} {
 		for _, hostRate := range []float64{0, 2e12} {
-			for _, grouping := range []Grouping{ByLayer, ByMicroBatch} {
+			for _, grouping := range []configs.Grouping{configs.PerLayer, configs.PerMicroBatch} {
 				c := cell{preset: "mixtral-8x7b", rows: 324, fraction: 0.5, tier: experts.Host, layers: 4, ring: ring, hostRate: hostRate, grouping: grouping}
 				x := newTimed(t, c)
 				x.step(c.rows)

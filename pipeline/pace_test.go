@@ -7,6 +7,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/moeserve/moeserve/configs"
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/device/emulated"
 )
@@ -52,7 +53,7 @@ func TestSameTogether(t *testing.T) {
 	want := newRig(t, "mixtral", 0, emulated.Options{Virtual: true}, Options{SmallBatchRows: -1}).run()
 	for i, mo := range machines(t) {
 		for j, o := range []Options{
-			{}, {MicroBatchRows: 3}, {HostAttention: host}, {Grouping: ByMicroBatch, MicroBatches: 2}, {HostAttention: host, Grouping: ByMicroBatch, MicroBatches: 3},
+			{}, {MicroBatchRows: 3}, {HostAttention: host}, {Grouping: configs.PerMicroBatch, MicroBatches: 2}, {HostAttention: host, Grouping: configs.PerMicroBatch, MicroBatches: 3},
 		} {
 			t.Run(fmt.Sprintf("%d %d", i, j), func(t *testing.T) {
 				o.SmallBatchRows = -1

@@ -7,6 +7,7 @@ import (
 	"log/slog"
 	"slices"
 
+	"github.com/moeserve/moeserve/configs"
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/experts"
 	"github.com/moeserve/moeserve/forward"
@@ -17,18 +18,6 @@ import (
 // ErrStepFailed marks an error of Step after which the same step may be run
 // again: a copy failed, or a device other than the compute device was lost.
 var ErrStepFailed = errors.New("step failed")
-
-// Grouping says over which rows of a step a layer's experts run at once.
-type Grouping uint8
-
-// The groupings: over all rows of a merge group, or over those of a micro-batch, which
-// is the order of CGOPipe (see MicroBatchwise).
-const (
-	ByLayer Grouping = iota
-	ByMicroBatch
-)
-
-func (g Grouping) String() string { return [...]string{"layer", "micro-batch"}[g] }
 
 // Options are the parts a pipeline works with. It owns none of them but its
 // streams and its own buffers.
@@ -52,8 +41,9 @@ type Options struct {
 	// MicroBatches is into how many micro-batches a step is cut, at least, where it has
 	// so many rows. Default: as few as MicroBatchRows allows.
 	MicroBatches int
-	// Grouping of rows for experts. Default: ByLayer.
-	Grouping Grouping
+	// Grouping of rows for experts. Those of a layer are all of a merge group; per
+	// micro-batch they run in the order of CGOPipe (see MicroBatchwise).
+	Grouping configs.Grouping
 	// HostAttention attends on the host, over keys and values in its memory. It takes
 	// the model's activation type. Default: none, and the device attends.
 	HostAttention kernels.Backend
@@ -331,7 +321,7 @@ func (p *Pipeline) plan(shape Shape) []Action {
 	switch {
 	case p.chosenOnly:
 		plan = ChosenOnly(shape)
-	case p.o.Grouping == ByMicroBatch:
+	case p.o.Grouping == configs.PerMicroBatch:
 		plan = MicroBatchwise(shape)
 	case shape.HostAttention:
 		plan = PingPong(shape)

@@ -12,6 +12,7 @@ import (
 
 	"go.uber.org/goleak"
 
+	"github.com/moeserve/moeserve/configs"
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/device/emulated"
 	"github.com/moeserve/moeserve/experts"
@@ -328,7 +329,7 @@ func TestSameInEveryOrder(t *testing.T) {
 			want := newRig(t, name, 0, emulated.Options{Virtual: true}, Options{SmallBatchRows: -1}).run()
 			i := 0
 			for _, attention := range []kernels.Backend{nil, host} {
-				for _, grouping := range []Grouping{ByLayer, ByMicroBatch} {
+				for _, grouping := range []configs.Grouping{configs.PerLayer, configs.PerMicroBatch} {
 					for _, o := range []Options{{}, {MicroBatches: 3}, {MicroBatchRows: 2, SmallBatchRows: -1}, {MicroBatchRows: 7, MicroBatches: 5, SmallBatchRows: -1}} {
 						o.HostAttention, o.Grouping = attention, grouping
 						mo, fraction := machines(t)[i%len(machines(t))], float64(i%5)/4
@@ -443,9 +444,9 @@ func hosts(p emulated.Point) bool {
 var orders = []Options{
 	{SmallBatchRows: 64},
 	{HostAttention: host, SmallBatchRows: -1},
-	{HostAttention: host, Grouping: ByMicroBatch, MicroBatches: 3, SmallBatchRows: -1},
+	{HostAttention: host, Grouping: configs.PerMicroBatch, MicroBatches: 3, SmallBatchRows: -1},
 	{HostAttention: host, SmallBatchRows: 64},
-	{Grouping: ByMicroBatch, MicroBatches: 2, SmallBatchRows: -1},
+	{Grouping: configs.PerMicroBatch, MicroBatches: 2, SmallBatchRows: -1},
 }
 
 // TestSameDespiteFaults breaks and stalls copies, in steps of every order.

@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 
+	"github.com/moeserve/moeserve/configs"
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/forward"
 )
@@ -72,7 +73,7 @@ func (o Options) GroupLimits(l forward.Limits) forward.Limits {
 // device runs experts over many rows, so that each has something to do while the other
 // works.
 func (o *Options) Groups() int {
-	if o.HostAttention != nil && o.Grouping == ByLayer {
+	if o.HostAttention != nil && o.Grouping == configs.PerLayer {
 		return 2
 	}
 	return 1

@@ -4,6 +4,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/moeserve/moeserve/configs"
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/device/emulated"
 )
@@ -21,10 +22,10 @@ func TestStallsByCause(t *testing.T) {
 	}{
 		{ExpertCopy, emulated.Options{HostLink: slow}, Options{SmallBatchRows: -1}, 1},
 		{ExpertCopy, emulated.Options{HostLink: slow}, Options{SmallBatchRows: 64}, 1},
-		{ExpertCopy, emulated.Options{HostLink: slow}, Options{Grouping: ByMicroBatch, MicroBatches: 3}, 1},
+		{ExpertCopy, emulated.Options{HostLink: slow}, Options{Grouping: configs.PerMicroBatch, MicroBatches: 3}, 1},
 		{KVCopy, emulated.Options{HostLink: slow}, Options{HostAttention: host}, 0},
 		{CPUAttention, emulated.Options{Host: emulated.GPU{BytesPerSecond: 10e6}}, Options{HostAttention: host}, 0},
-		{CPUAttention, emulated.Options{Host: emulated.GPU{FlopsPerSecond: 50e6}}, Options{HostAttention: host, Grouping: ByMicroBatch}, 0},
+		{CPUAttention, emulated.Options{Host: emulated.GPU{FlopsPerSecond: 50e6}}, Options{HostAttention: host, Grouping: configs.PerMicroBatch}, 0},
 	} {
 		c.mo.Virtual = true
 		c.mo.GPUs = []emulated.GPU{{BytesPerSecond: 100e9}}

@@ -126,9 +126,9 @@ type somebody struct{ kernels.Backend }
 
 // Steps are a pipeline's options, as far as sizes depend on them.
 func (f *Footprint) Steps(l forward.Limits, b configs.Batch) pipeline.Options {
-	o := pipeline.Options{Limits: l, HostLogits: f.o.HostLogits, MicroBatchRows: b.MicroBatchSize, MicroBatches: b.NumMicroBatches}
-	if b.Grouping == configs.PerMicroBatch {
-		o.Grouping = pipeline.ByMicroBatch
+	o := pipeline.Options{
+		Limits: l, HostLogits: f.o.HostLogits,
+		MicroBatchRows: b.MicroBatchSize, MicroBatches: b.NumMicroBatches, Grouping: b.Grouping,
 	}
 	if b.Attention == configs.OnCPU {
 		o.HostAttention = somebody{}
