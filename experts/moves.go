@@ -502,7 +502,7 @@ func (s *Store) carryOutSwaps() {
 		s.returnFence(w.done)
 		if err != nil {
 			s.spare = append(s.spare, w.to)
-			s.log.Warn("experts: a local expert is not swapped", "in", s.name(w.in), "out", s.name(w.out), "error", err)
+			s.log.Warn("experts: a local expert is not swapped", "in", s.name(w.in), "out", s.name(w.out), "err", err)
 			return true
 		}
 		l := &s.layers[w.in.Layer]

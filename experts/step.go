@@ -722,7 +722,7 @@ func (s *Store) reset(ctx context.Context) error {
 		}
 	}
 	if s.err != nil {
-		s.log.Warn("experts were reset", "error", s.err, "slots_lost", lost)
+		s.log.Warn("experts were reset", "err", s.err, "slots_lost", lost)
 	}
 	for _, f := range s.fetches {
 		s.letGo(f)

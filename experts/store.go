@@ -39,8 +39,8 @@ type Options struct {
 	NoData bool
 	// Events is told what moves. Default: nobody.
 	Events EventListener
-	// Logger hears of resets. Default: none.
-	Logger *slog.Logger
+	// Log hears of resets. Default: none.
+	Log *slog.Logger
 }
 
 // EnsureDefaults returns o with its defaults filled in.
@@ -48,8 +48,8 @@ func (o Options) EnsureDefaults() Options {
 	if o.SplitBytes == 0 {
 		o.SplitBytes = transfer.LeastSplit
 	}
-	if o.Logger == nil {
-		o.Logger = slog.New(slog.DiscardHandler)
+	if o.Log == nil {
+		o.Log = slog.New(slog.DiscardHandler)
 	}
 	o.Events = o.Events.EnsureDefaults()
 	return o
@@ -218,7 +218,7 @@ type fetch struct {
 // harvest lends. An error wraps device.ErrOutOfMemory where it does not fit.
 func New(o Options) (*Store, error) {
 	o = o.EnsureDefaults()
-	s := &Store{o: o, plan: o.Plan, log: o.Logger, links: o.Transfer.Inbound(o.Space)}
+	s := &Store{o: o, plan: o.Plan, log: o.Log, links: o.Transfer.Inbound(o.Space)}
 	if err := s.allocate(); err != nil {
 		return nil, errors.Join(fmt.Errorf("experts: %w", err), s.free())
 	}

@@ -161,7 +161,7 @@ func (p *Pipeline) capture(ctx context.Context, plan []Action) {
 	if err != nil {
 		g.gaveUp = true
 		g.failed.Add(1)
-		g.log.Warn("a decode step could not be taken down as a graph; no more steps will be, and run slower", "error", err)
+		g.log.Warn("a decode step could not be taken down as a graph; no more steps will be, and run slower", "err", err)
 	}
 }
 

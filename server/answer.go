@@ -116,7 +116,7 @@ func (s *Server) stream(ctx context.Context, w *response, c *common, jobs []*rea
 			return e
 		}
 		if e.Status >= http.StatusInternalServerError {
-			s.o.Log.Warn("a streamed answer broke off", "request_id", w.id, "error", err)
+			s.o.Log.Warn("a streamed answer broke off", "request_id", w.id, "err", err)
 		}
 		err = w.event(e.body())
 	} else if c.usage {

@@ -57,7 +57,7 @@ func (w *response) Unwrap() http.ResponseWriter { return w.ResponseWriter }
 func (w *response) deadline() {
 	// A writer without deadlines (of a test) has no client who could be slow.
 	if err := w.control.SetWriteDeadline(time.Now().Add(w.timeout)); err != nil && !errors.Is(err, http.ErrNotSupported) {
-		w.log.Debug("no deadline for a write", "request_id", w.id, "error", err)
+		w.log.Debug("no deadline for a write", "request_id", w.id, "err", err)
 	}
 }
 
@@ -72,7 +72,7 @@ func (w *response) read(r *http.Request, most int64, timeout time.Duration) ([]b
 	}
 	deadline := func(t time.Time) {
 		if err := w.control.SetReadDeadline(t); err != nil && !errors.Is(err, http.ErrNotSupported) {
-			w.log.Debug("no deadline for a read", "request_id", w.id, "error", err)
+			w.log.Debug("no deadline for a read", "request_id", w.id, "err", err)
 		}
 	}
 	deadline(time.Now().Add(timeout))

@@ -252,7 +252,7 @@ func (s *Server) ServeHTTP(hw http.ResponseWriter, r *http.Request) {
 	if err := s.dispatch(w, r); err != nil {
 		e := asError(r.Context(), err, "")
 		if e.Status >= http.StatusInternalServerError && e.RetryAfter == 0 {
-			s.o.Log.Error("request failed", "request_id", w.id, "path", r.URL.Path, "error", err)
+			s.o.Log.Error("request failed", "request_id", w.id, "path", r.URL.Path, "err", err)
 		}
 		w.fail(e)
 	}

@@ -135,7 +135,7 @@ func (g *gpu) lose(e *device.Error) {
 	if !g.lost.CompareAndSwap(nil, e) {
 		return
 	}
-	g.m.o.Logger.Error("device lost", "device", g.space.String(), "op", e.Op, "cuda_error", e.Name, "detail", e.Detail)
+	g.m.o.Log.Error("device lost", "device", g.space.String(), "op", e.Op, "cuda_error", e.Name, "detail", e.Detail)
 	g.m.mu.Lock()
 	var fences []*fence
 	for f := range g.m.fences {

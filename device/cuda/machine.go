@@ -74,7 +74,7 @@ func Open(o Options) (device.Machine, error) {
 
 // New is Open for callers that need what this package adds to the contract.
 func New(o Options) (*Machine, error) {
-	o = o.withDefaults()
+	o = o.EnsureDefaults()
 	version, err := start(o.Driver)
 	if err != nil {
 		return nil, err
@@ -175,7 +175,7 @@ func (m *Machine) connect() ([][]bool, error) {
 			case success, alreadyEnabled:
 				reach[i][j] = true
 			case tooManyPeers:
-				m.o.Logger.Warn("peer access refused: too many peers", "from", a.space.String(), "to", b.space.String())
+				m.o.Log.Warn("peer access refused: too many peers", "from", a.space.String(), "to", b.space.String())
 			default:
 				return nil, failure("open", a.space, c, "peer access to "+b.space.String())
 			}

@@ -21,20 +21,21 @@ type Options struct {
 	// TouchThreads bring in the pages of new host memory. Default: the number of
 	// processors, at most 16.
 	TouchThreads int
-	// Logger is told what a user may want to know and nobody needs to act on.
+	// Log is told what a user may want to know and nobody needs to act on.
 	// Default: nobody.
-	Logger *slog.Logger
+	Log *slog.Logger
 }
 
-func (o Options) withDefaults() Options {
+// EnsureDefaults fills in what is not given.
+func (o Options) EnsureDefaults() Options {
 	if len(o.GPUs) == 0 {
 		o.GPUs = []int{0}
 	}
 	if o.TouchThreads <= 0 {
 		o.TouchThreads = min(runtime.NumCPU(), 16)
 	}
-	if o.Logger == nil {
-		o.Logger = slog.New(slog.DiscardHandler)
+	if o.Log == nil {
+		o.Log = slog.New(slog.DiscardHandler)
 	}
 	return o
 }

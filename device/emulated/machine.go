@@ -76,10 +76,10 @@ func Open(o Options) (device.Machine, error) {
 
 // New is Open for callers that inject faults or read findings.
 func New(o Options) (*Machine, error) {
-	if err := o.validate(); err != nil {
+	if err := o.Validate(); err != nil {
 		return nil, err
 	}
-	o = o.withDefaults()
+	o = o.EnsureDefaults()
 	m := &Machine{
 		o: o, topo: o.topology(), wall: device.WallClock{Opened: time.Now()},
 		rng: rand.New(rand.NewPCG(o.Seed, 0)), change: make(chan struct{}),

@@ -123,8 +123,8 @@ const (
 	defaultDeadlock  = 2 * time.Second
 )
 
-// withDefaults returns o with every unset field at its default.
-func (o Options) withDefaults() Options {
+// EnsureDefaults returns o with every unset field at its default.
+func (o Options) EnsureDefaults() Options {
 	if o.DeadlockAfter == 0 {
 		o.DeadlockAfter = defaultDeadlock
 	}
@@ -136,14 +136,14 @@ func (o Options) withDefaults() Options {
 	}
 	gpus := make([]GPU, len(o.GPUs))
 	for i, g := range o.GPUs {
-		gpus[i] = g.withDefaults(defaultGPUBytes)
+		gpus[i] = g.ensureDefaults(defaultGPUBytes)
 	}
 	o.GPUs = gpus
-	o.Host = o.Host.withDefaults(defaultHostBytes)
+	o.Host = o.Host.ensureDefaults(defaultHostBytes)
 	return o
 }
 
-func (g GPU) withDefaults(bytes int64) GPU {
+func (g GPU) ensureDefaults(bytes int64) GPU {
 	if g.Name == "" {
 		g.Name = "emulated"
 	}
@@ -155,7 +155,8 @@ func (g GPU) withDefaults(bytes int64) GPU {
 
 func badRate(r float64) bool { return r < 0 || math.IsNaN(r) || math.IsInf(r, 0) }
 
-func (o *Options) validate() error {
+// Validate says which option cannot be, of those that have their defaults.
+func (o *Options) Validate() error {
 	if o.Virtual && o.Pace {
 		return fmt.Errorf("emulated: Pace is for the wall clock and a virtual machine has its own: set one of Pace and Virtual")
 	}

@@ -143,7 +143,7 @@ func ParseSpec(text string) (Options, error) {
 	for range s.gpus {
 		o.GPUs = append(o.GPUs, s.gpu)
 	}
-	if err := o.validate(); err != nil {
+	if err := o.Validate(); err != nil {
 		return Options{}, err
 	}
 	return o, nil

@@ -64,8 +64,8 @@ var _ kernels.Backend = (*Backend)(nil)
 // newBackend returns a backend of the device whose memory space is; it owns run from
 // now on, also where it fails.
 func newBackend(m device.Machine, space device.Space, o Options, run runner) (*Backend, error) {
-	o, err := o.withDefaults()
-	if err != nil {
+	o = o.EnsureDefaults()
+	if err := o.Validate(); err != nil {
 		return nil, errors.Join(err, run.close())
 	}
 	info, ok := m.Topology().Info(space)

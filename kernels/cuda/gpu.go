@@ -40,8 +40,8 @@ type gpuRunner struct {
 // kernels, or finds them where it kept them; that takes seconds the first time. An
 // error says what to install, or which file does not compile.
 func New(machine device.Machine, space device.Space, o Options) (*Backend, error) {
-	o, err := o.withDefaults()
-	if err != nil {
+	o = o.EnsureDefaults()
+	if err := o.Validate(); err != nil {
 		return nil, err
 	}
 	m, ok := machine.(*cuda.Machine)
@@ -62,7 +62,7 @@ func New(machine device.Machine, space device.Space, o Options) (*Backend, error
 		arch = nvrtc.Arch(info.ComputeCapability)
 	}
 	r := &gpuRunner{m: m, space: space, half: o.Activation == kernels.F16, overlap: !o.Serial && waits(arch)}
-	err = r.load(o, arch, folders)
+	err := r.load(o, arch, folders)
 	if err == nil && !o.BatchInvariant {
 		err = r.openLibrary(device.Align(o.WorkspaceBytes), folders)
 	}

@@ -34,12 +34,10 @@ type Options struct {
 	Architecture string
 }
 
-func (o Options) withDefaults() (Options, error) {
+// EnsureDefaults fills in what is not given.
+func (o Options) EnsureDefaults() Options {
 	if o.Activation == kernels.Invalid {
 		o.Activation = kernels.BF16
-	}
-	if o.Activation != kernels.BF16 && o.Activation != kernels.F16 {
-		return o, fmt.Errorf("cuda: Options.Activation is %v, want %v or %v", o.Activation, kernels.BF16, kernels.F16)
 	}
 	if o.Streams <= 0 {
 		o.Streams = 1
@@ -47,5 +45,13 @@ func (o Options) withDefaults() (Options, error) {
 	if o.WorkspaceBytes <= 0 {
 		o.WorkspaceBytes = 32 << 20
 	}
-	return o, nil
+	return o
+}
+
+// Validate says which option cannot be.
+func (o Options) Validate() error {
+	if o.Activation != kernels.BF16 && o.Activation != kernels.F16 {
+		return fmt.Errorf("cuda: Options.Activation is %v, want %v or %v", o.Activation, kernels.BF16, kernels.F16)
+	}
+	return nil
 }

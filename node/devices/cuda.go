@@ -17,7 +17,7 @@ import (
 // openCUDA opens GPUs, by the driver's numbers, and a backend for the first of them,
 // with activations of the weights' type where that has 16 bit.
 func openCUDA(o *Options, gpus []int) (device.Machine, kernels.Backend, error) {
-	m, err := cuda.Open(cuda.Options{GPUs: gpus, HostBytes: int64(o.Settings.HostMemoryGiB * (1 << 30)), Logger: o.Log})
+	m, err := cuda.Open(cuda.Options{GPUs: gpus, HostBytes: int64(o.Settings.HostMemoryGiB * (1 << 30)), Log: o.Log})
 	if err != nil {
 		if errors.Is(err, cuda.ErrUnavailable) {
 			err = fmt.Errorf("%w: %w", errNoCUDA, err)
