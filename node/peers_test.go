@@ -127,7 +127,7 @@ func TestRevokedInMidRun(t *testing.T) {
 	want := generate(t, open(t, machine{options: emulated.Options{}}, nil))
 	for trace, headroom := range map[string]string{
 		writeTrace(t, "0,1,0", "0,2,0", "0.004,1,268435456", "0.004,2,0", "0.01,1,0", "0.01,2,268435456", "0.02,1,0", "0.02,2,0"): "5%",
-		"generated:3:60000": "75%",
+		"generated:6:60000": "75%",
 	} {
 		for schedule, policies := range map[emulated.Schedule][]string{
 			emulated.Eager: {"best-fit"}, emulated.Lazy: {"interference"}, emulated.Random: {"best-fit", "stability"},
