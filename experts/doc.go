@@ -21,8 +21,8 @@
 //
 // # Fetches
 //
-// A fetch loads one pointer and tries to take a reference on what it finds there, the
-// state word of harvest's handle: if it can, it reads the peer, else the host. It takes
+// A fetch asks the cache in peers' memory (package peercache) for a copy with a reference
+// on it: if there is one it reads the peer, else the host. It takes
 // no lock that anybody waits under. Experts that lie side by side in both places come
 // in one copy. Where a peer and the host together are faster than the peer alone, the
 // end of a copy comes from the host: by the links' rates, which copies made so far
@@ -97,8 +97,7 @@
 //   - A slot never serves an expert before its last byte has landed: whoever reads
 //     it stands behind fences that only the ends of its copies raise.
 //   - A slot is overwritten only after the last reader's fence.
-//   - A peer copy is found by fetches only after its last byte has landed, and every
-//     copy from or to a peer's memory holds a reference on it until it has ended.
+//   - Every copy from a peer's memory holds a reference on it until it has ended.
 //   - Slots are chosen in ring order, waves by expert id: never by time.
 //   - What a step reads does not depend on tiers, moves, revocations or failures.
 //   - One allocation for all local extents, one for the ring, one for all host

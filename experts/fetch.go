@@ -7,6 +7,7 @@ import (
 
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/harvest"
+	"github.com/moeserve/moeserve/peercache"
 	"github.com/moeserve/moeserve/transfer"
 )
 
@@ -17,9 +18,9 @@ type run struct {
 	experts []int
 	slot    int // the first
 	after   []device.Point
-	// lent are the peer copies that are read, refs references on them.
-	lent []*lent
-	refs []harvest.Ref
+	// copies in peers' memory that are read, and references on them.
+	copies []*peercache.Copy[ID]
+	refs   []harvest.Ref
 }
 
 // bring takes a reference on each of these offloaded experts of the layer: on its
@@ -87,7 +88,7 @@ func (s *Store) collect(position int, missing []int, waves int, p transfer.Prior
 				}
 			}
 			if copied != nil {
-				r.lent, r.refs = append(r.lent, copied), append(r.refs, ref)
+				r.copies, r.refs = append(r.copies, copied), append(r.refs, ref)
 			}
 		}
 		from = to
@@ -106,7 +107,7 @@ func appendRun(runs []run, src device.Region, slot int) []run {
 	r := &runs[len(runs)-1]
 	*r = run{
 		src: src.Slice(0, 0), slot: slot,
-		experts: r.experts[:0], after: r.after[:0], lent: r.lent[:0], refs: r.refs[:0],
+		experts: r.experts[:0], after: r.after[:0], copies: r.copies[:0], refs: r.refs[:0],
 	}
 	return runs
 }
@@ -114,24 +115,23 @@ func appendRun(runs []run, src device.Region, slot int) []run {
 // takes says whether an expert that lies at src and goes to a slot prolongs the run.
 // Peer copies do only within a slab: two of them may lie side by side, and are different
 // allocations.
-func (r *run) takes(src device.Region, copied *lent, slot int) bool {
+func (r *run) takes(src device.Region, copied *peercache.Copy[ID], slot int) bool {
 	if r.src.Space != src.Space || r.src.End() != src.Addr || r.slot+len(r.experts) != slot {
 		return false
 	}
-	return copied == nil || r.lent[len(r.lent)-1].handle.Slab() == copied.handle.Slab()
+	return copied == nil || r.copies[len(r.copies)-1].Slab() == copied.Slab()
 }
 
 // resolve says where an offloaded expert is copied from, and, where that is a peer,
 // by which copy, with a reference on it. It takes no lock and never waits. The step
 // that is run again after a copy from a peer failed takes everything from the host.
-func (s *Store) resolve(id ID) (device.Region, *lent, harvest.Ref) {
-	if l := s.peers.published(id); l != nil && s.mistrust == 0 {
-		ref, ok := l.handle.Acquire(s.peers.fetcher)
-		if ok && s.without.noReference {
-			ref.Release()
-		}
-		if ok {
-			return l.handle.Region(), l, ref
+func (s *Store) resolve(id ID) (device.Region, *peercache.Copy[ID], harvest.Ref) {
+	if s.mistrust == 0 {
+		if copied, ref, ok := s.peers.Acquire(id); ok {
+			if s.without.noReference {
+				ref.Release()
+			}
+			return copied.Region(), copied, ref
 		}
 	}
 	return s.hostRegion(id), nil, harvest.Ref{}
@@ -197,7 +197,7 @@ func (s *Store) start(position int, r *run, hostBytes int64, p transfer.Priority
 		s.counts.fetches[position][e]++
 	}
 	f := s.newFetch(r.src.Space)
-	f.lent = append(f.lent, r.lent...)
+	f.copies = append(f.copies, r.copies...)
 	err := s.submit(position, f, mainCopy, r, 0, dst.Slice(0, rest), r.src.Slice(0, rest), p)
 	for k := range r.refs {
 		if err == nil && r.refs[k].Held() {
@@ -246,7 +246,7 @@ func (s *Store) newFetch(from device.Space) *fetch {
 	}
 	f := s.spent[n-1]
 	s.spent = s.spent[:n-1]
-	*f = fetch{from: from, slots: f.slots[:0], lent: f.lent[:0]}
+	*f = fetch{from: from, slots: f.slots[:0], copies: f.copies[:0]}
 	return f
 }
 
@@ -262,7 +262,7 @@ func (s *Store) letGo(f *fetch) {
 		return // or its name may still be asked for
 	}
 	f.ticket.Release()
-	clear(f.lent)
+	clear(f.copies)
 	s.spent = append(s.spent, f)
 }
 
@@ -363,7 +363,7 @@ func (s *Store) forgetEnded() {
 			continue
 		}
 		if f.from != device.Host {
-			s.peers.worked(f.from)
+			s.peers.ReadWorked(f.from)
 		}
 		s.letGo(f)
 	}

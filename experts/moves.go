@@ -5,107 +5,45 @@ import (
 	"errors"
 	"fmt"
 	"slices"
-	"sync"
-	"sync/atomic"
 	"time"
 
 	"github.com/moeserve/moeserve/device"
-	"github.com/moeserve/moeserve/harvest"
+	"github.com/moeserve/moeserve/peercache"
 	"github.com/moeserve/moeserve/transfer"
 )
 
 // ErrBusy: the expert is there already, or on its way.
-var ErrBusy = errors.New("it is there already, or on its way")
+var ErrBusy = peercache.ErrBusy
 
 // HarvestClient is the name under which harvest knows the store.
 const HarvestClient = "experts"
 
-// failuresInARow of copies with one peer, after which it is left out.
-const failuresInARow = 3
-
-// peers keeps the copies in peers' memory.
-type peers struct {
-	// at is where a fetch looks: the copy that has landed, or nil. [position][expert]
-	at [][]atomic.Pointer[lent]
-
-	fetcher, mover *harvest.Holder
-
-	mu sync.Mutex
-	// moving copies have not landed; ending ones were given up, and their copies are
-	// not seen to have ended.
-	moving, ending []*lent
-	// idle fences, with their values; fences are all.
-	idle   []device.Point
-	fences []device.Fence
-	// failures in a row, by peer; failing is how many peers have any.
-	failures map[device.Space]int
-	failing  atomic.Int32
-
-	promoted, demoted, revoked, movedBytes int64
+// openPeers makes the cache in peers' memory, where there is somebody who lends.
+func (s *Store) openPeers() (err error) {
+	if s.o.Harvest == nil {
+		return nil
+	}
+	e := s.o.Events
+	s.peers, err = peercache.New(peercache.Options[ID]{
+		Machine: s.o.Machine, Harvest: s.o.Harvest, Transfer: s.o.Transfer, Client: HarvestClient, Reader: s.o.Space,
+		Name: s.name, Noun: "expert", Priority: transfer.Rebalance, Log: s.log,
+		Events: peercache.EventListener[ID]{
+			Landed: func(i peercache.CopyInfo[ID]) { e.Promoted(s.moveInfo(i)) },
+			Gone: func(i peercache.CopyInfo[ID]) {
+				m := s.moveInfo(i)
+				if m.Why = i.Why.String(); i.Why == peercache.Dropped {
+					m.Why = "demoted"
+				}
+				e.Demoted(m)
+			},
+			PeerFailed: func(i peercache.PeerInfo) { e.PeerFailed(PeerInfo(i)) },
+		},
+	})
+	return err
 }
 
-// lent is the copy of an expert in a peer's memory.
-type lent struct {
-	id     ID
-	handle *harvest.Handle
-	began  time.Duration
-	// ticket of the copy that fills it, which done follows.
-	ticket *transfer.Ticket
-	done   device.Point
-}
-
-func (p *peers) arrange(layers, experts int) {
-	p.fetcher, p.mover = harvest.NewHolder("expert fetch"), harvest.NewHolder("expert move")
-	p.failures = map[device.Space]int{}
-	for range layers {
-		p.at = append(p.at, make([]atomic.Pointer[lent], experts))
-	}
-}
-
-func (p *peers) published(id ID) *lent { return p.at[id.Layer][id.Expert].Load() }
-
-// worked ends a row of failures. It takes mu only where there is one: whoever moves
-// experts may hold it while a device is asked for memory.
-func (p *peers) worked(peer device.Space) {
-	if p.failing.Load() == 0 {
-		return
-	}
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	p.ended(peer)
-}
-
-// ended forgets a row of failures. mu is held.
-func (p *peers) ended(peer device.Space) {
-	delete(p.failures, peer)
-	p.failing.Store(int32(len(p.failures)))
-}
-
-// of is the copy of the expert that has landed or is on its way. mu is held.
-func (p *peers) of(id ID) *lent {
-	if l := p.published(id); l != nil {
-		return l
-	}
-	if i := slices.IndexFunc(p.moving, func(l *lent) bool { return l.id == id }); i >= 0 {
-		return p.moving[i]
-	}
-	return nil
-}
-
-// fence returns the next point of a fence that nobody waits for. mu is held.
-func (p *peers) fence(m device.Machine) (device.Point, error) {
-	if n := len(p.idle); n > 0 {
-		at := p.idle[n-1]
-		p.idle = p.idle[:n-1]
-		at.Value++
-		return at, nil
-	}
-	f, err := m.NewFence("expert moved")
-	if err != nil {
-		return device.Point{}, err
-	}
-	p.fences = append(p.fences, f)
-	return device.Point{Fence: f, Value: 1}, nil
+func (s *Store) moveInfo(i peercache.CopyInfo[ID]) MoveInfo {
+	return MoveInfo{Layer: s.plan.Layers[i.Key.Layer], Expert: i.Key.Expert, Device: i.Device, Bytes: i.Bytes, Took: i.Took}
 }
 
 // PromoteOptions say where an expert should go.
@@ -127,65 +65,14 @@ func (s *Store) Promote(id ID, o PromoteOptions) error {
 	if err := s.movable(id); err != nil {
 		return wrap(err)
 	}
-	if s.o.Harvest == nil {
-		return wrap(fmt.Errorf("the store has no harvest: %w", harvest.ErrNoCapacity))
-	}
-	p := &s.peers
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	if p.of(id) != nil {
-		return wrap(ErrBusy)
-	}
-	hints := harvest.Hints{Client: HarvestClient, Label: s.name(id), Peers: o.Peers, Reader: s.o.Space, Cost: o.Cost}
-	for e := id.Expert - 1; e >= 0 && hints.After == nil; e-- {
-		if before := p.of(ID{id.Layer, e}); before != nil {
-			hints.After = before.handle
+	// Fetches take neighbors in one copy where they lie side by side.
+	before := func(yield func(ID) bool) {
+		for e := id.Expert - 1; e >= 0 && yield(ID{id.Layer, e}); e-- {
 		}
 	}
-	h, err := s.o.Harvest.Alloc(s.plan.Layout.Size, hints)
-	if err != nil {
+	if err := s.peers.Put(id, s.hostRegion(id), peercache.PutOptions[ID]{Peers: o.Peers, Cost: o.Cost, After: before}); err != nil {
 		return wrap(err)
 	}
-	l := &lent{id: id, handle: h, began: s.o.Machine.Now()}
-	if err := s.fill(l); err != nil {
-		if freed := s.o.Harvest.Free(h); freed != nil && !errors.Is(freed, harvest.ErrRevoked) {
-			err = errors.Join(err, freed)
-		}
-		return wrap(err)
-	}
-	p.moving = append(p.moving, l)
-	return nil
-}
-
-// fill starts the copy. peers.mu is held.
-func (s *Store) fill(l *lent) error {
-	p := &s.peers
-	if err := s.o.Harvest.RegisterCallback(l.handle, func(harvest.Revocation) { s.revoked(l) }); err != nil {
-		return err
-	}
-	// Without the reference the memory could be given back under the copy.
-	ref, ok := l.handle.Acquire(p.mover)
-	if !ok {
-		return harvest.ErrRevoked
-	}
-	done, err := p.fence(s.o.Machine)
-	if err != nil {
-		ref.Release()
-		return err
-	}
-	l.done = done
-	l.ticket, err = s.o.Transfer.Submit(transfer.Request{
-		Src: s.hostRegion(l.id), Dst: l.handle.Region(),
-		Priority: transfer.Rebalance, Done: done, Label: transfer.Text(s.name(l.id) + " to peer"),
-	})
-	if err != nil {
-		done.Value--
-		p.idle = append(p.idle, done)
-		ref.Release()
-		s.failed(l.handle.Device(), err)
-		return err
-	}
-	ref.ReleaseAt(done)
 	return nil
 }
 
@@ -217,155 +104,25 @@ func (s *Store) name(id ID) string {
 // Demote gives the expert's copy in a peer's memory back, or one that is on its way.
 // It is no error where there is none.
 func (s *Store) Demote(id ID) error {
-	p := &s.peers
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	l := p.of(id)
-	if l == nil {
-		return nil
-	}
-	p.demoted++
-	if err := s.giveBack(l, "demoted"); err != nil {
+	if err := s.peers.Drop(id); err != nil {
 		return fmt.Errorf("experts: demote %s: %w", s.name(id), err)
 	}
 	return nil
 }
 
-// giveBack frees a copy. peers.mu is held.
-func (s *Store) giveBack(l *lent, why string) error {
-	s.unlist(l, why)
-	if err := s.o.Harvest.Free(l.handle); err != nil && !errors.Is(err, harvest.ErrRevoked) {
-		return err
-	}
-	return nil
-}
-
-// unlist lets no fetch find the copy any more. peers.mu is held.
-func (s *Store) unlist(l *lent, why string) {
-	p := &s.peers
-	p.at[l.id.Layer][l.id.Expert].CompareAndSwap(l, nil)
-	if i := slices.Index(p.moving, l); i >= 0 {
-		p.moving = slices.Delete(p.moving, i, i+1)
-		p.ending = append(p.ending, l)
-		l.ticket.Cancel()
-	}
-	s.o.Events.Demoted(s.moveInfo(l, why))
-}
-
-func (s *Store) moveInfo(l *lent, why string) MoveInfo {
-	return MoveInfo{
-		Layer: s.plan.Layers[l.id.Layer], Expert: l.id.Expert, Device: l.handle.Device(),
-		Bytes: l.handle.Bytes(), Why: why,
-	}
-}
-
-// revoked is harvest's callback: the memory is gone, and so are its readers.
-func (s *Store) revoked(l *lent) {
-	p := &s.peers
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	if p.of(l.id) != l {
-		return // it was given up before
-	}
-	p.revoked++
-	s.unlist(l, "revoked")
-}
-
-// failed counts a failure of copies with a peer and leaves the peer out where there
-// is no hope. peers.mu is held.
-func (s *Store) failed(peer device.Space, err error) {
-	if errors.Is(err, transfer.ErrCanceled) || errors.Is(err, transfer.ErrAfter) || errors.Is(err, device.ErrClosed) {
-		return
-	}
-	p := &s.peers
-	p.failures[peer]++
-	p.failing.Store(int32(len(p.failures)))
-	i := PeerInfo{Device: peer, Err: err, Excluded: errors.Is(err, device.ErrLost) || p.failures[peer] >= failuresInARow}
-	if i.Excluded {
-		p.ended(peer)
-		if excluded := s.o.Harvest.Exclude(peer, err); excluded != nil {
-			i.Err = errors.Join(err, excluded)
-		}
-	}
-	s.o.Events.PeerFailed(i)
-}
-
 // SetCost says what losing the expert's copy in a peer's memory would cost: see
 // harvest.Hints. It does nothing where there is none.
-func (s *Store) SetCost(id ID, cost time.Duration) {
-	s.peers.mu.Lock()
-	defer s.peers.mu.Unlock()
-	if l := s.peers.of(id); l != nil {
-		l.handle.SetCost(cost)
-	}
-}
+func (s *Store) SetCost(id ID, cost time.Duration) { s.peers.SetCost(id, cost) }
 
 // Settle takes in the copies to peers that have landed, and forgets those that
 // failed. It never waits. The result is how many are on their way.
-func (s *Store) Settle() (moving int) {
-	p := &s.peers
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	for _, list := range []*[]*lent{&p.moving, &p.ending} {
-		*list = slices.DeleteFunc(*list, func(l *lent) bool {
-			if s.without.noLanding && list == &p.moving {
-				s.landed(l, nil)
-				p.ending = append(p.ending, l)
-				return true
-			}
-			if !l.ticket.Ended() {
-				return false
-			}
-			// The copy has ended, so this does not wait: it orders what comes next after
-			// the copy.
-			err := l.ticket.Wait(context.Background())
-			p.idle = append(p.idle, l.done)
-			if list == &p.moving {
-				s.landed(l, err)
-			}
-			return true
-		})
-	}
-	return len(p.moving)
-}
-
-// landed publishes a copy, or gives it back. peers.mu is held.
-func (s *Store) landed(l *lent, err error) {
-	p := &s.peers
-	peer := l.handle.Device()
-	if err != nil {
-		s.failed(peer, err)
-		s.o.Events.Demoted(s.moveInfo(l, "copy failed"))
-		if err := s.o.Harvest.Free(l.handle); err != nil && !errors.Is(err, harvest.ErrRevoked) {
-			s.log.Error("experts: memory of a peer is not given back", "err", err)
-		}
-		return
-	}
-	p.ended(peer)
-	p.at[l.id.Layer][l.id.Expert].Store(l)
-	p.promoted++
-	p.movedBytes += l.handle.Bytes()
-	i := s.moveInfo(l, "")
-	i.Took = s.o.Machine.Now() - l.began
-	s.o.Events.Promoted(i)
-}
+func (s *Store) Settle() (moving int) { return s.peers.Settle() }
 
 // WaitMoves waits until no copy is on its way to a peer, or to stay, any more. The
 // swaps are carried out by BeginStep.
 func (s *Store) WaitMoves(ctx context.Context) error {
-	for s.Settle() > 0 {
-		s.peers.mu.Lock()
-		var t *transfer.Ticket
-		if len(s.peers.moving) > 0 {
-			t = s.peers.moving[0].ticket
-		}
-		s.peers.mu.Unlock()
-		if t == nil {
-			continue
-		}
-		if err := t.Wait(ctx); !t.Ended() {
-			return fmt.Errorf("experts: %w", err)
-		}
+	if err := s.peers.Wait(ctx); err != nil {
+		return fmt.Errorf("experts: %w", err)
 	}
 	s.mu.Lock()
 	swaps := slices.Clone(s.swaps)
@@ -391,50 +148,32 @@ func (s *Store) Homes() [][]Home {
 			h.Tier = Host
 			if at >= 0 {
 				h.Tier = Local
-			} else if l := s.peers.published(ID{i, e}); l != nil {
-				h.Tier, h.Device = Peer, l.handle.Device()
+			} else if c := s.peers.Find(ID{i, e}); c != nil {
+				h.Tier, h.Device = Peer, c.Device()
 			}
 		}
 	}
 	for _, w := range s.swaps {
 		homes[w.in.Layer][w.in.Expert].Moving = true
 	}
-	s.peers.mu.Lock()
-	defer s.peers.mu.Unlock()
-	for _, l := range s.peers.moving {
-		homes[l.id.Layer][l.id.Expert].Moving = true
+	for _, id := range s.peers.Moving() {
+		homes[id.Layer][id.Expert].Moving = true
 	}
 	return homes
 }
 
-// closePeers ends what is on its way and gives everything back.
-func (s *Store) closePeers() error {
-	p := &s.peers
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	var errs []error
-	for i := range p.at {
-		for e := range p.at[i] {
-			if l := p.at[i][e].Load(); l != nil {
-				errs = append(errs, s.giveBack(l, "closed"))
-			}
-		}
-	}
-	for len(p.moving) > 0 {
-		errs = append(errs, s.giveBack(p.moving[0], "closed"))
-	}
-	for _, l := range p.ending {
-		_ = l.ticket.Wait(context.Background()) // a copy that failed is over, too
-	}
-	return errors.Join(errs...)
+// spareExtent is a local extent that nobody uses, at an offset, with the fence of the copy
+// that brings an expert there.
+type spareExtent struct {
+	at   int64
+	done device.Point
 }
 
 // swap is an expert on its way to a spare local extent.
 type swap struct {
 	in, out ID
-	to      int64
+	to      spareExtent
 	ticket  *transfer.Ticket
-	done    device.Point
 }
 
 // Swap begins to bring an offloaded expert to the compute GPU's memory for good, in
@@ -464,32 +203,20 @@ func (s *Store) Swap(in, out ID) error {
 	case slices.ContainsFunc(s.swaps, func(w *swap) bool { return w.in == in || w.out == out }):
 		return wrap(ErrBusy)
 	}
-	s.peers.mu.Lock()
-	done, err := s.peers.fence(s.o.Machine)
-	s.peers.mu.Unlock()
-	if err != nil {
-		return wrap(err)
-	}
 	last := len(s.spare) - 1
-	w := &swap{in: in, out: out, to: s.spare[last], done: done}
+	w := &swap{in: in, out: out, to: s.spare[last]}
+	w.to.done.Value++
+	var err error
 	w.ticket, err = s.o.Transfer.Submit(transfer.Request{
-		Src: s.hostRegion(in), Dst: s.local.Region(w.to, s.plan.Layout.Size),
-		Priority: transfer.Rebalance, Done: done, Label: transfer.Text(s.name(in) + " to stay"),
+		Src: s.hostRegion(in), Dst: s.local.Region(w.to.at, s.plan.Layout.Size),
+		Priority: transfer.Rebalance, Done: w.to.done, Label: transfer.Text(s.name(in) + " to stay"),
 	})
 	if err != nil {
-		done.Value--
-		s.returnFence(done)
 		return wrap(err)
 	}
 	s.spare = s.spare[:last]
 	s.swaps = append(s.swaps, w)
 	return nil
-}
-
-func (s *Store) returnFence(at device.Point) {
-	s.peers.mu.Lock()
-	s.peers.idle = append(s.peers.idle, at)
-	s.peers.mu.Unlock()
 }
 
 // carryOutSwaps makes those changes whose experts have landed. No step runs.
@@ -499,14 +226,13 @@ func (s *Store) carryOutSwaps() {
 			return false
 		}
 		err := w.ticket.Wait(context.Background()) // orders the step after the copy
-		s.returnFence(w.done)
 		if err != nil {
 			s.spare = append(s.spare, w.to)
 			s.log.Warn("experts: a local expert is not swapped", "in", s.name(w.in), "out", s.name(w.out), "err", err)
 			return true
 		}
 		l := &s.layers[w.in.Layer]
-		l.localAt[w.in.Expert], w.to = w.to, l.localAt[w.out.Expert]
+		l.localAt[w.in.Expert], w.to.at = w.to.at, l.localAt[w.out.Expert]
 		l.localAt[w.out.Expert] = -1
 		l.moved = true
 		s.spare = append(s.spare, w.to)

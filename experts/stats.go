@@ -47,7 +47,7 @@ func (s *Store) Residency() [][]Tier {
 				where[i][e] = Local
 			case s.inRing(ID{i, e}):
 				where[i][e] = Ring
-			case s.peers.published(ID{i, e}) != nil:
+			case s.peers.Find(ID{i, e}) != nil:
 				where[i][e] = Peer
 			default:
 				where[i][e] = Host
@@ -108,10 +108,9 @@ func (s *Store) Stats() Stats {
 	s.mu.Lock()
 	st := s.stats
 	s.mu.Unlock()
-	s.peers.mu.Lock()
-	defer s.peers.mu.Unlock()
-	st.Promoted, st.Demoted, st.Revoked = s.peers.promoted, s.peers.demoted, s.peers.revoked
-	st.MovedBytes += s.peers.movedBytes
+	p := s.peers.Stats()
+	st.Promoted, st.Demoted, st.Revoked = p.Landed, p.Dropped, p.Revoked
+	st.MovedBytes += p.Bytes
 	return st
 }
 

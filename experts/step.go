@@ -746,29 +746,9 @@ func (s *Store) dropFailed() (lost int) {
 				lost++
 			}
 		}
-		if f.from != device.Host && f.ticket != nil {
-			s.unreadable(f)
+		if f.from != device.Host && f.ticket != nil && s.peers.ReadFailed(f.copies, f.ticket.Err()) {
+			s.mistrust = max(s.mistrust, 1)
 		}
 	}
 	return lost
-}
-
-// unreadable gives back the peer copies that a failed fetch has read.
-func (s *Store) unreadable(f *fetch) {
-	s.peers.mu.Lock()
-	defer s.peers.mu.Unlock()
-	err := f.ticket.Err()
-	if errors.Is(err, transfer.ErrCanceled) || errors.Is(err, transfer.ErrAfter) {
-		return
-	}
-	s.mistrust = max(s.mistrust, 1)
-	s.failed(f.from, err)
-	for _, l := range f.lent {
-		if s.peers.of(l.id) != l {
-			continue // it was revoked meanwhile, or belongs to two fetches
-		}
-		if err := s.giveBack(l, "copy failed"); err != nil {
-			s.log.Error("experts: memory of a peer is not given back", "err", err)
-		}
-	}
 }

@@ -13,6 +13,7 @@ import (
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/harvest"
 	"github.com/moeserve/moeserve/kernels"
+	"github.com/moeserve/moeserve/peercache"
 	"github.com/moeserve/moeserve/residency"
 	"github.com/moeserve/moeserve/transfer"
 )
@@ -80,11 +81,9 @@ func (o Options) EnsureDefaults() Options {
 //
 // # Locks
 //
-// mu guards the step's side, peers.mu what is in peers' memory or moving. A fetch
-// resolves an expert without either: it loads one pointer and takes a reference on
-// the handle's own state word. peers.mu may be taken under mu, and harvest's calls
-// under peers.mu; harvest calls back without locks of its own, and callbacks take
-// peers.mu only.
+// mu guards everything but what is in peers' memory or moving, which is the cache's, with
+// a lock of its own that may be taken under mu. A fetch resolves an expert without that:
+// see peercache.Cache.Acquire.
 type Store struct {
 	o    Options
 	plan Plan
@@ -100,7 +99,8 @@ type Store struct {
 	passed      device.Fence
 	passedValue uint32
 
-	peers peers
+	// peers keeps copies in peers' memory.
+	peers *peercache.Cache[ID]
 
 	mu       sync.Mutex
 	coverage *coverage // until Seal
@@ -110,9 +110,8 @@ type Store struct {
 	slots    []slot
 	next     int // where the search for a free slot starts
 	layers   []layer
-	// spare are the offsets in local of extents that nobody uses.
-	spare []int64
-	swaps []*swap
+	spare    []spareExtent
+	swaps    []*swap
 	// fetches that have not been seen to end.
 	fetches []*fetch
 	err     error
@@ -134,7 +133,7 @@ type Store struct {
 
 // safeguards can be taken away one at a time by tests, which show that this is found
 // out. The zero value has all of them.
-type safeguards struct{ noReference, noArrival, noReaders, noLanding bool }
+type safeguards struct{ noReference, noArrival, noReaders bool }
 
 // counts of every expert: [position][expert].
 type counts struct{ fetches, uses, activations [][]int64 }
@@ -210,8 +209,8 @@ type fetch struct {
 	from   device.Space
 	bytes  int64
 	slots  []int
-	// lent are the peer copies that are read.
-	lent []*lent
+	// copies in peers' memory that are read.
+	copies []*peercache.Copy[ID]
 }
 
 // New allocates everything the plan says, and nothing later but staging and what
@@ -257,6 +256,17 @@ func (s *Store) allocate() (err error) {
 			}
 		}
 	}
+	s.spare = make([]spareExtent, p.SpareSlots)
+	for i := range s.spare {
+		f, err := s.o.Machine.NewFence("expert to stay")
+		if err != nil {
+			return err
+		}
+		s.spare[i].done.Fence = f
+	}
+	if err = s.openPeers(); err != nil {
+		return err
+	}
 	s.coverage = newCoverage(p.Layout.ExpertShape, p.LocalExperts+p.OffloadedExperts)
 	if p.LocalExperts > 0 && !p.Adaptive && !s.o.NoData {
 		if p.Layout.Tag == rowMajor {
@@ -279,7 +289,6 @@ func (s *Store) arrange() {
 	p := s.plan
 	s.position = map[int]int{}
 	s.layers = make([]layer, len(p.Layers))
-	s.peers.arrange(len(p.Layers), p.Experts)
 	var localBytes, hostBytes int64
 	for i, number := range p.Layers {
 		s.position[number] = i
@@ -310,8 +319,8 @@ func (s *Store) arrange() {
 		l.guessed, l.chosen = make([]bool, p.Experts), make([]bool, p.Experts)
 		l.listAll()
 	}
-	for range p.SpareSlots {
-		s.spare = append(s.spare, localBytes)
+	for i := range s.spare {
+		s.spare[i].at = localBytes
 		localBytes += p.Layout.Size
 	}
 }
@@ -532,8 +541,9 @@ func (s *Store) Close() error {
 	for _, w := range s.swaps {
 		w.ticket.Cancel()
 		_ = w.ticket.Wait(context.Background())
+		s.spare = append(s.spare, w.to)
 	}
-	return errors.Join(s.closePeers(), s.free())
+	return errors.Join(s.peers.Close(), s.free())
 }
 
 func (s *Store) free() error {
@@ -546,7 +556,10 @@ func (s *Store) free() error {
 			errs = append(errs, m.Free())
 		}
 	}
-	fences := append(s.peers.fences, s.passed)
+	fences := []device.Fence{s.passed}
+	for _, x := range s.spare {
+		fences = append(fences, x.done.Fence)
+	}
 	for i := range s.slots {
 		fences = append(fences, s.slots[i].landed[:]...)
 	}

@@ -139,6 +139,8 @@ type rig struct {
 	last Step
 	// harvest lends to the stores opened later, and is closed with the first.
 	harvest *harvest.Runtime
+	// events is told by the stores opened later.
+	events EventListener
 }
 
 func newRig(t *testing.T, m model, mo emulated.Options, chunk int64) *rig {
@@ -188,7 +190,7 @@ func (r *rig) open(c Config) *Store {
 	if err != nil {
 		r.Fatal(err)
 	}
-	s, err := New(Options{Machine: r.m, Space: device.HBM(0), Backend: packer{}, Transfer: r.engine, Harvest: r.harvest, Plan: plan, SplitBytes: 256})
+	s, err := New(Options{Machine: r.m, Space: device.HBM(0), Backend: packer{}, Transfer: r.engine, Harvest: r.harvest, Plan: plan, SplitBytes: 256, Events: r.events})
 	if err != nil {
 		r.Fatal(err)
 	}

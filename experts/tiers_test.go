@@ -148,7 +148,7 @@ func TestSlabsSideBySide(t *testing.T) {
 		r.promote(s, ids...)
 		for _, id := range ids {
 			if next := (ID{id.Layer, id.Expert + 1}); next.Expert < m.experts {
-				a, b := s.peers.published(id).handle, s.peers.published(next).handle
+				a, b := s.peers.Find(id), s.peers.Find(next)
 				if a.Region().End() == b.Region().Addr && a.Slab() != b.Slab() {
 					neighbors++
 				}
@@ -188,7 +188,7 @@ func TestPromoteRefused(t *testing.T) {
 	without := newRig(t, small(rowMajor), emulated.Options{Virtual: true}, 200)
 	s = without.open(Config{Placement: without.placed(1)})
 	without.fill(s, 11)
-	wants(s.Promote(ID{0, 0}, PromoteOptions{}), harvest.ErrNoCapacity, "the store has no harvest")
+	wants(s.Promote(ID{0, 0}, PromoteOptions{}), harvest.ErrNoCapacity, "nobody lends memory")
 	r.ok(s.Demote(ID{0, 0}))
 }
 
@@ -548,16 +548,24 @@ func TestFlakyPeers(t *testing.T) {
 	}
 }
 
-// TestStepsPassMoves: a step goes on while somebody who moves experts waits for a
-// device, with the lock of moves in his hands.
+// TestStepsPassMoves: a step goes on while somebody who moves experts is held up, with the
+// lock of moves in his hands.
 func TestStepsPassMoves(t *testing.T) {
 	r := newRig(t, small(rowMajor), emulated.Options{}, 300)
 	r.lend()
+	held, release := make(chan struct{}), make(chan struct{})
+	r.events.Demoted = func(i MoveInfo) {
+		if i.Why == "demoted" {
+			close(held)
+			<-release
+		}
+	}
 	s := r.open(Config{Placement: r.placed(1), RingSlots: 6})
 	r.fill(s, 11)
 	r.promote(s, offloaded(s)...)
-	s.peers.mu.Lock()
-	done := make(chan error, 1)
+	moved, done := make(chan error, 1), make(chan error, 1)
+	go func() { moved <- s.Demote(ID{1, 1}) }()
+	<-held
 	go func() {
 		var err error
 		for range 3 {
@@ -569,12 +577,13 @@ func TestStepsPassMoves(t *testing.T) {
 	}()
 	select {
 	case err := <-done:
-		s.peers.mu.Unlock()
+		close(release)
 		r.ok(err)
 	case <-time.After(time.Minute):
-		s.peers.mu.Unlock()
+		close(release)
 		t.Errorf("the steps wait for who moves experts; %v", <-done)
 	}
+	r.ok(<-moved)
 }
 
 // TestOneUpdate: a layer of which only chosen experts are fetched has its row of the
@@ -634,15 +643,15 @@ func TestMoveFails(t *testing.T) {
 		var told []PeerInfo
 		r := newRig(t, small(rowMajor), machine(n), 300)
 		r.lend(func(o *harvest.Options) { o.Peers = o.Peers[:1] })
+		r.events.PeerFailed = func(i PeerInfo) { told = append(told, i) }
 		s := r.open(Config{Placement: r.placed(1)})
-		s.o.Events = Tee(s.o.Events, EventListener{PeerFailed: func(i PeerInfo) { told = append(told, i) }})
 		r.fill(s, 11)
 		fault := r.m.Inject(&emulated.Fault{Kind: emulated.FailCopy, Times: -1, Match: func(p emulated.Point) bool { return p.To == device.HBM(1) && p.From == device.Host }})
-		for i := range failuresInARow {
+		for i := range 3 {
 			r.promote(s, ID{0, i})
 		}
 		fault.Release()
-		if n := len(told); n != failuresInARow || told[n-1].Excluded != true || told[0].Excluded {
+		if n := len(told); n != 3 || told[n-1].Excluded != true || told[0].Excluded {
 			t.Errorf("%+v", told)
 		}
 		if got := letters(s.Residency()); strings.Contains(got, "p") {
@@ -833,11 +842,9 @@ func TestReadUntilTheEnd(t *testing.T) {
 	r.ok(err)
 	_, err = r.harvest.Tick(r.m.Now())
 	r.ok(err)
-	s.peers.mu.Lock()
-	if s.peers.revoked > 0 {
+	if s.peers.Stats().Revoked > 0 {
 		t.Error("memory is taken while it is read")
 	}
-	s.peers.mu.Unlock()
 	stall.Release()
 	r.ok(<-reset)
 	r.ok(c.Wait(t.Context()))
@@ -965,8 +972,6 @@ func TestSafeguards(t *testing.T) {
 		"event before use": {noArrival: true},
 		// The next copy into a slot does not wait for the slot's readers.
 		"last reader before overwriting": {noReaders: true},
-		// Fetches take an expert from a peer before its last byte is there.
-		"landed before published": {noLanding: true},
 	} {
 		found := 0
 		for seed := range uint64(24) {

@@ -1,0 +1,746 @@
+package peercache
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"math/rand/v2"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+	"unsafe"
+
+	"go.uber.org/goleak"
+	"pgregory.net/rapid"
+
+	"github.com/moeserve/moeserve/device"
+	"github.com/moeserve/moeserve/device/emulated"
+	"github.com/moeserve/moeserve/harvest"
+	"github.com/moeserve/moeserve/transfer"
+)
+
+func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+
+const objectBytes = 512
+
+// rig is a cache over two peers of an emulated machine, with objects in host memory and a
+// place for each in the reader's.
+type rig struct {
+	*testing.T
+	m         *emulated.Machine
+	engine    *transfer.Engine
+	harvest   *harvest.Runtime
+	cache     *Cache[string]
+	keys      []string
+	host, dst device.Memory
+	landed    []device.Point
+	events    strings.Builder
+	log       bytes.Buffer
+}
+
+func newRig(t *testing.T, mo emulated.Options, ho harvest.Options) *rig {
+	t.Helper()
+	r := &rig{T: t}
+	must := func(err error) {
+		t.Helper()
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	closes := func(what string, f func() error) {
+		t.Cleanup(func() {
+			if err := f(); err != nil {
+				t.Errorf("close %s: %v", what, err)
+			}
+		})
+	}
+	var err error
+	mo.Check = true
+	r.m, err = emulated.New(mo)
+	must(err)
+	closes("machine", r.m.Close)
+	r.engine, err = transfer.New(transfer.Options{Machine: r.m, ChunkBytes: 200})
+	must(err)
+	for range 12 {
+		r.keys = append(r.keys, fmt.Sprintf("object %d", len(r.keys)))
+	}
+	r.host, err = r.m.Alloc(device.Host, int64(len(r.keys))*objectBytes, "objects")
+	must(err)
+	r.dst, err = r.m.Alloc(device.HBM(0), r.host.Bytes(), "slots")
+	must(err)
+	for i := range r.keys {
+		copy(r.host.Write(int64(i)*objectBytes, objectBytes), r.content(i))
+		f, err := r.m.NewFence("landed")
+		must(err)
+		r.landed = append(r.landed, device.Point{Fence: f})
+	}
+	closes("memory", func() error {
+		errs := []error{r.host.Free(), r.dst.Free()}
+		for _, p := range r.landed {
+			errs = append(errs, p.Fence.Close())
+		}
+		return errors.Join(errs...)
+	})
+	closes("engine", r.engine.Close)
+	ho.Machine, ho.Peers, ho.SlabBytes, ho.Cooldown = r.m, []device.Space{device.HBM(1), device.HBM(2)}, 4*objectBytes, -1
+	if ho.HeadroomBytes == 0 {
+		ho.HeadroomBytes = -1
+	}
+	r.harvest, err = harvest.New(ho)
+	must(err)
+	r.cache, err = New(Options[string]{
+		Machine: r.m, Harvest: r.harvest, Transfer: r.engine, Client: "test", Reader: device.HBM(0),
+		Log: slog.New(slog.NewTextHandler(&r.log, nil)),
+		Events: EventListener[string]{
+			Landed: func(i CopyInfo[string]) { fmt.Fprintf(&r.events, "%s on %v\n", i.Key, i.Device) },
+			Gone:   func(i CopyInfo[string]) { fmt.Fprintf(&r.events, "%s gone: %v\n", i.Key, i.Why) },
+			PeerFailed: func(i PeerInfo) {
+				fmt.Fprintf(&r.events, "%v failed, excluded: %t\n", i.Device, i.Excluded)
+			},
+		},
+	})
+	must(err)
+	closes("cache", r.cache.Close)
+	closes("harvest", func() error { return r.harvest.Close(context.Background()) })
+	return r
+}
+
+func (r *rig) ok(err error) {
+	r.Helper()
+	if err != nil {
+		r.Fatal(err)
+	}
+}
+
+func (r *rig) content(i int) []byte { return bytes.Repeat([]byte{byte(i + 1)}, objectBytes) }
+
+func (r *rig) put(i int) error {
+	return r.cache.Put(r.keys[i], r.host.Region(int64(i)*objectBytes, objectBytes), PutOptions[string]{})
+}
+
+// fill puts objects and waits until they are there.
+func (r *rig) fill(objects ...int) {
+	r.Helper()
+	for _, i := range objects {
+		r.ok(r.put(i))
+	}
+	r.ok(r.cache.Wait(r.Context()))
+}
+
+// has says whether the object is found, and gives the reference back.
+func (r *rig) has(i int) bool {
+	_, ref, ok := r.cache.Acquire(r.keys[i])
+	if ok {
+		ref.Release()
+	}
+	return ok
+}
+
+// read begins to read an object's copy, or returns nil where there is none.
+func (r *rig) read(i int) (*Copy[string], *transfer.Ticket) { return r.readUntil(i, true) }
+
+// readUntil gives the reference back at the read's end, or too early.
+func (r *rig) readUntil(i int, end bool) (*Copy[string], *transfer.Ticket) {
+	r.Helper()
+	x, ref, ok := r.cache.Acquire(r.keys[i])
+	if !ok {
+		return nil, nil
+	}
+	r.landed[i].Value++
+	ticket, err := r.engine.Submit(transfer.Request{
+		Src: x.Region(), Dst: r.dst.Region(int64(i)*objectBytes, objectBytes), Priority: transfer.Needed, Done: r.landed[i],
+	})
+	r.ok(err)
+	if end {
+		ref.ReleaseAt(ticket.End())
+	} else {
+		ref.Release()
+	}
+	return x, ticket
+}
+
+// right says whether the object's place in the reader's memory has its bytes.
+func (r *rig) right(i int) bool {
+	a := r.dst.Range(int64(i)*objectBytes, objectBytes).Addr
+	return bytes.Equal(unsafe.Slice(*(**byte)(unsafe.Pointer(&a)), objectBytes), r.content(i))
+}
+
+// told returns the events since the last call.
+func (r *rig) told() string {
+	defer r.events.Reset()
+	return r.events.String()
+}
+
+func (r *rig) tells(want string) {
+	r.Helper()
+	if got := r.told(); got != want {
+		r.Errorf("told:\n%swant:\n%s", got, want)
+	}
+}
+
+func (r *rig) reclaim() []*harvest.Reclamation {
+	r.Helper()
+	var all []*harvest.Reclamation
+	for _, p := range []device.Space{device.HBM(1), device.HBM(2)} {
+		c, err := r.harvest.Reclaim(p, 1<<20, time.Minute)
+		r.ok(err)
+		all = append(all, c)
+	}
+	return all
+}
+
+// TestLife: a copy is found from the Settle that sees it landed until it is dropped.
+func TestLife(t *testing.T) {
+	for schedule := range emulated.Schedule(3) {
+		r := newRig(t, emulated.Options{Virtual: true, Schedule: schedule, Seed: 1}, harvest.Options{})
+		c := r.cache
+		stall := r.m.Inject(&emulated.Fault{Kind: emulated.StallCopy})
+		r.ok(r.put(3))
+		if err := r.put(3); !errors.Is(err, ErrBusy) {
+			t.Errorf("put twice: %v", err)
+		}
+		if n := c.Settle(); n != 1 || r.has(3) || c.Find("object 3") != nil {
+			t.Errorf("%d copies on their way, found: %t", n, r.has(3))
+		}
+		if got := c.Moving(); !slices.Equal(got, []string{"object 3"}) {
+			t.Errorf("moving: %v", got)
+		}
+		r.tells("")
+		stall.Release()
+		r.ok(c.Wait(t.Context()))
+		r.tells("object 3 on gpu1\n")
+		if err := r.put(3); !errors.Is(err, ErrBusy) {
+			t.Errorf("put a third time: %v", err)
+		}
+		x, ticket := r.read(3)
+		r.ok(ticket.Wait(t.Context()))
+		if !r.right(3) || x.Key() != "object 3" || x.Device() != device.HBM(1) || c.Find("object 3") != x {
+			t.Errorf("wrong bytes or copy: %+v", x)
+		}
+		r.ok(c.Drop("object 3"))
+		r.ok(c.Drop("object 3"))
+		r.ok(c.Drop("object 9"))
+		r.tells("object 3 gone: dropped\n")
+		if r.has(3) {
+			t.Error("a copy is found that was dropped")
+		}
+		r.fill(3, 4)
+		if got, want := c.Stats(), (Stats{Landed: 3, Dropped: 1, Bytes: 3 * objectBytes}); got != want {
+			t.Errorf("%+v, want %+v", got, want)
+		}
+		if r.log.Len() > 0 {
+			t.Error(r.log.String())
+		}
+	}
+}
+
+// TestNeighbors: an object gets the place right behind one that it is read with.
+func TestNeighbors(t *testing.T) {
+	r := newRig(t, emulated.Options{Virtual: true}, harvest.Options{})
+	r.fill(0, 1, 2)
+	r.ok(r.cache.Drop("object 1"))
+	_, err := r.harvest.Tick(r.m.Now())
+	r.ok(err)
+	r.ok(r.cache.Put("object 5", r.host.Region(5*objectBytes, objectBytes), PutOptions[string]{
+		Peers: []device.Space{device.HBM(1)}, Cost: time.Second, After: slices.Values([]string{"object 4", "object 2"}),
+	}))
+	r.ok(r.cache.Wait(t.Context()))
+	a, b := r.cache.Find("object 2"), r.cache.Find("object 5")
+	if a.Region().End() != b.Region().Addr || a.Slab() != b.Slab() {
+		t.Errorf("%+v does not lie behind %+v", b.Region(), a.Region())
+	}
+	if b.handle.Cost() != time.Second {
+		t.Errorf("cost %v", b.handle.Cost())
+	}
+	r.cache.SetCost("object 5", time.Minute)
+	r.cache.SetCost("object 7", time.Minute) // there is none
+	if b.handle.Cost() != time.Minute {
+		t.Errorf("cost %v", b.handle.Cost())
+	}
+}
+
+// TestNoRoom: what harvest refuses leaves nothing behind.
+func TestNoRoom(t *testing.T) {
+	r := newRig(t, emulated.Options{Virtual: true, GPUs: []emulated.GPU{{}, {MemoryBytes: 1 << 20}, {MemoryBytes: 1 << 20}}},
+		harvest.Options{HeadroomBytes: 1<<20 - 4*objectBytes})
+	r.fill(0, 1, 2, 3, 4, 5, 6, 7)
+	if err := r.put(8); !errors.Is(err, harvest.ErrNoCapacity) {
+		t.Errorf("got %v", err)
+	}
+	if r.cache.Settle() != 0 || r.has(8) {
+		t.Error("an object without a place is on its way")
+	}
+	r.ok(r.cache.Drop("object 2"))
+	_, err := r.harvest.Tick(r.m.Now())
+	r.ok(err)
+	r.fill(8)
+}
+
+// TestRevokedOnTheWay: a revocation while the copy that fills the memory is under way
+// waits for it; the object is never found, and can be put again.
+func TestRevokedOnTheWay(t *testing.T) {
+	for schedule := range emulated.Schedule(3) {
+		r := newRig(t, emulated.Options{Virtual: true, Schedule: schedule, Seed: 2}, harvest.Options{})
+		stall := r.m.Inject(&emulated.Fault{Kind: emulated.StallCopy, Times: -1})
+		r.ok(r.put(1))
+		taken := r.reclaim()
+		for range 10 { // each look lets the machine go on
+			r.landed[0].Fence.Value()
+			_, err := r.harvest.Tick(r.m.Now())
+			r.ok(err)
+		}
+		if taken[0].Done() || r.cache.Stats().Revoked != 0 {
+			t.Error("memory is taken while it is written")
+		}
+		stall.Release()
+		r.ok(errors.Join(taken[0].Wait(t.Context()), taken[1].Wait(t.Context())))
+		r.ok(r.cache.Wait(t.Context()))
+		if r.has(1) {
+			t.Error("a copy is found whose memory was taken")
+		}
+		if got, want := r.cache.Stats().Revoked+r.cache.Stats().Dropped, int64(1); got != want {
+			t.Errorf("%+v", r.cache.Stats())
+		}
+		r.fill(1)
+		_, ticket := r.read(1)
+		r.ok(ticket.Wait(t.Context()))
+		if !r.right(1) {
+			t.Error("wrong bytes")
+		}
+	}
+}
+
+// TestRevoked: a landed copy that is revoked is not found any more, before its readers
+// have ended; and its memory stays until they have.
+func TestRevoked(t *testing.T) {
+	r := newRig(t, emulated.Options{Virtual: true}, harvest.Options{})
+	r.fill(1, 2)
+	stall := r.m.Inject(&emulated.Fault{Kind: emulated.StallCopy})
+	_, ticket := r.read(1)
+	taken := r.reclaim()
+	for range 10 {
+		r.landed[0].Fence.Value()
+		_, err := r.harvest.Tick(r.m.Now())
+		r.ok(err)
+	}
+	if taken[0].Done() || r.has(1) || r.has(2) {
+		t.Errorf("memory given back: %t, found: %t and %t", taken[0].Done(), r.has(1), r.has(2))
+	}
+	stall.Release()
+	r.ok(errors.Join(taken[0].Wait(t.Context()), ticket.Wait(t.Context())))
+	if !r.right(1) {
+		t.Error("wrong bytes")
+	}
+	if got := strings.Count(r.told(), "gone: revoked"); got != 2 || r.cache.Stats().Revoked != 2 {
+		t.Errorf("%d revoked, %+v", got, r.cache.Stats())
+	}
+}
+
+// TestDroppedOnTheWay: a copy that is given up on its way is not made where it has not
+// begun; its memory and its fence are used again once the transfer is over.
+func TestDroppedOnTheWay(t *testing.T) {
+	for schedule := range emulated.Schedule(3) {
+		r := newRig(t, emulated.Options{Virtual: true, Schedule: schedule, Seed: 4}, harvest.Options{})
+		for range 10 {
+			stall := r.m.Inject(&emulated.Fault{Kind: emulated.StallCopy, Times: -1})
+			for i := range 3 {
+				r.ok(r.cache.Put(r.keys[i], r.host.Region(0, objectBytes), PutOptions[string]{Peers: []device.Space{device.HBM(1)}}))
+			}
+			for i := range 3 {
+				r.ok(r.cache.Drop(r.keys[i]))
+			}
+			if n := r.cache.Settle(); n != 0 || r.has(0) {
+				t.Errorf("%d on their way, found: %t", n, r.has(0))
+			}
+			stall.Release()
+			for len(r.cache.ending) > 0 {
+				_ = r.cache.ending[0].ticket.Wait(t.Context()) // it may have been canceled
+				r.cache.Settle()
+			}
+		}
+		if n := len(r.cache.fences.all); n != 3 || len(r.cache.fences.idle) != 3 {
+			t.Errorf("%d fences for three copies at a time, %d of them idle", n, len(r.cache.fences.idle))
+		}
+		var copied int64
+		for _, p := range r.engine.Stats() {
+			copied += p.Bytes
+		}
+		if copied > 10*objectBytes {
+			t.Errorf("%d bytes were copied; only the first of three copies had begun", copied)
+		}
+		if got := strings.Count(r.told(), "dropped"); got != 30 {
+			t.Errorf("%d were dropped", got)
+		}
+	}
+}
+
+// TestDroppedWhileRevoked: it goes once, whoever takes it first.
+func TestDroppedWhileRevoked(t *testing.T) {
+	r := newRig(t, emulated.Options{Virtual: true}, harvest.Options{})
+	r.fill(1)
+	_, ref, ok := r.cache.Acquire("object 1")
+	if !ok {
+		t.Fatal("no reference")
+	}
+	taken := r.reclaim()
+	_, err := r.harvest.Tick(r.m.Now())
+	r.ok(err)
+	r.told()
+	r.ok(r.cache.Drop("object 1"))
+	r.tells("object 1 gone: dropped\n")
+	ref.Release()
+	r.ok(taken[0].Wait(t.Context()))
+	r.tells("")
+	if got := r.cache.Stats(); got.Dropped != 1 || got.Revoked != 0 {
+		t.Errorf("%+v", got)
+	}
+}
+
+// TestFills: a peer to which copies fail is excluded after three in a row, and one
+// success ends a row.
+func TestFills(t *testing.T) {
+	for schedule := range emulated.Schedule(3) {
+		r := newRig(t, emulated.Options{Virtual: true, Schedule: schedule, Seed: 3}, harvest.Options{})
+		put := func(i int, fails bool) {
+			t.Helper()
+			// The engine tries a chunk twice.
+			fault := &emulated.Fault{Kind: emulated.FailCopy, Times: -1, Match: func(p emulated.Point) bool { return p.To == device.HBM(1) }}
+			if fails {
+				r.m.Inject(fault)
+			}
+			r.ok(r.cache.Put(r.keys[i], r.host.Region(0, objectBytes), PutOptions[string]{Peers: []device.Space{device.HBM(1)}}))
+			r.ok(r.cache.Wait(t.Context()))
+			if fails {
+				fault.Release()
+			}
+			if r.has(i) == fails {
+				t.Errorf("found: %t", !fails)
+			}
+		}
+		put(0, true)
+		put(0, true)
+		r.tells(strings.Repeat("gpu1 failed, excluded: false\nobject 0 gone: copy failed\n", 2))
+		put(0, false)
+		put(1, true)
+		put(1, true)
+		r.told()
+		put(1, true)
+		r.tells("gpu1 failed, excluded: true\nobject 1 gone: copy failed\n")
+		if err := r.cache.Put("object 1", r.host.Region(0, objectBytes), PutOptions[string]{Peers: []device.Space{device.HBM(1)}}); !errors.Is(err, harvest.ErrNoCapacity) {
+			t.Errorf("put to an excluded peer: %v", err)
+		}
+		r.fill(2) // the other peer is not
+		r.ok(r.harvest.Readmit(device.HBM(1)))
+		put(1, true) // the row begins anew
+		put(1, false)
+	}
+}
+
+// TestReads: copies that could not be read are given up, and count as failures of their
+// peer; where the read never began nothing is known of them.
+func TestReads(t *testing.T) {
+	r := newRig(t, emulated.Options{Virtual: true}, harvest.Options{})
+	r.fill(0, 1, 2, 3)
+	r.told()
+	find := func(objects ...int) (all []*Copy[string]) {
+		for _, i := range objects {
+			all = append(all, r.cache.Find(r.keys[i]))
+		}
+		return all
+	}
+	for _, err := range []error{transfer.ErrCanceled, fmt.Errorf("%w: %w", transfer.ErrAfter, device.ErrCopyFailed)} {
+		if r.cache.ReadFailed(find(0, 1), err) {
+			t.Errorf("%v is the peer's fault", err)
+		}
+	}
+	r.tells("")
+	both := find(0, 1)
+	if !r.cache.ReadFailed(both, device.ErrCopyFailed) {
+		t.Error("a failed copy is not the peer's fault")
+	}
+	r.tells("gpu1 failed, excluded: false\nobject 0 gone: copy failed\nobject 1 gone: copy failed\n")
+	r.cache.ReadFailed(both, device.ErrCopyFailed)
+	r.tells("gpu1 failed, excluded: false\n")
+	r.cache.ReadWorked(device.HBM(2))
+	r.cache.ReadWorked(device.HBM(1))
+	r.cache.ReadFailed(find(2), device.ErrCopyFailed)
+	r.cache.ReadFailed(both, device.ErrCopyFailed)
+	r.tells("gpu1 failed, excluded: false\nobject 2 gone: copy failed\ngpu1 failed, excluded: false\n")
+	// A peer that is lost is excluded at once, and what was there is revoked.
+	r.cache.ReadWorked(device.HBM(1))
+	r.ok(r.m.Lose(1))
+	r.cache.ReadFailed(both, device.ErrLost)
+	r.tells("gpu1 failed, excluded: true\n")
+	_, err := r.harvest.Tick(r.m.Now())
+	r.ok(err)
+	r.tells("object 3 gone: revoked\n")
+	if r.has(3) {
+		t.Error("a copy on a lost peer is found")
+	}
+}
+
+// TestSafeguards: a run with all safeguards is clean; without one of them the machine's
+// checker, or the bytes, tell.
+func TestSafeguards(t *testing.T) {
+	for _, without := range []string{"", "reader's reference", "landed before found"} {
+		found := false
+		for seed := uint64(0); seed < 8 && !found; seed++ {
+			found = unguarded(t, seed, without)
+		}
+		if found != (without != "") {
+			t.Errorf("without %q: found out: %t", without, found)
+		}
+	}
+}
+
+// unguarded puts, reads and revokes, and says whether anything was wrong.
+func unguarded(t *testing.T, seed uint64, without string) (found bool) {
+	r := newRig(t, emulated.Options{
+		Virtual: true, Schedule: emulated.Schedule(seed % 3), Seed: seed,
+		HostLink: emulated.Link{BytesPerSecond: 1e6}, PeerLink: emulated.Link{BytesPerSecond: 1e6},
+		Report: func(emulated.Finding) { found = true },
+	}, harvest.Options{})
+	c, rng := r.cache, rand.New(rand.NewPCG(seed, 5))
+	for range 4 {
+		for i := range r.keys {
+			if rng.IntN(2) == 0 {
+				_ = r.put(i) // it may be there
+			}
+		}
+		var early []*Copy[string]
+		if without == "landed before found" {
+			early = slices.Clone(c.moving)
+		} else {
+			r.ok(c.Wait(t.Context()))
+		}
+		for _, x := range early {
+			c.landed.put(x.key, x)
+		}
+		tickets := map[int]*transfer.Ticket{}
+		for i := range r.keys {
+			if _, ticket := r.readUntil(i, without != "reader's reference"); ticket != nil {
+				tickets[i] = ticket
+			}
+		}
+		for _, x := range early {
+			c.landed.remove(x.key, x)
+		}
+		r.reclaim()
+		for range 3 {
+			_, err := r.harvest.Tick(r.m.Now())
+			r.ok(err)
+		}
+		for i, ticket := range tickets {
+			found = found || ticket.Wait(t.Context()) != nil || !r.right(i)
+		}
+		r.ok(c.Wait(t.Context()))
+	}
+	return found
+}
+
+// TestAnything: whatever is put, dropped, revoked, settled and fails, in any order, what is
+// read is right or fails, and the cache and a model of it agree.
+func TestAnything(t *testing.T) {
+	rapid.Check(t, func(rt *rapid.T) {
+		o := emulated.Options{Virtual: true, Schedule: emulated.Schedule(rapid.IntRange(0, 2).Draw(rt, "schedule")), Seed: rapid.Uint64Range(0, 1<<20).Draw(rt, "seed")}
+		actions := rapid.SliceOfN(rapid.IntRange(0, 9), 5, 40).Draw(rt, "actions")
+		objects := rapid.SliceOfN(rapid.IntRange(0, 11), len(actions), len(actions)).Draw(rt, "objects")
+		if !t.Run("", func(t *testing.T) {
+			r := newRig(t, o, harvest.Options{})
+			type reading struct {
+				of     int
+				copy   *Copy[string]
+				ticket *transfer.Ticket
+			}
+			var readings []reading
+			tickets := map[int]*transfer.Ticket{}
+			for k, action := range actions {
+				switch i := objects[k]; action {
+				case 0, 1, 2:
+					moving := slices.Contains(r.cache.Moving(), r.keys[i])
+					there := r.cache.Find(r.keys[i]) != nil
+					err := r.put(i)
+					if errors.Is(err, ErrBusy) != (moving || there) {
+						t.Fatalf("put of an object that is there: %t, on its way: %t: %v", there, moving, err)
+					}
+					if err != nil && !errors.Is(err, ErrBusy) && !errors.Is(err, harvest.ErrNoCapacity) {
+						t.Fatal(err)
+					}
+				case 3:
+					r.ok(r.cache.Drop(r.keys[i]))
+					if r.has(i) || slices.Contains(r.cache.Moving(), r.keys[i]) {
+						t.Error("a copy is there that was dropped")
+					}
+				case 4:
+					_, err := r.harvest.Reclaim(device.HBM(1+i%2), int64(1+i*300), time.Second)
+					r.ok(err)
+				case 5:
+					r.m.Inject(&emulated.Fault{Kind: emulated.FailCopy, Times: 1 + i%3, Skip: i % 4})
+				case 6:
+					if n := r.cache.Settle(); n != len(r.cache.Moving()) {
+						t.Errorf("%d on their way, %v", n, r.cache.Moving())
+					}
+					_, err := r.harvest.Tick(r.m.Now())
+					r.ok(err)
+				case 7:
+					for p := range 2 {
+						r.ok(r.harvest.Readmit(device.HBM(1 + p)))
+					}
+				default:
+					if tickets[i] != nil { // the place is still written
+						_ = tickets[i].Wait(t.Context())
+					}
+					if x, ticket := r.read(i); ticket != nil {
+						tickets[i] = ticket
+						readings = append(readings, reading{i, x, ticket})
+					}
+				}
+			}
+			for _, got := range readings {
+				if err := got.ticket.Wait(t.Context()); err != nil {
+					r.cache.ReadFailed([]*Copy[string]{got.copy}, err)
+				} else if tickets[got.of] == got.ticket && !r.right(got.of) {
+					t.Errorf("object %d: wrong bytes", got.of)
+				}
+			}
+			r.ok(r.cache.Wait(t.Context()))
+			if r.log.Len() > 0 {
+				t.Error(r.log.String())
+			}
+		}) {
+			rt.FailNow()
+		}
+	})
+}
+
+// TestBesideReaders: readers go on while others put, drop and take memory back.
+func TestBesideReaders(t *testing.T) {
+	r := newRig(t, emulated.Options{Seed: 1}, harvest.Options{})
+	r.cache.o.Events = EventListener[string]{}.EnsureDefaults()
+	done := make(chan struct{})
+	var others sync.WaitGroup
+	for number := range uint64(2) {
+		rng := rand.New(rand.NewPCG(7, number))
+		others.Go(func() {
+			for {
+				select {
+				case <-done:
+					return
+				default:
+				}
+				switch i := rng.IntN(len(r.keys)); rng.IntN(6) {
+				case 0:
+					if err := r.cache.Drop(r.keys[i]); err != nil {
+						t.Error(err)
+					}
+				case 1:
+					if _, err := r.harvest.Reclaim(device.HBM(1+i%2), int64(1+i*100), time.Second); err != nil {
+						t.Error(err)
+					}
+				case 2:
+					if _, err := r.harvest.Tick(r.m.Now()); err != nil {
+						t.Error(err)
+					}
+				default:
+					_ = r.put(i) // it may be there
+				}
+				r.cache.Settle()
+			}
+		})
+	}
+	read := 0
+	for i := 0; read < 20; i = (i + 1) % len(r.keys) {
+		if _, ticket := r.read(i); ticket != nil {
+			r.ok(ticket.Wait(t.Context()))
+			if !r.right(i) {
+				t.Errorf("object %d: wrong bytes", i)
+			}
+			read++
+		}
+	}
+	close(done)
+	others.Wait()
+}
+
+// TestAcquireAllocatesNothing, and takes no lock: mu is held meanwhile.
+func TestAcquireAllocatesNothing(t *testing.T) {
+	r := newRig(t, emulated.Options{Virtual: true}, harvest.Options{})
+	r.fill(0)
+	r.cache.mu.Lock()
+	defer r.cache.mu.Unlock()
+	if n := testing.AllocsPerRun(100, func() {
+		if !r.has(0) || r.has(1) {
+			t.Error("found what is not there, or the other way around")
+		}
+		r.cache.ReadWorked(device.HBM(1))
+	}); n != 0 {
+		t.Errorf("%v allocations", n)
+	}
+}
+
+// TestIndex compares the index with a map, over growth and long chains.
+func TestIndex(t *testing.T) {
+	rapid.Check(t, func(t *rapid.T) {
+		x, want := newIndex[int, int](), map[int]*int{}
+		for range rapid.IntRange(0, 400).Draw(t, "actions") {
+			key := rapid.IntRange(0, 300).Draw(t, "key")
+			if v := want[key]; v == nil {
+				want[key] = new(int)
+				x.put(key, want[key])
+			} else if rapid.Bool().Draw(t, "another") {
+				x.remove(key, new(int)) // not the key's
+			} else {
+				x.remove(key, v)
+				delete(want, key)
+			}
+		}
+		found := 0
+		x.each(func(key int, v *int) {
+			if found++; want[key] != v {
+				t.Fatalf("key %d has a wrong value", key)
+			}
+		})
+		if found != len(want) || x.len != len(want) {
+			t.Fatalf("%d values, counted as %d; want %d", found, x.len, len(want))
+		}
+		for key := range 301 {
+			if x.get(key) != want[key] {
+				t.Fatalf("key %d has a wrong value", key)
+			}
+		}
+	})
+}
+
+func TestValidate(t *testing.T) {
+	for want, o := range map[string]Options[int]{
+		"Machine is not set":  {},
+		"Harvest is not set":  {Machine: &emulated.Machine{}},
+		"Transfer is not set": {Machine: &emulated.Machine{}, Harvest: &harvest.Runtime{}},
+		"after -1 failures":   {Machine: &emulated.Machine{}, Harvest: &harvest.Runtime{}, Transfer: &transfer.Engine{}, MaxFailures: -1},
+	} {
+		if _, err := New(o); err == nil || !strings.Contains(err.Error(), want) {
+			t.Errorf("got %v, want %q", err, want)
+		}
+	}
+}
+
+// TestNil: where nobody lends there is a cache all the same.
+func TestNil(t *testing.T) {
+	var c *Cache[int]
+	if err := c.Put(1, device.Region{}, PutOptions[int]{}); !errors.Is(err, harvest.ErrNoCapacity) {
+		t.Errorf("got %v", err)
+	}
+	_, _, found := c.Acquire(1)
+	c.SetCost(1, time.Second)
+	c.ReadWorked(device.HBM(1))
+	if found || c.Find(1) != nil || c.Settle() != 0 || c.Moving() != nil || c.Stats() != (Stats{}) {
+		t.Error("the nil cache has something")
+	}
+	if err := errors.Join(c.Drop(1), c.Wait(t.Context()), c.Close()); err != nil {
+		t.Error(err)
+	}
+}
