@@ -26,7 +26,7 @@ func (s *Store) openPeers() (err error) {
 	e := s.o.Events
 	s.peers, err = peercache.New(peercache.Options[ID]{
 		Machine: s.o.Machine, Harvest: s.o.Harvest, Transfer: s.o.Transfer, Client: HarvestClient, Reader: s.o.Space,
-		Name: s.name, Noun: "expert", Priority: transfer.Rebalance, Log: s.log,
+		Name: s.name, Noun: "expert", Priority: transfer.Rebalance, Log: s.o.Log,
 		Events: peercache.EventListener[ID]{
 			Landed: func(i peercache.CopyInfo[ID]) { e.Promoted(s.moveInfo(i)) },
 			Gone: func(i peercache.CopyInfo[ID]) {
@@ -83,7 +83,7 @@ func (s *Store) movable(id ID) error {
 	switch {
 	case s.closed:
 		return device.ErrClosed
-	case !s.sealed:
+	case s.loader != nil:
 		return errors.New("the store is not sealed")
 	case id.Layer < 0 || id.Layer >= len(s.layers) || id.Expert < 0 || id.Expert >= s.plan.Experts:
 		return fmt.Errorf("there are %d layers of %d experts", len(s.layers), s.plan.Experts)
@@ -228,7 +228,7 @@ func (s *Store) carryOutSwaps() {
 		err := w.ticket.Wait(context.Background()) // orders the step after the copy
 		if err != nil {
 			s.spare = append(s.spare, w.to)
-			s.log.Warn("experts: a local expert is not swapped", "in", s.name(w.in), "out", s.name(w.out), "err", err)
+			s.o.Log.Warn("experts: a local expert is not swapped", "in", s.name(w.in), "out", s.name(w.out), "err", err)
 			return true
 		}
 		l := &s.layers[w.in.Layer]

@@ -4,6 +4,7 @@ import (
 	"fmt"
 
 	"github.com/moeserve/moeserve/device"
+	"github.com/moeserve/moeserve/experts/load"
 	"github.com/moeserve/moeserve/kernels"
 )
 
@@ -41,15 +42,9 @@ type Config struct {
 }
 
 const (
-	defaultWaves        = 1
-	defaultChosenWaves  = 4
-	defaultSpareSlots   = 2
-	defaultStagingBytes = 16 << 20
-	// stagingBuffers is into how many buffers the staging is cut: one is filled
-	// while others are copied.
-	stagingBuffers = 4
-
-	rowMajor = kernels.RowMajor
+	defaultWaves       = 1
+	defaultChosenWaves = 4
+	defaultSpareSlots  = 2
 )
 
 // Plan is how much memory a Config takes, in bytes.
@@ -125,12 +120,8 @@ func (c Config) Sized(offloaded, largest int) (Plan, error) {
 		return Plan{}, fmt.Errorf("experts: %d bytes of staging memory", c.StagingBytes)
 	case offloaded == all, swaps:
 		c.StagingBytes = 0
-	case c.Layout.Tag != rowMajor:
-		c.StagingBytes = max(c.StagingBytes/c.Layout.Size, 2) * c.Layout.Size
-	case c.StagingBytes == 0:
-		c.StagingBytes = defaultStagingBytes
 	default:
-		c.StagingBytes = max(c.StagingBytes/(stagingBuffers*device.Alignment), 1) * stagingBuffers * device.Alignment
+		c.StagingBytes = load.StagingBytes(c.Layout, c.StagingBytes)
 	}
 	p := Plan{Config: c, LocalExperts: all - offloaded, OffloadedExperts: offloaded}
 	p.LocalBytes = int64(p.LocalExperts+c.SpareSlots) * c.Layout.Size

@@ -102,7 +102,7 @@ func (s *Store) beginStep(ctx context.Context, compute device.Stream) error {
 	switch {
 	case s.closed:
 		return device.ErrClosed
-	case !s.sealed:
+	case s.loader != nil:
 		return errors.New("the store is not sealed")
 	case s.step.running:
 		return errors.New("the step before has neither ended nor been dropped")
@@ -722,7 +722,7 @@ func (s *Store) reset(ctx context.Context) error {
 		}
 	}
 	if s.err != nil {
-		s.log.Warn("experts were reset", "err", s.err, "slots_lost", lost)
+		s.o.Log.Warn("experts were reset", "err", s.err, "slots_lost", lost)
 	}
 	for _, f := range s.fetches {
 		s.letGo(f)

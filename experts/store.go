@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"github.com/moeserve/moeserve/device"
+	"github.com/moeserve/moeserve/experts/load"
 	"github.com/moeserve/moeserve/harvest"
 	"github.com/moeserve/moeserve/kernels"
 	"github.com/moeserve/moeserve/peercache"
@@ -35,12 +36,9 @@ type Options struct {
 	// SplitBytes is the least that a fetch takes from the host while the rest of it
 	// comes from a peer. Default: transfer.LeastSplit.
 	SplitBytes int64
-	// NoData says that the machine keeps no bytes: Expert checks and counts what it is
-	// given and moves nothing. Fetches cost the time that they cost. Default: off.
-	NoData bool
 	// Events is told what moves. Default: nobody.
 	Events EventListener
-	// Log hears of resets. Default: none.
+	// Log hears of steps that were dropped. Default: nobody.
 	Log *slog.Logger
 }
 
@@ -87,7 +85,6 @@ func (o Options) EnsureDefaults() Options {
 type Store struct {
 	o    Options
 	plan Plan
-	log  *slog.Logger
 
 	local, ring, host, table, upload device.Memory
 	// position of a model layer in plan.Layers.
@@ -102,16 +99,14 @@ type Store struct {
 	// peers keeps copies in peers' memory.
 	peers *peercache.Cache[ID]
 
-	mu       sync.Mutex
-	coverage *coverage // until Seal
-	staging  staging   // until Seal; nil where nothing goes through it
-	sealed   bool
-	closed   bool
-	slots    []slot
-	next     int // where the search for a free slot starts
-	layers   []layer
-	spare    []spareExtent
-	swaps    []*swap
+	mu     sync.Mutex
+	loader *load.Loader // until Seal
+	closed bool
+	slots  []slot
+	next   int // where the search for a free slot starts
+	layers []layer
+	spare  []spareExtent
+	swaps  []*swap
 	// fetches that have not been seen to end.
 	fetches []*fetch
 	err     error
@@ -217,7 +212,7 @@ type fetch struct {
 // harvest lends. An error wraps device.ErrOutOfMemory where it does not fit.
 func New(o Options) (*Store, error) {
 	o = o.EnsureDefaults()
-	s := &Store{o: o, plan: o.Plan, log: o.Log, links: o.Transfer.Inbound(o.Space)}
+	s := &Store{o: o, plan: o.Plan, links: o.Transfer.Inbound(o.Space)}
 	if err := s.allocate(); err != nil {
 		return nil, errors.Join(fmt.Errorf("experts: %w", err), s.free())
 	}
@@ -267,21 +262,13 @@ func (s *Store) allocate() (err error) {
 	if err = s.openPeers(); err != nil {
 		return err
 	}
-	s.coverage = newCoverage(p.Layout.ExpertShape, p.LocalExperts+p.OffloadedExperts)
-	if p.LocalExperts > 0 && !p.Adaptive && !s.o.NoData {
-		if p.Layout.Tag == rowMajor {
-			s.staging, err = newPieces(s.o)
-		} else {
-			s.staging, err = newExtents(s.o)
-		}
-		if err != nil {
-			s.staging = nil
-			return err
-		}
-	}
 	s.step.open = -1
 	s.arrange()
-	return nil
+	s.loader, err = load.New(load.Options{
+		Machine: s.o.Machine, Transfer: s.o.Transfer, Packer: s.o.Backend, Layout: p.Layout,
+		Layers: p.Layers, Experts: p.Experts, StagingBytes: p.StagingBytes,
+	}, s.place)
+	return err
 }
 
 // arrange gives every expert its place.
@@ -325,6 +312,14 @@ func (s *Store) arrange() {
 	}
 }
 
+// place is where an expert is loaded to: its host copy, where it has one.
+func (s *Store) place(layer, expert int) load.Place {
+	if at := s.hostAt[layer][expert]; at >= 0 {
+		return load.Place{Memory: s.host, Offset: at}
+	}
+	return load.Place{Memory: s.local, Offset: s.layers[layer].localAt[expert]}
+}
+
 // listAll puts the layer's experts in their order: local ones first.
 func (l *layer) listAll() {
 	l.list = l.list[:0]
@@ -352,42 +347,13 @@ func (s *Store) Expert(layer, expert int, part kernels.Part, row int, data []byt
 	wrap := func(err error) error {
 		return fmt.Errorf("experts: load layer %d expert %d: %w", layer, expert, err)
 	}
-	position, ok := s.position[layer]
-	if !ok {
-		return wrap(errors.New("this layer has no experts"))
-	}
-	if expert < 0 || expert >= s.plan.Experts {
-		return wrap(fmt.Errorf("the layer has %d experts", s.plan.Experts))
-	}
-	if part > kernels.W2 {
-		return wrap(fmt.Errorf("there is no part %d", uint8(part)))
-	}
 	s.mu.Lock()
-	coverage, staging := s.coverage, s.staging
+	loader := s.loader
 	s.mu.Unlock()
-	if coverage == nil {
+	if loader == nil {
 		return wrap(errors.New("the store is sealed"))
 	}
-	rows, bytes := rowsOf(s.plan.Layout.ExpertShape, part), rowBytes(s.plan.Layout.ExpertShape, part)
-	n := len(data) / bytes
-	if len(data)%bytes != 0 || row < 0 || row+n > rows {
-		return wrap(fmt.Errorf("%d bytes from row %d on do not fit %v, which has %d rows of %d bytes", len(data), row, part, rows, bytes))
-	}
-	id := ID{position, expert}
-	if err := coverage.add(id, part, row, n); err != nil {
-		return wrap(err)
-	}
-	if n == 0 || s.o.NoData {
-		return nil
-	}
-	size := s.plan.Layout.Size
-	var err error
-	if at := s.hostAt[position][expert]; at >= 0 {
-		err = s.o.Backend.PackExpert(s.plan.Layout, part, row, data, s.host.Write(at, size))
-	} else {
-		err = staging.write(id, s.local.Region(s.layers[position].localAt[expert], size), part, row, data)
-	}
-	if err != nil {
+	if err := loader.Rows(layer, expert, part, row, data); err != nil {
 		return wrap(err)
 	}
 	return nil
@@ -398,25 +364,16 @@ func (s *Store) Expert(layer, expert int, part kernels.Part, row int, data []byt
 func (s *Store) Seal(ctx context.Context) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if s.coverage == nil {
+	if s.loader == nil {
 		return errors.New("experts: the store is sealed")
 	}
-	if err := s.coverage.missing(s.plan.Layers, s.plan.Experts); err != nil {
+	if err := s.loader.Finish(ctx); err != nil {
 		return err
-	}
-	if s.staging != nil {
-		if err := s.staging.flush(ctx); err != nil {
-			return fmt.Errorf("experts: bring local experts to %s: %w", s.o.Space, err)
-		}
-		if err := s.staging.close(); err != nil {
-			return fmt.Errorf("experts: free staging memory: %w", err)
-		}
-		s.staging = nil
 	}
 	if err := s.firstUpload(ctx); err != nil {
 		return err
 	}
-	s.coverage, s.sealed = nil, true
+	s.loader = nil
 	return nil
 }
 
@@ -448,7 +405,7 @@ func (s *Store) firstUpload(ctx context.Context) (err error) {
 	}
 	for i := range s.layers {
 		l := &s.layers[i]
-		if s.plan.Adaptive && !s.o.NoData {
+		if s.plan.Adaptive && s.o.Machine.Capabilities().KeepsData {
 			for e, at := range l.localAt {
 				if at < 0 {
 					continue
@@ -547,10 +504,7 @@ func (s *Store) Close() error {
 }
 
 func (s *Store) free() error {
-	var errs []error
-	if s.staging != nil {
-		errs = append(errs, s.staging.close())
-	}
+	errs := []error{s.loader.Close()}
 	for _, m := range []device.Memory{s.local, s.ring, s.host, s.table, s.upload} {
 		if m != nil {
 			errs = append(errs, m.Free())

@@ -12,7 +12,6 @@ import (
 	"strings"
 	"sync"
 	"testing"
-	"testing/synctest"
 	"time"
 	"unsafe"
 
@@ -20,10 +19,13 @@ import (
 
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/device/emulated"
+	"github.com/moeserve/moeserve/experts/load"
 	"github.com/moeserve/moeserve/harvest"
 	"github.com/moeserve/moeserve/kernels"
 	"github.com/moeserve/moeserve/transfer"
 )
+
+const rowMajor = kernels.RowMajor
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
@@ -33,7 +35,7 @@ func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 type packer struct{ kernels.Backend }
 
 func (packer) PackExpert(l kernels.ExpertLayout, part kernels.Part, row int, src, dst []byte) error {
-	width := rowBytes(l.ExpertShape, part)
+	width := load.RowBytes(l.ExpertShape, part)
 	for len(src) > 0 {
 		copy(dst[packedAt(l, part, row):], src[:width])
 		src, row = src[width:], row+1
@@ -42,14 +44,14 @@ func (packer) PackExpert(l kernels.ExpertLayout, part kernels.Part, row int, src
 }
 
 func packedAt(l kernels.ExpertLayout, part kernels.Part, row int) int {
-	at := row * rowBytes(l.ExpertShape, part)
+	at := row * load.RowBytes(l.ExpertShape, part)
 	for p := range part {
-		at += rowsOf(l.ExpertShape, p) * rowBytes(l.ExpertShape, p)
+		at += load.Rows(l.ExpertShape, p) * load.RowBytes(l.ExpertShape, p)
 	}
 	if l.Tag == rowMajor {
 		return at
 	}
-	return int(l.Bytes()) - at - rowBytes(l.ExpertShape, part)
+	return int(l.Bytes()) - at - load.RowBytes(l.ExpertShape, part)
 }
 
 // model is what a test's store holds.
@@ -70,7 +72,7 @@ func small(tag string) model {
 // row is the content of one row of an expert.
 func (m model) row(layer, expert int, part kernels.Part, row int) []byte {
 	rng := rand.New(rand.NewPCG(uint64(layer*1000+expert), uint64(int(part)*100_000+row)))
-	b := make([]byte, rowBytes(m.layout.ExpertShape, part))
+	b := make([]byte, load.RowBytes(m.layout.ExpertShape, part))
 	for i := range b {
 		b[i] = byte(rng.Uint32())
 	}
@@ -81,7 +83,7 @@ func (m model) row(layer, expert int, part kernels.Part, row int) []byte {
 func (m model) sum(layer, expert int) uint32 {
 	extent := make([]byte, m.layout.Bytes())
 	for part := kernels.W1; part <= kernels.W2; part++ {
-		for r := range rowsOf(m.layout.ExpertShape, part) {
+		for r := range load.Rows(m.layout.ExpertShape, part) {
 			copy(extent[packedAt(m.layout, part, r):], m.row(layer, expert, part, r))
 		}
 	}
@@ -102,8 +104,8 @@ func (m model) pieces(rows int) []piece {
 		for _, parts := range [][]kernels.Part{{kernels.W1, kernels.W3}, {kernels.W2}} {
 			for e := range m.experts {
 				for _, p := range parts {
-					for r := 0; r < rowsOf(m.layout.ExpertShape, p); r += rows {
-						all = append(all, piece{l, e, p, r, min(rows, rowsOf(m.layout.ExpertShape, p)-r)})
+					for r := 0; r < load.Rows(m.layout.ExpertShape, p); r += rows {
+						all = append(all, piece{l, e, p, r, min(rows, load.Rows(m.layout.ExpertShape, p)-r)})
 					}
 				}
 			}
@@ -863,45 +865,6 @@ func TestConcurrentFill(t *testing.T) {
 	}
 }
 
-// TestStagingKeepsOrder: while an expert is on its way from staging memory to its
-// slot, more of it waits: it would be brought back before it is there.
-func TestStagingKeepsOrder(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
-		r := newRig(t, small("reversed"), emulated.Options{Virtual: true}, 100)
-		s := r.open(Config{Placement: r.placed(0.5), StagingBytes: 1024})
-		x := s.staging.(*extents)
-		p := piece{r.model.layers[1], 0, kernels.W3, 2, 1}
-		id := ID{1, 0}
-		if s.layers[id.Layer].localAt[id.Expert] < 0 {
-			t.Fatal("the expert does not go through staging memory")
-		}
-		x.mu.Lock()
-		x.leaving[id] = true
-		x.mu.Unlock()
-		took := false
-		go func() {
-			if err := r.model.give(s, p); err != nil {
-				t.Error(err)
-			}
-			x.mu.Lock()
-			took = true
-			x.mu.Unlock()
-		}()
-		synctest.Wait()
-		x.mu.Lock()
-		if took || x.find(id) != nil {
-			t.Error("an expert on its way to its slot was taken up again")
-		}
-		delete(x.leaving, id)
-		x.changed.Broadcast()
-		x.mu.Unlock()
-		synctest.Wait()
-		if !took {
-			t.Error("an expert that is in its slot is not taken up")
-		}
-	})
-}
-
 // TestSealCanceled: a Seal that is given up leaves copies under way that Close
 // waits for.
 func TestSealCanceled(t *testing.T) {
@@ -945,7 +908,7 @@ func TestNoData(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	s, err := New(Options{Machine: r.m, Space: device.HBM(0), Backend: packer{}, Transfer: r.engine, Plan: plan, NoData: true})
+	s, err := New(Options{Machine: r.m, Space: device.HBM(0), Backend: packer{}, Transfer: r.engine, Plan: plan})
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -713,7 +713,6 @@ func TestRates(t *testing.T) {
 		Report: func(emulated.Finding) {},
 	}, 8<<20)
 	s := r.open(Config{Placement: r.placed(1), Waves: 1})
-	s.o.NoData = true
 	r.fill(s, 11)
 	before := s.Links()
 	if len(before) != 3 || before[0] != (Link{device.Host, 50e9}) || before[1].BytesPerSecond != 0 {

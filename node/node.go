@@ -207,7 +207,7 @@ func (n *Node) assemble(ctx context.Context, u *setup, blocks int) (load time.Du
 		return 0, err
 	}
 	if n.store, err = experts.New(experts.Options{
-		Machine: n.machine, Space: d.Space, Backend: d.Backend, Transfer: n.transfer, Plan: u.needs.Plan, NoData: !n.machine.Capabilities().KeepsData, Log: o.Log,
+		Machine: n.machine, Space: d.Space, Backend: d.Backend, Transfer: n.transfer, Plan: u.needs.Plan, Log: o.Log,
 		Harvest: n.harvest, Events: experts.Tee(experts.LogEvents(o.Log), observe.ExpertEvents(o.Events)),
 	}); err != nil {
 		return 0, fault.Of(fault.ErrDevice, err)

@@ -134,7 +134,7 @@ func newTimed(t *testing.T, c cell) *timed {
 	check(t, err)
 	lent, err := harvest.New(harvest.Options{Machine: m, Peers: []device.Space{device.HBM(1)}, SlabBytes: 8 * extent.Size})
 	check(t, err)
-	x.store, err = experts.New(experts.Options{Machine: m, Space: space, Backend: backend, Transfer: engine, Plan: plan, Harvest: lent, NoData: true})
+	x.store, err = experts.New(experts.Options{Machine: m, Space: space, Backend: backend, Transfer: engine, Plan: plan, Harvest: lent})
 	check(t, err)
 	closing(x.store.Close)
 	closing(func() error { return lent.Close(context.Background()) })

@@ -129,7 +129,7 @@ func newRig(t *testing.T, fixture string, fraction float64, mo emulated.Options,
 	check(t, err)
 	plan, err := experts.NewPlan(experts.Config{Layers: layers, Experts: c.Experts, Layout: extent, Placement: placement})
 	check(t, err)
-	so := experts.Options{Machine: m, Space: space, Backend: backend, Transfer: engine, Plan: plan, NoData: mo.NoData}
+	so := experts.Options{Machine: m, Space: space, Backend: backend, Transfer: engine, Plan: plan}
 	if len(peers) > 0 {
 		so.Harvest, err = harvest.New(harvest.Options{Machine: m, Peers: peers, SlabBytes: 256 << 10})
 		check(t, err)

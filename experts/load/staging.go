@@ -1,10 +1,9 @@
-package experts
+package load
 
 import (
 	"context"
 	"errors"
 	"fmt"
-	"math/bits"
 	"sync"
 
 	"github.com/moeserve/moeserve/device"
@@ -12,96 +11,11 @@ import (
 	"github.com/moeserve/moeserve/transfer"
 )
 
-// coverage says which rows of every expert's matrices have come.
-type coverage struct {
-	rows [3]int // of a part
-
-	mu   sync.Mutex
-	seen map[ID]*[3][]uint64 // bit sets of rows
-	left int64               // rows that have not come, in all
-}
-
-func newCoverage(shape kernels.ExpertShape, experts int) *coverage {
-	c := &coverage{seen: map[ID]*[3][]uint64{}}
-	for p := range c.rows {
-		c.rows[p] = rowsOf(shape, kernels.Part(p))
-		c.left += int64(experts) * int64(c.rows[p])
-	}
-	return c
-}
-
-// rowsOf is how many rows a part has.
-func rowsOf(s kernels.ExpertShape, p kernels.Part) int {
-	if p == kernels.W2 {
-		return s.Hidden
-	}
-	return s.Intermediate
-}
-
-// rowBytes is the size of one row of a part.
-func rowBytes(s kernels.ExpertShape, p kernels.Part) int {
-	if p == kernels.W2 {
-		return s.Intermediate * s.DType.Size()
-	}
-	return s.Hidden * s.DType.Size()
-}
-
-// add notes rows [from, from+n), none of which may have come before.
-func (c *coverage) add(id ID, part kernels.Part, from, n int) error {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	sets := c.seen[id]
-	if sets == nil {
-		sets = new([3][]uint64)
-		c.seen[id] = sets
-	}
-	if sets[part] == nil {
-		sets[part] = make([]uint64, (c.rows[part]+63)/64)
-	}
-	set := sets[part]
-	for row := from; row < from+n; row++ {
-		if set[row/64]&(1<<(row%64)) != 0 {
-			return fmt.Errorf("row %d of %v comes a second time", row, part)
-		}
-	}
-	for row := from; row < from+n; row++ {
-		set[row/64] |= 1 << (row % 64)
-	}
-	c.left -= int64(n)
-	return nil
-}
-
-// missing describes the first part that is not whole, for the ids in order; nil if
-// there is none.
-func (c *coverage) missing(layers []int, experts int) error {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	if c.left == 0 {
-		return nil
-	}
-	for l, layer := range layers {
-		for e := range experts {
-			for p, rows := range c.rows {
-				have := 0
-				if sets := c.seen[ID{l, e}]; sets != nil {
-					for _, w := range sets[p] {
-						have += bits.OnesCount64(w)
-					}
-				}
-				if have < rows {
-					return fmt.Errorf("experts: layer %d expert %d: only %d of %d rows of %v have come (%d rows are missing in all)", layer, e, have, rows, kernels.Part(p), c.left)
-				}
-			}
-		}
-	}
-	panic(fmt.Sprintf("experts: %d rows are missing, and no part lacks any", c.left))
-}
-
 // staging is the pinned memory through which local experts reach the device.
 type staging interface {
 	// write brings rows of one matrix to their place in the extent dst of the
-	// expert id. Several goroutines may call it.
-	write(id ID, dst device.Region, part kernels.Part, row int, data []byte) error
+	// expert. Several goroutines may call it.
+	write(of id, dst device.Region, part kernels.Part, row int, data []byte) error
 	// flush waits until everything has arrived.
 	flush(ctx context.Context) error
 	close() error
@@ -121,14 +35,14 @@ type stage struct {
 	buffers []*buffer
 }
 
-func newStage(o Options, buffers int) (stage, error) {
+func newStage(o Options, n int) (stage, error) {
 	s := stage{o: o}
 	var err error
-	if s.memory, err = o.Machine.Alloc(device.Host, o.Plan.StagingBytes, "expert staging"); err != nil {
+	if s.memory, err = o.Machine.Alloc(device.Host, o.StagingBytes, "expert staging"); err != nil {
 		return s, err
 	}
-	bytes := o.Plan.StagingBytes / int64(buffers)
-	for i := range buffers {
+	bytes := o.StagingBytes / int64(n)
+	for i := range n {
 		f, err := o.Machine.NewFence(fmt.Sprintf("expert staging %d", i))
 		if err != nil {
 			return s, errors.Join(err, s.close())
@@ -200,7 +114,7 @@ type pieces struct {
 }
 
 func newPieces(o Options) (*pieces, error) {
-	s, err := newStage(o, stagingBuffers)
+	s, err := newStage(o, buffers)
 	if err != nil {
 		return nil, err
 	}
@@ -211,11 +125,11 @@ func newPieces(o Options) (*pieces, error) {
 	return p, nil
 }
 
-func (p *pieces) write(_ ID, dst device.Region, part kernels.Part, row int, data []byte) error {
-	shape := p.o.Plan.Layout.ExpertShape
-	at := int64(row) * int64(rowBytes(shape, part))
+func (p *pieces) write(_ id, dst device.Region, part kernels.Part, row int, data []byte) error {
+	shape := p.o.Layout.ExpertShape
+	at := int64(row) * int64(RowBytes(shape, part))
 	for before := range part {
-		at += int64(rowsOf(shape, before)) * int64(rowBytes(shape, before))
+		at += int64(Rows(shape, before)) * int64(RowBytes(shape, before))
 	}
 	for len(data) > 0 {
 		b := <-p.free
@@ -245,14 +159,14 @@ type extents struct {
 	changed sync.Cond
 	// held tells what each buffer holds; users pack into it; clock orders last uses.
 	held    []extent
-	begun   map[ID]bool // experts that have been in a buffer
-	leaving map[ID]bool // experts that are on their way to their slots
+	begun   map[id]bool // experts that have been in a buffer
+	leaving map[id]bool // experts that are on their way to their slots
 	clock   uint64
 }
 
 type extent struct {
 	*buffer
-	id    ID
+	of    id
 	full  bool // it holds something
 	dst   device.Region
 	users int
@@ -262,11 +176,11 @@ type extent struct {
 }
 
 func newExtents(o Options) (*extents, error) {
-	s, err := newStage(o, int(o.Plan.StagingBytes/o.Plan.Layout.Size))
+	s, err := newStage(o, int(o.StagingBytes/o.Layout.Size))
 	if err != nil {
 		return nil, err
 	}
-	x := &extents{stage: s, begun: map[ID]bool{}, leaving: map[ID]bool{}}
+	x := &extents{stage: s, begun: map[id]bool{}, leaving: map[id]bool{}}
 	x.changed.L = &x.mu
 	for _, b := range s.buffers {
 		x.held = append(x.held, extent{buffer: b})
@@ -274,12 +188,12 @@ func newExtents(o Options) (*extents, error) {
 	return x, nil
 }
 
-func (x *extents) write(id ID, dst device.Region, part kernels.Part, row int, data []byte) error {
-	h, err := x.take(id, dst)
+func (x *extents) write(of id, dst device.Region, part kernels.Part, row int, data []byte) error {
+	h, err := x.take(of, dst)
 	if err != nil {
 		return err
 	}
-	err = x.o.Backend.PackExpert(x.o.Plan.Layout, part, row, data, x.memory.Write(h.offset, x.o.Plan.Layout.Size))
+	err = x.o.Packer.PackExpert(x.o.Layout, part, row, data, x.memory.Write(h.offset, x.o.Layout.Size))
 	x.mu.Lock()
 	defer x.mu.Unlock()
 	h.users--
@@ -287,15 +201,15 @@ func (x *extents) write(id ID, dst device.Region, part kernels.Part, row int, da
 	return err
 }
 
-// take returns the buffer that holds id, for the caller to pack into.
-func (x *extents) take(id ID, dst device.Region) (*extent, error) {
+// take returns the buffer that holds an expert, for the caller to pack into.
+func (x *extents) take(of id, dst device.Region) (*extent, error) {
 	x.mu.Lock()
 	defer x.mu.Unlock()
 	for {
-		h := x.find(id)
-		if h == nil && !x.leaving[id] {
+		h := x.find(of)
+		if h == nil && !x.leaving[of] {
 			if h = x.victim(); h != nil {
-				if err := x.move(h, id, dst); err != nil {
+				if err := x.move(h, of, dst); err != nil {
 					return nil, err
 				}
 			}
@@ -309,9 +223,9 @@ func (x *extents) take(id ID, dst device.Region) (*extent, error) {
 	}
 }
 
-func (x *extents) find(id ID) *extent {
+func (x *extents) find(of id) *extent {
 	for i := range x.held {
-		if h := &x.held[i]; h.full && h.id == id {
+		if h := &x.held[i]; h.full && h.of == of {
 			return h
 		}
 	}
@@ -329,16 +243,16 @@ func (x *extents) victim() *extent {
 	return v
 }
 
-// move puts what h holds to its slot and fetches what there is of id. The lock is
+// move puts what h holds to its slot and fetches what there is of another expert. The lock is
 // released meanwhile.
-func (x *extents) move(h *extent, id ID, dst device.Region) error {
-	full, old, oldID := h.full, h.dst, h.id
-	reload := x.begun[id]
+func (x *extents) move(h *extent, of id, dst device.Region) error {
+	full, old, oldID := h.full, h.dst, h.of
+	reload := x.begun[of]
 	if full {
 		x.leaving[oldID] = true
 	}
-	h.id, h.dst, h.full, h.moving = id, dst, true, true
-	x.begun[id] = true
+	h.of, h.dst, h.full, h.moving = of, dst, true, true
+	x.begun[of] = true
 	x.mu.Unlock()
 	err := func() error {
 		if full {
