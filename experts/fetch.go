@@ -2,14 +2,134 @@ package experts
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"slices"
 
 	"github.com/moeserve/moeserve/device"
+	"github.com/moeserve/moeserve/experts/ring"
 	"github.com/moeserve/moeserve/harvest"
 	"github.com/moeserve/moeserve/peercache"
+	"github.com/moeserve/moeserve/residency"
 	"github.com/moeserve/moeserve/transfer"
 )
+
+// fetcher brings offloaded experts into the ring. Its owner's lock is held while it is
+// used.
+type fetcher struct {
+	engine *transfer.Engine
+	plan   *Plan
+	// memory of the ring, and which slot holds what; slots say what brings it there.
+	memory device.Memory
+	ring   *ring.Ring
+	slots  []arrival
+	// source says where an expert is copied from, hostRegion where its host copy is.
+	source     func(ID) source
+	hostRegion func(ID) device.Region
+	peers      *peercache.Cache[ID]
+	splitBytes int64
+	links      *transfer.Inbound
+	counts     *counts
+
+	// fetches that have not been seen to end, and the first failure of one.
+	fetches []*fetch
+	err     error
+	// peerBackoff is after how many steps fetches use peers again.
+	peerBackoff int
+	// What acquire works with, and fetches that nobody refers to, to be used again.
+	runs  []run
+	after []device.Point
+	loads []transfer.Load
+	spare []*fetch
+}
+
+// source is where an offloaded expert is copied from; where that is a peer, copied is
+// what is read there, with a reference on it.
+type source struct {
+	region device.Region
+	copied *peercache.Copy[ID]
+	ref    harvest.Ref
+}
+
+// arrival is how what a slot holds comes there.
+type arrival struct {
+	// copies bring it, at most one of each kind; none where the host knows that it is
+	// here.
+	copies []*fetch
+	// awaited says that the compute stream has waited for the copies, or will.
+	awaited bool
+	// from is the tier it came from. fresh: no use has counted that yet; ahead: it was
+	// submitted ahead of need.
+	from         Tier
+	fresh, ahead bool
+	// landed are raised by the copies whose first extent goes here, values their last.
+	landed [2]device.Fence
+	values [2]uint32
+}
+
+// The kinds of copies into a slot: the one from where the expert is, and the part
+// that comes from the host at the same time.
+const (
+	mainCopy = iota
+	hostPart
+)
+
+// fetch is one copy into the ring, of experts that are neighbors in both places, or
+// of the part of them that comes from the host. It names the copy.
+type fetch struct {
+	// layer by the model's number, and the experts copied.
+	layer, first, last int
+	// refs counts the lists that have it: fetcher.fetches, and arrival.copies.
+	refs int
+	// ticket is nil where the copy was not submitted.
+	ticket *transfer.Ticket
+	done   device.Point
+	from   device.Space
+	bytes  int64
+	slots  []int
+	// copies in peers' memory that are read.
+	copies []*peercache.Copy[ID]
+}
+
+// open makes the ring's slots, once their memory is there.
+func (f *fetcher) open(p *Plan, o Options, peers *peercache.Cache[ID], hostRegion func(ID) device.Region, c *counts) (err error) {
+	f.engine, f.plan, f.peers, f.hostRegion, f.counts, f.splitBytes = o.Transfer, p, peers, hostRegion, c, o.SplitBytes
+	f.ring, f.slots = ring.New(p.RingSlots, len(p.Layers)*p.Experts), make([]arrival, p.RingSlots)
+	f.source, f.links = f.nearest, o.Transfer.Inbound(o.Space)
+	for i := range f.slots {
+		for k := range f.slots[i].landed {
+			if f.slots[i].landed[k], err = o.Machine.NewFence(fmt.Sprintf("expert ring slot %d", i)); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
+}
+
+// close frees the slots, to which nothing is under way.
+func (f *fetcher) close() error {
+	errs := []error{free(f.memory)}
+	for i := range f.slots {
+		for _, fence := range f.slots[i].landed {
+			if fence != nil {
+				errs = append(errs, fence.Close())
+			}
+		}
+	}
+	return errors.Join(errs...)
+}
+
+// key is an expert's number in the ring.
+func (f *fetcher) key(id ID) int { return id.Layer*f.plan.Experts + id.Expert }
+
+// has says whether an expert is in the ring, or on its way there.
+func (f *fetcher) has(id ID) bool { return f.ring.Has(f.key(id)) }
+
+// slot is where the last fetch of an expert went, or -1.
+func (f *fetcher) slot(id ID) int { return f.ring.Last(f.key(id)) }
+
+// arrival is how an expert that the ring has comes there.
+func (f *fetcher) arrival(id ID) *arrival { return &f.slots[f.slot(id)] }
 
 // run is what one copy would bring if nothing of it came from elsewhere: experts that
 // lie side by side where they are and in the ring.
@@ -23,72 +143,71 @@ type run struct {
 	refs   []harvest.Ref
 }
 
-// bring takes a reference on each of these offloaded experts of the layer: on its
-// slot where it is still there, else on a free one, to which it is copied. Copies are cut
-// for so many waves. False: some found no slot.
-func (s *Store) bring(position int, missing []int, waves int, p transfer.Priority) (whole bool, err error) {
-	l := &s.layers[position]
+// acquire takes a reference on each of these offloaded experts of the layer at a position,
+// in refs by expert: on its slot where it is still there, else on a free one, to which it
+// is copied. Copies are cut for so many waves. False: some found no slot.
+func (f *fetcher) acquire(position int, refs []residency.Ref, missing []int, waves int, p transfer.Priority) (whole bool, err error) {
 	for _, e := range missing {
-		if id := (ID{position, e}); !l.refs[e].Held() && s.inRing(id) {
-			if ref, ok := s.slots[l.slot[e]].cell.Acquire(); ok {
-				l.refs[e] = ref
+		if !refs[e].Held() {
+			if ref, ok := f.ring.Acquire(f.key(ID{position, e})); ok {
+				refs[e] = ref
 			}
 		}
 	}
-	s.runs, whole = s.collect(position, missing, waves, p, s.runs[:0])
-	for i, hostBytes := range s.fromHost() {
-		r := &s.runs[i]
+	f.runs, whole = f.cut(position, refs, missing, waves, p, f.runs[:0])
+	for i, hostBytes := range f.fromHost() {
+		r := &f.runs[i]
 		if err == nil {
-			if err = s.start(position, r, hostBytes, p); err == nil {
+			if err = f.start(position, r, hostBytes, p); err == nil {
 				continue
 			}
-			s.err = err
+			f.err = err
 		}
-		s.giveUp(r)
+		f.abort(r)
 	}
 	return whole, err
 }
 
-// collect gives free slots to the experts that have none and cuts them into runs,
-// none of which goes over the border of a wave.
-func (s *Store) collect(position int, missing []int, waves int, p transfer.Priority, runs []run) ([]run, bool) {
-	l, size := &s.layers[position], s.plan.Layout.Size
+// cut gives free slots to the experts that have none and cuts them into runs, none of
+// which goes over the border of a wave.
+func (f *fetcher) cut(position int, refs []residency.Ref, missing []int, waves int, p transfer.Priority, runs []run) ([]run, bool) {
+	size := f.plan.Layout.Size
 	n := min(waves, len(missing))
 	from := 0
 	for w := range n {
 		to := from + share(w, n, len(missing))
 		fresh := true // the next one begins a run
 		for _, e := range missing[from:to] {
-			if l.refs[e].Held() {
+			if refs[e].Held() {
 				fresh = true
 				continue
 			}
-			at, ok := s.freeSlot()
+			at, ok := f.ring.Free()
 			if !ok {
 				return runs, false
 			}
-			s.after = s.occupy(at, ID{position, e}, s.after[:0])
-			l.refs[e], _ = s.slots[at].cell.Acquire()
-			l.slot[e] = at
-			src, copied, ref := s.resolve(ID{position, e})
-			s.slots[at].fresh, s.slots[at].ahead, s.slots[at].from = true, p == transfer.Prefetch, Host
-			if copied != nil {
-				s.slots[at].from = Peer
+			id := ID{position, e}
+			refs[e], f.after = f.occupy(at, id, f.after[:0])
+			src := f.source(id)
+			a := &f.slots[at]
+			a.fresh, a.ahead, a.from = true, p == transfer.Prefetch, Host
+			if src.copied != nil {
+				a.from = Peer
 			}
-			if fresh || !runs[len(runs)-1].takes(src, copied, at) {
-				runs = appendRun(runs, src, at)
+			if fresh || !runs[len(runs)-1].takes(src, at) {
+				runs = appendRun(runs, src.region, at)
 				fresh = false
 			}
 			r := &runs[len(runs)-1]
 			r.src.Bytes += size
 			r.experts = append(r.experts, e)
-			for _, a := range s.after {
+			for _, a := range f.after {
 				if !slices.Contains(r.after, a) {
 					r.after = append(r.after, a)
 				}
 			}
-			if copied != nil {
-				r.copies, r.refs = append(r.copies, copied), append(r.refs, ref)
+			if src.copied != nil {
+				r.copies, r.refs = append(r.copies, src.copied), append(r.refs, src.ref)
 			}
 		}
 		from = to
@@ -112,125 +231,101 @@ func appendRun(runs []run, src device.Region, slot int) []run {
 	return runs
 }
 
-// takes says whether an expert that lies at src and goes to a slot prolongs the run.
+// takes says whether an expert that is copied from src into a slot prolongs the run.
 // Peer copies do only within a slab: two of them may lie side by side, and are different
 // allocations.
-func (r *run) takes(src device.Region, copied *peercache.Copy[ID], slot int) bool {
-	if r.src.Space != src.Space || r.src.End() != src.Addr || r.slot+len(r.experts) != slot {
+func (r *run) takes(src source, slot int) bool {
+	if r.src.Space != src.region.Space || r.src.End() != src.region.Addr || r.slot+len(r.experts) != slot {
 		return false
 	}
-	return copied == nil || r.copies[len(r.copies)-1].Slab() == copied.Slab()
+	return src.copied == nil || r.copies[len(r.copies)-1].Slab() == src.copied.Slab()
 }
 
-// resolve says where an offloaded expert is copied from, and, where that is a peer,
-// by which copy, with a reference on it. It takes no lock and never waits. The step
-// that is run again after a copy from a peer failed takes everything from the host.
-func (s *Store) resolve(id ID) (device.Region, *peercache.Copy[ID], harvest.Ref) {
-	if s.mistrust == 0 {
-		if copied, ref, ok := s.peers.Acquire(id); ok {
-			if s.without.noReference {
-				ref.Release()
-			}
-			return copied.Region(), copied, ref
+// nearest is a peer's copy, if there is one, or else the host's. It takes no lock and never
+// waits. The step that is run again after a copy from a peer failed takes everything from
+// the host.
+func (f *fetcher) nearest(id ID) source {
+	if f.peerBackoff == 0 {
+		if copied, ref, ok := f.peers.Acquire(id); ok {
+			return source{copied.Region(), copied, ref}
 		}
 	}
-	return s.hostRegion(id), nil, harvest.Ref{}
-}
-
-// freeSlot is the first slot from s.next on that nobody holds.
-func (s *Store) freeSlot() (int, bool) {
-	for k := range s.slots {
-		at := (s.next + k) % len(s.slots)
-		if _, _, references := s.slots[at].cell.State(); references == 0 {
-			return at, true
-		}
-	}
-	return 0, false
+	return source{region: f.hostRegion(id)}
 }
 
 // occupy makes a free slot that of id and adds to after until when it may still be read,
 // or written by a copy that was made in vain.
-func (s *Store) occupy(at int, id ID, after []device.Point) []device.Point {
-	sl := &s.slots[at]
-	exclusive, ok := sl.cell.BeginExclusive()
-	if !ok {
-		panic(fmt.Sprintf("experts: ring slot %d is held exclusively by somebody else", at))
-	}
-	after = append(after, exclusive.Points()...)
-	if !sl.awaited {
-		for _, f := range sl.copies {
-			if !f.ticket.Ended() {
-				after = append(after, f.done)
+func (f *fetcher) occupy(at int, id ID, after []device.Point) (residency.Ref, []device.Point) {
+	a := &f.slots[at]
+	if !a.awaited {
+		for _, c := range a.copies {
+			if !c.ticket.Ended() {
+				after = append(after, c.done)
 				continue
 			}
 			// It has ended, so this does not wait: it orders the next copy after this one,
 			// whatever has become of it.
-			_ = f.ticket.Wait(context.Background())
+			_ = c.ticket.Wait(context.Background())
 		}
 	}
-	if s.without.noReaders {
-		after = after[:0]
-	}
-	exclusive.Replace()
-	s.forgetCopies(sl)
-	sl.holds, sl.awaited = id, false
-	s.next = (at + 1) % len(s.slots)
-	return after
+	f.forgetCopies(a)
+	a.awaited = false
+	return f.ring.Put(at, f.key(id), after)
 }
 
 // fromHost says how many bytes of each run come from the host, so that peers' links
 // and the host's end together.
-func (s *Store) fromHost() []int64 {
-	s.loads = s.loads[:0]
-	for i := range s.runs {
-		s.loads = append(s.loads, transfer.Load{From: s.runs[i].src.Space, Bytes: s.runs[i].src.Bytes})
+func (f *fetcher) fromHost() []int64 {
+	f.loads = f.loads[:0]
+	for i := range f.runs {
+		f.loads = append(f.loads, transfer.Load{From: f.runs[i].src.Space, Bytes: f.runs[i].src.Bytes})
 	}
-	return s.links.Split(s.loads, s.o.SplitBytes)
+	return f.links.Split(f.loads, f.splitBytes)
 }
 
 // start submits the copies of a run: its last hostBytes come from the host.
-func (s *Store) start(position int, r *run, hostBytes int64, p transfer.Priority) error {
-	size := s.plan.Layout.Size
-	dst := s.ring.Region(int64(r.slot)*size, r.src.Bytes)
+func (f *fetcher) start(position int, r *run, hostBytes int64, p transfer.Priority) error {
+	size := f.plan.Layout.Size
+	dst := f.memory.Region(int64(r.slot)*size, r.src.Bytes)
 	rest := r.src.Bytes - hostBytes
 	for _, e := range r.experts {
-		s.counts.fetches[position][e]++
+		f.counts.fetches[position][e]++
 	}
-	f := s.newFetch(r.src.Space)
-	f.copies = append(f.copies, r.copies...)
-	err := s.submit(position, f, mainCopy, r, 0, dst.Slice(0, rest), r.src.Slice(0, rest), p)
+	c := f.newFetch(r.src.Space)
+	c.copies = append(c.copies, r.copies...)
+	err := f.submit(position, c, mainCopy, r, 0, dst.Slice(0, rest), r.src.Slice(0, rest), p)
 	for k := range r.refs {
 		if err == nil && r.refs[k].Held() {
 			// Not at done, which the next copy into the slot may fail while this one reads.
-			r.refs[k].ReleaseAt(f.ticket.End())
+			r.refs[k].ReleaseAt(c.ticket.End())
 		}
 	}
 	// The rest, cut where the experts do not lie side by side in host memory.
 	for off := rest; off < r.src.Bytes && err == nil; {
 		first := off / size
-		src := s.hostRegion(ID{position, r.experts[first]})
+		src := f.hostRegion(ID{position, r.experts[first]})
 		src = src.Slice(off-first*size, size-(off-first*size))
 		end := (first + 1) * size
 		for end < r.src.Bytes {
-			next := s.hostRegion(ID{position, r.experts[end/size]})
+			next := f.hostRegion(ID{position, r.experts[end/size]})
 			if next.Addr != src.End() {
 				break
 			}
 			src.Bytes, end = src.Bytes+size, end+size
 		}
-		err = s.submit(position, s.newFetch(device.Host), hostPart, r, off, dst.Slice(off, end-off), src, p)
+		err = f.submit(position, f.newFetch(device.Host), hostPart, r, off, dst.Slice(off, end-off), src, p)
 		off = end
 	}
 	return err
 }
 
-// giveUp notes that a run is not, or not wholly, on its way.
-func (s *Store) giveUp(r *run) {
-	f := s.newFetch(r.src.Space)
+// abort notes that a run is not, or not wholly, on its way.
+func (f *fetcher) abort(r *run) {
+	c := f.newFetch(r.src.Space)
 	for k := range r.experts {
-		f.slots = append(f.slots, r.slot+k)
+		c.slots = append(c.slots, r.slot+k)
 	}
-	s.keep(&s.fetches, f)
+	f.keep(&f.fetches, c)
 	for k := range r.refs {
 		if r.refs[k].Held() {
 			r.refs[k].Release()
@@ -239,39 +334,39 @@ func (s *Store) giveUp(r *run) {
 }
 
 // newFetch is one of which nothing is set but where it comes from.
-func (s *Store) newFetch(from device.Space) *fetch {
-	n := len(s.spent)
+func (f *fetcher) newFetch(from device.Space) *fetch {
+	n := len(f.spare)
 	if n == 0 {
 		return &fetch{from: from}
 	}
-	f := s.spent[n-1]
-	s.spent = s.spent[:n-1]
-	*f = fetch{from: from, slots: f.slots[:0], copies: f.copies[:0]}
-	return f
+	c := f.spare[n-1]
+	f.spare = f.spare[:n-1]
+	*c = fetch{from: from, slots: c.slots[:0], copies: c.copies[:0]}
+	return c
 }
 
-// keep puts a fetch into a list, letGo says that it was taken out of one: what is in none
+// keep puts a fetch into a list, unref says that it was taken out of one: what is in none
 // is used again.
-func (s *Store) keep(list *[]*fetch, f *fetch) {
-	*list = append(*list, f)
-	f.refs++
+func (f *fetcher) keep(list *[]*fetch, c *fetch) {
+	*list = append(*list, c)
+	c.refs++
 }
 
-func (s *Store) letGo(f *fetch) {
-	if f.refs--; f.refs > 0 || f.ticket == nil || f.ticket.Err() != nil {
+func (f *fetcher) unref(c *fetch) {
+	if c.refs--; c.refs > 0 || c.ticket == nil || c.ticket.Err() != nil {
 		return // or its name may still be asked for
 	}
-	f.ticket.Release()
-	clear(f.copies)
-	s.spent = append(s.spent, f)
+	c.ticket.Release()
+	clear(c.copies)
+	f.spare = append(f.spare, c)
 }
 
 // forgetCopies says that nothing brings what a slot holds.
-func (s *Store) forgetCopies(sl *slot) {
-	for _, f := range sl.copies {
-		s.letGo(f)
+func (f *fetcher) forgetCopies(a *arrival) {
+	for _, c := range a.copies {
+		f.unref(c)
 	}
-	sl.copies = sl.copies[:0]
+	a.copies = a.copies[:0]
 }
 
 // String names the copy.
@@ -280,29 +375,42 @@ func (f *fetch) String() string {
 }
 
 // submit starts one copy of a run, that of the bytes from off on.
-func (s *Store) submit(position int, f *fetch, kind int, r *run, off int64, dst, src device.Region, p transfer.Priority) error {
-	size := s.plan.Layout.Size
+func (f *fetcher) submit(position int, c *fetch, kind int, r *run, off int64, dst, src device.Region, p transfer.Priority) error {
+	size := f.plan.Layout.Size
 	first, last := int(off/size), int((off+dst.Bytes-1)/size)
-	sl := &s.slots[r.slot+first]
-	sl.values[kind]++
-	f.done = device.Point{Fence: sl.landed[kind], Value: sl.values[kind]}
+	a := &f.slots[r.slot+first]
+	a.values[kind]++
+	c.done = device.Point{Fence: a.landed[kind], Value: a.values[kind]}
 	for k := first; k <= last; k++ {
 		at := r.slot + k
-		f.slots = append(f.slots, at)
-		s.keep(&s.slots[at].copies, f)
+		c.slots = append(c.slots, at)
+		f.keep(&f.slots[at].copies, c)
 	}
-	f.layer, f.first, f.last = s.plan.Layers[position], r.experts[first], r.experts[last]
-	ticket, err := s.o.Transfer.Submit(transfer.Request{
+	c.layer, c.first, c.last = f.plan.Layers[position], r.experts[first], r.experts[last]
+	ticket, err := f.engine.Submit(transfer.Request{
 		Src: src, Dst: dst,
-		Priority: p, After: r.after, Done: f.done, Label: f,
+		Priority: p, After: r.after, Done: c.done, Label: c,
 	})
 	if err != nil {
 		return err
 	}
-	f.ticket, f.bytes = ticket, dst.Bytes
-	s.keep(&s.fetches, f)
-	s.stats.Fetched[f.tier()] += f.bytes
+	c.ticket, c.bytes = ticket, dst.Bytes
+	f.keep(&f.fetches, c)
+	f.counts.Fetched[c.tier()] += c.bytes
 	return nil
+}
+
+// promote makes the copies of these experts urgent.
+func (f *fetcher) promote(position int, experts []int) {
+	var last *fetch
+	for _, e := range experts {
+		for _, c := range f.arrival(ID{position, e}).copies {
+			if c != last {
+				c.ticket.Promote(transfer.Needed)
+				last = c
+			}
+		}
+	}
 }
 
 // tier that the copy comes from.
@@ -313,33 +421,32 @@ func (f *fetch) tier() Tier {
 	return Peer
 }
 
-// forgo ends those copies into a slot that have not begun, where nobody has references
+// forgo ends those copies of an expert that have not begun, where nobody has references
 // on what they bring any more: on a slow link a guess that was wrong would otherwise
 // hold up those that are right.
-func (s *Store) forgo(at int) {
+func (f *fetcher) forgo(id ID) {
 	var copies [2]*fetch // of each kind
-	for _, f := range copies[:copy(copies[:], s.slots[at].copies)] {
-		if s.wanted(f) || !f.ticket.Forgo() {
+	for _, c := range copies[:copy(copies[:], f.arrival(id).copies)] {
+		if f.wanted(c) || !c.ticket.Forgo() {
 			continue
 		}
-		s.stats.Fetched[f.tier()] -= f.bytes
-		for _, at := range f.slots {
-			sl := &s.slots[at]
-			if sl.holds != nothing { // by another copy of the same expert that was forgone
-				s.counts.fetches[sl.holds.Layer][sl.holds.Expert]--
+		f.counts.Fetched[c.tier()] -= c.bytes
+		for _, at := range c.slots {
+			if key := f.ring.Holds(at); key >= 0 { // else by another copy of the same expert that was forgone
+				f.counts.fetches[key/f.plan.Experts][key%f.plan.Experts]--
 			}
-			sl.holds = nothing
-			s.drop(&sl.copies, f)
+			f.ring.Forget(at)
+			f.drop(&f.slots[at].copies, c)
 		}
-		s.drop(&s.fetches, f)
+		f.drop(&f.fetches, c)
 	}
 }
 
-// wanted says whether somebody has a reference on a slot that f goes to, or whether f is
+// wanted says whether somebody has a reference on a slot that c goes to, or whether c is
 // there for another expert.
-func (s *Store) wanted(f *fetch) bool {
-	for _, at := range f.slots {
-		if _, _, references := s.slots[at].cell.State(); references > 0 || !slices.Contains(s.slots[at].copies, f) {
+func (f *fetcher) wanted(c *fetch) bool {
+	for _, at := range c.slots {
+		if f.ring.References(at) > 0 || !slices.Contains(f.slots[at].copies, c) {
 			return true
 		}
 	}
@@ -347,35 +454,95 @@ func (s *Store) wanted(f *fetch) bool {
 }
 
 // drop takes a fetch out of a list.
-func (s *Store) drop(list *[]*fetch, f *fetch) {
-	if i := slices.Index(*list, f); i >= 0 {
+func (f *fetcher) drop(list *[]*fetch, c *fetch) {
+	if i := slices.Index(*list, c); i >= 0 {
 		*list = slices.Delete(*list, i, i+1)
-		s.letGo(f)
+		f.unref(c)
 	}
 }
 
 // forgetEnded drops the fetches that have landed.
-func (s *Store) forgetEnded() {
-	left := s.fetches[:0]
-	for _, f := range s.fetches {
-		if f.ticket == nil || !f.ticket.Ended() || f.ticket.Err() != nil {
-			left = append(left, f)
+func (f *fetcher) forgetEnded() {
+	left := f.fetches[:0]
+	for _, c := range f.fetches {
+		if c.ticket == nil || !c.ticket.Ended() || c.ticket.Err() != nil {
+			left = append(left, c)
 			continue
 		}
-		if f.from != device.Host {
-			s.peers.ReadWorked(f.from)
+		if c.from != device.Host {
+			f.peers.ReadWorked(c.from)
 		}
-		s.letGo(f)
+		f.unref(c)
 	}
-	clear(s.fetches[len(left):])
-	s.fetches = left
+	clear(f.fetches[len(left):])
+	f.fetches = left
 }
 
-// cancel ends the fetches of which nothing is with the device yet.
-func (s *Store) cancel() {
-	for _, f := range s.fetches {
-		if f.ticket != nil {
-			f.ticket.Cancel()
+// failure is the first of a fetch.
+func (f *fetcher) failure() error {
+	for _, c := range f.fetches {
+		if f.err != nil {
+			break
+		}
+		f.err = c.ticket.Err()
+	}
+	return f.err
+}
+
+// cancel ends the fetches of which nothing is with the device yet, and waits for the
+// others. An error means that ctx was done.
+func (f *fetcher) cancel(ctx context.Context) error {
+	for _, c := range f.fetches {
+		if c.ticket != nil {
+			c.ticket.Cancel()
 		}
 	}
+	for _, c := range f.fetches {
+		if c.ticket == nil {
+			continue
+		}
+		if err := c.ticket.Wait(ctx); !c.ticket.Ended() {
+			return err
+		}
+	}
+	return nil
+}
+
+// reset forgets what did not arrive whole, once no fetch is under way and nobody refers to
+// a slot, and says how many slots that were.
+func (f *fetcher) reset() (lost int) {
+	lost = f.dropFailed()
+	if f.peerBackoff > 0 {
+		f.peerBackoff = 2 // BeginStep of the step's next try, and that of the step after it
+	}
+	f.ring.Reset()
+	for i := range f.slots {
+		f.forgetCopies(&f.slots[i])
+	}
+	for _, c := range f.fetches {
+		f.unref(c)
+	}
+	clear(f.fetches)
+	f.fetches, f.err = f.fetches[:0], nil
+	return lost
+}
+
+// dropFailed forgets what failed copies should have brought.
+func (f *fetcher) dropFailed() (lost int) {
+	for _, c := range f.fetches {
+		if c.ticket != nil && c.ticket.Err() == nil {
+			continue
+		}
+		f.counts.Failed++
+		for _, at := range c.slots {
+			if f.ring.Holds(at) >= 0 {
+				f.ring.Forget(at)
+				lost++
+			}
+		}
+		if c.from != device.Host && c.ticket != nil && f.peers.ReadFailed(c.copies, c.ticket.Err()) {
+			f.peerBackoff = max(f.peerBackoff, 1)
+		}
+	}
+	return lost
 }

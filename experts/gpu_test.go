@@ -50,7 +50,7 @@ func (r *gpuRig) step(s *Store) {
 	for _, l := range r.model.layers {
 		u, err := st.Layer(r.Context(), l)
 		r.ok(err)
-		r.ok(st.Prefetch(s.Next(l)))
+		r.ok(st.Prefetch(s.plan.Next(l)))
 		seen := 0
 		for _, w := range u.Waves {
 			r.ok(w.Wait(r.compute))

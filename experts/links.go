@@ -13,8 +13,8 @@ type Link struct {
 // Links are the ways into the compute GPU, the host's first.
 func (s *Store) Links() []Link {
 	var links []Link
-	for _, from := range s.links.From() {
-		links = append(links, Link{From: from, BytesPerSecond: s.links.Rate(from)})
+	for _, from := range s.fetch.links.From() {
+		links = append(links, Link{From: from, BytesPerSecond: s.fetch.links.Rate(from)})
 	}
 	return links
 }

@@ -2,6 +2,7 @@ package experts
 
 import (
 	"fmt"
+	"slices"
 
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/experts/load"
@@ -65,6 +66,38 @@ func (p Plan) DeviceBytes() int64 { return p.LocalBytes + p.RingBytes + p.TableB
 
 // PinnedBytes is what the host must have while loading, the most there ever is.
 func (p Plan) PinnedBytes() int64 { return p.HostBytes + p.UploadBytes + p.StagingBytes }
+
+// Next is the layer whose experts are wanted after those of layer: the next one
+// with experts, or, behind the last, the first. layer itself need not have any. It
+// is -1 for a model without experts.
+func (p Plan) Next(layer int) int {
+	if len(p.Layers) == 0 {
+		return -1
+	}
+	i, found := slices.BinarySearch(p.Layers, layer)
+	if found {
+		i++
+	}
+	return p.Layers[i%len(p.Layers)]
+}
+
+// Missing is how many experts of a layer, by the model's number, are not local: 0 for
+// a layer without experts. It stays the same, whichever they are: swaps take one for one.
+func (p Plan) Missing(layer int) int {
+	i, found := slices.BinarySearch(p.Layers, layer)
+	if !found {
+		return 0
+	}
+	return len(p.Placement[i])
+}
+
+// name of an expert, with the model's number of the layer.
+func (p Plan) name(id ID) string {
+	if id.Layer < 0 || id.Layer >= len(p.Layers) {
+		return fmt.Sprintf("%+v", id)
+	}
+	return fmt.Sprintf("layer %d expert %d", p.Layers[id.Layer], id.Expert)
+}
 
 // NewPlan fills in the defaults of c and says what it takes.
 func NewPlan(c Config) (Plan, error) {

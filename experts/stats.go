@@ -37,15 +37,14 @@ func (t Tier) MarshalText() ([]byte, error) { return []byte(t.String()), nil }
 func (s *Store) Residency() [][]Tier {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	where := make([][]Tier, len(s.layers))
-	for i := range s.layers {
-		l := &s.layers[i]
+	where := make([][]Tier, len(s.plan.Layers))
+	for i := range where {
 		where[i] = make([]Tier, s.plan.Experts)
-		for e, at := range l.localAt {
+		for e, at := range s.places.localAt[i] {
 			switch {
 			case at >= 0:
 				where[i][e] = Local
-			case s.inRing(ID{i, e}):
+			case s.fetch.has(ID{i, e}):
 				where[i][e] = Ring
 			case s.peers.Find(ID{i, e}) != nil:
 				where[i][e] = Peer
@@ -55,12 +54,6 @@ func (s *Store) Residency() [][]Tier {
 		}
 	}
 	return where
-}
-
-// inRing reports whether the expert is in the ring, or on its way there.
-func (s *Store) inRing(id ID) bool {
-	at := s.layers[id.Layer].slot[id.Expert]
-	return at >= 0 && s.slots[at].holds == id
 }
 
 // ByTier is a count for each tier.
@@ -106,7 +99,7 @@ type Stats struct {
 // Stats is a snapshot.
 func (s *Store) Stats() Stats {
 	s.mu.Lock()
-	st := s.stats
+	st := s.counts.Stats
 	s.mu.Unlock()
 	p := s.peers.Stats()
 	st.Promoted, st.Demoted, st.Revoked = p.Landed, p.Dropped, p.Revoked
@@ -114,17 +107,31 @@ func (s *Store) Stats() Stats {
 	return st
 }
 
+// counts are the statistics of a store, those of every expert by [position][expert].
+type counts struct {
+	Stats
+	fetches, uses, activations [][]int64
+}
+
+func (c *counts) open(p *Plan) {
+	for _, of := range []*[][]int64{&c.fetches, &c.uses, &c.activations} {
+		for range p.Layers {
+			*of = append(*of, make([]int64, p.Experts))
+		}
+	}
+}
+
 // Fetches says how often each expert was fetched: [layer in Layers][expert].
-func (s *Store) Fetches() [][]int64 { return s.count(s.counts.fetches) }
+func (s *Store) Fetches() [][]int64 { return s.copyOf(s.counts.fetches) }
 
 // Uses says in how many steps each expert was needed: every step in which its layer
 // was opened whole, and those in which it was chosen.
-func (s *Store) Uses() [][]int64 { return s.count(s.counts.uses) }
+func (s *Store) Uses() [][]int64 { return s.copyOf(s.counts.uses) }
 
 // Activations says how many rows chose each expert, as far as Activated was told.
-func (s *Store) Activations() [][]int64 { return s.count(s.counts.activations) }
+func (s *Store) Activations() [][]int64 { return s.copyOf(s.counts.activations) }
 
-func (s *Store) count(of [][]int64) [][]int64 {
+func (s *Store) copyOf(of [][]int64) [][]int64 {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	counts := make([][]int64, len(of))

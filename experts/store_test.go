@@ -309,7 +309,7 @@ func (r *rig) enqueue(s *Store, st Step, prefetch bool, flops int64) ([]map[int]
 			return nil, err
 		}
 		if prefetch {
-			if err := st.Prefetch(s.Next(l)); err != nil {
+			if err := st.Prefetch(s.plan.Next(l)); err != nil {
 				return nil, err
 			}
 		}
@@ -510,7 +510,7 @@ func TestFailedComputeCascades(t *testing.T) {
 					t.Fatal(err)
 				}
 			}
-			if err := st.Prefetch(s.Next(l)); err != nil {
+			if err := st.Prefetch(s.plan.Next(l)); err != nil {
 				t.Log(err)
 				break
 			}
@@ -598,10 +598,14 @@ func TestDeterministic(t *testing.T) {
 				if err != nil {
 					t.Fatal(err)
 				}
-				if err := st.Prefetch(s.Next(l)); err != nil {
+				if err := st.Prefetch(s.plan.Next(l)); err != nil {
 					t.Fatal(err)
 				}
-				fmt.Fprintln(&log, l, s.layers[s.position[l]].slot, len(u.Waves))
+				var slots []int
+				for e := range r.model.experts {
+					slots = append(slots, s.fetch.slot(ID{s.steps.position[l], e}))
+				}
+				fmt.Fprintln(&log, l, slots, len(u.Waves))
 				for _, w := range u.Waves {
 					fmt.Fprintln(&log, w.Experts, len(w.Await))
 					if err := w.Wait(r.compute); err != nil {
@@ -705,7 +709,7 @@ func TestLayers(t *testing.T) {
 			b[i] = 0xa5
 		}
 		r.ok(r.begin(s).Drop(t.Context()))
-		r.ok(r.compute.Copy(s.table.Range(0, junk.Bytes()), junk.Range(0, junk.Bytes())))
+		r.ok(r.compute.Copy(s.tables.memory.Range(0, junk.Bytes()), junk.Range(0, junk.Bytes())))
 		whole()
 		r.ok(junk.Free())
 		if st := s.Stats(); st.Hits != ([tiers]int64{Local: 4 * 5 * 6}) || st.Misses != 0 {
@@ -742,13 +746,13 @@ func (r *rig) wants(err error, text string) {
 }
 
 func TestNext(t *testing.T) {
-	s := &Store{plan: Plan{Config: Config{Layers: []int{1, 3, 4}}}}
+	p := Plan{Config: Config{Layers: []int{1, 3, 4}}}
 	for layer, want := range map[int]int{0: 1, 1: 3, 2: 3, 3: 4, 4: 1, 9: 1} {
-		if got := s.Next(layer); got != want {
+		if got := p.Next(layer); got != want {
 			t.Errorf("after layer %d comes %d, want %d", layer, got, want)
 		}
 	}
-	if got := (&Store{}).Next(0); got != -1 {
+	if got := (Plan{}).Next(0); got != -1 {
 		t.Errorf("without experts comes %d", got)
 	}
 }

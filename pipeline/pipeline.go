@@ -247,7 +247,7 @@ func (p *Pipeline) setShape() {
 	for layer, dense := range c.Dense {
 		p.shape.MoE = append(p.shape.MoE, !dense)
 		// How many of a layer's experts are local stays the same, whichever they are.
-		p.shape.Missing = append(p.shape.Missing, !dense && o.Experts != nil && o.Experts.Missing(layer) > 0)
+		p.shape.Missing = append(p.shape.Missing, !dense && o.Experts != nil && o.Experts.Plan().Missing(layer) > 0)
 	}
 	switch {
 	case o.SmallBatchRows < 0, !o.Machine.Capabilities().KeepsData, !slices.Contains(p.shape.Missing, true):

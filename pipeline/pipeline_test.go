@@ -587,7 +587,7 @@ func TestActivations(t *testing.T) {
 			counts, err := r.p.Counts(t.Context())
 			check(t, err)
 			got := r.store.Activations()
-			for position, layer := range r.store.Layers() {
+			for position, layer := range r.store.Plan().Layers {
 				sum := int64(0)
 				for _, x := range got[position] {
 					sum += x

@@ -72,7 +72,7 @@ func (o *Observer) Report(ctx context.Context) (Report, error) {
 		return r, err
 	}
 	where, fetches := p.Store.Residency(), p.Store.Fetches()
-	for i, l := range p.Store.Layers() {
+	for i, l := range p.Store.Plan().Layers {
 		r.Layers = append(r.Layers, Layer{Layer: l, Tiers: where[i], Activations: counts[l], Fetches: fetches[i]})
 	}
 	return r, nil

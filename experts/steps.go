@@ -1,0 +1,405 @@
+package experts
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"slices"
+	"sync"
+
+	"github.com/moeserve/moeserve/device"
+	"github.com/moeserve/moeserve/kernels"
+	"github.com/moeserve/moeserve/residency"
+	"github.com/moeserve/moeserve/transfer"
+)
+
+// steps drive the layers through the parts of the store: what a Step and a Use do, once
+// they have mu, which is the store's.
+type steps struct {
+	mu       *sync.Mutex
+	plan     *Plan
+	position map[int]int // of a model's layer, in plan.Layers
+	places   *places
+	fetch    *fetcher
+	tables   *tables
+	layers   []layer
+	counts   *counts
+	log      *slog.Logger
+	swapped  func(SwapInfo)
+	closed   bool
+
+	// number of the latest step.
+	number  uint64
+	running bool
+	compute device.Stream
+	// open is the position of the layer that is open, or -1, unrouted says that its
+	// router's choice is awaited, and opened counts openings.
+	open     int
+	unrouted bool
+	opened   uint64
+}
+
+// layer is one layer with experts in a step.
+type layer struct {
+	// list has the experts in the order of the row of ids: residents local ones, then
+	// those of the waves.
+	list      []int
+	residents int
+	// waves of the use.
+	waves []Wave
+	// refs on the slots of offloaded experts, held from a prefetch or the opening to
+	// Close.
+	refs []residency.Ref
+	// guessed and chosen experts of this use.
+	guessed, chosen []bool
+}
+
+func newSteps(mu *sync.Mutex, p *Plan, pl *places, f *fetcher, t *tables, c *counts, o Options) *steps {
+	s := &steps{
+		mu: mu, plan: p, position: map[int]int{}, places: pl, fetch: f, tables: t, counts: c,
+		log: o.Log, swapped: o.Events.Swapped, open: -1, layers: make([]layer, len(p.Layers)),
+	}
+	for i, number := range p.Layers {
+		s.position[number] = i
+		l := &s.layers[i]
+		l.refs = make([]residency.Ref, p.Experts)
+		l.guessed, l.chosen = make([]bool, p.Experts), make([]bool, p.Experts)
+		s.listAll(i)
+	}
+	return s
+}
+
+// listAll puts the layer's experts in their order: local ones first.
+func (s *steps) listAll(position int) {
+	l := &s.layers[position]
+	l.list = l.list[:0]
+	for e, at := range s.places.localAt[position] {
+		if at >= 0 {
+			l.list = append(l.list, e)
+		}
+	}
+	l.residents = len(l.list)
+	for e, at := range s.places.localAt[position] {
+		if at < 0 {
+			l.list = append(l.list, e)
+		}
+	}
+}
+
+// missing are the offloaded experts, ascending, once listAll was the last to change
+// the list.
+func (l *layer) missing() []int { return l.list[l.residents:] }
+
+// address is where an expert is, or will be; 0 for an offloaded one that was never
+// fetched.
+func (s *steps) address(id ID) device.Addr {
+	if s.places.resident(id) {
+		return s.places.localRegion(id).Addr
+	}
+	if at := s.fetch.slot(id); at >= 0 {
+		return s.fetch.memory.Range(int64(at)*s.plan.Layout.Size, s.plan.Layout.Size).Addr
+	}
+	return 0
+}
+
+func (s *steps) begin(ctx context.Context, compute device.Stream) error {
+	if s.running {
+		return errors.New("the step before has neither ended nor been dropped")
+	}
+	if s.fetch.failure() != nil {
+		if err := s.reset(ctx); err != nil {
+			return err
+		}
+	}
+	s.fetch.peerBackoff = max(s.fetch.peerBackoff-1, 0)
+	s.places.carryOut(s.swap)
+	s.number++
+	s.running, s.compute, s.open = true, compute, -1
+	return nil
+}
+
+// swap takes in that an expert has become local in place of another.
+func (s *steps) swap(in, out ID, err error) {
+	if err != nil {
+		s.log.Warn("experts: a local expert is not swapped", "in", s.plan.name(in), "out", s.plan.name(out), "err", err)
+		return
+	}
+	s.tables.rows[in.Layer].stale = true
+	if ref := &s.layers[in.Layer].refs[in.Expert]; ref.Held() { // it was prefetched for the step that begins
+		ref.Release()
+	}
+	s.listAll(in.Layer)
+	s.counts.Swapped++
+	s.counts.MovedBytes += s.plan.Layout.Size
+	s.swapped(SwapInfo{Layer: s.plan.Layers[in.Layer], In: in.Expert, Out: out.Expert})
+}
+
+func (s *steps) prefetchPredicted(position int, predicted []int32) error {
+	l := &s.layers[position]
+	for _, e := range predicted {
+		if err := s.checkID(e); err != nil {
+			return err
+		}
+		if !s.places.resident(ID{position, int(e)}) && !l.guessed[e] {
+			l.guessed[e] = true
+			s.counts.Guessed++
+		}
+	}
+	_, err := s.fetch.acquire(position, l.refs, s.selected(position, l.guessed), s.plan.ChosenWaves, transfer.Prefetch)
+	return err
+}
+
+func (s *steps) checkID(e int32) error {
+	if e < 0 || int(e) >= s.plan.Experts {
+		return fmt.Errorf("there is no expert %d: the layer has %d", e, s.plan.Experts)
+	}
+	return nil
+}
+
+// selected puts the offloaded experts that are marked behind the local ones in the
+// layer's list, ascending, and returns them.
+func (s *steps) selected(position int, marked []bool) []int {
+	l := &s.layers[position]
+	l.list = l.list[:l.residents]
+	for e := range marked {
+		if marked[e] && !s.places.resident(ID{position, e}) {
+			l.list = append(l.list, e)
+		}
+	}
+	return l.missing()
+}
+
+// opens notes that the layer is open.
+func (s *steps) opens(position int, unrouted bool) opening {
+	s.opened++
+	s.open, s.unrouted = position, unrouted
+	return opening{s: s, number: s.opened}
+}
+
+func (s *steps) openWhole(ctx context.Context, position int) error {
+	l := &s.layers[position]
+	s.listAll(position)
+	if err := s.fetchAll(position, l.missing(), s.plan.Waves); err != nil {
+		return err
+	}
+	if err := s.updateRow(ctx, position); err != nil {
+		return err
+	}
+	l.waves = l.waves[:0]
+	s.residentWave(position)
+	s.waves(position, s.plan.Waves)
+	for e := range s.plan.Experts {
+		s.counts.uses[position][e]++
+	}
+	s.counts.Hits[Local] += int64(l.residents)
+	s.countUse(position, l.missing())
+	return nil
+}
+
+func (s *steps) fetchChosen(ctx context.Context, position int, chosen []int32) (Use, error) {
+	l := &s.layers[position]
+	if err := s.usable(); err != nil {
+		return Use{}, err
+	}
+	clear(l.chosen)
+	for _, e := range chosen {
+		if err := s.checkID(e); err != nil {
+			return Use{}, err
+		}
+		if l.chosen[e] {
+			continue
+		}
+		l.chosen[e] = true
+		s.counts.uses[position][e]++
+		if s.places.resident(ID{position, int(e)}) {
+			s.counts.Hits[Local]++
+			continue
+		}
+		s.counts.Asked++
+		if l.guessed[e] {
+			s.counts.GuessedRight++
+		}
+	}
+	missing := s.selected(position, l.chosen)
+	for e := range l.refs {
+		if l.refs[e].Held() && !l.chosen[e] { // predicted, or prefetched, in vain
+			l.refs[e].Release()
+			s.fetch.forgo(ID{position, e})
+		}
+	}
+	if err := s.fetchAll(position, missing, s.plan.ChosenWaves); err != nil {
+		return Use{}, err
+	}
+	if err := s.updateRow(ctx, position); err != nil {
+		return Use{}, err
+	}
+	first := len(l.waves)
+	s.waves(position, s.plan.ChosenWaves)
+	s.countUse(position, missing)
+	return Use{Slots: s.tables.rows[position].slots, Waves: l.waves[first:]}, nil
+}
+
+// residentWave adds the wave of the local experts.
+func (s *steps) residentWave(position int) {
+	if l := &s.layers[position]; l.residents > 0 {
+		l.waves = appendWave(l.waves, s.tables.rows[position].ids.Slice(0, l.residents))
+	}
+}
+
+// waves adds those of the experts that were fetched, most of them at most.
+func (s *steps) waves(position, most int) {
+	l := &s.layers[position]
+	missing := l.missing()
+	n := min(most, len(missing))
+	from := 0
+	for i := range n {
+		to := from + share(i, n, len(missing))
+		l.waves = appendWave(l.waves, s.tables.rows[position].ids.Slice(l.residents+from, l.residents+to))
+		w := &l.waves[len(l.waves)-1]
+		for _, e := range missing[from:to] {
+			a := s.fetch.arrival(ID{position, e})
+			a.awaited = true
+			for _, c := range a.copies {
+				if !slices.Contains(w.Await, c.done) {
+					w.Await = append(w.Await, c.done)
+				}
+			}
+		}
+		from = to
+	}
+}
+
+// appendWave uses the room that an earlier use has left.
+func appendWave(waves []Wave, list kernels.Tensor) []Wave {
+	n := len(waves)
+	if n < cap(waves) {
+		waves = waves[:n+1]
+		waves[n] = Wave{Experts: list, Await: waves[n].Await[:0]}
+		return waves
+	}
+	return append(waves, Wave{Experts: list})
+}
+
+// countUse counts where the experts of a use were found.
+func (s *steps) countUse(position int, missing []int) {
+	for _, e := range missing {
+		a := s.fetch.arrival(ID{position, e})
+		if !a.fresh {
+			s.counts.Hits[Ring]++
+			continue
+		}
+		a.fresh = false
+		s.counts.Hits[a.from]++
+		s.counts.Misses++
+		if a.ahead {
+			s.counts.Prefetched++
+		}
+	}
+}
+
+// usable says why no layer can be prefetched or opened.
+func (s *steps) usable() error {
+	if s.closed {
+		return device.ErrClosed
+	}
+	if err := s.fetch.failure(); err != nil {
+		return fmt.Errorf("a fetch has failed and the step was not dropped: %w", err)
+	}
+	return nil
+}
+
+// fetchAll has experts fetched that are needed now.
+func (s *steps) fetchAll(position int, missing []int, waves int) error {
+	if len(missing) == 0 {
+		return nil
+	}
+	whole, err := s.fetch.acquire(position, s.layers[position].refs, missing, waves, transfer.Needed)
+	if err != nil {
+		return err
+	}
+	if !whole {
+		return fmt.Errorf("the ring of %d slots is held by other layers that were prefetched or opened and were not closed", s.plan.RingSlots)
+	}
+	s.fetch.promote(position, missing)
+	return nil
+}
+
+// updateRow puts the layer's addresses and list into its row of the tables, if they
+// are not there.
+func (s *steps) updateRow(ctx context.Context, position int) error {
+	row := &s.tables.rows[position]
+	row.sent = -1
+	if s.layers[position].residents == s.plan.Experts && row.current() {
+		return nil
+	}
+	return s.tables.update(ctx, s.compute, position, s.layers[position].list)
+}
+
+// release lets the slots of the layer be overwritten behind what is on the stream.
+func (s *steps) release(position int) error {
+	l := &s.layers[position]
+	clear(l.guessed)
+	if len(l.missing()) == 0 && s.tables.rows[position].sent < 0 {
+		return nil
+	}
+	passed, err := s.tables.pass(s.compute, position)
+	if err != nil {
+		return err
+	}
+	for e := range l.refs {
+		if l.refs[e].Held() {
+			l.refs[e].ReleaseAt(passed)
+		}
+	}
+	s.fetch.forgetEnded()
+	return nil
+}
+
+// frozen is the Use of a layer of which nothing is missing.
+func (s *steps) frozen(layer int) (Use, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	position, ok := s.position[layer]
+	err := errors.New("it has no experts")
+	if ok {
+		err = s.whole(position)
+	}
+	if err != nil {
+		return Use{}, fmt.Errorf("experts: resident experts of layer %d: %w", layer, err)
+	}
+	row := &s.tables.rows[position]
+	return Use{Slots: row.slots, Waves: []Wave{{Experts: row.ids}}, All: row.ids, open: opening{frozen: true}}, nil
+}
+
+// whole says why not all of the layer's experts are local.
+func (s *steps) whole(position int) error {
+	if n := s.plan.Experts - s.layers[position].residents; n > 0 {
+		return fmt.Errorf("%d of its experts are not local", n)
+	}
+	return nil
+}
+
+// reset waits for all copies into the ring, and forgets what did not arrive whole.
+func (s *steps) reset(ctx context.Context) error {
+	if err := s.fetch.cancel(ctx); err != nil {
+		return err
+	}
+	for i := range s.layers {
+		l := &s.layers[i]
+		for e := range l.refs {
+			if l.refs[e].Held() {
+				l.refs[e].Release()
+			}
+		}
+		clear(l.guessed)
+		s.listAll(i)
+	}
+	s.tables.reset()
+	s.open = -1
+	cause := s.fetch.err
+	if lost := s.fetch.reset(); cause != nil {
+		s.log.Warn("experts were reset", "err", cause, "slots_lost", lost)
+	}
+	return nil
+}
