@@ -112,6 +112,8 @@ func (s *steps) begin(ctx context.Context, compute device.Stream) error {
 			return err
 		}
 	}
+	s.tables.settle()
+	s.fetch.ring.Settle()
 	s.fetch.peerBackoff = max(s.fetch.peerBackoff-1, 0)
 	s.places.carryOut(s.swap)
 	s.number++

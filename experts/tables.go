@@ -124,6 +124,14 @@ func (t *tables) pass(compute device.Stream, position int) (device.Point, error)
 	return device.Point{Fence: t.passed, Value: t.value}, nil
 }
 
+// settle says that nothing that was enqueued reads an image any more. Values of long ago
+// would be taken for ones to come.
+func (t *tables) settle() {
+	for i := range t.rows {
+		t.rows[i].busy = [uploadRows]uint32{}
+	}
+}
+
 // reset forgets what the device has: nothing reads the rows.
 func (t *tables) reset() {
 	for i := range t.rows {

@@ -113,6 +113,16 @@ func (s *slot) exclusive(at int) residency.Exclusive {
 // Forget says that what a slot should hold has not come, or not whole.
 func (r *Ring) Forget(slot int) { r.slots[slot].holds = -1 }
 
+// Settle forgets the readers who have given their references back: nothing reads a slot any
+// more for which nobody has one. Points of long ago would be taken for ones to come.
+func (r *Ring) Settle() {
+	for i := range r.slots {
+		exclusive := r.slots[i].exclusive(i)
+		exclusive.Settle()
+		exclusive.End()
+	}
+}
+
 // Reset forgets all readers: nobody refers to any slot, and nothing reads one any more.
 func (r *Ring) Reset() {
 	for i := range r.slots {

@@ -44,7 +44,7 @@ func TestRing(t *testing.T) {
 			if r.Has(e) != (at >= 0) || at >= 0 && r.Last(e) != at {
 				t.Fatalf("expert %d: has %t in slot %d, want slot %d", e, r.Has(e), r.Last(e), at)
 			}
-			switch rapid.IntRange(0, 4).Draw(t, "action") {
+			switch rapid.IntRange(0, 5).Draw(t, "action") {
 			case 0, 1:
 				if at >= 0 {
 					ref, ok := r.Acquire(e)
@@ -88,6 +88,11 @@ func TestRing(t *testing.T) {
 					s.refs[n-1].ReleaseAt(p)
 					s.refs, s.until = s.refs[:n-1], []device.Point{p}
 				}
+			case 5:
+				for i := range want {
+					want[i].until = nil
+				}
+				r.Settle()
 			case 4:
 				for i := range want {
 					for k := range want[i].refs {
