@@ -19,12 +19,18 @@
 // memory, and is given the experts of one launch as a list. The store updates both in
 // stream order, so nothing depends on where an expert lies.
 //
+// # Parts
+//
+// A Store puts together what does the work: the loader of checkpoints (package
+// experts/load), the places where experts live and their swaps, the ring's choice of slots
+// (package experts/ring) with the fetches into them, the tables that kernels read, and the
+// steps that drive them. Copies in peers' memory are package peercache's.
+//
 // # Fetches
 //
-// A fetch asks the cache in peers' memory (package peercache) for a copy with a reference
-// on it: if there is one it reads the peer, else the host. It takes
-// no lock that anybody waits under. Experts that lie side by side in both places come
-// in one copy. Where a peer and the host together are faster than the peer alone, the
+// A fetch asks the cache in peers' memory for a copy with a reference on it: if there is
+// one it reads the peer, else the host. It takes no lock that anybody waits under. Experts
+// that lie side by side in both places come in one copy. Where a peer and the host together are faster than the peer alone, the
 // end of a copy comes from the host: by the links' rates, which copies made so far
 // correct, so that both end at the same time.
 //
@@ -33,7 +39,7 @@
 // Expert hands in rows of one matrix; it may be called from several goroutines and
 // in any order (a fused checkpoint brings w1 and w3 of all experts before any w2).
 // Experts with a host copy are packed straight into their host extents. Others go
-// through a few pinned buffers of StagingBytes in all. Seal checks that every row
+// through a few pinned buffers of StagingBytes in all (package experts/load). Seal checks that every row
 // of every expert has come, exactly once, and ends the loading.
 //
 // # A step

@@ -999,7 +999,7 @@ func TestHalfRound(t *testing.T) {
 	r := newBareRig(t, small(rowMajor), emulated.Options{Virtual: true}, 200)
 	s := r.open(Config{Placement: r.placed(0.6), RingSlots: 7})
 	r.fill(s, 11)
-	r.steps(s, 4, false) // 18 experts through 7 slots: rows change in every step
+	r.steps(s, 4, false)                                // 18 experts through 7 slots: rows change in every step
 	for _, n := range []uint32{1 << 30, 1 << 30, 100} { // so many layers are closed and change no row
 		s.tables.value += n
 		r.ok(s.tables.passed.Raise(s.tables.value))

@@ -853,10 +853,6 @@ func TestReadUntilTheEnd(t *testing.T) {
 // TestBesideSteps: steps of both kinds go on while others move experts, take memory back and
 // look, at any moment of theirs, and copies fail.
 func TestBesideSteps(t *testing.T) {
-	steps := 150
-	if testing.Short() {
-		steps = 60
-	}
 	for seed := range uint64(3) {
 		r := newRig(t, small(rowMajor), emulated.Options{Seed: seed}, 150)
 		r.lend()
@@ -910,7 +906,7 @@ func TestBesideSteps(t *testing.T) {
 			s.LinkTime()
 		})
 		rng := rand.New(rand.NewPCG(seed, 0))
-		for range steps {
+		for range 60 {
 			r.anyStep(s, rng)
 		}
 		close(done)
@@ -973,7 +969,7 @@ func TestSafeguards(t *testing.T) {
 		"last reader before overwriting",
 	} {
 		found := false
-		for seed := uint64(0); seed < 24 && !found; seed++ {
+		for seed := uint64(0); seed < 12 && !found; seed++ {
 			found = (&unguarded{seed: seed, without: without}).run(t)
 		}
 		if found != (without != "") {
