@@ -447,6 +447,29 @@ func TestSwap(t *testing.T) {
 	}
 }
 
+// TestSwapOfPrefetched: an expert that becomes local gives the slot free into which it was
+// prefetched.
+func TestSwapOfPrefetched(t *testing.T) {
+	r := newRig(t, small(rowMajor), emulated.Options{Virtual: true}, 200)
+	s := r.open(Config{Placement: r.placed(0.5), Adaptive: true})
+	r.fill(s, 11)
+	st := r.begin(s)
+	r.ok(st.Prefetch(0))
+	r.ok(r.end(st))
+	slot := s.fetch.slot(ID{0, 1})
+	if slot < 0 || s.fetch.ring.References(slot) != 1 {
+		t.Fatalf("the expert is not in the ring: slot %d", slot)
+	}
+	r.ok(s.Swap(ID{0, 1}, ID{0, 0}))
+	r.ok(s.WaitMoves(t.Context()))
+	st = r.begin(s)
+	if n := s.fetch.ring.References(slot); n != 0 {
+		t.Errorf("%d references on the slot of an expert that is local", n)
+	}
+	r.ok(st.End())
+	r.steps(s, 1, true)
+}
+
 func tiersOf(homes [][]Home) [][]Tier {
 	where := make([][]Tier, len(homes))
 	for i := range homes {
@@ -545,6 +568,33 @@ func TestFlakyPeers(t *testing.T) {
 		if failed == 0 {
 			t.Error("nothing failed")
 		}
+	}
+}
+
+// TestRowsOfFailures: copies from a peer that fail now and then do not exclude it, where one
+// in between succeeds.
+func TestRowsOfFailures(t *testing.T) {
+	r := newRig(t, small(rowMajor), emulated.Options{Virtual: true}, 300)
+	r.lend(func(o *harvest.Options) { o.Peers = o.Peers[:1] })
+	r.events.PeerFailed = func(i PeerInfo) {
+		if i.Excluded {
+			t.Errorf("%v is excluded: %v", i.Device, i.Err)
+		}
+	}
+	s := r.open(Config{Placement: r.placed(1), RingSlots: 6})
+	r.fill(s, 11)
+	r.promote(s, offloaded(s)...)
+	for range 4 {
+		fault := r.m.Inject(&emulated.Fault{
+			Kind: emulated.FailCopy, Times: 2, // the engine tries twice
+			Match: func(p emulated.Point) bool { return p.From == device.HBM(1) && p.To == device.HBM(0) },
+		})
+		if _, err := r.step(s, false, 0); !errors.Is(err, device.ErrCopyFailed) {
+			t.Fatalf("the step ends with %v", err)
+		}
+		fault.Release()
+		r.drop()
+		r.steps(s, 3, false) // from the host, then from the peer
 	}
 }
 
