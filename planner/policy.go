@@ -97,22 +97,6 @@ func (p Policy) Rows() int { return max(p.Batch, p.PrefillTokens) }
 // HostExperts is the number of experts that are fetched from the host.
 func (p Policy) HostExperts(m Model) int { return m.ExpertCount() - p.LocalExperts - p.PeerExperts }
 
-// LocalShare is the share of the experts that live in the GPU's memory: wg.
-func (p Policy) LocalShare(m Model) float64 {
-	return float64(p.LocalExperts) / float64(m.ExpertCount())
-}
-
-// LayerExperts is how many local experts each layer with experts has, where the
-// offloaded ones are spread evenly.
-func (p Policy) LayerExperts(m Model) []int {
-	layers, missing := m.MoELayers(), m.ExpertCount()-p.LocalExperts
-	n := make([]int, layers)
-	for i := range n {
-		n[i] = m.Experts - ((i+1)*missing/layers - i*missing/layers)
-	}
-	return n
-}
-
 // normal fills in defaults and refuses what cannot be run.
 func (p *Problem) normal(x Policy) (Policy, error) {
 	total := p.Model.ExpertCount()

@@ -9,17 +9,6 @@ import (
 	"github.com/moeserve/moeserve/configs"
 )
 
-// Objective is what a search makes large.
-type Objective uint8
-
-// The objectives, both in tokens/s.
-const (
-	// Throughput is all generated tokens over prefill and decode.
-	Throughput Objective = iota
-	// DecodeThroughput leaves prefill out.
-	DecodeThroughput
-)
-
 // Choices is what a search may choose from. Zero values leave the choice to it.
 type Choices struct {
 	// Batch, MicroBatch, MicroBatches and PrefillTokens pin a value. Of the first
@@ -40,7 +29,6 @@ type Choices struct {
 	Grouping  []configs.Grouping
 	KVOnHost  []float64
 	HostPaths []int
-	Objective Objective
 	// Slack is the share of throughput that may go for a simpler schedule and a
 	// smaller batch, 0 to 1. Default: 0.01; below 0: none.
 	Slack float64
@@ -469,10 +457,7 @@ func (s *search) compare(x Policy) {
 			s.evaluations++
 			step := s.decode(&x, gpuDecode)
 			linked = linked || step.Bound != BoundGPU
-			rate := float64(x.Batch) / step.Seconds
-			if s.choices.Objective == Throughput {
-				rate = float64(x.Batch) * n / (steps*prefill.Seconds + (n-1)*step.Seconds)
-			}
+			rate := float64(x.Batch) * n / (steps*prefill.Seconds + (n-1)*step.Seconds)
 			s.keep(x, rate)
 		}
 		x.ChosenOnly = false
