@@ -1,13 +1,12 @@
 package node
 
 import (
-	"errors"
 	"fmt"
 	"slices"
 	"testing"
 
 	"github.com/moeserve/moeserve/configs"
-	"github.com/moeserve/moeserve/node/fault"
+	"github.com/moeserve/moeserve/experts"
 	"github.com/moeserve/moeserve/node/observe"
 )
 
@@ -55,7 +54,7 @@ func TestInspectSaysWhatOpenTakes(t *testing.T) {
 				t.Errorf("a cache of %d blocks for %d tokens, said to be %+v", n.kv.Blocks(), n.Info().Limits.MaxModelLen, in.KV)
 			}
 			where := r.Experts.Where
-			if where["local"] != in.Local || where["host"]+where["ring"] != in.Offloaded {
+			if where[experts.Local] != in.Local || where[experts.Host]+where[experts.Ring] != in.Offloaded {
 				t.Errorf("experts are %v, said to be %d local and %d offloaded", where, in.Local, in.Offloaded)
 			}
 			for i, l := range r.Layers {
@@ -81,35 +80,5 @@ func TestInspectPresets(t *testing.T) {
 		if in.Problem != nil || in.Here != nil || in.Local+in.Offloaded != in.Sizes.ExpertCount || in.Routing == "" {
 			t.Errorf("%s: %+v", name, in)
 		}
-	}
-}
-
-func TestEncodePrompt(t *testing.T) {
-	n, err := Open(t.Context(), Options{Settings: configs.Defaults()})
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer func() {
-		if err := n.Close(); err != nil {
-			t.Error(err)
-		}
-	}()
-	for _, c := range []struct {
-		chat bool
-		want string
-	}{{false, "1+2="}, {true, "<|user|>1+2=<|assistant|>"}} {
-		ids, err := n.Text().Encode("1+2=", c.chat)
-		if err != nil || n.Text().Tokenizer.Decode(ids, false) != c.want {
-			t.Errorf("chat %v: %q, %v", c.chat, n.Text().Tokenizer.Decode(ids, false), err)
-		}
-	}
-	text := n.Text()
-	text.Template = nil
-	if _, err := text.Encode("x", true); !errors.Is(err, fault.ErrConfig) {
-		t.Errorf("without a template: %v", err)
-	}
-	text.Tokenizer = nil
-	if _, err := text.Encode("x", false); !errors.Is(err, fault.ErrConfig) {
-		t.Errorf("without a tokenizer: %v", err)
 	}
 }

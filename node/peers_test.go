@@ -64,14 +64,14 @@ func TestTiers(t *testing.T) {
 				if err != nil {
 					t.Fatal(err)
 				}
-				for _, tier := range []string{"local", "peer", "host"} {
-					if c.homes != nil && r.Experts.Homes[tier] != c.homes[tier] {
+				for _, tier := range []experts.Tier{experts.Local, experts.Peer, experts.Host} {
+					if c.homes != nil && r.Experts.Homes[tier] != c.homes[tier.String()] {
 						t.Errorf("experts are at home %v, want %v", r.Experts.Homes, c.homes)
 						break
 					}
 				}
-				if peer := r.Experts.Fetched[experts.Peer] > 0; peer != (r.Experts.Homes["peer"] > 0) {
-					t.Errorf("%d bytes came from peers, where %d experts are", r.Experts.Fetched[experts.Peer], r.Experts.Homes["peer"])
+				if peer := r.Experts.Fetched[experts.Peer] > 0; peer != (r.Experts.Homes[experts.Peer] > 0) {
+					t.Errorf("%d bytes came from peers, where %d experts are", r.Experts.Fetched[experts.Peer], r.Experts.Homes[experts.Peer])
 				}
 				var lent int64
 				loans := r.Harvest.Borrowed()
@@ -81,8 +81,8 @@ func TestTiers(t *testing.T) {
 						t.Errorf("%s: %d bytes used of %d borrowed", p.Device, used, p.Bytes)
 					}
 				}
-				if lent < int64(r.Experts.Homes["peer"])*(132<<10) || len(loans) == 0 && lent > 0 {
-					t.Errorf("%d bytes borrowed for %d experts", lent, r.Experts.Homes["peer"])
+				if lent < int64(r.Experts.Homes[experts.Peer])*(132<<10) || len(loans) == 0 && lent > 0 {
+					t.Errorf("%d bytes borrowed for %d experts", lent, r.Experts.Homes[experts.Peer])
 				}
 				snapshot := n.Observe().Residency()
 				counts := map[string]int{}
@@ -93,7 +93,7 @@ func TestTiers(t *testing.T) {
 						}
 					}
 				}
-				if counts["peer"] != r.Experts.Homes["peer"] || len(snapshot.Peers) != len(loans) || (snapshot.Harvest == nil) != (len(loans) == 0) {
+				if counts["peer"] != r.Experts.Homes[experts.Peer] || len(snapshot.Peers) != len(loans) || (snapshot.Harvest == nil) != (len(loans) == 0) {
 					t.Errorf("%+v, and the report has %+v", snapshot, r)
 				}
 			})

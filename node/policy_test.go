@@ -13,6 +13,7 @@ import (
 	"github.com/moeserve/moeserve/configs"
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/device/emulated"
+	"github.com/moeserve/moeserve/experts"
 	"github.com/moeserve/moeserve/node/devices"
 	"github.com/moeserve/moeserve/node/fault"
 	"github.com/moeserve/moeserve/node/planning"
@@ -82,7 +83,7 @@ func TestFollow(t *testing.T) {
 				}
 			}
 			x := d.Prediction.Policy
-			if local := n.Observe().Experts().Homes["local"]; local != x.LocalExperts {
+			if local := n.Observe().Experts().Homes[experts.Local]; local != x.LocalExperts {
 				t.Errorf("%d experts are local, planned were %d", local, x.LocalExperts)
 			}
 			if blocks := n.kv.Blocks(); blocks < d.KVBlocks {

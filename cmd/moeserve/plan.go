@@ -118,7 +118,7 @@ type planResult struct {
 	Decode         stepResult     `json:"decode_step"`
 	Memory         []demandResult `json:"memory"`
 	// Knees are offload fractions up to which copies stay hidden, by tier.
-	Knees map[string]float64 `json:"knees"`
+	Knees map[configs.Tier]float64 `json:"knees"`
 }
 
 type workloadResult struct {
@@ -251,8 +251,11 @@ func printHardware(t *table, h *planner.Hardware) {
 // where that differs from peers, whose copies the host's link helps with.
 func hiddenUpTo(p *planning.Planned) string {
 	var list []string
-	for _, tier := range []struct{ name, from string }{{"host", "the host"}, {"peer", "peers"}, {"auto", "both"}} {
-		if knee, ok := p.Knees[tier.name]; ok && (tier.name != "auto" || knee != p.Knees["peer"]) {
+	for _, tier := range []struct {
+		configs.Tier
+		from string
+	}{{configs.HostTier, "the host"}, {configs.PeerTier, "peers"}, {configs.AnyTier, "both"}} {
+		if knee, ok := p.Knees[tier.Tier]; ok && (tier.Tier != configs.AnyTier || knee != p.Knees[configs.PeerTier]) {
 			list = append(list, fmt.Sprintf("%.3f from %s", math.Min(1, knee), tier.from))
 		}
 	}

@@ -20,24 +20,24 @@ import (
 type Experts struct {
 	// Where counts experts by the tier of their nearest copy now, Homes by where they
 	// live between steps: local, peer or host.
-	Where map[string]int `json:"where"`
-	Homes map[string]int `json:"homes"`
+	Where map[experts.Tier]int `json:"where"`
+	Homes map[experts.Tier]int `json:"homes"`
 	experts.Stats
 }
 
 func readExperts(s *experts.Store) Experts {
-	e := Experts{Where: map[string]int{}, Homes: map[string]int{}, Stats: s.Stats()}
+	e := Experts{Where: map[experts.Tier]int{}, Homes: map[experts.Tier]int{}, Stats: s.Stats()}
 	for t := range e.Hits {
-		e.Where[experts.Tier(t).String()] = 0
+		e.Where[experts.Tier(t)] = 0
 	}
 	for _, layer := range s.Residency() {
 		for _, tier := range layer {
-			e.Where[tier.String()]++
+			e.Where[tier]++
 		}
 	}
 	for _, layer := range s.Homes() {
 		for _, h := range layer {
-			e.Homes[h.Tier.String()]++
+			e.Homes[h.Tier]++
 		}
 	}
 	return e
@@ -57,10 +57,10 @@ var (
 
 func (e Experts) collect(to sink) {
 	for t := range e.Hits {
-		tier := experts.Tier(t).String()
-		to.counter(hits, float64(e.Hits[t]), tier)
-		to.counter(fetched, float64(e.Fetched[t]), tier)
-		to.gauge(resident, float64(e.Where[tier]), tier)
+		tier := experts.Tier(t)
+		to.counter(hits, float64(e.Hits[t]), tier.String())
+		to.counter(fetched, float64(e.Fetched[t]), tier.String())
+		to.gauge(resident, float64(e.Where[tier]), tier.String())
 	}
 	to.counter(moves, float64(e.Promoted), "promoted")
 	to.counter(moves, float64(e.Demoted), "demoted")
@@ -74,7 +74,7 @@ func (e Experts) collect(to sink) {
 // Lines are a report's, a label and a text behind a tab. how says what was asked to be
 // offloaded; with adaptive, what is local is so for now.
 func (e *Experts) Lines(how string, adaptive bool, h *Harvest) []string {
-	local, peer, host := e.Homes["local"], e.Homes["peer"], e.Homes["host"]
+	local, peer, host := e.Homes[experts.Local], e.Homes[experts.Peer], e.Homes[experts.Host]
 	forGood := " for good"
 	if adaptive {
 		forGood = ""

@@ -15,7 +15,7 @@ import (
 )
 
 func TestCollect(t *testing.T) {
-	e := Experts{Where: map[string]int{"local": 7, "peer": 1}, Stats: experts.Stats{
+	e := Experts{Where: map[experts.Tier]int{experts.Local: 7, experts.Peer: 1}, Stats: experts.Stats{
 		Hits: experts.ByTier{experts.Local: 5, experts.Peer: 4}, Fetched: experts.ByTier{experts.Host: 6},
 		Promoted: 9, Demoted: 2, Revoked: 3, Swapped: 8, MovedBytes: 10, Guessed: 11, GuessedRight: 12,
 	}}
@@ -106,7 +106,7 @@ moeserve_pipeline_stall_seconds_total{cause="router-ask"} 0
 }
 
 func TestLines(t *testing.T) {
-	e := Experts{Homes: map[string]int{"local": 24, "peer": 4, "host": 20}, Stats: experts.Stats{
+	e := Experts{Homes: map[experts.Tier]int{experts.Local: 24, experts.Peer: 4, experts.Host: 20}, Stats: experts.Stats{
 		Hits: experts.ByTier{experts.Local: 50, experts.Ring: 6, experts.Peer: 7, experts.Host: 8}, Misses: 15, Prefetched: 9,
 		Guessed: 5, GuessedRight: 4, Swapped: 1, Promoted: 4, Demoted: 2, Revoked: 3,
 	}}
@@ -120,7 +120,7 @@ revoked	pieces of borrowed memory: 3 for pressure`
 	if got := strings.Join(e.Lines("fraction 0.5", false, &h), "\n"); got != want {
 		t.Errorf("%s", got)
 	}
-	quiet := Experts{Homes: map[string]int{"local": 2}, Stats: experts.Stats{Hits: experts.ByTier{experts.Local: 1}}}
+	quiet := Experts{Homes: map[experts.Tier]int{experts.Local: 2}, Stats: experts.Stats{Hits: experts.ByTier{experts.Local: 1}}}
 	want = `experts	2: 2 local, 0 offloaded (local-experts)
 wanted	1 times there (1 local, 0 still in the ring), 0 times fetched (0 ahead of need)`
 	if got := strings.Join(quiet.Lines("local-experts", true, &Harvest{}), "\n"); got != want {
@@ -130,7 +130,7 @@ wanted	1 times there (1 local, 0 still in the ring), 0 times fetched (0 ahead of
 
 // The names in JSON are those that scripts read.
 func TestExpertsJSON(t *testing.T) {
-	data, err := json.Marshal(Experts{Where: map[string]int{"local": 1}, Stats: experts.Stats{Hits: experts.ByTier{experts.Ring: 2}, Failed: 3}})
+	data, err := json.Marshal(Experts{Where: map[experts.Tier]int{experts.Local: 1}, Stats: experts.Stats{Hits: experts.ByTier{experts.Ring: 2}, Failed: 3}})
 	want := `{"where":{"local":1},"homes":null,"hits":{"host":0,"local":0,"peer":0,"ring":2},"misses":0,"prefetched":0,"failed_fetches":3,` +
 		`"fetched_bytes":{"host":0,"local":0,"peer":0,"ring":0},"guessed":0,"guessed_right":0,"promoted":0,"demoted":0,"revoked":0,"swapped":0,"moved_bytes":0}`
 	if err != nil || string(data) != want {

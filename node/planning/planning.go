@@ -32,7 +32,7 @@ type Planned struct {
 	KVBlocks int
 	// Knees are the offload fractions up to which copies stay hidden with this policy,
 	// by tier; only tiers that there are.
-	Knees map[string]float64
+	Knees map[configs.Tier]float64
 	// Missing is what this engine does not do of it.
 	Missing []string
 }
@@ -343,7 +343,7 @@ func (p *Problem) settle(r planner.Prediction) *Planned {
 	all := p.Model.ExpertCount()
 	d := &Planned{
 		Model: p.Model, ExpertBytes: p.Sizes.Expert, Hardware: p.Hardware, Workload: p.Workload, Prediction: r,
-		Settings: map[string]any{}, KVBlocks: p.blocks(x.Batch), Knees: map[string]float64{}, Missing: missing(x),
+		Settings: map[string]any{}, KVBlocks: p.blocks(x.Batch), Knees: map[configs.Tier]float64{}, Missing: missing(x),
 	}
 	decide := func(key string, given bool, value any) {
 		if !given {
@@ -362,7 +362,7 @@ func (p *Problem) settle(r planner.Prediction) *Planned {
 	}
 	for _, t := range list {
 		if knee, err := p.Knee(*x, t); err == nil && !math.IsInf(knee, 0) {
-			d.Knees[t.String()] = knee
+			d.Knees[t] = knee
 		}
 	}
 	return d
