@@ -1,0 +1,80 @@
+package devices
+
+import (
+	"errors"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"go.uber.org/goleak"
+
+	"github.com/moeserve/moeserve/configs"
+	"github.com/moeserve/moeserve/device"
+	"github.com/moeserve/moeserve/device/emulated"
+	"github.com/moeserve/moeserve/kernels"
+	"github.com/moeserve/moeserve/node/fault"
+)
+
+func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+
+func spec(s string) configs.Device {
+	d := configs.Defaults().Device
+	d.Emulate = s
+	return d
+}
+
+// What cannot be opened says what is wrong, and leaves nothing behind.
+func TestOpenRefuses(t *testing.T) {
+	broken := errors.New("no backend today")
+	machine := func() (device.Machine, error) { return emulated.Open(emulated.Options{}) }
+	both := spec("virtual")
+	both.Kind = configs.CUDA
+	third := spec("gpus=2")
+	third.GPU = 2
+	for name, c := range map[string]struct {
+		o    Options
+		kind error
+		want string
+	}{
+		"both":    {Options{Settings: both}, fault.ErrConfig, "emulate is for emulated devices and device is cuda"},
+		"spec":    {Options{Settings: spec("gpus=0")}, fault.ErrConfig, "emulate: "},
+		"gpu":     {Options{Settings: third}, fault.ErrConfig, "gpu is 2: the emulated machine has 2 GPUs, from 0 on"},
+		"trace":   {Options{Settings: spec("virtual"), Trace: filepath.Join(t.TempDir(), "no", "such", "folder")}, fault.ErrConfig, "trace: "},
+		"machine": {Options{OpenMachine: func() (device.Machine, error) { return nil, broken }}, fault.ErrDevice, "no backend today"},
+		"backend": {Options{OpenMachine: machine, OpenBackend: func(device.Machine) (kernels.Backend, error) { return nil, broken }}, fault.ErrDevice, "no backend today"},
+	} {
+		if _, err := Open(c.o); !errors.Is(err, c.kind) || !strings.HasPrefix(err.Error(), c.want) {
+			t.Errorf("%s: %v, want %s", name, err, c.want)
+		}
+	}
+}
+
+func TestPeersAndHold(t *testing.T) {
+	d, err := Open(Options{Settings: spec("virtual,nodata,gpus=3,hbm=1GiB,host=2GiB")})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() {
+		if err := d.Close(); err != nil {
+			t.Error(err)
+		}
+	}()
+	for _, c := range []struct {
+		choice configs.PeerChoice
+		want   int
+		fails  bool
+	}{{configs.PeerChoice{Auto: true}, 2, false}, {configs.PeerChoice{}, 0, false}, {configs.PeerChoice{GPUs: []int{2}}, 1, false}, {configs.PeerChoice{GPUs: []int{3}}, 1, true}, {configs.PeerChoice{GPUs: []int{0}}, 1, true}} {
+		if peers, err := d.Peers(c.choice); len(peers) != c.want || (err != nil) != c.fails {
+			t.Errorf("%+v: %v, %v", c.choice, peers, err)
+		}
+	}
+	if _, ok := d.Shared(); ok || d.Real() || d.Name() != "emulated" {
+		t.Errorf("%s shares this machine's memory %v, is real %v", d.Name(), ok, d.Real())
+	}
+	if err := d.Hold(map[device.Space]int64{device.HBM(1): 1 << 30, device.Host: 1 << 20}); err != nil {
+		t.Error(err)
+	}
+	if err := d.Hold(map[device.Space]int64{device.HBM(1): 1<<30 + 1}); !errors.Is(err, fault.ErrConfig) || !strings.Contains(err.Error(), "gpu1") {
+		t.Errorf("more than there is: %v", err)
+	}
+}
