@@ -37,10 +37,11 @@ type fetcher struct {
 	// peerBackoff is after how many steps fetches use peers again.
 	peerBackoff int
 	// What acquire works with, and fetches that nobody refers to, to be used again.
-	runs  []run
-	after []device.Point
-	loads []transfer.Load
-	spare []*fetch
+	runs   []run
+	after  []device.Point
+	loads  []transfer.Load
+	pieces []transfer.Piece
+	spare  []*fetch
 }
 
 // source is where an offloaded expert is copied from; where that is a peer, copied is
@@ -62,7 +63,7 @@ type arrival struct {
 	// submitted ahead of need.
 	from         Tier
 	fresh, ahead bool
-	// landed are raised by the copies whose first extent goes here, values their last.
+	// landed are raised by the copies whose first expert goes here, values their last.
 	landed [2]device.Fence
 	values [2]uint32
 }
@@ -74,8 +75,8 @@ const (
 	hostPart
 )
 
-// fetch is one copy into the ring, of experts that are neighbors in both places, or
-// of the part of them that comes from the host. It names the copy.
+// fetch is one copy into the ring, of the experts of a run, or of the part of them that
+// comes from the host. It names the copy.
 type fetch struct {
 	// layer by the model's number, and the experts copied.
 	layer, first, last int
@@ -131,21 +132,21 @@ func (f *fetcher) slot(id ID) int { return f.ring.Last(f.key(id)) }
 // arrival is how an expert that the ring has comes there.
 func (f *fetcher) arrival(id ID) *arrival { return &f.slots[f.slot(id)] }
 
-// run is what one copy would bring if nothing of it came from elsewhere: experts that
-// lie side by side where they are and in the ring.
+// run is experts that are copied together: from one memory, for one wave. What the host
+// link takes over of it is its end.
 type run struct {
-	src     device.Region
+	from    device.Space
 	experts []int
-	slot    int // the first
+	// slots they go to, and extents they are copied from.
+	slots   []int
+	sources []source
 	after   []device.Point
-	// copies in peers' memory that are read, and references on them.
-	copies []*peercache.Copy[ID]
-	refs   []harvest.Ref
 }
 
 // acquire takes a reference on each of these offloaded experts of the layer at a position,
 // in refs by expert: on its slot where it is still there, else on a free one, to which it
-// is copied. Copies are cut for so many waves. False: some found no slot.
+// is copied. Experts of each of so many waves are copied together, or, with no waves, each
+// by itself, so that it can be forgone. False: some found no slot.
 func (f *fetcher) acquire(position int, refs []residency.Ref, missing []int, waves int, p transfer.Priority) (whole bool, err error) {
 	for _, e := range missing {
 		if !refs[e].Held() {
@@ -168,18 +169,17 @@ func (f *fetcher) acquire(position int, refs []residency.Ref, missing []int, wav
 	return whole, err
 }
 
-// cut gives free slots to the experts that have none and cuts them into runs, none of
-// which goes over the border of a wave.
+// cut gives free slots to the experts that have none and cuts them into runs.
 func (f *fetcher) cut(position int, refs []residency.Ref, missing []int, waves int, p transfer.Priority, runs []run) ([]run, bool) {
-	size := f.plan.Layout.Size
 	n := min(waves, len(missing))
+	if waves == 0 {
+		n = len(missing)
+	}
 	from := 0
 	for w := range n {
-		to := from + share(w, n, len(missing))
-		fresh := true // the next one begins a run
+		to, first := from+share(w, n, len(missing)), len(runs)
 		for _, e := range missing[from:to] {
 			if refs[e].Held() {
-				fresh = true
 				continue
 			}
 			at, ok := f.ring.Free()
@@ -194,20 +194,19 @@ func (f *fetcher) cut(position int, refs []residency.Ref, missing []int, waves i
 			if src.copied != nil {
 				a.from = Peer
 			}
-			if fresh || !runs[len(runs)-1].takes(src, at) {
-				runs = appendRun(runs, src.region, at)
-				fresh = false
+			k := first
+			for k < len(runs) && runs[k].from != src.region.Space {
+				k++
 			}
-			r := &runs[len(runs)-1]
-			r.src.Bytes += size
-			r.experts = append(r.experts, e)
+			if k == len(runs) {
+				runs = appendRun(runs, src.region.Space)
+			}
+			r := &runs[k]
+			r.experts, r.slots, r.sources = append(r.experts, e), append(r.slots, at), append(r.sources, src)
 			for _, a := range f.after {
 				if !slices.Contains(r.after, a) {
 					r.after = append(r.after, a)
 				}
-			}
-			if src.copied != nil {
-				r.copies, r.refs = append(r.copies, src.copied), append(r.refs, src.ref)
 			}
 		}
 		from = to
@@ -215,30 +214,17 @@ func (f *fetcher) cut(position int, refs []residency.Ref, missing []int, waves i
 	return runs, true
 }
 
-// appendRun begins a run that reads from the address of src on, with no expert yet, in
-// the room that an earlier one has left.
-func appendRun(runs []run, src device.Region, slot int) []run {
+// appendRun begins a run, with no expert yet, in the room that an earlier one has left.
+func appendRun(runs []run, from device.Space) []run {
 	if n := len(runs); n < cap(runs) {
 		runs = runs[:n+1]
 	} else {
 		runs = append(runs, run{})
 	}
 	r := &runs[len(runs)-1]
-	*r = run{
-		src: src.Slice(0, 0), slot: slot,
-		experts: r.experts[:0], after: r.after[:0], copies: r.copies[:0], refs: r.refs[:0],
-	}
+	clear(r.sources) // they refer to copies in peers' memory
+	*r = run{from: from, experts: r.experts[:0], slots: r.slots[:0], sources: r.sources[:0], after: r.after[:0]}
 	return runs
-}
-
-// takes says whether an expert that is copied from src into a slot prolongs the run.
-// Peer copies do only within a slab: two of them may lie side by side, and are different
-// allocations.
-func (r *run) takes(src source, slot int) bool {
-	if r.src.Space != src.region.Space || r.src.End() != src.region.Addr || r.slot+len(r.experts) != slot {
-		return false
-	}
-	return src.copied == nil || r.copies[len(r.copies)-1].Slab() == src.copied.Slab()
 }
 
 // nearest is a peer's copy, if there is one, or else the host's. It takes no lock and never
@@ -278,7 +264,7 @@ func (f *fetcher) occupy(at int, id ID, after []device.Point) (residency.Ref, []
 func (f *fetcher) fromHost() []int64 {
 	f.loads = f.loads[:0]
 	for i := range f.runs {
-		f.loads = append(f.loads, transfer.Load{From: f.runs[i].src.Space, Bytes: f.runs[i].src.Bytes})
+		f.loads = append(f.loads, transfer.Load{From: f.runs[i].from, Bytes: int64(len(f.runs[i].experts)) * f.plan.Layout.Size})
 	}
 	return f.links.Split(f.loads, f.splitBytes)
 }
@@ -286,51 +272,82 @@ func (f *fetcher) fromHost() []int64 {
 // start submits the copies of a run: its last hostBytes come from the host.
 func (f *fetcher) start(position int, r *run, hostBytes int64, p transfer.Priority) error {
 	size := f.plan.Layout.Size
-	dst := f.memory.Region(int64(r.slot)*size, r.src.Bytes)
-	rest := r.src.Bytes - hostBytes
 	for _, e := range r.experts {
 		f.counts.fetches[position][e]++
 	}
-	c := f.newFetch(r.src.Space)
-	c.copies = append(c.copies, r.copies...)
-	err := f.submit(position, c, mainCopy, r, 0, dst.Slice(0, rest), r.src.Slice(0, rest), p)
-	for k := range r.refs {
-		if err == nil && r.refs[k].Held() {
+	// Of the expert at the border, if there is one, each brings a part.
+	border := int64(len(r.experts))*size - hostBytes
+	n, part := int(border/size), border%size
+	main := f.newFetch(r.from)
+	f.pieces = f.pieces[:0]
+	for k := range r.experts {
+		src, bytes := &r.sources[k], size
+		switch {
+		case k == n:
+			bytes = part
+		case k > n:
+			bytes = 0
+		}
+		if bytes == 0 { // all of it comes from the host, now
+			f.slots[r.slots[k]].from = Host
+			continue
+		}
+		// Copies in peers' memory of different slabs are different allocations.
+		apart := k > 0 && src.copied != nil && src.copied.Slab() != r.sources[k-1].copied.Slab()
+		f.pieces = append(f.pieces, transfer.Piece{Dst: f.region(r.slots[k]).Slice(0, bytes), Src: src.region.Slice(0, bytes), Apart: apart})
+		if src.copied != nil {
+			main.copies = append(main.copies, src.copied)
+		}
+	}
+	if len(f.pieces) > 0 {
+		if err := f.submit(position, main, mainCopy, r, 0, p); err != nil {
+			return err
+		}
+		for k := range main.copies {
 			// Not at done, which the next copy into the slot may fail while this one reads.
-			r.refs[k].ReleaseAt(c.ticket.End())
-		}
-	}
-	// The rest, cut where the experts do not lie side by side in host memory.
-	for off := rest; off < r.src.Bytes && err == nil; {
-		first := off / size
-		src := f.hostRegion(ID{position, r.experts[first]})
-		src = src.Slice(off-first*size, size-(off-first*size))
-		end := (first + 1) * size
-		for end < r.src.Bytes {
-			next := f.hostRegion(ID{position, r.experts[end/size]})
-			if next.Addr != src.End() {
-				break
+			if ref := &r.sources[k].ref; ref.Held() {
+				ref.ReleaseAt(main.ticket.End())
 			}
-			src.Bytes, end = src.Bytes+size, end+size
 		}
-		err = f.submit(position, f.newFetch(device.Host), hostPart, r, off, dst.Slice(off, end-off), src, p)
-		off = end
+	} else {
+		f.unused(main)
 	}
-	return err
+	r.release()
+	if hostBytes == 0 {
+		return nil
+	}
+	f.pieces = f.pieces[:0]
+	for k := n; k < len(r.experts); k++ {
+		from := int64(0)
+		if k == n {
+			from = part
+		}
+		src := f.hostRegion(ID{position, r.experts[k]})
+		f.pieces = append(f.pieces, transfer.Piece{Dst: f.region(r.slots[k]).Slice(from, size-from), Src: src.Slice(from, size-from)})
+	}
+	return f.submit(position, f.newFetch(device.Host), hostPart, r, n, p)
+}
+
+// release gives the references on copies back that are left.
+func (r *run) release() {
+	for k := range r.sources {
+		if ref := &r.sources[k].ref; ref.Held() {
+			ref.Release()
+		}
+	}
+}
+
+// region is a slot's memory.
+func (f *fetcher) region(slot int) device.Region {
+	return f.memory.Region(int64(slot)*f.plan.Layout.Size, f.plan.Layout.Size)
 }
 
 // abort notes that a run is not, or not wholly, on its way.
 func (f *fetcher) abort(r *run) {
-	c := f.newFetch(r.src.Space)
-	for k := range r.experts {
-		c.slots = append(c.slots, r.slot+k)
-	}
+	c := f.newFetch(r.from)
+	c.slots = append(c.slots, r.slots...)
 	f.keep(&f.fetches, c)
-	for k := range r.refs {
-		if r.refs[k].Held() {
-			r.refs[k].Release()
-		}
-	}
+	r.release()
 }
 
 // newFetch is one of which nothing is set but where it comes from.
@@ -357,6 +374,11 @@ func (f *fetcher) unref(c *fetch) {
 		return // or its name may still be asked for
 	}
 	c.ticket.Release()
+	f.unused(c)
+}
+
+// unused takes back what nothing refers to.
+func (f *fetcher) unused(c *fetch) {
 	clear(c.copies)
 	f.spare = append(f.spare, c)
 }
@@ -374,27 +396,25 @@ func (f *fetch) String() string {
 	return fmt.Sprintf("layer %d experts %d to %d", f.layer, f.first, f.last)
 }
 
-// submit starts one copy of a run, that of the bytes from off on.
-func (f *fetcher) submit(position int, c *fetch, kind int, r *run, off int64, dst, src device.Region, p transfer.Priority) error {
-	size := f.plan.Layout.Size
-	first, last := int(off/size), int((off+dst.Bytes-1)/size)
-	a := &f.slots[r.slot+first]
+// submit starts one copy of a run: of f.pieces, which go to its slots from the first on.
+func (f *fetcher) submit(position int, c *fetch, kind int, r *run, first int, p transfer.Priority) error {
+	last := first + len(f.pieces) - 1
+	a := &f.slots[r.slots[first]]
 	a.values[kind]++
 	c.done = device.Point{Fence: a.landed[kind], Value: a.values[kind]}
-	for k := first; k <= last; k++ {
-		at := r.slot + k
+	for _, at := range r.slots[first : last+1] {
 		c.slots = append(c.slots, at)
 		f.keep(&f.slots[at].copies, c)
 	}
 	c.layer, c.first, c.last = f.plan.Layers[position], r.experts[first], r.experts[last]
-	ticket, err := f.engine.Submit(transfer.Request{
-		Src: src, Dst: dst,
-		Priority: p, After: r.after, Done: c.done, Label: c,
-	})
+	for i := range f.pieces {
+		c.bytes += f.pieces[i].Src.Bytes
+	}
+	ticket, err := f.engine.Submit(transfer.Request{Pieces: f.pieces, Priority: p, After: r.after, Done: c.done, Label: c})
 	if err != nil {
 		return err
 	}
-	c.ticket, c.bytes = ticket, dst.Bytes
+	c.ticket = ticket
 	f.keep(&f.fetches, c)
 	f.counts.Fetched[c.tier()] += c.bytes
 	return nil
@@ -402,12 +422,12 @@ func (f *fetcher) submit(position int, c *fetch, kind int, r *run, off int64, ds
 
 // promote makes the copies of these experts urgent.
 func (f *fetcher) promote(position int, experts []int) {
-	var last *fetch
+	var last [2]*fetch // of either kind
 	for _, e := range experts {
-		for _, c := range f.arrival(ID{position, e}).copies {
-			if c != last {
+		for i, c := range f.arrival(ID{position, e}).copies {
+			if c != last[0] && c != last[1] {
 				c.ticket.Promote(transfer.Needed)
-				last = c
+				last[i%2] = c
 			}
 		}
 	}

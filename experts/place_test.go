@@ -157,3 +157,18 @@ func TestBadPlans(t *testing.T) {
 		}
 	}
 }
+
+// TestChosenWaves: there are several only where each has enough to bring.
+func TestChosenWaves(t *testing.T) {
+	for _, c := range []struct {
+		mib     int64
+		experts int
+		want    int
+	}{{336, 0, 1}, {336, 1, 4}, {150, 2, 4}, {16, 2, 1}, {16, 4, 2}, {9, 4, 1}, {9, 64, 4}} {
+		p := Plan{Config: Config{ChosenWaves: 4, ChosenWaveBytes: defaultWaveBytes}}
+		p.Layout.Size = c.mib << 20
+		if got := p.chosenWaves(c.experts); got != c.want {
+			t.Errorf("%d experts of %d MiB: %d waves, want %d", c.experts, c.mib, got, c.want)
+		}
+	}
+}

@@ -29,6 +29,10 @@ type Config struct {
 	// A ring of two layers lets copies go on meanwhile, so that the second counts where
 	// all are fetched. Default: 1 and 4.
 	Waves, ChosenWaves int
+	// ChosenWaveBytes is the least that a wave of chosen experts brings, where there are
+	// several: to wait for the end of a copy takes as long as some 10 MB over NVLink.
+	// Default: 32 MiB.
+	ChosenWaveBytes int64
 	// Adaptive gives local experts a host copy as well, so that Swap can put others in
 	// their places.
 	Adaptive bool
@@ -45,6 +49,7 @@ type Config struct {
 const (
 	defaultWaves       = 1
 	defaultChosenWaves = 4
+	defaultWaveBytes   = 32 << 20
 	defaultSpareSlots  = 2
 )
 
@@ -135,6 +140,9 @@ func (c Config) Sized(offloaded, largest int) (Plan, error) {
 	if c.ChosenWaves == 0 {
 		c.ChosenWaves = defaultChosenWaves
 	}
+	if c.ChosenWaveBytes == 0 {
+		c.ChosenWaveBytes = defaultWaveBytes
+	}
 	if c.Waves < 0 || c.ChosenWaves < 0 {
 		return Plan{}, fmt.Errorf("experts: %d waves, and %d waves of chosen experts; there must be at least one", c.Waves, c.ChosenWaves)
 	}
@@ -180,4 +188,9 @@ const (
 // rowBytes is the size of a layer's row of the tables: addresses, then numbers.
 func (c Config) rowBytes() int64 {
 	return (int64(c.Experts)*(slotBytes+idBytes) + slotBytes - 1) / slotBytes * slotBytes
+}
+
+// chosenWaves is into how many waves so many chosen experts are cut.
+func (p *Plan) chosenWaves(experts int) int {
+	return max(1, min(p.ChosenWaves, int(int64(experts)*p.Layout.Size/p.ChosenWaveBytes)))
 }

@@ -148,7 +148,7 @@ func (s *steps) prefetchPredicted(position int, predicted []int32) error {
 			s.counts.Guessed++
 		}
 	}
-	_, err := s.fetch.acquire(position, l.refs, s.selected(position, l.guessed), s.plan.ChosenWaves, transfer.Prefetch)
+	_, err := s.fetch.acquire(position, l.refs, s.selected(position, l.guessed), 0, transfer.Prefetch)
 	return err
 }
 
@@ -230,14 +230,15 @@ func (s *steps) fetchChosen(ctx context.Context, position int, chosen []int32) (
 			s.fetch.forgo(ID{position, e})
 		}
 	}
-	if err := s.fetchAll(position, missing, s.plan.ChosenWaves); err != nil {
+	waves := s.plan.chosenWaves(len(missing))
+	if err := s.fetchAll(position, missing, waves); err != nil {
 		return Use{}, err
 	}
 	if err := s.updateRow(ctx, position); err != nil {
 		return Use{}, err
 	}
 	first := len(l.waves)
-	s.waves(position, s.plan.ChosenWaves)
+	s.waves(position, waves)
 	s.countUse(position, missing)
 	return Use{Slots: s.tables.rows[position].slots, Waves: l.waves[first:]}, nil
 }

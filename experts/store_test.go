@@ -627,20 +627,30 @@ func TestDeterministic(t *testing.T) {
 	}
 }
 
-// TestRunsMerge: a wave's experts come in one copy, in two where the ring wraps.
-func TestRunsMerge(t *testing.T) {
+// TestOneCopyPerWave: a wave's experts come in one copy from each memory, wherever they lie
+// there and in the ring.
+func TestOneCopyPerWave(t *testing.T) {
 	r := newRig(t, small(rowMajor), emulated.Options{Virtual: true}, 1<<20)
-	s := r.open(Config{Placement: r.placed(1), RingSlots: 9, Waves: 2})
+	r.lend(func(o *harvest.Options) { o.Peers = o.Peers[:1] })
+	s := r.open(Config{Placement: r.placed(1), RingSlots: 8, Waves: 2})
 	r.fill(s, 11)
+	copies := func(from device.Space) int64 { return r.engine.Path(device.Pair{From: from, To: device.HBM(0)}).Copies }
+	before := copies(device.Host)
 	r.steps(s, 1, false)
-	var copies int64
-	for _, p := range r.engine.Stats() {
-		copies += p.Copies
+	// Five layers of two waves of three; the ring of eight cuts some in two.
+	if n := copies(device.Host) - before; n != 10 {
+		t.Errorf("%d copies from the host", n)
 	}
-	// One for the tables; five layers of two waves of three; the ring of nine never
-	// cuts a wave of three in two.
-	if copies != 1+10 {
-		t.Errorf("%d copies", copies)
+	for i := range r.model.layers { // the first and the last expert of each wave, last first
+		for _, e := range []int{5, 3, 2, 0} {
+			r.promote(s, ID{i, e})
+		}
+	}
+	r.steps(s, 1, false) // what is in the ring stays for this one
+	before, peers := copies(device.Host), copies(device.HBM(1))
+	r.steps(s, 1, false)
+	if h, p := copies(device.Host)-before, copies(device.HBM(1))-peers; h != 10 || p != 10 {
+		t.Errorf("%d copies from the host, %d from the peer", h, p)
 	}
 }
 

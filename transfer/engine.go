@@ -173,7 +173,7 @@ func (e *Engine) ticket(r *Request) (*Ticket, error) {
 	t.req.From, t.req.To, t.req.Class = pair.From, pair.To, uint8(r.Priority)
 	for i := range r.count() {
 		p := r.at(i)
-		t.req.Add(dispatch.Piece{Dst: p.Dst.Range, Src: p.Src.Range})
+		t.req.Add(dispatch.Piece{Dst: p.Dst.Range, Src: p.Src.Range, Apart: p.Apart})
 	}
 	t.label, t.done = r.Label, r.Done
 	t.end = device.Point{Fence: mark.Fence, Value: mark.Value + 1}

@@ -34,8 +34,13 @@ func (p Priority) String() string {
 	return fmt.Sprintf("priority(%d)", uint8(p))
 }
 
-// Piece is one of the parts that a request copies.
-type Piece struct{ Dst, Src device.Region }
+// Piece is one of the parts that a request copies. Apart says that it is of another
+// allocation than the piece before it, on either side: else pieces that adjoin in both
+// memories are copied as one.
+type Piece struct {
+	Dst, Src device.Region
+	Apart    bool
+}
 
 // Request is one copy: of one Src to one Dst, or of many Pieces.
 type Request struct {
@@ -43,9 +48,7 @@ type Request struct {
 	// belong to the engine until Done: Src is not written and Dst not touched.
 	Src, Dst device.Region
 	// Pieces in place of Src and Dst, all of them from one memory to one other. They
-	// are copied in this order, small ones together in one chunk, and those that adjoin
-	// the one before them in both memories together with it: they must be of the same
-	// allocations then. The slice is not kept.
+	// are copied in this order, small ones together in one chunk. The slice is not kept.
 	Pieces   []Piece
 	Priority Priority
 	// After must all be reached before the first byte is written (or read). A point

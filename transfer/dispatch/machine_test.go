@@ -504,3 +504,23 @@ func TestTake(t *testing.T) {
 		}
 	}
 }
+
+// TestAdd: pieces that adjoin become one, but not those of different allocations.
+func TestAdd(t *testing.T) {
+	at := func(a device.Addr) Piece {
+		return Piece{Dst: device.Range{Addr: 1<<40 + a, Bytes: 8}, Src: device.Range{Addr: a, Bytes: 8}}
+	}
+	apart := at(24)
+	apart.Apart = true
+	r := &Request{}
+	for _, p := range []Piece{at(8), at(16), apart, at(32), at(48)} {
+		r.Add(p)
+	}
+	var sizes []int64
+	for _, p := range r.Pieces {
+		sizes = append(sizes, p.Src.Bytes)
+	}
+	if want := []int64{16, 16, 8}; !slices.Equal(sizes, want) || r.Bytes() != 40 {
+		t.Errorf("pieces of %v, %d bytes in all, want %v", sizes, r.Bytes(), want)
+	}
+}

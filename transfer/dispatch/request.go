@@ -6,7 +6,11 @@ import "github.com/moeserve/moeserve/device"
 const Classes = 8
 
 // Piece is one contiguous part of a request: two ranges of the same size.
-type Piece struct{ Dst, Src device.Range }
+type Piece struct {
+	Dst, Src device.Range
+	// Apart: it is another allocation's than the piece before it, also where they adjoin.
+	Apart bool
+}
 
 // Request is one copy, of one or more pieces from one memory to another. It belongs to
 // the core from Submit until it has finished.
@@ -35,11 +39,11 @@ type Request struct {
 	ended, skipped bool
 }
 
-// Add appends a piece. One that adjoins the piece before it in both memories prolongs
-// that one.
+// Add appends a piece. One that adjoins the piece before it in both memories, and is not
+// Apart, prolongs that one.
 func (r *Request) Add(p Piece) {
 	r.bytes += p.Src.Bytes
-	if n := len(r.Pieces); n > 0 {
+	if n := len(r.Pieces); n > 0 && !p.Apart {
 		last := &r.Pieces[n-1]
 		if last.Src.End() == p.Src.Addr && last.Dst.End() == p.Dst.Addr {
 			last.Src.Bytes += p.Src.Bytes
