@@ -123,7 +123,10 @@ type checker struct {
 	// running maps goroutines that are inside of Work to its stream, nil for Work
 	// that says Host.
 	running map[uint64]*stream
-	ops     int
+	// ofStreams counts Works running, those inside of which others run too, that do not say
+	// Host: while there are none, whoever calls counts as host, and need not be told apart.
+	ofStreams int
+	ops       int
 	// parts is scratch of copy.
 	parts []run
 }
@@ -161,7 +164,7 @@ func (c *checker) caller() *actor {
 }
 
 func (c *checker) callingStream() *stream {
-	if len(c.running) == 0 {
+	if c.ofStreams == 0 {
 		return nil
 	}
 	return c.running[goroutine()]
@@ -179,10 +182,13 @@ func (c *checker) enter(s *stream, host bool) func() {
 		c.running[g] = nil
 	} else {
 		c.running[g] = s
+		c.ofStreams++
 	}
 	return func() {
 		if host {
 			s.actor.join(c.hostActor.snapshot())
+		} else {
+			c.ofStreams--
 		}
 		if nested {
 			c.running[g] = outer

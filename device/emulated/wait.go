@@ -159,8 +159,10 @@ func (m *Machine) poll(polled *uint64) {
 	if !m.o.Virtual {
 		return
 	}
-	if self := goroutine(); *polled == m.calls+1 && (m.driver == 0 || m.driver == self) {
-		m.drive(self)
+	if *polled == m.calls+1 {
+		if self := goroutine(); m.driver == 0 || m.driver == self {
+			m.drive(self)
+		}
 	}
 	*polled = m.calls + 1
 }
