@@ -267,7 +267,7 @@ func (n *Node) assemble(ctx context.Context, u *setup, blocks int) (load time.Du
 // groups makes the models over the weights in the arena, a workspace for each.
 func (n *Node) groups(u *setup, steps *pipeline.Options, arena device.Memory) ([]*forward.Model, error) {
 	d, c := u.devices, u.model.Config
-	groups := make([]*forward.Model, 2)[:steps.Groups()]
+	groups := make([]*forward.Model, steps.Groups())
 	limits, weights := steps.GroupLimits(u.needs.Limits), u.layout.Bind(arena.Range(0, u.layout.Bytes).Addr)
 	for i := range groups {
 		workspace, err := n.alloc(d.Space, forward.WorkspaceBytes(c, d.Backend, limits), "activations")
@@ -277,10 +277,7 @@ func (n *Node) groups(u *setup, steps *pipeline.Options, arena device.Memory) ([
 		if groups[i], err = forward.NewModel(c, weights, d.Enqueuing(), workspace.Range(0, workspace.Bytes()), limits); err != nil {
 			return nil, fault.Of(fault.ErrConfig, err)
 		}
-	}
-	steps.Model = groups[0]
-	if len(groups) > 1 {
-		steps.Second = groups[1]
+		steps.Executors = append(steps.Executors, pipeline.Executor{Space: d.Space, Model: groups[i]})
 	}
 	return groups, nil
 }

@@ -328,7 +328,7 @@ func (u *setup) peersHold(peers []sizing.PeerBudget) error {
 // steps says how the settings have steps run, without what runs them.
 func (u *setup) steps() pipeline.Options {
 	p := u.footprint.Steps(u.needs.Limits, u.settings.Batch)
-	p.Machine, p.Space, p.Log = u.devices.Machine, u.devices.Space, u.o.Log
+	p.Machine, p.Log = u.devices.Machine, u.o.Log
 	if u.settings.Kernels.EnforceEager {
 		p.Graphs = -1
 	}

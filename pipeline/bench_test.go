@@ -21,12 +21,9 @@ func BenchmarkCut(b *testing.B) {
 		for _, micro := range []int{1, 4} {
 			b.Run(fmt.Sprintf("sequences=%d/micro-batches=%d", n, micro), func(b *testing.B) {
 				l := forward.Limits{MaxRows: n, MaxSeqs: n, MaxLogits: n, MaxModelLen: 1024, BlockTokens: block}
-				p := &Pipeline{o: Options{Limits: l, MicroBatches: micro}, batches: make([]microBatch, micro)}
-				p.groups = make([]group, 1)
-				for i := range p.batches {
-					p.batches[i].host = forward.NewHostBatch(c, l)
-				}
-				dst := make([]byte, p.o.RowDataBytes(l))
+				o := Options{Limits: l, MicroBatches: micro}
+				batches := newBatcher(&o, func() forward.HostBatch { return forward.NewHostBatch(c, l) })
+				dst := make([]byte, o.RowDataBytes(l))
 				kv, err := kvcache.NewManager(kvcache.ManagerOptions{Blocks: n * (context + block) / block, BlockTokens: block})
 				check(b, err)
 				step := &Step{Sequences: make([]Sequence, n)}
@@ -39,11 +36,10 @@ func BenchmarkCut(b *testing.B) {
 				}
 				b.ReportAllocs()
 				for b.Loop() {
-					shape, err := p.cut(step)
-					check(b, err)
+					check(b, batches.cut(step, n, &Shape{MicroBatches: micro}))
 					used := int64(0)
-					for i := range shape.MicroBatches {
-						_, bytes, err := p.batches[i].host.Pack(dst[used:], 256)
+					for i := range batches.step() {
+						_, bytes, err := batches.all[i].host.Pack(dst[used:], 256)
 						check(b, err)
 						used += bytes
 					}

@@ -44,6 +44,6 @@
 //
 // # Example
 //
-//	p, err := pipeline.New(pipeline.Options{Machine: m, Space: device.HBM(0), Model: model, Experts: store, KV: pool})
+//	p, err := pipeline.New(pipeline.Options{Machine: m, Executors: []pipeline.Executor{{Space: device.HBM(0), Model: model}}, Experts: store, KV: pool})
 //	out, err := p.Step(ctx, &pipeline.Step{Sequences: []pipeline.Sequence{{Tokens: ids, Table: table, LogitRows: 1, Draw: pipeline.Draw{Temperature: 0.7}}}})
 package pipeline

@@ -1,7 +1,6 @@
 package pipeline
 
 import (
-	"context"
 	"errors"
 	"fmt"
 	"log/slog"
@@ -13,9 +12,6 @@ import (
 	"github.com/moeserve/moeserve/forward"
 )
 
-// defaultGraphs is Options.Graphs where that is not set.
-const defaultGraphs = 16
-
 // graphs keeps decode steps as graphs, so that the host enqueues such a step at the cost
 // of one operation, and the device runs it without gaps.
 //
@@ -26,7 +22,7 @@ const defaultGraphs = 16
 // data, which is uploaded before. Where experts lie is in the store's tables; as long as
 // nothing is missing there is nothing else to fetch or to await.
 //
-// A step is taken down when it comes for the second time in a row. It has been enqueued
+// A step is captured when it comes for the second time in a row. It has been enqueued
 // operation by operation by then, so the device computes while the host does that, and
 // where it fails nothing is lost. The next one like it is launched as the graph.
 type graphs struct {
@@ -34,8 +30,9 @@ type graphs struct {
 	stream device.Capturer
 	most   int
 	log    *slog.Logger
+	clock  device.Clock
 
-	// gaveUp says that no more steps are taken down; those held still serve.
+	// gaveUp says that no more steps are captured; those held still serve.
 	gaveUp bool
 
 	// held are in the order in which they were launched last.
@@ -55,12 +52,12 @@ type stepGraph struct {
 
 // GraphStats counts what became of decode steps.
 type GraphStats struct {
-	// Captured steps were taken down as graphs, of which Held are kept; Launched steps
+	// Captured steps became graphs, of which Held are kept; Launched steps
 	// ran as one.
 	Captured, Launched, Held int64
-	// CaptureTime is for how long the host was at taking them down, on the machine's clock.
+	// CaptureTime is for how long the host was at capturing them, on the machine's clock.
 	CaptureTime time.Duration
-	// Failed is 1 once a step could not be taken down; none is tried after that.
+	// Failed is 1 once a step could not be captured; none is tried after that.
 	Failed int64
 }
 
@@ -73,17 +70,10 @@ func (p *Pipeline) Graphs() GraphStats {
 	}
 }
 
-// openGraphs says whether steps can be graphs: a graph neither waits nor fetches.
-func (p *Pipeline) openGraphs() {
-	o, g := &p.o, &p.graphs
-	if o.Graphs < 0 || o.HostAttention != nil || slices.Contains(p.shape.Missing, true) {
-		return
-	}
-	g.most, g.log = o.Graphs, o.Log
-	if g.most == 0 {
-		g.most = defaultGraphs
-	}
-	g.stream, _ = p.compute.(device.Capturer)
+// open has steps on the stream be graphs, of which most are kept, where it can.
+func (g *graphs) open(stream device.Stream, most int) {
+	g.most = most
+	g.stream, _ = stream.(device.Capturer)
 }
 
 // roundContext rounds the longest context of a micro-batch up, so that steps stay alike
@@ -97,26 +87,15 @@ func roundContext(tokens int) int {
 	return (tokens + step - 1) / step * step
 }
 
-// round makes a step that could be a graph look as others do.
-func (p *Pipeline) round() {
-	if p.graphs.stream == nil || !p.decode {
-		return
-	}
-	for i := range p.batches[:p.cutInto] {
-		b := &p.batches[i]
-		b.host.Widen(roundContext(b.host.MaxContext()))
-	}
-}
-
 // find returns the graph of a step whose micro-batches were uploaded, or nil; again says
-// that the step before was the same, so that it is worth while to take this one down.
-func (g *graphs) find(batches []microBatch, decode bool) (_ device.Graph, again bool) {
+// that the step before was the same, so that it is worth while to capture this one.
+func (g *graphs) find(b *batcher) (_ device.Graph, again bool) {
 	g.now, g.before = g.before[:0], g.now
-	if g.stream == nil || !decode {
+	if g.stream == nil || !b.decode {
 		return nil, false
 	}
-	for i := range batches {
-		g.now = append(g.now, batches[i].batch)
+	for i := range b.step() {
+		g.now = append(g.now, b.all[i].batch)
 	}
 	for i := range g.held {
 		if h := g.held[i]; slices.Equal(h.batches, g.now) {
@@ -128,25 +107,21 @@ func (g *graphs) find(batches []microBatch, decode bool) (_ device.Graph, again 
 	return nil, !g.gaveUp && slices.Equal(g.now, g.before)
 }
 
-// launch enqueues the whole step behind its uploads.
-func (p *Pipeline) launch(ctx context.Context, graph device.Graph) error {
-	if p.o.Experts != nil {
-		if err := p.step.Layers(ctx); err != nil {
-			return err
-		}
-	}
-	if err := p.graphs.stream.LaunchGraph(graph); err != nil {
+// launch enqueues all of a graph.
+func (g *graphs) launch(graph device.Graph) error {
+	if err := g.stream.LaunchGraph(graph); err != nil {
 		return fmt.Errorf("pipeline: launch a step of %d operations: %w", graph.Nodes(), err)
 	}
-	p.graphs.launched.Add(1)
+	g.launched.Add(1)
 	return nil
 }
 
-// capture takes down the actions of a step that has just been enqueued, behind its
-// uploads. Where that fails no more are, which only costs speed.
-func (p *Pipeline) capture(ctx context.Context, plan []Action) {
-	g, began := &p.graphs, p.o.Machine.Now()
-	graph, err := g.stream.Capture(func() error { return p.takeDown(ctx, plan) })
+// capture makes a graph of the step that find was asked for: enqueue enqueues it, behind
+// its uploads, as has been done before. Where that fails no more steps are captured, which
+// only costs speed.
+func (g *graphs) capture(enqueue func() error) {
+	began := g.clock.Now()
+	graph, err := g.stream.Capture(enqueue)
 	if err == nil {
 		g.held = append(g.held, stepGraph{slices.Clone(g.now), graph})
 		g.captured.Add(1)
@@ -157,23 +132,12 @@ func (p *Pipeline) capture(ctx context.Context, plan []Action) {
 		}
 		g.count.Store(int64(len(g.held)))
 	}
-	g.took.Add(int64(p.o.Machine.Now() - began))
+	g.took.Add(int64(g.clock.Now() - began))
 	if err != nil {
 		g.gaveUp = true
 		g.failed.Add(1)
 		g.log.Warn("a decode step could not be taken down as a graph; no more steps will be, and run slower", "err", err)
 	}
-}
-
-// takeDown enqueues the actions of a step of a model that misses nothing, in a capture.
-func (p *Pipeline) takeDown(ctx context.Context, plan []Action) error {
-	f := frame{step: p.step.Frozen()} // Step.Layers does the store's part for each launch
-	for _, a := range plan {
-		if err := p.do(ctx, a, &f); err != nil {
-			return fmt.Errorf("pipeline: %s: %w", a, err)
-		}
-	}
-	return nil
 }
 
 // close gives all graphs up.

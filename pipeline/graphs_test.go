@@ -144,7 +144,7 @@ func (b capturingBackend) Enqueue(s device.Stream, op kernels.Op) error {
 func (r *rig) live(seed uint64, steps int, again func(error) bool) string {
 	r.Helper()
 	random := rand.New(rand.NewPCG(seed, 9))
-	vocab := r.p.o.Model.Config.Vocab
+	vocab := r.p.o.config().Vocab
 	var all strings.Builder
 	var running []Sequence
 	leave := func(i int) {

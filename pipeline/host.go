@@ -33,17 +33,17 @@ type hostAttention struct {
 
 func newHostAttention(o *Options) (h *hostAttention, err error) {
 	h = &hostAttention{}
-	c, act, rows := o.Model.Config, o.KV.Shape().DType, o.Limits.MaxRows
+	c, act, rows := o.config(), o.KV.Shape().DType, o.Limits.MaxRows
 	bytes := o.StagingBytes(c, act, o.Limits)
 	if h.staging, err = o.Machine.Alloc(device.Host, bytes, "attention, pinned"); err != nil {
 		return h, err
 	}
 	buffers := forward.NewAttentionBuffers(&c.Attention, act, rows, h.staging.Range(0, bytes).Addr)
 	h.attention = forward.NewAttention(&c.Attention, o.HostAttention, o.KV, buffers)
-	if h.out, err = o.Machine.NewStream(o.Space, device.StreamOptions{Name: "q, k, v to host", Priority: 1}); err != nil {
+	if h.out, err = o.Machine.NewStream(o.space(), device.StreamOptions{Name: "q, k, v to host", Priority: 1}); err != nil {
 		return h, err
 	}
-	if h.in, err = o.Machine.NewStream(o.Space, device.StreamOptions{Name: "attention from host", Priority: 1}); err != nil {
+	if h.in, err = o.Machine.NewStream(o.space(), device.StreamOptions{Name: "attention from host", Priority: 1}); err != nil {
 		return h, err
 	}
 	s, err := o.Machine.NewStream(device.Host, device.StreamOptions{Name: "attention"})
@@ -118,10 +118,8 @@ func (h *hostAttention) collect(compute device.Stream, b *microBatch, meter *met
 	return meter.wait(CPUAttention, b.sent, b.attended, func() error { return compute.Await(h.landed, b.chain) })
 }
 
-// err is the first error that one of the streams is in, once a step has ended. Where
-// fences hand errors to the host alone, the compute stream has run on over what never
-// came.
-func (h *hostAttention) err(ctx context.Context) error {
+// Err implements source: the first error that one of the streams is in.
+func (h *hostAttention) Err(ctx context.Context) error {
 	for _, s := range []device.Stream{h.out, h.host, h.in} {
 		if err := s.Synchronize(ctx); err != nil {
 			return fmt.Errorf("pipeline: attention on the host: %w", err)
@@ -130,8 +128,8 @@ func (h *hostAttention) err(ctx context.Context) error {
 	return nil
 }
 
-// recover waits until nothing of a failed step runs.
-func (h *hostAttention) recover(ctx context.Context) error {
+// Reset implements source.
+func (h *hostAttention) Reset(ctx context.Context) error {
 	return errors.Join(h.out.Recover(ctx), h.host.Recover(ctx), h.in.Recover(ctx))
 }
 

@@ -2,12 +2,10 @@ package pipeline
 
 import (
 	"errors"
-	"strings"
 	"testing"
 
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/device/emulated"
-	"github.com/moeserve/moeserve/forward"
 )
 
 // late is a machine on which work of the host's attention fails behind a step's last
@@ -40,29 +38,12 @@ func TestHostFails(t *testing.T) {
 	r.p.attention.host = stream
 	step := &Step{Sequences: []Sequence{{Tokens: []int32{1}, Table: table, LogitRows: 1}}}
 	// The last layer's only chain is the last thing that the host does in a step.
-	stream.failAfter = r.p.o.Model.Config.Layers
+	stream.failAfter = r.p.o.config().Layers
 	if _, err := r.p.Step(t.Context(), step); !errors.Is(err, errLate) || errors.Is(err, ErrStepFailed) || stream.failAfter != 0 {
 		t.Errorf("where the host fails: %v", err)
 	}
 	table.Release(false)
 	if d := r.run().differs(want); d != "" {
 		t.Error(d)
-	}
-}
-
-// TestNewChecksGroups: models that do not fit the groups are refused.
-func TestNewChecksGroups(t *testing.T) {
-	r := newRig(t, "mixtral", 0, emulated.Options{Virtual: true}, Options{HostAttention: host})
-	for want, change := range map[string]func(*Options){
-		"Second is not set": func(o *Options) { o.Second = nil },
-		"a model with limits": func(o *Options) {
-			o.Limits = forward.Limits{MaxRows: 7, MaxSeqs: 1, MaxLogits: 1, MaxModelLen: 16, BlockTokens: 16}
-		},
-	} {
-		o := r.p.o
-		change(&o)
-		if _, err := New(o); err == nil || !strings.Contains(err.Error(), want) {
-			t.Errorf("error %v, want one that says %q", err, want)
-		}
 	}
 }

@@ -104,17 +104,18 @@ func newTimed(t *testing.T, c cell) *timed {
 	backend := cpu.New(cpu.Options{Threads: 1})
 	closing(backend.Close)
 	limits := forward.Limits{MaxRows: c.rows, MaxSeqs: c.rows, MaxLogits: c.rows, MaxModelLen: 112, BlockTokens: 16}
-	o := Options{Machine: m, Space: space, Limits: limits, MicroBatchRows: microBatchRows, Grouping: c.grouping}
+	o := Options{Machine: m, Limits: limits, MicroBatchRows: microBatchRows, Grouping: c.grouping}
 	kvSpace := space
 	if c.hostRate > 0 {
 		o.HostAttention, kvSpace = host, device.Host
 	}
 	weights := layout.Bind(alloc(layout.Bytes).Range(0, 1).Addr)
 	group := o.GroupLimits(limits)
-	for _, to := range []**forward.Model{&o.Model, &o.Second}[:o.Groups()] {
+	for range o.Groups() {
 		ws := alloc(forward.WorkspaceBytes(config, backend, group))
-		*to, err = forward.NewModel(config, weights, backend, ws.Range(0, ws.Bytes()), group)
+		model, err := forward.NewModel(config, weights, backend, ws.Range(0, ws.Bytes()), group)
 		check(t, err)
+		o.Executors = append(o.Executors, Executor{Space: space, Model: model})
 	}
 
 	engine, err := transfer.New(transfer.Options{Machine: m})

@@ -107,11 +107,11 @@ func newRig(t *testing.T, fixture string, fraction float64, mo emulated.Options,
 	arena := alloc(space, layout.Bytes)
 	group := o.GroupLimits(limits)
 	weights := layout.Bind(arena.Range(0, 1).Addr)
-	var ms [2]*forward.Model
-	for i := range o.Groups() {
+	for range o.Groups() {
 		ws := alloc(space, forward.WorkspaceBytes(c, backend, group))
-		ms[i], err = forward.NewModel(c, weights, enqueuing, ws.Range(0, ws.Bytes()), group)
+		model, err := forward.NewModel(c, weights, enqueuing, ws.Range(0, ws.Bytes()), group)
 		check(t, err)
+		o.Executors = append(o.Executors, Executor{Space: space, Model: model})
 	}
 
 	engine, err := transfer.New(transfer.Options{Machine: m, ChunkBytes: 4096})
@@ -145,8 +145,8 @@ func newRig(t *testing.T, fixture string, fraction float64, mo emulated.Options,
 	check(t, err)
 	to := &sink{m: m, stream: s, arena: arena, Store: r.store}
 	check(t, models.Load(t.Context(), src, layout, to, nil))
-	for _, model := range ms[:o.Groups()] {
-		check(t, model.Constants(to.put))
+	for _, x := range o.Executors {
+		check(t, x.Model.Constants(to.put))
 	}
 	check(t, s.Close())
 	check(t, r.store.Seal(t.Context()))
@@ -170,7 +170,7 @@ func newRig(t *testing.T, fixture string, fraction float64, mo emulated.Options,
 	closers = append(closers, pool.Close)
 	r.kv, err = kvcache.NewManager(kvcache.ManagerOptions{Blocks: 96, BlockTokens: limits.BlockTokens})
 	check(t, err)
-	o.Machine, o.Space, o.Model, o.Second, o.Limits = machine, space, ms[0], ms[1], limits
+	o.Machine, o.Limits = machine, limits
 	o.Experts, o.KV, o.HostLogits = r.store, pool, true
 	r.p, err = New(o)
 	check(t, err)
@@ -236,7 +236,7 @@ func (h history) differs(from history) string {
 // again, up to some times.
 func (r *rig) run() history {
 	r.Helper()
-	c := r.p.o.Model.Config
+	c := r.p.o.config()
 	var h history
 	var seqs []Sequence
 	steps := 0
@@ -389,17 +389,6 @@ func TestWorkWhileTheHostIsAsked(t *testing.T) {
 	}
 }
 
-// planOf is the plan of a step of so many rows, of one sequence.
-func (r *rig) planOf(rows int) []Action {
-	r.Helper()
-	table := r.kv.NewTable()
-	reserve(r, table, rows)
-	defer table.Release(false)
-	shape, err := r.p.cut(&Step{Sequences: []Sequence{{Tokens: make([]int32, rows), Table: table}}})
-	check(r, err)
-	return r.p.plan(shape)
-}
-
 // TestModeOfAStep: which plan a step has.
 func TestModeOfAStep(t *testing.T) {
 	for _, c := range []struct {
@@ -408,7 +397,7 @@ func TestModeOfAStep(t *testing.T) {
 	}{{0.5, 0, 4}, {0.5, -1, 0}, {0.5, 7, 7}, {0, 0, 0}, {0, 64, 0}} {
 		r := newRig(t, "mixtral", c.fraction, emulated.Options{Virtual: true}, Options{SmallBatchRows: c.set})
 		for _, rows := range []int{1, 4, 5, 7, 8, 64} {
-			asks := slices.ContainsFunc(r.planOf(rows), func(a Action) bool { return a.Kind == Ask })
+			asks := slices.ContainsFunc(r.p.plans.of(rows).rest, func(a Action) bool { return a.Kind == Ask })
 			if want := rows <= c.most; asks != want {
 				t.Errorf("fraction %v, SmallBatchRows %d: a step of %d rows asks the router: %v, want %v", c.fraction, c.set, rows, asks, want)
 			}
@@ -425,8 +414,8 @@ func TestModeWithoutData(t *testing.T) {
 	if _, err := r.p.Step(t.Context(), &Step{Sequences: []Sequence{{Tokens: []int32{1}, Table: table, LogitRows: 1}}}); err != nil {
 		t.Error(err)
 	}
-	if s := r.store.Stats(); s.Misses == 0 || s.Misses != s.Hits[experts.Host] || r.p.o.SmallBatchRows != 0 {
-		t.Errorf("%+v, up to %d rows", s, r.p.o.SmallBatchRows)
+	if s := r.store.Stats(); s.Misses == 0 || s.Misses != s.Hits[experts.Host] || r.p.plans.chosenOnly != 0 {
+		t.Errorf("%+v, up to %d rows", s, r.p.plans.chosenOnly)
 	}
 	table.Release(false)
 }
@@ -576,7 +565,7 @@ func TestLostDevice(t *testing.T) {
 func TestActivations(t *testing.T) {
 	for _, rows := range []int{-1, 64} {
 		r := newRig(t, "qwen2_moe_sparse_step", 0.5, emulated.Options{Virtual: true, Check: true}, Options{SmallBatchRows: rows})
-		c := r.p.o.Model.Config
+		c := r.p.o.config()
 		table := r.kv.NewTable()
 		reserve(t, table, 64)
 		// One of the steps draws nothing.

@@ -96,13 +96,15 @@ func (k Kind) endsLayer() bool {
 	return false
 }
 
-// Action is one entry of a step plan. Layer, MicroBatch and Group count only where
+// Action is one entry of a step plan. Layer, MicroBatch, Group and Pages count only where
 // the kind has them.
 type Action struct {
 	Kind       Kind
 	Layer      int
 	MicroBatch int
 	Group      int
+	// Pages that a layer's copies are in, of which the micro-batch's is one.
+	Pages int
 }
 
 func (a Action) String() string {
@@ -238,7 +240,7 @@ func MicroBatchwise(s Shape) []Action {
 			}
 			p = append(p, Action{Kind: attend, Layer: layer, MicroBatch: mb})
 			if moe {
-				p = append(p, Action{Kind: Page, Layer: next[layer], MicroBatch: mb})
+				p = append(p, Action{Kind: Page, Layer: next[layer], MicroBatch: mb, Pages: n})
 			}
 			p = append(p, Action{Kind: Route, Layer: layer, MicroBatch: mb}, Action{Kind: FeedForward, Layer: layer, MicroBatch: mb})
 			if moe && mb == n-1 {

@@ -31,7 +31,7 @@ func TestPlans(t *testing.T) {
 		d.MaybeScanArgs(t, "groups", &groups)
 		s := shape(layers)
 		s.MicroBatches, s.Groups, s.SharedExpert, s.HostAttention = mbs, groups, d.HasArg("shared"), d.HasArg("host")
-		for _, p := range plans {
+		for _, p := range named {
 			if p.name == d.Cmd {
 				return Format(p.plan(s))
 			}
@@ -41,7 +41,7 @@ func TestPlans(t *testing.T) {
 	})
 }
 
-var plans = []struct {
+var named = []struct {
 	name string
 	plan func(Shape) []Action
 }{{"layer-by-layer", LayerByLayer}, {"chosen-only", ChosenOnly}, {"ping-pong", PingPong}, {"micro-batchwise", MicroBatchwise}}
@@ -94,7 +94,7 @@ func keepsTheOrder(t *testing.T, name, layers string, s Shape) {
 		T: t, what: fmt.Sprintf("%s, %s, %d micro-batches, %d groups, attention on the host: %v", name, layers, s.MicroBatches, s.Groups, s.HostAttention),
 		at: map[Action]int{}, known: map[Action]bool{},
 	}
-	for _, p := range plans {
+	for _, p := range named {
 		if p.name == name {
 			o.plan = p.plan(s)
 		}
@@ -251,9 +251,9 @@ func TestGroupLimits(t *testing.T) {
 		for _, atLeast := range []int{0, 1, 2, 3, 4, 5, 14, most, most + 1} {
 			o := Options{MicroBatchRows: size, MicroBatches: atLeast, HostAttention: host}
 			limit := o.GroupLimits(forward.Limits{MaxRows: most}).MaxRows
-			batches := o.mostBatches(most)
+			batches := o.cutting().most(most)
 			for rows := 1; rows <= most; rows++ {
-				n, each := o.batches(rows)
+				n, each := o.cutting().of(rows)
 				s := Shape{MicroBatches: n, Groups: min(2, n)}
 				var of [2]int
 				for mb := range n {

@@ -4,7 +4,6 @@ import (
 	"errors"
 	"fmt"
 
-	"github.com/moeserve/moeserve/configs"
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/forward"
 )
@@ -24,64 +23,44 @@ type microBatch struct {
 	sent, attended device.Event
 }
 
-// group is what runs a layer's experts together: some of a step's micro-batches, on a
-// model of their own.
-type group struct {
-	model *forward.Model
-	// attention is the device's, nil where the host attends.
-	attention *forward.Attention
-	// rows and logits of the step; logit is the first of all groups' logit rows.
-	rows, logits, logit int
-}
+// group is a merge group of a step: so many rows and logit rows; logit is the first of all
+// groups' logit rows.
+type group struct{ rows, logits, logit int }
 
 func (g *group) span() forward.Span { return forward.Span{Rows: g.rows} }
 
-// mostBatches is the most micro-batches of a step of up to so many rows.
-func (o *Options) mostBatches(rows int) int {
-	size, groups := o.MicroBatchRows, o.Groups()
-	if size <= 0 || size > rows {
-		size = rows
+// batcher cuts steps into micro-batches, and these into merge groups.
+type batcher struct {
+	cutting cutting
+	limits  forward.Limits
+	// rounds says that decode steps are made to look as others do, for graphs.
+	rounds bool
+
+	all    []microBatch
+	groups []group
+	// n of all are the step's.
+	n int
+	// decode says that each of the step's sequences has one row.
+	decode bool
+	// wanted says of each logit row of the step whether log-probabilities are asked.
+	wanted []bool
+}
+
+func newBatcher(o *Options, batch func() forward.HostBatch) *batcher {
+	c := o.cutting()
+	b := &batcher{cutting: c, limits: o.Limits, all: make([]microBatch, c.most(o.Limits.MaxRows)), groups: make([]group, c.groups)}
+	for i := range b.all {
+		b.all[i].host = batch()
 	}
-	n := max((rows+size-1)/size, o.MicroBatches)
-	return min((n+groups-1)/groups*groups, rows)
+	return b
 }
 
-// batches is into how many micro-batches so many rows are cut, and how many rows each
-// has: as even as can be, none empty, and as many in each group as in the others, or
-// one less.
-func (o *Options) batches(rows int) (n, each int) {
-	each = (rows + o.mostBatches(rows) - 1) / o.mostBatches(rows)
-	return (rows + each - 1) / each, each
-}
-
-// RowDataBytes is what row data takes on the device, and again in pinned memory.
-func (o Options) RowDataBytes(l forward.Limits) int64 {
-	return forward.GroupBytes(l, o.mostBatches(l.MaxRows))
-}
-
-// GroupLimits are the limits of each group's model, for steps of limits l.
-func (o Options) GroupLimits(l forward.Limits) forward.Limits {
-	if o.Groups() > 1 {
-		// Half of the micro-batches, each of which has up to a row more than its share.
-		l.MaxRows = min(l.MaxRows, (l.MaxRows+o.mostBatches(l.MaxRows)+1)/2)
-		l.MaxSeqs, l.MaxLogits = min(l.MaxSeqs, l.MaxRows), min(l.MaxLogits, l.MaxRows)
-	}
-	return l
-}
-
-// Groups is how many merge groups a step has: two where the host attends while the
-// device runs experts over many rows, so that each has something to do while the other
-// works.
-func (o *Options) Groups() int {
-	if o.HostAttention != nil && o.Grouping == configs.PerLayer {
-		return 2
-	}
-	return 1
-}
+// step are the step's micro-batches.
+func (b *batcher) step() []microBatch { return b.all[:b.n] }
 
 // rowsOf checks a step and counts its rows.
-func (p *Pipeline) rowsOf(s *Step) (rows int, err error) {
-	l := p.o.Limits
+func (b *batcher) rowsOf(s *Step) (rows int, err error) {
+	l := b.limits
 	logits, adjusts := 0, 0
 	for i := range s.Sequences {
 		q := &s.Sequences[i]
@@ -107,47 +86,38 @@ func (p *Pipeline) rowsOf(s *Step) (rows int, err error) {
 	return rows, nil
 }
 
-// cut packs the step's sequences into micro-batches, and these into groups. A sequence
-// that does not fit goes on in the next micro-batch, where it finds the keys of its
-// earlier rows in the cache: of the micro-batches of a layer the earlier attend first.
-func (p *Pipeline) cut(s *Step) (shape Shape, err error) {
-	total, err := p.rowsOf(s)
-	if err != nil {
-		return shape, err
-	}
-	shape, p.chosenOnly, p.decode = p.shape, total <= p.o.SmallBatchRows, total == len(s.Sequences)
-	n, each := p.o.batches(total)
-	shape.MicroBatches, p.cutInto = n, n
-	shape.Groups = min(len(p.groups), n)
-	if p.chosenOnly {
-		shape.Groups = 1
-	}
-	for i := range p.groups {
-		p.groups[i].rows, p.groups[i].logits, p.groups[i].logit = 0, 0, 0
-	}
-	p.uploaded, p.wanted = 0, p.wanted[:0]
+// cut packs the sequences of a step of so many rows into micro-batches, and these into
+// the groups of its shape. A sequence that does not fit goes on in the next micro-batch,
+// where it finds the keys of its earlier rows in the cache: of the micro-batches of a layer
+// the earlier attend first.
+func (b *batcher) cut(s *Step, total int, shape *Shape) error {
+	var each int
+	b.n, each = b.cutting.of(total)
+	b.decode = total == len(s.Sequences)
+	clear(b.groups)
+	b.wanted = b.wanted[:0]
 	rows, at := 0, -1
-	var b *microBatch
+	var mb *microBatch
 	var g *group
 	for i := range s.Sequences {
 		q := &s.Sequences[i]
 		for from := 0; from < len(q.Tokens); {
-			if at < 0 || b.host.Rows() == each {
+			if at < 0 || mb.host.Rows() == each {
 				at++
-				b = &p.batches[at]
-				b.group, b.row, b.logit = shape.group(at), rows, len(p.wanted)
-				g = &p.groups[b.group]
+				mb = &b.all[at]
+				mb.group, mb.row, mb.logit = shape.group(at), rows, len(b.wanted)
+				g = &b.groups[mb.group]
 				if g.rows == 0 {
-					g.logit = b.logit
+					g.logit = mb.logit
 				}
-				b.host.Reset(g.rows, g.logits)
+				mb.host.Reset(g.rows, g.logits)
 			}
-			to := min(from+each-b.host.Rows(), len(q.Tokens))
-			first, err := b.host.Append(&forward.Sequence{
+			to := min(from+each-mb.host.Rows(), len(q.Tokens))
+			first, err := mb.host.Append(&forward.Sequence{
 				IDs: q.Tokens[from:to], Start: q.Start + from, Long: q.Long, Blocks: q.Table.Blocks(),
 			})
 			if err != nil {
-				return shape, err
+				return err
 			}
 			for r := max(from, len(q.Tokens)-q.LogitRows); r < to; r++ {
 				d := q.Draw
@@ -155,10 +125,10 @@ func (p *Pipeline) cut(s *Step) (shape Shape, err error) {
 				if r < len(q.Tokens)-1 {
 					d.Adjust = nil
 				}
-				if _, err := b.host.Draw(first+r-from, &d); err != nil {
-					return shape, fmt.Errorf("pipeline: sequence %d: %w", i, err)
+				if _, err := mb.host.Draw(first+r-from, &d); err != nil {
+					return fmt.Errorf("pipeline: sequence %d: %w", i, err)
 				}
-				p.wanted = append(p.wanted, d.LogProbs)
+				b.wanted = append(b.wanted, d.LogProbs)
 				g.logits++
 			}
 			rows += to - from
@@ -166,28 +136,51 @@ func (p *Pipeline) cut(s *Step) (shape Shape, err error) {
 			from = to
 		}
 	}
-	p.round()
-	return shape, nil
+	if b.rounds && b.decode {
+		for i := range b.step() {
+			h := &b.all[i].host
+			h.Widen(roundContext(h.MaxContext()))
+		}
+	}
+	return nil
 }
 
-// stepRows of all groups.
-func (p *Pipeline) stepRows() (n int) {
-	for i := range p.groups {
-		n += p.groups[i].rows
+// rowData is where micro-batches' row data lies on the device, and the pinned memory that
+// it goes there through, at the same places: that of a step's micro-batches one behind
+// another, used bytes so far.
+type rowData struct {
+	pinned, device device.Memory
+	used           int64
+}
+
+func newRowData(o *Options) (d *rowData, err error) {
+	d = &rowData{}
+	bytes := o.RowDataBytes(o.Limits)
+	if d.pinned, err = o.Machine.Alloc(device.Host, bytes, "row data, pinned"); err != nil {
+		return d, err
 	}
-	return n
+	d.device, err = o.Machine.Alloc(o.space(), bytes, "row data")
+	return d, err
 }
 
 // upload packs a micro-batch's row data and sends it.
-func (p *Pipeline) upload(i int) error {
-	b := &p.batches[i]
-	off, room := p.uploaded, p.pinned.Bytes()-p.uploaded
-	base := p.rows.Range(off, room).Addr
-	batch, bytes, err := b.host.Pack(p.pinned.Write(off, room), base)
+func (d *rowData) upload(s device.Stream, b *microBatch) error {
+	off, room := d.used, d.pinned.Bytes()-d.used
+	base := d.device.Range(off, room).Addr
+	batch, bytes, err := b.host.Pack(d.pinned.Write(off, room), base)
 	if err != nil {
 		return err
 	}
-	b.batch, b.onHost = batch, batch.Attention.Moved(base, p.pinned.Range(off, room).Addr)
-	p.uploaded += bytes
-	return p.compute.Copy(p.rows.Range(off, bytes), p.pinned.Range(off, bytes))
+	b.batch, b.onHost = batch, batch.Attention.Moved(base, d.pinned.Range(off, room).Addr)
+	d.used += bytes
+	return s.Copy(d.device.Range(off, bytes), d.pinned.Range(off, bytes))
+}
+
+func (d *rowData) close() error { return errors.Join(free(d.pinned), free(d.device)) }
+
+func free(m device.Memory) error {
+	if m == nil {
+		return nil
+	}
+	return m.Free()
 }

@@ -26,11 +26,13 @@ const (
 	// HostEnqueue: all that was enqueued had run between two actions of the plan, and the
 	// host waited for nothing.
 	HostEnqueue
+	// KVLoad: keys and values from elsewhere had not arrived where the step reads them.
+	KVLoad
 
-	causes = int(HostEnqueue) + 1
+	causes = int(KVLoad) + 1
 )
 
-var causeNames = [causes]string{"expert-copy", "router-ask", "cpu-attention", "kv-copy", "host-enqueue"}
+var causeNames = [causes]string{"expert-copy", "router-ask", "cpu-attention", "kv-copy", "host-enqueue", "kv-load"}
 
 func (c Cause) String() string { return causeNames[c] }
 
@@ -64,7 +66,7 @@ const leastStall = 2 * time.Microsecond
 
 // meter counts stalls. It puts events around what the compute stream may have to wait
 // for, and reads their times when the step has ended: on the way it costs the two
-// events and no more.
+// events and no more. A nil meter counts nothing of what is enqueued.
 type meter struct {
 	machine device.Machine
 	stream  device.Stream
@@ -110,6 +112,9 @@ func (m *meter) mark(s device.Stream) (device.Event, error) {
 // wait counts what holds the stream back in the operations that enqueue puts on it: by
 // a cause, which since and until are about as span says, or are nil.
 func (m *meter) wait(cause Cause, since, until device.Event, enqueue func() error) error {
+	if m == nil {
+		return enqueue()
+	}
 	from, err := m.mark(m.stream)
 	if err != nil {
 		return err
@@ -127,6 +132,9 @@ func (m *meter) wait(cause Cause, since, until device.Event, enqueue func() erro
 // long as the stream does not run dry, only the ends of layers are looked at, so that a
 // layer costs one event; where it does, the next layer is looked at closely.
 func (m *meter) pause(k Kind) (err error) {
+	if m == nil {
+		return nil
+	}
 	if k.endsLayer() || m.closely && k.computes() {
 		m.last, err = m.mark(m.stream)
 		m.atEnd = k.endsLayer()
@@ -135,10 +143,10 @@ func (m *meter) pause(k Kind) (err error) {
 }
 
 func (m *meter) resume(k Kind) error {
-	last := m.last
-	if last == nil || !k.computes() {
+	if m == nil || m.last == nil || !k.computes() {
 		return nil
 	}
+	last := m.last
 	m.last = nil
 	// What has failed is found out when the step ends.
 	dry, err := last.Query()
