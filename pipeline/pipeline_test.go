@@ -100,6 +100,10 @@ func newRig(t *testing.T, fixture string, fraction float64, mo emulated.Options,
 	limits := forward.Limits{MaxRows: 64, MaxSeqs: 8, MaxLogits: 64, MaxModelLen: 192, BlockTokens: 16, MaxAdjust: 64, MaxTopLogProbs: 3}
 	var machine device.Machine = m
 	var enqueuing kernels.Backend = backend
+	if l, ok := o.Machine.(*lax); ok {
+		l.Machine = m
+		machine = l
+	}
 	if o.Graphs > 0 {
 		r.capturing = &capturing{Machine: m}
 		machine, enqueuing = r.capturing, capturingBackend{backend}

@@ -1,0 +1,329 @@
+package pipeline
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"slices"
+	"testing"
+	"time"
+
+	"github.com/moeserve/moeserve/device"
+	"github.com/moeserve/moeserve/device/emulated"
+	"github.com/moeserve/moeserve/experts"
+)
+
+// lax is a machine whose compute stream runs on behind a failed fence, as CUDA's do, over
+// what never came: only who asks the source of it knows.
+type lax struct{ *emulated.Machine }
+
+func (m *lax) NewStream(space device.Space, o device.StreamOptions) (device.Stream, error) {
+	s, err := m.Machine.NewStream(space, o)
+	if err != nil || o.Name != "compute" {
+		return s, err
+	}
+	return laxStream{s.(device.Executor)}, nil
+}
+
+type laxStream struct{ device.Executor }
+
+// Await implements device.Stream. The host waits in the stream's place.
+func (s laxStream) Await(f device.Fence, value uint32) error {
+	_ = f.Await(context.Background(), value)
+	return nil
+}
+
+// TestSameWhereStreamsRunOn: a step that the compute stream has run to its end over experts,
+// or attention, that never came is not believed.
+func TestSameWhereStreamsRunOn(t *testing.T) {
+	want := newRig(t, "mixtral", 0, emulated.Options{Virtual: true}, Options{SmallBatchRows: -1}).run()
+	for i, c := range []struct {
+		match func(emulated.Point) bool
+		o     Options
+	}{
+		{fetch, Options{SmallBatchRows: -1}},
+		{fetch, Options{SmallBatchRows: 64}},
+		{fetch, Options{HostAttention: host, SmallBatchRows: -1}},
+		{hosts, Options{HostAttention: host, SmallBatchRows: -1}},
+	} {
+		c.o.Machine = &lax{}
+		r := newRig(t, "mixtral", 0.75, emulated.Options{Virtual: true, Seed: uint64(i)}, c.o)
+		fault := r.m.Inject(&emulated.Fault{Kind: emulated.FailCopy, Match: c.match, Times: -1, Chance: 0.05})
+		if d := r.run().differs(want); d != "" {
+			t.Errorf("case %d: %s", i, d)
+		}
+		if fault.Hits() == 0 {
+			t.Errorf("case %d: nothing was hit", i)
+		}
+		fault.Release()
+	}
+}
+
+// failing is a source that fails some times, without a word to the compute stream.
+type failing struct {
+	err    error
+	times  int
+	resets int
+}
+
+func (f *failing) Err(context.Context) error {
+	if f.times--; f.times >= 0 {
+		return f.err
+	}
+	return nil
+}
+
+func (f *failing) Reset(context.Context) error { f.resets++; return nil }
+
+// TestSources: one source that says no fails the step, as what it failed with says; all are
+// reset then, and the same step can be run again.
+func TestSources(t *testing.T) {
+	want := newRig(t, "mixtral", 0, emulated.Options{Virtual: true}, Options{SmallBatchRows: -1}).run()
+	other := errors.New("something else")
+	for _, c := range []struct {
+		err   error
+		again bool
+	}{
+		{&device.Error{Op: "copy", Err: device.ErrCopyFailed}, true},
+		{&device.Error{Op: "copy", Space: device.HBM(1), Err: device.ErrLost}, true},
+		{&device.Error{Op: "copy", Space: space, Err: device.ErrLost}, false},
+		{other, false},
+	} {
+		for _, at := range []int{0, 2} {
+			r := newRig(t, "mixtral", 0.5, emulated.Options{Virtual: true, Check: true}, Options{})
+			bad, good := &failing{err: c.err, times: 1}, &failing{}
+			r.p.sources = slices.Insert(r.p.sources, at, source(bad), source(good))
+			table := r.kv.NewTable()
+			reserve(t, table, 8)
+			done, err := r.m.NewFence("done")
+			check(t, err)
+			_, err = r.p.Step(t.Context(), &Step{
+				Sequences: []Sequence{{Tokens: []int32{1, 2}, Table: table, LogitRows: 1}}, Done: []device.Point{{Fence: done, Value: 1}},
+			})
+			table.Release(false)
+			if !errors.Is(err, c.err) || errors.Is(err, ErrStepFailed) != c.again {
+				t.Errorf("a source that fails with %v: %v", c.err, err)
+			}
+			if bad.resets != 1 || good.resets != 1 || done.Value() != 0 {
+				t.Errorf("%d and %d resets, want one each; the end of a step that failed is at %d", bad.resets, good.resets, done.Value())
+			}
+			if d := r.run().differs(want); d != "" {
+				t.Error(d)
+			}
+		}
+	}
+}
+
+// kvLoad is a rig with a sequence whose keys and values lie elsewhere too.
+type kvLoad struct {
+	*rig
+	stream device.Stream
+	arrive device.Fence
+	value  uint32
+	// saved are the sequence's blocks, junk is as much that is none of them.
+	saved, junk device.Memory
+	step        Step
+	want        history
+}
+
+func newKVLoad(t *testing.T, mo emulated.Options, fraction float64, o Options) *kvLoad {
+	t.Helper()
+	x := &kvLoad{rig: newRig(t, "mixtral", fraction, mo, o)}
+	at := space
+	if o.HostAttention != nil {
+		at = device.Host
+	}
+	var err error
+	x.stream, err = x.m.NewStream(at, device.StreamOptions{Name: "load KV"})
+	check(t, err)
+	x.arrive, err = x.m.NewFence("KV loaded")
+	check(t, err)
+	table := x.kv.NewTable()
+	t.Cleanup(func() { table.Release(false) })
+	reserve(t, table, 40)
+	prompt := make([]int32, 33)
+	for i := range prompt {
+		prompt[i] = int32(3 * i)
+	}
+	_, err = x.p.Step(t.Context(), &Step{Sequences: []Sequence{{Tokens: prompt, Table: table}}})
+	check(t, err)
+	size := int64(len(table.Blocks())) * x.p.o.KV.Shape().BlockBytes()
+	for _, m := range []*device.Memory{&x.saved, &x.junk} {
+		*m, err = x.m.Alloc(device.Host, size, "KV elsewhere")
+		check(t, err)
+		t.Cleanup(func() { check(t, (*m).Free()) })
+	}
+	copy(x.junk.Write(0, size), bytes.Repeat([]byte{0x3f}, int(size)))
+	x.step = Step{Logits: true, Sequences: []Sequence{{Tokens: []int32{7}, Start: len(prompt), Table: table, LogitRows: 1}}}
+	res, err := x.p.Step(t.Context(), &x.step)
+	check(t, err)
+	x.want.add(res)
+	x.copies(func(block, there device.Range) error { return x.stream.Copy(there, block) }, x.saved)
+	check(t, x.stream.Synchronize(t.Context()))
+	return x
+}
+
+// copies enqueues one for each of the sequence's blocks.
+func (x *kvLoad) copies(enqueue func(block, there device.Range) error, m device.Memory) {
+	x.Helper()
+	k, _ := x.p.o.KV.View(0)
+	n := x.p.o.KV.Shape().BlockBytes()
+	for i, id := range x.step.Sequences[0].Table.Blocks() {
+		check(x, enqueue(device.Range{Addr: k.Addr + device.Addr(int64(id)*n), Bytes: n}, m.Range(int64(i)*n, n)))
+	}
+}
+
+// load overwrites the sequence's blocks and brings them back, and returns the point behind
+// that.
+func (x *kvLoad) load() device.Point {
+	x.Helper()
+	put := func(block, there device.Range) error { return x.stream.Copy(block, there) }
+	x.copies(put, x.junk)
+	x.copies(put, x.saved)
+	x.value++
+	check(x, x.stream.Raise(x.arrive, x.value))
+	return device.Point{Fence: x.arrive, Value: x.value}
+}
+
+// kvCases are ways to run a step beside which keys and values are moved.
+func kvCases(each func(mo emulated.Options, fraction float64, o Options)) {
+	for i, o := range append([]Options{{Graphs: 4}, {SmallBatchRows: -1}}, orders...) {
+		for _, schedule := range []emulated.Schedule{emulated.Eager, emulated.Lazy, emulated.Random} {
+			fraction := 0.5
+			if o.Graphs > 0 {
+				fraction = 0
+			}
+			each(emulated.Options{
+				Virtual: true, Check: true, Schedule: schedule, Seed: uint64(i),
+				Host: emulated.GPU{BytesPerSecond: 1e9}, HostLink: emulated.Link{BytesPerSecond: 1e7},
+			}, fraction, o)
+		}
+	}
+}
+
+// TestWait: a step reads no key and no value before the points that it waits for, and for
+// how long it stands still for them is counted.
+func TestWait(t *testing.T) {
+	kvCases(func(mo emulated.Options, fraction float64, o Options) {
+		x := newKVLoad(t, mo, fraction, o)
+		for range 3 { // as a graph too
+			x.step.Wait = []device.Point{x.load()}
+			res, err := x.p.Step(t.Context(), &x.step)
+			check(t, err)
+			var got history
+			if got.add(res); got.differs(x.want) != "" {
+				t.Errorf("%+v, %+v: %s", o, mo, got.differs(x.want))
+			}
+		}
+		if s := x.p.Graphs(); (s.Launched > 0) != (o.Graphs > 0) {
+			t.Errorf("%+v: %+v", o, s)
+		}
+		// Overwritten and brought back, three times.
+		takes := time.Duration(6 * float64(x.saved.Bytes()) / mo.HostLink.BytesPerSecond * 1e9)
+		if s := x.p.Stalls(); o.HostAttention == nil && s[KVLoad] < takes*9/10 {
+			t.Errorf("%+v, %+v: keys and values are on their way for %v; stalls %v", o, mo, takes, s.ByName())
+		}
+	})
+}
+
+// TestDone: what waits for a step's end finds all that it wrote, also where the step was run
+// again.
+func TestDone(t *testing.T) {
+	kvCases(func(mo emulated.Options, fraction float64, o Options) {
+		x := newKVLoad(t, mo, fraction, o)
+		done, err := x.m.NewFence("done")
+		check(t, err)
+		x.copies(func(block, there device.Range) error { return x.stream.Copy(block, there) }, x.junk)
+		check(t, x.stream.Synchronize(t.Context()))
+		q := &x.step.Sequences[0]
+		q.Tokens, q.Start = append(make([]int32, 33), 7), 0
+		for i := range 33 {
+			q.Tokens[i] = int32(3 * i)
+		}
+		x.step.Done = []device.Point{{Fence: done, Value: 1}}
+		stored, err := x.m.Alloc(device.Host, x.saved.Bytes(), "stored")
+		check(t, err)
+		check(t, x.stream.Await(done, 1))
+		x.copies(func(block, there device.Range) error { return x.stream.Copy(there, block) }, stored)
+		fault := x.m.Inject(&emulated.Fault{Kind: emulated.FailCopy, Match: own, Skip: 1})
+		defer fault.Release()
+		if _, err := x.p.Step(t.Context(), &x.step); !errors.Is(err, ErrStepFailed) || done.Value() != 0 {
+			t.Errorf("%+v: a step whose copy fails: %v; its end is at %d", o, err, done.Value())
+		}
+		_, err = x.p.Step(t.Context(), &x.step)
+		check(t, err)
+		check(t, x.stream.Synchronize(t.Context()))
+		// Behind the 34 tokens lies what was there before.
+		shape := x.p.o.KV.Shape()
+		full := int64(2) * shape.BlockBytes()
+		if !bytes.Equal(stored.Read(0, full), x.saved.Read(0, full)) {
+			t.Errorf("%+v, %+v: what is stored behind the step is not what it wrote", o, mo)
+		}
+		check(t, stored.Free())
+	})
+}
+
+// TestWaitFails: a load that fails fails the step, whether the compute stream hears of it or
+// not.
+func TestWaitFails(t *testing.T) {
+	for _, machine := range []device.Machine{nil, &lax{}} {
+		x := newKVLoad(t, emulated.Options{Virtual: true}, 0.5, Options{Machine: machine, SmallBatchRows: -1})
+		other := errors.New("not a copy")
+		for _, cause := range []error{&device.Error{Op: "copy", Err: device.ErrCopyFailed}, other} {
+			x.value++
+			failed := device.Point{Fence: x.arrive, Value: x.value}
+			check(t, x.arrive.Fail(failed.Value, cause))
+			x.step.Wait = []device.Point{x.load(), failed}
+			if _, err := x.p.Step(t.Context(), &x.step); !errors.Is(err, cause) || errors.Is(err, ErrStepFailed) != (cause != other) {
+				t.Errorf("on %T: a load that fails with %v: %v", machine, cause, err)
+			}
+			x.step.Wait = []device.Point{x.load()}
+			res, err := x.p.Step(t.Context(), &x.step)
+			check(t, err)
+			var got history
+			if got.add(res); got.differs(x.want) != "" {
+				t.Errorf("on %T: %s", machine, got.differs(x.want))
+			}
+		}
+	}
+}
+
+// TestHoldOrders: what has landed does not hold the stream back, but the stream must await
+// it, or nothing orders its reads behind the copy.
+func TestHoldOrders(t *testing.T) {
+	for _, awaits := range []bool{true, false} {
+		findings := 0
+		m, err := emulated.New(emulated.Options{Virtual: true, Check: true, Report: func(emulated.Finding) { findings++ }})
+		check(t, err)
+		stream := func(name string) device.Executor {
+			s, err := m.NewStream(space, device.StreamOptions{Name: name})
+			check(t, err)
+			return s.(device.Executor)
+		}
+		compute, copies := stream("compute"), stream("copy")
+		from, err := m.Alloc(device.Host, 256, "host copy")
+		check(t, err)
+		slot, err := m.Alloc(space, 256, "slot")
+		check(t, err)
+		from.Write(0, 256)
+		landed, err := m.NewFence("landed")
+		check(t, err)
+		check(t, copies.Copy(slot.Range(0, 256), from.Range(0, 256)))
+		check(t, copies.Raise(landed, 1))
+		point := device.Point{Fence: landed, Value: 1}
+		for !point.Reached() { // asking lets the machine go on, and says nothing of an order
+			continue
+		}
+		counted := &meter{machine: m, stream: compute}
+		if awaits {
+			wave := experts.Wave{Await: []device.Point{point}}
+			check(t, hold(compute, ExpertCopy, wave.Await, counted))
+		}
+		check(t, compute.Execute(device.Work{Name: "experts", Reads: []device.Range{slot.Range(0, 256)}, Run: func(device.Access) error { return nil }}))
+		check(t, errors.Join(compute.Synchronize(t.Context()), copies.Synchronize(t.Context())))
+		if (findings == 0) != awaits || counted.used != 0 {
+			t.Errorf("awaited: %v: %d findings, %d events", awaits, findings, counted.used)
+		}
+		_ = errors.Join(from.Free(), slot.Free(), m.Close()) // with the findings
+	}
+}
