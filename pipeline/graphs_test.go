@@ -216,13 +216,13 @@ func TestGraphsChangeNothing(t *testing.T) {
 	for i, name := range sameOn {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
-			const steps = 300
+			const steps = 120
 			seed := uint64(i)
 			plain := newRig(t, name, 0, emulated.Options{Virtual: true}, Options{})
 			want := plain.live(seed, steps, nil)
 			counted := plain.store.Activations()
 			for _, o := range []Options{
-				{Graphs: 16}, {Graphs: 1}, {Graphs: 3, MicroBatchRows: 2}, {Graphs: 3, Grouping: configs.PerMicroBatch, MicroBatches: 2},
+				{Graphs: 5}, {Graphs: 1}, {Graphs: 3, MicroBatchRows: 2}, {Graphs: 3, Grouping: configs.PerMicroBatch, MicroBatches: 2},
 			} {
 				r := newRig(t, name, 0, emulated.Options{Virtual: true, Check: true}, o)
 				for range 2 { // the second time with graphs at hand
