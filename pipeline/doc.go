@@ -15,12 +15,15 @@
 // the next layer will choose has most of that on its way before.
 //
 // Where the host attends, beside keys and values in its memory, the plan is PingPong:
-// the micro-batches are in two merge groups, each a model over the same weights, and
-// the device runs experts for one while the host attends for the other. MicroBatchwise
+// the micro-batches are in two merge groups, each with an Executor, and the device runs
+// experts for one while the host attends for the other. MicroBatchwise
 // is CGOPipe's order, to compare with. docs/PIPELINE.md has diagrams.
 //
 // Where nothing is missing, a decode step that comes again and again is one graph, with
 // the same results: see docs/PIPELINE.md.
+//
+// A step may wait for points before it reads keys and values, and raise others once it has
+// ended well: so blocks come from elsewhere, and go there.
 //
 // A meter counts for how long the compute stream stands still, by Cause.
 //
@@ -39,6 +42,8 @@
 //   - All plans give the same bits, as far as the backend's operations do not depend on
 //     which rows run together; attention does as far as both backends' is the same.
 //   - Whatever a stream awaits was enqueued before, or is a copy that ends by itself.
+//   - A step's results are not believed before all that it was given something by was asked
+//     for errors: the compute stream may not know of them.
 //   - For the same sequence of steps the tokens do not depend on where experts
 //     lie, on when they arrive, or on what failed in between.
 //

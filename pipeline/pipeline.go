@@ -48,9 +48,10 @@ type Step struct {
 	// Logits asks for the logits; the pipeline must have been made with HostLogits.
 	Logits bool
 	// Wait are points behind which keys and values are where the step reads them: it
-	// touches none before. A copy that failed to get there must fail its fence, which
-	// fails the step, and also every later one that waits for the same point: before
-	// the step is run again, what failed has to be begun again, with another point.
+	// touches none before. Each is reached in the end, whatever becomes of the step. A copy
+	// that did not get there must fail its fence, which fails the step, and every other that
+	// waits for the same point: before the step is run again, what failed has to be
+	// begun again, with another point.
 	Wait []device.Point
 	// Done are raised by the host once the step has ended well: what it wrote is there,
 	// and will not be written again by another try. A step that fails raises none.
