@@ -73,8 +73,8 @@ func TestSplits(t *testing.T) {
 		host, peer float64
 		want       bool
 	}{
-		{8 << 20, 50e9, 350e9, true}, // 1 MiB
-		{8<<20 - 1, 50e9, 350e9, false},
+		{32 << 20, 50e9, 350e9, true}, // 4 MiB
+		{32<<20 - 1, 50e9, 350e9, false},
 		{352 << 20, 55e9, 395e9, true},
 		{352 << 20, 0, 395e9, false},
 		{352 << 20, 55e9, 0, false},

@@ -140,8 +140,9 @@ func New(f *sizing.Footprint, o Options) (*Problem, error) {
 		offload: s.Offload, batch: s.Batch, kv: s.KV, policy: s.Plan.Policy, given: o.Given,
 	}
 	if h.PeerToGPU > 0 {
-		// The store cuts a fetch where the host's part is large enough.
-		p.BothLinks = transfer.Splits(f.ExpertBytes(), h.HostToGPU[0], h.PeerToGPU)
+		// The store cuts what a layer misses, here half of its experts, where the host's
+		// part is large enough.
+		p.BothLinks = transfer.Splits(f.ExpertBytes()*int64((p.Model.Experts+1)/2), h.HostToGPU[0], h.PeerToGPU)
 	}
 	return p, nil
 }
