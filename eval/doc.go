@@ -30,7 +30,7 @@
 //	o := eval.Options{Prompts: prompts, Cut: cut, NewTokens: 32}
 //	results, err := eval.Sweep(ctx, eval.SweepOptions{
 //		Options: o, Open: open,
-//		Cells: eval.Cells([]float64{0, 0.5, 1}, []string{configs.HostTier, configs.PeerTier}),
+//		Cells: eval.Cells([]float64{0, 0.5, 1}, []configs.Tier{configs.HostTier, configs.PeerTier}),
 //	})
 //	err = eval.PlotSweep(file, "svg", results)
 package eval

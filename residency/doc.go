@@ -28,7 +28,7 @@
 // # What it is not
 //
 // It owns no memory, copies nothing, and knows no policy: who moves what, and when,
-// is for experts, kvcache and harvest.
+// is for experts and harvest.
 //
 // # Invariants
 //

@@ -13,8 +13,8 @@
 // # Invariants
 //
 //   - References follow the comments in package kernels, are written to be read,
-//     and share no code with any backend; only the random generator is package
-//     kernels' own, as it is part of the contract.
+//     and share no code with any backend; only the random numbers are those of package
+//     philox, which is part of the contract.
 //   - A failure can be had again: the seed is logged, and Options.Seed sets it.
 //
 // # Example

@@ -5,7 +5,7 @@
 // It opens no devices and takes no memory; it reads the files of hardware and of policies
 // that settings name.
 //
-//	h, err := machine.Hardware(named, memory)
+//	h, known := planning.Facts(m, space, peers).Known() // or LoadHardware, for named hardware
 //	p, err := planning.New(footprint, planning.Options{Settings: s, Hardware: h})
 //	planned, err := p.Follow()
 //	err = s.Put(planned.Settings)
