@@ -8,6 +8,7 @@ import (
 	"slices"
 	"strings"
 	"testing"
+	"testing/synctest"
 
 	"github.com/moeserve/moeserve/engine"
 	"github.com/moeserve/moeserve/models/chat"
@@ -37,8 +38,10 @@ func texts(r reply) []string {
 	return all
 }
 
-func TestCompletions(t *testing.T) {
-	h := start(t, options{})
+func TestCompletions(t *testing.T) { synctest.Test(t, testCompletions) }
+
+func testCompletions(t *testing.T) {
+	h := start(t, options{pipes: true})
 	ids, err := json.Marshal(h.node.Text().Tokenizer.Encode(sorting, true))
 	if err != nil {
 		t.Fatal(err)

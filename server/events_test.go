@@ -7,6 +7,7 @@ import (
 	"net/http"
 	"strings"
 	"testing"
+	"testing/synctest"
 
 	"github.com/moeserve/moeserve/server"
 )
@@ -95,8 +96,10 @@ func TestEvents(t *testing.T) {
 }
 
 // There are only so many followers, and who leaves makes room.
-func TestManyFollowers(t *testing.T) {
-	h := start(t, options{loading: true})
+func TestManyFollowers(t *testing.T) { synctest.Test(t, testManyFollowers) }
+
+func testManyFollowers(t *testing.T) {
+	h := start(t, options{pipes: true, loading: true})
 	first := h.follow()
 	for range 15 {
 		h.follow()
@@ -120,10 +123,12 @@ func TestManyFollowers(t *testing.T) {
 
 // Who does not read loses events, is told how many and where, and does not keep
 // anybody from publishing.
-func TestSlowFollower(t *testing.T) {
+func TestSlowFollower(t *testing.T) { synctest.Test(t, testSlowFollower) }
+
+func testSlowFollower(t *testing.T) {
 	const published = 4000
 	events := server.NewEvents()
-	h := start(t, options{server: server.Options{Events: events}, loading: true, sendBuffer: 4 << 10})
+	h := start(t, options{server: server.Options{Events: events}, loading: true, pipes: true})
 	f := h.follow()
 	text := strings.Repeat("x", 4<<10)
 	for i := range published {

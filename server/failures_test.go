@@ -7,7 +7,6 @@ import (
 	"fmt"
 	"io"
 	"log/slog"
-	"net"
 	"net/http"
 	"net/http/httptest"
 	"net/http/httptrace"
@@ -15,6 +14,7 @@ import (
 	"sync"
 	"testing"
 	"testing/fstest"
+	"testing/synctest"
 	"time"
 
 	"github.com/moeserve/moeserve/configs"
@@ -27,8 +27,10 @@ import (
 )
 
 // Bodies that cannot be, for any of the endpoints; each names what is wrong.
-func TestBadBodies(t *testing.T) {
-	h := start(t, options{server: server.Options{MaxSamples: 3}})
+func TestBadBodies(t *testing.T) { synctest.Test(t, testBadBodies) }
+
+func testBadBodies(t *testing.T) {
+	h := start(t, options{pipes: true, server: server.Options{MaxSamples: 3}})
 	long := strings.Repeat("1, ", 255) + "1"
 	const (
 		completions = "/v1/completions"
@@ -322,11 +324,12 @@ func (h *harness) begin(ctx context.Context) (*http.Response, *bufio.Reader) {
 }
 
 // A client that leaves ends its request, streamed or not, running or waiting.
-func TestClientLeaves(t *testing.T) {
-	t.Parallel()
-	set := slow()
-	set.Batch.MaxNumSeqs = 1
-	h := start(t, options{node: node.Options{Settings: set}})
+func TestClientLeaves(t *testing.T) { synctest.Test(t, testClientLeaves) }
+
+func testClientLeaves(t *testing.T) {
+	slow := slow()
+	slow.Settings.Batch.MaxNumSeqs = 1
+	h := start(t, options{pipes: true, node: slow})
 	for _, stream := range []bool{true, false} {
 		running, leave := context.WithCancel(t.Context())
 		first, body := h.begin(running)
@@ -358,17 +361,12 @@ func TestClientLeaves(t *testing.T) {
 }
 
 // A client that reads nothing loses its request, and the others notice nothing.
-func TestClientStopsReading(t *testing.T) {
-	t.Parallel()
-	h := start(t, options{sendBuffer: 4 << 10, server: server.Options{WriteTimeout: 300 * time.Millisecond}})
-	conn, err := new(net.Dialer).DialContext(t.Context(), "tcp", strings.TrimPrefix(h.url, "http://"))
-	if err != nil {
-		t.Fatal(err)
-	}
+func TestClientStopsReading(t *testing.T) { synctest.Test(t, testClientStopsReading) }
+
+func testClientStopsReading(t *testing.T) {
+	h := start(t, options{pipes: true, server: server.Options{WriteTimeout: 300 * time.Millisecond}})
+	conn := h.connect()
 	defer conn.Close() //nolint:errcheck // the server has closed it
-	if err := conn.(*net.TCPConn).SetReadBuffer(1 << 10); err != nil {
-		t.Fatal(err)
-	}
 	body := `{"prompt": [1, 2, 3], "ignore_eos": true, "max_tokens": 250, "n": 4, "logprobs": 20, "stream": true}`
 	if _, err := fmt.Fprintf(conn, "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%s", len(body), body); err != nil {
 		t.Fatal(err)
@@ -390,17 +388,15 @@ func TestClientStopsReading(t *testing.T) {
 }
 
 // A client that sends nothing is told so, and let go.
-func TestClientStopsSending(t *testing.T) {
-	t.Parallel()
-	h := start(t, options{server: server.Options{ReadTimeout: time.Second}})
+func TestClientStopsSending(t *testing.T) { synctest.Test(t, testClientStopsSending) }
+
+func testClientStopsSending(t *testing.T) {
+	h := start(t, options{pipes: true, server: server.Options{ReadTimeout: time.Second}})
 	for head, want := range map[string]string{
 		"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n{": "HTTP/1.1 408 ",
 		"POST /tokenize HTTP/1.1\r\nHost:": "",
 	} {
-		conn, err := new(net.Dialer).DialContext(t.Context(), "tcp", strings.TrimPrefix(h.url, "http://"))
-		if err != nil {
-			t.Fatal(err)
-		}
+		conn := h.connect()
 		if _, err := io.WriteString(conn, head); err != nil {
 			t.Fatal(err)
 		}
@@ -413,9 +409,10 @@ func TestClientStopsSending(t *testing.T) {
 }
 
 // A request may take longer than a client had to send it.
-func TestLongAnswer(t *testing.T) {
-	t.Parallel()
-	h := start(t, options{node: node.Options{Settings: slow()}, server: server.Options{ReadTimeout: time.Second, WriteTimeout: time.Second}})
+func TestLongAnswer(t *testing.T) { synctest.Test(t, testLongAnswer) }
+
+func testLongAnswer(t *testing.T) {
+	h := start(t, options{pipes: true, node: slow(), server: server.Options{ReadTimeout: time.Second, WriteTimeout: time.Second}})
 	r := decode[reply](t, h.post("/v1/completions", completionBody(`"1+2="`, `, "ignore_eos": true, "max_tokens": 25`)))
 	if r.Usage.CompletionTokens != 25 {
 		t.Errorf("%+v", r)
@@ -427,9 +424,10 @@ func TestLongAnswer(t *testing.T) {
 
 // A request that takes too long ends, and one that is streamed shows what it has until
 // then: a first token at least, which a busy machine needs some time for.
-func TestRequestTimeout(t *testing.T) {
-	t.Parallel()
-	h := start(t, options{node: node.Options{Settings: slow()}, server: server.Options{RequestTimeout: 4 * time.Second}})
+func TestRequestTimeout(t *testing.T) { synctest.Test(t, testRequestTimeout) }
+
+func testRequestTimeout(t *testing.T) {
+	h := start(t, options{pipes: true, node: slow(), server: server.Options{RequestTimeout: 4 * time.Second}})
 	a := h.send(http.MethodPost, "/v1/completions", fmt.Sprintf(long, false))
 	if _, kind, _, code := failed(t, a); a.status != http.StatusGatewayTimeout || kind != "server_error" || code != "timeout" {
 		t.Errorf("%d %s", a.status, a.body)
@@ -442,11 +440,12 @@ func TestRequestTimeout(t *testing.T) {
 }
 
 // With a full queue, or too many requests, clients are told to come again.
-func TestTooMany(t *testing.T) {
-	t.Parallel()
-	set := slow()
-	set.Batch.MaxNumSeqs = 1
-	h := start(t, options{node: node.Options{Settings: set, MaxQueued: 1}, server: server.Options{MaxConcurrent: 3}})
+func TestTooMany(t *testing.T) { synctest.Test(t, testTooMany) }
+
+func testTooMany(t *testing.T) {
+	slow := slow()
+	slow.Settings.Batch.MaxNumSeqs, slow.MaxQueued = 1, 1
+	h := start(t, options{pipes: true, node: slow, server: server.Options{MaxConcurrent: 3}})
 	ctx, leave := context.WithCancel(t.Context())
 	defer leave()
 	first, _ := h.begin(ctx)
@@ -490,6 +489,8 @@ func TestTooMany(t *testing.T) {
 		t.Errorf("%d %v %s", a.status, a.header, a.body)
 	}
 	// One whose body does not come either is told without it.
+	// It has a connection of its own: the server closes that of an answer which did not wait.
+	h.client.CloseIdleConnections()
 	silent, never := io.Pipe()
 	defer never.Close() //nolint:errcheck // never fails
 	if r, err := http.NewRequestWithContext(ctx, http.MethodPost, h.url+"/tokenize", silent); err != nil {
@@ -510,13 +511,15 @@ func TestTooMany(t *testing.T) {
 }
 
 // A server that is to end says so, lets requests finish, and then ends.
-func TestDrain(t *testing.T) {
-	t.Parallel()
+func TestDrain(t *testing.T) { synctest.Test(t, testDrain) }
+
+func testDrain(t *testing.T) {
 	// The request under way stands still until all has been looked at.
 	held := make(chan struct{})
 	release := sync.OnceFunc(func() { close(held) })
 	finishing := make(chan int, 1)
 	h := start(t, options{
+		pipes:  true,
 		node:   node.Options{Settings: configs.Defaults(), Listener: engine.Listener{Step: func(engine.StepInfo) { <-held }}},
 		server: server.Options{DrainTimeout: 10 * time.Minute, Draining: func(n int) { finishing <- n }},
 	})
@@ -552,15 +555,15 @@ func TestDrain(t *testing.T) {
 }
 
 // What has not finished by then is cut off, with an error.
-func TestDrainTimeout(t *testing.T) {
-	t.Parallel()
-	h := start(t, options{node: node.Options{Settings: slow()}, server: server.Options{DrainTimeout: 50 * time.Millisecond}})
+func TestDrainTimeout(t *testing.T) { synctest.Test(t, testDrainTimeout) }
+
+func testDrainTimeout(t *testing.T) {
+	h := start(t, options{pipes: true, node: slow(), server: server.Options{DrainTimeout: 50 * time.Millisecond}})
 	whole := make(chan answer, 1)
 	go func() { whole <- h.send(http.MethodPost, "/v1/completions", fmt.Sprintf(long, false)) }()
 	r, body := h.begin(t.Context())
 	defer r.Body.Close() //nolint:errcheck // only read from
 	eventually(t, "both run", func() bool { return h.State().Running == 2 })
-	begun := time.Now()
 	h.stop()
 	events, err := readEvents(body)
 	if err != nil || len(events) < 2 || events[len(events)-1] != "[DONE]" || decode[failure](t, events[len(events)-2]).Error.Type != "service_unavailable" {
@@ -573,9 +576,6 @@ func TestDrainTimeout(t *testing.T) {
 		t.Error(err)
 	}
 	h.served <- nil
-	if d := time.Since(begun); d > 10*time.Second {
-		t.Errorf("took %v to end", d)
-	}
 	h.idle()
 }
 

@@ -4,12 +4,14 @@ import (
 	"bufio"
 	"context"
 	"encoding/json"
+	"errors"
 	"io"
 	"net"
 	"net/http"
 	"strings"
 	"sync"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"go.uber.org/goleak"
@@ -30,6 +32,8 @@ type harness struct {
 	model  *server.Model
 	url    string
 	client *http.Client
+	// dial opens a connection to the server.
+	dial func(ctx context.Context, network, address string) (net.Conn, error)
 	// stop ends Serve, whose result is then on served; fail is the engine's end.
 	stop   func()
 	served chan error
@@ -46,8 +50,9 @@ type options struct {
 	// loading leaves the model out.
 	loading bool
 	change  func(*server.Model)
-	// sendBuffer of the server's connections, in bytes; 0: the system's.
-	sendBuffer int
+	// pipes are the connections in place of TCP's: what a bubble of synctest needs. They
+	// buffer nothing.
+	pipes bool
 	// failing expects the engine to fail.
 	failing bool
 }
@@ -84,13 +89,17 @@ func start(t testing.TB, o options) *harness {
 	if err != nil {
 		t.Fatal(err)
 	}
-	l, err := new(net.ListenConfig).Listen(t.Context(), "tcp", "127.0.0.1:0")
-	if err != nil {
+	var l net.Listener
+	dial := new(net.Dialer).DialContext
+	if o.pipes {
+		p := newPipes()
+		l, dial = p, p.DialContext
+	} else if l, err = new(net.ListenConfig).Listen(t.Context(), "tcp", "127.0.0.1:0"); err != nil {
 		t.Fatal(err)
 	}
 	h := &harness{
-		t: t, node: n, server: server.New(o.server), url: "http://" + l.Addr().String(),
-		client: &http.Client{Transport: &http.Transport{MaxIdleConnsPerHost: 64}},
+		t: t, node: n, server: server.New(o.server), url: "http://" + l.Addr().String(), dial: dial,
+		client: &http.Client{Transport: &http.Transport{MaxIdleConnsPerHost: 64, DialContext: dial}},
 		served: make(chan error, 1), ran: make(chan error, 1),
 	}
 	h.model = &server.Model{
@@ -107,9 +116,6 @@ func start(t testing.TB, o options) *harness {
 	serving, stop := context.WithCancel(context.Background())
 	h.stop = stop
 	running, halt := context.WithCancel(context.Background())
-	if o.sendBuffer > 0 {
-		l = &narrow{l, o.sendBuffer}
-	}
 	go func() { h.served <- h.server.Serve(serving, l) }()
 	go func() { h.ran <- n.Engine().Run(running) }()
 	t.Cleanup(func() {
@@ -129,18 +135,82 @@ func start(t testing.TB, o options) *harness {
 	return h
 }
 
-// narrow is a listener whose connections hold little that is not read.
-type narrow struct {
-	net.Listener
-	bytes int
+// pipes are a listener and those who connect to it, both in this process.
+type pipes struct {
+	accepts chan net.Conn
+	closed  chan struct{}
+	close   func()
 }
 
-func (l *narrow) Accept() (net.Conn, error) {
-	c, err := l.Listener.Accept()
-	if err != nil {
-		return nil, err
+func newPipes() *pipes {
+	p := &pipes{accepts: make(chan net.Conn), closed: make(chan struct{})}
+	p.close = sync.OnceFunc(func() { close(p.closed) })
+	return p
+}
+
+// Accept implements net.Listener.
+func (p *pipes) Accept() (net.Conn, error) {
+	select {
+	case c := <-p.accepts:
+		return c, nil
+	case <-p.closed:
+		return nil, net.ErrClosed
 	}
-	return c, c.(*net.TCPConn).SetWriteBuffer(l.bytes)
+}
+
+// Close implements net.Listener.
+func (p *pipes) Close() error {
+	p.close()
+	return nil
+}
+
+// Addr implements net.Listener.
+func (p *pipes) Addr() net.Addr { return pipeAddr{} }
+
+// DialContext connects to the listener, whatever the address.
+func (p *pipes) DialContext(ctx context.Context, _, _ string) (net.Conn, error) {
+	there, asks := net.Pipe()
+	back, answers := net.Pipe()
+	ours, theirs := &pipeConn{Conn: back, write: there}, &pipeConn{Conn: asks, write: answers}
+	select {
+	case p.accepts <- theirs:
+		return ours, nil
+	case <-p.closed:
+		return nil, net.ErrClosed
+	case <-ctx.Done():
+		return nil, ctx.Err()
+	}
+}
+
+type pipeAddr struct{}
+
+func (pipeAddr) Network() string { return "pipe" }
+func (pipeAddr) String() string  { return "server" }
+
+// pipeConn is one end of two pipes: Conn is read from. Like TCP's, and unlike net.Pipe's, its
+// ways are closed one by one, which lets a client see at once that an answer was the last.
+type pipeConn struct {
+	net.Conn
+	write net.Conn
+}
+
+func (c *pipeConn) Write(b []byte) (int, error)         { return c.write.Write(b) }
+func (c *pipeConn) CloseWrite() error                   { return c.write.Close() }
+func (c *pipeConn) SetWriteDeadline(at time.Time) error { return c.write.SetWriteDeadline(at) }
+func (c *pipeConn) Close() error                        { return errors.Join(c.write.Close(), c.Conn.Close()) }
+
+func (c *pipeConn) SetDeadline(at time.Time) error {
+	return errors.Join(c.Conn.SetReadDeadline(at), c.write.SetWriteDeadline(at))
+}
+
+// connect opens a connection of its own to the server.
+func (h *harness) connect() net.Conn {
+	h.t.Helper()
+	conn, err := h.dial(h.t.Context(), "tcp", strings.TrimPrefix(h.url, "http://"))
+	if err != nil {
+		h.t.Fatal(err)
+	}
+	return conn
 }
 
 // answer is what came back.
@@ -326,17 +396,20 @@ func (h *harness) stream(path, body string) []reply {
 	return all
 }
 
-// eventually waits until something holds, which may take a busy machine long.
+// eventually waits until something holds. It belongs in a bubble of synctest, where the two
+// minutes that it waits at most are no time at all.
 func eventually(t testing.TB, what string, holds func() bool) {
 	t.Helper()
-	for end := time.Now().Add(2 * time.Minute); !holds(); time.Sleep(5 * time.Millisecond) {
+	end := time.Now().Add(2 * time.Minute)
+	for synctest.Wait(); !holds(); synctest.Wait() {
 		if time.Now().After(end) {
 			t.Fatalf("never: %s", what)
 		}
+		time.Sleep(5 * time.Millisecond)
 	}
 }
 
-// idle waits until nothing runs or waits in the engine, and its blocks are free.
+// idle waits, in a bubble, until nothing runs or waits in the engine, and its blocks are free.
 func (h *harness) idle() {
 	h.t.Helper()
 	eventually(h.t, "the engine is idle", func() bool {
@@ -345,9 +418,13 @@ func (h *harness) idle() {
 	})
 }
 
-// slow are settings under which a step takes 60 ms or more.
-func slow() configs.Settings {
-	s := configs.Defaults()
-	s.Device.Emulate, s.Offload.Fraction = "pace,latency=10ms", 1
-	return s
+// stepTakes is how long a step of a slow engine takes at least.
+const stepTakes = 60 * time.Millisecond
+
+// slow is a node whose steps take their time, on the clock of the bubble.
+func slow() node.Options {
+	return node.Options{
+		Settings: configs.Defaults(),
+		Listener: engine.Listener{Step: func(engine.StepInfo) { time.Sleep(stepTakes) }},
+	}
 }

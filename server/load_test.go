@@ -10,13 +10,15 @@ import (
 	"math/rand/v2"
 	"net/http"
 	"os"
+	"strconv"
 	"strings"
 	"sync"
 	"sync/atomic"
 	"testing"
-	"time"
+	"testing/synctest"
 
 	"github.com/moeserve/moeserve/configs"
+	"github.com/moeserve/moeserve/engine"
 	"github.com/moeserve/moeserve/node"
 )
 
@@ -148,22 +150,54 @@ func (h *harness) ask(ctx context.Context, a *asked, stream bool) (string, error
 	return comparable(string(data))
 }
 
+// stepCount counts the engine's steps, and calls who waits for one.
+type stepCount struct {
+	mu    sync.Mutex
+	steps int
+	calls map[int][]func()
+}
+
+// call calls f once n steps have ended from now on: at once where n is 0.
+func (c *stepCount) call(n int, f func()) {
+	if n == 0 {
+		f()
+		return
+	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.calls[c.steps+n] = append(c.calls[c.steps+n], f)
+}
+
+// step is an engine's listener.
+func (c *stepCount) step(engine.StepInfo) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.steps++
+	for _, f := range c.calls[c.steps] {
+		f()
+	}
+	delete(c.calls, c.steps)
+}
+
 // 64 clients at once, some of whom leave in the middle: each answer is the one that
-// the request has alone. MOESERVE_LOAD is for how long they ask: longer on a machine
-// on which too little has happened by then.
-func TestConcurrentClients(t *testing.T) {
+// the request has alone. MOESERVE_LOAD is how often each asks: more often where too little
+// has happened by then.
+func TestConcurrentClients(t *testing.T) { synctest.Test(t, testConcurrentClients) }
+
+func testConcurrentClients(t *testing.T) {
 	const clients = 64
-	length := 3 * time.Second
+	times := 3
 	if v := os.Getenv("MOESERVE_LOAD"); v != "" {
 		var err error
-		if length, err = time.ParseDuration(v); err != nil {
-			t.Fatalf("MOESERVE_LOAD is %q: give a duration, such as 2m", v)
+		if times, err = strconv.Atoi(v); err != nil || times < 1 {
+			t.Fatalf("MOESERVE_LOAD is %q: give how often each client asks, such as 100", v)
 		}
 	}
 	set := configs.Defaults()
 	// Experts move, requests wait, and their keys and values do not all fit.
 	set.Offload.Fraction, set.Batch.MaxNumSeqs, set.Batch.MaxNumBatchedTokens, set.KV.NumBlocks = 0.5, 40, 96, 40
-	h := start(t, options{node: node.Options{Settings: set}})
+	count := &stepCount{calls: map[int][]func(){}}
+	h := start(t, options{pipes: true, node: node.Options{Settings: set, Listener: engine.Listener{Step: count.step}}})
 
 	each := 2
 	if raceDetector {
@@ -194,15 +228,14 @@ func TestConcurrentClients(t *testing.T) {
 	var wg sync.WaitGroup
 	var answers, left, most atomic.Int64
 	enough := func() bool { return answers.Load() >= clients && left.Load() > 0 && h.State().Preemptions > 0 }
-	end := time.Now().Add(length)
-	atMost := end.Add(3 * time.Minute)
 	for c := range clients {
 		wg.Go(func() {
 			rng := rand.New(rand.NewPCG(uint64(c), 1))
-			for now := time.Now(); (now.Before(end) || now.Before(atMost) && !enough()) && !t.Failed(); now = time.Now() {
+			for n := 0; (n < times || n < 50*times && !enough()) && !t.Failed(); n++ {
 				a, stream := all[rng.IntN(len(all))], rng.IntN(2) == 0
 				if rng.IntN(10) == 0 {
-					ctx, cancel := context.WithTimeout(t.Context(), time.Duration(rng.IntN(50))*time.Millisecond)
+					ctx, cancel := context.WithCancel(t.Context())
+					count.call(rng.IntN(12), cancel)
 					if _, err := h.ask(ctx, a, stream); err != nil {
 						left.Add(1)
 					}
@@ -227,8 +260,8 @@ func TestConcurrentClients(t *testing.T) {
 	wg.Wait()
 	h.idle()
 	s := h.State()
-	t.Logf("%d clients, %v: %d answers as alone, %d clients left; %d samples at most ran at once, %d preemptions, %d steps",
-		clients, length, answers.Load(), left.Load(), most.Load(), s.Preemptions, s.Steps)
+	t.Logf("%d clients ask %d times or more: %d answers as alone, %d left; %d samples at most ran at once, %d preemptions, %d steps",
+		clients, times, answers.Load(), left.Load(), most.Load(), s.Preemptions, s.Steps)
 	if !enough() {
 		t.Error("too little has happened")
 	}

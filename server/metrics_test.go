@@ -6,12 +6,12 @@ import (
 	"strconv"
 	"strings"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
 
 	"github.com/moeserve/moeserve/engine"
-	"github.com/moeserve/moeserve/node"
 	"github.com/moeserve/moeserve/server"
 )
 
@@ -43,15 +43,21 @@ func (h *harness) scrape() map[string]float64 {
 }
 
 // The names that routers look for are there, and count what has happened.
-func TestMetrics(t *testing.T) {
+func TestMetrics(t *testing.T) { synctest.Test(t, testMetrics) }
+
+func testMetrics(t *testing.T) {
 	metrics := server.NewMetrics("tiny")
-	set := slow()
-	set.Batch.MaxNumSeqs = 1
+	slow := slow()
+	slow.Settings.Batch.MaxNumSeqs = 1
+	wait := slow.Listener.Step
+	slow.Listener.Step = func(i engine.StepInfo) {
+		metrics.ObserveStep(i.Duration)
+		wait(i)
+	}
 	h := start(t, options{
 		server: server.Options{Metrics: metrics},
-		node: node.Options{Settings: set, Listener: engine.Listener{
-			Step: func(i engine.StepInfo) { metrics.ObserveStep(i.Duration) },
-		}},
+		node:   slow,
+		pipes:  true,
 		change: func(m *server.Model) {
 			c := prometheus.NewCounter(prometheus.CounterOpts{Name: "moeserve_expert_hits_total"})
 			c.Add(5)
