@@ -173,8 +173,9 @@ func (mem *memory) mmap() error {
 		_ = unix.Madvise(all[guard:guard+size], unix.MADV_HUGEPAGE)
 	}
 	if mem.m.o.Check && !mem.m.o.NoData && mem.bytes <= poisonBytes {
-		for i := range mem.data {
-			mem.data[i] = poison
+		mem.data[0] = poison
+		for n := 1; n < len(mem.data); n *= 2 {
+			copy(mem.data[n:], mem.data[:n])
 		}
 	}
 	return nil

@@ -56,13 +56,22 @@ func (s *recorder) declared(r *rig, all bool) {
 	s.mu.Unlock()
 	for _, b := range r.buffers {
 		read, written := b.covered(reads), b.covered(writes)
-		for i, set := range b.before {
-			out := b.out != nil && b.out[i]
-			if written[i] != out {
-				r.Fatalf("byte %d of %s: declared as written: %v, an output: %v", i-guard, b.name, written[i], out)
+		out := b.out
+		if out == nil {
+			out = make([]byte, len(b.before))
+		}
+		if !bytes.Equal(written, out) {
+			for i := range out {
+				if written[i] != out[i] {
+					r.Fatalf("byte %d of %s: declared as written: %v, an output: %v", i-guard, b.name, written[i] == 1, out[i] == 1)
+				}
 			}
-			if all && !b.partly && !out && !read[i] && set != poison {
-				r.Fatalf("byte %d of %s is not declared as read", i-guard, b.name)
+		}
+		if all && !b.partly {
+			for i, set := range b.before {
+				if read[i] == 0 && out[i] == 0 && set != poison {
+					r.Fatalf("byte %d of %s is not declared as read", i-guard, b.name)
+				}
 			}
 		}
 		if b.dtype == kernels.I32 {
@@ -87,13 +96,12 @@ func (b *buffer) within(v device.Range) (from, to int, ok bool) {
 	return from, int(min(v.End(), whole.End()) - whole.Addr), true
 }
 
-func (b *buffer) covered(ranges []device.Range) []bool {
-	c := make([]bool, len(b.before))
+// covered has 1 for the buffer's bytes that are in one of the ranges, else 0.
+func (b *buffer) covered(ranges []device.Range) []byte {
+	c := make([]byte, len(b.before))
 	for _, v := range ranges {
 		if from, to, ok := b.within(v); ok {
-			for i := from; i < to; i++ {
-				c[i] = true
-			}
+			fill(c[from:to], 1)
 		}
 	}
 	return c
