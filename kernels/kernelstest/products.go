@@ -302,6 +302,20 @@ func (l *layer) compare(r *rig, x, mid, out tensor) {
 	r.Helper()
 	macs := len(l.ids) * l.k * l.layout.Hidden * l.layout.Intermediate
 	inner, outer := r.sampled(l.layout.Intermediate, macs), r.sampled(l.layout.Hidden, macs)
+	// Many pairs have the same expert: its weights are decoded once.
+	type weightRow struct {
+		e    *expert
+		part kernels.Part
+		i    int
+	}
+	decoded := map[weightRow][]float64{}
+	row := func(e *expert, part kernels.Part, i int) []float64 {
+		at := weightRow{e, part, i}
+		if decoded[at] == nil {
+			decoded[at] = e.parts[part].row(i)
+		}
+		return decoded[at]
+	}
 	for place, pair := range l.order {
 		e := l.expert(pair)
 		if e == nil {
@@ -310,12 +324,12 @@ func (l *layer) compare(r *rig, x, mid, out tensor) {
 		in := x.row(pair / l.k)
 		var up, down []float64
 		for _, i := range inner {
-			up = append(up, silu(dot(e.parts[kernels.W1].row(i), in))*dot(e.parts[kernels.W3].row(i), in))
+			up = append(up, silu(dot(row(e, kernels.W1, i), in))*dot(row(e, kernels.W3, i), in))
 		}
 		r.close(mid, pick(mid.got(place), inner), up, 0.1, place)
 		hidden := mid.got(place) // as rounded to the activation type
 		for _, i := range outer {
-			down = append(down, dot(e.parts[kernels.W2].row(i), hidden))
+			down = append(down, dot(row(e, kernels.W2, i), hidden))
 		}
 		r.close(out, pick(out.got(pair), outer), down, 0.1, pair)
 	}

@@ -12,6 +12,7 @@ import (
 	"testing"
 	"testing/iotest"
 
+	"github.com/moeserve/moeserve/configs"
 	"github.com/moeserve/moeserve/models"
 	"github.com/moeserve/moeserve/models/safetensors"
 	"github.com/moeserve/moeserve/models/safetensors/write"
@@ -90,16 +91,24 @@ func TestWrite(t *testing.T) {
 // What is written of a preset is what moeserve makes of it, and what it finds in a
 // checkpoint; in the order in which published ones have it.
 func TestPreset(t *testing.T) {
-	if testing.Short() {
-		t.Skip("writes 0.6 GB")
+	const preset, layers, seed = "phi-tiny-moe", 2, 5
+	data, _ := configs.Preset(preset)
+	var fields map[string]any
+	if err := json.Unmarshal(data, &fields); err != nil {
+		t.Fatal(err)
 	}
-	const preset, layers, seed = "phi-tiny-moe", 1, 5
-	m, err := presetModel(preset, layers, seed)
+	// Its architecture, a few megabytes of it.
+	fields["hidden_size"], fields["intermediate_size"], fields["vocab_size"] = 512, 128, 1024
+	data, err := json.Marshal(fields)
+	if err != nil {
+		t.Fatal(err)
+	}
+	m, err := configModel(data, "preset "+preset, layers, seed)
 	if err != nil {
 		t.Fatal(err)
 	}
 	dir := filepath.Join(t.TempDir(), "new")
-	total, err := save(dir, m, 2e8, tokenizer)
+	total, err := save(dir, m, 4e6, tokenizer)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -133,6 +142,36 @@ func TestPreset(t *testing.T) {
 	}
 	if first, last := m.specs[0].Name, m.specs[len(m.specs)-1].Name; first != "model.embed_tokens.weight" || strings.Contains(last, "layers") {
 		t.Errorf("the first tensor is %s and the last %s", first, last)
+	}
+}
+
+// Every preset that can be written has the tensors, and the size, of its dummy weights.
+func TestPresetTensors(t *testing.T) {
+	for _, preset := range configs.PresetNames() {
+		m, err := presetModel(preset, 0, 1)
+		if err != nil {
+			if !strings.Contains(err.Error(), "only bfloat16 is written") {
+				t.Errorf("%s: %v", preset, err)
+			}
+			continue
+		}
+		config, err := models.ParseConfig(m.config, preset)
+		if err != nil {
+			t.Fatal(err)
+		}
+		dummy := models.NewDummy(config, 1)
+		var names []string
+		for _, s := range m.specs {
+			names = append(names, s.Name)
+			want, _ := dummy.Tensor(s.Name)
+			if !slices.Equal(s.Shape, want.Shape) {
+				t.Errorf("%s: %s is %v, want %v", preset, s.Name, s.Shape, want.Shape)
+			}
+		}
+		want := slices.Sorted(slices.Values(dummy.Names()))
+		if slices.Sort(names); !slices.Equal(names, want) {
+			t.Errorf("%s: %d tensors, want %d", preset, len(names), len(want))
+		}
 	}
 }
 

@@ -26,6 +26,11 @@ func presetModel(name string, layers int, seed uint64) (*model, error) {
 	if !ok {
 		return nil, fmt.Errorf("-preset %s: there is none; there are %s", name, strings.Join(configs.PresetNames(), ", "))
 	}
+	return configModel(data, name, layers, seed)
+}
+
+// configModel is presetModel for the config.json that data is.
+func configModel(data []byte, name string, layers int, seed uint64) (*model, error) {
 	var fields map[string]any
 	if err := json.Unmarshal(data, &fields); err != nil {
 		return nil, err
