@@ -122,7 +122,7 @@ type checker struct {
 	seen      map[string]bool
 	// running maps goroutines that are inside of Work to its stream, nil for Work
 	// that says Host.
-	running map[uint64]*stream
+	running map[uintptr]*stream
 	// ofStreams counts Works running, those inside of which others run too, that do not say
 	// Host: while there are none, whoever calls counts as host, and need not be told apart.
 	ofStreams int
@@ -134,7 +134,7 @@ type checker struct {
 func newChecker(m *Machine) *checker {
 	return &checker{
 		m: m, hostActor: actor{clock: vclock{1}}, actors: 1,
-		seen: map[string]bool{}, running: map[uint64]*stream{},
+		seen: map[string]bool{}, running: map[uintptr]*stream{},
 	}
 }
 

@@ -2,6 +2,7 @@ package emulated
 
 import (
 	"math"
+	"sync"
 	"testing"
 	"time"
 
@@ -384,4 +385,43 @@ func TestBefore(t *testing.T) {
 			t.Errorf("%#x before %#x: %v", c.a, c.b, got)
 		}
 	}
+}
+
+// TestGoroutine: goroutines that there are at the same time are told apart, wherever their
+// stacks are.
+func TestGoroutine(t *testing.T) {
+	const n = 100
+	seen := make(chan uintptr)
+	end := make(chan struct{})
+	var all sync.WaitGroup
+	for range n {
+		all.Go(func() {
+			first := goroutine()
+			grow(100)
+			if again := goroutine(); again != first {
+				t.Errorf("goroutine %#x is %#x with a larger stack", first, again)
+			}
+			seen <- first
+			<-end
+		})
+	}
+	different := map[uintptr]bool{0: true, goroutine(): true}
+	for range n {
+		different[<-seen] = true
+	}
+	close(end)
+	all.Wait()
+	if len(different) != n+2 {
+		t.Errorf("%d of %d goroutines are told apart", len(different)-2, n)
+	}
+}
+
+// grow needs a stack of so many kilobytes, which moves.
+func grow(n int) byte {
+	var local [1024]byte
+	local[n] = 1
+	if n > 0 {
+		return local[n-1] + grow(n-1)
+	}
+	return local[0]
 }

@@ -41,7 +41,7 @@ type Machine struct {
 	fluid fluid
 	rng   *rand.Rand
 	// driver is the goroutine that drives a virtual machine, 0 for none.
-	driver uint64
+	driver uintptr
 	// waiters are the host's waits in progress on a virtual machine.
 	waiters []*waiter
 	// change is closed and replaced when something happened that a goroutine

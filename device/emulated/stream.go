@@ -94,7 +94,7 @@ type stream struct {
 	closing, stop bool
 	exited        chan struct{}
 	// goroutine is the number of the stream's own, on a checked machine.
-	goroutine uint64
+	goroutine uintptr
 
 	// cur runs while busy; due says that on a virtual machine its time is over.
 	cur       *op

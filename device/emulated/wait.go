@@ -1,13 +1,10 @@
 package emulated
 
 import (
-	"bytes"
 	"context"
 	"errors"
 	"fmt"
-	"runtime"
 	"slices"
-	"strconv"
 	"strings"
 	"time"
 
@@ -136,7 +133,7 @@ func (m *Machine) called() {
 }
 
 // drive does one step in the name of goroutine self; false if nothing can run.
-func (m *Machine) drive(self uint64) bool {
+func (m *Machine) drive(self uintptr) bool {
 	outer := m.driver
 	m.driver = self
 	defer func() { m.driver = outer }()
@@ -340,18 +337,4 @@ func (m *Machine) deadlock() error {
 		parts = append(parts, w.String())
 	}
 	return &device.Error{Op: "wait", Space: device.Host, Detail: strings.Join(parts, "; "), Err: ErrDeadlock}
-}
-
-// goroutine is the number of the calling goroutine: what tells a Work that waits,
-// or touches host memory, from the goroutines beside it. It is asked only on
-// virtual and on checked machines.
-func goroutine() uint64 {
-	var buf [64]byte
-	b := bytes.TrimPrefix(buf[:runtime.Stack(buf[:], false)], []byte("goroutine "))
-	id, _, _ := bytes.Cut(b, []byte(" "))
-	n, err := strconv.ParseUint(string(id), 10, 64)
-	if err != nil {
-		panic("emulated: no goroutine number in " + string(b))
-	}
-	return n
 }
