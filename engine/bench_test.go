@@ -3,6 +3,8 @@ package engine_test
 import (
 	"context"
 	"fmt"
+	"runtime"
+	"slices"
 	"testing"
 	"time"
 
@@ -10,11 +12,12 @@ import (
 	"github.com/moeserve/moeserve/pipeline"
 )
 
-// clocked runs steps that take a while and compute nothing, in which readers take what
-// jobs have for them. It sums up the time between its steps.
+// clocked runs steps that compute nothing, in which readers take what the step before has
+// brought them. It sums up the time between its steps.
 type clocked struct {
 	sampled []int32
 	jobs    []*engine.Job
+	unread  int // tokens of the step before
 	between time.Duration
 	ended   time.Time
 }
@@ -29,10 +32,13 @@ func (s *clocked) Step(_ context.Context, step *pipeline.Step) (pipeline.Result,
 			s.sampled = append(s.sampled, int32(i))
 		}
 	}
-	time.Sleep(100*time.Microsecond + time.Duration(len(s.sampled))*500*time.Nanosecond)
-	for _, j := range s.jobs {
-		engine.Read(j)
+	for s.unread > 0 {
+		for _, j := range s.jobs {
+			s.unread -= engine.Read(j)
+		}
+		runtime.Gosched()
 	}
+	s.unread = len(s.sampled)
 	s.ended = time.Now()
 	return pipeline.Result{Sampled: s.sampled}, nil
 }
@@ -51,7 +57,8 @@ func BenchmarkBetweenSteps(b *testing.B) {
 			for b.Loop() {
 				if steps == 0 {
 					b.StopTimer()
-					step.jobs = step.jobs[:0]
+					// Those before may have some steps to go.
+					step.jobs = slices.Clone(step.jobs[max(0, len(step.jobs)-sequences):])
 					for range sequences {
 						p := params(length - 16)
 						j, err := e.Submit(ctx, engine.Request{Prompt: prompt(1, 16, 1<<15), Params: p})

@@ -10,7 +10,7 @@ import (
 	"strings"
 	"sync"
 	"testing"
-	"time"
+	"testing/synctest"
 
 	"github.com/moeserve/moeserve/configs"
 	"github.com/moeserve/moeserve/device"
@@ -25,13 +25,19 @@ import (
 // change says otherwise.
 func open(t *testing.T, change func(*configs.Settings)) (*node.Node, *emulated.Machine) {
 	t.Helper()
+	return openWith(t, engine.Listener{}, change)
+}
+
+// openWith is open with a listener.
+func openWith(t *testing.T, l engine.Listener, change func(*configs.Settings)) (*node.Node, *emulated.Machine) {
+	t.Helper()
 	s := configs.Defaults()
 	s.Offload.Fraction = 0.5
 	if change != nil {
 		change(&s)
 	}
 	var m *emulated.Machine
-	n, err := node.Open(t.Context(), node.Options{Settings: s, OpenMachine: func() (device.Machine, error) {
+	n, err := node.Open(t.Context(), node.Options{Settings: s, Listener: l, OpenMachine: func() (device.Machine, error) {
 		x, err := emulated.Open(emulated.Options{})
 		if err == nil {
 			m = x.(*emulated.Machine)
@@ -136,18 +142,21 @@ func ids(u engine.Update) []int32 {
 // TestNeighborsChangeNothing submits requests at odd moments, with room for few of
 // them in the cache, so that they are preempted, and compares each with itself
 // alone.
-func TestNeighborsChangeNothing(t *testing.T) {
+func TestNeighborsChangeNothing(t *testing.T) { synctest.Test(t, testNeighborsChangeNothing) }
+
+func testNeighborsChangeNothing(t *testing.T) {
 	n, _ := open(t, nil)
 	rs := varied(48, n.Info().Config.Vocab)
 	want := alone(t, n, rs)
-	tight, _ := open(t, func(s *configs.Settings) {
+	var count steps
+	tight, _ := openWith(t, engine.Listener{Step: func(engine.StepInfo) { count.step() }}, func(s *configs.Settings) {
 		s.KV.NumBlocks, s.KV.MaxModelLen, s.Batch.MaxNumBatchedTokens, s.Batch.MaxNumSeqs, s.Batch.MicroBatchSize = 9, 48, 40, 12, 17
 	})
 	run(t, tight)
 	var group sync.WaitGroup
 	for i, r := range rs {
 		group.Go(func() {
-			time.Sleep(time.Duration(i%7) * time.Millisecond)
+			count.await(2 * (i % 7))
 			j, err := tight.Engine().Submit(t.Context(), r)
 			if err != nil {
 				t.Error(err)

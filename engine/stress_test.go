@@ -7,10 +7,12 @@ import (
 	"io"
 	"io/fs"
 	"math/rand/v2"
+	"runtime"
 	"slices"
 	"strings"
 	"sync"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/moeserve/moeserve/engine"
@@ -28,6 +30,7 @@ var errDies = errors.New("the device is gone")
 type drawing struct {
 	t      *testing.T
 	random *rand.Rand
+	count  steps
 	steps  int
 	end    func() error
 	keys   map[*kvcache.Table]computed
@@ -43,7 +46,10 @@ const longAfter = 40
 
 func (d *drawing) Step(ctx context.Context, s *pipeline.Step) (pipeline.Result, error) {
 	if d.random != nil {
-		time.Sleep(time.Duration(d.random.IntN(80)) * time.Microsecond)
+		defer d.count.step()
+		for range d.random.IntN(20) {
+			runtime.Gosched()
+		}
 		if d.random.IntN(8) == 0 {
 			return pipeline.Result{}, pipeline.ErrStepFailed
 		}
@@ -125,127 +131,131 @@ func TestEveryUpdateOnceInOrder(t *testing.T) {
 	}
 	for _, ends := range []string{"stopped", "canceled", "dead"} {
 		t.Run(ends, func(t *testing.T) {
-			ctx, cancel := context.WithCancel(t.Context())
-			defer cancel()
-			step := &drawing{t: t, random: rand.New(rand.NewPCG(3, 4)), keys: map[*kvcache.Table]computed{}}
-			switch ends {
-			case "canceled":
-				step.end = func() error { cancel(); return nil }
-			case "dead":
-				step.end = func() error { return errDies }
-			}
-			var mu sync.Mutex
-			finished := map[string]engine.RequestInfo{}
-			o := options
-			o.Pipeline, o.KV = step, cache(t, 20)
-			o.Listener = engine.Listener{Step: func(engine.StepInfo) {}, Finished: func(i engine.RequestInfo) {
-				mu.Lock()
-				defer mu.Unlock()
-				if _, again := finished[i.ID]; again {
-					t.Errorf("request %s ends twice", i.ID)
+			synctest.Test(t, func(t *testing.T) {
+				ctx, cancel := context.WithCancel(t.Context())
+				defer cancel()
+				step := &drawing{t: t, random: rand.New(rand.NewPCG(3, 4)), keys: map[*kvcache.Table]computed{}}
+				switch ends {
+				case "canceled":
+					step.end = func() error { cancel(); return nil }
+				case "dead":
+					step.end = func() error { return errDies }
 				}
-				finished[i.ID] = i
-			}}
-			e := newEngine(t, o)
-			ran := make(chan error, 1)
-			go func() { ran <- e.Run(ctx) }()
-			var readers sync.WaitGroup
-			var submitted sync.Map
-			for i, r := range rs {
-				mode := random.IntN(4)
-				after := random.IntN(40)
-				wait := time.Duration(random.IntN(10)) * time.Millisecond
-				readers.Go(func() {
-					time.Sleep(wait)
-					own, drop := context.WithCancel(t.Context())
-					defer drop()
-					j, err := e.Submit(own, r)
-					if err != nil {
-						if !errors.Is(err, engine.ErrStopped) || ends == "stopped" {
-							t.Error(err)
-						}
-						return
+				var mu sync.Mutex
+				finished := map[string]engine.RequestInfo{}
+				o := options
+				o.Pipeline, o.KV = step, cache(t, 20)
+				o.Listener = engine.Listener{Step: func(engine.StepInfo) {}, Finished: func(i engine.RequestInfo) {
+					mu.Lock()
+					defer mu.Unlock()
+					if _, again := finished[i.ID]; again {
+						t.Errorf("request %s ends twice", i.ID)
 					}
-					submitted.Store(r.ID, true)
-					if mode == 0 {
-						time.AfterFunc(time.Duration(after)*time.Millisecond, drop)
-					}
-					if mode == 1 && i%2 == 0 {
-						return // nobody reads; dropped
-					}
-					got := make([]engine.Output, r.Params.N)
-					at := make([]time.Time, r.Params.N)
-					var first time.Time
-					n := 0
-					for {
-						u, err := j.Next(t.Context())
+					finished[i.ID] = i
+				}}
+				e := newEngine(t, o)
+				ran := make(chan error, 1)
+				go func() { ran <- e.Run(ctx) }()
+				var readers sync.WaitGroup
+				var submitted sync.Map
+				for i, r := range rs {
+					mode := random.IntN(4)
+					after := random.IntN(40)
+					wait := random.IntN(60)
+					readers.Go(func() {
+						step.count.await(wait)
+						own, drop := context.WithCancel(t.Context())
+						defer drop()
+						j, err := e.Submit(own, r)
 						if err != nil {
-							if !errors.Is(err, io.EOF) && (ends != "dead" || !errors.Is(err, errDies)) {
-								t.Errorf("request %d: %v", i, err)
+							if !errors.Is(err, engine.ErrStopped) || ends == "stopped" {
+								t.Error(err)
 							}
-							break
+							return
 						}
-						if mode == 2 {
-							time.Sleep(20 * time.Microsecond)
+						submitted.Store(r.ID, true)
+						if mode == 0 {
+							step.count.call(after, drop)
 						}
-						s := &got[u.Sample]
-						if s.FinishReason != "" {
-							t.Errorf("request %d, sample %d: %+v after its end", i, u.Sample, u)
+						if mode == 1 && i%2 == 0 {
+							return // nobody reads; dropped
 						}
-						if len(u.Tokens) > 0 && u.At.Before(at[u.Sample]) || len(u.Tokens) > 0 == u.At.IsZero() {
-							t.Errorf("request %d, sample %d: %+v after one at %v", i, u.Sample, u, at[u.Sample])
-						}
-						if at[u.Sample] = u.At; n == 0 {
-							first = u.At
-						}
-						s.Tokens = append(s.Tokens, u.Tokens...)
-						s.Text += u.Text
-						s.FinishReason = u.Finish
-						n += len(u.Tokens)
-						if j.Usage().CompletionTokens < n {
-							t.Errorf("request %d: %+v, read %d", i, j.Usage(), n)
-						}
-						if mode == 3 && n == after {
-							drop()
-						}
-					}
-					if u := j.Usage(); u.CompletionTokens != n {
-						t.Errorf("request %d: %+v, read %d", i, u, n)
-					}
-					if x := j.Times(); x.Finished.IsZero() || n > 0 && (!x.FirstToken.Equal(first) || x.Admitted.After(x.FirstToken) || x.FirstToken.After(x.Finished)) {
-						t.Errorf("request %d: %+v", i, x)
-					}
-					for k := range got {
-						g, w := &got[k], &want[i][k]
-						if g.FinishReason == engine.FinishAbort && (mode == 0 || mode == 3 || ends != "stopped") && len(g.Tokens) <= len(w.Tokens) {
-							w = &engine.Output{Tokens: w.Tokens[:len(g.Tokens)], Text: w.Text, FinishReason: g.FinishReason}
-							if strings.HasPrefix(w.Text, g.Text) {
-								w.Text = g.Text
+						got := make([]engine.Output, r.Params.N)
+						at := make([]time.Time, r.Params.N)
+						var first time.Time
+						n := 0
+						for {
+							u, err := j.Next(t.Context())
+							if err != nil {
+								if !errors.Is(err, io.EOF) && (ends != "dead" || !errors.Is(err, errDies)) {
+									t.Errorf("request %d: %v", i, err)
+								}
+								break
+							}
+							if mode == 2 {
+								for range 10 {
+									runtime.Gosched()
+								}
+							}
+							s := &got[u.Sample]
+							if s.FinishReason != "" {
+								t.Errorf("request %d, sample %d: %+v after its end", i, u.Sample, u)
+							}
+							if len(u.Tokens) > 0 && u.At.Before(at[u.Sample]) || len(u.Tokens) > 0 == u.At.IsZero() {
+								t.Errorf("request %d, sample %d: %+v after one at %v", i, u.Sample, u, at[u.Sample])
+							}
+							if at[u.Sample] = u.At; n == 0 {
+								first = u.At
+							}
+							s.Tokens = append(s.Tokens, u.Tokens...)
+							s.Text += u.Text
+							s.FinishReason = u.Finish
+							n += len(u.Tokens)
+							if j.Usage().CompletionTokens < n {
+								t.Errorf("request %d: %+v, read %d", i, j.Usage(), n)
+							}
+							if mode == 3 && n == after {
+								drop()
 							}
 						}
-						if !slices.EqualFunc(g.Tokens, w.Tokens, func(a, b engine.Token) bool {
-							return a.ID == b.ID && a.LogProb == b.LogProb && slices.Equal(a.Top, b.Top)
-						}) || g.Text != w.Text || g.FinishReason != w.FinishReason {
-							t.Errorf("request %d, sample %d: %v %q (%s), alone %v %q (%s)", i, k, g.Tokens, g.Text, g.FinishReason, w.Tokens, w.Text, w.FinishReason)
+						if u := j.Usage(); u.CompletionTokens != n {
+							t.Errorf("request %d: %+v, read %d", i, u, n)
 						}
-					}
-				})
-			}
-			readers.Wait()
-			if err := errors.Join(e.Close(), <-ran); ends == "dead" != errors.Is(err, errDies) || ends != "dead" && err != nil {
-				t.Errorf("the loop ends with %v", err)
-			}
-			submitted.Range(func(id, _ any) bool {
-				if i, ok := finished[id.(string)]; !ok || slices.Contains(i.Finish, "") {
-					t.Errorf("request %s ended with %+v", id, i)
+						if x := j.Times(); x.Finished.IsZero() || n > 0 && (!x.FirstToken.Equal(first) || x.Admitted.After(x.FirstToken) || x.FirstToken.After(x.Finished)) {
+							t.Errorf("request %d: %+v", i, x)
+						}
+						for k := range got {
+							g, w := &got[k], &want[i][k]
+							if g.FinishReason == engine.FinishAbort && (mode == 0 || mode == 3 || ends != "stopped") && len(g.Tokens) <= len(w.Tokens) {
+								w = &engine.Output{Tokens: w.Tokens[:len(g.Tokens)], Text: w.Text, FinishReason: g.FinishReason}
+								if strings.HasPrefix(w.Text, g.Text) {
+									w.Text = g.Text
+								}
+							}
+							if !slices.EqualFunc(g.Tokens, w.Tokens, func(a, b engine.Token) bool {
+								return a.ID == b.ID && a.LogProb == b.LogProb && slices.Equal(a.Top, b.Top)
+							}) || g.Text != w.Text || g.FinishReason != w.FinishReason {
+								t.Errorf("request %d, sample %d: %v %q (%s), alone %v %q (%s)", i, k, g.Tokens, g.Text, g.FinishReason, w.Tokens, w.Text, w.FinishReason)
+							}
+						}
+					})
 				}
-				return true
+				readers.Wait()
+				if err := errors.Join(e.Close(), <-ran); ends == "dead" != errors.Is(err, errDies) || ends != "dead" && err != nil {
+					t.Errorf("the loop ends with %v", err)
+				}
+				submitted.Range(func(id, _ any) bool {
+					if i, ok := finished[id.(string)]; !ok || slices.Contains(i.Finish, "") {
+						t.Errorf("request %s ended with %+v", id, i)
+					}
+					return true
+				})
+				s := e.State()
+				if s.Running != 0 || s.Waiting != 0 || s.KVUsedBlocks != 0 || o.KV.Free() != s.KVBlocks || s.Retried == 0 {
+					t.Errorf("afterwards: %+v", s)
+				}
+				t.Logf("%+v, %d finished", s, len(finished))
 			})
-			s := e.State()
-			if s.Running != 0 || s.Waiting != 0 || s.KVUsedBlocks != 0 || o.KV.Free() != s.KVBlocks || s.Retried == 0 {
-				t.Errorf("afterwards: %+v", s)
-			}
-			t.Logf("%+v, %d finished", s, len(finished))
 		})
 	}
 }

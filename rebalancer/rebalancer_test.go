@@ -10,6 +10,7 @@ import (
 	"math/rand/v2"
 	"strings"
 	"testing"
+	"testing/synctest"
 	"time"
 	"unsafe"
 
@@ -657,7 +658,9 @@ func TestFillAll(t *testing.T) {
 }
 
 // TestStart: the loop does it by itself, and ends.
-func TestStart(t *testing.T) {
+func TestStart(t *testing.T) { synctest.Test(t, testStart) }
+
+func testStart(t *testing.T) {
 	r := newRig(t, rigOptions{core: rebalancer.CoreOptions{MigrationLimit: -1}})
 	if err := r.rb.Start(); err != nil {
 		t.Fatal(err)
@@ -665,13 +668,10 @@ func TestStart(t *testing.T) {
 	if err := r.rb.Start(); err == nil {
 		t.Error("it starts twice")
 	}
-	for begin := time.Now(); ; time.Sleep(time.Millisecond) {
-		if _, peers := r.onPeers(); peers[device.HBM(1)]+peers[device.HBM(2)] == 24 {
-			break
-		}
-		if time.Since(begin) > time.Minute {
-			t.Fatal("peers are not filled")
-		}
+	time.Sleep(time.Second) // of the bubble's: many ticks
+	synctest.Wait()
+	if _, peers := r.onPeers(); peers[device.HBM(1)]+peers[device.HBM(2)] != 24 {
+		t.Fatalf("peers are not filled: %v", peers)
 	}
 	for range 2 {
 		if err := r.rb.Close(); err != nil {
@@ -700,7 +700,9 @@ func (s refusing) Promote(experts.ID, experts.PromoteOptions) error {
 
 // TestTrouble: what goes wrong at each tick is told once, and nothing when harvest is
 // closed.
-func TestTrouble(t *testing.T) {
+func TestTrouble(t *testing.T) { synctest.Test(t, testTrouble) }
+
+func testTrouble(t *testing.T) {
 	for _, c := range []struct {
 		err  error
 		want int

@@ -351,7 +351,9 @@ func TestDeadlock(t *testing.T) {
 
 // TestTurns: a goroutine that slept while another drove the machine drives on when
 // that one is done.
-func TestTurns(t *testing.T) {
+func TestTurns(t *testing.T) { synctest.Test(t, testTurns) }
+
+func testTurns(t *testing.T) {
 	m := open(t, emulated.Options{Virtual: true, DeadlockAfter: time.Hour})
 	a, b := stream(t, m, device.HBM(0), "a"), stream(t, m, device.HBM(1), "b")
 	f, err := m.NewFence("f")
@@ -363,8 +365,7 @@ func TestTurns(t *testing.T) {
 		b.Execute(device.Work{Name: "b"}),
 		a.Execute(device.Work{Name: "a", Run: func(device.Access) error {
 			go func() { ended <- b.Synchronize(t.Context()) }()
-			// Long enough for it to find the machine driven and to fall asleep.
-			time.Sleep(20 * time.Millisecond)
+			synctest.Wait() // it has found the machine driven and sleeps
 			return nil
 		}}),
 		a.Synchronize(t.Context()),

@@ -3,9 +3,11 @@ package emulated_test
 import (
 	"errors"
 	"os"
+	"runtime"
 	"strings"
 	"sync/atomic"
 	"testing"
+	"testing/synctest"
 	"time"
 	"unsafe"
 
@@ -30,7 +32,9 @@ func TestOverlap(t *testing.T) {
 
 // TestCloseEndsWaits: a goroutine that waits for what never comes is let go by
 // Close.
-func TestCloseEndsWaits(t *testing.T) {
+func TestCloseEndsWaits(t *testing.T) { synctest.Test(t, testCloseEndsWaits) }
+
+func testCloseEndsWaits(t *testing.T) {
 	for _, o := range []emulated.Options{{}, {Virtual: true, DeadlockAfter: time.Hour}} {
 		m, err := emulated.New(o)
 		if err != nil {
@@ -57,7 +61,7 @@ func TestCloseEndsWaits(t *testing.T) {
 		for _, w := range waits {
 			go func() { ended <- w() }()
 		}
-		time.Sleep(5 * time.Millisecond)
+		synctest.Wait()
 		if err := m.Close(); err == nil {
 			t.Error("Close is silent about a stream that waits")
 		}
@@ -263,8 +267,8 @@ func TestAllocations(t *testing.T) {
 		if err != nil {
 			t.Error(err)
 		}
-		for f.Value() != value {
-			time.Sleep(time.Microsecond)
+		for f.Value() != value { // a wait makes garbage
+			runtime.Gosched()
 		}
 	}
 	for range 100 {
