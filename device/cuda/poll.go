@@ -19,7 +19,7 @@ import (
 // late by much more than that. Every probeEvery it asks whether the devices live.
 const (
 	spinFor    = 50 * time.Microsecond
-	napFor     = 100 * time.Millisecond
+	napFor     = 2 * time.Second
 	shortNap   = 20 * time.Microsecond
 	longNap    = 200 * time.Microsecond
 	napShare   = 400
