@@ -96,6 +96,7 @@ moeserve_pipeline_stall_seconds_total{cause="cpu-attention"} 0
 moeserve_pipeline_stall_seconds_total{cause="expert-copy"} 16.5
 moeserve_pipeline_stall_seconds_total{cause="host-enqueue"} 0
 moeserve_pipeline_stall_seconds_total{cause="kv-copy"} 0
+moeserve_pipeline_stall_seconds_total{cause="kv-load"} 0
 moeserve_pipeline_stall_seconds_total{cause="router-ask"} 0
 `},
 	} {
