@@ -83,9 +83,16 @@ func TestPoint(t *testing.T) {
 		value, point uint32
 		reached      bool
 	}{
-		{0, 0, true}, {0, 1, false}, {1, 1, true}, {2, 1, true},
-		{math.MaxUint32, 0, false}, {0, math.MaxUint32, true}, {5, math.MaxUint32 - 5, true}, {math.MaxUint32 - 5, 5, false},
-		{1<<31 - 1, 0, true}, {1 << 31, 0, false},
+		{0, 0, true},
+		{0, 1, false},
+		{1, 1, true},
+		{2, 1, true},
+		{math.MaxUint32, 0, false},
+		{0, math.MaxUint32, true},
+		{5, math.MaxUint32 - 5, true},
+		{math.MaxUint32 - 5, 5, false},
+		{1<<31 - 1, 0, true},
+		{1 << 31, 0, false},
 	} {
 		if got := (device.Point{Fence: counter{value: c.value}, Value: c.point}).Reached(); got != c.reached {
 			t.Errorf("%d at %d: reached %v", c.point, c.value, got)

@@ -93,8 +93,13 @@ func (o Options) Validate() error {
 		name         string
 		value, least int
 	}{
-		{"MaxModelLen", o.MaxModelLen, 1}, {"MaxNumSeqs", o.MaxNumSeqs, 1}, {"MaxNumBatchedTokens", o.MaxNumBatchedTokens, 1},
-		{"MaxAdjust", o.MaxAdjust, 1}, {"MaxQueued", o.MaxQueued, 0}, {"LongAfter", o.LongAfter, 0}, {"Vocab", o.Vocab, 1},
+		{"MaxModelLen", o.MaxModelLen, 1},
+		{"MaxNumSeqs", o.MaxNumSeqs, 1},
+		{"MaxNumBatchedTokens", o.MaxNumBatchedTokens, 1},
+		{"MaxAdjust", o.MaxAdjust, 1},
+		{"MaxQueued", o.MaxQueued, 0},
+		{"LongAfter", o.LongAfter, 0},
+		{"Vocab", o.Vocab, 1},
 		{"Retries", o.Retries, 0},
 	} {
 		if f.value < f.least {

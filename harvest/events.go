@@ -168,20 +168,20 @@ type ViolationInfo struct {
 	Err error
 }
 
-func (v ViolationInfo) String() string {
+func (i ViolationInfo) String() string {
 	switch {
-	case v.Callback:
-		return fmt.Sprintf("the callback of %v took %v", v.Handle, v.Took)
-	case v.Handle != nil:
+	case i.Callback:
+		return fmt.Sprintf("the callback of %v took %v", i.Handle, i.Took)
+	case i.Handle != nil:
 		var hs []string
-		for _, h := range v.Holders {
+		for _, h := range i.Holders {
 			hs = append(hs, h.String())
 		}
-		return fmt.Sprintf("%v is held by %s", v.Handle, strings.Join(hs, ", "))
-	case v.Err != nil:
-		return fmt.Sprintf("slab %d on %s: %v", v.Slab, v.Device, v.Err)
+		return fmt.Sprintf("%v is held by %s", i.Handle, strings.Join(hs, ", "))
+	case i.Err != nil:
+		return fmt.Sprintf("slab %d on %s: %v", i.Slab, i.Device, i.Err)
 	}
-	return fmt.Sprintf("slab %d on %s is still being cleared", v.Slab, v.Device)
+	return fmt.Sprintf("slab %d on %s is still being cleared", i.Slab, i.Device)
 }
 
 // PeerInfo is a change of a peer's health.

@@ -988,7 +988,7 @@ func (r *rig) scattered(dst, src device.Memory, pieces int, n int64, together in
 	return q
 }
 
-// TestScattered: many pieces are one copy, with few events, and neighbours one piece.
+// TestScattered: many pieces are one copy, with few events, and neighbors one piece.
 func TestScattered(t *testing.T) {
 	machines(t, func(t *testing.T, o emulated.Options) {
 		for _, c := range []struct {

@@ -324,7 +324,7 @@ func TestExpertShape(t *testing.T) {
 			X: at(1, tensor(kernels.BF16, test.n, test.hidden)), Offsets: at(2, tensor(kernels.I32, test.experts+1)), Order: at(3, tensor(kernels.I32, test.n*test.k)),
 			Slots: at(4, tensor(kernels.U64, test.experts)), Experts: at(5, tensor(kernels.I32, test.listed)), Layout: layout, Out: mid,
 		}}
-		down := kernels.ExpertDown{ExpertProduct: up.ExpertProduct}
+		down := kernels.ExpertDown(up)
 		down.X, down.Out = mid, at(7, tensor(kernels.BF16, test.n*test.k, test.hidden))
 		if err := errors.Join(b.Enqueue(s, &up), b.Enqueue(s, &down)); err != nil {
 			t.Fatal(err)

@@ -32,8 +32,13 @@ func BenchmarkDense(b *testing.B) {
 		name           string
 		columns, inner int
 	}{
-		{"qwen-qkv", 6144, 2048}, {"qwen-o", 2048, 2048}, {"qwen-shared-up", 11264, 2048}, {"qwen-shared-down", 2048, 5632},
-		{"qwen-lm_head", 151936, 2048}, {"mixtral-qkv", 6144, 4096}, {"mixtral-o", 4096, 4096},
+		{"qwen-qkv", 6144, 2048},
+		{"qwen-o", 2048, 2048},
+		{"qwen-shared-up", 11264, 2048},
+		{"qwen-shared-down", 2048, 5632},
+		{"qwen-lm_head", 151936, 2048},
+		{"mixtral-qkv", 6144, 4096},
+		{"mixtral-o", 4096, 4096},
 	} {
 		for _, rows := range []int{77, 324, 4536, 8192} {
 			if p.columns > 1<<17 && rows > 324 {

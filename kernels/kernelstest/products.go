@@ -246,7 +246,7 @@ func testExpertShape(r *rig, s expertShape, w kernels.DType, gaps bool) {
 		X: x.Tensor, Offsets: r.ints("Offsets", offsets...).Tensor, Order: r.ints("Order", order...).Tensor,
 		Slots: r.words("Slots", slots...).Tensor, Experts: r.ints("Experts", listed...).Tensor, Layout: layout, Out: mid.Tensor,
 	}}
-	down := kernels.ExpertDown{ExpertProduct: up.ExpertProduct}
+	down := kernels.ExpertDown(up)
 	down.X, down.Out = mid.Tensor, out.Tensor
 	l.order = order
 	l.writes(mid, func(_, place int) int { return place })

@@ -10,7 +10,7 @@ import (
 // Kinds are the architectures: values of model_type.
 var Kinds = []string{"mixtral", "phimoe", "qwen2_moe", "qwen3_moe", "olmoe"}
 
-// Absent, as a value of an edit, takes the field out.
+// Absent takes the field out, as a value of an edit.
 type Absent struct{}
 
 // Config is the config.json of a small model of an architecture, in the older names, with

@@ -303,7 +303,7 @@ func (m *model) recover(t *rapid.T) {
 func (m *model) recovered(i int) {
 	l := m.links[i]
 	l.recovering, l.broken = false, l.lost
-	var err error = errChunk
+	err := errChunk
 	if l.lost {
 		err = device.ErrLost
 	}

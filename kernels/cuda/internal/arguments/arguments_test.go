@@ -53,15 +53,15 @@ type mixedArgs struct {
 }
 `
 
-type tensorMap [16]uint64
+type tensorMap [16]uint64 //nolint:unused // reflection looks at its layout
 
-type inArgs struct {
+type inArgs struct { //nolint:unused // reflection looks at its layout
 	at uint64
 	n  int32
 }
 
 // mixedArgs is that of mixedGo.
-type mixedArgs struct {
+type mixedArgs struct { //nolint:unused // reflection looks at its layout
 	n     int32
 	topK  int32
 	eps   float32
