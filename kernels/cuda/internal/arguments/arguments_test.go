@@ -55,13 +55,16 @@ type mixedArgs struct {
 
 type tensorMap [16]uint64 //nolint:unused // reflection looks at its layout
 
-type inArgs struct { //nolint:unused // reflection looks at its layout
+//nolint:unused // reflection looks at its layout
+type inArgs struct {
 	at uint64
 	n  int32
 }
 
 // mixedArgs is that of mixedGo.
-type mixedArgs struct { //nolint:unused // reflection looks at its layout
+//
+//nolint:unused // reflection looks at its layout
+type mixedArgs struct {
 	n     int32
 	topK  int32
 	eps   float32
