@@ -68,13 +68,18 @@ func (o *Observer) Harvest() Harvest {
 // Collectors collect the metrics of all parts but the engine's.
 func (o *Observer) Collectors() []prometheus.Collector {
 	return []prometheus.Collector{
-		collector[Experts]{o.Experts, expertDescs}, collector[Links]{o.Links, linkDescs},
-		collector[Pipeline]{o.Pipeline, pipelineDescs}, collector[Harvest]{o.Harvest, harvestDescs},
+		collector[Experts]{o.Experts, expertDescs},
+		collector[Links]{o.Links, linkDescs},
+		collector[Pipeline]{o.Pipeline, pipelineDescs},
+		collector[Harvest]{o.Harvest, harvestDescs},
 	}
 }
 
+// collects is a part's metrics.
+type collects interface{ collect(to sink) }
+
 // collector collects a part's metrics as they are when they are read.
-type collector[M interface{ collect(to sink) }] struct {
+type collector[M collects] struct {
 	read  func() M
 	descs []*prometheus.Desc
 }
