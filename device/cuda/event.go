@@ -74,7 +74,10 @@ func (r *hostRecording) passed() bool {
 func (r *hostRecording) pass(now time.Duration, err error) {
 	r.at, r.err = now, err
 	close(r.done)
-	r.word.value.Store(r.generation)
+	// A later recording, on another stream, may have passed before.
+	for at := r.word.value.Load(); before(at, r.generation) && !r.word.value.CompareAndSwap(at, r.generation); {
+		at = r.word.value.Load()
+	}
 }
 
 var _ device.Event = (*event)(nil)

@@ -151,14 +151,13 @@ func (f *fence) failureLocked(value uint32) error {
 
 // set moves the counter up to value; a counter that is there already stays.
 func (f *fence) set(value uint32) {
-	for {
-		now := f.word.value.Load()
-		if !before(now, value) || f.word.value.CompareAndSwap(now, value) {
-			break
-		}
+	was := f.word.value.Load()
+	for before(was, value) && !f.word.value.CompareAndSwap(was, value) {
+		was = f.word.value.Load()
 	}
-	if f.failed && before(f.word.value.Load(), f.failedAt) {
-		// The counter went half way round: the failure lies ahead of nobody.
+	if f.failed && !before(was, f.failedAt) && before(f.word.value.Load(), f.failedAt) {
+		// The counter went half way round: the failure lies ahead of nobody. One that it
+		// has not come to yet is still to be told.
 		f.failed, f.err = false, nil
 	}
 }

@@ -320,9 +320,11 @@ func (s *Stream) Raise(f device.Fence, value uint32) error {
 	}
 	op, dropped := s.next()
 	if dropped {
-		// The error comes with the raise, which still comes after what runs.
+		// The error comes with the raise, which still comes after what runs. The epoch asks
+		// fences, this one perhaps, so it is asked first.
+		cause := s.epoch.at(op)
 		fe.mu.Lock()
-		fe.condemn(value, s.epoch.at(op))
+		fe.condemn(value, cause)
 		fe.mu.Unlock()
 	}
 	err = s.g.enter()

@@ -122,16 +122,16 @@ func (s *hostStream) look() {
 	left := s.watches[:0]
 	// Recordings of one stream pass in their order: behind one that has not, there is
 	// no need to ask.
-	var pending *epoch
+	var pending *gpuRecording
 	for i := range s.watches {
 		w := &s.watches[i]
 		over, err := false, error(nil)
-		if w.gpu == nil || w.gpu.epoch != pending {
+		if w.gpu == nil || pending == nil || w.gpu.epoch != pending.epoch || w.gpu.point < pending.point {
 			over, err = w.over()
 		}
 		if !over {
 			if w.gpu != nil {
-				pending = w.gpu.epoch
+				pending = w.gpu
 			}
 			left = append(left, *w)
 			continue

@@ -49,9 +49,12 @@ func Run(t *testing.T, open func(t *testing.T) device.Machine) {
 		{"HostStream", 1, hostStream},
 		{"HostWork", 1, hostWork},
 		{"Watch", 1, watches},
+		{"WatchOutOfOrder", 1, watchesOutOfOrder},
 		{"WatchFails", 1, watchesFail},
 		{"WatchEnds", 1, watchesEnd},
 		{"Errors", 1, streamErrors},
+		{"RaiseWhatWasAwaited", 1, raiseWhatWasAwaited},
+		{"RecordElsewhere", 1, recordElsewhere},
 		{"Capture", 1, capture},
 		{"Context", 1, contexts},
 		{"Closed", 1, closed},
@@ -853,6 +856,49 @@ func streamErrors(s *suite) {
 	if ran != 3 {
 		s.Errorf("%d works ran after recovery, want 3", ran)
 	}
+}
+
+// raiseWhatWasAwaited: a stream in error raises a fence that it awaits before, and whose
+// earlier value is still to come.
+func raiseWhatWasAwaited(s *suite) {
+	st := s.stream(device.HBM(0), "stream")
+	bad, f, e := s.fence(), s.fence(), s.event()
+	cause := errors.New("no such luck")
+	s.ok(st.Await(bad, 1))
+	s.ok(st.Record(e))
+	s.ok(st.Await(f, 1))
+	s.ok(bad.Fail(1, cause))
+	s.wants(e.Synchronize(s.ctx), "", cause) // now it is known that the stream is in error
+	raised := make(chan error, 1)
+	go func() { raised <- st.Raise(f, 2) }()
+	select {
+	case err := <-raised:
+		s.ok(err)
+	case <-s.ctx.Done():
+		s.Fatal("Raise does not return")
+	}
+	s.ok(f.Raise(1))
+	s.wants(f.Await(s.ctx, 2), "", cause)
+	s.wants(st.Recover(s.ctx), "", cause)
+}
+
+// recordElsewhere: an event that nobody waits for is recorded again, on another stream,
+// which comes to it before the first does.
+func recordElsewhere(s *suite) {
+	slow, fast, gpu := s.hostStream("slow"), s.hostStream("fast"), s.stream(device.HBM(0), "gpu")
+	a, b, c, e := s.fence(), s.fence(), s.fence(), s.event()
+	s.ok(slow.Await(a, 1))
+	s.ok(slow.Record(e))
+	s.ok(fast.Await(b, 1))
+	s.ok(fast.Record(e))
+	s.ok(gpu.Await(c, 1))
+	s.ok(gpu.Wait(e))
+	s.ok(b.Raise(1))
+	s.ok(fast.Synchronize(s.ctx))
+	s.ok(a.Raise(1))
+	s.ok(slow.Synchronize(s.ctx))
+	s.ok(c.Raise(1))
+	s.ok(gpu.Synchronize(s.ctx))
 }
 
 func contexts(s *suite) {

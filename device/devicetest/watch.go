@@ -106,6 +106,24 @@ func watches(s *suite) {
 	w.wants("executed", "b2", "event", "a1", "again")
 }
 
+// watchesOutOfOrder: of two recordings of one stream the later is watched for first, and
+// can only pass once the work behind the earlier one has run.
+func watchesOutOfOrder(s *suite) {
+	w, gpu := s.watcher(), s.stream(device.HBM(0), "gpu")
+	first, last := s.event(), s.event()
+	gate := s.fence()
+	s.ok(gpu.Await(gate, 1))
+	s.ok(gpu.Record(first))
+	s.ok(gpu.Await(gate, 2))
+	s.ok(gpu.Record(last))
+	w.pending(w.WatchEvent(last, w.work("last")))
+	w.pending(w.WatchEvent(first, w.work("first")))
+	s.ok(gate.Raise(1))
+	w.wants("first")
+	s.ok(gate.Raise(2))
+	w.wants("first", "last")
+}
+
 // watchesFail: work is told of what has failed, before or after it was watched for, and
 // its stream is not in error then.
 func watchesFail(s *suite) {
