@@ -279,7 +279,7 @@ type Fence interface {
 	Fail(value uint32, err error) error
 	// Await waits on the host until the counter is at least value, or ctx is done.
 	Await(ctx context.Context, value uint32) error
-	// Value is the counter now.
+	// Value is the counter now, or was when the fence was closed.
 	Value() uint32
 	// Close releases the fence; nobody may be waiting for it.
 	Close() error

@@ -1,6 +1,7 @@
 package harvest
 
 import (
+	"errors"
 	"math"
 	"slices"
 	"sync"
@@ -159,7 +160,7 @@ func (r *readers) drained() (ok bool, failed error) {
 		if !ok {
 			return false, nil
 		}
-		if failed == nil {
+		if failed == nil && !errors.Is(err, device.ErrClosed) { // a fence may be closed once it has come so far
 			failed = err
 		}
 	}

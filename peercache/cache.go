@@ -33,7 +33,8 @@ type Cache[K comparable] struct {
 	landed *index[K, Copy[K]]
 	peers  failures
 
-	mu sync.Mutex
+	mu     sync.Mutex
+	closed bool
 	// moving copies have not landed; ending ones were given up, and their transfers are
 	// not seen to have ended.
 	moving, ending []*Copy[K]
@@ -131,7 +132,10 @@ func (c *Cache[K]) Put(key K, src device.Region, o PutOptions[K]) error {
 	}
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	if c.of(key) != nil {
+	switch {
+	case c.closed:
+		return harvest.ErrClosed
+	case c.of(key) != nil:
 		return ErrBusy
 	}
 	hints := harvest.Hints{Client: c.o.Client, Label: c.o.Name(key), Peers: o.Peers, Reader: c.o.Reader, Cost: o.Cost}
@@ -401,12 +405,17 @@ func (c *Cache[K]) Stats() Stats {
 }
 
 // Close ends what is on its way and gives everything back. Nobody reads a copy any more.
+// A second Close does nothing.
 func (c *Cache[K]) Close() error {
 	if c == nil {
 		return nil
 	}
 	c.mu.Lock()
 	defer c.mu.Unlock()
+	if c.closed {
+		return nil
+	}
+	c.closed = true
 	var all []*Copy[K]
 	c.landed.each(func(_ K, x *Copy[K]) { all = append(all, x) })
 	var errs []error

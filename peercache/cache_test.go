@@ -378,6 +378,24 @@ func TestDroppedOnTheWay(t *testing.T) {
 	}
 }
 
+// TestCloseBeforeHarvest: what is on its way when the cache is closed goes back to harvest
+// behind its copy, whose fence is closed by then.
+func TestCloseBeforeHarvest(t *testing.T) {
+	var freed []harvest.FreeInfo
+	r := newRig(t, emulated.Options{Virtual: true}, harvest.Options{
+		Events: harvest.EventListener{Freed: func(i harvest.FreeInfo) { freed = append(freed, i) }},
+	})
+	r.ok(r.put(0))
+	r.ok(r.cache.Close())
+	if err := r.put(1); !errors.Is(err, harvest.ErrClosed) {
+		t.Errorf("a copy to a closed cache: %v", err)
+	}
+	r.ok(r.harvest.Close(t.Context()))
+	if len(freed) != 1 || freed[0].Failed != nil {
+		t.Errorf("freed as %+v, want one copy that has not failed", freed)
+	}
+}
+
 // TestDroppedWhileRevoked: it goes once, whoever takes it first.
 func TestDroppedWhileRevoked(t *testing.T) {
 	r := newRig(t, emulated.Options{Virtual: true}, harvest.Options{})

@@ -103,6 +103,7 @@ type fence struct {
 
 	mu     sync.Mutex
 	closed bool
+	last   uint32 // the counter when it was closed; the word may count for another then
 	// failed says that whoever awaits failedAt or less gets err.
 	failed   bool
 	failedAt uint32
@@ -274,7 +275,7 @@ func (f *fence) Value() uint32 {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	if f.closed {
-		return 0
+		return f.last
 	}
 	return f.word.value.Load()
 }
@@ -291,6 +292,7 @@ func (f *fence) Close() error {
 	delete(f.m.fences, f)
 	f.m.mu.Unlock()
 	now := f.word.value.Load()
+	f.last = now
 	busy := f.awaits.behind(now)
 	for i := range f.raises {
 		busy = busy || f.raises[i].behind(now)

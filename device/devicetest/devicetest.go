@@ -947,8 +947,12 @@ func closed(s *suite) {
 	s.wants(st.Close(), "", device.ErrClosed)
 	s.ok(host.Close())
 	s.wants(host.Execute(device.Work{Name: "late"}), "", device.ErrClosed)
+	s.ok(f.Raise(3))
 	s.ok(e.Close())
 	s.ok(f.Close())
+	if v := f.Value(); v != 3 {
+		s.Errorf("a fence that was closed at 3 is at %d", v)
+	}
 	s.wants(e.Close(), "", device.ErrClosed)
 	s.wants(f.Close(), "", device.ErrClosed)
 	st = s.stream(device.HBM(0), "next")
