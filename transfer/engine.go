@@ -79,12 +79,18 @@ type Engine struct {
 	// links by their number in the core.
 	links []*link
 	// waits, tickets and marks, fences for Ticket.end at the value that they have, are
-	// there to be used again.
+	// there to be used again; worn marks are not, see lastMark.
 	waits   []*wait
 	tickets []*Ticket
 	marks   []device.Point
+	worn    []device.Point
 	closed  bool
 }
+
+// lastMark is the value from which on a fence is not used for another Ticket.end: somebody
+// may still hold the end of its first ticket, which half a round later would count as not
+// reached.
+const lastMark = 1 << 30
 
 // wait is what is done when a point is reached.
 type wait struct {
@@ -315,7 +321,16 @@ func (e *Engine) finish(t *Ticket, err error) {
 	if err := t.end.Fence.Raise(t.end.Value); err != nil {
 		t.err = errors.Join(t.err, err)
 	}
-	e.marks = append(e.marks, t.end)
+	e.unmark(t.end)
+}
+
+// unmark takes a fence back of which no ticket will raise this value any more.
+func (e *Engine) unmark(p device.Point) {
+	if p.Value < lastMark {
+		e.marks = append(e.marks, p)
+	} else {
+		e.worn = append(e.worn, p)
+	}
 }
 
 // PathStats is what one link has done.
@@ -373,7 +388,7 @@ func (e *Engine) Close() error {
 		}
 		e.mu.Lock()
 	}
-	links, marks := e.links, e.marks
+	links, marks := e.links, append(e.marks, e.worn...)
 	e.mu.Unlock()
 	defer e.mu.Lock()
 	// Now nothing runs on it but what was watched for, and points of no interest.
