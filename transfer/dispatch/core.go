@@ -430,7 +430,7 @@ func (c *Core) lose(l *link, err error) {
 		}
 	}
 	for _, r := range l.queue.all() {
-		if l.carries(r) {
+		if l.carries(r) && c.carried(r) != nil {
 			c.fail(r, err)
 		}
 	}
