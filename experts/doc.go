@@ -52,7 +52,7 @@
 //		use, err := step.Layer(ctx, l)            // tables updated on compute
 //		step.Prefetch(next(l))                    // the copies for the layer after it
 //		for _, w := range use.Waves {             // resident ones first
-//			w.Wait(compute)                       // for this wave's copies only
+//			… compute awaits w.Await …            // this wave's copies only
 //			up.Slots, up.Experts = use.Slots, w.Experts
 //			…
 //		}

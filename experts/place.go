@@ -30,11 +30,6 @@ func Place(layers, experts int, fraction float64) (Placement, error) {
 	return p, nil
 }
 
-// PlaceList offloads exactly the experts listed.
-func PlaceList(layers, experts int, offloaded []ID) (Placement, error) {
-	return byLayer(layers, experts, offloaded)
-}
-
 // PlaceLocal offloads all but the experts listed.
 func PlaceLocal(layers, experts int, local []ID) (Placement, error) {
 	p, err := byLayer(layers, experts, local)

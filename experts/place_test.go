@@ -62,8 +62,8 @@ func TestPlaceSpread(t *testing.T) {
 	}
 }
 
-func TestPlaceList(t *testing.T) {
-	got, err := PlaceList(3, 4, []ID{{2, 3}, {0, 1}, {2, 0}})
+func TestByLayer(t *testing.T) {
+	got, err := byLayer(3, 4, []ID{{2, 3}, {0, 1}, {2, 0}})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -71,8 +71,8 @@ func TestPlaceList(t *testing.T) {
 		t.Error(d)
 	}
 	for want, list := range map[string][]ID{"no expert 4 in layer 0": {{0, 4}}, "no expert 0 in layer 3": {{3, 0}}, "listed twice": {{1, 1}, {1, 1}}} {
-		if _, err := PlaceList(3, 4, list); err == nil || !strings.Contains(err.Error(), want) {
-			t.Errorf("PlaceList(%v): %v, want an error with %q", list, err, want)
+		if _, err := byLayer(3, 4, list); err == nil || !strings.Contains(err.Error(), want) {
+			t.Errorf("byLayer(%v): %v, want an error with %q", list, err, want)
 		}
 	}
 	for _, f := range []float64{-0.1, 1.1, math.NaN()} {

@@ -18,7 +18,7 @@ type Config struct {
 	Experts int
 	// Layout of one expert, from the backend.
 	Layout kernels.ExpertLayout
-	// Placement of the layers in the order of Layers: see Place and PlaceList.
+	// Placement of the layers in the order of Layers: see Place and PlaceLocal.
 	Placement Placement
 	// RingSlots is how many fetched experts the compute GPU holds. Default: twice
 	// the largest number that one layer misses. At least that number.

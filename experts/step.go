@@ -59,16 +59,6 @@ type Wave struct {
 	Await []device.Point
 }
 
-// Wait holds s back until the wave's experts have arrived.
-func (w Wave) Wait(s device.Stream) error {
-	for _, p := range w.Await {
-		if err := s.Await(p.Fence, p.Value); err != nil {
-			return fmt.Errorf("experts: wait for a wave: %w", err)
-		}
-	}
-	return nil
-}
-
 // BeginStep begins a step on the compute stream, when nothing of an earlier one runs any
 // more: it carries out the swaps whose experts have landed, corrects the links' rates, and
 // trusts peers again once a step has passed without them. Where a copy that was submitted

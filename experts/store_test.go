@@ -314,7 +314,7 @@ func (r *rig) enqueue(s *Store, st Step, prefetch bool, flops int64) ([]map[int]
 			}
 		}
 		for _, w := range u.Waves {
-			if err := w.Wait(r.compute); err != nil {
+			if err := await(r.compute, w); err != nil {
 				return nil, err
 			}
 			if err := r.products(u.Slots, w, flops*int64(w.Experts.Shape[0]), out[i]); err != nil {
@@ -515,7 +515,7 @@ func TestFailedComputeCascades(t *testing.T) {
 				break
 			}
 			for _, w := range u.Waves {
-				if err := w.Wait(r.compute); err != nil {
+				if err := await(r.compute, w); err != nil {
 					t.Fatal(err)
 				}
 			}
@@ -608,7 +608,7 @@ func TestDeterministic(t *testing.T) {
 				fmt.Fprintln(&log, l, slots, len(u.Waves))
 				for _, w := range u.Waves {
 					fmt.Fprintln(&log, w.Experts, len(w.Await))
-					if err := w.Wait(r.compute); err != nil {
+					if err := await(r.compute, w); err != nil {
 						t.Fatal(err)
 					}
 				}
@@ -656,7 +656,7 @@ func TestOneCopyPerWave(t *testing.T) {
 
 func TestResidency(t *testing.T) {
 	r := newRig(t, small(rowMajor), emulated.Options{Virtual: true}, 1<<20)
-	list, err := PlaceList(5, 6, []ID{{0, 1}, {0, 4}, {2, 0}, {4, 5}})
+	list, err := byLayer(5, 6, []ID{{0, 1}, {0, 4}, {2, 0}, {4, 5}})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -1015,4 +1015,14 @@ func TestHalfRound(t *testing.T) {
 		r.ok(s.tables.passed.Raise(s.tables.value))
 	}
 	r.steps(s, 4, false)
+}
+
+// await holds a stream back until a wave's experts have arrived.
+func await(s device.Stream, w Wave) error {
+	for _, p := range w.Await {
+		if err := s.Await(p.Fence, p.Value); err != nil {
+			return err
+		}
+	}
+	return nil
 }

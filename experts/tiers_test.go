@@ -253,7 +253,7 @@ func (r *rig) chosenStep(s *Store, c choice, flops int64) ([]map[int]uint32, err
 			return nil, err
 		}
 		for _, w := range use.Waves {
-			if err := w.Wait(r.compute); err != nil {
+			if err := await(r.compute, w); err != nil {
 				return nil, err
 			}
 			if err := r.products(open.Slots, w, flops*int64(w.Experts.Shape[0]), out[i]); err != nil {
@@ -1099,7 +1099,7 @@ func (u *unguarded) enqueue(r *rig, s *Store, st Step) []map[int]uint32 {
 		r.ok(st.Prefetch(s.plan.Next(l)))
 		for _, w := range use.Waves {
 			if u.without != "event before use" {
-				r.ok(w.Wait(r.compute))
+				r.ok(await(r.compute, w))
 			}
 			r.ok(r.products(use.Slots, w, 100*int64(w.Experts.Shape[0]), out[i]))
 		}
@@ -1167,7 +1167,7 @@ func revokedAt(t *testing.T, schedule emulated.Schedule, ops, at int) bool {
 		r.ok(st.Prefetch(s.plan.Next(l)))
 		here()
 		for _, w := range u.Waves {
-			r.ok(w.Wait(r.compute))
+			r.ok(await(r.compute, w))
 			here()
 			r.ok(r.products(u.Slots, w, 0, out[i]))
 			here()

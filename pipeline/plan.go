@@ -1,9 +1,6 @@
 package pipeline
 
-import (
-	"fmt"
-	"strings"
-)
+import "fmt"
 
 // Kind is what one action of a plan does.
 type Kind uint8
@@ -376,14 +373,4 @@ func nextMoE(moe []bool) []int {
 		}
 	}
 	return next
-}
-
-// Format prints a plan, an action a line.
-func Format(plan []Action) string {
-	var b strings.Builder
-	for _, a := range plan {
-		b.WriteString(a.String())
-		b.WriteByte('\n')
-	}
-	return b.String()
 }

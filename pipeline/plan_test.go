@@ -3,6 +3,7 @@ package pipeline
 import (
 	"fmt"
 	"math"
+	"strings"
 	"testing"
 
 	"github.com/cockroachdb/datadriven"
@@ -33,7 +34,7 @@ func TestPlans(t *testing.T) {
 		s.MicroBatches, s.Groups, s.SharedExpert, s.HostAttention = mbs, groups, d.HasArg("shared"), d.HasArg("host")
 		for _, p := range named {
 			if p.name == d.Cmd {
-				return Format(p.plan(s))
+				return format(p.plan(s))
 			}
 		}
 		t.Fatalf("unknown command %q", d.Cmd)
@@ -130,7 +131,7 @@ func keepsTheOrder(t *testing.T, name, layers string, s Shape) {
 		o.in(before[mb], Action{Kind: Head, MicroBatch: mb})
 	}
 	if len(o.known) != len(o.at) {
-		t.Errorf("%s: %d different actions, and %d are known:\n%s", o.what, len(o.at), len(o.known), Format(o.plan))
+		t.Errorf("%s: %d different actions, and %d are known:\n%s", o.what, len(o.at), len(o.known), format(o.plan))
 	}
 }
 
@@ -268,4 +269,14 @@ func TestGroupLimits(t *testing.T) {
 			}
 		}
 	}
+}
+
+// format prints a plan, an action a line.
+func format(plan []Action) string {
+	var b strings.Builder
+	for _, a := range plan {
+		b.WriteString(a.String())
+		b.WriteByte('\n')
+	}
+	return b.String()
 }

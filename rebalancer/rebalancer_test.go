@@ -284,8 +284,10 @@ func (r *rig) layer(st experts.Step, l int, whole bool) error {
 
 func (r *rig) waves(layer int, table kernels.Tensor, waves []experts.Wave) error {
 	for _, w := range waves {
-		if err := w.Wait(r.compute); err != nil {
-			return err
+		for _, p := range w.Await {
+			if err := r.compute.Await(p.Fence, p.Value); err != nil {
+				return err
+			}
 		}
 		if err := r.products(layer, table, w); err != nil {
 			return err

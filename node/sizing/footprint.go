@@ -76,9 +76,6 @@ func (f *Footprint) Within(maxModelLen int) *Footprint {
 	return &shorter
 }
 
-// Layers that have experts, by the model's numbers.
-func (f *Footprint) Layers() []int { return f.layers }
-
 // ExpertBytes is the size of an expert as it is laid out.
 func (f *Footprint) ExpertBytes() int64 { return f.expert.Size }
 
