@@ -29,10 +29,12 @@
 // # Fetches
 //
 // A fetch asks the cache in peers' memory for a copy with a reference on it: if there is
-// one it reads the peer, else the host. It takes no lock that anybody waits under. Experts
-// that lie side by side in both places come in one copy. Where a peer and the host together are faster than the peer alone, the
-// end of a copy comes from the host: by the links' rates, which copies made so far
-// correct, so that both end at the same time.
+// one it reads the peer, else the host. It takes no lock that anybody waits under. The
+// experts of a wave come in one request from each memory, wherever they lie there and in
+// the ring; predicted ones come each by itself, so that a wrong one can be forgone. Where
+// a peer and the host together are faster than the peer alone, the last experts of a
+// request come from the host: by the links' rates, which copies made so far correct, so
+// that both end at the same time.
 //
 // # Filling
 //

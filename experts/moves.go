@@ -65,7 +65,7 @@ func (s *Store) Promote(id ID, o PromoteOptions) error {
 	if err := s.movable(id); err != nil {
 		return wrap(err)
 	}
-	// Fetches take neighbors in one copy where they lie side by side.
+	// Experts that lie side by side are one copy of the device when they are fetched.
 	before := func(yield func(ID) bool) {
 		for e := id.Expert - 1; e >= 0 && yield(ID{id.Layer, e}); e-- {
 		}

@@ -30,8 +30,7 @@ type Config struct {
 	// all are fetched. Default: 1 and 4.
 	Waves, ChosenWaves int
 	// ChosenWaveBytes is the least that a wave of chosen experts brings, where there are
-	// several: to wait for the end of a copy takes as long as some 10 MB over NVLink.
-	// Default: 32 MiB.
+	// several: each wave costs a request, a wait and a launch of its own. Default: 32 MiB.
 	ChosenWaveBytes int64
 	// Adaptive gives local experts a host copy as well, so that Swap can put others in
 	// their places.

@@ -6,8 +6,8 @@
 //
 // Submit gives a request to the core (package dispatch), which decides what goes when,
 // and returns. There is a link for each pair of memories: a device stream that does the
-// copies. At most Depth chunks of ChunkBytes are with the device at a time on each; the
-// rest waits in the queue of its destination, so that a more urgent request overtakes at
+// copies. Depth chunks of at most ChunkBytes are with the device at a time on each, more
+// where they are small; the rest waits in the queue of its destination, so that a more urgent request overtakes at
 // the next chunk. Among requests of one priority the first submitted goes first. A request
 // whose After points are not all reached is passed over, not waited for: nothing queued
 // behind it is held up, so a stream that must see one copy land before it raises the fence
@@ -41,8 +41,8 @@
 // A chunk that fails is tried once more. When it fails again its ticket fails: the
 // Done fence is failed with the error, so nobody waits for ever, and Ticket.Err
 // says it. Other requests of the link go on. A request that waits for a point that
-// fails, fails with it. A lost device fails every request of
-// its links, and Submit refuses new ones. A stream that waits for a failed fence
+// fails, fails with it. A lost device fails every request
+// that only its links carry, and Submit refuses new ones. A stream that waits for a failed fence
 // goes into error on some devices and runs on on others, so whoever submitted
 // asks Ticket.Err before he believes what was computed.
 //

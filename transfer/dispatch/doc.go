@@ -15,8 +15,8 @@
 // # Order
 //
 // There is one queue for each destination. A link takes chunks out of the queue of the
-// memory that it leads to, whenever fewer than Depth of its chunks, or few bytes, are with the device:
-// of the first request, by class and then by submission, that it can carry and whose
+// memory that it leads to, whenever fewer than Depth of its chunks, or few bytes, are with
+// the device: of the first request, by class and then by submission, that it can carry and whose
 // points are all reached. So a request of a higher class overtakes at the next chunk,
 // and a link that drains slowly takes less. A link carries what goes from its own
 // source to its own target. One that brings bytes half the way, to be taken on from there
