@@ -70,7 +70,7 @@ var imports = map[string]map[string]string{
 		"harvest":      "peers' memory and its loss",
 		"kernels":      "layout of an expert, tables of a layer",
 		"peercache":    "copies on peers",
-		"residency":    "references to slots",
+		"lease":        "references to slots",
 		"transfer":     "fetches",
 	},
 	"experts/load": {
@@ -79,8 +79,8 @@ var imports = map[string]map[string]string{
 		"transfer": "copies packed weights",
 	},
 	"experts/ring": {
-		"device":    "points that a slot waits for",
-		"residency": "who reads a slot",
+		"device": "points that a slot waits for",
+		"lease":  "who reads a slot",
 	},
 	"forward": {
 		"device":  "memory and streams",
@@ -88,8 +88,8 @@ var imports = map[string]map[string]string{
 		"models":  "the architecture it runs",
 	},
 	"harvest": {
-		"device":    "memory of peers",
-		"residency": "references to what lies there",
+		"device": "memory of peers",
+		"lease":  "references to what lies there",
 	},
 	"kernels": {"device": "addresses and streams"},
 	"kernels/cpu": {
@@ -242,7 +242,7 @@ var imports = map[string]map[string]string{
 		"experts": "what is moved, and how often it is used",
 		"harvest": "room on peers",
 	},
-	"residency": {"device": "points at which a reference ends"},
+	"lease": {"device": "points at which a reference ends"},
 	"server": {
 		"engine":           "requests and their updates",
 		"models/chat":      "messages into a prompt",

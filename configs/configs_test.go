@@ -141,7 +141,7 @@ func TestValidate(t *testing.T) {
 		{func(s *Settings) { s.Model.DummyRouting = "1.2" }, `configs: dummy-routing is "1.2": must be uniform or zipf:S, S above 0 and at most 8`},
 		{func(s *Settings) { s.Model.DummyRouting = "zipf:1.2" }, `configs: dummy-routing is "zipf:1.2": only goes with load-format dummy`},
 		{func(s *Settings) { s.Model.LoadFormat = LoadDummy }, `configs: load-format is "dummy": needs model: a preset (`},
-		{func(s *Settings) { s.Bench.InputLen, s.Bench.Prompts = 5, "f" }, `configs: input-len is 5: is for generated prompts, and prompts names a file`},
+		{func(s *Settings) { s.Bench.InputLen, s.Bench.DatasetPath = 5, "f" }, `configs: input-len is 5: is for generated prompts, and prompts names a file`},
 		{func(s *Settings) { s.Bench.OutputLen = 1 }, `configs: output-len is 1: must be from 2 to 2147483647 tokens`},
 		{func(s *Settings) { s.Batch.MicroBatchSize = 4096 }, `configs: micro-batch-size is 4096: must be at most max-num-batched-tokens, 2048`},
 	} {

@@ -26,11 +26,11 @@ func TestHardware(t *testing.T) {
 		CPUFlops          *float64          `json:"cpu_flop_per_s"`
 		HostToGPU         []float64         `json:"host_to_gpu_bytes_per_s"`
 		GPUToHost         *float64          `json:"gpu_to_host_bytes_per_s"`
-		HostCopyStart     *float64          `json:"host_copy_start_s"`
+		HostCopyStart     *float64          `json:"host_copy_latency_s"`
 		RoundTrip         *float64          `json:"round_trip_s"`
 		PeerMemory        *float64          `json:"peer_memory_bytes"`
 		PeerToGPU         *float64          `json:"peer_to_gpu_bytes_per_s"`
-		PeerCopyStart     *float64          `json:"peer_copy_start_s"`
+		PeerCopyStart     *float64          `json:"peer_copy_latency_s"`
 		Sources           map[string]string `json:"sources"`
 	}
 	for _, name := range want {
@@ -56,8 +56,8 @@ func TestHardware(t *testing.T) {
 			"gpu_memory_bytes": m.GPUMemory, "gpu_memory_bytes_per_s": m.GPUMemoryRate, "gpu_flop_per_s": m.GPUFlops,
 			"gpu_attention_flop_per_s": m.GPUAttentionFlops, "host_memory_bytes": m.HostMemory,
 			"host_memory_bytes_per_s": m.HostMemoryRate, "cpu_flop_per_s": m.CPUFlops, "gpu_to_host_bytes_per_s": m.GPUToHost,
-			"host_copy_start_s": m.HostCopyStart, "round_trip_s": m.RoundTrip, "peer_memory_bytes": m.PeerMemory,
-			"peer_to_gpu_bytes_per_s": m.PeerToGPU, "peer_copy_start_s": m.PeerCopyStart,
+			"host_copy_latency_s": m.HostCopyStart, "round_trip_s": m.RoundTrip, "peer_memory_bytes": m.PeerMemory,
+			"peer_to_gpu_bytes_per_s": m.PeerToGPU, "peer_copy_latency_s": m.PeerCopyStart,
 		} {
 			optional := strings.HasPrefix(key, "peer_") || strings.HasSuffix(key, "_s") && !strings.Contains(key, "_per_s")
 			switch {

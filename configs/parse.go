@@ -115,9 +115,11 @@ type LayerExperts struct {
 	Experts []int
 }
 
-// LocalExpertsFile is the file that the setting local-experts names, and false where
+// ResidentExpertsFile is the file that the setting resident-experts names, and false where
 // it is a list.
-func (o Offload) LocalExpertsFile() (string, bool) { return strings.CutPrefix(o.LocalExperts, "@") }
+func (o Offload) ResidentExpertsFile() (string, bool) {
+	return strings.CutPrefix(o.ResidentExperts, "@")
+}
 
 // maxExpert bounds the numbers in a list: more than any model has.
 const maxExpert = 1 << 16
@@ -254,15 +256,15 @@ func (s Settings) validatePeers() error {
 	if s.Offload.Tier == PeerTier && peers.Auto && s.Device.Kind == CUDA {
 		return &SettingError{Key: "offload-tier", Value: s.Offload.Tier, Want: "needs peers: name the GPUs whose memory may be borrowed"}
 	}
-	if s.Offload.LocalExperts == "" {
+	if s.Offload.ResidentExperts == "" {
 		return nil
 	}
 	if s.Offload.Fraction > 0 {
-		return &SettingError{Key: "local-experts", Value: s.Offload.LocalExperts, Want: "says what is offloaded, and so does offload-fraction: leave one of them out"}
+		return &SettingError{Key: "resident-experts", Value: s.Offload.ResidentExperts, Want: "says what is offloaded, and so does offload-fraction: leave one of them out"}
 	}
-	if _, file := s.Offload.LocalExpertsFile(); !file {
-		if _, err := ParseExperts(s.Offload.LocalExperts); err != nil {
-			return &SettingError{Key: "local-experts", Value: s.Offload.LocalExperts, Want: err.Error()}
+	if _, file := s.Offload.ResidentExpertsFile(); !file {
+		if _, err := ParseExperts(s.Offload.ResidentExperts); err != nil {
+			return &SettingError{Key: "resident-experts", Value: s.Offload.ResidentExperts, Want: err.Error()}
 		}
 	}
 	return nil

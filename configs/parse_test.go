@@ -93,10 +93,10 @@ func TestPeerSettingsTogether(t *testing.T) {
 		{with(func(s *Settings) { s.Offload.Tier, s.Device.Kind = PeerTier, CUDA }), "offload-tier"},
 		{with(func(s *Settings) { s.Offload.Tier, s.Device.Kind, s.Device.Peers = PeerTier, CUDA, "1" }), ""},
 		{with(func(s *Settings) { s.Harvest.AvailabilityTrace, s.Device.Kind = "generated:1", CUDA }), "availability-trace"},
-		{with(func(s *Settings) { s.Offload.LocalExperts, s.Offload.Fraction = "0:1", 0.5 }), "local-experts"},
-		{with(func(s *Settings) { s.Offload.LocalExperts = "0:1;0:2" }), "local-experts"},
-		{with(func(s *Settings) { s.Offload.LocalExperts = "0:1,5;3:2-7" }), ""},
-		{with(func(s *Settings) { s.Offload.LocalExperts = "@no/such/file" }), ""}, // who opens it says so
+		{with(func(s *Settings) { s.Offload.ResidentExperts, s.Offload.Fraction = "0:1", 0.5 }), "resident-experts"},
+		{with(func(s *Settings) { s.Offload.ResidentExperts = "0:1;0:2" }), "resident-experts"},
+		{with(func(s *Settings) { s.Offload.ResidentExperts = "0:1,5;3:2-7" }), ""},
+		{with(func(s *Settings) { s.Offload.ResidentExperts = "@no/such/file" }), ""}, // who opens it says so
 	} {
 		err := c.settings.Validate()
 		var bad *SettingError

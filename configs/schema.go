@@ -124,11 +124,11 @@ var Schema = []Key{
 		Help: "where offloaded experts are fetched from: auto copies those that are used most to peers, peer begins when all are there, host uses no peers",
 	},
 	{
-		Name: "local-experts", Kind: String, Default: "", Placeholder: "LIST|@FILE", Commands: onOffload,
+		Name: "resident-experts", Kind: String, Default: "", Placeholder: "LIST|@FILE", Commands: onOffload,
 		Help: "experts that live on the compute device, in place of offload-fraction: 0:1,5;3:2-7 is 1 and 5 of layer 0, and 2 to 7 of layer 3",
 	},
 	{
-		Name: "adapt-local", Kind: Bool, Default: false, Commands: onOffload,
+		Name: "dynamic-residency", Kind: Bool, Default: false, Commands: onOffload,
 		Help: "let the experts that live on the compute device change with use; all experts then have a copy in host memory",
 	},
 	{
@@ -152,7 +152,7 @@ var Schema = []Key{
 		Help: "share of the compute device's memory that may be used",
 	},
 	{
-		Name: "num-kv-blocks", Kind: Int, Default: 0, Unit: "blocks", Max: unbounded, Commands: onRequest,
+		Name: "num-gpu-blocks-override", Kind: Int, Default: 0, Unit: "blocks", Max: unbounded, Commands: onRequest,
 		Help: "blocks in the pool for keys and values, 16 tokens each; 0: what memory allows",
 	},
 	{
@@ -204,7 +204,7 @@ var Schema = []Key{
 		Help: "machine whose rates floors and predictions count with: " + strings.Join(HardwareNames(), ", ") + ", or a file that bench transfer --calibrate wrote; without it, what is known of this one",
 	},
 	{
-		Name: "max-new-tokens", Kind: Int, Default: 128, Unit: "tokens", Min: 1, Max: unbounded, Commands: onRun,
+		Name: "max-tokens", Kind: Int, Default: 128, Unit: "tokens", Min: 1, Max: unbounded, Commands: onRun,
 		Help: "most tokens to generate",
 	},
 	{
@@ -264,7 +264,7 @@ var Schema = []Key{
 		Help: "tokens to generate for each request, whatever the model says of their end",
 	},
 	{
-		Name: "prompts", Kind: String, Default: "", Placeholder: "FILE", Commands: onBench,
+		Name: "dataset-path", Kind: String, Default: "", Placeholder: "FILE", Commands: onBench,
 		Help: "MT-Bench or MT-Bench-101 file, whose first turns are the prompts; without it, random ids with MT-Bench's lengths",
 	},
 	{

@@ -46,10 +46,10 @@ type Device struct {
 
 // Offload says which experts do not live on the compute device, and where they do.
 type Offload struct {
-	Fraction     float64 `mapstructure:"offload-fraction"`
-	Tier         Tier    `mapstructure:"offload-tier"`
-	LocalExperts string  `mapstructure:"local-experts"`
-	AdaptLocal   bool    `mapstructure:"adapt-local"`
+	Fraction         float64 `mapstructure:"offload-fraction"`
+	Tier             Tier    `mapstructure:"offload-tier"`
+	ResidentExperts  string  `mapstructure:"resident-experts"`
+	DynamicResidency bool    `mapstructure:"dynamic-residency"`
 }
 
 // Harvest says how peers' memory is borrowed.
@@ -62,8 +62,8 @@ type Harvest struct {
 
 // KV sizes the cache of keys and values.
 type KV struct {
-	NumBlocks   int `mapstructure:"num-kv-blocks"`
-	MaxModelLen int `mapstructure:"max-model-len"`
+	NumGPUBlocksOverride int `mapstructure:"num-gpu-blocks-override"`
+	MaxModelLen          int `mapstructure:"max-model-len"`
 }
 
 // Batch says how steps run.
@@ -91,11 +91,11 @@ type Plan struct {
 
 // Generate says what to generate. Dummy weights and generated prompts have the same Seed.
 type Generate struct {
-	Chat         bool    `mapstructure:"chat"`
-	MaxNewTokens int     `mapstructure:"max-new-tokens"`
-	Temperature  float64 `mapstructure:"temperature"`
-	Seed         uint64  `mapstructure:"seed"`
-	IgnoreEOS    bool    `mapstructure:"ignore-eos"`
+	Chat        bool    `mapstructure:"chat"`
+	MaxTokens   int     `mapstructure:"max-tokens"`
+	Temperature float64 `mapstructure:"temperature"`
+	Seed        uint64  `mapstructure:"seed"`
+	IgnoreEOS   bool    `mapstructure:"ignore-eos"`
 }
 
 // Serve is of the server; times are in seconds.
@@ -115,7 +115,7 @@ type Bench struct {
 	NumPrompts    int    `mapstructure:"num-prompts"`
 	InputLen      int    `mapstructure:"input-len"`
 	OutputLen     int    `mapstructure:"output-len"`
-	Prompts       string `mapstructure:"prompts"`
+	DatasetPath   string `mapstructure:"dataset-path"`
 	WarmupTokens  int    `mapstructure:"warmup-tokens"`
 	Trials        int    `mapstructure:"trials"`
 	PrefillTrials int    `mapstructure:"prefill-trials"`
@@ -247,7 +247,7 @@ func (s Settings) Validate() error {
 	if err := s.validatePeers(); err != nil {
 		return err
 	}
-	if s.Bench.InputLen > 0 && s.Bench.Prompts != "" {
+	if s.Bench.InputLen > 0 && s.Bench.DatasetPath != "" {
 		return &SettingError{Key: "input-len", Value: s.Bench.InputLen, Want: "is for generated prompts, and prompts names a file"}
 	}
 	// A policy may yet raise the second.

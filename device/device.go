@@ -314,12 +314,12 @@ type Usage struct {
 	// Allocated is what this machine's Memory objects hold, rounded as the device
 	// rounds.
 	Allocated int64
-	// Other is what is taken by others: other processes, contexts, libraries,
+	// OtherProcesses is what is taken by others: other processes, contexts, libraries,
 	// other tenants.
-	Other int64
+	OtherProcesses int64
 	// Peak is the largest Allocated so far.
 	Peak int64
 }
 
 // Free is what could still be allocated.
-func (u Usage) Free() int64 { return u.Capacity - u.Allocated - u.Other }
+func (u Usage) Free() int64 { return u.Capacity - u.Allocated - u.OtherProcesses }

@@ -182,7 +182,7 @@ func TestTopology(t *testing.T) {
 }
 
 func TestUsage(t *testing.T) {
-	if got := (device.Usage{Capacity: 100, Allocated: 30, Other: 90, Peak: 50}).Free(); got != -20 {
+	if got := (device.Usage{Capacity: 100, Allocated: 30, OtherProcesses: 90, Peak: 50}).Free(); got != -20 {
 		t.Errorf("%d bytes free, want -20", got)
 	}
 }

@@ -27,7 +27,7 @@
 //   - A reader that is slow or gone holds up nobody; a request whose context is done
 //     gives its blocks back before the next step.
 //   - A step that failed because a copy failed is run again, at most
-//     Options.Retries times.
+//     Options.MaxRetries times.
 //
 // # Example
 //

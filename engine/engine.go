@@ -48,8 +48,8 @@ type Options struct {
 	Vocab int
 	// StopIDs end every request that does not ignore them.
 	StopIDs []int32
-	// Retries is how often a step is run again after copies failed. Default: 3.
-	Retries int
+	// MaxRetries is how often a step is run again after copies failed. Default: 3.
+	MaxRetries int
 	// Listener hears of steps and of requests that ended; it must not block.
 	Listener Listener
 	// Now is the clock of requests' times. Default: time.Now.
@@ -69,8 +69,8 @@ func (o Options) EnsureDefaults() Options {
 	if o.MaxAdjust == 0 {
 		o.MaxAdjust = 1 << 20
 	}
-	if o.Retries == 0 {
-		o.Retries = 3
+	if o.MaxRetries == 0 {
+		o.MaxRetries = 3
 	}
 	if o.Now == nil {
 		o.Now = time.Now
@@ -100,7 +100,7 @@ func (o Options) Validate() error {
 		{"MaxQueued", o.MaxQueued, 0},
 		{"LongAfter", o.LongAfter, 0},
 		{"Vocab", o.Vocab, 1},
-		{"Retries", o.Retries, 0},
+		{"Retries", o.MaxRetries, 0},
 	} {
 		if f.value < f.least {
 			return fmt.Errorf("engine: %s is %d; it must be at least %d", f.name, f.value, f.least)
@@ -118,8 +118,8 @@ type Listener struct {
 
 // StepInfo is a step that ended.
 type StepInfo struct {
-	// Rows of Sequences, of which Drawn drew a token.
-	Rows, Sequences, Drawn int
+	// Tokens of Sequences, of which Drawn drew a token.
+	Tokens, Sequences, Sampled int
 	// Duration on the wall clock, failed tries included.
 	Duration time.Duration
 	// Tries is 1, or more where copies failed.
@@ -191,7 +191,7 @@ type chunk struct {
 
 // delivery is news on its way to a job.
 type delivery struct {
-	news
+	pendingUpdate
 	of *sequence
 	// unwritten says that the text is still to be written: that of the token, unless it
 	// is a stop id, and at the sample's end what was held back.
@@ -203,14 +203,14 @@ type delivery struct {
 
 // sequence is one sample that waits or runs.
 type sequence struct {
-	sub    *submission
-	sample int
-	tokens []int32 // prompt and drawn
-	drawn  int
-	long   bool
-	table  *kvcache.Table
-	text   *writer
-	adjust adjustments
+	sub     *submission
+	sample  int
+	tokens  []int32 // prompt and drawn
+	sampled int
+	long    bool
+	table   *kvcache.Table
+	text    *writer
+	adjust  adjustments
 }
 
 // New makes an engine. It is closed in the end.
@@ -224,7 +224,7 @@ func New(o Options) (*Engine, error) {
 		seqs:      map[scheduler.ID]*sequence{},
 		wake:      make(chan struct{}, 1),
 		delivered: make(chan struct{}),
-		sched:     scheduler.New(scheduler.Limits{Rows: o.MaxNumBatchedTokens, Sequences: o.MaxNumSeqs, Tokens: o.KV.Capacity()}),
+		sched:     scheduler.New(scheduler.Limits{StepTokens: o.MaxNumBatchedTokens, Sequences: o.MaxNumSeqs, CacheTokens: o.KV.Capacity()}),
 		state:     State{KVBlocks: o.KV.Blocks(), BlockTokens: o.KV.BlockTokens()},
 	}, nil
 }
@@ -271,13 +271,13 @@ func (e *Engine) enqueue(ctx context.Context, s *submission) error {
 		e.mu.Lock()
 		e.canceled = true
 		e.mu.Unlock()
-		e.poke()
+		e.wakeUp()
 	})
-	e.poke()
+	e.wakeUp()
 	return nil
 }
 
-func (e *Engine) poke() {
+func (e *Engine) wakeUp() {
 	select {
 	case e.wake <- struct{}{}:
 	default:
@@ -329,7 +329,7 @@ func (e *Engine) Close() error {
 	e.mu.Lock()
 	e.stopped = true
 	e.mu.Unlock()
-	e.poke()
+	e.wakeUp()
 	e.inside.Lock()
 	defer e.inside.Unlock()
 	e.abandon(nil)
@@ -413,7 +413,7 @@ func (e *Engine) Generate(ctx context.Context, requests []Request, onUpdate func
 		first[i] = len(outs)
 		outs = append(outs, make([]Output, s.left)...)
 	}
-	var waiting []news
+	var waiting []pendingUpdate
 	token := make([]Token, 1)
 	for left := len(outs); left > 0; {
 		if err := ctx.Err(); err != nil {
@@ -608,7 +608,7 @@ func logProbs(p pipeline.LogProb, n int) (chosen float32, top []TopLogProb) {
 // its text is written here, since that can wait for the delivery otherwise.
 func (e *Engine) take(id scheduler.ID, q *sequence, t Token, now time.Time) {
 	q.tokens = append(q.tokens, t.ID)
-	q.drawn++
+	q.sampled++
 	q.adjust.drew(t.ID)
 	d := e.news(q, now)
 	d.drawn, d.token, d.unwritten = true, t, q.text != nil
@@ -633,7 +633,7 @@ func (e *Engine) take(id scheduler.ID, q *sequence, t Token, now time.Time) {
 
 // news adds empty news to what is pending.
 func (e *Engine) news(q *sequence, now time.Time) *delivery {
-	e.pending = append(e.pending, delivery{news: news{sample: q.sample, at: now}, of: q})
+	e.pending = append(e.pending, delivery{pendingUpdate: pendingUpdate{sample: q.sample, at: now}, of: q})
 	return &e.pending[len(e.pending)-1]
 }
 
@@ -702,7 +702,7 @@ func (e *Engine) run(ctx context.Context, step *pipeline.Step, rows int) (pipeli
 	start := e.o.Now()
 	for try := 1; ; try++ {
 		res, err := e.o.Pipeline.Step(ctx, step)
-		again := errors.Is(err, pipeline.ErrStepFailed) && try <= e.o.Retries
+		again := errors.Is(err, pipeline.ErrStepFailed) && try <= e.o.MaxRetries
 		e.mu.Lock()
 		n := e.state.Steps
 		if err == nil {
@@ -713,7 +713,7 @@ func (e *Engine) run(ctx context.Context, step *pipeline.Step, rows int) (pipeli
 		e.mu.Unlock()
 		if err == nil {
 			if e.o.Listener.Step != nil {
-				e.o.Listener.Step(StepInfo{Rows: rows, Sequences: len(step.Sequences), Drawn: len(res.Sampled), Duration: e.o.Now().Sub(start), Tries: try})
+				e.o.Listener.Step(StepInfo{Tokens: rows, Sequences: len(step.Sequences), Sampled: len(res.Sampled), Duration: e.o.Now().Sub(start), Tries: try})
 			}
 			return res, nil
 		}

@@ -150,7 +150,7 @@ func testNeighborsChangeNothing(t *testing.T) {
 	want := alone(t, n, rs)
 	var count steps
 	tight, _ := openWith(t, engine.Listener{Step: func(engine.StepInfo) { count.step() }}, func(s *configs.Settings) {
-		s.KV.NumBlocks, s.KV.MaxModelLen, s.Batch.MaxNumBatchedTokens, s.Batch.MaxNumSeqs, s.Batch.MicroBatchSize = 9, 48, 40, 12, 17
+		s.KV.NumGPUBlocksOverride, s.KV.MaxModelLen, s.Batch.MaxNumBatchedTokens, s.Batch.MaxNumSeqs, s.Batch.MicroBatchSize = 9, 48, 40, 12, 17
 	})
 	run(t, tight)
 	var group sync.WaitGroup
@@ -410,7 +410,7 @@ func TestLostDeviceEndsEverything(t *testing.T) {
 func TestBadRequests(t *testing.T) {
 	n, _ := open(t, func(s *configs.Settings) {
 		s.Model.Name = fixtures.Dir(t, "mixtral")
-		s.KV.NumBlocks, s.KV.MaxModelLen = 4, 60
+		s.KV.NumGPUBlocksOverride, s.KV.MaxModelLen = 4, 60
 	})
 	for _, c := range []struct {
 		name   string

@@ -95,7 +95,7 @@ func TestGPUNeighborsChangeNothing(t *testing.T) {
 		tight := openOnGPU(t, func(s *configs.Settings) {
 			invariant(s)
 			s.Offload.Fraction = fraction
-			s.KV.NumBlocks, s.KV.MaxModelLen, s.Batch.MaxNumBatchedTokens, s.Batch.MaxNumSeqs, s.Batch.MicroBatchSize = 9, 48, 40, 12, 17
+			s.KV.NumGPUBlocksOverride, s.KV.MaxModelLen, s.Batch.MaxNumBatchedTokens, s.Batch.MaxNumSeqs, s.Batch.MicroBatchSize = 9, 48, 40, 12, 17
 		})
 		got, err := tight.Engine().Generate(t.Context(), rs, nil)
 		if err != nil {

@@ -14,7 +14,7 @@ type Job struct {
 	mu   sync.Mutex
 	wake chan struct{} // closed when there is news; nil while nobody waits
 	// news waits from read on; what lies before was read.
-	news  []news
+	news  []pendingUpdate
 	read  int
 	ended bool
 	err   error
@@ -22,9 +22,9 @@ type Job struct {
 	times Times
 }
 
-// news is an Update that waits. Its token, if it has one, becomes a slice where it is
+// pendingUpdate is an Update that waits. Its token, if it has one, becomes a slice where it is
 // read, so that the engine's goroutine makes none.
-type news struct {
+type pendingUpdate struct {
 	sample int
 	drawn  bool
 	token  Token
@@ -34,7 +34,7 @@ type news struct {
 }
 
 // update gives n to a reader; its Tokens lie in room, which has place for one.
-func (n *news) update(room []Token) Update {
+func (n *pendingUpdate) update(room []Token) Update {
 	u := Update{Sample: n.sample, Text: n.text, Finish: n.finish}
 	if n.drawn {
 		u.Tokens, u.At = append(room[:0], n.token), n.at
@@ -78,9 +78,9 @@ func (j *Job) Next(ctx context.Context) (Update, error) {
 }
 
 // pop takes the first of the news that wait. The lock is held, and there are some.
-func (j *Job) pop() news {
+func (j *Job) pop() pendingUpdate {
 	n := j.news[j.read]
-	j.news[j.read] = news{}
+	j.news[j.read] = pendingUpdate{}
 	if j.read++; j.read == len(j.news) {
 		j.news, j.read = j.news[:0], 0
 	}
@@ -127,7 +127,7 @@ func (j *Job) deliver(d *delivery) {
 		clear(j.news[n:])
 		j.news, j.read = j.news[:n], 0
 	}
-	j.news = append(j.news, d.news)
+	j.news = append(j.news, d.pendingUpdate)
 	if d.last {
 		j.times.Finished, j.err, j.ended = d.at, d.err, true
 	}
@@ -143,7 +143,7 @@ func (j *Job) wakeReader() {
 }
 
 // take moves all that waits to room, which is emptied first.
-func (j *Job) take(room []news) []news {
+func (j *Job) take(room []pendingUpdate) []pendingUpdate {
 	j.mu.Lock()
 	defer j.mu.Unlock()
 	room = append(room[:0], j.news[j.read:]...)

@@ -14,7 +14,7 @@ func TestSlowReaderHoldsWhatWaits(t *testing.T) {
 	j := newJob(time.Time{}, 1)
 	const behind = 5
 	for i := range 1000 {
-		j.deliver(&delivery{news: news{drawn: true, token: Token{ID: int32(i)}}})
+		j.deliver(&delivery{pendingUpdate: pendingUpdate{drawn: true, token: Token{ID: int32(i)}}})
 		if i < behind {
 			continue
 		}
@@ -40,7 +40,7 @@ func TestEndsWithItsLastUpdate(t *testing.T) {
 	cancel()
 	for _, why := range []error{nil, errors.New("the device is gone")} {
 		j := newJob(now, 1)
-		j.deliver(&delivery{news: news{drawn: true, finish: FinishLength, at: now}, last: true, err: why})
+		j.deliver(&delivery{pendingUpdate: pendingUpdate{drawn: true, finish: FinishLength, at: now}, last: true, err: why})
 		if u, err := j.Next(canceled); err != nil || u.Finish != FinishLength {
 			t.Errorf("the last update is %+v, %v", u, err)
 		}

@@ -93,7 +93,7 @@ func TestEveryUpdateOnceInOrder(t *testing.T) {
 		t.Fatal(err)
 	}
 	const length, requests = 96, 80
-	options := engine.Options{Tokenizer: tok, MaxModelLen: length, MaxNumBatchedTokens: 60, MaxNumSeqs: 24, LongAfter: longAfter, Vocab: 256, Retries: 40}
+	options := engine.Options{Tokenizer: tok, MaxModelLen: length, MaxNumBatchedTokens: 60, MaxNumSeqs: 24, LongAfter: longAfter, Vocab: 256, MaxRetries: 40}
 	var rs []engine.Request
 	random := rand.New(rand.NewPCG(1, 2))
 	for i := range requests {

@@ -36,7 +36,7 @@ func (f *fake) Info() eval.Info {
 	}
 	return eval.Info{
 		Model: "fake", Device: "none", DType: "bfloat16", Emulated: true, KeepsData: true,
-		MicroBatchRows: 2, StepRows: 64, Attention: f.attention,
+		MicroBatchTokens: 2, StepTokens: 64, Attention: f.attention,
 		Shape: planner.Model{
 			Name: "fake", Layers: 4, Hidden: 64, Heads: 4, KVHeads: 2, HeadDim: 16,
 			Experts: 8, TopK: 2, ExpertWidth: 128, Vocab: 100,
@@ -56,7 +56,7 @@ func (f *fake) Batch(prompts [][]int32, newTokens int) (eval.Batch, error) {
 func (f *fake) Counts(context.Context) (eval.Counts, error) {
 	c := f.counts
 	c.Stalls = map[string]float64{"waiting for host": float64(c.FetchedHost) / 100, "never": 0}
-	c.Activations = [][]int64{slices.Clone(f.counts.Activations[0]), slices.Clone(f.counts.Activations[1])}
+	c.RoutedTokens = [][]int64{slices.Clone(f.counts.RoutedTokens[0]), slices.Clone(f.counts.RoutedTokens[1])}
 	return c, nil
 }
 
@@ -98,8 +98,8 @@ func (b *fakeBatch) Decode(_ context.Context, from, to int) error {
 		b.f.counts.FetchedHost += b.f.bytes
 		for i := range b.tokens {
 			b.tokens[i] = append(b.tokens[i][:at], b.tokens[i][at-1]+1)
-			b.f.counts.Activations[0][0]++
-			b.f.counts.Activations[1][i%2]++
+			b.f.counts.RoutedTokens[0][0]++
+			b.f.counts.RoutedTokens[1][i%2]++
 		}
 	}
 	return nil
@@ -111,6 +111,6 @@ func (b *fakeBatch) Close()            { b.say("closed") }
 func newFake(name string, step time.Duration, log *[]string) *fake {
 	return &fake{
 		name: name, prefill: 2 * time.Second, step: step, bytes: 10, log: log,
-		counts: eval.Counts{Activations: [][]int64{make([]int64, 8), make([]int64, 8)}, PeakBytes: 77},
+		counts: eval.Counts{RoutedTokens: [][]int64{make([]int64, 8), make([]int64, 8)}, PeakBytes: 77},
 	}
 }

@@ -45,14 +45,14 @@ type Info struct {
 	Emulated bool
 	// KeepsData: memory holds bytes. Where it does not, tokens mean nothing.
 	KeepsData bool
-	// MicroBatchRows is the most rows whose attention runs together, StepRows the most
+	// MicroBatchTokens is the most rows whose attention runs together, StepTokens the most
 	// of a step.
-	MicroBatchRows, StepRows int
+	MicroBatchTokens, StepTokens int
 	// MicroBatches is the least number of micro-batches of a step; 0: as few as
-	// MicroBatchRows allows.
+	// MicroBatchTokens allows.
 	MicroBatches int
-	// ChosenOnlyRows is the most rows of a step that fetches only chosen experts.
-	ChosenOnlyRows int
+	// OnDemandTokens is the most rows of a step that fetches only chosen experts.
+	OnDemandTokens int
 	// Grouping is how often experts run, Attention where attention runs.
 	Grouping  configs.Grouping
 	Attention configs.Place
@@ -70,8 +70,8 @@ type Counts struct {
 	FetchedHost, FetchedPeer int64
 	// Stalls are seconds in which the compute device waited, by cause.
 	Stalls map[string]float64
-	// Activations are the rows that chose each expert: [layer with experts][expert].
-	Activations [][]int64
+	// RoutedTokens are the rows that chose each expert: [layer with experts][expert].
+	RoutedTokens [][]int64
 	// PeakBytes of the compute device's memory.
 	PeakBytes int64
 }

@@ -210,8 +210,8 @@ func byX(points plotter.XYs) plotter.XYs {
 func knees(results []Result) func(yield func(tier configs.Tier, knee float64) bool) {
 	by := map[configs.Tier]float64{}
 	for _, r := range results {
-		if r.Prediction != nil && r.Prediction.Knee > 0 {
-			by[r.Tier] = r.Prediction.Knee
+		if r.Prediction != nil && r.Prediction.SaturationPoint > 0 {
+			by[r.Tier] = r.Prediction.SaturationPoint
 		}
 	}
 	return func(yield func(configs.Tier, float64) bool) {
@@ -259,8 +259,8 @@ func PlotGains(out io.Writer, format string, results []Result) error {
 	most, least := 0.0, 0.0
 	for _, g := range gains {
 		names = append(names, fmt.Sprintf("%s, %d requests", g.Model, g.Requests))
-		decode, whole = append(decode, 100*g.Decode), append(whole, 100*g.Whole)
-		most, least = max(most, 100*g.Decode, 100*g.Whole), min(least, 100*g.Decode, 100*g.Whole)
+		decode, whole = append(decode, 100*g.Decode), append(whole, 100*g.EndToEnd)
+		most, least = max(most, 100*g.Decode, 100*g.EndToEnd), min(least, 100*g.Decode, 100*g.EndToEnd)
 	}
 	width := min(vg.Points(40), plotWidth/vg.Length(4*len(gains)))
 	for i, bars := range []struct {

@@ -11,24 +11,24 @@ import (
 // Result is the measurement of one configuration. Seconds are those of the node's
 // clock.
 type Result struct {
-	Model           string             `json:"model"`
-	Device          string             `json:"device"`
-	Emulated        bool               `json:"emulated"`
-	DType           string             `json:"dtype"`
-	LoadFormat      configs.LoadFormat `json:"load_format"`
-	Tier            configs.Tier       `json:"tier"`
-	OffloadFraction float64            `json:"offload_fraction"`
-	MicroBatch      int                `json:"micro_batch"`
-	NumMicroBatches int                `json:"num_micro_batches"`
-	ExpertGrouping  configs.Grouping   `json:"expert_grouping"`
-	Attention       configs.Place      `json:"attention"`
+	Model            string             `json:"model"`
+	Device           string             `json:"device"`
+	Emulated         bool               `json:"emulated"`
+	DType            string             `json:"dtype"`
+	LoadFormat       configs.LoadFormat `json:"load_format"`
+	Tier             configs.Tier       `json:"tier"`
+	OffloadFraction  float64            `json:"offload_fraction"`
+	MicroBatchTokens int                `json:"micro_batch_tokens"`
+	NumMicroBatches  int                `json:"num_micro_batches"`
+	ExpertGrouping   configs.Grouping   `json:"expert_grouping"`
+	Attention        configs.Place      `json:"attention"`
 	// Requests run as one batch; PromptTokens and GeneratedTokens are those of all of
 	// them in one trial.
 	Requests        int `json:"requests"`
 	PromptTokens    int `json:"prompt_tokens"`
 	GeneratedTokens int `json:"generated_tokens"`
-	// PromptsCut of the prompts were longer than the model's context allows.
-	PromptsCut int `json:"prompts_cut"`
+	// TruncatedPrompts of the prompts were longer than the model's context allows.
+	TruncatedPrompts int `json:"truncated_prompts"`
 	// WarmupTokens were drawn of each request before the trials.
 	WarmupTokens int     `json:"warmup_tokens"`
 	Trials       []Trial `json:"trials"`
@@ -39,9 +39,9 @@ type Result struct {
 	StddevTokS       float64 `json:"stddev_tok_s"`
 	DecodeTokS       float64 `json:"decode_tok_s"`
 	DecodeStddevTokS float64 `json:"decode_stddev_tok_s"`
-	// BytesFetched and StallS are over all trials, DecodeStepBytes a decode step's
+	// FetchedBytes and StallS are over all trials, DecodeStepBytes a decode step's
 	// mean.
-	BytesFetched    Bytes              `json:"bytes_fetched"`
+	FetchedBytes    Bytes              `json:"fetched_bytes"`
 	DecodeStepBytes Bytes              `json:"decode_step_bytes"`
 	StallS          map[string]float64 `json:"stall_s"`
 	// DistinctExperts is how many of a layer's experts the last decode step went
@@ -93,9 +93,9 @@ type Prediction struct {
 	DecodeTokS     float64 `json:"decode_tok_s"`
 	// Bound of a decode step.
 	Bound string `json:"bound"`
-	// Knee is the offload fraction up to which copies from the cell's tier stay hidden;
+	// SaturationPoint is the offload fraction up to which copies from the cell's tier stay hidden;
 	// absent at fraction 0, and where that is above 1.
-	Knee float64 `json:"knee,omitempty"`
+	SaturationPoint float64 `json:"saturation_fraction,omitempty"`
 }
 
 // Cell of a sweep that the result is of.
@@ -155,10 +155,10 @@ func (r *Result) plan(info *Info) {
 	}
 	h, newTokens := *info.Hardware, r.steps()+1
 	work := planner.Workload{PromptTokens: (r.PromptTokens + r.Requests/2) / r.Requests, NewTokens: newTokens}
-	floor := planner.FloorCase{Rows: r.Requests, Context: work.Context(), Fraction: r.OffloadFraction}
+	floor := planner.RooflineCase{Rows: r.Requests, Context: work.Context(), Fraction: r.OffloadFraction}
 	policy := planner.Policy{
-		Batch: r.Requests, MicroBatch: r.MicroBatch, PrefillTokens: info.StepRows, Grouping: r.ExpertGrouping, Attention: r.Attention,
-		ChosenOnly: r.OffloadFraction > 0 && r.Requests <= info.ChosenOnlyRows,
+		Batch: r.Requests, MicroBatch: r.MicroBatchTokens, PrefillTokens: info.StepTokens, Grouping: r.ExpertGrouping, Attention: r.Attention,
+		OnDemand: r.OffloadFraction > 0 && r.Requests <= info.OnDemandTokens,
 	}
 	if r.ExpertGrouping == configs.PerMicroBatch {
 		floor.Groups = r.NumMicroBatches
@@ -171,7 +171,7 @@ func (r *Result) plan(info *Info) {
 	if floor.Rate == 0 {
 		return
 	}
-	f := planner.Floors(info.Shape, h, floor)
+	f := planner.Rooflines(info.Shape, h, floor)
 	r.Roofline = &Roofline{Bound: string(bound(f, link)), TokS: f.TokS, Fraction: r.DecodeTokS / f.TokS}
 
 	problem := planner.Problem{Model: info.Shape, Hardware: h, Workload: work, Sizes: info.Sizes}
@@ -195,14 +195,14 @@ func (r *Result) plan(info *Info) {
 	if r.Tier == configs.NoTier {
 		return
 	}
-	if knee, err := problem.Knee(policy, tier); err == nil && knee <= 1 {
-		r.Prediction.Knee = knee
+	if knee, err := problem.SaturationPoint(policy, tier); err == nil && knee <= 1 {
+		r.Prediction.SaturationPoint = knee
 	}
 }
 
 // bound is what limits a floor: the link, or what most of the compute's time is bound
 // by.
-func bound(f planner.Floor, link planner.Bound) planner.Bound {
+func bound(f planner.Roofline, link planner.Bound) planner.Bound {
 	if f.Copies > f.Compute {
 		return link
 	}

@@ -63,10 +63,10 @@ type SweepOptions struct {
 	Cells []Cell
 	// Open opens the node of a cell; the sweep closes it.
 	Open func(ctx context.Context, c Cell) (Node, error)
-	// Together keeps the nodes of all cells open and goes round them trial by trial, so
+	// Shared keeps the nodes of all cells open and goes round them trial by trial, so
 	// that a drift of the machine hits all alike. Without it one cell is finished, and
 	// its node closed, before the next begins.
-	Together bool
+	Shared bool
 	// Done are cells that have been measured before.
 	Done []Result
 	// LeaveOut, if set, is asked about a cell whose node cannot be opened: true leaves
@@ -97,7 +97,7 @@ func Sweep(ctx context.Context, o SweepOptions) ([]Result, error) {
 		}
 	}
 	batches := make([][]Cell, 0, len(left))
-	if o.Together && len(left) > 0 {
+	if o.Shared && len(left) > 0 {
 		batches = append(batches, left)
 	} else {
 		for _, c := range left {
@@ -183,7 +183,7 @@ type Gain struct {
 	Requests int
 	Fraction float64
 	// Decode of decoding alone, Whole with prefill.
-	Decode, Whole float64
+	Decode, EndToEnd float64
 }
 
 // Gains compares results of both tiers, in the order of the models' first results.
@@ -213,7 +213,7 @@ func Gains(results []Result, fraction float64) []Gain {
 		}
 		gains = append(gains, Gain{
 			Model: k.model, Requests: k.requests, Fraction: fraction, Emulated: host.Emulated || peer.Emulated,
-			Decode: peer.DecodeTokS/host.DecodeTokS - 1, Whole: peer.ThroughputTokS/host.ThroughputTokS - 1,
+			Decode: peer.DecodeTokS/host.DecodeTokS - 1, EndToEnd: peer.ThroughputTokS/host.ThroughputTokS - 1,
 		})
 	}
 	return gains

@@ -40,8 +40,8 @@ func TestThroughput(t *testing.T) {
 		t.Errorf("trials %+v", r.Trials)
 	}
 	// Prefill twice, 4 steps three times, 10 bytes each; warm-up does not count.
-	if r.BytesFetched != (eval.Bytes{Host: 140}) || r.DecodeStepBytes != (eval.Bytes{Host: 10}) {
-		t.Errorf("fetched %+v, %+v a step", r.BytesFetched, r.DecodeStepBytes)
+	if r.FetchedBytes != (eval.Bytes{Host: 140}) || r.DecodeStepBytes != (eval.Bytes{Host: 10}) {
+		t.Errorf("fetched %+v, %+v a step", r.FetchedBytes, r.DecodeStepBytes)
 	}
 	if got := r.StallS; len(got) != 1 || got["waiting for host"] < 1.3999 || got["waiting for host"] > 1.4001 {
 		t.Errorf("stalls %v", got)
@@ -50,10 +50,10 @@ func TestThroughput(t *testing.T) {
 	if r.DistinctExperts != 1.5 || r.TokensPerExpert != 2 || r.MaxTokensPerExpert != 3 || r.HBMPeakBytes != 77 {
 		t.Errorf("%+v", r)
 	}
-	if r.MicroBatch != 2 || r.NumMicroBatches != 2 || r.PromptTokens != 6 || r.GeneratedTokens != 15 || r.WarmupTokens != 9 {
+	if r.MicroBatchTokens != 2 || r.NumMicroBatches != 2 || r.PromptTokens != 6 || r.GeneratedTokens != 15 || r.WarmupTokens != 9 {
 		t.Errorf("%+v", r)
 	}
-	if r.Roofline == nil || r.Prediction == nil || r.Roofline.Bound != "host link" || r.Roofline.Fraction != r.DecodeTokS/r.Roofline.TokS || r.Prediction.Knee <= 0 {
+	if r.Roofline == nil || r.Prediction == nil || r.Roofline.Bound != "host link" || r.Roofline.Fraction != r.DecodeTokS/r.Roofline.TokS || r.Prediction.SaturationPoint <= 0 {
 		t.Errorf("roofline %+v, prediction %+v", r.Roofline, r.Prediction)
 	}
 	if len(r.TokensSHA256) != 64 {
@@ -98,7 +98,7 @@ func TestDeviation(t *testing.T) {
 	if r.DecodeTokS != 2 || r.DecodeStddevTokS < 1.4142 || r.DecodeStddevTokS > 1.4143 {
 		t.Errorf("%v ± %v tokens/s, want 2 ± 1.4142", r.DecodeTokS, r.DecodeStddevTokS)
 	}
-	if r.Roofline.Bound == "host link" || r.Prediction.Knee != 0 {
+	if r.Roofline.Bound == "host link" || r.Prediction.SaturationPoint != 0 {
 		t.Errorf("nothing offloaded: %+v, %+v", r.Roofline, r.Prediction)
 	}
 }
@@ -211,7 +211,7 @@ func TestSweepGoesRound(t *testing.T) {
 			"host prefill, host decode 1 to 2, host prefill, host decode 1 to 3, host prefill, host decode 1 to 3, host decode 2 to 3, host closed"},
 	} {
 		var log []string
-		r, err := sweep(t, eval.SweepOptions{Cells: cells, Together: c.together}, &log)
+		r, err := sweep(t, eval.SweepOptions{Cells: cells, Shared: c.together}, &log)
 		if err != nil || len(r) != 2 || r[0].DecodeTokS != 3 || r[1].DecodeTokS != 1 {
 			t.Errorf("%+v, %v", r, err)
 		}
@@ -233,7 +233,7 @@ func TestSweepLeavesOut(t *testing.T) {
 		Options: eval.Options{Prompts: threePrompts, NewTokens: 2, Trials: 1}, Open: open,
 		Cells: eval.Cells([]float64{0, 0.5, 1}, []configs.Tier{configs.HostTier}), LeaveOut: func(_ eval.Cell, err error) bool { return errors.Is(err, errRoom) },
 	}
-	for _, o.Together = range []bool{false, true} {
+	for _, o.Shared = range []bool{false, true} {
 		r, err := eval.Sweep(t.Context(), o)
 		if err != nil || len(r) != 1 || r[0].OffloadFraction != 1 {
 			t.Errorf("%+v, %v", r, err)
@@ -256,7 +256,7 @@ func TestGains(t *testing.T) {
 	}
 	got := eval.Gains(r, 0.5)
 	// Steps of 2 s and of 1 s; whole runs of 6 s and of 4 s.
-	if len(got) != 1 || got[0].Decode != 1 || got[0].Whole != 0.5 || got[0].Model != "fake" || !got[0].Emulated {
+	if len(got) != 1 || got[0].Decode != 1 || got[0].EndToEnd != 0.5 || got[0].Model != "fake" || !got[0].Emulated {
 		t.Errorf("%+v", got)
 	}
 	if got := eval.Gains(r, 0.25); got != nil {
@@ -361,17 +361,17 @@ func TestResultKeys(t *testing.T) {
 		t.Fatal(err)
 	}
 	for _, key := range []string{
-		"model", "device", "dtype", "load_format", "tier", "offload_fraction", "micro_batch", "num_micro_batches", "expert_grouping",
+		"model", "device", "dtype", "load_format", "tier", "offload_fraction", "micro_batch_tokens", "num_micro_batches", "expert_grouping",
 		"attention", "requests", "prompt_tokens", "generated_tokens", "trials", "throughput_tok_s", "decode_tok_s", "stddev_tok_s",
-		"bytes_fetched", "distinct_experts", "stall_s", "hbm_peak_bytes", "roofline", "tokens_sha256", "prediction", "emulated",
+		"fetched_bytes", "distinct_experts", "stall_s", "hbm_peak_bytes", "roofline", "tokens_sha256", "prediction", "emulated",
 	} {
 		if _, ok := objects[0][key]; !ok {
 			t.Errorf("there is no key %s", key)
 		}
 	}
 	for key, parts := range map[string][]string{
-		"bytes_fetched": {"host", "peer"}, "roofline": {"bound", "tok_s", "fraction"},
-		"prediction": {"prefill_s", "decode_s", "throughput_tok_s", "decode_tok_s", "bound", "knee"},
+		"fetched_bytes": {"host", "peer"}, "roofline": {"bound", "tok_s", "fraction"},
+		"prediction": {"prefill_s", "decode_s", "throughput_tok_s", "decode_tok_s", "bound", "saturation_fraction"},
 	} {
 		object, _ := objects[0][key].(map[string]any)
 		for _, part := range parts {

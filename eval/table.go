@@ -47,13 +47,13 @@ func writeShared(out io.Writer, results []Result) error {
 	var b strings.Builder
 	device := labeled(r.Device, r.Emulated)
 	fmt.Fprintf(&b, "\n%s (%s) on %s: %d requests, %d prompt tokens, %d generated, %d trials\n", r.Model, r.DType, device, r.Requests, r.PromptTokens, r.GeneratedTokens, len(r.Trials))
-	fmt.Fprintf(&b, "micro-batches %d of %d, experts per %s, attention on %s", r.NumMicroBatches, r.MicroBatch, r.ExpertGrouping, r.Attention)
+	fmt.Fprintf(&b, "micro-batches %d of %d, experts per %s, attention on %s", r.NumMicroBatches, r.MicroBatchTokens, r.ExpertGrouping, r.Attention)
 	if r.DistinctExperts > 0 {
 		fmt.Fprintf(&b, "; %.1f experts of a layer in use, %.1f tokens each, %d at most", r.DistinctExperts, r.TokensPerExpert, r.MaxTokensPerExpert)
 	}
 	b.WriteString("\n")
-	if r.PromptsCut > 0 {
-		fmt.Fprintf(&b, "prompts cut to the model's context: %d\n", r.PromptsCut)
+	if r.TruncatedPrompts > 0 {
+		fmt.Fprintf(&b, "prompts cut to the model's context: %d\n", r.TruncatedPrompts)
 	}
 	stalls := map[string]float64{}
 	same := true
@@ -70,7 +70,7 @@ func writeShared(out io.Writer, results []Result) error {
 		fmt.Fprintf(&b, "from %s copies stay hidden up to %.1f %% offloaded, by the planner\n", tier, 100*knee)
 	}
 	for _, g := range Gains(results, gainFraction) {
-		fmt.Fprintf(&b, "at %s, peer gives %+.0f %% over host decoding, %+.0f %% over the whole run\n", percent(g.Fraction), 100*g.Decode, 100*g.Whole)
+		fmt.Fprintf(&b, "at %s, peer gives %+.0f %% over host decoding, %+.0f %% over the whole run\n", percent(g.Fraction), 100*g.Decode, 100*g.EndToEnd)
 	}
 	switch {
 	case r.TokensSHA256 == "":
@@ -119,7 +119,7 @@ func number(v float64) string {
 func WriteCSV(out io.Writer, results []Result) error {
 	w := csv.NewWriter(out)
 	w.Write([]string{ //nolint:errcheck // Flush keeps the error
-		"model", "device", "emulated", "dtype", "load_format", "tier", "offload_fraction", "micro_batch", "num_micro_batches",
+		"model", "device", "emulated", "dtype", "load_format", "tier", "offload_fraction", "micro_batch_tokens", "num_micro_batches",
 		"expert_grouping", "attention", "requests", "prompt_tokens", "generated_tokens", "trials", "prefill_s", "decode_s",
 		"throughput_tok_s", "stddev_tok_s", "decode_tok_s", "decode_stddev_tok_s", "bytes_fetched_host", "bytes_fetched_peer",
 		"distinct_experts", "stall_s", "hbm_peak_bytes", "roofline_bound", "roofline_tok_s", "roofline_fraction",
@@ -139,16 +139,16 @@ func WriteCSV(out io.Writer, results []Result) error {
 		}
 		if x := r.Prediction; x != nil {
 			prediction = [3]string{f(x.DecodeTokS), f(x.ThroughputTokS), ""}
-			if x.Knee > 0 {
-				prediction[2] = f(x.Knee)
+			if x.SaturationPoint > 0 {
+				prediction[2] = f(x.SaturationPoint)
 			}
 		}
 		w.Write([]string{ //nolint:errcheck // as above
 			r.Model, r.Device, strconv.FormatBool(r.Emulated), r.DType, r.LoadFormat.String(), r.Tier.String(), f(r.OffloadFraction),
-			strconv.Itoa(r.MicroBatch), strconv.Itoa(r.NumMicroBatches), r.ExpertGrouping.String(), r.Attention.String(),
+			strconv.Itoa(r.MicroBatchTokens), strconv.Itoa(r.NumMicroBatches), r.ExpertGrouping.String(), r.Attention.String(),
 			strconv.Itoa(r.Requests), strconv.Itoa(r.PromptTokens), strconv.Itoa(r.GeneratedTokens), strconv.Itoa(len(r.Trials)), f(prefill), f(decode),
 			f(r.ThroughputTokS), f(r.StddevTokS), f(r.DecodeTokS), f(r.DecodeStddevTokS),
-			strconv.FormatInt(r.BytesFetched.Host, 10), strconv.FormatInt(r.BytesFetched.Peer, 10),
+			strconv.FormatInt(r.FetchedBytes.Host, 10), strconv.FormatInt(r.FetchedBytes.Peer, 10),
 			f(r.DistinctExperts), f(stalled), strconv.FormatInt(r.HBMPeakBytes, 10), roofline[0], roofline[1], roofline[2],
 			prediction[0], prediction[1], prediction[2], r.TokensSHA256,
 		})

@@ -100,12 +100,12 @@ func start(ctx context.Context, n Node, cell Cell, o Options) (*measurement, err
 	m := &measurement{o: o, node: n, info: info, result: Result{
 		Model: info.Model, Device: info.Device, Emulated: info.Emulated, DType: info.DType, LoadFormat: info.LoadFormat,
 		Tier: cell.Tier, OffloadFraction: cell.Fraction,
-		MicroBatch: microBatch(&info, requests), ExpertGrouping: info.Grouping, Attention: info.Attention,
-		Requests: requests, GeneratedTokens: requests * o.NewTokens, WarmupTokens: max(o.Warmup, 0), PromptsCut: o.Cut,
+		MicroBatchTokens: microBatch(&info, requests), ExpertGrouping: info.Grouping, Attention: info.Attention,
+		Requests: requests, GeneratedTokens: requests * o.NewTokens, WarmupTokens: max(o.Warmup, 0), TruncatedPrompts: o.Cut,
 		StallS: map[string]float64{},
 	}}
 	r := &m.result
-	r.NumMicroBatches = (requests + r.MicroBatch - 1) / r.MicroBatch
+	r.NumMicroBatches = (requests + r.MicroBatchTokens - 1) / r.MicroBatchTokens
 	for _, p := range o.Prompts {
 		r.PromptTokens += len(p)
 	}
@@ -123,7 +123,7 @@ func start(ctx context.Context, n Node, cell Cell, o Options) (*measurement, err
 // microBatch is the most rows of a micro-batch of a decode step.
 func microBatch(info *Info, requests int) int {
 	least := max(info.MicroBatches, 1)
-	return min(info.MicroBatchRows, (requests+least-1)/least)
+	return min(info.MicroBatchTokens, (requests+least-1)/least)
 }
 
 // warm draws the warm-up tokens, over the same positions again and again.
@@ -193,8 +193,8 @@ func (m *measurement) timed(ctx context.Context, part func(context.Context) erro
 		return Bytes{}, 0, errors.New("a part of it took no time on the devices' clock: give emulated devices rates, or leave the virtual clock out")
 	}
 	fetched := Bytes{Host: after.FetchedHost - before.FetchedHost, Peer: after.FetchedPeer - before.FetchedPeer}
-	m.result.BytesFetched.Host += fetched.Host
-	m.result.BytesFetched.Peer += fetched.Peer
+	m.result.FetchedBytes.Host += fetched.Host
+	m.result.FetchedBytes.Peer += fetched.Peer
 	for cause, s := range after.Stalls {
 		m.result.StallS[cause] += s - before.Stalls[cause]
 	}
@@ -214,13 +214,13 @@ func (m *measurement) end(ctx context.Context) (Result, error) {
 	if err != nil {
 		return Result{}, fmt.Errorf("eval: %w", err)
 	}
-	for l, layer := range after.Activations {
+	for l, layer := range after.RoutedTokens {
 		for e := range layer {
-			layer[e] -= before.Activations[l][e]
+			layer[e] -= before.RoutedTokens[l][e]
 		}
 	}
 	r := &m.result
-	r.chosen(after.Activations)
+	r.chosen(after.RoutedTokens)
 	r.HBMPeakBytes = after.PeakBytes
 	if m.info.KeepsData {
 		r.TokensSHA256 = hex.EncodeToString(m.digest[:])

@@ -24,7 +24,7 @@ const (
 	HostPath = "host to gpu"
 	PeerPath = "peer to gpu"
 	BothPath = "host and peer to gpu"
-	BackPath = "gpu to host"
+	D2HPath  = "gpu to host"
 )
 
 // TransferOptions describe a measurement of copies.
@@ -141,7 +141,7 @@ func Transfer(ctx context.Context, o TransferOptions) (_ []TransferPoint, err er
 		return nil, fmt.Errorf("eval: measure copies: %w", err)
 	}
 	var points []TransferPoint
-	for _, name := range []string{HostPath, PeerPath, BothPath, BackPath} {
+	for _, name := range []string{HostPath, PeerPath, BothPath, D2HPath} {
 		var paths []*path
 		switch {
 		case name != BothPath && r.paths[name] != nil:
@@ -192,7 +192,7 @@ func (r *rig) open(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	if err := r.add(BackPath, back, local); err != nil {
+	if err := r.add(D2HPath, back, local); err != nil {
 		return err
 	}
 	if o.Peer == device.Host {
@@ -433,7 +433,7 @@ func PlotTransfer(out io.Writer, format string, r *TransferResult) error {
 	for _, l := range []struct {
 		name string
 		look look
-	}{{HostPath, hostLook}, {PeerPath, peerLook}, {BothPath, bothLook}, {BackPath, backLook}} {
+	}{{HostPath, hostLook}, {PeerPath, peerLook}, {BothPath, bothLook}, {D2HPath, backLook}} {
 		var points plotter.XYs
 		for _, q := range r.of(l.name) {
 			points = append(points, plotter.XY{X: float64(q.Bytes) / (1 << 20), Y: 1e6 * q.LatencySeconds})
@@ -482,15 +482,15 @@ func Calibrate(r *TransferResult, base planner.Hardware) (planner.Hardware, erro
 	if host == 0 {
 		return h, inputf("eval: nothing was measured from the host, and without that there is no calibration")
 	}
-	h.HostToGPU, h.HostCopyStart = []float64{host}, start
-	h.Sources["host_to_gpu_bytes_per_s"], h.Sources["host_copy_start_s"] = measured+", one path", started
-	h.GPUToHost, _ = rate(BackPath)
+	h.HostToGPU, h.HostCopyLatency = []float64{host}, start
+	h.Sources["host_to_gpu_bytes_per_s"], h.Sources["host_copy_latency_s"] = measured+", one path", started
+	h.GPUToHost, _ = rate(D2HPath)
 	h.Sources["gpu_to_host_bytes_per_s"] = measured
 	if peer, start := rate(PeerPath); peer > 0 {
-		h.PeerToGPU, h.PeerCopyStart = peer, start
-		h.Sources["peer_to_gpu_bytes_per_s"], h.Sources["peer_copy_start_s"] = measured, started
+		h.PeerToGPU, h.PeerCopyLatency = peer, start
+		h.Sources["peer_to_gpu_bytes_per_s"], h.Sources["peer_copy_latency_s"] = measured, started
 	} else {
-		h.PeerMemory, h.PeerToGPU, h.PeerCopyStart = 0, 0, 0
+		h.PeerMemory, h.PeerToGPU, h.PeerCopyLatency = 0, 0, 0
 	}
 	if err := h.Validate(); err != nil {
 		return h, fmt.Errorf("eval: %w", err)

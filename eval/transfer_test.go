@@ -65,7 +65,7 @@ func TestTransfer(t *testing.T) {
 		var latency, rate float64
 		n := float64(p.Bytes)
 		switch p.Path {
-		case eval.HostPath, eval.BackPath:
+		case eval.HostPath, eval.D2HPath:
 			latency, rate = host(p.Bytes), n/host(p.Bytes)
 		case eval.PeerPath:
 			latency, rate = peer(p.Bytes), n/peer(p.Bytes)
@@ -106,8 +106,8 @@ func TestCalibrate(t *testing.T) {
 		{"host", h.HostToGPU[0], hostRate},
 		{"back", h.GPUToHost, hostRate},
 		{"peer", h.PeerToGPU, peerRate},
-		{"start from the host", h.HostCopyStart, hostLatency.Seconds()},
-		{"start from a peer", h.PeerCopyStart, peerLatency.Seconds()},
+		{"start from the host", h.HostCopyLatency, hostLatency.Seconds()},
+		{"start from a peer", h.PeerCopyLatency, peerLatency.Seconds()},
 	} {
 		if math.Abs(c.got/c.want-1) > 1e-3 {
 			t.Errorf("%s: %.4g, want %.4g", c.name, c.got, c.want)

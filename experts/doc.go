@@ -10,7 +10,7 @@
 // offloaded expert lies in pinned host memory. Promote puts another into a peer's
 // memory, which harvest lends and may take back at any moment; fetches come from there
 // as long as it is there. To be used, an offloaded expert is fetched into a slot of the
-// ring: RingSlots extents of the compute GPU's memory, by default twice the largest
+// ring: CacheSlots extents of the compute GPU's memory, by default twice the largest
 // number that one layer misses, so that the next layer's experts arrive while this
 // one's are read. In an adaptive store local experts have a host copy as well, and Swap
 // puts others in their places.

@@ -9,8 +9,8 @@ import (
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/experts/ring"
 	"github.com/moeserve/moeserve/harvest"
+	"github.com/moeserve/moeserve/lease"
 	"github.com/moeserve/moeserve/peercache"
-	"github.com/moeserve/moeserve/residency"
 	"github.com/moeserve/moeserve/transfer"
 )
 
@@ -21,7 +21,7 @@ type fetcher struct {
 	plan   *Plan
 	// memory of the ring, and which slot holds what; slots say what brings it there.
 	memory device.Memory
-	ring   *ring.Ring
+	cache  *ring.Ring
 	slots  []arrival
 	// source says where an expert is copied from, hostRegion where its host copy is.
 	source     func(ID) source
@@ -95,7 +95,7 @@ type fetch struct {
 // open makes the ring's slots, once their memory is there.
 func (f *fetcher) open(p *Plan, o Options, peers *peercache.Cache[ID], hostRegion func(ID) device.Region, c *counts) (err error) {
 	f.engine, f.plan, f.peers, f.hostRegion, f.counts, f.splitBytes = o.Transfer, p, peers, hostRegion, c, o.SplitBytes
-	f.ring, f.slots = ring.New(p.RingSlots, len(p.Layers)*p.Experts), make([]arrival, p.RingSlots)
+	f.cache, f.slots = ring.New(p.CacheSlots, len(p.Layers)*p.Experts), make([]arrival, p.CacheSlots)
 	f.source, f.links = f.nearest, o.Transfer.Inbound(o.Space)
 	for i := range f.slots {
 		for k := range f.slots[i].landed {
@@ -124,10 +124,10 @@ func (f *fetcher) close() error {
 func (f *fetcher) key(id ID) int { return id.Layer*f.plan.Experts + id.Expert }
 
 // has says whether an expert is in the ring, or on its way there.
-func (f *fetcher) has(id ID) bool { return f.ring.Has(f.key(id)) }
+func (f *fetcher) has(id ID) bool { return f.cache.Has(f.key(id)) }
 
 // slot is where the last fetch of an expert went, or -1.
-func (f *fetcher) slot(id ID) int { return f.ring.Last(f.key(id)) }
+func (f *fetcher) slot(id ID) int { return f.cache.Last(f.key(id)) }
 
 // arrival is how an expert that the ring has comes there.
 func (f *fetcher) arrival(id ID) *arrival { return &f.slots[f.slot(id)] }
@@ -147,10 +147,10 @@ type run struct {
 // in refs by expert: on its slot where it is still there, else on a free one, to which it
 // is copied. Experts of each of so many waves are copied together, or, with no waves, each
 // by itself, so that it can be forgone. False: some found no slot.
-func (f *fetcher) acquire(position int, refs []residency.Ref, missing []int, waves int, p transfer.Priority) (whole bool, err error) {
+func (f *fetcher) acquire(position int, refs []lease.Ref, missing []int, waves int, p transfer.Priority) (whole bool, err error) {
 	for _, e := range missing {
 		if !refs[e].Held() {
-			if ref, ok := f.ring.Acquire(f.key(ID{position, e})); ok {
+			if ref, ok := f.cache.Acquire(f.key(ID{position, e})); ok {
 				refs[e] = ref
 			}
 		}
@@ -170,7 +170,7 @@ func (f *fetcher) acquire(position int, refs []residency.Ref, missing []int, wav
 }
 
 // cut gives free slots to the experts that have none and cuts them into runs.
-func (f *fetcher) cut(position int, refs []residency.Ref, missing []int, waves int, p transfer.Priority, runs []run) ([]run, bool) {
+func (f *fetcher) cut(position int, refs []lease.Ref, missing []int, waves int, p transfer.Priority, runs []run) ([]run, bool) {
 	n := min(waves, len(missing))
 	if waves == 0 {
 		n = len(missing)
@@ -182,7 +182,7 @@ func (f *fetcher) cut(position int, refs []residency.Ref, missing []int, waves i
 			if refs[e].Held() {
 				continue
 			}
-			at, ok := f.ring.Free()
+			at, ok := f.cache.Free()
 			if !ok {
 				return runs, false
 			}
@@ -241,7 +241,7 @@ func (f *fetcher) nearest(id ID) source {
 
 // occupy makes a free slot that of id and adds to after until when it may still be read,
 // or written by a copy that was made in vain.
-func (f *fetcher) occupy(at int, id ID, after []device.Point) (residency.Ref, []device.Point) {
+func (f *fetcher) occupy(at int, id ID, after []device.Point) (lease.Ref, []device.Point) {
 	a := &f.slots[at]
 	if !a.awaited {
 		for _, c := range a.copies {
@@ -256,7 +256,7 @@ func (f *fetcher) occupy(at int, id ID, after []device.Point) (residency.Ref, []
 	}
 	f.forgetCopies(a)
 	a.awaited = false
-	return f.ring.Put(at, f.key(id), after)
+	return f.cache.Put(at, f.key(id), after)
 }
 
 // fromHost says how many bytes of each run come from the host, so that peers' links
@@ -426,7 +426,7 @@ func (f *fetcher) promote(position int, experts []int) {
 	for _, e := range experts {
 		for i, c := range f.arrival(ID{position, e}).copies {
 			if c != last[0] && c != last[1] {
-				c.ticket.Promote(transfer.Needed)
+				c.ticket.Promote(transfer.Demand)
 				last[i%2] = c
 			}
 		}
@@ -441,21 +441,21 @@ func (f *fetch) tier() Tier {
 	return Peer
 }
 
-// forgo ends those copies of an expert that have not begun, where nobody has references
+// skip ends those copies of an expert that have not begun, where nobody has references
 // on what they bring any more: on a slow link a guess that was wrong would otherwise
 // hold up those that are right.
-func (f *fetcher) forgo(id ID) {
+func (f *fetcher) skip(id ID) {
 	var copies [2]*fetch // of each kind
 	for _, c := range copies[:copy(copies[:], f.arrival(id).copies)] {
-		if f.wanted(c) || !c.ticket.Forgo() {
+		if f.wanted(c) || !c.ticket.Skip() {
 			continue
 		}
 		f.counts.Fetched[c.tier()] -= c.bytes
 		for _, at := range c.slots {
-			if key := f.ring.Holds(at); key >= 0 { // else by another copy of the same expert that was forgone
+			if key := f.cache.Holds(at); key >= 0 { // else by another copy of the same expert that was forgone
 				f.counts.fetches[key/f.plan.Experts][key%f.plan.Experts]--
 			}
-			f.ring.Forget(at)
+			f.cache.Forget(at)
 			f.drop(&f.slots[at].copies, c)
 		}
 		f.drop(&f.fetches, c)
@@ -466,7 +466,7 @@ func (f *fetcher) forgo(id ID) {
 // there for another expert.
 func (f *fetcher) wanted(c *fetch) bool {
 	for _, at := range c.slots {
-		if f.ring.References(at) > 0 || !slices.Contains(f.slots[at].copies, c) {
+		if f.cache.References(at) > 0 || !slices.Contains(f.slots[at].copies, c) {
 			return true
 		}
 	}
@@ -535,7 +535,7 @@ func (f *fetcher) reset() (lost int) {
 	if f.peerBackoff > 0 {
 		f.peerBackoff = 2 // BeginStep of the step's next try, and that of the step after it
 	}
-	f.ring.Reset()
+	f.cache.Reset()
 	for i := range f.slots {
 		f.forgetCopies(&f.slots[i])
 	}
@@ -555,8 +555,8 @@ func (f *fetcher) dropFailed() (lost int) {
 		}
 		f.counts.Failed++
 		for _, at := range c.slots {
-			if f.ring.Holds(at) >= 0 {
-				f.ring.Forget(at)
+			if f.cache.Holds(at) >= 0 {
+				f.cache.Forget(at)
 				lost++
 			}
 		}

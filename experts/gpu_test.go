@@ -67,7 +67,7 @@ func (r *gpuRig) step(s *Store) {
 		if seen != r.model.experts {
 			r.Errorf("layer %d: %d of %d experts are in waves", l, seen, r.model.experts)
 		}
-		r.ok(u.Close())
+		r.ok(u.Release())
 	}
 	r.ok(st.End())
 }
@@ -102,7 +102,7 @@ func TestGPUSameBytes(t *testing.T) {
 					r.ok(err)
 					plan, err := NewPlan(Config{
 						Layers: m.layers, Experts: m.experts, Layout: m.layout, Placement: place,
-						RingSlots: int(ring * float64(place.Largest())), Waves: 2,
+						CacheSlots: int(ring * float64(place.Largest())), Waves: 2,
 					})
 					r.ok(err)
 					s, err := New(Options{Machine: machine, Space: device.HBM(0), Backend: packer{}, Transfer: engine, Plan: plan})

@@ -105,9 +105,9 @@ func (s *Store) Demote(id ID) error {
 // harvest.Hints. It does nothing where there is none.
 func (s *Store) SetCost(id ID, cost time.Duration) { s.peers.SetCost(id, cost) }
 
-// Settle takes in the copies to peers that have landed, and forgets those that
+// Poll takes in the copies to peers that have landed, and forgets those that
 // failed. It never waits. The result is how many are on their way.
-func (s *Store) Settle() (moving int) { return s.peers.Settle() }
+func (s *Store) Poll() (moving int) { return s.peers.Poll() }
 
 // WaitMoves waits until no copy is on its way to a peer, or to stay, any more. The
 // swaps are carried out by BeginStep.
@@ -126,19 +126,19 @@ func (s *Store) WaitMoves(ctx context.Context) error {
 	return nil
 }
 
-// Homes is a snapshot of where every expert lives between steps: [layer in
+// Placed is a snapshot of where every expert lives between steps: [layer in
 // Layers][expert].
-func (s *Store) Homes() [][]Home {
+func (s *Store) Placed() [][]Placed {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	homes := make([][]Home, len(s.plan.Layers))
+	homes := make([][]Placed, len(s.plan.Layers))
 	for i := range homes {
-		homes[i] = make([]Home, s.plan.Experts)
-		for e, at := range s.places.localAt[i] {
+		homes[i] = make([]Placed, s.plan.Experts)
+		for e, at := range s.places.residentAt[i] {
 			h := &homes[i][e]
 			h.Tier = Host
 			if at >= 0 {
-				h.Tier = Local
+				h.Tier = Resident
 			} else if c := s.peers.Find(ID{i, e}); c != nil {
 				h.Tier, h.Device = Peer, c.Device()
 			}
@@ -164,7 +164,7 @@ func (s *Store) Swap(in, out ID) error {
 	if err := s.movable(in); err != nil {
 		return wrap(err)
 	}
-	if !s.plan.Adaptive {
+	if !s.plan.Dynamic {
 		return wrap(errors.New("the store is not adaptive: local experts have no host copy"))
 	}
 	s.mu.Lock()

@@ -30,8 +30,8 @@ func Place(layers, experts int, fraction float64) (Placement, error) {
 	return p, nil
 }
 
-// PlaceLocal offloads all but the experts listed.
-func PlaceLocal(layers, experts int, local []ID) (Placement, error) {
+// PlaceResident offloads all but the experts listed.
+func PlaceResident(layers, experts int, local []ID) (Placement, error) {
 	p, err := byLayer(layers, experts, local)
 	if err != nil {
 		return nil, err

@@ -117,16 +117,16 @@ func TestPlan(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		p, err := NewPlan(Config{Layers: layerNumbers(32), Experts: 8, Layout: c.layout, Placement: place, RingSlots: c.ringSlots, StagingBytes: c.staging})
+		p, err := NewPlan(Config{Layers: layerNumbers(32), Experts: 8, Layout: c.layout, Placement: place, CacheSlots: c.ringSlots, StagingBytes: c.staging})
 		if err != nil {
 			t.Error(err)
 			continue
 		}
-		got := fmt.Sprintf("%d local %d, %d host %d, ring %d %d, staging %d", p.LocalExperts, p.LocalBytes, p.OffloadedExperts, p.HostBytes, p.RingSlots, p.RingBytes, p.StagingBytes)
+		got := fmt.Sprintf("%d local %d, %d host %d, ring %d %d, staging %d", p.ResidentExperts, p.ResidentBytes, p.OffloadedExperts, p.HostBytes, p.CacheSlots, p.CacheBytes, p.StagingBytes)
 		if got != c.want {
 			t.Errorf("at %v: %s\nwant %s", c.fraction, got, c.want)
 		}
-		if p.DeviceBytes() != p.LocalBytes+p.RingBytes+32*8*12 || p.PinnedBytes() != p.HostBytes+p.StagingBytes+2*32*8*12 {
+		if p.DeviceBytes() != p.ResidentBytes+p.CacheBytes+32*8*12 || p.PinnedBytes() != p.HostBytes+p.StagingBytes+2*32*8*12 {
 			t.Errorf("at %v: %d bytes on the device, %d pinned", c.fraction, p.DeviceBytes(), p.PinnedBytes())
 		}
 	}
@@ -141,9 +141,9 @@ func TestBadPlans(t *testing.T) {
 		"offloaded experts [8] of layer": func(c *Config) { c.Placement[0] = []int{8} },
 		"offloaded experts [1 1] of":     func(c *Config) { c.Placement[0] = []int{1, 1} },
 		"a multiple of 256":              func(c *Config) { c.Layout = odd },
-		"give it at least 4":             func(c *Config) { c.RingSlots = 3 },
+		"give it at least 4":             func(c *Config) { c.CacheSlots = 3 },
 		"waves":                          func(c *Config) { c.Waves = -1 },
-		"waves of chosen experts":        func(c *Config) { c.ChosenWaves = -1 },
+		"waves of chosen experts":        func(c *Config) { c.OnDemandWaves = -1 },
 		"staging":                        func(c *Config) { c.StagingBytes = -1 },
 	} {
 		place, err := Place(2, 8, 0.5)
@@ -165,9 +165,9 @@ func TestChosenWaves(t *testing.T) {
 		experts int
 		want    int
 	}{{336, 0, 1}, {336, 1, 4}, {150, 2, 4}, {16, 2, 1}, {16, 4, 2}, {9, 4, 1}, {9, 64, 4}} {
-		p := Plan{Config: Config{ChosenWaves: 4, ChosenWaveBytes: defaultWaveBytes}}
+		p := Plan{Config: Config{OnDemandWaves: 4, OnDemandWaveBytes: defaultWaveBytes}}
 		p.Layout.Size = c.mib << 20
-		if got := p.chosenWaves(c.experts); got != c.want {
+		if got := p.onDemandWaves(c.experts); got != c.want {
 			t.Errorf("%d experts of %d MiB: %d waves, want %d", c.experts, c.mib, got, c.want)
 		}
 	}

@@ -15,11 +15,11 @@ import (
 // them. The store's lock is held while they are used, but for hostRegion, which never
 // changes.
 type places struct {
-	size        int64
-	local, host device.Memory
-	// hostAt and localAt are the offsets of each expert's extents, [position][expert], -1
+	size      int64
+	gpu, host device.Memory
+	// hostAt and residentAt are the offsets of each expert's extents, [position][expert], -1
 	// where it has none.
-	hostAt, localAt [][]int64
+	hostAt, residentAt [][]int64
 	// spare are local extents that nobody uses.
 	spare []spareExtent
 	swaps []*swap
@@ -47,14 +47,14 @@ func newPlaces(p *Plan, m device.Machine) (*places, error) {
 		local, host := slices.Repeat([]int64{-1}, p.Experts), slices.Repeat([]int64{-1}, p.Experts)
 		for e := range p.Experts {
 			_, offloaded := slices.BinarySearch(p.Placement[i], e)
-			if offloaded || p.Adaptive {
+			if offloaded || p.Dynamic {
 				host[e], hostBytes = hostBytes, hostBytes+s.size
 			}
 			if !offloaded {
 				local[e], localBytes = localBytes, localBytes+s.size
 			}
 		}
-		s.localAt, s.hostAt = append(s.localAt, local), append(s.hostAt, host)
+		s.residentAt, s.hostAt = append(s.residentAt, local), append(s.hostAt, host)
 	}
 	for range p.SpareSlots {
 		f, err := m.NewFence("expert to stay")
@@ -68,10 +68,10 @@ func newPlaces(p *Plan, m device.Machine) (*places, error) {
 }
 
 // resident says whether an expert is local.
-func (p *places) resident(id ID) bool { return p.localAt[id.Layer][id.Expert] >= 0 }
+func (p *places) resident(id ID) bool { return p.residentAt[id.Layer][id.Expert] >= 0 }
 
-func (p *places) localRegion(id ID) device.Region {
-	return p.local.Region(p.localAt[id.Layer][id.Expert], p.size)
+func (p *places) residentRegion(id ID) device.Region {
+	return p.gpu.Region(p.residentAt[id.Layer][id.Expert], p.size)
 }
 
 // hostRegion is the expert's extent in host memory.
@@ -84,14 +84,14 @@ func (p *places) loaded(layer, expert int) load.Place {
 	if at := p.hostAt[layer][expert]; at >= 0 {
 		return load.Place{Memory: p.host, Offset: at}
 	}
-	return load.Place{Memory: p.local, Offset: p.localAt[layer][expert]}
+	return load.Place{Memory: p.gpu, Offset: p.residentAt[layer][expert]}
 }
 
 // swap begins to bring an offloaded expert to a spare extent, to take the place of a local
 // one of the same layer.
 func (p *places) swap(in, out ID, e *transfer.Engine, label string) error {
 	switch {
-	case in.Layer != out.Layer || out.Expert < 0 || out.Expert >= len(p.localAt[in.Layer]):
+	case in.Layer != out.Layer || out.Expert < 0 || out.Expert >= len(p.residentAt[in.Layer]):
 		return errors.New("they are not of one layer")
 	case p.resident(in): // since movable has looked
 		return fmt.Errorf("the first is local: %w", ErrBusy)
@@ -107,7 +107,7 @@ func (p *places) swap(in, out ID, e *transfer.Engine, label string) error {
 	w.to.done.Value++
 	var err error
 	w.ticket, err = e.Submit(transfer.Request{
-		Src: p.hostRegion(in), Dst: p.local.Region(w.to.at, p.size),
+		Src: p.hostRegion(in), Dst: p.gpu.Region(w.to.at, p.size),
 		Priority: transfer.Rebalance, Done: w.to.done, Label: transfer.Text(label),
 	})
 	if err != nil {
@@ -127,7 +127,7 @@ func (p *places) carryOut(told func(in, out ID, err error)) {
 		}
 		err := w.ticket.Wait(context.Background()) // does not wait: it orders the step after the copy
 		if err == nil {
-			at := p.localAt[w.in.Layer]
+			at := p.residentAt[w.in.Layer]
 			at[w.in.Expert], w.to.at = w.to.at, at[w.out.Expert]
 			at[w.out.Expert] = -1
 		}
@@ -144,7 +144,7 @@ func (p *places) close() error {
 		_ = w.ticket.Wait(context.Background()) // a copy that failed is over, too
 		p.spare = append(p.spare, w.to)
 	}
-	errs := []error{free(p.local), free(p.host)}
+	errs := []error{free(p.gpu), free(p.host)}
 	for _, x := range p.spare {
 		errs = append(errs, x.done.Fence.Close())
 	}

@@ -18,23 +18,23 @@ type Config struct {
 	Experts int
 	// Layout of one expert, from the backend.
 	Layout kernels.ExpertLayout
-	// Placement of the layers in the order of Layers: see Place and PlaceLocal.
+	// Placement of the layers in the order of Layers: see Place and PlaceResident.
 	Placement Placement
-	// RingSlots is how many fetched experts the compute GPU holds. Default: twice
+	// CacheSlots is how many fetched experts the compute GPU holds. Default: twice
 	// the largest number that one layer misses. At least that number.
-	RingSlots int
+	CacheSlots int
 	// Waves is into how many launches the fetched experts of a layer opened whole are cut,
-	// at most, ChosenWaves into how many those of a layer of which only chosen ones are
+	// at most, OnDemandWaves into how many those of a layer of which only chosen ones are
 	// fetched. Many launches begin with the first experts that arrive; few compute faster.
 	// A ring of two layers lets copies go on meanwhile, so that the second counts where
 	// all are fetched. Default: 1 and 4.
-	Waves, ChosenWaves int
-	// ChosenWaveBytes is the least that a wave of chosen experts brings, where there are
+	Waves, OnDemandWaves int
+	// OnDemandWaveBytes is the least that a wave of chosen experts brings, where there are
 	// several: each wave costs a request, a wait and a launch of its own. Default: 32 MiB.
-	ChosenWaveBytes int64
-	// Adaptive gives local experts a host copy as well, so that Swap can put others in
+	OnDemandWaveBytes int64
+	// Dynamic gives local experts a host copy as well, so that Swap can put others in
 	// their places.
-	Adaptive bool
+	Dynamic bool
 	// SpareSlots is how many swaps can be under way: extents of the compute GPU's
 	// memory beside those of local experts. Default: 2 where Adaptive and something is
 	// local and something is not, else none.
@@ -46,27 +46,27 @@ type Config struct {
 }
 
 const (
-	defaultWaves       = 1
-	defaultChosenWaves = 4
-	defaultWaveBytes   = 32 << 20
-	defaultSpareSlots  = 2
+	defaultWaves         = 1
+	defaultOnDemandWaves = 4
+	defaultWaveBytes     = 32 << 20
+	defaultSpareSlots    = 2
 )
 
 // Plan is how much memory a Config takes, in bytes.
 type Plan struct {
 	Config
-	// LocalExperts and OffloadedExperts add up to all of them.
-	LocalExperts, OffloadedExperts int
-	// LocalBytes (with spare extents), RingBytes and TableBytes lie in the compute
+	// ResidentExperts and OffloadedExperts add up to all of them.
+	ResidentExperts, OffloadedExperts int
+	// ResidentBytes (with spare extents), CacheBytes and TableBytes lie in the compute
 	// GPU's memory.
-	LocalBytes, RingBytes, TableBytes int64
+	ResidentBytes, CacheBytes, TableBytes int64
 	// HostBytes and UploadBytes lie in pinned host memory; so does StagingBytes (of
 	// the Config), while loading.
 	HostBytes, UploadBytes int64
 }
 
 // DeviceBytes is what the compute GPU's memory must have.
-func (p Plan) DeviceBytes() int64 { return p.LocalBytes + p.RingBytes + p.TableBytes }
+func (p Plan) DeviceBytes() int64 { return p.ResidentBytes + p.CacheBytes + p.TableBytes }
 
 // PinnedBytes is what the host must have while loading, the most there ever is.
 func (p Plan) PinnedBytes() int64 { return p.HostBytes + p.UploadBytes + p.StagingBytes }
@@ -127,26 +127,26 @@ func (c Config) Sized(offloaded, largest int) (Plan, error) {
 	if c.Layout.Size < c.Layout.Bytes() || c.Layout.Size%device.Alignment != 0 {
 		return Plan{}, fmt.Errorf("experts: an extent of %d bytes for an expert of %d; it must be a multiple of %d and hold the expert", c.Layout.Size, c.Layout.Bytes(), device.Alignment)
 	}
-	if c.RingSlots == 0 {
-		c.RingSlots = 2 * largest
+	if c.CacheSlots == 0 {
+		c.CacheSlots = 2 * largest
 	}
-	if c.RingSlots < largest {
-		return Plan{}, fmt.Errorf("experts: a ring of %d slots cannot hold the %d experts that one layer misses; give it at least %d", c.RingSlots, largest, largest)
+	if c.CacheSlots < largest {
+		return Plan{}, fmt.Errorf("experts: a ring of %d slots cannot hold the %d experts that one layer misses; give it at least %d", c.CacheSlots, largest, largest)
 	}
 	if c.Waves == 0 {
 		c.Waves = defaultWaves
 	}
-	if c.ChosenWaves == 0 {
-		c.ChosenWaves = defaultChosenWaves
+	if c.OnDemandWaves == 0 {
+		c.OnDemandWaves = defaultOnDemandWaves
 	}
-	if c.ChosenWaveBytes == 0 {
-		c.ChosenWaveBytes = defaultWaveBytes
+	if c.OnDemandWaveBytes == 0 {
+		c.OnDemandWaveBytes = defaultWaveBytes
 	}
-	if c.Waves < 0 || c.ChosenWaves < 0 {
-		return Plan{}, fmt.Errorf("experts: %d waves, and %d waves of chosen experts; there must be at least one", c.Waves, c.ChosenWaves)
+	if c.Waves < 0 || c.OnDemandWaves < 0 {
+		return Plan{}, fmt.Errorf("experts: %d waves, and %d waves of chosen experts; there must be at least one", c.Waves, c.OnDemandWaves)
 	}
 	all := len(c.Layers) * c.Experts
-	swaps := c.Adaptive && offloaded > 0 && offloaded < all
+	swaps := c.Dynamic && offloaded > 0 && offloaded < all
 	switch {
 	case c.SpareSlots < 0:
 		return Plan{}, fmt.Errorf("experts: %d spare slots", c.SpareSlots)
@@ -163,14 +163,14 @@ func (c Config) Sized(offloaded, largest int) (Plan, error) {
 	default:
 		c.StagingBytes = load.StagingBytes(c.Layout, c.StagingBytes)
 	}
-	p := Plan{Config: c, LocalExperts: all - offloaded, OffloadedExperts: offloaded}
-	p.LocalBytes = int64(p.LocalExperts+c.SpareSlots) * c.Layout.Size
+	p := Plan{Config: c, ResidentExperts: all - offloaded, OffloadedExperts: offloaded}
+	p.ResidentBytes = int64(p.ResidentExperts+c.SpareSlots) * c.Layout.Size
 	p.HostBytes = int64(offloaded) * c.Layout.Size
 	if swaps {
 		p.HostBytes = int64(all) * c.Layout.Size
 	}
-	p.Adaptive = swaps
-	p.RingBytes = int64(c.RingSlots) * c.Layout.Size
+	p.Dynamic = swaps
+	p.CacheBytes = int64(c.CacheSlots) * c.Layout.Size
 	p.TableBytes = int64(len(c.Layers)) * c.rowBytes()
 	p.UploadBytes = uploadRows * p.TableBytes
 	return p, nil
@@ -189,7 +189,7 @@ func (c Config) rowBytes() int64 {
 	return (int64(c.Experts)*(slotBytes+idBytes) + slotBytes - 1) / slotBytes * slotBytes
 }
 
-// chosenWaves is into how many waves so many chosen experts are cut.
-func (p *Plan) chosenWaves(experts int) int {
-	return max(1, min(p.ChosenWaves, int(int64(experts)*p.Layout.Size/p.ChosenWaveBytes)))
+// onDemandWaves is into how many waves so many chosen experts are cut.
+func (p *Plan) onDemandWaves(experts int) int {
+	return max(1, min(p.OnDemandWaves, int(int64(experts)*p.Layout.Size/p.OnDemandWaveBytes)))
 }

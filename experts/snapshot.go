@@ -6,8 +6,8 @@ type Snapshot struct {
 	Layers []LayerSnapshot `json:"layers"`
 	// ExpertBytes is the size of one.
 	ExpertBytes int64 `json:"expert_bytes"`
-	// Ring lists what its slots hold.
-	Ring []SlotSnapshot `json:"ring"`
+	// Cache lists what its slots hold.
+	Cache []SlotSnapshot `json:"cache"`
 	// Links into the compute GPU.
 	Links []LinkSnapshot `json:"links"`
 }
@@ -24,10 +24,10 @@ type ExpertSnapshot struct {
 	// Peer has a copy.
 	Peer string `json:"peer,omitempty"`
 	// Moving: a copy is on its way to a peer or to stay.
-	Moving      bool  `json:"moving,omitempty"`
-	Uses        int64 `json:"uses"`
-	Fetches     int64 `json:"fetches"`
-	Activations int64 `json:"activations"`
+	Moving       bool  `json:"moving,omitempty"`
+	Uses         int64 `json:"uses"`
+	Fetches      int64 `json:"fetches"`
+	RoutedTokens int64 `json:"routed_tokens"`
 }
 
 // SlotSnapshot is one slot of the ring. Layer is -1 where it holds nothing.
@@ -39,19 +39,19 @@ type SlotSnapshot struct {
 
 // LinkSnapshot is the way from a memory to the compute GPU; a rate of 0 is not known.
 type LinkSnapshot struct {
-	From           string  `json:"from"`
-	BytesPerSecond float64 `json:"bytes_per_second"`
+	From           string  `json:"src"`
+	BytesPerSecond float64 `json:"bytes_per_s"`
 }
 
 // Snapshot takes one. Its parts are of slightly different moments while steps run.
 func (s *Store) Snapshot() Snapshot {
-	where, homes := s.Residency(), s.Homes()
-	uses, fetches, activations := s.Uses(), s.Fetches(), s.Activations()
-	snap := Snapshot{ExpertBytes: s.plan.Layout.Size, Layers: []LayerSnapshot{}, Ring: []SlotSnapshot{}, Links: []LinkSnapshot{}}
+	where, homes := s.Residency(), s.Placed()
+	uses, fetches, activations := s.Uses(), s.Fetches(), s.RoutedTokens()
+	snap := Snapshot{ExpertBytes: s.plan.Layout.Size, Layers: []LayerSnapshot{}, Cache: []SlotSnapshot{}, Links: []LinkSnapshot{}}
 	for i, number := range s.plan.Layers {
 		l := LayerSnapshot{Layer: number}
 		for e, h := range homes[i] {
-			x := ExpertSnapshot{Tier: where[i][e], Moving: h.Moving, Uses: uses[i][e], Fetches: fetches[i][e], Activations: activations[i][e]}
+			x := ExpertSnapshot{Tier: where[i][e], Moving: h.Moving, Uses: uses[i][e], Fetches: fetches[i][e], RoutedTokens: activations[i][e]}
 			if h.Tier == Peer {
 				x.Peer = h.Device.String()
 			}
@@ -65,11 +65,11 @@ func (s *Store) Snapshot() Snapshot {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	for at := range s.fetch.slots {
-		x := SlotSnapshot{Layer: -1, Expert: -1, References: s.fetch.ring.References(at)}
-		if key := s.fetch.ring.Holds(at); key >= 0 {
+		x := SlotSnapshot{Layer: -1, Expert: -1, References: s.fetch.cache.References(at)}
+		if key := s.fetch.cache.Holds(at); key >= 0 {
 			x.Layer, x.Expert = s.plan.Layers[key/s.plan.Experts], key%s.plan.Experts
 		}
-		snap.Ring = append(snap.Ring, x)
+		snap.Cache = append(snap.Cache, x)
 	}
 	return snap
 }

@@ -13,10 +13,10 @@ type Tier int
 // The tiers, the nearest first.
 const (
 	// Local: in the compute GPU's memory for good.
-	Local Tier = iota
+	Resident Tier = iota
 	// Ring: in the compute GPU's memory, or on the way there, until its slot is
 	// needed.
-	Ring
+	Cached
 	// Peer: in a peer GPU's memory, which may be taken back, and in host memory.
 	Peer
 	// Host: in pinned host memory.
@@ -25,7 +25,7 @@ const (
 	tiers = int(Host) + 1
 )
 
-var tierNames = [tiers]string{"local", "ring", "peer", "host"}
+var tierNames = [tiers]string{"resident", "cached", "peer", "host"}
 
 func (t Tier) String() string { return tierNames[t] }
 
@@ -40,12 +40,12 @@ func (s *Store) Residency() [][]Tier {
 	where := make([][]Tier, len(s.plan.Layers))
 	for i := range where {
 		where[i] = make([]Tier, s.plan.Experts)
-		for e, at := range s.places.localAt[i] {
+		for e, at := range s.places.residentAt[i] {
 			switch {
 			case at >= 0:
-				where[i][e] = Local
+				where[i][e] = Resident
 			case s.fetch.has(ID{i, e}):
-				where[i][e] = Ring
+				where[i][e] = Cached
 			case s.peers.Find(ID{i, e}) != nil:
 				where[i][e] = Peer
 			default:
@@ -70,9 +70,9 @@ func (b ByTier) MarshalJSON() ([]byte, error) {
 
 // Stats count experts over all layers opened since New. They have a JSON form.
 type Stats struct {
-	// Hits is how often an expert that a layer needed was found in a tier: Local, Ring
+	// Uses is how often an expert that a layer needed was found in a tier: Local, Ring
 	// (since an earlier use), or Peer or Host, from where it had to be fetched.
-	Hits ByTier `json:"hits"`
+	Uses ByTier `json:"uses"`
 	// Misses: it had to be fetched for this use. Prefetched: how many of these were
 	// submitted ahead of need.
 	Misses     int64 `json:"misses"`
@@ -81,19 +81,19 @@ type Stats struct {
 	Failed int64 `json:"failed_fetches"`
 	// Fetched is the bytes of the copies submitted, by the tier they came from.
 	Fetched ByTier `json:"fetched_bytes"`
-	// Guessed counts the offloaded experts that were predicted, GuessedRight those that
+	// PrefetchPredicted counts the offloaded experts that were predicted, PrefetchUsed those that
 	// were chosen, and Asked all offloaded experts that were chosen.
-	Guessed      int64 `json:"guessed"`
-	GuessedRight int64 `json:"guessed_right"`
-	Asked        int64 `json:"-"`
+	PrefetchPredicted int64 `json:"prefetch_predicted"`
+	PrefetchUsed      int64 `json:"prefetch_used"`
+	RouterSyncs       int64 `json:"-"`
 	// Promoted and Demoted count copies that came to peers' memory and that were given
 	// back, Revoked those that were taken.
 	Promoted int64 `json:"promoted"`
 	Demoted  int64 `json:"demoted"`
 	Revoked  int64 `json:"revoked"`
-	// Swapped counts experts that became local, MovedBytes what Promote and Swap have moved.
-	Swapped    int64 `json:"swapped"`
-	MovedBytes int64 `json:"moved_bytes"`
+	// Swapped counts experts that became local, MigratedBytes what Promote and Swap have moved.
+	Swapped       int64 `json:"swapped"`
+	MigratedBytes int64 `json:"migrated_bytes"`
 }
 
 // Stats is a snapshot.
@@ -103,18 +103,18 @@ func (s *Store) Stats() Stats {
 	s.mu.Unlock()
 	p := s.peers.Stats()
 	st.Promoted, st.Demoted, st.Revoked = p.Landed, p.Dropped, p.Revoked
-	st.MovedBytes += p.Bytes
+	st.MigratedBytes += p.Bytes
 	return st
 }
 
 // counts are the statistics of a store, those of every expert by [position][expert].
 type counts struct {
 	Stats
-	fetches, uses, activations [][]int64
+	fetches, uses, routedTokens [][]int64
 }
 
 func (c *counts) open(p *Plan) {
-	for _, of := range []*[][]int64{&c.fetches, &c.uses, &c.activations} {
+	for _, of := range []*[][]int64{&c.fetches, &c.uses, &c.routedTokens} {
 		for range p.Layers {
 			*of = append(*of, make([]int64, p.Experts))
 		}
@@ -128,8 +128,8 @@ func (s *Store) Fetches() [][]int64 { return s.copyOf(s.counts.fetches) }
 // was opened whole, and those in which it was chosen.
 func (s *Store) Uses() [][]int64 { return s.copyOf(s.counts.uses) }
 
-// Activations says how many rows chose each expert, as far as Activated was told.
-func (s *Store) Activations() [][]int64 { return s.copyOf(s.counts.activations) }
+// RoutedTokens says how many rows chose each expert, as far as Activated was told.
+func (s *Store) RoutedTokens() [][]int64 { return s.copyOf(s.counts.routedTokens) }
 
 func (s *Store) copyOf(of [][]int64) [][]int64 {
 	s.mu.Lock()
@@ -141,18 +141,18 @@ func (s *Store) copyOf(of [][]int64) [][]int64 {
 	return counts
 }
 
-// Activated notes how many rows have chosen each expert since the device began to
+// AddRoutedTokens notes how many rows have chosen each expert since the device began to
 // count: [model layers, experts].
-func (s *Store) Activated(counts []int64) {
+func (s *Store) AddRoutedTokens(counts []int64) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	for i, number := range s.plan.Layers {
-		copy(s.counts.activations[i], counts[number*s.plan.Experts:])
+		copy(s.counts.routedTokens[i], counts[number*s.plan.Experts:])
 	}
 }
 
-// Home is where an expert lives between steps.
-type Home struct {
+// Placed is where an expert lives between steps.
+type Placed struct {
 	// Tier is Local, Peer or Host.
 	Tier Tier
 	// Device has the copy where Tier is Peer.

@@ -196,7 +196,7 @@ func (st Step) LayerUnrouted(ctx context.Context, layer int) (Unrouted, error) {
 	defer s.mu.Unlock()
 	if err == nil {
 		if row := &s.tables.rows[position]; row.current() { // FetchChosen will do
-			row.sent = -1
+			row.uploaded = -1
 		} else {
 			err = s.updateRow(ctx, position)
 		}
@@ -238,9 +238,9 @@ func (u Unrouted) FetchChosen(ctx context.Context, chosen []int32) (Use, error) 
 
 var errNotOpened = errors.New("experts: no layer was opened")
 
-// Close says that everything that reads the layer has been enqueued on the compute
+// Release says that everything that reads the layer has been enqueued on the compute
 // stream, and puts there the fence that lets its slots be overwritten.
-func (u Use) Close() error {
+func (u Use) Release() error {
 	if u.open.frozen {
 		return nil
 	}

@@ -10,7 +10,7 @@ import (
 
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/kernels"
-	"github.com/moeserve/moeserve/residency"
+	"github.com/moeserve/moeserve/lease"
 	"github.com/moeserve/moeserve/transfer"
 )
 
@@ -50,9 +50,9 @@ type layer struct {
 	waves []Wave
 	// refs on the slots of offloaded experts, held from a prefetch or the opening to
 	// Close.
-	refs []residency.Ref
-	// guessed and chosen experts of this use.
-	guessed, chosen []bool
+	refs []lease.Ref
+	// predicted and chosen experts of this use.
+	predicted, routed []bool
 }
 
 func newSteps(mu *sync.Mutex, p *Plan, pl *places, f *fetcher, t *tables, c *counts, o Options) *steps {
@@ -63,8 +63,8 @@ func newSteps(mu *sync.Mutex, p *Plan, pl *places, f *fetcher, t *tables, c *cou
 	for i, number := range p.Layers {
 		s.position[number] = i
 		l := &s.layers[i]
-		l.refs = make([]residency.Ref, p.Experts)
-		l.guessed, l.chosen = make([]bool, p.Experts), make([]bool, p.Experts)
+		l.refs = make([]lease.Ref, p.Experts)
+		l.predicted, l.routed = make([]bool, p.Experts), make([]bool, p.Experts)
 		s.listAll(i)
 	}
 	return s
@@ -74,13 +74,13 @@ func newSteps(mu *sync.Mutex, p *Plan, pl *places, f *fetcher, t *tables, c *cou
 func (s *steps) listAll(position int) {
 	l := &s.layers[position]
 	l.list = l.list[:0]
-	for e, at := range s.places.localAt[position] {
+	for e, at := range s.places.residentAt[position] {
 		if at >= 0 {
 			l.list = append(l.list, e)
 		}
 	}
 	l.residents = len(l.list)
-	for e, at := range s.places.localAt[position] {
+	for e, at := range s.places.residentAt[position] {
 		if at < 0 {
 			l.list = append(l.list, e)
 		}
@@ -95,7 +95,7 @@ func (l *layer) missing() []int { return l.list[l.residents:] }
 // fetched.
 func (s *steps) address(id ID) device.Addr {
 	if s.places.resident(id) {
-		return s.places.localRegion(id).Addr
+		return s.places.residentRegion(id).Addr
 	}
 	if at := s.fetch.slot(id); at >= 0 {
 		return s.fetch.memory.Range(int64(at)*s.plan.Layout.Size, s.plan.Layout.Size).Addr
@@ -113,7 +113,7 @@ func (s *steps) begin(ctx context.Context, compute device.Stream) error {
 		}
 	}
 	s.tables.settle()
-	s.fetch.ring.Settle()
+	s.fetch.cache.Settle()
 	s.fetch.peerBackoff = max(s.fetch.peerBackoff-1, 0)
 	s.places.carryOut(s.swap)
 	s.number++
@@ -133,7 +133,7 @@ func (s *steps) swap(in, out ID, err error) {
 	}
 	s.listAll(in.Layer)
 	s.counts.Swapped++
-	s.counts.MovedBytes += s.plan.Layout.Size
+	s.counts.MigratedBytes += s.plan.Layout.Size
 	s.swapped(SwapInfo{Layer: s.plan.Layers[in.Layer], In: in.Expert, Out: out.Expert})
 }
 
@@ -143,12 +143,12 @@ func (s *steps) prefetchPredicted(position int, predicted []int32) error {
 		if err := s.checkID(e); err != nil {
 			return err
 		}
-		if !s.places.resident(ID{position, int(e)}) && !l.guessed[e] {
-			l.guessed[e] = true
-			s.counts.Guessed++
+		if !s.places.resident(ID{position, int(e)}) && !l.predicted[e] {
+			l.predicted[e] = true
+			s.counts.PrefetchPredicted++
 		}
 	}
-	_, err := s.fetch.acquire(position, l.refs, s.selected(position, l.guessed), 0, transfer.Prefetch)
+	_, err := s.fetch.acquire(position, l.refs, s.selected(position, l.predicted), 0, transfer.Prefetch)
 	return err
 }
 
@@ -194,7 +194,7 @@ func (s *steps) openWhole(ctx context.Context, position int) error {
 	for e := range s.plan.Experts {
 		s.counts.uses[position][e]++
 	}
-	s.counts.Hits[Local] += int64(l.residents)
+	s.counts.Uses[Resident] += int64(l.residents)
 	s.countUse(position, l.missing())
 	return nil
 }
@@ -204,33 +204,33 @@ func (s *steps) fetchChosen(ctx context.Context, position int, chosen []int32) (
 	if err := s.usable(); err != nil {
 		return Use{}, err
 	}
-	clear(l.chosen)
+	clear(l.routed)
 	for _, e := range chosen {
 		if err := s.checkID(e); err != nil {
 			return Use{}, err
 		}
-		if l.chosen[e] {
+		if l.routed[e] {
 			continue
 		}
-		l.chosen[e] = true
+		l.routed[e] = true
 		s.counts.uses[position][e]++
 		if s.places.resident(ID{position, int(e)}) {
-			s.counts.Hits[Local]++
+			s.counts.Uses[Resident]++
 			continue
 		}
-		s.counts.Asked++
-		if l.guessed[e] {
-			s.counts.GuessedRight++
+		s.counts.RouterSyncs++
+		if l.predicted[e] {
+			s.counts.PrefetchUsed++
 		}
 	}
-	missing := s.selected(position, l.chosen)
+	missing := s.selected(position, l.routed)
 	for e := range l.refs {
-		if l.refs[e].Held() && !l.chosen[e] { // predicted, or prefetched, in vain
+		if l.refs[e].Held() && !l.routed[e] { // predicted, or prefetched, in vain
 			l.refs[e].Release()
-			s.fetch.forgo(ID{position, e})
+			s.fetch.skip(ID{position, e})
 		}
 	}
-	waves := s.plan.chosenWaves(len(missing))
+	waves := s.plan.onDemandWaves(len(missing))
 	if err := s.fetchAll(position, missing, waves); err != nil {
 		return Use{}, err
 	}
@@ -289,11 +289,11 @@ func (s *steps) countUse(position int, missing []int) {
 	for _, e := range missing {
 		a := s.fetch.arrival(ID{position, e})
 		if !a.fresh {
-			s.counts.Hits[Ring]++
+			s.counts.Uses[Cached]++
 			continue
 		}
 		a.fresh = false
-		s.counts.Hits[a.from]++
+		s.counts.Uses[a.from]++
 		s.counts.Misses++
 		if a.ahead {
 			s.counts.Prefetched++
@@ -317,12 +317,12 @@ func (s *steps) fetchAll(position int, missing []int, waves int) error {
 	if len(missing) == 0 {
 		return nil
 	}
-	whole, err := s.fetch.acquire(position, s.layers[position].refs, missing, waves, transfer.Needed)
+	whole, err := s.fetch.acquire(position, s.layers[position].refs, missing, waves, transfer.Demand)
 	if err != nil {
 		return err
 	}
 	if !whole {
-		return fmt.Errorf("the ring of %d slots is held by other layers that were prefetched or opened and were not closed", s.plan.RingSlots)
+		return fmt.Errorf("the ring of %d slots is held by other layers that were prefetched or opened and were not closed", s.plan.CacheSlots)
 	}
 	s.fetch.promote(position, missing)
 	return nil
@@ -332,7 +332,7 @@ func (s *steps) fetchAll(position int, missing []int, waves int) error {
 // are not there.
 func (s *steps) updateRow(ctx context.Context, position int) error {
 	row := &s.tables.rows[position]
-	row.sent = -1
+	row.uploaded = -1
 	if s.layers[position].residents == s.plan.Experts && row.current() {
 		return nil
 	}
@@ -342,8 +342,8 @@ func (s *steps) updateRow(ctx context.Context, position int) error {
 // release lets the slots of the layer be overwritten behind what is on the stream.
 func (s *steps) release(position int) error {
 	l := &s.layers[position]
-	clear(l.guessed)
-	if len(l.missing()) == 0 && s.tables.rows[position].sent < 0 {
+	clear(l.predicted)
+	if len(l.missing()) == 0 && s.tables.rows[position].uploaded < 0 {
 		return nil
 	}
 	passed, err := s.tables.pass(s.compute, position)
@@ -395,7 +395,7 @@ func (s *steps) reset(ctx context.Context) error {
 				l.refs[e].Release()
 			}
 		}
-		clear(l.guessed)
+		clear(l.predicted)
 		s.listAll(i)
 	}
 	s.tables.reset()

@@ -68,8 +68,8 @@ func (o Options) EnsureDefaults() Options {
 //
 // # Slots
 //
-// Each ring slot has a residency.Cell (package ring). A layer that is being prefetched or is
-// open holds a reference on each of its slots; Use.Close releases them at the fence value
+// Each ring slot has a lease.Cell (package ring). A layer that is being prefetched or is
+// open holds a reference on each of its slots; Use.Release releases them at the fence value
 // that it puts on the compute stream. A slot without references is free for the
 // next fetch, whose copy waits for that value.
 //
@@ -118,8 +118,8 @@ func (s *Store) allocate() (err error) {
 		bytes int64
 		label string
 	}{
-		{&s.places.local, s.o.Space, p.LocalBytes, "local experts"},
-		{&s.fetch.memory, s.o.Space, p.RingBytes, "expert ring"},
+		{&s.places.gpu, s.o.Space, p.ResidentBytes, "local experts"},
+		{&s.fetch.memory, s.o.Space, p.CacheBytes, "expert ring"},
 		{&s.tables.memory, s.o.Space, p.TableBytes, "expert tables"},
 		{&s.places.host, device.Host, p.HostBytes, "offloaded experts"},
 		{&s.tables.images, device.Host, p.UploadBytes, "expert table images"},
@@ -203,7 +203,7 @@ func (s *Store) firstUpload(ctx context.Context) (err error) {
 	put := func(dst, src device.Region, label string) error {
 		value++
 		ticket, err := s.o.Transfer.Submit(transfer.Request{
-			Src: src, Dst: dst, Priority: transfer.Needed, Label: transfer.Text(label), Done: device.Point{Fence: fence, Value: value},
+			Src: src, Dst: dst, Priority: transfer.Demand, Label: transfer.Text(label), Done: device.Point{Fence: fence, Value: value},
 		})
 		if err == nil {
 			if err = ticket.Wait(ctx); err == nil {
@@ -214,11 +214,11 @@ func (s *Store) firstUpload(ctx context.Context) (err error) {
 		}
 		return fmt.Errorf("experts: bring the %s to %s: %w", label, s.o.Space, err)
 	}
-	if s.plan.Adaptive && s.o.Machine.Capabilities().KeepsData {
+	if s.plan.Dynamic && s.o.Machine.Capabilities().KeepsData {
 		for i := range s.plan.Layers {
 			for e := range s.plan.Experts {
 				if id := (ID{i, e}); s.places.resident(id) {
-					if err := put(s.places.localRegion(id), s.places.hostRegion(id), "local experts"); err != nil {
+					if err := put(s.places.residentRegion(id), s.places.hostRegion(id), "local experts"); err != nil {
 						return err
 					}
 				}

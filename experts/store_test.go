@@ -321,7 +321,7 @@ func (r *rig) enqueue(s *Store, st Step, prefetch bool, flops int64) ([]map[int]
 				return nil, err
 			}
 		}
-		if err := u.Close(); err != nil {
+		if err := u.Release(); err != nil {
 			return nil, err
 		}
 	}
@@ -368,12 +368,12 @@ func TestSameBytes(t *testing.T) {
 				t.Run(fmt.Sprintf("fraction=%v/ring=%v/%s/virtual=%t/%s", fraction, ring, tag, o.Virtual, o.Schedule), func(t *testing.T) {
 					r := newRig(t, small(tag), o, int64(100+variant*37))
 					place := r.placed(fraction)
-					s := r.open(Config{Placement: place, RingSlots: int(ring * float64(place.Largest())), Waves: 1 + variant%4, StagingBytes: 1024})
+					s := r.open(Config{Placement: place, CacheSlots: int(ring * float64(place.Largest())), Waves: 1 + variant%4, StagingBytes: 1024})
 					r.fill(s, 1+variant%5)
 					r.steps(s, 3, variant%5 != 0)
 					stats := s.Stats()
 					opened := int64(3 * len(r.model.layers) * r.model.experts)
-					if got := stats.Hits[Local] + stats.Hits[Ring] + stats.Misses; got != opened {
+					if got := stats.Uses[Resident] + stats.Uses[Cached] + stats.Misses; got != opened {
 						t.Errorf("%d hits and misses for %d experts: %+v", got, opened, stats)
 					}
 					misses := 3 * int64(place.Offloaded())
@@ -434,7 +434,7 @@ func TestPrefetchAhead(t *testing.T) {
 func TestHostAhead(t *testing.T) {
 	for n := range uint64(4) {
 		r := newRig(t, small(rowMajor), machine(n), 200)
-		s := r.open(Config{Placement: r.placed(0.6), RingSlots: 7})
+		s := r.open(Config{Placement: r.placed(0.6), CacheSlots: 7})
 		r.fill(s, 11)
 		var steps [][]map[int]uint32
 		st := r.begin(s)
@@ -459,7 +459,7 @@ func TestFailure(t *testing.T) {
 		o := machine(seed)
 		t.Run(fmt.Sprintf("seed=%d/virtual=%t/%s", seed, o.Virtual, o.Schedule), func(t *testing.T) {
 			r := newRig(t, small(rowMajor), o, 300)
-			s := r.open(Config{Placement: r.placed(0.6), RingSlots: []int{4, 6, 8, 30}[seed%4], Waves: 2})
+			s := r.open(Config{Placement: r.placed(0.6), CacheSlots: []int{4, 6, 8, 30}[seed%4], Waves: 2})
 			r.fill(s, 4)
 			for i := range 4 {
 				fault := r.m.Inject(&emulated.Fault{
@@ -519,7 +519,7 @@ func TestFailedComputeCascades(t *testing.T) {
 					t.Fatal(err)
 				}
 			}
-			if err := u.Close(); err != nil {
+			if err := u.Release(); err != nil {
 				t.Fatal(err)
 			}
 		}
@@ -588,7 +588,7 @@ func TestDeterministic(t *testing.T) {
 			o = emulated.Options{}
 		}
 		r := newRig(t, small(rowMajor), o, 64<<seed)
-		s := r.open(Config{Placement: r.placed(0.6), RingSlots: 7, Waves: 2})
+		s := r.open(Config{Placement: r.placed(0.6), CacheSlots: 7, Waves: 2})
 		r.fill(s, 5)
 		var log strings.Builder
 		for range 3 {
@@ -612,7 +612,7 @@ func TestDeterministic(t *testing.T) {
 						t.Fatal(err)
 					}
 				}
-				if err := u.Close(); err != nil {
+				if err := u.Release(); err != nil {
 					t.Fatal(err)
 				}
 			}
@@ -632,7 +632,7 @@ func TestDeterministic(t *testing.T) {
 func TestOneCopyPerWave(t *testing.T) {
 	r := newRig(t, small(rowMajor), emulated.Options{Virtual: true}, 1<<20)
 	r.lend(func(o *harvest.Options) { o.Peers = o.Peers[:1] })
-	s := r.open(Config{Placement: r.placed(1), RingSlots: 8, Waves: 2})
+	s := r.open(Config{Placement: r.placed(1), CacheSlots: 8, Waves: 2})
 	r.fill(s, 11)
 	copies := func(from device.Space) int64 { return r.engine.Path(device.Pair{From: from, To: device.HBM(0)}).Copies }
 	before := copies(device.Host)
@@ -660,7 +660,7 @@ func TestResidency(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	s := r.open(Config{Placement: list, RingSlots: 3})
+	s := r.open(Config{Placement: list, CacheSlots: 3})
 	show := func() string {
 		var b strings.Builder
 		for _, l := range s.Residency() {
@@ -671,13 +671,13 @@ func TestResidency(t *testing.T) {
 		}
 		return b.String()
 	}
-	if got, want := show(), "lhllhl llllll hlllll llllll lllllh "; got != want {
+	if got, want := show(), "rhrrhr rrrrrr hrrrrr rrrrrr rrrrrh "; got != want {
 		t.Errorf("%s, want %s", got, want)
 	}
 	r.fill(s, 11)
 	r.steps(s, 1, true)
 	// Three slots: what was fetched last is there, the next step's layer 0 included.
-	if got, want := show(), "lrllrl llllll hlllll llllll lllllr "; got != want {
+	if got, want := show(), "rcrrcr rrrrrr hrrrrr rrrrrr rrrrrc "; got != want {
 		t.Errorf("%s, want %s", got, want)
 	}
 }
@@ -700,7 +700,7 @@ func TestLayers(t *testing.T) {
 				waves, all = append(waves, map[int]uint32{}), append(all, map[int]uint32{})
 				r.ok(r.products(u.Slots, u.Waves[0], 0, waves[i]))
 				r.ok(r.products(u.Slots, Wave{Experts: u.All}, 0, all[i]))
-				r.ok(u.Close())
+				r.ok(u.Release())
 				if len(u.Waves) != 1 || len(u.Waves[0].Await) != 0 {
 					t.Errorf("layer %d has waves %+v", l, u.Waves)
 				}
@@ -722,7 +722,7 @@ func TestLayers(t *testing.T) {
 		r.ok(r.compute.Copy(s.tables.memory.Range(0, junk.Bytes()), junk.Range(0, junk.Bytes())))
 		whole()
 		r.ok(junk.Free())
-		if st := s.Stats(); st.Hits != ([tiers]int64{Local: 4 * 5 * 6}) || st.Misses != 0 {
+		if st := s.Stats(); st.Uses != ([tiers]int64{Resident: 4 * 5 * 6}) || st.Misses != 0 {
 			t.Errorf("%+v", st)
 		}
 		for _, uses := range s.Uses() {
@@ -770,7 +770,7 @@ func TestNext(t *testing.T) {
 // TestProtocol: misuse of the step interface is an error that says what is wrong.
 func TestProtocol(t *testing.T) {
 	r := newRig(t, small(rowMajor), emulated.Options{Virtual: true}, 1<<20)
-	s := r.open(Config{Placement: r.placed(1), RingSlots: 6})
+	s := r.open(Config{Placement: r.placed(1), CacheSlots: 6})
 	_, err := s.BeginStep(t.Context(), r.compute)
 	r.wants(err, "not sealed")
 	r.wants(s.Seal(t.Context()), "layer 0 expert 0: only 0 of 11 rows of w1 have come (840 rows are missing in all)")
@@ -783,7 +783,7 @@ func TestProtocol(t *testing.T) {
 	r.wants(err, "the step before has neither ended nor been dropped")
 	_, err = st.Layer(t.Context(), 2)
 	r.wants(err, "layer 2: it has no experts")
-	r.wants(Use{}.Close(), "no layer was opened")
+	r.wants(Use{}.Release(), "no layer was opened")
 	_, err = Unrouted{}.FetchChosen(t.Context(), nil)
 	r.wants(err, "no layer was opened")
 	first, err := st.Layer(t.Context(), 0)
@@ -793,8 +793,8 @@ func TestProtocol(t *testing.T) {
 	_, err = st.LayerUnrouted(t.Context(), 1)
 	r.wants(err, "open layer 1: layer 0 is open; Close comes first")
 	r.wants(st.End(), "layer 0 is still open")
-	r.ok(first.Close())
-	r.wants(first.Close(), "not open any more")
+	r.ok(first.Release())
+	r.wants(first.Release(), "not open any more")
 	r.ok(st.Prefetch(2)) // it has no experts
 	r.ok(st.Prefetch(1))
 	_, err = st.Layer(t.Context(), 3)
@@ -802,14 +802,14 @@ func TestProtocol(t *testing.T) {
 
 	open, err := st.LayerUnrouted(t.Context(), 1)
 	r.ok(err)
-	r.wants(first.Close(), "not open any more")
+	r.wants(first.Release(), "not open any more")
 	_, err = open.FetchChosen(t.Context(), []int32{6})
 	r.wants(err, "layer 1: there is no expert 6: the layer has 6")
 	use, err := open.FetchChosen(t.Context(), []int32{5, 1})
 	r.ok(err)
 	_, err = open.FetchChosen(t.Context(), []int32{5, 1})
 	r.wants(err, "they have been fetched")
-	r.ok(use.Close())
+	r.ok(use.Release())
 	r.ok(r.end(st))
 
 	r.wants(st.End(), "the step is over")
@@ -1007,7 +1007,7 @@ func TestHarness(t *testing.T) {
 func TestHalfRound(t *testing.T) {
 	// The checker remembers the raises of half a round ago, so it does not look.
 	r := newBareRig(t, small(rowMajor), emulated.Options{Virtual: true}, 200)
-	s := r.open(Config{Placement: r.placed(0.6), RingSlots: 7})
+	s := r.open(Config{Placement: r.placed(0.6), CacheSlots: 7})
 	r.fill(s, 11)
 	r.steps(s, 4, false)                                // 18 experts through 7 slots: rows change in every step
 	for _, n := range []uint32{1 << 30, 1 << 30, 100} { // so many layers are closed and change no row

@@ -38,8 +38,8 @@ type tableRow struct {
 	stale bool
 	// busy are until when each image is being read; turn is the next to be used, and sent
 	// the one sent for this use, or -1.
-	busy       [uploadRows]uint32
-	turn, sent int
+	busy           [uploadRows]uint32
+	turn, uploaded int
 }
 
 // bytes is the size of a row, and where it is.
@@ -53,7 +53,7 @@ func (t *tables) open(p *Plan) {
 		at := t.memory.Range(int64(i)*t.bytes(), t.bytes())
 		r.slots = kernels.New(at.Addr, kernels.U64, p.Experts)
 		r.ids = kernels.New(at.Slice(int64(p.Experts)*slotBytes, int64(p.Experts)*idBytes).Addr, kernels.I32, p.Experts)
-		r.want, r.sent = make([]byte, t.bytes()), -1
+		r.want, r.uploaded = make([]byte, t.bytes()), -1
 	}
 }
 
@@ -108,7 +108,7 @@ func (t *tables) update(ctx context.Context, compute device.Stream, position int
 		return fmt.Errorf("update the tables: %w", err)
 	}
 	r.have, r.stale = append(r.have[:0], r.want...), false
-	r.sent, r.turn = turn, (turn+1)%uploadRows
+	r.uploaded, r.turn = turn, (turn+1)%uploadRows
 	return nil
 }
 
@@ -118,8 +118,8 @@ func (t *tables) pass(compute device.Stream, position int) (device.Point, error)
 		return device.Point{}, err
 	}
 	t.value++
-	if r := &t.rows[position]; r.sent >= 0 {
-		r.busy[r.sent] = t.value
+	if r := &t.rows[position]; r.uploaded >= 0 {
+		r.busy[r.uploaded] = t.value
 	}
 	return device.Point{Fence: t.passed, Value: t.value}, nil
 }
@@ -136,7 +136,7 @@ func (t *tables) settle() {
 func (t *tables) reset() {
 	for i := range t.rows {
 		r := &t.rows[i]
-		r.have, r.sent, r.busy = nil, -1, [uploadRows]uint32{}
+		r.have, r.uploaded, r.busy = nil, -1, [uploadRows]uint32{}
 	}
 }
 

@@ -55,9 +55,9 @@ func (r *rig) promote(s *Store, ids ...ID) {
 
 // offloaded lists the store's offloaded experts.
 func offloaded(s *Store) (ids []ID) {
-	for i, homes := range s.Homes() {
+	for i, homes := range s.Placed() {
 		for e, h := range homes {
-			if h.Tier != Local {
+			if h.Tier != Resident {
 				ids = append(ids, ID{i, e})
 			}
 		}
@@ -83,14 +83,14 @@ func TestPeerTier(t *testing.T) {
 	for n := range uint64(4) {
 		r := newRig(t, small(rowMajor), machine(n), 200)
 		r.lend()
-		s := r.open(Config{Placement: r.placed(0.5), RingSlots: 4})
+		s := r.open(Config{Placement: r.placed(0.5), CacheSlots: 4})
 		r.fill(s, 11)
 		all := offloaded(s)
-		if got, want := letters(s.Residency()), "lhlhlh lhlhlh lhlhlh lhlhlh lhlhlh"; got != want {
+		if got, want := letters(s.Residency()), "rhrhrh rhrhrh rhrhrh rhrhrh rhrhrh"; got != want {
 			t.Fatalf("%s, want %s", got, want)
 		}
 		r.promote(s, all[:10]...)
-		if got, want := letters(s.Residency()), "lplplp lplplp lplplp lplhlh lhlhlh"; got != want {
+		if got, want := letters(s.Residency()), "rprprp rprprp rprprp rprhrh rhrhrh"; got != want {
 			t.Fatalf("%s, want %s", got, want)
 		}
 		size := r.model.layout.Size
@@ -109,13 +109,13 @@ func TestPeerTier(t *testing.T) {
 			r.steps(s, 1, false)
 			after := s.Stats()
 			peer, host := (after.Fetched[Peer]-before.Fetched[Peer])/size, (after.Fetched[Host]-before.Fetched[Host])/size
-			hits := after.Hits[Peer] - before.Hits[Peer]
+			hits := after.Uses[Peer] - before.Uses[Peer]
 			if peer != want.peer || host != want.host || hits != want.peer {
 				t.Errorf("round %d: %d experts from peers (%d hits), %d from the host; want %d and %d", round, peer, hits, host, want.peer, want.host)
 			}
 		}
 		st := s.Stats()
-		if st.Promoted != 10 || st.Revoked != 10 || st.Demoted != 0 || st.MovedBytes != 10*size {
+		if st.Promoted != 10 || st.Revoked != 10 || st.Demoted != 0 || st.MigratedBytes != 10*size {
 			t.Errorf("%+v", st)
 		}
 		// There is room again.
@@ -139,7 +139,7 @@ func TestSlabsSideBySide(t *testing.T) {
 	for _, backwards := range []bool{false, true} {
 		r := newBareRig(t, m, emulated.Options{Virtual: true}, 1<<20)
 		r.lend(func(o *harvest.Options) { o.Peers, o.SlabBytes = o.Peers[:1], m.layout.Size })
-		s := r.open(Config{Placement: r.placed(1), RingSlots: 6})
+		s := r.open(Config{Placement: r.placed(1), CacheSlots: 6})
 		r.fill(s, 11)
 		ids := offloaded(s)
 		if backwards {
@@ -260,7 +260,7 @@ func (r *rig) chosenStep(s *Store, c choice, flops int64) ([]map[int]uint32, err
 				return nil, err
 			}
 		}
-		if err := use.Close(); err != nil {
+		if err := use.Release(); err != nil {
 			return nil, err
 		}
 	}
@@ -271,10 +271,10 @@ func (r *rig) chosenStep(s *Store, c choice, flops int64) ([]map[int]uint32, err
 // ones were computed, and no others.
 func (r *rig) verifyChosen(s *Store, c choice, out []map[int]uint32) {
 	r.Helper()
-	for i, homes := range s.Homes() {
+	for i, homes := range s.Placed() {
 		for e, h := range homes {
 			sum, computed := out[i][e]
-			if want := h.Tier == Local || slices.Contains(c.chosen[i], int32(e)); computed != want {
+			if want := h.Tier == Resident || slices.Contains(c.chosen[i], int32(e)); computed != want {
 				r.Errorf("layer %d expert %d: computed %t, want %t", r.model.layers[i], e, computed, want)
 			} else if computed && sum != r.model.sum(r.model.layers[i], e) {
 				r.Errorf("layer %d expert %d: wrong bytes", r.model.layers[i], e)
@@ -292,7 +292,7 @@ func TestChosen(t *testing.T) {
 			rng := rand.New(rand.NewPCG(seed, 0))
 			r := newRig(t, small(rowMajor), o, 300)
 			r.lend()
-			s := r.open(Config{Placement: r.placed([]float64{0.4, 0.7, 1}[seed%3]), RingSlots: []int{0, 6, 12}[seed%3], Waves: 1 + int(seed)%4})
+			s := r.open(Config{Placement: r.placed([]float64{0.4, 0.7, 1}[seed%3]), CacheSlots: []int{0, 6, 12}[seed%3], Waves: 1 + int(seed)%4})
 			r.fill(s, 11)
 			all := offloaded(s)
 			r.promote(s, all[:len(all)/2]...)
@@ -308,11 +308,11 @@ func TestChosen(t *testing.T) {
 				r.verifyChosen(s, c, out)
 			}
 			st := s.Stats()
-			right, guessed, asked = st.GuessedRight, st.Guessed, st.Asked
+			right, guessed, asked = st.PrefetchUsed, st.PrefetchPredicted, st.RouterSyncs
 			if right > guessed || right > asked || guessed == 0 || asked == 0 {
 				t.Errorf("%d of %d guesses were right, %d experts asked for", right, guessed, asked)
 			}
-			if st.Hits[Peer]+st.Hits[Host] != st.Misses || st.Prefetched > st.Misses {
+			if st.Uses[Peer]+st.Uses[Host] != st.Misses || st.Prefetched > st.Misses {
 				t.Errorf("%+v", st)
 			}
 		})
@@ -408,7 +408,7 @@ func TestSwap(t *testing.T) {
 		tag := []string{rowMajor, "reversed"}[n%2]
 		r := newRig(t, small(tag), machine(n), 200)
 		r.lend()
-		s := r.open(Config{Placement: r.placed(0.5), Adaptive: true})
+		s := r.open(Config{Placement: r.placed(0.5), Dynamic: true})
 		r.fill(s, 11)
 		r.steps(s, 1, true)
 		r.ok(s.Swap(ID{0, 1}, ID{0, 0}))
@@ -429,7 +429,7 @@ func TestSwap(t *testing.T) {
 		r.steps(s, 1, true)
 		r.ok(s.WaitMoves(t.Context()))
 		r.steps(s, 2, true)
-		if got, want := letters(tiersOf(s.Homes())), "hllhlh lhlhlh lhlhlh lhhhll lhlhlh"; got != want {
+		if got, want := letters(tiersOf(s.Placed())), "hrrhrh rhrhrh rhrhrh rhhhrr rhrhrh"; got != want {
 			t.Errorf("%s, want %s", got, want)
 		}
 		c := choices(rand.New(rand.NewPCG(n, 1)), r.model)
@@ -451,26 +451,26 @@ func TestSwap(t *testing.T) {
 // prefetched.
 func TestSwapOfPrefetched(t *testing.T) {
 	r := newRig(t, small(rowMajor), emulated.Options{Virtual: true}, 200)
-	s := r.open(Config{Placement: r.placed(0.5), Adaptive: true})
+	s := r.open(Config{Placement: r.placed(0.5), Dynamic: true})
 	r.fill(s, 11)
 	st := r.begin(s)
 	r.ok(st.Prefetch(0))
 	r.ok(r.end(st))
 	slot := s.fetch.slot(ID{0, 1})
-	if slot < 0 || s.fetch.ring.References(slot) != 1 {
+	if slot < 0 || s.fetch.cache.References(slot) != 1 {
 		t.Fatalf("the expert is not in the ring: slot %d", slot)
 	}
 	r.ok(s.Swap(ID{0, 1}, ID{0, 0}))
 	r.ok(s.WaitMoves(t.Context()))
 	st = r.begin(s)
-	if n := s.fetch.ring.References(slot); n != 0 {
+	if n := s.fetch.cache.References(slot); n != 0 {
 		t.Errorf("%d references on the slot of an expert that is local", n)
 	}
 	r.ok(st.End())
 	r.steps(s, 1, true)
 }
 
-func tiersOf(homes [][]Home) [][]Tier {
+func tiersOf(homes [][]Placed) [][]Tier {
 	where := make([][]Tier, len(homes))
 	for i := range homes {
 		for _, h := range homes[i] {
@@ -488,7 +488,7 @@ func TestPeerFails(t *testing.T) {
 		t.Run(fmt.Sprintf("seed=%d/virtual=%t/%s", seed, o.Virtual, o.Schedule), func(t *testing.T) {
 			r := newRig(t, small(rowMajor), o, 300)
 			r.lend()
-			s := r.open(Config{Placement: r.placed(0.6), RingSlots: 8, Waves: 2})
+			s := r.open(Config{Placement: r.placed(0.6), CacheSlots: 8, Waves: 2})
 			r.fill(s, 4)
 			all := offloaded(s)
 			r.promote(s, all...)
@@ -536,7 +536,7 @@ func TestFlakyPeers(t *testing.T) {
 	for seed := range uint64(16) {
 		r := newRig(t, small(rowMajor), machine(seed), 300)
 		r.lend()
-		s := r.open(Config{Placement: r.placed(1), RingSlots: 6})
+		s := r.open(Config{Placement: r.placed(1), CacheSlots: 6})
 		r.fill(s, 11)
 		r.promote(s, offloaded(s)...)
 		r.m.Inject(&emulated.Fault{
@@ -581,7 +581,7 @@ func TestRowsOfFailures(t *testing.T) {
 			t.Errorf("%v is excluded: %v", i.Device, i.Err)
 		}
 	}
-	s := r.open(Config{Placement: r.placed(1), RingSlots: 6})
+	s := r.open(Config{Placement: r.placed(1), CacheSlots: 6})
 	r.fill(s, 11)
 	r.promote(s, offloaded(s)...)
 	for range 4 {
@@ -610,7 +610,7 @@ func TestStepsPassMoves(t *testing.T) {
 			<-release
 		}
 	}
-	s := r.open(Config{Placement: r.placed(1), RingSlots: 6})
+	s := r.open(Config{Placement: r.placed(1), CacheSlots: 6})
 	r.fill(s, 11)
 	r.promote(s, offloaded(s)...)
 	moved, done := make(chan error, 1), make(chan error, 1)
@@ -641,7 +641,7 @@ func TestStepsPassMoves(t *testing.T) {
 // its local experts have changed.
 func TestOneUpdate(t *testing.T) {
 	r := newRig(t, small(rowMajor), emulated.Options{Virtual: true}, 300)
-	s := r.open(Config{Placement: r.placed(0.5), Adaptive: true})
+	s := r.open(Config{Placement: r.placed(0.5), Dynamic: true})
 	r.fill(s, 11)
 	row := &s.tables.rows[0]
 	for _, c := range []struct {
@@ -657,15 +657,15 @@ func TestOneUpdate(t *testing.T) {
 		r.ok(st.PrefetchPredicted(0, []int32{1, 3, 5}))
 		open, err := st.LayerUnrouted(t.Context(), 0)
 		r.ok(err)
-		if sent := row.sent >= 0; sent != c.first {
+		if sent := row.uploaded >= 0; sent != c.first {
 			t.Errorf("%+v: sent when opened: %t", c, sent)
 		}
 		use, err := open.FetchChosen(t.Context(), []int32{c.chosen})
 		r.ok(err)
-		if row.sent < 0 && !c.first {
+		if row.uploaded < 0 && !c.first {
 			t.Errorf("%+v: not sent when chosen", c)
 		}
-		r.ok(use.Close())
+		r.ok(use.Release())
 		r.ok(r.end(st))
 	}
 }
@@ -676,7 +676,7 @@ func (r *rig) hostOnly(s *Store) []ID {
 	_, err := r.harvest.Tick(r.m.Now())
 	r.ok(err)
 	var ids []ID
-	for i, homes := range s.Homes() {
+	for i, homes := range s.Placed() {
 		for e, h := range homes {
 			if h.Tier == Host {
 				ids = append(ids, ID{i, e})
@@ -713,7 +713,7 @@ func TestMoveFails(t *testing.T) {
 		r.ok(r.harvest.Readmit(device.HBM(1)))
 		r.promote(s, ID{0, 0})
 		r.steps(s, 1, true)
-		if s.Stats().Hits[Peer] != 1 {
+		if s.Stats().Uses[Peer] != 1 {
 			t.Errorf("%+v", s.Stats())
 		}
 	}
@@ -737,7 +737,7 @@ func TestBothLinks(t *testing.T) {
 			Virtual: true, HostLink: emulated.Link{BytesPerSecond: 1e6}, PeerLink: emulated.Link{BytesPerSecond: 3e6},
 		}, 256)
 		r.lend(func(o *harvest.Options) { o.Peers = o.Peers[:1] })
-		s := r.open(Config{Placement: r.placed(1), RingSlots: 12, Waves: 1})
+		s := r.open(Config{Placement: r.placed(1), CacheSlots: 12, Waves: 1})
 		r.fill(s, 11)
 		for i := range m.layers {
 			for e := range c.peers {
@@ -790,7 +790,7 @@ func TestAnything(t *testing.T) {
 		seed := rapid.Uint64Range(0, 1<<20).Draw(rt, "seed")
 		o := emulated.Options{Virtual: true, Schedule: emulated.Schedule(rapid.IntRange(0, 2).Draw(rt, "schedule")), Seed: seed}
 		chunk, fraction := rapid.Int64Range(64, 1024).Draw(rt, "chunk"), rapid.SampledFrom([]float64{0.3, 0.5, 1}).Draw(rt, "fraction")
-		c := Config{Adaptive: true, RingSlots: rapid.IntRange(6, 14).Draw(rt, "ring"), Waves: rapid.IntRange(1, 4).Draw(rt, "waves")}
+		c := Config{Dynamic: true, CacheSlots: rapid.IntRange(6, 14).Draw(rt, "ring"), Waves: rapid.IntRange(1, 4).Draw(rt, "waves")}
 		actions := rapid.SliceOfN(rapid.IntRange(0, 9), 4, 30).Draw(rt, "actions")
 		if !t.Run("", func(t *testing.T) {
 			r := newRig(t, small(rowMajor), o, chunk)
@@ -819,7 +819,7 @@ func TestAnything(t *testing.T) {
 				case 6:
 					r.m.Inject(&emulated.Fault{Kind: emulated.StallCopy, Skip: rng.IntN(9), For: time.Duration(rng.IntN(1e6))})
 				case 7:
-					s.Settle()
+					s.Poll()
 					_, err := r.harvest.Tick(r.m.Now())
 					r.ok(err)
 				default:
@@ -865,7 +865,7 @@ func (r *rig) anyStep(s *Store, rng *rand.Rand) {
 func TestReadUntilTheEnd(t *testing.T) {
 	r := newRig(t, small(rowMajor), emulated.Options{}, 150)
 	r.lend()
-	s := r.open(Config{Placement: r.placed(0.5), RingSlots: 3})
+	s := r.open(Config{Placement: r.placed(0.5), CacheSlots: 3})
 	r.fill(s, 11)
 	r.promote(s, ID{0, 1})
 	stall := r.m.Inject(&emulated.Fault{Kind: emulated.StallCopy, Match: func(p emulated.Point) bool { return p.From != device.Host && p.To == device.HBM(0) }})
@@ -876,9 +876,9 @@ func TestReadUntilTheEnd(t *testing.T) {
 	r.ok(err)
 	use, err := open.FetchChosen(t.Context(), nil)
 	r.ok(err)
-	r.ok(use.Close())
+	r.ok(use.Release())
 	r.ok(st.Prefetch(1))
-	if got := s.fetch.ring.Holds(s.fetch.slot(ID{0, 1})); got/r.model.experts != 1 {
+	if got := s.fetch.cache.Holds(s.fetch.slot(ID{0, 1})); got/r.model.experts != 1 {
 		t.Fatalf("the slot has expert %d", got)
 	}
 	later := s.fetch.fetches[len(s.fetch.fetches)-1].ticket
@@ -906,7 +906,7 @@ func TestBesideSteps(t *testing.T) {
 	for seed := range uint64(3) {
 		r := newRig(t, small(rowMajor), emulated.Options{Seed: seed}, 150)
 		r.lend()
-		s := r.open(Config{Placement: r.placed([]float64{0.4, 0.7, 1}[seed]), RingSlots: 6 + int(seed), Adaptive: seed < 2})
+		s := r.open(Config{Placement: r.placed([]float64{0.4, 0.7, 1}[seed]), CacheSlots: 6 + int(seed), Dynamic: seed < 2})
 		r.fill(s, 11)
 		fault := r.m.Inject(&emulated.Fault{
 			Kind: emulated.FailCopy, Times: -1, Chance: 0.05, Match: func(p emulated.Point) bool { return strings.HasPrefix(p.Stream, "copy ") },
@@ -936,7 +936,7 @@ func TestBesideSteps(t *testing.T) {
 			default:
 				_ = s.Promote(id, PromoteOptions{})
 			}
-			s.Settle()
+			s.Poll()
 		})
 		beside(2, func(rng *rand.Rand, _ ID) {
 			peer := device.HBM(1 + rng.IntN(2))
@@ -964,7 +964,7 @@ func TestBesideSteps(t *testing.T) {
 		fault.Release()
 		st := s.Stats()
 		t.Logf("%+v", st)
-		if st.Failed == 0 || st.Promoted == 0 || st.Revoked == 0 || st.Hits[Peer] == 0 || (st.Swapped > 0) != (seed < 2) {
+		if st.Failed == 0 || st.Promoted == 0 || st.Revoked == 0 || st.Uses[Peer] == 0 || (st.Swapped > 0) != (seed < 2) {
 			t.Errorf("not all has happened: %+v", st)
 		}
 	}
@@ -974,13 +974,13 @@ func TestBesideSteps(t *testing.T) {
 func TestSnapshot(t *testing.T) {
 	r := newRig(t, small(rowMajor), emulated.Options{Virtual: true}, 300)
 	r.lend()
-	s := r.open(Config{Placement: r.placed(0.5), RingSlots: 3})
+	s := r.open(Config{Placement: r.placed(0.5), CacheSlots: 3})
 	r.fill(s, 11)
 	r.promote(s, ID{0, 1}, ID{2, 3})
 	r.steps(s, 2, true)
 	counts := make([]int64, 8*6)
 	counts[7*6+5] = 9
-	s.Activated(counts)
+	s.AddRoutedTokens(counts)
 	snap := s.Snapshot()
 	var where [][]Tier
 	for _, l := range snap.Layers {
@@ -999,11 +999,11 @@ func TestSnapshot(t *testing.T) {
 	if x := snap.Layers[2].Experts[3]; x.Tier != Peer || x.Peer != "gpu1" {
 		t.Errorf("%+v", x)
 	}
-	if x := snap.Layers[4]; x.Layer != 7 || x.Experts[5].Activations != 9 || x.Experts[4].Activations != 0 {
+	if x := snap.Layers[4]; x.Layer != 7 || x.Experts[5].RoutedTokens != 9 || x.Experts[4].RoutedTokens != 0 {
 		t.Errorf("%+v", x)
 	}
-	if len(snap.Ring) != 3 || snap.Ring[0].Layer < 0 || len(snap.Links) != 3 {
-		t.Errorf("%+v %+v", snap.Ring, snap.Links)
+	if len(snap.Cache) != 3 || snap.Cache[0].Layer < 0 || len(snap.Links) != 3 {
+		t.Errorf("%+v %+v", snap.Cache, snap.Links)
 	}
 }
 
@@ -1046,7 +1046,7 @@ func (u *unguarded) run(t *testing.T) bool {
 	}
 	r := newRig(t, small(rowMajor), o, 100)
 	r.lend()
-	s := r.open(Config{Placement: r.placed(0.5), RingSlots: 4})
+	s := r.open(Config{Placement: r.placed(0.5), CacheSlots: 4})
 	r.fill(s, 11)
 	r.promote(s, offloaded(s)...)
 	if u.without == "reference before copy" {
@@ -1065,7 +1065,7 @@ func (u *unguarded) run(t *testing.T) bool {
 				_ = s.Promote(id, PromoteOptions{}) // it may be there
 			}
 		}
-		s.Settle()
+		s.Poll()
 		st := r.begin(s)
 		out := u.enqueue(r, s, st)
 		for k := range 2 {
@@ -1103,9 +1103,9 @@ func (u *unguarded) enqueue(r *rig, s *Store, st Step) []map[int]uint32 {
 			}
 			r.ok(r.products(use.Slots, w, 100*int64(w.Experts.Shape[0]), out[i]))
 		}
-		r.ok(use.Close())
+		r.ok(use.Release())
 		if u.without == "last reader before overwriting" {
-			s.fetch.ring.Reset() // as if the readers had been done before
+			s.fetch.cache.Reset() // as if the readers had been done before
 		}
 	}
 	return out
@@ -1135,7 +1135,7 @@ func revokedAt(t *testing.T, schedule emulated.Schedule, ops, at int) bool {
 	m.layers = m.layers[:2]
 	r := newRig(t, m, emulated.Options{Virtual: true, Schedule: schedule, Seed: uint64(at)}, 200)
 	r.lend()
-	s := r.open(Config{Placement: r.placed(0.5), RingSlots: 5, Waves: 2})
+	s := r.open(Config{Placement: r.placed(0.5), CacheSlots: 5, Waves: 2})
 	r.fill(s, 11)
 	r.promote(s, offloaded(s)...)
 	look, err := r.m.NewFence("look")
@@ -1172,7 +1172,7 @@ func revokedAt(t *testing.T, schedule emulated.Schedule, ops, at int) bool {
 			r.ok(r.products(u.Slots, w, 0, out[i]))
 			here()
 		}
-		r.ok(u.Close())
+		r.ok(u.Release())
 		here()
 	}
 	r.ok(r.end(st))

@@ -15,7 +15,7 @@ func BenchmarkPack(b *testing.B) {
 	check(b, err)
 	for _, shape := range [][2]int{{324, 100}, {324, 4000}, {4536, 100}} {
 		sequences, context := shape[0], shape[1]
-		limits := Limits{MaxRows: sequences, MaxSeqs: sequences, MaxLogits: sequences, MaxModelLen: 8192, BlockTokens: 16}
+		limits := Limits{MaxTokens: sequences, MaxSeqs: sequences, MaxLogits: sequences, MaxModelLen: 8192, BlockTokens: 16}
 		dst := make([]byte, GroupBytes(limits, 1))
 		blocks := make([]int32, context/16+1)
 		ids := []int32{7}

@@ -21,7 +21,7 @@
 //
 // # A step
 //
-// The rows of a step form a group of at most Limits.MaxRows rows. Attention
+// The rows of a step form a group of at most Limits.MaxTokens rows. Attention
 // stages take one micro-batch of the group at a time, the expert stages the
 // whole group:
 //

@@ -11,7 +11,7 @@ import (
 
 func TestDrawErrors(t *testing.T) {
 	c := mustParse(t, "mixtral", nil)
-	limits := Limits{MaxRows: 64, MaxSeqs: 2, MaxLogits: 2, MaxModelLen: 40, BlockTokens: 16, MaxAdjust: 2}
+	limits := Limits{MaxTokens: 64, MaxSeqs: 2, MaxLogits: 2, MaxModelLen: 40, BlockTokens: 16, MaxAdjust: 2}
 	nan, inf := float32(math.NaN()), float32(math.Inf(1))
 	one := func(a TokenAdjust) Draw { return Draw{Adjust: []TokenAdjust{a}} }
 	for _, x := range []struct {
@@ -48,7 +48,7 @@ func TestDrawErrors(t *testing.T) {
 // room that is kept for it, behind others.
 func TestPackDraws(t *testing.T) {
 	c := mustParse(t, "mixtral", nil)
-	l := Limits{MaxRows: 64, MaxSeqs: 4, MaxLogits: 64, MaxModelLen: 64, BlockTokens: 16, MaxAdjust: 100, MaxTopLogProbs: 5}
+	l := Limits{MaxTokens: 64, MaxSeqs: 4, MaxLogits: 64, MaxModelLen: 64, BlockTokens: 16, MaxAdjust: 100, MaxTopLogProbs: 5}
 	pack := func(dst []byte, draws ...Draw) (Batch, int64) {
 		t.Helper()
 		h := NewHostBatch(c, l)

@@ -13,8 +13,10 @@ func (m *Model) Routing(rows int) (ids, weights kernels.Tensor) {
 	return m.ws.routing.ids.Slice(0, rows), m.ws.routing.weights.Slice(0, rows)
 }
 
-// Guessed are the expert ids [rows, K] I32 of the last Guess.
-func (m *Model) Guessed(rows int) kernels.Tensor { return m.ws.routing.guessIDs.Slice(0, rows) }
+// PredictRouting are the expert ids [rows, K] I32 of the last Guess.
+func (m *Model) PredictRouting(rows int) kernels.Tensor {
+	return m.ws.routing.predictedIDs.Slice(0, rows)
+}
 
 // MLP runs a dense layer's MLP on rows of the group.
 func (m *Model) MLP(s device.Stream, layer int, r Span) error {
@@ -31,13 +33,13 @@ func (m *Model) Group(s device.Stream, layer int, r Span) error {
 	return m.enqueueLayer(s, layer, &m.ops.group)
 }
 
-// Guess lets the router of a later MoE layer choose for rows [0, rows) of the group
+// PredictNext lets the router of a later MoE layer choose for rows [0, rows) of the group
 // as if today's hidden state, the residual as PostAttention left it, were what that
 // layer will see: most of what it will choose is known that much earlier. Guessed has
 // the ids; the step's results do not depend on it, and it counts no activations. It
 // comes after PostAttention of every micro-batch and before the first wave of Experts,
 // since it works in the room of the router's scores and of the experts' outputs.
-func (m *Model) Guess(s device.Stream, layer, rows int) error {
+func (m *Model) PredictNext(s device.Stream, layer, rows int) error {
 	c, w := m.Config, &m.Weights.Layers[layer]
 	if c.Dense[layer] {
 		return fmt.Errorf("forward: guess for layer %d, which has no router", layer)
@@ -53,7 +55,7 @@ func (m *Model) Guess(s device.Stream, layer, rows int) error {
 		return err
 	}
 	m.ops.route = kernels.Route{
-		Logits: scores, Method: c.Route, Jitter: c.Jitter, IDs: m.Guessed(rows), Weights: m.ws.routing.guessWeights.Slice(0, rows),
+		Logits: scores, Method: c.Route, Jitter: c.Jitter, IDs: m.PredictRouting(rows), Weights: m.ws.routing.predictedWeights.Slice(0, rows),
 	}
 	return m.enqueueLayer(s, layer, &m.ops.route)
 }
@@ -80,13 +82,13 @@ func (m *Model) Experts(s device.Stream, layer int, r Span, slots, list kernels.
 	k := m.Config.TopK
 	order, outputs := r.of(m.ws.routing.order, k), r.of(m.ws.experts.up, k)
 	up, down := &m.ops.up, &m.ops.down
-	up.ExpertProduct = kernels.ExpertProduct{
+	up.ExpertGEMM = kernels.ExpertGEMM{
 		X: r.of(m.ws.h, 1), Offsets: m.ws.routing.offsets, Order: order, Slots: slots, Experts: list, Layout: layout, Out: outputs,
 	}
 	if err := m.enqueueLayer(s, layer, up); err != nil {
 		return err
 	}
-	down.ExpertProduct = up.ExpertProduct
+	down.ExpertGEMM = up.ExpertGEMM
 	down.X, down.Out = outputs, r.of(m.ws.experts.down, k)
 	return m.enqueueLayer(s, layer, down)
 }

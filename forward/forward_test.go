@@ -44,7 +44,7 @@ type rig struct {
 	routed func(layer, rows int)
 }
 
-var testLimits = Limits{MaxRows: 256, MaxSeqs: 8, MaxLogits: 256, MaxModelLen: 256, BlockTokens: 16, MaxAdjust: 4096, MaxTopLogProbs: 5}
+var testLimits = Limits{MaxTokens: 256, MaxSeqs: 8, MaxLogits: 256, MaxModelLen: 256, BlockTokens: 16, MaxAdjust: 4096, MaxTopLogProbs: 5}
 
 func newRig(t testing.TB, c *models.Config, src models.Source) *rig {
 	t.Helper()

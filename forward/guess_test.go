@@ -60,8 +60,8 @@ func TestGuess(t *testing.T) {
 				if next < 0 {
 					return
 				}
-				check(t, r.model.Guess(r.stream, next, rows))
-				guessed = r.download(r.model.Guessed(rows))
+				check(t, r.model.PredictNext(r.stream, next, rows))
+				guessed = r.download(r.model.PredictRouting(rows))
 				if want := direct(r, next, rows); !bytes.Equal(guessed, want) {
 					t.Errorf("layer %d for layer %d, %d rows: guessed %v, directly %v", layer, next, rows, guessed, want)
 				}
@@ -116,7 +116,7 @@ func TestGuessForDenseLayer(t *testing.T) {
 	c, src, _ := fixture(t, "qwen2_moe_sparse_step")
 	r := newRig(t, c, src)
 	dense := slices.Index(c.Dense, true)
-	if err := r.model.Guess(r.stream, dense, 1); err == nil || !strings.Contains(err.Error(), "which has no router") {
+	if err := r.model.PredictNext(r.stream, dense, 1); err == nil || !strings.Contains(err.Error(), "which has no router") {
 		t.Errorf("a guess for dense layer %d: %v", dense, err)
 	}
 }

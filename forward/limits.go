@@ -10,8 +10,8 @@ import (
 
 // Limits size a Model's workspace and its batches.
 type Limits struct {
-	// MaxRows is the most rows (tokens) of a group.
-	MaxRows int
+	// MaxTokens is the most rows (tokens) of a group.
+	MaxTokens int
 	// MaxSeqs is the most sequences of a micro-batch.
 	MaxSeqs int
 	// MaxLogits is the most rows of a group whose logits are wanted.
@@ -40,7 +40,7 @@ func (l Limits) validate(c *models.Config) error {
 		name  string
 		value int
 	}{
-		{"MaxRows", l.MaxRows},
+		{"MaxRows", l.MaxTokens},
 		{"MaxSeqs", l.MaxSeqs},
 		{"MaxLogits", l.MaxLogits},
 		{"MaxModelLen", l.MaxModelLen},

@@ -159,8 +159,8 @@ func (m *Model) Warm(s device.Stream, rows []int) error {
 func (m *Model) fits(b *Batch) error {
 	l, a, d := m.Limits, &b.Attention, &b.Sampling
 	switch {
-	case b.First < 0 || b.Rows < 1 || b.First+b.Rows > l.MaxRows:
-		return fmt.Errorf("forward: micro-batch of rows [%d, %d) in a group of at most %d", b.First, b.First+b.Rows, l.MaxRows)
+	case b.First < 0 || b.Rows < 1 || b.First+b.Rows > l.MaxTokens:
+		return fmt.Errorf("forward: micro-batch of rows [%d, %d) in a group of at most %d", b.First, b.First+b.Rows, l.MaxTokens)
 	case a.Seqs > l.MaxSeqs:
 		return fmt.Errorf("forward: micro-batch of %d sequences, at most %d fit", a.Seqs, l.MaxSeqs)
 	case d.First < 0 || d.First+d.Rows > l.MaxLogits:

@@ -71,7 +71,7 @@ func (a AttentionMetadata) Moved(from, to device.Addr) AttentionMetadata {
 // micro-batches take together, one behind another. What limits a group and not a
 // micro-batch, MaxAdjust, counts once.
 func GroupBytes(l Limits, batches int) int64 {
-	n, s, d := int64(l.MaxRows), int64(l.MaxSeqs), int64(l.MaxLogits)
+	n, s, d := int64(l.MaxTokens), int64(l.MaxSeqs), int64(l.MaxLogits)
 	each := 3*device.Align(4*n) + device.Align(4*(s+1)) + device.Align(4*s) + device.Align(4*s*int64(l.MaxBlocks())) + 7*device.Align(4*d) + device.Align(8*d)
 	var adjust int64
 	if l.MaxAdjust > 0 {

@@ -34,7 +34,7 @@ func (p packed) words(x kernels.Tensor) []uint32 {
 // the same memory, and reads every tensor back.
 func TestPackedBytes(t *testing.T) {
 	c := mustParse(t, "phimoe", map[string]any{"rope_scaling": modelstest.LongRoPE})
-	limits := Limits{MaxRows: 256, MaxSeqs: 64, MaxLogits: 256, MaxModelLen: 200, BlockTokens: 16, MaxAdjust: 500, MaxTopLogProbs: 3}
+	limits := Limits{MaxTokens: 256, MaxSeqs: 64, MaxLogits: 256, MaxModelLen: 200, BlockTokens: 16, MaxAdjust: 500, MaxTopLogProbs: 3}
 	const base = 1 << 20
 	random := rand.New(rand.NewPCG(3, 8))
 	ints := func(vs ...int32) (words []uint32) {

@@ -342,7 +342,7 @@ func TestConstants(t *testing.T) {
 
 func TestAppendErrors(t *testing.T) {
 	c := mustParse(t, "mixtral", nil)
-	limits := Limits{MaxRows: 64, MaxSeqs: 2, MaxLogits: 2, MaxModelLen: 40, BlockTokens: 16}
+	limits := Limits{MaxTokens: 64, MaxSeqs: 2, MaxLogits: 2, MaxModelLen: 40, BlockTokens: 16}
 	for _, x := range []struct {
 		q    Sequence
 		want string
@@ -363,7 +363,7 @@ func TestAppendErrors(t *testing.T) {
 
 func TestPackErrors(t *testing.T) {
 	c := mustParse(t, "mixtral", nil)
-	limits := Limits{MaxRows: 64, MaxSeqs: 2, MaxLogits: 2, MaxModelLen: 40, BlockTokens: 16}
+	limits := Limits{MaxTokens: 64, MaxSeqs: 2, MaxLogits: 2, MaxModelLen: 40, BlockTokens: 16}
 	h := NewHostBatch(c, limits)
 	dst := make([]byte, GroupBytes(limits, 1))
 	if _, _, err := h.Pack(dst, 256); err == nil {
@@ -392,7 +392,7 @@ func TestPackErrors(t *testing.T) {
 func TestLimits(t *testing.T) {
 	c := mustParse(t, "mixtral", nil)
 	r := newRig(t, c, models.NewDummy(c, 0))
-	good := Limits{MaxRows: 8, MaxSeqs: 2, MaxLogits: 2, MaxModelLen: 32, BlockTokens: 16, MaxAdjust: 3}
+	good := Limits{MaxTokens: 8, MaxSeqs: 2, MaxLogits: 2, MaxModelLen: 32, BlockTokens: 16, MaxAdjust: 3}
 	need := WorkspaceBytes(c, r.backend, good)
 	ws := r.alloc(device.HBM(0), need+256)
 	for _, x := range []struct {
@@ -400,10 +400,10 @@ func TestLimits(t *testing.T) {
 		ws     device.Range
 		want   string
 	}{
-		{Limits{MaxRows: 8, MaxSeqs: 2, MaxModelLen: 32, BlockTokens: 16}, ws.Range(0, need), "limit MaxLogits is 0"},
-		{Limits{MaxRows: 8, MaxSeqs: 2, MaxLogits: 2, MaxModelLen: 512, BlockTokens: 16}, ws.Range(0, need), "512 tokens is more than the model's 256 positions"},
-		{Limits{MaxRows: 8, MaxSeqs: 2, MaxLogits: 2, MaxModelLen: 32, BlockTokens: 16, MaxAdjust: -1}, ws.Range(0, need), "limits MaxAdjust -1"},
-		{Limits{MaxRows: 8, MaxSeqs: 2, MaxLogits: 2, MaxModelLen: 32, BlockTokens: 16, MaxTopLogProbs: -1}, ws.Range(0, need), "MaxTopLogProbs -1"},
+		{Limits{MaxTokens: 8, MaxSeqs: 2, MaxModelLen: 32, BlockTokens: 16}, ws.Range(0, need), "limit MaxLogits is 0"},
+		{Limits{MaxTokens: 8, MaxSeqs: 2, MaxLogits: 2, MaxModelLen: 512, BlockTokens: 16}, ws.Range(0, need), "512 tokens is more than the model's 256 positions"},
+		{Limits{MaxTokens: 8, MaxSeqs: 2, MaxLogits: 2, MaxModelLen: 32, BlockTokens: 16, MaxAdjust: -1}, ws.Range(0, need), "limits MaxAdjust -1"},
+		{Limits{MaxTokens: 8, MaxSeqs: 2, MaxLogits: 2, MaxModelLen: 32, BlockTokens: 16, MaxTopLogProbs: -1}, ws.Range(0, need), "MaxTopLogProbs -1"},
 		{good, ws.Range(0, need-256), "needed"},
 		{good, ws.Range(4, need), "not aligned"},
 	} {
@@ -458,7 +458,7 @@ func TestCombineNorms(t *testing.T) {
 	l, err := models.NewLayout(c, src, nil)
 	check(t, err)
 	b := &checking{list: true}
-	limits := Limits{MaxRows: 4, MaxSeqs: 1, MaxLogits: 1, MaxModelLen: 16, BlockTokens: 16}
+	limits := Limits{MaxTokens: 4, MaxSeqs: 1, MaxLogits: 1, MaxModelLen: 16, BlockTokens: 16}
 	m, err := NewModel(c, l.Bind(1<<20), b, device.Range{Addr: 1 << 30, Bytes: WorkspaceBytes(c, b, limits)}, limits)
 	check(t, err)
 	batch := Batch{Span: Span{Rows: 4}, RopeRows: kernels.New(1<<43, kernels.I32, 4)}
@@ -503,7 +503,7 @@ func TestNoAllocations(t *testing.T) {
 		l, err := models.NewLayout(c, models.NewDummy(c, 0), nil)
 		check(t, err)
 		b := &checking{}
-		limits := Limits{MaxRows: 64, MaxSeqs: 4, MaxLogits: 4, MaxModelLen: 64, BlockTokens: 16, MaxAdjust: 8, MaxTopLogProbs: 5}
+		limits := Limits{MaxTokens: 64, MaxSeqs: 4, MaxLogits: 4, MaxModelLen: 64, BlockTokens: 16, MaxAdjust: 8, MaxTopLogProbs: 5}
 		m, err := NewModel(c, l.Bind(1<<20), b, device.Range{Addr: 1 << 30, Bytes: WorkspaceBytes(c, b, limits)}, limits)
 		check(t, err)
 		keys := kernels.New(1<<40, kernels.BF16, 16, 16, c.KVHeads, c.HeadDim)
@@ -534,7 +534,7 @@ func TestNoAllocations(t *testing.T) {
 					check(t, m.MLP(nil, layer, Span{Rows: 10}))
 					continue
 				}
-				check(t, m.Guess(nil, layer, 10))
+				check(t, m.PredictNext(nil, layer, 10))
 				check(t, m.Group(nil, layer, Span{Rows: 10}))
 				check(t, m.Shared(nil, layer, Span{Rows: 10}))
 				check(t, m.Experts(nil, layer, Span{Rows: 10}, slots, list, layout))

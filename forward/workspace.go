@@ -7,7 +7,7 @@ import (
 )
 
 // workspace holds the activations of a group, at their full size, and what a model keeps
-// from step to step. Its tensors have N = MaxRows rows unless said.
+// from step to step. Its tensors have N = MaxTokens rows unless said.
 type workspace struct {
 	counts kernels.Tensor // [layers, E] I64
 	rope   kernels.Tensor // [T or 2T, D] F32, T = MaxModelLen
@@ -33,8 +33,8 @@ type routingBuffers struct {
 	offsets kernels.Tensor // [E+1] I32
 	order   kernels.Tensor // [N*K] I32
 
-	guessIDs     kernels.Tensor // [N, K] I32
-	guessWeights kernels.Tensor // [N, K] F32, which nobody reads
+	predictedIDs     kernels.Tensor // [N, K] I32
+	predictedWeights kernels.Tensor // [N, K] F32, which nobody reads
 }
 
 // expertBuffers are the outputs of routed experts' products, none where no layer has
@@ -69,7 +69,7 @@ func newWorkspace(c *models.Config, act kernels.DType, l Limits, base device.Add
 		w.bytes += device.Align(x.Bytes())
 		return x
 	}
-	n, d := l.MaxRows, c.HeadDim
+	n, d := l.MaxTokens, c.HeadDim
 	if c.Experts > 0 {
 		w.counts = place(kernels.I64, c.Layers, c.Experts)
 	}
@@ -88,8 +88,8 @@ func newWorkspace(c *models.Config, act kernels.DType, l Limits, base device.Add
 		w.routing.order = place(kernels.I32, n*c.TopK)
 		w.experts.up = place(act, n*c.TopK, c.ExpertWidth)
 		w.experts.down = place(act, n*c.TopK, c.Hidden)
-		w.routing.guessIDs = place(kernels.I32, n, c.TopK)
-		w.routing.guessWeights = place(kernels.F32, n, c.TopK)
+		w.routing.predictedIDs = place(kernels.I32, n, c.TopK)
+		w.routing.predictedWeights = place(kernels.F32, n, c.TopK)
 	}
 	wide := c.SharedWidth
 	if c.MoELayers() < c.Layers {

@@ -27,11 +27,11 @@ type controller struct {
 	handles uint64 // numbers given
 	slabs   uint64 // numbers given
 	// freeing are handles that are freed once drained, leaving slabs that are.
-	freeing []*Handle
-	leaving []*revocation
-	counts  [reasons]int64 // of revoked slabs
-	closing bool
-	actions []action
+	freeing  []*Handle
+	draining []*revocation
+	counts   [reasons]int64 // of revoked slabs
+	closing  bool
+	actions  []action
 }
 
 // rules are the part of the options that the controller decides by.
@@ -124,7 +124,7 @@ type (
 	// giveBack frees a slab's memory; its end is returned.
 	giveBack struct{ slab *slab }
 	// report tells of a violation, with the holders of its handle; it has no end.
-	report struct{ v ViolationInfo }
+	report struct{ v DeadlineMissInfo }
 )
 
 // result is the end of an action, or of what a handle's readers did.
@@ -206,7 +206,7 @@ func (c *controller) choose(req Request) (place, error) {
 	if err != nil {
 		return place{}, err
 	}
-	at := place{peer: p, bytes: to.Hole, owner: owner, off: to.offset}
+	at := place{peer: p, bytes: to.FreeExtent, owner: owner, off: to.offset}
 	if to.Slab != 0 {
 		at.slab = p.slabs[slices.IndexFunc(p.slabs, func(s *slab) bool { return s.id == to.Slab })]
 	}

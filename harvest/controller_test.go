@@ -209,7 +209,7 @@ func (s *core) do(d *datadriven.TestData) (string, error) {
 			case "sick":
 				r.Health = errors.New("xid 79")
 			default:
-				if _, err := fmt.Sscan(strings.Join(f[1:], " "), &r.Free, &r.Other); err != nil {
+				if _, err := fmt.Sscan(strings.Join(f[1:], " "), &r.Free, &r.OtherProcesses); err != nil {
 					return "", err
 				}
 			}

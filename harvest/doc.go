@@ -44,7 +44,7 @@
 //	               behind them, invalidate,
 //	               call back
 //
-// Whoever keeps memory past the deadline is reported (ViolationInfo names holders and
+// Whoever keeps memory past the deadline is reported (DeadlineMissInfo names holders and
 // times), once per handle. The memory is never freed under a reader for that: it
 // goes back late. Slabs on an unhealthy peer are not cleared. An empty slab takes the
 // same way, without being called revoked.

@@ -68,7 +68,7 @@ type EventListener struct {
 	RevocationBegan func(RevocationInfo)
 	Revoked         func(RevokeInfo)
 	RevocationEnded func(RevocationInfo)
-	Violated        func(ViolationInfo)
+	DeadlineMissed  func(DeadlineMissInfo)
 	// Peer is told when a peer becomes unhealthy, or healthy again.
 	Peer func(PeerInfo)
 }
@@ -135,32 +135,32 @@ type RevokeInfo struct {
 	Failed error
 }
 
-// Holding is one holder of a reference, or of work behind one, and for how long. The
+// Hold is one holder of a reference, or of work behind one, and for how long. The
 // time is as precise as the calls of Tick are frequent.
-type Holding struct {
-	Holder string
-	For    time.Duration
+type Hold struct {
+	Owner string
+	For   time.Duration
 	// Work says that the reference was given back, and the point it was given back
 	// for is not reached.
 	Work bool
 }
 
-func (h Holding) String() string {
+func (h Hold) String() string {
 	if h.Work {
-		return fmt.Sprintf("work of %q, for %v", h.Holder, h.For)
+		return fmt.Sprintf("work of %q, for %v", h.Owner, h.For)
 	}
-	return fmt.Sprintf("%q, for %v", h.Holder, h.For)
+	return fmt.Sprintf("%q, for %v", h.Owner, h.For)
 }
 
-// ViolationInfo is something that kept memory from being given back in time.
-type ViolationInfo struct {
+// DeadlineMissInfo is something that kept memory from being given back in time.
+type DeadlineMissInfo struct {
 	Slab   uint64
 	Device device.Space
 	Reason Reason
 	// Handle that is held, with its holders; nil where the runtime's own clearing is
 	// late, or the device refuses to take the memory back.
-	Handle  *Handle
-	Holders []Holding
+	Handle *Handle
+	Owners []Hold
 	// Callback says that the handle's callback took Took, and no more.
 	Callback bool
 	Took     time.Duration
@@ -168,13 +168,13 @@ type ViolationInfo struct {
 	Err error
 }
 
-func (i ViolationInfo) String() string {
+func (i DeadlineMissInfo) String() string {
 	switch {
 	case i.Callback:
 		return fmt.Sprintf("the callback of %v took %v", i.Handle, i.Took)
 	case i.Handle != nil:
 		var hs []string
-		for _, h := range i.Holders {
+		for _, h := range i.Owners {
 			hs = append(hs, h.String())
 		}
 		return fmt.Sprintf("%v is held by %s", i.Handle, strings.Join(hs, ", "))
@@ -201,7 +201,7 @@ func (l EventListener) EnsureDefaults() EventListener {
 	set(&l.RevocationBegan)
 	set(&l.Revoked)
 	set(&l.RevocationEnded)
-	set(&l.Violated)
+	set(&l.DeadlineMissed)
 	set(&l.Peer)
 	return l
 }
@@ -229,8 +229,8 @@ func (l *EventListener) tell(info any) {
 		}
 	case RevokeInfo:
 		l.Revoked(i)
-	case ViolationInfo:
-		l.Violated(i)
+	case DeadlineMissInfo:
+		l.DeadlineMissed(i)
 	case PeerInfo:
 		l.Peer(i)
 	default:
@@ -256,7 +256,7 @@ func Tee(a, b EventListener) EventListener {
 		RevocationBegan: both(a.RevocationBegan, b.RevocationBegan),
 		Revoked:         both(a.Revoked, b.Revoked),
 		RevocationEnded: both(a.RevocationEnded, b.RevocationEnded),
-		Violated:        both(a.Violated, b.Violated),
+		DeadlineMissed:  both(a.DeadlineMissed, b.DeadlineMissed),
 		Peer:            both(a.Peer, b.Peer),
 	}
 }
@@ -277,7 +277,7 @@ func LogEvents(log *slog.Logger) EventListener {
 		RevocationBegan: logged[RevocationInfo](log),
 		Revoked:         logged[RevokeInfo](log),
 		RevocationEnded: logged[RevocationInfo](log),
-		Violated:        logged[ViolationInfo](log),
+		DeadlineMissed:  logged[DeadlineMissInfo](log),
 		Peer:            logged[PeerInfo](log),
 	}
 }
@@ -345,7 +345,7 @@ func (i RevokeInfo) line() line {
 	return line{slog.LevelDebug, "revoked", []any{"handle", i.Handle.ID(), "client", i.Handle.Client(), "reason", i.Reason.String(), "drain", i.Drain}}
 }
 
-func (i ViolationInfo) line() line {
+func (i DeadlineMissInfo) line() line {
 	level := slog.LevelWarn
 	if i.Reason == ReasonShutdown { // nobody waits for the memory
 		level = slog.LevelInfo

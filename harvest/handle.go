@@ -6,7 +6,7 @@ import (
 	"time"
 
 	"github.com/moeserve/moeserve/device"
-	"github.com/moeserve/moeserve/residency"
+	"github.com/moeserve/moeserve/lease"
 )
 
 // Handle is one piece of borrowed memory. It comes from Runtime.Alloc and ends in
@@ -62,7 +62,7 @@ func (h *Handle) SetCost(d time.Duration) { h.cost.Store(int64(max(d, 0))) }
 // until the point at which it is given back, the memory stays. It fails once the
 // handle is freed, revoked or about to be, and for the nil Handle. It neither
 // blocks, locks nor allocates.
-func (h *Handle) Acquire(by *Holder) (Ref, bool) {
+func (h *Handle) Acquire(by *Owner) (Ref, bool) {
 	if h == nil {
 		return Ref{}, false
 	}
@@ -87,8 +87,8 @@ func (h *Handle) State() (available bool, references int) {
 // variable that holds it.
 type Ref struct {
 	h    *Handle
-	ref  residency.Ref
-	by   *Holder
+	ref  lease.Ref
+	by   *Owner
 	slot int
 }
 

@@ -16,29 +16,29 @@ type stateJSON struct {
 }
 
 type peerJSON struct {
-	Device        string     `json:"device"`
-	Capacity      int64      `json:"capacity_bytes"`
-	Free          int64      `json:"free_bytes"`
-	Other         int64      `json:"other_bytes"`
-	Headroom      int64      `json:"headroom_bytes"`
-	Spare         int64      `json:"spare_bytes"`
-	Used          int64      `json:"used_bytes"`
-	Unused        int64      `json:"unused_bytes"`
-	Leaving       int64      `json:"leaving_bytes"`
-	LargestHole   int64      `json:"largest_hole_bytes"`
-	Fragmentation float64    `json:"fragmentation"`
-	Utilization   float64    `json:"utilization"`
-	Bandwidth     float64    `json:"bandwidth"`
-	Churn         float64    `json:"churn_per_minute"`
-	Health        string     `json:"health"`
-	Slabs         []slabJSON `json:"slabs"`
+	Device            string     `json:"device"`
+	Capacity          int64      `json:"capacity_bytes"`
+	Free              int64      `json:"free_bytes"`
+	Other             int64      `json:"other_processes_bytes"`
+	Headroom          int64      `json:"headroom_bytes"`
+	Borrowable        int64      `json:"borrowable_bytes"`
+	Used              int64      `json:"used_bytes"`
+	FreeInSlabs       int64      `json:"slab_free_bytes"`
+	Draining          int64      `json:"draining_bytes"`
+	LargestFreeExtent int64      `json:"largest_free_extent_bytes"`
+	Fragmentation     float64    `json:"fragmentation"`
+	Utilization       float64    `json:"utilization"`
+	Bandwidth         float64    `json:"bandwidth"`
+	Churn             float64    `json:"churn_per_minute"`
+	Health            string     `json:"health"`
+	Slabs             []slabJSON `json:"slabs"`
 }
 
 type slabJSON struct {
 	ID    uint64 `json:"id"`
 	Bytes int64  `json:"bytes"`
-	// Leaving is the reason it is given back for, empty while it is in service.
-	Leaving  string         `json:"leaving,omitempty"`
+	// Draining is the reason it is given back for, empty while it is in service.
+	Draining string         `json:"leaving,omitempty"`
 	Segments []SegmentUsage `json:"segments"`
 }
 
@@ -53,9 +53,9 @@ func (s State) MarshalJSON() ([]byte, error) {
 
 func (p PeerUsage) json() peerJSON {
 	j := peerJSON{
-		Device: p.Space.String(), Capacity: p.Reading.Capacity, Free: p.Free, Other: p.Reading.Other,
-		Headroom: p.Headroom, Spare: p.Spare, Used: p.Used, Unused: p.Unused, Leaving: p.Leaving,
-		LargestHole: p.LargestHole, Fragmentation: p.Fragmentation(),
+		Device: p.Space.String(), Capacity: p.Reading.Capacity, Free: p.Free, Other: p.Reading.OtherProcesses,
+		Headroom: p.Headroom, Borrowable: p.Borrowable, Used: p.Used, FreeInSlabs: p.FreeInSlabs, Draining: p.Draining,
+		LargestFreeExtent: p.LargestFreeExtent, Fragmentation: p.Fragmentation(),
 		Utilization: p.Reading.Utilization, Bandwidth: p.Reading.Bandwidth, Churn: p.Churn, Health: "ok",
 	}
 	if p.Health != nil {
@@ -63,8 +63,8 @@ func (p PeerUsage) json() peerJSON {
 	}
 	for _, s := range p.Slabs {
 		slab := slabJSON{ID: s.ID, Bytes: s.Bytes, Segments: s.Segments}
-		if s.Leaving {
-			slab.Leaving = s.Reason.String()
+		if s.Draining {
+			slab.Draining = s.Reason.String()
 		}
 		j.Slabs = append(j.Slabs, slab)
 	}

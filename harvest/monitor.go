@@ -14,7 +14,7 @@ var background = context.Background()
 type Reading struct {
 	// Capacity of its memory; Free, what could be allocated now, may be under 0 where
 	// more was promised than there is; Other, what others hold. In bytes.
-	Capacity, Free, Other int64
+	Capacity, Free, OtherProcesses int64
 	// Utilization of its processors and Bandwidth of its memory in use, each from 0
 	// to 1; 0 where the monitor cannot tell.
 	Utilization, Bandwidth float64
@@ -61,7 +61,7 @@ func (mm *MachineMonitor) Read(peer device.Space) (Reading, error) {
 	if !ok {
 		return Reading{}, fmt.Errorf("harvest: %s is not monitored", peer)
 	}
-	return Reading{Capacity: u.Capacity, Free: u.Free(), Other: u.Other, Health: s.Recover(background)}, nil
+	return Reading{Capacity: u.Capacity, Free: u.Free(), OtherProcesses: u.OtherProcesses, Health: s.Recover(background)}, nil
 }
 
 // Close releases the streams.

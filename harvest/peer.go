@@ -68,15 +68,15 @@ func (ps peers) candidates(req Request, owner string, slabBytes int64) []Candida
 		}
 		state := p.state(req.Hints.Reader)
 		for _, s := range p.slabs {
-			if s.leaving != nil || s.owner != owner {
+			if s.draining != nil || s.owner != owner {
 				continue
 			}
 			if h, ok := s.segments.best(n); ok {
-				cs = append(cs, Candidate{Peer: state, Slab: s.id, Hole: h.bytes, Leftover: h.bytes - n, offset: h.off})
+				cs = append(cs, Candidate{Peer: state, Slab: s.id, FreeExtent: h.bytes, Leftover: h.bytes - n, offset: h.off})
 			}
 			if after != nil && after.account.slab == s && after.account.state == live {
 				if h, ok := s.segments.at(after.account.off+device.Align(after.r.Bytes), n); ok {
-					cs = append(cs, Candidate{Peer: state, Slab: s.id, Hole: h.bytes, Leftover: h.bytes - n, Adjacent: true, offset: h.off})
+					cs = append(cs, Candidate{Peer: state, Slab: s.id, FreeExtent: h.bytes, Leftover: h.bytes - n, Adjacent: true, offset: h.off})
 				}
 			}
 		}
@@ -85,7 +85,7 @@ func (ps peers) candidates(req Request, owner string, slabBytes int64) []Candida
 			if n > size || p.spare() < size {
 				size = n
 			}
-			cs = append(cs, Candidate{Peer: state, Hole: size, Leftover: size - n})
+			cs = append(cs, Candidate{Peer: state, FreeExtent: size, Leftover: size - n})
 		}
 	}
 	return cs
@@ -115,7 +115,7 @@ type slab struct {
 	at       device.Region
 	segments segments
 	handles  map[int64]*Handle // by offset
-	leaving  *revocation
+	draining *revocation
 }
 
 // spare is what may still be taken from the device.
@@ -124,7 +124,7 @@ func (p *peer) spare() int64 { return p.free - p.headroom }
 // inService is what slabs hold that are not leaving.
 func (p *peer) inService() (n int64) {
 	for _, s := range p.slabs {
-		if s.leaving == nil {
+		if s.draining == nil {
 			n += s.segments.bytes
 		}
 	}
@@ -159,7 +159,7 @@ func (p *peer) newSlabs(req Request) string {
 
 func (p *peer) state(reader device.Space) PeerState {
 	return PeerState{
-		Space: p.space, Reading: p.reading, Spare: p.spare(),
+		Space: p.space, Reading: p.reading, Borrowable: p.spare(),
 		Bandwidth: p.bandwidth.value, Churn: p.churnRate, Path: p.paths[reader],
 	}
 }
@@ -168,7 +168,7 @@ func (p *peer) state(reader device.Space) PeerState {
 func (p *peer) take(reading Reading, now, halfLife time.Duration) {
 	p.reading, p.stale, p.free = reading, nil, reading.Free
 	p.bandwidth.level(reading.Bandwidth, now, halfLife)
-	p.churnRate = p.churn.note(reading.Other, reading.Capacity, now, halfLife)
+	p.churnRate = p.churn.note(reading.OtherProcesses, reading.Capacity, now, halfLife)
 }
 
 // state is what the choice of victims goes by.

@@ -23,9 +23,9 @@ type Policy interface {
 	Choose(r Request, from []Candidate) (int, error)
 	// Granted is told of each request that was granted, after Choose.
 	Granted(r Request)
-	// Leave says whether everything on the peer is to be revoked, for
+	// Evacuate says whether everything on the peer is to be revoked, for
 	// ReasonPolicy. It is asked at each Tick.
-	Leave(p PeerState) bool
+	Evacuate(p PeerState) bool
 }
 
 // Request is what a client asks for, with what is known of the client.
@@ -48,8 +48,8 @@ type Candidate struct {
 	Peer PeerState
 	// Slab is its number, or 0 for one that would be taken from the device.
 	Slab uint64
-	// Hole is the size of the hole, of the whole slab if it is new.
-	Hole int64
+	// FreeExtent is the size of the hole, of the whole slab if it is new.
+	FreeExtent int64
 	// Leftover is what stays of the hole.
 	Leftover int64
 	// Adjacent says that it begins where Hints.After ends.
@@ -63,9 +63,9 @@ type PeerState struct {
 	Space device.Space
 	// Reading is the latest one.
 	Reading Reading
-	// Spare is what may still be taken from the device: what is free, less the
+	// Borrowable is what may still be taken from the device: what is free, less the
 	// head-room; under 0 where the head-room is not met.
-	Spare int64
+	Borrowable int64
 	// Bandwidth is Reading.Bandwidth averaged over the past (Options.HalfLife).
 	Bandwidth float64
 	// Churn is how much memory others take and give back: the share of the peer's
@@ -95,7 +95,7 @@ func NewPolicy(name string) (Policy, error) {
 func byFit(a, b Candidate) int {
 	return cmp.Or(
 		first(a.Adjacent, b.Adjacent), first(a.Slab != 0, b.Slab != 0),
-		cmp.Compare(a.Leftover, b.Leftover), cmp.Compare(b.Peer.Spare, a.Peer.Spare),
+		cmp.Compare(a.Leftover, b.Leftover), cmp.Compare(b.Peer.Borrowable, a.Peer.Borrowable),
 		cmp.Compare(a.Peer.Space, b.Peer.Space), cmp.Compare(a.Slab, b.Slab),
 	)
 }
@@ -143,8 +143,8 @@ func (BestFit) Choose(_ Request, from []Candidate) (int, error) { return least(f
 // Granted implements Policy.
 func (BestFit) Granted(Request) {}
 
-// Leave implements Policy.
-func (BestFit) Leave(PeerState) bool { return false }
+// Evacuate implements Policy.
+func (BestFit) Evacuate(PeerState) bool { return false }
 
 // Locality takes the peer with the fastest path to the reader, among equals the
 // one with the lowest latency, then the fewest links; there, best fit.
@@ -172,10 +172,10 @@ func (Locality) Choose(_ Request, from []Candidate) (int, error) {
 // between peers that are much alike.
 type Interference struct {
 	BestFit
-	// LeaveAt is the average use of bandwidth, 0 to 1, from which everything on the
+	// EvacuateAt is the average use of bandwidth, 0 to 1, from which everything on the
 	// peer is revoked. Our own copies count in what a device reports, so leave room
 	// for them. Default: never.
-	LeaveAt float64
+	EvacuateAt float64
 }
 
 // Name implements Policy.
@@ -188,17 +188,19 @@ func (Interference) Choose(_ Request, from []Candidate) (int, error) {
 	}), nil
 }
 
-// Leave implements Policy.
-func (p Interference) Leave(s PeerState) bool { return p.LeaveAt > 0 && s.Bandwidth >= p.LeaveAt }
+// Evacuate implements Policy.
+func (p Interference) Evacuate(s PeerState) bool {
+	return p.EvacuateAt > 0 && s.Bandwidth >= p.EvacuateAt
+}
 
 // Stability avoids peers where others take and give back much memory: what lies
 // there would soon be revoked. It tells churn in steps of a twentieth of the
 // memory per minute.
 type Stability struct {
 	BestFit
-	// LeaveAt is the churn from which everything on the peer is revoked, as the
+	// EvacuateAt is the churn from which everything on the peer is revoked, as the
 	// share of its memory per minute. Default: never.
-	LeaveAt float64
+	EvacuateAt float64
 }
 
 // Name implements Policy.
@@ -209,8 +211,8 @@ func (Stability) Choose(_ Request, from []Candidate) (int, error) {
 	return least(from, func(c Candidate) float64 { return math.Floor(20 * c.Peer.Churn) }), nil
 }
 
-// Leave implements Policy.
-func (p Stability) Leave(s PeerState) bool { return p.LeaveAt > 0 && s.Churn >= p.LeaveAt }
+// Evacuate implements Policy.
+func (p Stability) Evacuate(s PeerState) bool { return p.EvacuateAt > 0 && s.Churn >= p.EvacuateAt }
 
 // FairnessOptions limit what one client may have.
 type FairnessOptions struct {
@@ -306,12 +308,12 @@ type PeerNeed struct {
 	// Headroom is what must be free.
 	Headroom int64
 	// Unhealthy and Leave revoke everything.
-	Unhealthy, Leave bool
+	Unhealthy, Evacuate bool
 }
 
 // any says whether anything must be revoked there.
 func (p PeerNeed) any() bool {
-	return p.Unhealthy || p.Leave || p.Free+p.Coming < p.Headroom
+	return p.Unhealthy || p.Evacuate || p.Free+p.Coming < p.Headroom
 }
 
 // SlabState is what Victims knows of a slab in service.
@@ -343,7 +345,7 @@ func Victims(peers []PeerNeed, slabs []SlabState) []Victim {
 		switch {
 		case p.Unhealthy:
 			reason = ReasonUnhealthy
-		case p.Leave:
+		case p.Evacuate:
 			reason = ReasonPolicy
 		default:
 			there = Cheapest(there, p.Headroom-p.Free-p.Coming)

@@ -12,7 +12,7 @@ import (
 
 // at is a candidate in slab `slab` (0: new) on a GPU.
 func at(gpu int, slab uint64, leftover int64, f func(*PeerState)) Candidate {
-	c := Candidate{Peer: PeerState{Space: device.HBM(gpu), Spare: 1000}, Slab: slab, Hole: leftover + 100, Leftover: leftover}
+	c := Candidate{Peer: PeerState{Space: device.HBM(gpu), Borrowable: 1000}, Slab: slab, FreeExtent: leftover + 100, Leftover: leftover}
 	if f != nil {
 		f(&c.Peer)
 	}
@@ -33,7 +33,7 @@ func TestPolicies(t *testing.T) {
 	churn := func(c float64) func(*PeerState) { return func(p *PeerState) { p.Churn = c } }
 	adjacent := at(2, 4, 500, nil)
 	adjacent.Adjacent = true
-	roomy := at(2, 0, 0, func(p *PeerState) { p.Spare = 2000 })
+	roomy := at(2, 0, 0, func(p *PeerState) { p.Borrowable = 2000 })
 	for _, c := range []struct {
 		name   string
 		policy Policy
@@ -139,13 +139,13 @@ func TestLeave(t *testing.T) {
 		{Locality{}, false},
 		{NewFairness(FairnessOptions{}), false},
 		{Interference{}, false},
-		{Interference{LeaveAt: 0.9}, true},
-		{Interference{LeaveAt: 0.95}, false},
+		{Interference{EvacuateAt: 0.9}, true},
+		{Interference{EvacuateAt: 0.95}, false},
 		{Stability{}, false},
-		{Stability{LeaveAt: 2}, true},
-		{Stability{LeaveAt: 4}, false},
+		{Stability{EvacuateAt: 2}, true},
+		{Stability{EvacuateAt: 4}, false},
 	} {
-		if got := c.p.Leave(busy); got != c.want {
+		if got := c.p.Evacuate(busy); got != c.want {
 			t.Errorf("%s %+v leaves: %t", c.p.Name(), c.p, got)
 		}
 	}
@@ -187,8 +187,8 @@ func TestVictims(t *testing.T) {
 		{"others took more than there is", []PeerNeed{{Space: a, Free: -350, Headroom: 50}}, []Victim{{4, ReasonPressure}}},
 		{"all there is", []PeerNeed{{Space: b, Headroom: 1000}}, []Victim{{6, ReasonPressure}, {5, ReasonPressure}}},
 		{"each peer for itself", []PeerNeed{{Space: a, Free: 1000, Headroom: 100}, {Space: b, Headroom: 100}}, []Victim{{6, ReasonPressure}}},
-		{"sick, with all there is free", []PeerNeed{{Space: b, Free: 1000, Unhealthy: true, Leave: true}}, []Victim{{5, ReasonUnhealthy}, {6, ReasonUnhealthy}}},
-		{"the policy leaves", []PeerNeed{{Space: b, Free: 1000, Leave: true}}, []Victim{{5, ReasonPolicy}, {6, ReasonPolicy}}},
+		{"sick, with all there is free", []PeerNeed{{Space: b, Free: 1000, Unhealthy: true, Evacuate: true}}, []Victim{{5, ReasonUnhealthy}, {6, ReasonUnhealthy}}},
+		{"the policy leaves", []PeerNeed{{Space: b, Free: 1000, Evacuate: true}}, []Victim{{5, ReasonPolicy}, {6, ReasonPolicy}}},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			if got := Victims(c.peers, slabs); !slices.Equal(got, c.want) {

@@ -9,28 +9,28 @@ import (
 	"time"
 
 	"github.com/moeserve/moeserve/device"
-	"github.com/moeserve/moeserve/residency"
+	"github.com/moeserve/moeserve/lease"
 )
 
-// Holder is who takes references, by a name that stands in the report when
+// Owner is who takes references, by a name that stands in the report when
 // references are held for too long. One Holder serves any number of goroutines.
-type Holder struct{ name string }
+type Owner struct{ name string }
 
-// NewHolder makes a holder: "expert fetch", say.
-func NewHolder(name string) *Holder { return &Holder{name: name} }
+// NewOwner makes a holder: "expert fetch", say.
+func NewOwner(name string) *Owner { return &Owner{name: name} }
 
-var unnamed = NewHolder("unnamed")
+var unnamed = NewOwner("unnamed")
 
 // readers are those who use a handle's memory: how many, who, since when, and until
 // when work that they have enqueued does. Taking and giving back a reference changes the
 // cell's state word and at most one hold, without a lock.
 type readers struct {
-	cell  residency.Cell
+	cell  lease.Cell
 	clock *timeline // the runtime's
 	holds [maxHolds]hold
 	// ex is held from refuse to invalidate. It belongs to the goroutine in Runtime.Free,
 	// then to the one that ticks.
-	ex residency.Exclusive
+	ex lease.Exclusive
 
 	mu   sync.Mutex
 	left []departure
@@ -43,13 +43,13 @@ const maxHolds = 4
 // hold is one reference that is out. since is under 0 while the slot is changing
 // hands.
 type hold struct {
-	by    atomic.Pointer[Holder]
+	by    atomic.Pointer[Owner]
 	since atomic.Int64
 }
 
 // departure is a holder who has given its reference back for some later point.
 type departure struct {
-	by    *Holder
+	by    *Owner
 	at    time.Duration
 	point device.Point
 }
@@ -68,7 +68,7 @@ func (r *readers) refuse() { r.ex, _ = r.cell.BeginExclusive() } // only one end
 func (r *readers) invalidate() { r.ex.Invalidate() }
 
 // acquire takes a reference, and the number of the hold that names it, -1 for none.
-func (r *readers) acquire(by *Holder) (ref residency.Ref, slot int, ok bool) {
+func (r *readers) acquire(by *Owner) (ref lease.Ref, slot int, ok bool) {
 	if ref, ok = r.cell.Acquire(); !ok {
 		return ref, -1, false
 	}
@@ -93,7 +93,7 @@ func (r *readers) vacate(slot int) {
 }
 
 // depart notes that work of a holder goes on until p.
-func (r *readers) depart(by *Holder, p device.Point) {
+func (r *readers) depart(by *Owner, p device.Point) {
 	r.mu.Lock()
 	r.left = later(r.left, departure{by, r.clock.now(), p})
 	var all []departure
@@ -169,8 +169,8 @@ func (r *readers) drained() (ok bool, failed error) {
 
 // holders says who keeps the handle from being drained, and for how long. The caller
 // holds no lock.
-func (r *readers) holders(now time.Duration) []Holding {
-	var hs []Holding
+func (r *readers) holders(now time.Duration) []Hold {
+	var hs []Hold
 	_, _, n := r.cell.State()
 	for i := range r.holds {
 		by, since := r.holds[i].by.Load(), time.Duration(r.holds[i].since.Load())
@@ -180,17 +180,17 @@ func (r *readers) holders(now time.Duration) []Holding {
 		if since < 0 { // it was taken, or given back, this very moment
 			since = now
 		}
-		hs = append(hs, Holding{Holder: by.name, For: now - since})
+		hs = append(hs, Hold{Owner: by.name, For: now - since})
 	}
 	for len(hs) < n {
-		hs = append(hs, Holding{Holder: "one of more than can be named"})
+		hs = append(hs, Hold{Owner: "one of more than can be named"})
 	}
 	r.mu.Lock()
 	left := slices.Clone(r.left)
 	r.mu.Unlock()
 	for _, d := range left {
 		if ok, _ := reached(d.point); !ok {
-			hs = append(hs, Holding{Holder: d.by.name, For: now - d.at, Work: true})
+			hs = append(hs, Hold{Owner: d.by.name, For: now - d.at, Work: true})
 		}
 	}
 	return hs

@@ -88,7 +88,7 @@ func (r *Runtime) late(of *claim) string {
 	var parts []string
 	for _, v := range vs {
 		if v.Handle != nil {
-			v.Holders = v.Handle.readers.holders(now)
+			v.Owners = v.Handle.readers.holders(now)
 		}
 		parts = append(parts, v.String())
 	}

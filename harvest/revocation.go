@@ -97,20 +97,20 @@ func (c *controller) decide(now time.Duration) {
 	byID := map[uint64]*slab{}
 	for _, p := range c.peers {
 		for _, s := range p.slabs {
-			if s.leaving == nil && len(s.handles) == 0 {
+			if s.draining == nil && len(s.handles) == 0 {
 				c.begin(s, ReasonEmpty, now, c.deadline, nil)
 			}
 		}
 		need := PeerNeed{
 			Space: p.space, Free: p.free, Coming: p.coming, Headroom: p.headroom, Unhealthy: p.health != nil,
-			Leave: c.policy.Leave(p.state(c.reader)),
+			Evacuate: c.policy.Evacuate(p.state(c.reader)),
 		}
 		if !need.any() {
 			continue
 		}
 		needs = append(needs, need)
 		for _, s := range p.slabs {
-			if s.leaving == nil {
+			if s.draining == nil {
 				slabs = append(slabs, s.state())
 				byID[s.id] = s
 			}
@@ -129,7 +129,7 @@ func (c *controller) reclaim(p *peer, bytes int64, now, within time.Duration) (*
 	cl := &claim{}
 	var there []SlabState
 	for _, s := range p.slabs {
-		if s.leaving == nil {
+		if s.draining == nil {
 			there = append(there, s.state())
 		}
 	}
@@ -148,7 +148,7 @@ func (c *controller) close(now time.Duration) {
 	c.closing = true
 	for _, p := range c.peers {
 		for _, s := range p.slabs {
-			if s.leaving == nil {
+			if s.draining == nil {
 				reason := ReasonShutdown
 				if len(s.handles) == 0 {
 					reason = ReasonEmpty
@@ -170,9 +170,9 @@ func (c *controller) begin(s *slab, reason Reason, now, within time.Duration, cl
 		c.do(refuse{h})
 		l.handles++
 	}
-	s.leaving = l
+	s.draining = l
 	s.peer.coming += s.segments.bytes
-	c.leaving = append(c.leaving, l)
+	c.draining = append(c.draining, l)
 	if reason != ReasonEmpty {
 		c.counts[reason]++
 		c.do(l.info(now))
@@ -192,13 +192,13 @@ func (l *revocation) info(now time.Duration) RevocationInfo {
 }
 
 // pending is how many frees and revocations are not over.
-func (c *controller) pending() int { return len(c.freeing) + len(c.leaving) }
+func (c *controller) pending() int { return len(c.freeing) + len(c.draining) }
 
 // undrained lists the handles of which step wants to know whether they are drained, those
 // of a slab by their places.
 func (c *controller) undrained() []*Handle {
 	all := slices.Clone(c.freeing)
-	for _, l := range c.leaving {
+	for _, l := range c.draining {
 		if l.phase == draining {
 			all = append(all, l.slab.held(revoking)...)
 		}
@@ -220,7 +220,7 @@ func (s *slab) held(in ...handleState) []*Handle {
 
 // step takes in what has ended since the last one, and asks again for what was refused.
 func (c *controller) step(now time.Duration, rs []result) {
-	for _, l := range c.leaving {
+	for _, l := range c.draining {
 		if l.phase == returning && !l.asked {
 			l.asked = true
 			c.do(giveBack{l.slab})
@@ -229,7 +229,7 @@ func (c *controller) step(now time.Duration, rs []result) {
 	for _, r := range rs {
 		c.ended(now, r)
 	}
-	for _, l := range c.leaving {
+	for _, l := range c.draining {
 		c.proceed(l, now)
 	}
 }
@@ -240,23 +240,23 @@ func (c *controller) ended(now time.Duration, r result) {
 	case drained:
 		c.drain(r.h, now, r.err)
 	case called:
-		l := r.h.account.slab.leaving
+		l := r.h.account.slab.draining
 		l.calling--
 		if r.took > c.callbackLimit {
-			c.do(ViolationInfo{Slab: l.slab.id, Device: r.h.r.Space, Reason: l.reason, Handle: r.h, Callback: true, Took: r.took})
+			c.do(DeadlineMissInfo{Slab: l.slab.id, Device: r.h.r.Space, Reason: l.reason, Handle: r.h, Callback: true, Took: r.took})
 		}
 		c.proceed(l, now)
 	case cleared:
-		l := r.slab.leaving
+		l := r.slab.draining
 		if l.cleared, l.err = r.err == nil, nil; r.err != nil {
 			l.err = fmt.Errorf("clear: %w", r.err)
 		}
 		l.unclear = l.err
 		c.clear(l)
 	case returned:
-		c.finish(r.slab.leaving, now, r.err)
+		c.finish(r.slab.draining, now, r.err)
 	}
-	c.leaving = slices.DeleteFunc(c.leaving, func(l *revocation) bool { return l.phase == gone })
+	c.draining = slices.DeleteFunc(c.draining, func(l *revocation) bool { return l.phase == gone })
 }
 
 // drain ends a handle that nobody uses any more.
@@ -268,7 +268,7 @@ func (c *controller) drain(h *Handle, now time.Duration, failed error) {
 		c.forget(h, freed)
 		c.do(FreeInfo{Handle: h, Drain: now - a.freedAt, Failed: failed})
 	case revoking:
-		l, f := a.slab.leaving, a.callback
+		l, f := a.slab.draining, a.callback
 		c.forget(h, revoked)
 		a.callback = nil
 		c.do(RevokeInfo{Handle: h, Reason: l.reason, Drain: now - l.began, Failed: failed})
@@ -329,11 +329,11 @@ func (c *controller) finish(l *revocation, now time.Duration, err error) {
 
 // review reports what is late, once.
 func (c *controller) review(now time.Duration) {
-	for _, l := range c.leaving {
+	for _, l := range c.draining {
 		if now <= l.deadline {
 			continue
 		}
-		v := ViolationInfo{Slab: l.slab.id, Device: l.slab.peer.space, Reason: l.reason}
+		v := DeadlineMissInfo{Slab: l.slab.id, Device: l.slab.peer.space, Reason: l.reason}
 		if l.phase == draining {
 			for _, h := range l.slab.held(freeing, revoking) {
 				if !h.account.reported {
@@ -354,13 +354,13 @@ func (c *controller) review(now time.Duration) {
 }
 
 // late describes what is not given back: what belongs to cl, or everything for nil.
-func (c *controller) late(cl *claim) []ViolationInfo {
-	var handles, slabs []ViolationInfo
-	for _, l := range c.leaving {
+func (c *controller) late(cl *claim) []DeadlineMissInfo {
+	var handles, slabs []DeadlineMissInfo
+	for _, l := range c.draining {
 		if cl != nil && l.claim != cl {
 			continue
 		}
-		v := ViolationInfo{Slab: l.slab.id, Device: l.slab.peer.space, Reason: l.reason, Err: l.err}
+		v := DeadlineMissInfo{Slab: l.slab.id, Device: l.slab.peer.space, Reason: l.reason, Err: l.err}
 		if l.calling > 0 {
 			v.Err = errCalling
 		}
@@ -372,7 +372,7 @@ func (c *controller) late(cl *claim) []ViolationInfo {
 			handles = append(handles, v)
 		}
 	}
-	slices.SortFunc(handles, func(a, b ViolationInfo) int { return int(a.Handle.id) - int(b.Handle.id) })
+	slices.SortFunc(handles, func(a, b DeadlineMissInfo) int { return int(a.Handle.id) - int(b.Handle.id) })
 	return append(slabs, handles...)
 }
 

@@ -273,7 +273,7 @@ func (r *Runtime) perform(a action, now time.Duration) result {
 	case giveBack:
 		return returned{a.slab, r.have.giveBack(a.slab)}
 	case report:
-		a.v.Holders = a.v.Handle.readers.holders(now)
+		a.v.Owners = a.v.Handle.readers.holders(now)
 		r.mu.Lock()
 		defer r.mu.Unlock()
 		r.o.Events.tell(a.v)

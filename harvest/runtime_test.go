@@ -193,7 +193,7 @@ func TestAcquireAllocatesNothing(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	by := harvest.NewHolder("test")
+	by := harvest.NewOwner("test")
 	f, err := m.NewFence("f")
 	if err != nil {
 		t.Fatal(err)
@@ -227,7 +227,7 @@ func BenchmarkAcquireRelease(b *testing.B) {
 	if err != nil {
 		b.Fatal(err)
 	}
-	by := harvest.NewHolder("test")
+	by := harvest.NewOwner("test")
 	for b.Loop() {
 		ref, _ := h.Acquire(by)
 		ref.Release()
@@ -261,9 +261,9 @@ func BenchmarkAllocFree(b *testing.B) {
 // counted.
 func TestManyHolders(t *testing.T) {
 	m := machine(t, emulated.Options{Virtual: true})
-	var got []harvest.ViolationInfo
+	var got []harvest.DeadlineMissInfo
 	r := open(t, m, harvest.Options{SlabBytes: 4096, Events: harvest.EventListener{
-		Violated: func(i harvest.ViolationInfo) { got = append(got, i) },
+		DeadlineMissed: func(i harvest.DeadlineMissInfo) { got = append(got, i) },
 	}})
 	h, err := r.Alloc(100, harvest.Hints{})
 	if err != nil {
@@ -271,7 +271,7 @@ func TestManyHolders(t *testing.T) {
 	}
 	refs := make([]harvest.Ref, 7)
 	for i := range refs {
-		refs[i], _ = h.Acquire(harvest.NewHolder(strconv.Itoa(i)))
+		refs[i], _ = h.Acquire(harvest.NewOwner(strconv.Itoa(i)))
 	}
 	if _, err := r.Reclaim(h.Device(), 1, time.Millisecond); err != nil {
 		t.Fatal(err)
@@ -279,7 +279,7 @@ func TestManyHolders(t *testing.T) {
 	if _, err := r.Tick(time.Minute); err != nil {
 		t.Fatal(err)
 	}
-	if len(got) != 1 || len(got[0].Holders) != 7 || got[0].Holders[3].Holder != "3" || got[0].Holders[3].For != time.Minute {
+	if len(got) != 1 || len(got[0].Owners) != 7 || got[0].Owners[3].Owner != "3" || got[0].Owners[3].For != time.Minute {
 		t.Errorf("violations %v", got)
 	}
 	for i := range refs {
@@ -301,9 +301,9 @@ func (m *late) Now() time.Duration { return m.Machine.Now() + m.by }
 // TestSlowCallback: a callback that blocks is reported.
 func TestSlowCallback(t *testing.T) {
 	m := &late{Machine: machine(t, emulated.Options{Virtual: true})}
-	var got []harvest.ViolationInfo
+	var got []harvest.DeadlineMissInfo
 	r := open(t, m, harvest.Options{SlabBytes: 4096, CallbackLimit: time.Millisecond, Events: harvest.EventListener{
-		Violated: func(i harvest.ViolationInfo) { got = append(got, i) },
+		DeadlineMissed: func(i harvest.DeadlineMissInfo) { got = append(got, i) },
 	}})
 	h, err := r.Alloc(100, harvest.Hints{})
 	if err != nil {
@@ -328,9 +328,9 @@ func TestSlowCallback(t *testing.T) {
 // the device tells: the memory goes back after it, and that is reported.
 func TestMemoryInUse(t *testing.T) {
 	m := machine(t, emulated.Options{GPUs: gpus(2, 8192), Virtual: true})
-	var got []harvest.ViolationInfo
+	var got []harvest.DeadlineMissInfo
 	r := open(t, m, harvest.Options{Peers: peers12[:1], SlabBytes: 1024, Events: harvest.EventListener{
-		Violated: func(i harvest.ViolationInfo) { got = append(got, i) },
+		DeadlineMissed: func(i harvest.DeadlineMissInfo) { got = append(got, i) },
 	}})
 	h, err := r.Alloc(1024, harvest.Hints{})
 	if err != nil {
@@ -542,7 +542,7 @@ func TestTraceIsPlayed(t *testing.T) {
 		for _, p := range r.State().Peers {
 			if p.Free < headroom && pending == 0 {
 				tight++
-				if p.Used+p.Unused > 0 {
+				if p.Used+p.FreeInSlabs > 0 {
 					t.Fatalf("at %v: %+v", now, p)
 				}
 			}
@@ -601,7 +601,7 @@ func TestModel(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		by := harvest.NewHolder("model")
+		by := harvest.NewOwner("model")
 		pick := func(t *rapid.T, ok func(*object) bool) *object {
 			var os []*object
 			for _, o := range objects {
@@ -732,7 +732,7 @@ func TestModel(t *testing.T) {
 				if err != nil {
 					t.Fatal(err)
 				}
-				if err := m.Take(s, rapid.Int64Range(0, hbm).Draw(t, "bytes")-u.Other); err != nil {
+				if err := m.Take(s, rapid.Int64Range(0, hbm).Draw(t, "bytes")-u.OtherProcesses); err != nil {
 					t.Fatal(err)
 				}
 			},
@@ -757,7 +757,7 @@ func TestModel(t *testing.T) {
 					t.Fatal(err)
 				}
 				for _, p := range r.State().Peers {
-					if p.Free+p.Leaving < headroom && p.Used+p.Unused > 0 {
+					if p.Free+p.Draining < headroom && p.Used+p.FreeInSlabs > 0 {
 						t.Fatalf("head-room is not met, and slabs are in service: %+v", p)
 					}
 				}
@@ -786,7 +786,7 @@ func TestModel(t *testing.T) {
 					for _, s := range p.Slabs {
 						sum += s.Bytes
 					}
-					if p.Used+p.Unused+p.Leaving != sum {
+					if p.Used+p.FreeInSlabs+p.Draining != sum {
 						t.Fatalf("accounts: %+v", p)
 					}
 				}
@@ -831,10 +831,10 @@ func TestHammer(t *testing.T) {
 		SlabBytes: slab, HeadroomBytes: 2 * slab, Cooldown: time.Millisecond, Interval: 200 * time.Microsecond,
 		ClearBytes: 4096, Deadline: 10 * time.Second,
 		Events: harvest.EventListener{
-			Allocated: func(harvest.AllocInfo) { allocated.Add(1) },
-			Freed:     func(harvest.FreeInfo) { freedOrRevoked.Add(1) },
-			Revoked:   func(harvest.RevokeInfo) { freedOrRevoked.Add(1) },
-			Violated:  func(harvest.ViolationInfo) { violations.Add(1) },
+			Allocated:      func(harvest.AllocInfo) { allocated.Add(1) },
+			Freed:          func(harvest.FreeInfo) { freedOrRevoked.Add(1) },
+			Revoked:        func(harvest.RevokeInfo) { freedOrRevoked.Add(1) },
+			DeadlineMissed: func(harvest.DeadlineMissInfo) { violations.Add(1) },
 		},
 	})
 	if err := r.Start(); err != nil {
@@ -867,7 +867,7 @@ func TestHammer(t *testing.T) {
 	var checked, refused, calls, revoked, ops atomic.Int64
 	for w := range workers {
 		all.Go(func() {
-			c := hammerer{t: t, m: m, r: r, rng: rand.New(rand.NewPCG(seed, uint64(w))), calls: &calls, by: harvest.NewHolder(fmt.Sprint("worker ", w))}
+			c := hammerer{t: t, m: m, r: r, rng: rand.New(rand.NewPCG(seed, uint64(w))), calls: &calls, by: harvest.NewOwner(fmt.Sprint("worker ", w))}
 			if err := c.work(operations / workers); err != nil {
 				t.Error(err)
 			}
@@ -901,7 +901,7 @@ type hammerer struct {
 	m      *emulated.Machine
 	r      *harvest.Runtime
 	rng    *rand.Rand
-	by     *harvest.Holder
+	by     *harvest.Owner
 	calls  *atomic.Int64
 	stream device.Stream
 	host   device.Memory

@@ -89,7 +89,7 @@ func TestDeparturesAreForgotten(t *testing.T) {
 	ok(err)
 	h, err := r.Alloc(1024, Hints{})
 	ok(err)
-	by := NewHolder("slow reader")
+	by := NewOwner("slow reader")
 	var fences []device.Fence
 	for i := range 500 {
 		f, err := m.NewFence("reader")
@@ -104,7 +104,7 @@ func TestDeparturesAreForgotten(t *testing.T) {
 	if len(h.readers.left) > 32 {
 		t.Errorf("%d departures are kept", len(h.readers.left))
 	}
-	if hs := h.readers.holders(0); len(hs) != 1 || hs[0].Holder != "slow reader" || !hs[0].Work {
+	if hs := h.readers.holders(0); len(hs) != 1 || hs[0].Owner != "slow reader" || !hs[0].Work {
 		t.Errorf("holders %+v", hs)
 	}
 	ok(fences[3].Raise(1))

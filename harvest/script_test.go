@@ -95,7 +95,7 @@ func (s *stage) events() harvest.EventListener {
 			s.say("revocation of slab %d ended: took %v of %v, drain %v, late %t", i.Slab, i.Took, i.Deadline, i.Drain, i.Late)
 		},
 		Freed: func(i harvest.FreeInfo) { s.say("%s freed after %v%s", name(i.Handle), i.Drain, failed(i.Failed)) },
-		Violated: func(i harvest.ViolationInfo) {
+		DeadlineMissed: func(i harvest.DeadlineMissInfo) {
 			s.say("violation (%s): %v", i.Reason, i)
 		},
 		Peer: func(i harvest.PeerInfo) { s.say("%s: health %v", i.Device, i.Health) },
@@ -222,7 +222,7 @@ func (s *stage) do(d *datadriven.TestData) error {
 	case "fill": // NAME BYTE [until=fence:value]: a copy into it, under a reference
 		return s.fill(d)
 	case "acquire": // REF NAME by=
-		ref, ok := s.handles[word(d, 1)].Acquire(harvest.NewHolder(arg(d, "by", "reader")))
+		ref, ok := s.handles[word(d, 1)].Acquire(harvest.NewOwner(arg(d, "by", "reader")))
 		s.say("acquired: %t", ok)
 		if ok {
 			s.refs[word(d, 0)] = &ref
@@ -302,7 +302,7 @@ func (s *stage) do(d *datadriven.TestData) error {
 				health = p.Health.Error()
 			}
 			s.say("%s: free %d, other %d, used %d, unused %d, leaving %d, largest hole %d, fragmentation %.2f, %s",
-				p.Space, p.Free, p.Reading.Other, p.Used, p.Unused, p.Leaving, p.LargestHole, p.Fragmentation(), health)
+				p.Space, p.Free, p.Reading.OtherProcesses, p.Used, p.FreeInSlabs, p.Draining, p.LargestFreeExtent, p.Fragmentation(), health)
 		}
 	case "counts":
 		s.say("%v %v", s.r.State().Revocations, s.r.State().Clients)
@@ -362,7 +362,7 @@ func (s *stage) open(d *datadriven.TestData) error {
 		return err
 	}
 	if d.HasArg("leave") {
-		policy = harvest.Interference{LeaveAt: arg(d, "leave", 1.0)}
+		policy = harvest.Interference{EvacuateAt: arg(d, "leave", 1.0)}
 	}
 	s.r, err = harvest.New(harvest.Options{
 		Machine: s.m, Peers: peers, Policy: policy, Monitor: s.monitor,
@@ -393,7 +393,7 @@ func (s *stage) segment(h *harvest.Handle) place {
 
 func (s *stage) fill(d *datadriven.TestData) error {
 	h := s.handles[word(d, 0)]
-	ref, ok := h.Acquire(harvest.NewHolder("fill of " + word(d, 0)))
+	ref, ok := h.Acquire(harvest.NewOwner("fill of " + word(d, 0)))
 	if !ok {
 		return errors.New("not acquired")
 	}

@@ -36,19 +36,19 @@ type PeerUsage struct {
 	Reading Reading
 	Free    int64
 	// Headroom is to stay free, Spare may still be taken.
-	Headroom, Spare int64
+	Headroom, Borrowable int64
 	// Used and Unused are the parts of the slabs in service; Leaving is all of the
 	// others.
-	Used, Unused, Leaving int64
-	// LargestHole in a slab in service.
-	LargestHole int64
+	Used, FreeInSlabs, Draining int64
+	// LargestFreeExtent in a slab in service.
+	LargestFreeExtent int64
 	// Churn is the share of the memory that others take and give back per minute.
 	Churn float64
 	Slabs []SlabUsage
 }
 
 // Fragmentation is the share of Unused that one request could not have.
-func (p PeerUsage) Fragmentation() float64 { return fragmentation(p.Unused, p.LargestHole) }
+func (p PeerUsage) Fragmentation() float64 { return fragmentation(p.FreeInSlabs, p.LargestFreeExtent) }
 
 // SlabUsage is one slab.
 type SlabUsage struct {
@@ -57,9 +57,9 @@ type SlabUsage struct {
 	// Client is the only one whose handles lie there; empty: all that have no slabs of
 	// their own.
 	Client string
-	// Leaving says that it is being given back, for Reason.
-	Leaving bool
-	Reason  Reason
+	// Draining says that it is being given back, for Reason.
+	Draining bool
+	Reason   Reason
 	// Segments by their places.
 	Segments []SegmentUsage
 }
@@ -72,7 +72,7 @@ type SegmentUsage struct {
 	Client     string        `json:"client"`
 	Label      string        `json:"label"`
 	References int           `json:"references"`
-	Cost       time.Duration `json:"cost_ns"`
+	Cost       time.Duration `json:"reload_cost_ns"`
 	// Draining says that it was freed, or is being revoked.
 	Draining bool `json:"draining,omitempty"`
 }
@@ -113,7 +113,7 @@ func (p *peer) room(owner string, bytes int64) int {
 	unit := device.Align(max(bytes, 1))
 	n := max(p.spare(), 0) / unit
 	for _, s := range p.slabs {
-		if s.leaving != nil || s.owner != owner {
+		if s.draining != nil || s.owner != owner {
 			continue
 		}
 		at := int64(0)
@@ -146,15 +146,15 @@ func (c *controller) state(now time.Duration) State {
 func (p *peer) usage() PeerUsage {
 	u := PeerUsage{
 		Space: p.space, Health: p.health, Reading: p.reading, Free: p.free,
-		Headroom: p.headroom, Spare: p.spare(), Leaving: p.coming, Churn: p.churnRate,
+		Headroom: p.headroom, Borrowable: p.spare(), Draining: p.coming, Churn: p.churnRate,
 	}
 	for _, s := range p.slabs {
 		slab := s.usage()
-		if !slab.Leaving {
+		if !slab.Draining {
 			free, largest := s.segments.room()
-			u.Unused += free
+			u.FreeInSlabs += free
 			u.Used += s.segments.bytes - free
-			u.LargestHole = max(u.LargestHole, largest)
+			u.LargestFreeExtent = max(u.LargestFreeExtent, largest)
 		}
 		u.Slabs = append(u.Slabs, slab)
 	}
@@ -163,8 +163,8 @@ func (p *peer) usage() PeerUsage {
 
 func (s *slab) usage() SlabUsage {
 	u := SlabUsage{ID: s.id, Bytes: s.segments.bytes, Client: s.owner}
-	if s.leaving != nil {
-		u.Leaving, u.Reason = true, s.leaving.reason
+	if s.draining != nil {
+		u.Draining, u.Reason = true, s.draining.reason
 	}
 	for off, h := range s.handles {
 		_, refs := h.State()

@@ -23,7 +23,7 @@ func TestRoom(t *testing.T) {
 	others := lay(4096)
 	others.owner = "kv"
 	leaving := lay(4096)
-	leaving.leaving = &revocation{}
+	leaving.draining = &revocation{}
 	for _, c := range []struct {
 		name  string
 		spare int64

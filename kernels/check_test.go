@@ -59,8 +59,8 @@ func newValid() *valid {
 	}
 	v.route = Route{Logits: v.tensor(F32, 3, 8), Method: SparseMixer, Jitter: 0.01, IDs: v.tensor(I32, 3, 2), Weights: v.tensor(F32, 3, 2), Counts: v.tensor(I64, 8)}
 	v.group = Group{v.route.IDs, v.tensor(I32, 9), v.tensor(I32, 6)}
-	v.up = ExpertUp{ExpertProduct{v.tensor(F32, 3, 32), v.group.Offsets, v.group.Order, v.tensor(U64, 8), v.tensor(I32, 5), layout, v.tensor(F32, 6, 48)}}
-	v.down = ExpertDown{ExpertProduct{v.up.Out, v.group.Offsets, v.group.Order, v.up.Slots, v.up.Experts, layout, v.tensor(F32, 6, 32)}}
+	v.up = ExpertUp{ExpertGEMM{v.tensor(F32, 3, 32), v.group.Offsets, v.group.Order, v.tensor(U64, 8), v.tensor(I32, 5), layout, v.tensor(F32, 6, 48)}}
+	v.down = ExpertDown{ExpertGEMM{v.up.Out, v.group.Offsets, v.group.Order, v.up.Slots, v.up.Experts, layout, v.tensor(F32, 6, 32)}}
 	v.combine = Combine{v.down.Out, v.route.Weights, v.tensor(F32, 3, 32), v.tensor(F32, 3, 1), v.tensor(F32, 3, 32)}
 	v.combined = CombineNorm{
 		X: v.down.Out, Weights: v.route.Weights, Shared: v.combine.Shared, SharedGate: v.combine.SharedGate,
@@ -114,8 +114,8 @@ func TestCheckTakesGoodArguments(t *testing.T) {
 		"heads without norms": &RoPEAppendKV{
 			Q: v.rope.Q, K: v.append.K, V: v.append.V, Table: v.rope.Table, Rows: v.rope.Rows, CacheK: v.append.CacheK, CacheV: v.append.CacheV, Slots: v.append.Slots,
 		},
-		"no experts listed":    &ExpertDown{ExpertProduct{v.down.X, v.down.Offsets, v.down.Order, v.down.Slots, v.down.Experts.Slice(0, 0), v.down.Layout, v.down.Out}},
-		"no tokens to experts": &ExpertUp{ExpertProduct{New(0, F32, 0, 32), v.up.Offsets, New(0, I32, 0), v.up.Slots, v.up.Experts, v.up.Layout, New(0, F32, 0, 48)}},
+		"no experts listed":    &ExpertDown{ExpertGEMM{v.down.X, v.down.Offsets, v.down.Order, v.down.Slots, v.down.Experts.Slice(0, 0), v.down.Layout, v.down.Out}},
+		"no tokens to experts": &ExpertUp{ExpertGEMM{New(0, F32, 0, 32), v.up.Offsets, New(0, I32, 0), v.up.Slots, v.up.Experts, v.up.Layout, New(0, F32, 0, 48)}},
 		"nothing left out":     &Sample{Logits: v.sample.Logits, Temperature: v.sample.Temperature, Seeds: v.sample.Seeds, Samples: v.sample.Samples, Positions: v.sample.Positions, Out: v.sample.Out},
 		"only the token drawn": &LogProbs{Logits: gap(v.sample.Logits), Tokens: v.sample.Out, Chosen: v.probs.Chosen},
 		"no alternatives":      &LogProbs{Logits: v.sample.Logits, Tokens: v.sample.Out, Chosen: v.probs.Chosen, TopIDs: New(0, I32, 2, 0), Top: New(0, F32, 2, 0)},

@@ -1,9 +1,9 @@
 package kernels
 
-// ExpertProduct is what ExpertUp and ExpertDown have in common: rows of X times a matrix
+// ExpertGEMM is what ExpertUp and ExpertDown have in common: rows of X times a matrix
 // of the listed experts that each row's token chose. It touches no extent of an expert
 // without pairs, whose slot may be 0, and leaves the rows of Out of other experts alone.
-type ExpertProduct struct {
+type ExpertGEMM struct {
 	X       Tensor // up: [N, H] act; down: [N*K, I] act, as ExpertUp has left it
 	Offsets Tensor // [E+1] I32
 	Order   Tensor // [N*K] I32
@@ -14,7 +14,7 @@ type ExpertProduct struct {
 }
 
 // checkLists checks X by itself, and which experts are to be applied to which pairs.
-func (p *ExpertProduct) checkLists(c *checker) {
+func (p *ExpertGEMM) checkLists(c *checker) {
 	c.tensor("X", &p.X, floats, 2)
 	c.tensor("Offsets", &p.Offsets, onlyI, 1)
 	c.tensor("Order", &p.Order, onlyI, 1)
@@ -34,7 +34,7 @@ func (p *ExpertProduct) checkLists(c *checker) {
 }
 
 // checkOut checks that Out has a row of so many columns for each pair, apart from X.
-func (p *ExpertProduct) checkOut(c *checker, columns dim) {
+func (p *ExpertGEMM) checkOut(c *checker, columns dim) {
 	c.matrix("Out", &p.Out, floats, dim{p.Order.Shape[0], "Order"}, columns)
 	c.sameType("Out", &p.Out, "X", &p.X)
 	c.apart("Out", &p.Out, "X", &p.X)
@@ -43,7 +43,7 @@ func (p *ExpertProduct) checkOut(c *checker, columns dim) {
 // declare adds what is read whatever the data says, and an estimate of the rest for a
 // product with so many of an expert's matrices: every expert has its even share of the
 // pairs, and each listed expert that can have one is read once.
-func (p *ExpertProduct) declare(d *Decl, matrices int64) {
+func (p *ExpertGEMM) declare(d *Decl, matrices int64) {
 	d.read(&p.Offsets)
 	d.read(&p.Order)
 	d.read(&p.Slots)
@@ -61,7 +61,7 @@ func (p *ExpertProduct) declare(d *Decl, matrices int64) {
 
 // ExpertUp computes Out[i] = silu(w1 X[p/K]) * (w3 X[p/K]) for every pair p = Order[i]
 // of the listed experts.
-type ExpertUp struct{ ExpertProduct }
+type ExpertUp struct{ ExpertGEMM }
 
 // Name implements Op.
 func (*ExpertUp) Name() string { return "expert_up" }
@@ -84,7 +84,7 @@ func (o *ExpertUp) Check() error {
 func (o *ExpertUp) Declare(d *Decl) { o.declare(d, 2) }
 
 // ExpertDown computes Out[p] = w2 X[i] for every pair p = Order[i] of the listed experts.
-type ExpertDown struct{ ExpertProduct }
+type ExpertDown struct{ ExpertGEMM }
 
 // Name implements Op.
 func (*ExpertDown) Name() string { return "expert_down" }

@@ -100,7 +100,7 @@ func openDrifting(t *testing.T, limit string) *drifting {
 }
 
 func (x *drifting) read() {
-	hits := x.n.Observe().Experts().Hits
+	hits := x.n.Observe().Experts().Uses
 	x.readings = append(x.readings, reading{x.m.Now(), hits[experts.Peer], hits[experts.Host]})
 }
 
@@ -239,7 +239,7 @@ func TestTasksInTurn(t *testing.T) {
 			t.Errorf("%s: the first task's placement has a hit rate of %.3f, at best %.3f", tasks[i], p.static, p.best)
 		}
 	}
-	moved, d := x.n.Observe().Experts().MovedBytes, x.m.Now()-began
+	moved, d := x.n.Observe().Experts().MigratedBytes, x.m.Now()-began
 	t.Logf("%.1f MB moved in %.0f s", float64(moved)/1e6, d.Seconds())
 	if allowed := limit * (d.Seconds() + 0.25); float64(moved) > allowed || moved < int64(min(2, len(tasks)-1))*onPeer*tinyExpert {
 		t.Errorf("%d bytes were moved in %v, %.0f may be", moved, d, allowed)

@@ -51,14 +51,14 @@ func TestPlannedIsTaken(t *testing.T) {
 		s.Batch.MaxNumBatchedTokens = between(s.Batch.MaxNumSeqs, 500)
 		s.Batch.MicroBatchSize = between(0, s.Batch.MaxNumBatchedTokens)
 		s.KV.MaxModelLen = []int{0, 33, 64}[random.IntN(3)]
-		s.KV.NumBlocks = between(max(5, s.Batch.MaxNumSeqs), 400)
-		s.Offload.AdaptLocal = random.IntN(2) == 0
+		s.KV.NumGPUBlocksOverride = between(max(5, s.Batch.MaxNumSeqs), 400)
+		s.Offload.DynamicResidency = random.IntN(2) == 0
 		s.Batch.Attention = []configs.Place{configs.AnyPlace, configs.OnGPU, configs.OnCPU}[random.IntN(3)]
 		s.Batch.Grouping = []configs.Grouping{configs.PerLayer, configs.PerMicroBatch}[random.IntN(2)]
 		s.Batch.NumMicroBatches = between(0, 9) * random.IntN(2)
-		o := Options{Settings: s, WithoutTokenizer: true, HostLogits: random.IntN(2) == 0, RingLayers: between(0, 3)}
+		o := Options{Settings: s, WithoutTokenizer: true, HostLogits: random.IntN(2) == 0, CacheLayers: between(0, 3)}
 		t.Run(fmt.Sprintf("%s/%v/%s/%d,%d,%d,%d/%s,%s,%d/%v/%v,%d", filepath.Base(s.Model.Name), s.Offload.Fraction, s.Offload.Tier,
-			s.Batch.MaxNumSeqs, s.Batch.MaxNumBatchedTokens, s.Batch.MicroBatchSize, s.KV.MaxModelLen, s.Batch.Attention, s.Batch.Grouping, s.Batch.NumMicroBatches, s.Offload.AdaptLocal, o.HostLogits, o.RingLayers), func(t *testing.T) {
+			s.Batch.MaxNumSeqs, s.Batch.MaxNumBatchedTokens, s.Batch.MicroBatchSize, s.KV.MaxModelLen, s.Batch.Attention, s.Batch.Grouping, s.Batch.NumMicroBatches, s.Offload.DynamicResidency, o.HostLogits, o.CacheLayers), func(t *testing.T) {
 			plannedIsTaken(t, o)
 		})
 	}
@@ -86,7 +86,7 @@ func plannedIsTaken(t *testing.T, o Options) {
 	}
 	defer model.Close() //nolint:errcheck // only read from
 	u, err := newSetup(&Options{
-		Settings: *s, HostLogits: o.HostLogits, RingLayers: o.RingLayers, Log: slog.New(slog.DiscardHandler),
+		Settings: *s, HostLogits: o.HostLogits, CacheLayers: o.CacheLayers, Log: slog.New(slog.DiscardHandler),
 		OpenMachine: func() (device.Machine, error) { return emulated.Open(emulated.Options{Virtual: true}) },
 	}, model)
 	if err != nil {
@@ -106,7 +106,7 @@ func plannedIsTaken(t *testing.T, o Options) {
 	}
 	total := p.Model.ExpertCount()
 	x := planner.Policy{
-		Batch: s.Batch.MaxNumSeqs, PrefillTokens: s.Batch.MaxNumBatchedTokens, LocalExperts: total - p.Model.Offloaded(s.Offload.Fraction),
+		Batch: s.Batch.MaxNumSeqs, PrefillTokens: s.Batch.MaxNumBatchedTokens, ResidentExperts: total - p.Model.Offloaded(s.Offload.Fraction),
 	}
 	if s.Batch.Attention == configs.OnCPU {
 		x.Attention = configs.OnCPU
@@ -120,7 +120,7 @@ func plannedIsTaken(t *testing.T, o Options) {
 	}
 	w := u.needs
 	pool := []int64{0, 0}
-	pool[x.Attention] = int64(s.KV.NumBlocks) * w.KV.BlockBytes()
+	pool[x.Attention] = int64(s.KV.NumGPUBlocksOverride) * w.KV.BlockBytes()
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	for _, c := range []struct {
@@ -142,7 +142,7 @@ func TestFractionThatWouldFit(t *testing.T) {
 	for _, hbm := range []string{"6MiB", "7MiB", "8MiB"} {
 		for _, adapt := range []bool{false, true} {
 			s := configs.Defaults()
-			s.Batch.MaxNumBatchedTokens, s.Batch.MaxNumSeqs, s.Offload.AdaptLocal, s.Device.Emulate = 64, 16, adapt, "hbm="+hbm+",host=1GiB,virtual"
+			s.Batch.MaxNumBatchedTokens, s.Batch.MaxNumSeqs, s.Offload.DynamicResidency, s.Device.Emulate = 64, 16, adapt, "hbm="+hbm+",host=1GiB,virtual"
 			in, err := Inspect(Options{Settings: s})
 			if err != nil {
 				t.Fatal(err)

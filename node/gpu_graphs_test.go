@@ -99,7 +99,7 @@ func TestGPUGraphs(t *testing.T) {
 			for _, micro := range []int{0, 3} {
 				open := func(eager bool) *node.Node {
 					return openOnGPU(t, node.Options{Settings: gpuSettings(func(s *configs.Settings) {
-						s.Model.Name, s.KV.MaxModelLen, s.KV.NumBlocks = fixtures.Dir(t, name), 192, 12*12
+						s.Model.Name, s.KV.MaxModelLen, s.KV.NumGPUBlocksOverride = fixtures.Dir(t, name), 192, 12*12
 						s.Batch.MicroBatchSize, s.Kernels.EnforceEager = micro, eager
 					})})
 				}

@@ -19,7 +19,7 @@ func TestGPUPlanned(t *testing.T) {
 	for _, fraction := range []float64{0, 0.5, 1} {
 		s := gpuSettings(func(s *configs.Settings) {
 			s.Model.Name, s.Model.LoadFormat, s.Model.NumHiddenLayers = "qwen1.5-moe-a2.7b", configs.LoadDummy, 2
-			s.Offload.Fraction, s.Batch.MaxNumSeqs, s.Batch.MaxNumBatchedTokens, s.KV.MaxModelLen, s.KV.NumBlocks = fraction, 32, 2464, 256, 300
+			s.Offload.Fraction, s.Batch.MaxNumSeqs, s.Batch.MaxNumBatchedTokens, s.KV.MaxModelLen, s.KV.NumGPUBlocksOverride = fraction, 32, 2464, 256, 300
 		})
 		n := openOnGPU(t, node.Options{Settings: s})
 		r, err := n.Observe().Report(t.Context())
@@ -27,7 +27,7 @@ func TestGPUPlanned(t *testing.T) {
 			t.Fatal(err)
 		}
 		s.Plan.Hardware = "h200"
-		p, err := node.Plan(node.PlanOptions{Options: node.Options{Settings: s, Given: func(string) bool { return true }}})
+		p, err := node.Plan(node.PlanOptions{Options: node.Options{Settings: s, Explicit: func(string) bool { return true }}})
 		if err != nil {
 			t.Fatal(err)
 		}

@@ -154,7 +154,7 @@ func runPreset(t *testing.T, name string, fraction float64, tier configs.Tier, o
 			s.Device.Peers, s.Harvest.MigrationLimit = *peer, "0"
 		}
 		s.Batch.MaxNumBatchedTokens, s.Batch.MaxNumSeqs, s.KV.MaxModelLen = presetRows, most, presetBlocks(1)*sizing.BlockTokens
-		s.KV.NumBlocks, s.Device.GPUMemoryUtilization = blocks, 0.98
+		s.KV.NumGPUBlocksOverride, s.Device.GPUMemoryUtilization = blocks, 0.98
 	})})
 	if err != nil {
 		t.Fatal(err)

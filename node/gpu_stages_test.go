@@ -74,7 +74,7 @@ func newStages(t testing.TB, dir string, machine device.Machine, backend kernels
 	r.ok(r.stream.Copy(local.Range(0, local.Bytes()), experts.Range(0, experts.Bytes())))
 	r.ok(r.stream.Synchronize(t.Context()))
 
-	limits := forward.Limits{MaxRows: stageTokens, MaxSeqs: 1, MaxLogits: stageTokens, MaxModelLen: min(stageTokens, c.MaxPositions), BlockTokens: stageBlock}
+	limits := forward.Limits{MaxTokens: stageTokens, MaxSeqs: 1, MaxLogits: stageTokens, MaxModelLen: min(stageTokens, c.MaxPositions), BlockTokens: stageBlock}
 	need := forward.WorkspaceBytes(c, backend, limits)
 	ws := r.alloc(device.HBM(0), need)
 	r.model, err = forward.NewModel(c, l.Bind(arena.Range(0, l.Bytes).Addr), backend, ws.Range(0, need), limits)

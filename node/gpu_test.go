@@ -253,7 +253,7 @@ func TestGPUSameTokensDespiteFaults(t *testing.T) {
 func openBreaking(t *testing.T, change func(*configs.Settings)) (*node.Node, *breaking) {
 	t.Helper()
 	m := &breaking{}
-	o := node.Options{Settings: gpuSettings(change), RingLayers: 1}
+	o := node.Options{Settings: gpuSettings(change), CacheLayers: 1}
 	o.OpenMachine = func() (_ device.Machine, err error) {
 		if *on == "cpu" {
 			m.Machine, err = emulated.Open(emulated.Options{})
@@ -365,7 +365,7 @@ func TestGPUOutOfMemory(t *testing.T) {
 			[]string{"gpu0", "needed", "may be used", "offload-fraction 0."},
 		},
 		"KV cache": {
-			func(s *configs.Settings) { s.Offload.Fraction, s.KV.NumBlocks = 0.5, 1<<20 },
+			func(s *configs.Settings) { s.Offload.Fraction, s.KV.NumGPUBlocksOverride = 0.5, 1<<20 },
 			[]string{"1048576 blocks", "there is room for"},
 		},
 	} {

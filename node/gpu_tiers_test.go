@@ -41,7 +41,7 @@ func TestGPUTiers(t *testing.T) {
 			for _, f := range []float64{0.5, 1} {
 				for _, tier := range []configs.Tier{configs.PeerTier} {
 					for trouble, make := range map[string]func(context.Context, *node.Node) error{"none": nil, "asked": ask, "taken": take} {
-						n := openOnGPU(t, node.Options{RingLayers: 1, Settings: gpuSettings(func(s *configs.Settings) {
+						n := openOnGPU(t, node.Options{CacheLayers: 1, Settings: gpuSettings(func(s *configs.Settings) {
 							s.Model.Name, s.Offload.Fraction, s.Offload.Tier, s.Device.Peers, s.Harvest.MigrationLimit = dir, f, tier, *peer, "0"
 						})})
 						ctx, stop := context.WithCancel(t.Context())
@@ -114,7 +114,7 @@ func take(ctx context.Context, n *node.Node) error {
 }
 
 func held(s harvest.State) int64 {
-	return s.Peers[0].Used + s.Peers[0].Unused + s.Peers[0].Leaving
+	return s.Peers[0].Used + s.Peers[0].FreeInSlabs + s.Peers[0].Draining
 }
 
 // tierOf splits a fraction of -whole, "0.5" or "0.5p", where p asks for a peer.
@@ -133,7 +133,7 @@ func logTraffic(t *testing.T, what string, before, after observe.Experts, took t
 			t.Logf("%s: %.3f GB from %s in %v: %.1f GB/s", what, float64(bytes)/1e9, experts.Tier(tier), took.Round(time.Microsecond), float64(bytes)/1e9/took.Seconds())
 		}
 	}
-	if n := after.Guessed - before.Guessed; n > 0 {
-		t.Logf("%s: %d of %d guesses were right", what, after.GuessedRight-before.GuessedRight, n)
+	if n := after.PrefetchPredicted - before.PrefetchPredicted; n > 0 {
+		t.Logf("%s: %d of %d guesses were right", what, after.PrefetchUsed-before.PrefetchUsed, n)
 	}
 }

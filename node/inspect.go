@@ -23,9 +23,9 @@ type Inspection struct {
 	Sizes    sizing.ModelSizes
 	// Routing and DType in words: how experts are chosen, the type of weights.
 	Routing, DType string
-	// Local and Offloaded experts, and the tier of each.
-	Local, Offloaded int
-	Placement        []LayerPlacement
+	// Resident and Offloaded experts, and the tier of each.
+	Resident, Offloaded int
+	Placement           []LayerPlacement
 	// Demands on the memory spaces, without the KV cache.
 	Demands []sizing.Demand
 	// KV is the cache that the rest is used for, in blocks of KVBlockBytes.
@@ -35,7 +35,7 @@ type Inspection struct {
 	Peers []sizing.PeerBudget
 	// Problem is why Open would fail for lack of memory on these devices; nil if it
 	// would not. Here is why they cannot be emulated on this machine, or nil.
-	Problem, Here error
+	Problem, RunsHere error
 }
 
 // LayerPlacement says of one layer in which tiers its experts start.
@@ -65,7 +65,7 @@ func Inspect(o Options) (_ *Inspection, err error) {
 		return nil, err
 	}
 	defer func() { err = errors.Join(err, u.devices.Close()) }()
-	if err := u.follow(); err != nil {
+	if err := u.applyPolicy(); err != nil {
 		return nil, fault.Of(fault.ErrConfig, err)
 	}
 	if err := u.size(); err != nil {
@@ -75,13 +75,13 @@ func Inspect(o Options) (_ *Inspection, err error) {
 	in := &Inspection{
 		Settings: u.settings, Planned: u.planned, Model: model.Name, Config: model.Config, Sizes: sizing.OfModel(model.Config, u.layout),
 		Routing: routing(model.Config.Route), DType: model.Config.DType.String(),
-		Local: plan.LocalExperts, Offloaded: plan.OffloadedExperts,
+		Resident: plan.ResidentExperts, Offloaded: plan.OffloadedExperts,
 		Demands: []sizing.Demand{u.needs.Device, u.needs.Host}, KVBlockBytes: u.needs.KV.BlockBytes(),
 	}
 	for i, l := range plan.Layers {
 		tiers := make([]string, plan.Experts)
 		for e := range tiers {
-			tiers[e] = experts.Local.String()
+			tiers[e] = experts.Resident.String()
 		}
 		for _, e := range plan.Placement[i] {
 			tiers[e] = experts.Host.String()
@@ -92,8 +92,8 @@ func Inspect(o Options) (_ *Inspection, err error) {
 		in.Placement = append(in.Placement, LayerPlacement{l, tiers})
 	}
 	in.KV, in.Problem = u.fit()
-	in.Here = u.together()
-	if in.Here == nil { // else peers, too, are of a machine that is not this one
+	in.RunsHere = u.together()
+	if in.RunsHere == nil { // else peers, too, are of a machine that is not this one
 		if err := u.shareMemory(in.KV); err != nil {
 			return nil, fault.Of(fault.ErrConfig, err)
 		}

@@ -20,8 +20,8 @@ func TestInspectSaysWhatOpenTakes(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			if in.Problem != nil || in.Here != nil {
-				t.Fatal(in.Problem, in.Here)
+			if in.Problem != nil || in.RunsHere != nil {
+				t.Fatal(in.Problem, in.RunsHere)
 			}
 			n, err := Open(t.Context(), Options{Settings: s})
 			if err != nil {
@@ -53,13 +53,13 @@ func TestInspectSaysWhatOpenTakes(t *testing.T) {
 			if n.Info().Limits.MaxModelLen != in.KV.MaxModelLen || n.kv.Blocks() != in.KV.Blocks {
 				t.Errorf("a cache of %d blocks for %d tokens, said to be %+v", n.kv.Blocks(), n.Info().Limits.MaxModelLen, in.KV)
 			}
-			where := r.Experts.Where
-			if where[experts.Local] != in.Local || where[experts.Host]+where[experts.Ring] != in.Offloaded {
-				t.Errorf("experts are %v, said to be %d local and %d offloaded", where, in.Local, in.Offloaded)
+			where := r.Experts.Tiers
+			if where[experts.Resident] != in.Resident || where[experts.Host]+where[experts.Cached] != in.Offloaded {
+				t.Errorf("experts are %v, said to be %d local and %d offloaded", where, in.Resident, in.Offloaded)
 			}
 			for i, l := range r.Layers {
 				for e, tier := range l.Tiers {
-					if (tier.String() == "local") != (in.Placement[i].Tiers[e] == "local") || l.Layer != in.Placement[i].Layer {
+					if (tier.String() == "resident") != (in.Placement[i].Tiers[e] == "resident") || l.Layer != in.Placement[i].Layer {
 						t.Errorf("layer %d expert %d is %v, said to be %s", l.Layer, e, tier, in.Placement[i].Tiers[e])
 					}
 				}
@@ -77,7 +77,7 @@ func TestInspectPresets(t *testing.T) {
 			t.Errorf("%s: %v", name, err)
 			continue
 		}
-		if in.Problem != nil || in.Here != nil || in.Local+in.Offloaded != in.Sizes.ExpertCount || in.Routing == "" {
+		if in.Problem != nil || in.RunsHere != nil || in.Resident+in.Offloaded != in.Sizes.ExpertCount || in.Routing == "" {
 			t.Errorf("%s: %+v", name, in)
 		}
 	}

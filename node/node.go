@@ -33,19 +33,19 @@ type Options struct {
 	HostLogits bool
 	// WithoutTokenizer leaves the tokenizer unread, for checkpoints that have none.
 	WithoutTokenizer bool
-	// Given says of a setting, by its key, whether somebody has given it: a policy does
+	// Explicit says of a setting, by its key, whether somebody has given it: a policy does
 	// not change those. Default: those that are not at their defaults.
-	Given func(key string) bool
+	Explicit func(key string) bool
 	// Workload is what a policy is made for. Default: planning.DefaultWorkload.
 	Workload planner.Workload
 	// Progress, which may be nil, is called while weights are loaded, with bytes.
 	Progress func(done, total int64)
 	// Log gets what an operator can act on. Default: none.
 	Log *slog.Logger
-	// RingLayers is for how many layers' fetched experts the compute device has room.
+	// CacheLayers is for how many layers' fetched experts the compute device has room.
 	// Default: 2, so that the next layer's arrive while one's are read. 1 saves memory,
 	// and every fetch waits.
-	RingLayers int
+	CacheLayers int
 	// MaxQueued and Listener are the engine's: see engine.Options.
 	MaxQueued int
 	Listener  engine.Listener
@@ -73,13 +73,13 @@ func (o Options) EnsureDefaults() Options {
 // Validate says which setting cannot be. Errors wrap fault.ErrConfig.
 func (o *Options) Validate() error { return fault.Of(fault.ErrConfig, o.Settings.Validate()) }
 
-// given says which settings somebody has given.
-func (o *Options) given() planning.Given {
-	if o.Given != nil {
-		return planning.GivenBy(o.Given)
+// explicit says which settings somebody has given.
+func (o *Options) explicit() planning.Explicit {
+	if o.Explicit != nil {
+		return planning.ExplicitIn(o.Explicit)
 	}
 	values, defaults := o.Settings.Values(), configs.Defaults().Values()
-	return planning.GivenBy(func(key string) bool { return values[key] != defaults[key] })
+	return planning.ExplicitIn(func(key string) bool { return values[key] != defaults[key] })
 }
 
 // Info describes a node. It does not change.
@@ -150,7 +150,7 @@ func Open(ctx context.Context, o Options) (_ *Node, err error) {
 		return nil, err
 	}
 	n.started(u.devices.Close)
-	if err := u.follow(); err != nil {
+	if err := u.applyPolicy(); err != nil {
 		return nil, fault.Of(fault.ErrConfig, err)
 	}
 	fit, err := u.budget()
@@ -249,7 +249,7 @@ func (n *Node) assemble(ctx context.Context, u *setup, blocks int) (load time.Du
 	c, l := u.model.Config, &n.info.Limits
 	if n.engine, err = engine.New(engine.Options{
 		Pipeline: stepper{n.pipe, n.machine}, KV: n.kv, Tokenizer: n.text.Tokenizer, MaxModelLen: l.MaxModelLen,
-		MaxNumSeqs: l.MaxSeqs, MaxNumBatchedTokens: l.MaxRows, MaxAdjust: l.MaxAdjust,
+		MaxNumSeqs: l.MaxSeqs, MaxNumBatchedTokens: l.MaxTokens, MaxAdjust: l.MaxAdjust,
 		LongAfter: c.RoPE.LongAfter, Vocab: c.Vocab, StopIDs: c.EOS, Log: o.Log,
 		MaxQueued: o.MaxQueued, Listener: o.Listener,
 	}); err != nil {
@@ -258,8 +258,8 @@ func (n *Node) assemble(ctx context.Context, u *setup, blocks int) (load time.Du
 	n.started(n.engine.Close)
 	n.observer = observe.New(observe.Parts{
 		Model: n.info.Name, Backend: d.Backend.Name(), Machine: n.machine, Space: d.Space, Store: n.store, Transfer: n.transfer,
-		Pipeline: n.pipe, Engine: n.engine, Harvest: n.harvest, Rebalancer: n.balance, Lenders: u.lenders(),
-		Adaptive: u.needs.Plan.Adaptive, LoadTime: load,
+		Pipeline: n.pipe, Engine: n.engine, Harvest: n.harvest, Rebalancer: n.balance, Peers: u.peerDevices(),
+		Dynamic: u.needs.Plan.Dynamic, LoadTime: load,
 	})
 	return load, nil
 }
@@ -297,7 +297,7 @@ func (n *Node) warm(ctx context.Context, backend kernels.Backend, m *forward.Mod
 	if !ok {
 		return nil
 	}
-	if err := m.Warm(n.pipe.Compute(), b.WarmRows(m.Limits.MaxRows)); err != nil {
+	if err := m.Warm(n.pipe.Compute(), b.WarmRows(m.Limits.MaxTokens)); err != nil {
 		return err
 	}
 	return n.pipe.Compute().Synchronize(ctx)

@@ -80,7 +80,7 @@ func (s *stingy) NewFence(label string) (device.Fence, error) {
 func TestOpenRefused(t *testing.T) {
 	open := func(m *stingy) error {
 		s := configs.Defaults()
-		s.Offload.Fraction, s.Batch.MaxNumBatchedTokens, s.KV.NumBlocks, s.Batch.Attention = 0.5, 64, 64, configs.OnCPU
+		s.Offload.Fraction, s.Batch.MaxNumBatchedTokens, s.KV.NumGPUBlocksOverride, s.Batch.Attention = 0.5, 64, 64, configs.OnCPU
 		n, err := node.Open(t.Context(), node.Options{Settings: s, OpenMachine: func() (_ device.Machine, err error) {
 			m.Machine, err = emulated.Open(emulated.Options{Virtual: m.virtual})
 			return m, err

@@ -48,7 +48,7 @@ func (n *Node) openHarvest(u *setup) error {
 		return fault.Of(fault.ErrDevice, err)
 	}
 	n.started(n.closeHarvest)
-	for _, l := range u.lenders() {
+	for _, l := range u.peerDevices() {
 		n.log.Info("memory of a peer may be borrowed", "device", l.Device, "gpu", l.GPU, "name", l.Name, "uuid", l.UUID, "policy", policy.Name(), "headroom_bytes", max(room, 0))
 	}
 	return nil
@@ -61,13 +61,13 @@ func (n *Node) closeHarvest() error {
 	return n.harvest.Close(ctx)
 }
 
-// lenders are the peers that may be borrowed from.
-func (u *setup) lenders() []observe.Lender {
-	all := []observe.Lender{}
+// peerDevices are the peers that may be borrowed from.
+func (u *setup) peerDevices() []observe.Peer {
+	all := []observe.Peer{}
 	for _, p := range u.peers {
 		info, _ := u.devices.Machine.Topology().Info(p)
 		i, _ := p.GPU()
-		l := observe.Lender{Device: p.String(), GPU: i, Name: info.Name, UUID: info.UUID}
+		l := observe.Peer{Device: p.String(), GPU: i, Name: info.Name, UUID: info.UUID}
 		if u.devices.Real() {
 			l.GPU = u.devices.GPUs[i]
 		}

@@ -40,17 +40,17 @@ func TestTiers(t *testing.T) {
 		change func(*configs.Settings)
 		homes  map[string]int
 	}{
-		{"host", func(s *configs.Settings) { s.Offload.Tier = configs.HostTier }, map[string]int{"local": 24, "host": 24}},
-		{"none", func(s *configs.Settings) { s.Device.Peers = "none" }, map[string]int{"local": 24, "host": 24}},
-		{"peer", func(s *configs.Settings) { s.Offload.Tier = configs.PeerTier }, map[string]int{"local": 24, "peer": 24}},
-		{"one peer", func(s *configs.Settings) { s.Offload.Tier, s.Device.Peers = configs.PeerTier, "2" }, map[string]int{"local": 24, "peer": 24}},
-		{"auto", func(s *configs.Settings) { s.Harvest.MigrationLimit = "0" }, map[string]int{"local": 24, "peer": 24}},
-		{"auto in little memory", func(s *configs.Settings) { s.Harvest.Headroom, s.Harvest.MigrationLimit = "255MiB", "0" }, map[string]int{"local": 24, "peer": 14, "host": 10}},
+		{"host", func(s *configs.Settings) { s.Offload.Tier = configs.HostTier }, map[string]int{"resident": 24, "host": 24}},
+		{"none", func(s *configs.Settings) { s.Device.Peers = "none" }, map[string]int{"resident": 24, "host": 24}},
+		{"peer", func(s *configs.Settings) { s.Offload.Tier = configs.PeerTier }, map[string]int{"resident": 24, "peer": 24}},
+		{"one peer", func(s *configs.Settings) { s.Offload.Tier, s.Device.Peers = configs.PeerTier, "2" }, map[string]int{"resident": 24, "peer": 24}},
+		{"auto", func(s *configs.Settings) { s.Harvest.MigrationLimit = "0" }, map[string]int{"resident": 24, "peer": 24}},
+		{"auto in little memory", func(s *configs.Settings) { s.Harvest.Headroom, s.Harvest.MigrationLimit = "255MiB", "0" }, map[string]int{"resident": 24, "peer": 14, "host": 10}},
 		{"listed", func(s *configs.Settings) {
-			s.Offload.Fraction, s.Offload.LocalExperts, s.Offload.Tier = 0, "0:0-7;3:1,4", configs.PeerTier
-		}, map[string]int{"local": 10, "peer": 38}},
-		{"adapted", func(s *configs.Settings) { s.Offload.AdaptLocal, s.Harvest.MigrationLimit = true, "0" }, nil},
-		{"locality", func(s *configs.Settings) { s.Offload.Tier, s.Harvest.Policy = configs.PeerTier, "locality" }, map[string]int{"local": 24, "peer": 24}},
+			s.Offload.Fraction, s.Offload.ResidentExperts, s.Offload.Tier = 0, "0:0-7;3:1,4", configs.PeerTier
+		}, map[string]int{"resident": 10, "peer": 38}},
+		{"adapted", func(s *configs.Settings) { s.Offload.DynamicResidency, s.Harvest.MigrationLimit = true, "0" }, nil},
+		{"locality", func(s *configs.Settings) { s.Offload.Tier, s.Harvest.Policy = configs.PeerTier, "locality" }, map[string]int{"resident": 24, "peer": 24}},
 	} {
 		for _, o := range []emulated.Options{linked(emulated.Random), {GPUs: linked(emulated.Random).GPUs}} {
 			if !o.Virtual && c.homes["peer"] > 0 && !strings.Contains(c.name, "peer") {
@@ -65,14 +65,14 @@ func TestTiers(t *testing.T) {
 				if err != nil {
 					t.Fatal(err)
 				}
-				for _, tier := range []experts.Tier{experts.Local, experts.Peer, experts.Host} {
-					if c.homes != nil && r.Experts.Homes[tier] != c.homes[tier.String()] {
-						t.Errorf("experts are at home %v, want %v", r.Experts.Homes, c.homes)
+				for _, tier := range []experts.Tier{experts.Resident, experts.Peer, experts.Host} {
+					if c.homes != nil && r.Experts.Placed[tier] != c.homes[tier.String()] {
+						t.Errorf("experts are at home %v, want %v", r.Experts.Placed, c.homes)
 						break
 					}
 				}
-				if peer := r.Experts.Fetched[experts.Peer] > 0; peer != (r.Experts.Homes[experts.Peer] > 0) {
-					t.Errorf("%d bytes came from peers, where %d experts are", r.Experts.Fetched[experts.Peer], r.Experts.Homes[experts.Peer])
+				if peer := r.Experts.Fetched[experts.Peer] > 0; peer != (r.Experts.Placed[experts.Peer] > 0) {
+					t.Errorf("%d bytes came from peers, where %d experts are", r.Experts.Fetched[experts.Peer], r.Experts.Placed[experts.Peer])
 				}
 				var lent int64
 				loans := r.Harvest.Borrowed()
@@ -82,8 +82,8 @@ func TestTiers(t *testing.T) {
 						t.Errorf("%s: %d bytes used of %d borrowed", p.Device, used, p.Bytes)
 					}
 				}
-				if lent < int64(r.Experts.Homes[experts.Peer])*(132<<10) || len(loans) == 0 && lent > 0 {
-					t.Errorf("%d bytes borrowed for %d experts", lent, r.Experts.Homes[experts.Peer])
+				if lent < int64(r.Experts.Placed[experts.Peer])*(132<<10) || len(loans) == 0 && lent > 0 {
+					t.Errorf("%d bytes borrowed for %d experts", lent, r.Experts.Placed[experts.Peer])
 				}
 				snapshot := n.Observe().Residency()
 				counts := map[string]int{}
@@ -94,7 +94,7 @@ func TestTiers(t *testing.T) {
 						}
 					}
 				}
-				if counts["peer"] != r.Experts.Homes[experts.Peer] || len(snapshot.Peers) != len(loans) || (snapshot.Harvest == nil) != (len(loans) == 0) {
+				if counts["peer"] != r.Experts.Placed[experts.Peer] || len(snapshot.Peers) != len(loans) || (snapshot.Harvest == nil) != (len(loans) == 0) {
 					t.Errorf("%+v, and the report has %+v", snapshot, r)
 				}
 			})
@@ -116,7 +116,7 @@ func writeTrace(t *testing.T, lines ...string) string {
 func TestSeldomChanges(t *testing.T) {
 	for _, churn := range []string{"0.01", "1e-5", "1e-300"} {
 		n := open(t, machine{fraction: 0.5, options: emulated.Options{}}, func(s *configs.Settings) { s.Harvest.AvailabilityTrace = "generated:1:" + churn })
-		if p := n.Observe().Harvest().Peers[0]; p.Space != device.HBM(1) || p.Reading.Other == 0 {
+		if p := n.Observe().Harvest().Peers[0]; p.Space != device.HBM(1) || p.Reading.OtherProcesses == 0 {
 			t.Errorf("%s changes per minute: nobody holds anything", churn)
 		}
 	}
@@ -318,9 +318,9 @@ func TestBadPeers(t *testing.T) {
 		{"a trace of others", apart, false, func(s *configs.Settings) { s.Harvest.AvailabilityTrace = writeTrace(t, "0,3,0") }, "there is no peer 3"},
 		{"no trace", apart, false, func(s *configs.Settings) { s.Harvest.AvailabilityTrace = "no/such/file" }, "no/such/file: no such file"},
 		{"a trace of real GPUs", apart, true, func(s *configs.Settings) { s.Harvest.AvailabilityTrace = "generated:1" }, "availability-trace is for emulated devices"},
-		{"no such expert", apart, false, func(s *configs.Settings) { s.Offload.Fraction, s.Offload.LocalExperts = 0, "0:8" }, "there is no expert 8 in layer 0: it has 8"},
-		{"no such layer", apart, false, func(s *configs.Settings) { s.Offload.Fraction, s.Offload.LocalExperts = 0, "6:0" }, "the model's layers that have are 0-5"},
-		{"no such list", apart, false, func(s *configs.Settings) { s.Offload.Fraction, s.Offload.LocalExperts = 0, "@no/such/file" }, "no/such/file: no such file"},
+		{"no such expert", apart, false, func(s *configs.Settings) { s.Offload.Fraction, s.Offload.ResidentExperts = 0, "0:8" }, "there is no expert 8 in layer 0: it has 8"},
+		{"no such layer", apart, false, func(s *configs.Settings) { s.Offload.Fraction, s.Offload.ResidentExperts = 0, "6:0" }, "the model's layers that have are 0-5"},
+		{"no such list", apart, false, func(s *configs.Settings) { s.Offload.Fraction, s.Offload.ResidentExperts = 0, "@no/such/file" }, "no/such/file: no such file"},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			s := configs.Defaults()

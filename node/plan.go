@@ -36,8 +36,8 @@ func Plan(o PlanOptions) (_ *planning.Planned, err error) {
 		return nil, err
 	}
 	o.Options = o.EnsureDefaults()
-	if s.Offload.LocalExperts != "" {
-		return nil, fault.Of(fault.ErrConfig, errors.New("local-experts: a plan spreads experts evenly; give offload-fraction"))
+	if s.Offload.ResidentExperts != "" {
+		return nil, fault.Of(fault.ErrConfig, errors.New("resident-experts: a plan spreads experts evenly; give offload-fraction"))
 	}
 	model, err := checkpoint.Open(s.Model, s.Generate.Seed)
 	if err != nil {
@@ -64,8 +64,8 @@ func Plan(o PlanOptions) (_ *planning.Planned, err error) {
 func (o *PlanOptions) problem(model *checkpoint.Model) (_ *planning.Problem, err error) {
 	if o.Settings.Plan.Hardware != "" {
 		return planning.NewNamed(model, planning.NamedOptions{
-			Settings: &o.Settings, Given: o.given(), Workload: o.Workload,
-			RingLayers: o.RingLayers, HostLogits: o.HostLogits, PeerMemory: o.PeerMemory,
+			Settings: &o.Settings, Explicit: o.explicit(), Workload: o.Workload,
+			CacheLayers: o.CacheLayers, HostLogits: o.HostLogits, PeerMemory: o.PeerMemory,
 		})
 	}
 	if o.PeerMemory > 0 {
@@ -76,6 +76,6 @@ func (o *PlanOptions) problem(model *checkpoint.Model) (_ *planning.Problem, err
 		return nil, err
 	}
 	defer func() { err = errors.Join(err, u.devices.Close()) }()
-	p, err := u.problem(o.given(), o.Workload)
+	p, err := u.problem(o.explicit(), o.Workload)
 	return p, fault.Of(fault.ErrConfig, err)
 }

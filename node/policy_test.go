@@ -46,10 +46,10 @@ func TestFollow(t *testing.T) {
 		"tokens":    {func(s *configs.Settings) { s.Batch.MaxNumBatchedTokens = 50 }, []string{"max-num-batched-tokens"}},
 		"fraction":  {func(s *configs.Settings) { s.Offload.Fraction = 0.75 }, []string{"offload-fraction"}},
 		"micro":     {func(s *configs.Settings) { s.Batch.MicroBatchSize = 3 }, []string{"micro-batch-size"}},
-		"blocks":    {func(s *configs.Settings) { s.KV.NumBlocks = 20 }, []string{"num-kv-blocks"}},
+		"blocks":    {func(s *configs.Settings) { s.KV.NumGPUBlocksOverride = 20 }, []string{"num-gpu-blocks-override"}},
 		"length":    {func(s *configs.Settings) { s.KV.MaxModelLen = 200 }, []string{"max-model-len"}},
-		"experts":   {func(s *configs.Settings) { s.Offload.LocalExperts = "0:0-4;3:1" }, []string{"local-experts"}},
-		"adaptive":  {func(s *configs.Settings) { s.Offload.AdaptLocal = true }, []string{"adapt-local"}},
+		"experts":   {func(s *configs.Settings) { s.Offload.ResidentExperts = "0:0-4;3:1" }, []string{"resident-experts"}},
+		"adaptive":  {func(s *configs.Settings) { s.Offload.DynamicResidency = true }, []string{"dynamic-residency"}},
 		"attention": {func(s *configs.Settings) { s.Batch.Attention, s.Batch.NumMicroBatches = configs.OnCPU, 3 }, []string{"attention", "num-micro-batches"}},
 		"grouping":  {func(s *configs.Settings) { s.Batch.Grouping = configs.PerMicroBatch }, []string{"expert-grouping"}},
 		"host":      {func(s *configs.Settings) { s.Offload.Tier = configs.HostTier }, []string{"offload-tier"}},
@@ -63,7 +63,7 @@ func TestFollow(t *testing.T) {
 			if name == "defaults" {
 				s.Device.Emulate = "hbm=64MiB,host=1GiB,virtual" // 64 sequences do not fit less
 			}
-			n, err := Open(t.Context(), Options{Settings: s, Given: func(key string) bool { return slices.Contains(c.given, key) }})
+			n, err := Open(t.Context(), Options{Settings: s, Explicit: func(key string) bool { return slices.Contains(c.given, key) }})
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -83,13 +83,13 @@ func TestFollow(t *testing.T) {
 				}
 			}
 			x := d.Prediction.Policy
-			if local := n.Observe().Experts().Homes[experts.Local]; local != x.LocalExperts {
-				t.Errorf("%d experts are local, planned were %d", local, x.LocalExperts)
+			if local := n.Observe().Experts().Placed[experts.Resident]; local != x.ResidentExperts {
+				t.Errorf("%d experts are local, planned were %d", local, x.ResidentExperts)
 			}
 			if blocks := n.kv.Blocks(); blocks < d.KVBlocks {
 				t.Errorf("%d blocks, planned were %d at least", blocks, d.KVBlocks)
 			}
-			if x.Batch > n.Info().Limits.MaxSeqs || max(x.Batch, x.PrefillTokens) > n.Info().Limits.MaxRows {
+			if x.Batch > n.Info().Limits.MaxSeqs || max(x.Batch, x.PrefillTokens) > n.Info().Limits.MaxTokens {
 				t.Errorf("%+v in limits of %+v", x, n.Info().Limits)
 			}
 			if len(d.Missing) > 0 {
@@ -171,7 +171,7 @@ func TestHardwareOfAMachine(t *testing.T) {
 		t.Fatal(err)
 	}
 	h := p.Hardware
-	if h.GPUMemory != 64<<20 || h.GPUFlops != 1e12 || h.GPUMemoryRate != 70e9 || h.HostToGPU[0] != 2e9 || h.PeerToGPU != 9e9 || h.HostCopyStart != 5e-6 || h.PeerCopyStart != 3e-6 {
+	if h.GPUMemory != 64<<20 || h.GPUFlops != 1e12 || h.GPUMemoryRate != 70e9 || h.HostToGPU[0] != 2e9 || h.PeerToGPU != 9e9 || h.HostCopyLatency != 5e-6 || h.PeerCopyLatency != 3e-6 {
 		t.Errorf("%+v", h)
 	}
 	if h.Sources["gpu_flop_per_s"] != "this machine" || h.HostMemoryRate < 1e17 {

@@ -53,7 +53,7 @@ func TestPredicted(t *testing.T) {
 		var m *emulated.Machine
 		n, err := node.Open(t.Context(), node.Options{
 			Settings: s, Workload: planner.Workload{PromptTokens: prompt, NewTokens: tokens},
-			Given: func(key string) bool { return slices.Contains(given, key) },
+			Explicit: func(key string) bool { return slices.Contains(given, key) },
 			OpenMachine: func() (_ device.Machine, err error) {
 				gpu := emulated.GPU{MemoryBytes: 141e9, FlopsPerSecond: 800e12, BytesPerSecond: 4.6e12}
 				m, err = emulated.New(emulated.Options{

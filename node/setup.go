@@ -38,7 +38,7 @@ type setup struct {
 // borrows says whether offloaded experts may lie with peers, as far as the settings
 // tell: a policy may yet offload some.
 func borrows(o *configs.Offload) bool {
-	return o.Tier != configs.HostTier && (o.Fraction > 0 || o.LocalExperts != "")
+	return o.Tier != configs.HostTier && (o.Fraction > 0 || o.ResidentExperts != "")
 }
 
 // newSetup opens the devices and lays the model out on them.
@@ -75,8 +75,8 @@ func newSetup(o *Options, model *checkpoint.Model) (_ *setup, err error) {
 		return nil, fault.Of(fault.ErrDevice, err)
 	}
 	u.footprint, err = sizing.New(sizing.Options{
-		Config: model.Config, Layout: u.layout, Types: u.devices.Backend, MaxModelLen: s.KV.MaxModelLen, RingLayers: o.RingLayers,
-		Adaptive: s.Offload.AdaptLocal, HostLogits: o.HostLogits, Clears: len(u.peers) > 0, Kernels: usage.Allocated,
+		Config: model.Config, Layout: u.layout, Types: u.devices.Backend, MaxModelLen: s.KV.MaxModelLen, CacheLayers: o.CacheLayers,
+		Dynamic: s.Offload.DynamicResidency, HostLogits: o.HostLogits, Clears: len(u.peers) > 0, Kernels: usage.Allocated,
 	})
 	return u, fault.Of(fault.ErrConfig, err)
 }
@@ -121,7 +121,7 @@ func (u *setup) hardware() (h planner.Hardware, err error) {
 	if err != nil {
 		return h, err
 	}
-	h.GPUMemory, h.HostMemory = gpu.Capacity-gpu.Other, host.Capacity-host.Other
+	h.GPUMemory, h.HostMemory = gpu.Capacity-gpu.OtherProcesses, host.Capacity-host.OtherProcesses
 	budgets, err := u.budgets()
 	if err != nil {
 		return h, err
@@ -137,28 +137,28 @@ func (u *setup) hardware() (h planner.Hardware, err error) {
 }
 
 // problem is the planner's, on the machine.
-func (u *setup) problem(given planning.Given, w planner.Workload) (*planning.Problem, error) {
+func (u *setup) problem(given planning.Explicit, w planner.Workload) (*planning.Problem, error) {
 	h, err := u.hardware()
 	if err != nil {
 		return nil, err
 	}
 	return planning.New(u.footprint, planning.Options{
-		Model: u.model.Name, Settings: &u.settings, Given: given, Workload: w,
+		Model: u.model.Name, Settings: &u.settings, Explicit: given, Workload: w,
 		Hardware: h, Shares: planner.Shares{GPU: u.settings.Device.GPUMemoryUtilization, Host: 1, Peer: 1},
 	})
 }
 
-// follow puts what a policy says, where there is one, into the settings.
-func (u *setup) follow() error {
+// applyPolicy puts what a policy says, where there is one, into the settings.
+func (u *setup) applyPolicy() error {
 	s := &u.settings
 	if s.Plan.Policy == configs.NoPolicy {
 		return nil
 	}
-	p, err := u.problem(u.o.given(), u.o.Workload)
+	p, err := u.problem(u.o.explicit(), u.o.Workload)
 	if err != nil {
 		return err
 	}
-	if s.Offload.LocalExperts != "" {
+	if s.Offload.ResidentExperts != "" {
 		placement, err := u.placement()
 		if err != nil {
 			return err
@@ -171,18 +171,18 @@ func (u *setup) follow() error {
 		return err
 	}
 	r := &u.planned.Prediction
-	u.o.Log.Info("policy", "of", s.Plan.Policy, "batch", r.Policy.Batch, "prefill_tokens", r.Policy.PrefillTokens, "local_experts", r.Policy.LocalExperts, "decode_tok_s", r.DecodeTokS, "bound", string(r.Decode.Bound))
+	u.o.Log.Info("policy", "of", s.Plan.Policy, "batch", r.Policy.Batch, "prefill_tokens", r.Policy.PrefillTokens, "resident_experts", r.Policy.ResidentExperts, "decode_tok_s", r.DecodeTokS, "bound", string(r.Decode.Bound))
 	return s.Put(u.planned.Settings)
 }
 
 // placement says which experts are offloaded.
 func (u *setup) placement() (experts.Placement, error) {
 	offload := u.settings.Offload
-	list := offload.LocalExperts
-	if path, ok := offload.LocalExpertsFile(); ok {
+	list := offload.ResidentExperts
+	if path, ok := offload.ResidentExpertsFile(); ok {
 		data, err := os.ReadFile(path)
 		if err != nil {
-			return nil, fmt.Errorf("local-experts: %w", err)
+			return nil, fmt.Errorf("resident-experts: %w", err)
 		}
 		list = string(data)
 	}
@@ -211,12 +211,12 @@ func (u *setup) size() error {
 // fit sizes the KV cache with what the needs leave, or says what there is too little of.
 func (u *setup) fit() (sizing.KVFit, error) {
 	fit, err := u.needs.Fit(u.settings.Batch.MaxNumSeqs, u.settings.KV)
-	if _, short := u.needs.Device.Room(); short != nil && u.settings.Offload.LocalExperts == "" {
+	if _, short := u.needs.Device.Room(); short != nil && u.settings.Offload.ResidentExperts == "" {
 		p, planErr := u.problem(planning.All(), planner.Workload{PromptTokens: 1, NewTokens: 1})
 		if planErr != nil {
 			return fit, err
 		}
-		if f, ok := p.Fraction(u.needs.Plan.LocalExperts); ok {
+		if f, ok := p.Fraction(u.needs.Plan.ResidentExperts); ok {
 			err = fmt.Errorf("%w; with offload-fraction %v it would fit", err, f)
 		}
 	}

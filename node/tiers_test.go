@@ -114,7 +114,7 @@ func runTiers(t *testing.T, c tierCase) outcome {
 	s := configs.Defaults()
 	s.Batch.MaxNumBatchedTokens = 192
 	s.Model.Name, s.Offload.Fraction, s.Offload.Tier, s.Harvest.Policy = fixtures.Dir(t, c.model), c.fraction, c.tier, c.policy
-	s.Device.Peers, s.Offload.AdaptLocal, s.Harvest.Headroom = c.peers, c.adapt, "1KiB"
+	s.Device.Peers, s.Offload.DynamicResidency, s.Harvest.Headroom = c.peers, c.adapt, "1KiB"
 	switch c.trace {
 	case "saw":
 		s.Harvest.AvailabilityTrace = sawTooth(t, 300*time.Microsecond)
@@ -127,7 +127,7 @@ func runTiers(t *testing.T, c tierCase) outcome {
 	}
 	steps := 0
 	n, err := node.Open(t.Context(), node.Options{
-		Settings: s, RingLayers: c.ring, OpenMachine: func() (device.Machine, error) { return m, nil },
+		Settings: s, CacheLayers: c.ring, OpenMachine: func() (device.Machine, error) { return m, nil },
 		Listener: engine.Listener{Step: func(engine.StepInfo) {
 			if steps++; steps == 4 && c.trouble == "lost" {
 				if err := m.Lose(1); err != nil {
@@ -247,7 +247,7 @@ func TestSameTokensOverTiers(t *testing.T) {
 		count("from peers", got.experts.Fetched[experts.Peer] > 0)
 		count("from peers and host", got.experts.Fetched[experts.Peer] > 0 && got.experts.Fetched[experts.Host] > 0)
 		count("steps run again", got.retried > 0)
-		count("guesses", got.experts.GuessedRight > 0)
+		count("guesses", got.experts.PrefetchUsed > 0)
 		for reason, n := range got.harvest.Revocations {
 			count(reason, n > 0)
 		}

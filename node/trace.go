@@ -59,7 +59,7 @@ func readTrace(d *devices.Devices, c configs.TraceChoice) (tenants.Trace, error)
 		if err != nil {
 			return nil, err
 		}
-		peers, capacity = append(peers, p), append(capacity, u.Capacity-u.Other)
+		peers, capacity = append(peers, p), append(capacity, u.Capacity-u.OtherProcesses)
 	}
 	if c.Generated {
 		seconds := min(traceDuration.Seconds(), traceChanges/c.Churn*60)

@@ -22,7 +22,7 @@ import (
 // offloaded have to be on peers, brings them there.
 func (n *Node) openRebalancer(ctx context.Context, u *setup) error {
 	plan := &u.needs.Plan
-	if n.harvest == nil && !plan.Adaptive {
+	if n.harvest == nil && !plan.Dynamic {
 		return nil
 	}
 	limit, err := u.settings.Harvest.ParseMigrationLimit()

@@ -28,7 +28,7 @@ var ErrBusy = errors.New("it is there already, or on its way")
 type Cache[K comparable] struct {
 	o Options[K]
 	// reader and mover are in whose name references are taken.
-	reader, mover *harvest.Holder
+	reader, mover *harvest.Owner
 	// landed are the copies that Acquire finds.
 	landed *index[K, Copy[K]]
 	peers  failures
@@ -82,7 +82,7 @@ func New[K comparable](o Options[K]) (*Cache[K], error) {
 		return nil, err
 	}
 	return &Cache[K]{
-		o: o, reader: harvest.NewHolder(o.Noun + " fetch"), mover: harvest.NewHolder(o.Noun + " move"),
+		o: o, reader: harvest.NewOwner(o.Noun + " fetch"), mover: harvest.NewOwner(o.Noun + " move"),
 		landed: newIndex[K, Copy[K]](),
 		fences: fences{machine: o.Machine, name: o.Noun + " moved"},
 	}, nil
@@ -258,9 +258,9 @@ func (c *Cache[K]) SetCost(key K, cost time.Duration) {
 	}
 }
 
-// Settle takes in the copies that have landed, and forgets those that failed. It never
+// Poll takes in the copies that have landed, and forgets those that failed. It never
 // waits. The result is how many are on their way.
-func (c *Cache[K]) Settle() (moving int) {
+func (c *Cache[K]) Poll() (moving int) {
 	if c == nil {
 		return 0
 	}
@@ -377,7 +377,7 @@ func (c *Cache[K]) Moving() []K {
 
 // Wait waits until no copy is on its way any more, and settles them.
 func (c *Cache[K]) Wait(ctx context.Context) error {
-	for c.Settle() > 0 {
+	for c.Poll() > 0 {
 		c.mu.Lock()
 		var t *transfer.Ticket
 		if len(c.moving) > 0 {

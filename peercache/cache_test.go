@@ -152,7 +152,7 @@ func (r *rig) readUntil(i int, end bool) (*Copy[string], *transfer.Ticket) {
 	}
 	r.landed[i].Value++
 	ticket, err := r.engine.Submit(transfer.Request{
-		Src: x.Region(), Dst: r.dst.Region(int64(i)*objectBytes, objectBytes), Priority: transfer.Needed, Done: r.landed[i],
+		Src: x.Region(), Dst: r.dst.Region(int64(i)*objectBytes, objectBytes), Priority: transfer.Demand, Done: r.landed[i],
 	})
 	r.ok(err)
 	if end {
@@ -203,7 +203,7 @@ func TestLife(t *testing.T) {
 		if err := r.put(3); !errors.Is(err, ErrBusy) {
 			t.Errorf("put twice: %v", err)
 		}
-		if n := c.Settle(); n != 1 || r.has(3) || c.Find("object 3") != nil {
+		if n := c.Poll(); n != 1 || r.has(3) || c.Find("object 3") != nil {
 			t.Errorf("%d copies on their way, found: %t", n, r.has(3))
 		}
 		if got := c.Moving(); !slices.Equal(got, []string{"object 3"}) {
@@ -271,7 +271,7 @@ func TestNoRoom(t *testing.T) {
 	if err := r.put(8); !errors.Is(err, harvest.ErrNoCapacity) {
 		t.Errorf("got %v", err)
 	}
-	if r.cache.Settle() != 0 || r.has(8) {
+	if r.cache.Poll() != 0 || r.has(8) {
 		t.Error("an object without a place is on its way")
 	}
 	r.ok(r.cache.Drop("object 2"))
@@ -353,13 +353,13 @@ func TestDroppedOnTheWay(t *testing.T) {
 			for i := range 3 {
 				r.ok(r.cache.Drop(r.keys[i]))
 			}
-			if n := r.cache.Settle(); n != 0 || r.has(0) {
+			if n := r.cache.Poll(); n != 0 || r.has(0) {
 				t.Errorf("%d on their way, found: %t", n, r.has(0))
 			}
 			stall.Release()
 			for len(r.cache.ending) > 0 {
 				_ = r.cache.ending[0].ticket.Wait(t.Context()) // it may have been canceled
-				r.cache.Settle()
+				r.cache.Poll()
 			}
 		}
 		if n := len(r.cache.fences.all); n != 3 || len(r.cache.fences.idle) != 3 {
@@ -599,7 +599,7 @@ func TestAnything(t *testing.T) {
 				case 5:
 					r.m.Inject(&emulated.Fault{Kind: emulated.FailCopy, Times: 1 + i%3, Skip: i % 4})
 				case 6:
-					if n := r.cache.Settle(); n != len(r.cache.Moving()) {
+					if n := r.cache.Poll(); n != len(r.cache.Moving()) {
 						t.Errorf("%d on their way, %v", n, r.cache.Moving())
 					}
 					_, err := r.harvest.Tick(r.m.Now())
@@ -666,7 +666,7 @@ func TestBesideReaders(t *testing.T) {
 				default:
 					_ = r.put(i) // it may be there
 				}
-				r.cache.Settle()
+				r.cache.Poll()
 			}
 		})
 	}
@@ -755,7 +755,7 @@ func TestNil(t *testing.T) {
 	_, _, found := c.Acquire(1)
 	c.SetCost(1, time.Second)
 	c.ReadWorked(device.HBM(1))
-	if found || c.Find(1) != nil || c.Settle() != 0 || c.Moving() != nil || c.Stats() != (Stats{}) {
+	if found || c.Find(1) != nil || c.Poll() != 0 || c.Moving() != nil || c.Stats() != (Stats{}) {
 		t.Error("the nil cache has something")
 	}
 	if err := errors.Join(c.Drop(1), c.Wait(t.Context()), c.Close()); err != nil {

@@ -20,10 +20,10 @@ func BenchmarkCut(b *testing.B) {
 	for _, n := range []int{324, 3240, 4536} {
 		for _, micro := range []int{1, 4} {
 			b.Run(fmt.Sprintf("sequences=%d/micro-batches=%d", n, micro), func(b *testing.B) {
-				l := forward.Limits{MaxRows: n, MaxSeqs: n, MaxLogits: n, MaxModelLen: 1024, BlockTokens: block}
+				l := forward.Limits{MaxTokens: n, MaxSeqs: n, MaxLogits: n, MaxModelLen: 1024, BlockTokens: block}
 				o := Options{Limits: l, MicroBatches: micro}
 				batches := newBatcher(&o, func() forward.HostBatch { return forward.NewHostBatch(c, l) })
-				dst := make([]byte, o.RowDataBytes(l))
+				dst := make([]byte, o.StepMetadataBytes(l))
 				kv, err := kvcache.NewManager(kvcache.ManagerOptions{Blocks: n * (context + block) / block, BlockTokens: block})
 				check(b, err)
 				step := &Step{Sequences: make([]Sequence, n)}

@@ -7,16 +7,16 @@
 // Copies are submitted to the experts' store, which gives them to package transfer;
 // the compute stream meets them only through fences.
 //
-// Steps of many rows need almost all experts. Their plan is LayerByLayer: all that a
+// Steps of many rows need almost all experts. Their plan is Layerwise: all that a
 // layer misses is fetched while the layer before computes, and nothing on the host
 // waits until the step's tokens come back. Steps of few rows (see SmallBatch) need few:
-// their plan is ChosenOnly, where the host waits in each layer for what the router
+// their plan is OnDemand, where the host waits in each layer for what the router
 // chose and fetches that, while the device has other work, and where a guess of what
 // the next layer will choose has most of that on its way before.
 //
-// Where the host attends, beside keys and values in its memory, the plan is PingPong:
+// Where the host attends, beside keys and values in its memory, the plan is OverlappedCPUAttention:
 // the micro-batches are in two merge groups, each with an Executor, and the device runs
-// experts for one while the host attends for the other. MicroBatchwise
+// experts for one while the host attends for the other. CGOPipe
 // is CGOPipe's order, to compare with. docs/PIPELINE.md has diagrams.
 //
 // Where nothing is missing, a decode step that comes again and again is one graph, with

@@ -123,7 +123,7 @@ type frame struct {
 type enqueuer struct {
 	executors []executor
 	batches   *batcher
-	rows      *rowData
+	rows      *stepMetadata
 	choices   *choices
 	// attention is nil where the device attends.
 	attention *hostAttention
@@ -162,7 +162,7 @@ func (q *enqueuer) do(ctx context.Context, a Action, f *frame) (err error) {
 		f.unrouted, err = f.step.LayerUnrouted(ctx, a.Layer)
 	case Prefetch:
 		return f.step.Prefetch(a.Layer)
-	case Page:
+	case PagePrefetch:
 		return f.step.PrefetchPart(a.Layer, a.MicroBatch, a.Pages)
 	case Attend:
 		return mine.attend(a.Layer, &b.batch)
@@ -170,33 +170,33 @@ func (q *enqueuer) do(ctx context.Context, a Action, f *frame) (err error) {
 		if err = mine.model.Project(mine.stream, a.Layer, &b.batch); err == nil {
 			err = q.attention.attend(mine.stream, mine.model, a.Layer, b, f.meter)
 		}
-	case Collect:
+	case AwaitAttention:
 		return q.attention.collect(mine.stream, b, f.meter)
 	case Route:
 		return mine.model.PostAttention(mine.stream, a.Layer, &b.batch)
-	case Ask:
+	case RouterToHost:
 		ids, _ := x.model.Routing(rows.Rows)
 		f.chosen, err = q.choices.send(x.stream, q.choices.results.at.choice, ids)
-	case Guess:
-		if err = x.model.Guess(x.stream, a.Layer, rows.Rows); err == nil {
-			f.predicted, err = q.choices.send(x.stream, q.choices.results.at.predicted, x.model.Guessed(rows.Rows))
+	case PredictNext:
+		if err = x.model.PredictNext(x.stream, a.Layer, rows.Rows); err == nil {
+			f.predicted, err = q.choices.send(x.stream, q.choices.results.at.predicted, x.model.PredictRouting(rows.Rows))
 		}
 	case Shared:
 		return x.model.Shared(x.stream, a.Layer, rows)
 	case Experts:
 		return x.routed(a.Layer, rows, &f.use, f.together, f.meter)
-	case Local:
+	case RunResident:
 		return x.resident(a.Layer, rows, &f.unrouted, f.meter)
-	case Choose:
+	case FetchChosen:
 		var ids []int32
 		if ids, err = q.choices.await(ctx, f.chosen, f.meter); err == nil {
 			f.use, err = f.unrouted.FetchChosen(ctx, ids)
 		}
-	case Fetched:
+	case RunFetched:
 		return x.fetched(a.Layer, rows, &f.use, f.meter)
 	case Close:
-		return f.use.Close()
-	case Hint:
+		return f.use.Release()
+	case PrefetchPredicted:
 		var ids []int32
 		if ids, err = q.choices.await(ctx, f.predicted, f.meter); err == nil {
 			err = f.step.PrefetchPredicted(a.Layer, ids)

@@ -72,9 +72,9 @@ func TestNoGarbage(t *testing.T) {
 	}{
 		{Options{Graphs: 16}, 0},
 		{Options{MicroBatches: 2}, 0},
-		{Options{SmallBatchRows: -1}, 0.5},
-		{Options{SmallBatchRows: 64}, 0.5},
-		{Options{Grouping: configs.PerMicroBatch, MicroBatches: 2, SmallBatchRows: -1}, 1},
+		{Options{SmallBatchTokens: -1}, 0.5},
+		{Options{SmallBatchTokens: 64}, 0.5},
+		{Options{Grouping: configs.PerMicroBatch, MicroBatches: 2, SmallBatchTokens: -1}, 1},
 	} {
 		const from, steps = 5, 50
 		r := newRig(t, "mixtral", c.fraction, emulated.Options{}, c.o)
@@ -97,7 +97,7 @@ func TestNoGarbage(t *testing.T) {
 		}
 		for line, n := range least {
 			if n >= steps/10 {
-				t.Errorf("%d graphs, %v, %d rows: %d allocations in %d steps by %s", c.o.Graphs, c.fraction, c.o.SmallBatchRows, n, steps, line)
+				t.Errorf("%d graphs, %v, %d rows: %d allocations in %d steps by %s", c.o.Graphs, c.fraction, c.o.SmallBatchTokens, n, steps, line)
 			}
 		}
 		if s := r.p.Graphs(); (s.Launched > 0) != (c.o.Graphs > 0) {

@@ -99,7 +99,7 @@ func newGPURig(t *testing.T, invariant bool, fraction float64, microBatch int, c
 	r := &gpuRig{T: t, m: &breaking{}}
 	s := configs.Defaults()
 	s.Model.Name, s.Offload.Fraction = fixtures.Dir(t, "mixtral"), fraction
-	s.Batch.MicroBatchSize, s.Batch.MaxNumBatchedTokens, s.KV.NumBlocks = microBatch, 192, 64
+	s.Batch.MicroBatchSize, s.Batch.MaxNumBatchedTokens, s.KV.NumGPUBlocksOverride = microBatch, 192, 64
 	for _, c := range change {
 		c(&s)
 	}

@@ -32,8 +32,8 @@ type graphs struct {
 	log    *slog.Logger
 	clock  device.Clock
 
-	// gaveUp says that no more steps are captured; those held still serve.
-	gaveUp bool
+	// disabled says that no more steps are captured; those held still serve.
+	disabled bool
 
 	// held are in the order in which they were launched last.
 	held []stepGraph
@@ -104,7 +104,7 @@ func (g *graphs) find(b *batcher) (_ device.Graph, again bool) {
 			return h.graph, false
 		}
 	}
-	return nil, !g.gaveUp && slices.Equal(g.now, g.before)
+	return nil, !g.disabled && slices.Equal(g.now, g.before)
 }
 
 // launch enqueues all of a graph.
@@ -134,7 +134,7 @@ func (g *graphs) capture(enqueue func() error) {
 	}
 	g.took.Add(int64(g.clock.Now() - began))
 	if err != nil {
-		g.gaveUp = true
+		g.disabled = true
 		g.failed.Add(1)
 		g.log.Warn("a decode step could not be taken down as a graph; no more steps will be, and run slower", "err", err)
 	}

@@ -220,32 +220,32 @@ func TestGraphsChangeNothing(t *testing.T) {
 			seed := uint64(i)
 			plain := newRig(t, name, 0, emulated.Options{Virtual: true}, Options{})
 			want := plain.live(seed, steps, nil)
-			counted := plain.store.Activations()
+			counted := plain.store.RoutedTokens()
 			for _, o := range []Options{
-				{Graphs: 5}, {Graphs: 1}, {Graphs: 3, MicroBatchRows: 2}, {Graphs: 3, Grouping: configs.PerMicroBatch, MicroBatches: 2},
+				{Graphs: 5}, {Graphs: 1}, {Graphs: 3, MicroBatchTokens: 2}, {Graphs: 3, Grouping: configs.PerMicroBatch, MicroBatches: 2},
 			} {
 				r := newRig(t, name, 0, emulated.Options{Virtual: true, Check: true}, o)
 				for range 2 { // the second time with graphs at hand
 					if got := r.live(seed, steps, nil); got != want {
-						t.Fatalf("%d graphs, micro-batches of %d: %s", o.Graphs, o.MicroBatchRows, firstDifference(got, want))
+						t.Fatalf("%d graphs, micro-batches of %d: %s", o.Graphs, o.MicroBatchTokens, firstDifference(got, want))
 					}
 				}
 				s := r.p.Graphs()
 				t.Logf("%+v of %d steps", s, 2*steps)
 				if s.Launched < steps/2 || s.Captured <= int64(o.Graphs) || s.Held > int64(o.Graphs) || s.Failed != 0 || r.capturing.alive != int(s.Held) {
-					t.Errorf("%d graphs, micro-batches of %d: %+v of %d steps, %d graphs are alive", o.Graphs, o.MicroBatchRows, s, 2*steps, r.capturing.alive)
+					t.Errorf("%d graphs, micro-batches of %d: %+v of %d steps, %d graphs are alive", o.Graphs, o.MicroBatchTokens, s, 2*steps, r.capturing.alive)
 				}
 				for i, of := range r.store.Uses() {
 					if of[0] != 2*steps {
 						t.Errorf("experts are used in %d of %d steps", of[0], 2*steps)
 					}
-					for e, n := range r.store.Activations()[i] {
+					for e, n := range r.store.RoutedTokens()[i] {
 						if n != 2*counted[i][e] {
 							t.Errorf("layer %d expert %d is chosen by %d rows, want %d", i, e, n, 2*counted[i][e])
 						}
 					}
 				}
-				if got, want := r.store.Stats().Hits[experts.Local], 2*plain.store.Stats().Hits[experts.Local]; got != want {
+				if got, want := r.store.Stats().Uses[experts.Resident], 2*plain.store.Stats().Uses[experts.Resident]; got != want {
 					t.Errorf("%d hits, want %d", got, want)
 				}
 			}

@@ -33,7 +33,7 @@ type hostAttention struct {
 
 func newHostAttention(o *Options) (h *hostAttention, err error) {
 	h = &hostAttention{}
-	c, act, rows := o.config(), o.KV.Shape().DType, o.Limits.MaxRows
+	c, act, rows := o.config(), o.KV.Shape().DType, o.Limits.MaxTokens
 	bytes := o.StagingBytes(c, act, o.Limits)
 	if h.staging, err = o.Machine.Alloc(device.Host, bytes, "attention, pinned"); err != nil {
 		return h, err

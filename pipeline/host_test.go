@@ -30,8 +30,8 @@ func (s *late) Raise(f device.Fence, value uint32) error {
 // TestHostFails: a step is not believed where the host's attention has failed, even where
 // no fence has handed that on; once it works again the same steps give the same.
 func TestHostFails(t *testing.T) {
-	want := newRig(t, "mixtral", 0, emulated.Options{Virtual: true}, Options{SmallBatchRows: -1}).run()
-	r := newRig(t, "mixtral", 0.5, emulated.Options{Virtual: true, Check: true}, Options{HostAttention: host, SmallBatchRows: -1})
+	want := newRig(t, "mixtral", 0, emulated.Options{Virtual: true}, Options{SmallBatchTokens: -1}).run()
+	r := newRig(t, "mixtral", 0.5, emulated.Options{Virtual: true, Check: true}, Options{HostAttention: host, SmallBatchTokens: -1})
 	table := r.kv.NewTable()
 	reserve(t, table, 8)
 	stream := &late{Executor: r.p.attention.host}

@@ -35,22 +35,22 @@ type Options struct {
 	Experts *experts.Store
 	// KV lies in the memory of whoever attends.
 	KV *kvcache.Pool
-	// MicroBatchRows is how many rows attention takes at a time, at most. Default and
+	// MicroBatchTokens is how many rows attention takes at a time, at most. Default and
 	// at most: the step's Limits.MaxRows.
-	MicroBatchRows int
+	MicroBatchTokens int
 	// MicroBatches is into how many micro-batches a step is cut, at least, where it has
-	// so many rows. Default: as few as MicroBatchRows allows.
+	// so many rows. Default: as few as MicroBatchTokens allows.
 	MicroBatches int
 	// Grouping of rows for experts. Those of a layer are all of a merge group; per
-	// micro-batch they run in the order of CGOPipe (see MicroBatchwise).
+	// micro-batch they run in the order of CGOPipe (see CGOPipe).
 	Grouping configs.Grouping
 	// HostAttention attends on the host, over keys and values in its memory. It takes
 	// the model's activation type. Default: none, and the device attends.
 	HostAttention kernels.Backend
-	// SmallBatchRows is the most rows of a step for which only chosen experts are
-	// fetched (the plan ChosenOnly). Default: what SmallBatch says; negative: none.
+	// SmallBatchTokens is the most rows of a step for which only chosen experts are
+	// fetched (the plan OnDemand). Default: what SmallBatch says; negative: none.
 	// On a machine that keeps no data there are none, since no choice comes back.
-	SmallBatchRows int
+	SmallBatchTokens int
 	// HostLogits keeps room in pinned memory for the logits of a step, for those
 	// who ask for them. Default: off.
 	HostLogits bool
@@ -67,12 +67,12 @@ func (o Options) EnsureDefaults() Options {
 		if o.Limits == (forward.Limits{}) {
 			o.Limits = o.Executors[0].Model.Limits
 		}
-		if o.SmallBatchRows == 0 {
-			o.SmallBatchRows = SmallBatch(o.config().Experts, o.config().TopK)
+		if o.SmallBatchTokens == 0 {
+			o.SmallBatchTokens = SmallBatch(o.config().Experts, o.config().TopK)
 		}
 	}
-	if o.MicroBatchRows <= 0 || o.MicroBatchRows > o.Limits.MaxRows {
-		o.MicroBatchRows = o.Limits.MaxRows
+	if o.MicroBatchTokens <= 0 || o.MicroBatchTokens > o.Limits.MaxTokens {
+		o.MicroBatchTokens = o.Limits.MaxTokens
 	}
 	if o.Graphs == 0 {
 		o.Graphs = 16
@@ -133,19 +133,19 @@ func (o *Options) Groups() int {
 func (o Options) GroupLimits(l forward.Limits) forward.Limits {
 	if o.Groups() > 1 {
 		// Half of the micro-batches, each of which has up to a row more than its share.
-		l.MaxRows = min(l.MaxRows, (l.MaxRows+o.cutting().most(l.MaxRows)+1)/2)
-		l.MaxSeqs, l.MaxLogits = min(l.MaxSeqs, l.MaxRows), min(l.MaxLogits, l.MaxRows)
+		l.MaxTokens = min(l.MaxTokens, (l.MaxTokens+o.cutting().most(l.MaxTokens)+1)/2)
+		l.MaxSeqs, l.MaxLogits = min(l.MaxSeqs, l.MaxTokens), min(l.MaxLogits, l.MaxTokens)
 	}
 	return l
 }
 
-// RowDataBytes is what row data takes on the device, and again in pinned memory.
-func (o Options) RowDataBytes(l forward.Limits) int64 {
-	return forward.GroupBytes(l, o.cutting().most(l.MaxRows))
+// StepMetadataBytes is what row data takes on the device, and again in pinned memory.
+func (o Options) StepMetadataBytes(l forward.Limits) int64 {
+	return forward.GroupBytes(l, o.cutting().most(l.MaxTokens))
 }
 
-// BackBytes is the pinned memory for what comes back from a step of limits l.
-func (o Options) BackBytes(c *models.Config, l forward.Limits) int64 {
+// ResultBytes is the pinned memory for what comes back from a step of limits l.
+func (o Options) ResultBytes(c *models.Config, l forward.Limits) int64 {
 	n := placesOf(c, l, o.Groups()).logits
 	if o.HostLogits {
 		n += 4 * int64(l.MaxLogits) * int64(c.Vocab)
@@ -159,11 +159,11 @@ func (o Options) StagingBytes(c *models.Config, act kernels.DType, l forward.Lim
 	if o.HostAttention == nil {
 		return 0
 	}
-	return forward.NewAttentionBuffers(&c.Attention, act, l.MaxRows, 0).Bytes()
+	return forward.NewAttentionBuffers(&c.Attention, act, l.MaxTokens, 0).Bytes()
 }
 
 func (o *Options) cutting() cutting {
-	return cutting{rows: o.MicroBatchRows, batches: o.MicroBatches, groups: o.Groups()}
+	return cutting{rows: o.MicroBatchTokens, batches: o.MicroBatches, groups: o.Groups()}
 }
 
 // cutting says how the rows of steps are cut into micro-batches: of at most rows rows

@@ -26,7 +26,7 @@ func TestOptionsValidate(t *testing.T) {
 		"executors on gpu0 and gpu1": func(o *Options) { o.Executors = []Executor{o.Executors[0], {device.HBM(1), o.Executors[1].Model}} },
 		"no store of them":           func(o *Options) { o.Experts = nil },
 		"a model with limits": func(o *Options) {
-			o.Limits = forward.Limits{MaxRows: 7, MaxSeqs: 1, MaxLogits: 1, MaxModelLen: 16, BlockTokens: 16}
+			o.Limits = forward.Limits{MaxTokens: 7, MaxSeqs: 1, MaxLogits: 1, MaxModelLen: 16, BlockTokens: 16}
 		},
 	} {
 		o := r.p.o

@@ -103,8 +103,8 @@ func newTimed(t *testing.T, c cell) *timed {
 	check(t, err)
 	backend := cpu.New(cpu.Options{Threads: 1})
 	closing(backend.Close)
-	limits := forward.Limits{MaxRows: c.rows, MaxSeqs: c.rows, MaxLogits: c.rows, MaxModelLen: 112, BlockTokens: 16}
-	o := Options{Machine: m, Limits: limits, MicroBatchRows: microBatchRows, Grouping: c.grouping}
+	limits := forward.Limits{MaxTokens: c.rows, MaxSeqs: c.rows, MaxLogits: c.rows, MaxModelLen: 112, BlockTokens: 16}
+	o := Options{Machine: m, Limits: limits, MicroBatchTokens: microBatchRows, Grouping: c.grouping}
 	kvSpace := space
 	if c.hostRate > 0 {
 		o.HostAttention, kvSpace = host, device.Host
@@ -131,7 +131,7 @@ func newTimed(t *testing.T, c cell) *timed {
 	check(t, err)
 	placement, err := experts.Place(len(layers), config.Experts, c.fraction)
 	check(t, err)
-	plan, err := experts.NewPlan(experts.Config{Layers: layers, Experts: config.Experts, Layout: extent, Placement: placement, RingSlots: int(c.ring * float64(placement.Largest()))})
+	plan, err := experts.NewPlan(experts.Config{Layers: layers, Experts: config.Experts, Layout: extent, Placement: placement, CacheSlots: int(c.ring * float64(placement.Largest()))})
 	check(t, err)
 	lent, err := harvest.New(harvest.Options{Machine: m, Peers: []device.Space{device.HBM(1)}, SlabBytes: 8 * extent.Size})
 	check(t, err)
@@ -149,7 +149,7 @@ func newTimed(t *testing.T, c cell) *timed {
 	}
 	check(t, x.store.Seal(t.Context()))
 	if c.tier == experts.Peer {
-		for layer, homes := range x.store.Homes() {
+		for layer, homes := range x.store.Placed() {
 			for e, home := range homes {
 				if home.Tier == experts.Host {
 					check(t, x.store.Promote(experts.ID{Layer: layer, Expert: e}, experts.PromoteOptions{}))

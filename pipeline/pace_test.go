@@ -50,13 +50,13 @@ func TestPace(t *testing.T) {
 // TestSameTogether: a step gives the same bits whether all experts of a layer are launched
 // at once or in waves, in steps of every order, and where copies fail.
 func TestSameTogether(t *testing.T) {
-	want := newRig(t, "mixtral", 0, emulated.Options{Virtual: true}, Options{SmallBatchRows: -1}).run()
+	want := newRig(t, "mixtral", 0, emulated.Options{Virtual: true}, Options{SmallBatchTokens: -1}).run()
 	for i, mo := range machines(t) {
 		for j, o := range []Options{
-			{}, {MicroBatchRows: 3}, {HostAttention: host}, {Grouping: configs.PerMicroBatch, MicroBatches: 2}, {HostAttention: host, Grouping: configs.PerMicroBatch, MicroBatches: 3},
+			{}, {MicroBatchTokens: 3}, {HostAttention: host}, {Grouping: configs.PerMicroBatch, MicroBatches: 2}, {HostAttention: host, Grouping: configs.PerMicroBatch, MicroBatches: 3},
 		} {
 			t.Run(fmt.Sprintf("%d %d", i, j), func(t *testing.T) {
-				o.SmallBatchRows = -1
+				o.SmallBatchTokens = -1
 				if mo.Virtual { // else copies take the time that they take
 					mo.HostLink, mo.PeerLink = emulated.Link{BytesPerSecond: 1e9}, emulated.Link{BytesPerSecond: 4e9}
 				}
@@ -93,7 +93,7 @@ func TestSameTogether(t *testing.T) {
 func TestPaceBehindFailure(t *testing.T) {
 	r := newRig(t, "mixtral", 0.5, emulated.Options{
 		Virtual: true, GPUs: []emulated.GPU{{BytesPerSecond: 400e6}}, HostLink: emulated.Link{BytesPerSecond: 100e6},
-	}, Options{SmallBatchRows: -1})
+	}, Options{SmallBatchTokens: -1})
 	step := r.decoding(5)
 	for at := range 6 {
 		if step(at); r.p.pace.together {

@@ -92,7 +92,7 @@ type Pipeline struct {
 
 	plans   *plans
 	batches *batcher
-	rows    *rowData
+	rows    *stepMetadata
 	results *results
 	choices *choices
 	// attention is nil where the device attends.
@@ -145,7 +145,7 @@ func (p *Pipeline) open() (err error) {
 			executors[i].layout = o.Experts.Layout()
 		}
 	}
-	if p.rows, err = newRowData(o); err != nil {
+	if p.rows, err = newStepMetadata(o); err != nil {
 		return err
 	}
 	if p.results, err = newResults(o, executors); err != nil {
@@ -284,7 +284,7 @@ func (p *Pipeline) finish(s *Step) (Result, error) {
 	}
 	p.pace.end(p.o.Machine.Now(), stalls[ExpertCopy])
 	if p.o.Experts != nil {
-		p.o.Experts.Activated(p.results.activations())
+		p.o.Experts.AddRoutedTokens(p.results.activations())
 	}
 	return p.results.read(p.batches, s.Logits), nil
 }

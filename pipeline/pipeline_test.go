@@ -97,7 +97,7 @@ func newRig(t *testing.T, fixture string, fraction float64, mo emulated.Options,
 	backend := cpu.New(cpu.Options{})
 	closers = append(closers, backend.Close)
 
-	limits := forward.Limits{MaxRows: 64, MaxSeqs: 8, MaxLogits: 64, MaxModelLen: 192, BlockTokens: 16, MaxAdjust: 64, MaxTopLogProbs: 3}
+	limits := forward.Limits{MaxTokens: 64, MaxSeqs: 8, MaxLogits: 64, MaxModelLen: 192, BlockTokens: 16, MaxAdjust: 64, MaxTopLogProbs: 3}
 	var machine device.Machine = m
 	var enqueuing kernels.Backend = backend
 	if l, ok := o.Machine.(*lax); ok {
@@ -154,7 +154,7 @@ func newRig(t *testing.T, fixture string, fraction float64, mo emulated.Options,
 	}
 	check(t, s.Close())
 	check(t, r.store.Seal(t.Context()))
-	for layer, homes := range r.store.Homes() {
+	for layer, homes := range r.store.Placed() {
 		for e, home := range homes {
 			if len(peers) > 0 && home.Tier == experts.Host {
 				check(t, r.store.Promote(experts.ID{Layer: layer, Expert: e}, experts.PromoteOptions{}))
@@ -309,13 +309,13 @@ func TestSameInBothModes(t *testing.T) {
 	for _, name := range sameOn {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
-			want := newRig(t, name, 0, emulated.Options{Virtual: true}, Options{SmallBatchRows: -1}).run()
+			want := newRig(t, name, 0, emulated.Options{Virtual: true}, Options{SmallBatchTokens: -1}).run()
 			for i, mo := range machines(t) {
 				for j, fraction := range [][]float64{{0.25, 1}, {0.5, 0.75}}[i%2] {
-					o := Options{SmallBatchRows: []int{64, 0, -1}[(i/2+j)%3], MicroBatchRows: []int{0, 2, 7}[i%3]}
+					o := Options{SmallBatchTokens: []int{64, 0, -1}[(i/2+j)%3], MicroBatchTokens: []int{0, 2, 7}[i%3]}
 					r := newRig(t, name, fraction, mo, o)
 					if d := r.run().differs(want); d != "" {
-						t.Errorf("fraction %v, %+v, at most %d rows: %s", fraction, mo, o.SmallBatchRows, d)
+						t.Errorf("fraction %v, %+v, at most %d rows: %s", fraction, mo, o.SmallBatchTokens, d)
 					}
 				}
 			}
@@ -330,11 +330,11 @@ func TestSameInEveryOrder(t *testing.T) {
 	for _, name := range []string{"mixtral", "mixtral_window", "phimoe", "qwen2_moe_sparse_step"} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
-			want := newRig(t, name, 0, emulated.Options{Virtual: true}, Options{SmallBatchRows: -1}).run()
+			want := newRig(t, name, 0, emulated.Options{Virtual: true}, Options{SmallBatchTokens: -1}).run()
 			i := 0
 			for _, attention := range []kernels.Backend{nil, host} {
 				for _, grouping := range []configs.Grouping{configs.PerLayer, configs.PerMicroBatch} {
-					for _, o := range []Options{{}, {MicroBatches: 3}, {MicroBatchRows: 2, SmallBatchRows: -1}, {MicroBatchRows: 7, MicroBatches: 5, SmallBatchRows: -1}} {
+					for _, o := range []Options{{}, {MicroBatches: 3}, {MicroBatchTokens: 2, SmallBatchTokens: -1}, {MicroBatchTokens: 7, MicroBatches: 5, SmallBatchTokens: -1}} {
 						o.HostAttention, o.Grouping = attention, grouping
 						mo, fraction := machines(t)[i%len(machines(t))], float64(i%5)/4
 						i++
@@ -352,7 +352,7 @@ func TestSameInEveryOrder(t *testing.T) {
 // TestChosenOnlyFetchesLess compares the modes on the same steps.
 func TestChosenOnlyFetchesLess(t *testing.T) {
 	fetched := func(rows int) int64 {
-		r := newRig(t, "mixtral", 1, emulated.Options{Virtual: true, Check: true}, Options{SmallBatchRows: rows})
+		r := newRig(t, "mixtral", 1, emulated.Options{Virtual: true, Check: true}, Options{SmallBatchTokens: rows})
 		r.run()
 		s := r.store.Stats()
 		return s.Fetched[experts.Host]
@@ -397,11 +397,11 @@ func TestWorkWhileTheHostIsAsked(t *testing.T) {
 func TestModeOfAStep(t *testing.T) {
 	for _, c := range []struct {
 		fraction  float64
-		set, most int // Options.SmallBatchRows, and the most rows it comes to
+		set, most int // Options.SmallBatchTokens, and the most rows it comes to
 	}{{0.5, 0, 4}, {0.5, -1, 0}, {0.5, 7, 7}, {0, 0, 0}, {0, 64, 0}} {
-		r := newRig(t, "mixtral", c.fraction, emulated.Options{Virtual: true}, Options{SmallBatchRows: c.set})
+		r := newRig(t, "mixtral", c.fraction, emulated.Options{Virtual: true}, Options{SmallBatchTokens: c.set})
 		for _, rows := range []int{1, 4, 5, 7, 8, 64} {
-			asks := slices.ContainsFunc(r.p.plans.of(rows).rest, func(a Action) bool { return a.Kind == Ask })
+			asks := slices.ContainsFunc(r.p.plans.of(rows).rest, func(a Action) bool { return a.Kind == RouterToHost })
 			if want := rows <= c.most; asks != want {
 				t.Errorf("fraction %v, SmallBatchRows %d: a step of %d rows asks the router: %v, want %v", c.fraction, c.set, rows, asks, want)
 			}
@@ -412,14 +412,14 @@ func TestModeOfAStep(t *testing.T) {
 // TestModeWithoutData: a machine that keeps no data answers nothing, so steps do not
 // ask it, and run.
 func TestModeWithoutData(t *testing.T) {
-	r := newRig(t, "mixtral", 0.5, emulated.Options{Virtual: true, NoData: true}, Options{SmallBatchRows: 64})
+	r := newRig(t, "mixtral", 0.5, emulated.Options{Virtual: true, NoData: true}, Options{SmallBatchTokens: 64})
 	table := r.kv.NewTable()
 	reserve(t, table, 8)
 	if _, err := r.p.Step(t.Context(), &Step{Sequences: []Sequence{{Tokens: []int32{1}, Table: table, LogitRows: 1}}}); err != nil {
 		t.Error(err)
 	}
-	if s := r.store.Stats(); s.Misses == 0 || s.Misses != s.Hits[experts.Host] || r.p.plans.chosenOnly != 0 {
-		t.Errorf("%+v, up to %d rows", s, r.p.plans.chosenOnly)
+	if s := r.store.Stats(); s.Misses == 0 || s.Misses != s.Uses[experts.Host] || r.p.plans.onDemand != 0 {
+		t.Errorf("%+v, up to %d rows", s, r.p.plans.onDemand)
 	}
 	table.Release(false)
 }
@@ -435,16 +435,16 @@ func hosts(p emulated.Point) bool {
 
 // orders are ways to run steps, beside the default one.
 var orders = []Options{
-	{SmallBatchRows: 64},
-	{HostAttention: host, SmallBatchRows: -1},
-	{HostAttention: host, Grouping: configs.PerMicroBatch, MicroBatches: 3, SmallBatchRows: -1},
-	{HostAttention: host, SmallBatchRows: 64},
-	{Grouping: configs.PerMicroBatch, MicroBatches: 2, SmallBatchRows: -1},
+	{SmallBatchTokens: 64},
+	{HostAttention: host, SmallBatchTokens: -1},
+	{HostAttention: host, Grouping: configs.PerMicroBatch, MicroBatches: 3, SmallBatchTokens: -1},
+	{HostAttention: host, SmallBatchTokens: 64},
+	{Grouping: configs.PerMicroBatch, MicroBatches: 2, SmallBatchTokens: -1},
 }
 
 // TestSameDespiteFaults breaks and stalls copies, in steps of every order.
 func TestSameDespiteFaults(t *testing.T) {
-	want := newRig(t, "mixtral", 0, emulated.Options{Virtual: true}, Options{SmallBatchRows: -1}).run()
+	want := newRig(t, "mixtral", 0, emulated.Options{Virtual: true}, Options{SmallBatchTokens: -1}).run()
 	for i, f := range []emulated.Fault{
 		{Kind: emulated.FailCopy, Match: fetch, Skip: 3, Times: 2},
 		{Kind: emulated.FailCopy, Match: fetch, Times: -1, Chance: 0.1},
@@ -480,8 +480,8 @@ func TestSameDespiteFaults(t *testing.T) {
 // TestCanceled cancels steps while the host waits for the router; the same requests
 // then give the same.
 func TestCanceled(t *testing.T) {
-	want := newRig(t, "mixtral", 0, emulated.Options{Virtual: true}, Options{SmallBatchRows: -1}).run()
-	r := newRig(t, "mixtral", 0.75, emulated.Options{Check: true}, Options{SmallBatchRows: 64})
+	want := newRig(t, "mixtral", 0, emulated.Options{Virtual: true}, Options{SmallBatchTokens: -1}).run()
+	r := newRig(t, "mixtral", 0.75, emulated.Options{Check: true}, Options{SmallBatchTokens: 64})
 	table := r.kv.NewTable()
 	reserve(t, table, 8)
 	// The first of the step's own copies waits until the cancellation was noticed.
@@ -489,7 +489,7 @@ func TestCanceled(t *testing.T) {
 	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Millisecond)
 	defer cancel()
 	_, err := r.p.Step(&noticed{Context: ctx, do: sync.OnceFunc(func() { go fault.Release() })}, &Step{Sequences: []Sequence{{Tokens: []int32{1, 2}, Table: table, LogitRows: 1}}})
-	if !errors.Is(err, context.DeadlineExceeded) || !strings.Contains(err.Error(), "choose layer=0") {
+	if !errors.Is(err, context.DeadlineExceeded) || !strings.Contains(err.Error(), "fetch-chosen layer=0") {
 		t.Errorf("a step whose context ends: %v", err)
 	}
 	table.Release(false)
@@ -515,7 +515,7 @@ func (n *noticed) Err() error {
 // TestSameFromPeers: the same bits where experts come from peers, and where a peer is
 // lost on the way, which fails a step and no request.
 func TestSameFromPeers(t *testing.T) {
-	want := newRig(t, "mixtral", 0, emulated.Options{Virtual: true}, Options{SmallBatchRows: -1}).run()
+	want := newRig(t, "mixtral", 0, emulated.Options{Virtual: true}, Options{SmallBatchTokens: -1}).run()
 	for i, mo := range machines(t) {
 		for lose := range 3 { // 0: no peer, 1: one of two, 2: both
 			o := orders[(i+lose)%len(orders)]
@@ -530,10 +530,10 @@ func TestSameFromPeers(t *testing.T) {
 				check(t, r.m.Lose(step-1))
 			}
 			if d := r.run().differs(want); d != "" {
-				t.Errorf("at most %d rows, %d peers lost, %+v: %s", o.SmallBatchRows, lose, mo, d)
+				t.Errorf("at most %d rows, %d peers lost, %+v: %s", o.SmallBatchTokens, lose, mo, d)
 			}
 			if s := r.store.Stats(); (s.Failed > 0) != (lose > 0) {
-				t.Errorf("at most %d rows, %d peers lost, %+v: %+v", o.SmallBatchRows, lose, mo, s)
+				t.Errorf("at most %d rows, %d peers lost, %+v: %+v", o.SmallBatchTokens, lose, mo, s)
 			}
 		}
 	}
@@ -568,7 +568,7 @@ func TestLostDevice(t *testing.T) {
 // TestActivations: after every step the store knows what the device has counted.
 func TestActivations(t *testing.T) {
 	for _, rows := range []int{-1, 64} {
-		r := newRig(t, "qwen2_moe_sparse_step", 0.5, emulated.Options{Virtual: true, Check: true}, Options{SmallBatchRows: rows})
+		r := newRig(t, "qwen2_moe_sparse_step", 0.5, emulated.Options{Virtual: true, Check: true}, Options{SmallBatchTokens: rows})
 		c := r.p.o.config()
 		table := r.kv.NewTable()
 		reserve(t, table, 64)
@@ -579,7 +579,7 @@ func TestActivations(t *testing.T) {
 			check(t, err)
 			counts, err := r.p.Counts(t.Context())
 			check(t, err)
-			got := r.store.Activations()
+			got := r.store.RoutedTokens()
 			for position, layer := range r.store.Plan().Layers {
 				sum := int64(0)
 				for _, x := range got[position] {

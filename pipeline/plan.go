@@ -19,9 +19,9 @@ const (
 	Open
 	// Prefetch submits the copies of a layer's missing experts.
 	Prefetch
-	// Page submits a micro-batch's share of these copies: as many pages as there are
+	// PagePrefetch submits a micro-batch's share of these copies: as many pages as there are
 	// micro-batches make up what the layer misses.
-	Page
+	PagePrefetch
 	// Attend runs a micro-batch's attention block: norm (unless the experts of the layer
 	// before have ended with it), q, k, v, RoPE, KV append, attention.
 	Attend
@@ -29,36 +29,36 @@ const (
 	// to the host, which appends to the cache and attends, and whose result comes back:
 	// nothing waits for it yet.
 	Project
-	// Collect waits for what Project has the host do.
-	Collect
+	// AwaitAttention waits for what Project has the host do.
+	AwaitAttention
 	// Route runs what follows attention: output projection, norm, and for an MoE
 	// layer the router.
 	Route
-	// Ask sends what a layer's router chose to the host.
-	Ask
-	// Guess runs a later layer's router on today's hidden state, and sends what it
+	// RouterToHost sends what a layer's router chose to the host.
+	RouterToHost
+	// PredictNext runs a later layer's router on today's hidden state, and sends what it
 	// chose to the host.
-	Guess
+	PredictNext
 	// Shared runs a layer's shared expert on a group, which needs no fetched weights.
 	Shared
 	// Experts sorts a group's rows by expert and runs a layer's routed experts, wave
 	// after wave, each wave behind its own copies, or all at once behind all copies, then
 	// combines them and norms the result for the next layer.
 	Experts
-	// Local groups rows by expert and runs those of a layer's routed experts that are
+	// RunResident groups rows by expert and runs those of a layer's routed experts that are
 	// local.
-	Local
-	// Choose waits on the host for what Ask sends, and submits the copies of the
+	RunResident
+	// FetchChosen waits on the host for what Ask sends, and submits the copies of the
 	// chosen experts that are missing.
-	Choose
-	// Fetched runs a layer's chosen experts that are not local, wave after wave, each
+	FetchChosen
+	// RunFetched runs a layer's chosen experts that are not local, wave after wave, each
 	// wave behind its own copies, then combines all and norms the result for the next layer.
-	Fetched
+	RunFetched
 	// Close ends the use of a layer's experts: their slots may be overwritten.
 	Close
-	// Hint waits on the host for what Guess sends, and submits the copies of the
+	// PrefetchPredicted waits on the host for what Guess sends, and submits the copies of the
 	// experts of that layer that are missing.
-	Hint
+	PrefetchPredicted
 	// MLP runs the feed-forward block of a dense layer on a group.
 	MLP
 	// FeedForward runs a micro-batch's whole feed-forward block, whatever the layer has:
@@ -69,8 +69,8 @@ const (
 )
 
 var kindNames = [...]string{
-	"upload", "embed", "resolve", "open", "prefetch", "page", "attend", "project", "collect", "route", "ask", "guess",
-	"shared", "experts", "local", "choose", "fetched", "close", "hint", "mlp", "feed-forward", "head",
+	"upload", "embed", "resolve", "open", "prefetch", "page-prefetch", "attend", "project", "await-attention", "route", "router-to-host", "predict-next",
+	"shared", "experts", "run-resident", "fetch-chosen", "run-fetched", "close", "prefetch-predicted", "mlp", "feed-forward", "head",
 }
 
 func (k Kind) String() string { return kindNames[k] }
@@ -78,7 +78,7 @@ func (k Kind) String() string { return kindNames[k] }
 // computes says whether an action gives the compute stream something to compute.
 func (k Kind) computes() bool {
 	switch k {
-	case Embed, Attend, Project, Route, Guess, Shared, Experts, Local, Fetched, MLP, FeedForward, Head:
+	case Embed, Attend, Project, Route, PredictNext, Shared, Experts, RunResident, RunFetched, MLP, FeedForward, Head:
 		return true
 	}
 	return false
@@ -87,7 +87,7 @@ func (k Kind) computes() bool {
 // endsLayer says whether nothing of a layer follows for the rows that an action is for.
 func (k Kind) endsLayer() bool {
 	switch k {
-	case Experts, Fetched, MLP, FeedForward:
+	case Experts, RunFetched, MLP, FeedForward:
 		return true
 	}
 	return false
@@ -108,7 +108,7 @@ func (a Action) String() string {
 	switch a.Kind {
 	case Upload, Embed, Head:
 		return fmt.Sprintf("%s mb=%d", a.Kind, a.MicroBatch)
-	case Page, Attend, Project, Collect, Route, FeedForward:
+	case PagePrefetch, Attend, Project, AwaitAttention, Route, FeedForward:
 		return fmt.Sprintf("%s layer=%d mb=%d", a.Kind, a.Layer, a.MicroBatch)
 	case Shared, Experts, MLP:
 		if a.Group > 0 {
@@ -123,7 +123,7 @@ type Shape struct {
 	// MoE says of each layer whether it has experts.
 	MoE []bool
 	// Missing says of each layer whether it has experts that are not local. Only
-	// ChosenOnly looks at it.
+	// OnDemand looks at it.
 	Missing []bool
 	// SharedExpert says whether MoE layers have one beside the routed ones.
 	SharedExpert bool
@@ -150,13 +150,13 @@ func (s Shape) group(mb int) int {
 	return g
 }
 
-// LayerByLayer is the plan of a step in which every layer is finished over all
+// Layerwise is the plan of a step in which every layer is finished over all
 // rows before the next begins: attention per micro-batch, experts once over the
 // rows of all of them, and the next MoE layer's missing experts on their way while
 // this one computes. A layer's own are submitted when it is resolved, before its
 // attention, unless the layer before has prefetched them; the last MoE layer
 // prefetches the first one's for the step that follows.
-func LayerByLayer(s Shape) []Action {
+func Layerwise(s Shape) []Action {
 	next := nextMoE(s.MoE)
 	return s.plan(func(p []Action, layer int) []Action {
 		p = append(p, Action{Kind: Resolve, Layer: layer}, Action{Kind: Prefetch, Layer: next[layer]})
@@ -164,11 +164,11 @@ func LayerByLayer(s Shape) []Action {
 	})
 }
 
-// PingPong is the plan of a step in which the host attends: as LayerByLayer, but with
+// OverlappedCPUAttention is the plan of a step in which the host attends: as Layerwise, but with
 // the micro-batches in merge groups, normally two. While the device runs the experts
 // of one group, the host attends for the other. Both use a layer's experts before its
 // slots are given up, so each expert is fetched once.
-func PingPong(s Shape) []Action {
+func OverlappedCPUAttention(s Shape) []Action {
 	next := nextMoE(s.MoE)
 	project := func(p []Action, layer, group int) []Action {
 		for mb := s.first(group); layer < len(s.MoE) && mb < s.first(group+1); mb++ {
@@ -186,7 +186,7 @@ func PingPong(s Shape) []Action {
 		}
 		for g := range s.groups() {
 			for mb := s.first(g); mb < s.first(g+1); mb++ {
-				p = append(p, Action{Kind: Collect, Layer: layer, MicroBatch: mb}, Action{Kind: Route, Layer: layer, MicroBatch: mb})
+				p = append(p, Action{Kind: AwaitAttention, Layer: layer, MicroBatch: mb}, Action{Kind: Route, Layer: layer, MicroBatch: mb})
 			}
 			switch {
 			case !moe:
@@ -205,13 +205,13 @@ func PingPong(s Shape) []Action {
 	return s.end(p)
 }
 
-// MicroBatchwise is the plan of a step in the order that CGOPipe has (MoE-Lightning,
+// CGOPipe is the plan of a step in the order that CGOPipe has (MoE-Lightning,
 // section 4.1): a layer's experts run once per micro-batch, and pages of what the next
 // layer misses are copied between the micro-batches. Where the host attends, it is
 // given a micro-batch's q, k and v two micro-batches before the device needs the
 // result. It is here to be compared with: an expert is read from the device's memory
 // as often as there are micro-batches.
-func MicroBatchwise(s Shape) []Action {
+func CGOPipe(s Shape) []Action {
 	const lead = 2 // micro-batches that the host is ahead
 	next := nextMoE(s.MoE)
 	n := s.MicroBatches
@@ -233,11 +233,11 @@ func MicroBatchwise(s Shape) []Action {
 		for mb := range n {
 			attend := Attend
 			if s.HostAttention {
-				attend = Collect
+				attend = AwaitAttention
 			}
 			p = append(p, Action{Kind: attend, Layer: layer, MicroBatch: mb})
 			if moe {
-				p = append(p, Action{Kind: Page, Layer: next[layer], MicroBatch: mb, Pages: n})
+				p = append(p, Action{Kind: PagePrefetch, Layer: next[layer], MicroBatch: mb, Pages: n})
 			}
 			p = append(p, Action{Kind: Route, Layer: layer, MicroBatch: mb}, Action{Kind: FeedForward, Layer: layer, MicroBatch: mb})
 			if moe && mb == n-1 {
@@ -249,7 +249,7 @@ func MicroBatchwise(s Shape) []Action {
 	return s.end(p)
 }
 
-// ChosenOnly is the plan of a step of few rows (see SmallBatch): as LayerByLayer, but
+// OnDemand is the plan of a step of few rows (see SmallBatch): as Layerwise, but
 // of a layer's missing experts only those are fetched that its router chose. So the
 // host has to see the choice. While it comes and the copies are on their way, the
 // device guesses what the router of the next layer with missing experts will choose,
@@ -257,7 +257,7 @@ func MicroBatchwise(s Shape) []Action {
 // behind the choice, and answered once the layer's own work is enqueued, so that it
 // delays neither. Layers that miss nothing do not ask. The last layer that does
 // guesses nothing: the tokens of the next step are not known yet.
-func ChosenOnly(s Shape) []Action {
+func OnDemand(s Shape) []Action {
 	next := make([]int, len(s.MoE)) // layer with missing experts, -1: none
 	n := -1
 	for layer := len(s.MoE) - 1; layer >= 0; layer-- {
@@ -271,20 +271,20 @@ func ChosenOnly(s Shape) []Action {
 			return s.experts(s.attention(append(p, Action{Kind: Resolve, Layer: layer}), layer), layer)
 		}
 		p = s.attention(append(p, Action{Kind: Open, Layer: layer}), layer)
-		p = append(p, Action{Kind: Ask, Layer: layer})
+		p = append(p, Action{Kind: RouterToHost, Layer: layer})
 		if next[layer] >= 0 {
-			p = append(p, Action{Kind: Guess, Layer: next[layer]})
+			p = append(p, Action{Kind: PredictNext, Layer: next[layer]})
 		}
-		p = append(s.shared(p, layer), Action{Kind: Local, Layer: layer}, Action{Kind: Choose, Layer: layer},
-			Action{Kind: Fetched, Layer: layer}, Action{Kind: Close, Layer: layer})
+		p = append(s.shared(p, layer), Action{Kind: RunResident, Layer: layer}, Action{Kind: FetchChosen, Layer: layer},
+			Action{Kind: RunFetched, Layer: layer}, Action{Kind: Close, Layer: layer})
 		if next[layer] >= 0 {
-			p = append(p, Action{Kind: Hint, Layer: next[layer]})
+			p = append(p, Action{Kind: PrefetchPredicted, Layer: next[layer]})
 		}
 		return p
 	})
 }
 
-// SmallBatch is the most rows of a step for which ChosenOnly is worth its waits, of a
+// SmallBatch is the most rows of a step for which OnDemand is worth its waits, of a
 // model that chooses topK of so many experts for each row: with more, the rows would
 // choose more than three quarters of a layer's experts, 1 - (1 - topK/experts)^rows,
 // if the router liked all of them as much. 0: no step is small enough.
@@ -341,7 +341,7 @@ func (s Shape) attention(p []Action, layer int) []Action {
 	for mb := range s.MicroBatches {
 		attend := Attend
 		if s.HostAttention {
-			attend = Collect
+			attend = AwaitAttention
 		}
 		p = append(p, Action{Kind: attend, Layer: layer, MicroBatch: mb}, Action{Kind: Route, Layer: layer, MicroBatch: mb})
 	}

@@ -45,7 +45,7 @@ func TestPlans(t *testing.T) {
 var named = []struct {
 	name string
 	plan func(Shape) []Action
-}{{"layer-by-layer", LayerByLayer}, {"chosen-only", ChosenOnly}, {"ping-pong", PingPong}, {"micro-batchwise", MicroBatchwise}}
+}{{"layer-by-layer", Layerwise}, {"chosen-only", OnDemand}, {"ping-pong", OverlappedCPUAttention}, {"micro-batchwise", CGOPipe}}
 
 // TestPlansKeepTheOrder checks, over many shapes, what every plan has to keep.
 func TestPlansKeepTheOrder(t *testing.T) {
@@ -101,7 +101,7 @@ func keepsTheOrder(t *testing.T, name, layers string, s Shape) {
 		}
 	}
 	for i, a := range o.plan {
-		if _, twice := o.at[a]; twice && a.Kind != Prefetch && a.Kind != Page {
+		if _, twice := o.at[a]; twice && a.Kind != Prefetch && a.Kind != PagePrefetch {
 			t.Fatalf("%s: %v stands twice", o.what, a)
 		}
 		o.at[a] = i
@@ -117,7 +117,7 @@ func keepsTheOrder(t *testing.T, name, layers string, s Shape) {
 			work := o.work(name, s, l, mb)
 			if s.HostAttention {
 				attend.Kind = Project
-				o.in(attend, Action{Kind: Collect, Layer: l, MicroBatch: mb}, route)
+				o.in(attend, Action{Kind: AwaitAttention, Layer: l, MicroBatch: mb}, route)
 				if mb > 0 { // the host appends in the order of rows
 					o.in(Action{Kind: Project, Layer: l, MicroBatch: mb - 1}, attend)
 				}
@@ -149,7 +149,7 @@ func (o *order) work(name string, s Shape, l, mb int) []Action {
 		return []Action{{Kind: MLP, Layer: l, Group: group}}
 	case name == "chosen-only" && s.Missing[l]:
 		if s.SharedExpert { // the device has it to do while the host is asked
-			o.in(of(Ask), of(Shared), of(Choose))
+			o.in(of(RouterToHost), of(Shared), of(FetchChosen))
 		}
 		guessed := -1
 		for g := len(s.MoE) - 1; g > l; g-- {
@@ -158,11 +158,11 @@ func (o *order) work(name string, s Shape, l, mb int) []Action {
 			}
 		}
 		if guessed >= 0 {
-			o.in(of(Ask), Action{Kind: Guess, Layer: guessed}, of(Local))
-			o.in(of(Fetched), Action{Kind: Hint, Layer: guessed}, Action{Kind: Open, Layer: guessed})
+			o.in(of(RouterToHost), Action{Kind: PredictNext, Layer: guessed}, of(RunResident))
+			o.in(of(RunFetched), Action{Kind: PrefetchPredicted, Layer: guessed}, Action{Kind: Open, Layer: guessed})
 		}
-		o.in(of(Open), of(Local), of(Choose))
-		return []Action{of(Ask), of(Local), of(Choose), of(Fetched)}
+		o.in(of(Open), of(RunResident), of(FetchChosen))
+		return []Action{of(RouterToHost), of(RunResident), of(FetchChosen), of(RunFetched)}
 	}
 	experts := Action{Kind: Experts, Layer: l, Group: group}
 	if s.SharedExpert {
@@ -195,7 +195,7 @@ func (o *order) slots(name string, s Shape, l int) {
 	// What the next layer misses is asked for while this one is open.
 	pages := 0
 	for i, a := range o.plan {
-		if (a.Kind == Prefetch || a.Kind == Page) && a.Layer == next && i > o.at[open] && i < o.at[end] {
+		if (a.Kind == Prefetch || a.Kind == PagePrefetch) && a.Layer == next && i > o.at[open] && i < o.at[end] {
 			o.known[a] = true
 			pages++
 		}
@@ -250,8 +250,8 @@ func TestGroupLimits(t *testing.T) {
 	defer host.Close()
 	for size := range most + 2 {
 		for _, atLeast := range []int{0, 1, 2, 3, 4, 5, 14, most, most + 1} {
-			o := Options{MicroBatchRows: size, MicroBatches: atLeast, HostAttention: host}
-			limit := o.GroupLimits(forward.Limits{MaxRows: most}).MaxRows
+			o := Options{MicroBatchTokens: size, MicroBatches: atLeast, HostAttention: host}
+			limit := o.GroupLimits(forward.Limits{MaxTokens: most}).MaxTokens
 			batches := o.cutting().most(most)
 			for rows := 1; rows <= most; rows++ {
 				n, each := o.cutting().of(rows)

@@ -12,15 +12,15 @@ type plans struct {
 	shape    Shape
 	cutting  cutting
 	grouping configs.Grouping
-	// chosenOnly is the most rows of a step for which only chosen experts are fetched.
-	chosenOnly int
-	made       map[planKey]*plan
+	// onDemand is the most rows of a step for which only chosen experts are fetched.
+	onDemand int
+	made     map[planKey]*plan
 }
 
 // planKey is what the plan of a step depends on, beside what all have in common.
 type planKey struct {
 	microBatches int
-	chosenOnly   bool
+	onDemand     bool
 }
 
 // plan is the actions of a step of a shape; the uploads of row data come first.
@@ -41,7 +41,7 @@ func newPlans(o *Options) *plans {
 		p.shape.Missing = append(p.shape.Missing, !dense && o.Experts != nil && o.Experts.Plan().Missing(layer) > 0)
 	}
 	if p.missing() && o.Machine.Capabilities().KeepsData {
-		p.chosenOnly = max(0, min(o.SmallBatchRows, o.GroupLimits(o.Limits).MaxRows)) // they are in one group
+		p.onDemand = max(0, min(o.SmallBatchTokens, o.GroupLimits(o.Limits).MaxTokens)) // they are in one group
 	}
 	return p
 }
@@ -52,26 +52,26 @@ func (p *plans) missing() bool { return slices.Contains(p.shape.Missing, true) }
 // of is the plan of a step of so many rows.
 func (p *plans) of(rows int) *plan {
 	n, _ := p.cutting.of(rows)
-	key := planKey{microBatches: n, chosenOnly: rows <= p.chosenOnly}
+	key := planKey{microBatches: n, onDemand: rows <= p.onDemand}
 	made, ok := p.made[key]
 	if ok {
 		return made
 	}
 	s := p.shape
 	s.MicroBatches, s.Groups = n, min(p.cutting.groups, n)
-	if key.chosenOnly {
+	if key.onDemand {
 		s.Groups = 1
 	}
 	var actions []Action
 	switch {
-	case key.chosenOnly:
-		actions = ChosenOnly(s)
+	case key.onDemand:
+		actions = OnDemand(s)
 	case p.grouping == configs.PerMicroBatch:
-		actions = MicroBatchwise(s)
+		actions = CGOPipe(s)
 	case s.HostAttention:
-		actions = PingPong(s)
+		actions = OverlappedCPUAttention(s)
 	default:
-		actions = LayerByLayer(s)
+		actions = Layerwise(s)
 	}
 	made = &plan{shape: s, uploads: actions[:n], rest: actions[n:]}
 	p.made[key] = made

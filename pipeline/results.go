@@ -28,8 +28,8 @@ func placesOf(c *models.Config, l forward.Limits, groups int) places {
 	}
 	if c.MoELayers() > 0 {
 		place(&p.counts, 8*int64(groups)*int64(c.Layers)*int64(c.Experts))
-		place(&p.choice, 4*int64(l.MaxRows)*int64(c.TopK))
-		place(&p.predicted, 4*int64(l.MaxRows)*int64(c.TopK))
+		place(&p.choice, 4*int64(l.MaxTokens)*int64(c.TopK))
+		place(&p.predicted, 4*int64(l.MaxTokens)*int64(c.TopK))
 	}
 	if n := int64(l.TopLogProbs(c)); n > 0 {
 		place(&p.chosen, 4*int64(l.MaxLogits))
@@ -67,7 +67,7 @@ func newResults(o *Options, executors []executor) (r *results, err error) {
 	if c.MoELayers() > 0 {
 		r.counts = make([]int64, c.Layers*c.Experts)
 	}
-	r.back, err = o.Machine.Alloc(device.Host, o.BackBytes(c, o.Limits), "sampled ids, pinned")
+	r.back, err = o.Machine.Alloc(device.Host, o.ResultBytes(c, o.Limits), "sampled ids, pinned")
 	return r, err
 }
 

@@ -48,7 +48,7 @@ type batcher struct {
 
 func newBatcher(o *Options, batch func() forward.HostBatch) *batcher {
 	c := o.cutting()
-	b := &batcher{cutting: c, limits: o.Limits, all: make([]microBatch, c.most(o.Limits.MaxRows)), groups: make([]group, c.groups)}
+	b := &batcher{cutting: c, limits: o.Limits, all: make([]microBatch, c.most(o.Limits.MaxTokens)), groups: make([]group, c.groups)}
 	for i := range b.all {
 		b.all[i].host = batch()
 	}
@@ -76,8 +76,8 @@ func (b *batcher) rowsOf(s *Step) (rows int, err error) {
 	switch {
 	case rows == 0:
 		return 0, errors.New("pipeline: a step without rows")
-	case rows > l.MaxRows:
-		return 0, fmt.Errorf("pipeline: a step of more than %d rows", l.MaxRows)
+	case rows > l.MaxTokens:
+		return 0, fmt.Errorf("pipeline: a step of more than %d rows", l.MaxTokens)
 	case logits > l.MaxLogits:
 		return 0, fmt.Errorf("pipeline: logits of more than %d rows", l.MaxLogits)
 	case adjusts > l.MaxAdjust:
@@ -145,17 +145,17 @@ func (b *batcher) cut(s *Step, total int, shape *Shape) error {
 	return nil
 }
 
-// rowData is where micro-batches' row data lies on the device, and the pinned memory that
+// stepMetadata is where micro-batches' row data lies on the device, and the pinned memory that
 // it goes there through, at the same places: that of a step's micro-batches one behind
 // another, used bytes so far.
-type rowData struct {
+type stepMetadata struct {
 	pinned, device device.Memory
 	used           int64
 }
 
-func newRowData(o *Options) (d *rowData, err error) {
-	d = &rowData{}
-	bytes := o.RowDataBytes(o.Limits)
+func newStepMetadata(o *Options) (d *stepMetadata, err error) {
+	d = &stepMetadata{}
+	bytes := o.StepMetadataBytes(o.Limits)
 	if d.pinned, err = o.Machine.Alloc(device.Host, bytes, "row data, pinned"); err != nil {
 		return d, err
 	}
@@ -164,7 +164,7 @@ func newRowData(o *Options) (d *rowData, err error) {
 }
 
 // upload packs a micro-batch's row data and sends it.
-func (d *rowData) upload(s device.Stream, b *microBatch) error {
+func (d *stepMetadata) upload(s device.Stream, b *microBatch) error {
 	off, room := d.used, d.pinned.Bytes()-d.used
 	base := d.device.Range(off, room).Addr
 	batch, bytes, err := b.host.Pack(d.pinned.Write(off, room), base)
@@ -176,7 +176,7 @@ func (d *rowData) upload(s device.Stream, b *microBatch) error {
 	return s.Copy(d.device.Range(off, bytes), d.pinned.Range(off, bytes))
 }
 
-func (d *rowData) close() error { return errors.Join(free(d.pinned), free(d.device)) }
+func (d *stepMetadata) close() error { return errors.Join(free(d.pinned), free(d.device)) }
 
 func free(m device.Memory) error {
 	if m == nil {

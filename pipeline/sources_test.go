@@ -36,15 +36,15 @@ func (s laxStream) Await(f device.Fence, value uint32) error {
 // TestSameWhereStreamsRunOn: a step that the compute stream has run to its end over experts,
 // or attention, that never came is not believed.
 func TestSameWhereStreamsRunOn(t *testing.T) {
-	want := newRig(t, "mixtral", 0, emulated.Options{Virtual: true}, Options{SmallBatchRows: -1}).run()
+	want := newRig(t, "mixtral", 0, emulated.Options{Virtual: true}, Options{SmallBatchTokens: -1}).run()
 	for i, c := range []struct {
 		match func(emulated.Point) bool
 		o     Options
 	}{
-		{fetch, Options{SmallBatchRows: -1}},
-		{fetch, Options{SmallBatchRows: 64}},
-		{fetch, Options{HostAttention: host, SmallBatchRows: -1}},
-		{hosts, Options{HostAttention: host, SmallBatchRows: -1}},
+		{fetch, Options{SmallBatchTokens: -1}},
+		{fetch, Options{SmallBatchTokens: 64}},
+		{fetch, Options{HostAttention: host, SmallBatchTokens: -1}},
+		{hosts, Options{HostAttention: host, SmallBatchTokens: -1}},
 	} {
 		c.o.Machine = &lax{}
 		r := newRig(t, "mixtral", 0.75, emulated.Options{Virtual: true, Seed: uint64(i)}, c.o)
@@ -78,7 +78,7 @@ func (f *failing) Reset(context.Context) error { f.resets++; return nil }
 // TestSources: one source that says no fails the step, as what it failed with says; all are
 // reset then, and the same step can be run again.
 func TestSources(t *testing.T) {
-	want := newRig(t, "mixtral", 0, emulated.Options{Virtual: true}, Options{SmallBatchRows: -1}).run()
+	want := newRig(t, "mixtral", 0, emulated.Options{Virtual: true}, Options{SmallBatchTokens: -1}).run()
 	other := errors.New("something else")
 	for _, c := range []struct {
 		err   error
@@ -187,7 +187,7 @@ func (x *kvLoad) load() device.Point {
 
 // kvCases are ways to run a step beside which keys and values are moved.
 func kvCases(each func(mo emulated.Options, fraction float64, o Options)) {
-	for i, o := range append([]Options{{Graphs: 4}, {SmallBatchRows: -1}}, orders...) {
+	for i, o := range append([]Options{{Graphs: 4}, {SmallBatchTokens: -1}}, orders...) {
 		for _, schedule := range []emulated.Schedule{emulated.Eager, emulated.Lazy, emulated.Random} {
 			fraction := 0.5
 			if o.Graphs > 0 {
@@ -267,7 +267,7 @@ func TestDone(t *testing.T) {
 // not.
 func TestWaitFails(t *testing.T) {
 	for _, machine := range []device.Machine{nil, &lax{}} {
-		x := newKVLoad(t, emulated.Options{Virtual: true}, 0.5, Options{Machine: machine, SmallBatchRows: -1})
+		x := newKVLoad(t, emulated.Options{Virtual: true}, 0.5, Options{Machine: machine, SmallBatchTokens: -1})
 		other := errors.New("not a copy")
 		for i, cause := range []error{&device.Error{Op: "copy", Err: device.ErrCopyFailed}, other} {
 			x.value++

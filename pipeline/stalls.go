@@ -16,23 +16,23 @@ type Cause uint8
 const (
 	// ExpertCopy: a wave's experts had not arrived.
 	ExpertCopy Cause = iota
-	// RouterAsk: the host had to see what a router chose, or would choose, before it
+	// RouterSync: the host had to see what a router chose, or would choose, before it
 	// could go on.
-	RouterAsk
+	RouterSync
 	// CPUAttention: the host had not attended yet.
 	CPUAttention
 	// KVCopy: what the host attends with, or what came of it, was on its way.
 	KVCopy
-	// HostEnqueue: all that was enqueued had run between two actions of the plan, and the
+	// LaunchBound: all that was enqueued had run between two actions of the plan, and the
 	// host waited for nothing.
-	HostEnqueue
+	LaunchBound
 	// KVLoad: keys and values from elsewhere had not arrived where the step reads them.
 	KVLoad
 
 	causes = int(KVLoad) + 1
 )
 
-var causeNames = [causes]string{"expert-copy", "router-ask", "cpu-attention", "kv-copy", "host-enqueue", "kv-load"}
+var causeNames = [causes]string{"expert-copy", "router-sync", "cpu-attention", "kv-copy", "launch-bound", "kv-load"}
 
 func (c Cause) String() string { return causeNames[c] }
 
@@ -156,7 +156,7 @@ func (m *meter) resume(k Kind) error {
 	if !dry || err != nil {
 		return nil
 	}
-	return m.since(HostEnqueue, last)
+	return m.since(LaunchBound, last)
 }
 
 // asked comes behind a wait of the host for a router, from an event before it: where the
@@ -166,7 +166,7 @@ func (m *meter) asked(idle device.Event) error {
 	if dry, err := idle.Query(); !dry || err != nil {
 		return nil
 	}
-	return m.since(RouterAsk, idle)
+	return m.since(RouterSync, idle)
 }
 
 // since counts from an event of the stream to what is enqueued next.

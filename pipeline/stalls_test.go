@@ -20,8 +20,8 @@ func TestStallsByCause(t *testing.T) {
 		// fraction of experts in host memory.
 		fraction float64
 	}{
-		{ExpertCopy, emulated.Options{HostLink: slow}, Options{SmallBatchRows: -1}, 1},
-		{ExpertCopy, emulated.Options{HostLink: slow}, Options{SmallBatchRows: 64}, 1},
+		{ExpertCopy, emulated.Options{HostLink: slow}, Options{SmallBatchTokens: -1}, 1},
+		{ExpertCopy, emulated.Options{HostLink: slow}, Options{SmallBatchTokens: 64}, 1},
 		{ExpertCopy, emulated.Options{HostLink: slow}, Options{Grouping: configs.PerMicroBatch, MicroBatches: 3}, 1},
 		{KVCopy, emulated.Options{HostLink: slow}, Options{HostAttention: host}, 0},
 		{CPUAttention, emulated.Options{Host: emulated.GPU{BytesPerSecond: 10e6}}, Options{HostAttention: host}, 0},
@@ -75,11 +75,11 @@ func TestStallsOfTheHost(t *testing.T) {
 	check(t, err)
 	pass(2 * pause)
 	check(t, p.meter.asked(idle))
-	check(t, p.meter.resume(Fetched)) // the router's, not counted twice
+	check(t, p.meter.resume(RunFetched)) // the router's, not counted twice
 	check(t, s.Synchronize(t.Context()))
 	_, err = p.meter.end()
 	check(t, err)
-	if got, want := p.Stalls(), (Stalls{HostEnqueue: 2 * pause, RouterAsk: 2 * pause}); got != want || len(p.meter.spans) != 3 {
+	if got, want := p.Stalls(), (Stalls{LaunchBound: 2 * pause, RouterSync: 2 * pause}); got != want || len(p.meter.spans) != 3 {
 		t.Errorf("stalls %v in %d spans", got.ByName(), len(p.meter.spans))
 	}
 	check(t, p.meter.release())

@@ -17,7 +17,7 @@
 // # Parts
 //
 //   - Problem is what to plan for. Predict judges a policy, Search finds one, Offload
-//     turns an offload fraction and a tier into a placement, MostLocal says how many
+//     turns an offload fraction and a tier into a placement, MostResident says how many
 //     experts fit, Knee up to which fraction copies stay hidden. Policies can be
 //     written as JSON; ParsePolicy reads them.
 //   - Floors gives the least that a decode step takes, for tables beside

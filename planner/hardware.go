@@ -35,10 +35,10 @@ type Hardware struct {
 	HostToGPU []float64 `json:"host_to_gpu_bytes_per_s"`
 	// GPUToHost is the rate of copies to host memory, in bytes/s.
 	GPUToHost float64 `json:"gpu_to_host_bytes_per_s"`
-	// HostCopyStart and PeerCopyStart, in seconds, come on top of a copy's bytes;
+	// HostCopyLatency and PeerCopyLatency, in seconds, come on top of a copy's bytes;
 	// queueing does not hide them.
-	HostCopyStart float64 `json:"host_copy_start_s"`
-	PeerCopyStart float64 `json:"peer_copy_start_s"`
+	HostCopyLatency float64 `json:"host_copy_latency_s"`
+	PeerCopyLatency float64 `json:"peer_copy_latency_s"`
 	// RoundTrip is what the host needs to see a result of the GPU and answer, in
 	// seconds.
 	RoundTrip float64 `json:"round_trip_s"`
@@ -94,8 +94,8 @@ func (h Hardware) Validate() error {
 		{"host_memory_bytes_per_s", h.HostMemoryRate, false},
 		{"cpu_flop_per_s", h.CPUFlops, false},
 		{"gpu_to_host_bytes_per_s", h.GPUToHost, false},
-		{"host_copy_start_s", h.HostCopyStart, true},
-		{"peer_copy_start_s", h.PeerCopyStart, true},
+		{"host_copy_latency_s", h.HostCopyLatency, true},
+		{"peer_copy_latency_s", h.PeerCopyLatency, true},
 		{"round_trip_s", h.RoundTrip, true},
 		{"peer_memory_bytes", float64(h.PeerMemory), true},
 		{"peer_to_gpu_bytes_per_s", h.PeerToGPU, true},
@@ -126,10 +126,10 @@ func (h Hardware) Validate() error {
 
 // HostCopySeconds is the time of one copy from host memory over a number of paths.
 func (h Hardware) HostCopySeconds(bytes int64, paths int) float64 {
-	return h.HostCopyStart + float64(bytes)/h.HostToGPU[paths-1]
+	return h.HostCopyLatency + float64(bytes)/h.HostToGPU[paths-1]
 }
 
 // PeerCopySeconds is the time of one copy from a peer.
 func (h Hardware) PeerCopySeconds(bytes int64) float64 {
-	return h.PeerCopyStart + float64(bytes)/h.PeerToGPU
+	return h.PeerCopyLatency + float64(bytes)/h.PeerToGPU
 }

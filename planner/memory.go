@@ -19,9 +19,9 @@ type Sizes struct {
 	KVBlock       int64
 	// MinKVBlocks there are whatever the batch; 0: what the batch takes.
 	MinKVBlocks int
-	// Ring is how many slots the ring of fetched experts has where a layer misses at
+	// ExpertCache is how many slots the ring of fetched experts has where a layer misses at
 	// most so many. It must not fall when they rise. Default: twice as many.
-	Ring func(missing int) int
+	ExpertCache func(missing int) int
 	// Beside is what experts take of the GPU's and the host's memory beside the ring,
 	// the places of local ones and the host copies of the others, where so many are
 	// local: spare places, further host copies, buffers for loading. On the GPU it is
@@ -51,8 +51,8 @@ func (s Sizes) EnsureDefaults(m *Model) Sizes {
 	if s.KVBlock == 0 {
 		s.KVBlock = int64(s.KVBlockTokens) * m.KVBytesPerToken()
 	}
-	if s.Ring == nil {
-		s.Ring = func(missing int) int { return 2 * missing }
+	if s.ExpertCache == nil {
+		s.ExpertCache = func(missing int) int { return 2 * missing }
 	}
 	if s.Beside == nil {
 		s.Beside = func(int) (gpu, host int64) { return 0, 0 }
@@ -78,7 +78,7 @@ func (m *Model) workspace(x *Policy) (gpu, host int64) {
 	if x.Attention == configs.OnCPU {
 		host = int64(x.Batch) * a * (2*q + v)
 	}
-	return int64(x.Rows())*row + int64(x.Batch)*(2*a*h+4*int64(m.Vocab)), host
+	return int64(x.MicroBatchTokens())*row + int64(x.Batch)*(2*a*h+4*int64(m.Vocab)), host
 }
 
 // Shares of the memories that may be used, 0 to 1.
@@ -171,7 +171,7 @@ func (e *MisfitError) Error() string {
 }
 
 func (e *MisfitError) describe(p Policy) string {
-	offloaded := e.total - p.LocalExperts
+	offloaded := e.total - p.ResidentExperts
 	text := fmt.Sprintf("a batch of %d with %d of %d experts offloaded (%.1f %%)", p.Batch, offloaded, e.total, 100*float64(offloaded)/float64(e.total))
 	if p.PeerExperts > 0 {
 		text += fmt.Sprintf(", %d of them in peers' memory", p.PeerExperts)
@@ -196,13 +196,13 @@ func binary(n int64) string {
 
 // usage is Memory in the making.
 type usage struct {
-	other, local, beside, ring, kv, staging, activations, fixed int64 // GPU
-	offloaded, hostBeside, hostKV, hostActivations              int64 // host
-	peer                                                        int64
+	other, resident, beside, expertCache, kv, staging, activations, fixed int64 // GPU
+	offloaded, hostBeside, hostKV, hostActivations                        int64 // host
+	peer                                                                  int64
 }
 
 func (u *usage) gpu() int64 {
-	return u.other + u.local + u.beside + u.ring + u.kv + u.staging + u.activations + u.fixed
+	return u.other + u.resident + u.beside + u.expertCache + u.kv + u.staging + u.activations + u.fixed
 }
 
 func (u *usage) host(s *Sizes) int64 {
@@ -212,19 +212,19 @@ func (u *usage) host(s *Sizes) int64 {
 // usage works out what a normal policy takes.
 func (p *Problem) usage(x *Policy) usage {
 	m, s := &p.Model, &p.Sizes
-	missing := m.ExpertCount() - x.LocalExperts
+	missing := m.ExpertCount() - x.ResidentExperts
 	largest := (missing + m.MoELayers() - 1) / m.MoELayers()
 	tokens := p.Workload.PromptTokens + p.Workload.NewTokens
 	perSequence := (tokens + s.KVBlockTokens - 1) / s.KVBlockTokens
 	blocks := int64(x.Batch) * int64(perSequence)
 	onHost := int64(x.KVOnHost * float64(blocks))
 	u := usage{
-		other: s.Other, local: int64(x.LocalExperts) * s.Expert, ring: int64(s.Ring(largest)) * s.Expert,
+		other: s.Other, resident: int64(x.ResidentExperts) * s.Expert, expertCache: int64(s.ExpertCache(largest)) * s.Expert,
 		kv: max(blocks-onHost, int64(s.MinKVBlocks)) * s.KVBlock, fixed: s.GPUFixed,
 		offloaded: int64(missing) * s.Expert, hostKV: onHost * s.KVBlock,
 		peer: int64(x.PeerExperts)*s.Expert + s.PeerFixed,
 	}
-	u.beside, u.hostBeside = s.Beside(x.LocalExperts)
+	u.beside, u.hostBeside = s.Beside(x.ResidentExperts)
 	u.activations, u.hostActivations = s.Workspace(x)
 	switch {
 	case x.Attention == configs.OnCPU:
@@ -244,8 +244,8 @@ func (p *Problem) memory(x *Policy) Memory {
 	}
 	return Memory{
 		GPU: space("gpu", p.Hardware.GPUMemory, p.Shares.GPU,
-			Part{"weights but experts", u.other}, Part{"local experts", u.local}, Part{"spare places of experts", u.beside},
-			Part{"ring of fetched experts", u.ring}, Part{"keys and values", u.kv}, Part{"keys and values streaming in", u.staging},
+			Part{"weights but experts", u.other}, Part{"local experts", u.resident}, Part{"spare places of experts", u.beside},
+			Part{"ring of fetched experts", u.expertCache}, Part{"keys and values", u.kv}, Part{"keys and values streaming in", u.staging},
 			Part{"activations and row data", u.activations}, Part{"tables and the rest", u.fixed}),
 		Host: space("host", p.Hardware.HostMemory, p.Shares.Host,
 			Part{"offloaded experts", u.offloaded}, Part{"loading, and copies of local experts", u.hostBeside},
@@ -266,14 +266,14 @@ func (p *Problem) fits(x *Policy) bool {
 		(x.PeerExperts == 0 || u.peer <= usable(p.Hardware.PeerMemory, p.Shares.Peer))
 }
 
-// mostLocal is the largest number of local experts with which a normal policy fits,
+// mostResident is the largest number of local experts with which a normal policy fits,
 // and false if there is none. Peers are left out of it.
-func (p *Problem) mostLocal(x Policy) (int, bool) {
+func (p *Problem) mostResident(x Policy) (int, bool) {
 	m, s := &p.Model, &p.Sizes
 	layers, total := m.MoELayers(), m.ExpertCount()
-	x.LocalExperts, x.PeerExperts = total, 0
+	x.ResidentExperts, x.PeerExperts = total, 0
 	u := p.usage(&x)
-	room := usable(p.Hardware.GPUMemory, p.Shares.GPU) - (u.gpu() - u.local - u.ring)
+	room := usable(p.Hardware.GPUMemory, p.Shares.GPU) - (u.gpu() - u.resident - u.expertCache)
 	if p.fits(&x) {
 		return total, true
 	}
@@ -286,20 +286,20 @@ func (p *Problem) mostLocal(x Policy) (int, bool) {
 	// The ring grows with the largest number that a layer misses, so try that number
 	// upwards: the first that leaves room leaves the most.
 	for missing := 1; missing <= m.Experts; missing++ {
-		left := room - int64(s.Ring(missing))*s.Expert
+		left := room - int64(s.ExpertCache(missing))*s.Expert
 		if left < 0 {
 			break
 		}
 		least, most := max(1, total-missing*layers), total-(missing-1)*layers-1
-		if x.LocalExperts = int(min(int64(most), left/s.Expert)); x.LocalExperts < least {
+		if x.ResidentExperts = int(min(int64(most), left/s.Expert)); x.ResidentExperts < least {
 			continue
 		}
 		if p.fits(&x) {
-			return x.LocalExperts, true
+			return x.ResidentExperts, true
 		}
 		break // the host's memory does not hold the others
 	}
-	x.LocalExperts = 0
+	x.ResidentExperts = 0
 	return 0, p.fits(&x)
 }
 
@@ -341,11 +341,11 @@ func (p *Problem) nearest(x Policy) []Policy {
 
 // offloadMore keeps as many experts local as fit, but no more than x does.
 func (p *Problem) offloadMore(x Policy) (Policy, bool) {
-	local, ok := p.mostLocal(x)
+	local, ok := p.mostResident(x)
 	if !ok {
 		return x, false
 	}
-	x.LocalExperts = min(local, x.LocalExperts)
+	x.ResidentExperts = min(local, x.ResidentExperts)
 	x = p.fewerInPeers(x)
 	return x, p.fits(&x)
 }

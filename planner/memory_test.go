@@ -28,15 +28,15 @@ func TestMemoryIsTheEngines(t *testing.T) {
 	p := problem(t, "mixtral-8x7b", "h200")
 	p.Sizes = Sizes{
 		Expert: 400 << 20, Other: 3 << 30, KVBlockTokens: 32, KVBlock: 5 << 20,
-		Ring: func(missing int) int { return missing + 1 },
+		ExpertCache: func(missing int) int { return missing + 1 },
 		Workspace: func(x *Policy) (int64, int64) {
-			return int64(x.Rows())*1000 + int64(x.MicroBatch), int64(x.Batch) * 10
+			return int64(x.MicroBatchTokens())*1000 + int64(x.MicroBatch), int64(x.Batch) * 10
 		},
 		Beside:   func(local int) (int64, int64) { return 2 << 20, int64(local) },
 		GPUFixed: 7, HostFixed: 11, PeerFixed: 13,
 	}
 	// 100 missing of 32 layers: at most 4 in one. 109 tokens take 4 blocks of 32.
-	r := predict(t, p, Policy{Batch: 1000, MicroBatch: 100, PrefillTokens: 5000, LocalExperts: 156, PeerExperts: 30, KVOnHost: 0.25})
+	r := predict(t, p, Policy{Batch: 1000, MicroBatch: 100, PrefillTokens: 5000, ResidentExperts: 156, PeerExperts: 30, KVOnHost: 0.25})
 	m := r.Memory
 	for _, c := range []struct {
 		space Space
@@ -67,7 +67,7 @@ func TestMemoryIsTheEngines(t *testing.T) {
 		t.Errorf("usable %d", m.GPU.Usable)
 	}
 	p.Sizes.Workspace, p.Sizes.MinKVBlocks = nil, 5000
-	r = predict(t, p, Policy{Batch: 1000, LocalExperts: 256, Attention: configs.OnCPU})
+	r = predict(t, p, Policy{Batch: 1000, ResidentExperts: 256, Attention: configs.OnCPU})
 	if rows := part(t, r.Memory.Host, "row data and rows of attention"); rows != 1000*2*128*(64+16) || part(t, r.Memory.Host, "keys and values") != 5000*5<<20 || part(t, r.Memory.GPU, "keys and values") != 0 {
 		t.Errorf("%+v", r.Memory)
 	}
@@ -77,7 +77,7 @@ func TestMemoryIsTheEngines(t *testing.T) {
 func TestMisfit(t *testing.T) {
 	p := problem(t, "mixtral-8x7b", "h200")
 	p.Shares.GPU = 1
-	x := Policy{Batch: 4536, MicroBatch: 324, PrefillTokens: 8192, LocalExperts: 256}
+	x := Policy{Batch: 4536, MicroBatch: 324, PrefillTokens: 8192, ResidentExperts: 256}
 	r, err := p.Predict(x)
 	var m *MisfitError
 	if !errors.As(err, &m) || r.TokS == 0 {
@@ -87,7 +87,7 @@ func TestMisfit(t *testing.T) {
 	if kv := part(t, r.Memory.GPU, "keys and values"); weights/1e9 != 93 || kv/1e9 != 66 {
 		t.Errorf("weights %d bytes, keys and values %d", weights, kv)
 	}
-	if len(m.Nearest) != 2 || m.Nearest[0].Batch != 4536 || m.Nearest[0].LocalExperts >= 256 || m.Nearest[1].LocalExperts != 256 || m.Nearest[1].Batch >= 4536 {
+	if len(m.Nearest) != 2 || m.Nearest[0].Batch != 4536 || m.Nearest[0].ResidentExperts >= 256 || m.Nearest[1].ResidentExperts != 256 || m.Nearest[1].Batch >= 4536 {
 		t.Fatalf("%+v", m.Nearest)
 	}
 	want := "planner: memory does not hold a batch of 4536 with 0 of 256 experts offloaded (0.0 %): gpu: 150.52 GiB needed (weights but experts 2.99 GiB, local experts 84.00 GiB, keys and values 62.02 GiB, activations and row data 1.52 GiB), 139.80 GiB of 139.80 GiB may be used; what fits: a batch of 4536 with 37 of 256 experts offloaded (14.5 %), or a batch of 3759 with 0 of 256 experts offloaded (0.0 %)"
@@ -98,7 +98,7 @@ func TestMisfit(t *testing.T) {
 	// Neither alone helps where both are far too many.
 	p.Hardware.GPUMemory = 20 << 30
 	_, err = p.Predict(x)
-	if !errors.As(err, &m) || len(m.Nearest) != 1 || m.Nearest[0].LocalExperts == 256 || m.Nearest[0].Batch == 4536 {
+	if !errors.As(err, &m) || len(m.Nearest) != 1 || m.Nearest[0].ResidentExperts == 256 || m.Nearest[0].Batch == 4536 {
 		t.Errorf("%v", err)
 	}
 	// Nor does anything where the rest of the model is too large.
@@ -115,7 +115,7 @@ func TestFloorsThatFit(t *testing.T) {
 	for _, row := range floorTable {
 		p := problem(t, row.model, "h200")
 		p.Shares.GPU = 149.7e9 / float64(p.Hardware.GPUMemory)
-		_, err := p.Predict(Policy{Batch: row.rows, LocalExperts: p.Model.ExpertCount(), PrefillTokens: 8192})
+		_, err := p.Predict(Policy{Batch: row.rows, ResidentExperts: p.Model.ExpertCount(), PrefillTokens: 8192})
 		fits := row.rows < 4536 || row.model == "phi-tiny-moe" || row.model == "qwen1.5-moe-a2.7b"
 		if (err == nil) != fits {
 			t.Errorf("%s, %d rows: %v", row.model, row.rows, err)
@@ -139,13 +139,13 @@ func TestMisfitElsewhere(t *testing.T) {
 	}
 }
 
-// What is called nearest fits, and could not be nearer; mostLocal is what trying all
+// What is called nearest fits, and could not be nearer; mostResident is what trying all
 // numbers gives.
 func TestNearest(t *testing.T) {
 	rapid.Check(t, func(rt *rapid.T) {
 		p := problem(t, rapid.SampledFrom(modelNames).Draw(rt, "model"), rapid.SampledFrom(hardwareNames).Draw(rt, "hardware"))
 		if rapid.Bool().Draw(rt, "narrow ring") {
-			p.Sizes.Ring = func(missing int) int { return missing }
+			p.Sizes.ExpertCache = func(missing int) int { return missing }
 		}
 		if total := p.Model.ExpertCount(); rapid.Bool().Draw(rt, "adaptive") {
 			p.Sizes.Beside = func(local int) (gpu, host int64) {
@@ -171,12 +171,12 @@ func TestNearest(t *testing.T) {
 		most := -1
 		for local := range p.Model.ExpertCount() + 1 {
 			y := x
-			y.LocalExperts, y.PeerExperts = local, 0
+			y.ResidentExperts, y.PeerExperts = local, 0
 			if n.fits(&y) {
 				most = local
 			}
 		}
-		if got, ok := n.mostLocal(x); ok != (most >= 0) || ok && got != most {
+		if got, ok := n.mostResident(x); ok != (most >= 0) || ok && got != most {
 			rt.Fatalf("%d local experts fit, %v; trying all gives %d", got, ok, most)
 		}
 		var m *MisfitError
@@ -187,10 +187,10 @@ func TestNearest(t *testing.T) {
 			if _, err := p.Predict(y); err != nil {
 				rt.Fatalf("%+v: %v", y, err)
 			}
-			if y.Batch == x.Batch && y.LocalExperts != min(most, x.LocalExperts) {
-				rt.Fatalf("%d local experts, %d would fit", y.LocalExperts, most)
+			if y.Batch == x.Batch && y.ResidentExperts != min(most, x.ResidentExperts) {
+				rt.Fatalf("%d local experts, %d would fit", y.ResidentExperts, most)
 			}
-			if y.Batch < x.Batch && y.LocalExperts == x.LocalExperts {
+			if y.Batch < x.Batch && y.ResidentExperts == x.ResidentExperts {
 				z := y
 				z.Batch++
 				z.MicroBatch = min(x.MicroBatch, z.Batch)

@@ -7,19 +7,19 @@ type Bound string
 
 // The bounds.
 const (
-	BoundGPUMemory Bound = "gpu memory"
-	BoundGPU       Bound = "gpu products"
-	BoundAttention Bound = "gpu attention"
-	BoundCPUMemory Bound = "cpu memory"
-	BoundCPU       Bound = "cpu"
-	BoundHostLink  Bound = "host link"
-	BoundPeerLink  Bound = "peer link"
-	BoundBackLink  Bound = "gpu to host link"
-	// BoundHandOver: micro-batches wait for each other, since too few are under way
+	BoundGPUMemory  Bound = "gpu memory"
+	BoundGPUCompute Bound = "gpu products"
+	BoundAttention  Bound = "gpu attention"
+	BoundCPUMemory  Bound = "cpu memory"
+	BoundCPU        Bound = "cpu"
+	BoundHostLink   Bound = "host link"
+	BoundPeerLink   Bound = "peer link"
+	BoundD2HLink    Bound = "gpu to host link"
+	// BoundOverhead: micro-batches wait for each other, since too few are under way
 	// to keep GPU, CPU and links busy.
-	BoundHandOver Bound = "hand-over"
-	// BoundFetch: the copies of chosen experts cannot start before they are known.
-	BoundFetch Bound = "fetch of chosen experts"
+	BoundOverhead Bound = "hand-over"
+	// BoundOnDemandFetch: the copies of chosen experts cannot start before they are known.
+	BoundOnDemandFetch Bound = "fetch of chosen experts"
 )
 
 // Phase is one kind of work of a step on the compute GPU, over all layers.
@@ -118,7 +118,7 @@ func (m *Model) work(s stepShape) work {
 
 // seconds of a phase, and what bounds it.
 func (h *Hardware) seconds(phase int, bytes, flops float64) (float64, Bound) {
-	rate, bound := h.GPUFlops, BoundGPU
+	rate, bound := h.GPUFlops, BoundGPUCompute
 	if phase == phaseAttention {
 		rate, bound = h.GPUAttentionFlops, BoundAttention
 	}
@@ -151,7 +151,7 @@ func (h *Hardware) phases(x *work) ([]Phase, Bound) {
 		by[b] += s
 	}
 	most := BoundGPUMemory
-	for _, b := range []Bound{BoundGPU, BoundAttention} {
+	for _, b := range []Bound{BoundGPUCompute, BoundAttention} {
 		if by[b] > by[most] {
 			most = b
 		}
@@ -159,9 +159,9 @@ func (h *Hardware) phases(x *work) ([]Phase, Bound) {
 	return list, most
 }
 
-// FloorCase is one cell of a table of floors: a step that decodes rows whose copies
+// RooflineCase is one cell of a table of floors: a step that decodes rows whose copies
 // overlap with all of its compute.
-type FloorCase struct {
+type RooflineCase struct {
 	// Rows decoded, each with Context tokens before it.
 	Rows    int
 	Context float64
@@ -174,8 +174,8 @@ type FloorCase struct {
 	Fraction, Rate float64
 }
 
-// Floor is the least that a step can take.
-type Floor struct {
+// Roofline is the least that a step can take.
+type Roofline struct {
 	// Compute and Copies are in seconds; the step takes the longer of the two.
 	Compute, Copies float64
 	// TokS is the throughput of decoding in tokens/s.
@@ -184,10 +184,10 @@ type Floor struct {
 	Phases []Phase
 }
 
-// Floors works a floor out: the phases of a step summed, each at its own bound, or
+// Rooflines works a floor out: the phases of a step summed, each at its own bound, or
 // the copies of fraction * layers * E(1-(1-k/E)^N) experts, whichever is longer.
 // Copies take no time to start here.
-func Floors(m Model, h Hardware, c FloorCase) Floor {
+func Rooflines(m Model, h Hardware, c RooflineCase) Roofline {
 	m = m.EnsureDefaults()
 	groups := float64(max(c.Groups, 1))
 	rows := float64(c.Rows)
@@ -196,7 +196,7 @@ func Floors(m Model, h Hardware, c FloorCase) Floor {
 		rows: rows, logits: rows, pairs: rows * seen, kvTokens: rows * seen,
 		projections: groups, experts: groups,
 	})
-	var f Floor
+	var f Roofline
 	f.Phases, _ = h.phases(&x)
 	f.Compute = h.total(&x)
 	if c.Fraction > 0 {

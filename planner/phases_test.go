@@ -38,7 +38,7 @@ func TestFloors(t *testing.T) {
 	worst := 0.0
 	for _, row := range floorTable {
 		for i, c := range columns {
-			f := Floors(presetModel(t, row.model), h, FloorCase{Rows: row.rows, Context: 93, Groups: row.groups, Fraction: c[0], Rate: c[1]})
+			f := Rooflines(presetModel(t, row.model), h, RooflineCase{Rows: row.rows, Context: 93, Groups: row.groups, Fraction: c[0], Rate: c[1]})
 			off := f.TokS/row.tokS[i] - 1
 			worst = math.Max(worst, math.Abs(off))
 			if math.Abs(off) > 0.01 {

@@ -15,29 +15,29 @@ type Policy struct {
 	Batch int `json:"batch"`
 	// MicroBatch is the number of rows that go through attention at once. Default:
 	// Batch.
-	MicroBatch int              `json:"micro_batch"`
+	MicroBatch int              `json:"micro_batch_tokens"`
 	Grouping   configs.Grouping `json:"expert_grouping"`
 	Attention  configs.Place    `json:"attention"`
 	// PrefillTokens is the most prompt tokens of a step. Default: those of all
 	// sequences.
 	PrefillTokens int `json:"prefill_tokens"`
-	// LocalExperts live in the GPU's memory, of all layers together, spread evenly:
+	// ResidentExperts live in the GPU's memory, of all layers together, spread evenly:
 	// layers differ by one at most. The rest is offloaded and lies in host memory;
 	// PeerExperts of those are also in peers' memory, and fetched from there.
-	LocalExperts int `json:"local_experts"`
-	PeerExperts  int `json:"peer_experts"`
+	ResidentExperts int `json:"resident_experts"`
+	PeerExperts     int `json:"peer_experts"`
 	// KVOnHost is the share of keys and values that lies in host memory, 0 to 1. It
 	// is 1 with attention on the CPU; on the GPU that share streams in every step.
 	KVOnHost float64 `json:"kv_on_host"`
 	// HostPaths is over how many paths copies from the host go. Default: 1.
 	HostPaths int `json:"host_paths"`
-	// ChosenOnly fetches only the experts that the router chose, and only then;
+	// OnDemand fetches only the experts that the router chose, and only then;
 	// otherwise all offloaded experts stream in, a layer ahead.
-	ChosenOnly bool `json:"chosen_only"`
+	OnDemand bool `json:"on_demand"`
 }
 
 // ParsePolicy reads a policy for a model from JSON with the keys of Policy, of which
-// batch and local_experts must be there; or from an object that has one under "policy"
+// batch and resident_experts must be there; or from an object that has one under "policy"
 // beside other things. Another key is an error, and so are micro-batches larger than the
 // batch, more experts than the model has, and, where the object tells what model the policy is
 // for (model, experts, expert_bytes), one with other experts.
@@ -58,7 +58,7 @@ func ParsePolicy(data []byte, m Model) (Policy, error) {
 	var x struct {
 		Policy
 		Batch        *int `json:"batch"`
-		LocalExperts *int `json:"local_experts"`
+		LocalExperts *int `json:"resident_experts"`
 	}
 	d := json.NewDecoder(bytes.NewReader(data))
 	d.DisallowUnknownFields()
@@ -66,19 +66,19 @@ func ParsePolicy(data []byte, m Model) (Policy, error) {
 		return Policy{}, fmt.Errorf("planner: read policy: %w", err)
 	}
 	if x.Batch == nil || x.LocalExperts == nil {
-		return Policy{}, errors.New("planner: read policy: batch and local_experts must be there")
+		return Policy{}, errors.New("planner: read policy: batch and resident_experts must be there")
 	}
-	x.Policy.Batch, x.Policy.LocalExperts = *x.Batch, *x.LocalExperts
+	x.Policy.Batch, x.Policy.ResidentExperts = *x.Batch, *x.LocalExperts
 	all := m.ExpertCount()
 	switch p := &x.Policy; {
 	case p.Attention > configs.OnCPU:
 		return Policy{}, fmt.Errorf("planner: read policy: attention is %v; it must be gpu or cpu", p.Attention)
 	case around.Experts > 0 && (around.Experts != all || around.ExpertBytes != m.ExpertBytes()):
 		return Policy{}, fmt.Errorf("planner: read policy: it is for %s with %d experts of %d bytes; model %s has %d of %d", around.Model, around.Experts, around.ExpertBytes, m.Name, all, m.ExpertBytes())
-	case p.LocalExperts > all || p.LocalExperts+p.PeerExperts > all:
-		return Policy{}, fmt.Errorf("planner: read policy: %d local experts and %d with peers; model %s has %d in all: the policy is another model's", p.LocalExperts, p.PeerExperts, m.Name, all)
+	case p.ResidentExperts > all || p.ResidentExperts+p.PeerExperts > all:
+		return Policy{}, fmt.Errorf("planner: read policy: %d local experts and %d with peers; model %s has %d in all: the policy is another model's", p.ResidentExperts, p.PeerExperts, m.Name, all)
 	case p.MicroBatch > p.Batch:
-		return Policy{}, fmt.Errorf("planner: read policy: micro_batch is %d and batch %d: make micro-batches at most the batch", p.MicroBatch, p.Batch)
+		return Policy{}, fmt.Errorf("planner: read policy: micro_batch_tokens is %d and batch %d: make micro-batches at most the batch", p.MicroBatch, p.Batch)
 	}
 	return x.Policy, nil
 }
@@ -91,11 +91,11 @@ func (p Policy) MicroBatches() int {
 	return (p.Batch + p.MicroBatch - 1) / p.MicroBatch
 }
 
-// Rows is the most rows of a step.
-func (p Policy) Rows() int { return max(p.Batch, p.PrefillTokens) }
+// MicroBatchTokens is the most rows of a step.
+func (p Policy) MicroBatchTokens() int { return max(p.Batch, p.PrefillTokens) }
 
 // HostExperts is the number of experts that are fetched from the host.
-func (p Policy) HostExperts(m Model) int { return m.ExpertCount() - p.LocalExperts - p.PeerExperts }
+func (p Policy) HostExperts(m Model) int { return m.ExpertCount() - p.ResidentExperts - p.PeerExperts }
 
 // normal fills in defaults and refuses what cannot be run.
 func (p *Problem) normal(x Policy) (Policy, error) {
@@ -121,10 +121,10 @@ func (p *Problem) normal(x Policy) (Policy, error) {
 		return x, fmt.Errorf("planner: micro-batches of %d rows in a batch of %d; make them at most the batch", x.MicroBatch, x.Batch)
 	case x.PrefillTokens < 1:
 		return x, fmt.Errorf("planner: %d prompt tokens a step; there must be at least one", x.PrefillTokens)
-	case x.LocalExperts < 0 || x.LocalExperts > total:
-		return x, fmt.Errorf("planner: read policy: %d local experts; model %s has %d", x.LocalExperts, p.Model.Name, total)
-	case x.PeerExperts < 0 || x.PeerExperts > total-x.LocalExperts:
-		return x, fmt.Errorf("planner: %d experts in peers' memory, and %d are offloaded", x.PeerExperts, total-x.LocalExperts)
+	case x.ResidentExperts < 0 || x.ResidentExperts > total:
+		return x, fmt.Errorf("planner: read policy: %d local experts; model %s has %d", x.ResidentExperts, p.Model.Name, total)
+	case x.PeerExperts < 0 || x.PeerExperts > total-x.ResidentExperts:
+		return x, fmt.Errorf("planner: %d experts in peers' memory, and %d are offloaded", x.PeerExperts, total-x.ResidentExperts)
 	case x.PeerExperts > 0 && p.Hardware.PeerMemory == 0:
 		return x, fmt.Errorf("planner: %d experts in peers' memory, and hardware %s has no peers", x.PeerExperts, p.Hardware.Name)
 	case !(x.KVOnHost >= 0 && x.KVOnHost <= 1):

@@ -51,15 +51,15 @@ type Step struct {
 	Seconds float64
 	Bound   Bound
 	// GPU and CPU are busy computing for so long, the links copying.
-	GPU, CPU                     float64
-	HostLink, BackLink, PeerLink float64
-	// HandOver is what the chain GPU, link, CPU, link of one micro-batch makes a step
+	GPU, CPU                    float64
+	HostLink, D2HLink, PeerLink float64
+	// Overhead is what the chain GPU, link, CPU, link of one micro-batch makes a step
 	// last, with as many micro-batches under way as the schedule has; 0 with
 	// attention on the GPU.
-	HandOver float64
-	// Fetch is the part of the copies that nothing overlaps with, since the experts
+	Overhead float64
+	// OnDemandFetch is the part of the copies that nothing overlaps with, since the experts
 	// are known only when the router has chosen.
-	Fetch float64
+	OnDemandFetch float64
 	// Phases of GPU, over all layers.
 	Phases []Phase
 }
@@ -107,7 +107,7 @@ func (p *Problem) predict(x Policy) Prediction {
 	}{{&r.Decode, &decodeWork}, {&r.Prefill, &prefillWork}} {
 		phases, most := p.Hardware.phases(s.work)
 		s.step.Phases = phases
-		if s.step.Bound == BoundGPU {
+		if s.step.Bound == BoundGPUCompute {
 			s.step.Bound = most
 		}
 	}
@@ -154,18 +154,18 @@ func (p *Problem) decode(x *Policy, gpu float64) Step {
 	} else {
 		down, up = n*kv*x.KVOnHost, n*seen*kv*x.KVOnHost
 	}
-	s.BackLink = down / h.GPUToHost
+	s.D2HLink = down / h.GPUToHost
 	s.HostLink = up / h.HostToGPU[x.HostPaths-1]
 	if x.HostPaths > 1 {
 		s.PeerLink = p.relayed(x.HostPaths, up)
 	}
 	share := 1.0
-	if x.ChosenOnly {
+	if x.OnDemand {
 		share = m.Distinct(n) / float64(m.Experts)
 	}
 	host, peer := p.fetch(x, share)
-	if x.ChosenOnly && x.LocalExperts < m.ExpertCount() {
-		s.Fetch = max(host, peer) + float64(m.MoELayers())*h.RoundTrip
+	if x.OnDemand && x.ResidentExperts < m.ExpertCount() {
+		s.OnDemandFetch = max(host, peer) + float64(m.MoELayers())*h.RoundTrip
 	}
 	s.HostLink += host
 	s.PeerLink += peer
@@ -188,13 +188,13 @@ func (p *Problem) attendOnCPU(s *Step, x *Policy, rows, pairs, kvTokens float64)
 	}
 	down, up = rows*(q+v)*a*layers, rows*q*a*layers
 	_, _, underWay := x.groups()
-	s.HandOver = (s.GPU + s.CPU + down/h.GPUToHost + up/h.HostToGPU[0]) / float64(underWay)
+	s.Overhead = (s.GPU + s.CPU + down/h.GPUToHost + up/h.HostToGPU[0]) / float64(underWay)
 	return down, up, bound
 }
 
 // finish says how long the step takes, and what bounds it: cpu, where the CPU does.
 func (s *Step) finish(cpu Bound) {
-	s.Seconds, s.Bound = s.GPU, BoundGPU
+	s.Seconds, s.Bound = s.GPU, BoundGPUCompute
 	longer := func(t float64, b Bound) {
 		if t > s.Seconds {
 			s.Seconds, s.Bound = t, b
@@ -203,10 +203,10 @@ func (s *Step) finish(cpu Bound) {
 	longer(s.CPU, cpu)
 	longer(s.HostLink, BoundHostLink)
 	longer(s.PeerLink, BoundPeerLink)
-	longer(s.BackLink, BoundBackLink)
-	longer(s.HandOver, BoundHandOver)
-	if s.Fetch > 0 {
-		longer(max(s.GPU, s.CPU, s.HandOver)+s.Fetch, BoundFetch)
+	longer(s.D2HLink, BoundD2HLink)
+	longer(s.Overhead, BoundOverhead)
+	if s.OnDemandFetch > 0 {
+		longer(max(s.GPU, s.CPU, s.Overhead)+s.OnDemandFetch, BoundOnDemandFetch)
 	}
 }
 
@@ -293,7 +293,7 @@ func (p *Problem) prefill(x *Policy, gpu float64) Step {
 	if p.PromptsAlike && x.Attention == configs.OnCPU {
 		down, up, cpu = p.attendOnCPU(&s, x, rows, pairs, rows)
 	}
-	s.BackLink = down / p.Hardware.GPUToHost
+	s.D2HLink = down / p.Hardware.GPUToHost
 	s.HostLink, s.PeerLink = p.fetch(x, 1)
 	s.HostLink += up / p.Hardware.HostToGPU[x.HostPaths-1]
 	if x.HostPaths > 1 {
@@ -326,7 +326,7 @@ func (p Problem) Offload(policy Policy, fraction float64, tier configs.Tier) (Po
 	if err := n.has(tier); err != nil {
 		return policy, err
 	}
-	policy.LocalExperts, policy.PeerExperts = n.Model.ExpertCount()-n.Model.Offloaded(fraction), 0
+	policy.ResidentExperts, policy.PeerExperts = n.Model.ExpertCount()-n.Model.Offloaded(fraction), 0
 	x, err := n.normal(policy)
 	if err != nil {
 		return policy, err
@@ -335,25 +335,25 @@ func (p Problem) Offload(policy Policy, fraction float64, tier configs.Tier) (Po
 	return policy, nil
 }
 
-// MostLocal is the largest number of local experts with which the policy fits,
+// MostResident is the largest number of local experts with which the policy fits,
 // whatever its own, and false where it fits with none.
-func (p Problem) MostLocal(policy Policy) (int, bool) {
+func (p Problem) MostResident(policy Policy) (int, bool) {
 	n, err := p.normalized()
 	if err != nil {
 		return 0, false
 	}
-	policy.LocalExperts, policy.PeerExperts = 0, 0
+	policy.ResidentExperts, policy.PeerExperts = 0, 0
 	x, err := n.normal(policy)
 	if err != nil {
 		return 0, false
 	}
-	return n.mostLocal(x)
+	return n.mostResident(x)
 }
 
-// Knee is the offload fraction up to which a decode step takes as long as with all
+// SaturationPoint is the offload fraction up to which a decode step takes as long as with all
 // experts local: there copies take as long as all else. It is above 1 where even
 // fetching all of them stays hidden.
-func (p Problem) Knee(policy Policy, tier configs.Tier) (float64, error) {
+func (p Problem) SaturationPoint(policy Policy, tier configs.Tier) (float64, error) {
 	n, err := p.normalized()
 	if err != nil {
 		return 0, err
@@ -361,14 +361,14 @@ func (p Problem) Knee(policy Policy, tier configs.Tier) (float64, error) {
 	if err := n.has(tier); err != nil {
 		return 0, err
 	}
-	policy.LocalExperts, policy.PeerExperts, policy.ChosenOnly = n.Model.ExpertCount(), 0, false
+	policy.ResidentExperts, policy.PeerExperts, policy.OnDemand = n.Model.ExpertCount(), 0, false
 	x, err := n.normal(policy)
 	if err != nil {
 		return 0, err
 	}
 	w := n.decodeWork(&x)
 	none := n.decode(&x, n.Hardware.total(&w))
-	x.LocalExperts = 0
+	x.ResidentExperts = 0
 	x.PeerExperts = n.split(&x, tier)
 	all := n.decode(&x, none.GPU)
 	knee := math.Inf(1)
@@ -383,7 +383,7 @@ func (p Problem) Knee(policy Policy, tier configs.Tier) (float64, error) {
 // split is how many offloaded experts to fetch from peers so that both links end
 // together: about in the ratio of their rates, less what else the links carry.
 func (p *Problem) split(x *Policy, tier configs.Tier) int {
-	missing := p.Model.ExpertCount() - x.LocalExperts
+	missing := p.Model.ExpertCount() - x.ResidentExperts
 	most := 0
 	if p.Hardware.PeerMemory > 0 {
 		most = min(missing, p.peerRoom())
@@ -398,7 +398,7 @@ func (p *Problem) split(x *Policy, tier configs.Tier) int {
 		return 0
 	}
 	y := *x
-	y.LocalExperts, y.PeerExperts = p.Model.ExpertCount(), 0
+	y.ResidentExperts, y.PeerExperts = p.Model.ExpertCount(), 0
 	base := p.decode(&y, 0)
 	fromHost, fromPeer, relayed := p.expertSeconds(x)
 	// peers * fromPeer + (missing - peers) * relayed = (missing - peers) * fromHost,

@@ -60,7 +60,7 @@ func TestPredictMeetsFloors(t *testing.T) {
 			share := 0.01
 			if c.fraction > 0 {
 				expert := p.Model.ExpertBytes()
-				share += max(p.Hardware.PeerCopyStart/p.Hardware.PeerCopySeconds(expert), p.Hardware.HostCopyStart/p.Hardware.HostCopySeconds(expert, 1))
+				share += max(p.Hardware.PeerCopyLatency/p.Hardware.PeerCopySeconds(expert), p.Hardware.HostCopyLatency/p.Hardware.HostCopySeconds(expert, 1))
 			}
 			if want := row.tokS[column]; r.DecodeTokS > want*1.01 || r.DecodeTokS < want*(1-share) {
 				t.Errorf("%s, %d rows in %d groups, column %d: %.5g tokens/s, the floor has %.5g", row.model, row.rows, row.groups, column, r.DecodeTokS, want)
@@ -74,11 +74,11 @@ func TestPredictChosenOnly(t *testing.T) {
 	p := problem(t, "mixtral-8x7b", "h200")
 	x := offload(t, p, Policy{Batch: 1}, 0.5, configs.PeerTier)
 	all := predict(t, p, x)
-	x.ChosenOnly = true
+	x.OnDemand = true
 	r := predict(t, p, x)
 	// The floor with perfect prefetch is 35.0, and about 29 where nothing is known
 	// ahead.
-	if r.Decode.Bound != BoundFetch || r.DecodeTokS < 28 || r.DecodeTokS > 30 || r.DecodeTokS < 2*all.DecodeTokS {
+	if r.Decode.Bound != BoundOnDemandFetch || r.DecodeTokS < 28 || r.DecodeTokS > 30 || r.DecodeTokS < 2*all.DecodeTokS {
 		t.Errorf("%.1f tokens/s by %s, %.1f with all experts streamed", r.DecodeTokS, r.Decode.Bound, all.DecodeTokS)
 	}
 	if got := 1 / max(r.Decode.PeerLink, r.Decode.GPU); !near(got, 35.0, 0.02) {
@@ -103,7 +103,7 @@ func TestKnee(t *testing.T) {
 		p := problem(t, c.model, "h200")
 		p.Hardware.GPUMemory *= 4
 		x := Policy{Batch: c.rows}
-		knee, err := p.Knee(x, c.tier)
+		knee, err := p.SaturationPoint(x, c.tier)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -159,8 +159,8 @@ func TestCPUAttention(t *testing.T) {
 		t.Errorf("CPU %v s, want %v; phases %+v", r.Decode.CPU, want, r.Decode.Phases)
 	}
 	rows := 4536.0 * 32 * 2 / p.Hardware.GPUToHost
-	if !near(r.Decode.BackLink, rows*(4096+2048), 1e-9) {
-		t.Errorf("queries, keys and values take %v s", r.Decode.BackLink)
+	if !near(r.Decode.D2HLink, rows*(4096+2048), 1e-9) {
+		t.Errorf("queries, keys and values take %v s", r.Decode.D2HLink)
 	}
 	// Twice the experts' weights as with attention on the GPU.
 	x.Attention = configs.OnGPU
@@ -173,8 +173,8 @@ func TestCPUAttention(t *testing.T) {
 		t.Errorf("two groups read %v bytes more", d)
 	}
 	// One row at a time cannot take turns.
-	x = Policy{Batch: 1, Attention: configs.OnCPU, LocalExperts: 256}
-	if s := predict(t, p, x).Decode; s.Bound != BoundHandOver || s.Seconds < s.GPU+s.CPU {
+	x = Policy{Batch: 1, Attention: configs.OnCPU, ResidentExperts: 256}
+	if s := predict(t, p, x).Decode; s.Bound != BoundOverhead || s.Seconds < s.GPU+s.CPU {
 		t.Errorf("%+v", s)
 	}
 }
@@ -187,8 +187,8 @@ func TestPredictRefuses(t *testing.T) {
 		{Policy{}, "a batch of 0 sequences"},
 		{Policy{Batch: 4, MicroBatch: 8}, "micro-batches of 8 rows in a batch of 4; make them at most the batch"},
 		{Policy{Batch: 101}, "a batch of 101 sequences for 100 requests"},
-		{Policy{Batch: 1, LocalExperts: 257}, "257 local experts; model mixtral-8x7b has 256"},
-		{Policy{Batch: 1, LocalExperts: 200, PeerExperts: 57}, "57 experts in peers' memory, and 56 are offloaded"},
+		{Policy{Batch: 1, ResidentExperts: 257}, "257 local experts; model mixtral-8x7b has 256"},
+		{Policy{Batch: 1, ResidentExperts: 200, PeerExperts: 57}, "57 experts in peers' memory, and 56 are offloaded"},
 		{Policy{Batch: 1, PeerExperts: 1}, "hardware L4 has no peers"},
 		{Policy{Batch: 1, KVOnHost: math.NaN()}, "a share NaN of keys and values"},
 		{Policy{Batch: 1, HostPaths: 2}, "2 paths from the host; hardware L4 has 1"},
@@ -204,7 +204,7 @@ func TestPredictRefuses(t *testing.T) {
 	p := problem(t, "mixtral-8x7b", "l4")
 	for _, f := range []func() error{
 		func() error { _, err := p.Offload(Policy{Batch: 1}, 0.5, configs.PeerTier); return err },
-		func() error { _, err := p.Knee(Policy{Batch: 1}, configs.PeerTier); return err },
+		func() error { _, err := p.SaturationPoint(Policy{Batch: 1}, configs.PeerTier); return err },
 		func() error { _, err := p.Offload(Policy{Batch: 1}, 1.5, configs.HostTier); return err },
 		func() error { _, err := p.Offload(Policy{Batch: 1}, 0.5, configs.Tier(9)); return err },
 		func() error { _, err := p.Search(Choices{Tier: configs.PeerTier}); return err },
@@ -230,11 +230,11 @@ func drawPolicy(t *rapid.T, p Problem) Policy {
 	}
 	x.MicroBatch = rapid.IntRange(1, x.Batch).Draw(t, "micro")
 	x.PrefillTokens = rapid.IntRange(1, x.Batch*p.Workload.PromptTokens).Draw(t, "prefill")
-	x.LocalExperts = rapid.IntRange(0, p.Model.ExpertCount()).Draw(t, "local")
+	x.ResidentExperts = rapid.IntRange(0, p.Model.ExpertCount()).Draw(t, "local")
 	if p.Hardware.PeerMemory > 0 {
-		x.PeerExperts = rapid.IntRange(0, p.Model.ExpertCount()-x.LocalExperts).Draw(t, "peers")
+		x.PeerExperts = rapid.IntRange(0, p.Model.ExpertCount()-x.ResidentExperts).Draw(t, "peers")
 	}
-	x.ChosenOnly = rapid.Bool().Draw(t, "chosen")
+	x.OnDemand = rapid.Bool().Draw(t, "chosen")
 	return x
 }
 
@@ -251,7 +251,7 @@ func TestPredictIsMonotone(t *testing.T) {
 		x := drawPolicy(rt, p)
 		was := predict(t, p, x)
 		for _, s := range []Step{was.Decode, was.Prefill} {
-			busiest := max(s.GPU, s.CPU, s.HostLink, s.BackLink, s.PeerLink)
+			busiest := max(s.GPU, s.CPU, s.HostLink, s.D2HLink, s.PeerLink)
 			if !(s.Seconds > 0) || math.IsInf(s.Seconds, 0) || s.Seconds < busiest || s.Bound == "" {
 				rt.Fatalf("%+v", s)
 			}
@@ -283,8 +283,8 @@ func TestPredictIsMonotone(t *testing.T) {
 			faster.Hardware.GPUToHost *= 2
 			faster.Hardware.GPUAttentionFlops *= 2
 		case 6:
-			if x.LocalExperts+x.PeerExperts < p.Model.ExpertCount() {
-				x.LocalExperts++
+			if x.ResidentExperts+x.PeerExperts < p.Model.ExpertCount() {
+				x.ResidentExperts++
 			}
 		}
 		if is := predict(t, faster, x); is.TokS < was.TokS*(1-1e-12) || is.DecodeTokS < was.DecodeTokS*(1-1e-12) {

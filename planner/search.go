@@ -218,7 +218,7 @@ type candidate struct {
 func (p *Policy) complexity() int {
 	n := 0
 	for _, more := range []bool{
-		p.Attention == configs.OnCPU, p.Attention == configs.OnGPU && p.KVOnHost > 0, p.Grouping == configs.PerMicroBatch, p.HostPaths > 1, p.ChosenOnly,
+		p.Attention == configs.OnCPU, p.Attention == configs.OnGPU && p.KVOnHost > 0, p.Grouping == configs.PerMicroBatch, p.HostPaths > 1, p.OnDemand,
 	} {
 		if more {
 			n++
@@ -389,12 +389,12 @@ func (s *search) policy(batch, micro, prefill int, place configs.Place, grouping
 // place gives experts their places, as many local as fit or what is pinned.
 func (s *search) place(x Policy) (Policy, bool) {
 	s.evaluations++
-	local, ok := s.mostLocal(x)
+	local, ok := s.mostResident(x)
 	if s.choices.Offload != nil {
-		x.LocalExperts = s.Model.ExpertCount() - s.Model.Offloaded(*s.choices.Offload)
+		x.ResidentExperts = s.Model.ExpertCount() - s.Model.Offloaded(*s.choices.Offload)
 		ok = s.fits(&x)
 	} else {
-		x.LocalExperts = local
+		x.ResidentExperts = local
 	}
 	if !ok {
 		return x, false
@@ -418,10 +418,10 @@ func (s *search) try(batch int) {
 					x, ok := s.place(s.policy(batch, micro, prefill, place, configs.PerLayer, kv, s.choices.HostPaths[0]))
 					// Smaller micro-batches read weights more often. They pay only by the memory
 					// that they save, or by taking turns with the CPU.
-					if !ok || x.LocalExperts <= most && !(place == configs.OnCPU && i < 3) {
+					if !ok || x.ResidentExperts <= most && !(place == configs.OnCPU && i < 3) {
 						continue
 					}
-					most = max(most, x.LocalExperts)
+					most = max(most, x.ResidentExperts)
 					resident = resident || i == 0 && place == configs.OnGPU && most == s.Model.ExpertCount()
 					for _, grouping := range s.choices.Grouping {
 						if grouping == configs.PerMicroBatch && place == configs.OnGPU && len(s.choices.Grouping) > 1 {
@@ -441,7 +441,7 @@ func (s *search) compare(x Policy) {
 	decodeWork, prefillWork := s.decodeWork(&x), s.prefillWork(&x)
 	gpuDecode, gpuPrefill := s.Hardware.total(&decodeWork), s.Hardware.total(&prefillWork)
 	steps, n := float64(s.prefillSteps(&x)), float64(s.Workload.NewTokens)
-	chooses := x.Attention == configs.OnGPU && x.LocalExperts < s.Model.ExpertCount() &&
+	chooses := x.Attention == configs.OnGPU && x.ResidentExperts < s.Model.ExpertCount() &&
 		s.Model.Distinct(float64(x.Batch)) < 0.999*float64(s.Model.Experts)
 	for i, paths := range s.choices.HostPaths {
 		x.HostPaths = paths
@@ -449,18 +449,18 @@ func (s *search) compare(x Policy) {
 			x.PeerExperts = s.split(&x, s.choices.Tier)
 		}
 		prefill := s.prefill(&x, gpuPrefill)
-		linked := prefill.Bound != BoundGPU
-		for _, x.ChosenOnly = range []bool{false, true} {
-			if x.ChosenOnly && !chooses {
+		linked := prefill.Bound != BoundGPUCompute
+		for _, x.OnDemand = range []bool{false, true} {
+			if x.OnDemand && !chooses {
 				break
 			}
 			s.evaluations++
 			step := s.decode(&x, gpuDecode)
-			linked = linked || step.Bound != BoundGPU
+			linked = linked || step.Bound != BoundGPUCompute
 			rate := float64(x.Batch) * n / (steps*prefill.Seconds + (n-1)*step.Seconds)
 			s.keep(x, rate)
 		}
-		x.ChosenOnly = false
+		x.OnDemand = false
 		if !linked {
 			return // more paths bring nothing
 		}
@@ -478,7 +478,7 @@ func (s *search) hopeless(batch int) error {
 		for _, kv := range s.kvShares(place) {
 			x := s.policy(batch, sizes[0], s.prefillTokens(batch)[0], place, s.choices.Grouping[0], kv, s.choices.HostPaths[0])
 			if s.choices.Offload != nil {
-				x.LocalExperts = s.Model.ExpertCount() - s.Model.Offloaded(*s.choices.Offload)
+				x.ResidentExperts = s.Model.ExpertCount() - s.Model.Offloaded(*s.choices.Offload)
 			}
 			if s.choices.Tier == configs.PeerTier {
 				x.PeerExperts = s.split(&x, configs.PeerTier)

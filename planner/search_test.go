@@ -52,7 +52,7 @@ func TestSearchMakesSense(t *testing.T) {
 	}
 	// Where all fits, nothing is offloaded, and nothing is complicated.
 	r := find("mixtral-8x7b", "h200", Choices{})
-	if r.Policy.LocalExperts != 256 || r.Policy.complexity() != 0 || r.Policy.MicroBatch != r.Policy.Batch || !near(r.DecodeTokS, 28_200, 0.02) {
+	if r.Policy.ResidentExperts != 256 || r.Policy.complexity() != 0 || r.Policy.MicroBatch != r.Policy.Batch || !near(r.DecodeTokS, 28_200, 0.02) {
 		t.Errorf("Mixtral on an H200: %+v", r.Policy)
 	}
 	// On an L4 keys and values go to the host, attention with them, and the link is
@@ -65,7 +65,7 @@ func TestSearchMakesSense(t *testing.T) {
 	// One sequence: only what the router chose.
 	half := 0.5
 	r = find("mixtral-8x7b", "h200", Choices{Batch: 1, Offload: &half, Tier: configs.PeerTier})
-	if !r.Policy.ChosenOnly || r.Policy.PeerExperts != 128 {
+	if !r.Policy.OnDemand || r.Policy.PeerExperts != 128 {
 		t.Errorf("one sequence: %+v", r.Policy)
 	}
 	// Two paths where one does not suffice.
@@ -107,7 +107,7 @@ func TestSearchAgainstBruteForce(t *testing.T) {
 		p.Hardware.GPUMemory = int64((1.2*float64(p.Model.OtherBytes()) + experts) / 0.9)
 		if rapid.Bool().Draw(rt, "workspace by micro-batch") {
 			p.Sizes.Workspace = func(x *Policy) (int64, int64) {
-				return int64(x.Rows())*20_000 + int64(x.MicroBatch)*1_000_000, 0
+				return int64(x.MicroBatchTokens())*20_000 + int64(x.MicroBatch)*1_000_000, 0
 			}
 		}
 		p.PromptsAlike = rapid.Bool().Draw(rt, "prompts alike")
@@ -123,17 +123,17 @@ func TestSearchAgainstBruteForce(t *testing.T) {
 			all := batch * p.Workload.PromptTokens
 			for _, prefill := range []int{max(batch, (all+3)/4), all} {
 				for _, micro := range []int{batch, (batch + 1) / 2, (batch + 2) / 3, (batch + 7) / 8} {
-					for _, x := range []Policy{{}, {KVOnHost: 0.5}, {Attention: configs.OnCPU}, {Attention: configs.OnCPU, Grouping: configs.PerMicroBatch}, {Grouping: configs.PerMicroBatch}, {ChosenOnly: true}} {
+					for _, x := range []Policy{{}, {KVOnHost: 0.5}, {Attention: configs.OnCPU}, {Attention: configs.OnCPU, Grouping: configs.PerMicroBatch}, {Grouping: configs.PerMicroBatch}, {OnDemand: true}} {
 						x.Batch, x.MicroBatch, x.PrefillTokens = batch, micro, prefill
 						x, err := n.normal(x)
 						if err != nil {
 							rt.Fatal(err)
 						}
-						local, ok := n.mostLocal(x)
+						local, ok := n.mostResident(x)
 						if !ok {
 							continue
 						}
-						x.LocalExperts = local
+						x.ResidentExperts = local
 						for paths := range p.Hardware.HostToGPU {
 							x.HostPaths = paths + 1
 							x.PeerExperts = n.split(&x, configs.AnyTier)

@@ -10,8 +10,8 @@ import (
 // View is what a Core is shown of the world at one moment.
 type View struct {
 	// Uses of each expert, cumulative: [position of the layer][expert].
-	Uses  [][]int64
-	Homes [][]experts.Home
+	Uses   [][]int64
+	Placed [][]experts.Placed
 	// Capacity there is; Moving is how many experts are on their way.
 	Capacity
 	Moving int
@@ -31,8 +31,8 @@ type Core struct {
 type CoreOptions struct {
 	// Bytes of one expert.
 	Bytes int64
-	// Adaptive says that local experts may be swapped.
-	Adaptive bool
+	// Dynamic says that local experts may be swapped.
+	Dynamic bool
 	// MigrationLimit is how fast experts are moved, in bytes per second; under 0: no
 	// limit. Default: a fifth of the host link's rate, or no limit where that is not
 	// known.
@@ -107,7 +107,7 @@ func (c *Core) Step(v View, now time.Duration, try func(Move) bool) {
 }
 
 func (c *Core) stats(v View) Stats {
-	return Stats{Bytes: c.o.Bytes, Rates: c.rates.PerSecond(), One: c.rates.One(), Homes: v.Homes, Adaptive: c.o.Adaptive}
+	return Stats{Bytes: c.o.Bytes, Rates: c.rates.PerSecond(), One: c.rates.One(), Placed: v.Placed, Adaptive: c.o.Dynamic}
 }
 
 // Costs is what losing each peer copy would cost: the seconds that its expert's
@@ -115,12 +115,12 @@ func (c *Core) stats(v View) Stats {
 // where there is no copy.
 func (c *Core) Costs(v View) [][]time.Duration {
 	p := newPlanner(c.stats(v), v.Capacity, c.o.Tuning, c.at, false)
-	costs := make([][]time.Duration, len(v.Homes))
+	costs := make([][]time.Duration, len(v.Placed))
 	for l := range costs {
-		costs[l] = make([]time.Duration, len(v.Homes[l]))
+		costs[l] = make([]time.Duration, len(v.Placed[l]))
 	}
 	for _, it := range p.items {
-		if it.at != hostMemory && it.at != localMemory {
+		if it.at != hostMemory && it.at != residentMemory {
 			saved := it.rate * (p.host - p.seconds(it)) * c.o.Tuning.Horizon.Seconds()
 			costs[it.id.Layer][it.id.Expert] = time.Duration(saved * float64(time.Second))
 		}

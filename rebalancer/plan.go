@@ -18,8 +18,8 @@ type Stats struct {
 	// the rate that a single use makes. See Rates.
 	Rates [][]float64
 	One   float64
-	// Homes says where each is.
-	Homes [][]experts.Home
+	// Placed says where each is.
+	Placed [][]experts.Placed
 	// Adaptive says that local experts may be swapped.
 	Adaptive bool
 }
@@ -142,7 +142,7 @@ func Plan(s Stats, c Capacity, t Tuning, now time.Duration) []Move {
 type item struct {
 	id   experts.ID
 	rate float64
-	// at is the class of peers that it is on, hostMemory or localMemory.
+	// at is the class of peers that it is on, hostMemory or residentMemory.
 	at int
 	// peer that it is on.
 	peer int
@@ -155,8 +155,8 @@ type item struct {
 }
 
 const (
-	hostMemory  = math.MaxInt
-	localMemory = -1
+	hostMemory     = math.MaxInt
+	residentMemory = -1
 )
 
 // class is peers that are equally fast.
@@ -203,13 +203,13 @@ func newPlanner(s Stats, c Capacity, t Tuning, now time.Duration, force bool) *p
 			on[k] = i
 		}
 	}
-	p.onPeers, p.offloaded = make([]int, len(s.Homes)), make([]int, len(s.Homes))
-	for l, homes := range s.Homes {
+	p.onPeers, p.offloaded = make([]int, len(s.Placed)), make([]int, len(s.Placed))
+	for l, homes := range s.Placed {
 		for e, h := range homes {
 			it := &item{id: experts.ID{Layer: l, Expert: e}, rate: s.Rates[l][e], at: hostMemory}
 			switch h.Tier {
-			case experts.Local:
-				it.at = localMemory
+			case experts.Resident:
+				it.at = residentMemory
 			case experts.Peer:
 				p.onPeers[l]++
 				p.offloaded[l]++
@@ -320,12 +320,12 @@ func (p *planner) add(kind Kind, in, out *item, to []int, gain, rank float64) {
 
 // swap makes the hottest of each layer local.
 func (p *planner) swap() {
-	for l := range p.stats.Homes {
+	for l := range p.stats.Placed {
 		var local, away []*item
 		for _, it := range p.items {
 			switch {
 			case it.id.Layer != l || it.moves:
-			case it.at == localMemory:
+			case it.at == residentMemory:
 				local = append(local, it)
 			default:
 				it.gain = it.rate * p.seconds(it)

@@ -23,15 +23,15 @@ const planBytes = 100 << 20
 func situation(t *testing.T, layers string) rebalancer.Stats {
 	s := rebalancer.Stats{Bytes: planBytes}
 	for _, layer := range strings.Split(strings.TrimSpace(layers), "\n") {
-		var homes []experts.Home
+		var homes []experts.Placed
 		var rates []float64
 		for _, f := range strings.Fields(layer) {
 			place, rate, _ := strings.Cut(f, ":")
-			h := experts.Home{Tier: experts.Host}
+			h := experts.Placed{Tier: experts.Host}
 			place, h.Moving = strings.CutSuffix(place, "*")
 			switch place {
 			case "L":
-				h.Tier = experts.Local
+				h.Tier = experts.Resident
 			case "H":
 			default:
 				n, err := strconv.Atoi(place)
@@ -46,7 +46,7 @@ func situation(t *testing.T, layers string) rebalancer.Stats {
 			}
 			homes, rates = append(homes, h), append(rates, r)
 		}
-		s.Homes, s.Rates = append(s.Homes, homes), append(s.Rates, rates)
+		s.Placed, s.Rates = append(s.Placed, homes), append(s.Rates, rates)
 	}
 	return s
 }
@@ -232,9 +232,9 @@ func random(t *rapid.T) (rebalancer.Stats, rebalancer.Capacity) {
 	layers, n := rapid.IntRange(1, 4).Draw(t, "layers"), rapid.IntRange(1, 8).Draw(t, "experts")
 	rate := rapid.SampledFrom([]float64{0, 0, 0.1, 0.5, 1, 1.05, 2, 10, 50})
 	for range layers {
-		var homes []experts.Home
+		var homes []experts.Placed
 		for range n {
-			h := experts.Home{Tier: rapid.SampledFrom([]experts.Tier{experts.Local, experts.Peer, experts.Host, experts.Host}).Draw(t, "tier")}
+			h := experts.Placed{Tier: rapid.SampledFrom([]experts.Tier{experts.Resident, experts.Peer, experts.Host, experts.Host}).Draw(t, "tier")}
 			if h.Tier == experts.Peer {
 				if len(c.Peers) == 0 {
 					h.Tier = experts.Host
@@ -245,7 +245,7 @@ func random(t *rapid.T) (rebalancer.Stats, rebalancer.Capacity) {
 			h.Moving = rapid.IntRange(0, 9).Draw(t, "moving") == 0
 			homes = append(homes, h)
 		}
-		s.Homes = append(s.Homes, homes)
+		s.Placed = append(s.Placed, homes)
 		s.Rates = append(s.Rates, rapid.SliceOfN(rate, n, n).Draw(t, "rates"))
 	}
 	return s, c
@@ -254,7 +254,7 @@ func random(t *rapid.T) (rebalancer.Stats, rebalancer.Capacity) {
 // seconds of fetches per second in a situation.
 func seconds(s rebalancer.Stats, c rebalancer.Capacity) float64 {
 	sum := 0.0
-	for l, homes := range s.Homes {
+	for l, homes := range s.Placed {
 		for e, h := range homes {
 			sum += s.Rates[l][e] * float64(s.Bytes) * perByte(c, h)
 		}
@@ -264,13 +264,13 @@ func seconds(s rebalancer.Stats, c rebalancer.Capacity) float64 {
 
 // perByte is what reading a byte from there costs, in seconds; rates that are not
 // known are nominal ones.
-func perByte(c rebalancer.Capacity, h experts.Home) float64 {
+func perByte(c rebalancer.Capacity, h experts.Placed) float64 {
 	host := c.Host.BytesPerSecond
 	if host == 0 {
 		host = 55e9
 	}
 	switch h.Tier {
-	case experts.Local:
+	case experts.Resident:
 		return 0
 	case experts.Peer:
 		for _, p := range c.Peers {
@@ -288,7 +288,7 @@ func perByte(c rebalancer.Capacity, h experts.Home) float64 {
 // carryOut applies moves as store and harvest would, the peer among those named being
 // anyone's choice, and fails where they do not fit.
 func carryOut(t *rapid.T, s rebalancer.Stats, c rebalancer.Capacity, moves []rebalancer.Move) {
-	at := func(id experts.ID) *experts.Home { return &s.Homes[id.Layer][id.Expert] }
+	at := func(id experts.ID) *experts.Placed { return &s.Placed[id.Layer][id.Expert] }
 	demote := func(id experts.ID) {
 		h := at(id)
 		i := slices.IndexFunc(c.Peers, func(p rebalancer.Peer) bool { return h.Tier == experts.Peer && p.From == h.Device })
@@ -296,18 +296,18 @@ func carryOut(t *rapid.T, s rebalancer.Stats, c rebalancer.Capacity, moves []reb
 			t.Fatalf("%v gives way from %+v", id, *h)
 		}
 		c.Peers[i].Free++
-		*h = experts.Home{Tier: experts.Host}
+		*h = experts.Placed{Tier: experts.Host}
 	}
 	for _, m := range moves {
 		if m.Kind == rebalancer.Swap {
 			in, out := at(m.In), at(m.Out)
-			if in.Tier == experts.Local || in.Moving || out.Tier != experts.Local || out.Moving || m.In.Layer != m.Out.Layer {
+			if in.Tier == experts.Resident || in.Moving || out.Tier != experts.Resident || out.Moving || m.In.Layer != m.Out.Layer {
 				t.Fatalf("%v: %+v for %+v", m, *in, *out)
 			}
 			if in.Tier == experts.Peer {
 				demote(m.In)
 			}
-			in.Tier, out.Tier = experts.Local, experts.Host
+			in.Tier, out.Tier = experts.Resident, experts.Host
 			continue
 		}
 		if m.Kind == rebalancer.Replace {
@@ -418,14 +418,14 @@ func BenchmarkPlan(b *testing.B) {
 		b.Run(fmt.Sprintf("free=%d", free), func(b *testing.B) {
 			s := rebalancer.Stats{Bytes: 9 << 20, One: 0.07}
 			for l := range 48 {
-				homes, rates := make([]experts.Home, 128), make([]float64, 128)
+				homes, rates := make([]experts.Placed, 128), make([]float64, 128)
 				for e := range homes {
-					homes[e], rates[e] = experts.Home{Tier: experts.Host}, 1/float64(1+(e*37+l)%128)
+					homes[e], rates[e] = experts.Placed{Tier: experts.Host}, 1/float64(1+(e*37+l)%128)
 					if e%2 == 0 {
-						homes[e] = experts.Home{Tier: experts.Peer, Device: device.HBM(1)}
+						homes[e] = experts.Placed{Tier: experts.Peer, Device: device.HBM(1)}
 					}
 				}
-				s.Homes, s.Rates = append(s.Homes, homes), append(s.Rates, rates)
+				s.Placed, s.Rates = append(s.Placed, homes), append(s.Rates, rates)
 			}
 			c := capacity(55, peer(1, 317, free))
 			for b.Loop() {

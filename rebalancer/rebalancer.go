@@ -20,7 +20,7 @@ type Store interface {
 	// Plan says how large experts are, and whether local ones may be swapped.
 	Plan() experts.Plan
 	Uses() [][]int64
-	Homes() [][]experts.Home
+	Placed() [][]experts.Placed
 	// Links into the compute GPU: of the host and of peers.
 	Links() []experts.Link
 
@@ -28,7 +28,7 @@ type Store interface {
 	Demote(experts.ID) error
 	Swap(in, out experts.ID) error
 	SetCost(experts.ID, time.Duration)
-	Settle() (moving int)
+	Poll() (moving int)
 	WaitMoves(context.Context) error
 }
 
@@ -60,7 +60,7 @@ func (o Options) EnsureDefaults() Options {
 	}
 	if o.Store != nil {
 		p := o.Store.Plan()
-		o.Core.Bytes, o.Core.Adaptive = p.Layout.Size, p.Adaptive
+		o.Core.Bytes, o.Core.Dynamic = p.Layout.Size, p.Dynamic
 	}
 	o.Core = o.Core.EnsureDefaults()
 	return o
@@ -119,8 +119,8 @@ type peerState struct {
 	// left out since a tick, until which it stays so, and the delay that led there.
 	out          bool
 	until, delay time.Duration
-	// sick is what the peer's readings say, which trying again does not mend.
-	sick string
+	// unhealthy is what the peer's readings say, which trying again does not mend.
+	unhealthy string
 	// back is when it was last taken back.
 	back time.Duration
 }
@@ -219,10 +219,10 @@ func (r *Rebalancer) Tick(now time.Duration) error {
 
 // view gathers what the core needs. mend takes back peers whose time has come.
 func (r *Rebalancer) view(now time.Duration, mend bool) View {
-	v := View{Moving: r.store.Settle(), Uses: r.store.Uses(), Homes: r.store.Homes()}
+	v := View{Moving: r.store.Poll(), Uses: r.store.Uses(), Placed: r.store.Placed()}
 	r.localized = slices.DeleteFunc(r.localized, func(id experts.ID) bool {
-		switch h := v.Homes[id.Layer][id.Expert]; {
-		case h.Tier == experts.Local:
+		switch h := v.Placed[id.Layer][id.Expert]; {
+		case h.Tier == experts.Resident:
 			// A copy that cannot be given back now stays until it is revoked.
 			_ = r.store.Demote(id)
 			return true
@@ -271,12 +271,12 @@ func (r *Rebalancer) mend(st *peerState, peer device.Space, sick error, now time
 		if st.delay > 0 && !st.out && now-st.back > 2*st.delay {
 			st.delay = 0 // it has been well for longer than it was left out
 		}
-		st.out, st.sick = false, ""
+		st.out, st.unhealthy = false, ""
 		return nil
-	case sick.Error() == st.sick:
+	case sick.Error() == st.unhealthy:
 		return sick
 	case !st.out:
-		st.out, st.sick = true, ""
+		st.out, st.unhealthy = true, ""
 		st.delay = min(max(2*st.delay, r.o.Backoff), maxBackoff)
 		st.until = now + st.delay
 		return sick
@@ -285,11 +285,11 @@ func (r *Rebalancer) mend(st *peerState, peer device.Space, sick error, now time
 	}
 	st.out = false
 	if err := r.o.Harvest.Readmit(peer); err != nil {
-		st.sick = sick.Error()
+		st.unhealthy = sick.Error()
 		return sick
 	}
 	if again := r.o.Harvest.Health()[peer]; again != nil {
-		st.sick = again.Error()
+		st.unhealthy = again.Error()
 		return again
 	}
 	r.counts.Readmitted++
@@ -305,7 +305,7 @@ func (r *Rebalancer) carryOut(m Move, v View) error {
 			return err
 		}
 		r.counts.Swapped++
-		if v.Homes[m.In.Layer][m.In.Expert].Tier == experts.Peer {
+		if v.Placed[m.In.Layer][m.In.Expert].Tier == experts.Peer {
 			r.localized = append(r.localized, m.In)
 		}
 		return nil
@@ -314,7 +314,7 @@ func (r *Rebalancer) carryOut(m Move, v View) error {
 		if err := r.store.Demote(m.Out); err != nil {
 			return err
 		}
-		if v.Homes[m.In.Layer][m.In.Expert].Tier == experts.Peer {
+		if v.Placed[m.In.Layer][m.In.Expert].Tier == experts.Peer {
 			if err := r.store.Demote(m.In); err != nil {
 				return err
 			}
@@ -364,7 +364,7 @@ func (r *Rebalancer) refused(m Move, v View, now time.Duration, err error) {
 func (r *Rebalancer) setCosts(v View) {
 	for l, costs := range r.core.Costs(v) {
 		for e, c := range costs {
-			if v.Homes[l][e].Tier == experts.Peer {
+			if v.Placed[l][e].Tier == experts.Peer {
 				r.store.SetCost(experts.ID{Layer: l, Expert: e}, c)
 			}
 		}
@@ -384,7 +384,7 @@ func (r *Rebalancer) FillAll(ctx context.Context) error {
 		}
 		now := r.o.Clock.Now()
 		v := r.view(now, false)
-		onPeers, offloaded := tally(v.Homes)
+		onPeers, offloaded := tally(v.Placed)
 		if onPeers == offloaded {
 			return nil
 		}
@@ -396,7 +396,7 @@ func (r *Rebalancer) FillAll(ctx context.Context) error {
 			v.Peers[k].NotBefore = 0
 		}
 		s := r.core.stats(v)
-		s.Rates = noRates(v.Homes)
+		s.Rates = noRates(v.Placed)
 		var refusal error
 		for _, m := range newPlanner(s, v.Capacity, r.o.Core.Tuning, now, true).plan() {
 			if refusal = r.carryOut(m, v); refusal != nil {
@@ -410,10 +410,10 @@ func (r *Rebalancer) FillAll(ctx context.Context) error {
 }
 
 // tally counts the experts that have a copy on a peer and all that are not local.
-func tally(homes [][]experts.Home) (onPeers, offloaded int) {
+func tally(homes [][]experts.Placed) (onPeers, offloaded int) {
 	for _, layer := range homes {
 		for _, h := range layer {
-			if h.Tier != experts.Local {
+			if h.Tier != experts.Resident {
 				offloaded++
 			}
 			if h.Tier == experts.Peer {
@@ -425,7 +425,7 @@ func tally(homes [][]experts.Home) (onPeers, offloaded int) {
 }
 
 // noRates are those of experts that nobody has used.
-func noRates(homes [][]experts.Home) [][]float64 {
+func noRates(homes [][]experts.Placed) [][]float64 {
 	rates := make([][]float64, len(homes))
 	for l := range homes {
 		rates[l] = make([]float64, len(homes[l]))
@@ -434,11 +434,11 @@ func noRates(homes [][]experts.Home) [][]float64 {
 }
 
 func (r *Rebalancer) doesNotFit(v View, refusal error) error {
-	onPeers, offloaded := tally(v.Homes)
+	onPeers, offloaded := tally(v.Placed)
 	var where string
 	for _, p := range v.Peers {
 		n := 0
-		for _, layer := range v.Homes {
+		for _, layer := range v.Placed {
 			for _, h := range layer {
 				if h.Tier == experts.Peer && h.Device == p.From {
 					n++

@@ -163,7 +163,7 @@ func newRig(t *testing.T, o rigOptions) *rig {
 	r.compute = stream.(device.Executor)
 
 	// The ring is so small that it never still has what the step before has fetched.
-	c := experts.Config{Experts: rigExperts, Layout: rigLayout, Adaptive: o.adaptive, RingSlots: rigExperts}
+	c := experts.Config{Experts: rigExperts, Layout: rigLayout, Dynamic: o.adaptive, CacheSlots: rigExperts}
 	for l := range rigLayers {
 		c.Layers = append(c.Layers, l)
 	}
@@ -277,7 +277,7 @@ func (r *rig) layer(st experts.Step, l int, whole bool) error {
 		err = r.waves(l, use.Slots, use.Waves)
 	}
 	if err == nil {
-		err = use.Close()
+		err = use.Release()
 	}
 	return err
 }
@@ -332,9 +332,9 @@ func (r *rig) tick() {
 // peers.
 func (r *rig) hitRate(d time.Duration) float64 {
 	r.Helper()
-	before := r.store.Stats().Hits
+	before := r.store.Stats().Uses
 	r.steps(d, false)
-	after := r.store.Stats().Hits
+	after := r.store.Stats().Uses
 	p, h := after[experts.Peer]-before[experts.Peer], after[experts.Host]-before[experts.Host]
 	if p+h == 0 {
 		r.Fatal("nothing was fetched")
@@ -345,7 +345,7 @@ func (r *rig) hitRate(d time.Duration) float64 {
 // onPeers counts copies by layer and by peer.
 func (r *rig) onPeers() (layers [rigLayers]int, peers map[device.Space]int) {
 	peers = map[device.Space]int{}
-	for l, homes := range r.store.Homes() {
+	for l, homes := range r.store.Placed() {
 		for _, h := range homes {
 			if h.Tier == experts.Peer {
 				layers[l]++
@@ -374,7 +374,7 @@ func TestDrift(t *testing.T) {
 					t.Errorf("hit rate %.2f, after the shift %.2f, %v later %.2f", before, shifted, bound, after)
 				}
 			}
-			if s := r.store.Stats(); s.Failed != 0 || s.MovedBytes != s.Promoted*rigBytes || r.log.Len() != 0 {
+			if s := r.store.Stats(); s.Failed != 0 || s.MigratedBytes != s.Promoted*rigBytes || r.log.Len() != 0 {
 				t.Errorf("%+v, log:\n%s", s, r.log)
 			}
 		})
@@ -462,7 +462,7 @@ func TestCosts(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	for l, homes := range r.store.Homes() {
+	for l, homes := range r.store.Placed() {
 		label := func(e int) string { return fmt.Sprintf("layer %d expert %d", l, (e+l)%rigExperts) }
 		for i := range 2 {
 			hot, cold := costs[label(r.hot+i)], costs[label(was+i)]
@@ -556,7 +556,7 @@ func TestFasterPeer(t *testing.T) {
 		t.Fatal(err)
 	}
 	r.steps(3*time.Second, false)
-	for l, homes := range r.store.Homes() {
+	for l, homes := range r.store.Placed() {
 		for _, e := range []int{l % rigExperts, (l + 1) % rigExperts} {
 			if h := homes[e]; h.Tier != experts.Peer || h.Device != device.HBM(2) {
 				t.Errorf("hot expert %d of layer %d is at %v %v", e, l, h.Tier, h.Device)
@@ -571,9 +571,9 @@ func TestSwaps(t *testing.T) {
 	for range 2 {
 		r.hot += 3
 		r.steps(4*time.Second, false)
-		for l, homes := range r.store.Homes() {
+		for l, homes := range r.store.Placed() {
 			for _, e := range []int{r.hot, r.hot + 1} {
-				if h := homes[(e+l)%rigExperts]; h.Tier != experts.Local {
+				if h := homes[(e+l)%rigExperts]; h.Tier != experts.Resident {
 					t.Errorf("layer %d: hot expert %d is %v", l, (e+l)%rigExperts, h.Tier)
 				}
 			}

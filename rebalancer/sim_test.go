@@ -70,7 +70,7 @@ type world struct {
 	bytes int64 // of an expert
 	now   time.Duration
 	uses  [][]int64
-	homes [][]experts.Home
+	homes [][]experts.Placed
 	// capacity of each peer in experts; used of it.
 	capacity, used []int
 	// landing is when the copies under way land, in the order in which they were begun.
@@ -89,15 +89,15 @@ func newWorld(t testing.TB, bytes int64, layers, n int, capacity ...int) *world 
 	w := &world{t: t, bytes: bytes, capacity: capacity, used: make([]int, len(capacity)), rng: rand.New(rand.NewPCG(7, 7))}
 	for range layers {
 		w.uses = append(w.uses, make([]int64, n))
-		w.homes = append(w.homes, slices.Repeat([]experts.Home{{Tier: experts.Host}}, n))
+		w.homes = append(w.homes, slices.Repeat([]experts.Placed{{Tier: experts.Host}}, n))
 	}
 	return w
 }
 
-func (w *world) at(id experts.ID) *experts.Home { return &w.homes[id.Layer][id.Expert] }
+func (w *world) at(id experts.ID) *experts.Placed { return &w.homes[id.Layer][id.Expert] }
 
 func (w *world) view() rebalancer.View {
-	v := rebalancer.View{Uses: w.uses, Homes: w.homes, Moving: len(w.landing)}
+	v := rebalancer.View{Uses: w.uses, Placed: w.homes, Moving: len(w.landing)}
 	v.Host = experts.Link{From: device.Host, BytesPerSecond: simHost}
 	for k, n := range w.capacity {
 		v.Peers = append(v.Peers, rebalancer.Peer{
@@ -132,7 +132,7 @@ func (w *world) demote(id experts.ID) {
 	}
 	i, _ := h.Device.GPU()
 	w.used[i-1]--
-	*h = experts.Home{Tier: experts.Host}
+	*h = experts.Placed{Tier: experts.Host}
 }
 
 func (w *world) carryOut(m rebalancer.Move) bool {

@@ -72,7 +72,7 @@ func NewMetrics(model string) *Metrics {
 	m.success = prometheus.NewCounterVec(prometheus.CounterOpts{
 		Name: "vllm:request_success_total", Help: "Requests that ended, by reason.", ConstLabels: labels,
 	}, []string{"finished_reason"})
-	m.step = histogram("moeserve_step_seconds", "Steps of the engine.", tokenBounds, nil)
+	m.step = histogram("moeserve_step_duration_seconds", "Steps of the engine.", tokenBounds, nil)
 	m.drain = histogram("moeserve_harvest_drain_seconds", "From a revocation of borrowed memory to the end of its last reader.", drainBounds, nil)
 	m.registry.MustRegister(m.success,
 		collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))

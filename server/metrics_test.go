@@ -59,7 +59,7 @@ func testMetrics(t *testing.T) {
 		node:   slow,
 		pipes:  true,
 		change: func(m *server.Model) {
-			c := prometheus.NewCounter(prometheus.CounterOpts{Name: "moeserve_expert_hits_total"})
+			c := prometheus.NewCounter(prometheus.CounterOpts{Name: "moeserve_expert_uses_total"})
 			c.Add(5)
 			m.Collectors = []prometheus.Collector{c}
 		},
@@ -90,8 +90,8 @@ func testMetrics(t *testing.T) {
 		"vllm:request_inference_time_seconds_count" + model:                      3,
 		"vllm:inter_token_latency_seconds_count" + model:                         2,
 		"vllm:request_time_per_output_token_seconds_count" + model:               2,
-		"moeserve_step_seconds_count":                                            float64(h.State().Steps),
-		"moeserve_expert_hits_total":                                             5,
+		"moeserve_step_duration_seconds_count":                                   float64(h.State().Steps),
+		"moeserve_expert_uses_total":                                             5,
 		"moeserve_harvest_drain_seconds_count":                                   1,
 		"moeserve_harvest_drain_seconds_sum":                                     2,
 	} {

@@ -29,7 +29,7 @@
 //	})
 //	…
 //	compute.Await(landed, 7)             // the consumer's stream waits by itself
-//	ticket.Promote(transfer.Needed)      // it is needed sooner than thought
+//	ticket.Promote(transfer.Demand)      // it is needed sooner than thought
 //
 // # Many pieces
 //
@@ -58,7 +58,7 @@
 //   - Submit and Promote never wait for a copy.
 //   - Done is raised once per request, after its last byte has landed, or failed.
 //     Nothing is ever raised with a byte missing, unless whoever wanted the bytes has
-//     said by Ticket.Forgo that nobody does any more.
+//     said by Ticket.Skip that nobody does any more.
 //   - Nothing of a request is written before all of its After points.
 //   - Host work runs as Work on host streams or in the caller's goroutine, so that a
 //     machine with virtual time sees all of it.

@@ -80,11 +80,11 @@ type Engine struct {
 	links []*link
 	// waits, tickets and marks, fences for Ticket.end at the value that they have, are
 	// there to be used again; worn marks are not, see lastMark.
-	waits   []*wait
-	tickets []*Ticket
-	marks   []device.Point
-	worn    []device.Point
-	closed  bool
+	waits      []*wait
+	tickets    []*Ticket
+	doneFences []device.Point
+	exhausted  []device.Point
+	closed     bool
 }
 
 // lastMark is the value from which on a fence is not used for another Ticket.end: somebody
@@ -149,7 +149,7 @@ func (e *Engine) submit(r *Request) (*Ticket, error) {
 	}
 	if err != nil {
 		t.end.Value-- // it was not raised
-		e.marks = append(e.marks, t.end)
+		e.doneFences = append(e.doneFences, t.end)
 		e.recycle(t)
 		return nil, err
 	}
@@ -159,8 +159,8 @@ func (e *Engine) submit(r *Request) (*Ticket, error) {
 // ticket is that of a request: a new one, or one that was given up.
 func (e *Engine) ticket(r *Request) (*Ticket, error) {
 	var mark device.Point
-	if n := len(e.marks); n > 0 {
-		mark, e.marks = e.marks[n-1], e.marks[:n-1]
+	if n := len(e.doneFences); n > 0 {
+		mark, e.doneFences = e.doneFences[n-1], e.doneFences[:n-1]
 	} else {
 		f, err := e.o.Machine.NewFence("end of a copy")
 		if err != nil {
@@ -327,9 +327,9 @@ func (e *Engine) finish(t *Ticket, err error) {
 // unmark takes a fence back of which no ticket will raise this value any more.
 func (e *Engine) unmark(p device.Point) {
 	if p.Value < lastMark {
-		e.marks = append(e.marks, p)
+		e.doneFences = append(e.doneFences, p)
 	} else {
-		e.worn = append(e.worn, p)
+		e.exhausted = append(e.exhausted, p)
 	}
 }
 
@@ -388,7 +388,7 @@ func (e *Engine) Close() error {
 		}
 		e.mu.Lock()
 	}
-	links, marks := e.links, append(e.marks, e.worn...)
+	links, marks := e.links, append(e.doneFences, e.exhausted...)
 	e.mu.Unlock()
 	defer e.mu.Lock()
 	// Now nothing runs on it but what was watched for, and points of no interest.

@@ -171,8 +171,8 @@ func TestCopy(t *testing.T) {
 			} {
 				r := newRig(t, o, transfer.Options{ChunkBytes: 100, Depth: 3})
 				src, there, dst := r.filled(n, 1), r.alloc(pair.From, n), r.alloc(pair.To, n)
-				r.wait(r.submit(r.down(there, src, transfer.Needed)))
-				ticket := r.submit(r.down(dst, there, transfer.Needed))
+				r.wait(r.submit(r.down(there, src, transfer.Demand)))
+				ticket := r.submit(r.down(dst, there, transfer.Demand))
 				r.wait(ticket)
 				if !ticket.Ended() {
 					t.Error("a ticket that was waited for has not ended")
@@ -196,7 +196,7 @@ func TestNoHeadOfLine(t *testing.T) {
 		read := r.point()
 
 		b := r.down(slot, srcB, transfer.Prefetch)
-		a := r.down(slot, srcA, transfer.Needed) // overwrites what compute reads of b
+		a := r.down(slot, srcA, transfer.Demand) // overwrites what compute reads of b
 		a.After = []device.Point{read}
 		ta := r.submit(a)
 		tb := r.submit(b)
@@ -236,9 +236,9 @@ func TestOvertaking(t *testing.T) {
 		}, transfer.Options{ChunkBytes: 100, Depth: depth})
 		low := r.down(r.alloc(device.HBM(0), 1000), r.filled(1000, 1), transfer.Prefetch)
 		late := r.down(r.alloc(device.HBM(0), 30), r.filled(30, 1), transfer.Prefetch)
-		high := r.down(r.alloc(device.HBM(0), 10), r.filled(10, 1), transfer.Needed)
+		high := r.down(r.alloc(device.HBM(0), 10), r.filled(10, 1), transfer.Demand)
 		tl, tm, th := r.submit(low), r.submit(late), r.submit(high)
-		tm.Promote(transfer.Needed) // submitted before high, so it goes before it
+		tm.Promote(transfer.Demand) // submitted before high, so it goes before it
 		r.wait(tl)
 		r.wait(tm)
 		r.wait(th)
@@ -424,7 +424,7 @@ func TestStall(t *testing.T) {
 	r := newRig(t, emulated.Options{Virtual: true, HostLink: emulated.Link{BytesPerSecond: 1000}}, transfer.Options{ChunkBytes: 100})
 	r.m.Inject(&emulated.Fault{Kind: emulated.StallCopy, Skip: 1, For: 5 * time.Second})
 	src, dst := r.filled(300, 1), r.alloc(device.HBM(0), 300)
-	r.wait(r.submit(r.down(dst, src, transfer.Needed)))
+	r.wait(r.submit(r.down(dst, src, transfer.Demand)))
 	r.equal(dst, src)
 	if busy := r.engine.Stats()[0].Busy; (busy - 5300*time.Millisecond).Abs() > time.Millisecond {
 		t.Errorf("busy for %v, want 5.3 s", busy)
@@ -434,7 +434,7 @@ func TestStall(t *testing.T) {
 // TestBusy: with one chunk always queued behind another the link never idles.
 func TestBusy(t *testing.T) {
 	r := newRig(t, emulated.Options{Virtual: true, HostLink: emulated.Link{BytesPerSecond: 1e6}}, transfer.Options{ChunkBytes: 1000, Depth: 2})
-	a, b := r.down(r.alloc(device.HBM(0), 50_000), r.filled(50_000, 1), transfer.Prefetch), r.down(r.alloc(device.HBM(0), 50_000), r.filled(50_000, 1), transfer.Needed)
+	a, b := r.down(r.alloc(device.HBM(0), 50_000), r.filled(50_000, 1), transfer.Prefetch), r.down(r.alloc(device.HBM(0), 50_000), r.filled(50_000, 1), transfer.Demand)
 	ta, tb := r.submit(a), r.submit(b)
 	r.wait(ta)
 	r.wait(tb)
@@ -463,10 +463,10 @@ func TestLost(t *testing.T) {
 				t.Errorf("a copy to a lost device: %v", err)
 			}
 		}
-		if _, err := r.engine.Submit(r.down(db, b, transfer.Needed)); !errors.Is(err, device.ErrLost) {
+		if _, err := r.engine.Submit(r.down(db, b, transfer.Demand)); !errors.Is(err, device.ErrLost) {
 			t.Errorf("submitting to a lost device: %v", err)
 		}
-		r.wait(r.submit(r.down(dc, c, transfer.Needed)))
+		r.wait(r.submit(r.down(dc, c, transfer.Demand)))
 		r.equal(dc, c)
 	})
 }
@@ -482,7 +482,7 @@ func TestRefused(t *testing.T) {
 		}
 		r := newRig(t, o, transfer.Options{ChunkBytes: 60})
 		src, dst := r.filled(100, 1), r.alloc(device.HBM(0), 100)
-		beyond := r.down(dst, src, transfer.Needed) // its second chunk lies outside
+		beyond := r.down(dst, src, transfer.Demand) // its second chunk lies outside
 		beyond.Dst.Addr += 10
 		old := r.down(dst, src, transfer.Prefetch)
 		old.Done.Value = 0 // fences start there
@@ -493,11 +493,11 @@ func TestRefused(t *testing.T) {
 		if err := to.Wait(t.Context()); err == nil || !strings.Contains(err.Error(), "values must rise") {
 			t.Errorf("a Done point of the past: %v", err)
 		}
-		r.wait(r.submit(r.down(dst, src, transfer.Needed)))
+		r.wait(r.submit(r.down(dst, src, transfer.Demand)))
 		r.equal(dst, src)
 
 		// A fence that cannot be awaited is an error of Submit.
-		bad := r.down(dst, src, transfer.Needed)
+		bad := r.down(dst, src, transfer.Demand)
 		bad.After = []device.Point{r.point()}
 		if err := bad.After[0].Fence.Close(); err != nil {
 			t.Fatal(err)
@@ -505,7 +505,7 @@ func TestRefused(t *testing.T) {
 		if _, err := r.engine.Submit(bad); !errors.Is(err, device.ErrClosed) {
 			t.Errorf("after a closed fence: %v", err)
 		}
-		r.wait(r.submit(r.down(dst, src, transfer.Needed)))
+		r.wait(r.submit(r.down(dst, src, transfer.Demand)))
 	})
 }
 
@@ -515,7 +515,7 @@ func TestAfterFails(t *testing.T) {
 		src, dst := r.filled(100, 1), r.alloc(device.HBM(0), 100)
 		boom := errors.New("boom")
 		for range 3 { // the stream that waited is used again
-			q := r.down(dst, src, transfer.Needed)
+			q := r.down(dst, src, transfer.Demand)
 			q.After = []device.Point{r.point()}
 			ticket := r.submit(q)
 			if err := q.After[0].Fence.Fail(1, boom); err != nil {
@@ -524,7 +524,7 @@ func TestAfterFails(t *testing.T) {
 			if err := ticket.Wait(t.Context()); !errors.Is(err, transfer.ErrAfter) || !errors.Is(err, boom) {
 				t.Errorf("after a failed point: %v", err)
 			}
-			r.wait(r.submit(r.down(dst, src, transfer.Needed)))
+			r.wait(r.submit(r.down(dst, src, transfer.Demand)))
 		}
 	})
 }
@@ -542,9 +542,9 @@ func TestAfterFailsUnasked(t *testing.T) {
 			first := r.point()
 			after := first
 			for i := range 6 {
-				q := r.down(dst, src, transfer.Needed)
+				q := r.down(dst, src, transfer.Demand)
 				if i%2 == 1 {
-					q = r.down(src, dst, transfer.Needed)
+					q = r.down(src, dst, transfer.Demand)
 				}
 				q.After = []device.Point{after}
 				after = q.Done
@@ -568,7 +568,7 @@ func TestAfterFailsUnasked(t *testing.T) {
 			}
 			_ = producer.Recover(t.Context()) // boom
 			// The streams that waited are used again.
-			q := r.down(dst, src, transfer.Needed)
+			q := r.down(dst, src, transfer.Demand)
 			q.After = []device.Point{r.point()}
 			ticket := r.submit(q)
 			if err := q.After[0].Fence.Raise(1); err != nil {
@@ -597,11 +597,11 @@ func TestWaitingTogether(t *testing.T) {
 	p := r.point()
 	var tickets []*transfer.Ticket
 	for range 5 {
-		q := r.down(dst, src, transfer.Needed)
+		q := r.down(dst, src, transfer.Demand)
 		q.After = []device.Point{p}
 		tickets = append(tickets, r.submit(q))
 	}
-	apart := r.down(other, src, transfer.Needed)
+	apart := r.down(other, src, transfer.Demand)
 	apart.After = []device.Point{r.point()}
 	last := r.submit(apart)
 	if !tickets[2].Cancel() {
@@ -629,10 +629,10 @@ func TestCancel(t *testing.T) {
 	machines(t, func(t *testing.T, o emulated.Options) {
 		r := newRig(t, o, transfer.Options{ChunkBytes: 10, Depth: 1})
 		src, dst, other := r.filled(100, 1), r.alloc(device.HBM(0), 100), r.alloc(device.HBM(0), 100)
-		blocked := r.down(other, src, transfer.Needed)
+		blocked := r.down(other, src, transfer.Demand)
 		blocked.After = []device.Point{r.point()}
 		tb := r.submit(blocked)
-		running := r.submit(r.down(dst, src, transfer.Needed))
+		running := r.submit(r.down(dst, src, transfer.Demand))
 		if !tb.Cancel() {
 			t.Error("a copy that has not begun was not canceled")
 		}
@@ -663,16 +663,16 @@ func TestForgo(t *testing.T) {
 		r := newRig(t, o, transfer.Options{ChunkBytes: 10, Depth: 1})
 		src, empty := r.filled(100, 1), r.filled(100, 2)
 		dst, unwanted, read := r.alloc(device.HBM(0), 100), r.alloc(device.HBM(0), 100), r.alloc(device.HBM(0), 100)
-		r.wait(r.submit(r.down(unwanted, empty, transfer.Needed)))
+		r.wait(r.submit(r.down(unwanted, empty, transfer.Demand)))
 		stall := r.m.Inject(&emulated.Fault{Kind: emulated.StallCopy, Match: func(p emulated.Point) bool { return p.To == device.HBM(0) }})
-		running := r.submit(r.down(dst, src, transfer.Needed))
-		waiting := r.down(read, src, transfer.Needed)
+		running := r.submit(r.down(dst, src, transfer.Demand))
+		waiting := r.down(read, src, transfer.Demand)
 		waiting.After = []device.Point{r.point()}
 		tw, tu := r.submit(waiting), r.submit(r.down(unwanted, src, transfer.Prefetch))
-		if tw.Forgo() || running.Forgo() {
+		if tw.Skip() || running.Skip() {
 			t.Error("a copy that waits for a reader, or has begun, was forgone")
 		}
-		if !tu.Forgo() || tu.Forgo() {
+		if !tu.Skip() || tu.Skip() {
 			t.Error("a copy that has not begun was not forgone, or twice")
 		}
 		if err := tu.Wait(t.Context()); err != nil || !tu.Ended() {
@@ -701,7 +701,7 @@ func TestEnd(t *testing.T) {
 		r := newRig(t, o, transfer.Options{ChunkBytes: 50})
 		src, dst := r.filled(100, 1), r.alloc(device.HBM(0), 100)
 		stall := r.m.Inject(&emulated.Fault{Kind: emulated.StallCopy, Match: func(p emulated.Point) bool { return p.To == device.HBM(0) }})
-		first := r.down(dst, src, transfer.Needed)
+		first := r.down(dst, src, transfer.Demand)
 		running := r.submit(first)
 		second := first
 		second.Done.Value++
@@ -734,11 +734,11 @@ func TestRelease(t *testing.T) {
 	machines(t, func(t *testing.T, o emulated.Options) {
 		r := newRig(t, o, transfer.Options{ChunkBytes: 10, Depth: 1})
 		src, dst := r.filled(100, 1), r.alloc(device.HBM(0), 100)
-		landed := r.submit(r.down(dst, src, transfer.Needed))
+		landed := r.submit(r.down(dst, src, transfer.Demand))
 		r.wait(landed)
 		landed.Release()
 
-		held := r.down(dst, src, transfer.Needed)
+		held := r.down(dst, src, transfer.Demand)
 		held.After = []device.Point{r.point()}
 		under := r.submit(held)
 		if under != landed {
@@ -750,7 +750,7 @@ func TestRelease(t *testing.T) {
 			t.Fatal("the ticket of a copy under way is used again")
 		}
 		stall := r.m.Inject(&emulated.Fault{Kind: emulated.StallCopy, Match: func(p emulated.Point) bool { return p.To == device.HBM(0) }})
-		running := r.submit(r.down(r.alloc(device.HBM(0), 100), src, transfer.Needed))
+		running := r.submit(r.down(r.alloc(device.HBM(0), 100), src, transfer.Demand))
 		queued := r.submit(r.down(r.alloc(device.HBM(0), 100), src, transfer.Prefetch))
 		if !queued.Cancel() {
 			t.Fatal("a copy behind one that stalls has begun")
@@ -807,9 +807,9 @@ func TestReleaseUnderLoad(t *testing.T) {
 				forgone, given := false, false
 				switch rng.IntN(4) {
 				case 0:
-					ticket.Promote(transfer.Needed)
+					ticket.Promote(transfer.Demand)
 				case 1:
-					forgone = ticket.Forgo()
+					forgone = ticket.Skip()
 				case 2:
 					given = ticket.Cancel()
 				}
@@ -875,7 +875,7 @@ func TestClose(t *testing.T) {
 		t.Run("", func(t *testing.T) { // memory is freed before the machine is closed
 			r.T = t
 			src, dst, other := r.filled(100, 1), r.alloc(device.HBM(0), 100), r.alloc(device.HBM(0), 100)
-			begun, queued := r.submit(r.down(dst, src, transfer.Needed)), r.submit(r.down(other, src, transfer.Needed))
+			begun, queued := r.submit(r.down(dst, src, transfer.Demand)), r.submit(r.down(other, src, transfer.Demand))
 			if err := e.Close(); err != nil {
 				t.Error(err)
 			}
@@ -885,7 +885,7 @@ func TestClose(t *testing.T) {
 			if err := queued.Err(); !errors.Is(err, device.ErrClosed) {
 				t.Errorf("what was not begun: %v", err)
 			}
-			if _, err := e.Submit(r.down(dst, src, transfer.Needed)); !errors.Is(err, device.ErrClosed) {
+			if _, err := e.Submit(r.down(dst, src, transfer.Demand)); !errors.Is(err, device.ErrClosed) {
 				t.Errorf("submitting to a closed engine: %v", err)
 			}
 			if err := e.Close(); !errors.Is(err, device.ErrClosed) {
@@ -919,7 +919,7 @@ func TestBadRequests(t *testing.T) {
 		},
 		"no path between these": func(q *transfer.Request) { q.Src, q.Dst = q.Dst, q.Src },
 	} {
-		q := r.down(dst, src, transfer.Needed)
+		q := r.down(dst, src, transfer.Demand)
 		change(&q)
 		if _, err := r.engine.Submit(q); err == nil || !strings.Contains(err.Error(), want) {
 			t.Errorf("got %v, want an error with %q", err, want)
@@ -950,7 +950,7 @@ func TestWrongSpace(t *testing.T) {
 			"in no live allocation":   func(q *transfer.Request) { q.Src.Addr = 8 },
 			"destination gpu0 [0x8,+": func(q *transfer.Request) { q.Dst.Addr = 8 },
 		} {
-			q := r.down(dst, src, transfer.Needed)
+			q := r.down(dst, src, transfer.Demand)
 			change(&q)
 			if _, err := r.engine.Submit(q); err == nil || !strings.Contains(err.Error(), want) {
 				t.Errorf("got %v, want an error with %q", err, want)
@@ -959,19 +959,19 @@ func TestWrongSpace(t *testing.T) {
 		if s := r.engine.Stats(); len(s) != 0 {
 			t.Errorf("refused requests made links: %+v", s)
 		}
-		q := r.down(dst, src, transfer.Needed)
+		q := r.down(dst, src, transfer.Demand)
 		r.wait(r.submit(q))
 		r.equal(dst, src)
 	})
 }
 
 func TestPriorities(t *testing.T) {
-	for p, want := range map[transfer.Priority]string{transfer.Rebalance: "rebalance", transfer.Prefetch: "prefetch", transfer.Needed: "needed", 7: "priority(7)"} {
+	for p, want := range map[transfer.Priority]string{transfer.Rebalance: "rebalance", transfer.Prefetch: "prefetch", transfer.Demand: "needed", 7: "priority(7)"} {
 		if p.String() != want || p >= transfer.Priorities {
 			t.Errorf("priority %d of %d prints as %q, want %q", p, transfer.Priorities, p, want)
 		}
 	}
-	if transfer.Rebalance >= transfer.Prefetch || transfer.Prefetch >= transfer.Needed {
+	if transfer.Rebalance >= transfer.Prefetch || transfer.Prefetch >= transfer.Demand {
 		t.Error("priorities are not in the order of urgency")
 	}
 }
@@ -979,7 +979,7 @@ func TestPriorities(t *testing.T) {
 // scattered is a request of so many pieces of n bytes each, which lie in the other order
 // at their target, and adjoin nowhere or by fours.
 func (r *rig) scattered(dst, src device.Memory, pieces int, n int64, together int) transfer.Request {
-	q := transfer.Request{Priority: transfer.Needed, Done: r.point(), Label: transfer.Text("scattered")}
+	q := transfer.Request{Priority: transfer.Demand, Done: r.point(), Label: transfer.Text("scattered")}
 	for i := range pieces {
 		group, at := i/together, i%together
 		from, to := int64(i)*n, int64((pieces/together-1-group)*together+at)*n
@@ -1116,7 +1116,7 @@ func TestConcurrent(t *testing.T) {
 					t.Error(err)
 					return
 				}
-				ticket.Promote(transfer.Needed)
+				ticket.Promote(transfer.Demand)
 				if err := ticket.Wait(context.Background()); err != nil {
 					t.Error(err)
 				}

@@ -26,7 +26,7 @@ func TestInbound(t *testing.T) {
 	if got := in.Update(); got != 0 || in.Rate(device.Host) != 50e9 || in.Rate(device.HBM(1)) != 0 || in.Rate(device.HBM(7)) != 0 {
 		t.Errorf("before the first copy: busy for %v, %v from the host and %v from a peer", got, in.Rate(device.Host), in.Rate(device.HBM(1)))
 	}
-	small := r.down(r.alloc(device.HBM(0), 4<<20), r.alloc(device.Host, 4<<20), transfer.Needed)
+	small := r.down(r.alloc(device.HBM(0), 4<<20), r.alloc(device.Host, 4<<20), transfer.Demand)
 	r.wait(r.submit(small))
 	in.Update()
 	if got := in.Rate(device.Host); got != 50e9 {
@@ -35,8 +35,8 @@ func TestInbound(t *testing.T) {
 	var rates []float64
 	for range 3 {
 		began := r.m.Now()
-		r.wait(r.submit(r.down(dst, src, transfer.Needed)))
-		r.wait(r.submit(r.down(dst, peer, transfer.Needed)))
+		r.wait(r.submit(r.down(dst, src, transfer.Demand)))
+		r.wait(r.submit(r.down(dst, peer, transfer.Demand)))
 		if got, want := in.Update(), r.m.Now()-began; (got - want).Abs() > time.Microsecond {
 			t.Errorf("the busiest link was so for %v, want %v", got, want)
 		}

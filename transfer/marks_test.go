@@ -35,7 +35,7 @@ func TestWornMark(t *testing.T) {
 	}
 	first := end(1)
 	// As if so many copies had come between.
-	e.marks[0].Value = lastMark - 1
+	e.doneFences[0].Value = lastMark - 1
 	ok(first.Fence.Raise(lastMark - 1))
 	if p := end(2); p.Fence != first.Fence || p.Value != lastMark {
 		t.Errorf("the copy before the last of its fence ends at %v", p)

@@ -18,14 +18,14 @@ const (
 	Rebalance Priority = iota
 	// Prefetch brings what the next layers will use.
 	Prefetch
-	// Needed brings what the running layer waits for.
-	Needed
+	// Demand brings what the running layer waits for.
+	Demand
 
 	// Priorities is how many there are.
 	Priorities = dispatch.Classes
 )
 
-var priorityNames = [...]string{Rebalance: "rebalance", Prefetch: "prefetch", Needed: "needed"}
+var priorityNames = [...]string{Rebalance: "rebalance", Prefetch: "prefetch", Demand: "needed"}
 
 func (p Priority) String() string {
 	if int(p) < len(priorityNames) {

@@ -42,11 +42,11 @@ func (t *Ticket) Cancel() bool {
 	return done
 }
 
-// Forgo ends the request as if it had landed, if all its After points are reached and
+// Skip ends the request as if it had landed, if all its After points are reached and
 // nothing of it was given to the device yet, and reports whether it did. It is for bytes
 // that nobody wants any more: Done is raised, so whoever waits for it goes on, and finds
 // in Dst what was there before.
-func (t *Ticket) Forgo() bool {
+func (t *Ticket) Skip() bool {
 	e := t.engine
 	e.mu.Lock()
 	defer e.mu.Unlock()

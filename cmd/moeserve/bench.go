@@ -46,7 +46,7 @@ func newBenchThroughput(s *streams) *cobra.Command {
 		Long: `Measure the throughput of one configuration: all requests run as one batch, in
 lockstep, first their prompts and then a token of each a step.
 
-Without --prompts, the prompts are random ids whose lengths are distributed as
+Without --dataset-path, the prompts are random ids whose lengths are distributed as
 MT-Bench's: a log-normal distribution from 9 to 418 tokens with a mean of 77.
 Prompts that the model's context does not hold with --output-len are cut. Ends of
 answers are ignored. With --offload-tier auto, offloaded experts are fetched from
@@ -56,7 +56,7 @@ Where the rates of the hardware are known (--hardware, a preset of the GPU's nam
 or emulated devices with a virtual clock or pace), the floor that they set and what
 the planner predicts stand beside what was measured.`,
 		Example: `  moeserve bench throughput --offload-fraction 0.5 --offload-tier host
-  moeserve bench throughput --model mixtral-8x7b --load-format dummy --num-prompts 324 --prompts question.jsonl --json out.json`,
+  moeserve bench throughput --model mixtral-8x7b --load-format dummy --num-prompts 324 --dataset-path question.jsonl --json out.json`,
 		Args: noArguments,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			set, err := readSettings(cmd.Flags(), os.Environ())
@@ -114,8 +114,8 @@ func (b *benchmark) follow() error {
 	requests := len(b.options.Prompts)
 	in, err := node.Inspect(node.Options{
 		Settings: set.Settings, Log: set.logger(b.s.err),
-		Given: func(key string) bool {
-			return set.given(key) || slices.Contains([]string{"max-num-seqs", "num-kv-blocks", "max-model-len"}, key)
+		Explicit: func(key string) bool {
+			return set.given(key) || slices.Contains([]string{"max-num-seqs", "num-gpu-blocks-override", "max-model-len"}, key)
 		},
 		Workload: planner.Workload{PromptTokens: (tokens + requests - 1) / requests, NewTokens: b.options.NewTokens, Requests: requests},
 	})
@@ -163,8 +163,8 @@ func newBenchmark(s *streams, set *settings) (*benchmark, error) {
 		return nil, usagef("--output-len is %d and the model has %d positions; ask for fewer", set.Bench.OutputLen, m.Config.MaxPositions)
 	}
 	prompts := eval.GeneratePrompts(set.Bench.NumPrompts, min(set.Bench.InputLen, m.Config.MaxPositions), m.Config.Vocab, set.Generate.Seed)
-	if set.Bench.Prompts != "" {
-		if prompts, err = readPrompts(set.Bench.Prompts, m); err != nil {
+	if set.Bench.DatasetPath != "" {
+		if prompts, err = readPrompts(set.Bench.DatasetPath, m); err != nil {
 			return nil, err
 		}
 	}
@@ -176,7 +176,7 @@ func newBenchmark(s *streams, set *settings) (*benchmark, error) {
 	}
 	set.Batch.MaxNumSeqs = set.Bench.NumPrompts
 	set.Batch.MaxNumBatchedTokens = max(set.Batch.MaxNumBatchedTokens, set.Bench.NumPrompts)
-	set.KV.NumBlocks, set.KV.MaxModelLen = eval.Room(o.Prompts, o.NewTokens, sizing.BlockTokens)
+	set.KV.NumGPUBlocksOverride, set.KV.MaxModelLen = eval.Room(o.Prompts, o.NewTokens, sizing.BlockTokens)
 	return b, nil
 }
 
@@ -184,7 +184,7 @@ func newBenchmark(s *streams, set *settings) (*benchmark, error) {
 func readPrompts(path string, m *checkpoint.Model) ([][]int32, error) {
 	f, err := os.Open(path)
 	if err != nil {
-		return nil, usagef("--prompts: %w", err)
+		return nil, usagef("--dataset-path: %w", err)
 	}
 	defer f.Close() //nolint:errcheck // only read from
 	texts, err := eval.ReadPrompts(f, path)

@@ -75,8 +75,8 @@ func TestSweepBendsWhereThePlannerSays(t *testing.T) {
 		if r.Prediction == nil || r.Roofline == nil {
 			t.Fatalf("%v: neither floor nor prediction", r.Cell())
 		}
-		if r.Prediction.Knee > 0 {
-			knees[r.Tier] = r.Prediction.Knee
+		if r.Prediction.SaturationPoint > 0 {
+			knees[r.Tier] = r.Prediction.SaturationPoint
 		}
 	}
 	flat := at[eval.Cell{Tier: configs.NoTier}]

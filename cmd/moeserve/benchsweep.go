@@ -92,7 +92,7 @@ func benchSweep(ctx context.Context, s *streams, set *settings, o *sweepOptions)
 	config["sha256 of the prompts"] = fmt.Sprintf("%x", eval.Digest(b.options.Prompts))
 	sweep := eval.SweepOptions{Options: b.options, Cells: eval.Cells(fractions, tiers), Open: b.open}
 	if o.resume == "" {
-		if sweep.Together, err = b.together(len(sweep.Cells)); err != nil {
+		if sweep.Shared, err = b.together(len(sweep.Cells)); err != nil {
 			return err
 		}
 	} else {

@@ -40,7 +40,7 @@ func planned(s *streams, set *settings) error {
 	if set.Plan.Policy == configs.NoPolicy {
 		return nil
 	}
-	in, err := node.Inspect(node.Options{Settings: set.Settings, Given: set.given, Log: set.logger(s.err)})
+	in, err := node.Inspect(node.Options{Settings: set.Settings, Explicit: set.given, Log: set.logger(s.err)})
 	if err != nil {
 		return err
 	}

@@ -41,7 +41,7 @@ func inspect(s *streams, set *settings) (err error) {
 		return err
 	}
 	defer func() { err = errors.Join(err, res.close()) }()
-	in, err := node.Inspect(node.Options{Settings: set.Settings, Given: set.given, Log: set.logger(s.err)})
+	in, err := node.Inspect(node.Options{Settings: set.Settings, Explicit: set.given, Log: set.logger(s.err)})
 	if err != nil {
 		return err
 	}
@@ -71,10 +71,10 @@ type inspectResult struct {
 	DType           string         `json:"dtype"`
 	ExpertBytes     int64          `json:"expert_bytes"`
 	AllExpertBytes  int64          `json:"all_experts_bytes"`
-	OtherBytes      int64          `json:"other_bytes"`
+	DenseBytes      int64          `json:"dense_bytes"`
 	KVTokenBytes    int64          `json:"kv_bytes_per_token"`
 	OffloadFraction float64        `json:"offload_fraction"`
-	Local           int            `json:"local_experts"`
+	Local           int            `json:"resident_experts"`
 	Offloaded       int            `json:"offloaded_experts"`
 	Placement       []layerTiers   `json:"placement"`
 	Memory          []demandResult `json:"memory"`
@@ -100,9 +100,9 @@ type demandResult struct {
 type peerResult struct {
 	Space    string `json:"space"`
 	Capacity int64  `json:"capacity_bytes"`
-	Other    int64  `json:"other_bytes"`
+	Other    int64  `json:"other_processes_bytes"`
 	Headroom int64  `json:"headroom_bytes"`
-	Spare    int64  `json:"spare_bytes"`
+	Spare    int64  `json:"borrowable_bytes"`
 	Experts  int    `json:"experts"`
 }
 
@@ -117,11 +117,11 @@ func newInspectResult(set *settings, in *node.Inspection) *inspectResult {
 		Model: in.Model, Type: c.Type, Parameters: z.Parameters, Layers: c.Layers, MoELayers: c.MoELayers(),
 		Hidden: c.Hidden, Context: c.MaxPositions, Vocab: c.Vocab,
 		Experts: z.ExpertCount, ExpertsPerLayer: c.Experts, TopK: c.TopK, Routing: in.Routing, DType: in.DType,
-		ExpertBytes: z.ExpertBytes, AllExpertBytes: z.Experts, OtherBytes: z.Other, KVTokenBytes: z.KVPerToken,
-		OffloadFraction: set.Offload.Fraction, Local: in.Local, Offloaded: in.Offloaded,
+		ExpertBytes: z.ExpertBytes, AllExpertBytes: z.Experts, DenseBytes: z.Other, KVTokenBytes: z.KVPerToken,
+		OffloadFraction: set.Offload.Fraction, Local: in.Resident, Offloaded: in.Offloaded,
 		Placement: []layerTiers{}, Peers: []peerResult{},
 		KVBlocks: in.KV.Blocks, KVBlockBytes: in.KVBlockBytes, MaxModelLen: in.KV.MaxModelLen, Fits: in.Problem == nil,
-		RunsHere: in.Problem == nil && in.Here == nil,
+		RunsHere: in.Problem == nil && in.RunsHere == nil,
 	}
 	for _, l := range in.Placement {
 		r.Placement = append(r.Placement, layerTiers(l))
@@ -154,14 +154,14 @@ func printInspection(out io.Writer, set *settings, in *node.Inspection) error {
 	t.line("KV\t%s per token (%s), at most %d tokens", sizing.Bytes(z.KVPerToken), in.DType, c.MaxPositions)
 	t.line("")
 	how := fmt.Sprintf("offload-fraction %v", set.Offload.Fraction)
-	if set.Offload.LocalExperts != "" {
-		how = "local-experts"
+	if set.Offload.ResidentExperts != "" {
+		how = "resident-experts"
 	}
-	where, legend := "the host", "L local, H on the host"
+	where, legend := "the host", "R resident, H host"
 	if set.Offload.Tier == configs.PeerTier {
-		where, legend = "peers, and on the host", "L local, P with a peer, and on the host"
+		where, legend = "peers, and on the host", "R resident, P peer copy (also on the host)"
 	}
-	t.line("%s\t%d experts local, %d on %s", how, in.Local, in.Offloaded, where)
+	t.line("%s\t%d experts local, %d on %s", how, in.Resident, in.Offloaded, where)
 	layers := make([]layerTiers, len(in.Placement))
 	for i, l := range in.Placement {
 		layers[i] = layerTiers(l)
@@ -187,8 +187,8 @@ func printInspection(out io.Writer, set *settings, in *node.Inspection) error {
 		return t.print(out)
 	}
 	t.line("KV cache\t%d blocks of %s, for sequences of up to %d tokens", in.KV.Blocks, sizing.Bytes(in.KVBlockBytes), in.KV.MaxModelLen)
-	if in.Here != nil {
-		t.line("not here\t%v", in.Here)
+	if in.RunsHere != nil {
+		t.line("not here\t%v", in.RunsHere)
 	}
 	return t.print(out)
 }

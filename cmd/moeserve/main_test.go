@@ -168,7 +168,7 @@ func TestFixturesAnswerAsTheReference(t *testing.T) {
 			for i, text := range fixtures.Load(t, name).Texts {
 				args := []string{
 					"run", "--model", dir, "--offload-fraction", "0.5", "--ignore-eos", "--quiet",
-					"--max-new-tokens", strconv.Itoa(len(text.GreedyIDs)), "--max-num-batched-tokens", "64",
+					"--max-tokens", strconv.Itoa(len(text.GreedyIDs)), "--max-num-batched-tokens", "64",
 				}
 				// In turn as an argument and on standard input.
 				stdin := io.Reader(strings.NewReader(""))
@@ -203,7 +203,7 @@ func TestInterrupt(t *testing.T) {
 	dir := t.TempDir()
 	// Each layer waits 20 ms for its experts: the answer takes half a minute.
 	cmd := exec.CommandContext(t.Context(), "moeserve", "run", "--emulate", "pace,latency=20ms", "--offload-fraction", "1",
-		"--ignore-eos", "--max-new-tokens", "240", "--json", "out.json", "--log-level", "error", "1+2=")
+		"--ignore-eos", "--max-tokens", "240", "--json", "out.json", "--log-level", "error", "1+2=")
 	cmd.Dir = dir
 	cmd.Env = append(os.Environ(), "TMPDIR="+dir)
 	var stderr bytes.Buffer
@@ -370,12 +370,12 @@ func TestNearest(t *testing.T) {
 }
 
 func TestTally(t *testing.T) {
-	tiers := slices.Concat(slices.Repeat([]string{"local"}, 3), slices.Repeat([]string{"host"}, 2), []string{"local"})
-	if got := tally(tiers); got != "L 4  H 2" {
+	tiers := slices.Concat(slices.Repeat([]string{"resident"}, 3), slices.Repeat([]string{"host"}, 2), []string{"resident"})
+	if got := tally(tiers); got != "R 4  H 2" {
 		t.Errorf("%q", got)
 	}
 	lines := layerLines([]layerTiers{{1, tiers}, {2, tiers}, {4, tiers[1:]}}, letters)
-	if want := []string{"1-2    LLLHHL", "4      LLHHL"}; !slices.Equal(lines, want) {
+	if want := []string{"1-2    RRRHHR", "4      RRHHR"}; !slices.Equal(lines, want) {
 		t.Errorf("%q, want %q", lines, want)
 	}
 }

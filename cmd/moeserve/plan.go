@@ -64,7 +64,7 @@ The result of --json can be given to run and serve as --policy.`,
 
 func plan(s *streams, set *settings, o *planOptions) (err error) {
 	po := node.PlanOptions{
-		Options:      node.Options{Settings: set.Settings, Given: set.given, Workload: o.workload, Log: set.logger(s.err)},
+		Options:      node.Options{Settings: set.Settings, Explicit: set.given, Workload: o.workload, Log: set.logger(s.err)},
 		Unrestricted: o.everything,
 	}
 	if o.peerMemory != "" {
@@ -108,7 +108,7 @@ type planResult struct {
 	Settings map[string]any `json:"settings"`
 	KVBlocks int            `json:"kv_blocks"`
 	// NotDone is what this engine does not do of the policy.
-	NotDone        []string       `json:"not_done"`
+	NotDone        []string       `json:"unsupported"`
 	TokS           float64        `json:"throughput_tok_s"`
 	DecodeTokS     float64        `json:"decode_tok_s"`
 	PrefillSeconds float64        `json:"prefill_s"`
@@ -118,7 +118,7 @@ type planResult struct {
 	Decode         stepResult     `json:"decode_step"`
 	Memory         []demandResult `json:"memory"`
 	// Knees are offload fractions up to which copies stay hidden, by tier.
-	Knees map[configs.Tier]float64 `json:"knees"`
+	Knees map[configs.Tier]float64 `json:"saturation_fraction"`
 }
 
 type workloadResult struct {
@@ -134,9 +134,9 @@ type stepResult struct {
 	CPU      float64       `json:"cpu_s"`
 	HostLink float64       `json:"host_link_s"`
 	PeerLink float64       `json:"peer_link_s"`
-	BackLink float64       `json:"back_link_s"`
-	HandOver float64       `json:"hand_over_s"`
-	Fetch    float64       `json:"fetch_s"`
+	BackLink float64       `json:"d2h_link_s"`
+	HandOver float64       `json:"overhead_s"`
+	Fetch    float64       `json:"on_demand_fetch_s"`
 	Phases   []phaseResult `json:"phases"`
 }
 
@@ -151,7 +151,7 @@ type phaseResult struct {
 func newStepResult(s *planner.Step) stepResult {
 	r := stepResult{
 		Seconds: s.Seconds, Bound: string(s.Bound), GPU: s.GPU, CPU: s.CPU,
-		HostLink: s.HostLink, PeerLink: s.PeerLink, BackLink: s.BackLink, HandOver: s.HandOver, Fetch: s.Fetch,
+		HostLink: s.HostLink, PeerLink: s.PeerLink, BackLink: s.D2HLink, HandOver: s.Overhead, Fetch: s.OnDemandFetch,
 	}
 	for _, p := range s.Phases {
 		r.Phases = append(r.Phases, phaseResult{p.Name, p.Bytes, p.Flops, p.Seconds, string(p.Bound)})
@@ -176,7 +176,7 @@ func newPlanResult(p *planning.Planned) *planResult {
 		Policy: x.Policy, Settings: p.Settings, KVBlocks: p.KVBlocks, NotDone: append([]string{}, p.Missing...),
 		TokS: x.TokS, DecodeTokS: x.DecodeTokS, PrefillSeconds: x.PrefillSeconds, DecodeSeconds: x.DecodeSeconds,
 		PrefillSteps: x.PrefillSteps, Prefill: newStepResult(&x.Prefill), Decode: newStepResult(&x.Decode),
-		Knees: p.Knees,
+		Knees: p.SaturationPoints,
 	}
 	for _, s := range spaces(p) {
 		m := demandResult{Space: s.Name, Capacity: s.Capacity, Usable: s.Usable, Need: s.Need()}
@@ -215,7 +215,7 @@ func printPlan(out io.Writer, p *planning.Planned) error {
 	if x.KVOnHost > 0 {
 		onHost = fmt.Sprintf(", %.0f %% of them on the host", 100*x.KVOnHost)
 	}
-	t.line("\t%d experts local, %d in host memory%s", x.LocalExperts, m.ExpertCount()-x.LocalExperts, peers)
+	t.line("\t%d experts local, %d in host memory%s", x.ResidentExperts, m.ExpertCount()-x.ResidentExperts, peers)
 	t.line("\t%d blocks of keys and values%s", p.KVBlocks, onHost)
 	if len(p.Missing) > 0 {
 		t.line("\tnot done by this engine: %s", strings.Join(p.Missing, ", "))
@@ -255,7 +255,7 @@ func hiddenUpTo(p *planning.Planned) string {
 		configs.Tier
 		from string
 	}{{configs.HostTier, "the host"}, {configs.PeerTier, "peers"}, {configs.AnyTier, "both"}} {
-		if knee, ok := p.Knees[tier.Tier]; ok && (tier.Tier != configs.AnyTier || knee != p.Knees[configs.PeerTier]) {
+		if knee, ok := p.SaturationPoints[tier.Tier]; ok && (tier.Tier != configs.AnyTier || knee != p.SaturationPoints[configs.PeerTier]) {
 			list = append(list, fmt.Sprintf("%.3f from %s", math.Min(1, knee), tier.from))
 		}
 	}
@@ -272,9 +272,9 @@ func printStep(t *table, name string, s *planner.Step) {
 		{"cpu", s.CPU},
 		{"host link", s.HostLink},
 		{"peer link", s.PeerLink},
-		{"link back", s.BackLink},
-		{"hand-over", s.HandOver},
-		{"fetch of chosen experts", s.Fetch},
+		{"link back", s.D2HLink},
+		{"hand-over", s.Overhead},
+		{"fetch of chosen experts", s.OnDemandFetch},
 	} {
 		if part.seconds == 0 {
 			continue

@@ -42,7 +42,7 @@ type runReport struct {
 	Retried         int64           `json:"steps_retried"`
 	Experts         observe.Experts `json:"experts"`
 	// Peers are what is borrowed of each at the end.
-	Peers []observe.Loan `json:"peers"`
+	Peers []observe.Borrowed `json:"peers"`
 	// Revocations of borrowed memory, by reason.
 	Revocations map[string]int64 `json:"revocations"`
 	Paths       []pathReport     `json:"paths"`
@@ -53,12 +53,12 @@ type runReport struct {
 // pathReport is what moved between two memories: while loading, and while
 // answering, when only missed experts move. The last three are of both.
 type pathReport struct {
-	From         string  `json:"from"`
-	To           string  `json:"to"`
+	From         string  `json:"src"`
+	To           string  `json:"dst"`
 	LoadCopies   int64   `json:"load_copies"`
 	LoadBytes    int64   `json:"load_bytes"`
-	AnswerCopies int64   `json:"answer_copies"`
-	AnswerBytes  int64   `json:"answer_bytes"`
+	AnswerCopies int64   `json:"completion_copies"`
+	AnswerBytes  int64   `json:"completion_bytes"`
 	Retries      int64   `json:"retries"`
 	Failed       int64   `json:"failed"`
 	BusySeconds  float64 `json:"busy_s"`
@@ -148,10 +148,10 @@ func printReport(out io.Writer, set *settings, res *runResult, harvest *observe.
 	}
 	if len(r.Layers) > 0 {
 		how := fmt.Sprintf("fraction %v", r.OffloadFraction)
-		if set.Offload.LocalExperts != "" {
-			how = "local-experts"
+		if set.Offload.ResidentExperts != "" {
+			how = "resident-experts"
 		}
-		for _, line := range r.Experts.Lines(how, set.Offload.AdaptLocal, harvest) {
+		for _, line := range r.Experts.Lines(how, set.Offload.DynamicResidency, harvest) {
 			t.line("%s", line)
 		}
 	}
@@ -170,9 +170,9 @@ func printReport(out io.Writer, set *settings, res *runResult, harvest *observe.
 			layers[i].Tiers = append(layers[i].Tiers, tier.String())
 		}
 	}
-	legend := "L local, R in the ring after a fetch, H on the host only"
+	legend := "R resident, C cached, H host"
 	if len(r.Peers) > 0 {
-		legend = "L local, R in the ring after a fetch, P with a peer, H on the host only"
+		legend = "R resident, C cached, P peer copy, H host"
 	}
 	printLayers(t, layers, legend)
 	return t.print(out)

@@ -85,7 +85,7 @@ func (p *prompt) workload(set *settings) planner.Workload {
 	if p.ids == nil {
 		tokens = len(p.text)/2 + 32
 	}
-	return planner.Workload{PromptTokens: tokens, NewTokens: set.Generate.MaxNewTokens, Requests: 1}
+	return planner.Workload{PromptTokens: tokens, NewTokens: set.Generate.MaxTokens, Requests: 1}
 }
 
 // readPrompt finds the prompt in arguments, flags or standard input.
@@ -164,7 +164,7 @@ func run(ctx context.Context, s *streams, set *settings, o *runOptions, args []s
 	}
 	defer func() { err = errors.Join(err, res.close()) }()
 
-	opts := node.Options{Settings: set.Settings, Given: set.given, Workload: p.workload(set), Log: set.logger(s.err)}
+	opts := node.Options{Settings: set.Settings, Explicit: set.given, Workload: p.workload(set), Log: set.logger(s.err)}
 	if p.ids != nil && set.Model.Name != "" {
 		// Ids need no tokenizer, but where there is one it gives their text.
 		_, err := os.Stat(filepath.Join(set.Model.Name, "tokenizer.json"))
@@ -253,7 +253,7 @@ func generate(ctx context.Context, n *node.Node, set *settings, from *prompt, ou
 		}
 	}
 	p := engine.DefaultParams()
-	p.MaxTokens, p.Temperature = set.Generate.MaxNewTokens, float32(set.Generate.Temperature)
+	p.MaxTokens, p.Temperature = set.Generate.MaxTokens, float32(set.Generate.Temperature)
 	p.Seed, p.IgnoreEOS = set.Generate.Seed, set.Generate.IgnoreEOS
 	start := time.Now()
 	var first, last time.Time

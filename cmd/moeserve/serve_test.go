@@ -215,7 +215,7 @@ func TestServePeers(t *testing.T) {
 		}
 		return n
 	}
-	if n := at(); n["gpu1"] == 0 || n["gpu1"]+n["gpu2"] != 24 || n["segments"] != 24 || n["local"] != 24 || n["local"]+n["peer"]+n["ring"] != 48 {
+	if n := at(); n["gpu1"] == 0 || n["gpu1"]+n["gpu2"] != 24 || n["segments"] != 24 || n["resident"] != 24 || n["resident"]+n["peer"]+n["cached"] != 48 {
 		t.Errorf("experts are %v", n)
 	}
 	heard := map[string]int{}
@@ -235,11 +235,11 @@ func TestServePeers(t *testing.T) {
 		`(?m)^moeserve_harvest_bytes{device="gpu2",state="used"} [1-9]`,
 		`(?m)^moeserve_harvest_bytes{device="gpu1",state="other"} 2.68435456e\+08$`,
 		`(?m)^moeserve_expert_fetch_bytes_total{tier="peer"} [1-9]`,
-		`(?m)^moeserve_expert_hits_total{tier="peer"} [1-9]`,
-		`(?m)^moeserve_expert_resident{tier="local"} 24$`,
+		`(?m)^moeserve_expert_uses_total{tier="peer"} [1-9]`,
+		`(?m)^moeserve_experts{tier="resident"} 24$`,
 		`(?m)^moeserve_expert_moves_total{move="revoked"} [1-9]`,
-		`(?m)^moeserve_rebalanced_bytes_total [1-9]`,
-		`(?m)^moeserve_expert_guesses_total [1-9]`,
+		`(?m)^moeserve_expert_migration_bytes_total [1-9]`,
+		`(?m)^moeserve_expert_prefetch_predicted_total [1-9]`,
 		`(?m)^moeserve_path_bytes_total{path="gpu2>gpu0"} [1-9]`,
 	} {
 		if !regexp.MustCompile(want).MatchString(metrics) {

@@ -45,7 +45,7 @@ func others(k configs.Key) [3]string {
 		return [3]string{"zipf:1", "zipf:2", "zipf:3"}
 	case k.Name == "peers":
 		return [3]string{"1", "2,3", "none"}
-	case k.Name == "local-experts":
+	case k.Name == "resident-experts":
 		return [3]string{"0:1", "@a", "1:2-3"}
 	case k.Name == "harvest-headroom":
 		return [3]string{"0", "1GiB", "7%"}

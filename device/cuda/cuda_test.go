@@ -754,7 +754,7 @@ func TestAccounts(t *testing.T) {
 		space := device.HBM(i)
 		before, err := r.m.Usage(space)
 		r.ok(err)
-		if before.Other <= 0 || before.Capacity <= 0 {
+		if before.OtherProcesses <= 0 || before.Capacity <= 0 {
 			t.Errorf("%s: %+v; the context takes something", space, before)
 		}
 		var mems []device.Memory
@@ -770,7 +770,7 @@ func TestAccounts(t *testing.T) {
 			t.Errorf("%s: %d bytes are accounted for 1 byte, 3 MiB and 40 MiB", space, got)
 		}
 		// What the driver sees is what is accounted, but for others that come and go.
-		if d := after.Other - before.Other; d < -granule || d > granule {
+		if d := after.OtherProcesses - before.OtherProcesses; d < -granule || d > granule {
 			t.Errorf("%s: others took %d bytes while we allocated", space, d)
 		}
 		for _, mem := range mems {

@@ -101,7 +101,7 @@ func (mem *memory) account() *account {
 func (mem *memory) refused(c int, why error) error {
 	detail := fmt.Sprintf("%q, %d bytes asked", mem.label, mem.bytes)
 	if u, err := mem.m.Usage(mem.space); err == nil {
-		detail += fmt.Sprintf(", %d free of %d (%d held by others)", max(u.Free(), 0), u.Capacity, u.Other)
+		detail += fmt.Sprintf(", %d free of %d (%d held by others)", max(u.Free(), 0), u.Capacity, u.OtherProcesses)
 	}
 	if why != nil {
 		detail += "; " + why.Error()
@@ -338,5 +338,5 @@ func (m *Machine) Usage(space device.Space) (device.Usage, error) {
 }
 
 func usage(capacity, free int64, a account) device.Usage {
-	return device.Usage{Capacity: capacity, Allocated: a.allocated, Peak: a.peak, Other: max(0, capacity-free-a.allocated)}
+	return device.Usage{Capacity: capacity, Allocated: a.allocated, Peak: a.peak, OtherProcesses: max(0, capacity-free-a.allocated)}
 }

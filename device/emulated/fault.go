@@ -170,9 +170,9 @@ func (m *Machine) Take(s device.Space, bytes int64) error {
 	if err != nil {
 		return err
 	}
-	if sp.usage.Other+bytes < 0 {
-		return &device.Error{Op: "take", Space: s, Detail: fmt.Sprintf("%d bytes given back, and others hold %d", -bytes, sp.usage.Other)}
+	if sp.usage.OtherProcesses+bytes < 0 {
+		return &device.Error{Op: "take", Space: s, Detail: fmt.Sprintf("%d bytes given back, and others hold %d", -bytes, sp.usage.OtherProcesses)}
 	}
-	sp.usage.Other += bytes
+	sp.usage.OtherProcesses += bytes
 	return nil
 }

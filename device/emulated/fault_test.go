@@ -267,7 +267,7 @@ func TestTake(t *testing.T) {
 		t.Fatal(err)
 	}
 	u, err := m.Usage(device.HBM(0))
-	if err != nil || u.Other != 3<<18 || u.Free() != -1<<18 {
+	if err != nil || u.OtherProcesses != 3<<18 || u.Free() != -1<<18 {
 		t.Errorf("usage %+v, free %d, %v", u, u.Free(), err)
 	}
 	_, err = m.Alloc(device.HBM(0), 1, "one byte")

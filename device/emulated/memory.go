@@ -105,8 +105,8 @@ func (m *Machine) Alloc(s device.Space, bytes int64, label string) (device.Memor
 	}
 	free := max(sp.usage.Free(), 0)
 	detail += fmt.Sprintf(", %d free of %d", free, sp.usage.Capacity)
-	if sp.usage.Other > 0 {
-		detail += fmt.Sprintf(" (%d held by others)", sp.usage.Other)
+	if sp.usage.OtherProcesses > 0 {
+		detail += fmt.Sprintf(" (%d held by others)", sp.usage.OtherProcesses)
 	}
 	if bytes > free || device.Align(bytes) > free {
 		return nil, &device.Error{Op: "alloc", Space: s, Detail: detail, Err: device.ErrOutOfMemory}

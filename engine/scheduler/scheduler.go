@@ -8,10 +8,10 @@ import (
 
 // Limits bound steps and sequences.
 type Limits struct {
-	// Rows of a step, and Sequences that load or run at once.
-	Rows, Sequences int
-	// Tokens that the whole KV cache holds, and so the most of one sequence.
-	Tokens int
+	// StepTokens of a step, and Sequences that load or run at once.
+	StepTokens, Sequences int
+	// CacheTokens that the whole KV cache holds, and so the most of one sequence.
+	CacheTokens int
 }
 
 // Blocks are the KV blocks of one sequence, as a part of an account that all sequences
@@ -88,7 +88,7 @@ type sequence struct {
 
 // New makes an empty scheduler.
 func New(l Limits) *Scheduler {
-	if l.Rows < 1 || l.Sequences < 1 || l.Tokens < 1 {
+	if l.StepTokens < 1 || l.Sequences < 1 || l.CacheTokens < 1 {
 		panic(fmt.Sprintf("scheduler: limits %+v", l))
 	}
 	return &Scheduler{limits: l}
@@ -97,8 +97,8 @@ func New(l Limits) *Scheduler {
 // Add lets a new sequence wait: tokens known, and most how many it can have in the
 // end. Its id is higher than all before it.
 func (s *Scheduler) Add(id ID, b Blocks, tokens, most int) {
-	if tokens < 1 || most < tokens || most > s.limits.Tokens {
-		panic(fmt.Sprintf("scheduler: sequence %d of %d to %d tokens in a cache of %d", id, tokens, most, s.limits.Tokens))
+	if tokens < 1 || most < tokens || most > s.limits.CacheTokens {
+		panic(fmt.Sprintf("scheduler: sequence %d of %d to %d tokens in a cache of %d", id, tokens, most, s.limits.CacheTokens))
 	}
 	if n := len(s.waiting); n > 0 && s.waiting[n-1].id >= id {
 		panic(fmt.Sprintf("scheduler: sequence %d comes after %d", id, s.waiting[n-1].id))
@@ -178,7 +178,7 @@ func (s *Scheduler) Preemptions() int64 { return s.preempt }
 // Plan decides the next step.
 func (s *Scheduler) Plan() Plan {
 	p := Plan{Chunks: s.chunks[:0]}
-	rows := s.limits.Rows
+	rows := s.limits.StepTokens
 	for _, decode := range []bool{true, false} {
 		// Preempting shortens s.running behind i.
 		for i := 0; i < len(s.running) && rows > 0; i++ {

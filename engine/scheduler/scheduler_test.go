@@ -38,7 +38,7 @@ func newAccount(t interface{ Fatal(...any) }, l Limits, blocks, blockTokens int)
 	if err != nil {
 		t.Fatal(err)
 	}
-	l.Tokens = m.Capacity()
+	l.CacheTokens = m.Capacity()
 	return &account{m, New(l)}
 }
 
@@ -70,7 +70,7 @@ func TestScript(t *testing.T) {
 		case "new":
 			var l Limits
 			var blocks, blockTokens int
-			d.ScanArgs(t, "rows", &l.Rows)
+			d.ScanArgs(t, "rows", &l.StepTokens)
 			d.ScanArgs(t, "sequences", &l.Sequences)
 			d.ScanArgs(t, "blocks", &blocks)
 			d.ScanArgs(t, "block-tokens", &blockTokens)
@@ -170,7 +170,7 @@ func (a *account) state() string {
 // sequences begin alike, and of some a part is loaded, as far as loads succeed.
 func TestHistories(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
-		l := Limits{Rows: rapid.IntRange(1, 24).Draw(t, "rows"), Sequences: rapid.IntRange(1, 6).Draw(t, "sequences")}
+		l := Limits{StepTokens: rapid.IntRange(1, 24).Draw(t, "rows"), Sequences: rapid.IntRange(1, 6).Draw(t, "sequences")}
 		blockTokens := rapid.IntRange(1, 5).Draw(t, "block tokens")
 		a := newAccount(t, l, rapid.IntRange(1, 12).Draw(t, "blocks"), blockTokens)
 		type model struct {
@@ -254,7 +254,7 @@ func TestHistories(t *testing.T) {
 					a.Done(c, 0)
 				}
 			}
-			if rows > l.Rows || a.Running()+a.Loading() > l.Sequences || a.Free() < 0 || a.Running()+a.Loading()+a.Waiting() != len(live) {
+			if rows > l.StepTokens || a.Running()+a.Loading() > l.Sequences || a.Free() < 0 || a.Running()+a.Loading()+a.Waiting() != len(live) {
 				t.Fatalf("%d rows, %d running, %d loading, %d waiting of %d, %d blocks free under %+v", rows, a.Running(), a.Loading(), a.Waiting(), len(live), a.Free(), l)
 			}
 			if len(p.Chunks) == 0 && len(live) > 0 && !loading && len(p.Loads) == 0 {

@@ -79,7 +79,7 @@ func (s *stage) fromDevice(b *buffer, src device.Region) error {
 
 func (s *stage) submit(b *buffer, r transfer.Request) (err error) {
 	b.done.Value++
-	r.Priority, r.Done = transfer.Needed, b.done
+	r.Priority, r.Done = transfer.Demand, b.done
 	b.ticket, err = s.o.Transfer.Submit(r)
 	return err
 }

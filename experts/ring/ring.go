@@ -20,7 +20,7 @@ import (
 	"fmt"
 
 	"github.com/moeserve/moeserve/device"
-	"github.com/moeserve/moeserve/residency"
+	"github.com/moeserve/moeserve/lease"
 )
 
 // Ring is the state of the slots. One goroutine at a time uses it.
@@ -32,7 +32,7 @@ type Ring struct {
 }
 
 type slot struct {
-	cell residency.Cell
+	cell lease.Cell
 	// holds is the expert that is here or on its way, or -1.
 	holds int
 }
@@ -71,9 +71,9 @@ func (r *Ring) References(slot int) int {
 }
 
 // Acquire takes a reference on the slot of an expert that the ring has.
-func (r *Ring) Acquire(expert int) (residency.Ref, bool) {
+func (r *Ring) Acquire(expert int) (lease.Ref, bool) {
 	if !r.Has(expert) {
-		return residency.Ref{}, false
+		return lease.Ref{}, false
 	}
 	return r.slots[r.last[expert]].cell.Acquire()
 }
@@ -91,7 +91,7 @@ func (r *Ring) Free() (slot int, ok bool) {
 
 // Put gives a free slot to an expert, with a reference, and adds to after until when those
 // who held it before may still read.
-func (r *Ring) Put(at, expert int, after []device.Point) (residency.Ref, []device.Point) {
+func (r *Ring) Put(at, expert int, after []device.Point) (lease.Ref, []device.Point) {
 	s := &r.slots[at]
 	exclusive := s.exclusive(at)
 	after = append(after, exclusive.Points()...)
@@ -102,7 +102,7 @@ func (r *Ring) Put(at, expert int, after []device.Point) (residency.Ref, []devic
 	return ref, after
 }
 
-func (s *slot) exclusive(at int) residency.Exclusive {
+func (s *slot) exclusive(at int) lease.Exclusive {
 	e, ok := s.cell.BeginExclusive()
 	if !ok {
 		panic(fmt.Sprintf("ring: slot %d is held exclusively by somebody else", at))

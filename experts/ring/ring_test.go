@@ -8,7 +8,7 @@ import (
 
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/device/emulated"
-	"github.com/moeserve/moeserve/residency"
+	"github.com/moeserve/moeserve/lease"
 )
 
 // TestRing compares a ring with a model: random puts, acquires, releases and losses.
@@ -28,7 +28,7 @@ func TestRing(t *testing.T) {
 	})
 	type modelSlot struct {
 		holds int
-		refs  []residency.Ref
+		refs  []lease.Ref
 		until []device.Point
 	}
 	rapid.Check(t, func(t *rapid.T) {
@@ -74,7 +74,7 @@ func TestRing(t *testing.T) {
 				if !slices.Equal(after, want[free].until) {
 					t.Fatalf("slot %d: until %v, want %v", free, after, want[free].until)
 				}
-				want[free] = modelSlot{holds: e, refs: []residency.Ref{ref}}
+				want[free] = modelSlot{holds: e, refs: []lease.Ref{ref}}
 				next = (free + 1) % slots
 			case 2, 3:
 				at := rapid.IntRange(0, slots-1).Draw(t, "slot")

@@ -179,13 +179,13 @@ func TestBadData(t *testing.T) {
 	}
 	extent := uint64(h.floats(int(layout.Size / 4)).Addr)
 	up := func(offsets, order, experts []int32, slots []uint64) kernels.Op {
-		return &kernels.ExpertUp{ExpertProduct: kernels.ExpertProduct{
+		return &kernels.ExpertUp{ExpertGEMM: kernels.ExpertGEMM{
 			X: h.floats(2, 16), Offsets: h.ints(offsets...), Order: h.ints(order...), Experts: h.ints(experts...),
 			Slots: tensor(h, kernels.U64, slots, len(slots)), Layout: layout, Out: h.floats(4, 16),
 		}}
 	}
 	down := func(offsets, order, experts []int32, slots []uint64) kernels.Op {
-		o := kernels.ExpertDown{ExpertProduct: up(offsets, order, experts, slots).(*kernels.ExpertUp).ExpertProduct}
+		o := kernels.ExpertDown{ExpertGEMM: up(offsets, order, experts, slots).(*kernels.ExpertUp).ExpertGEMM}
 		o.X, o.Out = o.Out, h.floats(4, 16)
 		return &o
 	}

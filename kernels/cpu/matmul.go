@@ -272,7 +272,7 @@ type share struct {
 
 // shares reads which pairs and which extents the listed experts of an operation
 // have, and leaves out those without pairs.
-func shares(op string, p *kernels.ExpertProduct) ([]share, error) {
+func shares(op string, p *kernels.ExpertGEMM) ([]share, error) {
 	starts, pairs, extents := vector[int32](&p.Offsets), vector[int32](&p.Order), vector[uint64](&p.Slots)
 	seen := make([]bool, len(extents))
 	found := make([]share, 0, p.Experts.Shape[0])
@@ -342,7 +342,7 @@ func (b *Backend) runProducts(products []product) {
 }
 
 func (b *Backend) expertUp(o *kernels.ExpertUp, access device.Access) error {
-	found, err := shares(o.Name(), &o.ExpertProduct)
+	found, err := shares(o.Name(), &o.ExpertGEMM)
 	if err != nil || len(found) == 0 {
 		return err
 	}
@@ -372,7 +372,7 @@ func (b *Backend) expertUp(o *kernels.ExpertUp, access device.Access) error {
 }
 
 func (b *Backend) expertDown(o *kernels.ExpertDown, access device.Access) error {
-	found, err := shares(o.Name(), &o.ExpertProduct)
+	found, err := shares(o.Name(), &o.ExpertGEMM)
 	if err != nil || len(found) == 0 {
 		return err
 	}

@@ -194,7 +194,7 @@ func TestExpertGrid(t *testing.T) {
 			t.Fatal(err)
 		}
 		r.reset()
-		op := kernels.ExpertUp{ExpertProduct: kernels.ExpertProduct{
+		op := kernels.ExpertUp{ExpertGEMM: kernels.ExpertGEMM{
 			X: at(1, tensor(kernels.BF16, n, layout.Hidden)), Offsets: at(2, tensor(kernels.I32, experts+1)), Order: at(3, tensor(kernels.I32, n*k)),
 			Slots: at(4, tensor(kernels.U64, experts)), Experts: at(5, tensor(kernels.I32, listed)), Layout: layout,
 			Out: at(6, tensor(kernels.BF16, n*k, layout.Intermediate)),
@@ -320,7 +320,7 @@ func TestExpertShape(t *testing.T) {
 			t.Fatal(err)
 		}
 		mid := at(6, tensor(kernels.BF16, test.n*test.k, test.intermediate))
-		up := kernels.ExpertUp{ExpertProduct: kernels.ExpertProduct{
+		up := kernels.ExpertUp{ExpertGEMM: kernels.ExpertGEMM{
 			X: at(1, tensor(kernels.BF16, test.n, test.hidden)), Offsets: at(2, tensor(kernels.I32, test.experts+1)), Order: at(3, tensor(kernels.I32, test.n*test.k)),
 			Slots: at(4, tensor(kernels.U64, test.experts)), Experts: at(5, tensor(kernels.I32, test.listed)), Layout: layout, Out: mid,
 		}}
@@ -743,7 +743,7 @@ func TestEnqueueMakesNoGarbage(t *testing.T) {
 		&kernels.Norm{X: at(1, tensor(kernels.BF16, 3, 64)), Weight: at(2, tensor(kernels.BF16, 64)), Out: at(3, tensor(kernels.BF16, 3, 64))},
 		&kernels.Route{Logits: at(1, tensor(kernels.F32, 3, 8)), IDs: at(2, tensor(kernels.I32, 3, 2)), Weights: at(3, tensor(kernels.F32, 3, 2))},
 		appending(3, 4, 2, 64), normed(appending(3, 4, 2, 64)), combiningNorm(3, 2, 64), sampling(3, 32000), cut, adjusting(3, 100), restoring(adjusting(3, 100)), logProbs(3, 20),
-		&kernels.ExpertDown{ExpertProduct: kernels.ExpertProduct{
+		&kernels.ExpertDown{ExpertGEMM: kernels.ExpertGEMM{
 			X: at(1, tensor(kernels.BF16, 6, 64)), Offsets: at(2, tensor(kernels.I32, 5)), Order: at(3, tensor(kernels.I32, 6)), Slots: at(4, tensor(kernels.U64, 4)),
 			Experts: at(5, tensor(kernels.I32, 4)), Layout: layout, Out: at(6, tensor(kernels.BF16, 6, 128)),
 		}},

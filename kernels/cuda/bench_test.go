@@ -279,12 +279,12 @@ func (x *bench) layer(b *testing.B, c *benchModel, n int) {
 	one("expert_up", func() kernels.Op {
 		_, offsets, order := x.pairs(c, n)
 		layout, slots, experts := x.experts(c)
-		return &kernels.ExpertUp{ExpertProduct: kernels.ExpertProduct{X: x.act(n, c.hidden), Offsets: offsets, Order: order, Slots: slots, Experts: experts, Layout: layout, Out: x.act(n*c.k, c.intermediate)}}
+		return &kernels.ExpertUp{ExpertGEMM: kernels.ExpertGEMM{X: x.act(n, c.hidden), Offsets: offsets, Order: order, Slots: slots, Experts: experts, Layout: layout, Out: x.act(n*c.k, c.intermediate)}}
 	})
 	one("expert_down", func() kernels.Op {
 		_, offsets, order := x.pairs(c, n)
 		layout, slots, experts := x.experts(c)
-		return &kernels.ExpertDown{ExpertProduct: kernels.ExpertProduct{X: x.act(n*c.k, c.intermediate), Offsets: offsets, Order: order, Slots: slots, Experts: experts, Layout: layout, Out: x.act(n*c.k, c.hidden)}}
+		return &kernels.ExpertDown{ExpertGEMM: kernels.ExpertGEMM{X: x.act(n*c.k, c.intermediate), Offsets: offsets, Order: order, Slots: slots, Experts: experts, Layout: layout, Out: x.act(n*c.k, c.hidden)}}
 	})
 	one("combine", func() kernels.Op {
 		return &kernels.Combine{X: x.act(n*c.k, c.hidden), Weights: x.weights(kernels.F32, n, c.k), Out: x.act(n, c.hidden)}

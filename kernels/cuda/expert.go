@@ -62,7 +62,7 @@ func (b *Backend) chooseExpertShape(units, tokens, experts, pairs int) kernelID 
 
 // tiledExperts enqueues a product with experts in the layout Tiles. Blocks share the
 // tiles out among themselves, which are counted on the device.
-func (l *lane) tiledExperts(op string, mode kernelID, p *kernels.ExpertProduct) error {
+func (l *lane) tiledExperts(op string, mode kernelID, p *kernels.ExpertGEMM) error {
 	x, out := &p.X, &p.Out
 	pairs, listed, all := p.Order.Shape[0], p.Experts.Shape[0], p.Slots.Shape[0]
 	if !aligned(x) || int(out.Addr)%8 != 0 || out.Stride[0]%4 != 0 {

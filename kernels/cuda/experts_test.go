@@ -35,10 +35,10 @@ func testExpertTiles(t *testing.T, m device.Machine, b *Backend, s device.Stream
 		for p, to := range x.random.Perm(n) {
 			order[p] = int32(to)
 		}
-		up := kernels.ExpertUp{ExpertProduct: kernels.ExpertProduct{
+		up := kernels.ExpertUp{ExpertGEMM: kernels.ExpertGEMM{
 			X: in.Slice(0, n), Offsets: x.ints(0, int32(n)), Order: x.ints(order...), Slots: slots, Experts: all, Layout: layout, Out: x.act(n, intermediate),
 		}}
-		down := kernels.ExpertDown{ExpertProduct: up.ExpertProduct}
+		down := kernels.ExpertDown{ExpertGEMM: up.ExpertGEMM}
 		down.X, down.Out = up.Out, x.act(n, hidden)
 		run := func(multiprocessors int, want kernelID, between ...kernels.Op) (got []byte) {
 			b.multiprocessors = multiprocessors

@@ -116,10 +116,10 @@ func (x *bench) decoder(c *benchModel, layers, n, context int) *decoder {
 				&kernels.MatMul{X: narrow, W: x.act(c.hidden, sharedWidth), Out: shared},
 				&kernels.MatMul{X: norm, W: x.act(1, c.hidden), Out: gate})
 		}
-		product := kernels.ExpertProduct{X: norm, Offsets: offsets, Order: order, Slots: extents, Experts: all, Layout: layout, Out: up}
+		product := kernels.ExpertGEMM{X: norm, Offsets: offsets, Order: order, Slots: extents, Experts: all, Layout: layout, Out: up}
 		back := product
 		back.X, back.Out = up, down
-		add(&kernels.ExpertUp{ExpertProduct: product}, &kernels.ExpertDown{ExpertProduct: back},
+		add(&kernels.ExpertUp{ExpertGEMM: product}, &kernels.ExpertDown{ExpertGEMM: back},
 			&kernels.CombineNorm{X: down, Weights: weights, Shared: shared, SharedGate: gate, Residual: d.hidden, Weight: gamma, Eps: 1e-5, Out: norm})
 	}
 	return d

@@ -177,16 +177,16 @@ func paired(t *kernels.Tensor) bool {
 }
 
 func (l *lane) expertUp(o *kernels.ExpertUp) error {
-	return l.experts(o.Name(), upMode, &o.ExpertProduct)
+	return l.experts(o.Name(), upMode, &o.ExpertGEMM)
 }
 
 func (l *lane) expertDown(o *kernels.ExpertDown) error {
-	return l.experts(o.Name(), downMode, &o.ExpertProduct)
+	return l.experts(o.Name(), downMode, &o.ExpertGEMM)
 }
 
 // experts enqueues a product with the experts listed, in tiles that are chosen by what
 // an expert has to do on average.
-func (l *lane) experts(op string, mode kernelID, p *kernels.ExpertProduct) error {
+func (l *lane) experts(op string, mode kernelID, p *kernels.ExpertGEMM) error {
 	if err := l.b.activation(op, "X", &p.X); err != nil {
 		return err
 	}

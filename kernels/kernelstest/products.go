@@ -242,7 +242,7 @@ func testExpertShape(r *rig, s expertShape, w kernels.DType, gaps bool) {
 	x.buffer.partly = s.listed > 0 // tokens that chose no listed expert
 	mid := r.rows(!gaps, "middle", r.act, s.n*s.k, s.intermediate)
 	out := r.rows(gaps, "Out", r.act, s.n*s.k, s.hidden)
-	up := kernels.ExpertUp{ExpertProduct: kernels.ExpertProduct{
+	up := kernels.ExpertUp{ExpertGEMM: kernels.ExpertGEMM{
 		X: x.Tensor, Offsets: r.ints("Offsets", offsets...).Tensor, Order: r.ints("Order", order...).Tensor,
 		Slots: r.words("Slots", slots...).Tensor, Experts: r.ints("Experts", listed...).Tensor, Layout: layout, Out: mid.Tensor,
 	}}

@@ -37,10 +37,10 @@ func NewBatch(n *node.Node, prompts [][]int32, newTokens int) (*Batch, error) {
 	info := n.Info()
 	limits, sampling := &info.Limits, &info.Settings.Generate
 	b := &Batch{
-		n: n, prompts: prompts, rows: limits.MaxRows, longAfter: info.Config.RoPE.LongAfter,
+		n: n, prompts: prompts, rows: limits.MaxTokens, longAfter: info.Config.RoPE.LongAfter,
 		draw: pipeline.Draw{Temperature: float32(sampling.Temperature), Seed: sampling.Seed},
 	}
-	if most := min(limits.MaxRows, limits.MaxLogits); len(prompts) > most {
+	if most := min(limits.MaxTokens, limits.MaxLogits); len(prompts) > most {
 		return nil, fault.Of(fault.ErrConfig, fmt.Errorf("node: a batch of %d sequences in steps of at most %d", len(prompts), most))
 	}
 	for i, p := range prompts {

@@ -81,7 +81,7 @@ func TestBatchDrawsWhatTheEngineDraws(t *testing.T) {
 
 func TestBatchRefuses(t *testing.T) {
 	s := configs.Defaults()
-	s.Batch.MaxNumSeqs, s.KV.MaxModelLen, s.KV.NumBlocks = 2, 32, 3
+	s.Batch.MaxNumSeqs, s.KV.MaxModelLen, s.KV.NumGPUBlocksOverride = 2, 32, 3
 	n, err := node.Open(t.Context(), node.Options{Settings: s})
 	if err != nil {
 		t.Fatal(err)

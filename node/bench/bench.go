@@ -30,15 +30,15 @@ func (b *Node) Info() eval.Info {
 	c := b.n.Machine().Capabilities()
 	info := eval.Info{
 		Model: i.Name, Device: i.Device, DType: i.Config.DType.String(), LoadFormat: s.Model.LoadFormat,
-		Emulated: !i.Facts.Real, KeepsData: c.KeepsData, StepRows: i.Limits.MaxRows, MicroBatchRows: i.Limits.MaxRows,
+		Emulated: !i.Facts.Real, KeepsData: c.KeepsData, StepTokens: i.Limits.MaxTokens, MicroBatchTokens: i.Limits.MaxTokens,
 		Grouping: s.Batch.Grouping, Attention: s.Batch.Attention, MicroBatches: s.Batch.NumMicroBatches,
 		Shape: i.Shape, Sizes: i.Sizes, Hardware: b.hardware,
 	}
 	if s.Batch.MicroBatchSize > 0 {
-		info.MicroBatchRows = s.Batch.MicroBatchSize
+		info.MicroBatchTokens = s.Batch.MicroBatchSize
 	}
 	if c.KeepsData {
-		info.ChosenOnlyRows = pipeline.SmallBatch(i.Config.Experts, i.Config.TopK)
+		info.OnDemandTokens = pipeline.SmallBatch(i.Config.Experts, i.Config.TopK)
 	}
 	if info.Attention == configs.AnyPlace {
 		info.Attention = configs.OnGPU
@@ -69,7 +69,7 @@ func (b *Node) Counts(ctx context.Context) (eval.Counts, error) {
 		FetchedHost: r.Experts.Fetched[experts.Host], FetchedPeer: r.Experts.Fetched[experts.Peer],
 	}
 	for _, l := range r.Layers {
-		c.Activations = append(c.Activations, l.Activations)
+		c.RoutedTokens = append(c.RoutedTokens, l.RoutedTokens)
 	}
 	space := b.n.Info().Facts.Space.String()
 	for _, m := range r.Memory {

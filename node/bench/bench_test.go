@@ -22,7 +22,7 @@ func BenchmarkBatchDecode(b *testing.B) {
 		b.Run(fmt.Sprintf("model=%s/sequences=%d", c.model, c.sequences), func(b *testing.B) {
 			s := configs.Defaults()
 			s.Model.Name, s.Model.LoadFormat, s.Model.NumHiddenLayers, s.KV.MaxModelLen = c.model, configs.LoadDummy, 1, 1024
-			s.Batch.MaxNumBatchedTokens, s.Batch.MaxNumSeqs, s.KV.NumBlocks = 8192, c.sequences, c.sequences*((prompt+newTokens+15)/16)
+			s.Batch.MaxNumBatchedTokens, s.Batch.MaxNumSeqs, s.KV.NumGPUBlocksOverride = 8192, c.sequences, c.sequences*((prompt+newTokens+15)/16)
 			n, err := node.Open(b.Context(), node.Options{Settings: s, OpenMachine: func() (device.Machine, error) {
 				return emulated.New(emulated.Options{
 					Virtual: true, NoData: true,

@@ -45,7 +45,7 @@ const (
 	HarvestRevocationBegan = "harvest.revocation_began"
 	HarvestRevoked         = "harvest.revoked"
 	HarvestRevocationEnded = "harvest.revocation_ended"
-	HarvestViolated        = "harvest.violated"
+	HarvestDeadlineMissed  = "harvest.violated"
 	HarvestPeerUnhealthy   = "harvest.peer_unhealthy"
 	HarvestPeerHealthy     = "harvest.peer_healthy"
 	ExpertPromoted         = "experts.promoted"
@@ -61,8 +61,8 @@ func text(err error) string {
 	return err.Error()
 }
 
-// teller puts name and time on events.
-func teller(to func(Event)) func(name string, e Event) {
+// emitter puts name and time on events.
+func emitter(to func(Event)) func(name string, e Event) {
 	return func(name string, e Event) {
 		e.Event, e.Time = name, time.Now()
 		to(e)
@@ -74,7 +74,7 @@ func HarvestEvents(to func(Event)) harvest.EventListener {
 	if to == nil {
 		return harvest.EventListener{}
 	}
-	tell := teller(to)
+	tell := emitter(to)
 	handle := func(h *harvest.Handle) Event {
 		return Event{Device: h.Device().String(), Handle: h.ID(), Client: h.Client(), Bytes: h.Bytes()}
 	}
@@ -114,8 +114,8 @@ func HarvestEvents(to func(Event)) harvest.EventListener {
 			tell(HarvestRevoked, e)
 		},
 		RevocationEnded: func(i harvest.RevocationInfo) { tell(HarvestRevocationEnded, revocation(i)) },
-		Violated: func(i harvest.ViolationInfo) {
-			tell(HarvestViolated, Event{Device: i.Device.String(), Slab: i.Slab, Reason: i.Reason.String(), Late: true, Error: i.String()})
+		DeadlineMissed: func(i harvest.DeadlineMissInfo) {
+			tell(HarvestDeadlineMissed, Event{Device: i.Device.String(), Slab: i.Slab, Reason: i.Reason.String(), Late: true, Error: i.String()})
 		},
 		Peer: func(i harvest.PeerInfo) {
 			name := HarvestPeerHealthy
@@ -133,7 +133,7 @@ func ExpertEvents(to func(Event)) experts.EventListener {
 	if to == nil {
 		return experts.EventListener{}
 	}
-	tell := teller(to)
+	tell := emitter(to)
 	move := func(name string) func(experts.MoveInfo) {
 		return func(i experts.MoveInfo) {
 			tell(name, Event{Device: i.Device.String(), Layer: &i.Layer, Expert: &i.Expert, Bytes: i.Bytes, Took: i.Took, Reason: i.Why})

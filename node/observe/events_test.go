@@ -69,7 +69,7 @@ func TestEventForms(t *testing.T) {
 	if err := m.Close(); err != nil {
 		t.Fatal(err)
 	}
-	HarvestEvents(to).Violated(harvest.ViolationInfo{Slab: 3, Device: device.HBM(2), Reason: harvest.ReasonPressure, Err: errors.New("no")})
+	HarvestEvents(to).DeadlineMissed(harvest.DeadlineMissInfo{Slab: 3, Device: device.HBM(2), Reason: harvest.ReasonPressure, Err: errors.New("no")})
 	l := ExpertEvents(to)
 	l.Promoted(experts.MoveInfo{Layer: 0, Expert: 5, Device: device.HBM(1), Bytes: 100, Took: time.Second})
 	l.Demoted(experts.MoveInfo{Layer: 3, Expert: 0, Device: device.HBM(1), Bytes: 100, Why: "revoked"})

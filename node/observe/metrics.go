@@ -18,63 +18,63 @@ import (
 // Experts says where experts are, and what was fetched and moved since the node was
 // opened. It has a JSON form.
 type Experts struct {
-	// Where counts experts by the tier of their nearest copy now, Homes by where they
+	// Tiers counts experts by the tier of their nearest copy now, Homes by where they
 	// live between steps: local, peer or host.
-	Where map[experts.Tier]int `json:"where"`
-	Homes map[experts.Tier]int `json:"homes"`
+	Tiers  map[experts.Tier]int `json:"tiers"`
+	Placed map[experts.Tier]int `json:"homes"`
 	experts.Stats
 }
 
 func readExperts(s *experts.Store) Experts {
-	e := Experts{Where: map[experts.Tier]int{}, Homes: map[experts.Tier]int{}, Stats: s.Stats()}
-	for t := range e.Hits {
-		e.Where[experts.Tier(t)] = 0
+	e := Experts{Tiers: map[experts.Tier]int{}, Placed: map[experts.Tier]int{}, Stats: s.Stats()}
+	for t := range e.Uses {
+		e.Tiers[experts.Tier(t)] = 0
 	}
 	for _, layer := range s.Residency() {
 		for _, tier := range layer {
-			e.Where[tier]++
+			e.Tiers[tier]++
 		}
 	}
-	for _, layer := range s.Homes() {
+	for _, layer := range s.Placed() {
 		for _, h := range layer {
-			e.Homes[h.Tier]++
+			e.Placed[h.Tier]++
 		}
 	}
 	return e
 }
 
 var (
-	hits       = desc("moeserve_expert_hits_total", "How often an expert was where a layer needed it.", "tier")
-	fetched    = desc("moeserve_expert_fetch_bytes_total", "Bytes of experts fetched.", "tier")
-	resident   = desc("moeserve_expert_resident", "Experts that are in a tier.", "tier")
-	moves      = desc("moeserve_expert_moves_total", "Changes of where experts live.", "move")
-	rebalanced = desc("moeserve_rebalanced_bytes_total", "Bytes copied so that experts live elsewhere.")
-	guesses    = desc("moeserve_expert_guesses_total", "Experts not in GPU memory for good that the next layer's router would have chosen, and so are fetched ahead.")
-	right      = desc("moeserve_expert_guesses_right_total", "Those guessed experts that were then chosen.")
+	uses              = desc("moeserve_expert_uses_total", "How often an expert was where a layer needed it.", "tier")
+	fetched           = desc("moeserve_expert_fetch_bytes_total", "Bytes of experts fetched.", "tier")
+	resident          = desc("moeserve_experts", "Experts that are in a tier.", "tier")
+	moves             = desc("moeserve_expert_moves_total", "Changes of where experts live.", "move")
+	migrated          = desc("moeserve_expert_migration_bytes_total", "Bytes copied so that experts live elsewhere.")
+	prefetchPredicted = desc("moeserve_expert_prefetch_predicted_total", "Experts not in GPU memory for good that the next layer's router would have chosen, and so are fetched ahead.")
+	prefetchUsed      = desc("moeserve_expert_prefetch_used_total", "Those guessed experts that were then chosen.")
 
-	expertDescs = []*prometheus.Desc{hits, fetched, resident, moves, rebalanced, guesses, right}
+	expertDescs = []*prometheus.Desc{uses, fetched, resident, moves, migrated, prefetchPredicted, prefetchUsed}
 )
 
 func (e Experts) collect(to sink) {
-	for t := range e.Hits {
+	for t := range e.Uses {
 		tier := experts.Tier(t)
-		to.counter(hits, float64(e.Hits[t]), tier.String())
+		to.counter(uses, float64(e.Uses[t]), tier.String())
 		to.counter(fetched, float64(e.Fetched[t]), tier.String())
-		to.gauge(resident, float64(e.Where[tier]), tier.String())
+		to.gauge(resident, float64(e.Tiers[tier]), tier.String())
 	}
 	to.counter(moves, float64(e.Promoted), "promoted")
 	to.counter(moves, float64(e.Demoted), "demoted")
 	to.counter(moves, float64(e.Revoked), "revoked")
 	to.counter(moves, float64(e.Swapped), "swapped")
-	to.counter(rebalanced, float64(e.MovedBytes))
-	to.counter(guesses, float64(e.Guessed))
-	to.counter(right, float64(e.GuessedRight))
+	to.counter(migrated, float64(e.MigratedBytes))
+	to.counter(prefetchPredicted, float64(e.PrefetchPredicted))
+	to.counter(prefetchUsed, float64(e.PrefetchUsed))
 }
 
 // Lines are a report's, a label and a text behind a tab. how says what was asked to be
 // offloaded; with adaptive, what is local is so for now.
 func (e *Experts) Lines(how string, adaptive bool, h *Harvest) []string {
-	local, peer, host := e.Homes[experts.Local], e.Homes[experts.Peer], e.Homes[experts.Host]
+	local, peer, host := e.Placed[experts.Resident], e.Placed[experts.Peer], e.Placed[experts.Host]
 	forGood := " for good"
 	if adaptive {
 		forGood = ""
@@ -84,16 +84,16 @@ func (e *Experts) Lines(how string, adaptive bool, h *Harvest) []string {
 		where = fmt.Sprintf(", %d of them with peers", peer)
 	}
 	from := ""
-	if n := e.Hits[experts.Peer]; n > 0 {
-		from = fmt.Sprintf("%d from peers, %d from the host, ", n, e.Hits[experts.Host])
+	if n := e.Uses[experts.Peer]; n > 0 {
+		from = fmt.Sprintf("%d from peers, %d from the host, ", n, e.Uses[experts.Host])
 	}
 	lines := []string{
 		fmt.Sprintf("experts\t%d: %d local%s, %d offloaded (%s)%s", local+peer+host, local, forGood, peer+host, how, where),
 		fmt.Sprintf("wanted\t%d times there (%d local, %d still in the ring), %d times fetched (%s%d ahead of need)",
-			e.Hits[experts.Local]+e.Hits[experts.Ring], e.Hits[experts.Local], e.Hits[experts.Ring], e.Misses, from, e.Prefetched),
+			e.Uses[experts.Resident]+e.Uses[experts.Cached], e.Uses[experts.Resident], e.Uses[experts.Cached], e.Misses, from, e.Prefetched),
 	}
-	if e.Guessed > 0 {
-		lines = append(lines, fmt.Sprintf("guessed\t%d by the next layer's router, %d of them right", e.Guessed, e.GuessedRight))
+	if e.PrefetchPredicted > 0 {
+		lines = append(lines, fmt.Sprintf("predicted\t%d by the next layer's router, %d of them right", e.PrefetchPredicted, e.PrefetchUsed))
 	}
 	if e.Swapped > 0 {
 		lines = append(lines, fmt.Sprintf("swapped\t%d experts became local in place of others", e.Swapped))
@@ -118,13 +118,13 @@ func (l Links) Bytes() map[string]int64 {
 }
 
 var (
-	paths     = desc("moeserve_path_bytes_total", "Bytes copied between two memories.", "path")
-	linkDescs = []*prometheus.Desc{paths}
+	copied    = desc("moeserve_path_bytes_total", "Bytes copied between two memories.", "path")
+	linkDescs = []*prometheus.Desc{copied}
 )
 
 func (l Links) collect(to sink) {
 	for path, n := range l.Bytes() {
-		to.counter(paths, float64(n), path)
+		to.counter(copied, float64(n), path)
 	}
 }
 
@@ -146,9 +146,9 @@ func (h Harvest) collect(to sink) {
 		// Experts use it or leave it unused, it is leaving, others hold it, or it is free.
 		peer := p.Space.String()
 		to.gauge(harvested, float64(p.Used), peer, "used")
-		to.gauge(harvested, float64(p.Unused), peer, "unused")
-		to.gauge(harvested, float64(p.Leaving), peer, "leaving")
-		to.gauge(harvested, float64(p.Reading.Other), peer, "other")
+		to.gauge(harvested, float64(p.FreeInSlabs), peer, "unused")
+		to.gauge(harvested, float64(p.Draining), peer, "leaving")
+		to.gauge(harvested, float64(p.Reading.OtherProcesses), peer, "other")
 		to.gauge(harvested, float64(p.Free), peer, "free")
 	}
 	for reason, n := range h.Revocations {
@@ -156,17 +156,17 @@ func (h Harvest) collect(to sink) {
 	}
 }
 
-// Loan is what is borrowed from one peer, in bytes. It has a JSON form.
-type Loan struct {
+// Borrowed is what is borrowed from one peer, in bytes. It has a JSON form.
+type Borrowed struct {
 	Device string `json:"device"`
 	Bytes  int64  `json:"borrowed_bytes"`
 }
 
 // Borrowed from each peer.
-func (h *Harvest) Borrowed() []Loan {
-	loans := []Loan{}
+func (h *Harvest) Borrowed() []Borrowed {
+	loans := []Borrowed{}
 	for _, p := range h.Peers {
-		loans = append(loans, Loan{p.Space.String(), p.Used + p.Unused + p.Leaving})
+		loans = append(loans, Borrowed{p.Space.String(), p.Used + p.FreeInSlabs + p.Draining})
 	}
 	return loans
 }
@@ -202,9 +202,9 @@ type Pipeline struct {
 }
 
 var (
-	stalls        = desc("moeserve_pipeline_stall_seconds_total", "For how long the compute device stood still within steps.", "cause")
-	captures      = desc("moeserve_pipeline_graph_captures_total", "Decode steps that were taken down as a CUDA graph.")
-	launches      = desc("moeserve_pipeline_graph_launches_total", "Decode steps that ran as a CUDA graph.")
+	stalls        = desc("moeserve_stall_seconds_total", "For how long the compute device stood still within steps.", "cause")
+	captures      = desc("moeserve_graph_captures_total", "Decode steps that were taken down as a CUDA graph.")
+	launches      = desc("moeserve_graph_launches_total", "Decode steps that ran as a CUDA graph.")
 	pipelineDescs = []*prometheus.Desc{stalls, captures, launches}
 )
 

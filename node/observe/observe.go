@@ -27,10 +27,10 @@ type Parts struct {
 	Engine         *engine.Engine
 	Harvest        *harvest.Runtime       // nil without peers
 	Rebalancer     *rebalancer.Rebalancer // nil where nothing can move
-	// Lenders are the peers that may be borrowed from.
-	Lenders []Lender
-	// Adaptive says that other experts may become local.
-	Adaptive bool
+	// Peers are the peers that may be borrowed from.
+	Peers []Peer
+	// Dynamic says that other experts may become local.
+	Dynamic bool
 	// LoadTime is how long taking memory and loading took.
 	LoadTime time.Duration
 }

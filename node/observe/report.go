@@ -19,8 +19,8 @@ type Report struct {
 	Links    Links
 	Harvest  Harvest
 	Pipeline Pipeline
-	// Adaptive says that other experts may become local.
-	Adaptive bool
+	// Dynamic says that other experts may become local.
+	Dynamic bool
 	// Steps that ended; Retried of them were run again after a failed copy.
 	Steps, Retried int64
 	// LoadTime is how long taking memory and loading took.
@@ -41,17 +41,17 @@ type Layer struct {
 	Layer int `json:"layer"`
 	// Tiers of its experts, by their numbers.
 	Tiers []experts.Tier `json:"tiers"`
-	// Activations is how many rows chose each expert, Fetches how often each was
+	// RoutedTokens is how many rows chose each expert, Fetches how often each was
 	// fetched.
-	Activations []int64 `json:"activations"`
-	Fetches     []int64 `json:"fetches"`
+	RoutedTokens []int64 `json:"routed_tokens"`
+	Fetches      []int64 `json:"fetches"`
 }
 
 // Report reads the counts. No request may be running.
 func (o *Observer) Report(ctx context.Context) (Report, error) {
 	p := &o.p
 	r := Report{
-		Model: p.Model, Backend: p.Backend, Adaptive: p.Adaptive, LoadTime: p.LoadTime,
+		Model: p.Model, Backend: p.Backend, Dynamic: p.Dynamic, LoadTime: p.LoadTime,
 		Experts: o.Experts(), Links: o.Links(), Harvest: o.Harvest(), Pipeline: o.Pipeline(),
 	}
 	state := p.Engine.State()
@@ -73,7 +73,7 @@ func (o *Observer) Report(ctx context.Context) (Report, error) {
 	}
 	where, fetches := p.Store.Residency(), p.Store.Fetches()
 	for i, l := range p.Store.Plan().Layers {
-		r.Layers = append(r.Layers, Layer{Layer: l, Tiers: where[i], Activations: counts[l], Fetches: fetches[i]})
+		r.Layers = append(r.Layers, Layer{Layer: l, Tiers: where[i], RoutedTokens: counts[l], Fetches: fetches[i]})
 	}
 	return r, nil
 }

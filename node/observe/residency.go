@@ -6,8 +6,8 @@ import (
 	"github.com/moeserve/moeserve/rebalancer"
 )
 
-// Lender is a peer as the outside knows it.
-type Lender struct {
+// Peer is a peer as the outside knows it.
+type Peer struct {
 	// Device is what it is called here: "gpu1".
 	Device string `json:"device"`
 	// GPU is the driver's number.
@@ -21,7 +21,7 @@ type Lender struct {
 type Residency struct {
 	Experts experts.Snapshot `json:"experts"`
 	// Peers that may be borrowed from; Harvest is what is.
-	Peers   []Lender       `json:"peers"`
+	Peers   []Peer         `json:"peers"`
 	Harvest *harvest.State `json:"harvest"`
 	// Rebalancer is what it has done; nil where nothing can move.
 	Rebalancer *rebalancer.Counts `json:"rebalancer"`
@@ -29,7 +29,7 @@ type Residency struct {
 
 // Residency takes stock. It may be called while requests run.
 func (o *Observer) Residency() Residency {
-	r := Residency{Experts: o.p.Store.Snapshot(), Peers: o.p.Lenders}
+	r := Residency{Experts: o.p.Store.Snapshot(), Peers: o.p.Peers}
 	if o.p.Harvest != nil {
 		s := o.p.Harvest.State()
 		r.Harvest = &s

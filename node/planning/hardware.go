@@ -49,8 +49,8 @@ func (m Machine) timed() bool {
 // Assumed is what Hardware.Sources says of a rate that nobody knows.
 const Assumed = "assumed"
 
-// here is what Hardware.Sources says of a rate of the machine.
-const here = "this machine"
+// thisMachine is what Hardware.Sources says of a rate of the machine.
+const thisMachine = "this machine"
 
 // Assume is the machine as the planner sees it, without its memories: rates from the
 // topology, what that lacks from the preset of the GPU's name, and what there is none of,
@@ -62,7 +62,7 @@ func (m Machine) Assume() planner.Hardware {
 		from = Assumed
 		memory, flops, link := assumedMemory, assumedFlops, assumedLink
 		if !m.Real && m.timed() {
-			from, memory, flops, link = here, unlimited, unlimited, unlimited
+			from, memory, flops, link = thisMachine, unlimited, unlimited, unlimited
 		}
 		h = planner.Hardware{
 			GPUMemoryRate: memory, GPUFlops: flops, GPUAttentionFlops: flops,
@@ -75,7 +75,7 @@ func (m Machine) Assume() planner.Hardware {
 	}
 	take := func(key string, to *float64, rate float64) {
 		if rate > 0 {
-			*to, h.Sources[key] = rate, here
+			*to, h.Sources[key] = rate, thisMachine
 		}
 	}
 	link := func(from, to device.Space) device.Path {
@@ -90,15 +90,15 @@ func (m Machine) Assume() planner.Hardware {
 	take("gpu_flop_per_s", &h.GPUFlops, gpu.FlopsPerSecond)
 	take("host_memory_bytes_per_s", &h.HostMemoryRate, m.Topology.Host.BytesPerSecond)
 	take("cpu_flop_per_s", &h.CPUFlops, m.Topology.Host.FlopsPerSecond)
-	if h.Sources["gpu_flop_per_s"] == here && !m.Real {
+	if h.Sources["gpu_flop_per_s"] == thisMachine && !m.Real {
 		take("gpu_attention_flop_per_s", &h.GPUAttentionFlops, gpu.FlopsPerSecond)
 	}
-	take("host_copy_start_s", &h.HostCopyStart, up.Latency.Seconds())
+	take("host_copy_latency_s", &h.HostCopyLatency, up.Latency.Seconds())
 	if len(m.Peers) > 0 {
 		// All peers share the wire into the GPU.
 		path := link(m.Peers[0], m.Space)
 		take("peer_to_gpu_bytes_per_s", &h.PeerToGPU, path.BytesPerSecond)
-		take("peer_copy_start_s", &h.PeerCopyStart, path.Latency.Seconds())
+		take("peer_copy_latency_s", &h.PeerCopyLatency, path.Latency.Seconds())
 	}
 	return h
 }
@@ -128,7 +128,7 @@ func (m Machine) Known() (planner.Hardware, bool) {
 		HostMemory: top.Host.MemoryBytes, HostMemoryRate: limit(top.Host.BytesPerSecond), CPUFlops: limit(top.Host.FlopsPerSecond),
 	}
 	from, back := top.Paths[device.Pair{From: device.Host, To: m.Space}], top.Paths[device.Pair{From: m.Space, To: device.Host}]
-	h.HostToGPU, h.HostCopyStart = []float64{limit(from.BytesPerSecond)}, from.Latency.Seconds()
+	h.HostToGPU, h.HostCopyLatency = []float64{limit(from.BytesPerSecond)}, from.Latency.Seconds()
 	h.GPUToHost = limit(back.BytesPerSecond)
 	for i := range top.GPUs {
 		p, err := top.Path(device.HBM(i), m.Space)
@@ -137,7 +137,7 @@ func (m Machine) Known() (planner.Hardware, bool) {
 		}
 		h.PeerMemory += top.GPUs[i].MemoryBytes
 		// All peers share the wire into the GPU.
-		h.PeerToGPU, h.PeerCopyStart = limit(p.BytesPerSecond), p.Latency.Seconds()
+		h.PeerToGPU, h.PeerCopyLatency = limit(p.BytesPerSecond), p.Latency.Seconds()
 	}
 	return h, true
 }
@@ -145,7 +145,7 @@ func (m Machine) Known() (planner.Hardware, bool) {
 // rateKeys are the keys of planner.Hardware that are not sizes.
 var rateKeys = []string{
 	"gpu_memory_bytes_per_s", "gpu_flop_per_s", "gpu_attention_flop_per_s", "host_memory_bytes_per_s", "cpu_flop_per_s",
-	"host_to_gpu_bytes_per_s", "gpu_to_host_bytes_per_s", "host_copy_start_s", "round_trip_s", "peer_to_gpu_bytes_per_s", "peer_copy_start_s",
+	"host_to_gpu_bytes_per_s", "gpu_to_host_bytes_per_s", "host_copy_latency_s", "round_trip_s", "peer_to_gpu_bytes_per_s", "peer_copy_latency_s",
 }
 
 // Preset finds the preset of a GPU by its name and, of those of one name, by its

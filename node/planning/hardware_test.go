@@ -44,7 +44,7 @@ func TestHardware(t *testing.T) {
 	}
 	if h.GPUMemory != 10<<30 || h.HostMemory != 20<<30 || h.PeerMemory != 10<<30 || h.GPUFlops != 7e12 || h.GPUMemoryRate != 2e12 ||
 		!slices.Equal(h.HostToGPU, []float64{50e9}) || h.GPUToHost != 50e9 || h.PeerToGPU != 300e9 ||
-		math.Abs(h.HostCopyStart-2e-6) > 1e-12 || math.Abs(h.PeerCopyStart-3e-6) > 1e-12 {
+		math.Abs(h.HostCopyLatency-2e-6) > 1e-12 || math.Abs(h.PeerCopyLatency-3e-6) > 1e-12 {
 		t.Errorf("%+v", h)
 	}
 	if h, ok := known("virtual"); !ok || h.Validate() != nil {

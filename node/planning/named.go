@@ -34,11 +34,11 @@ const plannedWorkspace = 32 << 20
 // NamedOptions say what to plan for on hardware that need not be here.
 type NamedOptions struct {
 	Settings *configs.Settings
-	Given    Given
+	Explicit Explicit
 	Workload planner.Workload
-	// RingLayers and HostLogits as in sizing.Options.
-	RingLayers int
-	HostLogits bool
+	// CacheLayers and HostLogits as in sizing.Options.
+	CacheLayers int
+	HostLogits  bool
 	// PeerMemory is what each peer has to lend, in bytes; 0: what the hardware says. The
 	// head-room stays free of it.
 	PeerMemory int64
@@ -65,15 +65,15 @@ func NewNamed(model *checkpoint.Model, o NamedOptions) (*Problem, error) {
 		return nil, fault.Of(fault.ErrModel, err)
 	}
 	f, err := sizing.New(sizing.Options{
-		Config: model.Config, Layout: layout, Types: backend, MaxModelLen: s.KV.MaxModelLen, RingLayers: o.RingLayers,
-		Adaptive: s.Offload.AdaptLocal, HostLogits: o.HostLogits, Clears: peers > 0, Kernels: plannedWorkspace,
+		Config: model.Config, Layout: layout, Types: backend, MaxModelLen: s.KV.MaxModelLen, CacheLayers: o.CacheLayers,
+		Dynamic: s.Offload.DynamicResidency, HostLogits: o.HostLogits, Clears: peers > 0, Kernels: plannedWorkspace,
 	})
 	if err != nil {
 		return nil, fault.Of(fault.ErrConfig, err)
 	}
 	h.PeerMemory = peers * (spare / f.ExpertBytes() * f.ExpertBytes())
 	p, err := New(f, Options{
-		Model: model.Name, Settings: s, Given: o.Given, Workload: o.Workload,
+		Model: model.Name, Settings: s, Explicit: o.Explicit, Workload: o.Workload,
 		Hardware: h, Shares: planner.Shares{GPU: s.Device.GPUMemoryUtilization, Peer: 1},
 	})
 	return p, fault.Of(fault.ErrConfig, err)

@@ -30,9 +30,9 @@ type Planned struct {
 	Settings map[string]any
 	// KVBlocks that the policy's batch takes; a node's pool has the rest of the memory.
 	KVBlocks int
-	// Knees are the offload fractions up to which copies stay hidden with this policy,
+	// SaturationPoints are the offload fractions up to which copies stay hidden with this policy,
 	// by tier; only tiers that there are.
-	Knees map[configs.Tier]float64
+	SaturationPoints map[configs.Tier]float64
 	// Missing is what this engine does not do of it.
 	Missing []string
 }
@@ -56,33 +56,33 @@ func missing(x *planner.Policy) []string {
 	return list
 }
 
-// Given says which of the settings that bound a policy somebody has given: a policy
+// Explicit says which of the settings that bound a policy somebody has given: a policy
 // leaves these as they are.
-type Given struct {
+type Explicit struct {
 	MaxNumSeqs, MaxNumBatchedTokens, MicroBatchSize, NumMicroBatches bool
 	Grouping, Attention                                              bool
-	Fraction, LocalExperts                                           bool
+	Fraction, ResidentExperts                                        bool
 }
 
-// GivenBy asks by key.
-func GivenBy(is func(key string) bool) Given {
-	return Given{
+// ExplicitIn asks by key.
+func ExplicitIn(is func(key string) bool) Explicit {
+	return Explicit{
 		MaxNumSeqs: is("max-num-seqs"), MaxNumBatchedTokens: is("max-num-batched-tokens"),
 		MicroBatchSize: is("micro-batch-size"), NumMicroBatches: is("num-micro-batches"),
 		Grouping: is("expert-grouping"), Attention: is("attention"),
-		Fraction: is("offload-fraction"), LocalExperts: is("local-experts"),
+		Fraction: is("offload-fraction"), ResidentExperts: is("resident-experts"),
 	}
 }
 
 // All says that everything is given.
-func All() Given { return GivenBy(func(string) bool { return true }) }
+func All() Explicit { return ExplicitIn(func(string) bool { return true }) }
 
 // Options say what to plan for.
 type Options struct {
 	// Model's name in messages.
 	Model    string
 	Settings *configs.Settings
-	Given    Given
+	Explicit Explicit
 	// Workload is what a policy is made for. Default: DefaultWorkload.
 	Workload planner.Workload
 	// Hardware, of whose memories the Shares may be used.
@@ -102,11 +102,11 @@ func (o Options) EnsureDefaults() Options {
 type Problem struct {
 	planner.Problem
 	// offload and batch are settings; a policy keeps what is given of them.
-	offload configs.Offload
-	batch   configs.Batch
-	kv      configs.KV
-	policy  configs.PolicySource
-	given   Given
+	offload  configs.Offload
+	batch    configs.Batch
+	kv       configs.KV
+	policy   configs.PolicySource
+	explicit Explicit
 }
 
 // New puts a problem together.
@@ -118,10 +118,10 @@ func New(f *sizing.Footprint, o Options) (*Problem, error) {
 		given    bool
 		to, from *int
 	}{
-		{o.Given.MaxNumSeqs, &fixed.MaxNumSeqs, &s.Batch.MaxNumSeqs},
-		{o.Given.MaxNumBatchedTokens, &fixed.MaxNumBatchedTokens, &s.Batch.MaxNumBatchedTokens},
-		{o.Given.MicroBatchSize, &fixed.MicroBatchSize, &s.Batch.MicroBatchSize},
-		{o.Given.NumMicroBatches, &fixed.NumMicroBatches, &s.Batch.NumMicroBatches},
+		{o.Explicit.MaxNumSeqs, &fixed.MaxNumSeqs, &s.Batch.MaxNumSeqs},
+		{o.Explicit.MaxNumBatchedTokens, &fixed.MaxNumBatchedTokens, &s.Batch.MaxNumBatchedTokens},
+		{o.Explicit.MicroBatchSize, &fixed.MicroBatchSize, &s.Batch.MicroBatchSize},
+		{o.Explicit.NumMicroBatches, &fixed.NumMicroBatches, &s.Batch.NumMicroBatches},
 	} {
 		if x.given {
 			*x.to = *x.from
@@ -131,13 +131,13 @@ func New(f *sizing.Footprint, o Options) (*Problem, error) {
 	if err != nil {
 		return nil, err
 	}
-	sizes.MinKVBlocks = s.KV.NumBlocks
-	if s.KV.NumBlocks == 0 && s.KV.MaxModelLen > 0 {
+	sizes.MinKVBlocks = s.KV.NumGPUBlocksOverride
+	if s.KV.NumGPUBlocksOverride == 0 && s.KV.MaxModelLen > 0 {
 		sizes.MinKVBlocks = f.KV().BlocksFor(s.KV.MaxModelLen)
 	}
 	p := &Problem{
 		Problem: planner.Problem{Model: f.Model(o.Model), Hardware: *h, Workload: o.Workload, Sizes: sizes, Shares: o.Shares, PromptsAlike: true},
-		offload: s.Offload, batch: s.Batch, kv: s.KV, policy: s.Plan.Policy, given: o.Given,
+		offload: s.Offload, batch: s.Batch, kv: s.KV, policy: s.Plan.Policy, explicit: o.Explicit,
 	}
 	if h.PeerToGPU > 0 {
 		// The store cuts what a layer misses, here half of its experts, where the host's
@@ -154,9 +154,9 @@ func (p *Problem) Pin(f *sizing.Footprint, placement experts.Placement) error {
 	if err != nil {
 		return err
 	}
-	p.Sizes.Ring = func(int) int { return plan.RingSlots }
+	p.Sizes.ExpertCache = func(int) int { return plan.CacheSlots }
 	p.offload.Fraction = float64(placement.Offloaded()) / float64(p.Model.ExpertCount())
-	p.given.Fraction = true
+	p.explicit.Fraction = true
 	return nil
 }
 
@@ -190,7 +190,7 @@ func (p *Problem) judge(x planner.Policy) (*Planned, error) {
 	if err != nil {
 		return nil, err
 	}
-	return p.settle(r), nil
+	return p.resolve(r), nil
 }
 
 // Search finds the best policy: of those that this engine carries out, or of all.
@@ -207,7 +207,7 @@ func (p *Problem) Search(carriedOut bool) (*Planned, error) {
 	if err != nil {
 		return nil, err
 	}
-	return p.settle(r), nil
+	return p.resolve(r), nil
 }
 
 // Fraction is the least offload fraction with which the model would fit, and false
@@ -217,7 +217,7 @@ func (p *Problem) Fraction(local int) (float64, bool) {
 	if p.batch.Attention == configs.OnCPU {
 		x.Attention = configs.OnCPU
 	}
-	most, ok := p.MostLocal(x)
+	most, ok := p.MostResident(x)
 	if !ok || most >= local {
 		return 0, false
 	}
@@ -227,14 +227,14 @@ func (p *Problem) Fraction(local int) (float64, bool) {
 
 // bound puts what is given into choices.
 func (p *Problem) bound(c planner.Choices) (planner.Choices, error) {
-	b, given := &p.batch, &p.given
+	b, given := &p.batch, &p.explicit
 	c.Tier = p.offload.Tier
 	c.MaxBatch, c.MaxPrefillTokens = most("max-num-seqs"), most("max-num-batched-tokens")
 	if given.MaxNumBatchedTokens {
 		c.MaxBatch, c.PrefillTokens = min(c.MaxBatch, b.MaxNumBatchedTokens), b.MaxNumBatchedTokens
 	}
-	if p.kv.NumBlocks > 0 {
-		c.MaxBatch = max(1, min(c.MaxBatch, p.kv.NumBlocks/p.blocks(1)))
+	if p.kv.NumGPUBlocksOverride > 0 {
+		c.MaxBatch = max(1, min(c.MaxBatch, p.kv.NumGPUBlocksOverride/p.blocks(1)))
 	}
 	if given.MaxNumSeqs {
 		c.Batch = min(b.MaxNumSeqs, c.MaxBatch)
@@ -330,28 +330,28 @@ func (p *Problem) file() (planner.Policy, error) {
 		x.Grouping = c.Grouping[0]
 	}
 	if c.Offload != nil {
-		x.LocalExperts = all - p.Model.Offloaded(*c.Offload)
+		x.ResidentExperts = all - p.Model.Offloaded(*c.Offload)
 	}
-	if x.PeerExperts = min(x.PeerExperts, all-x.LocalExperts); p.offload.Tier == configs.HostTier {
+	if x.PeerExperts = min(x.PeerExperts, all-x.ResidentExperts); p.offload.Tier == configs.HostTier {
 		x.PeerExperts = 0
 	}
 	return x, nil
 }
 
-// settle tells what a prediction comes to.
-func (p *Problem) settle(r planner.Prediction) *Planned {
-	x, given := &r.Policy, &p.given
+// resolve tells what a prediction comes to.
+func (p *Problem) resolve(r planner.Prediction) *Planned {
+	x, given := &r.Policy, &p.explicit
 	all := p.Model.ExpertCount()
 	d := &Planned{
 		Model: p.Model, ExpertBytes: p.Sizes.Expert, Hardware: p.Hardware, Workload: p.Workload, Prediction: r,
-		Settings: map[string]any{}, KVBlocks: p.blocks(x.Batch), Knees: map[configs.Tier]float64{}, Missing: missing(x),
+		Settings: map[string]any{}, KVBlocks: p.blocks(x.Batch), SaturationPoints: map[configs.Tier]float64{}, Missing: missing(x),
 	}
 	decide := func(key string, given bool, value any) {
 		if !given {
 			d.Settings[key] = value
 		}
 	}
-	decide("offload-fraction", given.Fraction || given.LocalExperts, fractionOf(all-x.LocalExperts, all))
+	decide("offload-fraction", given.Fraction || given.ResidentExperts, fractionOf(all-x.ResidentExperts, all))
 	decide("max-num-seqs", given.MaxNumSeqs, x.Batch)
 	decide("max-num-batched-tokens", given.MaxNumBatchedTokens, max(x.Batch, x.PrefillTokens))
 	decide("micro-batch-size", given.MicroBatchSize || p.batch.NumMicroBatches > 0, sizing.BatchOf(x).MicroBatchSize)
@@ -362,8 +362,8 @@ func (p *Problem) settle(r planner.Prediction) *Planned {
 		list = append(list, configs.PeerTier, configs.AnyTier)
 	}
 	for _, t := range list {
-		if knee, err := p.Knee(*x, t); err == nil && !math.IsInf(knee, 0) {
-			d.Knees[t] = knee
+		if knee, err := p.SaturationPoint(*x, t); err == nil && !math.IsInf(knee, 0) {
+			d.SaturationPoints[t] = knee
 		}
 	}
 	return d

@@ -29,11 +29,11 @@ type Options struct {
 	Types  Shaper
 	// MaxModelLen is the most tokens of a sequence. Default and at most: the model's.
 	MaxModelLen int
-	// RingLayers is for how many layers' fetched experts the compute device has room.
+	// CacheLayers is for how many layers' fetched experts the compute device has room.
 	// Default: that of experts.Config.
-	RingLayers int
+	CacheLayers int
 	// Adaptive: other experts may become local.
-	Adaptive bool
+	Dynamic bool
 	// HostLogits keeps room for the logits of a step.
 	HostLogits bool
 	// Clears says that memory is borrowed, which is cleared before it is given back.
@@ -89,12 +89,12 @@ const topLogProbs = 20
 // Limits of steps of so many rows and sequences.
 func (f *Footprint) Limits(rows, sequences int) forward.Limits {
 	l := forward.Limits{
-		MaxRows: rows, MaxSeqs: min(sequences, rows),
+		MaxTokens: rows, MaxSeqs: min(sequences, rows),
 		MaxModelLen: f.o.MaxModelLen, BlockTokens: BlockTokens, MaxTopLogProbs: topLogProbs,
 	}
 	l.MaxLogits = l.MaxSeqs
 	if f.o.HostLogits {
-		l.MaxLogits = l.MaxRows
+		l.MaxLogits = l.MaxTokens
 	}
 	// Whatever one request adjusts has room, and, up to a bound, what all of them have
 	// seen.
@@ -114,7 +114,7 @@ func (f *Footprint) KV() kvcache.Shape {
 func (f *Footprint) Experts(largest int) experts.Config {
 	return experts.Config{
 		Layers: f.layers, Experts: f.o.Config.Experts, Layout: f.expert,
-		Adaptive: f.o.Adaptive, RingSlots: f.o.RingLayers * largest,
+		Dynamic: f.o.Dynamic, CacheSlots: f.o.CacheLayers * largest,
 	}
 }
 
@@ -125,7 +125,7 @@ type somebody struct{ kernels.Backend }
 func (f *Footprint) Steps(l forward.Limits, b configs.Batch) pipeline.Options {
 	o := pipeline.Options{
 		Limits: l, HostLogits: f.o.HostLogits,
-		MicroBatchRows: b.MicroBatchSize, MicroBatches: b.NumMicroBatches, Grouping: b.Grouping,
+		MicroBatchTokens: b.MicroBatchSize, MicroBatches: b.NumMicroBatches, Grouping: b.Grouping,
 	}
 	if b.Attention == configs.OnCPU {
 		o.HostAttention = somebody{}
@@ -138,7 +138,7 @@ func (f *Footprint) Steps(l forward.Limits, b configs.Batch) pipeline.Options {
 func (f *Footprint) stepBytes(l forward.Limits, b configs.Batch) (activations, rowData, back, attention int64) {
 	o := f.Steps(l, b)
 	activations = int64(o.Groups()) * forward.WorkspaceBytes(f.o.Config, f.o.Types, o.GroupLimits(l))
-	return activations, o.RowDataBytes(l), device.Align(o.BackBytes(f.o.Config, l)), device.Align(o.StagingBytes(f.o.Config, f.o.Types.ActivationDType(), l))
+	return activations, o.StepMetadataBytes(l), device.Align(o.ResultBytes(f.o.Config, l)), device.Align(o.StagingBytes(f.o.Config, f.o.Types.ActivationDType(), l))
 }
 
 // zeros is the pinned memory that borrowed memory is cleared with, where so many
@@ -155,8 +155,8 @@ func (f *Footprint) Parts(p *experts.Plan, l forward.Limits, b configs.Batch) (g
 	activations, rowData, back, attention := f.stepBytes(l, b)
 	gpu = []planner.Part{
 		{Name: "weights but experts", Bytes: f.o.Layout.Bytes},
-		{Name: "local experts", Bytes: p.LocalBytes},
-		{Name: "ring of fetched experts", Bytes: p.RingBytes},
+		{Name: "local experts", Bytes: p.ResidentBytes},
+		{Name: "ring of fetched experts", Bytes: p.CacheBytes},
 		{Name: "tables", Bytes: device.Align(p.TableBytes)},
 		{Name: "activations", Bytes: activations},
 		{Name: "row data", Bytes: rowData},
@@ -194,15 +194,15 @@ func (f *Footprint) Sizes(fixed configs.Batch) (planner.Sizes, error) {
 	return planner.Sizes{
 		Expert: f.expert.Size, Other: f.o.Layout.Bytes,
 		KVBlockTokens: kv.BlockTokens, KVBlock: kv.BlockBytes(),
-		Ring: func(missing int) int { return sized(missing, missing).RingSlots },
+		ExpertCache: func(missing int) int { return sized(missing, missing).CacheSlots },
 		Beside: func(local int) (gpu, host int64) {
 			offloaded := all - local
 			p := sized(offloaded, (offloaded+layers-1)/layers)
-			return p.LocalBytes - int64(local)*f.expert.Size,
+			return p.ResidentBytes - int64(local)*f.expert.Size,
 				p.HostBytes - int64(offloaded)*f.expert.Size + p.StagingBytes + f.zeros(offloaded)
 		},
 		Workspace: func(x *planner.Policy) (gpu, host int64) {
-			rows, sequences := x.Rows(), x.Batch
+			rows, sequences := x.MicroBatchTokens(), x.Batch
 			if fixed.MaxNumSeqs > 0 {
 				sequences = fixed.MaxNumSeqs
 			}

@@ -49,11 +49,11 @@ func (f *Footprint) Needs(b configs.Batch, placement experts.Placement, m Memori
 	return &Needs{
 		Plan: plan, Limits: limits, KV: f.KV(), kvOnHost: b.Attention == configs.OnCPU, positions: f.o.Config.MaxPositions,
 		Device: Demand{
-			Space: m.Space.String(), Capacity: m.GPU.Capacity - m.GPU.Other, Share: m.Share, Parts: gpu,
+			Space: m.Space.String(), Capacity: m.GPU.Capacity - m.GPU.OtherProcesses, Share: m.Share, Parts: gpu,
 			Advice: "offload more experts (offload-fraction), lower max-num-batched-tokens, or give the device more memory",
 		},
 		Host: Demand{
-			Space: device.Host.String(), Capacity: m.Host.Capacity - m.Host.Other, Share: 1, Parts: host,
+			Space: device.Host.String(), Capacity: m.Host.Capacity - m.Host.OtherProcesses, Share: 1, Parts: host,
 			Advice: "offload fewer experts (offload-fraction), or give the host more memory",
 		},
 	}, nil
@@ -79,7 +79,7 @@ func (w *Needs) Fit(maxNumSeqs int, kv configs.KV) (KVFit, error) {
 	}
 	return KVDemand{
 		Room: room, BlockBytes: w.KV.BlockBytes(), BlockTokens: w.KV.BlockTokens,
-		MaxModelLen: kv.MaxModelLen, ModelPositions: w.positions, MaxNumSeqs: maxNumSeqs, Blocks: kv.NumBlocks,
+		MaxModelLen: kv.MaxModelLen, ModelPositions: w.positions, MaxNumSeqs: maxNumSeqs, Blocks: kv.NumGPUBlocksOverride,
 	}.Fit()
 }
 
@@ -107,27 +107,27 @@ func (w *Needs) Left(have int64, fit KVFit, peers int) int64 {
 // for, all but those that list has.
 func (f *Footprint) Place(o configs.Offload, list string) (experts.Placement, error) {
 	layers, each := f.layers, f.o.Config.Experts
-	if o.LocalExperts == "" {
+	if o.ResidentExperts == "" {
 		return experts.Place(len(layers), each, o.Fraction)
 	}
 	named, err := configs.ParseExperts(list)
 	if err != nil {
-		return nil, fmt.Errorf("local-experts: %w", err)
+		return nil, fmt.Errorf("resident-experts: %w", err)
 	}
 	var local []experts.ID
 	for _, l := range named {
 		at, ok := slices.BinarySearch(layers, l.Layer)
 		if !ok {
-			return nil, fmt.Errorf("local-experts: layer %d has no experts; the model's layers that have are %s", l.Layer, spans(layers))
+			return nil, fmt.Errorf("resident-experts: layer %d has no experts; the model's layers that have are %s", l.Layer, spans(layers))
 		}
 		for _, e := range l.Experts {
 			if e >= each {
-				return nil, fmt.Errorf("local-experts: there is no expert %d in layer %d: it has %d, from 0 on", e, l.Layer, each)
+				return nil, fmt.Errorf("resident-experts: there is no expert %d in layer %d: it has %d, from 0 on", e, l.Layer, each)
 			}
 			local = append(local, experts.ID{Layer: at, Expert: e})
 		}
 	}
-	return experts.PlaceLocal(len(layers), each, local)
+	return experts.PlaceResident(len(layers), each, local)
 }
 
 // spans writes ascending numbers shortly: "0-5, 8".

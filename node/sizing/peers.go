@@ -35,7 +35,7 @@ type PeerBudget struct {
 
 // Lent is what a peer can lend to experts of a size.
 func Lent(peer device.Space, u device.Usage, headroom, expertBytes int64) PeerBudget {
-	b := PeerBudget{Space: peer.String(), Capacity: u.Capacity, Other: u.Other, Headroom: headroom, Spare: max(u.Free()-headroom, 0)}
+	b := PeerBudget{Space: peer.String(), Capacity: u.Capacity, Other: u.OtherProcesses, Headroom: headroom, Spare: max(u.Free()-headroom, 0)}
 	b.Experts = int(b.Spare / expertBytes)
 	return b
 }

@@ -12,7 +12,7 @@ weights=$(cat "$dir"/model/*.safetensors | wc -c)
 printf '%-9s %16s %16s %7s %16s %7s %8s\n' offloaded 'weights (bytes)' 'loading (bytes)' ratio 'run (bytes)' ratio seconds
 for f in "${@:-0 0.5 1}"; do for fraction in $f; do
   start=$(date +%s.%N)
-  "$dir/moeserve" run --model "$dir/model" --offload-fraction "$fraction" --max-new-tokens 1 --max-model-len 64 \
+  "$dir/moeserve" run --model "$dir/model" --offload-fraction "$fraction" --max-tokens 1 --max-model-len 64 \
     --max-num-batched-tokens 64 --ignore-eos --quiet --log-level info "the expert" >/dev/null 2>"$dir/log" &
   pid=$! peak=0 loading=0
   while [ -r /proc/$pid/status ]; do

@@ -52,7 +52,7 @@ def ids(binary, *args):
 def cli(binary, lose):
     collect_env(binary)
     for name in FIXTURES:
-        common = ("--model", f"testdata/fixtures/{name}", "--ignore-eos", "--max-new-tokens", "20", "the expert moves from host to peer")
+        common = ("--model", f"testdata/fixtures/{name}", "--ignore-eos", "--max-tokens", "20", "the expert moves from host to peer")
         got = {f: ids(binary, "--device", "cuda", "--offload-fraction", f, *common) for f in ("0", "0.75")}
         cpu = ids(binary, "--device", "cpu", *common)[0]
         gpu, other = got["0"][0], got["0.75"][0]
@@ -72,7 +72,7 @@ def cli(binary, lose):
             continue
         print(f"built-in: {prompt!r} -> {answers['cuda', '0']!r}", flush=True)
     preset = ("--model", "qwen1.5-moe-a2.7b", "--load-format", "dummy", "--num-hidden-layers", "4", "--prompt-ids", "1,2,3,4", "--ignore-eos",
-              "--max-new-tokens", "8", "--max-model-len", "256")
+              "--max-tokens", "8", "--max-model-len", "256")
     got = set()
     for f in ("0", "0.5", "1"):
         tokens, _, took = ids(binary, "--device", "cuda", "--offload-fraction", f, *preset)
@@ -168,7 +168,7 @@ def ended(name, p, begin):
 def lost_run(binary, lose, dir):
     """A run whose device is lost between its first token and its last."""
     p = losing(binary, lose, dir / "run", "run", "--device", "cuda", "--model", "qwen1.5-moe-a2.7b", "--load-format", "dummy",
-               "--num-hidden-layers", "8", "--offload-fraction", "1", "--prompt-ids", "1,2,3", "--ignore-eos", "--max-new-tokens", "2000",
+               "--num-hidden-layers", "8", "--offload-fraction", "1", "--prompt-ids", "1,2,3", "--ignore-eos", "--max-tokens", "2000",
                "--max-model-len", "4096", "--log-level", "info")
     lines, ready = until(p.stderr, "node ready")
     time.sleep(0.5)

@@ -87,7 +87,7 @@ def read_rates(files):
 def load(moeserve, model, result):
     """Seconds of loading as moeserve says them, and of its whole run."""
     begin = time.perf_counter()
-    p = subprocess.run([moeserve, "run", "--device", "cuda", "--model", str(model), "--prompt-ids", "1,2,3,4", "--max-new-tokens", "4", "--ignore-eos",
+    p = subprocess.run([moeserve, "run", "--device", "cuda", "--model", str(model), "--prompt-ids", "1,2,3,4", "--max-tokens", "4", "--ignore-eos",
                         "--max-model-len", "256", "--json", str(result), "-q"], capture_output=True, text=True)
     took = time.perf_counter() - begin
     if p.returncode:

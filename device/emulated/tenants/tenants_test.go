@@ -161,15 +161,15 @@ func TestPlayer(t *testing.T) {
 			t.Fatal(err)
 		}
 		u, err := m.Usage(peers12[0])
-		if next, more := p.Next(); err != nil || next != c.next || more != c.more || u.Other != c.other {
-			t.Errorf("at %d others hold %d, the next change is at %d, %t; want %+v", c.now, u.Other, next, more, c)
+		if next, more := p.Next(); err != nil || next != c.next || more != c.more || u.OtherProcesses != c.other {
+			t.Errorf("at %d others hold %d, the next change is at %d, %t; want %+v", c.now, u.OtherProcesses, next, more, c)
 		}
 	}
 	if err := p.Stop(); err != nil {
 		t.Fatal(err)
 	}
-	if u, err := m.Usage(peers12[0]); err != nil || u.Other != 0 {
-		t.Errorf("others hold %d after the end, %v", u.Other, err)
+	if u, err := m.Usage(peers12[0]); err != nil || u.OtherProcesses != 0 {
+		t.Errorf("others hold %d after the end, %v", u.OtherProcesses, err)
 	}
 	var e *device.Error
 	if err := tenants.NewPlayer(tenants.Trace{{0, device.HBM(9), 10}}, m).Advance(0); !errors.As(err, &e) {

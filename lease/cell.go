@@ -1,4 +1,4 @@
-package residency
+package lease
 
 import (
 	"context"

@@ -1,4 +1,4 @@
-// Package residency answers where one movable object is, and whether it may be
+// Package lease answers where one movable object is, and whether it may be
 // used: one atomic state word per object.
 //
 // A Cell is the word of one place that can hold one object: a slot of expert
@@ -39,4 +39,4 @@
 //   - There is at most one exclusive owner.
 //   - Releasing twice, or releasing a reference of another generation, is a broken
 //     invariant and panics.
-package residency
+package lease

@@ -1,4 +1,4 @@
-package residency_test
+package lease_test
 
 import (
 	"context"
@@ -16,7 +16,7 @@ import (
 
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/device/emulated"
-	"github.com/moeserve/moeserve/residency"
+	"github.com/moeserve/moeserve/lease"
 )
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
@@ -25,9 +25,9 @@ func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 func TestMachine(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		var (
-			cell       residency.Cell
-			refs       []residency.Ref
-			exclusive  *residency.Exclusive
+			cell       lease.Cell
+			refs       []lease.Ref
+			exclusive  *lease.Exclusive
 			generation uint32
 			valid      bool
 		)
@@ -122,9 +122,9 @@ func mustPanic(t fataler, want string, f func()) {
 	f()
 }
 
-func filled(t *testing.T) *residency.Cell {
+func filled(t *testing.T) *lease.Cell {
 	t.Helper()
-	var cell residency.Cell
+	var cell lease.Cell
 	e, ok := cell.BeginExclusive()
 	if !ok {
 		t.Fatal("a new cell is held exclusively")
@@ -140,7 +140,7 @@ func TestMisusePanics(t *testing.T) {
 	ref.Release()
 	mustPanic(t, "released twice", ref.Release)
 	mustPanic(t, "0 references", twin.Release)
-	var none residency.Ref
+	var none lease.Ref
 	mustPanic(t, "never taken", none.Release)
 
 	old, _ := cell.Acquire()
@@ -358,7 +358,7 @@ func TestAllocations(t *testing.T) {
 }
 
 func BenchmarkAcquireRelease(b *testing.B) {
-	var cell residency.Cell
+	var cell lease.Cell
 	e, _ := cell.BeginExclusive()
 	e.Replace()
 	for b.Loop() {
