@@ -58,11 +58,13 @@ var imports = map[string]map[string]string{
 	},
 	"engine/scheduler": {},
 	"eval": {
-		"configs":  "the settings that a sweep varies",
-		"device":   "copies between its memories",
-		"planner":  "what is expected, beside what was measured",
-		"transfer": "copies through its engine",
+		"configs":     "the settings that a sweep varies",
+		"device":      "copies between its memories",
+		"eval/figure": "draws its plots",
+		"planner":     "what is expected, beside what was measured",
+		"transfer":    "copies through its engine",
 	},
+	"eval/figure": {},
 	"experts": {
 		"device":       "memory, streams and fences",
 		"experts/load": "weights into the host's memory",
@@ -270,7 +272,8 @@ var onlyIn = []struct {
 	why  string
 }{
 	{"github.com/spf13/", []string{"cmd/moeserve"}, "configuration is decoded once, in cmd/, into plain structs"},
-	{"gonum.org/v1/plot", []string{"eval"}, "plots are eval's"},
+	{"golang.org/x/image", []string{"eval/figure"}, "pictures are figure's"},
+	{"codeberg.org/go-fonts", []string{"eval/figure"}, "pictures are figure's"},
 	{"github.com/prometheus/", []string{"server", "node/observe"}, "the parts' metrics are collected in observe, those of requests in server"},
 	{"net/http", []string{"server", "cmd/moeserve"}, "HTTP is the server's"},
 	{"gorgonia.org/cu", []string{"device/cuda"}, "the driver is device/cuda's"},

@@ -1,8 +1,8 @@
 package eval
 
 import (
+	"cmp"
 	"fmt"
-	"image/color"
 	"io"
 	"maps"
 	"math"
@@ -10,204 +10,157 @@ import (
 	"strconv"
 	"strings"
 
-	"gonum.org/v1/plot"
-	"gonum.org/v1/plot/plotter"
-	"gonum.org/v1/plot/text"
-	"gonum.org/v1/plot/vg"
-	"gonum.org/v1/plot/vg/draw"
-	"gonum.org/v1/plot/vg/vgimg"
-	"gonum.org/v1/plot/vg/vgsvg"
-
 	"github.com/moeserve/moeserve/configs"
+	"github.com/moeserve/moeserve/eval/figure"
 )
 
 const (
 	emulatedLabel = "emulated"
 	// gainFraction is where the tiers are compared.
 	gainFraction = 0.5
-
-	plotWidth, plotHeight = 18 * vg.Centimeter, 11 * vg.Centimeter
-	plotDPI               = 144
+	// curvePoints is into how many parts a predicted curve is divided between two
+	// offload fractions that it is known at.
+	curvePoints = 32
 )
 
 // PlotFormats are the endings of file names that plots can be written as.
-var PlotFormats = []string{"svg", "png"}
+var PlotFormats = figure.Formats
 
-// The looks of lines. They differ in dashes and marks, and in how dark they are, so
-// that they can be told apart in grey.
-var (
-	peerLook  = look{color.Gray{0x20}, nil, draw.CircleGlyph{}}
-	hostLook  = look{color.Gray{0x60}, dashes(6, 3), draw.SquareGlyph{}}
-	bothLook  = look{color.Gray{0x20}, dashes(1, 2), draw.PyramidGlyph{}}
-	backLook  = look{color.Gray{0x90}, dashes(8, 2, 1, 2), draw.CrossGlyph{}}
-	looks     = map[configs.Tier]look{configs.PeerTier: peerLook, configs.HostTier: hostLook}
-	planned   = color.Gray{0x98}
-	thinLine  = vg.Points(0.8)
-	thickLine = vg.Points(1.6)
-)
-
-type look struct {
-	color color.Color
-	dash  []vg.Length
-	glyph draw.GlyphDrawer
-}
-
-func dashes(points ...float64) []vg.Length {
-	d := make([]vg.Length, len(points))
-	for i, p := range points {
-		d[i] = vg.Points(p)
+// checkFormat names a format that there is not.
+func checkFormat(format string) error {
+	if !slices.Contains(PlotFormats, format) {
+		return inputf("plot format %q: must be %s", format, strings.Join(PlotFormats, " or "))
 	}
-	return d
-}
-
-// newPlot has our fonts, white ground, and a faint grid.
-func newPlot(title, x, y string) *plot.Plot {
-	p := plot.New()
-	p.Title.Text, p.X.Label.Text, p.Y.Label.Text = title, x, y
-	p.Title.Padding = vg.Points(6)
-	for _, s := range []*text.Style{&p.Title.TextStyle, &p.X.Label.TextStyle, &p.Y.Label.TextStyle, &p.X.Tick.Label, &p.Y.Tick.Label, &p.Legend.TextStyle} {
-		s.Font.Variant = "Sans"
-		s.Font.Size = vg.Points(10)
-	}
-	p.Title.TextStyle.Font.Size = vg.Points(11)
-	p.Legend.ThumbnailWidth = vg.Points(34)
-	p.Legend.Padding = vg.Points(2)
-	grid := plotter.NewGrid()
-	for _, l := range []*draw.LineStyle{&grid.Horizontal, &grid.Vertical} {
-		l.Color, l.Width = color.Gray{0xdd}, vg.Points(0.5)
-	}
-	p.Add(grid)
-	return p
-}
-
-// write draws p as "svg" or "png".
-func write(out io.Writer, p *plot.Plot, format string) error {
-	var canvas interface {
-		vg.CanvasSizer
-		io.WriterTo
-	}
-	switch format {
-	case "svg":
-		canvas = vgsvg.New(plotWidth, plotHeight)
-	case "png":
-		canvas = vgimg.PngCanvas{Canvas: vgimg.NewWith(vgimg.UseWH(plotWidth, plotHeight), vgimg.UseDPI(plotDPI))}
-	default:
-		return inputf("plots are written as %s, not as %q", strings.Join(PlotFormats, " or "), format)
-	}
-	whole := draw.New(canvas)
-	// The last label of the horizontal axis reaches over its end.
-	p.Draw(draw.Crop(whole, vg.Points(4), -vg.Points(14), vg.Points(4), -vg.Points(6)))
-	_, err := canvas.WriteTo(out)
-	return err
-}
-
-// evenTicks marks about so many round numbers of an axis, all with their values.
-type evenTicks int
-
-// Ticks implements plot.Ticker.
-func (n evenTicks) Ticks(least, most float64) []plot.Tick {
-	step := math.Pow(10, math.Floor(math.Log10((most-least)/float64(n))))
-	for _, f := range []float64{1, 2, 2.5, 5, 10} {
-		if (most-least)/(step*f) <= float64(n) {
-			step *= f
-			break
-		}
-	}
-	var ticks []plot.Tick
-	for i := math.Ceil(least / step); i*step <= most*(1+1e-9); i++ {
-		ticks = append(ticks, plot.Tick{Value: i * step, Label: strconv.FormatFloat(i*step, 'f', -1, 64)})
-	}
-	return ticks
-}
-
-// line adds points in a look, with a mark at each, and an entry of the legend.
-func line(p *plot.Plot, name string, points plotter.XYs, l look) error {
-	ln, marks, err := plotter.NewLinePoints(points)
-	if err != nil {
-		return err
-	}
-	ln.Color, ln.Dashes, ln.Width = l.color, l.dash, thickLine
-	marks.Color, marks.Shape, marks.Radius = l.color, l.glyph, vg.Points(3)
-	p.Add(ln, marks)
-	p.Legend.Add(name, ln, marks)
 	return nil
 }
 
-// PlotSweep draws decode throughput over the offload fraction, a line for each tier,
-// with what the planner predicts beside it and a vertical line at each tier's knee:
-// the fraction from which on copies take longer than all else. format is one of
-// PlotFormats.
+// The looks of tiers and paths.
+var (
+	tierLooks = map[configs.Tier]figure.Look{configs.PeerTier: figure.LookA, configs.HostTier: figure.LookB}
+	pathLooks = map[string]figure.Look{PeerPath: figure.LookA, HostPath: figure.LookB, BothPath: figure.LookC, D2HPath: figure.LookD}
+)
+
+// PlotSweep draws decode throughput over the offload fraction: for each tier what was
+// measured as points, what the planner predicts as a line, and its saturation point, the
+// fraction from which on copies take longer than all else, as a vertical line. Where
+// nothing is predicted, lines join what was measured. format is one of PlotFormats.
 func PlotSweep(out io.Writer, format string, results []Result) error {
+	if err := checkFormat(format); err != nil {
+		return err
+	}
 	if len(results) == 0 {
 		return inputf("eval: no results to plot")
 	}
+	return sweepFigure(results).Write(out, format)
+}
+
+func sweepFigure(results []Result) *figure.Lines {
 	r := &results[0]
-	title := fmt.Sprintf("%s, %d requests", r.Model, r.Requests)
+	note := fmt.Sprintf("%s, batch of %d requests, ", r.Model, r.Requests)
 	if r.Emulated {
-		title += " (" + emulatedLabel + " devices and links)"
+		note += emulatedLabel + " devices and links"
 	} else {
-		title += ", " + r.Device
+		note += r.Device
 	}
-	p := newPlot(title, "experts offloaded (% of all)", "decode throughput (tokens/s)")
-	most := 0.0
+	panel := figure.Panel{Y: figure.Axis{Label: "decode throughput (tokens/s)"}}
+	chart := &figure.Lines{
+		Title: "Decode throughput by offload fraction", Note: note,
+		X: figure.Axis{Label: "experts offloaded (% of all)", From: 0, To: 100},
+	}
 	for _, tier := range []configs.Tier{configs.PeerTier, configs.HostTier} {
-		var measured, predicted plotter.XYs
-		for i := range results {
-			r := &results[i]
-			if r.Tier != tier && r.Tier != configs.NoTier {
-				continue
-			}
-			measured = append(measured, plotter.XY{X: 100 * r.OffloadFraction, Y: r.DecodeTokS})
-			most = max(most, r.DecodeTokS)
-			if r.Prediction != nil {
-				predicted = append(predicted, plotter.XY{X: 100 * r.OffloadFraction, Y: r.Prediction.DecodeTokS})
-				most = max(most, r.Prediction.DecodeTokS)
-			}
-		}
 		if !slices.ContainsFunc(results, func(r Result) bool { return r.Tier == tier }) {
 			continue
 		}
-		if len(predicted) > 0 {
-			ln, err := plotter.NewLine(byX(predicted))
-			if err != nil {
-				return err
-			}
-			ln.Color, ln.Width, ln.Dashes = planned, thinLine, looks[tier].dash
-			p.Add(ln)
-			p.Legend.Add(tier.String()+" memory, predicted", ln)
+		curve := predictedCurve(results, tier)
+		if len(curve) > 0 {
+			panel.Series = append(panel.Series, figure.Series{Name: tier.String() + " memory, predicted", Look: tierLooks[tier], Points: curve, Line: true})
 		}
-		if err := line(p, tier.String()+" memory, measured", byX(measured), looks[tier]); err != nil {
-			return err
-		}
+		panel.Series = append(panel.Series, figure.Series{
+			Name: tier.String() + " memory, measured", Look: tierLooks[tier], Points: measuredPoints(results, tier), Marks: true, Line: len(curve) == 0,
+		})
 	}
-	p.X.Min, p.X.Max, p.Y.Min, p.Y.Max = 0, 100, 0, most*1.15
-	p.X.Tick.Marker, p.Y.Tick.Marker = evenTicks(10), evenTicks(8)
-	for tier, knee := range knees(results) {
-		if err := mark(p, 100*knee, p.Y.Max, fmt.Sprintf("%s: knee at %.1f %%", tier, 100*knee)); err != nil {
-			return err
-		}
+	for tier, f := range saturationPoints(results) {
+		chart.Tags = append(chart.Tags, figure.Tag{X: 100 * f, Name: fmt.Sprintf("%s: saturation point %.1f %%", tier, 100*f)})
 	}
-	p.Legend.Top = true
-	p.Legend.XOffs, p.Legend.YOffs = -vg.Points(4), -vg.Points(22)
-	return write(out, p, format)
+	chart.Panels = []figure.Panel{panel}
+	return chart
 }
 
-// byX puts points in order.
-func byX(points plotter.XYs) plotter.XYs {
-	slices.SortStableFunc(points, func(a, b plotter.XY) int {
-		switch {
-		case a.X < b.X:
-			return -1
-		case a.X > b.X:
-			return 1
+// ofTier are the results with experts from a tier, and those with none offloaded, in the
+// order of their fractions.
+func ofTier(results []Result, tier configs.Tier) []Result {
+	var of []Result
+	for _, r := range results {
+		if r.Tier == tier || r.Tier == configs.NoTier {
+			of = append(of, r)
 		}
-		return 0
-	})
+	}
+	slices.SortStableFunc(of, func(a, b Result) int { return cmp.Compare(a.OffloadFraction, b.OffloadFraction) })
+	return of
+}
+
+func measuredPoints(results []Result, tier configs.Tier) []figure.Point {
+	var points []figure.Point
+	for _, r := range ofTier(results, tier) {
+		p := figure.Point{X: 100 * r.OffloadFraction, Y: r.DecodeTokS}
+		if len(r.Trials) > 1 {
+			p.Deviation = r.DecodeStddevTokS
+		}
+		points = append(points, p)
+	}
 	return points
 }
 
-// knees are the planner's, by tier, in their order.
-func knees(results []Result) func(yield func(tier configs.Tier, knee float64) bool) {
+// predictedCurve is what the planner predicts of a tier from the least to the largest
+// fraction that was predicted. A step takes as long as the slowest of what goes on at
+// once: compute, the same at all fractions, or copies, whose time grows evenly with the
+// fraction. So the time of a step, the inverse of throughput, is known everywhere from
+// the predictions at the fractions of the sweep and from the saturation point, where it
+// begins to grow; where there is none it grows from fraction 0 on.
+func predictedCurve(results []Result, tier configs.Tier) []figure.Point {
+	type vertex struct{ fraction, seconds float64 }
+	var known []vertex
+	saturation := 0.0
+	for _, r := range ofTier(results, tier) {
+		if p := r.Prediction; p != nil && p.DecodeTokS > 0 {
+			known = append(known, vertex{r.OffloadFraction, 1 / p.DecodeTokS})
+			saturation = max(saturation, p.SaturationPoint)
+		}
+	}
+	if len(known) == 0 {
+		return nil
+	}
+	switch last := known[len(known)-1].fraction; {
+	case known[0].fraction < saturation && saturation < last:
+		// Up to there a step takes as long as at the least fraction.
+		at, _ := slices.BinarySearchFunc(known, saturation, func(v vertex, f float64) int { return cmp.Compare(v.fraction, f) })
+		known = slices.Insert(known, at, vertex{saturation, known[0].seconds})
+	case saturation == 0 && known[0].fraction == 0 && len(known) > 2:
+		// The first offloaded expert may cost a wait for the router in each layer.
+		a, b := known[1], known[2]
+		first := a.seconds - (b.seconds-a.seconds)/(b.fraction-a.fraction)*a.fraction
+		known = slices.Insert(known, 1, vertex{0, max(first, known[0].seconds)})
+	}
+	var curve []figure.Point
+	for i, v := range known {
+		if i > 0 {
+			from := known[i-1]
+			for n := 1; n < curvePoints; n++ {
+				// Closer where the curve is steeper.
+				s := math.Pow(float64(n)/curvePoints, 2)
+				curve = append(curve, figure.Point{
+					X: 100 * (from.fraction + s*(v.fraction-from.fraction)),
+					Y: 1 / (from.seconds + s*(v.seconds-from.seconds)),
+				})
+			}
+		}
+		curve = append(curve, figure.Point{X: 100 * v.fraction, Y: 1 / v.seconds})
+	}
+	return curve
+}
+
+// saturationPoints are the planner's, by tier, in their order.
+func saturationPoints(results []Result) func(yield func(tier configs.Tier, fraction float64) bool) {
 	by := map[configs.Tier]float64{}
 	for _, r := range results {
 		if r.Prediction != nil && r.Prediction.SaturationPoint > 0 {
@@ -223,74 +176,116 @@ func knees(results []Result) func(yield func(tier configs.Tier, knee float64) bo
 	}
 }
 
-// mark draws a vertical line at x, named at its upper end.
-func mark(p *plot.Plot, x, top float64, name string) error {
-	ln, err := plotter.NewLine(plotter.XYs{{X: x, Y: 0}, {X: x, Y: top}})
-	if err != nil {
-		return err
-	}
-	ln.Color, ln.Width, ln.Dashes = color.Gray{0x40}, thinLine, dashes(2, 2)
-	label, err := plotter.NewLabels(plotter.XYLabels{XYs: plotter.XYs{{X: x, Y: top * 0.955}}, Labels: []string{" " + name}})
-	if err != nil {
-		return err
-	}
-	for i := range label.TextStyle {
-		label.TextStyle[i].Font.Variant = "Sans"
-		label.TextStyle[i].Font.Size = vg.Points(9)
-	}
-	p.Add(ln, label)
-	return nil
-}
-
 // PlotGains draws what fetching half of the experts from peers gives over fetching
-// them from the host: two bars for each model, decoding alone and the whole run.
+// them from the host: two bars for each model, of decode and of end-to-end throughput.
 func PlotGains(out io.Writer, format string, results []Result) error {
+	if err := checkFormat(format); err != nil {
+		return err
+	}
 	gains := Gains(results, gainFraction)
 	if len(gains) == 0 {
 		return inputf("eval: gains need results at fraction %v from both tiers", gainFraction)
 	}
-	title := "Half of the experts from peer memory instead of host memory"
-	if slices.ContainsFunc(gains, func(g Gain) bool { return g.Emulated }) {
-		title += " (" + emulatedLabel + ")"
-	}
-	p := newPlot(title, "", "gain in throughput (%)")
-	var names []string
-	var decode, whole plotter.Values
-	most, least := 0.0, 0.0
-	for _, g := range gains {
-		names = append(names, fmt.Sprintf("%s, %d requests", g.Model, g.Requests))
-		decode, whole = append(decode, 100*g.Decode), append(whole, 100*g.EndToEnd)
-		most, least = max(most, 100*g.Decode, 100*g.EndToEnd), min(least, 100*g.Decode, 100*g.EndToEnd)
-	}
-	width := min(vg.Points(40), plotWidth/vg.Length(4*len(gains)))
-	for i, bars := range []struct {
-		name   string
-		values plotter.Values
-		shade  uint8
-	}{{"decoding", decode, 0x40}, {"with prefill", whole, 0xb8}} {
-		b, err := plotter.NewBarChart(bars.values, width)
-		if err != nil {
-			return err
-		}
-		b.Color, b.Offset = color.Gray{bars.shade}, width*vg.Length(2*i-1)/2
-		p.Add(b)
-		p.Legend.Add(bars.name, b)
-		for j, v := range bars.values {
-			label, err := plotter.NewLabels(plotter.XYLabels{XYs: plotter.XYs{{X: float64(j), Y: v}}, Labels: []string{fmt.Sprintf("%+.0f %%", v)}})
-			if err != nil {
-				return err
-			}
-			label.TextStyle[0].Font.Variant, label.TextStyle[0].Font.Size = "Sans", vg.Points(9)
-			label.TextStyle[0].XAlign = text.XCenter
-			label.Offset = vg.Point{X: b.Offset, Y: vg.Points(3)}
-			p.Add(label)
-		}
-	}
-	p.NominalX(names...)
-	p.X.Tick.Label.Font.Variant = "Sans"
-	p.X.Min, p.X.Max = -0.75, float64(len(gains))-0.25
-	p.Y.Min, p.Y.Max = least*1.15, max(most*1.2, 1)
-	p.Y.Tick.Marker = evenTicks(8)
-	p.Legend.Top = true
-	return write(out, p, format)
+	return gainsFigure(gains).Write(out, format)
 }
+
+func gainsFigure(gains []Gain) *figure.Bars {
+	emulated, oneBatch := 0, true
+	for _, g := range gains {
+		if g.Emulated {
+			emulated++
+		}
+		oneBatch = oneBatch && g.Requests == gains[0].Requests
+	}
+	chart := &figure.Bars{
+		Title:  "Gain from peer memory over host memory",
+		Note:   fmt.Sprintf("%v %% of the experts offloaded", 100*gainFraction),
+		X:      figure.Axis{Label: "gain in throughput (%)"},
+		Series: []string{"decode throughput", "end-to-end throughput"},
+		Value:  func(v float64) string { return strings.Replace(fmt.Sprintf("%+.0f %%", v), "-", "−", 1) },
+	}
+	if oneBatch {
+		chart.Note += fmt.Sprintf(", batches of %d requests", gains[0].Requests)
+	}
+	if emulated == len(gains) {
+		chart.Note += ", " + emulatedLabel + " devices and links"
+	}
+	for _, g := range gains {
+		name := g.Model
+		if !oneBatch {
+			name += fmt.Sprintf(", %d requests", g.Requests)
+		}
+		if g.Emulated && emulated < len(gains) {
+			name += ", " + emulatedLabel
+		}
+		chart.Groups = append(chart.Groups, figure.Group{Name: name, Values: []float64{100 * g.Decode, 100 * g.EndToEnd}})
+	}
+	return chart
+}
+
+// PlotTransfer draws the time of a single copy over its size, a line for each path, with
+// models at the sizes of their experts, and below it how much faster copies from a peer
+// are than from the host. format is one of PlotFormats.
+func PlotTransfer(out io.Writer, format string, r *TransferResult) error {
+	if err := checkFormat(format); err != nil {
+		return err
+	}
+	if len(r.Points) == 0 {
+		return inputf("eval: no copies to plot")
+	}
+	return transferFigure(r).Write(out, format)
+}
+
+func transferFigure(r *TransferResult) *figure.Lines {
+	name, note := r.Device, "Median of single copies"
+	if r.Emulated {
+		name = "the GPU"
+		note += " on " + emulatedLabel + " devices and links"
+	}
+	latency := figure.Panel{Y: figure.Axis{Label: "time of a single copy (µs)", Log: true}}
+	for _, path := range []string{HostPath, PeerPath, BothPath, D2HPath} {
+		s := figure.Series{Name: path, Look: pathLooks[path], Line: true, Marks: true}
+		for _, q := range r.of(path) {
+			s.Points = append(s.Points, figure.Point{X: mebibytes(q.Bytes), Y: 1e6 * q.LatencySeconds})
+		}
+		if len(s.Points) > 0 {
+			latency.Series = append(latency.Series, s)
+		}
+	}
+	chart := &figure.Lines{
+		Title: "Copy latency to and from " + name, Note: note,
+		X:      figure.Axis{Label: "size of the copy (MiB)", Log: true},
+		Panels: []figure.Panel{latency},
+	}
+	ratios := map[int64]float64{}
+	ratio := figure.Series{Look: figure.LookPlain, Line: true, Marks: true}
+	host := r.of(HostPath)
+	for _, q := range r.of(PeerPath) {
+		if i := slices.IndexFunc(host, func(h TransferPoint) bool { return h.Bytes == q.Bytes }); i >= 0 {
+			ratios[q.Bytes] = host[i].LatencySeconds / q.LatencySeconds
+			ratio.Points = append(ratio.Points, figure.Point{X: mebibytes(q.Bytes), Y: ratios[q.Bytes]})
+		}
+	}
+	if len(ratio.Points) > 0 {
+		chart.Panels = append(chart.Panels, figure.Panel{Y: figure.Axis{Label: "host / peer (×)"}, Series: []figure.Series{ratio}, Height: 120})
+	}
+	for _, e := range expertSizes {
+		if !slices.ContainsFunc(r.Points, func(p TransferPoint) bool { return p.Bytes == e.bytes }) {
+			continue
+		}
+		name := e.model + ", " + size(e.bytes)
+		if x := ratios[e.bytes]; x > 0 {
+			name += ": " + strconv.FormatFloat(x, 'f', 1, 64) + "×"
+		}
+		chart.Tags = append(chart.Tags, figure.Tag{X: mebibytes(e.bytes), Name: name})
+	}
+	if len(chart.Tags) > 0 {
+		chart.Note += "; models at the size of one 16-bit expert"
+	}
+	if len(ratios) > 0 {
+		chart.Note += "; ×: host time over peer time"
+	}
+	return chart
+}
+
+func mebibytes(n int64) float64 { return float64(n) / (1 << 20) }

@@ -93,8 +93,9 @@ type Prediction struct {
 	DecodeTokS     float64 `json:"decode_tok_s"`
 	// Bound of a decode step.
 	Bound string `json:"bound"`
-	// SaturationPoint is the offload fraction up to which copies from the cell's tier stay hidden;
-	// absent at fraction 0, and where that is above 1.
+	// SaturationPoint is the offload fraction up to which copies from the cell's tier are
+	// fully overlapped by compute; absent at fraction 0, where that is above 1, and with
+	// on-demand fetches, which nothing overlaps.
 	SaturationPoint float64 `json:"saturation_fraction,omitempty"`
 }
 
@@ -192,11 +193,11 @@ func (r *Result) plan(info *Info) {
 		// Floors have attention on the GPU; what the planner allows is the least then.
 		r.Roofline = &Roofline{Bound: string(p.Decode.Bound), TokS: p.DecodeTokS, Fraction: r.DecodeTokS / p.DecodeTokS}
 	}
-	if r.Tier == configs.NoTier {
-		return
+	if r.Tier == configs.NoTier || policy.OnDemand {
+		return // a step waits for each of its on-demand fetches
 	}
-	if knee, err := problem.SaturationPoint(policy, tier); err == nil && knee <= 1 {
-		r.Prediction.SaturationPoint = knee
+	if f, err := problem.SaturationPoint(policy, tier); err == nil && f <= 1 {
+		r.Prediction.SaturationPoint = f
 	}
 }
 

@@ -66,8 +66,8 @@ func writeShared(out io.Writer, results []Result) error {
 	for _, cause := range slices.Sorted(maps.Keys(stalls)) {
 		fmt.Fprintf(&b, "stalled %.4g s for %s, in all trials\n", stalls[cause], cause)
 	}
-	for tier, knee := range knees(results) {
-		fmt.Fprintf(&b, "from %s copies stay hidden up to %.1f %% offloaded, by the planner\n", tier, 100*knee)
+	for tier, fraction := range saturationPoints(results) {
+		fmt.Fprintf(&b, "from %s copies stay hidden up to %.1f %% offloaded, by the planner\n", tier, 100*fraction)
 	}
 	for _, g := range Gains(results, gainFraction) {
 		fmt.Fprintf(&b, "at %s, peer gives %+.0f %% over host decoding, %+.0f %% over the whole run\n", percent(g.Fraction), 100*g.Decode, 100*g.EndToEnd)

@@ -11,9 +11,6 @@ import (
 	"text/tabwriter"
 	"time"
 
-	"gonum.org/v1/plot"
-	"gonum.org/v1/plot/plotter"
-
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/planner"
 	"github.com/moeserve/moeserve/transfer"
@@ -49,11 +46,30 @@ const (
 	mostQueued  = 256
 )
 
-// DefaultSizes are 64 KiB to 16 MiB, and the sizes of one expert of Phi-tiny-MoE,
-// Qwen1.5-MoE, Phi-3.5-MoE and Mixtral (16 bit).
+// expertSizes are the bytes of one expert of models that have presets, in 16 bit, with
+// the models' names for figures.
+var expertSizes = []struct {
+	preset, model string
+	bytes         int64
+}{
+	{"qwen3-30b-a3b", "Qwen3-30B-A3B", 9 << 20},
+	{"phi-tiny-moe", "Phi-tiny-MoE", 21 << 19},
+	{"qwen1.5-moe-a2.7b", "Qwen1.5-MoE", 33 << 19},
+	{"qwen2-57b-a14b", "Qwen2-57B-A14B", 105 << 19},
+	{"phi-3.5-moe", "Phi-3.5-MoE", 150 << 20},
+	{"mixtral-8x7b", "Mixtral-8x7B", 336 << 20},
+}
+
+// DefaultSizes are 64 KiB to 64 MiB, and the sizes of one expert of the models that have
+// presets (16 bit).
 func DefaultSizes() []int64 {
 	const mib = 1 << 20
-	return []int64{mib / 16, mib / 4, mib, 4 * mib, 21 * mib / 2, 33 * mib / 2, 64 * mib, 150 * mib, 336 * mib}
+	sizes := []int64{mib / 16, mib / 4, mib, 4 * mib, 64 * mib}
+	for _, e := range expertSizes {
+		sizes = append(sizes, e.bytes)
+	}
+	slices.Sort(sizes)
+	return sizes
 }
 
 // EnsureDefaults fills in what is zero.
@@ -420,37 +436,6 @@ func WriteTransferCSV(out io.Writer, r *TransferResult) error {
 	}
 	w.Flush()
 	return w.Error()
-}
-
-// PlotTransfer draws the time of a single copy over its size, a line for each path.
-// format is one of PlotFormats.
-func PlotTransfer(out io.Writer, format string, r *TransferResult) error {
-	title := "Copies to " + r.Device
-	if r.Emulated {
-		title = "Copies to the compute device (" + emulatedLabel + " devices and links)"
-	}
-	p := newPlot(title, "size of the copy (MiB)", "time of a single copy (µs)")
-	for _, l := range []struct {
-		name string
-		look look
-	}{{HostPath, hostLook}, {PeerPath, peerLook}, {BothPath, bothLook}, {D2HPath, backLook}} {
-		var points plotter.XYs
-		for _, q := range r.of(l.name) {
-			points = append(points, plotter.XY{X: float64(q.Bytes) / (1 << 20), Y: 1e6 * q.LatencySeconds})
-		}
-		if len(points) == 0 {
-			continue
-		}
-		if err := line(p, l.name, points, l.look); err != nil {
-			return err
-		}
-	}
-	for _, a := range []*plot.Axis{&p.X, &p.Y} {
-		a.Scale, a.Tick.Marker = plot.LogScale{}, plot.LogTicks{Prec: -1}
-	}
-	p.Legend.Top, p.Legend.Left = true, true
-	p.Legend.XOffs = 6
-	return write(out, p, format)
 }
 
 // Calibrate puts measured rates and starts of copies in the place of base's: those by

@@ -101,11 +101,11 @@ func TestSweepBendsWhereThePlannerSays(t *testing.T) {
 		t.Fatal(err)
 	}
 	for tier, knee := range knees {
-		if want := fmt.Sprintf("%s: knee at %.1f %%", tier, 100*knee); !strings.Contains(string(picture), want) {
+		if want := fmt.Sprintf("%s: saturation point %.1f %%", tier, 100*knee); !strings.Contains(string(picture), want) {
 			t.Errorf("the picture does not say %q: draw it again (%s has the command)", want, benchmarks)
 		}
 	}
-	if !strings.Contains(string(picture), "(emulated devices and links)") {
+	if !strings.Contains(string(picture), "emulated devices and links") {
 		t.Error("the picture does not say that it is of emulated devices")
 	}
 	if len(knees) != 2 || knees[configs.HostTier] > 0.15 || knees[configs.PeerTier] < 0.4 {

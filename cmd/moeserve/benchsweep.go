@@ -35,10 +35,10 @@ func newBenchSweep(s *streams) *cobra.Command {
 offloaded experts fetched from the host and from peers. Small models on emulated
 devices take a trial of each cell in turn; else one cell is measured after another.
 
---plot draws throughput over the fraction, with what the planner predicts and a
-vertical line at each tier's knee: the fraction from which on copies take longer
-than computing. --plot-gains draws what peers give over the host at a half, beside
-that of other sweeps (--compare).`,
+--plot draws decode throughput over the fraction, with what the planner predicts
+and a vertical line at each tier's saturation point: the fraction from which on
+copies take longer than computing. --plot-gains draws what peers give over the host
+at a half, beside that of other sweeps (--compare).`,
 		Example: `  moeserve bench sweep --plot sweep.svg --plot sweep.png
   moeserve bench sweep --model mixtral-8x7b --load-format dummy --num-prompts 3240 --fractions 0,0.5,1 --resume sweep.jsonl --json sweep.json`,
 		Args: noArguments,

@@ -39,6 +39,9 @@ of Mixtral, or to --largest-mib: from pinned host memory, from a peer, from both
 once, and back to the host. A latency is the median of single copies, a rate that of
 copies that are queued back to back.
 
+--plot draws latencies over sizes, with models named at the size of one of their
+experts, and the ratio of host to peer.
+
 --calibrate writes the rates as hardware for --hardware. What copies do not tell
 (memory sizes, compute rates) is taken from --hardware, or from the devices where it
 is known.`,
