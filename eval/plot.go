@@ -79,6 +79,9 @@ func sweepFigure(results []Result) *figure.Lines {
 			Name: tier.String() + " memory, measured", Look: tierLooks[tier], Points: measuredPoints(results, tier), Marks: true, Line: len(curve) == 0,
 		})
 	}
+	if len(panel.Series) == 0 {
+		panel.Series = []figure.Series{{Name: "nothing offloaded, measured", Look: figure.LookPlain, Points: measuredPoints(results, configs.NoTier), Marks: true}}
+	}
 	for tier, f := range saturationPoints(results) {
 		chart.Tags = append(chart.Tags, figure.Tag{X: 100 * f, Name: fmt.Sprintf("%s: saturation point %.1f %%", tier, 100*f)})
 	}

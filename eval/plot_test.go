@@ -46,7 +46,7 @@ func predicted(t *testing.T, requests int, onDemand bool, fractions ...float64) 
 // The curve drawn from a sweep of three fractions is what the planner predicts at all.
 func TestPredictedCurve(t *testing.T) {
 	for _, c := range []struct {
-		requests   int
+		requests int
 		onDemand bool
 	}{{3240, false}, {324, false}, {1, true}} {
 		sparse, _ := predicted(t, c.requests, c.onDemand, 0, 0.5, 1)
@@ -105,6 +105,15 @@ func TestSaturationPoint(t *testing.T) {
 		if !s.Line || !s.Marks || !strings.Contains(s.Name, "measured") {
 			t.Errorf("%+v", s)
 		}
+	}
+}
+
+// A sweep of fraction 0 alone has its point.
+func TestNothingOffloaded(t *testing.T) {
+	results, _ := predicted(t, 324, false, 0)
+	series := sweepFigure(results).Panels[0].Series
+	if len(series) != 1 || series[0].Name != "nothing offloaded, measured" || len(series[0].Points) != 1 || !series[0].Marks {
+		t.Errorf("%+v", series)
 	}
 }
 

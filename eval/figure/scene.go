@@ -63,13 +63,13 @@ type label struct {
 }
 
 // box is the room that a label has been given.
-func (l *label) box() (x0, y0, x1, y1 float64) {
-	w := width(l.text, l.size)
-	before := map[anchor]float64{start: 0, middle: w / 2, end: w}[l.anchor]
-	if l.turned {
-		return l.at.x - ascent*l.size, l.at.y - w + before, l.at.x + descent*l.size, l.at.y + before
+func (x *label) box() (x0, y0, x1, y1 float64) {
+	w := width(x.text, x.size)
+	before := map[anchor]float64{start: 0, middle: w / 2, end: w}[x.anchor]
+	if x.turned {
+		return x.at.x - ascent*x.size, x.at.y - w + before, x.at.x + descent*x.size, x.at.y + before
 	}
-	return l.at.x - before, l.at.y - ascent*l.size, l.at.x - before + w, l.at.y + descent*l.size
+	return x.at.x - before, x.at.y - ascent*x.size, x.at.x - before + w, x.at.y + descent*x.size
 }
 
 func (s *scene) add(shapes ...shape) { s.shapes = append(s.shapes, shapes...) }

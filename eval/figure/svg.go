@@ -16,9 +16,9 @@ type svg struct{ bytes.Buffer }
 // understands, and those for dark ones in a style sheet.
 func (s *scene) svg(out io.Writer) error {
 	var w svg
-	fmt.Fprintf(&w, `<svg xmlns="http://www.w3.org/2000/svg" width="%s" height="%s" viewBox="0 0 %[1]s %[2]s" role="img" aria-labelledby="title about" font-family="%s">`+"\n",
+	fmt.Fprintf(&w, `<svg xmlns="http://www.w3.org/2000/svg" width="%s" height="%s" viewBox="0 0 %[1]s %[2]s" role="img" font-family="%s">`+"\n",
 		pixels(s.width), pixels(s.height), fonts)
-	fmt.Fprintf(&w, "<title id=\"title\">%s</title>\n<desc id=\"about\">%s</desc>\n", escape(s.title), escape(s.about))
+	fmt.Fprintf(&w, "<title>%s</title>\n<desc>%s</desc>\n", escape(s.title), escape(s.about))
 	w.WriteString("<style>@media (prefers-color-scheme: dark) {\n")
 	for p := range paints {
 		fmt.Fprintf(&w, ".%s { fill: %s } .%[3]s { stroke: %[2]s }\n", filled(p), hex(dark[p]), stroked(p))
