@@ -26,7 +26,7 @@ const (
 // PlotFormats are the endings of file names that plots can be written as.
 var PlotFormats = figure.Formats
 
-// checkFormat names a format that there is not.
+// checkFormat returns an error for a format that is not one of PlotFormats.
 func checkFormat(format string) error {
 	if !slices.Contains(PlotFormats, format) {
 		return inputf("plot format %q: must be %s", format, strings.Join(PlotFormats, " or "))
@@ -114,12 +114,12 @@ func measuredPoints(results []Result, tier configs.Tier) []figure.Point {
 	return points
 }
 
-// predictedCurve is what the planner predicts of a tier from the least to the largest
-// fraction that was predicted. A step takes as long as the slowest of what goes on at
+// predictedCurve is what the planner predicts of a tier from the minimum to the maximum
+// of the fractions that were predicted. A step takes as long as the slowest of what goes on at
 // once: compute, the same at all fractions, or copies, whose time grows evenly with the
 // fraction. So the time of a step, the inverse of throughput, is known everywhere from
 // the predictions at the fractions of the sweep and from the saturation point, where it
-// begins to grow; where there is none it grows from fraction 0 on.
+// begins to grow; without a saturation point it grows from fraction 0 on.
 func predictedCurve(results []Result, tier configs.Tier) []figure.Point {
 	type vertex struct{ fraction, seconds float64 }
 	var known []vertex
@@ -135,7 +135,7 @@ func predictedCurve(results []Result, tier configs.Tier) []figure.Point {
 	}
 	switch last := known[len(known)-1].fraction; {
 	case known[0].fraction < saturation && saturation < last:
-		// Up to there a step takes as long as at the least fraction.
+		// Up to there a step takes as long as at the minimum fraction.
 		at, _ := slices.BinarySearchFunc(known, saturation, func(v vertex, f float64) int { return cmp.Compare(v.fraction, f) })
 		known = slices.Insert(known, at, vertex{saturation, known[0].seconds})
 	case saturation == 0 && known[0].fraction == 0 && len(known) > 2:

@@ -22,18 +22,18 @@ type tick struct {
 	label string
 }
 
-// ends fills in the ends for data from least to most, where the axis has none, with
-// about so many ticks.
-func (a Axis) ends(least, most float64, ticks int) Axis {
+// ends returns the axis with both ends set: its own, or round numbers around data from
+// lowest to highest, about ticks round numbers apart.
+func (a Axis) ends(lowest, highest float64, ticks int) Axis {
 	switch {
 	case a.From != 0 || a.To != 0:
 	case a.Log:
-		a.From, a.To = below(least), above125(most)
+		a.From, a.To = below(lowest), above125(highest)
 		if a.From == a.To {
 			a.From, a.To = below(a.From*0.9), above125(a.To*1.1)
 		}
 	default:
-		a.From, a.To = min(least, 0), max(most, 0)
+		a.From, a.To = min(lowest, 0), max(highest, 0)
 		if a.From == a.To {
 			a.To = 1
 		}
@@ -46,7 +46,7 @@ func (a Axis) ends(least, most float64, ticks int) Axis {
 	return a
 }
 
-// below is the largest 1, 2 or 5 times a power of ten that is at most v.
+// below is the maximum of 1, 2 and 5 times powers of ten that are not above v.
 func below(v float64) float64 {
 	power := math.Pow(10, math.Floor(math.Log10(v)+1e-9))
 	for _, f := range []float64{5, 2} {
@@ -57,7 +57,7 @@ func below(v float64) float64 {
 	return power
 }
 
-// above125 is the smallest 1, 2 or 5 times a power of ten that is at least v.
+// above125 is the minimum of 1, 2 and 5 times powers of ten that are not below v.
 func above125(v float64) float64 {
 	power := math.Pow(10, math.Floor(math.Log10(v)+1e-9))
 	for _, f := range []float64{1, 2, 5} {
@@ -68,7 +68,7 @@ func above125(v float64) float64 {
 	return 10 * power
 }
 
-// step is the round number of which at most so many make up a range.
+// step is the smallest round number of which no more than ticks make up a range.
 func step(length float64, ticks int) float64 {
 	s := math.Pow(10, math.Floor(math.Log10(length/float64(ticks))))
 	for _, f := range []float64{1, 2, 2.5, 5} {
@@ -87,9 +87,9 @@ func (a Axis) at(v float64) float64 {
 	return (v - a.From) / (a.To - a.From)
 }
 
-// ticks of the axis, about so many where it is linear. A logarithmic axis has them at 1,
-// 2 and 5 times the powers of ten, and as many labels as fits allows: all, those of the
-// powers of ten, or of each second, third, ... of these.
+// ticks of the axis: about that number where it is linear. A logarithmic axis has them at
+// 1, 2 and 5 times the powers of ten, and as many labels as fits allows: all, those of
+// the powers of ten, or of every second, third, ... of these.
 func (a Axis) ticks(about int, fits func([]tick) bool) []tick {
 	if !a.Log {
 		step := step(a.To-a.From, about)

@@ -14,7 +14,7 @@ type Bars struct {
 	// Title says what is shown, Note of what and under which conditions.
 	Title, Note string
 	X           Axis
-	// Series are the names of the bars of a group, four at most.
+	// Series are the names of the bars of a group, up to four.
 	Series []string
 	Groups []Group
 	// Value writes a value at the end of its bar.
@@ -38,12 +38,12 @@ func (b *Bars) scene() *scene {
 	}
 	f.legend(keys)
 
-	// The names take what they need, at most two fifths of the width.
-	const most = 0.4 * canvas
+	// The names take what they need, up to two fifths of the width.
+	const maxWidth = 0.4 * canvas
 	names, left := make([][]string, len(b.Groups)), 0.0
 	group := float64(len(b.Series))*(barHeight+betweenBars) - betweenBars
 	for i, g := range b.Groups {
-		names[i] = wrap(g.Name, textSize, most, max(1, int(group/lineHeight(textSize))))
+		names[i] = wrap(g.Name, textSize, maxWidth, max(1, int(group/lineHeight(textSize))))
 		for _, line := range names[i] {
 			left = max(left, width(line, textSize))
 		}
@@ -90,11 +90,11 @@ func (b *Bars) scene() *scene {
 // valueGap is between the end of a bar and its value.
 const valueGap = 5.0
 
-// axis is the horizontal axis, so many pixels long, with room for the values at both
-// ends.
+// axis is the horizontal axis, with room for the values at both ends of its length in
+// pixels.
 func (b *Bars) axis(pixels float64) Axis {
 	x := b.X
-	var least, most, before, behind float64
+	var lowest, highest, before, behind float64
 	for _, g := range b.Groups {
 		for _, v := range g.Values {
 			w := width(b.Value(v), tickSize) + 2*valueGap
@@ -103,14 +103,14 @@ func (b *Bars) axis(pixels float64) Axis {
 			} else {
 				behind = max(behind, w)
 			}
-			least, most = min(least, v), max(most, v)
+			lowest, highest = min(lowest, v), max(highest, v)
 		}
 	}
-	if least == most {
-		most = 1
+	if lowest == highest {
+		highest = 1
 	}
-	scale := (most - least) / max(pixels-before-behind, 1)
-	x.From, x.To = least-before*scale, most+behind*scale
+	scale := (highest - lowest) / max(pixels-before-behind, 1)
+	x.From, x.To = lowest-before*scale, highest+behind*scale
 	return x
 }
 

@@ -10,7 +10,7 @@
 //
 // A chart is laid out once, into a scene of strokes, areas and texts in pixels, and the
 // scene is written as SVG or rasterized. Texts are measured with Liberation Sans, which
-// has the widths of Arial and Helvetica, and given the room that the wider DejaVu Sans
+// has the widths of Arial and Helvetica, and have the room that the wider DejaVu Sans
 // would need, so that they stay apart in whichever font a viewer has. Names of vertical
 // lines stand in lanes above the plot, the legend stands above these: no text lies where
 // data may be.
@@ -24,7 +24,7 @@
 //   - No two texts overlap, and none leaves the picture.
 //   - Series differ in dashes and marks, too, not in color alone.
 //   - Text has a contrast of 4.5 to 1 with the background, lines of 3 to 1 (WCAG 2.2);
-//     the grid is fainter, as nothing is read from it that ticks do not tell.
+//     the grid is fainter, as its lines only lead the eye to labeled ticks.
 //
 // # Example
 //

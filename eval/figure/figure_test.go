@@ -20,7 +20,7 @@ import (
 // Names of lines stay in the picture and off each other, and no line runs through one.
 func TestFlags(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
-		n := rapid.IntRange(0, mostSearched+2).Draw(t, "n")
+		n := rapid.IntRange(0, maxSearched+2).Draw(t, "n")
 		const from, to = 10.0, 500.0
 		place := rapid.Float64Range(from, to)
 		if rapid.Bool().Draw(t, "close") {
@@ -336,15 +336,15 @@ func TestContrast(t *testing.T) {
 	}
 	for page, colors := range map[string]palette{"light": light, "dark": dark} {
 		for p := range paints {
-			least := 3.0
+			minimum := 3.0
 			switch p {
 			case ground, grid: // the grid stands behind all else, and its ticks are labeled
 				continue
 			case ink, muted: // of texts, too
-				least = 4.5
+				minimum = 4.5
 			}
-			if c := contrast(colors[p], colors[ground]); c < least {
-				t.Errorf("%s: paint %d has a contrast of %.2f, want %v", page, p, c, least)
+			if c := contrast(colors[p], colors[ground]); c < minimum {
+				t.Errorf("%s: paint %d has a contrast of %.2f, want %v", page, p, c, minimum)
 			}
 		}
 	}
@@ -357,7 +357,7 @@ func TestContrast(t *testing.T) {
 	}
 }
 
-// Whoever sees no colors tells series by their dashes, or by their marks.
+// Without colors, series still differ by their dashes, and by their marks.
 func TestLooksDiffer(t *testing.T) {
 	looks := []Look{LookA, LookB, LookC, LookD}
 	for i, a := range looks {
@@ -371,10 +371,10 @@ func TestLooksDiffer(t *testing.T) {
 
 func TestTicks(t *testing.T) {
 	for _, c := range []struct {
-		name        string
-		axis        Axis
-		least, most float64
-		want        string
+		name            string
+		axis            Axis
+		lowest, highest float64
+		want            string
 	}{
 		{"less than a decade", Axis{Log: true}, 8.6, 83, "5 10 20 50 100"},
 		{"sizes", Axis{Log: true}, 0.0625, 336, "0.05 0.1 0.2 0.5 1 2 5 10 20 50 100 200 500"},
@@ -385,7 +385,7 @@ func TestTicks(t *testing.T) {
 		{"nothing", Axis{}, 0, 0, "0 0.1 0.2 0.3 0.4 0.5 0.6 0.7 0.8 0.9 1"},
 		{"fixed", Axis{From: 0, To: 100}, 3, 7, "0 10 20 30 40 50 60 70 80 90 100"},
 	} {
-		a := c.axis.ends(c.least, c.most, 10)
+		a := c.axis.ends(c.lowest, c.highest, 10)
 		var got []string
 		for _, x := range a.across(600) {
 			if x.label != "" {
@@ -395,7 +395,7 @@ func TestTicks(t *testing.T) {
 		if strings.Join(got, " ") != c.want {
 			t.Errorf("%s: %s, want %s", c.name, strings.Join(got, " "), c.want)
 		}
-		if a.From > c.least || a.To < c.most {
+		if a.From > c.lowest || a.To < c.highest {
 			t.Errorf("%s: from %v to %v", c.name, a.From, a.To)
 		}
 	}
@@ -404,7 +404,7 @@ func TestTicks(t *testing.T) {
 func TestWrap(t *testing.T) {
 	for _, c := range []struct {
 		text  string
-		most  float64
+		limit float64
 		lines int
 		want  []string
 	}{
@@ -416,14 +416,14 @@ func TestWrap(t *testing.T) {
 		{"µµµµµµµµµµµµ", 30, 1, []string{"µ…"}},
 		{"", 60, 3, []string{""}},
 	} {
-		got := wrap(c.text, 13, c.most, c.lines)
+		got := wrap(c.text, 13, c.limit, c.lines)
 		for _, line := range got {
-			if width(line, 13) > c.most {
+			if width(line, 13) > c.limit {
 				t.Errorf("%q: %q is %v wide", c.text, line, width(line, 13))
 			}
 		}
 		if !slices.Equal(got, c.want) {
-			t.Errorf("%q in %v: %q, want %q", c.text, c.most, got, c.want)
+			t.Errorf("%q in %v: %q, want %q", c.text, c.limit, got, c.want)
 		}
 	}
 }

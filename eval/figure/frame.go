@@ -100,7 +100,7 @@ func apart(a Axis, pixels float64, ticks []tick, length func(string) float64) bo
 	return true
 }
 
-// across are the ticks of a horizontal axis so many pixels long.
+// across are the ticks of a horizontal axis with a length in pixels.
 func (a Axis) across(pixels float64) []tick {
 	return a.ticks(10, func(t []tick) bool {
 		return apart(a, pixels, t, func(s string) float64 { return width(s, tickSize) })
@@ -114,7 +114,7 @@ func (a Axis) upwards(pixels float64) []tick {
 	})
 }
 
-// upTicks is about how many ticks suit a vertical axis so many pixels long.
+// upTicks is how many ticks suit a vertical axis with a length in pixels.
 func upTicks(pixels float64) int { return max(2, int(pixels/36)) }
 
 // widest is the room that the labels of ticks take side by side with an axis.

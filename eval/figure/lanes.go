@@ -13,22 +13,22 @@ type flag struct {
 }
 
 const (
-	flagGap      = 4 // between a line and its name, and between names of a lane
-	lineRoom     = 3 // that a line keeps from other lines' names
-	mostSearched = 7 // names whose sides are searched for
+	flagGap     = 4 // between a line and its name, and between names of a lane
+	lineRoom    = 3 // that a line keeps from other lines' names
+	maxSearched = 7 // names whose sides are searched for
 )
 
 // flags places the names of vertical lines at the positions at, widths wide, between
 // from and to, in as few lanes as there can be: each name right of its line, left of it,
 // or above its end, so that no two names overlap and no line runs through a name. No
 // width may exceed to-from. The same input gives the same placement. Of more names than
-// mostSearched each has a lane of its own, and lines may run through names.
+// maxSearched each has a lane of its own, and lines may run through names.
 func flags(at, widths []float64, from, to float64) []flag {
 	n := len(at)
 	if n == 0 {
 		return nil
 	}
-	if n > mostSearched {
+	if n > maxSearched {
 		return stairs(at, widths, from, to)
 	}
 	var best []flag
@@ -77,8 +77,8 @@ func span(at, width, from, to float64, side int) (flag, bool) {
 	return flag{left: left, right: left + width}, left >= from && left+width <= to
 }
 
-// onSides gives names on given sides the lowest lanes that they can have, and says what
-// that costs: lanes above all, then names that stand above their line, then on its left.
+// onSides puts names, each on its side, into the lowest lanes that they can have. The
+// cost counts lanes above all, then names above their line, then names on its left.
 func onSides(at, widths []float64, from, to float64, sides []int) (_ []flag, cost int, ok bool) {
 	n := len(at)
 	f := make([]flag, n)
@@ -112,7 +112,7 @@ func onSides(at, widths []float64, from, to float64, sides []int) (_ []flag, cos
 }
 
 // lowest is the first name without a lane that crosses only lines whose names have one,
-// and -1 where there is none: names that each cross the other's line cannot be placed.
+// and -1 where no name is left of which that holds: names that each cross the other's line cannot be placed.
 func lowest(f []flag, at []float64) int {
 next:
 	for i := range f {
@@ -147,7 +147,7 @@ func stairs(at, widths []float64, from, to float64) []flag {
 	return f
 }
 
-// crosses says whether a line at x would run through the name, or close by.
+// crosses reports whether a line at x would run through the name, or close by.
 func (f flag) crosses(x float64) bool { return x > f.left-lineRoom && x < f.right+lineRoom }
 
 func (f flag) overlaps(g flag) bool { return f.left < g.right+flagGap && g.left < f.right+flagGap }

@@ -14,7 +14,7 @@ type Point struct {
 }
 
 // low is where the bar of the deviation ends: at the value itself where it would reach
-// below 0 from above, where there are no rates and times, and no logarithms.
+// below 0 from above: rates and times are positive, and so is what a logarithm is of.
 func (p *Point) low() float64 {
 	if low := p.Y - p.Deviation; low > 0 || p.Y <= 0 {
 		return low
@@ -59,9 +59,9 @@ type Lines struct {
 func (l *Lines) Write(out io.Writer, format string) error { return l.scene().write(out, format) }
 
 const (
-	panelHeight   = 300.0
-	betweenPanels = 22.0
-	laneHeight    = 18.0
+	defaultPanelHeight = 300.0
+	betweenPanels      = 22.0
+	laneHeight         = 18.0
 )
 
 func (l *Lines) scene() *scene {
@@ -117,18 +117,17 @@ func (l *Lines) scene() *scene {
 	return f.scene
 }
 
-// bounds are the least and the largest value on the horizontal axis, and about how many
-// ticks it has.
-func (l *Lines) bounds() (least, most float64, ticks int) {
-	least, most = math.Inf(1), math.Inf(-1)
+// bounds are the minimum and the maximum on the horizontal axis, and its number of ticks.
+func (l *Lines) bounds() (lowest, highest float64, ticks int) {
+	lowest, highest = math.Inf(1), math.Inf(-1)
 	for _, p := range l.Panels {
 		for _, s := range p.Series {
 			for _, q := range s.Points {
-				least, most = min(least, q.X), max(most, q.X)
+				lowest, highest = min(lowest, q.X), max(highest, q.X)
 			}
 		}
 	}
-	return least, most, 10
+	return lowest, highest, 10
 }
 
 // tags puts the names of vertical lines into lanes above the first panel, and returns
@@ -175,15 +174,15 @@ type panel struct {
 
 func newPanel(p Panel) panel {
 	if p.Height == 0 {
-		p.Height = panelHeight
+		p.Height = defaultPanelHeight
 	}
-	least, most := math.Inf(1), math.Inf(-1)
+	lowest, highest := math.Inf(1), math.Inf(-1)
 	for _, s := range p.Series {
 		for _, q := range s.Points {
-			least, most = min(least, q.low()), max(most, q.Y+q.Deviation)
+			lowest, highest = min(lowest, q.low()), max(highest, q.Y+q.Deviation)
 		}
 	}
-	p.Y = p.Y.ends(least, most, upTicks(p.Height))
+	p.Y = p.Y.ends(lowest, highest, upTicks(p.Height))
 	return panel{Panel: p, ticks: p.Y.upwards(p.Height), label: wrap(p.Y.Label, textSize, p.Height, 3)}
 }
 

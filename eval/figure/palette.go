@@ -41,7 +41,7 @@ var (
 // Look is how a series is drawn. Looks differ in color, dashes and marks.
 type Look uint8
 
-// The looks that there are.
+// Looks of series.
 const (
 	LookA     Look = iota // blue, solid, circles
 	LookB                 // orange, dashed, squares

@@ -68,8 +68,8 @@ func (x *stroke) draw(c *raster) {
 	}
 }
 
-// outline is a line so wide on either side of points: along one side there, and along the
-// other back.
+// outline is the border of a line that reaches half its width to either side of points:
+// along one side to the end, and along the other back.
 func outline(points []point, half float64) []point {
 	points = slices.Compact(slices.Clone(points))
 	if len(points) < 2 {
@@ -80,19 +80,19 @@ func outline(points []point, half float64) []point {
 		length := math.Hypot(b.x-a.x, b.y-a.y)
 		return point{(a.y - b.y) / length, (b.x - a.x) / length}
 	}
-	there, back := make([]point, len(points)), make([]point, len(points))
+	out, back := make([]point, len(points)), make([]point, len(points))
 	for i, p := range points {
 		n := across(points[max(i-1, 0)], points[max(i, 1)])
 		if i > 0 && i < len(points)-1 {
-			// The sides of both pieces meet here; where the turn is sharp, not too far out.
+			// The sides of both pieces meet at this corner, which is cut where the turn is sharp.
 			m := across(p, points[i+1])
 			to := 1 / max(1+n.x*m.x+n.y*m.y, 0.2)
 			n = point{(n.x + m.x) * to, (n.y + m.y) * to}
 		}
-		there[i] = point{p.x + n.x*half, p.y + n.y*half}
+		out[i] = point{p.x + n.x*half, p.y + n.y*half}
 		back[len(points)-1-i] = point{p.x - n.x*half, p.y - n.y*half}
 	}
-	return append(there, back...)
+	return append(out, back...)
 }
 
 // dashed cuts a line into its dashes.

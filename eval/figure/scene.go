@@ -16,7 +16,7 @@ type point struct{ x, y float64 }
 // scene is a picture: shapes, the later above the earlier ones.
 type scene struct {
 	width, height float64
-	// title and about tell whoever cannot see the picture what it shows.
+	// title and about describe the picture to screen readers.
 	title, about string
 	shapes       []shape
 	// data are the points that no text may cover.
@@ -62,7 +62,7 @@ type label struct {
 	turned bool
 }
 
-// box is the room that a label has been given.
+// box is the room that a label takes up in a wide font.
 func (x *label) box() (x0, y0, x1, y1 float64) {
 	w := width(x.text, x.size)
 	before := map[anchor]float64{start: 0, middle: w / 2, end: w}[x.anchor]

@@ -81,7 +81,7 @@ func fill(p paint) string { return fmt.Sprintf(` class="%s" fill="%s"`, filled(p
 
 func hex(c rgb) string { return fmt.Sprintf("#%06x", uint32(c)) }
 
-// pixels writes a length with two digits behind the point at most.
+// pixels writes a length with up to two decimal places.
 func pixels(v float64) string {
 	s := strconv.FormatFloat(v, 'f', 2, 64)
 	s = strings.TrimRight(strings.TrimRight(s, "0"), ".")

@@ -12,7 +12,7 @@ import (
 )
 
 // fonts are what an SVG asks for, all with the widths of the font measured with, and the
-// viewer's own where none of them is there.
+// viewer's own where all of them are missing.
 const fonts = "'Liberation Sans', Arial, Helvetica, sans-serif"
 
 // fontSlack is how much wider than measured a text may get in the viewer's own font:
@@ -56,33 +56,33 @@ func inked(s string, size float64) float64 {
 	return glyphs(s, func(sfnt.GlyphIndex, float64) {}) / float64(sans().UnitsPerEm()) * size
 }
 
-// width is the room that a text is given.
+// width is the room that a text takes up in a wide font.
 func width(s string, size float64) float64 { return inked(s, size) * fontSlack }
 
-// shorten cuts a text so that it is at most so wide, with an ellipsis at its end.
-func shorten(s string, size, most float64) string {
-	if width(s, size) <= most {
+// shorten cuts a text to a maximum width, with an ellipsis at its end.
+func shorten(s string, size, limit float64) string {
+	if width(s, size) <= limit {
 		return s
 	}
 	for s != "" {
 		_, n := utf8.DecodeLastRuneInString(s)
 		s = s[:len(s)-n]
-		if cut := strings.TrimRight(s, " -_/,") + "…"; width(cut, size) <= most {
+		if cut := strings.TrimRight(s, " -_/,") + "…"; width(cut, size) <= limit {
 			return cut
 		}
 	}
 	return ""
 }
 
-// wrap breaks a text into at most so many lines: behind spaces, and where it must behind
-// -, _ and /. The last line is shortened where the text does not fit.
-func wrap(s string, size, most float64, lines int) []string {
+// wrap breaks a text into a maximum number of lines: behind spaces, and where it must
+// behind -, _ and /. The last line is shortened where the text does not fit.
+func wrap(s string, size, limit float64, lines int) []string {
 	var out []string
-	for len(out) < lines-1 && width(s, size) > most {
+	for len(out) < lines-1 && width(s, size) > limit {
 		space, mark := 0, 0
 		for i, r := range s {
 			next := i + utf8.RuneLen(r)
-			if r != utf8.RuneError && width(strings.TrimRight(s[:next], " "), size) > most {
+			if r != utf8.RuneError && width(strings.TrimRight(s[:next], " "), size) > limit {
 				break
 			}
 			switch r {
@@ -102,5 +102,5 @@ func wrap(s string, size, most float64, lines int) []string {
 		out = append(out, strings.TrimRight(s[:at], " "))
 		s = s[at:]
 	}
-	return append(out, shorten(s, size, most))
+	return append(out, shorten(s, size, limit))
 }
