@@ -56,7 +56,7 @@ func PlotSweep(out io.Writer, format string, results []Result) error {
 
 func sweepFigure(results []Result) *figure.Lines {
 	r := &results[0]
-	note := fmt.Sprintf("%s, batch of %d requests, ", r.Model, r.Requests)
+	note := fmt.Sprintf("%s, batch of %s, ", r.Model, requests(r.Requests))
 	if r.Emulated {
 		note += emulatedLabel + " devices and links"
 	} else {
@@ -208,7 +208,7 @@ func gainsFigure(gains []Gain) *figure.Bars {
 		Value:  func(v float64) string { return strings.Replace(fmt.Sprintf("%+.0f %%", v), "-", "−", 1) },
 	}
 	if oneBatch {
-		chart.Note += fmt.Sprintf(", batches of %d requests", gains[0].Requests)
+		chart.Note += ", batches of " + requests(gains[0].Requests)
 	}
 	if emulated == len(gains) {
 		chart.Note += ", " + emulatedLabel + " devices and links"
@@ -216,7 +216,7 @@ func gainsFigure(gains []Gain) *figure.Bars {
 	for _, g := range gains {
 		name := g.Model
 		if !oneBatch {
-			name += fmt.Sprintf(", %d requests", g.Requests)
+			name += ", " + requests(g.Requests)
 		}
 		if g.Emulated && emulated < len(gains) {
 			name += ", " + emulatedLabel
@@ -289,6 +289,13 @@ func transferFigure(r *TransferResult) *figure.Lines {
 		chart.Note += "; ×: host time over peer time"
 	}
 	return chart
+}
+
+func requests(n int) string {
+	if n == 1 {
+		return "1 request"
+	}
+	return fmt.Sprintf("%d requests", n)
 }
 
 func mebibytes(n int64) float64 { return float64(n) / (1 << 20) }

@@ -209,7 +209,7 @@ func TestGainsFigure(t *testing.T) {
 	}
 	gains[1].Requests, gains[1].Emulated = 1, true
 	chart = gainsFigure(gains)
-	if !strings.Contains(chart.Note, "emulated") || chart.Groups[0].Name != "a, 324 requests" || chart.Groups[1].Name != "b, 1 requests" {
+	if !strings.Contains(chart.Note, "emulated") || chart.Groups[0].Name != "a, 324 requests" || chart.Groups[1].Name != "b, 1 request" {
 		t.Errorf("%+v", chart)
 	}
 }
