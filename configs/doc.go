@@ -19,5 +19,6 @@
 //   - Defaults are valid.
 //   - Presets are as published, in the names of their time; package models tests
 //     that each counts to the right number of parameters.
-//   - Every number of a machine says where it is from.
+//   - Every figure of a hardware profile names its source, and none is above the
+//     datasheet's peak. Names are found as people write them (FindHardware, Similar).
 package configs

@@ -133,6 +133,9 @@ func (u *setup) hardware() (h planner.Hardware, err error) {
 	if have, ok := u.devices.Shared(); ok {
 		h.PeerMemory = min(h.PeerMemory, have) // of which all emulated memory is
 	}
+	if h.PeerToGPU == 0 {
+		h.PeerMemory = 0 // named hardware without links to peers
+	}
 	return h, h.Validate()
 }
 

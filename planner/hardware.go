@@ -6,13 +6,17 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"maps"
+	"math"
+	"slices"
+	"strconv"
 	"strings"
 
 	"github.com/moeserve/moeserve/configs"
 )
 
 // Hardware is a machine: one GPU that computes, its host, and what it may borrow of
-// its peers. Rates are what is reached; a data sheet's peaks overstate them.
+// its peers. Rates are what is reached; a datasheet's peaks overstate them.
 type Hardware struct {
 	Name string `json:"name"`
 
@@ -52,74 +56,237 @@ type Hardware struct {
 	Sources map[string]string `json:"sources,omitempty"`
 }
 
-// HardwarePreset returns a machine of package configs by its name: "h200".
+// hardwareFields are the figures of a machine, by their keys.
+var hardwareFields = []struct {
+	key, unit string
+	// optional figures may be missing or 0.
+	optional bool
+	// value is nil of what is a list.
+	value func(*Hardware) float64
+}{
+	{"gpu_memory_bytes", "bytes", false, func(h *Hardware) float64 { return float64(h.GPUMemory) }},
+	{"gpu_memory_bytes_per_s", "bytes/s", false, func(h *Hardware) float64 { return h.GPUMemoryRate }},
+	{"gpu_flop_per_s", "flop/s", false, func(h *Hardware) float64 { return h.GPUFlops }},
+	{"gpu_attention_flop_per_s", "flop/s", false, func(h *Hardware) float64 { return h.GPUAttentionFlops }},
+	{"host_memory_bytes", "bytes", false, func(h *Hardware) float64 { return float64(h.HostMemory) }},
+	{"host_memory_bytes_per_s", "bytes/s", false, func(h *Hardware) float64 { return h.HostMemoryRate }},
+	{"cpu_flop_per_s", "flop/s", false, func(h *Hardware) float64 { return h.CPUFlops }},
+	{"host_to_gpu_bytes_per_s", "a list, bytes/s", false, nil},
+	{"gpu_to_host_bytes_per_s", "bytes/s", false, func(h *Hardware) float64 { return h.GPUToHost }},
+	{"host_copy_latency_s", "seconds", true, func(h *Hardware) float64 { return h.HostCopyLatency }},
+	{"round_trip_s", "seconds", true, func(h *Hardware) float64 { return h.RoundTrip }},
+	{"peer_memory_bytes", "bytes", true, func(h *Hardware) float64 { return float64(h.PeerMemory) }},
+	{"peer_to_gpu_bytes_per_s", "bytes/s", true, func(h *Hardware) float64 { return h.PeerToGPU }},
+	{"peer_copy_latency_s", "seconds", true, func(h *Hardware) float64 { return h.PeerCopyLatency }},
+}
+
+// HardwareFields lists the keys of the figures of a machine.
+func HardwareFields() []string {
+	keys := make([]string, len(hardwareFields))
+	for i, f := range hardwareFields {
+		keys[i] = f.key
+	}
+	return keys
+}
+
+// HardwarePreset returns a profile of package configs by its name ("h200"), as
+// configs.FindHardware reads it.
 func HardwarePreset(name string) (Hardware, error) {
-	data, ok := configs.Hardware(name)
+	found, err := configs.FindHardware(name)
+	if err != nil {
+		return Hardware{}, fmt.Errorf("planner: %w", err)
+	}
+	data, ok := configs.Hardware(found)
 	if !ok {
-		return Hardware{}, fmt.Errorf("planner: there is no hardware %q: give one of %s", name, strings.Join(configs.HardwareNames(), ", "))
+		return Hardware{}, fmt.Errorf("planner: hardware %s is not embedded", found)
 	}
 	return ParseHardware(data)
 }
 
-// ParseHardware reads a machine from JSON with the keys of Hardware. A key that it
-// does not know is an error.
+// ParseHardware reads a machine from JSON with the keys of Hardware. The key "base" names
+// a profile whose figures hold where the object has none; their sources are then "from"
+// that profile. An error names all keys that are unknown, or all that are missing.
 func ParseHardware(data []byte) (Hardware, error) {
-	var h Hardware
+	var given map[string]json.RawMessage
 	d := json.NewDecoder(bytes.NewReader(data))
-	d.DisallowUnknownFields()
-	if err := d.Decode(&h); err != nil {
+	if err := d.Decode(&given); err != nil {
 		return Hardware{}, fmt.Errorf("planner: read hardware: %w", err)
 	}
 	if _, err := d.Token(); !errors.Is(err, io.EOF) {
 		return Hardware{}, errors.New("planner: read hardware: something follows the object")
 	}
+	if err := unknownKeys(given); err != nil {
+		return Hardware{}, err
+	}
+	maps.DeleteFunc(given, func(_ string, value json.RawMessage) bool { return string(value) == "null" })
+	var h, own Hardware
+	var base string
+	if err := readKey(given, "base", &base); err != nil {
+		return Hardware{}, err
+	}
+	if base != "" {
+		found, err := configs.FindHardware(base)
+		if err != nil {
+			return Hardware{}, fmt.Errorf("planner: read hardware: base: %w", err)
+		}
+		if h, err = HardwarePreset(found); err != nil {
+			return Hardware{}, err
+		}
+	}
+	if err := readKey(given, "sources", &own.Sources); err != nil {
+		return Hardware{}, err
+	}
+	if base != "" {
+		from := "from " + h.Name
+		for _, f := range hardwareFields {
+			if _, ok := given[f.key]; !ok {
+				h.Sources[f.key] = from
+			} else if h.Sources[f.key] = own.Sources[f.key]; own.Sources[f.key] == "" {
+				h.Sources[f.key] = "given"
+			}
+		}
+	} else {
+		h.Sources = own.Sources
+	}
+	if _, ok := given["name"]; base != "" && !ok {
+		h.Name += " with changes"
+	}
+	delete(given, "base")
+	delete(given, "sources")
+	for _, key := range []string{"gpu_memory_bytes", "host_memory_bytes", "peer_memory_bytes"} {
+		given[key] = wholeNumber(given[key])
+		if given[key] == nil {
+			delete(given, key)
+		}
+	}
+	figures, err := json.Marshal(given)
+	if err != nil {
+		return Hardware{}, fmt.Errorf("planner: read hardware: %w", err)
+	}
+	if err := json.Unmarshal(figures, &h); err != nil {
+		return Hardware{}, badValue(err)
+	}
+	if base == "" {
+		if err := missingKeys(given, h.Name); err != nil {
+			return Hardware{}, err
+		}
+	}
 	return h, h.Validate()
 }
 
-// Validate names the first field, by its key, that cannot be.
-func (h Hardware) Validate() error {
-	bad := func(key string, value any, want string) error {
-		return fmt.Errorf("planner: hardware %q: %s is %v, it must be %s", h.Name, key, value, want)
+// wholeNumber writes a whole number with an exponent (24e9) without one, as JSON's reader
+// wants it for integers. What is none stays as it is.
+func wholeNumber(text json.RawMessage) json.RawMessage {
+	if !bytes.ContainsAny(text, ".eE") {
+		return text
 	}
-	for _, f := range []struct {
-		key      string
-		value    float64
-		optional bool
-	}{
-		{"gpu_memory_bytes", float64(h.GPUMemory), false},
-		{"gpu_memory_bytes_per_s", h.GPUMemoryRate, false},
-		{"gpu_flop_per_s", h.GPUFlops, false},
-		{"gpu_attention_flop_per_s", h.GPUAttentionFlops, false},
-		{"host_memory_bytes", float64(h.HostMemory), false},
-		{"host_memory_bytes_per_s", h.HostMemoryRate, false},
-		{"cpu_flop_per_s", h.CPUFlops, false},
-		{"gpu_to_host_bytes_per_s", h.GPUToHost, false},
-		{"host_copy_latency_s", h.HostCopyLatency, true},
-		{"peer_copy_latency_s", h.PeerCopyLatency, true},
-		{"round_trip_s", h.RoundTrip, true},
-		{"peer_memory_bytes", float64(h.PeerMemory), true},
-		{"peer_to_gpu_bytes_per_s", h.PeerToGPU, true},
-	} {
-		if f.optional && !(f.value >= 0) {
-			return bad(f.key, f.value, "at least 0")
+	v, err := strconv.ParseFloat(string(text), 64)
+	if err != nil || v != math.Trunc(v) || math.Abs(v) > 1<<62 {
+		return text
+	}
+	return strconv.AppendInt(nil, int64(v), 10)
+}
+
+// readKey reads the value of one key, if it is there.
+func readKey(given map[string]json.RawMessage, key string, to any) error {
+	text, ok := given[key]
+	if !ok {
+		return nil
+	}
+	if err := json.Unmarshal(text, to); err != nil {
+		return fmt.Errorf("planner: read hardware: %s: %w", key, err)
+	}
+	return nil
+}
+
+// badValue names the key whose value is of the wrong kind, and its unit.
+func badValue(err error) error {
+	var kind *json.UnmarshalTypeError
+	if !errors.As(err, &kind) {
+		return fmt.Errorf("planner: read hardware: %w", err)
+	}
+	for _, f := range hardwareFields {
+		if f.key == kind.Field {
+			return fmt.Errorf("planner: read hardware: %s must be a number (%s), and is: %s", f.key, f.unit, kind.Value)
 		}
-		if !f.optional && !(f.value > 0) {
-			return bad(f.key, f.value, "above 0")
+	}
+	return fmt.Errorf("planner: read hardware: %s must be a text, and is: %s", kind.Field, kind.Value)
+}
+
+func unknownKeys(given map[string]json.RawMessage) error {
+	known := append([]string{"name", "base", "sources"}, HardwareFields()...)
+	var unknown []string
+	for _, key := range slices.Sorted(maps.Keys(given)) {
+		if !slices.Contains(known, key) {
+			text := strconv.Quote(key)
+			if similar := configs.Similar(key, known); len(similar) > 0 {
+				text += " (did you mean " + strings.Join(similar, " or ") + "?)"
+			}
+			unknown = append(unknown, text)
+		}
+	}
+	if len(unknown) == 0 {
+		return nil
+	}
+	return fmt.Errorf("planner: read hardware: unknown field %s: known are %s", strings.Join(unknown, ", "), strings.Join(known, ", "))
+}
+
+func missingKeys(given map[string]json.RawMessage, name string) error {
+	var missing, optional []string
+	for _, f := range hardwareFields {
+		if _, ok := given[f.key]; ok {
+			continue
+		}
+		text := fmt.Sprintf("%s (%s)", f.key, f.unit)
+		if f.optional {
+			optional = append(optional, text)
+		} else {
+			missing = append(missing, text)
+		}
+	}
+	if len(missing) == 0 {
+		return nil
+	}
+	text := strings.Join(missing, ", ")
+	if len(optional) > 0 {
+		text += "; optional are " + strings.Join(optional, ", ")
+	}
+	return fmt.Errorf(`planner: hardware %q lacks %s; or take what is missing from a profile with "base", one of %s`, name, text, strings.Join(configs.HardwareNames(), ", "))
+}
+
+// Validate names all fields, by their keys, that cannot be.
+func (h Hardware) Validate() error {
+	var wrong []string
+	bad := func(key string, value any, want string) {
+		wrong = append(wrong, fmt.Sprintf("%s is %v, it must be %s", key, value, want))
+	}
+	for _, f := range hardwareFields {
+		if f.value == nil {
+			continue
+		}
+		if v := f.value(&h); f.optional && !(v >= 0) {
+			bad(f.key, v, "at least 0")
+		} else if !f.optional && !(v > 0) {
+			bad(f.key, v, "above 0")
 		}
 	}
 	if len(h.HostToGPU) == 0 {
-		return bad("host_to_gpu_bytes_per_s", "empty", "one rate or more")
+		bad("host_to_gpu_bytes_per_s", "empty", "one rate or more")
 	}
 	for i, rate := range h.HostToGPU {
 		if !(rate > 0) || i > 0 && rate < h.HostToGPU[i-1] {
-			return bad("host_to_gpu_bytes_per_s", h.HostToGPU, "above 0 and ascending")
+			bad("host_to_gpu_bytes_per_s", h.HostToGPU, "above 0 and ascending")
+			break
 		}
 	}
 	if h.PeerMemory > 0 && h.PeerToGPU == 0 {
-		return bad("peer_to_gpu_bytes_per_s", 0, "above 0 where there is peer memory")
+		bad("peer_to_gpu_bytes_per_s", 0, "above 0 where there is peer memory")
 	}
 	if len(h.HostToGPU) > 1 && h.PeerToGPU == 0 {
-		return bad("peer_to_gpu_bytes_per_s", 0, "above 0 where there are several paths from the host")
+		bad("peer_to_gpu_bytes_per_s", 0, "above 0 where there are several paths from the host")
+	}
+	if len(wrong) > 0 {
+		return fmt.Errorf("planner: hardware %q: %s", h.Name, strings.Join(wrong, "; "))
 	}
 	return nil
 }

@@ -1,7 +1,9 @@
 package planner
 
 import (
+	"encoding/json"
 	"math"
+	"reflect"
 	"strings"
 	"testing"
 
@@ -22,11 +24,11 @@ func h200(t testing.TB) Hardware { return hardwarePreset(t, "h200") }
 func TestHardwarePresets(t *testing.T) {
 	for _, name := range configs.HardwareNames() {
 		h := hardwarePreset(t, name)
-		if h.GPUMemory < 14<<30 || h.GPUFlops/h.GPUMemoryRate < 100 || h.PeerMemory > 0 && h.PeerToGPU < 2*h.HostToGPU[0] {
+		if h.GPUMemory < 14<<30 || h.GPUFlops/h.GPUMemoryRate < 25 || h.PeerMemory > 0 && h.PeerToGPU < 2*h.HostToGPU[0] {
 			t.Errorf("%s: %+v", name, h)
 		}
 	}
-	if _, err := HardwarePreset("tpu"); err == nil || !strings.Contains(err.Error(), "a100-80, h100-80, h200, l4, t4") {
+	if _, err := HardwarePreset("tpu"); err == nil || !strings.Contains(err.Error(), "no hardware") || !strings.Contains(err.Error(), strings.Join(configs.HardwareNames(), ", ")) {
 		t.Errorf("got %v", err)
 	}
 }
@@ -69,11 +71,81 @@ func TestHardwareValidate(t *testing.T) {
 			t.Errorf("got %v, want %s", err, c.want)
 		}
 	}
+	h := h200(t)
+	h.GPUFlops, h.RoundTrip, h.HostToGPU = 0, -1, nil
+	if err := h.Validate(); err == nil || !strings.Contains(err.Error(), "gpu_flop_per_s") || !strings.Contains(err.Error(), "round_trip_s") || !strings.Contains(err.Error(), "host_to_gpu") {
+		t.Errorf("not all that is wrong: %v", err)
+	}
+}
+
+// An error names all that is missing or unknown, and what there is.
+func TestParseHardwareRefuses(t *testing.T) {
 	data, _ := configs.Hardware("h200")
-	for _, text := range []string{`{`, string(data) + `{}`, `{"name": "x", "speed": 3}`, `{"name": "x"}`} {
-		if _, err := ParseHardware([]byte(text)); err == nil {
+	for text, want := range map[string][]string{
+		`{`:                 {"read hardware: unexpected EOF"},
+		`[]`:                {"read hardware: json: cannot unmarshal array"},
+		string(data) + `{}`: {"something follows the object"},
+		`{"name": "x", "vram": 3, "gpu_memory": 4}`: {
+			`unknown field "gpu_memory" (did you mean gpu_memory_bytes or gpu_memory_bytes_per_s?), "vram": known are name, base, sources, gpu_memory_bytes, `, "peer_copy_",
+		},
+		`{"name": "x"}`: {
+			`hardware "x" lacks gpu_memory_bytes (bytes), gpu_memory_bytes_per_s (bytes/s), gpu_flop_per_s (flop/s), gpu_attention_flop_per_s (flop/s), host_memory_bytes (bytes), `,
+			"host_to_gpu_bytes_per_s (a list, bytes/s), gpu_to_host_bytes_per_s (bytes/s); optional are ", "round_trip_s (seconds)", `or take what is missing from a profile with "base", one of a10, a100-40`,
+		},
+		`{"base": "h201"}`:                                  {`base: there is no hardware "h201": known are a10`, "; did you mean h20 or h200?"},
+		`{"base": "a100"}`:                                  {`base: hardware "a100" is ambiguous: give a100-40 or a100-80`},
+		`{"base": 3}`:                                       {"read hardware: base: "},
+		`{"base": "h200", "sources": 3}`:                    {"read hardware: sources: "},
+		`{"base": "h200", "gpu_flop_per_s": "a lot"}`:       {"gpu_flop_per_s must be a number (flop/s), and is: string"},
+		`{"base": "h200", "host_to_gpu_bytes_per_s": 55e9}`: {"host_to_gpu_bytes_per_s must be a number (a list, bytes/s), and is: number"},
+		`{"base": "h200", "gpu_memory_bytes": 1.5}`:         {"gpu_memory_bytes must be a number (bytes), and is: number 1.5"},
+		`{"base": "h200", "name": 3}`:                       {"name must be a text, and is: number"},
+		`{"base": "h200", "gpu_flop_per_s": -1}`:            {`hardware "h200 with changes": gpu_flop_per_s is -1, it must be above 0`},
+		`{"base": "l4", "peer_memory_bytes": 24e9}`:         {"peer_to_gpu_bytes_per_s is 0, it must be above 0 where there is peer memory"},
+		`{"name": "x", "gpu_flop_per_s": null}`:             {"gpu_flop_per_s (flop/s)"},
+	} {
+		_, err := ParseHardware([]byte(text))
+		if err == nil {
 			t.Errorf("%s is hardware", text)
+			continue
 		}
+		for _, w := range want {
+			if !strings.Contains(err.Error(), w) {
+				t.Errorf("%s: %v\nwant %s", text, err, w)
+			}
+		}
+	}
+}
+
+// A file with a base has the base's figures where it gives none, and says so.
+func TestParseHardwareBase(t *testing.T) {
+	base := hardwarePreset(t, "rtx-4090")
+	h, err := ParseHardware([]byte(`{
+		"name": "desk", "base": "RTX 4090", "host_memory_bytes": 64e9, "host_to_gpu_bytes_per_s": [13e9], "gpu_to_host_bytes_per_s": null,
+		"sources": {"host_memory_bytes": "two DIMMs"}
+	}`))
+	if err != nil {
+		t.Fatal(err)
+	}
+	want := base
+	want.Name, want.HostMemory, want.HostToGPU = "desk", 64e9, []float64{13e9}
+	want.Sources = map[string]string{}
+	for _, key := range HardwareFields() {
+		want.Sources[key] = "from rtx-4090"
+	}
+	want.Sources["host_memory_bytes"], want.Sources["host_to_gpu_bytes_per_s"] = "two DIMMs", "given"
+	if !reflect.DeepEqual(h, want) {
+		t.Errorf("%+v\nwant %+v", h, want)
+	}
+	if h, err := ParseHardware([]byte(`{"base": "h200"}`)); err != nil || h.Name != "h200 with changes" || h.GPUFlops != h200(t).GPUFlops {
+		t.Errorf("%+v, %v", h, err)
+	}
+	data, err := json.Marshal(h)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if again, err := ParseHardware(data); err != nil || !reflect.DeepEqual(again, h) {
+		t.Errorf("written and read: %+v, %v", again, err)
 	}
 }
 
@@ -83,6 +155,7 @@ func FuzzParseHardware(f *testing.F) {
 		data, _ := configs.Hardware(name)
 		f.Add(data)
 	}
+	f.Add([]byte(`{"base": "l4", "peer_memory_bytes": 24e9, "peer_to_gpu_bytes_per_s": 1e9}`))
 	f.Add([]byte(`{"host_to_gpu_bytes_per_s": [1e308, 1e309]}`))
 	f.Fuzz(func(t *testing.T, data []byte) {
 		h, err := ParseHardware(data)

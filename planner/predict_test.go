@@ -189,9 +189,9 @@ func TestPredictRefuses(t *testing.T) {
 		{Policy{Batch: 101}, "a batch of 101 sequences for 100 requests"},
 		{Policy{Batch: 1, ResidentExperts: 257}, "257 local experts; model mixtral-8x7b has 256"},
 		{Policy{Batch: 1, ResidentExperts: 200, PeerExperts: 57}, "57 experts in peers' memory, and 56 are offloaded"},
-		{Policy{Batch: 1, PeerExperts: 1}, "hardware L4 has no peers"},
+		{Policy{Batch: 1, PeerExperts: 1}, "hardware l4 has no peers"},
 		{Policy{Batch: 1, KVOnHost: math.NaN()}, "a share NaN of keys and values"},
-		{Policy{Batch: 1, HostPaths: 2}, "2 paths from the host; hardware L4 has 1"},
+		{Policy{Batch: 1, HostPaths: 2}, "2 paths from the host; hardware l4 has 1"},
 		{Policy{Batch: 1, PrefillTokens: -1}, "-1 prompt tokens a step"},
 		{Policy{Batch: 1, Attention: 7}, "no such thing"},
 	} {
@@ -240,7 +240,7 @@ func drawPolicy(t *rapid.T, p Problem) Policy {
 
 var (
 	modelNames    = []string{"mixtral-8x7b", "phi-3.5-moe", "phi-tiny-moe", "qwen1.5-moe-a2.7b", "qwen2-57b-a14b", "qwen3-30b-a3b"}
-	hardwareNames = []string{"l4", "t4", "a100-80", "h100-80", "h200"}
+	hardwareNames = configs.HardwareNames()
 )
 
 // No faster part, no additional local expert and no larger window of time makes a

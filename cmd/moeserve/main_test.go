@@ -345,30 +345,6 @@ func TestExitCode(t *testing.T) {
 	}
 }
 
-func TestNearest(t *testing.T) {
-	known := []string{"--seed", "--offload-fraction", "--offload-tier", "--json"}
-	for name, want := range map[string]string{
-		"--ofload-fractoin": "--offload-fraction", "--sed": "--seed", "--offload-teir": "--offload-tier",
-		"--temperature": "", "--": "", "--jsno": "--json", "--offload_fraction": "--offload-fraction",
-	} {
-		if got, ok := nearest(name, known); got != want || ok != (want != "") {
-			t.Errorf("%s: %q, %v, want %q", name, got, ok, want)
-		}
-	}
-	// What all variables begin with brings none of them nearer.
-	if got, ok := nearest("MOESERVE_FOO", []string{"MOESERVE_GPU", "MOESERVE_POLICY"}); ok {
-		t.Errorf("MOESERVE_FOO: %q", got)
-	}
-	for _, c := range []struct {
-		a, b string
-		want int
-	}{{"", "", 0}, {"", "abc", 3}, {"abc", "", 3}, {"kitten", "sitting", 3}, {"flaw", "lawn", 2}} {
-		if got := distance(c.a, c.b); got != c.want {
-			t.Errorf("from %q to %q: %d edits, want %d", c.a, c.b, got, c.want)
-		}
-	}
-}
-
 func TestTally(t *testing.T) {
 	tiers := slices.Concat(slices.Repeat([]string{"resident"}, 3), slices.Repeat([]string{"host"}, 2), []string{"resident"})
 	if got := tally(tiers); got != "R 4  H 2" {

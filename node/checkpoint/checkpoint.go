@@ -70,7 +70,7 @@ func open(s configs.Model, seed uint64) (*Model, error) {
 	}
 	info, err := os.Stat(s.Name)
 	if err != nil || !info.IsDir() {
-		return nil, fault.Of(fault.ErrModel, fmt.Errorf("there is no model %q: give the directory of a Hugging Face checkpoint, or one of the presets %s", s.Name, strings.Join(configs.PresetNames(), ", ")))
+		return nil, fault.Of(fault.ErrModel, fmt.Errorf("there is no model %q: give the directory of a Hugging Face checkpoint, or one of the presets %s%s", s.Name, strings.Join(configs.PresetNames(), ", "), configs.DidYouMean(s.Name, configs.PresetNames())))
 	}
 	c, err := models.ReadConfig(s.Name)
 	if err != nil {

@@ -2,10 +2,12 @@ package planning
 
 import (
 	"encoding/json"
+	"errors"
 	"fmt"
+	"io/fs"
 	"math"
 	"os"
-	"slices"
+	"path/filepath"
 	"strings"
 
 	"github.com/moeserve/moeserve/configs"
@@ -99,6 +101,10 @@ func (m Machine) Assume() planner.Hardware {
 		path := link(m.Peers[0], m.Space)
 		take("peer_to_gpu_bytes_per_s", &h.PeerToGPU, path.BytesPerSecond)
 		take("peer_copy_latency_s", &h.PeerCopyLatency, path.Latency.Seconds())
+		if h.PeerToGPU == 0 {
+			// The profile is of a product without links to peers; this machine has some, over PCIe.
+			h.PeerToGPU, h.Sources["peer_to_gpu_bytes_per_s"] = h.HostToGPU[0], Assumed
+		}
 	}
 	return h
 }
@@ -148,31 +154,40 @@ var rateKeys = []string{
 	"host_to_gpu_bytes_per_s", "gpu_to_host_bytes_per_s", "host_copy_latency_s", "round_trip_s", "peer_to_gpu_bytes_per_s", "peer_copy_latency_s",
 }
 
-// Preset finds the preset of a GPU by its name and, of those of one name, by its
+// Preset finds the profile of a GPU by its name and, of those of one product, by its
 // memory; the name is empty where there is none.
 func Preset(gpu device.Info) (planner.Hardware, string) {
 	var best planner.Hardware
 	name := ""
-	words := strings.FieldsFunc(strings.ToLower(gpu.Name), func(r rune) bool { return r == ' ' || r == '-' })
 	off := func(h planner.Hardware) float64 { return math.Abs(float64(h.GPUMemory - gpu.MemoryBytes)) }
-	for _, preset := range configs.HardwareNames() {
-		product, _, _ := strings.Cut(preset, "-")
-		h, err := planner.HardwarePreset(preset)
-		if err == nil && slices.Contains(words, product) && (name == "" || off(h) < off(best)) {
-			best, name = h, "preset "+preset
+	for _, profile := range configs.HardwareOf(gpu.Name) {
+		if h, err := planner.HardwarePreset(profile); err == nil && (name == "" || off(h) < off(best)) {
+			best, name = h, "preset "+profile
 		}
 	}
 	return best, name
 }
 
-// LoadHardware reads a preset, or a JSON file with the keys of planner.Hardware.
+// LoadHardware reads a profile by any name that configs.FindHardware knows, or a JSON file
+// with the keys of planner.Hardware. Of a file and a profile of one name the file counts,
+// unless it is the profile's own name.
 func LoadHardware(name string) (planner.Hardware, error) {
 	if _, ok := configs.Hardware(name); ok {
 		return planner.HardwarePreset(name)
 	}
 	data, err := os.ReadFile(name)
+	if errors.Is(err, fs.ErrNotExist) || isDirectory(name) {
+		if strings.EqualFold(filepath.Ext(name), ".json") {
+			return planner.Hardware{}, fmt.Errorf("there is no file %q: give a JSON file that describes a machine, or one of %s", name, strings.Join(configs.HardwareNames(), ", "))
+		}
+		found, err := configs.FindHardware(name)
+		if err != nil {
+			return planner.Hardware{}, err
+		}
+		return planner.HardwarePreset(found)
+	}
 	if err != nil {
-		return planner.Hardware{}, fmt.Errorf("there is no hardware %q: give one of %s, or a JSON file that describes a machine", name, strings.Join(configs.HardwareNames(), ", "))
+		return planner.Hardware{}, fmt.Errorf("read hardware: %w", err)
 	}
 	h, err := planner.ParseHardware(data)
 	if err != nil && !json.Valid(data) {
@@ -182,4 +197,9 @@ func LoadHardware(name string) (planner.Hardware, error) {
 		return h, fmt.Errorf("%s: %w", name, err)
 	}
 	return h, nil
+}
+
+func isDirectory(name string) bool {
+	info, err := os.Stat(name)
+	return err == nil && info.IsDir()
 }

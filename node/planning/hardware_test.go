@@ -2,8 +2,11 @@ package planning_test
 
 import (
 	"errors"
+	"fmt"
 	"math"
+	"os"
 	"slices"
+	"strings"
 	"testing"
 
 	"github.com/moeserve/moeserve/configs"
@@ -67,12 +70,13 @@ func TestHardwareOfGPUs(t *testing.T) {
 	for _, c := range []struct {
 		name, want string
 	}{
-		{"NVIDIA H200", "H200"},
-		{"NVIDIA A100-SXM4-80GB", "A100-80"},
-		{"NVIDIA L4", "L4"},
-		{"Tesla T4", "T4"},
-		{"NVIDIA L40S", ""},
-		{"NVIDIA H100 80GB HBM3", "H100-80"},
+		{"NVIDIA H200", "h200"},
+		{"NVIDIA A100-SXM4-80GB", "a100-80"},
+		{"NVIDIA L4", "l4"},
+		{"Tesla T4", "t4"},
+		{"NVIDIA L40S", "l40s"},
+		{"NVIDIA L40", ""},
+		{"NVIDIA H100 80GB HBM3", "h100-80"},
 	} {
 		h, from := planning.Preset(device.Info{Name: c.name, MemoryBytes: 80e9})
 		ok := from != ""
@@ -93,12 +97,59 @@ func TestPresetOf(t *testing.T) {
 		"H100":      {device.Info{Name: "NVIDIA H100 80GB HBM3", MemoryBytes: 80 << 30}, "preset h100-80"},
 		"A100":      {device.Info{Name: "NVIDIA A100-SXM4-80GB", MemoryBytes: 80 << 30}, "preset a100-80"},
 		"L4":        {device.Info{Name: "NVIDIA L4"}, "preset l4"},
-		"an L40":    {device.Info{Name: "NVIDIA L40S"}, ""},
+		"A100 40":   {device.Info{Name: "NVIDIA A100-SXM4-40GB", MemoryBytes: 42405855232}, "preset a100-40"},
+		"a 4090":    {device.Info{Name: "NVIDIA GeForce RTX 4090", MemoryBytes: 24 << 30}, "preset rtx-4090"},
+		"a laptop":  {device.Info{Name: "NVIDIA GeForce RTX 4090 Laptop GPU"}, ""},
+		"an L40":    {device.Info{Name: "NVIDIA L40"}, ""},
 		"Tesla":     {device.Info{Name: "Tesla T4"}, "preset t4"},
 		"lowercase": {device.Info{Name: "tesla t4"}, "preset t4"},
 	} {
 		if _, got := planning.Preset(c.info); got != c.want {
 			t.Errorf("%s: %q, want %q", name, got, c.want)
 		}
+	}
+}
+
+// Hardware is found by any spelling of a profile's name; a file of that name comes first,
+// and a folder does not count.
+func TestLoadHardware(t *testing.T) {
+	t.Chdir(t.TempDir())
+	load := func(name, want string) {
+		t.Helper()
+		h, err := planning.LoadHardware(name)
+		if got := fmt.Sprint(h.Name, err); got != want {
+			t.Errorf("%s: %s, want %s", name, got, want)
+		}
+	}
+	load("h200", "h200<nil>")
+	load("RTX 4090", "rtx-4090<nil>")
+	load("a100", `hardware "a100" is ambiguous: give a100-40 or a100-80`)
+	load("mine.json", `there is no file "mine.json": give a JSON file that describes a machine, or one of `+strings.Join(configs.HardwareNames(), ", "))
+	load("h201", `there is no hardware "h201": known are `+strings.Join(configs.HardwareNames(), ", ")+"; did you mean h20 or h200?")
+	if err := os.Mkdir("4090", 0o755); err != nil {
+		t.Fatal(err)
+	}
+	load("4090", "rtx-4090<nil>")
+	for _, name := range []string{"h100", "h200"} {
+		if err := os.WriteFile(name, []byte(`{"name": "mine", "base": "l4"}`), 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+	load("h100", "mine<nil>")
+	load("h200", "h200<nil>")
+}
+
+// A machine that has peers is planned with a link to them, also where the profile of its
+// product has none.
+func TestAssumePeersOverPCIe(t *testing.T) {
+	top := &device.Topology{GPUs: []device.Info{{Name: "NVIDIA L40S", MemoryBytes: 45 << 30}, {Name: "NVIDIA L40S", MemoryBytes: 45 << 30}}}
+	m := planning.Machine{Topology: top, Space: device.HBM(0), Real: true}
+	if h := m.Assume(); h.PeerToGPU != 0 {
+		t.Errorf("without peers: %v bytes/s", h.PeerToGPU)
+	}
+	m.Peers = []device.Space{device.HBM(1)}
+	h := m.Assume()
+	if h.PeerToGPU != h.HostToGPU[0] || h.PeerToGPU == 0 || h.Sources["peer_to_gpu_bytes_per_s"] != planning.Assumed {
+		t.Errorf("with peers: %v bytes/s, %q", h.PeerToGPU, h.Sources["peer_to_gpu_bytes_per_s"])
 	}
 }

@@ -2,6 +2,7 @@ package planning
 
 import (
 	"fmt"
+	"strings"
 
 	"github.com/moeserve/moeserve/configs"
 	"github.com/moeserve/moeserve/kernels"
@@ -103,7 +104,11 @@ func (o *NamedOptions) peers(h *planner.Hardware) (count, spare int64, err error
 		each = o.PeerMemory
 	}
 	if count > 0 && h.PeerToGPU == 0 {
-		return 0, 0, fmt.Errorf("peers: hardware %s has no links to peers; describe a machine that has, with peer_to_gpu_bytes_per_s", h.Name)
+		reason := ""
+		if source := h.Sources["peer_to_gpu_bytes_per_s"]; source != "" {
+			reason = " (" + strings.TrimPrefix(source, "none: ") + ")"
+		}
+		return 0, 0, fmt.Errorf("peers: hardware %s has no links to peers%s; plan with --peers none, or describe a machine that has such links, with peer_to_gpu_bytes_per_s", h.Name, reason)
 	}
 	if room.Share > 0 {
 		room.Bytes = int64(room.Share * float64(h.GPUMemory))
