@@ -438,15 +438,34 @@ func WriteTransferCSV(out io.Writer, r *TransferResult) error {
 	return w.Error()
 }
 
-// Calibrate puts measured rates and starts of copies in the place of base's: those by
+// Calibration says what hardware is made of besides measured copies.
+type Calibration struct {
+	// Base has the figures that copies do not tell.
+	Base planner.Hardware
+	// Date of the measurement, and Version of what measured: parts of the name, if there
+	// are any.
+	Date, Version string
+}
+
+// Calibrate puts measured rates and latencies of copies in the place of the base's: those by
 // which the smallest single copy and the largest of the queued ones take as long as
-// they did.
-func Calibrate(r *TransferResult, base planner.Hardware) (planner.Hardware, error) {
-	h := base
-	h.Name = r.Device
+// they did. Only these have sources that say "measured", and only of real devices.
+func Calibrate(r *TransferResult, c Calibration) (planner.Hardware, error) {
+	h := c.Base
+	h.Name = labeled(r.Device, r.Emulated)
+	if c.Date != "" {
+		h.Name += ", " + c.Date
+	}
+	if c.Version != "" {
+		h.Name += ", moeserve " + c.Version
+	}
+	from := "from " + c.Base.Name + " (not measured here)"
+	if r.Emulated && c.Base.Name == r.Device {
+		from = "as the devices are emulated (not measured)"
+	}
 	h.Sources = map[string]string{}
-	for key, source := range base.Sources {
-		h.Sources[key] = source
+	for _, key := range planner.HardwareFields() {
+		h.Sources[key] = from
 	}
 	rate := func(path string) (rate, start float64) {
 		points := r.of(path)
@@ -461,8 +480,12 @@ func Calibrate(r *TransferResult, base planner.Hardware) (planner.Hardware, erro
 		}
 		return rate, max(small.LatencySeconds-float64(small.Bytes)/rate, 0)
 	}
-	const measured = "measured by bench transfer: queued copies of the largest size, less their start"
-	const started = "measured by bench transfer: a single copy of the smallest size, less its bytes"
+	by := "measured by bench transfer: "
+	if r.Emulated {
+		by = "bench transfer on emulated devices: "
+	}
+	measured := by + "queued copies of the largest size, less their latency"
+	started := by + "a single copy of the smallest size, less its bytes"
 	host, start := rate(HostPath)
 	if host == 0 {
 		return h, inputf("eval: nothing was measured from the host, and without that there is no calibration")
@@ -476,6 +499,9 @@ func Calibrate(r *TransferResult, base planner.Hardware) (planner.Hardware, erro
 		h.Sources["peer_to_gpu_bytes_per_s"], h.Sources["peer_copy_latency_s"] = measured, started
 	} else {
 		h.PeerMemory, h.PeerToGPU, h.PeerCopyLatency = 0, 0, 0
+		for _, key := range []string{"peer_memory_bytes", "peer_to_gpu_bytes_per_s", "peer_copy_latency_s"} {
+			h.Sources[key] = "none: bench transfer had no peer"
+		}
 	}
 	if err := h.Validate(); err != nil {
 		return h, fmt.Errorf("eval: %w", err)

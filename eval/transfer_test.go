@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"encoding/json"
 	"math"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -88,7 +89,7 @@ func TestCalibrate(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	h, err := eval.Calibrate(&eval.TransferResult{Device: "here", Points: transferOn(t, 2)}, base)
+	h, err := eval.Calibrate(&eval.TransferResult{Device: "here", Points: transferOn(t, 2)}, eval.Calibration{Base: base})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -119,12 +120,58 @@ func TestCalibrate(t *testing.T) {
 	if base.Name == "here" || strings.Contains(base.Sources["host_to_gpu_bytes_per_s"], "bench transfer") {
 		t.Errorf("the base has changed: %+v", base)
 	}
-	alone, err := eval.Calibrate(&eval.TransferResult{Device: "here", Points: transferOn(t, 1)}, base)
+	alone, err := eval.Calibrate(&eval.TransferResult{Device: "here", Points: transferOn(t, 1)}, eval.Calibration{Base: base})
 	if err != nil || alone.PeerMemory != 0 || alone.PeerToGPU != 0 {
 		t.Errorf("without peers: %+v, %v", alone, err)
 	}
-	if _, err := eval.Calibrate(&eval.TransferResult{}, base); err == nil {
+	if _, err := eval.Calibrate(&eval.TransferResult{}, eval.Calibration{Base: base}); err == nil {
 		t.Error("calibrated from nothing")
+	}
+}
+
+// Nothing but what was measured, and on a real device, says "measured"; the name says
+// which machine it is.
+func TestCalibrateSources(t *testing.T) {
+	base, err := planner.HardwarePreset("h200")
+	if err != nil {
+		t.Fatal(err)
+	}
+	copies := []string{"host_to_gpu_bytes_per_s", "gpu_to_host_bytes_per_s", "host_copy_latency_s"}
+	peers := []string{"peer_to_gpu_bytes_per_s", "peer_copy_latency_s"}
+	both, alone := transferOn(t, 2), transferOn(t, 1)
+	own := base
+	own.Name, own.Sources = "emulated", nil
+	for _, c := range []struct {
+		result              eval.TransferResult
+		base                planner.Hardware
+		name, measured, was string
+	}{
+		{eval.TransferResult{Device: "NVIDIA H200", Points: both}, base, "NVIDIA H200, 2026-11-22, moeserve v1", "measured by bench transfer: ", "from h200 (not measured here)"},
+		{eval.TransferResult{Device: "NVIDIA H200", Points: alone}, base, "NVIDIA H200, 2026-11-22, moeserve v1", "measured by bench transfer: ", "from h200 (not measured here)"},
+		{eval.TransferResult{Device: "emulated", Emulated: true, Points: both}, base, "emulated, 2026-11-22, moeserve v1", "bench transfer on emulated devices: ", "from h200 (not measured here)"},
+		{eval.TransferResult{Device: "cpu", Emulated: true, Points: both}, base, "cpu, emulated, 2026-11-22, moeserve v1", "bench transfer on emulated devices: ", "from h200 (not measured here)"},
+		{eval.TransferResult{Device: "emulated", Emulated: true, Points: both}, own, "emulated, 2026-11-22, moeserve v1", "bench transfer on emulated devices: ", "as the devices are emulated (not measured)"},
+	} {
+		h, err := eval.Calibrate(&c.result, eval.Calibration{Base: c.base, Date: "2026-11-22", Version: "v1"})
+		if err != nil || h.Name != c.name {
+			t.Errorf("%q, %v, want %q", h.Name, err, c.name)
+		}
+		hasPeer := len(c.result.Points) == len(both)
+		for _, key := range planner.HardwareFields() {
+			want := c.was
+			switch {
+			case slices.Contains(copies, key) || hasPeer && slices.Contains(peers, key):
+				want = c.measured
+			case strings.HasPrefix(key, "peer_") && !hasPeer:
+				want = "none: bench transfer had no peer"
+			}
+			if !strings.HasPrefix(h.Sources[key], want) {
+				t.Errorf("%s: the source of %s is %q, want %q", c.name, key, h.Sources[key], want)
+			}
+		}
+		if len(h.Sources) != len(planner.HardwareFields()) {
+			t.Errorf("%s: %d sources", c.name, len(h.Sources))
+		}
 	}
 }
 

@@ -8,6 +8,7 @@ import (
 	"io"
 	"os"
 	"slices"
+	"time"
 
 	"github.com/spf13/cobra"
 
@@ -156,7 +157,7 @@ func (o *transferOptions) write(r *eval.TransferResult, formats []string, base *
 	if o.calibrate == "" {
 		return nil
 	}
-	h, err := eval.Calibrate(r, *base)
+	h, err := eval.Calibrate(r, eval.Calibration{Base: *base, Date: time.Now().UTC().Format(time.DateOnly), Version: buildInfo().Version})
 	if err != nil {
 		return err
 	}
