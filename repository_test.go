@@ -116,6 +116,7 @@ var imports = map[string]map[string]string{
 		"device":  "memory of the pool",
 		"kernels": "layout of a block",
 	},
+	"metrics": {},
 	"models": {
 		"device":             "memory that weights are loaded into",
 		"kernels":            "tensors, and packing them",
@@ -194,6 +195,7 @@ var imports = map[string]map[string]string{
 		"engine":      "its state",
 		"experts":     "its statistics and events",
 		"harvest":     "its state and events",
+		"metrics":     "what a collector has",
 		"node/sizing": "sizes as people read them",
 		"pipeline":    "its statistics",
 		"rebalancer":  "its statistics",
@@ -247,6 +249,7 @@ var imports = map[string]map[string]string{
 	"lease": {"device": "points at which a reference ends"},
 	"server": {
 		"engine":           "requests and their updates",
+		"metrics":          "counts requests, and writes what was counted",
 		"models/chat":      "messages into a prompt",
 		"models/tokenizer": "text into tokens",
 	},
@@ -274,7 +277,7 @@ var onlyIn = []struct {
 	{"github.com/spf13/", []string{"cmd/moeserve"}, "configuration is decoded once, in cmd/, into plain structs"},
 	{"golang.org/x/image", []string{"eval/figure"}, "pictures are figure's"},
 	{"codeberg.org/go-fonts", []string{"eval/figure"}, "pictures are figure's"},
-	{"github.com/prometheus/", []string{"server", "node/observe"}, "the parts' metrics are collected in observe, those of requests in server"},
+	{"github.com/moeserve/moeserve/metrics", []string{"server", "node/observe"}, "the parts' metrics are collected in observe, those of requests in server"},
 	{"net/http", []string{"server", "cmd/moeserve"}, "HTTP is the server's"},
 	{"gorgonia.org/cu", []string{"device/cuda"}, "the driver is device/cuda's"},
 	{"github.com/NVIDIA/go-nvml", []string{"device/cuda"}, "readings are device/cuda's"},

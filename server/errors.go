@@ -48,7 +48,7 @@ const retrySoon = time.Second
 
 // packages are those that begin their errors with their names, which say nothing to
 // clients, nor to those who run a command.
-var packages = regexp.MustCompile(`(^|: |; )(?:(?:configs|device|dispatch|emulated|engine|eval|experts|forward|harvest|kvcache|models|node|peercache|pipeline|planner|rebalancer|residency|scheduler|server|tenants|transfer): )+`)
+var packages = regexp.MustCompile(`(^|: |; )(?:(?:configs|device|dispatch|emulated|engine|eval|experts|forward|harvest|kvcache|metrics|models|node|peercache|pipeline|planner|rebalancer|residency|scheduler|server|tenants|transfer): )+`)
 
 // Message words an error for those who asked for what failed: in one line, also where
 // it has several causes, and without the names of packages.

@@ -1,37 +1,46 @@
 package server
 
 import (
+	"bytes"
+	"compress/gzip"
 	"context"
 	"errors"
 	"io"
 	"net/http"
+	"slices"
 	"strconv"
+	"strings"
 	"sync"
+	"sync/atomic"
 	"time"
 
-	"github.com/prometheus/client_golang/prometheus"
-	"github.com/prometheus/client_golang/prometheus/collectors"
-	"github.com/prometheus/client_golang/prometheus/promhttp"
-
 	"github.com/moeserve/moeserve/engine"
+	"github.com/moeserve/moeserve/metrics"
 )
 
-// Metrics of a node, on a registry of their own. Requests have the names that
-// routers know from vLLM.
+// Metrics of a node. Requests have the names that routers know from vLLM.
 type Metrics struct {
-	registry *prometheus.Registry
-	handler  http.Handler
-	labels   prometheus.Labels // of metrics that have vLLM's names
+	model   string              // the label of metrics that have vLLM's names
+	own     []metrics.Collector // what is there with and without a model
+	readers atomic.Int32        // that are answered now
 
 	mu sync.Mutex
 	// collectors of the model, if there is one.
-	collectors []prometheus.Collector
+	collectors []metrics.Collector
 
-	firstToken, interToken, perToken, endToEnd prometheus.Histogram
-	queue, prefill, decode, inference          prometheus.Histogram
-	prompt, generated                          prometheus.Counter
-	success                                    *prometheus.CounterVec
-	step, drain                                prometheus.Histogram
+	firstToken, interToken, perToken, endToEnd *metrics.Histogram
+	queue, prefill, decode, inference          *metrics.Histogram
+	prompt, generated                          *metrics.Counter
+	success                                    *metrics.Counters
+	step, drain                                *metrics.Histogram
+}
+
+// maxReaders bounds how many read metrics at a time.
+const maxReaders = 4
+
+// vllm describes a metric that has vLLM's name, of a model.
+func vllm(model, name, help string, labels ...string) *metrics.Desc {
+	return metrics.NewDesc("vllm:"+name, help, labels...).With("model_name", model)
 }
 
 // Bounds of histograms, in seconds. They begin where the built-in model is and end
@@ -44,19 +53,18 @@ var (
 
 // NewMetrics makes the metrics of a node that serves a model under a name.
 func NewMetrics(model string) *Metrics {
-	labels := prometheus.Labels{"model_name": model}
-	m := &Metrics{registry: prometheus.NewRegistry(), labels: labels}
-	histogram := func(name, help string, bounds []float64, labels prometheus.Labels) prometheus.Histogram {
-		h := prometheus.NewHistogram(prometheus.HistogramOpts{Name: name, Help: help, Buckets: bounds, ConstLabels: labels})
-		m.registry.MustRegister(h)
+	m := &Metrics{model: model, own: []metrics.Collector{metrics.Runtime(), metrics.Process()}}
+	histogram := func(d *metrics.Desc, bounds []float64) *metrics.Histogram {
+		h := metrics.NewHistogram(d, bounds)
+		m.own = append(m.own, h)
 		return h
 	}
-	request := func(name, help string) prometheus.Histogram {
-		return histogram("vllm:"+name+"_seconds", help, requestBounds, labels)
+	request := func(name, help string) *metrics.Histogram {
+		return histogram(vllm(model, name+"_seconds", help), requestBounds)
 	}
-	counter := func(name, help string) prometheus.Counter {
-		c := prometheus.NewCounter(prometheus.CounterOpts{Name: "vllm:" + name, Help: help, ConstLabels: labels})
-		m.registry.MustRegister(c)
+	counter := func(name, help string) *metrics.Counter {
+		c := metrics.NewCounter(vllm(model, name, help))
+		m.own = append(m.own, c)
 		return c
 	}
 	m.firstToken = request("time_to_first_token", "From a request's arrival to its first token.")
@@ -65,21 +73,15 @@ func NewMetrics(model string) *Metrics {
 	m.prefill = request("request_prefill_time", "From a request's admission to its first token.")
 	m.decode = request("request_decode_time", "From a request's first token to its last.")
 	m.inference = request("request_inference_time", "From a request's admission to its last token.")
-	m.interToken = histogram("vllm:inter_token_latency_seconds", "Between two tokens of a sample.", tokenBounds, labels)
-	m.perToken = histogram("vllm:request_time_per_output_token_seconds", "Mean time between a request's tokens.", tokenBounds, labels)
+	m.interToken = histogram(vllm(model, "inter_token_latency_seconds", "Between two tokens of a sample."), tokenBounds)
+	m.perToken = histogram(vllm(model, "request_time_per_output_token_seconds", "Mean time between a request's tokens."), tokenBounds)
 	m.prompt = counter("prompt_tokens_total", "Tokens of prompts whose first token came.")
 	m.generated = counter("generation_tokens_total", "Tokens generated.")
-	m.success = prometheus.NewCounterVec(prometheus.CounterOpts{
-		Name: "vllm:request_success_total", Help: "Requests that ended, by reason.", ConstLabels: labels,
-	}, []string{"finished_reason"})
-	m.step = histogram("moeserve_step_duration_seconds", "Steps of the engine.", tokenBounds, nil)
-	m.drain = histogram("moeserve_harvest_drain_seconds", "From a revocation of borrowed memory to the end of its last reader.", drainBounds, nil)
-	m.registry.MustRegister(m.success,
-		collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
-	for _, r := range []engine.FinishReason{engine.FinishStop, engine.FinishLength, engine.FinishAbort} {
-		m.success.WithLabelValues(string(r)) // counters that are not there yet have no rate
-	}
-	m.handler = promhttp.HandlerFor(m.registry, promhttp.HandlerOpts{Registry: m.registry, MaxRequestsInFlight: 4})
+	m.success = metrics.NewCounters(vllm(model, "request_success_total", "Requests that ended, by reason.", "finished_reason"),
+		string(engine.FinishStop), string(engine.FinishLength), string(engine.FinishAbort))
+	m.step = histogram(metrics.NewDesc("moeserve_step_duration_seconds", "Steps of the engine."), tokenBounds)
+	m.drain = histogram(metrics.NewDesc("moeserve_harvest_drain_seconds", "From a revocation of borrowed memory to the end of its last reader."), drainBounds)
+	m.own = append(m.own, m.success)
 	return m
 }
 
@@ -131,9 +133,9 @@ func (r *reading) next(ctx context.Context) (engine.Update, error) {
 	}
 	if !r.prompted {
 		r.prompted = true
-		r.m.prompt.Add(float64(r.job.Usage().PromptTokens))
+		r.m.prompt.Add(r.job.Usage().PromptTokens)
 	}
-	r.m.generated.Add(float64(len(u.Tokens)))
+	r.m.generated.Add(len(u.Tokens))
 	r.tokens += len(u.Tokens)
 	if last, ok := r.at[u.Sample]; ok {
 		r.m.interToken.Observe(u.At.Sub(last).Seconds())
@@ -144,9 +146,9 @@ func (r *reading) next(ctx context.Context) (engine.Update, error) {
 
 // done counts a job that nobody reads any more.
 func (r *reading) done() {
-	r.m.success.WithLabelValues(string(r.finish)).Inc()
+	r.m.success.Of(string(r.finish)).Add(1)
 	t := r.job.Times()
-	between := func(h prometheus.Histogram, from, to time.Time) {
+	between := func(h *metrics.Histogram, from, to time.Time) {
 		if !from.IsZero() && !to.IsZero() {
 			h.Observe(to.Sub(from).Seconds())
 		}
@@ -170,50 +172,67 @@ func (r *reading) done() {
 func (m *Metrics) setModel(of *Model) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	for _, c := range m.collectors {
-		m.registry.Unregister(c)
+	m.collectors = append([]metrics.Collector{newStateCollector(of.Engine, m.model)}, of.Collectors...)
+}
+
+// write answers with the metrics as they are now.
+func (m *Metrics) write(w http.ResponseWriter, r *http.Request) error {
+	defer m.readers.Add(-1)
+	if m.readers.Add(1) > maxReaders {
+		return &Error{
+			Status: http.StatusServiceUnavailable, Type: unavailable, RetryAfter: retrySoon,
+			Message: "too many clients read the metrics at the same time; try again soon",
+		}
 	}
-	m.collectors = append([]prometheus.Collector{newStateCollector(of.Engine, m.labels)}, of.Collectors...)
-	m.registry.MustRegister(m.collectors...)
+	m.mu.Lock()
+	all := slices.Concat(m.own, m.collectors)
+	m.mu.Unlock()
+	var text bytes.Buffer
+	if err := metrics.Write(&text, all...); err != nil {
+		return &Error{Status: http.StatusInternalServerError, Type: serverError, Message: Message(err)}
+	}
+	w.Header().Set("Content-Type", metrics.ContentType)
+	w.Header().Add("Vary", "Accept-Encoding")
+	var err error
+	if strings.Contains(r.Header.Get("Accept-Encoding"), "gzip") {
+		w.Header().Set("Content-Encoding", "gzip")
+		z := gzip.NewWriter(w)
+		_, err = text.WriteTo(z)
+		err = errors.Join(err, z.Close())
+	} else {
+		_, err = text.WriteTo(w)
+	}
+	if err != nil {
+		return &writeError{err}
+	}
+	return nil
 }
 
 // stateCollector reads the engine's state when metrics are read.
 type stateCollector struct {
 	engine Engine
 
-	waiting, running, kv, config, preemptions *prometheus.Desc
+	waiting, running, kv, config, preemptions *metrics.Desc
 }
 
-func newStateCollector(e Engine, labels prometheus.Labels) *stateCollector {
-	desc := func(name, help string, variable ...string) *prometheus.Desc {
-		return prometheus.NewDesc(name, help, variable, labels)
-	}
+func newStateCollector(e Engine, model string) *stateCollector {
+	desc := func(name, help string, labels ...string) *metrics.Desc { return vllm(model, name, help, labels...) }
 	return &stateCollector{
 		engine:      e,
-		waiting:     desc("vllm:num_requests_waiting", "Requests that wait for admission."),
-		running:     desc("vllm:num_requests_running", "Requests that run."),
-		kv:          desc("vllm:kv_cache_usage_perc", "Share of the KV blocks that is taken, from 0 to 1."),
-		config:      desc("vllm:cache_config_info", "Sizes of the KV cache.", "block_size", "num_gpu_blocks"),
-		preemptions: desc("vllm:num_preemptions_total", "How often a running request gave its KV blocks back."),
+		waiting:     desc("num_requests_waiting", "Requests that wait for admission."),
+		running:     desc("num_requests_running", "Requests that run."),
+		kv:          desc("kv_cache_usage_perc", "Share of the KV blocks that is taken, from 0 to 1."),
+		config:      desc("cache_config_info", "Sizes of the KV cache.", "block_size", "num_gpu_blocks"),
+		preemptions: desc("num_preemptions_total", "How often a running request gave its KV blocks back."),
 	}
 }
 
-// Describe implements prometheus.Collector.
-func (c *stateCollector) Describe(ch chan<- *prometheus.Desc) {
-	for _, d := range []*prometheus.Desc{c.waiting, c.running, c.kv, c.config, c.preemptions} {
-		ch <- d
-	}
-}
-
-// Collect implements prometheus.Collector.
-func (c *stateCollector) Collect(ch chan<- prometheus.Metric) {
-	gauge := func(d *prometheus.Desc, v float64, labels ...string) {
-		ch <- prometheus.MustNewConstMetric(d, prometheus.GaugeValue, v, labels...)
-	}
+// Collect implements metrics.Collector.
+func (c *stateCollector) Collect(to *metrics.Sink) {
 	s := c.engine.State()
-	gauge(c.waiting, float64(s.Waiting))
-	gauge(c.running, float64(s.Running))
-	gauge(c.kv, float64(s.KVUsedBlocks)/float64(max(1, s.KVBlocks)))
-	gauge(c.config, 1, strconv.Itoa(s.BlockTokens), strconv.Itoa(s.KVBlocks))
-	ch <- prometheus.MustNewConstMetric(c.preemptions, prometheus.CounterValue, float64(s.Preemptions))
+	to.Gauge(c.waiting, float64(s.Waiting))
+	to.Gauge(c.running, float64(s.Running))
+	to.Gauge(c.kv, float64(s.KVUsedBlocks)/float64(max(1, s.KVBlocks)))
+	to.Gauge(c.config, 1, strconv.Itoa(s.BlockTokens), strconv.Itoa(s.KVBlocks))
+	to.Counter(c.preemptions, float64(s.Preemptions))
 }

@@ -1,17 +1,19 @@
 package server_test
 
 import (
+	"compress/gzip"
 	"context"
+	"io"
 	"net/http"
 	"strconv"
 	"strings"
+	"sync"
 	"testing"
 	"testing/synctest"
 	"time"
 
-	"github.com/prometheus/client_golang/prometheus"
-
 	"github.com/moeserve/moeserve/engine"
+	"github.com/moeserve/moeserve/metrics"
 	"github.com/moeserve/moeserve/server"
 )
 
@@ -46,22 +48,22 @@ func (h *harness) scrape() map[string]float64 {
 func TestMetrics(t *testing.T) { synctest.Test(t, testMetrics) }
 
 func testMetrics(t *testing.T) {
-	metrics := server.NewMetrics("tiny")
+	counted := server.NewMetrics("tiny")
 	slow := slow()
 	slow.Settings.Batch.MaxNumSeqs = 1
 	wait := slow.Listener.Step
 	slow.Listener.Step = func(i engine.StepInfo) {
-		metrics.ObserveStep(i.Duration)
+		counted.ObserveStep(i.Duration)
 		wait(i)
 	}
 	h := start(t, options{
-		server: server.Options{Metrics: metrics},
+		server: server.Options{Metrics: counted},
 		node:   slow,
 		pipes:  true,
 		change: func(m *server.Model) {
-			c := prometheus.NewCounter(prometheus.CounterOpts{Name: "moeserve_expert_uses_total"})
+			c := metrics.NewCounter(metrics.NewDesc("moeserve_expert_uses_total", "Hits."))
 			c.Add(5)
-			m.Collectors = []prometheus.Collector{c}
+			m.Collectors = []metrics.Collector{c}
 		},
 	})
 	const model = `{model_name="tiny"}`
@@ -69,7 +71,7 @@ func testMetrics(t *testing.T) {
 	h.post("/v1/completions", completionBody(`"1+2="`, `, "n": 2, "max_tokens": 1`))
 	h.events("/v1/chat/completions", chatBody("1+2=", `, "stream": true`))
 	h.idle()
-	metrics.ObserveDrain(2 * time.Second)
+	counted.ObserveDrain(2 * time.Second)
 	m := h.scrape()
 	for name, want := range map[string]float64{
 		"vllm:num_requests_waiting" + model: 0,
@@ -142,4 +144,64 @@ func TestMetricsOfNothing(t *testing.T) {
 	}
 	server.NewMetrics("a").ObserveStep(time.Second)
 	server.NewMetrics("a") // twice in a process
+}
+
+type collect func(to *metrics.Sink)
+
+func (c collect) Collect(to *metrics.Sink) { c(to) }
+
+// Metrics are compressed for those who ask, and not for those who do not.
+func TestMetricsAreCompressed(t *testing.T) {
+	h := start(t, options{loading: true})
+	plain := h.send(http.MethodGet, "/metrics", "", "Accept-Encoding", "identity")
+	if e := plain.header.Get("Content-Encoding"); e != "" || plain.header.Get("Content-Type") != metrics.ContentType || !strings.Contains(plain.body, "vllm:generation_tokens_total{") {
+		t.Errorf("%v: %s", plain.header, plain.body)
+	}
+	a := h.send(http.MethodGet, "/metrics", "", "Accept-Encoding", "deflate, gzip")
+	if a.header.Get("Content-Encoding") != "gzip" {
+		t.Fatalf("%v", a.header)
+	}
+	z, err := gzip.NewReader(strings.NewReader(a.body))
+	if err != nil {
+		t.Fatal(err)
+	}
+	text, err := io.ReadAll(z)
+	if err != nil || !strings.Contains(string(text), "vllm:generation_tokens_total{") {
+		t.Errorf("%v: %s", err, text)
+	}
+}
+
+// Collectors that hang hold no more than a few readers.
+func TestMetricsAreReadByFew(t *testing.T) {
+	entered, gate := make(chan struct{}), make(chan struct{})
+	h := start(t, options{change: func(m *server.Model) {
+		m.Collectors = []metrics.Collector{collect(func(*metrics.Sink) { entered <- struct{}{}; <-gate })}
+	}})
+	var readers sync.WaitGroup
+	for range 4 {
+		readers.Go(func() {
+			if a := h.send(http.MethodGet, "/metrics", ""); a.status != http.StatusOK {
+				t.Errorf("%d: %s", a.status, a.body)
+			}
+		})
+	}
+	for range 4 {
+		<-entered
+	}
+	if a := h.send(http.MethodGet, "/metrics", ""); a.status != http.StatusServiceUnavailable || !strings.Contains(a.body, "too many clients read the metrics") {
+		t.Errorf("%d: %s", a.status, a.body)
+	}
+	close(gate)
+	readers.Wait()
+}
+
+// Metrics that contradict each other are an error, and not half an answer.
+func TestMetricsContradict(t *testing.T) {
+	h := start(t, options{change: func(m *server.Model) {
+		d := metrics.NewDesc("moeserve_a", "A.")
+		m.Collectors = []metrics.Collector{metrics.NewCounter(d), metrics.NewCounter(d)}
+	}})
+	if a := h.send(http.MethodGet, "/metrics", ""); a.status != http.StatusInternalServerError || !strings.Contains(a.body, "moeserve_a is there twice") {
+		t.Errorf("%d: %s", a.status, a.body)
+	}
 }

@@ -18,9 +18,8 @@ import (
 	"sync/atomic"
 	"time"
 
-	"github.com/prometheus/client_golang/prometheus"
-
 	"github.com/moeserve/moeserve/engine"
+	"github.com/moeserve/moeserve/metrics"
 	"github.com/moeserve/moeserve/models/chat"
 	"github.com/moeserve/moeserve/models/tokenizer"
 )
@@ -51,7 +50,7 @@ type Model struct {
 	// Defaults of what requests do not say. OpenAI's temperature is 1.
 	Defaults engine.Params
 	// Collectors of metrics that are the model's beside the engine's state.
-	Collectors []prometheus.Collector
+	Collectors []metrics.Collector
 	// Residency has a JSON form that says where every expert is; it is called from any
 	// goroutine. nil: it is not known.
 	Residency func() any
@@ -397,8 +396,7 @@ func (s *Server) version(w *response, _ *http.Request) error {
 
 func (s *Server) metrics(w *response, r *http.Request) error {
 	w.deadline()
-	s.o.Metrics.handler.ServeHTTP(w, r)
-	return nil
+	return s.o.Metrics.write(w, r)
 }
 
 type modelJSON struct {

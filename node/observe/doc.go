@@ -10,6 +10,6 @@
 // while requests run.
 //
 //	o := observe.New(observe.Parts{Store: store, …})
-//	registry.MustRegister(o.Collectors()...)
+//	metrics.Write(w, o.Collectors()...)
 //	report, err := o.Report(ctx)
 package observe

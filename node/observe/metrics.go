@@ -6,10 +6,9 @@ import (
 	"slices"
 	"strings"
 
-	"github.com/prometheus/client_golang/prometheus"
-
 	"github.com/moeserve/moeserve/experts"
 	"github.com/moeserve/moeserve/harvest"
+	"github.com/moeserve/moeserve/metrics"
 	"github.com/moeserve/moeserve/node/sizing"
 	"github.com/moeserve/moeserve/pipeline"
 	"github.com/moeserve/moeserve/transfer"
@@ -51,24 +50,22 @@ var (
 	migrated          = desc("moeserve_expert_migration_bytes_total", "Bytes copied so that experts live elsewhere.")
 	prefetchPredicted = desc("moeserve_expert_prefetch_predicted_total", "Experts not in GPU memory for good that the next layer's router would have chosen, and so are fetched ahead.")
 	prefetchUsed      = desc("moeserve_expert_prefetch_used_total", "Those guessed experts that were then chosen.")
-
-	expertDescs = []*prometheus.Desc{uses, fetched, resident, moves, migrated, prefetchPredicted, prefetchUsed}
 )
 
-func (e Experts) collect(to sink) {
+func (e Experts) collect(to *metrics.Sink) {
 	for t := range e.Uses {
 		tier := experts.Tier(t)
-		to.counter(uses, float64(e.Uses[t]), tier.String())
-		to.counter(fetched, float64(e.Fetched[t]), tier.String())
-		to.gauge(resident, float64(e.Tiers[tier]), tier.String())
+		to.Counter(uses, float64(e.Uses[t]), tier.String())
+		to.Counter(fetched, float64(e.Fetched[t]), tier.String())
+		to.Gauge(resident, float64(e.Tiers[tier]), tier.String())
 	}
-	to.counter(moves, float64(e.Promoted), "promoted")
-	to.counter(moves, float64(e.Demoted), "demoted")
-	to.counter(moves, float64(e.Revoked), "revoked")
-	to.counter(moves, float64(e.Swapped), "swapped")
-	to.counter(migrated, float64(e.MigratedBytes))
-	to.counter(prefetchPredicted, float64(e.PrefetchPredicted))
-	to.counter(prefetchUsed, float64(e.PrefetchUsed))
+	to.Counter(moves, float64(e.Promoted), "promoted")
+	to.Counter(moves, float64(e.Demoted), "demoted")
+	to.Counter(moves, float64(e.Revoked), "revoked")
+	to.Counter(moves, float64(e.Swapped), "swapped")
+	to.Counter(migrated, float64(e.MigratedBytes))
+	to.Counter(prefetchPredicted, float64(e.PrefetchPredicted))
+	to.Counter(prefetchUsed, float64(e.PrefetchUsed))
 }
 
 // Lines are a report's, a label and a text behind a tab. how says what was asked to be
@@ -117,14 +114,11 @@ func (l Links) Bytes() map[string]int64 {
 	return m
 }
 
-var (
-	copied    = desc("moeserve_path_bytes_total", "Bytes copied between two memories.", "path")
-	linkDescs = []*prometheus.Desc{copied}
-)
+var copied = desc("moeserve_path_bytes_total", "Bytes copied between two memories.", "path")
 
-func (l Links) collect(to sink) {
+func (l Links) collect(to *metrics.Sink) {
 	for path, n := range l.Bytes() {
-		to.counter(copied, float64(n), path)
+		to.Counter(copied, float64(n), path)
 	}
 }
 
@@ -136,23 +130,22 @@ type Harvest struct {
 }
 
 var (
-	harvested    = desc("moeserve_harvest_bytes", "Memory of a peer, by who has it.", "device", "state")
-	revocations  = desc("moeserve_harvest_revocations_total", "Pieces of borrowed memory that were revoked.", "reason")
-	harvestDescs = []*prometheus.Desc{harvested, revocations}
+	harvested   = desc("moeserve_harvest_bytes", "Memory of a peer, by who has it.", "device", "state")
+	revocations = desc("moeserve_harvest_revocations_total", "Pieces of borrowed memory that were revoked.", "reason")
 )
 
-func (h Harvest) collect(to sink) {
+func (h Harvest) collect(to *metrics.Sink) {
 	for _, p := range h.Peers {
 		// Experts use it or leave it unused, it is leaving, others hold it, or it is free.
 		peer := p.Space.String()
-		to.gauge(harvested, float64(p.Used), peer, "used")
-		to.gauge(harvested, float64(p.FreeInSlabs), peer, "unused")
-		to.gauge(harvested, float64(p.Draining), peer, "leaving")
-		to.gauge(harvested, float64(p.Reading.OtherProcesses), peer, "other")
-		to.gauge(harvested, float64(p.Free), peer, "free")
+		to.Gauge(harvested, float64(p.Used), peer, "used")
+		to.Gauge(harvested, float64(p.FreeInSlabs), peer, "unused")
+		to.Gauge(harvested, float64(p.Draining), peer, "leaving")
+		to.Gauge(harvested, float64(p.Reading.OtherProcesses), peer, "other")
+		to.Gauge(harvested, float64(p.Free), peer, "free")
 	}
 	for reason, n := range h.Revocations {
-		to.counter(revocations, float64(n), reason)
+		to.Counter(revocations, float64(n), reason)
 	}
 }
 
@@ -202,16 +195,15 @@ type Pipeline struct {
 }
 
 var (
-	stalls        = desc("moeserve_stall_seconds_total", "For how long the compute device stood still within steps.", "cause")
-	captures      = desc("moeserve_graph_captures_total", "Decode steps that were taken down as a CUDA graph.")
-	launches      = desc("moeserve_graph_launches_total", "Decode steps that ran as a CUDA graph.")
-	pipelineDescs = []*prometheus.Desc{stalls, captures, launches}
+	stalls   = desc("moeserve_stall_seconds_total", "For how long the compute device stood still within steps.", "cause")
+	captures = desc("moeserve_graph_captures_total", "Decode steps that were taken down as a CUDA graph.")
+	launches = desc("moeserve_graph_launches_total", "Decode steps that ran as a CUDA graph.")
 )
 
-func (p Pipeline) collect(to sink) {
+func (p Pipeline) collect(to *metrics.Sink) {
 	for cause, s := range p.Stalls.ByName() {
-		to.counter(stalls, s, cause)
+		to.Counter(stalls, s, cause)
 	}
-	to.counter(captures, float64(p.Graphs.Captured))
-	to.counter(launches, float64(p.Graphs.Launched))
+	to.Counter(captures, float64(p.Graphs.Captured))
+	to.Counter(launches, float64(p.Graphs.Launched))
 }

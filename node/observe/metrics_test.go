@@ -5,12 +5,12 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/prometheus/client_golang/prometheus"
-	"github.com/prometheus/client_golang/prometheus/testutil"
+	"github.com/google/go-cmp/cmp"
 
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/experts"
 	"github.com/moeserve/moeserve/harvest"
+	"github.com/moeserve/moeserve/metrics"
 	"github.com/moeserve/moeserve/pipeline"
 )
 
@@ -27,52 +27,49 @@ func TestCollect(t *testing.T) {
 	p := Pipeline{Graphs: pipeline.GraphStats{Captured: 17, Launched: 18}}
 	p.Stalls[pipeline.ExpertCopy] = 16.5e9
 	for _, c := range []struct {
-		collector prometheus.Collector
+		collector metrics.Collector
 		want      string
 	}{
-		{collector[Experts]{func() Experts { return e }, expertDescs}, `
-# HELP moeserve_expert_fetch_bytes_total Bytes of experts fetched.
+		{collector[Experts]{func() Experts { return e }}, `# HELP moeserve_expert_fetch_bytes_total Bytes of experts fetched.
 # TYPE moeserve_expert_fetch_bytes_total counter
-moeserve_expert_fetch_bytes_total{tier="host"} 6
-moeserve_expert_fetch_bytes_total{tier="resident"} 0
-moeserve_expert_fetch_bytes_total{tier="peer"} 0
 moeserve_expert_fetch_bytes_total{tier="cached"} 0
-# HELP moeserve_expert_prefetch_used_total Those guessed experts that were then chosen.
-# TYPE moeserve_expert_prefetch_used_total counter
-moeserve_expert_prefetch_used_total 12
-# HELP moeserve_expert_prefetch_predicted_total Experts not in GPU memory for good that the next layer's router would have chosen, and so are fetched ahead.
-# TYPE moeserve_expert_prefetch_predicted_total counter
-moeserve_expert_prefetch_predicted_total 11
-# HELP moeserve_expert_uses_total How often an expert was where a layer needed it.
-# TYPE moeserve_expert_uses_total counter
-moeserve_expert_uses_total{tier="host"} 0
-moeserve_expert_uses_total{tier="resident"} 5
-moeserve_expert_uses_total{tier="peer"} 4
-moeserve_expert_uses_total{tier="cached"} 0
+moeserve_expert_fetch_bytes_total{tier="host"} 6
+moeserve_expert_fetch_bytes_total{tier="peer"} 0
+moeserve_expert_fetch_bytes_total{tier="resident"} 0
+# HELP moeserve_expert_migration_bytes_total Bytes copied so that experts live elsewhere.
+# TYPE moeserve_expert_migration_bytes_total counter
+moeserve_expert_migration_bytes_total 10
 # HELP moeserve_expert_moves_total Changes of where experts live.
 # TYPE moeserve_expert_moves_total counter
 moeserve_expert_moves_total{move="demoted"} 2
 moeserve_expert_moves_total{move="promoted"} 9
 moeserve_expert_moves_total{move="revoked"} 3
 moeserve_expert_moves_total{move="swapped"} 8
+# HELP moeserve_expert_prefetch_predicted_total Experts not in GPU memory for good that the next layer's router would have chosen, and so are fetched ahead.
+# TYPE moeserve_expert_prefetch_predicted_total counter
+moeserve_expert_prefetch_predicted_total 11
+# HELP moeserve_expert_prefetch_used_total Those guessed experts that were then chosen.
+# TYPE moeserve_expert_prefetch_used_total counter
+moeserve_expert_prefetch_used_total 12
+# HELP moeserve_expert_uses_total How often an expert was where a layer needed it.
+# TYPE moeserve_expert_uses_total counter
+moeserve_expert_uses_total{tier="cached"} 0
+moeserve_expert_uses_total{tier="host"} 0
+moeserve_expert_uses_total{tier="peer"} 4
+moeserve_expert_uses_total{tier="resident"} 5
 # HELP moeserve_experts Experts that are in a tier.
 # TYPE moeserve_experts gauge
-moeserve_experts{tier="host"} 0
-moeserve_experts{tier="resident"} 7
-moeserve_experts{tier="peer"} 1
 moeserve_experts{tier="cached"} 0
-# HELP moeserve_expert_migration_bytes_total Bytes copied so that experts live elsewhere.
-# TYPE moeserve_expert_migration_bytes_total counter
-moeserve_expert_migration_bytes_total 10
+moeserve_experts{tier="host"} 0
+moeserve_experts{tier="peer"} 1
+moeserve_experts{tier="resident"} 7
 `},
-		{collector[Links]{func() Links { return l }, linkDescs}, `
-# HELP moeserve_path_bytes_total Bytes copied between two memories.
+		{collector[Links]{func() Links { return l }}, `# HELP moeserve_path_bytes_total Bytes copied between two memories.
 # TYPE moeserve_path_bytes_total counter
 moeserve_path_bytes_total{path="gpu1>gpu0"} 9
 moeserve_path_bytes_total{path="host>gpu0"} 8
 `},
-		{collector[Harvest]{func() Harvest { return h }, harvestDescs}, `
-# HELP moeserve_harvest_bytes Memory of a peer, by who has it.
+		{collector[Harvest]{func() Harvest { return h }}, `# HELP moeserve_harvest_bytes Memory of a peer, by who has it.
 # TYPE moeserve_harvest_bytes gauge
 moeserve_harvest_bytes{device="gpu1",state="free"} 14
 moeserve_harvest_bytes{device="gpu1",state="leaving"} 2
@@ -83,8 +80,7 @@ moeserve_harvest_bytes{device="gpu1",state="used"} 13
 # TYPE moeserve_harvest_revocations_total counter
 moeserve_harvest_revocations_total{reason="pressure"} 15
 `},
-		{collector[Pipeline]{func() Pipeline { return p }, pipelineDescs}, `
-# HELP moeserve_graph_captures_total Decode steps that were taken down as a CUDA graph.
+		{collector[Pipeline]{func() Pipeline { return p }}, `# HELP moeserve_graph_captures_total Decode steps that were taken down as a CUDA graph.
 # TYPE moeserve_graph_captures_total counter
 moeserve_graph_captures_total 17
 # HELP moeserve_graph_launches_total Decode steps that ran as a CUDA graph.
@@ -94,14 +90,15 @@ moeserve_graph_launches_total 18
 # TYPE moeserve_stall_seconds_total counter
 moeserve_stall_seconds_total{cause="cpu-attention"} 0
 moeserve_stall_seconds_total{cause="expert-copy"} 16.5
-moeserve_stall_seconds_total{cause="launch-bound"} 0
 moeserve_stall_seconds_total{cause="kv-copy"} 0
 moeserve_stall_seconds_total{cause="kv-load"} 0
+moeserve_stall_seconds_total{cause="launch-bound"} 0
 moeserve_stall_seconds_total{cause="router-sync"} 0
 `},
 	} {
-		if err := testutil.CollectAndCompare(c.collector, strings.NewReader(c.want)); err != nil {
-			t.Error(err)
+		var got strings.Builder
+		if err := metrics.Write(&got, c.collector); err != nil || got.String() != c.want {
+			t.Errorf("%v: %s", err, cmp.Diff(c.want, got.String()))
 		}
 	}
 }

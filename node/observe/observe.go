@@ -3,12 +3,11 @@ package observe
 import (
 	"time"
 
-	"github.com/prometheus/client_golang/prometheus"
-
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/engine"
 	"github.com/moeserve/moeserve/experts"
 	"github.com/moeserve/moeserve/harvest"
+	"github.com/moeserve/moeserve/metrics"
 	"github.com/moeserve/moeserve/pipeline"
 	"github.com/moeserve/moeserve/rebalancer"
 	"github.com/moeserve/moeserve/transfer"
@@ -66,46 +65,25 @@ func (o *Observer) Harvest() Harvest {
 }
 
 // Collectors collect the metrics of all parts but the engine's.
-func (o *Observer) Collectors() []prometheus.Collector {
-	return []prometheus.Collector{
-		collector[Experts]{o.Experts, expertDescs},
-		collector[Links]{o.Links, linkDescs},
-		collector[Pipeline]{o.Pipeline, pipelineDescs},
-		collector[Harvest]{o.Harvest, harvestDescs},
+func (o *Observer) Collectors() []metrics.Collector {
+	return []metrics.Collector{
+		collector[Experts]{o.Experts},
+		collector[Links]{o.Links},
+		collector[Pipeline]{o.Pipeline},
+		collector[Harvest]{o.Harvest},
 	}
 }
 
 // collects is a part's metrics.
-type collects interface{ collect(to sink) }
+type collects interface{ collect(to *metrics.Sink) }
 
 // collector collects a part's metrics as they are when they are read.
-type collector[M collects] struct {
-	read  func() M
-	descs []*prometheus.Desc
-}
+type collector[M collects] struct{ read func() M }
 
-// Describe implements prometheus.Collector.
-func (c collector[M]) Describe(ch chan<- *prometheus.Desc) {
-	for _, d := range c.descs {
-		ch <- d
-	}
-}
-
-// Collect implements prometheus.Collector.
-func (c collector[M]) Collect(ch chan<- prometheus.Metric) { c.read().collect(ch) }
-
-// sink takes metrics.
-type sink chan<- prometheus.Metric
-
-func (s sink) counter(d *prometheus.Desc, v float64, labels ...string) {
-	s <- prometheus.MustNewConstMetric(d, prometheus.CounterValue, v, labels...)
-}
-
-func (s sink) gauge(d *prometheus.Desc, v float64, labels ...string) {
-	s <- prometheus.MustNewConstMetric(d, prometheus.GaugeValue, v, labels...)
-}
+// Collect implements metrics.Collector.
+func (c collector[M]) Collect(to *metrics.Sink) { c.read().collect(to) }
 
 // desc describes a metric.
-func desc(name, help string, labels ...string) *prometheus.Desc {
-	return prometheus.NewDesc(name, help, labels, nil)
+func desc(name, help string, labels ...string) *metrics.Desc {
+	return metrics.NewDesc(name, help, labels...)
 }
