@@ -10,7 +10,6 @@ import (
 	"unicode"
 	"unicode/utf8"
 
-	"github.com/nikolalohinski/gonja/v2/builtins"
 	"github.com/nikolalohinski/gonja/v2/exec"
 )
 
@@ -34,27 +33,11 @@ var environment = &exec.Environment{
 	},
 }
 
-// libraryFilters are gonja's filters that do as Jinja2's and whose result is no larger than what goes in.
-var libraryFilters = []string{
-	"abs", "capitalize", "d", "default", "e", "escape", "first", "float", "int", "length", "count", "lower", "map", "max",
-	"min", "reject", "rejectattr", "round", "safe", "select", "selectattr", "sort", "string", "sum", "title", "trim",
-	"unique", "upper",
-}
-
+// filters are all filters, each of which takes steps for what it goes over.
 func filters() map[string]exec.FilterFunction {
-	own := map[string]exec.FilterFunction{
-		"tojson": toJSON, "items": itemsOf, "list": listOf, "last": lastOf, "reverse": reversed, "join": joined,
-		"replace": replaced,
-	}
-	for _, name := range libraryFilters {
-		f, ok := builtins.Filters.Get(name)
-		if !ok {
-			panic("chat: gonja has no filter " + name)
-		}
-		own[name] = f
-	}
-	for name, f := range own {
-		own[name] = func(e *exec.Evaluator, in *exec.Value, args *exec.VarArgs) *exec.Value {
+	metered := map[string]exec.FilterFunction{}
+	for name, f := range allFilters() {
+		metered[name] = func(e *exec.Evaluator, in *exec.Value, args *exec.VarArgs) *exec.Value {
 			n := 1
 			if in.IsList() || in.IsDict() {
 				n += in.Len()
@@ -65,7 +48,7 @@ func filters() map[string]exec.FilterFunction {
 			return normalized(f(e, in, args))
 		}
 	}
-	return own
+	return metered
 }
 
 // normalized turns a list of gonja's into a sequence.
@@ -78,32 +61,6 @@ func normalized(v *exec.Value) *exec.Value {
 		out[i] = v.Index(i).Interface()
 	}
 	return exec.AsValue(out)
-}
-
-func tests() map[string]exec.TestFunction {
-	all := map[string]exec.TestFunction{
-		"true":  is(func(v *exec.Value) bool { return v.IsBool() && v.Bool() }),
-		"false": is(func(v *exec.Value) bool { return v.IsBool() && !v.Bool() }),
-		"sequence": is(func(v *exec.Value) bool {
-			return v.IsList() || v.IsString() || v.IsDict()
-		}),
-	}
-	for _, name := range []string{
-		"boolean", "callable", "defined", "divisibleby", "eq", "equalto", "==", "even", "float", "ge", ">=", "gt",
-		"greaterthan", ">", "in", "integer", "iterable", "le", "<=", "lower", "lt", "lessthan", "<", "mapping", "ne", "!=",
-		"none", "number", "odd", "string", "undefined", "upper",
-	} {
-		t, ok := builtins.Tests.Get(name)
-		if !ok {
-			panic("chat: gonja has no test " + name)
-		}
-		all[name] = t
-	}
-	return all
-}
-
-func is(f func(*exec.Value) bool) exec.TestFunction {
-	return func(_ *exec.Context, v *exec.Value, _ *exec.VarArgs) (bool, error) { return f(v), nil }
 }
 
 // argument returns the argument at position i or of the given name.

@@ -5,7 +5,6 @@ import (
 	"fmt"
 	"strings"
 
-	"github.com/nikolalohinski/gonja/v2/builtins"
 	statements "github.com/nikolalohinski/gonja/v2/builtins/control_structures"
 	"github.com/nikolalohinski/gonja/v2/exec"
 	"github.com/nikolalohinski/gonja/v2/nodes"
@@ -29,7 +28,7 @@ var controlStructures = exec.NewControlStructureSet(map[string]parser.ControlStr
 
 // libraryParser returns gonja's parser of a statement.
 func libraryParser(name string) parser.ControlStructureParser {
-	parse, ok := builtins.ControlStructures.Get(name)
+	parse, ok := statements.All.Get(name)
 	if !ok {
 		panic("chat: gonja has no statement " + name)
 	}
