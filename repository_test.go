@@ -7,6 +7,7 @@ import (
 	"io/fs"
 	"maps"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"regexp"
 	"slices"
@@ -288,6 +289,50 @@ var onlyIn = []struct {
 	{"github.com/moeserve/moeserve/kernels/cpu", []string{"node/devices", "kernels/cpu"}, "node alone picks the backend"},
 }
 
+// linked are the modules of others that are compiled into the command, and what for. All of them are
+// compiled before the first answer of go run on a new machine, and so are the packages of the
+// standard library that they bring. They are exact, as imports is. What only tests use is not here.
+var linked = map[string]string{
+	"codeberg.org/go-fonts/liberation":    "of gonum.org/v1/plot",
+	"codeberg.org/go-latex/latex":         "of gonum.org/v1/plot",
+	"codeberg.org/go-pdf/fpdf":            "of gonum.org/v1/plot",
+	"git.sr.ht/~sbinet/gg":                "of gonum.org/v1/plot",
+	"github.com/ajstarks/svgo":            "of gonum.org/v1/plot",
+	"github.com/dustin/go-humanize":       "of gonja",
+	"github.com/fsnotify/fsnotify":        "of viper",
+	"github.com/go-viper/mapstructure/v2": "of viper; values that read themselves from text",
+	"github.com/golang/freetype":          "of gonum.org/v1/plot",
+	"github.com/mitchellh/colorstring":    "of progressbar",
+	"github.com/nikolalohinski/gonja/v2":  "chat templates: parser and interpreter of Jinja2",
+	"github.com/pelletier/go-toml/v2":     "of viper",
+	"github.com/pkg/errors":               "of gonja",
+	"github.com/rivo/uniseg":              "of sugarme/tokenizer and progressbar",
+	"github.com/sagikazarmark/locafero":   "of viper",
+	"github.com/schollz/progressbar/v2":   "of sugarme/tokenizer",
+	"github.com/schollz/progressbar/v3":   "progress of loading",
+	"github.com/sirupsen/logrus":          "of gonja",
+	"github.com/sourcegraph/conc":         "of viper",
+	"github.com/spf13/afero":              "of viper",
+	"github.com/spf13/cast":               "of viper",
+	"github.com/spf13/cobra":              "commands, their help and completion",
+	"github.com/spf13/pflag":              "flags, of cobra",
+	"github.com/spf13/viper":              "settings from flags, variables and a file",
+	"github.com/subosito/gotenv":          "of viper",
+	"github.com/sugarme/regexpset":        "of sugarme/tokenizer",
+	"github.com/sugarme/tokenizer":        "what a tokenizer.json says",
+	"github.com/x448/float16":             "FP16 and its rounding",
+	"go.yaml.in/yaml/v3":                  "of viper; the configuration file, with line numbers for errors",
+	"golang.org/x/image":                  "of gonum.org/v1/plot",
+	"golang.org/x/sync":                   "goroutines that load, and the first error of them",
+	"golang.org/x/sys":                    "mapped files, CPU affinity, memory sizes",
+	"golang.org/x/term":                   "whether a person watches, and the width of the terminal",
+	"golang.org/x/text":                   "Unicode normalization of the tokenizer; of gonja and viper",
+	"gonum.org/v1/plot":                   "plots of eval",
+}
+
+// linkedPackages is how many packages these modules have in the command.
+const linkedPackages = 126
+
 // row is the package in whose row pkg counts.
 func row(pkg string) string {
 	pkg, _, _ = strings.Cut(pkg, "/internal/")
@@ -374,6 +419,41 @@ func TestImports(t *testing.T) {
 				t.Errorf("the table says that %s imports %s, and it does not", from, to)
 			}
 		}
+	}
+}
+
+// TestLinked holds the command to the modules in the table: a new one is thought about before
+// everybody compiles it.
+func TestLinked(t *testing.T) {
+	list := exec.CommandContext(t.Context(), "go", "list", "-deps", "-f", "{{if not .Standard}}{{.Module.Path}}{{end}}", "./cmd/moeserve")
+	list.Env = append(os.Environ(), "GOOS=linux", "GOARCH=amd64", "CGO_ENABLED=0") // as the table
+	list.Stderr = os.Stderr
+	out, err := list.Output()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := os.Stat("go.mod"); err != nil { // what go test goes by when it caches this result
+		t.Fatal(err)
+	}
+	packages := map[string]int{}
+	n := 0
+	for _, m := range strings.Fields(string(out)) {
+		if m == module {
+			continue
+		}
+		packages[m]++
+		n++
+		if linked[m] == "" {
+			t.Errorf("the command links %s: the table of linked modules has no reason for it", m)
+		}
+	}
+	for m := range linked {
+		if packages[m] == 0 {
+			t.Errorf("the table says that the command links %s, and it does not", m)
+		}
+	}
+	if n != linkedPackages {
+		t.Errorf("the command links %d packages of others, and linkedPackages is %d: %v", n, linkedPackages, packages)
 	}
 }
 
