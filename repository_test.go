@@ -293,15 +293,10 @@ var onlyIn = []struct {
 // compiled before the first answer of go run on a new machine, and so are the packages of the
 // standard library that they bring. They are exact, as imports is. What only tests use is not here.
 var linked = map[string]string{
-	"codeberg.org/go-fonts/liberation":    "of gonum.org/v1/plot",
-	"codeberg.org/go-latex/latex":         "of gonum.org/v1/plot",
-	"codeberg.org/go-pdf/fpdf":            "of gonum.org/v1/plot",
-	"git.sr.ht/~sbinet/gg":                "of gonum.org/v1/plot",
-	"github.com/ajstarks/svgo":            "of gonum.org/v1/plot",
+	"codeberg.org/go-fonts/liberation":    "the font of PNG pictures (eval/figure)",
 	"github.com/dustin/go-humanize":       "of gonja",
 	"github.com/fsnotify/fsnotify":        "of viper",
 	"github.com/go-viper/mapstructure/v2": "of viper; values that read themselves from text",
-	"github.com/golang/freetype":          "of gonum.org/v1/plot",
 	"github.com/mitchellh/colorstring":    "of progressbar",
 	"github.com/nikolalohinski/gonja/v2":  "chat templates: parser and interpreter of Jinja2",
 	"github.com/pelletier/go-toml/v2":     "of viper",
@@ -322,16 +317,15 @@ var linked = map[string]string{
 	"github.com/sugarme/tokenizer":        "what a tokenizer.json says",
 	"github.com/x448/float16":             "FP16 and its rounding",
 	"go.yaml.in/yaml/v3":                  "of viper; the configuration file, with line numbers for errors",
-	"golang.org/x/image":                  "of gonum.org/v1/plot",
+	"golang.org/x/image":                  "draws PNG pictures (eval/figure)",
 	"golang.org/x/sync":                   "goroutines that load, and the first error of them",
 	"golang.org/x/sys":                    "mapped files, CPU affinity, memory sizes",
 	"golang.org/x/term":                   "whether a person watches, and the width of the terminal",
 	"golang.org/x/text":                   "Unicode normalization of the tokenizer; of gonja and viper",
-	"gonum.org/v1/plot":                   "plots of eval",
 }
 
 // linkedPackages is how many packages these modules have in the command.
-const linkedPackages = 126
+const linkedPackages = 76
 
 // row is the package in whose row pkg counts.
 func row(pkg string) string {
