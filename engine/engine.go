@@ -547,11 +547,11 @@ func (e *Engine) step(ctx context.Context, chunks []scheduler.Chunk) error {
 	adjusted, rows := 0, 0
 	for _, c := range chunks {
 		q := e.seqs[c.ID]
-		if c.Draw && adjusted > 0 && adjusted+len(q.adjust.list) > e.o.MaxAdjust {
+		if c.Sample && adjusted > 0 && adjusted+len(q.adjust.list) > e.o.MaxAdjust {
 			continue // it waits until those before it leave it room
 		}
 		e.rows = append(e.rows, pipeline.Sequence{Tokens: q.tokens[c.From:c.To], Start: c.From, Table: q.table, Long: q.long})
-		if c.Draw {
+		if c.Sample {
 			row := &e.rows[len(e.rows)-1]
 			row.LogitRows = 1
 			q.draw(&row.Draw)
@@ -582,7 +582,7 @@ func (e *Engine) step(ctx context.Context, chunks []scheduler.Chunk) error {
 	drawn := 0
 	for i := range e.chunks {
 		c := &e.chunks[i]
-		if !c.Draw {
+		if !c.Sample {
 			e.sched.Done(c.Chunk, 0)
 			continue
 		}

@@ -6,33 +6,34 @@
 // layers for BlockTokens positions, contiguous, so that one copy moves it between
 // memories. Kernels see the pool one layer at a time, as strided tensors of shape
 // [blocks, block tokens, kv heads, head dim] (Pool.View), and find a sequence's
-// rows through its block ids (Table.Blocks).
+// tokens through its block ids (Table.Blocks).
 //
 // # Content
 //
-// A full block whose sequence has keys (Table.Identify) is named by its key, a hash
-// of all tokens up to its end and of a salt. A sequence that begins with the same
-// tokens gets the block by that name (Table.Match), beside others that have it or,
-// where it is free, as long as nothing else has taken it. Free blocks that hold named
-// content are reused last, in the order of a Policy. A sequence without keys names
-// nothing, finds nothing and computes no hash.
+// A full block of a sequence with keys (Table.Identify) has a key: a hash of a salt and
+// of all tokens up to the block's end. A sequence that begins with the same tokens finds
+// the block by this key (Table.Match) and shares it, also after its last user released
+// it, until the block is allocated for something else. Free blocks with a key are
+// allocated last, in the order of a Policy. A sequence without keys shares no blocks and
+// computes no hashes.
 //
 // # What it is not
 //
-// It moves nothing between tiers. It does not decide who gets blocks when there are
-// too few: Reserve says no, and the scheduler decides. It does not make keys known: who
-// has the tokens chains them with RootKey and Next.
+// The package copies no blocks between tiers. It does not decide which sequence gets
+// blocks when there are too few: Reserve returns false, and the scheduler decides. It does
+// not compute keys: the owner of the tokens chains them with RootKey and Next.
 //
 // # Invariants
 //
 //   - A block is either free or referenced; the sum of both is the pool's size.
-//   - Reserve takes all the blocks it needs, or none.
-//   - What a sequence reserves behind its filled tokens nobody else has; a block that
-//     several have is full, named, and not written.
-//   - A name is of one block, which holds just that content until it is reserved anew.
-//   - A block that is freed may be handed out again at once. The caller frees only
-//     what no enqueued work will read: work that will write it again is enqueued
-//     later on the same stream, or behind an event.
+//   - Reserve allocates all the blocks it needs, or none.
+//   - Blocks reserved after a sequence's filled tokens belong to that sequence alone; a
+//     shared block is full, has a key, and is not written.
+//   - A key identifies one block, whose content does not change until the block is
+//     allocated again.
+//   - A released block may be allocated again at once. The caller releases only blocks
+//     that no enqueued work will read, or whose next writer is enqueued later on the same
+//     stream or after an event.
 //
 // # Example
 //

@@ -9,7 +9,7 @@ func (m *Manager) Check(tables ...*Table) error {
 	for _, t := range tables {
 		for _, id := range t.blocks {
 			refs[id]++
-			if m.refs[id] > 1 && m.names[id] == (Key{}) {
+			if m.refs[id] > 1 && m.keys[id] == (Key{}) {
 				return fmt.Errorf("block %d is shared and has no name", id)
 			}
 		}
@@ -17,7 +17,7 @@ func (m *Manager) Check(tables ...*Table) error {
 	free := make([]int, len(m.refs)) // places where a block is free
 	for _, id := range m.empty {
 		free[id]++
-		if m.names[id] != (Key{}) {
+		if m.keys[id] != (Key{}) {
 			return fmt.Errorf("block %d is empty and has a name", id)
 		}
 	}
@@ -29,12 +29,12 @@ func (m *Manager) Check(tables ...*Table) error {
 	for id := l.after[l.head()]; id != l.head(); id = l.after[id] {
 		free[id]++
 		kept++
-		if m.names[id] == (Key{}) {
+		if m.keys[id] == (Key{}) {
 			return fmt.Errorf("block %d is kept and has no name", id)
 		}
 	}
-	if kept != m.kept {
-		return fmt.Errorf("%d blocks are kept, %d counted", kept, m.kept)
+	if kept != m.cached {
+		return fmt.Errorf("%d blocks are kept, %d counted", kept, m.cached)
 	}
 	all := 0
 	for id, n := range refs {
@@ -47,16 +47,16 @@ func (m *Manager) Check(tables ...*Table) error {
 		return fmt.Errorf("%d blocks are free, %d counted", all, m.Free())
 	}
 	named := 0
-	for id, k := range m.names {
+	for id, k := range m.keys {
 		if k == (Key{}) {
 			continue
 		}
-		if named++; m.found[k] != int32(id) {
-			return fmt.Errorf("block %d has the name of block %d", id, m.found[k])
+		if named++; m.byKey[k] != int32(id) {
+			return fmt.Errorf("block %d has the name of block %d", id, m.byKey[k])
 		}
 	}
-	if named != len(m.found) {
-		return fmt.Errorf("%d blocks have names, %d names are found", named, len(m.found))
+	if named != len(m.byKey) {
+		return fmt.Errorf("%d blocks have names, %d names are found", named, len(m.byKey))
 	}
 	return nil
 }

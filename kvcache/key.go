@@ -5,22 +5,24 @@ import (
 	"encoding/binary"
 )
 
-// Key names the content of a full block: it is a hash of all tokens from the start
-// of the sequence to the end of the block, and of a salt. Blocks of equal keys hold
-// equal keys and values. The zero Key names nothing.
+// Key identifies the content of a full block: a hash of a salt and of all tokens from
+// the start of the sequence to the end of the block. Blocks with equal keys have equal
+// content. The zero Key means no key.
 //
-// It is SHA-256, since who finds two contents of one key reads another tenant's.
+// The hash is SHA-256: with a weaker one, a collision would give a tenant the KV cache of
+// another.
 type Key [sha256.Size]byte
 
-// RootKey is the parent of the keys of first blocks. The salt is all that keys and
-// values depend on beside tokens and their positions, and whatever must not be shared:
-// tenants, types, the choice of longrope's factors.
+// RootKey is the parent of the keys of first blocks. The salt covers everything besides
+// tokens and their positions that the KV cache depends on (data type, longrope factors),
+// and whatever separates users that must not share blocks (tenants).
 func RootKey(salt []byte) Key {
-	// Behind the zero key, which is nobody's parent: so no salt makes a block's key.
+	// The zero key comes first. No block has it as its parent, so no salt can produce a
+	// block's key.
 	return sha256.Sum256(append(make([]byte, sha256.Size), salt...))
 }
 
-// Next is the key of the block that holds tokens, behind the one that k names.
+// Next returns the key of the block that holds tokens and follows the block of key k.
 func (k Key) Next(tokens []int32) Key {
 	b := append(make([]byte, 0, len(k)+4*len(tokens)), k[:]...)
 	for _, id := range tokens {

@@ -4,11 +4,11 @@ import "fmt"
 
 // ManagerOptions describe the blocks that a Manager accounts for.
 type ManagerOptions struct {
-	// Blocks is how many there are; their ids are [0, Blocks).
+	// Blocks is the number of blocks; their ids are [0, Blocks).
 	Blocks int
-	// BlockTokens is the positions of a block. Default: DefaultBlockTokens.
+	// BlockTokens is the number of tokens per block. Default: DefaultBlockTokens.
 	BlockTokens int
-	// Policy orders free blocks whose content can still be matched. Default: NewLRU.
+	// Policy orders free blocks that have a key. Default: NewLRU.
 	Policy Policy
 }
 
@@ -23,7 +23,7 @@ func (o ManagerOptions) EnsureDefaults() ManagerOptions {
 	return o
 }
 
-// Validate reports the first option that cannot be.
+// Validate reports the first invalid option.
 func (o ManagerOptions) Validate() error {
 	switch {
 	case o.Blocks < 1:
@@ -34,35 +34,34 @@ func (o ManagerOptions) Validate() error {
 	return nil
 }
 
-// Manager is the account of KV blocks, and the only one: which of them each sequence
-// has (its Table), how many sequences refer to a block, which are free, and what free
-// ones still hold. It is pure: it touches no memory and has no clock. One goroutine
-// uses it and its tables; but what never changes (Blocks, BlockTokens, Capacity) may be
-// asked by any.
+// Manager is the only account of KV blocks: which blocks each sequence has (its Table),
+// how many sequences share a block, which blocks are free, and which content free blocks
+// still have. It is a pure data structure: no memory access, no clock. One goroutine uses
+// a Manager and its tables, except that any goroutine may call Blocks, BlockTokens and
+// Capacity, whose results never change.
 //
-// A block is used, and then refs counts the tables that have it, or free. A free
-// block is in one of three places, and is taken from there in this order:
+// A block is used, with refs counting its tables, or free. Free blocks are in one of three
+// lists, and are allocated in this order:
 //
-//   - empty: what it holds has no name. The last freed is taken first, so that a small
-//     working set keeps using the same memory.
-//   - fresh: it was never used. Ids ascend.
-//   - with the policy: it holds named content, which can be matched until the policy
-//     gives the block up.
+//   - empty: blocks without a key. The block released last is allocated first, so that a
+//     small working set keeps using the same memory.
+//   - fresh: blocks that were never used, in ascending order of id.
+//   - cached: blocks with a key, which sequences can match until the policy evicts them.
 //
-// So content is given up only where nothing else is free; and where sequences have
-// keys, all of the pool's memory is touched before any content goes.
+// So a cached block is evicted only when no other block is free, and where sequences have
+// keys the whole pool is used before the first eviction.
 type Manager struct {
 	blockTokens int
 	policy      Policy
 	refs        []int32
-	names       []Key         // of what a block holds; zero: it has none
-	found       map[Key]int32 // the block that a name is of
+	keys        []Key         // by block; zero: no key
+	byKey       map[Key]int32 // block with a key
 	empty       []int32
-	fresh       int32 // the first block that was never used
-	kept        int   // blocks with the policy
+	fresh       int32 // first block that was never used
+	cached      int   // free blocks with a key, ordered by the policy
 }
 
-// NewManager returns an account of blocks that are all free.
+// NewManager returns a manager whose blocks are all free.
 func NewManager(o ManagerOptions) (*Manager, error) {
 	o = o.EnsureDefaults()
 	if err := o.Validate(); err != nil {
@@ -70,30 +69,30 @@ func NewManager(o ManagerOptions) (*Manager, error) {
 	}
 	return &Manager{
 		blockTokens: o.BlockTokens, policy: o.Policy,
-		refs: make([]int32, o.Blocks), names: make([]Key, o.Blocks), found: map[Key]int32{},
+		refs: make([]int32, o.Blocks), keys: make([]Key, o.Blocks), byKey: map[Key]int32{},
 	}, nil
 }
 
-// NewTable returns the empty block table of a sequence.
+// NewTable returns the empty block table of a new sequence.
 func (m *Manager) NewTable() *Table { return &Table{m: m} }
 
-// Blocks is how many blocks there are in all.
+// Blocks is the number of blocks.
 func (m *Manager) Blocks() int { return len(m.refs) }
 
-// BlockTokens is the positions of a block.
+// BlockTokens is the number of tokens per block.
 func (m *Manager) BlockTokens() int { return m.blockTokens }
 
-// Capacity is the most tokens that one sequence can have.
+// Capacity is the maximum number of tokens of one sequence.
 func (m *Manager) Capacity() int { return len(m.refs) * m.blockTokens }
 
-// Free is how many blocks no sequence has.
-func (m *Manager) Free() int { return len(m.empty) + len(m.refs) - int(m.fresh) + m.kept }
+// Free is the number of blocks that no sequence uses, cached ones included.
+func (m *Manager) Free() int { return len(m.empty) + len(m.refs) - int(m.fresh) + m.cached }
 
 func (m *Manager) blocksFor(tokens int) int { return (tokens + m.blockTokens - 1) / m.blockTokens }
 
-// take gives out a free block, of which there is one, with one reference to it and
-// without a name.
-func (m *Manager) take() int32 {
+// allocate returns a free block with one reference and without a key. The caller has
+// checked that a block is free.
+func (m *Manager) allocate() int32 {
 	var id int32
 	if last := len(m.empty) - 1; last >= 0 {
 		id, m.empty = m.empty[last], m.empty[:last]
@@ -102,50 +101,50 @@ func (m *Manager) take() int32 {
 		m.fresh++
 	} else {
 		id = m.policy.Victim()
-		m.kept--
-		m.forget(id)
+		m.cached--
+		m.clearKey(id)
 	}
 	m.refs[id] = 1
 	return id
 }
 
-// share adds a reference to a block with a name, used or free.
+// share adds a reference to a block with a key, used or free.
 func (m *Manager) share(id int32) {
 	if m.refs[id] == 0 {
 		m.policy.Remove(id)
-		m.kept--
+		m.cached--
 	}
 	m.refs[id]++
 }
 
-// release takes a reference back. The last one frees the block, whose content keeps
-// its name where keep is set.
+// release drops a reference. The last one frees the block, which keeps its key where
+// keep is set.
 func (m *Manager) release(id int32, keep bool) {
 	if m.refs[id]--; m.refs[id] > 0 {
 		return
 	}
 	if !keep {
-		m.forget(id)
+		m.clearKey(id)
 	}
-	if m.names[id] == (Key{}) {
+	if m.keys[id] == (Key{}) {
 		m.empty = append(m.empty, id)
 		return
 	}
 	m.policy.Add(id)
-	m.kept++
+	m.cached++
 }
 
-// name gives a name to what a block holds, unless another block has it already.
-func (m *Manager) name(id int32, k Key) {
-	if _, ok := m.found[k]; !ok {
-		m.found[k], m.names[id] = id, k
+// setKey sets a block's key, unless another block has the same one.
+func (m *Manager) setKey(id int32, k Key) {
+	if _, ok := m.byKey[k]; !ok {
+		m.byKey[k], m.keys[id] = id, k
 	}
 }
 
-// forget takes a block's name away, if it has one.
-func (m *Manager) forget(id int32) {
-	if k := m.names[id]; k != (Key{}) {
-		delete(m.found, k)
-		m.names[id] = Key{}
+// clearKey removes a block's key, if it has one.
+func (m *Manager) clearKey(id int32) {
+	if k := m.keys[id]; k != (Key{}) {
+		delete(m.byKey, k)
+		m.keys[id] = Key{}
 	}
 }

@@ -80,11 +80,11 @@ func TestManagerScript(t *testing.T) {
 			tokens, ready := x.Match(number("most", known[d.Cmd]))
 			out = fmt.Sprintf("%d tokens, ready: %v", tokens, ready)
 		case "room":
-			return fmt.Sprintln(x.Room(number("tokens", 0)))
+			return fmt.Sprintln(x.CanReserve(number("tokens", 0)))
 		case "reserve":
 			out = fmt.Sprint(x.Reserve(number("tokens", 0)))
 		case "fill":
-			x.Filled(number("tokens", 0))
+			x.SetFilled(number("tokens", 0))
 			out = "filled"
 		case "release":
 			x.Release(d.HasArg("keep"))
@@ -151,7 +151,7 @@ func TestManagerMachine(t *testing.T) {
 			s.filled, s.reserved = n, n
 		}
 		reserve := func(t *rapid.T, s *sequence, n int) {
-			before, free, room := slices.Clone(s.Blocks()), m.Free(), s.Room(n)
+			before, free, room := slices.Clone(s.Blocks()), m.Free(), s.CanReserve(n)
 			if s.Reserve(n) != room {
 				t.Fatalf("room: %v, and the opposite came", room)
 			}
@@ -171,7 +171,7 @@ func TestManagerMachine(t *testing.T) {
 				*at(s, p) = content(s, p)
 			}
 			s.filled = s.reserved
-			s.Filled(s.filled)
+			s.SetFilled(s.filled)
 		}
 		t.Repeat(map[string]func(*rapid.T){
 			"match": func(t *rapid.T) {
@@ -195,7 +195,7 @@ func TestManagerMachine(t *testing.T) {
 			"again": func(t *rapid.T) {
 				s := some(t)
 				n := rapid.IntRange(0, s.filled/b).Draw(t, "blocks") * b
-				s.Filled(n)
+				s.SetFilled(n)
 				if s.filled = n; rapid.Bool().Draw(t, "with other values") && n == 0 {
 					s.salt += "'"
 					s.Identify(chain(s.salt, s.tokens, b))
@@ -240,7 +240,7 @@ func TestKeptAsLongAsThereIsRoom(t *testing.T) {
 		if !x.Reserve(6) {
 			t.Fatal("no room")
 		}
-		x.Filled(6)
+		x.SetFilled(6)
 	}
 	first.Release(true)
 	second.Release(true)
@@ -262,9 +262,9 @@ func TestKeptAsLongAsThereIsRoom(t *testing.T) {
 func TestMisuse(t *testing.T) {
 	for want, f := range map[string]func(*kvcache.Table){
 		"match of a sequence with 2 blocks":               func(x *kvcache.Table) { x.Match(4) },
-		"9 tokens are filled behind 6, in blocks of 4; 8": func(x *kvcache.Table) { x.Filled(9) },
-		"5 tokens are filled behind 6":                    func(x *kvcache.Table) { x.Filled(5) },
-		"4 tokens are filled behind 0, in blocks of 4; 0": func(x *kvcache.Table) { x.Filled(0); x.Filled(4) },
+		"9 tokens are filled after 6, in blocks of 4; 8": func(x *kvcache.Table) { x.SetFilled(9) },
+		"5 tokens are filled after 6":                    func(x *kvcache.Table) { x.SetFilled(5) },
+		"4 tokens are filled after 0, in blocks of 4; 0": func(x *kvcache.Table) { x.SetFilled(0); x.SetFilled(4) },
 	} {
 		m := newManager(t, 4, 4)
 		x := m.NewTable()
@@ -272,7 +272,7 @@ func TestMisuse(t *testing.T) {
 		if !x.Reserve(6) {
 			t.Fatal("no room")
 		}
-		x.Filled(6)
+		x.SetFilled(6)
 		func() {
 			defer func() {
 				if r := fmt.Sprint(recover()); !strings.Contains(r, want) {
@@ -334,7 +334,7 @@ func TestReserveAllocatesNothing(t *testing.T) {
 			if !x.Reserve(n) {
 				t.Fatal("no room")
 			}
-			x.Filled(n)
+			x.SetFilled(n)
 		}
 		x.Release(true)
 		x.Match(1023)

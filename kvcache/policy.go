@@ -1,25 +1,26 @@
 package kvcache
 
-// Policy orders the free blocks whose content can still be matched. A Manager calls
-// it; NewLRU makes one.
+// Policy decides the order in which free blocks with a key are evicted. Its caller is a
+// Manager. NewLRU returns one.
 type Policy interface {
-	// Add takes in a block that became free.
+	// Add adds a block that became free.
 	Add(block int32)
-	// Remove takes out a block that is used again for what it holds.
+	// Remove removes a block that a sequence matched and uses again.
 	Remove(block int32)
-	// Victim takes out the block whose content is given up next. There is one.
+	// Victim removes and returns the next block to evict. Its caller has checked that
+	// there is one.
 	Victim() int32
 }
 
-// LRU gives up the least recently freed block first. It allocates nothing after
+// LRU evicts the least recently released block first. It does not allocate memory after
 // NewLRU.
 type LRU struct {
-	// The blocks are a ring of links, in order from the one behind the last entry,
-	// which stands for no block.
+	// A circular doubly linked list in order of release. The last element of the
+	// slices is its head and stands for no block.
 	before, after []int32
 }
 
-// NewLRU orders the blocks [0, blocks), of which it has none so far.
+// NewLRU returns an empty policy for block ids [0, blocks).
 func NewLRU(blocks int) *LRU {
 	l := &LRU{before: make([]int32, blocks+1), after: make([]int32, blocks+1)}
 	l.before[blocks], l.after[blocks] = int32(blocks), int32(blocks)

@@ -8,21 +8,20 @@ import (
 	"github.com/moeserve/moeserve/kernels"
 )
 
-// DefaultBlockTokens is the number of positions in a block where Shape does not
-// say otherwise.
+// DefaultBlockTokens is the number of tokens per block where Shape.BlockTokens is 0.
 const DefaultBlockTokens = 16
 
-// Shape is what a model and a backend make a block of.
+// Shape describes a block: the model's heads and layers, in the backend's data type.
 type Shape struct {
 	// Layers is the number of layers with attention.
 	Layers int
 	// KVHeads is the number of key (and of value) heads.
 	KVHeads int
-	// HeadDim is the elements of one head.
+	// HeadDim is the number of elements of one head.
 	HeadDim int
 	// DType is the backend's activation type.
 	DType kernels.DType
-	// BlockTokens is the positions of a block. Default: 16.
+	// BlockTokens is the number of tokens per block. Default: 16.
 	BlockTokens int
 }
 
@@ -34,7 +33,7 @@ func (s Shape) EnsureDefaults() Shape {
 	return s
 }
 
-// Validate reports the first field that no block can be made of.
+// Validate reports the first invalid field.
 func (s Shape) Validate() error {
 	for _, f := range []struct {
 		name  string
@@ -50,29 +49,29 @@ func (s Shape) Validate() error {
 // BlockBytes is the size of one block: K and V of all layers.
 func (s Shape) BlockBytes() int64 { return int64(s.EnsureDefaults().blockElements() * s.DType.Size()) }
 
-// BlocksFor is how many blocks hold the given number of positions.
+// BlocksFor is the number of blocks for the given number of tokens.
 func (s Shape) BlocksFor(tokens int) int {
 	b := s.EnsureDefaults().BlockTokens
 	return (tokens + b - 1) / b
 }
 
-// BytesFor is the memory that the given number of positions of one sequence
-// takes, in whole blocks.
+// BytesFor is the memory in bytes for the given number of tokens of one sequence, in
+// whole blocks.
 func (s Shape) BytesFor(tokens int) int64 { return int64(s.BlocksFor(tokens)) * s.BlockBytes() }
 
-// planeElements is the elements of the K, or of the V, of one layer in one block.
+// planeElements is the number of elements of K, or of V, of one layer in one block.
 func (s Shape) planeElements() int { return s.BlockTokens * s.KVHeads * s.HeadDim }
 
 func (s Shape) blockElements() int { return s.Layers * 2 * s.planeElements() }
 
 // PoolOptions describe a pool.
 type PoolOptions struct {
-	// Machine and Space are where the blocks lie.
+	// Machine and Space to allocate in.
 	Machine device.Machine
 	Space   device.Space
 	// Shape of a block.
 	Shape Shape
-	// Blocks is how many there are.
+	// Blocks is the number of blocks.
 	Blocks int
 }
 
@@ -82,10 +81,10 @@ func (o PoolOptions) EnsureDefaults() PoolOptions {
 	return o
 }
 
-// Validate reports the first option that cannot be.
+// Validate reports the first invalid option.
 func (o PoolOptions) Validate() error {
 	if o.Machine == nil {
-		return errors.New("kvcache: a pool without a machine")
+		return errors.New("kvcache: PoolOptions.Machine is nil")
 	}
 	if err := o.Shape.Validate(); err != nil {
 		return err
@@ -96,8 +95,8 @@ func (o PoolOptions) Validate() error {
 	return nil
 }
 
-// Pool is the device memory of all blocks. It does not know which of them are used:
-// see Manager.
+// Pool is the device memory of all blocks. Which blocks are used is the Manager's to
+// know.
 type Pool struct {
 	shape  Shape
 	blocks int
@@ -105,7 +104,7 @@ type Pool struct {
 	base   device.Addr
 }
 
-// NewPool allocates the blocks, their content undefined. An error wraps
+// NewPool allocates the blocks; their content is undefined. The error wraps
 // device.ErrOutOfMemory where they do not fit.
 func NewPool(o PoolOptions) (*Pool, error) {
 	o = o.EnsureDefaults()
@@ -123,8 +122,8 @@ func NewPool(o PoolOptions) (*Pool, error) {
 // Shape is the shape of a block, with defaults filled in.
 func (p *Pool) Shape() Shape { return p.shape }
 
-// View returns the keys and the values of one layer, each of shape [blocks, block
-// tokens, kv heads, head dim], strided.
+// View returns K and V of one layer, each a strided tensor of shape [blocks, block
+// tokens, kv heads, head dim].
 func (p *Pool) View(layer int) (k, v kernels.Tensor) {
 	s := p.shape
 	if layer < 0 || layer >= s.Layers {
@@ -139,5 +138,5 @@ func (p *Pool) View(layer int) (k, v kernels.Tensor) {
 	return plane(0), plane(1)
 }
 
-// Close frees the memory. No work that touches it may be outstanding.
+// Close frees the memory. The caller has waited for all work that uses it.
 func (p *Pool) Close() error { return p.memory.Free() }

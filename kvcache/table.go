@@ -2,40 +2,41 @@ package kvcache
 
 import "fmt"
 
-// Table is one sequence's part of a Manager's account: block i holds its positions
-// [i*B, (i+1)*B).
+// Table is the block table of one sequence: block i holds the tokens at positions
+// [i*B, (i+1)*B), where B is the number of tokens per block.
 //
-// A sequence without blocks asks what of it is there (Match). Then, for each step,
-// it reserves the blocks that the step will write (Reserve), and when the step has
-// ended it says up to where they are filled (Filled). In the end it gives all of them
-// back (Release), and may begin again.
+// The order of calls: Match finds blocks that already hold the sequence's first tokens.
+// For each step, Reserve allocates the blocks that the step will write, and SetFilled
+// records, after the step, how many tokens they hold. Release releases all blocks; the
+// table may then be used again.
 //
-// Full blocks can be shared, by sequences that begin with the same tokens: once a
-// block is filled it has the key that Identify gave for it, and is matched by that. A
-// sequence without keys shares nothing.
+// Sequences that begin with the same tokens share full blocks: a filled block gets its
+// key from Identify, and Match finds it by this key. A sequence without keys shares no
+// blocks.
 type Table struct {
 	m      *Manager
 	keys   []Key
 	blocks []int32
 	filled int // tokens
-	// own: behind filled, blocks up to this position are the sequence's own and have no
-	// name. It is where a block ends.
-	own int
+	// writable is the end, in tokens, of the blocks reserved for writing: those from
+	// filled to writable belong to this sequence alone and have no key. A multiple of
+	// the block size.
+	writable int
 }
 
-// Identify gives the keys of the sequence's first full blocks, those that are known.
-// The table refers to the slice; the keys of blocks that are filled do not change.
+// Identify sets the keys of the sequence's first full blocks, as far as its tokens are
+// known. The table keeps the slice; keys of filled blocks must not change.
 func (t *Table) Identify(keys []Key) { t.keys = keys }
 
-// Match gives the sequence, which has no blocks, those that hold its first tokens,
-// full ones and at most as many as hold most tokens, and returns how many tokens these
-// are. They can be read at once: ready is always true while there is one tier.
-func (t *Table) Match(most int) (tokens int, ready bool) {
+// Match adds the full blocks that already hold the sequence's first tokens, at most
+// maxTokens of them, to a table without blocks, and returns their number of tokens.
+// ready: their content can be read now (always true while there is one tier).
+func (t *Table) Match(maxTokens int) (tokens int, ready bool) {
 	if len(t.blocks) > 0 {
 		panic(fmt.Sprintf("kvcache: match of a sequence with %d blocks", len(t.blocks)))
 	}
-	for _, k := range t.keys[:min(len(t.keys), most/t.m.blockTokens)] {
-		id, ok := t.m.found[k]
+	for _, k := range t.keys[:min(len(t.keys), maxTokens/t.m.blockTokens)] {
+		id, ok := t.m.byKey[k]
 		if !ok {
 			break
 		}
@@ -43,18 +44,18 @@ func (t *Table) Match(most int) (tokens int, ready bool) {
 		t.blocks = append(t.blocks, id)
 	}
 	t.filled = len(t.blocks) * t.m.blockTokens
-	t.own = t.filled
+	t.writable = t.filled
 	return t.filled, true
 }
 
-// Room says whether Reserve would succeed.
-func (t *Table) Room(tokens int) bool { return t.need(tokens) <= t.m.Free() }
+// CanReserve reports whether Reserve would succeed.
+func (t *Table) CanReserve(tokens int) bool { return t.newBlocks(tokens) <= t.m.Free() }
 
-// need is how many blocks Reserve takes.
-func (t *Table) need(tokens int) int {
+// newBlocks is the number of blocks that Reserve allocates.
+func (t *Table) newBlocks(tokens int) int {
 	end := t.m.blocksFor(tokens)
 	n := max(0, end-len(t.blocks))
-	for i := t.own / t.m.blockTokens; i < min(end, len(t.blocks)); i++ {
+	for i := t.writable / t.m.blockTokens; i < min(end, len(t.blocks)); i++ {
 		if t.m.refs[t.blocks[i]] > 1 {
 			n++
 		}
@@ -62,64 +63,64 @@ func (t *Table) need(tokens int) int {
 	return n
 }
 
-// Reserve makes sure that the sequence has blocks for its first tokens, and that those
-// behind Filled, which are to be written, are its own and have no name any more. It
-// takes all the blocks that it needs for that, or none and returns false. Blocks that
-// are there already stay, also where they are more.
+// Reserve ensures that the sequence has blocks for its first tokens, and that the blocks
+// after the filled ones, which will be written, are not shared and have no key. It
+// allocates all the blocks needed for that, or returns false and allocates none. It never
+// releases blocks, even where the sequence has more.
 //
-// Only full blocks are shared, so a block that is replaced has nothing to be copied.
+// Only full blocks are shared, so replacing a shared block needs no copy.
 func (t *Table) Reserve(tokens int) bool {
-	if tokens <= t.own {
+	if tokens <= t.writable {
 		return true
 	}
-	if !t.Room(tokens) {
+	if !t.CanReserve(tokens) {
 		return false
 	}
 	end := t.m.blocksFor(tokens)
-	for i := t.own / t.m.blockTokens; i < min(end, len(t.blocks)); i++ {
+	for i := t.writable / t.m.blockTokens; i < min(end, len(t.blocks)); i++ {
 		if id := t.blocks[i]; t.m.refs[id] > 1 {
 			t.m.release(id, true)
-			t.blocks[i] = t.m.take()
+			t.blocks[i] = t.m.allocate()
 		} else {
-			t.m.forget(id)
+			t.m.clearKey(id)
 		}
 	}
 	for len(t.blocks) < end {
-		t.blocks = append(t.blocks, t.m.take())
+		t.blocks = append(t.blocks, t.m.allocate())
 	}
-	t.own = end * t.m.blockTokens
+	t.writable = end * t.m.blockTokens
 	return true
 }
 
-// Filled says that the blocks hold the sequence's first tokens: more than before where
-// a step has written them, which was reserved; or fewer, in whole blocks, where the
-// rest will be written again.
-func (t *Table) Filled(tokens int) {
+// SetFilled records that the blocks hold the sequence's first tokens: more than before after
+// a step has written reserved blocks, or fewer, in whole blocks, where the rest will be
+// computed again.
+func (t *Table) SetFilled(tokens int) {
 	b := t.m.blockTokens
-	if tokens > t.own || tokens < t.filled && tokens%b != 0 {
-		panic(fmt.Sprintf("kvcache: %d tokens are filled behind %d, in blocks of %d; %d were reserved", tokens, t.filled, b, t.own))
+	if tokens > t.writable || tokens < t.filled && tokens%b != 0 {
+		panic(fmt.Sprintf("kvcache: %d tokens are filled after %d, in blocks of %d; %d were reserved", tokens, t.filled, b, t.writable))
 	}
 	if tokens < t.filled {
-		t.own = tokens
+		t.writable = tokens
 	}
 	for i := t.filled / b; i < min(tokens/b, len(t.keys)); i++ {
-		t.m.name(t.blocks[i], t.keys[i])
+		t.m.setKey(t.blocks[i], t.keys[i])
 	}
 	t.filled = tokens
 }
 
-// Release gives all blocks back. Those that nobody else has are free: with keep what
-// they hold can be matched until they are reused, else it is forgotten.
+// Release releases all blocks. Those that no other sequence uses become free; with keep
+// they keep their keys and can be matched until they are evicted.
 //
-// The last block goes first. So the end of a prefix is given up before its beginning,
-// and a sequence that comes next gets blocks without names in the same order.
+// The last block is released first, so the end of a prefix is evicted before its
+// beginning, and the next sequence gets blocks without keys in the same order.
 func (t *Table) Release(keep bool) {
 	for i := len(t.blocks) - 1; i >= 0; i-- {
 		t.m.release(t.blocks[i], keep)
 	}
-	t.blocks, t.filled, t.own = t.blocks[:0], 0, 0
+	t.blocks, t.filled, t.writable = t.blocks[:0], 0, 0
 }
 
-// Blocks returns the ids in order of position, valid until the next call of another
-// method; the caller does not change them.
+// Blocks returns the block ids in order of position. The slice is valid until another
+// method is called; the caller must not change it.
 func (t *Table) Blocks() []int32 { return t.blocks }

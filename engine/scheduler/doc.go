@@ -1,39 +1,38 @@
-// Package scheduler decides which rows each step has: it admits sequences in order
-// of arrival, divides a step's rows among those that run, and preempts the latest
-// of them when the KV cache is full.
+// Package scheduler decides which tokens each step computes: it admits sequences in
+// order of arrival, divides a step's token budget among running sequences, and preempts
+// the latest of them when the KV cache is full.
 //
-// It is pure: no goroutine, clock or IO, and the same calls give the same plans. It has
-// no account of blocks of its own: each sequence brings its Blocks along, through which
-// Plan reserves them. The engine tells it what arrives (Add), what ended (Remove), what
-// a step has brought (Done) and what was loaded (Loaded), and carries out what Plan
-// says.
+// The package is pure: no goroutine, clock or IO, and the same calls give the same plans.
+// It does not account for KV blocks: each sequence comes with its Blocks, through which
+// Plan reserves them. The engine reports arrivals (Add), ends (Remove), the results of a
+// step (Done) and of a load (Loaded), and carries out each Plan.
 //
 // # States
 //
-// A sequence waits, loads or runs. It is admitted from among those that wait, and then
-// it has blocks. What the cache has of its first tokens (Blocks.Match) is not computed:
-// where it is ready the sequence runs at once, else it loads until Loaded is called. A
-// sequence that is preempted waits again.
+// A sequence is waiting, loading or running. Admission gives a waiting sequence its
+// blocks. Tokens that the KV cache already holds (Blocks.Match) are not computed again:
+// where their blocks are ready the sequence runs at once, else it is loading until Loaded
+// is called. A preempted sequence is waiting again.
 //
 // # Rules
 //
-//   - Running sequences come before waiting ones, and each in order of arrival;
-//     those that need a single row (decoding) come before prompts.
-//   - A prompt is cut into chunks where the step's rows end.
-//   - A sequence is admitted only when there are blocks for all tokens that it has
-//     and one more, and nobody was preempted or found no block in this step.
-//   - When a running sequence finds no block, the latest running one is preempted:
-//     it loses its blocks, waits in its place of arrival, and computes all its
-//     tokens again. The earliest running sequence is never preempted for a later
-//     one, so some sequence always gets on; and one sequence alone always fits,
-//     which Add checks.
-//   - A sequence that loads is not preempted, since its blocks are being written. One
-//     that finds no block while only later ones load has no rows until they run.
+//   - Running sequences are scheduled before waiting ones, each in order of arrival, and
+//     sequences that decode (one token left) before prefills.
+//   - A prefill is cut into chunks where the step's token budget ends.
+//   - A sequence is admitted only when there are blocks for all its tokens and one more,
+//     and no sequence was preempted or lacked a block in this step.
+//   - When a running sequence lacks a block, the latest running sequence is preempted:
+//     it releases its blocks, waits in its place of arrival, and computes all its tokens
+//     again. The earliest running sequence is never preempted for a later one, so at
+//     least one sequence makes progress; Add checks that each sequence fits alone.
+//   - A loading sequence is not preempted, since its blocks are being written. A running
+//     sequence that lacks a block while only later ones are loading is skipped until they
+//     run.
 //
 // # Example
 //
-//	s := scheduler.New(scheduler.Limits{Rows: 2048, Sequences: 64, Tokens: manager.Capacity()})
+//	s := scheduler.New(scheduler.Limits{StepTokens: 2048, Sequences: 64, CacheTokens: manager.Capacity()})
 //	s.Add(1, manager.NewTable(), 7, 39) // sequence 1: 7 tokens, at most 39
-//	p := s.Plan()                       // one chunk: tokens 0 to 7 of sequence 1, and a draw
-//	s.Done(p.Chunks[0], 1)              // the step is done and has drawn a token
+//	p := s.Plan()                       // one chunk: tokens 0 to 7 of sequence 1, then sample
+//	s.Done(p.Chunks[0], 1)              // the step has ended and sampled one token
 package scheduler

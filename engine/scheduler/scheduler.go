@@ -8,45 +8,46 @@ import (
 
 // Limits bound steps and sequences.
 type Limits struct {
-	// StepTokens of a step, and Sequences that load or run at once.
+	// StepTokens is the maximum number of tokens per step (the token budget), Sequences
+	// that of sequences that are loading or running.
 	StepTokens, Sequences int
-	// CacheTokens that the whole KV cache holds, and so the most of one sequence.
+	// CacheTokens is the capacity of the KV cache, and so the maximum of one sequence.
 	CacheTokens int
 }
 
-// Blocks are the KV blocks of one sequence, as a part of an account that all sequences
-// share. *kvcache.Table has them.
+// Blocks is the block table of one sequence; all tables share one pool of blocks.
+// *kvcache.Table implements it.
 type Blocks interface {
-	// Match takes the blocks that hold the sequence's first tokens, at most most of
-	// them, and returns how many tokens these are; not ready: they must be loaded
-	// first, into blocks that are reserved for them. The sequence has no blocks before.
-	Match(most int) (tokens int, ready bool)
-	// Room says whether Reserve would succeed.
-	Room(tokens int) bool
-	// Reserve takes the blocks that the sequence's first tokens need and it has not:
-	// all of them, or none and returns false.
+	// Match adds the blocks that already hold the sequence's first tokens, at most
+	// maxTokens of them, to an empty table, and returns their number of tokens. Not
+	// ready: their content must first be loaded into the reserved blocks.
+	Match(maxTokens int) (tokens int, ready bool)
+	// CanReserve reports whether Reserve would succeed.
+	CanReserve(tokens int) bool
+	// Reserve allocates the blocks that the sequence's first tokens need in addition,
+	// or returns false and allocates none.
 	Reserve(tokens int) bool
-	// Filled says that the first tokens are in the cache; those behind them are not.
-	Filled(tokens int)
-	// Release gives all blocks back. With keep what they hold can be matched until they
-	// are reused.
+	// SetFilled records how many of the first tokens the blocks hold.
+	SetFilled(tokens int)
+	// Release releases all blocks. With keep, their content can be matched until they are
+	// evicted.
 	Release(keep bool)
 }
 
-// ID names a sequence; ascending in order of arrival.
+// ID identifies a sequence; ids ascend in order of arrival.
 type ID int64
 
-// Chunk is what one sequence does in a step: it computes tokens [From, To), and
-// draws a token behind the last of them where Draw is set.
+// Chunk is one sequence's part of a step: it computes tokens [From, To) and, where Sample
+// is set, samples the token after them.
 type Chunk struct {
 	ID       ID
 	From, To int
-	Draw     bool
+	Sample   bool
 	sequence *sequence
 }
 
-// Load is what a sequence needs before it can run: the keys and values of its first
-// tokens, in the blocks that it has.
+// Load is a request to load the KV cache of a sequence's first Tokens into the blocks
+// that the sequence has; the sequence cannot run before.
 type Load struct {
 	ID     ID
 	Tokens int
@@ -54,39 +55,39 @@ type Load struct {
 
 // Plan is one step.
 type Plan struct {
-	// Preempted sequences have lost their blocks.
+	// Preempted sequences have released their blocks.
 	Preempted []ID
-	// Admitted sequences wait no more (again, if they were preempted).
+	// Admitted sequences were waiting, new or preempted before.
 	Admitted []ID
-	// Loads begin now, of those admitted that do not run at once. Loaded ends each.
+	// Loads to start now, for admitted sequences that cannot run at once. Loaded ends each.
 	Loads []Load
-	// Chunks are the step's rows, valid until the next Plan. None: there is nothing to
-	// do before a sequence arrives or is loaded.
+	// Chunks of the step, valid until the next Plan. Empty: there is nothing to compute
+	// until a sequence arrives or is loaded.
 	Chunks []Chunk
-	// short: a sequence has no rows because it found no block.
-	short bool
+	// outOfBlocks: a running sequence was skipped because it lacked a block.
+	outOfBlocks bool
 }
 
-// Scheduler holds what waits, loads and runs. One goroutine uses it.
+// Scheduler holds all sequences by state. One goroutine uses it.
 type Scheduler struct {
-	limits  Limits
-	waiting []*sequence // as the others, ascending by ID
-	loading []*sequence
-	running []*sequence
-	preempt int64
-	chunks  []Chunk // the room of a Plan's
+	limits      Limits
+	waiting     []*sequence // ascending by ID, as are the others
+	loading     []*sequence
+	running     []*sequence
+	preemptions int64
+	chunks      []Chunk // buffer of Plan.Chunks
 }
 
 // sequence is one sequence's state.
 type sequence struct {
-	id       ID
-	blocks   Blocks
-	tokens   int // known: prompt and drawn
-	most     int // that it can have in the end
-	computed int // with keys and values in the cache
+	id        ID
+	blocks    Blocks
+	tokens    int // known tokens: prompt and sampled
+	maxTokens int // maximum at its end
+	computed  int // tokens in the KV cache
 }
 
-// New makes an empty scheduler.
+// New returns an empty scheduler. It panics on limits below 1.
 func New(l Limits) *Scheduler {
 	if l.StepTokens < 1 || l.Sequences < 1 || l.CacheTokens < 1 {
 		panic(fmt.Sprintf("scheduler: limits %+v", l))
@@ -94,21 +95,21 @@ func New(l Limits) *Scheduler {
 	return &Scheduler{limits: l}
 }
 
-// Add lets a new sequence wait: tokens known, and most how many it can have in the
-// end. Its id is higher than all before it.
-func (s *Scheduler) Add(id ID, b Blocks, tokens, most int) {
-	if tokens < 1 || most < tokens || most > s.limits.CacheTokens {
-		panic(fmt.Sprintf("scheduler: sequence %d of %d to %d tokens in a cache of %d", id, tokens, most, s.limits.CacheTokens))
+// Add adds a waiting sequence with the number of its known tokens and the maximum at its
+// end. Ids must ascend.
+func (s *Scheduler) Add(id ID, b Blocks, tokens, maxTokens int) {
+	if tokens < 1 || maxTokens < tokens || maxTokens > s.limits.CacheTokens {
+		panic(fmt.Sprintf("scheduler: sequence %d of %d to %d tokens in a KV cache of %d", id, tokens, maxTokens, s.limits.CacheTokens))
 	}
 	if n := len(s.waiting); n > 0 && s.waiting[n-1].id >= id {
 		panic(fmt.Sprintf("scheduler: sequence %d comes after %d", id, s.waiting[n-1].id))
 	}
-	s.waiting = append(s.waiting, &sequence{id: id, blocks: b, tokens: tokens, most: most})
+	s.waiting = append(s.waiting, &sequence{id: id, blocks: b, tokens: tokens, maxTokens: maxTokens})
 }
 
-// Remove takes a sequence out, wherever it is, and releases its blocks, whose content
-// is kept. Nothing is written to them any more: who removes one that loads has ended
-// the load.
+// Remove removes a sequence in any state and releases its blocks, whose content can
+// still be matched. The caller has ended the load of a loading sequence, so nothing is
+// written to the blocks any more.
 func (s *Scheduler) Remove(id ID) {
 	for _, list := range []*[]*sequence{&s.running, &s.loading, &s.waiting} {
 		if i, found := index(*list, id); found {
@@ -120,7 +121,7 @@ func (s *Scheduler) Remove(id ID) {
 	panic(fmt.Sprintf("scheduler: there is no sequence %d", id))
 }
 
-// index is the place of a sequence in a list, or the one where it would be.
+// index returns a sequence's position in a list, or where to insert it.
 func index(list []*sequence, id ID) (int, bool) {
 	return slices.BinarySearchFunc(list, id, func(q *sequence, id ID) int { return cmp.Compare(q.id, id) })
 }
@@ -130,102 +131,102 @@ func insert(list []*sequence, q *sequence) []*sequence {
 	return slices.Insert(list, i, q)
 }
 
-// Done says that the step has carried out a chunk of the latest Plan: its tokens now have
-// their keys and values in the cache, and behind them so many were drawn.
-func (s *Scheduler) Done(c Chunk, drawn int) {
+// Done records that the step has carried out a chunk of the latest Plan: its tokens are
+// in the KV cache, and so many new tokens were sampled.
+func (s *Scheduler) Done(c Chunk, sampled int) {
 	c.sequence.computed = c.To
-	c.sequence.tokens += drawn
-	c.sequence.blocks.Filled(c.To)
+	c.sequence.tokens += sampled
+	c.sequence.blocks.SetFilled(c.To)
 }
 
-// Loaded says that a load has ended: the sequence runs from the next Plan on, with so
-// many of its first tokens in the cache. They are fewer than its Load says, in whole
-// blocks, where the load has failed; the rest is computed.
+// Loaded records the end of a load: the sequence runs from the next Plan on, with so many
+// of its first tokens in the KV cache. After a failed load these are fewer than in its
+// Load, in whole blocks, and the rest is computed.
 func (s *Scheduler) Loaded(id ID, tokens int) {
 	i, found := index(s.loading, id)
 	if !found {
-		panic(fmt.Sprintf("scheduler: sequence %d does not load", id))
+		panic(fmt.Sprintf("scheduler: sequence %d is not loading", id))
 	}
 	q := s.loading[i]
 	s.loading = slices.Delete(s.loading, i, i+1)
 	s.running = insert(s.running, q)
 	q.computed = tokens
-	q.blocks.Filled(tokens)
+	q.blocks.SetFilled(tokens)
 }
 
-// Restart makes a running sequence compute all its tokens again, in the blocks it has.
+// Restart makes a running sequence compute all its tokens again, in its present blocks.
 func (s *Scheduler) Restart(id ID) {
 	i, found := index(s.running, id)
 	if !found {
-		panic(fmt.Sprintf("scheduler: sequence %d does not run", id))
+		panic(fmt.Sprintf("scheduler: sequence %d is not running", id))
 	}
 	s.running[i].computed = 0
-	s.running[i].blocks.Filled(0)
+	s.running[i].blocks.SetFilled(0)
 }
 
-// Running is how many sequences run.
+// Running is the number of running sequences.
 func (s *Scheduler) Running() int { return len(s.running) }
 
-// Loading is how many sequences load.
+// Loading is the number of loading sequences.
 func (s *Scheduler) Loading() int { return len(s.loading) }
 
-// Waiting is how many sequences wait, preempted ones among them.
+// Waiting is the number of waiting sequences, preempted ones included.
 func (s *Scheduler) Waiting() int { return len(s.waiting) }
 
-// Preemptions so far.
-func (s *Scheduler) Preemptions() int64 { return s.preempt }
+// Preemptions is the number of preemptions so far.
+func (s *Scheduler) Preemptions() int64 { return s.preemptions }
 
 // Plan decides the next step.
 func (s *Scheduler) Plan() Plan {
 	p := Plan{Chunks: s.chunks[:0]}
-	rows := s.limits.StepTokens
+	budget := s.limits.StepTokens
 	for _, decode := range []bool{true, false} {
-		// Preempting shortens s.running behind i.
-		for i := 0; i < len(s.running) && rows > 0; i++ {
+		// Preempting shortens s.running after i.
+		for i := 0; i < len(s.running) && budget > 0; i++ {
 			q := s.running[i]
 			left := q.tokens - q.computed
 			if left == 0 || (left == 1) != decode {
 				continue
 			}
-			n := min(left, rows)
-			back, ok := s.room(q, q.computed+n, &p)
-			rows += back
+			n := min(left, budget)
+			freed, ok := s.reserve(q, q.computed+n, &p)
+			budget += freed
 			if !ok {
 				continue
 			}
-			rows -= n
-			p.Chunks = append(p.Chunks, Chunk{ID: q.id, From: q.computed, To: q.computed + n, Draw: n == left, sequence: q})
+			budget -= n
+			p.Chunks = append(p.Chunks, Chunk{ID: q.id, From: q.computed, To: q.computed + n, Sample: n == left, sequence: q})
 		}
 	}
-	if len(p.Preempted) == 0 && !p.short {
-		s.admit(&p, rows)
+	if len(p.Preempted) == 0 && !p.outOfBlocks {
+		s.admit(&p, budget)
 	}
 	s.chunks = p.Chunks
 	return p
 }
 
-// room reserves the blocks that q needs for tokens, preempting later sequences where
-// there are too few; back is how many rows of the step they had. It says no where q
-// itself is the latest left: then q waits for the blocks of later ones that load or,
-// where there are none, is preempted.
-func (s *Scheduler) room(q *sequence, tokens int, p *Plan) (back int, ok bool) {
+// reserve reserves the blocks that q needs for tokens and preempts later sequences where
+// there are too few; freed is the part of the token budget that these return. It fails
+// where q itself is the latest: q is then skipped while later sequences are loading, and
+// else preempted.
+func (s *Scheduler) reserve(q *sequence, tokens int, p *Plan) (freed int, ok bool) {
 	for !q.blocks.Reserve(tokens) {
 		last := s.running[len(s.running)-1]
 		if n := len(s.loading); last == q && n > 0 && s.loading[n-1].id > q.id {
-			p.short = true
-			return back, false
+			p.outOfBlocks = true
+			return freed, false
 		}
-		back += s.drop(last, p)
+		freed += s.preemptSequence(last, p)
 		if last == q {
-			return back, false
+			return freed, false
 		}
 	}
-	return back, true
+	return freed, true
 }
 
-// drop preempts the latest running sequence, which loses its rows of this step too, and
-// says how many these were.
-func (s *Scheduler) drop(q *sequence, p *Plan) (back int) {
+// preemptSequence preempts the latest running sequence, removes its chunk from this step
+// and returns the tokens that the chunk had.
+func (s *Scheduler) preemptSequence(q *sequence, p *Plan) (freed int) {
 	s.running = s.running[:len(s.running)-1]
 	q.blocks.Release(false)
 	q.computed = 0
@@ -235,27 +236,27 @@ func (s *Scheduler) drop(q *sequence, p *Plan) (back int) {
 		if c.ID != q.id {
 			return false
 		}
-		back += c.To - c.From
+		freed += c.To - c.From
 		return true
 	})
-	s.preempt++
-	return back
+	s.preemptions++
+	return freed
 }
 
-// admit lets waiting sequences load or run while rows, places and blocks last. The
-// first that does not fit holds up those behind it.
-func (s *Scheduler) admit(p *Plan, rows int) {
-	for len(s.waiting) > 0 && rows > 0 && len(s.running)+len(s.loading) < s.limits.Sequences {
+// admit moves waiting sequences to loading or running while the token budget, the limit
+// of sequences and free blocks allow. The first that does not fit blocks those after it.
+func (s *Scheduler) admit(p *Plan, budget int) {
+	for len(s.waiting) > 0 && budget > 0 && len(s.running)+len(s.loading) < s.limits.Sequences {
 		q := s.waiting[0]
-		// Its last token is computed in any case, since the next is drawn behind it.
-		have, ready := q.blocks.Match(q.tokens - 1)
-		take := have
+		// The last token is always computed, since its logits give the next one.
+		cached, ready := q.blocks.Match(q.tokens - 1)
+		end := cached
 		if ready {
-			take = min(q.tokens, have+rows)
+			end = min(q.tokens, cached+budget)
 		}
-		// One token more than it has, so that its first decode finds a place; a
-		// sequence as long as it can be has no more to come.
-		if !q.blocks.Room(min(q.tokens+1, q.most)) || !q.blocks.Reserve(take) {
+		// One token more than it has, so that its first decode finds a block, unless
+		// the sequence has its maximum length.
+		if !q.blocks.CanReserve(min(q.tokens+1, q.maxTokens)) || !q.blocks.Reserve(end) {
 			q.blocks.Release(true)
 			return
 		}
@@ -263,12 +264,12 @@ func (s *Scheduler) admit(p *Plan, rows int) {
 		p.Admitted = append(p.Admitted, q.id)
 		if !ready {
 			s.loading = insert(s.loading, q)
-			p.Loads = append(p.Loads, Load{ID: q.id, Tokens: have})
+			p.Loads = append(p.Loads, Load{ID: q.id, Tokens: cached})
 			continue
 		}
-		q.computed = have
-		rows -= take - have
+		q.computed = cached
+		budget -= end - cached
 		s.running = insert(s.running, q)
-		p.Chunks = append(p.Chunks, Chunk{ID: q.id, From: have, To: take, Draw: take == q.tokens, sequence: q})
+		p.Chunks = append(p.Chunks, Chunk{ID: q.id, From: cached, To: end, Sample: end == q.tokens, sequence: q})
 	}
 }

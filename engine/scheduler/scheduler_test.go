@@ -124,7 +124,7 @@ func TestScript(t *testing.T) {
 
 func (a *account) carryOut(p Plan) {
 	for _, c := range p.Chunks {
-		if c.Draw {
+		if c.Sample {
 			a.Done(c, 1)
 		} else {
 			a.Done(c, 0)
@@ -145,7 +145,7 @@ func format(p Plan) string {
 	}
 	for _, c := range p.Chunks {
 		fmt.Fprintf(&b, "%d: [%d,%d)", c.ID, c.From, c.To)
-		if c.Draw {
+		if c.Sample {
 			b.WriteString(" draw")
 		}
 		b.WriteString("; ")
@@ -237,16 +237,16 @@ func TestHistories(t *testing.T) {
 				if slices.Contains(p.Admitted, c.ID) && c.From%blockTokens == 0 && (m.prefix != "" || c.From == 0) {
 					m.computed = c.From // what others have computed
 				}
-				if c.From != m.computed || c.To <= c.From || c.To > m.tokens || c.Draw != (c.To == m.tokens) || m.loading > 0 {
+				if c.From != m.computed || c.To <= c.From || c.To > m.tokens || c.Sample != (c.To == m.tokens) || m.loading > 0 {
 					t.Fatalf("chunk %+v of %+v", c, m)
 				}
 				rows += c.To - c.From
 				m.computed = c.To
 				switch {
-				case c.Draw && m.tokens < m.most:
+				case c.Sample && m.tokens < m.most:
 					m.tokens++
 					a.Done(c, 1)
-				case c.Draw:
+				case c.Sample:
 					a.Done(c, 0)
 					a.Remove(c.ID)
 					delete(live, c.ID)
