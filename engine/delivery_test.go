@@ -66,8 +66,8 @@ func TestOptions(t *testing.T) {
 	good := engine.Options{Pipeline: stepFunc(nil), KV: cache(t, 1), MaxModelLen: 16, Vocab: 100}
 	newEngine(t, good)
 	for want, change := range map[string]func(*engine.Options){
-		"without a pipeline":        func(o *engine.Options) { o.Pipeline = nil },
-		"without a KV cache":        func(o *engine.Options) { o.KV = nil },
+		"Options.Pipeline is nil":        func(o *engine.Options) { o.Pipeline = nil },
+		"Options.KV is nil":        func(o *engine.Options) { o.KV = nil },
 		"MaxModelLen is 0":          func(o *engine.Options) { o.MaxModelLen = 0 },
 		"MaxNumSeqs is -1":          func(o *engine.Options) { o.MaxNumSeqs = -1 },
 		"MaxNumBatchedTokens is -1": func(o *engine.Options) { o.MaxNumBatchedTokens = -1 },
@@ -181,7 +181,7 @@ func TestGenerateTellsAtOnce(t *testing.T) {
 				return nil
 			}),
 			KV: cache(t, 64), MaxModelLen: 64, Vocab: 100,
-			Listener: engine.Listener{Finished: func(i engine.RequestInfo) { ended = append(ended, i.Finish...) }},
+			Listener: engine.Listener{RequestFinished: func(i engine.RequestInfo) { ended = append(ended, i.Finish...) }},
 		})
 		rs := make([]engine.Request, 3)
 		want := engine.FinishLength

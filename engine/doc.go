@@ -1,33 +1,32 @@
-// Package engine turns requests into tokens and text: it admits requests, has a
-// pure core (package scheduler) decide which rows each step has, has the pipeline
-// run them, and ends what is finished.
+// Package engine generates tokens and text for requests. A pure core (package scheduler)
+// decides which tokens each step computes, the pipeline runs the step, and the engine
+// appends sampled tokens to their sequences until these end.
 //
 // # How it runs
 //
-// Submit takes a request from any goroutine and gives back a Job, whose updates
-// wait for its reader. One goroutine is in Run, where all else happens: arrivals
-// are handed to the scheduler, a step is planned and run, its tokens go to their
-// sequences, which may end. Text is written and jobs are told while the next step runs,
-// so the device does not wait for it; only text that a stop string may end is written
-// before. Generate does the same in the caller's goroutine until its own requests have
-// ended.
+// Submit queues a request from any goroutine and returns a Job, which buffers updates for
+// its reader. One goroutine calls Run, where everything else happens: new requests go to
+// the scheduler, a step is planned and run, its tokens are appended, and sequences end.
+// Detokenization and delivery of updates overlap the next step, so the device does not
+// wait for them; only a request with stop strings is detokenized before it. Generate does
+// the same in the caller's goroutine until the requests given to it have ended.
 //
 // # What it is not
 //
-// It does not order the work inside a step (package pipeline), does not tokenize
-// prompts, and knows neither HTTP nor devices.
+// The engine does not order the work inside a step (package pipeline does), does not
+// tokenize prompts, and depends neither on HTTP nor on devices.
 //
 // # Invariants
 //
 //   - Requests join and leave between steps only.
-//   - A sample's tokens depend on its prompt, parameters and number only, not on its
-//     neighbors, on how its prompt is cut into chunks, or on being preempted, on
-//     backends whose results per row do not depend on other rows.
+//   - A sample's tokens depend only on its prompt, parameters and number, not on the rest
+//     of the batch, on how its prompt is cut into chunks, or on preemption, where the
+//     backend is batch-invariant.
 //   - Every Job ends: with a finish reason for each sample, or with an error.
-//   - A reader that is slow or gone holds up nobody; a request whose context is done
-//     gives its blocks back before the next step.
-//   - A step that failed because a copy failed is run again, at most
-//     Options.MaxRetries times.
+//   - A slow reader, or one that has gone, blocks no other request. A request whose
+//     context is done releases its KV blocks before the next step.
+//   - A step that failed because a copy failed is retried, at most Options.MaxRetries
+//     times.
 //
 // # Example
 //

@@ -24,41 +24,41 @@ type Stepper interface {
 
 // Options of an engine.
 type Options struct {
-	// Pipeline runs the steps, and KV accounts for the blocks of the cache that they use.
+	// Pipeline runs the steps. KV manages the blocks of the KV cache that they use.
 	Pipeline Stepper
 	KV       *kvcache.Manager
-	// Tokenizer writes the text of updates, and finds stop strings in it; without
-	// it updates have no text and stop strings are refused.
+	// Tokenizer detokenizes updates. Without it updates have no text, and requests with
+	// stop strings are rejected.
 	Tokenizer tokenizer.Tokenizer
-	// MaxModelLen is the most tokens of a sequence, prompt and generated.
+	// MaxModelLen is the maximum number of tokens of a sequence, prompt and completion.
 	MaxModelLen int
-	// MaxNumSeqs is the most sequences that run at once. Default: 256.
+	// MaxNumSeqs is the maximum number of running sequences. Default: 256.
 	MaxNumSeqs int
-	// MaxNumBatchedTokens is the most rows of a step. Default: 2048.
+	// MaxNumBatchedTokens is the maximum number of tokens of a step. Default: 2048.
 	MaxNumBatchedTokens int
-	// MaxAdjust is the most tokens of a step whose logits are changed (penalties,
-	// biases, bans): see forward.Limits. Default: 2^20.
+	// MaxAdjust is the maximum number of logits that a step changes for penalties,
+	// biases and bans: see forward.Limits. Default: 2^20.
 	MaxAdjust int
-	// MaxQueued is the most samples that may wait. Default: 0, no limit.
+	// MaxQueued is the maximum number of waiting samples. Default: 0, no limit.
 	MaxQueued int
-	// LongAfter is longrope's boundary in tokens: a sequence that grows past it is
-	// computed again with the long factors. 0: there is none.
+	// LongAfter is longrope's original maximum position: a sequence that grows past it is
+	// computed again with the long factors. 0: no longrope.
 	LongAfter int
-	// Vocab is the number of ids the model knows.
+	// Vocab is the vocabulary size of the model.
 	Vocab int
 	// StopIDs end every request that does not ignore them.
 	StopIDs []int32
-	// MaxRetries is how often a step is run again after copies failed. Default: 3.
+	// MaxRetries is how often a step is retried after copies failed. Default: 3.
 	MaxRetries int
-	// Listener hears of steps and of requests that ended; it must not block.
+	// Listener is called after steps and requests; it must not block.
 	Listener Listener
 	// Now is the clock of requests' times. Default: time.Now.
 	Now func() time.Time
-	// Log gets what an operator can act on. Default: none.
+	// Log receives messages for operators. Default: none.
 	Log *slog.Logger
 }
 
-// EnsureDefaults fills in what is zero.
+// EnsureDefaults returns o with its defaults filled in.
 func (o Options) EnsureDefaults() Options {
 	if o.MaxNumSeqs == 0 {
 		o.MaxNumSeqs = 256
@@ -81,17 +81,17 @@ func (o Options) EnsureDefaults() Options {
 	return o
 }
 
-// Validate reports the first option that cannot be.
+// Validate reports the first invalid option.
 func (o Options) Validate() error {
 	switch {
 	case o.Pipeline == nil:
-		return errors.New("engine: options without a pipeline")
+		return errors.New("engine: Options.Pipeline is nil")
 	case o.KV == nil:
-		return errors.New("engine: options without a KV cache")
+		return errors.New("engine: Options.KV is nil")
 	}
 	for _, f := range []struct {
-		name         string
-		value, least int
+		name       string
+		value, min int
 	}{
 		{"MaxModelLen", o.MaxModelLen, 1},
 		{"MaxNumSeqs", o.MaxNumSeqs, 1},
@@ -100,33 +100,33 @@ func (o Options) Validate() error {
 		{"MaxQueued", o.MaxQueued, 0},
 		{"LongAfter", o.LongAfter, 0},
 		{"Vocab", o.Vocab, 1},
-		{"Retries", o.MaxRetries, 0},
+		{"MaxRetries", o.MaxRetries, 0},
 	} {
-		if f.value < f.least {
-			return fmt.Errorf("engine: %s is %d; it must be at least %d", f.name, f.value, f.least)
+		if f.value < f.min {
+			return fmt.Errorf("engine: %s is %d; it must be at least %d", f.name, f.value, f.min)
 		}
 	}
 	return nil
 }
 
-// Listener hears of what the engine does; nil functions are left out. Finished may be
-// called while a step runs, from another goroutine than Step and at the same time.
+// Listener has callbacks of the engine; nil ones are not called. RequestFinished may be
+// called while a step runs, concurrently with StepFinished.
 type Listener struct {
-	Step     func(StepInfo)
-	Finished func(RequestInfo)
+	StepFinished    func(StepInfo)
+	RequestFinished func(RequestInfo)
 }
 
-// StepInfo is a step that ended.
+// StepInfo describes a finished step.
 type StepInfo struct {
-	// Tokens of Sequences, of which Drawn drew a token.
+	// Tokens computed, of how many Sequences, and new tokens Sampled.
 	Tokens, Sequences, Sampled int
-	// Duration on the wall clock, failed tries included.
+	// Duration by the wall clock, failed attempts included.
 	Duration time.Duration
-	// Tries is 1, or more where copies failed.
+	// Tries is the number of attempts: more than 1 where copies failed.
 	Tries int
 }
 
-// RequestInfo is a request that ended.
+// RequestInfo describes a finished request.
 type RequestInfo struct {
 	ID     string
 	Usage  Usage
@@ -135,112 +135,110 @@ type RequestInfo struct {
 	Err    error
 }
 
-// State is what the engine does now, and its counts since it was made.
+// State is the engine's present load, and its counters since New.
 type State struct {
 	// Running and Waiting samples.
 	Running, Waiting int
-	// KVUsedBlocks of KVBlocks, of BlockTokens each.
+	// KVUsedBlocks of KVBlocks KV blocks, each of BlockTokens tokens.
 	KVUsedBlocks, KVBlocks, BlockTokens int
-	// Preemptions; Steps that ended; Retried: how often a step was dropped and run
-	// again.
+	// Preemptions of sequences, Steps finished, and Retried attempts of steps.
 	Preemptions, Steps, Retried int64
 }
 
-// Engine runs requests. All methods may be called from any goroutine; one at a time is
-// in Run or Generate, and others wait for it.
+// Engine runs requests. All methods are safe for concurrent use; Run and Generate exclude
+// each other.
 type Engine struct {
 	o     Options
 	sched *scheduler.Scheduler
 	seqs  map[scheduler.ID]*sequence
 	next  scheduler.ID
-	// inside is locked by the call that is in Run or Generate, and by Close behind it.
-	inside sync.Mutex
-	// rows are a step's, chunks and sequences what they are of; the next step uses their
-	// memory again.
-	rows   []pipeline.Sequence
-	chunks []chunk
-	// pending is what steps have brought and no job has been told so far.
-	pending, spare []delivery
-	delivered      chan struct{}
+	// running is held by the active call of Run or Generate, and then by Close.
+	running sync.Mutex
+	// sequences and chunks are buffers of the present step, reused by the next.
+	sequences []pipeline.Sequence
+	chunks    []chunk
+	// updates are those that no job has received yet.
+	updates, spareUpdates []delivery
+	deliveryDone          chan struct{}
 
-	mu       sync.Mutex
-	wake     chan struct{} // has room for one
-	inbox    []*submission
-	queued   int // samples in inbox
-	canceled bool
-	stopped  bool
-	state    State
+	mu           sync.Mutex
+	wake         chan struct{} // capacity 1
+	inbox        []*submission
+	inboxSamples int // samples in inbox
+	canceled     bool
+	stopped      bool
+	state        State
 }
 
-// submission is a request on its way to the scheduler, or there.
+// submission is a submitted request.
 type submission struct {
-	job      *Job
-	req      Request
-	ctx      context.Context
-	limit    int // tokens at which a sample ends
-	left     int // samples that have not ended
-	finish   []FinishReason
-	unlisten func() bool
+	job          *Job
+	req          Request
+	ctx          context.Context
+	limit        int // maximum tokens of a sample, prompt included
+	unfinished   int // unfinished samples
+	finish       []FinishReason
+	stopWatching func() bool
 }
 
-// chunk is what a sequence does in a step.
+// chunk is a chunk of the present step with its sequence.
 type chunk struct {
 	scheduler.Chunk
-	of *sequence
+	seq *sequence
 }
 
-// delivery is news on its way to a job.
+// delivery is an update on its way to a job.
 type delivery struct {
 	pendingUpdate
-	of *sequence
-	// unwritten says that the text is still to be written: that of the token, unless it
-	// is a stop id, and at the sample's end what was held back.
-	unwritten, stop bool
-	// last news of the request, with err where the engine failed.
+	seq *sequence
+	// needsText: the update is not detokenized yet. stop: its token is a stop id, which
+	// has no text.
+	needsText, stop bool
+	// last update of the request, with err where the engine failed.
 	last bool
 	err  error
 }
 
-// sequence is one sample that waits or runs.
+// sequence is one waiting or running sample.
 type sequence struct {
 	sub     *submission
 	sample  int
-	tokens  []int32 // prompt and drawn
+	tokens  []int32 // prompt and sampled
 	sampled int
 	long    bool
 	table   *kvcache.Table
-	text    *writer
+	text    *detokenizer
 	adjust  adjustments
 }
 
-// New makes an engine. It is closed in the end.
+// New returns an engine; the caller closes it.
 func New(o Options) (*Engine, error) {
 	o = o.EnsureDefaults()
 	if err := o.Validate(); err != nil {
 		return nil, err
 	}
 	return &Engine{
-		o:         o,
-		seqs:      map[scheduler.ID]*sequence{},
-		wake:      make(chan struct{}, 1),
-		delivered: make(chan struct{}),
-		sched:     scheduler.New(scheduler.Limits{StepTokens: o.MaxNumBatchedTokens, Sequences: o.MaxNumSeqs, CacheTokens: o.KV.Capacity()}),
-		state:     State{KVBlocks: o.KV.Blocks(), BlockTokens: o.KV.BlockTokens()},
+		o:            o,
+		seqs:         map[scheduler.ID]*sequence{},
+		wake:         make(chan struct{}, 1),
+		deliveryDone: make(chan struct{}),
+		sched:        scheduler.New(scheduler.Limits{StepTokens: o.MaxNumBatchedTokens, Sequences: o.MaxNumSeqs, CacheTokens: o.KV.Capacity()}),
+		state:        State{KVBlocks: o.KV.Blocks(), BlockTokens: o.KV.BlockTokens()},
 	}, nil
 }
 
-// State of the engine now.
+// State returns the present state.
 func (e *Engine) State() State {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	s := e.state
-	s.Waiting += e.queued
+	s.Waiting += e.inboxSamples
 	return s
 }
 
 // Submit queues a request. When ctx is done its samples end with FinishAbort.
 // Errors: ErrStopped, ErrQueueFull, ErrPromptTooLong, ErrBadRequest (a *ParamError
-// where a parameter is to blame).
+// where a parameter is invalid).
 func (e *Engine) Submit(ctx context.Context, r Request) (*Job, error) {
 	s, err := e.admissible(r)
 	if err != nil {
@@ -252,22 +250,22 @@ func (e *Engine) Submit(ctx context.Context, r Request) (*Job, error) {
 	return s.job, nil
 }
 
-// enqueue queues a request that is admissible.
+// enqueue puts an admissible request into the inbox.
 func (e *Engine) enqueue(ctx context.Context, s *submission) error {
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	// Those whom the next step can let run do not wait.
-	ahead := e.queued + e.state.Waiting - (e.o.MaxNumSeqs - e.state.Running)
+	// Samples that the next step can admit do not count as waiting.
+	ahead := e.inboxSamples + e.state.Waiting - (e.o.MaxNumSeqs - e.state.Running)
 	switch {
 	case e.stopped:
 		return fmt.Errorf("engine: %w", ErrStopped)
-	case e.o.MaxQueued > 0 && ahead+s.left > max(e.o.MaxQueued, s.left):
-		return fmt.Errorf("engine: %w: %d wait, %d may", ErrQueueFull, ahead, e.o.MaxQueued)
+	case e.o.MaxQueued > 0 && ahead+s.unfinished > max(e.o.MaxQueued, s.unfinished):
+		return fmt.Errorf("engine: %w: %d are waiting, at most %d may", ErrQueueFull, ahead, e.o.MaxQueued)
 	}
 	s.ctx = ctx
 	e.inbox = append(e.inbox, s)
-	e.queued += s.left
-	s.unlisten = context.AfterFunc(ctx, func() {
+	e.inboxSamples += s.unfinished
+	s.stopWatching = context.AfterFunc(ctx, func() {
 		e.mu.Lock()
 		e.canceled = true
 		e.mu.Unlock()
@@ -284,72 +282,72 @@ func (e *Engine) wakeUp() {
 	}
 }
 
-// admissible makes a submission of a request, from when on its time counts, unless it
-// can be known before it runs that it never could.
+// admissible returns the submission of a request, or an error if the request could never
+// run. The request's arrival time is now.
 func (e *Engine) admissible(r Request) (*submission, error) {
 	if err := r.Params.Validate(e.o.Vocab); err != nil {
 		return nil, fmt.Errorf("engine: %w", err)
 	}
 	if len(r.Params.Stop) > 0 && e.o.Tokenizer == nil {
-		return nil, fmt.Errorf("engine: %w", &ParamError{"stop", "given", "left out: this model has no tokenizer to find strings with"})
+		return nil, fmt.Errorf("engine: %w", &ParamError{"stop", "given", "absent: this model has no tokenizer, which stop strings need"})
 	}
 	if len(r.Prompt) == 0 {
-		return nil, fmt.Errorf("engine: %w: the prompt has no tokens; give at least one", ErrBadRequest)
+		return nil, fmt.Errorf("engine: %w: the prompt has no tokens; at least one is needed", ErrBadRequest)
 	}
 	if len(r.Prompt) >= e.o.MaxModelLen {
-		return nil, fmt.Errorf("engine: %w: it has %d tokens and the context is %d, of which at least one must be left for the answer; shorten the prompt, or raise --max-model-len if the model allows it",
+		return nil, fmt.Errorf("engine: %w: it has %d tokens, and the maximum model length is %d, completion included; shorten the prompt, or raise --max-model-len if the model allows it",
 			ErrPromptTooLong, len(r.Prompt), e.o.MaxModelLen)
 	}
 	for i, id := range r.Prompt {
 		if id < 0 || int(id) >= e.o.Vocab {
 			why := ""
 			if r.Encoded {
-				why = "; tokenizer and model do not belong together"
+				why = "; the tokenizer does not match the model"
 			}
-			return nil, fmt.Errorf("engine: %w: prompt token %d has id %d, the model knows 0 to %d%s", ErrBadRequest, i, id, e.o.Vocab-1, why)
+			return nil, fmt.Errorf("engine: %w: prompt token %d has id %d, the vocabulary is 0 to %d%s", ErrBadRequest, i, id, e.o.Vocab-1, why)
 		}
 	}
-	// The subtraction cannot overflow, as the sum of both could.
+	// A sum could overflow, the difference cannot.
 	limit := e.o.MaxModelLen
 	if r.Params.MaxTokens < limit-len(r.Prompt) {
 		limit = len(r.Prompt) + r.Params.MaxTokens
 	}
 	if have := e.o.KV.Capacity(); limit > have {
-		return nil, fmt.Errorf("engine: %w: prompt and new tokens are %d, the KV cache holds %d; ask for fewer, or give the cache more memory", ErrPromptTooLong, limit, have)
+		return nil, fmt.Errorf("engine: %w: prompt and completion need %d tokens, the KV cache holds %d; lower max_tokens, or give the KV cache more memory (--gpu-memory-utilization, --offload-fraction)", ErrPromptTooLong, limit, have)
 	}
 	return &submission{
-		job: newJob(e.o.Now(), len(r.Prompt)), req: r, limit: limit, left: r.Params.N, finish: make([]FinishReason, r.Params.N),
+		job: newJob(e.o.Now(), len(r.Prompt)), req: r, limit: limit, unfinished: r.Params.N, finish: make([]FinishReason, r.Params.N),
 	}, nil
 }
 
-// Close refuses requests from now on, and waits until Run or Generate, if one is under
-// way, has run those that were submitted to their ends. What nobody runs ends with
-// FinishAbort.
+// Close rejects new requests and waits until an active Run or Generate has finished those
+// submitted before. Requests that no call runs end with FinishAbort.
 func (e *Engine) Close() error {
 	e.mu.Lock()
 	e.stopped = true
 	e.mu.Unlock()
 	e.wakeUp()
-	e.inside.Lock()
-	defer e.inside.Unlock()
-	e.abandon(nil)
+	e.running.Lock()
+	defer e.running.Unlock()
+	e.abortAll(nil)
 	return nil
 }
 
-// Run runs requests until ctx is done, which ends those that are left with
-// FinishAbort, or Close was called and none is left; both return nil. An error means
-// that steps fail for good; all requests have ended with it, and no more are taken.
+// Run runs requests until ctx is done, which aborts the unfinished ones, or until Close
+// was called and all have finished; in both cases it returns nil. An error means that a
+// step failed after its retries: all requests have ended with it, and new ones are
+// rejected.
 func (e *Engine) Run(ctx context.Context) error {
-	e.inside.Lock()
-	defer e.inside.Unlock()
+	e.running.Lock()
+	defer e.running.Unlock()
 	for {
-		worked, err := e.turn(ctx)
+		worked, err := e.runStep(ctx)
 		switch {
 		case ctx.Err() != nil:
-			e.abandon(nil)
+			e.abortAll(nil)
 			return nil
 		case err != nil:
-			e.abandon(err)
+			e.abortAll(err)
 			return err
 		case worked:
 			continue
@@ -367,23 +365,22 @@ func (e *Engine) Run(ctx context.Context) error {
 	}
 }
 
-// Output is what became of a request that Generate ran, one sample.
+// Output is the result of one sample of a request that Generate ran.
 type Output struct {
-	// Tokens generated, the stop id included where there was one.
+	// Tokens generated, a final stop id included.
 	Tokens       []Token
 	TokenIDs     []int32
 	Text         string
 	FinishReason FinishReason
 }
 
-// Generate runs requests to their ends in this goroutine, without Run, and returns
-// an output per sample, in the order of the requests. onUpdate, which may be nil, is
-// called with each update as it comes, whose Tokens are valid during the call; output
-// counts as the result does. None runs if one of them never could. When ctx is done it
-// returns ctx.Err().
+// Generate runs requests in the caller's goroutine, without Run, and returns an output
+// per sample, in the order of the requests. onUpdate may be nil; it is called with each
+// update and the index of its output, and the update's Tokens are valid during the call.
+// If one request is not admissible, none runs. When ctx is done the error is ctx.Err().
 func (e *Engine) Generate(ctx context.Context, requests []Request, onUpdate func(output int, u Update)) ([]Output, error) {
-	e.inside.Lock()
-	defer e.inside.Unlock()
+	e.running.Lock()
+	defer e.running.Unlock()
 	subs := make([]*submission, len(requests))
 	for i, r := range requests {
 		var err error
@@ -394,12 +391,12 @@ func (e *Engine) Generate(ctx context.Context, requests []Request, onUpdate func
 			return nil, err
 		}
 	}
-	// Their own context ends them all with this call, however it returns.
+	// A context of their own ends all requests when this call returns, for any reason.
 	own, cancel := context.WithCancel(ctx)
 	defer func() {
 		cancel()
 		e.mu.Lock()
-		e.canceled = true // which cancel brings about only soon
+		e.canceled = true // cancel itself sets it only later
 		e.mu.Unlock()
 		e.dropCanceled()
 		e.deliver()
@@ -411,7 +408,7 @@ func (e *Engine) Generate(ctx context.Context, requests []Request, onUpdate func
 			return nil, err
 		}
 		first[i] = len(outs)
-		outs = append(outs, make([]Output, s.left)...)
+		outs = append(outs, make([]Output, s.unfinished)...)
 	}
 	var waiting []pendingUpdate
 	token := make([]Token, 1)
@@ -419,12 +416,12 @@ func (e *Engine) Generate(ctx context.Context, requests []Request, onUpdate func
 		if err := ctx.Err(); err != nil {
 			return nil, fmt.Errorf("engine: %w", err)
 		}
-		if _, err := e.turn(ctx); err != nil {
+		if _, err := e.runStep(ctx); err != nil {
 			return nil, err
 		}
 		e.deliver()
 		for i, s := range subs {
-			waiting = s.job.take(waiting)
+			waiting = s.job.takeAll(waiting)
 			for k := range waiting {
 				u := waiting[k].update(token)
 				o := &outs[first[i]+u.Sample]
@@ -445,9 +442,9 @@ func (e *Engine) Generate(ctx context.Context, requests []Request, onUpdate func
 	return outs, nil
 }
 
-// turn takes in what has arrived and runs one step, if there is anything to do.
-func (e *Engine) turn(ctx context.Context) (worked bool, err error) {
-	e.takeIn()
+// runStep admits new requests and runs one step, if there is anything to compute.
+func (e *Engine) runStep(ctx context.Context) (worked bool, err error) {
+	e.admitInbox()
 	e.dropCanceled()
 	plan := e.sched.Plan()
 	for _, id := range plan.Preempted {
@@ -468,11 +465,11 @@ func (e *Engine) turn(ctx context.Context) (worked bool, err error) {
 	return true, err
 }
 
-// takeIn hands what was submitted to the scheduler.
-func (e *Engine) takeIn() {
+// admitInbox adds submitted requests to the scheduler.
+func (e *Engine) admitInbox() {
 	e.mu.Lock()
 	subs := e.inbox
-	e.inbox, e.queued = nil, 0
+	e.inbox, e.inboxSamples = nil, 0
 	e.mu.Unlock()
 	for _, s := range subs {
 		for i := range s.req.Params.N {
@@ -481,7 +478,7 @@ func (e *Engine) takeIn() {
 				long: e.o.LongAfter > 0 && len(s.req.Prompt) > e.o.LongAfter,
 			}
 			if e.o.Tokenizer != nil {
-				q.text = newWriter(e.o.Tokenizer.NewStream(true), s.req.Params.Stop, s.req.Params.IncludeStop)
+				q.text = newDetokenizer(e.o.Tokenizer.NewStream(true), s.req.Params.Stop, s.req.Params.IncludeStop)
 			}
 			q.adjust = newAdjustments(&s.req.Params, s.req.Prompt, e.stopIDs(&s.req.Params))
 			e.seqs[e.next] = q
@@ -491,7 +488,7 @@ func (e *Engine) takeIn() {
 	}
 }
 
-// stopIDs of a request: its own and, unless it ignores them, the model's.
+// stopIDs returns the stop ids of a request and, unless it ignores EOS, of the model.
 func (e *Engine) stopIDs(p *Params) []int32 {
 	ids := slices.Clone(p.StopIDs)
 	if !p.IgnoreEOS {
@@ -501,7 +498,7 @@ func (e *Engine) stopIDs(p *Params) []int32 {
 	return slices.Compact(ids)
 }
 
-// dropCanceled ends the samples of requests whose context is done.
+// dropCanceled aborts requests whose context is done.
 func (e *Engine) dropCanceled() {
 	e.mu.Lock()
 	canceled := e.canceled
@@ -510,7 +507,7 @@ func (e *Engine) dropCanceled() {
 	if !canceled {
 		return
 	}
-	e.takeIn()
+	e.admitInbox()
 	for id, q := range e.seqs {
 		if q.sub.ctx.Err() != nil {
 			e.abort(id, q, nil)
@@ -518,12 +515,12 @@ func (e *Engine) dropCanceled() {
 	}
 }
 
-// abandon ends everything, with err or, where it is nil, as aborted.
-func (e *Engine) abandon(err error) {
+// abortAll ends all requests, with err or, where err is nil, as aborted.
+func (e *Engine) abortAll(err error) {
 	e.mu.Lock()
 	e.stopped = true
 	e.mu.Unlock()
-	e.takeIn()
+	e.admitInbox()
 	for id, q := range e.seqs {
 		e.abort(id, q, err)
 	}
@@ -531,7 +528,7 @@ func (e *Engine) abandon(err error) {
 	e.publish()
 }
 
-// publish makes the scheduler's counts visible to State.
+// publish copies the scheduler's counters to where State reads them.
 func (e *Engine) publish() {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -540,46 +537,46 @@ func (e *Engine) publish() {
 	e.state.Preemptions = e.sched.Preemptions()
 }
 
-// step runs the chunks, and meanwhile delivers what the steps before have brought; then
-// it gives the tokens to their sequences.
+// step runs the chunks, delivers the updates of earlier steps meanwhile, and then appends
+// the new tokens to their sequences.
 func (e *Engine) step(ctx context.Context, chunks []scheduler.Chunk) error {
-	e.rows, e.chunks = e.rows[:0], e.chunks[:0]
-	adjusted, rows := 0, 0
+	e.sequences, e.chunks = e.sequences[:0], e.chunks[:0]
+	adjusted, tokens := 0, 0
 	for _, c := range chunks {
 		q := e.seqs[c.ID]
 		if c.Sample && adjusted > 0 && adjusted+len(q.adjust.list) > e.o.MaxAdjust {
-			continue // it waits until those before it leave it room
+			continue // postponed: the step's limit of adjusted logits is reached
 		}
-		e.rows = append(e.rows, pipeline.Sequence{Tokens: q.tokens[c.From:c.To], Start: c.From, Table: q.table, Long: q.long})
+		e.sequences = append(e.sequences, pipeline.Sequence{Tokens: q.tokens[c.From:c.To], Start: c.From, Table: q.table, Long: q.long})
 		if c.Sample {
-			row := &e.rows[len(e.rows)-1]
-			row.LogitRows = 1
-			q.draw(&row.Draw)
-			adjusted += len(row.Draw.Adjust)
+			s := &e.sequences[len(e.sequences)-1]
+			s.LogitRows = 1
+			q.samplingParams(&s.Draw)
+			adjusted += len(s.Draw.Adjust)
 		}
-		rows += c.To - c.From
+		tokens += c.To - c.From
 		e.chunks = append(e.chunks, chunk{c, q})
 	}
 	defer clear(e.chunks)
-	before := e.pending
-	e.pending, e.spare = e.spare, nil
+	before := e.updates
+	e.updates, e.spareUpdates = e.spareUpdates, nil
 	if len(before) > 0 {
 		go func() {
-			deliver(before, e.o.Listener.Finished)
-			e.delivered <- struct{}{}
+			deliver(before, e.o.Listener.RequestFinished)
+			e.deliveryDone <- struct{}{}
 		}()
 	}
-	res, err := e.run(ctx, &pipeline.Step{Sequences: e.rows}, rows)
+	res, err := e.run(ctx, &pipeline.Step{Sequences: e.sequences}, tokens)
 	if len(before) > 0 {
-		<-e.delivered
+		<-e.deliveryDone
 	}
-	e.spare = before[:0]
-	clear(e.rows)
+	e.spareUpdates = before[:0]
+	clear(e.sequences)
 	if err != nil {
 		return err
 	}
 	now := e.o.Now()
-	drawn := 0
+	sampled := 0
 	for i := range e.chunks {
 		c := &e.chunks[i]
 		if !c.Sample {
@@ -587,12 +584,12 @@ func (e *Engine) step(ctx context.Context, chunks []scheduler.Chunk) error {
 			continue
 		}
 		e.sched.Done(c.Chunk, 1)
-		t := Token{ID: res.Sampled[drawn]}
-		if c.of.sub.req.Params.LogProbs {
-			t.LogProb, t.Top = logProbs(res.LogProbs[drawn], c.of.sub.req.Params.TopLogProbs)
+		t := Token{ID: res.Sampled[sampled]}
+		if c.seq.sub.req.Params.LogProbs {
+			t.LogProb, t.Top = logProbs(res.LogProbs[sampled], c.seq.sub.req.Params.TopLogProbs)
 		}
-		drawn++
-		e.take(c.ID, c.of, t, now)
+		sampled++
+		e.addToken(c.ID, c.seq, t, now)
 	}
 	return nil
 }
@@ -604,20 +601,20 @@ func logProbs(p pipeline.LogProb, n int) (chosen float32, top []TopLogProb) {
 	return p.Chosen, top
 }
 
-// take gives a sequence the token that it has drawn. Only where stop strings may end it
-// its text is written here, since that can wait for the delivery otherwise.
-func (e *Engine) take(id scheduler.ID, q *sequence, t Token, now time.Time) {
+// addToken appends a sampled token to a sequence. It detokenizes only where stop strings may
+// end the sequence; otherwise delivery does.
+func (e *Engine) addToken(id scheduler.ID, q *sequence, t Token, now time.Time) {
 	q.tokens = append(q.tokens, t.ID)
 	q.sampled++
-	q.adjust.drew(t.ID)
-	d := e.news(q, now)
-	d.drawn, d.token, d.unwritten = true, t, q.text != nil
+	q.adjust.addToken(t.ID)
+	d := e.addUpdate(q, now)
+	d.hasToken, d.token, d.needsText = true, t, q.text != nil
 	if d.stop = slices.Contains(q.adjust.stop, t.ID); d.stop {
 		d.finish = FinishStop
 	} else if len(q.tokens) >= q.sub.limit {
 		d.finish = FinishLength
 	}
-	if d.unwritten && len(q.sub.req.Params.Stop) > 0 && d.write() {
+	if d.needsText && len(q.sub.req.Params.Stop) > 0 && d.write() {
 		d.finish = FinishStop
 	}
 	if d.finish != "" {
@@ -625,24 +622,23 @@ func (e *Engine) take(id scheduler.ID, q *sequence, t Token, now time.Time) {
 		return
 	}
 	if !q.long && e.o.LongAfter > 0 && len(q.tokens) > e.o.LongAfter {
-		// It crosses longrope's boundary: all its keys are computed again.
+		// Past longrope's boundary other factors apply: recompute the KV cache.
 		q.long = true
 		e.sched.Restart(id)
 	}
 }
 
-// news adds empty news to what is pending.
-func (e *Engine) news(q *sequence, now time.Time) *delivery {
-	e.pending = append(e.pending, delivery{pendingUpdate: pendingUpdate{sample: q.sample, at: now}, of: q})
-	return &e.pending[len(e.pending)-1]
+// addUpdate adds an empty update to those pending.
+func (e *Engine) addUpdate(q *sequence, now time.Time) *delivery {
+	e.updates = append(e.updates, delivery{pendingUpdate: pendingUpdate{sample: q.sample, at: now}, seq: q})
+	return &e.updates[len(e.updates)-1]
 }
 
-// write writes a delivery's text. It says whether a stop string was found, behind which
-// there is none.
+// write detokenizes an update and reports whether its text ends with a stop string.
 func (d *delivery) write() (found bool) {
-	w := d.of.text
-	d.unwritten = false
-	// A stop id is no text, even where it is an ordinary token.
+	w := d.seq.text
+	d.needsText = false
+	// A stop id has no text, even where it is an ordinary token.
 	if !d.stop {
 		d.text, found = w.push(d.token.ID)
 	}
@@ -654,42 +650,42 @@ func (d *delivery) write() (found bool) {
 	return found
 }
 
-// end ends a sample, whose blocks are free again, with d, its last news.
+// end ends a sample with its last update and releases its KV blocks.
 func (e *Engine) end(id scheduler.ID, d *delivery) {
 	e.sched.Remove(id)
 	delete(e.seqs, id)
-	s := d.of.sub
+	s := d.seq.sub
 	s.finish[d.sample] = d.finish
-	s.left--
-	d.last = s.left == 0
+	s.unfinished--
+	d.last = s.unfinished == 0
 }
 
-// abort ends a sample; err is why, where the engine failed.
+// abort ends a sample; err is set where the engine failed.
 func (e *Engine) abort(id scheduler.ID, q *sequence, err error) {
-	d := e.news(q, e.o.Now())
+	d := e.addUpdate(q, e.o.Now())
 	d.finish, d.err = FinishAbort, err
 	e.end(id, d)
 }
 
-// deliver tells jobs all that they have not been told.
+// deliver delivers all pending updates to their jobs.
 func (e *Engine) deliver() {
-	deliver(e.pending, e.o.Listener.Finished)
-	e.pending = e.pending[:0]
+	deliver(e.updates, e.o.Listener.RequestFinished)
+	e.updates = e.updates[:0]
 }
 
-// deliver writes texts and tells jobs, in order, and forgets what it has told.
+// deliver detokenizes updates, delivers them to their jobs in order, and clears them.
 func deliver(pending []delivery, finished func(RequestInfo)) {
 	for i := range pending {
 		d := &pending[i]
-		if d.unwritten {
+		if d.needsText {
 			d.write()
 		}
-		s := d.of.sub
+		s := d.seq.sub
 		s.job.deliver(d)
 		if !d.last {
 			continue
 		}
-		s.unlisten()
+		s.stopWatching()
 		if finished != nil {
 			finished(RequestInfo{ID: s.req.ID, Usage: s.job.Usage(), Times: s.job.Times(), Finish: s.finish, Err: d.err})
 		}
@@ -697,8 +693,8 @@ func deliver(pending []delivery, finished func(RequestInfo)) {
 	clear(pending)
 }
 
-// run runs a step, again if copies failed.
-func (e *Engine) run(ctx context.Context, step *pipeline.Step, rows int) (pipeline.Result, error) {
+// run runs a step and retries it if copies failed.
+func (e *Engine) run(ctx context.Context, step *pipeline.Step, tokens int) (pipeline.Result, error) {
 	start := e.o.Now()
 	for try := 1; ; try++ {
 		res, err := e.o.Pipeline.Step(ctx, step)
@@ -712,8 +708,8 @@ func (e *Engine) run(ctx context.Context, step *pipeline.Step, rows int) (pipeli
 		}
 		e.mu.Unlock()
 		if err == nil {
-			if e.o.Listener.Step != nil {
-				e.o.Listener.Step(StepInfo{Tokens: rows, Sequences: len(step.Sequences), Sampled: len(res.Sampled), Duration: e.o.Now().Sub(start), Tries: try})
+			if e.o.Listener.StepFinished != nil {
+				e.o.Listener.StepFinished(StepInfo{Tokens: tokens, Sequences: len(step.Sequences), Sampled: len(res.Sampled), Duration: e.o.Now().Sub(start), Tries: try})
 			}
 			return res, nil
 		}

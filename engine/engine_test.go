@@ -149,7 +149,7 @@ func testNeighborsChangeNothing(t *testing.T) {
 	rs := varied(48, n.Info().Config.Vocab)
 	want := alone(t, n, rs)
 	var count steps
-	tight, _ := openWith(t, engine.Listener{Step: func(engine.StepInfo) { count.step() }}, func(s *configs.Settings) {
+	tight, _ := openWith(t, engine.Listener{StepFinished: func(engine.StepInfo) { count.step() }}, func(s *configs.Settings) {
 		s.KV.NumGPUBlocksOverride, s.KV.MaxModelLen, s.Batch.MaxNumBatchedTokens, s.Batch.MaxNumSeqs, s.Batch.MicroBatchSize = 9, 48, 40, 12, 17
 	})
 	run(t, tight)
@@ -419,9 +419,9 @@ func TestBadRequests(t *testing.T) {
 		says   string
 	}{
 		{"no prompt", func(r *engine.Request) { r.Prompt = nil }, engine.ErrBadRequest, "no tokens"},
-		{"unknown id", func(r *engine.Request) { r.Prompt = []int32{1, 512} }, engine.ErrBadRequest, "token 1 has id 512, the model knows 0 to 511"},
-		{"unknown id of a tokenizer", func(r *engine.Request) { r.Prompt, r.Encoded = []int32{512}, true }, engine.ErrBadRequest, "511; tokenizer and model do not belong together"},
-		{"too long", func(r *engine.Request) { r.Prompt = make([]int32, 60) }, engine.ErrPromptTooLong, "context is 60"},
+		{"unknown id", func(r *engine.Request) { r.Prompt = []int32{1, 512} }, engine.ErrBadRequest, "token 1 has id 512, the vocabulary is 0 to 511"},
+		{"unknown id of a tokenizer", func(r *engine.Request) { r.Prompt, r.Encoded = []int32{512}, true }, engine.ErrBadRequest, "511; the tokenizer does not match the model"},
+		{"too long", func(r *engine.Request) { r.Prompt = make([]int32, 60) }, engine.ErrPromptTooLong, "maximum model length is 60"},
 		{"max_tokens", func(r *engine.Request) { r.Params.MaxTokens = 0 }, engine.ErrBadRequest, "max_tokens"},
 		{"min_tokens", func(r *engine.Request) { r.Params.MinTokens = 17 }, engine.ErrBadRequest, "min_tokens"},
 		{"temperature", func(r *engine.Request) { r.Params.Temperature = float32(math.NaN()) }, engine.ErrBadRequest, "temperature"},

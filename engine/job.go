@@ -8,36 +8,36 @@ import (
 	"time"
 )
 
-// Job is a request that was submitted. Its updates wait for whoever reads them,
-// at most MaxTokens for each sample, so a slow reader holds nobody up.
+// Job is a submitted request. It buffers updates for its reader, at most MaxTokens per
+// sample, so a slow reader does not block other requests.
 type Job struct {
 	mu   sync.Mutex
-	wake chan struct{} // closed when there is news; nil while nobody waits
-	// news waits from read on; what lies before was read.
-	news  []pendingUpdate
-	read  int
-	ended bool
-	err   error
-	usage Usage
-	times Times
+	wake chan struct{} // closed when an update arrives; nil while no reader waits
+	// updates waits from read on; what lies before was read.
+	updates []pendingUpdate
+	read    int
+	ended   bool
+	err     error
+	usage   Usage
+	times   Times
 }
 
-// pendingUpdate is an Update that waits. Its token, if it has one, becomes a slice where it is
-// read, so that the engine's goroutine makes none.
+// pendingUpdate is a buffered Update. Its token becomes a slice only when it is read, so
+// that the engine's goroutine does not allocate.
 type pendingUpdate struct {
-	sample int
-	drawn  bool
-	token  Token
-	text   string
-	finish FinishReason
-	at     time.Time
+	sample   int
+	hasToken bool
+	token    Token
+	text     string
+	finish   FinishReason
+	at       time.Time
 }
 
-// update gives n to a reader; its Tokens lie in room, which has place for one.
-func (n *pendingUpdate) update(room []Token) Update {
+// update converts n for a reader; buf is the memory of its Tokens, if not nil.
+func (n *pendingUpdate) update(buf []Token) Update {
 	u := Update{Sample: n.sample, Text: n.text, Finish: n.finish}
-	if n.drawn {
-		u.Tokens, u.At = append(room[:0], n.token), n.at
+	if n.hasToken {
+		u.Tokens, u.At = append(buf[:0], n.token), n.at
 	}
 	return u
 }
@@ -46,13 +46,13 @@ func newJob(now time.Time, promptTokens int) *Job {
 	return &Job{usage: Usage{PromptTokens: promptTokens}, times: Times{Arrived: now}}
 }
 
-// Next waits for the next update. It returns io.EOF after the last one, and, where
-// the engine failed, why.
+// Next waits for the next update. After the last one the error is io.EOF or, where the
+// engine failed, its error.
 func (j *Job) Next(ctx context.Context) (Update, error) {
 	for {
 		j.mu.Lock()
-		if j.read < len(j.news) {
-			n := j.pop()
+		if j.read < len(j.updates) {
+			n := j.popUpdate()
 			j.mu.Unlock()
 			return n.update(nil), nil
 		}
@@ -77,32 +77,33 @@ func (j *Job) Next(ctx context.Context) (Update, error) {
 	}
 }
 
-// pop takes the first of the news that wait. The lock is held, and there are some.
-func (j *Job) pop() pendingUpdate {
-	n := j.news[j.read]
-	j.news[j.read] = pendingUpdate{}
-	if j.read++; j.read == len(j.news) {
-		j.news, j.read = j.news[:0], 0
+// popUpdate removes the first unread update. The caller holds the lock and has checked that there
+// is one.
+func (j *Job) popUpdate() pendingUpdate {
+	n := j.updates[j.read]
+	j.updates[j.read] = pendingUpdate{}
+	if j.read++; j.read == len(j.updates) {
+		j.updates, j.read = j.updates[:0], 0
 	}
 	return n
 }
 
-// Usage counts the request's tokens so far, those of updates that still wait among them; it
-// is final once Next returned io.EOF.
+// Usage counts the request's tokens so far, unread ones included. It is final once Next
+// has returned io.EOF.
 func (j *Job) Usage() Usage {
 	j.mu.Lock()
 	defer j.mu.Unlock()
 	return j.usage
 }
 
-// Times of the request so far.
+// Times returns the times of the stages reached so far.
 func (j *Job) Times() Times {
 	j.mu.Lock()
 	defer j.mu.Unlock()
 	return j.times
 }
 
-// admit notes when the first of the request's samples was admitted.
+// admit records when the first of the request's samples was admitted.
 func (j *Job) admit(now time.Time) {
 	j.mu.Lock()
 	defer j.mu.Unlock()
@@ -111,30 +112,30 @@ func (j *Job) admit(now time.Time) {
 	}
 }
 
-// deliver hands d to the reader, and ends the job with the last.
+// deliver buffers d for the reader; the last update ends the job.
 func (j *Job) deliver(d *delivery) {
 	j.mu.Lock()
 	defer j.mu.Unlock()
-	if d.drawn {
+	if d.hasToken {
 		if j.times.FirstToken.IsZero() {
 			j.times.FirstToken = d.at
 		}
 		j.usage.CompletionTokens++
 	}
-	if len(j.news) == cap(j.news) && j.read > len(j.news)/2 {
-		// A reader that never catches up: what it has read makes room.
-		n := copy(j.news, j.news[j.read:])
-		clear(j.news[n:])
-		j.news, j.read = j.news[:n], 0
+	if len(j.updates) == cap(j.updates) && j.read > len(j.updates)/2 {
+		// The reader never catches up: reuse the memory of updates already read.
+		n := copy(j.updates, j.updates[j.read:])
+		clear(j.updates[n:])
+		j.updates, j.read = j.updates[:n], 0
 	}
-	j.news = append(j.news, d.pendingUpdate)
+	j.updates = append(j.updates, d.pendingUpdate)
 	if d.last {
 		j.times.Finished, j.err, j.ended = d.at, d.err, true
 	}
 	j.wakeReader()
 }
 
-// wakeReader wakes who waits. The lock is held.
+// wakeReader wakes waiting readers. The caller holds the lock.
 func (j *Job) wakeReader() {
 	if j.wake != nil {
 		close(j.wake)
@@ -142,17 +143,17 @@ func (j *Job) wakeReader() {
 	}
 }
 
-// take moves all that waits to room, which is emptied first.
-func (j *Job) take(room []pendingUpdate) []pendingUpdate {
+// takeAll moves all unread updates to buf, overwriting it.
+func (j *Job) takeAll(buf []pendingUpdate) []pendingUpdate {
 	j.mu.Lock()
 	defer j.mu.Unlock()
-	room = append(room[:0], j.news[j.read:]...)
-	clear(j.news)
-	j.news, j.read = j.news[:0], 0
-	return room
+	buf = append(buf[:0], j.updates[j.read:]...)
+	clear(j.updates)
+	j.updates, j.read = j.updates[:0], 0
+	return buf
 }
 
-// Wait reads a job to its end and returns all updates of each sample as one.
+// Wait reads a job to its end and returns one update per sample, with all its tokens.
 func (j *Job) Wait(ctx context.Context) ([]Update, error) {
 	var samples []Update
 	for {

@@ -14,7 +14,7 @@ func TestSlowReaderHoldsWhatWaits(t *testing.T) {
 	j := newJob(time.Time{}, 1)
 	const behind = 5
 	for i := range 1000 {
-		j.deliver(&delivery{pendingUpdate: pendingUpdate{drawn: true, token: Token{ID: int32(i)}}})
+		j.deliver(&delivery{pendingUpdate: pendingUpdate{hasToken: true, token: Token{ID: int32(i)}}})
 		if i < behind {
 			continue
 		}
@@ -23,11 +23,11 @@ func TestSlowReaderHoldsWhatWaits(t *testing.T) {
 			t.Fatalf("read %+v, %v behind token %d", u, err, i)
 		}
 	}
-	if n := cap(j.news); n > 8*behind {
+	if n := cap(j.updates); n > 8*behind {
 		t.Errorf("room for %d where %d wait", n, behind)
 	}
-	for i := range j.news[:cap(j.news)] {
-		if n := &j.news[:cap(j.news)][i]; n.drawn && (i < j.read || i >= len(j.news)) {
+	for i := range j.updates[:cap(j.updates)] {
+		if n := &j.updates[:cap(j.updates)][i]; n.hasToken && (i < j.read || i >= len(j.updates)) {
 			t.Errorf("token %d was read and is still held", n.token.ID)
 		}
 	}
@@ -40,7 +40,7 @@ func TestEndsWithItsLastUpdate(t *testing.T) {
 	cancel()
 	for _, why := range []error{nil, errors.New("the device is gone")} {
 		j := newJob(now, 1)
-		j.deliver(&delivery{pendingUpdate: pendingUpdate{drawn: true, finish: FinishLength, at: now}, last: true, err: why})
+		j.deliver(&delivery{pendingUpdate: pendingUpdate{hasToken: true, finish: FinishLength, at: now}, last: true, err: why})
 		if u, err := j.Next(canceled); err != nil || u.Finish != FinishLength {
 			t.Errorf("the last update is %+v, %v", u, err)
 		}

@@ -7,37 +7,36 @@ import (
 	"time"
 )
 
-// FinishReason says why a sample ended, in the words of the OpenAI API.
+// FinishReason is why a sample ended, as in the OpenAI API.
 type FinishReason string
 
 // The reasons.
 const (
-	// FinishStop: a stop id was drawn, or a stop string was written.
+	// FinishStop: a stop id was sampled, or the text ends with a stop string.
 	FinishStop FinishReason = "stop"
-	// FinishLength: MaxTokens were generated, or the sequence is as long as the
-	// engine allows.
+	// FinishLength: MaxTokens were generated, or the sequence has the maximum length.
 	FinishLength FinishReason = "length"
 	// FinishAbort: the request's context ended, or the engine stopped.
 	FinishAbort FinishReason = "abort"
 )
 
-// Errors that callers decide on.
+// Errors that callers distinguish.
 var (
-	// ErrPromptTooLong: the prompt leaves no room for a new token.
+	// ErrPromptTooLong: prompt and completion exceed the maximum length.
 	ErrPromptTooLong = errors.New("prompt too long")
-	// ErrBadRequest: the request can never run as it is; a *ParamError says why.
+	// ErrBadRequest: the request is invalid; a *ParamError names the parameter.
 	ErrBadRequest = errors.New("bad request")
-	// ErrQueueFull: as many requests wait as the engine holds; try again later.
+	// ErrQueueFull: the queue has its maximum length; retry later.
 	ErrQueueFull = errors.New("too many requests are waiting")
-	// ErrStopped: the engine takes no more requests.
+	// ErrStopped: the engine accepts no more requests.
 	ErrStopped = errors.New("the engine is stopping")
 )
 
-// ParamError names the parameter of a request that cannot be.
+// ParamError is an invalid parameter of a request.
 type ParamError struct {
 	// Param is the name in the OpenAI API ("top_p").
 	Param string
-	// Value given, and what would do.
+	// Value of the request, and what it must be.
 	Value any
 	Want  string
 }
@@ -49,13 +48,13 @@ func (e *ParamError) Error() string {
 // Is makes a ParamError an ErrBadRequest.
 func (e *ParamError) Is(target error) bool { return target == ErrBadRequest }
 
-// MaxTopLogProbs is the most alternatives whose log-probabilities are given.
+// MaxTopLogProbs is the maximum of Params.TopLogProbs.
 const MaxTopLogProbs = 20
 
-// Params say how tokens are drawn and when to stop. DefaultParams are neutral.
+// Params are the sampling parameters of a request. See DefaultParams.
 type Params struct {
-	// MaxTokens ends a sample at the latest; at least 1. MinTokens keeps stop ids
-	// from being drawn before.
+	// MaxTokens is the maximum length of the completion, at least 1; stop ids are not
+	// sampled before MinTokens.
 	MaxTokens, MinTokens int
 	// Temperature 0 is greedy.
 	Temperature float32
@@ -64,42 +63,42 @@ type Params struct {
 	// as likely as the likeliest, 0: all.
 	TopK       int
 	TopP, MinP float32
-	// RepetitionPenalty divides positive logits of tokens seen in prompt or answer
-	// and multiplies negative ones, 1: off. PresencePenalty is subtracted from
-	// tokens in the answer, FrequencyPenalty once per occurrence, 0: off.
+	// RepetitionPenalty divides positive logits of tokens of prompt and completion and
+	// multiplies negative ones, 1: off. PresencePenalty is subtracted from the logits of
+	// tokens of the completion, FrequencyPenalty once per occurrence, 0: off.
 	RepetitionPenalty, PresencePenalty, FrequencyPenalty float32
-	// LogitBias is added, by token id; -100 or less bans a token.
+	// LogitBias is added to logits, by token id; -100 bans a token.
 	LogitBias map[int32]float32
-	// Seed of the draw; the samples of one request differ by their number.
+	// Seed of sampling; the samples of one request differ by their number.
 	Seed uint64
-	// Stop strings end a sample and are left out of its text, as is what follows,
-	// unless IncludeStop.
+	// Stop strings end a sample. Its text ends before the stop string or, with
+	// IncludeStop, after it.
 	Stop        []string
 	IncludeStop bool
-	// StopIDs end a sample beside the model's own, which IgnoreEOS switches off.
+	// StopIDs end a sample, in addition to the model's, which IgnoreEOS turns off.
 	StopIDs   []int32
 	IgnoreEOS bool
-	// LogProbs gives the log-probability of each token drawn; TopLogProbs of that
-	// many likeliest besides, at most MaxTopLogProbs.
+	// LogProbs adds the log-probability of each sampled token, and those of the
+	// TopLogProbs likeliest tokens, at most MaxTopLogProbs.
 	LogProbs    bool
 	TopLogProbs int
-	// N samples are drawn; at least 1.
+	// N is the number of samples, at least 1.
 	N int
 }
 
-// DefaultParams draw greedily, one sample of 16 tokens.
+// DefaultParams are greedy sampling of one completion of 16 tokens.
 func DefaultParams() Params {
 	return Params{MaxTokens: 16, TopP: 1, RepetitionPenalty: 1, N: 1}
 }
 
-// MaxN and MaxStop bound a request.
+// MaxN and MaxStop are the maxima of Params.N and of the number of stop strings.
 const (
 	MaxN    = 128
 	MaxStop = 16
 )
 
-// Validate reports the first parameter that cannot be, as a *ParamError. vocab is
-// the number of ids the model knows.
+// Validate reports the first invalid parameter, as a *ParamError. vocab is the model's
+// vocabulary size.
 func (p *Params) Validate(vocab int) error {
 	bad := func(name string, value any, want string) error { return &ParamError{name, value, want} }
 	in := func(v, lo, hi float32) bool { return v >= lo && v <= hi } // false for NaN
@@ -150,13 +149,13 @@ func (p *Params) Validate(vocab int) error {
 	return nil
 }
 
-// Request is one prompt to go on from.
+// Request is a prompt with sampling parameters.
 type Request struct {
-	// ID names it in logs; may be empty.
+	// ID of the request in logs; may be empty.
 	ID     string
 	Prompt []int32
-	// Encoded says that a tokenizer has made Prompt of text: then it is to blame for ids
-	// that the model does not know, else who gave them.
+	// Encoded: Prompt comes from the tokenizer, not from the client. An id outside the
+	// vocabulary is then reported as a mismatch of tokenizer and model.
 	Encoded bool
 	Params  Params
 }
@@ -164,30 +163,30 @@ type Request struct {
 // Token is one generated token.
 type Token struct {
 	ID int32
-	// LogProb of the token, of the model's own distribution before temperature and
-	// penalties, and Top, the likeliest tokens of that place; where asked for.
+	// LogProb of the token in the model's distribution, before temperature and penalties,
+	// and Top, the likeliest tokens of that position; where requested.
 	LogProb float32
 	Top     []TopLogProb
 }
 
-// TopLogProb is one of the likeliest tokens of a place.
+// TopLogProb is one of the likeliest tokens of a position.
 type TopLogProb struct {
 	ID      int32
 	LogProb float32
 }
 
-// Update is what a step has brought to one sample of a request.
+// Update is the result of a step for one sample of a request.
 type Update struct {
 	// Sample, from 0 to N-1.
 	Sample int
-	// Tokens drawn; empty in an update that only ends the sample.
+	// Tokens sampled; empty in an update that only ends the sample.
 	Tokens []Token
-	// Text to show: what can no longer change. It may lag behind the tokens, until
-	// characters and possible stop strings are complete.
+	// Text that is final. It may lag behind the tokens, until characters are complete
+	// and no stop string can begin in it.
 	Text string
 	// Finish is set in a sample's last update.
 	Finish FinishReason
-	// At is when the tokens were drawn.
+	// At is when the tokens were sampled.
 	At time.Time
 }
 
@@ -196,7 +195,7 @@ type Usage struct {
 	PromptTokens, CompletionTokens int
 }
 
-// Times of a request, for its histograms. Zero where it has not come so far.
+// Times of a request's stages; zero where not reached.
 type Times struct {
 	Arrived, Admitted, FirstToken, Finished time.Time
 }

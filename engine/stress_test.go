@@ -145,7 +145,7 @@ func TestEveryUpdateOnceInOrder(t *testing.T) {
 				finished := map[string]engine.RequestInfo{}
 				o := options
 				o.Pipeline, o.KV = step, cache(t, 20)
-				o.Listener = engine.Listener{Step: func(engine.StepInfo) {}, Finished: func(i engine.RequestInfo) {
+				o.Listener = engine.Listener{StepFinished: func(engine.StepInfo) {}, RequestFinished: func(i engine.RequestInfo) {
 					mu.Lock()
 					defer mu.Unlock()
 					if _, again := finished[i.ID]; again {

@@ -4,36 +4,38 @@ import (
 	"strings"
 )
 
-// stream turns tokens into text, as tokenizer.Stream does.
+// stream detokenizes incrementally, as tokenizer.Stream does.
 type stream interface {
 	Push(id int32) string
 	Flush() string
 }
 
-// writer writes a sample's text, holding back what might become a stop string.
-type writer struct {
+// detokenizer converts a sample's tokens to text. It holds back text that may be the beginning of
+// a stop string.
+type detokenizer struct {
 	stream  stream
 	stop    []string
 	include bool
-	held    string // decoded, not shown
+	held    string // decoded, not returned yet
 }
 
-func newWriter(s stream, stop []string, include bool) *writer {
-	return &writer{stream: s, stop: stop, include: include}
+func newDetokenizer(s stream, stop []string, include bool) *detokenizer {
+	return &detokenizer{stream: s, stop: stop, include: include}
 }
 
-// push takes a token; found says that a stop string is complete, and text is then
-// the last.
-func (w *writer) push(id int32) (text string, found bool) { return w.add(w.stream.Push(id), false) }
+// push adds a token. found: a stop string is complete, and text is the last.
+func (w *detokenizer) push(id int32) (text string, found bool) {
+	return w.add(w.stream.Push(id), false)
+}
 
-// flush ends the text.
-func (w *writer) flush() (text string, found bool) { return w.add(w.stream.Flush(), true) }
+// flush returns the text held back at the end.
+func (w *detokenizer) flush() (text string, found bool) { return w.add(w.stream.Flush(), true) }
 
-func (w *writer) add(s string, end bool) (text string, found bool) {
+func (w *detokenizer) add(s string, end bool) (text string, found bool) {
 	w.held += s
 	at, size := -1, 0
 	for _, stop := range w.stop {
-		// The first in the text counts; of those that begin there, the first given.
+		// The earliest match wins; at the same position, the first in the list.
 		if i := strings.Index(w.held, stop); i >= 0 && (at < 0 || i < at) {
 			at, size = i, len(stop)
 		}
@@ -48,16 +50,15 @@ func (w *writer) add(s string, end bool) (text string, found bool) {
 	keep := 0
 	if !end {
 		for _, stop := range w.stop {
-			keep = max(keep, overlap(w.held, stop))
+			keep = max(keep, suffixPrefix(w.held, stop))
 		}
 	}
 	text, w.held = w.held[:len(w.held)-keep], w.held[len(w.held)-keep:]
 	return text, false
 }
 
-// overlap is the length of the longest end of s that stop begins with, not all of
-// stop.
-func overlap(s, stop string) int {
+// suffixPrefix is the length of the longest suffix of s that is a proper prefix of stop.
+func suffixPrefix(s, stop string) int {
 	for n := min(len(s), len(stop)-1); n > 0; n-- {
 		if strings.HasSuffix(s, stop[:n]) {
 			return n

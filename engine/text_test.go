@@ -37,7 +37,7 @@ func TestStopStrings(t *testing.T) {
 		{"the first in the text", []string{"a b"}, "", []string{"b", "a"}, false, []string{""}, 0},
 		{"characters", []string{"é", "日", "本x"}, "", []string{"日本"}, false, []string{"é", "", ""}, 2},
 	} {
-		w := newWriter(&pieces{c.pieces, c.last}, c.stop, c.include)
+		w := newDetokenizer(&pieces{c.pieces, c.last}, c.stop, c.include)
 		found := -1
 		for i, want := range c.want {
 			var got string
@@ -86,7 +86,7 @@ func TestStopStringsWhereverCut(t *testing.T) {
 			list = append(list, rest[:1])
 			rest = rest[1:]
 		}
-		w := newWriter(&pieces{list: list}, stop, false)
+		w := newDetokenizer(&pieces{list: list}, stop, false)
 		var got strings.Builder
 		for i := range list {
 			s, found := w.push(int32(i))

@@ -85,7 +85,7 @@ func openDrifting(t *testing.T, limit string) *drifting {
 			})
 			return x.m, err
 		},
-		Listener: engine.Listener{Step: func(engine.StepInfo) { x.read() }},
+		Listener: engine.Listener{StepFinished: func(engine.StepInfo) { x.read() }},
 	})
 	if err != nil {
 		t.Fatal(err)

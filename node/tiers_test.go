@@ -128,7 +128,7 @@ func runTiers(t *testing.T, c tierCase) outcome {
 	steps := 0
 	n, err := node.Open(t.Context(), node.Options{
 		Settings: s, CacheLayers: c.ring, OpenMachine: func() (device.Machine, error) { return m, nil },
-		Listener: engine.Listener{Step: func(engine.StepInfo) {
+		Listener: engine.Listener{StepFinished: func(engine.StepInfo) {
 			if steps++; steps == 4 && c.trouble == "lost" {
 				if err := m.Lose(1); err != nil {
 					t.Error(err)

@@ -66,7 +66,7 @@ func testBadBodies(t *testing.T) {
 		{completions, `{"prompt": [[1, -2]]}`, "prompt", "invalid_type", "token ids must be whole numbers from 0"},
 		{completions, `{"prompt": [[1, 2147483648]]}`, "prompt", "invalid_type", "token ids must be"},
 		{completions, `{"prompt": [[1.5]]}`, "prompt", "invalid_type", "token ids must be"},
-		{completions, `{"prompt": [544]}`, "prompt", "invalid_value", "bad request: prompt token 0 has id 544, the model knows 0 to 543"},
+		{completions, `{"prompt": [544]}`, "prompt", "invalid_value", "bad request: prompt token 0 has id 544, the vocabulary is 0 to 543"},
 		{completions, `{"prompt": ["a", "b", "c", "d"]}`, "prompt", "invalid_value", "it has 4 prompts, and with this n a request may have 3"},
 		{completions, `{"prompt": ["a", "b"], "n": 2}`, "prompt", "invalid_value", "a request may have 1"},
 		{completions, `{"prompt": [` + long + `]}`, "prompt", "context_length_exceeded", "the prompt has 256"},
@@ -520,7 +520,7 @@ func testDrain(t *testing.T) {
 	finishing := make(chan int, 1)
 	h := start(t, options{
 		pipes:  true,
-		node:   node.Options{Settings: configs.Defaults(), Listener: engine.Listener{Step: func(engine.StepInfo) { <-held }}},
+		node:   node.Options{Settings: configs.Defaults(), Listener: engine.Listener{StepFinished: func(engine.StepInfo) { <-held }}},
 		server: server.Options{DrainTimeout: 10 * time.Minute, Draining: func(n int) { finishing <- n }},
 	})
 	t.Cleanup(release)

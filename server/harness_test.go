@@ -425,6 +425,6 @@ const stepTakes = 60 * time.Millisecond
 func slow() node.Options {
 	return node.Options{
 		Settings: configs.Defaults(),
-		Listener: engine.Listener{Step: func(engine.StepInfo) { time.Sleep(stepTakes) }},
+		Listener: engine.Listener{StepFinished: func(engine.StepInfo) { time.Sleep(stepTakes) }},
 	}
 }

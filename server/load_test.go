@@ -197,7 +197,7 @@ func testConcurrentClients(t *testing.T) {
 	// Experts move, requests wait, and their keys and values do not all fit.
 	set.Offload.Fraction, set.Batch.MaxNumSeqs, set.Batch.MaxNumBatchedTokens, set.KV.NumGPUBlocksOverride = 0.5, 40, 96, 40
 	count := &stepCount{calls: map[int][]func(){}}
-	h := start(t, options{pipes: true, node: node.Options{Settings: set, Listener: engine.Listener{Step: count.step}}})
+	h := start(t, options{pipes: true, node: node.Options{Settings: set, Listener: engine.Listener{StepFinished: count.step}}})
 
 	each := 2
 	if raceDetector {

@@ -51,8 +51,8 @@ func testMetrics(t *testing.T) {
 	counted := server.NewMetrics("tiny")
 	slow := slow()
 	slow.Settings.Batch.MaxNumSeqs = 1
-	wait := slow.Listener.Step
-	slow.Listener.Step = func(i engine.StepInfo) {
+	wait := slow.Listener.StepFinished
+	slow.Listener.StepFinished = func(i engine.StepInfo) {
 		counted.ObserveStep(i.Duration)
 		wait(i)
 	}
