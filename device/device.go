@@ -227,6 +227,15 @@ type Access interface {
 	Write(Range)
 }
 
+// Annotator is a stream of a machine whose operations are recorded in a trace.
+type Annotator interface {
+	Stream
+	// Annotate gives what is enqueued from now on a note, which is recorded with each
+	// operation, and returns the note before. The stream keeps the note as it is, and does
+	// not look at it; nil is none.
+	Annotate(note any) (before any)
+}
+
 // Capturer is a stream that can take down what it is given, to be given all of it again
 // at the cost of one operation. Which streams are Capturers is up to the machine.
 type Capturer interface {

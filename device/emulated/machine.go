@@ -242,8 +242,12 @@ type Trace struct {
 	// Op is "copy", "launch", "record", "wait", "raise" or "await".
 	Op string
 	// Name is that of the Work, Bytes the size of the copy.
-	Name       string
-	Bytes      int64
+	Name  string
+	Bytes int64
+	// Host says that it is Work that acts on the host.
+	Host bool
+	// Note is what the stream was annotated with when it was enqueued.
+	Note       any
 	Start, End time.Duration
 	// Err is why it failed or was skipped.
 	Err error

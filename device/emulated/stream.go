@@ -43,6 +43,7 @@ type op struct {
 	clock vclock
 	// failure is why work that was watched for does not run.
 	failure error
+	note    any
 }
 
 // queue is a growing ring of operations.
@@ -106,6 +107,9 @@ type stream struct {
 	cond       sync.Cond
 	parked     bool
 	subscribed uint64
+
+	// note is that of what is enqueued now.
+	note any
 
 	waiters, settlers []*waiter
 	// watches are what it watches for, spare ones are of no use now.
@@ -181,10 +185,19 @@ func (s *stream) enqueue(o *op) {
 	if m.check != nil {
 		o.clock = m.check.caller().snapshot()
 	}
+	o.note = s.note
 	s.enqueued++
 	s.q.push(o)
 	m.called()
 	s.wake()
+}
+
+// Annotate implements device.Annotator.
+func (s *stream) Annotate(note any) (before any) {
+	s.m.mu.Lock()
+	defer s.m.mu.Unlock()
+	before, s.note = s.note, note
+	return before
 }
 
 func (s *stream) wake() {
@@ -688,7 +701,7 @@ func (m *Machine) complete(s *stream, err error) {
 	if m.o.Trace != nil {
 		m.o.Trace(Trace{
 			Stream: s.name, Space: s.sp.id, Op: opNames[o.kind], Name: o.work.Name, Bytes: o.dst.Bytes,
-			Start: o.start, End: m.clock(), Err: err,
+			Host: o.work.Host, Note: o.note, Start: o.start, End: m.clock(), Err: err,
 		})
 	}
 	*o = op{}

@@ -30,7 +30,7 @@ func (m *Machine) NewStream(space device.Space, o device.StreamOptions) (device.
 		return nil, err
 	}
 	if x, ok := inner.(device.Watcher); ok && space == device.Host {
-		return &hostStream{x, m}, nil
+		return &hostStream{Watcher: x, m: m}, nil
 	}
 	s := &Stream{Stream: inner, m: m}
 	m.mu.Lock()
@@ -62,6 +62,7 @@ type Stream struct {
 	// pending have not been written yet, in order; spare are events for more.
 	pending []pending
 	spare   []device.Event
+	note    *Note
 }
 
 // pending is a span between two events.
@@ -73,12 +74,24 @@ type pending struct {
 // Unwrap is the stream that runs the operations.
 func (s *Stream) Unwrap() device.Stream { return s.Stream }
 
+// Annotate implements device.Annotator.
+func (s *Stream) Annotate(note any) (before any) { return swapNote(&s.note, note) }
+
+// swapNote replaces a stream's note, and returns the one before.
+func swapNote(at **Note, note any) (before any) {
+	if *at != nil {
+		before = *at
+	}
+	*at, _ = note.(*Note)
+	return before
+}
+
 // Span enqueues by do, on the stream that Unwrap returns, and traces what that was.
-func (s *Stream) Span(op, name string, bytes int64, do func() error) error {
+func (s *Stream) Span(op Op, name string, bytes int64, do func() error) error {
 	if err := s.write(); err != nil {
 		return err
 	}
-	p := pending{span: Span{Space: s.Space(), Stream: s.Name(), Op: op, Name: name, Bytes: bytes}}
+	p := pending{span: Span{Space: s.Space(), Stream: s.Name(), Op: op, Name: name, Bytes: bytes, Note: s.note}}
 	var err error
 	if p.from, err = s.mark(); err != nil {
 		return err
@@ -136,17 +149,17 @@ func (s *Stream) write() error {
 
 // Copy implements device.Stream.
 func (s *Stream) Copy(dst, src device.Range) error {
-	return s.Span("copy", "", dst.Bytes, func() error { return s.Stream.Copy(dst, src) })
+	return s.Span(Copied, "", dst.Bytes, func() error { return s.Stream.Copy(dst, src) })
 }
 
 // Wait implements device.Stream.
 func (s *Stream) Wait(ev device.Event) error {
-	return s.Span("wait", "", 0, func() error { return s.Stream.Wait(ev) })
+	return s.Span(Wait, "", 0, func() error { return s.Stream.Wait(ev) })
 }
 
 // Await implements device.Stream.
 func (s *Stream) Await(f device.Fence, value uint32) error {
-	return s.Span("await", "", 0, func() error { return s.Stream.Await(f, value) })
+	return s.Span(Wait, "", 0, func() error { return s.Stream.Await(f, value) })
 }
 
 // Synchronize implements device.Stream.
@@ -181,32 +194,39 @@ func (s *Stream) release() error {
 // hostStream is a traced stream of the host.
 type hostStream struct {
 	device.Watcher
-	m *Machine
+	m    *Machine
+	note *Note
 }
 
+// Annotate implements device.Annotator.
+func (s *hostStream) Annotate(note any) (before any) { return swapNote(&s.note, note) }
+
 // Execute implements device.Executor.
-func (s *hostStream) Execute(w device.Work) error { return s.Watcher.Execute(s.traced(w)) }
+func (s *hostStream) Execute(w device.Work) error { return s.Watcher.Execute(s.traced(w, s.note)) }
 
 // Watch implements device.Watcher.
 func (s *hostStream) Watch(p device.Point, w device.Work) (bool, error) {
-	return s.Watcher.Watch(p, s.traced(w))
+	return s.Watcher.Watch(p, s.traced(w, nil))
 }
 
 // WatchEvent implements device.Watcher.
 func (s *hostStream) WatchEvent(ev device.Event, w device.Work) (bool, error) {
-	return s.Watcher.WatchEvent(ev, s.traced(w))
+	return s.Watcher.WatchEvent(ev, s.traced(w, nil))
 }
 
 // traced is work that notes when it ran.
-func (s *hostStream) traced(w device.Work) device.Work {
-	run, name := w.Run, w.Name
+func (s *hostStream) traced(w device.Work, note *Note) device.Work {
+	run, name, op := w.Run, w.Name, Launch
 	if run == nil {
 		return w
+	}
+	if w.Host {
+		op = Callback
 	}
 	w.Run = func(a device.Access) error {
 		start := s.m.Now()
 		err := run(a)
-		s.m.w.Add(Span{Space: device.Host, Stream: s.Name(), Op: "launch", Name: name, Start: start, End: s.m.Now(), Err: err})
+		s.m.w.Add(Span{Space: device.Host, Stream: s.Name(), Op: op, Name: name, Note: note, Start: start, End: s.m.Now(), Err: err})
 		return err
 	}
 	return w

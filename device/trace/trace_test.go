@@ -30,25 +30,33 @@ func check(t *testing.T, err error) {
 }
 
 // file is what a trace holds, as its readers see it.
-type file struct {
-	TraceEvents []struct {
-		Name, Ph, Cat string
-		TS, Dur       float64
-		PID, TID      int
-		Args          map[string]any
-	}
+type file struct{ TraceEvents []event }
+
+type event struct {
+	Name, Ph, Cat, BP string
+	ID                int
+	TS, Dur           float64
+	PID, TID          int
+	Args              map[string]any
 }
 
-// read returns the spans of each row, by "space: stream".
-func read(t *testing.T, data []byte) map[string][]trace.Span {
+// parse returns the events of a trace.
+func parse(t *testing.T, data []byte) []event {
 	t.Helper()
 	var f file
 	if err := json.Unmarshal(data, &f); err != nil {
 		t.Fatalf("%v in %s", err, data)
 	}
+	return f.TraceEvents
+}
+
+// read returns the spans of each row, by "space: stream".
+func read(t *testing.T, data []byte) map[string][]trace.Span {
+	t.Helper()
 	spaces, names, spans := map[int]string{}, map[int]string{}, map[string][]trace.Span{}
-	for _, e := range f.TraceEvents {
+	for _, e := range parse(t, data) {
 		switch {
+		case e.Ph == "M" && e.Name == "process_sort_index":
 		case e.Ph == "M" && e.Name == "process_name":
 			spaces[e.PID] = e.Args["name"].(string)
 		case e.Ph == "M" && e.Name == "thread_name":
@@ -60,7 +68,7 @@ func read(t *testing.T, data []byte) map[string][]trace.Span {
 			}
 			bytes, _ := e.Args["bytes"].(float64)
 			spans[row] = append(spans[row], trace.Span{
-				Op: e.Cat, Name: e.Name, Bytes: int64(bytes),
+				Op: trace.Op(e.Cat), Name: e.Name, Bytes: int64(bytes),
 				Start: time.Duration(math.Round(e.TS * 1e3)), End: time.Duration(math.Round((e.TS + e.Dur) * 1e3)),
 			})
 		default:
@@ -81,11 +89,13 @@ func TestWriter(t *testing.T) {
 	w = trace.NewWriter(&out)
 	w.Add(trace.Span{Space: 1, Stream: `a "stream"`, Op: "copy", Bytes: 5, Start: 1500, End: 3500})
 	w.Add(trace.Span{Space: 1, Stream: "other", Op: "launch", Name: "norm", Start: 1, End: 2, Err: errors.New("broken")})
+	w.Add(trace.Span{Space: 1, Stream: "other", Op: trace.Wait, Start: 10, End: 10 + 1999})
+	w.Add(trace.Span{Space: 1, Stream: "other", Op: trace.Callback, Start: 10, End: 10 + 49999})
 	w.Add(trace.Span{Space: 1, Stream: "third", Op: "launch", Start: 2, End: 2})
 	w.Add(trace.Span{Stream: "other", Op: "launch", Name: "attention", Start: 0, End: time.Hour})
 	check(t, w.Close())
 	spans := read(t, out.Bytes())
-	if len(spans) != 3 || !strings.Contains(out.String(), `"broken"`) {
+	if len(spans) != 3 || len(spans["gpu0: other"]) != 1 || !strings.Contains(out.String(), `"broken"`) {
 		t.Errorf("%v of %s", spans, out.String())
 	}
 	if s := spans[`gpu0: a "stream"`]; len(s) != 1 || s[0] != (trace.Span{Op: "copy", Name: "copy", Bytes: 5, Start: 1500, End: 3500}) {
@@ -169,7 +179,7 @@ func testMachine(t *testing.T) {
 		seen, watcher := 0, h.(device.Watcher)
 		look := device.Work{Name: "look", Host: true, Run: func(device.Access) error {
 			seen++
-			time.Sleep(time.Microsecond)
+			time.Sleep(time.Millisecond)
 			return nil
 		}}
 		_, err = watcher.Watch(device.Point{Fence: f, Value: 1}, look)

@@ -1,9 +1,11 @@
 package devices
 
 import (
+	"compress/gzip"
 	"errors"
 	"fmt"
 	"os"
+	"strings"
 
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/device/emulated"
@@ -11,8 +13,8 @@ import (
 	"github.com/moeserve/moeserve/kernels"
 )
 
-// openTrace begins a file for what streams do; no path: none. It is closed behind the
-// machine.
+// openTrace begins a file for what streams do, compressed where its name ends in .gz; no
+// path: none. It is closed behind the machine.
 func (d *Devices) openTrace(path string) error {
 	if path == "" {
 		return nil
@@ -21,8 +23,17 @@ func (d *Devices) openTrace(path string) error {
 	if err != nil {
 		return fmt.Errorf("trace: %w", err)
 	}
-	d.trace = trace.NewWriter(f)
-	d.closers = append(d.closers, func() error { return errors.Join(d.trace.Close(), f.Close()) })
+	if !strings.HasSuffix(path, ".gz") {
+		d.trace = trace.NewWriter(f)
+		d.closers = append(d.closers, func() error { return errors.Join(d.trace.Close(), f.Close()) })
+		return nil
+	}
+	z, err := gzip.NewWriterLevel(f, gzip.BestSpeed)
+	if err != nil {
+		return errors.Join(fmt.Errorf("trace: %w", err), f.Close())
+	}
+	d.trace = trace.NewWriter(z)
+	d.closers = append(d.closers, func() error { return errors.Join(d.trace.Close(), z.Close(), f.Close()) })
 	return nil
 }
 
@@ -32,11 +43,23 @@ func (d *Devices) traceEmulated(o *emulated.Options) {
 		return
 	}
 	o.Trace = func(t emulated.Trace) {
+		op, ok := emulatedOps[t.Op]
+		if !ok {
+			return
+		}
+		if t.Host {
+			op = trace.Callback
+		}
+		note, _ := t.Note.(*trace.Note)
 		d.trace.Add(trace.Span{
-			Space: t.Space, Stream: t.Stream, Op: t.Op, Name: t.Name, Bytes: t.Bytes, Start: t.Start, End: t.End, Err: t.Err,
+			Space: t.Space, Stream: t.Stream, Op: op, Name: t.Name, Bytes: t.Bytes, Note: note, Start: t.Start, End: t.End, Err: t.Err,
 		})
 	}
 }
+
+// emulatedOps are what a trace shows of an emulated machine, as of any other: what a stream
+// records and signals takes no time of its own.
+var emulatedOps = map[string]trace.Op{"copy": trace.Copied, "launch": trace.Launch, "wait": trace.Wait, "await": trace.Wait}
 
 // traced is a machine whose streams are traced, where anything is: those of others than
 // traceEmulated's do not tell by themselves.
@@ -46,6 +69,9 @@ func (d *Devices) traced(m device.Machine, tells bool) device.Machine {
 	}
 	return trace.Wrap(m, d.trace)
 }
+
+// Trace is what is written of the machine's streams; nil where nothing is.
+func (d *Devices) Trace() *trace.Writer { return d.trace }
 
 // Enqueuing is the backend for what runs on the machine's streams.
 func (d *Devices) Enqueuing() kernels.Backend {
@@ -60,9 +86,35 @@ type tracing struct{ kernels.Backend }
 
 // Enqueue implements kernels.Backend.
 func (b tracing) Enqueue(s device.Stream, op kernels.Op) error {
-	t, ok := s.(*trace.Stream)
-	if !ok {
-		return b.Backend.Enqueue(s, op)
+	enqueue := func() error {
+		t, ok := s.(*trace.Stream)
+		if !ok {
+			return b.Backend.Enqueue(s, op)
+		}
+		return t.Span(trace.Launch, op.Name(), 0, func() error { return b.Backend.Enqueue(t.Unwrap(), op) })
 	}
-	return t.Span("launch", op.Name(), 0, func() error { return b.Backend.Enqueue(t.Unwrap(), op) })
+	if shape := shapeOf(op); shape != (trace.Shape{}) {
+		return trace.Shaped(s, shape, enqueue)
+	}
+	return enqueue()
+}
+
+// shapeOf is that of a GEMM; the zero Shape for other operations.
+func shapeOf(op kernels.Op) (s trace.Shape) {
+	switch o := op.(type) {
+	case *kernels.MatMul:
+		s = trace.Shape{M: o.X.Shape[0], N: o.W.Shape[0], K: o.X.Shape[1]}
+	case *kernels.ExpertUp:
+		s = trace.Shape{N: 2 * o.Layout.Intermediate, K: o.Layout.Hidden, Experts: o.Experts.Shape[0]}
+	case *kernels.ExpertDown:
+		s = trace.Shape{N: o.Layout.Hidden, K: o.Layout.Intermediate, Experts: o.Experts.Shape[0]}
+	default:
+		return s
+	}
+	var d kernels.Decl
+	op.Declare(&d)
+	if s.Flops = d.Flops; s.M == 0 {
+		s.M = int(d.Flops / (2 * int64(s.N) * int64(s.K)))
+	}
+	return s
 }
