@@ -68,6 +68,7 @@ var imports = map[string]map[string]string{
 	"eval/figure": {},
 	"experts": {
 		"device":       "memory, streams and fences",
+		"device/trace": "what a fetch is of, in traces",
 		"experts/load": "weights into the host's memory",
 		"experts/ring": "which slot is next",
 		"harvest":      "peers' memory and its loss",
@@ -133,6 +134,7 @@ var imports = map[string]map[string]string{
 	"node": {
 		"configs":                 "its settings",
 		"device":                  "the machine it runs on",
+		"device/trace":            "the batch and the KV cache, in traces",
 		"device/emulated/tenants": "plays a trace of other tenants",
 		"engine":                  "opens, runs and closes it",
 		"experts":                 "opens and closes the store",
@@ -233,13 +235,14 @@ var imports = map[string]map[string]string{
 		"transfer": "copies into it",
 	},
 	"pipeline": {
-		"configs": "how a step's work is grouped",
-		"device":  "streams and points",
-		"experts": "experts of a layer, when they are there",
-		"forward": "the stages of a layer",
-		"kernels": "the backend of an executor",
-		"kvcache": "blocks of the sequences",
-		"models":  "the architecture it runs",
+		"configs":      "how a step's work is grouped",
+		"device":       "streams and points",
+		"device/trace": "what operations are about, in traces",
+		"experts":      "experts of a layer, when they are there",
+		"forward":      "the stages of a layer",
+		"kernels":      "the backend of an executor",
+		"kvcache":      "blocks of the sequences",
+		"models":       "the architecture it runs",
 	},
 	"planner": {"configs": "presets of hardware, and what policies say"},
 	"rebalancer": {
@@ -264,6 +267,7 @@ var imports = map[string]map[string]string{
 	"tools/fixtures": {"models/safetensors": "reads what the reference has computed"},
 	"transfer": {
 		"device":            "streams and links",
+		"device/trace":      "what copies are of, in traces",
 		"transfer/dispatch": "which chunk goes over which link",
 	},
 	"transfer/dispatch": {"device": "spaces and points"},

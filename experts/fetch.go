@@ -7,6 +7,7 @@ import (
 	"slices"
 
 	"github.com/moeserve/moeserve/device"
+	"github.com/moeserve/moeserve/device/trace"
 	"github.com/moeserve/moeserve/experts/ring"
 	"github.com/moeserve/moeserve/harvest"
 	"github.com/moeserve/moeserve/lease"
@@ -79,7 +80,8 @@ const (
 // comes from the host. It names the copy.
 type fetch struct {
 	// layer by the model's number, and the experts copied.
-	layer, first, last int
+	layer   int
+	experts []int
 	// refs counts the lists that have it: fetcher.fetches, and arrival.copies.
 	refs int
 	// ticket is nil where the copy was not submitted.
@@ -358,7 +360,7 @@ func (f *fetcher) newFetch(from device.Space) *fetch {
 	}
 	c := f.spare[n-1]
 	f.spare = f.spare[:n-1]
-	*c = fetch{from: from, slots: c.slots[:0], copies: c.copies[:0]}
+	*c = fetch{from: from, experts: c.experts[:0], slots: c.slots[:0], copies: c.copies[:0]}
 	return c
 }
 
@@ -393,7 +395,15 @@ func (f *fetcher) forgetCopies(a *arrival) {
 
 // String names the copy.
 func (f *fetch) String() string {
-	return fmt.Sprintf("layer %d experts %d to %d", f.layer, f.first, f.last)
+	return fmt.Sprintf("layer %d experts %d to %d", f.layer, f.experts[0], f.experts[len(f.experts)-1])
+}
+
+// Describe implements trace.Describer.
+func (f *fetch) Describe(n *trace.Note) {
+	n.Name, n.Layer, n.Experts, n.Tier = "fetch experts", f.layer, slices.Clone(f.experts), f.tier().String()
+	if n.Priority == transfer.Prefetch.String() {
+		n.Name = "prefetch experts"
+	}
 }
 
 // submit starts one copy of a run: of f.pieces, which go to its slots from the first on.
@@ -406,7 +416,7 @@ func (f *fetcher) submit(position int, c *fetch, kind int, r *run, first int, p 
 		c.slots = append(c.slots, at)
 		f.keep(&f.slots[at].copies, c)
 	}
-	c.layer, c.first, c.last = f.plan.Layers[position], r.experts[first], r.experts[last]
+	c.layer, c.experts = f.plan.Layers[position], append(c.experts, r.experts[first:last+1]...)
 	for i := range f.pieces {
 		c.bytes += f.pieces[i].Src.Bytes
 	}

@@ -55,6 +55,8 @@ type opening struct {
 type Wave struct {
 	// Experts is the list, [n] I32 in device memory.
 	Experts kernels.Tensor
+	// IDs are the same, on the host.
+	IDs []int
 	// Await must be reached before the launch; empty for resident experts.
 	Await []device.Point
 }

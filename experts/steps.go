@@ -246,7 +246,7 @@ func (s *steps) fetchChosen(ctx context.Context, position int, chosen []int32) (
 // residentWave adds the wave of the local experts.
 func (s *steps) residentWave(position int) {
 	if l := &s.layers[position]; l.residents > 0 {
-		l.waves = appendWave(l.waves, s.tables.rows[position].ids.Slice(0, l.residents))
+		l.waves = appendWave(l.waves, s.tables.rows[position].ids.Slice(0, l.residents), l.list[:l.residents])
 	}
 }
 
@@ -258,7 +258,7 @@ func (s *steps) waves(position, most int) {
 	from := 0
 	for i := range n {
 		to := from + share(i, n, len(missing))
-		l.waves = appendWave(l.waves, s.tables.rows[position].ids.Slice(l.residents+from, l.residents+to))
+		l.waves = appendWave(l.waves, s.tables.rows[position].ids.Slice(l.residents+from, l.residents+to), missing[from:to])
 		w := &l.waves[len(l.waves)-1]
 		for _, e := range missing[from:to] {
 			a := s.fetch.arrival(ID{position, e})
@@ -274,14 +274,14 @@ func (s *steps) waves(position, most int) {
 }
 
 // appendWave uses the room that an earlier use has left.
-func appendWave(waves []Wave, list kernels.Tensor) []Wave {
+func appendWave(waves []Wave, list kernels.Tensor, ids []int) []Wave {
 	n := len(waves)
 	if n < cap(waves) {
 		waves = waves[:n+1]
-		waves[n] = Wave{Experts: list, Await: waves[n].Await[:0]}
+		waves[n] = Wave{Experts: list, IDs: ids, Await: waves[n].Await[:0]}
 		return waves
 	}
-	return append(waves, Wave{Experts: list})
+	return append(waves, Wave{Experts: list, IDs: ids})
 }
 
 // countUse counts where the experts of a use were found.
@@ -372,7 +372,7 @@ func (s *steps) frozen(layer int) (Use, error) {
 		return Use{}, fmt.Errorf("experts: resident experts of layer %d: %w", layer, err)
 	}
 	row := &s.tables.rows[position]
-	return Use{Slots: row.slots, Waves: []Wave{{Experts: row.ids}}, All: row.ids, open: opening{frozen: true}}, nil
+	return Use{Slots: row.slots, Waves: []Wave{{Experts: row.ids, IDs: s.layers[s.position[layer]].list}}, All: row.ids, open: opening{frozen: true}}, nil
 }
 
 // whole says why not all of the layer's experts are local.

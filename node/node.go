@@ -113,6 +113,7 @@ type Node struct {
 	store    *experts.Store
 	kv       *kvcache.Manager
 	pipe     *pipeline.Pipeline
+	steps    stepper
 	engine   *engine.Engine
 	observer *observe.Observer
 	// closers in the order in which things were started.
@@ -199,7 +200,7 @@ func (n *Node) assemble(ctx context.Context, u *setup, blocks int) (load time.Du
 	if err != nil {
 		return 0, err
 	}
-	if n.transfer, err = transfer.New(transfer.Options{Machine: n.machine}); err != nil {
+	if n.transfer, err = transfer.New(transfer.Options{Machine: n.machine, Trace: d.Trace()}); err != nil {
 		return 0, fault.Of(fault.ErrDevice, err)
 	}
 	n.started(n.transfer.Close)
@@ -235,11 +236,12 @@ func (n *Node) assemble(ctx context.Context, u *setup, blocks int) (load time.Du
 		return 0, err
 	}
 	load = time.Since(start)
-	steps.Experts, steps.KV = n.store, pool
+	steps.Experts, steps.KV, steps.Trace = n.store, pool, d.Trace()
 	if n.pipe, err = pipeline.New(steps); err != nil {
 		return 0, fault.Of(fault.ErrDevice, err)
 	}
 	n.started(n.pipe.Close)
+	n.steps = stepper{n.pipe, n.machine, n.kv, d.Trace()}
 	if err := n.warm(ctx, d.Backend, groups[0]); err != nil {
 		return 0, fault.Of(fault.ErrDevice, fmt.Errorf("node: first products: %w", err))
 	}
@@ -248,7 +250,7 @@ func (n *Node) assemble(ctx context.Context, u *setup, blocks int) (load time.Du
 	}
 	c, l := u.model.Config, &n.info.Limits
 	if n.engine, err = engine.New(engine.Options{
-		Pipeline: stepper{n.pipe, n.machine}, KV: n.kv, Tokenizer: n.text.Tokenizer, MaxModelLen: l.MaxModelLen,
+		Pipeline: n.steps, KV: n.kv, Tokenizer: n.text.Tokenizer, MaxModelLen: l.MaxModelLen,
 		MaxNumSeqs: l.MaxSeqs, MaxNumBatchedTokens: l.MaxTokens, MaxAdjust: l.MaxAdjust,
 		LongAfter: c.RoPE.LongAfter, Vocab: c.Vocab, StopIDs: c.EOS, Log: o.Log,
 		MaxQueued: o.MaxQueued, Listener: o.Listener,
@@ -330,7 +332,7 @@ func (n *Node) Log() *slog.Logger { return n.log }
 // Step runs a step beside the engine's, between its calls, behind what goes on beside
 // steps.
 func (n *Node) Step(ctx context.Context, s *pipeline.Step) (pipeline.Result, error) {
-	return stepper{n.pipe, n.machine}.Step(ctx, s)
+	return n.steps.Step(ctx, s)
 }
 
 // Close stops everything, in the reverse order of its start, and gives all memory

@@ -8,7 +8,9 @@ import (
 
 	"github.com/moeserve/moeserve/configs"
 	"github.com/moeserve/moeserve/device"
+	"github.com/moeserve/moeserve/device/trace"
 	"github.com/moeserve/moeserve/engine"
+	"github.com/moeserve/moeserve/kvcache"
 	"github.com/moeserve/moeserve/node/fault"
 	"github.com/moeserve/moeserve/pipeline"
 	"github.com/moeserve/moeserve/rebalancer"
@@ -79,6 +81,8 @@ func (n *Node) startUpkeep(others *playback) error {
 type stepper struct {
 	*pipeline.Pipeline
 	clock device.Clock
+	kv    *kvcache.Manager
+	trace *trace.Writer
 }
 
 var _ engine.Stepper = stepper{}
@@ -86,5 +90,6 @@ var _ engine.Stepper = stepper{}
 // Step implements engine.Stepper.
 func (s stepper) Step(ctx context.Context, step *pipeline.Step) (pipeline.Result, error) {
 	s.clock.Turn()
+	s.trace.Counter("KV blocks", "in use", s.clock.Now(), float64(s.kv.Blocks()-s.kv.Free()))
 	return s.Pipeline.Step(ctx, step)
 }

@@ -18,6 +18,7 @@ type executor struct {
 	// attention is the device's, nil where the host attends.
 	attention *forward.Attention
 	layout    kernels.ExpertLayout
+	tracer    *tracer
 }
 
 // attend runs a micro-batch's attention block on the device.
@@ -42,13 +43,15 @@ func (x *executor) routed(layer int, r forward.Span, use *experts.Use, together 
 		return x.model.Combine(x.stream, layer, r)
 	}
 	for i := range use.Waves {
-		if err := hold(x.stream, ExpertCopy, use.Waves[i].Await, m); err != nil {
+		if err := x.await(&use.Waves[i], m); err != nil {
 			return err
 		}
 	}
+	x.tracer.wave(use.Waves...)
 	if err := x.model.Experts(x.stream, layer, r, use.Slots, use.All, x.layout); err != nil {
 		return err
 	}
+	x.tracer.waved()
 	return x.model.Combine(x.stream, layer, r)
 }
 
@@ -73,14 +76,24 @@ func (x *executor) fetched(layer int, r forward.Span, use *experts.Use, m *meter
 func (x *executor) waves(layer int, r forward.Span, slots kernels.Tensor, waves []experts.Wave, m *meter) error {
 	for i := range waves {
 		w := &waves[i]
-		if err := hold(x.stream, ExpertCopy, w.Await, m); err != nil {
+		if err := x.await(w, m); err != nil {
 			return err
 		}
+		x.tracer.wave(*w)
 		if err := x.model.Experts(x.stream, layer, r, slots, w.Experts, x.layout); err != nil {
 			return err
 		}
 	}
+	x.tracer.waved()
 	return nil
+}
+
+// await holds the stream back until a wave's copies have landed.
+func (x *executor) await(w *experts.Wave, m *meter) error {
+	if len(w.Await) > 0 {
+		x.tracer.wait(ExpertCopy, w.Await...)
+	}
+	return hold(x.stream, ExpertCopy, w.Await, m)
 }
 
 // hold holds a stream back until points are reached, and counts for how long.
@@ -113,6 +126,8 @@ type frame struct {
 	// chosen and predicted are the choice of that layer's router, and what a later
 	// layer's is predicted to choose.
 	chosen, predicted choice
+	// shape of the plan.
+	shape *Shape
 	// together says that all of a layer's experts are launched at once.
 	together bool
 	// meter counts stalls, nil where a graph is captured.
@@ -127,11 +142,13 @@ type enqueuer struct {
 	choices   *choices
 	// attention is nil where the device attends.
 	attention *hostAttention
+	tracer    *tracer
 }
 
 // run enqueues actions, one after another.
 func (q *enqueuer) run(ctx context.Context, plan []Action, f *frame) error {
 	for _, a := range plan {
+		q.tracer.action(a, f.shape)
 		err := f.meter.resume(a.Kind)
 		if err == nil {
 			err = q.do(ctx, a, f)

@@ -29,6 +29,7 @@ type hostAttention struct {
 
 	projected, sent, ended, landed device.Fence
 	chain                          uint32
+	tracer                         *tracer
 }
 
 func newHostAttention(o *Options) (h *hostAttention, err error) {
@@ -74,6 +75,8 @@ func (h *hostAttention) attend(compute device.Stream, m *forward.Model, layer in
 	}
 	rows := forward.Span{First: b.row, Rows: b.batch.Rows}
 	onHost, onDevice := h.attention.Buffers().Rows(rows), m.Buffers(&b.batch)
+	h.tracer.onHost(h.out, "copy q, k, v")
+	h.tracer.onHost(h.host, "")
 	err := hop(h.out, h.projected, h.sent, n, func() (err error) {
 		if err = h.out.Copy(onHost.Projected.Range(), onDevice.Projected.Range()); err == nil {
 			b.sent, err = meter.mark(h.out)
@@ -95,6 +98,7 @@ func (h *hostAttention) attend(compute device.Stream, m *forward.Model, layer in
 	if err != nil {
 		return err
 	}
+	h.tracer.brings(h.in, "copy attention", device.Point{Fence: h.landed, Value: n})
 	if err := hop(h.in, h.ended, h.landed, n, func() error { return h.in.Copy(onDevice.Attended.Range(), onHost.Attended.Range()) }); err != nil {
 		return fmt.Errorf("bring attention from the host: %w", err)
 	}
@@ -115,6 +119,7 @@ func hop(s device.Stream, after, then device.Fence, n uint32, do func() error) e
 
 // collect holds the compute stream back until the micro-batch's last chain has ended.
 func (h *hostAttention) collect(compute device.Stream, b *microBatch, meter *meter) error {
+	h.tracer.wait(CPUAttention, device.Point{Fence: h.landed, Value: b.chain})
 	return meter.wait(CPUAttention, b.sent, b.attended, func() error { return compute.Await(h.landed, b.chain) })
 }
 

@@ -7,6 +7,7 @@ import (
 
 	"github.com/moeserve/moeserve/configs"
 	"github.com/moeserve/moeserve/device"
+	"github.com/moeserve/moeserve/device/trace"
 	"github.com/moeserve/moeserve/experts"
 	"github.com/moeserve/moeserve/forward"
 	"github.com/moeserve/moeserve/kernels"
@@ -57,6 +58,8 @@ type Options struct {
 	// Graphs is how many decode steps are kept as graphs, at most, where streams are
 	// device.Capturers and every expert is local; negative: none. Default: 16.
 	Graphs int
+	// Trace prints what the operations of steps are about. Default: none.
+	Trace *trace.Writer
 	// Log hears of what makes steps slower. Default: nobody.
 	Log *slog.Logger
 }

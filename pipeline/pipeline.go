@@ -101,6 +101,7 @@ type Pipeline struct {
 	graphs    graphs
 	meter     meter
 	pace      pace
+	tracer    *tracer
 
 	// step is the store's part of the latest step, and loads what that waits for.
 	step    storeStep
@@ -130,6 +131,9 @@ func (p *Pipeline) open() (err error) {
 		return err
 	}
 	p.meter.machine, p.meter.stream = o.Machine, p.compute
+	if o.Trace != nil {
+		p.tracer = &tracer{w: o.Trace, clock: o.Machine, stream: p.compute}
+	}
 	p.batches = newBatcher(o, func() forward.HostBatch { return forward.NewHostBatch(o.config(), o.GroupLimits(o.Limits)) })
 	if o.Graphs > 0 && o.HostAttention == nil && !p.plans.missing() { // a graph neither waits nor fetches
 		p.graphs.open(p.compute, o.Graphs)
@@ -137,7 +141,7 @@ func (p *Pipeline) open() (err error) {
 	}
 	executors := make([]executor, len(o.Executors))
 	for i, x := range o.Executors {
-		executors[i] = executor{model: x.Model, stream: p.compute}
+		executors[i] = executor{model: x.Model, stream: p.compute, tracer: p.tracer}
 		if o.HostAttention == nil {
 			executors[i].attention = x.Model.Attention(o.KV)
 		}
@@ -160,12 +164,13 @@ func (p *Pipeline) open() (err error) {
 		if p.attention, err = newHostAttention(o); err != nil {
 			return fmt.Errorf("attention on the host: %w", err)
 		}
+		p.attention.tracer = p.tracer
 		p.sources = append(p.sources, p.attention)
 	}
 	if o.Experts != nil {
 		p.sources = append(p.sources, &p.step)
 	}
-	p.enqueuer = enqueuer{executors: executors, batches: p.batches, rows: p.rows, choices: p.choices, attention: p.attention}
+	p.enqueuer = enqueuer{executors: executors, batches: p.batches, rows: p.rows, choices: p.choices, attention: p.attention, tracer: p.tracer}
 	return nil
 }
 
@@ -189,6 +194,7 @@ func (p *Pipeline) Step(ctx context.Context, s *Step) (Result, error) {
 		return Result{}, err
 	}
 	p.meter.begin()
+	p.tracer.begin(s, plan)
 	p.rows.used, p.loads = 0, s.Wait
 	if err = p.begin(ctx, rows); err == nil {
 		err = p.enqueue(ctx, plan, s.Logits)
@@ -218,9 +224,12 @@ func (p *Pipeline) begin(ctx context.Context, rows int) (err error) {
 
 // enqueue enqueues a step, and marks its end.
 func (p *Pipeline) enqueue(ctx context.Context, plan *plan, withLogits bool) error {
-	f := frame{step: p.step.Step, together: p.pace.together, meter: &p.meter}
+	f := frame{step: p.step.Step, shape: &plan.shape, together: p.pace.together, meter: &p.meter}
 	if err := p.enqueuer.run(ctx, plan.uploads, &f); err != nil {
 		return err
+	}
+	if len(p.loads) > 0 {
+		p.tracer.wait(KVLoad, p.loads...)
 	}
 	if err := hold(p.compute, KVLoad, p.loads, &p.meter); err != nil {
 		return fmt.Errorf("pipeline: wait for keys and values: %w", err)
@@ -233,6 +242,7 @@ func (p *Pipeline) enqueue(ctx context.Context, plan *plan, withLogits bool) err
 	} else if err := p.enqueuer.run(ctx, plan.rest, &f); err != nil {
 		return err
 	}
+	p.tracer.results()
 	if err := p.results.bring(p.batches, withLogits); err != nil {
 		return err
 	}
@@ -242,7 +252,7 @@ func (p *Pipeline) enqueue(ctx context.Context, plan *plan, withLogits bool) err
 	if again {
 		p.graphs.capture(func() error {
 			// Step.Layers does the store's part for each launch.
-			return p.enqueuer.run(ctx, plan.rest, &frame{step: p.step.Frozen()})
+			return p.enqueuer.run(ctx, plan.rest, &frame{step: p.step.Frozen(), shape: &plan.shape})
 		})
 	}
 	return nil

@@ -118,7 +118,7 @@ func newRig(t *testing.T, fixture string, fraction float64, mo emulated.Options,
 		o.Executors = append(o.Executors, Executor{Space: space, Model: model})
 	}
 
-	engine, err := transfer.New(transfer.Options{Machine: m, ChunkBytes: 4096})
+	engine, err := transfer.New(transfer.Options{Machine: m, ChunkBytes: 4096, Trace: o.Trace})
 	check(t, err)
 	closers = append(closers, engine.Close)
 	var layers []int

@@ -93,6 +93,15 @@ func (k Kind) endsLayer() bool {
 	return false
 }
 
+// perMicroBatch says whether an action is for a micro-batch, and not for a group or for all.
+func (k Kind) perMicroBatch() bool {
+	switch k {
+	case Upload, Embed, PagePrefetch, Attend, Project, AwaitAttention, Route, FeedForward, Head:
+		return true
+	}
+	return false
+}
+
 // Action is one entry of a step plan. Layer, MicroBatch, Group and Pages count only where
 // the kind has them.
 type Action struct {

@@ -25,6 +25,7 @@ type planKey struct {
 
 // plan is the actions of a step of a shape; the uploads of row data come first.
 type plan struct {
+	name          string
 	shape         Shape
 	uploads, rest []Action
 }
@@ -63,17 +64,18 @@ func (p *plans) of(rows int) *plan {
 		s.Groups = 1
 	}
 	var actions []Action
+	var name string
 	switch {
 	case key.onDemand:
-		actions = OnDemand(s)
+		name, actions = "on-demand", OnDemand(s)
 	case p.grouping == configs.PerMicroBatch:
-		actions = CGOPipe(s)
+		name, actions = "CGOPipe", CGOPipe(s)
 	case s.HostAttention:
-		actions = OverlappedCPUAttention(s)
+		name, actions = "overlapped CPU attention", OverlappedCPUAttention(s)
 	default:
-		actions = Layerwise(s)
+		name, actions = "layerwise", Layerwise(s)
 	}
-	made = &plan{shape: s, uploads: actions[:n], rest: actions[n:]}
+	made = &plan{name: name, shape: s, uploads: actions[:n], rest: actions[n:]}
 	p.made[key] = made
 	return made
 }

@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"github.com/moeserve/moeserve/device"
+	"github.com/moeserve/moeserve/device/trace"
 	"github.com/moeserve/moeserve/transfer/dispatch"
 )
 
@@ -25,6 +26,8 @@ type Options struct {
 	// Depth is how many chunks of one link are with the device at a time; small ones may
 	// be more. Default: 2.
 	Depth int
+	// Trace prints what copies are of. Default: none.
+	Trace *trace.Writer
 	// Log hears of chunks tried again and copies that failed. Default: none.
 	Log *slog.Logger
 }
@@ -104,7 +107,7 @@ func New(o Options) (*Engine, error) {
 	if err := o.Validate(); err != nil {
 		return nil, err
 	}
-	s, err := o.Machine.NewStream(device.Host, device.StreamOptions{Name: "ends of copies"})
+	s, err := o.Machine.NewStream(device.Host, device.StreamOptions{Name: "transfer worker"})
 	if err != nil {
 		return nil, fmt.Errorf("transfer: %w", err)
 	}
@@ -182,6 +185,7 @@ func (e *Engine) ticket(r *Request) (*Ticket, error) {
 		t.req.Add(dispatch.Piece{Dst: p.Dst.Range, Src: p.Src.Range, Apart: p.Apart})
 	}
 	t.label, t.done = r.Label, r.Done
+	t.traced = e.o.Trace.Request(r.Done)
 	t.end = device.Point{Fence: mark.Fence, Value: mark.Value + 1}
 	return t, nil
 }
@@ -263,7 +267,7 @@ func (e *Engine) await(p device.Point) error {
 	} else {
 		w = &wait{}
 		w.work = device.Work{
-			Name: "start copies", Host: true,
+			Name: "wait for slot", Host: true,
 			Run:    func(device.Access) error { e.passed(w, nil); return nil },
 			Failed: func(err error) { e.passed(w, fmt.Errorf("%w: %w", ErrAfter, err)) },
 		}

@@ -619,7 +619,7 @@ func TestWaitingTogether(t *testing.T) {
 		t.Fatal(err)
 	}
 	r.wait(last)
-	start, end := "ends of copies: start copies", "ends of copies: end of a chunk"
+	start, end := "transfer worker: wait for slot", "transfer worker: complete transfer"
 	if want := []string{start, end, end, end, end, start, end}; !slices.Equal(work, want) {
 		t.Errorf("work of the host: %q, want %q", work, want)
 	}
@@ -966,7 +966,7 @@ func TestWrongSpace(t *testing.T) {
 }
 
 func TestPriorities(t *testing.T) {
-	for p, want := range map[transfer.Priority]string{transfer.Rebalance: "rebalance", transfer.Prefetch: "prefetch", transfer.Demand: "needed", 7: "priority(7)"} {
+	for p, want := range map[transfer.Priority]string{transfer.Rebalance: "migration", transfer.Prefetch: "prefetch", transfer.Demand: "demand", 7: "priority(7)"} {
 		if p.String() != want || p >= transfer.Priorities {
 			t.Errorf("priority %d of %d prints as %q, want %q", p, transfer.Priorities, p, want)
 		}

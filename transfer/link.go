@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"github.com/moeserve/moeserve/device"
+	"github.com/moeserve/moeserve/device/trace"
 	"github.com/moeserve/moeserve/transfer/dispatch"
 )
 
@@ -60,7 +61,7 @@ func newLink(e *Engine, pair device.Pair, slots int) (l *link, err error) {
 			return l, err
 		}
 		l.slots = append(l.slots, slot{event: ev, ended: device.Work{
-			Name: "end of a chunk", Host: true,
+			Name: "complete transfer", Host: true,
 			Run:    func(device.Access) error { l.ended(i, nil); return nil },
 			Failed: func(err error) { l.ended(i, err) },
 		}})
@@ -74,6 +75,9 @@ func (l *link) launch(i int, c dispatch.Chunk) {
 	e := l.engine
 	if !l.busy {
 		l.busy, l.since = true, e.o.Machine.Now()
+	}
+	if t := c.Request.Owner.(*Ticket); t.traced != nil {
+		trace.Annotate(l.copies, t.note(c.Last()))
 	}
 	s := &l.slots[i]
 	err := c.Each(l.enqueue)

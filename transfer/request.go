@@ -25,7 +25,7 @@ const (
 	Priorities = dispatch.Classes
 )
 
-var priorityNames = [...]string{Rebalance: "rebalance", Prefetch: "prefetch", Demand: "needed"}
+var priorityNames = [...]string{Rebalance: "migration", Prefetch: "prefetch", Demand: "demand"}
 
 func (p Priority) String() string {
 	if int(p) < len(priorityNames) {

@@ -5,6 +5,7 @@ import (
 	"fmt"
 
 	"github.com/moeserve/moeserve/device"
+	"github.com/moeserve/moeserve/device/trace"
 	"github.com/moeserve/moeserve/transfer/dispatch"
 )
 
@@ -20,6 +21,8 @@ type Ticket struct {
 	// fence may be failed by a later request while this one is still under way.
 	end device.Point
 	err error
+	// traced is nil where nothing is.
+	traced *trace.Copy
 }
 
 // Promote raises the request's priority, if p is higher than it is: a prefetch is
@@ -99,5 +102,26 @@ func (t *Ticket) Wait(ctx context.Context) error {
 }
 
 func (t *Ticket) pair() device.Pair { return device.Pair{From: t.req.From, To: t.req.To} }
+
+// note is what a trace prints of a chunk of the request.
+func (t *Ticket) note(last bool) *trace.Note {
+	p := Priority(t.req.Class)
+	n := &trace.Note{Layer: trace.NoLayer, Priority: p.String()}
+	t.traced.Note(n, last)
+	if d, ok := t.label.(trace.Describer); ok {
+		d.Describe(n)
+		return n
+	}
+	if t.label != nil {
+		n.Detail = t.label.String()
+	}
+	switch p {
+	case Rebalance:
+		n.Name = "migrate"
+	case Prefetch:
+		n.Name = "prefetch"
+	}
+	return n
+}
 
 func (t *Ticket) name() string { return name(t.label, t.req.Bytes(), t.pair()) }

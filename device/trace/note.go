@@ -167,6 +167,10 @@ func (w *Writer) Request(done device.Point) *Copy {
 	return c
 }
 
+// Describer is the label of a copy that is about more than a text: it sets what it knows of
+// the note's fields, of which Priority is set.
+type Describer interface{ Describe(n *Note) }
+
 // Note makes n that of some of the copy's bytes, where last says that no more follow.
 func (c *Copy) Note(n *Note, last bool) {
 	n.Step = c.step

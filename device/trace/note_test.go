@@ -71,25 +71,21 @@ func TestSteps(t *testing.T) {
 		w.Add(launch("compute", "clear", 10, 11, nil))
 		w.Add(launch("compute", "norm", 11, 12, note(mixed, 0)))
 	})
-	compare(t, events, "BEX",
-		`B "prefill step" 1 map[decode_tokens:0 plan:layerwise prefill_tokens:9 sequences:2 step:1]`,
-		`X "embed" 1+1 map[step:1]`,
-		`B "layer 0" 3 map[layer:0 step:1]`,
-		`X "norm" 3+1 map[layer:0 step:1]`,
+	compare(t, events, "X",
 		`X "attention" 3+6 map[group:2 layer:0 micro_batch:1 stage:attend step:1]`,
+		`X "prefill step" 1+7 map[decode_tokens:0 plan:layerwise prefill_tokens:9 sequences:2 step:1]`,
+		`X "embed" 1+1 map[step:1]`,
+		`X "layer 0" 3+3 map[layer:0 step:1]`,
+		`X "norm" 3+1 map[layer:0 step:1]`,
 		`X "norm" 4+2 map[layer:0 step:1]`,
-		`E "" 6`,
-		`B "layer 1" 7 map[layer:1 step:1]`,
+		`X "layer 1" 7+1 map[layer:1 step:1]`,
 		`X "norm" 7+1 map[layer:1 step:1]`,
-		`E "" 8`, `E "" 8`,
-		`B "decode step" 8 map[decode_tokens:2 prefill_tokens:0 sequences:2 step:2]`,
+		`X "decode step" 8+1 map[decode_tokens:2 prefill_tokens:0 sequences:2 step:2]`,
 		`X "embed" 8+1 map[step:2]`,
-		`E "" 9`,
 		`X "clear" 10+1`,
-		`B "prefill and decode step" 11 map[decode_tokens:1 prefill_tokens:5 sequences:2 step:3]`,
-		`B "layer 0" 11 map[layer:0 step:3]`,
-		`X "norm" 11+1 map[layer:0 step:3]`,
-		`E "" 12`, `E "" 12`)
+		`X "prefill and decode step" 11+1 map[decode_tokens:1 prefill_tokens:5 sequences:2 step:3]`,
+		`X "layer 0" 11+1 map[layer:0 step:3]`,
+		`X "norm" 11+1 map[layer:0 step:3]`)
 }
 
 // TestArguments: what a note has is printed with the operation, and slices of one row do
@@ -148,9 +144,9 @@ func TestArrows(t *testing.T) {
 		w.Add(launch("compute", "expert_up", 60, 61, again))
 	})
 	compare(t, events, "sf",
-		`s "copy" 20`, `f "copy" 40`,
-		`s "copy" 30`, `f "copy" 40`,
-		`s "copy" 30`, `f "copy" 60`)
+		`s "copy" 22.5`, `f "copy" 40.5`,
+		`s "copy" 32.5`, `f "copy" 40.5`,
+		`s "copy" 32.5`, `f "copy" 60.5`)
 	connected(t, events, 3)
 	for _, e := range events {
 		if e.Ph == "X" && e.Cat == "copy" && e.Args["step"] != 7.0 {
@@ -197,7 +193,7 @@ func connected(t *testing.T, events []event, want int) {
 // TestCounters: a link's throughput is that of windows of a millisecond, and 0 behind the last.
 func TestCounters(t *testing.T) {
 	events := written(t, func(w *trace.Writer) {
-		w.Counter("batch size", 5*us, 3)
+		w.Counter("batch", "sequences", 5*us, 3)
 		n := &trace.Note{Layer: trace.NoLayer, Priority: "demand"}
 		for _, at := range []time.Duration{0, 500, 800, 5000} {
 			w.Add(trace.Span{Space: 1, Stream: "copy host to gpu0", Op: trace.Copied, Start: at * us, End: (at + 250) * us, Bytes: 1e6, Note: n})
@@ -206,12 +202,12 @@ func TestCounters(t *testing.T) {
 		w.Add(trace.Span{Space: 1, Stream: "compute", Op: trace.Copied, Start: 0, End: us, Bytes: 1e6})
 	})
 	compare(t, events, "C",
-		`C "batch size" 5 map[value:3]`,
-		`C "copy host to gpu0: GB/s" 0 map[value:2.8]`,
-		`C "copy host to gpu0: GB/s" 1000 map[value:0.2]`,
-		`C "copy host to gpu0: GB/s" 2000 map[value:0]`,
-		`C "copy host to gpu0: GB/s" 5000 map[value:1]`,
-		`C "copy host to gpu0: GB/s" 6000 map[value:0]`)
+		`C "batch" 5 map[sequences:3]`,
+		`C "copy host to gpu0" 0 map[GB/s:2.8]`,
+		`C "copy host to gpu0" 1000 map[GB/s:0.2]`,
+		`C "copy host to gpu0" 2000 map[GB/s:0]`,
+		`C "copy host to gpu0" 5000 map[GB/s:1]`,
+		`C "copy host to gpu0" 6000 map[GB/s:0]`)
 }
 
 // TestUntraced: a Writer that is none does nothing, and costs nothing.
@@ -219,7 +215,7 @@ func TestUntraced(t *testing.T) {
 	var w *trace.Writer
 	if n := testing.AllocsPerRun(10, func() {
 		w.Begin(nil)
-		w.Counter("batch size", 0, 1)
+		w.Counter("batch", "sequences", 0, 1)
 		w.Add(trace.Span{Op: trace.Launch, End: 1})
 		if w.Request(device.Point{}) != nil {
 			t.Error("a copy is followed without a trace")

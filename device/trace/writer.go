@@ -81,10 +81,19 @@ type rowState struct {
 	tid int
 	// end of the latest slice, in ns.
 	end int64
-	// step and layer whose slices are open.
-	step    *Step
-	layer   int
-	inLayer bool
+	// step and layer that it is in.
+	step, layer outer
+}
+
+// outer is a slice around others, which is written once it has ended.
+type outer struct {
+	open  bool
+	start int64
+	// of is the step, number the layer's.
+	of     *Step
+	number int
+	// events within it.
+	events []byte
 }
 
 // NewWriter writes to w, which it does not close.
@@ -143,57 +152,66 @@ func (w *Writer) Add(s Span) {
 		a.text("error", s.Err.Error())
 	}
 	a.end()
-	w.close()
+	switch w.line = append(w.line, '}'); {
+	case r.layer.open:
+		r.layer.events = append(r.layer.events, w.line...)
+	case r.step.open:
+		r.step.events = append(r.step.events, w.line...)
+	default:
+		w.write(w.line)
+	}
 	if s.Op == Copied && s.Note != nil && s.Note.Priority != "" {
 		w.link(at).add(w, start, end, s.Bytes)
 	}
 	if s.Note != nil && s.Err == nil {
-		w.connect(&s, place{at, start})
+		// Not where it begins or ends, where others may.
+		w.connect(&s, place{at, start + (end-start)/2})
 	}
 }
 
-// nest closes and opens the slices of steps and layers that an operation stands in.
+// nest ends and begins the slices of steps and layers that an operation stands in.
 func (w *Writer) nest(at row, r *rowState, start int64, n *Note) {
 	var step *Step
-	layer, inLayer := 0, false
+	layer := NoLayer
 	if n != nil && n.Nested && n.Step != nil {
-		step, layer, inLayer = n.Step, n.Layer, n.Layer != NoLayer
+		step, layer = n.Step, n.Layer
 	}
-	if r.inLayer && (step != r.step || !inLayer || layer != r.layer) {
-		w.leave(at, r)
-		r.inLayer = false
+	if l := &r.layer; l.open && (step != r.step.of || layer != l.number) {
+		l.open = false
+		r.step.events = append(r.step.events, w.around(at, r, l, "layer "+strconv.Itoa(l.number), func(a *args) {
+			a.integer("step", r.step.of.Number)
+			a.integer("layer", int64(l.number))
+		})...)
 	}
-	if r.step != step {
-		if r.step != nil {
-			w.leave(at, r)
-		}
-		if r.step = step; step != nil {
-			w.open('B', step.name(), at, start)
-			a := w.args()
-			a.integer("step", step.Number)
-			a.integer("sequences", int64(step.Sequences))
-			a.integer("prefill_tokens", int64(step.PrefillTokens))
-			a.integer("decode_tokens", int64(step.DecodeTokens))
-			a.text("plan", step.Plan)
-			a.end()
-			w.close()
-		}
+	if s := &r.step; s.open && step != s.of {
+		s.open = false
+		w.write(w.around(at, r, s, s.of.name(), func(a *args) {
+			a.integer("step", s.of.Number)
+			a.integer("sequences", int64(s.of.Sequences))
+			a.integer("prefill_tokens", int64(s.of.PrefillTokens))
+			a.integer("decode_tokens", int64(s.of.DecodeTokens))
+			a.text("plan", s.of.Plan)
+		}))
 	}
-	if inLayer && !r.inLayer {
-		r.layer, r.inLayer = layer, true
-		w.open('B', "layer "+strconv.Itoa(layer), at, start)
-		a := w.args()
-		a.integer("step", step.Number)
-		a.integer("layer", int64(layer))
-		a.end()
-		w.close()
+	if step != nil && !r.step.open {
+		r.step = outer{open: true, start: start, of: step, events: r.step.events[:0]}
+	}
+	if layer != NoLayer && !r.layer.open {
+		r.layer = outer{open: true, start: start, number: layer, events: r.layer.events[:0]}
 	}
 }
 
-// leave closes the slice that was opened last.
-func (w *Writer) leave(at row, r *rowState) {
-	w.open('E', "", at, r.end)
-	w.close()
+// around is the slice of a step or a layer that has ended with the row's latest operation,
+// followed by what is in it: a viewer wants the outer one first where both begin at once.
+func (w *Writer) around(at row, r *rowState, o *outer, name string, describe func(*args)) []byte {
+	w.open('X', name, at, o.start)
+	w.line = append(w.line, `,"dur":`...)
+	w.line = appendMicros(w.line, r.end-o.start)
+	a := w.args()
+	describe(a)
+	a.end()
+	w.line = append(append(w.line, '}'), o.events...)
+	return w.line
 }
 
 // print prints what a note has.
@@ -262,21 +280,22 @@ func (w *Writer) arrow(from, to place) {
 // Processes of the file are the memory spaces, and one for the engine.
 const enginePID = 1000
 
-// Counter writes what a quantity of the engine is from a moment on.
-func (w *Writer) Counter(name string, at time.Duration, value float64) {
+// Counter writes what a quantity of the engine is from a moment on. Viewers show it as
+// "name unit".
+func (w *Writer) Counter(name, unit string, at time.Duration, value float64) {
 	if w == nil {
 		return
 	}
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	w.process(enginePID, "engine", -1)
-	w.counter(name, enginePID, int64(at), value)
+	w.counter(name, unit, enginePID, int64(at), value)
 }
 
-func (w *Writer) counter(name string, pid int, at int64, value float64) {
+func (w *Writer) counter(name, unit string, pid int, at int64, value float64) {
 	w.begin('C', name, pid, at)
 	a := w.args()
-	a.number("value", value)
+	a.number(unit, value)
 	a.end()
 	w.close()
 }
@@ -299,7 +318,7 @@ type link struct {
 func (w *Writer) link(at row) *link {
 	l := w.links[at]
 	if l == nil {
-		l = &link{name: at.stream + ": GB/s", pid: pid(at.space), window: -1, zero: true}
+		l = &link{name: at.stream, pid: pid(at.space), window: -1, zero: true}
 		w.links[at] = l
 	}
 	return l
@@ -322,10 +341,10 @@ func (l *link) add(w *Writer, start, end, bytes int64) {
 // flush writes the window that is over, and that there is nothing until the next.
 func (l *link) flush(w *Writer, next int64) {
 	if l.window >= 0 {
-		w.counter(l.name, l.pid, l.window, l.bytes/float64(linkWindow))
+		w.counter(l.name, "GB/s", l.pid, l.window, l.bytes/float64(linkWindow))
 		l.zero = l.bytes == 0
 		if next != l.window+linkWindow && !l.zero {
-			w.counter(l.name, l.pid, l.window+linkWindow, 0)
+			w.counter(l.name, "GB/s", l.pid, l.window+linkWindow, 0)
 			l.zero = true
 		}
 	}
@@ -336,12 +355,16 @@ func (l *link) flush(w *Writer, next int64) {
 // kernel's idle process.
 func pid(s device.Space) int { return int(s) + 1 }
 
+// firstTID is above all processes: a viewer takes a thread with its process's number for the
+// main one.
+const firstTID = enginePID + 1
+
 // row is a stream's row, which is named when it is first met.
 func (w *Writer) row(at row) *rowState {
 	if r := w.rows[at]; r != nil {
 		return r
 	}
-	r := &rowState{tid: len(w.rows) + 1}
+	r := &rowState{tid: firstTID + len(w.rows)}
 	w.rows[at] = r
 	w.process(pid(at.space), at.space.String(), int(at.space))
 	w.metadata("thread_name", at, at.stream)
@@ -384,12 +407,7 @@ func (w *Writer) open(phase byte, name string, at row, ts int64) {
 
 // begin begins an event of a process.
 func (w *Writer) begin(phase byte, name string, pid int, ts int64) {
-	w.line = append(w.line[:0], ",\n{\"ph\":\""...)
-	if !w.begun {
-		w.line = append(w.line[:0], "{\"traceEvents\":[\n{\"ph\":\""...)
-		w.begun = true
-	}
-	w.line = append(w.line, phase)
+	w.line = append(append(w.line[:0], ",\n{\"ph\":\""...), phase)
 	w.line = append(w.line, '"')
 	if name != "" {
 		w.line = append(w.line, `,"name":`...)
@@ -406,8 +424,20 @@ func (w *Writer) close() {
 	w.write(w.line)
 }
 
+// write writes events, each of which begins with a comma.
 func (w *Writer) write(line []byte) {
+	if !w.begun {
+		w.begun = true
+		w.print("{\"traceEvents\":[")
+		line = line[1:]
+	}
 	if _, err := w.w.Write(line); w.err == nil {
+		w.err = err
+	}
+}
+
+func (w *Writer) print(s string) {
+	if _, err := w.w.WriteString(s); w.err == nil {
 		w.err = err
 	}
 }
@@ -423,9 +453,9 @@ func (w *Writer) Close() error {
 		l.flush(w, -1)
 	}
 	if !w.begun {
-		w.write([]byte(`{"traceEvents":[`))
+		w.print("{\"traceEvents\":[")
 	}
-	w.write([]byte("\n],\"displayTimeUnit\":\"ms\"}\n"))
+	w.print("\n],\"displayTimeUnit\":\"ms\"}\n")
 	if err := w.w.Flush(); w.err == nil {
 		w.err = err
 	}

@@ -75,6 +75,29 @@ def query(page, sql):
     )
 
 
+# A wave of experts that has waited for a copy, in the middle of the trace, and the step and the layer around it.
+WAVE = """
+select w.id as id, s.ts as start, s.ts + s.dur as end from flow f join slice w on f.slice_in = w.id
+join slice l on w.parent_id = l.id join slice s on l.parent_id = s.id
+order by w.ts limit 1 offset (select count(*) / 2 from flow)
+"""
+
+
+def show(page):
+    """Expand all rows and select the wave, so that a screenshot has its arguments and arrows."""
+    page.evaluate("window.app.trace.commands.runCommand('dev.perfetto.ExpandAllGroups')")
+    for row in query(page, WAVE)[:1]:
+        page.evaluate(
+            """async ({id, start, end}) => {
+                const trace = window.app.trace;
+                await trace.selection.selectSqlEvent('slice', id);
+                trace.timeline.setViewportTime(BigInt(start), BigInt(end));
+            }""",
+            row,
+        )
+    page.wait_for_timeout(2000)
+
+
 def main():
     p = argparse.ArgumentParser()
     p.add_argument("--viewer", required=True, help="folder of the viewer's web build")
@@ -99,7 +122,7 @@ def main():
         for name, sql in [("stats", BAD_STATS), ("rows", ROWS), ("slices", SLICES), ("counters", COUNTERS), ("flows", FLOWS)]:
             report[name] = query(page, sql)
         if a.screenshot:
-            page.wait_for_timeout(1000)
+            show(page)
             page.screenshot(path=a.screenshot)
         browser.close()
     server.shutdown()

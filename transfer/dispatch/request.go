@@ -76,6 +76,15 @@ type Chunk struct {
 	Bytes   int64
 }
 
+// Last says whether nothing of the request comes behind the chunk.
+func (c Chunk) Last() bool {
+	left := -c.Offset - c.Bytes
+	for i := range c.Request.Pieces[c.Piece:] {
+		left += c.Request.Pieces[c.Piece+i].Src.Bytes
+	}
+	return left == 0
+}
+
 // Each calls copy for every contiguous part of the chunk, until that fails.
 func (c Chunk) Each(copy func(dst, src device.Range) error) error {
 	offset, left := c.Offset, c.Bytes
