@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/moeserve/moeserve/device"
+	"github.com/moeserve/moeserve/device/trace"
 	"github.com/moeserve/moeserve/peercache"
 	"github.com/moeserve/moeserve/transfer"
 )
@@ -26,7 +27,7 @@ func (s *Store) openPeers() (err error) {
 	e := s.o.Events
 	s.peers, err = peercache.New(peercache.Options[ID]{
 		Machine: s.o.Machine, Harvest: s.o.Harvest, Transfer: s.o.Transfer, Client: HarvestClient, Reader: s.o.Space,
-		Name: s.plan.name, Noun: "expert", Priority: transfer.Rebalance, Log: s.o.Log,
+		Name: s.plan.name, Label: func(id ID) fmt.Stringer { return migration{&s.plan, id, "promote expert", " to peer"} }, Noun: "expert", Priority: transfer.Rebalance, Log: s.o.Log,
 		Events: peercache.EventListener[ID]{
 			Landed: func(i peercache.CopyInfo[ID]) { e.Promoted(s.moveInfo(i)) },
 			Gone: func(i peercache.CopyInfo[ID]) {
@@ -169,8 +170,24 @@ func (s *Store) Swap(in, out ID) error {
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if err := s.places.swap(in, out, s.o.Transfer, s.plan.name(in)+" to stay"); err != nil {
+	if err := s.places.swap(in, out, s.o.Transfer, migration{&s.plan, in, "swap in expert", " to stay"}); err != nil {
 		return wrap(err)
 	}
 	return nil
+}
+
+// migration labels a copy that changes where an expert lives.
+type migration struct {
+	plan *Plan
+	id   ID
+	// what it is in traces, and where the expert goes.
+	what, to string
+}
+
+// String names the copy.
+func (m migration) String() string { return m.plan.name(m.id) + m.to }
+
+// Describe implements trace.Describer.
+func (m migration) Describe(n *trace.Note) {
+	n.Name, n.Layer, n.Experts, n.Tier = m.what, m.plan.Layers[m.id.Layer], []int{m.id.Expert}, Host.String()
 }

@@ -89,7 +89,7 @@ func (p *places) loaded(layer, expert int) load.Place {
 
 // swap begins to bring an offloaded expert to a spare extent, to take the place of a local
 // one of the same layer.
-func (p *places) swap(in, out ID, e *transfer.Engine, label string) error {
+func (p *places) swap(in, out ID, e *transfer.Engine, label fmt.Stringer) error {
 	switch {
 	case in.Layer != out.Layer || out.Expert < 0 || out.Expert >= len(p.residentAt[in.Layer]):
 		return errors.New("they are not of one layer")
@@ -108,7 +108,7 @@ func (p *places) swap(in, out ID, e *transfer.Engine, label string) error {
 	var err error
 	w.ticket, err = e.Submit(transfer.Request{
 		Src: p.hostRegion(in), Dst: p.gpu.Region(w.to.at, p.size),
-		Priority: transfer.Rebalance, Done: w.to.done, Label: transfer.Text(label),
+		Priority: transfer.Rebalance, Done: w.to.done, Label: label,
 	})
 	if err != nil {
 		return err

@@ -177,7 +177,7 @@ func (c *Cache[K]) fill(x *Copy[K], src device.Region) error {
 	x.done = done
 	x.ticket, err = c.o.Transfer.Submit(transfer.Request{
 		Src: src, Dst: x.handle.Region(),
-		Priority: c.o.Priority, Done: done, Label: transfer.Text(c.o.Name(x.key) + " to peer"),
+		Priority: c.o.Priority, Done: done, Label: c.o.Label(x.key),
 	})
 	if err != nil {
 		c.fences.unused(done)

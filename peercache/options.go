@@ -25,6 +25,9 @@ type Options[K comparable] struct {
 	Reader device.Space
 	// Name names an object in errors and reports. Default: fmt's %v.
 	Name func(K) string
+	// Label names the copy of an object to a peer, in errors and traces. Default: Name, and
+	// where it goes.
+	Label func(K) fmt.Stringer
 	// Noun is what an object is, in the names under which harvest reports references.
 	// Default: "object".
 	Noun string
@@ -45,6 +48,10 @@ const defaultMaxFailures = 3
 func (o Options[K]) EnsureDefaults() Options[K] {
 	if o.Name == nil {
 		o.Name = func(key K) string { return fmt.Sprint(key) }
+	}
+	if o.Label == nil {
+		name := o.Name
+		o.Label = func(key K) fmt.Stringer { return transfer.Text(name(key) + " to peer") }
 	}
 	if o.Noun == "" {
 		o.Noun = "object"

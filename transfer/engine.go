@@ -185,7 +185,7 @@ func (e *Engine) ticket(r *Request) (*Ticket, error) {
 		t.req.Add(dispatch.Piece{Dst: p.Dst.Range, Src: p.Src.Range, Apart: p.Apart})
 	}
 	t.label, t.done = r.Label, r.Done
-	t.traced = e.o.Trace.Request(r.Done)
+	t.traced, t.priority = e.o.Trace.Request(r.Done), r.Priority
 	t.end = device.Point{Fence: mark.Fence, Value: mark.Value + 1}
 	return t, nil
 }

@@ -21,8 +21,9 @@ type Ticket struct {
 	// fence may be failed by a later request while this one is still under way.
 	end device.Point
 	err error
-	// traced is nil where nothing is.
-	traced *trace.Copy
+	// traced is nil where nothing is; priority is that of the request.
+	traced   *trace.Copy
+	priority Priority
 }
 
 // Promote raises the request's priority, if p is higher than it is: a prefetch is
@@ -105,8 +106,10 @@ func (t *Ticket) pair() device.Pair { return device.Pair{From: t.req.From, To: t
 
 // note is what a trace prints of a chunk of the request.
 func (t *Ticket) note(last bool) *trace.Note {
-	p := Priority(t.req.Class)
-	n := &trace.Note{Layer: trace.NoLayer, Priority: p.String()}
+	n := &trace.Note{Layer: trace.NoLayer, Priority: t.priority.String()}
+	if now := Priority(t.req.Class); now != t.priority {
+		n.StartedAs = now.String()
+	}
 	t.traced.Note(n, last)
 	if d, ok := t.label.(trace.Describer); ok {
 		d.Describe(n)
@@ -115,7 +118,7 @@ func (t *Ticket) note(last bool) *trace.Note {
 	if t.label != nil {
 		n.Detail = t.label.String()
 	}
-	switch p {
+	switch t.priority {
 	case Rebalance:
 		n.Name = "migrate"
 	case Prefetch:

@@ -26,8 +26,9 @@ type Note struct {
 	Experts []int
 	// Tier that a copy reads.
 	Tier string
-	// Priority of a copy: demand, prefetch, migration.
-	Priority string
+	// Priority with which a copy was requested: demand, prefetch, migration. StartedAs is
+	// the one that it had when it started, where that is another.
+	Priority, StartedAs string
 	// Cause of a wait.
 	Cause string
 	// Detail is a copy's own name.
@@ -35,7 +36,9 @@ type Note struct {
 	// Shape of a GEMM.
 	Shape Shape
 
-	// source is what a copy is to those who wait for it, which waits is about.
+	// copy is what the operations are parts of, source what it is to those who wait for its
+	// last, which waits is about.
+	copy   *Copy
 	source *source
 	waits  *waits
 }
@@ -173,7 +176,7 @@ type Describer interface{ Describe(n *Note) }
 
 // Note makes n that of some of the copy's bytes, where last says that no more follow.
 func (c *Copy) Note(n *Note, last bool) {
-	n.Step = c.step
+	n.Step, n.copy = c.step, c
 	if last {
 		n.source = &c.source
 	}

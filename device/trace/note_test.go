@@ -107,7 +107,7 @@ func TestArguments(t *testing.T) {
 	})
 	compare(t, events, "X",
 		`X "prefetch experts" 0+1 map[GB/s:5 bytes:5000 copy:a "name" experts:1-3,7,9-10 layer:3 priority:prefetch step:4 tier:peer]`,
-		`X "matmul" 1+1 map[TFLOP/s:0.5 k:32 m:8 n:16]`,
+		`X "matmul" 1+1 map[TFLOP/s:1 k:32 m:8 n:16]`,
 		`X "wait" 4+4 map[cause:expert-copy error:lost]`)
 }
 
@@ -144,7 +144,7 @@ func TestArrows(t *testing.T) {
 		w.Add(launch("compute", "expert_up", 60, 61, again))
 	})
 	compare(t, events, "sf",
-		`s "copy" 22.5`, `f "copy" 40.5`,
+		`s "copy" 17.5`, `f "copy" 40.5`,
 		`s "copy" 32.5`, `f "copy" 40.5`,
 		`s "copy" 32.5`, `f "copy" 60.5`)
 	connected(t, events, 3)
@@ -153,6 +153,32 @@ func TestArrows(t *testing.T) {
 			t.Errorf("a copy that step 7 has requested: %+v", e)
 		}
 	}
+}
+
+// TestChunks: chunks of one copy that follow each other are one slice; others are not, nor
+// those behind a pause, or that started with another priority.
+func TestChunks(t *testing.T) {
+	events := written(t, func(w *trace.Writer) {
+		one, two := w.Request(device.Point{}), w.Request(device.Point{})
+		chunk := func(c *trace.Copy, start, end time.Duration, startedAs string) {
+			n := &trace.Note{Layer: 1, Priority: "prefetch", StartedAs: startedAs}
+			c.Note(n, false)
+			w.Add(trace.Span{Space: 1, Stream: "copy", Op: trace.Copied, Start: start * us, End: end * us, Bytes: 1000, Note: n})
+		}
+		chunk(one, 0, 10, "")
+		chunk(one, 10, 20, "")
+		chunk(one, 25, 40, "")
+		chunk(one, 51, 52, "")
+		chunk(one, 52, 54, "demand")
+		chunk(two, 54, 55, "")
+		chunk(one, 55, 56, "demand")
+	})
+	compare(t, events, "X",
+		`X "copy" 0+40 map[GB/s:0.075 bytes:3000 chunks:3 layer:1 priority:prefetch]`,
+		`X "copy" 51+1 map[GB/s:1 bytes:1000 layer:1 priority:prefetch]`,
+		`X "copy" 52+2 map[GB/s:0.5 bytes:1000 layer:1 priority:prefetch started_as:demand]`,
+		`X "copy" 54+1 map[GB/s:1 bytes:1000 layer:1 priority:prefetch]`,
+		`X "copy" 55+1 map[GB/s:1 bytes:1000 layer:1 priority:prefetch started_as:demand]`)
 }
 
 // connected checks that arrows have numbers of their own, that each begins and ends, in this

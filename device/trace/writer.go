@@ -81,6 +81,8 @@ type rowState struct {
 	tid int
 	// end of the latest slice, in ns.
 	end int64
+	// held is a copy of which more parts may come.
+	held operation
 	// step and layer that it is in.
 	step, layer outer
 }
@@ -124,26 +126,74 @@ func (w *Writer) Add(s Span) {
 	at := row{s.Space, s.Stream}
 	r := w.row(at)
 	// Devices' clocks are read in other units than this one's.
-	start := max(int64(s.Start), r.end)
-	end := max(int64(s.End), start)
-	w.nest(at, r, start, s.Note)
-	r.end = end
+	x := operation{Span: s, start: max(int64(s.Start), r.end), parts: 1}
+	x.end = max(int64(s.End), x.start)
+	if s.Op == Copied && s.Note != nil && s.Note.Priority != "" {
+		w.link(at).add(w, x.start, x.end, s.Bytes)
+	}
+	if r.held.continues(&x) {
+		r.held.end, r.held.Bytes, r.held.Note = x.end, r.held.Bytes+s.Bytes, s.Note
+		r.held.parts++
+		r.end = x.end
+		return
+	}
+	w.release(at, r)
+	if s.Note != nil && s.Note.copy != nil && s.Err == nil {
+		r.held = x
+	} else {
+		w.operation(at, r, &x)
+	}
+	r.end = x.end
+}
+
+// operation is a span as it is written.
+type operation struct {
+	Span
+	start, end int64 // ns
+	// parts of a copy that are one slice.
+	parts int
+}
+
+// maxGap is the longest time between parts of a copy that are written as one slice, in ns.
+const maxGap = int64(10 * time.Microsecond)
+
+// continues says whether x is another part of the copy.
+func (o *operation) continues(x *operation) bool {
+	return o.parts > 0 && x.Err == nil && x.Note != nil && x.Note.copy == o.Note.copy && x.Note.StartedAs == o.Note.StartedAs &&
+		x.start-o.end <= maxGap
+}
+
+// release writes the copy of which a row has held parts.
+func (w *Writer) release(at row, r *rowState) {
+	if r.held.parts > 0 {
+		w.operation(at, r, &r.held)
+		r.held = operation{}
+	}
+}
+
+// operation writes one.
+func (w *Writer) operation(at row, r *rowState, s *operation) {
+	w.nest(at, r, s.start, s.Note)
 	name := s.Name
-	if s.Note != nil && s.Note.Name != "" {
+	if s.Note != nil && s.Note.Name != "" && s.Op != Wait {
 		name = s.Note.Name
 	}
 	if name == "" {
 		name = string(s.Op)
 	}
-	w.open('X', name, at, start)
+	took := time.Duration(s.end - s.start)
+	w.open('X', name, at, s.start)
 	w.line = append(w.line, `,"cat":"`...)
 	w.line = append(w.line, s.Op...)
 	w.line = append(w.line, `","dur":`...)
-	w.line = appendMicros(w.line, end-start)
+	w.line = appendMicros(w.line, s.end-s.start)
 	a := w.args()
 	if s.Op == Copied && s.Bytes > 0 {
 		a.integer("bytes", s.Bytes)
 		a.rate("GB/s", float64(s.Bytes)/took.Seconds()/1e9)
+		if s.parts > 1 {
+			a.integer("chunks", int64(s.parts))
+		}
 	}
 	if s.Note != nil {
 		s.Note.print(a, took)
@@ -160,12 +210,9 @@ func (w *Writer) Add(s Span) {
 	default:
 		w.write(w.line)
 	}
-	if s.Op == Copied && s.Note != nil && s.Note.Priority != "" {
-		w.link(at).add(w, start, end, s.Bytes)
-	}
 	if s.Note != nil && s.Err == nil {
 		// Not where it begins or ends, where others may.
-		w.connect(&s, place{at, start + (end-start)/2})
+		w.connect(&s.Span, place{at, s.start + (s.end-s.start)/2})
 	}
 }
 
@@ -228,6 +275,7 @@ func (n *Note) print(a *args, took time.Duration) {
 	a.list("experts", n.Experts)
 	a.text("tier", n.Tier)
 	a.text("priority", n.Priority)
+	a.text("started_as", n.StartedAs)
 	a.text("cause", n.Cause)
 	a.text("copy", n.Detail)
 	if s := &n.Shape; *s != (Shape{}) {
@@ -447,6 +495,7 @@ func (w *Writer) Close() error {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	for at, r := range w.rows {
+		w.release(at, r)
 		w.nest(at, r, r.end, nil)
 	}
 	for _, l := range w.links {
