@@ -285,7 +285,7 @@ var Schema = []Key{
 	},
 	{
 		Name: "trace", Kind: String, Default: "", Placeholder: "FILE", Commands: []string{"run", "serve", "bench throughput", "config"},
-		Help: "write what each stream does when to a file that chrome://tracing and ui.perfetto.dev read",
+		Help: "write a timeline of steps, kernels and copies for ui.perfetto.dev; FILE.gz is compressed",
 	},
 	{
 		Name: "log-level", Kind: String, Default: "warn", Allowed: logLevelNames, Commands: onDevice,

@@ -108,7 +108,7 @@ func TestArguments(t *testing.T) {
 	compare(t, events, "X",
 		`X "prefetch experts" 0+1 map[GB/s:5 bytes:5000 copy:a "name" experts:1-3,7,9-10 layer:3 priority:prefetch step:4 tier:peer]`,
 		`X "matmul" 1+1 map[TFLOP/s:1 k:32 m:8 n:16]`,
-		`X "wait" 4+4 map[cause:expert-copy error:lost]`)
+		`X "wait: expert-copy" 4+4 map[cause:expert-copy error:lost]`)
 }
 
 // TestArrows: each copy has an arrow to each operation that has waited for it, whatever is
@@ -255,7 +255,7 @@ func TestUntraced(t *testing.T) {
 // TestCost: an operation is written without an allocation.
 func TestCost(t *testing.T) {
 	w := trace.NewWriter(discard{})
-	n := &trace.Note{Step: &trace.Step{Number: 1}, Layer: 2, Nested: true, Experts: []int{1, 2}, Tier: "host", Priority: "demand", Stage: "attend"}
+	n := &trace.Note{Name: "fetch experts", Step: &trace.Step{Number: 1}, Layer: 2, Nested: true, Experts: []int{1, 2}, Tier: "host", Priority: "demand", Stage: "attend"}
 	at := time.Duration(0)
 	if n := testing.AllocsPerRun(1000, func() {
 		w.Add(trace.Span{Space: 1, Stream: "copy", Op: trace.Copied, Start: at, End: at + us, Bytes: 100, Note: n})

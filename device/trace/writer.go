@@ -174,13 +174,7 @@ func (w *Writer) release(at row, r *rowState) {
 // operation writes one.
 func (w *Writer) operation(at row, r *rowState, s *operation) {
 	w.nest(at, r, s.start, s.Note)
-	name := s.Name
-	if s.Note != nil && s.Note.Name != "" && s.Op != Wait {
-		name = s.Note.Name
-	}
-	if name == "" {
-		name = string(s.Op)
-	}
+	name := s.name()
 	took := time.Duration(s.end - s.start)
 	w.open('X', name, at, s.start)
 	w.line = append(w.line, `,"cat":"`...)
@@ -214,6 +208,25 @@ func (w *Writer) operation(at row, r *rowState, s *operation) {
 		// Not where it begins or ends, where others may.
 		w.connect(&s.Span, place{at, s.start + (s.end-s.start)/2})
 	}
+}
+
+// name is what the slice is called.
+func (o *operation) name() string {
+	n := o.Note
+	if n == nil {
+		n = &Note{}
+	}
+	switch {
+	case o.Op == Wait && n.Cause != "":
+		return "wait: " + n.Cause
+	case o.Op != Wait && n.Name != "":
+		return n.Name
+	case o.Name != "":
+		return o.Name
+	case o.Op == Copied && n.Stage != "":
+		return "copy: " + n.Stage
+	}
+	return string(o.Op)
 }
 
 // nest ends and begins the slices of steps and layers that an operation stands in.

