@@ -104,13 +104,14 @@ func TestTraceInPerfetto(t *testing.T) {
 		}
 	}
 	for name, want := range map[string][]string{
-		"fetch experts":    {"step", "layer", "experts", "tier", "priority", "bytes", "GB/s"},
-		"prefetch experts": {"step", "layer", "experts", "tier", "priority", "bytes", "GB/s"},
-		"promote expert":   {"layer", "experts", "tier", "priority", "bytes"},
-		"expert_up":        {"step", "layer", "stage", "experts", "m", "n", "k", "TFLOP/s"},
-		"matmul":           {"step", "stage", "m", "n", "k", "TFLOP/s"},
-		"attention":        {"step", "layer", "stage"},
-		"prefill step":     {"step", "sequences", "prefill_tokens", "decode_tokens", "plan"},
+		"fetch experts":     {"step", "layer", "experts", "tier", "priority", "bytes", "GB/s"},
+		"prefetch experts":  {"step", "layer", "experts", "tier", "priority", "bytes", "GB/s"},
+		"promote expert":    {"layer", "experts", "tier", "priority", "bytes"},
+		"expert_up":         {"step", "layer", "stage", "experts", "m", "n", "k", "TFLOP/s"},
+		"wait: expert-copy": {"step", "layer", "stage", "cause"},
+		"matmul":            {"step", "stage", "m", "n", "k", "TFLOP/s"},
+		"attention":         {"step", "layer", "stage"},
+		"prefill step":      {"step", "sequences", "prefill_tokens", "decode_tokens", "plan"},
 	} {
 		for _, arg := range want {
 			if n := args[name+" "+arg]; n == 0 || n != slices[name] {

@@ -115,6 +115,8 @@ func verify(t *testing.T, events []slice, plan string, steps, layers int, peers 
 			}
 		case name == "layer":
 			seen[fmt.Sprint(e.Args["step"], e.Name)]++
+		case e.Cat == "wait" && row == "compute":
+			seen[e.text("cause")]++
 		case row == "compute" && strings.HasPrefix(e.Name, "expert_"):
 			if !e.has("step", "layer", "stage", "experts") {
 				t.Errorf("experts run: %+v", e)
@@ -129,6 +131,9 @@ func verify(t *testing.T, events []slice, plan string, steps, layers int, peers 
 				t.Errorf("a fetch: %+v", e)
 			}
 		}
+	}
+	if seen[ExpertCopy.String()] == 0 || strings.HasPrefix(plan, "overlapped") && seen[CPUAttention.String()] == 0 {
+		t.Errorf("waits by cause: %v", seen)
 	}
 	if seen["step"] != steps {
 		t.Errorf("%d steps, want %d", seen["step"], steps)

@@ -247,7 +247,8 @@ type Trace struct {
 	// Host says that it is Work that acts on the host.
 	Host bool
 	// Note is what the stream was annotated with when it was enqueued.
-	Note       any
+	Note any
+	// Start of a wait is when nothing else held it back.
 	Start, End time.Duration
 	// Err is why it failed or was skipped.
 	Err error

@@ -43,7 +43,9 @@ type op struct {
 	clock vclock
 	// failure is why work that was watched for does not run.
 	failure error
-	note    any
+	// What a trace has of it: its note, and when it was enqueued.
+	note   any
+	queued time.Duration
 }
 
 // queue is a growing ring of operations.
@@ -108,8 +110,9 @@ type stream struct {
 	parked     bool
 	subscribed uint64
 
-	// note is that of what is enqueued now.
-	note any
+	// note is that of what is enqueued now, ended when the latest operation has.
+	note  any
+	ended time.Duration
 
 	waiters, settlers []*waiter
 	// watches are what it watches for, spare ones are of no use now.
@@ -185,7 +188,9 @@ func (s *stream) enqueue(o *op) {
 	if m.check != nil {
 		o.clock = m.check.caller().snapshot()
 	}
-	o.note = s.note
+	if o.note = s.note; m.o.Trace != nil {
+		o.queued = m.clock()
+	}
 	s.enqueued++
 	s.q.push(o)
 	m.called()
@@ -699,9 +704,14 @@ func (m *Machine) complete(s *stream, err error) {
 	}
 	m.letGo(o)
 	if m.o.Trace != nil {
+		start, end := o.start, m.clock()
+		if o.kind == opWait || o.kind == opAwait { // which begin, to the stream, once they are over
+			start = max(s.ended, o.queued)
+		}
+		s.ended = end
 		m.o.Trace(Trace{
 			Stream: s.name, Space: s.sp.id, Op: opNames[o.kind], Name: o.work.Name, Bytes: o.dst.Bytes,
-			Host: o.work.Host, Note: o.note, Start: o.start, End: m.clock(), Err: err,
+			Host: o.work.Host, Note: o.note, Start: start, End: end, Err: err,
 		})
 	}
 	*o = op{}
