@@ -5,7 +5,6 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"os"
 	"os/exec"
 	"path/filepath"
 	"testing"
@@ -46,7 +45,7 @@ type viewed struct {
 func view(t *testing.T, path string) (v viewed) {
 	t.Helper()
 	var stderr bytes.Buffer
-	cmd := exec.CommandContext(t.Context(), "../tests/perfetto/check.sh", path, os.Getenv("MOESERVE_PERFETTO_SCREENSHOT"))
+	cmd := exec.CommandContext(t.Context(), "../tests/perfetto/check.sh", path, filepath.Join(t.ArtifactDir(), "perfetto.png"))
 	cmd.Stderr = &stderr
 	out, err := cmd.Output()
 	const missing = 77

@@ -63,6 +63,11 @@ func TestTrace(t *testing.T) {
 		if err := json.Unmarshal(data, &f); err != nil {
 			t.Fatal(err)
 		}
+		found, args := map[string]int{}, map[string][]string{
+			"matmul": {"step", "stage", "m", "n", "k"}, "expert_up": {"step", "layer", "stage", "experts", "m", "n", "k"},
+			"attention": {"step", "layer"}, "fetch experts": {"step", "layer", "experts", "tier", "priority", "bytes"},
+			"wait: expert-copy": {"step", "layer", "cause"},
+		}
 		names, ends, busy := map[int]string{}, map[int]float64{}, map[string]float64{}
 		var last float64
 		for _, e := range f.TraceEvents {
@@ -72,8 +77,14 @@ func TestTrace(t *testing.T) {
 				}
 				continue
 			}
+			found[e.Ph+" "+strings.TrimRight(e.Name, "0123456789")]++
 			if e.Ph != "X" || e.Cat == "" { // a counter, an arrow, a slice around others
 				continue
+			}
+			for _, arg := range args[e.Name] {
+				if e.Args[arg] == nil {
+					t.Errorf("wrapped: %v: no argument %q in %+v", wrapped, arg, e)
+				}
 			}
 			const rounding = 0.01
 			if e.Dur <= 0 || e.TS < ends[e.TID]-rounding || names[e.TID] == "" {
@@ -90,6 +101,17 @@ func TestTrace(t *testing.T) {
 			if busy[row] < last/1000 || busy[row] > last {
 				t.Errorf("wrapped: %v: row %q is busy for %v of %v us; rows %v", wrapped, row, busy[row], last, busy)
 			}
+		}
+		for _, what := range []string{
+			"X decode step", "X layer ", "X matmul", "X expert_up", "X fetch experts", "X prefetch experts", "X wait: expert-copy",
+			"C batch", "C KV blocks", "C copy host to gpu",
+		} {
+			if found[what] == 0 {
+				t.Errorf("wrapped: %v: the trace has no %q: %v", wrapped, what, found)
+			}
+		}
+		if found["s copy"] == 0 || found["s copy"] != found["f copy"] {
+			t.Errorf("wrapped: %v: %d arrows begin and %d end", wrapped, found["s copy"], found["f copy"])
 		}
 		// Work of the host takes no time of a virtual clock while it runs: only the
 		// machine itself knows how long.

