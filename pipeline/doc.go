@@ -25,6 +25,9 @@
 // A step may wait for points before it reads keys and values, and raise others once it has
 // ended well: so blocks come from elsewhere, and go there.
 //
+// Where a trace is written, a tracer annotates the streams with step, layer, stage and
+// experts, and with the copies that a wave waits for.
+//
 // A meter counts for how long the compute stream stands still, by Cause.
 //
 // # What it is not
