@@ -7,19 +7,19 @@ import (
 	"github.com/moeserve/moeserve/device"
 )
 
-// MoveInfo is an expert whose copy in a peer's memory has come or gone.
+// MoveInfo is an expert that was promoted or demoted.
 type MoveInfo struct {
 	// Layer by the model's number.
 	Layer, Expert int
 	Device        device.Space
 	Bytes         int64
-	// Took is the time from Promote to the Settle that saw the copy's end, where it has come.
+	// Took is the time from Promote to the Poll that saw the copy's end, of a promotion.
 	Took time.Duration
-	// Why it has gone: "demoted", "revoked", "copy failed".
+	// Why it was demoted: "demoted", "revoked", "copy failed".
 	Why string
 }
 
-// SwapInfo is an expert that became local in place of another.
+// SwapInfo is an expert that became resident in place of another.
 type SwapInfo struct{ Layer, In, Out int }
 
 // PeerInfo is a peer whose copies failed.
@@ -30,7 +30,7 @@ type PeerInfo struct {
 	Excluded bool
 }
 
-// EventListener is told what happens to the experts' places. Any func may be nil.
+// EventListener receives what happens to the experts' places. Any func may be nil.
 // They are called from several goroutines, must be quick, and must not call the store.
 type EventListener struct {
 	// Promoted: fetches come from the peer from now on.
@@ -59,7 +59,7 @@ func (l EventListener) EnsureDefaults() EventListener {
 	return l
 }
 
-// Tee tells both.
+// Tee calls both.
 func Tee(a, b EventListener) EventListener {
 	a, b = a.EnsureDefaults(), b.EnsureDefaults()
 	return EventListener{
@@ -74,20 +74,20 @@ func Tee(a, b EventListener) EventListener {
 func LogEvents(log *slog.Logger) EventListener {
 	return EventListener{
 		Promoted: func(i MoveInfo) {
-			log.Debug("experts: in peer memory", "layer", i.Layer, "expert", i.Expert, "device", i.Device.String(), "took", i.Took)
+			log.Debug("expert promoted to peer memory", "layer", i.Layer, "expert", i.Expert, "device", i.Device.String(), "took", i.Took)
 		},
 		Demoted: func(i MoveInfo) {
-			log.Debug("experts: not in peer memory any more", "layer", i.Layer, "expert", i.Expert, "device", i.Device.String(), "why", i.Why)
+			log.Debug("peer copy of an expert dropped", "layer", i.Layer, "expert", i.Expert, "device", i.Device.String(), "reason", i.Why)
 		},
 		Swapped: func(i SwapInfo) {
-			log.Debug("experts: local in place of another", "layer", i.Layer, "expert", i.In, "out", i.Out)
+			log.Debug("expert swapped", "layer", i.Layer, "in", i.In, "out", i.Out)
 		},
 		PeerFailed: func(i PeerInfo) {
 			if i.Excluded {
-				log.Error("experts: copies with a peer fail; it is left out and its experts come from host memory, slower", "device", i.Device.String(), "err", i.Err)
+				log.Error("peer disabled after repeated copy failures; its experts are fetched from host memory", "device", i.Device.String(), "err", i.Err)
 				return
 			}
-			log.Warn("experts: a copy with a peer failed; its expert comes from host memory", "device", i.Device.String(), "err", i.Err)
+			log.Warn("copy from or to a peer failed; its expert is fetched from host memory", "device", i.Device.String(), "err", i.Err)
 		},
 	}
 }

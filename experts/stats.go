@@ -12,14 +12,13 @@ type Tier int
 
 // The tiers, the nearest first.
 const (
-	// Local: in the compute GPU's memory for good.
+	// Resident: pinned in the compute GPU's memory.
 	Resident Tier = iota
-	// Ring: in the compute GPU's memory, or on the way there, until its slot is
-	// needed.
+	// Cached: in the expert cache, or on the way there, until its slot is needed.
 	Cached
-	// Peer: in a peer GPU's memory, which may be taken back, and in host memory.
+	// Peer: in a peer GPU's memory, which may be revoked, and in pinned host memory.
 	Peer
-	// Host: in pinned host memory.
+	// Host: in pinned host memory only.
 	Host
 
 	tiers = int(Host) + 1
@@ -68,32 +67,57 @@ func (b ByTier) MarshalJSON() ([]byte, error) {
 	return json.Marshal(named)
 }
 
-// Stats count experts over all layers opened since New. They have a JSON form.
+// FetchedBytes are bytes fetched by the tier that they came from, Peer or Host.
+type FetchedBytes [tiers]int64
+
+// MarshalJSON writes the bytes by the two tiers' names.
+func (b FetchedBytes) MarshalJSON() ([]byte, error) {
+	return json.Marshal(map[Tier]int64{Peer: b[Peer], Host: b[Host]})
+}
+
+// Stats count uses and fetches over all layers opened since New. A use is one expert needed
+// by one layer of one step; those of a step that is run again count again. They have a JSON
+// form.
 type Stats struct {
-	// Uses is how often an expert that a layer needed was found in a tier: Local, Ring
-	// (since an earlier use), or Peer or Host, from where it had to be fetched.
+	// Uses by the tier that the expert was found in: Resident; Cached, in the expert cache
+	// from an earlier use; or Peer or Host, from where it was fetched for this use.
 	Uses ByTier `json:"uses"`
-	// Misses: it had to be fetched for this use. Prefetched: how many of these were
-	// submitted ahead of need.
-	Misses     int64 `json:"misses"`
+	// Hits are uses of resident and cached experts, Misses those for which the expert was
+	// fetched: of what a fetch brings the first use is a miss, also where it had landed by
+	// then, and every later one a hit. Hits and Misses together are all uses.
+	Hits   int64 `json:"hits"`
+	Misses int64 `json:"misses"`
+	// HitRate is Hits / (Hits + Misses), from 0 to 1; 0 before the first use.
+	HitRate float64 `json:"hit_rate"`
+	// Prefetched counts the misses whose fetch was submitted before the layer needed it.
 	Prefetched int64 `json:"prefetched"`
 	// Failed is how many copies failed or were canceled by a Drop.
 	Failed int64 `json:"failed_fetches"`
 	// Fetched is the bytes of the copies submitted, by the tier they came from.
-	Fetched ByTier `json:"fetched_bytes"`
-	// PrefetchPredicted counts the offloaded experts that were predicted, PrefetchUsed those that
-	// were chosen, and Asked all offloaded experts that were chosen.
+	Fetched FetchedBytes `json:"fetched_bytes"`
+	// PrefetchPredicted counts the offloaded experts that were predicted, PrefetchUsed those
+	// of them that the router then selected, and RouterSyncs all offloaded experts that it
+	// selected.
 	PrefetchPredicted int64 `json:"prefetch_predicted"`
 	PrefetchUsed      int64 `json:"prefetch_used"`
 	RouterSyncs       int64 `json:"-"`
-	// Promoted and Demoted count copies that came to peers' memory and that were given
-	// back, Revoked those that were taken.
+	// Promoted counts copies that came to peers' memory, Demoted those dropped there, and
+	// Revoked those lost because the peer needed its memory.
 	Promoted int64 `json:"promoted"`
 	Demoted  int64 `json:"demoted"`
 	Revoked  int64 `json:"revoked"`
-	// Swapped counts experts that became local, MigratedBytes what Promote and Swap have moved.
+	// Swapped counts experts that became resident in place of others, MigratedBytes what
+	// Promote and Swap have copied.
 	Swapped       int64 `json:"swapped"`
 	MigratedBytes int64 `json:"migrated_bytes"`
+}
+
+// HitRate is that of so many hits and misses; 0 where there are none.
+func HitRate(hits, misses int64) float64 {
+	if hits+misses == 0 {
+		return 0
+	}
+	return float64(hits) / float64(hits+misses)
 }
 
 // Stats is a snapshot.
@@ -104,6 +128,8 @@ func (s *Store) Stats() Stats {
 	p := s.peers.Stats()
 	st.Promoted, st.Demoted, st.Revoked = p.Landed, p.Dropped, p.Revoked
 	st.MigratedBytes += p.Bytes
+	st.Hits, st.Misses = st.Uses[Resident]+st.Uses[Cached], st.Uses[Peer]+st.Uses[Host]
+	st.HitRate = HitRate(st.Hits, st.Misses)
 	return st
 }
 
@@ -121,14 +147,21 @@ func (c *counts) open(p *Plan) {
 	}
 }
 
-// Fetches says how often each expert was fetched: [layer in Layers][expert].
+// use counts a use of an expert that was found in a tier.
+func (c *counts) use(position, expert int, found Tier) {
+	c.uses[position][expert]++
+	c.Uses[found]++
+}
+
+// Fetches is how often each expert was fetched: [layer in Layers][expert].
 func (s *Store) Fetches() [][]int64 { return s.copyOf(s.counts.fetches) }
 
-// Uses says in how many steps each expert was needed: every step in which its layer
-// was opened whole, and those in which it was chosen.
+// Uses is how often each expert was needed, by layer and expert: by every step that opened
+// its layer whole, and by those whose router selected it.
 func (s *Store) Uses() [][]int64 { return s.copyOf(s.counts.uses) }
 
-// RoutedTokens says how many rows chose each expert, as far as Activated was told.
+// RoutedTokens is how many tokens were routed to each expert, as of the latest
+// AddRoutedTokens.
 func (s *Store) RoutedTokens() [][]int64 { return s.copyOf(s.counts.routedTokens) }
 
 func (s *Store) copyOf(of [][]int64) [][]int64 {
@@ -141,8 +174,8 @@ func (s *Store) copyOf(of [][]int64) [][]int64 {
 	return counts
 }
 
-// AddRoutedTokens notes how many rows have chosen each expert since the device began to
-// count: [model layers, experts].
+// AddRoutedTokens notes how many tokens were routed to each expert since the device began
+// to count: [model layers, experts].
 func (s *Store) AddRoutedTokens(counts []int64) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -153,10 +186,10 @@ func (s *Store) AddRoutedTokens(counts []int64) {
 
 // Placed is where an expert lives between steps.
 type Placed struct {
-	// Tier is Local, Peer or Host.
+	// Tier is Resident, Peer or Host.
 	Tier Tier
 	// Device has the copy where Tier is Peer.
 	Device device.Space
-	// Moving says that a copy is on its way to a peer, or to stay.
+	// Moving: a copy is on its way to a peer, or to become resident.
 	Moving bool
 }

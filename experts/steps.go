@@ -124,7 +124,7 @@ func (s *steps) begin(ctx context.Context, compute device.Stream) error {
 // swap takes in that an expert has become local in place of another.
 func (s *steps) swap(in, out ID, err error) {
 	if err != nil {
-		s.log.Warn("experts: a local expert is not swapped", "in", s.plan.name(in), "out", s.plan.name(out), "err", err)
+		s.log.Warn("expert swap failed", "in", s.plan.name(in), "out", s.plan.name(out), "err", err)
 		return
 	}
 	s.tables.rows[in.Layer].stale = true
@@ -154,7 +154,7 @@ func (s *steps) prefetchPredicted(position int, predicted []int32) error {
 
 func (s *steps) checkID(e int32) error {
 	if e < 0 || int(e) >= s.plan.Experts {
-		return fmt.Errorf("there is no expert %d: the layer has %d", e, s.plan.Experts)
+		return fmt.Errorf("invalid expert %d: the layer has %d", e, s.plan.Experts)
 	}
 	return nil
 }
@@ -191,10 +191,9 @@ func (s *steps) openWhole(ctx context.Context, position int) error {
 	l.waves = l.waves[:0]
 	s.residentWave(position)
 	s.waves(position, s.plan.Waves)
-	for e := range s.plan.Experts {
-		s.counts.uses[position][e]++
+	for _, e := range l.list[:l.residents] {
+		s.counts.use(position, e, Resident)
 	}
-	s.counts.Uses[Resident] += int64(l.residents)
 	s.countUse(position, l.missing())
 	return nil
 }
@@ -213,9 +212,7 @@ func (s *steps) fetchChosen(ctx context.Context, position int, chosen []int32) (
 			continue
 		}
 		l.routed[e] = true
-		s.counts.uses[position][e]++
 		if s.places.resident(ID{position, int(e)}) {
-			s.counts.Uses[Resident]++
 			continue
 		}
 		s.counts.RouterSyncs++
@@ -239,6 +236,11 @@ func (s *steps) fetchChosen(ctx context.Context, position int, chosen []int32) (
 	}
 	first := len(l.waves)
 	s.waves(position, waves)
+	for e, routed := range l.routed {
+		if routed && s.places.resident(ID{position, e}) {
+			s.counts.use(position, e, Resident)
+		}
+	}
 	s.countUse(position, missing)
 	return Use{Slots: s.tables.rows[position].slots, Waves: l.waves[first:]}, nil
 }
@@ -284,17 +286,17 @@ func appendWave(waves []Wave, list kernels.Tensor, ids []int) []Wave {
 	return append(waves, Wave{Experts: list, IDs: ids})
 }
 
-// countUse counts where the experts of a use were found.
+// countUse counts a use of offloaded experts, by where each was found. What a fetch has
+// brought is fresh until its first use, which is the miss that the fetch is for.
 func (s *steps) countUse(position int, missing []int) {
 	for _, e := range missing {
 		a := s.fetch.arrival(ID{position, e})
 		if !a.fresh {
-			s.counts.Uses[Cached]++
+			s.counts.use(position, e, Cached)
 			continue
 		}
 		a.fresh = false
-		s.counts.Uses[a.from]++
-		s.counts.Misses++
+		s.counts.use(position, e, a.from)
 		if a.ahead {
 			s.counts.Prefetched++
 		}
@@ -322,7 +324,7 @@ func (s *steps) fetchAll(position int, missing []int, waves int) error {
 		return err
 	}
 	if !whole {
-		return fmt.Errorf("the ring of %d slots is held by other layers that were prefetched or opened and were not closed", s.plan.CacheSlots)
+		return fmt.Errorf("all %d slots of the expert cache are held by layers that were prefetched or opened and not released", s.plan.CacheSlots)
 	}
 	s.fetch.promote(position, missing)
 	return nil
@@ -402,7 +404,7 @@ func (s *steps) reset(ctx context.Context) error {
 	s.open = -1
 	cause := s.fetch.err
 	if lost := s.fetch.reset(); cause != nil {
-		s.log.Warn("experts were reset", "err", cause, "slots_lost", lost)
+		s.log.Warn("expert cache reset after a failed step", "err", cause, "slots_lost", lost)
 	}
 	return nil
 }

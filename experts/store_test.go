@@ -798,13 +798,13 @@ func TestProtocol(t *testing.T) {
 	r.ok(st.Prefetch(2)) // it has no experts
 	r.ok(st.Prefetch(1))
 	_, err = st.Layer(t.Context(), 3)
-	r.wants(err, "the ring of 6 slots is held by other layers")
+	r.wants(err, "all 6 slots of the expert cache are held by layers")
 
 	open, err := st.LayerUnrouted(t.Context(), 1)
 	r.ok(err)
 	r.wants(first.Release(), "not open any more")
 	_, err = open.FetchChosen(t.Context(), []int32{6})
-	r.wants(err, "layer 1: there is no expert 6: the layer has 6")
+	r.wants(err, "layer 1: invalid expert 6: the layer has 6")
 	use, err := open.FetchChosen(t.Context(), []int32{5, 1})
 	r.ok(err)
 	_, err = open.FetchChosen(t.Context(), []int32{5, 1})

@@ -16,7 +16,7 @@ import (
 
 func TestCollect(t *testing.T) {
 	e := Experts{Tiers: map[experts.Tier]int{experts.Resident: 7, experts.Peer: 1}, Stats: experts.Stats{
-		Uses: experts.ByTier{experts.Resident: 5, experts.Peer: 4}, Fetched: experts.ByTier{experts.Host: 6},
+		Uses: experts.ByTier{experts.Resident: 5, experts.Peer: 4}, Fetched: experts.FetchedBytes{experts.Host: 6},
 		Promoted: 9, Demoted: 2, Revoked: 3, Swapped: 8, MigratedBytes: 10, PrefetchPredicted: 11, PrefetchUsed: 12,
 	}}
 	l := Links{{From: device.Host, To: device.HBM(0), Bytes: 8}, {From: device.HBM(1), To: device.HBM(0), Bytes: 9}}
@@ -129,8 +129,8 @@ wanted	1 times there (1 local, 0 still in the ring), 0 times fetched (0 ahead of
 // The names in JSON are those that scripts read.
 func TestExpertsJSON(t *testing.T) {
 	data, err := json.Marshal(Experts{Tiers: map[experts.Tier]int{experts.Resident: 1}, Stats: experts.Stats{Uses: experts.ByTier{experts.Cached: 2}, Failed: 3}})
-	want := `{"tiers":{"resident":1},"homes":null,"uses":{"cached":2,"host":0,"peer":0,"resident":0},"misses":0,"prefetched":0,"failed_fetches":3,` +
-		`"fetched_bytes":{"cached":0,"host":0,"peer":0,"resident":0},"prefetch_predicted":0,"prefetch_used":0,"promoted":0,"demoted":0,"revoked":0,"swapped":0,"migrated_bytes":0}`
+	want := `{"tiers":{"resident":1},"homes":null,"uses":{"cached":2,"host":0,"peer":0,"resident":0},"hits":0,"misses":0,"hit_rate":0,"prefetched":0,"failed_fetches":3,` +
+		`"fetched_bytes":{"host":0,"peer":0},"prefetch_predicted":0,"prefetch_used":0,"promoted":0,"demoted":0,"revoked":0,"swapped":0,"migrated_bytes":0}`
 	if err != nil || string(data) != want {
 		t.Errorf("%v: %s", err, data)
 	}
