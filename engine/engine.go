@@ -449,7 +449,7 @@ func (e *Engine) runStep(ctx context.Context) (worked bool, err error) {
 	plan := e.sched.Plan()
 	for _, id := range plan.Preempted {
 		q := e.seqs[id]
-		e.o.Log.Info("sequence preempted: the KV cache is full", "request", q.sub.req.ID, "sample", q.sample, "tokens", len(q.tokens))
+		e.o.Log.Info("sequence preempted: KV cache full", "request", q.sub.req.ID, "sample", q.sample, "tokens", len(q.tokens))
 	}
 	now := e.o.Now()
 	for _, id := range plan.Admitted {
@@ -716,6 +716,6 @@ func (e *Engine) run(ctx context.Context, step *pipeline.Step, tokens int) (pipe
 		if !again {
 			return res, fmt.Errorf("engine: step %d: %w", n, err)
 		}
-		e.o.Log.Warn("step dropped and run again", "step", n, "try", try, "err", err)
+		e.o.Log.Warn("retrying step", "step", n, "try", try, "err", err)
 	}
 }

@@ -25,12 +25,12 @@
 // best-fit, with coalescing; giving back one segment would return nothing to
 // anybody, so whole slabs are given back, when empty or revoked. Where a request
 // goes is the Policy's choice among the holes of slabs in service and, on peers
-// whose free memory exceeds the head-room, a new slab. A client may have slabs of its
+// whose free memory exceeds the headroom, a new slab. A client may have slabs of its
 // own size, which it shares with nobody (Options.Clients).
 //
 // # Revocation
 //
-// A Tick reads every peer through the Monitor. Where less than the head-room is free,
+// A Tick reads every peer through the Monitor. Where less than the headroom is free,
 // slabs are revoked until it will be, cheapest first (Victims, a pure function):
 // cheap is what clients say they can best do without (Hints.Cost) and what few
 // references are out for, per byte. Reclaim, the policy, a sick peer and Close revoke
@@ -80,6 +80,6 @@
 //   - On healthy peers nothing that was handed out is given back with its content,
 //     unless clearing fails three times, which is an event.
 //   - After New and each Tick, as far as readings are true and nobody else ticks:
-//     head-room is met, or what is missing is on its way, or nothing is left to revoke
+//     headroom is met, or what is missing is on its way, or nothing is left to revoke
 //     on that peer.
 package harvest

@@ -15,7 +15,7 @@ type Reason uint8
 const (
 	// ReasonEmpty: no handle is left on the slab. That is no revocation.
 	ReasonEmpty Reason = iota
-	// ReasonPressure: others need memory there, and the head-room is not met.
+	// ReasonPressure: others need memory there, and the headroom is not met.
 	ReasonPressure
 	// ReasonPolicy: the controller's policy leaves the peer.
 	ReasonPolicy
@@ -265,8 +265,8 @@ func both[T any](f, g func(T)) func(T) {
 	return func(i T) { f(i); g(i) }
 }
 
-// LogEvents writes what an operator can act on at warn and error, revocations, and
-// whoever is late at the end, at info, and the rest at debug.
+// LogEvents logs what an operator can act on at warn and error, revocations, and missed
+// deadlines at shutdown, at info, and the rest at debug.
 func LogEvents(log *slog.Logger) EventListener {
 	return EventListener{
 		Allocated:       logged[AllocInfo](log),
@@ -323,22 +323,22 @@ func (i SlabInfo) line() line {
 	about := []any{"slab", i.Slab, "device", i.Device.String(), "bytes", i.Bytes}
 	switch {
 	case !i.Returned:
-		return line{slog.LevelDebug, "slab taken", about}
+		return line{slog.LevelDebug, "slab allocated on peer", about}
 	case !i.Cleared && i.Reason != ReasonUnhealthy:
 		return line{
-			slog.LevelError, "slab given back with its content: clearing failed; weights or KV may be readable by whoever gets the memory next",
+			slog.LevelError, "slab released without scrubbing; weights or KV may be readable by the next user of the memory",
 			append(about, "err", i.Err),
 		}
 	}
-	return line{slog.LevelDebug, "slab given back", append(about, "reason", i.Reason.String())}
+	return line{slog.LevelDebug, "slab released", append(about, "reason", i.Reason.String())}
 }
 
 func (i RevocationInfo) line() line {
 	about := []any{"slab", i.Slab, "device", i.Device.String(), "bytes", i.Bytes, "handles", i.Handles, "reason", i.Reason.String()}
 	if !i.Ended {
-		return line{slog.LevelDebug, "revocation began", about}
+		return line{slog.LevelDebug, "revocation started", about}
 	}
-	return line{slog.LevelInfo, "memory given back to peer", append(about, "took", i.Took, "drain", i.Drain, "late", i.Late)}
+	return line{slog.LevelInfo, "peer memory released", append(about, "took", i.Took, "drain", i.Drain, "late", i.Late)}
 }
 
 func (i RevokeInfo) line() line {
@@ -350,14 +350,14 @@ func (i DeadlineMissInfo) line() line {
 	if i.Reason == ReasonShutdown { // nobody waits for the memory
 		level = slog.LevelInfo
 	}
-	return line{level, "late: " + i.String(), []any{"slab", i.Slab, "device", i.Device.String(), "reason", i.Reason.String()}}
+	return line{level, "deadline missed: " + i.String(), []any{"slab", i.Slab, "device", i.Device.String(), "reason", i.Reason.String()}}
 }
 
 func (i PeerInfo) line() line {
 	if i.Health != nil {
-		return line{slog.LevelError, "peer is not used any more; what it held is read from host memory", []any{"device", i.Device.String(), "err", i.Health}}
+		return line{slog.LevelError, "peer disabled; what it held is fetched from host memory", []any{"device", i.Device.String(), "err", i.Health}}
 	}
-	return line{slog.LevelInfo, "peer is used again", []any{"device", i.Device.String()}}
+	return line{slog.LevelInfo, "peer enabled again", []any{"device", i.Device.String()}}
 }
 
 func (i AllocInfo) String() string      { return i.line().String() }

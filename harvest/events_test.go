@@ -71,17 +71,17 @@ func TestLogEvents(t *testing.T) {
 	}
 	must(r.Close(t.Context())) // clearing fails thrice
 
-	want := `level=DEBUG msg="harvest: slab taken" slab=1 device=gpu1 bytes=1024
+	want := `level=DEBUG msg="harvest: slab allocated on peer" slab=1 device=gpu1 bytes=1024
 level=DEBUG msg="harvest: allocated" handle=1 client=experts device=gpu1 bytes=500 slab=1
 level=DEBUG msg="harvest: allocated" handle=2 client=kv device=gpu1 bytes=500 slab=1
-level=DEBUG msg="harvest: refused" client=kv bytes=9000 err="harvest: alloc 9000 bytes for kv (unnamed): no peer has room: gpu1 has 7168 bytes free, of which 409 are head-room; gpu2 has 8192 bytes free, of which 409 are head-room"
+level=DEBUG msg="harvest: refused" client=kv bytes=9000 err="harvest: alloc 9000 bytes for kv (unnamed): no peer has room: gpu1 has 7168 bytes free, of which 409 are headroom; gpu2 has 8192 bytes free, of which 409 are headroom"
 level=DEBUG msg="harvest: freed" handle=2 client=kv drain=0s
-level=DEBUG msg="harvest: revocation began" slab=1 device=gpu1 bytes=1024 handles=1 reason=external
-level=WARN msg="harvest: late: handle 1 (layer 3 expert 1, 500 bytes on gpu1) is held by \"expert fetch\", for 2ms" slab=1 device=gpu1 reason=external
+level=DEBUG msg="harvest: revocation started" slab=1 device=gpu1 bytes=1024 handles=1 reason=external
+level=WARN msg="harvest: deadline missed: handle 1 (layer 3 expert 1, 500 bytes on gpu1) is held by \"expert fetch\", for 2ms" slab=1 device=gpu1 reason=external
 level=DEBUG msg="harvest: revoked" handle=1 client=experts reason=external drain=2ms
-level=WARN msg="harvest: late: slab 1 on gpu1: clear: device: copy on gpu1: stream \"harvest clear gpu1\" (gpu1): 1024 bytes from host to gpu1; failed by fault injection: copy failed" slab=1 device=gpu1 reason=external
-level=ERROR msg="harvest: slab given back with its content: clearing failed; weights or KV may be readable by whoever gets the memory next" slab=1 device=gpu1 bytes=1024 err="clear: device: copy on gpu1: stream \"harvest clear gpu1\" (gpu1): 1024 bytes from host to gpu1; failed by fault injection: copy failed"
-level=INFO msg="harvest: memory given back to peer" slab=1 device=gpu1 bytes=1024 handles=1 reason=external took=2ms drain=2ms late=true
+level=WARN msg="harvest: deadline missed: slab 1 on gpu1: clear: device: copy on gpu1: stream \"harvest clear gpu1\" (gpu1): 1024 bytes from host to gpu1; failed by fault injection: copy failed" slab=1 device=gpu1 reason=external
+level=ERROR msg="harvest: slab released without scrubbing; weights or KV may be readable by the next user of the memory" slab=1 device=gpu1 bytes=1024 err="clear: device: copy on gpu1: stream \"harvest clear gpu1\" (gpu1): 1024 bytes from host to gpu1; failed by fault injection: copy failed"
+level=INFO msg="harvest: peer memory released" slab=1 device=gpu1 bytes=1024 handles=1 reason=external took=2ms drain=2ms late=true
 `
 	if diff := cmp.Diff(want, text.String()); diff != "" {
 		t.Errorf("log (-want +got):\n%s", diff)
@@ -100,7 +100,7 @@ func TestLogPeers(t *testing.T) {
 	if err := errors.Join(r.Exclude(device.HBM(2), errors.New("xid 79")), r.Readmit(device.HBM(2))); err != nil {
 		t.Fatal(err)
 	}
-	for i, want := range []string{"harvest: peer is not used any more; what it held is read from host memory", "harvest: peer is used again"} {
+	for i, want := range []string{"harvest: peer disabled; what it held is fetched from host memory", "harvest: peer enabled again"} {
 		var line struct{ Msg, Device string }
 		if err := json.NewDecoder(bytes.NewReader(bytes.Split(text.Bytes(), []byte("\n"))[i])).Decode(&line); err != nil || line.Msg != want || line.Device != "gpu2" {
 			t.Errorf("%+v, %v; want %q", line, err, want)

@@ -152,7 +152,7 @@ func (p *peer) newSlabs(req Request) string {
 	case req.Now < p.cooldown:
 		return fmt.Sprintf("gave memory back to others; ask again in %v", p.cooldown-req.Now)
 	case p.spare() < req.Bytes:
-		return fmt.Sprintf("has %d bytes free, of which %d are head-room", p.free, p.headroom)
+		return fmt.Sprintf("has %d bytes free, of which %d are headroom", p.free, p.headroom)
 	}
 	return ""
 }

@@ -64,7 +64,7 @@ type PeerState struct {
 	// Reading is the latest one.
 	Reading Reading
 	// Borrowable is what may still be taken from the device: what is free, less the
-	// head-room; under 0 where the head-room is not met.
+	// headroom; under 0 where the headroom is not met.
 	Borrowable int64
 	// Bandwidth is Reading.Bandwidth averaged over the past (Options.HalfLife).
 	Bandwidth float64
@@ -335,7 +335,7 @@ type Victim struct {
 }
 
 // Victims decides which slabs to revoke: everything on peers that are unhealthy or
-// that the policy leaves, and elsewhere, cheapest first, as many as the head-room
+// that the policy leaves, and elsewhere, cheapest first, as many as the headroom
 // needs. It is pure; the result is in the order of the peers.
 func Victims(peers []PeerNeed, slabs []SlabState) []Victim {
 	var vs []Victim

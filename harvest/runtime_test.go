@@ -510,7 +510,7 @@ func TestLoop(t *testing.T) {
 }
 
 // TestTraceIsPlayed: others come and go as a generated trace says; whatever they do,
-// head-room is met after each tick that leaves nothing pending, or nothing is left
+// headroom is met after each tick that leaves nothing pending, or nothing is left
 // to give back.
 func TestTraceIsPlayed(t *testing.T) {
 	const capacity, headroom = 1 << 20, 1 << 16
@@ -758,7 +758,7 @@ func TestModel(t *testing.T) {
 				}
 				for _, p := range r.State().Peers {
 					if p.Free+p.Draining < headroom && p.Used+p.FreeInSlabs > 0 {
-						t.Fatalf("head-room is not met, and slabs are in service: %+v", p)
+						t.Fatalf("headroom is not met, and slabs are in service: %+v", p)
 					}
 				}
 			},

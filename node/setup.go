@@ -174,7 +174,7 @@ func (u *setup) applyPolicy() error {
 		return err
 	}
 	r := &u.planned.Prediction
-	u.o.Log.Info("policy", "of", s.Plan.Policy, "batch", r.Policy.Batch, "prefill_tokens", r.Policy.PrefillTokens, "resident_experts", r.Policy.ResidentExperts, "decode_tok_s", r.DecodeTokS, "bound", string(r.Decode.Bound))
+	u.o.Log.Info("policy selected", "source", s.Plan.Policy, "batch", r.Policy.Batch, "prefill_tokens", r.Policy.PrefillTokens, "resident_experts", r.Policy.ResidentExperts, "decode_tok_s", r.DecodeTokS, "bound", string(r.Decode.Bound))
 	return s.Put(u.planned.Settings)
 }
 
@@ -253,7 +253,7 @@ func (u *setup) budget() (sizing.KVFit, error) {
 		return fit, err
 	}
 	if u.needs.Plan.OffloadedExperts > 0 && len(peers) > 0 && !slices.ContainsFunc(peers, func(b sizing.PeerBudget) bool { return b.Experts > 0 }) {
-		u.o.Log.Warn("no peer has room for an expert now: offloaded ones come from host memory until one has", "headroom_bytes", peers[0].Headroom)
+		u.o.Log.Warn("no peer has room for an expert now; offloaded experts are fetched from host memory until one has", "headroom_bytes", peers[0].Headroom)
 	}
 	return fit, u.peersHold(peers)
 }

@@ -37,7 +37,7 @@ func openPlayback(d *devices.Devices, s configs.Harvest, log *slog.Logger) (*pla
 		return nil, err
 	}
 	if d.Taker == nil {
-		return nil, errors.New("availability-trace is for emulated devices: on others, other programs do what it does")
+		return nil, errors.New("--availability-trace is for emulated devices; remove it, or set --device cpu")
 	}
 	trace, err := readTrace(d, c)
 	if err != nil {
@@ -86,7 +86,7 @@ func (t *playback) start() { t.began = t.machine.Now() }
 func (t *playback) tick(now time.Duration) (pause time.Duration) {
 	if err := t.player.Advance(now - t.began); err != nil {
 		// It can only be a trace that gives back what nobody holds, which none is.
-		t.log.Error("others' memory is not taken as the trace says", "err", err)
+		t.log.Error("availability trace replay failed", "err", err)
 	}
 	next, ok := t.player.Next()
 	if !ok {

@@ -44,7 +44,7 @@ func (n *Node) openRebalancer(ctx context.Context, u *setup) error {
 	start := time.Now()
 	switch err := n.balance.FillAll(ctx); {
 	case err == nil:
-		n.log.Info("all offloaded experts are in peer memory", "experts", plan.OffloadedExperts, "bytes", int64(plan.OffloadedExperts)*plan.Layout.Size, "seconds", time.Since(start).Seconds())
+		n.log.Info("all offloaded experts promoted to peer memory", "experts", plan.OffloadedExperts, "bytes", int64(plan.OffloadedExperts)*plan.Layout.Size, "took_s", time.Since(start).Seconds())
 		return nil
 	case ctx.Err() != nil:
 		return fmt.Errorf("node: bring experts to peers: %w", err)

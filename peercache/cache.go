@@ -310,7 +310,7 @@ func (c *Cache[K]) land(x *Copy[K], err error) {
 // tell logs memory that cannot be given back, where nobody can be told of it otherwise.
 func (c *Cache[K]) tell(err error) {
 	if err != nil {
-		c.o.Log.Error(c.o.Client+": memory of a peer is not given back", "err", err)
+		c.o.Log.Error("peer memory not released", "client", c.o.Client, "err", err)
 	}
 }
 

@@ -136,7 +136,7 @@ func (g *graphs) capture(enqueue func() error) {
 	if err != nil {
 		g.disabled = true
 		g.failed.Add(1)
-		g.log.Warn("a decode step could not be taken down as a graph; no more steps will be, and run slower", "err", err)
+		g.log.Warn("CUDA graph capture failed; decode steps run without graphs from now on, slower", "err", err)
 	}
 }
 

@@ -132,7 +132,7 @@ func (p *Problem) normal(x Policy) (Policy, error) {
 	case x.HostPaths < 1 || x.HostPaths > len(p.Hardware.HostToGPU):
 		return x, fmt.Errorf("planner: %d paths from the host; hardware %s has %d", x.HostPaths, p.Hardware.Name, len(p.Hardware.HostToGPU))
 	case x.Attention > configs.OnCPU || x.Grouping > configs.PerMicroBatch:
-		return x, fmt.Errorf("planner: attention %d, grouping %d: no such thing", x.Attention, x.Grouping)
+		return x, fmt.Errorf("planner: invalid attention %d or expert grouping %d", x.Attention, x.Grouping)
 	}
 	return x, nil
 }

@@ -305,7 +305,7 @@ func (p *Problem) prefill(x *Policy, gpu float64) Step {
 
 func (p *Problem) has(tier configs.Tier) error {
 	if tier > configs.PeerTier {
-		return fmt.Errorf("planner: tier %d: no such thing", tier)
+		return fmt.Errorf("planner: invalid tier %d", tier)
 	}
 	if tier == configs.PeerTier && p.Hardware.PeerMemory == 0 {
 		return fmt.Errorf("planner: hardware %s has no peers to fetch experts from", p.Hardware.Name)

@@ -193,7 +193,7 @@ func TestPredictRefuses(t *testing.T) {
 		{Policy{Batch: 1, KVOnHost: math.NaN()}, "a share NaN of keys and values"},
 		{Policy{Batch: 1, HostPaths: 2}, "2 paths from the host; hardware l4 has 1"},
 		{Policy{Batch: 1, PrefillTokens: -1}, "-1 prompt tokens a step"},
-		{Policy{Batch: 1, Attention: 7}, "no such thing"},
+		{Policy{Batch: 1, Attention: 7}, "invalid attention 7"},
 	} {
 		p := problem(t, "mixtral-8x7b", "l4")
 		p.Workload.Requests = 100

@@ -101,12 +101,12 @@ func (c *Choices) validate(p *Problem) error {
 	}
 	for _, place := range c.Attention {
 		if place > configs.OnCPU {
-			return fmt.Errorf("planner: attention %d: no such thing", place)
+			return fmt.Errorf("planner: invalid attention %d", place)
 		}
 	}
 	for _, grouping := range c.Grouping {
 		if grouping > configs.PerMicroBatch {
-			return fmt.Errorf("planner: grouping %d: no such thing", grouping)
+			return fmt.Errorf("planner: invalid expert grouping %d", grouping)
 		}
 	}
 	for _, share := range c.KVOnHost {

@@ -171,7 +171,7 @@ func (r *Rebalancer) Start() error {
 			return -1
 		case err.Error() != told:
 			told = err.Error()
-			r.o.Log.Warn("rebalancer: experts are not moved; those that are not in GPU memory come from host memory, slower", "err", err)
+			r.o.Log.Warn("rebalance failed; offloaded experts are fetched from where they are", "err", err)
 		}
 		return r.o.Interval
 	})
@@ -294,7 +294,7 @@ func (r *Rebalancer) mend(st *peerState, peer device.Space, sick error, now time
 	}
 	r.counts.Readmitted++
 	st.back = now
-	r.o.Log.Info("rebalancer: a peer that was left out is tried again", "device", peer.String(), "after", st.delay, "was", sick.Error())
+	r.o.Log.Info("retrying a disabled peer", "device", peer.String(), "after", st.delay, "cause", sick.Error())
 	return nil
 }
 

@@ -498,7 +498,7 @@ func TestFailingPeer(t *testing.T) {
 	if _, peers := r.onPeers(); health(0) != "ok" || peers[device.HBM(1)] != 16 {
 		t.Errorf("the peer is %q and holds %v", health(0), peers)
 	}
-	if n := r.rb.Counts().Readmitted; n < 1 || n > 6 || strings.Count(r.log.String(), "is tried again") != int(n) {
+	if n := r.rb.Counts().Readmitted; n < 1 || n > 6 || strings.Count(r.log.String(), "retrying a disabled peer") != int(n) {
 		t.Errorf("taken back %d times; log:\n%s", n, r.log)
 	}
 	readmitted := r.rb.Counts().Readmitted
@@ -723,7 +723,7 @@ func testTrouble(t *testing.T) {
 		if err := r.rb.Close(); err != nil {
 			t.Error(err)
 		}
-		if n := strings.Count(r.log.String(), "experts are not moved"); n != c.want {
+		if n := strings.Count(r.log.String(), "rebalance failed"); n != c.want {
 			t.Errorf("%v is told %d times:\n%s", c.err, n, r.log)
 		}
 	}

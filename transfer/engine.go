@@ -248,7 +248,7 @@ func (e *Engine) act() (err error) {
 			e.links[a.Link].startRecovery()
 		case dispatch.Retry:
 			e.links[a.Link].stats.Retries++
-			e.o.Log.Warn("a chunk failed and is tried again", "copy", a.Chunk.Request.Owner.(*Ticket).name(), "err", a.Err)
+			e.o.Log.Warn("retrying a failed chunk", "copy", a.Chunk.Request.Owner.(*Ticket).name(), "err", a.Err)
 		case dispatch.Finish:
 			e.finish(a.Request.Owner.(*Ticket), a.Err)
 		}
@@ -316,7 +316,7 @@ func (e *Engine) finish(t *Ticket, err error) {
 		t.err = fmt.Errorf("transfer: %s: %w", t.name(), err)
 		l.stats.Failed++
 		if !errors.Is(err, ErrCanceled) {
-			e.o.Log.Error("a copy failed", "copy", t.name(), "err", err)
+			e.o.Log.Error("copy failed", "copy", t.name(), "err", err)
 		}
 		if err := t.done.Fence.Fail(t.done.Value, t.err); err != nil {
 			t.err = errors.Join(t.err, fmt.Errorf("transfer: %s: nobody could be told: %w", t.name(), err))

@@ -111,7 +111,7 @@ func (r *Request) validate(m device.Machine) error {
 	case len(r.Pieces) > 0 && (r.Src != device.Region{} || r.Dst != device.Region{}):
 		return errors.New("it has pieces, and a source or destination besides")
 	case r.Priority >= Priorities:
-		return fmt.Errorf("there is no %v", r.Priority)
+		return fmt.Errorf("invalid %v", r.Priority)
 	case r.Done.None():
 		return errors.New("no Done point, so nobody would learn of its end")
 	case slices.ContainsFunc(r.After, device.Point.None):

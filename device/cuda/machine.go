@@ -175,7 +175,7 @@ func (m *Machine) connect() ([][]bool, error) {
 			case success, alreadyEnabled:
 				reach[i][j] = true
 			case tooManyPeers:
-				m.o.Log.Warn("peer access refused: too many peers", "from", a.space.String(), "to", b.space.String())
+				m.o.Log.Warn("peer access refused: too many peers", "src", a.space.String(), "dst", b.space.String())
 			default:
 				return nil, failure("open", a.space, c, "peer access to "+b.space.String())
 			}

@@ -97,7 +97,7 @@ func (m *Machine) describe(reach [][]bool) *device.Topology {
 	all := make([]facts, len(m.gpus))
 	r, err := nvml.Open()
 	if err != nil {
-		m.o.Log.Info("rates of links are not known", "reason", err.Error())
+		m.o.Log.Info("link rates unknown: NVML unavailable", "err", err)
 	} else {
 		defer r.Close()
 	}
@@ -108,7 +108,7 @@ func (m *Machine) describe(reach [][]bool) *device.Topology {
 		}
 		d, err := r.Find(g.facts.uuid)
 		if err != nil {
-			m.o.Log.Info("rates of links are not known", "device", g.space.String(), "reason", err.Error())
+			m.o.Log.Info("link rates unknown: GPU not found by NVML", "device", g.space.String(), "err", err)
 			continue
 		}
 		all[i].links = d.Links()

@@ -159,6 +159,6 @@ func (b *Batch) step(ctx context.Context, s *pipeline.Step) ([]int32, error) {
 		if !errors.Is(err, pipeline.ErrStepFailed) || try == batchRetries {
 			return out.Sampled, err
 		}
-		b.n.Log().Warn("step of a batch dropped and run again", "try", try+1, "err", err)
+		b.n.Log().Warn("retrying step", "try", try+1, "err", err)
 	}
 }

@@ -109,7 +109,7 @@ func Open(o Options) (_ *Devices, err error) {
 		case s.Kind == configs.CUDA || !errors.Is(err, errNoCUDA):
 			return nil, fault.Of(fault.ErrDevice, err)
 		}
-		o.Log.Info("computing on the CPU", "why", err)
+		o.Log.Info("no usable GPU: computing on the CPU, with emulated devices", "err", err)
 	}
 	spec, err := emulated.ParseSpec(s.Emulate)
 	if err != nil {

@@ -50,7 +50,7 @@ func (d *Devices) OpenMonitor(peers []device.Space) (harvest.Monitor, error) {
 	}
 	r, err := nvml.Open()
 	if err != nil {
-		d.log.Warn("load and health of peers are not known", "err", err)
+		d.log.Warn("NVML unavailable; no utilization or health of peers", "err", err)
 		return nil, nil
 	}
 	m := &monitor{
@@ -62,7 +62,7 @@ func (d *Devices) OpenMonitor(peers []device.Space) (harvest.Monitor, error) {
 		info, _ := d.Machine.Topology().Info(p)
 		gpu, err := r.Find(info.UUID)
 		if err != nil {
-			d.log.Warn("load and health of a peer are not known", "device", p.String(), "err", err)
+			d.log.Warn("GPU not found by NVML; no utilization or health of this peer", "device", p.String(), "err", err)
 			continue
 		}
 		m.gpus[p] = gpu
@@ -86,7 +86,7 @@ func (d *Devices) OpenMonitor(peers []device.Space) (harvest.Monitor, error) {
 	})
 	m.loops.Go(func() {
 		if err := r.WatchXID(ctx, gpus, m.fault); err != nil && ctx.Err() == nil {
-			d.log.Warn("critical errors of peers are not heard of", "err", err)
+			d.log.Warn("XID error monitoring unavailable", "err", err)
 		}
 	})
 	d.closers = append(d.closers, m.Close)
@@ -127,7 +127,7 @@ const fellOff = 79
 // fault is told of critical errors. Most are about programs of others; memory errors
 // show in the device's health too.
 func (m *monitor) fault(x nvml.XID) {
-	m.log.Warn("the driver reports a critical error of a GPU", "uuid", x.UUID, "xid", x.Code)
+	m.log.Warn("XID error reported by the driver", "uuid", x.UUID, "xid", x.Code)
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	m.fallen = m.fallen || x.Code == fellOff
