@@ -37,8 +37,8 @@ type peerJSON struct {
 type slabJSON struct {
 	ID    uint64 `json:"id"`
 	Bytes int64  `json:"bytes"`
-	// Draining is the reason it is given back for, empty while it is in service.
-	Draining string         `json:"leaving,omitempty"`
+	// Draining is the reason it is released for, empty while it is in service.
+	Draining string         `json:"draining,omitempty"`
 	Segments []SegmentUsage `json:"segments"`
 }
 

@@ -65,14 +65,16 @@ func TestTiers(t *testing.T) {
 				if err != nil {
 					t.Fatal(err)
 				}
-				for _, tier := range []experts.Tier{experts.Resident, experts.Peer, experts.Host} {
-					if c.homes != nil && r.Experts.Placed[tier] != c.homes[tier.String()] {
-						t.Errorf("experts are at home %v, want %v", r.Experts.Placed, c.homes)
+				e := &r.Experts
+				placed := map[string]int{"resident": e.ResidentExperts, "peer": e.PeerCopies, "host": e.All() - e.ResidentExperts - e.PeerCopies}
+				for tier, n := range placed {
+					if c.homes != nil && n != c.homes[tier] {
+						t.Errorf("experts are placed %v, want %v", placed, c.homes)
 						break
 					}
 				}
-				if peer := r.Experts.Fetched[experts.Peer] > 0; peer != (r.Experts.Placed[experts.Peer] > 0) {
-					t.Errorf("%d bytes came from peers, where %d experts are", r.Experts.Fetched[experts.Peer], r.Experts.Placed[experts.Peer])
+				if peer := e.Fetched[experts.Peer] > 0; peer != (e.PeerCopies > 0) {
+					t.Errorf("%d bytes came from peers, where %d experts are", e.Fetched[experts.Peer], e.PeerCopies)
 				}
 				var lent int64
 				loans := r.Harvest.Borrowed()
@@ -82,8 +84,8 @@ func TestTiers(t *testing.T) {
 						t.Errorf("%s: %d bytes used of %d borrowed", p.Device, used, p.Bytes)
 					}
 				}
-				if lent < int64(r.Experts.Placed[experts.Peer])*(132<<10) || len(loans) == 0 && lent > 0 {
-					t.Errorf("%d bytes borrowed for %d experts", lent, r.Experts.Placed[experts.Peer])
+				if lent < int64(e.PeerCopies)*(132<<10) || len(loans) == 0 && lent > 0 {
+					t.Errorf("%d bytes borrowed for %d experts", lent, e.PeerCopies)
 				}
 				snapshot := n.Observe().Residency()
 				counts := map[string]int{}
@@ -94,7 +96,7 @@ func TestTiers(t *testing.T) {
 						}
 					}
 				}
-				if counts["peer"] != r.Experts.Placed[experts.Peer] || len(snapshot.Peers) != len(loans) || (snapshot.Harvest == nil) != (len(loans) == 0) {
+				if counts["peer"] != e.PeerCopies || len(snapshot.Peers) != len(loans) || (snapshot.Harvest == nil) != (len(loans) == 0) {
 					t.Errorf("%+v, and the report has %+v", snapshot, r)
 				}
 			})

@@ -13,7 +13,6 @@ import (
 	"github.com/moeserve/moeserve/configs"
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/device/emulated"
-	"github.com/moeserve/moeserve/experts"
 	"github.com/moeserve/moeserve/node/devices"
 	"github.com/moeserve/moeserve/node/fault"
 	"github.com/moeserve/moeserve/node/planning"
@@ -83,8 +82,8 @@ func TestFollow(t *testing.T) {
 				}
 			}
 			x := d.Prediction.Policy
-			if local := n.Observe().Experts().Placed[experts.Resident]; local != x.ResidentExperts {
-				t.Errorf("%d experts are local, planned were %d", local, x.ResidentExperts)
+			if local := n.Observe().Experts().ResidentExperts; local != x.ResidentExperts {
+				t.Errorf("%d experts are resident, planned were %d", local, x.ResidentExperts)
 			}
 			if blocks := n.kv.Blocks(); blocks < d.KVBlocks {
 				t.Errorf("%d blocks, planned were %d at least", blocks, d.KVBlocks)

@@ -70,7 +70,7 @@ var digits = regexp.MustCompile(`\d+(\.\d+)?`)
 
 // What others read of a run: the JSON's fields and the report's sentences.
 func TestRunIsReported(t *testing.T) {
-	args := []string{"run", "--emulate", "virtual,hbm=256MiB", "--offload-fraction", "0.5", "--offload-tier", "peer", "--json", "-", "sort: c a b ="}
+	args := []string{"run", "-v", "--emulate", "virtual,hbm=256MiB,pcie=1GB/s,nvlink=5GB/s", "--offload-fraction", "0.5", "--offload-tier", "peer", "--json", "-", "sort: c a b ="}
 	stdout, stderr, code := invoke(t, strings.NewReader(""), args...)
 	if code != 0 {
 		t.Fatalf("exit code %d: %s", code, stderr)

@@ -3,16 +3,19 @@ package main
 import (
 	"fmt"
 	"io"
+	"maps"
+	"slices"
 	"strconv"
 	"strings"
 	"text/tabwriter"
 	"time"
 
+	"github.com/moeserve/moeserve/experts"
 	"github.com/moeserve/moeserve/node/observe"
 	"github.com/moeserve/moeserve/node/sizing"
 )
 
-// runResult is what run --json writes.
+// runResult is what run --json writes, and what is printed of a run.
 type runResult struct {
 	Text           string    `json:"text"`
 	TokenIDs       []int32   `json:"token_ids"`
@@ -28,71 +31,99 @@ type usage struct {
 	TotalTokens      int `json:"total_tokens"`
 }
 
+// runReport is what a run took, hit, copied and held.
 type runReport struct {
-	Model           string          `json:"model"`
-	Device          string          `json:"device"`
-	Backend         string          `json:"backend"`
-	OffloadFraction float64         `json:"offload_fraction"`
-	LoadSeconds     float64         `json:"load_s"`
-	PrefillSeconds  float64         `json:"prefill_s"`
-	DecodeSeconds   float64         `json:"decode_s"`
-	PrefillRate     float64         `json:"prefill_tok_s"`
-	DecodeRate      float64         `json:"decode_tok_s"`
-	Steps           int64           `json:"steps"`
-	Retried         int64           `json:"steps_retried"`
-	Experts         observe.Experts `json:"experts"`
+	Model   string `json:"model"`
+	Device  string `json:"device"`
+	Backend string `json:"backend"`
+	// Emulated: the CPU plays the devices, so that times and rates are not those of a GPU.
+	Emulated bool `json:"emulated"`
+	// OffloadFraction is the share of the experts that are not resident, from 0 to 1.
+	OffloadFraction float64 `json:"offload_fraction"`
+	LoadSeconds     float64 `json:"load_s"`
+	TTFTSeconds     float64 `json:"ttft_s"`
+	// TPOTSeconds is the mean over all tokens but the first; 0 where there is no other.
+	TPOTSeconds    float64 `json:"tpot_s"`
+	PrefillSeconds float64 `json:"prefill_s"`
+	DecodeSeconds  float64 `json:"decode_s"`
+	PrefillRate    float64 `json:"prefill_tok_s"`
+	DecodeRate     float64 `json:"decode_tok_s"`
+	Steps          int64   `json:"steps"`
+	Retried        int64   `json:"steps_retried"`
+	// StallSeconds of the compute stream by cause.
+	StallSeconds  map[string]float64 `json:"stall_s"`
+	GraphCaptures int64              `json:"graph_captures"`
+	GraphLaunches int64              `json:"graph_launches"`
+	Experts       observe.Experts    `json:"experts"`
 	// Peers are what is borrowed of each at the end.
 	Peers []observe.Borrowed `json:"peers"`
-	// Revocations of borrowed memory, by reason.
+	// Revocations of slabs of peer memory, by reason.
 	Revocations map[string]int64 `json:"revocations"`
-	Paths       []pathReport     `json:"paths"`
-	Memory      []observe.Memory `json:"memory"`
+	Links       []linkReport     `json:"links"`
+	Memory      observe.Memories `json:"memory"`
 	Layers      []observe.Layer  `json:"layers"`
 }
 
-// pathReport is what moved between two memories: while loading, and while
-// answering, when only missed experts move. The last three are of both.
-type pathReport struct {
-	From         string  `json:"src"`
-	To           string  `json:"dst"`
-	LoadCopies   int64   `json:"load_copies"`
-	LoadBytes    int64   `json:"load_bytes"`
-	AnswerCopies int64   `json:"completion_copies"`
-	AnswerBytes  int64   `json:"completion_bytes"`
-	Retries      int64   `json:"retries"`
-	Failed       int64   `json:"failed"`
-	BusySeconds  float64 `json:"busy_s"`
+// linkReport is what was copied from one memory to another: while loading, and for the
+// completion, when only what experts miss is copied.
+type linkReport struct {
+	Source      string `json:"src"`
+	Destination string `json:"dst"`
+	LoadCopies  int64  `json:"load_copies"`
+	LoadBytes   int64  `json:"load_bytes"`
+	Copies      int64  `json:"completion_copies"`
+	Bytes       int64  `json:"completion_bytes"`
+	// BusySeconds is how long a copy for the completion was under way.
+	BusySeconds float64 `json:"busy_s"`
+	// Utilization is completion_bytes over what the link could have copied in the time of the
+	// completion, from 0 to 1; omitted where the rate of the link is not known.
+	Utilization *float64 `json:"utilization,omitempty"`
+	// Retries and Failed of both.
+	Retries int64 `json:"retries"`
+	Failed  int64 `json:"failed"`
 }
 
-// newRunResult puts together an answer and the reports before and after it.
-func newRunResult(set *settings, a *answer, loaded, r *observe.Report) *runResult {
-	res := &runResult{
+// newRunResult puts together a completion and the reports before and after it.
+func newRunResult(a *answer, loaded, r *observe.Report) *runResult {
+	report := runReport{
+		Model: r.Model, Device: r.Device, Backend: r.Backend, Emulated: r.Emulated, OffloadFraction: r.Experts.OffloadFraction(),
+		LoadSeconds: r.LoadTime.Seconds(), TTFTSeconds: a.prefill.Seconds(),
+		PrefillSeconds: a.prefill.Seconds(), DecodeSeconds: a.decode.Seconds(),
+		PrefillRate: rate(len(a.prompt), a.prefill), DecodeRate: rate(len(a.ids)-1, a.decode),
+		Steps: r.Steps, Retried: r.Retried,
+		StallSeconds: r.Pipeline.Stalls.ByName(), GraphCaptures: int64(r.Pipeline.Graphs.Captured), GraphLaunches: int64(r.Pipeline.Graphs.Launched),
+		Experts: r.Experts, Peers: r.Harvest.Borrowed(), Revocations: r.Harvest.Revocations,
+		Links: []linkReport{}, Memory: r.Memory, Layers: append([]observe.Layer{}, r.Layers...),
+	}
+	if n := len(a.ids) - 1; n > 0 {
+		report.TPOTSeconds = a.decode.Seconds() / float64(n)
+	}
+	for _, now := range r.Links {
+		i := slices.IndexFunc(loaded.Links, func(l observe.Link) bool { return l.From == now.From && l.To == now.To })
+		var before observe.Link
+		if i >= 0 {
+			before = loaded.Links[i]
+		}
+		report.Links = append(report.Links, newLinkReport(before, now, r.Clock-loaded.Clock))
+	}
+	return &runResult{
 		Text: a.text, TokenIDs: a.ids, PromptTokenIDs: a.prompt, FinishReason: string(a.finish),
-		Usage: usage{len(a.prompt), len(a.ids), len(a.prompt) + len(a.ids)},
-		Report: runReport{
-			Model: r.Model, Device: r.Device, Backend: r.Backend, OffloadFraction: set.Offload.Fraction,
-			LoadSeconds: r.LoadTime.Seconds(), PrefillSeconds: a.prefill.Seconds(), DecodeSeconds: a.decode.Seconds(),
-			PrefillRate: rate(len(a.prompt), a.prefill), DecodeRate: rate(len(a.ids)-1, a.decode),
-			Steps: r.Steps, Retried: r.Retried,
-			Experts: r.Experts, Peers: r.Harvest.Borrowed(), Revocations: r.Harvest.Revocations,
-			Paths: []pathReport{}, Memory: r.Memory, Layers: append([]observe.Layer{}, r.Layers...),
-		},
+		Usage: usage{len(a.prompt), len(a.ids), len(a.prompt) + len(a.ids)}, Report: report,
 	}
-	for _, p := range r.Links {
-		path := pathReport{
-			From: p.From.String(), To: p.To.String(), AnswerCopies: p.Copies, AnswerBytes: p.Bytes,
-			Retries: p.Retries, Failed: p.Failed, BusySeconds: p.Busy.Seconds(),
-		}
-		for _, before := range loaded.Links {
-			if before.From == p.From && before.To == p.To {
-				path.LoadCopies, path.LoadBytes = before.Copies, before.Bytes
-				path.AnswerCopies -= before.Copies
-				path.AnswerBytes -= before.Bytes
-			}
-		}
-		res.Report.Paths = append(res.Report.Paths, path)
+}
+
+// newLinkReport is what a link did up to a moment, and from there on in so much time.
+func newLinkReport(before, now observe.Link, took time.Duration) linkReport {
+	l := linkReport{
+		Source: now.From.String(), Destination: now.To.String(),
+		LoadCopies: before.Copies, LoadBytes: before.Bytes, Copies: now.Copies - before.Copies, Bytes: now.Bytes - before.Bytes,
+		BusySeconds: (now.Busy - before.Busy).Seconds(), Retries: now.Retries, Failed: now.Failed,
 	}
-	return res
+	if could := now.BytesPerSecond * took.Seconds(); could > 0 {
+		u := float64(l.Bytes) / could
+		l.Utilization = &u
+	}
+	return l
 }
 
 // rate is tokens per second; 0 where there was nothing to time.
@@ -131,54 +162,265 @@ func (t *table) print(out io.Writer) error {
 	return err
 }
 
-// printReport tells a person where experts were and what moved. Without text, the
-// answer is its ids.
-func printReport(out io.Writer, set *settings, res *runResult, harvest *observe.Harvest, hasText bool) error {
+// printReport prints what a user asks of a run first, and with verbose the rest. Without
+// text, the completion is its ids.
+func printReport(out io.Writer, res *runResult, verbose, hasText bool) error {
 	r := &res.Report
 	t := newTable()
-	t.line("\nmodel\t%s on %s (%s)", r.Model, r.Device, r.Backend)
-	t.line("tokens\t%d of prompt, %d of answer (%s), in %d steps", res.Usage.PromptTokens, res.Usage.CompletionTokens, res.FinishReason, r.Steps)
-	if !hasText {
-		t.line("ids\t%s", strings.Trim(fmt.Sprint(res.TokenIDs), "[]"))
+	t.line("")
+	for _, line := range res.summary(hasText) {
+		t.line("%s", line)
 	}
-	t.line("time\tloading %s, prompt %s%s, answer %s%s", seconds(r.LoadSeconds),
-		seconds(r.PrefillSeconds), tokensPerSecond(r.PrefillRate), seconds(r.DecodeSeconds), tokensPerSecond(r.DecodeRate))
-	if r.Retried > 0 {
-		t.line("failures\t%d steps run again, %d fetches failed", r.Retried, r.Experts.Failed)
-	}
-	if len(r.Layers) > 0 {
-		how := fmt.Sprintf("fraction %v", r.OffloadFraction)
-		if set.Offload.ResidentExperts != "" {
-			how = "resident-experts"
-		}
-		for _, line := range r.Experts.Lines(how, set.Offload.DynamicResidency, harvest) {
+	if verbose {
+		t.line("")
+		for _, line := range r.details() {
 			t.line("%s", line)
 		}
+		printLayers(t, r.layers(), r.legend())
 	}
-	for _, p := range r.Paths {
-		t.line("moved\t%s from %s to %s in %d copies, after %s while loading", sizing.Bytes(p.AnswerBytes), p.From, p.To, p.AnswerCopies, sizing.Bytes(p.LoadBytes))
+	return t.print(out)
+}
+
+// summary answers what a user asks first, in at most ten lines, each a label and a text
+// behind a tab.
+func (r *runResult) summary(hasText bool) []string {
+	p := &r.Report
+	lines := []string{"model\t" + p.Model + ", " + p.placement(), "device\t" + deviceInWords(p.Device, p.Backend, p.Emulated)}
+	tokens := fmt.Sprintf("tokens\t%d prompt, %d completion (%s)", r.Usage.PromptTokens, r.Usage.CompletionTokens, r.FinishReason)
+	if p.Retried > 0 {
+		tokens += fmt.Sprintf(", %s of %d retried", plural(p.Retried, "step"), p.Steps)
 	}
-	for _, m := range r.Memory {
-		if m.Peak > 0 {
-			t.line("memory\t%s: %s at most, of %s", m.Space, sizing.Bytes(m.Peak), sizing.Bytes(m.Capacity))
+	lines = append(lines, tokens)
+	if !hasText {
+		lines = append(lines, "ids\t"+strings.Trim(fmt.Sprint(r.TokenIDs), "[]"))
+	}
+	lines = append(lines, fmt.Sprintf("TTFT\t%s (prefill %s)", seconds(p.TTFTSeconds), tokensPerSecond(p.PrefillRate)))
+	if p.TPOTSeconds > 0 {
+		lines = append(lines, fmt.Sprintf("TPOT\t%s (decode %s)", seconds(p.TPOTSeconds), tokensPerSecond(p.DecodeRate)))
+	}
+	if e := &p.Experts; e.Hits+e.Misses > 0 {
+		lines = append(lines, fmt.Sprintf("experts\thit rate %s: %s, %s (%d prefetched)",
+			percent(e.HitRate), plural(e.Hits, "hit"), plural(e.Misses, "miss"), e.Prefetched))
+	}
+	return append(append(lines, p.fetches()...), "memory\tpeak "+p.peaks())
+}
+
+// placement is how many experts are offloaded.
+func (p *runReport) placement() string {
+	all := p.Experts.All()
+	offloaded := all - p.Experts.ResidentExperts
+	if offloaded == 0 {
+		return fmt.Sprintf("all %s resident", plural(int64(all), "expert"))
+	}
+	text := fmt.Sprintf("%d of %s offloaded (%s)", offloaded, plural(int64(all), "expert"), percent(p.OffloadFraction))
+	if n := p.Experts.PeerCopies; n > 0 {
+		text += fmt.Sprintf(", %d in peer memory", n)
+	}
+	return text
+}
+
+// fetches are the copies to the GPU that computes: those from the host in one line, those
+// from all peers in another.
+func (p *runReport) fetches() []string {
+	type inbound struct {
+		link  linkReport
+		could float64 // bytes that the links could have copied, where all their rates are known
+		peers int
+	}
+	var from [2]inbound // the host, peers
+	for i := range p.Links {
+		l := &p.Links[i]
+		if l.Bytes == 0 || l.Destination == "host" || l.Source == "host" && p.lends(l.Destination) {
+			continue // a promotion, or KV
+		}
+		k := 0
+		if l.Source != "host" {
+			k = 1
+		}
+		in := &from[k]
+		in.peers++
+		if u := l.Utilization; u == nil || *u == 0 || in.peers > 1 && in.could == 0 {
+			in.could = 0
+		} else {
+			in.could += float64(l.Bytes) / *u
+		}
+		name := l.Source
+		if in.peers > 1 {
+			name = plural(int64(in.peers), "peer")
+		}
+		in.link.Source, in.link.Destination = name, l.Destination
+		in.link.Bytes += l.Bytes
+		in.link.BusySeconds += l.BusySeconds
+	}
+	var lines []string
+	for i := range from {
+		in := &from[i]
+		if in.could > 0 {
+			u := float64(in.link.Bytes) / in.could
+			in.link.Utilization = &u
+		}
+		if in.peers > 0 {
+			lines = append(lines, "copies\t"+in.link.text())
 		}
 	}
-	layers := make([]layerTiers, len(r.Layers))
-	for i, l := range r.Layers {
+	return lines
+}
+
+// text says what was copied for the completion, how fast, and what share of the link that took.
+func (l *linkReport) text() string {
+	text := fmt.Sprintf("%s to %s: %s", l.Source, l.Destination, sizing.Bytes(l.Bytes))
+	if l.BusySeconds > 0 && l.Bytes > 0 {
+		text += fmt.Sprintf(" at %s", bytesPerSecond(float64(l.Bytes)/l.BusySeconds))
+	}
+	if l.Utilization != nil {
+		text += fmt.Sprintf(", link utilization %s", percent(*l.Utilization))
+	}
+	return text
+}
+
+// peaks are the maxima of memory that was allocated on each device, on all peers together.
+func (p *runReport) peaks() string {
+	var all []string
+	var peers observe.Memory
+	n := 0
+	for _, m := range p.Memory {
+		switch {
+		case m.Peak == 0:
+		case len(p.Peers) > 1 && p.lends(m.Space):
+			n++
+			peers.Peak += m.Peak
+			peers.Capacity += m.Capacity
+		default:
+			all = append(all, peak(m.Space, &m))
+		}
+	}
+	if n > 0 {
+		all = append(all, peak(plural(int64(n), "peer"), &peers))
+	}
+	return strings.Join(all, ", ")
+}
+
+func peak(name string, m *observe.Memory) string {
+	return fmt.Sprintf("%s %s of %s", name, sizing.Bytes(m.Peak), sizing.Bytes(m.Capacity))
+}
+
+// lends says whether a device is a peer.
+func (p *runReport) lends(device string) bool {
+	return slices.ContainsFunc(p.Peers, func(b observe.Borrowed) bool { return b.Device == device })
+}
+
+// details are what the summary leaves out, as lines of a label and a text behind a tab.
+func (p *runReport) details() []string {
+	e := &p.Experts
+	lines := []string{
+		"loading\t" + seconds(p.LoadSeconds),
+		fmt.Sprintf("steps\t%d, %d retried; %d failed fetches", p.Steps, p.Retried, e.Failed),
+		fmt.Sprintf("uses\t%d of resident experts, %d of cached ones, %d fetched from peers, %d fetched from the host",
+			e.Uses[experts.Resident], e.Uses[experts.Cached], e.Uses[experts.Peer], e.Uses[experts.Host]),
+	}
+	if e.PrefetchPredicted > 0 {
+		lines = append(lines, fmt.Sprintf("prefetch\t%d predicted by the router of the next layer, %d of them used (accuracy %s)",
+			e.PrefetchPredicted, e.PrefetchUsed, percent(float64(e.PrefetchUsed)/float64(e.PrefetchPredicted))))
+	}
+	if e.Promoted+e.Demoted+e.Revoked+e.Swapped > 0 {
+		lines = append(lines, fmt.Sprintf("moves\t%d promoted to peers, %d demoted, %d revoked, %d swapped with resident experts; %s copied",
+			e.Promoted, e.Demoted, e.Revoked, e.Swapped, sizing.Bytes(e.MigratedBytes)))
+	}
+	for _, b := range p.Peers {
+		lines = append(lines, fmt.Sprintf("peer\t%s: %s borrowed", b.Device, sizing.Bytes(b.Bytes)))
+	}
+	for i := range p.Memory {
+		lines = append(lines, "memory\tpeak "+peak(p.Memory[i].Space, &p.Memory[i]))
+	}
+	if n := counted(p.Revocations); n != "" {
+		lines = append(lines, "revocations\t"+n)
+	}
+	var causes []string
+	for _, cause := range slices.Sorted(maps.Keys(p.StallSeconds)) {
+		if s := p.StallSeconds[cause]; s > 0 {
+			causes = append(causes, cause+" "+seconds(s))
+		}
+	}
+	if len(causes) > 0 {
+		lines = append(lines, "stalls\t"+strings.Join(causes, ", "))
+	}
+	if p.GraphCaptures+p.GraphLaunches > 0 {
+		lines = append(lines, fmt.Sprintf("CUDA graphs\t%d captured, %d launched", p.GraphCaptures, p.GraphLaunches))
+	}
+	for i := range p.Links {
+		l := &p.Links[i]
+		line := fmt.Sprintf("link\t%s in %s; loading %s", l.text(), plural(l.Copies, "copy"), sizing.Bytes(l.LoadBytes))
+		if l.Retries+l.Failed > 0 {
+			line += fmt.Sprintf("; %d chunks retried, %d copies failed", l.Retries, l.Failed)
+		}
+		lines = append(lines, line)
+	}
+	return lines
+}
+
+// counted lists what was counted at all, by name.
+func counted(by map[string]int64) string {
+	var all []string
+	for _, name := range slices.Sorted(maps.Keys(by)) {
+		if n := by[name]; n > 0 {
+			all = append(all, fmt.Sprintf("%d for %s", n, name))
+		}
+	}
+	return strings.Join(all, ", ")
+}
+
+// deviceInWords names what computes; that it is emulated in plain words.
+func deviceInWords(name, backend string, emulated bool) string {
+	if emulated {
+		return "emulated GPU: the CPU computes, so times and rates are not a GPU's"
+	}
+	return fmt.Sprintf("%s (%s)", name, backend)
+}
+
+// plural is a number and what it counts.
+func plural(n int64, one string) string {
+	switch {
+	case n == 1:
+	case strings.HasSuffix(one, "s"):
+		one += "es"
+	case strings.HasSuffix(one, "y"):
+		one = strings.TrimSuffix(one, "y") + "ies"
+	default:
+		one += "s"
+	}
+	return fmt.Sprintf("%d %s", n, one)
+}
+
+// percent prints a share of 1.
+func percent(share float64) string {
+	switch p := 100 * share; {
+	case p > 0 && p < 1 || p > 99 && p < 100:
+		return fmt.Sprintf("%.1f %%", p)
+	default:
+		return fmt.Sprintf("%.0f %%", p)
+	}
+}
+
+// layers is in which tier each expert is, for printLayers.
+func (p *runReport) layers() []layerTiers {
+	layers := make([]layerTiers, len(p.Layers))
+	for i, l := range p.Layers {
 		layers[i] = layerTiers{Layer: l.Layer}
 		for _, tier := range l.Tiers {
 			layers[i].Tiers = append(layers[i].Tiers, tier.String())
 		}
 	}
-	legend := "R resident, C cached, H host"
-	if len(r.Peers) > 0 {
-		legend = "R resident, C cached, P peer copy, H host"
-	}
-	printLayers(t, layers, legend)
-	return t.print(out)
+	return layers
 }
 
-// layerTiers says of one layer in which tier each of its experts is.
+func (p *runReport) legend() string {
+	if len(p.Peers) > 0 {
+		return "R resident, C cached, P peer copy, H host"
+	}
+	return "R resident, C cached, H host"
+}
+
+// layerTiers is in which tier each expert of a layer is.
 type layerTiers struct {
 	Layer int      `json:"layer"`
 	Tiers []string `json:"tiers"`
@@ -248,20 +490,38 @@ func letters(tiers []string) string {
 	return b.String()
 }
 
+// seconds prints a time with three digits.
 func seconds(s float64) string {
 	switch {
 	case s < 1e-3:
-		return fmt.Sprintf("%.0f us", s*1e6)
+		return threeDigits(s*1e6) + " us"
 	case s < 1:
-		return fmt.Sprintf("%.0f ms", s*1e3)
+		return threeDigits(s*1e3) + " ms"
 	}
-	return fmt.Sprintf("%.1f s", s)
+	return threeDigits(s) + " s"
 }
 
-// tokensPerSecond words a rate; nothing for 0, where there was nothing to time.
-func tokensPerSecond(r float64) string {
-	if r == 0 {
-		return ""
+// bytesPerSecond prints a rate of copies with three digits.
+func bytesPerSecond(r float64) string {
+	switch {
+	case r < 1e6:
+		return threeDigits(r/1e3) + " kB/s"
+	case r < 1e9:
+		return threeDigits(r/1e6) + " MB/s"
 	}
-	return fmt.Sprintf(" (%.0f tokens/s)", r)
+	return threeDigits(r/1e9) + " GB/s"
+}
+
+// tokensPerSecond prints a rate with at least three digits.
+func tokensPerSecond(r float64) string { return threeDigits(r) + " tokens/s" }
+
+// threeDigits prints a number with at least three digits.
+func threeDigits(x float64) string {
+	switch {
+	case x < 10:
+		return fmt.Sprintf("%.2f", x)
+	case x < 100:
+		return fmt.Sprintf("%.1f", x)
+	}
+	return fmt.Sprintf("%.0f", x)
 }

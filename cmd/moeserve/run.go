@@ -30,6 +30,7 @@ const maxPromptBytes = 16 << 20
 type runOptions struct {
 	promptIDs string
 	quiet     bool
+	verbose   bool
 }
 
 func newRun(s *streams) *cobra.Command {
@@ -66,6 +67,7 @@ error.`,
 	addSettings(cmd.Flags(), configs.For("run"))
 	cmd.Flags().StringVar(&o.promptIDs, "prompt-ids", "", "prompt as token `IDS`, separated by commas, in place of PROMPT")
 	cmd.Flags().BoolVarP(&o.quiet, "quiet", "q", false, "print the answer only")
+	cmd.Flags().BoolVarP(&o.verbose, "verbose", "v", false, "print all of the report: every link, stalls, placement by layer")
 	return cmd
 }
 
@@ -199,9 +201,9 @@ func run(ctx context.Context, s *streams, set *settings, o *runOptions, args []s
 	if err != nil {
 		return err
 	}
-	r := newRunResult(set, a, &loaded, &done)
+	r := newRunResult(a, &loaded, &done)
 	if !o.quiet {
-		if err := printReport(s.err, set, r, &done.Harvest, n.Text().Tokenizer != nil); err != nil {
+		if err := printReport(s.err, r, o.verbose, n.Text().Tokenizer != nil); err != nil {
 			return err
 		}
 	}

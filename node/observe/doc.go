@@ -1,7 +1,7 @@
 // Package observe reads what the parts of a running node count, for people and for
 // programs: the metrics of each part (Experts, Links, Harvest, Pipeline), which collect
-// themselves for Prometheus and print themselves for a report; the Report of a run; where
-// every expert is (Residency); and what happens to memory and experts (Event).
+// themselves as metrics; the Report of a run; the Status of a server, and the lines that log
+// it; where every expert is (Residency); and what happens to memory and experts (Event).
 //
 // A new counter goes into its part's own struct, and, to be a metric, into that part's
 // file here: nothing else copies it.

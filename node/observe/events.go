@@ -7,13 +7,13 @@ import (
 	"github.com/moeserve/moeserve/harvest"
 )
 
-// Event is something that happened to memory or experts, with a JSON form whose names
-// are fixed: fields that say nothing about this event are left out.
+// Event is something that happened to memory or experts, with a JSON form whose names are
+// fixed: fields that an event does not have are omitted.
 type Event struct {
 	// Event is its name: "harvest.revoked".
 	Event string    `json:"event"`
 	Time  time.Time `json:"time"`
-	// Device is a peer, Slab a piece of its memory, Handle a part of that.
+	// Device is a peer, Slab one borrowed from it, Handle an allocation in that.
 	Device string `json:"device,omitempty"`
 	Slab   uint64 `json:"slab,omitempty"`
 	Handle uint64 `json:"handle,omitempty"`
@@ -22,7 +22,7 @@ type Event struct {
 	Client  string `json:"client,omitempty"`
 	Bytes   int64  `json:"bytes,omitempty"`
 	Reason  string `json:"reason,omitempty"`
-	// Layer by the model's number, and Expert; In became local in the place of Out.
+	// Layer by the model's number, and Expert; In became resident in the place of Out.
 	Layer  *int `json:"layer,omitempty"`
 	Expert *int `json:"expert,omitempty"`
 	In     *int `json:"in,omitempty"`
@@ -30,7 +30,7 @@ type Event struct {
 	// Drain is how long readers took, Took how long all of it did.
 	Drain time.Duration `json:"drain_ns,omitempty"`
 	Took  time.Duration `json:"took_ns,omitempty"`
-	// Late says that the deadline was missed.
+	// Late: the deadline was missed.
 	Late  bool   `json:"late,omitempty"`
 	Error string `json:"error,omitempty"`
 }
@@ -40,12 +40,12 @@ const (
 	HarvestAllocated       = "harvest.allocated"
 	HarvestRefused         = "harvest.refused"
 	HarvestFreed           = "harvest.freed"
-	HarvestSlabTaken       = "harvest.slab_taken"
-	HarvestSlabReturned    = "harvest.slab_returned"
-	HarvestRevocationBegan = "harvest.revocation_began"
+	HarvestSlabAllocated   = "harvest.slab_allocated"
+	HarvestSlabReleased    = "harvest.slab_released"
+	HarvestRevocationBegan = "harvest.revocation_started"
 	HarvestRevoked         = "harvest.revoked"
 	HarvestRevocationEnded = "harvest.revocation_ended"
-	HarvestDeadlineMissed  = "harvest.violated"
+	HarvestDeadlineMissed  = "harvest.deadline_missed"
 	HarvestPeerUnhealthy   = "harvest.peer_unhealthy"
 	HarvestPeerHealthy     = "harvest.peer_healthy"
 	ExpertPromoted         = "experts.promoted"
@@ -69,7 +69,7 @@ func emitter(to func(Event)) func(name string, e Event) {
 	}
 }
 
-// HarvestEvents tells to of what harvest does; nobody where to is nil.
+// HarvestEvents reports to to what harvest does; a nil to gets nothing.
 func HarvestEvents(to func(Event)) harvest.EventListener {
 	if to == nil {
 		return harvest.EventListener{}
@@ -101,11 +101,11 @@ func HarvestEvents(to func(Event)) harvest.EventListener {
 			e.Drain, e.Error = i.Drain, text(i.Failed)
 			tell(HarvestFreed, e)
 		},
-		SlabTaken: func(i harvest.SlabInfo) { tell(HarvestSlabTaken, slab(i)) },
+		SlabTaken: func(i harvest.SlabInfo) { tell(HarvestSlabAllocated, slab(i)) },
 		SlabReturned: func(i harvest.SlabInfo) {
 			e := slab(i)
 			e.Reason = i.Reason.String()
-			tell(HarvestSlabReturned, e)
+			tell(HarvestSlabReleased, e)
 		},
 		RevocationBegan: func(i harvest.RevocationInfo) { tell(HarvestRevocationBegan, revocation(i)) },
 		Revoked: func(i harvest.RevokeInfo) {
@@ -127,8 +127,7 @@ func HarvestEvents(to func(Event)) harvest.EventListener {
 	}
 }
 
-// ExpertEvents tells to of what happens to the experts' places; nobody where to is
-// nil.
+// ExpertEvents reports to to what happens to the experts' places; a nil to gets nothing.
 func ExpertEvents(to func(Event)) experts.EventListener {
 	if to == nil {
 		return experts.EventListener{}

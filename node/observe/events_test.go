@@ -76,18 +76,18 @@ func TestEventForms(t *testing.T) {
 	l.Swapped(experts.SwapInfo{Layer: 3, In: 0, Out: 4})
 	l.PeerFailed(experts.PeerInfo{Device: device.HBM(2), Err: errors.New("lost"), Excluded: true})
 	want := []string{
-		`{"event":"harvest.slab_taken","device":"gpu1","slab":1,"bytes":8192}`,
+		`{"event":"harvest.slab_allocated","device":"gpu1","slab":1,"bytes":8192}`,
 		`{"event":"harvest.allocated","device":"gpu1","slab":1,"handle":1,"client":"experts","bytes":4096}`,
 		`{"event":"harvest.freed","device":"gpu1","handle":1,"client":"experts","bytes":4096}`,
 		`{"event":"harvest.refused","client":"kv","bytes":2097152,"error":"`,
 		`{"event":"harvest.allocated","device":"gpu1","slab":1,"handle":2,"client":"experts","bytes":1024}`,
-		`{"event":"harvest.revocation_began","device":"gpu1","slab":1,"handles":1,"bytes":8192,"reason":"external"}`,
+		`{"event":"harvest.revocation_started","device":"gpu1","slab":1,"handles":1,"bytes":8192,"reason":"external"}`,
 		`{"event":"harvest.revoked","device":"gpu1","handle":2,"client":"experts","bytes":1024,"reason":"external"}`,
-		`{"event":"harvest.slab_returned","device":"gpu1","slab":1,"bytes":8192,"reason":"external"}`,
+		`{"event":"harvest.slab_released","device":"gpu1","slab":1,"bytes":8192,"reason":"external"}`,
 		`{"event":"harvest.revocation_ended","device":"gpu1","slab":1,"handles":1,"bytes":8192,"reason":"external"`,
 		`{"event":"harvest.peer_unhealthy","device":"gpu1","error":"copies fail"}`,
 		`{"event":"harvest.peer_healthy","device":"gpu1"}`,
-		`{"event":"harvest.violated","device":"gpu2","slab":3,"reason":"pressure","late":true,"error":"slab 3 on gpu2: no"}`,
+		`{"event":"harvest.deadline_missed","device":"gpu2","slab":3,"reason":"pressure","late":true,"error":"slab 3 on gpu2: no"}`,
 		`{"event":"experts.promoted","device":"gpu1","bytes":100,"layer":0,"expert":5,"took_ns":1}`,
 		`{"event":"experts.demoted","device":"gpu1","bytes":100,"reason":"revoked","layer":3,"expert":0}`,
 		`{"event":"experts.swapped","layer":3,"in":0,"out":4}`,

@@ -1,31 +1,27 @@
 package observe
 
 import (
-	"fmt"
-	"maps"
-	"slices"
-	"strings"
-
 	"github.com/moeserve/moeserve/experts"
 	"github.com/moeserve/moeserve/harvest"
 	"github.com/moeserve/moeserve/metrics"
-	"github.com/moeserve/moeserve/node/sizing"
 	"github.com/moeserve/moeserve/pipeline"
 	"github.com/moeserve/moeserve/transfer"
 )
 
-// Experts says where experts are, and what was fetched and moved since the node was
-// opened. It has a JSON form.
+// Experts are where experts are now, and what was used, fetched and moved since the node was
+// opened. They have a JSON form.
 type Experts struct {
-	// Tiers counts experts by the tier of their nearest copy now, Homes by where they
-	// live between steps: local, peer or host.
-	Tiers  map[experts.Tier]int `json:"tiers"`
-	Placed map[experts.Tier]int `json:"homes"`
+	// Tiers counts experts by the tier of their nearest copy now.
+	Tiers map[experts.Tier]int `json:"tiers"`
+	// ResidentExperts counts those pinned in the compute GPU's memory, PeerCopies the offloaded
+	// ones that have a copy in peer memory.
+	ResidentExperts int `json:"resident_experts"`
+	PeerCopies      int `json:"peer_copies"`
 	experts.Stats
 }
 
 func readExperts(s *experts.Store) Experts {
-	e := Experts{Tiers: map[experts.Tier]int{}, Placed: map[experts.Tier]int{}, Stats: s.Stats()}
+	e := Experts{Tiers: map[experts.Tier]int{}, Stats: s.Stats()}
 	for t := range e.Uses {
 		e.Tiers[experts.Tier(t)] = 0
 	}
@@ -35,30 +31,60 @@ func readExperts(s *experts.Store) Experts {
 		}
 	}
 	for _, layer := range s.Placed() {
-		for _, h := range layer {
-			e.Placed[h.Tier]++
+		for _, p := range layer {
+			switch p.Tier {
+			case experts.Resident:
+				e.ResidentExperts++
+			case experts.Peer:
+				e.PeerCopies++
+			}
 		}
 	}
 	return e
 }
 
+// All is the number of experts of all layers.
+func (e *Experts) All() int {
+	n := 0
+	for _, of := range e.Tiers {
+		n += of
+	}
+	return n
+}
+
+// OffloadFraction is the share of the experts that are not resident, from 0 to 1.
+func (e *Experts) OffloadFraction() float64 {
+	n := e.All()
+	return float64(n-e.ResidentExperts) / float64(max(n, 1))
+}
+
 var (
-	uses              = desc("moeserve_expert_uses_total", "How often an expert was where a layer needed it.", "tier")
-	fetched           = desc("moeserve_expert_fetch_bytes_total", "Bytes of experts fetched.", "tier")
-	resident          = desc("moeserve_experts", "Experts that are in a tier.", "tier")
-	moves             = desc("moeserve_expert_moves_total", "Changes of where experts live.", "move")
-	migrated          = desc("moeserve_expert_migration_bytes_total", "Bytes copied so that experts live elsewhere.")
-	prefetchPredicted = desc("moeserve_expert_prefetch_predicted_total", "Experts not in GPU memory for good that the next layer's router would have chosen, and so are fetched ahead.")
-	prefetchUsed      = desc("moeserve_expert_prefetch_used_total", "Those guessed experts that were then chosen.")
+	uses              = metrics.NewDesc("moeserve_expert_uses_total", "Uses of experts (one expert needed by one layer of one step), by the tier where the expert was found.", "tier")
+	hits              = metrics.NewDesc("moeserve_expert_hits_total", "Uses of experts that were resident or cached in GPU memory.")
+	misses            = metrics.NewDesc("moeserve_expert_misses_total", "Uses of experts that had to be fetched from peer or host memory.")
+	prefetches        = metrics.NewDesc("moeserve_expert_prefetches_total", "Misses whose fetch was started before the layer needed the expert.")
+	fetched           = metrics.NewDesc("moeserve_expert_fetch_bytes_total", "Bytes of experts fetched, by the tier they came from.", "tier")
+	tiers             = metrics.NewDesc("moeserve_experts", "Experts by the tier of their nearest copy.", "tier")
+	offloadFraction   = metrics.NewDesc("moeserve_offload_fraction", "Share of the experts that are offloaded (not resident in GPU memory), from 0 to 1.")
+	moves             = metrics.NewDesc("moeserve_expert_moves_total", "Experts promoted to peer memory, demoted or revoked from it, and swapped with resident ones.", "move")
+	migrated          = metrics.NewDesc("moeserve_expert_migration_bytes_total", "Bytes copied by promotions and swaps of experts.")
+	prefetchPredicted = metrics.NewDesc("moeserve_expert_prefetch_predicted_total", "Offloaded experts predicted by the router of the next layer.")
+	prefetchUsed      = metrics.NewDesc("moeserve_expert_prefetch_used_total", "Predicted offloaded experts that the layer then used.")
 )
 
 func (e Experts) collect(to *metrics.Sink) {
 	for t := range e.Uses {
 		tier := experts.Tier(t)
 		to.Counter(uses, float64(e.Uses[t]), tier.String())
-		to.Counter(fetched, float64(e.Fetched[t]), tier.String())
-		to.Gauge(resident, float64(e.Tiers[tier]), tier.String())
+		to.Gauge(tiers, float64(e.Tiers[tier]), tier.String())
 	}
+	for _, tier := range []experts.Tier{experts.Peer, experts.Host} {
+		to.Counter(fetched, float64(e.Fetched[tier]), tier.String())
+	}
+	to.Counter(hits, float64(e.Hits))
+	to.Counter(misses, float64(e.Misses))
+	to.Counter(prefetches, float64(e.Prefetched))
+	to.Gauge(offloadFraction, e.OffloadFraction())
 	to.Counter(moves, float64(e.Promoted), "promoted")
 	to.Counter(moves, float64(e.Demoted), "demoted")
 	to.Counter(moves, float64(e.Revoked), "revoked")
@@ -68,80 +94,69 @@ func (e Experts) collect(to *metrics.Sink) {
 	to.Counter(prefetchUsed, float64(e.PrefetchUsed))
 }
 
-// Lines are a report's, a label and a text behind a tab. how says what was asked to be
-// offloaded; with adaptive, what is local is so for now.
-func (e *Experts) Lines(how string, adaptive bool, h *Harvest) []string {
-	local, peer, host := e.Placed[experts.Resident], e.Placed[experts.Peer], e.Placed[experts.Host]
-	forGood := " for good"
-	if adaptive {
-		forGood = ""
-	}
-	where := ""
-	if len(h.Peers) > 0 {
-		where = fmt.Sprintf(", %d of them with peers", peer)
-	}
-	from := ""
-	if n := e.Uses[experts.Peer]; n > 0 {
-		from = fmt.Sprintf("%d from peers, %d from the host, ", n, e.Uses[experts.Host])
-	}
-	lines := []string{
-		fmt.Sprintf("experts\t%d: %d local%s, %d offloaded (%s)%s", local+peer+host, local, forGood, peer+host, how, where),
-		fmt.Sprintf("wanted\t%d times there (%d local, %d still in the ring), %d times fetched (%s%d ahead of need)",
-			e.Uses[experts.Resident]+e.Uses[experts.Cached], e.Uses[experts.Resident], e.Uses[experts.Cached], e.Misses, from, e.Prefetched),
-	}
-	if e.PrefetchPredicted > 0 {
-		lines = append(lines, fmt.Sprintf("predicted\t%d by the next layer's router, %d of them right", e.PrefetchPredicted, e.PrefetchUsed))
-	}
-	if e.Swapped > 0 {
-		lines = append(lines, fmt.Sprintf("swapped\t%d experts became local in place of others", e.Swapped))
-	}
-	if e.Promoted > 0 {
-		lines = append(lines, fmt.Sprintf("peers\t%s borrowed; %d copies came, %d were given back, %d revoked", h.borrowed(), e.Promoted, e.Demoted, e.Revoked))
-		lines = append(lines, h.lines()...)
-	}
-	return lines
+// Link is what was copied from one memory to another.
+type Link struct {
+	transfer.PathStats
+	// BytesPerSecond is the rate of the link; 0 where it is not known or not limited.
+	BytesPerSecond float64
 }
 
 // Links are the copies by pair of memories.
-type Links []transfer.PathStats
+type Links []Link
 
-// Bytes copied so far from one memory to another, by their names: "host>gpu0".
-func (l Links) Bytes() map[string]int64 {
-	m := map[string]int64{}
-	for _, p := range l {
-		m[p.From.String()+">"+p.To.String()] += p.Bytes
-	}
-	return m
-}
-
-var copied = desc("moeserve_path_bytes_total", "Bytes copied between two memories.", "path")
+var (
+	copied = metrics.NewDesc("moeserve_copy_bytes_total", "Bytes copied from one memory to another.", "src", "dst")
+	busy   = metrics.NewDesc("moeserve_copy_busy_seconds_total", "Time with a copy under way from one memory to another.", "src", "dst")
+)
 
 func (l Links) collect(to *metrics.Sink) {
-	for path, n := range l.Bytes() {
-		to.Counter(copied, float64(n), path)
+	for _, p := range l {
+		to.Counter(copied, float64(p.Bytes), p.From.String(), p.To.String())
+		to.Counter(busy, p.Busy.Seconds(), p.From.String(), p.To.String())
 	}
 }
 
-// Harvest is what is borrowed of each peer now, and how often what was is revoked, by
-// reason.
+// Memory is the account of one memory space, in bytes. It has a JSON form.
+type Memory struct {
+	Space     string `json:"space"`
+	Capacity  int64  `json:"capacity_bytes"`
+	Allocated int64  `json:"allocated_bytes"`
+	Peak      int64  `json:"peak_bytes"`
+}
+
+// Memories are those of all spaces, the host's first.
+type Memories []Memory
+
+var (
+	memoryUsed     = metrics.NewDesc("moeserve_memory_used_bytes", "Memory that the server has allocated on a device; of the host, pinned memory.", "device")
+	memoryCapacity = metrics.NewDesc("moeserve_memory_capacity_bytes", "Memory of a device.", "device")
+)
+
+func (m Memories) collect(to *metrics.Sink) {
+	for _, s := range m {
+		to.Gauge(memoryUsed, float64(s.Allocated), s.Space)
+		to.Gauge(memoryCapacity, float64(s.Capacity), s.Space)
+	}
+}
+
+// Harvest is what is borrowed from each peer now, and how many slabs were revoked, by reason.
 type Harvest struct {
 	Peers       []harvest.PeerUsage
 	Revocations map[string]int64
 }
 
 var (
-	harvested   = desc("moeserve_harvest_bytes", "Memory of a peer, by who has it.", "device", "state")
-	revocations = desc("moeserve_harvest_revocations_total", "Pieces of borrowed memory that were revoked.", "reason")
+	harvested   = metrics.NewDesc("moeserve_harvest_bytes", "Memory of a peer: borrowed and used, free within borrowed slabs, draining before its release, used by other processes, or free.", "device", "state")
+	revocations = metrics.NewDesc("moeserve_harvest_revocations_total", "Slabs of peer memory revoked.", "reason")
 )
 
 func (h Harvest) collect(to *metrics.Sink) {
 	for _, p := range h.Peers {
-		// Experts use it or leave it unused, it is leaving, others hold it, or it is free.
 		peer := p.Space.String()
 		to.Gauge(harvested, float64(p.Used), peer, "used")
-		to.Gauge(harvested, float64(p.FreeInSlabs), peer, "unused")
-		to.Gauge(harvested, float64(p.Draining), peer, "leaving")
-		to.Gauge(harvested, float64(p.Reading.OtherProcesses), peer, "other")
+		to.Gauge(harvested, float64(p.FreeInSlabs), peer, "slab_free")
+		to.Gauge(harvested, float64(p.Draining), peer, "draining")
+		to.Gauge(harvested, float64(p.Reading.OtherProcesses), peer, "other_processes")
 		to.Gauge(harvested, float64(p.Free), peer, "free")
 	}
 	for reason, n := range h.Revocations {
@@ -157,47 +172,24 @@ type Borrowed struct {
 
 // Borrowed from each peer.
 func (h *Harvest) Borrowed() []Borrowed {
-	loans := []Borrowed{}
+	from := []Borrowed{}
 	for _, p := range h.Peers {
-		loans = append(loans, Borrowed{p.Space.String(), p.Used + p.FreeInSlabs + p.Draining})
+		from = append(from, Borrowed{p.Space.String(), p.Used + p.FreeInSlabs + p.Draining})
 	}
-	return loans
+	return from
 }
 
-// borrowed tells how much of which peer.
-func (h *Harvest) borrowed() string {
-	var lent []string
-	for _, l := range h.Borrowed() {
-		lent = append(lent, fmt.Sprintf("%s of %s", sizing.Bytes(l.Bytes), l.Device))
-	}
-	return strings.Join(lent, ", ")
-}
-
-// lines tell what was revoked, where anything was.
-func (h *Harvest) lines() []string {
-	var why []string
-	for _, reason := range slices.Sorted(maps.Keys(h.Revocations)) {
-		if n := h.Revocations[reason]; n > 0 {
-			why = append(why, fmt.Sprintf("%d for %s", n, reason))
-		}
-	}
-	if len(why) == 0 {
-		return nil
-	}
-	return []string{"revoked\tpieces of borrowed memory: " + strings.Join(why, ", ")}
-}
-
-// Pipeline is for how long the compute device has stood still within steps, by cause, and
-// how many decode steps were captured as CUDA graphs, and ran as one.
+// Pipeline is how long the compute stream has stalled within steps, by cause, and how many
+// decode steps were captured as CUDA graphs, and launched as one.
 type Pipeline struct {
 	Stalls pipeline.Stalls
 	Graphs pipeline.GraphStats
 }
 
 var (
-	stalls   = desc("moeserve_stall_seconds_total", "For how long the compute device stood still within steps.", "cause")
-	captures = desc("moeserve_graph_captures_total", "Decode steps that were taken down as a CUDA graph.")
-	launches = desc("moeserve_graph_launches_total", "Decode steps that ran as a CUDA graph.")
+	stalls   = metrics.NewDesc("moeserve_stall_seconds_total", "Stall time of the compute stream within steps, by cause.", "cause")
+	captures = metrics.NewDesc("moeserve_graph_captures_total", "Decode steps captured as a CUDA graph.")
+	launches = metrics.NewDesc("moeserve_graph_launches_total", "Decode steps launched as a CUDA graph.")
 )
 
 func (p Pipeline) collect(to *metrics.Sink) {

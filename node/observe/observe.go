@@ -1,6 +1,7 @@
 package observe
 
 import (
+	"errors"
 	"time"
 
 	"github.com/moeserve/moeserve/device"
@@ -28,9 +29,9 @@ type Parts struct {
 	Rebalancer     *rebalancer.Rebalancer // nil where nothing can move
 	// Peers are the peers that may be borrowed from.
 	Peers []Peer
-	// Dynamic says that other experts may become local.
+	// Dynamic: experts may be swapped.
 	Dynamic bool
-	// LoadTime is how long taking memory and loading took.
+	// LoadTime is how long allocating memory and loading weights took.
 	LoadTime time.Duration
 }
 
@@ -44,7 +45,27 @@ func New(p Parts) *Observer { return &Observer{p} }
 func (o *Observer) Experts() Experts { return readExperts(o.p.Store) }
 
 // Links reads what links have copied.
-func (o *Observer) Links() Links { return o.p.Transfer.Stats() }
+func (o *Observer) Links() Links {
+	paths := o.p.Machine.Topology().Paths
+	var l Links
+	for _, s := range o.p.Transfer.Stats() {
+		l = append(l, Link{s, paths[device.Pair{From: s.From, To: s.To}].BytesPerSecond})
+	}
+	return l
+}
+
+// Memories reads the accounts of all memory spaces. With an error, those that can be read.
+func (o *Observer) Memories() (m Memories, err error) {
+	for _, s := range o.p.Machine.Topology().Spaces() {
+		u, usage := o.p.Machine.Usage(s)
+		if usage != nil {
+			err = errors.Join(err, usage)
+			continue
+		}
+		m = append(m, Memory{Space: s.String(), Capacity: u.Capacity, Allocated: u.Allocated, Peak: u.Peak})
+	}
+	return m, err
+}
 
 // Pipeline reads how steps ran.
 func (o *Observer) Pipeline() Pipeline {
@@ -69,6 +90,10 @@ func (o *Observer) Collectors() []metrics.Collector {
 	return []metrics.Collector{
 		collector[Experts]{o.Experts},
 		collector[Links]{o.Links},
+		collector[Memories]{func() Memories {
+			m, _ := o.Memories() // what is lost has none
+			return m
+		}},
 		collector[Pipeline]{o.Pipeline},
 		collector[Harvest]{o.Harvest},
 	}
@@ -82,8 +107,3 @@ type collector[M collects] struct{ read func() M }
 
 // Collect implements metrics.Collector.
 func (c collector[M]) Collect(to *metrics.Sink) { c.read().collect(to) }
-
-// desc describes a metric.
-func desc(name, help string, labels ...string) *metrics.Desc {
-	return metrics.NewDesc(name, help, labels...)
-}

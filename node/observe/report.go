@@ -7,42 +7,37 @@ import (
 	"github.com/moeserve/moeserve/experts"
 )
 
-// Report says what a node has done since it was opened.
+// Report is what a node has done since it was opened.
 type Report struct {
 	// Model, Device and Backend as the user would name them.
 	Model, Device, Backend string
+	// Emulated: the CPU plays the devices.
+	Emulated bool
+	// Clock is the time on the machine's clock, which Links are busy by.
+	Clock time.Duration
 	// Memory of each space.
-	Memory []Memory
+	Memory Memories
 	// Layers that have experts.
 	Layers   []Layer
 	Experts  Experts
 	Links    Links
 	Harvest  Harvest
 	Pipeline Pipeline
-	// Dynamic says that other experts may become local.
+	// Dynamic: experts may be swapped.
 	Dynamic bool
 	// Steps that ended; Retried of them were run again after a failed copy.
 	Steps, Retried int64
-	// LoadTime is how long taking memory and loading took.
+	// LoadTime is how long allocating memory and loading weights took.
 	LoadTime time.Duration
 }
 
-// Memory is the account of one memory space, in bytes. It has a JSON form.
-type Memory struct {
-	Space     string `json:"space"`
-	Capacity  int64  `json:"capacity_bytes"`
-	Allocated int64  `json:"allocated_bytes"`
-	Peak      int64  `json:"peak_bytes"`
-}
-
-// Layer says of one layer, by the model's number, where its experts are. It has a JSON
-// form.
+// Layer is where the experts of one layer are, by the model's number. It has a JSON form.
 type Layer struct {
 	Layer int `json:"layer"`
 	// Tiers of its experts, by their numbers.
 	Tiers []experts.Tier `json:"tiers"`
-	// RoutedTokens is how many rows chose each expert, Fetches how often each was
-	// fetched.
+	// RoutedTokens is how many tokens were routed to each expert, Fetches how often each
+	// was fetched.
 	RoutedTokens []int64 `json:"routed_tokens"`
 	Fetches      []int64 `json:"fetches"`
 }
@@ -56,16 +51,13 @@ func (o *Observer) Report(ctx context.Context) (Report, error) {
 	}
 	state := p.Engine.State()
 	r.Steps, r.Retried = state.Steps, state.Retried
-	t := p.Machine.Topology()
-	if info, ok := t.Info(p.Space); ok {
+	if info, ok := p.Machine.Topology().Info(p.Space); ok {
 		r.Device = info.Name
 	}
-	for _, s := range t.Spaces() {
-		u, err := p.Machine.Usage(s)
-		if err != nil {
-			return r, err
-		}
-		r.Memory = append(r.Memory, Memory{Space: s.String(), Capacity: u.Capacity, Allocated: u.Allocated, Peak: u.Peak})
+	r.Emulated, r.Clock = p.Machine.Capabilities().Emulated, p.Machine.Now()
+	var err error
+	if r.Memory, err = o.Memories(); err != nil {
+		return r, err
 	}
 	counts, err := p.Pipeline.Counts(ctx)
 	if err != nil {

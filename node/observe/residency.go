@@ -8,7 +8,7 @@ import (
 
 // Peer is a peer as the outside knows it.
 type Peer struct {
-	// Device is what it is called here: "gpu1".
+	// Device is its name on this machine: "gpu1".
 	Device string `json:"device"`
 	// GPU is the driver's number.
 	GPU  int    `json:"gpu"`
@@ -16,14 +16,14 @@ type Peer struct {
 	UUID string `json:"uuid"`
 }
 
-// Residency says where every expert is and whose memory is borrowed for it, for
-// people who look into a running node. It has a JSON form.
+// Residency is where every expert is, and whose memory is borrowed for it. It has a JSON
+// form.
 type Residency struct {
 	Experts experts.Snapshot `json:"experts"`
 	// Peers that may be borrowed from; Harvest is what is.
 	Peers   []Peer         `json:"peers"`
 	Harvest *harvest.State `json:"harvest"`
-	// Rebalancer is what it has done; nil where nothing can move.
+	// Rebalancer has its counts; nil where nothing can move.
 	Rebalancer *rebalancer.Counts `json:"rebalancer"`
 }
 
