@@ -233,14 +233,14 @@ func TestServePeers(t *testing.T) {
 		`(?m)^moeserve_harvest_revocations_total{reason="pressure"} [1-9]`,
 		`(?m)^moeserve_harvest_drain_seconds_count [1-9]`,
 		`(?m)^moeserve_harvest_bytes{device="gpu2",state="used"} [1-9]`,
-		`(?m)^moeserve_harvest_bytes{device="gpu1",state="other"} 2.68435456e\+08$`,
+		`(?m)^moeserve_harvest_bytes{device="gpu1",state="other_processes"} 2.68435456e\+08$`,
 		`(?m)^moeserve_expert_fetch_bytes_total{tier="peer"} [1-9]`,
 		`(?m)^moeserve_expert_uses_total{tier="peer"} [1-9]`,
 		`(?m)^moeserve_experts{tier="resident"} 24$`,
 		`(?m)^moeserve_expert_moves_total{move="revoked"} [1-9]`,
 		`(?m)^moeserve_expert_migration_bytes_total [1-9]`,
 		`(?m)^moeserve_expert_prefetch_predicted_total [1-9]`,
-		`(?m)^moeserve_path_bytes_total{path="gpu2>gpu0"} [1-9]`,
+		`(?m)^moeserve_copy_bytes_total{dst="gpu0",src="gpu2"} [1-9]`,
 	} {
 		if !regexp.MustCompile(want).MatchString(metrics) {
 			t.Errorf("metrics have no %s: %s", want, metrics)
