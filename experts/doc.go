@@ -1,113 +1,111 @@
-// Package experts keeps the weights of a model's experts: where each one is, the
-// memory for all of them but what peers lend, and the copies that bring those that are
-// not in the compute GPU's memory there in time.
+// Package experts keeps the weights of a model's experts: where each one is, the memory
+// for all of them except what peers lend, and the copies that bring offloaded experts into
+// the GPU's memory in time.
 //
 // # Where experts are
 //
-// An expert is one contiguous extent in the backend's layout (kernels.ExpertLayout),
-// the same bytes wherever it lies. A Placement says which experts are offloaded; the
-// others are local: they lie in the compute GPU's memory. The authoritative copy of an
-// offloaded expert lies in pinned host memory. Promote puts another into a peer's
-// memory, which harvest lends and may take back at any moment; fetches come from there
-// as long as it is there. To be used, an offloaded expert is fetched into a slot of the
-// ring: CacheSlots extents of the compute GPU's memory, by default twice the largest
-// number that one layer misses, so that the next layer's experts arrive while this
-// one's are read. In an adaptive store local experts have a host copy as well, and Swap
-// puts others in their places.
+// An expert is one contiguous extent in the backend's layout (kernels.ExpertLayout), the
+// same bytes in every memory. A Placement lists the offloaded experts; the others are
+// resident in the GPU's memory. The authoritative copy of an offloaded expert is in pinned
+// host memory. Promote adds a copy in a peer's memory, which harvest lends and may revoke
+// at any time; while that copy exists, fetches read it. To be used, an offloaded expert is
+// fetched into a slot of the expert cache: CacheSlots extents of the GPU's memory, by
+// default twice the largest number of offloaded experts in one layer, so that the next
+// layer's experts arrive while this layer's are read. With dynamic residency, resident
+// experts have a host copy as well, and Swap exchanges them with offloaded ones.
 //
-// A kernel finds experts through the layer's slot table, [experts] U64 in device
-// memory, and is given the experts of one launch as a list. The store updates both in
-// stream order, so nothing depends on where an expert lies.
+// A kernel finds experts through the layer's slot table, [experts] U64 in device memory,
+// and gets the experts of one launch as a list. The store updates both in stream order, so
+// a kernel does not depend on where an expert is.
 //
 // # Parts
 //
-// A Store puts together what does the work: the loader of checkpoints (package
-// experts/load), the places where experts live and their swaps, the ring's choice of slots
-// (package experts/ring) with the fetches into them, the tables that kernels read, and the
-// steps that drive them. Copies in peers' memory are package peercache's.
+// A Store combines: the checkpoint loader (package experts/load); the places where experts
+// live, and their swaps; the state of the expert cache (package experts/cache) with the
+// fetches into it; the tables that kernels read; and the steps that drive these. Package
+// peercache keeps the copies in peers' memory.
 //
 // # Fetches
 //
-// A fetch asks the cache in peers' memory for a copy with a reference on it: if there is
-// one it reads the peer, else the host. It takes no lock that anybody waits under. The
-// experts of a wave come in one request from each memory, wherever they lie there and in
-// the ring; predicted ones come each by itself, so that a wrong one can be forgone. Where
-// a peer and the host together are faster than the peer alone, the last experts of a
-// request come from the host: by the links' rates, which copies made so far correct, so
-// that both end at the same time.
+// A wave is a list of experts of one layer that are fetched and launched together. A fetch
+// asks peercache for a peer copy with a reference on it; if there is one, the fetch reads
+// the peer, otherwise host memory. This takes no lock that anything waits under. The
+// experts of a wave are copied by one request per source memory, wherever they lie in it
+// and in the expert cache. Predicted experts are copied by a request each, so that a wrong
+// prediction can be skipped. Where a peer and the host together are faster than the peer
+// alone, the last experts of a request come from the host. The split follows the measured
+// rates of the links, so that both copies end at the same time.
 //
-// # Filling
+// # Loading
 //
-// Expert hands in rows of one matrix; it may be called from several goroutines and
-// in any order (a fused checkpoint brings w1 and w3 of all experts before any w2).
-// Experts with a host copy are packed straight into their host extents. Others go
-// through a few pinned buffers of StagingBytes in all (package experts/load). Seal checks that every row
-// of every expert has come, exactly once, and ends the loading.
+// Expert takes rows of one matrix, in any order and from several goroutines (a fused
+// checkpoint brings w1 and w3 of all experts before any w2). Experts with a host copy are
+// packed directly into their host extents, others go through staging buffers of
+// StagingBytes in total. Seal checks that every row of every expert has come exactly once,
+// and ends the loading.
 //
 // # A step
 //
-// One goroutine, the pipeline, drives the layers in their order, all on one
-// compute stream. A step is a value, and so is a layer that is open:
+// One goroutine, the pipeline, drives the layers in their order, all on one compute
+// stream. A step is a value, and so is an open layer:
 //
 //	step, err := store.BeginStep(ctx, compute)
 //	for _, l := range layers {                    // those with experts
 //		use, err := step.Layer(ctx, l)            // tables updated on compute
-//		step.Prefetch(next(l))                    // the copies for the layer after it
-//		for _, w := range use.Waves {             // resident ones first
+//		step.Prefetch(next(l))                    // the copies for the next layer
+//		for _, w := range use.Waves {             // resident experts first
 //			… compute awaits w.Await …            // this wave's copies only
 //			up.Slots, up.Experts = use.Slots, w.Experts
 //			…
 //		}
-//		use.Close()                               // the slots may be overwritten
+//		use.Release()                             // the slots may be overwritten
 //	}
-//	… the step's end is synchronized …
-//	if err := step.End(); err != nil {            // never believe a step before this
+//	… synchronize with the end of the step …
+//	if err := step.End(); err != nil {            // results are valid only without an error
 //		compute.Recover(ctx)
 //		step.Drop(ctx)
 //		… run the step again …
 //	}
 //
-// With few rows a layer needs few of its experts, and only these are fetched once the
-// host knows which. A layer that awaits its router's choice is a value of another type,
-// which cannot be closed:
+// A step with few tokens needs few experts of a layer. These are fetched once the host
+// knows the router's choice. A layer that waits for its router's choice is a value of
+// another type, which cannot be released:
 //
 //	open, err := step.LayerUnrouted(ctx, l)
-//	… router; its choice and a prediction for the next layer come to the host …
+//	… router; its choice and a prediction for the next layer are copied to the host …
 //	… open.Waves: the resident experts …
 //	use, err := open.FetchChosen(ctx, chosen)
 //	step.PrefetchPredicted(next(l), predicted)
-//	… use.Waves, each behind its copies …
-//	use.Close()
+//	… use.Waves, each after its copies …
+//	use.Release()
 //
-// A store that misses nothing can be used as a whole, as a CUDA graph needs it: while the
-// graph is captured, layers are those of step.Frozen(), and step.Layers comes before each
-// launch.
+// A CUDA graph needs a store whose experts are all resident: during capture, layers come
+// from step.ForCapture(), and step.UseAllLayers precedes each launch.
 //
-// Prefetch and PrefetchPredicted may come any time and any number of times; opening a
-// layer and FetchChosen fetch what these have not. When the next layer is prefetched while
-// one is open, the ring holds both, and the copies into slots that the layer before used
-// wait on the device for the fence that its Close put on the stream: the host never waits.
+// Prefetch and PrefetchPredicted may be called at any time and repeatedly; opening a layer
+// and FetchChosen fetch what these have not. When the next layer is prefetched while one
+// is open, the expert cache holds both. Copies into slots that an earlier layer used wait
+// on the device for the fence that its Release put on the stream: the host never waits.
 //
-// Once a fetch has failed, everything but Drop fails. Drop wants the compute
-// stream recovered (nothing of the dropped step is running); it waits for copies
-// under way, drops what did not arrive whole, and keeps what did. Peer copies that
-// could not be read are given back, and a peer whose copies fail three times in a row,
-// or that is lost, is left out.
+// After a failed fetch every method except Drop fails. Drop needs the compute stream
+// recovered, with nothing of the dropped step running. It waits for copies in progress,
+// drops experts that did not arrive completely, and keeps the others. Peer copies that
+// could not be read are freed. A peer that is lost, or whose copies fail three times in a
+// row, is excluded.
 //
 // # What it is not
 //
-// It does not compute, and it does not decide who is offloaded where: that is for the
-// rebalancer, which calls Promote, Demote, Swap and Settle. A miss never puts an expert
-// into a peer's memory.
+// The package computes nothing and does not decide where experts live: the rebalancer
+// does, by Promote, Demote, Swap and Poll. A miss never creates a peer copy.
 //
 // # Invariants
 //
-//   - A slot never serves an expert before its last byte has landed: whoever reads
-//     it stands behind fences that only the ends of its copies raise.
-//   - A slot is overwritten only after the last reader's fence.
-//   - Every copy from a peer's memory holds a reference on it until it has ended.
-//   - Slots are chosen in ring order, waves by expert id: never by time.
-//   - What a step reads does not depend on tiers, moves, revocations or failures.
-//   - One allocation for all local extents, one for the ring, one for all host
-//     extents.
+//   - A slot is read only after the last byte of its expert has landed: readers wait for
+//     fences that only completed copies signal.
+//   - A slot is overwritten only after its last reader's fence value.
+//   - Every copy from a peer's memory holds a reference on it until the copy has ended.
+//   - Slots are assigned round robin, waves by expert id: never by time.
+//   - What a step reads does not depend on tiers, migrations, revocations or failures.
+//   - There is one allocation for all resident extents, one for the expert cache, and one
+//     for all host extents.
 package experts

@@ -7,42 +7,43 @@ import (
 	"github.com/moeserve/moeserve/device"
 )
 
-// MoveInfo is an expert that was promoted or demoted.
+// MoveInfo describes an expert that got a peer copy, or lost it.
 type MoveInfo struct {
 	// Layer by the model's number.
 	Layer, Expert int
 	Device        device.Space
 	Bytes         int64
-	// Took is the time from Promote to the Poll that saw the copy's end, of a promotion.
+	// Took is the time from Promote to the Poll that found the copy complete, if it was
+	// promoted.
 	Took time.Duration
-	// Why it was demoted: "demoted", "revoked", "copy failed".
-	Why string
+	// Reason for a demotion: "demoted", "revoked", "copy failed".
+	Reason string
 }
 
-// SwapInfo is an expert that became resident in place of another.
+// SwapInfo describes an expert that became resident in place of another of the layer.
 type SwapInfo struct{ Layer, In, Out int }
 
-// PeerInfo is a peer whose copies failed.
+// PeerInfo describes a peer whose copies failed.
 type PeerInfo struct {
 	Device device.Space
 	Err    error
-	// Excluded says that nothing is fetched from it any more.
+	// Excluded: nothing is fetched from the peer any more.
 	Excluded bool
 }
 
-// EventListener receives what happens to the experts' places. Any func may be nil.
-// They are called from several goroutines, must be quick, and must not call the store.
+// EventListener receives changes of where experts live. Any func may be nil. Funcs are
+// called from several goroutines, must be quick, and must not call the store.
 type EventListener struct {
-	// Promoted: fetches come from the peer from now on.
+	// Promoted: fetches read the peer from now on.
 	Promoted func(MoveInfo)
-	// Demoted: they come from the host.
+	// Demoted: fetches read host memory again.
 	Demoted func(MoveInfo)
 	Swapped func(SwapInfo)
 	// PeerFailed: copies from or to a peer failed.
 	PeerFailed func(PeerInfo)
 }
 
-// EnsureDefaults returns l with funcs that do nothing where it has none.
+// EnsureDefaults returns l with a no-op for each func that is nil.
 func (l EventListener) EnsureDefaults() EventListener {
 	if l.Promoted == nil {
 		l.Promoted = func(MoveInfo) {}
@@ -59,7 +60,7 @@ func (l EventListener) EnsureDefaults() EventListener {
 	return l
 }
 
-// Tee calls both.
+// Tee returns a listener that calls both.
 func Tee(a, b EventListener) EventListener {
 	a, b = a.EnsureDefaults(), b.EnsureDefaults()
 	return EventListener{
@@ -70,14 +71,14 @@ func Tee(a, b EventListener) EventListener {
 	}
 }
 
-// LogEvents writes what an operator can act on at warn and error, the rest at debug.
+// LogEvents logs events that an operator can act on at warn and error, others at debug.
 func LogEvents(log *slog.Logger) EventListener {
 	return EventListener{
 		Promoted: func(i MoveInfo) {
 			log.Debug("expert promoted to peer memory", "layer", i.Layer, "expert", i.Expert, "device", i.Device.String(), "took", i.Took)
 		},
 		Demoted: func(i MoveInfo) {
-			log.Debug("peer copy of an expert dropped", "layer", i.Layer, "expert", i.Expert, "device", i.Device.String(), "reason", i.Why)
+			log.Debug("peer copy of an expert dropped", "layer", i.Layer, "expert", i.Expert, "device", i.Device.String(), "reason", i.Reason)
 		},
 		Swapped: func(i SwapInfo) {
 			log.Debug("expert swapped", "layer", i.Layer, "in", i.In, "out", i.Out)

@@ -8,23 +8,22 @@ import (
 
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/device/trace"
-	"github.com/moeserve/moeserve/experts/ring"
+	"github.com/moeserve/moeserve/experts/cache"
 	"github.com/moeserve/moeserve/harvest"
 	"github.com/moeserve/moeserve/lease"
 	"github.com/moeserve/moeserve/peercache"
 	"github.com/moeserve/moeserve/transfer"
 )
 
-// fetcher brings offloaded experts into the ring. Its owner's lock is held while it is
-// used.
+// fetcher copies offloaded experts into the expert cache. Its owner's lock guards it.
 type fetcher struct {
 	engine *transfer.Engine
 	plan   *Plan
-	// memory of the ring, and which slot holds what; slots say what brings it there.
+	// memory of the expert cache, the state of its slots, and the latest fetch into each.
 	memory device.Memory
-	cache  *ring.Ring
-	slots  []arrival
-	// source says where an expert is copied from, hostRegion where its host copy is.
+	cache  *cache.Slots
+	slots  []slotFetch
+	// source selects where an expert is copied from; hostRegion is its host copy.
 	source     func(ID) source
 	hostRegion func(ID) device.Region
 	peers      *peercache.Cache[ID]
@@ -32,76 +31,77 @@ type fetcher struct {
 	links      *transfer.Inbound
 	counts     *counts
 
-	// fetches that have not been seen to end, and the first failure of one.
+	// fetches not yet known to have ended, and the first failure of one.
 	fetches []*fetch
 	err     error
-	// peerBackoff is after how many steps fetches use peers again.
+	// peerBackoff is the number of steps until fetches use peers again.
 	peerBackoff int
-	// What acquire works with, and fetches that nobody refers to, to be used again.
-	runs   []run
-	after  []device.Point
-	loads  []transfer.Load
-	pieces []transfer.Piece
-	spare  []*fetch
+	// Scratch space of acquire, and a freelist of fetches.
+	groups      []copyGroup
+	after       []device.Point
+	loads       []transfer.Load
+	pieces      []transfer.Piece
+	freeFetches []*fetch
 }
 
 // source is where an offloaded expert is copied from; where that is a peer, copied is
 // what is read there, with a reference on it.
 type source struct {
-	region device.Region
-	copied *peercache.Copy[ID]
-	ref    harvest.Ref
+	region   device.Region
+	peerCopy *peercache.Copy[ID]
+	ref      harvest.Ref
 }
 
-// arrival is how what a slot holds comes there.
-type arrival struct {
-	// copies bring it, at most one of each kind; none where the host knows that it is
-	// here.
+// slotFetch is the latest fetch into a slot.
+type slotFetch struct {
+	// copies into the slot, at most one of each kind; none once the host knows that the
+	// expert has arrived.
 	copies []*fetch
-	// awaited says that the compute stream has waited for the copies, or will.
+	// awaited: the compute stream has waited for the copies, or will.
 	awaited bool
-	// from is the tier it came from. fresh: no use has counted that yet; ahead: it was
-	// submitted ahead of need.
-	from         Tier
-	fresh, ahead bool
-	// landed are raised by the copies whose first expert goes here, values their last.
-	landed [2]device.Fence
-	values [2]uint32
+	// from is the source tier. uncounted: no use has counted the fetch yet; prefetched:
+	// it was submitted before the layer needed it.
+	from                  Tier
+	uncounted, prefetched bool
+	// doneFences are signaled by the copies whose first expert goes to this slot;
+	// doneValues are their latest values.
+	doneFences [2]device.Fence
+	doneValues [2]uint32
 }
 
-// The kinds of copies into a slot: the one from where the expert is, and the part
-// that comes from the host at the same time.
+// The kinds of copies into a slot: from the expert's source, and of the part that the
+// host sends at the same time.
 const (
 	mainCopy = iota
-	hostPart
+	hostCopy
 )
 
-// fetch is one copy into the ring, of the experts of a run, or of the part of them that
-// comes from the host. It names the copy.
+// fetch is one copy into the expert cache: of the experts of a copyGroup, or of the part
+// of them that the host sends. It is the label of the copy.
 type fetch struct {
 	// layer by the model's number, and the experts copied.
 	layer   int
 	experts []int
-	// refs counts the lists that have it: fetcher.fetches, and arrival.copies.
+	// refs counts the lists that contain the fetch: fetcher.fetches and slotFetch.copies.
 	refs int
-	// ticket is nil where the copy was not submitted.
+	// ticket is nil if the copy was not submitted.
 	ticket *transfer.Ticket
 	done   device.Point
 	from   device.Space
 	bytes  int64
 	slots  []int
-	// copies in peers' memory that are read.
+	// copies are the peer copies that are read.
 	copies []*peercache.Copy[ID]
 }
 
-// open makes the ring's slots, once their memory is there.
+// open creates the slots' fences, once the memory of the expert cache is allocated.
 func (f *fetcher) open(p *Plan, o Options, peers *peercache.Cache[ID], hostRegion func(ID) device.Region, c *counts) (err error) {
 	f.engine, f.plan, f.peers, f.hostRegion, f.counts, f.splitBytes = o.Transfer, p, peers, hostRegion, c, o.SplitBytes
-	f.cache, f.slots = ring.New(p.CacheSlots, len(p.Layers)*p.Experts), make([]arrival, p.CacheSlots)
+	f.cache, f.slots = cache.New(p.CacheSlots, len(p.Layers)*p.Experts), make([]slotFetch, p.CacheSlots)
 	f.source, f.links = f.nearest, o.Transfer.Inbound(o.Space)
 	for i := range f.slots {
-		for k := range f.slots[i].landed {
-			if f.slots[i].landed[k], err = o.Machine.NewFence(fmt.Sprintf("expert ring slot %d", i)); err != nil {
+		for k := range f.slots[i].doneFences {
+			if f.slots[i].doneFences[k], err = o.Machine.NewFence(fmt.Sprintf("expert cache slot %d", i)); err != nil {
 				return err
 			}
 		}
@@ -109,11 +109,11 @@ func (f *fetcher) open(p *Plan, o Options, peers *peercache.Cache[ID], hostRegio
 	return nil
 }
 
-// close frees the slots, to which nothing is under way.
+// close frees the memory and the fences. No copy is in progress.
 func (f *fetcher) close() error {
 	errs := []error{free(f.memory)}
 	for i := range f.slots {
-		for _, fence := range f.slots[i].landed {
+		for _, fence := range f.slots[i].doneFences {
 			if fence != nil {
 				errs = append(errs, fence.Close())
 			}
@@ -122,33 +122,34 @@ func (f *fetcher) close() error {
 	return errors.Join(errs...)
 }
 
-// key is an expert's number in the ring.
+// key is an expert's number in the expert cache.
 func (f *fetcher) key(id ID) int { return id.Layer*f.plan.Experts + id.Expert }
 
-// has says whether an expert is in the ring, or on its way there.
+// has reports whether an expert is cached, or being fetched.
 func (f *fetcher) has(id ID) bool { return f.cache.Has(f.key(id)) }
 
-// slot is where the last fetch of an expert went, or -1.
-func (f *fetcher) slot(id ID) int { return f.cache.Last(f.key(id)) }
+// slot is the slot of an expert's last fetch, or -1.
+func (f *fetcher) slot(id ID) int { return f.cache.LastSlot(f.key(id)) }
 
-// arrival is how an expert that the ring has comes there.
-func (f *fetcher) arrival(id ID) *arrival { return &f.slots[f.slot(id)] }
+// slotFetch is the fetch of a cached expert.
+func (f *fetcher) slotFetch(id ID) *slotFetch { return &f.slots[f.slot(id)] }
 
-// run is experts that are copied together: from one memory, for one wave. What the host
-// link takes over of it is its end.
-type run struct {
+// copyGroup is experts of one wave that are copied together from one memory. The part
+// that the host sends instead is its end.
+type copyGroup struct {
 	from    device.Space
 	experts []int
-	// slots they go to, and extents they are copied from.
+	// slots that the experts are copied to, and their sources.
 	slots   []int
 	sources []source
 	after   []device.Point
 }
 
-// acquire takes a reference on each of these offloaded experts of the layer at a position,
-// in refs by expert: on its slot where it is still there, else on a free one, to which it
-// is copied. Experts of each of so many waves are copied together, or, with no waves, each
-// by itself, so that it can be forgone. False: some found no slot.
+// acquire takes a reference for each of these offloaded experts of the layer at a
+// position, in refs by expert: on its slot if it is cached, otherwise on a free slot,
+// into which it is copied. The experts of each of so many waves are copied together; with
+// waves = 0 each expert is a copy of its own, so that it can be skipped. False: some
+// experts found no free slot.
 func (f *fetcher) acquire(position int, refs []lease.Ref, missing []int, waves int, p transfer.Priority) (whole bool, err error) {
 	for _, e := range missing {
 		if !refs[e].Held() {
@@ -157,9 +158,9 @@ func (f *fetcher) acquire(position int, refs []lease.Ref, missing []int, waves i
 			}
 		}
 	}
-	f.runs, whole = f.cut(position, refs, missing, waves, p, f.runs[:0])
-	for i, hostBytes := range f.fromHost() {
-		r := &f.runs[i]
+	f.groups, whole = f.planGroups(position, refs, missing, waves, p, f.groups[:0])
+	for i, hostBytes := range f.hostShares() {
+		r := &f.groups[i]
 		if err == nil {
 			if err = f.start(position, r, hostBytes, p); err == nil {
 				continue
@@ -171,39 +172,40 @@ func (f *fetcher) acquire(position int, refs []lease.Ref, missing []int, waves i
 	return whole, err
 }
 
-// cut gives free slots to the experts that have none and cuts them into runs.
-func (f *fetcher) cut(position int, refs []lease.Ref, missing []int, waves int, p transfer.Priority, runs []run) ([]run, bool) {
+// planGroups assigns free slots to the experts that have none and divides them into copy
+// groups.
+func (f *fetcher) planGroups(position int, refs []lease.Ref, missing []int, waves int, p transfer.Priority, groups []copyGroup) ([]copyGroup, bool) {
 	n := min(waves, len(missing))
 	if waves == 0 {
 		n = len(missing)
 	}
 	from := 0
 	for w := range n {
-		to, first := from+share(w, n, len(missing)), len(runs)
+		to, first := from+share(w, n, len(missing)), len(groups)
 		for _, e := range missing[from:to] {
 			if refs[e].Held() {
 				continue
 			}
-			at, ok := f.cache.Free()
+			at, ok := f.cache.NextFree()
 			if !ok {
-				return runs, false
+				return groups, false
 			}
 			id := ID{position, e}
-			refs[e], f.after = f.occupy(at, id, f.after[:0])
+			refs[e], f.after = f.assignSlot(at, id, f.after[:0])
 			src := f.source(id)
 			a := &f.slots[at]
-			a.fresh, a.ahead, a.from = true, p == transfer.Prefetch, Host
-			if src.copied != nil {
+			a.uncounted, a.prefetched, a.from = true, p == transfer.Prefetch, Host
+			if src.peerCopy != nil {
 				a.from = Peer
 			}
 			k := first
-			for k < len(runs) && runs[k].from != src.region.Space {
+			for k < len(groups) && groups[k].from != src.region.Space {
 				k++
 			}
-			if k == len(runs) {
-				runs = appendRun(runs, src.region.Space)
+			if k == len(groups) {
+				groups = appendGroup(groups, src.region.Space)
 			}
-			r := &runs[k]
+			r := &groups[k]
 			r.experts, r.slots, r.sources = append(r.experts, e), append(r.slots, at), append(r.sources, src)
 			for _, a := range f.after {
 				if !slices.Contains(r.after, a) {
@@ -213,25 +215,25 @@ func (f *fetcher) cut(position int, refs []lease.Ref, missing []int, waves int, 
 		}
 		from = to
 	}
-	return runs, true
+	return groups, true
 }
 
-// appendRun begins a run, with no expert yet, in the room that an earlier one has left.
-func appendRun(runs []run, from device.Space) []run {
-	if n := len(runs); n < cap(runs) {
-		runs = runs[:n+1]
+// appendGroup appends an empty group, reusing the capacity of an earlier one.
+func appendGroup(groups []copyGroup, from device.Space) []copyGroup {
+	if n := len(groups); n < cap(groups) {
+		groups = groups[:n+1]
 	} else {
-		runs = append(runs, run{})
+		groups = append(groups, copyGroup{})
 	}
-	r := &runs[len(runs)-1]
-	clear(r.sources) // they refer to copies in peers' memory
-	*r = run{from: from, experts: r.experts[:0], slots: r.slots[:0], sources: r.sources[:0], after: r.after[:0]}
-	return runs
+	r := &groups[len(groups)-1]
+	clear(r.sources) // drop references to peer copies
+	*r = copyGroup{from: from, experts: r.experts[:0], slots: r.slots[:0], sources: r.sources[:0], after: r.after[:0]}
+	return groups
 }
 
-// nearest is a peer's copy, if there is one, or else the host's. It takes no lock and never
-// waits. The step that is run again after a copy from a peer failed takes everything from
-// the host.
+// nearest is the peer copy, if there is one, otherwise the host copy. It takes no lock
+// and never waits. A step that is retried after a failed copy from a peer reads
+// everything from the host.
 func (f *fetcher) nearest(id ID) source {
 	if f.peerBackoff == 0 {
 		if copied, ref, ok := f.peers.Acquire(id); ok {
@@ -241,9 +243,9 @@ func (f *fetcher) nearest(id ID) source {
 	return source{region: f.hostRegion(id)}
 }
 
-// occupy makes a free slot that of id and adds to after until when it may still be read,
-// or written by a copy that was made in vain.
-func (f *fetcher) occupy(at int, id ID, after []device.Point) (lease.Ref, []device.Point) {
+// assignSlot gives a free slot to id and appends to after the fence values until which
+// the slot may still be read, or written by a copy that no step waited for.
+func (f *fetcher) assignSlot(at int, id ID, after []device.Point) (lease.Ref, []device.Point) {
 	a := &f.slots[at]
 	if !a.awaited {
 		for _, c := range a.copies {
@@ -251,33 +253,33 @@ func (f *fetcher) occupy(at int, id ID, after []device.Point) (lease.Ref, []devi
 				after = append(after, c.done)
 				continue
 			}
-			// It has ended, so this does not wait: it orders the next copy after this one,
-			// whatever has become of it.
+			// The copy has ended, so this does not wait: it orders the next copy after
+			// this one, which may have failed.
 			_ = c.ticket.Wait(context.Background())
 		}
 	}
-	f.forgetCopies(a)
+	f.dropCopies(a)
 	a.awaited = false
-	return f.cache.Put(at, f.key(id), after)
+	return f.cache.Assign(at, f.key(id), after)
 }
 
-// fromHost says how many bytes of each run come from the host, so that peers' links
-// and the host's end together.
-func (f *fetcher) fromHost() []int64 {
+// hostShares returns how many bytes of each group the host sends, so that the copies over
+// all links end at the same time.
+func (f *fetcher) hostShares() []int64 {
 	f.loads = f.loads[:0]
-	for i := range f.runs {
-		f.loads = append(f.loads, transfer.Load{From: f.runs[i].from, Bytes: int64(len(f.runs[i].experts)) * f.plan.Layout.Size})
+	for i := range f.groups {
+		f.loads = append(f.loads, transfer.Load{From: f.groups[i].from, Bytes: int64(len(f.groups[i].experts)) * f.plan.Layout.Size})
 	}
 	return f.links.Split(f.loads, f.splitBytes)
 }
 
-// start submits the copies of a run: its last hostBytes come from the host.
-func (f *fetcher) start(position int, r *run, hostBytes int64, p transfer.Priority) error {
+// start submits the copies of a group; the host sends its last hostBytes.
+func (f *fetcher) start(position int, r *copyGroup, hostBytes int64, p transfer.Priority) error {
 	size := f.plan.Layout.Size
 	for _, e := range r.experts {
 		f.counts.fetches[position][e]++
 	}
-	// Of the expert at the border, if there is one, each brings a part.
+	// An expert at the border is copied in two parts, one by each copy.
 	border := int64(len(r.experts))*size - hostBytes
 	n, part := int(border/size), border%size
 	main := f.newFetch(r.from)
@@ -290,15 +292,15 @@ func (f *fetcher) start(position int, r *run, hostBytes int64, p transfer.Priori
 		case k > n:
 			bytes = 0
 		}
-		if bytes == 0 { // all of it comes from the host, now
+		if bytes == 0 { // the host sends all of it
 			f.slots[r.slots[k]].from = Host
 			continue
 		}
-		// Copies in peers' memory of different slabs are different allocations.
-		apart := k > 0 && src.copied != nil && src.copied.Slab() != r.sources[k-1].copied.Slab()
-		f.pieces = append(f.pieces, transfer.Piece{Dst: f.region(r.slots[k]).Slice(0, bytes), Src: src.region.Slice(0, bytes), Apart: apart})
-		if src.copied != nil {
-			main.copies = append(main.copies, src.copied)
+		// Peer copies in different slabs are in different allocations.
+		separate := k > 0 && src.peerCopy != nil && src.peerCopy.Slab() != r.sources[k-1].peerCopy.Slab()
+		f.pieces = append(f.pieces, transfer.Piece{Dst: f.region(r.slots[k]).Slice(0, bytes), Src: src.region.Slice(0, bytes), Separate: separate})
+		if src.peerCopy != nil {
+			main.copies = append(main.copies, src.peerCopy)
 		}
 	}
 	if len(f.pieces) > 0 {
@@ -306,13 +308,14 @@ func (f *fetcher) start(position int, r *run, hostBytes int64, p transfer.Priori
 			return err
 		}
 		for k := range main.copies {
-			// Not at done, which the next copy into the slot may fail while this one reads.
+			// Not at done: the next copy into the slot may fail that fence while this one
+			// still reads.
 			if ref := &r.sources[k].ref; ref.Held() {
 				ref.ReleaseAt(main.ticket.End())
 			}
 		}
 	} else {
-		f.unused(main)
+		f.recycle(main)
 	}
 	r.release()
 	if hostBytes == 0 {
@@ -327,11 +330,11 @@ func (f *fetcher) start(position int, r *run, hostBytes int64, p transfer.Priori
 		src := f.hostRegion(ID{position, r.experts[k]})
 		f.pieces = append(f.pieces, transfer.Piece{Dst: f.region(r.slots[k]).Slice(from, size-from), Src: src.Slice(from, size-from)})
 	}
-	return f.submit(position, f.newFetch(device.Host), hostPart, r, n, p)
+	return f.submit(position, f.newFetch(device.Host), hostCopy, r, n, p)
 }
 
-// release gives the references on copies back that are left.
-func (r *run) release() {
+// release releases the remaining references on peer copies.
+func (r *copyGroup) release() {
 	for k := range r.sources {
 		if ref := &r.sources[k].ref; ref.Held() {
 			ref.Release()
@@ -344,49 +347,49 @@ func (f *fetcher) region(slot int) device.Region {
 	return f.memory.Region(int64(slot)*f.plan.Layout.Size, f.plan.Layout.Size)
 }
 
-// abort notes that a run is not, or not wholly, on its way.
-func (f *fetcher) abort(r *run) {
+// abort records that not all copies of a group were submitted.
+func (f *fetcher) abort(r *copyGroup) {
 	c := f.newFetch(r.from)
 	c.slots = append(c.slots, r.slots...)
-	f.keep(&f.fetches, c)
+	f.addTo(&f.fetches, c)
 	r.release()
 }
 
-// newFetch is one of which nothing is set but where it comes from.
+// newFetch returns an empty fetch with its source memory set.
 func (f *fetcher) newFetch(from device.Space) *fetch {
-	n := len(f.spare)
+	n := len(f.freeFetches)
 	if n == 0 {
 		return &fetch{from: from}
 	}
-	c := f.spare[n-1]
-	f.spare = f.spare[:n-1]
+	c := f.freeFetches[n-1]
+	f.freeFetches = f.freeFetches[:n-1]
 	*c = fetch{from: from, experts: c.experts[:0], slots: c.slots[:0], copies: c.copies[:0]}
 	return c
 }
 
-// keep puts a fetch into a list, unref says that it was taken out of one: what is in none
-// is used again.
-func (f *fetcher) keep(list *[]*fetch, c *fetch) {
+// addTo appends a fetch to a list; unref records its removal from one. A fetch in no list
+// goes to the freelist.
+func (f *fetcher) addTo(list *[]*fetch, c *fetch) {
 	*list = append(*list, c)
 	c.refs++
 }
 
 func (f *fetcher) unref(c *fetch) {
 	if c.refs--; c.refs > 0 || c.ticket == nil || c.ticket.Err() != nil {
-		return // or its name may still be asked for
+		return // in use, or failed: errors may still need its label
 	}
 	c.ticket.Release()
-	f.unused(c)
+	f.recycle(c)
 }
 
-// unused takes back what nothing refers to.
-func (f *fetcher) unused(c *fetch) {
+// recycle puts a fetch on the freelist.
+func (f *fetcher) recycle(c *fetch) {
 	clear(c.copies)
-	f.spare = append(f.spare, c)
+	f.freeFetches = append(f.freeFetches, c)
 }
 
-// forgetCopies says that nothing brings what a slot holds.
-func (f *fetcher) forgetCopies(a *arrival) {
+// dropCopies empties the slot's list of copies.
+func (f *fetcher) dropCopies(a *slotFetch) {
 	for _, c := range a.copies {
 		f.unref(c)
 	}
@@ -406,15 +409,16 @@ func (f *fetch) Describe(n *trace.Note) {
 	}
 }
 
-// submit starts one copy of a run: of f.pieces, which go to its slots from the first on.
-func (f *fetcher) submit(position int, c *fetch, kind int, r *run, first int, p transfer.Priority) error {
+// submit starts one copy of a group: of f.pieces, into the group's slots from the first
+// on.
+func (f *fetcher) submit(position int, c *fetch, kind int, r *copyGroup, first int, p transfer.Priority) error {
 	last := first + len(f.pieces) - 1
 	a := &f.slots[r.slots[first]]
-	a.values[kind]++
-	c.done = device.Point{Fence: a.landed[kind], Value: a.values[kind]}
+	a.doneValues[kind]++
+	c.done = device.Point{Fence: a.doneFences[kind], Value: a.doneValues[kind]}
 	for _, at := range r.slots[first : last+1] {
 		c.slots = append(c.slots, at)
-		f.keep(&f.slots[at].copies, c)
+		f.addTo(&f.slots[at].copies, c)
 	}
 	c.layer, c.experts = f.plan.Layers[position], append(c.experts, r.experts[first:last+1]...)
 	for i := range f.pieces {
@@ -425,25 +429,25 @@ func (f *fetcher) submit(position int, c *fetch, kind int, r *run, first int, p 
 		return err
 	}
 	c.ticket = ticket
-	f.keep(&f.fetches, c)
+	f.addTo(&f.fetches, c)
 	f.counts.Fetched[c.tier()] += c.bytes
 	return nil
 }
 
-// promote makes the copies of these experts urgent.
-func (f *fetcher) promote(position int, experts []int) {
-	var last [2]*fetch // of either kind
+// raisePriority gives the copies of these experts demand priority.
+func (f *fetcher) raisePriority(position int, experts []int) {
+	var last [2]*fetch // by kind
 	for _, e := range experts {
-		for i, c := range f.arrival(ID{position, e}).copies {
+		for i, c := range f.slotFetch(ID{position, e}).copies {
 			if c != last[0] && c != last[1] {
-				c.ticket.Promote(transfer.Demand)
+				c.ticket.RaisePriority(transfer.Demand)
 				last[i%2] = c
 			}
 		}
 	}
 }
 
-// tier that the copy comes from.
+// tier is the source tier of the copy.
 func (f *fetch) tier() Tier {
 	if f.from == device.Host {
 		return Host
@@ -451,30 +455,30 @@ func (f *fetch) tier() Tier {
 	return Peer
 }
 
-// skip ends those copies of an expert that have not begun, where nobody has references
-// on what they bring any more: on a slow link a guess that was wrong would otherwise
-// hold up those that are right.
+// skip ends those copies of an expert that have not started, if none of the slots that
+// they fill has references: on a slow link a wrong prediction would delay the experts
+// that are needed.
 func (f *fetcher) skip(id ID) {
-	var copies [2]*fetch // of each kind
-	for _, c := range copies[:copy(copies[:], f.arrival(id).copies)] {
-		if f.wanted(c) || !c.ticket.Skip() {
+	var copies [2]*fetch // by kind
+	for _, c := range copies[:copy(copies[:], f.slotFetch(id).copies)] {
+		if f.inUse(c) || !c.ticket.Skip() {
 			continue
 		}
 		f.counts.Fetched[c.tier()] -= c.bytes
 		for _, at := range c.slots {
-			if key := f.cache.Holds(at); key >= 0 { // else by another copy of the same expert that was forgone
+			if key := f.cache.Expert(at); key >= 0 { // -1: the other copy of this expert was skipped before
 				f.counts.fetches[key/f.plan.Experts][key%f.plan.Experts]--
 			}
-			f.cache.Forget(at)
-			f.drop(&f.slots[at].copies, c)
+			f.cache.Clear(at)
+			f.removeFrom(&f.slots[at].copies, c)
 		}
-		f.drop(&f.fetches, c)
+		f.removeFrom(&f.fetches, c)
 	}
 }
 
-// wanted says whether somebody has a reference on a slot that c goes to, or whether c is
-// there for another expert.
-func (f *fetcher) wanted(c *fetch) bool {
+// inUse reports whether a slot that c fills has references, or belongs to another fetch
+// by now.
+func (f *fetcher) inUse(c *fetch) bool {
 	for _, at := range c.slots {
 		if f.cache.References(at) > 0 || !slices.Contains(f.slots[at].copies, c) {
 			return true
@@ -483,16 +487,16 @@ func (f *fetcher) wanted(c *fetch) bool {
 	return false
 }
 
-// drop takes a fetch out of a list.
-func (f *fetcher) drop(list *[]*fetch, c *fetch) {
+// removeFrom removes a fetch from a list.
+func (f *fetcher) removeFrom(list *[]*fetch, c *fetch) {
 	if i := slices.Index(*list, c); i >= 0 {
 		*list = slices.Delete(*list, i, i+1)
 		f.unref(c)
 	}
 }
 
-// forgetEnded drops the fetches that have landed.
-func (f *fetcher) forgetEnded() {
+// removeCompleted removes the fetches that have completed without an error.
+func (f *fetcher) removeCompleted() {
 	left := f.fetches[:0]
 	for _, c := range f.fetches {
 		if c.ticket == nil || !c.ticket.Ended() || c.ticket.Err() != nil {
@@ -500,7 +504,7 @@ func (f *fetcher) forgetEnded() {
 			continue
 		}
 		if c.from != device.Host {
-			f.peers.ReadWorked(c.from)
+			f.peers.ReadSucceeded(c.from)
 		}
 		f.unref(c)
 	}
@@ -508,7 +512,7 @@ func (f *fetcher) forgetEnded() {
 	f.fetches = left
 }
 
-// failure is the first of a fetch.
+// failure is the first failure of a fetch.
 func (f *fetcher) failure() error {
 	for _, c := range f.fetches {
 		if f.err != nil {
@@ -519,8 +523,8 @@ func (f *fetcher) failure() error {
 	return f.err
 }
 
-// cancel ends the fetches of which nothing is with the device yet, and waits for the
-// others. An error means that ctx was done.
+// cancel cancels the fetches of which nothing was launched yet, and waits for the others.
+// An error means that ctx was done.
 func (f *fetcher) cancel(ctx context.Context) error {
 	for _, c := range f.fetches {
 		if c.ticket != nil {
@@ -538,16 +542,16 @@ func (f *fetcher) cancel(ctx context.Context) error {
 	return nil
 }
 
-// reset forgets what did not arrive whole, once no fetch is under way and nobody refers to
-// a slot, and says how many slots that were.
+// reset drops experts that did not arrive completely and returns their number. No fetch
+// is in progress and no slot has references.
 func (f *fetcher) reset() (lost int) {
-	lost = f.dropFailed()
+	lost = f.clearFailed()
 	if f.peerBackoff > 0 {
-		f.peerBackoff = 2 // BeginStep of the step's next try, and that of the step after it
+		f.peerBackoff = 2 // counted down by BeginStep of the retried step and of the one after it
 	}
 	f.cache.Reset()
 	for i := range f.slots {
-		f.forgetCopies(&f.slots[i])
+		f.dropCopies(&f.slots[i])
 	}
 	for _, c := range f.fetches {
 		f.unref(c)
@@ -557,16 +561,16 @@ func (f *fetcher) reset() (lost int) {
 	return lost
 }
 
-// dropFailed forgets what failed copies should have brought.
-func (f *fetcher) dropFailed() (lost int) {
+// clearFailed clears the slots of failed copies.
+func (f *fetcher) clearFailed() (lost int) {
 	for _, c := range f.fetches {
 		if c.ticket != nil && c.ticket.Err() == nil {
 			continue
 		}
 		f.counts.Failed++
 		for _, at := range c.slots {
-			if f.cache.Holds(at) >= 0 {
-				f.cache.Forget(at)
+			if f.cache.Expert(at) >= 0 {
+				f.cache.Clear(at)
 				lost++
 			}
 		}

@@ -80,8 +80,8 @@ func TestGPUSameBytes(t *testing.T) {
 	large.layout.Size = large.layout.Bytes()
 	for name, m := range map[string]model{"small": small("reversed"), "large": large} {
 		for _, fraction := range []float64{0, 0.3, 1} {
-			for _, ring := range []float64{1, 2} {
-				t.Run(fmt.Sprintf("%s/fraction=%v/ring=%v", name, fraction, ring), func(t *testing.T) {
+			for _, cacheSize := range []float64{1, 2} {
+				t.Run(fmt.Sprintf("%s/fraction=%v/cache=%v", name, fraction, cacheSize), func(t *testing.T) {
 					machine, err := cuda.Open(cuda.Options{})
 					if errors.Is(err, cuda.ErrUnavailable) && os.Getenv("MOESERVE_CUDA_TEST") != "gpu" {
 						t.Skip(err)
@@ -102,7 +102,7 @@ func TestGPUSameBytes(t *testing.T) {
 					r.ok(err)
 					plan, err := NewPlan(Config{
 						Layers: m.layers, Experts: m.experts, Layout: m.layout, Placement: place,
-						CacheSlots: int(ring * float64(place.Largest())), Waves: 2,
+						CacheSlots: int(cacheSize * float64(place.MaxPerLayer())), Waves: 2,
 					})
 					r.ok(err)
 					s, err := New(Options{Machine: machine, Space: device.HBM(0), Backend: packer{}, Transfer: engine, Plan: plan})

@@ -2,15 +2,15 @@ package experts
 
 import "github.com/moeserve/moeserve/device"
 
-// Link is the way from a memory to the compute GPU.
+// Link is the path from a memory to the GPU.
 type Link struct {
 	From device.Space
-	// BytesPerSecond is what copies have reached lately; before there were any, what
-	// the topology says; 0 where that does not say.
+	// BytesPerSecond is the recently measured rate of copies; before there were any, the
+	// topology's rate; 0: unknown.
 	BytesPerSecond float64
 }
 
-// Links are the ways into the compute GPU, the host's first.
+// Links are the paths into the GPU, the host's first.
 func (s *Store) Links() []Link {
 	var links []Link
 	for _, from := range s.fetch.links.From() {

@@ -13,13 +13,13 @@ import (
 	"github.com/moeserve/moeserve/transfer"
 )
 
-// ErrBusy: the expert is there already, or on its way.
+// ErrBusy: the expert is already there, or being copied there.
 var ErrBusy = peercache.ErrBusy
 
-// HarvestClient is the name under which harvest knows the store.
+// HarvestClient is the store's client name in harvest.
 const HarvestClient = "experts"
 
-// openPeers makes the cache in peers' memory, where there is somebody who lends.
+// openPeers makes the cache in peers' memory, if the store has a harvest runtime.
 func (s *Store) openPeers() (err error) {
 	if s.o.Harvest == nil {
 		return nil
@@ -30,10 +30,10 @@ func (s *Store) openPeers() (err error) {
 		Name: s.plan.name, Label: func(id ID) fmt.Stringer { return migration{&s.plan, id, "promote expert", " to peer"} }, Noun: "expert", Priority: transfer.Rebalance, Log: s.o.Log,
 		Events: peercache.EventListener[ID]{
 			Landed: func(i peercache.CopyInfo[ID]) { e.Promoted(s.moveInfo(i)) },
-			Gone: func(i peercache.CopyInfo[ID]) {
+			Removed: func(i peercache.CopyInfo[ID]) {
 				m := s.moveInfo(i)
-				if m.Why = i.Why.String(); i.Why == peercache.Dropped {
-					m.Why = "demoted"
+				if m.Reason = i.Reason.String(); i.Reason == peercache.Dropped {
+					m.Reason = "demoted"
 				}
 				e.Demoted(m)
 			},
@@ -47,18 +47,18 @@ func (s *Store) moveInfo(i peercache.CopyInfo[ID]) MoveInfo {
 	return MoveInfo{Layer: s.plan.Layers[i.Key.Layer], Expert: i.Key.Expert, Device: i.Device, Bytes: i.Bytes, Took: i.Took}
 }
 
-// PromoteOptions say where an expert should go.
+// PromoteOptions say which peers may hold the copy, and what it is worth.
 type PromoteOptions struct {
-	// Peers are the only ones to be used. Default: all.
+	// Peers that may be used. Default: all.
 	Peers []device.Space
 	// Cost of losing the copy: see harvest.Hints.
 	Cost time.Duration
 }
 
-// Promote begins to copy an offloaded expert to the memory of a peer, and returns at
-// once. Fetches take it from there as soon as a Settle finds that it has landed. An
-// error wraps harvest.ErrNoCapacity, ErrQuota, ErrRate or ErrClosed where harvest has
-// no room for it, or ErrBusy.
+// Promote starts the copy of an offloaded expert to a peer's memory, and returns at once.
+// Fetches read the peer as soon as a Poll finds the copy complete. An error wraps
+// harvest.ErrNoCapacity, ErrQuota, ErrRate or ErrClosed if harvest has no memory for it,
+// or ErrBusy.
 func (s *Store) Promote(id ID, o PromoteOptions) error {
 	wrap := func(err error) error {
 		return fmt.Errorf("experts: promote %s: %w", s.plan.name(id), err)
@@ -66,7 +66,7 @@ func (s *Store) Promote(id ID, o PromoteOptions) error {
 	if err := s.movable(id); err != nil {
 		return wrap(err)
 	}
-	// Experts that lie side by side are one copy of the device when they are fetched.
+	// Adjacent experts are fetched by one copy of the device.
 	before := func(yield func(ID) bool) {
 		for e := id.Expert - 1; e >= 0 && yield(ID{id.Layer, e}); e-- {
 		}
@@ -77,24 +77,24 @@ func (s *Store) Promote(id ID, o PromoteOptions) error {
 	return nil
 }
 
-// movable says why the expert has no business outside of local memory.
+// movable returns an error if the expert is resident or does not exist.
 func (s *Store) movable(id ID) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if err := s.unsealed(); err != nil {
+	if err := s.checkSealed(); err != nil {
 		return err
 	}
 	switch {
 	case id.Layer < 0 || id.Layer >= len(s.plan.Layers) || id.Expert < 0 || id.Expert >= s.plan.Experts:
-		return fmt.Errorf("there are %d layers of %d experts", len(s.plan.Layers), s.plan.Experts)
+		return fmt.Errorf("the model has %d layers of %d experts", len(s.plan.Layers), s.plan.Experts)
 	case s.places.resident(id):
-		return fmt.Errorf("it is local: %w", ErrBusy)
+		return fmt.Errorf("the expert is resident: %w", ErrBusy)
 	}
 	return nil
 }
 
-// Demote gives the expert's copy in a peer's memory back, or one that is on its way.
-// It is no error where there is none.
+// Demote frees the expert's peer copy, or cancels one that is being made. Without a peer
+// copy it does nothing.
 func (s *Store) Demote(id ID) error {
 	if err := s.peers.Drop(id); err != nil {
 		return fmt.Errorf("experts: demote %s: %w", s.plan.name(id), err)
@@ -102,16 +102,16 @@ func (s *Store) Demote(id ID) error {
 	return nil
 }
 
-// SetCost says what losing the expert's copy in a peer's memory would cost: see
-// harvest.Hints. It does nothing where there is none.
+// SetCost sets what losing the expert's peer copy would cost: see harvest.Hints. Without
+// a peer copy it does nothing.
 func (s *Store) SetCost(id ID, cost time.Duration) { s.peers.SetCost(id, cost) }
 
-// Poll takes in the copies to peers that have landed, and forgets those that
-// failed. It never waits. The result is how many are on their way.
+// Poll makes completed peer copies available to fetches and frees failed ones. It never
+// waits. The result is the number of copies in progress.
 func (s *Store) Poll() (moving int) { return s.peers.Poll() }
 
-// WaitMoves waits until no copy is on its way to a peer, or to stay, any more. The
-// swaps are carried out by BeginStep.
+// WaitMoves waits for the copies of all promotions and swaps. BeginStep completes the
+// swaps.
 func (s *Store) WaitMoves(ctx context.Context) error {
 	if err := s.peers.Wait(ctx); err != nil {
 		return fmt.Errorf("experts: %w", err)
@@ -127,15 +127,15 @@ func (s *Store) WaitMoves(ctx context.Context) error {
 	return nil
 }
 
-// Placed is a snapshot of where every expert lives between steps: [layer in
-// Layers][expert].
+// Placed is a snapshot of where every expert lives between steps, [position in
+// Plan.Layers][expert].
 func (s *Store) Placed() [][]Placed {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	homes := make([][]Placed, len(s.plan.Layers))
 	for i := range homes {
 		homes[i] = make([]Placed, s.plan.Experts)
-		for e, at := range s.places.residentAt[i] {
+		for e, at := range s.places.residentOffset[i] {
 			h := &homes[i][e]
 			h.Tier = Host
 			if at >= 0 {
@@ -154,10 +154,10 @@ func (s *Store) Placed() [][]Placed {
 	return homes
 }
 
-// Swap begins to bring an offloaded expert to the compute GPU's memory for good, in
-// place of a local one of the same layer, and returns at once. The BeginStep that finds
-// that it has landed makes the change. ErrBusy means that one of them is being swapped
-// already, is where it should be, or that all spare extents are in use.
+// Swap starts to make an offloaded expert resident in place of a resident one of the same
+// layer, and returns at once. The first BeginStep after its copy completes the swap.
+// ErrBusy: one of them is already being swapped or in its target tier, or all spare
+// extents are in use.
 func (s *Store) Swap(in, out ID) error {
 	wrap := func(err error) error {
 		return fmt.Errorf("experts: swap %s for %s: %w", s.plan.name(in), s.plan.name(out), err)
@@ -166,7 +166,7 @@ func (s *Store) Swap(in, out ID) error {
 		return wrap(err)
 	}
 	if !s.plan.Dynamic {
-		return wrap(errors.New("the store is not adaptive: local experts have no host copy"))
+		return wrap(errors.New("dynamic residency is off: resident experts have no host copy"))
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()

@@ -6,15 +6,15 @@ import (
 	"slices"
 )
 
-// ID names one expert: a layer among those with experts, counted from 0, and the
-// expert in it.
+// ID names an expert: the position of its layer among the layers with experts, and its
+// number in the layer.
 type ID struct{ Layer, Expert int }
 
-// Placement lists the offloaded experts of each layer that has experts, ascending.
+// Placement lists the offloaded experts of each layer with experts, ascending.
 type Placement [][]int
 
-// Place offloads round(fraction * layers * experts) experts, spread evenly: over
-// layers, whose numbers differ by one at most, and over the ids of a layer.
+// Place offloads round(fraction * layers * experts) experts, spread evenly over layers
+// (their counts differ by at most one) and over the ids of a layer.
 func Place(layers, experts int, fraction float64) (Placement, error) {
 	if layers < 0 || experts < 0 {
 		return nil, fmt.Errorf("experts: %d layers of %d experts", layers, experts)
@@ -30,9 +30,9 @@ func Place(layers, experts int, fraction float64) (Placement, error) {
 	return p, nil
 }
 
-// PlaceResident offloads all but the experts listed.
-func PlaceResident(layers, experts int, local []ID) (Placement, error) {
-	p, err := byLayer(layers, experts, local)
+// PlaceResident offloads all experts except those listed.
+func PlaceResident(layers, experts int, resident []ID) (Placement, error) {
+	p, err := byLayer(layers, experts, resident)
 	if err != nil {
 		return nil, err
 	}
@@ -48,12 +48,12 @@ func PlaceResident(layers, experts int, local []ID) (Placement, error) {
 	return p, nil
 }
 
-// byLayer sorts a list of experts, each of which may be named once.
+// byLayer groups a list of experts by layer, ascending. Duplicates are an error.
 func byLayer(layers, experts int, ids []ID) (Placement, error) {
 	p := make(Placement, layers)
 	for _, id := range ids {
 		if id.Layer < 0 || id.Layer >= layers || id.Expert < 0 || id.Expert >= experts {
-			return nil, fmt.Errorf("experts: there is no expert %d in layer %d: the model has %d layers of %d experts", id.Expert, id.Layer, layers, experts)
+			return nil, fmt.Errorf("experts: no expert %d in layer %d: the model has %d layers of %d experts", id.Expert, id.Layer, layers, experts)
 		}
 		p[id.Layer] = append(p[id.Layer], id.Expert)
 	}
@@ -66,10 +66,10 @@ func byLayer(layers, experts int, ids []ID) (Placement, error) {
 	return p, nil
 }
 
-// share is how many of total fall on place i of n when they are spread evenly.
+// share is how many of total fall to part i of n when they are spread evenly.
 func share(i, n, total int) int { return (i+1)*total/n - i*total/n }
 
-// spread chooses n of [0, of), evenly apart, ascending.
+// spread selects n of [0, of), evenly spaced, ascending.
 func spread(n, of int) []int {
 	ids := make([]int, 0, n)
 	for e := range of {
@@ -80,7 +80,7 @@ func spread(n, of int) []int {
 	return ids
 }
 
-// Offloaded is how many experts are offloaded in all.
+// Offloaded is the total number of offloaded experts.
 func (p Placement) Offloaded() int {
 	n := 0
 	for _, l := range p {
@@ -89,8 +89,8 @@ func (p Placement) Offloaded() int {
 	return n
 }
 
-// Largest is the largest number of experts that one layer misses.
-func (p Placement) Largest() int {
+// MaxPerLayer is the largest number of offloaded experts in one layer.
+func (p Placement) MaxPerLayer() int {
 	n := 0
 	for _, l := range p {
 		n = max(n, len(l))

@@ -49,8 +49,8 @@ func TestPlaceSpread(t *testing.T) {
 				t.Errorf("%v at %d %%: %d offloaded, want %d", m, percent, p.Offloaded(), want)
 			}
 			for l, ids := range p {
-				if p.Largest()-len(ids) > 1 {
-					t.Errorf("%v at %d %%: layer %d has %d, another %d", m, percent, l, len(ids), p.Largest())
+				if p.MaxPerLayer()-len(ids) > 1 {
+					t.Errorf("%v at %d %%: layer %d has %d, another %d", m, percent, l, len(ids), p.MaxPerLayer())
 				}
 				for i, e := range ids {
 					if e < 0 || e >= m.experts || i > 0 && e <= ids[i-1] {
@@ -101,28 +101,28 @@ func TestPlan(t *testing.T) {
 	tiled := mixtral
 	tiled.Tag = "tiles"
 	for _, c := range []struct {
-		fraction  float64
-		layout    kernels.ExpertLayout
-		ringSlots int
-		staging   int64
-		want      string
+		fraction   float64
+		layout     kernels.ExpertLayout
+		cacheSlots int
+		staging    int64
+		want       string
 	}{
-		{0, mixtral, 0, 0, fmt.Sprintf("256 local %d, 0 host 0, ring 0 0, staging 16777216", int64(256*expert))},
-		{0.5, mixtral, 0, 0, fmt.Sprintf("128 local %d, 128 host %d, ring 8 %d, staging 16777216", int64(128*expert), int64(128*expert), int64(8*expert))},
-		{0.5, mixtral, 4, 5000, fmt.Sprintf("128 local %d, 128 host %d, ring 4 %d, staging 4096", int64(128*expert), int64(128*expert), int64(4*expert))},
-		{0.5, tiled, 0, 0, fmt.Sprintf("128 local %d, 128 host %d, ring 8 %d, staging %d", int64(128*expert), int64(128*expert), int64(8*expert), int64(2*expert))},
-		{1, tiled, 0, 0, fmt.Sprintf("0 local 0, 256 host %d, ring 16 %d, staging 0", int64(256*expert), int64(16*expert))},
+		{0, mixtral, 0, 0, fmt.Sprintf("256 resident %d, 0 host 0, cache 0 0, staging 16777216", int64(256*expert))},
+		{0.5, mixtral, 0, 0, fmt.Sprintf("128 resident %d, 128 host %d, cache 8 %d, staging 16777216", int64(128*expert), int64(128*expert), int64(8*expert))},
+		{0.5, mixtral, 4, 5000, fmt.Sprintf("128 resident %d, 128 host %d, cache 4 %d, staging 4096", int64(128*expert), int64(128*expert), int64(4*expert))},
+		{0.5, tiled, 0, 0, fmt.Sprintf("128 resident %d, 128 host %d, cache 8 %d, staging %d", int64(128*expert), int64(128*expert), int64(8*expert), int64(2*expert))},
+		{1, tiled, 0, 0, fmt.Sprintf("0 resident 0, 256 host %d, cache 16 %d, staging 0", int64(256*expert), int64(16*expert))},
 	} {
 		place, err := Place(32, 8, c.fraction)
 		if err != nil {
 			t.Fatal(err)
 		}
-		p, err := NewPlan(Config{Layers: layerNumbers(32), Experts: 8, Layout: c.layout, Placement: place, CacheSlots: c.ringSlots, StagingBytes: c.staging})
+		p, err := NewPlan(Config{Layers: layerNumbers(32), Experts: 8, Layout: c.layout, Placement: place, CacheSlots: c.cacheSlots, StagingBytes: c.staging})
 		if err != nil {
 			t.Error(err)
 			continue
 		}
-		got := fmt.Sprintf("%d local %d, %d host %d, ring %d %d, staging %d", p.ResidentExperts, p.ResidentBytes, p.OffloadedExperts, p.HostBytes, p.CacheSlots, p.CacheBytes, p.StagingBytes)
+		got := fmt.Sprintf("%d resident %d, %d host %d, cache %d %d, staging %d", p.ResidentExperts, p.ResidentBytes, p.OffloadedExperts, p.HostBytes, p.CacheSlots, p.CacheBytes, p.StagingBytes)
 		if got != c.want {
 			t.Errorf("at %v: %s\nwant %s", c.fraction, got, c.want)
 		}
@@ -136,14 +136,14 @@ func TestBadPlans(t *testing.T) {
 	odd := mixtral
 	odd.Size++
 	for want, change := range map[string]func(*Config){
-		"a placement of 1 layers":        func(c *Config) { c.Placement = c.Placement[:1] },
+		"the placement has 1 layers":     func(c *Config) { c.Placement = c.Placement[:1] },
 		"layers [1 0] are not ascending": func(c *Config) { c.Layers = []int{1, 0} },
 		"offloaded experts [8] of layer": func(c *Config) { c.Placement[0] = []int{8} },
 		"offloaded experts [1 1] of":     func(c *Config) { c.Placement[0] = []int{1, 1} },
 		"a multiple of 256":              func(c *Config) { c.Layout = odd },
 		"give it at least 4":             func(c *Config) { c.CacheSlots = 3 },
 		"waves":                          func(c *Config) { c.Waves = -1 },
-		"waves of chosen experts":        func(c *Config) { c.OnDemandWaves = -1 },
+		"on-demand waves":                func(c *Config) { c.OnDemandWaves = -1 },
 		"staging":                        func(c *Config) { c.StagingBytes = -1 },
 	} {
 		place, err := Place(2, 8, 0.5)
@@ -158,14 +158,14 @@ func TestBadPlans(t *testing.T) {
 	}
 }
 
-// TestChosenWaves: there are several only where each has enough to bring.
-func TestChosenWaves(t *testing.T) {
+// TestOnDemandWaves: there are several only where each has enough to bring.
+func TestOnDemandWaves(t *testing.T) {
 	for _, c := range []struct {
 		mib     int64
 		experts int
 		want    int
 	}{{336, 0, 1}, {336, 1, 4}, {150, 2, 4}, {16, 2, 1}, {16, 4, 2}, {9, 4, 1}, {9, 64, 4}} {
-		p := Plan{Config: Config{OnDemandWaves: 4, OnDemandWaveBytes: defaultWaveBytes}}
+		p := Plan{Config: Config{OnDemandWaves: 4, OnDemandWaveBytes: defaultOnDemandWaveBytes}}
 		p.Layout.Size = c.mib << 20
 		if got := p.onDemandWaves(c.experts); got != c.want {
 			t.Errorf("%d experts of %d MiB: %d waves, want %d", c.experts, c.mib, got, c.want)

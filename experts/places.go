@@ -11,92 +11,92 @@ import (
 	"github.com/moeserve/moeserve/transfer"
 )
 
-// places say where experts live: which are local, and where their extents lie. Swaps change
-// them. The store's lock is held while they are used, but for hostRegion, which never
+// places record where experts live: which are resident, and where their extents lie.
+// Swaps change them. The store's lock guards them, except hostRegion, whose result never
 // changes.
 type places struct {
 	size      int64
 	gpu, host device.Memory
-	// hostAt and residentAt are the offsets of each expert's extents, [position][expert], -1
-	// where it has none.
-	hostAt, residentAt [][]int64
-	// spare are local extents that nobody uses.
+	// hostOffset and residentOffset are the offsets of each expert's extents,
+	// [position][expert]; -1: it has none.
+	hostOffset, residentOffset [][]int64
+	// spare are resident extents that no expert uses.
 	spare []spareExtent
 	swaps []*swap
 }
 
-// spareExtent is a local extent at an offset, with the fence of the copy that brings an
-// expert there.
+// spareExtent is an unused resident extent, with the fence of the copy that fills it.
 type spareExtent struct {
-	at   int64
-	done device.Point
+	offset int64
+	done   device.Point
 }
 
-// swap is an expert on its way to a spare local extent.
+// swap is an offloaded expert that is being copied to a spare resident extent.
 type swap struct {
 	in, out ID
 	to      spareExtent
 	ticket  *transfer.Ticket
 }
 
-// newPlaces gives every expert its place; the memory is set where the plan has some.
+// newPlaces assigns every expert its extents. The caller sets gpu and host to the memory
+// that it allocates.
 func newPlaces(p *Plan, m device.Machine) (*places, error) {
 	s := &places{size: p.Layout.Size}
-	var localBytes, hostBytes int64
+	var residentBytes, hostBytes int64
 	for i := range p.Layers {
-		local, host := slices.Repeat([]int64{-1}, p.Experts), slices.Repeat([]int64{-1}, p.Experts)
+		resident, host := slices.Repeat([]int64{-1}, p.Experts), slices.Repeat([]int64{-1}, p.Experts)
 		for e := range p.Experts {
 			_, offloaded := slices.BinarySearch(p.Placement[i], e)
 			if offloaded || p.Dynamic {
 				host[e], hostBytes = hostBytes, hostBytes+s.size
 			}
 			if !offloaded {
-				local[e], localBytes = localBytes, localBytes+s.size
+				resident[e], residentBytes = residentBytes, residentBytes+s.size
 			}
 		}
-		s.residentAt, s.hostAt = append(s.residentAt, local), append(s.hostAt, host)
+		s.residentOffset, s.hostOffset = append(s.residentOffset, resident), append(s.hostOffset, host)
 	}
 	for range p.SpareSlots {
-		f, err := m.NewFence("expert to stay")
+		f, err := m.NewFence("expert swap")
 		if err != nil {
 			return s, err
 		}
-		s.spare = append(s.spare, spareExtent{at: localBytes, done: device.Point{Fence: f}})
-		localBytes += s.size
+		s.spare = append(s.spare, spareExtent{offset: residentBytes, done: device.Point{Fence: f}})
+		residentBytes += s.size
 	}
 	return s, nil
 }
 
-// resident says whether an expert is local.
-func (p *places) resident(id ID) bool { return p.residentAt[id.Layer][id.Expert] >= 0 }
+// resident reports whether an expert is resident.
+func (p *places) resident(id ID) bool { return p.residentOffset[id.Layer][id.Expert] >= 0 }
 
 func (p *places) residentRegion(id ID) device.Region {
-	return p.gpu.Region(p.residentAt[id.Layer][id.Expert], p.size)
+	return p.gpu.Region(p.residentOffset[id.Layer][id.Expert], p.size)
 }
 
 // hostRegion is the expert's extent in host memory.
 func (p *places) hostRegion(id ID) device.Region {
-	return p.host.Region(p.hostAt[id.Layer][id.Expert], p.size)
+	return p.host.Region(p.hostOffset[id.Layer][id.Expert], p.size)
 }
 
-// loaded is where an expert is loaded to: its host copy, where it has one.
-func (p *places) loaded(layer, expert int) load.Place {
-	if at := p.hostAt[layer][expert]; at >= 0 {
+// loadTarget is where an expert is loaded to: its host copy, if it has one.
+func (p *places) loadTarget(layer, expert int) load.Place {
+	if at := p.hostOffset[layer][expert]; at >= 0 {
 		return load.Place{Memory: p.host, Offset: at}
 	}
-	return load.Place{Memory: p.gpu, Offset: p.residentAt[layer][expert]}
+	return load.Place{Memory: p.gpu, Offset: p.residentOffset[layer][expert]}
 }
 
-// swap begins to bring an offloaded expert to a spare extent, to take the place of a local
-// one of the same layer.
+// swap starts to copy an offloaded expert to a spare extent, to replace a resident one of
+// the same layer.
 func (p *places) swap(in, out ID, e *transfer.Engine, label fmt.Stringer) error {
 	switch {
-	case in.Layer != out.Layer || out.Expert < 0 || out.Expert >= len(p.residentAt[in.Layer]):
-		return errors.New("they are not of one layer")
-	case p.resident(in): // since movable has looked
-		return fmt.Errorf("the first is local: %w", ErrBusy)
+	case in.Layer != out.Layer || out.Expert < 0 || out.Expert >= len(p.residentOffset[in.Layer]):
+		return errors.New("the two experts are of different layers")
+	case p.resident(in): // it may have become so since movable checked
+		return fmt.Errorf("the first is already resident: %w", ErrBusy)
 	case !p.resident(out):
-		return fmt.Errorf("the second is not local: %w", ErrBusy)
+		return fmt.Errorf("the second is not resident: %w", ErrBusy)
 	case len(p.spare) == 0:
 		return fmt.Errorf("no spare extent: %w", ErrBusy)
 	case slices.ContainsFunc(p.swaps, func(w *swap) bool { return w.in == in || w.out == out }):
@@ -107,7 +107,7 @@ func (p *places) swap(in, out ID, e *transfer.Engine, label fmt.Stringer) error 
 	w.to.done.Value++
 	var err error
 	w.ticket, err = e.Submit(transfer.Request{
-		Src: p.hostRegion(in), Dst: p.gpu.Region(w.to.at, p.size),
+		Src: p.hostRegion(in), Dst: p.gpu.Region(w.to.offset, p.size),
 		Priority: transfer.Rebalance, Done: w.to.done, Label: label,
 	})
 	if err != nil {
@@ -118,30 +118,30 @@ func (p *places) swap(in, out ID, e *transfer.Engine, label fmt.Stringer) error 
 	return nil
 }
 
-// carryOut makes those swaps whose experts have landed, and tells of each, or of its
-// failure. No step runs.
-func (p *places) carryOut(told func(in, out ID, err error)) {
+// completeSwaps makes the swaps effective whose copies have ended, and reports each of
+// them, or its failure. No step runs.
+func (p *places) completeSwaps(done func(in, out ID, err error)) {
 	p.swaps = slices.DeleteFunc(p.swaps, func(w *swap) bool {
 		if !w.ticket.Ended() {
 			return false
 		}
-		err := w.ticket.Wait(context.Background()) // does not wait: it orders the step after the copy
+		err := w.ticket.Wait(context.Background()) // does not wait: orders the step after the copy
 		if err == nil {
-			at := p.residentAt[w.in.Layer]
-			at[w.in.Expert], w.to.at = w.to.at, at[w.out.Expert]
+			at := p.residentOffset[w.in.Layer]
+			at[w.in.Expert], w.to.offset = w.to.offset, at[w.out.Expert]
 			at[w.out.Expert] = -1
 		}
 		p.spare = append(p.spare, w.to)
-		told(w.in, w.out, err)
+		done(w.in, w.out, err)
 		return true
 	})
 }
 
-// close ends the swaps under way and gives the memory back.
+// close cancels the swaps in progress and frees the memory.
 func (p *places) close() error {
 	for _, w := range p.swaps {
 		w.ticket.Cancel()
-		_ = w.ticket.Wait(context.Background()) // a copy that failed is over, too
+		_ = w.ticket.Wait(context.Background()) // a failed copy has ended, too
 		p.spare = append(p.spare, w.to)
 	}
 	errs := []error{free(p.gpu), free(p.host)}
@@ -151,7 +151,7 @@ func (p *places) close() error {
 	return errors.Join(errs...)
 }
 
-// free gives memory back, where there is any.
+// free frees memory, if there is any.
 func free(m device.Memory) error {
 	if m == nil {
 		return nil

@@ -1,14 +1,14 @@
 package experts
 
-// Snapshot is the state of the store at one moment, for people.
+// Snapshot is the state of the store at one moment, for /debug/residency.
 type Snapshot struct {
 	// Layers by the model's numbers.
 	Layers []LayerSnapshot `json:"layers"`
-	// ExpertBytes is the size of one.
+	// ExpertBytes is the size of one expert.
 	ExpertBytes int64 `json:"expert_bytes"`
-	// Cache lists what its slots hold.
+	// Cache lists the slots of the expert cache.
 	Cache []SlotSnapshot `json:"cache"`
-	// Links into the compute GPU.
+	// Links into the GPU.
 	Links []LinkSnapshot `json:"links"`
 }
 
@@ -21,29 +21,30 @@ type LayerSnapshot struct {
 // ExpertSnapshot is one expert.
 type ExpertSnapshot struct {
 	Tier Tier `json:"tier"`
-	// Peer has a copy.
+	// Peer that has a copy.
 	Peer string `json:"peer,omitempty"`
-	// Moving: a copy is on its way to a peer or to stay.
+	// Moving: the expert is being promoted or swapped in.
 	Moving       bool  `json:"moving,omitempty"`
 	Uses         int64 `json:"uses"`
 	Fetches      int64 `json:"fetches"`
 	RoutedTokens int64 `json:"routed_tokens"`
 }
 
-// SlotSnapshot is one slot of the ring. Layer is -1 where it holds nothing.
+// SlotSnapshot is one slot of the expert cache. Layer is -1 if it is empty.
 type SlotSnapshot struct {
 	Layer      int `json:"layer"`
 	Expert     int `json:"expert"`
 	References int `json:"references"`
 }
 
-// LinkSnapshot is the way from a memory to the compute GPU; a rate of 0 is not known.
+// LinkSnapshot is the link from a memory to the GPU; a rate of 0 is unknown.
 type LinkSnapshot struct {
-	From           string  `json:"src"`
+	Src            string  `json:"src"`
 	BytesPerSecond float64 `json:"bytes_per_s"`
 }
 
-// Snapshot takes one. Its parts are of slightly different moments while steps run.
+// Snapshot returns the state. While steps run, its parts are of slightly different
+// moments.
 func (s *Store) Snapshot() Snapshot {
 	where, homes := s.Residency(), s.Placed()
 	uses, fetches, activations := s.Uses(), s.Fetches(), s.RoutedTokens()
@@ -66,7 +67,7 @@ func (s *Store) Snapshot() Snapshot {
 	defer s.mu.Unlock()
 	for at := range s.fetch.slots {
 		x := SlotSnapshot{Layer: -1, Expert: -1, References: s.fetch.cache.References(at)}
-		if key := s.fetch.cache.Holds(at); key >= 0 {
+		if key := s.fetch.cache.Expert(at); key >= 0 {
 			x.Layer, x.Expert = s.plan.Layers[key/s.plan.Experts], key%s.plan.Experts
 		}
 		snap.Cache = append(snap.Cache, x)

@@ -7,16 +7,16 @@ import (
 	"github.com/moeserve/moeserve/device"
 )
 
-// Tier is where an expert's bytes are.
+// Tier is where an expert's nearest copy is.
 type Tier int
 
-// The tiers, the nearest first.
+// The tiers, nearest first.
 const (
-	// Resident: pinned in the compute GPU's memory.
+	// Resident: pinned in the GPU's memory.
 	Resident Tier = iota
-	// Cached: in the expert cache, or on the way there, until its slot is needed.
+	// Cached: in the expert cache, or being fetched, until its slot is needed.
 	Cached
-	// Peer: in a peer GPU's memory, which may be revoked, and in pinned host memory.
+	// Peer: in a peer GPU's memory, which may be revoked, and in host memory.
 	Peer
 	// Host: in pinned host memory only.
 	Host
@@ -31,15 +31,14 @@ func (t Tier) String() string { return tierNames[t] }
 // MarshalText writes the tier's name.
 func (t Tier) MarshalText() ([]byte, error) { return []byte(t.String()), nil }
 
-// Residency is a snapshot of where the nearest copy of every expert is: [layer in
-// Layers][expert].
+// Residency is a snapshot of every expert's tier, [position in Plan.Layers][expert].
 func (s *Store) Residency() [][]Tier {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	where := make([][]Tier, len(s.plan.Layers))
 	for i := range where {
 		where[i] = make([]Tier, s.plan.Experts)
-		for e, at := range s.places.residentAt[i] {
+		for e, at := range s.places.residentOffset[i] {
 			switch {
 			case at >= 0:
 				where[i][e] = Resident
@@ -133,7 +132,7 @@ func (s *Store) Stats() Stats {
 	return st
 }
 
-// counts are the statistics of a store, those of every expert by [position][expert].
+// counts are the statistics of a store; per expert: [position][expert].
 type counts struct {
 	Stats
 	fetches, uses, routedTokens [][]int64
@@ -174,8 +173,8 @@ func (s *Store) copyOf(of [][]int64) [][]int64 {
 	return counts
 }
 
-// AddRoutedTokens notes how many tokens were routed to each expert since the device began
-// to count: [model layers, experts].
+// AddRoutedTokens sets the number of tokens routed to each expert since the device began
+// to count, [model layers, experts].
 func (s *Store) AddRoutedTokens(counts []int64) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -188,8 +187,8 @@ func (s *Store) AddRoutedTokens(counts []int64) {
 type Placed struct {
 	// Tier is Resident, Peer or Host.
 	Tier Tier
-	// Device has the copy where Tier is Peer.
+	// Device that has the copy if Tier is Peer.
 	Device device.Space
-	// Moving: a copy is on its way to a peer, or to become resident.
+	// Moving: the expert is being promoted or swapped in.
 	Moving bool
 }

@@ -82,7 +82,7 @@ func TestUsesAreConserved(t *testing.T) {
 			for range 6 {
 				c := choices(rng, r.model)
 				for try := 0; ; try++ {
-					_, err := r.chosenStep(s, c, 0)
+					_, err := r.routedStep(s, c, 0)
 					if err == nil {
 						break
 					}

@@ -14,8 +14,8 @@ import (
 	"github.com/moeserve/moeserve/transfer"
 )
 
-// steps drive the layers through the parts of the store: what a Step and a Use do, once
-// they have mu, which is the store's.
+// steps implements Step and Use on the parts of the store. mu is the store's, and guards
+// it.
 type steps struct {
 	mu       *sync.Mutex
 	plan     *Plan
@@ -33,8 +33,8 @@ type steps struct {
 	number  uint64
 	running bool
 	compute device.Stream
-	// open is the position of the layer that is open, or -1, unrouted says that its
-	// router's choice is awaited, and opened counts openings.
+	// open is the position of the open layer, or -1; unrouted: its router's choice is not
+	// known yet; opened counts openings.
 	open     int
 	unrouted bool
 	opened   uint64
@@ -42,16 +42,16 @@ type steps struct {
 
 // layer is one layer with experts in a step.
 type layer struct {
-	// list has the experts in the order of the row of ids: residents local ones, then
-	// those of the waves.
+	// list has the experts in the order of the row of ids: first the resident ones
+	// (residents many), then those of the waves.
 	list      []int
 	residents int
 	// waves of the use.
 	waves []Wave
-	// refs on the slots of offloaded experts, held from a prefetch or the opening to
-	// Close.
+	// refs on the slots of offloaded experts, held from the prefetch or opening to
+	// Release.
 	refs []lease.Ref
-	// predicted and chosen experts of this use.
+	// predicted and routed experts of this use.
 	predicted, routed []bool
 }
 
@@ -70,29 +70,29 @@ func newSteps(mu *sync.Mutex, p *Plan, pl *places, f *fetcher, t *tables, c *cou
 	return s
 }
 
-// listAll puts the layer's experts in their order: local ones first.
+// listAll lists all experts of the layer: resident ones first.
 func (s *steps) listAll(position int) {
 	l := &s.layers[position]
 	l.list = l.list[:0]
-	for e, at := range s.places.residentAt[position] {
+	for e, at := range s.places.residentOffset[position] {
 		if at >= 0 {
 			l.list = append(l.list, e)
 		}
 	}
 	l.residents = len(l.list)
-	for e, at := range s.places.residentAt[position] {
+	for e, at := range s.places.residentOffset[position] {
 		if at < 0 {
 			l.list = append(l.list, e)
 		}
 	}
 }
 
-// missing are the offloaded experts, ascending, once listAll was the last to change
-// the list.
-func (l *layer) missing() []int { return l.list[l.residents:] }
+// offloaded are the offloaded experts in the list, ascending: all of them after listAll,
+// some after selected.
+func (l *layer) offloaded() []int { return l.list[l.residents:] }
 
-// address is where an expert is, or will be; 0 for an offloaded one that was never
-// fetched.
+// address of an expert's extent, also while it is being fetched; 0 for an offloaded
+// expert that was never fetched.
 func (s *steps) address(id ID) device.Addr {
 	if s.places.resident(id) {
 		return s.places.residentRegion(id).Addr
@@ -105,30 +105,30 @@ func (s *steps) address(id ID) device.Addr {
 
 func (s *steps) begin(ctx context.Context, compute device.Stream) error {
 	if s.running {
-		return errors.New("the step before has neither ended nor been dropped")
+		return errors.New("the previous step was neither ended nor dropped")
 	}
 	if s.fetch.failure() != nil {
 		if err := s.reset(ctx); err != nil {
 			return err
 		}
 	}
-	s.tables.settle()
-	s.fetch.cache.Settle()
+	s.tables.forgetReads()
+	s.fetch.cache.ForgetReaders()
 	s.fetch.peerBackoff = max(s.fetch.peerBackoff-1, 0)
-	s.places.carryOut(s.swap)
+	s.places.completeSwaps(s.onSwapped)
 	s.number++
 	s.running, s.compute, s.open = true, compute, -1
 	return nil
 }
 
-// swap takes in that an expert has become local in place of another.
-func (s *steps) swap(in, out ID, err error) {
+// onSwapped updates the layer after an expert has become resident in place of another.
+func (s *steps) onSwapped(in, out ID, err error) {
 	if err != nil {
 		s.log.Warn("expert swap failed", "in", s.plan.name(in), "out", s.plan.name(out), "err", err)
 		return
 	}
 	s.tables.rows[in.Layer].stale = true
-	if ref := &s.layers[in.Layer].refs[in.Expert]; ref.Held() { // it was prefetched for the step that begins
+	if ref := &s.layers[in.Layer].refs[in.Expert]; ref.Held() { // prefetched for the step that begins
 		ref.Release()
 	}
 	s.listAll(in.Layer)
@@ -159,8 +159,8 @@ func (s *steps) checkID(e int32) error {
 	return nil
 }
 
-// selected puts the offloaded experts that are marked behind the local ones in the
-// layer's list, ascending, and returns them.
+// selected lists the marked offloaded experts behind the resident ones, ascending, and
+// returns them.
 func (s *steps) selected(position int, marked []bool) []int {
 	l := &s.layers[position]
 	l.list = l.list[:l.residents]
@@ -169,11 +169,11 @@ func (s *steps) selected(position int, marked []bool) []int {
 			l.list = append(l.list, e)
 		}
 	}
-	return l.missing()
+	return l.offloaded()
 }
 
-// opens notes that the layer is open.
-func (s *steps) opens(position int, unrouted bool) opening {
+// markOpen records that the layer is open.
+func (s *steps) markOpen(position int, unrouted bool) opening {
 	s.opened++
 	s.open, s.unrouted = position, unrouted
 	return opening{s: s, number: s.opened}
@@ -182,7 +182,7 @@ func (s *steps) opens(position int, unrouted bool) opening {
 func (s *steps) openWhole(ctx context.Context, position int) error {
 	l := &s.layers[position]
 	s.listAll(position)
-	if err := s.fetchAll(position, l.missing(), s.plan.Waves); err != nil {
+	if err := s.fetchAll(position, l.offloaded(), s.plan.Waves); err != nil {
 		return err
 	}
 	if err := s.updateRow(ctx, position); err != nil {
@@ -194,7 +194,7 @@ func (s *steps) openWhole(ctx context.Context, position int) error {
 	for _, e := range l.list[:l.residents] {
 		s.counts.use(position, e, Resident)
 	}
-	s.countUse(position, l.missing())
+	s.countUse(position, l.offloaded())
 	return nil
 }
 
@@ -222,7 +222,7 @@ func (s *steps) fetchChosen(ctx context.Context, position int, chosen []int32) (
 	}
 	missing := s.selected(position, l.routed)
 	for e := range l.refs {
-		if l.refs[e].Held() && !l.routed[e] { // predicted, or prefetched, in vain
+		if l.refs[e].Held() && !l.routed[e] { // predicted or prefetched, but not routed to
 			l.refs[e].Release()
 			s.fetch.skip(ID{position, e})
 		}
@@ -245,25 +245,25 @@ func (s *steps) fetchChosen(ctx context.Context, position int, chosen []int32) (
 	return Use{Slots: s.tables.rows[position].slots, Waves: l.waves[first:]}, nil
 }
 
-// residentWave adds the wave of the local experts.
+// residentWave adds the wave of the resident experts.
 func (s *steps) residentWave(position int) {
 	if l := &s.layers[position]; l.residents > 0 {
 		l.waves = appendWave(l.waves, s.tables.rows[position].ids.Slice(0, l.residents), l.list[:l.residents])
 	}
 }
 
-// waves adds those of the experts that were fetched, most of them at most.
-func (s *steps) waves(position, most int) {
+// waves adds the waves of the fetched experts, at most limit.
+func (s *steps) waves(position, limit int) {
 	l := &s.layers[position]
-	missing := l.missing()
-	n := min(most, len(missing))
+	missing := l.offloaded()
+	n := min(limit, len(missing))
 	from := 0
 	for i := range n {
 		to := from + share(i, n, len(missing))
 		l.waves = appendWave(l.waves, s.tables.rows[position].ids.Slice(l.residents+from, l.residents+to), missing[from:to])
 		w := &l.waves[len(l.waves)-1]
 		for _, e := range missing[from:to] {
-			a := s.fetch.arrival(ID{position, e})
+			a := s.fetch.slotFetch(ID{position, e})
 			a.awaited = true
 			for _, c := range a.copies {
 				if !slices.Contains(w.Await, c.done) {
@@ -275,7 +275,7 @@ func (s *steps) waves(position, most int) {
 	}
 }
 
-// appendWave uses the room that an earlier use has left.
+// appendWave appends a wave, reusing the capacity of an earlier one.
 func appendWave(waves []Wave, list kernels.Tensor, ids []int) []Wave {
 	n := len(waves)
 	if n < cap(waves) {
@@ -286,35 +286,35 @@ func appendWave(waves []Wave, list kernels.Tensor, ids []int) []Wave {
 	return append(waves, Wave{Experts: list, IDs: ids})
 }
 
-// countUse counts a use of offloaded experts, by where each was found. What a fetch has
-// brought is fresh until its first use, which is the miss that the fetch is for.
+// countUse counts a use of these offloaded experts, by tier. The first use after a fetch
+// is the miss that the fetch was for.
 func (s *steps) countUse(position int, missing []int) {
 	for _, e := range missing {
-		a := s.fetch.arrival(ID{position, e})
-		if !a.fresh {
+		a := s.fetch.slotFetch(ID{position, e})
+		if !a.uncounted {
 			s.counts.use(position, e, Cached)
 			continue
 		}
-		a.fresh = false
+		a.uncounted = false
 		s.counts.use(position, e, a.from)
-		if a.ahead {
+		if a.prefetched {
 			s.counts.Prefetched++
 		}
 	}
 }
 
-// usable says why no layer can be prefetched or opened.
+// usable fails if no layer can be prefetched or opened.
 func (s *steps) usable() error {
 	if s.closed {
 		return device.ErrClosed
 	}
 	if err := s.fetch.failure(); err != nil {
-		return fmt.Errorf("a fetch has failed and the step was not dropped: %w", err)
+		return fmt.Errorf("a fetch failed and the step was not dropped: %w", err)
 	}
 	return nil
 }
 
-// fetchAll has experts fetched that are needed now.
+// fetchAll fetches experts that are needed now, at demand priority.
 func (s *steps) fetchAll(position int, missing []int, waves int) error {
 	if len(missing) == 0 {
 		return nil
@@ -326,29 +326,29 @@ func (s *steps) fetchAll(position int, missing []int, waves int) error {
 	if !whole {
 		return fmt.Errorf("all %d slots of the expert cache are held by layers that were prefetched or opened and not released", s.plan.CacheSlots)
 	}
-	s.fetch.promote(position, missing)
+	s.fetch.raisePriority(position, missing)
 	return nil
 }
 
-// updateRow puts the layer's addresses and list into its row of the tables, if they
-// are not there.
+// updateRow updates the layer's row of the tables, if it has changed.
 func (s *steps) updateRow(ctx context.Context, position int) error {
 	row := &s.tables.rows[position]
 	row.uploaded = -1
-	if s.layers[position].residents == s.plan.Experts && row.current() {
+	if s.layers[position].residents == s.plan.Experts && row.upToDate() {
 		return nil
 	}
 	return s.tables.update(ctx, s.compute, position, s.layers[position].list)
 }
 
-// release lets the slots of the layer be overwritten behind what is on the stream.
+// release lets the slots of the layer be overwritten behind what is enqueued on the
+// compute stream.
 func (s *steps) release(position int) error {
 	l := &s.layers[position]
 	clear(l.predicted)
-	if len(l.missing()) == 0 && s.tables.rows[position].uploaded < 0 {
+	if len(l.offloaded()) == 0 && s.tables.rows[position].uploaded < 0 {
 		return nil
 	}
-	passed, err := s.tables.pass(s.compute, position)
+	passed, err := s.tables.signalDone(s.compute, position)
 	if err != nil {
 		return err
 	}
@@ -357,35 +357,36 @@ func (s *steps) release(position int) error {
 			l.refs[e].ReleaseAt(passed)
 		}
 	}
-	s.fetch.forgetEnded()
+	s.fetch.removeCompleted()
 	return nil
 }
 
-// frozen is the Use of a layer of which nothing is missing.
-func (s *steps) frozen(layer int) (Use, error) {
+// capturedUse is the Use of a layer whose experts are all resident, for ForCapture.
+func (s *steps) capturedUse(layer int) (Use, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	position, ok := s.position[layer]
-	err := errors.New("it has no experts")
+	err := errors.New("the layer has no experts")
 	if ok {
-		err = s.whole(position)
+		err = s.checkResident(position)
 	}
 	if err != nil {
 		return Use{}, fmt.Errorf("experts: resident experts of layer %d: %w", layer, err)
 	}
 	row := &s.tables.rows[position]
-	return Use{Slots: row.slots, Waves: []Wave{{Experts: row.ids, IDs: s.layers[s.position[layer]].list}}, All: row.ids, open: opening{frozen: true}}, nil
+	return Use{Slots: row.slots, Waves: []Wave{{Experts: row.ids, IDs: s.layers[s.position[layer]].list}}, All: row.ids, open: opening{capturing: true}}, nil
 }
 
-// whole says why not all of the layer's experts are local.
-func (s *steps) whole(position int) error {
+// checkResident fails if not all of the layer's experts are resident.
+func (s *steps) checkResident(position int) error {
 	if n := s.plan.Experts - s.layers[position].residents; n > 0 {
-		return fmt.Errorf("%d of its experts are not local", n)
+		return fmt.Errorf("%d of its experts are not resident", n)
 	}
 	return nil
 }
 
-// reset waits for all copies into the ring, and forgets what did not arrive whole.
+// reset cancels copies into the expert cache or waits for them, and drops experts that
+// did not arrive completely.
 func (s *steps) reset(ctx context.Context) error {
 	if err := s.fetch.cancel(ctx); err != nil {
 		return err

@@ -19,30 +19,30 @@ import (
 // Options describe a store.
 type Options struct {
 	Machine device.Machine
-	// Space is the compute GPU's memory.
+	// Space is the GPU's memory.
 	Space device.Space
-	// Backend packs experts.
+	// Backend packs experts into their layout.
 	Backend kernels.Backend
 	// Transfer makes the copies.
 	Transfer *transfer.Engine
-	// Harvest lends the memory of peers, for Promote. It is closed before the store.
-	// Default: none, and no peer tier.
+	// Harvest lends peer memory for Promote. It is closed before the store. Default:
+	// none, and no peer tier.
 	Harvest *harvest.Runtime
-	// Plan says what lies where: see NewPlan.
+	// Plan of the memory: see NewPlan.
 	Plan Plan
-	// SplitBytes is the least that a fetch takes from the host while the rest of it
-	// comes from a peer. Default: transfer.LeastSplit.
+	// SplitBytes is the minimum part of a fetch that the host sends while a peer sends
+	// the rest. Default: transfer.MinSplitBytes.
 	SplitBytes int64
-	// Events is told what moves. Default: nobody.
+	// Events receives migrations. Default: none.
 	Events EventListener
-	// Log hears of steps that were dropped. Default: nobody.
+	// Log of dropped steps and failed swaps. Default: discarded.
 	Log *slog.Logger
 }
 
 // EnsureDefaults returns o with its defaults filled in.
 func (o Options) EnsureDefaults() Options {
 	if o.SplitBytes == 0 {
-		o.SplitBytes = transfer.LeastSplit
+		o.SplitBytes = transfer.MinSplitBytes
 	}
 	if o.Log == nil {
 		o.Log = slog.New(slog.DiscardHandler)
@@ -51,37 +51,35 @@ func (o Options) EnsureDefaults() Options {
 	return o
 }
 
-// Store holds all experts of a model. Expert may be called from several goroutines
-// until Seal. Steps, one at a time, are for one goroutine; everything else may be called
+// Store holds all experts of a model. Expert may be called from several goroutines until
+// Seal. Steps, one at a time, are used by one goroutine; all other methods may be called
 // from any.
 //
 // # Memory
 //
-// In the compute GPU's memory: the extents of the local experts, in the order of
-// layers and ids, and spare ones for swaps; the ring; and the tables, for each layer
-// a row of [experts] U64 slot addresses and [experts] I32 expert ids, where ids stand
-// in the order of the layer's waves, so that a wave's list is a slice of its row. In
-// pinned host memory: the extents of the offloaded experts (of all, where the store is
-// adaptive), in the same order, so that a wave is contiguous there and, in general, in
-// the ring: one copy; and images of the tables' rows, two for each layer, from which
-// they are updated. In peers' memory: what Promote has put there.
+// In the GPU's memory: the extents of the resident experts, by layer and id, and spare
+// ones for swaps; the expert cache; and the tables that kernels read (see tables). In
+// pinned host memory: the extents of the offloaded experts (of all experts with dynamic
+// residency), in the same order, so that a wave is contiguous there and usually in the
+// expert cache, and needs one copy; and images of the tables' rows, from which they are
+// updated. In peers' memory: the copies that Promote has made.
 //
 // # Slots
 //
-// Each ring slot has a lease.Cell (package ring). A layer that is being prefetched or is
-// open holds a reference on each of its slots; Use.Release releases them at the fence value
-// that it puts on the compute stream. A slot without references is free for the
-// next fetch, whose copy waits for that value.
+// Each slot of the expert cache has a lease.Cell (package cache). A layer that is
+// prefetched or open holds a reference on each of its slots; Use.Release releases them at
+// the fence value that it enqueues on the compute stream. A slot without references is
+// free for the next fetch, whose copy waits for that value.
 //
 // # Locks
 //
-// mu guards everything, in the parts too, but what is in peers' memory or moving. That is
-// the cache's, whose lock may be taken under mu; a fetch resolves an expert without it: see
-// peercache.Cache.Acquire.
+// mu guards everything, in the parts too, except peer copies and promotions. Those are
+// guarded by the lock of peers, which may be taken under mu; a fetch finds a peer copy
+// without that lock: see peercache.Cache.Acquire.
 type Store struct {
 	o    Options
 	plan Plan
-	// peers keeps copies in peers' memory.
+	// peers keeps the peer copies.
 	peers *peercache.Cache[ID]
 
 	mu     sync.Mutex
@@ -96,8 +94,8 @@ type Store struct {
 	linkTime time.Duration
 }
 
-// New allocates everything the plan says, and nothing later but staging and what
-// harvest lends. An error wraps device.ErrOutOfMemory where it does not fit.
+// New allocates all memory of the plan; only peer memory is allocated later. An error
+// wraps device.ErrOutOfMemory if the plan does not fit.
 func New(o Options) (*Store, error) {
 	o = o.EnsureDefaults()
 	s := &Store{o: o, plan: o.Plan, places: &places{}, fetch: &fetcher{}, tables: &tables{}}
@@ -118,8 +116,8 @@ func (s *Store) allocate() (err error) {
 		bytes int64
 		label string
 	}{
-		{&s.places.gpu, s.o.Space, p.ResidentBytes, "local experts"},
-		{&s.fetch.memory, s.o.Space, p.CacheBytes, "expert ring"},
+		{&s.places.gpu, s.o.Space, p.ResidentBytes, "resident experts"},
+		{&s.fetch.memory, s.o.Space, p.CacheBytes, "expert cache"},
 		{&s.tables.memory, s.o.Space, p.TableBytes, "expert tables"},
 		{&s.places.host, device.Host, p.HostBytes, "offloaded experts"},
 		{&s.tables.images, device.Host, p.UploadBytes, "expert table images"},
@@ -131,7 +129,7 @@ func (s *Store) allocate() (err error) {
 			return err
 		}
 	}
-	if s.tables.passed, err = m.NewFence("expert layers done"); err != nil {
+	if s.tables.done, err = m.NewFence("expert layers done"); err != nil {
 		return err
 	}
 	if err = s.openPeers(); err != nil {
@@ -147,7 +145,7 @@ func (s *Store) allocate() (err error) {
 	s.loader, err = load.New(load.Options{
 		Machine: m, Transfer: s.o.Transfer, Packer: s.o.Backend, Layout: p.Layout,
 		Layers: p.Layers, Experts: p.Experts, StagingBytes: p.StagingBytes,
-	}, s.places.loaded)
+	}, s.places.loadTarget)
 	return err
 }
 
@@ -170,13 +168,13 @@ func (s *Store) Expert(layer, expert int, part kernels.Part, row int, data []byt
 	return nil
 }
 
-// Seal ends the loading: it fails where a row of an expert is missing, waits for
-// the copies and frees the staging memory. Nothing is used before it.
+// Seal ends the loading: it fails if a row of an expert is missing, waits for the copies
+// and frees the staging buffers. No step may begin before it.
 func (s *Store) Seal(ctx context.Context) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.loader == nil {
-		return errors.New("experts: the store is sealed")
+		return errors.New("experts: the store is already sealed")
 	}
 	if err := s.loader.Finish(ctx); err != nil {
 		return err
@@ -188,8 +186,8 @@ func (s *Store) Seal(ctx context.Context) error {
 	return nil
 }
 
-// firstUpload brings the first tables to the device, and, where the store is adaptive,
-// the local experts, of which all rows lie in host memory.
+// firstUpload copies the first tables to the device and, with dynamic residency, the
+// resident experts, which were loaded to host memory.
 func (s *Store) firstUpload(ctx context.Context) (err error) {
 	if s.tables.memory == nil {
 		return nil
@@ -210,27 +208,27 @@ func (s *Store) firstUpload(ctx context.Context) (err error) {
 				return nil
 			}
 			ticket.Cancel()
-			_ = ticket.Wait(context.WithoutCancel(ctx)) // the memory is given back behind this
+			_ = ticket.Wait(context.WithoutCancel(ctx)) // the caller frees the memory after this
 		}
-		return fmt.Errorf("experts: bring the %s to %s: %w", label, s.o.Space, err)
+		return fmt.Errorf("experts: copy the %s to %s: %w", label, s.o.Space, err)
 	}
 	if s.plan.Dynamic && s.o.Machine.Capabilities().KeepsData {
 		for i := range s.plan.Layers {
 			for e := range s.plan.Experts {
 				if id := (ID{i, e}); s.places.resident(id) {
-					if err := put(s.places.residentRegion(id), s.places.hostRegion(id), "local experts"); err != nil {
+					if err := put(s.places.residentRegion(id), s.places.hostRegion(id), "resident experts"); err != nil {
 						return err
 					}
 				}
 			}
 		}
 	}
-	dst, src := s.tables.first(func(position int) []int { return s.steps.layers[position].list })
+	dst, src := s.tables.initialImage(func(position int) []int { return s.steps.layers[position].list })
 	return put(dst, src, "expert tables")
 }
 
-// unsealed says why there can be no steps yet, or no more.
-func (s *Store) unsealed() error {
+// checkSealed fails before Seal and after Close.
+func (s *Store) checkSealed() error {
 	switch {
 	case s.closed:
 		return device.ErrClosed
@@ -240,23 +238,22 @@ func (s *Store) unsealed() error {
 	return nil
 }
 
-// Plan is what the store was made of.
+// Plan is the memory plan of the store.
 func (s *Store) Plan() Plan { return s.plan }
 
 // Layout of an expert, for kernels.ExpertUp and ExpertDown.
 func (s *Store) Layout() kernels.ExpertLayout { return s.plan.Layout }
 
-// LinkTime is for how long the link into the compute GPU that was longest at work was so
-// between the latest two calls of BeginStep, by the machine's clock.
+// LinkTime is the busy time, between the latest two calls of BeginStep, of the busiest
+// link into the GPU, on the machine's clock.
 func (s *Store) LinkTime() time.Duration {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return s.linkTime
 }
 
-// Close waits for the copies under way and frees all memory. Nothing that was
-// enqueued on the compute stream may still run, and harvest is closed, or has nothing
-// of this store.
+// Close cancels copies or waits for them, and frees all memory. Nothing that was enqueued
+// on the compute stream still runs, and harvest is closed or holds nothing of this store.
 func (s *Store) Close() error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -264,7 +261,7 @@ func (s *Store) Close() error {
 		return fmt.Errorf("experts: %w", device.ErrClosed)
 	}
 	s.closed, s.steps.closed = true, true
-	_ = s.fetch.cancel(context.Background()) // which waits for all
+	_ = s.fetch.cancel(context.Background()) // with this context it waits for all
 	return errors.Join(s.peers.Close(), s.free())
 }
 

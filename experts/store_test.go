@@ -239,11 +239,11 @@ func at(a device.Addr, n int64) []byte {
 	return unsafe.Slice(*(**byte)(unsafe.Pointer(&a)), n)
 }
 
-// products stands for the expert products of one wave: it reads the list, the slot
+// gemms stands for the expert GEMMs of one wave: it reads the list, the slot
 // table and every listed expert, and notes each expert's checksum.
-func (r *rig) products(table kernels.Tensor, w Wave, flops int64, seen map[int]uint32) error {
+func (r *rig) gemms(table kernels.Tensor, w Wave, flops int64, seen map[int]uint32) error {
 	return r.compute.Execute(device.Work{
-		Name: "products", Reads: []device.Range{w.Experts.Range(), table.Range()}, Flops: flops,
+		Name: "gemms", Reads: []device.Range{w.Experts.Range(), table.Range()}, Flops: flops,
 		Run: func(a device.Access) error {
 			list, slots := at(w.Experts.Addr, w.Experts.Bytes()), at(table.Addr, table.Bytes())
 			for i := range w.Experts.Shape[0] {
@@ -317,7 +317,7 @@ func (r *rig) enqueue(s *Store, st Step, prefetch bool, flops int64) ([]map[int]
 			if err := await(r.compute, w); err != nil {
 				return nil, err
 			}
-			if err := r.products(u.Slots, w, flops*int64(w.Experts.Shape[0]), out[i]); err != nil {
+			if err := r.gemms(u.Slots, w, flops*int64(w.Experts.Shape[0]), out[i]); err != nil {
 				return nil, err
 			}
 		}
@@ -358,17 +358,17 @@ func (r *rig) steps(s *Store, n int, prefetch bool) {
 func TestSameBytes(t *testing.T) {
 	variant := 0
 	for _, fraction := range []float64{0, 0.3, 0.5, 1} {
-		for _, ring := range []float64{1, 1.5, 2, 9} {
+		for _, cacheSize := range []float64{1, 1.5, 2, 9} {
 			for _, tag := range []string{rowMajor, "reversed"} {
 				variant++
-				if fraction == 0 && ring > 1 {
+				if fraction == 0 && cacheSize > 1 {
 					continue
 				}
 				o := machine(uint64(variant))
-				t.Run(fmt.Sprintf("fraction=%v/ring=%v/%s/virtual=%t/%s", fraction, ring, tag, o.Virtual, o.Schedule), func(t *testing.T) {
+				t.Run(fmt.Sprintf("fraction=%v/cache=%v/%s/virtual=%t/%s", fraction, cacheSize, tag, o.Virtual, o.Schedule), func(t *testing.T) {
 					r := newRig(t, small(tag), o, int64(100+variant*37))
 					place := r.placed(fraction)
-					s := r.open(Config{Placement: place, CacheSlots: int(ring * float64(place.Largest())), Waves: 1 + variant%4, StagingBytes: 1024})
+					s := r.open(Config{Placement: place, CacheSlots: int(cacheSize * float64(place.MaxPerLayer())), Waves: 1 + variant%4, StagingBytes: 1024})
 					r.fill(s, 1+variant%5)
 					r.steps(s, 3, variant%5 != 0)
 					stats := s.Stats()
@@ -377,7 +377,7 @@ func TestSameBytes(t *testing.T) {
 						t.Errorf("%d hits and misses for %d experts: %+v", got, opened, stats)
 					}
 					misses := 3 * int64(place.Offloaded())
-					if ring == 9 { // everything stays
+					if cacheSize == 9 { // everything stays
 						misses = int64(place.Offloaded())
 					}
 					if stats.Misses != misses {
@@ -398,7 +398,7 @@ func TestSameBytes(t *testing.T) {
 	}
 }
 
-// TestPrefetchAhead: with a ring for two layers every fetch but the first layer's is
+// TestPrefetchAhead: with an expert cache for two layers every fetch but the first layer's is
 // submitted ahead, and a step takes as long as the slower of copies and compute.
 func TestPrefetchAhead(t *testing.T) {
 	m := small(rowMajor)
@@ -452,7 +452,7 @@ func TestHostAhead(t *testing.T) {
 	}
 }
 
-// TestFailure: a fetch fails now and then; no step that is believed has wrong
+// TestFailure: a fetch fails now and then; no step whose End succeeds has wrong
 // bytes, and once it was dropped the next attempt goes on.
 func TestFailure(t *testing.T) {
 	for seed := range uint64(24) {
@@ -464,7 +464,7 @@ func TestFailure(t *testing.T) {
 			for i := range 4 {
 				fault := r.m.Inject(&emulated.Fault{
 					Kind: emulated.FailCopy, Times: 2, Skip: int(seed)%7 + i,
-					Match: func(p emulated.Point) bool { return p.Label == "expert ring" },
+					Match: func(p emulated.Point) bool { return p.Label == "expert cache" },
 				})
 				for attempt := 0; ; attempt++ {
 					out, err := r.step(s, true, 0)
@@ -531,14 +531,14 @@ func TestFailedComputeCascades(t *testing.T) {
 	}
 }
 
-// TestLost: the compute GPU goes in the middle of a step; nothing hangs and
+// TestLost: the GPU is lost in the middle of a step; nothing hangs and
 // everything is freed.
 func TestLost(t *testing.T) {
 	for n := range uint64(4) {
 		r := newRig(t, small(rowMajor), machine(n), 100)
 		s := r.open(Config{Placement: r.placed(0.5)})
 		r.fill(s, 11)
-		stall := r.m.Inject(&emulated.Fault{Kind: emulated.StallCopy, Skip: 20, Match: func(p emulated.Point) bool { return p.Label == "expert ring" }})
+		stall := r.m.Inject(&emulated.Fault{Kind: emulated.StallCopy, Skip: 20, Match: func(p emulated.Point) bool { return p.Label == "expert cache" }})
 		st := r.begin(s)
 		if _, err := r.enqueue(s, st, true, 0); err != nil {
 			t.Fatal(err)
@@ -560,7 +560,7 @@ func TestLost(t *testing.T) {
 	}
 }
 
-// TestMissingRow: Seal names the first matrix that is not whole.
+// TestMissingRow: Seal names the first matrix that is incomplete.
 func TestMissingRow(t *testing.T) {
 	r := newRig(t, small(rowMajor), emulated.Options{Virtual: true}, 100)
 	s := r.open(Config{Placement: r.placed(0.5)})
@@ -572,7 +572,7 @@ func TestMissingRow(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	const want = "experts: layer 3 expert 4: only 9 of 11 rows of w3 have come (4 rows are missing in all)"
+	const want = "experts: layer 3 expert 4: received only 9 of 11 rows of w3 (4 rows are missing in total)"
 	if err := s.Seal(t.Context()); err == nil || err.Error() != want {
 		t.Errorf("got %v, want %s", err, want)
 	}
@@ -628,7 +628,7 @@ func TestDeterministic(t *testing.T) {
 }
 
 // TestOneCopyPerWave: a wave's experts come in one copy from each memory, wherever they lie
-// there and in the ring.
+// there and in the expert cache.
 func TestOneCopyPerWave(t *testing.T) {
 	r := newRig(t, small(rowMajor), emulated.Options{Virtual: true}, 1<<20)
 	r.lend(func(o *harvest.Options) { o.Peers = o.Peers[:1] })
@@ -637,7 +637,7 @@ func TestOneCopyPerWave(t *testing.T) {
 	copies := func(from device.Space) int64 { return r.engine.Path(device.Pair{From: from, To: device.HBM(0)}).Copies }
 	before := copies(device.Host)
 	r.steps(s, 1, false)
-	// Five layers of two waves of three; the ring of eight cuts some in two.
+	// Five layers of two waves of three; the eight slots of the expert cache wrap around within some.
 	if n := copies(device.Host) - before; n != 10 {
 		t.Errorf("%d copies from the host", n)
 	}
@@ -646,7 +646,7 @@ func TestOneCopyPerWave(t *testing.T) {
 			r.promote(s, ID{i, e})
 		}
 	}
-	r.steps(s, 1, false) // what is in the ring stays for this one
+	r.steps(s, 1, false) // cached experts stay for this one
 	before, peers := copies(device.Host), copies(device.HBM(1))
 	r.steps(s, 1, false)
 	if h, p := copies(device.Host)-before, copies(device.HBM(1))-peers; h != 10 || p != 10 {
@@ -692,14 +692,14 @@ func TestLayers(t *testing.T) {
 		whole := func() {
 			t.Helper()
 			st := r.begin(s)
-			r.ok(st.Layers(t.Context()))
+			r.ok(st.UseAllLayers(t.Context()))
 			var waves, all []map[int]uint32
 			for i, l := range r.model.layers {
-				u, err := st.Frozen().Layer(t.Context(), l)
+				u, err := st.ForCapture().Layer(t.Context(), l)
 				r.ok(err)
 				waves, all = append(waves, map[int]uint32{}), append(all, map[int]uint32{})
-				r.ok(r.products(u.Slots, u.Waves[0], 0, waves[i]))
-				r.ok(r.products(u.Slots, Wave{Experts: u.All}, 0, all[i]))
+				r.ok(r.gemms(u.Slots, u.Waves[0], 0, waves[i]))
+				r.ok(r.gemms(u.Slots, Wave{Experts: u.All}, 0, all[i]))
 				r.ok(u.Release())
 				if len(u.Waves) != 1 || len(u.Waves[0].Await) != 0 {
 					t.Errorf("layer %d has waves %+v", l, u.Waves)
@@ -733,19 +733,19 @@ func TestLayers(t *testing.T) {
 		st := r.begin(s)
 		_, err = st.Layer(t.Context(), 3)
 		r.ok(err)
-		r.wants(st.Layers(t.Context()), "use layer 0: layer 3 is open")
+		r.wants(st.UseAllLayers(t.Context()), "use layer 0: layer 3 is open")
 		r.ok(st.Drop(t.Context()))
 		whole()
-		_, err = st.Frozen().Layer(t.Context(), 2)
-		r.wants(err, "layer 2: it has no experts")
+		_, err = st.ForCapture().Layer(t.Context(), 2)
+		r.wants(err, "layer 2: the layer has no experts")
 	}
 	r := newRig(t, small(rowMajor), emulated.Options{Virtual: true}, 300)
 	s := r.open(Config{Placement: r.placed(0.5)})
 	r.fill(s, 11)
 	st := r.begin(s)
-	r.wants(st.Layers(t.Context()), "use layer 0: 3 of its experts are not local")
-	_, err := st.Frozen().Layer(t.Context(), 0)
-	r.wants(err, "layer 0: 3 of its experts are not local")
+	r.wants(st.UseAllLayers(t.Context()), "use layer 0: 3 of its experts are not resident")
+	_, err := st.ForCapture().Layer(t.Context(), 0)
+	r.wants(err, "layer 0: 3 of its experts are not resident")
 }
 
 func (r *rig) wants(err error, text string) {
@@ -773,28 +773,28 @@ func TestProtocol(t *testing.T) {
 	s := r.open(Config{Placement: r.placed(1), CacheSlots: 6})
 	_, err := s.BeginStep(t.Context(), r.compute)
 	r.wants(err, "not sealed")
-	r.wants(s.Seal(t.Context()), "layer 0 expert 0: only 0 of 11 rows of w1 have come (840 rows are missing in all)")
+	r.wants(s.Seal(t.Context()), "layer 0 expert 0: received only 0 of 11 rows of w1 (840 rows are missing in total)")
 	r.fill(s, 11)
 	r.wants(s.Seal(t.Context()), "sealed")
 	r.wants(r.model.give(s, piece{0, 0, 0, 0, 1}), "sealed")
 
 	st := r.begin(s)
 	_, err = s.BeginStep(t.Context(), r.compute)
-	r.wants(err, "the step before has neither ended nor been dropped")
+	r.wants(err, "the previous step was neither ended nor dropped")
 	_, err = st.Layer(t.Context(), 2)
-	r.wants(err, "layer 2: it has no experts")
+	r.wants(err, "layer 2: the layer has no experts")
 	r.wants(Use{}.Release(), "no layer was opened")
 	_, err = Unrouted{}.FetchChosen(t.Context(), nil)
 	r.wants(err, "no layer was opened")
 	first, err := st.Layer(t.Context(), 0)
 	r.ok(err)
 	_, err = st.Layer(t.Context(), 1)
-	r.wants(err, "open layer 1: layer 0 is open; Close comes first")
+	r.wants(err, "open layer 1: layer 0 is open and must be released first")
 	_, err = st.LayerUnrouted(t.Context(), 1)
-	r.wants(err, "open layer 1: layer 0 is open; Close comes first")
+	r.wants(err, "open layer 1: layer 0 is open and must be released first")
 	r.wants(st.End(), "layer 0 is still open")
 	r.ok(first.Release())
-	r.wants(first.Release(), "not open any more")
+	r.wants(first.Release(), "the layer was released")
 	r.ok(st.Prefetch(2)) // it has no experts
 	r.ok(st.Prefetch(1))
 	_, err = st.Layer(t.Context(), 3)
@@ -802,23 +802,23 @@ func TestProtocol(t *testing.T) {
 
 	open, err := st.LayerUnrouted(t.Context(), 1)
 	r.ok(err)
-	r.wants(first.Release(), "not open any more")
+	r.wants(first.Release(), "the layer was released")
 	_, err = open.FetchChosen(t.Context(), []int32{6})
 	r.wants(err, "layer 1: invalid expert 6: the layer has 6")
 	use, err := open.FetchChosen(t.Context(), []int32{5, 1})
 	r.ok(err)
 	_, err = open.FetchChosen(t.Context(), []int32{5, 1})
-	r.wants(err, "they have been fetched")
+	r.wants(err, "was already called")
 	r.ok(use.Release())
 	r.ok(r.end(st))
 
-	r.wants(st.End(), "the step is over")
-	r.wants(st.Prefetch(0), "the step is over")
-	r.wants(st.PrefetchPredicted(0, nil), "the step is over")
+	r.wants(st.End(), "the step has ended")
+	r.wants(st.Prefetch(0), "the step has ended")
+	r.wants(st.PrefetchPredicted(0, nil), "the step has ended")
 	_, err = st.Layer(t.Context(), 0)
-	r.wants(err, "the step is over")
+	r.wants(err, "the step has ended")
 	next := r.begin(s)
-	r.wants(st.End(), "the step is over")
+	r.wants(st.End(), "the step has ended")
 	open, err = next.LayerUnrouted(t.Context(), 0)
 	r.ok(err)
 	r.ok(st.Drop(t.Context())) // of a step that is over: nothing happens
@@ -826,7 +826,7 @@ func TestProtocol(t *testing.T) {
 	r.ok(err)
 	r.ok(next.Drop(t.Context()))
 	_, err = open.FetchChosen(t.Context(), nil)
-	r.wants(err, "not open any more")
+	r.wants(err, "the layer was released")
 	r.ok(Step{}.Drop(t.Context()))
 	r.steps(s, 1, true)
 }
@@ -838,11 +838,11 @@ func TestBadRows(t *testing.T) {
 	for want, call := range map[string]func() error{
 		"layer 2 expert 0: this layer has no experts": func() error { return s.Expert(2, 0, kernels.W1, 0, w1) },
 		"the layer has 6 experts":                     func() error { return s.Expert(0, 6, kernels.W1, 0, w1) },
-		"no part 3":                                   func() error { return s.Expert(0, 0, 3, 0, w1) },
+		"invalid part 3":                              func() error { return s.Expert(0, 0, 3, 0, w1) },
 		"w1, which has 11 rows of 12 bytes":           func() error { return s.Expert(0, 0, kernels.W1, 11, w1) },
 		"13 bytes from row 0":                         func() error { return s.Expert(0, 0, kernels.W1, 0, make([]byte, 13)) },
 		"w2, which has 6 rows of 22 bytes":            func() error { return s.Expert(0, 0, kernels.W2, 5, make([]byte, 44)) },
-		"row 1 of w3 comes a second time": func() error {
+		"row 1 of w3 was received twice": func() error {
 			return errors.Join(s.Expert(0, 0, kernels.W3, 1, w1), s.Expert(0, 0, kernels.W3, 0, make([]byte, 24)))
 		},
 	} {
@@ -879,12 +879,12 @@ func TestConcurrentFill(t *testing.T) {
 	}
 }
 
-// TestSealCanceled: a Seal that is given up leaves copies under way that Close
+// TestSealCanceled: a Seal that is aborted leaves copies in progress that Close
 // waits for.
 func TestSealCanceled(t *testing.T) {
 	for n := range uint64(4) {
 		for _, tag := range []string{rowMajor, "reversed"} {
-			for _, label := range []string{"local experts", "expert tables"} {
+			for _, label := range []string{"resident experts", "expert tables"} {
 				t.Run(fmt.Sprintf("%d/%s/%s", n, tag, label), func(t *testing.T) {
 					r := newRig(t, small(tag), machine(n), 100)
 					s := r.open(Config{Placement: r.placed(0.5)})
@@ -966,7 +966,7 @@ func TestOutOfMemory(t *testing.T) {
 	}
 }
 
-// TestCloseUnsealed: a loading that is given up frees everything.
+// TestCloseUnsealed: a loading that is aborted frees everything.
 func TestCloseUnsealed(t *testing.T) {
 	r := newRig(t, small("reversed"), emulated.Options{Virtual: true}, 100)
 	s := r.open(Config{Placement: r.placed(0.5)})
@@ -1012,7 +1012,7 @@ func TestHalfRound(t *testing.T) {
 	r.steps(s, 4, false)                                // 18 experts through 7 slots: rows change in every step
 	for _, n := range []uint32{1 << 30, 1 << 30, 100} { // so many layers are closed and change no row
 		s.tables.value += n
-		r.ok(s.tables.passed.Raise(s.tables.value))
+		r.ok(s.tables.done.Raise(s.tables.value))
 	}
 	r.steps(s, 4, false)
 }

@@ -12,40 +12,41 @@ import (
 	"github.com/moeserve/moeserve/kernels"
 )
 
-// tables are what kernels find experts by: for each layer a row in device memory of
-// [experts] U64 addresses and [experts] I32 expert ids, where ids stand in the order of the
-// layer's waves, so that a wave's list is a slice of its row. Rows are updated in the order
-// of the compute stream, from images in pinned memory, two for each.
+// tables are device memory in which kernels look experts up: for each layer a row of
+// [experts] U64 addresses and [experts] I32 expert ids, in the order of the layer's
+// waves, so that a wave's list is a slice of its row. Rows are updated in the order of
+// the compute stream, from imagesPerRow images in pinned memory.
 type tables struct {
 	memory, images device.Memory
 	experts        int
 	rows           []tableRow
-	// address is where an expert of a layer is: 0 for one that has never been fetched.
+	// address of an expert's extent; 0 for one that was never fetched.
 	address func(ID) device.Addr
-	// passed is raised on the compute stream, to value so far, when nothing that was
-	// enqueued before reads a row, or a slot of the ring, any more.
-	passed device.Fence
-	value  uint32
+	// done is signaled on the compute stream, up to value so far, behind the last reader
+	// of a layer's row and slots.
+	done  device.Fence
+	value uint32
 }
 
 // tableRow is the row of one layer.
 type tableRow struct {
 	// slots and ids are its two parts on the device.
 	slots, ids kernels.Tensor
-	// want is the row as it must be, have as the device has it; nil: that is not known.
+	// want is the row as it must be, have as it is on the device; nil: unknown.
 	want, have []byte
-	// stale says that what it has of local experts is out of date.
+	// stale: the addresses of resident experts have changed.
 	stale bool
-	// busy are until when each image is being read; turn is the next to be used, and sent
-	// the one sent for this use, or -1.
-	busy           [uploadRows]uint32
-	turn, uploaded int
+	// busyUntil are the values of tables.done until which each image is being read, 0:
+	// not; nextImage is the next one to use; uploaded is the one copied for this use, or
+	// -1.
+	busyUntil           [imagesPerRow]uint32
+	nextImage, uploaded int
 }
 
-// bytes is the size of a row, and where it is.
+// bytes is the size of a row.
 func (t *tables) bytes() int64 { return t.memory.Bytes() / int64(len(t.rows)) }
 
-// open makes the rows once the memory is there.
+// open creates the rows, once the memory is allocated.
 func (t *tables) open(p *Plan) {
 	t.experts, t.rows = p.Experts, make([]tableRow, len(p.Layers))
 	for i := range t.rows {
@@ -57,7 +58,7 @@ func (t *tables) open(p *Plan) {
 	}
 }
 
-// fill writes a row as it must be for this order of the layer's experts.
+// fill sets want for this order of the layer's experts.
 func (t *tables) fill(position int, list []int) *tableRow {
 	r := &t.rows[position]
 	for e := range t.experts {
@@ -70,8 +71,9 @@ func (t *tables) fill(position int, list []int) *tableRow {
 	return r
 }
 
-// first puts all rows into the first images, which go to the device in one copy.
-func (t *tables) first(list func(position int) []int) (dst, src device.Region) {
+// initialImage writes all rows to the first images, which are copied to the device
+// together.
+func (t *tables) initialImage(list func(position int) []int) (dst, src device.Region) {
 	for i := range t.rows {
 		r := t.fill(i, list(i))
 		copy(t.images.Write(int64(i)*t.bytes(), t.bytes()), r.want)
@@ -80,25 +82,25 @@ func (t *tables) first(list func(position int) []int) (dst, src device.Region) {
 	return t.memory.Region(0, t.memory.Bytes()), t.images.Region(0, t.memory.Bytes())
 }
 
-// current says whether the row needs no look: all experts of the layer are local, and the
-// device has their addresses.
-func (r *tableRow) current() bool { return r.have != nil && !r.stale }
+// upToDate reports, for a layer whose experts are all resident, whether the device has
+// their addresses.
+func (r *tableRow) upToDate() bool { return r.have != nil && !r.stale }
 
-// update puts the layer's addresses and list into its row on the device, if they are not
-// there. ctx bounds a wait that only a host two uses of the layer ahead of the device can
-// meet.
+// update copies the layer's addresses and list to its row on the device, if they have
+// changed. It waits, at most until ctx is done, only if the host is two uses of the layer
+// ahead of the device.
 func (t *tables) update(ctx context.Context, compute device.Stream, position int, list []int) error {
 	r := t.fill(position, list)
 	if bytes.Equal(r.want, r.have) {
 		r.stale = false
 		return nil
 	}
-	turn := r.turn
-	if v := r.busy[turn]; v != 0 {
-		if err := t.passed.Await(ctx, v); err != nil {
+	turn := r.nextImage
+	if v := r.busyUntil[turn]; v != 0 {
+		if err := t.done.Await(ctx, v); err != nil {
 			return fmt.Errorf("wait for an earlier update of the tables: %w", err)
 		}
-		r.busy[turn] = 0
+		r.busyUntil[turn] = 0
 	}
 	size := t.bytes()
 	at := int64(position) * size
@@ -108,42 +110,43 @@ func (t *tables) update(ctx context.Context, compute device.Stream, position int
 		return fmt.Errorf("update the tables: %w", err)
 	}
 	r.have, r.stale = append(r.have[:0], r.want...), false
-	r.uploaded, r.turn = turn, (turn+1)%uploadRows
+	r.uploaded, r.nextImage = turn, (turn+1)%imagesPerRow
 	return nil
 }
 
-// pass marks on the compute stream that a layer's use is over, and returns the point.
-func (t *tables) pass(compute device.Stream, position int) (device.Point, error) {
-	if err := compute.Raise(t.passed, t.value+1); err != nil {
+// signalDone enqueues a signal of done on the compute stream, behind the layer's use, and
+// returns its fence value.
+func (t *tables) signalDone(compute device.Stream, position int) (device.Point, error) {
+	if err := compute.Raise(t.done, t.value+1); err != nil {
 		return device.Point{}, err
 	}
 	t.value++
 	if r := &t.rows[position]; r.uploaded >= 0 {
-		r.busy[r.uploaded] = t.value
+		r.busyUntil[r.uploaded] = t.value
 	}
-	return device.Point{Fence: t.passed, Value: t.value}, nil
+	return device.Point{Fence: t.done, Value: t.value}, nil
 }
 
-// settle says that nothing that was enqueued reads an image any more. Values of long ago
-// would be taken for ones to come.
-func (t *tables) settle() {
+// forgetReads records that no enqueued copy reads an image any more. Fence values wrap
+// around: very old ones would count as not reached.
+func (t *tables) forgetReads() {
 	for i := range t.rows {
-		t.rows[i].busy = [uploadRows]uint32{}
+		t.rows[i].busyUntil = [imagesPerRow]uint32{}
 	}
 }
 
-// reset forgets what the device has: nothing reads the rows.
+// reset forgets what is on the device. Nothing reads the rows.
 func (t *tables) reset() {
 	for i := range t.rows {
 		r := &t.rows[i]
-		r.have, r.uploaded, r.busy = nil, -1, [uploadRows]uint32{}
+		r.have, r.uploaded, r.busyUntil = nil, -1, [imagesPerRow]uint32{}
 	}
 }
 
 func (t *tables) close() error {
 	errs := []error{free(t.memory), free(t.images)}
-	if t.passed != nil {
-		errs = append(errs, t.passed.Close())
+	if t.done != nil {
+		errs = append(errs, t.done.Close())
 	}
 	return errors.Join(errs...)
 }

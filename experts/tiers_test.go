@@ -78,7 +78,7 @@ func letters(where [][]Tier) string {
 }
 
 // TestPeerTier: what lies in peers' memory is fetched from there, and from the host
-// again when it was taken back.
+// again when it was revoked.
 func TestPeerTier(t *testing.T) {
 	for n := range uint64(4) {
 		r := newRig(t, small(rowMajor), machine(n), 200)
@@ -129,7 +129,7 @@ func TestPeerTier(t *testing.T) {
 	}
 }
 
-// TestSlabsSideBySide: where two pieces of borrowed memory lie side by side, experts at
+// TestSlabsSideBySide: where two slabs lie side by side, experts at
 // their ends are not copied together. A machine that checks keeps allocations apart, so
 // this one does not.
 func TestSlabsSideBySide(t *testing.T) {
@@ -176,7 +176,7 @@ func TestPromoteRefused(t *testing.T) {
 		t.Errorf("got %v", err)
 	}
 	r.fill(s, 11)
-	wants(s.Promote(ID{0, 0}, PromoteOptions{}), ErrBusy, "layer 0 expert 0: it is local")
+	wants(s.Promote(ID{0, 0}, PromoteOptions{}), ErrBusy, "layer 0 expert 0: the expert is resident")
 	r.promote(s, ID{0, 1})
 	wants(s.Promote(ID{0, 1}, PromoteOptions{}), ErrBusy, "promote layer 0 expert 1")
 	wants(s.Promote(ID{0, 3}, PromoteOptions{Peers: []device.Space{device.HBM(2)}}), harvest.ErrNoCapacity, "gpu1 is not among")
@@ -188,11 +188,11 @@ func TestPromoteRefused(t *testing.T) {
 	without := newRig(t, small(rowMajor), emulated.Options{Virtual: true}, 200)
 	s = without.open(Config{Placement: without.placed(1)})
 	without.fill(s, 11)
-	wants(s.Promote(ID{0, 0}, PromoteOptions{}), harvest.ErrNoCapacity, "nobody lends memory")
+	wants(s.Promote(ID{0, 0}, PromoteOptions{}), harvest.ErrNoCapacity, "no peer memory is configured")
 	r.ok(s.Demote(ID{0, 0}))
 }
 
-// choose is what a step's rows choose of each layer, and what is guessed of it one
+// choose is what a step's rows choose of each layer, and what is predicted of it one
 // layer ahead.
 type choice struct{ chosen, guessed [][]int32 }
 
@@ -210,9 +210,9 @@ func choices(rng *rand.Rand, m model) choice {
 	return c
 }
 
-// chosenStep runs a step that fetches only what is chosen, which the host learns when
+// routedStep runs a step that fetches only what is routed to, which the host learns when
 // the stream has come to each layer.
-func (r *rig) chosenStep(s *Store, c choice, flops int64) ([]map[int]uint32, error) {
+func (r *rig) routedStep(s *Store, c choice, flops int64) ([]map[int]uint32, error) {
 	routed, err := r.m.NewEvent()
 	if err != nil {
 		return nil, err
@@ -237,7 +237,7 @@ func (r *rig) chosenStep(s *Store, c choice, flops int64) ([]map[int]uint32, err
 			return nil, err
 		}
 		for _, w := range open.Waves {
-			if err := r.products(open.Slots, w, flops*int64(w.Experts.Shape[0]), out[i]); err != nil {
+			if err := r.gemms(open.Slots, w, flops*int64(w.Experts.Shape[0]), out[i]); err != nil {
 				return nil, err
 			}
 		}
@@ -256,7 +256,7 @@ func (r *rig) chosenStep(s *Store, c choice, flops int64) ([]map[int]uint32, err
 			if err := await(r.compute, w); err != nil {
 				return nil, err
 			}
-			if err := r.products(open.Slots, w, flops*int64(w.Experts.Shape[0]), out[i]); err != nil {
+			if err := r.gemms(open.Slots, w, flops*int64(w.Experts.Shape[0]), out[i]); err != nil {
 				return nil, err
 			}
 		}
@@ -267,9 +267,9 @@ func (r *rig) chosenStep(s *Store, c choice, flops int64) ([]map[int]uint32, err
 	return out, r.end(st)
 }
 
-// verifyChosen compares a step's checksums with the model: local experts and chosen
+// verifyRouted compares a step's checksums with the model: resident experts and chosen
 // ones were computed, and no others.
-func (r *rig) verifyChosen(s *Store, c choice, out []map[int]uint32) {
+func (r *rig) verifyRouted(s *Store, c choice, out []map[int]uint32) {
 	r.Helper()
 	for i, homes := range s.Placed() {
 		for e, h := range homes {
@@ -283,9 +283,9 @@ func (r *rig) verifyChosen(s *Store, c choice, out []map[int]uint32) {
 	}
 }
 
-// TestChosen: only chosen experts are fetched, whatever was guessed and wherever they
+// TestRouted: only routed experts are fetched, whatever was predicted and wherever they
 // lie, also in turn with steps that fetch all.
-func TestChosen(t *testing.T) {
+func TestRouted(t *testing.T) {
 	for seed := range uint64(24) {
 		o := machine(seed)
 		t.Run(fmt.Sprintf("seed=%d/virtual=%t/%s", seed, o.Virtual, o.Schedule), func(t *testing.T) {
@@ -303,9 +303,9 @@ func TestChosen(t *testing.T) {
 					continue
 				}
 				c := choices(rng, r.model)
-				out, err := r.chosenStep(s, c, 0)
+				out, err := r.routedStep(s, c, 0)
 				r.ok(err)
-				r.verifyChosen(s, c, out)
+				r.verifyRouted(s, c, out)
 			}
 			st := s.Stats()
 			right, guessed, asked = st.PrefetchUsed, st.PrefetchPredicted, st.RouterSyncs
@@ -319,9 +319,9 @@ func TestChosen(t *testing.T) {
 	}
 }
 
-// TestGuessesHideCopies: when the guess is right, the copy runs under the layer
+// TestPredictionsHideCopies: when the prediction is right, the copy runs under the layer
 // before; when it is wrong, the needed copy overtakes it.
-func TestGuessesHideCopies(t *testing.T) {
+func TestPredictionsHideCopies(t *testing.T) {
 	m := small(rowMajor)
 	m.layers = layerNumbers(16)
 	took := func(guess bool) time.Duration {
@@ -340,9 +340,9 @@ func TestGuessesHideCopies(t *testing.T) {
 			}
 		}
 		began := r.m.Now()
-		out, err := r.chosenStep(s, c, 100)
+		out, err := r.routedStep(s, c, 100)
 		r.ok(err)
-		r.verifyChosen(s, c, out)
+		r.verifyRouted(s, c, out)
 		if st := s.Stats(); guess && st.Prefetched != 15 {
 			t.Errorf("%+v", st)
 		}
@@ -354,9 +354,9 @@ func TestGuessesHideCopies(t *testing.T) {
 	}
 }
 
-// TestWrongGuesses: on a link that is the bottleneck a wrong guess costs little, since
-// its copy is forgone where it has not begun when that is known.
-func TestWrongGuesses(t *testing.T) {
+// TestWrongPredictions: on a link that is the bottleneck a wrong prediction costs little, since
+// its copy is skipped if it has not begun when that is known.
+func TestWrongPredictions(t *testing.T) {
 	m := small(rowMajor)
 	m.layers, m.experts = layerNumbers(12), 64
 	took := func(right int) (step time.Duration, fetched int64) {
@@ -381,9 +381,9 @@ func TestWrongGuesses(t *testing.T) {
 			c.chosen, c.guessed = append(c.chosen, chosen), append(c.guessed, guessed)
 		}
 		began := r.m.Now()
-		out, err := r.chosenStep(s, c, 10)
+		out, err := r.routedStep(s, c, 10)
 		r.ok(err)
-		r.verifyChosen(s, c, out)
+		r.verifyRouted(s, c, out)
 		var fetches int64
 		for _, layer := range s.Fetches() {
 			for _, n := range layer {
@@ -402,7 +402,7 @@ func TestWrongGuesses(t *testing.T) {
 	}
 }
 
-// TestSwap: an offloaded expert becomes local in place of another between two steps.
+// TestSwap: an offloaded expert becomes resident in place of another between two steps.
 func TestSwap(t *testing.T) {
 	for n := range uint64(8) {
 		tag := []string{rowMajor, "reversed"}[n%2]
@@ -418,9 +418,9 @@ func TestSwap(t *testing.T) {
 			want    string
 		}{
 			{ID{1, 1}, ID{1, 0}, "no spare extent"},
-			{ID{1, 1}, ID{2, 0}, "not of one layer"},
-			{ID{1, 1}, ID{1, 3}, "the second is not local"},
-			{ID{1, 0}, ID{1, 2}, "layer 1 expert 2: it is local"},
+			{ID{1, 1}, ID{2, 0}, "of different layers"},
+			{ID{1, 1}, ID{1, 3}, "the second is not resident"},
+			{ID{1, 0}, ID{1, 2}, "layer 1 expert 2: the expert is resident"},
 		} {
 			if err := s.Swap(c.in, c.out); err == nil || !strings.Contains(err.Error(), c.want) {
 				t.Errorf("got %v, want %q", err, c.want)
@@ -433,21 +433,21 @@ func TestSwap(t *testing.T) {
 			t.Errorf("%s, want %s", got, want)
 		}
 		c := choices(rand.New(rand.NewPCG(n, 1)), r.model)
-		out, err := r.chosenStep(s, c, 0)
+		out, err := r.routedStep(s, c, 0)
 		r.ok(err)
-		r.verifyChosen(s, c, out)
+		r.verifyRouted(s, c, out)
 		r.promote(s, ID{0, 0})
 		r.steps(s, 2, true)
 	}
 	r := newRig(t, small(rowMajor), emulated.Options{Virtual: true}, 200)
 	s := r.open(Config{Placement: r.placed(0.5)})
 	r.fill(s, 11)
-	if err := s.Swap(ID{0, 1}, ID{0, 0}); err == nil || !strings.Contains(err.Error(), "not adaptive") {
+	if err := s.Swap(ID{0, 1}, ID{0, 0}); err == nil || !strings.Contains(err.Error(), "dynamic residency is off") {
 		t.Errorf("got %v", err)
 	}
 }
 
-// TestSwapOfPrefetched: an expert that becomes local gives the slot free into which it was
+// TestSwapOfPrefetched: an expert that becomes resident releases the slot into which it was
 // prefetched.
 func TestSwapOfPrefetched(t *testing.T) {
 	r := newRig(t, small(rowMajor), emulated.Options{Virtual: true}, 200)
@@ -458,13 +458,13 @@ func TestSwapOfPrefetched(t *testing.T) {
 	r.ok(r.end(st))
 	slot := s.fetch.slot(ID{0, 1})
 	if slot < 0 || s.fetch.cache.References(slot) != 1 {
-		t.Fatalf("the expert is not in the ring: slot %d", slot)
+		t.Fatalf("the expert is not cached: slot %d", slot)
 	}
 	r.ok(s.Swap(ID{0, 1}, ID{0, 0}))
 	r.ok(s.WaitMoves(t.Context()))
 	st = r.begin(s)
 	if n := s.fetch.cache.References(slot); n != 0 {
-		t.Errorf("%d references on the slot of an expert that is local", n)
+		t.Errorf("%d references on the slot of an expert that is resident", n)
 	}
 	r.ok(st.End())
 	r.steps(s, 1, true)
@@ -481,7 +481,7 @@ func tiersOf(homes [][]Placed) [][]Tier {
 }
 
 // TestPeerFails: a copy from or to a peer fails, or the peer is lost, at any moment: no
-// step that is believed has wrong bytes, and the next try goes on without the peer.
+// step whose End succeeds has wrong bytes, and the retry goes on without the peer.
 func TestPeerFails(t *testing.T) {
 	for seed := range uint64(32) {
 		o := machine(seed)
@@ -529,8 +529,8 @@ func TestPeerFails(t *testing.T) {
 	}
 }
 
-// TestFlakyPeers: where copies from peers fail now and then, and so none is left out,
-// one more try of a step is enough: it takes everything from the host. The step after it
+// TestFlakyPeers: where copies from peers fail now and then, and so none is excluded,
+// one retry of a step is enough: it takes everything from the host. The step after it
 // uses peers again.
 func TestFlakyPeers(t *testing.T) {
 	for seed := range uint64(16) {
@@ -598,14 +598,14 @@ func TestRowsOfFailures(t *testing.T) {
 	}
 }
 
-// TestStepsPassMoves: a step goes on while somebody who moves experts is held up, with the
-// lock of moves in his hands.
+// TestStepsPassMoves: a step goes on while a goroutine that moves experts is blocked, holding the
+// lock of moves.
 func TestStepsPassMoves(t *testing.T) {
 	r := newRig(t, small(rowMajor), emulated.Options{}, 300)
 	r.lend()
 	held, release := make(chan struct{}), make(chan struct{})
 	r.events.Demoted = func(i MoveInfo) {
-		if i.Why == "demoted" {
+		if i.Reason == "demoted" {
 			close(held)
 			<-release
 		}
@@ -636,9 +636,9 @@ func TestStepsPassMoves(t *testing.T) {
 	r.ok(<-moved)
 }
 
-// TestOneUpdate: a layer of which only chosen experts are fetched has its row of the
-// tables updated when they are known, whatever was guessed, and before that only where
-// its local experts have changed.
+// TestOneUpdate: a layer of which only routed experts are fetched has its row of the
+// tables updated when they are known, whatever was predicted, and before that only where
+// its resident experts have changed.
 func TestOneUpdate(t *testing.T) {
 	r := newRig(t, small(rowMajor), emulated.Options{Virtual: true}, 300)
 	s := r.open(Config{Placement: r.placed(0.5), Dynamic: true})
@@ -687,7 +687,7 @@ func (r *rig) hostOnly(s *Store) []ID {
 }
 
 // TestMoveFails: a copy to a peer that fails gives the memory back and leaves the
-// expert where it was; after a row of failures the peer is left out.
+// expert where it was; after a row of failures the peer is excluded.
 func TestMoveFails(t *testing.T) {
 	for n := range uint64(4) {
 		var told []PeerInfo
@@ -783,14 +783,14 @@ func TestRates(t *testing.T) {
 }
 
 // TestAnything does everything at once, in any order: promotions, revocations, faults,
-// swaps and both kinds of steps. Whatever happens, steps that are believed read the
+// swaps and both kinds of steps. Whatever happens, steps whose End succeeds read the
 // right bytes, and the checker finds no access that nothing orders.
 func TestAnything(t *testing.T) {
 	rapid.Check(t, func(rt *rapid.T) {
 		seed := rapid.Uint64Range(0, 1<<20).Draw(rt, "seed")
 		o := emulated.Options{Virtual: true, Schedule: emulated.Schedule(rapid.IntRange(0, 2).Draw(rt, "schedule")), Seed: seed}
 		chunk, fraction := rapid.Int64Range(64, 1024).Draw(rt, "chunk"), rapid.SampledFrom([]float64{0.3, 0.5, 1}).Draw(rt, "fraction")
-		c := Config{Dynamic: true, CacheSlots: rapid.IntRange(6, 14).Draw(rt, "ring"), Waves: rapid.IntRange(1, 4).Draw(rt, "waves")}
+		c := Config{Dynamic: true, CacheSlots: rapid.IntRange(6, 14).Draw(rt, "cache slots"), Waves: rapid.IntRange(1, 4).Draw(rt, "waves")}
 		actions := rapid.SliceOfN(rapid.IntRange(0, 9), 4, 30).Draw(rt, "actions")
 		if !t.Run("", func(t *testing.T) {
 			r := newRig(t, small(rowMajor), o, chunk)
@@ -804,7 +804,7 @@ func TestAnything(t *testing.T) {
 				switch action {
 				case 0, 1:
 					for range 1 + rng.IntN(8) {
-						_ = s.Promote(id(), PromoteOptions{}) // it may be local, or there
+						_ = s.Promote(id(), PromoteOptions{}) // it may be resident, or have a copy
 					}
 				case 2:
 					r.ok(s.Demote(id()))
@@ -833,7 +833,7 @@ func TestAnything(t *testing.T) {
 	})
 }
 
-// anyStep runs a step of either kind until it is believed.
+// anyStep runs a step of either kind until End succeeds.
 func (r *rig) anyStep(s *Store, rng *rand.Rand) {
 	r.Helper()
 	whole, c := rng.IntN(2) == 0, choices(rng, r.model)
@@ -843,13 +843,13 @@ func (r *rig) anyStep(s *Store, rng *rand.Rand) {
 		if whole {
 			out, err = r.step(s, true, 0)
 		} else {
-			out, err = r.chosenStep(s, c, 0)
+			out, err = r.routedStep(s, c, 0)
 		}
 		if err == nil {
 			if whole {
 				r.verify(out)
 			} else {
-				r.verifyChosen(s, c, out)
+				r.verifyRouted(s, c, out)
 			}
 			return
 		}
@@ -860,7 +860,7 @@ func (r *rig) anyStep(s *Store, rng *rand.Rand) {
 	}
 }
 
-// TestReadUntilTheEnd: a peer's memory is not given back under a copy of which nobody wants the
+// TestReadUntilTheEnd: a peer's memory is not freed under a copy of which nobody wants the
 // result any more, whatever becomes of the copy that waits for its slot.
 func TestReadUntilTheEnd(t *testing.T) {
 	r := newRig(t, small(rowMajor), emulated.Options{}, 150)
@@ -869,7 +869,7 @@ func TestReadUntilTheEnd(t *testing.T) {
 	r.fill(s, 11)
 	r.promote(s, ID{0, 1})
 	stall := r.m.Inject(&emulated.Fault{Kind: emulated.StallCopy, Match: func(p emulated.Point) bool { return p.From != device.Host && p.To == device.HBM(0) }})
-	// Layer 0 is guessed in vain, and layer 1 takes the slot.
+	// Layer 0 is predicted in vain, and layer 1 takes the slot.
 	st := r.begin(s)
 	r.ok(st.PrefetchPredicted(0, []int32{1}))
 	open, err := st.LayerUnrouted(t.Context(), 0)
@@ -878,7 +878,7 @@ func TestReadUntilTheEnd(t *testing.T) {
 	r.ok(err)
 	r.ok(use.Release())
 	r.ok(st.Prefetch(1))
-	if got := s.fetch.cache.Holds(s.fetch.slot(ID{0, 1})); got/r.model.experts != 1 {
+	if got := s.fetch.cache.Expert(s.fetch.slot(ID{0, 1})); got/r.model.experts != 1 {
 		t.Fatalf("the slot has expert %d", got)
 	}
 	later := s.fetch.fetches[len(s.fetch.fetches)-1].ticket
@@ -900,7 +900,7 @@ func TestReadUntilTheEnd(t *testing.T) {
 	r.steps(s, 2, true)
 }
 
-// TestBesideSteps: steps of both kinds go on while others move experts, take memory back and
+// TestBesideSteps: steps of both kinds go on while others move experts, revoke memory and
 // look, at any moment of theirs, and copies fail.
 func TestBesideSteps(t *testing.T) {
 	for seed := range uint64(3) {
@@ -932,7 +932,7 @@ func TestBesideSteps(t *testing.T) {
 			case 0:
 				_ = s.Demote(id) // it may be on its way back already
 			case 1:
-				_ = s.Swap(id, ID{id.Layer, rng.IntN(r.model.experts)}) // it may be local, or there
+				_ = s.Swap(id, ID{id.Layer, rng.IntN(r.model.experts)}) // it may be resident, or have a copy
 			default:
 				_ = s.Promote(id, PromoteOptions{})
 			}
@@ -1011,9 +1011,9 @@ func TestSnapshot(t *testing.T) {
 func TestSafeguards(t *testing.T) {
 	for _, without := range []string{
 		"",
-		// A revocation under way does not wait for the copy.
+		// A revocation in progress does not wait for the copy.
 		"reference before copy",
-		// The products do not wait for the copy.
+		// The gemms do not wait for the copy.
 		"event before use",
 		// The next copy into a slot does not wait for the slot's readers.
 		"last reader before overwriting",
@@ -1035,7 +1035,7 @@ type unguarded struct {
 	found   bool
 }
 
-// run does some steps while experts come to peers and are taken back, and says
+// run does some steps while experts come to peers and are revoked, and says
 // whether anything was wrong.
 func (u *unguarded) run(t *testing.T) bool {
 	o := emulated.Options{
@@ -1089,7 +1089,7 @@ func (u *unguarded) run(t *testing.T) bool {
 	return u.found
 }
 
-// enqueue is rig.enqueue, but for what is left out.
+// enqueue is rig.enqueue, but for what is excluded.
 func (u *unguarded) enqueue(r *rig, s *Store, st Step) []map[int]uint32 {
 	out := make([]map[int]uint32, len(r.model.layers))
 	for i, l := range r.model.layers {
@@ -1101,7 +1101,7 @@ func (u *unguarded) enqueue(r *rig, s *Store, st Step) []map[int]uint32 {
 			if u.without != "event before use" {
 				r.ok(await(r.compute, w))
 			}
-			r.ok(r.products(use.Slots, w, 100*int64(w.Experts.Shape[0]), out[i]))
+			r.ok(r.gemms(use.Slots, w, 100*int64(w.Experts.Shape[0]), out[i]))
 		}
 		r.ok(use.Release())
 		if u.without == "last reader before overwriting" {
@@ -1113,7 +1113,7 @@ func (u *unguarded) enqueue(r *rig, s *Store, st Step) []map[int]uint32 {
 
 // TestRevokedAtEveryPoint: a revocation begins, and goes on, at each point of a step:
 // before a fetch, when it is submitted, while it runs, when it has landed, before and
-// after its use. The step reads the right bytes, in the end the memory is given back.
+// after its use. The step reads the right bytes, in the end the memory is freed.
 func TestRevokedAtEveryPoint(t *testing.T) {
 	for _, c := range []struct {
 		schedule emulated.Schedule
@@ -1169,7 +1169,7 @@ func revokedAt(t *testing.T, schedule emulated.Schedule, ops, at int) bool {
 		for _, w := range u.Waves {
 			r.ok(await(r.compute, w))
 			here()
-			r.ok(r.products(u.Slots, w, 0, out[i]))
+			r.ok(r.gemms(u.Slots, w, 0, out[i]))
 			here()
 		}
 		r.ok(u.Release())

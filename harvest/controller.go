@@ -18,8 +18,8 @@ import (
 // A slab leaves in these steps, each of which is an action out and its end in:
 //
 //	begin ─► refuse each handle
-//	step(drained) ─► invalidate, callBack ─► ended(called) ─► scrub
-//	step(cleared) ─► giveBack ─► ended(returned)
+//	step(drained) ─► invalidate, runCallback ─► ended(called) ─► scrub
+//	step(cleared) ─► freeSlab ─► ended(returned)
 type controller struct {
 	rules
 	peers   peers
@@ -36,10 +36,10 @@ type controller struct {
 
 // rules are the part of the options that the controller decides by.
 type rules struct {
-	policy    Policy
-	reader    device.Space
-	slabBytes int64
-	own       map[string]int64 // slab bytes of clients that share theirs with nobody
+	policy       Policy
+	reader       device.Space
+	slabBytes    int64
+	ownSlabBytes map[string]int64 // slab bytes of clients that share theirs with nobody
 
 	deadline, cooldown, halfLife, callbackLimit time.Duration
 }
@@ -47,7 +47,7 @@ type rules struct {
 // slabsFor says whose slabs the client's handles lie in, which is nobody's where they
 // are shared, and their size.
 func (r *rules) slabsFor(client string) (owner string, bytes int64) {
-	if n, ok := r.own[client]; ok {
+	if n, ok := r.ownSlabBytes[client]; ok {
 		return client, n
 	}
 	return "", r.slabBytes
@@ -80,14 +80,14 @@ type client struct {
 
 // allocation is a handle's account: where it lies, and how far its end has come.
 type allocation struct {
-	of       *controller
-	slab     *slab
-	off      int64
-	state    handleState
-	callback func(Revocation)
-	freedAt  time.Duration
-	// reported says that a violation was.
-	reported bool
+	controller *controller
+	slab       *slab
+	offset     int64
+	state      handleState
+	callback   func(Revocation)
+	freedAt    time.Duration
+	// missReported says that a violation was.
+	missReported bool
 }
 
 type handleState uint8
@@ -110,8 +110,8 @@ type (
 	// refuse lets no new readers in, and invalidate ends a handle that has none.
 	refuse     struct{ h *Handle }
 	invalidate struct{ h *Handle }
-	// callBack calls f; its end is called.
-	callBack struct {
+	// runCallback calls f; its end is called.
+	runCallback struct {
 		h *Handle
 		f func(Revocation)
 		v Revocation
@@ -121,10 +121,10 @@ type (
 		slab  *slab
 		bytes int64
 	}
-	// giveBack frees a slab's memory; its end is returned.
-	giveBack struct{ slab *slab }
-	// report tells of a violation, with the holders of its handle; it has no end.
-	report struct{ v DeadlineMissInfo }
+	// freeMemory frees a slab's memory; its end is returned.
+	freeMemory struct{ slab *slab }
+	// reportMiss tells of a violation, with the holders of its handle; it has no end.
+	reportMiss struct{ v DeadlineMissInfo }
 )
 
 // result is the end of an action, or of what a handle's readers did.
@@ -141,27 +141,27 @@ type (
 		h    *Handle
 		took time.Duration
 	}
-	cleared struct {
+	scrubbed struct {
 		slab *slab
 		err  error
 	}
-	returned struct {
+	memoryFreed struct {
 		slab *slab
 		err  error
 	}
 )
 
-// take returns what is to be done, in order, and forgets it.
-func (c *controller) take() []action {
+// takeActions returns what is to be done, in order, and forgets it.
+func (c *controller) takeActions() []action {
 	all := c.actions
 	c.actions = nil
 	return all
 }
 
-func (c *controller) do(a action) { c.actions = append(c.actions, a) }
+func (c *controller) emit(a action) { c.actions = append(c.actions, a) }
 
-// place is where a request goes.
-type place struct {
+// placement is where a request goes.
+type placement struct {
 	peer *peer
 	// slab is nil for a new one, of bytes, which the caller has to take from the device
 	// and give to took, or refused.
@@ -181,7 +181,7 @@ func (c *controller) request(bytes int64, hints Hints, now time.Duration) (Reque
 	case c.closing:
 		return Request{}, ErrClosed
 	}
-	def(&hints.Reader, c.reader)
+	setDefault(&hints.Reader, c.reader)
 	if c.clients[hints.Client] == nil {
 		c.clients[hints.Client] = &client{}
 	}
@@ -191,76 +191,76 @@ func (c *controller) request(bytes int64, hints Hints, now time.Duration) (Reque
 }
 
 // choose says where the request goes.
-func (c *controller) choose(req Request) (place, error) {
+func (c *controller) choose(req Request) (placement, error) {
 	owner, slabBytes := c.slabsFor(req.Hints.Client)
 	from := c.peers.candidates(req, owner, slabBytes)
 	if len(from) == 0 {
-		return place{}, c.peers.noCapacity(req)
+		return placement{}, c.peers.noCapacity(req)
 	}
 	i, err := c.policy.Choose(req, from)
 	if err != nil {
-		return place{}, err
+		return placement{}, err
 	}
 	to := from[i]
 	p, err := c.peers.find("alloc", to.Peer.Space)
 	if err != nil {
-		return place{}, err
+		return placement{}, err
 	}
-	at := place{peer: p, bytes: to.FreeExtent, owner: owner, off: to.offset}
+	at := placement{peer: p, bytes: to.FreeExtent, owner: owner, off: to.offset}
 	if to.Slab != 0 {
 		at.slab = p.slabs[slices.IndexFunc(p.slabs, func(s *slab) bool { return s.id == to.Slab })]
 	}
 	return at, nil
 }
 
-// refused says that the device did not give the slab: its peer is no candidate until
+// slabRefused says that the device did not give the slab: its peer is no candidate until
 // there is a reading again.
-func (c *controller) refused(at place, err error) {
+func (c *controller) slabRefused(at placement, err error) {
 	at.peer.stale = fmt.Errorf("refused a slab: %w", err)
 }
 
-// took says that the device gave the slab, and where.
-func (c *controller) took(at place, r device.Region) *slab {
+// slabAllocated says that the device gave the slab, and where.
+func (c *controller) slabAllocated(at placement, r device.Region) *slab {
 	p := at.peer
 	c.slabs++
-	s := &slab{id: c.slabs, peer: p, owner: at.owner, at: r, segments: newSegments(r.Bytes), handles: map[int64]*Handle{}}
+	s := &slab{id: c.slabs, peer: p, owner: at.owner, region: r, segments: newSegments(r.Bytes), handles: map[int64]*Handle{}}
 	p.slabs = append(p.slabs, s)
 	p.free -= r.Bytes
-	p.moves++
-	c.do(SlabInfo{Slab: s.id, Device: p.space, Bytes: r.Bytes})
+	p.slabChanges++
+	c.emit(SlabInfo{Slab: s.id, Device: p.space, Bytes: r.Bytes})
 	return s
 }
 
 // grant makes the handle.
 func (c *controller) grant(s *slab, off, bytes int64, req Request, clock *timeline) *Handle {
 	c.policy.Granted(req)
-	s.segments.take(off, req.Bytes)
+	s.segments.allocate(off, req.Bytes)
 	c.handles++
 	h := &Handle{
-		id: c.handles, r: s.at.Slice(off, bytes),
+		id: c.handles, r: s.region.Slice(off, bytes),
 		client: req.Hints.Client, label: req.Hints.Label,
-		account: allocation{of: c, slab: s, off: off},
+		account: allocation{controller: c, slab: s, offset: off},
 	}
 	h.SetCost(req.Hints.Cost)
-	h.readers.admit(clock)
+	h.readers.open(clock)
 	s.handles[off] = h
 	owner := c.clients[h.client]
 	owner.held += req.Bytes
 	owner.handles++
-	c.do(AllocInfo{Handle: h, Slab: s.id})
+	c.emit(AllocInfo{Handle: h, Slab: s.id})
 	return h
 }
 
-// of fails where the handle is not one of c's.
-func (h *Handle) of(op string, c *controller) error {
-	if h == nil || h.account.of != c {
+// checkRuntime fails where the handle is not one of c's.
+func (h *Handle) checkRuntime(op string, c *controller) error {
+	if h == nil || h.account.controller != c {
 		return fmt.Errorf("harvest: %s: the handle is not of this runtime", op)
 	}
 	return nil
 }
 
-// ended is the error for a handle that has ended, or is about to.
-func (h *Handle) ended(op string) error {
+// checkLive is the error for a handle that has ended, or is about to.
+func (h *Handle) checkLive(op string) error {
 	switch h.account.state {
 	case freeing, freed:
 		return fmt.Errorf("harvest: %s %v: %w", op, h, ErrFreed)
@@ -272,11 +272,11 @@ func (h *Handle) ended(op string) error {
 
 // callback has f called if the handle is revoked.
 func (c *controller) callback(h *Handle, f func(Revocation)) error {
-	if err := h.of("register a callback", c); err != nil {
+	if err := h.checkRuntime("register a callback", c); err != nil {
 		return err
 	}
 	if h.account.state != revoking { // its callback has not run
-		if err := h.ended("register a callback"); err != nil {
+		if err := h.checkLive("register a callback"); err != nil {
 			return err
 		}
 	}
@@ -293,35 +293,35 @@ func (c *controller) callback(h *Handle, f func(Revocation)) error {
 // free begins to end a handle: once it is known whether it is drained, which its caller
 // finds out, release does.
 func (c *controller) free(h *Handle, now time.Duration) error {
-	if err := h.of("free", c); err != nil {
+	if err := h.checkRuntime("free", c); err != nil {
 		return err
 	}
-	if err := h.ended("free"); err != nil {
+	if err := h.checkLive("free"); err != nil {
 		return err
 	}
 	h.account.state, h.account.callback, h.account.freedAt = freeing, nil, now
-	c.do(refuse{h})
+	c.emit(refuse{h})
 	return nil
 }
 
-// release frees a handle, or has it freed by step once it is drained.
-func (c *controller) release(h *Handle, ok bool, failed error) {
+// finishFree frees a handle, or has it freed by step once it is drained.
+func (c *controller) finishFree(h *Handle, ok bool, failed error) {
 	if !ok {
 		c.freeing = append(c.freeing, h)
 		return
 	}
-	c.forget(h, freed)
-	c.do(FreeInfo{Handle: h, Failed: failed})
+	c.removeHandle(h, freed)
+	c.emit(FreeInfo{Handle: h, Failed: failed})
 }
 
-// forget takes h out of the accounts. Nobody reads it any more.
-func (c *controller) forget(h *Handle, end handleState) {
+// removeHandle takes h out of the accounts. Nobody reads it any more.
+func (c *controller) removeHandle(h *Handle, end handleState) {
 	a := &h.account
-	c.do(invalidate{h})
+	c.emit(invalidate{h})
 	a.state = end
-	n := a.slab.segments.used[a.off]
-	a.slab.segments.put(a.off)
-	delete(a.slab.handles, a.off)
+	n := a.slab.segments.used[a.offset]
+	a.slab.segments.release(a.offset)
+	delete(a.slab.handles, a.offset)
 	owner := c.clients[h.client]
 	owner.held -= n
 	owner.handles--

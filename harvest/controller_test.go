@@ -41,7 +41,7 @@ func TestController(t *testing.T) {
 			} else if text != "" {
 				fmt.Fprintln(&out, text)
 			}
-			for _, a := range s.c.take() {
+			for _, a := range s.c.takeActions() {
 				fmt.Fprintln(&out, s.text(a))
 			}
 			return out.String()
@@ -58,13 +58,13 @@ func (s *core) text(a action) string {
 	case invalidate:
 		a.h.readers.invalidate()
 		return "invalidate " + s.names[a.h]
-	case callBack:
+	case runCallback:
 		return fmt.Sprintf("call back %s (%s)", s.names[a.h], a.v.Reason)
 	case scrub:
 		return fmt.Sprintf("scrub slab %d: %d bytes", a.slab.id, a.bytes)
-	case giveBack:
+	case freeMemory:
 		return fmt.Sprintf("give back slab %d", a.slab.id)
-	case report:
+	case reportMiss:
 		return fmt.Sprintf("report %s on slab %d (%s)", s.names[a.v.Handle], a.v.Slab, a.v.Reason)
 	}
 	return fmt.Sprint("tell: ", a)
@@ -127,9 +127,9 @@ func (s *core) result(line string) result {
 		}
 		return called{s.handles[f[1]], took}
 	case "cleared":
-		return cleared{s.slab(f[1]), err}
+		return scrubbed{s.slab(f[1]), err}
 	case "returned":
-		return returned{s.slab(f[1]), err}
+		return memoryFreed{s.slab(f[1]), err}
 	}
 	s.t.Fatalf("%q is no end", line)
 	return nil
@@ -148,7 +148,7 @@ func (s *core) do(d *datadriven.TestData) (string, error) {
 		s.c = &controller{rules: o.EnsureDefaults().rules(), clients: map[string]*client{}}
 		for i := range int(s.number(d, "peers", 1)) {
 			p := &peer{space: device.HBM(i + 1), headroom: s.number(d, "headroom", 512), paths: map[device.Space]device.Path{device.HBM(0): {}}}
-			p.take(Reading{Capacity: 4096, Free: 4096}, 0, time.Minute)
+			p.update(Reading{Capacity: 4096, Free: 4096}, 0, time.Minute)
 			s.c.peers = append(s.c.peers, p)
 		}
 	case "alloc": // NAME BYTES client= behind= refuse: the device refuses a slab, once
@@ -165,16 +165,16 @@ func (s *core) do(d *datadriven.TestData) (string, error) {
 		}
 		req, err := s.c.request(n, hints, s.now)
 		for refuse := d.HasArg("refuse"); err == nil; refuse = false {
-			var to place
+			var to placement
 			if to, err = s.c.choose(req); err != nil {
 				break
 			}
 			if to.slab == nil && refuse {
-				s.c.refused(to, errors.New("out of memory"))
+				s.c.slabRefused(to, errors.New("out of memory"))
 				continue
 			}
 			if to.slab == nil {
-				to.slab = s.c.took(to, device.Region{Space: to.peer.space, Range: device.Range{Addr: 1 << 20, Bytes: to.bytes}})
+				to.slab = s.c.slabAllocated(to, device.Region{Space: to.peer.space, Range: device.Range{Addr: 1 << 20, Bytes: to.bytes}})
 			}
 			h := s.c.grant(to.slab, to.off, n, req, &s.clock)
 			s.handles[word(0)], s.names[h] = h, word(0)
@@ -189,19 +189,19 @@ func (s *core) do(d *datadriven.TestData) (string, error) {
 		if err := s.c.free(h, s.now); err != nil {
 			return "", err
 		}
-		s.c.release(h, !d.HasArg("held"), nil)
+		s.c.finishFree(h, !d.HasArg("held"), nil)
 	case "ask": // the monitor begins to read
 		for _, p := range s.c.peers {
-			s.asked[p] = p.moves
+			s.asked[p] = p.slabChanges
 		}
 	case "read": // lines of: GPU FREE OTHER, or GPU fails, or GPU sick
 		var rs []reading
 		for _, line := range lines(d) {
 			f := strings.Fields(line)
 			r := reading{peer: s.peer(f[0]), Reading: Reading{Capacity: 4096}}
-			r.moves = r.peer.moves
+			r.slabChanges = r.peer.slabChanges
 			if asked, ok := s.asked[r.peer]; ok {
-				r.moves = asked
+				r.slabChanges = asked
 			}
 			switch f[1] {
 			case "fails":
@@ -218,9 +218,9 @@ func (s *core) do(d *datadriven.TestData) (string, error) {
 		clear(s.asked)
 		s.c.observe(s.now, rs)
 	case "exclude":
-		s.c.exclude(s.peer(word(0)), errors.New("copies fail"), s.now)
+		s.c.setExcluded(s.peer(word(0)), errors.New("copies fail"), s.now)
 	case "readmit":
-		s.c.exclude(s.peer(word(0)), nil, s.now)
+		s.c.setExcluded(s.peer(word(0)), nil, s.now)
 	case "reclaim": // GPU BYTES within=
 		n, err := strconv.ParseInt(word(1), 10, 64)
 		if err != nil {
@@ -239,10 +239,10 @@ func (s *core) do(d *datadriven.TestData) (string, error) {
 		s.c.step(s.now, rs)
 	case "ended": // lines of ends
 		for _, line := range lines(d) {
-			s.c.ended(s.now, s.result(line))
+			s.c.complete(s.now, s.result(line))
 		}
 	case "review":
-		s.c.review(s.now)
+		s.c.reportOverdue(s.now)
 	case "wants": // what step wants to know
 		var names []string
 		for _, h := range s.c.undrained() {
@@ -254,7 +254,7 @@ func (s *core) do(d *datadriven.TestData) (string, error) {
 	case "peers":
 		var all []string
 		for _, p := range s.c.peers {
-			all = append(all, fmt.Sprintf("%s: free %d, coming %d, in service %d, spare %d", p.space, p.free, p.coming, p.inService(), p.spare()))
+			all = append(all, fmt.Sprintf("%s: free %d, coming %d, in service %d, spare %d", p.space, p.free, p.draining, p.inService(), p.borrowable()))
 		}
 		return strings.Join(all, "\n"), nil
 	default:

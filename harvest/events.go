@@ -60,17 +60,17 @@ type EventListener struct {
 	// Refused is told of each Alloc that failed.
 	Refused func(RefuseInfo)
 	Freed   func(FreeInfo)
-	// SlabTaken and SlabReturned tell of device memory.
-	SlabTaken    func(SlabInfo)
-	SlabReturned func(SlabInfo)
+	// SlabAllocated and SlabReleased tell of device memory.
+	SlabAllocated func(SlabInfo)
+	SlabReleased  func(SlabInfo)
 	// RevocationBegan and RevocationEnded tell of a slab; Revoked, between them, of
 	// each handle, before its callback.
 	RevocationBegan func(RevocationInfo)
 	Revoked         func(RevokeInfo)
 	RevocationEnded func(RevocationInfo)
 	DeadlineMissed  func(DeadlineMissInfo)
-	// Peer is told when a peer becomes unhealthy, or healthy again.
-	Peer func(PeerInfo)
+	// PeerHealthChanged is told when a peer becomes unhealthy, or healthy again.
+	PeerHealthChanged func(PeerInfo)
 }
 
 // AllocInfo is one Alloc that succeeded.
@@ -100,13 +100,13 @@ type SlabInfo struct {
 	Slab   uint64
 	Device device.Space
 	Bytes  int64
-	// Returned says that it was given back, Reason for what.
-	Returned bool
+	// Released says that it was given back, Reason for what.
+	Released bool
 	Reason   Reason
-	// Cleared says that its content was overwritten before; Err why that failed, if it
+	// Scrubbed says that its content was overwritten before; Err why that failed, if it
 	// was tried.
-	Cleared bool
-	Err     error
+	Scrubbed bool
+	Err      error
 }
 
 // RevocationInfo is the revocation of one slab.
@@ -120,7 +120,7 @@ type RevocationInfo struct {
 	// Deadline and Took count from its beginning; Drain is the part of Took until
 	// the last reader was gone. Late says that the deadline was missed.
 	Deadline, Drain, Took time.Duration
-	Late                  bool
+	DeadlineMissed        bool
 	// Ended says that the memory is given back.
 	Ended bool
 }
@@ -138,18 +138,18 @@ type RevokeInfo struct {
 // Hold is one holder of a reference, or of work behind one, and for how long. The
 // time is as precise as the calls of Tick are frequent.
 type Hold struct {
-	Owner string
-	For   time.Duration
-	// Work says that the reference was given back, and the point it was given back
+	Owner    string
+	Duration time.Duration
+	// PendingWork says that the reference was given back, and the point it was given back
 	// for is not reached.
-	Work bool
+	PendingWork bool
 }
 
 func (h Hold) String() string {
-	if h.Work {
-		return fmt.Sprintf("work of %q, for %v", h.Owner, h.For)
+	if h.PendingWork {
+		return fmt.Sprintf("work of %q, for %v", h.Owner, h.Duration)
 	}
-	return fmt.Sprintf("%q, for %v", h.Owner, h.For)
+	return fmt.Sprintf("%q, for %v", h.Owner, h.Duration)
 }
 
 // DeadlineMissInfo is something that kept memory from being given back in time.
@@ -193,21 +193,21 @@ type PeerInfo struct {
 
 // EnsureDefaults returns l with a func that does nothing for each that is nil.
 func (l EventListener) EnsureDefaults() EventListener {
-	set(&l.Allocated)
-	set(&l.Refused)
-	set(&l.Freed)
-	set(&l.SlabTaken)
-	set(&l.SlabReturned)
-	set(&l.RevocationBegan)
-	set(&l.Revoked)
-	set(&l.RevocationEnded)
-	set(&l.DeadlineMissed)
-	set(&l.Peer)
+	setNoop(&l.Allocated)
+	setNoop(&l.Refused)
+	setNoop(&l.Freed)
+	setNoop(&l.SlabAllocated)
+	setNoop(&l.SlabReleased)
+	setNoop(&l.RevocationBegan)
+	setNoop(&l.Revoked)
+	setNoop(&l.RevocationEnded)
+	setNoop(&l.DeadlineMissed)
+	setNoop(&l.PeerHealthChanged)
 	return l
 }
 
-// tell hands an Info to the func that it is for.
-func (l *EventListener) tell(info any) {
+// emit hands an Info to the func that it is for.
+func (l *EventListener) emit(info any) {
 	switch i := info.(type) {
 	case AllocInfo:
 		l.Allocated(i)
@@ -216,10 +216,10 @@ func (l *EventListener) tell(info any) {
 	case FreeInfo:
 		l.Freed(i)
 	case SlabInfo:
-		if i.Returned {
-			l.SlabReturned(i)
+		if i.Released {
+			l.SlabReleased(i)
 		} else {
-			l.SlabTaken(i)
+			l.SlabAllocated(i)
 		}
 	case RevocationInfo:
 		if i.Ended {
@@ -232,13 +232,13 @@ func (l *EventListener) tell(info any) {
 	case DeadlineMissInfo:
 		l.DeadlineMissed(i)
 	case PeerInfo:
-		l.Peer(i)
+		l.PeerHealthChanged(i)
 	default:
 		panic(fmt.Sprintf("harvest: %T is no event", info))
 	}
 }
 
-func set[T any](f *func(T)) {
+func setNoop[T any](f *func(T)) {
 	if *f == nil {
 		*f = func(T) {}
 	}
@@ -248,16 +248,16 @@ func set[T any](f *func(T)) {
 func Tee(a, b EventListener) EventListener {
 	a, b = a.EnsureDefaults(), b.EnsureDefaults()
 	return EventListener{
-		Allocated:       both(a.Allocated, b.Allocated),
-		Refused:         both(a.Refused, b.Refused),
-		Freed:           both(a.Freed, b.Freed),
-		SlabTaken:       both(a.SlabTaken, b.SlabTaken),
-		SlabReturned:    both(a.SlabReturned, b.SlabReturned),
-		RevocationBegan: both(a.RevocationBegan, b.RevocationBegan),
-		Revoked:         both(a.Revoked, b.Revoked),
-		RevocationEnded: both(a.RevocationEnded, b.RevocationEnded),
-		DeadlineMissed:  both(a.DeadlineMissed, b.DeadlineMissed),
-		Peer:            both(a.Peer, b.Peer),
+		Allocated:         both(a.Allocated, b.Allocated),
+		Refused:           both(a.Refused, b.Refused),
+		Freed:             both(a.Freed, b.Freed),
+		SlabAllocated:     both(a.SlabAllocated, b.SlabAllocated),
+		SlabReleased:      both(a.SlabReleased, b.SlabReleased),
+		RevocationBegan:   both(a.RevocationBegan, b.RevocationBegan),
+		Revoked:           both(a.Revoked, b.Revoked),
+		RevocationEnded:   both(a.RevocationEnded, b.RevocationEnded),
+		DeadlineMissed:    both(a.DeadlineMissed, b.DeadlineMissed),
+		PeerHealthChanged: both(a.PeerHealthChanged, b.PeerHealthChanged),
 	}
 }
 
@@ -269,28 +269,28 @@ func both[T any](f, g func(T)) func(T) {
 // deadlines at shutdown, at info, and the rest at debug.
 func LogEvents(log *slog.Logger) EventListener {
 	return EventListener{
-		Allocated:       logged[AllocInfo](log),
-		Refused:         logged[RefuseInfo](log),
-		Freed:           logged[FreeInfo](log),
-		SlabTaken:       logged[SlabInfo](log),
-		SlabReturned:    logged[SlabInfo](log),
-		RevocationBegan: logged[RevocationInfo](log),
-		Revoked:         logged[RevokeInfo](log),
-		RevocationEnded: logged[RevocationInfo](log),
-		DeadlineMissed:  logged[DeadlineMissInfo](log),
-		Peer:            logged[PeerInfo](log),
+		Allocated:         logEvent[AllocInfo](log),
+		Refused:           logEvent[RefuseInfo](log),
+		Freed:             logEvent[FreeInfo](log),
+		SlabAllocated:     logEvent[SlabInfo](log),
+		SlabReleased:      logEvent[SlabInfo](log),
+		RevocationBegan:   logEvent[RevocationInfo](log),
+		Revoked:           logEvent[RevokeInfo](log),
+		RevocationEnded:   logEvent[RevocationInfo](log),
+		DeadlineMissed:    logEvent[DeadlineMissInfo](log),
+		PeerHealthChanged: logEvent[PeerInfo](log),
 	}
 }
 
-// line is what an event says: how grave it is, its text, and what it is about.
-type line struct {
+// logRecord is what an event says: how grave it is, its text, and what it is about.
+type logRecord struct {
 	level slog.Level
 	text  string
 	attrs []any
 }
 
 // String is the text, and the rest as in a log.
-func (l line) String() string {
+func (l logRecord) String() string {
 	var b strings.Builder
 	b.WriteString(l.text)
 	for i := 0; i < len(l.attrs); i += 2 {
@@ -299,65 +299,65 @@ func (l line) String() string {
 	return b.String()
 }
 
-func logged[T interface{ line() line }](log *slog.Logger) func(T) {
+func logEvent[T interface{ line() logRecord }](log *slog.Logger) func(T) {
 	return func(i T) {
 		l := i.line()
 		log.Log(background, l.level, "harvest: "+l.text, l.attrs...)
 	}
 }
 
-func (i AllocInfo) line() line {
+func (i AllocInfo) line() logRecord {
 	h := i.Handle
-	return line{slog.LevelDebug, "allocated", []any{"handle", h.ID(), "client", h.Client(), "device", h.Device().String(), "bytes", h.Bytes(), "slab", i.Slab}}
+	return logRecord{slog.LevelDebug, "allocated", []any{"handle", h.ID(), "client", h.Client(), "device", h.Device().String(), "bytes", h.Bytes(), "slab", i.Slab}}
 }
 
-func (i RefuseInfo) line() line {
-	return line{slog.LevelDebug, "refused", []any{"client", i.Client, "bytes", i.Bytes, "err", i.Err}}
+func (i RefuseInfo) line() logRecord {
+	return logRecord{slog.LevelDebug, "refused", []any{"client", i.Client, "bytes", i.Bytes, "err", i.Err}}
 }
 
-func (i FreeInfo) line() line {
-	return line{slog.LevelDebug, "freed", []any{"handle", i.Handle.ID(), "client", i.Handle.Client(), "drain", i.Drain}}
+func (i FreeInfo) line() logRecord {
+	return logRecord{slog.LevelDebug, "freed", []any{"handle", i.Handle.ID(), "client", i.Handle.Client(), "drain", i.Drain}}
 }
 
-func (i SlabInfo) line() line {
+func (i SlabInfo) line() logRecord {
 	about := []any{"slab", i.Slab, "device", i.Device.String(), "bytes", i.Bytes}
 	switch {
-	case !i.Returned:
-		return line{slog.LevelDebug, "slab allocated on peer", about}
-	case !i.Cleared && i.Reason != ReasonUnhealthy:
-		return line{
+	case !i.Released:
+		return logRecord{slog.LevelDebug, "slab allocated on peer", about}
+	case !i.Scrubbed && i.Reason != ReasonUnhealthy:
+		return logRecord{
 			slog.LevelError, "slab released without scrubbing; weights or KV may be readable by the next user of the memory",
 			append(about, "err", i.Err),
 		}
 	}
-	return line{slog.LevelDebug, "slab released", append(about, "reason", i.Reason.String())}
+	return logRecord{slog.LevelDebug, "slab released", append(about, "reason", i.Reason.String())}
 }
 
-func (i RevocationInfo) line() line {
+func (i RevocationInfo) line() logRecord {
 	about := []any{"slab", i.Slab, "device", i.Device.String(), "bytes", i.Bytes, "handles", i.Handles, "reason", i.Reason.String()}
 	if !i.Ended {
-		return line{slog.LevelDebug, "revocation started", about}
+		return logRecord{slog.LevelDebug, "revocation started", about}
 	}
-	return line{slog.LevelInfo, "peer memory released", append(about, "took", i.Took, "drain", i.Drain, "late", i.Late)}
+	return logRecord{slog.LevelInfo, "peer memory released", append(about, "took", i.Took, "drain", i.Drain, "deadline_missed", i.DeadlineMissed)}
 }
 
-func (i RevokeInfo) line() line {
-	return line{slog.LevelDebug, "revoked", []any{"handle", i.Handle.ID(), "client", i.Handle.Client(), "reason", i.Reason.String(), "drain", i.Drain}}
+func (i RevokeInfo) line() logRecord {
+	return logRecord{slog.LevelDebug, "revoked", []any{"handle", i.Handle.ID(), "client", i.Handle.Client(), "reason", i.Reason.String(), "drain", i.Drain}}
 }
 
-func (i DeadlineMissInfo) line() line {
+func (i DeadlineMissInfo) line() logRecord {
 	level := slog.LevelWarn
 	if i.Reason == ReasonShutdown { // nobody waits for the memory
 		level = slog.LevelInfo
 	}
-	return line{level, "deadline missed: " + i.String(), []any{"slab", i.Slab, "device", i.Device.String(), "reason", i.Reason.String()}}
+	return logRecord{level, "deadline missed: " + i.String(), []any{"slab", i.Slab, "device", i.Device.String(), "reason", i.Reason.String()}}
 }
 
-func (i PeerInfo) line() line {
+func (i PeerInfo) line() logRecord {
 	if i.Health != nil {
-		return line{slog.LevelError, "peer disabled; what it held is fetched from host memory", []any{"device", i.Device.String(), "err", i.Health}}
+		return logRecord{slog.LevelError, "peer disabled; what it held is fetched from host memory", []any{"device", i.Device.String(), "err", i.Health}}
 	}
-	return line{slog.LevelInfo, "peer enabled again", []any{"device", i.Device.String()}}
+	return logRecord{slog.LevelInfo, "peer enabled again", []any{"device", i.Device.String()}}
 }
 
 func (i AllocInfo) String() string      { return i.line().String() }

@@ -27,16 +27,16 @@ func TestLogEvents(t *testing.T) {
 	}}))
 	heard := map[string]int{}
 	r := open(t, m, harvest.Options{SlabBytes: 1024, Events: harvest.Tee(harvest.LogEvents(log), harvest.EventListener{
-		Allocated:       func(harvest.AllocInfo) { heard["allocated"]++ },
-		Refused:         func(harvest.RefuseInfo) { heard["refused"]++ },
-		Freed:           func(harvest.FreeInfo) { heard["freed"]++ },
-		SlabTaken:       func(harvest.SlabInfo) { heard["taken"]++ },
-		SlabReturned:    func(harvest.SlabInfo) { heard["returned"]++ },
-		RevocationBegan: func(harvest.RevocationInfo) { heard["began"]++ },
-		Revoked:         func(harvest.RevokeInfo) { heard["revoked"]++ },
-		RevocationEnded: func(harvest.RevocationInfo) { heard["ended"]++ },
-		DeadlineMissed:  func(harvest.DeadlineMissInfo) { heard["violated"]++ },
-		Peer:            func(harvest.PeerInfo) { heard["peer"]++ },
+		Allocated:         func(harvest.AllocInfo) { heard["allocated"]++ },
+		Refused:           func(harvest.RefuseInfo) { heard["refused"]++ },
+		Freed:             func(harvest.FreeInfo) { heard["freed"]++ },
+		SlabAllocated:     func(harvest.SlabInfo) { heard["taken"]++ },
+		SlabReleased:      func(harvest.SlabInfo) { heard["returned"]++ },
+		RevocationBegan:   func(harvest.RevocationInfo) { heard["began"]++ },
+		Revoked:           func(harvest.RevokeInfo) { heard["revoked"]++ },
+		RevocationEnded:   func(harvest.RevocationInfo) { heard["ended"]++ },
+		DeadlineMissed:    func(harvest.DeadlineMissInfo) { heard["violated"]++ },
+		PeerHealthChanged: func(harvest.PeerInfo) { heard["peer"]++ },
 	})})
 	must := func(err error) {
 		t.Helper()

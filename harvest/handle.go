@@ -73,7 +73,7 @@ func (h *Handle) Acquire(by *Owner) (Ref, bool) {
 	if !ok {
 		return Ref{}, false
 	}
-	return Ref{h: h, ref: ref, by: by, slot: slot}, true
+	return Ref{h: h, ref: ref, owner: by, slot: slot}, true
 }
 
 // State is a snapshot: whether Acquire would succeed, and how many references are
@@ -86,10 +86,10 @@ func (h *Handle) State() (available bool, references int) {
 // Ref is a reference on a handle's memory. It is given back once, through the
 // variable that holds it.
 type Ref struct {
-	h    *Handle
-	ref  lease.Ref
-	by   *Owner
-	slot int
+	h     *Handle
+	ref   lease.Ref
+	owner *Owner
+	slot  int
 }
 
 // Handle is what it refers to.
@@ -101,7 +101,7 @@ func (r *Ref) Held() bool { return r.ref.Held() }
 // Release gives the reference back: nothing of the holder touches the memory any
 // more, and the host knows.
 func (r *Ref) Release() {
-	r.vacate()
+	r.releaseHold()
 	r.ref.Release()
 }
 
@@ -111,15 +111,15 @@ func (r *Ref) Release() {
 // be closed before.
 func (r *Ref) ReleaseAt(p device.Point) {
 	if r.ref.Held() {
-		r.h.readers.depart(r.by, p)
+		r.h.readers.recordRelease(r.owner, p)
 	}
-	r.vacate()
+	r.releaseHold()
 	r.ref.ReleaseAt(p)
 }
 
-func (r *Ref) vacate() {
+func (r *Ref) releaseHold() {
 	if r.ref.Held() {
-		r.h.readers.vacate(r.slot)
+		r.h.readers.releaseHold(r.slot)
 		r.slot = -1
 	}
 }

@@ -46,9 +46,9 @@ type Options struct {
 	// pressure is noticed; while something drains it ticks ten times as often.
 	// Default: 10 ms.
 	Interval time.Duration
-	// ClearBytes is the size of the pinned buffer of zeros that clearing begins with.
+	// ScrubBytes is the size of the pinned buffer of zeros that clearing begins with.
 	// Default: 1 MiB.
-	ClearBytes int64
+	ScrubBytes int64
 	// Events is told what happens. Default: nobody.
 	Events EventListener
 }
@@ -64,14 +64,14 @@ type ClientOptions struct {
 
 // EnsureDefaults returns o with every unset field at its default.
 func (o Options) EnsureDefaults() Options {
-	def(&o.Reader, device.HBM(0))
-	def(&o.SlabBytes, 1<<30)
-	def(&o.Deadline, 100*time.Millisecond)
-	def(&o.Cooldown, time.Second)
-	def(&o.HalfLife, time.Minute)
-	def(&o.CallbackLimit, 10*time.Millisecond)
-	def(&o.Interval, 10*time.Millisecond)
-	def(&o.ClearBytes, 1<<20)
+	setDefault(&o.Reader, device.HBM(0))
+	setDefault(&o.SlabBytes, 1<<30)
+	setDefault(&o.Deadline, 100*time.Millisecond)
+	setDefault(&o.Cooldown, time.Second)
+	setDefault(&o.HalfLife, time.Minute)
+	setDefault(&o.CallbackLimit, 10*time.Millisecond)
+	setDefault(&o.Interval, 10*time.Millisecond)
+	setDefault(&o.ScrubBytes, 1<<20)
 	if o.Policy == nil {
 		o.Policy = BestFit{}
 	}
@@ -79,7 +79,7 @@ func (o Options) EnsureDefaults() Options {
 	return o
 }
 
-func def[T comparable](field *T, to T) {
+func setDefault[T comparable](field *T, to T) {
 	var zero T
 	if *field == zero {
 		*field = to
@@ -115,8 +115,8 @@ func (o Options) Validate() error {
 	switch {
 	case o.SlabBytes < 0:
 		return fmt.Errorf("harvest: slabs of %d bytes: give them a size over 0", o.SlabBytes)
-	case o.ClearBytes < 0:
-		return fmt.Errorf("harvest: a clear buffer of %d bytes: give it a size over 0", o.ClearBytes)
+	case o.ScrubBytes < 0:
+		return fmt.Errorf("harvest: a clear buffer of %d bytes: give it a size over 0", o.ScrubBytes)
 	case o.Deadline < 0 || o.HalfLife < 0 || o.CallbackLimit < 0 || o.Interval < 0:
 		return fmt.Errorf("harvest: a duration under 0: deadline %v, half-life %v, callback limit %v, interval %v", o.Deadline, o.HalfLife, o.CallbackLimit, o.Interval)
 	}
@@ -132,7 +132,7 @@ func (o Options) rules() rules {
 		}
 	}
 	return rules{
-		policy: o.Policy, reader: o.Reader, slabBytes: device.Align(o.SlabBytes), own: own,
+		policy: o.Policy, reader: o.Reader, slabBytes: device.Align(o.SlabBytes), ownSlabBytes: own,
 		deadline: o.Deadline, cooldown: max(o.Cooldown, 0), halfLife: o.HalfLife, callbackLimit: o.CallbackLimit,
 	}
 }

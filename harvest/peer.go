@@ -19,11 +19,11 @@ type peer struct {
 	reading Reading
 	// free is what is free on the device: the latest reading, and what was taken and
 	// given back since. moves counts these.
-	free     int64
-	moves    int
-	headroom int64
-	// coming is what leaving slabs will give back.
-	coming int64
+	free        int64
+	slabChanges int
+	headroom    int64
+	// draining is what leaving slabs will give back.
+	draining int64
 	// stale is why there is no reading that counts.
 	stale error
 	// health is why the peer must not be used; excluded the part of that which came
@@ -50,7 +50,7 @@ func (ps peers) find(op string, s device.Space) (*peer, error) {
 func (ps peers) total() (n int64) {
 	for _, p := range ps {
 		if p.health == nil {
-			n += p.inService() + max(p.spare(), 0)
+			n += p.inService() + max(p.borrowable(), 0)
 		}
 	}
 	return n
@@ -63,7 +63,7 @@ func (ps peers) candidates(req Request, owner string, slabBytes int64) []Candida
 	n := req.Bytes
 	after := req.Hints.After
 	for _, p := range ps {
-		if p.closed(req) != "" {
+		if p.unusable(req) != "" {
 			continue
 		}
 		state := p.state(req.Hints.Reader)
@@ -71,18 +71,18 @@ func (ps peers) candidates(req Request, owner string, slabBytes int64) []Candida
 			if s.draining != nil || s.owner != owner {
 				continue
 			}
-			if h, ok := s.segments.best(n); ok {
+			if h, ok := s.segments.bestFit(n); ok {
 				cs = append(cs, Candidate{Peer: state, Slab: s.id, FreeExtent: h.bytes, Leftover: h.bytes - n, offset: h.off})
 			}
 			if after != nil && after.account.slab == s && after.account.state == live {
-				if h, ok := s.segments.at(after.account.off+device.Align(after.r.Bytes), n); ok {
+				if h, ok := s.segments.freeAt(after.account.offset+device.Align(after.r.Bytes), n); ok {
 					cs = append(cs, Candidate{Peer: state, Slab: s.id, FreeExtent: h.bytes, Leftover: h.bytes - n, Adjacent: true, offset: h.off})
 				}
 			}
 		}
-		if p.newSlabs(req) == "" {
+		if p.noNewSlabs(req) == "" {
 			size := slabBytes
-			if n > size || p.spare() < size {
+			if n > size || p.borrowable() < size {
 				size = n
 			}
 			cs = append(cs, Candidate{Peer: state, FreeExtent: size, Leftover: size - n})
@@ -95,9 +95,9 @@ func (ps peers) candidates(req Request, owner string, slabBytes int64) []Candida
 func (ps peers) noCapacity(req Request) error {
 	var why []string
 	for _, p := range ps {
-		w := p.closed(req)
+		w := p.unusable(req)
 		if w == "" {
-			w = p.newSlabs(req)
+			w = p.noNewSlabs(req)
 		}
 		why = append(why, p.space.String()+" "+w)
 	}
@@ -112,14 +112,14 @@ type slab struct {
 	id       uint64
 	peer     *peer
 	owner    string // the only client whose handles lie there; empty: all that have none of their own
-	at       device.Region
+	region   device.Region
 	segments segments
 	handles  map[int64]*Handle // by offset
 	draining *revocation
 }
 
-// spare is what may still be taken from the device.
-func (p *peer) spare() int64 { return p.free - p.headroom }
+// borrowable is what may still be taken from the device.
+func (p *peer) borrowable() int64 { return p.free - p.headroom }
 
 // inService is what slabs hold that are not leaving.
 func (p *peer) inService() (n int64) {
@@ -131,9 +131,9 @@ func (p *peer) inService() (n int64) {
 	return n
 }
 
-// closed is why nothing may be allocated on the peer, newSlabs why no slab may be
+// unusable is why nothing may be allocated on the peer, noNewSlabs why no slab may be
 // taken from it.
-func (p *peer) closed(req Request) string {
+func (p *peer) unusable(req Request) string {
 	switch _, path := p.paths[req.Hints.Reader]; {
 	case len(req.Hints.Peers) > 0 && !slices.Contains(req.Hints.Peers, p.space):
 		return "is not among those hinted at"
@@ -145,13 +145,13 @@ func (p *peer) closed(req Request) string {
 	return ""
 }
 
-func (p *peer) newSlabs(req Request) string {
+func (p *peer) noNewSlabs(req Request) string {
 	switch {
 	case p.stale != nil:
 		return p.stale.Error()
 	case req.Now < p.cooldown:
 		return fmt.Sprintf("gave memory back to others; ask again in %v", p.cooldown-req.Now)
-	case p.spare() < req.Bytes:
+	case p.borrowable() < req.Bytes:
 		return fmt.Sprintf("has %d bytes free, of which %d are headroom", p.free, p.headroom)
 	}
 	return ""
@@ -159,16 +159,16 @@ func (p *peer) newSlabs(req Request) string {
 
 func (p *peer) state(reader device.Space) PeerState {
 	return PeerState{
-		Space: p.space, Reading: p.reading, Borrowable: p.spare(),
+		Space: p.space, Reading: p.reading, Borrowable: p.borrowable(),
 		Bandwidth: p.bandwidth.value, Churn: p.churnRate, Path: p.paths[reader],
 	}
 }
 
-// take notes a reading.
-func (p *peer) take(reading Reading, now, halfLife time.Duration) {
+// update notes a reading.
+func (p *peer) update(reading Reading, now, halfLife time.Duration) {
 	p.reading, p.stale, p.free = reading, nil, reading.Free
-	p.bandwidth.level(reading.Bandwidth, now, halfLife)
-	p.churnRate = p.churn.note(reading.OtherProcesses, reading.Capacity, now, halfLife)
+	p.bandwidth.add(reading.Bandwidth, now, halfLife)
+	p.churnRate = p.churn.add(reading.OtherProcesses, reading.Capacity, now, halfLife)
 }
 
 // state is what the choice of victims goes by.
@@ -191,18 +191,18 @@ type average struct {
 	begun bool
 }
 
-// keep is what is left of the past's weight after dt.
-func keep(dt, halfLife time.Duration) float64 {
+// decayFactor is what is left of the past's weight after dt.
+func decayFactor(dt, halfLife time.Duration) float64 {
 	return math.Exp2(-float64(dt) / float64(halfLife))
 }
 
-// level notes that the quantity was v since the last call.
-func (a *average) level(v float64, now, halfLife time.Duration) {
+// add notes that the quantity was v since the last call.
+func (a *average) add(v float64, now, halfLife time.Duration) {
 	if !a.begun {
 		*a = average{v, now, true}
 		return
 	}
-	k := keep(now-a.at, halfLife)
+	k := decayFactor(now-a.at, halfLife)
 	a.value, a.at = k*a.value+(1-k)*v, now
 }
 
@@ -214,13 +214,13 @@ type churn struct {
 	begun bool
 }
 
-// note takes the level now and returns the rate, in shares of capacity per minute.
-func (c *churn) note(level, capacity int64, now, halfLife time.Duration) float64 {
+// add takes the level now and returns the rate, in shares of capacity per minute.
+func (c *churn) add(level, capacity int64, now, halfLife time.Duration) float64 {
 	if !c.begun {
 		*c = churn{level: level, at: now, begun: true}
 		return 0
 	}
-	c.sum *= keep(now-c.at, halfLife)
+	c.sum *= decayFactor(now-c.at, halfLife)
 	if capacity > 0 {
 		c.sum += math.Abs(float64(level-c.level)) / float64(capacity)
 	}

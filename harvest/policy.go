@@ -94,14 +94,14 @@ func NewPolicy(name string) (Policy, error) {
 // with most to spare.
 func byFit(a, b Candidate) int {
 	return cmp.Or(
-		first(a.Adjacent, b.Adjacent), first(a.Slab != 0, b.Slab != 0),
+		trueFirst(a.Adjacent, b.Adjacent), trueFirst(a.Slab != 0, b.Slab != 0),
 		cmp.Compare(a.Leftover, b.Leftover), cmp.Compare(b.Peer.Borrowable, a.Peer.Borrowable),
 		cmp.Compare(a.Peer.Space, b.Peer.Space), cmp.Compare(a.Slab, b.Slab),
 	)
 }
 
-// first orders what has the property before what has not.
-func first(a, b bool) int {
+// trueFirst orders what has the property before what has not.
+func trueFirst(a, b bool) int {
 	switch {
 	case a == b:
 		return 0
@@ -111,9 +111,9 @@ func first(a, b bool) int {
 	return 1
 }
 
-// least returns the index of the first candidate in the order of keys, by fit among
+// bestCandidate returns the index of the first candidate in the order of keys, by fit among
 // equals.
-func least(from []Candidate, keys ...func(Candidate) float64) int {
+func bestCandidate(from []Candidate, keys ...func(Candidate) float64) int {
 	order := func(a, b Candidate) int {
 		for _, k := range keys {
 			if c := cmp.Compare(k(a), k(b)); c != 0 {
@@ -138,7 +138,7 @@ type BestFit struct{}
 func (BestFit) Name() string { return "best-fit" }
 
 // Choose implements Policy.
-func (BestFit) Choose(_ Request, from []Candidate) (int, error) { return least(from), nil }
+func (BestFit) Choose(_ Request, from []Candidate) (int, error) { return bestCandidate(from), nil }
 
 // Granted implements Policy.
 func (BestFit) Granted(Request) {}
@@ -155,7 +155,7 @@ func (Locality) Name() string { return "locality" }
 
 // Choose implements Policy.
 func (Locality) Choose(_ Request, from []Candidate) (int, error) {
-	return least(from,
+	return bestCandidate(from,
 		func(c Candidate) float64 {
 			if c.Peer.Path.BytesPerSecond == 0 {
 				return math.Inf(-1) // not limited
@@ -183,7 +183,7 @@ func (Interference) Name() string { return "interference" }
 
 // Choose implements Policy.
 func (Interference) Choose(_ Request, from []Candidate) (int, error) {
-	return least(from, func(c Candidate) float64 {
+	return bestCandidate(from, func(c Candidate) float64 {
 		return math.Floor(10 * max(c.Peer.Reading.Bandwidth, c.Peer.Bandwidth))
 	}), nil
 }
@@ -208,7 +208,7 @@ func (Stability) Name() string { return "stability" }
 
 // Choose implements Policy.
 func (Stability) Choose(_ Request, from []Candidate) (int, error) {
-	return least(from, func(c Candidate) float64 { return math.Floor(20 * c.Peer.Churn) }), nil
+	return bestCandidate(from, func(c Candidate) float64 { return math.Floor(20 * c.Peer.Churn) }), nil
 }
 
 // Evacuate implements Policy.
@@ -274,7 +274,7 @@ func (p *Fairness) Choose(r Request, from []Candidate) (int, error) {
 			return 0, fmt.Errorf("%d bytes asked for at %.0f bytes/s; ask again in %.3f s: %w", r.Bytes, p.o.Rate, wait, ErrRate)
 		}
 	}
-	return least(from), nil
+	return bestCandidate(from), nil
 }
 
 // Granted implements Policy.
@@ -303,17 +303,17 @@ type PeerNeed struct {
 	// Free is what could be allocated there now, in bytes; under 0 where others hold
 	// more than there is.
 	Free int64
-	// Coming is what slabs that are leaving already will give back.
-	Coming int64
+	// Draining is what slabs that are leaving already will give back.
+	Draining int64
 	// Headroom is what must be free.
 	Headroom int64
 	// Unhealthy and Leave revoke everything.
 	Unhealthy, Evacuate bool
 }
 
-// any says whether anything must be revoked there.
-func (p PeerNeed) any() bool {
-	return p.Unhealthy || p.Evacuate || p.Free+p.Coming < p.Headroom
+// mustRevoke says whether anything must be revoked there.
+func (p PeerNeed) mustRevoke() bool {
+	return p.Unhealthy || p.Evacuate || p.Free+p.Draining < p.Headroom
 }
 
 // SlabState is what Victims knows of a slab in service.
@@ -348,7 +348,7 @@ func Victims(peers []PeerNeed, slabs []SlabState) []Victim {
 		case p.Evacuate:
 			reason = ReasonPolicy
 		default:
-			there = Cheapest(there, p.Headroom-p.Free-p.Coming)
+			there = Cheapest(there, p.Headroom-p.Free-p.Draining)
 		}
 		for _, s := range there {
 			vs = append(vs, Victim{s.ID, reason})
@@ -361,8 +361,8 @@ func Victims(peers []PeerNeed, slabs []SlabState) []Victim {
 // drain waits for it, and what is being read now is likely to be read again.
 const referenceCost = time.Millisecond
 
-// price of giving the slab up, in seconds per byte.
-func (s SlabState) price() float64 {
+// costPerByte of giving the slab up, in seconds per byte.
+func (s SlabState) costPerByte() float64 {
 	return (s.Cost + time.Duration(s.References)*referenceCost).Seconds() / float64(s.Bytes)
 }
 
@@ -371,7 +371,7 @@ func (s SlabState) price() float64 {
 func Cheapest(slabs []SlabState, need int64) []SlabState {
 	order := slices.Clone(slabs)
 	slices.SortFunc(order, func(a, b SlabState) int {
-		return cmp.Or(cmp.Compare(a.price(), b.price()), cmp.Compare(a.Used, b.Used), cmp.Compare(b.ID, a.ID))
+		return cmp.Or(cmp.Compare(a.costPerByte(), b.costPerByte()), cmp.Compare(a.Used, b.Used), cmp.Compare(b.ID, a.ID))
 	})
 	n, sum := 0, int64(0)
 	for n < len(order) && sum < need {

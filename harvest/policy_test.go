@@ -183,7 +183,7 @@ func TestVictims(t *testing.T) {
 		{"cheapest first, by the byte", []PeerNeed{{Space: a, Headroom: 500}}, []Victim{{2, ReasonPressure}, {4, ReasonPressure}}},
 		{"none that can be spared", []PeerNeed{{Space: a, Headroom: 400}}, []Victim{{4, ReasonPressure}}},
 		{"readers count", []PeerNeed{{Space: a, Headroom: 600}}, []Victim{{2, ReasonPressure}, {4, ReasonPressure}, {1, ReasonPressure}}},
-		{"what is coming counts", []PeerNeed{{Space: a, Headroom: 100, Coming: 100}}, nil},
+		{"what is coming counts", []PeerNeed{{Space: a, Headroom: 100, Draining: 100}}, nil},
 		{"others took more than there is", []PeerNeed{{Space: a, Free: -350, Headroom: 50}}, []Victim{{4, ReasonPressure}}},
 		{"all there is", []PeerNeed{{Space: b, Headroom: 1000}}, []Victim{{6, ReasonPressure}, {5, ReasonPressure}}},
 		{"each peer for itself", []PeerNeed{{Space: a, Free: 1000, Headroom: 100}, {Space: b, Headroom: 100}}, []Victim{{6, ReasonPressure}}},
@@ -200,8 +200,8 @@ func TestVictims(t *testing.T) {
 
 func TestAverages(t *testing.T) {
 	var a average
-	a.level(1, 0, time.Minute)
-	a.level(0, time.Minute, time.Minute)
+	a.add(1, 0, time.Minute)
+	a.add(0, time.Minute, time.Minute)
 	if a.value != 0.5 {
 		t.Errorf("a half-life after: %g", a.value)
 	}
@@ -210,12 +210,12 @@ func TestAverages(t *testing.T) {
 	rate, level := 0.0, int64(0)
 	for i := range 1000 {
 		level = 100 - level
-		rate = c.note(level, 1000, time.Duration(i)*6*time.Second, time.Minute)
+		rate = c.add(level, 1000, time.Duration(i)*6*time.Second, time.Minute)
 	}
 	if rate < 0.95 || rate > 1.05 {
 		t.Errorf("churn %g per minute, want about 1", rate)
 	}
-	if rate = c.note(level, 1000, 2*time.Hour, time.Minute); rate > 0.01 {
+	if rate = c.add(level, 1000, 2*time.Hour, time.Minute); rate > 0.01 {
 		t.Errorf("churn %g after a long calm", rate)
 	}
 }

@@ -32,9 +32,9 @@ type readers struct {
 	// then to the one that ticks.
 	ex lease.Exclusive
 
-	mu   sync.Mutex
-	left []departure
-	look int // with how many of them it is looked which are over
+	mu       sync.Mutex
+	releases []releaseRecord
+	pruneAt  int // with how many of them it is looked which are over
 }
 
 // maxHolds is how many references of one handle are known by name at a time.
@@ -43,19 +43,19 @@ const maxHolds = 4
 // hold is one reference that is out. since is under 0 while the slot is changing
 // hands.
 type hold struct {
-	by    atomic.Pointer[Owner]
+	owner atomic.Pointer[Owner]
 	since atomic.Int64
 }
 
-// departure is a holder who has given its reference back for some later point.
-type departure struct {
-	by    *Owner
+// releaseRecord is a holder who has given its reference back for some later point.
+type releaseRecord struct {
+	owner *Owner
 	at    time.Duration
 	point device.Point
 }
 
-// admit lets readers in.
-func (r *readers) admit(clock *timeline) {
+// open lets readers in.
+func (r *readers) open(clock *timeline) {
 	r.clock = clock
 	ex, _ := r.cell.BeginExclusive() // nobody else knows of the handle
 	ex.Replace()
@@ -74,7 +74,7 @@ func (r *readers) acquire(by *Owner) (ref lease.Ref, slot int, ok bool) {
 	}
 	for i := range r.holds {
 		s := &r.holds[i]
-		if s.by.Load() == nil && s.by.CompareAndSwap(nil, by) {
+		if s.owner.Load() == nil && s.owner.CompareAndSwap(nil, by) {
 			s.since.Store(r.clock.at.Load())
 			return ref, i, true
 		}
@@ -82,37 +82,37 @@ func (r *readers) acquire(by *Owner) (ref lease.Ref, slot int, ok bool) {
 	return ref, -1, true
 }
 
-// vacate gives the hold back.
-func (r *readers) vacate(slot int) {
+// releaseHold gives the hold back.
+func (r *readers) releaseHold(slot int) {
 	if slot < 0 {
 		return
 	}
 	s := &r.holds[slot]
 	s.since.Store(math.MinInt64)
-	s.by.Store(nil)
+	s.owner.Store(nil)
 }
 
-// depart notes that work of a holder goes on until p.
-func (r *readers) depart(by *Owner, p device.Point) {
+// recordRelease notes that work of a holder goes on until p.
+func (r *readers) recordRelease(by *Owner, p device.Point) {
 	r.mu.Lock()
-	r.left = later(r.left, departure{by, r.clock.now(), p})
-	var all []departure
-	if len(r.left) >= max(r.look, fewDepartures) {
-		all = slices.Clone(r.left)
+	r.releases = mergeRelease(r.releases, releaseRecord{by, r.clock.now(), p})
+	var all []releaseRecord
+	if len(r.releases) >= max(r.pruneAt, minPruneReleases) {
+		all = slices.Clone(r.releases)
 	}
 	r.mu.Unlock()
 	if all != nil {
-		r.forget(all)
+		r.prune(all)
 	}
 }
 
-// fewDepartures are kept whether or not they are over.
-const fewDepartures = 16
+// minPruneReleases are kept whether or not they are over.
+const minPruneReleases = 16
 
-// forget drops those of the departures that are over, so that a handle that is read for
+// prune drops those of the departures that are over, so that a handle that is read for
 // long does not keep one for every fence there ever was.
-func (r *readers) forget(all []departure) {
-	var over []departure
+func (r *readers) prune(all []releaseRecord) {
+	var over []releaseRecord
 	for _, d := range all {
 		if ok, _ := reached(d.point); ok {
 			over = append(over, d)
@@ -120,12 +120,12 @@ func (r *readers) forget(all []departure) {
 	}
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	r.left = slices.DeleteFunc(r.left, func(d departure) bool { return slices.Contains(over, d) })
-	r.look = 2 * len(r.left)
+	r.releases = slices.DeleteFunc(r.releases, func(d releaseRecord) bool { return slices.Contains(over, d) })
+	r.pruneAt = 2 * len(r.releases)
 }
 
-// later keeps one departure for each fence: the one with the last point.
-func later(left []departure, d departure) []departure {
+// mergeRelease keeps one departure for each fence: the one with the last point.
+func mergeRelease(left []releaseRecord, d releaseRecord) []releaseRecord {
 	for i := range left {
 		if left[i].point.Fence == d.point.Fence {
 			if d.point.After(left[i].point) {
@@ -167,30 +167,30 @@ func (r *readers) drained() (ok bool, failed error) {
 	return true, failed
 }
 
-// holders says who keeps the handle from being drained, and for how long. The caller
+// currentHolds says who keeps the handle from being drained, and for how long. The caller
 // holds no lock.
-func (r *readers) holders(now time.Duration) []Hold {
+func (r *readers) currentHolds(now time.Duration) []Hold {
 	var hs []Hold
 	_, _, n := r.cell.State()
 	for i := range r.holds {
-		by, since := r.holds[i].by.Load(), time.Duration(r.holds[i].since.Load())
+		by, since := r.holds[i].owner.Load(), time.Duration(r.holds[i].since.Load())
 		if by == nil {
 			continue
 		}
 		if since < 0 { // it was taken, or given back, this very moment
 			since = now
 		}
-		hs = append(hs, Hold{Owner: by.name, For: now - since})
+		hs = append(hs, Hold{Owner: by.name, Duration: now - since})
 	}
 	for len(hs) < n {
 		hs = append(hs, Hold{Owner: "one of more than can be named"})
 	}
 	r.mu.Lock()
-	left := slices.Clone(r.left)
+	left := slices.Clone(r.releases)
 	r.mu.Unlock()
 	for _, d := range left {
 		if ok, _ := reached(d.point); !ok {
-			hs = append(hs, Hold{Owner: d.by.name, For: now - d.at, Work: true})
+			hs = append(hs, Hold{Owner: d.owner.name, Duration: now - d.at, PendingWork: true})
 		}
 	}
 	return hs

@@ -15,10 +15,10 @@ import (
 type resources struct {
 	machine device.Machine
 	monitor Monitor
-	// owned is the monitor that was made here.
-	owned *MachineMonitor
-	zeros device.Memory
-	peers []device.Space
+	// ownMonitor is the monitor that was made here.
+	ownMonitor *MachineMonitor
+	zeros      device.Memory
+	peers      []device.Space
 	// scrubbers are used by the goroutine that ticks.
 	scrubbers map[device.Space]*scrubber
 
@@ -30,10 +30,10 @@ type resources struct {
 func (r *resources) open(o Options) (err error) {
 	r.machine, r.monitor, r.peers = o.Machine, o.Monitor, o.Peers
 	r.scrubbers, r.memory = map[device.Space]*scrubber{}, map[uint64]device.Memory{}
-	if r.zeros, err = r.machine.Alloc(device.Host, o.ClearBytes, "harvest zeros"); err != nil {
+	if r.zeros, err = r.machine.Alloc(device.Host, o.ScrubBytes, "harvest zeros"); err != nil {
 		return fmt.Errorf("harvest: %w", err)
 	}
-	clear(r.zeros.Write(0, o.ClearBytes))
+	clear(r.zeros.Write(0, o.ScrubBytes))
 	for _, p := range r.peers {
 		s, err := newScrubber(r.machine, p, r.zeros)
 		if err != nil {
@@ -42,10 +42,10 @@ func (r *resources) open(o Options) (err error) {
 		r.scrubbers[p] = s
 	}
 	if r.monitor == nil {
-		if r.owned, err = NewMachineMonitor(r.machine, r.peers); err != nil {
+		if r.ownMonitor, err = NewMachineMonitor(r.machine, r.peers); err != nil {
 			return err
 		}
-		r.monitor = r.owned
+		r.monitor = r.ownMonitor
 	}
 	return nil
 }
@@ -56,8 +56,8 @@ func (r *resources) close() error {
 	for _, s := range r.scrubbers {
 		errs = append(errs, s.close())
 	}
-	if r.owned != nil {
-		errs = append(errs, r.owned.Close())
+	if r.ownMonitor != nil {
+		errs = append(errs, r.ownMonitor.Close())
 	}
 	if r.zeros != nil {
 		errs = append(errs, r.zeros.Free())
@@ -65,8 +65,8 @@ func (r *resources) close() error {
 	return errors.Join(errs...)
 }
 
-// take takes the memory of a slab from its device.
-func (r *resources) take(s device.Space, bytes int64, slab uint64) (device.Region, error) {
+// allocate takes the memory of a slab from its device.
+func (r *resources) allocate(s device.Space, bytes int64, slab uint64) (device.Region, error) {
 	mem, err := r.machine.Alloc(s, bytes, fmt.Sprintf("harvest slab %d", slab))
 	if err != nil {
 		return device.Region{}, err
@@ -77,16 +77,16 @@ func (r *resources) take(s device.Space, bytes int64, slab uint64) (device.Regio
 	return mem.Region(0, bytes), nil
 }
 
-// of is the slab's memory.
-func (r *resources) of(s *slab) device.Memory {
+// memoryOf is the slab's memory.
+func (r *resources) memoryOf(s *slab) device.Memory {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	return r.memory[s.id]
 }
 
-// giveBack frees the slab's memory.
-func (r *resources) giveBack(s *slab) error {
-	if err := r.of(s).Free(); err != nil {
+// freeSlab frees the slab's memory.
+func (r *resources) freeSlab(s *slab) error {
+	if err := r.memoryOf(s).Free(); err != nil {
 		return err
 	}
 	r.mu.Lock()
@@ -97,13 +97,13 @@ func (r *resources) giveBack(s *slab) error {
 
 // scrub begins to overwrite the first bytes of the slab.
 func (r *resources) scrub(s *slab, bytes int64) {
-	r.scrubbers[s.peer.space].begin(s, r.of(s), bytes)
+	r.scrubbers[s.peer.space].begin(s, r.memoryOf(s), bytes)
 }
 
-// scrubbed says which slabs have been overwritten since it was last asked.
-func (r *resources) scrubbed() (over []result) {
+// completedScrubs says which slabs have been overwritten since it was last asked.
+func (r *resources) completedScrubs() (over []result) {
 	for _, p := range r.peers {
-		over = append(over, r.scrubbers[p].ended()...)
+		over = append(over, r.scrubbers[p].completed()...)
 	}
 	return over
 }
@@ -114,8 +114,8 @@ type timeline struct{ at atomic.Int64 }
 
 func (t *timeline) now() time.Duration { return time.Duration(t.at.Load()) }
 
-// pass lets it go on to a time, unless it is past that, and returns where it is then.
-func (t *timeline) pass(to time.Duration) time.Duration {
+// advance lets it go on to a time, unless it is past that, and returns where it is then.
+func (t *timeline) advance(to time.Duration) time.Duration {
 	for {
 		old := t.at.Load()
 		if int64(to) <= old {

@@ -14,36 +14,36 @@ type revocation struct {
 	cause  error
 	phase  phase
 	// handles is how many were to be revoked, calling how many callbacks are not over.
-	handles, calling int
+	handles, callbacksRunning int
 	// began, drained and the deadline are on the runtime's clock.
 	began, deadline, drained time.Duration
-	cleared                  bool
-	tries                    int
-	// asked says that the memory is about to be given back.
-	asked bool
+	scrubbed                 bool
+	scrubTries               int
+	// freeRequested says that the memory is about to be given back.
+	freeRequested bool
 	// err is why it goes no further: of the last clearing, or freeing. unclear is why the
 	// content is still there.
-	err, unclear error
-	reported     bool
-	claim        *claim
+	err, scrubErr error
+	missReported  bool
+	request       *reclaimRequest
 }
 
 type phase uint8
 
 const (
 	draining phase = iota
-	clearing
-	returning
-	gone
+	scrubbing
+	releasing
+	released
 )
 
-// clearTries is how often clearing is tried before memory is given back as it is.
-const clearTries = 3
+// maxScrubTries is how often clearing is tried before memory is given back as it is.
+const maxScrubTries = 3
 
-// claim is the account of a Reclamation.
-type claim struct {
+// reclaimRequest is the account of a Reclamation.
+type reclaimRequest struct {
 	planned, freed int64
-	left           int // slabs
+	remaining      int // slabs
 }
 
 // reading is what the monitor said of a peer.
@@ -51,8 +51,8 @@ type reading struct {
 	peer *peer
 	Reading
 	err error
-	// moves are the peer's when it was asked.
-	moves int
+	// slabChanges are the peer's when it was asked.
+	slabChanges int
 }
 
 // observe takes in readings, and begins what follows from them.
@@ -61,51 +61,51 @@ func (c *controller) observe(now time.Duration, rs []reading) {
 		switch p := r.peer; {
 		case r.err != nil:
 			p.stale = fmt.Errorf("has no reading: %w", r.err)
-		case r.moves == p.moves: // else an Alloc came between, and it is not known which was first
-			p.take(r.Reading, now, c.halfLife)
+		case r.slabChanges == p.slabChanges: // else an Alloc came between, and it is not known which was first
+			p.update(r.Reading, now, c.halfLife)
 		}
-		c.judge(r.peer)
+		c.updateHealth(r.peer)
 	}
-	c.decide(now)
+	c.revokeNeeded(now)
 }
 
-// judge notes the peer's health.
-func (c *controller) judge(p *peer) {
+// updateHealth notes the peer's health.
+func (c *controller) updateHealth(p *peer) {
 	before := p.health
 	p.health = p.excluded
 	if p.health == nil {
 		p.health = p.reading.Health
 	}
 	if (before == nil) != (p.health == nil) {
-		c.do(PeerInfo{Device: p.space, Health: p.health})
+		c.emit(PeerInfo{Device: p.space, Health: p.health})
 	}
 }
 
-// exclude leaves a peer out because of cause, or takes it back for a nil one.
-func (c *controller) exclude(p *peer, cause error, now time.Duration) {
+// setExcluded leaves a peer out because of cause, or takes it back for a nil one.
+func (c *controller) setExcluded(p *peer, cause error, now time.Duration) {
 	p.excluded = cause
-	c.judge(p)
+	c.updateHealth(p)
 	if cause != nil {
-		c.decide(now)
+		c.revokeNeeded(now)
 	}
 }
 
-// decide begins to give back what the readings, the policy and the accounts ask for.
-func (c *controller) decide(now time.Duration) {
+// revokeNeeded begins to give back what the readings, the policy and the accounts ask for.
+func (c *controller) revokeNeeded(now time.Duration) {
 	var needs []PeerNeed
 	var slabs []SlabState
 	byID := map[uint64]*slab{}
 	for _, p := range c.peers {
 		for _, s := range p.slabs {
 			if s.draining == nil && len(s.handles) == 0 {
-				c.begin(s, ReasonEmpty, now, c.deadline, nil)
+				c.startRelease(s, ReasonEmpty, now, c.deadline, nil)
 			}
 		}
 		need := PeerNeed{
-			Space: p.space, Free: p.free, Coming: p.coming, Headroom: p.headroom, Unhealthy: p.health != nil,
+			Space: p.space, Free: p.free, Draining: p.draining, Headroom: p.headroom, Unhealthy: p.health != nil,
 			Evacuate: c.policy.Evacuate(p.state(c.reader)),
 		}
-		if !need.any() {
+		if !need.mustRevoke() {
 			continue
 		}
 		needs = append(needs, need)
@@ -117,16 +117,16 @@ func (c *controller) decide(now time.Duration) {
 		}
 	}
 	for _, v := range Victims(needs, slabs) {
-		c.begin(byID[v.Slab], v.Reason, now, c.deadline, nil)
+		c.startRelease(byID[v.Slab], v.Reason, now, c.deadline, nil)
 	}
 }
 
 // reclaim begins to give back at least bytes of what lies on a peer, or all of it.
-func (c *controller) reclaim(p *peer, bytes int64, now, within time.Duration) (*claim, error) {
+func (c *controller) reclaim(p *peer, bytes int64, now, within time.Duration) (*reclaimRequest, error) {
 	if c.closing {
 		return nil, fmt.Errorf("harvest: reclaim: %w", ErrClosed)
 	}
-	cl := &claim{}
+	cl := &reclaimRequest{}
 	var there []SlabState
 	for _, s := range p.slabs {
 		if s.draining == nil {
@@ -136,8 +136,8 @@ func (c *controller) reclaim(p *peer, bytes int64, now, within time.Duration) (*
 	for _, v := range Cheapest(there, bytes) {
 		i := slices.IndexFunc(p.slabs, func(s *slab) bool { return s.id == v.ID })
 		cl.planned += v.Bytes
-		cl.left++
-		c.begin(p.slabs[i], ReasonExternal, now, within, cl)
+		cl.remaining++
+		c.startRelease(p.slabs[i], ReasonExternal, now, within, cl)
 	}
 	p.cooldown = max(p.cooldown, now+c.cooldown)
 	return cl, nil
@@ -153,37 +153,37 @@ func (c *controller) close(now time.Duration) {
 				if len(s.handles) == 0 {
 					reason = ReasonEmpty
 				}
-				c.begin(s, reason, now, c.deadline, nil)
+				c.startRelease(s, reason, now, c.deadline, nil)
 			}
 		}
 	}
 }
 
-// begin refuses new references to everything on a slab.
-func (c *controller) begin(s *slab, reason Reason, now, within time.Duration, cl *claim) {
-	l := &revocation{slab: s, reason: reason, began: now, deadline: now + within, claim: cl}
+// startRelease refuses new references to everything on a slab.
+func (c *controller) startRelease(s *slab, reason Reason, now, within time.Duration, cl *reclaimRequest) {
+	l := &revocation{slab: s, reason: reason, began: now, deadline: now + within, request: cl}
 	if reason == ReasonUnhealthy {
 		l.cause = s.peer.health
 	}
 	for _, h := range s.held(live) { // others are being freed, and will be
 		h.account.state = revoking
-		c.do(refuse{h})
+		c.emit(refuse{h})
 		l.handles++
 	}
 	s.draining = l
-	s.peer.coming += s.segments.bytes
+	s.peer.draining += s.segments.bytes
 	c.draining = append(c.draining, l)
 	if reason != ReasonEmpty {
 		c.counts[reason]++
-		c.do(l.info(now))
+		c.emit(l.info(now))
 	}
 }
 
 func (l *revocation) info(now time.Duration) RevocationInfo {
 	i := RevocationInfo{
 		Slab: l.slab.id, Device: l.slab.peer.space, Bytes: l.slab.segments.bytes, Handles: l.handles,
-		Reason: l.reason, Cause: l.cause, Deadline: l.deadline - l.began, Took: now - l.began, Late: now > l.deadline,
-		Ended: l.phase == gone,
+		Reason: l.reason, Cause: l.cause, Deadline: l.deadline - l.began, Took: now - l.began, DeadlineMissed: now > l.deadline,
+		Ended: l.phase == released,
 	}
 	if l.phase > draining {
 		i.Drain = l.drained - l.began
@@ -214,67 +214,67 @@ func (s *slab) held(in ...handleState) []*Handle {
 			hs = append(hs, h)
 		}
 	}
-	slices.SortFunc(hs, func(a, b *Handle) int { return int(a.account.off - b.account.off) })
+	slices.SortFunc(hs, func(a, b *Handle) int { return int(a.account.offset - b.account.offset) })
 	return hs
 }
 
 // step takes in what has ended since the last one, and asks again for what was refused.
 func (c *controller) step(now time.Duration, rs []result) {
 	for _, l := range c.draining {
-		if l.phase == returning && !l.asked {
-			l.asked = true
-			c.do(giveBack{l.slab})
+		if l.phase == releasing && !l.freeRequested {
+			l.freeRequested = true
+			c.emit(freeMemory{l.slab})
 		}
 	}
 	for _, r := range rs {
-		c.ended(now, r)
+		c.complete(now, r)
 	}
 	for _, l := range c.draining {
 		c.proceed(l, now)
 	}
 }
 
-// ended takes in one end.
-func (c *controller) ended(now time.Duration, r result) {
+// complete takes in one end.
+func (c *controller) complete(now time.Duration, r result) {
 	switch r := r.(type) {
 	case drained:
-		c.drain(r.h, now, r.err)
+		c.endHandle(r.h, now, r.err)
 	case called:
 		l := r.h.account.slab.draining
-		l.calling--
+		l.callbacksRunning--
 		if r.took > c.callbackLimit {
-			c.do(DeadlineMissInfo{Slab: l.slab.id, Device: r.h.r.Space, Reason: l.reason, Handle: r.h, Callback: true, Took: r.took})
+			c.emit(DeadlineMissInfo{Slab: l.slab.id, Device: r.h.r.Space, Reason: l.reason, Handle: r.h, Callback: true, Took: r.took})
 		}
 		c.proceed(l, now)
-	case cleared:
+	case scrubbed:
 		l := r.slab.draining
-		if l.cleared, l.err = r.err == nil, nil; r.err != nil {
+		if l.scrubbed, l.err = r.err == nil, nil; r.err != nil {
 			l.err = fmt.Errorf("clear: %w", r.err)
 		}
-		l.unclear = l.err
-		c.clear(l)
-	case returned:
-		c.finish(r.slab.draining, now, r.err)
+		l.scrubErr = l.err
+		c.scrubOrFree(l)
+	case memoryFreed:
+		c.slabFreed(r.slab.draining, now, r.err)
 	}
-	c.draining = slices.DeleteFunc(c.draining, func(l *revocation) bool { return l.phase == gone })
+	c.draining = slices.DeleteFunc(c.draining, func(l *revocation) bool { return l.phase == released })
 }
 
-// drain ends a handle that nobody uses any more.
-func (c *controller) drain(h *Handle, now time.Duration, failed error) {
+// endHandle ends a handle that nobody uses any more.
+func (c *controller) endHandle(h *Handle, now time.Duration, failed error) {
 	a := &h.account
 	switch a.state {
 	case freeing:
 		c.freeing = slices.DeleteFunc(c.freeing, func(o *Handle) bool { return o == h })
-		c.forget(h, freed)
-		c.do(FreeInfo{Handle: h, Drain: now - a.freedAt, Failed: failed})
+		c.removeHandle(h, freed)
+		c.emit(FreeInfo{Handle: h, Drain: now - a.freedAt, Failed: failed})
 	case revoking:
 		l, f := a.slab.draining, a.callback
-		c.forget(h, revoked)
+		c.removeHandle(h, revoked)
 		a.callback = nil
-		c.do(RevokeInfo{Handle: h, Reason: l.reason, Drain: now - l.began, Failed: failed})
+		c.emit(RevokeInfo{Handle: h, Reason: l.reason, Drain: now - l.began, Failed: failed})
 		if f != nil {
-			l.calling++
-			c.do(callBack{h, f, Revocation{Handle: h, Reason: l.reason, Cause: l.cause}})
+			l.callbacksRunning++
+			c.emit(runCallback{h, f, Revocation{Handle: h, Reason: l.reason, Cause: l.cause}})
 		}
 	}
 }
@@ -282,53 +282,53 @@ func (c *controller) drain(h *Handle, now time.Duration, failed error) {
 // proceed begins to clear a slab that has no handles any more, and whose callbacks are
 // over.
 func (c *controller) proceed(l *revocation, now time.Duration) {
-	if l.phase == draining && len(l.slab.handles) == 0 && l.calling == 0 {
-		l.phase, l.drained = clearing, now
-		c.clear(l)
+	if l.phase == draining && len(l.slab.handles) == 0 && l.callbacksRunning == 0 {
+		l.phase, l.drained = scrubbing, now
+		c.scrubOrFree(l)
 	}
 }
 
-// clear has the slab overwritten, or given back where it need not be, or cannot.
-func (c *controller) clear(l *revocation) {
-	n := l.slab.segments.high
-	l.cleared = l.cleared || n == 0
-	if !l.cleared && l.slab.peer.health == nil && l.tries < clearTries {
-		l.tries++
-		c.do(scrub{l.slab, n})
+// scrubOrFree has the slab overwritten, or given back where it need not be, or cannot.
+func (c *controller) scrubOrFree(l *revocation) {
+	n := l.slab.segments.highWater
+	l.scrubbed = l.scrubbed || n == 0
+	if !l.scrubbed && l.slab.peer.health == nil && l.scrubTries < maxScrubTries {
+		l.scrubTries++
+		c.emit(scrub{l.slab, n})
 		return
 	}
-	l.phase, l.asked = returning, true
-	c.do(giveBack{l.slab})
+	l.phase, l.freeRequested = releasing, true
+	c.emit(freeMemory{l.slab})
 }
 
-// finish takes a slab out of the accounts that has gone back to its device; one that
+// slabFreed takes a slab out of the accounts that has gone back to its device; one that
 // the device refuses to take is offered again at the next step.
-func (c *controller) finish(l *revocation, now time.Duration, err error) {
+func (c *controller) slabFreed(l *revocation, now time.Duration, err error) {
 	if err != nil {
-		l.asked, l.err = false, fmt.Errorf("give the memory back: %w", err)
+		l.freeRequested, l.err = false, fmt.Errorf("give the memory back: %w", err)
 		return
 	}
 	s := l.slab
 	p, n := s.peer, s.segments.bytes
-	l.phase = gone
+	l.phase = released
 	p.slabs = slices.DeleteFunc(p.slabs, func(t *slab) bool { return t == s })
 	p.free += n
-	p.coming -= n
-	p.moves++
-	c.do(SlabInfo{Slab: s.id, Device: p.space, Bytes: n, Returned: true, Reason: l.reason, Cleared: l.cleared, Err: l.unclear})
+	p.draining -= n
+	p.slabChanges++
+	c.emit(SlabInfo{Slab: s.id, Device: p.space, Bytes: n, Released: true, Reason: l.reason, Scrubbed: l.scrubbed, Err: l.scrubErr})
 	if l.reason == ReasonEmpty {
 		return
 	}
 	p.cooldown = max(p.cooldown, now+c.cooldown)
-	c.do(l.info(now))
-	if cl := l.claim; cl != nil {
+	c.emit(l.info(now))
+	if cl := l.request; cl != nil {
 		cl.freed += n
-		cl.left--
+		cl.remaining--
 	}
 }
 
-// review reports what is late, once.
-func (c *controller) review(now time.Duration) {
+// reportOverdue reports what is late, once.
+func (c *controller) reportOverdue(now time.Duration) {
 	for _, l := range c.draining {
 		if now <= l.deadline {
 			continue
@@ -336,33 +336,33 @@ func (c *controller) review(now time.Duration) {
 		v := DeadlineMissInfo{Slab: l.slab.id, Device: l.slab.peer.space, Reason: l.reason}
 		if l.phase == draining {
 			for _, h := range l.slab.held(freeing, revoking) {
-				if !h.account.reported {
-					h.account.reported = true
+				if !h.account.missReported {
+					h.account.missReported = true
 					v.Handle = h
-					c.do(report{v})
+					c.emit(reportMiss{v})
 				}
 			}
 			continue
 		}
 		// Where readers were late, that was reported.
-		if !l.reported && (l.drained <= l.deadline || l.err != nil) {
-			l.reported = true
+		if !l.missReported && (l.drained <= l.deadline || l.err != nil) {
+			l.missReported = true
 			v.Err = l.err
-			c.do(v)
+			c.emit(v)
 		}
 	}
 }
 
-// late describes what is not given back: what belongs to cl, or everything for nil.
-func (c *controller) late(cl *claim) []DeadlineMissInfo {
+// overdue describes what is not given back: what belongs to cl, or everything for nil.
+func (c *controller) overdue(cl *reclaimRequest) []DeadlineMissInfo {
 	var handles, slabs []DeadlineMissInfo
 	for _, l := range c.draining {
-		if cl != nil && l.claim != cl {
+		if cl != nil && l.request != cl {
 			continue
 		}
 		v := DeadlineMissInfo{Slab: l.slab.id, Device: l.slab.peer.space, Reason: l.reason, Err: l.err}
-		if l.calling > 0 {
-			v.Err = errCalling
+		if l.callbacksRunning > 0 {
+			v.Err = errCallbackRunning
 		}
 		if len(l.slab.handles) == 0 {
 			slabs = append(slabs, v)
@@ -376,4 +376,4 @@ func (c *controller) late(cl *claim) []DeadlineMissInfo {
 	return append(slabs, handles...)
 }
 
-var errCalling = errors.New("a callback is running")
+var errCallbackRunning = errors.New("a callback is running")

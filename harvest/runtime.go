@@ -18,8 +18,8 @@ import (
 // callback runs, memory is given back or a fence is asked, which on a virtual machine may
 // run other work. Taking and releasing references does not need it.
 type Runtime struct {
-	o    Options
-	have resources
+	o         Options
+	resources resources
 	// release gives them up, once.
 	release func() error
 	clock   timeline
@@ -28,9 +28,9 @@ type Runtime struct {
 	control *controller
 	// ticking says that a goroutine reads peers and carries out actions. Only one does
 	// at a time.
-	ticking bool
-	stop    func() // ends the loop; nil before Start
-	retired bool   // nobody ticks any more
+	ticking      bool
+	stop         func() // ends the loop; nil before Start
+	ticksStopped bool   // nobody ticks any more
 }
 
 // New takes the first readings. Nothing is borrowed before Alloc asks.
@@ -40,8 +40,8 @@ func New(o Options) (*Runtime, error) {
 		return nil, err
 	}
 	r := &Runtime{o: o, control: newController(o)}
-	r.release = sync.OnceValue(r.have.close)
-	if err := r.have.open(o); err != nil {
+	r.release = sync.OnceValue(r.resources.close)
+	if err := r.resources.open(o); err != nil {
 		return nil, errors.Join(err, r.release())
 	}
 	r.observe(r.now())
@@ -55,15 +55,15 @@ func (r *Runtime) now() time.Duration { return max(r.clock.now(), r.o.Machine.No
 // memory to be given back: where there is no room now it fails with ErrNoCapacity,
 // where the policy refuses with what that says (ErrQuota, ErrRate).
 func (r *Runtime) Alloc(bytes int64, hints Hints) (*Handle, error) {
-	def(&hints.Client, unnamed.name)
-	def(&hints.Label, unnamed.name)
+	setDefault(&hints.Client, unnamed.name)
+	setDefault(&hints.Label, unnamed.name)
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	h, err := r.alloc(bytes, hints)
 	r.apply()
 	if err != nil {
 		err = fmt.Errorf("harvest: alloc %d bytes for %s (%s): %w", bytes, hints.Client, hints.Label, err)
-		r.o.Events.tell(RefuseInfo{Client: hints.Client, Bytes: bytes, Err: err})
+		r.o.Events.emit(RefuseInfo{Client: hints.Client, Bytes: bytes, Err: err})
 		return nil, err
 	}
 	return h, nil
@@ -81,12 +81,12 @@ func (r *Runtime) alloc(bytes int64, hints Hints) (*Handle, error) {
 			return nil, err
 		}
 		if to.slab == nil {
-			at, err := r.have.take(to.peer.space, to.bytes, c.slabs+1)
+			at, err := r.resources.allocate(to.peer.space, to.bytes, c.slabs+1)
 			if err != nil {
-				c.refused(to, err)
+				c.slabRefused(to, err)
 				continue
 			}
-			to.slab = c.took(to, at)
+			to.slab = c.slabAllocated(to, at)
 		}
 		return c.grant(to.slab, to.off, bytes, req, &r.clock), nil
 	}
@@ -98,12 +98,12 @@ func (r *Runtime) alloc(bytes int64, hints Hints) (*Handle, error) {
 // ErrRevoked means that the runtime was first: the callback has run or will, and
 // nothing is left to do. ErrFreed means a second Free.
 func (r *Runtime) Free(h *Handle) error {
-	if err := r.decide(func(c *controller) error { return c.free(h, r.now()) }); err != nil {
+	if err := r.update(func(c *controller) error { return c.free(h, r.now()) }); err != nil {
 		return err
 	}
 	ok, failed := h.readers.drained()
-	return r.decide(func(c *controller) error {
-		c.release(h, ok, failed)
+	return r.update(func(c *controller) error {
+		c.finishFree(h, ok, failed)
 		return nil
 	})
 }
@@ -116,7 +116,7 @@ func (r *Runtime) Free(h *Handle) error {
 // it may call it. But its slab goes no further before f has returned, so f must not
 // block, and least of all wait for a Reclamation or Close.
 func (r *Runtime) RegisterCallback(h *Handle, f func(Revocation)) error {
-	return r.decide(func(c *controller) error { return c.callback(h, f) })
+	return r.update(func(c *controller) error { return c.callback(h, f) })
 }
 
 // Exclude says that a peer must not be used, because of what the caller saw: a copy
@@ -126,26 +126,26 @@ func (r *Runtime) Exclude(s device.Space, cause error) error {
 	if cause == nil {
 		return fmt.Errorf("harvest: exclude %s: say why", s)
 	}
-	return r.judge("exclude", s, cause)
+	return r.setExcluded("exclude", s, cause)
 }
 
 // Readmit takes back an Exclude. The peer is used again once its readings say that
 // it is healthy.
-func (r *Runtime) Readmit(s device.Space) error { return r.judge("readmit", s, nil) }
+func (r *Runtime) Readmit(s device.Space) error { return r.setExcluded("readmit", s, nil) }
 
-func (r *Runtime) judge(op string, s device.Space, cause error) error {
-	return r.decide(func(c *controller) error {
+func (r *Runtime) setExcluded(op string, s device.Space, cause error) error {
+	return r.update(func(c *controller) error {
 		p, err := c.peers.find(op, s)
 		if err == nil {
-			c.exclude(p, cause, r.now())
+			c.setExcluded(p, cause, r.now())
 		}
 		return err
 	})
 }
 
-// decide tells the controller something that leads to no action but those done at once,
+// update tells the controller something that leads to no action but those done at once,
 // and does these.
-func (r *Runtime) decide(f func(*controller) error) error {
+func (r *Runtime) update(f func(*controller) error) error {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	err := f(r.control)
@@ -156,16 +156,16 @@ func (r *Runtime) decide(f func(*controller) error) error {
 // apply does at once what the controller wants done at once, and returns the rest. mu is
 // held.
 func (r *Runtime) apply() (rest []action) {
-	for _, a := range r.control.take() {
+	for _, a := range r.control.takeActions() {
 		switch a := a.(type) {
 		case refuse:
 			a.h.readers.refuse()
 		case invalidate:
 			a.h.readers.invalidate()
-		case callBack, scrub, giveBack, report:
+		case runCallback, scrub, freeMemory, reportMiss:
 			rest = append(rest, a)
 		default:
-			r.o.Events.tell(a)
+			r.o.Events.emit(a)
 		}
 	}
 	return rest
@@ -178,25 +178,25 @@ func (r *Runtime) apply() (rest []action) {
 // amid a tick, a Tick does nothing but tell the time. On a virtual machine, where
 // nothing goes on while nobody waits, ticks alone do not make readers and clearing end.
 func (r *Runtime) Tick(now time.Duration) (pending int, err error) {
-	now = r.clock.pass(now)
+	now = r.clock.advance(now)
 	r.mu.Lock()
 	closing := r.control.closing
 	r.mu.Unlock()
 	if closing {
 		return 0, fmt.Errorf("harvest: tick: %w", ErrClosed)
 	}
-	return r.turn(func() {
+	return r.tickAlone(func() {
 		r.observe(now)
-		r.carryOn(now)
+		r.advance(now)
 	}), nil
 }
 
-// turn has f done by this goroutine, unless another is at it, and returns how much is
+// tickAlone has f done by this goroutine, unless another is at it, and returns how much is
 // not over.
-func (r *Runtime) turn(f func()) (pending int) {
+func (r *Runtime) tickAlone(f func()) (pending int) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	if !r.ticking && !r.retired {
+	if !r.ticking && !r.ticksStopped {
 		r.ticking = true
 		func() {
 			r.mu.Unlock()
@@ -213,20 +213,20 @@ func (r *Runtime) observe(now time.Duration) {
 	r.mu.Lock()
 	var rs []reading
 	for _, p := range r.control.peers {
-		rs = append(rs, reading{peer: p, moves: p.moves})
+		rs = append(rs, reading{peer: p, slabChanges: p.slabChanges})
 	}
 	r.mu.Unlock()
 	for i := range rs {
-		rs[i].Reading, rs[i].err = r.have.monitor.Read(rs[i].peer.space)
+		rs[i].Reading, rs[i].err = r.resources.monitor.Read(rs[i].peer.space)
 	}
-	_ = r.decide(func(c *controller) error {
+	_ = r.update(func(c *controller) error {
 		c.observe(now, rs)
 		return nil
 	})
 }
 
-// carryOn takes what was begun as far as it goes without waiting.
-func (r *Runtime) carryOn(now time.Duration) {
+// advance takes what was begun as far as it goes without waiting.
+func (r *Runtime) advance(now time.Duration) {
 	r.mu.Lock()
 	wanted := r.control.undrained()
 	r.mu.Unlock()
@@ -236,14 +236,14 @@ func (r *Runtime) carryOn(now time.Duration) {
 			ends = append(ends, drained{h, err})
 		}
 	}
-	ends = append(ends, r.have.scrubbed()...)
-	r.carryOut(now, func(c *controller) { c.step(now, ends) })
-	r.carryOut(now, func(c *controller) { c.review(now) })
+	ends = append(ends, r.resources.completedScrubs()...)
+	r.execute(now, func(c *controller) { c.step(now, ends) })
+	r.execute(now, func(c *controller) { c.reportOverdue(now) })
 }
 
-// carryOut does what the controller wants done because of f, and what it wants done
+// execute does what the controller wants done because of f, and what it wants done
 // because that has ended, until it wants nothing more.
-func (r *Runtime) carryOut(now time.Duration, f func(*controller)) {
+func (r *Runtime) execute(now time.Duration, f func(*controller)) {
 	var todo []action
 	ask := func(f func(*controller)) {
 		r.mu.Lock()
@@ -255,7 +255,7 @@ func (r *Runtime) carryOut(now time.Duration, f func(*controller)) {
 		a := todo[0]
 		todo = todo[1:]
 		if end := r.perform(a, now); end != nil {
-			ask(func(c *controller) { c.ended(now, end) })
+			ask(func(c *controller) { c.complete(now, end) })
 		}
 	}
 }
@@ -264,19 +264,19 @@ func (r *Runtime) carryOut(now time.Duration, f func(*controller)) {
 // later, or nobody asks for it.
 func (r *Runtime) perform(a action, now time.Duration) result {
 	switch a := a.(type) {
-	case callBack:
+	case runCallback:
 		began := r.o.Machine.Now()
 		a.f(a.v)
 		return called{a.h, r.o.Machine.Now() - began}
 	case scrub:
-		r.have.scrub(a.slab, a.bytes)
-	case giveBack:
-		return returned{a.slab, r.have.giveBack(a.slab)}
-	case report:
-		a.v.Owners = a.v.Handle.readers.holders(now)
+		r.resources.scrub(a.slab, a.bytes)
+	case freeMemory:
+		return memoryFreed{a.slab, r.resources.freeSlab(a.slab)}
+	case reportMiss:
+		a.v.Owners = a.v.Handle.readers.currentHolds(now)
 		r.mu.Lock()
 		defer r.mu.Unlock()
-		r.o.Events.tell(a.v)
+		r.o.Events.emit(a.v)
 	}
 	return nil
 }
@@ -305,13 +305,13 @@ func (r *Runtime) Start() error {
 // releases the runtime. If ctx ends first, the error says who still holds what, and
 // Close may be called again. A second Close after success does nothing.
 func (r *Runtime) Close(ctx context.Context) error {
-	_ = r.decide(func(c *controller) error {
+	_ = r.update(func(c *controller) error {
 		c.close(r.now())
 		return nil
 	})
-	for r.carry() > 0 || !r.retire() {
-		if err := r.rest(ctx); err != nil {
-			return fmt.Errorf("harvest: close: %s: %w", r.late(nil), err)
+	for r.progress() > 0 || !r.stopTicks() {
+		if err := r.yield(ctx); err != nil {
+			return fmt.Errorf("harvest: close: %s: %w", r.describeOverdue(nil), err)
 		}
 	}
 	// The loop has ended, or is about to: its ticks fail.
@@ -321,10 +321,10 @@ func (r *Runtime) Close(ctx context.Context) error {
 	return r.release()
 }
 
-// retire ends all ticks, unless one is under way.
-func (r *Runtime) retire() bool {
+// stopTicks ends all ticks, unless one is under way.
+func (r *Runtime) stopTicks() bool {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	r.retired = r.retired || !r.ticking
-	return r.retired
+	r.ticksStopped = r.ticksStopped || !r.ticking
+	return r.ticksStopped
 }

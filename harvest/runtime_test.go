@@ -89,7 +89,7 @@ func TestOptions(t *testing.T) {
 		{"no path", harvest.Options{Machine: island, Peers: []device.Space{device.HBM(1)}}, "peer gpu1 cannot be reached from gpu0, leave it out: device: from gpu1 to gpu0: no path"},
 		{"slab", harvest.Options{Machine: m, SlabBytes: -1}, "slabs of"},
 		{"a client's slab", harvest.Options{Machine: m, Clients: map[string]harvest.ClientOptions{"kv": {SlabBytes: -1}}}, "slabs of -1 bytes for client kv"},
-		{"clear", harvest.Options{Machine: m, ClearBytes: -1}, "a clear buffer of -1 bytes"},
+		{"clear", harvest.Options{Machine: m, ScrubBytes: -1}, "a clear buffer of -1 bytes"},
 		{"deadline", harvest.Options{Machine: m, Deadline: -1}, "a duration under 0: deadline -1ns"},
 		{"lost", harvest.Options{Machine: lost, Peers: peers12}, "peer gpu2: device: stream on gpu2"},
 		{"no host memory", harvest.Options{Machine: full, Peers: peers12}, "1048576 bytes asked"},
@@ -279,7 +279,7 @@ func TestManyHolders(t *testing.T) {
 	if _, err := r.Tick(time.Minute); err != nil {
 		t.Fatal(err)
 	}
-	if len(got) != 1 || len(got[0].Owners) != 7 || got[0].Owners[3].Owner != "3" || got[0].Owners[3].For != time.Minute {
+	if len(got) != 1 || len(got[0].Owners) != 7 || got[0].Owners[3].Owner != "3" || got[0].Owners[3].Duration != time.Minute {
 		t.Errorf("violations %v", got)
 	}
 	for i := range refs {
@@ -426,7 +426,7 @@ func TestCleared(t *testing.T) {
 			}
 			looked := 0
 			r, err := harvest.New(harvest.Options{
-				Peers: peers12[:1], SlabBytes: c.slab, ClearBytes: c.zeros,
+				Peers: peers12[:1], SlabBytes: c.slab, ScrubBytes: c.zeros,
 				Machine: curious{m, func(mem device.Memory) {
 					if mem.Space() == device.Host {
 						return
@@ -517,7 +517,7 @@ func TestTraceIsPlayed(t *testing.T) {
 	m := machine(t, emulated.Options{GPUs: gpus(3, capacity), Virtual: true, Check: true})
 	revoked, tight := 0, 0
 	r := open(t, m, harvest.Options{
-		SlabBytes: 1 << 15, HeadroomBytes: headroom, ClearBytes: 4096, Cooldown: 10 * time.Second,
+		SlabBytes: 1 << 15, HeadroomBytes: headroom, ScrubBytes: 4096, Cooldown: 10 * time.Second,
 		Events: harvest.EventListener{Revoked: func(harvest.RevokeInfo) { revoked++ }},
 	})
 	trace, err := tenants.Generate(tenants.Options{
@@ -584,7 +584,7 @@ func TestModel(t *testing.T) {
 		)
 		r, err := harvest.New(harvest.Options{
 			Machine: m, Peers: peers12, SlabBytes: slab, HeadroomBytes: headroom,
-			Cooldown: time.Millisecond, ClearBytes: 512,
+			Cooldown: time.Millisecond, ScrubBytes: 512,
 		})
 		if err != nil {
 			t.Fatal(err)
@@ -829,7 +829,7 @@ func TestHammer(t *testing.T) {
 	var allocated, freedOrRevoked, violations atomic.Int64
 	r := open(t, m, harvest.Options{
 		SlabBytes: slab, HeadroomBytes: 2 * slab, Cooldown: time.Millisecond, Interval: 200 * time.Microsecond,
-		ClearBytes: 4096, Deadline: 10 * time.Second,
+		ScrubBytes: 4096, Deadline: 10 * time.Second,
 		Events: harvest.EventListener{
 			Allocated:      func(harvest.AllocInfo) { allocated.Add(1) },
 			Freed:          func(harvest.FreeInfo) { freedOrRevoked.Add(1) },

@@ -50,7 +50,7 @@ func TestSafeguards(t *testing.T) {
 		c, err := r.Reclaim(device.HBM(1), 1, time.Minute)
 		ok(err)
 		if !drain {
-			r.carryOut(m.Now(), func(c *controller) { c.step(m.Now(), []result{drained{h: h}}) })
+			r.execute(m.Now(), func(c *controller) { c.step(m.Now(), []result{drained{h: h}}) })
 		}
 		for range 20 { // each look lets the machine go on
 			fence.Value()
@@ -101,10 +101,10 @@ func TestDeparturesAreForgotten(t *testing.T) {
 			ok(f.Raise(1))
 		}
 	}
-	if len(h.readers.left) > 32 {
-		t.Errorf("%d departures are kept", len(h.readers.left))
+	if len(h.readers.releases) > 32 {
+		t.Errorf("%d departures are kept", len(h.readers.releases))
 	}
-	if hs := h.readers.holders(0); len(hs) != 1 || hs[0].Owner != "slow reader" || !hs[0].Work {
+	if hs := h.readers.currentHolds(0); len(hs) != 1 || hs[0].Owner != "slow reader" || !hs[0].PendingWork {
 		t.Errorf("holders %+v", hs)
 	}
 	ok(fences[3].Raise(1))

@@ -81,9 +81,9 @@ func (s *stage) events() harvest.EventListener {
 		return "; " + err.Error()
 	}
 	return harvest.EventListener{
-		SlabTaken: func(i harvest.SlabInfo) { s.say("slab %d taken: %d bytes of %s", i.Slab, i.Bytes, i.Device) },
-		SlabReturned: func(i harvest.SlabInfo) {
-			s.say("slab %d returned (%s), cleared %t", i.Slab, i.Reason, i.Cleared)
+		SlabAllocated: func(i harvest.SlabInfo) { s.say("slab %d taken: %d bytes of %s", i.Slab, i.Bytes, i.Device) },
+		SlabReleased: func(i harvest.SlabInfo) {
+			s.say("slab %d returned (%s), cleared %t", i.Slab, i.Reason, i.Scrubbed)
 		},
 		RevocationBegan: func(i harvest.RevocationInfo) {
 			s.say("revocation of slab %d (%s): %d handles%s", i.Slab, i.Reason, i.Handles, failed(i.Cause))
@@ -92,13 +92,13 @@ func (s *stage) events() harvest.EventListener {
 			s.say("%s revoked (%s) after %v%s", name(i.Handle), i.Reason, i.Drain, failed(i.Failed))
 		},
 		RevocationEnded: func(i harvest.RevocationInfo) {
-			s.say("revocation of slab %d ended: took %v of %v, drain %v, late %t", i.Slab, i.Took, i.Deadline, i.Drain, i.Late)
+			s.say("revocation of slab %d ended: took %v of %v, drain %v, late %t", i.Slab, i.Took, i.Deadline, i.Drain, i.DeadlineMissed)
 		},
 		Freed: func(i harvest.FreeInfo) { s.say("%s freed after %v%s", name(i.Handle), i.Drain, failed(i.Failed)) },
 		DeadlineMissed: func(i harvest.DeadlineMissInfo) {
 			s.say("violation (%s): %v", i.Reason, i)
 		},
-		Peer: func(i harvest.PeerInfo) { s.say("%s: health %v", i.Device, i.Health) },
+		PeerHealthChanged: func(i harvest.PeerInfo) { s.say("%s: health %v", i.Device, i.Health) },
 	}
 }
 
@@ -367,28 +367,28 @@ func (s *stage) open(d *datadriven.TestData) error {
 	s.r, err = harvest.New(harvest.Options{
 		Machine: s.m, Peers: peers, Policy: policy, Monitor: s.monitor,
 		SlabBytes: arg(d, "slab", int64(1024)), HeadroomBytes: arg(d, "headroom", int64(512)),
-		Deadline: duration(d, "deadline"), Cooldown: duration(d, "cooldown"), ClearBytes: 256,
+		Deadline: duration(d, "deadline"), Cooldown: duration(d, "cooldown"), ScrubBytes: 256,
 		HalfLife: duration(d, "halflife"), Events: s.events(),
 	})
 	return err
 }
 
-type place struct {
+type placement struct {
 	harvest.SegmentUsage
 	slab uint64
 }
 
-func (s *stage) segment(h *harvest.Handle) place {
+func (s *stage) segment(h *harvest.Handle) placement {
 	for _, p := range s.r.State().Peers {
 		for _, l := range p.Slabs {
 			for _, seg := range l.Segments {
 				if seg.Handle == h.ID() {
-					return place{seg, l.ID}
+					return placement{seg, l.ID}
 				}
 			}
 		}
 	}
-	return place{}
+	return placement{}
 }
 
 func (s *stage) fill(d *datadriven.TestData) error {

@@ -22,11 +22,11 @@ type scrubber struct {
 }
 
 type scrubJob struct {
-	slab  *slab
-	mem   device.Memory
-	bytes int64
-	point device.Point
-	err   error
+	slab   *slab
+	memory device.Memory
+	bytes  int64
+	point  device.Point
+	err    error
 }
 
 func newScrubber(m device.Machine, peer device.Space, zeros device.Memory) (*scrubber, error) {
@@ -43,7 +43,7 @@ func newScrubber(m device.Machine, peer device.Space, zeros device.Memory) (*scr
 
 // begin enqueues the overwriting of the first bytes of mem, which is the slab's.
 func (s *scrubber) begin(of *slab, mem device.Memory, bytes int64) {
-	s.jobs = append(s.jobs, &scrubJob{slab: of, mem: mem, bytes: bytes})
+	s.jobs = append(s.jobs, &scrubJob{slab: of, memory: mem, bytes: bytes})
 	s.enqueue()
 }
 
@@ -71,12 +71,12 @@ func (s *scrubber) enqueue() {
 func (s *scrubber) start(j *scrubJob) error {
 	n := j.bytes
 	done := min(n, s.zeros.Bytes())
-	if err := s.stream.Copy(j.mem.Range(0, done), s.zeros.Range(0, done)); err != nil {
+	if err := s.stream.Copy(j.memory.Range(0, done), s.zeros.Range(0, done)); err != nil {
 		return err
 	}
 	for done < n {
 		more := min(done, n-done)
-		if err := s.stream.Copy(j.mem.Range(done, more), j.mem.Range(0, more)); err != nil {
+		if err := s.stream.Copy(j.memory.Range(done, more), j.memory.Range(0, more)); err != nil {
 			return err
 		}
 		done += more
@@ -89,8 +89,8 @@ func (s *scrubber) start(j *scrubJob) error {
 	return nil
 }
 
-// ended takes out the jobs that are over.
-func (s *scrubber) ended() (over []result) {
+// completed takes out the jobs that are over.
+func (s *scrubber) completed() (over []result) {
 	s.jobs = slices.DeleteFunc(s.jobs, func(j *scrubJob) bool {
 		ok, err := j.err != nil, j.err
 		if !j.point.None() {
@@ -98,7 +98,7 @@ func (s *scrubber) ended() (over []result) {
 			s.broken = s.broken || err != nil
 		}
 		if ok {
-			over = append(over, cleared{j.slab, err})
+			over = append(over, scrubbed{j.slab, err})
 		}
 		return ok
 	})

@@ -13,7 +13,7 @@ func TestSegments(t *testing.T) {
 		const size = 40
 		s := newSegments(size)
 		var owner [size]int64 // 1 + offset of who has the byte
-		runs := func() (holes []hole) {
+		runs := func() (holes []freeExtent) {
 			for i := int64(0); i < size; i++ {
 				if owner[i] != 0 {
 					continue
@@ -21,7 +21,7 @@ func TestSegments(t *testing.T) {
 				if n := len(holes); n > 0 && holes[n-1].off+holes[n-1].bytes == i {
 					holes[n-1].bytes++
 				} else {
-					holes = append(holes, hole{i, 1})
+					holes = append(holes, freeExtent{i, 1})
 				}
 			}
 			return holes
@@ -29,7 +29,7 @@ func TestSegments(t *testing.T) {
 		t.Repeat(map[string]func(*rapid.T){
 			"take": func(t *rapid.T) {
 				n := rapid.Int64Range(1, 12).Draw(t, "bytes")
-				h, ok := s.best(n)
+				h, ok := s.bestFit(n)
 				for _, o := range runs() {
 					if o.bytes >= n && (!ok || o.bytes < h.bytes || o.bytes == h.bytes && o.off < h.off) {
 						t.Fatalf("best for %d is %v, and %v is better", n, h, o)
@@ -38,7 +38,7 @@ func TestSegments(t *testing.T) {
 				if !ok {
 					return
 				}
-				s.take(h.off, n)
+				s.allocate(h.off, n)
 				for i := range n {
 					if owner[h.off+i] != 0 {
 						t.Fatalf("byte %d is handed out twice", h.off+i)
@@ -56,7 +56,7 @@ func TestSegments(t *testing.T) {
 				}
 				slices.Sort(offs)
 				off := rapid.SampledFrom(offs).Draw(t, "which")
-				s.put(off)
+				s.release(off)
 				for i := range owner {
 					if owner[i] == 1+off {
 						owner[i] = 0
@@ -65,19 +65,19 @@ func TestSegments(t *testing.T) {
 			},
 			"": func(t *rapid.T) {
 				want := runs()
-				if !slices.Equal(s.holes, want) {
-					t.Fatalf("holes %v, want %v: not joined, or lost", s.holes, want)
+				if !slices.Equal(s.free, want) {
+					t.Fatalf("holes %v, want %v: not joined, or lost", s.free, want)
 				}
 				var free, largest int64
 				for _, h := range want {
 					free, largest = free+h.bytes, max(largest, h.bytes)
 				}
-				if f, l := s.room(); f != free || l != largest {
+				if f, l := s.freeBytes(); f != free || l != largest {
 					t.Fatalf("room %d, %d, want %d, %d", f, l, free, largest)
 				}
-				for i := s.high; i < size; i++ {
+				for i := s.highWater; i < size; i++ {
 					if owner[i] != 0 {
-						t.Fatalf("byte %d is in use behind the high mark %d", i, s.high)
+						t.Fatalf("byte %d is in use behind the high mark %d", i, s.highWater)
 					}
 				}
 			},

@@ -111,15 +111,15 @@ func (r *Runtime) Room(client string, bytes int64) map[device.Space]int {
 
 func (p *peer) room(owner string, bytes int64) int {
 	unit := device.Align(max(bytes, 1))
-	n := max(p.spare(), 0) / unit
+	n := max(p.borrowable(), 0) / unit
 	for _, s := range p.slabs {
 		if s.draining != nil || s.owner != owner {
 			continue
 		}
 		at := int64(0)
 		for _, h := range s.held(live) {
-			n += (h.account.off - at) / unit
-			at = h.account.off + s.segments.used[h.account.off]
+			n += (h.account.offset - at) / unit
+			at = h.account.offset + s.segments.used[h.account.offset]
 		}
 		n += (s.segments.bytes - at) / unit
 	}
@@ -146,12 +146,12 @@ func (c *controller) state(now time.Duration) State {
 func (p *peer) usage() PeerUsage {
 	u := PeerUsage{
 		Space: p.space, Health: p.health, Reading: p.reading, Free: p.free,
-		Headroom: p.headroom, Borrowable: p.spare(), Draining: p.coming, Churn: p.churnRate,
+		Headroom: p.headroom, Borrowable: p.borrowable(), Draining: p.draining, Churn: p.churnRate,
 	}
 	for _, s := range p.slabs {
 		slab := s.usage()
 		if !slab.Draining {
-			free, largest := s.segments.room()
+			free, largest := s.segments.freeBytes()
 			u.FreeInSlabs += free
 			u.Used += s.segments.bytes - free
 			u.LargestFreeExtent = max(u.LargestFreeExtent, largest)

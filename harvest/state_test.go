@@ -16,7 +16,7 @@ func TestRoom(t *testing.T) {
 		s := &slab{segments: newSegments(bytes), handles: map[int64]*Handle{}}
 		for _, p := range spans {
 			s.segments.used[p.off] = p.bytes
-			s.handles[p.off] = &Handle{account: allocation{slab: s, off: p.off, state: p.state}}
+			s.handles[p.off] = &Handle{account: allocation{slab: s, offset: p.off, state: p.state}}
 		}
 		return s
 	}
@@ -42,7 +42,7 @@ func TestRoom(t *testing.T) {
 		{"all together", 512, []*slab{lay(512), lay(512, span{0, 512, live})}, 2},
 	} {
 		// 400 bytes take 512.
-		r := &Runtime{control: &controller{rules: rules{own: map[string]int64{"kv": 4096}}, peers: []*peer{{space: device.HBM(1), free: c.spare + 100, headroom: 100, slabs: c.slabs}}}}
+		r := &Runtime{control: &controller{rules: rules{ownSlabBytes: map[string]int64{"kv": 4096}}, peers: []*peer{{space: device.HBM(1), free: c.spare + 100, headroom: 100, slabs: c.slabs}}}}
 		if got := r.Room("experts", 400); got[device.HBM(1)] != c.want {
 			t.Errorf("%s: room for %v, want %d", c.name, got, c.want)
 		}

@@ -41,19 +41,19 @@ func (w word) String() string {
 	return fmt.Sprintf("generation %d, valid %t, exclusive %t, %d references", w.generation(), w.valid(), w.exclusive(), w.references())
 }
 
-// Cell is the state of one place. The zero Cell is invalid, with generation 0. A
-// Cell must not be copied. Its methods may be called from any goroutine.
+// Cell is the state of one memory location. The zero Cell is invalid, with generation 0.
+// A Cell must not be copied. Its methods may be called from any goroutine.
 type Cell struct {
 	word atomic.Uint64
 
-	mu     sync.Mutex
-	points []device.Point // until when work enqueued by former readers may still read
-	look   int            // with how many points it is looked which of them are reached
-	gone   chan struct{}  // closed by the release that ends a Drain
+	mu      sync.Mutex
+	points  []device.Point // fence values until which released readers may still read
+	pruneAt int            // number of points at which reached ones are dropped
+	drained chan struct{}  // closed by the last release while Drain waits
 }
 
-// Acquire takes a reference on the object that is here. It fails where there is
-// none, or where somebody holds the cell exclusively. It never blocks.
+// Acquire takes a reference on the object. It fails if there is none, or if the cell is
+// held exclusively. It never blocks.
 func (c *Cell) Acquire() (Ref, bool) {
 	for {
 		old := c.word.Load()
@@ -62,7 +62,7 @@ func (c *Cell) Acquire() (Ref, bool) {
 			return Ref{}, false
 		}
 		if w.references() == referenceMask {
-			panic("residency: more than 2^32-1 references on one cell")
+			panic("lease: more than 2^32-1 references on one cell")
 		}
 		if c.word.CompareAndSwap(old, old+1) {
 			return Ref{cell: c, generation: w.generation()}, true
@@ -70,15 +70,15 @@ func (c *Cell) Acquire() (Ref, bool) {
 	}
 }
 
-// State is a snapshot of the cell: its generation, whether there is an object that
-// can be acquired, and how many references are out.
+// State is a snapshot of the cell: its generation, whether Acquire would succeed, and the
+// number of references.
 func (c *Cell) State() (generation uint32, available bool, references int) {
 	w := word(c.word.Load())
 	return w.generation(), w.valid() && !w.exclusive(), w.references()
 }
 
-// BeginExclusive keeps new readers out. It fails where somebody else does so
-// already. It does not wait for readers that are in: see Exclusive.Drain.
+// BeginExclusive locks new readers out. It fails if the cell is already held exclusively.
+// It does not wait for present readers: see Exclusive.Drain.
 func (c *Cell) BeginExclusive() (Exclusive, bool) {
 	for {
 		old := c.word.Load()
@@ -91,55 +91,54 @@ func (c *Cell) BeginExclusive() (Exclusive, bool) {
 	}
 }
 
-// Ref is a reference on the object in a cell: while it is held, the object stays.
+// Ref is a reference on the object in a cell: while it is held, the object stays valid.
 // It is released once, through the variable that holds it.
 type Ref struct {
 	cell       *Cell
 	generation uint32
 }
 
-// Generation is that of the object referred to.
+// Generation of the object.
 func (r *Ref) Generation() uint32 { return r.generation }
 
 // Held reports whether the reference has not been released.
 func (r *Ref) Held() bool { return r.cell != nil }
 
-// Release gives the reference back; nothing of the holder reads the object any
-// more.
+// Release releases the reference. No work of the holder reads the object any more.
 func (r *Ref) Release() {
-	c := r.take()
+	c := r.detach()
 	c.release(r.generation)
 }
 
-// ReleaseAt gives the reference back now; what the holder has enqueued may read
-// the object until p.
+// ReleaseAt releases the reference now; work that the holder has enqueued may read the
+// object until p is reached.
 func (r *Ref) ReleaseAt(p device.Point) {
-	c := r.take()
+	c := r.detach()
 	c.mu.Lock()
-	c.points = later(c.points, p)
+	c.points = merge(c.points, p)
 	var all []device.Point
-	if len(c.points) >= max(c.look, fewPoints) {
+	if len(c.points) >= max(c.pruneAt, minPrunePoints) {
 		all = slices.Clone(c.points)
 	}
 	c.mu.Unlock()
 	if all != nil {
-		c.forget(all)
+		c.prune(all)
 	}
 	c.release(r.generation)
 }
 
-// fewPoints are kept whether or not they are reached.
-const fewPoints = 16
+// minPrunePoints is the number of points below which reached ones are not looked for.
+const minPrunePoints = 16
 
-// forget drops those of the points that are reached: a place that is read for long,
-// by work that ends at ever other fences, would otherwise keep a point of each. The
-// caller has a reference, so nobody else is using the points. A virtual machine may
-// take the questions as polls and run work.
-func (c *Cell) forget(points []device.Point) {
+// prune drops the points that are reached: a location that is read for long, by work
+// behind ever new fences, would otherwise keep a point of each. The caller has a
+// reference, so there is no exclusive owner that uses the points. On a virtual machine a
+// query of a fence may run other work.
+func (c *Cell) prune(points []device.Point) {
 	var reached []device.Point
 	for _, p := range points {
-		// Where it is reached Await does not wait: it orders what comes next after the
-		// reader. A reader's failure is left for who drains the cell.
+		// Await does not wait for a reached point: it orders what follows after the
+		// reader. The point of a failed reader is kept for Drain.
 		if p.Reached() && p.Await(context.Background()) == nil {
 			reached = append(reached, p)
 		}
@@ -147,13 +146,13 @@ func (c *Cell) forget(points []device.Point) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	c.points = slices.DeleteFunc(c.points, func(p device.Point) bool { return slices.Contains(reached, p) })
-	c.look = 2 * len(c.points)
+	c.pruneAt = 2 * len(c.points)
 }
 
-func (r *Ref) take() *Cell {
+func (r *Ref) detach() *Cell {
 	c := r.cell
 	if c == nil {
-		panic("residency: a reference is released twice, or was never taken")
+		panic("lease: a reference is released twice, or was never acquired")
 	}
 	r.cell = nil
 	return c
@@ -164,16 +163,16 @@ func (c *Cell) release(generation uint32) {
 		old := c.word.Load()
 		w := word(old)
 		if w.generation() != generation || w.references() == 0 {
-			panic(fmt.Sprintf("residency: a reference of generation %d is released on a cell with %v", generation, w))
+			panic(fmt.Sprintf("lease: a reference of generation %d is released on a cell with %v", generation, w))
 		}
 		if !c.word.CompareAndSwap(old, old-1) {
 			continue
 		}
 		if w.exclusive() && w.references() == 1 {
 			c.mu.Lock()
-			if c.gone != nil {
-				close(c.gone)
-				c.gone = nil
+			if c.drained != nil {
+				close(c.drained)
+				c.drained = nil
 			}
 			c.mu.Unlock()
 		}
@@ -181,8 +180,8 @@ func (c *Cell) release(generation uint32) {
 	}
 }
 
-// later adds p to points, which hold one value for each fence: the last.
-func later(points []device.Point, p device.Point) []device.Point {
+// merge adds p to points, which contain the highest value of each fence.
+func merge(points []device.Point, p device.Point) []device.Point {
 	for i := range points {
 		if points[i].Fence == p.Fence {
 			if p.After(points[i]) {
@@ -199,35 +198,34 @@ func later(points []device.Point, p device.Point) []device.Point {
 // goroutine at a time.
 type Exclusive struct{ cell *Cell }
 
-// Drain waits until all references are gone and everything their holders had
-// enqueued has passed, or ctx is done. After an error the cell is still held
-// exclusively, and Drain may be called again.
+// Drain waits until all references are released and all points reached, or ctx is done.
+// After an error the cell is still held exclusively, and Drain may be called again.
 func (e *Exclusive) Drain(ctx context.Context) error {
-	c := e.held()
+	c := e.mustHold()
 	for {
 		c.mu.Lock()
 		if word(c.word.Load()).references() == 0 {
 			break
 		}
-		gone := make(chan struct{})
-		c.gone = gone
-		if word(c.word.Load()).references() == 0 { // the last release may have come before gone was there
+		released := make(chan struct{})
+		c.drained = released
+		if word(c.word.Load()).references() == 0 { // the last release may have preceded setting drained
 			break
 		}
 		c.mu.Unlock()
 		select {
-		case <-gone:
+		case <-released:
 		case <-ctx.Done():
-			return fmt.Errorf("residency: %d references are not released: %w", word(c.word.Load()).references(), ctx.Err())
+			return fmt.Errorf("lease: %d references are not released: %w", word(c.word.Load()).references(), ctx.Err())
 		}
 	}
-	c.gone = nil
+	c.drained = nil
 	points := c.points
 	c.mu.Unlock()
-	// Nobody adds points any more: there are no references, and no new ones.
+	// No more points are added: there are no references, and no new ones.
 	for len(points) > 0 {
 		if err := points[0].Await(ctx); err != nil {
-			return fmt.Errorf("residency: wait for the last reader: %w", err)
+			return fmt.Errorf("lease: wait for the last reader: %w", err)
 		}
 		points = points[1:]
 		c.setPoints(points)
@@ -235,66 +233,64 @@ func (e *Exclusive) Drain(ctx context.Context) error {
 	return nil
 }
 
-// Points returns until when work of former readers may still read the object: what
-// overwrites it must wait for all of them. There are no references any more, or it
-// panics. The slice is valid until the exclusive right ends.
+// Points returns the fence values until which released readers may still read the object:
+// what overwrites it must wait for all of them. It panics if there are references. The
+// slice is valid until the exclusive right ends.
 func (e *Exclusive) Points() []device.Point {
-	c := e.held()
+	c := e.mustHold()
 	e.mustBeDrained("points")
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	return c.points
 }
 
-// Settle forgets the points: the owner knows by other means that nothing of the
-// former readers reads any more, because their stream was drained after it failed.
-func (e *Exclusive) Settle() { e.held().forgetAll() }
+// ForgetReaders drops the points: the owner knows by other means that no released reader
+// still reads, because their stream was synchronized or recovered.
+func (e *Exclusive) ForgetReaders() { e.mustHold().clearPoints() }
 
-// Replace says that a new object is here, or will be for everyone who waits for
-// its arrival, ends the exclusive right and returns the new generation. There are
-// no references any more, or it panics. Points that are left are forgotten: the
-// caller has handed them to what writes the object.
+// Replace makes the cell valid for a new object, which may still be arriving, ends the
+// exclusive right and returns the new generation. It panics if there are references. It
+// drops the points: the caller has passed them to what writes the object.
 func (e *Exclusive) Replace() uint32 { return e.finish(true).generation() }
 
-// Invalidate says that nothing is here any more and ends the exclusive right.
-// There are no references any more, or it panics. Points stay: the place may still
-// be read.
+// Invalidate makes the cell invalid and ends the exclusive right. It panics if there are
+// references. It keeps the points: the location may still be read.
 func (e *Exclusive) Invalidate() { e.finish(false) }
 
-// End ends the exclusive right and leaves the object as it was.
+// End ends the exclusive right without changing the object.
 func (e *Exclusive) End() {
-	c := e.held()
+	c := e.mustHold()
 	e.cell = nil
 	c.word.And(^uint64(exclusiveBit))
 }
 
 func (e *Exclusive) finish(valid bool) word {
-	c := e.held()
+	c := e.mustHold()
 	e.mustBeDrained("replace or invalidate")
 	if valid {
-		c.forgetAll()
+		c.clearPoints()
 	}
 	e.cell = nil
 	w := word(c.word.Load()).next(valid)
-	c.word.Store(uint64(w)) // exclusive and without references: nobody else changes the word
+	c.word.Store(uint64(w)) // exclusive and without references: no other goroutine changes the word
 	return w
 }
 
 func (e *Exclusive) mustBeDrained(what string) {
 	if w := word(e.cell.word.Load()); w.references() != 0 {
-		panic(fmt.Sprintf("residency: %s of a cell with %v", what, w))
+		panic(fmt.Sprintf("lease: %s of a cell with %v", what, w))
 	}
 }
 
-func (e *Exclusive) held() *Cell {
+func (e *Exclusive) mustHold() *Cell {
 	if e.cell == nil {
-		panic("residency: an exclusive right is used after its end")
+		panic("lease: an exclusive right is used after its end")
 	}
 	return e.cell
 }
 
-// forgetAll keeps the room of the points.
-func (c *Cell) forgetAll() {
+// clearPoints drops the points and keeps their capacity.
+func (c *Cell) clearPoints() {
 	c.mu.Lock()
 	clear(c.points)
 	c.points = c.points[:0]

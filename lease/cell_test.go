@@ -141,7 +141,7 @@ func TestMisusePanics(t *testing.T) {
 	mustPanic(t, "released twice", ref.Release)
 	mustPanic(t, "0 references", twin.Release)
 	var none lease.Ref
-	mustPanic(t, "never taken", none.Release)
+	mustPanic(t, "never acquired", none.Release)
 
 	old, _ := cell.Acquire()
 	copied := old
@@ -327,9 +327,9 @@ func TestPoints(t *testing.T) {
 	e.Replace()
 	at(device.Point{Fence: f, Value: 9})
 	e, _ = cell.BeginExclusive()
-	e.Settle()
+	e.ForgetReaders()
 	if p := e.Points(); len(p) != 0 {
-		t.Errorf("points %v after Settle", p)
+		t.Errorf("points %v after ForgetReaders", p)
 	}
 	e.End()
 
@@ -343,7 +343,7 @@ func TestPoints(t *testing.T) {
 	if err := e.Drain(t.Context()); !errors.Is(err, boom) {
 		t.Errorf("Drain: %v", err)
 	}
-	e.Settle()
+	e.ForgetReaders()
 	e.Invalidate()
 }
 
@@ -410,7 +410,7 @@ func TestPointsAreForgotten(t *testing.T) {
 			t.Errorf("point %d is forgotten", i)
 		}
 	}
-	e.Settle()
+	e.ForgetReaders()
 	e.End()
 	for _, f := range fences {
 		if err := f.Close(); err != nil {

@@ -1,42 +1,39 @@
-// Package lease answers where one movable object is, and whether it may be
-// used: one atomic state word per object.
+// Package lease tracks whether one memory location holds a valid object, and who uses it:
+// one atomic state word per location.
 //
-// A Cell is the word of one place that can hold one object: a slot of expert
-// weights, a block of a tier, a piece of borrowed memory. Readers take a
-// reference without ever blocking, and fail where there is nothing to read; whoever
-// wants the place for something else first keeps new readers out, then waits until
-// the last one is gone:
+// A Cell is the state of one location that holds at most one object: a slot of the expert
+// cache, a KV block, an allocation in peer memory. Readers take a reference without
+// blocking, and fail if there is nothing to read. An owner that wants the location for
+// another object first locks new readers out, then waits until the last reader is done:
 //
 //	ref, ok := cell.Acquire()         // reader
 //	if !ok { … use another copy … }
 //	…
-//	ref.ReleaseAt(device.Point{Fence: f, Value: v}) // when the stream is past v
+//	ref.ReleaseAt(device.Point{Fence: f, Value: v}) // done when the fence reaches v
 //
-//	ex, ok := cell.BeginExclusive()   // owner of the place
+//	ex, ok := cell.BeginExclusive()   // owner of the location
 //	if err := ex.Drain(ctx); err != nil { … }
-//	generation := ex.Replace()        // a new object is here
+//	generation := ex.Replace()        // the location holds a new object
 //
 // # References and streams
 //
-// Work on a device outlives the call that enqueued it, so a reference is given
-// back in one of two ways: Release, when the caller knows that nothing reads any
-// more, and ReleaseAt, which says at which fence value nothing will. The exclusive
-// owner either waits for these points on the host (Drain) or hands them to the
-// stream or copy that will overwrite the place (Points), and then never waits
-// itself.
+// Work on a device outlives the call that enqueued it. So there are two ways to release a
+// reference: Release, if the caller knows that its reads have ended, and ReleaseAt, with
+// the fence value at which they will have. The exclusive owner either waits for these
+// fence values on the host (Drain), or passes them to the stream or copy that overwrites
+// the location (Points) and never waits itself.
 //
 // # What it is not
 //
-// It owns no memory, copies nothing, and knows no policy: who moves what, and when,
-// is for experts and harvest.
+// The package owns no memory, copies nothing, and has no policy: what is moved, and when,
+// is decided by experts and harvest.
 //
 // # Invariants
 //
-//   - Acquire never blocks and never takes a lock. It fails for a cell that is
-//     invalid or held exclusively.
-//   - The generation grows with every Replace and Invalidate, so a reference to an
-//     earlier object is told from one to the present.
+//   - Acquire never blocks and takes no lock. It fails for a cell that is invalid or held
+//     exclusively.
+//   - The generation grows with every Replace and Invalidate, so that a reference to an
+//     earlier object can be distinguished.
 //   - There is at most one exclusive owner.
-//   - Releasing twice, or releasing a reference of another generation, is a broken
-//     invariant and panics.
+//   - Releasing a reference twice, or one of another generation, panics.
 package lease

@@ -94,7 +94,7 @@ func TestOpenRefused(t *testing.T) {
 		return err
 	}
 	for _, what := range []string{
-		"weights", "activations", "local experts", "expert ring", "expert tables", "offloaded experts", "expert table images",
+		"weights", "activations", "resident experts", "expert cache", "expert tables", "offloaded experts", "expert table images",
 		"expert staging", "kv cache", "row data, pinned", "row data", "sampled ids, pinned", "stream compute",
 		"harvest zeros", "stream harvest clear gpu1", "stream harvest probe gpu2",
 		"attention, pinned", "stream attention", "stream q, k, v to host", "stream attention from host",

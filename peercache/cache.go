@@ -13,21 +13,21 @@ import (
 	"github.com/moeserve/moeserve/transfer"
 )
 
-// ErrBusy: the object is there already, or on its way.
-var ErrBusy = errors.New("it is there already, or on its way")
+// ErrBusy: the object has a copy already, or one is being made.
+var ErrBusy = errors.New("already there, or being copied there")
 
 // Cache keeps copies in peers' memory. Its methods may be called from any goroutine. The
-// nil Cache, of a client to whom nobody lends, has nothing and takes nothing.
+// nil Cache, of a client without peers, is empty, and its Put fails.
 //
 // # Locks
 //
-// mu guards what is moving and the counts, and writes to landed. It may be held while a
-// device is asked for memory, so who is in a hurry takes none: Acquire reads landed and
-// takes a reference on the handle's own state word. Harvest calls back without locks of
-// its own; callbacks take mu only.
+// mu guards moving copies, the statistics, and writes to landed. It may be held during an
+// allocation of device memory, so Acquire does without: it reads landed and takes a
+// reference on the handle's own state word. Harvest holds no lock during callbacks;
+// callbacks take mu only.
 type Cache[K comparable] struct {
 	o Options[K]
-	// reader and mover are in whose name references are taken.
+	// reader and mover are the owners of references, for harvest's reports.
 	reader, mover *harvest.Owner
 	// landed are the copies that Acquire finds.
 	landed *index[K, Copy[K]]
@@ -35,44 +35,43 @@ type Cache[K comparable] struct {
 
 	mu     sync.Mutex
 	closed bool
-	// moving copies have not landed; ending ones were given up, and their transfers are
-	// not seen to have ended.
-	moving, ending []*Copy[K]
-	fences         fences
-	stats          Stats
+	// moving copies have not landed; canceled ones were removed before, and their
+	// transfers are not known to have ended.
+	moving, canceled []*Copy[K]
+	fences           fencePool
+	stats            Stats
 }
 
 // Stats count copies since New.
 type Stats struct {
-	// Landed copies came to a peer's memory; Dropped and Revoked ones have left it, or
-	// were on their way.
+	// Landed counts completed copies; Dropped and Revoked count removed ones, moving or
+	// landed.
 	Landed, Dropped, Revoked int64
 	// Bytes of the copies that landed.
 	Bytes int64
 }
 
-// Copy is the copy of an object in a peer's memory. One that has gone harms nobody: it
-// can no longer be acquired.
+// Copy is the copy of an object in a peer's memory. After its removal it can no longer be
+// acquired.
 type Copy[K comparable] struct {
 	key    K
 	handle *harvest.Handle
 	began  time.Duration
-	// ticket of the transfer that fills it, which done follows.
+	// ticket of the transfer that fills the copy, and its Done.
 	ticket *transfer.Ticket
 	done   device.Point
 }
 
-// Key is the object's.
+// Key of the object.
 func (c *Copy[K]) Key() K { return c.key }
 
-// Device is the peer's memory in which it lies.
+// Device is the peer's memory.
 func (c *Copy[K]) Device() device.Space { return c.handle.Device() }
 
-// Region is where it lies. It may be read only under a reference.
+// Region of the copy. It may be read only under a reference.
 func (c *Copy[K]) Region() device.Region { return c.handle.Region() }
 
-// Slab is the number of the piece of borrowed memory that it is part of: see
-// harvest.Handle.
+// Slab is the number of the slab that the copy lies in: see harvest.Handle.
 func (c *Copy[K]) Slab() uint64 { return c.handle.Slab() }
 
 // New makes an empty cache.
@@ -84,13 +83,13 @@ func New[K comparable](o Options[K]) (*Cache[K], error) {
 	return &Cache[K]{
 		o: o, reader: harvest.NewOwner(o.Noun + " fetch"), mover: harvest.NewOwner(o.Noun + " move"),
 		landed: newIndex[K, Copy[K]](),
-		fences: fences{machine: o.Machine, name: o.Noun + " moved"},
+		fences: fencePool{machine: o.Machine, name: o.Noun + " moved"},
 	}, nil
 }
 
-// Acquire returns the object's copy with a reference on it: while that is held, or until
-// the point at which it is given back, the copy stays. False: there is none, or it is
-// about to go.
+// Acquire returns the object's copy with a reference on it: the copy stays while the
+// reference is held, and until the fence value at which it is released. False: there is
+// none, or it is being removed.
 func (c *Cache[K]) Acquire(key K) (*Copy[K], harvest.Ref, bool) {
 	if c == nil {
 		return nil, harvest.Ref{}, false
@@ -103,7 +102,7 @@ func (c *Cache[K]) Acquire(key K) (*Copy[K], harvest.Ref, bool) {
 	return x, ref, ok
 }
 
-// Find returns the object's copy, or nil where none has landed.
+// Find returns the object's copy, or nil if none has landed.
 func (c *Cache[K]) Find(key K) *Copy[K] {
 	if c == nil {
 		return nil
@@ -111,8 +110,8 @@ func (c *Cache[K]) Find(key K) *Copy[K] {
 	return c.landed.get(key)
 }
 
-// of is the object's copy, landed or on its way. mu is held.
-func (c *Cache[K]) of(key K) *Copy[K] {
+// lookup returns the object's copy, landed or moving. mu is held.
+func (c *Cache[K]) lookup(key K) *Copy[K] {
 	if x := c.landed.get(key); x != nil {
 		return x
 	}
@@ -122,26 +121,26 @@ func (c *Cache[K]) of(key K) *Copy[K] {
 	return nil
 }
 
-// Put begins to copy an object's bytes to the memory of a peer, and returns at once. src
-// is not written until the copy has landed or failed. An error wraps
-// harvest.ErrNoCapacity, ErrQuota, ErrRate or ErrClosed where harvest has no room for it,
+// Put starts to copy an object to a peer's memory, and returns at once. The caller does
+// not write src until the copy has landed or failed. An error wraps
+// harvest.ErrNoCapacity, ErrQuota, ErrRate or ErrClosed if harvest has no memory for it,
 // or ErrBusy.
 func (c *Cache[K]) Put(key K, src device.Region, o PutOptions[K]) error {
 	if c == nil {
-		return fmt.Errorf("nobody lends memory: %w", harvest.ErrNoCapacity)
+		return fmt.Errorf("no peer memory is configured: %w", harvest.ErrNoCapacity)
 	}
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	switch {
 	case c.closed:
 		return harvest.ErrClosed
-	case c.of(key) != nil:
+	case c.lookup(key) != nil:
 		return ErrBusy
 	}
 	hints := harvest.Hints{Client: c.o.Client, Label: c.o.Name(key), Peers: o.Peers, Reader: c.o.Reader, Cost: o.Cost}
 	if o.After != nil {
 		for before := range o.After {
-			if x := c.of(before); x != nil {
+			if x := c.lookup(before); x != nil {
 				hints.After = x.handle
 				break
 			}
@@ -164,7 +163,7 @@ func (c *Cache[K]) fill(x *Copy[K], src device.Region) error {
 	if err := c.o.Harvest.RegisterCallback(x.handle, func(harvest.Revocation) { c.revoked(x) }); err != nil {
 		return err
 	}
-	// Without the reference the memory could be given back under the transfer.
+	// Without the reference the memory could be freed during the transfer.
 	ref, ok := x.handle.Acquire(c.mover)
 	if !ok {
 		return harvest.ErrRevoked
@@ -180,7 +179,7 @@ func (c *Cache[K]) fill(x *Copy[K], src device.Region) error {
 		Priority: c.o.Priority, Done: done, Label: c.o.Label(x.key),
 	})
 	if err != nil {
-		c.fences.unused(done)
+		c.fences.cancelTake(done)
 		ref.Release()
 		c.failed(x.handle.Device(), err)
 		return err
@@ -189,29 +188,28 @@ func (c *Cache[K]) fill(x *Copy[K], src device.Region) error {
 	return nil
 }
 
-// Drop gives the object's copy up, or one that is on its way. It is no error where there
-// is none.
+// Drop removes the object's copy, moving or landed. Without one it does nothing.
 func (c *Cache[K]) Drop(key K) error {
 	if c == nil {
 		return nil
 	}
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	x := c.of(key)
+	x := c.lookup(key)
 	if x == nil {
 		return nil
 	}
 	c.stats.Dropped++
-	return c.giveBack(x, Dropped)
+	return c.release(x, Dropped)
 }
 
-// giveBack gives a copy up. mu is held.
-func (c *Cache[K]) giveBack(x *Copy[K], why Reason) error {
-	c.unlist(x, why)
+// release removes a copy and frees its memory. mu is held.
+func (c *Cache[K]) release(x *Copy[K], reason Reason) error {
+	c.remove(x, reason)
 	return c.free(x)
 }
 
-// free gives a copy's memory back, which may be gone already.
+// free frees a copy's memory, which may have been revoked already.
 func (c *Cache[K]) free(x *Copy[K]) error {
 	if err := c.o.Harvest.Free(x.handle); err != nil && !errors.Is(err, harvest.ErrRevoked) {
 		return err
@@ -219,47 +217,47 @@ func (c *Cache[K]) free(x *Copy[K]) error {
 	return nil
 }
 
-// unlist lets nobody find the copy any more. mu is held.
-func (c *Cache[K]) unlist(x *Copy[K], why Reason) {
+// remove makes the copy unavailable to readers. mu is held.
+func (c *Cache[K]) remove(x *Copy[K], reason Reason) {
 	c.landed.remove(x.key, x)
 	if i := slices.Index(c.moving, x); i >= 0 {
 		c.moving = slices.Delete(c.moving, i, i+1)
-		c.ending = append(c.ending, x)
+		c.canceled = append(c.canceled, x)
 		x.ticket.Cancel()
 	}
-	c.o.Events.Gone(c.info(x, why))
+	c.o.Events.Removed(c.info(x, reason))
 }
 
-func (c *Cache[K]) info(x *Copy[K], why Reason) CopyInfo[K] {
-	return CopyInfo[K]{Key: x.key, Device: x.handle.Device(), Bytes: x.handle.Bytes(), Why: why}
+func (c *Cache[K]) info(x *Copy[K], reason Reason) CopyInfo[K] {
+	return CopyInfo[K]{Key: x.key, Device: x.handle.Device(), Bytes: x.handle.Bytes(), Reason: reason}
 }
 
-// revoked is harvest's callback: the memory is gone, and so are its readers.
+// revoked is harvest's callback: the handle is invalid and has no readers any more.
 func (c *Cache[K]) revoked(x *Copy[K]) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	if c.of(x.key) != x {
-		return // it was given up before
+	if c.lookup(x.key) != x {
+		return // removed before
 	}
 	c.stats.Revoked++
-	c.unlist(x, Revoked)
+	c.remove(x, Revoked)
 }
 
-// SetCost says what losing the object's copy would cost: see harvest.Hints. It does
-// nothing where there is none.
+// SetCost sets what losing the object's copy would cost: see harvest.Hints. Without a
+// copy it does nothing.
 func (c *Cache[K]) SetCost(key K, cost time.Duration) {
 	if c == nil {
 		return
 	}
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	if x := c.of(key); x != nil {
+	if x := c.lookup(key); x != nil {
 		x.handle.SetCost(cost)
 	}
 }
 
-// Poll takes in the copies that have landed, and forgets those that failed. It never
-// waits. The result is how many are on their way.
+// Poll makes landed copies available to readers, and removes those that failed. It never
+// waits. The result is the number of moving copies.
 func (c *Cache[K]) Poll() (moving int) {
 	if c == nil {
 		return 0
@@ -270,35 +268,36 @@ func (c *Cache[K]) Poll() (moving int) {
 		if !x.ticket.Ended() {
 			return false
 		}
-		c.land(x, c.end(x))
+		c.publish(x, c.complete(x))
 		return true
 	})
-	c.ending = slices.DeleteFunc(c.ending, func(x *Copy[K]) bool {
+	c.canceled = slices.DeleteFunc(c.canceled, func(x *Copy[K]) bool {
 		if !x.ticket.Ended() {
 			return false
 		}
-		_ = c.end(x) // nobody wants it any more
+		_ = c.complete(x) // not needed any more
 		return true
 	})
 	return len(c.moving)
 }
 
-// end takes the result of a transfer that has ended.
-func (c *Cache[K]) end(x *Copy[K]) error {
-	err := x.ticket.Wait(context.Background()) // does not wait: it orders what comes next after the transfer
+// complete returns the result of a transfer that has ended.
+func (c *Cache[K]) complete(x *Copy[K]) error {
+	err := x.ticket.Wait(context.Background()) // does not wait: orders what follows after the transfer
 	c.fences.put(x.done)
 	return err
 }
 
-// land lets the copy be found, or gives it up where its transfer has failed. mu is held.
-func (c *Cache[K]) land(x *Copy[K], err error) {
+// publish makes the copy available to readers, or removes it if its transfer failed. mu
+// is held.
+func (c *Cache[K]) publish(x *Copy[K], err error) {
 	if err != nil {
 		c.failed(x.handle.Device(), err)
-		c.o.Events.Gone(c.info(x, Failed))
-		c.tell(c.free(x))
+		c.o.Events.Removed(c.info(x, Failed))
+		c.logFreeError(c.free(x))
 		return
 	}
-	c.peers.worked(x.handle.Device())
+	c.peers.reset(x.handle.Device())
 	c.landed.put(x.key, x)
 	c.stats.Landed++
 	c.stats.Bytes += x.handle.Bytes()
@@ -307,53 +306,54 @@ func (c *Cache[K]) land(x *Copy[K], err error) {
 	c.o.Events.Landed(i)
 }
 
-// tell logs memory that cannot be given back, where nobody can be told of it otherwise.
-func (c *Cache[K]) tell(err error) {
+// logFreeError logs memory that cannot be freed, where the caller cannot return the
+// error.
+func (c *Cache[K]) logFreeError(err error) {
 	if err != nil {
 		c.o.Log.Error("peer memory not released", "client", c.o.Client, "err", err)
 	}
 }
 
-// ReadFailed says that a transfer that has read these copies, all of one peer, has
-// failed: they are given up, and it counts as a failure of the peer. False: the transfer
-// never began, so nothing is known of them, and nothing happens.
+// ReadFailed reports a failed transfer that read these copies, all on one peer: they are
+// removed, and a failure of the peer is counted. False: the transfer had not started,
+// which says nothing about the copies, and nothing changes.
 func (c *Cache[K]) ReadFailed(copies []*Copy[K], err error) bool {
-	if neverBegan(err) {
+	if notStarted(err) {
 		return false
 	}
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	c.failed(copies[0].Device(), err)
 	for _, x := range copies {
-		if c.of(x.key) == x { // else it was revoked meanwhile, or belongs to two reads
-			c.tell(c.giveBack(x, Failed))
+		if c.lookup(x.key) == x { // otherwise it was revoked meanwhile, or removed after another read
+			c.logFreeError(c.release(x, Failed))
 		}
 	}
 	return true
 }
 
-func neverBegan(err error) bool {
+func notStarted(err error) bool {
 	return errors.Is(err, transfer.ErrCanceled) || errors.Is(err, transfer.ErrAfter)
 }
 
-// ReadWorked says that a transfer from a peer has succeeded. It takes no lock that is
-// held while a device is asked for memory.
-func (c *Cache[K]) ReadWorked(peer device.Space) {
+// ReadSucceeded reports a successful transfer from a peer. It takes no lock that is held
+// during an allocation of device memory.
+func (c *Cache[K]) ReadSucceeded(peer device.Space) {
 	if c != nil {
-		c.peers.worked(peer)
+		c.peers.reset(peer)
 	}
 }
 
-// failed counts a failure of transfers with a peer and excludes the peer where there is
-// no hope. mu is held.
+// failed counts a failed transfer from or to a peer, and excludes a peer that is lost or
+// has reached MaxFailures. mu is held.
 func (c *Cache[K]) failed(peer device.Space, err error) {
-	if neverBegan(err) || errors.Is(err, device.ErrClosed) {
+	if notStarted(err) || errors.Is(err, device.ErrClosed) {
 		return
 	}
-	n := c.peers.failed(peer)
+	n := c.peers.add(peer)
 	i := PeerInfo{Device: peer, Err: err, Excluded: errors.Is(err, device.ErrLost) || n >= c.o.MaxFailures}
 	if i.Excluded {
-		c.peers.worked(peer) // it begins anew when it is tried again
+		c.peers.reset(peer) // readmitted peers start without failures
 		if excluded := c.o.Harvest.Exclude(peer, err); excluded != nil {
 			i.Err = errors.Join(err, excluded)
 		}
@@ -361,7 +361,7 @@ func (c *Cache[K]) failed(peer device.Space, err error) {
 	c.o.Events.PeerFailed(i)
 }
 
-// Moving lists the objects whose copies are on their way.
+// Moving lists the objects whose copies have not landed.
 func (c *Cache[K]) Moving() []K {
 	if c == nil {
 		return nil
@@ -375,7 +375,7 @@ func (c *Cache[K]) Moving() []K {
 	return keys
 }
 
-// Wait waits until no copy is on its way any more, and settles them.
+// Wait waits until no copy is moving any more, and polls them.
 func (c *Cache[K]) Wait(ctx context.Context) error {
 	for c.Poll() > 0 {
 		c.mu.Lock()
@@ -404,8 +404,8 @@ func (c *Cache[K]) Stats() Stats {
 	return c.stats
 }
 
-// Close ends what is on its way and gives everything back. Nobody reads a copy any more.
-// A second Close does nothing.
+// Close cancels moving copies and frees all memory. No copy is read any more. A second
+// Close does nothing.
 func (c *Cache[K]) Close() error {
 	if c == nil {
 		return nil
@@ -420,11 +420,11 @@ func (c *Cache[K]) Close() error {
 	c.landed.each(func(_ K, x *Copy[K]) { all = append(all, x) })
 	var errs []error
 	for _, x := range append(all, c.moving...) {
-		errs = append(errs, c.giveBack(x, Closed))
+		errs = append(errs, c.release(x, Closed))
 	}
-	for _, x := range c.ending {
-		_ = x.ticket.Wait(context.Background()) // a transfer that failed is over, too
+	for _, x := range c.canceled {
+		_ = x.ticket.Wait(context.Background()) // a failed transfer has ended, too
 	}
-	c.ending = nil
+	c.canceled = nil
 	return errors.Join(append(errs, c.fences.close())...)
 }

@@ -96,8 +96,8 @@ func newRig(t *testing.T, mo emulated.Options, ho harvest.Options) *rig {
 		Machine: r.m, Harvest: r.harvest, Transfer: r.engine, Client: "test", Reader: device.HBM(0),
 		Log: slog.New(slog.NewTextHandler(&r.log, nil)),
 		Events: EventListener[string]{
-			Landed: func(i CopyInfo[string]) { fmt.Fprintf(&r.events, "%s on %v\n", i.Key, i.Device) },
-			Gone:   func(i CopyInfo[string]) { fmt.Fprintf(&r.events, "%s gone: %v\n", i.Key, i.Why) },
+			Landed:  func(i CopyInfo[string]) { fmt.Fprintf(&r.events, "%s on %v\n", i.Key, i.Device) },
+			Removed: func(i CopyInfo[string]) { fmt.Fprintf(&r.events, "%s removed: %v\n", i.Key, i.Reason) },
 			PeerFailed: func(i PeerInfo) {
 				fmt.Fprintf(&r.events, "%v failed, excluded: %t\n", i.Device, i.Excluded)
 			},
@@ -169,16 +169,16 @@ func (r *rig) right(i int) bool {
 	return bytes.Equal(unsafe.Slice(*(**byte)(unsafe.Pointer(&a)), objectBytes), r.content(i))
 }
 
-// told returns the events since the last call.
-func (r *rig) told() string {
+// takeEvents returns the events since the last call.
+func (r *rig) takeEvents() string {
 	defer r.events.Reset()
 	return r.events.String()
 }
 
-func (r *rig) tells(want string) {
+func (r *rig) wantEvents(want string) {
 	r.Helper()
-	if got := r.told(); got != want {
-		r.Errorf("told:\n%swant:\n%s", got, want)
+	if got := r.takeEvents(); got != want {
+		r.Errorf("events:\n%swant:\n%s", got, want)
 	}
 }
 
@@ -193,7 +193,7 @@ func (r *rig) reclaim() []*harvest.Reclamation {
 	return all
 }
 
-// TestLife: a copy is found from the Settle that sees it landed until it is dropped.
+// TestLife: a copy is found from the Poll that finds it landed until it is dropped.
 func TestLife(t *testing.T) {
 	for schedule := range emulated.Schedule(3) {
 		r := newRig(t, emulated.Options{Virtual: true, Schedule: schedule, Seed: 1}, harvest.Options{})
@@ -209,10 +209,10 @@ func TestLife(t *testing.T) {
 		if got := c.Moving(); !slices.Equal(got, []string{"object 3"}) {
 			t.Errorf("moving: %v", got)
 		}
-		r.tells("")
+		r.wantEvents("")
 		stall.Release()
 		r.ok(c.Wait(t.Context()))
-		r.tells("object 3 on gpu1\n")
+		r.wantEvents("object 3 on gpu1\n")
 		if err := r.put(3); !errors.Is(err, ErrBusy) {
 			t.Errorf("put a third time: %v", err)
 		}
@@ -224,7 +224,7 @@ func TestLife(t *testing.T) {
 		r.ok(c.Drop("object 3"))
 		r.ok(c.Drop("object 3"))
 		r.ok(c.Drop("object 9"))
-		r.tells("object 3 gone: dropped\n")
+		r.wantEvents("object 3 removed: dropped\n")
 		if r.has(3) {
 			t.Error("a copy is found that was dropped")
 		}
@@ -328,19 +328,19 @@ func TestRevoked(t *testing.T) {
 		r.ok(err)
 	}
 	if taken[0].Done() || r.has(1) || r.has(2) {
-		t.Errorf("memory given back: %t, found: %t and %t", taken[0].Done(), r.has(1), r.has(2))
+		t.Errorf("memory freed: %t, found: %t and %t", taken[0].Done(), r.has(1), r.has(2))
 	}
 	stall.Release()
 	r.ok(errors.Join(taken[0].Wait(t.Context()), ticket.Wait(t.Context())))
 	if !r.right(1) {
 		t.Error("wrong bytes")
 	}
-	if got := strings.Count(r.told(), "gone: revoked"); got != 2 || r.cache.Stats().Revoked != 2 {
+	if got := strings.Count(r.takeEvents(), "removed: revoked"); got != 2 || r.cache.Stats().Revoked != 2 {
 		t.Errorf("%d revoked, %+v", got, r.cache.Stats())
 	}
 }
 
-// TestDroppedOnTheWay: a copy that is given up on its way is not made where it has not
+// TestDroppedOnTheWay: a copy that is dropped while moving is not made where it has not
 // begun; its memory and its fence are used again once the transfer is over.
 func TestDroppedOnTheWay(t *testing.T) {
 	for schedule := range emulated.Schedule(3) {
@@ -357,8 +357,8 @@ func TestDroppedOnTheWay(t *testing.T) {
 				t.Errorf("%d on their way, found: %t", n, r.has(0))
 			}
 			stall.Release()
-			for len(r.cache.ending) > 0 {
-				_ = r.cache.ending[0].ticket.Wait(t.Context()) // it may have been canceled
+			for len(r.cache.canceled) > 0 {
+				_ = r.cache.canceled[0].ticket.Wait(t.Context()) // it may have been canceled
 				r.cache.Poll()
 			}
 		}
@@ -372,7 +372,7 @@ func TestDroppedOnTheWay(t *testing.T) {
 		if copied > 10*objectBytes {
 			t.Errorf("%d bytes were copied; only the first of three copies had begun", copied)
 		}
-		if got := strings.Count(r.told(), "dropped"); got != 30 {
+		if got := strings.Count(r.takeEvents(), "dropped"); got != 30 {
 			t.Errorf("%d were dropped", got)
 		}
 	}
@@ -407,12 +407,12 @@ func TestDroppedWhileRevoked(t *testing.T) {
 	taken := r.reclaim()
 	_, err := r.harvest.Tick(r.m.Now())
 	r.ok(err)
-	r.told()
+	r.takeEvents()
 	r.ok(r.cache.Drop("object 1"))
-	r.tells("object 1 gone: dropped\n")
+	r.wantEvents("object 1 removed: dropped\n")
 	ref.Release()
 	r.ok(taken[0].Wait(t.Context()))
-	r.tells("")
+	r.wantEvents("")
 	if got := r.cache.Stats(); got.Dropped != 1 || got.Revoked != 0 {
 		t.Errorf("%+v", got)
 	}
@@ -441,13 +441,13 @@ func TestFills(t *testing.T) {
 		}
 		put(0, true)
 		put(0, true)
-		r.tells(strings.Repeat("gpu1 failed, excluded: false\nobject 0 gone: copy failed\n", 2))
+		r.wantEvents(strings.Repeat("gpu1 failed, excluded: false\nobject 0 removed: copy failed\n", 2))
 		put(0, false)
 		put(1, true)
 		put(1, true)
-		r.told()
+		r.takeEvents()
 		put(1, true)
-		r.tells("gpu1 failed, excluded: true\nobject 1 gone: copy failed\n")
+		r.wantEvents("gpu1 failed, excluded: true\nobject 1 removed: copy failed\n")
 		if err := r.cache.Put("object 1", r.host.Region(0, objectBytes), PutOptions[string]{Peers: []device.Space{device.HBM(1)}}); !errors.Is(err, harvest.ErrNoCapacity) {
 			t.Errorf("put to an excluded peer: %v", err)
 		}
@@ -458,12 +458,12 @@ func TestFills(t *testing.T) {
 	}
 }
 
-// TestReads: copies that could not be read are given up, and count as failures of their
+// TestReads: copies that could not be read are removed, and count as failures of their
 // peer; where the read never began nothing is known of them.
 func TestReads(t *testing.T) {
 	r := newRig(t, emulated.Options{Virtual: true}, harvest.Options{})
 	r.fill(0, 1, 2, 3)
-	r.told()
+	r.takeEvents()
 	find := func(objects ...int) (all []*Copy[string]) {
 		for _, i := range objects {
 			all = append(all, r.cache.Find(r.keys[i]))
@@ -475,27 +475,27 @@ func TestReads(t *testing.T) {
 			t.Errorf("%v is the peer's fault", err)
 		}
 	}
-	r.tells("")
+	r.wantEvents("")
 	both := find(0, 1)
 	if !r.cache.ReadFailed(both, device.ErrCopyFailed) {
 		t.Error("a failed copy is not the peer's fault")
 	}
-	r.tells("gpu1 failed, excluded: false\nobject 0 gone: copy failed\nobject 1 gone: copy failed\n")
+	r.wantEvents("gpu1 failed, excluded: false\nobject 0 removed: copy failed\nobject 1 removed: copy failed\n")
 	r.cache.ReadFailed(both, device.ErrCopyFailed)
-	r.tells("gpu1 failed, excluded: false\n")
-	r.cache.ReadWorked(device.HBM(2))
-	r.cache.ReadWorked(device.HBM(1))
+	r.wantEvents("gpu1 failed, excluded: false\n")
+	r.cache.ReadSucceeded(device.HBM(2))
+	r.cache.ReadSucceeded(device.HBM(1))
 	r.cache.ReadFailed(find(2), device.ErrCopyFailed)
 	r.cache.ReadFailed(both, device.ErrCopyFailed)
-	r.tells("gpu1 failed, excluded: false\nobject 2 gone: copy failed\ngpu1 failed, excluded: false\n")
+	r.wantEvents("gpu1 failed, excluded: false\nobject 2 removed: copy failed\ngpu1 failed, excluded: false\n")
 	// A peer that is lost is excluded at once, and what was there is revoked.
-	r.cache.ReadWorked(device.HBM(1))
+	r.cache.ReadSucceeded(device.HBM(1))
 	r.ok(r.m.Lose(1))
 	r.cache.ReadFailed(both, device.ErrLost)
-	r.tells("gpu1 failed, excluded: true\n")
+	r.wantEvents("gpu1 failed, excluded: true\n")
 	_, err := r.harvest.Tick(r.m.Now())
 	r.ok(err)
-	r.tells("object 3 gone: revoked\n")
+	r.wantEvents("object 3 removed: revoked\n")
 	if r.has(3) {
 		t.Error("a copy on a lost peer is found")
 	}
@@ -694,7 +694,7 @@ func TestAcquireAllocatesNothing(t *testing.T) {
 		if !r.has(0) || r.has(1) {
 			t.Error("found what is not there, or the other way around")
 		}
-		r.cache.ReadWorked(device.HBM(1))
+		r.cache.ReadSucceeded(device.HBM(1))
 	}); n != 0 {
 		t.Errorf("%v allocations", n)
 	}
@@ -735,10 +735,10 @@ func TestIndex(t *testing.T) {
 
 func TestValidate(t *testing.T) {
 	for want, o := range map[string]Options[int]{
-		"Machine is not set":  {},
-		"Harvest is not set":  {Machine: &emulated.Machine{}},
-		"Transfer is not set": {Machine: &emulated.Machine{}, Harvest: &harvest.Runtime{}},
-		"after -1 failures":   {Machine: &emulated.Machine{}, Harvest: &harvest.Runtime{}, Transfer: &transfer.Engine{}, MaxFailures: -1},
+		"Machine is not set":     {},
+		"Harvest is not set":     {Machine: &emulated.Machine{}},
+		"Transfer is not set":    {Machine: &emulated.Machine{}, Harvest: &harvest.Runtime{}},
+		"invalid MaxFailures -1": {Machine: &emulated.Machine{}, Harvest: &harvest.Runtime{}, Transfer: &transfer.Engine{}, MaxFailures: -1},
 	} {
 		if _, err := New(o); err == nil || !strings.Contains(err.Error(), want) {
 			t.Errorf("got %v, want %q", err, want)
@@ -746,7 +746,7 @@ func TestValidate(t *testing.T) {
 	}
 }
 
-// TestNil: where nobody lends there is a cache all the same.
+// TestNil: the nil Cache works, without peers.
 func TestNil(t *testing.T) {
 	var c *Cache[int]
 	if err := c.Put(1, device.Region{}, PutOptions[int]{}); !errors.Is(err, harvest.ErrNoCapacity) {
@@ -754,7 +754,7 @@ func TestNil(t *testing.T) {
 	}
 	_, _, found := c.Acquire(1)
 	c.SetCost(1, time.Second)
-	c.ReadWorked(device.HBM(1))
+	c.ReadSucceeded(device.HBM(1))
 	if found || c.Find(1) != nil || c.Poll() != 0 || c.Moving() != nil || c.Stats() != (Stats{}) {
 		t.Error("the nil cache has something")
 	}

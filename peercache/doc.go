@@ -1,51 +1,51 @@
-// Package peercache keeps copies of a client's objects in the memory of peer GPUs: what
-// of it harvest lends, transfer fills, and readers find without a lock. Experts and KV
-// blocks are such objects; a client has a cache of its own, with its own account, quota
-// and weight at harvest, and names its objects by keys of its choice.
+// Package peercache keeps copies of a client's objects in the memory of peer GPUs. Harvest
+// lends the memory, transfer fills it, and readers find copies without a lock. Experts and
+// KV blocks are such objects. A client has a cache of its own, with its own account, quota
+// and weight in harvest, and names its objects by keys of its choice.
 //
 //	c, err := peercache.New(peercache.Options[ID]{
 //		Machine: m, Harvest: rt, Transfer: engine, Client: "experts", Reader: device.HBM(0), Name: name,
 //	})
 //	err = c.Put(id, hostRegion, peercache.PutOptions[ID]{Cost: 40 * time.Millisecond})
-//	if errors.Is(err, harvest.ErrNoCapacity) { … it stays in host memory alone … }
-//	c.Settle()                             // often: copies that have landed are found from now on
+//	if errors.Is(err, harvest.ErrNoCapacity) { … it stays in host memory only … }
+//	c.Poll()                               // often: completed copies are found from now on
 //
 //	if copy, ref, ok := c.Acquire(id); ok { // no lock
 //		… submit a copy from copy.Region() …
 //		ref.ReleaseAt(ticket.End())
 //	} else { … read host memory instead … }
 //
-//	err = c.Drop(id)                        // its memory goes back once its readers are gone
+//	err = c.Drop(id)                        // its memory is freed once its readers are done
 //	err = c.Close()
 //
 // # The life of a copy
 //
-//	Put ──► moving ──Settle──► found by Acquire ──► gone: dropped, revoked, or unreadable
+//	Put ──► moving ──Poll──► found by Acquire ──► removed: dropped, revoked, or unreadable
 //	           │
-//	           └──► gone, where the copy fails or is dropped on its way
+//	           └──► removed, if its transfer fails or it is dropped before
 //
 // A copy is never the only one: the client keeps the object elsewhere, or can compute it
-// again. It is never written back, and harvest may revoke it at any moment: then Acquire
-// fails for it, at once, and nobody has to be told.
+// again. It is never written back, and harvest may revoke it at any time: then Acquire
+// fails at once, and the client need not be notified.
 //
-// # Peers that fail
+// # Failing peers
 //
-// Failures of copies to a peer, and of those from it that readers tell of (ReadFailed),
-// are counted by peer until one succeeds. A peer that fails three times in a row, or is
-// lost, is excluded from harvest, which tries it again later.
+// Each peer has a count of consecutive failures, of transfers to it and of those from it
+// that readers report (ReadFailed). A peer that fails three times in a row, or is lost, is
+// excluded from harvest. The rebalancer readmits it later.
 //
 // # What it is not
 //
-// It decides nothing: what is worth a place is for its client, which peer has room for
-// harvest. It knows neither experts nor KV, has no goroutine, and nothing of it waits
-// but Wait and Close.
+// The package makes no decisions: the client decides which objects get a copy, and harvest
+// which peer has room. It knows neither experts nor KV and has no goroutine. Only Wait and
+// Close wait.
 //
 // # Invariants
 //
-//   - A copy is found by Acquire only after its last byte has landed.
-//   - Every copy to a peer's memory holds a reference on it until it has ended; so must
-//     whoever reads it, which is what Acquire's reference is for.
+//   - Acquire finds a copy only after its last byte has landed.
+//   - Every transfer to a peer copy holds a reference on it until the transfer has ended;
+//     so must every reader, by the reference that Acquire returns.
 //   - Acquire takes no lock and allocates nothing.
-//   - A key has one copy at most, on its way or landed.
-//   - Memory is given back once: by Drop, by a failure, by Close, or by harvest.
+//   - A key has at most one copy, moving or landed.
+//   - Memory is freed once: by Drop, by a failure, by Close, or by harvest.
 package peercache

@@ -8,48 +8,48 @@ import (
 	"github.com/moeserve/moeserve/device"
 )
 
-// failures counts those in a row, by peer.
+// failures counts consecutive failures by peer.
 type failures struct {
-	// any is how many peers have some: a success is no news to the others.
-	any atomic.Int32
+	// failingPeers is the number of peers with failures; if it is 0, reset takes no lock.
+	failingPeers atomic.Int32
 
-	mu    sync.Mutex
-	inRow map[device.Space]int
+	mu          sync.Mutex
+	consecutive map[device.Space]int
 }
 
-// failed returns how many they are now.
-func (f *failures) failed(peer device.Space) int {
+// add counts a failure and returns the peer's consecutive failures.
+func (f *failures) add(peer device.Space) int {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	if f.inRow == nil {
-		f.inRow = map[device.Space]int{}
+	if f.consecutive == nil {
+		f.consecutive = map[device.Space]int{}
 	}
-	f.inRow[peer]++
-	f.any.Store(int32(len(f.inRow)))
-	return f.inRow[peer]
+	f.consecutive[peer]++
+	f.failingPeers.Store(int32(len(f.consecutive)))
+	return f.consecutive[peer]
 }
 
-// worked ends a row.
-func (f *failures) worked(peer device.Space) {
-	if f.any.Load() == 0 {
+// reset records a success.
+func (f *failures) reset(peer device.Space) {
+	if f.failingPeers.Load() == 0 {
 		return
 	}
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	delete(f.inRow, peer)
-	f.any.Store(int32(len(f.inRow)))
+	delete(f.consecutive, peer)
+	f.failingPeers.Store(int32(len(f.consecutive)))
 }
 
-// fences are points of fences that nobody waits for, to be used again.
-type fences struct {
+// fencePool is a freelist of fences, with the value that each has reached.
+type fencePool struct {
 	machine device.Machine
 	name    string
 	idle    []device.Point
 	all     []device.Fence
 }
 
-// take returns the next point of a fence.
-func (f *fences) take() (device.Point, error) {
+// take returns the next value of a fence of the pool.
+func (f *fencePool) take() (device.Point, error) {
 	if n := len(f.idle); n > 0 {
 		at := f.idle[n-1]
 		f.idle = f.idle[:n-1]
@@ -64,16 +64,16 @@ func (f *fences) take() (device.Point, error) {
 	return device.Point{Fence: fence, Value: 1}, nil
 }
 
-// put takes a point back that was raised or failed.
-func (f *fences) put(at device.Point) { f.idle = append(f.idle, at) }
+// put returns a fence value that was signaled or failed.
+func (f *fencePool) put(at device.Point) { f.idle = append(f.idle, at) }
 
-// unused takes a point back that nobody was given.
-func (f *fences) unused(at device.Point) {
+// cancelTake returns a fence value that was not used.
+func (f *fencePool) cancelTake(at device.Point) {
 	at.Value--
 	f.put(at)
 }
 
-func (f *fences) close() error {
+func (f *fencePool) close() error {
 	var errs []error
 	for _, fence := range f.all {
 		errs = append(errs, fence.Close())

@@ -5,8 +5,8 @@ import (
 	"sync/atomic"
 )
 
-// index finds values by key. Readers take no lock and allocate nothing; writers hold one
-// of their own. Nodes never change: a chain that loses one is made again up to it.
+// index finds values by key. Readers take no lock and allocate nothing; writers hold the
+// cache's lock. Nodes are immutable: removing one copies the chain up to it.
 type index[K comparable, V any] struct {
 	seed    maphash.Seed
 	buckets atomic.Pointer[[]atomic.Pointer[node[K, V]]]
@@ -19,7 +19,7 @@ type node[K comparable, V any] struct {
 	next  *node[K, V]
 }
 
-// firstBuckets is how many an index begins with. It has at least one for each value.
+// firstBuckets is the initial number of buckets. There are at least as many as values.
 const firstBuckets = 64
 
 func newIndex[K comparable, V any]() *index[K, V] {
@@ -59,7 +59,7 @@ func (x *index[K, V]) add(to []atomic.Pointer[node[K, V]], key K, value *V) {
 	b.Store(&node[K, V]{key, value, b.Load()})
 }
 
-// remove takes the value out, if it is the key's.
+// remove removes the value, if it is the key's.
 func (x *index[K, V]) remove(key K, value *V) {
 	b := x.bucket(*x.buckets.Load(), key)
 	for n := b.Load(); n != nil; n = n.next {
@@ -71,12 +71,12 @@ func (x *index[K, V]) remove(key K, value *V) {
 	}
 }
 
-// without is the chain from first on that lacks a node of it.
-func without[K comparable, V any](first, gone *node[K, V]) *node[K, V] {
-	if first == gone {
-		return gone.next
+// without is the chain from first on without one of its nodes.
+func without[K comparable, V any](first, removed *node[K, V]) *node[K, V] {
+	if first == removed {
+		return removed.next
 	}
-	return &node[K, V]{first.key, first.value, without(first.next, gone)}
+	return &node[K, V]{first.key, first.value, without(first.next, removed)}
 }
 
 // each calls f for every value, in no order.

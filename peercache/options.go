@@ -19,32 +19,32 @@ type Options[K comparable] struct {
 	Harvest *harvest.Runtime
 	// Transfer makes the copies.
 	Transfer *transfer.Engine
-	// Client is the cache's account at harvest.
+	// Client is the cache's client name in harvest.
 	Client string
-	// Reader is the GPU that copies are read from.
+	// Reader is the memory of the GPU that reads the copies.
 	Reader device.Space
 	// Name names an object in errors and reports. Default: fmt's %v.
 	Name func(K) string
-	// Label names the copy of an object to a peer, in errors and traces. Default: Name, and
-	// where it goes.
+	// Label names the copy of an object to a peer, in errors and traces. Default: Name and
+	// the destination.
 	Label func(K) fmt.Stringer
-	// Noun is what an object is, in the names under which harvest reports references.
+	// Noun is the kind of object, for the names under which harvest reports references.
 	// Default: "object".
 	Noun string
-	// MaxFailures of copies with one peer in a row, after which it is excluded.
-	// Default: 3.
+	// MaxFailures is the number of consecutive failed transfers from or to a peer after
+	// which it is excluded. Default: 3.
 	MaxFailures int
-	// Priority of the copies that fill it. Default: transfer's lowest.
+	// Priority of the transfers to peers. Default: transfer's lowest.
 	Priority transfer.Priority
-	// Events is told what happens. Default: nobody.
+	// Events receives what happens to copies. Default: none.
 	Events EventListener[K]
-	// Log hears of memory that cannot be given back. Default: nobody.
+	// Log of memory that cannot be freed. Default: discarded.
 	Log *slog.Logger
 }
 
 const defaultMaxFailures = 3
 
-// EnsureDefaults returns o with its defaults filled in.
+// EnsureDefaults returns o with its defaults set.
 func (o Options[K]) EnsureDefaults() Options[K] {
 	if o.Name == nil {
 		o.Name = func(key K) string { return fmt.Sprint(key) }
@@ -66,7 +66,7 @@ func (o Options[K]) EnsureDefaults() Options[K] {
 	return o
 }
 
-// Validate reports the first option that makes no sense.
+// Validate reports the first invalid option.
 func (o Options[K]) Validate() error {
 	switch {
 	case o.Machine == nil:
@@ -76,23 +76,24 @@ func (o Options[K]) Validate() error {
 	case o.Transfer == nil:
 		return errors.New("peercache: Options.Transfer is not set")
 	case o.MaxFailures < 0:
-		return fmt.Errorf("peercache: a peer is excluded after %d failures; it must be at least one", o.MaxFailures)
+		return fmt.Errorf("peercache: invalid MaxFailures %d: must be at least 1", o.MaxFailures)
 	}
 	return nil
 }
 
-// PutOptions say where a copy should go.
+// PutOptions say which peers may hold a copy, and what it is worth.
 type PutOptions[K comparable] struct {
-	// Peers are the only ones to be used. Default: all.
+	// Peers that may be used. Default: all.
 	Peers []device.Space
 	// Cost of losing the copy: see harvest.Hints.
 	Cost time.Duration
-	// After names objects that this one is read together with, the best first: the place
-	// right behind the first of them that has a copy is asked for. Default: none.
+	// After yields objects that this one is read together with, the best first: the
+	// memory right behind the copy of the first of them that has one is requested.
+	// Default: none.
 	After iter.Seq[K]
 }
 
-// Reason is why a copy has gone.
+// Reason is why a copy was removed.
 type Reason uint8
 
 // The reasons.
@@ -100,7 +101,7 @@ const (
 	Dropped Reason = iota
 	// Revoked by harvest.
 	Revoked
-	// Failed: a copy to it or from it.
+	// Failed: a transfer to or from the copy.
 	Failed
 	// Closed with the cache.
 	Closed
@@ -110,41 +111,42 @@ func (r Reason) String() string {
 	return [...]string{"dropped", "revoked", "copy failed", "closed"}[r]
 }
 
-// CopyInfo is a copy that has come or gone.
+// CopyInfo is a copy that has landed or was removed.
 type CopyInfo[K comparable] struct {
 	Key    K
 	Device device.Space
 	Bytes  int64
-	// Took is the time from Put to the Settle that saw the copy's end, where it has come.
+	// Took is the time from Put to the Poll that found the copy landed.
 	Took time.Duration
-	// Why it has gone.
-	Why Reason
+	// Reason of a removal.
+	Reason Reason
 }
 
-// PeerInfo is a peer whose copies failed.
+// PeerInfo is a peer with a failed transfer.
 type PeerInfo struct {
 	Device device.Space
 	Err    error
-	// Excluded says that nothing is copied to it or read from it any more.
+	// Excluded: nothing is copied to the peer or read from it any more.
 	Excluded bool
 }
 
-// EventListener is told what happens to copies. Any func may be nil. They are called
+// EventListener receives what happens to copies. Any func may be nil. Funcs are called
 // from several goroutines, must be quick, and must not call the cache.
 type EventListener[K comparable] struct {
-	// Landed: Acquire finds the copy from now on. Gone: it does not any more.
-	Landed, Gone func(CopyInfo[K])
-	// PeerFailed: a copy from or to a peer failed.
+	// Landed: Acquire finds the copy from now on. Removed: Acquire does not find it any
+	// more.
+	Landed, Removed func(CopyInfo[K])
+	// PeerFailed: a transfer from or to a peer failed.
 	PeerFailed func(PeerInfo)
 }
 
-// EnsureDefaults returns l with funcs that do nothing where it has none.
+// EnsureDefaults returns l with a no-op for each func that is nil.
 func (l EventListener[K]) EnsureDefaults() EventListener[K] {
 	if l.Landed == nil {
 		l.Landed = func(CopyInfo[K]) {}
 	}
-	if l.Gone == nil {
-		l.Gone = func(CopyInfo[K]) {}
+	if l.Removed == nil {
+		l.Removed = func(CopyInfo[K]) {}
 	}
 	if l.PeerFailed == nil {
 		l.PeerFailed = func(PeerInfo) {}

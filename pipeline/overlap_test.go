@@ -131,7 +131,7 @@ func newTimed(t *testing.T, c cell) *timed {
 	check(t, err)
 	placement, err := experts.Place(len(layers), config.Experts, c.fraction)
 	check(t, err)
-	plan, err := experts.NewPlan(experts.Config{Layers: layers, Experts: config.Experts, Layout: extent, Placement: placement, CacheSlots: int(c.ring * float64(placement.Largest()))})
+	plan, err := experts.NewPlan(experts.Config{Layers: layers, Experts: config.Experts, Layout: extent, Placement: placement, CacheSlots: int(c.ring * float64(placement.MaxPerLayer()))})
 	check(t, err)
 	lent, err := harvest.New(harvest.Options{Machine: m, Peers: []device.Space{device.HBM(1)}, SlabBytes: 8 * extent.Size})
 	check(t, err)

@@ -252,7 +252,7 @@ func (p *Pipeline) enqueue(ctx context.Context, plan *plan, withLogits bool) err
 	if again {
 		p.graphs.capture(func() error {
 			// Step.Layers does the store's part for each launch.
-			return p.enqueuer.run(ctx, plan.rest, &frame{step: p.step.Frozen(), shape: &plan.shape})
+			return p.enqueuer.run(ctx, plan.rest, &frame{step: p.step.ForCapture(), shape: &plan.shape})
 		})
 	}
 	return nil
@@ -261,7 +261,7 @@ func (p *Pipeline) enqueue(ctx context.Context, plan *plan, withLogits bool) err
 // launch enqueues a whole step behind its uploads.
 func (p *Pipeline) launch(ctx context.Context, graph device.Graph) error {
 	if p.o.Experts != nil {
-		if err := p.step.Layers(ctx); err != nil {
+		if err := p.step.UseAllLayers(ctx); err != nil {
 			return err
 		}
 	}

@@ -39,7 +39,7 @@ func newPlans(o *Options) *plans {
 	for layer, dense := range c.Dense {
 		p.shape.MoE = append(p.shape.MoE, !dense)
 		// How many of a layer's experts are local stays the same, whichever they are.
-		p.shape.Missing = append(p.shape.Missing, !dense && o.Experts != nil && o.Experts.Plan().Missing(layer) > 0)
+		p.shape.Missing = append(p.shape.Missing, !dense && o.Experts != nil && o.Experts.Plan().OffloadedIn(layer) > 0)
 	}
 	if p.missing() && o.Machine.Capabilities().KeepsData {
 		p.onDemand = max(0, min(o.SmallBatchTokens, o.GroupLimits(o.Limits).MaxTokens)) // they are in one group

@@ -22,8 +22,8 @@ type View struct {
 type Core struct {
 	o     CoreOptions
 	rates *Rates
-	// tokens are bytes that may be moved now, as of at.
-	tokens float64
+	// budget are bytes that may be moved now, as of at.
+	budget float64
 	at     time.Duration
 }
 
@@ -49,8 +49,8 @@ type CoreOptions struct {
 
 // EnsureDefaults returns o with every unset field at its default.
 func (o CoreOptions) EnsureDefaults() CoreOptions {
-	def(&o.MaxMoving, max(16, int((1<<30)/max(o.Bytes, 1))))
-	def(&o.HalfLife, 10*time.Second)
+	setDefault(&o.MaxMoving, max(16, int((1<<30)/max(o.Bytes, 1))))
+	setDefault(&o.HalfLife, 10*time.Second)
 	o.Tuning = o.Tuning.EnsureDefaults()
 	return o
 }
@@ -58,11 +58,11 @@ func (o CoreOptions) EnsureDefaults() CoreOptions {
 // NewCore makes one.
 func NewCore(o CoreOptions) *Core {
 	o = o.EnsureDefaults()
-	return &Core{o: o, rates: NewRates(o.HalfLife), tokens: float64(o.Bytes)}
+	return &Core{o: o, rates: NewRates(o.HalfLife), budget: float64(o.Bytes)}
 }
 
-// hostShare is the default migration limit as a share of the host link's rate.
-const hostShare = 0.2
+// defaultHostShare is the default migration limit as a share of the host link's rate.
+const defaultHostShare = 0.2
 
 // limit in bytes per second.
 func (c *Core) limit(host experts.Link) float64 {
@@ -72,7 +72,7 @@ func (c *Core) limit(host experts.Link) float64 {
 	case l < 0 || host.BytesPerSecond <= 0:
 		return math.Inf(1)
 	}
-	return hostShare * host.BytesPerSecond
+	return defaultHostShare * host.BytesPerSecond
 }
 
 // burst is how long nothing may be moved before more is not saved up. One expert
@@ -87,9 +87,9 @@ func (c *Core) Step(v View, now time.Duration, try func(Move) bool) {
 	limit := c.limit(v.Host)
 	n := c.o.MaxMoving - v.Moving
 	if !math.IsInf(limit, 1) {
-		c.tokens += limit * (now - c.at).Seconds()
-		c.tokens = min(c.tokens, max(limit*burst.Seconds(), float64(c.o.Bytes)))
-		n = min(n, int(c.tokens/float64(c.o.Bytes)))
+		c.budget += limit * (now - c.at).Seconds()
+		c.budget = min(c.budget, max(limit*burst.Seconds(), float64(c.o.Bytes)))
+		n = min(n, int(c.budget/float64(c.o.Bytes)))
 	}
 	c.at = now
 	if n <= 0 {
@@ -99,7 +99,7 @@ func (c *Core) Step(v View, now time.Duration, try func(Move) bool) {
 		if !try(m) {
 			continue
 		}
-		c.tokens -= float64(c.o.Bytes)
+		c.budget -= float64(c.o.Bytes)
 		if n--; n == 0 {
 			return
 		}
@@ -107,7 +107,7 @@ func (c *Core) Step(v View, now time.Duration, try func(Move) bool) {
 }
 
 func (c *Core) stats(v View) Stats {
-	return Stats{Bytes: c.o.Bytes, Rates: c.rates.PerSecond(), One: c.rates.One(), Placed: v.Placed, Adaptive: c.o.Dynamic}
+	return Stats{Bytes: c.o.Bytes, Rates: c.rates.PerSecond(), SingleUse: c.rates.SingleUse(), Placed: v.Placed, Dynamic: c.o.Dynamic}
 }
 
 // Costs is what losing each peer copy would cost: the seconds that its expert's

@@ -16,12 +16,12 @@ type Stats struct {
 	Bytes int64
 	// Rates at which each is used, [position of the layer][expert], per second; One is
 	// the rate that a single use makes. See Rates.
-	Rates [][]float64
-	One   float64
+	Rates     [][]float64
+	SingleUse float64
 	// Placed says where each is.
 	Placed [][]experts.Placed
-	// Adaptive says that local experts may be swapped.
-	Adaptive bool
+	// Dynamic says that local experts may be swapped.
+	Dynamic bool
 }
 
 // Capacity is what there is to move experts to.
@@ -57,13 +57,13 @@ type Tuning struct {
 
 // EnsureDefaults returns t with every unset field at its default.
 func (t Tuning) EnsureDefaults() Tuning {
-	def(&t.Hysteresis, 1.25)
-	def(&t.Horizon, 10*time.Second)
-	def(&t.Deviations, 2)
+	setDefault(&t.Hysteresis, 1.25)
+	setDefault(&t.Horizon, 10*time.Second)
+	setDefault(&t.Deviations, 2)
 	return t
 }
 
-func def[T comparable](field *T, to T) {
+func setDefault[T comparable](field *T, to T) {
 	var zero T
 	if *field == zero {
 		*field = to
@@ -112,9 +112,9 @@ func (m Move) String() string {
 
 const (
 	// Rates that differ by less than alike are taken as equal where free memory is given
-	// away; among links that differ by less than asFast, which are measured while other
+	// away; among links that differ by less than similarLinks, which are measured while other
 	// copies run, harvest's policy chooses.
-	alike, asFast = 1.1, 1.3
+	similarGains, similarLinks = 1.1, 1.3
 	// A link whose rate nobody knows is taken for one of a common machine: 16 lanes of
 	// PCIe 5 to the host, and NVLink, seven times as fast, to peers.
 	nominalHost = 55e9
@@ -147,7 +147,7 @@ type item struct {
 	// peer that it is on.
 	peer int
 	// moves: what does stays where it is for the rest of the plan.
-	moves bool
+	planned bool
 	// gain of the copy that is looked at, in seconds per second; rank is that of the
 	// first of those that are alike, and share the part of its layer's offloaded
 	// experts on peers if it and those before it in the layer go there.
@@ -252,7 +252,7 @@ func (p *planner) classify(host float64, now time.Duration, force bool) {
 	var first float64
 	for _, k := range order {
 		s := seconds(k)
-		if len(p.classes) == 0 || s > asFast*first {
+		if len(p.classes) == 0 || s > similarLinks*first {
 			p.classes = append(p.classes, class{})
 			first = s
 		}
@@ -269,7 +269,7 @@ func (p *planner) classify(host float64, now time.Duration, force bool) {
 }
 
 func (p *planner) plan() []Move {
-	if p.stats.Adaptive {
+	if p.stats.Dynamic {
 		p.swap()
 	}
 	for k := range p.classes {
@@ -292,9 +292,9 @@ func (p *planner) seconds(it *item) float64 {
 	return p.classes[it.at].seconds
 }
 
-// pays says whether in should take the place of out (nil: a free one), which gains
+// worthwhile says whether in should take the place of out (nil: a free one), which gains
 // and loses so many seconds per second.
-func (p *planner) pays(in, out *item, gain, loss float64) bool {
+func (p *planner) worthwhile(in, out *item, gain, loss float64) bool {
 	if gain <= loss*p.t.Hysteresis || (gain-loss)*p.t.Horizon.Seconds() < p.host {
 		return false
 	}
@@ -302,7 +302,7 @@ func (p *planner) pays(in, out *item, gain, loss float64) bool {
 		return true
 	}
 	// The variance of a rate is half of what as many uses would make at once.
-	chance := math.Sqrt((in.rate + out.rate) * p.stats.One / 2)
+	chance := math.Sqrt((in.rate + out.rate) * p.stats.SingleUse / 2)
 	return in.rate-out.rate > p.t.Deviations*chance
 }
 
@@ -312,9 +312,9 @@ func (p *planner) add(kind Kind, in, out *item, to []int, gain, rank float64) {
 		m.Out = out.id
 	}
 	p.moves = append(p.moves, &move{m, rank})
-	in.moves = true
+	in.planned = true
 	if out != nil {
-		out.moves = true
+		out.planned = true
 	}
 }
 
@@ -324,7 +324,7 @@ func (p *planner) swap() {
 		var local, away []*item
 		for _, it := range p.items {
 			switch {
-			case it.id.Layer != l || it.moves:
+			case it.id.Layer != l || it.planned:
 			case it.at == residentMemory:
 				local = append(local, it)
 			default:
@@ -338,7 +338,7 @@ func (p *planner) swap() {
 		for i := range min(len(local), len(away)) {
 			in, out := away[i], local[i]
 			loss := out.rate * p.host
-			if !p.pays(in, out, in.gain, loss) {
+			if !p.worthwhile(in, out, in.gain, loss) {
 				break
 			}
 			p.add(Swap, in, out, nil, in.gain-loss, in.gain-loss)
@@ -350,7 +350,7 @@ func (p *planner) swap() {
 func (p *planner) candidates(k int) []*item {
 	var cs []*item
 	for _, it := range p.items {
-		if it.at > k && !it.moves {
+		if it.at > k && !it.planned {
 			it.gain = it.rate * (p.seconds(it) - p.classes[k].seconds)
 			cs = append(cs, it)
 		}
@@ -360,10 +360,10 @@ func (p *planner) candidates(k int) []*item {
 	}
 	slices.SortFunc(cs, func(a, b *item) int { return cmp.Or(cmp.Compare(b.gain, a.gain), byID(a, b)) })
 	there := slices.Clone(p.onPeers)
-	one := p.stats.One * (p.host - p.classes[k].seconds)
+	one := p.stats.SingleUse * (p.host - p.classes[k].seconds)
 	for from := 0; from < len(cs); {
 		to := from
-		for to < len(cs) && (cs[to].gain > 0) == (cs[from].gain > 0) && (cs[to].gain+one)*alike >= cs[from].gain {
+		for to < len(cs) && (cs[to].gain > 0) == (cs[from].gain > 0) && (cs[to].gain+one)*similarGains >= cs[from].gain {
 			it := cs[to]
 			it.rank = cs[from].gain
 			if it.at == hostMemory {
@@ -378,8 +378,8 @@ func (p *planner) candidates(k int) []*item {
 	return cs
 }
 
-// unused says that no expert has been used.
-func (p *planner) unused() bool {
+// noneUsed says that no expert has been used.
+func (p *planner) noneUsed() bool {
 	for _, rates := range p.stats.Rates {
 		for _, r := range rates {
 			if r > 0 {
@@ -396,7 +396,7 @@ func (p *planner) fill(k int) {
 	if cl.free == 0 {
 		return
 	}
-	all := p.unused()
+	all := p.noneUsed()
 	for _, it := range p.candidates(k) {
 		if cl.free == 0 {
 			return
@@ -405,7 +405,7 @@ func (p *planner) fill(k int) {
 		case it.at == hostMemory && (it.rate > 0 || all):
 			p.onPeers[it.id.Layer]++
 			p.add(Promote, it, nil, cl.open, it.gain, it.rank)
-		case it.at != hostMemory && p.pays(it, nil, it.gain, 0):
+		case it.at != hostMemory && p.worthwhile(it, nil, it.gain, 0):
 			p.add(Replace, it, it, cl.open, it.gain, it.rank)
 		default:
 			continue
@@ -418,7 +418,7 @@ func (p *planner) fill(k int) {
 func (p *planner) replace(k int) {
 	var there []*item
 	for _, it := range p.items {
-		if it.at == k && !it.moves && slices.Contains(p.classes[k].open, it.peer) {
+		if it.at == k && !it.planned && slices.Contains(p.classes[k].open, it.peer) {
 			there = append(there, it)
 		}
 	}
@@ -427,7 +427,7 @@ func (p *planner) replace(k int) {
 	for i := range min(len(there), len(coming)) {
 		in, out := coming[i], there[i]
 		loss := out.rate * (p.host - p.classes[k].seconds)
-		if !p.pays(in, out, in.gain, loss) {
+		if !p.worthwhile(in, out, in.gain, loss) {
 			break
 		}
 		p.add(Replace, in, out, p.classes[k].open, in.gain-loss, in.rank-loss)

@@ -194,7 +194,7 @@ func TestPlan(t *testing.T) {
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			s := situation(t, c.layers)
-			s.One, s.Adaptive = c.one, c.adaptive
+			s.SingleUse, s.Dynamic = c.one, c.adaptive
 			moves := rebalancer.Plan(s, c.capacity, c.tuning, time.Minute)
 			var got []string
 			for _, m := range moves {
@@ -224,7 +224,7 @@ func TestGain(t *testing.T) {
 
 // random draws a situation in which everything fits.
 func random(t *rapid.T) (rebalancer.Stats, rebalancer.Capacity) {
-	s := rebalancer.Stats{Bytes: planBytes, Adaptive: rapid.Bool().Draw(t, "adaptive"), One: rapid.SampledFrom([]float64{0, 0.1}).Draw(t, "one")}
+	s := rebalancer.Stats{Bytes: planBytes, Dynamic: rapid.Bool().Draw(t, "adaptive"), SingleUse: rapid.SampledFrom([]float64{0, 0.1}).Draw(t, "one")}
 	c := capacity(rapid.SampledFrom([]float64{0, 50}).Draw(t, "host"))
 	for i := range rapid.IntRange(0, 3).Draw(t, "peers") {
 		c.Peers = append(c.Peers, peer(i+1, rapid.SampledFrom([]float64{0, 25, 100, 110, 300}).Draw(t, "rate"), rapid.IntRange(0, 6).Draw(t, "free")))
@@ -285,7 +285,7 @@ func perByte(c rebalancer.Capacity, h experts.Placed) float64 {
 	return 1 / host
 }
 
-// carryOut applies moves as store and harvest would, the peer among those named being
+// startMove applies moves as store and harvest would, the peer among those named being
 // anyone's choice, and fails where they do not fit.
 func carryOut(t *rapid.T, s rebalancer.Stats, c rebalancer.Capacity, moves []rebalancer.Move) {
 	at := func(id experts.ID) *experts.Placed { return &s.Placed[id.Layer][id.Expert] }
@@ -384,16 +384,16 @@ func TestRates(t *testing.T) {
 	}
 	r.Observe(uses, now)
 	expect("nothing used", 0, 0)
-	if r.One() != 0 {
-		t.Errorf("one use counts %v before any", r.One())
+	if r.SingleUse() != 0 {
+		t.Errorf("one use counts %v before any", r.SingleUse())
 	}
 	run(time.Second, 1, 4)
 	expect("from the beginning on", 10, 40)
 	run(time.Minute, 1, 4)
 	expect("steady", 10, 40)
 	run(halfLife, 1, 4)
-	if one := math.Ln2 / halfLife.Seconds(); math.Abs(r.One()-one) > 0.05*one {
-		t.Errorf("one use counts %v, want %v", r.One(), one)
+	if one := math.Ln2 / halfLife.Seconds(); math.Abs(r.SingleUse()-one) > 0.05*one {
+		t.Errorf("one use counts %v, want %v", r.SingleUse(), one)
 	}
 	now += 10 * time.Hour
 	r.Observe(uses, now)
@@ -416,7 +416,7 @@ func TestRates(t *testing.T) {
 func BenchmarkPlan(b *testing.B) {
 	for _, free := range []int{0, 6144} {
 		b.Run(fmt.Sprintf("free=%d", free), func(b *testing.B) {
-			s := rebalancer.Stats{Bytes: 9 << 20, One: 0.07}
+			s := rebalancer.Stats{Bytes: 9 << 20, SingleUse: 0.07}
 			for l := range 48 {
 				homes, rates := make([]experts.Placed, 128), make([]float64, 128)
 				for e := range homes {

@@ -35,9 +35,9 @@ type mean struct {
 
 const (
 	// The short past is that much shorter.
-	shorter = 4
-	// surprise is by how many standard deviations of the short mean it must differ.
-	surprise = 3
+	shortFactor = 4
+	// changeDeviations is by how many standard deviations of the short mean it must differ.
+	changeDeviations = 3
 )
 
 // NewRates of a half-life over 0.
@@ -75,24 +75,24 @@ func (r *Rates) Observe(counts [][]int64, now time.Duration) {
 	for l := range counts {
 		copy(r.last[l], counts[l])
 		for e := range counts[l] {
-			r.compare(l, e)
+			r.resetIfChanged(l, e)
 		}
 	}
 	r.at = now
 }
 
-// compare forgets an expert's past where its rate has changed.
-func (r *Rates) compare(l, e int) {
+// resetIfChanged forgets an expert's past where its rate has changed.
+func (r *Rates) resetIfChanged(l, e int) {
 	long, short := r.long.sum[l][e]/r.long.weight, r.short.sum[l][e]/r.short.weight
-	chance := math.Sqrt(max(long, short) * r.short.one() / 2)
-	if math.Abs(long-short) > surprise*chance {
+	chance := math.Sqrt(max(long, short) * r.short.singleUse() / 2)
+	if math.Abs(long-short) > changeDeviations*chance {
 		r.long.sum[l][e] = short * r.long.weight
 	}
 }
 
 func (r *Rates) begin(counts [][]int64, now time.Duration) {
 	r.last, r.at, r.begun = make([][]int64, len(counts)), now, true
-	r.long, r.short = mean{halfLife: r.halfLife}, mean{halfLife: r.halfLife / shorter}
+	r.long, r.short = mean{halfLife: r.halfLife}, mean{halfLife: r.halfLife / shortFactor}
 	for l := range counts {
 		r.last[l] = append([]int64(nil), counts[l]...)
 		r.long.sum = append(r.long.sum, make([]float64, len(counts[l])))
@@ -112,9 +112,9 @@ func (m *mean) decay(dt time.Duration) (keep float64) {
 	return keep
 }
 
-// one is the rate that a single use just now makes. The variance of a mean of
+// singleUse is the rate that a single use just now makes. The variance of a mean of
 // independent uses is half of its rate times that.
-func (m *mean) one() float64 {
+func (m *mean) singleUse() float64 {
 	if m.weight == 0 {
 		return 0
 	}
@@ -135,6 +135,6 @@ func (r *Rates) PerSecond() [][]float64 {
 	return rates
 }
 
-// One is the rate that a single use just now makes: differences of this size say
+// SingleUse is the rate that a single use just now makes: differences of this size say
 // nothing.
-func (r *Rates) One() float64 { return r.long.one() }
+func (r *Rates) SingleUse() float64 { return r.long.singleUse() }

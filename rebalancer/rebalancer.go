@@ -53,8 +53,8 @@ type Options struct {
 
 // EnsureDefaults returns o with every unset field at its default.
 func (o Options) EnsureDefaults() Options {
-	def(&o.Interval, 100*time.Millisecond)
-	def(&o.Backoff, 5*time.Second)
+	setDefault(&o.Interval, 100*time.Millisecond)
+	setDefault(&o.Backoff, 5*time.Second)
 	if o.Log == nil {
 		o.Log = slog.New(slog.DiscardHandler)
 	}
@@ -87,11 +87,11 @@ func (o Options) Validate() error {
 // ErrDoesNotFit: peers have no room for every offloaded expert.
 var ErrDoesNotFit = errors.New("peer memory does not hold all offloaded experts")
 
-// maxBackoff is the longest a peer is left out before it is tried again; maxPause the
+// maxBackoff is the longest a peer is left out before it is tried again; maxRefusalBackoff the
 // longest that a refusal of free memory is believed in.
 const (
-	maxBackoff = 5 * time.Minute
-	maxPause   = time.Second
+	maxBackoff        = 5 * time.Minute
+	maxRefusalBackoff = time.Second
 )
 
 // Rebalancer carries out what a Core decides. All methods but Close may be called
@@ -104,9 +104,9 @@ type Rebalancer struct {
 	core   *Core
 	peers  map[device.Space]*peerState
 	counts Counts
-	// localized are experts that a Swap is to make local: their peer copy is given
+	// becomingResident are experts that a Swap is to make local: their peer copy is given
 	// back when they are.
-	localized []experts.ID
+	becomingResident []experts.ID
 
 	stop func() // ends the loop; nil before Start
 }
@@ -115,14 +115,14 @@ type Rebalancer struct {
 type peerState struct {
 	// notBefore is until when it is not asked again after a refusal, wait for how long
 	// that is, and fullUntil until when what is free there is not for us.
-	notBefore, wait, fullUntil time.Duration
+	notBefore, backoff, fullUntil time.Duration
 	// left out since a tick, until which it stays so, and the delay that led there.
-	out          bool
-	until, delay time.Duration
+	excluded            bool
+	retryAt, retryDelay time.Duration
 	// unhealthy is what the peer's readings say, which trying again does not mend.
 	unhealthy string
-	// back is when it was last taken back.
-	back time.Duration
+	// readmittedAt is when it was last taken back.
+	readmittedAt time.Duration
 }
 
 // Counts are what a Rebalancer has done since New.
@@ -198,15 +198,15 @@ func (r *Rebalancer) Tick(now time.Duration) error {
 	v := r.view(now, true)
 	var failed error
 	r.core.Step(v, now, func(m Move) bool {
-		if failed != nil || r.barred(m, v, now) {
+		if failed != nil || r.backedOff(m, v, now) {
 			return false
 		}
-		err := r.carryOut(m, v)
+		err := r.startMove(m, v)
 		switch {
 		case err == nil:
 			return true
 		case errors.Is(err, harvest.ErrNoCapacity), errors.Is(err, harvest.ErrQuota), errors.Is(err, harvest.ErrRate):
-			r.refused(m, v, now, err)
+			r.backOff(m, v, now, err)
 		case errors.Is(err, experts.ErrBusy), errors.Is(err, harvest.ErrRevoked):
 		default:
 			failed = err
@@ -220,7 +220,7 @@ func (r *Rebalancer) Tick(now time.Duration) error {
 // view gathers what the core needs. mend takes back peers whose time has come.
 func (r *Rebalancer) view(now time.Duration, mend bool) View {
 	v := View{Moving: r.store.Poll(), Uses: r.store.Uses(), Placed: r.store.Placed()}
-	r.localized = slices.DeleteFunc(r.localized, func(id experts.ID) bool {
+	r.becomingResident = slices.DeleteFunc(r.becomingResident, func(id experts.ID) bool {
 		switch h := v.Placed[id.Layer][id.Expert]; {
 		case h.Tier == experts.Resident:
 			// A copy that cannot be given back now stays until it is revoked.
@@ -250,7 +250,7 @@ func (r *Rebalancer) view(now time.Duration, mend bool) View {
 			r.peers[l.From] = st
 		}
 		if mend {
-			sick = r.mend(st, l.From, sick, now)
+			sick = r.readmit(st, l.From, sick, now)
 		}
 		if sick == nil {
 			v.Peers = append(v.Peers, Peer{Link: l, Free: room[l.From], NotBefore: st.notBefore})
@@ -262,28 +262,28 @@ func (r *Rebalancer) view(now time.Duration, mend bool) View {
 	return v
 }
 
-// mend takes a peer back that was left out because copies failed, when its time has
+// readmit takes a peer back that was left out because copies failed, when its time has
 // come. Where its own readings say that it is sick it is left at that. The result is why
 // the peer must not be used after that, nil where it may.
-func (r *Rebalancer) mend(st *peerState, peer device.Space, sick error, now time.Duration) error {
+func (r *Rebalancer) readmit(st *peerState, peer device.Space, sick error, now time.Duration) error {
 	switch {
 	case sick == nil:
-		if st.delay > 0 && !st.out && now-st.back > 2*st.delay {
-			st.delay = 0 // it has been well for longer than it was left out
+		if st.retryDelay > 0 && !st.excluded && now-st.readmittedAt > 2*st.retryDelay {
+			st.retryDelay = 0 // it has been well for longer than it was left out
 		}
-		st.out, st.unhealthy = false, ""
+		st.excluded, st.unhealthy = false, ""
 		return nil
 	case sick.Error() == st.unhealthy:
 		return sick
-	case !st.out:
-		st.out, st.unhealthy = true, ""
-		st.delay = min(max(2*st.delay, r.o.Backoff), maxBackoff)
-		st.until = now + st.delay
+	case !st.excluded:
+		st.excluded, st.unhealthy = true, ""
+		st.retryDelay = min(max(2*st.retryDelay, r.o.Backoff), maxBackoff)
+		st.retryAt = now + st.retryDelay
 		return sick
-	case now < st.until:
+	case now < st.retryAt:
 		return sick
 	}
-	st.out = false
+	st.excluded = false
 	if err := r.o.Harvest.Readmit(peer); err != nil {
 		st.unhealthy = sick.Error()
 		return sick
@@ -293,20 +293,20 @@ func (r *Rebalancer) mend(st *peerState, peer device.Space, sick error, now time
 		return again
 	}
 	r.counts.Readmitted++
-	st.back = now
-	r.o.Log.Info("retrying a disabled peer", "device", peer.String(), "after", st.delay, "cause", sick.Error())
+	st.readmittedAt = now
+	r.o.Log.Info("retrying a disabled peer", "device", peer.String(), "after", st.retryDelay, "cause", sick.Error())
 	return nil
 }
 
-// carryOut begins one move.
-func (r *Rebalancer) carryOut(m Move, v View) error {
+// startMove begins one move.
+func (r *Rebalancer) startMove(m Move, v View) error {
 	if m.Kind == Swap {
 		if err := r.store.Swap(m.In, m.Out); err != nil {
 			return err
 		}
 		r.counts.Swapped++
 		if v.Placed[m.In.Layer][m.In.Expert].Tier == experts.Peer {
-			r.localized = append(r.localized, m.In)
+			r.becomingResident = append(r.becomingResident, m.In)
 		}
 		return nil
 	}
@@ -329,7 +329,7 @@ func (r *Rebalancer) carryOut(m Move, v View) error {
 		return err
 	}
 	for _, k := range m.To {
-		r.peers[v.Peers[k].From].wait = 0
+		r.peers[v.Peers[k].From].backoff = 0
 	}
 	if m.Kind == Replace {
 		r.counts.Replaced++
@@ -339,23 +339,23 @@ func (r *Rebalancer) carryOut(m Move, v View) error {
 	return nil
 }
 
-// barred says that all peers that the move may go to have just refused another.
-func (r *Rebalancer) barred(m Move, v View, now time.Duration) bool {
+// backedOff says that all peers that the move may go to have just refused another.
+func (r *Rebalancer) backedOff(m Move, v View, now time.Duration) bool {
 	return m.Kind != Swap && !slices.ContainsFunc(m.To, func(k int) bool {
 		return now >= r.peers[v.Peers[k].From].notBefore
 	})
 }
 
-// refused leaves the move's peers alone for a while, for longer each time in a row. A
+// backOff leaves the move's peers alone for a while, for longer each time in a row. A
 // client that has its quota may still replace what it has.
-func (r *Rebalancer) refused(m Move, v View, now time.Duration, err error) {
+func (r *Rebalancer) backOff(m Move, v View, now time.Duration, err error) {
 	r.counts.Refused++
 	for _, k := range m.To {
 		st := r.peers[v.Peers[k].From]
-		st.wait = min(max(2*st.wait, r.o.Interval), maxPause)
-		st.notBefore = now + st.wait
+		st.backoff = min(max(2*st.backoff, r.o.Interval), maxRefusalBackoff)
+		st.notBefore = now + st.backoff
 		if m.Kind == Promote && errors.Is(err, harvest.ErrQuota) {
-			st.fullUntil = st.notBefore + maxPause
+			st.fullUntil = st.notBefore + maxRefusalBackoff
 		}
 	}
 }
@@ -384,7 +384,7 @@ func (r *Rebalancer) FillAll(ctx context.Context) error {
 		}
 		now := r.o.Clock.Now()
 		v := r.view(now, false)
-		onPeers, offloaded := tally(v.Placed)
+		onPeers, offloaded := countOffloaded(v.Placed)
 		if onPeers == offloaded {
 			return nil
 		}
@@ -396,10 +396,10 @@ func (r *Rebalancer) FillAll(ctx context.Context) error {
 			v.Peers[k].NotBefore = 0
 		}
 		s := r.core.stats(v)
-		s.Rates = noRates(v.Placed)
+		s.Rates = zeroRates(v.Placed)
 		var refusal error
 		for _, m := range newPlanner(s, v.Capacity, r.o.Core.Tuning, now, true).plan() {
-			if refusal = r.carryOut(m, v); refusal != nil {
+			if refusal = r.startMove(m, v); refusal != nil {
 				break
 			}
 		}
@@ -409,8 +409,8 @@ func (r *Rebalancer) FillAll(ctx context.Context) error {
 	}
 }
 
-// tally counts the experts that have a copy on a peer and all that are not local.
-func tally(homes [][]experts.Placed) (onPeers, offloaded int) {
+// countOffloaded counts the experts that have a copy on a peer and all that are not local.
+func countOffloaded(homes [][]experts.Placed) (onPeers, offloaded int) {
 	for _, layer := range homes {
 		for _, h := range layer {
 			if h.Tier != experts.Resident {
@@ -424,8 +424,8 @@ func tally(homes [][]experts.Placed) (onPeers, offloaded int) {
 	return onPeers, offloaded
 }
 
-// noRates are those of experts that nobody has used.
-func noRates(homes [][]experts.Placed) [][]float64 {
+// zeroRates are those of experts that nobody has used.
+func zeroRates(homes [][]experts.Placed) [][]float64 {
 	rates := make([][]float64, len(homes))
 	for l := range homes {
 		rates[l] = make([]float64, len(homes[l]))
@@ -434,7 +434,7 @@ func noRates(homes [][]experts.Placed) [][]float64 {
 }
 
 func (r *Rebalancer) doesNotFit(v View, refusal error) error {
-	onPeers, offloaded := tally(v.Placed)
+	onPeers, offloaded := countOffloaded(v.Placed)
 	var where string
 	for _, p := range v.Peers {
 		n := 0

@@ -139,7 +139,7 @@ func newRig(t *testing.T, o rigOptions) *rig {
 	engine, err := transfer.New(transfer.Options{Machine: r.m, ChunkBytes: rigBytes})
 	must(err)
 	end("transfer", engine.Close)
-	o.harvest.Machine, o.harvest.ClearBytes = r.m, rigBytes
+	o.harvest.Machine, o.harvest.ScrubBytes = r.m, rigBytes
 	def := func(field *int64, to int64) {
 		if *field == 0 {
 			*field = to

@@ -19,27 +19,27 @@ import (
 type Options struct {
 	// Machine whose memories are copied between.
 	Machine device.Machine
-	// ChunkBytes is the size of a chunk. Default: what the path moves in 160 us, by its
-	// rate in the topology, at least 8 MiB: then its start costs little, and an urgent
-	// copy waits about as long on every path.
+	// ChunkBytes is the maximum size of a chunk. Default: what the path copies in 160 us,
+	// by its rate in the topology, at least 8 MiB: the launch costs little beside it, and
+	// a copy of higher priority waits about equally long on every path.
 	ChunkBytes int64
-	// Depth is how many chunks of one link are with the device at a time; small ones may
-	// be more. Default: 2.
+	// Depth is the number of chunks in flight on each link; more if they are small.
+	// Default: 2.
 	Depth int
-	// Trace prints what copies are of. Default: none.
+	// Trace records what copies are for. Default: none.
 	Trace *trace.Writer
-	// Log hears of chunks tried again and copies that failed. Default: none.
+	// Log of retried chunks and failed copies. Default: discarded.
 	Log *slog.Logger
 }
 
 const (
-	leastChunkBytes  = 8 << 20
+	minChunkBytes    = 8 << 20
 	defaultChunkTime = 160 * time.Microsecond
 	defaultDepth     = 2
 )
 
-// EnsureDefaults returns o with its defaults filled in, but for ChunkBytes, whose
-// default each path has for itself.
+// EnsureDefaults returns o with its defaults set, except ChunkBytes, whose default
+// differs by path.
 func (o Options) EnsureDefaults() Options {
 	if o.Depth == 0 {
 		o.Depth = defaultDepth
@@ -50,15 +50,15 @@ func (o Options) EnsureDefaults() Options {
 	return o
 }
 
-// Validate reports the first option that makes no sense.
+// Validate reports the first invalid option.
 func (o Options) Validate() error {
 	switch {
 	case o.Machine == nil:
 		return errors.New("transfer: Options.Machine is not set")
 	case o.ChunkBytes < 0:
-		return fmt.Errorf("transfer: chunks of %d bytes; they must have at least one", o.ChunkBytes)
+		return fmt.Errorf("transfer: invalid chunk size of %d bytes: must be at least 1", o.ChunkBytes)
 	case o.Depth <= 0:
-		return fmt.Errorf("transfer: depth %d; at least one chunk must be under way", o.Depth)
+		return fmt.Errorf("transfer: invalid depth %d: must be at least 1", o.Depth)
 	}
 	return nil
 }
@@ -66,42 +66,42 @@ func (o Options) Validate() error {
 // Engine copies between the memories of one machine. Its methods may be called
 // from any goroutine.
 //
-// What goes when is decided by the core. The engine does what it asks for: it gives
-// chunks to the streams of the links, from whichever goroutine reports the event that
-// calls for it, and learns of the ends of chunks and of After points on one host stream,
-// of all links.
+// The core decides what is copied when. The engine carries out its actions, on the
+// goroutine that reports an event: it enqueues chunks on the streams of the links. It
+// learns of completed chunks and reached After points of all links on one host stream.
 type Engine struct {
 	o Options
-	// ends is the host stream that learns of ends and points, and recovers streams.
-	ends device.Watcher
+	// watcher is the host stream that watches for completed chunks and After points, and
+	// recovers streams.
+	watcher device.Watcher
 
-	// mu is never held while something waits: on a machine with virtual time whoever
-	// waits may run other work of the engine.
+	// mu is never held during a wait: on a machine with virtual time a wait may run other
+	// work of the engine.
 	mu   sync.Mutex
 	core dispatch.Core
 	// links by their number in the core.
 	links []*link
-	// waits, tickets and marks, fences for Ticket.end at the value that they have, are
-	// there to be used again; worn marks are not, see lastMark.
-	waits      []*wait
-	tickets    []*Ticket
-	doneFences []device.Point
-	exhausted  []device.Point
-	closed     bool
+	// Freelists. doneFences are fences for Ticket.end, with the value that each has
+	// reached; exhausted ones are not used again, see maxDoneValue.
+	freeWaits   []*pointWait
+	freeTickets []*Ticket
+	doneFences  []device.Point
+	exhausted   []device.Point
+	closed      bool
 }
 
-// lastMark is the value from which on a fence is not used for another Ticket.end: somebody
-// may still hold the end of its first ticket, which half a round later would count as not
-// reached.
-const lastMark = 1 << 30
+// maxDoneValue is the value from which on a fence is not used for another Ticket.end:
+// fence values wrap around, and a caller may still hold the end of the fence's first
+// ticket, which would count as not reached half the range later.
+const maxDoneValue = 1 << 30
 
-// wait is what is done when a point is reached.
-type wait struct {
+// pointWait is a watched point and the work that runs when it is reached.
+type pointWait struct {
 	point device.Point
 	work  device.Work
 }
 
-// New starts an engine. Links come into being with their first request.
+// New starts an engine. A link is created by its first request.
 func New(o Options) (*Engine, error) {
 	o = o.EnsureDefaults()
 	if err := o.Validate(); err != nil {
@@ -113,15 +113,14 @@ func New(o Options) (*Engine, error) {
 	}
 	w, ok := s.(device.Watcher)
 	if !ok {
-		return nil, errors.Join(errors.New("transfer: a host stream of this machine watches for nothing"), s.Close())
+		return nil, errors.Join(errors.New("transfer: host streams of this machine cannot watch fences and events"), s.Close())
 	}
-	return &Engine{o: o, ends: w}, nil
+	return &Engine{o: o, watcher: w}, nil
 }
 
-// Submit queues a copy and returns at once. An error means that nothing was
-// queued and Done will not be raised: bad arguments, no path
-// (device.ErrUnreachable), a lost device (device.ErrLost), a closed engine
-// (device.ErrClosed).
+// Submit queues a copy and returns at once. An error means that nothing was queued and
+// Done will not be signaled: invalid arguments, no path (device.ErrUnreachable), a lost
+// device (device.ErrLost), a closed engine (device.ErrClosed).
 func (e *Engine) Submit(r Request) (*Ticket, error) {
 	err := r.validate(e.o.Machine)
 	var t *Ticket
@@ -148,10 +147,10 @@ func (e *Engine) submit(r *Request) (*Ticket, error) {
 		return nil, err
 	}
 	if err = e.core.Submit(&t.req, r.After); err == nil {
-		err = e.act()
+		err = e.doActions()
 	}
 	if err != nil {
-		t.end.Value-- // it was not raised
+		t.end.Value-- // not signaled
 		e.doneFences = append(e.doneFences, t.end)
 		e.recycle(t)
 		return nil, err
@@ -159,48 +158,48 @@ func (e *Engine) submit(r *Request) (*Ticket, error) {
 	return t, nil
 }
 
-// ticket is that of a request: a new one, or one that was given up.
+// ticket returns a ticket for a request, from the freelist if possible.
 func (e *Engine) ticket(r *Request) (*Ticket, error) {
-	var mark device.Point
+	var fence device.Point
 	if n := len(e.doneFences); n > 0 {
-		mark, e.doneFences = e.doneFences[n-1], e.doneFences[:n-1]
+		fence, e.doneFences = e.doneFences[n-1], e.doneFences[:n-1]
 	} else {
 		f, err := e.o.Machine.NewFence("end of a copy")
 		if err != nil {
 			return nil, err
 		}
-		mark.Fence = f
+		fence.Fence = f
 	}
 	var t *Ticket
-	if n := len(e.tickets); n > 0 {
-		t, e.tickets = e.tickets[n-1], e.tickets[:n-1]
+	if n := len(e.freeTickets); n > 0 {
+		t, e.freeTickets = e.freeTickets[n-1], e.freeTickets[:n-1]
 	} else {
 		t = &Ticket{engine: e}
 		t.req.Owner = t
 	}
 	pair := r.pair()
 	t.req.From, t.req.To, t.req.Class = pair.From, pair.To, uint8(r.Priority)
-	for i := range r.count() {
-		p := r.at(i)
-		t.req.Add(dispatch.Piece{Dst: p.Dst.Range, Src: p.Src.Range, Apart: p.Apart})
+	for i := range r.numPieces() {
+		p := r.piece(i)
+		t.req.Add(dispatch.Piece{Dst: p.Dst.Range, Src: p.Src.Range, Separate: p.Separate})
 	}
 	t.label, t.done = r.Label, r.Done
 	t.traced, t.priority = e.o.Trace.Request(r.Done), r.Priority
-	t.end = device.Point{Fence: mark.Fence, Value: mark.Value + 1}
+	t.end = device.Point{Fence: fence.Fence, Value: fence.Value + 1}
 	return t, nil
 }
 
-// recycle takes a ticket back that nobody refers to: of a copy that has landed, or was not
-// queued.
+// recycle puts a ticket on the freelist: of a copy that has landed and was released, or
+// that was not queued.
 func (e *Engine) recycle(t *Ticket) {
 	t.req.Reset()
 	*t = Ticket{engine: e, req: t.req}
-	e.tickets = append(e.tickets, t)
+	e.freeTickets = append(e.freeTickets, t)
 }
 
-// link returns the link of the pair, and makes it where it is new.
+// link returns the link of the pair, which it creates if necessary.
 func (e *Engine) link(pair device.Pair) (*link, error) {
-	if l := e.existing(pair); l != nil {
+	if l := e.findLink(pair); l != nil {
 		return l, nil
 	}
 	path, err := e.o.Machine.Topology().Path(pair.From, pair.To)
@@ -209,7 +208,7 @@ func (e *Engine) link(pair device.Pair) (*link, error) {
 	}
 	chunk := e.o.ChunkBytes
 	if chunk == 0 {
-		chunk = max(leastChunkBytes, int64(path.BytesPerSecond*defaultChunkTime.Seconds())>>20<<20)
+		chunk = max(minChunkBytes, int64(path.BytesPerSecond*defaultChunkTime.Seconds())>>20<<20)
 	}
 	d := dispatch.Link{From: pair.From, To: pair.To, ChunkBytes: chunk, Depth: e.o.Depth}
 	l, err := newLink(e, pair, d.Slots())
@@ -217,13 +216,13 @@ func (e *Engine) link(pair device.Pair) (*link, error) {
 		return nil, err
 	}
 	l.number = e.core.AddLink(d)
-	l.rate = rate{bytesPerSecond: path.BytesPerSecond, measured: path.BytesPerSecond > 0}
+	l.rate = linkRate{bytesPerSecond: path.BytesPerSecond, measured: path.BytesPerSecond > 0}
 	e.links = append(e.links, l)
 	return l, nil
 }
 
-// existing is the link of the pair, nil where it has had no request.
-func (e *Engine) existing(pair device.Pair) *link {
+// findLink returns the link of the pair, nil before its first request.
+func (e *Engine) findLink(pair device.Pair) *link {
 	for _, l := range e.links {
 		if l.pair == pair {
 			return l
@@ -232,13 +231,13 @@ func (e *Engine) existing(pair device.Pair) *link {
 	return nil
 }
 
-// act does what the core asks for. An error says why a request was withdrawn, which only
-// one that was submitted just now can be. The lock is held.
-func (e *Engine) act() (err error) {
+// doActions carries out the core's actions. An error is why a request was withdrawn; only
+// the one that was just submitted can be. The lock is held.
+func (e *Engine) doActions() (err error) {
 	for a, ok := e.core.Next(); ok; a, ok = e.core.Next() {
 		switch a.Kind {
 		case dispatch.Await:
-			if failed := e.await(a.Point); failed != nil {
+			if failed := e.watchPoint(a.Point); failed != nil {
 				e.core.Withdraw(a.Request, a.Point)
 				err = failed
 			}
@@ -254,42 +253,42 @@ func (e *Engine) act() (err error) {
 		}
 	}
 	for _, l := range e.links {
-		l.account()
+		l.accountBusy()
 	}
 	return err
 }
 
-// await watches for a point.
-func (e *Engine) await(p device.Point) error {
-	var w *wait
-	if n := len(e.waits); n > 0 {
-		w, e.waits = e.waits[n-1], e.waits[:n-1]
+// watchPoint watches a point.
+func (e *Engine) watchPoint(p device.Point) error {
+	var w *pointWait
+	if n := len(e.freeWaits); n > 0 {
+		w, e.freeWaits = e.freeWaits[n-1], e.freeWaits[:n-1]
 	} else {
-		w = &wait{}
+		w = &pointWait{}
 		w.work = device.Work{
 			Name: "wait for slot", Host: true,
-			Run:    func(device.Access) error { e.passed(w, nil); return nil },
-			Failed: func(err error) { e.passed(w, fmt.Errorf("%w: %w", ErrAfter, err)) },
+			Run:    func(device.Access) error { e.pointEnded(w, nil); return nil },
+			Failed: func(err error) { e.pointEnded(w, fmt.Errorf("%w: %w", ErrAfter, err)) },
 		}
 	}
 	w.point = p
-	reached, err := e.ends.Watch(p, w.work)
+	reached, err := e.watcher.Watch(p, w.work)
 	if reached {
 		e.core.Reached(p)
 	}
 	if reached || err != nil {
-		e.unused(w)
+		e.recycleWait(w)
 	}
 	return err
 }
 
-func (e *Engine) unused(w *wait) {
+func (e *Engine) recycleWait(w *pointWait) {
 	w.point = device.Point{}
-	e.waits = append(e.waits, w)
+	e.freeWaits = append(e.freeWaits, w)
 }
 
-// passed runs on ends when a point is reached, or has failed.
-func (e *Engine) passed(w *wait, err error) {
+// pointEnded runs on the watcher when a point is reached or has failed.
+func (e *Engine) pointEnded(w *pointWait, err error) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	if err != nil {
@@ -297,13 +296,13 @@ func (e *Engine) passed(w *wait, err error) {
 	} else {
 		e.core.Reached(w.point)
 	}
-	e.unused(w)
-	_ = e.act() // nothing was submitted
+	e.recycleWait(w)
+	_ = e.doActions() // nothing was submitted
 }
 
-// finish raises or fails Done, and lets those go on who wait for the ticket.
+// finish signals or fails Done, and signals the ticket's end.
 func (e *Engine) finish(t *Ticket, err error) {
-	l := e.existing(t.pair())
+	l := e.findLink(t.pair())
 	if err == nil {
 		err = t.done.Fence.Raise(t.done.Value)
 	}
@@ -319,46 +318,46 @@ func (e *Engine) finish(t *Ticket, err error) {
 			e.o.Log.Error("copy failed", "copy", t.name(), "err", err)
 		}
 		if err := t.done.Fence.Fail(t.done.Value, t.err); err != nil {
-			t.err = errors.Join(t.err, fmt.Errorf("transfer: %s: nobody could be told: %w", t.name(), err))
+			t.err = errors.Join(t.err, fmt.Errorf("transfer: %s: cannot fail the Done fence: %w", t.name(), err))
 		}
 	}
 	if err := t.end.Fence.Raise(t.end.Value); err != nil {
 		t.err = errors.Join(t.err, err)
 	}
-	e.unmark(t.end)
+	e.releaseDoneFence(t.end)
 }
 
-// unmark takes a fence back of which no ticket will raise this value any more.
-func (e *Engine) unmark(p device.Point) {
-	if p.Value < lastMark {
+// releaseDoneFence puts a fence on the freelist once it has reached its ticket's value.
+func (e *Engine) releaseDoneFence(p device.Point) {
+	if p.Value < maxDoneValue {
 		e.doneFences = append(e.doneFences, p)
 	} else {
 		e.exhausted = append(e.exhausted, p)
 	}
 }
 
-// PathStats is what one link has done.
+// PathStats are the counters of one link.
 type PathStats struct {
 	From, To device.Space
 	// Copies and Bytes that have landed.
 	Copies, Bytes int64
 	// Retries of chunks, and copies that Failed or were canceled.
 	Retries, Failed int64
-	// Busy is for how long a chunk was with the device, on the machine's clock.
+	// Busy is the time during which a chunk was in flight, on the machine's clock.
 	Busy time.Duration
 }
 
-// Path says what the link of one pair of memories has done so far.
+// Path returns the counters of the link of a pair of memories.
 func (e *Engine) Path(pair device.Pair) PathStats {
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	if l := e.existing(pair); l != nil {
+	if l := e.findLink(pair); l != nil {
 		return l.snapshot()
 	}
 	return PathStats{From: pair.From, To: pair.To}
 }
 
-// Stats says what every link has done so far, in the order of (From, To).
+// Stats returns the counters of all links, by (From, To).
 func (e *Engine) Stats() []PathStats {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -372,8 +371,8 @@ func (e *Engine) Stats() []PathStats {
 	return stats
 }
 
-// Close fails what was not started, with device.ErrClosed, waits for what was, and
-// releases the streams.
+// Close fails copies that have not started with device.ErrClosed, waits for the others,
+// and releases the streams.
 func (e *Engine) Close() error {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -382,9 +381,9 @@ func (e *Engine) Close() error {
 	}
 	e.closed = true
 	e.core.CancelAll(device.ErrClosed)
-	_ = e.act() // nothing was submitted
+	_ = e.doActions() // nothing was submitted
 	var errs []error
-	for r := e.core.Begun(); r != nil && errs == nil; r = e.core.Begun() {
+	for r := e.core.InFlight(); r != nil && errs == nil; r = e.core.InFlight() {
 		end := r.Owner.(*Ticket).end
 		e.mu.Unlock()
 		if err := end.Await(context.Background()); err != nil {
@@ -392,15 +391,16 @@ func (e *Engine) Close() error {
 		}
 		e.mu.Lock()
 	}
-	links, marks := e.links, append(e.doneFences, e.exhausted...)
+	links, fences := e.links, append(e.doneFences, e.exhausted...)
 	e.mu.Unlock()
 	defer e.mu.Lock()
-	// Now nothing runs on it but what was watched for, and points of no interest.
-	errs = append(errs, e.ends.Close())
+	// Nothing else runs on the watcher now, except watches of points that no request
+	// needs.
+	errs = append(errs, e.watcher.Close())
 	for _, l := range links {
 		errs = append(errs, l.release())
 	}
-	for _, m := range marks {
+	for _, m := range fences {
 		errs = append(errs, m.Fence.Close())
 	}
 	return errors.Join(errs...)

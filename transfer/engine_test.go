@@ -113,7 +113,7 @@ func (r *rig) wait(t *transfer.Ticket) {
 	}
 }
 
-// filled allocates host memory with bytes that tell their place.
+// filled allocates host memory with bytes that encode their offset.
 func (r *rig) filled(n int64, salt byte) device.Memory {
 	m := r.alloc(device.Host, n)
 	for i, b := 0, m.Write(0, n); i < len(b); i++ {
@@ -238,7 +238,7 @@ func TestOvertaking(t *testing.T) {
 		late := r.down(r.alloc(device.HBM(0), 30), r.filled(30, 1), transfer.Prefetch)
 		high := r.down(r.alloc(device.HBM(0), 10), r.filled(10, 1), transfer.Demand)
 		tl, tm, th := r.submit(low), r.submit(late), r.submit(high)
-		tm.Promote(transfer.Demand) // submitted before high, so it goes before it
+		tm.RaisePriority(transfer.Demand) // submitted before high, so it goes before it
 		r.wait(tl)
 		r.wait(tm)
 		r.wait(th)
@@ -300,7 +300,7 @@ func TestMetamorphic(t *testing.T) {
 				readers[from] = append(readers[from], q.Done)
 				writer[to], readers[to] = q.Done, nil
 				if free.IntN(4) == 0 {
-					tickets[free.IntN(len(tickets))].Promote(transfer.Priority(free.IntN(5)))
+					tickets[free.IntN(len(tickets))].RaisePriority(transfer.Priority(free.IntN(5)))
 				}
 			}
 			for _, ticket := range tickets {
@@ -529,7 +529,7 @@ func TestAfterFails(t *testing.T) {
 	})
 }
 
-// TestAfterFailsUnasked: nobody asks the tickets and the link does nothing else. A
+// TestAfterFailsUnasked: no ticket is queried and the link does nothing else. A
 // stream that awaits the last of a chain of copies, over two links, learns that the
 // point before the first has failed, whether the host says so or a stream.
 func TestAfterFailsUnasked(t *testing.T) {
@@ -601,9 +601,9 @@ func TestWaitingTogether(t *testing.T) {
 		q.After = []device.Point{p}
 		tickets = append(tickets, r.submit(q))
 	}
-	apart := r.down(other, src, transfer.Demand)
-	apart.After = []device.Point{r.point()}
-	last := r.submit(apart)
+	separate := r.down(other, src, transfer.Demand)
+	separate.After = []device.Point{r.point()}
+	last := r.submit(separate)
 	if !tickets[2].Cancel() {
 		t.Error("a copy that waits was not canceled")
 	}
@@ -615,7 +615,7 @@ func TestWaitingTogether(t *testing.T) {
 			t.Errorf("copy %d: %v", i, err)
 		}
 	}
-	if err := apart.After[0].Fence.Raise(1); err != nil {
+	if err := separate.After[0].Fence.Raise(1); err != nil {
 		t.Fatal(err)
 	}
 	r.wait(last)
@@ -656,9 +656,9 @@ func TestCancel(t *testing.T) {
 	})
 }
 
-// TestForgo: a copy that nobody wants any more ends as if it had landed, and nothing
+// TestSkip: a copy that is not needed any more ends as if it had landed, and nothing
 // is copied; one that has begun, or waits for a reader of its target, goes on.
-func TestForgo(t *testing.T) {
+func TestSkip(t *testing.T) {
 	machines(t, func(t *testing.T, o emulated.Options) {
 		r := newRig(t, o, transfer.Options{ChunkBytes: 10, Depth: 1})
 		src, empty := r.filled(100, 1), r.filled(100, 2)
@@ -670,13 +670,13 @@ func TestForgo(t *testing.T) {
 		waiting.After = []device.Point{r.point()}
 		tw, tu := r.submit(waiting), r.submit(r.down(unwanted, src, transfer.Prefetch))
 		if tw.Skip() || running.Skip() {
-			t.Error("a copy that waits for a reader, or has begun, was forgone")
+			t.Error("a copy that waits for a reader, or has begun, was skipped")
 		}
 		if !tu.Skip() || tu.Skip() {
-			t.Error("a copy that has not begun was not forgone, or twice")
+			t.Error("a copy that has not begun was not skipped, or twice")
 		}
 		if err := tu.Wait(t.Context()); err != nil || !tu.Ended() {
-			t.Errorf("forgone: %v", err)
+			t.Errorf("skipped: %v", err)
 		}
 		stall.Release()
 		if err := waiting.After[0].Fence.Raise(1); err != nil {
@@ -728,8 +728,8 @@ func (r *rig) reached(p device.Point, want bool) {
 	}
 }
 
-// TestRelease: the memory of a ticket that was given up serves a later copy, and that of
-// one that is under way, or failed, does not.
+// TestRelease: the memory of a released ticket serves a later copy, and that of
+// one that is in progress, or failed, does not.
 func TestRelease(t *testing.T) {
 	machines(t, func(t *testing.T, o emulated.Options) {
 		r := newRig(t, o, transfer.Options{ChunkBytes: 10, Depth: 1})
@@ -742,12 +742,12 @@ func TestRelease(t *testing.T) {
 		held.After = []device.Point{r.point()}
 		under := r.submit(held)
 		if under != landed {
-			t.Error("a ticket that was given up is not used again")
+			t.Error("a released ticket is not used again")
 		}
 		under.Release()
 		other := r.submit(r.down(r.alloc(device.HBM(0), 100), src, transfer.Prefetch))
 		if other == under {
-			t.Fatal("the ticket of a copy under way is used again")
+			t.Fatal("the ticket of a copy in progress is used again")
 		}
 		stall := r.m.Inject(&emulated.Fault{Kind: emulated.StallCopy, Match: func(p emulated.Point) bool { return p.To == device.HBM(0) }})
 		running := r.submit(r.down(r.alloc(device.HBM(0), 100), src, transfer.Demand))
@@ -757,7 +757,7 @@ func TestRelease(t *testing.T) {
 		}
 		queued.Release()
 		if err := queued.Err(); !errors.Is(err, transfer.ErrCanceled) {
-			t.Errorf("canceled, and given up: %v", err)
+			t.Errorf("canceled, and released: %v", err)
 		}
 		stall.Release()
 		if err := held.After[0].Fence.Raise(1); err != nil {
@@ -804,27 +804,27 @@ func TestReleaseUnderLoad(t *testing.T) {
 					t.Error(err)
 					return
 				}
-				forgone, given := false, false
+				skipped, canceled := false, false
 				switch rng.IntN(4) {
 				case 0:
-					ticket.Promote(transfer.Demand)
+					ticket.RaisePriority(transfer.Demand)
 				case 1:
-					forgone = ticket.Skip()
+					skipped = ticket.Skip()
 				case 2:
-					given = ticket.Cancel()
+					canceled = ticket.Cancel()
 				}
 				if err := after.Fence.Raise(n + 1); err != nil {
 					t.Error(err)
 				}
 				err = ticket.Wait(context.Background())
 				switch {
-				case err == nil && !given:
-				case errors.Is(err, transfer.ErrCanceled) == given && strings.Contains(err.Error(), name):
+				case err == nil && !canceled:
+				case errors.Is(err, transfer.ErrCanceled) == canceled && strings.Contains(err.Error(), name):
 				default:
-					t.Errorf("%s, canceled: %v: %v", name, given, err)
+					t.Errorf("%s, canceled: %v: %v", name, canceled, err)
 				}
 				ticket.Release()
-				if end[fmt.Sprint(forgone, given, err == nil)]++; err != nil || forgone {
+				if end[fmt.Sprint(skipped, canceled, err == nil)]++; err != nil || skipped {
 					continue
 				}
 				ticket, err = r.engine.Submit(transfer.Request{
@@ -848,7 +848,7 @@ func TestReleaseUnderLoad(t *testing.T) {
 			all[k] += n
 		}
 	}
-	t.Logf("forgone, canceled, landed: %v", all)
+	t.Logf("skipped, canceled, landed: %v", all)
 	if all["false false true"] == 0 || all["true false true"] == 0 || all["false true false"] == 0 || all["false false false"] == 0 {
 		t.Errorf("not all has happened: %v", all)
 	}
@@ -906,14 +906,14 @@ func TestBadRequests(t *testing.T) {
 	}}, transfer.Options{})
 	src, dst := r.alloc(device.Host, 100), r.alloc(device.HBM(0), 100)
 	for want, change := range map[string]func(*transfer.Request){
-		"99 bytes into 100":    func(q *transfer.Request) { q.Src.Bytes-- },
-		"at least one":         func(q *transfer.Request) { q.Src.Bytes, q.Dst.Bytes = 0, 0 },
-		"overlap":              func(q *transfer.Request) { q.Dst = q.Src },
-		"priority(8)":          func(q *transfer.Request) { q.Priority = transfer.Priorities },
-		"no Done point":        func(q *transfer.Request) { q.Done = device.Point{} },
-		"without a fence":      func(q *transfer.Request) { q.After = make([]device.Point, 1) },
-		"pieces, and a source": func(q *transfer.Request) { q.Pieces = []transfer.Piece{{Src: q.Src, Dst: q.Dst}} },
-		"the first is from host": func(q *transfer.Request) {
+		"99 bytes into 100":   func(q *transfer.Request) { q.Src.Bytes-- },
+		"at least 1":          func(q *transfer.Request) { q.Src.Bytes, q.Dst.Bytes = 0, 0 },
+		"overlap":             func(q *transfer.Request) { q.Dst = q.Src },
+		"priority(8)":         func(q *transfer.Request) { q.Priority = transfer.Priorities },
+		"Done is not set":     func(q *transfer.Request) { q.Done = device.Point{} },
+		"has no fence":        func(q *transfer.Request) { q.After = make([]device.Point, 1) },
+		"both Pieces and Src": func(q *transfer.Request) { q.Pieces = []transfer.Piece{{Src: q.Src, Dst: q.Dst}} },
+		"the first one from host": func(q *transfer.Request) {
 			q.Pieces = []transfer.Piece{{Src: q.Src, Dst: q.Dst}, {Src: q.Dst, Dst: q.Src}}
 			q.Src, q.Dst = device.Region{}, device.Region{}
 		},
@@ -947,8 +947,8 @@ func TestWrongSpace(t *testing.T) {
 				q.Src.Space, q.Dst.Space = q.Dst.Space, q.Src.Space
 				q.Src, q.Dst = q.Dst, q.Src
 			},
-			"in no live allocation":   func(q *transfer.Request) { q.Src.Addr = 8 },
-			"destination gpu0 [0x8,+": func(q *transfer.Request) { q.Dst.Addr = 8 },
+			"not in a live allocation": func(q *transfer.Request) { q.Src.Addr = 8 },
+			"destination gpu0 [0x8,+":  func(q *transfer.Request) { q.Dst.Addr = 8 },
 		} {
 			q := r.down(dst, src, transfer.Demand)
 			change(&q)
@@ -977,7 +977,7 @@ func TestPriorities(t *testing.T) {
 }
 
 // scattered is a request of so many pieces of n bytes each, which lie in the other order
-// at their target, and adjoin nowhere or by fours.
+// at their destination, and are adjacent nowhere or by fours.
 func (r *rig) scattered(dst, src device.Memory, pieces int, n int64, together int) transfer.Request {
 	q := transfer.Request{Priority: transfer.Demand, Done: r.point(), Label: transfer.Text("scattered")}
 	for i := range pieces {
@@ -1054,7 +1054,7 @@ func TestScatteredFails(t *testing.T) {
 }
 
 // TestNoGarbage: in the steady state a copy that waits for a point, with a ticket that is
-// given up, allocates nothing.
+// released, allocates nothing.
 func TestNoGarbage(t *testing.T) {
 	m, err := emulated.New(emulated.Options{}) // not checked: checks allocate
 	if err != nil {
@@ -1116,7 +1116,7 @@ func TestConcurrent(t *testing.T) {
 					t.Error(err)
 					return
 				}
-				ticket.Promote(transfer.Demand)
+				ticket.RaisePriority(transfer.Demand)
 				if err := ticket.Wait(context.Background()); err != nil {
 					t.Error(err)
 				}

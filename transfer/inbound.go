@@ -7,48 +7,48 @@ import (
 	"github.com/moeserve/moeserve/device"
 )
 
-// rate is what one link gives. What copies reach is measured where the topology limits the
-// link: else they say how fast the host is.
-type rate struct {
+// linkRate is the rate of one link. It is measured only if the topology limits the link:
+// otherwise copies would show the speed of the emulating host.
+type linkRate struct {
 	bytesPerSecond float64
 	measured       bool
-	seen           PathStats
+	last           PathStats
 }
 
-// Copies of less than this, together, say little about a link's rate. What is
-// measured counts by half beside what was known before.
+// Minimum bytes and busy time of a measurement. A new measurement and the previous rate
+// are averaged.
 const (
 	measureBytes = 64 << 20
 	measureTime  = time.Millisecond
 )
 
-// update corrects the rate by what the link has done since.
-func (r *rate) update(now PathStats) {
-	bytes, busy := now.Bytes-r.seen.Bytes, now.Busy-r.seen.Busy
+// update averages the rate with that of the copies since the last measurement.
+func (r *linkRate) update(now PathStats) {
+	bytes, busy := now.Bytes-r.last.Bytes, now.Busy-r.last.Busy
 	if !r.measured || bytes < measureBytes || busy < measureTime {
 		return
 	}
-	r.seen = now
+	r.last = now
 	r.bytesPerSecond += (float64(bytes)/busy.Seconds() - r.bytesPerSecond) / 2
 }
 
-// Rate is what copies from one memory to another have reached lately, in bytes per second;
-// before Inbound.Update has seen enough of them, what the topology says; 0 where that does
-// not say, or there is no path.
+// Rate is the recently measured rate of copies between two memories, in bytes per second;
+// before Inbound.Update has measured enough of them, the topology's rate; 0 if that is
+// unknown, or there is no path.
 func (e *Engine) Rate(pair device.Pair) float64 {
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	if l := e.existing(pair); l != nil {
+	if l := e.findLink(pair); l != nil {
 		return l.rate.bytesPerSecond
 	}
 	return e.o.Machine.Topology().Paths[pair].BytesPerSecond
 }
 
-// update corrects the rate of a link, and says for how long it has been busy so far.
+// update updates the rate of a link, and returns its total busy time.
 func (e *Engine) update(pair device.Pair) time.Duration {
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	l := e.existing(pair)
+	l := e.findLink(pair)
 	if l == nil {
 		return 0
 	}
@@ -57,18 +57,18 @@ func (e *Engine) update(pair device.Pair) time.Duration {
 	return s.Busy
 }
 
-// Inbound are the links into one memory: what they give, and how copies are shared between
-// them. It is used by one goroutine at a time.
+// Inbound are the links into one memory: it measures their rates and splits copies
+// between them. One goroutine at a time uses it.
 type Inbound struct {
 	engine *Engine
 	to     device.Space
 	from   []device.Space
 	busy   []time.Duration
-	// What Split works with.
-	peers []device.Space
-	loads []load
-	moved []float64
-	parts []int64
+	// Scratch space of Split.
+	peers    []device.Space
+	loads    []linkLoad
+	fromHost []float64
+	shares   []int64
 }
 
 // Inbound returns the links into a memory.
@@ -84,16 +84,17 @@ func (e *Engine) Inbound(to device.Space) *Inbound {
 	return in
 }
 
-// From lists the memories that the links come from, the host first.
+// From lists the source memories of the links, the host first.
 func (in *Inbound) From() []device.Space { return in.from }
 
-// Rate is that of the link from one of them.
+// Rate is the rate of the link from one of them, see Engine.Rate.
 func (in *Inbound) Rate(from device.Space) float64 {
 	return in.engine.Rate(device.Pair{From: from, To: in.to})
 }
 
-// Update corrects the links' rates by the copies made since, and says for how long the
-// link that was longest at work was so. It is best called when little is under way.
+// Update updates the links' rates by the copies made since the last call, and returns the
+// busy time of the busiest link since then. It is best called when few copies are in
+// progress.
 func (in *Inbound) Update() time.Duration {
 	var longest time.Duration
 	for i, from := range in.from {
@@ -104,18 +105,18 @@ func (in *Inbound) Update() time.Duration {
 	return longest
 }
 
-// Load is what is to be copied from one memory.
+// Load is the bytes to be copied from one memory.
 type Load struct {
 	From  device.Space
 	Bytes int64
 }
 
-// Split says how many bytes of each of these copies should come from the host instead, so
-// that all links end at the same time; what has a part of less than least comes whole. The
-// result is valid until the next call.
+// Split returns how many bytes of each of these copies the host should send, so that all
+// links end at the same time; 0 for a share of less than least. The result is valid until
+// the next call.
 func (in *Inbound) Split(copies []Load, least int64) []int64 {
-	host := load{rate: in.Rate(device.Host)}
-	in.peers, in.loads, in.parts = in.peers[:0], in.loads[:0], in.parts[:0]
+	host := linkLoad{rate: in.Rate(device.Host)}
+	in.peers, in.loads, in.shares = in.peers[:0], in.loads[:0], in.shares[:0]
 	for _, c := range copies {
 		if c.From == device.Host {
 			host.bytes += float64(c.Bytes)
@@ -124,17 +125,17 @@ func (in *Inbound) Split(copies []Load, least int64) []int64 {
 		k := slices.Index(in.peers, c.From)
 		if k < 0 {
 			k = len(in.peers)
-			in.peers, in.loads = append(in.peers, c.From), append(in.loads, load{rate: in.Rate(c.From)})
+			in.peers, in.loads = append(in.peers, c.From), append(in.loads, linkLoad{rate: in.Rate(c.From)})
 		}
 		in.loads[k].bytes += float64(c.Bytes)
 	}
-	in.moved = shift(in.moved, host, in.loads)
+	in.fromHost = hostShares(in.fromHost, host, in.loads)
 	for _, c := range copies {
 		var n int64
 		if k := slices.Index(in.peers, c.From); k >= 0 {
-			n = part(float64(c.Bytes)*in.moved[k]/in.loads[k].bytes, least)
+			n = alignedShare(float64(c.Bytes)*in.fromHost[k]/in.loads[k].bytes, least)
 		}
-		in.parts = append(in.parts, n)
+		in.shares = append(in.shares, n)
 	}
-	return in.parts
+	return in.shares
 }

@@ -11,32 +11,32 @@ import (
 	"github.com/moeserve/moeserve/transfer/dispatch"
 )
 
-// link makes the copies from one memory to another: each chunk goes onto the stream
-// copies, followed by an event. The engine's lock guards it.
+// link makes the copies from one memory to another: each chunk is enqueued on the stream,
+// followed by an event. The engine's lock guards it.
 type link struct {
 	engine *Engine
 	pair   device.Pair
-	// number is that of the core.
+	// number of the link in the core.
 	number int
-	copies device.Stream
-	// enqueue is copies.Copy.
+	stream device.Stream
+	// enqueue is stream.Copy.
 	enqueue func(dst, src device.Range) error
 	slots   []slot
 	// recovery clears the error of the stream.
 	recovery device.Work
 
 	stats PathStats
-	rate  rate
-	// busy since then.
+	rate  linkRate
+	// busy: a chunk is in flight, since that time.
 	busy  bool
 	since time.Duration
 }
 
-// slot is one chunk that can be with the device: the event behind it, and what is done
-// when that has passed.
+// slot is one chunk that may be in flight: the event behind it, and the work that runs
+// when the event has completed.
 type slot struct {
 	event device.Event
-	ended device.Work
+	onEnd device.Work
 }
 
 func newLink(e *Engine, pair device.Pair, slots int) (l *link, err error) {
@@ -46,47 +46,48 @@ func newLink(e *Engine, pair device.Pair, slots int) (l *link, err error) {
 			_ = l.release() // the first error is the one that matters
 		}
 	}()
-	// A GPU's copies are faster from the source's stream than from the target's.
+	// Copies between GPUs are faster on a stream of the source than on one of the
+	// destination.
 	space := pair.From
 	if space == device.Host {
 		space = pair.To
 	}
-	if l.copies, err = e.o.Machine.NewStream(space, device.StreamOptions{Name: fmt.Sprintf("copy %s to %s", pair.From, pair.To)}); err != nil {
+	if l.stream, err = e.o.Machine.NewStream(space, device.StreamOptions{Name: fmt.Sprintf("copy %s to %s", pair.From, pair.To)}); err != nil {
 		return l, err
 	}
-	l.enqueue = l.copies.Copy
+	l.enqueue = l.stream.Copy
 	for i := range slots {
 		ev, err := e.o.Machine.NewEvent()
 		if err != nil {
 			return l, err
 		}
-		l.slots = append(l.slots, slot{event: ev, ended: device.Work{
+		l.slots = append(l.slots, slot{event: ev, onEnd: device.Work{
 			Name: "complete transfer", Host: true,
-			Run:    func(device.Access) error { l.ended(i, nil); return nil },
-			Failed: func(err error) { l.ended(i, err) },
+			Run:    func(device.Access) error { l.chunkEnded(i, nil); return nil },
+			Failed: func(err error) { l.chunkEnded(i, err) },
 		}})
 	}
 	l.recovery = device.Work{Name: "recover from a failed chunk", Host: true, Run: func(device.Access) error { l.recovered(); return nil }}
 	return l, nil
 }
 
-// launch puts a chunk and its event on the stream.
+// launch enqueues a chunk and its event on the stream.
 func (l *link) launch(i int, c dispatch.Chunk) {
 	e := l.engine
 	if !l.busy {
 		l.busy, l.since = true, e.o.Machine.Now()
 	}
 	if t := c.Request.Owner.(*Ticket); t.traced != nil {
-		trace.Annotate(l.copies, t.note(c.Last()))
+		trace.Annotate(l.stream, t.note(c.Last()))
 	}
 	s := &l.slots[i]
 	err := c.Each(l.enqueue)
 	if err == nil {
-		err = l.copies.Record(s.event)
+		err = l.stream.Record(s.event)
 	}
 	passed := false
 	if err == nil {
-		passed, err = e.ends.WatchEvent(s.event, s.ended)
+		passed, err = e.watcher.WatchEvent(s.event, s.onEnd)
 	}
 	switch {
 	case err != nil:
@@ -96,8 +97,8 @@ func (l *link) launch(i int, c dispatch.Chunk) {
 	}
 }
 
-// ended runs on the engine's host stream when the event behind a chunk has passed.
-func (l *link) ended(i int, err error) {
+// chunkEnded runs on the watcher when the event behind a chunk has completed.
+func (l *link) chunkEnded(i int, err error) {
 	e := l.engine
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -106,27 +107,27 @@ func (l *link) ended(i int, err error) {
 	} else {
 		e.core.Landed(l.number, i)
 	}
-	_ = e.act() // nothing was submitted
+	_ = e.doActions() // nothing was submitted
 }
 
-// startRecovery has the stream's error cleared on the engine's host stream: that may wait.
+// startRecovery clears the stream's error on the watcher, since that may wait.
 func (l *link) startRecovery() {
-	if err := l.engine.ends.Execute(l.recovery); err != nil {
+	if err := l.engine.watcher.Execute(l.recovery); err != nil {
 		l.engine.core.Recovered(l.number, err)
 	}
 }
 
 func (l *link) recovered() {
-	err := l.copies.Recover(context.Background())
+	err := l.stream.Recover(context.Background())
 	e := l.engine
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	e.core.Recovered(l.number, err)
-	_ = e.act() // nothing was submitted
+	_ = e.doActions() // nothing was submitted
 }
 
-// account notes when the link has nothing to do any more.
-func (l *link) account() {
+// accountBusy updates Busy when the link becomes idle.
+func (l *link) accountBusy() {
 	if l.busy && !l.engine.core.Busy(l.number) {
 		l.busy = false
 		l.stats.Busy += l.engine.o.Machine.Now() - l.since
@@ -141,11 +142,11 @@ func (l *link) snapshot() PathStats {
 	return s
 }
 
-// release closes what there is.
+// release closes the stream and events that exist.
 func (l *link) release() error {
 	var errs []error
-	if l.copies != nil {
-		errs = append(errs, l.copies.Close())
+	if l.stream != nil {
+		errs = append(errs, l.stream.Close())
 	}
 	for _, s := range l.slots {
 		errs = append(errs, s.event.Close())

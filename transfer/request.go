@@ -9,19 +9,19 @@ import (
 	"github.com/moeserve/moeserve/transfer/dispatch"
 )
 
-// Priority orders requests of one link: the higher goes first.
+// Priority orders requests of a link: higher ones go first.
 type Priority uint8
 
-// Priorities by what the bytes are for. Any below Priorities may be used.
+// Priorities by purpose. Any value below Priorities may be used.
 const (
-	// Rebalance moves what may be used some day.
+	// Rebalance is for migrations.
 	Rebalance Priority = iota
-	// Prefetch brings what the next layers will use.
+	// Prefetch is for data that later layers will use.
 	Prefetch
-	// Demand brings what the running layer waits for.
+	// Demand is for data that the current layer waits for.
 	Demand
 
-	// Priorities is how many there are.
+	// Priorities is the number of priorities.
 	Priorities = dispatch.Classes
 )
 
@@ -34,67 +34,68 @@ func (p Priority) String() string {
 	return fmt.Sprintf("priority(%d)", uint8(p))
 }
 
-// Piece is one of the parts that a request copies. Apart says that it is of another
-// allocation than the piece before it, on either side: else pieces that adjoin in both
-// memories are copied as one.
+// Piece is one part of a request. Pieces that are adjacent in both memories are copied as
+// one, unless Separate: the piece is in another allocation than the one before it, in
+// either memory.
 type Piece struct {
 	Dst, Src device.Region
-	Apart    bool
+	Separate bool
 }
 
 // Request is one copy: of one Src to one Dst, or of many Pieces.
 type Request struct {
-	// Src and Dst have the same size, at least one byte, and do not overlap. They
-	// belong to the engine until Done: Src is not written and Dst not touched.
+	// Src and Dst have the same size, at least one byte, and do not overlap. They belong
+	// to the engine until Done: the caller does not write Src, and does not access Dst.
 	Src, Dst device.Region
-	// Pieces in place of Src and Dst, all of them from one memory to one other. They
-	// are copied in this order, small ones together in one chunk. The slice is not kept.
+	// Pieces in place of Src and Dst, all from the same memory to the same other one.
+	// They are copied in this order, small ones together in one chunk. The slice is not
+	// retained.
 	Pieces   []Piece
 	Priority Priority
-	// After must all be reached before the first byte is written (or read). A point
-	// that fails fails the request. The slice is not kept.
+	// After are fence values that must be reached before the first byte is read or
+	// written. If one fails, the request fails. The slice is not retained.
 	After []device.Point
-	// Done is raised when the last byte has landed, and failed where the copy
-	// failed. It must be given. Several requests may share a fence only if nobody
-	// awaits the value of one that may end after, or is failed by the failure of, one
-	// with a higher value.
+	// Done is signaled when the last byte has landed, and failed if the copy fails. It is
+	// required. Requests may share a fence only if nothing waits for the value of a
+	// request that may end after one with a higher value, or that the failure of one with
+	// a higher value would fail.
 	Done device.Point
-	// Label names the request in errors; it is not asked otherwise. Default: none.
+	// Label names the request in errors and traces. Default: none.
 	Label fmt.Stringer
 }
 
-// Text is a Label that is known.
+// Text is a constant Label.
 type Text string
 
 // String implements fmt.Stringer.
 func (t Text) String() string { return string(t) }
 
 // ErrAfter: the copy was not started because one of its After points failed.
-var ErrAfter = errors.New("what the copy waits for has failed")
+var ErrAfter = errors.New("a fence that the copy waits for has failed")
 
 // ErrCanceled: the copy was canceled before it began.
 var ErrCanceled = errors.New("copy canceled")
 
-// count is how many pieces the request has, at returns one of them.
-func (r *Request) count() int { return max(1, len(r.Pieces)) }
+// numPieces is the number of pieces of the request, piece returns one of them.
+func (r *Request) numPieces() int { return max(1, len(r.Pieces)) }
 
-func (r *Request) at(i int) Piece {
+func (r *Request) piece(i int) Piece {
 	if len(r.Pieces) == 0 {
 		return Piece{Dst: r.Dst, Src: r.Src}
 	}
 	return r.Pieces[i]
 }
 
-// pair is where the request goes from and to.
+// pair is the request's source and destination memory.
 func (r *Request) pair() device.Pair {
-	p := r.at(0)
+	p := r.piece(0)
 	return device.Pair{From: p.Src.Space, To: p.Dst.Space}
 }
 
 func (r *Request) name() string {
 	var bytes int64
-	for i := range r.count() {
-		bytes += r.at(i).Src.Bytes
+	for i := range r.numPieces() {
+		bytes += r.piece(i).Src.Bytes
 	}
 	return name(r.Label, bytes, r.pair())
 }
@@ -109,21 +110,21 @@ func name(label fmt.Stringer, bytes int64, p device.Pair) string {
 func (r *Request) validate(m device.Machine) error {
 	switch {
 	case len(r.Pieces) > 0 && (r.Src != device.Region{} || r.Dst != device.Region{}):
-		return errors.New("it has pieces, and a source or destination besides")
+		return errors.New("the request has both Pieces and Src or Dst")
 	case r.Priority >= Priorities:
 		return fmt.Errorf("invalid %v", r.Priority)
 	case r.Done.None():
-		return errors.New("no Done point, so nobody would learn of its end")
+		return errors.New("Done is not set")
 	case slices.ContainsFunc(r.After, device.Point.None):
-		return errors.New("an After point without a fence")
+		return errors.New("an After point has no fence")
 	}
-	for i := range r.count() {
-		p := r.at(i)
+	for i := range r.numPieces() {
+		p := r.piece(i)
 		if err := p.validate(m); err != nil {
 			return err
 		}
 		if pair := r.pair(); p.Src.Space != pair.From || p.Dst.Space != pair.To {
-			return fmt.Errorf("a piece from %s to %s, and the first is from %s to %s", p.Src.Space, p.Dst.Space, pair.From, pair.To)
+			return fmt.Errorf("a piece goes from %s to %s, the first one from %s to %s", p.Src.Space, p.Dst.Space, pair.From, pair.To)
 		}
 	}
 	return nil
@@ -134,23 +135,23 @@ func (p *Piece) validate(m device.Machine) error {
 	case p.Src.Bytes != p.Dst.Bytes:
 		return fmt.Errorf("%d bytes into %d", p.Src.Bytes, p.Dst.Bytes)
 	case p.Src.Bytes <= 0:
-		return fmt.Errorf("%d bytes; a copy has at least one", p.Src.Bytes)
+		return fmt.Errorf("%d bytes: a copy needs at least 1", p.Src.Bytes)
 	case p.Src.Addr < p.Dst.End() && p.Dst.Addr < p.Src.End():
 		return fmt.Errorf("source %v and destination %v overlap", p.Src, p.Dst)
 	}
-	if err := placed(m, "source", p.Src); err != nil {
+	if err := checkSpace(m, "source", p.Src); err != nil {
 		return err
 	}
-	return placed(m, "destination", p.Dst)
+	return checkSpace(m, "destination", p.Dst)
 }
 
-// placed says whether the bytes of a region are in the space that it names: spaces
-// choose the link.
-func placed(m device.Machine, side string, r device.Region) error {
+// checkSpace fails if the bytes of a region are not in the space that it names, which
+// selects the link.
+func checkSpace(m device.Machine, side string, r device.Region) error {
 	space, ok := m.SpaceOf(r.Addr)
 	switch {
 	case !ok:
-		return fmt.Errorf("%s %v is in no live allocation", side, r)
+		return fmt.Errorf("%s %v is not in a live allocation", side, r)
 	case space != r.Space:
 		return fmt.Errorf("%s %v is on %s", side, r, space)
 	}

@@ -6,24 +6,25 @@ import (
 	"github.com/moeserve/moeserve/device"
 )
 
-// LeastSplit is the least that is worth taking over another link. A copy of its own costs
-// the host some 10 us and the device 20, in which a peer sends 8 MB: of an expert of 9 MB
-// the host's share of 1 MB would bring nothing, and a wave of many gives it whole ones.
-const LeastSplit = 4 << 20
+// MinSplitBytes is the minimum part of a copy that is worth moving to another link. A
+// separate copy costs the host some 10 us and the device 20, in which a peer sends 8 MB:
+// for an expert of 9 MB the host's share of 1 MB would gain nothing, and of a wave of
+// many experts the host sends whole ones.
+const MinSplitBytes = 4 << 20
 
-// load is what one memory is to send: bytes at a rate.
-type load struct{ bytes, rate float64 }
+// linkLoad is the bytes that one memory is to send, and the rate of its link per second.
+type linkLoad struct{ bytes, rate float64 }
 
-// shift says how many bytes of what each peer is to send should come from the host
-// instead, so that all links end at the same time: the host has bytes of its own to
-// send, which only it can. Nothing is shifted where a rate is not known, which is 0. The
-// result uses the room of moved.
-func shift(moved []float64, host load, peers []load) []float64 {
+// hostShares returns how many of each peer's bytes the host should send instead, so that
+// all links end at the same time, considering the bytes that only the host can send.
+// Unknown rates are 0; with one of them nothing is moved to the host. The result reuses
+// the capacity of moved.
+func hostShares(moved []float64, host linkLoad, peers []linkLoad) []float64 {
 	moved = append(moved[:0], make([]float64, len(peers))...)
-	if host.rate <= 0 || slices.ContainsFunc(peers, func(p load) bool { return p.rate <= 0 }) {
+	if host.rate <= 0 || slices.ContainsFunc(peers, func(p linkLoad) bool { return p.rate <= 0 }) {
 		return moved
 	}
-	// Peers that would end before the others keep all of theirs: moved is -1 there.
+	// Peers that would end before the others send all of their bytes: their moved is -1.
 	for {
 		bytes, rate := host.bytes, host.rate
 		for i, p := range peers {
@@ -42,7 +43,7 @@ func shift(moved []float64, host load, peers []load) []float64 {
 			continue
 		}
 		for i, p := range peers {
-			if moved[i] == 0 && end > host.bytes/host.rate { // else the host is the last to end by itself
+			if moved[i] == 0 && end > host.bytes/host.rate { // otherwise the host's own bytes end last
 				moved[i] = p.bytes - end*p.rate
 			}
 			moved[i] = max(moved[i], 0)
@@ -51,18 +52,17 @@ func shift(moved []float64, host load, peers []load) []float64 {
 	}
 }
 
-// part is what of so many bytes is taken over another link where moved would be best: at
-// least so much, or nothing.
-func part(moved float64, least int64) int64 {
+// alignedShare rounds a share down to the alignment, and to 0 if it is below least.
+func alignedShare(moved float64, least int64) int64 {
 	if n := int64(moved) / device.Alignment * device.Alignment; n >= least {
 		return n
 	}
 	return 0
 }
 
-// Splits says whether a copy of so many bytes from a peer, with nothing else to copy,
-// takes a part of at least LeastSplit from the host, at these rates of their links.
+// Splits reports whether the host would send at least MinSplitBytes of a copy from a
+// peer, with no other copies, at these link rates in bytes per second.
 func Splits(bytes int64, host, peer float64) bool {
-	moved := shift(nil, load{rate: host}, []load{{float64(bytes), peer}})
-	return part(moved[0], LeastSplit) > 0
+	moved := hostShares(nil, linkLoad{rate: host}, []linkLoad{{float64(bytes), peer}})
+	return alignedShare(moved[0], MinSplitBytes) > 0
 }

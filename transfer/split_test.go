@@ -10,19 +10,19 @@ import (
 
 func TestShift(t *testing.T) {
 	for _, c := range []struct {
-		host  load
-		peers []load
+		host  linkLoad
+		peers []linkLoad
 		want  []float64
 	}{
-		{load{0, 55}, []load{{450, 395}}, []float64{55}},
-		{load{100, 55}, []load{{450, 395}}, []float64{0}}, // the host has enough to do
-		{load{0, 55}, nil, []float64{}},
-		{load{0, 0}, []load{{450, 395}}, []float64{0}},
-		{load{0, 55}, []load{{450, 0}}, []float64{0}},
-		{load{0, 1}, []load{{10, 1}, {1, 1}}, []float64{5, 0}}, // the second ends first
-		{load{2, 2}, []load{{10, 2}, {8, 2}}, []float64{10 - 20./3, 8 - 20./3}},
+		{linkLoad{0, 55}, []linkLoad{{450, 395}}, []float64{55}},
+		{linkLoad{100, 55}, []linkLoad{{450, 395}}, []float64{0}}, // the host has enough to do
+		{linkLoad{0, 55}, nil, []float64{}},
+		{linkLoad{0, 0}, []linkLoad{{450, 395}}, []float64{0}},
+		{linkLoad{0, 55}, []linkLoad{{450, 0}}, []float64{0}},
+		{linkLoad{0, 1}, []linkLoad{{10, 1}, {1, 1}}, []float64{5, 0}}, // the second ends first
+		{linkLoad{2, 2}, []linkLoad{{10, 2}, {8, 2}}, []float64{10 - 20./3, 8 - 20./3}},
 	} {
-		got := shift(nil, c.host, c.peers)
+		got := hostShares(nil, c.host, c.peers)
 		if !slices.EqualFunc(got, c.want, func(a, b float64) bool { return math.Abs(a-b) < 1e-9 }) {
 			t.Errorf("shift(%v, %v) is %v, want %v", c.host, c.peers, got, c.want)
 		}
@@ -31,7 +31,7 @@ func TestShift(t *testing.T) {
 
 // TestShiftProperties: nothing is gained by moving more or less.
 func TestShiftProperties(t *testing.T) {
-	end := func(host load, peers []load, moved []float64) float64 {
+	end := func(host linkLoad, peers []linkLoad, moved []float64) float64 {
 		last := host.bytes
 		for _, n := range moved {
 			last += n
@@ -44,12 +44,12 @@ func TestShiftProperties(t *testing.T) {
 	}
 	rapid.Check(t, func(t *rapid.T) {
 		value, rate := rapid.IntRange(0, 1_000_000), rapid.IntRange(1, 1000)
-		host := load{float64(value.Draw(t, "bytes")), float64(rate.Draw(t, "rate"))}
-		var peers []load
+		host := linkLoad{float64(value.Draw(t, "bytes")), float64(rate.Draw(t, "rate"))}
+		var peers []linkLoad
 		for range rapid.IntRange(0, 4).Draw(t, "peers") {
-			peers = append(peers, load{float64(value.Draw(t, "bytes")), float64(rate.Draw(t, "rate"))})
+			peers = append(peers, linkLoad{float64(value.Draw(t, "bytes")), float64(rate.Draw(t, "rate"))})
 		}
-		moved := shift(nil, host, peers)
+		moved := hostShares(nil, host, peers)
 		best := end(host, peers, moved)
 		for i := range moved {
 			if moved[i] < 0 || moved[i] > peers[i].bytes {

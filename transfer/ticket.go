@@ -9,16 +9,15 @@ import (
 	"github.com/moeserve/moeserve/transfer/dispatch"
 )
 
-// Ticket is a request that was submitted. Its methods may be called from any
-// goroutine.
+// Ticket is a submitted request. Its methods may be called from any goroutine.
 type Ticket struct {
 	engine *Engine
-	// req is owned by the ticket.
+	// req belongs to the core until it has finished.
 	req   dispatch.Request
 	label fmt.Stringer
 	done  device.Point
-	// end is raised when the request has ended either way. Done cannot say so: its
-	// fence may be failed by a later request while this one is still under way.
+	// end is signaled when the request has ended, with or without an error. Done does not
+	// show that: a later request may fail its fence while this one is in progress.
 	end device.Point
 	err error
 	// traced is nil where nothing is; priority is that of the request.
@@ -26,42 +25,41 @@ type Ticket struct {
 	priority Priority
 }
 
-// Promote raises the request's priority, if p is higher than it is: a prefetch is
-// needed now. Among the requests of p it stands where its submission puts it.
-func (t *Ticket) Promote(p Priority) {
+// RaisePriority raises the request's priority to p, if p is higher: a prefetch is needed
+// now. Among the requests of priority p its order of submission counts.
+func (t *Ticket) RaisePriority(p Priority) {
 	e := t.engine
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	e.core.Promote(&t.req, uint8(min(p, Priorities-1)))
+	e.core.RaiseClass(&t.req, uint8(min(p, Priorities-1)))
 }
 
-// Cancel fails the request with an error that wraps ErrCanceled, if nothing of it
-// was given to the device yet, and reports whether it did.
+// Cancel fails the request with an error that wraps ErrCanceled, if nothing of it was
+// launched yet, and reports whether it did.
 func (t *Ticket) Cancel() bool {
 	e := t.engine
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	done := e.core.Cancel(&t.req, ErrCanceled)
-	e.act()
+	e.doActions()
 	return done
 }
 
 // Skip ends the request as if it had landed, if all its After points are reached and
-// nothing of it was given to the device yet, and reports whether it did. It is for bytes
-// that nobody wants any more: Done is raised, so whoever waits for it goes on, and finds
-// in Dst what was there before.
+// nothing of it was launched yet, and reports whether it did. It is for bytes that are no
+// longer needed: Done is signaled, and Dst keeps its content.
 func (t *Ticket) Skip() bool {
 	e := t.engine
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	done := e.core.Skip(&t.req)
-	e.act()
+	e.doActions()
 	return done
 }
 
-// Release gives the ticket of a copy that has landed up, so that a later request uses its
-// memory again: nobody may use the ticket after that. Of a copy that is under way, or has
-// failed, it does nothing. Tickets need not be released.
+// Release lets a later request reuse the ticket of a copy that has landed. The ticket
+// must not be used after that. For a copy that is in progress or has failed, Release does
+// nothing. Tickets need not be released.
 func (t *Ticket) Release() {
 	e := t.engine
 	e.mu.Lock()
@@ -71,21 +69,21 @@ func (t *Ticket) Release() {
 	}
 }
 
-// End is reached, and never fails, when the request has ended and nothing of it is under
-// way: from then on Src and Dst may be used otherwise. Done may be reached before, where a
-// later request fails the fence that it shares. It is a point of the engine's own, valid
-// until the engine is closed.
+// End is a fence value that is reached, and never fails, when the request has ended and
+// none of its chunks is in flight: from then on Src and Dst may be used for other
+// purposes. Done may be reached before, if a later request fails the fence that they
+// share. The fence belongs to the engine, and is valid until the engine is closed.
 func (t *Ticket) End() device.Point { return t.end }
 
-// Ended reports whether Done was raised or failed.
+// Ended reports whether Done was signaled or failed.
 func (t *Ticket) Ended() bool {
 	t.engine.mu.Lock()
 	defer t.engine.mu.Unlock()
 	return t.req.Ended()
 }
 
-// Err is why the copy failed: nil while it is under way and after it has landed.
-// It wraps device.ErrCopyFailed, device.ErrLost, device.ErrClosed, ErrAfter or
+// Err is the error of a failed copy; nil while the copy is in progress and after it has
+// landed. It wraps device.ErrCopyFailed, device.ErrLost, device.ErrClosed, ErrAfter or
 // ErrCanceled.
 func (t *Ticket) Err() error {
 	t.engine.mu.Lock()
@@ -93,8 +91,8 @@ func (t *Ticket) Err() error {
 	return t.err
 }
 
-// Wait waits on the host until the request has ended and nothing of it is under
-// way, or ctx is done, and returns Err.
+// Wait waits on the host until the request has ended and none of its chunks is in flight,
+// or ctx is done, and returns Err.
 func (t *Ticket) Wait(ctx context.Context) error {
 	if err := t.end.Await(ctx); err != nil && !t.Ended() {
 		return fmt.Errorf("transfer: wait for %s: %w", t.name(), err)

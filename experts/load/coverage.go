@@ -11,20 +11,20 @@ import (
 // id names an expert by the position of its layer.
 type id struct{ layer, expert int }
 
-// coverage says which rows of every expert's matrices have come.
+// coverage records which rows of every expert's matrices were received.
 type coverage struct {
-	rows [3]int // of a part
+	rows [3]int // by part
 
-	mu   sync.Mutex
-	seen map[id]*[3][]uint64 // bit sets of rows
-	left int64               // rows that have not come, in all
+	mu          sync.Mutex
+	received    map[id]*[3][]uint64 // bit sets of rows, by part
+	missingRows int64               // total
 }
 
 func newCoverage(shape kernels.ExpertShape, experts int) *coverage {
-	c := &coverage{seen: map[id]*[3][]uint64{}}
+	c := &coverage{received: map[id]*[3][]uint64{}}
 	for p := range c.rows {
 		c.rows[p] = Rows(shape, kernels.Part(p))
-		c.left += int64(experts) * int64(c.rows[p])
+		c.missingRows += int64(experts) * int64(c.rows[p])
 	}
 	return c
 }
@@ -45,14 +45,15 @@ func RowBytes(s kernels.ExpertShape, p kernels.Part) int {
 	return s.Hidden * s.DType.Size()
 }
 
-// add notes rows [from, from+n), none of which may have come before.
+// add records rows [from, from+n) as received. It fails if one of them was received
+// before.
 func (c *coverage) add(of id, part kernels.Part, from, n int) error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	sets := c.seen[of]
+	sets := c.received[of]
 	if sets == nil {
 		sets = new([3][]uint64)
-		c.seen[of] = sets
+		c.received[of] = sets
 	}
 	if sets[part] == nil {
 		sets[part] = make([]uint64, (c.rows[part]+63)/64)
@@ -60,38 +61,38 @@ func (c *coverage) add(of id, part kernels.Part, from, n int) error {
 	set := sets[part]
 	for row := from; row < from+n; row++ {
 		if set[row/64]&(1<<(row%64)) != 0 {
-			return fmt.Errorf("row %d of %v comes a second time", row, part)
+			return fmt.Errorf("row %d of %v was received twice", row, part)
 		}
 	}
 	for row := from; row < from+n; row++ {
 		set[row/64] |= 1 << (row % 64)
 	}
-	c.left -= int64(n)
+	c.missingRows -= int64(n)
 	return nil
 }
 
-// missing describes the first part that is not whole, for the ids in order; nil if
-// there is none.
+// missing is an error about the first incomplete part, by layer and expert; nil if there
+// is none.
 func (c *coverage) missing(layers []int, experts int) error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	if c.left == 0 {
+	if c.missingRows == 0 {
 		return nil
 	}
 	for l, layer := range layers {
 		for e := range experts {
 			for p, rows := range c.rows {
 				have := 0
-				if sets := c.seen[id{l, e}]; sets != nil {
+				if sets := c.received[id{l, e}]; sets != nil {
 					for _, w := range sets[p] {
 						have += bits.OnesCount64(w)
 					}
 				}
 				if have < rows {
-					return fmt.Errorf("experts: layer %d expert %d: only %d of %d rows of %v have come (%d rows are missing in all)", layer, e, have, rows, kernels.Part(p), c.left)
+					return fmt.Errorf("experts: layer %d expert %d: received only %d of %d rows of %v (%d rows are missing in total)", layer, e, have, rows, kernels.Part(p), c.missingRows)
 				}
 			}
 		}
 	}
-	panic(fmt.Sprintf("experts: %d rows are missing, and no part lacks any", c.left))
+	panic(fmt.Sprintf("experts: %d rows are missing, but every part is complete", c.missingRows))
 }

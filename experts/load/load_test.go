@@ -175,16 +175,16 @@ func TestCoverage(t *testing.T) {
 			r.ok(r.give(p.layer, p.expert, p.part, p.row))
 		}
 	}
-	const want = "layer 5 expert 2: only 10 of 11 rows of w3 have come (1 rows are missing in all)"
+	const want = "layer 5 expert 2: received only 10 of 11 rows of w3 (1 rows are missing in total)"
 	if err := r.l.Finish(t.Context()); err == nil || !strings.Contains(err.Error(), want) {
 		t.Errorf("got %v, want %s", err, want)
 	}
 	for want, err := range map[string]error{
-		"row 6 of w3 comes a second time": r.give(5, 2, kernels.W3, 6),
-		"this layer has no experts":       r.give(4, 2, kernels.W3, 7),
-		"the layer has 4 experts":         r.give(5, 4, kernels.W3, 7),
-		"there is no part 3":              r.l.Rows(5, 2, 3, 0, nil),
-		"w3, which has 11 rows":           r.give(5, 2, kernels.W3, 11),
+		"row 6 of w3 was received twice": r.give(5, 2, kernels.W3, 6),
+		"this layer has no experts":      r.give(4, 2, kernels.W3, 7),
+		"the layer has 4 experts":        r.give(5, 4, kernels.W3, 7),
+		"invalid part 3":                 r.l.Rows(5, 2, 3, 0, nil),
+		"w3, which has 11 rows":          r.give(5, 2, kernels.W3, 11),
 	} {
 		if err == nil || !strings.Contains(err.Error(), want) {
 			t.Errorf("got %v, want %s", err, want)
@@ -201,7 +201,7 @@ func TestStagingKeepsOrder(t *testing.T) {
 		r := newRig(t, "reversed", 2*extentSize)
 		x, of := r.l.staging.(*extents), id{1, 0}
 		x.mu.Lock()
-		x.leaving[of] = true
+		x.storing[of] = true
 		x.mu.Unlock()
 		took := false
 		go func() {
@@ -217,7 +217,7 @@ func TestStagingKeepsOrder(t *testing.T) {
 		if took || x.find(of) != nil {
 			t.Error("an expert on its way to its place was taken up again")
 		}
-		delete(x.leaving, of)
+		delete(x.storing, of)
 		x.changed.Broadcast()
 		x.mu.Unlock()
 		synctest.Wait()

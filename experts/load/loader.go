@@ -11,16 +11,16 @@ import (
 	"github.com/moeserve/moeserve/transfer"
 )
 
-// Packer puts rows of an expert's matrix, row-major as checkpoints have them, into its
-// extent: kernels.Backend.
+// Packer writes rows of an expert's matrix, row-major as in checkpoints, into its extent:
+// kernels.Backend.
 type Packer interface {
 	PackExpert(l kernels.ExpertLayout, part kernels.Part, row int, src, dst []byte) error
 }
 
 // Options describe a loader.
 type Options struct {
-	// Machine that the experts are on. Where it keeps no data rows are checked and
-	// counted, and nothing is moved.
+	// Machine that the experts are on. If it keeps no data, rows are checked and counted,
+	// and nothing is copied.
 	Machine  device.Machine
 	Transfer *transfer.Engine
 	Packer   Packer
@@ -28,12 +28,12 @@ type Options struct {
 	// Layers with experts, by the model's numbers, ascending, and how many experts each has.
 	Layers  []int
 	Experts int
-	// StagingBytes of pinned memory, as StagingBytes says; 0 where every place is in host
-	// memory.
+	// StagingBytes of pinned memory, as returned by StagingBytes; 0 if every place is in
+	// host memory.
 	StagingBytes int64
 }
 
-// buffers is into how many the staging of a row-major layout is cut: one is filled while
+// buffers is the number of staging buffers of a row-major layout: one is filled while
 // others are copied.
 const buffers = 4
 
@@ -42,8 +42,8 @@ const (
 	minExtents          = 2
 )
 
-// StagingBytes is how much pinned memory a loader takes that is given about so much; 0:
-// as it likes.
+// StagingBytes rounds about to the size of the staging buffers that a loader uses; 0: the
+// default.
 func StagingBytes(l kernels.ExpertLayout, about int64) int64 {
 	const cut = buffers * device.Alignment
 	switch {
@@ -61,16 +61,16 @@ type Place struct {
 	Offset int64
 }
 
-// Loader takes the rows of a model's experts until Finish or Close. Rows may be called
+// Loader receives the rows of a model's experts until Finish or Close. Rows may be called
 // from several goroutines.
 type Loader struct {
 	o        Options
 	place    func(layer, expert int) Place
 	coverage *coverage
-	staging  staging // nil where nothing goes through it
+	staging  staging // nil if every place is in host memory
 }
 
-// New makes a loader. place says where an expert goes to, its layer by the position in
+// New makes a loader. place returns where an expert is stored; layer is the position in
 // Options.Layers.
 func New(o Options, place func(layer, expert int) Place) (*Loader, error) {
 	l := &Loader{o: o, place: place, coverage: newCoverage(o.Layout.ExpertShape, len(o.Layers)*o.Experts)}
@@ -93,8 +93,8 @@ func New(o Options, place func(layer, expert int) Place) (*Loader, error) {
 	return l, nil
 }
 
-// Rows takes rows [row, row+n) of one matrix of one expert, row-major as checkpoints have
-// them, n being len(data) / the row's bytes. layer is the model's number.
+// Rows receives rows [row, row+n) of one matrix of one expert, row-major as in
+// checkpoints, where n is len(data) / the row's bytes. layer is the model's number.
 func (l *Loader) Rows(layer, expert int, part kernels.Part, row int, data []byte) error {
 	position, ok := slices.BinarySearch(l.o.Layers, layer)
 	if !ok {
@@ -104,12 +104,12 @@ func (l *Loader) Rows(layer, expert int, part kernels.Part, row int, data []byte
 		return fmt.Errorf("the layer has %d experts", l.o.Experts)
 	}
 	if part > kernels.W2 {
-		return fmt.Errorf("there is no part %d", uint8(part))
+		return fmt.Errorf("invalid part %d", uint8(part))
 	}
 	rows, bytes := Rows(l.o.Layout.ExpertShape, part), RowBytes(l.o.Layout.ExpertShape, part)
 	n := len(data) / bytes
 	if len(data)%bytes != 0 || row < 0 || row+n > rows {
-		return fmt.Errorf("%d bytes from row %d on do not fit %v, which has %d rows of %d bytes", len(data), row, part, rows, bytes)
+		return fmt.Errorf("%d bytes from row %d do not fit %v, which has %d rows of %d bytes", len(data), row, part, rows, bytes)
 	}
 	of := id{position, expert}
 	if err := l.coverage.add(of, part, row, n); err != nil {
@@ -125,8 +125,8 @@ func (l *Loader) Rows(layer, expert int, part kernels.Part, row int, data []byte
 	return l.staging.write(of, at.Memory.Region(at.Offset, l.o.Layout.Size), part, row, data)
 }
 
-// Finish fails where a row of an expert is missing, waits until all are at their places,
-// and frees the buffers. After an error it may be called again.
+// Finish fails if a row of an expert is missing, waits until all experts are at their
+// places, and frees the staging buffers. After an error it may be called again.
 func (l *Loader) Finish(ctx context.Context) error {
 	if err := l.coverage.missing(l.o.Layers, l.o.Experts); err != nil {
 		return err
@@ -135,12 +135,12 @@ func (l *Loader) Finish(ctx context.Context) error {
 		return nil
 	}
 	if err := l.staging.flush(ctx); err != nil {
-		return fmt.Errorf("experts: bring local experts to their places: %w", err)
+		return fmt.Errorf("experts: copy resident experts to the device: %w", err)
 	}
 	return l.Close()
 }
 
-// Close frees the buffers of a loading that is given up; after Finish it does nothing.
+// Close frees the staging buffers of an aborted loading; after Finish it does nothing.
 func (l *Loader) Close() error {
 	if l == nil || l.staging == nil {
 		return nil
@@ -148,7 +148,7 @@ func (l *Loader) Close() error {
 	err := l.staging.close()
 	l.staging = nil
 	if err != nil {
-		return fmt.Errorf("experts: free staging memory: %w", err)
+		return fmt.Errorf("experts: free staging buffers: %w", err)
 	}
 	return nil
 }

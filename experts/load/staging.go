@@ -11,17 +11,17 @@ import (
 	"github.com/moeserve/moeserve/transfer"
 )
 
-// staging is the pinned memory through which local experts reach the device.
+// staging is the pinned memory through which resident experts are copied to the device.
 type staging interface {
-	// write brings rows of one matrix to their place in the extent dst of the
-	// expert. Several goroutines may call it.
+	// write copies rows of one matrix to their place in the extent dst of the expert.
+	// Several goroutines may call it.
 	write(of id, dst device.Region, part kernels.Part, row int, data []byte) error
 	// flush waits until everything has arrived.
 	flush(ctx context.Context) error
 	close() error
 }
 
-// buffer is a piece of staging memory. Its fields are for whoever holds it.
+// buffer is a staging buffer. Whoever has acquired it owns its fields.
 type buffer struct {
 	offset, bytes int64
 	done          device.Point
@@ -52,8 +52,8 @@ func newStage(o Options, n int) (stage, error) {
 	return s, nil
 }
 
-// settled waits until nothing moves from or to b, or ctx is done.
-func (b *buffer) settled(ctx context.Context) error {
+// waitIdle waits until no copy from or to b is in progress, or ctx is done.
+func (b *buffer) waitIdle(ctx context.Context) error {
 	if b.ticket == nil {
 		return nil
 	}
@@ -64,7 +64,7 @@ func (b *buffer) settled(ctx context.Context) error {
 	return err
 }
 
-// toDevice starts the copy of b's first bytes to dst, fromDevice that back.
+// toDevice starts the copy of b's first bytes to dst, fromDevice the copy back.
 func (s *stage) toDevice(b *buffer, dst device.Region) error {
 	return s.submit(b, transfer.Request{
 		Src: s.memory.Region(b.offset, dst.Bytes), Dst: dst, Label: transfer.Text("load experts"),
@@ -89,7 +89,7 @@ func (s *stage) submit(b *buffer, r transfer.Request) (err error) {
 func (s *stage) flush(ctx context.Context) error {
 	var first error
 	for _, b := range s.buffers {
-		if err := b.settled(ctx); first == nil {
+		if err := b.waitIdle(ctx); first == nil {
 			first = err
 		}
 	}
@@ -97,7 +97,7 @@ func (s *stage) flush(ctx context.Context) error {
 }
 
 func (s *stage) close() error {
-	// A copy that failed has been told of, or belongs to a loading that was given up.
+	// The error of a failed copy was reported, or belongs to an aborted loading.
 	_ = s.flush(context.Background())
 	errs := []error{s.memory.Free()}
 	for _, b := range s.buffers {
@@ -106,11 +106,11 @@ func (s *stage) close() error {
 	return errors.Join(errs...)
 }
 
-// pieces is the staging of row-major layouts, where rows of a matrix are bytes at a
-// known place: they go through buffers of any size, piece by piece.
+// pieces is the staging of row-major layouts, where the rows of a matrix are bytes at a
+// known offset: they are copied through buffers of any size, piece by piece.
 type pieces struct {
 	stage
-	free chan *buffer // the one whose copy began first is in front
+	free chan *buffer // in the order in which their copies started
 }
 
 func newPieces(o Options) (*pieces, error) {
@@ -134,7 +134,7 @@ func (p *pieces) write(_ id, dst device.Region, part kernels.Part, row int, data
 	for len(data) > 0 {
 		b := <-p.free
 		n := min(int64(len(data)), b.bytes)
-		err := b.settled(context.Background())
+		err := b.waitIdle(context.Background())
 		if err == nil {
 			copy(p.memory.Write(b.offset, n), data)
 			err = p.toDevice(b, dst.Slice(at, n))
@@ -148,30 +148,30 @@ func (p *pieces) write(_ id, dst device.Region, part kernels.Part, row int, data
 	return nil
 }
 
-// extents is the staging of layouts that only the backend knows: an expert is
-// packed in a whole extent of staging memory. Where more experts are begun than
-// there are extents, the one longest unused goes to its slot as far as it came, and
-// is brought back when more of it comes.
+// extents is the staging of layouts that only the backend knows: an expert is packed in a
+// whole extent of staging memory. If more experts are incomplete than there are extents,
+// the least recently used one is stored to its place as it is, and loaded back when more
+// of its rows are received.
 type extents struct {
 	stage
 
 	mu      sync.Mutex
 	changed sync.Cond
-	// held tells what each buffer holds; users pack into it; clock orders last uses.
-	held    []extent
-	begun   map[id]bool // experts that have been in a buffer
-	leaving map[id]bool // experts that are on their way to their slots
+	// slots are the buffers and what they hold; clock orders their last uses.
+	slots   []extent
+	begun   map[id]bool // experts that were in a buffer before
+	storing map[id]bool // experts that are being copied to their places
 	clock   uint64
 }
 
 type extent struct {
 	*buffer
-	of    id
-	full  bool // it holds something
-	dst   device.Region
-	users int
-	used  uint64
-	// moving: one goroutine is giving the buffer to another expert.
+	of       id
+	occupied bool // by an expert
+	dst      device.Region
+	users    int
+	used     uint64
+	// moving: one goroutine is assigning the buffer to another expert.
 	moving bool
 }
 
@@ -180,16 +180,16 @@ func newExtents(o Options) (*extents, error) {
 	if err != nil {
 		return nil, err
 	}
-	x := &extents{stage: s, begun: map[id]bool{}, leaving: map[id]bool{}}
+	x := &extents{stage: s, begun: map[id]bool{}, storing: map[id]bool{}}
 	x.changed.L = &x.mu
 	for _, b := range s.buffers {
-		x.held = append(x.held, extent{buffer: b})
+		x.slots = append(x.slots, extent{buffer: b})
 	}
 	return x, nil
 }
 
 func (x *extents) write(of id, dst device.Region, part kernels.Part, row int, data []byte) error {
-	h, err := x.take(of, dst)
+	h, err := x.acquire(of, dst)
 	if err != nil {
 		return err
 	}
@@ -201,15 +201,15 @@ func (x *extents) write(of id, dst device.Region, part kernels.Part, row int, da
 	return err
 }
 
-// take returns the buffer that holds an expert, for the caller to pack into.
-func (x *extents) take(of id, dst device.Region) (*extent, error) {
+// acquire returns the buffer of an expert, for the caller to pack into.
+func (x *extents) acquire(of id, dst device.Region) (*extent, error) {
 	x.mu.Lock()
 	defer x.mu.Unlock()
 	for {
 		h := x.find(of)
-		if h == nil && !x.leaving[of] {
+		if h == nil && !x.storing[of] {
 			if h = x.victim(); h != nil {
-				if err := x.move(h, of, dst); err != nil {
+				if err := x.assign(h, of, dst); err != nil {
 					return nil, err
 				}
 			}
@@ -224,34 +224,34 @@ func (x *extents) take(of id, dst device.Region) (*extent, error) {
 }
 
 func (x *extents) find(of id) *extent {
-	for i := range x.held {
-		if h := &x.held[i]; h.full && h.of == of {
+	for i := range x.slots {
+		if h := &x.slots[i]; h.occupied && h.of == of {
 			return h
 		}
 	}
 	return nil
 }
 
-// victim is the buffer longest unused, nil while all are in use.
+// victim is the least recently used buffer, nil while all are in use.
 func (x *extents) victim() *extent {
 	var v *extent
-	for i := range x.held {
-		if h := &x.held[i]; h.users == 0 && !h.moving && (v == nil || h.used < v.used) {
+	for i := range x.slots {
+		if h := &x.slots[i]; h.users == 0 && !h.moving && (v == nil || h.used < v.used) {
 			v = h
 		}
 	}
 	return v
 }
 
-// move puts what h holds to its slot and fetches what there is of another expert. The lock is
-// released meanwhile.
-func (x *extents) move(h *extent, of id, dst device.Region) error {
-	full, old, oldID := h.full, h.dst, h.of
+// assign stores the expert in h to its place and loads back what was received of another
+// expert. The lock is released meanwhile.
+func (x *extents) assign(h *extent, of id, dst device.Region) error {
+	full, old, oldID := h.occupied, h.dst, h.of
 	reload := x.begun[of]
 	if full {
-		x.leaving[oldID] = true
+		x.storing[oldID] = true
 	}
-	h.of, h.dst, h.full, h.moving = of, dst, true, true
+	h.of, h.dst, h.occupied, h.moving = of, dst, true, true
 	x.begun[of] = true
 	x.mu.Unlock()
 	err := func() error {
@@ -259,7 +259,7 @@ func (x *extents) move(h *extent, of id, dst device.Region) error {
 			if err := x.toDevice(h.buffer, old); err != nil {
 				return err
 			}
-			if err := h.settled(context.Background()); err != nil {
+			if err := h.waitIdle(context.Background()); err != nil {
 				return err
 			}
 		}
@@ -268,13 +268,13 @@ func (x *extents) move(h *extent, of id, dst device.Region) error {
 				return err
 			}
 		}
-		return h.settled(context.Background())
+		return h.waitIdle(context.Background())
 	}()
 	x.mu.Lock()
 	h.moving = false
-	delete(x.leaving, oldID)
+	delete(x.storing, oldID)
 	if err != nil {
-		h.full = false
+		h.occupied = false
 	}
 	x.changed.Broadcast()
 	return err
@@ -284,12 +284,12 @@ func (x *extents) flush(ctx context.Context) error {
 	x.mu.Lock()
 	defer x.mu.Unlock()
 	var first error
-	for i := range x.held {
-		if h := &x.held[i]; h.full {
+	for i := range x.slots {
+		if h := &x.slots[i]; h.occupied {
 			if err := x.toDevice(h.buffer, h.dst); first == nil {
 				first = err
 			}
-			h.full = false
+			h.occupied = false
 		}
 	}
 	if err := x.stage.flush(ctx); first == nil {

@@ -30,9 +30,9 @@ type Event struct {
 	// Drain is how long readers took, Took how long all of it did.
 	Drain time.Duration `json:"drain_ns,omitempty"`
 	Took  time.Duration `json:"took_ns,omitempty"`
-	// Late: the deadline was missed.
-	Late  bool   `json:"late,omitempty"`
-	Error string `json:"error,omitempty"`
+	// DeadlineMissed: the memory was not released by the revocation's deadline.
+	DeadlineMissed bool   `json:"deadline_missed,omitempty"`
+	Error          string `json:"error,omitempty"`
 }
 
 // The names of events.
@@ -84,7 +84,7 @@ func HarvestEvents(to func(Event)) harvest.EventListener {
 	revocation := func(i harvest.RevocationInfo) Event {
 		return Event{
 			Device: i.Device.String(), Slab: i.Slab, Bytes: i.Bytes, Handles: i.Handles, Reason: i.Reason.String(),
-			Drain: i.Drain, Took: i.Took, Late: i.Late, Error: text(i.Cause),
+			Drain: i.Drain, Took: i.Took, DeadlineMissed: i.DeadlineMissed, Error: text(i.Cause),
 		}
 	}
 	return harvest.EventListener{
@@ -101,8 +101,8 @@ func HarvestEvents(to func(Event)) harvest.EventListener {
 			e.Drain, e.Error = i.Drain, text(i.Failed)
 			tell(HarvestFreed, e)
 		},
-		SlabTaken: func(i harvest.SlabInfo) { tell(HarvestSlabAllocated, slab(i)) },
-		SlabReturned: func(i harvest.SlabInfo) {
+		SlabAllocated: func(i harvest.SlabInfo) { tell(HarvestSlabAllocated, slab(i)) },
+		SlabReleased: func(i harvest.SlabInfo) {
 			e := slab(i)
 			e.Reason = i.Reason.String()
 			tell(HarvestSlabReleased, e)
@@ -115,9 +115,9 @@ func HarvestEvents(to func(Event)) harvest.EventListener {
 		},
 		RevocationEnded: func(i harvest.RevocationInfo) { tell(HarvestRevocationEnded, revocation(i)) },
 		DeadlineMissed: func(i harvest.DeadlineMissInfo) {
-			tell(HarvestDeadlineMissed, Event{Device: i.Device.String(), Slab: i.Slab, Reason: i.Reason.String(), Late: true, Error: i.String()})
+			tell(HarvestDeadlineMissed, Event{Device: i.Device.String(), Slab: i.Slab, Reason: i.Reason.String(), DeadlineMissed: true, Error: i.String()})
 		},
-		Peer: func(i harvest.PeerInfo) {
+		PeerHealthChanged: func(i harvest.PeerInfo) {
 			name := HarvestPeerHealthy
 			if i.Health != nil {
 				name = HarvestPeerUnhealthy
@@ -135,7 +135,7 @@ func ExpertEvents(to func(Event)) experts.EventListener {
 	tell := emitter(to)
 	move := func(name string) func(experts.MoveInfo) {
 		return func(i experts.MoveInfo) {
-			tell(name, Event{Device: i.Device.String(), Layer: &i.Layer, Expert: &i.Expert, Bytes: i.Bytes, Took: i.Took, Reason: i.Why})
+			tell(name, Event{Device: i.Device.String(), Layer: &i.Layer, Expert: &i.Expert, Bytes: i.Bytes, Took: i.Took, Reason: i.Reason})
 		}
 	}
 	return experts.EventListener{

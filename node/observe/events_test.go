@@ -72,7 +72,7 @@ func TestEventForms(t *testing.T) {
 	HarvestEvents(to).DeadlineMissed(harvest.DeadlineMissInfo{Slab: 3, Device: device.HBM(2), Reason: harvest.ReasonPressure, Err: errors.New("no")})
 	l := ExpertEvents(to)
 	l.Promoted(experts.MoveInfo{Layer: 0, Expert: 5, Device: device.HBM(1), Bytes: 100, Took: time.Second})
-	l.Demoted(experts.MoveInfo{Layer: 3, Expert: 0, Device: device.HBM(1), Bytes: 100, Why: "revoked"})
+	l.Demoted(experts.MoveInfo{Layer: 3, Expert: 0, Device: device.HBM(1), Bytes: 100, Reason: "revoked"})
 	l.Swapped(experts.SwapInfo{Layer: 3, In: 0, Out: 4})
 	l.PeerFailed(experts.PeerInfo{Device: device.HBM(2), Err: errors.New("lost"), Excluded: true})
 	want := []string{
@@ -87,7 +87,7 @@ func TestEventForms(t *testing.T) {
 		`{"event":"harvest.revocation_ended","device":"gpu1","slab":1,"handles":1,"bytes":8192,"reason":"external"`,
 		`{"event":"harvest.peer_unhealthy","device":"gpu1","error":"copies fail"}`,
 		`{"event":"harvest.peer_healthy","device":"gpu1"}`,
-		`{"event":"harvest.deadline_missed","device":"gpu2","slab":3,"reason":"pressure","late":true,"error":"slab 3 on gpu2: no"}`,
+		`{"event":"harvest.deadline_missed","device":"gpu2","slab":3,"reason":"pressure","deadline_missed":true,"error":"slab 3 on gpu2: no"}`,
 		`{"event":"experts.promoted","device":"gpu1","bytes":100,"layer":0,"expert":5,"took_ns":1}`,
 		`{"event":"experts.demoted","device":"gpu1","bytes":100,"reason":"revoked","layer":3,"expert":0}`,
 		`{"event":"experts.swapped","layer":3,"in":0,"out":4}`,

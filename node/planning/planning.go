@@ -150,7 +150,7 @@ func New(f *sizing.Footprint, o Options) (*Problem, error) {
 // Pin has the planner count with a placement of experts, in place of a fraction spread
 // evenly.
 func (p *Problem) Pin(f *sizing.Footprint, placement experts.Placement) error {
-	plan, err := f.Experts(placement.Largest()).Sized(placement.Offloaded(), placement.Largest())
+	plan, err := f.Experts(placement.MaxPerLayer()).SizePlan(placement.Offloaded(), placement.MaxPerLayer())
 	if err != nil {
 		return err
 	}

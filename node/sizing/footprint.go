@@ -147,7 +147,7 @@ func (f *Footprint) zeros(offloaded int) int64 {
 	if !f.o.Clears || offloaded == 0 {
 		return 0
 	}
-	return harvest.Options{}.EnsureDefaults().ClearBytes
+	return harvest.Options{}.EnsureDefaults().ScrubBytes
 }
 
 // Parts of the GPU's and the host's memory that a plan of experts and steps take.
@@ -179,12 +179,12 @@ func (f *Footprint) Parts(p *experts.Plan, l forward.Limits, b configs.Batch) (g
 func (f *Footprint) Sizes(fixed configs.Batch) (planner.Sizes, error) {
 	layers := len(f.layers)
 	all := layers * f.o.Config.Experts
-	none, err := f.Experts(0).Sized(0, 0)
+	none, err := f.Experts(0).SizePlan(0, 0)
 	if err != nil {
 		return planner.Sizes{}, err
 	}
 	sized := func(offloaded, largest int) experts.Plan {
-		p, err := f.Experts(largest).Sized(offloaded, largest)
+		p, err := f.Experts(largest).SizePlan(offloaded, largest)
 		if err != nil {
 			panic("sizing: experts that are fine with none offloaded: " + err.Error())
 		}

@@ -38,7 +38,7 @@ type Needs struct {
 
 // Needs works out plan and limits of steps, and what they take of which memory.
 func (f *Footprint) Needs(b configs.Batch, placement experts.Placement, m Memories) (*Needs, error) {
-	store := f.Experts(placement.Largest())
+	store := f.Experts(placement.MaxPerLayer())
 	store.Placement = placement
 	plan, err := experts.NewPlan(store)
 	if err != nil {

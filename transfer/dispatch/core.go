@@ -14,21 +14,21 @@ type Kind uint8
 
 // The actions, with the fields of Action that they use.
 const (
-	// Await: report when Point is reached, or fails. Request is the first that waits
-	// for it. Where it cannot be watched, Withdraw takes the request back.
+	// Await: watch Point, and report when it is reached or has failed. Request is the
+	// first that waits for it. If Point cannot be watched, call Withdraw.
 	Await Kind = iota
-	// Launch: give Chunk to the device, on Link, and report its end for Slot.
+	// Launch: enqueue Chunk on Link, and report its end for Slot.
 	Launch
-	// Recover: wait until nothing of Link is with the device, clear the error of its
-	// stream, and report that by Recovered.
+	// Recover: wait until Link is idle, clear the error of its stream, and call
+	// Recovered.
 	Recover
-	// Retry tells that Chunk has failed with Err and will be launched again.
+	// Retry reports that Chunk failed with Err and will be launched again.
 	Retry
-	// Finish: Request has ended, with Err or without.
+	// Finish: Request has ended, with or without Err.
 	Finish
 )
 
-// Action is what is to be done next.
+// Action is what the caller must do next.
 type Action struct {
 	Kind       Kind
 	Link, Slot int
@@ -41,38 +41,39 @@ type Action struct {
 // Link describes one link.
 type Link struct {
 	From, To device.Space
-	// ChunkBytes is the most that one chunk has, Depth how many chunks are with the
-	// device at a time. Small ones are more: until they come to half of ChunkBytes, so that
-	// the device has enough to do while the end of one is noticed, but at most Slots.
+	// ChunkBytes is the maximum size of a chunk, Depth the number of chunks in flight. If
+	// they are small, more are in flight, at most Slots, until they add up to half of
+	// ChunkBytes, so that the device has work while the host learns of the end of one.
 	ChunkBytes int64
 	Depth      int
 }
 
-// manySlots bounds the small chunks that are with the device.
-const manySlots = 8
+// maxSmallChunks is the maximum number of small chunks in flight.
+const maxSmallChunks = 8
 
-// Slots is how many chunks can be with the device at most.
-func (l Link) Slots() int { return max(l.Depth, manySlots) }
+// Slots is the maximum number of chunks in flight.
+func (l Link) Slots() int { return max(l.Depth, maxSmallChunks) }
 
 // state of a slot.
 type state uint8
 
 const (
 	free state = iota
-	// flying: the chunk is with the device. landed: it has arrived, and the end of one
-	// that was launched before it is not reported yet.
-	flying
+	// inFlight: the chunk is on the device. landed: it has arrived, but the end of an
+	// earlier chunk is not reported yet.
+	inFlight
 	landed
-	// failed on the device, refused by it: the chunk waits until its link is recovered.
+	// failed on the device, or refused by it: the chunk waits until its link is
+	// recovered.
 	failed
 	refused
 )
 
-// slot is one of the chunks that a link may have with the device.
+// slot is one chunk that a link may have in flight.
 type slot struct {
 	state state
 	chunk Chunk
-	// seq is the order of launches; retried says that the chunk failed before.
+	// seq is the order of launches; retried: the chunk failed before.
 	seq     uint64
 	retried bool
 	err     error
@@ -83,26 +84,27 @@ type link struct {
 	queue *queue
 	slots []slot
 	seq   uint64
-	// broken: nothing is launched until the link was recovered, which goes on while
-	// recovering.
+	// broken: nothing is launched until the link is recovered; recovering: a Recover
+	// action is in progress.
 	broken, recovering bool
-	// lost is why nothing can be launched any more.
+	// lost is the error of a lost device: nothing can be launched any more.
 	lost error
 }
 
-// Core holds the requests and the links. Its zero value is ready for use. After each
-// call that reports an event Next gives the actions that follow.
+// Core holds the requests and the links. Its zero value is ready for use. After each call
+// that reports an event, Next returns the actions that follow.
 type Core struct {
 	links  []*link
 	queues []*queue
 	seq    uint64
-	// waits are the requests that wait for each point; spare has room for more.
-	waits map[device.Point][]*Request
-	spare [][]*Request
-	// actions from next on are still to be done.
+	// waiting are the requests that wait for each point; freeLists is a freelist of its
+	// slices.
+	waiting   map[device.Point][]*Request
+	freeLists [][]*Request
+	// actions from next on were not returned yet.
 	actions []Action
 	next    int
-	order   []int // room for Recovered
+	order   []int // scratch space of Recovered
 }
 
 // AddLink adds a link and returns its number.
@@ -121,8 +123,8 @@ func (c *Core) queue(to device.Space) *queue {
 	return c.queues[len(c.queues)-1]
 }
 
-// Next is the next action, false if there is none. Events may be reported before all
-// actions are done.
+// Next returns the next action, false if there is none. Events may be reported before all
+// actions are carried out.
 func (c *Core) Next() (Action, bool) {
 	if c.next == len(c.actions) {
 		c.actions, c.next = c.actions[:0], 0
@@ -134,33 +136,33 @@ func (c *Core) Next() (Action, bool) {
 	return a, true
 }
 
-func (c *Core) do(a Action) { c.actions = append(c.actions, a) }
+func (c *Core) emit(a Action) { c.actions = append(c.actions, a) }
 
-// carries says whether the link can take chunks of the request.
+// carries reports whether the link can copy chunks of the request.
 func (l *link) carries(r *Request) bool { return l.From == r.From && l.To == r.To }
 
-// Submit takes a request, which must wait for these points first; the slice is not
-// kept. An error means that no link can carry it, and says why.
+// Submit queues a request that waits for these points; the slice is not retained. It
+// fails if no link can carry the request.
 func (c *Core) Submit(r *Request, after []device.Point) error {
-	if err := c.carried(r); err != nil {
+	if err := c.checkCarried(r); err != nil {
 		return err
 	}
 	c.seq++
 	r.seq = c.seq
 	for i, p := range after {
 		if !slices.Contains(after[:i], p) {
-			c.wait(r, p)
+			c.awaitPoint(r, p)
 		}
 	}
 	c.queue(r.To).insert(r)
 	if r.waiting == 0 {
-		c.ready(r)
+		c.offer(r)
 	}
 	return nil
 }
 
-// carried says why no link can carry the request.
-func (c *Core) carried(r *Request) error {
+// checkCarried fails if no link can carry the request.
+func (c *Core) checkCarried(r *Request) error {
 	var lost error
 	for _, l := range c.links {
 		if !l.carries(r) {
@@ -177,53 +179,53 @@ func (c *Core) carried(r *Request) error {
 	return fmt.Errorf("from %s to %s: %w", r.From, r.To, device.ErrUnreachable)
 }
 
-// wait has the request wait for one more point.
-func (c *Core) wait(r *Request, p device.Point) {
+// awaitPoint makes the request wait for another point.
+func (c *Core) awaitPoint(r *Request, p device.Point) {
 	r.waiting++
-	waiting, ok := c.waits[p]
+	waiting, ok := c.waiting[p]
 	if !ok {
-		if c.waits == nil {
-			c.waits = map[device.Point][]*Request{}
+		if c.waiting == nil {
+			c.waiting = map[device.Point][]*Request{}
 		}
-		if n := len(c.spare); n > 0 {
-			waiting, c.spare = c.spare[n-1], c.spare[:n-1]
+		if n := len(c.freeLists); n > 0 {
+			waiting, c.freeLists = c.freeLists[n-1], c.freeLists[:n-1]
 		}
-		c.do(Action{Kind: Await, Point: p, Request: r})
+		c.emit(Action{Kind: Await, Point: p, Request: r})
 	}
-	c.waits[p] = append(waiting, r)
+	c.waiting[p] = append(waiting, r)
 }
 
-// ready lets the links pull that can carry the request.
-func (c *Core) ready(r *Request) {
+// offer dispatches chunks on the links that can carry the request.
+func (c *Core) offer(r *Request) {
 	for i, l := range c.links {
 		if l.carries(r) {
-			c.pull(i)
+			c.dispatch(i)
 		}
 	}
 }
 
-// Withdraw takes a request back whose point cannot be watched, when Await asks for that:
-// it does not finish.
+// Withdraw removes a request whose point cannot be watched, in answer to Await: it does
+// not finish.
 func (c *Core) Withdraw(r *Request, unwatched device.Point) {
-	delete(c.waits, unwatched)
+	delete(c.waiting, unwatched)
 	c.queue(r.To).remove(r)
-	for p, waiting := range c.waits {
+	for p, waiting := range c.waiting {
 		if i := slices.Index(waiting, r); i >= 0 {
-			// An empty list stays until the point is reached: it is watched.
-			c.waits[p] = slices.Delete(waiting, i, i+1)
+			// An empty list stays until the point is reached: the point is being watched.
+			c.waiting[p] = slices.Delete(waiting, i, i+1)
 		}
 	}
 }
 
-// Reached reports that a point is.
-func (c *Core) Reached(p device.Point) { c.passed(p, nil) }
+// Reached reports that a point is reached.
+func (c *Core) Reached(p device.Point) { c.pointEnded(p, nil) }
 
-// PointFailed reports that a point has failed, and what waits for it with it.
-func (c *Core) PointFailed(p device.Point, err error) { c.passed(p, err) }
+// PointFailed reports that a point has failed, which fails the requests that wait for it.
+func (c *Core) PointFailed(p device.Point, err error) { c.pointEnded(p, err) }
 
-func (c *Core) passed(p device.Point, err error) {
-	waiting := c.waits[p]
-	delete(c.waits, p)
+func (c *Core) pointEnded(p device.Point, err error) {
+	waiting := c.waiting[p]
+	delete(c.waiting, p)
 	for _, r := range waiting {
 		r.waiting--
 		if err != nil {
@@ -232,17 +234,17 @@ func (c *Core) passed(p device.Point, err error) {
 	}
 	for _, r := range waiting {
 		if r.waiting == 0 && r.failure == nil {
-			c.ready(r)
+			c.offer(r)
 		}
 	}
 	if cap(waiting) > 0 {
 		clear(waiting)
-		c.spare = append(c.spare, waiting[:0])
+		c.freeLists = append(c.freeLists, waiting[:0])
 	}
 }
 
-// enough says whether so many chunks are with the device that no more should be.
-func (l *link) enough() bool {
+// full reports whether enough chunks are in flight.
+func (l *link) full() bool {
 	n, bytes := 0, int64(0)
 	for i := range l.slots {
 		if s := &l.slots[i]; s.state != free {
@@ -252,11 +254,11 @@ func (l *link) enough() bool {
 	return n >= l.Depth && 2*bytes >= l.ChunkBytes
 }
 
-// pull gives the link chunks until enough are with the device.
-func (c *Core) pull(number int) {
+// dispatch launches chunks on the link until enough are in flight.
+func (c *Core) dispatch(number int) {
 	l := c.links[number]
 	for i := range l.slots {
-		if l.broken || l.lost != nil || l.enough() {
+		if l.broken || l.lost != nil || l.full() {
 			return
 		}
 		if l.slots[i].state != free {
@@ -266,11 +268,11 @@ func (c *Core) pull(number int) {
 		if r == nil {
 			return
 		}
-		chunk := r.take(l.ChunkBytes)
-		if r.issued == r.bytes {
+		chunk := r.cutChunk(l.ChunkBytes)
+		if r.launched == r.bytes {
 			l.queue.remove(r)
 		}
-		r.flying++
+		r.inFlight++
 		l.slots[i] = slot{chunk: chunk}
 		c.launch(number, i)
 	}
@@ -280,30 +282,30 @@ func (c *Core) launch(number, i int) {
 	l := c.links[number]
 	l.seq++
 	s := &l.slots[i]
-	s.state, s.seq, s.err = flying, l.seq, nil
-	c.do(Action{Kind: Launch, Link: number, Slot: i, Chunk: s.chunk})
+	s.state, s.seq, s.err = inFlight, l.seq, nil
+	c.emit(Action{Kind: Launch, Link: number, Slot: i, Chunk: s.chunk})
 }
 
-// Landed reports that the chunk of a slot has arrived. Chunks of a link arrive in the
-// order of their launches, and so they count, whatever the order of the reports.
+// Landed reports that the chunk of a slot has arrived. Chunks of a link arrive, and are
+// counted, in the order of their launches, whatever the order of the reports.
 func (c *Core) Landed(number, i int) {
 	l := c.links[number]
-	l.at(i).state = landed
-	c.land(l)
-	c.settle(number)
+	l.inFlightSlot(i).state = landed
+	c.completeInOrder(l)
+	c.advance(number)
 }
 
-// land counts the chunks that have landed and have none before them that is under way.
-func (c *Core) land(l *link) {
+// completeInOrder counts landed chunks before which no chunk is in flight.
+func (c *Core) completeInOrder(l *link) {
 	for {
-		var first *slot // that is with the device
+		var first *slot // earliest launched
 		for i := range l.slots {
 			s := &l.slots[i]
-			if (s.state == flying || s.state == landed) && (first == nil || s.seq < first.seq) {
+			if (s.state == inFlight || s.state == landed) && (first == nil || s.seq < first.seq) {
 				first = s
 			}
 		}
-		if first == nil || first.state == flying {
+		if first == nil || first.state == inFlight {
 			return
 		}
 		first.chunk.Request.landed += first.chunk.Bytes
@@ -311,39 +313,39 @@ func (c *Core) land(l *link) {
 	}
 }
 
-// Failed reports that the chunk of a slot has failed on the device, or was not run
-// because one before it failed.
-func (c *Core) Failed(number, i int, err error) { c.broke(number, i, failed, err) }
+// Failed reports that the chunk of a slot failed on the device, or was not executed
+// because an earlier one failed.
+func (c *Core) Failed(number, i int, err error) { c.chunkFailed(number, i, failed, err) }
 
-// Refused reports that the device did not accept the chunk of a slot, or not all of it.
-func (c *Core) Refused(number, i int, err error) { c.broke(number, i, refused, err) }
+// Refused reports that the device did not accept all of the chunk of a slot.
+func (c *Core) Refused(number, i int, err error) { c.chunkFailed(number, i, refused, err) }
 
-func (c *Core) broke(number, i int, as state, err error) {
+func (c *Core) chunkFailed(number, i int, as state, err error) {
 	l := c.links[number]
-	s := l.at(i)
+	s := l.inFlightSlot(i)
 	s.state, s.err = as, err
 	l.broken = true
 	if errors.Is(err, device.ErrLost) {
-		c.lose(l, err)
+		c.loseLink(l, err)
 	}
-	c.land(l)
-	c.settle(number)
+	c.completeInOrder(l)
+	c.advance(number)
 }
 
-// at is a slot whose chunk is with the device.
-func (l *link) at(i int) *slot {
+// inFlightSlot returns a slot, whose chunk must be in flight.
+func (l *link) inFlightSlot(i int) *slot {
 	s := &l.slots[i]
-	if s.state != flying {
-		panic(fmt.Sprintf("dispatch: the end of a chunk from %s to %s is reported that is not under way", l.From, l.To))
+	if s.state != inFlight {
+		panic(fmt.Sprintf("dispatch: end reported of a chunk from %s to %s that is not in flight", l.From, l.To))
 	}
 	return s
 }
 
-// release frees a slot; its request ends if that was the last of it.
+// release frees a slot; its request ends if that was its last chunk.
 func (c *Core) release(s *slot) {
 	r := s.chunk.Request
 	*s = slot{}
-	if r.flying--; r.flying > 0 || r.ended {
+	if r.inFlight--; r.inFlight > 0 || r.ended {
 		return
 	}
 	if r.failure != nil || r.landed == r.bytes {
@@ -351,32 +353,32 @@ func (c *Core) release(s *slot) {
 	}
 }
 
-// settle does what a link can do now.
-func (c *Core) settle(number int) {
+// advance dispatches chunks on a link, or recovers it, as its state allows.
+func (c *Core) advance(number int) {
 	l := c.links[number]
 	switch {
 	case l.lost != nil:
-		// Nothing of what failed can still arrive.
+		// Failed chunks will not arrive.
 		for i := range l.slots {
 			if s := &l.slots[i]; s.state == failed || s.state == refused {
 				c.release(s)
 			}
 		}
 	case !l.broken:
-		c.pull(number)
-	case !l.recovering && !slices.ContainsFunc(l.slots, func(s slot) bool { return s.state == flying }):
+		c.dispatch(number)
+	case !l.recovering && !slices.ContainsFunc(l.slots, func(s slot) bool { return s.state == inFlight }):
 		l.recovering = true
-		c.do(Action{Kind: Recover, Link: number})
+		c.emit(Action{Kind: Recover, Link: number})
 	}
 }
 
-// Recovered reports that a link can be used again. Only an error that wraps
-// device.ErrLost counts.
+// Recovered reports that a link can be used again. Errors that do not wrap device.ErrLost
+// are ignored.
 func (c *Core) Recovered(number int, err error) {
 	l := c.links[number]
 	l.recovering, l.broken = false, false
 	if errors.Is(err, device.ErrLost) {
-		c.lose(l, err)
+		c.loseLink(l, err)
 	}
 	c.order = c.order[:0]
 	for i := range l.slots {
@@ -385,7 +387,7 @@ func (c *Core) Recovered(number int, err error) {
 		}
 	}
 	slices.SortFunc(c.order, func(a, b int) int { return cmp.Compare(l.slots[a].seq, l.slots[b].seq) })
-	c.judge(l, number)
+	c.retryOrFail(l, number)
 	for _, i := range c.order {
 		if s := &l.slots[i]; s.chunk.Request.failure != nil {
 			c.release(s)
@@ -393,12 +395,13 @@ func (c *Core) Recovered(number int, err error) {
 			c.launch(number, i)
 		}
 	}
-	c.settle(number)
+	c.advance(number)
 }
 
-// judge finds the chunk, in the order of launches, because of which the others failed: the
-// first that failed, or was refused, which may have put the stream into error too.
-func (c *Core) judge(l *link, number int) {
+// retryOrFail finds the chunk that caused the failures of the others: by order of
+// launches the first that failed or was refused, which may have put the stream into error
+// too. It retries that chunk or fails its request.
+func (c *Core) retryOrFail(l *link, number int) {
 	blamed := false
 	for _, i := range c.order {
 		switch s := &l.slots[i]; {
@@ -412,14 +415,14 @@ func (c *Core) judge(l *link, number int) {
 		default:
 			blamed, s.retried = true, true
 			if s.chunk.Request.failure == nil {
-				c.do(Action{Kind: Retry, Link: number, Chunk: s.chunk, Err: s.err})
+				c.emit(Action{Kind: Retry, Link: number, Chunk: s.chunk, Err: s.err})
 			}
 		}
 	}
 }
 
-// lose fails every request that only this link can carry.
-func (c *Core) lose(l *link, err error) {
+// loseLink fails every request that only this link can carry.
+func (c *Core) loseLink(l *link, err error) {
 	if l.lost != nil {
 		return
 	}
@@ -430,33 +433,33 @@ func (c *Core) lose(l *link, err error) {
 		}
 	}
 	for _, r := range l.queue.all() {
-		if l.carries(r) && c.carried(r) != nil {
+		if l.carries(r) && c.checkCarried(r) != nil {
 			c.fail(r, err)
 		}
 	}
 }
 
-// fail lets nothing more of the request be launched, and ends it as soon as nothing of
-// it is with the device.
+// fail stops further launches of the request, and ends it once none of its chunks is in
+// flight.
 func (c *Core) fail(r *Request, err error) {
 	if r.ended || r.failure != nil {
 		return
 	}
 	r.failure = err
 	c.queue(r.To).remove(r)
-	if r.flying == 0 {
+	if r.inFlight == 0 {
 		c.end(r)
 	}
 }
 
 func (c *Core) end(r *Request) {
 	r.ended = true
-	c.do(Action{Kind: Finish, Request: r, Err: r.failure})
+	c.emit(Action{Kind: Finish, Request: r, Err: r.failure})
 }
 
-// Promote gives the request a higher class, among whose requests it stands where its
-// submission puts it. A lower one changes nothing.
-func (c *Core) Promote(r *Request, class uint8) {
+// RaiseClass gives the request a higher class, among whose requests its order of
+// submission counts. A lower class is ignored.
+func (c *Core) RaiseClass(r *Request, class uint8) {
 	if class <= r.Class {
 		return
 	}
@@ -468,10 +471,9 @@ func (c *Core) Promote(r *Request, class uint8) {
 	}
 }
 
-// Cancel fails the request if nothing of it was launched yet, and reports whether it
-// did.
+// Cancel fails the request if nothing of it was launched yet, and reports whether it did.
 func (c *Core) Cancel(r *Request, err error) bool {
-	if r.ended || r.failure != nil || r.issued > 0 {
+	if r.ended || r.failure != nil || r.launched > 0 {
 		return false
 	}
 	c.fail(r, err)
@@ -481,7 +483,7 @@ func (c *Core) Cancel(r *Request, err error) bool {
 // Skip ends the request without an error and without a copy, if all its points are
 // reached and nothing of it was launched yet, and reports whether it did.
 func (c *Core) Skip(r *Request) bool {
-	if r.ended || r.failure != nil || r.issued > 0 || r.waiting > 0 {
+	if r.ended || r.failure != nil || r.launched > 0 || r.waiting > 0 {
 		return false
 	}
 	c.queue(r.To).remove(r)
@@ -499,15 +501,14 @@ func (c *Core) CancelAll(err error) {
 	}
 }
 
-// Busy says whether a chunk of the link is with the device, or about to be once the
-// link was recovered.
+// Busy reports whether a chunk of the link is in flight, or waits for the link's
+// recovery.
 func (c *Core) Busy(number int) bool {
 	return slices.ContainsFunc(c.links[number].slots, func(s slot) bool { return s.state != free })
 }
 
-// Begun is a request of which something was launched and that has not ended, nil if
-// there is none.
-func (c *Core) Begun() *Request {
+// InFlight returns a request that has chunks in flight, nil if there is none.
+func (c *Core) InFlight() *Request {
 	for _, l := range c.links {
 		for i := range l.slots {
 			if l.slots[i].state != free {

@@ -13,7 +13,7 @@ import (
 
 // TestMachine is a device of a few links, and a core above it, by random histories: every
 // byte of a request that succeeds lands exactly once, none before its points are reached,
-// a request finishes once, when nothing of it is under way, and links take the first
+// a request finishes once, when nothing of it is in flight, and links take the first
 // request that they may.
 func TestMachine(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
@@ -33,7 +33,7 @@ type copied struct {
 	after []*pointState
 	// landed counts how often each byte has, by the address that it comes from.
 	landed   map[device.Addr]int
-	flying   int
+	inFlight int
 	finished int
 	err      error
 	canceled bool
@@ -64,7 +64,7 @@ type flight struct {
 	arrived bool
 }
 
-// enough says whether no more chunks should be given to the device.
+// enough reports whether no more chunks should be launched.
 func (l *track) enough() bool {
 	var bytes int64
 	for _, f := range l.flights {
@@ -164,8 +164,8 @@ func (m *model) act() {
 				}
 				l.ended = c.last
 			}
-			if c.flying > 0 || c.finished > 1 {
-				m.t.Fatalf("a request has finished with %d chunks under way, for the time %d", c.flying, c.finished)
+			if c.inFlight > 0 || c.finished > 1 {
+				m.t.Fatalf("a request has finished with %d chunks in flight, for the time %d", c.inFlight, c.finished)
 			}
 		}
 	}
@@ -185,7 +185,7 @@ func (m *model) launch(a Action) {
 	case slices.ContainsFunc(c.after, func(p *pointState) bool { return !p.reached }):
 		m.t.Fatal("launched before its points are reached")
 	case l.enough():
-		m.t.Fatal("enough chunks are under way")
+		m.t.Fatal("enough chunks are in flight")
 	case slices.ContainsFunc(l.flights, func(f flight) bool { return f.slot == a.Slot }):
 		m.t.Fatal("a slot is used twice")
 	}
@@ -194,7 +194,7 @@ func (m *model) launch(a Action) {
 	} else {
 		for _, other := range m.requests {
 			first := other.Class > c.Class || other.Class == c.Class && other.seq < c.seq
-			if first && other.From == c.From && other.To == c.To && other.issued < other.bytes && other.failure == nil && !other.ended && other.waiting == 0 {
+			if first && other.From == c.From && other.To == c.To && other.launched < other.bytes && other.failure == nil && !other.ended && other.waiting == 0 {
 				m.t.Fatalf("a request of class %d goes before one of class %d", c.Class, other.Class)
 			}
 		}
@@ -205,7 +205,7 @@ func (m *model) launch(a Action) {
 		m.core.Refused(a.Link, a.Slot, errChunk)
 		return
 	}
-	c.flying++
+	c.inFlight++
 	m.launches++
 	c.last = m.launches
 	l.flights = append(l.flights, flight{slot: a.Slot, c: a.Chunk})
@@ -219,11 +219,11 @@ func (m *model) named(c Chunk) Chunk {
 	return c
 }
 
-// end takes a chunk of a link off.
+// end removes a chunk of a link.
 func (m *model) end(i, k int) flight {
 	f := m.links[i].flights[k]
 	m.links[i].flights = slices.Delete(m.links[i].flights, k, k+1)
-	f.c.Request.Owner.(*copied).flying--
+	f.c.Request.Owner.(*copied).inFlight--
 	return f
 }
 
@@ -351,7 +351,7 @@ func (m *model) request(t *rapid.T) *copied {
 }
 
 func (m *model) promote(t *rapid.T) {
-	m.core.Promote(m.request(t).Request, uint8(rapid.IntRange(0, Classes-1).Draw(t, "class")))
+	m.core.RaiseClass(m.request(t).Request, uint8(rapid.IntRange(0, Classes-1).Draw(t, "class")))
 	m.act()
 }
 
@@ -394,7 +394,7 @@ func (m *model) check(t *rapid.T) {
 	}
 	for i, l := range m.links {
 		idle := !slices.ContainsFunc(m.requests, func(c *copied) bool {
-			return c.From == l.From && c.To == l.To && c.finished == 0 && c.waiting == 0 && c.issued < c.bytes
+			return c.From == l.From && c.To == l.To && c.finished == 0 && c.waiting == 0 && c.launched < c.bytes
 		})
 		if !idle && !l.enough() && !m.core.links[i].broken && !held(m.core.links[i]) {
 			t.Fatal("a link idles")
@@ -434,7 +434,7 @@ func (m *model) drain() {
 			m.t.Fatal("a request has not finished")
 		}
 	}
-	if r := m.core.Begun(); r != nil || len(m.core.waits) > 0 && slices.ContainsFunc(m.points, func(p *pointState) bool { return p.reached && len(m.core.waits[p.point]) > 0 }) {
+	if r := m.core.InFlight(); r != nil || len(m.core.waiting) > 0 && slices.ContainsFunc(m.points, func(p *pointState) bool { return p.reached && len(m.core.waiting[p.point]) > 0 }) {
 		m.t.Fatal("something is left")
 	}
 }
@@ -489,9 +489,9 @@ func TestTake(t *testing.T) {
 		r := &Request{}
 		r.Add(Piece{Src: device.Range{Addr: 1, Bytes: c.bytes}, Dst: device.Range{Addr: 1 << 50, Bytes: c.bytes}})
 		var sizes []int64
-		for r.issued < c.bytes {
-			chunk := r.take(c.chunk)
-			if chunk.Bytes <= 0 || chunk.Bytes > c.chunk || chunk.Offset != r.issued-chunk.Bytes {
+		for r.launched < c.bytes {
+			chunk := r.cutChunk(c.chunk)
+			if chunk.Bytes <= 0 || chunk.Bytes > c.chunk || chunk.Offset != r.launched-chunk.Bytes {
 				t.Fatalf("a chunk of %d bytes at %d", chunk.Bytes, chunk.Offset)
 			}
 			sizes = append(sizes, chunk.Bytes)
@@ -505,15 +505,15 @@ func TestTake(t *testing.T) {
 	}
 }
 
-// TestAdd: pieces that adjoin become one, but not those of different allocations.
+// TestAdd: adjacent pieces are merged, but not those of different allocations.
 func TestAdd(t *testing.T) {
 	at := func(a device.Addr) Piece {
 		return Piece{Dst: device.Range{Addr: 1<<40 + a, Bytes: 8}, Src: device.Range{Addr: a, Bytes: 8}}
 	}
-	apart := at(24)
-	apart.Apart = true
+	separate := at(24)
+	separate.Separate = true
 	r := &Request{}
-	for _, p := range []Piece{at(8), at(16), apart, at(32), at(48)} {
+	for _, p := range []Piece{at(8), at(16), separate, at(32), at(48)} {
 		r.Add(p)
 	}
 	var sizes []int64

@@ -7,11 +7,11 @@ import (
 	"github.com/moeserve/moeserve/device"
 )
 
-// queue holds the requests for one destination that have bytes left to launch, those
-// too that still wait for points.
+// queue holds the requests for one destination that have bytes left to launch, including
+// those that wait for points.
 type queue struct {
 	to device.Space
-	// byClass are in order of submission.
+	// byClass is in order of submission.
 	byClass [Classes][]*Request
 }
 
@@ -23,7 +23,7 @@ func (q *queue) insert(r *Request) {
 	q.byClass[r.Class] = slices.Insert(l, i, r)
 }
 
-// remove takes r out and reports whether it was in.
+// remove removes r and reports whether it was in the queue.
 func (q *queue) remove(r *Request) bool {
 	l := q.byClass[r.Class]
 	i, ok := slices.BinarySearchFunc(l, r.seq, bySeq)
@@ -33,8 +33,7 @@ func (q *queue) remove(r *Request) bool {
 	return ok
 }
 
-// first is the first request by class and submission of which is true; nil if there is
-// none.
+// first is the first request by class and submission for which is returns true, or nil.
 func (q *queue) first(is func(*Request) bool) *Request {
 	for class := Classes - 1; class >= 0; class-- {
 		if i := slices.IndexFunc(q.byClass[class], is); i >= 0 {
@@ -44,7 +43,7 @@ func (q *queue) first(is func(*Request) bool) *Request {
 	return nil
 }
 
-// all lists the requests, those of the highest class first.
+// all lists the requests, highest class first.
 func (q *queue) all() []*Request {
 	var l []*Request
 	for class := Classes - 1; class >= 0; class-- {

@@ -2,48 +2,48 @@ package dispatch
 
 import "github.com/moeserve/moeserve/device"
 
-// Classes is how many classes of priority there are, from 0 up.
+// Classes is the number of priority classes, from 0 up.
 const Classes = 8
 
 // Piece is one contiguous part of a request: two ranges of the same size.
 type Piece struct {
 	Dst, Src device.Range
-	// Apart: it is another allocation's than the piece before it, also where they adjoin.
-	Apart bool
+	// Separate: the piece is in another allocation than the one before it, even if they
+	// are adjacent.
+	Separate bool
 }
 
-// Request is one copy, of one or more pieces from one memory to another. It belongs to
+// Request is one copy, of one or more pieces, from one memory to another. It belongs to
 // the core from Submit until it has finished.
 type Request struct {
 	From, To device.Space
-	// Pieces that have at least one byte each; see Add.
+	// Pieces have at least one byte each; see Add.
 	Pieces []Piece
-	// Class of priority: the higher goes first.
+	// Class is the priority: higher ones go first.
 	Class uint8
-	// Owner is for whoever submits the request; the core does not look at it.
+	// Owner is for the caller; the core does not use it.
 	Owner any
 
 	seq   uint64
 	bytes int64
-	// waiting counts the points that are not reached yet.
+	// waiting is the number of points that are not reached yet.
 	waiting int
-	// piece and offset within it are where the next chunk begins; issued bytes were
-	// launched, landed ones have arrived.
-	piece          int
-	offset         int64
-	issued, landed int64
-	// flying counts its chunks that are with the device.
-	flying int
-	// failure is why no more of it is launched.
+	// The next chunk begins at offset within piece. launched and landed count bytes.
+	piece            int
+	offset           int64
+	launched, landed int64
+	// inFlight is the number of chunks on the device.
+	inFlight int
+	// failure is why no more chunks are launched.
 	failure        error
 	ended, skipped bool
 }
 
-// Add appends a piece. One that adjoins the piece before it in both memories, and is not
-// Apart, prolongs that one.
+// Add appends a piece. If it is adjacent to the last piece in both memories, and not
+// Separate, it is merged with that one.
 func (r *Request) Add(p Piece) {
 	r.bytes += p.Src.Bytes
-	if n := len(r.Pieces); n > 0 && !p.Apart {
+	if n := len(r.Pieces); n > 0 && !p.Separate {
 		last := &r.Pieces[n-1]
 		if last.Src.End() == p.Src.Addr && last.Dst.End() == p.Dst.Addr {
 			last.Src.Bytes += p.Src.Bytes
@@ -54,21 +54,21 @@ func (r *Request) Add(p Piece) {
 	r.Pieces = append(r.Pieces, p)
 }
 
-// Reset makes a request that has finished, or was never submitted, a new one. It keeps
-// the owner, and the room for pieces.
+// Reset empties a request that has finished or was never submitted, for reuse. It keeps
+// the owner and the capacity for pieces.
 func (r *Request) Reset() { *r = Request{Pieces: r.Pieces[:0], Owner: r.Owner} }
 
-// Bytes are those of all pieces.
+// Bytes of all pieces.
 func (r *Request) Bytes() int64 { return r.bytes }
 
-// Ended says whether the request has finished.
+// Ended reports whether the request has finished.
 func (r *Request) Ended() bool { return r.ended }
 
-// Skipped says whether it finished without having been copied, see Core.Skip.
+// Skipped reports whether the request finished without being copied, see Core.Skip.
 func (r *Request) Skipped() bool { return r.skipped }
 
-// Chunk is what one launch copies: Bytes bytes of a request, from an offset within a
-// piece on, going on in the pieces behind.
+// Chunk is what one launch copies: Bytes bytes of a request, from Offset within Piece on,
+// continuing with the following pieces.
 type Chunk struct {
 	Request *Request
 	Piece   int
@@ -76,7 +76,7 @@ type Chunk struct {
 	Bytes   int64
 }
 
-// Last says whether nothing of the request comes behind the chunk.
+// Last reports whether the chunk is the end of its request.
 func (c Chunk) Last() bool {
 	left := -c.Offset - c.Bytes
 	for i := range c.Request.Pieces[c.Piece:] {
@@ -85,7 +85,7 @@ func (c Chunk) Last() bool {
 	return left == 0
 }
 
-// Each calls copy for every contiguous part of the chunk, until that fails.
+// Each calls copy for every contiguous part of the chunk, until one fails.
 func (c Chunk) Each(copy func(dst, src device.Range) error) error {
 	offset, left := c.Offset, c.Bytes
 	for i := c.Piece; left > 0; i++ {
@@ -99,17 +99,17 @@ func (c Chunk) Each(copy func(dst, src device.Range) error) error {
 	return nil
 }
 
-// maxCopies bounds the contiguous parts of a chunk: giving the device one takes some
-// microseconds, and nothing overtakes meanwhile.
+// maxCopies is the maximum number of contiguous parts of a chunk: enqueuing one takes
+// some microseconds, during which nothing can overtake.
 const maxCopies = 64
 
-// take cuts the next chunk off the request, of at most so many bytes. Requests are cut
-// into equal chunks, as few as possible: a small rest would end before the device has
-// been given the chunk behind it, and the link would idle. Small pieces share a chunk,
-// and only a piece that is larger than a chunk is cut.
-func (r *Request) take(chunkBytes int64) Chunk {
+// cutChunk takes the next chunk of at most chunkBytes from the request. Requests are
+// divided into as few chunks of equal size as possible: a small last chunk would end
+// before the next one is enqueued, and the link would idle. Small pieces share a chunk,
+// and only a piece that is larger than a chunk is divided.
+func (r *Request) cutChunk(chunkBytes int64) Chunk {
 	c := Chunk{Request: r, Piece: r.piece, Offset: r.offset}
-	room := target(r.bytes-r.issued, chunkBytes)
+	room := chunkSize(r.bytes-r.launched, chunkBytes)
 	for copies := 0; copies < maxCopies && r.piece < len(r.Pieces) && room > 0; copies++ {
 		left := r.Pieces[r.piece].Src.Bytes - r.offset
 		n := left
@@ -130,12 +130,12 @@ func (r *Request) take(chunkBytes int64) Chunk {
 			r.piece, r.offset = r.piece+1, 0
 		}
 	}
-	r.issued += c.Bytes
+	r.launched += c.Bytes
 	return c
 }
 
-// target is the size of the next of equal chunks of so many bytes.
-func target(bytes, chunkBytes int64) int64 {
+// chunkSize is the size of the next chunk if so many bytes are divided into equal chunks.
+func chunkSize(bytes, chunkBytes int64) int64 {
 	n := (bytes + chunkBytes - 1) / chunkBytes
 	each := (bytes + n - 1) / n
 	return min(device.Align(each), chunkBytes, bytes)

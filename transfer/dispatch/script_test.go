@@ -34,7 +34,7 @@ type script struct {
 //
 //	link name=H from=0 to=1 [chunk=8] [depth=2]      spaces are numbers, 0 is the host
 //	submit name=A bytes=20 [pieces=(4,4,4|4)] [class=1] [after=(p,q)] [from=0] [to=1]
-//	    pieces have bytes of their own; a bar stands where the next adjoins the one before
+//	    pieces have bytes of their own; a bar stands where the next is adjacent to it
 //	reached p | failed p | blind p                   a point
 //	landed H 0 | failed H 0 | refused H 0 | lost H 0 the chunk in slot 0 of H
 //	recovered H [lost]
@@ -84,7 +84,7 @@ func (s *script) run(t *testing.T, d *datadriven.TestData) {
 		return link, slot
 	}
 	boom := errors.New("boom")
-	gone := fmt.Errorf("gone: %w", device.ErrLost)
+	lost := fmt.Errorf("lost: %w", device.ErrLost)
 	r := s.requests[name]
 	switch d.Cmd {
 	case "link":
@@ -120,7 +120,7 @@ func (s *script) run(t *testing.T, d *datadriven.TestData) {
 		case "failed":
 			s.core.Failed(link, slot, boom)
 		case "lost":
-			s.core.Failed(link, slot, gone)
+			s.core.Failed(link, slot, lost)
 		default:
 			s.core.Refused(link, slot, boom)
 		}
@@ -128,11 +128,11 @@ func (s *script) run(t *testing.T, d *datadriven.TestData) {
 		link, _ := at()
 		var err error
 		if len(d.CmdArgs) > 1 {
-			err = gone
+			err = lost
 		}
 		s.core.Recovered(link, err)
 	case "promote":
-		s.core.Promote(r, uint8(class))
+		s.core.RaiseClass(r, uint8(class))
 	case "cancel":
 		fmt.Fprintln(&s.out, s.core.Cancel(r, errors.New("canceled")))
 	case "skip":
@@ -145,7 +145,7 @@ func (s *script) run(t *testing.T, d *datadriven.TestData) {
 }
 
 // pieces adds pieces of so many bytes, in text: "4 4|4" are three, the last of which
-// adjoins the one before it.
+// is adjacent to the one before it.
 func (s *script) pieces(t *testing.T, r *Request, text string) {
 	for group := range strings.FieldsSeq(text) {
 		s.addr += 1 << 20

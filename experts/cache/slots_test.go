@@ -1,4 +1,4 @@
-package ring
+package cache
 
 import (
 	"slices"
@@ -11,8 +11,8 @@ import (
 	"github.com/moeserve/moeserve/lease"
 )
 
-// TestRing compares a ring with a model: random puts, acquires, releases and losses.
-func TestRing(t *testing.T) {
+// TestSlots compares Slots with a model: random assignments, acquires, releases and failed copies.
+func TestSlots(t *testing.T) {
 	m, err := emulated.New(emulated.Options{Virtual: true})
 	if err != nil {
 		t.Fatal(err)
@@ -41,8 +41,8 @@ func TestRing(t *testing.T) {
 		for range rapid.IntRange(0, 60).Draw(t, "actions") {
 			e := rapid.IntRange(0, experts-1).Draw(t, "expert")
 			at := where(e)
-			if r.Has(e) != (at >= 0) || at >= 0 && r.Last(e) != at {
-				t.Fatalf("expert %d: has %t in slot %d, want slot %d", e, r.Has(e), r.Last(e), at)
+			if r.Has(e) != (at >= 0) || at >= 0 && r.LastSlot(e) != at {
+				t.Fatalf("expert %d: has %t in slot %d, want slot %d", e, r.Has(e), r.LastSlot(e), at)
 			}
 			switch rapid.IntRange(0, 5).Draw(t, "action") {
 			case 0, 1:
@@ -55,7 +55,7 @@ func TestRing(t *testing.T) {
 					continue
 				}
 				if _, ok := r.Acquire(e); ok {
-					t.Fatalf("expert %d is not there, and was acquired", e)
+					t.Fatalf("expert %d is not cached, and was acquired", e)
 				}
 				free := -1
 				for k := 0; k < slots && free < 0; k++ {
@@ -63,14 +63,14 @@ func TestRing(t *testing.T) {
 						free = i
 					}
 				}
-				got, ok := r.Free()
+				got, ok := r.NextFree()
 				if ok != (free >= 0) || ok && got != free {
 					t.Fatalf("slot %d is free (%t), want %d", got, ok, free)
 				}
 				if !ok {
 					continue
 				}
-				ref, after := r.Put(free, e, nil)
+				ref, after := r.Assign(free, e, nil)
 				if !slices.Equal(after, want[free].until) {
 					t.Fatalf("slot %d: until %v, want %v", free, after, want[free].until)
 				}
@@ -79,8 +79,8 @@ func TestRing(t *testing.T) {
 			case 2, 3:
 				at := rapid.IntRange(0, slots-1).Draw(t, "slot")
 				s := &want[at]
-				if r.References(at) != len(s.refs) || r.Holds(at) != s.holds {
-					t.Fatalf("slot %d holds %d with %d references, want %+v", at, r.Holds(at), r.References(at), s)
+				if r.References(at) != len(s.refs) || r.Expert(at) != s.holds {
+					t.Fatalf("slot %d holds %d with %d references, want %+v", at, r.Expert(at), r.References(at), s)
 				}
 				if n := len(s.refs); n > 0 {
 					value++
@@ -92,7 +92,7 @@ func TestRing(t *testing.T) {
 				for i := range want {
 					want[i].until = nil
 				}
-				r.Settle()
+				r.ForgetReaders()
 			case 4:
 				for i := range want {
 					for k := range want[i].refs {
@@ -101,7 +101,7 @@ func TestRing(t *testing.T) {
 					want[i].refs, want[i].until = nil, nil
 				}
 				if at >= 0 {
-					r.Forget(at)
+					r.Clear(at)
 					want[at].holds = -1
 				}
 				r.Reset()

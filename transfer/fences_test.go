@@ -7,8 +7,8 @@ import (
 	"github.com/moeserve/moeserve/device/emulated"
 )
 
-// TestWornMark: the end of a copy stays reached, however many copies come after it.
-func TestWornMark(t *testing.T) {
+// TestExhaustedDoneFence: the end of a copy stays reached, however many copies come after it.
+func TestExhaustedDoneFence(t *testing.T) {
 	ok := func(err error) {
 		t.Helper()
 		if err != nil {
@@ -35,13 +35,13 @@ func TestWornMark(t *testing.T) {
 	}
 	first := end(1)
 	// As if so many copies had come between.
-	e.doneFences[0].Value = lastMark - 1
-	ok(first.Fence.Raise(lastMark - 1))
-	if p := end(2); p.Fence != first.Fence || p.Value != lastMark {
+	e.doneFences[0].Value = maxDoneValue - 1
+	ok(first.Fence.Raise(maxDoneValue - 1))
+	if p := end(2); p.Fence != first.Fence || p.Value != maxDoneValue {
 		t.Errorf("the copy before the last of its fence ends at %v", p)
 	}
 	if end(3).Fence == first.Fence || !first.Reached() {
-		t.Error("a fence that has come so far is used again")
+		t.Error("an exhausted fence is used again")
 	}
 	ok(e.Close())
 	for _, f := range []func() error{src.Free, dst.Free, done.Close, m.Close} {
