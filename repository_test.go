@@ -156,14 +156,16 @@ var imports = map[string]map[string]string{
 		"transfer":                "opens and closes it",
 	},
 	"node/bench": {
-		"configs":    "settings of a run",
-		"eval":       "the interfaces it implements",
-		"experts":    "names of tiers",
-		"kvcache":    "tables of the sequences of a step",
-		"node":       "the node it opens",
-		"node/fault": "errors that are results",
-		"pipeline":   "steps without an engine",
-		"planner":    "what is expected of a run",
+		"configs":       "settings of a run",
+		"eval":          "the interfaces it implements",
+		"experts":       "names of tiers",
+		"kvcache":       "tables of the sequences of a step",
+		"node":          "the node it opens",
+		"node/devices":  "the driver's version",
+		"node/fault":    "errors that are results",
+		"node/planning": "rates of the machine",
+		"pipeline":      "steps without an engine",
+		"planner":       "what is expected of a run",
 	},
 	"node/checkpoint": {
 		"configs":            "presets, and how to load",
@@ -301,14 +303,13 @@ var linked = map[string]string{
 	"github.com/dustin/go-humanize":       "of gonja",
 	"github.com/fsnotify/fsnotify":        "of viper",
 	"github.com/go-viper/mapstructure/v2": "of viper; values that read themselves from text",
-	"github.com/mitchellh/colorstring":    "of progressbar",
+	"github.com/mitchellh/colorstring":    "of progressbar/v2",
 	"github.com/nikolalohinski/gonja/v2":  "chat templates: parser and interpreter of Jinja2",
 	"github.com/pelletier/go-toml/v2":     "of viper",
 	"github.com/pkg/errors":               "of gonja",
-	"github.com/rivo/uniseg":              "of sugarme/tokenizer and progressbar",
+	"github.com/rivo/uniseg":              "of sugarme/tokenizer and progressbar/v2",
 	"github.com/sagikazarmark/locafero":   "of viper",
 	"github.com/schollz/progressbar/v2":   "of sugarme/tokenizer",
-	"github.com/schollz/progressbar/v3":   "progress of loading",
 	"github.com/sirupsen/logrus":          "of gonja",
 	"github.com/sourcegraph/conc":         "of viper",
 	"github.com/spf13/afero":              "of viper",
@@ -329,7 +330,7 @@ var linked = map[string]string{
 }
 
 // linkedPackages is how many packages these modules have in the command.
-const linkedPackages = 76
+const linkedPackages = 75
 
 // row is the package in whose row pkg counts.
 func row(pkg string) string {

@@ -25,8 +25,10 @@ type fake struct {
 	name  string
 	// attention is where it runs. Default: gpu.
 	attention configs.Place
-	// alone: the hardware has no peers.
-	alone bool
+	// alone: the hardware has no peers. otherHardware: it is not what is measured.
+	alone, otherHardware bool
+	// stepped, if set, is called after each step.
+	stepped func()
 }
 
 func (f *fake) Info() eval.Info {
@@ -35,16 +37,19 @@ func (f *fake) Info() eval.Info {
 		peers, link = 0, 0
 	}
 	return eval.Info{
-		Model: "fake", Device: "none", DType: "bfloat16", Emulated: true, KeepsData: true,
+		Model: "fake", DType: "bfloat16", KeepsData: true,
 		MicroBatchTokens: 2, StepTokens: 64, Attention: f.attention,
 		Shape: planner.Model{
 			Name: "fake", Layers: 4, Hidden: 64, Heads: 4, KVHeads: 2, HeadDim: 16,
 			Experts: 8, TopK: 2, ExpertWidth: 128, Vocab: 100,
 		},
-		Hardware: &planner.Hardware{
-			Name: "fake", GPUMemory: 1 << 30, GPUMemoryRate: 1e9, GPUFlops: 1e12, GPUAttentionFlops: 1e12,
-			HostMemory: 1 << 30, HostMemoryRate: 1e9, CPUFlops: 1e9, HostToGPU: []float64{1e8}, GPUToHost: 1e8,
-			PeerMemory: peers, PeerToGPU: link,
+		Machine: eval.Machine{
+			Device: "none", Emulated: true, Emulation: &eval.Emulation{Spec: "virtual", Rates: eval.RatesVirtual},
+			Hardware: &eval.Hardware{Comparable: !f.otherHardware, Hardware: planner.Hardware{
+				Name: "fake", GPUMemory: 1 << 30, GPUMemoryRate: 1e9, GPUFlops: 1e12, GPUAttentionFlops: 1e12,
+				HostMemory: 1 << 30, HostMemoryRate: 1e9, CPUFlops: 1e9, HostToGPU: []float64{1e8}, GPUToHost: 1e8,
+				PeerMemory: peers, PeerToGPU: link, Sources: map[string]string{"host_to_gpu_bytes_per_s": "made up"},
+			}},
 		},
 	}
 }
@@ -55,7 +60,8 @@ func (f *fake) Batch(prompts [][]int32, newTokens int) (eval.Batch, error) {
 
 func (f *fake) Counts(context.Context) (eval.Counts, error) {
 	c := f.counts
-	c.Stalls = map[string]float64{"waiting for host": float64(c.FetchedHost) / 100, "never": 0}
+	c.Hits, c.Misses = 3*c.FetchedHost, c.FetchedHost
+	c.Stalls = map[string]float64{"router-sync": float64(c.FetchedHost) / 100, "never": 0}
 	c.RoutedTokens = [][]int64{slices.Clone(f.counts.RoutedTokens[0]), slices.Clone(f.counts.RoutedTokens[1])}
 	return c, nil
 }
@@ -90,12 +96,18 @@ func (b *fakeBatch) Prefill(context.Context) error {
 	return nil
 }
 
-// Decode has each row choose expert 0 of both layers, and expert 1 of the second.
-func (b *fakeBatch) Decode(_ context.Context, from, to int) error {
+// Decode routes each token to expert 0 of the first layer, and to 0 or 1 of the second.
+func (b *fakeBatch) Decode(ctx context.Context, from, to int) error {
+	if ctx.Err() != nil {
+		return ctx.Err()
+	}
 	b.say("decode %d to %d", from, to)
 	for at := from; at < to; at++ {
 		b.f.now += b.f.step
 		b.f.counts.FetchedHost += b.f.bytes
+		if b.f.stepped != nil {
+			b.f.stepped()
+		}
 		for i := range b.tokens {
 			b.tokens[i] = append(b.tokens[i][:at], b.tokens[i][at-1]+1)
 			b.f.counts.RoutedTokens[0][0]++

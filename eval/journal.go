@@ -13,11 +13,11 @@ import (
 	"github.com/moeserve/moeserve/configs"
 )
 
-// Journal is a file to which a sweep appends a JSON line per finished cell, so that one
-// that was cut off can go on. Its first line is the configuration of the sweep.
+// Journal is a file to which a sweep appends a JSON line per finished cell, so that an
+// interrupted sweep can go on. Its first line is the configuration of the sweep.
 type Journal struct {
 	file *os.File
-	// Results that were there already.
+	// Results that the file had already.
 	Results []Result
 }
 
@@ -26,9 +26,9 @@ type journalHead struct {
 	Sweep map[string]string `json:"sweep"`
 }
 
-// OpenJournal opens the file at path, or makes it. config says what a sweep's results
+// OpenJournal opens the file at path, or creates it. config has what a sweep's results
 // depend on, by name; a file of another configuration is an error that wraps ErrInput
-// and names the difference. A line that was cut off is dropped.
+// and names the difference. An incomplete last line is dropped.
 func OpenJournal(path string, config map[string]string) (_ *Journal, err error) {
 	f, err := os.OpenFile(path, os.O_RDWR|os.O_CREATE, 0o666)
 	if err != nil {
@@ -41,12 +41,12 @@ func OpenJournal(path string, config map[string]string) (_ *Journal, err error) 
 	}()
 	data, err := io.ReadAll(f)
 	if err != nil {
-		return nil, fmt.Errorf("eval: read the sweep so far: %w", err)
+		return nil, fmt.Errorf("eval: read the finished cells: %w", err)
 	}
 	j := &Journal{file: f}
 	whole := bytes.LastIndexByte(data, '\n') + 1
 	if whole == 0 && len(data) > 0 && data[0] != '{' {
-		return nil, inputf("%s is no sweep: its first line is not one; name another file", path)
+		return nil, inputf("%s is not a file of --resume: its first line is not a sweep's configuration; name another file", path)
 	}
 	n := 0
 	for line := range bytes.Lines(data[:whole]) {
@@ -67,19 +67,19 @@ func OpenJournal(path string, config map[string]string) (_ *Journal, err error) 
 	return j, nil
 }
 
-// read takes line n in.
+// read parses line n.
 func (j *Journal) read(path string, n int, line []byte, config map[string]string) error {
 	if n > 1 {
 		var r Result
 		if err := json.Unmarshal(line, &r); err != nil || r.Tier == configs.AnyTier {
-			return inputf("%s: line %d is not the result of a cell; mend it, or name another file", path, n)
+			return inputf("%s: line %d is not the result of a cell; repair it, or name another file", path, n)
 		}
 		j.Results = append(j.Results, r)
 		return nil
 	}
 	var head journalHead
 	if err := json.Unmarshal(line, &head); err != nil || head.Sweep == nil {
-		return inputf("%s is no sweep: its first line is not one; name another file", path)
+		return inputf("%s is not a file of --resume: its first line is not a sweep's configuration; name another file", path)
 	}
 	names := slices.Sorted(maps.Keys(config))
 	for name := range head.Sweep {
@@ -89,13 +89,13 @@ func (j *Journal) read(path string, n int, line []byte, config map[string]string
 	}
 	for _, name := range names {
 		if was, is := head.Sweep[name], config[name]; was != is {
-			return inputf("%s is a sweep of another configuration: there %s is %q, here %q; name another file, or take the same settings", path, name, was, is)
+			return inputf("%s is of another configuration: it has %s %q, this sweep %q; name another file, or use the same settings", path, name, was, is)
 		}
 	}
 	return nil
 }
 
-// Append writes a finished cell, so that it outlasts the process.
+// Append writes a finished cell and syncs it to disk.
 func (j *Journal) Append(r Result) error { return j.append(r) }
 
 func (j *Journal) append(v any) error {
@@ -107,7 +107,7 @@ func (j *Journal) append(v any) error {
 		err = j.file.Sync()
 	}
 	if err != nil {
-		return fmt.Errorf("eval: write the sweep so far: %w", err)
+		return fmt.Errorf("eval: write a finished cell: %w", err)
 	}
 	return nil
 }

@@ -8,12 +8,11 @@ import (
 	"github.com/moeserve/moeserve/planner"
 )
 
-// Node is what is measured. Whoever hands one out keeps no other request running on
-// it.
+// Node is what is measured. No other request runs on it meanwhile.
 type Node interface {
-	// Info says what runs.
+	// Info describes what runs.
 	Info() Info
-	// Batch takes the cache blocks that prompts and new tokens behind each need.
+	// Batch allocates the KV blocks of prompts and new tokens behind each.
 	Batch(prompts [][]int32, newTokens int) (Batch, error)
 	// Counts since the node was opened. No step may be running.
 	Counts(ctx context.Context) (Counts, error)
@@ -22,36 +21,36 @@ type Node interface {
 	Close() error
 }
 
-// Batch is sequences that go in lockstep: first all prompts, then a token of each a
+// Batch is sequences that run in lockstep: first all prompts, then a token of each a
 // step.
 type Batch interface {
-	// Prefill computes the prompts, with nothing in the cache, and draws token 0 of
+	// Prefill computes the prompts, with nothing in the KV cache, and samples token 0 of
 	// each sequence.
 	Prefill(ctx context.Context) error
-	// Decode draws tokens from to to-1 of each sequence, a step each. The tokens before
-	// from must have been drawn; those from from on are drawn again.
+	// Decode samples tokens from to to-1 of each sequence, a step each. The tokens before
+	// from must have been sampled; those from from on are sampled again.
 	Decode(ctx context.Context, from, to int) error
-	// Tokens drawn so far, by sequence.
+	// Tokens sampled so far, by sequence.
 	Tokens() [][]int32
 	Close()
 }
 
 // Info describes a node.
 type Info struct {
-	// Model, Device, DType and LoadFormat as a user knows them.
-	Model, Device, DType string
-	LoadFormat           configs.LoadFormat
-	// Emulated: the devices are, and so are their times.
-	Emulated bool
+	// Machine that it runs on.
+	Machine
+	// Model, DType and LoadFormat as a user knows them.
+	Model, DType string
+	LoadFormat   configs.LoadFormat
 	// KeepsData: memory holds bytes. Where it does not, tokens mean nothing.
 	KeepsData bool
-	// MicroBatchTokens is the most rows whose attention runs together, StepTokens the most
-	// of a step.
+	// MicroBatchTokens is the maximum of tokens whose attention runs together, StepTokens
+	// that of a step.
 	MicroBatchTokens, StepTokens int
-	// MicroBatches is the least number of micro-batches of a step; 0: as few as
+	// MicroBatches is the minimum number of micro-batches of a step; 0: as few as
 	// MicroBatchTokens allows.
 	MicroBatches int
-	// OnDemandTokens is the most rows of a step that fetches only chosen experts.
+	// OnDemandTokens is the maximum of tokens of a step that fetches on demand.
 	OnDemandTokens int
 	// Grouping is how often experts run, Attention where attention runs.
 	Grouping  configs.Grouping
@@ -59,37 +58,36 @@ type Info struct {
 	// Shape and Sizes of the model are for predictions.
 	Shape planner.Model
 	Sizes planner.Sizes
-	// Hardware is the machine, for floors and predictions; nil where its rates are not
-	// known.
-	Hardware *planner.Hardware
 }
 
 // Counts are what a node has done so far.
 type Counts struct {
 	// FetchedHost and FetchedPeer are bytes of experts that were fetched.
 	FetchedHost, FetchedPeer int64
-	// Stalls are seconds in which the compute device waited, by cause.
+	// Hits and Misses are uses of experts.
+	Hits, Misses int64
+	// Stalls are seconds in which the compute stream waited, by cause.
 	Stalls map[string]float64
-	// RoutedTokens are the rows that chose each expert: [layer with experts][expert].
+	// RoutedTokens are the tokens routed to each expert: [layer with experts][expert].
 	RoutedTokens [][]int64
-	// PeakBytes of the compute device's memory.
+	// PeakBytes of the GPU's memory.
 	PeakBytes int64
 }
 
-// Cell is one point of a sweep: a share of the experts that is offloaded, 0 to 1, and
-// where they are fetched from; configs.NoTier with fraction 0, and only then.
+// Cell is one point of a sweep: the fraction of the experts that is offloaded, 0 to 1, and
+// the tier that they are fetched from; configs.NoTier with fraction 0, and only then.
 type Cell struct {
 	Tier     configs.Tier `json:"tier"`
 	Fraction float64      `json:"offload_fraction"`
 }
 
-// Room is what a cache of blocks of blockTokens needs for prompts and newTokens behind
-// each: the blocks, and the longest sequence in tokens.
-func Room(prompts [][]int32, newTokens, blockTokens int) (blocks, longest int) {
+// Room is what a KV cache of blocks of blockTokens needs for prompts and newTokens behind
+// each: the blocks, and the maximum length of a sequence in tokens.
+func Room(prompts [][]int32, newTokens, blockTokens int) (blocks, length int) {
 	for _, p := range prompts {
 		n := len(p) + newTokens
 		blocks += (n + blockTokens - 1) / blockTokens
-		longest = max(longest, n)
+		length = max(length, n)
 	}
-	return blocks, longest
+	return blocks, length
 }

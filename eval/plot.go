@@ -16,6 +16,8 @@ import (
 
 const (
 	emulatedLabel = "emulated"
+	// unpacedNote is why a figure of gains has no bars of Machine.Unpaced.
+	unpacedNote = "emulated devices have no rates"
 	// gainFraction is where the tiers are compared.
 	gainFraction = 0.5
 	// curvePoints is into how many parts a predicted curve is divided between two
@@ -106,8 +108,8 @@ func measuredPoints(results []Result, tier configs.Tier) []figure.Point {
 	var points []figure.Point
 	for _, r := range ofTier(results, tier) {
 		p := figure.Point{X: 100 * r.OffloadFraction, Y: r.DecodeTokS}
-		if len(r.Trials) > 1 {
-			p.Deviation = r.DecodeStddevTokS
+		if r.DecodeStddevTokS != nil {
+			p.Deviation = *r.DecodeStddevTokS
 		}
 		points = append(points, p)
 	}
@@ -119,13 +121,14 @@ func measuredPoints(results []Result, tier configs.Tier) []figure.Point {
 // once: compute, the same at all fractions, or copies, whose time grows evenly with the
 // fraction. So the time of a step, the inverse of throughput, is known everywhere from
 // the predictions at the fractions of the sweep and from the saturation point, where it
-// begins to grow; without a saturation point it grows from fraction 0 on.
+// begins to grow; without a saturation point it grows from fraction 0 on. Predictions for
+// other hardware than what was measured have no curve.
 func predictedCurve(results []Result, tier configs.Tier) []figure.Point {
 	type vertex struct{ fraction, seconds float64 }
 	var known []vertex
 	saturation := 0.0
 	for _, r := range ofTier(results, tier) {
-		if p := r.Prediction; p != nil && p.DecodeTokS > 0 {
+		if p := r.Prediction; p != nil && p.DecodeTokS > 0 && r.comparable() {
 			known = append(known, vertex{r.OffloadFraction, 1 / p.DecodeTokS})
 			saturation = max(saturation, p.SaturationPoint)
 		}
@@ -162,11 +165,12 @@ func predictedCurve(results []Result, tier configs.Tier) []figure.Point {
 	return curve
 }
 
-// saturationPoints are the planner's, by tier, in their order.
+// saturationPoints are those predicted of the hardware that was measured, by tier, in their
+// order.
 func saturationPoints(results []Result) func(yield func(tier configs.Tier, fraction float64) bool) {
 	by := map[configs.Tier]float64{}
 	for _, r := range results {
-		if r.Prediction != nil && r.Prediction.SaturationPoint > 0 {
+		if r.Prediction != nil && r.Prediction.SaturationPoint > 0 && r.comparable() {
 			by[r.Tier] = r.Prediction.SaturationPoint
 		}
 	}
@@ -193,10 +197,13 @@ func PlotGains(out io.Writer, format string, results []Result) error {
 }
 
 func gainsFigure(gains []Gain) *figure.Bars {
-	emulated, oneBatch := 0, true
+	emulated, unpaced, oneBatch := 0, 0, true
 	for _, g := range gains {
 		if g.Emulated {
 			emulated++
+		}
+		if g.Unpaced {
+			unpaced++
 		}
 		oneBatch = oneBatch && g.Requests == gains[0].Requests
 	}
@@ -213,6 +220,9 @@ func gainsFigure(gains []Gain) *figure.Bars {
 	if emulated == len(gains) {
 		chart.Note += ", " + emulatedLabel + " devices and links"
 	}
+	if unpaced > 0 {
+		chart.Note += "; no bars where " + unpacedNote
+	}
 	for _, g := range gains {
 		name := g.Model
 		if !oneBatch {
@@ -221,7 +231,11 @@ func gainsFigure(gains []Gain) *figure.Bars {
 		if g.Emulated && emulated < len(gains) {
 			name += ", " + emulatedLabel
 		}
-		chart.Groups = append(chart.Groups, figure.Group{Name: name, Values: []float64{100 * g.Decode, 100 * g.EndToEnd}})
+		group := figure.Group{Name: name}
+		if !g.Unpaced {
+			group.Values = []float64{100 * g.Decode, 100 * g.EndToEnd}
+		}
+		chart.Groups = append(chart.Groups, group)
 	}
 	return chart
 }
@@ -291,11 +305,6 @@ func transferFigure(r *TransferResult) *figure.Lines {
 	return chart
 }
 
-func requests(n int) string {
-	if n == 1 {
-		return "1 request"
-	}
-	return fmt.Sprintf("%d requests", n)
-}
+func requests(n int) string { return count(n, "request") }
 
 func mebibytes(n int64) float64 { return float64(n) / (1 << 20) }

@@ -20,7 +20,7 @@ func predicted(t *testing.T, requests int, onDemand bool, fractions ...float64) 
 		t.Fatal(err)
 	}
 	info := &Info{
-		Hardware: &h, StepTokens: 32768,
+		Machine: Machine{Device: "H200", Hardware: &Hardware{Hardware: h, Comparable: true}}, StepTokens: 32768,
 		Shape: planner.Model{
 			Layers: 32, Hidden: 4096, Vocab: 32000, Heads: 32, KVHeads: 8, HeadDim: 128,
 			Experts: 8, TopK: 2, ExpertWidth: 14336, Window: 4096,
@@ -32,7 +32,7 @@ func predicted(t *testing.T, requests int, onDemand bool, fractions ...float64) 
 	var results []Result
 	for _, c := range Cells(fractions, []configs.Tier{configs.HostTier, configs.PeerTier}) {
 		r := Result{
-			Model: "mixtral", Device: "H200", Requests: requests, MicroBatchTokens: requests, NumMicroBatches: 1, ExpertGrouping: configs.PerLayer, Attention: configs.OnGPU,
+			Model: "mixtral", Machine: info.Machine, Requests: requests, MicroBatchTokens: requests, NumMicroBatches: 1, ExpertGrouping: configs.PerLayer, Attention: configs.OnGPU,
 			Tier: c.Tier, OffloadFraction: c.Fraction, PromptTokens: 77 * requests, GeneratedTokens: 32 * requests, DecodeTokS: 1,
 		}
 		if r.plan(info); r.Prediction == nil {
@@ -119,10 +119,11 @@ func TestNothingOffloaded(t *testing.T) {
 
 // One trial has no deviation.
 func TestMeasuredPoints(t *testing.T) {
+	two := 2.0
 	r := []Result{
-		{Tier: configs.HostTier, OffloadFraction: 0.5, DecodeTokS: 9, DecodeStddevTokS: 2, Trials: make([]Trial, 2)},
-		{Tier: configs.PeerTier, OffloadFraction: 0.5, DecodeTokS: 11, DecodeStddevTokS: 2, Trials: make([]Trial, 2)},
-		{Tier: configs.NoTier, DecodeTokS: 20, DecodeStddevTokS: 2, Trials: make([]Trial, 1)},
+		{Tier: configs.HostTier, OffloadFraction: 0.5, DecodeTokS: 9, DecodeStddevTokS: &two, Trials: make([]Trial, 2)},
+		{Tier: configs.PeerTier, OffloadFraction: 0.5, DecodeTokS: 11, DecodeStddevTokS: &two, Trials: make([]Trial, 2)},
+		{Tier: configs.NoTier, DecodeTokS: 20, Trials: make([]Trial, 1)},
 	}
 	p := measuredPoints(r, configs.HostTier)
 	if len(p) != 2 || p[0].X != 0 || p[0].Y != 20 || p[0].Deviation != 0 || p[1].X != 50 || p[1].Y != 9 || p[1].Deviation != 2 {
@@ -168,7 +169,7 @@ func TestExpertSizes(t *testing.T) {
 }
 
 func TestTransferFigure(t *testing.T) {
-	r := &TransferResult{Device: "NVIDIA H200"}
+	r := &TransferResult{Machine: Machine{Device: "NVIDIA H200"}}
 	for _, n := range []int64{1 << 20, 336 << 20} {
 		r.Points = append(r.Points,
 			TransferPoint{Path: HostPath, Bytes: n, LatencySeconds: float64(n) / 50e9}, TransferPoint{Path: PeerPath, Bytes: n, LatencySeconds: float64(n) / 400e9},
@@ -185,7 +186,7 @@ func TestTransferFigure(t *testing.T) {
 		t.Error(chart.Title)
 	}
 	// Without a peer there is no ratio.
-	alone := &TransferResult{Device: "emulated", Emulated: true}
+	alone := &TransferResult{Machine: Machine{Device: "emulated", Emulated: true}}
 	for _, p := range r.Points {
 		if p.Path != PeerPath {
 			alone.Points = append(alone.Points, p)

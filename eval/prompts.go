@@ -11,10 +11,10 @@ import (
 	"math/rand/v2"
 )
 
-// ErrInput marks an error of what the user gave: a file, a list, a value.
+// ErrInput marks an error in the user's input: a file, a list, a value.
 var ErrInput = errors.New("bad input")
 
-// inputError is an error of what the user gave, which does not say so in its text.
+// inputError is ErrInput without its text.
 type inputError struct{ err error }
 
 func (e *inputError) Error() string        { return e.err.Error() }
@@ -23,12 +23,12 @@ func (e *inputError) Is(target error) bool { return target == ErrInput }
 
 func inputf(format string, args ...any) error { return &inputError{fmt.Errorf(format, args...)} }
 
-// maxLineBytes bounds a line of a file that somebody else wrote.
+// maxLineBytes bounds a line of a prompt file.
 const maxLineBytes = 16 << 20
 
 // ReadPrompts reads the first turn of each question of an MT-Bench file (a line is
 // {"turns": ["…", …]}) or of each conversation of an MT-Bench-101 file (a line is
-// {"history": [{"user": "…"}, …]}). Blank lines are left out. An error wraps ErrInput
+// {"history": [{"user": "…"}, …]}). Blank lines are skipped. An error wraps ErrInput
 // and names the line of the file called name.
 func ReadPrompts(r io.Reader, name string) ([]string, error) {
 	lines := bufio.NewScanner(r)
@@ -49,7 +49,7 @@ func ReadPrompts(r io.Reader, name string) ([]string, error) {
 	}
 	switch err := lines.Err(); {
 	case errors.Is(err, bufio.ErrTooLong):
-		return nil, inputf("%s: line %d is longer than %d MiB", name, n+1, maxLineBytes>>20)
+		return nil, inputf("%s: line %d exceeds the maximum of %d MiB", name, n+1, maxLineBytes>>20)
 	case err != nil:
 		return nil, fmt.Errorf("eval: read prompts: %w", err)
 	case len(prompts) == 0:
@@ -66,7 +66,7 @@ func firstTurn(line []byte) (string, error) {
 		} `json:"history"`
 	}
 	if err := json.Unmarshal(line, &q); err != nil {
-		return "", fmt.Errorf("it is no JSON object of MT-Bench: %w", err)
+		return "", fmt.Errorf("not a JSON object of MT-Bench: %w", err)
 	}
 	turn := ""
 	switch {
@@ -87,9 +87,9 @@ func firstTurn(line []byte) (string, error) {
 	return turn, nil
 }
 
-// MT-Bench's prompts, as a tokenizer of 32,000 ids cuts them: their shortest and
-// longest, and the parameters of the log-normal distribution between these two whose
-// median and mean, 47 and 77 tokens, are theirs.
+// MT-Bench's prompts in tokens of a 32,000-entry vocabulary: their minimum and maximum
+// length, and the parameters of the log-normal distribution between these whose median and
+// mean, 47 and 77 tokens, are theirs.
 const (
 	minPromptTokens = 9
 	maxPromptTokens = 418
@@ -97,7 +97,7 @@ const (
 	lengthSigma     = 1.3129
 )
 
-// promptStream tells the draws of prompts from those of others with the same seed.
+// promptStream separates the random numbers of prompts from others with the same seed.
 const promptStream = 0x6d74_6265_6e63_6800
 
 // PromptLength is the quantile of p, from 0 to 1, of the lengths of generated prompts,
@@ -114,7 +114,7 @@ func PromptLength(p float64) int {
 // GeneratePrompts makes count prompts of ids from 0 to vocab-1, of length tokens each.
 // Where length is 0, their lengths are the quantiles (i + 1/2) / count of PromptLength
 // in an order that seed decides, so that their mean is that of the distribution for
-// every count. The ids are drawn evenly. The same arguments give the same prompts.
+// every count. The ids are uniform. The same arguments give the same prompts.
 func GeneratePrompts(count, length, vocab int, seed uint64) [][]int32 {
 	r := rand.New(rand.NewPCG(seed, promptStream))
 	prompts := make([][]int32, count)
@@ -132,14 +132,14 @@ func GeneratePrompts(count, length, vocab int, seed uint64) [][]int32 {
 	return prompts
 }
 
-// Repeat returns count prompts, beginning again behind the last, each cut to at most
-// most tokens. cut says how many of them were longer.
-func Repeat(prompts [][]int32, count, most int) (repeated [][]int32, cut int) {
+// Repeat returns count prompts, beginning again after the last, each cut to maxTokens. cut
+// is how many of them were longer.
+func Repeat(prompts [][]int32, count, maxTokens int) (repeated [][]int32, cut int) {
 	repeated = make([][]int32, count)
 	for i := range repeated {
 		p := prompts[i%len(prompts)]
-		if len(p) > most {
-			p = p[:most]
+		if len(p) > maxTokens {
+			p = p[:maxTokens]
 			cut++
 		}
 		repeated[i] = p

@@ -21,16 +21,16 @@ func TestReadPrompts(t *testing.T) {
 		{"MT-Bench", `{"question_id": 81, "turns": ["a", "b"]}` + "\n" + `{"turns": ["c"]}`, []string{"a", "c"}, ""},
 		{"MT-Bench-101", `{"history": [{"user": "u", "bot": "v"}, {"user": "w", "bot": "x"}]}` + "\n\n", []string{"u"}, ""},
 		{"blank lines", "\n  \n" + `{"turns": ["a"]}` + "\r\n", []string{"a"}, ""},
-		{"broken", `{"turns": ["a"]}` + "\n\n" + `{"turns": ["a"`, nil, "file: line 3: it is no JSON object of MT-Bench: unexpected end of JSON input"},
-		{"an array", `["a"]`, nil, "file: line 1: it is no JSON object"},
+		{"broken", `{"turns": ["a"]}` + "\n\n" + `{"turns": ["a"`, nil, "file: line 3: not a JSON object of MT-Bench: unexpected end of JSON input"},
+		{"an array", `["a"]`, nil, "file: line 1: not a JSON object"},
 		{"other keys", `{"prompt": "a"}`, nil, `file: line 1: it has neither "turns"`},
 		{"no turns", `{"turns": []}`, nil, `file: line 1: its "turns" is empty`},
 		{"no history", `{"history": []}`, nil, `file: line 1: its "history" is empty`},
 		{"null for turns", `{"turns": null}`, nil, `file: line 1: it has neither "turns"`},
 		{"an empty turn", `{"turns": ["", "b"]}`, nil, "file: line 1: its first turn is empty"},
-		{"a wrong kind", `{"turns": [5]}`, nil, "file: line 1: it is no JSON object of MT-Bench"},
+		{"a wrong kind", `{"turns": [5]}`, nil, "file: line 1: not a JSON object of MT-Bench"},
 		{"nothing", "\n", nil, "file has no prompts"},
-		{"endless", `{"turns": ["` + strings.Repeat("a", 17<<20), nil, "file: line 1 is longer than 16 MiB"},
+		{"endless", `{"turns": ["` + strings.Repeat("a", 17<<20), nil, "file: line 1 exceeds the maximum of 16 MiB"},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			got, err := eval.ReadPrompts(strings.NewReader(c.in), "file")

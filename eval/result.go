@@ -11,9 +11,9 @@ import (
 // Result is the measurement of one configuration. Seconds are those of the node's
 // clock.
 type Result struct {
+	Run Run `json:"run"`
+	Machine
 	Model            string             `json:"model"`
-	Device           string             `json:"device"`
-	Emulated         bool               `json:"emulated"`
 	DType            string             `json:"dtype"`
 	LoadFormat       configs.LoadFormat `json:"load_format"`
 	Tier             configs.Tier       `json:"tier"`
@@ -32,21 +32,30 @@ type Result struct {
 	// WarmupTokens were drawn of each request before the trials.
 	WarmupTokens int     `json:"warmup_tokens"`
 	Trials       []Trial `json:"trials"`
-	// ThroughputTokS is generated tokens over prefill and decode, StddevTokS its
-	// deviation; DecodeTokS is requests * (new tokens - 1) over decode, DecodeStddevTokS
-	// its deviation. Means are over trials.
-	ThroughputTokS   float64 `json:"throughput_tok_s"`
-	StddevTokS       float64 `json:"stddev_tok_s"`
-	DecodeTokS       float64 `json:"decode_tok_s"`
-	DecodeStddevTokS float64 `json:"decode_stddev_tok_s"`
+	// ThroughputTokS is end to end: generated tokens over prefill and decode. PrefillTokS
+	// is prompt tokens over prefill, DecodeTokS requests * (new tokens - 1) over decode.
+	// Means are over trials, of PrefillTokS over those that computed the prompts.
+	ThroughputTokS float64 `json:"throughput_tok_s"`
+	PrefillTokS    float64 `json:"prefill_tok_s"`
+	DecodeTokS     float64 `json:"decode_tok_s"`
+	// StddevTokS and DecodeStddevTokS are the standard deviations of ThroughputTokS and
+	// DecodeTokS; nil with one trial, which has none.
+	StddevTokS       *float64 `json:"stddev_tok_s,omitempty"`
+	DecodeStddevTokS *float64 `json:"decode_stddev_tok_s,omitempty"`
+	// Hits and Misses are uses of experts over all trials: of resident and cached ones,
+	// and of those that had to be fetched. HitRate is the hits' share of both; 0 where no
+	// expert was used.
+	Hits    int64   `json:"hits"`
+	Misses  int64   `json:"misses"`
+	HitRate float64 `json:"hit_rate"`
 	// FetchedBytes and StallS are over all trials, DecodeStepBytes a decode step's
 	// mean.
 	FetchedBytes    Bytes              `json:"fetched_bytes"`
 	DecodeStepBytes Bytes              `json:"decode_step_bytes"`
 	StallS          map[string]float64 `json:"stall_s"`
-	// DistinctExperts is how many of a layer's experts the last decode step went
-	// through, and TokensPerExpert how many rows each of these had; means over layers,
-	// and the largest.
+	// DistinctExperts is how many of a layer's experts the last decode step
+	// used, and TokensPerExpert the tokens that were routed to each of these; means over
+	// layers. MaxTokensPerExpert is the maximum.
 	DistinctExperts    float64 `json:"distinct_experts"`
 	TokensPerExpert    float64 `json:"tokens_per_expert"`
 	MaxTokensPerExpert int64   `json:"max_tokens_per_expert"`
@@ -75,17 +84,23 @@ type Bytes struct {
 	Peer int64 `json:"peer"`
 }
 
-// Roofline is the least that a decode step can take on the hardware. With attention on
-// the CPU it is the planner's prediction.
+func (b *Bytes) add(more Bytes) {
+	b.Host += more.Host
+	b.Peer += more.Peer
+}
+
+// Roofline is the fastest decode step that the hardware allows. With attention on the CPU
+// it is the planner's prediction.
 type Roofline struct {
 	// Bound is what limits it.
 	Bound string `json:"bound"`
-	// TokS is the throughput of decoding there, Fraction how much of it was reached.
+	// TokS is the decode throughput there, Fraction the measured one's share of it; absent
+	// where the devices that were measured are not that hardware.
 	TokS     float64 `json:"tok_s"`
-	Fraction float64 `json:"fraction"`
+	Fraction float64 `json:"fraction,omitempty"`
 }
 
-// Prediction is what the planner expects.
+// Prediction is what the planner expects of the hardware.
 type Prediction struct {
 	PrefillSeconds float64 `json:"prefill_s"`
 	DecodeSeconds  float64 `json:"decode_s"`
@@ -107,73 +122,90 @@ func (r *Result) steps() int { return r.GeneratedTokens/r.Requests - 1 }
 
 // rates fills in what follows from the trials.
 func (r *Result) rates() {
-	var all, decode []float64
+	var all, prefill, decode []float64
 	for _, t := range r.Trials {
 		all = append(all, float64(r.GeneratedTokens)/(t.PrefillSeconds+t.DecodeSeconds))
 		decode = append(decode, float64(r.Requests*r.steps())/t.DecodeSeconds)
+		if !t.PrefillRepeated {
+			prefill = append(prefill, float64(r.PromptTokens)/t.PrefillSeconds)
+		}
 	}
+	r.PrefillTokS, _ = meanAndDeviation(prefill)
 	r.ThroughputTokS, r.StddevTokS = meanAndDeviation(all)
 	r.DecodeTokS, r.DecodeStddevTokS = meanAndDeviation(decode)
+	if uses := r.Hits + r.Misses; uses > 0 {
+		r.HitRate = float64(r.Hits) / float64(uses)
+	}
 }
 
-// meanAndDeviation returns the mean and the deviation of a sample, 0 of a single one.
-func meanAndDeviation(values []float64) (mean, deviation float64) {
+// meanAndDeviation returns the mean and the standard deviation of a sample, which is nil
+// of a single value.
+func meanAndDeviation(values []float64) (mean float64, deviation *float64) {
 	for _, v := range values {
 		mean += v / float64(len(values))
 	}
 	if len(values) < 2 {
-		return mean, 0
+		return mean, nil
 	}
+	squares := 0.0
 	for _, v := range values {
-		deviation += (v - mean) * (v - mean)
+		squares += (v - mean) * (v - mean)
 	}
-	return mean, math.Sqrt(deviation / float64(len(values)-1))
+	d := math.Sqrt(squares / float64(len(values)-1))
+	return mean, &d
 }
 
-// chosen fills in what one step's activations say.
-func (r *Result) chosen(activations [][]int64) {
-	var experts, rows int64
-	for _, layer := range activations {
+// routed fills in what the routed tokens of one step say, [layer with experts][expert].
+func (r *Result) routed(tokens [][]int64) {
+	var experts, all int64
+	for _, layer := range tokens {
 		for _, n := range layer {
 			if n > 0 {
 				experts++
-				rows += n
+				all += n
 				r.MaxTokensPerExpert = max(r.MaxTokensPerExpert, n)
 			}
 		}
 	}
 	if experts > 0 {
-		r.DistinctExperts = float64(experts) / float64(len(activations))
-		r.TokensPerExpert = float64(rows) / float64(experts)
+		r.DistinctExperts = float64(experts) / float64(len(tokens))
+		r.TokensPerExpert = float64(all) / float64(experts)
 	}
 }
 
-// plan fills in floor and prediction. What the planner refuses, such as experts from
+// plan fills in roofline and prediction. What the planner refuses, such as experts from
 // peers on hardware that has none, has neither: a measurement stands without them.
 func (r *Result) plan(info *Info) {
 	if info.Hardware == nil {
 		return
 	}
-	h, newTokens := *info.Hardware, r.steps()+1
+	r.predict(info)
+	if r.Roofline != nil && r.comparable() {
+		r.Roofline.Fraction = r.DecodeTokS / r.Roofline.TokS
+	}
+}
+
+func (r *Result) predict(info *Info) {
+	h, newTokens := info.Hardware.Hardware, r.steps()+1
 	work := planner.Workload{PromptTokens: (r.PromptTokens + r.Requests/2) / r.Requests, NewTokens: newTokens}
-	floor := planner.RooflineCase{Rows: r.Requests, Context: work.Context(), Fraction: r.OffloadFraction}
+	at := planner.RooflineCase{Rows: r.Requests, Context: work.Context(), Fraction: r.OffloadFraction}
 	policy := planner.Policy{
 		Batch: r.Requests, MicroBatch: r.MicroBatchTokens, PrefillTokens: info.StepTokens, Grouping: r.ExpertGrouping, Attention: r.Attention,
 		OnDemand: r.OffloadFraction > 0 && r.Requests <= info.OnDemandTokens,
 	}
 	if r.ExpertGrouping == configs.PerMicroBatch {
-		floor.Groups = r.NumMicroBatches
+		at.Groups = r.NumMicroBatches
 	}
 	tier, link := configs.HostTier, planner.BoundHostLink
-	floor.Rate = h.HostToGPU[0]
+	at.Rate = h.HostToGPU[0]
 	if r.Tier == configs.PeerTier {
-		tier, link, floor.Rate = configs.PeerTier, planner.BoundPeerLink, h.PeerToGPU
+		tier, link, at.Rate = configs.PeerTier, planner.BoundPeerLink, h.PeerToGPU
 	}
-	if floor.Rate == 0 {
+	if at.Rate == 0 {
 		return
 	}
-	f := planner.Rooflines(info.Shape, h, floor)
-	r.Roofline = &Roofline{Bound: string(bound(f, link)), TokS: f.TokS, Fraction: r.DecodeTokS / f.TokS}
+	roofline := planner.Rooflines(info.Shape, h, at)
+	r.Roofline = &Roofline{Bound: string(bound(roofline, link)), TokS: roofline.TokS}
 
 	problem := planner.Problem{Model: info.Shape, Hardware: h, Workload: work, Sizes: info.Sizes}
 	policy, err := problem.Offload(policy, r.OffloadFraction, tier)
@@ -190,8 +222,8 @@ func (r *Result) plan(info *Info) {
 		ThroughputTokS: p.TokS, DecodeTokS: p.DecodeTokS, Bound: string(p.Decode.Bound),
 	}
 	if policy.Attention == configs.OnCPU {
-		// Floors have attention on the GPU; what the planner allows is the least then.
-		r.Roofline = &Roofline{Bound: string(p.Decode.Bound), TokS: p.DecodeTokS, Fraction: r.DecodeTokS / p.DecodeTokS}
+		// Rooflines have attention on the GPU; what the planner allows is the limit then.
+		r.Roofline = &Roofline{Bound: string(p.Decode.Bound), TokS: p.DecodeTokS}
 	}
 	if r.Tier == configs.NoTier || policy.OnDemand {
 		return // a step waits for each of its on-demand fetches
@@ -201,18 +233,18 @@ func (r *Result) plan(info *Info) {
 	}
 }
 
-// bound is what limits a floor: the link, or what most of the compute's time is bound
-// by.
+// bound is what limits a roofline: the link, or what bounds the greatest part of the
+// compute's time.
 func bound(f planner.Roofline, link planner.Bound) planner.Bound {
 	if f.Copies > f.Compute {
 		return link
 	}
-	by, most := map[planner.Bound]float64{}, planner.Bound("")
+	by, dominant := map[planner.Bound]float64{}, planner.Bound("")
 	for _, p := range f.Phases {
 		by[p.Bound] += p.Seconds
-		if by[p.Bound] > by[most] {
-			most = p.Bound
+		if by[p.Bound] > by[dominant] {
+			dominant = p.Bound
 		}
 	}
-	return most
+	return dominant
 }

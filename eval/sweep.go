@@ -11,14 +11,14 @@ import (
 	"github.com/moeserve/moeserve/configs"
 )
 
-// ParseFractions reads offload fractions, numbers from 0 to 1 with commas between
-// them, and puts them in order. Errors wrap ErrInput.
+// ParseFractions reads comma-separated offload fractions from 0 to 1, and sorts them.
+// Errors wrap ErrInput.
 func ParseFractions(list string) ([]float64, error) {
 	var fractions []float64
 	for _, text := range strings.Split(list, ",") {
 		f, err := strconv.ParseFloat(strings.TrimSpace(text), 64)
 		if err != nil || !(f >= 0 && f <= 1) {
-			return nil, inputf("fraction %q: give numbers from 0 to 1 with commas between them, as 0,0.5,1", strings.TrimSpace(text))
+			return nil, inputf("fraction %q: must be comma-separated numbers from 0 to 1, as 0,0.5,1", strings.TrimSpace(text))
 		}
 		fractions = append(fractions, f)
 	}
@@ -26,13 +26,13 @@ func ParseFractions(list string) ([]float64, error) {
 	return slices.Compact(fractions), nil
 }
 
-// ParseTiers reads tiers with commas between them. Errors wrap ErrInput.
+// ParseTiers reads comma-separated tiers. Errors wrap ErrInput.
 func ParseTiers(list string) ([]configs.Tier, error) {
 	var tiers []configs.Tier
 	for _, text := range strings.Split(list, ",") {
 		var t configs.Tier
 		if err := t.UnmarshalText([]byte(strings.TrimSpace(text))); err != nil || t != configs.HostTier && t != configs.PeerTier {
-			return nil, inputf("there is no tier %q: give host, peer, or both with a comma between them", strings.TrimSpace(text))
+			return nil, inputf("unknown tier %q: must be host, peer, or host,peer", strings.TrimSpace(text))
 		}
 		if !slices.Contains(tiers, t) {
 			tiers = append(tiers, t)
@@ -63,28 +63,32 @@ type SweepOptions struct {
 	Cells []Cell
 	// Open opens the node of a cell; the sweep closes it.
 	Open func(ctx context.Context, c Cell) (Node, error)
-	// Shared keeps the nodes of all cells open and goes round them trial by trial, so
-	// that a drift of the machine hits all alike. Without it one cell is finished, and
+	// Shared keeps the nodes of all cells open and measures a trial of each in turn, so
+	// that a drift of the machine affects all alike. Without it one cell is finished, and
 	// its node closed, before the next begins.
 	Shared bool
 	// Done are cells that have been measured before.
 	Done []Result
-	// LeaveOut, if set, is asked about a cell whose node cannot be opened: true leaves
-	// the cell out, and the sweep goes on. A sweep of which no cell is left fails.
-	LeaveOut func(c Cell, err error) bool
-	// Finished, if set, is told of each cell as it is finished.
+	// Skip, if set, decides on a cell whose node cannot be opened: true skips the cell, and
+	// the sweep goes on. A sweep of which all cells are skipped fails.
+	Skip func(c Cell, err error) bool
+	// Finished, if set, is called with each cell that all trials have been measured of.
 	Finished func(Result) error
+	// Opening, if set, is called before the node of a cell is opened, with the cell's number
+	// from 1 and how many there are to be measured.
+	Opening func(c Cell, number, cells int)
 
-	// why the first cell was left out.
+	// why the first cell was skipped.
 	why error
 }
 
 // Sweep measures all cells that are not done, and returns the results of all that were
-// not left out, in the order of Cells.
+// not skipped, in the order of Cells. Where ctx ends before the sweep does, the results are
+// those of the cells of which at least one trial has been measured, beside the error.
 func Sweep(ctx context.Context, o SweepOptions) ([]Result, error) {
 	o.Options = o.EnsureDefaults()
 	if len(o.Cells) == 0 {
-		return nil, inputf("eval: a sweep without cells: give at least one fraction, and one tier where it is above 0")
+		return nil, inputf("eval: a sweep has no cells: give at least one fraction, and a tier where it is above 0")
 	}
 	results := map[Cell]Result{}
 	for _, r := range o.Done {
@@ -104,10 +108,15 @@ func Sweep(ctx context.Context, o SweepOptions) ([]Result, error) {
 			batches = append(batches, []Cell{c})
 		}
 	}
+	meter := newMeter(&o.Options, len(left))
+	var failed error
 	for _, cells := range batches {
-		if err := o.measure(ctx, cells, results); err != nil {
-			return nil, err
+		if failed = o.measure(ctx, cells, results, meter); failed != nil {
+			break
 		}
+	}
+	if failed != nil && ctx.Err() == nil {
+		return nil, failed
 	}
 	var all []Result
 	for _, c := range o.Cells {
@@ -115,17 +124,22 @@ func Sweep(ctx context.Context, o SweepOptions) ([]Result, error) {
 			all = append(all, r)
 		}
 	}
-	if all == nil {
-		return nil, o.why
+	if all == nil && failed == nil {
+		failed = o.why
 	}
-	return all, nil
+	return all, failed
 }
 
 // measure measures cells together, a trial of each in turn.
-func (o *SweepOptions) measure(ctx context.Context, cells []Cell, results map[Cell]Result) (err error) {
+func (o *SweepOptions) measure(ctx context.Context, cells []Cell, results map[Cell]Result, meter *meter) (err error) {
 	var under []*measurement
 	defer func() {
 		for _, m := range under {
+			if _, whole := results[m.result.Cell()]; err != nil && !whole {
+				if r, ok := m.partial(ctx); ok {
+					results[r.Cell()] = r
+				}
+			}
 			m.batch.Close()
 			err = errors.Join(err, m.node.Close())
 		}
@@ -137,8 +151,12 @@ func (o *SweepOptions) measure(ctx context.Context, cells []Cell, results map[Ce
 		return fmt.Errorf("%v %% offloaded to %s: %w", 100*c.Fraction, c.Tier, err)
 	}
 	for _, c := range cells {
+		if o.Opening != nil {
+			o.Opening(c, meter.next+1, meter.cells)
+		}
 		n, err := o.Open(ctx, c)
-		if err != nil && ctx.Err() == nil && o.LeaveOut != nil && o.LeaveOut(c, err) {
+		if err != nil && ctx.Err() == nil && o.Skip != nil && o.Skip(c, err) {
+			meter.skip()
 			if o.why == nil {
 				o.why = fail(c, err)
 			}
@@ -147,7 +165,7 @@ func (o *SweepOptions) measure(ctx context.Context, cells []Cell, results map[Ce
 		if err != nil {
 			return fail(c, err)
 		}
-		m, err := start(ctx, n, c, o.Options)
+		m, err := start(ctx, n, c, o.Options, meter)
 		if err != nil {
 			return fail(c, errors.Join(err, n.Close()))
 		}
@@ -180,9 +198,12 @@ func (o *SweepOptions) measure(ctx context.Context, cells []Cell, results map[Ce
 type Gain struct {
 	Model    string
 	Emulated bool
+	// Unpaced: the devices are emulated without rates, so that the tiers' times do not
+	// compare. Decode and EndToEnd are then 0.
+	Unpaced  bool
 	Requests int
 	Fraction float64
-	// Decode of decoding alone, Whole with prefill.
+	// Decode of decode throughput, EndToEnd with prefill.
 	Decode, EndToEnd float64
 }
 
@@ -211,10 +232,14 @@ func Gains(results []Result, fraction float64) []Gain {
 		if host.DecodeTokS == 0 || peer.DecodeTokS == 0 {
 			continue
 		}
-		gains = append(gains, Gain{
-			Model: k.model, Requests: k.requests, Fraction: fraction, Emulated: host.Emulated || peer.Emulated,
-			Decode: peer.DecodeTokS/host.DecodeTokS - 1, EndToEnd: peer.ThroughputTokS/host.ThroughputTokS - 1,
-		})
+		g := Gain{
+			Model: k.model, Requests: k.requests, Fraction: fraction,
+			Emulated: host.Emulated || peer.Emulated, Unpaced: host.Unpaced() || peer.Unpaced(),
+		}
+		if !g.Unpaced {
+			g.Decode, g.EndToEnd = peer.DecodeTokS/host.DecodeTokS-1, peer.ThroughputTokS/host.ThroughputTokS-1
+		}
+		gains = append(gains, g)
 	}
 	return gains
 }

@@ -7,6 +7,7 @@ import (
 	"encoding/json"
 	"encoding/xml"
 	"errors"
+	"fmt"
 	"image/png"
 	"io"
 	"os"
@@ -32,8 +33,11 @@ func TestThroughput(t *testing.T) {
 		t.Fatal(err)
 	}
 	// 3 requests, 4 steps of 1/4 s behind prefills of 2 s.
-	if r.DecodeTokS != 12 || r.ThroughputTokS != 5 || r.StddevTokS != 0 {
-		t.Errorf("%v tokens/s decoding, %v ± %v in all; want 12, 5 ± 0", r.DecodeTokS, r.ThroughputTokS, r.StddevTokS)
+	if r.DecodeTokS != 12 || r.ThroughputTokS != 5 || r.PrefillTokS != 3 || *r.StddevTokS != 0 {
+		t.Errorf("%v tokens/s decoding, %v prefill, %v ± %v in all; want 12, 3, 5 ± 0", r.DecodeTokS, r.PrefillTokS, r.ThroughputTokS, *r.StddevTokS)
+	}
+	if r.Hits != 420 || r.Misses != 140 || r.HitRate != 0.75 {
+		t.Errorf("%d hits, %d misses, hit rate %v", r.Hits, r.Misses, r.HitRate)
 	}
 	want := []eval.Trial{{PrefillSeconds: 2, DecodeSeconds: 1}, {PrefillSeconds: 2, DecodeSeconds: 1}, {PrefillSeconds: 2, DecodeSeconds: 1, PrefillRepeated: true}}
 	if !slices.Equal(r.Trials, want) {
@@ -43,7 +47,7 @@ func TestThroughput(t *testing.T) {
 	if r.FetchedBytes != (eval.Bytes{Host: 140}) || r.DecodeStepBytes != (eval.Bytes{Host: 10}) {
 		t.Errorf("fetched %+v, %+v a step", r.FetchedBytes, r.DecodeStepBytes)
 	}
-	if got := r.StallS; len(got) != 1 || got["waiting for host"] < 1.3999 || got["waiting for host"] > 1.4001 {
+	if got := r.StallS; len(got) != 1 || got["router-sync"] < 1.3999 || got["router-sync"] > 1.4001 {
 		t.Errorf("stalls %v", got)
 	}
 	// Layer 0 has one expert in use, by 3 rows; layer 1 two, by 2 rows and by 1.
@@ -95,8 +99,8 @@ func TestDeviation(t *testing.T) {
 		t.Fatal(err)
 	}
 	// Steps of 1 s and 3 s: 3 and 1 tokens/s.
-	if r.DecodeTokS != 2 || r.DecodeStddevTokS < 1.4142 || r.DecodeStddevTokS > 1.4143 {
-		t.Errorf("%v ± %v tokens/s, want 2 ± 1.4142", r.DecodeTokS, r.DecodeStddevTokS)
+	if r.DecodeTokS != 2 || *r.DecodeStddevTokS < 1.4142 || *r.DecodeStddevTokS > 1.4143 {
+		t.Errorf("%v ± %v tokens/s, want 2 ± 1.4142", r.DecodeTokS, *r.DecodeStddevTokS)
 	}
 	if r.Roofline.Bound == "host link" || r.Prediction.SaturationPoint != 0 {
 		t.Errorf("nothing offloaded: %+v, %+v", r.Roofline, r.Prediction)
@@ -134,7 +138,7 @@ func TestThroughputRefuses(t *testing.T) {
 		text string
 	}{
 		{"other tokens", drifting, eval.Options{Prompts: threePrompts}, eval.ErrTokens, "eval: trial 2: trials drew different tokens"},
-		{"no time", timeless, eval.Options{Prompts: threePrompts}, nil, "eval: trial 1: a part of it took no time"},
+		{"no time", timeless, eval.Options{Prompts: threePrompts}, nil, "eval: trial 1: the devices' clock stands still"},
 		{"no prompts", newFake("a", 1, nil), eval.Options{}, eval.ErrInput, "eval: no prompts to run"},
 		{"one token", newFake("a", 1, nil), eval.Options{Prompts: threePrompts, NewTokens: 1}, eval.ErrInput, "eval: 1 new tokens"},
 		{"no trial", newFake("a", 1, nil), eval.Options{Prompts: threePrompts, Trials: -1}, eval.ErrInput, "eval: -1 trials"},
@@ -175,7 +179,9 @@ func TestParse(t *testing.T) {
 // fraction says from the host, and none more from a peer.
 func sweep(t *testing.T, o eval.SweepOptions, log *[]string) ([]eval.Result, error) {
 	t.Helper()
-	o.Options = eval.Options{Prompts: threePrompts, NewTokens: 3, Warmup: 1, Trials: 2}
+	o.Options = eval.Options{Prompts: threePrompts, NewTokens: 3, Warmup: 1, Trials: 2, Run: eval.Run{
+		Version: "v1.2.3", Commit: "0123456789abcdef", Modified: true, Date: time.Date(2026, 1, 2, 3, 4, 5, 0, time.UTC), Command: "moeserve bench sweep",
+	}}
 	if o.Cells == nil {
 		o.Cells = eval.Cells([]float64{0, 0.5, 1}, []configs.Tier{configs.HostTier, configs.PeerTier})
 	}
@@ -221,7 +227,7 @@ func TestSweepGoesRound(t *testing.T) {
 	}
 }
 
-func TestSweepLeavesOut(t *testing.T) {
+func TestSweepSkips(t *testing.T) {
 	errRoom := errors.New("no room")
 	open := func(_ context.Context, c eval.Cell) (eval.Node, error) {
 		if c.Fraction < 1 {
@@ -231,7 +237,7 @@ func TestSweepLeavesOut(t *testing.T) {
 	}
 	o := eval.SweepOptions{
 		Options: eval.Options{Prompts: threePrompts, NewTokens: 2, Trials: 1}, Open: open,
-		Cells: eval.Cells([]float64{0, 0.5, 1}, []configs.Tier{configs.HostTier}), LeaveOut: func(_ eval.Cell, err error) bool { return errors.Is(err, errRoom) },
+		Cells: eval.Cells([]float64{0, 0.5, 1}, []configs.Tier{configs.HostTier}), Skip: func(_ eval.Cell, err error) bool { return errors.Is(err, errRoom) },
 	}
 	for _, o.Shared = range []bool{false, true} {
 		r, err := eval.Sweep(t.Context(), o)
@@ -243,7 +249,7 @@ func TestSweepLeavesOut(t *testing.T) {
 	if r, err := eval.Sweep(t.Context(), o); !errors.Is(err, errRoom) || !strings.HasPrefix(err.Error(), "nothing offloaded: ") {
 		t.Errorf("%+v, %v", r, err)
 	}
-	o.LeaveOut = nil
+	o.Skip = nil
 	if _, err := eval.Sweep(t.Context(), o); !errors.Is(err, errRoom) {
 		t.Error(err)
 	}
@@ -312,11 +318,11 @@ func TestJournal(t *testing.T) {
 		t.Errorf("all done, and yet %v, %v", log, err)
 	}
 	_, err = eval.OpenJournal(path, map[string]string{"model": "b", "seed": "1"})
-	if !errors.Is(err, eval.ErrInput) || !strings.Contains(err.Error(), `there model is "a", here "b"`) {
+	if !errors.Is(err, eval.ErrInput) || !strings.Contains(err.Error(), `it has model "a", this sweep "b"`) {
 		t.Errorf("another model: %v", err)
 	}
 	_, err = eval.OpenJournal(path, map[string]string{"model": "a"})
-	if !errors.Is(err, eval.ErrInput) || !strings.Contains(err.Error(), `there seed is "1", here ""`) {
+	if !errors.Is(err, eval.ErrInput) || !strings.Contains(err.Error(), `it has seed "1", this sweep ""`) {
 		t.Errorf("a setting less: %v", err)
 	}
 }
@@ -363,6 +369,7 @@ func TestResultKeys(t *testing.T) {
 	for _, key := range []string{
 		"model", "device", "dtype", "load_format", "tier", "offload_fraction", "micro_batch_tokens", "num_micro_batches", "expert_grouping",
 		"attention", "requests", "prompt_tokens", "generated_tokens", "trials", "throughput_tok_s", "decode_tok_s", "stddev_tok_s",
+		"run", "driver_version", "emulation", "hardware", "hits", "misses", "hit_rate", "prefill_tok_s", "decode_stddev_tok_s",
 		"fetched_bytes", "distinct_experts", "stall_s", "hbm_peak_bytes", "roofline", "tokens_sha256", "prediction", "emulated",
 	} {
 		if _, ok := objects[0][key]; !ok {
@@ -370,7 +377,8 @@ func TestResultKeys(t *testing.T) {
 		}
 	}
 	for key, parts := range map[string][]string{
-		"fetched_bytes": {"host", "peer"}, "roofline": {"bound", "tok_s", "fraction"},
+		"fetched_bytes": {"host", "peer"}, "run": {"version", "commit", "modified", "date", "command"}, "emulation": {"emulate", "rates"},
+		"hardware": {"name", "host_to_gpu_bytes_per_s", "sources", "comparable"}, "roofline": {"bound", "tok_s", "fraction"},
 		"prediction": {"prefill_s", "decode_s", "throughput_tok_s", "decode_tok_s", "bound", "saturation_fraction"},
 	} {
 		object, _ := objects[0][key].(map[string]any)
@@ -412,8 +420,11 @@ func TestTables(t *testing.T) {
 		t.Fatal(err)
 	}
 	for _, want := range []string{
-		"fake (bfloat16) on none, emulated: 3 requests, 6 prompt tokens, 9 generated, 2 trials", "host link",
-		"stalled", "for waiting for host", "the same tokens in all lines", "at 50 %, peer gives +100 % over host decoding, +50 % over the whole run",
+		"moeserve v1.2.3, commit 0123456789ab with changes, 2026-01-02T03:04:05Z\ncommand: moeserve bench sweep\n",
+		"device: none, emulated on the CPU (--emulate virtual), virtual clock at the given rates\n", "hardware rates: fake\n", "H2D link     0.1 GB/s (made up)\n",
+		"fake (bfloat16): 3 requests, 6 prompt tokens, 9 generated tokens, 2 trials", "host link", "75.0 %",
+		" s: router-sync, in all trials\n", "max offload fraction with transfers from host fully overlapped: ", "the same tokens in all lines",
+		"at 50 % offloaded, peer over host memory: +100 % decode throughput, +50 % end-to-end",
 	} {
 		if !strings.Contains(table.String(), want) {
 			t.Errorf("there is no %q in\n%s", want, &table)
@@ -429,8 +440,141 @@ func TestTables(t *testing.T) {
 		t.Fatal(err)
 	}
 	rows, err := csv.NewReader(&out).ReadAll()
-	if err != nil || len(rows) != 1+len(r) || rows[0][5] != "tier" || rows[1][5] != "none" || rows[2][5] != "host" || rows[2][6] != "0.5" {
-		t.Errorf("%v, %v", rows, err)
+	if err != nil || len(rows) != 1+len(r) {
+		t.Fatalf("%v, %v", rows, err)
+	}
+	for column, want := range map[string]string{
+		"version": "v1.2.3", "commit": "0123456789abcdef", "modified": "true", "date": "2026-01-02T03:04:05Z", "command": "moeserve bench sweep",
+		"device": "none", "driver_version": "", "emulate": "virtual", "emulated_rates": "virtual", "hardware": "fake", "hardware_comparable": "true",
+		"tier": "host", "offload_fraction": "0.5", "trials": "2", "stddev_tok_s": "0", "hit_rate": "0.75", "stall_s_router_sync": "0.6", "stall_s_expert_copy": "0",
+	} {
+		at := slices.Index(rows[0], column)
+		if at < 0 || rows[2][at] != want {
+			t.Errorf("column %s is number %d of %v: %v, want %q", column, at, rows[0], rows[2], want)
+		}
+	}
+	if at := slices.Index(rows[0], "hardware_rates"); !strings.HasPrefix(rows[2][at], "H2D link 0.1 GB/s (made up); ") {
+		t.Errorf("hardware_rates: %q", rows[2][at])
+	}
+	if at := slices.Index(rows[0], "prediction_saturation_fraction"); rows[2][at] == "" || rows[1][at] != "" {
+		t.Errorf("saturation fraction %q, %q with nothing offloaded", rows[2][at], rows[1][at])
+	}
+}
+
+// One trial has no deviation, emulated devices without rates no gain, and predictions for
+// other hardware are no measure of what was measured.
+func TestTablesStateNothingThatIsNotKnown(t *testing.T) {
+	n := newFake("a", time.Second, nil)
+	n.otherHardware = true
+	cell := eval.Cell{Tier: configs.HostTier, Fraction: 0.5}
+	one, err := eval.Throughput(t.Context(), n, cell, eval.Options{Prompts: threePrompts, NewTokens: 3, Warmup: -1, Trials: 1})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if one.StddevTokS != nil || one.DecodeStddevTokS != nil || one.Roofline.Fraction != 0 {
+		t.Errorf("%+v, roofline %+v", one, one.Roofline)
+	}
+	data, err := json.Marshal(one)
+	if err != nil || strings.Contains(string(data), "stddev") || strings.Contains(string(data), `"fraction"`) {
+		t.Errorf("%v: %s", err, data)
+	}
+	var table, csv bytes.Buffer
+	if err := errors.Join(eval.WriteTable(&table, []eval.Result{one}), eval.WriteCSV(&csv, []eval.Result{one})); err != nil {
+		t.Fatal(err)
+	}
+	if text := table.String(); !strings.Contains(text, "predicted for fake; measured on emulated devices: not comparable") || strings.Contains(text, "overlapped") || strings.Count(text, "%") != 3 {
+		t.Errorf("of other hardware:\n%s", text) // the three are of the heading, the fraction and the hit rate
+	}
+
+	r, err := sweep(t, eval.SweepOptions{}, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for i := range r {
+		r[i].Emulation.Rates = eval.RatesNone
+	}
+	if g := eval.Gains(r, 0.5); len(g) != 1 || !g[0].Unpaced || g[0].Decode != 0 || g[0].EndToEnd != 0 {
+		t.Errorf("gains %+v", g)
+	}
+	table.Reset()
+	if err := eval.WriteTable(&table, r); err != nil || !strings.Contains(table.String(), "no gain of peer over host memory: emulated devices without rates") || strings.Contains(table.String(), "peer over host memory: +") {
+		t.Errorf("without rates: %v\n%s", err, &table)
+	}
+	var svg bytes.Buffer
+	if err := eval.PlotGains(&svg, "svg", r); err != nil {
+		t.Fatal(err)
+	}
+	if text := svgText(t, svg.Bytes()); !strings.Contains(text, "no bars where emulated devices have no rates") || strings.Contains(text, "+100") {
+		t.Errorf("the picture has %s", text)
+	}
+}
+
+// An interrupted sweep keeps what has been measured.
+func TestInterruptedSweep(t *testing.T) {
+	cells := eval.Cells([]float64{0, 1}, []configs.Tier{configs.HostTier})
+	for _, c := range []struct {
+		shared   bool
+		after    int    // steps: of a cell one for warm-up, two for each of three trials, and the last one again
+		want     string // trials of each cell
+		finished string
+	}{
+		{true, 2, "", ""}, {true, 4, "none 1 ", ""}, {true, 7, "none 2 host 1 ", ""}, {true, 15, "none 3 host 3 ", "none "},
+		{false, 1, "", ""}, {false, 4, "none 2 ", ""}, {false, 7, "none 3 ", ""}, {false, 8, "none 3 ", "none "}, {false, 12, "none 3 host 2 ", "none "},
+	} {
+		ctx, cancel := context.WithCancel(t.Context())
+		steps := 0
+		var finished string
+		results, err := eval.Sweep(ctx, eval.SweepOptions{
+			Options: eval.Options{Prompts: threePrompts, NewTokens: 3, Warmup: 1, Trials: 3}, Cells: cells, Shared: c.shared,
+			Open: func(_ context.Context, cell eval.Cell) (eval.Node, error) {
+				f := newFake("a", time.Second, nil)
+				f.stepped = func() {
+					if steps++; steps == c.after {
+						cancel()
+					}
+				}
+				return f, nil
+			},
+			Finished: func(r eval.Result) error {
+				finished += r.Tier.String() + " "
+				return nil
+			},
+		})
+		var got string
+		for _, r := range results {
+			got += fmt.Sprintf("%s %d ", r.Tier, len(r.Trials))
+			if r.DecodeTokS != 3 || r.ThroughputTokS == 0 {
+				t.Errorf("%+v", r)
+			}
+		}
+		if !errors.Is(err, context.Canceled) || got != c.want || finished != c.finished {
+			t.Errorf("shared %v, after %d steps: %v, %q, want %q; finished %q", c.shared, c.after, err, got, c.want, finished)
+		}
+		cancel()
+	}
+}
+
+// Progress counts the steps of all cells that are measured.
+func TestProgress(t *testing.T) {
+	cells := eval.Cells([]float64{0, 0.5, 1}, []configs.Tier{configs.HostTier})
+	var first, last eval.Progress
+	calls, opened := 0, ""
+	_, err := eval.Sweep(t.Context(), eval.SweepOptions{
+		Options: eval.Options{Prompts: threePrompts, NewTokens: 3, Warmup: 1, Trials: 2, Progress: func(p eval.Progress) {
+			if calls++; calls == 1 {
+				first = p
+			} else if p.Done <= last.Done {
+				t.Errorf("%+v after %+v", p, last)
+			}
+			last = p
+		}},
+		Cells: cells, Done: []eval.Result{{Tier: configs.NoTier, Requests: 3, GeneratedTokens: 9}},
+		Open:    func(context.Context, eval.Cell) (eval.Node, error) { return newFake("a", time.Second, nil), nil },
+		Opening: func(c eval.Cell, number, cells int) { opened += fmt.Sprint(c.Fraction, number, cells, " ") },
+	})
+	// Prefill and a step for warm-up, then two trials of prefill and two steps.
+	if err != nil || first != (eval.Progress{Cell: cells[1], Number: 1, Cells: 2, Done: 1, Total: 16}) || last != (eval.Progress{Cell: cells[2], Number: 2, Cells: 2, Done: 16, Total: 16}) || opened != "0.5 1 2 1 2 2 " {
+		t.Errorf("%v: from %+v to %+v; opened %s", err, first, last, opened)
 	}
 }
 

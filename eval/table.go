@@ -14,23 +14,32 @@ import (
 	"github.com/moeserve/moeserve/configs"
 )
 
-// WriteTable writes results for a person, a line each, and below what they share.
+// WriteTable writes results for a person: above what they are of, then a line each, and
+// below what they share.
 func WriteTable(out io.Writer, results []Result) error {
+	if len(results) == 0 {
+		return nil
+	}
+	if _, err := io.WriteString(out, header(&results[0].Run, &results[0].Machine)); err != nil {
+		return err
+	}
 	w := tabwriter.NewWriter(out, 0, 0, 2, ' ', tabwriter.AlignRight)
-	fmt.Fprintf(w, "tier\toffloaded\tdecode tok/s\t±\tpredicted\tof floor\tbound\twhole run tok/s\t±\tprefill s\tdecode s\tMiB/step\t\n")
+	fmt.Fprintf(w, "tier\toffloaded\tdecode tok/s\t±\tpredicted\t%% of roofline\tbound by\tprefill tok/s\tend-to-end tok/s\t±\thit rate\tMiB/step\t\n")
 	for i := range results {
 		r := &results[i]
-		predicted, floor, bound := "-", "-", "-"
+		predicted, share, bound, hits := "-", "-", "-", "-"
 		if r.Prediction != nil {
 			predicted = number(r.Prediction.DecodeTokS)
 		}
-		if r.Roofline != nil {
-			floor, bound = fmt.Sprintf("%.1f %%", 100*r.Roofline.Fraction), r.Roofline.Bound
+		if r.Roofline != nil && r.comparable() {
+			share, bound = fmt.Sprintf("%.1f %%", 100*r.Roofline.Fraction), r.Roofline.Bound
 		}
-		prefill, decode := r.means()
-		fmt.Fprintf(w, "%s\t%s\t%s\t%s\t%s\t%s\t%s\t%s\t%s\t%.4g\t%.4g\t%.1f\t\n",
-			r.Tier, percent(r.OffloadFraction), number(r.DecodeTokS), number(r.DecodeStddevTokS), predicted, floor, bound,
-			number(r.ThroughputTokS), number(r.StddevTokS), prefill, decode, float64(r.DecodeStepBytes.Host+r.DecodeStepBytes.Peer)/(1<<20))
+		if r.Hits+r.Misses > 0 {
+			hits = fmt.Sprintf("%.1f %%", 100*r.HitRate)
+		}
+		fmt.Fprintf(w, "%s\t%s\t%s\t%s\t%s\t%s\t%s\t%s\t%s\t%s\t%s\t%.1f\t\n",
+			r.Tier, percent(r.OffloadFraction), number(r.DecodeTokS), deviation(r.DecodeStddevTokS), predicted, share, bound,
+			number(r.PrefillTokS), number(r.ThroughputTokS), deviation(r.StddevTokS), hits, float64(r.DecodeStepBytes.Host+r.DecodeStepBytes.Peer)/(1<<20))
 	}
 	if err := w.Flush(); err != nil {
 		return err
@@ -38,22 +47,27 @@ func WriteTable(out io.Writer, results []Result) error {
 	return writeShared(out, results)
 }
 
-// writeShared tells what holds for all results.
-func writeShared(out io.Writer, results []Result) error {
-	if len(results) == 0 {
-		return nil
+// deviation writes a standard deviation; nothing where there is none.
+func deviation(d *float64) string {
+	if d == nil {
+		return ""
 	}
+	return number(*d)
+}
+
+// writeShared writes what holds for all results.
+func writeShared(out io.Writer, results []Result) error {
 	r := &results[0]
 	var b strings.Builder
-	device := labeled(r.Device, r.Emulated)
-	fmt.Fprintf(&b, "\n%s (%s) on %s: %d requests, %d prompt tokens, %d generated, %d trials\n", r.Model, r.DType, device, r.Requests, r.PromptTokens, r.GeneratedTokens, len(r.Trials))
-	fmt.Fprintf(&b, "micro-batches %d of %d, experts per %s, attention on %s", r.NumMicroBatches, r.MicroBatchTokens, r.ExpertGrouping, r.Attention)
+	fmt.Fprintf(&b, "\n%s (%s): %s, %d prompt tokens, %d generated tokens, %s\n",
+		r.Model, r.DType, requests(r.Requests), r.PromptTokens, r.GeneratedTokens, count(len(r.Trials), "trial"))
+	fmt.Fprintf(&b, "%s of %d tokens, expert grouping %s, attention on %s", count(r.NumMicroBatches, "micro-batch"), r.MicroBatchTokens, r.ExpertGrouping, r.Attention)
 	if r.DistinctExperts > 0 {
-		fmt.Fprintf(&b, "; %.1f experts of a layer in use, %.1f tokens each, %d at most", r.DistinctExperts, r.TokensPerExpert, r.MaxTokensPerExpert)
+		fmt.Fprintf(&b, "; in the last decode step %.1f experts per layer, %.1f tokens per expert, maximum %d", r.DistinctExperts, r.TokensPerExpert, r.MaxTokensPerExpert)
 	}
 	b.WriteString("\n")
 	if r.TruncatedPrompts > 0 {
-		fmt.Fprintf(&b, "prompts cut to the model's context: %d\n", r.TruncatedPrompts)
+		fmt.Fprintf(&b, "prompts truncated to the model's context: %d\n", r.TruncatedPrompts)
 	}
 	stalls := map[string]float64{}
 	same := true
@@ -64,17 +78,24 @@ func writeShared(out io.Writer, results []Result) error {
 		same = same && results[i].TokensSHA256 == r.TokensSHA256
 	}
 	for _, cause := range slices.Sorted(maps.Keys(stalls)) {
-		fmt.Fprintf(&b, "stalled %.4g s for %s, in all trials\n", stalls[cause], cause)
+		fmt.Fprintf(&b, "stalled %.4g s: %s, in all trials\n", stalls[cause], cause)
+	}
+	if why := r.notComparable(); why != "" {
+		b.WriteString(why + "\n")
 	}
 	for tier, fraction := range saturationPoints(results) {
-		fmt.Fprintf(&b, "from %s copies stay hidden up to %.1f %% offloaded, by the planner\n", tier, 100*fraction)
+		fmt.Fprintf(&b, "max offload fraction with transfers from %s fully overlapped: %.1f %%, predicted\n", tier, 100*fraction)
 	}
 	for _, g := range Gains(results, gainFraction) {
-		fmt.Fprintf(&b, "at %s, peer gives %+.0f %% over host decoding, %+.0f %% over the whole run\n", percent(g.Fraction), 100*g.Decode, 100*g.EndToEnd)
+		if g.Unpaced {
+			b.WriteString("no gain of peer over host memory: " + unpacedReason + "\n")
+			continue
+		}
+		fmt.Fprintf(&b, "at %s offloaded, peer over host memory: %+.0f %% decode throughput, %+.0f %% end-to-end\n", percent(g.Fraction), 100*g.Decode, 100*g.EndToEnd)
 	}
 	switch {
 	case r.TokensSHA256 == "":
-		b.WriteString("these devices keep no data: no tokens, and nothing of which experts were in use\n")
+		b.WriteString("these devices keep no data: there are no tokens, and no counts of experts per layer\n")
 	case !same:
 		b.WriteString("the generated tokens DIFFER between lines\n")
 	case len(results) > 1:
@@ -86,12 +107,18 @@ func writeShared(out io.Writer, results []Result) error {
 	return err
 }
 
-// labeled is a device's name, with a word where it is emulated and does not say so.
-func labeled(device string, emulated bool) string {
-	if emulated && device != emulatedLabel {
-		device += ", " + emulatedLabel
+// unpacedReason is why no gain is stated of Machine.Unpaced.
+const unpacedReason = "emulated devices without rates copy as fast as this CPU does; give --emulate rates, with virtual or pace"
+
+// count writes a number of things.
+func count(n int, thing string) string {
+	switch {
+	case n == 1:
+		return "1 " + thing
+	case strings.HasSuffix(thing, "ch"):
+		return fmt.Sprintf("%d %ses", n, thing)
 	}
-	return device
+	return fmt.Sprintf("%d %ss", n, thing)
 }
 
 // means are those of prefill and decode seconds over trials.
@@ -105,8 +132,8 @@ func (r *Result) means() (prefill, decode float64) {
 
 func percent(fraction float64) string { return strconv.FormatFloat(100*fraction, 'g', 4, 64) + " %" }
 
-// number writes a rate or count with four digits or more, none behind the point where
-// it is large.
+// number writes a rate or count with at least four digits, and no decimals where it is
+// large.
 func number(v float64) string {
 	if v >= 1000 || v == 0 {
 		return strconv.FormatFloat(v, 'f', 0, 64)
@@ -114,47 +141,75 @@ func number(v float64) string {
 	return strconv.FormatFloat(v, 'g', 4, 64)
 }
 
-// WriteCSV writes a line per result, without trials: the columns are the keys of the
-// JSON objects.
+// StallCauses are the causes of stalls that have a column each in CSV.
+var StallCauses = []string{"expert-copy", "router-sync", "launch-bound", "cpu-attention", "kv-copy", "kv-load"}
+
+// WriteCSV writes a line per result, without single trials. The columns are the keys of the
+// JSON objects; those of objects inside are joined by an underscore.
 func WriteCSV(out io.Writer, results []Result) error {
 	w := csv.NewWriter(out)
-	w.Write([]string{ //nolint:errcheck // Flush keeps the error
-		"model", "device", "emulated", "dtype", "load_format", "tier", "offload_fraction", "micro_batch_tokens", "num_micro_batches",
-		"expert_grouping", "attention", "requests", "prompt_tokens", "generated_tokens", "trials", "prefill_s", "decode_s",
-		"throughput_tok_s", "stddev_tok_s", "decode_tok_s", "decode_stddev_tok_s", "bytes_fetched_host", "bytes_fetched_peer",
-		"distinct_experts", "stall_s", "hbm_peak_bytes", "roofline_bound", "roofline_tok_s", "roofline_fraction",
-		"predicted_decode_tok_s", "predicted_throughput_tok_s", "predicted_knee", "tokens_sha256",
+	columns := slices.Concat(provenanceColumns, []string{
+		"model", "dtype", "load_format", "tier", "offload_fraction", "micro_batch_tokens", "num_micro_batches",
+		"expert_grouping", "attention", "requests", "prompt_tokens", "generated_tokens", "truncated_prompts", "warmup_tokens", "trials",
+		"prefill_s", "decode_s", "throughput_tok_s", "stddev_tok_s", "prefill_tok_s", "decode_tok_s", "decode_stddev_tok_s",
+		"hits", "misses", "hit_rate", "fetched_bytes_host", "fetched_bytes_peer", "decode_step_bytes_host", "decode_step_bytes_peer",
 	})
-	f := func(v float64) string { return strconv.FormatFloat(v, 'g', 8, 64) }
+	for _, cause := range StallCauses {
+		columns = append(columns, "stall_s_"+strings.ReplaceAll(cause, "-", "_"))
+	}
+	columns = append(columns,
+		"distinct_experts", "tokens_per_expert", "max_tokens_per_expert", "hbm_peak_bytes",
+		"roofline_bound", "roofline_tok_s", "roofline_fraction",
+		"prediction_prefill_s", "prediction_decode_s", "prediction_throughput_tok_s", "prediction_decode_tok_s", "prediction_bound", "prediction_saturation_fraction",
+		"tokens_sha256",
+	)
+	w.Write(columns) //nolint:errcheck // Flush keeps the error
 	for i := range results {
-		r := &results[i]
-		prefill, decode := r.means()
-		stalled := 0.0
-		for _, s := range r.StallS {
-			stalled += s
-		}
-		roofline, prediction := [3]string{}, [3]string{}
-		if x := r.Roofline; x != nil {
-			roofline = [3]string{x.Bound, f(x.TokS), f(x.Fraction)}
-		}
-		if x := r.Prediction; x != nil {
-			prediction = [3]string{f(x.DecodeTokS), f(x.ThroughputTokS), ""}
-			if x.SaturationPoint > 0 {
-				prediction[2] = f(x.SaturationPoint)
-			}
-		}
-		w.Write([]string{ //nolint:errcheck // as above
-			r.Model, r.Device, strconv.FormatBool(r.Emulated), r.DType, r.LoadFormat.String(), r.Tier.String(), f(r.OffloadFraction),
-			strconv.Itoa(r.MicroBatchTokens), strconv.Itoa(r.NumMicroBatches), r.ExpertGrouping.String(), r.Attention.String(),
-			strconv.Itoa(r.Requests), strconv.Itoa(r.PromptTokens), strconv.Itoa(r.GeneratedTokens), strconv.Itoa(len(r.Trials)), f(prefill), f(decode),
-			f(r.ThroughputTokS), f(r.StddevTokS), f(r.DecodeTokS), f(r.DecodeStddevTokS),
-			strconv.FormatInt(r.FetchedBytes.Host, 10), strconv.FormatInt(r.FetchedBytes.Peer, 10),
-			f(r.DistinctExperts), f(stalled), strconv.FormatInt(r.HBMPeakBytes, 10), roofline[0], roofline[1], roofline[2],
-			prediction[0], prediction[1], prediction[2], r.TokensSHA256,
-		})
+		w.Write(results[i].values()) //nolint:errcheck // as above
 	}
 	w.Flush()
 	return w.Error()
+}
+
+// values are the result's columns of CSV.
+func (r *Result) values() []string {
+	f := func(v float64) string { return strconv.FormatFloat(v, 'g', 8, 64) }
+	given := func(v float64) string { // absent where JSON has no such key
+		if v == 0 {
+			return ""
+		}
+		return f(v)
+	}
+	pointer := func(v *float64) string {
+		if v == nil {
+			return ""
+		}
+		return f(*v)
+	}
+	d := func(v int64) string { return strconv.FormatInt(v, 10) }
+	prefill, decode := r.means()
+	values := append(provenance(&r.Run, &r.Machine),
+		r.Model, r.DType, r.LoadFormat.String(), r.Tier.String(), f(r.OffloadFraction), strconv.Itoa(r.MicroBatchTokens), strconv.Itoa(r.NumMicroBatches),
+		r.ExpertGrouping.String(), r.Attention.String(), strconv.Itoa(r.Requests), strconv.Itoa(r.PromptTokens), strconv.Itoa(r.GeneratedTokens),
+		strconv.Itoa(r.TruncatedPrompts), strconv.Itoa(r.WarmupTokens), strconv.Itoa(len(r.Trials)),
+		f(prefill), f(decode), f(r.ThroughputTokS), pointer(r.StddevTokS), f(r.PrefillTokS), f(r.DecodeTokS), pointer(r.DecodeStddevTokS),
+		d(r.Hits), d(r.Misses), f(r.HitRate), d(r.FetchedBytes.Host), d(r.FetchedBytes.Peer), d(r.DecodeStepBytes.Host), d(r.DecodeStepBytes.Peer),
+	)
+	for _, cause := range StallCauses {
+		values = append(values, f(r.StallS[cause]))
+	}
+	values = append(values, f(r.DistinctExperts), f(r.TokensPerExpert), d(r.MaxTokensPerExpert), d(r.HBMPeakBytes))
+	if x := r.Roofline; x != nil {
+		values = append(values, x.Bound, f(x.TokS), given(x.Fraction))
+	} else {
+		values = append(values, "", "", "")
+	}
+	if x := r.Prediction; x != nil {
+		values = append(values, f(x.PrefillSeconds), f(x.DecodeSeconds), f(x.ThroughputTokS), f(x.DecodeTokS), x.Bound, given(x.SaturationPoint))
+	} else {
+		values = append(values, "", "", "", "", "", "")
+	}
+	return append(values, r.TokensSHA256)
 }
 
 // ReadResults reads what a sweep or a single measurement wrote as JSON: an array, or

@@ -17,18 +17,31 @@ var ErrTokens = errors.New("trials drew different tokens")
 type Options struct {
 	// Prompts that run as one batch.
 	Prompts [][]int32
-	// NewTokens are drawn of each request. Default: 32; at least 2.
+	// NewTokens are sampled of each request. Default: 32; minimum: 2.
 	NewTokens int
-	// Warmup tokens of each request are drawn first and not counted. Default: 50;
+	// Warmup tokens of each request are sampled first and not counted. Default: 50;
 	// negative: none.
 	Warmup int
-	// Trials are counted. Default: 5.
+	// Trials that are counted. Default: 5.
 	Trials int
 	// Prefills is how many of the trials compute the prompts; the rest go on from
 	// these. Default: all.
 	Prefills int
-	// Cut says how many of the prompts were cut to the context of the model.
+	// Cut is how many of the prompts were cut to the context of the model.
 	Cut int
+	// Run that the results are of.
+	Run Run
+	// Progress, if set, is called after each step.
+	Progress func(Progress)
+}
+
+// Progress is how far a measurement has got.
+type Progress struct {
+	// Cell that is measured: Number of Cells, from 1.
+	Cell          Cell
+	Number, Cells int
+	// Done and Total count steps: of all cells of a sweep that have not been measured before.
+	Done, Total int
 }
 
 // EnsureDefaults fills in what is zero.
@@ -48,34 +61,66 @@ func (o Options) EnsureDefaults() Options {
 	return o
 }
 
-// Validate names what cannot be.
+// Validate names what is invalid.
 func (o Options) Validate() error {
 	switch {
 	case len(o.Prompts) == 0:
 		return inputf("eval: no prompts to run")
 	case o.NewTokens < 2:
-		return inputf("eval: %d new tokens; a decode step takes at least 2", o.NewTokens)
+		return inputf("eval: %d new tokens: must be at least 2, so that there is a decode step", o.NewTokens)
 	case o.Trials < 1 || o.Prefills < 1:
-		return inputf("eval: %d trials, %d of them with prefill; ask for at least 1", o.Trials, o.Prefills)
+		return inputf("eval: %d trials, %d of them with prefill: must be at least 1", o.Trials, o.Prefills)
 	}
 	return nil
 }
 
 // Throughput measures one configuration: warm-up, then trials, each of which computes
-// all prompts and then decodes all requests in lockstep.
+// all prompts and then decodes all requests in lockstep. Where ctx ends after a trial, the
+// result is of the trials that ended, beside the error.
 func Throughput(ctx context.Context, n Node, cell Cell, o Options) (Result, error) {
 	o = o.EnsureDefaults()
-	m, err := start(ctx, n, cell, o)
+	m, err := start(ctx, n, cell, o, newMeter(&o, 1))
 	if err != nil {
 		return Result{}, err
 	}
 	defer m.batch.Close()
 	for range o.Trials {
 		if err := m.trial(ctx); err != nil {
-			return Result{}, err
+			r, _ := m.partial(ctx)
+			return r, err
 		}
 	}
-	return m.end(ctx)
+	r, err := m.end(ctx)
+	if err != nil {
+		r, _ = m.partial(ctx)
+	}
+	return r, err
+}
+
+// meter counts the steps of a measurement.
+type meter struct {
+	report      func(Progress)
+	cells       int
+	done, total int
+	// next is the number of the cell that starts next, from 0.
+	next int
+}
+
+func newMeter(o *Options, cells int) *meter {
+	if o.Progress == nil {
+		return &meter{report: func(Progress) {}, cells: cells}
+	}
+	return &meter{report: o.Progress, cells: cells}
+}
+
+// skip leaves the next cell out of the count.
+func (m *meter) skip() { m.cells-- }
+
+// steps done of a cell, the number-th, in a measurement in which each cell takes each.
+func (m *meter) steps(c Cell, number, n, each int) {
+	m.done += n
+	m.total = each * m.cells
+	m.report(Progress{Cell: c, Number: number, Cells: m.cells, Done: min(m.done, m.total), Total: m.total})
 }
 
 // measurement is a cell under way.
@@ -88,17 +133,20 @@ type measurement struct {
 	digest [sha256.Size]byte
 	// decoded is what decode steps have fetched.
 	decoded Bytes
+	meter   *meter
+	number  int // of the cell, from 1
 }
 
-// start takes the batch and warms up.
-func start(ctx context.Context, n Node, cell Cell, o Options) (*measurement, error) {
+// start allocates the batch and warms up.
+func start(ctx context.Context, n Node, cell Cell, o Options, meter *meter) (*measurement, error) {
 	if err := o.Validate(); err != nil {
 		return nil, err
 	}
 	info := n.Info()
 	requests := len(o.Prompts)
-	m := &measurement{o: o, node: n, info: info, result: Result{
-		Model: info.Model, Device: info.Device, Emulated: info.Emulated, DType: info.DType, LoadFormat: info.LoadFormat,
+	meter.next++
+	m := &measurement{o: o, node: n, info: info, meter: meter, number: meter.next, result: Result{
+		Run: o.Run, Machine: info.Machine, Model: info.Model, DType: info.DType, LoadFormat: info.LoadFormat,
 		Tier: cell.Tier, OffloadFraction: cell.Fraction,
 		MicroBatchTokens: microBatch(&info, requests), ExpertGrouping: info.Grouping, Attention: info.Attention,
 		Requests: requests, GeneratedTokens: requests * o.NewTokens, WarmupTokens: max(o.Warmup, 0), TruncatedPrompts: o.Cut,
@@ -120,22 +168,64 @@ func start(ctx context.Context, n Node, cell Cell, o Options) (*measurement, err
 	return m, nil
 }
 
-// microBatch is the most rows of a micro-batch of a decode step.
-func microBatch(info *Info, requests int) int {
-	least := max(info.MicroBatches, 1)
-	return min(info.MicroBatchTokens, (requests+least-1)/least)
+// prefillSteps is in how many steps the prompts are computed.
+func (m *measurement) prefillSteps() int {
+	each := max(m.info.StepTokens, 1)
+	return (m.result.PromptTokens + each - 1) / each
 }
 
-// warm draws the warm-up tokens, over the same positions again and again.
+// steps is how many steps the cell has in all, but for the repeated last one.
+func (m *measurement) steps() int {
+	n := m.o.Prefills*m.prefillSteps() + m.o.Trials*(m.o.NewTokens-1)
+	if m.o.Warmup > 0 {
+		n += m.prefillSteps() + m.o.Warmup
+	}
+	return n
+}
+
+// prefill computes the prompts.
+func (m *measurement) prefill(ctx context.Context) error {
+	if err := m.batch.Prefill(ctx); err != nil {
+		return err
+	}
+	m.did(m.prefillSteps())
+	return nil
+}
+
+// decode samples tokens, and reports each.
+func (m *measurement) decode(ctx context.Context, from, to int) error {
+	if m.o.Progress == nil {
+		return m.batch.Decode(ctx, from, to)
+	}
+	for at := from; at < to; at++ {
+		if err := m.batch.Decode(ctx, at, at+1); err != nil {
+			return err
+		}
+		m.did(1)
+	}
+	return nil
+}
+
+func (m *measurement) did(steps int) {
+	m.meter.steps(m.result.Cell(), m.number, steps, m.steps())
+}
+
+// microBatch is the maximum of tokens of a micro-batch of a decode step.
+func microBatch(info *Info, requests int) int {
+	n := max(info.MicroBatches, 1)
+	return min(info.MicroBatchTokens, (requests+n-1)/n)
+}
+
+// warm samples the warm-up tokens, over the same positions again and again.
 func (m *measurement) warm(ctx context.Context) error {
 	if m.o.Warmup <= 0 {
 		return nil
 	}
-	if err := m.batch.Prefill(ctx); err != nil {
+	if err := m.prefill(ctx); err != nil {
 		return err
 	}
 	for left := m.o.Warmup; left > 0; left -= m.o.NewTokens - 1 {
-		if err := m.batch.Decode(ctx, 1, 1+min(left, m.o.NewTokens-1)); err != nil {
+		if err := m.decode(ctx, 1, 1+min(left, m.o.NewTokens-1)); err != nil {
 			return err
 		}
 	}
@@ -147,22 +237,21 @@ func (m *measurement) trial(ctx context.Context) error {
 	r, n := &m.result, len(m.result.Trials)
 	fail := func(err error) error { return fmt.Errorf("eval: trial %d: %w", n+1, err) }
 	var t Trial
+	var prefill part
+	var err error
 	if n < m.o.Prefills {
-		_, seconds, err := m.timed(ctx, m.batch.Prefill)
-		if err != nil {
+		if prefill, err = m.timed(ctx, m.prefill); err != nil {
 			return fail(err)
 		}
-		t.PrefillSeconds = seconds
+		t.PrefillSeconds = prefill.seconds
 	} else {
 		t.PrefillSeconds, t.PrefillRepeated = r.Trials[n%m.o.Prefills].PrefillSeconds, true
 	}
-	fetched, seconds, err := m.timed(ctx, func(ctx context.Context) error { return m.batch.Decode(ctx, 1, m.o.NewTokens) })
+	decode, err := m.timed(ctx, func(ctx context.Context) error { return m.decode(ctx, 1, m.o.NewTokens) })
 	if err != nil {
 		return fail(err)
 	}
-	t.DecodeSeconds = seconds
-	m.decoded.Host += fetched.Host
-	m.decoded.Peer += fetched.Peer
+	t.DecodeSeconds = decode.seconds
 	digest := Digest(m.batch.Tokens())
 	if n == 0 {
 		m.digest = digest
@@ -170,38 +259,76 @@ func (m *measurement) trial(ctx context.Context) error {
 	if digest != m.digest {
 		return fail(ErrTokens)
 	}
+	m.decoded.add(decode.fetched)
+	m.count(&prefill)
+	m.count(&decode)
 	r.Trials = append(r.Trials, t)
 	return nil
 }
 
-// timed runs one part of a trial, and counts what it fetched and waited for.
-func (m *measurement) timed(ctx context.Context, part func(context.Context) error) (Bytes, float64, error) {
+// part is what one part of a trial took.
+type part struct {
+	seconds      float64
+	fetched      Bytes
+	hits, misses int64
+	stalls       map[string]float64
+}
+
+// count adds a part to the result.
+func (m *measurement) count(p *part) {
+	r := &m.result
+	r.FetchedBytes.add(p.fetched)
+	r.Hits += p.hits
+	r.Misses += p.misses
+	for cause, s := range p.stalls {
+		r.StallS[cause] += s
+	}
+}
+
+// timed runs one part of a trial, and counts its uses, fetches and stalls.
+func (m *measurement) timed(ctx context.Context, run func(context.Context) error) (part, error) {
 	before, err := m.node.Counts(ctx)
 	if err != nil {
-		return Bytes{}, 0, err
+		return part{}, err
 	}
 	began := m.node.Now()
-	if err := part(ctx); err != nil {
-		return Bytes{}, 0, err
+	if err := run(ctx); err != nil {
+		return part{}, err
 	}
 	took := m.node.Now() - began
 	after, err := m.node.Counts(ctx)
 	if err != nil {
-		return Bytes{}, 0, err
+		return part{}, err
 	}
 	if took <= 0 {
-		return Bytes{}, 0, errors.New("a part of it took no time on the devices' clock: give emulated devices rates, or leave the virtual clock out")
+		return part{}, errors.New("the devices' clock stands still: give emulated devices rates, or leave out virtual")
 	}
-	fetched := Bytes{Host: after.FetchedHost - before.FetchedHost, Peer: after.FetchedPeer - before.FetchedPeer}
-	m.result.FetchedBytes.Host += fetched.Host
-	m.result.FetchedBytes.Peer += fetched.Peer
+	p := part{
+		seconds: took.Seconds(),
+		fetched: Bytes{Host: after.FetchedHost - before.FetchedHost, Peer: after.FetchedPeer - before.FetchedPeer},
+		hits:    after.Hits - before.Hits, misses: after.Misses - before.Misses,
+		stalls: map[string]float64{},
+	}
 	for cause, s := range after.Stalls {
-		m.result.StallS[cause] += s - before.Stalls[cause]
+		p.stalls[cause] = s - before.Stalls[cause]
 	}
-	return fetched, took.Seconds(), nil
+	return p, nil
 }
 
-// end repeats the last step, to see which experts it goes through, and sums up.
+// partial is the result of the trials that ended before ctx did; false where there are
+// none, or ctx has not ended. It has nothing of which experts were used.
+func (m *measurement) partial(ctx context.Context) (Result, bool) {
+	if ctx.Err() == nil || len(m.result.Trials) == 0 {
+		return Result{}, false
+	}
+	counts, err := m.node.Counts(context.WithoutCancel(ctx))
+	if err != nil {
+		return Result{}, false
+	}
+	return m.sum(&counts), true
+}
+
+// end repeats the last step, to see which experts it uses, and sums up.
 func (m *measurement) end(ctx context.Context) (Result, error) {
 	before, err := m.node.Counts(ctx)
 	if err == nil {
@@ -219,9 +346,14 @@ func (m *measurement) end(ctx context.Context) (Result, error) {
 			layer[e] -= before.RoutedTokens[l][e]
 		}
 	}
+	m.result.routed(after.RoutedTokens)
+	return m.sum(&after), nil
+}
+
+// sum is the result of the trials, with the counts behind them.
+func (m *measurement) sum(counts *Counts) Result {
 	r := &m.result
-	r.chosen(after.RoutedTokens)
-	r.HBMPeakBytes = after.PeakBytes
+	r.HBMPeakBytes = counts.PeakBytes
 	if m.info.KeepsData {
 		r.TokensSHA256 = hex.EncodeToString(m.digest[:])
 	}
@@ -230,10 +362,10 @@ func (m *measurement) end(ctx context.Context) (Result, error) {
 	maps.DeleteFunc(r.StallS, func(_ string, s float64) bool { return s == 0 })
 	r.rates()
 	r.plan(&m.info)
-	return *r, nil
+	return *r
 }
 
-// Digest is over all ids in order, each as 32 bits, the lowest byte first.
+// Digest is over all ids in order, each as 32 bits, little-endian.
 func Digest(tokens [][]int32) [sha256.Size]byte {
 	h := sha256.New()
 	var b []byte

@@ -34,16 +34,18 @@ type TransferOptions struct {
 	Sizes []int64
 	// Repetitions of a single copy, whose median counts. Default: 10.
 	Repetitions int
-	// QueuedBytes of copies are queued at once, but 4 copies at least and 256 at most;
-	// more on the faster path of two.
-	// Default: 1 GiB.
+	// QueuedBytes of copies are queued at once, but 4 to 256 copies; more on the faster path
+	// of two. Default: 1 GiB.
 	QueuedBytes int64
+	// Progress, if set, is called after each point, with the bytes that have been copied and
+	// all that there are to copy.
+	Progress func(done, total int64)
 }
 
-// How many copies are queued at least and at most, however large they are.
+// How many copies are queued, however large they are.
 const (
-	leastQueued = 4
-	mostQueued  = 256
+	minQueued = 4
+	maxQueued = 256
 )
 
 // expertSizes are the bytes of one expert of models that have presets, in 16 bit, with
@@ -86,8 +88,8 @@ func (o TransferOptions) EnsureDefaults() TransferOptions {
 	return o
 }
 
-// Needs is the memory that a measurement takes, in bytes: each path has its own, of the
-// largest size, but that paths from and to the host share what is on the GPU.
+// Needs is the memory that a measurement allocates, in bytes: each path has its own, of the
+// maximum size, except that paths from and to the host share what is on the GPU.
 func (o TransferOptions) Needs() map[device.Space]int64 {
 	o = o.EnsureDefaults()
 	largest := slices.Max(o.Sizes)
@@ -116,9 +118,9 @@ type TransferPoint struct {
 
 // TransferResult is a measurement of copies.
 type TransferResult struct {
-	Device   string          `json:"device"`
-	Emulated bool            `json:"emulated"`
-	Points   []TransferPoint `json:"points"`
+	Run Run `json:"run"`
+	Machine
+	Points []TransferPoint `json:"points"`
 }
 
 // rig is the paths of a measurement.
@@ -139,7 +141,8 @@ type path struct {
 }
 
 // Transfer measures latency and rate of copies by size: from the host, from a peer,
-// from both at once, and back to the host.
+// from both at once, and back to the host. Where ctx ends, the points that have been
+// measured are returned beside the error.
 func Transfer(ctx context.Context, o TransferOptions) (_ []TransferPoint, err error) {
 	o = o.EnsureDefaults()
 	for _, s := range o.Sizes {
@@ -157,29 +160,59 @@ func Transfer(ctx context.Context, o TransferOptions) (_ []TransferPoint, err er
 		return nil, fmt.Errorf("eval: measure copies: %w", err)
 	}
 	var points []TransferPoint
+	var done, total int64
 	for _, name := range []string{HostPath, PeerPath, BothPath, D2HPath} {
-		var paths []*path
-		switch {
-		case name != BothPath && r.paths[name] != nil:
-			paths = []*path{r.paths[name]}
-		case name == BothPath && r.paths[PeerPath] != nil:
-			paths = []*path{r.paths[HostPath], r.paths[PeerPath]}
-		default:
+		for _, bytes := range o.Sizes {
+			total += int64(len(r.busy(name))) * o.copied(bytes)
+		}
+	}
+	for _, name := range []string{HostPath, PeerPath, BothPath, D2HPath} {
+		paths := r.busy(name)
+		if paths == nil {
 			continue
 		}
 		for _, bytes := range o.Sizes {
 			p, err := r.point(ctx, paths, bytes)
 			if err != nil {
-				return nil, fmt.Errorf("eval: %s, %d bytes: %w", name, bytes, err)
+				if ctx.Err() == nil {
+					points = nil
+				}
+				return points, fmt.Errorf("eval: %s, %d bytes: %w", name, bytes, err)
 			}
 			p.Path = name
 			points = append(points, p)
+			done += int64(len(paths)) * o.copied(bytes)
+			if o.Progress != nil {
+				o.Progress(done, total)
+			}
 		}
 	}
 	return points, nil
 }
 
-// open takes memory of the largest size, writes what will be read, and makes a stream
+// busy are the paths that copy at once on the path of a name; nil where it does not exist.
+func (r *rig) busy(name string) []*path {
+	switch {
+	case name != BothPath && r.paths[name] != nil:
+		return []*path{r.paths[name]}
+	case name == BothPath && r.paths[PeerPath] != nil:
+		return []*path{r.paths[HostPath], r.paths[PeerPath]}
+	}
+	return nil
+}
+
+// queued is how many copies of a size are queued on a path.
+func (o *TransferOptions) queued(bytes int64) int64 {
+	return min(max(o.QueuedBytes/bytes, minQueued), maxQueued)
+}
+
+// copied is what a point copies on a path, about: single copies, and those that are queued,
+// by the device and by package transfer.
+func (o *TransferOptions) copied(bytes int64) int64 {
+	return bytes * (int64(o.Repetitions) + 1 + 2*o.queued(bytes))
+}
+
+// open allocates memory of the maximum size, writes what will be read, and makes a stream
 // for each path.
 func (r *rig) open(ctx context.Context) error {
 	o := &r.o
@@ -282,7 +315,7 @@ func (r *rig) point(ctx context.Context, paths []*path, bytes int64) (TransferPo
 	}
 	all := 0
 	for i, x := range paths {
-		counts[i] = int(min(max(r.o.QueuedBytes/bytes, leastQueued), mostQueued))
+		counts[i] = int(r.o.queued(bytes))
 		if len(paths) > 1 {
 			counts[i] = int(float64(counts[i])*x.rate[bytes]/slowest + 0.5)
 		}
@@ -303,7 +336,7 @@ func (r *rig) point(ctx context.Context, paths []*path, bytes int64) (TransferPo
 	return p, nil
 }
 
-// copies runs so many copies on each path at once, and says how long it takes from the
+// copies runs counts[i] copies on path i, all paths at once, and returns the time from the
 // first one's start to the last one's end.
 func copies(ctx context.Context, paths []*path, bytes int64, counts []int) (time.Duration, error) {
 	for i, p := range paths {
@@ -337,11 +370,11 @@ func copies(ctx context.Context, paths []*path, bytes int64, counts []int) (time
 		}
 		last = max(last, ended)
 	}
-	// A clock may not see how short it was.
+	// The clock may be coarser than a copy is long.
 	return max(last-first, 1), nil
 }
 
-// engined has the engine do what copies does.
+// engined does what copies does, through the transfer engine.
 func (r *rig) engined(ctx context.Context, paths []*path, bytes int64, counts []int) (_ time.Duration, err error) {
 	fences := make([]device.Fence, len(paths))
 	for i := range paths {
@@ -397,8 +430,11 @@ func (r *TransferResult) paths() []string {
 
 // WriteTransferTable writes a line for each size for a person.
 func WriteTransferTable(out io.Writer, r *TransferResult) error {
+	if _, err := io.WriteString(out, header(&r.Run, &r.Machine)); err != nil {
+		return err
+	}
 	w := tabwriter.NewWriter(out, 0, 0, 2, ' ', tabwriter.AlignRight)
-	fmt.Fprint(w, "copy\t")
+	fmt.Fprint(w, "size\t")
 	names := r.paths()
 	for _, n := range names {
 		fmt.Fprintf(w, "%s µs\tGB/s\tengine\t", n)
@@ -407,7 +443,12 @@ func WriteTransferTable(out io.Writer, r *TransferResult) error {
 	for i, p := range r.of(HostPath) {
 		fmt.Fprintf(w, "%s\t", size(p.Bytes))
 		for _, n := range names {
-			q := r.of(n)[i]
+			points := r.of(n)
+			if i >= len(points) { // the measurement was interrupted
+				fmt.Fprint(w, "\t\t\t")
+				continue
+			}
+			q := points[i]
 			fmt.Fprintf(w, "%s\t%.4g\t%.4g\t", number(1e6*q.LatencySeconds), q.BytesPerSecond/1e9, q.EngineBytesPerSecond/1e9)
 		}
 		fmt.Fprintln(w)
@@ -415,7 +456,7 @@ func WriteTransferTable(out io.Writer, r *TransferResult) error {
 	if err := w.Flush(); err != nil {
 		return err
 	}
-	_, err := fmt.Fprintf(out, "\n%s: µs of a single copy, GB/s (10^9) of copies queued back to back, and of as many by the transfer engine in its chunks\n", labeled(r.Device, r.Emulated))
+	_, err := io.WriteString(out, "\nµs: median of single copies; GB/s (10^9 bytes/s): copies queued back to back; engine: GB/s of as many copies by the transfer engine, in chunks\n")
 	return err
 }
 
@@ -429,18 +470,18 @@ func size(bytes int64) string {
 // WriteTransferCSV writes a line per point.
 func WriteTransferCSV(out io.Writer, r *TransferResult) error {
 	w := csv.NewWriter(out)
-	w.Write([]string{"device", "emulated", "path", "bytes", "latency_s", "bytes_per_s", "engine_bytes_per_s"}) //nolint:errcheck // Flush keeps the error
+	w.Write(append(slices.Clone(provenanceColumns), "path", "bytes", "latency_s", "bytes_per_s", "engine_bytes_per_s")) //nolint:errcheck // Flush keeps the error
 	f := func(v float64) string { return strconv.FormatFloat(v, 'g', 8, 64) }
 	for _, p := range r.Points {
-		w.Write([]string{r.Device, strconv.FormatBool(r.Emulated), p.Path, strconv.FormatInt(p.Bytes, 10), f(p.LatencySeconds), f(p.BytesPerSecond), f(p.EngineBytesPerSecond)}) //nolint:errcheck // as above
+		w.Write(append(provenance(&r.Run, &r.Machine), p.Path, strconv.FormatInt(p.Bytes, 10), f(p.LatencySeconds), f(p.BytesPerSecond), f(p.EngineBytesPerSecond))) //nolint:errcheck // as above
 	}
 	w.Flush()
 	return w.Error()
 }
 
-// Calibration says what hardware is made of besides measured copies.
+// Calibration is what hardware is made of besides measured copies.
 type Calibration struct {
-	// Base has the figures that copies do not tell.
+	// Base has the figures that copies do not show.
 	Base planner.Hardware
 	// Date of the measurement, and Version of what measured: parts of the name, if there
 	// are any.
@@ -488,7 +529,7 @@ func Calibrate(r *TransferResult, c Calibration) (planner.Hardware, error) {
 	started := by + "a single copy of the smallest size, less its bytes"
 	host, start := rate(HostPath)
 	if host == 0 {
-		return h, inputf("eval: nothing was measured from the host, and without that there is no calibration")
+		return h, inputf("eval: no copies from the host were measured, which a calibration needs")
 	}
 	h.HostToGPU, h.HostCopyLatency = []float64{host}, start
 	h.Sources["host_to_gpu_bytes_per_s"], h.Sources["host_copy_latency_s"] = measured+", one path", started

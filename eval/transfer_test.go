@@ -89,7 +89,7 @@ func TestCalibrate(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	h, err := eval.Calibrate(&eval.TransferResult{Device: "here", Points: transferOn(t, 2)}, eval.Calibration{Base: base})
+	h, err := eval.Calibrate(&eval.TransferResult{Machine: eval.Machine{Device: "here"}, Points: transferOn(t, 2)}, eval.Calibration{Base: base})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -120,7 +120,7 @@ func TestCalibrate(t *testing.T) {
 	if base.Name == "here" || strings.Contains(base.Sources["host_to_gpu_bytes_per_s"], "bench transfer") {
 		t.Errorf("the base has changed: %+v", base)
 	}
-	alone, err := eval.Calibrate(&eval.TransferResult{Device: "here", Points: transferOn(t, 1)}, eval.Calibration{Base: base})
+	alone, err := eval.Calibrate(&eval.TransferResult{Machine: eval.Machine{Device: "here"}, Points: transferOn(t, 1)}, eval.Calibration{Base: base})
 	if err != nil || alone.PeerMemory != 0 || alone.PeerToGPU != 0 {
 		t.Errorf("without peers: %+v, %v", alone, err)
 	}
@@ -146,11 +146,11 @@ func TestCalibrateSources(t *testing.T) {
 		base                planner.Hardware
 		name, measured, was string
 	}{
-		{eval.TransferResult{Device: "NVIDIA H200", Points: both}, base, "NVIDIA H200, 2026-11-22, moeserve v1", "measured by bench transfer: ", "from h200 (not measured here)"},
-		{eval.TransferResult{Device: "NVIDIA H200", Points: alone}, base, "NVIDIA H200, 2026-11-22, moeserve v1", "measured by bench transfer: ", "from h200 (not measured here)"},
-		{eval.TransferResult{Device: "emulated", Emulated: true, Points: both}, base, "emulated, 2026-11-22, moeserve v1", "bench transfer on emulated devices: ", "from h200 (not measured here)"},
-		{eval.TransferResult{Device: "cpu", Emulated: true, Points: both}, base, "cpu, emulated, 2026-11-22, moeserve v1", "bench transfer on emulated devices: ", "from h200 (not measured here)"},
-		{eval.TransferResult{Device: "emulated", Emulated: true, Points: both}, own, "emulated, 2026-11-22, moeserve v1", "bench transfer on emulated devices: ", "as the devices are emulated (not measured)"},
+		{eval.TransferResult{Machine: eval.Machine{Device: "NVIDIA H200"}, Points: both}, base, "NVIDIA H200, 2026-11-22, moeserve v1", "measured by bench transfer: ", "from h200 (not measured here)"},
+		{eval.TransferResult{Machine: eval.Machine{Device: "NVIDIA H200"}, Points: alone}, base, "NVIDIA H200, 2026-11-22, moeserve v1", "measured by bench transfer: ", "from h200 (not measured here)"},
+		{eval.TransferResult{Machine: eval.Machine{Device: "emulated", Emulated: true}, Points: both}, base, "emulated, 2026-11-22, moeserve v1", "bench transfer on emulated devices: ", "from h200 (not measured here)"},
+		{eval.TransferResult{Machine: eval.Machine{Device: "cpu", Emulated: true}, Points: both}, base, "cpu, emulated, 2026-11-22, moeserve v1", "bench transfer on emulated devices: ", "from h200 (not measured here)"},
+		{eval.TransferResult{Machine: eval.Machine{Device: "emulated", Emulated: true}, Points: both}, own, "emulated, 2026-11-22, moeserve v1", "bench transfer on emulated devices: ", "as the devices are emulated (not measured)"},
 	} {
 		h, err := eval.Calibrate(&c.result, eval.Calibration{Base: c.base, Date: "2026-11-22", Version: "v1"})
 		if err != nil || h.Name != c.name {
@@ -176,7 +176,7 @@ func TestCalibrateSources(t *testing.T) {
 }
 
 func TestTransferOutput(t *testing.T) {
-	r := &eval.TransferResult{Device: "emulated", Emulated: true, Points: transferOn(t, 2)}
+	r := &eval.TransferResult{Machine: eval.Machine{Device: "emulated", Emulated: true}, Points: transferOn(t, 2)}
 	var table, list, svg, picture bytes.Buffer
 	if err := eval.WriteTransferTable(&table, r); err != nil || !strings.Contains(table.String(), "16.5 MiB") || !strings.Contains(table.String(), "host and peer to gpu µs") {
 		t.Errorf("%v\n%s", err, &table)

@@ -7,8 +7,10 @@ import (
 	"io"
 	"os"
 	"path/filepath"
+	"regexp"
 	"slices"
 	"strings"
+	"time"
 
 	"github.com/spf13/cobra"
 
@@ -40,6 +42,7 @@ func newBench(s *streams) *cobra.Command {
 }
 
 func newBenchThroughput(s *streams) *cobra.Command {
+	var csv string
 	cmd := &cobra.Command{
 		Use:   "throughput",
 		Short: "Measure the throughput of one configuration",
@@ -48,13 +51,15 @@ lockstep, first their prompts and then a token of each a step.
 
 Without --dataset-path, the prompts are random ids whose lengths are distributed as
 MT-Bench's: a log-normal distribution from 9 to 418 tokens with a mean of 77.
-Prompts that the model's context does not hold with --output-len are cut. Ends of
-answers are ignored. With --offload-tier auto, offloaded experts are fetched from
-peers where these hold all of them, and from the host where not.
+Prompts that the model's context does not hold with --output-len are truncated, and
+end-of-sequence tokens are ignored. With --offload-tier auto, offloaded experts are
+fetched from peers where these hold all of them, and from the host otherwise.
 
-Where the rates of the hardware are known (--hardware, a preset of the GPU's name,
-or emulated devices with a virtual clock or pace), the floor that they set and what
-the planner predicts stand beside what was measured.`,
+Where the rates of the hardware are known (--hardware, a profile of the GPU's name,
+or emulated devices with a virtual clock or pace), their roofline and what the
+planner predicts stand beside the measurement.
+
+Ctrl-C ends the measurement with the trials that are done.`,
 		Example: `  moeserve bench throughput --offload-fraction 0.5 --offload-tier host
   moeserve bench throughput --model mixtral-8x7b --load-format dummy --num-prompts 324 --dataset-path question.jsonl --json out.json`,
 		Args: noArguments,
@@ -63,14 +68,25 @@ the planner predicts stand beside what was measured.`,
 			if err != nil {
 				return err
 			}
-			return benchThroughput(cmd.Context(), s, set)
+			return benchThroughput(cmd.Context(), s, set, csv)
 		},
 	}
 	addSettings(cmd.Flags(), configs.For("bench throughput"))
+	addCSV(cmd, &csv)
 	return cmd
 }
 
-func benchThroughput(ctx context.Context, s *streams, set *settings) (err error) {
+// addCSV adds the flag --csv.
+func addCSV(cmd *cobra.Command, path *string) {
+	cmd.Flags().StringVar(path, "csv", "", "write the results to a CSV `FILE` too")
+}
+
+func benchThroughput(ctx context.Context, s *streams, set *settings, csv string) (err error) {
+	if csv != "" {
+		if err := writable("--csv", csv); err != nil {
+			return err
+		}
+	}
 	res, err := openResult(set.Output.JSON, s.out)
 	if err != nil {
 		return err
@@ -80,7 +96,7 @@ func benchThroughput(ctx context.Context, s *streams, set *settings) (err error)
 	if err != nil {
 		return err
 	}
-	if err := b.follow(); err != nil {
+	if err := b.applyPolicy(); err != nil {
 		return err
 	}
 	cell := eval.Cell{Tier: set.Offload.Tier, Fraction: set.Offload.Fraction}
@@ -88,21 +104,75 @@ func benchThroughput(ctx context.Context, s *streams, set *settings) (err error)
 	if err != nil {
 		return err
 	}
+	p := b.follow()
 	r, err := eval.Throughput(ctx, n, cell, b.options)
-	if err = errors.Join(err, n.Close()); err != nil {
+	p.end()
+	if err = errors.Join(err, n.Close()); err != nil && len(r.Trials) == 0 {
 		return benchError(err)
 	}
+	if err != nil {
+		fmt.Fprintf(s.err, "moeserve: %d of %d trials are done\n", len(r.Trials), b.options.Trials)
+	}
+	results := []eval.Result{r}
 	if !res.onStdout() {
-		if err := eval.WriteTable(s.out, []eval.Result{r}); err != nil {
+		if err := eval.WriteTable(s.out, results); err != nil {
 			return err
 		}
 	}
-	return res.write(r)
+	if csv != "" {
+		if err := writeFile(csv, func(w io.Writer) error { return eval.WriteCSV(w, results) }); err != nil {
+			return err
+		}
+	}
+	return errors.Join(res.write(r), err)
 }
 
-// follow puts what a policy says, where there is one, into the settings. The batch and
-// its blocks are the benchmark's.
-func (b *benchmark) follow() error {
+// follow shows the progress of a measurement, which the caller ends.
+func (b *benchmark) follow() *progress {
+	p := b.s.progress(&b.set.Output, false)
+	p.begin("warm-up", "steps")
+	b.options.Progress = func(at eval.Progress) {
+		p.set(cellWords(at.Cell, at.Number, at.Cells), int64(at.Done), int64(at.Total))
+	}
+	return p
+}
+
+// cellWords name a cell of a sweep in progress.
+func cellWords(c eval.Cell, number, cells int) string {
+	what := "nothing offloaded"
+	if c.Tier != configs.NoTier {
+		what = fmt.Sprintf("%v %% offloaded, %s", 100*c.Fraction, c.Tier)
+	}
+	if cells > 1 {
+		return fmt.Sprintf("cell %d of %d: %s", number, cells, what)
+	}
+	return what
+}
+
+// thisRun describes this execution, for results.
+func thisRun(s *streams) eval.Run {
+	b := buildInfo()
+	return eval.Run{Version: b.Version, Commit: b.Revision, Modified: b.Modified, Date: s.clock()().UTC().Truncate(time.Second), Command: commandLine(s.args)}
+}
+
+// plain are arguments that a shell takes as they are.
+var plain = regexp.MustCompile(`^[\w@%+=:,./-]+$`)
+
+// commandLine is a command line as a shell would read it.
+func commandLine(args []string) string {
+	b := []string{"moeserve"}
+	for _, a := range args {
+		if !plain.MatchString(a) {
+			a = "'" + strings.ReplaceAll(a, "'", `'\''`) + "'"
+		}
+		b = append(b, a)
+	}
+	return strings.Join(b, " ")
+}
+
+// applyPolicy puts the policy, where there is one, into the settings. The batch and its KV
+// blocks are the benchmark's.
+func (b *benchmark) applyPolicy() error {
 	set := b.set
 	if set.Plan.Policy == configs.NoPolicy {
 		return nil
@@ -123,11 +193,11 @@ func (b *benchmark) follow() error {
 		return err
 	}
 	set.Settings = in.Settings
-	set.Plan.Policy = configs.NoPolicy // what opens the cell is settled
+	set.Plan.Policy = configs.NoPolicy // it is applied
 	return nil
 }
 
-// benchError makes mistakes in what was given usage errors.
+// benchError makes errors in the user's input usage errors.
 func benchError(err error) error {
 	if errors.Is(err, eval.ErrInput) {
 		return &usageError{err}
@@ -143,7 +213,7 @@ type benchmark struct {
 	hardware *planner.Hardware // that the user named
 }
 
-// newBenchmark reads the prompts, and makes room in the settings for them as one batch.
+// newBenchmark reads the prompts, and sizes the settings for them as one batch.
 func newBenchmark(s *streams, set *settings) (*benchmark, error) {
 	b := &benchmark{s: s, set: set}
 	var err error
@@ -151,7 +221,7 @@ func newBenchmark(s *streams, set *settings) (*benchmark, error) {
 		return nil, err
 	}
 	if set.Batch.MicroBatchSize > set.Bench.NumPrompts {
-		return nil, usagef("--micro-batch-size is %d and the batch has %d requests; make it at most that", set.Batch.MicroBatchSize, set.Bench.NumPrompts)
+		return nil, usagef("--micro-batch-size is %d and the batch has %d requests: must be at most that", set.Batch.MicroBatchSize, set.Bench.NumPrompts)
 	}
 	m, err := checkpoint.Open(set.Model, set.Generate.Seed)
 	if err != nil {
@@ -160,7 +230,7 @@ func newBenchmark(s *streams, set *settings) (*benchmark, error) {
 	defer m.Close() //nolint:errcheck // only read from
 	room := m.Config.MaxPositions - set.Bench.OutputLen
 	if room < 1 {
-		return nil, usagef("--output-len is %d and the model has %d positions; ask for fewer", set.Bench.OutputLen, m.Config.MaxPositions)
+		return nil, usagef("--output-len is %d and the model has %d positions: must be below that", set.Bench.OutputLen, m.Config.MaxPositions)
 	}
 	prompts := eval.GeneratePrompts(set.Bench.NumPrompts, min(set.Bench.InputLen, m.Config.MaxPositions), m.Config.Vocab, set.Generate.Seed)
 	if set.Bench.DatasetPath != "" {
@@ -169,6 +239,7 @@ func newBenchmark(s *streams, set *settings) (*benchmark, error) {
 		}
 	}
 	o := &b.options
+	o.Run = thisRun(s)
 	o.Prompts, o.Cut = eval.Repeat(prompts, set.Bench.NumPrompts, room)
 	o.NewTokens, o.Warmup, o.Trials, o.Prefills = set.Bench.OutputLen, set.Bench.WarmupTokens, set.Bench.Trials, set.Bench.PrefillTrials
 	if o.Warmup == 0 {
@@ -202,7 +273,7 @@ func readPrompts(path string, m *checkpoint.Model) ([][]int32, error) {
 	return prompts, nil
 }
 
-// readHardware finds the machine that the user names; nil where none is named.
+// readHardware finds the hardware that the user names; nil where none is named.
 func readHardware(name string) (*planner.Hardware, error) {
 	if name == "" {
 		return nil, nil
@@ -222,15 +293,15 @@ func (b *benchmark) open(ctx context.Context, c eval.Cell) (eval.Node, error) {
 		set.Offload.Tier = configs.HostTier
 	}
 	opts := node.Options{Settings: set, Log: b.set.logger(b.s.err), WithoutTokenizer: true}
-	n, err := open(ctx, opts, b.s.err, false)
+	n, err := open(ctx, b.s, opts, false)
 	if err != nil {
 		return nil, err
 	}
 	return bench.New(n, b.hardware), nil
 }
 
-// openAuto opens the node of a cell whose tier may be auto: then it is peer, where the
-// peers hold all that is offloaded, or else host.
+// openAuto opens the node of a cell whose tier may be auto: then it is peer where the
+// peers hold all that is offloaded, and else host.
 func (b *benchmark) openAuto(ctx context.Context, c *eval.Cell) (eval.Node, error) {
 	switch {
 	case c.Fraction == 0:
@@ -246,8 +317,7 @@ func (b *benchmark) openAuto(ctx context.Context, c *eval.Cell) (eval.Node, erro
 	return b.open(ctx, *c)
 }
 
-// writeFile writes a file by way of another, so that it is there complete or not at
-// all.
+// writeFile writes a temporary file and renames it, so that the file is complete or absent.
 func writeFile(path string, write func(io.Writer) error) (err error) {
 	f, err := os.CreateTemp(filepath.Dir(path), filepath.Base(path)+".*.partial")
 	if err != nil {
@@ -272,7 +342,7 @@ func writeFile(path string, write func(io.Writer) error) (err error) {
 func plotFormat(flag, path string) (string, error) {
 	format := strings.TrimPrefix(strings.ToLower(filepath.Ext(path)), ".")
 	if !slices.Contains(eval.PlotFormats, format) {
-		return "", usagef("%s %s: name a file that ends in .%s", flag, path, strings.Join(eval.PlotFormats, " or ."))
+		return "", usagef("%s %s: must be a file that ends in .%s", flag, path, strings.Join(eval.PlotFormats, " or ."))
 	}
 	return format, writable(flag, path)
 }
@@ -280,10 +350,10 @@ func plotFormat(flag, path string) (string, error) {
 // writable checks that a file can be made before any work is done for it.
 func writable(flag, path string) error {
 	if info, err := os.Stat(filepath.Dir(path)); err != nil || !info.IsDir() {
-		return usagef("%s %s: there is no directory %s", flag, path, filepath.Dir(path))
+		return usagef("%s %s: no directory %s", flag, path, filepath.Dir(path))
 	}
 	if info, err := os.Stat(path); err == nil && info.IsDir() {
-		return usagef("%s %s: it is a directory; name a file", flag, path)
+		return usagef("%s %s: is a directory; name a file", flag, path)
 	}
 	return nil
 }

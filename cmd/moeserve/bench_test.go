@@ -1,13 +1,17 @@
 package main
 
 import (
+	"bytes"
+	"context"
 	"encoding/json"
 	"fmt"
 	"math"
 	"os"
+	"path/filepath"
 	"regexp"
 	"strings"
 	"testing"
+	"time"
 
 	"go.uber.org/goleak"
 
@@ -53,9 +57,9 @@ func TestBenchmarksCommands(t *testing.T) {
 	}
 }
 
-// Each tier is flat up to where the planner has its knee, and falls from there, on the
+// Each tier is flat up to the predicted saturation point, and falls from there, on the
 // machine of the README's picture. Its times do not depend on data, so none is kept.
-func TestSweepBendsWhereThePlannerSays(t *testing.T) {
+func TestSweepBendsWherePredicted(t *testing.T) {
 	defer goleak.VerifyNone(t)
 	args := []string{
 		"bench", "sweep", "--emulate", pictured(t) + ",nodata", "--input-len", "77", "--warmup-tokens", "2", "--trials", "1",
@@ -69,14 +73,14 @@ func TestSweepBendsWhereThePlannerSays(t *testing.T) {
 	if err := json.Unmarshal([]byte(stdout), &results); err != nil {
 		t.Fatal(err)
 	}
-	at, knees := map[eval.Cell]float64{}, map[configs.Tier]float64{}
+	at, saturation := map[eval.Cell]float64{}, map[configs.Tier]float64{}
 	for _, r := range results {
 		at[r.Cell()] = r.DecodeTokS
 		if r.Prediction == nil || r.Roofline == nil {
-			t.Fatalf("%v: neither floor nor prediction", r.Cell())
+			t.Fatalf("%v: neither roofline nor prediction", r.Cell())
 		}
 		if r.Prediction.SaturationPoint > 0 {
-			knees[r.Tier] = r.Prediction.SaturationPoint
+			saturation[r.Tier] = r.Prediction.SaturationPoint
 		}
 	}
 	flat := at[eval.Cell{Tier: configs.NoTier}]
@@ -84,12 +88,12 @@ func TestSweepBendsWhereThePlannerSays(t *testing.T) {
 		all := at[eval.Cell{Tier: tier, Fraction: 1}]
 		// Where a line that falls as 1/fraction leaves the flat one.
 		bend := all / flat
-		if math.Abs(bend/knees[tier]-1) > 0.06 {
-			t.Errorf("%s: bends at %.4f, the planner's knee is %.4f", tier, bend, knees[tier])
+		if math.Abs(bend/saturation[tier]-1) > 0.06 {
+			t.Errorf("%s: bends at %.4f, the predicted saturation point is %.4f", tier, bend, saturation[tier])
 		}
 		for cell, got := range at {
-			if cell.Tier != tier || math.Abs(cell.Fraction/knees[tier]-1) < 0.1 {
-				continue // right at the knee, copies and computing get in each other's way
+			if cell.Tier != tier || math.Abs(cell.Fraction/saturation[tier]-1) < 0.1 {
+				continue // near the saturation point, copies and compute slow each other down
 			}
 			if want := min(flat, all/cell.Fraction); math.Abs(got/want-1) > 0.02 {
 				t.Errorf("%s, %v: %.0f tokens/s, want %.0f: flat up to %.3f, falling from there", tier, cell.Fraction, got, want, bend)
@@ -100,15 +104,88 @@ func TestSweepBendsWhereThePlannerSays(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	for tier, knee := range knees {
-		if want := fmt.Sprintf("%s: saturation point %.1f %%", tier, 100*knee); !strings.Contains(string(picture), want) {
+	for tier, fraction := range saturation {
+		if want := fmt.Sprintf("%s: saturation point %.1f %%", tier, 100*fraction); !strings.Contains(string(picture), want) {
 			t.Errorf("the picture does not say %q: draw it again (%s has the command)", want, benchmarks)
 		}
 	}
 	if !strings.Contains(string(picture), "emulated devices and links") {
 		t.Error("the picture does not say that it is of emulated devices")
 	}
-	if len(knees) != 2 || knees[configs.HostTier] > 0.15 || knees[configs.PeerTier] < 0.4 {
-		t.Errorf("knees %v: they do not stand where links of 55 and 395 put them", knees)
+	if len(saturation) != 2 || saturation[configs.HostTier] > 0.15 || saturation[configs.PeerTier] < 0.4 {
+		t.Errorf("saturation points %v: not where links of 55 and 395 put them", saturation)
+	}
+}
+
+// interrupter is a terminal that interrupts when it shows a text.
+type interrupter struct {
+	bytes.Buffer
+	text string
+	stop func()
+}
+
+func (i *interrupter) columns() int { return 200 }
+
+func (i *interrupter) show(line string) {
+	if strings.Contains(line, i.text) {
+		i.stop()
+	}
+}
+
+// An interrupted benchmark writes what it has measured.
+func TestInterruptedBench(t *testing.T) {
+	dir := t.TempDir()
+	journal := filepath.Join(dir, "sweep.jsonl")
+	common := []string{"--num-prompts", "2", "--input-len", "3", "--output-len", "3", "--trials", "2", "--warmup-tokens", "0"}
+	for _, c := range []struct {
+		name   string
+		args   []string
+		after  string
+		stderr string
+		trials []int // of each result
+	}{
+		// Two cells of two trials with a prefill and two steps each: 12 steps, and behind each
+		// cell the last one again.
+		{"sweep", append([]string{"bench", "sweep", "--fractions", "0,1", "--tiers", "host", "--resume", journal}, common...), " 10 of 12 steps", "1 of 2 cells are finished, 1 with fewer trials; the same command measures the rest: --resume " + journal, []int{2, 1}},
+		{"rest", append([]string{"bench", "sweep", "--fractions", "0,1", "--tiers", "host", "--resume", journal}, common...), " 4 of 6 steps", "1 of 2 cells are finished, 1 with fewer trials; ", []int{2, 1}},
+		{"shared", append([]string{"bench", "sweep", "--fractions", "0,1", "--tiers", "host"}, common...), " 7 of 12 steps", "0 of 2 cells are finished, 2 with fewer trials; with --resume FILE a sweep keeps", []int{1, 1}},
+		{"throughput", append([]string{"bench", "throughput"}, common...), " 4 of 6 steps", "1 of 2 trials are done\n", []int{1}},
+		{"nothing", append([]string{"bench", "throughput"}, common...), " 1 of 6 steps", "", nil},
+	} {
+		ctx, cancel := context.WithCancel(t.Context())
+		path, now := filepath.Join(dir, c.name), fixedNow()
+		var out bytes.Buffer
+		errs := &interrupter{text: c.after, stop: cancel}
+		clock := func() time.Time { // each step is shown
+			now = now.Add(time.Second)
+			return now
+		}
+		code := execute(ctx, &streams{in: strings.NewReader(""), out: &out, err: errs, now: clock}, append(c.args, "--json", path+".json", "--csv", path+".csv"))
+		cancel()
+		if code != exitInterrupted || !strings.HasSuffix(errs.String(), "moeserve: interrupted\n") || !strings.Contains(errs.String(), c.stderr) {
+			t.Errorf("%s: exit code %d, %q, want %q", c.name, code, errs, c.stderr)
+		}
+		data, err := os.ReadFile(path + ".json")
+		if c.trials == nil {
+			if err == nil || out.Len() > 0 {
+				t.Errorf("%s: written: %s, %s", c.name, data, &out)
+			}
+			continue
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+		results, err := eval.ReadResults(data, "file")
+		if err != nil || len(results) != len(c.trials) {
+			t.Fatalf("%s: %v, %s", c.name, err, data)
+		}
+		for i, r := range results {
+			if len(r.Trials) != c.trials[i] {
+				t.Errorf("%s: result %d has %d trials, want %d", c.name, i, len(r.Trials), c.trials[i])
+			}
+		}
+		if text, err := os.ReadFile(path + ".csv"); err != nil || strings.Count(string(text), "\n") != 1+len(c.trials) || !strings.Contains(out.String(), "decode tok/s") {
+			t.Errorf("%s: %v, %s, %s", c.name, err, text, &out)
+		}
 	}
 }

@@ -32,13 +32,17 @@ func newBenchSweep(s *streams) *cobra.Command {
 		Use:   "sweep",
 		Short: "Measure throughput over offload fractions and tiers",
 		Long: `Measure throughput as bench throughput does, over offload fractions, with the
-offloaded experts fetched from the host and from peers. Small models on emulated
-devices take a trial of each cell in turn; else one cell is measured after another.
+offloaded experts fetched from the host and from peers: a cell is one fraction with
+one tier. Small models on emulated devices run a trial of each cell in turn;
+otherwise one cell is measured after another.
+
+Ctrl-C ends the sweep with what has been measured. With --resume FILE the same
+command goes on from there.
 
 --plot draws decode throughput over the fraction, with what the planner predicts
-and a vertical line at each tier's saturation point: the fraction from which on
-copies take longer than computing. --plot-gains draws what peers give over the host
-at a half, beside that of other sweeps (--compare).`,
+and a vertical line at each tier's saturation point: the largest fraction at which
+copies are fully overlapped by compute. --plot-gains draws the gain of peer over host
+memory with half of the experts offloaded, beside that of other sweeps (--compare).`,
 		Example: `  moeserve bench sweep --plot sweep.svg --plot sweep.png
   moeserve bench sweep --model mixtral-8x7b --load-format dummy --num-prompts 3240 --fractions 0,0.5,1 --resume sweep.jsonl --json sweep.json`,
 		Args: noArguments,
@@ -52,13 +56,13 @@ at a half, beside that of other sweeps (--compare).`,
 	}
 	addSettings(cmd.Flags(), configs.For("bench sweep"))
 	f := cmd.Flags()
-	f.StringVar(&o.fractions, "fractions", "0,0.25,0.5,0.75,1", "offload fractions, a `LIST` with commas")
-	f.StringVar(&o.tiers, "tiers", "host,peer", "tiers that offloaded experts are fetched from, a `LIST` with commas")
-	f.StringVar(&o.resume, "resume", "", "`FILE` to which each finished cell is appended; cells that it has are not measured again")
-	f.StringVar(&o.csv, "csv", "", "write the results to a CSV `FILE`, too")
-	f.StringArrayVar(&o.plots, "plot", nil, "draw throughput over the fraction to a `FILE.svg|png`; may be given again")
-	f.StringArrayVar(&o.gainsPlots, "plot-gains", nil, "draw the gain of peers over the host at a half to a `FILE.svg|png`; may be given again")
-	f.StringArrayVar(&o.compare, "compare", nil, "JSON `FILE` of another sweep, whose gains are drawn, too; may be given again")
+	f.StringVar(&o.fractions, "fractions", "0,0.25,0.5,0.75,1", "comma-separated `LIST` of offload fractions")
+	f.StringVar(&o.tiers, "tiers", "host,peer", "comma-separated `LIST` of tiers that offloaded experts are fetched from")
+	f.StringVar(&o.resume, "resume", "", "append each finished cell to a `FILE`; cells that are in it are not measured again")
+	addCSV(cmd, &o.csv)
+	f.StringArrayVar(&o.plots, "plot", nil, "draw throughput over the fraction to a `FILE.svg|png`; repeatable")
+	f.StringArrayVar(&o.gainsPlots, "plot-gains", nil, "draw the gain of peer over host memory to a `FILE.svg|png`; repeatable")
+	f.StringArrayVar(&o.compare, "compare", nil, "draw the gains of another sweep's JSON `FILE` too; repeatable")
 	return cmd
 }
 
@@ -84,15 +88,17 @@ func benchSweep(ctx context.Context, s *streams, set *settings, o *sweepOptions)
 		return err
 	}
 	defer func() { err = errors.Join(err, res.close()) }()
-	config := sweepConfig(set) // before the settings are made to fit
+	config := sweepConfig(set) // before the settings are sized for the batch
 	b, err := newBenchmark(s, set)
 	if err != nil {
 		return err
 	}
 	config["sha256 of the prompts"] = fmt.Sprintf("%x", eval.Digest(b.options.Prompts))
+	p := b.follow()
+	defer p.end()
 	sweep := eval.SweepOptions{Options: b.options, Cells: eval.Cells(fractions, tiers), Open: b.open}
 	if o.resume == "" {
-		if sweep.Shared, err = b.together(len(sweep.Cells)); err != nil {
+		if sweep.Shared, err = b.fitTogether(len(sweep.Cells)); err != nil {
 			return err
 		}
 	} else {
@@ -104,20 +110,24 @@ func benchSweep(ctx context.Context, s *streams, set *settings, o *sweepOptions)
 		sweep.Done, sweep.Finished = j.Results, j.Append
 	}
 	// Of a large model some cells do not fit.
-	var leftOut strings.Builder
-	sweep.LeaveOut = func(c eval.Cell, err error) bool {
+	var skipped strings.Builder
+	sweep.Skip = func(c eval.Cell, err error) bool {
 		if !errors.Is(err, fault.ErrConfig) {
 			return false
 		}
-		fmt.Fprintf(&leftOut, "left out: %v %% offloaded to %s: %v\n", 100*c.Fraction, c.Tier, err)
+		fmt.Fprintf(&skipped, "skipped: %s: %v\n", cellWords(c, 1, 1), err)
 		return true
 	}
-	results, err := eval.Sweep(ctx, sweep)
-	if err != nil {
-		return benchError(err)
+	results, interrupted := eval.Sweep(ctx, sweep)
+	p.end()
+	if interrupted != nil && len(results) == 0 {
+		return benchError(interrupted)
 	}
-	if _, err := io.WriteString(s.err, leftOut.String()); err != nil {
+	if _, err := io.WriteString(s.err, skipped.String()); err != nil {
 		return err
+	}
+	if interrupted != nil {
+		fmt.Fprintf(s.err, "moeserve: %s\n", o.unfinished(results, len(sweep.Cells), b.options.Trials))
 	}
 	if !res.onStdout() {
 		if err := eval.WriteTable(s.out, results); err != nil {
@@ -125,14 +135,34 @@ func benchSweep(ctx context.Context, s *streams, set *settings, o *sweepOptions)
 		}
 	}
 	for _, f := range files {
-		if err := writeFile(f.path, func(w io.Writer) error { return f.write(w, results, others) }); err != nil {
+		err := writeFile(f.path, func(w io.Writer) error { return f.write(w, results, others) })
+		if err != nil && interrupted != nil {
+			fmt.Fprintf(s.err, "moeserve: %s is not written: %v\n", f.path, err) // it may need cells that were not measured
+			continue
+		}
+		if err != nil {
 			return benchError(err)
 		}
 	}
-	return res.write(results)
+	return errors.Join(res.write(results), interrupted)
 }
 
-// sweepFile is a file that a sweep ends with.
+// unfinished words what an interrupted sweep has measured, and how to go on.
+func (o *sweepOptions) unfinished(results []eval.Result, cells, trials int) string {
+	whole := 0
+	for _, r := range results {
+		if len(r.Trials) == trials {
+			whole++
+		}
+	}
+	how := "with --resume FILE a sweep keeps each finished cell in FILE, and goes on from there"
+	if o.resume != "" {
+		how = "the same command measures the rest: --resume " + o.resume + " has the finished ones"
+	}
+	return fmt.Sprintf("%d of %d cells are finished, %d with fewer trials; %s", whole, cells, len(results)-whole, how)
+}
+
+// sweepFile is a file that a sweep writes at its end.
 type sweepFile struct {
 	path  string
 	write func(w io.Writer, results, others []eval.Result) error
@@ -188,7 +218,7 @@ func readOthers(paths []string) ([]eval.Result, error) {
 }
 
 // sweepConfig is what the results of a sweep depend on: every setting of bench sweep
-// but where its result and its messages go.
+// except where its result and its messages go.
 func sweepConfig(set *settings) map[string]string {
 	config, values := map[string]string{}, set.Values()
 	for _, k := range configs.For("bench sweep") {
@@ -201,9 +231,9 @@ func sweepConfig(set *settings) map[string]string {
 	return config
 }
 
-// together says whether the nodes of so many cells can be kept open at once: emulated
-// ones whose models take little of the memory that there is.
-func (b *benchmark) together(cells int) (bool, error) {
+// fitTogether reports whether the nodes of so many cells can be open at once: emulated ones
+// whose models need little of this machine's memory.
+func (b *benchmark) fitTogether(cells int) (bool, error) {
 	set := b.set.Settings
 	if gpus, _ := devices.GPUs(); set.Device.Kind == configs.CUDA || set.Device.Kind == configs.AutoDevice && set.Device.Emulate == "" && len(gpus) > 0 {
 		return false, nil

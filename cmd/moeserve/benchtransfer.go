@@ -14,14 +14,15 @@ import (
 
 	"github.com/moeserve/moeserve/configs"
 	"github.com/moeserve/moeserve/eval"
+	"github.com/moeserve/moeserve/node/bench"
 	"github.com/moeserve/moeserve/node/devices"
 	"github.com/moeserve/moeserve/node/fault"
 	"github.com/moeserve/moeserve/node/planning"
 	"github.com/moeserve/moeserve/planner"
 )
 
-// mostMiB is the size of the largest copies that sums of sizes can tell: a pebibyte.
-const mostMiB = 1 << 30
+// maxMiB is the maximum size of copies: sums of sizes up to a pebibyte do not overflow.
+const maxMiB = 1 << 30
 
 // transferOptions are the flags of bench transfer alone.
 type transferOptions struct {
@@ -35,17 +36,19 @@ func newBenchTransfer(s *streams) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "transfer",
 		Short: "Measure latency and rate of copies by size",
-		Long: `Measure copies to the compute device by size, from 64 KiB to the size of an expert
-of Mixtral, or to --largest-mib: from pinned host memory, from a peer, from both at
-once, and back to the host. A latency is the median of single copies, a rate that of
-copies that are queued back to back.
+		Long: `Measure copies to the GPU that computes by size, from 64 KiB to the size of an
+expert of Mixtral, or to --largest-mib: from pinned host memory, from a peer, from both
+at once, and back to the host. A latency is the median of single copies, a rate that
+of copies that are queued back to back.
 
 --plot draws latencies over sizes, with models named at the size of one of their
 experts, and the ratio of host to peer.
 
---calibrate writes the rates as hardware for --hardware. What copies do not tell
-(memory sizes, compute rates) is taken from --hardware, or from the devices where it
-is known.`,
+--calibrate writes the rates as hardware for --hardware. What copies do not show
+(memory sizes, compute rates) comes from --hardware, or from the devices where it is
+known.
+
+Ctrl-C ends the measurement with the sizes that are done.`,
 		Example: `  moeserve bench transfer --emulate virtual,pcie=55.3GB/s,nvlink=395GB/s,latency=8us
   moeserve bench transfer --device cuda --peers 1 --hardware h200 --calibrate here.json`,
 		Args: noArguments,
@@ -59,11 +62,11 @@ is known.`,
 	}
 	addSettings(cmd.Flags(), configs.For("bench transfer"))
 	f := cmd.Flags()
-	f.IntVar(&o.largest, "largest-mib", 336, "size of the largest copies, in `MiB`")
+	f.IntVar(&o.largest, "largest-mib", 336, "maximum size of copies, in `MiB`")
 	f.IntVar(&o.repetitions, "repetitions", 10, "`NUMBER` of single copies whose median is the latency")
-	f.StringVar(&o.calibrate, "calibrate", "", "write the hardware as measured to a JSON `FILE`")
-	f.StringVar(&o.csv, "csv", "", "write the results to a CSV `FILE`, too")
-	f.StringArrayVar(&o.plots, "plot", nil, "draw latencies over sizes to a `FILE.svg|png`; may be given again")
+	f.StringVar(&o.calibrate, "calibrate", "", "write the measured hardware to a JSON `FILE`")
+	addCSV(cmd, &o.csv)
+	f.StringArrayVar(&o.plots, "plot", nil, "draw latencies over sizes to a `FILE.svg|png`; repeatable")
 	return cmd
 }
 
@@ -72,8 +75,8 @@ func benchTransfer(ctx context.Context, s *streams, set *settings, o *transferOp
 	if err != nil {
 		return err
 	}
-	if o.largest < 1 || o.largest > mostMiB {
-		return usagef("--largest-mib is %d: must be from 1 to %d", o.largest, mostMiB)
+	if o.largest < 1 || o.largest > maxMiB {
+		return usagef("--largest-mib is %d: must be from 1 to %d", o.largest, maxMiB)
 	}
 	if o.repetitions < 1 {
 		return usagef("--repetitions is %d: must be at least 1", o.repetitions)
@@ -113,24 +116,35 @@ func benchTransfer(ctx context.Context, s *streams, set *settings, o *transferOp
 	if err != nil {
 		return fault.Of(fault.ErrConfig, err)
 	}
-	if h, ok := planning.Facts(d.Machine, d.Space, peers).Known(); ok && base == nil {
-		base = &h
+	machine := bench.Machine(planning.Facts(d.Machine, d.Space, peers), &set.Device, base)
+	if base == nil && machine.Hardware != nil {
+		base = &machine.Hardware.Hardware
 	}
 	if o.calibrate != "" && base == nil {
-		return usagef("--calibrate: copies do not tell compute rates and memory sizes, and they are not known of %s; name hardware like it with --hardware", d.Name())
+		return usagef("--calibrate: copies do not show compute rates and memory sizes, and those of %s are not known; name similar hardware with --hardware", d.Name())
 	}
 	measure := eval.TransferOptions{Machine: d.Machine, Compute: d.Space, Sizes: sizes, Repetitions: o.repetitions}
 	if len(peers) > 0 {
 		measure.Peer = peers[0]
 	}
 	if err := d.Hold(measure.Needs()); err != nil {
-		return fmt.Errorf("--largest-mib is %d, which is too much: %w", o.largest, err)
+		return fmt.Errorf("--largest-mib is %d, which is too large: %w", o.largest, err)
 	}
-	points, err := eval.Transfer(ctx, measure)
-	if err != nil {
-		return benchError(err)
+	p := s.progress(&set.Output, false)
+	defer p.end()
+	p.begin("copies", bytesUnit)
+	measure.Progress = func(done, total int64) { p.set("copies", done, total) }
+	run := thisRun(s)
+	points, interrupted := eval.Transfer(ctx, measure)
+	p.end()
+	if interrupted != nil && len(points) == 0 {
+		return benchError(interrupted)
 	}
-	r := &eval.TransferResult{Device: d.Name(), Emulated: !d.Real(), Points: points}
+	if interrupted != nil {
+		fmt.Fprintln(s.err, "moeserve: the sizes that were measured follow; no plot and no calibration")
+		formats, o.plots, o.calibrate = nil, nil, ""
+	}
+	r := &eval.TransferResult{Run: run, Machine: machine, Points: points}
 	if !res.onStdout() {
 		if err := eval.WriteTransferTable(s.out, r); err != nil {
 			return err
@@ -139,7 +153,7 @@ func benchTransfer(ctx context.Context, s *streams, set *settings, o *transferOp
 	if err := o.write(r, formats, base); err != nil {
 		return benchError(err)
 	}
-	return res.write(r)
+	return errors.Join(res.write(r), interrupted)
 }
 
 // write writes the files.

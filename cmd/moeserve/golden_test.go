@@ -86,7 +86,7 @@ func TestRunIsReported(t *testing.T) {
 // What others read of a benchmark, a plan and an inspection.
 func TestResultsAreReported(t *testing.T) {
 	for name, args := range map[string][]string{
-		"throughput": {"bench", "throughput", "--emulate", "virtual,nodata,hbm=256MiB,pcie=1GB/s", "--offload-fraction", "0.5", "--num-prompts", "2", "--input-len", "3", "--output-len", "3", "--trials", "1", "--warmup-tokens", "0"},
+		"throughput": {"bench", "throughput", "--emulate", "virtual,nodata,hbm=256MiB,pcie=1GB/s", "--offload-fraction", "0.5", "--num-prompts", "2", "--input-len", "3", "--output-len", "3", "--trials", "2", "--warmup-tokens", "0"},
 		"transfer":   {"bench", "transfer", "--emulate", "virtual,nodata,pcie=1GB/s,nvlink=5GB/s,latency=8us", "--largest-mib", "1", "--repetitions", "1"},
 		"plan":       {"plan", "--model", "mixtral-8x7b", "--hardware", "h200", "--offload-fraction", "0.5"},
 		"inspect":    {"inspect", "--offload-fraction", "0.5", "--emulate", "hbm=256MiB"},

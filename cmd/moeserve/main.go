@@ -9,7 +9,8 @@
 // # Invariants
 //
 //   - The exit code says what failed: see exitCode.
-//   - A command that fails leaves no file behind.
+//   - A command that fails leaves no file behind; a benchmark that is interrupted leaves
+//     what it has measured.
 package main
 
 import (
@@ -21,6 +22,7 @@ import (
 	"os/signal"
 	"slices"
 	"syscall"
+	"time"
 
 	"golang.org/x/term"
 
@@ -40,16 +42,27 @@ func moeserve() int {
 	defer stop()
 	// A second signal ends the process at once.
 	context.AfterFunc(ctx, stop)
-	return execute(ctx, &streams{in: os.Stdin, out: os.Stdout, err: os.Stderr}, os.Args[1:])
+	return execute(ctx, &streams{in: os.Stdin, out: os.Stdout, err: newConsole(os.Stderr)}, os.Args[1:])
 }
 
-// streams are a process's standard streams.
+// streams are a process's standard streams, its command line and its clock.
 type streams struct {
 	in       io.Reader
 	out, err io.Writer
+	// args are the command line without the program's name.
+	args []string
+	// now is the time. Default: time.Now.
+	now func() time.Time
 }
 
-// interactive says whether a stream is a terminal.
+func (s *streams) clock() func() time.Time {
+	if s.now == nil {
+		return time.Now
+	}
+	return s.now
+}
+
+// interactive reports whether a stream is a terminal.
 func interactive(stream any) bool {
 	f, ok := stream.(*os.File)
 	return ok && term.IsTerminal(int(f.Fd()))
@@ -57,6 +70,7 @@ func interactive(stream any) bool {
 
 // execute runs one command line and returns the exit code.
 func execute(ctx context.Context, s *streams, args []string) int {
+	s.args = args
 	root := newRoot(s)
 	root.SetArgs(args)
 	err := root.ExecuteContext(ctx)

@@ -150,11 +150,14 @@ func scriptSameAs(ts *testscript.TestScript, neg bool, args []string) {
 	}
 }
 
+// fixedNow is a clock that stands still, so that no progress is shown.
+func fixedNow() time.Time { return time.Date(2026, 1, 2, 3, 4, 5, 0, time.UTC) }
+
 // invoke runs a command line in this process.
 func invoke(t *testing.T, stdin io.Reader, args ...string) (stdout, stderr string, code int) {
 	t.Helper()
 	var out, errs bytes.Buffer
-	code = execute(t.Context(), &streams{in: stdin, out: &out, err: &errs}, args)
+	code = execute(t.Context(), &streams{in: stdin, out: &out, err: &errs, now: fixedNow}, args)
 	return out.String(), errs.String(), code
 }
 

@@ -12,7 +12,6 @@ import (
 	"strings"
 	"time"
 
-	"github.com/schollz/progressbar/v3"
 	"github.com/spf13/cobra"
 
 	"github.com/moeserve/moeserve/configs"
@@ -172,7 +171,7 @@ func run(ctx context.Context, s *streams, set *settings, o *runOptions, args []s
 		_, err := os.Stat(filepath.Join(set.Model.Name, "tokenizer.json"))
 		opts.WithoutTokenizer = errors.Is(err, fs.ErrNotExist)
 	}
-	n, err := open(ctx, opts, s.err, o.quiet)
+	n, err := open(ctx, s, opts, o.quiet)
 	if err != nil {
 		return err
 	}
@@ -210,25 +209,14 @@ func run(ctx context.Context, s *streams, set *settings, o *runOptions, args []s
 	return res.write(r)
 }
 
-// open opens a node, with a progress bar where somebody watches.
-func open(ctx context.Context, o node.Options, stderr io.Writer, quiet bool) (*node.Node, error) {
-	if !interactive(stderr) || quiet {
-		return node.Open(ctx, o)
-	}
-	var bar *progressbar.ProgressBar
-	o.Progress = func(done, total int64) {
-		if bar == nil {
-			bar = progressbar.NewOptions64(total, progressbar.OptionSetWriter(stderr), progressbar.OptionSetDescription("loading"),
-				progressbar.OptionShowBytes(true), progressbar.OptionShowTotalBytes(true), progressbar.OptionSetWidth(24), progressbar.OptionThrottle(100*time.Millisecond),
-				progressbar.OptionSetPredictTime(true), progressbar.OptionClearOnFinish())
-		}
-		bar.Set64(done) //nolint:errcheck // a bar that cannot be drawn is no reason to stop
-	}
-	n, err := node.Open(ctx, o)
-	if bar != nil && err != nil {
-		bar.Exit() //nolint:errcheck // as above
-	}
-	return n, err
+// open opens a node, and shows the progress of loading.
+func open(ctx context.Context, s *streams, o node.Options, quiet bool) (*node.Node, error) {
+	p := s.progress(&o.Settings.Output, quiet)
+	defer p.end()
+	const what = "loading"
+	p.begin(what, bytesUnit)
+	o.Progress = func(done, total int64) { p.set(what, done, total) }
+	return node.Open(ctx, o)
 }
 
 // answer is what was generated, and when.

@@ -120,7 +120,7 @@ func serve(ctx context.Context, s *streams, set *settings, o node.Options) (err 
 			metrics.ObserveDrain(e.Drain)
 		}
 	}
-	n, err := open(ctx, o, s.err, false)
+	n, err := open(ctx, s, o, false)
 	if err != nil {
 		return err
 	}

@@ -327,9 +327,11 @@ func parseFile(data []byte) (map[string]any, error) {
 }
 
 // logger logs what the settings ask for.
-func (s *settings) logger(out io.Writer) *slog.Logger {
-	o := &slog.HandlerOptions{Level: s.Output.LogLevel.Level()}
-	if s.Output.LogFormat == configs.LogJSON {
+func (s *settings) logger(out io.Writer) *slog.Logger { return newLogger(out, &s.Output) }
+
+func newLogger(out io.Writer, settings *configs.Output) *slog.Logger {
+	o := &slog.HandlerOptions{Level: settings.LogLevel.Level()}
+	if settings.LogFormat == configs.LogJSON {
 		return slog.New(slog.NewJSONHandler(out, o))
 	}
 	return slog.New(slog.NewTextHandler(out, o))

@@ -15,9 +15,9 @@ import (
 	"github.com/moeserve/moeserve/node/fault"
 )
 
-// A batch draws what the engine draws, however its prompts are cut into steps, and
+// A batch samples what the engine samples, however its prompts are divided into steps, and
 // again when it goes back.
-func TestBatchDrawsWhatTheEngineDraws(t *testing.T) {
+func TestBatchSamplesWhatTheEngineSamples(t *testing.T) {
 	const newTokens = 6
 	prompts := [][]int32{{5}, {9, 8, 7, 6, 5, 4, 3, 2, 1, 30, 31, 32, 33}, {40, 41, 42}}
 	for _, rows := range []int{3, 7, 64} {
@@ -45,7 +45,7 @@ func TestBatchDrawsWhatTheEngineDraws(t *testing.T) {
 			t.Helper()
 			for i, got := range b.Tokens() {
 				if !slices.Equal(got, want[i].TokenIDs) {
-					t.Errorf("%d rows a step, %s: sequence %d draws %v, the engine %v", rows, what, i, got, want[i].TokenIDs)
+					t.Errorf("%d tokens per step, %s: sequence %d samples %v, the engine %v", rows, what, i, got, want[i].TokenIDs)
 				}
 			}
 		}
@@ -62,12 +62,12 @@ func TestBatchDrawsWhatTheEngineDraws(t *testing.T) {
 		check("again from the third on")
 		run("prefill again", b.Prefill(t.Context()))
 		if err := b.Decode(t.Context(), 3, newTokens); err == nil {
-			t.Error("went on from tokens that were not drawn")
+			t.Error("went on from tokens that were not sampled")
 		}
 		run("decode", b.Decode(t.Context(), 1, newTokens))
 		check("from the prompts again")
 		if err := b.Decode(t.Context(), newTokens, newTokens+1); err == nil {
-			t.Error("drew more tokens than there is room for")
+			t.Error("sampled more tokens than the maximum")
 		}
 		b.Close()
 		if free, all := n.KV().Free(), n.KV().Blocks(); free != all {
@@ -93,12 +93,12 @@ func TestBatchRefuses(t *testing.T) {
 		newTokens int
 		want      string
 	}{
-		{[][]int32{{1}, {2}, {3}}, 1, "node: a batch of 3 sequences in steps of at most 2"},
+		{[][]int32{{1}, {2}, {3}}, 1, "node: a batch of 3 sequences exceeds the maximum of 2 per step"},
 		{[][]int32{{1}, {}}, 1, "node: sequence 1 of a batch has 0 tokens"},
 		{[][]int32{long}, 13, "node: sequence 0 of a batch has 20 tokens and 13 new ones; the context is 32"},
 		{[][]int32{{1}}, math.MaxInt, fmt.Sprintf("node: sequence 0 of a batch has 1 tokens and %d new ones; the context is 32", math.MaxInt)},
 		{[][]int32{{1}}, -1, "node: sequence 0 of a batch has 1 tokens and -1 new ones; the context is 32"},
-		{[][]int32{long, long}, 12, "node: the KV cache does not hold a batch of 2 sequences, only 1"},
+		{[][]int32{long, long}, 12, "node: the KV cache holds 1 of a batch of 2 sequences: sequence 1 has 32 tokens, and 1 of 3 blocks of 16 tokens are free"},
 	} {
 		_, err := bench.NewBatch(n, c.prompts, c.newTokens)
 		if !errors.Is(err, fault.ErrConfig) || !strings.HasPrefix(err.Error(), c.want) {

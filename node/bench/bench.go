@@ -20,7 +20,8 @@ type Node struct {
 
 var _ eval.Node = (*Node)(nil)
 
-// New takes a node over. hardware stands for its machine's; nil: what is known of that.
+// New takes over a node. hardware replaces what is known of its machine's rates; nil: it
+// does not.
 func New(n *node.Node, hardware *planner.Hardware) *Node { return &Node{n, hardware} }
 
 // Info implements eval.Node.
@@ -29,10 +30,11 @@ func (b *Node) Info() eval.Info {
 	s := &i.Settings
 	c := b.n.Machine().Capabilities()
 	info := eval.Info{
-		Model: i.Name, Device: i.Device, DType: i.Config.DType.String(), LoadFormat: s.Model.LoadFormat,
-		Emulated: !i.Facts.Real, KeepsData: c.KeepsData, StepTokens: i.Limits.MaxTokens, MicroBatchTokens: i.Limits.MaxTokens,
+		Machine: Machine(i.Facts, &s.Device, b.hardware),
+		Model:   i.Name, DType: i.Config.DType.String(), LoadFormat: s.Model.LoadFormat,
+		KeepsData: c.KeepsData, StepTokens: i.Limits.MaxTokens, MicroBatchTokens: i.Limits.MaxTokens,
 		Grouping: s.Batch.Grouping, Attention: s.Batch.Attention, MicroBatches: s.Batch.NumMicroBatches,
-		Shape: i.Shape, Sizes: i.Sizes, Hardware: b.hardware,
+		Shape: i.Shape, Sizes: i.Sizes,
 	}
 	if s.Batch.MicroBatchSize > 0 {
 		info.MicroBatchTokens = s.Batch.MicroBatchSize
@@ -42,9 +44,6 @@ func (b *Node) Info() eval.Info {
 	}
 	if info.Attention == configs.AnyPlace {
 		info.Attention = configs.OnGPU
-	}
-	if h, ok := i.Facts.Known(); ok && info.Hardware == nil {
-		info.Hardware = &h
 	}
 	return info
 }
@@ -64,7 +63,9 @@ func (b *Node) Counts(ctx context.Context) (eval.Counts, error) {
 	if err != nil {
 		return eval.Counts{}, err
 	}
+	uses := r.Experts.Uses
 	c := eval.Counts{
+		Hits: uses[experts.Resident] + uses[experts.Cached], Misses: uses[experts.Peer] + uses[experts.Host],
 		Stalls:      r.Pipeline.Stalls.ByName(),
 		FetchedHost: r.Experts.Fetched[experts.Host], FetchedPeer: r.Experts.Fetched[experts.Peer],
 	}

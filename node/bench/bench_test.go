@@ -11,7 +11,7 @@ import (
 	"github.com/moeserve/moeserve/node/bench"
 )
 
-// BenchmarkBatchDecode is what the host does for a decode step of a large batch: one layer
+// BenchmarkBatchDecode is the host's work for a decode step of a large batch: one layer
 // of a preset, on a machine that keeps no data and whose clock is virtual.
 func BenchmarkBatchDecode(b *testing.B) {
 	const prompt, newTokens = 77, 32

@@ -1,5 +1,5 @@
-// Package bench measures a node: it makes of one what package eval measures, with batches
-// of sequences that go in lockstep beside the engine.
+// Package bench adapts a node to package eval: batches of sequences that run in lockstep
+// without the engine, and what results state of the node's machine.
 //
 //	n, err := node.Open(ctx, o)
 //	m := bench.New(n, nil)

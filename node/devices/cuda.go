@@ -56,6 +56,16 @@ func GPUs() (gpus []string, note string) {
 	return gpus, note
 }
 
+// DriverVersion is that of the GPUs' driver; empty where there is none.
+func DriverVersion() string {
+	r, err := nvml.Open()
+	if err != nil {
+		return ""
+	}
+	defer r.Close() //nolint:errcheck // only read from
+	return r.DriverVersion()
+}
+
 func describe(r *nvml.Reader, d nvml.Device) string {
 	s := fmt.Sprintf("%s, %s, driver %s", d.Name, d.Bus, r.DriverVersion())
 	reading, err := d.Read()

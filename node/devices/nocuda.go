@@ -22,5 +22,8 @@ func openCUDA(o *Options, _ []int) (device.Machine, kernels.Backend, error) {
 // GPUs describes the machine's GPUs, a line each; note says why there are none.
 func GPUs() (gpus []string, note string) { return nil, "this build has no CUDA in it" }
 
+// DriverVersion is that of the GPUs' driver; empty where there is none.
+func DriverVersion() string { return "" }
+
 // OpenMonitor leaves the watching of peers to harvest.
 func (*Devices) OpenMonitor([]device.Space) (harvest.Monitor, error) { return nil, nil }
