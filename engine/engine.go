@@ -143,6 +143,9 @@ type State struct {
 	KVUsedBlocks, KVBlocks, BlockTokens int
 	// Preemptions of sequences, Steps finished, and Retried attempts of steps.
 	Preemptions, Steps, Retried int64
+	// PrefillTokens computed of prompts, those of preempted sequences again, and GeneratedTokens
+	// sampled.
+	PrefillTokens, GeneratedTokens int64
 }
 
 // Engine runs requests. All methods are safe for concurrent use; Run and Generate exclude
@@ -541,7 +544,7 @@ func (e *Engine) publish() {
 // the new tokens to their sequences.
 func (e *Engine) step(ctx context.Context, chunks []scheduler.Chunk) error {
 	e.sequences, e.chunks = e.sequences[:0], e.chunks[:0]
-	adjusted, tokens := 0, 0
+	adjusted, tokens, prefill := 0, 0, 0
 	for _, c := range chunks {
 		q := e.seqs[c.ID]
 		if c.Sample && adjusted > 0 && adjusted+len(q.adjust.list) > e.o.MaxAdjust {
@@ -555,6 +558,9 @@ func (e *Engine) step(ctx context.Context, chunks []scheduler.Chunk) error {
 			adjusted += len(s.Draw.Adjust)
 		}
 		tokens += c.To - c.From
+		if q.sampled == 0 || c.To-c.From > 1 {
+			prefill += c.To - c.From
+		}
 		e.chunks = append(e.chunks, chunk{c, q})
 	}
 	defer clear(e.chunks)
@@ -575,6 +581,10 @@ func (e *Engine) step(ctx context.Context, chunks []scheduler.Chunk) error {
 	if err != nil {
 		return err
 	}
+	e.mu.Lock()
+	e.state.PrefillTokens += int64(prefill)
+	e.state.GeneratedTokens += int64(len(res.Sampled))
+	e.mu.Unlock()
 	now := e.o.Now()
 	sampled := 0
 	for i := range e.chunks {

@@ -148,6 +148,16 @@ func testNeighborsChangeNothing(t *testing.T) {
 	n, _ := open(t, nil)
 	rs := varied(48, n.Info().Config.Vocab)
 	want := alone(t, n, rs)
+	var prefill, generated int64
+	for i, outs := range want {
+		for _, o := range outs {
+			prefill += int64(len(rs[i].Prompt))
+			generated += int64(len(o.Tokens))
+		}
+	}
+	if s := n.Engine().State(); s.PrefillTokens != prefill || s.GeneratedTokens != generated {
+		t.Errorf("%+v, want %d prefill and %d generated tokens", s, prefill, generated)
+	}
 	var count steps
 	tight, _ := openWith(t, engine.Listener{StepFinished: func(engine.StepInfo) { count.step() }}, func(s *configs.Settings) {
 		s.KV.NumGPUBlocksOverride, s.KV.MaxModelLen, s.Batch.MaxNumBatchedTokens, s.Batch.MaxNumSeqs, s.Batch.MicroBatchSize = 9, 48, 40, 12, 17
@@ -178,6 +188,9 @@ func testNeighborsChangeNothing(t *testing.T) {
 	}
 	group.Wait()
 	s := tight.Engine().State()
+	if s.PrefillTokens <= prefill || s.GeneratedTokens != generated { // preempted sequences are prefilled again
+		t.Errorf("%+v, want more than %d prefill and %d generated tokens", s, prefill, generated)
+	}
 	if s.Preemptions == 0 {
 		t.Error("nothing was preempted: the cache is too large for this test")
 	}

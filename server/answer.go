@@ -53,8 +53,14 @@ func (s *Server) answer(w *response, r *http.Request, m *Model, c *common, reque
 	}
 	jobs := make([]*reading, 0, len(requests))
 	defer func() {
-		for _, j := range jobs {
+		logs := make([]jobLog, len(jobs))
+		for i, j := range jobs {
 			j.done()
+			logs[i] = j.log()
+		}
+		if len(jobs) > 0 {
+			l := summarize(logs)
+			w.ran = &l
 		}
 	}()
 	for _, req := range requests {
@@ -116,7 +122,7 @@ func (s *Server) stream(ctx context.Context, w *response, c *common, jobs []*rea
 			return e
 		}
 		if e.Status >= http.StatusInternalServerError {
-			s.o.Log.Warn("a streamed answer broke off", "request_id", w.id, "err", err)
+			s.o.Log.Warn("stream aborted", "request_id", w.id, "err", err)
 		}
 		err = w.event(e.body())
 	} else if c.usage {
@@ -185,12 +191,15 @@ func follow(ctx context.Context, j *reading, do func(engine.Update) error) error
 func total(jobs []*reading) *usage {
 	var u usage
 	for _, j := range jobs {
-		one := j.job.Usage()
-		u.PromptTokens += one.PromptTokens
-		u.CompletionTokens += one.CompletionTokens
+		u.add(j.job.Usage())
 	}
-	u.TotalTokens = u.PromptTokens + u.CompletionTokens
 	return &u
+}
+
+func (u *usage) add(one engine.Usage) {
+	u.PromptTokens += one.PromptTokens
+	u.CompletionTokens += one.CompletionTokens
+	u.TotalTokens = u.PromptTokens + u.CompletionTokens
 }
 
 // finishReason is null until there is one.

@@ -10,6 +10,7 @@ import (
 	"net/http"
 	"net/http/httptest"
 	"net/http/httptrace"
+	"regexp"
 	"strings"
 	"sync"
 	"testing"
@@ -510,6 +511,56 @@ func testTooMany(t *testing.T) {
 	h.idle()
 }
 
+// lines are a log that is read while it is written.
+type lines struct {
+	mu   sync.Mutex
+	text strings.Builder
+}
+
+func (l *lines) Write(p []byte) (int, error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.text.Write(p)
+}
+
+func (l *lines) String() string {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.text.String()
+}
+
+// Each request that works on the model has a line at info: how long its first token and the
+// others took, and how it ended; others are logged at debug.
+func TestRequestsAreLogged(t *testing.T) {
+	var logged lines
+	h := start(t, options{server: server.Options{Log: slog.New(slog.NewTextHandler(&logged, nil))}})
+	h.post("/v1/completions", completionBody(`"1+2="`, `, "temperature": 0`))
+	h.send(http.MethodPost, "/v1/chat/completions", `{"messages": [{"role": "user", "content": "1+2="}], "max_tokens": 4, "ignore_eos": true, "n": 2, "stream": true}`)
+	h.post("/tokenize", `{"prompt": "1+2="}`)
+	h.send(http.MethodPost, "/v1/completions", completionBody(`"1+2="`, `, "temperature": -1`))
+	h.send(http.MethodGet, "/health", "")
+	h.stop()
+	if err := <-h.served; err != nil {
+		t.Error(err)
+	}
+	h.served <- nil
+	const common = `level=INFO msg=request request_id=[0-9a-f]+ method=POST endpoint=%s client=127\.0\.0\.1:\d+ status=%d duration_s=[\d.e-]+`
+	const model = ` prompt_tokens=%d completion_tokens=%d finish_reason=%s ttft_s=[\d.e-]+ tpot_s=[\d.e-]+$`
+	for _, want := range []string{
+		fmt.Sprintf(common+model, "/v1/completions", 200, 4, 2, "stop"),
+		fmt.Sprintf(common+model, "/v1/chat/completions", 200, 6, 8, "length"),
+		fmt.Sprintf(common+"$", "/tokenize", 200),
+		fmt.Sprintf(common+` err=".*temperature.*"$`, "/v1/completions", 400),
+	} {
+		if !regexp.MustCompile(`(?m)` + want).MatchString(logged.String()) {
+			t.Errorf("the log has no %s:\n%s", want, logged.String())
+		}
+	}
+	if strings.Contains(logged.String(), "/health") {
+		t.Errorf("health checks are logged at info:\n%s", logged.String())
+	}
+}
+
 // A server that is to end says so, lets requests finish, and then ends.
 func TestDrain(t *testing.T) { synctest.Test(t, testDrain) }
 
@@ -517,11 +568,11 @@ func testDrain(t *testing.T) {
 	// The request under way stands still until all has been looked at.
 	held := make(chan struct{})
 	release := sync.OnceFunc(func() { close(held) })
-	finishing := make(chan int, 1)
+	var logged lines
 	h := start(t, options{
 		pipes:  true,
 		node:   node.Options{Settings: configs.Defaults(), Listener: engine.Listener{StepFinished: func(engine.StepInfo) { <-held }}},
-		server: server.Options{DrainTimeout: 10 * time.Minute, Draining: func(n int) { finishing <- n }},
+		server: server.Options{DrainTimeout: 10 * time.Minute, Log: slog.New(slog.NewTextHandler(&logged, nil))},
 	})
 	t.Cleanup(release)
 	done := make(chan answer, 1)
@@ -538,8 +589,8 @@ func testDrain(t *testing.T) {
 	if a := h.send(http.MethodGet, "/health", ""); a.status != 200 {
 		t.Errorf("a server that drains is not healthy: %s", a.body)
 	}
-	if n := <-finishing; n != 1 {
-		t.Errorf("%d requests are waited for", n)
+	if want := `level=INFO msg="draining: new requests are refused, those under way finish; a second signal ends at once" running=1 timeout_s=600`; !strings.Contains(logged.String(), want) {
+		t.Errorf("log: %s", logged.String())
 	}
 	release()
 	if a := <-done; a.status != 200 || decode[reply](t, a.body).Usage.CompletionTokens != 8 {

@@ -97,6 +97,7 @@ type reading struct {
 	job      *engine.Job
 	n        int
 	finish   engine.FinishReason
+	finished []engine.FinishReason // of the samples that have ended
 	prompted bool
 	tokens   int
 	// at are the times of the samples' latest tokens.
@@ -127,6 +128,7 @@ func (r *reading) next(ctx context.Context) (engine.Update, error) {
 	}
 	if u.Finish != "" {
 		r.finish = u.Finish
+		r.finished = append(r.finished, u.Finish)
 	}
 	if len(u.Tokens) == 0 {
 		return u, nil
@@ -142,6 +144,15 @@ func (r *reading) next(ctx context.Context) (engine.Update, error) {
 	}
 	r.at[u.Sample] = u.At
 	return u, nil
+}
+
+// log is what became of the job.
+func (r *reading) log() jobLog {
+	l := jobLog{usage: r.job.Usage(), times: r.job.Times(), samples: r.n, finish: r.finished}
+	if r.finish == engine.FinishAbort {
+		l.finish = append(l.finish, r.finish)
+	}
+	return l
 }
 
 // done counts a job that nobody reads any more.

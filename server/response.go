@@ -22,6 +22,12 @@ type response struct {
 	id  string
 	log *slog.Logger
 
+	// works says that the request works on the model, ran what became of it there; nil where it
+	// did not come to that. refused is why it was answered with an error.
+	works   bool
+	ran     *requestLog
+	refused *Error
+
 	// status that was sent; 0: none yet.
 	status    int
 	streaming bool
@@ -57,7 +63,7 @@ func (w *response) Unwrap() http.ResponseWriter { return w.ResponseWriter }
 func (w *response) deadline() {
 	// A writer without deadlines (of a test) has no client who could be slow.
 	if err := w.control.SetWriteDeadline(time.Now().Add(w.timeout)); err != nil && !errors.Is(err, http.ErrNotSupported) {
-		w.log.Debug("no deadline for a write", "request_id", w.id, "err", err)
+		w.log.Debug("write deadline not set", "request_id", w.id, "err", err)
 	}
 }
 
@@ -72,7 +78,7 @@ func (w *response) read(r *http.Request, most int64, timeout time.Duration) ([]b
 	}
 	deadline := func(t time.Time) {
 		if err := w.control.SetReadDeadline(t); err != nil && !errors.Is(err, http.ErrNotSupported) {
-			w.log.Debug("no deadline for a read", "request_id", w.id, "err", err)
+			w.log.Debug("read deadline not set", "request_id", w.id, "err", err)
 		}
 	}
 	deadline(time.Now().Add(timeout))
@@ -119,6 +125,7 @@ func (w *response) json(status int, v any) {
 
 // fail writes an error, unless an answer has begun.
 func (w *response) fail(e *Error) {
+	w.refused = e
 	if w.status != 0 {
 		return
 	}

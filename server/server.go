@@ -81,9 +81,6 @@ type Options struct {
 	RequestTimeout time.Duration
 	// DrainTimeout is how long requests may go on once Serve is to end. 0: not at all.
 	DrainTimeout time.Duration
-	// Draining is told how many requests are under way when Serve begins to wait for
-	// them. Default: nobody is told; nor where there are none to wait for.
-	Draining func(requests int)
 	// ReadTimeout is how long a client may take to send its request, WriteTimeout how
 	// long to take a piece of the answer. Default: 30 s.
 	ReadTimeout, WriteTimeout time.Duration
@@ -209,16 +206,17 @@ func (s *Server) Serve(ctx context.Context, l net.Listener) error {
 	idle := s.gate.close()
 	if err == nil {
 		running := s.gate.count()
-		s.o.Log.Info("no more requests are taken", "running", running, "drain_seconds", s.o.DrainTimeout.Seconds())
-		if running > 0 && s.o.DrainTimeout > 0 && s.o.Draining != nil {
-			s.o.Draining(running)
+		if running > 0 && s.o.DrainTimeout > 0 {
+			s.o.Log.Info("draining: new requests are refused, those under way finish; a second signal ends at once", "running", running, "timeout_s", s.o.DrainTimeout.Seconds())
 		}
 		timer := time.NewTimer(s.o.DrainTimeout)
 		defer timer.Stop()
 		select {
 		case <-idle:
 		case <-timer.C:
-			s.o.Log.Warn("requests are cut off", "running", s.gate.count())
+			if n := s.gate.count(); n > 0 {
+				s.o.Log.Warn("drain timeout: aborting requests", "running", n)
+			}
 		}
 	}
 	cut(errStopping)
@@ -243,15 +241,15 @@ func (s *Server) ServeHTTP(hw http.ResponseWriter, r *http.Request) {
 	w.Header().Set("X-Content-Type-Options", "nosniff")
 	defer func() {
 		if p := recover(); p != nil {
-			s.o.Log.Error("a request broke the server's own rules", "request_id", w.id, "panic", p, "stack", string(debug.Stack()))
+			s.o.Log.Error("panic in handler", "request_id", w.id, "panic", p, "stack", string(debug.Stack()))
 			w.fail(&Error{Status: http.StatusInternalServerError, Type: serverError, Message: "this server has a bug, and its log says where"})
 		}
-		s.o.Log.Debug("request", "request_id", w.id, "method", r.Method, "path", r.URL.Path, "status", w.status, "seconds", time.Since(start).Seconds())
+		s.logRequest(w, r, time.Since(start))
 	}()
 	if err := s.dispatch(w, r); err != nil {
 		e := asError(r.Context(), err, "")
 		if e.Status >= http.StatusInternalServerError && e.RetryAfter == 0 {
-			s.o.Log.Error("request failed", "request_id", w.id, "path", r.URL.Path, "err", err)
+			s.o.Log.Error("request failed", "request_id", w.id, "endpoint", r.URL.Path, "err", err)
 		}
 		w.fail(e)
 	}
@@ -288,7 +286,7 @@ func (s *Server) dispatch(w *response, r *http.Request) error {
 			Message: "The API key is missing or wrong: send it as Authorization: Bearer KEY.",
 		}
 	}
-	if route.works {
+	if w.works = route.works; w.works {
 		if err := s.gate.enter(); err != nil {
 			// The answer does not wait for a body that is still on its way.
 			_ = w.control.EnableFullDuplex()
