@@ -267,11 +267,10 @@ func (u *setup) together() error {
 }
 
 // shareMemory leaves emulated peers only as much memory as this machine has beside
-// what the compute device and the host take of it: it is all the same memory. The
-// rest is accounted for as taken by others.
+// what the GPU that computes and the host take of it: it is all the same memory.
 func (u *setup) shareMemory(fit sizing.KVFit) error {
 	have, ok := u.devices.Shared()
-	if !ok || u.devices.Taker == nil || len(u.peers) == 0 {
+	if !ok || u.devices.Limiter == nil || len(u.peers) == 0 {
 		return nil
 	}
 	left := u.needs.Left(have, fit, len(u.peers))
@@ -280,10 +279,8 @@ func (u *setup) shareMemory(fit sizing.KVFit) error {
 		if err != nil {
 			return err
 		}
-		if over := usage.Free() - left; over > 0 {
-			if err := u.devices.Taker.Take(p, over); err != nil {
-				return err
-			}
+		if err := u.devices.Limiter.Limit(p, usage.Allocated+usage.OtherProcesses+left); err != nil {
+			return err
 		}
 	}
 	return nil

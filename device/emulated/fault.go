@@ -176,3 +176,20 @@ func (m *Machine) Take(s device.Space, bytes int64) error {
 	sp.usage.OtherProcesses += bytes
 	return nil
 }
+
+// Limit lowers the capacity of a space, as far as Usage and Alloc tell; the topology keeps what it
+// was opened with. A limit above the capacity changes nothing, one below what is allocated is an
+// error.
+func (m *Machine) Limit(s device.Space, bytes int64) error {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	sp, err := m.space("limit", s)
+	if err != nil {
+		return err
+	}
+	if bytes < sp.usage.Allocated {
+		return &device.Error{Op: "limit", Space: s, Detail: fmt.Sprintf("to %d bytes, and %d are allocated", bytes, sp.usage.Allocated)}
+	}
+	sp.usage.Capacity = min(sp.usage.Capacity, bytes)
+	return nil
+}

@@ -260,6 +260,27 @@ func TestLoseWhileRunning(t *testing.T) {
 	}
 }
 
+func TestLimit(t *testing.T) {
+	m := open(t, emulated.Options{GPUs: []emulated.GPU{{MemoryBytes: 1 << 20}}})
+	alloc(t, m, device.HBM(0), 1<<19, "half")
+	for _, limit := range []int64{2 << 20, 3 << 18, 1 << 20} {
+		if err := m.Limit(device.HBM(0), limit); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if u, err := m.Usage(device.HBM(0)); err != nil || u.Capacity != 3<<18 || u.Free() != 1<<18 || u.OtherProcesses != 0 {
+		t.Errorf("usage %+v, %v", u, err)
+	}
+	_, err := m.Alloc(device.HBM(0), 1<<18+1, "too much")
+	wants(t, err, device.ErrOutOfMemory, "alloc")
+	if err := m.Limit(device.HBM(0), 1<<18); err == nil || !strings.Contains(err.Error(), "524288 are allocated") {
+		t.Errorf("limited to less than is allocated: %v", err)
+	}
+	if err := m.Limit(device.HBM(7), 1); err == nil {
+		t.Error("a space that the machine lacks was limited")
+	}
+}
+
 func TestTake(t *testing.T) {
 	m := open(t, emulated.Options{GPUs: []emulated.GPU{{MemoryBytes: 1 << 20}}})
 	mem := alloc(t, m, device.HBM(0), 1<<19, "half")

@@ -68,6 +68,10 @@ type Devices struct {
 	GPUs []int
 	// Taker lets others take memory of emulated devices; nil on real ones.
 	Taker tenants.Taker
+	// Limiter lowers the capacity of emulated memories; nil on real devices.
+	Limiter interface {
+		Limit(s device.Space, bytes int64) error
+	}
 
 	host    kernels.Backend // attends on the host; nil until somebody asks
 	trace   *trace.Writer   // nil where nothing is traced
@@ -145,6 +149,9 @@ func (d *Devices) open(machine func() (device.Machine, error), backend func(devi
 func (d *Devices) use(m device.Machine, b kernels.Backend, tells bool) {
 	d.Machine, d.Space, d.Backend = d.traced(m, tells), device.HBM(0), b
 	d.Taker, _ = m.(tenants.Taker)
+	d.Limiter, _ = m.(interface {
+		Limit(s device.Space, bytes int64) error
+	})
 	d.closers = append(d.closers, d.Machine.Close, b.Close)
 }
 
