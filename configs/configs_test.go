@@ -134,7 +134,7 @@ func TestValidate(t *testing.T) {
 		{func(s *Settings) { s.Offload.Fraction = 1.5 }, `configs: offload-fraction is 1.5: must be from 0 to 1`},
 		{func(s *Settings) { s.Offload.Fraction = math.NaN() }, `configs: offload-fraction is NaN: must be from 0 to 1`},
 		{func(s *Settings) { s.Model.LoadFormat = 7 }, `configs: load-format is "configs.LoadFormat(7)": must be auto or dummy`},
-		{func(s *Settings) { s.Output.LogLevel = 7 }, `configs: log-level is "configs.LogLevel(7)": must be debug, info, warn or error`},
+		{func(s *Settings) { s.Output.LogLevel = 7 }, `configs: log-level is "configs.LogLevel(7)": must be auto, debug, info, warn or error`},
 		{func(s *Settings) { s.Batch.MaxNumSeqs = 0 }, `configs: max-num-seqs is 0: must be from 1 to 65536 sequences`},
 		{func(s *Settings) { s.Model.NumHiddenLayers = -1 }, `configs: num-hidden-layers is -1: must be from 0 to 1024 layers`},
 		{func(s *Settings) { s.Model.DummyRouting = "zipf:x" }, `configs: dummy-routing is "zipf:x": must be uniform or zipf:S, S above 0 and at most 8`},

@@ -116,27 +116,29 @@ func (g Grouping) MarshalText() ([]byte, error) { return []byte(g.String()), nil
 // UnmarshalText reads the name.
 func (g *Grouping) UnmarshalText(text []byte) error { return named(groupingNames, g, text) }
 
-// LogLevel is the least severe level that is logged.
+// LogLevel is the minimum level of log messages.
 type LogLevel uint8
 
 // The levels.
 const (
-	LogDebug LogLevel = iota
+	// LogAuto is LogInfo in serve and LogWarn in other commands.
+	LogAuto LogLevel = iota
+	LogDebug
 	LogInfo
 	LogWarn
 	LogError
 )
 
-var logLevelNames = []string{"debug", "info", "warn", "error"}
+var logLevelNames = []string{"auto", "debug", "info", "warn", "error"}
 
 func (l LogLevel) String() string { return name(logLevelNames, l) }
 
 // UnmarshalText reads the name.
 func (l *LogLevel) UnmarshalText(text []byte) error { return named(logLevelNames, l, text) }
 
-// Level is slog's.
+// Level is slog's; that of LogAuto is of commands other than serve.
 func (l LogLevel) Level() slog.Level {
-	return [...]slog.Level{slog.LevelDebug, slog.LevelInfo, slog.LevelWarn, slog.LevelError}[l]
+	return [...]slog.Level{slog.LevelWarn, slog.LevelDebug, slog.LevelInfo, slog.LevelWarn, slog.LevelError}[l]
 }
 
 // LogFormat is the form of messages.

@@ -288,8 +288,8 @@ var Schema = []Key{
 		Help: "write a timeline of steps, kernels and copies for ui.perfetto.dev; FILE.gz is compressed",
 	},
 	{
-		Name: "log-level", Kind: String, Default: "warn", Allowed: logLevelNames, Commands: onDevice,
-		Help: "least severe messages to log, on standard error",
+		Name: "log-level", Kind: String, Default: "auto", Allowed: logLevelNames, Commands: onDevice,
+		Help: "minimum level of log messages, on standard error; auto: info in serve, with a line per request and a status line every 10 s, warn elsewhere",
 	},
 	{
 		Name: "log-format", Kind: String, Default: "text", Allowed: logFormatNames, Commands: onDevice,

@@ -265,8 +265,8 @@ func both[T any](f, g func(T)) func(T) {
 	return func(i T) { f(i); g(i) }
 }
 
-// LogEvents logs what an operator can act on at warn and error, revocations, and missed
-// deadlines at shutdown, at info, and the rest at debug.
+// LogEvents logs what an operator can act on at warn and error, revocations but those at
+// shutdown, and deadlines missed then, at info, and the rest at debug.
 func LogEvents(log *slog.Logger) EventListener {
 	return EventListener{
 		Allocated:         logEvent[AllocInfo](log),
@@ -338,7 +338,11 @@ func (i RevocationInfo) line() logRecord {
 	if !i.Ended {
 		return logRecord{slog.LevelDebug, "revocation started", about}
 	}
-	return logRecord{slog.LevelInfo, "peer memory released", append(about, "took", i.Took, "drain", i.Drain, "deadline_missed", i.DeadlineMissed)}
+	level := slog.LevelInfo
+	if i.Reason == ReasonShutdown { // of all slabs at once
+		level = slog.LevelDebug
+	}
+	return logRecord{level, "peer memory released", append(about, "took", i.Took, "drain", i.Drain, "deadline_missed", i.DeadlineMissed)}
 }
 
 func (i RevokeInfo) line() logRecord {

@@ -162,7 +162,7 @@ func Open(ctx context.Context, o Options) (_ *Node, err error) {
 	if err != nil {
 		return nil, err
 	}
-	o.Log.Info("node ready", "model", n.info.Name, "load_seconds", load.Seconds(), "kv_blocks", fit.Blocks, "max_model_len", n.info.Limits.MaxModelLen)
+	o.Log.Info("model loaded", "model", n.info.Name, "load_s", load.Seconds())
 	return n, nil
 }
 

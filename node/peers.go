@@ -49,7 +49,7 @@ func (n *Node) openHarvest(u *setup) error {
 	}
 	n.started(n.closeHarvest)
 	for _, l := range u.peerDevices() {
-		n.log.Info("peer memory may be borrowed", "device", l.Device, "gpu", l.GPU, "name", l.Name, "uuid", l.UUID, "policy", policy.Name(), "headroom_bytes", max(room, 0))
+		n.log.Debug("peer memory may be borrowed", "device", l.Device, "gpu", l.GPU, "name", l.Name, "uuid", l.UUID, "policy", policy.Name(), "headroom_bytes", max(room, 0))
 	}
 	return nil
 }

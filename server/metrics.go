@@ -67,20 +67,20 @@ func NewMetrics(model string) *Metrics {
 		m.own = append(m.own, c)
 		return c
 	}
-	m.firstToken = request("time_to_first_token", "From a request's arrival to its first token.")
-	m.endToEnd = request("e2e_request_latency", "From a request's arrival to its last token.")
-	m.queue = request("request_queue_time", "From a request's arrival to its admission.")
-	m.prefill = request("request_prefill_time", "From a request's admission to its first token.")
-	m.decode = request("request_decode_time", "From a request's first token to its last.")
-	m.inference = request("request_inference_time", "From a request's admission to its last token.")
-	m.interToken = histogram(vllm(model, "inter_token_latency_seconds", "Between two tokens of a sample."), tokenBounds)
-	m.perToken = histogram(vllm(model, "request_time_per_output_token_seconds", "Mean time between a request's tokens."), tokenBounds)
-	m.prompt = counter("prompt_tokens_total", "Tokens of prompts whose first token came.")
-	m.generated = counter("generation_tokens_total", "Tokens generated.")
-	m.success = metrics.NewCounters(vllm(model, "request_success_total", "Requests that ended, by reason.", "finished_reason"),
+	m.firstToken = request("time_to_first_token", "Time to first token (TTFT): from a request's arrival to its first token.")
+	m.endToEnd = request("e2e_request_latency", "End-to-end latency: from a request's arrival to its last token.")
+	m.queue = request("request_queue_time", "Time in the queue: from a request's arrival to its admission.")
+	m.prefill = request("request_prefill_time", "Prefill: from a request's admission to its first token.")
+	m.decode = request("request_decode_time", "Decode: from a request's first token to its last.")
+	m.inference = request("request_inference_time", "Inference: from a request's admission to its last token.")
+	m.interToken = histogram(vllm(model, "inter_token_latency_seconds", "Inter-token latency (ITL): between two tokens of a sample."), tokenBounds)
+	m.perToken = histogram(vllm(model, "request_time_per_output_token_seconds", "Time per output token (TPOT): the mean over a request's tokens after the first."), tokenBounds)
+	m.prompt = counter("prompt_tokens_total", "Prompt tokens of requests that got their first token.")
+	m.generated = counter("generation_tokens_total", "Generation tokens.")
+	m.success = metrics.NewCounters(vllm(model, "request_success_total", "Requests that ended, by finish reason.", "finished_reason"),
 		string(engine.FinishStop), string(engine.FinishLength), string(engine.FinishAbort))
-	m.step = histogram(metrics.NewDesc("moeserve_step_duration_seconds", "Steps of the engine."), tokenBounds)
-	m.drain = histogram(metrics.NewDesc("moeserve_harvest_drain_seconds", "From a revocation of borrowed memory to the end of its last reader."), drainBounds)
+	m.step = histogram(metrics.NewDesc("moeserve_step_duration_seconds", "Duration of engine steps."), tokenBounds)
+	m.drain = histogram(metrics.NewDesc("moeserve_harvest_drain_seconds", "Drain time: from the revocation of borrowed peer memory to the end of its last reader."), drainBounds)
 	m.own = append(m.own, m.success)
 	return m
 }
@@ -230,11 +230,11 @@ func newStateCollector(e Engine, model string) *stateCollector {
 	desc := func(name, help string, labels ...string) *metrics.Desc { return vllm(model, name, help, labels...) }
 	return &stateCollector{
 		engine:      e,
-		waiting:     desc("num_requests_waiting", "Requests that wait for admission."),
-		running:     desc("num_requests_running", "Requests that run."),
-		kv:          desc("kv_cache_usage_perc", "Share of the KV blocks that is taken, from 0 to 1."),
+		waiting:     desc("num_requests_waiting", "Samples that wait to be admitted."),
+		running:     desc("num_requests_running", "Samples that run."),
+		kv:          desc("kv_cache_usage_perc", "Share of the KV cache blocks in use, from 0 to 1."),
 		config:      desc("cache_config_info", "Sizes of the KV cache.", "block_size", "num_gpu_blocks"),
-		preemptions: desc("num_preemptions_total", "How often a running request gave its KV blocks back."),
+		preemptions: desc("num_preemptions_total", "Running samples preempted because the KV cache was full."),
 	}
 }
 

@@ -18,14 +18,17 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"log/slog"
 	"os"
 	"os/signal"
 	"slices"
 	"syscall"
 	"time"
 
+	"github.com/spf13/cobra"
 	"golang.org/x/term"
 
+	"github.com/moeserve/moeserve/configs"
 	"github.com/moeserve/moeserve/engine"
 	"github.com/moeserve/moeserve/node/fault"
 	"github.com/moeserve/moeserve/server"
@@ -73,7 +76,7 @@ func execute(ctx context.Context, s *streams, args []string) int {
 	s.args = args
 	root := newRoot(s)
 	root.SetArgs(args)
-	err := root.ExecuteContext(ctx)
+	cmd, err := root.ExecuteContextC(ctx)
 	if err == nil {
 		return exitDone
 	}
@@ -81,10 +84,33 @@ func execute(ctx context.Context, s *streams, args []string) int {
 	if code == exitInterrupted {
 		err = errors.New("interrupted")
 	}
-	if _, err := fmt.Fprintf(s.err, "moeserve: %s\n", server.Message(err)); err != nil {
+	message := server.Message(err)
+	if logsJSON(cmd) {
+		slog.New(slog.NewJSONHandler(s.err, nil)).Error(message, "exit_code", code)
+		return code
+	}
+	if _, err := fmt.Fprintf(s.err, "moeserve: %s\n", message); err != nil {
 		return max(code, exitFailed)
 	}
 	return code
+}
+
+// logsJSON says whether standard error of a command is JSON, line by line: then so is the error
+// that ends it.
+func logsJSON(cmd *cobra.Command) bool {
+	f := cmd.Flags().Lookup("log-format")
+	if f == nil {
+		return false
+	}
+	if set, err := readSettings(cmd.Flags(), os.Environ()); err == nil {
+		return set.Output.LogFormat == configs.LogJSON
+	}
+	// Of settings that are wrong, this one may be right.
+	text := f.Value.String()
+	if k, ok := configs.Find(f.Name); ok && !f.Changed {
+		text = os.Getenv(k.Variable())
+	}
+	return text == configs.LogJSON.String()
 }
 
 // Exit codes.

@@ -64,8 +64,10 @@ func TestReport(t *testing.T) {
 			link(gpu, host, 1<<20, time.Millisecond, 0),
 		},
 		Memory: observe.Memories{
-			{Space: "host", Capacity: 64 << 30, Peak: 1 << 30}, {Space: "gpu0", Capacity: 80 << 30, Peak: 2 << 30},
-			{Space: "gpu1", Capacity: 80 << 30, Peak: 3 << 30}, {Space: "gpu2", Capacity: 80 << 30, Peak: 4 << 30},
+			{Space: "host", Capacity: 64 << 30, Peak: 1 << 30},
+			{Space: "gpu0", Capacity: 80 << 30, Peak: 2 << 30},
+			{Space: "gpu1", Capacity: 80 << 30, Peak: 3 << 30},
+			{Space: "gpu2", Capacity: 80 << 30, Peak: 4 << 30},
 		},
 	}
 	a := &answer{prompt: make([]int32, 13), ids: []int32{5, 6, 7}, finish: "stop", prefill: 130 * time.Millisecond, decode: 50 * time.Millisecond}

@@ -3,7 +3,6 @@ package main
 import (
 	"context"
 	"errors"
-	"fmt"
 	"net"
 	"os"
 	"path/filepath"
@@ -30,6 +29,10 @@ and for operators /debug/residency (where every expert is) and /debug/events.
 
 Without --model, the small model that is built in answers. The address is open
 from the start, and /health/ready says when the model is loaded.
+
+While requests run, a line every 10 s logs how many run and wait, prefill and
+decode tokens/s, KV cache usage and the hit rate of experts, and each request has
+a line with its tokens, TTFT and TPOT; --log-level warn switches both off.
 
 SIGTERM and SIGINT end the server in order: it refuses new requests, lets those
 under way go on for --drain-timeout seconds, and exits with 0. A second signal
@@ -75,9 +78,12 @@ func serve(ctx context.Context, s *streams, set *settings, o node.Options) (err 
 	if err != nil {
 		return usagef("cannot serve on %s: %w; choose another --host or --port", address, err)
 	}
+	if set.Output.LogLevel == configs.LogAuto {
+		set.Output.LogLevel = configs.LogInfo
+	}
 	log := set.logger(s.err)
 	if a, ok := listener.Addr().(*net.TCPAddr); ok && !a.IP.IsLoopback() && set.Serve.APIKey == "" {
-		log.Warn("whoever can reach this address can use the model; MOESERVE_API_KEY sets a key", "address", listener.Addr().String())
+		log.Warn("listening on a non-loopback address without authentication; set MOESERVE_API_KEY", "address", listener.Addr().String())
 	}
 	sequences := set.Batch.MaxNumSeqs
 	if k, ok := configs.Find("max-num-seqs"); ok && set.Plan.Policy != configs.NoPolicy && !set.given(k.Name) {
@@ -91,17 +97,7 @@ func serve(ctx context.Context, s *streams, set *settings, o node.Options) (err 
 		MaxConcurrent:  sequences + set.Serve.MaxQueuedRequests + spareRequests,
 		RequestTimeout: time.Duration(set.Serve.RequestTimeout) * time.Second,
 		DrainTimeout:   time.Duration(set.Serve.DrainTimeout) * time.Second,
-		Draining: func(requests int) {
-			if ctx.Err() == nil {
-				return // it is not a signal that ends the server
-			}
-			what := "requests"
-			if requests == 1 {
-				what = "request"
-			}
-			fmt.Fprintf(s.err, "moeserve: finishing %d %s, at most %d s; Ctrl-C again ends now\n", requests, what, set.Serve.DrainTimeout)
-		},
-		Log: log,
+		Log:            log,
 	})
 	serving, stopServing := context.WithCancel(ctx)
 	served := make(chan error, 1)
@@ -126,7 +122,7 @@ func serve(ctx context.Context, s *streams, set *settings, o node.Options) (err 
 	}
 	defer func() { err = errors.Join(err, n.Close()) }()
 	srv.SetModel(model(name, n))
-	fmt.Fprintf(s.err, "moeserve: serving %s at http://%s\n", name, listener.Addr())
+	newStartup(name, "http://"+listener.Addr().String(), set, n).log(log)
 
 	running, stopRunning := context.WithCancel(context.WithoutCancel(ctx))
 	defer stopRunning()
@@ -139,11 +135,20 @@ func serve(ctx context.Context, s *streams, set *settings, o node.Options) (err 
 		stopServing()
 		ran <- err
 	}()
+	logging := make(chan struct{})
+	go func() {
+		observe.LogStatus(running, log, statusInterval, n.Observe().Status)
+		close(logging)
+	}()
 	err = <-served
 	served <- nil // which the deferred function takes
 	stopRunning()
+	<-logging
 	return errors.Join(<-ran, err)
 }
+
+// statusInterval is between two lines of the log that say what the server does.
+const statusInterval = 10 * time.Second
 
 // spareRequests are HTTP requests that neither run nor wait: on their way in or out.
 const spareRequests = 64

@@ -36,7 +36,7 @@ type process struct {
 	rest sync.WaitGroup
 }
 
-var servingAt = regexp.MustCompile(`^moeserve: serving (\S+) at (http://\S+)$`)
+var servingAt = regexp.MustCompile(`"?msg"?[=:]"?serving"?[ ,]"?model"?[=:]"?([^" ]+)"?[ ,]"?address"?[=:]"?(http://[^"]+)"?}?$`)
 
 // startServe starts a server on a free port and waits until it serves. It is ended
 // with the test, if it has not ended before.
@@ -103,6 +103,39 @@ func (p *process) post(t *testing.T, path, body string) *http.Response {
 	return resp
 }
 
+// With --log-format json every line on standard error is JSON: at the start, of requests, at the
+// end, and of errors that end the command.
+func TestServeLogsJSON(t *testing.T) {
+	p := startServe(t, "--emulate", "hbm=256MiB", "--offload-fraction", "0.5", "--log-format", "json")
+	if answer, err := io.ReadAll(p.post(t, "/v1/completions", `{"prompt": "1+2=", "temperature": 0}`).Body); err != nil {
+		t.Fatalf("%v: %s", err, answer)
+	}
+	p.post(t, "/v1/completions", `{"prompt": "1+2=", "temperature": -1}`)
+	port := p.url[strings.LastIndexByte(p.url, ':')+1:]
+	_, taken, code := invoke(t, strings.NewReader(""), "serve", "--port", port, "--log-format", "json")
+	if code != exitUsage {
+		t.Errorf("on a port that is taken: exit code %d", code)
+	}
+	_, unknown, _ := invoke(t, strings.NewReader(""), "serve", "--log-format", "json", "--offload-fraction", "2")
+	p.end(t)
+	messages := map[string]int{}
+	for line := range strings.Lines(p.log.String() + taken + unknown) {
+		var m struct{ Msg, Level string }
+		if err := json.Unmarshal([]byte(line), &m); err != nil || m.Msg == "" || m.Level == "" {
+			t.Errorf("%v: %q", err, line)
+		}
+		messages[m.Msg]++
+	}
+	for _, want := range []string{"model loaded", "device", "experts", "peer", "KV cache"} {
+		if messages[want] == 0 {
+			t.Errorf("the log has no %q: %v", want, messages)
+		}
+	}
+	if messages["request"] != 2 || !strings.Contains(taken, "cannot serve on") || !strings.Contains(unknown, "offload-fraction") {
+		t.Errorf("%v; %s; %s", messages, taken, unknown)
+	}
+}
+
 // SIGTERM lets what is under way finish, says so, and then the exit code is 0.
 func TestServe(t *testing.T) {
 	if _, err := os.FindProcess(os.Getpid()); err != nil {
@@ -119,8 +152,13 @@ func TestServe(t *testing.T) {
 	if err != nil || !strings.HasSuffix(string(rest), "data: [DONE]\n\n") || !strings.Contains(string(rest), `"finish_reason":"length"`) {
 		t.Errorf("the answer under way ends with %v, %q", err, rest)
 	}
-	if want := "moeserve: finishing 1 request, at most 30 s; Ctrl-C again ends now\n"; p.log.String() != want {
-		t.Errorf("standard error: %q, want %q", p.log, want)
+	for _, want := range []string{
+		`level=INFO msg="draining: new requests are refused, those under way finish; a second signal ends at once" running=1 timeout_s=30`,
+		`level=INFO msg=request .* endpoint=/v1/completions .* status=200 .* prompt_tokens=4 completion_tokens=100 finish_reason=length`,
+	} {
+		if !regexp.MustCompile(want).MatchString(p.log.String()) {
+			t.Errorf("standard error has no %s: %s", want, p.log)
+		}
 	}
 }
 
@@ -286,7 +324,7 @@ func TestServeSecondSignal(t *testing.T) {
 func TestServeNames(t *testing.T) {
 	dir := fixtureDir(t, "mixtral")
 	p := startServe(t, "--model", dir+"/.", "--host", "0.0.0.0")
-	if !strings.Contains(p.log.String(), "MOESERVE_API_KEY sets a key") {
+	if !strings.Contains(p.log.String(), "without authentication; set MOESERVE_API_KEY") {
 		t.Errorf("log: %s", p.log)
 	}
 	p.url = strings.Replace(p.url, "[::]", "127.0.0.1", 1)
@@ -313,7 +351,7 @@ func TestServeLostDevice(t *testing.T) {
 		return m, err
 	}}
 	set := &settings{Settings: configs.Defaults()}
-	set.Serve.Port, set.Output.LogLevel = 0, configs.LogError
+	set.Serve.Port = 0
 	out, in := io.Pipe()
 	ended := make(chan error, 1)
 	go func() {

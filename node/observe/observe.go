@@ -41,6 +41,9 @@ type Observer struct{ p Parts }
 // New makes an observer. The parts stay their owner's.
 func New(p Parts) *Observer { return &Observer{p} }
 
+// Backend is the name of what computes: "cpu", "cuda".
+func (o *Observer) Backend() string { return o.p.Backend }
+
 // Experts reads where experts are, and what was fetched and moved.
 func (o *Observer) Experts() Experts { return readExperts(o.p.Store) }
 

@@ -170,7 +170,7 @@ def lost_run(binary, lose, dir):
     p = losing(binary, lose, dir / "run", "run", "--device", "cuda", "--model", "qwen1.5-moe-a2.7b", "--load-format", "dummy",
                "--num-hidden-layers", "8", "--offload-fraction", "1", "--prompt-ids", "1,2,3", "--ignore-eos", "--max-tokens", "2000",
                "--max-model-len", "4096", "--log-level", "info")
-    lines, ready = until(p.stderr, "node ready")
+    lines, ready = until(p.stderr, "model loaded")
     time.sleep(0.5)
     if not ready or p.poll() is not None:
         p.kill()

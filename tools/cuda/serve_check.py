@@ -33,7 +33,7 @@ def main():
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    server = subprocess.Popen([moeserve, "serve", "--port", str(port), *flags], stderr=subprocess.PIPE, text=True)
+    server = subprocess.Popen([moeserve, "serve", "--port", str(port), "--log-level", "warn", *flags], stderr=subprocess.PIPE, text=True)
     url = f"http://127.0.0.1:{port}"
     try:
         for _ in range(300):
