@@ -188,7 +188,7 @@ func (r *Result) plan(info *Info) {
 func (r *Result) predict(info *Info) {
 	h, newTokens := info.Hardware.Hardware, r.steps()+1
 	work := planner.Workload{PromptTokens: (r.PromptTokens + r.Requests/2) / r.Requests, NewTokens: newTokens}
-	at := planner.RooflineCase{Rows: r.Requests, Context: work.Context(), Fraction: r.OffloadFraction}
+	at := planner.RooflineCase{Batch: r.Requests, Context: work.Context(), Fraction: r.OffloadFraction}
 	policy := planner.Policy{
 		Batch: r.Requests, MicroBatch: r.MicroBatchTokens, PrefillTokens: info.StepTokens, Grouping: r.ExpertGrouping, Attention: r.Attention,
 		OnDemand: r.OffloadFraction > 0 && r.Requests <= info.OnDemandTokens,

@@ -15,20 +15,22 @@ import (
 	"github.com/moeserve/moeserve/configs"
 )
 
-// Hardware is a machine: one GPU that computes, its host, and what it may borrow of
-// its peers. Rates are what is reached; a datasheet's peaks overstate them.
+// Hardware is a machine: the GPU that computes, its host, and the memory that it may
+// borrow from peers. Rates are achieved ones; a datasheet's peaks overstate them.
 type Hardware struct {
 	Name string `json:"name"`
 
-	// GPUMemory is in bytes, GPUMemoryRate what a kernel reads of it, in bytes/s.
+	// GPUMemory is in bytes; GPUMemoryRate is the bandwidth of a kernel's reads, in
+	// bytes/s.
 	GPUMemory     int64   `json:"gpu_memory_bytes"`
 	GPUMemoryRate float64 `json:"gpu_memory_bytes_per_s"`
-	// GPUFlops is the rate of dense 16-bit products, in flop/s, GPUAttentionFlops that
-	// of attention.
+	// GPUFlops is the rate of dense 16-bit GEMMs, in flop/s, GPUAttentionFlops that of
+	// attention.
 	GPUFlops          float64 `json:"gpu_flop_per_s"`
 	GPUAttentionFlops float64 `json:"gpu_attention_flop_per_s"`
 
-	// HostMemory is in bytes, HostMemoryRate what all threads read of it, in bytes/s.
+	// HostMemory is in bytes; HostMemoryRate is the bandwidth of all threads together,
+	// in bytes/s.
 	HostMemory     int64   `json:"host_memory_bytes"`
 	HostMemoryRate float64 `json:"host_memory_bytes_per_s"`
 	// CPUFlops is the rate of all cores, in flop/s.
@@ -39,20 +41,20 @@ type Hardware struct {
 	HostToGPU []float64 `json:"host_to_gpu_bytes_per_s"`
 	// GPUToHost is the rate of copies to host memory, in bytes/s.
 	GPUToHost float64 `json:"gpu_to_host_bytes_per_s"`
-	// HostCopyLatency and PeerCopyLatency, in seconds, come on top of a copy's bytes;
-	// queueing does not hide them.
+	// HostCopyLatency and PeerCopyLatency, in seconds, are added to the time of a copy's
+	// bytes; queueing does not hide them.
 	HostCopyLatency float64 `json:"host_copy_latency_s"`
 	PeerCopyLatency float64 `json:"peer_copy_latency_s"`
-	// RoundTrip is what the host needs to see a result of the GPU and answer, in
+	// RoundTrip is the time from a result on the GPU to the host's next command there, in
 	// seconds.
 	RoundTrip float64 `json:"round_trip_s"`
 
-	// PeerMemory is what may be borrowed of peers in all, in bytes; 0: there is none.
+	// PeerMemory is the total that may be borrowed from peers, in bytes; 0: no peers.
 	PeerMemory int64 `json:"peer_memory_bytes"`
 	// PeerToGPU is the rate of copies from all peers together, in bytes/s.
 	PeerToGPU float64 `json:"peer_to_gpu_bytes_per_s"`
 
-	// Sources says of each field, by its key, where the number is from.
+	// Sources has, by a field's key, where its number is from.
 	Sources map[string]string `json:"sources,omitempty"`
 }
 
@@ -113,7 +115,7 @@ func ParseHardware(data []byte) (Hardware, error) {
 		return Hardware{}, fmt.Errorf("planner: read hardware: %w", err)
 	}
 	if _, err := d.Token(); !errors.Is(err, io.EOF) {
-		return Hardware{}, errors.New("planner: read hardware: something follows the object")
+		return Hardware{}, errors.New("planner: read hardware: data after the JSON object")
 	}
 	if err := unknownKeys(given); err != nil {
 		return Hardware{}, err

@@ -7,37 +7,37 @@ import (
 	"github.com/moeserve/moeserve/configs"
 )
 
-// Sizes are bytes that only the engine knows. What is zero or nil is estimated.
+// Sizes are bytes that only the engine knows. Fields that are zero or nil are estimated.
 type Sizes struct {
-	// Expert is one expert as it is laid out. Default: Model.ExpertBytes.
+	// Expert is one expert in the engine's layout. Default: Model.ExpertBytes.
 	Expert int64
-	// Other is all weights but those of routed experts. Default: Model.OtherBytes.
+	// Other is the non-expert (dense) weights. Default: Model.OtherBytes.
 	Other int64
-	// KVBlockTokens of a sequence lie in one block of KVBlock bytes. Defaults: 1,
-	// and what their keys and values take.
+	// KVBlockTokens of a sequence are in one KV block of KVBlock bytes. Defaults: 1, and
+	// Model.KVBytesPerToken of each.
 	KVBlockTokens int
 	KVBlock       int64
-	// MinKVBlocks there are whatever the batch; 0: what the batch takes.
+	// MinKVBlocks is the minimum of the KV cache, whatever the batch; 0: as the batch needs.
 	MinKVBlocks int
-	// ExpertCache is how many slots the ring of fetched experts has where a layer misses at
-	// most so many. It must not fall when they rise. Default: twice as many.
+	// ExpertCache is the number of slots of the expert cache for a maximum of missing
+	// experts of a layer. It must not fall when that rises. Default: twice as many.
 	ExpertCache func(missing int) int
-	// Beside is what experts take of the GPU's and the host's memory beside the ring,
-	// the places of local ones and the host copies of the others, where so many are
-	// local: spare places, further host copies, buffers for loading. On the GPU it is
-	// the same for all numbers but none and all. Default: nothing.
-	Beside func(local int) (gpu, host int64)
-	// Workspace is what a policy's steps take of the GPU's and the host's memory:
-	// activations, row data, and what goes to the CPU for attention and comes back. It
-	// depends on batch, micro-batch, prefill tokens, attention and grouping alone, and
-	// must not fall when batch or prefill tokens rise. Default: an estimate.
+	// Beside is the memory of experts on GPU and host beside the expert cache, the slots
+	// of resident experts and the host copies of offloaded ones: spare slots, further
+	// host copies, the load staging buffer. On the GPU it is the same for all numbers of
+	// resident experts but none and all. Default: 0.
+	Beside func(resident int) (gpu, host int64)
+	// Workspace is the memory of a policy's steps on GPU and host: activations, per-step
+	// metadata, and the staging buffers of attention on the CPU. It depends on batch,
+	// micro-batch, prefill tokens, attention and grouping alone, and must not fall when
+	// batch or prefill tokens rise. Default: an estimate.
 	Workspace func(x *Policy) (gpu, host int64)
-	// GPUFixed, HostFixed and PeerFixed are whatever depends on none of it: tables,
-	// relay buffers.
+	// GPUFixed, HostFixed and PeerFixed depend on none of these: tables, relay buffers.
 	GPUFixed, HostFixed, PeerFixed int64
 }
 
-// EnsureDefaults estimates what is not given, of a model with its own defaults.
+// EnsureDefaults estimates the fields that are zero or nil, of a model with its own
+// defaults.
 func (s Sizes) EnsureDefaults(m *Model) Sizes {
 	if s.Expert == 0 {
 		s.Expert = m.ExpertBytes()
@@ -63,9 +63,9 @@ func (s Sizes) EnsureDefaults(m *Model) Sizes {
 	return s
 }
 
-// workspace estimates what steps take: a row of each of a layer's tensors per token,
-// and of the output layer's per sequence; with attention on the CPU queries, keys and
-// values on their way down, and what attention gives on its way up, once per sequence.
+// workspace estimates the memory of steps: a row of each of a layer's tensors per token,
+// and of the output layer's per sequence; with attention on the CPU also, per sequence,
+// the staging of queries, keys and values (D2H) and of attention's result (H2D).
 func (m *Model) workspace(x *Policy) (gpu, host int64) {
 	a := int64(m.ActivationBytes)
 	h, q, v := int64(m.Hidden), int64(m.Heads*m.HeadDim), int64(2*m.KVHeads*m.HeadDim)
@@ -81,13 +81,13 @@ func (m *Model) workspace(x *Policy) (gpu, host int64) {
 	return int64(x.MicroBatchTokens())*row + int64(x.Batch)*(2*a*h+4*int64(m.Vocab)), host
 }
 
-// Shares of the memories that may be used, 0 to 1.
+// Shares are the usable parts of the memories, 0 to 1.
 type Shares struct {
 	// Defaults: 0.9, 0.8, 0.9.
 	GPU, Host, Peer float64
 }
 
-// EnsureDefaults fills in what is not given.
+// EnsureDefaults fills in the fields that are 0.
 func (s Shares) EnsureDefaults() Shares {
 	for _, d := range []struct {
 		share *float64
@@ -106,11 +106,11 @@ type Part struct {
 	Bytes int64
 }
 
-// Space is one memory and what a policy needs of it, in bytes.
+// Space is one memory and a policy's need of it, in bytes.
 type Space struct {
 	// Name in messages: "gpu".
 	Name string
-	// Capacity, and how much of it may be used.
+	// Capacity, and the part of it that is usable.
 	Capacity, Usable int64
 	Parts            []Part
 }
@@ -124,7 +124,7 @@ func (s Space) Need() int64 {
 	return n
 }
 
-// Fits says whether the parts fit.
+// Fits reports whether the parts fit.
 func (s Space) Fits() bool { return s.Need() <= s.Usable }
 
 func (s Space) String() string {
@@ -138,15 +138,15 @@ func (s Space) String() string {
 		}
 		fmt.Fprintf(&b, "%s %s", p.Name, binary(p.Bytes))
 	}
-	return fmt.Sprintf("%s: %s needed (%s), %s of %s may be used", s.Name, binary(s.Need()), b.String(), binary(s.Usable), binary(s.Capacity))
+	return fmt.Sprintf("%s: need %s (%s), usable %s of %s", s.Name, binary(s.Need()), b.String(), binary(s.Usable), binary(s.Capacity))
 }
 
-// Memory is what a policy needs of each memory.
+// Memory is a policy's need of each memory.
 type Memory struct {
 	GPU, Host, Peer Space
 }
 
-// MisfitError says which memory does not hold a policy, and what would fit.
+// MisfitError reports the memory that does not hold a policy, and policies that fit.
 type MisfitError struct {
 	// Policy that does not fit into Space.
 	Policy Policy
@@ -155,26 +155,27 @@ type MisfitError struct {
 	// fewer sequences with as many experts offloaded; or, where neither is enough,
 	// fewer sequences with more offloaded. None: the model does not fit at all.
 	Nearest []Policy
-	total   int
+	model   Model
 }
 
 func (e *MisfitError) Error() string {
-	fits := "nothing fits; give it more memory or a smaller model"
+	fits := "no policy fits; use more memory of " + e.Space.Name + " or a smaller model"
 	if len(e.Nearest) > 0 {
 		var near []string
 		for _, p := range e.Nearest {
 			near = append(near, e.describe(p))
 		}
-		fits = "what fits: " + strings.Join(near, ", or ")
+		fits = "use " + strings.Join(near, ", or ")
 	}
-	return fmt.Sprintf("planner: memory does not hold %s: %s; %s", e.describe(e.Policy), e.Space, fits)
+	return fmt.Sprintf("planner: out of memory with %s: %s; %s", e.describe(e.Policy), e.Space, fits)
 }
 
 func (e *MisfitError) describe(p Policy) string {
-	offloaded := e.total - p.ResidentExperts
-	text := fmt.Sprintf("a batch of %d with %d of %d experts offloaded (%.1f %%)", p.Batch, offloaded, e.total, 100*float64(offloaded)/float64(e.total))
+	total := e.model.ExpertCount()
+	offloaded := total - p.ResidentExperts
+	text := fmt.Sprintf("a batch of %d with %d of %d experts offloaded (--offload-fraction %v)", p.Batch, offloaded, total, e.model.OffloadFraction(offloaded))
 	if p.PeerExperts > 0 {
-		text += fmt.Sprintf(", %d of them in peers' memory", p.PeerExperts)
+		text += fmt.Sprintf(", %d of them in peer memory", p.PeerExperts)
 	}
 	return text
 }
@@ -209,7 +210,7 @@ func (u *usage) host(s *Sizes) int64 {
 	return u.offloaded + u.hostBeside + u.hostKV + u.hostActivations + s.HostFixed
 }
 
-// usage works out what a normal policy takes.
+// usage computes the memory of a normal policy.
 func (p *Problem) usage(x *Policy) usage {
 	m, s := &p.Model, &p.Sizes
 	missing := m.ExpertCount() - x.ResidentExperts
@@ -230,13 +231,13 @@ func (p *Problem) usage(x *Policy) usage {
 	case x.Attention == configs.OnCPU:
 		u.kv, u.hostKV = 0, max(blocks, int64(s.MinKVBlocks))*s.KVBlock
 	case x.KVOnHost > 0:
-		// One layer of a micro-batch is read while the next streams in.
+		// One layer of a micro-batch is read while the next is copied.
 		u.staging = int64(2 * x.KVOnHost * float64(x.MicroBatch) * float64(perSequence) * float64(s.KVBlock) / float64(m.Layers))
 	}
 	return u
 }
 
-// memory lists what a normal policy takes.
+// memory lists the memory of a normal policy, part by part.
 func (p *Problem) memory(x *Policy) Memory {
 	u := p.usage(x)
 	space := func(name string, capacity int64, share float64, parts ...Part) Space {
@@ -244,21 +245,21 @@ func (p *Problem) memory(x *Policy) Memory {
 	}
 	return Memory{
 		GPU: space("gpu", p.Hardware.GPUMemory, p.Shares.GPU,
-			Part{"weights but experts", u.other}, Part{"local experts", u.resident}, Part{"spare places of experts", u.beside},
-			Part{"ring of fetched experts", u.expertCache}, Part{"keys and values", u.kv}, Part{"keys and values streaming in", u.staging},
-			Part{"activations and row data", u.activations}, Part{"tables and the rest", u.fixed}),
+			Part{"non-expert weights", u.other}, Part{"resident experts", u.resident}, Part{"spare expert slots", u.beside},
+			Part{"expert cache", u.expertCache}, Part{"KV cache", u.kv}, Part{"KV staging buffer", u.staging},
+			Part{"activations, per-step metadata", u.activations}, Part{"expert tables, misc", u.fixed}),
 		Host: space("host", p.Hardware.HostMemory, p.Shares.Host,
-			Part{"offloaded experts", u.offloaded}, Part{"loading, and copies of local experts", u.hostBeside},
-			Part{"keys and values", u.hostKV}, Part{"row data and rows of attention", u.hostActivations},
-			Part{"tables and the rest", p.Sizes.HostFixed}),
+			Part{"offloaded experts", u.offloaded}, Part{"load staging buffer, copies of resident experts", u.hostBeside},
+			Part{"KV cache", u.hostKV}, Part{"per-step metadata, attention staging", u.hostActivations},
+			Part{"expert tables, misc", p.Sizes.HostFixed}),
 		Peer: space("peers", p.Hardware.PeerMemory, p.Shares.Peer,
-			Part{"offloaded experts", int64(x.PeerExperts) * p.Sizes.Expert}, Part{"the rest", p.Sizes.PeerFixed}),
+			Part{"peer copies of experts", int64(x.PeerExperts) * p.Sizes.Expert}, Part{"misc", p.Sizes.PeerFixed}),
 	}
 }
 
 func usable(capacity int64, share float64) int64 { return int64(float64(capacity) * share) }
 
-// fits says whether a normal policy fits.
+// fits reports whether a normal policy fits.
 func (p *Problem) fits(x *Policy) bool {
 	u := p.usage(x)
 	return u.gpu() <= usable(p.Hardware.GPUMemory, p.Shares.GPU) &&
@@ -266,8 +267,8 @@ func (p *Problem) fits(x *Policy) bool {
 		(x.PeerExperts == 0 || u.peer <= usable(p.Hardware.PeerMemory, p.Shares.Peer))
 }
 
-// mostResident is the largest number of local experts with which a normal policy fits,
-// and false if there is none. Peers are left out of it.
+// mostResident is the maximum number of resident experts with which a normal policy fits,
+// and false if there is none. The memory of peers is not considered.
 func (p *Problem) mostResident(x Policy) (int, bool) {
 	m, s := &p.Model, &p.Sizes
 	layers, total := m.MoELayers(), m.ExpertCount()
@@ -277,13 +278,13 @@ func (p *Problem) mostResident(x Policy) (int, bool) {
 	if p.fits(&x) {
 		return total, true
 	}
-	// Between none and all, spare places are always as many.
+	// Between none and all resident, the number of spare slots is constant.
 	some := u.beside
 	if total > 1 {
 		some, _ = s.Beside(1)
 	}
 	room -= some - u.beside
-	// The ring grows with the largest number that a layer misses, so try that number
+	// The expert cache grows with the maximum that a layer misses, so try that maximum
 	// upwards: the first that leaves room leaves the most.
 	for missing := 1; missing <= m.Experts; missing++ {
 		left := room - int64(s.ExpertCache(missing))*s.Expert
@@ -297,13 +298,13 @@ func (p *Problem) mostResident(x Policy) (int, bool) {
 		if p.fits(&x) {
 			return x.ResidentExperts, true
 		}
-		break // the host's memory does not hold the others
+		break // host memory does not hold the others
 	}
 	x.ResidentExperts = 0
 	return 0, p.fits(&x)
 }
 
-// misfit explains why a normal policy does not fit; nil if it does.
+// misfit is the error of a normal policy that does not fit; nil if it does.
 func (p *Problem) misfit(x Policy) error {
 	mem := p.memory(&x)
 	spaces := []Space{mem.GPU, mem.Host}
@@ -312,7 +313,7 @@ func (p *Problem) misfit(x Policy) error {
 	}
 	for _, s := range spaces {
 		if !s.Fits() {
-			return &MisfitError{Policy: x, Space: s, Nearest: p.nearest(x), total: p.Model.ExpertCount()}
+			return &MisfitError{Policy: x, Space: s, Nearest: p.nearest(x), model: p.Model}
 		}
 	}
 	return nil
@@ -339,29 +340,29 @@ func (p *Problem) nearest(x Policy) []Policy {
 	return near
 }
 
-// offloadMore keeps as many experts local as fit, but no more than x does.
+// offloadMore keeps as many experts resident as fit, but no more than x does.
 func (p *Problem) offloadMore(x Policy) (Policy, bool) {
-	local, ok := p.mostResident(x)
+	resident, ok := p.mostResident(x)
 	if !ok {
 		return x, false
 	}
-	x.ResidentExperts = min(local, x.ResidentExperts)
+	x.ResidentExperts = min(resident, x.ResidentExperts)
 	x = p.fewerInPeers(x)
 	return x, p.fits(&x)
 }
 
-// fewerInPeers leaves in peers' memory what it holds.
+// fewerInPeers limits the experts in peer memory to what that holds.
 func (p *Problem) fewerInPeers(x Policy) Policy {
 	x.PeerExperts = min(x.PeerExperts, p.peerRoom())
 	return x
 }
 
-// peerRoom is how many experts peers' memory holds.
+// peerRoom is the number of experts that peer memory holds.
 func (p *Problem) peerRoom() int {
 	return int(max(0, usable(p.Hardware.PeerMemory, p.Shares.Peer)-p.Sizes.PeerFixed) / p.Sizes.Expert)
 }
 
-// shrink finds the largest batch, at most x's, that try makes something of.
+// shrink finds the maximum batch, at most x's, of which try makes a policy.
 func (p *Problem) shrink(x Policy, try func(Policy) (Policy, bool)) (Policy, bool) {
 	var best Policy
 	found := false

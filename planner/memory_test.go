@@ -43,21 +43,21 @@ func TestMemoryIsTheEngines(t *testing.T) {
 		name  string
 		want  int64
 	}{
-		{m.GPU, "weights but experts", 3 << 30},
-		{m.GPU, "local experts", 156 * 400 << 20},
-		{m.GPU, "spare places of experts", 2 << 20},
-		{m.Host, "loading, and copies of local experts", 156},
-		{m.GPU, "ring of fetched experts", 5 * 400 << 20},
-		{m.GPU, "keys and values", 3000 * 5 << 20},
-		{m.GPU, "keys and values streaming in", 2 * 0.25 * 100 * 4 * (5 << 20) / 32},
-		{m.GPU, "activations and row data", 5_000_100},
-		{m.GPU, "tables and the rest", 7},
+		{m.GPU, "non-expert weights", 3 << 30},
+		{m.GPU, "resident experts", 156 * 400 << 20},
+		{m.GPU, "spare expert slots", 2 << 20},
+		{m.Host, "load staging buffer, copies of resident experts", 156},
+		{m.GPU, "expert cache", 5 * 400 << 20},
+		{m.GPU, "KV cache", 3000 * 5 << 20},
+		{m.GPU, "KV staging buffer", 2 * 0.25 * 100 * 4 * (5 << 20) / 32},
+		{m.GPU, "activations, per-step metadata", 5_000_100},
+		{m.GPU, "expert tables, misc", 7},
 		{m.Host, "offloaded experts", 100 * 400 << 20},
-		{m.Host, "keys and values", 1000 * 5 << 20},
-		{m.Host, "row data and rows of attention", 10_000},
-		{m.Host, "tables and the rest", 11},
-		{m.Peer, "offloaded experts", 30 * 400 << 20},
-		{m.Peer, "the rest", 13},
+		{m.Host, "KV cache", 1000 * 5 << 20},
+		{m.Host, "per-step metadata, attention staging", 10_000},
+		{m.Host, "expert tables, misc", 11},
+		{m.Peer, "peer copies of experts", 30 * 400 << 20},
+		{m.Peer, "misc", 13},
 	} {
 		if got := part(t, c.space, c.name); got != c.want {
 			t.Errorf("%s, %s: %d bytes, want %d", c.space.Name, c.name, got, c.want)
@@ -68,12 +68,12 @@ func TestMemoryIsTheEngines(t *testing.T) {
 	}
 	p.Sizes.Workspace, p.Sizes.MinKVBlocks = nil, 5000
 	r = predict(t, p, Policy{Batch: 1000, ResidentExperts: 256, Attention: configs.OnCPU})
-	if rows := part(t, r.Memory.Host, "row data and rows of attention"); rows != 1000*2*128*(64+16) || part(t, r.Memory.Host, "keys and values") != 5000*5<<20 || part(t, r.Memory.GPU, "keys and values") != 0 {
+	if rows := part(t, r.Memory.Host, "per-step metadata, attention staging"); rows != 1000*2*128*(64+16) || part(t, r.Memory.Host, "KV cache") != 5000*5<<20 || part(t, r.Memory.GPU, "KV cache") != 0 {
 		t.Errorf("%+v", r.Memory)
 	}
 }
 
-// Weights and keys and values of a batch of 4,536 do not fit an H200: 93 and 67 GB.
+// Weights and KV cache of a batch of 4,536 do not fit an H200: 93 and 67 GB.
 func TestMisfit(t *testing.T) {
 	p := problem(t, "mixtral-8x7b", "h200")
 	p.Shares.GPU = 1
@@ -83,14 +83,14 @@ func TestMisfit(t *testing.T) {
 	if !errors.As(err, &m) || r.TokS == 0 {
 		t.Fatalf("got %v", err)
 	}
-	weights := part(t, r.Memory.GPU, "weights but experts") + part(t, r.Memory.GPU, "local experts")
-	if kv := part(t, r.Memory.GPU, "keys and values"); weights/1e9 != 93 || kv/1e9 != 66 {
-		t.Errorf("weights %d bytes, keys and values %d", weights, kv)
+	weights := part(t, r.Memory.GPU, "non-expert weights") + part(t, r.Memory.GPU, "resident experts")
+	if kv := part(t, r.Memory.GPU, "KV cache"); weights/1e9 != 93 || kv/1e9 != 66 {
+		t.Errorf("weights %d bytes, KV cache %d", weights, kv)
 	}
 	if len(m.Nearest) != 2 || m.Nearest[0].Batch != 4536 || m.Nearest[0].ResidentExperts >= 256 || m.Nearest[1].ResidentExperts != 256 || m.Nearest[1].Batch >= 4536 {
 		t.Fatalf("%+v", m.Nearest)
 	}
-	want := "planner: memory does not hold a batch of 4536 with 0 of 256 experts offloaded (0.0 %): gpu: 150.52 GiB needed (weights but experts 2.99 GiB, local experts 84.00 GiB, keys and values 62.02 GiB, activations and row data 1.52 GiB), 139.80 GiB of 139.80 GiB may be used; what fits: a batch of 4536 with 37 of 256 experts offloaded (14.5 %), or a batch of 3759 with 0 of 256 experts offloaded (0.0 %)"
+	want := "planner: out of memory with a batch of 4536 with 0 of 256 experts offloaded (--offload-fraction 0): gpu: need 150.52 GiB (non-expert weights 2.99 GiB, resident experts 84.00 GiB, KV cache 62.02 GiB, activations, per-step metadata 1.52 GiB), usable 139.80 GiB of 139.80 GiB; use a batch of 4536 with 37 of 256 experts offloaded (--offload-fraction 0.145), or a batch of 3759 with 0 of 256 experts offloaded (--offload-fraction 0)"
 	if err.Error() != want {
 		t.Errorf("got  %s\nwant %s", err, want)
 	}
@@ -104,21 +104,21 @@ func TestMisfit(t *testing.T) {
 	// Nor does anything where the rest of the model is too large.
 	p.Hardware.GPUMemory = 2 << 30
 	_, err = p.Predict(x)
-	if !errors.As(err, &m) || len(m.Nearest) != 0 || !strings.Contains(err.Error(), "nothing fits; give it more memory") {
+	if !errors.As(err, &m) || len(m.Nearest) != 0 || !strings.Contains(err.Error(), "no policy fits; use more memory of gpu") {
 		t.Errorf("%v", err)
 	}
 }
 
-// Which of the table of floors fit an H200 with everything in HBM: all but the
+// Which of the table of rooflines fit an H200 with everything in HBM: all but the
 // largest batch of the two largest models.
-func TestFloorsThatFit(t *testing.T) {
-	for _, row := range floorTable {
+func TestRooflinesThatFit(t *testing.T) {
+	for _, row := range rooflineTable {
 		p := problem(t, row.model, "h200")
 		p.Shares.GPU = 149.7e9 / float64(p.Hardware.GPUMemory)
 		_, err := p.Predict(Policy{Batch: row.rows, ResidentExperts: p.Model.ExpertCount(), PrefillTokens: 8192})
 		fits := row.rows < 4536 || row.model == "phi-tiny-moe" || row.model == "qwen1.5-moe-a2.7b"
 		if (err == nil) != fits {
-			t.Errorf("%s, %d rows: %v", row.model, row.rows, err)
+			t.Errorf("%s, %d tokens: %v", row.model, row.rows, err)
 		}
 	}
 }
@@ -144,7 +144,7 @@ func TestMisfitElsewhere(t *testing.T) {
 func TestNearest(t *testing.T) {
 	rapid.Check(t, func(rt *rapid.T) {
 		p := problem(t, rapid.SampledFrom(modelNames).Draw(rt, "model"), rapid.SampledFrom(hardwareNames).Draw(rt, "hardware"))
-		if rapid.Bool().Draw(rt, "narrow ring") {
+		if rapid.Bool().Draw(rt, "small expert cache") {
 			p.Sizes.ExpertCache = func(missing int) int { return missing }
 		}
 		if total := p.Model.ExpertCount(); rapid.Bool().Draw(rt, "adaptive") {
@@ -177,7 +177,7 @@ func TestNearest(t *testing.T) {
 			}
 		}
 		if got, ok := n.mostResident(x); ok != (most >= 0) || ok && got != most {
-			rt.Fatalf("%d local experts fit, %v; trying all gives %d", got, ok, most)
+			rt.Fatalf("%d resident experts fit, %v; trying all gives %d", got, ok, most)
 		}
 		var m *MisfitError
 		if _, err := p.Predict(x); err == nil || !errors.As(err, &m) {
@@ -188,7 +188,7 @@ func TestNearest(t *testing.T) {
 				rt.Fatalf("%+v: %v", y, err)
 			}
 			if y.Batch == x.Batch && y.ResidentExperts != min(most, x.ResidentExperts) {
-				rt.Fatalf("%d local experts, %d would fit", y.ResidentExperts, most)
+				rt.Fatalf("%d resident experts, %d would fit", y.ResidentExperts, most)
 			}
 			if y.Batch < x.Batch && y.ResidentExperts == x.ResidentExperts {
 				z := y

@@ -3,19 +3,20 @@ package planner
 import (
 	"fmt"
 	"math"
+	"strconv"
 )
 
 // Model is the shape of a mixture-of-experts model, as far as cost depends on it.
 type Model struct {
 	// Name in messages.
 	Name string
-	// Layers in all; DenseLayers of them have one MLP of DenseWidth instead of
+	// Layers is the total; DenseLayers of them have one MLP of DenseWidth instead of
 	// experts.
 	Layers, DenseLayers int
 	// Hidden is the width of the hidden state.
 	Hidden int
-	// Heads of queries, KVHeads of keys and values, all HeadDim wide. Heads * HeadDim
-	// need not be Hidden.
+	// Heads of queries, KVHeads of keys and values, each of HeadDim elements. Heads *
+	// HeadDim need not be Hidden.
 	Heads, KVHeads, HeadDim int
 	// Experts of a layer, TopK of which a token goes through; ExpertWidth is their
 	// intermediate size.
@@ -27,14 +28,15 @@ type Model struct {
 	Vocab      int
 	// TiedEmbeddings: the output layer is the embedding table.
 	TiedEmbeddings bool
-	// Window is how many tokens a query sees, itself included; 0: all.
+	// Window is the sliding window of attention in tokens, the query's own included; 0:
+	// none.
 	Window int
 	// WeightBytes, ActivationBytes and KVBytes are the sizes of one element. Default:
 	// 2 each.
 	WeightBytes, ActivationBytes, KVBytes int
 }
 
-// EnsureDefaults fills in what is not given.
+// EnsureDefaults fills in the fields that are 0.
 func (m Model) EnsureDefaults() Model {
 	for _, p := range []*int{&m.WeightBytes, &m.ActivationBytes, &m.KVBytes} {
 		if *p == 0 {
@@ -44,7 +46,7 @@ func (m Model) EnsureDefaults() Model {
 	return m
 }
 
-// Validate names the first field that cannot be.
+// Validate reports the first field that is out of range.
 func (m Model) Validate() error {
 	for _, f := range []struct {
 		name       string
@@ -88,17 +90,30 @@ func (m Model) MoELayers() int { return m.Layers - m.DenseLayers }
 // ExpertCount is the number of routed experts of all layers.
 func (m Model) ExpertCount() int { return m.MoELayers() * m.Experts }
 
-// Offloaded is how many experts an offload fraction stands for: round(fraction *
-// ExpertCount).
+// Offloaded is the number of experts that an offload fraction stands for:
+// round(fraction * ExpertCount).
 func (m Model) Offloaded(fraction float64) int {
 	return int(math.Round(fraction * float64(m.ExpertCount())))
 }
 
-// Distinct is the expected number of a layer's experts that rows tokens touch when
-// each is equally likely: E (1 - (1 - k/E)^rows).
-func (m Model) Distinct(rows float64) float64 {
+// OffloadFraction is the shortest decimal fraction that stands for a number of offloaded
+// experts: Offloaded of it is that number again.
+func (m Model) OffloadFraction(offloaded int) float64 {
+	exact := float64(offloaded) / float64(m.ExpertCount())
+	for digits := range 8 {
+		f, err := strconv.ParseFloat(strconv.FormatFloat(exact, 'f', digits, 64), 64)
+		if err == nil && m.Offloaded(f) == offloaded {
+			return f
+		}
+	}
+	return exact
+}
+
+// Distinct is the expected number of a layer's experts that a number of tokens are routed
+// to when each expert is equally likely: E (1 - (1 - k/E)^tokens).
+func (m Model) Distinct(tokens float64) float64 {
 	e := float64(m.Experts)
-	return e * (1 - math.Pow(1-float64(m.TopK)/e, rows))
+	return e * (1 - math.Pow(1-float64(m.TopK)/e, tokens))
 }
 
 // ExpertBytes is the size of one expert's three matrices.
@@ -107,14 +122,13 @@ func (m Model) ExpertBytes() int64 {
 	return 3 * int64(m.Hidden) * int64(m.ExpertWidth) * int64(m.WeightBytes)
 }
 
-// KVBytesPerToken is the size of a token's keys and values of all layers.
+// KVBytesPerToken is the size of a token's KV cache, all layers together.
 func (m Model) KVBytesPerToken() int64 {
 	m = m.EnsureDefaults()
 	return 2 * int64(m.Layers) * int64(m.KVHeads) * int64(m.HeadDim) * int64(m.KVBytes)
 }
 
-// OtherBytes estimates the size of all weights but those of routed experts: it
-// leaves out biases.
+// OtherBytes estimates the size of the non-expert (dense) weights, without biases.
 func (m Model) OtherBytes() int64 {
 	m = m.EnsureDefaults()
 	h, q, v := int64(m.Hidden), int64(m.Heads*m.HeadDim), int64(2*m.KVHeads*m.HeadDim)
@@ -131,7 +145,7 @@ func (m Model) OtherBytes() int64 {
 	return n * int64(m.WeightBytes)
 }
 
-// seen is how many tokens a query reads that stands behind context tokens.
+// seen is the number of tokens that a query reads that has context tokens before it.
 func (m Model) seen(context float64) float64 {
 	if m.Window > 0 {
 		return min(context, float64(m.Window))
@@ -139,27 +153,27 @@ func (m Model) seen(context float64) float64 {
 	return context
 }
 
-// Workload is what is to be served: sequences that are alike.
+// Workload is the requests to plan for: sequences that are alike.
 type Workload struct {
 	// PromptTokens and NewTokens of a sequence: means, where sequences differ.
 	PromptTokens, NewTokens int
-	// Requests in all; 0: without end. A batch is never larger.
+	// Requests in total; 0: continuous. A batch is never larger.
 	Requests int
 }
 
-// Validate names the first field that cannot be.
+// Validate reports the first field that is out of range.
 func (w Workload) Validate() error {
 	switch {
 	case w.PromptTokens < 1:
-		return fmt.Errorf("planner: prompts of %d tokens; there must be at least one", w.PromptTokens)
+		return fmt.Errorf("planner: prompts of %d tokens: a prompt has at least one", w.PromptTokens)
 	case w.NewTokens < 1:
-		return fmt.Errorf("planner: %d new tokens; there must be at least one", w.NewTokens)
+		return fmt.Errorf("planner: %d new tokens: a request generates at least one", w.NewTokens)
 	case w.Requests < 0:
-		return fmt.Errorf("planner: %d requests; 0 stands for any number", w.Requests)
+		return fmt.Errorf("planner: %d requests: use 0 for a continuous workload", w.Requests)
 	}
 	return nil
 }
 
-// Context is the mean number of tokens that a decoded token sees: the prompt, and
-// half of what is generated.
+// Context is the mean context of a decode step in tokens: the prompt, and half of what is
+// generated.
 func (w Workload) Context() float64 { return float64(w.PromptTokens) + float64(w.NewTokens)/2 }

@@ -1,26 +1,45 @@
 package planner
 
-import "math"
+import (
+	"math"
+	"strings"
+)
 
-// Bound says what limits a phase or a step.
+// Bound names what limits a phase or a step.
 type Bound string
 
 // The bounds.
 const (
-	BoundGPUMemory  Bound = "gpu memory"
-	BoundGPUCompute Bound = "gpu products"
-	BoundAttention  Bound = "gpu attention"
-	BoundCPUMemory  Bound = "cpu memory"
-	BoundCPU        Bound = "cpu"
-	BoundHostLink   Bound = "host link"
-	BoundPeerLink   Bound = "peer link"
-	BoundD2HLink    Bound = "gpu to host link"
-	// BoundOverhead: micro-batches wait for each other, since too few are under way
-	// to keep GPU, CPU and links busy.
-	BoundOverhead Bound = "hand-over"
-	// BoundOnDemandFetch: the copies of chosen experts cannot start before they are known.
-	BoundOnDemandFetch Bound = "fetch of chosen experts"
+	BoundGPUMemory  Bound = "gpu-memory"
+	BoundGPUCompute Bound = "gpu-compute"
+	BoundAttention  Bound = "gpu-attention"
+	BoundCPUMemory  Bound = "cpu-memory"
+	BoundCPU        Bound = "cpu-compute"
+	BoundHostLink   Bound = "host-link"
+	BoundPeerLink   Bound = "peer-link"
+	BoundD2HLink    Bound = "d2h-link"
+	// BoundOverhead: micro-batches wait for each other, since too few are in flight to
+	// keep GPU, CPU and links busy.
+	BoundOverhead Bound = "overhead"
+	// BoundOnDemandFetch: the copies of routed experts cannot start before the router is
+	// done.
+	BoundOnDemandFetch Bound = "on-demand-fetch"
 )
+
+// Text is the bound in the words of a report.
+func (b Bound) Text() string {
+	switch b {
+	case BoundGPUCompute:
+		return "gpu compute (GEMM)"
+	case BoundD2HLink:
+		return "D2H link"
+	case BoundOverhead:
+		return "synchronization and launch overhead"
+	case BoundOnDemandFetch:
+		return "on-demand expert fetch"
+	}
+	return strings.ReplaceAll(string(b), "-", " ")
+}
 
 // Phase is one kind of work of a step on the compute GPU, over all layers.
 type Phase struct {
@@ -47,7 +66,7 @@ const (
 
 var phaseNames = [phaseCount]string{
 	"qkv", "output projection", "router", "elementwise", "shared expert", "dense mlp",
-	"experts up", "experts down", "attention", "lm head",
+	"experts gate/up", "experts down", "attention", "lm head",
 }
 
 // work is what a step has to do, by phase.
@@ -55,19 +74,19 @@ type work [phaseCount]struct{ bytes, flops float64 }
 
 // stepShape is what the work of a step depends on.
 type stepShape struct {
-	// rows go through the layers, logits of them through the output layer.
-	rows, logits float64
-	// pairs of a query and a key; kvTokens of keys and values are read.
+	// tokens go through the layers, logits of them through the output layer.
+	tokens, logits float64
+	// pairs of a query and a key; the KV cache of kvTokens is read.
 	pairs, kvTokens float64
-	// projections and experts say in how many equal parts the rows go through the
-	// attention projections, and through experts (routed and shared).
+	// projections and experts are the numbers of equal parts in which the tokens go
+	// through the attention projections, and through experts (routed and shared).
 	projections, experts float64
-	// hostAttention: attention is not the GPU's.
+	// hostAttention: the CPU computes attention.
 	hostAttention bool
 }
 
 // work returns the bytes and flops of a step over all layers. Each phase reads its
-// weights once per part. For 16 bit, one part, and N rows with c tokens of context
+// weights once per part. For 16 bit, one part, and N tokens with c tokens of context
 // the formulas are, per layer (h hidden, q = heads * head dim, v = 2 * kv heads *
 // head dim, I and S the widths of routed and shared experts, V the vocabulary, K
 // the KV bytes per token, a the distinct experts):
@@ -77,7 +96,7 @@ type stepShape struct {
 //	router       2hE + 2Nh + 4NE                         2NhE
 //	elementwise  2N(2h + 2(q+v) + 4h + (k+2)h)           -
 //	shared       6hS + 2N(2h+2S)                         6NhS
-//	up           4ahI + 2Nk(h+I)                         4NkhI
+//	gate/up      4ahI + 2Nk(h+I)                         4NkhI
 //	down         2ahI + 2Nk(h+I)                         2NkhI
 //
 // and once:
@@ -89,7 +108,7 @@ func (m *Model) work(s stepShape) work {
 	h, q, v := float64(m.Hidden), float64(m.Heads*m.HeadDim), float64(2*m.KVHeads*m.HeadDim)
 	e, k, width := float64(m.Experts), float64(m.TopK), float64(m.ExpertWidth)
 	layers, moe, dense := float64(m.Layers), float64(m.MoELayers()), float64(m.DenseLayers)
-	n := s.rows
+	n := s.tokens
 	var x work
 	set := func(phase int, times, bytes, flops float64) {
 		x[phase].bytes, x[phase].flops = times*bytes, times*flops
@@ -128,7 +147,7 @@ func (h *Hardware) seconds(phase int, bytes, flops float64) (float64, Bound) {
 	return bytes / h.GPUMemoryRate, BoundGPUMemory
 }
 
-// total seconds of all phases, each at its own bound.
+// total is the time of all phases, each at its own bound, in seconds.
 func (h *Hardware) total(x *work) float64 {
 	var t float64
 	for i := range x {
@@ -138,7 +157,7 @@ func (h *Hardware) total(x *work) float64 {
 	return t
 }
 
-// phases lists the phases that there are, and what bounds most of their time.
+// phases lists the phases of the work, and the bound of the largest part of their time.
 func (h *Hardware) phases(x *work) ([]Phase, Bound) {
 	list := make([]Phase, 0, phaseCount)
 	by := map[Bound]float64{}
@@ -159,49 +178,49 @@ func (h *Hardware) phases(x *work) ([]Phase, Bound) {
 	return list, most
 }
 
-// RooflineCase is one cell of a table of floors: a step that decodes rows whose copies
-// overlap with all of its compute.
+// RooflineCase is one cell of a table of rooflines: a step that decodes a batch and whose
+// copies overlap with all of its compute.
 type RooflineCase struct {
-	// Rows decoded, each with Context tokens before it.
-	Rows    int
+	// Batch is the number of sequences, each with Context tokens before its new one.
+	Batch   int
 	Context float64
-	// Groups is in how many parts the rows go through projections and experts: 1
-	// where experts run once a layer, the number of micro-batches where they run per
-	// micro-batch. Default: 1.
+	// Groups is the number of parts in which the batch goes through projections and
+	// experts: 1 where experts run once a layer, the number of micro-batches where they
+	// run per micro-batch. Default: 1.
 	Groups int
 	// Fraction of the experts that a step fetches, over links that carry Rate bytes/s
 	// together.
 	Fraction, Rate float64
 }
 
-// Roofline is the least that a step can take.
+// Roofline is the minimum time of a step.
 type Roofline struct {
 	// Compute and Copies are in seconds; the step takes the longer of the two.
 	Compute, Copies float64
-	// TokS is the throughput of decoding in tokens/s.
+	// TokS is the decode throughput in tokens/s.
 	TokS float64
 	// Phases of the compute, over all layers.
 	Phases []Phase
 }
 
-// Rooflines works a floor out: the phases of a step summed, each at its own bound, or
-// the copies of fraction * layers * E(1-(1-k/E)^N) experts, whichever is longer.
-// Copies take no time to start here.
+// Rooflines computes the roofline of a step: the sum of its phases, each at its own
+// bound, or the copies of fraction * layers * E(1-(1-k/E)^N) experts, whichever is
+// longer. Copies have no latency here.
 func Rooflines(m Model, h Hardware, c RooflineCase) Roofline {
 	m = m.EnsureDefaults()
 	groups := float64(max(c.Groups, 1))
-	rows := float64(c.Rows)
+	n := float64(c.Batch)
 	seen := m.seen(c.Context)
 	x := m.work(stepShape{
-		rows: rows, logits: rows, pairs: rows * seen, kvTokens: rows * seen,
+		tokens: n, logits: n, pairs: n * seen, kvTokens: n * seen,
 		projections: groups, experts: groups,
 	})
-	var f Roofline
-	f.Phases, _ = h.phases(&x)
-	f.Compute = h.total(&x)
+	var r Roofline
+	r.Phases, _ = h.phases(&x)
+	r.Compute = h.total(&x)
 	if c.Fraction > 0 {
-		f.Copies = c.Fraction * float64(m.MoELayers()) * m.Distinct(rows) * float64(m.ExpertBytes()) / c.Rate
+		r.Copies = c.Fraction * float64(m.MoELayers()) * m.Distinct(n) * float64(m.ExpertBytes()) / c.Rate
 	}
-	f.TokS = rows / math.Max(f.Compute, f.Copies)
-	return f
+	r.TokS = n / math.Max(r.Compute, r.Copies)
+	return r
 }

@@ -5,11 +5,11 @@ import (
 	"testing"
 )
 
-// floorTable is what decoding takes at least on an H200, in tokens/s, with a mean
+// rooflineTable is the maximum decode throughput on an H200, in tokens/s, with a mean
 // context of 93 tokens: all experts in HBM, half of them fetched from the host over
 // one and over two paths, half and all of them from a peer, all from peer and host
 // together. Its figures are rounded to three or four digits.
-var floorTable = []struct {
+var rooflineTable = []struct {
 	model  string
 	rows   int
 	groups int
@@ -31,18 +31,18 @@ var floorTable = []struct {
 }
 
 // Every cell to 1 %; what is left of it is the table's own rounding.
-func TestFloors(t *testing.T) {
+func TestRooflines(t *testing.T) {
 	h := h200(t)
 	host, both, peer := h.HostToGPU[0], h.HostToGPU[1], h.PeerToGPU
 	columns := [6][2]float64{{0, 0}, {0.5, host}, {0.5, both}, {0.5, peer}, {1, peer}, {1, peer + host}}
 	worst := 0.0
-	for _, row := range floorTable {
+	for _, row := range rooflineTable {
 		for i, c := range columns {
-			f := Rooflines(presetModel(t, row.model), h, RooflineCase{Rows: row.rows, Context: 93, Groups: row.groups, Fraction: c[0], Rate: c[1]})
+			f := Rooflines(presetModel(t, row.model), h, RooflineCase{Batch: row.rows, Context: 93, Groups: row.groups, Fraction: c[0], Rate: c[1]})
 			off := f.TokS/row.tokS[i] - 1
 			worst = math.Max(worst, math.Abs(off))
 			if math.Abs(off) > 0.01 {
-				t.Errorf("%s, %d rows in %d groups, column %d: %.5g tokens/s, the table has %.5g (%+.2f %%)", row.model, row.rows, row.groups, i, f.TokS, row.tokS[i], 100*off)
+				t.Errorf("%s, %d tokens in %d groups, column %d: %.5g tokens/s, the table has %.5g (%+.2f %%)", row.model, row.rows, row.groups, i, f.TokS, row.tokS[i], 100*off)
 			}
 			sum := 0.0
 			for _, p := range f.Phases {
@@ -53,7 +53,7 @@ func TestFloors(t *testing.T) {
 			}
 		}
 	}
-	t.Logf("worst of %d cells: %.2f %%", 6*len(floorTable), 100*worst)
+	t.Logf("worst of %d cells: %.2f %%", 6*len(rooflineTable), 100*worst)
 	if worst > 0.003 {
 		t.Errorf("worst cell is off by %.2f %%: rounding explains less", 100*worst)
 	}
@@ -66,7 +66,7 @@ func TestWork(t *testing.T) {
 		SharedWidth: 7, DenseWidth: 11, Vocab: 13,
 	}.EnsureDefaults()
 	// Two rows in two parts: a part of one row touches one expert.
-	x := m.work(stepShape{rows: 2, logits: 1, pairs: 10, kvTokens: 20, projections: 2, experts: 2})
+	x := m.work(stepShape{tokens: 2, logits: 1, pairs: 10, kvTokens: 20, projections: 2, experts: 2})
 	for phase, want := range map[int][2]float64{
 		phaseQKV:         {3 * (2*2*4*12 + 2*2*(4+12)), 3 * 2 * 2 * 4 * 12},
 		phaseOutput:      {3 * (2*2*6*4 + 2*2*(4+6)), 3 * 2 * 2 * 6 * 4},

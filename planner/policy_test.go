@@ -32,7 +32,7 @@ func TestPolicyJSONRefuses(t *testing.T) {
 		`# Policy`:     "not a JSON object with a policy: invalid character '#'",
 		`[1, 2]`:       "cannot unmarshal array into Go value of type planner.plan",
 		`5`:            "cannot unmarshal",
-		`{"batch": 4}`: "batch and resident_experts must be there",
+		`{"batch": 4}`: "batch and resident_experts are required",
 		`{"policy": {"batch": 4, "resident_experts": 1, "fast": true}}`:    `unknown field "fast"`,
 		`{"batch": 4, "resident_experts": 1, "attention": "tpu"}`:          `"tpu" is none of gpu, cpu`,
 		`{"batch": 4, "resident_experts": 1, "expert_grouping": "expert"}`: `"expert" is none of layer, micro-batch`,
@@ -40,9 +40,9 @@ func TestPolicyJSONRefuses(t *testing.T) {
 		`{"batch": "4", "resident_experts": 1}`:                            "batch",
 		`{"batch": 4, "resident_experts": 1, "mikro_batch": 1}`:            `unknown field "mikro_batch"`,
 		`{"batch": 4, "resident_experts": 1, "micro_batch_tokens": 9}`:     "micro_batch_tokens is 9 and batch 4",
-		`{"batch": 4, "resident_experts": 200, "peer_experts": 57}`:        "200 local experts and 57 with peers; model mixtral-8x7b has 256 in all",
+		`{"batch": 4, "resident_experts": 200, "peer_experts": 57}`:        "200 resident experts and 57 in peer memory, and model mixtral-8x7b has 256",
 
-		`{"model": "m", "experts": 48, "expert_bytes": 7, "policy": {"batch": 4, "resident_experts": 1}}`: "it is for m with 48 experts of 7 bytes; model mixtral-8x7b has 256 of ",
+		`{"model": "m", "experts": 48, "expert_bytes": 7, "policy": {"batch": 4, "resident_experts": 1}}`: "the policy is for m with 48 experts of 7 bytes, and model mixtral-8x7b has 256 of ",
 	} {
 		if _, err := ParsePolicy([]byte(text), m); err == nil || !strings.Contains(err.Error(), want) || !strings.HasPrefix(err.Error(), "planner: read policy: ") {
 			t.Errorf("%s: %v, want %s", text, err, want)

@@ -14,16 +14,16 @@ type Problem struct {
 	Workload Workload
 	Sizes    Sizes
 	Shares   Shares
-	// PromptsAlike says that prompts run as decoded tokens do: in micro-batches of as
-	// many rows, with attention in the same place. Otherwise a micro-batch has as many
-	// prompts as it has rows of decoded tokens, and the GPU attends to them.
+	// PromptsAlike: prefill runs as decode does, in micro-batches of as many tokens, with
+	// attention in the same place. Otherwise a micro-batch has as many prompts as it has
+	// decoded tokens, and the GPU computes their attention.
 	PromptsAlike bool
-	// BothLinks says that what lies with peers comes over their links and the host's,
-	// cut so that both end together, and not over the peers' alone.
+	// BothLinks: experts in peer memory are fetched over the links of peers and host, cut
+	// so that both end together, and not over the peers' alone.
 	BothLinks bool
 }
 
-// normalized fills in defaults, once for all that is asked of a problem.
+// normalized checks the problem and fills in its defaults.
 func (p Problem) normalized() (*Problem, error) {
 	if err := p.Model.Validate(); err != nil {
 		return nil, err
@@ -39,32 +39,32 @@ func (p Problem) normalized() (*Problem, error) {
 	p.Shares = p.Shares.EnsureDefaults()
 	for _, s := range []float64{p.Shares.GPU, p.Shares.Host, p.Shares.Peer} {
 		if !(s > 0 && s <= 1) {
-			return nil, fmt.Errorf("planner: shares of memory %+v; each must be above 0 and at most 1", p.Shares)
+			return nil, fmt.Errorf("planner: shares of memory %+v: each must be above 0 and at most 1", p.Shares)
 		}
 	}
 	return &p, nil
 }
 
-// Step is what a step takes, in seconds. All that is busy overlaps: the step takes
-// as long as the busiest.
+// Step is the time of a step, in seconds. GPU, CPU and links overlap: the step takes as
+// long as the busiest of them.
 type Step struct {
 	Seconds float64
 	Bound   Bound
-	// GPU and CPU are busy computing for so long, the links copying.
+	// GPU and CPU are the times of computing, the links' those of copying.
 	GPU, CPU                    float64
 	HostLink, D2HLink, PeerLink float64
-	// Overhead is what the chain GPU, link, CPU, link of one micro-batch makes a step
-	// last, with as many micro-batches under way as the schedule has; 0 with
-	// attention on the GPU.
+	// Overhead (synchronization and launch overhead) is the time that the chain GPU,
+	// link, CPU, link of one micro-batch imposes on a step, with as many micro-batches in
+	// flight as the schedule has; 0 with attention on the GPU.
 	Overhead float64
-	// OnDemandFetch is the part of the copies that nothing overlaps with, since the experts
-	// are known only when the router has chosen.
+	// OnDemandFetch is the time of the copies that are not overlapped, since the experts
+	// are known only after the router.
 	OnDemandFetch float64
 	// Phases of GPU, over all layers.
 	Phases []Phase
 }
 
-// Prediction is what a policy should give.
+// Prediction is the predicted performance and memory of a policy.
 type Prediction struct {
 	Policy Policy
 	// Decode is one step that decodes a token of every sequence, at the mean context.
@@ -72,18 +72,25 @@ type Prediction struct {
 	// Prefill is one of PrefillSteps equal steps over the prompts of the batch.
 	Prefill      Step
 	PrefillSteps int
-	// PrefillSeconds are those of all prefill steps, DecodeSeconds of all decode
-	// steps: one fewer than the new tokens, since prefill gives the first.
+	// PrefillSeconds is the time of all prefill steps, DecodeSeconds of all decode steps:
+	// one fewer than the new tokens, since prefill generates the first.
 	PrefillSeconds, DecodeSeconds float64
-	// DecodeTokS is a batch over a decode step, TokS all generated tokens over prefill
-	// and decode, both in tokens/s.
-	DecodeTokS, TokS float64
-	Memory           Memory
+	// Throughput in tokens/s: PrefillTokS is prompt tokens over PrefillSeconds, DecodeTokS
+	// a batch over a decode step, TokS (end-to-end) all generated tokens over prefill and
+	// decode.
+	PrefillTokS, DecodeTokS, TokS float64
+	Memory                        Memory
 }
 
-// Predict works out what a policy takes and gives. A policy that does not fit is
-// predicted all the same, with a *MisfitError beside it; any other error comes with
-// no prediction.
+// TTFT is the time to first token, in seconds, of the last sequence of a batch that arrives
+// at once: the prefill of all its prompts.
+func (r *Prediction) TTFT() float64 { return r.PrefillSeconds }
+
+// TPOT is the time per output token, in seconds: a decode step of the batch.
+func (r *Prediction) TPOT() float64 { return r.Decode.Seconds }
+
+// Predict computes the performance and memory of a policy. A policy that does not fit has
+// a prediction, too, with a *MisfitError beside it; any other error comes with none.
 func (p Problem) Predict(policy Policy) (Prediction, error) {
 	n, err := p.normalized()
 	if err != nil {
@@ -113,14 +120,15 @@ func (p *Problem) predict(x Policy) Prediction {
 	}
 	r.PrefillSeconds = float64(r.PrefillSteps) * r.Prefill.Seconds
 	r.DecodeSeconds = float64(p.Workload.NewTokens-1) * r.Decode.Seconds
+	r.PrefillTokS = float64(x.Batch) * float64(p.Workload.PromptTokens) / r.PrefillSeconds
 	r.DecodeTokS = float64(x.Batch) / r.Decode.Seconds
 	r.TokS = float64(x.Batch) * float64(p.Workload.NewTokens) / (r.PrefillSeconds + r.DecodeSeconds)
 	return r
 }
 
-// groups is in how many parts a decode step's rows go through projections and
-// through experts, and how many of the parts are under way at once.
-func (p *Policy) groups() (projections, experts, underWay int) {
+// groups is the number of parts in which a decode step's tokens go through projections and
+// through experts, and the number of these parts in flight.
+func (p *Policy) groups() (projections, experts, inFlight int) {
 	n := p.MicroBatches()
 	switch {
 	case p.Grouping == configs.PerMicroBatch:
@@ -137,27 +145,27 @@ func (p *Problem) decodeWork(x *Policy) work {
 	n, seen := float64(x.Batch), p.Model.seen(p.Workload.Context())
 	projections, experts, _ := x.groups()
 	return p.Model.work(stepShape{
-		rows: n, logits: n, pairs: n * seen, kvTokens: n * seen,
+		tokens: n, logits: n, pairs: n * seen, kvTokens: n * seen,
 		projections: float64(projections), experts: float64(experts), hostAttention: x.Attention == configs.OnCPU,
 	})
 }
 
-// decode is a decode step whose phases on the GPU take gpu seconds.
+// decode is a decode step whose phases on the GPU take gpu seconds in total.
 func (p *Problem) decode(x *Policy, gpu float64) Step {
 	m, h := &p.Model, &p.Hardware
 	n, seen := float64(x.Batch), m.seen(p.Workload.Context())
 	kv := float64(m.KVBytesPerToken())
 	s, cpu := Step{GPU: gpu}, BoundCPUMemory
-	var up, down float64 // bytes
+	var h2d, d2h float64 // bytes
 	if x.Attention == configs.OnCPU {
-		down, up, cpu = p.attendOnCPU(&s, x, n, n*seen, n*seen)
+		d2h, h2d, cpu = p.cpuAttention(&s, x, n, n*seen, n*seen)
 	} else {
-		down, up = n*kv*x.KVOnHost, n*seen*kv*x.KVOnHost
+		d2h, h2d = n*kv*x.KVOnHost, n*seen*kv*x.KVOnHost
 	}
-	s.D2HLink = down / h.GPUToHost
-	s.HostLink = up / h.HostToGPU[x.HostPaths-1]
+	s.D2HLink = d2h / h.GPUToHost
+	s.HostLink = h2d / h.HostToGPU[x.HostPaths-1]
 	if x.HostPaths > 1 {
-		s.PeerLink = p.relayed(x.HostPaths, up)
+		s.PeerLink = p.relayed(x.HostPaths, h2d)
 	}
 	share := 1.0
 	if x.OnDemand {
@@ -173,26 +181,26 @@ func (p *Problem) decode(x *Policy, gpu float64) Step {
 	return s
 }
 
-// attendOnCPU adds a step's attention over pairs of rows and keys to s, and says how
-// many bytes go down for it and come up, and what bounds it.
-func (p *Problem) attendOnCPU(s *Step, x *Policy, rows, pairs, kvTokens float64) (down, up float64, bound Bound) {
+// cpuAttention adds the attention of a step's tokens over pairs of queries and keys to s,
+// and returns the bytes of its D2H and H2D copies, and the CPU's bound.
+func (p *Problem) cpuAttention(s *Step, x *Policy, tokens, pairs, kvTokens float64) (d2h, h2d float64, bound Bound) {
 	m, h := &p.Model, &p.Hardware
 	layers, a := float64(m.Layers), float64(m.ActivationBytes)
 	q, v := float64(m.Heads*m.HeadDim), float64(2*m.KVHeads*m.HeadDim)
-	// Products with keys and with values, and the softmax between.
-	products := pairs * layers * (4*q + 2*float64(m.Heads)) / h.CPUFlops
-	reading := (kvTokens*float64(m.KVBytesPerToken()) + 2*a*rows*q*layers) / h.HostMemoryRate
-	s.CPU, bound = max(products, reading), BoundCPUMemory
-	if products > reading {
+	// The GEMMs with keys and with values, and the softmax between.
+	compute := pairs * layers * (4*q + 2*float64(m.Heads)) / h.CPUFlops
+	reading := (kvTokens*float64(m.KVBytesPerToken()) + 2*a*tokens*q*layers) / h.HostMemoryRate
+	s.CPU, bound = max(compute, reading), BoundCPUMemory
+	if compute > reading {
 		bound = BoundCPU
 	}
-	down, up = rows*(q+v)*a*layers, rows*q*a*layers
-	_, _, underWay := x.groups()
-	s.Overhead = (s.GPU + s.CPU + down/h.GPUToHost + up/h.HostToGPU[0]) / float64(underWay)
-	return down, up, bound
+	d2h, h2d = tokens*(q+v)*a*layers, tokens*q*a*layers
+	_, _, inFlight := x.groups()
+	s.Overhead = (s.GPU + s.CPU + d2h/h.GPUToHost + h2d/h.HostToGPU[0]) / float64(inFlight)
+	return d2h, h2d, bound
 }
 
-// finish says how long the step takes, and what bounds it: cpu, where the CPU does.
+// finish sets the step's time and its bound: cpu, where the CPU is the busiest.
 func (s *Step) finish(cpu Bound) {
 	s.Seconds, s.Bound = s.GPU, BoundGPUCompute
 	longer := func(t float64, b Bound) {
@@ -210,14 +218,14 @@ func (s *Step) finish(cpu Bound) {
 	}
 }
 
-// relayed is the time that a number of bytes from the host keep the peers' links
-// busy: those that do not take the direct path.
+// relayed is the time on the peers' links of a number of bytes from the host: of those
+// that do not take the direct path.
 func (p *Problem) relayed(paths int, bytes float64) float64 {
 	h := &p.Hardware
 	return bytes * (1 - h.HostToGPU[0]/h.HostToGPU[paths-1]) / h.PeerToGPU
 }
 
-// fetch is how long the links are busy with a share of the offloaded experts.
+// fetch is the time on the links of a share of the offloaded experts.
 func (p *Problem) fetch(x *Policy, share float64) (host, peer float64) {
 	fromHost, fromPeer, relayed := p.expertSeconds(x)
 	n := share * float64(x.HostExperts(p.Model))
@@ -229,8 +237,8 @@ func (p *Problem) fetch(x *Policy, share float64) (host, peer float64) {
 	return host, peer
 }
 
-// expertSeconds is how long one expert keeps the host link busy, the peers' links
-// where it comes from a peer, and these where it comes from the host.
+// expertSeconds is the time of one expert on the host link, on the peers' links when it
+// is fetched from a peer, and on these when it is fetched from the host.
 func (p *Problem) expertSeconds(x *Policy) (fromHost, fromPeer, relayed float64) {
 	h := &p.Hardware
 	fromHost = h.HostCopySeconds(p.Sizes.Expert, x.HostPaths)
@@ -243,19 +251,19 @@ func (p *Problem) expertSeconds(x *Policy) (fromHost, fromPeer, relayed float64)
 	return fromHost, fromPeer, relayed
 }
 
-// prefillSteps is the number of steps that a batch's prompts take.
+// prefillSteps is the number of steps of a batch's prompts.
 func (p *Problem) prefillSteps(x *Policy) int {
 	return (x.Batch*p.Workload.PromptTokens + x.PrefillTokens - 1) / x.PrefillTokens
 }
 
 func (p *Problem) prefillWork(x *Policy) work {
-	n, rows, pairs := p.prefillRows(x)
+	n, tokens, pairs := p.prefillTokens(x)
 	each := float64(x.MicroBatch)
 	if !p.PromptsAlike || x.MicroBatch == x.Batch {
 		each *= float64(p.Workload.PromptTokens)
 	}
-	projections := math.Ceil(rows / each)
-	shape := stepShape{rows: rows, logits: n, pairs: pairs, kvTokens: rows, projections: projections, experts: 1}
+	projections := math.Ceil(tokens / each)
+	shape := stepShape{tokens: tokens, logits: n, pairs: pairs, kvTokens: tokens, projections: projections, experts: 1}
 	if x.Grouping == configs.PerMicroBatch {
 		shape.experts = projections
 	}
@@ -269,9 +277,9 @@ func (p *Problem) prefillWork(x *Policy) work {
 	return p.Model.work(shape)
 }
 
-// prefillRows is how many sequences and rows a prefill step has, and how many pairs of
-// a query and a key.
-func (p *Problem) prefillRows(x *Policy) (sequences, rows, pairs float64) {
+// prefillTokens is the number of sequences and of tokens of a prefill step, and of pairs
+// of a query and a key.
+func (p *Problem) prefillTokens(x *Policy) (sequences, tokens, pairs float64) {
 	prompt := float64(p.Workload.PromptTokens)
 	sequences = float64(x.Batch) / float64(p.prefillSteps(x))
 	// A query sees its own token and those before it: prompt/2 on average, and no
@@ -283,21 +291,20 @@ func (p *Problem) prefillRows(x *Policy) (sequences, rows, pairs float64) {
 	return sequences, sequences * prompt, sequences * each
 }
 
-// prefill is one prefill step whose phases on the GPU take gpu seconds: all
-// offloaded experts are fetched, and what belongs on the host of the new keys and
-// values goes there.
+// prefill is one prefill step whose phases on the GPU take gpu seconds in total: all
+// offloaded experts are fetched, and the host's share of the KV cache is copied there.
 func (p *Problem) prefill(x *Policy, gpu float64) Step {
 	s, cpu := Step{GPU: gpu}, BoundCPU
-	_, rows, pairs := p.prefillRows(x)
-	down, up := rows*float64(p.Model.KVBytesPerToken())*x.KVOnHost, 0.0
+	_, tokens, pairs := p.prefillTokens(x)
+	d2h, h2d := tokens*float64(p.Model.KVBytesPerToken())*x.KVOnHost, 0.0
 	if p.PromptsAlike && x.Attention == configs.OnCPU {
-		down, up, cpu = p.attendOnCPU(&s, x, rows, pairs, rows)
+		d2h, h2d, cpu = p.cpuAttention(&s, x, tokens, pairs, tokens)
 	}
-	s.D2HLink = down / p.Hardware.GPUToHost
+	s.D2HLink = d2h / p.Hardware.GPUToHost
 	s.HostLink, s.PeerLink = p.fetch(x, 1)
-	s.HostLink += up / p.Hardware.HostToGPU[x.HostPaths-1]
+	s.HostLink += h2d / p.Hardware.HostToGPU[x.HostPaths-1]
 	if x.HostPaths > 1 {
-		s.PeerLink += p.relayed(x.HostPaths, up)
+		s.PeerLink += p.relayed(x.HostPaths, h2d)
 	}
 	s.finish(cpu)
 	return s
@@ -308,7 +315,7 @@ func (p *Problem) has(tier configs.Tier) error {
 		return fmt.Errorf("planner: invalid tier %d", tier)
 	}
 	if tier == configs.PeerTier && p.Hardware.PeerMemory == 0 {
-		return fmt.Errorf("planner: hardware %s has no peers to fetch experts from", p.Hardware.Name)
+		return fmt.Errorf("planner: hardware %s has no peers to fetch experts from; name peers (--peers) or use another --offload-tier", p.Hardware.Name)
 	}
 	return nil
 }
@@ -321,7 +328,7 @@ func (p Problem) Offload(policy Policy, fraction float64, tier configs.Tier) (Po
 		return policy, err
 	}
 	if !(fraction >= 0 && fraction <= 1) {
-		return policy, fmt.Errorf("planner: offload fraction %v; it must be from 0 to 1", fraction)
+		return policy, fmt.Errorf("planner: offload fraction %v: must be from 0 to 1", fraction)
 	}
 	if err := n.has(tier); err != nil {
 		return policy, err
@@ -335,7 +342,7 @@ func (p Problem) Offload(policy Policy, fraction float64, tier configs.Tier) (Po
 	return policy, nil
 }
 
-// MostResident is the largest number of local experts with which the policy fits,
+// MostResident is the maximum number of resident experts with which the policy fits,
 // whatever its own, and false where it fits with none.
 func (p Problem) MostResident(policy Policy) (int, bool) {
 	n, err := p.normalized()
@@ -350,9 +357,9 @@ func (p Problem) MostResident(policy Policy) (int, bool) {
 	return n.mostResident(x)
 }
 
-// SaturationPoint is the offload fraction up to which a decode step takes as long as with all
-// experts local: there copies take as long as all else. It is above 1 where even
-// fetching all of them stays hidden.
+// SaturationPoint is the maximum offload fraction at which a decode step's copies are fully
+// overlapped: up to it the step takes as long as with all experts resident. It is above 1
+// where the copies of all experts are overlapped.
 func (p Problem) SaturationPoint(policy Policy, tier configs.Tier) (float64, error) {
 	n, err := p.normalized()
 	if err != nil {
@@ -371,17 +378,17 @@ func (p Problem) SaturationPoint(policy Policy, tier configs.Tier) (float64, err
 	x.ResidentExperts = 0
 	x.PeerExperts = n.split(&x, tier)
 	all := n.decode(&x, none.GPU)
-	knee := math.Inf(1)
+	point := math.Inf(1)
 	for _, l := range [][2]float64{{none.HostLink, all.HostLink}, {none.PeerLink, all.PeerLink}} {
 		if l[1] > l[0] {
-			knee = min(knee, (none.Seconds-l[0])/(l[1]-l[0]))
+			point = min(point, (none.Seconds-l[0])/(l[1]-l[0]))
 		}
 	}
-	return knee, nil
+	return point, nil
 }
 
-// split is how many offloaded experts to fetch from peers so that both links end
-// together: about in the ratio of their rates, less what else the links carry.
+// split is the number of offloaded experts to fetch from peers so that both links end
+// together: about in the ratio of their rates, less the other traffic of the links.
 func (p *Problem) split(x *Policy, tier configs.Tier) int {
 	missing := p.Model.ExpertCount() - x.ResidentExperts
 	most := 0
@@ -402,7 +409,7 @@ func (p *Problem) split(x *Policy, tier configs.Tier) int {
 	base := p.decode(&y, 0)
 	fromHost, fromPeer, relayed := p.expertSeconds(x)
 	// peers * fromPeer + (missing - peers) * relayed = (missing - peers) * fromHost,
-	// with what the links carry anyway on either side.
+	// with the other traffic of the links on either side.
 	even := (float64(missing)*(fromHost-relayed) + base.HostLink - base.PeerLink) / (fromPeer + fromHost - relayed)
 	longest := func(peers int) float64 {
 		host := float64(missing - peers)

@@ -39,10 +39,10 @@ func offload(t testing.TB, p Problem, x Policy, fraction float64, tier configs.T
 	return x
 }
 
-// A prediction differs from the table of floors only by what a copy takes to start,
+// A prediction differs from the table of rooflines only by the latency of copies,
 // and, per micro-batch, by nothing.
-func TestPredictMeetsFloors(t *testing.T) {
-	for _, row := range floorTable[:12] {
+func TestPredictMeetsRooflines(t *testing.T) {
+	for _, row := range rooflineTable[:12] {
 		p := problem(t, row.model, "h200")
 		// As much as the policies need: the question is time alone.
 		p.Hardware.GPUMemory *= 4
@@ -63,7 +63,7 @@ func TestPredictMeetsFloors(t *testing.T) {
 				share += max(p.Hardware.PeerCopyLatency/p.Hardware.PeerCopySeconds(expert), p.Hardware.HostCopyLatency/p.Hardware.HostCopySeconds(expert, 1))
 			}
 			if want := row.tokS[column]; r.DecodeTokS > want*1.01 || r.DecodeTokS < want*(1-share) {
-				t.Errorf("%s, %d rows in %d groups, column %d: %.5g tokens/s, the floor has %.5g", row.model, row.rows, row.groups, column, r.DecodeTokS, want)
+				t.Errorf("%s, %d tokens in %d groups, column %d: %.5g tokens/s, the roofline is %.5g", row.model, row.rows, row.groups, column, r.DecodeTokS, want)
 			}
 		}
 	}
@@ -76,7 +76,7 @@ func TestPredictChosenOnly(t *testing.T) {
 	all := predict(t, p, x)
 	x.OnDemand = true
 	r := predict(t, p, x)
-	// The floor with perfect prefetch is 35.0, and about 29 where nothing is known
+	// The roofline with perfect prefetch is 35.0, and about 29 where nothing is known
 	// ahead.
 	if r.Decode.Bound != BoundOnDemandFetch || r.DecodeTokS < 28 || r.DecodeTokS > 30 || r.DecodeTokS < 2*all.DecodeTokS {
 		t.Errorf("%.1f tokens/s by %s, %.1f with all experts streamed", r.DecodeTokS, r.Decode.Bound, all.DecodeTokS)
@@ -86,8 +86,8 @@ func TestPredictChosenOnly(t *testing.T) {
 	}
 }
 
-// A step is flat up to the knee and rises from there.
-func TestKnee(t *testing.T) {
+// A step is flat up to the saturation point and rises from there.
+func TestSaturationPoint(t *testing.T) {
 	for _, c := range []struct {
 		model string
 		rows  int
@@ -103,28 +103,28 @@ func TestKnee(t *testing.T) {
 		p := problem(t, c.model, "h200")
 		p.Hardware.GPUMemory *= 4
 		x := Policy{Batch: c.rows}
-		knee, err := p.SaturationPoint(x, c.tier)
+		point, err := p.SaturationPoint(x, c.tier)
 		if err != nil {
 			t.Fatal(err)
 		}
-		if c.want == 1 && knee > 1 {
+		if c.want == 1 && point > 1 {
 			continue
 		}
-		if !near(knee, c.want, 0.03) {
-			t.Errorf("%s at %d from %v: knee at %.4f, want %v", c.model, c.rows, c.tier, knee, c.want)
+		if !near(point, c.want, 0.03) {
+			t.Errorf("%s at %d from %v: saturation point at %.4f, want %v", c.model, c.rows, c.tier, point, c.want)
 		}
 		flat := predict(t, p, offload(t, p, x, 0, c.tier)).Decode.Seconds
-		below := predict(t, p, offload(t, p, x, 0.97*knee, c.tier)).Decode
-		above := predict(t, p, offload(t, p, x, 1.03*knee, c.tier)).Decode
+		below := predict(t, p, offload(t, p, x, 0.97*point, c.tier)).Decode
+		above := predict(t, p, offload(t, p, x, 1.03*point, c.tier)).Decode
 		if below.Seconds != flat || above.Seconds <= flat {
-			t.Errorf("%s at %d from %v: %v s, %v below the knee and %v above", c.model, c.rows, c.tier, flat, below.Seconds, above.Seconds)
+			t.Errorf("%s at %d from %v: %v s, %v below the saturation point and %v above", c.model, c.rows, c.tier, flat, below.Seconds, above.Seconds)
 		}
 		want := BoundPeerLink
 		if c.tier == configs.HostTier {
 			want = BoundHostLink
 		}
 		if above.Bound != want || below.Bound == want {
-			t.Errorf("bounds are %s below and %s above the knee", below.Bound, above.Bound)
+			t.Errorf("bounds are %s below and %s above the saturation point", below.Bound, above.Bound)
 		}
 	}
 }
@@ -153,7 +153,7 @@ func TestCPUAttention(t *testing.T) {
 	p := problem(t, "mixtral-8x7b", "l4")
 	x := offload(t, p, Policy{Batch: 4536, Attention: configs.OnCPU}, 0.95, configs.HostTier)
 	r := predict(t, p, x)
-	// Keys and values of 93 tokens and the queries' rows, read at 76 GiB/s.
+	// The KV cache of 93 tokens and the queries, read at 76 GiB/s.
 	want := (4536*93*131072.0 + 2*2*4536*4096*32) / p.Hardware.HostMemoryRate
 	if !near(r.Decode.CPU, want, 1e-9) || slices.ContainsFunc(r.Decode.Phases, func(x Phase) bool { return x.Name == "attention" }) {
 		t.Errorf("CPU %v s, want %v; phases %+v", r.Decode.CPU, want, r.Decode.Phases)
@@ -166,7 +166,7 @@ func TestCPUAttention(t *testing.T) {
 	x.Attention = configs.OnGPU
 	gpu := predict(t, p, x)
 	up := func(r Prediction) float64 {
-		i := slices.IndexFunc(r.Decode.Phases, func(x Phase) bool { return x.Name == "experts up" })
+		i := slices.IndexFunc(r.Decode.Phases, func(x Phase) bool { return x.Name == "experts gate/up" })
 		return r.Decode.Phases[i].Bytes
 	}
 	if d := up(r) - up(gpu); !near(d, 32*8*2*2*4096*14336, 1e-3) {
@@ -185,13 +185,13 @@ func TestPredictRefuses(t *testing.T) {
 		want string
 	}{
 		{Policy{}, "a batch of 0 sequences"},
-		{Policy{Batch: 4, MicroBatch: 8}, "micro-batches of 8 rows in a batch of 4; make them at most the batch"},
+		{Policy{Batch: 4, MicroBatch: 8}, "micro-batches of 8 tokens in a batch of 4: make them at most the batch"},
 		{Policy{Batch: 101}, "a batch of 101 sequences for 100 requests"},
-		{Policy{Batch: 1, ResidentExperts: 257}, "257 local experts; model mixtral-8x7b has 256"},
-		{Policy{Batch: 1, ResidentExperts: 200, PeerExperts: 57}, "57 experts in peers' memory, and 56 are offloaded"},
+		{Policy{Batch: 1, ResidentExperts: 257}, "257 resident experts, and model mixtral-8x7b has 256"},
+		{Policy{Batch: 1, ResidentExperts: 200, PeerExperts: 57}, "57 experts in peer memory, and 56 are offloaded"},
 		{Policy{Batch: 1, PeerExperts: 1}, "hardware l4 has no peers"},
-		{Policy{Batch: 1, KVOnHost: math.NaN()}, "a share NaN of keys and values"},
-		{Policy{Batch: 1, HostPaths: 2}, "2 paths from the host; hardware l4 has 1"},
+		{Policy{Batch: 1, KVOnHost: math.NaN()}, "a share NaN of the KV cache"},
+		{Policy{Batch: 1, HostPaths: 2}, "2 paths from the host, and hardware l4 has 1"},
 		{Policy{Batch: 1, PrefillTokens: -1}, "-1 prompt tokens a step"},
 		{Policy{Batch: 1, Attention: 7}, "invalid attention 7"},
 	} {
@@ -243,7 +243,7 @@ var (
 	hardwareNames = configs.HardwareNames()
 )
 
-// No faster part, no additional local expert and no larger window of time makes a
+// No faster part, no additional resident expert and no larger window of time makes a
 // policy slower; a step is never shorter than its busiest resource.
 func TestPredictIsMonotone(t *testing.T) {
 	rapid.Check(t, func(rt *rapid.T) {

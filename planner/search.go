@@ -5,11 +5,12 @@ import (
 	"fmt"
 	"math"
 	"slices"
+	"strings"
 
 	"github.com/moeserve/moeserve/configs"
 )
 
-// Choices is what a search may choose from. Zero values leave the choice to it.
+// Choices bound a search. Zero values leave the choice to it.
 type Choices struct {
 	// Batch, MicroBatch, MicroBatches and PrefillTokens pin a value. Of the first
 	// three, two give the third.
@@ -17,24 +18,27 @@ type Choices struct {
 	PrefillTokens                   int
 	// MaxBatch and MaxPrefillTokens bound the batch and the prompt tokens of a step.
 	MaxBatch, MaxPrefillTokens int
-	// Offload pins the fraction of offloaded experts. Default: the least that fits.
+	// MaxTTFT and MaxTPOT bound Prediction.TTFT and Prediction.TPOT, in seconds; 0: no
+	// bound.
+	MaxTTFT, MaxTPOT float64
+	// Offload pins the offload fraction. Default: the minimum that fits.
 	Offload *float64
 	// Tier of the offloaded experts. Default: the best split.
 	Tier configs.Tier
-	// Attention, Grouping, KVOnHost and HostPaths list what may be used, in the order
-	// in which it is tried; shares and paths ascend. Defaults: GPU and CPU; PerLayer and
+	// Attention, Grouping, KVOnHost and HostPaths list the allowed values, in the order
+	// in which they are tried; shares and paths ascend. Defaults: GPU and CPU; PerLayer and
 	// PerMicroBatch; 0, 0.25, 0.5, 0.75 and 1; all numbers of paths that the hardware
 	// has.
 	Attention []configs.Place
 	Grouping  []configs.Grouping
 	KVOnHost  []float64
 	HostPaths []int
-	// Slack is the share of throughput that may go for a simpler schedule and a
-	// smaller batch, 0 to 1. Default: 0.01; below 0: none.
+	// Slack is the share of throughput that a simpler schedule or a smaller batch may
+	// cost, 0 to 1. Default: 0.01; below 0: none.
 	Slack float64
 }
 
-// EnsureDefaults leaves all that is not given to the search of a problem.
+// EnsureDefaults allows all values of the fields that are nil.
 func (c Choices) EnsureDefaults(p *Problem) Choices {
 	if c.Attention == nil {
 		c.Attention = []configs.Place{configs.OnGPU, configs.OnCPU}
@@ -68,36 +72,44 @@ func (c *Choices) validate(p *Problem) error {
 		{"batch", c.Batch},
 		{"micro-batch", c.MicroBatch},
 		{"number of micro-batches", c.MicroBatches},
-		{"prompt tokens of a step", c.PrefillTokens},
-		{"largest batch", c.MaxBatch},
-		{"most prompt tokens of a step", c.MaxPrefillTokens},
+		{"number of prompt tokens of a step", c.PrefillTokens},
+		{"maximum batch", c.MaxBatch},
+		{"maximum of prompt tokens of a step", c.MaxPrefillTokens},
 	} {
 		if f.value < 0 {
-			return fmt.Errorf("planner: %s is %d; 0 leaves it open", f.name, f.value)
+			return fmt.Errorf("planner: %s is %d: must be at least 0; 0 leaves the choice to the search", f.name, f.value)
+		}
+	}
+	for _, f := range []struct {
+		name  string
+		value float64
+	}{{"TTFT", c.MaxTTFT}, {"TPOT", c.MaxTPOT}} {
+		if !(f.value >= 0) {
+			return fmt.Errorf("planner: maximum %s is %v s: must be at least 0; 0 is no bound", f.name, f.value)
 		}
 	}
 	switch {
 	case c.Batch > 0 && c.MicroBatch > c.Batch:
-		return fmt.Errorf("planner: micro-batches of %d rows in a batch of %d; make them at most the batch", c.MicroBatch, c.Batch)
+		return fmt.Errorf("planner: micro-batches of %d tokens in a batch of %d: make them at most the batch", c.MicroBatch, c.Batch)
 	case c.Batch > 0 && c.MicroBatches > c.Batch:
-		return fmt.Errorf("planner: %d micro-batches in a batch of %d; make them at most the batch", c.MicroBatches, c.Batch)
+		return fmt.Errorf("planner: %d micro-batches in a batch of %d: make them at most the batch", c.MicroBatches, c.Batch)
 	case c.Batch > 0 && c.MicroBatch > 0 && c.MicroBatches > 0 && (c.Batch+c.MicroBatch-1)/c.MicroBatch != c.MicroBatches:
-		return fmt.Errorf("planner: %d micro-batches of %d rows are not a batch of %d; leave one of the three open", c.MicroBatches, c.MicroBatch, c.Batch)
+		return fmt.Errorf("planner: %d micro-batches of %d tokens are not a batch of %d: leave one of the three to the search", c.MicroBatches, c.MicroBatch, c.Batch)
 	case c.MaxBatch > 0 && c.Batch > c.MaxBatch:
-		return fmt.Errorf("planner: a batch of %d, and at most %d may run at once", c.Batch, c.MaxBatch)
+		return fmt.Errorf("planner: a batch of %d, and the maximum is %d", c.Batch, c.MaxBatch)
 	case c.MaxPrefillTokens > 0 && c.PrefillTokens > c.MaxPrefillTokens:
-		return fmt.Errorf("planner: %d prompt tokens a step, and at most %d may run at once", c.PrefillTokens, c.MaxPrefillTokens)
+		return fmt.Errorf("planner: %d prompt tokens a step, and the maximum is %d", c.PrefillTokens, c.MaxPrefillTokens)
 	case p.Workload.Requests > 0 && c.Batch > p.Workload.Requests:
-		return fmt.Errorf("planner: a batch of %d sequences for %d requests; make it at most that", c.Batch, p.Workload.Requests)
+		return fmt.Errorf("planner: a batch of %d sequences for %d requests: lower the batch", c.Batch, p.Workload.Requests)
 	case !(c.Slack < 1):
-		return fmt.Errorf("planner: a slack of %v; it must be below 1", c.Slack)
+		return fmt.Errorf("planner: a slack of %v: must be below 1", c.Slack)
 	case c.Offload != nil && !(*c.Offload >= 0 && *c.Offload <= 1):
-		return fmt.Errorf("planner: offload fraction %v; it must be from 0 to 1", *c.Offload)
+		return fmt.Errorf("planner: offload fraction %v: must be from 0 to 1", *c.Offload)
 	case len(c.Attention) == 0 || len(c.Grouping) == 0 || len(c.KVOnHost) == 0 || len(c.HostPaths) == 0:
-		return errors.New("planner: nothing to choose from: Attention, Grouping, KVOnHost and HostPaths must not be empty")
+		return errors.New("planner: no choices: Attention, Grouping, KVOnHost and HostPaths must not be empty")
 	}
 	if !slices.IsSorted(c.KVOnHost) || !slices.IsSorted(c.HostPaths) {
-		return fmt.Errorf("planner: KVOnHost %v, HostPaths %v; both must ascend", c.KVOnHost, c.HostPaths)
+		return fmt.Errorf("planner: KVOnHost %v, HostPaths %v: both must ascend", c.KVOnHost, c.HostPaths)
 	}
 	for _, place := range c.Attention {
 		if place > configs.OnCPU {
@@ -111,23 +123,23 @@ func (c *Choices) validate(p *Problem) error {
 	}
 	for _, share := range c.KVOnHost {
 		if !(share >= 0 && share <= 1) {
-			return fmt.Errorf("planner: a share %v of keys and values on the host; it must be from 0 to 1", share)
+			return fmt.Errorf("planner: a share %v of the KV cache on the host: must be from 0 to 1", share)
 		}
 	}
 	for _, paths := range c.HostPaths {
 		if paths < 1 || paths > len(p.Hardware.HostToGPU) {
-			return fmt.Errorf("planner: %d paths from the host; hardware %s has %d", paths, p.Hardware.Name, len(p.Hardware.HostToGPU))
+			return fmt.Errorf("planner: %d paths from the host, and hardware %s has %d", paths, p.Hardware.Name, len(p.Hardware.HostToGPU))
 		}
 	}
 	return p.has(c.Tier)
 }
 
-// better is by how much a policy must be better than one that was found before, so
-// that rounding decides nothing.
+// better is the factor by which a policy must be better than one that was found before,
+// so that rounding decides nothing.
 const better = 1 + 1e-9
 
-// batchesTried is about how many batches a search tries between one and the largest,
-// and around the best of these each time it looks closer.
+// batchesTried is about the number of batches that a search tries between the minimum and
+// the maximum, and around the best of these each time that it narrows.
 const batchesTried = 24
 
 // microBatchCounts are the numbers of micro-batches that a search tries.
@@ -136,16 +148,16 @@ var microBatchCounts = []int{1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64}
 // prefillSteps are the numbers of prefill steps that a search tries.
 var prefillSteps = []int{2, 3, 4, 6, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096}
 
-// Search returns the policy of the highest predicted throughput that fits. It tries
-// every combination of the choices but two: the number of local experts is the
-// largest that fits (more never cost time), and the batch is looked for on a grid
-// that narrows around the best. Of all that was tried and comes within Slack of the
-// best it takes the simplest schedule (local keys and values, attention on the GPU,
-// one path, all experts streamed), of these those that take the fewest batches for
-// all requests, and of these the smallest batch. The result depends on nothing but its
-// arguments.
+// Search returns the policy of the highest predicted throughput that fits and keeps within
+// the bounds of TTFT and TPOT. It tries every combination of the choices but two: the
+// number of resident experts is the maximum that fits (more never cost time), and the batch
+// is searched on a grid that narrows around the best. Of the policies within Slack of the
+// best it takes the simplest schedule (KV cache and attention on the GPU, one path, all
+// experts fetched a layer ahead), of these those with the fewest batches for all requests,
+// and of these the smallest batch. The result depends on nothing but the arguments.
 //
-// If nothing fits, the error is a *MisfitError.
+// If no policy fits, the error is a *MisfitError; if none keeps within the bounds, a
+// *LatencyError.
 func (p Problem) Search(c Choices) (Prediction, error) {
 	n, err := p.normalized()
 	if err != nil {
@@ -159,25 +171,63 @@ func (p Problem) Search(c Choices) (Prediction, error) {
 	if err := s.run(); err != nil {
 		return Prediction{}, err
 	}
+	if len(s.tried) == 0 {
+		return Prediction{}, &LatencyError{MaxTTFT: c.MaxTTFT, MaxTPOT: c.MaxTPOT, Nearest: n.predict(s.nearest.Policy), model: n.Model}
+	}
 	return n.predict(s.simplest()), nil
 }
 
-// run tries policies; the error says that none fits.
+// LatencyError reports that no policy that fits keeps within the bounds of TTFT and TPOT.
+type LatencyError struct {
+	// MaxTTFT and MaxTPOT are the bounds, in seconds; 0: none.
+	MaxTTFT, MaxTPOT float64
+	// Nearest has the minimum of the larger ratio of TTFT and TPOT to their bounds.
+	Nearest Prediction
+	model   Model
+}
+
+func (e *LatencyError) Error() string {
+	var bounds []string
+	for _, b := range []struct {
+		name string
+		max  float64
+	}{{"TTFT", e.MaxTTFT}, {"TPOT", e.MaxTPOT}} {
+		if b.max > 0 {
+			bounds = append(bounds, fmt.Sprintf("%s of at most %s", b.name, latency(b.max)))
+		}
+	}
+	r, x := &e.Nearest, &e.Nearest.Policy
+	return fmt.Sprintf("planner: no policy has a %s: the nearest has a TTFT of %s and a TPOT of %s, with a batch of %d, %d prompt tokens a step, attention on the %s and --offload-fraction %v; raise the bounds, or lower the input length",
+		strings.Join(bounds, " and a "), latency(r.TTFT()), latency(r.TPOT()), x.Batch, x.PrefillTokens, x.Attention, e.model.OffloadFraction(e.model.ExpertCount()-x.ResidentExperts))
+}
+
+// latency prints seconds.
+func latency(s float64) string {
+	switch {
+	case s < 1:
+		return fmt.Sprintf("%.3g ms", 1e3*s)
+	case s < 1000:
+		return fmt.Sprintf("%.3g s", s)
+	}
+	return fmt.Sprintf("%.0f s", s)
+}
+
+// run tries policies; the error is that none fits.
 func (s *search) run() error {
 	low, high := s.batches()
 	if s.choices.Batch > 0 {
 		low, high = s.choices.Batch, s.choices.Batch
 	}
-	least := low
+	lowest := low
 	for high-low > batchesTried {
 		grid := s.grid(low, high)
 		for _, b := range grid {
 			s.try(b)
 		}
-		if len(s.tried) == 0 {
-			return s.hopeless(least)
+		if s.nearest.Batch == 0 {
+			return s.hopeless(lowest)
 		}
-		// The best of all lies between the neighbors of the best so far.
+		// The best of all is between the neighbors of the best so far.
 		best := s.best().Batch
 		for _, b := range grid {
 			if b < best {
@@ -192,8 +242,8 @@ func (s *search) run() error {
 	for b := low; b <= high; b++ {
 		s.try(b)
 	}
-	if len(s.tried) == 0 {
-		return s.hopeless(least)
+	if s.nearest.Batch == 0 {
+		return s.hopeless(lowest)
 	}
 	return nil
 }
@@ -201,20 +251,23 @@ func (s *search) run() error {
 type search struct {
 	*Problem
 	choices Choices
-	// tried has the best policy of each batch and degree of complexity.
+	// tried has the best policy within the bounds of each batch and degree of complexity.
 	tried []candidate
-	// evaluations of the cost model: experts placed, and policies rated.
+	// nearest to the bounds, of all policies; its excess is how far it is from them.
+	nearest candidate
+	excess  float64
+	// evaluations of the cost model: placements of experts, and throughputs of policies.
 	evaluations int
 }
 
 type candidate struct {
 	Policy
 	rate float64
-	// complexity counts what a schedule has beyond the simplest.
+	// complexity is Policy.complexity.
 	complexity int
 }
 
-// complexity counts what a schedule has beyond the simplest.
+// complexity counts the features that a schedule has beyond the simplest.
 func (p *Policy) complexity() int {
 	n := 0
 	for _, more := range []bool{
@@ -227,8 +280,12 @@ func (p *Policy) complexity() int {
 	return n
 }
 
-// best is the candidate of the highest rate; of equal ones the first tried.
+// best is the candidate of the highest rate, of equal ones the first tried; without one,
+// the nearest to the bounds.
 func (s *search) best() candidate {
+	if len(s.tried) == 0 {
+		return s.nearest
+	}
 	best := s.tried[0]
 	for _, c := range s.tried[1:] {
 		if c.rate > best.rate*better {
@@ -238,7 +295,7 @@ func (s *search) best() candidate {
 	return best
 }
 
-// simplest is what Search returns of what it has tried.
+// simplest is the policy that Search returns, of those that it has tried.
 func (s *search) simplest() Policy {
 	enough := s.best().rate * (1 - s.choices.Slack) / better
 	var simplest *candidate
@@ -255,12 +312,26 @@ func (s *search) simplest() Policy {
 	return simplest.Policy
 }
 
-// rounds is how many batches all requests make; 0 where they have no end.
+// rounds is the number of batches of all requests; 0 for a continuous workload.
 func (s *search) rounds(batch int) int { return (s.Workload.Requests + batch - 1) / batch }
 
-// keep remembers a policy if it is the best of its batch and complexity.
-func (s *search) keep(x Policy, rate float64) {
+// keep records a policy if it is the best of its batch and complexity within the bounds, or
+// the nearest to them.
+func (s *search) keep(x Policy, rate, ttft, tpot float64) {
 	c := candidate{x, rate, x.complexity()}
+	excess := 1.0
+	if limit := s.choices.MaxTTFT; limit > 0 {
+		excess = max(excess, ttft/limit)
+	}
+	if limit := s.choices.MaxTPOT; limit > 0 {
+		excess = max(excess, tpot/limit)
+	}
+	if n := &s.nearest; n.Batch == 0 || excess*better < s.excess || excess < s.excess*better && rate > n.rate*better {
+		*n, s.excess = c, excess
+	}
+	if excess > 1 {
+		return
+	}
 	for i := len(s.tried) - 1; i >= 0 && s.tried[i].Batch == x.Batch; i-- {
 		if s.tried[i].complexity == c.complexity {
 			if rate > s.tried[i].rate*better {
@@ -272,7 +343,7 @@ func (s *search) keep(x Policy, rate float64) {
 	s.tried = append(s.tried, c)
 }
 
-// batches bounds the batch: from below by what is pinned, from above by memory.
+// batches bounds the batch: from below by the choices, from above by memory.
 func (s *search) batches() (low, high int) {
 	low = max(1, s.choices.MicroBatches)
 	high = max(low, math.MaxInt32/(s.Workload.PromptTokens+s.Workload.NewTokens))
@@ -282,7 +353,7 @@ func (s *search) batches() (low, high int) {
 		}
 	}
 	fits := func(b int) bool {
-		// Small micro-batches take less for activations, or more for row data.
+		// Small micro-batches need less for activations, or more for metadata.
 		micros := []int{min(b, max(1, s.choices.MicroBatch))}
 		if s.choices.MicroBatch == 0 {
 			micros = append(micros, (b+max(1, s.choices.MicroBatches)-1)/max(1, s.choices.MicroBatches))
@@ -298,16 +369,16 @@ func (s *search) batches() (low, high int) {
 		}
 		return false
 	}
-	least, most := low, high
-	for least < most {
-		mid := least + (most-least+1)/2
+	fit, limit := low, high
+	for fit < limit {
+		mid := fit + (limit-fit+1)/2
 		if fits(mid) {
-			least = mid
+			fit = mid
 		} else {
-			most = mid - 1
+			limit = mid - 1
 		}
 	}
-	return low, least
+	return low, fit
 }
 
 // grid is about batchesTried batches from low to high, in even ratios.
@@ -326,7 +397,7 @@ func (s *search) grid(low, high int) []int {
 	return grid
 }
 
-// kvShares are the shares of keys and values that may lie on the host.
+// kvShares are the allowed shares of the KV cache on the host.
 func (s *search) kvShares(place configs.Place) []float64 {
 	if place == configs.OnCPU {
 		return []float64{1}
@@ -334,18 +405,18 @@ func (s *search) kvShares(place configs.Place) []float64 {
 	return s.choices.KVOnHost
 }
 
-// prefillTokens are the limits of a prefill step to try, ascending: from the batch,
-// for which a decode step has room in any case, to all prompts.
+// prefillTokens are the maxima of tokens of a prefill step to try, ascending: from the
+// batch, for which a decode step has room in any case, to all prompts.
 func (s *search) prefillTokens(batch int) []int {
 	all := batch * s.Workload.PromptTokens
-	most := all
+	limit := all
 	if s.choices.MaxPrefillTokens > 0 {
-		most = min(most, s.choices.MaxPrefillTokens)
+		limit = min(limit, s.choices.MaxPrefillTokens)
 	}
 	if s.choices.PrefillTokens > 0 {
-		return []int{min(most, s.choices.PrefillTokens)}
+		return []int{min(limit, s.choices.PrefillTokens)}
 	}
-	list := []int{most}
+	list := []int{limit}
 	for _, steps := range prefillSteps {
 		if n := (all + steps - 1) / steps; n > batch && n < list[len(list)-1] {
 			list = append(list, n)
@@ -366,7 +437,7 @@ func (s *search) microBatches(batch int) []int {
 	if n := s.choices.MicroBatches; n > 0 {
 		size := (batch + n - 1) / n
 		if (batch+size-1)/size != n {
-			return nil // as many would leave one empty
+			return nil // one of them would be empty
 		}
 		return []int{size}
 	}
@@ -386,15 +457,15 @@ func (s *search) policy(batch, micro, prefill int, place configs.Place, grouping
 	}
 }
 
-// place gives experts their places, as many local as fit or what is pinned.
+// place fills in resident and peer experts: as many resident as fit, or as pinned.
 func (s *search) place(x Policy) (Policy, bool) {
 	s.evaluations++
-	local, ok := s.mostResident(x)
+	resident, ok := s.mostResident(x)
 	if s.choices.Offload != nil {
 		x.ResidentExperts = s.Model.ExpertCount() - s.Model.Offloaded(*s.choices.Offload)
 		ok = s.fits(&x)
 	} else {
-		x.ResidentExperts = local
+		x.ResidentExperts = resident
 	}
 	if !ok {
 		return x, false
@@ -403,7 +474,7 @@ func (s *search) place(x Policy) (Policy, bool) {
 	return x, x.PeerExperts <= s.peerRoom()
 }
 
-// try looks for the best policies of a batch.
+// try finds the best policies of a batch.
 func (s *search) try(batch int) {
 	micros := s.microBatches(batch)
 	for _, prefill := range s.prefillTokens(batch) {
@@ -411,13 +482,13 @@ func (s *search) try(batch int) {
 			resident := false
 			for _, kv := range s.kvShares(place) {
 				if resident {
-					break // all fits, so that keys and values on the host save nothing
+					break // all fits: a KV cache on the host saves nothing
 				}
-				most := -1 // local experts of a larger micro-batch
+				most := -1 // resident experts of a larger micro-batch
 				for i, micro := range micros {
 					x, ok := s.place(s.policy(batch, micro, prefill, place, configs.PerLayer, kv, s.choices.HostPaths[0]))
 					// Smaller micro-batches read weights more often. They pay only by the memory
-					// that they save, or by taking turns with the CPU.
+					// that they save, or by overlapping with the CPU.
 					if !ok || x.ResidentExperts <= most && !(place == configs.OnCPU && i < 3) {
 						continue
 					}
@@ -436,12 +507,12 @@ func (s *search) try(batch int) {
 	}
 }
 
-// compare keeps a policy in the ways of fetching its experts that there are.
+// compare keeps a policy with each way of fetching its experts.
 func (s *search) compare(x Policy) {
 	decodeWork, prefillWork := s.decodeWork(&x), s.prefillWork(&x)
 	gpuDecode, gpuPrefill := s.Hardware.total(&decodeWork), s.Hardware.total(&prefillWork)
 	steps, n := float64(s.prefillSteps(&x)), float64(s.Workload.NewTokens)
-	chooses := x.Attention == configs.OnGPU && x.ResidentExperts < s.Model.ExpertCount() &&
+	onDemand := x.Attention == configs.OnGPU && x.ResidentExperts < s.Model.ExpertCount() &&
 		s.Model.Distinct(float64(x.Batch)) < 0.999*float64(s.Model.Experts)
 	for i, paths := range s.choices.HostPaths {
 		x.HostPaths = paths
@@ -451,28 +522,29 @@ func (s *search) compare(x Policy) {
 		prefill := s.prefill(&x, gpuPrefill)
 		linked := prefill.Bound != BoundGPUCompute
 		for _, x.OnDemand = range []bool{false, true} {
-			if x.OnDemand && !chooses {
+			if x.OnDemand && !onDemand {
 				break
 			}
 			s.evaluations++
 			step := s.decode(&x, gpuDecode)
 			linked = linked || step.Bound != BoundGPUCompute
 			rate := float64(x.Batch) * n / (steps*prefill.Seconds + (n-1)*step.Seconds)
-			s.keep(x, rate)
+			s.keep(x, rate, steps*prefill.Seconds, step.Seconds)
 		}
 		x.OnDemand = false
 		if !linked {
-			return // more paths bring nothing
+			return // the links do not bound it: more paths gain nothing
 		}
 	}
 }
 
-// hopeless says why nothing fits, by the least that the choices allow of a batch.
+// hopeless is the error that nothing fits, of the minimum that the choices allow of a
+// batch.
 func (s *search) hopeless(batch int) error {
 	var last error
 	sizes := s.microBatches(batch)
 	if len(sizes) == 0 {
-		return fmt.Errorf("planner: a batch of %d cannot be cut into %d micro-batches of the same size, none of them empty", batch, s.choices.MicroBatches)
+		return fmt.Errorf("planner: a batch of %d cannot be cut into %d micro-batches of equal size", batch, s.choices.MicroBatches)
 	}
 	for _, place := range s.choices.Attention {
 		for _, kv := range s.kvShares(place) {
@@ -497,7 +569,7 @@ func (s *search) hopeless(batch int) error {
 		}
 	}
 	if last == nil {
-		return fmt.Errorf("planner: no policy fits model %s on %s", s.Model.Name, s.Hardware.Name)
+		return fmt.Errorf("planner: no policy fits model %s on %s; use more memory or a smaller model", s.Model.Name, s.Hardware.Name)
 	}
 	return last
 }

@@ -1,7 +1,9 @@
 package planner
 
 import (
+	"cmp"
 	"errors"
+	"math"
 	"reflect"
 	"strings"
 	"testing"
@@ -20,7 +22,7 @@ func TestSearch(t *testing.T) {
 			r, err := p.Search(Choices{})
 			if model == "qwen2-57b-a14b" && p.Hardware.GPUMemory <= 24<<30 {
 				var m *MisfitError
-				if !errors.As(err, &m) || m.Space.Name != "gpu" || !strings.Contains(err.Error(), "weights but experts 15.06 GiB") {
+				if !errors.As(err, &m) || m.Space.Name != "gpu" || !strings.Contains(err.Error(), "non-expert weights 15.06 GiB") {
 					t.Errorf("%s on %s: %v", model, hardware, err)
 				}
 				continue
@@ -55,14 +57,14 @@ func TestSearchMakesSense(t *testing.T) {
 	if r.Policy.ResidentExperts != 256 || r.Policy.complexity() != 0 || r.Policy.MicroBatch != r.Policy.Batch || !near(r.DecodeTokS, 28_200, 0.02) {
 		t.Errorf("Mixtral on an H200: %+v", r.Policy)
 	}
-	// On an L4 keys and values go to the host, attention with them, and the link is
+	// On an L4 the KV cache goes to the host, attention with it, and the link is
 	// the limit: more than MoE-Lightning's 945 tokens/s, whose experts run per
 	// micro-batch.
 	r = find("mixtral-8x7b", "l4", Choices{})
 	if r.Policy.Attention != configs.OnCPU || r.Policy.Grouping != configs.PerLayer || r.Decode.Bound != BoundHostLink || r.DecodeTokS < 1000 || r.DecodeTokS > 1300 {
 		t.Errorf("Mixtral on an L4: %+v, %v tokens/s by %s", r.Policy, r.DecodeTokS, r.Decode.Bound)
 	}
-	// One sequence: only what the router chose.
+	// One sequence: on-demand fetches.
 	half := 0.5
 	r = find("mixtral-8x7b", "h200", Choices{Batch: 1, Offload: &half, Tier: configs.PeerTier})
 	if !r.Policy.OnDemand || r.Policy.PeerExperts != 128 {
@@ -94,7 +96,32 @@ func TestSearchMakesSense(t *testing.T) {
 	}
 }
 
-// Where a search tries every batch, what it leaves out of the rest costs nothing.
+// Bounds cost throughput and hold; where they are out of reach, the nearest is named.
+func TestSearchWithBounds(t *testing.T) {
+	p := problem(t, "mixtral-8x7b", "l4")
+	free, err := p.Search(Choices{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	tight, err := p.Search(Choices{MaxTTFT: 30, MaxTPOT: 4.6})
+	if err != nil || tight.TTFT() > 30 || tight.TPOT() > 4.6 || tight.TokS >= free.TokS || tight.Policy.Batch < 100 {
+		t.Errorf("%+v, %v", tight.Policy, err)
+	}
+	if loose, err := p.Search(Choices{MaxTTFT: 1000, MaxTPOT: 10}); err != nil || !reflect.DeepEqual(loose, free) {
+		t.Errorf("%+v with bounds that bind nothing, %+v without, %v", loose.Policy, free.Policy, err)
+	}
+	_, err = p.Search(Choices{MaxTTFT: 1000, MaxTPOT: 0.1})
+	var late *LatencyError
+	if !errors.As(err, &late) || late.Nearest.Policy.Batch != 1 || late.Nearest.TPOT() < 0.1 || late.Nearest.TPOT() > 2 {
+		t.Fatalf("%v", err)
+	}
+	if want := "planner: no policy has a TTFT of at most 1000 s and a TPOT of at most 100 ms: the nearest has a TTFT of 4.39 s and a TPOT of 1.19 s, with a batch of 1, "; !strings.HasPrefix(err.Error(), want) || !strings.Contains(err.Error(), "--offload-fraction 0.") {
+		t.Errorf("%v", err)
+	}
+}
+
+// Where a search tries every batch, the policies that it does not try are no better, and
+// bounds of TTFT and TPOT hold.
 func TestSearchAgainstBruteForce(t *testing.T) {
 	rapid.Check(t, func(rt *rapid.T) {
 		p := problem(t, rapid.SampledFrom(modelNames).Draw(rt, "model"), rapid.SampledFrom(hardwareNames).Draw(rt, "hardware"))
@@ -112,13 +139,26 @@ func TestSearchAgainstBruteForce(t *testing.T) {
 		}
 		p.PromptsAlike = rapid.Bool().Draw(rt, "prompts alike")
 		shares := []float64{0, 0.5}
-		got, err := p.Search(Choices{KVOnHost: shares, Slack: -1})
+		c := Choices{KVOnHost: shares, Slack: -1}
+		if free, err := p.Search(c); err == nil && rapid.Bool().Draw(rt, "bounded") {
+			// From out of reach to no bound at all.
+			if rapid.Bool().Draw(rt, "TTFT") {
+				c.MaxTTFT = free.TTFT() * rapid.Float64Range(0.01, 1.1).Draw(rt, "of the TTFT")
+			}
+			if rapid.Bool().Draw(rt, "TPOT") {
+				c.MaxTPOT = free.TPOT() * rapid.Float64Range(0.1, 1.1).Draw(rt, "of the TPOT")
+			}
+		}
+		got, err := p.Search(c)
+		excess := func(r *Prediction) float64 {
+			return max(1, r.TTFT()/cmp.Or(c.MaxTTFT, math.Inf(1)), r.TPOT()/cmp.Or(c.MaxTPOT, math.Inf(1)))
+		}
 
 		n, nerr := p.normalized()
 		if nerr != nil {
 			rt.Fatal(nerr)
 		}
-		best, bestPolicy := 0.0, Policy{}
+		best, bestPolicy, nearest := 0.0, Policy{}, math.Inf(1)
 		for batch := 1; batch <= p.Workload.Requests; batch++ {
 			all := batch * p.Workload.PromptTokens
 			for _, prefill := range []int{max(batch, (all+3)/4), all} {
@@ -138,7 +178,8 @@ func TestSearchAgainstBruteForce(t *testing.T) {
 							x.HostPaths = paths + 1
 							x.PeerExperts = n.split(&x, configs.AnyTier)
 							r := n.predict(x)
-							if r.TokS > best {
+							nearest = min(nearest, excess(&r))
+							if r.TokS > best && excess(&r) == 1 {
 								best, bestPolicy = r.TokS, x
 							}
 						}
@@ -149,8 +190,17 @@ func TestSearchAgainstBruteForce(t *testing.T) {
 		if (err == nil) != (best > 0) {
 			rt.Fatalf("search: %v; trying everything: %v tok/s", err, best)
 		}
+		var late *LatencyError
+		if errors.As(err, &late) {
+			if e := excess(&late.Nearest); e <= 1 || e > 1.001*nearest {
+				rt.Fatalf("search comes to %v of the bounds with %+v, trying everything to %v", e, late.Nearest.Policy, nearest)
+			}
+		}
 		if err != nil {
 			return
+		}
+		if excess(&got) > 1 {
+			rt.Fatalf("%v s to the first token and %v s per token, with bounds %v and %v", got.TTFT(), got.TPOT(), c.MaxTTFT, c.MaxTPOT)
 		}
 		if got.TokS < 0.998*best {
 			rt.Fatalf("search finds %v tok/s with %+v, trying everything %v with %+v", got.TokS, got.Policy, best, bestPolicy)
@@ -182,20 +232,22 @@ func TestSearchRefuses(t *testing.T) {
 		want string
 	}{
 		{Choices{Batch: -1}, "batch is -1"},
-		{Choices{Batch: 8, MicroBatch: 9}, "micro-batches of 9 rows in a batch of 8; make them at most the batch"},
+		{Choices{Batch: 8, MicroBatch: 9}, "micro-batches of 9 tokens in a batch of 8: make them at most the batch"},
 		{Choices{Batch: 8, MicroBatches: 9}, "9 micro-batches in a batch of 8"},
-		{Choices{Batch: 8, MicroBatch: 4, MicroBatches: 3}, "3 micro-batches of 4 rows are not a batch of 8"},
-		{Choices{Batch: 8, MaxBatch: 7}, "at most 7 may run at once"},
-		{Choices{PrefillTokens: 8, MaxPrefillTokens: 7}, "at most 7 may run at once"},
+		{Choices{Batch: 8, MicroBatch: 4, MicroBatches: 3}, "3 micro-batches of 4 tokens are not a batch of 8"},
+		{Choices{Batch: 8, MaxBatch: 7}, "a batch of 8, and the maximum is 7"},
+		{Choices{PrefillTokens: 8, MaxPrefillTokens: 7}, "8 prompt tokens a step, and the maximum is 7"},
 		{Choices{Batch: 101}, "for 100 requests"},
 		{Choices{Offload: &bad}, "offload fraction 1.5"},
 		{Choices{Slack: 1}, "a slack of 1"},
-		{Choices{HostPaths: []int{3}}, "3 paths from the host; hardware h200 has 2"},
-		{Choices{Attention: []configs.Place{}}, "nothing to choose from"},
+		{Choices{MaxTTFT: -1}, "maximum TTFT is -1 s: must be at least 0"},
+		{Choices{MaxTPOT: math.NaN()}, "maximum TPOT is NaN s"},
+		{Choices{HostPaths: []int{3}}, "3 paths from the host, and hardware h200 has 2"},
+		{Choices{Attention: []configs.Place{}}, "no choices"},
 		{Choices{Attention: []configs.Place{7}}, "invalid attention 7"},
 		{Choices{Grouping: []configs.Grouping{7}}, "invalid expert grouping 7"},
 		{Choices{KVOnHost: []float64{0.5, 0}}, "must ascend"},
-		{Choices{KVOnHost: []float64{2}}, "a share 2 of keys and values"},
+		{Choices{KVOnHost: []float64{2}}, "a share 2 of the KV cache"},
 		{Choices{Batch: 15, MicroBatches: 14}, "a batch of 15 cannot be cut into 14 micro-batches"},
 	} {
 		p := problem(t, "mixtral-8x7b", "h200")
@@ -209,7 +261,7 @@ func TestSearchRefuses(t *testing.T) {
 	none := 0.0
 	_, err := p.Search(Choices{Batch: 4536, Offload: &none, Attention: []configs.Place{configs.OnGPU}, KVOnHost: []float64{0}})
 	var m *MisfitError
-	if !errors.As(err, &m) || len(m.Nearest) != 2 || !strings.Contains(err.Error(), "what fits: a batch of 4536 with ") {
+	if !errors.As(err, &m) || len(m.Nearest) != 2 || !strings.Contains(err.Error(), "; use a batch of 4536 with ") {
 		t.Errorf("got %v", err)
 	}
 }
