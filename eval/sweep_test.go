@@ -57,7 +57,7 @@ func TestThroughput(t *testing.T) {
 	if r.MicroBatchTokens != 2 || r.NumMicroBatches != 2 || r.PromptTokens != 6 || r.GeneratedTokens != 15 || r.WarmupTokens != 9 {
 		t.Errorf("%+v", r)
 	}
-	if r.Roofline == nil || r.Prediction == nil || r.Roofline.Bound != "host link" || r.Roofline.Fraction != r.DecodeTokS/r.Roofline.TokS || r.Prediction.SaturationPoint <= 0 {
+	if r.Roofline == nil || r.Prediction == nil || r.Roofline.Bound != "host-link" || r.Roofline.Fraction != r.DecodeTokS/r.Roofline.TokS || r.Prediction.SaturationPoint <= 0 {
 		t.Errorf("roofline %+v, prediction %+v", r.Roofline, r.Prediction)
 	}
 	if len(r.TokensSHA256) != 64 {
@@ -102,7 +102,7 @@ func TestDeviation(t *testing.T) {
 	if r.DecodeTokS != 2 || *r.DecodeStddevTokS < 1.4142 || *r.DecodeStddevTokS > 1.4143 {
 		t.Errorf("%v ± %v tokens/s, want 2 ± 1.4142", r.DecodeTokS, *r.DecodeStddevTokS)
 	}
-	if r.Roofline.Bound == "host link" || r.Prediction.SaturationPoint != 0 {
+	if r.Roofline.Bound == "host-link" || r.Prediction.SaturationPoint != 0 {
 		t.Errorf("nothing offloaded: %+v, %+v", r.Roofline, r.Prediction)
 	}
 }

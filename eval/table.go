@@ -12,6 +12,7 @@ import (
 	"text/tabwriter"
 
 	"github.com/moeserve/moeserve/configs"
+	"github.com/moeserve/moeserve/planner"
 )
 
 // WriteTable writes results for a person: above what they are of, then a line each, and
@@ -32,7 +33,7 @@ func WriteTable(out io.Writer, results []Result) error {
 			predicted = number(r.Prediction.DecodeTokS)
 		}
 		if r.Roofline != nil && r.comparable() {
-			share, bound = fmt.Sprintf("%.1f %%", 100*r.Roofline.Fraction), r.Roofline.Bound
+			share, bound = fmt.Sprintf("%.1f %%", 100*r.Roofline.Fraction), planner.Bound(r.Roofline.Bound).Text()
 		}
 		if r.Hits+r.Misses > 0 {
 			hits = fmt.Sprintf("%.1f %%", 100*r.HitRate)

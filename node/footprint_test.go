@@ -3,7 +3,6 @@ package node
 import (
 	"fmt"
 	"log/slog"
-	"math"
 	"math/rand/v2"
 	"path/filepath"
 	"sync"
@@ -100,7 +99,12 @@ func plannedIsTaken(t *testing.T, o Options) {
 	if _, err := u.budget(); err != nil {
 		t.Fatal(err)
 	}
-	p, err := u.problem(planning.All(), planner.Workload{PromptTokens: 1, NewTokens: 1})
+	po, err := u.planning()
+	if err != nil {
+		t.Fatal(err)
+	}
+	po.Explicit, po.Workload = planning.All(), planner.Workload{PromptTokens: 1, NewTokens: 1}
+	p, err := planning.New(u.footprint, po)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -134,43 +138,5 @@ func plannedIsTaken(t *testing.T, o Options) {
 	}
 	if got := n.Info().Limits.MaxModelLen; got != w.Limits.MaxModelLen {
 		t.Errorf("sequences of %d tokens, %d planned", got, w.Limits.MaxModelLen)
-	}
-}
-
-// The planner's number of experts that fit is where a node's needs begin to fit.
-func TestFractionThatWouldFit(t *testing.T) {
-	for _, hbm := range []string{"6MiB", "7MiB", "8MiB"} {
-		for _, adapt := range []bool{false, true} {
-			s := configs.Defaults()
-			s.Batch.MaxNumBatchedTokens, s.Batch.MaxNumSeqs, s.Offload.DynamicResidency, s.Device.Emulate = 64, 16, adapt, "hbm="+hbm+",host=1GiB,virtual"
-			in, err := Inspect(Options{Settings: s})
-			if err != nil {
-				t.Fatal(err)
-			}
-			if in.Problem == nil {
-				t.Errorf("%s: all fits", hbm)
-				continue
-			}
-			var fraction float64
-			text := in.Problem.Error()
-			i := len(text) - len(" it would fit")
-			for ; i > 0 && text[i-1] != ' '; i-- {
-			}
-			if _, err := fmt.Sscanf(text[i:], "%g it would fit", &fraction); err != nil {
-				t.Errorf("%s: %v", hbm, in.Problem)
-				continue
-			}
-			offloaded := int(math.Round(fraction * 48))
-			for _, more := range []int{-1, 0} {
-				s.Offload.Fraction = float64(offloaded+more) / 48
-				in, err := Inspect(Options{Settings: s})
-				if err != nil {
-					t.Fatal(err)
-				}
-				if fits := in.Problem == nil; fits != (more == 0) {
-					t.Errorf("%s, adaptive %v: %d of 48 fit, it is said; %d: %v", hbm, adapt, offloaded, offloaded+more, in.Problem)
-				}
-			}
-		}
 	}
 }

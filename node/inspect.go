@@ -13,40 +13,43 @@ import (
 	"github.com/moeserve/moeserve/node/sizing"
 )
 
-// Inspection is what Open would do with the same options.
+// Inspection is what Open would do with the same options, without doing it.
 type Inspection struct {
-	// Settings, with what a policy has changed; Planned is that policy, or nil.
+	// Settings, with the changes of a policy; Planned is that policy, or nil.
 	Settings configs.Settings
 	Planned  *planning.Planned
 	Model    string
 	Config   *models.Config
 	Sizes    sizing.ModelSizes
-	// Routing and DType in words: how experts are chosen, the type of weights.
+	// Routing method and DType of the weights, in words.
 	Routing, DType string
 	// Resident and Offloaded experts, and the tier of each.
 	Resident, Offloaded int
 	Placement           []LayerPlacement
 	// Demands on the memory spaces, without the KV cache.
 	Demands []sizing.Demand
-	// KV is the cache that the rest is used for, in blocks of KVBlockBytes.
+	// KV is the KV cache that gets the rest, in blocks of KVBlockBytes.
 	KV           sizing.KVFit
 	KVBlockBytes int64
 	// Peers that may be borrowed from.
 	Peers []sizing.PeerBudget
-	// Problem is why Open would fail for lack of memory on these devices; nil if it
-	// would not. Here is why they cannot be emulated on this machine, or nil.
+	// Problem is the error of Open for lack of memory on these devices, or nil. RunsHere is
+	// the error where this machine cannot emulate them, or nil.
 	Problem, RunsHere error
+	// Advice is how to get a KV cache for the model's context, where it is smaller and the
+	// settings do not ask for that; else empty.
+	Advice string
 }
 
-// LayerPlacement says of one layer in which tiers its experts start.
+// LayerPlacement is the initial tiers of one layer's experts.
 type LayerPlacement struct {
 	Layer int
 	Tiers []string
 }
 
-// Inspect tells a model's sizes and works out what would live where. It reads no
-// weights and takes no memory; a preset needs no load format. Errors are as those
-// of Open, but for memory that does not suffice, which Inspection tells.
+// Inspect returns a model's sizes and the placement of its experts. It reads no weights and
+// allocates no device memory; a preset needs no load format. Errors are as those of Open,
+// but for insufficient memory, which Inspection reports.
 func Inspect(o Options) (_ *Inspection, err error) {
 	if _, ok := configs.Preset(o.Settings.Model.Name); ok {
 		o.Settings.Model.LoadFormat = configs.LoadDummy
@@ -92,8 +95,11 @@ func Inspect(o Options) (_ *Inspection, err error) {
 		in.Placement = append(in.Placement, LayerPlacement{l, tiers})
 	}
 	in.KV, in.Problem = u.fit()
+	if in.Problem == nil && in.KV.MaxModelLen < u.needs.Limits.MaxModelLen {
+		in.Advice = u.contextAdvice(in.KV)
+	}
 	in.RunsHere = u.together()
-	if in.RunsHere == nil { // else peers, too, are of a machine that is not this one
+	if in.RunsHere == nil { // else peers, too, are of another machine
 		if err := u.shareMemory(in.KV); err != nil {
 			return nil, fault.Of(fault.ErrConfig, err)
 		}

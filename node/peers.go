@@ -11,11 +11,12 @@ import (
 )
 
 const (
-	// slabExperts is how many experts a piece of borrowed memory holds: few enough
-	// that giving one back frees memory without emptying a peer.
+	// slabExperts is the number of experts of a slab: few enough that the release of one
+	// frees memory without emptying a peer.
 	slabExperts = 4
-	// giveBack is how long the end of a node waits until peers have their memory back.
-	giveBack = 30 * time.Second
+	// releaseTimeout bounds the wait at the end of a node for the release of borrowed
+	// memory.
+	releaseTimeout = 30 * time.Second
 )
 
 // openHarvest starts borrowing.
@@ -54,9 +55,9 @@ func (n *Node) openHarvest(u *setup) error {
 	return nil
 }
 
-// closeHarvest gives everything back. Once that is done, it does nothing.
+// closeHarvest releases all borrowed memory. After the first call it does nothing.
 func (n *Node) closeHarvest() error {
-	ctx, cancel := context.WithTimeout(context.Background(), giveBack)
+	ctx, cancel := context.WithTimeout(context.Background(), releaseTimeout)
 	defer cancel()
 	return n.harvest.Close(ctx)
 }

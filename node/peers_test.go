@@ -311,17 +311,17 @@ func TestBadPeers(t *testing.T) {
 		{"out of reach", split, false, func(s *configs.Settings) { s.Device.Peers = "1,2" }, "peer gpu2 cannot be reached from gpu0, leave it out"},
 		{"too little", apart, false, func(s *configs.Settings) {
 			s.Offload.Tier, s.Harvest.Headroom = configs.PeerTier, "255MiB"
-		}, "36 of 132.00 KiB each, and 14 fit: gpu1 7 (1.00 MiB of 256.00 MiB, after 0 B of others and 255.00 MiB of head-room), gpu2 7"},
+		}, "36 offloaded experts of 132.00 KiB each, and 14 fit: gpu1 7 (1.00 MiB of 256.00 MiB, after 0 B used by other processes and 255.00 MiB headroom), gpu2 7"},
 		{"taken at first", apart, false, func(s *configs.Settings) {
 			s.Offload.Tier, s.Harvest.AvailabilityTrace = configs.PeerTier, writeTrace(t, "0,1,268435456", "0,2,268435456")
 		}, "and 0 fit"},
-		{"no peers", emulated.Options{GPUs: make([]emulated.GPU, 1)}, false, func(s *configs.Settings) { s.Offload.Tier = configs.PeerTier }, "there is no GPU but gpu0 to lend memory"},
+		{"no peers", emulated.Options{GPUs: make([]emulated.GPU, 1)}, false, func(s *configs.Settings) { s.Offload.Tier = configs.PeerTier }, "gpu0 is the only GPU"},
 		{"a trace with a gap", apart, false, func(s *configs.Settings) { s.Harvest.AvailabilityTrace = writeTrace(t, "0,1,0", "0,2,0", "1,2,0") }, "time 1 has no line for peer 1"},
 		{"a trace of others", apart, false, func(s *configs.Settings) { s.Harvest.AvailabilityTrace = writeTrace(t, "0,3,0") }, "there is no peer 3"},
 		{"no trace", apart, false, func(s *configs.Settings) { s.Harvest.AvailabilityTrace = "no/such/file" }, "no/such/file: no such file"},
 		{"a trace of real GPUs", apart, true, func(s *configs.Settings) { s.Harvest.AvailabilityTrace = "generated:1" }, "availability-trace is for emulated devices"},
-		{"no such expert", apart, false, func(s *configs.Settings) { s.Offload.Fraction, s.Offload.ResidentExperts = 0, "0:8" }, "there is no expert 8 in layer 0: it has 8"},
-		{"no such layer", apart, false, func(s *configs.Settings) { s.Offload.Fraction, s.Offload.ResidentExperts = 0, "6:0" }, "the model's layers that have are 0-5"},
+		{"no such expert", apart, false, func(s *configs.Settings) { s.Offload.Fraction, s.Offload.ResidentExperts = 0, "0:8" }, "no expert 8 in layer 0: the layer has 8"},
+		{"no such layer", apart, false, func(s *configs.Settings) { s.Offload.Fraction, s.Offload.ResidentExperts = 0, "6:0" }, "the model's layers with experts are 0-5"},
 		{"no such list", apart, false, func(s *configs.Settings) { s.Offload.Fraction, s.Offload.ResidentExperts = 0, "@no/such/file" }, "no/such/file: no such file"},
 	} {
 		t.Run(c.name, func(t *testing.T) {

@@ -10,20 +10,22 @@ import (
 	"github.com/moeserve/moeserve/node/planning"
 )
 
-// PlanOptions say what to plan for.
+// PlanOptions of a plan.
 type PlanOptions struct {
 	Options
-	// Unrestricted also considers what this engine does not do.
+	// Unrestricted also considers policies that this engine does not support.
 	Unrestricted bool
-	// PeerMemory is what each peer has to lend, in bytes, where the setting hardware
-	// names a machine; 0: what that says. The head-room stays free of it.
+	// PeerMemory is the memory of each peer, in bytes, where the setting hardware names a
+	// machine; 0: that machine's. The headroom stays free of it.
 	PeerMemory int64
+	// MaxTTFT and MaxTPOT bound the search, in seconds; 0: no bound.
+	MaxTTFT, MaxTPOT float64
 }
 
-// Plan finds the best policy, or judges the one that the settings name, for the
-// hardware that they name or for this machine. It takes no memory and reads no
-// weights. Errors are as those of Open; a policy that does not fit is a
-// *planner.MisfitError.
+// Plan finds the best policy, or predicts the one that the settings name, for the hardware
+// that they name or for this machine. It allocates no device memory and reads no weights.
+// Errors are as those of Open; a policy that does not fit is a *planner.MisfitError, and
+// bounds out of reach are a *planner.LatencyError.
 func Plan(o PlanOptions) (_ *planning.Planned, err error) {
 	s := &o.Settings
 	if _, ok := configs.Preset(s.Model.Name); ok || checkpoint.Weightless(s.Model.Name) {
@@ -37,7 +39,7 @@ func Plan(o PlanOptions) (_ *planning.Planned, err error) {
 	}
 	o.Options = o.EnsureDefaults()
 	if s.Offload.ResidentExperts != "" {
-		return nil, fault.Of(fault.ErrConfig, errors.New("resident-experts: a plan spreads experts evenly; give offload-fraction"))
+		return nil, fault.Of(fault.ErrConfig, errors.New("--resident-experts: a plan spreads experts evenly; use --offload-fraction"))
 	}
 	model, err := checkpoint.Open(s.Model, s.Generate.Seed)
 	if err != nil {
@@ -65,17 +67,22 @@ func (o *PlanOptions) problem(model *checkpoint.Model) (_ *planning.Problem, err
 	if o.Settings.Plan.Hardware != "" {
 		return planning.NewNamed(model, planning.NamedOptions{
 			Settings: &o.Settings, Explicit: o.explicit(), Workload: o.Workload,
-			CacheLayers: o.CacheLayers, HostLogits: o.HostLogits, PeerMemory: o.PeerMemory,
+			CacheLayers: o.CacheLayers, HostLogits: o.HostLogits, PeerMemory: o.PeerMemory, MaxTTFT: o.MaxTTFT, MaxTPOT: o.MaxTPOT,
 		})
 	}
 	if o.PeerMemory > 0 {
-		return nil, fault.Of(fault.ErrConfig, errors.New("peer-memory goes with hardware: of this machine's peers it is known what they have"))
+		return nil, fault.Of(fault.ErrConfig, errors.New("--peer-memory needs --hardware: the peers of this machine have the memory that they have"))
 	}
 	u, err := newSetup(&o.Options, model)
 	if err != nil {
 		return nil, err
 	}
 	defer func() { err = errors.Join(err, u.devices.Close()) }()
-	p, err := u.problem(o.explicit(), o.Workload)
+	po, err := u.planning()
+	if err != nil {
+		return nil, fault.Of(fault.ErrConfig, err)
+	}
+	po.MaxTTFT, po.MaxTPOT = o.MaxTTFT, o.MaxTPOT
+	p, err := planning.New(u.footprint, po)
 	return p, fault.Of(fault.ErrConfig, err)
 }

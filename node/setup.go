@@ -3,6 +3,7 @@ package node
 import (
 	"errors"
 	"fmt"
+	"math"
 	"os"
 	"slices"
 
@@ -19,15 +20,16 @@ import (
 	"github.com/moeserve/moeserve/planner"
 )
 
-// setup is a model on open devices before any memory is taken: what Open, Inspect and
-// Plan begin with. Whoever makes one closes the devices.
+// setup is a model on open devices before any memory is allocated: the beginning of Open,
+// Inspect and Plan. The caller of newSetup closes the devices.
 type setup struct {
 	o *Options
-	// settings are the options'; follow changes them.
+	// settings are the options'; applyPolicy changes them.
 	settings  configs.Settings
 	model     *checkpoint.Model
 	devices   *devices.Devices
-	peers     []device.Space // that may be borrowed from
+	peers     []device.Space // that may be borrowed from; none where nothing is offloaded
+	allPeers  []device.Space // the same, also where nothing is offloaded
 	layout    *models.Layout
 	footprint *sizing.Footprint
 	planned   *planning.Planned // nil without a policy
@@ -35,8 +37,8 @@ type setup struct {
 	others    *playback         // nil without a trace, and before lend
 }
 
-// borrows says whether offloaded experts may lie with peers, as far as the settings
-// tell: a policy may yet offload some.
+// borrows reports whether offloaded experts may have peer copies, as far as is known from the
+// settings: a policy may yet offload some.
 func borrows(o *configs.Offload) bool {
 	return o.Tier != configs.HostTier && (o.Fraction > 0 || o.ResidentExperts != "")
 }
@@ -45,7 +47,7 @@ func borrows(o *configs.Offload) bool {
 func newSetup(o *Options, model *checkpoint.Model) (_ *setup, err error) {
 	s := &o.Settings
 	if h := s.Plan.Hardware; h != "" {
-		// What is named must be there, whether or not anything counts with it.
+		// The named hardware must exist, whether or not it is used.
 		if _, err := planning.LoadHardware(h); err != nil {
 			return nil, fault.Of(fault.ErrConfig, fmt.Errorf("hardware: %w", err))
 		}
@@ -81,26 +83,26 @@ func newSetup(o *Options, model *checkpoint.Model) (_ *setup, err error) {
 	return u, fault.Of(fault.ErrConfig, err)
 }
 
-// choosePeers works out which memories of the machine may be borrowed from. Where it
-// turns out that nothing is offloaded, none is.
+// choosePeers finds the memories of the machine that may be borrowed from. Where nothing is
+// offloaded after all, size removes them.
 func (u *setup) choosePeers() error {
 	offload := &u.settings.Offload
 	c, err := u.settings.Device.ParsePeers()
 	if err != nil {
 		return err
 	}
-	// What is named must be right, whether or not it is used.
+	// The named peers must exist, whether or not they are used.
 	peers, err := u.devices.Peers(c)
 	if err != nil || offload.Tier == configs.HostTier {
 		return err
 	}
 	if borrows(offload) && offload.Tier == configs.PeerTier && len(peers) == 0 {
 		if u.devices.Real() {
-			return errors.New("offload-tier is peer and peers names no GPU: name those whose memory may be borrowed")
+			return errors.New("--offload-tier is peer, and there are no peers; name GPUs whose memory may be borrowed, as --peers 1")
 		}
-		return fmt.Errorf("offload-tier is peer, and there is no GPU but %s to lend memory", u.devices.Space)
+		return fmt.Errorf("--offload-tier is peer, and %s is the only GPU; use another tier", u.devices.Space)
 	}
-	u.peers = peers
+	u.peers, u.allPeers = peers, peers
 	return nil
 }
 
@@ -109,8 +111,8 @@ func (u *setup) facts() planning.Machine {
 	return planning.Facts(u.devices.Machine, u.devices.Space, u.peers)
 }
 
-// hardware is the machine as the planner sees it: memories as they are, rates from the
-// setting, or those that are known or assumed.
+// hardware is the planner's view of the machine: its memories, and the rates of the setting
+// or those that are known or assumed.
 func (u *setup) hardware() (h planner.Hardware, err error) {
 	if name := u.settings.Plan.Hardware; name == "" {
 		h = u.facts().Assume()
@@ -139,25 +141,37 @@ func (u *setup) hardware() (h planner.Hardware, err error) {
 	return h, h.Validate()
 }
 
-// problem is the planner's, on the machine.
-func (u *setup) problem(given planning.Explicit, w planner.Workload) (*planning.Problem, error) {
+// planning are the options of problems on the machine.
+func (u *setup) planning() (planning.Options, error) {
 	h, err := u.hardware()
+	return planning.Options{
+		Model: u.model.Name, Settings: &u.settings, Explicit: u.o.explicit(), Workload: u.o.Workload,
+		Hardware: h, Shares: planner.Shares{GPU: u.settings.Device.GPUMemoryUtilization, Host: 1, Peer: 1},
+	}, err
+}
+
+// advice is what makes the model fit.
+func (u *setup) advice() (*planning.Advice, error) {
+	whole := *u
+	whole.peers = u.allPeers
+	o, err := whole.planning()
 	if err != nil {
 		return nil, err
 	}
-	return planning.New(u.footprint, planning.Options{
-		Model: u.model.Name, Settings: &u.settings, Explicit: given, Workload: w,
-		Hardware: h, Shares: planner.Shares{GPU: u.settings.Device.GPUMemoryUtilization, Host: 1, Peer: 1},
-	})
+	return planning.Advise(u.footprint, o)
 }
 
-// applyPolicy puts what a policy says, where there is one, into the settings.
+// applyPolicy puts the policy, where there is one, into the settings.
 func (u *setup) applyPolicy() error {
 	s := &u.settings
 	if s.Plan.Policy == configs.NoPolicy {
 		return nil
 	}
-	p, err := u.problem(u.o.explicit(), u.o.Workload)
+	o, err := u.planning()
+	if err != nil {
+		return err
+	}
+	p, err := planning.New(u.footprint, o)
 	if err != nil {
 		return err
 	}
@@ -173,12 +187,15 @@ func (u *setup) applyPolicy() error {
 	if u.planned, err = p.Follow(); err != nil {
 		return err
 	}
+	for _, note := range u.planned.Notes {
+		u.o.Log.Warn(note)
+	}
 	r := &u.planned.Prediction
-	u.o.Log.Info("policy selected", "source", s.Plan.Policy, "batch", r.Policy.Batch, "prefill_tokens", r.Policy.PrefillTokens, "resident_experts", r.Policy.ResidentExperts, "decode_tok_s", r.DecodeTokS, "bound", string(r.Decode.Bound))
+	u.o.Log.Info("policy selected", "source", s.Plan.Policy, "batch", r.Policy.Batch, "prefill_tokens", r.Policy.PrefillTokens, "resident_experts", r.Policy.ResidentExperts, "ttft_s", r.TTFT(), "tpot_s", r.TPOT(), "decode_tok_s", r.DecodeTokS, "bound", string(r.Decode.Bound))
 	return s.Put(u.planned.Settings)
 }
 
-// placement says which experts are offloaded.
+// placement is the set of offloaded experts.
 func (u *setup) placement() (experts.Placement, error) {
 	offload := u.settings.Offload
 	list := offload.ResidentExperts
@@ -192,7 +209,7 @@ func (u *setup) placement() (experts.Placement, error) {
 	return u.footprint.Place(offload, list)
 }
 
-// size works out what the settings take of which memory.
+// size computes the memory of the settings.
 func (u *setup) size() error {
 	placement, err := u.placement()
 	if err != nil {
@@ -211,22 +228,26 @@ func (u *setup) size() error {
 	return err
 }
 
-// fit sizes the KV cache with what the needs leave, or says what there is too little of.
+// fit sizes the KV cache with the room that the needs leave. Its error ends with what makes
+// the model fit.
 func (u *setup) fit() (sizing.KVFit, error) {
 	fit, err := u.needs.Fit(u.settings.Batch.MaxNumSeqs, u.settings.KV)
-	if _, short := u.needs.Device.Room(); short != nil && u.settings.Offload.ResidentExperts == "" {
-		p, planErr := u.problem(planning.All(), planner.Workload{PromptTokens: 1, NewTokens: 1})
-		if planErr != nil {
-			return fit, err
-		}
-		if f, ok := p.Fraction(u.needs.Plan.ResidentExperts); ok {
-			err = fmt.Errorf("%w; with offload-fraction %v it would fit", err, f)
-		}
+	if err == nil || u.settings.KV.MaxModelLen > u.model.Config.MaxPositions {
+		return fit, err
 	}
-	return fit, err
+	a, adviceErr := u.advice()
+	if adviceErr != nil {
+		return fit, err
+	}
+	var misfit *sizing.MisfitError
+	if errors.As(err, &misfit) {
+		misfit.Advice = a.String()
+		return fit, err
+	}
+	return fit, fmt.Errorf("%w; or %v", err, a)
 }
 
-// budget works out what lies where, before anything is taken, and the KV cache.
+// budget computes the memory of everything before it is allocated, and sizes the KV cache.
 func (u *setup) budget() (sizing.KVFit, error) {
 	if err := u.size(); err != nil {
 		return sizing.KVFit{}, err
@@ -236,7 +257,8 @@ func (u *setup) budget() (sizing.KVFit, error) {
 		return fit, err
 	}
 	if fit.MaxModelLen < u.needs.Limits.MaxModelLen {
-		// Tables of shorter sequences take less.
+		u.warnOfContext(fit)
+		// Tables of shorter sequences need less.
 		u.footprint = u.footprint.Within(fit.MaxModelLen)
 		if err := u.size(); err != nil {
 			return fit, err
@@ -258,7 +280,29 @@ func (u *setup) budget() (sizing.KVFit, error) {
 	return fit, u.peersHold(peers)
 }
 
-// together refuses what this machine cannot emulate.
+// warnOfContext warns of a KV cache that is smaller than the model's context, which the
+// settings have not asked for. A policy that is made for a number of requests has room for
+// these.
+func (u *setup) warnOfContext(fit sizing.KVFit) {
+	if u.planned != nil && u.o.Workload.Requests > 0 {
+		return
+	}
+	u.o.Log.Warn("the KV cache holds less than the model's context: longer requests are refused", "kv_cache_tokens", fit.Blocks*u.needs.KV.BlockTokens, "max_model_len", fit.MaxModelLen,
+		"model_context", u.needs.Limits.MaxModelLen, "advice", u.contextAdvice(fit))
+}
+
+// contextAdvice is how to get a KV cache for more of the model's context than fits.
+func (u *setup) contextAdvice(fit sizing.KVFit) string {
+	if u.settings.KV.NumGPUBlocksOverride > 0 {
+		return "raise --num-gpu-blocks-override"
+	}
+	if a, err := u.advice(); err == nil && (a.Policy || a.Tokens > fit.MaxModelLen) {
+		return a.String()
+	}
+	return "use more GPU memory, or a model with a smaller context"
+}
+
+// together refuses needs that this machine cannot emulate.
 func (u *setup) together() error {
 	if have, ok := u.devices.Shared(); ok {
 		return u.needs.Together(have)
@@ -266,8 +310,8 @@ func (u *setup) together() error {
 	return nil
 }
 
-// shareMemory leaves emulated peers only as much memory as this machine has beside
-// what the GPU that computes and the host take of it: it is all the same memory.
+// shareMemory leaves emulated peers only the memory of this machine that GPU and host do not
+// need: all emulated memory is this machine's. The rest counts as used by other processes.
 func (u *setup) shareMemory(fit sizing.KVFit) error {
 	have, ok := u.devices.Shared()
 	if !ok || u.devices.Limiter == nil || len(u.peers) == 0 {
@@ -286,7 +330,7 @@ func (u *setup) shareMemory(fit sizing.KVFit) error {
 	return nil
 }
 
-// lend works out what peers can lend, with what others hold of them at first.
+// lend computes the budgets of peers, with the initial memory of other processes.
 func (u *setup) lend() (_ []sizing.PeerBudget, err error) {
 	if u.others, err = openPlayback(u.devices, u.settings.Harvest, u.o.Log); err != nil {
 		return nil, err
@@ -294,7 +338,7 @@ func (u *setup) lend() (_ []sizing.PeerBudget, err error) {
 	return u.budgets()
 }
 
-// budgets says what each peer can lend.
+// budgets are the memories that can be borrowed from peers.
 func (u *setup) budgets() ([]sizing.PeerBudget, error) {
 	room, err := u.headroom()
 	if err != nil {
@@ -311,21 +355,29 @@ func (u *setup) budgets() ([]sizing.PeerBudget, error) {
 	return all, nil
 }
 
-// headroom is what stays free on each peer, in bytes.
+// headroom is the memory left free on each peer, in bytes.
 func (u *setup) headroom() (int64, error) {
 	h, err := u.settings.Harvest.ParseHeadroom()
 	return sizing.Headroom(h, u.devices.Machine.Topology(), u.peers), err
 }
 
-// peersHold says whether peers can hold all offloaded experts, where they must.
+// peersHold returns an error where peers must hold copies of all offloaded experts and
+// cannot.
 func (u *setup) peersHold(peers []sizing.PeerBudget) error {
 	if u.settings.Offload.Tier != configs.PeerTier {
 		return nil
 	}
-	return sizing.PeersHold(peers, &u.needs.Plan)
+	err := sizing.PeersHold(peers, &u.needs.Plan)
+	if err == nil {
+		return nil
+	}
+	if a, adviceErr := u.advice(); adviceErr == nil && !a.AnyTier && (a.Policy || !math.IsNaN(a.Fraction)) {
+		return fmt.Errorf("%w; or %v", err, a)
+	}
+	return err
 }
 
-// steps says how the settings have steps run, without what runs them.
+// steps are the options of a pipeline with the settings, without its executors.
 func (u *setup) steps() pipeline.Options {
 	p := u.footprint.Steps(u.needs.Limits, u.settings.Batch)
 	p.Machine, p.Log = u.devices.Machine, u.o.Log
@@ -338,7 +390,7 @@ func (u *setup) steps() pipeline.Options {
 	return p
 }
 
-// kvSpace is the memory that keys and values lie in: that of whoever attends.
+// kvSpace is the memory of the KV cache: where attention runs.
 func (u *setup) kvSpace() device.Space {
 	if u.settings.Batch.Attention == configs.OnCPU {
 		return device.Host

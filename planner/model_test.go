@@ -121,3 +121,19 @@ func TestModelValidate(t *testing.T) {
 		t.Errorf("mean context %v, want 93", got)
 	}
 }
+
+// TestOffloadFraction: a number of experts is the same when its fraction is read again.
+func TestOffloadFraction(t *testing.T) {
+	for _, all := range []int{1, 3, 48, 256, 1440, 6144} {
+		m := Model{Layers: 1, Experts: all}
+		for n := range all + 1 {
+			f := m.OffloadFraction(n)
+			if got := m.Offloaded(f); got != n {
+				t.Fatalf("%d of %d is %v, which is %d", n, all, f, got)
+			}
+		}
+	}
+	if f := (Model{Layers: 32, Experts: 8}).OffloadFraction(128); f != 0.5 {
+		t.Errorf("half is %v", f)
+	}
+}

@@ -168,7 +168,7 @@ func printInspection(out io.Writer, set *settings, in *node.Inspection) error {
 	}
 	printLayers(t, layers, legend)
 	for _, d := range in.Demands {
-		t.line("\nmemory of %s\t%s needed, %s may be used (%.0f %% of %s)", d.Space, sizing.Bytes(d.Need()), sizing.Bytes(d.Usable()), 100*d.Share, sizing.Bytes(d.Capacity))
+		t.line("\nmemory of %s\tneed %s, usable %s (%.0f %% of %s)", d.Space, sizing.Bytes(d.Need()), sizing.Bytes(d.Usable()), 100*d.Share, sizing.Bytes(d.Capacity))
 		for _, p := range d.Parts {
 			t.line("  %s\t%s", p.Name, sizing.Bytes(p.Bytes))
 		}
@@ -178,19 +178,31 @@ func printInspection(out io.Writer, set *settings, in *node.Inspection) error {
 		if i == 0 {
 			label = "\npeers"
 		}
-		t.line("%s\t%s can lend %s, %d experts (of %s: %s of others, %s head-room)",
+		t.line("%s\t%s can lend %s, %d experts (of %s: %s used by other processes, %s headroom)",
 			label, p.Space, sizing.Bytes(p.Spare), p.Experts, sizing.Bytes(p.Capacity), sizing.Bytes(p.Other), sizing.Bytes(p.Headroom))
 	}
 	t.line("")
 	if in.Problem != nil {
-		t.line("does not fit\t%v", in.Problem)
+		t.line("does not fit\t%s", brief(in.Problem))
 		return t.print(out)
 	}
 	t.line("KV cache\t%d blocks of %s, for sequences of up to %d tokens", in.KV.Blocks, sizing.Bytes(in.KVBlockBytes), in.KV.MaxModelLen)
+	if in.Advice != "" {
+		t.line("\tless than the model's context of %d tokens; %s", c.MaxPositions, in.Advice)
+	}
 	if in.RunsHere != nil {
 		t.line("not here\t%v", in.RunsHere)
 	}
 	return t.print(out)
+}
+
+// brief is an error without the parts of a memory space, which are printed above it.
+func brief(err error) string {
+	var misfit *sizing.MisfitError
+	if errors.As(err, &misfit) {
+		return misfit.Brief()
+	}
+	return err.Error()
 }
 
 // grouped writes a number with a comma between thousands.

@@ -6,7 +6,10 @@ import (
 	"io"
 	"math"
 	"os"
+	"slices"
+	"strconv"
 	"strings"
+	"time"
 
 	"github.com/spf13/cobra"
 
@@ -21,8 +24,16 @@ import (
 type planOptions struct {
 	workload   planner.Workload
 	peerMemory string
-	everything bool
+	// maxTTFT and maxTPOT are seconds or durations; empty: no bound.
+	maxTTFT, maxTPOT string
+	everything       bool
 }
+
+// What TTFT and TPOT of a plan are.
+const (
+	ttftMeaning = "from the arrival of a whole batch to the first token of its last sequence: all its prefill steps"
+	tpotMeaning = "a decode step of the whole batch, at its mean context"
+)
 
 func newPlan(s *streams) *cobra.Command {
 	o := planOptions{workload: planning.DefaultWorkload}
@@ -39,9 +50,14 @@ planned for. What is set (--max-num-seqs, --max-num-batched-tokens,
 judges the policy of a file. No weights are read and no memory is taken; a preset
 needs no --load-format here.
 
+TTFT is the time from the arrival of a whole batch to the first token of its
+last sequence; TPOT is a decode step of the whole batch. --max-ttft and --max-tpot
+bound them: the plan is then the fastest policy within the bounds. Peers are those
+that run would use: of GPUs only those that --peers names.
+
 The result of --json can be given to run and serve as --policy.`,
 		Example: `  moeserve plan --model mixtral-8x7b --hardware l4
-  moeserve plan --model mixtral-8x7b --hardware h200 --max-num-seqs 3240 --offload-fraction 0.5 --offload-tier peer
+  moeserve plan --model mixtral-8x7b --hardware h200 --max-num-seqs 3240 --offload-fraction 0.5 --offload-tier peer --peers 1
   moeserve plan --model qwen1.5-moe-a2.7b --hardware h100-80 --peers 1,2 --peer-memory 20GiB --json policy.json`,
 		Args: noArguments,
 		RunE: func(cmd *cobra.Command, _ []string) error {
@@ -58,7 +74,9 @@ The result of --json can be given to run and serve as --policy.`,
 	f.IntVar(&o.workload.NewTokens, "new-tokens", o.workload.NewTokens, "`tokens` to generate for each")
 	f.IntVar(&o.workload.Requests, "requests", 0, "`number` of requests in all; 0: without end")
 	f.StringVar(&o.peerMemory, "peer-memory", "", "`BYTES` that each peer has to lend, as 40GiB, where --hardware names a machine; --peers says how many there are")
-	f.BoolVar(&o.everything, "unrestricted", false, "also consider what the planner knows and this engine does not do yet")
+	f.StringVar(&o.maxTTFT, "max-ttft", "", "maximum `TIME` to first token, as 2 (seconds) or 500ms")
+	f.StringVar(&o.maxTPOT, "max-tpot", "", "maximum `TIME` per output token, as 0.1 (seconds) or 50ms")
+	f.BoolVar(&o.everything, "unrestricted", false, "also consider policies that this engine does not support yet")
 	return cmd
 }
 
@@ -66,6 +84,14 @@ func plan(s *streams, set *settings, o *planOptions) (err error) {
 	po := node.PlanOptions{
 		Options:      node.Options{Settings: set.Settings, Explicit: set.given, Workload: o.workload, Log: set.logger(s.err)},
 		Unrestricted: o.everything,
+	}
+	for _, b := range []struct {
+		flag, text string
+		to         *float64
+	}{{"max-ttft", o.maxTTFT, &po.MaxTTFT}, {"max-tpot", o.maxTPOT, &po.MaxTPOT}} {
+		if *b.to, err = parseLatency(b.flag, b.text); err != nil {
+			return err
+		}
 	}
 	if o.peerMemory != "" {
 		if po.PeerMemory, err = configs.ParseBytes(o.peerMemory); err != nil {
@@ -85,17 +111,104 @@ func plan(s *streams, set *settings, o *planOptions) (err error) {
 		return err
 	}
 	if !res.onStdout() {
-		if err := printPlan(s.out, p); err != nil {
+		if err := printPlan(s.out, p, serveCommand(set, p)); err != nil {
 			return err
 		}
 	}
-	return res.write(newPlanResult(p))
+	return res.write(newPlanResult(p, serveCommand(set, p)))
 }
 
-// given says whether somebody has given a setting.
+// parseLatency reads the value of a flag, seconds or a duration, in seconds; 0 without one.
+func parseLatency(flag, text string) (float64, error) {
+	if text == "" {
+		return 0, nil
+	}
+	s, err := strconv.ParseFloat(text, 64)
+	if err != nil {
+		var d time.Duration
+		d, err = time.ParseDuration(text)
+		s = d.Seconds()
+	}
+	if err != nil || !(s > 0) || math.IsInf(s, 0) {
+		return 0, usagef("--%s is %q: must be seconds, as 0.5, or a duration, as 500ms", flag, text)
+	}
+	return s, nil
+}
+
+// serveCommand is the command line that serves with a plan: the explicit settings that serve
+// has, too, and the policy's.
+func serveCommand(set *settings, p *planning.Planned) []string {
+	args := []string{"moeserve", "serve"}
+	values := set.Values()
+	for _, k := range configs.For("serve") {
+		value, decided := p.Settings[k.Name]
+		if !decided {
+			_, shared := slices.BinarySearchFunc(planKeys(), k.Name, strings.Compare)
+			if !shared || !set.given(k.Name) {
+				continue
+			}
+			value = values[k.Name]
+		}
+		if k.Kind == configs.Bool {
+			args = append(args, fmt.Sprintf("--%s=%v", k.Name, value))
+			continue
+		}
+		args = append(args, "--"+k.Name+" "+shellQuote(fmt.Sprint(value)))
+	}
+	return args
+}
+
+// planKeys are the settings of plan that describe what to run, sorted.
+func planKeys() []string {
+	var keys []string
+	for _, k := range configs.For("plan") {
+		switch k.Name {
+		case "policy", "hardware", "trace", "log-level", "log-format", "json":
+		default:
+			keys = append(keys, k.Name)
+		}
+	}
+	slices.Sort(keys)
+	return keys
+}
+
+// shellQuote writes a word for a shell.
+func shellQuote(word string) string {
+	plain := func(r rune) bool {
+		return r >= 'a' && r <= 'z' || r >= 'A' && r <= 'Z' || r >= '0' && r <= '9' || strings.ContainsRune("-_./,:=@%+", r)
+	}
+	if word != "" && !strings.ContainsFunc(word, func(r rune) bool { return !plain(r) }) {
+		return word
+	}
+	return "'" + strings.ReplaceAll(word, "'", `'\''`) + "'"
+}
+
+// wrapped writes the words of a command in lines of at most 80 columns, which a shell joins.
+func wrapped(words []string) string {
+	var b strings.Builder
+	column := 0
+	for i, w := range words {
+		switch {
+		case i == 0:
+			b.WriteString("  ")
+			column = 2
+		case column+1+len(w) > 78:
+			b.WriteString(" \\\n      ")
+			column = 6
+		default:
+			b.WriteString(" ")
+			column++
+		}
+		b.WriteString(w)
+		column += len(w)
+	}
+	return b.String()
+}
+
+// given reports whether a setting has been given explicitly.
 func (s *settings) given(key string) bool { return s.sources[key].Kind != "default" }
 
-// planResult is what plan --json writes. Times are in seconds.
+// planResult is the result of plan --json. Times are in seconds.
 type planResult struct {
 	Model string `json:"model"`
 	// Experts of all layers, and the bytes of one.
@@ -104,21 +217,31 @@ type planResult struct {
 	Hardware    planner.Hardware `json:"hardware"`
 	Workload    workloadResult   `json:"workload"`
 	Policy      planner.Policy   `json:"policy"`
-	// Settings that the policy comes to, by key.
+	// Settings of the policy, by key, and the command that serves with them.
 	Settings map[string]any `json:"settings"`
-	KVBlocks int            `json:"kv_blocks"`
-	// NotDone is what this engine does not do of the policy.
-	NotDone        []string       `json:"unsupported"`
-	TokS           float64        `json:"throughput_tok_s"`
-	DecodeTokS     float64        `json:"decode_tok_s"`
-	PrefillSeconds float64        `json:"prefill_s"`
-	DecodeSeconds  float64        `json:"decode_s"`
-	PrefillSteps   int            `json:"prefill_steps"`
-	Prefill        stepResult     `json:"prefill_step"`
-	Decode         stepResult     `json:"decode_step"`
-	Memory         []demandResult `json:"memory"`
-	// Knees are offload fractions up to which copies stay hidden, by tier.
-	Knees map[configs.Tier]float64 `json:"saturation_fraction"`
+	Command  string         `json:"serve_command"`
+	// KVBlocks of the batch; KVTokens is the whole KV cache.
+	KVBlocks    int `json:"kv_blocks"`
+	KVTokens    int `json:"kv_cache_tokens"`
+	MaxModelLen int `json:"max_model_len"`
+	// Unsupported are features of the policy that this engine does not support.
+	Unsupported []string `json:"unsupported"`
+	// Definitions of ttft_s and tpot_s, by key.
+	Definitions    map[string]string `json:"definitions"`
+	TTFT           float64           `json:"ttft_s"`
+	TPOT           float64           `json:"tpot_s"`
+	TokS           float64           `json:"throughput_tok_s"`
+	PrefillTokS    float64           `json:"prefill_tok_s"`
+	DecodeTokS     float64           `json:"decode_tok_s"`
+	PrefillSeconds float64           `json:"prefill_s"`
+	DecodeSeconds  float64           `json:"decode_s"`
+	PrefillSteps   int               `json:"prefill_steps"`
+	Prefill        stepResult        `json:"prefill_step"`
+	Decode         stepResult        `json:"decode_step"`
+	Memory         []demandResult    `json:"memory"`
+	// SaturationPoints are the maximum offload fractions at which copies are fully
+	// overlapped, by tier.
+	SaturationPoints map[configs.Tier]float64 `json:"saturation_fraction"`
 }
 
 type workloadResult struct {
@@ -134,8 +257,8 @@ type stepResult struct {
 	CPU      float64       `json:"cpu_s"`
 	HostLink float64       `json:"host_link_s"`
 	PeerLink float64       `json:"peer_link_s"`
-	BackLink float64       `json:"d2h_link_s"`
-	HandOver float64       `json:"overhead_s"`
+	D2HLink  float64       `json:"d2h_link_s"`
+	Overhead float64       `json:"overhead_s"`
 	Fetch    float64       `json:"on_demand_fetch_s"`
 	Phases   []phaseResult `json:"phases"`
 }
@@ -151,7 +274,7 @@ type phaseResult struct {
 func newStepResult(s *planner.Step) stepResult {
 	r := stepResult{
 		Seconds: s.Seconds, Bound: string(s.Bound), GPU: s.GPU, CPU: s.CPU,
-		HostLink: s.HostLink, PeerLink: s.PeerLink, BackLink: s.D2HLink, HandOver: s.Overhead, Fetch: s.OnDemandFetch,
+		HostLink: s.HostLink, PeerLink: s.PeerLink, D2HLink: s.D2HLink, Overhead: s.Overhead, Fetch: s.OnDemandFetch,
 	}
 	for _, p := range s.Phases {
 		r.Phases = append(r.Phases, phaseResult{p.Name, p.Bytes, p.Flops, p.Seconds, string(p.Bound)})
@@ -159,7 +282,7 @@ func newStepResult(s *planner.Step) stepResult {
 	return r
 }
 
-// spaces of a prediction; peers' only where there are any.
+// spaces of a prediction; that of peers only where there are any.
 func spaces(p *planning.Planned) []planner.Space {
 	m := &p.Prediction.Memory
 	list := []planner.Space{m.GPU, m.Host}
@@ -169,14 +292,15 @@ func spaces(p *planning.Planned) []planner.Space {
 	return list
 }
 
-func newPlanResult(p *planning.Planned) *planResult {
+func newPlanResult(p *planning.Planned, command []string) *planResult {
 	x := &p.Prediction
 	r := &planResult{
 		Model: p.Model.Name, Experts: p.Model.ExpertCount(), ExpertBytes: p.Model.ExpertBytes(), Hardware: p.Hardware, Workload: workloadResult(p.Workload),
-		Policy: x.Policy, Settings: p.Settings, KVBlocks: p.KVBlocks, NotDone: append([]string{}, p.Missing...),
-		TokS: x.TokS, DecodeTokS: x.DecodeTokS, PrefillSeconds: x.PrefillSeconds, DecodeSeconds: x.DecodeSeconds,
+		Policy: x.Policy, Settings: p.Settings, Command: strings.Join(command, " "), KVBlocks: p.KVBlocks, KVTokens: p.KVTokens, MaxModelLen: p.MaxModelLen,
+		Unsupported: append([]string{}, p.Missing...), Definitions: map[string]string{"ttft_s": ttftMeaning, "tpot_s": tpotMeaning},
+		TTFT: x.TTFT(), TPOT: x.TPOT(), TokS: x.TokS, PrefillTokS: x.PrefillTokS, DecodeTokS: x.DecodeTokS, PrefillSeconds: x.PrefillSeconds, DecodeSeconds: x.DecodeSeconds,
 		PrefillSteps: x.PrefillSteps, Prefill: newStepResult(&x.Prefill), Decode: newStepResult(&x.Decode),
-		Knees: p.SaturationPoints,
+		SaturationPoints: p.SaturationPoints,
 	}
 	for _, s := range spaces(p) {
 		m := demandResult{Space: s.Name, Capacity: s.Capacity, Usable: s.Usable, Need: s.Need()}
@@ -188,17 +312,17 @@ func newPlanResult(p *planning.Planned) *planResult {
 	return r
 }
 
-func printPlan(out io.Writer, p *planning.Planned) error {
+func printPlan(out io.Writer, p *planning.Planned, command []string) error {
 	m, r := &p.Model, &p.Prediction
 	x := &r.Policy
 	t := newTable()
 	t.line("model\t%s: %d experts of %s, %d in each of %d layers, %d per token", m.Name, m.ExpertCount(), sizing.Bytes(p.ExpertBytes), m.Experts, m.MoELayers(), m.TopK)
 	printHardware(t, &p.Hardware)
-	requests := "without end"
+	requests := "continuous"
 	if p.Workload.Requests > 0 {
 		requests = fmt.Sprintf("%d requests", p.Workload.Requests)
 	}
-	t.line("workload\tprompts of %d tokens, %d new ones, %s", p.Workload.PromptTokens, p.Workload.NewTokens, requests)
+	t.line("workload\tprompts of %d tokens, %d generated, %s", p.Workload.PromptTokens, p.Workload.NewTokens, requests)
 
 	label := "\npolicy"
 	for _, k := range configs.Schema {
@@ -207,74 +331,99 @@ func printPlan(out io.Writer, p *planning.Planned) error {
 			label = ""
 		}
 	}
-	t.line("%s\t%d sequences at once, attention on the %s over %d rows at a time, experts once per %s", label, x.Batch, x.Attention, x.MicroBatch, x.Grouping)
+	t.line("%s\t%d max concurrent sequences (batch size), %d tokens per micro-batch", label, x.Batch, x.MicroBatch)
+	t.line("\tattention on the %s, experts once per %s", x.Attention, x.Grouping)
 	peers, onHost := "", ""
 	if x.PeerExperts > 0 {
-		peers = fmt.Sprintf(", %d of these also with peers", x.PeerExperts)
+		peers = fmt.Sprintf(", %d of these with copies in peer memory", x.PeerExperts)
 	}
 	if x.KVOnHost > 0 {
-		onHost = fmt.Sprintf(", %.0f %% of them on the host", 100*x.KVOnHost)
+		onHost = fmt.Sprintf(", %.0f %% of it in host memory", 100*x.KVOnHost)
 	}
-	t.line("\t%d experts local, %d in host memory%s", x.ResidentExperts, m.ExpertCount()-x.ResidentExperts, peers)
-	t.line("\t%d blocks of keys and values%s", p.KVBlocks, onHost)
+	t.line("\t%d resident experts, %d in host memory%s", x.ResidentExperts, m.ExpertCount()-x.ResidentExperts, peers)
+	t.line("\tKV cache of %s tokens%s, %s of them for this batch", grouped(int64(p.KVTokens)), onHost, grouped(int64(p.KVBlocks)*kvBlockTokens))
+	if p.MaxModelLen < p.Context {
+		t.line("\tsequences of up to %s tokens, less than the context of %s: more costs throughput (--max-model-len)", grouped(int64(p.MaxModelLen)), grouped(int64(p.Context)))
+	} else {
+		t.line("\tsequences of up to %s tokens", grouped(int64(p.MaxModelLen)))
+	}
 	if len(p.Missing) > 0 {
-		t.line("\tnot done by this engine: %s", strings.Join(p.Missing, ", "))
+		t.line("\tunsupported by this engine: %s", strings.Join(p.Missing, ", "))
 	}
-	t.line("throughput\t%s, %s while decoding", tokS(r.TokS), tokS(r.DecodeTokS))
-	t.line("hidden\t%s", hiddenUpTo(p))
+	t.line("\nTTFT\t%s, %s", took(r.TTFT()), ttftMeaning)
+	t.line("TPOT\t%s, %s", took(r.TPOT()), tpotMeaning)
+	t.line("throughput\tprefill %s, decode %s, end-to-end %s", tokS(r.PrefillTokS), tokS(r.DecodeTokS), tokS(r.TokS))
+	t.line("saturation point\t%s", saturation(p))
 
 	printStep(t, "decode step", &r.Decode)
 	printStep(t, fmt.Sprintf("prefill step (of %d)", r.PrefillSteps), &r.Prefill)
 	for _, s := range spaces(p) {
-		t.line("\nmemory of %s\t%s needed, %s may be used of %s", s.Name, sizing.Bytes(s.Need()), sizing.Bytes(s.Usable), sizing.Bytes(s.Capacity))
+		t.line("\nmemory of %s\tneed %s, usable %s of %s", s.Name, sizing.Bytes(s.Need()), sizing.Bytes(s.Usable), sizing.Bytes(s.Capacity))
 		for _, part := range s.Parts {
 			if part.Bytes > 0 {
 				t.line("  %s\t%s", part.Name, sizing.Bytes(part.Bytes))
 			}
 		}
 	}
-	return t.print(out)
+	for i, note := range p.Notes {
+		if i == 0 {
+			t.line("")
+		}
+		t.line("note: %s", note)
+	}
+	if err := t.print(out); err != nil {
+		return err
+	}
+	head := "\nServe with:"
+	if _, ok := configs.Preset(m.Name); ok {
+		head = "\nServe with (a preset has no weights: name a checkpoint's directory in its place):"
+	}
+	_, err := fmt.Fprintf(out, "%s\n%s\n", head, wrapped(command))
+	return err
 }
+
+// kvBlockTokens are the tokens of a KV block.
+const kvBlockTokens = sizing.BlockTokens
 
 func printHardware(t *table, h *planner.Hardware) {
 	t.line("hardware\t%s: %s at %s, %s", h.Name, sizing.Bytes(h.GPUMemory), byteRate(h.GPUMemoryRate), flopRate(h.GPUFlops))
 	t.line("\thost: %s at %s, %s; link %s", sizing.Bytes(h.HostMemory), byteRate(h.HostMemoryRate), flopRate(h.CPUFlops), byteRate(h.HostToGPU[0]))
 	if h.PeerMemory > 0 {
-		t.line("\tpeers: lend %s; link %s", sizing.Bytes(h.PeerMemory), byteRate(h.PeerToGPU))
+		t.line("\tpeers: %s may be borrowed; link %s", sizing.Bytes(h.PeerMemory), byteRate(h.PeerToGPU))
 	}
 	if h.Sources["gpu_flop_per_s"] == planning.Assumed || h.Sources["host_to_gpu_bytes_per_s"] == planning.Assumed {
-		t.line("\trates that are not known are assumed; --hardware, or --emulate with rates, tells them")
+		t.line("\tunknown rates are assumed; --hardware, or --emulate with rates, sets them")
 	}
 }
 
-// hiddenUpTo tells up to which offload fraction copies stay so: of peers and host together
-// where that differs from peers, whose copies the host's link helps with.
-func hiddenUpTo(p *planning.Planned) string {
+// saturation prints the saturation points: of peers and host together where that differs
+// from peers, whose copies the host's link shares.
+func saturation(p *planning.Planned) string {
 	var list []string
 	for _, tier := range []struct {
 		configs.Tier
 		from string
-	}{{configs.HostTier, "the host"}, {configs.PeerTier, "peers"}, {configs.AnyTier, "both"}} {
-		if knee, ok := p.SaturationPoints[tier.Tier]; ok && (tier.Tier != configs.AnyTier || knee != p.SaturationPoints[configs.PeerTier]) {
-			list = append(list, fmt.Sprintf("%.3f from %s", math.Min(1, knee), tier.from))
+	}{{configs.HostTier, "host"}, {configs.PeerTier, "peers"}, {configs.AnyTier, "both"}} {
+		if point, ok := p.SaturationPoints[tier.Tier]; ok && (tier.Tier != configs.AnyTier || point != p.SaturationPoints[configs.PeerTier]) {
+			list = append(list, fmt.Sprintf("%.3f from %s", math.Min(1, point), tier.from))
 		}
 	}
-	return "copies, up to an offload-fraction of " + strings.Join(list, ", ")
+	return "max offload fraction with transfers fully overlapped: " + strings.Join(list, ", ")
 }
 
 func printStep(t *table, name string, s *planner.Step) {
-	t.line("\n%s\t%s, bound by %s", name, took(s.Seconds), s.Bound)
+	t.line("\n%s\t%s, bound by %s", name, took(s.Seconds), s.Bound.Text())
 	for _, part := range []struct {
 		name    string
 		seconds float64
 	}{
 		{"gpu", s.GPU},
 		{"cpu", s.CPU},
-		{"host link", s.HostLink},
+		{"host link (H2D)", s.HostLink},
 		{"peer link", s.PeerLink},
-		{"link back", s.D2HLink},
-		{"hand-over", s.Overhead},
-		{"fetch of chosen experts", s.OnDemandFetch},
+		{"D2H link", s.D2HLink},
+		{"synchronization and launch overhead", s.Overhead},
+		{"on-demand expert fetch", s.OnDemandFetch},
 	} {
 		if part.seconds == 0 {
 			continue
@@ -282,7 +431,7 @@ func printStep(t *table, name string, s *planner.Step) {
 		t.line("  %s\t%s", part.name, took(part.seconds))
 		if part.name == "gpu" {
 			for _, p := range s.Phases {
-				t.line("    %s\t%s (%s)", p.Name, took(p.Seconds), p.Bound)
+				t.line("    %s\t%s (%s)", p.Name, took(p.Seconds), p.Bound.Text())
 			}
 		}
 	}

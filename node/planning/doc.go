@@ -1,9 +1,9 @@
-// Package planning is the bridge between settings and package planner: what a machine is
-// to the planner (Machine), what is to be planned for with the settings that bound it
-// (Problem), and what a policy comes to in settings (Planned).
+// Package planning is the bridge between settings and package planner: the planner's view
+// of a machine (Machine), its problem with the settings that bound it (Problem), the
+// settings of a policy (Planned), and what makes a model fit that does not (Advice).
 //
-// It opens no devices and takes no memory; it reads the files of hardware and of policies
-// that settings name.
+// It opens no devices and allocates no device memory; it reads the files of hardware and of
+// policies that settings name.
 //
 //	h, known := planning.Facts(m, space, peers).Known() // or LoadHardware, for named hardware
 //	p, err := planning.New(footprint, planning.Options{Settings: s, Hardware: h})

@@ -15,8 +15,8 @@ import (
 	"github.com/moeserve/moeserve/planner"
 )
 
-// Rates that are assumed of devices of which nobody knows any: those of a processor
-// that does the arithmetic in their place, in bytes/s and flop/s.
+// Rates that are assumed of devices without known ones: those of a processor that does the
+// arithmetic in their place, in bytes/s and flop/s.
 const (
 	assumedMemory = 10e9
 	assumedFlops  = 50e9
@@ -25,7 +25,7 @@ const (
 	unlimited = 1e18
 )
 
-// Machine is what the planner's view of a machine follows from.
+// Machine is the facts that the planner's view of a machine follows from.
 type Machine struct {
 	Topology *device.Topology
 	// Space is the memory of the GPU that computes, Peers those that may be borrowed from.
@@ -41,17 +41,17 @@ func Facts(m device.Machine, space device.Space, peers []device.Space) Machine {
 	return Machine{Topology: m.Topology(), Space: space, Peers: peers, Real: !c.Emulated, Timed: c.Timed}
 }
 
-// timed says whether emulated devices keep to their rates, and have some.
+// timed reports whether emulated devices keep to their rates, and have some.
 func (m Machine) timed() bool {
 	gpu, _ := m.Topology.Info(m.Space)
 	path, _ := m.Topology.Path(device.Host, m.Space)
 	return m.Timed && (gpu.FlopsPerSecond > 0 || gpu.BytesPerSecond > 0 || path.BytesPerSecond > 0)
 }
 
-// Assumed is what Hardware.Sources says of a rate that nobody knows.
+// Assumed is the source, in Hardware.Sources, of a rate that is not known.
 const Assumed = "assumed"
 
-// thisMachine is what Hardware.Sources says of a rate of the machine.
+// thisMachine is the source of a rate of the machine.
 const thisMachine = "this machine"
 
 // Assume is the machine as the planner sees it, without its memories: rates from the
@@ -109,8 +109,8 @@ func (m Machine) Assume() planner.Hardware {
 	return h
 }
 
-// Known is the machine as the planner sees it: what emulated devices were told to be, or,
-// of real GPUs, the preset of the same name. It says false where emulated devices run as
+// Known is the machine as the planner sees it: the specification of emulated devices or,
+// of real GPUs, the preset of the same name. It returns false where emulated devices run as
 // fast as they can, and where there is no such preset.
 func (m Machine) Known() (planner.Hardware, bool) {
 	top := m.Topology

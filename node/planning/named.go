@@ -1,6 +1,7 @@
 package planning
 
 import (
+	"errors"
 	"fmt"
 	"strings"
 
@@ -13,7 +14,7 @@ import (
 	"github.com/moeserve/moeserve/planner"
 )
 
-// plannedBackend stands for the backend of GPUs where there is none.
+// plannedBackend stands for the backend of GPUs that this machine does not have.
 type plannedBackend struct{ activation kernels.DType }
 
 func (b plannedBackend) ActivationDType() kernels.DType { return b.activation }
@@ -21,7 +22,7 @@ func (b plannedBackend) ActivationDType() kernels.DType { return b.activation }
 func (b plannedBackend) cast(kernels.DType) kernels.DType { return b.activation }
 
 // ExpertLayout has the size of all of that backend's layouts, and a name of its own:
-// experts that are not row-major, as on Hopper, take the most memory while they are
+// experts that are not row-major, as on Hopper, need the maximum of memory while they are
 // loaded.
 func (plannedBackend) ExpertLayout(s kernels.ExpertShape) (kernels.ExpertLayout, error) {
 	l, err := kernels.RowMajorLayout("cuda", s)
@@ -29,10 +30,10 @@ func (plannedBackend) ExpertLayout(s kernels.ExpertShape) (kernels.ExpertLayout,
 	return l, err
 }
 
-// plannedWorkspace is what that backend takes of the GPU itself, in bytes.
+// plannedWorkspace is the GPU memory that the backend allocates itself, in bytes.
 const plannedWorkspace = 32 << 20
 
-// NamedOptions say what to plan for on hardware that need not be here.
+// NamedOptions of a problem on hardware that need not be this machine.
 type NamedOptions struct {
 	Settings *configs.Settings
 	Explicit Explicit
@@ -40,12 +41,14 @@ type NamedOptions struct {
 	// CacheLayers and HostLogits as in sizing.Options.
 	CacheLayers int
 	HostLogits  bool
-	// PeerMemory is what each peer has to lend, in bytes; 0: what the hardware says. The
-	// head-room stays free of it.
+	// PeerMemory is the memory of each peer, in bytes; 0: the hardware's. The headroom
+	// stays free of it.
 	PeerMemory int64
+	// MaxTTFT and MaxTPOT bound a search, in seconds; 0: no bound.
+	MaxTTFT, MaxTPOT float64
 }
 
-// NewNamed puts a problem together for the hardware that the settings name. Errors wrap
+// NewNamed makes a problem of the hardware that the settings name. Errors wrap
 // fault.ErrConfig or fault.ErrModel.
 func NewNamed(model *checkpoint.Model, o NamedOptions) (*Problem, error) {
 	s := o.Settings
@@ -76,13 +79,15 @@ func NewNamed(model *checkpoint.Model, o NamedOptions) (*Problem, error) {
 	p, err := New(f, Options{
 		Model: model.Name, Settings: s, Explicit: o.Explicit, Workload: o.Workload,
 		Hardware: h, Shares: planner.Shares{GPU: s.Device.GPUMemoryUtilization, Peer: 1},
+		MaxTTFT: o.MaxTTFT, MaxTPOT: o.MaxTPOT,
 	})
 	return p, fault.Of(fault.ErrConfig, err)
 }
 
-// peers is how many the named hardware is to have, and what each lends, in bytes: as
-// the settings say or, where they do not, one if it has any. Paths that lead through
-// peers end where there are none.
+// peers is the number of peers of the named hardware, and the memory that may be borrowed
+// from each, in bytes. As for run, GPUs have the peers that the settings name; emulated
+// devices have one where the hardware has any. Without peers there are no paths through
+// them.
 func (o *NamedOptions) peers(h *planner.Hardware) (count, spare int64, err error) {
 	s := o.Settings
 	c, err := s.Device.ParsePeers()
@@ -94,8 +99,14 @@ func (o *NamedOptions) peers(h *planner.Hardware) (count, spare int64, err error
 		return 0, 0, err
 	}
 	each := h.PeerMemory
-	if count = int64(len(c.GPUs)); c.Auto {
+	if count = int64(len(c.GPUs)); c.Auto && s.Device.Emulate != "" {
 		count = min(1, max(each, o.PeerMemory))
+	}
+	if count == 0 && o.PeerMemory > 0 {
+		return 0, 0, errors.New("--peer-memory is the memory of peers, and there are none; name them, as --peers 1")
+	}
+	if count == 0 && s.Offload.Tier == configs.PeerTier {
+		return 0, 0, errors.New("--offload-tier is peer, and there are no peers; name them, as --peers 1")
 	}
 	if each == 0 {
 		each = h.GPUMemory
@@ -108,7 +119,7 @@ func (o *NamedOptions) peers(h *planner.Hardware) (count, spare int64, err error
 		if source := h.Sources["peer_to_gpu_bytes_per_s"]; source != "" {
 			reason = " (" + strings.TrimPrefix(source, "none: ") + ")"
 		}
-		return 0, 0, fmt.Errorf("peers: hardware %s has no links to peers%s; plan with --peers none, or describe a machine that has such links, with peer_to_gpu_bytes_per_s", h.Name, reason)
+		return 0, 0, fmt.Errorf("--peers: hardware %s has no links to peers%s; plan with --peers none, or describe a machine that has such links, with peer_to_gpu_bytes_per_s", h.Name, reason)
 	}
 	if room.Share > 0 {
 		room.Bytes = int64(room.Share * float64(h.GPUMemory))

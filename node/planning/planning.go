@@ -1,10 +1,11 @@
 package planning
 
 import (
+	"errors"
 	"fmt"
 	"math"
 	"os"
-	"strconv"
+	"sort"
 	"strings"
 
 	"github.com/moeserve/moeserve/configs"
@@ -14,11 +15,11 @@ import (
 	"github.com/moeserve/moeserve/transfer"
 )
 
-// DefaultWorkload is what a policy is made for where nobody says: MT-Bench's prompts,
-// without end.
+// DefaultWorkload is the workload of policies without another one: MT-Bench's prompts,
+// continuous.
 var DefaultWorkload = planner.Workload{PromptTokens: 77, NewTokens: 32}
 
-// Planned is a policy, what it should give, and where the numbers are from.
+// Planned is a policy, its prediction, and what that is based on.
 type Planned struct {
 	// Model, and the size of one of its experts as it is laid out, in bytes.
 	Model       planner.Model
@@ -26,29 +27,34 @@ type Planned struct {
 	Hardware    planner.Hardware
 	Workload    planner.Workload
 	Prediction  planner.Prediction
-	// Settings that the policy asks for, by key.
+	// Settings of the policy, by key.
 	Settings map[string]any
-	// KVBlocks that the policy's batch takes; a node's pool has the rest of the memory.
-	KVBlocks int
-	// SaturationPoints are the offload fractions up to which copies stay hidden with this policy,
-	// by tier; only tiers that there are.
+	// KVBlocks is the need of the policy's batch. A node's pool also gets the rest of the
+	// memory: KVTokens in total, for sequences of up to MaxModelLen tokens of the model's
+	// Context.
+	KVBlocks                       int
+	KVTokens, MaxModelLen, Context int
+	// SaturationPoints are the maximum offload fractions at which copies are fully
+	// overlapped with this policy, by tier; only tiers that the hardware has.
 	SaturationPoints map[configs.Tier]float64
-	// Missing is what this engine does not do of it.
+	// Missing lists features of the policy that this engine does not support.
 	Missing []string
+	// Notes are warnings: where the policy is not the one of its file.
+	Notes []string
 }
 
-// runs is what of the planner's choices this engine carries out. The planner also counts
-// with keys and values that stream from the host and with several paths from there, which
-// plan --unrestricted shows.
-func runs() planner.Choices {
+// supported are the planner's choices that this engine supports. The planner also knows
+// GPU attention with a part of the KV cache on the host, and several paths from there, which
+// plan --unrestricted considers.
+func supported() planner.Choices {
 	return planner.Choices{KVOnHost: []float64{0}, HostPaths: []int{1}}
 }
 
-// missing names what of a policy this engine does not carry out.
+// missing names the features of a policy that this engine does not support.
 func missing(x *planner.Policy) []string {
 	var list []string
 	if x.Attention == configs.OnGPU && x.KVOnHost > 0 {
-		list = append(list, "attention on the gpu with keys and values in host memory")
+		list = append(list, "attention on the gpu with KV cache in host memory")
 	}
 	if x.HostPaths > 1 {
 		list = append(list, fmt.Sprintf("%d paths from the host", x.HostPaths))
@@ -56,15 +62,15 @@ func missing(x *planner.Policy) []string {
 	return list
 }
 
-// Explicit says which of the settings that bound a policy somebody has given: a policy
-// leaves these as they are.
+// Explicit are the settings that bound a policy and were given explicitly: a policy does
+// not change these.
 type Explicit struct {
 	MaxNumSeqs, MaxNumBatchedTokens, MicroBatchSize, NumMicroBatches bool
 	Grouping, Attention                                              bool
 	Fraction, ResidentExperts                                        bool
 }
 
-// ExplicitIn asks by key.
+// ExplicitIn reads the explicit settings by key.
 func ExplicitIn(is func(key string) bool) Explicit {
 	return Explicit{
 		MaxNumSeqs: is("max-num-seqs"), MaxNumBatchedTokens: is("max-num-batched-tokens"),
@@ -74,23 +80,25 @@ func ExplicitIn(is func(key string) bool) Explicit {
 	}
 }
 
-// All says that everything is given.
+// All: every setting is explicit.
 func All() Explicit { return ExplicitIn(func(string) bool { return true }) }
 
-// Options say what to plan for.
+// Options of a problem.
 type Options struct {
 	// Model's name in messages.
 	Model    string
 	Settings *configs.Settings
 	Explicit Explicit
-	// Workload is what a policy is made for. Default: DefaultWorkload.
+	// Workload to plan for. Default: DefaultWorkload.
 	Workload planner.Workload
-	// Hardware, of whose memories the Shares may be used.
+	// Hardware, and the usable Shares of its memories.
 	Hardware planner.Hardware
 	Shares   planner.Shares
+	// MaxTTFT and MaxTPOT bound a search, in seconds; 0: no bound.
+	MaxTTFT, MaxTPOT float64
 }
 
-// EnsureDefaults fills in what is not given.
+// EnsureDefaults fills in the workload.
 func (o Options) EnsureDefaults() Options {
 	if o.Workload == (planner.Workload{}) {
 		o.Workload = DefaultWorkload
@@ -98,18 +106,22 @@ func (o Options) EnsureDefaults() Options {
 	return o
 }
 
-// Problem is what to plan for, together with the settings that bound its solutions.
+// Problem is a planner's problem, together with the settings that bound its solutions.
 type Problem struct {
 	planner.Problem
-	// offload and batch are settings; a policy keeps what is given of them.
-	offload  configs.Offload
-	batch    configs.Batch
-	kv       configs.KV
-	policy   configs.PolicySource
-	explicit Explicit
+	// offload and batch are settings; a policy keeps those that are explicit.
+	offload          configs.Offload
+	batch            configs.Batch
+	kv               configs.KV
+	policy           configs.PolicySource
+	explicit         Explicit
+	maxTTFT, maxTPOT float64
+	// context is the maximum length of a sequence in tokens; step is the number of tokens
+	// of a step that memory is reserved for, whatever the policy.
+	context, step int
 }
 
-// New puts a problem together.
+// New makes a problem of a footprint.
 func New(f *sizing.Footprint, o Options) (*Problem, error) {
 	o = o.EnsureDefaults()
 	s, h := o.Settings, &o.Hardware
@@ -138,17 +150,17 @@ func New(f *sizing.Footprint, o Options) (*Problem, error) {
 	p := &Problem{
 		Problem: planner.Problem{Model: f.Model(o.Model), Hardware: *h, Workload: o.Workload, Sizes: sizes, Shares: o.Shares, PromptsAlike: true},
 		offload: s.Offload, batch: s.Batch, kv: s.KV, policy: s.Plan.Policy, explicit: o.Explicit,
+		maxTTFT: o.MaxTTFT, maxTPOT: o.MaxTPOT, context: f.MaxModelLen(),
 	}
 	if h.PeerToGPU > 0 {
-		// The store cuts what a layer misses, here half of its experts, where the host's
+		// The store splits a layer's misses, taken as half of its experts, where the host's
 		// part is large enough.
 		p.BothLinks = transfer.Splits(f.ExpertBytes()*int64((p.Model.Experts+1)/2), h.HostToGPU[0], h.PeerToGPU)
 	}
 	return p, nil
 }
 
-// Pin has the planner count with a placement of experts, in place of a fraction spread
-// evenly.
+// Pin plans with a placement of experts, in place of a fraction spread evenly.
 func (p *Problem) Pin(f *sizing.Footprint, placement experts.Placement) error {
 	plan, err := f.Experts(placement.MaxPerLayer()).SizePlan(placement.Offloaded(), placement.MaxPerLayer())
 	if err != nil {
@@ -160,76 +172,200 @@ func (p *Problem) Pin(f *sizing.Footprint, placement experts.Placement) error {
 	return nil
 }
 
-// Follow finds the policy that the settings ask for. One of a file that this engine does
-// not carry out is an error.
+// Follow finds the policy that the settings name. A file's policy that this engine does not
+// support is an error.
 func (p *Problem) Follow() (*Planned, error) {
 	if p.policy == configs.PlannedPolicy {
 		return p.Search(true)
 	}
-	x, err := p.file()
+	x, notes, err := p.file()
 	if err != nil {
 		return nil, err
 	}
 	if list := missing(&x); len(list) > 0 {
-		return nil, fmt.Errorf("%s: this engine does not do %s; make one with plan --json that leaves it out", p.policy, strings.Join(list, ", "))
+		return nil, fmt.Errorf("%s: this engine does not support %s; use --policy auto, or a file of plan --json without --unrestricted", p.policy, strings.Join(list, ", "))
 	}
-	return p.judge(x)
+	r, err := p.judge(x, notes)
+	var misfit *planner.MisfitError
+	if errors.As(err, &misfit) {
+		return nil, fmt.Errorf("%w; or use --policy auto, which plans for this machine", err)
+	}
+	return r, err
 }
 
-// Judge tells what the policy gives that the settings name.
+// Judge predicts the policy that the settings name.
 func (p *Problem) Judge() (*Planned, error) {
-	x, err := p.file()
+	if p.maxTTFT > 0 || p.maxTPOT > 0 {
+		return nil, fmt.Errorf("--max-ttft and --max-tpot bound a search, and --policy names a file, %s; leave one out", p.policy)
+	}
+	x, notes, err := p.file()
 	if err != nil {
 		return nil, err
 	}
-	return p.judge(x)
+	return p.judge(x, notes)
 }
 
-func (p *Problem) judge(x planner.Policy) (*Planned, error) {
+func (p *Problem) judge(x planner.Policy, notes []string) (*Planned, error) {
 	r, err := p.Predict(x)
 	if err != nil {
 		return nil, err
 	}
-	return p.resolve(r), nil
+	d := p.resolve(r)
+	for tokens := p.context; p.Workload.Requests == 0 && tokens > p.Workload.PromptTokens+p.Workload.NewTokens; tokens /= 2 {
+		q := p.reserving(tokens, min(tokens, usualStep))
+		if r, err := q.Predict(x); err == nil {
+			d = q.resolve(r)
+			break
+		}
+	}
+	d.Notes = notes
+	return d, nil
 }
 
-// Search finds the best policy: of those that this engine carries out, or of all.
-func (p *Problem) Search(carriedOut bool) (*Planned, error) {
+// Search finds the best policy: of those that this engine supports, or of all. For a
+// continuous workload it leaves memory for sequences of the model's context and for prefill
+// steps of usual size, or for as much of these as costs little throughput.
+func (p *Problem) Search(onlySupported bool) (*Planned, error) {
 	var c planner.Choices
-	if carriedOut {
-		c = runs()
+	if onlySupported {
+		c = supported()
 	}
 	c, err := p.bound(c)
 	if err != nil {
 		return nil, err
 	}
-	r, err := p.Problem.Search(c)
+	best, err := p.Problem.Search(c)
 	if err != nil {
 		return nil, err
 	}
-	return p.resolve(r), nil
+	for tokens := p.context; p.Workload.Requests == 0 && tokens > p.Workload.PromptTokens+p.Workload.NewTokens; tokens /= 2 {
+		q := p.reserving(tokens, min(tokens, usualStep))
+		if r, err := q.Predict(best.Policy); err == nil {
+			return q.resolve(r), nil
+		}
+		if r, err := q.Problem.Search(c); err == nil && r.TokS >= (1-reserveCost)*best.TokS {
+			return q.resolve(r), nil
+		}
+	}
+	return p.resolve(best), nil
 }
 
-// Fraction is the least offload fraction with which the model would fit, and false
-// where it is not above one that keeps so many experts local.
-func (p *Problem) Fraction(local int) (float64, bool) {
+// reserveCost is the share of throughput that a longer context and larger prefill steps may
+// cost.
+const reserveCost = 0.1
+
+// usualStep is the number of tokens of a prefill step that a continuous workload should have
+// room for, as its prompts are not all alike.
+var usualStep = configs.Defaults().Batch.MaxNumBatchedTokens
+
+// reserving is the problem with memory for at least a sequence of a number of tokens, and for
+// steps of a number of tokens.
+func (p *Problem) reserving(tokens, step int) *Problem {
+	q := *p
+	if p.kv.NumGPUBlocksOverride == 0 {
+		q.Sizes.MinKVBlocks = max(p.Sizes.MinKVBlocks, p.blocksOf(tokens))
+	}
+	q.step = step
+	q.Sizes.Workspace = func(x *planner.Policy) (gpu, host int64) {
+		y := *x
+		y.PrefillTokens = max(x.PrefillTokens, step)
+		return p.Sizes.Workspace(&y)
+	}
+	return &q
+}
+
+// kvBlocks is the size of a node's pool with a policy: the minimum and the rest of the memory
+// space.
+func (p *Problem) kvBlocks(r *planner.Prediction) int {
+	x, s := &r.Policy, &r.Memory.GPU
+	usable, share := s.Usable, 1.0
+	if x.Attention == configs.OnCPU {
+		s = &r.Memory.Host
+		usable, share = s.Capacity, sizing.HostKVShare
+	}
+	blocks := max(p.blocks(x.Batch), p.Sizes.MinKVBlocks)
+	if x.KVOnHost > 0 && x.Attention == configs.OnGPU {
+		return blocks // in two spaces, which no node supports
+	}
+	free := usable - s.Need() + int64(blocks)*p.Sizes.KVBlock
+	return int(share * float64(free) / float64(p.Sizes.KVBlock))
+}
+
+// blocksOf are the KV blocks of a number of tokens in one sequence.
+func (p *Problem) blocksOf(tokens int) int {
+	return (tokens + p.Sizes.KVBlockTokens - 1) / p.Sizes.KVBlockTokens
+}
+
+// plain is a policy of one sequence with the batch settings.
+func (p *Problem) plain() planner.Policy {
 	x := planner.Policy{Batch: 1, Grouping: p.batch.Grouping}
 	if p.batch.Attention == configs.OnCPU {
 		x.Attention = configs.OnCPU
 	}
-	most, ok := p.MostResident(x)
-	if !ok || most >= local {
-		return 0, false
-	}
-	all := p.Model.ExpertCount()
-	return fractionOf(all-most, all), true
+	return x
 }
 
-// bound puts what is given into choices.
+// keep reserves a number of KV blocks.
+func (p *Problem) keep(blocks int) {
+	if p.batch.Attention == configs.OnCPU {
+		blocks = int(math.Ceil(float64(blocks) / sizing.HostKVShare))
+	}
+	p.Sizes.MinKVBlocks = blocks
+}
+
+// fitting is the offload fraction closest to that of the settings with which the model and a
+// number of KV blocks fit, and false where there is none.
+func (p *Problem) fitting(blocks int) (float64, bool) {
+	p.keep(max(1, blocks))
+	x, all := p.plain(), p.Model.ExpertCount()
+	resident, ok := p.MostResident(x)
+	if !ok {
+		return 0, false
+	}
+	offloaded := all - resident
+	if p.offload.Tier == configs.PeerTier {
+		room := int(p.Hardware.PeerMemory / p.Sizes.Expert)
+		if offloaded > room {
+			return 0, false
+		}
+		x.ResidentExperts = all - max(offloaded, min(room, p.Model.Offloaded(p.offload.Fraction)))
+		if _, err := p.Predict(x); err == nil {
+			offloaded = all - x.ResidentExperts
+		}
+	}
+	return p.Model.OffloadFraction(offloaded), true
+}
+
+// mostBlocks is the maximum number of KV blocks, up to a limit, that fit with any fraction.
+func (p *Problem) mostBlocks(limit int) int {
+	return sort.Search(limit, func(n int) bool {
+		_, ok := p.fitting(n + 1)
+		return !ok
+	})
+}
+
+// need is the memory space that is too small for a number of KV blocks whatever the
+// fraction.
+func (p *Problem) need(blocks int) planner.Space {
+	p.keep(blocks)
+	x := p.plain()
+	q := p.Problem
+	q.Hardware.HostMemory = math.MaxInt64 / 4
+	resident, onGPU := q.MostResident(x)
+	x.ResidentExperts = resident
+	// Of the error only its prediction counts.
+	r, _ := p.Predict(x)
+	if onGPU {
+		return r.Memory.Host
+	}
+	return r.Memory.GPU
+}
+
+// bound puts the explicit settings into choices.
 func (p *Problem) bound(c planner.Choices) (planner.Choices, error) {
 	b, given := &p.batch, &p.explicit
-	c.Tier = p.offload.Tier
-	c.MaxBatch, c.MaxPrefillTokens = most("max-num-seqs"), most("max-num-batched-tokens")
+	c.Tier, c.MaxTTFT, c.MaxTPOT = p.offload.Tier, p.maxTTFT, p.maxTPOT
+	c.MaxBatch, c.MaxPrefillTokens = maximum("max-num-seqs"), maximum("max-num-batched-tokens")
 	if given.MaxNumBatchedTokens {
 		c.MaxBatch, c.PrefillTokens = min(c.MaxBatch, b.MaxNumBatchedTokens), b.MaxNumBatchedTokens
 	}
@@ -246,9 +382,9 @@ func (p *Problem) bound(c planner.Choices) (planner.Choices, error) {
 		c.MicroBatch = b.MicroBatchSize
 		switch {
 		case given.MaxNumSeqs && c.MicroBatch > b.MaxNumSeqs:
-			return c, fmt.Errorf("micro-batch-size is %d and max-num-seqs is %d: make micro-batches at most the batch, or leave one of them to the policy", c.MicroBatch, b.MaxNumSeqs)
+			return c, fmt.Errorf("--micro-batch-size is %d and --max-num-seqs is %d: make micro-batches at most the batch, or leave one of them to the policy", c.MicroBatch, b.MaxNumSeqs)
 		case given.MaxNumBatchedTokens && c.MicroBatch > b.MaxNumBatchedTokens:
-			return c, fmt.Errorf("micro-batch-size is %d: must be at most max-num-batched-tokens, %d", c.MicroBatch, b.MaxNumBatchedTokens)
+			return c, fmt.Errorf("--micro-batch-size is %d: must be at most --max-num-batched-tokens, %d", c.MicroBatch, b.MaxNumBatchedTokens)
 		case c.Batch > 0:
 			c.MicroBatch = min(c.MicroBatch, c.Batch)
 		}
@@ -271,33 +407,33 @@ func (p *Problem) bound(c planner.Choices) (planner.Choices, error) {
 	return c, nil
 }
 
-func most(key string) int {
+// maximum of a setting.
+func maximum(key string) int {
 	k, _ := configs.Find(key)
 	return int(k.Max)
 }
 
-// blocks of the KV cache that a number of sequences takes.
+// blocks is the number of KV blocks of a batch of sequences.
 func (p *Problem) blocks(sequences int) int {
-	per := p.Sizes.KVBlockTokens
-	return sequences * ((p.Workload.PromptTokens + p.Workload.NewTokens + per - 1) / per)
+	return sequences * p.blocksOf(p.Workload.PromptTokens+p.Workload.NewTokens)
 }
 
-// file reads the policy that the settings name; what is given holds in its place.
-func (p *Problem) file() (planner.Policy, error) {
+// file reads the policy that the settings name; explicit settings replace its values. Notes
+// report what else is not as in the file.
+func (p *Problem) file() (x planner.Policy, notes []string, err error) {
 	path := string(p.policy)
 	data, err := os.ReadFile(path)
 	if err != nil {
-		return planner.Policy{}, fmt.Errorf("policy: %w; give none, auto, or a file that plan --json wrote", err)
+		return x, nil, fmt.Errorf("policy: %w; use none, auto, or a file of plan --json", err)
 	}
-	x, err := planner.ParsePolicy(data, p.Model)
-	if err != nil {
-		return x, fmt.Errorf("%s: %w; plan --json writes policies", path, err)
+	if x, err = planner.ParsePolicy(data, p.Model); err != nil {
+		return x, nil, fmt.Errorf("%s: %w; plan --json writes policies", path, err)
 	}
 	all := p.Model.ExpertCount()
-	// What bounds a search bounds a policy, too.
+	// The bounds of a search bound a policy, too.
 	c, err := p.bound(planner.Choices{})
 	if err != nil {
-		return x, err
+		return x, nil, err
 	}
 	if c.Batch > 0 {
 		x.Batch = c.Batch
@@ -309,7 +445,7 @@ func (p *Problem) file() (planner.Policy, error) {
 	}
 	switch {
 	case c.MicroBatch > x.Batch && x.Batch > 0 && p.Workload.Requests == 0:
-		return x, fmt.Errorf("micro-batch-size is %d, and %s has a batch of %d: make micro-batches at most the batch", c.MicroBatch, path, x.Batch)
+		return x, nil, fmt.Errorf("--micro-batch-size is %d, and %s has a batch of %d: make micro-batches at most the batch", c.MicroBatch, path, x.Batch)
 	case c.MicroBatch > 0:
 		x.MicroBatch = min(c.MicroBatch, x.Batch)
 	case c.MicroBatches > 0:
@@ -335,25 +471,33 @@ func (p *Problem) file() (planner.Policy, error) {
 	if x.PeerExperts = min(x.PeerExperts, all-x.ResidentExperts); p.offload.Tier == configs.HostTier {
 		x.PeerExperts = 0
 	}
-	return x, nil
+	if x.PeerExperts > 0 && p.Hardware.PeerMemory == 0 {
+		notes = append(notes, fmt.Sprintf("%s has %d experts in peer memory and there are no peers: these experts are fetched from host memory, which is slower; name peers (--peers), or make a policy without", path, x.PeerExperts))
+		x.PeerExperts = 0
+	}
+	return x, notes, nil
 }
 
-// resolve tells what a prediction comes to.
+// resolve turns a prediction into settings.
 func (p *Problem) resolve(r planner.Prediction) *Planned {
 	x, given := &r.Policy, &p.explicit
 	all := p.Model.ExpertCount()
 	d := &Planned{
 		Model: p.Model, ExpertBytes: p.Sizes.Expert, Hardware: p.Hardware, Workload: p.Workload, Prediction: r,
-		Settings: map[string]any{}, KVBlocks: p.blocks(x.Batch), SaturationPoints: map[configs.Tier]float64{}, Missing: missing(x),
+		Settings: map[string]any{}, KVBlocks: p.blocks(x.Batch), KVTokens: min(p.kvBlocks(&r), x.Batch*p.blocksOf(p.context)) * p.Sizes.KVBlockTokens, Context: p.context, SaturationPoints: map[configs.Tier]float64{}, Missing: missing(x),
 	}
+	if n := p.kv.NumGPUBlocksOverride; n > 0 {
+		d.KVTokens = n * p.Sizes.KVBlockTokens
+	}
+	d.MaxModelLen = min(p.context, d.KVTokens)
 	decide := func(key string, given bool, value any) {
 		if !given {
 			d.Settings[key] = value
 		}
 	}
-	decide("offload-fraction", given.Fraction || given.ResidentExperts, fractionOf(all-x.ResidentExperts, all))
+	decide("offload-fraction", given.Fraction || given.ResidentExperts, p.Model.OffloadFraction(all-x.ResidentExperts))
 	decide("max-num-seqs", given.MaxNumSeqs, x.Batch)
-	decide("max-num-batched-tokens", given.MaxNumBatchedTokens, max(x.Batch, x.PrefillTokens))
+	decide("max-num-batched-tokens", given.MaxNumBatchedTokens, max(x.Batch, x.PrefillTokens, p.step))
 	decide("micro-batch-size", given.MicroBatchSize || p.batch.NumMicroBatches > 0, sizing.BatchOf(x).MicroBatchSize)
 	decide("expert-grouping", given.Grouping, x.Grouping.String())
 	decide("attention", given.Attention && p.batch.Attention != configs.AnyPlace, x.Attention.String())
@@ -362,21 +506,9 @@ func (p *Problem) resolve(r planner.Prediction) *Planned {
 		list = append(list, configs.PeerTier, configs.AnyTier)
 	}
 	for _, t := range list {
-		if knee, err := p.SaturationPoint(*x, t); err == nil && !math.IsInf(knee, 0) {
-			d.SaturationPoints[t] = knee
+		if point, err := p.SaturationPoint(*x, t); err == nil && !math.IsInf(point, 0) {
+			d.SaturationPoints[t] = point
 		}
 	}
 	return d
-}
-
-// fractionOf is the shortest offload fraction that stands for so many of all experts.
-func fractionOf(offloaded, all int) float64 {
-	exact := float64(offloaded) / float64(all)
-	for digits := range 8 {
-		f, err := strconv.ParseFloat(strconv.FormatFloat(exact, 'f', digits, 64), 64)
-		if err == nil && int(math.Round(f*float64(all))) == offloaded {
-			return f
-		}
-	}
-	return exact
 }

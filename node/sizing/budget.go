@@ -7,16 +7,17 @@ import (
 	"github.com/moeserve/moeserve/planner"
 )
 
-// Demand is what a configuration needs of one memory space.
+// Demand is a configuration's need of one memory space, in bytes.
 type Demand struct {
-	// Space names it in errors: "gpu0", "host".
+	// Space is its name in errors: "gpu0", "host".
 	Space string
-	// Capacity of the space, and the Share of it that may be used (0 to 1).
+	// Capacity of the space without the memory used by other processes, and the Share of
+	// it that is usable (0 to 1).
 	Capacity int64
 	Share    float64
 	// Parts that it must hold.
 	Parts []planner.Part
-	// Advice says what the user can do when they do not fit.
+	// Advice is what the user can do when they do not fit; empty: none.
 	Advice string
 }
 
@@ -29,79 +30,93 @@ func (d Demand) Need() int64 {
 	return n
 }
 
-// Usable is what may be used of the space.
+// Usable is the usable part of the space.
 func (d Demand) Usable() int64 { return int64(float64(d.Capacity) * d.Share) }
 
-// Room is what the parts leave free; an error says what is needed, part by part,
-// and what there is.
+// Room is what the parts leave free. The error is a *MisfitError.
 func (d Demand) Room() (int64, error) {
 	room := d.Usable() - d.Need()
 	if room >= 0 {
 		return room, nil
 	}
-	var b strings.Builder
-	for _, p := range d.Parts {
-		if p.Bytes == 0 {
-			continue
-		}
-		if b.Len() > 0 {
-			b.WriteString(", ")
-		}
-		fmt.Fprintf(&b, "%s %s", p.Name, Bytes(p.Bytes))
-	}
-	return room, fmt.Errorf("the memory of %s does not hold the model: %s needed (%s), %s may be used (%.0f %% of %s); %s",
-		d.Space, Bytes(d.Need()), b.String(), Bytes(d.Usable()), 100*d.Share, Bytes(d.Capacity), d.Advice)
+	return room, &MisfitError{d}
 }
 
-// KVDemand is what sizes a KV cache.
+// MisfitError reports a memory space that is too small for a demand.
+type MisfitError struct{ Demand }
+
+func (e *MisfitError) Error() string {
+	var parts []string
+	for _, p := range e.Parts {
+		if p.Bytes > 0 {
+			parts = append(parts, p.Name+" "+Bytes(p.Bytes))
+		}
+	}
+	return e.text(" (" + strings.Join(parts, ", ") + ")")
+}
+
+// Brief is the error without its parts.
+func (e *MisfitError) Brief() string { return e.text("") }
+
+func (e *MisfitError) text(parts string) string {
+	text := fmt.Sprintf("out of memory on %s: need %s%s, usable %s (%.0f %% of %s)",
+		e.Space, Bytes(e.Need()), parts, Bytes(e.Usable()), 100*e.Share, Bytes(e.Capacity))
+	if e.Advice != "" {
+		text += "; " + e.Advice
+	}
+	return text
+}
+
+// KVDemand sizes a KV cache.
 type KVDemand struct {
 	// Room in bytes for all blocks; BlockBytes of one block of BlockTokens.
 	Room, BlockBytes int64
 	BlockTokens      int
-	// MaxModelLen asked for, 0: as much as the model has and the room allows.
+	// MaxModelLen is the requested context in tokens; 0: the model's, or as much of it as
+	// the room allows.
 	MaxModelLen int
-	// ModelPositions is the most that the model allows.
+	// ModelPositions is the model's context.
 	ModelPositions int
-	// MaxNumSeqs sequences at most run at once.
+	// MaxNumSeqs is the maximum number of concurrent sequences.
 	MaxNumSeqs int
-	// Blocks asked for, 0: what the sequences can use, within the room.
+	// Blocks is the requested number; 0: what the sequences can use, within the room.
 	Blocks int
 }
 
-// KVFit is the cache that a demand gets.
+// KVFit is a KV cache that fits: its blocks, and the maximum length of a sequence in tokens.
 type KVFit struct {
 	Blocks, MaxModelLen int
 }
 
-// Fit sizes the cache: at least one sequence of the length asked for, at most what
+// Fit sizes the cache: at least one sequence of the requested length, and no more than
 // MaxNumSeqs of them can use.
 func (d KVDemand) Fit() (KVFit, error) {
 	if d.MaxModelLen > d.ModelPositions {
-		return KVFit{}, fmt.Errorf("max-model-len is %d and the model has %d positions; ask for at most these", d.MaxModelLen, d.ModelPositions)
+		return KVFit{}, fmt.Errorf("--max-model-len is %d and the model's context is %d tokens; lower --max-model-len", d.MaxModelLen, d.ModelPositions)
 	}
-	most := d.Room / d.BlockBytes
-	if int64(d.Blocks) > most {
-		return KVFit{}, fmt.Errorf("a KV cache of %d blocks (%s) was asked for and there is room for %d; ask for fewer, or offload more experts", d.Blocks, Bytes(int64(d.Blocks)*d.BlockBytes), most)
+	limit := d.Room / d.BlockBytes
+	if int64(d.Blocks) > limit {
+		return KVFit{}, fmt.Errorf("--num-gpu-blocks-override is %d (%s), and there is room for %d KV blocks; lower it", d.Blocks, Bytes(int64(d.Blocks)*d.BlockBytes), limit)
 	}
 	if d.Blocks > 0 {
-		most = int64(d.Blocks)
+		limit = int64(d.Blocks)
 	}
 	length := d.MaxModelLen
 	if length == 0 {
 		length = d.ModelPositions
 	}
 	perSeq := int64((length + d.BlockTokens - 1) / d.BlockTokens)
-	if most < perSeq {
-		if d.MaxModelLen > 0 || most == 0 {
-			return KVFit{}, fmt.Errorf("the KV cache of one sequence of %d tokens takes %s and there is room for %s; lower max-model-len to at most %d, or offload more experts",
-				length, Bytes(perSeq*d.BlockBytes), Bytes(most*d.BlockBytes), most*int64(d.BlockTokens))
+	if limit < perSeq {
+		if d.MaxModelLen > 0 || limit == 0 {
+			return KVFit{}, fmt.Errorf("the KV cache of one sequence of %d tokens needs %s, and there is room for %s; lower --max-model-len to at most %d",
+				length, Bytes(perSeq*d.BlockBytes), Bytes(limit*d.BlockBytes), limit*int64(d.BlockTokens))
 		}
-		length = int(most) * d.BlockTokens
-		perSeq = most
+		length = int(limit) * d.BlockTokens
+		perSeq = limit
 	}
-	blocks := min(most, perSeq*int64(d.MaxNumSeqs))
+	blocks := min(limit, perSeq*int64(d.MaxNumSeqs))
 	if d.Blocks > 0 {
-		blocks = most
+		blocks = limit
 	}
 	return KVFit{Blocks: int(blocks), MaxModelLen: length}, nil
 }

@@ -1,25 +1,27 @@
 package sizing
 
 import (
+	"errors"
 	"strings"
 	"testing"
 
 	"github.com/moeserve/moeserve/planner"
 )
 
-func TestRoomSaysWhatIsMissing(t *testing.T) {
+func TestRoomReportsTheMisfit(t *testing.T) {
 	d := Demand{Space: "gpu0", Capacity: 1000, Share: 0.9, Parts: []planner.Part{{Name: "weights", Bytes: 600}, {Name: "experts", Bytes: 299}}, Advice: "offload more experts"}
 	if room, err := d.Room(); err != nil || room != 1 {
 		t.Errorf("room %d, %v; want 1", room, err)
 	}
 	d.Parts[1].Bytes = 2 << 30
 	_, err := d.Room()
-	if err == nil {
-		t.Fatal("fits")
+	var misfit *MisfitError
+	if !errors.As(err, &misfit) || strings.Contains(misfit.Brief(), "weights") || !strings.Contains(misfit.Brief(), "need 2.00 GiB, usable") {
+		t.Fatal(err)
 	}
-	for _, want := range []string{"gpu0", "2.00 GiB needed", "weights 600 B", "experts 2.00 GiB", "900 B may be used", "90 %", "offload more experts"} {
+	for _, want := range []string{"gpu0", "need 2.00 GiB (weights 600 B, experts 2.00 GiB)", "usable 900 B", "90 %", "; offload more experts"} {
 		if !strings.Contains(err.Error(), want) {
-			t.Errorf("%q does not say %q", err, want)
+			t.Errorf("%q lacks %q", err, want)
 		}
 	}
 }
@@ -34,11 +36,11 @@ func TestKVFit(t *testing.T) {
 	}{
 		{"as much as the sequences can use", func(*KVDemand) {}, KVFit{Blocks: 40, MaxModelLen: 320}, ""},
 		{"all the room", func(d *KVDemand) { d.MaxNumSeqs = 64 }, KVFit{Blocks: 100, MaxModelLen: 320}, ""},
-		{"a length asked for", func(d *KVDemand) { d.MaxModelLen = 33 }, KVFit{Blocks: 6, MaxModelLen: 33}, ""},
-		{"blocks asked for", func(d *KVDemand) { d.Blocks = 50 }, KVFit{Blocks: 50, MaxModelLen: 320}, ""},
+		{"a requested length", func(d *KVDemand) { d.MaxModelLen = 33 }, KVFit{Blocks: 6, MaxModelLen: 33}, ""},
+		{"requested blocks", func(d *KVDemand) { d.Blocks = 50 }, KVFit{Blocks: 50, MaxModelLen: 320}, ""},
 		{"the length is what fits", func(d *KVDemand) { d.Room = 70 }, KVFit{Blocks: 7, MaxModelLen: 112}, ""},
 		{"few blocks shorten it", func(d *KVDemand) { d.Blocks = 3 }, KVFit{Blocks: 3, MaxModelLen: 48}, ""},
-		{"longer than the model", func(d *KVDemand) { d.MaxModelLen = 321 }, KVFit{}, "320 positions"},
+		{"longer than the model", func(d *KVDemand) { d.MaxModelLen = 321 }, KVFit{}, "context is 320 tokens"},
 		{"longer than the room", func(d *KVDemand) { d.MaxModelLen = 320; d.Room = 190 }, KVFit{}, "at most 304"},
 		{"no room", func(d *KVDemand) { d.Room = 9 }, KVFit{}, "room for 0"},
 		{"more blocks than room", func(d *KVDemand) { d.Blocks = 101 }, KVFit{}, "room for 100"},

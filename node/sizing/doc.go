@@ -1,10 +1,10 @@
-// Package sizing works out what an engine takes of which memory, and whether that is
-// there: a Footprint of a model under some settings, the Needs of a placement of experts,
-// the KV cache that the rest is used for, and what peers can lend.
+// Package sizing computes the memory of an engine, and whether it fits: a Footprint of a
+// model under some settings, the Needs of a placement of experts, the KV cache that gets
+// the rest, and the budgets of peers.
 //
-// It is arithmetic: it takes no memory, asks no device and reads no file. What a node
-// takes, what it says that it needs and what the planner counts with are all from here,
-// so that they are the same.
+// It is arithmetic: it allocates no device memory, queries no device and reads no file. The
+// memory that a node allocates, that it reports as needed and that the planner predicts are
+// all computed here, so that they are equal.
 //
 //	f, err := sizing.New(sizing.Options{Config: config, Layout: layout, Types: backend})
 //	placement, err := f.Place(s.Offload, list)

@@ -16,41 +16,42 @@ import (
 	"github.com/moeserve/moeserve/planner"
 )
 
-// Shaper is what a backend's types and sizes are known from.
+// Shaper is the part of a backend that types and sizes depend on.
 type Shaper interface {
 	ActivationDType() kernels.DType
 	ExpertLayout(shape kernels.ExpertShape) (kernels.ExpertLayout, error)
 }
 
-// Options say of what the footprint is.
+// Options of a footprint.
 type Options struct {
 	Config *models.Config
 	Layout *models.Layout
 	Types  Shaper
-	// MaxModelLen is the most tokens of a sequence. Default and at most: the model's.
+	// MaxModelLen is the maximum length of a sequence in tokens. Default and maximum: the
+	// model's context.
 	MaxModelLen int
-	// CacheLayers is for how many layers' fetched experts the compute device has room.
+	// CacheLayers is the number of layers whose fetched experts the expert cache holds.
 	// Default: that of experts.Config.
 	CacheLayers int
-	// Adaptive: other experts may become local.
+	// Dynamic: the set of resident experts may change.
 	Dynamic bool
-	// HostLogits keeps room for the logits of a step.
+	// HostLogits reserves room for the logits of a step.
 	HostLogits bool
-	// Clears says that memory is borrowed, which is cleared before it is given back.
+	// Clears: peer memory is borrowed, which is scrubbed before release.
 	Clears bool
-	// Kernels is what the backend has taken of the GPU itself, in bytes.
+	// Kernels is the GPU memory that the backend has allocated itself, in bytes.
 	Kernels int64
 }
 
-// Footprint works out what an engine takes of which memory. It does not change.
+// Footprint computes the memory of an engine. It is immutable.
 type Footprint struct {
 	o      Options
 	expert kernels.ExpertLayout
-	// layers that have experts, by the model's numbers.
+	// layers with experts, by the model's numbers.
 	layers []int
 }
 
-// New lays experts out.
+// New computes the layout of experts.
 func New(o Options) (*Footprint, error) {
 	f := &Footprint{o: o}
 	var err error
@@ -69,40 +70,43 @@ func New(o Options) (*Footprint, error) {
 	return f, nil
 }
 
-// Within is the footprint with sequences of at most so many tokens.
+// Within is the footprint with a lower maximum length of sequences, in tokens.
 func (f *Footprint) Within(maxModelLen int) *Footprint {
 	shorter := *f
 	shorter.o.MaxModelLen = maxModelLen
 	return &shorter
 }
 
-// ExpertBytes is the size of an expert as it is laid out.
+// MaxModelLen is the maximum length of a sequence in tokens.
+func (f *Footprint) MaxModelLen() int { return f.o.MaxModelLen }
+
+// ExpertBytes is the size of an expert in the backend's layout.
 func (f *Footprint) ExpertBytes() int64 { return f.expert.Size }
 
 // BlockTokens are the tokens of a block of the KV cache.
 const BlockTokens = kvcache.DefaultBlockTokens
 
-// topLogProbs is how many alternatives come with the log-probability of a token:
-// what the OpenAI API allows at most.
+// topLogProbs is the number of alternatives reported with a token's log-probability: the
+// maximum of the OpenAI API.
 const topLogProbs = 20
 
-// Limits of steps of so many rows and sequences.
-func (f *Footprint) Limits(rows, sequences int) forward.Limits {
+// Limits of steps with a maximum of tokens and sequences.
+func (f *Footprint) Limits(tokens, sequences int) forward.Limits {
 	l := forward.Limits{
-		MaxTokens: rows, MaxSeqs: min(sequences, rows),
+		MaxTokens: tokens, MaxSeqs: min(sequences, tokens),
 		MaxModelLen: f.o.MaxModelLen, BlockTokens: BlockTokens, MaxTopLogProbs: topLogProbs,
 	}
 	l.MaxLogits = l.MaxSeqs
 	if f.o.HostLogits {
 		l.MaxLogits = l.MaxTokens
 	}
-	// Whatever one request adjusts has room, and, up to a bound, what all of them have
-	// seen.
+	// Room for all adjustments of one request and, up to a bound, for the tokens that all
+	// of them have in their contexts.
 	l.MaxAdjust = max(f.o.Config.Vocab, min(1<<20, l.MaxSeqs*min(f.o.MaxModelLen, f.o.Config.Vocab)))
 	return l
 }
 
-// KV is the shape of the cache's blocks.
+// KV is the shape of KV blocks.
 func (f *Footprint) KV() kvcache.Shape {
 	return kvcache.Shape{
 		Layers: f.o.Config.Layers, KVHeads: f.o.Config.KVHeads, HeadDim: f.o.Config.HeadDim,
@@ -110,7 +114,7 @@ func (f *Footprint) KV() kvcache.Shape {
 	}
 }
 
-// Experts is the configuration of the store, but for a placement.
+// Experts is the configuration of the store, without a placement.
 func (f *Footprint) Experts(largest int) experts.Config {
 	return experts.Config{
 		Layers: f.layers, Experts: f.o.Config.Experts, Layout: f.expert,
@@ -118,8 +122,8 @@ func (f *Footprint) Experts(largest int) experts.Config {
 	}
 }
 
-// somebody stands for whoever attends on the host where only sizes are asked for.
-type somebody struct{ kernels.Backend }
+// sizeOnlyBackend stands for the backend of CPU attention where only sizes are needed.
+type sizeOnlyBackend struct{ kernels.Backend }
 
 // Steps are a pipeline's options, as far as sizes depend on them.
 func (f *Footprint) Steps(l forward.Limits, b configs.Batch) pipeline.Options {
@@ -128,54 +132,55 @@ func (f *Footprint) Steps(l forward.Limits, b configs.Batch) pipeline.Options {
 		MicroBatchTokens: b.MicroBatchSize, MicroBatches: b.NumMicroBatches, Grouping: b.Grouping,
 	}
 	if b.Attention == configs.OnCPU {
-		o.HostAttention = somebody{}
+		o.HostAttention = sizeOnlyBackend{}
 	}
 	return o
 }
 
-// stepBytes is what steps within the limits take: activations, row data on the GPU and
-// again in pinned memory, what comes back, and what goes to the host for attention.
-func (f *Footprint) stepBytes(l forward.Limits, b configs.Batch) (activations, rowData, back, attention int64) {
+// stepBytes is the memory of steps within the limits: activations, per-step metadata on the
+// GPU and again in pinned memory, results in pinned memory, and the staging buffers of CPU
+// attention.
+func (f *Footprint) stepBytes(l forward.Limits, b configs.Batch) (activations, metadata, results, attention int64) {
 	o := f.Steps(l, b)
 	activations = int64(o.Groups()) * forward.WorkspaceBytes(f.o.Config, f.o.Types, o.GroupLimits(l))
 	return activations, o.StepMetadataBytes(l), device.Align(o.ResultBytes(f.o.Config, l)), device.Align(o.StagingBytes(f.o.Config, f.o.Types.ActivationDType(), l))
 }
 
-// zeros is the pinned memory that borrowed memory is cleared with, where so many
-// experts are offloaded.
-func (f *Footprint) zeros(offloaded int) int64 {
+// scrubBuffer is the pinned memory of zeros that borrowed memory is scrubbed with, for a
+// number of offloaded experts.
+func (f *Footprint) scrubBuffer(offloaded int) int64 {
 	if !f.o.Clears || offloaded == 0 {
 		return 0
 	}
 	return harvest.Options{}.EnsureDefaults().ScrubBytes
 }
 
-// Parts of the GPU's and the host's memory that a plan of experts and steps take.
+// Parts of the memory of GPU and host that a plan of experts and steps need.
 func (f *Footprint) Parts(p *experts.Plan, l forward.Limits, b configs.Batch) (gpu, host []planner.Part) {
-	activations, rowData, back, attention := f.stepBytes(l, b)
+	activations, metadata, results, attention := f.stepBytes(l, b)
 	gpu = []planner.Part{
-		{Name: "weights but experts", Bytes: f.o.Layout.Bytes},
-		{Name: "local experts", Bytes: p.ResidentBytes},
-		{Name: "ring of fetched experts", Bytes: p.CacheBytes},
-		{Name: "tables", Bytes: device.Align(p.TableBytes)},
+		{Name: "non-expert weights", Bytes: f.o.Layout.Bytes},
+		{Name: "resident experts", Bytes: p.ResidentBytes},
+		{Name: "expert cache", Bytes: p.CacheBytes},
+		{Name: "expert tables", Bytes: device.Align(p.TableBytes)},
 		{Name: "activations", Bytes: activations},
-		{Name: "row data", Bytes: rowData},
+		{Name: "per-step metadata buffers", Bytes: metadata},
 	}
 	if f.o.Kernels > 0 {
-		gpu = append(gpu, planner.Part{Name: "kernels", Bytes: f.o.Kernels})
+		gpu = append(gpu, planner.Part{Name: "kernel workspaces", Bytes: f.o.Kernels})
 	}
 	return gpu, []planner.Part{
 		{Name: "offloaded experts", Bytes: p.HostBytes},
-		{Name: "loading", Bytes: p.StagingBytes + checkpoint.UploadBytes},
-		{Name: "tables", Bytes: device.Align(p.UploadBytes)},
-		{Name: "clearing of borrowed memory", Bytes: f.zeros(p.OffloadedExperts)},
-		{Name: "row data", Bytes: rowData + back},
-		{Name: "attention", Bytes: attention},
+		{Name: "load staging buffer", Bytes: p.StagingBytes + checkpoint.UploadBytes},
+		{Name: "expert tables", Bytes: device.Align(p.UploadBytes)},
+		{Name: "scrub buffer", Bytes: f.scrubBuffer(p.OffloadedExperts)},
+		{Name: "per-step metadata buffers", Bytes: metadata + results},
+		{Name: "CPU attention staging buffer", Bytes: attention},
 	}
 }
 
-// Sizes tells the planner what the parts are of any policy, with the experts spread
-// evenly over layers. What is fixed holds whatever the policy; 0: the policy says.
+// Sizes are the parts of any policy for the planner, with experts spread evenly over
+// layers. The fields of fixed hold for all policies; 0: the policy's.
 func (f *Footprint) Sizes(fixed configs.Batch) (planner.Sizes, error) {
 	layers := len(f.layers)
 	all := layers * f.o.Config.Experts
@@ -186,7 +191,7 @@ func (f *Footprint) Sizes(fixed configs.Batch) (planner.Sizes, error) {
 	sized := func(offloaded, largest int) experts.Plan {
 		p, err := f.Experts(largest).SizePlan(offloaded, largest)
 		if err != nil {
-			panic("sizing: experts that are fine with none offloaded: " + err.Error())
+			panic("sizing: a plan of experts that is valid with none offloaded: " + err.Error())
 		}
 		return p
 	}
@@ -195,19 +200,19 @@ func (f *Footprint) Sizes(fixed configs.Batch) (planner.Sizes, error) {
 		Expert: f.expert.Size, Other: f.o.Layout.Bytes,
 		KVBlockTokens: kv.BlockTokens, KVBlock: kv.BlockBytes(),
 		ExpertCache: func(missing int) int { return sized(missing, missing).CacheSlots },
-		Beside: func(local int) (gpu, host int64) {
-			offloaded := all - local
+		Beside: func(resident int) (gpu, host int64) {
+			offloaded := all - resident
 			p := sized(offloaded, (offloaded+layers-1)/layers)
-			return p.ResidentBytes - int64(local)*f.expert.Size,
-				p.HostBytes - int64(offloaded)*f.expert.Size + p.StagingBytes + f.zeros(offloaded)
+			return p.ResidentBytes - int64(resident)*f.expert.Size,
+				p.HostBytes - int64(offloaded)*f.expert.Size + p.StagingBytes + f.scrubBuffer(offloaded)
 		},
 		Workspace: func(x *planner.Policy) (gpu, host int64) {
-			rows, sequences := x.MicroBatchTokens(), x.Batch
+			tokens, sequences := x.MicroBatchTokens(), x.Batch
 			if fixed.MaxNumSeqs > 0 {
 				sequences = fixed.MaxNumSeqs
 			}
 			if fixed.MaxNumBatchedTokens > 0 {
-				rows = fixed.MaxNumBatchedTokens
+				tokens = fixed.MaxNumBatchedTokens
 			}
 			b := BatchOf(x)
 			if fixed.NumMicroBatches > 0 {
@@ -216,15 +221,15 @@ func (f *Footprint) Sizes(fixed configs.Batch) (planner.Sizes, error) {
 			if fixed.MicroBatchSize > 0 {
 				b.MicroBatchSize = fixed.MicroBatchSize
 			}
-			activations, rowData, back, attention := f.stepBytes(f.Limits(rows, sequences), b)
-			return activations + rowData, rowData + back + attention
+			activations, metadata, results, attention := f.stepBytes(f.Limits(tokens, sequences), b)
+			return activations + metadata, metadata + results + attention
 		},
 		GPUFixed:  device.Align(none.TableBytes) + f.o.Kernels,
 		HostFixed: device.Align(none.UploadBytes) + checkpoint.UploadBytes,
 	}, nil
 }
 
-// BatchOf is how a policy has steps run, without the limits that follow from its batch.
+// BatchOf is the batch settings of a policy, without the limits that follow from its batch.
 func BatchOf(x *planner.Policy) configs.Batch {
 	b := configs.Batch{Grouping: x.Grouping, Attention: x.Attention}
 	if x.MicroBatch < x.Batch {
@@ -233,7 +238,7 @@ func BatchOf(x *planner.Policy) configs.Batch {
 	return b
 }
 
-// Model is the planner's.
+// Model is the planner's model, with a name for messages.
 func (f *Footprint) Model(name string) planner.Model {
 	c, activation := f.o.Config, f.o.Types.ActivationDType().Size()
 	m := planner.Model{
@@ -243,7 +248,7 @@ func (f *Footprint) Model(name string) planner.Model {
 		DenseWidth: c.DenseWidth, Vocab: c.Vocab, TiedEmbeddings: c.TiedEmbeddings,
 		WeightBytes: f.o.Layout.ExpertDType.Size(), ActivationBytes: activation, KVBytes: activation,
 	}
-	// Where only some layers have a window, keys and values of all are counted.
+	// Where only some layers have a window, the full context of all is counted.
 	if w := slices.Compact(slices.Clone(c.Windows)); len(w) == 1 {
 		m.Window = w[0]
 	}

@@ -15,28 +15,28 @@ import (
 	"github.com/moeserve/moeserve/planner"
 )
 
-// Memories are those that a configuration may use.
+// Memories are the memory spaces of a configuration.
 type Memories struct {
 	// Space of the GPU that computes.
 	Space device.Space
-	// GPU and Host are their accounts.
+	// GPU and Host are their usage.
 	GPU, Host device.Usage
-	// Share of the GPU's that may be used, 0 to 1.
+	// Share is the usable part of the GPU's memory, 0 to 1.
 	Share float64
 }
 
-// Needs is what a configuration takes, before it is known whether that is there.
+// Needs is the memory of a configuration, whether or not it fits.
 type Needs struct {
 	Plan         experts.Plan
 	Limits       forward.Limits
 	KV           kvcache.Shape
 	Device, Host Demand
-	// kvOnHost says where keys and values lie; positions is the most that the model has.
+	// kvOnHost: the KV cache is in host memory. positions is the model's context.
 	kvOnHost  bool
 	positions int
 }
 
-// Needs works out plan and limits of steps, and what they take of which memory.
+// Needs computes the plan of experts and the limits of steps, and their memory.
 func (f *Footprint) Needs(b configs.Batch, placement experts.Placement, m Memories) (*Needs, error) {
 	store := f.Experts(placement.MaxPerLayer())
 	store.Placement = placement
@@ -50,21 +50,19 @@ func (f *Footprint) Needs(b configs.Batch, placement experts.Placement, m Memori
 		Plan: plan, Limits: limits, KV: f.KV(), kvOnHost: b.Attention == configs.OnCPU, positions: f.o.Config.MaxPositions,
 		Device: Demand{
 			Space: m.Space.String(), Capacity: m.GPU.Capacity - m.GPU.OtherProcesses, Share: m.Share, Parts: gpu,
-			Advice: "offload more experts (offload-fraction), lower max-num-batched-tokens, or give the device more memory",
 		},
 		Host: Demand{
 			Space: device.Host.String(), Capacity: m.Host.Capacity - m.Host.OtherProcesses, Share: 1, Parts: host,
-			Advice: "offload fewer experts (offload-fraction), or give the host more memory",
 		},
 	}, nil
 }
 
-// hostKVShare of the host's room may be keys and values: the rest of the machine lives
-// there too.
-const hostKVShare = 0.8
+// HostKVShare is the part of the host's free memory that the KV cache may use: other
+// processes need memory, too.
+const HostKVShare = 0.8
 
-// Fit sizes the KV cache with what the needs leave where it lies, or says what there is
-// too little of.
+// Fit sizes the KV cache with the room that the needs leave in its memory space. Where they
+// do not fit, the error is a *MisfitError.
 func (w *Needs) Fit(maxNumSeqs int, kv configs.KV) (KVFit, error) {
 	room, err := w.Device.Room()
 	if err != nil {
@@ -75,7 +73,7 @@ func (w *Needs) Fit(maxNumSeqs int, kv configs.KV) (KVFit, error) {
 		return KVFit{}, err
 	}
 	if w.kvOnHost {
-		room = int64(hostKVShare * float64(onHost))
+		room = int64(HostKVShare * float64(onHost))
 	}
 	return KVDemand{
 		Room: room, BlockBytes: w.KV.BlockBytes(), BlockTokens: w.KV.BlockTokens,
@@ -83,28 +81,28 @@ func (w *Needs) Fit(maxNumSeqs int, kv configs.KV) (KVFit, error) {
 	}.Fit()
 }
 
-// Together refuses what emulated devices could hold one by one but this machine, which
-// has so many bytes and whose memory they all share, cannot.
+// Together refuses needs that fit emulated devices one by one but not this machine, which
+// has a number of bytes and whose memory they share.
 func (w *Needs) Together(have int64) error {
 	_, err := Demand{
 		Space: "this machine", Capacity: have, Share: 1,
 		Parts:  []planner.Part{{Name: "emulated " + w.Device.Space, Bytes: w.Device.Need()}, {Name: "emulated host", Bytes: w.Host.Need()}},
-		Advice: "use a smaller model, fewer layers (num-hidden-layers, with dummy weights), or a machine with more memory",
+		Advice: "use a smaller model, fewer layers (--num-hidden-layers, with --load-format dummy), or a machine with more memory",
 	}.Room()
 	return err
 }
 
-// Left is what of so many bytes, which all emulated memories share, is left for each of a
-// number of peers beside the GPU's and the host's needs and the cache.
+// Left is the memory left for each of a number of peers of the bytes that all emulated
+// memories share, beside the needs of GPU and host and the KV cache.
 func (w *Needs) Left(have int64, fit KVFit, peers int) int64 {
 	left := max(have-w.Device.Need()-w.Host.Need(), 0)
-	// A cache is taken page by page as sequences grow; it has a right to half.
+	// The KV cache is allocated page by page as sequences grow, up to half of what is left.
 	left -= min(int64(fit.Blocks)*w.KV.BlockBytes(), left/2)
 	return left / int64(peers)
 }
 
-// Place says which experts are offloaded: a fraction, or, where local experts are asked
-// for, all but those that list has.
+// Place returns the offloaded experts: a fraction or, where resident experts are named, all
+// but those of the list.
 func (f *Footprint) Place(o configs.Offload, list string) (experts.Placement, error) {
 	layers, each := f.layers, f.o.Config.Experts
 	if o.ResidentExperts == "" {
@@ -114,23 +112,23 @@ func (f *Footprint) Place(o configs.Offload, list string) (experts.Placement, er
 	if err != nil {
 		return nil, fmt.Errorf("resident-experts: %w", err)
 	}
-	var local []experts.ID
+	var resident []experts.ID
 	for _, l := range named {
 		at, ok := slices.BinarySearch(layers, l.Layer)
 		if !ok {
-			return nil, fmt.Errorf("resident-experts: layer %d has no experts; the model's layers that have are %s", l.Layer, spans(layers))
+			return nil, fmt.Errorf("resident-experts: layer %d has no experts; the model's layers with experts are %s", l.Layer, spans(layers))
 		}
 		for _, e := range l.Experts {
 			if e >= each {
-				return nil, fmt.Errorf("resident-experts: there is no expert %d in layer %d: it has %d, from 0 on", e, l.Layer, each)
+				return nil, fmt.Errorf("resident-experts: no expert %d in layer %d: the layer has %d, from 0 on", e, l.Layer, each)
 			}
-			local = append(local, experts.ID{Layer: at, Expert: e})
+			resident = append(resident, experts.ID{Layer: at, Expert: e})
 		}
 	}
-	return experts.PlaceResident(len(layers), each, local)
+	return experts.PlaceResident(len(layers), each, resident)
 }
 
-// spans writes ascending numbers shortly: "0-5, 8".
+// spans prints ascending numbers as ranges: "0-5, 8".
 func spans(numbers []int) string {
 	if len(numbers) == 0 {
 		return "none"
@@ -151,16 +149,16 @@ func spans(numbers []int) string {
 	return strings.Join(parts, ", ")
 }
 
-// ModelSizes are a model's, in bytes, as `inspect` shows them.
+// ModelSizes are the sizes of a model's weights in bytes, as inspect prints them.
 type ModelSizes struct {
 	Parameters           int64
 	ExpertCount          int
 	ExpertBytes, Experts int64 // one, and all of them
-	Other                int64
+	Other                int64 // non-expert (dense) weights
 	KVPerToken           int64 // 16 bit
 }
 
-// OfModel is the sizes of a model whose weights lie as l says.
+// OfModel is the sizes of a model in a layout.
 func OfModel(c *models.Config, l *models.Layout) ModelSizes {
 	s := ModelSizes{
 		Parameters: c.Parameters(), ExpertCount: c.ExpertCount(), Experts: l.ExpertBytes,
