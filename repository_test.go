@@ -9,7 +9,6 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
-	"regexp"
 	"slices"
 	"strings"
 	"testing"
@@ -468,35 +467,6 @@ func TestArchitecture(t *testing.T) {
 		if !strings.HasPrefix(pkg, "tools/") && !strings.Contains(table, "](../"+pkg+")") {
 			t.Errorf("the table of packages in docs/ARCHITECTURE.md has no %s", pkg)
 		}
-	}
-}
-
-var link = regexp.MustCompile(`\]\(([^)#\s]+)(#[^)\s]*)?\)`)
-
-func TestDocumentLinks(t *testing.T) {
-	docs, err := filepath.Glob("docs/*.md")
-	if err != nil {
-		t.Fatal(err)
-	}
-	docs = append(docs, "README.md", "CHANGELOG.md")
-	links := 0
-	for _, doc := range docs {
-		text, err := os.ReadFile(doc)
-		if err != nil {
-			t.Fatal(err)
-		}
-		for _, m := range link.FindAllStringSubmatch(string(text), -1) {
-			if strings.Contains(m[1], "://") {
-				continue
-			}
-			links++
-			if _, err := os.Stat(filepath.Join(filepath.Dir(doc), m[1])); err != nil {
-				t.Errorf("%s links to %s: %v", doc, m[1], err)
-			}
-		}
-	}
-	if links == 0 {
-		t.Fatal("no document has a link")
 	}
 }
 

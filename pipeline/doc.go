@@ -17,10 +17,10 @@
 // Where the host attends, beside keys and values in its memory, the plan is OverlappedCPUAttention:
 // the micro-batches are in two merge groups, each with an Executor, and the device runs
 // experts for one while the host attends for the other. CGOPipe
-// is CGOPipe's order, to compare with. docs/PIPELINE.md has diagrams.
+// is CGOPipe's order, to compare with. docs/design/pipeline.md has diagrams.
 //
 // Where nothing is missing, a decode step that comes again and again is one graph, with
-// the same results: see docs/PIPELINE.md.
+// the same results: see docs/design/pipeline.md.
 //
 // A step may wait for points before it reads keys and values, and raise others once it has
 // ended well: so blocks come from elsewhere, and go there.

@@ -19,7 +19,7 @@ import (
 	"github.com/moeserve/moeserve/rebalancer"
 )
 
-// The built-in model, as docs/TINY.md describes it.
+// The built-in model, as docs/design/tiny.md describes it.
 const (
 	tinyLayers, tinyExperts = 6, 8
 	tinyBytes               = 135168
@@ -32,10 +32,10 @@ type tinyTask struct {
 	shares [tinyLayers][tinyExperts]float64
 }
 
-// tinyTasks reads docs/TINY.md's table of activations, tasks in their order there.
+// tinyTasks reads docs/design/tiny.md's table of activations, tasks in their order there.
 func tinyTasks(t *testing.T) []tinyTask {
 	t.Helper()
-	page, err := os.ReadFile("../docs/TINY.md")
+	page, err := os.ReadFile("../docs/design/tiny.md")
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -65,7 +65,7 @@ func tinyTasks(t *testing.T) []tinyTask {
 		rows++
 	}
 	if len(tasks) != 5 || rows != 5*tinyLayers {
-		t.Fatalf("docs/TINY.md has %d rows of %d tasks", rows, len(tasks))
+		t.Fatalf("docs/design/tiny.md has %d rows of %d tasks", rows, len(tasks))
 	}
 	return tasks
 }

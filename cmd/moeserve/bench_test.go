@@ -19,7 +19,7 @@ import (
 	"github.com/moeserve/moeserve/eval"
 )
 
-const benchmarks = "../../docs/BENCHMARKS.md"
+const benchmarks = "../../docs/guide/benchmarks.md"
 
 // pictured is the --emulate of the README's picture.
 func pictured(t *testing.T) string {
@@ -33,28 +33,6 @@ func pictured(t *testing.T) string {
 		t.Fatalf("%s has no command that draws the picture", benchmarks)
 	}
 	return string(m[1])
-}
-
-// Every command of the page is one that there is, with flags that it has.
-func TestBenchmarksCommands(t *testing.T) {
-	text, err := os.ReadFile(benchmarks)
-	if err != nil {
-		t.Fatal(err)
-	}
-	found := 0
-	for _, m := range regexp.MustCompile(`(?m)^moeserve (.*)$`).FindAllStringSubmatch(strings.ReplaceAll(string(text), "\\\n", ""), -1) {
-		found++
-		cmd, rest, err := newRoot(&streams{}).Find(strings.Fields(m[1]))
-		if err == nil {
-			err = cmd.ParseFlags(rest)
-		}
-		if err != nil || len(cmd.Flags().Args()) > 0 {
-			t.Errorf("moeserve %s: %v, %q", m[1], err, cmd.Flags().Args())
-		}
-	}
-	if found < 4 {
-		t.Errorf("%d commands: the pattern has lost them", found)
-	}
 }
 
 // Each tier is flat up to the predicted saturation point, and falls from there, on the

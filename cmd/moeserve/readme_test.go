@@ -23,102 +23,149 @@ import (
 	"github.com/moeserve/moeserve/node/sizing"
 )
 
-var update = flag.Bool("update", false, "write the parts of README.md that are generated")
+var update = flag.Bool("update", false, "write what is generated: golden files, docs/reference, the output in README.md")
 
 const (
 	readme      = "../../README.md"
 	testCommand = "go test ./..."
 )
 
-// codeBlock is a fenced block, and the HTML comment on the line before it.
-type codeBlock struct{ mark, language, text string }
-
-var fenced = regexp.MustCompile("(?m)(?:^<!-- (\\w+) -->\n)?^```(\\w*)\n((?s:.*?))^```$")
-
-func codeBlocks(t *testing.T) []codeBlock {
+// guides are the pages whose commands are run: README.md and those of docs/guide.
+func guides(t *testing.T) []string {
 	t.Helper()
-	text, err := os.ReadFile(readme)
+	names, err := filepath.Glob("../../docs/guide/*.md")
+	if err != nil || len(names) < 5 {
+		t.Fatalf("%d guide pages: %v", len(names), err)
+	}
+	return append([]string{readme}, names...)
+}
+
+// codeBlock is a fenced block, and the HTML comment on the line before it: "skip: WHY" where it
+// cannot be run here, "fails" where it shows an error, "test" and "output" in README.md.
+type codeBlock struct{ mark, why, language, text string }
+
+var fenced = regexp.MustCompile("(?m)(?:^<!-- (\\w+)(?:: (.*))? -->\n)?^```(\\w*)\n((?s:.*?))^```$")
+
+func codeBlocks(t *testing.T, page string) []codeBlock {
+	t.Helper()
+	text, err := os.ReadFile(page)
 	if err != nil {
 		t.Fatal(err)
 	}
 	var blocks []codeBlock
 	for _, m := range fenced.FindAllStringSubmatch(string(text), -1) {
-		blocks = append(blocks, codeBlock{m[1], m[2], m[3]})
+		blocks = append(blocks, codeBlock{m[1], m[2], m[3], m[4]})
 	}
 	return blocks
 }
 
-// Every command of the README runs, as it stands but for four things: go run is
+// Every command of the guide runs, as it stands but for four things: go run is
 // this test's binary, checkpoints are a fixture, ports are free ones, and the tests
-// are not run from within. What they leave behind is not offered to be committed.
-func TestREADMECommands(t *testing.T) {
+// are not run from within. What they leave behind is not offered to be committed. Of those
+// that need what is not here the flags are checked.
+func TestGuideCommands(t *testing.T) {
 	if _, err := exec.LookPath("bash"); err != nil {
-		t.Skip("no bash to run the README's commands with")
+		t.Skip("no bash to run the commands with")
 	}
 	ignored, err := os.ReadFile(filepath.Join("..", "..", ".gitignore"))
 	if err != nil {
 		t.Fatal(err)
 	}
 	fixture := fixtureDir(t, "mixtral")
-	ran := 0
-	for _, b := range codeBlocks(t) {
-		switch {
-		case b.language == "text" || b.mark == "test":
-			continue
-		case b.language == "python":
-			continue // TestREADMEPython
-		case b.language != "bash":
-			t.Errorf("a block of %q: only bash and python are run, and text is output", b.language)
-			continue
-		}
-		if strings.Contains(b.text, "curl ") {
-			if _, err := exec.LookPath("curl"); err != nil {
-				t.Log("no curl: its block is not run")
-				continue
+	for _, page := range guides(t) {
+		t.Run(filepath.Base(page), func(t *testing.T) {
+			ran := 0
+			for _, b := range codeBlocks(t, page) {
+				switch {
+				case b.mark != "" && !slices.Contains([]string{"test", "output", "skip", "fails"}, b.mark):
+					t.Errorf("a block is marked %q", b.mark)
+				case b.language != "bash":
+					if !slices.Contains([]string{"", "text", "json", "python"}, b.language) {
+						t.Errorf("a block of %q", b.language)
+					}
+				case b.mark == "test":
+				case b.mark == "skip" && b.why == "":
+					t.Errorf("a block is skipped without a reason:\n%s", b.text)
+				default:
+					ran++
+					checkCommands(t, b.text)
+					if b.mark == "skip" {
+						t.Logf("not run (%s):\n%s", b.why, b.text)
+						continue
+					}
+					runBlock(t, b, fixture, string(ignored))
+				}
 			}
-		}
-		ran++
-		script := strings.ReplaceAll(b.text, "go run ./cmd/moeserve", "moeserve")
-		if !strings.Contains(script, "moeserve ") {
-			t.Errorf("a block that does not call moeserve:\n%s", script)
-		}
-		if raceDetector && strings.Contains(script, "phi-tiny-moe") {
-			continue // 0.7 GB of weights
-		}
-		script = regexp.MustCompile(`/models/[\w.-]+`).ReplaceAllLiteralString(script, fixture)
-		if strings.Contains(script, "8000") {
-			port := freePort(t)
-			script = strings.ReplaceAll(script, "moeserve serve", "moeserve serve --port "+port)
-			script = strings.ReplaceAll(script, "8000", port)
-		}
-		cmd := exec.CommandContext(t.Context(), "bash", "-euo", "pipefail", "-c", script)
-		cmd.Dir = t.TempDir()
-		if out, err := cmd.CombinedOutput(); err != nil {
-			t.Errorf("%v\n%s\n%s", err, script, out)
-		}
-		left, err := os.ReadDir(cmd.Dir)
-		if err != nil {
-			t.Fatal(err)
-		}
-		for _, f := range left {
-			if !strings.Contains(string(ignored), "\n/"+f.Name()+"\n") {
-				t.Errorf("%s is left behind, and .gitignore has no /%[1]s; by\n%s", f.Name(), script)
+			if ran == 0 {
+				t.Error("no command: the pattern has lost them")
 			}
-		}
-	}
-	if ran < 5 {
-		t.Errorf("only %d blocks of commands: the pattern has lost them", ran)
+		})
 	}
 }
 
-// Whoever waits for a server that could not start does not wait for ever.
+// checkCommands holds a block to commands that there are, with flags that they have.
+func checkCommands(t *testing.T, script string) {
+	t.Helper()
+	for _, m := range regexp.MustCompile(`(?m)^(?:\w+=\S+ )*moeserve (.*)$`).FindAllStringSubmatch(strings.ReplaceAll(script, "\\\n", ""), -1) {
+		line := regexp.MustCompile(`'[^']*'`).ReplaceAllString(m[1], "TEXT")
+		line, _, _ = strings.Cut(line, " #")
+		line, _, _ = strings.Cut(line, " >")
+		cmd, rest, err := newRoot(&streams{}).Find(strings.Fields(strings.TrimRight(line, "& ")))
+		if err == nil {
+			err = cmd.ParseFlags(rest)
+		}
+		if err != nil || !cmd.HasParent() {
+			t.Errorf("moeserve %s: %v", m[1], err)
+		}
+	}
+}
+
+// runBlock runs the commands of a block.
+func runBlock(t *testing.T, b codeBlock, fixture, ignored string) {
+	t.Helper()
+	if strings.Contains(b.text, "curl ") {
+		if _, err := exec.LookPath("curl"); err != nil {
+			t.Log("no curl: its block is not run")
+			return
+		}
+	}
+	script := strings.ReplaceAll(b.text, "go run ./cmd/moeserve", "moeserve")
+	if !strings.Contains(script, "moeserve ") {
+		t.Errorf("a block that does not call moeserve:\n%s", script)
+	}
+	if raceDetector && strings.Contains(script, "phi-tiny-moe") {
+		return // 0.7 GB of weights
+	}
+	script = regexp.MustCompile(`/models/[\w.-]+`).ReplaceAllLiteralString(script, fixture)
+	if strings.Contains(script, "8000") {
+		port := freePort(t)
+		script = strings.ReplaceAll(script, "moeserve serve", "moeserve serve --port "+port)
+		script = strings.ReplaceAll(script, "8000", port)
+	}
+	cmd := exec.CommandContext(t.Context(), "bash", "-euo", "pipefail", "-c", script)
+	cmd.Dir = t.TempDir()
+	if out, err := cmd.CombinedOutput(); (err != nil) != (b.mark == "fails") {
+		t.Errorf("%v\n%s\n%s", err, script, out)
+	}
+	left, err := os.ReadDir(cmd.Dir)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, f := range left {
+		if !strings.Contains(ignored, "\n/"+f.Name()+"\n") {
+			t.Errorf("%s is left behind, and .gitignore has no /%[1]s; by\n%s", f.Name(), script)
+		}
+	}
+}
+
+// A script that waits for a server that could not start does not wait for ever.
 func TestREADMEWaitsForServer(t *testing.T) {
 	for _, program := range []string{"bash", "curl"} {
 		if _, err := exec.LookPath(program); err != nil {
-			t.Skipf("no %s to run the README's commands with", program)
+			t.Skipf("no %s to run the commands with", program)
 		}
 	}
-	for _, b := range codeBlocks(t) {
+	for _, b := range codeBlocks(t, readme) {
 		serve, rest, ok := strings.Cut(b.text, "&\n")
 		if !ok {
 			continue
@@ -153,18 +200,22 @@ func freePort(t *testing.T) string {
 	return strconv.Itoa(l.Addr().(*net.TCPAddr).Port)
 }
 
-// The Python of the README says what the README says, where there is the client.
-func TestREADMEPython(t *testing.T) {
+// The Python of the guide prints the model's completion, where there is the client.
+func TestGuidePython(t *testing.T) {
 	python := os.Getenv("MOESERVE_PYTHON")
 	if python == "" {
 		python = "python3"
 	}
 	if out, err := exec.CommandContext(t.Context(), python, "-c", "import openai").CombinedOutput(); err != nil {
-		t.Skipf("%s has no package openai to run the README's Python with (MOESERVE_PYTHON names another): %v %s", python, err, out)
+		t.Skipf("%s has no package openai to run the guide's Python with (MOESERVE_PYTHON names another): %v %s", python, err, out)
 	}
 	p := startServe(t)
 	ran := 0
-	for _, b := range codeBlocks(t) {
+	var blocks []codeBlock
+	for _, page := range guides(t) {
+		blocks = append(blocks, codeBlocks(t, page)...)
+	}
+	for _, b := range blocks {
 		if b.language != "python" {
 			continue
 		}
@@ -176,15 +227,15 @@ func TestREADMEPython(t *testing.T) {
 		}
 	}
 	if ran == 0 {
-		t.Error("no Python in the README")
+		t.Error("no Python in the guide")
 	}
 }
 
 // The first command is followed by what it prints, and the tests' command is where
 // CI looks for it.
 func TestREADMEOutput(t *testing.T) {
-	blocks := codeBlocks(t)
-	if len(blocks) < 3 || blocks[0].language != "bash" || blocks[1].mark != "output" || blocks[2] != (codeBlock{"test", "bash", testCommand + "\n"}) {
+	blocks := codeBlocks(t, readme)
+	if len(blocks) < 3 || blocks[0].language != "bash" || blocks[1].mark != "output" || blocks[2] != (codeBlock{"test", "", "bash", testCommand + "\n"}) {
 		t.Fatalf("the README does not begin with a command, its output, and %s", testCommand)
 	}
 	cmd := exec.CommandContext(t.Context(), "bash", "-c", strings.ReplaceAll(strings.TrimSpace(blocks[0].text), "go run ./cmd/moeserve", "moeserve")+" 2>&1")
@@ -233,48 +284,6 @@ func rewrite(t *testing.T, change func(text string) string) {
 	}
 }
 
-// The tables of the README are what the schema and the presets say.
-func TestREADMETables(t *testing.T) {
-	for name, want := range map[string]string{"settings": settingsTable(), "presets": presetsTable(t)} {
-		// A mark, an empty line, and lines that begin with a bar.
-		table := regexp.MustCompile(`(?m)^<!-- ` + name + ` -->\n\n((?:\|.*\n)*)`)
-		if *update {
-			rewrite(t, func(text string) string {
-				return table.ReplaceAllLiteralString(text, "<!-- "+name+" -->\n\n"+want)
-			})
-			continue
-		}
-		text, err := os.ReadFile(readme)
-		if err != nil {
-			t.Fatal(err)
-		}
-		m := table.FindSubmatch(text)
-		if m == nil {
-			t.Fatalf("no table of %s", name)
-		}
-		if string(m[1]) != want {
-			t.Errorf("the table of %s is\n%s\nwant\n%s\n(go test ./cmd/moeserve -run README -update writes it)", name, m[1], want)
-		}
-	}
-}
-
-func settingsTable() string {
-	var b strings.Builder
-	b.WriteString("| setting | default | what |\n|---|---|---|\n")
-	for _, k := range configs.Schema {
-		def := fmt.Sprintf("`%v`", k.Default)
-		if k.Default == "" {
-			def = ""
-		}
-		help := k.Help
-		if k.Allowed != nil {
-			help += " (" + strings.Join(k.Allowed, ", ") + ")"
-		}
-		fmt.Fprintf(&b, "| `%s` | %s | %s |\n", k.Name, def, strings.ReplaceAll(help, "|", `\|`))
-	}
-	return b.String()
-}
-
 func presetsTable(t *testing.T) string {
 	t.Helper()
 	var b strings.Builder
@@ -292,21 +301,12 @@ func presetsTable(t *testing.T) string {
 	return b.String()
 }
 
-// A command that the README shows is one that there is, in blocks and in text.
-func TestREADMENamesWhatThereIs(t *testing.T) {
-	text, err := os.ReadFile(readme)
-	if err != nil {
-		t.Fatal(err)
-	}
+// A command or flag that README.md, a guide page or the glossary names is one that there is, in blocks and in text.
+func TestGuideNamesWhatThereIs(t *testing.T) {
 	root := newRoot(&streams{})
 	var commands []string
 	for _, c := range root.Commands() {
 		commands = append(commands, c.Name())
-	}
-	for _, m := range regexp.MustCompile("[`/]moeserve (\\w[\\w-]*)").FindAllStringSubmatch(string(text), -1) {
-		if !slices.Contains(commands, m[1]) {
-			t.Errorf("the README calls moeserve %s", m[1])
-		}
 	}
 	flags := pflag.NewFlagSet("all", pflag.ContinueOnError)
 	for _, c := range root.Commands() {
@@ -315,18 +315,31 @@ func TestREADMENamesWhatThereIs(t *testing.T) {
 			flags.AddFlagSet(c.Flags())
 		}
 	}
-	for _, m := range regexp.MustCompile(`--([a-z][\w-]*)`).FindAllStringSubmatch(string(text), -1) {
-		if flags.Lookup(m[1]) == nil {
-			t.Errorf("the README has a flag --%s", m[1])
-		}
-	}
 	makefile, err := os.ReadFile(filepath.Join("..", "..", "Makefile"))
 	if err != nil {
 		t.Fatal(err)
 	}
-	for _, m := range regexp.MustCompile("`make (\\w+)`").FindAllStringSubmatch(string(text), -1) {
-		if !strings.Contains(string(makefile), "\n"+m[1]+":") {
-			t.Errorf("the README calls make %s", m[1])
+	// Other programs' flags.
+	others := []string{"budget", "cells", "resume", "layers", "install", "cpu-offload-gb", "block-size"}
+	for _, page := range append(guides(t), "../../docs/GLOSSARY.md") {
+		text, err := os.ReadFile(page)
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, m := range regexp.MustCompile("[`/]moeserve (\\w[\\w-]*)").FindAllStringSubmatch(string(text), -1) {
+			if !slices.Contains(commands, m[1]) {
+				t.Errorf("%s calls moeserve %s", page, m[1])
+			}
+		}
+		for _, m := range regexp.MustCompile("[ `]--([a-z][\\w-]*)").FindAllStringSubmatch(string(text), -1) {
+			if flags.Lookup(m[1]) == nil && !slices.Contains(others, m[1]) {
+				t.Errorf("%s has a flag --%s", page, m[1])
+			}
+		}
+		for _, m := range regexp.MustCompile("`make (\\w+)`").FindAllStringSubmatch(string(text), -1) {
+			if !strings.Contains(string(makefile), "\n"+m[1]+":") {
+				t.Errorf("%s calls make %s", page, m[1])
+			}
 		}
 	}
 }

@@ -18,7 +18,7 @@
 // All of that is plain Go. What needs the build tag cuda stands in gpu.go and in
 // internal/cublaslt: loading, launching, and the library. Where the tag is and a C++
 // compiler, tests also run every kernel, those for sm_90a too, on the CPU
-// (internal/simt), under the same conformance suite as on a GPU. docs/KERNELS.md says
+// (internal/simt), under the same conformance suite as on a GPU. docs/design/kernels.md says
 // how to add a kernel.
 //
 // # What it is not
