@@ -119,8 +119,7 @@ func TestGlossaryIsShort(t *testing.T) {
 	}
 }
 
-// privateWords are words that a reader would have to learn, with the field's term. Generated pages
-// have the words of the code.
+// privateWords are words that a reader would have to learn, with the field's term.
 var privateWords = []struct{ word, term string }{
 	{`head-room`, "headroom"},
 	{`knees?`, "saturation point"},
@@ -148,7 +147,7 @@ var privateWords = []struct{ word, term string }{
 
 func TestDocumentsUseTheFieldsWords(t *testing.T) {
 	for path, text := range pages(t) {
-		if strings.HasPrefix(path, "docs/reference/") || path == "CHANGELOG.md" {
+		if path == "CHANGELOG.md" || path == "docs/reference/settings.md" { // the latter has the words of --help
 			continue
 		}
 		text = span.ReplaceAllString(comment.ReplaceAllString(fence.ReplaceAllString(text, ""), ""), "")
@@ -157,6 +156,28 @@ func TestDocumentsUseTheFieldsWords(t *testing.T) {
 			for _, m := range regexp.MustCompile(`(?i)\b(`+p.word+`)\b`).FindAllStringIndex(text, -1) {
 				t.Errorf("%s: …%s…: want %q", path, text[max(0, m[0]-30):min(len(text), m[1]+30)], p.term)
 			}
+		}
+	}
+}
+
+// TestDocumentsNameWhatThereIs: a metric that a page names is one of docs/reference/metrics.md, and so
+// is a field that the glossary names one of docs/reference/json.md.
+func TestDocumentsNameWhatThereIs(t *testing.T) {
+	all := pages(t)
+	for path, text := range all {
+		if strings.HasPrefix(path, "docs/reference/") || path == "CHANGELOG.md" {
+			continue
+		}
+		for _, name := range regexp.MustCompile(`\b(?:moeserve_|vllm:)[a-z][a-z_0-9]+`).FindAllString(text, -1) {
+			if !regexp.MustCompile("`" + name + "(_[a-z]+)*`").MatchString(all["docs/reference/metrics.md"]) {
+				t.Errorf("%s names %s, and there is no such metric", path, name)
+			}
+		}
+	}
+	for _, m := range regexp.MustCompile("`([a-z_.]+)`").FindAllStringSubmatch(all["docs/GLOSSARY.md"], -1) {
+		if name := m[1]; strings.ContainsAny(name, "_.") && !regexp.MustCompile("[`.]"+regexp.QuoteMeta(name)+"`").MatchString(all["docs/reference/json.md"]) &&
+			!strings.Contains(all["docs/reference/metrics.md"], name) {
+			t.Errorf("the glossary names %s, and no result has it", name)
 		}
 	}
 }

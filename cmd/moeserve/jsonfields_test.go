@@ -126,10 +126,10 @@ func (r *typeReader) describe(dir string, file *ast.File, e ast.Expr, at string)
 		return kind + " or null", nested
 	case *ast.ArrayType:
 		kind, nested := r.describe(dir, file, e.Elt, at+"[]")
-		return "array of " + plural(kind), nested
+		return "array of " + pluralKind(kind), nested
 	case *ast.MapType:
 		kind, nested := r.describe(dir, file, e.Value, at+".*")
-		return "object of " + plural(kind), nested
+		return "object of " + pluralKind(kind), nested
 	case *ast.StructType:
 		return "object", r.structFields(dir, "struct", file, e, at+".")
 	case *ast.SelectorExpr:
@@ -180,12 +180,15 @@ func (r *typeReader) named(dir, name, at string) (string, []jsonField) {
 		return "string", nil
 	}
 	if st, ok := def.(*ast.StructType); ok {
-		return "object", r.structFields(dir, name, p.files[name], st, at+".")
+		if at != "" {
+			at += "."
+		}
+		return "object", r.structFields(dir, name, p.files[name], st, at)
 	}
 	return r.describe(dir, p.files[name], def, at)
 }
 
-func plural(kind string) string {
+func pluralKind(kind string) string {
 	for _, one := range []string{"string", "boolean", "number", "integer", "object", "array"} {
 		if rest, ok := strings.CutPrefix(kind, one); ok {
 			return one + "s" + rest
