@@ -200,8 +200,15 @@ func pluralKind(kind string) string {
 // unitOf is the unit that a key names at its end.
 func unitOf(f jsonField) string {
 	for _, u := range []struct{ end, unit string }{
-		{"_bytes_per_s", "bytes/s"}, {"_flop_per_s", "flop/s"}, {"_tok_s", "tokens/s"}, {"_per_minute", "1/minute"},
-		{"_ns", "ns"}, {"_s", "s"}, {"_bytes", "bytes"}, {"_fraction", "0 to 1"}, {"_rate", "0 to 1"},
+		{"_bytes_per_s", "bytes/s"},
+		{"_flop_per_s", "flop/s"},
+		{"_tok_s", "tokens/s"},
+		{"_per_minute", "1/minute"},
+		{"_ns", "ns"},
+		{"_s", "s"},
+		{"_bytes", "bytes"},
+		{"_fraction", "0 to 1"},
+		{"_rate", "0 to 1"},
 	} {
 		if strings.HasSuffix("_"+f.name, u.end) && !strings.HasSuffix(f.kind, "string") {
 			return u.unit
