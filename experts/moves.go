@@ -132,11 +132,11 @@ func (s *Store) WaitMoves(ctx context.Context) error {
 func (s *Store) Placed() [][]Placed {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	homes := make([][]Placed, len(s.plan.Layers))
-	for i := range homes {
-		homes[i] = make([]Placed, s.plan.Experts)
+	placed := make([][]Placed, len(s.plan.Layers))
+	for i := range placed {
+		placed[i] = make([]Placed, s.plan.Experts)
 		for e, at := range s.places.residentOffset[i] {
-			h := &homes[i][e]
+			h := &placed[i][e]
 			h.Tier = Host
 			if at >= 0 {
 				h.Tier = Resident
@@ -146,12 +146,12 @@ func (s *Store) Placed() [][]Placed {
 		}
 	}
 	for _, w := range s.places.swaps {
-		homes[w.in.Layer][w.in.Expert].Moving = true
+		placed[w.in.Layer][w.in.Expert].Moving = true
 	}
 	for _, id := range s.peers.Moving() {
-		homes[id.Layer][id.Expert].Moving = true
+		placed[id.Layer][id.Expert].Moving = true
 	}
-	return homes
+	return placed
 }
 
 // Swap starts to make an offloaded expert resident in place of a resident one of the same

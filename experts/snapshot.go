@@ -46,12 +46,12 @@ type LinkSnapshot struct {
 // Snapshot returns the state. While steps run, its parts are of slightly different
 // moments.
 func (s *Store) Snapshot() Snapshot {
-	where, homes := s.Residency(), s.Placed()
+	where, placed := s.Residency(), s.Placed()
 	uses, fetches, activations := s.Uses(), s.Fetches(), s.RoutedTokens()
 	snap := Snapshot{ExpertBytes: s.plan.Layout.Size, Layers: []LayerSnapshot{}, Cache: []SlotSnapshot{}, Links: []LinkSnapshot{}}
 	for i, number := range s.plan.Layers {
 		l := LayerSnapshot{Layer: number}
-		for e, h := range homes[i] {
+		for e, h := range placed[i] {
 			x := ExpertSnapshot{Tier: where[i][e], Moving: h.Moving, Uses: uses[i][e], Fetches: fetches[i][e], RoutedTokens: activations[i][e]}
 			if h.Tier == Peer {
 				x.Peer = h.Device.String()

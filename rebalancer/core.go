@@ -7,22 +7,22 @@ import (
 	"github.com/moeserve/moeserve/experts"
 )
 
-// View is what a Core is shown of the world at one moment.
+// View is the state that a Core decides by.
 type View struct {
 	// Uses of each expert, cumulative: [position of the layer][expert].
 	Uses   [][]int64
 	Placed [][]experts.Placed
-	// Capacity there is; Moving is how many experts are on their way.
+	// Capacity for copies; Moving is the number of migrations in progress.
 	Capacity
 	Moving int
 }
 
-// Core is the decision without the world: it keeps the rates, and lets through as
-// many of Plan's moves as the limits allow. It is pure: time comes with the view.
+// Core decides which moves to make: it keeps the rates, and passes on as many of Plan's
+// moves as the limits allow. It is pure: time is passed in.
 type Core struct {
 	o     CoreOptions
 	rates *Rates
-	// budget are bytes that may be moved now, as of at.
+	// budget is the number of bytes that may be migrated, as of at.
 	budget float64
 	at     time.Duration
 }
@@ -31,17 +31,16 @@ type Core struct {
 type CoreOptions struct {
 	// Bytes of one expert.
 	Bytes int64
-	// Dynamic says that local experts may be swapped.
+	// Dynamic: resident experts may be swapped.
 	Dynamic bool
-	// MigrationLimit is how fast experts are moved, in bytes per second; under 0: no
-	// limit. Default: a fifth of the host link's rate, or no limit where that is not
-	// known.
+	// MigrationLimit is the maximum rate of migrations, in bytes per second; negative: no
+	// limit. Default: a fifth of the host link's rate, or no limit if that is unknown.
 	MigrationLimit float64
-	// MaxMoving is how many experts are on their way at a time, at most: what waits
-	// behind many others was decided on rates that have grown old. Default: as many as
-	// make 1 GiB, at least 16.
+	// MaxMoving is the maximum number of migrations in progress: one that waits behind
+	// many others would be based on outdated rates. Default: as many as make 1 GiB, at
+	// least 16.
 	MaxMoving int
-	// HalfLife of rates: what lies so far back counts half. Default: 10 s.
+	// HalfLife of rates: uses that long ago count half. Default: 10 s.
 	HalfLife time.Duration
 	// Tuning of Plan.
 	Tuning Tuning
@@ -55,7 +54,7 @@ func (o CoreOptions) EnsureDefaults() CoreOptions {
 	return o
 }
 
-// NewCore makes one.
+// NewCore returns a core without history.
 func NewCore(o CoreOptions) *Core {
 	o = o.EnsureDefaults()
 	return &Core{o: o, rates: NewRates(o.HalfLife), budget: float64(o.Bytes)}
@@ -75,12 +74,11 @@ func (c *Core) limit(host experts.Link) float64 {
 	return defaultHostShare * host.BytesPerSecond
 }
 
-// burst is how long nothing may be moved before more is not saved up. One expert
-// always is.
+// burst is the time over which unused budget accumulates, at least one expert's bytes.
 const burst = 250 * time.Millisecond
 
-// Step offers moves to try, the most rewarding first, until as many are begun as the
-// limits allow; To in them are indices into v.Peers. try says whether it has begun
+// Step offers moves to try, the most rewarding first, until as many are started as the
+// limits allow. To in moves are indices into v.Peers. try reports whether it has started
 // the move.
 func (c *Core) Step(v View, now time.Duration, try func(Move) bool) {
 	c.rates.Observe(v.Uses, now)
@@ -110,9 +108,8 @@ func (c *Core) stats(v View) Stats {
 	return Stats{Bytes: c.o.Bytes, Rates: c.rates.PerSecond(), SingleUse: c.rates.SingleUse(), Placed: v.Placed, Dynamic: c.o.Dynamic}
 }
 
-// Costs is what losing each peer copy would cost: the seconds that its expert's
-// fetches would take longer within the horizon. [position of the layer][expert]; 0
-// where there is no copy.
+// Costs is the cost of losing each peer copy: the additional time of its expert's fetches
+// within the horizon, [position of the layer][expert]; 0 without a copy.
 func (c *Core) Costs(v View) [][]time.Duration {
 	p := newPlanner(c.stats(v), v.Capacity, c.o.Tuning, c.at, false)
 	costs := make([][]time.Duration, len(v.Placed))

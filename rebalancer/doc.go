@@ -1,55 +1,54 @@
-// Package rebalancer decides which experts lie in borrowed peer memory, and, where
-// the store is adaptive, which are local: the Expert Rebalancer (Gopal and Kaffes,
+// Package rebalancer decides which offloaded experts have a copy in peer memory and, with
+// dynamic residency, which experts are resident: the Expert Rebalancer (Gopal and Kaffes,
 // "Harvest: Opportunistic Peer-to-Peer GPU Caching for LLM Inference", section 4.3).
 //
-// A miss never moves an expert by itself: it is fetched for its use and forgotten. The
-// rebalancer watches how often experts are used and what harvest has to lend, and
-// moves those for whom a copy pays.
+// A miss does not migrate an expert: the expert is fetched for its use only. The
+// rebalancer watches how often experts are used and how much memory harvest can lend, and
+// migrates the experts for which a copy pays.
 //
 //	rb, err := rebalancer.New(rebalancer.Options{Store: store, Harvest: rt, Clock: machine})
-//	err = rb.FillAll(ctx)        // --offload-tier peer: all experts there, or an error
+//	err = rb.FillAll(ctx)        // --offload-tier peer: all offloaded experts, or an error
 //	err = rb.Start()             // ticks by the clock from now on
 //	…
 //	err = rb.Close()             // before the store and harvest are closed
 //
 // # Three layers
 //
-// Rates is what is known of use: a decaying mean per (layer, expert), which forgets an
-// expert's past where its use has changed by more than chance explains. Plan is what
-// follows from that: a pure function of rates, homes, room and links to moves, the
-// most rewarding first. Core puts the two together behind a limit on bytes per second
-// and on copies under way. All three are pure: time is passed in. Rebalancer connects
-// a Core with a Store and a harvest.Runtime.
+// Rates estimates use: a decaying mean per (layer, expert), which forgets an expert's past
+// if its use has changed by more than chance explains. Plan computes moves from rates,
+// placement, free memory and link rates, the most rewarding first; it is a pure function.
+// Core combines the two, and limits the bytes per second and the number of copies in
+// progress. All three are pure: time is passed in. Rebalancer connects a Core with a Store
+// and a harvest.Runtime.
 //
 // # What a move is worth
 //
-// An expert that is used r times a second costs r × (seconds of a fetch from where it
-// is). The benefit of a copy is what that falls by; all experts have one size, so the
-// order by benefit per byte is the same. Free memory is given to whatever is used at
-// all. An expert takes another's place only if its benefit is Hysteresis times as
-// large, the difference of the rates is no chance, and the copy is earned back within
-// Horizon.
+// An expert that is used r times per second costs r × (seconds of a fetch from where it
+// is). The benefit of a move is the reduction of that cost. All experts have the same
+// size, so the order by benefit per byte is the same. Free memory goes to any expert that
+// is used at all. An expert replaces another one only if its benefit is Hysteresis times
+// as large, the difference of the rates is statistically significant, and the copy pays
+// off within Horizon.
 //
-// Where every step fetches whole layers, all rates are the same, and only the shares
-// of the layers matter: each gets the same part of its offloaded experts onto peers.
+// If every step fetches whole layers, all rates are equal, and only the layers' shares
+// matter: each layer gets the same fraction of its offloaded experts onto peers.
 //
-// The same worth is what harvest is told a copy's loss costs (Store.SetCost), so that
-// it revokes the cheapest slab. What is revoked is found in host memory by the next
-// Tick and competes for room like everything else.
+// The same benefit is passed to harvest as the cost of losing a copy (Store.SetCost), so
+// that harvest revokes the cheapest slab. The next Tick finds the experts of revoked
+// copies in host memory, where they compete for free memory like all others.
 //
 // # What it is not
 //
-// It copies nothing (the store does), lends nothing (harvest does), and chooses no
-// peer among equally fast ones (harvest's policy does).
+// The package copies nothing (the store does), lends nothing (harvest does), and does not
+// select among equally fast peers (harvest's policy does).
 //
 // # Invariants
 //
-//   - Plan's moves fit: those that name a class of equally fast peers are no more than
-//     are free there, and each replacement brings its own room.
-//   - Equal arguments give equal plans, each move of which saves time; so plans come to
-//     an end, and nothing moves until rates or room change.
-//   - No expert goes to a peer that is slower than the host, except by FillAll.
-//   - Never more than the migration limit, and a quarter of a second of it at once.
-//   - A Tick never waits. The loop of Start is the only goroutine, and Close waits for
-//     it.
+//   - Plan's moves fit: moves to a class of equally fast peers are at most as many as have
+//     room there, and each replacement frees its own room.
+//   - Equal arguments give equal plans, and each move saves time. So migrations end, and
+//     nothing moves until rates or free memory change.
+//   - No expert is promoted to a peer that is slower than the host, except by FillAll.
+//   - The migration limit is never exceeded, except for bursts of a quarter of a second.
+//   - A Tick never waits. The loop of Start is the only goroutine, and Close waits for it.
 package rebalancer

@@ -10,48 +10,49 @@ import (
 	"github.com/moeserve/moeserve/experts"
 )
 
-// Stats is what is known of the experts.
+// Stats are the rates and the placement of the experts.
 type Stats struct {
 	// Bytes of one expert.
 	Bytes int64
-	// Rates at which each is used, [position of the layer][expert], per second; One is
-	// the rate that a single use makes. See Rates.
+	// Rates of use per second, [position of the layer][expert]; SingleUse is the rate
+	// that results from a single use. See Rates.
 	Rates     [][]float64
 	SingleUse float64
-	// Placed says where each is.
+	// Placed is where each expert lives.
 	Placed [][]experts.Placed
-	// Dynamic says that local experts may be swapped.
+	// Dynamic: resident experts may be swapped.
 	Dynamic bool
 }
 
-// Capacity is what there is to move experts to.
+// Capacity is the links and the free peer memory.
 type Capacity struct {
-	// Host is the link that experts in host memory are read through.
+	// Host is the link from host memory.
 	Host experts.Link
 	// Peers that may be used.
 	Peers []Peer
 }
 
-// Peer lends memory.
+// Peer is a peer whose memory is borrowed.
 type Peer struct {
-	// Link that experts on it are read through.
+	// Link from the peer.
 	experts.Link
-	// Free is how many experts fit beside those that are there.
+	// Free is the number of further experts that fit.
 	Free int
-	// NotBefore is until when nothing is moved to it: it has refused.
+	// NotBefore is the end of the back-off after a refused allocation: nothing is
+	// promoted to the peer before.
 	NotBefore time.Duration
 }
 
-// Tuning says what is worth a move.
+// Tuning sets when a move is worthwhile.
 type Tuning struct {
-	// Hysteresis is how many times the benefit of the expert that goes the one that
-	// comes must have. At least 1. Default: 1.25.
+	// Hysteresis is the minimum ratio of the benefits of an expert and the one that it
+	// replaces. At least 1. Default: 1.25.
 	Hysteresis float64
-	// Horizon is how long a rate is believed in: a move must have earned its own copy
-	// back by then. Default: 10 s.
+	// Horizon is the time for which rates are assumed to hold: a move must pay for its
+	// own copy within it. Default: 10 s.
 	Horizon time.Duration
-	// Deviations is by how many standard deviations of counts the rates of the two
-	// must differ; under 0: any difference will do. Default: 2.
+	// Deviations is the minimum difference of the two experts' rates, in standard
+	// deviations of the counts; negative: any difference. Default: 2.
 	Deviations float64
 }
 
@@ -74,28 +75,28 @@ func setDefault[T comparable](field *T, to T) {
 type Kind uint8
 
 const (
-	// Promote gives In, which is in host memory alone, a copy in free peer memory.
+	// Promote gives In, which is only in host memory, a copy in free peer memory.
 	Promote Kind = iota
-	// Replace gives back the peer copy of Out, then gives In one. They are the same
-	// where an expert goes to a faster peer.
+	// Replace demotes Out, then promotes In. In and Out are the same if an expert is
+	// moved to a faster peer.
 	Replace
-	// Swap makes In local in place of Out, which is of the same layer.
+	// Swap makes In resident in place of Out, which is of the same layer.
 	Swap
 )
 
 func (k Kind) String() string { return [...]string{"promote", "replace", "swap"}[k] }
 
-// Move is one expert's.
+// Move is one migration.
 type Move struct {
 	Kind Kind
 	In   experts.ID
-	// Out makes room, except for Promote.
+	// Out makes room; unused for Promote.
 	Out experts.ID
-	// To are the peers to choose from for a copy, as indices into Capacity.Peers: they
-	// are equally fast, and together have room for all moves that name them.
+	// To are the peers that may hold the copy, as indices into Capacity.Peers: they are
+	// equally fast, and together have room for all moves that name them.
 	To []int
-	// Gain is the expected benefit: seconds of copying saved per second, per byte
-	// moved.
+	// Gain is the expected benefit: seconds of copies saved per second, per byte
+	// migrated.
 	Gain float64
 }
 
@@ -111,46 +112,45 @@ func (m Move) String() string {
 }
 
 const (
-	// Rates that differ by less than alike are taken as equal where free memory is given
-	// away; among links that differ by less than similarLinks, which are measured while other
-	// copies run, harvest's policy chooses.
+	// Gains that differ by less than similarGains count as equal when free memory is
+	// assigned. Among links whose rates differ by less than similarLinks harvest's policy
+	// selects: rates are measured while other copies run.
 	similarGains, similarLinks = 1.1, 1.3
-	// A link whose rate nobody knows is taken for one of a common machine: 16 lanes of
-	// PCIe 5 to the host, and NVLink, seven times as fast, to peers.
+	// Assumed rates of links whose rate is unknown: 16 lanes of PCIe 5 from the host, in
+	// bytes per second, and for peers NVLink, as a multiple of the host link's.
 	nominalHost = 55e9
 	nominalPeer = 7
 )
 
-// Plan says which experts to move, the most rewarding first. Any number from the
-// front may be carried out. It is pure, and equal arguments give equal plans.
+// Plan returns moves, the most rewarding first. Any number from the front may be carried
+// out. It is pure, and equal arguments give equal plans.
 //
-// An expert in host memory costs its rate times the seconds that its fetch takes;
-// one on a peer, times the seconds from there. Free peer memory, the fastest first,
-// goes to the experts that gain most by it: all that are used at all, as far as it
-// reaches. Among those that gain about the same, each layer gets the same share of
-// its offloaded experts, which is all there is to decide where every step fetches
-// whole layers. Where nothing has been used yet, all experts count the same.
+// An offloaded expert costs its rate of use times the seconds of a fetch from where it
+// is. Free peer memory, the fastest first, goes to the experts that gain most by it,
+// among all that are used at all. Among experts with about equal gains, each layer gets
+// the same share of its offloaded experts; if every step fetches whole layers, that alone
+// decides. Before any use all experts count the same.
 //
-// An expert takes the place of another only if its benefit is Hysteresis times as
-// large, if the difference is no chance (Deviations), and if it is worth more than
-// the copy within Horizon.
+// An expert replaces another only if its benefit is Hysteresis times as large, the
+// difference is significant (Deviations), and the benefit within Horizon exceeds the
+// copy's cost.
 func Plan(s Stats, c Capacity, t Tuning, now time.Duration) []Move {
 	return newPlanner(s, c, t, now, false).plan()
 }
 
-// item is one expert that may move.
+// item is one expert that may be moved.
 type item struct {
 	id   experts.ID
 	rate float64
-	// at is the class of peers that it is on, hostMemory or residentMemory.
+	// at is the class of the peer that has a copy, hostMemory or residentMemory.
 	at int
-	// peer that it is on.
+	// peer that has a copy.
 	peer int
-	// moves: what does stays where it is for the rest of the plan.
+	// planned: the plan already moves the expert.
 	planned bool
-	// gain of the copy that is looked at, in seconds per second; rank is that of the
-	// first of those that are alike, and share the part of its layer's offloaded
-	// experts on peers if it and those before it in the layer go there.
+	// gain of the move being considered, in seconds per second; rank is the gain of the
+	// first of the experts with similar gains; share is the fraction of the layer's
+	// offloaded experts on peers if this one and those before it in the layer are moved.
 	gain, rank, share float64
 }
 
@@ -159,11 +159,11 @@ const (
 	residentMemory = -1
 )
 
-// class is peers that are equally fast.
+// class is a group of equally fast peers.
 type class struct {
-	// peers, and those of them that do not refuse now.
+	// peers, and those of them without a back-off.
 	peers, open []int
-	// seconds that a fetch takes.
+	// seconds of a fetch.
 	seconds float64
 	free    int
 }
@@ -171,24 +171,23 @@ type class struct {
 type planner struct {
 	stats Stats
 	t     Tuning
-	host  float64 // seconds that a fetch from host memory takes
+	host  float64 // seconds of a fetch from host memory
 	// classes, the fastest first.
 	classes []class
 	peers   []Peer
 	items   []*item
-	// onPeers and offloaded experts of each layer.
+	// Number of experts of each layer on peers, and offloaded.
 	onPeers, offloaded []int
 	moves              []*move
 }
 
-// move is a Move with what it is sorted by.
+// move is a Move with its sort key.
 type move struct {
 	Move
 	rank float64
 }
 
-// newPlanner looks at the arguments. force uses peers that are slower than the host,
-// too.
+// newPlanner prepares the plan. force: peers that are slower than the host are used, too.
 func newPlanner(s Stats, c Capacity, t Tuning, now time.Duration, force bool) *planner {
 	p := &planner{stats: s, t: t.EnsureDefaults(), peers: c.Peers}
 	rate := c.Host.BytesPerSecond
@@ -204,8 +203,8 @@ func newPlanner(s Stats, c Capacity, t Tuning, now time.Duration, force bool) *p
 		}
 	}
 	p.onPeers, p.offloaded = make([]int, len(s.Placed)), make([]int, len(s.Placed))
-	for l, homes := range s.Placed {
-		for e, h := range homes {
+	for l, placed := range s.Placed {
+		for e, h := range placed {
 			it := &item{id: experts.ID{Layer: l, Expert: e}, rate: s.Rates[l][e], at: hostMemory}
 			switch h.Tier {
 			case experts.Resident:
@@ -216,7 +215,7 @@ func newPlanner(s Stats, c Capacity, t Tuning, now time.Duration, force bool) *p
 				k := slices.IndexFunc(c.Peers, func(p Peer) bool { return p.From == h.Device })
 				cl, ok := on[k]
 				if !ok {
-					continue // on a peer that is being given up
+					continue // on a peer that is not used any more
 				}
 				it.at, it.peer = cl, k
 			default:
@@ -233,7 +232,7 @@ func newPlanner(s Stats, c Capacity, t Tuning, now time.Duration, force bool) *p
 	return p
 }
 
-// classify sorts peers into classes.
+// classify groups the peers into classes.
 func (p *planner) classify(host float64, now time.Duration, force bool) {
 	seconds := func(k int) float64 {
 		rate := p.peers[k].BytesPerSecond
@@ -284,7 +283,7 @@ func (p *planner) plan() []Move {
 	return moves
 }
 
-// seconds that a fetch of it takes from where it is, which is not local memory.
+// seconds of a fetch of an offloaded expert from where it is.
 func (p *planner) seconds(it *item) float64 {
 	if it.at == hostMemory {
 		return p.host
@@ -292,8 +291,8 @@ func (p *planner) seconds(it *item) float64 {
 	return p.classes[it.at].seconds
 }
 
-// worthwhile says whether in should take the place of out (nil: a free one), which gains
-// and loses so many seconds per second.
+// worthwhile reports whether in should replace out (nil: use free memory), for a gain and
+// a loss in seconds per second.
 func (p *planner) worthwhile(in, out *item, gain, loss float64) bool {
 	if gain <= loss*p.t.Hysteresis || (gain-loss)*p.t.Horizon.Seconds() < p.host {
 		return false
@@ -301,7 +300,7 @@ func (p *planner) worthwhile(in, out *item, gain, loss float64) bool {
 	if out == nil {
 		return true
 	}
-	// The variance of a rate is half of what as many uses would make at once.
+	// The variance of a rate is half of the rate times SingleUse, see Rates.
 	chance := math.Sqrt((in.rate + out.rate) * p.stats.SingleUse / 2)
 	return in.rate-out.rate > p.t.Deviations*chance
 }
@@ -318,25 +317,25 @@ func (p *planner) add(kind Kind, in, out *item, to []int, gain, rank float64) {
 	}
 }
 
-// swap makes the hottest of each layer local.
+// swap makes the most used experts of each layer resident.
 func (p *planner) swap() {
 	for l := range p.stats.Placed {
-		var local, away []*item
+		var resident, offloaded []*item
 		for _, it := range p.items {
 			switch {
 			case it.id.Layer != l || it.planned:
 			case it.at == residentMemory:
-				local = append(local, it)
+				resident = append(resident, it)
 			default:
 				it.gain = it.rate * p.seconds(it)
-				away = append(away, it)
+				offloaded = append(offloaded, it)
 			}
 		}
 		byID := func(a, b *item) int { return cmp.Compare(a.id.Expert, b.id.Expert) }
-		slices.SortFunc(local, func(a, b *item) int { return cmp.Or(cmp.Compare(a.rate, b.rate), byID(a, b)) })
-		slices.SortFunc(away, func(a, b *item) int { return cmp.Or(cmp.Compare(b.gain, a.gain), byID(a, b)) })
-		for i := range min(len(local), len(away)) {
-			in, out := away[i], local[i]
+		slices.SortFunc(resident, func(a, b *item) int { return cmp.Or(cmp.Compare(a.rate, b.rate), byID(a, b)) })
+		slices.SortFunc(offloaded, func(a, b *item) int { return cmp.Or(cmp.Compare(b.gain, a.gain), byID(a, b)) })
+		for i := range min(len(resident), len(offloaded)) {
+			in, out := offloaded[i], resident[i]
 			loss := out.rate * p.host
 			if !p.worthwhile(in, out, in.gain, loss) {
 				break
@@ -346,7 +345,7 @@ func (p *planner) swap() {
 	}
 }
 
-// candidates for the class, in the order in which they should go there.
+// candidates for promotion to the class, in order of preference.
 func (p *planner) candidates(k int) []*item {
 	var cs []*item
 	for _, it := range p.items {
@@ -359,7 +358,7 @@ func (p *planner) candidates(k int) []*item {
 		return cmp.Or(cmp.Compare(a.id.Layer, b.id.Layer), cmp.Compare(a.id.Expert, b.id.Expert))
 	}
 	slices.SortFunc(cs, func(a, b *item) int { return cmp.Or(cmp.Compare(b.gain, a.gain), byID(a, b)) })
-	there := slices.Clone(p.onPeers)
+	onPeers := slices.Clone(p.onPeers)
 	one := p.stats.SingleUse * (p.host - p.classes[k].seconds)
 	for from := 0; from < len(cs); {
 		to := from
@@ -367,9 +366,9 @@ func (p *planner) candidates(k int) []*item {
 			it := cs[to]
 			it.rank = cs[from].gain
 			if it.at == hostMemory {
-				there[it.id.Layer]++
+				onPeers[it.id.Layer]++
 			}
-			it.share = float64(there[it.id.Layer]) / float64(p.offloaded[it.id.Layer])
+			it.share = float64(onPeers[it.id.Layer]) / float64(p.offloaded[it.id.Layer])
 			to++
 		}
 		slices.SortFunc(cs[from:to], func(a, b *item) int { return cmp.Or(cmp.Compare(a.share, b.share), byID(a, b)) })
@@ -378,7 +377,7 @@ func (p *planner) candidates(k int) []*item {
 	return cs
 }
 
-// noneUsed says that no expert has been used.
+// noneUsed reports whether no expert was used yet.
 func (p *planner) noneUsed() bool {
 	for _, rates := range p.stats.Rates {
 		for _, r := range rates {
@@ -390,7 +389,7 @@ func (p *planner) noneUsed() bool {
 	return true
 }
 
-// fill gives the class's free memory away.
+// fill assigns the class's free memory.
 func (p *planner) fill(k int) {
 	cl := &p.classes[k]
 	if cl.free == 0 {
@@ -414,18 +413,19 @@ func (p *planner) fill(k int) {
 	}
 }
 
-// replace gives the places of the coldest in the class to the hottest beyond it.
+// replace replaces the least used experts in the class by more used ones in slower
+// memory.
 func (p *planner) replace(k int) {
-	var there []*item
+	var present []*item
 	for _, it := range p.items {
 		if it.at == k && !it.planned && slices.Contains(p.classes[k].open, it.peer) {
-			there = append(there, it)
+			present = append(present, it)
 		}
 	}
-	slices.SortStableFunc(there, func(a, b *item) int { return cmp.Compare(a.rate, b.rate) })
-	coming := p.candidates(k)
-	for i := range min(len(there), len(coming)) {
-		in, out := coming[i], there[i]
+	slices.SortStableFunc(present, func(a, b *item) int { return cmp.Compare(a.rate, b.rate) })
+	incoming := p.candidates(k)
+	for i := range min(len(present), len(incoming)) {
+		in, out := incoming[i], present[i]
 		loss := out.rate * (p.host - p.classes[k].seconds)
 		if !p.worthwhile(in, out, in.gain, loss) {
 			break

@@ -18,7 +18,7 @@ import (
 
 const planBytes = 100 << 20
 
-// situation reads layers of experts, each written as place:rate: L is local, H the
+// situation reads layers of experts, each written as place:rate: L is resident, H the
 // host, a digit a peer, and * stands behind those that move.
 func situation(t *testing.T, layers string) rebalancer.Stats {
 	s := rebalancer.Stats{Bytes: planBytes}
@@ -181,7 +181,7 @@ func TestPlan(t *testing.T) {
 			capacity: capacity(50, peer(1, 300, 0)),
 		},
 		{
-			name: "local ones are swapped within their layer", layers: "L:1 H:5 H:2\nL:3 H:3.5 H:0",
+			name: "resident ones are swapped within their layer", layers: "L:1 H:5 H:2\nL:3 H:3.5 H:0",
 			capacity: capacity(50), adaptive: true,
 			want: "swap 0/1 for 0/0",
 		},
@@ -190,7 +190,7 @@ func TestPlan(t *testing.T) {
 			capacity: capacity(50, peer(1, 300, 1)), adaptive: true,
 			want: "swap 0/3 for 0/0, promote 0/2 to [0]",
 		},
-		{name: "local ones stay where the store is not adaptive", layers: "L:1 H:5", capacity: capacity(50)},
+		{name: "resident ones stay without dynamic residency", layers: "L:1 H:5", capacity: capacity(50)},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			s := situation(t, c.layers)

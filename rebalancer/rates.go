@@ -5,17 +5,16 @@ import (
 	"time"
 )
 
-// Rates estimates how often each expert is used, per second, from cumulative counts
-// read now and then. It is pure: time comes with the counts.
+// Rates estimates each expert's uses per second from cumulative counts. It is pure: time
+// is passed in.
 //
-// A rate is a mean over the past in which what lies one half-life back counts half.
-// Beside it runs one over a shorter past; where the two of an expert differ by more
-// than chance explains, what is asked of it has changed, and its longer past is
-// forgotten. So rates are steady while nothing changes, and follow soon when it does.
+// A rate is an exponentially decaying mean: uses one half-life ago count half. A second
+// mean has a shorter half-life. If the two means of an expert differ by more than chance
+// explains, its use has changed, and the long mean is reset to the short one. So rates
+// are steady under constant load and follow changes quickly.
 //
-// Time in which nothing at all is used teaches nothing: a pause counts as one
-// half-life at most, so that a night without requests does not make the first
-// request of the morning all that is known.
+// A pause without any use counts as one half-life at most, so that after a night without
+// requests the first request of the morning does not determine all rates.
 type Rates struct {
 	halfLife time.Duration
 	at       time.Duration
@@ -28,23 +27,24 @@ type Rates struct {
 // mean is a decaying mean of each expert's uses per second.
 type mean struct {
 	halfLife time.Duration
-	// sum over the past, each part with its weight, and the weights' sum, from 0 to 1.
+	// sum is the weighted sum of rates, weight the sum of the weights, from 0 to 1.
 	sum    [][]float64
 	weight float64
 }
 
 const (
-	// The short past is that much shorter.
+	// shortFactor is the ratio of the two half-lives.
 	shortFactor = 4
-	// changeDeviations is by how many standard deviations of the short mean it must differ.
+	// changeDeviations is the minimum difference of the two means, in standard deviations
+	// of the short one, that counts as a change.
 	changeDeviations = 3
 )
 
-// NewRates of a half-life over 0.
+// NewRates returns empty rates. halfLife is positive.
 func NewRates(halfLife time.Duration) *Rates { return &Rates{halfLife: halfLife} }
 
-// Observe takes the cumulative uses of each expert, [layers][experts], at a time. The
-// first call only begins the count. Counts that have fallen begin anew.
+// Observe updates the rates by the cumulative uses of each expert, [layers][experts]. The
+// first call only sets the base counts, and so does one with decreased counts.
 func (r *Rates) Observe(counts [][]int64, now time.Duration) {
 	if !r.begun {
 		r.begin(counts, now)
@@ -81,7 +81,7 @@ func (r *Rates) Observe(counts [][]int64, now time.Duration) {
 	r.at = now
 }
 
-// resetIfChanged forgets an expert's past where its rate has changed.
+// resetIfChanged resets an expert's long mean if its rate has changed.
 func (r *Rates) resetIfChanged(l, e int) {
 	long, short := r.long.sum[l][e]/r.long.weight, r.short.sum[l][e]/r.short.weight
 	chance := math.Sqrt(max(long, short) * r.short.singleUse() / 2)
@@ -100,7 +100,7 @@ func (r *Rates) begin(counts [][]int64, now time.Duration) {
 	}
 }
 
-// decay makes what was seen so far older, and returns what is left of its weight.
+// decay ages the mean by dt, and returns the factor by which its weight falls.
 func (m *mean) decay(dt time.Duration) (keep float64) {
 	keep = math.Exp2(-float64(dt) / float64(m.halfLife))
 	for _, sums := range m.sum {
@@ -112,7 +112,7 @@ func (m *mean) decay(dt time.Duration) (keep float64) {
 	return keep
 }
 
-// singleUse is the rate that a single use just now makes. The variance of a mean of
+// singleUse is the rate that results from a single use now. The variance of a mean of
 // independent uses is half of its rate times that.
 func (m *mean) singleUse() float64 {
 	if m.weight == 0 {
@@ -135,6 +135,6 @@ func (r *Rates) PerSecond() [][]float64 {
 	return rates
 }
 
-// SingleUse is the rate that a single use just now makes: differences of this size say
-// nothing.
+// SingleUse is the rate that results from a single use now: differences of this size are
+// not significant.
 func (r *Rates) SingleUse() float64 { return r.long.singleUse() }

@@ -14,14 +14,14 @@ import (
 	"github.com/moeserve/moeserve/harvest"
 )
 
-// Store is what is rebalanced: *experts.Store. Its methods may be called while steps
-// run, and none but WaitMoves waits.
+// Store is the store to rebalance: *experts.Store. Its methods may be called while steps
+// run, and only WaitMoves waits.
 type Store interface {
-	// Plan says how large experts are, and whether local ones may be swapped.
+	// Plan has the size of an expert, and whether resident ones may be swapped.
 	Plan() experts.Plan
 	Uses() [][]int64
 	Placed() [][]experts.Placed
-	// Links into the compute GPU: of the host and of peers.
+	// Links into the GPU, from the host and from peers.
 	Links() []experts.Link
 
 	Promote(experts.ID, experts.PromoteOptions) error
@@ -35,19 +35,19 @@ type Store interface {
 // Options describe a Rebalancer.
 type Options struct {
 	Store Store
-	// Harvest lends the memory that the store's copies lie in. Nil: there is none, and
-	// all there is to do is to swap local experts where the store allows that.
+	// Harvest lends the memory of peer copies. Nil: there are no peers, and only resident
+	// experts are swapped, if the store allows that.
 	Harvest *harvest.Runtime
 	// Clock is the machine's, for Start and FillAll.
 	Clock device.Clock
-	// Core says how fast, and what is worth it; its Bytes and Adaptive are the store's.
+	// Core has the limits and the tuning; its Bytes and Dynamic are set from the store.
 	Core CoreOptions
 	// Interval between two ticks of the loop that Start begins. Default: 100 ms.
 	Interval time.Duration
-	// Backoff is after how long a peer that was left out because copies failed is tried
-	// again; each further time it takes twice as long, up to 5 min. Default: 5 s.
+	// Backoff is the time after which a peer that was excluded because copies failed is
+	// readmitted; it doubles with each further exclusion, up to 5 min. Default: 5 s.
 	Backoff time.Duration
-	// Log hears of what an operator may want to know. Default: nobody.
+	// Log of failed ticks and readmitted peers. Default: discarded.
 	Log *slog.Logger
 }
 
@@ -66,20 +66,20 @@ func (o Options) EnsureDefaults() Options {
 	return o
 }
 
-// Validate says what is wrong with o, whose defaults are set.
+// Validate reports the first invalid option; defaults must be set.
 func (o Options) Validate() error {
 	c := o.Core
 	switch {
 	case o.Store == nil:
-		return errors.New("rebalancer: no store")
+		return errors.New("rebalancer: Options.Store is not set")
 	case o.Clock == nil:
-		return errors.New("rebalancer: no clock")
+		return errors.New("rebalancer: Options.Clock is not set")
 	case o.Interval < 0 || o.Backoff < 0 || c.HalfLife < 0 || c.Tuning.Horizon < 0:
-		return fmt.Errorf("rebalancer: a duration under 0: interval %v, back-off %v, half-life %v, horizon %v", o.Interval, o.Backoff, c.HalfLife, c.Tuning.Horizon)
+		return fmt.Errorf("rebalancer: durations must not be negative: interval %v, back-off %v, half-life %v, horizon %v", o.Interval, o.Backoff, c.HalfLife, c.Tuning.Horizon)
 	case c.Tuning.Hysteresis < 1:
-		return fmt.Errorf("rebalancer: a hysteresis of %v: experts would go to and fro; give it at least 1", c.Tuning.Hysteresis)
+		return fmt.Errorf("rebalancer: hysteresis %v is below 1: experts would be swapped back and forth; set at least 1", c.Tuning.Hysteresis)
 	case c.MaxMoving < 0:
-		return fmt.Errorf("rebalancer: %d experts on their way: allow at least one", c.MaxMoving)
+		return fmt.Errorf("rebalancer: invalid maximum of %d migrations in progress: must be at least 1", c.MaxMoving)
 	}
 	return nil
 }
@@ -87,8 +87,8 @@ func (o Options) Validate() error {
 // ErrDoesNotFit: peers have no room for every offloaded expert.
 var ErrDoesNotFit = errors.New("peer memory does not hold all offloaded experts")
 
-// maxBackoff is the longest a peer is left out before it is tried again; maxRefusalBackoff the
-// longest that a refusal of free memory is believed in.
+// maxBackoff is the maximum time before an excluded peer is readmitted, maxRefusalBackoff
+// the maximum time before a peer is asked for memory again after a refusal.
 const (
 	maxBackoff        = 5 * time.Minute
 	maxRefusalBackoff = time.Second
@@ -104,41 +104,44 @@ type Rebalancer struct {
 	core   *Core
 	peers  map[device.Space]*peerState
 	counts Counts
-	// becomingResident are experts that a Swap is to make local: their peer copy is given
-	// back when they are.
+	// becomingResident are experts that are being swapped in: their peer copies are
+	// demoted afterwards.
 	becomingResident []experts.ID
 
 	stop func() // ends the loop; nil before Start
 }
 
-// peerState is what is remembered of a peer.
+// peerState is the back-off state of a peer.
 type peerState struct {
-	// notBefore is until when it is not asked again after a refusal, wait for how long
-	// that is, and fullUntil until when what is free there is not for us.
+	// notBefore is the end of the back-off after a refused allocation, backoff its
+	// length, and fullUntil the time until which the peer's free memory counts as 0,
+	// because the quota is used up.
 	notBefore, backoff, fullUntil time.Duration
-	// left out since a tick, until which it stays so, and the delay that led there.
+	// excluded since a tick, the time at which it is readmitted, and the delay until
+	// then.
 	excluded            bool
 	retryAt, retryDelay time.Duration
-	// unhealthy is what the peer's readings say, which trying again does not mend.
+	// unhealthy is the error of the peer's readings, if it stayed unhealthy when
+	// readmitted.
 	unhealthy string
-	// readmittedAt is when it was last taken back.
+	// readmittedAt is the time of the last readmission.
 	readmittedAt time.Duration
 }
 
-// Counts are what a Rebalancer has done since New.
+// Counts of what a Rebalancer has done since New.
 type Counts struct {
-	// Promoted counts copies to free peer memory begun, Replaced those in place of
-	// another, Swapped swaps of local experts begun.
+	// Promoted counts started promotions to free peer memory, Replaced those in place of
+	// another copy, Swapped started swaps of resident experts.
 	Promoted int64 `json:"promoted"`
 	Replaced int64 `json:"replaced"`
 	Swapped  int64 `json:"swapped"`
-	// Refused counts moves that there was no room for after all.
+	// Refused counts moves for which harvest refused the memory.
 	Refused int64 `json:"refused"`
-	// Readmitted counts peers that were tried again.
+	// Readmitted counts readmissions of peers.
 	Readmitted int64 `json:"peers_readmitted"`
 }
 
-// New makes one. Nothing moves before Tick, Start or FillAll.
+// New makes a Rebalancer. Nothing moves before Tick, Start or FillAll.
 func New(o Options) (*Rebalancer, error) {
 	o = o.EnsureDefaults()
 	if err := o.Validate(); err != nil {
@@ -154,23 +157,23 @@ func (r *Rebalancer) Counts() Counts {
 	return r.counts
 }
 
-// Start begins a loop of the clock that ticks until Close. It says once what goes wrong,
-// until it does not or something else does. Start is called at most once.
+// Start starts a loop of the clock that ticks until Close. It logs an error once, until a
+// tick succeeds or the error changes. Start is called at most once.
 func (r *Rebalancer) Start() error {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	if r.stop != nil {
-		return errors.New("rebalancer: start: it was started before")
+		return errors.New("rebalancer: start: already started")
 	}
-	told := ""
+	logged := ""
 	r.stop = r.o.Clock.Loop(r.o.Interval, func(now time.Duration) time.Duration {
 		switch err := r.Tick(now); {
 		case err == nil:
-			told = ""
+			logged = ""
 		case errors.Is(err, harvest.ErrClosed):
 			return -1
-		case err.Error() != told:
-			told = err.Error()
+		case err.Error() != logged:
+			logged = err.Error()
 			r.o.Log.Warn("rebalance failed; offloaded experts are fetched from where they are", "err", err)
 		}
 		return r.o.Interval
@@ -189,9 +192,9 @@ func (r *Rebalancer) Close() error {
 	return nil
 }
 
-// Tick looks at what has happened and begins the moves that the limits allow. It does
-// not wait for them. That a peer has no room after all, or harvest's policy lets
-// nothing more be had, is no error; others end the tick's moves.
+// Tick updates the rates and starts the moves that the limits allow. It does not wait for
+// them. Harvest's refusals (no room, quota, rate) are not errors; other errors end the
+// tick's moves.
 func (r *Rebalancer) Tick(now time.Duration) error {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -217,17 +220,18 @@ func (r *Rebalancer) Tick(now time.Duration) error {
 	return failed
 }
 
-// view gathers what the core needs. mend takes back peers whose time has come.
-func (r *Rebalancer) view(now time.Duration, mend bool) View {
+// view collects what the core decides by. readmit: excluded peers are readmitted when
+// due.
+func (r *Rebalancer) view(now time.Duration, readmit bool) View {
 	v := View{Moving: r.store.Poll(), Uses: r.store.Uses(), Placed: r.store.Placed()}
 	r.becomingResident = slices.DeleteFunc(r.becomingResident, func(id experts.ID) bool {
 		switch h := v.Placed[id.Layer][id.Expert]; {
 		case h.Tier == experts.Resident:
-			// A copy that cannot be given back now stays until it is revoked.
+			// A copy that cannot be freed now stays until it is revoked.
 			_ = r.store.Demote(id)
 			return true
 		default:
-			return !h.Moving // it came to nothing
+			return !h.Moving // the swap failed
 		}
 	})
 	var health map[device.Space]error
@@ -240,7 +244,7 @@ func (r *Rebalancer) view(now time.Duration, mend bool) View {
 			v.Host = l
 			continue
 		}
-		sick, ok := health[l.From]
+		unhealthy, ok := health[l.From]
 		if !ok {
 			continue
 		}
@@ -249,10 +253,10 @@ func (r *Rebalancer) view(now time.Duration, mend bool) View {
 			st = &peerState{}
 			r.peers[l.From] = st
 		}
-		if mend {
-			sick = r.readmit(st, l.From, sick, now)
+		if readmit {
+			unhealthy = r.readmit(st, l.From, unhealthy, now)
 		}
-		if sick == nil {
+		if unhealthy == nil {
 			v.Peers = append(v.Peers, Peer{Link: l, Free: room[l.From], NotBefore: st.notBefore})
 			if now < st.fullUntil {
 				v.Peers[len(v.Peers)-1].Free = 0
@@ -262,31 +266,31 @@ func (r *Rebalancer) view(now time.Duration, mend bool) View {
 	return v
 }
 
-// readmit takes a peer back that was left out because copies failed, when its time has
-// come. Where its own readings say that it is sick it is left at that. The result is why
-// the peer must not be used after that, nil where it may.
-func (r *Rebalancer) readmit(st *peerState, peer device.Space, sick error, now time.Duration) error {
+// readmit readmits a peer that was excluded because copies failed, when its back-off has
+// ended. A peer that is unhealthy by its own readings stays excluded. The result is why
+// the peer must not be used, nil if it may.
+func (r *Rebalancer) readmit(st *peerState, peer device.Space, unhealthy error, now time.Duration) error {
 	switch {
-	case sick == nil:
+	case unhealthy == nil:
 		if st.retryDelay > 0 && !st.excluded && now-st.readmittedAt > 2*st.retryDelay {
-			st.retryDelay = 0 // it has been well for longer than it was left out
+			st.retryDelay = 0 // it was healthy for twice as long as it was excluded
 		}
 		st.excluded, st.unhealthy = false, ""
 		return nil
-	case sick.Error() == st.unhealthy:
-		return sick
+	case unhealthy.Error() == st.unhealthy:
+		return unhealthy
 	case !st.excluded:
 		st.excluded, st.unhealthy = true, ""
 		st.retryDelay = min(max(2*st.retryDelay, r.o.Backoff), maxBackoff)
 		st.retryAt = now + st.retryDelay
-		return sick
+		return unhealthy
 	case now < st.retryAt:
-		return sick
+		return unhealthy
 	}
 	st.excluded = false
 	if err := r.o.Harvest.Readmit(peer); err != nil {
-		st.unhealthy = sick.Error()
-		return sick
+		st.unhealthy = unhealthy.Error()
+		return unhealthy
 	}
 	if again := r.o.Harvest.Health()[peer]; again != nil {
 		st.unhealthy = again.Error()
@@ -294,11 +298,11 @@ func (r *Rebalancer) readmit(st *peerState, peer device.Space, sick error, now t
 	}
 	r.counts.Readmitted++
 	st.readmittedAt = now
-	r.o.Log.Info("retrying a disabled peer", "device", peer.String(), "after", st.retryDelay, "cause", sick.Error())
+	r.o.Log.Info("retrying a disabled peer", "device", peer.String(), "after", st.retryDelay, "cause", unhealthy.Error())
 	return nil
 }
 
-// startMove begins one move.
+// startMove starts a move.
 func (r *Rebalancer) startMove(m Move, v View) error {
 	if m.Kind == Swap {
 		if err := r.store.Swap(m.In, m.Out); err != nil {
@@ -339,15 +343,15 @@ func (r *Rebalancer) startMove(m Move, v View) error {
 	return nil
 }
 
-// backedOff says that all peers that the move may go to have just refused another.
+// backedOff reports whether all peers of the move are in back-off.
 func (r *Rebalancer) backedOff(m Move, v View, now time.Duration) bool {
 	return m.Kind != Swap && !slices.ContainsFunc(m.To, func(k int) bool {
 		return now >= r.peers[v.Peers[k].From].notBefore
 	})
 }
 
-// backOff leaves the move's peers alone for a while, for longer each time in a row. A
-// client that has its quota may still replace what it has.
+// backOff starts the back-off of the move's peers after a refusal; it doubles with each
+// consecutive one. A client that has reached its quota may still replace copies.
 func (r *Rebalancer) backOff(m Move, v View, now time.Duration, err error) {
 	r.counts.Refused++
 	for _, k := range m.To {
@@ -360,7 +364,7 @@ func (r *Rebalancer) backOff(m Move, v View, now time.Duration, err error) {
 	}
 }
 
-// setCosts tells harvest what can best be spared.
+// setCosts passes the costs of losing copies to harvest, which revokes the cheapest.
 func (r *Rebalancer) setCosts(v View) {
 	for l, costs := range r.core.Costs(v) {
 		for e, c := range costs {
@@ -371,13 +375,13 @@ func (r *Rebalancer) setCosts(v View) {
 	}
 }
 
-// FillAll gives every offloaded expert a copy in peer memory, whatever the limits,
-// and waits until all are there. An error wraps ErrDoesNotFit where they do not all
-// fit, and says how many do.
+// FillAll gives every offloaded expert a peer copy, regardless of the limits, and waits
+// for the copies. If they do not all fit, the error wraps ErrDoesNotFit and says how many
+// do.
 func (r *Rebalancer) FillAll(ctx context.Context) error {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	there := -1
+	previous := -1
 	for {
 		if err := r.store.WaitMoves(ctx); err != nil {
 			return fmt.Errorf("rebalancer: fill peer memory: %w", err)
@@ -388,10 +392,10 @@ func (r *Rebalancer) FillAll(ctx context.Context) error {
 		if onPeers == offloaded {
 			return nil
 		}
-		if onPeers <= there {
+		if onPeers <= previous {
 			return r.doesNotFit(v, nil)
 		}
-		there = onPeers
+		previous = onPeers
 		for k := range v.Peers {
 			v.Peers[k].NotBefore = 0
 		}
@@ -409,9 +413,9 @@ func (r *Rebalancer) FillAll(ctx context.Context) error {
 	}
 }
 
-// countOffloaded counts the experts that have a copy on a peer and all that are not local.
-func countOffloaded(homes [][]experts.Placed) (onPeers, offloaded int) {
-	for _, layer := range homes {
+// countOffloaded counts the experts with a peer copy, and all offloaded experts.
+func countOffloaded(placed [][]experts.Placed) (onPeers, offloaded int) {
+	for _, layer := range placed {
 		for _, h := range layer {
 			if h.Tier != experts.Resident {
 				offloaded++
@@ -424,11 +428,11 @@ func countOffloaded(homes [][]experts.Placed) (onPeers, offloaded int) {
 	return onPeers, offloaded
 }
 
-// zeroRates are those of experts that nobody has used.
-func zeroRates(homes [][]experts.Placed) [][]float64 {
-	rates := make([][]float64, len(homes))
-	for l := range homes {
-		rates[l] = make([]float64, len(homes[l]))
+// zeroRates are the rates of unused experts.
+func zeroRates(placed [][]experts.Placed) [][]float64 {
+	rates := make([][]float64, len(placed))
+	for l := range placed {
+		rates[l] = make([]float64, len(placed[l]))
 	}
 	return rates
 }
@@ -447,7 +451,7 @@ func (r *Rebalancer) doesNotFit(v View, refusal error) error {
 		}
 		where += fmt.Sprintf(", %d on %s", n, p.From)
 	}
-	err := fmt.Errorf("rebalancer: %w: %d of %d fit%s; an expert takes %d bytes; free memory on the peers, name more peers, or offload fewer experts", ErrDoesNotFit, onPeers, offloaded, where, r.o.Core.Bytes)
+	err := fmt.Errorf("rebalancer: %w: %d of %d fit%s; an expert takes %d bytes; free memory on the peers, name more --peers, or offload fewer experts", ErrDoesNotFit, onPeers, offloaded, where, r.o.Core.Bytes)
 	if refusal != nil {
 		err = fmt.Errorf("%w (%w)", err, refusal)
 	}

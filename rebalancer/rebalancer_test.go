@@ -402,7 +402,7 @@ func TestWholeLayers(t *testing.T) {
 	}
 }
 
-// TestStorm: memory is taken and given back without rest. Steps get slower and lose
+// TestStorm: memory is taken and freed without rest. Steps get slower and lose
 // nothing; afterwards all that fits is there again.
 func TestStorm(t *testing.T) {
 	r := newRig(t, rigOptions{machine: emulated.Options{Virtual: true, Schedule: emulated.Random, Seed: 11}})
@@ -476,7 +476,7 @@ func TestCosts(t *testing.T) {
 	}
 }
 
-// TestFailingPeer: one whose copies fail is left out and tried again, each time after
+// TestFailingPeer: one whose copies fail is excluded and readmitted, each time after
 // longer; one that is lost is not.
 func TestFailingPeer(t *testing.T) {
 	r := newRig(t, rigOptions{machine: emulated.Options{Virtual: true}})
@@ -565,7 +565,7 @@ func TestFasterPeer(t *testing.T) {
 	}
 }
 
-// TestSwaps: the hottest experts become local.
+// TestSwaps: the hottest experts become resident.
 func TestSwaps(t *testing.T) {
 	r := newRig(t, rigOptions{machine: emulated.Options{Virtual: true}, offload: 0.75, adaptive: true})
 	for range 2 {
@@ -579,7 +579,7 @@ func TestSwaps(t *testing.T) {
 			}
 		}
 	}
-	// The copies on peers of those that became local were given back.
+	// The copies on peers of those that became resident were freed.
 	layers, _ := r.onPeers()
 	copies, held := 0, 0
 	for _, n := range layers {
@@ -736,12 +736,12 @@ func TestOptions(t *testing.T) {
 		change func(*rebalancer.Options)
 		want   string
 	}{
-		{func(o *rebalancer.Options) { o.Store = nil }, "no store"},
-		{func(o *rebalancer.Options) { o.Clock = nil }, "no clock"},
-		{func(o *rebalancer.Options) { o.Interval = -1 }, "a duration under 0"},
-		{func(o *rebalancer.Options) { o.Core.HalfLife = -1 }, "a duration under 0"},
-		{func(o *rebalancer.Options) { o.Core.Tuning.Hysteresis = 0.5 }, "a hysteresis of 0.5"},
-		{func(o *rebalancer.Options) { o.Core.MaxMoving = -1 }, "allow at least one"},
+		{func(o *rebalancer.Options) { o.Store = nil }, "Options.Store is not set"},
+		{func(o *rebalancer.Options) { o.Clock = nil }, "Options.Clock is not set"},
+		{func(o *rebalancer.Options) { o.Interval = -1 }, "durations must not be negative"},
+		{func(o *rebalancer.Options) { o.Core.HalfLife = -1 }, "durations must not be negative"},
+		{func(o *rebalancer.Options) { o.Core.Tuning.Hysteresis = 0.5 }, "hysteresis 0.5 is below 1"},
+		{func(o *rebalancer.Options) { o.Core.MaxMoving = -1 }, "must be at least 1"},
 	} {
 		o := good
 		c.change(&o)
