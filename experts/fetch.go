@@ -44,8 +44,8 @@ type fetcher struct {
 	freeFetches []*fetch
 }
 
-// source is where an offloaded expert is copied from; where that is a peer, copied is
-// what is read there, with a reference on it.
+// source is where an offloaded expert is copied from. If that is a peer, ref is a reference
+// on peerCopy.
 type source struct {
 	region   device.Region
 	peerCopy *peercache.Copy[ID]

@@ -9,43 +9,44 @@ import (
 	"github.com/moeserve/moeserve/device"
 )
 
-// controller decides what is borrowed, where handles lie and what is given back, and
-// keeps the accounts of it. It is pure: what has happened goes in by its methods, with
-// the time, and what is to be done comes out of take. It has no lock, clock, goroutine,
-// memory, stream or fence: Runtime has those. Of handles it reads the cost and the
-// number of references, which change beside it.
+// controller decides what is borrowed, where handles are placed and what is released, and
+// keeps account of it. It is pure: events go in by its methods, with the time, and
+// actions come out of takeActions. It has no lock, clock, goroutine, memory, stream or
+// fence: Runtime has those. It reads the cost and the number of references of handles,
+// which change concurrently.
 //
-// A slab leaves in these steps, each of which is an action out and its end in:
+// A slab is released in these steps, each an action out and its result in:
 //
-//	begin ─► refuse each handle
-//	step(drained) ─► invalidate, runCallback ─► ended(called) ─► scrub
-//	step(cleared) ─► freeSlab ─► ended(returned)
+//	startRelease ─► refuse each handle
+//	step(drained) ─► invalidate, runCallback ─► complete(called) ─► scrub
+//	step(scrubbed) ─► freeMemory ─► complete(memoryFreed)
 type controller struct {
 	rules
 	peers   peers
 	clients map[string]*client
-	handles uint64 // numbers given
-	slabs   uint64 // numbers given
-	// freeing are handles that are freed once drained, leaving slabs that are.
+	handles uint64 // last handle number
+	slabs   uint64 // last slab number
+	// freeing are handles that are freed once drained, draining slabs that are being
+	// released.
 	freeing  []*Handle
 	draining []*revocation
-	counts   [reasons]int64 // of revoked slabs
+	counts   [reasons]int64 // revoked slabs
 	closing  bool
 	actions  []action
 }
 
-// rules are the part of the options that the controller decides by.
+// rules are the options that the controller decides by.
 type rules struct {
 	policy       Policy
 	reader       device.Space
 	slabBytes    int64
-	ownSlabBytes map[string]int64 // slab bytes of clients that share theirs with nobody
+	ownSlabBytes map[string]int64 // of clients with slabs of their own
 
 	deadline, cooldown, halfLife, callbackLimit time.Duration
 }
 
-// slabsFor says whose slabs the client's handles lie in, which is nobody's where they
-// are shared, and their size.
+// slabsFor returns the owner and the size of the slabs for the client's handles; owner is
+// empty for shared slabs.
 func (r *rules) slabsFor(client string) (owner string, bytes int64) {
 	if n, ok := r.ownSlabBytes[client]; ok {
 		return client, n
@@ -78,7 +79,7 @@ type client struct {
 	handles int
 }
 
-// allocation is a handle's account: where it lies, and how far its end has come.
+// allocation is the controller's account of a handle: its slab and its state.
 type allocation struct {
 	controller *controller
 	slab       *slab
@@ -86,7 +87,7 @@ type allocation struct {
 	state      handleState
 	callback   func(Revocation)
 	freedAt    time.Duration
-	// missReported says that a violation was.
+	// missReported: a missed deadline was reported.
 	missReported bool
 }
 
@@ -100,39 +101,38 @@ const (
 	revoked
 )
 
-// action is something to be done: one of the types below, or an Info, of which the
-// listener is to be told. Infos, refuse and invalidate take effect at once; the others
-// are carried out without the lock, one after the other, and their ends are told to
-// ended.
+// action is what the runtime must do: one of the types below, or an Info for the
+// listener. Infos, refuse and invalidate are carried out at once; the others without the
+// lock, one after the other, and their results are passed to complete.
 type action any
 
 type (
-	// refuse lets no new readers in, and invalidate ends a handle that has none.
+	// refuse locks new readers out; invalidate ends a handle without readers.
 	refuse     struct{ h *Handle }
 	invalidate struct{ h *Handle }
-	// runCallback calls f; its end is called.
+	// runCallback calls f; its result is called.
 	runCallback struct {
 		h *Handle
 		f func(Revocation)
 		v Revocation
 	}
-	// scrub overwrites the first bytes of a slab with zeros; its end is cleared.
+	// scrub overwrites the first bytes of a slab with zeros; its result is scrubbed.
 	scrub struct {
 		slab  *slab
 		bytes int64
 	}
-	// freeMemory frees a slab's memory; its end is returned.
+	// freeMemory frees a slab's memory; its result is memoryFreed.
 	freeMemory struct{ slab *slab }
-	// reportMiss tells of a violation, with the holders of its handle; it has no end.
+	// reportMiss reports a missed deadline, with the owners that hold the handle; it has
+	// no result.
 	reportMiss struct{ v DeadlineMissInfo }
 )
 
-// result is the end of an action, or of what a handle's readers did.
+// result is the result of an action, or the end of a handle's readers.
 type result any
 
 type (
-	// drained: nobody uses the handle's memory any more; err is that of the work that
-	// did.
+	// drained: the handle has no readers any more; err is the error of their work.
 	drained struct {
 		h   *Handle
 		err error
@@ -151,7 +151,7 @@ type (
 	}
 )
 
-// takeActions returns what is to be done, in order, and forgets it.
+// takeActions returns and removes the pending actions, in order.
 func (c *controller) takeActions() []action {
 	all := c.actions
 	c.actions = nil
@@ -160,22 +160,22 @@ func (c *controller) takeActions() []action {
 
 func (c *controller) emit(a action) { c.actions = append(c.actions, a) }
 
-// placement is where a request goes.
+// placement is where a request is allocated.
 type placement struct {
 	peer *peer
-	// slab is nil for a new one, of bytes, which the caller has to take from the device
-	// and give to took, or refused.
+	// slab is nil for a new one of so many bytes: the caller allocates it from the device
+	// and passes the result to slabAllocated or slabRefused.
 	slab  *slab
 	bytes int64
 	owner string // of a new slab
 	off   int64
 }
 
-// request completes what a client asks for.
+// request validates and completes a client's request.
 func (c *controller) request(bytes int64, hints Hints, now time.Duration) (Request, error) {
 	switch {
 	case bytes <= 0:
-		return Request{}, errors.New("ask for more than 0")
+		return Request{}, errors.New("the size must be positive")
 	case bytes > 1<<60:
 		return Request{}, ErrNoCapacity
 	case c.closing:
@@ -190,7 +190,7 @@ func (c *controller) request(bytes int64, hints Hints, now time.Duration) (Reque
 	return req, nil
 }
 
-// choose says where the request goes.
+// choose places the request.
 func (c *controller) choose(req Request) (placement, error) {
 	owner, slabBytes := c.slabsFor(req.Hints.Client)
 	from := c.peers.candidates(req, owner, slabBytes)
@@ -213,13 +213,13 @@ func (c *controller) choose(req Request) (placement, error) {
 	return at, nil
 }
 
-// slabRefused says that the device did not give the slab: its peer is no candidate until
-// there is a reading again.
+// slabRefused records that the device could not allocate the slab: its peer gets no new
+// slabs until the next reading.
 func (c *controller) slabRefused(at placement, err error) {
-	at.peer.stale = fmt.Errorf("refused a slab: %w", err)
+	at.peer.stale = fmt.Errorf("cannot allocate a slab: %w", err)
 }
 
-// slabAllocated says that the device gave the slab, and where.
+// slabAllocated records that the device allocated the slab at r.
 func (c *controller) slabAllocated(at placement, r device.Region) *slab {
 	p := at.peer
 	c.slabs++
@@ -231,7 +231,7 @@ func (c *controller) slabAllocated(at placement, r device.Region) *slab {
 	return s
 }
 
-// grant makes the handle.
+// grant creates the handle.
 func (c *controller) grant(s *slab, off, bytes int64, req Request, clock *timeline) *Handle {
 	c.policy.Granted(req)
 	s.segments.allocate(off, req.Bytes)
@@ -251,15 +251,15 @@ func (c *controller) grant(s *slab, off, bytes int64, req Request, clock *timeli
 	return h
 }
 
-// checkRuntime fails where the handle is not one of c's.
+// checkRuntime fails if the handle is not one of c's.
 func (h *Handle) checkRuntime(op string, c *controller) error {
 	if h == nil || h.account.controller != c {
-		return fmt.Errorf("harvest: %s: the handle is not of this runtime", op)
+		return fmt.Errorf("harvest: %s: the handle belongs to another runtime", op)
 	}
 	return nil
 }
 
-// checkLive is the error for a handle that has ended, or is about to.
+// checkLive fails if the handle was freed or revoked, or is being so.
 func (h *Handle) checkLive(op string) error {
 	switch h.account.state {
 	case freeing, freed:
@@ -270,7 +270,7 @@ func (h *Handle) checkLive(op string) error {
 	return nil
 }
 
-// callback has f called if the handle is revoked.
+// callback sets f to be called if the handle is revoked.
 func (c *controller) callback(h *Handle, f func(Revocation)) error {
 	if err := h.checkRuntime("register a callback", c); err != nil {
 		return err
@@ -282,16 +282,16 @@ func (c *controller) callback(h *Handle, f func(Revocation)) error {
 	}
 	switch {
 	case f == nil:
-		return errors.New("harvest: register a callback: it is nil")
+		return errors.New("harvest: register a callback: the callback is nil")
 	case h.account.callback != nil:
-		return fmt.Errorf("harvest: register a callback: %v has one", h)
+		return fmt.Errorf("harvest: register a callback: %v already has one", h)
 	}
 	h.account.callback = f
 	return nil
 }
 
-// free begins to end a handle: once it is known whether it is drained, which its caller
-// finds out, release does.
+// free starts to end a handle. The caller checks whether it is drained and calls
+// finishFree.
 func (c *controller) free(h *Handle, now time.Duration) error {
 	if err := h.checkRuntime("free", c); err != nil {
 		return err
@@ -304,7 +304,7 @@ func (c *controller) free(h *Handle, now time.Duration) error {
 	return nil
 }
 
-// finishFree frees a handle, or has it freed by step once it is drained.
+// finishFree frees a handle if it is drained; otherwise step frees it later.
 func (c *controller) finishFree(h *Handle, ok bool, failed error) {
 	if !ok {
 		c.freeing = append(c.freeing, h)
@@ -314,7 +314,7 @@ func (c *controller) finishFree(h *Handle, ok bool, failed error) {
 	c.emit(FreeInfo{Handle: h, Failed: failed})
 }
 
-// removeHandle takes h out of the accounts. Nobody reads it any more.
+// removeHandle removes h from the accounts. It has no readers any more.
 func (c *controller) removeHandle(h *Handle, end handleState) {
 	a := &h.account
 	c.emit(invalidate{h})

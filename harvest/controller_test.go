@@ -109,8 +109,8 @@ func (s *core) slab(text string) *slab {
 	return nil
 }
 
-// result is one line that says what has ended: drained NAME, called NAME TOOK, cleared
-// SLAB, returned SLAB; whatever follows is the error.
+// result is one line with a result: drained NAME, called NAME TOOK, scrubbed
+// SLAB, released SLAB; the rest of the line is its error.
 func (s *core) result(line string) result {
 	f := strings.Fields(line)
 	var err error
@@ -126,12 +126,12 @@ func (s *core) result(line string) result {
 			s.t.Fatal(err)
 		}
 		return called{s.handles[f[1]], took}
-	case "cleared":
+	case "scrubbed":
 		return scrubbed{s.slab(f[1]), err}
-	case "returned":
+	case "released":
 		return memoryFreed{s.slab(f[1]), err}
 	}
-	s.t.Fatalf("%q is no end", line)
+	s.t.Fatalf("%q is not a result", line)
 	return nil
 }
 

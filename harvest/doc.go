@@ -1,10 +1,10 @@
-// Package harvest borrows memory that peer GPUs do not use, and gives it back when
-// anybody wants it: the Harvest runtime (Gopal and Kaffes, "Harvest: Opportunistic
+// Package harvest borrows memory that peer GPUs do not use, and releases it when other
+// processes need it: the Harvest runtime (Gopal and Kaffes, "Harvest: Opportunistic
 // Peer-to-Peer GPU Caching for LLM Inference", section 3).
 //
-// What lies in borrowed memory is a copy that may vanish at any moment. A client
-// keeps another copy in host memory or can compute it again; harvest never writes
-// anything back, and knows nothing of what it holds.
+// Borrowed memory holds copies that may be revoked at any time. A client keeps another
+// copy in host memory, or can compute it again; harvest never writes anything back, and
+// knows nothing of the content.
 //
 //	rt, err := harvest.New(harvest.Options{Machine: m, Peers: []device.Space{device.HBM(1)}, SlabBytes: 4 * expertBytes})
 //	h, err := rt.Alloc(expertBytes, harvest.Hints{Client: "experts", Cost: 40 * time.Millisecond})
@@ -21,65 +21,63 @@
 //
 // # Slabs and segments
 //
-// Memory is taken from a device in slabs of a few objects each, which are divided
-// best-fit, with coalescing; giving back one segment would return nothing to
-// anybody, so whole slabs are given back, when empty or revoked. Where a request
-// goes is the Policy's choice among the holes of slabs in service and, on peers
-// whose free memory exceeds the headroom, a new slab. A client may have slabs of its
-// own size, which it shares with nobody (Options.Clients).
+// Memory is allocated from a device in slabs of a few objects each. A slab is divided into
+// segments, best fit, with coalescing. Releasing one segment would return no memory to the
+// device, so whole slabs are released, when empty or revoked. The Policy places a request
+// in a free extent of a slab in service, or in a new slab on a peer whose free memory
+// exceeds the headroom. A client may have slabs of its own size, which it shares with no
+// other client (Options.Clients).
 //
 // # Revocation
 //
-// A Tick reads every peer through the Monitor. Where less than the headroom is free,
-// slabs are revoked until it will be, cheapest first (Victims, a pure function):
-// cheap is what clients say they can best do without (Hints.Cost) and what few
-// references are out for, per byte. Reclaim, the policy, a sick peer and Close revoke
-// too. One slab goes through these steps, each of which is carried on by ticks and
-// none of which blocks:
+// A Tick reads every peer through the Monitor. If less than the headroom is free, slabs
+// are revoked until it will be, cheapest first (Victims, a pure function). A slab is cheap
+// if losing it costs its clients little per byte (Hints.Cost) and it has few references.
+// Reclaim, the policy, an unhealthy peer and Close revoke slabs, too. A slab is released
+// in these phases; ticks advance them, and none of them blocks:
 //
-//	in service ──► draining ──────────────► clearing ──► returning ──► gone
-//	               refuse new references;   overwrite    Memory.Free
+//	in service ──► draining ──────────────► scrubbing ──► releasing ──► released
+//	               refuse new references;   overwrite     Memory.Free
 //	               per handle: wait for     with zeros
 //	               references and the work
 //	               behind them, invalidate,
 //	               call back
 //
-// Whoever keeps memory past the deadline is reported (DeadlineMissInfo names holders and
-// times), once per handle. The memory is never freed under a reader for that: it
-// goes back late. Slabs on an unhealthy peer are not cleared. An empty slab takes the
-// same way, without being called revoked.
+// Owners that hold memory past the deadline are reported once per handle
+// (DeadlineMissInfo). The memory is not freed under a reader for that: it is released
+// late. Slabs on an unhealthy peer are not scrubbed. An empty slab goes through the same
+// phases, but does not count as revoked.
 //
 // # Controller and shell
 //
-// What to do is decided by a pure controller: readings, requests, times and the ends of
-// work go in, actions come out (refuse, invalidate, call back, overwrite, free, report).
-// Runtime is the shell around it, with the lock, the clock, device memory, fences and
-// streams. One goroutine at a time carries actions out; whoever ticks meanwhile leaves
-// them to it. Callbacks are among them, and run with nothing locked, so they may call the
-// runtime; what waits in one for the end of its own revocation waits in vain.
+// A pure controller makes all decisions: readings, requests, times and results of actions
+// go in, actions come out (refuse, invalidate, call back, scrub, free, report). Runtime is
+// the shell around it, with the lock, the clock, device memory, fences and streams. One
+// goroutine at a time carries out actions; concurrent ticks leave them to it. Callbacks
+// are among the actions and run without locks, so they may call the runtime. A callback
+// that waits for the end of its own revocation waits forever.
 //
 // # What it is not
 //
-// It copies nothing but the zeros it clears with, keeps no other tier, and decides
-// nothing about what is worth moving (package rebalancer does). It does not import
-// its users: a handle's own state word is the truth about it.
+// The package copies nothing except zeros, keeps no other tier, and does not decide what is
+// worth migrating (package rebalancer does). It does not import its users: a handle's
+// state word says whether the handle is valid.
 //
 // # Invariants
 //
-//   - A handle ends once: Free returned nil and its callback never runs, or it was
+//   - A handle ends once: either Free returned nil and its callback never runs, or it was
 //     revoked and its callback runs exactly once, after its last reader.
-//   - No memory is used again, cleared or given back while a reference on it is held
-//     or a point given to Ref.ReleaseAt is not reached, whatever the deadline.
+//   - No memory is reused, scrubbed or freed while a reference on it is held or a fence
+//     value passed to Ref.ReleaseAt is not reached, regardless of the deadline.
 //   - Two live handles never overlap.
-//   - Acquire and Release take no lock and allocate nothing; they never wait for
-//     anything that harvest does.
+//   - Acquire and Release take no lock, allocate nothing, and wait for nothing.
 //   - Alloc and Free do not wait for memory or for readers.
-//   - Callbacks, clearing and giving back run on one goroutine at a time, one that
-//     ticks; events are told in order. There is no other goroutine unless Start is
-//     called, and then it is the clock's.
-//   - On healthy peers nothing that was handed out is given back with its content,
-//     unless clearing fails three times, which is an event.
-//   - After New and each Tick, as far as readings are true and nobody else ticks:
-//     headroom is met, or what is missing is on its way, or nothing is left to revoke
-//     on that peer.
+//   - Callbacks, scrubbing and freeing run on one goroutine at a time, one that ticks;
+//     events are reported in order. There is no other goroutine except the clock's after
+//     Start.
+//   - On healthy peers no slab that was used is released without being scrubbed, unless
+//     scrubbing fails three times, which is an event.
+//   - After New and each Tick, if readings are accurate and no other goroutine ticks: each
+//     peer's headroom is met, or the missing memory is draining, or nothing is left to
+//     revoke on that peer.
 package harvest

@@ -2,20 +2,20 @@ package harvest
 
 import "errors"
 
-// Causes that callers decide on.
+// Errors that callers distinguish.
 var (
-	// ErrNoCapacity: no peer has room now. Use another tier, and ask again later.
+	// ErrNoCapacity: no peer has room now. Use another tier, and retry later.
 	ErrNoCapacity = errors.New("no peer has room")
-	// ErrQuota: the policy does not let the client hold more.
+	// ErrQuota: the client has reached the policy's quota.
 	ErrQuota = errors.New("the client's quota is used up")
-	// ErrRate: the policy does not let the client allocate so fast.
-	ErrRate = errors.New("the client allocates faster than it may")
-	// ErrRevoked: the handle's memory was taken back, or is about to be.
+	// ErrRate: the client exceeds the policy's allocation rate.
+	ErrRate = errors.New("the client exceeds its allocation rate")
+	// ErrRevoked: the handle was revoked, or is being revoked.
 	ErrRevoked = errors.New("revoked")
-	// ErrFreed: the handle was freed before.
-	ErrFreed = errors.New("freed before")
-	// ErrDeadline: memory could not be given back in time; it will be when those
-	// named in the error let go.
+	// ErrFreed: the handle was already freed.
+	ErrFreed = errors.New("already freed")
+	// ErrDeadline: memory was not released in time; it will be once the owners named in
+	// the error release it.
 	ErrDeadline = errors.New("the deadline has passed")
 	// ErrClosed: the runtime is closed.
 	ErrClosed = errors.New("closed")

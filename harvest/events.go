@@ -9,19 +9,20 @@ import (
 	"github.com/moeserve/moeserve/device"
 )
 
-// Reason is why memory is given back.
+// Reason is why a slab is released.
 type Reason uint8
 
 const (
-	// ReasonEmpty: no handle is left on the slab. That is no revocation.
+	// ReasonEmpty: the slab has no handles. This is not a revocation.
 	ReasonEmpty Reason = iota
-	// ReasonPressure: others need memory there, and the headroom is not met.
+	// ReasonPressure: the peer's headroom is not met, because other processes use memory
+	// there.
 	ReasonPressure
-	// ReasonPolicy: the controller's policy leaves the peer.
+	// ReasonPolicy: the policy evacuates the peer.
 	ReasonPolicy
-	// ReasonExternal: somebody asked for it by Reclaim.
+	// ReasonExternal: requested by Reclaim.
 	ReasonExternal
-	// ReasonUnhealthy: the peer is lost or must not be used.
+	// ReasonUnhealthy: the peer is lost or excluded.
 	ReasonUnhealthy
 	// ReasonShutdown: the runtime is being closed.
 	ReasonShutdown
@@ -44,67 +45,67 @@ func (r Reason) String() string {
 // MarshalText implements encoding.TextMarshaler.
 func (r Reason) MarshalText() ([]byte, error) { return []byte(r.String()), nil }
 
-// Revocation is what a callback is told.
+// Revocation is the argument of a callback.
 type Revocation struct {
 	Handle *Handle
 	Reason Reason
-	// Cause is the peer's trouble where it is unhealthy.
+	// Cause is the peer's error if it is unhealthy.
 	Cause error
 }
 
-// EventListener is told what happens, in order. Any func may be nil. They are
-// called with the runtime's lock held, so they must be quick and must not call the
-// runtime; they may read handles.
+// EventListener receives what happens, in order. Any func may be nil. Funcs are called
+// with the runtime's lock held, so they must be quick and must not call the runtime; they
+// may read handles.
 type EventListener struct {
 	Allocated func(AllocInfo)
-	// Refused is told of each Alloc that failed.
+	// Refused receives each failed Alloc.
 	Refused func(RefuseInfo)
 	Freed   func(FreeInfo)
-	// SlabAllocated and SlabReleased tell of device memory.
+	// SlabAllocated and SlabReleased report device memory.
 	SlabAllocated func(SlabInfo)
 	SlabReleased  func(SlabInfo)
-	// RevocationBegan and RevocationEnded tell of a slab; Revoked, between them, of
-	// each handle, before its callback.
-	RevocationBegan func(RevocationInfo)
-	Revoked         func(RevokeInfo)
-	RevocationEnded func(RevocationInfo)
-	DeadlineMissed  func(DeadlineMissInfo)
-	// PeerHealthChanged is told when a peer becomes unhealthy, or healthy again.
+	// RevocationStarted and RevocationEnded report a slab; Revoked, between them, each
+	// handle, before its callback.
+	RevocationStarted func(RevocationInfo)
+	Revoked           func(RevokeInfo)
+	RevocationEnded   func(RevocationInfo)
+	DeadlineMissed    func(DeadlineMissInfo)
+	// PeerHealthChanged: a peer became unhealthy, or healthy again.
 	PeerHealthChanged func(PeerInfo)
 }
 
-// AllocInfo is one Alloc that succeeded.
+// AllocInfo is a successful Alloc.
 type AllocInfo struct {
 	Handle *Handle
 	Slab   uint64
 }
 
-// RefuseInfo is one Alloc that failed.
+// RefuseInfo is a failed Alloc.
 type RefuseInfo struct {
 	Client string
 	Bytes  int64
 	Err    error
 }
 
-// FreeInfo is one handle that was freed, and is drained.
+// FreeInfo is a handle that was freed and is drained.
 type FreeInfo struct {
 	Handle *Handle
-	// Drain is how long its last work took after Free.
+	// Drain is the time from Free to the end of its readers.
 	Drain time.Duration
-	// Failed is the error of work that touched it, if it ended in one.
+	// Failed is the error of work that accessed it, if any.
 	Failed error
 }
 
-// SlabInfo is one slab taken from a peer or given back to it.
+// SlabInfo is a slab that was allocated or released.
 type SlabInfo struct {
 	Slab   uint64
 	Device device.Space
 	Bytes  int64
-	// Released says that it was given back, Reason for what.
+	// Released: the slab was released, for Reason.
 	Released bool
 	Reason   Reason
-	// Scrubbed says that its content was overwritten before; Err why that failed, if it
-	// was tried.
+	// Scrubbed: its content was overwritten before its release; Err is why that failed,
+	// if it was tried.
 	Scrubbed bool
 	Err      error
 }
@@ -117,31 +118,31 @@ type RevocationInfo struct {
 	Handles int
 	Reason  Reason
 	Cause   error
-	// Deadline and Took count from its beginning; Drain is the part of Took until
-	// the last reader was gone. Late says that the deadline was missed.
+	// Deadline and Took count from the start of the revocation; Drain is the part of Took
+	// until its last reader was done. DeadlineMissed: Took exceeds Deadline.
 	Deadline, Drain, Took time.Duration
 	DeadlineMissed        bool
-	// Ended says that the memory is given back.
+	// Ended: the memory is released.
 	Ended bool
 }
 
-// RevokeInfo is one handle that became invalid.
+// RevokeInfo is a handle that was revoked and is drained.
 type RevokeInfo struct {
 	Handle *Handle
 	Reason Reason
-	// Drain is how long its readers took.
+	// Drain is the time from the start of the revocation to the end of its readers.
 	Drain time.Duration
-	// Failed is the error of work that touched it, if it ended in one.
+	// Failed is the error of work that accessed it, if any.
 	Failed error
 }
 
-// Hold is one holder of a reference, or of work behind one, and for how long. The
-// time is as precise as the calls of Tick are frequent.
+// Hold is a reference, or pending work behind a released one: its owner and duration. The
+// duration is as precise as calls of Tick are frequent.
 type Hold struct {
 	Owner    string
 	Duration time.Duration
-	// PendingWork says that the reference was given back, and the point it was given back
-	// for is not reached.
+	// PendingPendingWork: the reference was released at a fence value that is not
+	// reached.
 	PendingWork bool
 }
 
@@ -152,19 +153,19 @@ func (h Hold) String() string {
 	return fmt.Sprintf("%q, for %v", h.Owner, h.Duration)
 }
 
-// DeadlineMissInfo is something that kept memory from being given back in time.
+// DeadlineMissInfo is what delayed the release of a slab past its deadline.
 type DeadlineMissInfo struct {
 	Slab   uint64
 	Device device.Space
 	Reason Reason
-	// Handle that is held, with its holders; nil where the runtime's own clearing is
-	// late, or the device refuses to take the memory back.
+	// Handle that is held, and the owners that hold it; nil if the runtime's scrubbing is
+	// late, or the device fails to free the memory.
 	Handle *Handle
 	Owners []Hold
-	// Callback says that the handle's callback took Took, and no more.
+	// Callback: only the handle's callback was slow; it took Took.
 	Callback bool
 	Took     time.Duration
-	// Err is why clearing or freeing the slab fails.
+	// Err is why scrubbing or freeing the slab fails.
 	Err error
 }
 
@@ -181,24 +182,24 @@ func (i DeadlineMissInfo) String() string {
 	case i.Err != nil:
 		return fmt.Sprintf("slab %d on %s: %v", i.Slab, i.Device, i.Err)
 	}
-	return fmt.Sprintf("slab %d on %s is still being cleared", i.Slab, i.Device)
+	return fmt.Sprintf("slab %d on %s is still being scrubbed", i.Slab, i.Device)
 }
 
 // PeerInfo is a change of a peer's health.
 type PeerInfo struct {
 	Device device.Space
-	// Health is nil for a peer that may be used again.
+	// Health is why the peer must not be used; nil if it may be used again.
 	Health error
 }
 
-// EnsureDefaults returns l with a func that does nothing for each that is nil.
+// EnsureDefaults returns l with a no-op for each func that is nil.
 func (l EventListener) EnsureDefaults() EventListener {
 	setNoop(&l.Allocated)
 	setNoop(&l.Refused)
 	setNoop(&l.Freed)
 	setNoop(&l.SlabAllocated)
 	setNoop(&l.SlabReleased)
-	setNoop(&l.RevocationBegan)
+	setNoop(&l.RevocationStarted)
 	setNoop(&l.Revoked)
 	setNoop(&l.RevocationEnded)
 	setNoop(&l.DeadlineMissed)
@@ -206,7 +207,7 @@ func (l EventListener) EnsureDefaults() EventListener {
 	return l
 }
 
-// emit hands an Info to the func that it is for.
+// emit passes an Info to its func.
 func (l *EventListener) emit(info any) {
 	switch i := info.(type) {
 	case AllocInfo:
@@ -225,7 +226,7 @@ func (l *EventListener) emit(info any) {
 		if i.Ended {
 			l.RevocationEnded(i)
 		} else {
-			l.RevocationBegan(i)
+			l.RevocationStarted(i)
 		}
 	case RevokeInfo:
 		l.Revoked(i)
@@ -234,7 +235,7 @@ func (l *EventListener) emit(info any) {
 	case PeerInfo:
 		l.PeerHealthChanged(i)
 	default:
-		panic(fmt.Sprintf("harvest: %T is no event", info))
+		panic(fmt.Sprintf("harvest: %T is not an event", info))
 	}
 }
 
@@ -244,7 +245,7 @@ func setNoop[T any](f *func(T)) {
 	}
 }
 
-// Tee tells both.
+// Tee returns a listener that calls both.
 func Tee(a, b EventListener) EventListener {
 	a, b = a.EnsureDefaults(), b.EnsureDefaults()
 	return EventListener{
@@ -253,7 +254,7 @@ func Tee(a, b EventListener) EventListener {
 		Freed:             both(a.Freed, b.Freed),
 		SlabAllocated:     both(a.SlabAllocated, b.SlabAllocated),
 		SlabReleased:      both(a.SlabReleased, b.SlabReleased),
-		RevocationBegan:   both(a.RevocationBegan, b.RevocationBegan),
+		RevocationStarted: both(a.RevocationStarted, b.RevocationStarted),
 		Revoked:           both(a.Revoked, b.Revoked),
 		RevocationEnded:   both(a.RevocationEnded, b.RevocationEnded),
 		DeadlineMissed:    both(a.DeadlineMissed, b.DeadlineMissed),
@@ -265,8 +266,9 @@ func both[T any](f, g func(T)) func(T) {
 	return func(i T) { f(i); g(i) }
 }
 
-// LogEvents logs what an operator can act on at warn and error, revocations but those at
-// shutdown, and deadlines missed then, at info, and the rest at debug.
+// LogEvents logs events that an operator can act on at warn and error; completed
+// revocations, except at shutdown, and deadlines missed at shutdown at info; and others at
+// debug.
 func LogEvents(log *slog.Logger) EventListener {
 	return EventListener{
 		Allocated:         logEvent[AllocInfo](log),
@@ -274,7 +276,7 @@ func LogEvents(log *slog.Logger) EventListener {
 		Freed:             logEvent[FreeInfo](log),
 		SlabAllocated:     logEvent[SlabInfo](log),
 		SlabReleased:      logEvent[SlabInfo](log),
-		RevocationBegan:   logEvent[RevocationInfo](log),
+		RevocationStarted: logEvent[RevocationInfo](log),
 		Revoked:           logEvent[RevokeInfo](log),
 		RevocationEnded:   logEvent[RevocationInfo](log),
 		DeadlineMissed:    logEvent[DeadlineMissInfo](log),
@@ -282,14 +284,14 @@ func LogEvents(log *slog.Logger) EventListener {
 	}
 }
 
-// logRecord is what an event says: how grave it is, its text, and what it is about.
+// logRecord is the log record of an event.
 type logRecord struct {
 	level slog.Level
 	text  string
 	attrs []any
 }
 
-// String is the text, and the rest as in a log.
+// String is the text followed by key=value pairs.
 func (l logRecord) String() string {
 	var b strings.Builder
 	b.WriteString(l.text)
@@ -351,7 +353,7 @@ func (i RevokeInfo) line() logRecord {
 
 func (i DeadlineMissInfo) line() logRecord {
 	level := slog.LevelWarn
-	if i.Reason == ReasonShutdown { // nobody waits for the memory
+	if i.Reason == ReasonShutdown { // no other process waits for the memory
 		level = slog.LevelInfo
 	}
 	return logRecord{level, "deadline missed: " + i.String(), []any{"slab", i.Slab, "device", i.Device.String(), "reason", i.Reason.String()}}

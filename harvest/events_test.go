@@ -32,7 +32,7 @@ func TestLogEvents(t *testing.T) {
 		Freed:             func(harvest.FreeInfo) { heard["freed"]++ },
 		SlabAllocated:     func(harvest.SlabInfo) { heard["taken"]++ },
 		SlabReleased:      func(harvest.SlabInfo) { heard["returned"]++ },
-		RevocationBegan:   func(harvest.RevocationInfo) { heard["began"]++ },
+		RevocationStarted: func(harvest.RevocationInfo) { heard["began"]++ },
 		Revoked:           func(harvest.RevokeInfo) { heard["revoked"]++ },
 		RevocationEnded:   func(harvest.RevocationInfo) { heard["ended"]++ },
 		DeadlineMissed:    func(harvest.DeadlineMissInfo) { heard["violated"]++ },
@@ -79,8 +79,8 @@ level=DEBUG msg="harvest: freed" handle=2 client=kv drain=0s
 level=DEBUG msg="harvest: revocation started" slab=1 device=gpu1 bytes=1024 handles=1 reason=external
 level=WARN msg="harvest: deadline missed: handle 1 (layer 3 expert 1, 500 bytes on gpu1) is held by \"expert fetch\", for 2ms" slab=1 device=gpu1 reason=external
 level=DEBUG msg="harvest: revoked" handle=1 client=experts reason=external drain=2ms
-level=WARN msg="harvest: deadline missed: slab 1 on gpu1: clear: device: copy on gpu1: stream \"harvest clear gpu1\" (gpu1): 1024 bytes from host to gpu1; failed by fault injection: copy failed" slab=1 device=gpu1 reason=external
-level=ERROR msg="harvest: slab released without scrubbing; weights or KV may be readable by the next user of the memory" slab=1 device=gpu1 bytes=1024 err="clear: device: copy on gpu1: stream \"harvest clear gpu1\" (gpu1): 1024 bytes from host to gpu1; failed by fault injection: copy failed"
+level=WARN msg="harvest: deadline missed: slab 1 on gpu1: scrub: device: copy on gpu1: stream \"harvest scrub gpu1\" (gpu1): 1024 bytes from host to gpu1; failed by fault injection: copy failed" slab=1 device=gpu1 reason=external
+level=ERROR msg="harvest: slab released without scrubbing; weights or KV may be readable by the next user of the memory" slab=1 device=gpu1 bytes=1024 err="scrub: device: copy on gpu1: stream \"harvest scrub gpu1\" (gpu1): 1024 bytes from host to gpu1; failed by fault injection: copy failed"
 level=INFO msg="harvest: peer memory released" slab=1 device=gpu1 bytes=1024 handles=1 reason=external took=2ms drain=2ms deadline_missed=true
 `
 	if diff := cmp.Diff(want, text.String()); diff != "" {

@@ -5,8 +5,8 @@ import (
 	"time"
 )
 
-// The JSON form of a State, in which spaces, health and reasons are text. Bytes are
-// bytes, durations nanoseconds.
+// The JSON form of a State: spaces, health and reasons are text, durations are in
+// nanoseconds.
 type stateJSON struct {
 	Now         time.Duration          `json:"now_ns"`
 	Peers       []peerJSON             `json:"peers"`

@@ -12,29 +12,29 @@ var background = context.Background()
 
 // Reading is the state of a peer at one moment.
 type Reading struct {
-	// Capacity of its memory; Free, what could be allocated now, may be under 0 where
-	// more was promised than there is; Other, what others hold. In bytes.
+	// Capacity of its memory; Free: what could be allocated now, negative if memory is
+	// overcommitted; OtherProcesses: what other processes use. In bytes.
 	Capacity, Free, OtherProcesses int64
-	// Utilization of its processors and Bandwidth of its memory in use, each from 0
-	// to 1; 0 where the monitor cannot tell.
+	// Utilization of its processors and of its memory bandwidth, each from 0 to 1; 0 if
+	// unknown.
 	Utilization, Bandwidth float64
-	// Health is why the peer must not be used; nil where it may.
+	// Health is why the peer must not be used; nil if it may.
 	Health error
 }
 
 // Monitor reads peers. Read is called by one goroutine at a time, at each Tick, and
-// should take microseconds. An error means that there is no reading, which is no
-// verdict on the peer: it gets no new slabs until there is one.
+// should take microseconds. An error means that there is no reading; it does not make the
+// peer unhealthy, but the peer gets no new slabs until there is one.
 type Monitor interface {
 	Read(peer device.Space) (Reading, error)
 }
 
-// MachineMonitor reads what a device.Machine tells: the account of memory, and
-// whether the device still answers. It does not know utilization and bandwidth.
+// MachineMonitor reads a device.Machine: memory usage, and whether the device still
+// responds. It does not know utilization and bandwidth.
 type MachineMonitor struct {
 	machine device.Machine
-	// probes are streams that nothing is ever enqueued on: they say at once whether
-	// their device is lost.
+	// probes are streams without work: their Recover reports at once whether the device
+	// is lost.
 	probes map[device.Space]device.Stream
 }
 

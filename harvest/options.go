@@ -15,54 +15,52 @@ type Options struct {
 	Machine device.Machine
 	// Peers are the memories to borrow from.
 	Peers []device.Space
-	// Reader is the compute GPU that reads what lies there; every peer must have a
-	// path to it. Default: the first GPU.
+	// Reader is the memory of the GPU that reads from peers; every peer must have a path
+	// to it. Default: the first GPU's.
 	Reader device.Space
-	// Policy of the controller. Default: BestFit.
+	// Policy of placement. Default: BestFit.
 	Policy Policy
 	// Monitor of the peers. Default: a MachineMonitor, which the runtime closes.
 	Monitor Monitor
-	// SlabBytes is what is taken from a device at a time. Make it a few objects.
-	// Larger requests, and requests where a whole slab does not fit any more, get a
-	// slab of their own size. Default: 1 GiB.
+	// SlabBytes is the size of a slab: the unit in which memory is allocated from a
+	// device. Make it a few objects. Larger requests, and requests on peers where a whole
+	// slab does not fit any more, get a slab of their own size. Default: 1 GiB.
 	SlabBytes int64
-	// Clients that differ from the rest, by name.
+	// Clients with options of their own, by name.
 	Clients map[string]ClientOptions
-	// HeadroomBytes stay free on each peer for others; under 0: nothing does.
+	// HeadroomBytes stay free on each peer for other processes; negative: no headroom.
 	// Default: a twentieth of the peer's memory.
 	HeadroomBytes int64
-	// Deadline of a revocation, from its beginning. Default: 100 ms.
+	// Deadline of a revocation, from its start. Default: 100 ms.
 	Deadline time.Duration
-	// Cooldown is how long no slab is taken from a peer after one was given back for
-	// others' sake, so that they can take it, and memory does not go to and fro;
-	// under 0: none. Default: 1 s.
+	// Cooldown is the time after a revocation during which no slab is allocated from the
+	// peer, so that the process that needs the memory can allocate it, and memory does
+	// not move back and forth; negative: none. Default: 1 s.
 	Cooldown time.Duration
 	// HalfLife of a peer's averages of bandwidth and churn. Default: 1 min.
 	HalfLife time.Duration
-	// CallbackLimit is how long a callback may take before that is reported. Default:
-	// 10 ms.
+	// CallbackLimit is the duration above which a callback is reported. Default: 10 ms.
 	CallbackLimit time.Duration
-	// Interval between two ticks of the loop that Start begins, which is also how soon
-	// pressure is noticed; while something drains it ticks ten times as often.
-	// Default: 10 ms.
+	// Interval between ticks of the loop that Start starts, and so the maximum delay
+	// until memory pressure is noticed; while memory drains, the loop ticks ten times as
+	// often. Default: 10 ms.
 	Interval time.Duration
-	// ScrubBytes is the size of the pinned buffer of zeros that clearing begins with.
-	// Default: 1 MiB.
+	// ScrubBytes is the size of the scrub buffer: pinned zeros that scrubbing starts
+	// with. Default: 1 MiB.
 	ScrubBytes int64
-	// Events is told what happens. Default: nobody.
+	// Events receives what happens. Default: none.
 	Events EventListener
 }
 
-// ClientOptions are one client's.
+// ClientOptions are the options of one client.
 type ClientOptions struct {
-	// SlabBytes is the size of the client's slabs, which it shares with nobody: small
-	// objects do not fragment the slabs of large ones, and are not revoked with them.
-	// Default: it shares slabs of Options.SlabBytes with all clients that have none of
-	// their own.
+	// SlabBytes is the size of the client's own slabs, not shared with other clients:
+	// small objects do not fragment the slabs of large ones, and are not revoked with
+	// them. Default: the client shares slabs of Options.SlabBytes.
 	SlabBytes int64
 }
 
-// EnsureDefaults returns o with every unset field at its default.
+// EnsureDefaults returns o with defaults set.
 func (o Options) EnsureDefaults() Options {
 	setDefault(&o.Reader, device.HBM(0))
 	setDefault(&o.SlabBytes, 1<<30)
@@ -86,44 +84,44 @@ func setDefault[T comparable](field *T, to T) {
 	}
 }
 
-// Validate says what is wrong with o, whose defaults are set.
+// Validate reports the first invalid option; defaults must be set.
 func (o Options) Validate() error {
 	if o.Machine == nil {
-		return errors.New("harvest: no machine")
+		return errors.New("harvest: Options.Machine is not set")
 	}
 	top := o.Machine.Topology()
 	for i, p := range o.Peers {
 		switch _, ok := top.Info(p); {
 		case !ok:
-			return fmt.Errorf("harvest: there is no peer %s: the machine has %d GPUs, from 0 on", p, len(top.GPUs))
+			return fmt.Errorf("harvest: no peer %s: the machine has %d GPUs, numbered from 0", p, len(top.GPUs))
 		case p == device.Host:
-			return errors.New("harvest: host memory is no peer: name GPUs")
+			return errors.New("harvest: host memory cannot be a peer; name GPUs")
 		case p == o.Reader:
-			return fmt.Errorf("harvest: %s is the compute GPU and cannot be its own peer: name another", p)
+			return fmt.Errorf("harvest: %s is the GPU that computes and cannot be its own peer; name another", p)
 		case slices.Contains(o.Peers[:i], p):
-			return fmt.Errorf("harvest: peer %s is named twice", p)
+			return fmt.Errorf("harvest: duplicate peer %s", p)
 		}
 		if _, err := top.Path(p, o.Reader); err != nil {
-			return fmt.Errorf("harvest: peer %s cannot be reached from %s, leave it out: %w", p, o.Reader, err)
+			return fmt.Errorf("harvest: no path from peer %s to %s; exclude the peer: %w", p, o.Reader, err)
 		}
 	}
 	for name, c := range o.Clients {
 		if c.SlabBytes < 0 {
-			return fmt.Errorf("harvest: slabs of %d bytes for client %s: give them a size over 0", c.SlabBytes, name)
+			return fmt.Errorf("harvest: invalid slab size of %d bytes for client %s: must be positive", c.SlabBytes, name)
 		}
 	}
 	switch {
 	case o.SlabBytes < 0:
-		return fmt.Errorf("harvest: slabs of %d bytes: give them a size over 0", o.SlabBytes)
+		return fmt.Errorf("harvest: invalid slab size of %d bytes: must be positive", o.SlabBytes)
 	case o.ScrubBytes < 0:
-		return fmt.Errorf("harvest: a clear buffer of %d bytes: give it a size over 0", o.ScrubBytes)
+		return fmt.Errorf("harvest: invalid scrub buffer of %d bytes: must be positive", o.ScrubBytes)
 	case o.Deadline < 0 || o.HalfLife < 0 || o.CallbackLimit < 0 || o.Interval < 0:
-		return fmt.Errorf("harvest: a duration under 0: deadline %v, half-life %v, callback limit %v, interval %v", o.Deadline, o.HalfLife, o.CallbackLimit, o.Interval)
+		return fmt.Errorf("harvest: durations must not be negative: deadline %v, half-life %v, callback limit %v, interval %v", o.Deadline, o.HalfLife, o.CallbackLimit, o.Interval)
 	}
 	return nil
 }
 
-// rules are the part of the options that the controller decides by.
+// rules are the options that the controller decides by.
 func (o Options) rules() rules {
 	own := map[string]int64{}
 	for name, c := range o.Clients {
@@ -137,20 +135,20 @@ func (o Options) rules() rules {
 	}
 }
 
-// Hints say more about a request. The zero Hints are fine.
+// Hints describe a request. The zero Hints are valid.
 type Hints struct {
-	// Client is whose account it goes to, and Label what it is; both stand in
-	// reports. Default: "unnamed".
+	// Client is the account of the allocation, Label its name in reports. Default:
+	// "unnamed".
 	Client, Label string
-	// Peers are the only ones to be used. Default: all.
+	// Peers that may be used. Default: all.
 	Peers []device.Space
-	// Reader is the GPU that will read it: peers without a path to it are left out,
-	// and locality is meant towards it. Default: Options.Reader.
+	// Reader is the memory of the GPU that will read the allocation: peers without a path
+	// to it are excluded, and Locality refers to it. Default: Options.Reader.
 	Reader device.Space
-	// After asks for the place right behind that handle, so that one copy moves
-	// both, if it is free and the policy has nothing against it.
+	// After requests the memory right behind that handle, so that one copy can read both,
+	// if it is free and the policy agrees.
 	After *Handle
-	// Cost is how much time the client loses if the handle is revoked: what is cheap
-	// goes first. It may be changed by Handle.SetCost.
+	// Cost is the time that the client loses if the handle is revoked: cheap handles are
+	// revoked first. Handle.SetCost changes it.
 	Cost time.Duration
 }

@@ -10,32 +10,31 @@ import (
 	"github.com/moeserve/moeserve/device"
 )
 
-// peer is one lender, as the controller knows it.
+// peer is the controller's state of one peer.
 type peer struct {
 	space device.Space
 	paths map[device.Space]device.Path // by reader
 	slabs []*slab
 
 	reading Reading
-	// free is what is free on the device: the latest reading, and what was taken and
-	// given back since. moves counts these.
+	// free is the free memory of the device: the latest reading, less slabs allocated and
+	// plus slabs released since. slabChanges counts these.
 	free        int64
 	slabChanges int
 	headroom    int64
-	// draining is what leaving slabs will give back.
+	// draining is the size of the slabs that are being released.
 	draining int64
-	// stale is why there is no reading that counts.
+	// stale is why there is no valid reading.
 	stale error
-	// health is why the peer must not be used; excluded the part of that which came
-	// by Exclude.
+	// health is why the peer must not be used; excluded is the cause passed to Exclude.
 	health, excluded error
-	cooldown         time.Duration // until then no slab is taken
+	cooldown         time.Duration // until then no slab is allocated
 	bandwidth        average
 	churn            churn
 	churnRate        float64
 }
 
-// peers are all lenders.
+// peers are all peers.
 type peers []*peer
 
 // find returns the peer of that space.
@@ -43,10 +42,10 @@ func (ps peers) find(op string, s device.Space) (*peer, error) {
 	if i := slices.IndexFunc(ps, func(p *peer) bool { return p.space == s }); i >= 0 {
 		return ps[i], nil
 	}
-	return nil, fmt.Errorf("harvest: %s: %s is no peer", op, s)
+	return nil, fmt.Errorf("harvest: %s: %s is not a peer", op, s)
 }
 
-// total is what there is for clients: slabs in service, and what may still be taken.
+// total is the memory for clients: slabs in service, and borrowable memory.
 func (ps peers) total() (n int64) {
 	for _, p := range ps {
 		if p.health == nil {
@@ -56,7 +55,7 @@ func (ps peers) total() (n int64) {
 	return n
 }
 
-// candidates lists where the request fits: into slabs of that owner, or new ones of that
+// candidates lists where the request fits: in slabs of that owner, or in new ones of that
 // size.
 func (ps peers) candidates(req Request, owner string, slabBytes int64) []Candidate {
 	var cs []Candidate
@@ -91,7 +90,7 @@ func (ps peers) candidates(req Request, owner string, slabBytes int64) []Candida
 	return cs
 }
 
-// noCapacity says why the request fits nowhere.
+// noCapacity is the error of a request that fits nowhere.
 func (ps peers) noCapacity(req Request) error {
 	var why []string
 	for _, p := range ps {
@@ -102,26 +101,26 @@ func (ps peers) noCapacity(req Request) error {
 		why = append(why, p.space.String()+" "+w)
 	}
 	if len(why) == 0 {
-		return fmt.Errorf("%w: there are no peers", ErrNoCapacity)
+		return fmt.Errorf("%w: no peers are configured", ErrNoCapacity)
 	}
 	return fmt.Errorf("%w: %s", ErrNoCapacity, strings.Join(why, "; "))
 }
 
-// slab is a piece of device memory that is divided among handles.
+// slab is an allocation of device memory that is divided among handles.
 type slab struct {
 	id       uint64
 	peer     *peer
-	owner    string // the only client whose handles lie there; empty: all that have none of their own
+	owner    string // client that the slab is reserved for; empty: shared
 	region   device.Region
 	segments segments
 	handles  map[int64]*Handle // by offset
 	draining *revocation
 }
 
-// borrowable is what may still be taken from the device.
+// borrowable is what may still be allocated from the device.
 func (p *peer) borrowable() int64 { return p.free - p.headroom }
 
-// inService is what slabs hold that are not leaving.
+// inService is the size of the slabs that are not being released.
 func (p *peer) inService() (n int64) {
 	for _, s := range p.slabs {
 		if s.draining == nil {
@@ -131,14 +130,14 @@ func (p *peer) inService() (n int64) {
 	return n
 }
 
-// unusable is why nothing may be allocated on the peer, noNewSlabs why no slab may be
-// taken from it.
+// unusable is why nothing may be allocated on the peer, noNewSlabs why no new slab may
+// be; empty if it may.
 func (p *peer) unusable(req Request) string {
 	switch _, path := p.paths[req.Hints.Reader]; {
 	case len(req.Hints.Peers) > 0 && !slices.Contains(req.Hints.Peers, p.space):
-		return "is not among those hinted at"
+		return "is not among the requested peers"
 	case !path:
-		return "cannot be reached from " + req.Hints.Reader.String()
+		return "has no path to " + req.Hints.Reader.String()
 	case p.health != nil:
 		return "is unhealthy: " + p.health.Error()
 	}
@@ -150,7 +149,7 @@ func (p *peer) noNewSlabs(req Request) string {
 	case p.stale != nil:
 		return p.stale.Error()
 	case req.Now < p.cooldown:
-		return fmt.Sprintf("gave memory back to others; ask again in %v", p.cooldown-req.Now)
+		return fmt.Sprintf("has released memory to other processes; retry in %v", p.cooldown-req.Now)
 	case p.borrowable() < req.Bytes:
 		return fmt.Sprintf("has %d bytes free, of which %d are headroom", p.free, p.headroom)
 	}
@@ -164,14 +163,14 @@ func (p *peer) state(reader device.Space) PeerState {
 	}
 }
 
-// update notes a reading.
+// update records a reading.
 func (p *peer) update(reading Reading, now, halfLife time.Duration) {
 	p.reading, p.stale, p.free = reading, nil, reading.Free
 	p.bandwidth.add(reading.Bandwidth, now, halfLife)
 	p.churnRate = p.churn.add(reading.OtherProcesses, reading.Capacity, now, halfLife)
 }
 
-// state is what the choice of victims goes by.
+// state is the input of Victims.
 func (s *slab) state() SlabState {
 	st := SlabState{ID: s.id, Peer: s.peer.space, Bytes: s.segments.bytes}
 	for off, h := range s.handles {
@@ -183,20 +182,19 @@ func (s *slab) state() SlabState {
 	return st
 }
 
-// average is a mean over the past in which what lies one half-life back counts
-// half.
+// average is an exponentially decaying mean: values one half-life ago count half.
 type average struct {
 	value float64
 	at    time.Duration
 	begun bool
 }
 
-// decayFactor is what is left of the past's weight after dt.
+// decayFactor is the factor by which the weight of past values falls in dt.
 func decayFactor(dt, halfLife time.Duration) float64 {
 	return math.Exp2(-float64(dt) / float64(halfLife))
 }
 
-// add notes that the quantity was v since the last call.
+// add records that the quantity was v since the last call.
 func (a *average) add(v float64, now, halfLife time.Duration) {
 	if !a.begun {
 		*a = average{v, now, true}
@@ -206,7 +204,7 @@ func (a *average) add(v float64, now, halfLife time.Duration) {
 	a.value, a.at = k*a.value+(1-k)*v, now
 }
 
-// churn is a rate of change, in the same sense of past.
+// churn is a rate of change, with the same decay.
 type churn struct {
 	sum   float64 // of changes, each decayed since
 	level int64
@@ -214,7 +212,8 @@ type churn struct {
 	begun bool
 }
 
-// add takes the level now and returns the rate, in shares of capacity per minute.
+// add records the present level and returns the rate, as a fraction of capacity per
+// minute.
 func (c *churn) add(level, capacity int64, now, halfLife time.Duration) float64 {
 	if !c.begun {
 		*c = churn{level: level, at: now, begun: true}

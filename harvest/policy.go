@@ -11,67 +11,66 @@ import (
 	"github.com/moeserve/moeserve/device"
 )
 
-// Policy is the controller's: it decides where memory is taken. Its methods are
-// called one at a time, must not block, and see nothing but their arguments; so a
-// policy is a pure function of them and of what it was told before.
+// Policy decides where memory is allocated. Its methods are called one at a time and must
+// not block. They depend only on the arguments of this call and of earlier ones.
 type Policy interface {
-	// Name as in flags: "best-fit".
+	// Name of the policy, as in flags: "best-fit".
 	Name() string
-	// Choose returns the index of the candidate to use; there is at least one, and
-	// each satisfies size and hints. An error refuses the request: it wraps ErrQuota
-	// or ErrRate where these are the reason.
+	// Choose returns the index of the candidate to use; there is at least one, and each
+	// satisfies size and hints. An error refuses the request; it wraps ErrQuota or
+	// ErrRate if these are the reason.
 	Choose(r Request, from []Candidate) (int, error)
-	// Granted is told of each request that was granted, after Choose.
+	// Granted is called after Choose for each request that succeeded.
 	Granted(r Request)
-	// Evacuate says whether everything on the peer is to be revoked, for
-	// ReasonPolicy. It is asked at each Tick.
+	// Evacuate reports whether everything on the peer is to be revoked, for ReasonPolicy.
+	// It is called at each Tick.
 	Evacuate(p PeerState) bool
 }
 
-// Request is what a client asks for, with what is known of the client.
+// Request is a client's request, with the client's account.
 type Request struct {
-	// Bytes as rounded by the device.
+	// Bytes, rounded up to the device's alignment.
 	Bytes int64
 	Hints Hints
-	// Held is what the client holds already, in bytes.
+	// Held is what the client already holds, in bytes.
 	Held int64
-	// Clients is how many clients are known, with this one; Total is what they can
-	// have together: slabs in service, and what may still be taken from peers.
+	// Clients is the number of known clients, including this one; Total is the memory for
+	// all of them: slabs in service, and borrowable memory.
 	Clients int
 	Total   int64
 	// Now on the runtime's clock: the time of the latest Tick.
 	Now time.Duration
 }
 
-// Candidate is a place that a request fits into: a hole of a slab, or a new slab.
+// Candidate is memory that a request fits into: a free extent of a slab, or a new slab.
 type Candidate struct {
 	Peer PeerState
-	// Slab is its number, or 0 for one that would be taken from the device.
+	// Slab is its number, or 0 for a new one.
 	Slab uint64
-	// FreeExtent is the size of the hole, of the whole slab if it is new.
+	// FreeExtent is the size of the free extent; of a new slab, its size.
 	FreeExtent int64
-	// Leftover is what stays of the hole.
+	// Leftover is what remains of the free extent.
 	Leftover int64
-	// Adjacent says that it begins where Hints.After ends.
+	// Adjacent: it begins where Hints.After ends.
 	Adjacent bool
 
 	offset int64
 }
 
-// PeerState is what the controller knows of a peer.
+// PeerState is the state of a peer.
 type PeerState struct {
 	Space device.Space
-	// Reading is the latest one.
+	// Reading is the latest reading.
 	Reading Reading
-	// Borrowable is what may still be taken from the device: what is free, less the
-	// headroom; under 0 where the headroom is not met.
+	// Borrowable is what may still be allocated from the device: free memory less
+	// headroom; negative if the headroom is not met.
 	Borrowable int64
-	// Bandwidth is Reading.Bandwidth averaged over the past (Options.HalfLife).
+	// Bandwidth is the decaying mean of Reading.Bandwidth (Options.HalfLife).
 	Bandwidth float64
-	// Churn is how much memory others take and give back: the share of the peer's
-	// memory that changes hands per minute, averaged over the past.
+	// Churn is the fraction of the peer's memory that other processes allocate and free
+	// per minute, as a decaying mean.
 	Churn float64
-	// Path is the way from the peer to the reader.
+	// Path from the peer to the reader.
 	Path device.Path
 }
 
@@ -85,13 +84,12 @@ func NewPolicy(name string) (Policy, error) {
 		}
 		names = append(names, p.Name())
 	}
-	return nil, fmt.Errorf("harvest: there is no policy %q; choose one of %s", name, strings.Join(names, ", "))
+	return nil, fmt.Errorf("harvest: unknown policy %q; choose one of %s", name, strings.Join(names, ", "))
 }
 
-// byFit orders candidates as the paper's prototype does (section 3.2), which
-// leaves the smallest rest: what lies beside its neighbor first, then slabs that
-// are there before new ones, then the tightest hole, then, for new slabs, the peer
-// with most to spare.
+// byFit orders candidates by smallest leftover, as the paper's prototype does (section
+// 3.2): adjacent ones first, then existing slabs before new ones, then the tightest free
+// extent, then, for new slabs, the peer with most borrowable memory.
 func byFit(a, b Candidate) int {
 	return cmp.Or(
 		trueFirst(a.Adjacent, b.Adjacent), trueFirst(a.Slab != 0, b.Slab != 0),
@@ -100,7 +98,7 @@ func byFit(a, b Candidate) int {
 	)
 }
 
-// trueFirst orders what has the property before what has not.
+// trueFirst orders true before false.
 func trueFirst(a, b bool) int {
 	switch {
 	case a == b:
@@ -111,8 +109,7 @@ func trueFirst(a, b bool) int {
 	return 1
 }
 
-// bestCandidate returns the index of the first candidate in the order of keys, by fit among
-// equals.
+// bestCandidate returns the index of the first candidate by keys, then by byFit.
 func bestCandidate(from []Candidate, keys ...func(Candidate) float64) int {
 	order := func(a, b Candidate) int {
 		for _, k := range keys {
@@ -131,7 +128,7 @@ func bestCandidate(from []Candidate, keys ...func(Candidate) float64) int {
 	return best
 }
 
-// BestFit takes the place that leaves the smallest rest.
+// BestFit selects the candidate with the smallest leftover.
 type BestFit struct{}
 
 // Name implements Policy.
@@ -146,8 +143,8 @@ func (BestFit) Granted(Request) {}
 // Evacuate implements Policy.
 func (BestFit) Evacuate(PeerState) bool { return false }
 
-// Locality takes the peer with the fastest path to the reader, among equals the
-// one with the lowest latency, then the fewest links; there, best fit.
+// Locality selects the peer with the fastest path to the reader, among equals the one
+// with the lowest latency, then the fewest links; on that peer, best fit.
 type Locality struct{ BestFit }
 
 // Name implements Policy.
@@ -158,7 +155,7 @@ func (Locality) Choose(_ Request, from []Candidate) (int, error) {
 	return bestCandidate(from,
 		func(c Candidate) float64 {
 			if c.Peer.Path.BytesPerSecond == 0 {
-				return math.Inf(-1) // not limited
+				return math.Inf(-1) // no limit
 			}
 			return -c.Peer.Path.BytesPerSecond
 		},
@@ -167,14 +164,13 @@ func (Locality) Choose(_ Request, from []Candidate) (int, error) {
 	), nil
 }
 
-// Interference avoids peers whose own work uses their memory's bandwidth: copies
-// would slow both. It tells use in steps of a tenth, so that fit still decides
-// between peers that are much alike.
+// Interference avoids peers whose own work uses their memory bandwidth: copies would slow
+// both. It rounds utilization down to tenths, so that fit decides between similar peers.
 type Interference struct {
 	BestFit
-	// EvacuateAt is the average use of bandwidth, 0 to 1, from which everything on the
-	// peer is revoked. Our own copies count in what a device reports, so leave room
-	// for them. Default: never.
+	// EvacuateAt is the mean bandwidth utilization, 0 to 1, from which everything on the
+	// peer is revoked. Devices include our own copies in it, so leave room for them.
+	// Default: never.
 	EvacuateAt float64
 }
 
@@ -193,13 +189,13 @@ func (p Interference) Evacuate(s PeerState) bool {
 	return p.EvacuateAt > 0 && s.Bandwidth >= p.EvacuateAt
 }
 
-// Stability avoids peers where others take and give back much memory: what lies
-// there would soon be revoked. It tells churn in steps of a twentieth of the
-// memory per minute.
+// Stability avoids peers where other processes allocate and free much memory: copies
+// there would soon be revoked. It rounds churn down to twentieths of the memory per
+// minute.
 type Stability struct {
 	BestFit
-	// EvacuateAt is the churn from which everything on the peer is revoked, as the
-	// share of its memory per minute. Default: never.
+	// EvacuateAt is the churn from which everything on the peer is revoked, as a fraction
+	// of its memory per minute. Default: never.
 	EvacuateAt float64
 }
 
@@ -214,10 +210,10 @@ func (Stability) Choose(_ Request, from []Candidate) (int, error) {
 // Evacuate implements Policy.
 func (p Stability) Evacuate(s PeerState) bool { return p.EvacuateAt > 0 && s.Churn >= p.EvacuateAt }
 
-// FairnessOptions limit what one client may have.
+// FairnessOptions limit what each client may allocate.
 type FairnessOptions struct {
-	// Quota is what each client may hold, in bytes. Default: an equal share, among
-	// the clients known so far, of what all peers offer.
+	// Quota is what each client may hold, in bytes. Default: an equal share of
+	// Request.Total among the clients known so far.
 	Quota int64
 	// Quotas of single clients, in bytes; others have Quota.
 	Quotas map[string]int64
@@ -229,16 +225,15 @@ type FairnessOptions struct {
 	Burst int64
 }
 
-// Fairness refuses clients more than their quota, and more than their rate; it
-// places by best fit.
+// Fairness refuses requests beyond a client's quota or rate; it places by best fit.
 type Fairness struct {
 	BestFit
 	o       FairnessOptions
 	buckets map[string]*bucket
 }
 
-// bucket holds what a client may still allocate now: it fills at the rate up to
-// the burst, and a request larger than that leaves it in debt.
+// bucket is a token bucket of bytes that a client may allocate now: it fills at Rate up
+// to Burst, and a request larger than that makes it negative.
 type bucket struct {
 	bytes float64
 	at    time.Duration
@@ -266,12 +261,12 @@ func (p *Fairness) Choose(r Request, from []Candidate) (int, error) {
 		quota = r.Total / int64(max(r.Clients, 1))
 	}
 	if r.Held+r.Bytes > quota {
-		return 0, fmt.Errorf("%d bytes held and %d asked for, of %d: %w", r.Held, r.Bytes, quota, ErrQuota)
+		return 0, fmt.Errorf("%d bytes held and %d requested, of a quota of %d: %w", r.Held, r.Bytes, quota, ErrQuota)
 	}
 	if p.o.Rate > 0 {
 		if b := p.bucket(r); b.bytes < float64(min(r.Bytes, p.o.Burst)) {
 			wait := (float64(min(r.Bytes, p.o.Burst)) - b.bytes) / p.o.Rate
-			return 0, fmt.Errorf("%d bytes asked for at %.0f bytes/s; ask again in %.3f s: %w", r.Bytes, p.o.Rate, wait, ErrRate)
+			return 0, fmt.Errorf("%d bytes requested at a limit of %.0f bytes/s; retry in %.3f s: %w", r.Bytes, p.o.Rate, wait, ErrRate)
 		}
 	}
 	return bestCandidate(from), nil
@@ -297,34 +292,33 @@ func (p *Fairness) bucket(r Request) *bucket {
 	return b
 }
 
-// PeerNeed is what Victims knows of a peer.
+// PeerNeed is the input of Victims about a peer.
 type PeerNeed struct {
 	Space device.Space
-	// Free is what could be allocated there now, in bytes; under 0 where others hold
-	// more than there is.
+	// Free is what could be allocated now, in bytes; negative if memory is overcommitted.
 	Free int64
-	// Draining is what slabs that are leaving already will give back.
+	// Draining is the size of slabs that are already being released.
 	Draining int64
 	// Headroom is what must be free.
 	Headroom int64
-	// Unhealthy and Leave revoke everything.
+	// Unhealthy or Evacuate: everything is revoked.
 	Unhealthy, Evacuate bool
 }
 
-// mustRevoke says whether anything must be revoked there.
+// mustRevoke reports whether anything must be revoked on the peer.
 func (p PeerNeed) mustRevoke() bool {
 	return p.Unhealthy || p.Evacuate || p.Free+p.Draining < p.Headroom
 }
 
-// SlabState is what Victims knows of a slab in service.
+// SlabState is the input of Victims about a slab in service.
 type SlabState struct {
 	ID    uint64
 	Peer  device.Space
 	Bytes int64
-	// Used is what handles hold of it, Cost what losing them costs their clients.
+	// Used is the size of its handles, Cost the cost of losing them.
 	Used int64
 	Cost time.Duration
-	// References are under way.
+	// References on its handles.
 	References int
 }
 
@@ -334,9 +328,9 @@ type Victim struct {
 	Reason Reason
 }
 
-// Victims decides which slabs to revoke: everything on peers that are unhealthy or
-// that the policy leaves, and elsewhere, cheapest first, as many as the headroom
-// needs. It is pure; the result is in the order of the peers.
+// Victims decides which slabs to revoke: all on peers that are unhealthy or that the
+// policy evacuates, and on others, cheapest first, as many as the headroom needs. It is
+// pure; the result is in the order of the peers.
 func Victims(peers []PeerNeed, slabs []SlabState) []Victim {
 	var vs []Victim
 	for _, p := range peers {
@@ -357,17 +351,17 @@ func Victims(peers []PeerNeed, slabs []SlabState) []Victim {
 	return vs
 }
 
-// referenceCost is what one reference under way adds to the price of a slab: the
-// drain waits for it, and what is being read now is likely to be read again.
+// referenceCost is what each reference adds to the cost of a slab: draining waits for it,
+// and what is being read now is likely to be read again.
 const referenceCost = time.Millisecond
 
-// costPerByte of giving the slab up, in seconds per byte.
+// costPerByte is the cost of losing the slab, in seconds per byte.
 func (s SlabState) costPerByte() float64 {
 	return (s.Cost + time.Duration(s.References)*referenceCost).Seconds() / float64(s.Bytes)
 }
 
-// Cheapest returns slabs of at least need bytes together, or all if there are not
-// that many: the lowest price per byte first, and none that could be spared.
+// Cheapest returns slabs with a total of at least need bytes, or all if they have less:
+// by lowest cost per byte, and none that is not needed.
 func Cheapest(slabs []SlabState, need int64) []SlabState {
 	order := slices.Clone(slabs)
 	slices.SortFunc(order, func(a, b SlabState) int {

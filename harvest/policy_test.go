@@ -41,8 +41,8 @@ func TestPolicies(t *testing.T) {
 		// want and fit are indices.
 		want, fit int
 	}{
-		{"the tightest hole", BestFit{}, []Candidate{at(1, 1, 300, nil), at(2, 2, 20, nil), at(1, 3, 50, nil)}, 1, 1},
-		{"no new slab where a hole fits", BestFit{}, []Candidate{at(1, 0, 0, nil), at(2, 2, 300, nil)}, 1, 1},
+		{"the tightest extent", BestFit{}, []Candidate{at(1, 1, 300, nil), at(2, 2, 20, nil), at(1, 3, 50, nil)}, 1, 1},
+		{"no new slab where a extent fits", BestFit{}, []Candidate{at(1, 0, 0, nil), at(2, 2, 300, nil)}, 1, 1},
 		{"beside its neighbor", BestFit{}, []Candidate{at(1, 1, 0, nil), adjacent}, 1, 1},
 		{"a new slab where most is to spare", BestFit{}, []Candidate{at(1, 0, 0, nil), roomy}, 1, 1},
 		{"the first of equals", BestFit{}, []Candidate{at(2, 3, 5, nil), at(1, 2, 5, nil), at(1, 1, 5, nil)}, 2, 2},

@@ -12,62 +12,63 @@ import (
 	"github.com/moeserve/moeserve/lease"
 )
 
-// Owner is who takes references, by a name that stands in the report when
-// references are held for too long. One Holder serves any number of goroutines.
+// Owner names those who take references, for the reports of missed deadlines. Any number
+// of goroutines may use an Owner.
 type Owner struct{ name string }
 
-// NewOwner makes a holder: "expert fetch", say.
+// NewOwner makes an owner: "expert fetch", say.
 func NewOwner(name string) *Owner { return &Owner{name: name} }
 
 var unnamed = NewOwner("unnamed")
 
-// readers are those who use a handle's memory: how many, who, since when, and until
-// when work that they have enqueued does. Taking and giving back a reference changes the
-// cell's state word and at most one hold, without a lock.
+// readers tracks the references on a handle: their number, owners and times, and the
+// fence values of pending work. Acquiring and releasing a reference changes the cell's
+// state word and at most one hold, without a lock; ReleaseAt takes mu.
 type readers struct {
 	cell  lease.Cell
 	clock *timeline // the runtime's
 	holds [maxHolds]hold
-	// ex is held from refuse to invalidate. It belongs to the goroutine in Runtime.Free,
-	// then to the one that ticks.
+	// ex is held from refuse to invalidate, by the goroutine in Runtime.Free, then by the
+	// one that ticks.
 	ex lease.Exclusive
 
 	mu       sync.Mutex
 	releases []releaseRecord
-	pruneAt  int // with how many of them it is looked which are over
+	pruneAt  int // number of them at which completed ones are dropped
 }
 
-// maxHolds is how many references of one handle are known by name at a time.
+// maxHolds is the maximum number of references of a handle whose owners are known at a
+// time.
 const maxHolds = 4
 
-// hold is one reference that is out. since is under 0 while the slot is changing
-// hands.
+// hold is one reference. since is negative while the slot is being acquired or released.
 type hold struct {
 	owner atomic.Pointer[Owner]
 	since atomic.Int64
 }
 
-// releaseRecord is a holder who has given its reference back for some later point.
+// releaseRecord is a reference that was released at a later fence value.
 type releaseRecord struct {
 	owner *Owner
 	at    time.Duration
 	point device.Point
 }
 
-// open lets readers in.
+// open makes the handle available to readers.
 func (r *readers) open(clock *timeline) {
 	r.clock = clock
-	ex, _ := r.cell.BeginExclusive() // nobody else knows of the handle
+	ex, _ := r.cell.BeginExclusive() // succeeds: the handle is new
 	ex.Replace()
 }
 
-// refuse lets no new readers in.
-func (r *readers) refuse() { r.ex, _ = r.cell.BeginExclusive() } // only one ends a handle
+// refuse locks new readers out.
+func (r *readers) refuse() { r.ex, _ = r.cell.BeginExclusive() } // succeeds: a handle is ended once
 
-// invalidate ends what refuse began. There are no readers any more.
+// invalidate completes refuse. There are no readers any more.
 func (r *readers) invalidate() { r.ex.Invalidate() }
 
-// acquire takes a reference, and the number of the hold that names it, -1 for none.
+// acquire takes a reference and a hold that names its owner; slot is -1 if all holds are
+// in use.
 func (r *readers) acquire(by *Owner) (ref lease.Ref, slot int, ok bool) {
 	if ref, ok = r.cell.Acquire(); !ok {
 		return ref, -1, false
@@ -82,7 +83,7 @@ func (r *readers) acquire(by *Owner) (ref lease.Ref, slot int, ok bool) {
 	return ref, -1, true
 }
 
-// releaseHold gives the hold back.
+// releaseHold releases the hold.
 func (r *readers) releaseHold(slot int) {
 	if slot < 0 {
 		return
@@ -92,7 +93,7 @@ func (r *readers) releaseHold(slot int) {
 	s.owner.Store(nil)
 }
 
-// recordRelease notes that work of a holder goes on until p.
+// recordRelease records that work of an owner is pending until p.
 func (r *readers) recordRelease(by *Owner, p device.Point) {
 	r.mu.Lock()
 	r.releases = mergeRelease(r.releases, releaseRecord{by, r.clock.now(), p})
@@ -106,11 +107,12 @@ func (r *readers) recordRelease(by *Owner, p device.Point) {
 	}
 }
 
-// minPruneReleases are kept whether or not they are over.
+// minPruneReleases is the number of records below which completed ones are not looked
+// for.
 const minPruneReleases = 16
 
-// prune drops those of the departures that are over, so that a handle that is read for
-// long does not keep one for every fence there ever was.
+// prune drops completed records, so that a handle that is read for long does not keep one
+// for every fence.
 func (r *readers) prune(all []releaseRecord) {
 	var over []releaseRecord
 	for _, d := range all {
@@ -124,7 +126,7 @@ func (r *readers) prune(all []releaseRecord) {
 	r.pruneAt = 2 * len(r.releases)
 }
 
-// mergeRelease keeps one departure for each fence: the one with the last point.
+// mergeRelease keeps one record for each fence: the one with the highest value.
 func mergeRelease(left []releaseRecord, d releaseRecord) []releaseRecord {
 	for i := range left {
 		if left[i].point.Fence == d.point.Fence {
@@ -137,20 +139,19 @@ func mergeRelease(left []releaseRecord, d releaseRecord) []releaseRecord {
 	return append(left, d)
 }
 
-// reached says whether p is, without waiting. The error is that of the work behind
-// it. A virtual machine may take the question as a poll and run work.
+// reached reports whether p is reached, without waiting; the error is that of its work.
+// On a virtual machine the query may run other work.
 func reached(p device.Point) (bool, error) {
 	if !p.Reached() {
 		return false, nil
 	}
-	// It is reached, so this does not wait: it learns of a failure, and orders what
-	// comes next after the work.
+	// p is reached, so this does not wait: it returns a failure, and orders what follows
+	// after the work.
 	return true, p.Await(background)
 }
 
-// drained says whether nobody refers to the memory any more and everything that
-// holders had enqueued is over; failed is the error of such work. The caller owns ex,
-// and holds no lock.
+// drained reports whether there are no references any more and no pending work; failed is
+// the error of such work. The caller owns ex, and holds no lock.
 func (r *readers) drained() (ok bool, failed error) {
 	if _, _, n := r.cell.State(); n > 0 {
 		return false, nil
@@ -160,15 +161,14 @@ func (r *readers) drained() (ok bool, failed error) {
 		if !ok {
 			return false, nil
 		}
-		if failed == nil && !errors.Is(err, device.ErrClosed) { // a fence may be closed once it has come so far
+		if failed == nil && !errors.Is(err, device.ErrClosed) { // a fence may be closed once it was signaled
 			failed = err
 		}
 	}
 	return true, failed
 }
 
-// currentHolds says who keeps the handle from being drained, and for how long. The caller
-// holds no lock.
+// currentHolds lists what keeps the handle from being drained. The caller holds no lock.
 func (r *readers) currentHolds(now time.Duration) []Hold {
 	var hs []Hold
 	_, _, n := r.cell.State()
@@ -177,13 +177,13 @@ func (r *readers) currentHolds(now time.Duration) []Hold {
 		if by == nil {
 			continue
 		}
-		if since < 0 { // it was taken, or given back, this very moment
+		if since < 0 { // it is being acquired or released
 			since = now
 		}
 		hs = append(hs, Hold{Owner: by.name, Duration: now - since})
 	}
 	for len(hs) < n {
-		hs = append(hs, Hold{Owner: "one of more than can be named"})
+		hs = append(hs, Hold{Owner: "an unknown owner"})
 	}
 	r.mu.Lock()
 	left := slices.Clone(r.releases)

@@ -9,7 +9,7 @@ import (
 	"github.com/moeserve/moeserve/device"
 )
 
-// Reclamation is memory on its way back to somebody who asked for it.
+// Reclamation is the release of memory that Reclaim requested.
 type Reclamation struct {
 	r        *Runtime
 	device   device.Space
@@ -17,13 +17,13 @@ type Reclamation struct {
 	request  *reclaimRequest // guarded by Runtime.mu
 }
 
-// Reclaim gives back at least bytes of what harvest holds on a peer, or all of it,
-// within that time (0: Options.Deadline), for a neighbor who wants to allocate
-// there; for Options.Cooldown after, nothing more is taken from that peer. It begins
-// at once and does not wait: ticks carry it on, and so does Reclamation.Wait.
+// Reclaim releases at least so many bytes of what harvest holds on a peer, or all of it,
+// within that time (0: Options.Deadline), for another process that needs memory there;
+// for Options.Cooldown no new slab is allocated on that peer. Reclaim does not wait:
+// ticks, and Reclamation.Wait, advance it.
 func (r *Runtime) Reclaim(s device.Space, bytes int64, within time.Duration) (*Reclamation, error) {
 	if bytes <= 0 || within < 0 {
-		return nil, fmt.Errorf("harvest: reclaim %d bytes within %v: ask for more than 0, in no negative time", bytes, within)
+		return nil, fmt.Errorf("harvest: reclaim %d bytes within %v: bytes must be positive, and the time not negative", bytes, within)
 	}
 	setDefault(&within, r.o.Deadline)
 	rec := &Reclamation{r: r, device: s}
@@ -43,13 +43,13 @@ func (r *Runtime) Reclaim(s device.Space, bytes int64, within time.Duration) (*R
 	return rec, nil
 }
 
-// Planned is how much will be given back, in bytes.
+// Planned is the number of bytes that will be released.
 func (c *Reclamation) Planned() int64 { return c.state().planned }
 
-// Freed is how much has been given back so far, in bytes.
+// Freed is the number of bytes released so far.
 func (c *Reclamation) Freed() int64 { return c.state().freed }
 
-// Done says whether all that was planned has been given back.
+// Done reports whether all planned bytes are released.
 func (c *Reclamation) Done() bool { return c.state().remaining == 0 }
 
 func (c *Reclamation) state() reclaimRequest {
@@ -58,9 +58,9 @@ func (c *Reclamation) state() reclaimRequest {
 	return *c.request
 }
 
-// Wait carries the reclamation on until it is done. It fails with ErrDeadline, naming
-// who holds what, when the deadline passes first; the memory is still given back
-// later, and Wait may be called again.
+// Wait advances the reclamation until it is done. It fails with ErrDeadline when the
+// deadline passes first, and names the owners that hold the memory; the memory is still
+// released later, and Wait may be called again.
 func (c *Reclamation) Wait(ctx context.Context) error {
 	for !c.Done() {
 		c.r.progress()
@@ -68,7 +68,7 @@ func (c *Reclamation) Wait(ctx context.Context) error {
 		case state.remaining == 0:
 			return nil
 		case c.r.now() > c.deadline:
-			return fmt.Errorf("harvest: reclaim on %s: %d of %d bytes are not given back: %s: %w",
+			return fmt.Errorf("harvest: reclaim on %s: %d of %d bytes are not released: %s: %w",
 				c.device, state.planned-state.freed, state.planned, c.r.describeOverdue(c.request), ErrDeadline)
 		}
 		if err := c.r.yield(ctx); err != nil {
@@ -78,8 +78,8 @@ func (c *Reclamation) Wait(ctx context.Context) error {
 	return nil
 }
 
-// describeOverdue says what is not given back and who holds it: what belongs to the claim, or
-// everything for nil.
+// describeOverdue describes what is not released and which owners hold it: for a reclaim
+// request, or everything for nil.
 func (r *Runtime) describeOverdue(of *reclaimRequest) string {
 	r.mu.Lock()
 	vs := r.control.overdue(of)
@@ -95,13 +95,13 @@ func (r *Runtime) describeOverdue(of *reclaimRequest) string {
 	return strings.Join(parts, "; ")
 }
 
-// progress carries on what was begun, for somebody who waits for the end of it, and says
-// how much is left.
+// progress advances frees and revocations on behalf of a waiting caller, and returns how
+// many are pending.
 func (r *Runtime) progress() (pending int) {
 	return r.tickAlone(func() { r.advance(r.clock.advance(r.now())) })
 }
 
-// yield lets others go on, for whose end somebody waits.
+// yield lets other work proceed that the caller waits for.
 func (r *Runtime) yield(ctx context.Context) error {
 	return r.o.Machine.Yield(ctx, 100*time.Microsecond)
 }

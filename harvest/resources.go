@@ -10,12 +10,12 @@ import (
 	"github.com/moeserve/moeserve/device"
 )
 
-// resources are what a runtime has of the machine: the slabs' memory, and with what it is
-// overwritten and read.
+// resources are a runtime's resources on the machine: the slabs' memory, scrubbers and
+// monitor.
 type resources struct {
 	machine device.Machine
 	monitor Monitor
-	// ownMonitor is the monitor that was made here.
+	// ownMonitor is the default monitor, which the runtime closes.
 	ownMonitor *MachineMonitor
 	zeros      device.Memory
 	peers      []device.Space
@@ -26,7 +26,7 @@ type resources struct {
 	memory map[uint64]device.Memory // by slab
 }
 
-// open takes what it needs from the machine; close gives it back, also after an error.
+// open allocates the resources; close releases them, also after an error.
 func (r *resources) open(o Options) (err error) {
 	r.machine, r.monitor, r.peers = o.Machine, o.Monitor, o.Peers
 	r.scrubbers, r.memory = map[device.Space]*scrubber{}, map[uint64]device.Memory{}
@@ -50,7 +50,7 @@ func (r *resources) open(o Options) (err error) {
 	return nil
 }
 
-// close gives up everything but slabs, of which there are none.
+// close releases everything. There are no slabs any more.
 func (r *resources) close() error {
 	var errs []error
 	for _, s := range r.scrubbers {
@@ -65,7 +65,7 @@ func (r *resources) close() error {
 	return errors.Join(errs...)
 }
 
-// allocate takes the memory of a slab from its device.
+// allocate allocates the memory of a slab.
 func (r *resources) allocate(s device.Space, bytes int64, slab uint64) (device.Region, error) {
 	mem, err := r.machine.Alloc(s, bytes, fmt.Sprintf("harvest slab %d", slab))
 	if err != nil {
@@ -95,12 +95,12 @@ func (r *resources) freeSlab(s *slab) error {
 	return nil
 }
 
-// scrub begins to overwrite the first bytes of the slab.
+// scrub starts to overwrite the first bytes of the slab.
 func (r *resources) scrub(s *slab, bytes int64) {
 	r.scrubbers[s.peer.space].begin(s, r.memoryOf(s), bytes)
 }
 
-// completedScrubs says which slabs have been overwritten since it was last asked.
+// completedScrubs returns the scrubs that have ended since the last call.
 func (r *resources) completedScrubs() (over []result) {
 	for _, p := range r.peers {
 		over = append(over, r.scrubbers[p].completed()...)
@@ -108,13 +108,12 @@ func (r *resources) completedScrubs() (over []result) {
 	return over
 }
 
-// timeline is the latest time that was passed in, in nanoseconds. It never runs
-// backwards.
+// timeline is the latest time of a tick, in nanoseconds. It never runs backwards.
 type timeline struct{ at atomic.Int64 }
 
 func (t *timeline) now() time.Duration { return time.Duration(t.at.Load()) }
 
-// advance lets it go on to a time, unless it is past that, and returns where it is then.
+// advance sets the time, unless it is later already, and returns it.
 func (t *timeline) advance(to time.Duration) time.Duration {
 	for {
 		old := t.at.Load()

@@ -7,22 +7,23 @@ import (
 	"time"
 )
 
-// revocation is a slab on its way back to its device.
+// revocation is the release of a slab to its device.
 type revocation struct {
 	slab   *slab
 	reason Reason
 	cause  error
 	phase  phase
-	// handles is how many were to be revoked, calling how many callbacks are not over.
+	// handles is the number of handles to be revoked, callbacksRunning the number of
+	// callbacks that have not returned.
 	handles, callbacksRunning int
 	// began, drained and the deadline are on the runtime's clock.
 	began, deadline, drained time.Duration
 	scrubbed                 bool
 	scrubTries               int
-	// freeRequested says that the memory is about to be given back.
+	// freeRequested: a freeMemory action is pending.
 	freeRequested bool
-	// err is why it goes no further: of the last clearing, or freeing. unclear is why the
-	// content is still there.
+	// err is the error of the last scrub or free; scrubErr is why the slab was not
+	// scrubbed.
 	err, scrubErr error
 	missReported  bool
 	request       *reclaimRequest
@@ -37,31 +38,32 @@ const (
 	released
 )
 
-// maxScrubTries is how often clearing is tried before memory is given back as it is.
+// maxScrubTries is the number of attempts to scrub a slab before it is released
+// unscrubbed.
 const maxScrubTries = 3
 
-// reclaimRequest is the account of a Reclamation.
+// reclaimRequest is the account of a Reclamation, in bytes.
 type reclaimRequest struct {
 	planned, freed int64
 	remaining      int // slabs
 }
 
-// reading is what the monitor said of a peer.
+// reading is a Reading of a peer.
 type reading struct {
 	peer *peer
 	Reading
 	err error
-	// slabChanges are the peer's when it was asked.
+	// slabChanges of the peer when it was read.
 	slabChanges int
 }
 
-// observe takes in readings, and begins what follows from them.
+// observe records readings, and starts the revocations that follow from them.
 func (c *controller) observe(now time.Duration, rs []reading) {
 	for _, r := range rs {
 		switch p := r.peer; {
 		case r.err != nil:
 			p.stale = fmt.Errorf("has no reading: %w", r.err)
-		case r.slabChanges == p.slabChanges: // else an Alloc came between, and it is not known which was first
+		case r.slabChanges == p.slabChanges: // otherwise a slab changed meanwhile, before or after the reading
 			p.update(r.Reading, now, c.halfLife)
 		}
 		c.updateHealth(r.peer)
@@ -69,7 +71,7 @@ func (c *controller) observe(now time.Duration, rs []reading) {
 	c.revokeNeeded(now)
 }
 
-// updateHealth notes the peer's health.
+// updateHealth updates the peer's health.
 func (c *controller) updateHealth(p *peer) {
 	before := p.health
 	p.health = p.excluded
@@ -81,7 +83,7 @@ func (c *controller) updateHealth(p *peer) {
 	}
 }
 
-// setExcluded leaves a peer out because of cause, or takes it back for a nil one.
+// setExcluded excludes a peer because of cause, or readmits it if cause is nil.
 func (c *controller) setExcluded(p *peer, cause error, now time.Duration) {
 	p.excluded = cause
 	c.updateHealth(p)
@@ -90,7 +92,8 @@ func (c *controller) setExcluded(p *peer, cause error, now time.Duration) {
 	}
 }
 
-// revokeNeeded begins to give back what the readings, the policy and the accounts ask for.
+// revokeNeeded starts to release empty slabs, and those that must be revoked by the
+// readings and the policy.
 func (c *controller) revokeNeeded(now time.Duration) {
 	var needs []PeerNeed
 	var slabs []SlabState
@@ -121,7 +124,8 @@ func (c *controller) revokeNeeded(now time.Duration) {
 	}
 }
 
-// reclaim begins to give back at least bytes of what lies on a peer, or all of it.
+// reclaim starts to release at least so many bytes of the slabs on a peer, or all of
+// them.
 func (c *controller) reclaim(p *peer, bytes int64, now, within time.Duration) (*reclaimRequest, error) {
 	if c.closing {
 		return nil, fmt.Errorf("harvest: reclaim: %w", ErrClosed)
@@ -143,7 +147,7 @@ func (c *controller) reclaim(p *peer, bytes int64, now, within time.Duration) (*
 	return cl, nil
 }
 
-// close begins to give back everything.
+// close starts to release everything.
 func (c *controller) close(now time.Duration) {
 	c.closing = true
 	for _, p := range c.peers {
@@ -159,13 +163,13 @@ func (c *controller) close(now time.Duration) {
 	}
 }
 
-// startRelease refuses new references to everything on a slab.
+// startRelease starts the release of a slab: it refuses new references to its handles.
 func (c *controller) startRelease(s *slab, reason Reason, now, within time.Duration, cl *reclaimRequest) {
 	l := &revocation{slab: s, reason: reason, began: now, deadline: now + within, request: cl}
 	if reason == ReasonUnhealthy {
 		l.cause = s.peer.health
 	}
-	for _, h := range s.held(live) { // others are being freed, and will be
+	for _, h := range s.held(live) { // others are being freed already
 		h.account.state = revoking
 		c.emit(refuse{h})
 		l.handles++
@@ -191,11 +195,11 @@ func (l *revocation) info(now time.Duration) RevocationInfo {
 	return i
 }
 
-// pending is how many frees and revocations are not over.
+// pending is the number of frees and revocations in progress.
 func (c *controller) pending() int { return len(c.freeing) + len(c.draining) }
 
-// undrained lists the handles of which step wants to know whether they are drained, those
-// of a slab by their places.
+// undrained lists the handles that step needs to know drained or not; those of a slab by
+// offset.
 func (c *controller) undrained() []*Handle {
 	all := slices.Clone(c.freeing)
 	for _, l := range c.draining {
@@ -206,7 +210,7 @@ func (c *controller) undrained() []*Handle {
 	return all
 }
 
-// held lists the slab's handles in one of the states, by their places.
+// held lists the slab's handles in one of the states, by offset.
 func (s *slab) held(in ...handleState) []*Handle {
 	var hs []*Handle
 	for _, h := range s.handles {
@@ -218,7 +222,7 @@ func (s *slab) held(in ...handleState) []*Handle {
 	return hs
 }
 
-// step takes in what has ended since the last one, and asks again for what was refused.
+// step takes the results since the last step, and retries frees that failed.
 func (c *controller) step(now time.Duration, rs []result) {
 	for _, l := range c.draining {
 		if l.phase == releasing && !l.freeRequested {
@@ -234,7 +238,7 @@ func (c *controller) step(now time.Duration, rs []result) {
 	}
 }
 
-// complete takes in one end.
+// complete takes one result.
 func (c *controller) complete(now time.Duration, r result) {
 	switch r := r.(type) {
 	case drained:
@@ -249,7 +253,7 @@ func (c *controller) complete(now time.Duration, r result) {
 	case scrubbed:
 		l := r.slab.draining
 		if l.scrubbed, l.err = r.err == nil, nil; r.err != nil {
-			l.err = fmt.Errorf("clear: %w", r.err)
+			l.err = fmt.Errorf("scrub: %w", r.err)
 		}
 		l.scrubErr = l.err
 		c.scrubOrFree(l)
@@ -259,7 +263,7 @@ func (c *controller) complete(now time.Duration, r result) {
 	c.draining = slices.DeleteFunc(c.draining, func(l *revocation) bool { return l.phase == released })
 }
 
-// endHandle ends a handle that nobody uses any more.
+// endHandle ends a drained handle.
 func (c *controller) endHandle(h *Handle, now time.Duration, failed error) {
 	a := &h.account
 	switch a.state {
@@ -279,8 +283,7 @@ func (c *controller) endHandle(h *Handle, now time.Duration, failed error) {
 	}
 }
 
-// proceed begins to clear a slab that has no handles any more, and whose callbacks are
-// over.
+// proceed starts to scrub a slab once it has no handles and its callbacks have returned.
 func (c *controller) proceed(l *revocation, now time.Duration) {
 	if l.phase == draining && len(l.slab.handles) == 0 && l.callbacksRunning == 0 {
 		l.phase, l.drained = scrubbing, now
@@ -288,7 +291,8 @@ func (c *controller) proceed(l *revocation, now time.Duration) {
 	}
 }
 
-// scrubOrFree has the slab overwritten, or given back where it need not be, or cannot.
+// scrubOrFree scrubs the slab, or frees it if it needs no scrubbing or cannot be
+// scrubbed.
 func (c *controller) scrubOrFree(l *revocation) {
 	n := l.slab.segments.highWater
 	l.scrubbed = l.scrubbed || n == 0
@@ -301,11 +305,11 @@ func (c *controller) scrubOrFree(l *revocation) {
 	c.emit(freeMemory{l.slab})
 }
 
-// slabFreed takes a slab out of the accounts that has gone back to its device; one that
-// the device refuses to take is offered again at the next step.
+// slabFreed removes a freed slab from the accounts; if the device failed to free it, the
+// next step retries.
 func (c *controller) slabFreed(l *revocation, now time.Duration, err error) {
 	if err != nil {
-		l.freeRequested, l.err = false, fmt.Errorf("give the memory back: %w", err)
+		l.freeRequested, l.err = false, fmt.Errorf("free the memory: %w", err)
 		return
 	}
 	s := l.slab
@@ -327,7 +331,7 @@ func (c *controller) slabFreed(l *revocation, now time.Duration, err error) {
 	}
 }
 
-// reportOverdue reports what is late, once.
+// reportOverdue reports missed deadlines, once each.
 func (c *controller) reportOverdue(now time.Duration) {
 	for _, l := range c.draining {
 		if now <= l.deadline {
@@ -344,7 +348,7 @@ func (c *controller) reportOverdue(now time.Duration) {
 			}
 			continue
 		}
-		// Where readers were late, that was reported.
+		// If readers were late, that was reported.
 		if !l.missReported && (l.drained <= l.deadline || l.err != nil) {
 			l.missReported = true
 			v.Err = l.err
@@ -353,7 +357,8 @@ func (c *controller) reportOverdue(now time.Duration) {
 	}
 }
 
-// overdue describes what is not given back: what belongs to cl, or everything for nil.
+// overdue describes what is not released: of the reclaim request cl, or everything for
+// nil.
 func (c *controller) overdue(cl *reclaimRequest) []DeadlineMissInfo {
 	var handles, slabs []DeadlineMissInfo
 	for _, l := range c.draining {

@@ -10,30 +10,29 @@ import (
 	"github.com/moeserve/moeserve/device"
 )
 
-// Runtime borrows memory from peers and gives it back: the shell around a controller,
-// which decides. All methods may be called from any goroutine; from Work on a stream all
-// but Tick, Reclamation.Wait and Close, which ask fences or wait.
+// Runtime borrows memory from peers and releases it. It is the shell around a controller,
+// which makes the decisions. All methods may be called from any goroutine; from Work on a
+// stream all except Tick, Reclamation.Wait and Close, which query fences or wait.
 //
-// mu guards the controller. It is taken for moments only, and never held while a
-// callback runs, memory is given back or a fence is asked, which on a virtual machine may
-// run other work. Taking and releasing references does not need it.
+// mu guards the controller. It is held briefly, and never while a callback runs, memory
+// is freed or a fence is queried, which on a virtual machine may run other work.
+// Acquiring and releasing references does not take it.
 type Runtime struct {
 	o         Options
 	resources resources
-	// release gives them up, once.
+	// release releases the resources, once.
 	release func() error
 	clock   timeline
 
 	mu      sync.Mutex
 	control *controller
-	// ticking says that a goroutine reads peers and carries out actions. Only one does
-	// at a time.
+	// ticking: a goroutine reads peers and carries out actions. Only one does at a time.
 	ticking      bool
 	stop         func() // ends the loop; nil before Start
-	ticksStopped bool   // nobody ticks any more
+	ticksStopped bool   // no goroutine ticks any more
 }
 
-// New takes the first readings. Nothing is borrowed before Alloc asks.
+// New takes the first readings. Nothing is borrowed before Alloc.
 func New(o Options) (*Runtime, error) {
 	o = o.EnsureDefaults()
 	if err := o.Validate(); err != nil {
@@ -48,12 +47,12 @@ func New(o Options) (*Runtime, error) {
 	return r, nil
 }
 
-// now is the time of the latest tick, or the machine's if that is later.
+// now is the time of the latest tick, or the machine's time if that is later.
 func (r *Runtime) now() time.Duration { return max(r.clock.now(), r.o.Machine.Now()) }
 
-// Alloc borrows bytes of a peer's memory, aligned to 256. It never waits for
-// memory to be given back: where there is no room now it fails with ErrNoCapacity,
-// where the policy refuses with what that says (ErrQuota, ErrRate).
+// Alloc borrows so many bytes of a peer's memory, aligned to 256. It never waits for
+// memory to be released: without room now it fails with ErrNoCapacity; if the policy
+// refuses, with the policy's error (ErrQuota, ErrRate).
 func (r *Runtime) Alloc(bytes int64, hints Hints) (*Handle, error) {
 	setDefault(&hints.Client, unnamed.name)
 	setDefault(&hints.Label, unnamed.name)
@@ -92,11 +91,11 @@ func (r *Runtime) alloc(bytes int64, hints Hints) (*Handle, error) {
 	}
 }
 
-// Free gives the memory back. It does not wait: new references fail from now on,
-// and the memory is used again when those that are out, and the work behind them,
-// are done. Once Free has returned nil, the handle's callback will not run.
-// ErrRevoked means that the runtime was first: the callback has run or will, and
-// nothing is left to do. ErrFreed means a second Free.
+// Free frees the memory. It does not wait: new references fail from now on, and the
+// memory is reused once the present ones are released and the work behind them has ended.
+// After Free has returned nil, the handle's callback will not run. ErrRevoked: the handle
+// was revoked before; its callback has run or will, and nothing is left to do. ErrFreed:
+// a second Free.
 func (r *Runtime) Free(h *Handle) error {
 	if err := r.update(func(c *controller) error { return c.free(h, r.now()) }); err != nil {
 		return err
@@ -108,29 +107,28 @@ func (r *Runtime) Free(h *Handle) error {
 	})
 }
 
-// RegisterCallback has f called once if the handle is revoked, when nobody can
-// acquire it any more and nobody reads it. A handle has one callback. ErrRevoked
-// means that it is too late and f will not be called.
+// RegisterCallback sets f to be called once if the handle is revoked, when it is drained
+// and cannot be acquired any more. A handle has one callback. ErrRevoked: the handle is
+// already revoked and f will not be called.
 //
-// f runs on the goroutine that ticks, and nothing of the runtime is locked meanwhile:
-// it may call it. But its slab goes no further before f has returned, so f must not
-// block, and least of all wait for a Reclamation or Close.
+// f runs on the goroutine that ticks, without locks: it may call the runtime. Its slab is
+// not released before f has returned, so f must not block, in particular not wait for a
+// Reclamation or Close.
 func (r *Runtime) RegisterCallback(h *Handle, f func(Revocation)) error {
 	return r.update(func(c *controller) error { return c.callback(h, f) })
 }
 
-// Exclude says that a peer must not be used, because of what the caller saw: a copy
-// that failed with device.ErrLost, say. Everything on it is revoked at once, without
-// clearing. It holds until Readmit.
+// Exclude marks a peer unhealthy, because of an error that the caller saw: a copy that
+// failed with device.ErrLost, say. Everything on it is revoked at once, without
+// scrubbing. It holds until Readmit.
 func (r *Runtime) Exclude(s device.Space, cause error) error {
 	if cause == nil {
-		return fmt.Errorf("harvest: exclude %s: say why", s)
+		return fmt.Errorf("harvest: exclude %s: the cause is nil", s)
 	}
 	return r.setExcluded("exclude", s, cause)
 }
 
-// Readmit takes back an Exclude. The peer is used again once its readings say that
-// it is healthy.
+// Readmit undoes Exclude. The peer is used again if its readings are healthy.
 func (r *Runtime) Readmit(s device.Space) error { return r.setExcluded("readmit", s, nil) }
 
 func (r *Runtime) setExcluded(op string, s device.Space, cause error) error {
@@ -143,8 +141,8 @@ func (r *Runtime) setExcluded(op string, s device.Space, cause error) error {
 	})
 }
 
-// update tells the controller something that leads to no action but those done at once,
-// and does these.
+// update calls the controller, and carries out the actions that need no wait; f causes no
+// others.
 func (r *Runtime) update(f func(*controller) error) error {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -153,8 +151,7 @@ func (r *Runtime) update(f func(*controller) error) error {
 	return err
 }
 
-// apply does at once what the controller wants done at once, and returns the rest. mu is
-// held.
+// apply carries out the actions that need no wait, and returns the others. mu is held.
 func (r *Runtime) apply() (rest []action) {
 	for _, a := range r.control.takeActions() {
 		switch a := a.(type) {
@@ -171,12 +168,12 @@ func (r *Runtime) apply() (rest []action) {
 	return rest
 }
 
-// Tick reads the peers, revokes what must be, and carries on what was begun; it
-// waits for nothing. now must not run backwards, and is on the clock of
-// Options.Machine. The result is how many frees and revocations are not over.
-// ErrClosed after Close. While another goroutine ticks, or in a callback, which is
-// amid a tick, a Tick does nothing but tell the time. On a virtual machine, where
-// nothing goes on while nobody waits, ticks alone do not make readers and clearing end.
+// Tick reads the peers, starts the revocations that are needed, and advances those in
+// progress; it waits for nothing. now is on the clock of Options.Machine and must not run
+// backwards. The result is the number of frees and revocations in progress. ErrClosed
+// after Close. While another goroutine ticks, and within a callback, Tick only advances
+// the clock. On a virtual machine time passes only in waits, so ticks alone do not let
+// readers and scrubbing finish.
 func (r *Runtime) Tick(now time.Duration) (pending int, err error) {
 	now = r.clock.advance(now)
 	r.mu.Lock()
@@ -191,8 +188,8 @@ func (r *Runtime) Tick(now time.Duration) (pending int, err error) {
 	}), nil
 }
 
-// tickAlone has f done by this goroutine, unless another is at it, and returns how much is
-// not over.
+// tickAlone calls f unless another goroutine is ticking, and returns the number of frees
+// and revocations in progress.
 func (r *Runtime) tickAlone(f func()) (pending int) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -208,7 +205,7 @@ func (r *Runtime) tickAlone(f func()) (pending int) {
 	return r.control.pending()
 }
 
-// observe reads all peers and begins what follows from that.
+// observe reads all peers and starts the revocations that follow.
 func (r *Runtime) observe(now time.Duration) {
 	r.mu.Lock()
 	var rs []reading
@@ -225,7 +222,7 @@ func (r *Runtime) observe(now time.Duration) {
 	})
 }
 
-// advance takes what was begun as far as it goes without waiting.
+// advance advances frees and revocations as far as possible without waiting.
 func (r *Runtime) advance(now time.Duration) {
 	r.mu.Lock()
 	wanted := r.control.undrained()
@@ -241,8 +238,8 @@ func (r *Runtime) advance(now time.Duration) {
 	r.execute(now, func(c *controller) { c.reportOverdue(now) })
 }
 
-// execute does what the controller wants done because of f, and what it wants done
-// because that has ended, until it wants nothing more.
+// execute calls f and carries out the actions that follow, and those that follow from
+// their results, until there are no more.
 func (r *Runtime) execute(now time.Duration, f func(*controller)) {
 	var todo []action
 	ask := func(f func(*controller)) {
@@ -260,8 +257,8 @@ func (r *Runtime) execute(now time.Duration, f func(*controller)) {
 	}
 }
 
-// perform does one thing, without the lock. The result is nil where its end comes
-// later, or nobody asks for it.
+// perform carries out one action, without the lock. The result is nil if it comes later
+// or is not needed.
 func (r *Runtime) perform(a action, now time.Duration) result {
 	switch a := a.(type) {
 	case runCallback:
@@ -281,13 +278,13 @@ func (r *Runtime) perform(a action, now time.Duration) result {
 	return nil
 }
 
-// Start begins a loop of the machine's clock that ticks by itself, until Close. Start is
-// called at most once.
+// Start starts a loop of the machine's clock that ticks until Close. Start is called at
+// most once.
 func (r *Runtime) Start() error {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	if r.stop != nil || r.control.closing {
-		return errors.New("harvest: start: it was started, or closed, before")
+		return errors.New("harvest: start: already started or closed")
 	}
 	r.stop = r.o.Machine.Loop(0, func(now time.Duration) time.Duration {
 		switch pending, err := r.Tick(now); {
@@ -301,8 +298,8 @@ func (r *Runtime) Start() error {
 	return nil
 }
 
-// Close revokes everything that is left, waits until it is given back, and
-// releases the runtime. If ctx ends first, the error says who still holds what, and
+// Close revokes everything, waits until it is released, and releases the runtime's
+// resources. If ctx ends first, the error names the owners that still hold memory, and
 // Close may be called again. A second Close after success does nothing.
 func (r *Runtime) Close(ctx context.Context) error {
 	_ = r.update(func(c *controller) error {
@@ -314,14 +311,14 @@ func (r *Runtime) Close(ctx context.Context) error {
 			return fmt.Errorf("harvest: close: %s: %w", r.describeOverdue(nil), err)
 		}
 	}
-	// The loop has ended, or is about to: its ticks fail.
+	// The loop ends by itself: its ticks fail.
 	if stop := r.stop; stop != nil {
 		stop()
 	}
 	return r.release()
 }
 
-// stopTicks ends all ticks, unless one is under way.
+// stopTicks prevents further ticks, unless one is in progress.
 func (r *Runtime) stopTicks() bool {
 	r.mu.Lock()
 	defer r.mu.Unlock()

@@ -81,16 +81,16 @@ func TestOptions(t *testing.T) {
 		o    harvest.Options
 		want string
 	}{
-		{"no machine", harvest.Options{}, "no machine"},
-		{"no such peer", harvest.Options{Machine: m, Peers: []device.Space{device.HBM(7)}}, "there is no peer gpu7: the machine has 3 GPUs, from 0 on"},
-		{"host", harvest.Options{Machine: m, Peers: []device.Space{device.Host}}, "host memory is no peer: name GPUs"},
-		{"itself", harvest.Options{Machine: m, Peers: []device.Space{device.HBM(0)}}, "gpu0 is the compute GPU and cannot be its own peer: name another"},
-		{"twice", harvest.Options{Machine: m, Peers: []device.Space{device.HBM(1), device.HBM(1)}}, "peer gpu1 is named twice"},
-		{"no path", harvest.Options{Machine: island, Peers: []device.Space{device.HBM(1)}}, "peer gpu1 cannot be reached from gpu0, leave it out: device: from gpu1 to gpu0: no path"},
-		{"slab", harvest.Options{Machine: m, SlabBytes: -1}, "slabs of"},
-		{"a client's slab", harvest.Options{Machine: m, Clients: map[string]harvest.ClientOptions{"kv": {SlabBytes: -1}}}, "slabs of -1 bytes for client kv"},
-		{"clear", harvest.Options{Machine: m, ScrubBytes: -1}, "a clear buffer of -1 bytes"},
-		{"deadline", harvest.Options{Machine: m, Deadline: -1}, "a duration under 0: deadline -1ns"},
+		{"Options.Machine is not set", harvest.Options{}, "Options.Machine is not set"},
+		{"no such peer", harvest.Options{Machine: m, Peers: []device.Space{device.HBM(7)}}, "no peer gpu7: the machine has 3 GPUs, numbered from 0"},
+		{"host", harvest.Options{Machine: m, Peers: []device.Space{device.Host}}, "host memory cannot be a peer; name GPUs"},
+		{"itself", harvest.Options{Machine: m, Peers: []device.Space{device.HBM(0)}}, "gpu0 is the GPU that computes and cannot be its own peer; name another"},
+		{"twice", harvest.Options{Machine: m, Peers: []device.Space{device.HBM(1), device.HBM(1)}}, "duplicate peer gpu1"},
+		{"no path", harvest.Options{Machine: island, Peers: []device.Space{device.HBM(1)}}, "no path from peer gpu1 to gpu0; exclude the peer: device: from gpu1 to gpu0: no path"},
+		{"slab", harvest.Options{Machine: m, SlabBytes: -1}, "invalid slab size"},
+		{"a client's slab", harvest.Options{Machine: m, Clients: map[string]harvest.ClientOptions{"kv": {SlabBytes: -1}}}, "invalid slab size of -1 bytes for client kv"},
+		{"clear", harvest.Options{Machine: m, ScrubBytes: -1}, "invalid scrub buffer of -1 bytes"},
+		{"deadline", harvest.Options{Machine: m, Deadline: -1}, "durations must not be negative: deadline -1ns"},
 		{"lost", harvest.Options{Machine: lost, Peers: peers12}, "peer gpu2: device: stream on gpu2"},
 		{"no host memory", harvest.Options{Machine: full, Peers: peers12}, "1048576 bytes asked"},
 	} {
@@ -409,7 +409,7 @@ func (w watched) Free() error {
 	return w.Memory.Free()
 }
 
-// TestCleared: nothing that was written is there when memory is given back.
+// TestCleared: nothing that was written is there when memory is released.
 func TestCleared(t *testing.T) {
 	for _, c := range []struct{ slab, bytes, zeros int64 }{
 		{4096, 4096, 512}, {4096, 3000, 700}, {4096, 100, 4096}, {8192, 8192, 8192}, {1 << 20, 1<<20 - 1, 256},
@@ -437,7 +437,7 @@ func TestCleared(t *testing.T) {
 					}
 					for i, b := range host.Read(0, c.bytes) {
 						if b != 0 {
-							t.Fatalf("byte %d is %d as the memory is given back", i, b)
+							t.Fatalf("byte %d is %d as the memory is released", i, b)
 						}
 					}
 				}},
@@ -461,7 +461,7 @@ func TestCleared(t *testing.T) {
 				t.Fatal(err)
 			}
 			if looked != 1 {
-				t.Errorf("%d slabs were given back", looked)
+				t.Errorf("%d slabs were released", looked)
 			}
 		})
 	}
@@ -496,7 +496,7 @@ func TestLoop(t *testing.T) {
 	drive(t, m) // the clearing
 	m.Turn()
 	if u, err := m.Usage(device.HBM(1)); err != nil || u.Allocated != 0 {
-		t.Fatalf("%d bytes are not given back, %v", u.Allocated, err)
+		t.Fatalf("%d bytes are not released, %v", u.Allocated, err)
 	}
 	ctx, cancel := context.WithTimeout(t.Context(), time.Nanosecond)
 	defer cancel()

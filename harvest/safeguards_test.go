@@ -58,7 +58,7 @@ func TestSafeguards(t *testing.T) {
 			ok(err)
 		}
 		if c.Done() {
-			t.Errorf("drained %t: the memory is given back while it is read", drain)
+			t.Errorf("drained %t: the memory is released while it is read", drain)
 		}
 		stall.Release()
 		ok(stream.Synchronize(t.Context()))

@@ -81,22 +81,22 @@ func (s *stage) events() harvest.EventListener {
 		return "; " + err.Error()
 	}
 	return harvest.EventListener{
-		SlabAllocated: func(i harvest.SlabInfo) { s.say("slab %d taken: %d bytes of %s", i.Slab, i.Bytes, i.Device) },
+		SlabAllocated: func(i harvest.SlabInfo) { s.say("slab %d allocated: %d bytes of %s", i.Slab, i.Bytes, i.Device) },
 		SlabReleased: func(i harvest.SlabInfo) {
-			s.say("slab %d returned (%s), cleared %t", i.Slab, i.Reason, i.Scrubbed)
+			s.say("slab %d released (%s), scrubbed %t", i.Slab, i.Reason, i.Scrubbed)
 		},
-		RevocationBegan: func(i harvest.RevocationInfo) {
+		RevocationStarted: func(i harvest.RevocationInfo) {
 			s.say("revocation of slab %d (%s): %d handles%s", i.Slab, i.Reason, i.Handles, failed(i.Cause))
 		},
 		Revoked: func(i harvest.RevokeInfo) {
 			s.say("%s revoked (%s) after %v%s", name(i.Handle), i.Reason, i.Drain, failed(i.Failed))
 		},
 		RevocationEnded: func(i harvest.RevocationInfo) {
-			s.say("revocation of slab %d ended: took %v of %v, drain %v, late %t", i.Slab, i.Took, i.Deadline, i.Drain, i.DeadlineMissed)
+			s.say("revocation of slab %d ended: took %v of %v, drain %v, deadline missed %t", i.Slab, i.Took, i.Deadline, i.Drain, i.DeadlineMissed)
 		},
 		Freed: func(i harvest.FreeInfo) { s.say("%s freed after %v%s", name(i.Handle), i.Drain, failed(i.Failed)) },
 		DeadlineMissed: func(i harvest.DeadlineMissInfo) {
-			s.say("violation (%s): %v", i.Reason, i)
+			s.say("deadline missed (%s): %v", i.Reason, i)
 		},
 		PeerHealthChanged: func(i harvest.PeerInfo) { s.say("%s: health %v", i.Device, i.Health) },
 	}
@@ -301,7 +301,7 @@ func (s *stage) do(d *datadriven.TestData) error {
 			if p.Health != nil {
 				health = p.Health.Error()
 			}
-			s.say("%s: free %d, other %d, used %d, unused %d, leaving %d, largest hole %d, fragmentation %.2f, %s",
+			s.say("%s: free %d, other %d, used %d, free in slabs %d, draining %d, largest free extent %d, fragmentation %.2f, %s",
 				p.Space, p.Free, p.Reading.OtherProcesses, p.Used, p.FreeInSlabs, p.Draining, p.LargestFreeExtent, p.Fragmentation(), health)
 		}
 	case "counts":

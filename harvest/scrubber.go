@@ -8,15 +8,15 @@ import (
 	"github.com/moeserve/moeserve/device"
 )
 
-// scrubber overwrites slabs of one peer with zeros, on a stream of its own. It is used
-// by one goroutine at a time.
+// scrubber overwrites slabs of one peer with zeros, on a stream of its own. One goroutine
+// at a time uses it.
 type scrubber struct {
-	zeros  device.Memory // not its own
+	zeros  device.Memory // owned by resources
 	stream device.Stream
 	fence  device.Fence
-	value  uint32 // the fence's behind all that is enqueued
-	// jobs are not over. Those without a point wait until the stream has nothing more to
-	// do: it is broken, which is mended then.
+	value  uint32 // of the latest signal enqueued
+	// jobs have not ended. Those without a point wait until the broken stream is idle and
+	// was recovered.
 	jobs   []*scrubJob
 	broken bool
 }
@@ -32,26 +32,26 @@ type scrubJob struct {
 func newScrubber(m device.Machine, peer device.Space, zeros device.Memory) (*scrubber, error) {
 	s := &scrubber{zeros: zeros}
 	var err error
-	if s.stream, err = m.NewStream(peer, device.StreamOptions{Name: "harvest clear " + peer.String()}); err != nil {
+	if s.stream, err = m.NewStream(peer, device.StreamOptions{Name: "harvest scrub " + peer.String()}); err != nil {
 		return nil, fmt.Errorf("harvest: peer %s: %w", peer, err)
 	}
-	if s.fence, err = m.NewFence("harvest cleared " + peer.String()); err != nil {
+	if s.fence, err = m.NewFence("harvest scrubbed " + peer.String()); err != nil {
 		return nil, errors.Join(fmt.Errorf("harvest: peer %s: %w", peer, err), s.stream.Close())
 	}
 	return s, nil
 }
 
-// begin enqueues the overwriting of the first bytes of mem, which is the slab's.
+// begin starts to overwrite the first bytes of mem, the slab's memory.
 func (s *scrubber) begin(of *slab, mem device.Memory, bytes int64) {
 	s.jobs = append(s.jobs, &scrubJob{slab: of, memory: mem, bytes: bytes})
 	s.enqueue()
 }
 
-// enqueue gives the stream the jobs that it does not have, if it is not broken.
+// enqueue enqueues the waiting jobs on the stream, if it is not broken.
 func (s *scrubber) enqueue() {
 	if s.broken && !slices.ContainsFunc(s.jobs, func(j *scrubJob) bool { return !j.point.None() }) {
-		// All that is behind the failure was skipped, so this hardly waits; the error is
-		// known.
+		// The stream skips all work behind the failure, so this hardly waits; the error
+		// is known.
 		_ = s.stream.Recover(background)
 		s.broken = false
 	}
@@ -66,8 +66,8 @@ func (s *scrubber) enqueue() {
 	}
 }
 
-// start overwrites the first part from the zeros, the rest by doubling within the
-// device, so that little goes over the host's link.
+// start overwrites the first part from the scrub buffer, the rest by doubling within the
+// device, so that little is copied over the host link.
 func (s *scrubber) start(j *scrubJob) error {
 	n := j.bytes
 	done := min(n, s.zeros.Bytes())
@@ -89,7 +89,7 @@ func (s *scrubber) start(j *scrubJob) error {
 	return nil
 }
 
-// completed takes out the jobs that are over.
+// completed removes and returns the jobs that have ended.
 func (s *scrubber) completed() (over []result) {
 	s.jobs = slices.DeleteFunc(s.jobs, func(j *scrubJob) bool {
 		ok, err := j.err != nil, j.err

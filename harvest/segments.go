@@ -6,17 +6,16 @@ import (
 	"sort"
 )
 
-// freeExtent is a free stretch of a slab.
+// freeExtent is a contiguous free range of a slab.
 type freeExtent struct{ off, bytes int64 }
 
-// segments divides the bytes of one slab: pure accounts, best fit, coalescing.
+// segments divides the bytes of one slab: a pure allocator, best fit, coalescing.
 type segments struct {
 	bytes int64
-	// free are in the order of their offsets; between two of them something is
-	// in use.
+	// free extents by offset; between two of them a segment is in use.
 	free []freeExtent
 	used map[int64]int64 // bytes by offset
-	// highWater is the end of everything that was ever handed out.
+	// highWater is the highest end of a segment so far.
 	highWater int64
 }
 
@@ -24,7 +23,7 @@ func newSegments(bytes int64) segments {
 	return segments{bytes: bytes, free: []freeExtent{{0, bytes}}, used: map[int64]int64{}}
 }
 
-// bestFit returns the smallest hole that n bytes fit into, the first of equals.
+// bestFit returns the smallest free extent of at least n bytes, the first of equals.
 func (s *segments) bestFit(n int64) (freeExtent, bool) {
 	var found freeExtent
 	for _, h := range s.free {
@@ -35,7 +34,7 @@ func (s *segments) bestFit(n int64) (freeExtent, bool) {
 	return found, found.bytes > 0
 }
 
-// freeAt returns the hole that begins at off, if n bytes fit into it.
+// freeAt returns the free extent at off, if it has at least n bytes.
 func (s *segments) freeAt(off, n int64) (freeExtent, bool) {
 	i := s.search(off)
 	if i == len(s.free) || s.free[i].off != off || s.free[i].bytes < n {
@@ -44,16 +43,16 @@ func (s *segments) freeAt(off, n int64) (freeExtent, bool) {
 	return s.free[i], true
 }
 
-// search is the position of the first hole at off or behind it.
+// search is the index of the first free extent at or behind off.
 func (s *segments) search(off int64) int {
 	return sort.Search(len(s.free), func(i int) bool { return s.free[i].off >= off })
 }
 
-// allocate takes the first n bytes of the hole at off.
+// allocate allocates the first n bytes of the free extent at off.
 func (s *segments) allocate(off, n int64) {
 	h, ok := s.freeAt(off, n)
 	if !ok || n <= 0 {
-		panic(fmt.Sprintf("harvest: no hole of %d bytes at %d", n, off))
+		panic(fmt.Sprintf("harvest: no free extent of %d bytes at %d", n, off))
 	}
 	i := s.search(off)
 	if h.bytes == n {
@@ -65,11 +64,11 @@ func (s *segments) allocate(off, n int64) {
 	s.highWater = max(s.highWater, off+n)
 }
 
-// release gives back what take took at off, and joins it with the holes beside it.
+// release frees the segment at off, and merges it with adjacent free extents.
 func (s *segments) release(off int64) {
 	n, ok := s.used[off]
 	if !ok {
-		panic(fmt.Sprintf("harvest: nothing is in use at %d", off))
+		panic(fmt.Sprintf("harvest: no segment at %d", off))
 	}
 	delete(s.used, off)
 	i := s.search(off)
@@ -85,7 +84,7 @@ func (s *segments) release(off int64) {
 	s.free = slices.Insert(s.free, i, h)
 }
 
-// freeBytes is what is free, and the largest hole.
+// freeBytes is the number of free bytes, and the largest free extent.
 func (s *segments) freeBytes() (free, largest int64) {
 	for _, h := range s.free {
 		free += h.bytes
@@ -94,8 +93,7 @@ func (s *segments) freeBytes() (free, largest int64) {
 	return free, largest
 }
 
-// fragmentation is the share of the free bytes that one request as large as all of
-// them could not have: 0 where they lie in one piece.
+// fragmentation is the fraction of the free bytes outside the largest free extent.
 func fragmentation(free, largest int64) float64 {
 	if free == 0 {
 		return 0

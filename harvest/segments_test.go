@@ -91,7 +91,7 @@ func TestFragmentation(t *testing.T) {
 		want          float64
 	}{{0, 0, 0}, {100, 100, 0}, {100, 25, 0.75}} {
 		if got := fragmentation(c.free, c.largest); got != c.want {
-			t.Errorf("%d free, the largest hole %d: %g, want %g", c.free, c.largest, got, c.want)
+			t.Errorf("%d free, the largest extent %d: %g, want %g", c.free, c.largest, got, c.want)
 		}
 	}
 }

@@ -7,16 +7,16 @@ import (
 	"github.com/moeserve/moeserve/device"
 )
 
-// State is a runtime at one moment. Its JSON form is that of the debug endpoints.
+// State is the state of a runtime at one moment. The debug endpoints print its JSON form.
 type State struct {
 	// Now is the time of the latest tick.
 	Now   time.Duration
 	Peers []PeerUsage
 	// Clients by name.
 	Clients map[string]ClientUsage
-	// Draining is how many handles were freed and are still in use.
+	// Draining is the number of handles that were freed and still have readers.
 	Draining int
-	// Revocations counts revoked slabs, with an entry for each reason.
+	// Revocations counts revoked slabs by reason, with an entry for each.
 	Revocations map[Reason]int64
 }
 
@@ -29,42 +29,42 @@ type ClientUsage struct {
 // PeerUsage is the account of one peer, in bytes.
 type PeerUsage struct {
 	Space device.Space
-	// Health is why the peer must not be used; nil where it may.
+	// Health is why the peer must not be used; nil if it may.
 	Health error
-	// Reading is the latest one. Its Free is what was free then; Free is what is, with
-	// what was taken and given back since.
+	// Reading is the latest reading. Free is its Free, less slabs allocated and plus
+	// slabs released since.
 	Reading Reading
 	Free    int64
-	// Headroom is to stay free, Spare may still be taken.
+	// Headroom must stay free; Borrowable may still be allocated.
 	Headroom, Borrowable int64
-	// Used and Unused are the parts of the slabs in service; Leaving is all of the
-	// others.
+	// Used and FreeInSlabs are the two parts of slabs in service; Draining is the size of
+	// slabs that are being released.
 	Used, FreeInSlabs, Draining int64
 	// LargestFreeExtent in a slab in service.
 	LargestFreeExtent int64
-	// Churn is the share of the memory that others take and give back per minute.
+	// Churn is the fraction of the memory that other processes allocate and free per
+	// minute.
 	Churn float64
 	Slabs []SlabUsage
 }
 
-// Fragmentation is the share of Unused that one request could not have.
+// Fragmentation is the fraction of FreeInSlabs outside the largest free extent.
 func (p PeerUsage) Fragmentation() float64 { return fragmentation(p.FreeInSlabs, p.LargestFreeExtent) }
 
 // SlabUsage is one slab.
 type SlabUsage struct {
 	ID    uint64
 	Bytes int64
-	// Client is the only one whose handles lie there; empty: all that have no slabs of
-	// their own.
+	// Client that the slab is reserved for; empty: shared.
 	Client string
-	// Draining says that it is being given back, for Reason.
+	// Draining: the slab is being released, for Reason.
 	Draining bool
 	Reason   Reason
-	// Segments by their places.
+	// Segments by offset.
 	Segments []SegmentUsage
 }
 
-// SegmentUsage is one handle, by its place in the slab.
+// SegmentUsage is a handle in the slab.
 type SegmentUsage struct {
 	Offset     int64         `json:"offset"`
 	Bytes      int64         `json:"bytes"`
@@ -73,18 +73,18 @@ type SegmentUsage struct {
 	Label      string        `json:"label"`
 	References int           `json:"references"`
 	Cost       time.Duration `json:"reload_cost_ns"`
-	// Draining says that it was freed, or is being revoked.
+	// Draining: the handle was freed or is being revoked.
 	Draining bool `json:"draining,omitempty"`
 }
 
-// State takes stock.
+// State is a snapshot.
 func (r *Runtime) State() State {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	return r.control.state(r.clock.now())
 }
 
-// Health is why each peer must not be used, nil for one that may.
+// Health is why each peer must not be used; nil if it may.
 func (r *Runtime) Health() map[device.Space]error {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -95,9 +95,9 @@ func (r *Runtime) Health() map[device.Space]error {
 	return all
 }
 
-// Room is how many objects of that size the client could have besides on each peer,
-// whatever its health: in holes of slabs in service, those included that are about to be
-// free, and in what may still be taken from the device.
+// Room is how many more objects of that size the client could allocate on each peer,
+// regardless of its health: in free extents of slabs in service, including those that are
+// about to be freed, and in borrowable memory.
 func (r *Runtime) Room(client string, bytes int64) map[device.Space]int {
 	r.mu.Lock()
 	defer r.mu.Unlock()

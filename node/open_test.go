@@ -96,7 +96,7 @@ func TestOpenRefused(t *testing.T) {
 	for _, what := range []string{
 		"weights", "activations", "resident experts", "expert cache", "expert tables", "offloaded experts", "expert table images",
 		"expert staging", "kv cache", "row data, pinned", "row data", "sampled ids, pinned", "stream compute",
-		"harvest zeros", "stream harvest clear gpu1", "stream harvest probe gpu2",
+		"harvest zeros", "stream harvest scrub gpu1", "stream harvest probe gpu2",
 		"attention, pinned", "stream attention", "stream q, k, v to host", "stream attention from host",
 	} {
 		for _, virtual := range []bool{true, false} {

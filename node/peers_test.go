@@ -165,7 +165,7 @@ func TestRevokedInMidRun(t *testing.T) {
 				for _, e := range events {
 					if e.Reason == "pressure" {
 						switch e.Event {
-						case observe.HarvestRevocationBegan:
+						case observe.HarvestRevocationStarted:
 							began++
 						case observe.HarvestRevocationEnded:
 							ended++
@@ -193,7 +193,7 @@ func TestCloseInRevocation(t *testing.T) {
 			return m, err
 		},
 		Events: func(e observe.Event) {
-			if e.Event == observe.HarvestRevocationBegan {
+			if e.Event == observe.HarvestRevocationStarted {
 				began <- struct{}{}
 			}
 		},

@@ -37,21 +37,21 @@ type Event struct {
 
 // The names of events.
 const (
-	HarvestAllocated       = "harvest.allocated"
-	HarvestRefused         = "harvest.refused"
-	HarvestFreed           = "harvest.freed"
-	HarvestSlabAllocated   = "harvest.slab_allocated"
-	HarvestSlabReleased    = "harvest.slab_released"
-	HarvestRevocationBegan = "harvest.revocation_started"
-	HarvestRevoked         = "harvest.revoked"
-	HarvestRevocationEnded = "harvest.revocation_ended"
-	HarvestDeadlineMissed  = "harvest.deadline_missed"
-	HarvestPeerUnhealthy   = "harvest.peer_unhealthy"
-	HarvestPeerHealthy     = "harvest.peer_healthy"
-	ExpertPromoted         = "experts.promoted"
-	ExpertDemoted          = "experts.demoted"
-	ExpertSwapped          = "experts.swapped"
-	ExpertPeerFailed       = "experts.peer_failed"
+	HarvestAllocated         = "harvest.allocated"
+	HarvestRefused           = "harvest.refused"
+	HarvestFreed             = "harvest.freed"
+	HarvestSlabAllocated     = "harvest.slab_allocated"
+	HarvestSlabReleased      = "harvest.slab_released"
+	HarvestRevocationStarted = "harvest.revocation_started"
+	HarvestRevoked           = "harvest.revoked"
+	HarvestRevocationEnded   = "harvest.revocation_ended"
+	HarvestDeadlineMissed    = "harvest.deadline_missed"
+	HarvestPeerUnhealthy     = "harvest.peer_unhealthy"
+	HarvestPeerHealthy       = "harvest.peer_healthy"
+	ExpertPromoted           = "experts.promoted"
+	ExpertDemoted            = "experts.demoted"
+	ExpertSwapped            = "experts.swapped"
+	ExpertPeerFailed         = "experts.peer_failed"
 )
 
 func text(err error) string {
@@ -107,7 +107,7 @@ func HarvestEvents(to func(Event)) harvest.EventListener {
 			e.Reason = i.Reason.String()
 			tell(HarvestSlabReleased, e)
 		},
-		RevocationBegan: func(i harvest.RevocationInfo) { tell(HarvestRevocationBegan, revocation(i)) },
+		RevocationStarted: func(i harvest.RevocationInfo) { tell(HarvestRevocationStarted, revocation(i)) },
 		Revoked: func(i harvest.RevokeInfo) {
 			e := handle(i.Handle)
 			e.Reason, e.Drain, e.Error = i.Reason.String(), i.Drain, text(i.Failed)
