@@ -305,10 +305,10 @@ func TestBadPeers(t *testing.T) {
 		change  func(*configs.Settings)
 		want    string
 	}{
-		{"unknown", apart, false, func(s *configs.Settings) { s.Device.Peers = "1,3" }, "there is no peer gpu3: the machine has 3 GPUs"},
-		{"unknown and not used", apart, false, func(s *configs.Settings) { s.Device.Peers, s.Offload.Tier = "1,3", configs.HostTier }, "there is no peer gpu3"},
-		{"the compute GPU", apart, false, func(s *configs.Settings) { s.Device.Peers, s.Device.GPU = "0", 1 }, "gpu0 is the compute GPU"},
-		{"out of reach", split, false, func(s *configs.Settings) { s.Device.Peers = "1,2" }, "peer gpu2 cannot be reached from gpu0, leave it out"},
+		{"unknown", apart, false, func(s *configs.Settings) { s.Device.Peers = "1,3" }, "no peer gpu3: the machine has 3 GPUs"},
+		{"unknown and not used", apart, false, func(s *configs.Settings) { s.Device.Peers, s.Offload.Tier = "1,3", configs.HostTier }, "no peer gpu3"},
+		{"the compute GPU", apart, false, func(s *configs.Settings) { s.Device.Peers, s.Device.GPU = "0", 1 }, "gpu0 is the GPU that computes"},
+		{"out of reach", split, false, func(s *configs.Settings) { s.Device.Peers = "1,2" }, "no path from peer gpu2 to gpu0; exclude the peer"},
 		{"too little", apart, false, func(s *configs.Settings) {
 			s.Offload.Tier, s.Harvest.Headroom = configs.PeerTier, "255MiB"
 		}, "36 offloaded experts of 132.00 KiB each, and 14 fit: gpu1 7 (1.00 MiB of 256.00 MiB, after 0 B used by other processes and 255.00 MiB headroom), gpu2 7"},
