@@ -69,7 +69,7 @@ var imports = map[string]map[string]string{
 	"experts": {
 		"device":        "memory, streams and fences",
 		"device/trace":  "what a fetch is of, in traces",
-		"experts/cache": "which slot is next",
+		"experts/cache": "state of the expert cache's slots",
 		"experts/load":  "weights into the host's memory",
 		"harvest":       "peers' memory and its loss",
 		"kernels":       "layout of an expert, tables of a layer",

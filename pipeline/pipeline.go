@@ -251,7 +251,7 @@ func (p *Pipeline) enqueue(ctx context.Context, plan *plan, withLogits bool) err
 	}
 	if again {
 		p.graphs.capture(func() error {
-			// Step.Layers does the store's part for each launch.
+			// Step.UseAllLayers does the store's part for each launch.
 			return p.enqueuer.run(ctx, plan.rest, &frame{step: p.step.ForCapture(), shape: &plan.shape})
 		})
 	}

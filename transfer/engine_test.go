@@ -910,7 +910,7 @@ func TestBadRequests(t *testing.T) {
 		"at least 1":          func(q *transfer.Request) { q.Src.Bytes, q.Dst.Bytes = 0, 0 },
 		"overlap":             func(q *transfer.Request) { q.Dst = q.Src },
 		"priority(8)":         func(q *transfer.Request) { q.Priority = transfer.Priorities },
-		"Done is not set":     func(q *transfer.Request) { q.Done = device.Point{} },
+		"no Done fence is set":     func(q *transfer.Request) { q.Done = device.Point{} },
 		"has no fence":        func(q *transfer.Request) { q.After = make([]device.Point, 1) },
 		"both Pieces and Src": func(q *transfer.Request) { q.Pieces = []transfer.Piece{{Src: q.Src, Dst: q.Dst}} },
 		"the first one from host": func(q *transfer.Request) {

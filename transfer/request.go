@@ -114,7 +114,7 @@ func (r *Request) validate(m device.Machine) error {
 	case r.Priority >= Priorities:
 		return fmt.Errorf("invalid %v", r.Priority)
 	case r.Done.None():
-		return errors.New("Done is not set")
+		return errors.New("no Done fence is set")
 	case slices.ContainsFunc(r.After, device.Point.None):
 		return errors.New("an After point has no fence")
 	}
