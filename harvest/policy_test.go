@@ -129,7 +129,7 @@ func TestFairness(t *testing.T) {
 	}
 }
 
-func TestLeave(t *testing.T) {
+func TestEvacuate(t *testing.T) {
 	busy := PeerState{Bandwidth: 0.9, Churn: 3}
 	for _, c := range []struct {
 		p    Policy

@@ -72,9 +72,9 @@ func TestSafeguards(t *testing.T) {
 	}
 }
 
-// TestDeparturesAreForgotten: of who reads a handle for long only those are remembered
+// TestReleaseRecordsArePruned: of who reads a handle for long only those are remembered
 // who may still be at it.
-func TestDeparturesAreForgotten(t *testing.T) {
+func TestReleaseRecordsArePruned(t *testing.T) {
 	m, err := emulated.New(emulated.Options{})
 	if err != nil {
 		t.Fatal(err)

@@ -367,9 +367,9 @@ func BenchmarkAcquireRelease(b *testing.B) {
 	}
 }
 
-// TestPointsAreForgotten: a place that is read for long, each time to the end of
+// TestPointsArePruned: a place that is read for long, each time to the end of
 // another fence, keeps only points that are not reached, and failures.
-func TestPointsAreForgotten(t *testing.T) {
+func TestPointsArePruned(t *testing.T) {
 	m, err := emulated.New(emulated.Options{})
 	if err != nil {
 		t.Fatal(err)
