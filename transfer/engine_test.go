@@ -906,13 +906,13 @@ func TestBadRequests(t *testing.T) {
 	}}, transfer.Options{})
 	src, dst := r.alloc(device.Host, 100), r.alloc(device.HBM(0), 100)
 	for want, change := range map[string]func(*transfer.Request){
-		"99 bytes into 100":   func(q *transfer.Request) { q.Src.Bytes-- },
-		"at least 1":          func(q *transfer.Request) { q.Src.Bytes, q.Dst.Bytes = 0, 0 },
-		"overlap":             func(q *transfer.Request) { q.Dst = q.Src },
-		"priority(8)":         func(q *transfer.Request) { q.Priority = transfer.Priorities },
-		"no Done fence is set":     func(q *transfer.Request) { q.Done = device.Point{} },
-		"has no fence":        func(q *transfer.Request) { q.After = make([]device.Point, 1) },
-		"both Pieces and Src": func(q *transfer.Request) { q.Pieces = []transfer.Piece{{Src: q.Src, Dst: q.Dst}} },
+		"99 bytes into 100":    func(q *transfer.Request) { q.Src.Bytes-- },
+		"at least 1":           func(q *transfer.Request) { q.Src.Bytes, q.Dst.Bytes = 0, 0 },
+		"overlap":              func(q *transfer.Request) { q.Dst = q.Src },
+		"priority(8)":          func(q *transfer.Request) { q.Priority = transfer.Priorities },
+		"no Done fence is set": func(q *transfer.Request) { q.Done = device.Point{} },
+		"has no fence":         func(q *transfer.Request) { q.After = make([]device.Point, 1) },
+		"both Pieces and Src":  func(q *transfer.Request) { q.Pieces = []transfer.Piece{{Src: q.Src, Dst: q.Dst}} },
 		"the first one from host": func(q *transfer.Request) {
 			q.Pieces = []transfer.Piece{{Src: q.Src, Dst: q.Dst}, {Src: q.Dst, Dst: q.Src}}
 			q.Src, q.Dst = device.Region{}, device.Region{}
