@@ -103,8 +103,8 @@ func takeConversation(o *object) *conversation {
 	return c
 }
 
-// takeTools takes the tools that the template describes to the model. What the
-// model writes in answer comes back as text.
+// takeTools takes the tools that the template describes to the model. Tool calls of the model
+// are returned as text.
 func takeTools(o *object, c *conversation) {
 	raw, choice := json.RawMessage(nil), "auto"
 	if tools, ok := o.take("tools"); ok {
@@ -154,7 +154,7 @@ func takeMessage(o *object) chat.Message {
 	if !content && calls == nil {
 		o.fail("content", "missing_required_parameter", "Missing required parameter: '%s'.", o.name("content"))
 	}
-	// An answer of this API can be sent back as it came.
+	// A message of this API can be sent back unchanged.
 	for _, member := range []string{"refusal", "annotations", "audio", "function_call"} {
 		if raw, ok := o.take(member); ok && string(raw) != "[]" {
 			o.unsupported(member, "messages are text and tool calls")
@@ -283,13 +283,13 @@ func (s *Server) chat(w *response, r *http.Request) error {
 	if err := req.limit(req.prompt, 0, m.MaxModelLen, "messages"); err != nil {
 		return err
 	}
-	a := &chatAnswer{req: req, text: m.texts(), head: completionHead{
+	a := &chatResponse{req: req, text: m.texts(), head: completionHead{
 		ID: "chatcmpl-" + w.id, Object: "chat.completion", Created: time.Now().Unix(), Model: m.Name,
 	}}
-	return s.answer(w, r, m, &req.common, []engine.Request{{ID: w.id, Prompt: req.prompt, Encoded: true, Params: req.params}}, a)
+	return s.generate(w, r, m, &req.common, []engine.Request{{ID: w.id, Prompt: req.prompt, Encoded: true, Params: req.params}}, a)
 }
 
-// chatCompletion is a whole answer of /v1/chat/completions.
+// chatCompletion is a whole response of /v1/chat/completions.
 type chatCompletion struct {
 	completionHead
 	Choices        []chatChoice `json:"choices"`
@@ -311,11 +311,11 @@ type chatMessage struct {
 	Refusal *string `json:"refusal"`
 }
 
-// chatChunk is a part of a streamed answer.
+// chatChunk is a chunk of a streamed response.
 type chatChunk struct {
 	completionHead
 	Choices []chatChunkChoice `json:"choices"`
-	// Usage is a *usage, which may be null, or left out.
+	// Usage is a *usage, which may be null, or omitted.
 	Usage          any     `json:"usage,omitempty"`
 	PromptTokenIDs []int32 `json:"prompt_token_ids,omitempty"`
 }
@@ -346,14 +346,14 @@ type chatLogProb struct {
 	Top   []chatLogProb `json:"top_logprobs,omitzero"`
 }
 
-// chatAnswer writes answers of /v1/chat/completions.
-type chatAnswer struct {
+// chatResponse writes responses of /v1/chat/completions.
+type chatResponse struct {
 	req  *chatRequest
 	head completionHead
 	text *tokenTexts
 }
 
-func (a *chatAnswer) logProbs(tokens []engine.Token) *chatLogProbs {
+func (a *chatResponse) logProbs(tokens []engine.Token) *chatLogProbs {
 	if !a.req.params.LogProbs {
 		return nil
 	}
@@ -373,21 +373,21 @@ func (a *chatAnswer) logProbs(tokens []engine.Token) *chatLogProbs {
 	return l
 }
 
-func (a *chatAnswer) ids(tokens []engine.Token) []int32 {
+func (a *chatResponse) ids(tokens []engine.Token) []int32 {
 	if !a.req.tokenIDs {
 		return nil
 	}
 	return tokenIDs(tokens)
 }
 
-func (a *chatAnswer) promptIDs() []int32 {
+func (a *chatResponse) promptIDs() []int32 {
 	if !a.req.tokenIDs {
 		return nil
 	}
 	return a.req.prompt
 }
 
-func (a *chatAnswer) whole(choices []engine.Update, u *usage) any {
+func (a *chatResponse) whole(choices []engine.Update, u *usage) any {
 	c := chatCompletion{completionHead: a.head, Usage: u, PromptTokenIDs: a.promptIDs(), Choices: make([]chatChoice, len(choices))}
 	for i, u := range choices {
 		c.Choices[i] = chatChoice{
@@ -399,7 +399,7 @@ func (a *chatAnswer) whole(choices []engine.Update, u *usage) any {
 }
 
 // chunks are the assistant's role in the first, text, and the reason in the last.
-func (a *chatAnswer) chunks(index int, first bool, u *engine.Update) []any {
+func (a *chatResponse) chunks(index int, first bool, u *engine.Update) []any {
 	var all []any
 	add := func(c chatChunkChoice) *chatChunk {
 		c.Index = index
@@ -424,10 +424,10 @@ func (a *chatAnswer) chunks(index int, first bool, u *engine.Update) []any {
 	return all
 }
 
-func (a *chatAnswer) last(u *usage) any {
+func (a *chatResponse) last(u *usage) any {
 	c := chatChunk{completionHead: a.head, Choices: []chatChunkChoice{}, Usage: u}
 	c.Object = "chat.completion.chunk"
 	return c
 }
 
-func (a *chatAnswer) promptParam() string { return "messages" }
+func (a *chatResponse) promptParam() string { return "messages" }

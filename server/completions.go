@@ -8,7 +8,7 @@ import (
 	"github.com/moeserve/moeserve/engine"
 )
 
-// defaultCompletionTokens is what a completion gets that asks for no number.
+// defaultCompletionTokens is max_tokens of a completion that gives none.
 const defaultCompletionTokens = 16
 
 // prompt is what a completion goes on from.
@@ -135,11 +135,11 @@ func (s *Server) completions(w *response, r *http.Request) error {
 		}
 		requests[i] = engine.Request{ID: w.id, Prompt: p.ids, Encoded: p.encoded, Params: req.params}
 	}
-	a := &completionAnswer{req: req, text: m.texts(), head: completionHead{
+	a := &completionResponse{req: req, text: m.texts(), head: completionHead{
 		ID: "cmpl-" + w.id, Object: "text_completion", Created: time.Now().Unix(), Model: m.Name,
 	}}
 	a.offsets = make([]int, len(req.prompts)*req.params.N)
-	return s.answer(w, r, m, &req.common, requests, a)
+	return s.generate(w, r, m, &req.common, requests, a)
 }
 
 type completionHead struct {
@@ -149,11 +149,11 @@ type completionHead struct {
 	Model   string `json:"model"`
 }
 
-// completion is an answer of /v1/completions, whole or a chunk of it.
+// completion is a response of /v1/completions, whole or a chunk of it.
 type completion struct {
 	completionHead
 	Choices []completionChoice `json:"choices"`
-	// Usage is a *usage, which may be null, or left out.
+	// Usage is a *usage, which may be null, or omitted.
 	Usage any `json:"usage,omitempty"`
 }
 
@@ -175,8 +175,8 @@ type completionLogProbs struct {
 	TextOffset []int `json:"text_offset"`
 }
 
-// completionAnswer writes answers of /v1/completions.
-type completionAnswer struct {
+// completionResponse writes responses of /v1/completions.
+type completionResponse struct {
 	req  *completionRequest
 	head completionHead
 	text *tokenTexts
@@ -184,7 +184,7 @@ type completionAnswer struct {
 	offsets []int
 }
 
-func (a *completionAnswer) choice(index int, first bool, u *engine.Update) completionChoice {
+func (a *completionResponse) choice(index int, first bool, u *engine.Update) completionChoice {
 	c := completionChoice{Index: index, Text: u.Text, FinishReason: finishReason(u.Finish)}
 	p := &a.req.prompts[index/a.req.params.N]
 	if first && a.req.echo {
@@ -202,7 +202,7 @@ func (a *completionAnswer) choice(index int, first bool, u *engine.Update) compl
 	return c
 }
 
-func (a *completionAnswer) logProbs(index int, tokens []engine.Token) *completionLogProbs {
+func (a *completionResponse) logProbs(index int, tokens []engine.Token) *completionLogProbs {
 	l := &completionLogProbs{Tokens: []string{}, TokenLogProbs: []float64{}, TopLogProbs: []map[string]float64{}, TextOffset: []int{}}
 	for _, t := range tokens {
 		text, n := a.text.shown(t.ID)
@@ -224,7 +224,7 @@ func (a *completionAnswer) logProbs(index int, tokens []engine.Token) *completio
 	return l
 }
 
-func (a *completionAnswer) whole(choices []engine.Update, u *usage) any {
+func (a *completionResponse) whole(choices []engine.Update, u *usage) any {
 	c := completion{completionHead: a.head, Usage: u, Choices: make([]completionChoice, len(choices))}
 	for i := range choices {
 		c.Choices[i] = a.choice(i, true, &choices[i])
@@ -232,7 +232,7 @@ func (a *completionAnswer) whole(choices []engine.Update, u *usage) any {
 	return c
 }
 
-func (a *completionAnswer) chunks(index int, first bool, u *engine.Update) []any {
+func (a *completionResponse) chunks(index int, first bool, u *engine.Update) []any {
 	c := a.choice(index, first, u)
 	if c.Text == "" && c.FinishReason == nil && len(c.TokenIDs) == 0 && (c.LogProbs == nil || len(c.LogProbs.Tokens) == 0) {
 		return nil // its text is not complete
@@ -240,8 +240,8 @@ func (a *completionAnswer) chunks(index int, first bool, u *engine.Update) []any
 	return []any{completion{completionHead: a.head, Choices: []completionChoice{c}, Usage: a.req.noUsage()}}
 }
 
-func (a *completionAnswer) last(u *usage) any {
+func (a *completionResponse) last(u *usage) any {
 	return completion{completionHead: a.head, Choices: []completionChoice{}, Usage: u}
 }
 
-func (a *completionAnswer) promptParam() string { return "prompt" }
+func (a *completionResponse) promptParam() string { return "prompt" }

@@ -16,14 +16,14 @@ import (
 
 // Error is an error as clients of the OpenAI API read it.
 type Error struct {
-	// Status of the HTTP answer.
+	// Status of the HTTP response.
 	Status int
 	// Message says what is wrong and what to do, Type the kind in OpenAI's words.
 	Message, Type string
-	// Param is the member of the body that is wrong, Code a word for programs; empty
-	// for none.
+	// Param is the member of the body that is wrong, Code a machine-readable code; empty for
+	// none.
 	Param, Code string
-	// RetryAfter, where it is not 0, says when to try again; in whole seconds.
+	// RetryAfter is how long to wait before a retry, in whole seconds; 0 for none.
 	RetryAfter time.Duration
 }
 
@@ -37,21 +37,21 @@ const (
 	unavailable    = "service_unavailable"
 )
 
-// Causes of a request's end that do not come from its client.
+// Causes of an abort that do not come from the client.
 var (
 	errStopping = errors.New("the server is stopping")
-	errTimeout  = errors.New("the request took longer than this server lets one take")
+	errTimeout  = errors.New("the request exceeded the time limit of this server")
 )
 
-// retrySoon is the Retry-After of what passes within seconds.
+// retrySoon is the Retry-After of conditions that pass within seconds.
 const retrySoon = time.Second
 
-// packages are those that begin their errors with their names, which say nothing to
-// clients, nor to those who run a command.
-var packages = regexp.MustCompile(`(^|: |; )(?:(?:configs|device|dispatch|emulated|engine|eval|experts|forward|harvest|kvcache|metrics|models|node|peercache|pipeline|planner|rebalancer|residency|scheduler|server|tenants|transfer): )+`)
+// packages are those that begin their errors with their names, which mean nothing to
+// clients and users.
+var packages = regexp.MustCompile(`(^|: |; )(?:(?:configs|device|dispatch|emulated|engine|eval|experts|forward|harvest|kvcache|metrics|models|node|peercache|pipeline|planner|lease|rebalancer|scheduler|server|tenants|transfer): )+`)
 
-// Message words an error for those who asked for what failed: in one line, also where
-// it has several causes, and without the names of packages.
+// Message is an error as clients and users read it: in one line, also where it has several
+// causes, and without the names of packages.
 func Message(err error) string {
 	line := strings.Join(strings.FieldsFunc(err.Error(), func(r rune) bool { return r == '\n' || r == '\r' }), "; ")
 	return packages.ReplaceAllString(line, "$1")
@@ -64,12 +64,12 @@ func badRequest(param, code, format string, args ...any) *Error {
 func notNow(err error) *Error {
 	return &Error{
 		Status: http.StatusServiceUnavailable, Type: unavailable, RetryAfter: retrySoon,
-		Message: err.Error() + "; try again soon, or elsewhere",
+		Message: err.Error() + "; retry later, or on another server",
 	}
 }
 
-// asError says what a client is told about err. prompt is the member of the body
-// that holds the prompt.
+// asError is err as its client reads it. prompt is the member of the body that holds the
+// prompt.
 func asError(ctx context.Context, err error, prompt string) *Error {
 	var e *Error
 	var param *engine.ParamError
@@ -85,20 +85,20 @@ func asError(ctx context.Context, err error, prompt string) *Error {
 	case errors.Is(err, engine.ErrQueueFull):
 		return &Error{
 			Status: http.StatusTooManyRequests, Type: rateLimit, Code: "queue_full", RetryAfter: retrySoon,
-			Message: "too many requests are waiting; try again soon",
+			Message: "too many requests are waiting; retry later",
 		}
 	case errors.Is(err, engine.ErrStopped), errors.Is(context.Cause(ctx), errStopping):
 		return notNow(errStopping)
 	case errors.Is(context.Cause(ctx), errTimeout):
-		return &Error{Status: http.StatusGatewayTimeout, Type: serverError, Code: "timeout", Message: errTimeout.Error() + "; ask for fewer tokens"}
+		return &Error{Status: http.StatusGatewayTimeout, Type: serverError, Code: "timeout", Message: errTimeout.Error() + "; request fewer tokens"}
 	}
 	if errors.Is(ctx.Err(), context.Canceled) {
-		return &Error{Status: statusClientLeft, Type: invalidRequest, Message: "the client has left"}
+		return &Error{Status: statusClientLeft, Type: invalidRequest, Message: "the client closed the connection"}
 	}
 	return &Error{Status: http.StatusInternalServerError, Type: serverError, Message: "the engine failed: " + Message(err)}
 }
 
-// statusClientLeft is for logs, as nobody reads it; nginx has the number.
+// statusClientLeft is for logs, since the client has gone; nginx has the number.
 const statusClientLeft = 499
 
 type errorBody struct {

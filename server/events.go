@@ -7,21 +7,20 @@ import (
 	"time"
 )
 
-// Events passes on what happens in a node to those who follow it at /debug/events.
-// Its methods may be called from any goroutine.
+// Events passes on what happens in a node to the clients that follow /debug/events. Its
+// methods are safe for concurrent use.
 //
-// Each follower has a buffer of its own. Whoever reads too slowly loses the events
-// that find it full, and is told in their place how many they were; nobody who
-// publishes waits.
+// Each follower has a buffer of its own. One that reads too slowly loses the events that
+// find it full, and reads in their place how many they were; Publish never waits.
 type Events struct {
-	// followed is how many follow, so that nothing is done for none.
+	// followed is the number of followers, so that nothing is done without any.
 	followed atomic.Int32
 
 	mu        sync.Mutex
 	followers map[*follower]struct{}
 }
 
-// NewEvents makes a stream that nobody follows yet.
+// NewEvents makes a stream without followers.
 func NewEvents() *Events { return &Events{followers: map[*follower]struct{}{}} }
 
 // event is one of a stream: its name, and what has its JSON form.
@@ -41,12 +40,12 @@ const (
 	// maxFollowers at once, and maxBuffered events for each of them.
 	maxFollowers = 16
 	maxBuffered  = 1024
-	// heartbeat is how often those who follow hear of a stream where nothing happens,
-	// so that proxies do not cut it.
+	// heartbeat is the interval of comments on a stream without events, so that proxies do not
+	// close it.
 	heartbeat = 15 * time.Second
 )
 
-// follower is one who reads.
+// follower is a client that reads the stream.
 type follower struct {
 	mu     sync.Mutex
 	buffer []event
@@ -54,8 +53,8 @@ type follower struct {
 	wake   chan struct{} // has room for one
 }
 
-// Publish tells those who follow of an event. data must have a JSON form and not
-// change any more. It does not block.
+// Publish sends an event to all followers. data must have a JSON form and not change any
+// more. It does not block.
 func (e *Events) Publish(name string, data any) {
 	if e.followed.Load() == 0 {
 		return
@@ -74,7 +73,7 @@ func (f *follower) put(v event) {
 		f.lost++
 		return
 	}
-	f.tellLost()
+	f.noteLost()
 	f.buffer = append(f.buffer, v)
 	select {
 	case f.wake <- struct{}{}:
@@ -82,8 +81,8 @@ func (f *follower) put(v event) {
 	}
 }
 
-// tellLost puts the number of lost events in their place. f.mu is held.
-func (f *follower) tellLost() {
+// noteLost puts the number of lost events in their place. f.mu is held.
+func (f *follower) noteLost() {
 	if f.lost > 0 {
 		f.buffer = append(f.buffer, event{lostName, lostEvents{lostName, f.lost}})
 		f.lost = 0
@@ -94,13 +93,13 @@ func (f *follower) tellLost() {
 func (f *follower) take() []event {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	f.tellLost()
+	f.noteLost()
 	events := f.buffer
 	f.buffer = nil
 	return events
 }
 
-// follow begins to keep events; false where too many follow already.
+// follow begins to buffer events; false at maxFollowers.
 func (e *Events) follow() (*follower, bool) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -126,20 +125,20 @@ func (s *Server) events(w *response, r *http.Request) error {
 	if !ok {
 		return &Error{
 			Status: http.StatusTooManyRequests, Type: rateLimit, Code: "too_many_requests", RetryAfter: retrySoon,
-			Message: "too many follow the events already; end another stream",
+			Message: "too many clients follow the events; close another stream",
 		}
 	}
 	defer s.o.Events.unfollow(f)
 	timer := time.NewTicker(heartbeat)
 	defer timer.Stop()
-	// What comes first says that nothing is missed from here on.
+	// The first comment shows that nothing is missed from now on.
 	err := w.comment("events")
 	for err == nil {
 		select {
 		case <-r.Context().Done():
 			return nil
 		case <-timer.C:
-			err = w.comment("still here")
+			err = w.comment("heartbeat")
 		case <-f.wake:
 			for _, v := range f.take() {
 				if err = w.named(v.name, v.data); err != nil {
@@ -148,17 +147,17 @@ func (s *Server) events(w *response, r *http.Request) error {
 			}
 		}
 	}
-	return nil // nobody reads
+	return nil // the client has gone
 }
 
-// residency shows where every expert is.
+// residency writes where every expert is.
 func (s *Server) residency(w *response, _ *http.Request) error {
 	m, err := s.current()
 	if err != nil {
 		return err
 	}
 	if m.Residency == nil {
-		return &Error{Status: http.StatusNotFound, Type: invalidRequest, Code: "unknown_url", Message: "This server does not know where experts are."}
+		return &Error{Status: http.StatusNotFound, Type: invalidRequest, Code: "unknown_url", Message: "This server has no residency of experts."}
 	}
 	w.json(http.StatusOK, m.Residency())
 	return nil

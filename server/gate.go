@@ -5,13 +5,13 @@ import (
 	"sync"
 )
 
-// gate counts those inside, lets in so many at once, and none once it is closed.
+// gate limits the number of requests in progress, and admits none once it is closed.
 type gate struct {
-	most int
+	limit int
 
 	mu     sync.Mutex
 	inside int
-	idle   chan struct{} // not nil once closed, closed once nobody is inside
+	idle   chan struct{} // not nil once the gate is closed; closed once no request is inside
 }
 
 // enter is followed by leave unless it returns an error.
@@ -21,10 +21,10 @@ func (g *gate) enter() error {
 	if g.idle != nil {
 		return notNow(errStopping)
 	}
-	if g.inside >= g.most {
+	if g.inside >= g.limit {
 		return &Error{
 			Status: http.StatusTooManyRequests, Type: rateLimit, Code: "too_many_requests", RetryAfter: retrySoon,
-			Message: "too many requests are under way; try again soon",
+			Message: "too many requests in progress; retry later",
 		}
 	}
 	g.inside++
@@ -40,7 +40,7 @@ func (g *gate) leave() {
 	}
 }
 
-// close lets nobody in any more. The channel is closed when the last one has left.
+// close admits no more requests. The channel is closed when the last one has left.
 func (g *gate) close() <-chan struct{} {
 	g.mu.Lock()
 	defer g.mu.Unlock()

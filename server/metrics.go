@@ -21,8 +21,8 @@ import (
 // Metrics of a node. Requests have the names that routers know from vLLM.
 type Metrics struct {
 	model   string              // the label of metrics that have vLLM's names
-	own     []metrics.Collector // what is there with and without a model
-	readers atomic.Int32        // that are answered now
+	own     []metrics.Collector // independent of the model
+	readers atomic.Int32        // requests for metrics in progress
 
 	mu sync.Mutex
 	// collectors of the model, if there is one.
@@ -35,7 +35,7 @@ type Metrics struct {
 	step, drain                                *metrics.Histogram
 }
 
-// maxReaders bounds how many read metrics at a time.
+// maxReaders is the maximum of requests for metrics at a time.
 const maxReaders = 4
 
 // vllm describes a metric that has vLLM's name, of a model.
@@ -43,8 +43,8 @@ func vllm(model, name, help string, labels ...string) *metrics.Desc {
 	return metrics.NewDesc("vllm:"+name, help, labels...).With("model_name", model)
 }
 
-// Bounds of histograms, in seconds. They begin where the built-in model is and end
-// where somebody has long given up.
+// Bounds of histograms, in seconds: from the times of the built-in model to those after which
+// clients have given up.
 var (
 	tokenBounds   = []float64{.0005, .001, .0025, .005, .01, .025, .05, .075, .1, .15, .2, .3, .5, .75, 1, 2.5, 5, 10, 20, 40}
 	drainBounds   = []float64{.00001, .000025, .00005, .0001, .00025, .0005, .001, .0025, .005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5, 10}
@@ -112,7 +112,7 @@ func (m *Metrics) read(job *engine.Job, p engine.Params) *reading {
 func (r *reading) next(ctx context.Context) (engine.Update, error) {
 	u, err := r.job.Next(ctx)
 	for err == nil && u.Finish == engine.FinishAbort {
-		// Behind the last of these stands why.
+		// The last of these is followed by the cause.
 		if u, err = r.job.Next(ctx); errors.Is(err, io.EOF) {
 			if err = ctx.Err(); err == nil {
 				err = engine.ErrStopped
@@ -146,7 +146,7 @@ func (r *reading) next(ctx context.Context) (engine.Update, error) {
 	return u, nil
 }
 
-// log is what became of the job.
+// log is how the job ran.
 func (r *reading) log() jobLog {
 	l := jobLog{usage: r.job.Usage(), times: r.job.Times(), samples: r.n, finish: r.finished}
 	if r.finish == engine.FinishAbort {
@@ -155,7 +155,7 @@ func (r *reading) log() jobLog {
 	return l
 }
 
-// done counts a job that nobody reads any more.
+// done counts a job that is not read any more.
 func (r *reading) done() {
 	r.m.success.Of(string(r.finish)).Add(1)
 	t := r.job.Times()
@@ -168,7 +168,7 @@ func (r *reading) done() {
 	between(r.m.firstToken, t.Arrived, t.FirstToken)
 	between(r.m.prefill, t.Admitted, t.FirstToken)
 	if r.finish == engine.FinishAbort {
-		return // its length is its client's doing
+		return // its length depends on when the client left
 	}
 	between(r.m.endToEnd, t.Arrived, t.Finished)
 	between(r.m.decode, t.FirstToken, t.Finished)
@@ -179,20 +179,20 @@ func (r *reading) done() {
 	}
 }
 
-// setModel has the metrics be of a model, and of it alone.
+// setModel replaces the metrics of the model.
 func (m *Metrics) setModel(of *Model) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	m.collectors = append([]metrics.Collector{newStateCollector(of.Engine, m.model)}, of.Collectors...)
 }
 
-// write answers with the metrics as they are now.
+// write writes the metrics as they are now.
 func (m *Metrics) write(w http.ResponseWriter, r *http.Request) error {
 	defer m.readers.Add(-1)
 	if m.readers.Add(1) > maxReaders {
 		return &Error{
 			Status: http.StatusServiceUnavailable, Type: unavailable, RetryAfter: retrySoon,
-			Message: "too many clients read the metrics at the same time; try again soon",
+			Message: "too many requests for metrics at the same time; retry later",
 		}
 	}
 	m.mu.Lock()

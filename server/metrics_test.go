@@ -188,7 +188,7 @@ func TestMetricsAreReadByFew(t *testing.T) {
 	for range 4 {
 		<-entered
 	}
-	if a := h.send(http.MethodGet, "/metrics", ""); a.status != http.StatusServiceUnavailable || !strings.Contains(a.body, "too many clients read the metrics") {
+	if a := h.send(http.MethodGet, "/metrics", ""); a.status != http.StatusServiceUnavailable || !strings.Contains(a.body, "too many requests for metrics") {
 		t.Errorf("%d: %s", a.status, a.body)
 	}
 	close(gate)

@@ -65,8 +65,7 @@ func (o *object) wrongType(member, want string, got json.RawMessage) {
 	o.fail(member, "invalid_type", "Invalid type for '%s': it must be %s, and is %s.", o.name(member), want, kindOf(got))
 }
 
-// unsupported is the error for a member that is known and asks for what is not
-// there.
+// unsupported is the error for a known member that requests what is not implemented.
 func (o *object) unsupported(member, why string) {
 	o.fail(member, "unsupported_parameter", "'%s' is not supported: %s.", o.name(member), why)
 }
@@ -85,7 +84,7 @@ func (o *object) ignore(members ...string) {
 	}
 }
 
-// end reports the first error, also of members that nobody has taken.
+// end returns the first error, also of members that were not taken.
 func (o *object) end() error {
 	if o.err == nil && len(o.members) > 0 {
 		names := make([]string, 0, len(o.members))

@@ -8,7 +8,7 @@ import (
 	"github.com/moeserve/moeserve/engine"
 )
 
-// common is what completions and chats are asked with alike.
+// common has the parameters that completions and chats share.
 type common struct {
 	model, requestID string
 	params           engine.Params
@@ -16,14 +16,14 @@ type common struct {
 	maxTokens      int
 	maxTokensParam string
 	stream         bool
-	// usage asks for a last chunk with the usage.
+	// usage requests a last chunk with the usage.
 	usage bool
-	// tokenIDs asks for the ids of prompt and answer.
+	// tokenIDs requests the ids of prompt and completion.
 	tokenIDs bool
 }
 
-// noUsage is the usage of a chunk that has none: null where the last one will have
-// it, else left out.
+// noUsage is the usage of a chunk that has none: null where the last one will have it, else
+// omitted.
 func (c *common) noUsage() any {
 	if c.usage {
 		return (*usage)(nil)
@@ -31,8 +31,7 @@ func (c *common) noUsage() any {
 	return nil
 }
 
-// unused are members of OpenAI's API, and of vLLM's, that change nothing about an
-// answer here.
+// unused are members of OpenAI's API, and of vLLM's, without an effect on the response.
 var unused = []string{
 	"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
 	"parallel_tool_calls", "reasoning_effort", "verbosity", "spaces_between_special_tokens", "priority",
@@ -82,14 +81,14 @@ func takeCommon(o *object, defaults engine.Params) common {
 	}
 	for _, m := range []string{"prompt_logprobs", "truncate_prompt_tokens"} {
 		if _, ok := o.take(m); ok {
-			o.unsupported(m, "this server does not do that")
+			o.unsupported(m, "this server does not implement it")
 		}
 	}
 	takeResponseFormat(o)
 	return c
 }
 
-// takeMaxTokens takes the length of an answer.
+// takeMaxTokens takes the maximum of completion tokens.
 func takeMaxTokens(o *object, c *common, member string) {
 	if !o.integer(member, &c.maxTokens) {
 		return
@@ -165,8 +164,7 @@ func takeStreamOptions(o *object, c *common) {
 	o.close(s)
 }
 
-// takeResponseFormat refuses all but text: nothing here makes an answer keep to a
-// grammar.
+// takeResponseFormat refuses all but text: guided decoding is not supported.
 func takeResponseFormat(o *object) {
 	f := o.sub("response_format")
 	if f == nil {
@@ -174,23 +172,23 @@ func takeResponseFormat(o *object) {
 	}
 	var kind string
 	if f.text("type", &kind); kind != "text" {
-		o.unsupported("response_format", "answers are text; only {\"type\": \"text\"} is known")
+		o.unsupported("response_format", "only {\"type\": \"text\"} is")
 		return
 	}
 	o.close(f)
 }
 
-// limit sets MaxTokens from what was asked, the length of the prompt and the
-// longest sequence. otherwise applies where nothing was asked; 0: what room there is.
+// limit sets MaxTokens from the request, the length of the prompt and the maximum length of a
+// sequence. otherwise applies where the request gives none; 0: all that is left.
 func (c *common) limit(prompt []int32, otherwise, maxModelLen int, promptParam string) error {
 	room := maxModelLen - len(prompt)
 	switch {
 	case room < 1:
 		return badRequest(promptParam, "context_length_exceeded",
-			"This model's maximum context length is %d tokens, of which one at least is the answer's, and the prompt has %d. Shorten the prompt.", maxModelLen, len(prompt))
+			"This model's maximum context length is %d tokens, at least one of them for the completion, and the prompt has %d tokens. Shorten the prompt.", maxModelLen, len(prompt))
 	case c.maxTokens > room:
 		return badRequest(c.maxTokensParam, "context_length_exceeded",
-			"This model's maximum context length is %d tokens. The prompt has %d and %s is %d: at most %d are left for it.",
+			"This model's maximum context length is %d tokens. The prompt has %d tokens and %s is %d: the maximum for it is %d.",
 			maxModelLen, len(prompt), c.maxTokensParam, c.maxTokens, room)
 	case c.maxTokens > 0:
 		c.params.MaxTokens = c.maxTokens

@@ -12,7 +12,7 @@ import (
 	"github.com/moeserve/moeserve/engine"
 )
 
-// requestLog is what the log says of an HTTP request that worked on the model.
+// requestLog is how an HTTP request ran on the model.
 type requestLog struct {
 	usage usage
 	// ttft is the time to the first token of all samples, tpot the mean time per output token
@@ -30,7 +30,7 @@ type jobLog struct {
 	finish  []engine.FinishReason
 }
 
-// summarize puts together what the engine's requests took.
+// summarize combines the engine's requests of one HTTP request.
 func summarize(jobs []jobLog) requestLog {
 	var l requestLog
 	var decoding time.Duration
@@ -60,7 +60,7 @@ func summarize(jobs []jobLog) requestLog {
 	return l
 }
 
-// logRequest writes a line for each request: those that work on the model at info, others at debug.
+// logRequest logs a request: at info where it needs the model, else at debug.
 func (s *Server) logRequest(w *response, r *http.Request, took time.Duration) {
 	level := slog.LevelDebug
 	if w.works {

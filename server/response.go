@@ -12,7 +12,7 @@ import (
 	"time"
 )
 
-// response writes one answer: JSON, or server-sent events.
+// response writes one HTTP response: JSON, or server-sent events.
 type response struct {
 	http.ResponseWriter
 	control *http.ResponseController
@@ -22,8 +22,8 @@ type response struct {
 	id  string
 	log *slog.Logger
 
-	// works says that the request works on the model, ran what became of it there; nil where it
-	// did not come to that. refused is why it was answered with an error.
+	// works: the request needs the model. ran is how it ran there; nil where it did not. refused
+	// is the error that was its response.
 	works   bool
 	ran     *requestLog
 	refused *Error
@@ -34,10 +34,10 @@ type response struct {
 	buf       bytes.Buffer
 }
 
-// writeError is an answer that its client does not take.
+// writeError is a response that its client does not read.
 type writeError struct{ err error }
 
-func (e *writeError) Error() string { return "write the answer: " + e.err.Error() }
+func (e *writeError) Error() string { return "write the response: " + e.err.Error() }
 func (e *writeError) Unwrap() error { return e.err }
 
 // WriteHeader implements http.ResponseWriter.
@@ -59,7 +59,7 @@ func (w *response) Write(p []byte) (int, error) {
 // Unwrap is for http.ResponseController.
 func (w *response) Unwrap() http.ResponseWriter { return w.ResponseWriter }
 
-// deadline starts the time that the client has to take what is written next.
+// deadline starts the time that the client has to read what is written next.
 func (w *response) deadline() {
 	// A writer without deadlines (of a test) has no client who could be slow.
 	if err := w.control.SetWriteDeadline(time.Now().Add(w.timeout)); err != nil && !errors.Is(err, http.ErrNotSupported) {
@@ -67,13 +67,13 @@ func (w *response) deadline() {
 	}
 }
 
-// read reads a body of at most the given length, in the time that it may take.
-func (w *response) read(r *http.Request, most int64, timeout time.Duration) ([]byte, error) {
+// read reads a body up to a maximum length, within timeout.
+func (w *response) read(r *http.Request, limit int64, timeout time.Duration) ([]byte, error) {
 	tooLarge := &Error{
 		Status: http.StatusRequestEntityTooLarge, Type: invalidRequest, Code: "request_too_large",
-		Message: fmt.Sprintf("The body is larger than this server takes, %d bytes.", most),
+		Message: fmt.Sprintf("The body exceeds the maximum of %d bytes.", limit),
 	}
-	if r.ContentLength > most {
+	if r.ContentLength > limit {
 		return nil, tooLarge
 	}
 	deadline := func(t time.Time) {
@@ -82,23 +82,22 @@ func (w *response) read(r *http.Request, most int64, timeout time.Duration) ([]b
 		}
 	}
 	deadline(time.Now().Add(timeout))
-	data, err := io.ReadAll(http.MaxBytesReader(w, r.Body, most))
-	var limit *http.MaxBytesError
+	data, err := io.ReadAll(http.MaxBytesReader(w, r.Body, limit))
+	var tooLong *http.MaxBytesError
 	var network net.Error
 	switch {
-	case errors.As(err, &limit):
+	case errors.As(err, &tooLong):
 		return nil, tooLarge
 	case errors.As(err, &network) && network.Timeout():
 		w.Header().Set("Connection", "close")
 		return nil, &Error{
 			Status: http.StatusRequestTimeout, Type: invalidRequest, Code: "timeout",
-			Message: fmt.Sprintf("The body did not come within %v.", timeout),
+			Message: fmt.Sprintf("The body did not arrive within %v.", timeout),
 		}
 	case err != nil:
 		return nil, badRequest("", "", "The body cannot be read: %v.", err)
 	}
-	// From here on the connection is watched for the client's leaving, however long
-	// the answer takes.
+	// From now on the connection is watched for a disconnect, however long the response takes.
 	deadline(time.Time{})
 	return data, nil
 }
@@ -109,21 +108,21 @@ func (w *response) marshal(v any) {
 	enc := json.NewEncoder(&w.buf)
 	enc.SetEscapeHTML(false)
 	if err := enc.Encode(v); err != nil {
-		panic("server: answer without a JSON form: " + err.Error())
+		panic("server: response without a JSON form: " + err.Error())
 	}
 }
 
-// json writes a whole answer. One whose client has left is lost.
+// json writes a whole response. One whose client has gone is lost.
 func (w *response) json(status int, v any) {
 	w.buf.Reset()
 	w.marshal(v)
 	w.Header().Set("Content-Type", "application/json")
 	w.deadline()
 	w.WriteHeader(status)
-	w.Write(w.buf.Bytes()) //nolint:errcheck // nobody is left to tell
+	w.Write(w.buf.Bytes()) //nolint:errcheck // the client has gone
 }
 
-// fail writes an error, unless an answer has begun.
+// fail writes an error, unless a response has begun.
 func (w *response) fail(e *Error) {
 	w.refused = e
 	if w.status != 0 {
@@ -151,7 +150,7 @@ func (w *response) named(name string, v any) error {
 	return w.flush()
 }
 
-// comment writes what clients of server-sent events leave out.
+// comment writes a comment, which clients of server-sent events ignore.
 func (w *response) comment(text string) error {
 	w.buf.Reset()
 	w.buf.WriteString(": " + text + "\n\n")

@@ -45,14 +45,14 @@ type Model struct {
 	Engine    Engine
 	Tokenizer tokenizer.Tokenizer // nil: prompts are token ids
 	Template  Template            // nil: there are no chats
-	// MaxModelLen is the most tokens of prompt and answer together.
+	// MaxModelLen is the maximum of prompt and completion tokens together.
 	MaxModelLen int
-	// Defaults of what requests do not say. OpenAI's temperature is 1.
+	// Defaults of parameters that a request does not give. OpenAI's temperature is 1.
 	Defaults engine.Params
-	// Collectors of metrics that are the model's beside the engine's state.
+	// Collectors of the model's metrics, beside the engine's state.
 	Collectors []metrics.Collector
-	// Residency has a JSON form that says where every expert is; it is called from any
-	// goroutine. nil: it is not known.
+	// Residency returns where every expert is, as a value with a JSON form; it is safe for
+	// concurrent use. nil: not available.
 	Residency func() any
 	// Created is when the model became available.
 	Created time.Time
@@ -62,7 +62,7 @@ type Model struct {
 type Options struct {
 	// Metrics that requests are counted in. Default: new ones, of a model without name.
 	Metrics *Metrics
-	// Events that clients can follow. Default: none ever happens.
+	// Events that clients can follow. Default: none.
 	Events *Events
 	// Version of the product.
 	Version string
@@ -71,18 +71,19 @@ type Options struct {
 	APIKey string
 	// MaxRequestBytes bounds a body. Default: 16 MiB.
 	MaxRequestBytes int64
-	// MaxSamples of a request of several prompts: their number times n. More than the
-	// engine lets wait would never be taken. Default: 256.
+	// MaxSamples of a request of several prompts: their number times n. More than the engine's
+	// queue holds would never be admitted. Default: 256.
 	MaxSamples int
-	// MaxConcurrent HTTP requests that work on the model; more are told to come
-	// again. Default: 1024.
+	// MaxConcurrent is the maximum of HTTP requests that use the model at a time; more are
+	// rejected with 429. Default: 1024.
 	MaxConcurrent int
 	// RequestTimeout ends a request that takes longer; 0: never.
 	RequestTimeout time.Duration
-	// DrainTimeout is how long requests may go on once Serve is to end. 0: not at all.
+	// DrainTimeout is how long running requests may continue once Serve is to end. 0: they are
+	// aborted.
 	DrainTimeout time.Duration
-	// ReadTimeout is how long a client may take to send its request, WriteTimeout how
-	// long to take a piece of the answer. Default: 30 s.
+	// ReadTimeout is the limit for a client to send its request, WriteTimeout to read a part of
+	// the response. Default: 30 s.
 	ReadTimeout, WriteTimeout time.Duration
 	// Log gets what an operator can act on. Default: none.
 	Log *slog.Logger
@@ -117,8 +118,8 @@ func (o Options) EnsureDefaults() Options {
 	return o
 }
 
-// Server answers HTTP. It is an http.Handler, and Serve runs it with all that a
-// server on a network needs: timeouts, limits, and an end that lets requests finish.
+// Server is an http.Handler. Serve runs it with what a server on a network needs: timeouts,
+// limits, and a shutdown that lets requests finish.
 type Server struct {
 	o      Options
 	routes map[string]map[string]route // by path and method
@@ -134,14 +135,14 @@ type route struct {
 	handle func(w *response, r *http.Request) error
 	// open needs no key.
 	open bool
-	// works on the model: limited in number, and refused while the server stops.
+	// works: it needs the model, is limited in number, and refused while the server stops.
 	works bool
 }
 
 // New makes a server that has no model yet.
 func New(o Options) *Server {
 	s := &Server{o: o.EnsureDefaults()}
-	s.gate.most = s.o.MaxConcurrent
+	s.gate.limit = s.o.MaxConcurrent
 	get := func(r route) map[string]route { return map[string]route{http.MethodGet: r, http.MethodHead: r} }
 	work := func(h func(*response, *http.Request) error) map[string]route {
 		return map[string]route{http.MethodPost: {handle: h, works: true}}
@@ -166,27 +167,27 @@ func New(o Options) *Server {
 // modelPrefix stands for the models themselves, whose names may have slashes.
 const modelPrefix = "/v1/models/"
 
-// SetModel says that there is a model now, and makes the server ready.
+// SetModel sets the model that is served, and makes the server ready.
 func (s *Server) SetModel(m *Model) {
 	s.model.Store(m)
 	s.o.Metrics.setModel(m)
 }
 
-// Fail says that the model can no longer be served: health turns bad, and so does
-// the answer to every request.
+// Fail reports that the model can no longer be served: health and all requests fail from now
+// on.
 func (s *Server) Fail(err error) { s.failed.Store(&err) }
 
 // Limits of a connection that no option sets.
 const (
 	maxHeaderBytes = 64 << 10
 	idleTimeout    = 2 * time.Minute
-	// closing is how long connections get to take the end of their last answer.
+	// closing is the limit for clients to read the end of their last response.
 	closing = 5 * time.Second
 )
 
-// Serve answers what comes in through l until ctx is done, and then refuses new
-// requests, also by its readiness, while those under way go on for DrainTimeout at
-// most. It closes l, and returns nil where ctx was its end.
+// Serve serves connections of l until ctx is done. Then it refuses new requests, is no longer
+// ready, and lets running requests continue for up to DrainTimeout. It closes l, and returns
+// nil where ctx was its end.
 func (s *Server) Serve(ctx context.Context, l net.Listener) error {
 	base, cut := context.WithCancelCause(context.WithoutCancel(ctx))
 	defer cut(nil)
@@ -236,13 +237,13 @@ func (s *Server) Serve(ctx context.Context, l net.Listener) error {
 func (s *Server) ServeHTTP(hw http.ResponseWriter, r *http.Request) {
 	start := time.Now()
 	w := &response{ResponseWriter: hw, control: http.NewResponseController(hw), timeout: s.o.WriteTimeout, id: requestID(r), log: s.o.Log}
-	w.deadline() // or that of the connection's last answer would hold
+	w.deadline() // in place of that of the connection's last response
 	w.Header().Set("X-Request-Id", w.id)
 	w.Header().Set("X-Content-Type-Options", "nosniff")
 	defer func() {
 		if p := recover(); p != nil {
 			s.o.Log.Error("panic in handler", "request_id", w.id, "panic", p, "stack", string(debug.Stack()))
-			w.fail(&Error{Status: http.StatusInternalServerError, Type: serverError, Message: "this server has a bug, and its log says where"})
+			w.fail(&Error{Status: http.StatusInternalServerError, Type: serverError, Message: "internal error; the server's log has the cause"})
 		}
 		s.logRequest(w, r, time.Since(start))
 	}()
@@ -277,18 +278,18 @@ func (s *Server) dispatch(w *response, r *http.Request) error {
 		w.Header().Set("Allow", strings.Join(allowed, ", "))
 		return &Error{
 			Status: http.StatusMethodNotAllowed, Type: invalidRequest, Code: "method_not_allowed",
-			Message: fmt.Sprintf("%s does not do %s; it does %s.", shown(r.URL.Path), shown(r.Method), strings.Join(allowed, ", ")),
+			Message: fmt.Sprintf("Method %s is not allowed for %s; use %s.", shown(r.Method), shown(r.URL.Path), strings.Join(allowed, " or ")),
 		}
 	}
 	if !route.open && !s.authorized(r) {
 		return &Error{
 			Status: http.StatusUnauthorized, Type: invalidRequest, Code: "invalid_api_key",
-			Message: "The API key is missing or wrong: send it as Authorization: Bearer KEY.",
+			Message: "The API key is missing or wrong: send the header Authorization: Bearer KEY.",
 		}
 	}
 	if w.works = route.works; w.works {
 		if err := s.gate.enter(); err != nil {
-			// The answer does not wait for a body that is still on its way.
+			// The response does not wait for the rest of the body.
 			_ = w.control.EnableFullDuplex()
 			return err
 		}
@@ -297,7 +298,7 @@ func (s *Server) dispatch(w *response, r *http.Request) error {
 	return route.handle(w, r)
 }
 
-// authorized compares without telling by its time how much was right.
+// authorized compares in constant time.
 func (s *Server) authorized(r *http.Request) bool {
 	if s.o.APIKey == "" {
 		return true
@@ -308,7 +309,7 @@ func (s *Server) authorized(r *http.Request) bool {
 
 var goodID = regexp.MustCompile(`^[\w.-]{1,64}$`)
 
-// requestID is what the client calls its request, or a name of our own.
+// requestID is the client's id of the request, or a random one.
 func requestID(r *http.Request) string {
 	if id := r.Header.Get("X-Request-Id"); goodID.MatchString(id) {
 		return id
@@ -337,7 +338,7 @@ func (m *Model) known(name string) error {
 	}
 	return &Error{
 		Status: http.StatusNotFound, Type: invalidRequest, Param: "model", Code: "model_not_found",
-		Message: fmt.Sprintf("The model %q does not exist here; this server has %q.", shown(name), m.Name),
+		Message: fmt.Sprintf("The model %q does not exist; this server has %q.", shown(name), m.Name),
 	}
 }
 
@@ -356,7 +357,7 @@ func (s *Server) body(w *response, r *http.Request) (*Model, *object, error) {
 	if e := r.Header.Get("Content-Encoding"); e != "" && e != "identity" {
 		return nil, nil, &Error{
 			Status: http.StatusUnsupportedMediaType, Type: invalidRequest, Code: "unsupported_media_type",
-			Message: "The body must not be compressed: leave out Content-Encoding.",
+			Message: "The body must not be compressed: send no Content-Encoding.",
 		}
 	}
 	data, err := w.read(r, s.o.MaxRequestBytes, s.o.ReadTimeout)
@@ -376,7 +377,7 @@ func (s *Server) health(w *response, _ *http.Request) error {
 	return nil
 }
 
-// ready is good while requests are taken.
+// ready is good while requests are accepted.
 func (s *Server) ready(w *response, r *http.Request) error {
 	if s.gate.isClosed() {
 		return notNow(errStopping)
@@ -426,11 +427,11 @@ func (s *Server) modelByName(w *response, r *http.Request) error {
 	if err != nil {
 		return err
 	}
-	// An empty name is one that there is not.
+	// There is no model of an empty name.
 	if name := strings.TrimPrefix(r.URL.Path, modelPrefix); name == "" || m.known(name) != nil {
 		return &Error{
 			Status: http.StatusNotFound, Type: invalidRequest, Param: "model", Code: "model_not_found",
-			Message: fmt.Sprintf("The model %q does not exist here; this server has %q.", shown(name), m.Name),
+			Message: fmt.Sprintf("The model %q does not exist; this server has %q.", shown(name), m.Name),
 		}
 	}
 	w.json(http.StatusOK, m.json())

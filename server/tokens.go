@@ -4,7 +4,7 @@ import (
 	"net/http"
 )
 
-// tokenized is vLLM's answer to /tokenize.
+// tokenized is vLLM's response of /tokenize.
 type tokenized struct {
 	Count       int      `json:"count"`
 	MaxModelLen int      `json:"max_model_len"`
@@ -12,7 +12,7 @@ type tokenized struct {
 	TokenStrs   []string `json:"token_strs"`
 }
 
-// tokenize answers with the ids of a text, or of messages in the chat template.
+// tokenize returns the ids of a text, or of messages in the chat template.
 func (s *Server) tokenize(w *response, r *http.Request) error {
 	m, o, err := s.body(w, r)
 	if err != nil {
@@ -65,8 +65,7 @@ func (s *Server) tokenize(w *response, r *http.Request) error {
 	return nil
 }
 
-// detokenize answers with the text of ids. Special tokens are part of it, and ids
-// that are no tokens are not.
+// detokenize returns the text of ids: with special tokens, without ids that are no tokens.
 func (s *Server) detokenize(w *response, r *http.Request) error {
 	m, o, err := s.body(w, r)
 	if err != nil {

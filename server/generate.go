@@ -13,14 +13,13 @@ import (
 	"github.com/moeserve/moeserve/engine"
 )
 
-// shape writes answers as one endpoint has them. A choice's index is that of its
+// responseShape is the form of the responses of one endpoint. A choice's index is that of its
 // prompt times n, plus that of its sample.
-type shape interface {
-	// whole is the answer to a request that is not streamed; each update holds all
-	// of its choice.
+type responseShape interface {
+	// whole is the response that is not streamed; each update holds all of its choice.
 	whole(choices []engine.Update, u *usage) any
-	// chunks are what an update of a choice becomes, none where nothing can be shown
-	// yet. first says that it is the choice's first update.
+	// chunks of a stream for an update of a choice; none where there is nothing to send yet.
+	// first: it is the choice's first update.
 	chunks(index int, first bool, u *engine.Update) []any
 	// last is the chunk that has the usage.
 	last(u *usage) any
@@ -37,14 +36,14 @@ type usage struct {
 }
 
 type promptDetails struct {
-	// CachedTokens are those whose keys and values were not computed for this request.
+	// CachedTokens are those whose KV was not computed for this request.
 	CachedTokens int `json:"cached_tokens"`
 }
 
-// answer submits the requests of one HTTP request and writes what comes back. It
+// generate submits the engine's requests of one HTTP request and writes the response. It
 // returns an error where nothing was written yet.
-func (s *Server) answer(w *response, r *http.Request, m *Model, c *common, requests []engine.Request, a shape) error {
-	// Leaving ends what was submitted.
+func (s *Server) generate(w *response, r *http.Request, m *Model, c *common, requests []engine.Request, a responseShape) error {
+	// Returning aborts what was submitted.
 	ctx, cancel := context.WithCancel(r.Context())
 	defer cancel()
 	if s.o.RequestTimeout > 0 {
@@ -97,9 +96,9 @@ func (s *Server) answer(w *response, r *http.Request, m *Model, c *common, reque
 	return nil
 }
 
-// stream writes an answer as server-sent events. The status goes out with the
-// first of them, so that a request that never runs can still be refused.
-func (s *Server) stream(ctx context.Context, w *response, c *common, jobs []*reading, a shape) error {
+// stream writes a response as server-sent events. The status is sent with the first of them,
+// so that a request that never runs can still be refused.
+func (s *Server) stream(ctx context.Context, w *response, c *common, jobs []*reading, a responseShape) error {
 	seen := make([]bool, len(jobs)*c.params.N)
 	err := each(ctx, jobs, func(job int, u engine.Update) error {
 		at := job*c.params.N + u.Sample
@@ -114,7 +113,7 @@ func (s *Server) stream(ctx context.Context, w *response, c *common, jobs []*rea
 	})
 	var broken *writeError
 	if errors.As(err, &broken) {
-		return nil // nobody reads
+		return nil // the client has gone
 	}
 	if err != nil {
 		e := asError(ctx, err, a.promptParam())
@@ -129,7 +128,7 @@ func (s *Server) stream(ctx context.Context, w *response, c *common, jobs []*rea
 		err = w.event(a.last(total(jobs)))
 	}
 	if err == nil {
-		w.eventsEnd() //nolint:errcheck // the answer is complete, and its reader gone
+		w.eventsEnd() //nolint:errcheck // the response is complete, and its reader gone
 	}
 	return nil
 }
