@@ -32,6 +32,7 @@ type Metrics struct {
 	queue, prefill, decode, inference          *metrics.Histogram
 	prompt, generated                          *metrics.Counter
 	success                                    *metrics.Counters
+	promptTokens, generationTokens, stepTokens *metrics.Histogram
 	step, drain                                *metrics.Histogram
 }
 
@@ -43,11 +44,12 @@ func vllm(model, name, help string, labels ...string) *metrics.Desc {
 	return metrics.NewDesc("vllm:"+name, help, labels...).With("model_name", model)
 }
 
-// Bounds of histograms, in seconds: from the times of the built-in model to those after which
-// clients have given up.
+// Bounds of histograms: of tokens, and of seconds, from the times of the built-in model to those
+// after which clients have given up.
 var (
 	tokenBounds   = []float64{.0005, .001, .0025, .005, .01, .025, .05, .075, .1, .15, .2, .3, .5, .75, 1, 2.5, 5, 10, 20, 40}
 	drainBounds   = []float64{.00001, .000025, .00005, .0001, .00025, .0005, .001, .0025, .005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5, 10}
+	tokenCounts   = []float64{1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000, 200000}
 	requestBounds = []float64{.001, .0025, .005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640, 1280, 2560}
 )
 
@@ -75,6 +77,9 @@ func NewMetrics(model string) *Metrics {
 	m.inference = request("request_inference_time", "Inference: from a request's admission to its last token.")
 	m.interToken = histogram(vllm(model, "inter_token_latency_seconds", "Inter-token latency (ITL): between two tokens of a sample."), tokenBounds)
 	m.perToken = histogram(vllm(model, "request_time_per_output_token_seconds", "Time per output token (TPOT): the mean over a request's tokens after the first."), tokenBounds)
+	m.promptTokens = histogram(vllm(model, "request_prompt_tokens", "Prompt tokens of a request."), tokenCounts)
+	m.generationTokens = histogram(vllm(model, "request_generation_tokens", "Generation tokens of a request, of all its samples."), tokenCounts)
+	m.stepTokens = histogram(vllm(model, "iteration_tokens_total", "Tokens per engine step."), tokenCounts)
 	m.prompt = counter("prompt_tokens_total", "Prompt tokens of requests that got their first token.")
 	m.generated = counter("generation_tokens_total", "Generation tokens.")
 	m.success = metrics.NewCounters(vllm(model, "request_success_total", "Requests that ended, by finish reason.", "finished_reason"),
@@ -85,8 +90,11 @@ func NewMetrics(model string) *Metrics {
 	return m
 }
 
-// ObserveStep counts a step of the engine that took d.
-func (m *Metrics) ObserveStep(d time.Duration) { m.step.Observe(d.Seconds()) }
+// ObserveStep counts a step of the engine.
+func (m *Metrics) ObserveStep(i engine.StepInfo) {
+	m.step.Observe(i.Duration.Seconds())
+	m.stepTokens.Observe(float64(i.Tokens))
+}
 
 // ObserveDrain counts a revocation whose last reader took d.
 func (m *Metrics) ObserveDrain(d time.Duration) { m.drain.Observe(d.Seconds()) }
@@ -170,6 +178,8 @@ func (r *reading) done() {
 	if r.finish == engine.FinishAbort {
 		return // its length depends on when the client left
 	}
+	r.m.promptTokens.Observe(float64(r.job.Usage().PromptTokens))
+	r.m.generationTokens.Observe(float64(r.tokens))
 	between(r.m.endToEnd, t.Arrived, t.Finished)
 	between(r.m.decode, t.FirstToken, t.Finished)
 	between(r.m.inference, t.Admitted, t.Finished)

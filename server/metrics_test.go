@@ -53,7 +53,7 @@ func testMetrics(t *testing.T) {
 	slow.Settings.Batch.MaxNumSeqs = 1
 	wait := slow.Listener.StepFinished
 	slow.Listener.StepFinished = func(i engine.StepInfo) {
-		counted.ObserveStep(i.Duration)
+		counted.ObserveStep(i)
 		wait(i)
 	}
 	h := start(t, options{
@@ -80,6 +80,11 @@ func testMetrics(t *testing.T) {
 		`vllm:cache_config_info{block_size="16",model_name="tiny",num_gpu_blocks="` + strconv.Itoa(h.State().KVBlocks) + `"}`: 1,
 		"vllm:prompt_tokens_total" + model:                                       4 + 4 + 6,
 		"vllm:generation_tokens_total" + model:                                   2 + 2 + 2,
+		"vllm:request_prompt_tokens_sum" + model:                                 4 + 4 + 6,
+		"vllm:request_prompt_tokens_count" + model:                               3,
+		"vllm:request_generation_tokens_sum" + model:                             2 + 2 + 2,
+		"vllm:iteration_tokens_total_count" + model:                              float64(h.State().Steps),
+		"vllm:iteration_tokens_total_sum" + model:                                float64(h.State().PrefillTokens) + 2, // one of each request that generates two tokens
 		"vllm:num_preemptions_total" + model:                                     0,
 		`vllm:request_success_total{finished_reason="stop",model_name="tiny"}`:   2,
 		`vllm:request_success_total{finished_reason="length",model_name="tiny"}`: 1,
@@ -142,7 +147,7 @@ func TestMetricsOfNothing(t *testing.T) {
 			t.Errorf("there is %s", name)
 		}
 	}
-	server.NewMetrics("a").ObserveStep(time.Second)
+	server.NewMetrics("a").ObserveStep(engine.StepInfo{Duration: time.Second})
 	server.NewMetrics("a") // twice in a process
 }
 

@@ -109,7 +109,7 @@ func serve(ctx context.Context, s *streams, set *settings, o node.Options) (err 
 
 	o.Explicit = set.given
 	o.Settings, o.Log, o.WithoutTokenizer, o.MaxQueued = set.Settings, log, withoutTokenizer(set.Model.Name), set.Serve.MaxQueuedRequests
-	o.Listener = engine.Listener{StepFinished: func(i engine.StepInfo) { metrics.ObserveStep(i.Duration) }}
+	o.Listener = engine.Listener{StepFinished: metrics.ObserveStep}
 	o.Events = func(e observe.Event) {
 		events.Publish(e.Event, e)
 		if e.Event == observe.HarvestRevocationEnded {
