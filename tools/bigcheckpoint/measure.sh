@@ -18,7 +18,7 @@ for f in "${@:-0 0.5 1}"; do for fraction in $f; do
   while [ -r /proc/$pid/status ]; do
     now=$(awk '/^RssAnon/{print $2*1024}' /proc/$pid/status 2>/dev/null || true)
     [ -n "$now" ] && [ "$now" -gt "$peak" ] && peak=$now
-    grep -q 'node ready' "$dir/log" || loading=$peak
+    grep -q 'model loaded' "$dir/log" || loading=$peak
     sleep 0.005
   done
   wait $pid
