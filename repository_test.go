@@ -27,6 +27,7 @@ var imports = map[string]map[string]string{
 		"engine":          "requests of generate and bench, and their updates",
 		"eval":            "runs measurements and prints them",
 		"experts":         "tiers and counters in reports",
+		"models/chat":     "messages of a conversation",
 		"node":            "opens what it serves with",
 		"node/bench":      "a node as eval measures it",
 		"node/checkpoint": "what is in a model's folder",

@@ -19,6 +19,9 @@ func TestPresets(t *testing.T) {
 	}
 	for _, name := range want {
 		data, ok := Preset(name)
+		if !strings.Contains(PresetRepository(name), "/") {
+			t.Errorf("%s: repository %q", name, PresetRepository(name))
+		}
 		if !ok || !json.Valid(data) {
 			t.Errorf("%s: there %v, valid JSON %v", name, ok, json.Valid(data))
 		}
@@ -63,6 +66,18 @@ func TestSchemaMatchesSettings(t *testing.T) {
 	if len(tags) != len(Schema) {
 		t.Errorf("%d fields, %d entries", len(tags), len(Schema))
 	}
+	// Groups have titles, and stand together.
+	var groups []string
+	for _, k := range Schema {
+		if g := k.Group(); g == "" {
+			t.Errorf("entry %q: no title", k.Name)
+		} else if len(groups) == 0 || groups[len(groups)-1] != g {
+			groups = append(groups, g)
+		}
+	}
+	if slices.Sort(groups); len(slices.Compact(slices.Clone(groups))) != len(groups) {
+		t.Errorf("groups %v", groups)
+	}
 }
 
 // Each allowed value can be put, and reads as it was written; no other can.
@@ -81,7 +96,7 @@ func TestAllowed(t *testing.T) {
 		}
 		s := Defaults()
 		var bad *SettingError
-		if err := k.CheckText("gguf"); !errors.As(err, &bad) || err.Error() != fmt.Sprintf("configs: %s is \"gguf\": must be %s", k.Name, oneOf(k.Allowed)) {
+		if err := k.CheckText("gguf"); !errors.As(err, &bad) || !strings.HasPrefix(err.Error(), fmt.Sprintf("configs: --%s is \"gguf\": must be %s", k.Name, alternatives(k.Allowed))) {
 			t.Errorf("%s: got %v", k.Name, err)
 		}
 		if s.Put(map[string]any{k.Name: "gguf"}) == nil {
@@ -131,19 +146,19 @@ func TestValidate(t *testing.T) {
 		change func(*Settings)
 		want   string
 	}{
-		{func(s *Settings) { s.Offload.Fraction = 1.5 }, `configs: offload-fraction is 1.5: must be from 0 to 1`},
-		{func(s *Settings) { s.Offload.Fraction = math.NaN() }, `configs: offload-fraction is NaN: must be from 0 to 1`},
-		{func(s *Settings) { s.Model.LoadFormat = 7 }, `configs: load-format is "configs.LoadFormat(7)": must be auto or dummy`},
-		{func(s *Settings) { s.Output.LogLevel = 7 }, `configs: log-level is "configs.LogLevel(7)": must be auto, debug, info, warn or error`},
-		{func(s *Settings) { s.Batch.MaxNumSeqs = 0 }, `configs: max-num-seqs is 0: must be from 1 to 65536 sequences`},
-		{func(s *Settings) { s.Model.NumHiddenLayers = -1 }, `configs: num-hidden-layers is -1: must be from 0 to 1024 layers`},
-		{func(s *Settings) { s.Model.DummyRouting = "zipf:x" }, `configs: dummy-routing is "zipf:x": must be uniform or zipf:S, S above 0 and at most 8`},
-		{func(s *Settings) { s.Model.DummyRouting = "1.2" }, `configs: dummy-routing is "1.2": must be uniform or zipf:S, S above 0 and at most 8`},
-		{func(s *Settings) { s.Model.DummyRouting = "zipf:1.2" }, `configs: dummy-routing is "zipf:1.2": only goes with load-format dummy`},
-		{func(s *Settings) { s.Model.LoadFormat = LoadDummy }, `configs: load-format is "dummy": needs model: a preset (`},
-		{func(s *Settings) { s.Bench.InputLen, s.Bench.DatasetPath = 5, "f" }, `configs: input-len is 5: is for generated prompts, and prompts names a file`},
-		{func(s *Settings) { s.Bench.OutputLen = 1 }, `configs: output-len is 1: must be from 2 to 2147483647 tokens`},
-		{func(s *Settings) { s.Batch.MicroBatchSize = 4096 }, `configs: micro-batch-size is 4096: must be at most max-num-batched-tokens, 2048`},
+		{func(s *Settings) { s.Offload.Fraction = 1.5 }, `configs: --offload-fraction is 1.5: must be from 0 to 1`},
+		{func(s *Settings) { s.Offload.Fraction = math.NaN() }, `configs: --offload-fraction is NaN: must be from 0 to 1`},
+		{func(s *Settings) { s.Model.LoadFormat = 7 }, `configs: --load-format is "configs.LoadFormat(7)": must be auto or dummy`},
+		{func(s *Settings) { s.Output.LogLevel = 7 }, `configs: --log-level is "configs.LogLevel(7)": must be auto, debug, info, warn or error`},
+		{func(s *Settings) { s.Batch.MaxNumSeqs = 0 }, `configs: --max-num-seqs is 0: must be from 1 to 65536 sequences`},
+		{func(s *Settings) { s.Model.NumHiddenLayers = -1 }, `configs: --num-hidden-layers is -1: must be from 0 to 1024 layers`},
+		{func(s *Settings) { s.Model.DummyRouting = "zipf:x" }, `configs: --dummy-routing is "zipf:x": must be uniform or zipf:S with S above 0 and up to 8`},
+		{func(s *Settings) { s.Model.DummyRouting = "1.2" }, `configs: --dummy-routing is "1.2": must be uniform or zipf:S with S above 0 and up to 8`},
+		{func(s *Settings) { s.Model.DummyRouting = "zipf:1.2" }, `configs: --dummy-routing is "zipf:1.2": needs --load-format dummy`},
+		{func(s *Settings) { s.Model.LoadFormat = LoadDummy }, `configs: --load-format is "dummy": needs --model: a preset (`},
+		{func(s *Settings) { s.Bench.InputLen, s.Bench.DatasetPath = 5, "f" }, `configs: --input-len is 5: is for generated prompts; leave out --dataset-path`},
+		{func(s *Settings) { s.Bench.OutputLen = 1 }, `configs: --output-len is 1: must be from 2 to 2147483647 tokens`},
+		{func(s *Settings) { s.Batch.MicroBatchSize = 4096 }, `configs: --micro-batch-size is 4096: must be at most --max-num-batched-tokens, 2048`},
 	} {
 		s := Defaults()
 		c.change(&s)

@@ -29,7 +29,7 @@ func (d Device) ParsePeers() (PeerChoice, error) {
 	for f := range strings.SplitSeq(d.Peers, ",") {
 		n, err := strconv.ParseUint(strings.TrimSpace(f), 10, 16)
 		if err != nil {
-			return c, &SettingError{Key: "peers", Value: d.Peers, Want: "must be auto, none, or numbers of GPUs with commas between them"}
+			return c, &SettingError{Key: "peers", Value: d.Peers, Want: "must be auto, none, or comma-separated indices of GPUs"}
 		}
 		if slices.Contains(c.GPUs, int(n)) {
 			return c, &SettingError{Key: "peers", Value: d.Peers, Want: fmt.Sprintf("names GPU %d twice", n)}
@@ -54,7 +54,7 @@ func (h Harvest) ParseHeadroom() (Headroom, error) {
 	} else if n, err := ParseBytes(h.Headroom); err == nil {
 		return Headroom{Bytes: n}, nil
 	}
-	return Headroom{}, &SettingError{Key: "harvest-headroom", Value: h.Headroom, Want: "must be a size like 4GiB, or a share like 5%"}
+	return Headroom{}, &SettingError{Key: "harvest-headroom", Value: h.Headroom, Want: "must be a size like 4GiB (G and GiB: 2^30 bytes, GB: 10^9) or a share like 5%"}
 }
 
 // ParseMigrationLimit reads the setting migration-limit in bytes/s: 0 leaves it to who
@@ -69,7 +69,7 @@ func (h Harvest) ParseMigrationLimit() (float64, error) {
 	text, ok := strings.CutSuffix(h.MigrationLimit, "/s")
 	n, err := ParseBytes(text)
 	if err != nil || !ok || n == 0 {
-		return 0, &SettingError{Key: "migration-limit", Value: h.MigrationLimit, Want: "must be auto, a rate like 2GiB/s, or 0"}
+		return 0, &SettingError{Key: "migration-limit", Value: h.MigrationLimit, Want: "must be auto, a rate like 2GiB/s, or 0 for no limit"}
 	}
 	return float64(n), nil
 }
@@ -102,7 +102,7 @@ func (h Harvest) ParseTrace() (TraceChoice, error) {
 	if err != nil || !(c.Churn > 0 && c.Churn <= maxChurn) {
 		return c, &SettingError{
 			Key: "availability-trace", Value: h.AvailabilityTrace,
-			Want: fmt.Sprintf("must be a file, generated:SEED, or generated:SEED:CHANGES_PER_MINUTE, these above 0 and at most %v", number(maxChurn)),
+			Want: fmt.Sprintf("must be a file, generated:SEED, or generated:SEED:CHANGES_PER_MINUTE with changes above 0 and up to %v", number(maxChurn)),
 		}
 	}
 	return c, nil
@@ -187,22 +187,24 @@ func parseNumber(text string) (int, error) {
 	return int(n), err
 }
 
-// byteUnits are powers of 1000 and of 1024.
+// byteUnits are as GNU's tools have them: powers of 1000 with a B alone, powers of 1024
+// with a bare letter or iB. Letters may be lower case.
 var byteUnits = map[string]float64{
-	"": 1, "B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12,
-	"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40,
+	"": 1, "b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12,
+	"k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40,
+	"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40,
 }
 
-// ParseBytes reads a size from 0: "4GiB", "1.5GB", "0".
+// ParseBytes reads a size from 0: "4GiB", which is "4G", "1.5GB", "0".
 func ParseBytes(text string) (int64, error) {
 	i := strings.IndexFunc(text, func(r rune) bool { return (r < '0' || r > '9') && r != '.' })
 	if i < 0 {
 		i = len(text)
 	}
 	n, err := strconv.ParseFloat(text[:i], 64)
-	unit, ok := byteUnits[text[i:]]
+	unit, ok := byteUnits[strings.ToLower(text[i:])]
 	if err != nil || !ok || n*unit > math.MaxInt64/2 {
-		return 0, fmt.Errorf("%q is no size like 4GiB", text)
+		return 0, fmt.Errorf("%q is not a size like 4GiB (G and GiB: 2^30 bytes, GB: 10^9)", text)
 	}
 	return int64(n * unit), nil
 }
@@ -222,7 +224,7 @@ func (m Model) ParseRouting() (float64, error) {
 	if !ok || err != nil || !(skew > 0 && skew <= maxSkew) {
 		return 0, &SettingError{
 			Key: "dummy-routing", Value: m.DummyRouting,
-			Want: fmt.Sprintf("must be uniform or zipf:S, S above 0 and at most %d", maxSkew),
+			Want: fmt.Sprintf("must be uniform or zipf:S with S above 0 and up to %d", maxSkew),
 		}
 	}
 	return skew, nil
@@ -245,22 +247,22 @@ func (s Settings) validatePeers() error {
 		return err
 	}
 	if (trace.Generated || trace.File != "") && s.Device.Kind == CUDA {
-		return &SettingError{Key: "availability-trace", Value: s.Harvest.AvailabilityTrace, Want: "is for emulated devices, and device is cuda: leave one of them out"}
+		return &SettingError{Key: "availability-trace", Value: s.Harvest.AvailabilityTrace, Want: "needs emulated devices; leave out --device cuda or this"}
 	}
 	if slices.Contains(peers.GPUs, s.Device.GPU) {
-		return &SettingError{Key: "peers", Value: s.Device.Peers, Want: fmt.Sprintf("names the compute GPU, %d: name others", s.Device.GPU)}
+		return &SettingError{Key: "peers", Value: s.Device.Peers, Want: fmt.Sprintf("names the GPU that computes, %d; name others", s.Device.GPU)}
 	}
 	if s.Offload.Tier == PeerTier && !peers.Auto && len(peers.GPUs) == 0 {
-		return &SettingError{Key: "offload-tier", Value: s.Offload.Tier, Want: "needs peers, and peers is none"}
+		return &SettingError{Key: "offload-tier", Value: s.Offload.Tier, Want: "needs --peers, which is none"}
 	}
 	if s.Offload.Tier == PeerTier && peers.Auto && s.Device.Kind == CUDA {
-		return &SettingError{Key: "offload-tier", Value: s.Offload.Tier, Want: "needs peers: name the GPUs whose memory may be borrowed"}
+		return &SettingError{Key: "offload-tier", Value: s.Offload.Tier, Want: "needs --peers: the indices of the GPUs whose memory may be borrowed"}
 	}
 	if s.Offload.ResidentExperts == "" {
 		return nil
 	}
 	if s.Offload.Fraction > 0 {
-		return &SettingError{Key: "resident-experts", Value: s.Offload.ResidentExperts, Want: "says what is offloaded, and so does offload-fraction: leave one of them out"}
+		return &SettingError{Key: "resident-experts", Value: s.Offload.ResidentExperts, Want: "and --offload-fraction both say what is offloaded; leave one of them out"}
 	}
 	if _, file := s.Offload.ResidentExpertsFile(); !file {
 		if _, err := ParseExperts(s.Offload.ResidentExperts); err != nil {

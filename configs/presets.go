@@ -19,6 +19,20 @@ func Preset(name string) ([]byte, bool) {
 	return data, err == nil
 }
 
+// repositories are the models on the Hugging Face Hub whose configurations the presets are.
+var repositories = map[string]string{
+	"mixtral-8x7b":      "mistralai/Mixtral-8x7B-v0.1",
+	"phi-3.5-moe":       "microsoft/Phi-3.5-MoE-instruct",
+	"phi-tiny-moe":      "microsoft/Phi-tiny-MoE-instruct",
+	"qwen1.5-moe-a2.7b": "Qwen/Qwen1.5-MoE-A2.7B",
+	"qwen2-57b-a14b":    "Qwen/Qwen2-57B-A14B",
+	"qwen3-30b-a3b":     "Qwen/Qwen3-30B-A3B",
+}
+
+// PresetRepository is a preset's model on the Hugging Face Hub ("org/name"); empty for
+// other names.
+func PresetRepository(name string) string { return repositories[name] }
+
 // PresetNames lists the presets in alphabetical order.
 func PresetNames() []string {
 	entries, err := presets.ReadDir("presets")

@@ -38,6 +38,13 @@ type Key struct {
 	Unit string
 	// Help is one sentence without a full stop.
 	Help string
+	// Short is the flag's letter; empty: it has none.
+	Short string
+	// Rare settings are in a command's complete help only.
+	Rare bool
+	// Path: the value is a file or a directory, or one where it is none of a few words. "~"
+	// at its beginning, or behind "@", stands for the home directory.
+	Path bool
 	// Placeholder stands for the value in help: "DIR|PRESET".
 	Placeholder string
 	// Allowed lists the values of a String; nil: any.
@@ -57,243 +64,245 @@ func (k Key) Variable() string {
 
 // Commands that take a setting: those that open devices, those that deal with a model,
 // and of these those that say what is offloaded, that take requests as they come, that
-// have a result, draw tokens, generate once, serve, or measure a batch.
+// have a result, sample tokens, generate for a person, serve, or measure a batch.
 var (
-	onDevice  = []string{"run", "serve", "inspect", "plan", "bench throughput", "bench sweep", "bench transfer", "config"}
-	onModel   = []string{"run", "serve", "inspect", "plan", "bench throughput", "bench sweep", "config"}
-	onOffload = []string{"run", "serve", "inspect", "plan", "bench throughput", "config"}
-	onRequest = []string{"run", "serve", "inspect", "plan", "config"}
-	onResult  = []string{"run", "inspect", "plan", "bench throughput", "bench sweep", "bench transfer", "config"}
-	onDraw    = []string{"run", "bench throughput", "bench sweep", "config"}
-	onRun     = []string{"run", "config"}
-	onServe   = []string{"serve", "config"}
-	onBench   = []string{"bench throughput", "bench sweep", "config"}
+	onDevice   = []string{"run", "chat", "serve", "inspect", "plan", "bench throughput", "bench sweep", "bench transfer", "config"}
+	onModel    = []string{"run", "chat", "serve", "inspect", "plan", "bench throughput", "bench sweep", "config"}
+	onOffload  = []string{"run", "chat", "serve", "inspect", "plan", "bench throughput", "config"}
+	onRequest  = []string{"run", "chat", "serve", "inspect", "plan", "config"}
+	onResult   = []string{"run", "inspect", "plan", "bench throughput", "bench sweep", "bench transfer", "config"}
+	onSample   = []string{"run", "chat", "bench throughput", "bench sweep", "config"}
+	onGenerate = []string{"run", "chat", "config"}
+	onServe    = []string{"serve", "config"}
+	onBench    = []string{"bench throughput", "bench sweep", "config"}
+	onWorkload = []string{"plan", "bench throughput", "bench sweep", "config"}
+	onTrace    = []string{"run", "serve", "bench throughput", "config"}
 )
 
 // unbounded is the Max of a number that nothing but its type limits.
 const unbounded = math.MaxInt32
 
-// Schema lists all settings in the order in which help shows them.
+// Schema lists all settings in the order in which help shows them, those of a group together.
 var Schema = []Key{
 	{
-		Name: "model", Kind: String, Default: "", Placeholder: "DIR|PRESET", Commands: onModel,
-		Help: "checkpoint directory or preset; without it, the small model that is built in",
-	},
-	{
-		Name: "chat", Kind: Bool, Default: false, Commands: onRun,
-		Help: "put the prompt through the model's chat template",
+		Name: "model", Short: "m", Kind: String, Default: "", Placeholder: "DIR|PRESET", Path: true, Commands: onModel,
+		Help: "checkpoint directory, preset, or built-in: a small model inside this binary, which is also the default",
 	},
 	{
 		Name: "load-format", Kind: String, Default: "auto", Allowed: loadFormatNames, Commands: onModel,
-		Help: "auto reads the checkpoint, dummy fills the model's shapes with seeded random weights",
+		Help: "auto loads the checkpoint's weights, dummy makes random ones from --seed",
 	},
 	{
-		Name: "dummy-routing", Kind: String, Default: "uniform", Placeholder: "uniform|zipf:S", Commands: onModel,
-		Help: "how evenly a router of dummy weights chooses experts: zipf:1.2 prefers some",
+		Name: "dummy-routing", Kind: String, Default: "uniform", Placeholder: "uniform|zipf:S", Rare: true, Commands: onModel,
+		Help: "distribution of the experts that dummy weights select; zipf:1.2 is skewed, a larger number more so",
 	},
 	{
-		Name: "num-hidden-layers", Kind: Int, Default: 0, Unit: "layers", Max: 1024, Commands: onModel,
-		Help: "use only the first layers of the model; 0: all",
+		Name: "num-hidden-layers", Kind: Int, Default: 0, Unit: "layers", Max: 1024, Rare: true, Commands: onModel,
+		Help: "use only the first layers of the model (dummy weights only); 0: all",
 	},
 	{
 		Name: "device", Kind: String, Default: "auto", Allowed: deviceKindNames, Commands: onDevice,
-		Help: "where to compute: auto takes a GPU where the binary has CUDA and there is one",
+		Help: "where to compute: cuda, or cpu, which emulates GPUs; auto: cuda where this binary has it and there is a GPU, else cpu",
 	},
 	{
 		Name: "gpu", Kind: Int, Default: 0, Max: 1023, Commands: onDevice,
-		Help: "which GPU computes, by the driver's number",
+		Help: "index of the GPU that computes",
 	},
 	{
 		Name: "peers", Kind: String, Default: "auto", Placeholder: "auto|none|LIST", Commands: onDevice,
-		Help: "other GPUs whose spare memory is borrowed, as numbers with commas between them; auto: all emulated ones, and no real one",
+		Help: "comma-separated indices of other GPUs whose spare memory may be borrowed; auto: all emulated GPUs, and no real one",
 	},
 	{
-		Name: "host-memory-gib", Kind: Float, Default: 0.0, Unit: "GiB", Max: 1 << 20, Commands: onDevice,
-		Help: "the host's memory in all, for virtual machines that are given it only as they use it; 0: what the system says",
+		Name: "host-memory-gib", Kind: Float, Default: 0.0, Unit: "GiB", Max: 1 << 20, Rare: true, Commands: onDevice,
+		Help: "total host memory, for VMs with memory ballooning; 0: what the system reports",
 	},
 	{
 		Name: "emulate", Kind: String, Default: "", Placeholder: "SPEC", Commands: onDevice,
-		Help: "emulated devices and links; without it, one compute device and two peers",
-	},
-	{
-		Name: "offload-fraction", Kind: Float, Default: 0.0, Max: 1, Commands: onOffload,
-		Help: "share of the experts that do not live on the compute device",
-	},
-	{
-		Name: "offload-tier", Kind: String, Default: "auto", Allowed: []string{"auto", "peer", "host"}, Commands: onOffload,
-		Help: "where offloaded experts are fetched from: auto copies those that are used most to peers, peer begins when all are there, host uses no peers",
-	},
-	{
-		Name: "resident-experts", Kind: String, Default: "", Placeholder: "LIST|@FILE", Commands: onOffload,
-		Help: "experts that live on the compute device, in place of offload-fraction: 0:1,5;3:2-7 is 1 and 5 of layer 0, and 2 to 7 of layer 3",
-	},
-	{
-		Name: "dynamic-residency", Kind: Bool, Default: false, Commands: onOffload,
-		Help: "let the experts that live on the compute device change with use; all experts then have a copy in host memory",
-	},
-	{
-		Name: "harvest-policy", Kind: String, Default: "best-fit", Allowed: []string{"best-fit", "locality", "fairness", "interference", "stability"}, Commands: onModel,
-		Help: "which peer memory is borrowed from",
-	},
-	{
-		Name: "harvest-headroom", Kind: String, Default: "5%", Placeholder: "BYTES|SHARE", Commands: onModel,
-		Help: "memory of each peer that stays free for others, as 4GiB or as a share of the largest peer's",
-	},
-	{
-		Name: "migration-limit", Kind: String, Default: "auto", Placeholder: "auto|BYTES/s", Commands: onModel,
-		Help: "how fast experts are moved beside what steps fetch, as 2GiB/s; auto: a fifth of the host link's rate, 0: no limit",
-	},
-	{
-		Name: "availability-trace", Kind: String, Default: "", Placeholder: "FILE|generated:SEED", Commands: onModel,
-		Help: "memory of emulated peers that others take and give back: lines of time_s,peer,bytes, or made up; generated:1:6 changes 6 times a minute",
+		Help: "emulated GPUs, memories and links, as hbm=8GiB,host=16GiB; without it, three GPUs that share this machine's memory",
 	},
 	{
 		Name: "gpu-memory-utilization", Kind: Float, Default: 0.9, Min: 0.01, Max: 1, Commands: onModel,
-		Help: "share of the compute device's memory that may be used",
+		Help: "fraction of the GPU's memory that may be used (0.9 or 90%)",
 	},
 	{
-		Name: "num-gpu-blocks-override", Kind: Int, Default: 0, Unit: "blocks", Max: unbounded, Commands: onRequest,
-		Help: "blocks in the pool for keys and values, 16 tokens each; 0: what memory allows",
+		Name: "offload-fraction", Kind: Float, Default: 0.0, Max: 1, Commands: onOffload,
+		Help: "fraction of the experts that are not resident in GPU memory (0.5 or 50%)",
+	},
+	{
+		Name: "offload-tier", Kind: String, Default: "auto", Allowed: []string{"auto", "peer", "host"}, Commands: onOffload,
+		Help: "where offloaded experts are fetched from: host; peer: all of them get peer copies at start; auto: the most used ones get peer copies",
+	},
+	{
+		Name: "resident-experts", Kind: String, Default: "", Placeholder: "LIST|@FILE", Path: true, Rare: true, Commands: onOffload,
+		Help: "resident experts by name, instead of --offload-fraction: 0:1,5;3:2-7 is 1 and 5 of layer 0, and 2 to 7 of layer 3",
+	},
+	{
+		Name: "dynamic-residency", Kind: Bool, Default: false, Rare: true, Commands: onOffload,
+		Help: "swap resident experts with offloaded ones by use; takes host memory for all experts",
+	},
+	{
+		Name: "harvest-policy", Kind: String, Default: "best-fit", Allowed: []string{"best-fit", "locality", "fairness", "interference", "stability"}, Rare: true, Commands: onModel,
+		Help: "how a peer is selected when memory is borrowed",
+	},
+	{
+		Name: "harvest-headroom", Kind: String, Default: "5%", Placeholder: "SIZE|SHARE", Rare: true, Commands: onModel,
+		Help: "memory of each peer that stays free for other processes: a size, or a share of the memory of the largest peer",
+	},
+	{
+		Name: "migration-limit", Kind: String, Default: "auto", Placeholder: "auto|SIZE/s", Rare: true, Commands: onModel,
+		Help: "maximum rate of copies that change where experts live, as 2GiB/s; auto: a fifth of the host link's, 0: no limit",
+	},
+	{
+		Name: "availability-trace", Kind: String, Default: "", Placeholder: "FILE|generated:SEED", Path: true, Rare: true, Commands: onModel,
+		Help: "replay other processes' use of emulated peers' memory: lines of time_s,peer,bytes, or generated:1:6, which changes 6 times a minute",
 	},
 	{
 		Name: "max-model-len", Kind: Int, Default: 0, Unit: "tokens", Max: unbounded, Commands: onRequest,
-		Help: "longest sequence, prompt and answer together; 0: what the model and the KV pool allow",
+		Help: "maximum length of a sequence, prompt and completion together; 0: what the model and the KV cache allow",
+	},
+	{
+		Name: "num-gpu-blocks-override", Kind: Int, Default: 0, Unit: "blocks", Max: unbounded, Rare: true, Commands: onRequest,
+		Help: "KV cache blocks, 16 tokens each; 0: what memory allows",
 	},
 	{
 		Name: "max-num-seqs", Kind: Int, Default: 64, Unit: "sequences", Min: 1, Max: 1 << 16, Commands: onRequest,
-		Help: "most sequences that run at once",
+		Help: "maximum sequences that run in a batch",
 	},
 	{
 		Name: "max-num-batched-tokens", Kind: Int, Default: 2048, Unit: "tokens", Min: 1, Max: 1 << 24, Commands: onModel,
-		Help: "most tokens of a step",
+		Help: "maximum tokens of a step",
 	},
 	{
-		Name: "micro-batch-size", Kind: Int, Default: 0, Unit: "tokens", Max: 1 << 24, Commands: onModel,
-		Help: "most tokens whose attention runs together; 0: all of a step",
+		Name: "micro-batch-size", Kind: Int, Default: 0, Unit: "tokens", Max: 1 << 24, Rare: true, Commands: onModel,
+		Help: "maximum tokens of a micro-batch, for which attention is computed together; 0: all of a step",
 	},
 	{
-		Name: "num-micro-batches", Kind: Int, Default: 0, Unit: "micro-batches", Max: 1 << 16, Commands: onModel,
-		Help: "least number of micro-batches that a step is cut into; 0: as few as micro-batch-size allows",
+		Name: "num-micro-batches", Kind: Int, Default: 0, Unit: "micro-batches", Max: 1 << 16, Rare: true, Commands: onModel,
+		Help: "minimum micro-batches of a step; 0: as few as --micro-batch-size allows",
 	},
 	{
-		Name: "expert-grouping", Kind: String, Default: "layer", Allowed: groupingNames, Commands: onModel,
-		Help: "layer runs a layer's experts once for many micro-batches, micro-batch once for each, as CGOPipe does",
+		Name: "expert-grouping", Kind: String, Default: "layer", Allowed: groupingNames, Rare: true, Commands: onModel,
+		Help: "run a layer's experts once for many micro-batches, or once for each micro-batch as CGOPipe does",
 	},
 	{
-		Name: "attention", Kind: String, Default: "auto", Allowed: []string{"auto", "gpu", "cpu"}, Commands: onModel,
-		Help: "who attends: gpu, beside keys and values in its memory, or cpu, beside those in the host's; auto: gpu",
+		Name: "attention", Kind: String, Default: "auto", Allowed: []string{"auto", "gpu", "cpu"}, Rare: true, Commands: onModel,
+		Help: "where attention is computed and the KV cache lives: gpu or cpu; auto: gpu",
 	},
 	{
-		Name: "batch-invariant", Kind: Bool, Default: false, Commands: onModel,
-		Help: "keep a row's result independent of other rows on a GPU too, where that costs speed; on the CPU it always is",
+		Name: "batch-invariant", Kind: Bool, Default: false, Rare: true, Commands: onModel,
+		Help: "keep results independent of other requests of the batch on a GPU too, where that is slower; on the CPU they always are",
 	},
 	{
-		Name: "enforce-eager", Kind: Bool, Default: false, Commands: onModel,
-		Help: "enqueue every kernel by itself, also where all experts are in a GPU's memory and a decode step would be one CUDA graph",
+		Name: "enforce-eager", Kind: Bool, Default: false, Rare: true, Commands: onModel,
+		Help: "disable CUDA graphs",
 	},
 	{
-		Name: "overlap-kernels", Kind: Bool, Default: true, Commands: onModel,
-		Help: "let a GPU's kernels start while those in front of them end (compute capability 9.0 and later)",
+		Name: "overlap-kernels", Kind: Bool, Default: true, Rare: true, Commands: onModel,
+		Help: "start kernels while the ones before them end (compute capability 9.0 and later)",
 	},
 	{
-		Name: "policy", Kind: String, Default: "none", Placeholder: "none|auto|FILE", Commands: []string{"run", "serve", "inspect", "plan", "bench throughput", "config"},
-		Help: "what chooses max-num-seqs, max-num-batched-tokens, micro-batch-size, expert-grouping, attention and offload-fraction where they are not given: the defaults, the planner, or a file that plan --json wrote",
+		Name: "policy", Kind: String, Default: "none", Placeholder: "none|auto|FILE", Path: true, Commands: []string{"run", "chat", "serve", "inspect", "plan", "bench throughput", "config"},
+		Help: "auto: the planner sets offload fraction, batch, micro-batches and attention where they are not given; FILE: as plan --json wrote it",
 	},
 	{
-		Name: "hardware", Kind: String, Default: "", Placeholder: "NAME|FILE", Commands: onDevice,
-		Help: "machine whose rates floors and predictions count with: " + strings.Join(HardwareNames(), ", ") + ", or a file that bench transfer --calibrate wrote; without it, what is known of this one",
+		Name: "hardware", Kind: String, Default: "", Placeholder: "NAME|FILE", Path: true, Commands: onDevice,
+		Help: "hardware profile used for roofline and predictions: " + strings.Join(HardwareNames(), ", ") + ", or a file of bench transfer --calibrate; default: what is known of this machine",
 	},
 	{
-		Name: "max-tokens", Kind: Int, Default: 128, Unit: "tokens", Min: 1, Max: unbounded, Commands: onRun,
-		Help: "most tokens to generate",
+		Name: "raw", Kind: Bool, Default: false, Commands: []string{"run", "config"},
+		Help: "send the prompt as it is, without the model's chat template",
 	},
 	{
-		Name: "temperature", Kind: Float, Default: 0.0, Max: 100, Commands: onDraw,
-		Help: "how freely tokens are drawn; 0: always the likeliest",
+		Name: "max-tokens", Short: "n", Kind: Int, Default: 128, Unit: "tokens", Min: 1, Max: unbounded, Commands: onGenerate,
+		Help: "maximum tokens to generate",
+	},
+	{
+		Name: "temperature", Kind: Float, Default: 0.0, Max: 100, Commands: onSample,
+		Help: "sampling temperature; 0: greedy",
 	},
 	{
 		Name: "seed", Kind: Uint, Default: uint64(0), Max: math.MaxUint64, Commands: onModel,
-		Help: "of dummy weights, of run's sampling, and of generated prompts",
+		Help: "seed for sampling, dummy weights and generated prompts",
 	},
 	{
-		Name: "ignore-eos", Kind: Bool, Default: false, Commands: onRun,
-		Help: "go on after a token that ends the answer",
+		Name: "ignore-eos", Kind: Bool, Default: false, Rare: true, Commands: onGenerate,
+		Help: "keep generating after the end-of-sequence token",
 	},
 	{
 		Name: "host", Kind: String, Default: "127.0.0.1", Placeholder: "ADDRESS", Commands: onServe,
-		Help: "address to serve on; 0.0.0.0: all of this machine's",
+		Help: "address to listen on; 0.0.0.0: all addresses",
 	},
 	{
 		Name: "port", Kind: Int, Default: 8000, Max: math.MaxUint16, Commands: onServe,
-		Help: "TCP port to serve on; 0: one that is free, which the log tells",
+		Help: "TCP port to listen on; 0: a free one, which the log reports",
 	},
 	{
 		Name: "served-model-name", Kind: String, Default: "", Placeholder: "NAME", Commands: onServe,
-		Help: "what clients call the model; without it, the preset, or the last part of the directory's path",
+		Help: "model name in the API; default: the preset, or the last part of the directory's path",
 	},
 	{
 		Name: "api-key", Kind: String, Default: "", Placeholder: "KEY", Secret: true, Commands: onServe,
-		Help: "key that clients must send as a bearer token; as a flag other users of the machine can see it",
+		Help: "key that clients must send as bearer token; visible in the process list, prefer MOESERVE_API_KEY",
 	},
 	{
 		Name: "max-queued-requests", Kind: Int, Default: 256, Unit: "samples", Min: 1, Max: 1 << 20, Commands: onServe,
-		Help: "most samples that wait to run; more are told to come again",
+		Help: "maximum queued samples; further requests are rejected with status 429",
 	},
 	{
-		Name: "max-request-bytes", Kind: Int, Default: 16 << 20, Unit: "bytes", Min: 1, Max: 1 << 30, Commands: onServe,
-		Help: "largest body of a request",
+		Name: "max-request-bytes", Kind: Int, Default: 16 << 20, Unit: "bytes", Min: 1, Max: 1 << 30, Rare: true, Commands: onServe,
+		Help: "maximum size of a request's body",
 	},
 	{
 		Name: "request-timeout", Kind: Int, Default: 0, Unit: "seconds", Max: 1 << 20, Commands: onServe,
-		Help: "longest that a request may take; 0: any time",
+		Help: "maximum duration of a request; 0: unlimited",
 	},
 	{
-		Name: "drain-timeout", Kind: Int, Default: 30, Unit: "seconds", Max: 1 << 20, Commands: onServe,
-		Help: "how long running requests may go on when the server is told to end",
+		Name: "drain-timeout", Kind: Int, Default: 30, Unit: "seconds", Max: 1 << 20, Rare: true, Commands: onServe,
+		Help: "maximum time that running requests get to finish at shutdown",
 	},
 	{
 		Name: "num-prompts", Kind: Int, Default: 64, Unit: "requests", Min: 1, Max: 1 << 16, Commands: onBench,
-		Help: "requests that run as one batch",
+		Help: "requests of the batch",
 	},
 	{
-		Name: "input-len", Kind: Int, Default: 0, Unit: "tokens", Max: unbounded, Commands: onBench,
-		Help: "length of every generated prompt; 0: the lengths of MT-Bench",
+		Name: "input-len", Kind: Int, Default: 0, Unit: "tokens", Max: unbounded, Commands: onWorkload,
+		Help: "prompt length; 0: as MT-Bench's, 77 on average",
 	},
 	{
-		Name: "output-len", Kind: Int, Default: 32, Unit: "tokens", Min: 2, Max: unbounded, Commands: onBench,
-		Help: "tokens to generate for each request, whatever the model says of their end",
+		Name: "output-len", Kind: Int, Default: 32, Unit: "tokens", Min: 2, Max: unbounded, Commands: onWorkload,
+		Help: "tokens to generate per request; ends of sequence are ignored",
 	},
 	{
-		Name: "dataset-path", Kind: String, Default: "", Placeholder: "FILE", Commands: onBench,
-		Help: "MT-Bench or MT-Bench-101 file, whose first turns are the prompts; without it, random ids with MT-Bench's lengths",
+		Name: "dataset-path", Kind: String, Default: "", Placeholder: "FILE", Path: true, Commands: onBench,
+		Help: "MT-Bench or MT-Bench-101 file, whose first turns are the prompts; default: random tokens of MT-Bench's lengths",
 	},
 	{
-		Name: "warmup-tokens", Kind: Int, Default: 50, Unit: "tokens", Max: unbounded, Commands: onBench,
+		Name: "warmup-tokens", Kind: Int, Default: 50, Unit: "tokens", Max: unbounded, Rare: true, Commands: onBench,
 		Help: "tokens of each request that are generated first and not counted",
 	},
 	{
 		Name: "trials", Kind: Int, Default: 5, Min: 1, Max: 1000, Commands: onBench,
-		Help: "how often the batch is run and counted",
+		Help: "measured runs of the batch",
 	},
 	{
-		Name: "prefill-trials", Kind: Int, Default: 0, Max: 1000, Commands: onBench,
-		Help: "how many of the trials compute the prompts; the others go on from these; 0: all",
+		Name: "prefill-trials", Kind: Int, Default: 0, Max: 1000, Rare: true, Commands: onBench,
+		Help: "trials that include prefill, the others reuse its KV cache; 0: all",
 	},
 	{
-		Name: "json", Kind: String, Default: "", Placeholder: "FILE", Commands: onResult,
-		Help: "write the result as JSON to a file; - is standard output",
+		Name: "json", Kind: String, Default: "", Placeholder: "FILE", Path: true, Commands: onResult,
+		Help: "write the result as JSON to a file; -: to standard output",
 	},
 	{
-		Name: "trace", Kind: String, Default: "", Placeholder: "FILE", Commands: []string{"run", "serve", "bench throughput", "config"},
+		Name: "trace", Kind: String, Default: "", Placeholder: "FILE", Path: true, Commands: onTrace,
 		Help: "write a timeline of steps, kernels and copies for ui.perfetto.dev; FILE.gz is compressed",
 	},
 	{
 		Name: "log-level", Kind: String, Default: "auto", Allowed: logLevelNames, Commands: onDevice,
-		Help: "minimum level of log messages, on standard error; auto: info in serve, with a line per request and a status line every 10 s, warn elsewhere",
+		Help: "minimum level of log messages, on standard error; auto: info in serve, warn elsewhere",
 	},
 	{
-		Name: "log-format", Kind: String, Default: "text", Allowed: logFormatNames, Commands: onDevice,
-		Help: "form of log messages",
+		Name: "log-format", Kind: String, Default: "text", Allowed: logFormatNames, Rare: true, Commands: onDevice,
+		Help: "format of log messages",
 	},
 }
 
@@ -309,6 +318,18 @@ func Find(name string) (Key, bool) {
 // For lists the entries of Schema that a command takes.
 func For(command string) []Key {
 	return slices.DeleteFunc(slices.Clone(Schema), func(k Key) bool { return !slices.Contains(k.Commands, command) })
+}
+
+// Group is the title of the group of Settings that the key is in.
+func (k Key) Group() string {
+	for group := range reflect.TypeFor[Settings]().Fields() {
+		for f := range group.Type.Fields() {
+			if f.Tag.Get("mapstructure") == k.Name {
+				return group.Tag.Get("title")
+			}
+		}
+	}
+	return ""
 }
 
 // check returns what the key allows if v is something else.
@@ -339,12 +360,6 @@ func (k Key) check(v reflect.Value) string {
 
 func number(f float64) string { return strconv.FormatFloat(f, 'f', -1, 64) }
 
-// oneOf lists values as a sentence does: "a, b or c".
-func oneOf(values []string) string {
-	last := len(values) - 1
-	return strings.Join(values[:last], ", ") + " or " + values[last]
-}
-
 // CheckText says whether a String may have a value, before it is read into Settings.
 // Errors are *SettingError.
 func (k Key) CheckText(value string) error {
@@ -356,7 +371,11 @@ func (k Key) CheckText(value string) error {
 
 func (k Key) checkText(value string) string {
 	if k.Allowed != nil && !slices.Contains(k.Allowed, value) {
-		return "must be " + oneOf(k.Allowed)
+		want := "must be " + alternatives(k.Allowed)
+		if near, ok := Nearest(value, k.Allowed); ok {
+			want += "; did you mean " + near + "?"
+		}
+		return want
 	}
 	return ""
 }

@@ -9,20 +9,21 @@ import (
 )
 
 // Settings are what a run is configured with, in groups that go to different parts of
-// it. The tags are the keys: Schema says what each means, and what it may be.
+// it, each with its title in help. The tags of their fields are the keys: Schema says what
+// each means, and what it may be.
 type Settings struct {
-	Model    Model    `mapstructure:",squash"`
-	Device   Device   `mapstructure:",squash"`
-	Offload  Offload  `mapstructure:",squash"`
-	Harvest  Harvest  `mapstructure:",squash"`
-	KV       KV       `mapstructure:",squash"`
-	Batch    Batch    `mapstructure:",squash"`
-	Kernels  Kernels  `mapstructure:",squash"`
-	Plan     Plan     `mapstructure:",squash"`
-	Generate Generate `mapstructure:",squash"`
-	Serve    Serve    `mapstructure:",squash"`
-	Bench    Bench    `mapstructure:",squash"`
-	Output   Output   `mapstructure:",squash"`
+	Model    Model    `mapstructure:",squash" title:"Model"`
+	Device   Device   `mapstructure:",squash" title:"Devices"`
+	Offload  Offload  `mapstructure:",squash" title:"Expert offloading"`
+	Harvest  Harvest  `mapstructure:",squash" title:"Peer memory"`
+	KV       KV       `mapstructure:",squash" title:"KV cache"`
+	Batch    Batch    `mapstructure:",squash" title:"Batching"`
+	Kernels  Kernels  `mapstructure:",squash" title:"Kernels"`
+	Plan     Plan     `mapstructure:",squash" title:"Planning"`
+	Generate Generate `mapstructure:",squash" title:"Generation"`
+	Serve    Serve    `mapstructure:",squash" title:"Server"`
+	Bench    Bench    `mapstructure:",squash" title:"Workload"`
+	Output   Output   `mapstructure:",squash" title:"Output"`
 }
 
 // Model says which weights.
@@ -91,7 +92,8 @@ type Plan struct {
 
 // Generate says what to generate. Dummy weights and generated prompts have the same Seed.
 type Generate struct {
-	Chat        bool    `mapstructure:"chat"`
+	// Raw prompts do not go through the model's chat template.
+	Raw         bool    `mapstructure:"raw"`
 	MaxTokens   int     `mapstructure:"max-tokens"`
 	Temperature float64 `mapstructure:"temperature"`
 	Seed        uint64  `mapstructure:"seed"`
@@ -161,7 +163,7 @@ func (s *Settings) Put(values map[string]any) error {
 			continue
 		}
 		if err := set(f, v); err != nil {
-			return fmt.Errorf("configs: %s: %w", Schema[i].Name, err)
+			return fmt.Errorf("configs: --%s: %w", Schema[i].Name, err)
 		}
 	}
 	return s.Validate()
@@ -183,7 +185,7 @@ func set(f reflect.Value, v any) error {
 		}
 	}
 	if reflect.TypeOf(v) != f.Type() {
-		return fmt.Errorf("it is a %v, not %v", f.Type(), v)
+		return fmt.Errorf("%v is not a %v", v, f.Type())
 	}
 	f.Set(reflect.ValueOf(v))
 	return nil
@@ -220,7 +222,7 @@ func (e *SettingError) Error() string {
 	case fmt.Stringer:
 		value = strconv.Quote(v.String())
 	}
-	return fmt.Sprintf("configs: %s is %s: %s", e.Key, value, e.Want)
+	return fmt.Sprintf("configs: --%s is %s: %s", e.Key, value, e.Want)
 }
 
 // Validate reports the first setting, in the order of Schema, that is not
@@ -236,31 +238,31 @@ func (s Settings) Validate() error {
 		return err
 	}
 	if skew > 0 && s.Model.LoadFormat != LoadDummy {
-		return &SettingError{Key: "dummy-routing", Value: s.Model.DummyRouting, Want: "only goes with load-format dummy"}
+		return &SettingError{Key: "dummy-routing", Value: s.Model.DummyRouting, Want: "needs --load-format dummy"}
 	}
 	if s.Model.LoadFormat == LoadDummy && s.Model.Name == "" {
 		return &SettingError{
 			Key: "load-format", Value: s.Model.LoadFormat,
-			Want: "needs model: a preset (" + strings.Join(PresetNames(), ", ") + ") or a directory with a config.json",
+			Want: "needs --model: a preset (" + strings.Join(PresetNames(), ", ") + ") or a directory with a config.json",
 		}
 	}
 	if err := s.validatePeers(); err != nil {
 		return err
 	}
 	if s.Bench.InputLen > 0 && s.Bench.DatasetPath != "" {
-		return &SettingError{Key: "input-len", Value: s.Bench.InputLen, Want: "is for generated prompts, and prompts names a file"}
+		return &SettingError{Key: "input-len", Value: s.Bench.InputLen, Want: "is for generated prompts; leave out --dataset-path or this"}
 	}
 	// A policy may yet raise the second.
 	if s.Plan.Policy == NoPolicy && s.Batch.MicroBatchSize > s.Batch.MaxNumBatchedTokens {
 		return &SettingError{
 			Key: "micro-batch-size", Value: s.Batch.MicroBatchSize,
-			Want: fmt.Sprintf("must be at most max-num-batched-tokens, %d", s.Batch.MaxNumBatchedTokens),
+			Want: fmt.Sprintf("must be at most --max-num-batched-tokens, %d", s.Batch.MaxNumBatchedTokens),
 		}
 	}
 	if s.Batch.NumMicroBatches > s.Batch.MaxNumBatchedTokens {
 		return &SettingError{
 			Key: "num-micro-batches", Value: s.Batch.NumMicroBatches,
-			Want: fmt.Sprintf("must be at most max-num-batched-tokens, %d: a micro-batch has at least a token", s.Batch.MaxNumBatchedTokens),
+			Want: fmt.Sprintf("must be at most --max-num-batched-tokens, %d: a micro-batch has at least one token", s.Batch.MaxNumBatchedTokens),
 		}
 	}
 	return nil

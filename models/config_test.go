@@ -219,9 +219,14 @@ func TestParseErrors(t *testing.T) {
 		edit map[string]any
 		want string
 	}{
-		{"llama", nil, `models: config.json: field model_type: "llama" is not supported; supported are mixtral, olmoe, phimoe, qwen2_moe, qwen3_moe`},
-		{"mixtral", map[string]any{"model_type": modelstest.Absent{}}, `field model_type: missing; supported are`},
-		{"mixtral", map[string]any{"model_type": modelstest.Absent{}, "architectures": []string{"LlamaForCausalLM"}}, `field architectures: [LlamaForCausalLM] is not supported`},
+		{"deepseek_v3", map[string]any{"n_routed_experts": 256}, `models: config.json: field model_type: deepseek_v3 is a mixture-of-experts architecture that is not supported; moeserve runs mixtral, olmoe, phimoe, qwen2_moe, qwen3_moe`},
+		{"qwen3_vl_moe", map[string]any{"text_config": map[string]any{"num_experts": 128}}, `qwen3_vl_moe is a mixture-of-experts architecture`},
+		{"llama", map[string]any{"_name_or_path": "expert", "num_experts_per_tok": 0}, `models: config.json: field model_type: llama is a dense model, without experts to offload; moeserve runs the mixture-of-experts models mixtral,`},
+		{"qwen3", map[string]any{"model_type": modelstest.Absent{}, "architectures": []string{"Qwen3ForCausalLM"}, "num_experts_per_tok": nil}, `field architectures: Qwen3ForCausalLM is a dense model`},
+		{"mixtral", map[string]any{"model_type": modelstest.Absent{}}, `field model_type: missing; moeserve runs`},
+		{"mixtral", map[string]any{"quantization_config": map[string]any{"quant_method": "fp8"}}, `quantized weights (fp8) are not supported`},
+		{"mixtral", map[string]any{"compression_config": map[string]any{}}, `field compression_config: quantized weights are not supported`},
+		{"mixtral", map[string]any{"model_type": modelstest.Absent{}, "architectures": []string{"LlamaForCausalLM"}}, `field architectures: LlamaForCausalLM is`},
 		{"mixtral", map[string]any{"model_type": 3}, `field model_type: 3: must be a text`},
 		{"mixtral", map[string]any{"hidden_size": modelstest.Absent{}}, `field hidden_size: missing, and this architecture needs it`},
 		{"mixtral", map[string]any{"hidden_size": nil}, `field hidden_size: missing`},
@@ -244,7 +249,7 @@ func TestParseErrors(t *testing.T) {
 		{"mixtral", map[string]any{"intermediate_size": modelstest.Absent{}}, `field intermediate_size: missing`},
 		{"mixtral", map[string]any{"sliding_window": -1}, `field sliding_window: -1: must not be negative`},
 		{"mixtral", map[string]any{"hidden_act": "gelu"}, `field hidden_act: "gelu" is not supported, only "silu"`},
-		{"mixtral", map[string]any{"quantization_config": map[string]any{"quant_method": "awq"}}, `field quantization_config: quantized weights are not supported`},
+		{"mixtral", map[string]any{"quantization_config": map[string]any{"quant_method": "awq"}}, `field quantization_config: quantized weights (awq) are not supported; download the original`},
 		{"mixtral", map[string]any{"partial_rotary_factor": 0.5}, `field partial_rotary_factor: 0.5 is not supported`},
 		{"mixtral", map[string]any{"torch_dtype": "float64"}, `field torch_dtype: "float64" is not supported`},
 		{"mixtral", map[string]any{"tie_word_embeddings": "yes"}, `field tie_word_embeddings: "yes": must be true or false`},
@@ -281,7 +286,7 @@ func TestParseErrors(t *testing.T) {
 
 func TestReadConfig(t *testing.T) {
 	dir := t.TempDir()
-	if _, err := ReadConfig(dir); !errors.Is(err, ErrConfig) || !strings.Contains(err.Error(), "config.json: not there: give the directory") {
+	if _, err := ReadConfig(dir); !errors.Is(err, ErrConfig) || !strings.Contains(err.Error(), "config.json: there is no such file; give the directory") {
 		t.Errorf("empty directory: %v", err)
 	}
 	write := func(name, text string) {

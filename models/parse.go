@@ -65,7 +65,7 @@ func ReadConfig(dir string) (*Config, error) {
 	path := filepath.Join(dir, "config.json")
 	data, err := readConfigFile(path)
 	if errors.Is(err, fs.ErrNotExist) {
-		return nil, &ConfigError{Source: path, Reason: "not there: give the directory of a complete Hugging Face checkpoint"}
+		return nil, &ConfigError{Source: path, Reason: "there is no such file; give the directory of a complete Hugging Face checkpoint"}
 	}
 	if err != nil {
 		return nil, err
@@ -405,13 +405,13 @@ func (r *reader) kind() string {
 	if r.has("model_type") {
 		kind := r.text("model_type")
 		if r.err == nil && !known(kind) {
-			r.fail("model_type", "%q is not supported; supported are %s", kind, supported())
+			r.unknown("model_type", kind)
 		}
 		return kind
 	}
 	var classes []string
 	if !r.has("architectures") {
-		r.fail("model_type", "missing; supported are %s", supported())
+		r.fail("model_type", "missing; moeserve runs %s", supported())
 		return ""
 	}
 	r.decode("architectures", &classes, "a list of class names")
@@ -421,8 +421,24 @@ func (r *reader) kind() string {
 			return a.kind
 		}
 	}
-	r.fail("architectures", "%v is not supported; supported model types are %s", classes, supported())
+	r.unknown("architectures", strings.Join(classes, ", "))
 	return ""
+}
+
+// unknown refuses an architecture. A configuration that names no experts anywhere is that
+// of a dense model.
+func (r *reader) unknown(field, name string) {
+	experts := false
+	for key, value := range r.fields {
+		// A multimodal model has its language model's fields in an object of their own.
+		named := strings.Contains(key, "expert") && string(value) != "null" && string(value) != "0"
+		experts = experts || named || value[0] == '{' && bytes.Contains(value, []byte("expert"))
+	}
+	if experts {
+		r.fail(field, "%s is a mixture-of-experts architecture that is not supported; moeserve runs %s", name, supported())
+		return
+	}
+	r.fail(field, "%s is a dense model, without experts to offload; moeserve runs the mixture-of-experts models %s", name, supported())
 }
 
 // unsupported refuses what would silently change results.
@@ -433,9 +449,17 @@ func (r *reader) unsupported() {
 		}
 	}
 	for _, field := range []string{"quantization_config", "compression_config"} {
-		if r.has(field) {
-			r.fail(field, "quantized weights are not supported; use a checkpoint in BF16, F16 or F32")
+		if !r.has(field) {
+			continue
 		}
+		var q struct {
+			Method string `json:"quant_method"`
+		}
+		how := ""
+		if json.Unmarshal(r.fields[field], &q) == nil && q.Method != "" {
+			how = " (" + q.Method + ")"
+		}
+		r.fail(field, "quantized weights%s are not supported; download the original checkpoint in BF16, FP16 or FP32", how)
 	}
 	if r.has("partial_rotary_factor") {
 		if f := r.number("partial_rotary_factor", 0, math.MaxFloat32); f != 1 {

@@ -41,6 +41,6 @@
 //	n, err := node.Open(ctx, node.Options{Settings: configs.Defaults()})
 //	if err != nil { … }
 //	defer n.Close()
-//	ids, err := n.Text().Encode("sort: c a b", false)
+//	ids, err := n.Text().Encode("sort: c a b")
 //	outs, err := n.Engine().Generate(ctx, []engine.Request{{Prompt: ids, Params: engine.DefaultParams()}}, nil)
 package node

@@ -395,7 +395,7 @@ func answers(t *testing.T, prompts []string, change func(*configs.Settings)) []s
 	n := openOnGPU(t, node.Options{Settings: gpuSettings(change)})
 	var rs []engine.Request
 	for _, p := range prompts {
-		ids, err := n.Text().Encode(p, false)
+		ids, err := n.Text().Encode(p)
 		if err != nil {
 			t.Fatal(err)
 		}

@@ -2,12 +2,16 @@ package node
 
 import (
 	"errors"
+	"fmt"
+	"slices"
 
 	"github.com/moeserve/moeserve/configs"
+	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/experts"
 	"github.com/moeserve/moeserve/kernels"
 	"github.com/moeserve/moeserve/models"
 	"github.com/moeserve/moeserve/node/checkpoint"
+	"github.com/moeserve/moeserve/node/devices"
 	"github.com/moeserve/moeserve/node/fault"
 	"github.com/moeserve/moeserve/node/planning"
 	"github.com/moeserve/moeserve/node/sizing"
@@ -63,6 +67,9 @@ func Inspect(o Options) (_ *Inspection, err error) {
 		return nil, err
 	}
 	defer func() { err = errors.Join(err, fault.Of(fault.ErrModel, model.Close())) }()
+	if err := o.onHardware(model.Config.DType); err != nil {
+		return nil, err
+	}
 	u, err := newSetup(&o, model)
 	if err != nil {
 		return nil, err
@@ -111,6 +118,34 @@ func Inspect(o Options) (_ *Inspection, err error) {
 		in.Problem = u.peersHold(in.Peers)
 	}
 	return in, nil
+}
+
+// onHardware has the machine that the setting hardware names inspected, unless the settings
+// say which devices to take.
+func (o *Options) onHardware(weights kernels.DType) error {
+	s := &o.Settings
+	if s.Plan.Hardware == "" || s.Device.Emulate != "" || s.Device.Kind == configs.CUDA || o.OpenMachine != nil {
+		return nil
+	}
+	h, err := planning.LoadHardware(s.Plan.Hardware)
+	if err != nil {
+		return fault.Of(fault.ErrConfig, fmt.Errorf("--hardware: %w", err))
+	}
+	c, err := s.Device.ParsePeers()
+	if err != nil {
+		return fault.Of(fault.ErrConfig, err)
+	}
+	// As of real GPUs, peers are those that are named.
+	peers, each := 0, h.PeerMemory
+	if len(c.GPUs) > 0 {
+		peers = slices.Max(c.GPUs)
+	}
+	if each == 0 {
+		each = h.GPUMemory // of a product of which no peers are known
+	}
+	o.OpenMachine = devices.Sized(h.GPUMemory, h.HostMemory, each, peers)
+	o.OpenBackend = func(device.Machine) (kernels.Backend, error) { return planning.Sized(weights), nil }
+	return nil
 }
 
 func routing(m kernels.RouteMethod) string {

@@ -38,6 +38,12 @@ type Options struct {
 	Explicit func(key string) bool
 	// Workload is what a policy is made for. Default: planning.DefaultWorkload.
 	Workload planner.Workload
+	// Template says what of the model's chat template must be right before anything is
+	// loaded.
+	Template checkpoint.TemplateUse
+	// ExpectCPU says that computing on the CPU for lack of a GPU surprises nobody: it is not
+	// warned of.
+	ExpectCPU bool
 	// Progress, which may be nil, is called while weights are loaded, with bytes.
 	Progress func(done, total int64)
 	// Log gets what an operator can act on. Default: none.
@@ -142,8 +148,8 @@ func Open(ctx context.Context, o Options) (_ *Node, err error) {
 		if n.text, err = model.ReadText(); err != nil {
 			return nil, err
 		}
-		if n.text.Broken != nil && s.Generate.Chat { // it only matters to those who use it
-			return nil, n.text.Broken
+		if err := n.text.Check(o.Template); err != nil {
+			return nil, err
 		}
 	}
 	u, err := newSetup(&o, model)
@@ -157,6 +163,13 @@ func Open(ctx context.Context, o Options) (_ *Node, err error) {
 	fit, err := u.budget()
 	if err != nil {
 		return nil, fault.Of(fault.ErrConfig, err)
+	}
+	if why := u.devices.NoGPU; why != nil {
+		level := slog.LevelWarn
+		if o.ExpectCPU {
+			level = slog.LevelInfo
+		}
+		o.Log.Log(ctx, level, "no usable GPU: computing on the CPU, with emulated devices", "err", why)
 	}
 	load, err := n.assemble(ctx, u, fit.Blocks)
 	if err != nil {

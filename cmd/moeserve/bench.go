@@ -28,14 +28,9 @@ import (
 func newBench(s *streams) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "bench",
-		Short: "Measure throughput and copies",
-		Args: func(cmd *cobra.Command, args []string) error {
-			if len(args) > 0 {
-				return unknownCommand(cmd, args[0])
-			}
-			return nil
-		},
-		RunE: func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
+		Short: "Measure throughput and copy rates",
+		Args:  commandName,
+		RunE:  func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
 	}
 	cmd.AddCommand(newBenchThroughput(s), newBenchSweep(s), newBenchTransfer(s))
 	return cmd
@@ -44,14 +39,14 @@ func newBench(s *streams) *cobra.Command {
 func newBenchThroughput(s *streams) *cobra.Command {
 	var csv string
 	cmd := &cobra.Command{
-		Use:   "throughput",
+		Use:   "throughput [MODEL]",
 		Short: "Measure the throughput of one configuration",
-		Long: `Measure the throughput of one configuration: all requests run as one batch, in
-lockstep, first their prompts and then a token of each a step.
+		Long: `Measure the throughput of one configuration: all requests run as one batch, first
+prefill and then decode, one token of each per step.
 
-Without --dataset-path, the prompts are random ids whose lengths are distributed as
-MT-Bench's: a log-normal distribution from 9 to 418 tokens with a mean of 77.
-Prompts that the model's context does not hold with --output-len are truncated, and
+Without --dataset-path, the prompts are random tokens whose lengths are distributed
+as MT-Bench's: a log-normal distribution from 9 to 418 tokens with a mean of 77.
+Prompts that do not fit the model's context with --output-len are truncated, and
 end-of-sequence tokens are ignored. With --offload-tier auto, offloaded experts are
 fetched from peers where these hold all of them, and from the host otherwise.
 
@@ -60,11 +55,13 @@ or emulated devices with a virtual clock or pace), their roofline and what the
 planner predicts stand beside the measurement.
 
 Ctrl-C ends the measurement with the trials that are done.`,
-		Example: `  moeserve bench throughput --offload-fraction 0.5 --offload-tier host
-  moeserve bench throughput --model mixtral-8x7b --load-format dummy --num-prompts 324 --dataset-path question.jsonl --json out.json`,
-		Args: noArguments,
-		RunE: func(cmd *cobra.Command, _ []string) error {
-			set, err := readSettings(cmd.Flags(), os.Environ())
+		Example: `  moeserve bench throughput --offload-fraction 50% --offload-tier host
+  moeserve bench throughput mixtral-8x7b --load-format dummy --num-prompts 324 \
+      --dataset-path question.jsonl --json out.json`,
+		Args:              oneModel,
+		ValidArgsFunction: completeModelArgument,
+		RunE: func(cmd *cobra.Command, args []string) error {
+			set, err := modelSettings(cmd, args)
 			if err != nil {
 				return err
 			}
@@ -211,6 +208,7 @@ type benchmark struct {
 	set      *settings
 	options  eval.Options
 	hardware *planner.Hardware // that the user named
+	opened   bool              // a node, so that it warns of what the next would warn of, too
 }
 
 // newBenchmark reads the prompts, and sizes the settings for them as one batch.
@@ -292,7 +290,8 @@ func (b *benchmark) open(ctx context.Context, c eval.Cell) (eval.Node, error) {
 	if c.Tier == configs.NoTier {
 		set.Offload.Tier = configs.HostTier
 	}
-	opts := node.Options{Settings: set, Log: b.set.logger(b.s.err), WithoutTokenizer: true}
+	opts := node.Options{Settings: set, Log: b.set.logger(b.s.err), WithoutTokenizer: true, ExpectCPU: set.Model.Name == "" || b.opened}
+	b.opened = true
 	n, err := open(ctx, b.s, opts, false)
 	if err != nil {
 		return nil, err

@@ -29,7 +29,7 @@ type sweepOptions struct {
 func newBenchSweep(s *streams) *cobra.Command {
 	var o sweepOptions
 	cmd := &cobra.Command{
-		Use:   "sweep",
+		Use:   "sweep [MODEL]",
 		Short: "Measure throughput over offload fractions and tiers",
 		Long: `Measure throughput as bench throughput does, over offload fractions, with the
 offloaded experts fetched from the host and from peers: a cell is one fraction with
@@ -44,10 +44,12 @@ and a vertical line at each tier's saturation point: the largest fraction at whi
 copies are fully overlapped by compute. --plot-gains draws the gain of peer over host
 memory with half of the experts offloaded, beside that of other sweeps (--compare).`,
 		Example: `  moeserve bench sweep --plot sweep.svg --plot sweep.png
-  moeserve bench sweep --model mixtral-8x7b --load-format dummy --num-prompts 3240 --fractions 0,0.5,1 --resume sweep.jsonl --json sweep.json`,
-		Args: noArguments,
-		RunE: func(cmd *cobra.Command, _ []string) error {
-			set, err := readSettings(cmd.Flags(), os.Environ())
+  moeserve bench sweep mixtral-8x7b --load-format dummy --num-prompts 3240 \
+      --fractions 0,0.5,1 --resume sweep.jsonl --json sweep.json`,
+		Args:              oneModel,
+		ValidArgsFunction: completeModelArgument,
+		RunE: func(cmd *cobra.Command, args []string) error {
+			set, err := modelSettings(cmd, args)
 			if err != nil {
 				return err
 			}
@@ -58,11 +60,11 @@ memory with half of the experts offloaded, beside that of other sweeps (--compar
 	f := cmd.Flags()
 	f.StringVar(&o.fractions, "fractions", "0,0.25,0.5,0.75,1", "comma-separated `LIST` of offload fractions")
 	f.StringVar(&o.tiers, "tiers", "host,peer", "comma-separated `LIST` of tiers that offloaded experts are fetched from")
-	f.StringVar(&o.resume, "resume", "", "append each finished cell to a `FILE`; cells that are in it are not measured again")
+	f.Var((*pathValue)(&o.resume), "resume", "append each finished cell to a file; cells that are in it are not measured again")
 	addCSV(cmd, &o.csv)
-	f.StringArrayVar(&o.plots, "plot", nil, "draw throughput over the fraction to a `FILE.svg|png`; repeatable")
-	f.StringArrayVar(&o.gainsPlots, "plot-gains", nil, "draw the gain of peer over host memory to a `FILE.svg|png`; repeatable")
-	f.StringArrayVar(&o.compare, "compare", nil, "draw the gains of another sweep's JSON `FILE` too; repeatable")
+	f.Var((*pathList)(&o.plots), "plot", "draw throughput over the fraction to a .svg or .png; repeatable")
+	f.Var((*pathList)(&o.gainsPlots), "plot-gains", "draw the gain of peer over host memory to a .svg or .png; repeatable")
+	f.Var((*pathList)(&o.compare), "compare", "draw the gains of another sweep's JSON, too; repeatable")
 	return cmd
 }
 

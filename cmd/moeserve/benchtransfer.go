@@ -41,7 +41,7 @@ expert of Mixtral, or to --largest-mib: from pinned host memory, from a peer, fr
 at once, and back to the host. A latency is the median of single copies, a rate that
 of copies that are queued back to back.
 
---plot draws latencies over sizes, with models named at the size of one of their
+--plot draws latency over size, with models named at the size of one of their
 experts, and the ratio of host to peer.
 
 --calibrate writes the rates as hardware for --hardware. What copies do not show
@@ -49,8 +49,10 @@ experts, and the ratio of host to peer.
 known.
 
 Ctrl-C ends the measurement with the sizes that are done.`,
-		Example: `  moeserve bench transfer --emulate virtual,pcie=55.3GB/s,nvlink=395GB/s,latency=8us
-  moeserve bench transfer --device cuda --peers 1 --hardware h200 --calibrate here.json`,
+		Example: `  moeserve bench transfer --device cuda --peers 1 --hardware h200 \
+      --calibrate here.json
+  moeserve bench transfer \
+      --emulate virtual,pcie=55.3GB/s,nvlink=395GB/s,latency=8us`,
 		Args: noArguments,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			set, err := readSettings(cmd.Flags(), os.Environ())
@@ -64,9 +66,9 @@ Ctrl-C ends the measurement with the sizes that are done.`,
 	f := cmd.Flags()
 	f.IntVar(&o.largest, "largest-mib", 336, "maximum size of copies, in `MiB`")
 	f.IntVar(&o.repetitions, "repetitions", 10, "`NUMBER` of single copies whose median is the latency")
-	f.StringVar(&o.calibrate, "calibrate", "", "write the measured hardware to a JSON `FILE`")
+	f.Var((*pathValue)(&o.calibrate), "calibrate", "write the measured hardware to a JSON file")
 	addCSV(cmd, &o.csv)
-	f.StringArrayVar(&o.plots, "plot", nil, "draw latencies over sizes to a `FILE.svg|png`; repeatable")
+	f.Var((*pathList)(&o.plots), "plot", "draw latencies over sizes to a .svg or .png; repeatable")
 	return cmd
 }
 

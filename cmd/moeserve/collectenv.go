@@ -21,7 +21,7 @@ import (
 func newCollectEnv(s *streams) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:     "collect-env",
-		Short:   "Print what a bug report should say about this machine",
+		Short:   "Print what a bug report needs about this machine",
 		Example: "  moeserve collect-env --json env.json",
 		Args:    noArguments,
 		RunE: func(cmd *cobra.Command, _ []string) error {
@@ -134,10 +134,10 @@ func collectEnv(s *streams, set *settings) (err error) {
 		t := newTable()
 		t.line("moeserve\t%s", e.Build)
 		t.line("system\t%s", e.System)
-		t.line("CPU\t%s, %d logical ones, of which Go uses %d at once", e.CPU, e.CPUs, e.Threads)
+		t.line("CPU\t%s, %d logical CPUs, Go uses %d", e.CPU, e.CPUs, e.Threads)
 		t.line("CPU features\t%s", strings.Join(e.CPUFeatures, " "))
 		if e.MemoryBytes > 0 {
-			t.line("memory\t%s, of which %s available", sizing.Bytes(e.MemoryBytes), sizing.Bytes(e.AvailableBytes))
+			t.line("memory\t%s, %s available", sizing.Bytes(e.MemoryBytes), sizing.Bytes(e.AvailableBytes))
 		}
 		if len(e.GPUs) == 0 {
 			t.line("GPUs\tnone: %s", e.GPUNote)

@@ -13,12 +13,12 @@ func newCompletion(s *streams) *cobra.Command {
 	return &cobra.Command{
 		Use:   "completion " + strings.Join(shells, "|"),
 		Short: "Print a shell's completion script",
-		Long: `Print the script that makes a shell complete moeserve's commands and flags. For
-the current session of bash: source <(moeserve completion bash)`,
+		Long: `Print the script that makes a shell complete moeserve's commands, flags and values.
+For the current session of bash: source <(moeserve completion bash)`,
 		ValidArgs: shells,
 		Args: func(_ *cobra.Command, args []string) error {
 			if len(args) != 1 || !slices.Contains(shells, args[0]) {
-				return usagef("name one shell: %s", strings.Join(shells, ", "))
+				return usagef("completion takes one shell: %s", strings.Join(shells, ", "))
 			}
 			return nil
 		},

@@ -13,11 +13,11 @@ import (
 func newConfig(s *streams) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "config",
-		Short: "Print all settings, and where each value comes from",
-		Long: `Print all settings, and where each value comes from: a flag, a variable, a file,
-or the defaults, in this order. With --policy, what is not given is what the policy
-says for serve: run plans for its one prompt.`,
-		Example: `  moeserve config --offload-fraction 0.5
+		Short: "Print the effective settings and their sources",
+		Long: `Print the effective settings and their sources: a flag, a variable, a file, or the
+defaults, in this order. With --policy, what is not given is what the policy sets
+for serve; run plans for its one prompt.`,
+		Example: `  moeserve config --offload-fraction 50%
   moeserve config --json -`,
 		Args: noArguments,
 		RunE: func(cmd *cobra.Command, _ []string) error {

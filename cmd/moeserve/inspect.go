@@ -4,8 +4,10 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"os"
+	"math"
+	"slices"
 	"strconv"
+	"strings"
 
 	"github.com/spf13/cobra"
 
@@ -16,15 +18,20 @@ import (
 
 func newInspect(s *streams) *cobra.Command {
 	cmd := &cobra.Command{
-		Use:   "inspect",
-		Short: "Tell a model's sizes, and what would live where",
-		Long: `Tell a model's sizes, and what would live where with the given settings. No
-weights are read and no memory is taken. A preset needs no --load-format here.`,
-		Example: `  moeserve inspect --model mixtral-8x7b --offload-fraction 0.5 --emulate hbm=80GiB,host=512GiB
+		Use:   "inspect [MODEL]",
+		Short: "Show model sizes and expert placement",
+		Long: `Show a model's sizes, where its experts would live with the given settings, and
+whether that fits; the exit code is 1 where it does not. No weights are read and no
+memory is allocated. A preset needs no --load-format.
+
+--hardware NAME and --emulate hbm=SIZE,host=SIZE ask about another machine.`,
+		Example: `  moeserve inspect mixtral-8x7b --offload-fraction 50% --hardware l4
+  moeserve inspect qwen3-30b-a3b --emulate hbm=24GiB,host=128GiB
   moeserve inspect --json -`,
-		Args: noArguments,
-		RunE: func(cmd *cobra.Command, _ []string) error {
-			set, err := readSettings(cmd.Flags(), os.Environ())
+		Args:              oneModel,
+		ValidArgsFunction: completeModelArgument,
+		RunE: func(cmd *cobra.Command, args []string) error {
+			set, err := modelSettings(cmd, args)
 			if err != nil {
 				return err
 			}
@@ -51,8 +58,20 @@ func inspect(s *streams, set *settings) (err error) {
 			return err
 		}
 	}
-	return res.write(newInspectResult(set, in))
+	if err := res.write(newInspectResult(set, in)); err != nil || in.Problem == nil {
+		return err
+	}
+	if res.onStdout() {
+		return &misfitError{fmt.Errorf("%s does not fit: %w", in.Model, in.Problem)}
+	}
+	return &misfitError{fmt.Errorf("%s does not fit", in.Model)} // the reason is in what was printed
 }
+
+// misfitError says that a model does not fit where it was asked whether it does: neither the
+// settings nor the model are wrong.
+type misfitError struct{ err error }
+
+func (e *misfitError) Error() string { return e.err.Error() }
 
 // inspectResult is what inspect --json writes.
 type inspectResult struct {
@@ -150,23 +169,23 @@ func printInspection(out io.Writer, set *settings, in *node.Inspection) error {
 	t.line("layers\t%d, of which %d have experts; hidden size %d", c.Layers, c.MoELayers(), c.Hidden)
 	t.line("experts\t%d in each of these, %d per token (%s)", c.Experts, c.TopK, in.Routing)
 	t.line("\t%s each, %s all %d (%s)", sizing.Bytes(z.ExpertBytes), sizing.Bytes(z.Experts), z.ExpertCount, in.DType)
-	t.line("all else\t%s", sizing.Bytes(z.Other))
+	t.line("dense weights\t%s", sizing.Bytes(z.Other))
 	t.line("KV\t%s per token (%s), at most %d tokens", sizing.Bytes(z.KVPerToken), in.DType, c.MaxPositions)
 	t.line("")
-	how := fmt.Sprintf("offload-fraction %v", set.Offload.Fraction)
+	how := fmt.Sprintf("offload fraction %v", set.Offload.Fraction)
 	if set.Offload.ResidentExperts != "" {
-		how = "resident-experts"
+		how = "resident experts"
 	}
-	where, legend := "the host", "R resident, H host"
+	where, legend := "in host memory", "R resident, H host"
 	if set.Offload.Tier == configs.PeerTier {
-		where, legend = "peers, and on the host", "R resident, P peer copy (also on the host)"
+		where, legend = "with peer copies", "R resident, P peer copy (also in host memory)"
 	}
-	t.line("%s\t%d experts local, %d on %s", how, in.Resident, in.Offloaded, where)
+	t.line("%s\t%d experts resident, %d offloaded %s", how, in.Resident, in.Offloaded, where)
 	layers := make([]layerTiers, len(in.Placement))
 	for i, l := range in.Placement {
 		layers[i] = layerTiers(l)
 	}
-	printLayers(t, layers, legend)
+	printMap(t, layers, legend)
 	for _, d := range in.Demands {
 		t.line("\nmemory of %s\tneed %s, usable %s (%.0f %% of %s)", d.Space, sizing.Bytes(d.Need()), sizing.Bytes(d.Usable()), 100*d.Share, sizing.Bytes(d.Capacity))
 		for _, p := range d.Parts {
@@ -190,8 +209,8 @@ func printInspection(out io.Writer, set *settings, in *node.Inspection) error {
 	if in.Advice != "" {
 		t.line("\tless than the model's context of %d tokens; %s", c.MaxPositions, in.Advice)
 	}
-	if in.RunsHere != nil {
-		t.line("not here\t%v", in.RunsHere)
+	if in.RunsHere != nil && set.Device.Emulate == "" { // else it was asked about another machine
+		t.line("this machine\tdoes not hold the emulated memories: %v", in.RunsHere)
 	}
 	return t.print(out)
 }
@@ -203,6 +222,58 @@ func brief(err error) string {
 		return misfit.Brief()
 	}
 	return err.Error()
+}
+
+// maxLetters is how many experts of a layer a map draws one by one.
+const maxLetters = 32
+
+// printMap shows where each layer's experts are: a letter per expert, layers that are alike
+// in one line; of layers with more than maxLetters, how many are in which tier.
+func printMap(t *table, layers []layerTiers, legend string) {
+	if len(layers) == 0 {
+		return
+	}
+	if slices.ContainsFunc(layers, func(l layerTiers) bool { return len(l.Tiers) > maxLetters }) {
+		t.line("experts per layer\t%s", tierRanges(layers))
+		return
+	}
+	label := "layers"
+	for _, line := range layerLines(layers, letters) {
+		t.line("%s\t%s", label, line)
+		label = ""
+	}
+	t.line("\t%s", legend)
+}
+
+// tierRanges says how many experts of a layer are in each tier: "89-90 resident, 38-39 host".
+func tierRanges(layers []layerTiers) string {
+	var tiers []string
+	for _, l := range layers {
+		for _, tier := range l.Tiers {
+			if !slices.Contains(tiers, tier) {
+				tiers = append(tiers, tier)
+			}
+		}
+	}
+	var list []string
+	for _, tier := range tiers {
+		low, high := math.MaxInt, 0
+		for _, l := range layers {
+			n := 0
+			for _, x := range l.Tiers {
+				if x == tier {
+					n++
+				}
+			}
+			low, high = min(low, n), max(high, n)
+		}
+		of := strconv.Itoa(low)
+		if high > low {
+			of += "-" + strconv.Itoa(high)
+		}
+		list = append(list, of+" "+tier)
+	}
+	return strings.Join(list, ", ")
 }
 
 // grouped writes a number with a comma between thousands.

@@ -3,8 +3,8 @@
 //
 // This package is the commands: it reads flags, variables and files into
 // configs.Settings, hands these to package node, and prints what comes back. It
-// alone knows cobra and viper. Answers go to standard output, everything else to
-// standard error; errors are one line.
+// alone knows cobra and viper. Completions and results go to standard output, everything
+// else to standard error; errors are one line.
 //
 // # Invariants
 //
@@ -22,6 +22,7 @@ import (
 	"os"
 	"os/signal"
 	"slices"
+	"sync"
 	"syscall"
 	"time"
 
@@ -41,21 +42,63 @@ func main() {
 // moeserve runs the command that the process was started with and returns its exit
 // code.
 func moeserve() int {
-	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
-	defer stop()
-	// A second signal ends the process at once.
-	context.AfterFunc(ctx, stop)
-	return execute(ctx, &streams{in: os.Stdin, out: os.Stdout, err: newConsole(os.Stderr)}, os.Args[1:])
+	ctx, cancel := context.WithCancel(context.Background())
+	defer cancel()
+	s := &streams{in: os.Stdin, out: os.Stdout, err: newConsole(os.Stderr)}
+	signals := make(chan os.Signal, 1)
+	signal.Notify(signals, os.Interrupt, syscall.SIGTERM)
+	go func() {
+		for sig := range signals {
+			if sig == os.Interrupt && s.interrupts.raise() {
+				continue
+			}
+			signal.Stop(signals) // a second signal ends the process at once
+			cancel()
+		}
+	}()
+	return execute(ctx, s, os.Args[1:])
 }
 
-// streams are a process's standard streams, its command line and its clock.
+// streams are a process's standard streams, its command line and its clock, and the
+// interrupts that its terminal sends.
 type streams struct {
 	in       io.Reader
 	out, err io.Writer
 	// args are the command line without the program's name.
 	args []string
 	// now is the time. Default: time.Now.
-	now func() time.Time
+	now        func() time.Time
+	interrupts interrupts
+}
+
+// interrupts are SIGINTs: they end the process, but while somebody takes them for less.
+type interrupts struct {
+	mu     sync.Mutex
+	handle func()
+}
+
+// during has handle called for each interrupt, from another goroutine, until restore is
+// called.
+func (i *interrupts) during(handle func()) (restore func()) {
+	i.mu.Lock()
+	defer i.mu.Unlock()
+	i.handle = handle
+	return func() {
+		i.mu.Lock()
+		defer i.mu.Unlock()
+		i.handle = nil
+	}
+}
+
+// raise reports whether somebody has taken the interrupt.
+func (i *interrupts) raise() bool {
+	i.mu.Lock()
+	defer i.mu.Unlock()
+	if i.handle == nil {
+		return false
+	}
+	i.handle()
+	return true
 }
 
 func (s *streams) clock() func() time.Time {
@@ -84,7 +127,7 @@ func execute(ctx context.Context, s *streams, args []string) int {
 	if code == exitInterrupted {
 		err = errors.New("interrupted")
 	}
-	message := server.Message(err)
+	message := oneLine(err)
 	if logsJSON(cmd) {
 		slog.New(slog.NewJSONHandler(s.err, nil)).Error(message, "exit_code", code)
 		return code
@@ -94,6 +137,9 @@ func execute(ctx context.Context, s *streams, args []string) int {
 	}
 	return code
 }
+
+// oneLine is an error as a person reads it.
+func oneLine(err error) string { return server.Message(err) }
 
 // logsJSON says whether standard error of a command is JSON, line by line: then so is the error
 // that ends it.
@@ -116,7 +162,7 @@ func logsJSON(cmd *cobra.Command) bool {
 // Exit codes.
 const (
 	exitDone        = 0
-	exitFailed      = 1 // while running
+	exitFailed      = 1 // while running, or inspect's answer
 	exitUsage       = 2 // the command line, the configuration, or the prompt
 	exitModel       = 3
 	exitDevice      = 4

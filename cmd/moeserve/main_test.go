@@ -41,6 +41,7 @@ func TestScripts(t *testing.T) {
 		},
 		Cmds: map[string]func(*testscript.TestScript, bool, []string){
 			"fails":    scriptFails,
+			"exits":    scriptExits,
 			"fixture":  scriptFixture,
 			"replace":  scriptReplace,
 			"truncate": scriptTruncate,
@@ -83,6 +84,25 @@ func scriptFails(ts *testscript.TestScript, neg bool, args []string) {
 	}
 	if left, _ := filepath.Glob(ts.MkAbs("*.partial")); left != nil {
 		ts.Fatalf("left behind: %v", left)
+	}
+}
+
+// scriptExits runs "exits CODE COMMAND ARG…": the command must end with that exit code.
+func scriptExits(ts *testscript.TestScript, neg bool, args []string) {
+	if neg || len(args) < 2 {
+		ts.Fatalf("usage: exits CODE COMMAND ARG…")
+	}
+	want, err := strconv.Atoi(args[0])
+	ts.Check(err)
+	err = ts.Exec(args[1], args[2:]...)
+	code := 0
+	if exit := (*exec.ExitError)(nil); errors.As(err, &exit) {
+		code = exit.ExitCode()
+	} else {
+		ts.Check(err)
+	}
+	if code != want {
+		ts.Fatalf("exit code %d, want %d", code, want)
 	}
 }
 
@@ -170,7 +190,7 @@ func TestFixturesAnswerAsTheReference(t *testing.T) {
 			dir := fixtureDir(t, name)
 			for i, text := range fixtures.Load(t, name).Texts {
 				args := []string{
-					"run", "--model", dir, "--offload-fraction", "0.5", "--ignore-eos", "--quiet",
+					"run", "--model", dir, "--raw", "--offload-fraction", "0.5", "--ignore-eos", "--quiet",
 					"--max-tokens", strconv.Itoa(len(text.GreedyIDs)), "--max-num-batched-tokens", "64",
 				}
 				// In turn as an argument and on standard input.
@@ -279,7 +299,7 @@ func TestBrokenOutput(t *testing.T) {
 	t.Chdir(t.TempDir())
 	var errs bytes.Buffer
 	code := execute(t.Context(), &streams{in: strings.NewReader(""), out: brokenWriter{}, err: &errs}, []string{"run", "--log-level", "error", "12+34="})
-	if code != exitFailed || errs.String() != "moeserve: write the answer: the reader is gone\n" {
+	if code != exitFailed || errs.String() != "moeserve: write the completion: the reader is gone\n" {
 		t.Errorf("exit code %d, %q", code, &errs)
 	}
 }
@@ -289,26 +309,27 @@ type brokenWriter struct{}
 func (brokenWriter) Write([]byte) (int, error) { return 0, errors.New("the reader is gone") }
 
 func TestReadPrompt(t *testing.T) {
+	text := func(s string) *string { return &s }
 	for _, c := range []struct {
 		in   string
 		ids  string
-		args []string
+		arg  *string
 		want string
 	}{
-		{"not read", "", []string{"text\n"}, "text\n"},
+		{"not read", "", text("text\n"), "text\n"},
 		{"piped", "", nil, "piped"},
 		{"piped\n", "", nil, "piped"},
 		{"piped\r\n", "", nil, "piped"},
-		{"two\nlines\n\n", "", []string{"-"}, "two\nlines\n"},
+		{"two\nlines\n\n", "", text("-"), "two\nlines\n"},
 		{"not read", "1,2", nil, ""},
 	} {
-		p, err := readPrompt(t.Context(), strings.NewReader(c.in), &settings{}, &runOptions{promptIDs: c.ids}, c.args)
+		p, err := readPrompt(t.Context(), strings.NewReader(c.in), &settings{}, &runOptions{promptIDs: c.ids, prompt: c.arg})
 		if err != nil || p.text != c.want || (c.ids != "") != slices.Equal(p.ids, []int32{1, 2}) {
-			t.Errorf("%q, %q: %+v, %v", c.in, c.args, p, err)
+			t.Errorf("%q: %+v, %v", c.in, p, err)
 		}
 	}
 	endless := io.LimitReader(zeros{}, maxPromptBytes+1)
-	if _, err := readPrompt(t.Context(), endless, &settings{}, &runOptions{}, nil); exitCode(err) != exitUsage {
+	if _, err := readPrompt(t.Context(), endless, &settings{}, &runOptions{}); exitCode(err) != exitUsage {
 		t.Errorf("a prompt of %d bytes: %v", maxPromptBytes+1, err)
 	}
 	if _, err := parseIDs("2147483648"); exitCode(err) != exitUsage {

@@ -32,7 +32,7 @@ func openResult(path string, stdout io.Writer) (*result, error) {
 	info, err := os.Stat(path)
 	switch {
 	case err == nil && info.IsDir():
-		return nil, usagef("--json %s: it is a directory; name a file", path)
+		return nil, usagef("--json %s is a directory; give a file", path)
 	case err == nil && !info.Mode().IsRegular():
 		// A pipe or a device: nothing can take its place.
 		f, err := os.OpenFile(path, os.O_WRONLY, 0)

@@ -5,7 +5,6 @@ import (
 	"fmt"
 	"io"
 	"math"
-	"os"
 	"slices"
 	"strconv"
 	"strings"
@@ -38,30 +37,33 @@ const (
 func newPlan(s *streams) *cobra.Command {
 	o := planOptions{workload: planning.DefaultWorkload}
 	cmd := &cobra.Command{
-		Use:   "plan",
-		Short: "Choose how to run a model on a machine, and predict what that gives",
-		Long: `Choose how to run a model on a machine, and predict what that gives: how many
-sequences at once, in which micro-batches, how many experts offloaded and where to;
-how long steps take and what bounds them; what that takes of which memory.
+		Use:   "plan [MODEL]",
+		Short: "Find the fastest settings for a machine, and predict their speed",
+		Long: `Find the fastest settings for a model on a machine, and predict their speed: batch,
+micro-batches, offload fraction and tier; how long steps take and what bounds them;
+the memory footprint.
 
---hardware names a machine, which need not be this one; without it, this machine is
-planned for. What is set (--max-num-seqs, --max-num-batched-tokens,
---micro-batch-size, --offload-fraction, --offload-tier) is kept. --policy FILE
-judges the policy of a file. No weights are read and no memory is taken; a preset
-needs no --load-format here.
+--hardware names a machine, which need not be this one; the default is this machine.
+What is set (--max-num-seqs, --max-num-batched-tokens, --micro-batch-size,
+--offload-fraction, --offload-tier) is kept. --policy FILE predicts the policy of a
+file. No weights are read and no memory is allocated. A preset needs no
+--load-format.
 
 TTFT is the time from the arrival of a whole batch to the first token of its
 last sequence; TPOT is a decode step of the whole batch. --max-ttft and --max-tpot
 bound them: the plan is then the fastest policy within the bounds. Peers are those
 that run would use: of GPUs only those that --peers names.
 
-The result of --json can be given to run and serve as --policy.`,
-		Example: `  moeserve plan --model mixtral-8x7b --hardware l4
-  moeserve plan --model mixtral-8x7b --hardware h200 --max-num-seqs 3240 --offload-fraction 0.5 --offload-tier peer --peers 1
-  moeserve plan --model qwen1.5-moe-a2.7b --hardware h100-80 --peers 1,2 --peer-memory 20GiB --json policy.json`,
-		Args: noArguments,
-		RunE: func(cmd *cobra.Command, _ []string) error {
-			set, err := readSettings(cmd.Flags(), os.Environ())
+run and serve take the result of --json as --policy.`,
+		Example: `  moeserve plan mixtral-8x7b --hardware l4
+  moeserve plan mixtral-8x7b --hardware h200 --max-num-seqs 3240 \
+      --offload-fraction 50% --offload-tier peer --peers 1
+  moeserve plan qwen1.5-moe-a2.7b --hardware h100-80 --peers 1,2 \
+      --peer-memory 20GiB --json policy.json`,
+		Args:              oneModel,
+		ValidArgsFunction: completeModelArgument,
+		RunE: func(cmd *cobra.Command, args []string) error {
+			set, err := modelSettings(cmd, args)
 			if err != nil {
 				return err
 			}
@@ -70,10 +72,8 @@ The result of --json can be given to run and serve as --policy.`,
 	}
 	addSettings(cmd.Flags(), configs.For("plan"))
 	f := cmd.Flags()
-	f.IntVar(&o.workload.PromptTokens, "prompt-tokens", o.workload.PromptTokens, "mean length of prompts, in `tokens`")
-	f.IntVar(&o.workload.NewTokens, "new-tokens", o.workload.NewTokens, "`tokens` to generate for each")
-	f.IntVar(&o.workload.Requests, "requests", 0, "`number` of requests in all; 0: without end")
-	f.StringVar(&o.peerMemory, "peer-memory", "", "`BYTES` that each peer has to lend, as 40GiB, where --hardware names a machine; --peers says how many there are")
+	f.IntVar(&o.workload.Requests, "num-prompts", 0, "`REQUESTS` in all; 0: continuous")
+	f.StringVar(&o.peerMemory, "peer-memory", "", "spare memory of each peer, a `SIZE` as 40GiB, with --hardware; --peers says how many peers")
 	f.StringVar(&o.maxTTFT, "max-ttft", "", "maximum `TIME` to first token, as 2 (seconds) or 500ms")
 	f.StringVar(&o.maxTPOT, "max-tpot", "", "maximum `TIME` per output token, as 0.1 (seconds) or 50ms")
 	f.BoolVar(&o.everything, "unrestricted", false, "also consider policies that this engine does not support yet")
@@ -81,6 +81,10 @@ The result of --json can be given to run and serve as --policy.`,
 }
 
 func plan(s *streams, set *settings, o *planOptions) (err error) {
+	if set.Bench.InputLen > 0 {
+		o.workload.PromptTokens = set.Bench.InputLen
+	}
+	o.workload.NewTokens = set.Bench.OutputLen
 	po := node.PlanOptions{
 		Options:      node.Options{Settings: set.Settings, Explicit: set.given, Workload: o.workload, Log: set.logger(s.err)},
 		Unrestricted: o.everything,
@@ -95,7 +99,7 @@ func plan(s *streams, set *settings, o *planOptions) (err error) {
 	}
 	if o.peerMemory != "" {
 		if po.PeerMemory, err = configs.ParseBytes(o.peerMemory); err != nil {
-			return usagef("--peer-memory is %q: must be a size like 40GiB", o.peerMemory)
+			return usagef("--peer-memory: %w", err)
 		}
 	}
 	if err := o.workload.Validate(); err != nil {

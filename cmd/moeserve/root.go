@@ -2,43 +2,39 @@ package main
 
 import (
 	"errors"
-	"fmt"
-	"io"
+	"slices"
 	"strings"
-	"text/tabwriter"
 
 	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
 
 	"github.com/moeserve/moeserve/configs"
-	"github.com/moeserve/moeserve/node/devices"
 )
 
 // newRoot makes the command tree.
 func newRoot(s *streams) *cobra.Command {
 	root := &cobra.Command{
 		Use:   "moeserve",
-		Short: "Run mixture-of-experts models whose experts do not all fit in device memory",
-		Long: `moeserve runs mixture-of-experts models on a device whose memory does not hold
-all their experts: the others live in host memory and are fetched while the
-device computes.
+		Short: "Serve mixture-of-experts models that do not fit in GPU memory",
+		Long: `moeserve runs mixture-of-experts models that do not fit in GPU memory: offloaded
+experts live in host memory or in the spare memory of other GPUs, and are fetched
+while the GPU computes.
 
 Settings are taken from flags, then MOESERVE_* variables, then a file (--config,
-else moeserve.yaml in the current directory), then, with --policy, from that, then
+else moeserve.yaml in the current directory), then a policy (--policy), then
 defaults.
 
-Exit codes: 0 done, 1 failed while running, 2 usage, configuration or prompt,
-3 model, 4 device, 130 interrupted.`,
+Exit codes: 0 done, 1 failed while running (inspect: the model does not fit),
+2 usage, configuration or prompt, 3 model, 4 device, 130 interrupted.`,
+		Example: `  moeserve run 'Ann gave the red ball to Ben. Who has the ball?'
+  moeserve chat
+  moeserve serve /models/mixtral-8x7b --offload-fraction 0.5
+  moeserve plan mixtral-8x7b --hardware l4`,
 		SilenceErrors:     true,
 		SilenceUsage:      true,
 		CompletionOptions: cobra.CompletionOptions{DisableDefaultCmd: true},
-		Args: func(cmd *cobra.Command, args []string) error {
-			if len(args) > 0 {
-				return unknownCommand(cmd, args[0])
-			}
-			return nil
-		},
-		RunE: func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
+		Args:              commandName,
+		RunE:              func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
 	}
 	root.SetIn(s.in)
 	root.SetOut(s.out)
@@ -47,13 +43,13 @@ Exit codes: 0 done, 1 failed while running, 2 usage, configuration or prompt,
 	root.SetVersionTemplate("moeserve {{.Version}}\n")
 	root.Flags().Bool("version", false, "print what this binary was built from")
 	root.SetFlagErrorFunc(flagError)
-	help := root.HelpFunc()
-	root.SetHelpFunc(func(cmd *cobra.Command, args []string) {
-		help(cmd, args)
-		printSettings(cmd.OutOrStdout(), cmd.Flags())
-	})
 	root.SetHelpCommand(newHelp())
-	root.AddCommand(newRun(s), newServe(s), newInspect(s), newPlan(s), newBench(s), newConfig(s), newCollectEnv(s), newVersion(s), newCompletion(s))
+	root.AddCommand(newRun(s), newChat(s), newServe(s), newInspect(s), newPlan(s), newBench(s), newConfig(s), newCollectEnv(s), newVersion(s), newCompletion(s))
+	cobra.EnableCommandSorting = false
+	completeValues(root)
+	h := &helpPrinter{}
+	h.addTo(root)
+	root.SetHelpFunc(func(cmd *cobra.Command, _ []string) { h.print(cmd.OutOrStdout(), cmd) })
 	return root
 }
 
@@ -61,44 +57,98 @@ Exit codes: 0 done, 1 failed while running, 2 usage, configuration or prompt,
 func newHelp() *cobra.Command {
 	return &cobra.Command{
 		Use:   "help [COMMAND]",
-		Short: "Tell about a command",
+		Short: "Help about any command",
 		RunE: func(cmd *cobra.Command, args []string) error {
 			topic, rest, err := cmd.Root().Find(args)
 			if err != nil || len(rest) > 0 {
 				return unknownCommand(cmd.Root(), strings.Join(args, " "))
 			}
+			topic.InitDefaultHelpFlag()
 			return topic.Help()
 		},
 	}
 }
 
-func unknownCommand(root *cobra.Command, name string) error {
+// commandName refuses what is not the name of a command.
+func commandName(cmd *cobra.Command, args []string) error {
+	if len(args) > 0 {
+		return unknownCommand(cmd, args[0])
+	}
+	return nil
+}
+
+// elsewhere are commands of other programs, and what does the same.
+var elsewhere = map[string]string{
+	"pull":     "moeserve downloads no models; hf download ORG/NAME --local-dir DIR does",
+	"download": "moeserve downloads no models; hf download ORG/NAME --local-dir DIR does",
+	"generate": "did you mean run?",
+	"complete": "did you mean run?",
+	"show":     "did you mean inspect?",
+	"list":     "models are directories; moeserve inspect DIR shows one",
+}
+
+func unknownCommand(parent *cobra.Command, name string) error {
+	names := commandNames(parent)
+	what := "command"
+	if parent.HasParent() {
+		what = parent.Name() + " command"
+		if top := commandNames(parent.Root()); slices.Contains(top, name) {
+			return usagef("there is no %s %q; did you mean %s %s?", what, name, parent.Root().Name(), name)
+		}
+	} else if hint, ok := elsewhere[name]; ok {
+		return usagef("there is no command %q; %s", name, hint)
+	}
+	return usagef("there is no %s %q%s", what, name, suggestion(name, names, parent.CommandPath()+" --help lists "+strings.Join(names, ", ")))
+}
+
+func commandNames(parent *cobra.Command) []string {
 	var names []string
-	for _, c := range root.Commands() {
+	for _, c := range parent.Commands() {
 		if c.IsAvailableCommand() {
 			names = append(names, c.Name())
 		}
 	}
-	return usagef("there is no command %q%s", name, suggestion(name, names, "moeserve --help lists all"))
+	return names
+}
+
+// foreign are flags that other engines have, and those that do the same here.
+var foreign = map[string]string{
+	"--max-new-tokens": "--max-tokens", "--n-predict": "--max-tokens", "--predict": "--max-tokens",
+	"--ctx-size": "--max-model-len", "--context-length": "--max-model-len", "--num-ctx": "--max-model-len",
+	"--temp": "--temperature", "--batch-size": "--max-num-batched-tokens", "--parallel": "--max-num-seqs",
+	"--n-cpu-moe": "--offload-fraction", "--cpu-moe": "--offload-fraction", "--cpu-offload-gb": "--offload-fraction",
+	"--n-gpu-layers": "--offload-fraction", "--gpu-layers": "--offload-fraction",
+	"--prompts": "--dataset-path", "--num-requests": "--num-prompts", "--main-gpu": "--gpu",
 }
 
 // flagError words what pflag found wrong with a command line.
 func flagError(cmd *cobra.Command, err error) error {
-	if rest := cmd.Flags().Args(); !cmd.HasParent() && len(rest) > 0 {
+	if rest := cmd.Flags().Args(); cmd.HasSubCommands() && len(rest) > 0 {
 		return unknownCommand(cmd, rest[0])
 	}
 	var unknown *pflag.NotExistError
-	if errors.As(err, &unknown) && unknown.GetSpecifiedShortnames() == "" {
+	if errors.As(err, &unknown) {
 		var names []string
 		cmd.Flags().VisitAll(func(f *pflag.Flag) { names = append(names, "--"+f.Name) })
+		lists := cmd.CommandPath() + " --help lists the flags"
+		if unknown.GetSpecifiedShortnames() != "" {
+			return usagef("there is no flag -%s; %s", unknown.GetSpecifiedName(), lists)
+		}
 		name := "--" + unknown.GetSpecifiedName()
-		return usagef("there is no flag %s%s", name, suggestion(name, names, cmd.CommandPath()+" --help lists all"))
+		if same := foreign[name]; slices.Contains(names, same) {
+			return usagef("there is no flag %s; did you mean %s?", name, same)
+		}
+		return usagef("there is no flag %s%s", name, suggestion(name, names, lists))
+	}
+	var missing *pflag.ValueRequiredError
+	if errors.As(err, &missing) {
+		return usagef("--%s needs a value", missing.GetFlag().Name)
 	}
 	var invalid *pflag.InvalidValueError
 	if errors.As(err, &invalid) {
 		flag, why := invalid.GetFlag(), invalid.Unwrap()
 		if flag.Value.Type() == "int" { // one of pflag's own, which says it in strconv's words
-			if _, err := parse(configs.Int, invalid.GetValue()); err != nil {
+			if _, err := parse(configs.Key{Kind: configs.Int}, invalid.GetValue()); err != nil {
 				why = err
 			}
 		}
@@ -110,26 +160,13 @@ func flagError(cmd *cobra.Command, err error) error {
 // noArguments refuses arguments of commands that take none.
 func noArguments(cmd *cobra.Command, args []string) error {
 	if len(args) > 0 {
-		return usagef("%s takes no arguments, and got %q", cmd.CommandPath(), args[0])
+		return usagef("%s takes no arguments, got %q", commandPath(cmd), args[0])
 	}
 	return nil
 }
 
-// printSettings tells what help on flags does not: what --emulate takes, and the
-// variables that stand for flags.
-func printSettings(out io.Writer, flags *pflag.FlagSet) {
-	if flags.Lookup(configFlag) == nil {
-		return
-	}
-	if flags.Lookup("emulate") != nil {
-		fmt.Fprintf(out, "\n--emulate SPEC: %s\n", devices.EmulateHelp)
-	}
-	w := tabwriter.NewWriter(out, 0, 0, 2, ' ', 0)
-	fmt.Fprintf(w, "\nVariables, where there is no flag:\n  %s\tas --%s\n", configVariable, configFlag)
-	for _, k := range configs.Schema {
-		if flags.Lookup(k.Name) != nil {
-			fmt.Fprintf(w, "  %s\tas --%s\n", k.Variable(), k.Name)
-		}
-	}
-	w.Flush() //nolint:errcheck // help that cannot be printed has nobody to tell
+// commandPath is the command as configs.Key has it: "bench sweep".
+func commandPath(cmd *cobra.Command) string {
+	_, path, _ := strings.Cut(cmd.CommandPath(), " ")
+	return path
 }

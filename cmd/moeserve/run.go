@@ -16,7 +16,9 @@ import (
 
 	"github.com/moeserve/moeserve/configs"
 	"github.com/moeserve/moeserve/engine"
+	"github.com/moeserve/moeserve/models/chat"
 	"github.com/moeserve/moeserve/node"
+	"github.com/moeserve/moeserve/node/checkpoint"
 	"github.com/moeserve/moeserve/node/sizing"
 	"github.com/moeserve/moeserve/planner"
 )
@@ -25,47 +27,68 @@ import (
 // of any preset can hold.
 const maxPromptBytes = 16 << 20
 
-// runOptions are the flags of run alone.
+// runOptions are the flags and arguments of run alone.
 type runOptions struct {
 	promptIDs string
 	quiet     bool
 	verbose   bool
+	// prompt; nil: from standard input.
+	prompt *string
+	// note is about how the arguments are understood; empty: there is no doubt.
+	note string
 }
 
 func newRun(s *streams) *cobra.Command {
 	var o runOptions
 	cmd := &cobra.Command{
-		Use:   "run [PROMPT]",
-		Short: "Generate once",
-		Long: `Generate once, and tell where experts were and what moved.
+		Use:   "run [MODEL] [PROMPT]",
+		Short: "Generate a completion for one prompt",
+		Long: `Generate a completion for one prompt, and report how fast, and where experts were.
 
-Without --model, the small model that is built in answers. The prompt is taken as
-it stands, with the special tokens that the tokenizer puts around a prompt; --chat
-puts it through the model's chat template instead. Without PROMPT, or with -, it
-is read from standard input, less one line end at its end.
+MODEL is the directory of a checkpoint, a preset, or built-in: a small model inside
+this binary, which is also the default. One argument is the MODEL if it is a preset,
+a file or a directory, or looks like a model's name, and else the PROMPT; behind --
+it is always the PROMPT. Without PROMPT, or with -, the prompt is read from standard
+input, less one line end at its end.
 
-The answer goes to standard output as it comes, the report behind it to standard
+A model with a chat template, which the built-in one has, too, gets the prompt as a
+user's message; --raw sends it as it is.
+
+The completion goes to standard output as it is generated, the report to standard
 error.`,
-		Example: `  moeserve run --offload-fraction 0.5 'sort: t h e m o e ='
-  moeserve run --model /models/mixtral-8x7b --chat 'Why is the sky blue?'
-  moeserve run --model qwen1.5-moe-a2.7b --load-format dummy --num-hidden-layers 2 --prompt-ids 1,2,3`,
-		Args: func(_ *cobra.Command, args []string) error {
-			if len(args) > 1 {
-				return usagef("one PROMPT, please, and there are %d: put it in quotes", len(args))
-			}
-			return nil
-		},
+		Example: `  moeserve run --offload-fraction 50% 'sort: t h e m o e ='
+  moeserve run /models/mixtral-8x7b -n 200 'Why is the sky blue?'
+  moeserve run qwen1.5-moe-a2.7b --load-format dummy --num-hidden-layers 2 \
+      --prompt-ids 1,2,3`,
+		ValidArgsFunction: completeModelArgument,
 		RunE: func(cmd *cobra.Command, args []string) error {
+			r, err := splitRun(args, cmd.Flags().Changed(modelFlag), cmd.Flags().ArgsLenAtDash())
+			if err != nil {
+				return err
+			}
+			o.prompt = r.prompt
+			if r.model != nil {
+				if err := setModel(cmd, *r.model); err != nil {
+					return err
+				}
+			}
 			set, err := readSettings(cmd.Flags(), os.Environ())
 			if err != nil {
 				return err
 			}
-			return run(cmd.Context(), s, set, &o, args)
+			if r.doubtful {
+				name, err := modelName(set)
+				if err != nil {
+					return err
+				}
+				o.note = fmt.Sprintf("moeserve: %q is not a model, and is taken as the prompt of %s (write -- in front of a prompt)\n", *r.prompt, name)
+			}
+			return run(cmd.Context(), s, set, &o)
 		},
 	}
 	addSettings(cmd.Flags(), configs.For("run"))
-	cmd.Flags().StringVar(&o.promptIDs, "prompt-ids", "", "prompt as token `IDS`, separated by commas, in place of PROMPT")
-	cmd.Flags().BoolVarP(&o.quiet, "quiet", "q", false, "print the answer only")
+	cmd.Flags().StringVar(&o.promptIDs, "prompt-ids", "", "prompt as comma-separated token `IDS`, instead of PROMPT")
+	cmd.Flags().BoolVarP(&o.quiet, "quiet", "q", false, "print the completion only")
 	cmd.Flags().BoolVarP(&o.verbose, "verbose", "v", false, "print all of the report: every link, stalls, placement by layer")
 	return cmd
 }
@@ -90,25 +113,25 @@ func (p *prompt) workload(set *settings) planner.Workload {
 }
 
 // readPrompt finds the prompt in arguments, flags or standard input.
-func readPrompt(ctx context.Context, in io.Reader, set *settings, o *runOptions, args []string) (*prompt, error) {
+func readPrompt(ctx context.Context, in io.Reader, set *settings, o *runOptions) (*prompt, error) {
+	if err := o.missing(set); err != nil {
+		return nil, err
+	}
 	if o.promptIDs != "" {
-		if len(args) > 0 {
-			return nil, usagef("a PROMPT and --prompt-ids: give one of them")
-		}
-		if set.Generate.Chat {
-			return nil, usagef("--chat is for text: it does not go with --prompt-ids")
+		if o.prompt != nil {
+			return nil, usagef("both a PROMPT and --prompt-ids; leave one of them out")
 		}
 		ids, err := parseIDs(o.promptIDs)
 		return &prompt{ids: ids}, err
 	}
-	if _, ok := configs.Preset(set.Model.Name); ok {
-		return nil, usagef("the preset %s has no tokenizer: give the prompt as token ids (--prompt-ids 1,2,3)", set.Model.Name)
+	if o.prompt != nil && *o.prompt == "" {
+		return nil, usagef("the prompt is empty")
 	}
-	if len(args) > 0 && args[0] != stdoutName {
-		return &prompt{text: args[0]}, nil
+	if o.prompt != nil && *o.prompt != stdoutName {
+		return &prompt{text: *o.prompt}, nil
 	}
-	if len(args) == 0 && interactive(in) {
-		return nil, usagef("no prompt: give it as an argument, or on standard input")
+	if o.prompt == nil && interactive(in) {
+		return nil, usagef("no prompt; give it as an argument or on standard input, or start a conversation with moeserve chat")
 	}
 	data, err := readAll(ctx, io.LimitReader(in, maxPromptBytes+1))
 	if err != nil {
@@ -117,28 +140,45 @@ func readPrompt(ctx context.Context, in io.Reader, set *settings, o *runOptions,
 	if len(data) > maxPromptBytes {
 		return nil, usagef("the prompt on standard input is longer than %s", sizing.Bytes(maxPromptBytes))
 	}
-	text := strings.TrimSuffix(string(data), "\n")
-	return &prompt{text: strings.TrimSuffix(text, "\r")}, nil
+	text := strings.TrimSuffix(strings.TrimSuffix(string(data), "\n"), "\r")
+	if text == "" {
+		return nil, usagef("the prompt on standard input is empty")
+	}
+	return &prompt{text: text}, nil
 }
 
-// readAll reads to the end, or until ctx is done. Nothing ends a read that waits
-// for a terminal: its goroutine then ends with its reader, or with the process.
+// readAll reads to the end, or until ctx is done.
 func readAll(ctx context.Context, in io.Reader) ([]byte, error) {
-	type result struct {
-		data []byte
-		err  error
+	var data []byte
+	err := interruptible(ctx, func() (err error) {
+		data, err = io.ReadAll(in)
+		return err
+	})
+	if err != nil {
+		return nil, err
 	}
-	done := make(chan result, 1)
-	go func() {
-		data, err := io.ReadAll(in)
-		done <- result{data, err}
-	}()
-	select {
-	case r := <-done:
-		return r.data, r.err
-	case <-ctx.Done():
-		return nil, ctx.Err()
+	return data, nil
+}
+
+// missing names all that a preset lacks for a completion and that the command line does
+// not give, at once.
+func (o *runOptions) missing(set *settings) error {
+	name := set.Model.Name
+	if _, ok := configs.Preset(name); !ok {
+		return nil
 	}
+	var flags []string
+	if set.Model.LoadFormat != configs.LoadDummy {
+		flags = append(flags, "--load-format dummy (random weights)")
+	}
+	if o.promptIDs == "" {
+		flags = append(flags, "--prompt-ids 1,2,3 (instead of text)")
+	}
+	if len(flags) == 0 {
+		return nil
+	}
+	return usagef("%s is a preset, which has neither weights nor a tokenizer; add %s, or download the model: %s; moeserve inspect %s shows what fits",
+		name, strings.Join(flags, " and "), checkpoint.Download(configs.PresetRepository(name)), name)
 }
 
 func parseIDs(list string) ([]int32, error) {
@@ -147,29 +187,38 @@ func parseIDs(list string) ([]int32, error) {
 	for i, f := range fields {
 		id, err := strconv.ParseInt(strings.TrimSpace(f), 10, 32)
 		if err != nil || id < 0 {
-			return nil, usagef("--prompt-ids: %q is not a token id; give whole numbers from 0, separated by commas", f)
+			return nil, usagef("--prompt-ids: %q is not a token id; give comma-separated whole numbers from 0", f)
 		}
 		ids[i] = int32(id)
 	}
 	return ids, nil
 }
 
-func run(ctx context.Context, s *streams, set *settings, o *runOptions, args []string) (err error) {
-	p, err := readPrompt(ctx, s.in, set, o, args)
-	if err != nil {
-		return err
-	}
+func run(ctx context.Context, s *streams, set *settings, o *runOptions) (err error) {
 	res, err := openResult(set.Output.JSON, s.out)
 	if err != nil {
 		return err
 	}
 	defer func() { err = errors.Join(err, res.close()) }()
+	if err := checkpoint.Find(set.Model.Name); err != nil {
+		return err // before anybody types a prompt
+	}
+	p, err := readPrompt(ctx, s.in, set, o)
+	if err != nil {
+		return err
+	}
 
-	opts := node.Options{Settings: set.Settings, Explicit: set.given, Workload: p.workload(set), Log: set.logger(s.err)}
+	opts := node.Options{
+		Settings: set.Settings, Explicit: set.given, Workload: p.workload(set), Log: set.logger(s.err),
+		ExpectCPU: o.quiet || set.Model.Name == "", // the built-in model is small enough for that
+	}
 	if p.ids != nil && set.Model.Name != "" {
 		// Ids need no tokenizer, but where there is one it gives their text.
 		_, err := os.Stat(filepath.Join(set.Model.Name, "tokenizer.json"))
 		opts.WithoutTokenizer = errors.Is(err, fs.ErrNotExist)
+	}
+	if p.ids == nil && !set.Generate.Raw {
+		opts.Template = checkpoint.TemplateIfAny
 	}
 	n, err := open(ctx, s, opts, o.quiet)
 	if err != nil {
@@ -177,9 +226,18 @@ func run(ctx context.Context, s *streams, set *settings, o *runOptions, args []s
 	}
 	defer func() { err = errors.Join(err, n.Close()) }()
 	set.Settings = n.Info().Settings
+	if _, err := io.WriteString(s.err, o.note); err != nil {
+		return err
+	}
 
 	if p.ids == nil {
-		if p.ids, err = n.Text().Encode(p.text, set.Generate.Chat); err != nil {
+		text := n.Text()
+		if text.Template != nil && !set.Generate.Raw {
+			p.ids, err = text.EncodeChat([]chat.Message{{Role: "user", Content: p.text}})
+		} else {
+			p.ids, err = text.Encode(p.text)
+		}
+		if err != nil {
 			return err
 		}
 		p.encoded = true
@@ -219,7 +277,7 @@ func open(ctx context.Context, s *streams, o node.Options, quiet bool) (*node.No
 	return node.Open(ctx, o)
 }
 
-// answer is what was generated, and when.
+// answer is a completion, and when it was generated.
 type answer struct {
 	prompt, ids []int32
 	text        string
@@ -228,7 +286,8 @@ type answer struct {
 	prefill, decode time.Duration
 }
 
-// generate runs the prompt and streams the answer's text to out.
+// generate runs the prompt and streams the completion's text to out. With an error that is
+// ctx's comes what there was by then.
 func generate(ctx context.Context, n *node.Node, set *settings, from *prompt, out io.Writer) (*answer, error) {
 	a := &answer{prompt: from.ids}
 	ctx, stop := context.WithCancelCause(ctx)
@@ -252,18 +311,22 @@ func generate(ctx context.Context, n *node.Node, set *settings, from *prompt, ou
 		if first.IsZero() {
 			first = last
 		}
+		for _, t := range u.Tokens {
+			a.ids = append(a.ids, t.ID)
+		}
+		a.text += u.Text
 		say(u.Text)
 	})
 	if !first.IsZero() && n.Text().Tokenizer != nil {
 		say("\n")
 	}
 	if broken != nil {
-		return nil, fmt.Errorf("write the answer: %w", broken)
+		return nil, fmt.Errorf("write the completion: %w", broken)
 	}
+	a.prefill, a.decode = first.Sub(start), last.Sub(first)
 	if err != nil {
-		return nil, err
+		return a, err
 	}
 	a.ids, a.finish, a.text = outs[0].TokenIDs, outs[0].FinishReason, outs[0].Text
-	a.prefill, a.decode = first.Sub(start), last.Sub(first)
 	return a, nil
 }

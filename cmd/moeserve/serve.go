@@ -21,27 +21,29 @@ import (
 
 func newServe(s *streams) *cobra.Command {
 	cmd := &cobra.Command{
-		Use:   "serve",
+		Use:   "serve [MODEL]",
 		Short: "Serve the OpenAI API",
-		Long: `Serve the OpenAI API: /v1/completions, /v1/chat/completions and /v1/models, and
-beside them /tokenize, /detokenize, /health, /health/ready, /version and /metrics,
-and for operators /debug/residency (where every expert is) and /debug/events.
+		Long: `Serve the OpenAI API: /v1/completions, /v1/chat/completions and /v1/models; beside
+them /tokenize, /detokenize, /health, /health/ready, /version and /metrics, and for
+operators /debug/residency (where every expert is) and /debug/events.
 
-Without --model, the small model that is built in answers. The address is open
-from the start, and /health/ready says when the model is loaded.
+MODEL is the directory of a checkpoint, a preset, or built-in: a small model inside
+this binary, which is also the default. The server listens from the start;
+/health/ready answers once the model is loaded.
 
 While requests run, a line every 10 s logs how many run and wait, prefill and
 decode tokens/s, KV cache usage and the hit rate of experts, and each request has
 a line with its tokens, TTFT and TPOT; --log-level warn switches both off.
 
-SIGTERM and SIGINT end the server in order: it refuses new requests, lets those
-under way go on for --drain-timeout seconds, and exits with 0. A second signal
-ends it at once.`,
-		Example: `  moeserve serve --offload-fraction 0.5
-  moeserve serve --model /models/mixtral-8x7b --host 0.0.0.0 --port 8080`,
-		Args: noArguments,
-		RunE: func(cmd *cobra.Command, _ []string) error {
-			set, err := readSettings(cmd.Flags(), os.Environ())
+SIGTERM and SIGINT shut the server down: it rejects new requests, lets running ones
+finish for --drain-timeout seconds, and exits with 0. A second signal ends it at
+once.`,
+		Example: `  moeserve serve --offload-fraction 50%
+  moeserve serve /models/mixtral-8x7b --host 0.0.0.0 --port 8080`,
+		Args:              oneModel,
+		ValidArgsFunction: completeModelArgument,
+		RunE: func(cmd *cobra.Command, args []string) error {
+			set, err := modelSettings(cmd, args)
 			if err != nil {
 				return err
 			}

@@ -8,6 +8,8 @@ import (
 	"io/fs"
 	"log/slog"
 	"os"
+	"path/filepath"
+	"reflect"
 	"slices"
 	"strconv"
 	"strings"
@@ -18,6 +20,7 @@ import (
 	"go.yaml.in/yaml/v3"
 
 	"github.com/moeserve/moeserve/configs"
+	"github.com/moeserve/moeserve/node/checkpoint"
 )
 
 const (
@@ -45,12 +48,12 @@ func addSettings(flags *pflag.FlagSet, keys []configs.Key) {
 	flags.SortFlags = false
 	for _, k := range keys {
 		v := &flagValue{key: k, text: fmt.Sprint(k.Default)}
-		f := flags.VarPF(v, k.Name, "", k.Help)
+		f := flags.VarPF(v, k.Name, k.Short, k.Help)
 		if k.Kind == configs.Bool {
 			f.NoOptDefVal = "true"
 		}
 	}
-	flags.Var(&fileValue{}, configFlag, "file of settings; without it, "+defaultFile+" if there is one")
+	flags.Var(new(pathValue), configFlag, "YAML file of settings; default: "+defaultFile+", if there is one")
 }
 
 // flagValue is a flag's text, checked to be of its setting's kind.
@@ -62,45 +65,77 @@ type flagValue struct {
 func (v *flagValue) String() string { return v.text }
 
 func (v *flagValue) Set(text string) error {
-	if _, err := parse(v.key.Kind, text); err != nil {
+	if _, err := parse(v.key, text); err != nil {
 		return err
 	}
 	v.text = text
 	return nil
 }
 
-// Type is what help shows for the value. Viper reads flags of types that it does
-// not know as text.
+// Type is one that viper does not know: it reads such flags as text.
 func (v *flagValue) Type() string {
-	switch {
-	case v.key.Kind == configs.Bool:
+	if v.key.Kind == configs.Bool {
 		return "bool"
+	}
+	return v.placeholder()
+}
+
+// placeholder is what help shows for the value.
+func (v *flagValue) placeholder() string {
+	switch {
 	case v.key.Placeholder != "":
 		return v.key.Placeholder
 	case v.key.Allowed != nil:
 		return strings.Join(v.key.Allowed, "|")
 	case v.key.Unit != "":
-		return v.key.Unit
+		return strings.ToUpper(v.key.Unit)
 	}
-	return "number"
+	return "N"
 }
 
-// fileValue is the value of --config.
-type fileValue struct{ path string }
+// pathValue is the value of a flag that names a file and is no setting.
+type pathValue string
 
-func (v *fileValue) String() string { return v.path }
-func (v *fileValue) Type() string   { return "FILE" }
-func (v *fileValue) Set(path string) error {
-	v.path = path
+func (v *pathValue) String() string { return string(*v) }
+func (v *pathValue) Type() string   { return "FILE" }
+func (v *pathValue) Set(path string) error {
+	*v = pathValue(expandHome(path))
 	return nil
 }
 
+// pathList is the value of a flag that names a file each time that it is given.
+type pathList []string
+
+func (v *pathList) String() string { return strings.Join(*v, ",") }
+func (v *pathList) Type() string   { return "FILE" }
+func (v *pathList) Set(path string) error {
+	*v = append(*v, expandHome(path))
+	return nil
+}
+
+// expandHome puts the home directory in the place of a "~" that begins a path. "@" in
+// front of a path stays.
+func expandHome(path string) string {
+	rest, at := strings.CutPrefix(path, "@")
+	if rest != "~" && !strings.HasPrefix(rest, "~/") {
+		return path
+	}
+	home, err := os.UserHomeDir()
+	if err != nil {
+		return path
+	}
+	if rest = filepath.Join(home, rest[1:]); at {
+		rest = "@" + rest
+	}
+	return rest
+}
+
 // parse reads a value as flags, variables and files write it.
-func parse(k configs.Kind, text string) (any, error) {
+func parse(k configs.Key, text string) (any, error) {
 	var v any
 	var err error
 	want := ""
-	switch k {
+	switch k.Kind {
 	case configs.String:
 		v = text
 	case configs.Bool:
@@ -114,11 +149,17 @@ func parse(k configs.Kind, text string) (any, error) {
 		v, err = strconv.ParseUint(text, 0, 64)
 		want = "a whole number from 0"
 	case configs.Float:
-		v, err = strconv.ParseFloat(text, 64)
 		want = "a number"
+		if number, percent := strings.CutSuffix(text, "%"); percent && k.Max == 1 {
+			var n float64
+			n, err = strconv.ParseFloat(number, 64)
+			v = n / 100
+			break
+		}
+		v, err = strconv.ParseFloat(text, 64)
 	}
 	if errors.Is(err, strconv.ErrRange) {
-		return nil, errors.New("that is out of range")
+		return nil, errors.New("out of range")
 	}
 	if err != nil {
 		return nil, errors.New("must be " + want)
@@ -174,7 +215,7 @@ func readSettings(flags *pflag.FlagSet, environ []string) (*settings, error) {
 		if variables[k.Variable()] != "" {
 			from = source{Kind: "variable", Name: k.Variable()}
 		}
-		if f := flags.Lookup(k.Name); f != nil {
+		if f := flags.Lookup(k.Name); f != nil && isSetting(f) {
 			if err := v.BindPFlag(k.Name, f); err != nil {
 				return nil, fmt.Errorf("bind --%s: %w", k.Name, err)
 			}
@@ -207,10 +248,28 @@ func (s *settings) decode(v *viper.Viper) error {
 			return err
 		}
 	}
-	if err := v.UnmarshalExact(&s.Settings, viper.DecodeHook(mapstructure.TextUnmarshallerHookFunc())); err != nil {
+	hooks := mapstructure.ComposeDecodeHookFunc(decodePercent, mapstructure.TextUnmarshallerHookFunc())
+	if err := v.UnmarshalExact(&s.Settings, viper.DecodeHook(hooks)); err != nil {
 		return err
 	}
-	return s.Validate()
+	expanded, values := map[string]any{}, s.Values()
+	for _, k := range configs.Schema {
+		if k.Path {
+			expanded[k.Name] = expandHome(values[k.Name].(string))
+		}
+	}
+	if s.Model.Name == checkpoint.BuiltIn {
+		expanded["model"] = ""
+	}
+	return s.Put(expanded)
+}
+
+// decodePercent reads text like "50%" where a number is wanted: parse has let it pass.
+func decodePercent(from, to reflect.Type, data any) (any, error) {
+	if text, ok := data.(string); ok && from.Kind() == reflect.String && to.Kind() == reflect.Float64 && strings.HasSuffix(text, "%") {
+		return parse(configs.Key{Kind: configs.Float, Max: 1}, text)
+	}
+	return data, nil
 }
 
 // readVariables returns the variables of moeserve's that are set and not empty. One
@@ -228,7 +287,7 @@ func readVariables(environ []string) (map[string]string, error) {
 			continue
 		}
 		if !slices.Contains(names, name) {
-			return nil, usagef("there is no variable %s%s", name, suggestion(name, names, "moeserve run --help lists all"))
+			return nil, usagef("there is no variable %s%s", name, suggestion(name, names, "moeserve config lists the settings"))
 		}
 		if value != "" {
 			variables[name] = value
@@ -239,7 +298,7 @@ func readVariables(environ []string) (map[string]string, error) {
 		if !ok {
 			continue
 		}
-		if _, err := parse(k.Kind, value); err != nil {
+		if _, err := parse(k, value); err != nil {
 			return nil, usagef("%s is %q: %w", k.Variable(), value, err)
 		}
 	}
@@ -253,7 +312,7 @@ func readFile(flag *pflag.Flag, variable string) (path string, values map[string
 	case flag != nil && flag.Changed:
 		path = flag.Value.String()
 	case variable != "":
-		path = variable
+		path = expandHome(variable)
 	default:
 		path = defaultFile
 		if _, err := os.Stat(path); errors.Is(err, fs.ErrNotExist) {
@@ -309,7 +368,7 @@ func parseFile(data []byte) (map[string]any, error) {
 			for _, k := range configs.Schema {
 				names = append(names, k.Name)
 			}
-			return nil, fmt.Errorf("line %d: there is no key %q%s", key.Line, key.Value, suggestion(key.Value, names, "moeserve config lists all"))
+			return nil, fmt.Errorf("line %d: there is no key %q%s", key.Line, key.Value, suggestion(key.Value, names, "moeserve config lists the keys"))
 		}
 		if _, ok := values[k.Name]; ok {
 			return nil, fmt.Errorf("line %d: %s is set twice", key.Line, k.Name)
@@ -317,7 +376,7 @@ func parseFile(data []byte) (map[string]any, error) {
 		if value.Kind != yaml.ScalarNode || value.Tag == "!!null" {
 			return nil, fmt.Errorf("line %d: %s must be one value", value.Line, k.Name)
 		}
-		v, err := parse(k.Kind, value.Value)
+		v, err := parse(k, value.Value)
 		if err != nil {
 			return nil, fmt.Errorf("line %d: %s is %q: %w", value.Line, k.Name, value.Value, err)
 		}

@@ -97,7 +97,7 @@ func TestPrecedence(t *testing.T) {
 					if err != nil {
 						t.Fatal(err)
 					}
-					want, err := parse(k.Kind, c.want)
+					want, err := parse(k, c.want)
 					if err != nil {
 						t.Fatal(err)
 					}
@@ -135,15 +135,15 @@ func TestSettingsErrors(t *testing.T) {
 		{"variable unknown", nil, map[string]string{"MOESERVE_OFFLOAD": "1"}, "", `there is no variable MOESERVE_OFFLOAD; `},
 		{"variable misspelled", nil, map[string]string{"MOESERVE_OFLOAD_FRACTION": "1"}, "", `did you mean MOESERVE_OFFLOAD_FRACTION\?$`},
 		{"variable of wrong kind", nil, map[string]string{"MOESERVE_SEED": "-1"}, "", `^MOESERVE_SEED is "-1": must be a whole number from 0$`},
-		{"variable out of range", nil, map[string]string{"MOESERVE_MAX_NUM_SEQS": "99999999999999999999"}, "", `^MOESERVE_MAX_NUM_SEQS is "9+": that is out of range$`},
-		{"variable not allowed", nil, map[string]string{"MOESERVE_DEVICE": "tpu"}, "", `device is "tpu": must be auto, cpu or cuda \(from MOESERVE_DEVICE\)$`},
+		{"variable out of range", nil, map[string]string{"MOESERVE_MAX_NUM_SEQS": "99999999999999999999"}, "", `^MOESERVE_MAX_NUM_SEQS is "9+": out of range$`},
+		{"variable not allowed", nil, map[string]string{"MOESERVE_DEVICE": "tpu"}, "", `device is "tpu": must be auto, cpu or cuda; did you mean cpu\? \(from MOESERVE_DEVICE\)$`},
 		{"key unknown", nil, nil, "seed: 1\nofload-fraction: 1\n", `^moeserve.yaml: line 2: there is no key "ofload-fraction"; did you mean offload-fraction\?$`},
 		{"key in capitals", nil, nil, "Seed: 1\n", `line 1: there is no key "Seed"; did you mean seed\?$`},
 		{"key unknown and empty", nil, nil, "tuning: {}\n", `line 1: there is no key "tuning"`},
 		{"key twice", nil, nil, "seed: 1\nseed: 2\n", `line 2: seed is set twice$`},
 		{"key without value", nil, nil, "model:\n", `line 1: model must be one value$`},
 		{"key with a list", nil, nil, "model: [a, b]\n", `line 1: model must be one value$`},
-		{"number for a bool", nil, nil, "chat: 2\n", `line 1: chat is "2": must be true or false$`},
+		{"number for a bool", nil, nil, "raw: 2\n", `line 1: raw is "2": must be true or false$`},
 		{"bool for a number", nil, nil, "max-num-seqs: true\n", `line 1: max-num-seqs is "true": must be a whole number$`},
 		{"fraction for a whole number", nil, nil, "max-num-seqs: 2.5\n", `must be a whole number$`},
 		{"not allowed", nil, nil, "offload-fraction: 2\n", `offload-fraction is 2: must be from 0 to 1 \(from moeserve.yaml\)$`},
@@ -151,7 +151,7 @@ func TestSettingsErrors(t *testing.T) {
 		{"not a mapping", nil, nil, "- seed\n", `line 1: must be lines of the form key: value$`},
 		{"two documents", nil, nil, "seed: 1\n---\nseed: 2\n", `must be a single YAML document$`},
 		{"not YAML", nil, nil, "seed: [\n", `^moeserve.yaml: yaml: `},
-		{"flag and the rest", []string{"--micro-batch-size", "64"}, nil, "max-num-batched-tokens: 32\n", `micro-batch-size is 64: must be at most max-num-batched-tokens, 32 \(from --micro-batch-size\)$`},
+		{"flag and the rest", []string{"--micro-batch-size", "64"}, nil, "max-num-batched-tokens: 32\n", `micro-batch-size is 64: must be at most --max-num-batched-tokens, 32 \(from --micro-batch-size\)$`},
 		{"no such file", []string{"--config", "gone.yaml"}, nil, "", `gone.yaml: no such file`},
 		{"no such file by variable", nil, map[string]string{configVariable: "gone.yaml"}, "", `gone.yaml: no such file`},
 		{"a directory", []string{"--config", "."}, nil, "", `read the configuration: .*is a directory`},
@@ -166,6 +166,40 @@ func TestSettingsErrors(t *testing.T) {
 				t.Errorf("exit code %d", code)
 			}
 		})
+	}
+}
+
+// Fractions are percentages, too, paths may begin with the home directory, and the built-in
+// model has a name, wherever they are written.
+func TestFormsOfValues(t *testing.T) {
+	t.Setenv("HOME", "/home/me")
+	for name, from := range map[string]struct {
+		args      []string
+		variables map[string]string
+		file      string
+	}{
+		"flags": {[]string{"--offload-fraction", "37.5%", "--gpu-memory-utilization", "80%", "--model", "~/m", "--policy", "~/p.json"}, nil, ""},
+		"variables": {nil, map[string]string{
+			"MOESERVE_OFFLOAD_FRACTION": "37.5%", "MOESERVE_GPU_MEMORY_UTILIZATION": "80%", "MOESERVE_MODEL": "~/m", "MOESERVE_POLICY": "~/p.json",
+		}, ""},
+		"file": {nil, nil, "offload-fraction: 37.5%\ngpu-memory-utilization: 80%\nmodel: ~/m\npolicy: ~/p.json\n"},
+	} {
+		s, err := read(t, from.args, from.variables, from.file)
+		if err != nil {
+			t.Fatalf("%s: %v", name, err)
+		}
+		if s.Offload.Fraction != 0.375 || s.Device.GPUMemoryUtilization != 0.8 || s.Model.Name != "/home/me/m" || s.Plan.Policy != "/home/me/p.json" {
+			t.Errorf("%s: %+v", name, s)
+		}
+		for key := range from.variables {
+			t.Setenv(key, "")
+		}
+	}
+	if s, err := read(t, []string{"--model", "built-in"}, nil, ""); err != nil || s.Model.Name != "" {
+		t.Errorf("%+v, %v", s, err)
+	}
+	if _, err := read(t, nil, nil, "max-tokens: 50%\n"); err == nil {
+		t.Error("half a number of tokens")
 	}
 }
 
@@ -192,11 +226,11 @@ func TestNamedFile(t *testing.T) {
 		"variable": {nil, map[string]string{configVariable: named}},
 	} {
 		// The one in the current directory is not read.
-		s, err := read(t, c.args, c.variables, "seed: 3\nchat: true\n")
+		s, err := read(t, c.args, c.variables, "seed: 3\nraw: true\n")
 		if err != nil {
 			t.Fatalf("%s: %v", name, err)
 		}
-		if s.Generate.Seed != 16 || s.Model.Name != "12" || s.Generate.Chat || s.file != named {
+		if s.Generate.Seed != 16 || s.Model.Name != "12" || s.Generate.Raw || s.file != named {
 			t.Errorf("%s: %+v", name, s)
 		}
 	}

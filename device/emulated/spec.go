@@ -10,9 +10,9 @@ import (
 )
 
 // SpecHelp tells, for a command's help, what ParseSpec reads.
-const SpecHelp = `comma-separated settings of emulated devices, with examples of values:
+const SpecHelp = `comma-separated settings of emulated devices, as
   gpus=3             number of GPUs
-  hbm=8GiB           memory of each GPU
+  hbm=8GiB           memory of each GPU (8G is the same; 8GB is 8*10^9 bytes)
   host=16GiB         pinned host memory
   pcie=55.3GB/s      rate between host and each GPU, in each direction
   hostroot=100GB/s   rate that all GPUs share towards the host
@@ -92,8 +92,8 @@ var specKeys = map[string]specKey{
 //	gpus=3,hbm=8GiB,host=16GiB,pcie=55.3GB/s,nvlink=395GB/s,virtual,seed=1
 //
 // SpecHelp lists all keys. What is not named has its default, so "" is the default
-// machine. Sizes take KB, MB, GB, TB (powers of 1000) and KiB, MiB, GiB, TiB (of
-// 1024); rates the same with /s; flops per second M, G, T or P. An error names the
+// machine. Sizes take KB, MB, GB, TB (powers of 1000) and KiB, MiB, GiB, TiB or K, M,
+// G, T (of 1024); rates the same with /s; flops per second M, G, T or P. An error names the
 // key and what is wanted.
 func ParseSpec(text string) (Options, error) {
 	s := &spec{gpus: defaultGPUs}
@@ -175,6 +175,7 @@ func specNames() []string {
 var byteUnits = map[string]float64{
 	"B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "PB": 1e15,
 	"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40,
+	"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40,
 }
 
 var flopUnits = map[string]float64{"M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}

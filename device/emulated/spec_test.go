@@ -32,6 +32,7 @@ func TestParseSpec(t *testing.T) {
 			HostLink: emulated.Link{Latency: 8 * time.Microsecond}, PeerLink: emulated.Link{Latency: 9500 * time.Nanosecond},
 			HostRoots: []emulated.Root{{GPUs: []int{0, 1}, BytesPerSecond: 100e9}}, Pace: true,
 		},
+		"hbm=80G,host=512M":      {GPUs: gpus(3, emulated.GPU{MemoryBytes: 80 << 30}), Host: emulated.GPU{MemoryBytes: 512 << 20}},
 		"hbm=1.5GB,host=2048KiB": {GPUs: gpus(3, emulated.GPU{MemoryBytes: 1_500_000_000}), Host: emulated.GPU{MemoryBytes: 2 << 20}},
 	} {
 		got, err := emulated.ParseSpec(spec)

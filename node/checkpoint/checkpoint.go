@@ -6,7 +6,6 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
-	"strings"
 
 	"github.com/moeserve/moeserve/configs"
 	"github.com/moeserve/moeserve/models"
@@ -48,7 +47,7 @@ func Open(s configs.Model, seed uint64) (*Model, error) {
 	}
 	if s.NumHiddenLayers > 0 {
 		if s.LoadFormat != configs.LoadDummy {
-			return nil, errors.Join(fault.Of(fault.ErrConfig, errors.New("num-hidden-layers cuts a preset and goes with load-format dummy only")), m.Close())
+			return nil, errors.Join(fault.Of(fault.ErrConfig, errors.New("--num-hidden-layers needs --load-format dummy: it cuts a model of random weights")), m.Close())
 		}
 	}
 	return m, nil
@@ -60,7 +59,7 @@ func open(s configs.Model, seed uint64) (*Model, error) {
 	}
 	if data, ok := configs.Preset(s.Name); ok {
 		if s.LoadFormat != configs.LoadDummy {
-			return nil, fault.Of(fault.ErrConfig, fmt.Errorf("%s is a preset: it has shapes and no weights; give --load-format dummy for random ones, or the directory of its checkpoint as --model", s.Name))
+			return nil, fault.Of(fault.ErrConfig, fmt.Errorf("%s is a preset, which has no weights; add --load-format dummy for random ones, or download the model (%s) and give its directory", s.Name, Download(configs.PresetRepository(s.Name))))
 		}
 		c, err := models.ParseConfig(data, "preset "+s.Name)
 		if err != nil {
@@ -68,9 +67,8 @@ func open(s configs.Model, seed uint64) (*Model, error) {
 		}
 		return dummy(s, seed, s.Name, c, nil)
 	}
-	info, err := os.Stat(s.Name)
-	if err != nil || !info.IsDir() {
-		return nil, fault.Of(fault.ErrModel, fmt.Errorf("there is no model %q: give the directory of a Hugging Face checkpoint, or one of the presets %s%s", s.Name, strings.Join(configs.PresetNames(), ", "), configs.DidYouMean(s.Name, configs.PresetNames())))
+	if err := Find(s.Name); err != nil {
+		return nil, err
 	}
 	c, err := models.ReadConfig(s.Name)
 	if err != nil {
@@ -79,6 +77,9 @@ func open(s configs.Model, seed uint64) (*Model, error) {
 	files := os.DirFS(s.Name)
 	if s.LoadFormat == configs.LoadDummy {
 		return dummy(s, seed, s.Name, c, files)
+	}
+	if err := checkWeights(s.Name); err != nil {
+		return nil, fault.Of(fault.ErrModel, err)
 	}
 	ck, err := safetensors.Open(s.Name)
 	if err != nil {

@@ -29,7 +29,7 @@ func (m *Model) ReadText() (Text, error) {
 	}
 	tok, err := fs.ReadFile(m.Files, "tokenizer.json")
 	if errors.Is(err, fs.ErrNotExist) {
-		return t, fault.Of(fault.ErrModel, fmt.Errorf("%s has no tokenizer.json, which turns text into the model's ids; download the complete checkpoint", m.Name))
+		return t, fault.Of(fault.ErrModel, fmt.Errorf("%s has no tokenizer.json; download the complete checkpoint, or give prompts as token ids", m.Name))
 	}
 	if err != nil {
 		return t, fault.Of(fault.ErrModel, err)
@@ -43,26 +43,53 @@ func (m *Model) ReadText() (Text, error) {
 	}
 	t.Template, err = chat.Load(m.Files, m.Name)
 	if err != nil && !errors.Is(err, chat.ErrNoTemplate) {
-		t.Template, t.Broken = nil, fault.Of(fault.ErrModel, fmt.Errorf("%s: %w", m.Name, err))
+		t.Template, t.Broken = nil, fault.Of(fault.ErrModel, fmt.Errorf("%s: %w; moeserve run --raw does without the template", m.Name, err))
 	}
 	return t, nil
 }
 
-// Encode turns text into the ids of a prompt: as it stands, with the special tokens that
-// the tokenizer puts around a prompt, or, if asChat, as a user's message in the model's
-// chat template. Errors wrap fault.ErrConfig where the model has no tokenizer or no
-// template.
-func (t Text) Encode(text string, asChat bool) ([]int32, error) {
+// TemplateUse says what a caller wants of a chat template.
+type TemplateUse uint8
+
+// The uses: none, or none before it is asked for; put prompts through it if there is one;
+// do nothing without one.
+const (
+	NoTemplate TemplateUse = iota
+	TemplateIfAny
+	TemplateNeeded
+)
+
+// Check says why the template cannot be used so: that it is broken, or, where it is needed,
+// missing.
+func (t Text) Check(use TemplateUse) error {
+	switch {
+	case use == NoTemplate:
+		return nil
+	case t.Broken != nil:
+		return t.Broken
+	case use == TemplateNeeded && t.Template == nil:
+		return fault.Of(fault.ErrConfig, fmt.Errorf("%s has no chat template: it is a base model, which continues a text (moeserve run); for a chat, give an instruct model, or add a chat_template.jinja", t.name))
+	}
+	return nil
+}
+
+// Encode turns text into the ids of a prompt as it is, with the special tokens that the
+// tokenizer puts around one. An error wraps fault.ErrConfig where the model has no
+// tokenizer.
+func (t Text) Encode(text string) ([]int32, error) {
 	if t.Tokenizer == nil {
-		return nil, fault.Of(fault.ErrConfig, fmt.Errorf("%s has no tokenizer: give the prompt as token ids", t.name))
+		return nil, fault.Of(fault.ErrConfig, fmt.Errorf("%s has no tokenizer; give the prompt as token ids", t.name))
 	}
-	if !asChat {
-		return t.Tokenizer.Encode(text, true), nil
+	return t.Tokenizer.Encode(text, true), nil
+}
+
+// EncodeChat turns a conversation into the ids of a prompt for the assistant's next message,
+// by the model's chat template. Errors are as those of Encode and Check.
+func (t Text) EncodeChat(messages []chat.Message) ([]int32, error) {
+	if err := t.Check(TemplateNeeded); err != nil {
+		return nil, err
 	}
-	if t.Template == nil {
-		return nil, fault.Of(fault.ErrConfig, fmt.Errorf("%s has no chat template: leave out --chat, or add a chat_template.jinja", t.name))
-	}
-	text, err := t.Template.Render([]chat.Message{{Role: "user", Content: text}}, chat.Options{AddGenerationPrompt: true})
+	text, err := t.Template.Render(messages, chat.Options{AddGenerationPrompt: true})
 	if err != nil {
 		return nil, fault.Of(fault.ErrModel, err)
 	}
@@ -75,10 +102,10 @@ func (t Text) Encode(text string, asChat bool) ([]int32, error) {
 // no tokenizer.
 func (m *Model) Encoder() (func(text string) []int32, error) {
 	if m.Files == nil {
-		return nil, fault.Of(fault.ErrConfig, fmt.Errorf("%s has no tokenizer: leave the file of prompts out, and they are generated", m.Name))
+		return nil, fault.Of(fault.ErrConfig, fmt.Errorf("%s has no tokenizer for --dataset-path; leave that out for random prompts", m.Name))
 	}
 	if _, err := fs.Stat(m.Files, "tokenizer.json"); err != nil {
-		return nil, fault.Of(fault.ErrConfig, fmt.Errorf("%s has no tokenizer.json: leave the file of prompts out, and they are generated", m.Name))
+		return nil, fault.Of(fault.ErrConfig, fmt.Errorf("%s has no tokenizer.json for --dataset-path; leave that out for random prompts", m.Name))
 	}
 	t, err := m.ReadText()
 	if err != nil {

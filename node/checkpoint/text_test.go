@@ -5,6 +5,7 @@ import (
 	"testing"
 
 	"github.com/moeserve/moeserve/configs"
+	"github.com/moeserve/moeserve/models/chat"
 	"github.com/moeserve/moeserve/node/fault"
 )
 
@@ -18,21 +19,30 @@ func TestEncode(t *testing.T) {
 	if err != nil || text.Broken != nil {
 		t.Fatal(err, text.Broken)
 	}
-	for _, c := range []struct {
-		chat bool
-		want string
-	}{{false, "1+2="}, {true, "<|user|>1+2=<|assistant|>"}} {
-		ids, err := text.Encode("1+2=", c.chat)
-		if err != nil || text.Tokenizer.Decode(ids, false) != c.want {
-			t.Errorf("chat %v: %q, %v", c.chat, text.Tokenizer.Decode(ids, false), err)
-		}
+	ids, err := text.Encode("1+2=")
+	if got := text.Tokenizer.Decode(ids, false); err != nil || got != "1+2=" {
+		t.Errorf("as it is: %q, %v", got, err)
+	}
+	ids, err = text.EncodeChat([]chat.Message{{Role: "user", Content: "1+2="}})
+	if got := text.Tokenizer.Decode(ids, false); err != nil || got != "<|user|>1+2=<|assistant|>" {
+		t.Errorf("as a message: %q, %v", got, err)
+	}
+	if err := text.Check(TemplateNeeded); err != nil {
+		t.Error(err)
 	}
 	text.Template = nil
-	if _, err := text.Encode("x", true); !errors.Is(err, fault.ErrConfig) {
+	if _, err := text.EncodeChat(nil); !errors.Is(err, fault.ErrConfig) {
 		t.Errorf("without a template: %v", err)
 	}
+	if text.Check(TemplateIfAny) != nil || !errors.Is(text.Check(TemplateNeeded), fault.ErrConfig) {
+		t.Errorf("without a template: %v, needed: %v", text.Check(TemplateIfAny), text.Check(TemplateNeeded))
+	}
+	text.Broken = fault.Of(fault.ErrModel, errors.New("broken"))
+	if text.Check(NoTemplate) != nil || !errors.Is(text.Check(TemplateIfAny), fault.ErrModel) {
+		t.Errorf("with a broken template: %v, needed: %v", text.Check(NoTemplate), text.Check(TemplateIfAny))
+	}
 	text.Tokenizer = nil
-	if _, err := text.Encode("x", false); !errors.Is(err, fault.ErrConfig) {
+	if _, err := text.Encode("x"); !errors.Is(err, fault.ErrConfig) {
 		t.Errorf("without a tokenizer: %v", err)
 	}
 }

@@ -66,6 +66,9 @@ type Devices struct {
 	Backend kernels.Backend
 	// GPUs are the driver's numbers of the machine's GPUs; nil where these are emulated.
 	GPUs []int
+	// NoGPU is why the devices are emulated although nobody asked for that; nil where
+	// somebody did, or where they are GPUs.
+	NoGPU error
 	// Taker lets others take memory of emulated devices; nil on real ones.
 	Taker tenants.Taker
 	// Limiter lowers the capacity of emulated memories; nil on real devices.
@@ -98,7 +101,7 @@ func Open(o Options) (_ *Devices, err error) {
 	}
 	if s.Kind == configs.CUDA || s.Kind == configs.AutoDevice && s.Emulate == "" && !o.Emulate {
 		if s.Emulate != "" {
-			return nil, fault.Of(fault.ErrConfig, errors.New("emulate is for emulated devices and device is cuda: leave one of them out"))
+			return nil, fault.Of(fault.ErrConfig, errors.New("--emulate and --device cuda exclude each other; leave one of them out"))
 		}
 		gpus := []int{s.GPU}
 		if c, err := s.ParsePeers(); err == nil && o.Peers {
@@ -113,11 +116,11 @@ func Open(o Options) (_ *Devices, err error) {
 		case s.Kind == configs.CUDA || !errors.Is(err, errNoCUDA):
 			return nil, fault.Of(fault.ErrDevice, err)
 		}
-		o.Log.Info("no usable GPU: computing on the CPU, with emulated devices", "err", err)
+		d.NoGPU = err
 	}
 	spec, err := emulated.ParseSpec(s.Emulate)
 	if err != nil {
-		return nil, fault.Of(fault.ErrConfig, fmt.Errorf("emulate: %w", err))
+		return nil, fault.Of(fault.ErrConfig, fmt.Errorf("--emulate: %w", err))
 	}
 	defaultMemory(&spec)
 	d.traceEmulated(&spec)
@@ -125,7 +128,7 @@ func Open(o Options) (_ *Devices, err error) {
 		return nil, err
 	}
 	if have := len(d.Machine.Topology().GPUs); s.GPU >= have {
-		return nil, fault.Of(fault.ErrConfig, fmt.Errorf("gpu is %d: the emulated machine has %d GPUs, from 0 on", s.GPU, have))
+		return nil, fault.Of(fault.ErrConfig, fmt.Errorf("--gpu is %d, and the emulated machine has GPUs 0 to %d", s.GPU, have-1))
 	}
 	d.Space = device.HBM(s.GPU)
 	return d, nil
@@ -290,6 +293,17 @@ func defaultMemory(o *emulated.Options) {
 			o.GPUs[i].MemoryBytes = have
 		}
 	}
+}
+
+// Sized is an Options.OpenMachine of emulated devices with memories of these sizes, in bytes,
+// that hold no data: one GPU that computes, and peers.
+func Sized(gpu, host, peer int64, peers int) func() (device.Machine, error) {
+	spec := emulated.Options{Virtual: true, NoData: true, Host: emulated.GPU{MemoryBytes: host}}
+	spec.GPUs = append(spec.GPUs, emulated.GPU{MemoryBytes: gpu})
+	for range peers {
+		spec.GPUs = append(spec.GPUs, emulated.GPU{MemoryBytes: peer})
+	}
+	return func() (device.Machine, error) { return emulated.Open(spec) }
 }
 
 // EmulateHelp tells what the setting emulate may hold.

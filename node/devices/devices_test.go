@@ -36,9 +36,9 @@ func TestOpenRefuses(t *testing.T) {
 		kind error
 		want string
 	}{
-		"both":    {Options{Settings: both}, fault.ErrConfig, "emulate is for emulated devices and device is cuda"},
-		"spec":    {Options{Settings: spec("gpus=0")}, fault.ErrConfig, "emulate: "},
-		"gpu":     {Options{Settings: third}, fault.ErrConfig, "gpu is 2: the emulated machine has 2 GPUs, from 0 on"},
+		"both":    {Options{Settings: both}, fault.ErrConfig, "--emulate and --device cuda exclude each other"},
+		"spec":    {Options{Settings: spec("gpus=0")}, fault.ErrConfig, "--emulate: "},
+		"gpu":     {Options{Settings: third}, fault.ErrConfig, "--gpu is 2, and the emulated machine has GPUs 0 to 1"},
 		"trace":   {Options{Settings: spec("virtual"), Trace: filepath.Join(t.TempDir(), "no", "such", "folder")}, fault.ErrConfig, "trace: "},
 		"machine": {Options{OpenMachine: func() (device.Machine, error) { return nil, broken }}, fault.ErrDevice, "no backend today"},
 		"backend": {Options{OpenMachine: machine, OpenBackend: func(device.Machine) (kernels.Backend, error) { return nil, broken }}, fault.ErrDevice, "no backend today"},

@@ -14,9 +14,9 @@ import (
 func openCUDA(o *Options, _ []int) (device.Machine, kernels.Backend, error) {
 	or := ""
 	if o.Settings.Kind == configs.CUDA {
-		or = ", or leave out --device cuda"
+		or = "; or leave out --device cuda"
 	}
-	return nil, nil, fmt.Errorf("%w: this binary was built without CUDA; build it with make, where gcc and a cuda.h are%s", errNoCUDA, or)
+	return nil, nil, fmt.Errorf("%w: this binary was built without CUDA; build it with make, which needs gcc and cuda.h%s", errNoCUDA, or)
 }
 
 // GPUs describes the machine's GPUs, a line each; note says why there are none.

@@ -30,6 +30,32 @@ func (plannedBackend) ExpertLayout(s kernels.ExpertShape) (kernels.ExpertLayout,
 	return l, err
 }
 
+// sizedBackend has the sizes of GPUs' backend, and computes nothing: it has no kernels.
+type sizedBackend struct {
+	kernels.Backend
+	sizes plannedBackend
+}
+
+func (sizedBackend) Name() string { return "planned" }
+func (sizedBackend) Close() error { return nil }
+
+func (b sizedBackend) ActivationDType() kernels.DType            { return b.sizes.ActivationDType() }
+func (b sizedBackend) WeightDType(t kernels.DType) kernels.DType { return b.sizes.cast(t) }
+func (b sizedBackend) ExpertLayout(s kernels.ExpertShape) (kernels.ExpertLayout, error) {
+	return b.sizes.ExpertLayout(s)
+}
+
+// Sized is a backend for the sizes alone that a model with weights of a type has on a GPU.
+func Sized(weights kernels.DType) kernels.Backend { return sizedBackend{sizes: gpuBackend(weights)} }
+
+// gpuBackend computes in FP16 where the weights are, else in BF16.
+func gpuBackend(weights kernels.DType) plannedBackend {
+	if weights == kernels.F16 {
+		return plannedBackend{kernels.F16}
+	}
+	return plannedBackend{kernels.BF16}
+}
+
 // plannedWorkspace is the GPU memory that the backend allocates itself, in bytes.
 const plannedWorkspace = 32 << 20
 
@@ -60,10 +86,7 @@ func NewNamed(model *checkpoint.Model, o NamedOptions) (*Problem, error) {
 	if err != nil {
 		return nil, fault.Of(fault.ErrConfig, err)
 	}
-	backend := plannedBackend{kernels.BF16}
-	if model.Config.DType == kernels.F16 {
-		backend.activation = kernels.F16
-	}
+	backend := gpuBackend(model.Config.DType)
 	layout, err := models.NewLayout(model.Config, model.Source, backend.cast)
 	if err != nil {
 		return nil, fault.Of(fault.ErrModel, err)

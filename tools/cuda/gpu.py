@@ -41,7 +41,7 @@ def moeserve(binary, *args, env=None):
 
 
 def ids(binary, *args):
-    p, took = moeserve(binary, "run", "-q", "--json", "-", *args)
+    p, took = moeserve(binary, "run", "-q", "--raw", "--json", "-", *args)
     if p.returncode:
         fail(f"{' '.join(args)}: exit {p.returncode}: {p.stderr.strip()}")
         return [], None, took

@@ -28,7 +28,7 @@ def main():
     prompts = [q["prompt"] for q in random.Random(1).sample(questions, 24)]
     want = {}
     for p in prompts:
-        out = subprocess.run([moeserve, "run", "-q", "--json", "-", *flags, p], capture_output=True, text=True, check=True)
+        out = subprocess.run([moeserve, "run", "-q", "--raw", "--json", "-", *flags, p], capture_output=True, text=True, check=True)
         want[p] = json.loads(out.stdout)["text"]
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
