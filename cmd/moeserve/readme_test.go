@@ -320,7 +320,7 @@ func TestGuideNamesWhatThereIs(t *testing.T) {
 		t.Fatal(err)
 	}
 	// Other programs' flags.
-	others := []string{"budget", "cells", "resume", "layers", "install", "cpu-offload-gb", "block-size"}
+	others := []string{"budget", "cells", "resume", "layers", "install", "cpu-offload-gb", "block-size", "local-dir"}
 	for _, page := range append(guides(t), "../../docs/GLOSSARY.md") {
 		text, err := os.ReadFile(page)
 		if err != nil {

@@ -127,7 +127,11 @@ func settingRow(k configs.Key) string {
 			on = append(on, c)
 		}
 	}
-	return fmt.Sprintf("| `--%s` | %s | %s | %s |\n", k.Name, def, strings.Join(on, ", "), cell(help))
+	flag := "`--" + k.Name + "`"
+	if k.Short != "" {
+		flag = "`-" + k.Short + "`, " + flag
+	}
+	return fmt.Sprintf("| %s | %s | %s | %s |\n", flag, def, strings.Join(on, ", "), cell(help))
 }
 
 // commandsBelow lists the commands that run something.
@@ -270,7 +274,7 @@ func TestReferenceJSON(t *testing.T) {
 // exitCodeDocs say what each exit code means, by the constant's name.
 var exitCodeDocs = map[string][2]string{
 	"exitDone":        {"done", "for `serve`: ended by a signal, after running requests had finished or `--drain-timeout` had passed"},
-	"exitFailed":      {"failed while running", "read the message; a step or a file failed"},
+	"exitFailed":      {"failed while running; `inspect`: the model does not fit", "read the message; a step or a file failed, or memory is insufficient"},
 	"exitUsage":       {"usage: command line, configuration, prompt, or insufficient memory", "the message names the setting and what to change"},
 	"exitModel":       {"model", "the checkpoint cannot be read, or its architecture is not supported"},
 	"exitDevice":      {"device", "no usable GPU, or a GPU was lost"},
