@@ -111,7 +111,7 @@ func Inspect(o Options) (_ *Inspection, err error) {
 			return nil, fault.Of(fault.ErrConfig, err)
 		}
 	}
-	if in.Peers, err = u.lend(); err != nil {
+	if in.Peers, err = u.borrowable(); err != nil {
 		return nil, fault.Of(fault.ErrConfig, err)
 	}
 	if in.Problem == nil {

@@ -88,6 +88,9 @@ func TestFollow(t *testing.T) {
 			if blocks := n.kv.Blocks(); blocks < d.KVBlocks {
 				t.Errorf("%d blocks, planned were %d at least", blocks, d.KVBlocks)
 			}
+			if got := n.Info().Limits.MaxModelLen; got < d.MaxModelLen {
+				t.Errorf("sequences of %d tokens, planned were %d", got, d.MaxModelLen)
+			}
 			if x.Batch > n.Info().Limits.MaxSeqs || max(x.Batch, x.PrefillTokens) > n.Info().Limits.MaxTokens {
 				t.Errorf("%+v in limits of %+v", x, n.Info().Limits)
 			}
@@ -99,6 +102,74 @@ func TestFollow(t *testing.T) {
 				t.Errorf("%d bytes taken, %d planned, %d usable, %v", u.Allocated, gpu.Need(), gpu.Usable, err)
 			}
 		})
+	}
+}
+
+// A plan of a continuous workload has room for sequences of the model's context, and for
+// prefill steps of usual size, also for one sequence; a plan of a request has not.
+func TestPlanHasRoomForTheContext(t *testing.T) {
+	for _, c := range []struct {
+		model, hardware   string
+		requests, context int
+	}{
+		{"mixtral-8x7b", "rtx-4090", 0, 32768},
+		{"mixtral-8x7b", "l4", 0, 32768},
+		{"qwen3-30b-a3b", "l4", 0, 40960},
+		{"mixtral-8x7b", "l4", 1, 112},
+	} {
+		s := configs.Defaults()
+		s.Model.Name, s.Plan.Hardware, s.Batch.MaxNumSeqs = c.model, c.hardware, 1
+		o := PlanOptions{Options: Options{Settings: s, Workload: planner.Workload{PromptTokens: 77, NewTokens: 32, Requests: c.requests}}}
+		p, err := Plan(o)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if c.requests == 0 && (p.MaxModelLen != c.context || p.Settings["max-num-batched-tokens"] != 2048) || c.requests > 0 && p.MaxModelLen >= 32768 {
+			t.Errorf("%s on %s, %d requests: a context of %d, %v tokens a step", c.model, c.hardware, c.requests, p.MaxModelLen, p.Settings["max-num-batched-tokens"])
+		}
+		if kv := p.Prediction.Memory.GPU; kv.Need() > kv.Usable {
+			t.Errorf("%v", kv)
+		}
+	}
+}
+
+// A bound of TTFT and TPOT holds, and one that is out of reach is an error with the nearest.
+func TestPlanWithBounds(t *testing.T) {
+	o := PlanOptions{Options: Options{Settings: planSettings(nil)}}
+	free, err := Plan(o)
+	if err != nil {
+		t.Fatal(err)
+	}
+	o.MaxTTFT, o.MaxTPOT = free.Prediction.TTFT()/2, free.Prediction.TPOT()*0.9
+	p, err := Plan(o)
+	if err != nil || p.Prediction.TTFT() > o.MaxTTFT || p.Prediction.TPOT() > o.MaxTPOT {
+		t.Errorf("%+v, %v", p, err)
+	}
+	o.MaxTTFT = 1e-9
+	_, err = Plan(o)
+	var late *planner.LatencyError
+	if !errors.As(err, &late) || !errors.Is(err, fault.ErrConfig) {
+		t.Errorf("%v", err)
+	}
+	o.Settings.Plan.Policy = "policy.json"
+	if _, err := Plan(o); err == nil || !strings.Contains(err.Error(), "--max-ttft and --max-tpot bound a search, and --policy names a file") {
+		t.Errorf("%v", err)
+	}
+}
+
+// GPUs lend memory to a plan only where peers are named, as to run; emulated devices do so by
+// default.
+func TestPlanAssumesThePeersOfRun(t *testing.T) {
+	for _, c := range []struct {
+		peers, emulate string
+		want           bool
+	}{{"auto", "", false}, {"none", "", false}, {"1", "", true}, {"auto", "hbm=80GiB,host=512GiB", true}} {
+		s := configs.Defaults()
+		s.Model.Name, s.Plan.Hardware, s.Device.Peers, s.Device.Emulate = "mixtral-8x7b", "h100-80", c.peers, c.emulate
+		p, err := Plan(PlanOptions{Options: Options{Settings: s}})
+		if err != nil || p.Hardware.PeerMemory > 0 != c.want {
+			t.Errorf("peers %s: %d bytes of peers, %v", c.peers, p.Hardware.PeerMemory, err)
+		}
 	}
 }
 

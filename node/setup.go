@@ -34,7 +34,7 @@ type setup struct {
 	footprint *sizing.Footprint
 	planned   *planning.Planned // nil without a policy
 	needs     *sizing.Needs     // nil before size
-	others    *playback         // nil without a trace, and before lend
+	others    *playback         // nil without a trace, and before borrowable
 }
 
 // borrows reports whether offloaded experts may have peer copies, as far as is known from the
@@ -270,7 +270,7 @@ func (u *setup) budget() (sizing.KVFit, error) {
 	if err := u.shareMemory(fit); err != nil {
 		return fit, err
 	}
-	peers, err := u.lend()
+	peers, err := u.borrowable()
 	if err != nil {
 		return fit, err
 	}
@@ -330,8 +330,8 @@ func (u *setup) shareMemory(fit sizing.KVFit) error {
 	return nil
 }
 
-// lend computes the budgets of peers, with the initial memory of other processes.
-func (u *setup) lend() (_ []sizing.PeerBudget, err error) {
+// borrowable computes the budgets of peers, with the initial memory of other processes.
+func (u *setup) borrowable() (_ []sizing.PeerBudget, err error) {
 	if u.others, err = openPlayback(u.devices, u.settings.Harvest, u.o.Log); err != nil {
 		return nil, err
 	}
@@ -350,7 +350,7 @@ func (u *setup) budgets() ([]sizing.PeerBudget, error) {
 		if err != nil {
 			return nil, err
 		}
-		all = append(all, sizing.Lent(p, usage, room, u.footprint.ExpertBytes()))
+		all = append(all, sizing.NewPeerBudget(p, usage, room, u.footprint.ExpertBytes()))
 	}
 	return all, nil
 }

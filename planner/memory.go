@@ -285,14 +285,14 @@ func (p *Problem) mostResident(x Policy) (int, bool) {
 	}
 	room -= some - u.beside
 	// The expert cache grows with the maximum that a layer misses, so try that maximum
-	// upwards: the first that leaves room leaves the most.
+	// upwards: the first that leaves room leaves the maximum.
 	for missing := 1; missing <= m.Experts; missing++ {
 		left := room - int64(s.ExpertCache(missing))*s.Expert
 		if left < 0 {
 			break
 		}
-		least, most := max(1, total-missing*layers), total-(missing-1)*layers-1
-		if x.ResidentExperts = int(min(int64(most), left/s.Expert)); x.ResidentExperts < least {
+		low, high := max(1, total-missing*layers), total-(missing-1)*layers-1
+		if x.ResidentExperts = int(min(int64(high), left/s.Expert)); x.ResidentExperts < low {
 			continue
 		}
 		if p.fits(&x) {

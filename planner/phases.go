@@ -169,13 +169,13 @@ func (h *Hardware) phases(x *work) ([]Phase, Bound) {
 		list = append(list, Phase{Name: phaseNames[i], Bytes: x[i].bytes, Flops: x[i].flops, Seconds: s, Bound: b})
 		by[b] += s
 	}
-	most := BoundGPUMemory
+	main := BoundGPUMemory
 	for _, b := range []Bound{BoundGPUCompute, BoundAttention} {
-		if by[b] > by[most] {
-			most = b
+		if by[b] > by[main] {
+			main = b
 		}
 	}
-	return list, most
+	return list, main
 }
 
 // RooflineCase is one cell of a table of rooflines: a step that decodes a batch and whose

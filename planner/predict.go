@@ -112,10 +112,10 @@ func (p *Problem) predict(x Policy) Prediction {
 		step *Step
 		work *work
 	}{{&r.Decode, &decodeWork}, {&r.Prefill, &prefillWork}} {
-		phases, most := p.Hardware.phases(s.work)
+		phases, bound := p.Hardware.phases(s.work)
 		s.step.Phases = phases
 		if s.step.Bound == BoundGPUCompute {
-			s.step.Bound = most
+			s.step.Bound = bound
 		}
 	}
 	r.PrefillSeconds = float64(r.PrefillSteps) * r.Prefill.Seconds
@@ -391,9 +391,9 @@ func (p Problem) SaturationPoint(policy Policy, tier configs.Tier) (float64, err
 // together: about in the ratio of their rates, less the other traffic of the links.
 func (p *Problem) split(x *Policy, tier configs.Tier) int {
 	missing := p.Model.ExpertCount() - x.ResidentExperts
-	most := 0
+	limit := 0
 	if p.Hardware.PeerMemory > 0 {
-		most = min(missing, p.peerRoom())
+		limit = min(missing, p.peerRoom())
 	}
 	switch tier {
 	case configs.HostTier:
@@ -401,7 +401,7 @@ func (p *Problem) split(x *Policy, tier configs.Tier) int {
 	case configs.PeerTier:
 		return missing
 	}
-	if most == 0 {
+	if limit == 0 {
 		return 0
 	}
 	y := *x
@@ -415,8 +415,8 @@ func (p *Problem) split(x *Policy, tier configs.Tier) int {
 		host := float64(missing - peers)
 		return max(host*fromHost+base.HostLink, float64(peers)*fromPeer+host*relayed+base.PeerLink)
 	}
-	low := int(min(max(even, 0), float64(most)))
-	if high := min(low+1, most); longest(high) < longest(low) {
+	low := int(min(max(even, 0), float64(limit)))
+	if high := min(low+1, limit); longest(high) < longest(low) {
 		return high
 	}
 	return low

@@ -484,16 +484,16 @@ func (s *search) try(batch int) {
 				if resident {
 					break // all fits: a KV cache on the host saves nothing
 				}
-				most := -1 // resident experts of a larger micro-batch
+				best := -1 // resident experts of a larger micro-batch
 				for i, micro := range micros {
 					x, ok := s.place(s.policy(batch, micro, prefill, place, configs.PerLayer, kv, s.choices.HostPaths[0]))
 					// Smaller micro-batches read weights more often. They pay only by the memory
 					// that they save, or by overlapping with the CPU.
-					if !ok || x.ResidentExperts <= most && !(place == configs.OnCPU && i < 3) {
+					if !ok || x.ResidentExperts <= best && !(place == configs.OnCPU && i < 3) {
 						continue
 					}
-					most = max(most, x.ResidentExperts)
-					resident = resident || i == 0 && place == configs.OnGPU && most == s.Model.ExpertCount()
+					best = max(best, x.ResidentExperts)
+					resident = resident || i == 0 && place == configs.OnGPU && best == s.Model.ExpertCount()
 					for _, grouping := range s.choices.Grouping {
 						if grouping == configs.PerMicroBatch && place == configs.OnGPU && len(s.choices.Grouping) > 1 {
 							continue // PerLayer reads less

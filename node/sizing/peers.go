@@ -34,8 +34,8 @@ type PeerBudget struct {
 	Experts int
 }
 
-// Lent is the budget of a peer for experts of a size.
-func Lent(peer device.Space, u device.Usage, headroom, expertBytes int64) PeerBudget {
+// NewPeerBudget is the budget of a peer for experts of a size.
+func NewPeerBudget(peer device.Space, u device.Usage, headroom, expertBytes int64) PeerBudget {
 	b := PeerBudget{Space: peer.String(), Capacity: u.Capacity, Other: u.OtherProcesses, Headroom: headroom, Spare: max(u.Free()-headroom, 0)}
 	b.Experts = int(b.Spare / expertBytes)
 	return b
