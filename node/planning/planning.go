@@ -211,8 +211,7 @@ func (p *Problem) judge(x planner.Policy, notes []string) (*Planned, error) {
 		return nil, err
 	}
 	d := p.resolve(r)
-	for tokens := p.context; p.Workload.Requests == 0 && tokens > p.Workload.PromptTokens+p.Workload.NewTokens; tokens /= 2 {
-		q := p.reserving(tokens, min(tokens, usualStep))
+	for _, q := range p.reserves() {
 		if r, err := q.Predict(x); err == nil {
 			d = q.resolve(r)
 			break
@@ -238,8 +237,7 @@ func (p *Problem) Search(onlySupported bool) (*Planned, error) {
 	if err != nil {
 		return nil, err
 	}
-	for tokens := p.context; p.Workload.Requests == 0 && tokens > p.Workload.PromptTokens+p.Workload.NewTokens; tokens /= 2 {
-		q := p.reserving(tokens, min(tokens, usualStep))
+	for _, q := range p.reserves() {
 		if r, err := q.Predict(best.Policy); err == nil {
 			return q.resolve(r), nil
 		}
@@ -248,6 +246,23 @@ func (p *Problem) Search(onlySupported bool) (*Planned, error) {
 		}
 	}
 	return p.resolve(best), nil
+}
+
+// reserves are the problem with memory for less and less: first for smaller prefill steps,
+// then for a shorter context. There are none where the workload is not continuous.
+func (p *Problem) reserves() []*Problem {
+	var list []*Problem
+	for tokens := p.context; p.Workload.Requests == 0 && tokens > p.Workload.PromptTokens+p.Workload.NewTokens; tokens /= 2 {
+		for step := min(tokens, usualStep); ; step /= 4 {
+			if step < p.Workload.PromptTokens {
+				step = 0
+			}
+			if list = append(list, p.reserving(tokens, step)); step == 0 {
+				break
+			}
+		}
+	}
+	return list
 }
 
 // reserveCost is the share of throughput that a longer context and larger prefill steps may
