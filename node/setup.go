@@ -188,7 +188,7 @@ func (u *setup) applyPolicy() error {
 		return err
 	}
 	for _, note := range u.planned.Notes {
-		u.o.Log.Warn(note)
+		u.o.Log.Warn("part of the policy does not apply", "reason", note)
 	}
 	r := &u.planned.Prediction
 	u.o.Log.Info("policy selected", "source", s.Plan.Policy, "batch", r.Policy.Batch, "prefill_tokens", r.Policy.PrefillTokens, "resident_experts", r.Policy.ResidentExperts, "ttft_s", r.TTFT(), "tpot_s", r.TPOT(), "decode_tok_s", r.DecodeTokS, "bound", string(r.Decode.Bound))

@@ -12,7 +12,7 @@
 // It does no input or output, measures nothing and starts nothing: Hardware comes
 // from a profile or from measurements, Model and Sizes from the caller. It predicts
 // what the hardware allows, not what kernels reach of it: launches, skewed routing and
-// contention for host memory between CPU and links are not modelled.
+// contention for host memory between CPU and links are not modeled.
 //
 // # Parts
 //

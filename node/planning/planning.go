@@ -80,7 +80,7 @@ func ExplicitIn(is func(key string) bool) Explicit {
 	}
 }
 
-// All: every setting is explicit.
+// All has every setting explicit.
 func All() Explicit { return ExplicitIn(func(string) bool { return true }) }
 
 // Options of a problem.
