@@ -3,7 +3,6 @@ package node
 import (
 	"errors"
 	"fmt"
-	"math"
 	"os"
 	"slices"
 
@@ -233,7 +232,7 @@ func (u *setup) size() error {
 func (u *setup) fit() (sizing.KVFit, error) {
 	fit, err := u.needs.Fit(u.settings.Batch.MaxNumSeqs, u.settings.KV)
 	if err == nil || u.settings.KV.MaxModelLen > u.model.Config.MaxPositions {
-		return fit, err
+		return fit, err // no memory helps
 	}
 	a, adviceErr := u.advice()
 	if adviceErr != nil {
@@ -296,8 +295,10 @@ func (u *setup) contextAdvice(fit sizing.KVFit) string {
 	if u.settings.KV.NumGPUBlocksOverride > 0 {
 		return "raise --num-gpu-blocks-override"
 	}
-	if a, err := u.advice(); err == nil && (a.Policy || a.Tokens > fit.MaxModelLen) {
-		return a.String()
+	if a, err := u.advice(); err == nil {
+		if longer, ok := a.Longer(fit.MaxModelLen); ok {
+			return longer.String()
+		}
 	}
 	return "use more GPU memory, or a model with a smaller context"
 }
@@ -371,7 +372,7 @@ func (u *setup) peersHold(peers []sizing.PeerBudget) error {
 	if err == nil {
 		return nil
 	}
-	if a, adviceErr := u.advice(); adviceErr == nil && !a.AnyTier && (a.Policy || !math.IsNaN(a.Fraction)) {
+	if a, adviceErr := u.advice(); adviceErr == nil && !a.AnyTier && a.Fits() {
 		return fmt.Errorf("%w; or %v", err, a)
 	}
 	return err

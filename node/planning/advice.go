@@ -12,9 +12,10 @@ import (
 
 // Advice is what makes a model fit.
 type Advice struct {
-	// Policy: the planner finds a policy, so --policy auto fits. InPlaceOf names the flag
-	// that it, and the fraction, replace; empty: none.
-	Policy    bool
+	// Policy is the maximum length of a sequence with --policy auto, in tokens; 0: the
+	// planner finds no policy. InPlaceOf names the flag that it, and the fraction, replace;
+	// empty: none.
+	Policy    int
 	InPlaceOf string
 	// Fraction is an offload fraction that fits, NaN without one; with
 	// MaxNumBatchedTokens where that must be lower (else 0), and with AnyTier where peers
@@ -68,12 +69,13 @@ func Advise(f *sizing.Footprint, o Options) (*Advice, error) {
 	return a, t.fraction(a)
 }
 
-// policyFits reports whether the planner finds a policy with the settings that are given,
-// or else without the one that says what is offloaded, whose flag it returns.
-func policyFits(f *sizing.Footprint, o Options) (ok bool, inPlaceOf string, err error) {
+// policyFits returns the maximum length of a sequence with the policy that the planner finds
+// with the explicit settings, or else without the one of what is offloaded, whose flag it
+// returns; 0: there is none.
+func policyFits(f *sizing.Footprint, o Options) (tokens int, inPlaceOf string, err error) {
 	s := *o.Settings
 	if s.Plan.Policy == configs.PlannedPolicy {
-		return false, "", nil
+		return 0, "", nil
 	}
 	o.Settings = &s
 	switch {
@@ -82,19 +84,22 @@ func policyFits(f *sizing.Footprint, o Options) (ok bool, inPlaceOf string, err 
 	case o.Explicit.Fraction:
 		p, err := New(f, o)
 		if err != nil {
-			return false, "", err
+			return 0, "", err
 		}
-		if _, err := p.Search(true); err == nil {
-			return true, "", nil
+		if d, err := p.Search(true); err == nil {
+			return d.MaxModelLen, "", nil
 		}
 		o.Explicit.Fraction, inPlaceOf = false, "--offload-fraction"
 	}
 	p, err := New(f, o)
 	if err != nil {
-		return false, "", err
+		return 0, "", err
 	}
-	_, misfit := p.Search(true)
-	return misfit == nil, inPlaceOf, nil
+	d, misfit := p.Search(true)
+	if misfit != nil {
+		return 0, "", nil
+	}
+	return d.MaxModelLen, inPlaceOf, nil
 }
 
 // problem with a maximum of tokens a step.
@@ -152,6 +157,22 @@ func (t *adviser) fraction(a *Advice) error {
 	return nil
 }
 
+// Longer is the advice without what leaves no longer sequences than a number of tokens, and
+// false if nothing is left of it.
+func (a *Advice) Longer(tokens int) (*Advice, bool) {
+	b := *a
+	if b.Policy <= tokens {
+		b.Policy = 0
+	}
+	if b.Tokens <= tokens {
+		b.Fraction = math.NaN()
+	}
+	return &b, b.Fits()
+}
+
+// Fits reports whether there is a policy or a fraction that fits.
+func (a *Advice) Fits() bool { return a.Policy > 0 || !math.IsNaN(a.Fraction) }
+
 // String is the advice as the end of an error: "use --policy auto, or ...".
 func (a *Advice) String() string {
 	var options []string
@@ -159,7 +180,7 @@ func (a *Advice) String() string {
 	if a.InPlaceOf != "" {
 		inPlaceOf = " in place of " + a.InPlaceOf
 	}
-	if a.Policy {
+	if a.Policy > 0 {
 		options = append(options, "--policy auto"+inPlaceOf)
 	}
 	if !math.IsNaN(a.Fraction) {

@@ -119,6 +119,9 @@ type Problem struct {
 	// context is the maximum length of a sequence in tokens; step is the number of tokens
 	// of a step that memory is reserved for, whatever the policy.
 	context, step int
+	// footprint and options are those of New.
+	footprint *sizing.Footprint
+	options   Options
 }
 
 // New makes a problem of a footprint.
@@ -150,7 +153,7 @@ func New(f *sizing.Footprint, o Options) (*Problem, error) {
 	p := &Problem{
 		Problem: planner.Problem{Model: f.Model(o.Model), Hardware: *h, Workload: o.Workload, Sizes: sizes, Shares: o.Shares, PromptsAlike: true},
 		offload: s.Offload, batch: s.Batch, kv: s.KV, policy: s.Plan.Policy, explicit: o.Explicit,
-		maxTTFT: o.MaxTTFT, maxTPOT: o.MaxTPOT, context: f.MaxModelLen(),
+		maxTTFT: o.MaxTTFT, maxTPOT: o.MaxTPOT, context: f.MaxModelLen(), footprint: f, options: o,
 	}
 	if h.PeerToGPU > 0 {
 		// The store splits a layer's misses, taken as half of its experts, where the host's
@@ -235,7 +238,7 @@ func (p *Problem) Search(onlySupported bool) (*Planned, error) {
 	}
 	best, err := p.Problem.Search(c)
 	if err != nil {
-		return nil, err
+		return nil, p.without(err, onlySupported)
 	}
 	for _, q := range p.reserves() {
 		if r, err := q.Predict(best.Policy); err == nil {
@@ -246,6 +249,36 @@ func (p *Problem) Search(onlySupported bool) (*Planned, error) {
 		}
 	}
 	return p.resolve(best), nil
+}
+
+// without adds to a misfit the explicit setting without which there is a policy.
+func (p *Problem) without(err error, onlySupported bool) error {
+	var misfit *planner.MisfitError
+	if !errors.As(err, &misfit) {
+		return err
+	}
+	for _, s := range []struct {
+		flag string
+		of   func(*Explicit) *bool
+	}{
+		{"--offload-fraction", func(e *Explicit) *bool { return &e.Fraction }},
+		{"--max-num-seqs", func(e *Explicit) *bool { return &e.MaxNumSeqs }},
+		{"--max-num-batched-tokens", func(e *Explicit) *bool { return &e.MaxNumBatchedTokens }},
+		{"--attention", func(e *Explicit) *bool { return &e.Attention }},
+	} {
+		o := p.options
+		given := s.of(&o.Explicit)
+		if !*given {
+			continue
+		}
+		*given = false
+		if q, bad := New(p.footprint, o); bad == nil {
+			if _, bad := q.Search(onlySupported); bad == nil {
+				return fmt.Errorf("%w; or leave out %s, which --policy auto then selects", err, s.flag)
+			}
+		}
+	}
+	return err
 }
 
 // reserves are the problem with memory for less and less: first for smaller prefill steps,

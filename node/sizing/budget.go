@@ -91,8 +91,8 @@ type KVFit struct {
 // Fit sizes the cache: at least one sequence of the requested length, and no more than
 // MaxNumSeqs of them can use.
 func (d KVDemand) Fit() (KVFit, error) {
-	if d.MaxModelLen > d.ModelPositions {
-		return KVFit{}, fmt.Errorf("--max-model-len is %d and the model's context is %d tokens; lower --max-model-len", d.MaxModelLen, d.ModelPositions)
+	if err := checkLength(d.MaxModelLen, d.ModelPositions); err != nil {
+		return KVFit{}, err
 	}
 	limit := d.Room / d.BlockBytes
 	if int64(d.Blocks) > limit {
@@ -119,6 +119,14 @@ func (d KVDemand) Fit() (KVFit, error) {
 		blocks = limit
 	}
 	return KVFit{Blocks: int(blocks), MaxModelLen: length}, nil
+}
+
+// checkLength refuses sequences that are longer than the model's context.
+func checkLength(maxModelLen, positions int) error {
+	if maxModelLen > positions {
+		return fmt.Errorf("--max-model-len is %d and the model's context is %d tokens; lower --max-model-len", maxModelLen, positions)
+	}
+	return nil
 }
 
 // Bytes prints a number of bytes in binary units.

@@ -64,6 +64,9 @@ const HostKVShare = 0.8
 // Fit sizes the KV cache with the room that the needs leave in its memory space. Where they
 // do not fit, the error is a *MisfitError.
 func (w *Needs) Fit(maxNumSeqs int, kv configs.KV) (KVFit, error) {
+	if err := checkLength(kv.MaxModelLen, w.positions); err != nil {
+		return KVFit{}, err
+	}
 	room, err := w.Device.Room()
 	if err != nil {
 		return KVFit{}, err
