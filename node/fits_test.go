@@ -80,6 +80,9 @@ func TestAdviceFits(t *testing.T) {
 		{"peers", "", "hbm=128MiB,host=1GiB", func(s *configs.Settings) {
 			s.Offload.Fraction, s.Offload.Tier, s.Harvest.Headroom = 1, configs.PeerTier, "127MiB"
 		}, 256, false},
+		{"peers, and little for the KV cache", "", "hbm=16MiB,host=1GiB", func(s *configs.Settings) {
+			s.Offload.Fraction, s.Offload.Tier, s.Harvest.Headroom = 1, configs.PeerTier, "14MiB"
+		}, 256, false},
 		{"peers and the GPU", "", "hbm=18MiB,host=1GiB", func(s *configs.Settings) { s.Offload.Tier, s.Harvest.Headroom = configs.PeerTier, "17MiB" }, 256, true},
 		{"mixtral-8x7b", "mixtral-8x7b", "hbm=24GiB,host=128GiB,nodata,virtual", nil, 32768, true},
 		{"mixtral-8x7b, much", "mixtral-8x7b", "hbm=80GiB,host=512GiB,nodata,virtual", nil, 32768, true},

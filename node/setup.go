@@ -31,6 +31,7 @@ type setup struct {
 	allPeers  []device.Space // the same, also where nothing is offloaded
 	layout    *models.Layout
 	footprint *sizing.Footprint
+	full      *sizing.Footprint // the same, with the full context that the settings allow
 	planned   *planning.Planned // nil without a policy
 	needs     *sizing.Needs     // nil before size
 	others    *playback         // nil without a trace, and before borrowable
@@ -79,6 +80,7 @@ func newSetup(o *Options, model *checkpoint.Model) (_ *setup, err error) {
 		Config: model.Config, Layout: u.layout, Types: u.devices.Backend, MaxModelLen: s.KV.MaxModelLen, CacheLayers: o.CacheLayers,
 		Dynamic: s.Offload.DynamicResidency, HostLogits: o.HostLogits, Clears: len(u.peers) > 0, Kernels: usage.Allocated,
 	})
+	u.full = u.footprint
 	return u, fault.Of(fault.ErrConfig, err)
 }
 
@@ -157,7 +159,7 @@ func (u *setup) advice() (*planning.Advice, error) {
 	if err != nil {
 		return nil, err
 	}
-	return planning.Advise(u.footprint, o)
+	return planning.Advise(u.full, o)
 }
 
 // applyPolicy puts the policy, where there is one, into the settings.
@@ -243,7 +245,10 @@ func (u *setup) fit() (sizing.KVFit, error) {
 		misfit.Advice = a.String()
 		return fit, err
 	}
-	return fit, fmt.Errorf("%w; or %v", err, a)
+	if a.Fits() {
+		err = fmt.Errorf("%w; or %v", err, a)
+	}
+	return fit, err
 }
 
 // budget computes the memory of everything before it is allocated, and sizes the KV cache.
