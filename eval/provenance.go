@@ -2,6 +2,7 @@ package eval
 
 import (
 	"fmt"
+	"slices"
 	"strconv"
 	"strings"
 	"time"
@@ -65,8 +66,8 @@ type Hardware struct {
 	Comparable bool `json:"comparable"`
 }
 
-// Unpaced: the devices are emulated and keep to no rates, so that times of different
-// memories do not compare.
+// Unpaced reports whether the devices are emulated and keep to no rates, so that times of
+// different memories do not compare.
 func (m *Machine) Unpaced() bool {
 	return m.Emulated && (m.Emulation == nil || m.Emulation.Rates == RatesNone)
 }
@@ -122,8 +123,8 @@ func labeled(device string, emulated bool) string {
 	return device
 }
 
-// words name a run for a person.
-func (r *Run) words() string {
+// String names the program and the date for a person.
+func (r *Run) String() string {
 	s := "moeserve " + r.Version
 	if r.Commit != "" {
 		s += ", commit " + r.Commit[:min(12, len(r.Commit))]
@@ -137,7 +138,7 @@ func (r *Run) words() string {
 // header writes what ran, where and how, for the top of a table.
 func header(r *Run, m *Machine) string {
 	var b strings.Builder
-	fmt.Fprintf(&b, "%s\ncommand: %s\ndevice: %s\n", r.words(), r.Command, m.words())
+	fmt.Fprintf(&b, "%s\ncommand: %s\ndevice: %s\n", r, r.Command, m.words())
 	h := m.Hardware
 	if h == nil {
 		b.WriteString("hardware rates: unknown; --hardware names them for rooflines and predictions\n\n")
@@ -184,36 +185,42 @@ func hardwareRates(h *Hardware) []hardwareRate {
 	return rates
 }
 
-// provenanceColumns are the columns of CSV that say what a line is of.
-var provenanceColumns = []string{
-	"version", "commit", "modified", "date", "command", "device", "driver_version", "emulated", "emulate", "emulated_rates",
-	"hardware", "hardware_comparable", "hardware_rates",
-}
+// RunColumns are a Run's columns of CSV.
+var RunColumns = []string{"version", "commit", "modified", "date", "command"}
 
-// provenance are the values of provenanceColumns. hardware_rates lists figures with their
-// keys and sources, separated by semicolons.
-func provenance(r *Run, m *Machine) []string {
+// Values are those of RunColumns.
+func (r *Run) Values() []string {
 	date := ""
 	if !r.Date.IsZero() {
 		date = r.Date.UTC().Format(time.RFC3339)
 	}
-	values := []string{
-		r.Version, r.Commit, strconv.FormatBool(r.Modified), date, r.Command,
-		m.Device, m.Driver, strconv.FormatBool(m.Emulated), "", "", "", "", "",
-	}
+	return []string{r.Version, r.Commit, strconv.FormatBool(r.Modified), date, r.Command}
+}
+
+// provenanceColumns are the columns of CSV that name what a line is of.
+var provenanceColumns = append(slices.Clone(RunColumns),
+	"device", "driver_version", "emulated", "emulate", "emulated_rates", "hardware", "hardware_comparable", "hardware_rates")
+
+// provenance are the values of provenanceColumns. hardware_rates lists figures with their
+// sources, separated by semicolons.
+func provenance(r *Run, m *Machine) []string {
+	values := append(r.Values(), m.Device, m.Driver, strconv.FormatBool(m.Emulated))
 	if e := m.Emulation; e != nil {
-		values[8], values[9] = e.Spec, string(e.Rates)
+		values = append(values, e.Spec, string(e.Rates))
+	} else {
+		values = append(values, "", "")
 	}
-	if h := m.Hardware; h != nil {
-		var rates []string
-		for _, f := range hardwareRates(h) {
-			text := f.name + " " + f.value
-			if f.source != "" {
-				text += " (" + f.source + ")"
-			}
-			rates = append(rates, text)
+	h := m.Hardware
+	if h == nil {
+		return append(values, "", "", "")
+	}
+	var rates []string
+	for _, f := range hardwareRates(h) {
+		text := f.name + " " + f.value
+		if f.source != "" {
+			text += " (" + f.source + ")"
 		}
-		values[10], values[11], values[12] = h.Name, strconv.FormatBool(h.Comparable), strings.Join(rates, "; ")
+		rates = append(rates, text)
 	}
-	return values
+	return append(values, h.Name, strconv.FormatBool(h.Comparable), strings.Join(rates, "; "))
 }

@@ -518,8 +518,15 @@ func TestInterruptedSweep(t *testing.T) {
 		want     string // trials of each cell
 		finished string
 	}{
-		{true, 2, "", ""}, {true, 4, "none 1 ", ""}, {true, 7, "none 2 host 1 ", ""}, {true, 15, "none 3 host 3 ", "none "},
-		{false, 1, "", ""}, {false, 4, "none 2 ", ""}, {false, 7, "none 3 ", ""}, {false, 8, "none 3 ", "none "}, {false, 12, "none 3 host 2 ", "none "},
+		{true, 2, "", ""},
+		{true, 4, "none 1 ", ""},
+		{true, 7, "none 2 host 1 ", ""},
+		{true, 15, "none 3 host 3 ", "none "},
+		{false, 1, "", ""},
+		{false, 4, "none 2 ", ""},
+		{false, 7, "none 3 ", ""},
+		{false, 8, "none 3 ", "none "},
+		{false, 12, "none 3 host 2 ", "none "},
 	} {
 		ctx, cancel := context.WithCancel(t.Context())
 		steps := 0

@@ -28,11 +28,11 @@ import (
 func newBench(s *streams) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "bench",
-		Short: "Measure throughput and copy rates",
+		Short: "Measure throughput, a server under load, and copies",
 		Args:  commandName,
 		RunE:  func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
 	}
-	cmd.AddCommand(newBenchThroughput(s), newBenchSweep(s), newBenchTransfer(s))
+	cmd.AddCommand(newBenchThroughput(s), newBenchSweep(s), newBenchServe(s), newBenchTransfer(s))
 	return cmd
 }
 
@@ -251,14 +251,9 @@ func newBenchmark(s *streams, set *settings) (*benchmark, error) {
 
 // readPrompts reads a file of prompts and turns them into ids.
 func readPrompts(path string, m *checkpoint.Model) ([][]int32, error) {
-	f, err := os.Open(path)
+	texts, err := readTexts(path)
 	if err != nil {
-		return nil, usagef("--dataset-path: %w", err)
-	}
-	defer f.Close() //nolint:errcheck // only read from
-	texts, err := eval.ReadPrompts(f, path)
-	if err != nil {
-		return nil, benchError(err)
+		return nil, err
 	}
 	encode, err := m.Encoder()
 	if err != nil {

@@ -17,6 +17,7 @@ import (
 
 	"github.com/moeserve/moeserve/configs"
 	"github.com/moeserve/moeserve/eval"
+	"github.com/moeserve/moeserve/eval/serving"
 )
 
 const benchmarks = "../../docs/guide/benchmarks.md"
@@ -165,5 +166,47 @@ func TestInterruptedBench(t *testing.T) {
 		if text, err := os.ReadFile(path + ".csv"); err != nil || strings.Count(string(text), "\n") != 1+len(c.trials) || !strings.Contains(out.String(), "decode tok/s") {
 			t.Errorf("%s: %v, %s, %s", c.name, err, text, &out)
 		}
+	}
+}
+
+// bench serve measures our own server: text from a file, random ids, and chats.
+func TestBenchServe(t *testing.T) {
+	p := startServe(t, "--emulate", "hbm=256MiB")
+	dir := t.TempDir()
+	questions, path := filepath.Join(dir, "questions.jsonl"), filepath.Join(dir, "load.csv")
+	if err := os.WriteFile(questions, []byte(`{"turns": ["sort: c a b ="]}`+"\n"+`{"turns": ["1+2="]}`), 0o666); err != nil {
+		t.Fatal(err)
+	}
+	for name, args := range map[string][]string{
+		"random": {"--input-len", "5", "--ignore-eos", "--csv", path},
+		"rate":   {"--input-len", "5", "--ignore-eos", "--request-rate", "200", "--max-concurrency", "3"},
+		"file":   {"--dataset-path", questions, "--ignore-eos"},
+		"chat":   {"--dataset-path", questions, "--ignore-eos", "--endpoint", "/v1/chat/completions"},
+	} {
+		stdout, stderr, code := invoke(t, strings.NewReader(""), append([]string{"bench", "serve", "--base-url", p.url, "--num-prompts", "6", "--output-len", "4", "--json", "-"}, args...)...)
+		var r serving.Result
+		if err := json.Unmarshal([]byte(stdout), &r); err != nil || code != exitDone {
+			t.Fatalf("%s: exit code %d, %v: %s%s", name, code, err, stdout, stderr)
+		}
+		if r.Completed != 6 || r.Failed != 0 || r.TotalOutputTokens != 24 || r.TTFT.Mean <= 0 || r.E2EL.Mean < r.TTFT.Mean || r.TPOT.Mean <= 0 || r.Model != "built-in" || r.ServerVersion == "" || len(r.E2EL.Percentiles) != 3 {
+			t.Errorf("%s: %+v", name, r)
+		}
+		if name == "random" && r.TotalInputTokens != 30 {
+			t.Errorf("%d prompt tokens, want 30", r.TotalInputTokens)
+		}
+		if name == "rate" {
+			golden(t, "benchserve.json.txt", shape(t, stdout))
+		}
+	}
+	if text, err := os.ReadFile(path); err != nil || strings.Count(string(text), "\n") != 2 || !strings.HasPrefix(string(text), "version,commit,modified,date,command,base_url,") {
+		t.Errorf("%v: %s", err, text)
+	}
+	// A request that the server refuses ends the measurement before it begins.
+	stdout, stderr, code := invoke(t, strings.NewReader(""), "bench", "serve", "--base-url", p.url, "--input-len", "300")
+	if code != exitFailed || stdout != "" || !strings.HasPrefix(stderr, "moeserve: /v1/completions: 400 Bad Request: ") {
+		t.Errorf("exit code %d, %q, %q", code, stdout, stderr)
+	}
+	if _, stderr, code = invoke(t, strings.NewReader(""), "bench", "serve", "--base-url", p.url, "--model", "gpt-5"); code != exitFailed || !strings.Contains(stderr, "gpt-5") {
+		t.Errorf("exit code %d, %q", code, stderr)
 	}
 }

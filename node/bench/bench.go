@@ -63,9 +63,8 @@ func (b *Node) Counts(ctx context.Context) (eval.Counts, error) {
 	if err != nil {
 		return eval.Counts{}, err
 	}
-	uses := r.Experts.Uses
 	c := eval.Counts{
-		Hits: uses[experts.Resident] + uses[experts.Cached], Misses: uses[experts.Peer] + uses[experts.Host],
+		Hits: r.Experts.Hits, Misses: r.Experts.Misses,
 		Stalls:      r.Pipeline.Stalls.ByName(),
 		FetchedHost: r.Experts.Fetched[experts.Host], FetchedPeer: r.Experts.Fetched[experts.Peer],
 	}

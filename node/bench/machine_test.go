@@ -82,8 +82,11 @@ func TestMachine(t *testing.T) {
 		name, hardware string
 		want           bool
 	}{
-		{"NVIDIA H200", "h200", true}, {"NVIDIA H200", "l4", false}, {"NVIDIA GeForce GTX 970", "h200", false},
-		{"NVIDIA GeForce GTX 970", "NVIDIA GeForce GTX 970, 2026-01-02", true}, {"NVIDIA H200", "emulated, 2026-01-02", false},
+		{"NVIDIA H200", "h200", true},
+		{"NVIDIA H200", "l4", false},
+		{"NVIDIA GeForce GTX 970", "h200", false},
+		{"NVIDIA GeForce GTX 970", "NVIDIA GeForce GTX 970, 2026-01-02", true},
+		{"NVIDIA H200", "emulated, 2026-01-02", false},
 	} {
 		if got := gpu(c.name, c.hardware); got != c.want {
 			t.Errorf("%s on %s: comparable %v", c.hardware, c.name, got)

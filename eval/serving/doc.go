@@ -1,0 +1,29 @@
+// Package serving measures an OpenAI-compatible server under load, as vllm bench serve does:
+// requests arrive at a rate, at most so many run at once, and of each are measured time to
+// first token, time per output token, inter-token latency and end-to-end latency.
+//
+// # What it is not
+//
+// It serves nothing, and knows no server but by its URL: what it measures may be moeserve,
+// vLLM, or another. It counts tokens by what the server reports as usage.
+//
+// # How it measures
+//
+// Each request streams. Its clock starts when it is sent, which waits for the arrival time,
+// and with a limit of concurrency for an earlier request to end. TTFT ends with the first
+// chunk that has text, ITL is between two such chunks, TPOT is the time from the first to
+// the last of them over all tokens but the first, and end-to-end latency ends with the
+// stream.
+//
+// # Invariants
+//
+//   - The same seed gives the same arrivals and the same prompts.
+//   - A failed request is counted with its reason, and is in no other figure.
+//
+// # Example
+//
+//	c := serving.Client{BaseURL: "http://127.0.0.1:8000", Endpoint: serving.Completions}
+//	model, err := c.Model(ctx)
+//	r, err := serving.Run(ctx, &c, serving.Options{Prompts: prompts, OutputLen: 32, Rate: 4})
+//	err = serving.WriteTable(os.Stdout, &r)
+package serving
