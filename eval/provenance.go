@@ -31,7 +31,7 @@ type Machine struct {
 	Driver string `json:"driver_version"`
 	// Emulated: the devices are played on the CPU, and so are their times.
 	Emulated bool `json:"emulated"`
-	// Emulation says how; absent on real devices.
+	// Emulation is how; absent on real devices.
 	Emulation *Emulation `json:"emulation,omitempty"`
 	// Hardware has the rates that rooflines and predictions are computed from; null where
 	// they are not known.
@@ -45,16 +45,16 @@ type Emulation struct {
 	Rates Rates  `json:"rates"`
 }
 
-// Rates say how long copies and kernels of emulated devices take.
+// Rates are what the times of emulated devices come from.
 type Rates string
 
 // The kinds of Rates.
 const (
-	// RatesNone: as long as this CPU needs to play them, which says nothing about devices.
+	// RatesNone: this CPU, which copies and computes as fast as it can.
 	RatesNone Rates = "none"
-	// RatesPaced: what the given rates say, on the wall clock.
+	// RatesPaced: the given rates, on the wall clock.
 	RatesPaced Rates = "paced"
-	// RatesVirtual: what the given rates say, on a virtual clock.
+	// RatesVirtual: the given rates, on a virtual clock.
 	RatesVirtual Rates = "virtual"
 )
 
@@ -72,7 +72,7 @@ func (m *Machine) Unpaced() bool {
 	return m.Emulated && (m.Emulation == nil || m.Emulation.Rates == RatesNone)
 }
 
-// comparable says whether predictions may stand beside measurements as shares of them.
+// comparable reports whether predictions may stand beside measurements as shares of them.
 func (m *Machine) comparable() bool { return m.Hardware != nil && m.Hardware.Comparable }
 
 // words name the machine for a person.
@@ -103,7 +103,7 @@ func (m *Machine) words() string {
 	}
 }
 
-// notComparable says why predictions do not stand beside measurements; empty where they do.
+// notComparable is why predictions do not stand beside measurements; empty where they do.
 func (m *Machine) notComparable() string {
 	if m.Hardware == nil || m.Hardware.Comparable {
 		return ""
@@ -115,7 +115,7 @@ func (m *Machine) notComparable() string {
 	return fmt.Sprintf("predicted for %s; measured on %s: not comparable", m.Hardware.Name, on)
 }
 
-// labeled is a device's name, with a word where it is emulated and its name does not say so.
+// labeled is a device's name, with "emulated" where it is and its name does not have that.
 func labeled(device string, emulated bool) string {
 	if emulated && device != emulatedLabel {
 		device += ", " + emulatedLabel

@@ -29,7 +29,7 @@ type Result struct {
 	GeneratedTokens int `json:"generated_tokens"`
 	// TruncatedPrompts of the prompts were longer than the model's context allows.
 	TruncatedPrompts int `json:"truncated_prompts"`
-	// WarmupTokens were drawn of each request before the trials.
+	// WarmupTokens were sampled of each request before the trials.
 	WarmupTokens int     `json:"warmup_tokens"`
 	Trials       []Trial `json:"trials"`
 	// ThroughputTokS is end to end: generated tokens over prefill and decode. PrefillTokS
@@ -155,7 +155,7 @@ func meanAndDeviation(values []float64) (mean float64, deviation *float64) {
 	return mean, &d
 }
 
-// routed fills in what the routed tokens of one step say, [layer with experts][expert].
+// routed fills in what follows from the routed tokens of one step, [layer with experts][expert].
 func (r *Result) routed(tokens [][]int64) {
 	var experts, all int64
 	for _, layer := range tokens {

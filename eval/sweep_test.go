@@ -137,7 +137,7 @@ func TestThroughputRefuses(t *testing.T) {
 		want error
 		text string
 	}{
-		{"other tokens", drifting, eval.Options{Prompts: threePrompts}, eval.ErrTokens, "eval: trial 2: trials drew different tokens"},
+		{"other tokens", drifting, eval.Options{Prompts: threePrompts}, eval.ErrTokens, "eval: trial 2: trials sampled different tokens"},
 		{"no time", timeless, eval.Options{Prompts: threePrompts}, nil, "eval: trial 1: the devices' clock stands still"},
 		{"no prompts", newFake("a", 1, nil), eval.Options{}, eval.ErrInput, "eval: no prompts to run"},
 		{"one token", newFake("a", 1, nil), eval.Options{Prompts: threePrompts, NewTokens: 1}, eval.ErrInput, "eval: 1 new tokens"},

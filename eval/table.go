@@ -96,7 +96,7 @@ func writeShared(out io.Writer, results []Result) error {
 	}
 	switch {
 	case r.TokensSHA256 == "":
-		b.WriteString("these devices keep no data: there are no tokens, and no counts of experts per layer\n")
+		b.WriteString("these devices keep no data: no tokens, and no counts of experts per layer\n")
 	case !same:
 		b.WriteString("the generated tokens DIFFER between lines\n")
 	case len(results) > 1:

@@ -10,8 +10,8 @@ import (
 	"maps"
 )
 
-// ErrTokens: trials of one configuration drew different tokens.
-var ErrTokens = errors.New("trials drew different tokens")
+// ErrTokens: trials of one configuration sampled different tokens.
+var ErrTokens = errors.New("trials sampled different tokens")
 
 // Options of a measurement.
 type Options struct {
@@ -116,7 +116,7 @@ func newMeter(o *Options, cells int) *meter {
 // skip leaves the next cell out of the count.
 func (m *meter) skip() { m.cells-- }
 
-// steps done of a cell, the number-th, in a measurement in which each cell takes each.
+// steps reports n more steps of a cell, the number-th, where each cell has each in all.
 func (m *meter) steps(c Cell, number, n, each int) {
 	m.done += n
 	m.total = each * m.cells

@@ -92,11 +92,11 @@ func (o TransferOptions) EnsureDefaults() TransferOptions {
 // maximum size, except that paths from and to the host share what is on the GPU.
 func (o TransferOptions) Needs() map[device.Space]int64 {
 	o = o.EnsureDefaults()
-	largest := slices.Max(o.Sizes)
-	needs := map[device.Space]int64{device.Host: 2 * largest, o.Compute: largest}
+	size := slices.Max(o.Sizes)
+	needs := map[device.Space]int64{device.Host: 2 * size, o.Compute: size}
 	if o.Peer != device.Host {
-		needs[o.Compute] += largest
-		needs[o.Peer] = largest
+		needs[o.Compute] += size
+		needs[o.Peer] = size
 	}
 	return needs
 }
@@ -147,7 +147,7 @@ func Transfer(ctx context.Context, o TransferOptions) (_ []TransferPoint, err er
 	o = o.EnsureDefaults()
 	for _, s := range o.Sizes {
 		if s < 1 {
-			return nil, inputf("eval: a copy of %d bytes; sizes are at least 1", s)
+			return nil, inputf("eval: a copy of %d bytes: must be at least 1", s)
 		}
 	}
 	r := &rig{o: o, paths: map[string]*path{}}
@@ -216,10 +216,10 @@ func (o *TransferOptions) copied(bytes int64) int64 {
 // for each path.
 func (r *rig) open(ctx context.Context) error {
 	o := &r.o
-	largest := slices.Max(o.Sizes)
+	size := slices.Max(o.Sizes)
 	var err error
 	memory := func(space device.Space, label string) (device.Memory, error) {
-		mem, err := o.Machine.Alloc(space, largest, "copies measured, "+label)
+		mem, err := o.Machine.Alloc(space, size, "copies measured, "+label)
 		if err == nil {
 			r.close = append(r.close, mem.Free)
 		}
@@ -229,7 +229,7 @@ func (r *rig) open(ctx context.Context) error {
 	if host, err = memory(device.Host, "source"); err != nil {
 		return err
 	}
-	clear(host.Write(0, largest))
+	clear(host.Write(0, size))
 	local, err := memory(o.Compute, "destination")
 	if err != nil {
 		return err
@@ -259,7 +259,7 @@ func (r *rig) open(ctx context.Context) error {
 		return err
 	}
 	stream := r.paths[PeerPath].stream
-	if err := stream.Copy(peer.Range(0, largest), host.Range(0, largest)); err != nil {
+	if err := stream.Copy(peer.Range(0, size), host.Range(0, size)); err != nil {
 		return err
 	}
 	if err := stream.Synchronize(ctx); err != nil {

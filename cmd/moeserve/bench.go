@@ -152,7 +152,7 @@ func thisRun(s *streams) eval.Run {
 	return eval.Run{Version: b.Version, Commit: b.Revision, Modified: b.Modified, Date: s.clock()().UTC().Truncate(time.Second), Command: commandLine(s.args)}
 }
 
-// plain are arguments that a shell takes as they are.
+// plain are arguments that need no quotes in a shell.
 var plain = regexp.MustCompile(`^[\w@%+=:,./-]+$`)
 
 // commandLine is a command line as a shell would read it.
@@ -332,7 +332,7 @@ func writeFile(path string, write func(io.Writer) error) (err error) {
 	return os.Rename(f.Name(), path)
 }
 
-// plotFormat is the format that a file's name asks for.
+// plotFormat is the format of a file by its name.
 func plotFormat(flag, path string) (string, error) {
 	format := strings.TrimPrefix(strings.ToLower(filepath.Ext(path)), ".")
 	if !slices.Contains(eval.PlotFormats, format) {

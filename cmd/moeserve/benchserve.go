@@ -165,7 +165,7 @@ func loadPrompts(ctx context.Context, c *serving.Client, set *settings) ([]servi
 		return prompts, nil
 	}
 	if c.Endpoint == serving.ChatCompletions {
-		return nil, usagef("--endpoint %s takes text: give prompts with --dataset-path", c.Endpoint)
+		return nil, usagef("--endpoint %s needs text: give prompts with --dataset-path", c.Endpoint)
 	}
 	vocabulary, err := c.Vocabulary(ctx)
 	var refused *serving.StatusError

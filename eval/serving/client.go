@@ -23,7 +23,7 @@ const (
 // Endpoints lists them.
 var Endpoints = []string{Completions, ChatCompletions}
 
-// Prompt is text, or token ids, which /v1/completions takes too.
+// Prompt is text, or token ids, which /v1/completions accepts too.
 type Prompt struct {
 	Text string
 	IDs  []int32
@@ -100,7 +100,7 @@ func (e *StatusError) Error() string {
 	return s
 }
 
-// message is what an error's body says: OpenAI's shape, or text.
+// message is that of an error's body: OpenAI's shape, or text.
 func message(body []byte) string {
 	var e struct {
 		Error struct {
@@ -162,8 +162,8 @@ func (c *Client) Version(ctx context.Context) string {
 	return v.Version
 }
 
-// Vocabulary is ids that the model's tokenizer gives of a text, each once: what random
-// prompts are made of. It needs /tokenize, which vLLM and moeserve have.
+// Vocabulary is the token ids of a text, each once: what random prompts are made of. It needs
+// /tokenize, which vLLM and moeserve have.
 func (c *Client) Vocabulary(ctx context.Context) ([]int32, error) {
 	var t struct {
 		Tokens []int32 `json:"tokens"`
@@ -173,7 +173,7 @@ func (c *Client) Vocabulary(ctx context.Context) ([]int32, error) {
 		return nil, err
 	}
 	if len(t.Tokens) == 0 {
-		return nil, errors.New("serving: /tokenize gives no tokens")
+		return nil, errors.New("serving: /tokenize returns no tokens")
 	}
 	slices.Sort(t.Tokens)
 	return slices.Compact(t.Tokens), nil
@@ -289,7 +289,7 @@ func (c *Client) measure(ctx context.Context, p Prompt, o *Options) (sample, err
 	case first.IsZero():
 		return s, fmt.Errorf("serving: %s: the stream has no token", c.Endpoint)
 	case !usage:
-		return s, fmt.Errorf("serving: %s: the stream has no usage, which stream_options asks for", c.Endpoint)
+		return s, fmt.Errorf("serving: %s: the stream has no usage: the server ignores stream_options.include_usage", c.Endpoint)
 	}
 	return s, nil
 }

@@ -1,11 +1,10 @@
 // Package serving measures an OpenAI-compatible server under load, as vllm bench serve does:
-// requests arrive at a rate, at most so many run at once, and of each are measured time to
+// requests arrive at a rate, up to a maximum run at once, and of each are measured time to
 // first token, time per output token, inter-token latency and end-to-end latency.
 //
 // # What it is not
 //
-// It serves nothing, and knows no server but by its URL: what it measures may be moeserve,
-// vLLM, or another. It counts tokens by what the server reports as usage.
+// It serves nothing, and knows a server by its URL only: moeserve, vLLM, or another. It counts tokens by what the server reports as usage.
 //
 // # How it measures
 //

@@ -328,7 +328,7 @@ func (r *Result) reasons() string {
 	return strings.Join(reasons, "; ")
 }
 
-// RandomPrompts are count prompts of length ids each, drawn from a vocabulary; with length 0
+// RandomPrompts are count prompts of length random ids of a vocabulary; with length 0
 // their lengths are those of eval.GeneratePrompts. The same arguments give the same prompts.
 func RandomPrompts(count, length int, vocabulary []int32, seed uint64) []Prompt {
 	prompts := make([]Prompt, count)

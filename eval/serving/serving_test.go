@@ -222,7 +222,7 @@ func TestFailures(t *testing.T) {
 		}
 		want := map[string]int{
 			"serving: /v1/completions: the stream ends without [DONE]": 1, "serving: /v1/completions: out of memory": 1,
-			"serving: /v1/completions: the stream has no usage, which stream_options asks for": 1, "serving: /v1/completions: the stream has no token": 1,
+			"serving: /v1/completions: the stream has no usage: the server ignores stream_options.include_usage": 1, "serving: /v1/completions: the stream has no token": 1,
 			"serving: /v1/completions: a chunk of the stream: unexpected end of JSON input": 1, "/v1/completions: 400 Bad Request: too long": 2,
 		}
 		for reason, n := range want {

@@ -47,10 +47,10 @@ func Machine(facts planning.Machine, s *configs.Device, named *planner.Hardware)
 // tolerance is by how much rates of the same hardware may differ.
 const tolerance = 0.1
 
-// comparable says whether named hardware is the machine, of which the rates are known or
+// comparable reports whether named hardware is the machine, of which the rates are known or
 // not. Emulated devices are a machine where they keep to its rates. A GPU is not one of
 // which there is a profile for another GPU, or which was measured on emulated devices; any
-// other file is taken to be of this machine.
+// other file counts as of this machine.
 func comparable(realDevices bool, named *planner.Hardware, known planner.Hardware, ok bool) bool {
 	if realDevices {
 		if strings.HasPrefix(named.Name, "emulated") {
