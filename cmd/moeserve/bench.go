@@ -108,7 +108,7 @@ func benchThroughput(ctx context.Context, s *streams, set *settings, csv string)
 		return benchError(err)
 	}
 	if err != nil {
-		fmt.Fprintf(s.err, "moeserve: %d of %d trials are done\n", len(r.Trials), b.options.Trials)
+		s.notice(&set.Output, "%d of %d trials are done", len(r.Trials), b.options.Trials)
 	}
 	results := []eval.Result{r}
 	if !res.onStdout() {

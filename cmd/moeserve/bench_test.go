@@ -128,7 +128,7 @@ func TestInterruptedBench(t *testing.T) {
 		{"sweep", append([]string{"bench", "sweep", "--fractions", "0,1", "--tiers", "host", "--resume", journal}, common...), " 10 of 12 steps", "1 of 2 cells are finished, 1 with fewer trials; the same command measures the rest: --resume " + journal, []int{2, 1}},
 		{"rest", append([]string{"bench", "sweep", "--fractions", "0,1", "--tiers", "host", "--resume", journal}, common...), " 4 of 6 steps", "1 of 2 cells are finished, 1 with fewer trials; ", []int{2, 1}},
 		{"shared", append([]string{"bench", "sweep", "--fractions", "0,1", "--tiers", "host"}, common...), " 7 of 12 steps", "0 of 2 cells are finished, 2 with fewer trials; with --resume FILE a sweep keeps", []int{1, 1}},
-		{"throughput", append([]string{"bench", "throughput"}, common...), " 4 of 6 steps", "1 of 2 trials are done\n", []int{1}},
+		{"throughput", append([]string{"bench", "throughput"}, common...), " 4 of 6 steps", "moeserve: 1 of 2 trials are done\n", []int{1}},
 		{"nothing", append([]string{"bench", "throughput"}, common...), " 1 of 6 steps", "", nil},
 	} {
 		ctx, cancel := context.WithCancel(t.Context())
@@ -166,6 +166,16 @@ func TestInterruptedBench(t *testing.T) {
 		if text, err := os.ReadFile(path + ".csv"); err != nil || strings.Count(string(text), "\n") != 1+len(c.trials) || !strings.Contains(out.String(), "decode tok/s") {
 			t.Errorf("%s: %v, %s, %s", c.name, err, text, &out)
 		}
+	}
+}
+
+// What a benchmark writes beside its result is JSON where the log is.
+func TestBenchLogsJSON(t *testing.T) {
+	_, stderr, code := invoke(t, strings.NewReader(""), "bench", "sweep", "--log-format", "json", "--num-prompts", "2", "--input-len", "3", "--output-len", "3", "--trials", "1",
+		"--warmup-tokens", "0", "--fractions", "0,1", "--tiers", "peer", "--emulate", "gpus=1")
+	var record struct{ Msg string }
+	if err := json.Unmarshal([]byte(stderr), &record); err != nil || code != exitDone || !strings.HasPrefix(record.Msg, "skipped: 100 % offloaded, peer: ") {
+		t.Errorf("exit code %d, %v: %s", code, err, stderr)
 	}
 }
 

@@ -7,7 +7,6 @@ import (
 	"io"
 	"os"
 	"slices"
-	"strings"
 
 	"github.com/spf13/cobra"
 
@@ -112,12 +111,12 @@ func benchSweep(ctx context.Context, s *streams, set *settings, o *sweepOptions)
 		sweep.Done, sweep.Finished = j.Results, j.Append
 	}
 	// Of a large model some cells do not fit.
-	var skipped strings.Builder
+	var skipped []string
 	sweep.Skip = func(c eval.Cell, err error) bool {
 		if !errors.Is(err, fault.ErrConfig) {
 			return false
 		}
-		fmt.Fprintf(&skipped, "skipped: %s: %v\n", cellWords(c, 1, 1), err)
+		skipped = append(skipped, fmt.Sprintf("skipped: %s: %v", cellWords(c, 1, 1), err))
 		return true
 	}
 	results, interrupted := eval.Sweep(ctx, sweep)
@@ -125,11 +124,11 @@ func benchSweep(ctx context.Context, s *streams, set *settings, o *sweepOptions)
 	if interrupted != nil && len(results) == 0 {
 		return benchError(interrupted)
 	}
-	if _, err := io.WriteString(s.err, skipped.String()); err != nil {
-		return err
+	for _, text := range skipped {
+		s.notice(&set.Output, "%s", text)
 	}
 	if interrupted != nil {
-		fmt.Fprintf(s.err, "moeserve: %s\n", o.unfinished(results, len(sweep.Cells), b.options.Trials))
+		s.notice(&set.Output, "%s", o.unfinished(results, len(sweep.Cells), b.options.Trials))
 	}
 	if !res.onStdout() {
 		if err := eval.WriteTable(s.out, results); err != nil {
@@ -139,7 +138,7 @@ func benchSweep(ctx context.Context, s *streams, set *settings, o *sweepOptions)
 	for _, f := range files {
 		err := writeFile(f.path, func(w io.Writer) error { return f.write(w, results, others) })
 		if err != nil && interrupted != nil {
-			fmt.Fprintf(s.err, "moeserve: %s is not written: %v\n", f.path, err) // it may need cells that were not measured
+			s.notice(&set.Output, "%s is not written: %v", f.path, err) // it may need cells that were not measured
 			continue
 		}
 		if err != nil {

@@ -143,7 +143,7 @@ func benchTransfer(ctx context.Context, s *streams, set *settings, o *transferOp
 		return benchError(interrupted)
 	}
 	if interrupted != nil {
-		fmt.Fprintln(s.err, "moeserve: the sizes that were measured follow; no plot and no calibration")
+		s.notice(&set.Output, "the sizes that were measured follow; no plot and no calibration")
 		formats, o.plots, o.calibrate = nil, nil, ""
 	}
 	r := &eval.TransferResult{Run: run, Machine: machine, Points: points}

@@ -78,6 +78,17 @@ const (
 	lineInterval = 10 * time.Second
 )
 
+// notice writes a message beside a command's result: a line, or a record of the log where that
+// is JSON.
+func (s *streams) notice(o *configs.Output, format string, args ...any) {
+	text := fmt.Sprintf(format, args...)
+	if o.LogFormat == configs.LogJSON {
+		newLogger(s.err, o).Warn(text)
+		return
+	}
+	fmt.Fprintf(s.err, "moeserve: %s\n", text) //nolint:errcheck // the result is written all the same
+}
+
 // progress shows how far a long command has got: drawn in place on a terminal; as a line of
 // text each lineInterval elsewhere, unless log-level is error; and as records of the log, at
 // info, where that is JSON. A nil one shows nothing.
@@ -149,7 +160,7 @@ func (p *progress) set(what string, done, total int64) {
 		p.log.Info("progress", "what", what, "done", done, "total", total, "unit", p.at.unit, "left_s", p.at.left().Seconds())
 	default:
 		p.next = now.Add(lineInterval)
-		fmt.Fprintf(p.out, "moeserve: %s\n", p.at.text()) //nolint:errcheck // as console.show
+		fmt.Fprintf(p.out, "moeserve: %s\n", p.at.text()) //nolint:errcheck // as notice
 	}
 }
 
