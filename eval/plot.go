@@ -60,7 +60,7 @@ func sweepFigure(results []Result) *figure.Lines {
 	r := &results[0]
 	note := fmt.Sprintf("%s, batch of %s, ", r.Model, requests(r.Requests))
 	if r.Emulated {
-		note += emulatedLabel + " devices and links"
+		note += r.emulatedNote()
 	} else {
 		note += r.Device
 	}
@@ -257,7 +257,7 @@ func transferFigure(r *TransferResult) *figure.Lines {
 	name, note := r.Device, "Median of single copies"
 	if r.Emulated {
 		name = "the GPU"
-		note += " on " + emulatedLabel + " devices and links"
+		note += " on " + r.emulatedNote()
 	}
 	latency := figure.Panel{Y: figure.Axis{Label: "time of a single copy (µs)", Log: true}}
 	for _, path := range []string{HostPath, PeerPath, BothPath, D2HPath} {
@@ -303,6 +303,14 @@ func transferFigure(r *TransferResult) *figure.Lines {
 		chart.Note += "; ×: host time over peer time"
 	}
 	return chart
+}
+
+// emulatedNote is what a figure of emulated devices says of them.
+func (m *Machine) emulatedNote() string {
+	if m.Unpaced() {
+		return emulatedLabel + " devices without rates: times are this CPU's"
+	}
+	return emulatedLabel + " devices and links"
 }
 
 func requests(n int) string { return count(n, "request") }

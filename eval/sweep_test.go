@@ -500,6 +500,10 @@ func TestTablesStateNothingThatIsNotKnown(t *testing.T) {
 	if err := eval.WriteTable(&table, r); err != nil || !strings.Contains(table.String(), "no gain of peer over host memory: emulated devices without rates") || strings.Contains(table.String(), "peer over host memory: +") {
 		t.Errorf("without rates: %v\n%s", err, &table)
 	}
+	var picture bytes.Buffer
+	if err := eval.PlotSweep(&picture, "svg", r); err != nil || !strings.Contains(svgText(t, picture.Bytes()), "emulated devices without rates: times are this CPU") {
+		t.Errorf("%v: the picture has %s", err, svgText(t, picture.Bytes()))
+	}
 	var svg bytes.Buffer
 	if err := eval.PlotGains(&svg, "svg", r); err != nil {
 		t.Fatal(err)

@@ -110,6 +110,9 @@ func (s *streams) clock() func() time.Time {
 
 // interactive reports whether a stream is a terminal.
 func interactive(stream any) bool {
+	if _, ok := stream.(*console); ok {
+		return true
+	}
 	f, ok := stream.(*os.File)
 	return ok && term.IsTerminal(int(f.Fd()))
 }
