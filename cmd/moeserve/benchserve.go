@@ -43,8 +43,10 @@ the server needs /tokenize; their lengths are distributed as MT-Bench's, or all 
 --input-len. The key of MOESERVE_API_KEY, else of OPENAI_API_KEY, is sent if it is set.
 
 Ctrl-C ends the measurement with the requests that have completed.`,
-		Example: `  moeserve bench serve --base-url http://127.0.0.1:8000 --request-rate 4 --num-prompts 100
-  moeserve bench serve --max-concurrency 8 --input-len 512 --output-len 128 --ignore-eos --csv load.csv`,
+		Example: `  moeserve bench serve --base-url http://127.0.0.1:8000 \
+      --request-rate 4 --num-prompts 100
+  moeserve bench serve --max-concurrency 8 --input-len 512 --output-len 128 \
+      --ignore-eos --csv load.csv`,
 		Args: noArguments,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			set, err := readSettings(cmd.Flags(), os.Environ())
@@ -58,7 +60,7 @@ Ctrl-C ends the measurement with the requests that have completed.`,
 	f := cmd.Flags()
 	f.StringVar(&o.baseURL, "base-url", "http://127.0.0.1:8000", "`URL` of the server, without /v1")
 	f.StringVar(&o.endpoint, "endpoint", serving.Completions, "`PATH` of the endpoint: "+strings.Join(serving.Endpoints, " or "))
-	f.StringVar(&o.model, "model", "", "`NAME` of the model on the server; without it, the server's first")
+	f.StringVarP(&o.model, "model", "m", "", "`NAME` of the model on the server; without it, the server's first")
 	f.StringVar(&o.rate, "request-rate", "inf", "requests per second, a `RATE`; inf sends all at once")
 	f.IntVar(&o.maxConcurrency, "max-concurrency", 0, "maximum `NUMBER` of requests that run at once; 0: no limit")
 	f.StringVar(&o.percentiles, "metric-percentiles", "50,90,99", "comma-separated `LIST` of percentiles to report")
