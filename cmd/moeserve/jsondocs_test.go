@@ -5,15 +5,17 @@ package main
 // "TYPE.key", with the Go type that has the field, or under "RESULT:path".
 var fieldDocs = map[string]string{
 	// A completion.
-	"text":              "the completion",
-	"token_ids":         "ids of the completion's tokens",
-	"prompt_token_ids":  "ids of the prompt's tokens",
-	"finish_reason":     "why generation ended: `stop` (end-of-sequence token or stop string), `length` (`--max-tokens` or the context), `abort`",
-	"usage":             "tokens, with OpenAI's keys",
-	"prompt_tokens":     "tokens of the prompt; in `bench`, of all prompts of a trial; in `plan`, of each sequence",
-	"completion_tokens": "tokens generated",
-	"total_tokens":      "both together",
-	"report":            "what the run did",
+	"text":                         "the completion",
+	"token_ids":                    "ids of the completion's tokens",
+	"prompt_token_ids":             "ids of the prompt's tokens",
+	"finish_reason":                "why generation ended: `stop` (end-of-sequence token or stop string), `length` (`--max-tokens` or the context), `abort`",
+	"usage":                        "tokens, with OpenAI's keys",
+	"prompt_tokens":                "tokens of the prompt",
+	"Result.prompt_tokens":         "tokens of all prompts of a trial",
+	"workloadResult.prompt_tokens": "mean tokens of a prompt",
+	"completion_tokens":            "tokens generated",
+	"total_tokens":                 "both together",
+	"report":                       "what the run did",
 
 	// What ran.
 	"model":                "model: `built-in`, a preset, or a directory",
@@ -174,6 +176,7 @@ var fieldDocs = map[string]string{
 	"kv_bytes_per_token": "size of one token's keys and values, in bytes",
 
 	// Plan and policy.
+	"Machine.hardware":               "hardware that rooflines and predictions count with; null where its rates are not known",
 	"hardware":                       "hardware profile that the plan counts with: the fields of a [hardware file](#hardware-file)",
 	"workload":                       "workload that is planned for",
 	"new_tokens":                     "tokens generated for each sequence",
