@@ -87,7 +87,7 @@ func (a *adjustments) addToken(id int32) {
 }
 
 // samplingParams sets d, which is zero, for sampling the sequence's next token.
-func (q *sequence) samplingParams(d *pipeline.Draw) {
+func (q *sequence) samplingParams(d *pipeline.SamplingParams) {
 	p := &q.sub.req.Params
 	d.Temperature, d.Seed, d.Sample = p.Temperature, p.Seed, int32(q.sample)
 	d.TopK, d.TopP, d.MinP = int32(p.TopK), p.TopP, p.MinP

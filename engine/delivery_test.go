@@ -210,7 +210,7 @@ func TestAdjustmentsThatDoNotFitWait(t *testing.T) {
 			steps++
 			n := 0
 			for i := range s.Sequences {
-				n += len(s.Sequences[i].Draw.Adjust)
+				n += len(s.Sequences[i].SamplingParams.Adjust)
 			}
 			if n > 5 {
 				t.Errorf("a step has %d adjustments, %d may be", n, 5)

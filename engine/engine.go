@@ -554,8 +554,8 @@ func (e *Engine) step(ctx context.Context, chunks []scheduler.Chunk) error {
 		if c.Sample {
 			s := &e.sequences[len(e.sequences)-1]
 			s.LogitRows = 1
-			q.samplingParams(&s.Draw)
-			adjusted += len(s.Draw.Adjust)
+			q.samplingParams(&s.SamplingParams)
+			adjusted += len(s.SamplingParams.Adjust)
 		}
 		tokens += c.To - c.From
 		if q.sampled == 0 || c.To-c.From > 1 {
@@ -608,7 +608,7 @@ func logProbs(p pipeline.LogProb, n int) (chosen float32, top []TopLogProb) {
 	for i := range n {
 		top = append(top, TopLogProb{ID: p.TopIDs[i], LogProb: p.Top[i]})
 	}
-	return p.Chosen, top
+	return p.Sampled, top
 }
 
 // addToken appends a sampled token to a sequence. It detokenizes only where stop strings may

@@ -70,9 +70,9 @@ func (d *drawing) Step(ctx context.Context, s *pipeline.Step) (pipeline.Result, 
 		if q.LogitRows == 0 {
 			continue
 		}
-		id := rand.New(rand.NewPCG(q.Draw.Seed<<8+uint64(q.Draw.Sample), uint64(at)<<32+uint64(last))).Int32N(250) + 3
+		id := rand.New(rand.NewPCG(q.SamplingParams.Seed<<8+uint64(q.SamplingParams.Sample), uint64(at)<<32+uint64(last))).Int32N(250) + 3
 		r.Sampled = append(r.Sampled, id)
-		r.LogProbs = append(r.LogProbs, pipeline.LogProb{Chosen: -float32(id), TopIDs: []int32{id, id + 1}, Top: []float32{-1, -float32(at)}})
+		r.LogProbs = append(r.LogProbs, pipeline.LogProb{Sampled: -float32(id), TopIDs: []int32{id, id + 1}, Top: []float32{-1, -float32(at)}})
 	}
 	return r, ctx.Err()
 }

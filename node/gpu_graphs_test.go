@@ -35,14 +35,14 @@ func live(t *testing.T, n *node.Node, seed uint64, steps int) []string {
 	}
 	for at := range steps {
 		if len(running) == 0 || len(running) < 12 && random.IntN(12) == 0 {
-			q := pipeline.Sequence{Table: n.KV().NewTable(), LogitRows: 1, Draw: pipeline.Draw{Seed: random.Uint64(), Sample: int32(at)}}
+			q := pipeline.Sequence{Table: n.KV().NewTable(), LogitRows: 1, SamplingParams: pipeline.SamplingParams{Seed: random.Uint64(), Sample: int32(at)}}
 			for range 1 + random.IntN(20) {
 				q.Tokens = append(q.Tokens, int32(random.IntN(vocab)))
 			}
 			if random.IntN(4) == 0 { // near a border of rounded contexts
 				q.Tokens = slices.Repeat(q.Tokens, 62)[:55+random.IntN(8)]
 			}
-			switch d := &q.Draw; random.IntN(5) {
+			switch d := &q.SamplingParams; random.IntN(5) {
 			case 0:
 				d.Temperature = 1.1
 			case 1:
@@ -76,7 +76,7 @@ func live(t *testing.T, n *node.Node, seed uint64, steps int) []string {
 			q.Start += len(q.Tokens)
 			q.Tokens = []int32{res.Sampled[i]}
 			if at%40 < 10 { // every token counts in what comes next
-				q.Draw.Seed += uint64(res.Sampled[i])
+				q.SamplingParams.Seed += uint64(res.Sampled[i])
 			}
 		}
 		for i := len(running) - 1; i >= 0; i-- {
@@ -130,7 +130,7 @@ func TestGPUGraphs(t *testing.T) {
 // TestGPUNoGarbage: decoding as graphs allocates nothing.
 func TestGPUNoGarbage(t *testing.T) {
 	if *on != "cuda" {
-		t.Skip("TestNoGarbage does this on the CPU")
+		t.Skip("TestNoAllocations does this on the CPU")
 	}
 	for _, fraction := range []float64{0, 0.5} {
 		n := openOnGPU(t, node.Options{Settings: gpuSettings(func(s *configs.Settings) {

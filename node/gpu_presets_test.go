@@ -232,7 +232,7 @@ type presetBatch struct {
 func newPresetBatch(t *testing.T, n *node.Node, batch int) *presetBatch {
 	b := &presetBatch{t: t, n: n}
 	for i := range batch {
-		q := pipeline.Sequence{Table: n.KV().NewTable(), LogitRows: 1, Draw: pipeline.Draw{Seed: uint64(i)}}
+		q := pipeline.Sequence{Table: n.KV().NewTable(), LogitRows: 1, SamplingParams: pipeline.SamplingParams{Seed: uint64(i)}}
 		for j := range presetPrompt {
 			q.Tokens = append(q.Tokens, int32((7919*i+104729*j+j*j)%n.Info().Config.Vocab))
 		}

@@ -95,7 +95,7 @@ func TestOpenRefused(t *testing.T) {
 	}
 	for _, what := range []string{
 		"weights", "activations", "resident experts", "expert cache", "expert tables", "offloaded experts", "expert table images",
-		"expert staging", "kv cache", "row data, pinned", "row data", "sampled ids, pinned", "stream compute",
+		"expert staging", "kv cache", "step metadata, pinned", "step metadata", "sampled ids, pinned", "stream compute",
 		"harvest zeros", "stream harvest scrub gpu1", "stream harvest probe gpu2",
 		"attention, pinned", "stream attention", "stream q, k, v to host", "stream attention from host",
 	} {

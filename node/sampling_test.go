@@ -20,7 +20,7 @@ import (
 type drawing struct {
 	prompt []int32
 	length int // of the answer
-	draw   pipeline.Draw
+	draw   pipeline.SamplingParams
 	bias   map[int32]float32
 
 	tokens   []int32 // prompt and answer
@@ -33,7 +33,7 @@ type drawing struct {
 func drawings(vocab int) []*drawing {
 	banned := float32(math.Inf(-1))
 	var all []*drawing
-	for i, d := range []pipeline.Draw{
+	for i, d := range []pipeline.SamplingParams{
 		{},
 		{Temperature: 0.9, Seed: 1},
 		{Temperature: 1.5, Seed: 2, TopK: 5},
@@ -56,7 +56,7 @@ func drawings(vocab int) []*drawing {
 }
 
 // next is how the token behind the last is drawn.
-func (d *drawing) next() pipeline.Draw {
+func (d *drawing) next() pipeline.SamplingParams {
 	draw := d.draw
 	penalties := draw.RepetitionPenalty != 0 || draw.PresencePenalty != 0 || draw.FrequencyPenalty != 0
 	at := map[int32]int{}
@@ -105,7 +105,7 @@ func run(t *testing.T, n *node.Node, all []*drawing, chunk int) string {
 			to := min(len(d.tokens), d.computed+chunk)
 			s := pipeline.Sequence{Tokens: d.tokens[d.computed:to], Start: d.computed, Table: d.table}
 			if to == len(d.tokens) {
-				s.LogitRows, s.Draw = 1, d.next()
+				s.LogitRows, s.SamplingParams = 1, d.next()
 			}
 			step.Sequences = append(step.Sequences, s)
 			in = append(in, d)
@@ -194,8 +194,8 @@ func checkDraws(t *testing.T, all []*drawing, vocab int) {
 			if len(p.TopIDs) != min(20, vocab) || len(p.Top) != len(p.TopIDs) || !slices.IsSortedFunc(p.Top, func(a, b float32) int { return cmp.Compare(b, a) }) {
 				t.Fatalf("drawing %d, token %d: %+v", i, j, p)
 			}
-			if at := slices.Index(p.TopIDs, answer[j]); at >= 0 && p.Top[at] != p.Chosen {
-				t.Errorf("drawing %d, token %d has log-probability %g, among the likeliest %g", i, j, p.Chosen, p.Top[at])
+			if at := slices.Index(p.TopIDs, answer[j]); at >= 0 && p.Top[at] != p.Sampled {
+				t.Errorf("drawing %d, token %d has log-probability %g, among the likeliest %g", i, j, p.Sampled, p.Top[at])
 			}
 		}
 	}
@@ -206,20 +206,20 @@ func checkDraws(t *testing.T, all []*drawing, vocab int) {
 func TestManyLogitRows(t *testing.T) {
 	n := open(t, machines()[0], func(s *configs.Settings) { s.Model.Name, s.Batch.MicroBatchSize = fixtures.Dir(t, "mixtral"), 3 })
 	prompt := []int32{5, 9, 14, 3, 200, 77, 1, 30}
-	draws := func(tokens []int32, rows int, d pipeline.Draw) pipeline.Result {
+	draws := func(tokens []int32, rows int, d pipeline.SamplingParams) pipeline.Result {
 		t.Helper()
 		table := n.KV().NewTable()
 		defer table.Release(false)
 		if !table.Reserve(len(tokens)) {
 			t.Fatal("too few KV blocks")
 		}
-		res, err := n.Pipeline().Step(t.Context(), &pipeline.Step{Logits: true, Sequences: []pipeline.Sequence{{Tokens: tokens, Table: table, LogitRows: rows, Draw: d}}})
+		res, err := n.Pipeline().Step(t.Context(), &pipeline.Step{Logits: true, Sequences: []pipeline.Sequence{{Tokens: tokens, Table: table, LogitRows: rows, SamplingParams: d}}})
 		if err != nil {
 			t.Fatal(err)
 		}
 		return res
 	}
-	d := pipeline.Draw{Temperature: 1, Seed: 8, TopP: 0.9, LogProbs: true, Position: 99}
+	d := pipeline.SamplingParams{Temperature: 1, Seed: 8, TopP: 0.9, LogProbs: true, Position: 99}
 	var want []int32
 	for i := range prompt {
 		want = append(want, draws(prompt[:i+1], 1, d).Sampled...)
@@ -236,8 +236,8 @@ func TestManyLogitRows(t *testing.T) {
 		for _, v := range res.Logits[i] {
 			sum += math.Exp(float64(v))
 		}
-		if x := float64(res.Logits[i][want[i]]) - math.Log(sum); math.Abs(x-float64(p.Chosen)) > 1e-4 {
-			t.Errorf("row %d has log-probability %g, its logits %g", i, p.Chosen, x)
+		if x := float64(res.Logits[i][want[i]]) - math.Log(sum); math.Abs(x-float64(p.Sampled)) > 1e-4 {
+			t.Errorf("row %d has log-probability %g, its logits %g", i, p.Sampled, x)
 		}
 	}
 	if len(res.LogProbs) != len(prompt) {
@@ -258,11 +258,11 @@ func TestTooManyAdjusted(t *testing.T) {
 		if !table.Reserve(1) {
 			t.Fatal("too few KV blocks")
 		}
-		d := pipeline.Draw{}
+		d := pipeline.SamplingParams{}
 		for i := range adjusted {
 			d.Adjust = append(d.Adjust, pipeline.TokenAdjust{ID: int32(i % n.Info().Config.Vocab)})
 		}
-		_, err := n.Pipeline().Step(t.Context(), &pipeline.Step{Sequences: []pipeline.Sequence{{Tokens: []int32{1}, Table: table, LogitRows: 1, Draw: d}}})
+		_, err := n.Pipeline().Step(t.Context(), &pipeline.Step{Sequences: []pipeline.Sequence{{Tokens: []int32{1}, Table: table, LogitRows: 1, SamplingParams: d}}})
 		return err
 	}
 	if err := step(n.Info().Limits.MaxAdjust + 1); err == nil || !strings.Contains(err.Error(), "adjusted tokens") {

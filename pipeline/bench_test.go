@@ -10,9 +10,9 @@ import (
 	"github.com/moeserve/moeserve/models"
 )
 
-// BenchmarkCut is what the host does for a decode step of a large batch before the device
-// has something to do: the step is cut and its row data packed.
-func BenchmarkCut(b *testing.B) {
+// BenchmarkSplit measures the host's work for a large decode step before the device can
+// start: splitting the step and packing its metadata.
+func BenchmarkSplit(b *testing.B) {
 	const context, block = 100, 16
 	text, _ := configs.Preset("phi-3.5-moe")
 	c, err := models.ParseConfig(text, "config.json")
@@ -31,14 +31,14 @@ func BenchmarkCut(b *testing.B) {
 					t := kv.NewTable()
 					reserve(b, t, context)
 					step.Sequences[i] = Sequence{
-						Tokens: []int32{int32(i)}, Start: context - 1, Table: t, LogitRows: 1, Draw: Draw{Sample: int32(i)},
+						Tokens: []int32{int32(i)}, Start: context - 1, Table: t, LogitRows: 1, SamplingParams: SamplingParams{Sample: int32(i)},
 					}
 				}
 				b.ReportAllocs()
 				for b.Loop() {
-					check(b, batches.cut(step, n, &Shape{MicroBatches: micro}))
+					check(b, batches.split(step, n, &Shape{MicroBatches: micro}))
 					used := int64(0)
-					for i := range batches.step() {
+					for i := range batches.used() {
 						_, bytes, err := batches.all[i].host.Pack(dst[used:], 256)
 						check(b, err)
 						used += bytes

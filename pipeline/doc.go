@@ -1,57 +1,61 @@
-// Package pipeline runs steps: it turns a set of rows (decode tokens and prompt
-// chunks of some sequences) into one token per sequence, and keeps the copies of
-// missing experts under the compute.
+// Package pipeline runs steps. A step computes tokens of several sequences (one decode
+// token, or a chunk of a prompt, of each), samples the tokens that follow them, and
+// overlaps the fetches of missing experts (offloaded, and not in the expert cache) with
+// compute.
 //
-// The order of everything in a step is a plan: a list of actions made by a pure
-// function, which the pipeline then carries out by enqueueing on one compute stream.
-// Copies are submitted to the experts' store, which gives them to package transfer;
-// the compute stream meets them only through fences.
+// The order of everything in a step is a plan: a list of actions made by a pure function.
+// The pipeline runs a plan by enqueueing its actions on one compute stream. Copies of
+// experts are submitted to the experts' store, which passes them to package transfer; the
+// compute stream waits for them through fences only.
 //
-// Steps of many rows need almost all experts. Their plan is Layerwise: all that a
-// layer misses is fetched while the layer before computes, and nothing on the host
-// waits until the step's tokens come back. Steps of few rows (see SmallBatch) need few:
-// their plan is OnDemand, where the host waits in each layer for what the router
-// chose and fetches that, while the device has other work, and where a guess of what
-// the next layer will choose has most of that on its way before.
+// A step of many tokens needs almost all experts. Its plan is Layerwise: all missing
+// experts of a layer are fetched while the layer before computes, and the host waits for
+// nothing before the end of the step. A step of few tokens (see SmallBatch) needs few
+// experts. Its plan is OnDemand: in each layer the host waits for the router and fetches
+// the experts that it selected, while the device has other work. Experts predicted for the
+// next layer are prefetched, so that the copies of most have started before that layer's
+// router has run.
 //
-// Where the host attends, beside keys and values in its memory, the plan is OverlappedCPUAttention:
-// the micro-batches are in two merge groups, each with an Executor, and the device runs
-// experts for one while the host attends for the other. CGOPipe
-// is CGOPipe's order, to compare with. docs/design/pipeline.md has diagrams.
+// Where the host computes attention, with the KV cache in its memory, the plan is
+// OverlappedCPUAttention: the micro-batches form two merge groups, each with an Executor,
+// and the device runs the experts of one while the host computes attention for the other.
+// CGOPipe is the order of MoE-Lightning, for comparison. docs/design/pipeline.md has diagrams.
 //
-// Where nothing is missing, a decode step that comes again and again is one graph, with
-// the same results: see docs/design/pipeline.md.
+// Where all experts are resident, repeated decode steps are captured and launched as CUDA
+// graphs, with the same results: see docs/design/pipeline.md.
 //
-// A step may wait for points before it reads keys and values, and raise others once it has
-// ended well: so blocks come from elsewhere, and go there.
+// A step may wait for points before it reads the KV cache, and signal others once it has
+// succeeded, so that KV blocks can be loaded and stored by other streams.
 //
-// Where a trace is written, a tracer annotates the streams with step, layer, stage and
-// experts, and with the copies that a wave waits for.
-//
-// A meter counts for how long the compute stream stands still, by Cause.
+// A tracer annotates the streams of a traced machine with step, layer, stage and experts,
+// and with the copies that kernels wait for. A meter measures for how long the compute
+// stream stalls, by Cause.
 //
 // # What it is not
 //
-// It does not decide which sequences run (package engine), where an expert lives
-// (package experts), or which block a token's keys lie in (package kvcache).
+// The package does not decide which sequences run (package engine), where an expert lives
+// (package experts), or which KV block a token is stored in (package kvcache).
 //
 // # Invariants
 //
-//   - A step ends before the next begins, and either all of it counts or nothing:
-//     when a copy fails, the step's tokens are dropped, and running the same step
-//     again is safe, since appending keys and values and sampling are idempotent.
-//     Only the activation counts keep what a dropped step has counted. A lost device
-//     fails the step in the same way, unless it is the compute device.
-//   - All plans give the same bits, as far as the backend's operations do not depend on
-//     which rows run together; attention does as far as both backends' is the same.
-//   - Whatever a stream awaits was enqueued before, or is a copy that ends by itself.
-//   - A step's results are not believed before all that it was given something by was asked
-//     for errors: the compute stream may not know of them.
-//   - For the same sequence of steps the tokens do not depend on where experts
-//     lie, on when they arrive, or on what failed in between.
+//   - A step ends before the next begins, and takes effect as a whole or not at all. When
+//     a copy fails, the step's tokens are discarded. Running the same step again is safe,
+//     since KV append and sampling are idempotent; only the counts of routed tokens keep
+//     what a discarded step added. A lost device fails the step in the same way, unless
+//     the device is the compute GPU.
+//   - All plans give the same bits where the backend is batch-invariant; with attention on
+//     another backend, where its attention gives the same bits as well.
+//   - Whatever a stream waits for was enqueued before, or is a copy that completes by
+//     itself.
+//   - A step's results are used only after all of its sources were checked for errors: the
+//     compute stream may not see them.
+//   - For the same sequence of steps the tokens do not depend on where experts are, on when
+//     they arrive, or on failures in between.
 //
 // # Example
 //
 //	p, err := pipeline.New(pipeline.Options{Machine: m, Executors: []pipeline.Executor{{Space: device.HBM(0), Model: model}}, Experts: store, KV: pool})
-//	out, err := p.Step(ctx, &pipeline.Step{Sequences: []pipeline.Sequence{{Tokens: ids, Table: table, LogitRows: 1, Draw: pipeline.Draw{Temperature: 0.7}}}})
+//	out, err := p.Step(ctx, &pipeline.Step{Sequences: []pipeline.Sequence{{
+//		Tokens: ids, Table: table, LogitRows: 1, SamplingParams: pipeline.SamplingParams{Temperature: 0.7},
+//	}}})
 package pipeline

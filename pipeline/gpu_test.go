@@ -26,7 +26,7 @@ import (
 	"github.com/moeserve/moeserve/tools/fixtures"
 )
 
-// -on cpu lets the tests named GPU run on the CPU instead, as a test of themselves.
+// -on cpu runs the tests named GPU on the CPU, to test the tests.
 var on = flag.String("on", "cuda", "device of the tests named GPU: cuda or cpu")
 
 var tryGPU = sync.OnceValue(func() error {
@@ -37,8 +37,8 @@ var tryGPU = sync.OnceValue(func() error {
 	return m.Close()
 })
 
-// breaking is a machine whose copies of experts fail while fail is above 0, which
-// each failure lowers. The backend's streams are the machine's own.
+// breaking is a machine whose expert copies fail while fail is above 0; each failure lowers
+// it. The backend's streams are the machine's own.
 type breaking struct {
 	device.Machine
 	mu   sync.Mutex
@@ -53,7 +53,7 @@ func (m *breaking) NewStream(space device.Space, o device.StreamOptions) (device
 	return &breakingStream{s, m}, nil
 }
 
-// fails takes one failure, where there is one left.
+// fails reports whether a copy must fail, and counts it.
 func (m *breaking) fails() bool {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -61,7 +61,7 @@ func (m *breaking) fails() bool {
 	return m.fail >= 0
 }
 
-// left sets how many copies are to fail, and returns how many were before.
+// left sets the number of copies that must fail, and returns the number before.
 func (m *breaking) left(n int) int {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -77,12 +77,12 @@ type breakingStream struct {
 
 func (s *breakingStream) Copy(dst, src device.Range) error {
 	if s.m.fails() {
-		return &device.Error{Op: "copy", Space: s.Space(), Detail: "to fail", Err: device.ErrCopyFailed}
+		return &device.Error{Op: "copy", Space: s.Space(), Detail: "injected fault", Err: device.ErrCopyFailed}
 	}
 	return s.Stream.Copy(dst, src)
 }
 
-// gpuRig is a node on a fixture, of which its pipeline and its cache are used.
+// gpuRig is a node on a fixture; tests use its pipeline and KV cache.
 type gpuRig struct {
 	*testing.T
 	m *breaking
@@ -132,12 +132,12 @@ func newGPURig(t *testing.T, invariant bool, fraction float64, microBatch int, c
 	return r
 }
 
-// steps runs five sequences: prompts whole and in chunks, beside others that decode,
-// and then decoding alone, some greedy and some drawn. It returns what each sequence
-// was given. again says how often a step that failed is run again.
-func (r *gpuRig) steps(again int) [][]int32 {
+// steps runs five sequences: prompts, whole and in chunks, beside others that decode, and
+// then decode steps alone, some greedy and some sampled. It returns each sequence's tokens. A
+// step that failed is retried up to retries times.
+func (r *gpuRig) steps(retries int) [][]int32 {
 	r.Helper()
-	ids := make([][]int32, 5) // prompts, then what was drawn
+	ids := make([][]int32, 5) // prompts, then sampled tokens
 	tables := make([]*kvcache.Table, len(ids))
 	done, prompt := make([]int, len(ids)), []int{40, 1, 23, 64, 5}
 	for i, n := range prompt {
@@ -147,7 +147,7 @@ func (r *gpuRig) steps(again int) [][]int32 {
 		tables[i] = r.n.KV().NewTable()
 		defer tables[i].Release(false)
 	}
-	chunks := [][]int{ // rows of each sequence in a step; -1: what is there of it
+	chunks := [][]int{ // tokens of each sequence in a step; -1: all the rest
 		{16, -1, 0, 0, 0},
 		{16, -1, 10, 0, 3},
 		{-1, -1, -1, 50, -1},
@@ -156,24 +156,24 @@ func (r *gpuRig) steps(again int) [][]int32 {
 	for range 5 {
 		chunks = append(chunks, []int{-1, -1, -1, -1, -1})
 	}
-	for n, rows := range chunks {
+	for n, counts := range chunks {
 		step := &pipeline.Step{}
-		var drawn []int
-		for i, k := range rows {
+		var sampled []int
+		for i, k := range counts {
 			if k < 0 {
 				k = len(ids[i]) - done[i]
 			}
 			if k == 0 {
 				continue
 			}
-			q := pipeline.Sequence{Tokens: ids[i][done[i] : done[i]+k], Start: done[i], Table: tables[i], Draw: pipeline.Draw{Seed: uint64(i)}}
+			q := pipeline.Sequence{Tokens: ids[i][done[i] : done[i]+k], Start: done[i], Table: tables[i], SamplingParams: pipeline.SamplingParams{Seed: uint64(i)}}
 			if i%2 == 1 {
-				q.Draw.Temperature, q.Draw.TopK = 1.2, 30
+				q.SamplingParams.Temperature, q.SamplingParams.TopK = 1.2, 30
 			}
 			done[i] += k
 			if done[i] == len(ids[i]) {
 				q.LogitRows = 1
-				drawn = append(drawn, i)
+				sampled = append(sampled, i)
 			}
 			if !tables[i].Reserve(done[i]) {
 				r.Fatal("too few KV blocks")
@@ -181,7 +181,7 @@ func (r *gpuRig) steps(again int) [][]int32 {
 			step.Sequences = append(step.Sequences, q)
 		}
 		res, err := r.n.Pipeline().Step(r.Context(), step)
-		for try := 0; err != nil && try < again; try++ {
+		for try := 0; err != nil && try < retries; try++ {
 			if !errors.Is(err, pipeline.ErrStepFailed) || !errors.Is(err, device.ErrCopyFailed) {
 				r.Fatalf("step %d: %v", n, err)
 			}
@@ -190,7 +190,7 @@ func (r *gpuRig) steps(again int) [][]int32 {
 		if err != nil {
 			r.Fatalf("step %d: %v", n, err)
 		}
-		for at, i := range drawn {
+		for at, i := range sampled {
 			ids[i] = append(ids[i], res.Sampled[at])
 		}
 	}
@@ -209,10 +209,10 @@ func (r *gpuRig) same(what string, got, want [][]int32) {
 	}
 }
 
-// TestGPUSameSteps: at every size of micro-batches, the tokens of the same steps do
-// not depend on where experts are, nor on the run; with batch-invariant products not
-// on the size either.
-func TestGPUSameSteps(t *testing.T) {
+// TestGPUSameResults: with micro-batches of every size, the tokens of the same steps depend
+// neither on where experts are nor on the run; with batch-invariant kernels not on the size
+// either.
+func TestGPUSameResults(t *testing.T) {
 	for _, invariant := range []bool{false, true} {
 		t.Run(fmt.Sprintf("batch-invariant=%v", invariant), func(t *testing.T) {
 			var all [][]int32
@@ -238,22 +238,22 @@ func TestGPUSameSteps(t *testing.T) {
 	}
 }
 
-// TestGPUOrders: whoever attends, and over whichever rows experts run, the tokens of the
-// same steps do not depend on where experts are, nor on the run; with batch-invariant
-// products not on the rows that experts run over either. Steps that fail can be run again.
-func TestGPUOrders(t *testing.T) {
+// TestGPUPlans: with attention on the GPU or the CPU, and with experts run per layer or per
+// micro-batch, the tokens of the same steps depend neither on where experts are nor on the
+// run; with batch-invariant kernels not on the grouping either. Failed steps can be retried.
+func TestGPUPlans(t *testing.T) {
 	for _, attention := range []configs.Place{configs.OnGPU, configs.OnCPU} {
 		var want [][]int32
 		for _, grouping := range []configs.Grouping{configs.PerLayer, configs.PerMicroBatch} {
 			for _, fraction := range []float64{0, 0.5, 1} {
 				r := newGPURig(t, true, fraction, 16, func(s *configs.Settings) { s.Batch.Attention, s.Batch.Grouping = attention, grouping })
 				for run := range 3 {
-					again := 0
+					retries := 0
 					if run == 2 && fraction > 0 {
-						again = 3
-						r.m.left(again)
+						retries = 3
+						r.m.left(retries)
 					}
-					got := r.steps(again)
+					got := r.steps(retries)
 					if want == nil {
 						want = got
 					}
@@ -265,8 +265,8 @@ func TestGPUOrders(t *testing.T) {
 	}
 }
 
-// TestGPUFailedSteps: steps in which copies fail can be run again, and one that is
-// given up leaves the pipeline fit for the next; neither changes a token.
+// TestGPUFailedSteps: steps whose copies fail can be retried, and the pipeline can run
+// further steps after one that was not retried; neither changes a token.
 func TestGPUFailedSteps(t *testing.T) {
 	want := newGPURig(t, false, 0, 16).steps(0)
 	for _, n := range []int{1, 2, 3, 7} {
@@ -274,7 +274,7 @@ func TestGPUFailedSteps(t *testing.T) {
 		r.m.left(n)
 		r.same(fmt.Sprintf("%d copies fail", n), r.steps(n), want)
 		if left := r.m.left(0); left > 0 {
-			t.Errorf("%d of %d copies that were to fail were never made", left, n)
+			t.Errorf("%d of %d faults were not injected", left, n)
 		}
 	}
 	r := newGPURig(t, false, 1, 16)
@@ -295,7 +295,7 @@ func TestGPUFailedSteps(t *testing.T) {
 	ctx, cancel := context.WithCancel(t.Context())
 	cancel()
 	if _, err := r.n.Pipeline().Step(ctx, step); !errors.Is(err, context.Canceled) {
-		t.Errorf("a step that is canceled: %v", err)
+		t.Errorf("a canceled step: %v", err)
 	}
-	r.same("after a step that was canceled", r.steps(0), want)
+	r.same("after a canceled step", r.steps(0), want)
 }

@@ -12,73 +12,73 @@ import (
 	"github.com/moeserve/moeserve/forward"
 )
 
-// graphs keeps decode steps as graphs, so that the host enqueues such a step at the cost
-// of one operation, and the device runs it without gaps.
+// graphs captures decode steps as CUDA graphs, so that the host enqueues such a step at the
+// cost of one operation, and the device runs it without gaps.
 //
-// A graph has everything baked in that its operations were given, so it serves the steps
-// whose micro-batches are the same on the device: as many rows, of sequences whose
-// contexts are rounded up to the same (see roundContext), that draw in the same way.
-// What differs between them, tokens, positions, block tables, seeds, is in their row
-// data, which is uploaded before. Where experts lie is in the store's tables; as long as
-// nothing is missing there is nothing else to fetch or to await.
+// A graph contains the arguments of its operations. It serves every step whose micro-batches
+// look the same to the device: the same number of tokens, sequences whose maximum context
+// rounds up to the same (see roundContext), and the same kinds of sampling. Tokens,
+// positions, block tables and seeds may differ: they are step metadata, which is uploaded
+// before. Addresses of experts are in the store's tables; while all experts are resident
+// there is nothing to fetch or to wait for.
 //
-// A step is captured when it comes for the second time in a row. It has been enqueued
-// operation by operation by then, so the device computes while the host does that, and
-// where it fails nothing is lost. The next one like it is launched as the graph.
+// A step is captured when it occurs the second time in a row. By then it has been enqueued
+// operation by operation, so the device computes during the capture, and a failed capture
+// loses nothing. The next such step is launched as the graph.
 type graphs struct {
 	// stream is nil where no step can be a graph.
-	stream device.Capturer
-	most   int
-	log    *slog.Logger
-	clock  device.Clock
+	stream    device.Capturer
+	maxGraphs int
+	log       *slog.Logger
+	clock     device.Clock
 
-	// disabled says that no more steps are captured; those held still serve.
+	// disabled stops captures after one failed; graphs that exist are still launched.
 	disabled bool
 
-	// held are in the order in which they were launched last.
-	held []stepGraph
-	// now are this step's micro-batches, before those of the step before; empty where
-	// that could be no graph.
-	now, before []forward.Batch
+	// kept are the graphs, least recently launched first, at most maxGraphs.
+	kept []stepGraph
+	// current are this step's micro-batches, previous those of the step before; empty where
+	// that step could not be a graph.
+	current, previous []forward.Batch
 
-	captured, launched, failed, count, took atomic.Int64
+	captured, launched, failed, numKept, captureTime atomic.Int64
 }
 
-// stepGraph is what serves steps of these micro-batches.
+// stepGraph is the graph of a step with these micro-batches.
 type stepGraph struct {
 	batches []forward.Batch
 	graph   device.Graph
 }
 
-// GraphStats counts what became of decode steps.
+// GraphStats counts graph captures and launches.
 type GraphStats struct {
-	// Captured steps became graphs, of which Held are kept; Launched steps
-	// ran as one.
-	Captured, Launched, Held int64
-	// CaptureTime is for how long the host was at capturing them, on the machine's clock.
+	// Captured counts captures, Launched launches; Kept is the number of graphs at present.
+	Captured, Launched, Kept int64
+	// CaptureTime is the host's total time in captures, on the machine's clock.
 	CaptureTime time.Duration
-	// Failed is 1 once a step could not be captured; none is tried after that.
+	// Failed is 1 once a capture has failed; no further capture is tried.
 	Failed int64
 }
 
-// Graphs counts since New. It may be called from any goroutine.
+// Graphs returns the counts since New. It may be called from any goroutine.
 func (p *Pipeline) Graphs() GraphStats {
 	g := &p.graphs
 	return GraphStats{
-		Captured: g.captured.Load(), Launched: g.launched.Load(), Held: g.count.Load(), Failed: g.failed.Load(),
-		CaptureTime: time.Duration(g.took.Load()),
+		Captured: g.captured.Load(), Launched: g.launched.Load(), Kept: g.numKept.Load(), Failed: g.failed.Load(),
+		CaptureTime: time.Duration(g.captureTime.Load()),
 	}
 }
 
-// open has steps on the stream be graphs, of which most are kept, where it can.
-func (g *graphs) open(stream device.Stream, most int) {
-	g.most = most
+// enable turns graphs on, if the stream can capture, and keeps at most maxGraphs of them.
+func (g *graphs) enable(stream device.Stream, maxGraphs int) {
+	g.maxGraphs = maxGraphs
 	g.stream, _ = stream.(device.Capturer)
 }
 
-// roundContext rounds the longest context of a micro-batch up, so that steps stay alike
-// for a while as their sequences grow. Rounding takes no time on the device: attention
-// shares long sequences out by 256 positions, and ends at each sequence's own length.
+// roundContext rounds the maximum context of a micro-batch up, in tokens, so that steps stay
+// the same to the device for a while as their sequences grow. Rounding costs no device time:
+// attention splits long sequences every 256 positions, and ends at each sequence's own
+// length.
 func roundContext(tokens int) int {
 	step := 256
 	if tokens <= step {
@@ -87,52 +87,52 @@ func roundContext(tokens int) int {
 	return (tokens + step - 1) / step * step
 }
 
-// find returns the graph of a step whose micro-batches were uploaded, or nil; again says
-// that the step before was the same, so that it is worth while to capture this one.
-func (g *graphs) find(b *batcher) (_ device.Graph, again bool) {
-	g.now, g.before = g.before[:0], g.now
+// find returns the graph of a step whose micro-batches were uploaded, or nil. capture is true
+// if the previous step was the same, so that this one is worth capturing.
+func (g *graphs) find(b *batcher) (_ device.Graph, capture bool) {
+	g.current, g.previous = g.previous[:0], g.current
 	if g.stream == nil || !b.decode {
 		return nil, false
 	}
-	for i := range b.step() {
-		g.now = append(g.now, b.all[i].batch)
+	for i := range b.used() {
+		g.current = append(g.current, b.all[i].batch)
 	}
-	for i := range g.held {
-		if h := g.held[i]; slices.Equal(h.batches, g.now) {
-			copy(g.held[i:], g.held[i+1:])
-			g.held[len(g.held)-1] = h
+	for i := range g.kept {
+		if h := g.kept[i]; slices.Equal(h.batches, g.current) {
+			copy(g.kept[i:], g.kept[i+1:])
+			g.kept[len(g.kept)-1] = h
 			return h.graph, false
 		}
 	}
-	return nil, !g.disabled && slices.Equal(g.now, g.before)
+	return nil, !g.disabled && slices.Equal(g.current, g.previous)
 }
 
-// launch enqueues all of a graph.
+// launch enqueues a graph.
 func (g *graphs) launch(graph device.Graph) error {
 	if err := g.stream.LaunchGraph(graph); err != nil {
-		return fmt.Errorf("pipeline: launch a step of %d operations: %w", graph.Nodes(), err)
+		return fmt.Errorf("pipeline: launch a graph of %d operations: %w", graph.Nodes(), err)
 	}
 	g.launched.Add(1)
 	return nil
 }
 
-// capture makes a graph of the step that find was asked for: enqueue enqueues it, behind
-// its uploads, as has been done before. Where that fails no more steps are captured, which
-// only costs speed.
+// capture captures the step that find was called for. The callback enqueues the step behind
+// its uploads, as has been done before. A failure disables further captures, which only costs
+// speed.
 func (g *graphs) capture(enqueue func() error) {
-	began := g.clock.Now()
+	start := g.clock.Now()
 	graph, err := g.stream.Capture(enqueue)
 	if err == nil {
-		g.held = append(g.held, stepGraph{slices.Clone(g.now), graph})
+		g.kept = append(g.kept, stepGraph{slices.Clone(g.current), graph})
 		g.captured.Add(1)
-		if len(g.held) > g.most {
-			// Nothing of it is under way: this step was not launched as a graph.
-			err = g.held[0].graph.Close()
-			g.held = slices.Delete(g.held, 0, 1)
+		if len(g.kept) > g.maxGraphs {
+			// No launch of it is pending: this step was not launched as a graph.
+			err = g.kept[0].graph.Close()
+			g.kept = slices.Delete(g.kept, 0, 1)
 		}
-		g.count.Store(int64(len(g.held)))
+		g.numKept.Store(int64(len(g.kept)))
 	}
-	g.took.Add(int64(g.clock.Now() - began))
+	g.captureTime.Add(int64(g.clock.Now() - start))
 	if err != nil {
 		g.disabled = true
 		g.failed.Add(1)
@@ -140,10 +140,10 @@ func (g *graphs) capture(enqueue func() error) {
 	}
 }
 
-// close gives all graphs up.
+// close releases all graphs.
 func (g *graphs) close() error {
 	var errs []error
-	for _, h := range g.held {
+	for _, h := range g.kept {
 		errs = append(errs, h.graph.Close())
 	}
 	return errors.Join(errs...)

@@ -18,14 +18,14 @@ import (
 	"github.com/moeserve/moeserve/kernels"
 )
 
-// capturing is an emulated machine whose compute stream is a device.Capturer: a graph is
-// a list of operations with the arguments that they had, so that what a launch of it
-// computes shows whether these were those of the step.
+// capturing is an emulated machine whose compute stream is a device.Capturer. A graph is a
+// list of operations with their arguments, so that a launch computes the right results only
+// if these arguments are the step's.
 type capturing struct {
 	*emulated.Machine
-	// fail is what the next capture fails with.
+	// fail is the error of the next capture.
 	fail error
-	// alive counts graphs that nobody has closed.
+	// alive counts graphs that have not been closed.
 	alive int
 }
 
@@ -37,15 +37,15 @@ func (m *capturing) NewStream(space device.Space, o device.StreamOptions) (devic
 	return &capturingStream{Stream: s, m: m}, nil
 }
 
-// capturingStream refuses in a capture what a graph cannot hold.
+// capturingStream rejects operations in a capture that a graph cannot contain.
 type capturingStream struct {
 	device.Stream
 	m *capturing
-	// taking is set within a capture.
-	taking *captured
+	// capturing is set within a capture.
+	capturing *captured
 }
 
-// captured is a graph.
+// captured is an emulated graph.
 type captured struct {
 	m      *capturing
 	ops    []func() error
@@ -55,10 +55,10 @@ type captured struct {
 var errInCapture = errors.New("not in a capture")
 
 func (s *capturingStream) Capture(f func() error) (device.Graph, error) {
-	s.taking = &captured{m: s.m}
+	s.capturing = &captured{m: s.m}
 	err := f()
-	g := s.taking
-	s.taking = nil
+	g := s.capturing
+	s.capturing = nil
 	if err = errors.Join(err, s.m.fail); err != nil {
 		s.m.fail = nil
 		return nil, err
@@ -92,29 +92,29 @@ func (g *captured) Close() error {
 }
 
 func (s *capturingStream) Copy(dst, src device.Range) error {
-	if s.taking != nil {
-		s.taking.ops = append(s.taking.ops, func() error { return s.Stream.Copy(dst, src) })
+	if s.capturing != nil {
+		s.capturing.ops = append(s.capturing.ops, func() error { return s.Stream.Copy(dst, src) })
 		return nil
 	}
 	return s.Stream.Copy(dst, src)
 }
 
 func (s *capturingStream) Record(ev device.Event) error {
-	if s.taking != nil {
+	if s.capturing != nil {
 		return errInCapture
 	}
 	return s.Stream.Record(ev)
 }
 
 func (s *capturingStream) Raise(f device.Fence, value uint32) error {
-	if s.taking != nil {
+	if s.capturing != nil {
 		return errInCapture
 	}
 	return s.Stream.Raise(f, value)
 }
 
 func (s *capturingStream) Await(f device.Fence, value uint32) error {
-	if s.taking != nil {
+	if s.capturing != nil {
 		return errInCapture
 	}
 	return s.Stream.Await(f, value)
@@ -128,39 +128,39 @@ func (b capturingBackend) Enqueue(s device.Stream, op kernels.Op) error {
 	switch {
 	case !ok:
 		return b.Backend.Enqueue(s, op)
-	case c.taking == nil:
+	case c.capturing == nil:
 		return b.Backend.Enqueue(c.Stream, op)
 	}
 	kept := reflect.New(reflect.TypeOf(op).Elem())
 	kept.Elem().Set(reflect.ValueOf(op).Elem())
-	c.taking.ops = append(c.taking.ops, func() error { return b.Backend.Enqueue(c.Stream, kept.Interface().(kernels.Op)) })
+	c.capturing.ops = append(c.capturing.ops, func() error { return b.Backend.Enqueue(c.Stream, kept.Interface().(kernels.Op)) })
 	return nil
 }
 
-// live plays steps of sequences that come, go and come again, mostly several steps of the
-// same in a row: prompts, decoding past the borders of blocks and of rounded contexts,
-// greedy and drawn in all ways. Equal seeds give equal lives. It returns everything that
-// the steps gave, as text.
-func (r *rig) live(seed uint64, steps int, again func(error) bool) string {
+// generate runs steps of sequences that start and end at random, mostly several steps of the
+// same sequences in a row: prompts, decoding across the ends of blocks and of rounded
+// contexts, with all kinds of sampling. Equal seeds give equal sequences. It returns the
+// output of all steps as text. retry reports whether to retry a failed step.
+func (r *rig) generate(seed uint64, steps int, retry func(error) bool) string {
 	r.Helper()
 	random := rand.New(rand.NewPCG(seed, 9))
 	vocab := r.p.o.config().Vocab
 	var all strings.Builder
 	var running []Sequence
-	leave := func(i int) {
+	end := func(i int) {
 		running[i].Table.Release(false)
 		running = slices.Delete(running, i, i+1)
 	}
 	for n := range steps {
 		if len(running) == 0 || len(running) < 6 && random.IntN(12) == 0 {
-			q := Sequence{Table: r.kv.NewTable(), LogitRows: 1, Draw: Draw{Seed: random.Uint64(), Sample: int32(n)}}
+			q := Sequence{Table: r.kv.NewTable(), LogitRows: 1, SamplingParams: SamplingParams{Seed: random.Uint64(), Sample: int32(n)}}
 			for range 1 + random.IntN(20) {
 				q.Tokens = append(q.Tokens, int32(random.IntN(vocab)))
 			}
 			if random.IntN(4) == 0 { // near a border of rounded contexts
 				q.Tokens = slices.Repeat(q.Tokens, 62)[:55+random.IntN(8)]
 			}
-			switch d := &q.Draw; random.IntN(6) {
+			switch d := &q.SamplingParams; random.IntN(6) {
 			case 0:
 				d.Temperature = 1.1
 			case 1:
@@ -174,21 +174,21 @@ func (r *rig) live(seed uint64, steps int, again func(error) bool) string {
 			}
 			running = append(running, q)
 		}
-		// Sometimes not all of them run.
+		// Sometimes only some of the sequences run.
 		step := &Step{Logits: random.IntN(2) == 0}
-		rows, from := 0, 0
+		tokens, from := 0, 0
 		if random.IntN(15) == 0 {
 			from = random.IntN(len(running))
 		}
 		for i := from; i < len(running); i++ {
-			if rows += len(running[i].Tokens); rows > 64 {
+			if tokens += len(running[i].Tokens); tokens > 64 {
 				break
 			}
 			step.Sequences = append(step.Sequences, running[i])
 			reserve(r, running[i].Table, running[i].Start+len(running[i].Tokens))
 		}
 		res, err := r.p.Step(r.Context(), step)
-		for err != nil && again != nil && again(err) {
+		for err != nil && retry != nil && retry(err) {
 			res, err = r.p.Step(r.Context(), step)
 		}
 		check(r, err)
@@ -200,39 +200,39 @@ func (r *rig) live(seed uint64, steps int, again func(error) bool) string {
 		}
 		for i := len(running) - 1; i >= 0; i-- {
 			if running[i].Start > 150 || random.IntN(80) == 0 {
-				leave(i)
+				end(i)
 			}
 		}
 	}
 	for len(running) > 0 {
-		leave(0)
+		end(0)
 	}
 	return all.String()
 }
 
-// TestGraphsChangeNothing: steps that run as graphs give what they give otherwise,
-// whoever comes and goes, and however few graphs are kept.
-func TestGraphsChangeNothing(t *testing.T) {
+// TestGraphsSameResults: steps that run as graphs give the same results as others, whichever
+// sequences start and end, and however few graphs are kept.
+func TestGraphsSameResults(t *testing.T) {
 	for i, name := range sameOn {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			const steps = 120
 			seed := uint64(i)
 			plain := newRig(t, name, 0, emulated.Options{Virtual: true}, Options{})
-			want := plain.live(seed, steps, nil)
+			want := plain.generate(seed, steps, nil)
 			counted := plain.store.RoutedTokens()
 			for _, o := range []Options{
 				{Graphs: 5}, {Graphs: 1}, {Graphs: 3, MicroBatchTokens: 2}, {Graphs: 3, Grouping: configs.PerMicroBatch, MicroBatches: 2},
 			} {
 				r := newRig(t, name, 0, emulated.Options{Virtual: true, Check: true}, o)
-				for range 2 { // the second time with graphs at hand
-					if got := r.live(seed, steps, nil); got != want {
+				for range 2 { // the second time with graphs of the first
+					if got := r.generate(seed, steps, nil); got != want {
 						t.Fatalf("%d graphs, micro-batches of %d: %s", o.Graphs, o.MicroBatchTokens, firstDifference(got, want))
 					}
 				}
 				s := r.p.Graphs()
 				t.Logf("%+v of %d steps", s, 2*steps)
-				if s.Launched < steps/2 || s.Captured <= int64(o.Graphs) || s.Held > int64(o.Graphs) || s.Failed != 0 || r.capturing.alive != int(s.Held) {
+				if s.Launched < steps/2 || s.Captured <= int64(o.Graphs) || s.Kept > int64(o.Graphs) || s.Failed != 0 || r.capturing.alive != int(s.Kept) {
 					t.Errorf("%d graphs, micro-batches of %d: %+v of %d steps, %d graphs are alive", o.Graphs, o.MicroBatchTokens, s, 2*steps, r.capturing.alive)
 				}
 				for i, of := range r.store.Uses() {
@@ -241,12 +241,12 @@ func TestGraphsChangeNothing(t *testing.T) {
 					}
 					for e, n := range r.store.RoutedTokens()[i] {
 						if n != 2*counted[i][e] {
-							t.Errorf("layer %d expert %d is chosen by %d rows, want %d", i, e, n, 2*counted[i][e])
+							t.Errorf("layer %d expert %d has %d routed tokens, want %d", i, e, n, 2*counted[i][e])
 						}
 					}
 				}
 				if got, want := r.store.Stats().Uses[experts.Resident], 2*plain.store.Stats().Uses[experts.Resident]; got != want {
-					t.Errorf("%d hits, want %d", got, want)
+					t.Errorf("%d uses of resident experts, want %d", got, want)
 				}
 			}
 		})
@@ -263,39 +263,40 @@ func firstDifference(got, want string) string {
 	return fmt.Sprintf("%d lines, want %d", len(a), len(b))
 }
 
-// TestGraphsOnlyOfDecoding: what is not the same step again runs as it did.
-func TestGraphsOnlyOfDecoding(t *testing.T) {
+// TestGraphsOnlyDecode: only a decode step that is the same to the device as the one before
+// is captured.
+func TestGraphsOnlyDecode(t *testing.T) {
 	r := newRig(t, "mixtral", 0, emulated.Options{Virtual: true}, Options{Graphs: 16})
 	table := r.kv.NewTable()
 	defer table.Release(false)
 	reserve(t, table, 96)
-	one := func(at, rows int) GraphStats {
+	one := func(at, tokens int) GraphStats {
 		t.Helper()
-		_, err := r.p.Step(t.Context(), &Step{Sequences: []Sequence{{Tokens: []int32{1, 2, 3}[:rows], Start: at, Table: table, LogitRows: 1}}})
+		_, err := r.p.Step(t.Context(), &Step{Sequences: []Sequence{{Tokens: []int32{1, 2, 3}[:tokens], Start: at, Table: table, LogitRows: 1}}})
 		check(t, err)
 		return r.p.Graphs()
 	}
 	for i, c := range []struct {
-		at, rows int
-		want     GraphStats
+		at, tokens int
+		want       GraphStats
 	}{
 		{0, 3, GraphStats{}},
-		{0, 3, GraphStats{}}, // a prompt, however often
+		{0, 3, GraphStats{}}, // a prompt is never captured
 		{3, 1, GraphStats{}},
-		{4, 1, GraphStats{Captured: 1, Held: 1}},
-		{5, 1, GraphStats{Captured: 1, Held: 1, Launched: 1}},
-		{5, 2, GraphStats{Captured: 1, Held: 1, Launched: 1}},
-		{7, 1, GraphStats{Captured: 1, Held: 1, Launched: 2}}, // still there
-		{63, 1, GraphStats{Captured: 1, Held: 1, Launched: 3}},
-		{64, 1, GraphStats{Captured: 1, Held: 1, Launched: 3}}, // contexts that are rounded to more
-		{20, 1, GraphStats{Captured: 1, Held: 1, Launched: 4}},
-		{65, 1, GraphStats{Captured: 1, Held: 1, Launched: 4}}, // not in a row
-		{66, 1, GraphStats{Captured: 2, Held: 2, Launched: 4}},
-		{67, 1, GraphStats{Captured: 2, Held: 2, Launched: 5}},
-		{21, 1, GraphStats{Captured: 2, Held: 2, Launched: 6}},
+		{4, 1, GraphStats{Captured: 1, Kept: 1}},
+		{5, 1, GraphStats{Captured: 1, Kept: 1, Launched: 1}},
+		{5, 2, GraphStats{Captured: 1, Kept: 1, Launched: 1}},
+		{7, 1, GraphStats{Captured: 1, Kept: 1, Launched: 2}}, // the graph is still kept
+		{63, 1, GraphStats{Captured: 1, Kept: 1, Launched: 3}},
+		{64, 1, GraphStats{Captured: 1, Kept: 1, Launched: 3}}, // the context rounds up to more
+		{20, 1, GraphStats{Captured: 1, Kept: 1, Launched: 4}},
+		{65, 1, GraphStats{Captured: 1, Kept: 1, Launched: 4}}, // not in a row
+		{66, 1, GraphStats{Captured: 2, Kept: 2, Launched: 4}},
+		{67, 1, GraphStats{Captured: 2, Kept: 2, Launched: 5}},
+		{21, 1, GraphStats{Captured: 2, Kept: 2, Launched: 6}},
 	} {
-		if got := one(c.at, c.rows); got != c.want {
-			t.Fatalf("step %d, of %d rows from %d: %+v, want %+v", i, c.rows, c.at, got, c.want)
+		if got := one(c.at, c.tokens); got != c.want {
+			t.Fatalf("step %d, of %d tokens from position %d: %+v, want %+v", i, c.tokens, c.at, got, c.want)
 		}
 	}
 	for _, o := range []Options{{Graphs: 16, HostAttention: host}, {Graphs: 16}} {
@@ -304,53 +305,53 @@ func TestGraphsOnlyOfDecoding(t *testing.T) {
 			fraction = 0.25
 		}
 		r := newRig(t, "mixtral", fraction, emulated.Options{Virtual: true}, o)
-		r.live(1, 50, nil)
+		r.generate(1, 50, nil)
 		if s := r.p.Graphs(); s != (GraphStats{}) {
-			t.Errorf("fraction %v, attention on the host: %v: %+v", fraction, o.HostAttention != nil, s)
+			t.Errorf("fraction %v, host attention: %v: %+v", fraction, o.HostAttention != nil, s)
 		}
 	}
 }
 
-// TestGraphsThatFail: a step that cannot be taken down is the last that is tried, while
-// graphs that are there still serve, and neither that nor steps that fail change a result.
-func TestGraphsThatFail(t *testing.T) {
+// TestGraphFailures: after a failed capture no other is tried, while existing graphs are
+// still launched; neither this nor failed steps change a result.
+func TestGraphFailures(t *testing.T) {
 	const steps = 120
-	want := newRig(t, "mixtral", 0, emulated.Options{Virtual: true}, Options{}).live(4, steps, nil)
+	want := newRig(t, "mixtral", 0, emulated.Options{Virtual: true}, Options{}).generate(4, steps, nil)
 	var log bytes.Buffer
 	r := newRig(t, "mixtral", 0, emulated.Options{Virtual: true}, Options{Graphs: 4, Log: slog.New(slog.NewTextHandler(&log, nil))})
-	if got := r.live(4, steps, nil); got != want {
+	if got := r.generate(4, steps, nil); got != want {
 		t.Fatal(firstDifference(got, want))
 	}
 	before := r.p.Graphs()
-	for len(r.p.graphs.held) > 1 {
-		check(t, r.p.graphs.held[0].graph.Close())
-		r.p.graphs.held = slices.Delete(r.p.graphs.held, 0, 1)
+	for len(r.p.graphs.kept) > 1 {
+		check(t, r.p.graphs.kept[0].graph.Close())
+		r.p.graphs.kept = slices.Delete(r.p.graphs.kept, 0, 1)
 	}
 	r.capturing.fail = errors.New("no memory for graphs")
-	if got := r.live(4, steps, nil); got != want {
+	if got := r.generate(4, steps, nil); got != want {
 		t.Fatal(firstDifference(got, want))
 	}
 	s := r.p.Graphs()
 	if s.Failed != 1 || s.Captured != before.Captured || s.Launched <= before.Launched {
-		t.Errorf("%+v, before the failure %+v: a graph that is there goes on to serve", s, before)
+		t.Errorf("%+v, before the failure %+v: existing graphs must still be launched", s, before)
 	}
 	if n := strings.Count(log.String(), "no memory for graphs"); n != 1 {
 		t.Errorf("the log has %d lines on it: %s", n, log.String())
 	}
 
-	// Copies of row data and of results fail now and then.
+	// Copies of step metadata and of results fail at random.
 	r = newRig(t, "mixtral", 0, emulated.Options{Virtual: true, Seed: 3}, Options{Graphs: 4})
 	faults := r.m.Inject(&emulated.Fault{
 		Kind: emulated.FailCopy, Chance: 0.05, Times: -1,
 		Match: func(p emulated.Point) bool { return p.Stream == "compute" },
 	})
 	failed := 0
-	again := func(err error) bool {
+	retry := func(err error) bool {
 		failed++
 		return errors.Is(err, ErrStepFailed) && errors.Is(err, device.ErrCopyFailed)
 	}
 	for range 2 {
-		if got := r.live(4, steps, again); got != want {
+		if got := r.generate(4, steps, retry); got != want {
 			t.Fatal(firstDifference(got, want))
 		}
 	}

@@ -9,37 +9,36 @@ import (
 	"github.com/moeserve/moeserve/forward"
 )
 
-// hostAttention attends on the host, beside keys and values in its memory. Each
-// micro-batch's turn in a layer is a chain over four streams: compute projects its q, k
-// and v, out brings them to pinned memory, host appends to the cache and attends, in
-// brings the result back to where the compute stream collects it. Every link of a chain
-// awaits the fence that the one before raises; chains are numbered, and each raises its
-// number on all four fences. A chain is enqueued from its beginning to its end, so
-// whatever is awaited has been enqueued before.
+// hostAttention computes attention on the host, with the KV cache in host memory. For each
+// micro-batch and layer there is one round trip over four streams: compute projects q, k and
+// v; out copies them to pinned memory; host appends k and v to the cache and computes
+// attention; in copies the output to the device, where the compute stream waits for it. Each
+// stage waits for the fence that the stage before signals. Round trips are numbered, and the
+// number is the value signalled on all four fences. A round trip is enqueued from its first
+// stage to its last, so whatever is waited for has been enqueued before.
 //
-// A row of the step has its place in the staging memory, which its chain of a layer
-// uses again once the compute stream has collected what its chain of the layer before
-// has brought.
+// Each token of the step has its own place in the staging memory. The next layer's round trip
+// reuses it after the compute stream has waited for the output of this one.
 type hostAttention struct {
-	// attention has the staging of all rows for its buffers.
+	// attention has the staging buffers of all tokens.
 	attention *forward.Attention
 	staging   device.Memory
 	out, in   device.Stream
 	host      device.Executor
 
-	projected, sent, ended, landed device.Fence
-	chain                          uint32
-	tracer                         *tracer
+	projected, sent, computed, returned device.Fence
+	lastTrip                            uint32
+	tracer                              *tracer
 }
 
 func newHostAttention(o *Options) (h *hostAttention, err error) {
 	h = &hostAttention{}
-	c, act, rows := o.config(), o.KV.Shape().DType, o.Limits.MaxTokens
+	c, act, tokens := o.config(), o.KV.Shape().DType, o.Limits.MaxTokens
 	bytes := o.StagingBytes(c, act, o.Limits)
 	if h.staging, err = o.Machine.Alloc(device.Host, bytes, "attention, pinned"); err != nil {
 		return h, err
 	}
-	buffers := forward.NewAttentionBuffers(&c.Attention, act, rows, h.staging.Range(0, bytes).Addr)
+	buffers := forward.NewAttentionBuffers(&c.Attention, act, tokens, h.staging.Range(0, bytes).Addr)
 	h.attention = forward.NewAttention(&c.Attention, o.HostAttention, o.KV, buffers)
 	if h.out, err = o.Machine.NewStream(o.space(), device.StreamOptions{Name: "q, k, v to host", Priority: 1}); err != nil {
 		return h, err
@@ -53,12 +52,12 @@ func newHostAttention(o *Options) (h *hostAttention, err error) {
 	}
 	var ok bool
 	if h.host, ok = s.(device.Executor); !ok {
-		return h, errors.Join(errors.New("a host stream of this machine runs no Go work"), s.Close())
+		return h, errors.Join(errors.New("host streams of this machine cannot run Go functions"), s.Close())
 	}
 	for _, f := range []struct {
 		to   *device.Fence
 		name string
-	}{{&h.projected, "q, k, v computed"}, {&h.sent, "q, k, v sent"}, {&h.ended, "attention computed"}, {&h.landed, "attention brought"}} {
+	}{{&h.projected, "q, k, v computed"}, {&h.sent, "q, k, v sent"}, {&h.computed, "attention computed"}, {&h.returned, "attention on device"}} {
 		if *f.to, err = o.Machine.NewFence(f.name); err != nil {
 			return h, err
 		}
@@ -66,64 +65,65 @@ func newHostAttention(o *Options) (h *hostAttention, err error) {
 	return h, nil
 }
 
-// attend enqueues a micro-batch's chain behind its Project on the compute stream.
-func (h *hostAttention) attend(compute device.Stream, m *forward.Model, layer int, b *microBatch, meter *meter) error {
-	h.chain++
-	n := h.chain
+// enqueue enqueues a micro-batch's round trip behind its ProjectQKV on the compute stream.
+func (h *hostAttention) enqueue(compute device.Stream, m *forward.Model, layer int, b *microBatch, meter *meter) error {
+	h.lastTrip++
+	n := h.lastTrip
 	if err := compute.Raise(h.projected, n); err != nil {
 		return err
 	}
-	rows := forward.Span{First: b.row, Rows: b.batch.Rows}
-	onHost, onDevice := h.attention.Buffers().Rows(rows), m.Buffers(&b.batch)
-	h.tracer.onHost(h.out, "copy q, k, v")
-	h.tracer.onHost(h.host, "")
-	err := hop(h.out, h.projected, h.sent, n, func() (err error) {
+	tokens := forward.Span{First: b.firstToken, Rows: b.batch.Rows}
+	onHost, onDevice := h.attention.Buffers().Rows(tokens), m.Buffers(&b.batch)
+	h.tracer.hostWork(h.out, "copy q, k, v")
+	h.tracer.hostWork(h.host, "")
+	err := enqueueStage(h.out, h.projected, h.sent, n, func() (err error) {
 		if err = h.out.Copy(onHost.Projected.Range(), onDevice.Projected.Range()); err == nil {
-			b.sent, err = meter.mark(h.out)
+			b.qkvOnHost, err = meter.record(h.out)
 		}
 		return err
 	})
 	if err != nil {
-		return fmt.Errorf("send q, k, v to the host: %w", err)
+		return fmt.Errorf("copy q, k, v to the host: %w", err)
 	}
-	err = hop(h.host, h.sent, h.ended, n, func() (err error) {
-		if err = h.attention.Append(h.host, layer, rows, &b.onHost); err == nil {
-			err = h.attention.Attend(h.host, layer, rows, &b.onHost)
+	err = enqueueStage(h.host, h.sent, h.computed, n, func() (err error) {
+		if err = h.attention.Append(h.host, layer, tokens, &b.hostMetadata); err == nil {
+			err = h.attention.Attend(h.host, layer, tokens, &b.hostMetadata)
 		}
 		if err == nil {
-			b.attended, err = meter.mark(h.host)
+			b.hostDone, err = meter.record(h.host)
 		}
 		return err
 	})
 	if err != nil {
 		return err
 	}
-	h.tracer.brings(h.in, "copy attention", device.Point{Fence: h.landed, Value: n})
-	if err := hop(h.in, h.ended, h.landed, n, func() error { return h.in.Copy(onDevice.Attended.Range(), onHost.Attended.Range()) }); err != nil {
-		return fmt.Errorf("bring attention from the host: %w", err)
+	h.tracer.copyBack(h.in, "copy attention", device.Point{Fence: h.returned, Value: n})
+	if err := enqueueStage(h.in, h.computed, h.returned, n, func() error { return h.in.Copy(onDevice.Attended.Range(), onHost.Attended.Range()) }); err != nil {
+		return fmt.Errorf("copy attention output from the host: %w", err)
 	}
-	b.chain = n
+	b.trip = n
 	return nil
 }
 
-// hop enqueues a link of chain n.
-func hop(s device.Stream, after, then device.Fence, n uint32, do func() error) error {
-	if err := s.Await(after, n); err != nil {
+// enqueueStage enqueues a stage of round trip n: it waits for one fence, runs do, and signals
+// the next fence.
+func enqueueStage(s device.Stream, wait, signal device.Fence, n uint32, do func() error) error {
+	if err := s.Await(wait, n); err != nil {
 		return err
 	}
 	if err := do(); err != nil {
 		return err
 	}
-	return s.Raise(then, n)
+	return s.Raise(signal, n)
 }
 
-// collect holds the compute stream back until the micro-batch's last chain has ended.
-func (h *hostAttention) collect(compute device.Stream, b *microBatch, meter *meter) error {
-	h.tracer.wait(CPUAttention, device.Point{Fence: h.landed, Value: b.chain})
-	return meter.wait(CPUAttention, b.sent, b.attended, func() error { return compute.Await(h.landed, b.chain) })
+// await makes the compute stream wait for the micro-batch's last round trip.
+func (h *hostAttention) await(compute device.Stream, b *microBatch, meter *meter) error {
+	h.tracer.wait(CPUAttention, device.Point{Fence: h.returned, Value: b.trip})
+	return meter.wait(CPUAttention, b.qkvOnHost, b.hostDone, func() error { return compute.Await(h.returned, b.trip) })
 }
 
-// Err implements source: the first error that one of the streams is in.
+// Err implements source: it returns the first error of the streams.
 func (h *hostAttention) Err(ctx context.Context) error {
 	for _, s := range []device.Stream{h.out, h.host, h.in} {
 		if err := s.Synchronize(ctx); err != nil {
@@ -148,7 +148,7 @@ func (h *hostAttention) close() error {
 	if h.host != nil {
 		errs = append(errs, h.host.Close())
 	}
-	for _, f := range []device.Fence{h.projected, h.sent, h.ended, h.landed} {
+	for _, f := range []device.Fence{h.projected, h.sent, h.computed, h.returned} {
 		if f != nil {
 			errs = append(errs, f.Close())
 		}

@@ -8,15 +8,15 @@ import (
 	"github.com/moeserve/moeserve/device/emulated"
 )
 
-// late is a machine on which work of the host's attention fails behind a step's last
-// fence: nobody but the stream itself knows of it.
+// late is the host attention's stream; its work fails behind a step's last fence, so that
+// only the stream itself reports the error.
 type late struct {
 	device.Executor
-	// failAfter counts down the fences to be raised; under 1: nothing fails.
+	// failAfter counts down the signalled fences; under 1: nothing fails.
 	failAfter int
 }
 
-var errLate = errors.New("the host has failed")
+var errLate = errors.New("host attention failed")
 
 // Raise implements device.Stream.
 func (s *late) Raise(f device.Fence, value uint32) error {
@@ -27,9 +27,9 @@ func (s *late) Raise(f device.Fence, value uint32) error {
 	return s.Execute(device.Work{Name: "fail", Run: func(device.Access) error { return errLate }})
 }
 
-// TestHostFails: a step is not believed where the host's attention has failed, even where
-// no fence has handed that on; once it works again the same steps give the same.
-func TestHostFails(t *testing.T) {
+// TestHostAttentionFails: a step fails if host attention has failed, even if no fence reports
+// it. Afterwards the same steps give the same results.
+func TestHostAttentionFails(t *testing.T) {
 	want := newRig(t, "mixtral", 0, emulated.Options{Virtual: true}, Options{SmallBatchTokens: -1}).run()
 	r := newRig(t, "mixtral", 0.5, emulated.Options{Virtual: true, Check: true}, Options{HostAttention: host, SmallBatchTokens: -1})
 	table := r.kv.NewTable()
@@ -37,10 +37,10 @@ func TestHostFails(t *testing.T) {
 	stream := &late{Executor: r.p.attention.host}
 	r.p.attention.host = stream
 	step := &Step{Sequences: []Sequence{{Tokens: []int32{1}, Table: table, LogitRows: 1}}}
-	// The last layer's only chain is the last thing that the host does in a step.
+	// The last layer's only round trip is the host's last work of a step.
 	stream.failAfter = r.p.o.config().Layers
 	if _, err := r.p.Step(t.Context(), step); !errors.Is(err, errLate) || errors.Is(err, ErrStepFailed) || stream.failAfter != 0 {
-		t.Errorf("where the host fails: %v", err)
+		t.Errorf("host attention fails: %v", err)
 	}
 	table.Release(false)
 	if d := r.run().differs(want); d != "" {

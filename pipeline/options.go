@@ -15,52 +15,53 @@ import (
 	"github.com/moeserve/moeserve/models"
 )
 
-// Executor is what computes a merge group's rows: a model whose workspace is that group's,
-// and whose backend is of the device with that memory. The pipeline gives it a stream.
+// Executor computes the tokens of a merge group. The model's workspace belongs to the group,
+// and its backend runs on the device with that memory. The pipeline provides the stream.
 type Executor struct {
 	Space device.Space
 	Model *forward.Model
 }
 
-// Options are the parts a pipeline works with. It owns none of them but its
-// streams and its own buffers.
+// Options configure a pipeline. The pipeline owns only its streams and its own buffers, and
+// none of the parts given here.
 type Options struct {
 	Machine device.Machine
-	// Executors are one for each merge group (see Groups), with models over the same
-	// weights, on the same device.
+	// Executors are one for each merge group (see Groups), with models over the same weights,
+	// on the same device.
 	Executors []Executor
-	// Limits of a step; those of the executors' models are GroupLimits of them. Default:
+	// Limits of a step; the limits of the executors' models are GroupLimits of them. Default:
 	// the first model's.
 	Limits forward.Limits
-	// Experts is the store of the model's experts, nil for a model without.
+	// Experts is the store of the model's experts, nil for a dense model.
 	Experts *experts.Store
-	// KV lies in the memory of whoever attends.
+	// KV is the KV cache, in the memory of the device or host that computes attention.
 	KV *kvcache.Pool
-	// MicroBatchTokens is how many rows attention takes at a time, at most. Default and
-	// at most: the step's Limits.MaxRows.
+	// MicroBatchTokens is the maximum number of tokens of a micro-batch. Default and maximum:
+	// the step's Limits.MaxTokens.
 	MicroBatchTokens int
-	// MicroBatches is into how many micro-batches a step is cut, at least, where it has
-	// so many rows. Default: as few as MicroBatchTokens allows.
+	// MicroBatches is the minimum number of micro-batches of a step with at least that many
+	// tokens. Default: as few as MicroBatchTokens allows.
 	MicroBatches int
-	// Grouping of rows for experts. Those of a layer are all of a merge group; per
-	// micro-batch they run in the order of CGOPipe (see CGOPipe).
+	// Grouping selects the tokens that a layer's experts run over at once: those of a merge
+	// group, or those of a micro-batch, in the order of CGOPipe (see CGOPipe).
 	Grouping configs.Grouping
-	// HostAttention attends on the host, over keys and values in its memory. It takes
-	// the model's activation type. Default: none, and the device attends.
+	// HostAttention computes attention on the host, with the KV cache in host memory. It
+	// takes the model's activation type. Default: nil, the device computes attention.
 	HostAttention kernels.Backend
-	// SmallBatchTokens is the most rows of a step for which only chosen experts are
-	// fetched (the plan OnDemand). Default: what SmallBatch says; negative: none.
-	// On a machine that keeps no data there are none, since no choice comes back.
+	// SmallBatchTokens is the maximum number of tokens of a step for which only routed
+	// experts are fetched (the plan OnDemand). Default: SmallBatch of the model; negative:
+	// none. Machines that keep no data never use OnDemand, since the host cannot read the
+	// router's selection.
 	SmallBatchTokens int
-	// HostLogits keeps room in pinned memory for the logits of a step, for those
-	// who ask for them. Default: off.
+	// HostLogits allocates pinned memory for the logits of a step, for Step.Logits. Default:
+	// off.
 	HostLogits bool
-	// Graphs is how many decode steps are kept as graphs, at most, where streams are
-	// device.Capturers and every expert is local; negative: none. Default: 16.
+	// Graphs is the maximum number of decode steps kept as CUDA graphs, where streams are
+	// device.Capturers and all experts are resident; negative: none. Default: 16.
 	Graphs int
-	// Trace prints what the operations of steps are about. Default: none.
+	// Trace receives notes about the operations of steps. Default: none.
 	Trace *trace.Writer
-	// Log hears of what makes steps slower. Default: nobody.
+	// Log receives warnings about what makes steps slower. Default: none.
 	Log *slog.Logger
 }
 
@@ -86,45 +87,45 @@ func (o Options) EnsureDefaults() Options {
 	return o
 }
 
-// Validate reports the first option that cannot be.
+// Validate reports the first invalid option.
 func (o Options) Validate() error {
 	switch {
 	case o.Machine == nil:
-		return errors.New("pipeline: options without a machine")
+		return errors.New("pipeline: Options.Machine is nil")
 	case o.KV == nil:
-		return errors.New("pipeline: options without a KV cache")
+		return errors.New("pipeline: Options.KV is nil")
 	case o.Grouping > configs.PerMicroBatch:
 		return fmt.Errorf("pipeline: invalid grouping %d", o.Grouping)
 	case o.MicroBatches < 0:
 		return fmt.Errorf("pipeline: MicroBatches is %d; it must be at least 0", o.MicroBatches)
 	case len(o.Executors) != o.Groups():
-		return fmt.Errorf("pipeline: %d executors, want %d, one for each merge group", len(o.Executors), o.Groups())
+		return fmt.Errorf("pipeline: %d executors, want %d: one per merge group", len(o.Executors), o.Groups())
 	}
 	for i, x := range o.Executors {
 		switch {
 		case x.Model == nil:
-			return fmt.Errorf("pipeline: executor %d without a model", i)
+			return fmt.Errorf("pipeline: Executors[%d].Model is nil", i)
 		case x.Space != o.Executors[0].Space:
-			return fmt.Errorf("pipeline: executors on %s and %s, want one device", o.Executors[0].Space, x.Space)
+			return fmt.Errorf("pipeline: executors on %s and %s; all must be on one device", o.Executors[0].Space, x.Space)
 		case x.Model.Limits != o.GroupLimits(o.Limits):
-			return fmt.Errorf("pipeline: a model with limits %+v, want %+v", x.Model.Limits, o.GroupLimits(o.Limits))
+			return fmt.Errorf("pipeline: the model of Executors[%d] has limits %+v, want %+v", i, x.Model.Limits, o.GroupLimits(o.Limits))
 		}
 	}
 	if o.Experts == nil && o.config().MoELayers() > 0 {
-		return errors.New("pipeline: a model with experts and no store of them")
+		return errors.New("pipeline: Options.Experts is nil and the model has MoE layers")
 	}
 	return nil
 }
 
-// config is that of the executors' models.
+// config returns the configuration of the executors' models.
 func (o *Options) config() *models.Config { return o.Executors[0].Model.Config }
 
-// space is the memory of the device that computes.
+// space is the memory of the compute device.
 func (o *Options) space() device.Space { return o.Executors[0].Space }
 
-// Groups is how many merge groups a step has: two where the host attends while the
-// device runs experts over many rows, so that each has something to do while the other
-// works.
+// Groups returns the number of merge groups of a step: two where the host computes attention
+// and experts run over all tokens of a group, so that host and device work at the same time;
+// otherwise one.
 func (o *Options) Groups() int {
 	if o.HostAttention != nil && o.Grouping == configs.PerLayer {
 		return 2
@@ -132,32 +133,33 @@ func (o *Options) Groups() int {
 	return 1
 }
 
-// GroupLimits are the limits of each group's model, for steps of limits l.
+// GroupLimits returns the limits of each group's model, for steps of limits l.
 func (o Options) GroupLimits(l forward.Limits) forward.Limits {
 	if o.Groups() > 1 {
-		// Half of the micro-batches, each of which has up to a row more than its share.
-		l.MaxTokens = min(l.MaxTokens, (l.MaxTokens+o.cutting().most(l.MaxTokens)+1)/2)
+		// Half of the micro-batches, each of which may exceed its share by a token.
+		l.MaxTokens = min(l.MaxTokens, (l.MaxTokens+o.microBatching().maxBatches(l.MaxTokens)+1)/2)
 		l.MaxSeqs, l.MaxLogits = min(l.MaxSeqs, l.MaxTokens), min(l.MaxLogits, l.MaxTokens)
 	}
 	return l
 }
 
-// StepMetadataBytes is what row data takes on the device, and again in pinned memory.
+// StepMetadataBytes returns the bytes of step metadata on the device; the pinned copy takes
+// as many again.
 func (o Options) StepMetadataBytes(l forward.Limits) int64 {
-	return forward.GroupBytes(l, o.cutting().most(l.MaxTokens))
+	return forward.GroupBytes(l, o.microBatching().maxBatches(l.MaxTokens))
 }
 
-// ResultBytes is the pinned memory for what comes back from a step of limits l.
+// ResultBytes returns the bytes of pinned memory for the results of a step of limits l.
 func (o Options) ResultBytes(c *models.Config, l forward.Limits) int64 {
-	n := placesOf(c, l, o.Groups()).logits
+	n := newResultOffsets(c, l, o.Groups()).logits
 	if o.HostLogits {
 		n += 4 * int64(l.MaxLogits) * int64(c.Vocab)
 	}
 	return n
 }
 
-// StagingBytes is the pinned memory through which the host attends for steps of limits l,
-// with activations of type act.
+// StagingBytes returns the bytes of pinned memory that stage activations of type act for
+// attention on the host, for steps of limits l.
 func (o Options) StagingBytes(c *models.Config, act kernels.DType, l forward.Limits) int64 {
 	if o.HostAttention == nil {
 		return 0
@@ -165,30 +167,31 @@ func (o Options) StagingBytes(c *models.Config, act kernels.DType, l forward.Lim
 	return forward.NewAttentionBuffers(&c.Attention, act, l.MaxTokens, 0).Bytes()
 }
 
-func (o *Options) cutting() cutting {
-	return cutting{rows: o.MicroBatchTokens, batches: o.MicroBatches, groups: o.Groups()}
+func (o *Options) microBatching() microBatching {
+	return microBatching{maxTokens: o.MicroBatchTokens, minBatches: o.MicroBatches, groups: o.Groups()}
 }
 
-// cutting says how the rows of steps are cut into micro-batches: of at most rows rows
-// (0: any number), at least so many batches where there are so many rows, in so many
-// merge groups.
-type cutting struct{ rows, batches, groups int }
+// microBatching configures how a step's tokens are split into micro-batches: at most
+// maxTokens tokens each (0: no limit), at least minBatches of them if there are that many
+// tokens, in a number of merge groups.
+type microBatching struct{ maxTokens, minBatches, groups int }
 
-// most is the most micro-batches of a step of up to so many rows.
-func (c cutting) most(rows int) int {
-	size := c.rows
-	if size <= 0 || size > rows {
-		size = rows
+// maxBatches returns the maximum number of micro-batches of a step of at most this many
+// tokens.
+func (c microBatching) maxBatches(tokens int) int {
+	size := c.maxTokens
+	if size <= 0 || size > tokens {
+		size = tokens
 	}
-	n := max((rows+size-1)/size, c.batches)
-	return min((n+c.groups-1)/c.groups*c.groups, rows)
+	n := max((tokens+size-1)/size, c.minBatches)
+	return min((n+c.groups-1)/c.groups*c.groups, tokens)
 }
 
-// of is into how many micro-batches so many rows are cut, and how many rows each
-// has: as even as can be, none empty, and as many in each group as in the others, or
-// one less.
-func (c cutting) of(rows int) (n, each int) {
-	most := c.most(rows)
-	each = (rows + most - 1) / most
-	return (rows + each - 1) / each, each
+// split returns the number of micro-batches for this many tokens, and the tokens of each: as
+// even as possible, and none empty. The groups' numbers of micro-batches differ by at most
+// one.
+func (c microBatching) split(tokens int) (n, each int) {
+	n = c.maxBatches(tokens)
+	each = (tokens + n - 1) / n
+	return (tokens + each - 1) / each, each
 }

@@ -19,8 +19,8 @@ import (
 	"github.com/moeserve/moeserve/transfer"
 )
 
-// timed is a pipeline over a preset's full shape on a machine without data, whose
-// links and processors are about as fast as those of two H200.
+// timed is a pipeline over a preset's full shape on a machine without data, whose links and
+// processors are about as fast as those of two H200.
 type timed struct {
 	*testing.T
 	m     *emulated.Machine
@@ -29,33 +29,33 @@ type timed struct {
 	p     *Pipeline
 	links map[experts.Tier]emulated.Link
 
-	// busy is for how long the compute stream has computed, attended for how long the
-	// host has attended, and brought are the bytes that came of it.
-	busy, attended time.Duration
-	brought        int64
+	// busy is the total compute time of the compute stream, attentionTime that of attention on the
+	// host, and outputBytes are the bytes of its output.
+	computeTime, attentionTime time.Duration
+	outputBytes                int64
 }
 
-// cell is one of the configurations that are timed.
+// cell is one of the timed configurations.
 type cell struct {
 	preset   string
-	rows     int
+	tokens   int
 	fraction float64
 	tier     experts.Tier
-	// attention is by the host where hostRate, the rate of its memory in bytes/s, is set.
+	// hostRate is the host memory's rate in bytes/s; if it is set, the host computes attention.
 	hostRate float64
 	grouping configs.Grouping
 	// layers of the model, the first ones. 0: all.
 	layers int
-	// ring is how many layers' missing experts there is room for. 0: two.
-	ring float64
+	// cacheLayers is the size of the expert cache, in layers' offloaded experts. 0: two.
+	cacheLayers float64
 }
 
 func (c cell) String() string {
-	return fmt.Sprintf("%s, %d rows, %.0f %% from %s", c.preset, c.rows, 100*c.fraction, c.tier)
+	return fmt.Sprintf("%s, %d tokens, %.0f %% from %s", c.preset, c.tokens, 100*c.fraction, c.tier)
 }
 
-// microBatchRows of steps of so many rows: what attention takes at a time.
-const microBatchRows = 324
+// microBatchTokens is the maximum number of tokens of a micro-batch.
+const microBatchTokens = 324
 
 func newTimed(t *testing.T, c cell) *timed {
 	t.Helper()
@@ -70,11 +70,11 @@ func newTimed(t *testing.T, c cell) *timed {
 		Trace: func(e emulated.Trace) {
 			switch e.Stream + " " + e.Op {
 			case "compute launch":
-				x.busy += e.End - e.Start
+				x.computeTime += e.End - e.Start
 			case "attention launch":
-				x.attended += e.End - e.Start
+				x.attentionTime += e.End - e.Start
 			case "attention from host copy":
-				x.brought += e.Bytes
+				x.outputBytes += e.Bytes
 			}
 		},
 	})
@@ -91,7 +91,7 @@ func newTimed(t *testing.T, c cell) *timed {
 
 	data, ok := configs.Preset(c.preset)
 	if !ok {
-		t.Fatalf("there is no preset %s", c.preset)
+		t.Fatalf("unknown preset %s", c.preset)
 	}
 	config, err := models.ParseConfig(data, c.preset)
 	check(t, err)
@@ -103,8 +103,8 @@ func newTimed(t *testing.T, c cell) *timed {
 	check(t, err)
 	backend := cpu.New(cpu.Options{Threads: 1})
 	closing(backend.Close)
-	limits := forward.Limits{MaxTokens: c.rows, MaxSeqs: c.rows, MaxLogits: c.rows, MaxModelLen: 112, BlockTokens: 16}
-	o := Options{Machine: m, Limits: limits, MicroBatchTokens: microBatchRows, Grouping: c.grouping}
+	limits := forward.Limits{MaxTokens: c.tokens, MaxSeqs: c.tokens, MaxLogits: c.tokens, MaxModelLen: 112, BlockTokens: 16}
+	o := Options{Machine: m, Limits: limits, MicroBatchTokens: microBatchTokens, Grouping: c.grouping}
 	kvSpace := space
 	if c.hostRate > 0 {
 		o.HostAttention, kvSpace = host, device.Host
@@ -131,7 +131,7 @@ func newTimed(t *testing.T, c cell) *timed {
 	check(t, err)
 	placement, err := experts.Place(len(layers), config.Experts, c.fraction)
 	check(t, err)
-	plan, err := experts.NewPlan(experts.Config{Layers: layers, Experts: config.Experts, Layout: extent, Placement: placement, CacheSlots: int(c.ring * float64(placement.MaxPerLayer()))})
+	plan, err := experts.NewPlan(experts.Config{Layers: layers, Experts: config.Experts, Layout: extent, Placement: placement, CacheSlots: int(c.cacheLayers * float64(placement.MaxPerLayer()))})
 	check(t, err)
 	lent, err := harvest.New(harvest.Options{Machine: m, Peers: []device.Space{device.HBM(1)}, SlabBytes: 8 * extent.Size})
 	check(t, err)
@@ -160,12 +160,12 @@ func newTimed(t *testing.T, c cell) *timed {
 	}
 
 	o.Experts = x.store
-	o.KV, err = kvcache.NewPool(kvcache.PoolOptions{Machine: m, Space: kvSpace, Blocks: 7 * c.rows, Shape: kvcache.Shape{
+	o.KV, err = kvcache.NewPool(kvcache.PoolOptions{Machine: m, Space: kvSpace, Blocks: 7 * c.tokens, Shape: kvcache.Shape{
 		Layers: config.Layers, KVHeads: config.KVHeads, HeadDim: config.HeadDim, DType: backend.ActivationDType(), BlockTokens: 16,
 	}})
 	check(t, err)
 	closing(o.KV.Close)
-	x.kv, err = kvcache.NewManager(kvcache.ManagerOptions{Blocks: 7 * c.rows, BlockTokens: 16})
+	x.kv, err = kvcache.NewManager(kvcache.ManagerOptions{Blocks: 7 * c.tokens, BlockTokens: 16})
 	check(t, err)
 	x.p, err = New(o)
 	check(t, err)
@@ -173,25 +173,25 @@ func newTimed(t *testing.T, c cell) *timed {
 	return x
 }
 
-// times is what a step takes: in all, of compute alone, of the host's attention alone, and
-// of copies alone.
+// times are durations of a step: its own, and those of its compute, of its attention on the
+// host, and of its copies, each alone.
 type times struct {
 	step, compute, attention, copies time.Duration
 	stalls                           Stalls
 }
 
-// longest is what a step takes at least.
-func (t times) longest() time.Duration { return max(t.compute, t.attention, t.copies) }
+// bound returns the minimum duration of a step with perfect overlap.
+func (t times) bound() time.Duration { return max(t.compute, t.attention, t.copies) }
 
-// steadySteps are those whose mean is taken: what comes from which link goes by what links
-// have given, and varies from step to step.
+// steadySteps is the number of steps whose mean is taken: the split of fetches between links
+// follows their measured rates, and varies from step to step.
 const steadySteps = 3
 
-// step decodes a row of each sequence, at a context of 93 tokens, in steady state.
-func (x *timed) step(rows int) times {
+// step decodes one token of each sequence, at a context of 93 tokens, in steady state.
+func (x *timed) step(tokens int) times {
 	x.Helper()
 	all := &Step{}
-	for range rows {
+	for range tokens {
 		q := Sequence{Tokens: []int32{1}, Start: 92, Table: x.kv.NewTable(), LogitRows: 1}
 		reserve(x, q.Table, 112)
 		defer q.Table.Release(false)
@@ -203,60 +203,60 @@ func (x *timed) step(rows int) times {
 	}
 	run() // from here on the first layer's experts are prefetched
 	if x.store.Stats().Fetched[experts.Peer] > 0 {
-		run() // and what comes from which link goes by what they have given
+		run() // the split of fetches between links settles by their measured rates
 		run()
 	}
-	began, busy, attended, brought := x.m.Now(), x.busy, x.attended, x.brought
+	began, computeTime, attentionTime, outputBytes := x.m.Now(), x.computeTime, x.attentionTime, x.outputBytes
 	fetched, stalls := x.store.Stats().Fetched, x.p.Stalls()
 	for range steadySteps {
 		run()
 	}
-	t := times{step: (x.m.Now() - began) / steadySteps, compute: (x.busy - busy) / steadySteps, attention: (x.attended - attended) / steadySteps, stalls: x.p.Stalls()}
+	t := times{step: (x.m.Now() - began) / steadySteps, compute: (x.computeTime - computeTime) / steadySteps, attention: (x.attentionTime - attentionTime) / steadySteps, stalls: x.p.Stalls()}
 	for c := range t.stalls {
 		t.stalls[c] = (t.stalls[c] - stalls[c]) / steadySteps
 	}
 	for tier, link := range x.links {
 		bytes := x.store.Stats().Fetched[tier] - fetched[tier]
 		if tier == experts.Host {
-			bytes += x.brought - brought
+			bytes += x.outputBytes - outputBytes
 		}
 		t.copies = max(t.copies, time.Duration(float64(bytes)/steadySteps/link.BytesPerSecond*1e9))
 	}
 	return t
 }
 
-// within checks that a step takes at most a tenth more than the longest of its parts
-// alone, and that its compute and its stalls are all of it.
+// within checks that a step takes at most a tenth more than the maximum of its parts alone,
+// and that compute and stalls add up to the step.
 func (x *timed) within(c cell) {
 	x.Helper()
-	got := x.step(c.rows)
-	x.Logf("step %v, %.3f of the longest of compute %v, attention %v and copies %v; stalls %v", got.step,
-		got.step.Seconds()/got.longest().Seconds(), got.compute, got.attention, got.copies, got.stalls.ByName())
-	if got.step > got.longest()*110/100 {
+	got := x.step(c.tokens)
+	x.Logf("step %v, %.3f of the maximum of compute %v, attention %v and copies %v; stalls %v", got.step,
+		got.step.Seconds()/got.bound().Seconds(), got.compute, got.attention, got.copies, got.stalls.ByName())
+	if got.step > got.bound()*110/100 {
 		x.Errorf("a step takes %v, its compute %v, its attention %v and its copies %v", got.step, got.compute, got.attention, got.copies)
 	}
 	if (got.copies > 0) != (c.fraction > 0 || c.hostRate > 0) || (got.attention > 0) != (c.hostRate > 0) {
 		x.Errorf("copies take %v and attention %v", got.copies, got.attention)
 	}
-	// What arrives long before it is needed is launched with the rest; what does not, behind it.
-	if early, late := c.fraction > 0 && 10*got.copies < 7*got.longest(), got.copies == got.longest(); (early || late) && x.p.pace.together != early {
-		x.Errorf("copies take %v and compute %v: all experts of a layer are launched together: %v", got.copies, got.compute, x.p.pace.together)
+	// Experts that arrive long before they are needed run in a single launch with the others.
+	if early, late := c.fraction > 0 && 10*got.copies < 7*got.bound(), got.copies == got.bound(); (early || late) && x.p.launchPolicy.singleLaunch != early {
+		x.Errorf("copies take %v and compute %v: single launch: %v", got.copies, got.compute, x.p.launchPolicy.singleLaunch)
 	}
-	// The compute stream's own copies, of row data and tables, are neither.
+	// The compute stream's own copies, of step metadata and tables, are neither.
 	if left := got.step - got.compute - got.stalls.Sum(); left < 0 || left > got.step/100+200*time.Microsecond {
-		x.Errorf("of a step of %v the compute is %v and stalls are %v: %v are not told of", got.step, got.compute, got.stalls.ByName(), left)
+		x.Errorf("a step takes %v, its compute %v and its stalls %v: %v are unaccounted for", got.step, got.compute, got.stalls.ByName(), left)
 	}
 }
 
 // TestOverlap: in steady state a step takes at most a tenth more than the longer of its
-// copies and its compute, each as long as it takes alone. Some fractions are left to the
-// first layers alone, which are like the others.
+// copies and its compute, each alone. Some fractions run on the first layers only, which are
+// like the others.
 func TestOverlap(t *testing.T) {
 	for _, preset := range []string{"mixtral-8x7b", "qwen1.5-moe-a2.7b"} {
-		for _, rows := range []int{324, 4536} {
+		for _, tokens := range []int{324, 4536} {
 			for _, tier := range []experts.Tier{experts.Host, experts.Peer} {
 				for _, fraction := range []float64{0, 0.25, 0.5, 0.75, 1} {
-					c := cell{preset: preset, rows: rows, fraction: fraction, tier: tier}
+					c := cell{preset: preset, tokens: tokens, fraction: fraction, tier: tier}
 					if fraction == 0 && tier == experts.Peer {
 						continue
 					}
@@ -273,8 +273,8 @@ func TestOverlap(t *testing.T) {
 	}
 }
 
-// TestOverlapWithHostAttention: the same where the host attends, at rates of its memory
-// at which that takes longest, or the device, or the copies.
+// TestOverlapWithHostAttention: the same with attention on the host, at rates of host memory
+// at which attention, compute or copies take longest.
 func TestOverlapWithHostAttention(t *testing.T) {
 	for _, preset := range []string{"mixtral-8x7b", "qwen1.5-moe-a2.7b"} {
 		for _, fraction := range []float64{0, 0.5} {
@@ -283,9 +283,9 @@ func TestOverlapWithHostAttention(t *testing.T) {
 					if fraction == 0 && tier == experts.Peer {
 						continue
 					}
-					c := cell{preset: preset, rows: 4536, fraction: fraction, tier: tier, hostRate: rate}
+					c := cell{preset: preset, tokens: 4536, fraction: fraction, tier: tier, hostRate: rate}
 					if testing.Short() && preset == "mixtral-8x7b" {
-						c.layers = 6 // of the other, a step's begin and end would be too large a part
+						c.layers = 6 // in the other preset, a step's begin and end would be too large a part
 					}
 					t.Run(fmt.Sprintf("%v, host memory at %g GB/s", c, rate/1e9), func(t *testing.T) {
 						t.Parallel()
@@ -297,16 +297,16 @@ func TestOverlapWithHostAttention(t *testing.T) {
 	}
 }
 
-// TestMicroBatchwiseReadsMore: run once per micro-batch, experts are read from the
-// device's memory once per micro-batch, which costs a model that is all there half of its
-// throughput or more; where copies from the host are the longer part, nothing.
-func TestMicroBatchwiseReadsMore(t *testing.T) {
+// TestCGOPipeReadsMore: experts that run once per micro-batch are read from device memory
+// once per micro-batch. This halves the throughput, or worse, if all experts are resident,
+// and costs nothing if copies from the host take longer.
+func TestCGOPipeReadsMore(t *testing.T) {
 	for _, preset := range []string{"mixtral-8x7b", "qwen1.5-moe-a2.7b"} {
 		for _, fraction := range []float64{0, 1} {
-			c := cell{preset: preset, rows: 4536, fraction: fraction, tier: experts.Host, layers: 6}
-			merged := newTimed(t, c).step(c.rows)
+			c := cell{preset: preset, tokens: 4536, fraction: fraction, tier: experts.Host, layers: 6}
+			merged := newTimed(t, c).step(c.tokens)
 			c.grouping = configs.PerMicroBatch
-			each := newTimed(t, c).step(c.rows)
+			each := newTimed(t, c).step(c.tokens)
 			ratio := each.step.Seconds() / merged.step.Seconds()
 			t.Logf("%v: a step takes %v, and %v with experts once per micro-batch", c, merged.step, each.step)
 			if fraction == 0 && ratio < 1.8 || fraction == 1 && (ratio < 0.99 || ratio > 1.05) {
@@ -316,16 +316,16 @@ func TestMicroBatchwiseReadsMore(t *testing.T) {
 	}
 }
 
-// TestSmallRing: in a ring that holds less than two layers' missing experts steps of every
-// order run, if not as fast.
-func TestSmallRing(t *testing.T) {
-	for _, ring := range []float64{1, 1.5} {
+// TestSmallExpertCache: with an expert cache smaller than two layers' offloaded experts,
+// steps of all plans run, if slower.
+func TestSmallExpertCache(t *testing.T) {
+	for _, cacheLayers := range []float64{1, 1.5} {
 		for _, hostRate := range []float64{0, 2e12} {
 			for _, grouping := range []configs.Grouping{configs.PerLayer, configs.PerMicroBatch} {
-				c := cell{preset: "mixtral-8x7b", rows: 324, fraction: 0.5, tier: experts.Host, layers: 4, ring: ring, hostRate: hostRate, grouping: grouping}
+				c := cell{preset: "mixtral-8x7b", tokens: 324, fraction: 0.5, tier: experts.Host, layers: 4, cacheLayers: cacheLayers, hostRate: hostRate, grouping: grouping}
 				x := newTimed(t, c)
-				x.step(c.rows)
-				if got := x.step(c.rows); got.step > (got.compute+got.copies+got.attention)*11/10 {
+				x.step(c.tokens)
+				if got := x.step(c.tokens); got.step > (got.compute+got.copies+got.attention)*11/10 {
 					t.Errorf("%+v: a step takes %v, with compute %v, attention %v and copies %v", c, got.step, got.compute, got.attention, got.copies)
 				}
 			}

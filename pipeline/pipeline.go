@@ -11,8 +11,8 @@ import (
 	"github.com/moeserve/moeserve/kvcache"
 )
 
-// ErrStepFailed marks an error of Step after which the same step may be run
-// again: a copy failed, or a device other than the compute device was lost.
+// ErrStepFailed marks an error of Step after which the same step may be run retry: a copy
+// failed, or a device other than the compute GPU was lost.
 var ErrStepFailed = errors.New("step failed")
 
 // Sequence is one sequence's part of a step.
@@ -20,96 +20,94 @@ type Sequence struct {
 	// Tokens to compute, at positions Start, Start+1, …
 	Tokens []int32
 	Start  int
-	// Table holds the places of the sequence's keys and values, with room for
-	// Start + len(Tokens).
+	// Table holds the sequence's KV blocks, for at least Start + len(Tokens) tokens.
 	Table *kvcache.Table
-	// Long takes the long factors of longrope.
+	// Long selects the long factors of longrope.
 	Long bool
-	// LogitRows is how many of the last Tokens have their logits computed and a
-	// token drawn behind them: 0 for a chunk that does not end its prompt, 1 to go
-	// on generating, more where the logits are wanted.
+	// LogitRows is the number of last Tokens whose logits are computed, with a token sampled
+	// after each: 0 for a chunk that does not end its prompt, 1 for generation, more where
+	// more logits are wanted.
 	LogitRows int
-	// Draw says how tokens are drawn; its Position is left out, as Start says it. Its
-	// Adjust counts for the last logit row only: what it says of a token's
-	// occurrences holds behind the last token.
-	Draw Draw
+	// SamplingParams of the sampled tokens. Its Position is ignored, since Start implies it.
+	// Its Adjust applies to the last logit row only: its counts of a token's occurrences hold
+	// after the last token.
+	SamplingParams SamplingParams
 }
 
-// Draw says how a token is drawn, TokenAdjust how a token's logit is changed
-// before.
+// SamplingParams control how a token is sampled; TokenAdjust changes a token's logit before.
 type (
-	Draw        = forward.Draw
-	TokenAdjust = forward.TokenAdjust
+	SamplingParams = forward.Draw
+	TokenAdjust    = forward.TokenAdjust
 )
 
-// Step is a set of rows that runs as one.
+// Step is a batch of tokens that runs as one.
 type Step struct {
 	Sequences []Sequence
-	// Logits asks for the logits; the pipeline must have been made with HostLogits.
+	// Logits requests the logits; it needs Options.HostLogits.
 	Logits bool
-	// Wait are points behind which keys and values are where the step reads them: it
-	// touches none before. Each is reached in the end, whatever becomes of the step. A copy
-	// that did not get there must fail its fence, which fails the step, and every other that
-	// waits for the same point: before the step is run again, what failed has to be
-	// begun again, with another point.
+	// Wait are points that the step waits for before it reads or writes the KV cache, such as
+	// the ends of KV loads. Every point must be reached in the end, whatever happens to the
+	// step. A copy that fails must fail its fence; that fails the step and all others that
+	// wait for the same point. Before the step is run retry, the failed copy must be started
+	// retry, with another point.
 	Wait []device.Point
-	// Done are raised by the host once the step has ended well: what it wrote is there,
-	// and will not be written again by another try. A step that fails raises none.
+	// Done are signalled by the host once the step has succeeded: its writes to the KV cache
+	// are complete, and will not be repeated by a retry. A step that fails signals none.
 	Done []device.Point
 }
 
-// Result is what a step gives, in the order of its sequences and, within one,
-// of its logit rows. All of it is valid until the next step.
+// Result is the output of a step, in the order of its sequences and, within one, of its logit
+// rows. It is valid until the next step.
 type Result struct {
-	// Sampled tokens, one per logit row.
+	// Sampled are the sampled tokens, one per logit row.
 	Sampled []int32
-	// Logits, a row of the vocabulary's size per logit row, where asked for: the
-	// model's own, without penalties, biases and temperature.
+	// Logits are one row of vocabulary size per logit row, if requested: the model's logits,
+	// before penalties, biases and temperature.
 	Logits [][]float32
-	// LogProbs, one per logit row, where a Draw asks for them: the zero LogProb for
-	// rows whose Draw does not; nil where none does.
+	// LogProbs are one per logit row, nil if no sequence requests them. Rows whose
+	// SamplingParams do not request them have the zero LogProb.
 	LogProbs []LogProb
 }
 
-// LogProb is how likely tokens were behind one logit row, by the model's own
-// logits, without penalties, biases and temperature.
+// LogProb holds log-probabilities of one logit row, by the model's logits before penalties,
+// biases and temperature.
 type LogProb struct {
-	// Chosen is the log-probability of the token drawn.
-	Chosen float32
-	// TopIDs are the likeliest tokens, by falling probability, the lower id of equal
-	// ones first, and Top their log-probabilities: Limits.TopLogProbs of them.
+	// Sampled is the log-probability of the sampled token.
+	Sampled float32
+	// TopIDs are the Limits.TopLogProbs most probable tokens, by falling probability and then
+	// by rising id; Top are their log-probabilities.
 	TopIDs []int32
 	Top    []float32
 }
 
-// Pipeline carries steps out on one compute stream. One goroutine uses it, but for
-// Stalls and Graphs.
+// Pipeline runs steps on one compute stream. It must be used by one goroutine, except for
+// Stalls and Graphs, which any may call.
 type Pipeline struct {
 	o       Options
 	compute device.Stream
-	// done is recorded behind a step.
+	// done is recorded at the end of a step.
 	done device.Event
 
-	plans   *plans
-	batches *batcher
-	rows    *stepMetadata
-	results *results
-	choices *choices
-	// attention is nil where the device attends.
-	attention *hostAttention
-	enqueuer  enqueuer
-	graphs    graphs
-	meter     meter
-	pace      pace
-	tracer    *tracer
+	plans    *plans
+	batches  *batcher
+	metadata *stepMetadata
+	results  *results
+	routing  *routingReader
+	// attention is nil where the device computes attention.
+	attention    *hostAttention
+	enqueuer     enqueuer
+	graphs       graphs
+	meter        meter
+	launchPolicy launchPolicy
+	tracer       *tracer
 
-	// step is the store's part of the latest step, and loads what that waits for.
+	// step is the store's part of the latest step; kvLoads are the points that it waits for.
 	step    storeStep
-	loads   loads
+	kvLoads kvLoads
 	sources []source
 }
 
-// New takes its buffers and its streams.
+// New allocates the pipeline's buffers and makes its streams.
 func New(o Options) (_ *Pipeline, err error) {
 	o = o.EnsureDefaults()
 	if err := o.Validate(); err != nil {
@@ -135,9 +133,9 @@ func (p *Pipeline) open() (err error) {
 		p.tracer = &tracer{w: o.Trace, clock: o.Machine, stream: p.compute}
 	}
 	p.batches = newBatcher(o, func() forward.HostBatch { return forward.NewHostBatch(o.config(), o.GroupLimits(o.Limits)) })
-	if o.Graphs > 0 && o.HostAttention == nil && !p.plans.missing() { // a graph neither waits nor fetches
-		p.graphs.open(p.compute, o.Graphs)
-		p.batches.rounds = p.graphs.stream != nil
+	if o.Graphs > 0 && o.HostAttention == nil && !p.plans.anyOffloaded() { // a graph neither waits nor fetches
+		p.graphs.enable(p.compute, o.Graphs)
+		p.batches.roundContexts = p.graphs.stream != nil
 	}
 	executors := make([]executor, len(o.Executors))
 	for i, x := range o.Executors {
@@ -149,17 +147,17 @@ func (p *Pipeline) open() (err error) {
 			executors[i].layout = o.Experts.Layout()
 		}
 	}
-	if p.rows, err = newStepMetadata(o); err != nil {
+	if p.metadata, err = newStepMetadata(o); err != nil {
 		return err
 	}
 	if p.results, err = newResults(o, executors); err != nil {
 		return err
 	}
-	p.choices = &choices{results: p.results}
-	if p.choices.arrived, err = o.Machine.NewFence("router's answers"); err != nil {
+	p.routing = &routingReader{results: p.results}
+	if p.routing.copied, err = o.Machine.NewFence("routing on host"); err != nil {
 		return err
 	}
-	p.sources = append(p.sources, &p.loads)
+	p.sources = append(p.sources, &p.kvLoads)
 	if o.HostAttention != nil {
 		if p.attention, err = newHostAttention(o); err != nil {
 			return fmt.Errorf("attention on the host: %w", err)
@@ -170,46 +168,46 @@ func (p *Pipeline) open() (err error) {
 	if o.Experts != nil {
 		p.sources = append(p.sources, &p.step)
 	}
-	p.enqueuer = enqueuer{executors: executors, batches: p.batches, rows: p.rows, choices: p.choices, attention: p.attention, tracer: p.tracer}
+	p.enqueuer = enqueuer{executors: executors, batches: p.batches, metadata: p.metadata, routing: p.routing, attention: p.attention, tracer: p.tracer}
 	return nil
 }
 
-// Compute is the stream on which steps run; nothing else may be enqueued on it
-// while one does.
+// Compute returns the stream on which steps run. Nothing else may be enqueued on it during a
+// step.
 func (p *Pipeline) Compute() device.Stream { return p.compute }
 
-// Step runs s to its end. An error that wraps ErrStepFailed leaves everything as
-// it was before the step but for keys and values that the step computes again, and
-// for activation counts.
+// Step runs s to its end. An error that wraps ErrStepFailed leaves everything as it was
+// before the step, except for KV that the step computes retry, and for counts of routed
+// tokens.
 func (p *Pipeline) Step(ctx context.Context, s *Step) (Result, error) {
 	if s.Logits && !p.o.HostLogits {
-		return Result{}, errors.New("pipeline: logits asked of a pipeline made without HostLogits")
+		return Result{}, errors.New("pipeline: Step.Logits needs Options.HostLogits")
 	}
-	rows, err := p.batches.rowsOf(s)
+	tokens, err := p.batches.validate(s)
 	if err != nil {
 		return Result{}, err
 	}
-	plan := p.plans.of(rows)
-	if err := p.batches.cut(s, rows, &plan.shape); err != nil {
+	plan := p.plans.get(tokens)
+	if err := p.batches.split(s, tokens, &plan.shape); err != nil {
 		return Result{}, err
 	}
 	p.meter.begin()
 	p.tracer.begin(s, plan)
-	p.rows.used, p.loads = 0, s.Wait
-	if err = p.begin(ctx, rows); err == nil {
+	p.metadata.used, p.kvLoads = 0, s.Wait
+	if err = p.begin(ctx, tokens); err == nil {
 		err = p.enqueue(ctx, plan, s.Logits)
 	}
 	if err == nil {
 		err = p.end(ctx)
 	}
 	if err != nil {
-		return Result{}, p.drop(ctx, err)
+		return Result{}, p.recover(ctx, err)
 	}
-	return p.finish(s)
+	return p.complete(s)
 }
 
-// begin begins the store's part of a step of so many rows.
-func (p *Pipeline) begin(ctx context.Context, rows int) (err error) {
+// begin begins the store's part of a step.
+func (p *Pipeline) begin(ctx context.Context, tokens int) (err error) {
 	if p.o.Experts == nil {
 		return nil
 	}
@@ -218,23 +216,23 @@ func (p *Pipeline) begin(ctx context.Context, rows int) (err error) {
 		return err
 	}
 	p.step.Step = step
-	p.pace.begin(p.o.Machine.Now(), rows, p.o.Experts.LinkTime())
+	p.launchPolicy.begin(p.o.Machine.Now(), tokens, p.o.Experts.LinkTime())
 	return nil
 }
 
-// enqueue enqueues a step, and marks its end.
+// enqueue enqueues a step, and records its end.
 func (p *Pipeline) enqueue(ctx context.Context, plan *plan, withLogits bool) error {
-	f := frame{step: p.step.Step, shape: &plan.shape, together: p.pace.together, meter: &p.meter}
+	f := stepState{step: p.step.Step, shape: &plan.shape, singleLaunch: p.launchPolicy.singleLaunch, meter: &p.meter}
 	if err := p.enqueuer.run(ctx, plan.uploads, &f); err != nil {
 		return err
 	}
-	if len(p.loads) > 0 {
-		p.tracer.wait(KVLoad, p.loads...)
+	if len(p.kvLoads) > 0 {
+		p.tracer.wait(KVLoad, p.kvLoads...)
 	}
-	if err := hold(p.compute, KVLoad, p.loads, &p.meter); err != nil {
-		return fmt.Errorf("pipeline: wait for keys and values: %w", err)
+	if err := awaitPoints(p.compute, KVLoad, p.kvLoads, &p.meter); err != nil {
+		return fmt.Errorf("pipeline: wait for KV blocks: %w", err)
 	}
-	graph, again := p.graphs.find(p.batches)
+	graph, capture := p.graphs.find(p.batches)
 	if graph != nil {
 		if err := p.launch(ctx, graph); err != nil {
 			return err
@@ -243,22 +241,22 @@ func (p *Pipeline) enqueue(ctx context.Context, plan *plan, withLogits bool) err
 		return err
 	}
 	p.tracer.results()
-	if err := p.results.bring(p.batches, withLogits); err != nil {
+	if err := p.results.enqueueCopies(p.batches, withLogits); err != nil {
 		return err
 	}
 	if err := p.compute.Record(p.done); err != nil {
 		return err
 	}
-	if again {
+	if capture {
 		p.graphs.capture(func() error {
-			// Step.UseAllLayers does the store's part for each launch.
-			return p.enqueuer.run(ctx, plan.rest, &frame{step: p.step.ForCapture(), shape: &plan.shape})
+			// Step.UseAllLayers does the store's part at each launch.
+			return p.enqueuer.run(ctx, plan.rest, &stepState{step: p.step.ForCapture(), shape: &plan.shape})
 		})
 	}
 	return nil
 }
 
-// launch enqueues a whole step behind its uploads.
+// launch enqueues a captured step behind its uploads.
 func (p *Pipeline) launch(ctx context.Context, graph device.Graph) error {
 	if p.o.Experts != nil {
 		if err := p.step.UseAllLayers(ctx); err != nil {
@@ -268,7 +266,7 @@ func (p *Pipeline) launch(ctx context.Context, graph device.Graph) error {
 	return p.graphs.launch(graph)
 }
 
-// end waits for the step's end, and asks whether to believe it.
+// end waits for the step's end, and checks all sources for errors.
 func (p *Pipeline) end(ctx context.Context) error {
 	if err := p.done.Synchronize(ctx); err != nil {
 		return err
@@ -281,30 +279,30 @@ func (p *Pipeline) end(ctx context.Context) error {
 	return nil
 }
 
-// finish says that the step has ended well, and reads what it gave.
-func (p *Pipeline) finish(s *Step) (Result, error) {
+// complete signals the end of a successful step, and reads its results.
+func (p *Pipeline) complete(s *Step) (Result, error) {
 	for _, d := range s.Done {
 		if err := d.Fence.Raise(d.Value); err != nil {
-			return Result{}, fmt.Errorf("pipeline: raise the end of a step: %w", err)
+			return Result{}, fmt.Errorf("pipeline: signal the end of a step: %w", err)
 		}
 	}
 	stalls, err := p.meter.end()
 	if err != nil {
 		return Result{}, err
 	}
-	p.pace.end(p.o.Machine.Now(), stalls[ExpertCopy])
+	p.launchPolicy.end(p.o.Machine.Now(), stalls[ExpertCopy])
 	if p.o.Experts != nil {
-		p.o.Experts.AddRoutedTokens(p.results.activations())
+		p.o.Experts.AddRoutedTokens(p.results.routedTokens())
 	}
 	return p.results.read(p.batches, s.Logits), nil
 }
 
-// drop clears what a failed step has left. It goes on where ctx is done already,
-// since nothing may be left running on memory that will be used again. A lost device
-// whose memory only held copies fails the step like a copy; without the compute device
-// there is no other.
-func (p *Pipeline) drop(ctx context.Context, cause error) error {
-	p.pace.fail()
+// recover cleans up after a failed step. It does so even if ctx is done, since no operation
+// may still run on memory that will be used retry. The loss of a device whose memory only
+// holds copies fails the step as a failed copy does; the loss of the compute GPU is
+// permanent.
+func (p *Pipeline) recover(ctx context.Context, cause error) error {
+	p.launchPolicy.fail()
 	ctx = context.WithoutCancel(ctx)
 	errs := []error{cause, p.compute.Recover(ctx)}
 	for _, s := range p.sources {
@@ -313,22 +311,22 @@ func (p *Pipeline) drop(ctx context.Context, cause error) error {
 	if errors.Is(cause, context.Canceled) || errors.Is(cause, context.DeadlineExceeded) {
 		return cause
 	}
-	again := false
+	retry := false
 	for _, err := range errs {
 		switch lost := device.LostSpaces(err); {
 		case slices.Contains(lost, p.o.space()), len(lost) == 0 && errors.Is(err, device.ErrLost):
 			return fmt.Errorf("pipeline: %w", err)
 		case len(lost) > 0, errors.Is(err, device.ErrCopyFailed):
-			again = true
+			retry = true
 		}
 	}
-	if again {
+	if retry {
 		return fmt.Errorf("%w: %w", ErrStepFailed, cause)
 	}
 	return cause
 }
 
-// Close releases stream and buffers. No step may be running.
+// Close releases streams, graphs and buffers. No step may be running.
 func (p *Pipeline) Close() error {
 	errs := []error{p.graphs.close()}
 	if p.attention != nil {
@@ -337,15 +335,15 @@ func (p *Pipeline) Close() error {
 	if p.compute != nil {
 		errs = append(errs, p.compute.Close())
 	}
-	errs = append(errs, p.meter.release())
+	errs = append(errs, p.meter.close())
 	if p.done != nil {
 		errs = append(errs, p.done.Close())
 	}
-	if p.choices != nil {
-		errs = append(errs, p.choices.close())
+	if p.routing != nil {
+		errs = append(errs, p.routing.close())
 	}
-	if p.rows != nil {
-		errs = append(errs, p.rows.close())
+	if p.metadata != nil {
+		errs = append(errs, p.metadata.close())
 	}
 	if p.results != nil {
 		errs = append(errs, p.results.close())

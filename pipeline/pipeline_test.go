@@ -36,7 +36,7 @@ func check(t testing.TB, err error) {
 	}
 }
 
-// reserve takes KV blocks for so many tokens.
+// reserve reserves KV blocks for a number of tokens.
 func reserve(t testing.TB, table *kvcache.Table, tokens int) {
 	t.Helper()
 	if !table.Reserve(tokens) {
@@ -51,7 +51,7 @@ type rig struct {
 	store *experts.Store
 	kv    *kvcache.Manager
 	p     *Pipeline
-	// capturing is the pipeline's machine where steps may be graphs.
+	// capturing is the pipeline's machine if Options.Graphs is set.
 	capturing *capturing
 
 	// before, if set, is called before each step of run, with its number.
@@ -60,11 +60,11 @@ type rig struct {
 
 const space = device.Space(1) // gpu0
 
-// host attends on the host. It has no threads of its own.
+// host is the backend of attention on the host, without threads of its own.
 var host = cpu.New(cpu.Options{Threads: 1})
 
-// newRig offloads a fraction of the experts, and copies them to the peers, if there are
-// any. Of o it takes what says how steps run.
+// newRig offloads a fraction of the experts, and promotes the offloaded ones to peers, if
+// any. Of o it uses the fields that select how steps run.
 func newRig(t *testing.T, fixture string, fraction float64, mo emulated.Options, o Options, peers ...device.Space) *rig {
 	t.Helper()
 	m, err := emulated.New(mo)
@@ -182,7 +182,7 @@ func newRig(t *testing.T, fixture string, fraction float64, mo emulated.Options,
 	return r
 }
 
-// sink loads weights, one piece at a time.
+// sink loads weights, one extent at a time.
 type sink struct {
 	*experts.Store
 	m      device.Machine
@@ -212,7 +212,7 @@ func (s *sink) put(dst device.Range, data []byte) error {
 	return x.Free()
 }
 
-// history is what the steps of a test gave.
+// history is the output of a test's steps.
 type history struct {
 	tokens []int32
 	logits []float32
@@ -235,9 +235,9 @@ func (h history) differs(from history) string {
 	return ""
 }
 
-// run decodes some sequences: prompts of 1, 6 and 15 tokens in steps of one, two and
-// three sequences, then some steps of all, then of one. A step that failed is run
-// again, up to some times.
+// run generates tokens for three sequences: prompts of 1, 6 and 15 tokens in steps of one,
+// two and three sequences, then two decode steps of all, then two of one. A step that failed
+// is retried.
 func (r *rig) run() history {
 	r.Helper()
 	c := r.p.o.config()
@@ -264,7 +264,7 @@ func (r *rig) run() history {
 		}
 	}
 	for i, n := range []int{1, 6, 15} {
-		q := Sequence{LogitRows: 1, Table: r.kv.NewTable(), Draw: Draw{Seed: uint64(i), Temperature: float32(i)}}
+		q := Sequence{LogitRows: 1, Table: r.kv.NewTable(), SamplingParams: SamplingParams{Seed: uint64(i), Temperature: float32(i)}}
 		reserve(r, q.Table, 64)
 		for j := range n {
 			q.Tokens = append(q.Tokens, int32((7*i+13*j+j*j)%c.Vocab))
@@ -284,7 +284,7 @@ func (r *rig) run() history {
 	return h
 }
 
-// machines are the ways a machine may go about its work.
+// machines returns options for machines that schedule their work in different ways.
 func machines(t *testing.T) []emulated.Options {
 	all := []emulated.Options{
 		{Virtual: true, Check: true},
@@ -302,10 +302,10 @@ func machines(t *testing.T) []emulated.Options {
 
 var sameOn = []string{"mixtral", "phimoe", "qwen2_moe_sparse_step"}
 
-// TestSameInBothModes: a step gives the same bits whether a layer's missing experts are
-// all fetched or only the chosen ones, wherever experts lie and however the machine
-// goes about it.
-func TestSameInBothModes(t *testing.T) {
+// TestOnDemandSameResults: a step gives the same bits whether all of a layer's missing
+// experts are fetched or only the routed ones, wherever experts are and however the machine
+// schedules its work.
+func TestOnDemandSameResults(t *testing.T) {
 	for _, name := range sameOn {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
@@ -315,7 +315,7 @@ func TestSameInBothModes(t *testing.T) {
 					o := Options{SmallBatchTokens: []int{64, 0, -1}[(i/2+j)%3], MicroBatchTokens: []int{0, 2, 7}[i%3]}
 					r := newRig(t, name, fraction, mo, o)
 					if d := r.run().differs(want); d != "" {
-						t.Errorf("fraction %v, %+v, at most %d rows: %s", fraction, mo, o.SmallBatchTokens, d)
+						t.Errorf("fraction %v, %+v, SmallBatchTokens %d: %s", fraction, mo, o.SmallBatchTokens, d)
 					}
 				}
 			}
@@ -323,10 +323,10 @@ func TestSameInBothModes(t *testing.T) {
 	}
 }
 
-// TestSameInEveryOrder: a step gives the same bits whoever attends, over whichever rows
-// experts run, and however a step is cut, wherever experts lie and however the machine
-// goes about it.
-func TestSameInEveryOrder(t *testing.T) {
+// TestPlansSameResults: a step gives the same bits with attention on the device or on the
+// host, with experts run per layer or per micro-batch, however a step is split, wherever
+// experts are and however the machine schedules its work.
+func TestPlansSameResults(t *testing.T) {
 	for _, name := range []string{"mixtral", "mixtral_window", "phimoe", "qwen2_moe_sparse_step"} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
@@ -340,7 +340,7 @@ func TestSameInEveryOrder(t *testing.T) {
 						i++
 						r := newRig(t, name, fraction, mo, o)
 						if d := r.run().differs(want); d != "" {
-							t.Errorf("attention on the host: %v, experts by %v, %+v, fraction %v, %+v: %s", attention != nil, grouping, o, fraction, mo, d)
+							t.Errorf("host attention: %v, experts %v, %+v, fraction %v, %+v: %s", attention != nil, grouping, o, fraction, mo, d)
 						}
 					}
 				}
@@ -349,26 +349,26 @@ func TestSameInEveryOrder(t *testing.T) {
 	}
 }
 
-// TestChosenOnlyFetchesLess compares the modes on the same steps.
-func TestChosenOnlyFetchesLess(t *testing.T) {
-	fetched := func(rows int) int64 {
-		r := newRig(t, "mixtral", 1, emulated.Options{Virtual: true, Check: true}, Options{SmallBatchTokens: rows})
+// TestOnDemandFetchesLess compares the fetched bytes of the plans on the same steps.
+func TestOnDemandFetchesLess(t *testing.T) {
+	fetched := func(smallBatch int) int64 {
+		r := newRig(t, "mixtral", 1, emulated.Options{Virtual: true, Check: true}, Options{SmallBatchTokens: smallBatch})
 		r.run()
 		s := r.store.Stats()
 		return s.Fetched[experts.Host]
 	}
-	all, rule, always := fetched(-1), fetched(0), fetched(64)
-	t.Logf("bytes fetched layer by layer: %d, by the rule %d, chosen only in all steps %d", all, rule, always)
-	if rule > all*2/3 {
-		t.Errorf("%d bytes were fetched, %d layer by layer", rule, all)
+	all, byDefault, always := fetched(-1), fetched(0), fetched(64)
+	t.Logf("bytes fetched layerwise: %d, by default %d, on demand in all steps %d", all, byDefault, always)
+	if byDefault > all*2/3 {
+		t.Errorf("%d bytes were fetched, %d layerwise", byDefault, all)
 	}
 }
 
-// TestWorkWhileTheHostIsAsked: copies of chosen experts run under the shared expert and
-// the local ones, and a guess has copies run under the next layer's attention.
-func TestWorkWhileTheHostIsAsked(t *testing.T) {
+// TestOnDemandOverlap: fetches of routed experts overlap the shared expert and the resident
+// ones, and prefetches of predicted experts overlap the next layer's attention.
+func TestOnDemandOverlap(t *testing.T) {
 	for _, name := range []string{"mixtral", "qwen2_moe"} {
-		// step is the time of one of the steps behind a prompt, each of one row.
+		// step returns the mean duration of a decode step of one token.
 		step := func(gpu emulated.GPU, link emulated.Link) time.Duration {
 			r := newRig(t, name, 0.5, emulated.Options{Virtual: true, GPUs: []emulated.GPU{gpu}, HostLink: link}, Options{})
 			table := r.kv.NewTable()
@@ -386,32 +386,31 @@ func TestWorkWhileTheHostIsAsked(t *testing.T) {
 		}
 		gpu, link := emulated.GPU{BytesPerSecond: 400e6}, emulated.Link{BytesPerSecond: 100e6}
 		compute, copies, both := step(gpu, emulated.Link{}), step(emulated.GPU{}, link), step(gpu, link)
-		t.Logf("%s: a step computes for %v, copies for %v, and together takes %v", name, compute, copies, both)
+		t.Logf("%s: a step takes %v with compute alone, %v with copies alone, and %v with both", name, compute, copies, both)
 		if hidden := compute + copies - both; hidden < copies/2 || both < compute {
-			t.Errorf("%s: of %v of copies %v lie under the compute of %v", name, copies, hidden, compute)
+			t.Errorf("%s: of %v of copies, %v overlap the compute of %v", name, copies, hidden, compute)
 		}
 	}
 }
 
-// TestModeOfAStep: which plan a step has.
-func TestModeOfAStep(t *testing.T) {
+// TestPlanOfStep: which steps use the plan OnDemand.
+func TestPlanOfStep(t *testing.T) {
 	for _, c := range []struct {
 		fraction  float64
-		set, most int // Options.SmallBatchTokens, and the most rows it comes to
+		set, want int // Options.SmallBatchTokens, and the maximum tokens of a step on demand
 	}{{0.5, 0, 4}, {0.5, -1, 0}, {0.5, 7, 7}, {0, 0, 0}, {0, 64, 0}} {
 		r := newRig(t, "mixtral", c.fraction, emulated.Options{Virtual: true}, Options{SmallBatchTokens: c.set})
-		for _, rows := range []int{1, 4, 5, 7, 8, 64} {
-			asks := slices.ContainsFunc(r.p.plans.of(rows).rest, func(a Action) bool { return a.Kind == RouterToHost })
-			if want := rows <= c.most; asks != want {
-				t.Errorf("fraction %v, SmallBatchRows %d: a step of %d rows asks the router: %v, want %v", c.fraction, c.set, rows, asks, want)
+		for _, tokens := range []int{1, 4, 5, 7, 8, 64} {
+			onDemand := slices.ContainsFunc(r.p.plans.get(tokens).rest, func(a Action) bool { return a.Kind == RouterToHost })
+			if want := tokens <= c.want; onDemand != want {
+				t.Errorf("fraction %v, SmallBatchTokens %d: a step of %d tokens runs on demand: %v, want %v", c.fraction, c.set, tokens, onDemand, want)
 			}
 		}
 	}
 }
 
-// TestModeWithoutData: a machine that keeps no data answers nothing, so steps do not
-// ask it, and run.
-func TestModeWithoutData(t *testing.T) {
+// TestPlanWithoutData: on a machine that keeps no data steps run, and never use OnDemand.
+func TestPlanWithoutData(t *testing.T) {
 	r := newRig(t, "mixtral", 0.5, emulated.Options{Virtual: true, NoData: true}, Options{SmallBatchTokens: 64})
 	table := r.kv.NewTable()
 	reserve(t, table, 8)
@@ -419,22 +418,22 @@ func TestModeWithoutData(t *testing.T) {
 		t.Error(err)
 	}
 	if s := r.store.Stats(); s.Misses == 0 || s.Misses != s.Uses[experts.Host] || r.p.plans.onDemand != 0 {
-		t.Errorf("%+v, up to %d rows", s, r.p.plans.onDemand)
+		t.Errorf("%+v, on demand up to %d tokens", s, r.p.plans.onDemand)
 	}
 	table.Release(false)
 }
 
-// fetch matches copies of experts, own those that the compute stream makes by itself.
+// fetch matches fetches of experts, own the copies on the compute stream.
 func fetch(p emulated.Point) bool { return p.To == space && strings.HasPrefix(p.Stream, "copy ") }
 func own(p emulated.Point) bool   { return p.Stream == "compute" }
 
-// hosts matches copies to and from the host's attention.
-func hosts(p emulated.Point) bool {
+// hostCopies matches copies to and from attention on the host.
+func hostCopies(p emulated.Point) bool {
 	return p.Stream == "q, k, v to host" || p.Stream == "attention from host"
 }
 
-// orders are ways to run steps, beside the default one.
-var orders = []Options{
+// variants are ways to run steps, besides the default.
+var variants = []Options{
 	{SmallBatchTokens: 64},
 	{HostAttention: host, SmallBatchTokens: -1},
 	{HostAttention: host, Grouping: configs.PerMicroBatch, MicroBatches: 3, SmallBatchTokens: -1},
@@ -442,8 +441,8 @@ var orders = []Options{
 	{Grouping: configs.PerMicroBatch, MicroBatches: 2, SmallBatchTokens: -1},
 }
 
-// TestSameDespiteFaults breaks and stalls copies, in steps of every order.
-func TestSameDespiteFaults(t *testing.T) {
+// TestFaultsSameResults fails and stalls copies, in steps of all plans.
+func TestFaultsSameResults(t *testing.T) {
 	want := newRig(t, "mixtral", 0, emulated.Options{Virtual: true}, Options{SmallBatchTokens: -1}).run()
 	for i, f := range []emulated.Fault{
 		{Kind: emulated.FailCopy, Match: fetch, Skip: 3, Times: 2},
@@ -451,17 +450,17 @@ func TestSameDespiteFaults(t *testing.T) {
 		{Kind: emulated.FailCopy, Match: own, Skip: 5, Times: 3},
 		{Kind: emulated.FailCopy, Match: own, Times: -1, Chance: 0.05},
 		{Kind: emulated.StallCopy, Match: fetch, Times: -1, Chance: 0.2, For: time.Millisecond},
-		{Kind: emulated.FailCopy, Match: hosts, Skip: 7, Times: 3},
-		{Kind: emulated.FailCopy, Match: hosts, Times: -1, Chance: 0.1},
-		{Kind: emulated.StallCopy, Match: hosts, Times: -1, Chance: 0.2, For: time.Millisecond},
+		{Kind: emulated.FailCopy, Match: hostCopies, Skip: 7, Times: 3},
+		{Kind: emulated.FailCopy, Match: hostCopies, Times: -1, Chance: 0.1},
+		{Kind: emulated.StallCopy, Match: hostCopies, Times: -1, Chance: 0.2, For: time.Millisecond},
 	} {
 		for k, mo := range machines(t) {
 			if k%2 != i%2 {
 				continue
 			}
-			o := orders[(i+k/2)%len(orders)]
+			o := variants[(i+k/2)%len(variants)]
 			if i >= 5 {
-				o = orders[1+(i+k/2)%3]
+				o = variants[1+(i+k/2)%3]
 			}
 			r := newRig(t, "mixtral", 0.75, mo, o)
 			fault := f
@@ -470,21 +469,21 @@ func TestSameDespiteFaults(t *testing.T) {
 				t.Errorf("%+v, %+v, %+v: %s", f, mo, o, d)
 			}
 			if fault.Hits() == 0 {
-				t.Errorf("%+v, %+v, %+v: nothing was hit", f, mo, o)
+				t.Errorf("%+v, %+v, %+v: no fault was injected", f, mo, o)
 			}
 			fault.Release()
 		}
 	}
 }
 
-// TestCanceled cancels steps while the host waits for the router; the same requests
-// then give the same.
+// TestCanceled cancels a step while the host waits for the router; later steps give the same
+// results.
 func TestCanceled(t *testing.T) {
 	want := newRig(t, "mixtral", 0, emulated.Options{Virtual: true}, Options{SmallBatchTokens: -1}).run()
 	r := newRig(t, "mixtral", 0.75, emulated.Options{Check: true}, Options{SmallBatchTokens: 64})
 	table := r.kv.NewTable()
 	reserve(t, table, 8)
-	// The first of the step's own copies waits until the cancellation was noticed.
+	// The first copy on the compute stream waits until the cancellation was seen.
 	fault := r.m.Inject(&emulated.Fault{Kind: emulated.StallCopy, Match: own})
 	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Millisecond)
 	defer cancel()
@@ -498,7 +497,7 @@ func TestCanceled(t *testing.T) {
 	}
 }
 
-// noticed is a context that does something once its end is found out, maybe under a lock.
+// noticed is a context that calls do once its end is seen, maybe under a lock.
 type noticed struct {
 	context.Context
 	do func()
@@ -512,13 +511,13 @@ func (n *noticed) Err() error {
 	return err
 }
 
-// TestSameFromPeers: the same bits where experts come from peers, and where a peer is
-// lost on the way, which fails a step and no request.
-func TestSameFromPeers(t *testing.T) {
+// TestPeersSameResults: a step gives the same bits if experts are fetched from peers. The
+// loss of a peer fails a step, and the retry succeeds.
+func TestPeersSameResults(t *testing.T) {
 	want := newRig(t, "mixtral", 0, emulated.Options{Virtual: true}, Options{SmallBatchTokens: -1}).run()
 	for i, mo := range machines(t) {
 		for lose := range 3 { // 0: no peer, 1: one of two, 2: both
-			o := orders[(i+lose)%len(orders)]
+			o := variants[(i+lose)%len(variants)]
 			r := newRig(t, "mixtral", 0.75, mo, o, device.HBM(1), device.HBM(2))
 			r.before = func(step int) {
 				if step < 2 || step >= 2+lose {
@@ -530,17 +529,17 @@ func TestSameFromPeers(t *testing.T) {
 				check(t, r.m.Lose(step-1))
 			}
 			if d := r.run().differs(want); d != "" {
-				t.Errorf("at most %d rows, %d peers lost, %+v: %s", o.SmallBatchTokens, lose, mo, d)
+				t.Errorf("SmallBatchTokens %d, %d peers lost, %+v: %s", o.SmallBatchTokens, lose, mo, d)
 			}
 			if s := r.store.Stats(); (s.Failed > 0) != (lose > 0) {
-				t.Errorf("at most %d rows, %d peers lost, %+v: %+v", o.SmallBatchTokens, lose, mo, s)
+				t.Errorf("SmallBatchTokens %d, %d peers lost, %+v: %+v", o.SmallBatchTokens, lose, mo, s)
 			}
 		}
 	}
 }
 
-// TestLostDevice: a step behind a failure on the compute stream may run again where a
-// peer was lost, and not where the compute device was.
+// TestLostDevice: a step that fails on the compute stream may be retried after the loss of a
+// peer, but not after that of the compute GPU.
 func TestLostDevice(t *testing.T) {
 	r := newRig(t, "mixtral", 0.5, emulated.Options{Virtual: true}, Options{})
 	table := r.kv.NewTable()
@@ -565,14 +564,14 @@ func TestLostDevice(t *testing.T) {
 	table.Release(false)
 }
 
-// TestActivations: after every step the store knows what the device has counted.
-func TestActivations(t *testing.T) {
-	for _, rows := range []int{-1, 64} {
-		r := newRig(t, "qwen2_moe_sparse_step", 0.5, emulated.Options{Virtual: true, Check: true}, Options{SmallBatchTokens: rows})
+// TestRoutedTokens: after every step the store has the device's counts of routed tokens.
+func TestRoutedTokens(t *testing.T) {
+	for _, smallBatch := range []int{-1, 64} {
+		r := newRig(t, "qwen2_moe_sparse_step", 0.5, emulated.Options{Virtual: true, Check: true}, Options{SmallBatchTokens: smallBatch})
 		c := r.p.o.config()
 		table := r.kv.NewTable()
 		reserve(t, table, 64)
-		// One of the steps draws nothing.
+		// One of the steps samples no token.
 		for i, n := range []int{1, 0, 1} {
 			q := Sequence{Tokens: make([]int32, 3), Start: 3 * i, Table: table, LogitRows: n}
 			_, err := r.p.Step(t.Context(), &Step{Sequences: []Sequence{q}})
@@ -586,7 +585,7 @@ func TestActivations(t *testing.T) {
 					sum += x
 				}
 				if !slices.Equal(got[position], counts[layer]) || sum != int64(3*(i+1)*c.TopK) {
-					t.Errorf("step %d, layer %d: the store knows %v, the device has counted %v", i, layer, got[position], counts[layer])
+					t.Errorf("step %d, layer %d: the store has %v, the device has counted %v", i, layer, got[position], counts[layer])
 				}
 			}
 		}

@@ -2,114 +2,114 @@ package pipeline
 
 import "fmt"
 
-// Kind is what one action of a plan does.
+// Kind is the kind of an action.
 type Kind uint8
 
-// The actions, in the order in which a token meets them.
+// The kinds, in the order in which they occur in a step.
 const (
-	// Upload sends a micro-batch's row data to the device.
+	// Upload copies a micro-batch's metadata to the device.
 	Upload Kind = iota
-	// Embed looks up a micro-batch's tokens.
+	// Embed looks up the embeddings of a micro-batch's tokens.
 	Embed
-	// Resolve finds out where a layer's experts are, has all fetched that are missing,
-	// and sends their addresses to the device.
+	// Resolve finds a layer's experts, submits the fetches of all that are missing, and
+	// uploads the table of their addresses.
 	Resolve
-	// Open does the same for a layer of which only chosen experts are fetched: none so
-	// far.
-	Open
-	// Prefetch submits the copies of a layer's missing experts.
+	// ResolveOnDemand is Resolve for a layer of which only routed experts are fetched; it
+	// submits no fetches.
+	ResolveOnDemand
+	// Prefetch submits the fetches of a layer's missing experts.
 	Prefetch
-	// PagePrefetch submits a micro-batch's share of these copies: as many pages as there are
-	// micro-batches make up what the layer misses.
+	// PagePrefetch submits a micro-batch's share of these fetches, one page: a layer's
+	// missing experts are divided into as many pages as there are micro-batches.
 	PagePrefetch
-	// Attend runs a micro-batch's attention block: norm (unless the experts of the layer
-	// before have ended with it), q, k, v, RoPE, KV append, attention.
-	Attend
-	// Project runs a micro-batch's attention block as far as q, k and v, and sends these
-	// to the host, which appends to the cache and attends, and whose result comes back:
-	// nothing waits for it yet.
-	Project
-	// AwaitAttention waits for what Project has the host do.
+	// Attention runs a micro-batch's attention block on the device: norm (unless the previous
+	// layer's experts included it), q, k, v, RoPE, KV append, attention.
+	Attention
+	// ProjectQKV runs a micro-batch's attention block up to q, k and v, and enqueues the rest
+	// on the host: copy to pinned memory, KV append, attention, copy of the output to the
+	// device. Nothing waits for the output yet.
+	ProjectQKV
+	// AwaitAttention waits for the output of attention on the host.
 	AwaitAttention
-	// Route runs what follows attention: output projection, norm, and for an MoE
-	// layer the router.
+	// Route runs what follows attention: output projection, norm, and, in an MoE layer, the
+	// router.
 	Route
-	// RouterToHost sends what a layer's router chose to the host.
+	// RouterToHost copies the expert ids that a layer's router selected to the host.
 	RouterToHost
-	// PredictNext runs a later layer's router on today's hidden state, and sends what it
-	// chose to the host.
+	// PredictNext runs a later layer's router on the current hidden state, and copies the
+	// expert ids that it selects to the host.
 	PredictNext
-	// Shared runs a layer's shared expert on a group, which needs no fetched weights.
-	Shared
-	// Experts sorts a group's rows by expert and runs a layer's routed experts, wave
-	// after wave, each wave behind its own copies, or all at once behind all copies, then
-	// combines them and norms the result for the next layer.
-	Experts
-	// RunResident groups rows by expert and runs those of a layer's routed experts that are
-	// local.
+	// SharedExpert runs a layer's shared expert on a group. Its weights are always resident.
+	SharedExpert
+	// RoutedExperts sorts a group's tokens by expert and runs a layer's routed experts, wave
+	// by wave, each behind its own copies, or all in one launch behind all copies. Then it
+	// combines the outputs and applies the next layer's norm.
+	RoutedExperts
+	// RunResident groups tokens by expert and runs the layer's resident routed experts.
 	RunResident
-	// FetchChosen waits on the host for what Ask sends, and submits the copies of the
-	// chosen experts that are missing.
+	// FetchChosen waits on the host for the ids of RouterToHost, and submits the fetches of
+	// the routed experts that are missing.
 	FetchChosen
-	// RunFetched runs a layer's chosen experts that are not local, wave after wave, each
-	// wave behind its own copies, then combines all and norms the result for the next layer.
+	// RunFetched runs the layer's other routed experts, wave by wave, each behind its own
+	// copies. Then it combines the outputs of all and applies the next layer's norm.
 	RunFetched
-	// Close ends the use of a layer's experts: their slots may be overwritten.
-	Close
-	// PrefetchPredicted waits on the host for what Guess sends, and submits the copies of the
-	// experts of that layer that are missing.
+	// Release ends the use of a layer's experts: their expert cache slots may be overwritten.
+	Release
+	// PrefetchPredicted waits on the host for the ids of PredictNext, and submits the fetches
+	// of those experts that are missing.
 	PrefetchPredicted
 	// MLP runs the feed-forward block of a dense layer on a group.
 	MLP
-	// FeedForward runs a micro-batch's whole feed-forward block, whatever the layer has:
-	// what Shared and Experts, or MLP, do for a group.
+	// FeedForward runs a micro-batch's feed-forward block: as SharedExpert and RoutedExperts,
+	// or MLP, do for a group.
 	FeedForward
-	// Head computes logits and samples.
+	// Head computes logits and samples tokens.
 	Head
 )
 
 var kindNames = [...]string{
-	"upload", "embed", "resolve", "open", "prefetch", "page-prefetch", "attend", "project", "await-attention", "route", "router-to-host", "predict-next",
-	"shared", "experts", "run-resident", "fetch-chosen", "run-fetched", "close", "prefetch-predicted", "mlp", "feed-forward", "head",
+	"upload", "embed", "resolve", "resolve-on-demand", "prefetch", "page-prefetch", "attention", "project-qkv", "await-attention", "route", "router-to-host", "predict-next",
+	"shared-expert", "routed-experts", "run-resident", "fetch-chosen", "run-fetched", "release", "prefetch-predicted", "mlp", "feed-forward", "head",
 }
 
 func (k Kind) String() string { return kindNames[k] }
 
-// computes says whether an action gives the compute stream something to compute.
-func (k Kind) computes() bool {
+// launchesKernels reports whether an action enqueues kernels on the compute stream.
+func (k Kind) launchesKernels() bool {
 	switch k {
-	case Embed, Attend, Project, Route, PredictNext, Shared, Experts, RunResident, RunFetched, MLP, FeedForward, Head:
+	case Embed, Attention, ProjectQKV, Route, PredictNext, SharedExpert, RoutedExperts, RunResident, RunFetched, MLP, FeedForward, Head:
 		return true
 	}
 	return false
 }
 
-// endsLayer says whether nothing of a layer follows for the rows that an action is for.
+// endsLayer reports whether an action is the last of a layer for its tokens.
 func (k Kind) endsLayer() bool {
 	switch k {
-	case Experts, RunFetched, MLP, FeedForward:
+	case RoutedExperts, RunFetched, MLP, FeedForward:
 		return true
 	}
 	return false
 }
 
-// perMicroBatch says whether an action is for a micro-batch, and not for a group or for all.
+// perMicroBatch reports whether an action is for one micro-batch, rather than for a group or
+// the whole step.
 func (k Kind) perMicroBatch() bool {
 	switch k {
-	case Upload, Embed, PagePrefetch, Attend, Project, AwaitAttention, Route, FeedForward, Head:
+	case Upload, Embed, PagePrefetch, Attention, ProjectQKV, AwaitAttention, Route, FeedForward, Head:
 		return true
 	}
 	return false
 }
 
-// Action is one entry of a step plan. Layer, MicroBatch, Group and Pages count only where
-// the kind has them.
+// Action is one entry of a plan. The fields Layer, MicroBatch, Group and Pages are used by
+// kinds that need them.
 type Action struct {
 	Kind       Kind
 	Layer      int
 	MicroBatch int
 	Group      int
-	// Pages that a layer's copies are in, of which the micro-batch's is one.
+	// Pages is the number of pages of a PagePrefetch.
 	Pages int
 }
 
@@ -117,9 +117,9 @@ func (a Action) String() string {
 	switch a.Kind {
 	case Upload, Embed, Head:
 		return fmt.Sprintf("%s mb=%d", a.Kind, a.MicroBatch)
-	case PagePrefetch, Attend, Project, AwaitAttention, Route, FeedForward:
+	case PagePrefetch, Attention, ProjectQKV, AwaitAttention, Route, FeedForward:
 		return fmt.Sprintf("%s layer=%d mb=%d", a.Kind, a.Layer, a.MicroBatch)
-	case Shared, Experts, MLP:
+	case SharedExpert, RoutedExperts, MLP:
 		if a.Group > 0 {
 			return fmt.Sprintf("%s layer=%d group=%d", a.Kind, a.Layer, a.Group)
 		}
@@ -127,65 +127,66 @@ func (a Action) String() string {
 	return fmt.Sprintf("%s layer=%d", a.Kind, a.Layer)
 }
 
-// Shape is what a plan depends on.
+// Shape is the input of a plan.
 type Shape struct {
-	// MoE says of each layer whether it has experts.
+	// MoE: whether each layer has routed experts.
 	MoE []bool
-	// Missing says of each layer whether it has experts that are not local. Only
-	// OnDemand looks at it.
-	Missing []bool
-	// SharedExpert says whether MoE layers have one beside the routed ones.
+	// Offloaded: whether each layer has offloaded experts. Only OnDemand uses it.
+	Offloaded []bool
+	// SharedExpert: whether MoE layers have a shared expert beside the routed ones.
 	SharedExpert bool
-	// MicroBatches the step is cut into, at least 1.
+	// MicroBatches is the number of micro-batches, at least 1.
 	MicroBatches int
-	// Groups are into how many merge groups these are cut, at most MicroBatches. 0: one.
+	// Groups is the number of merge groups, at most MicroBatches. 0: one.
 	Groups int
-	// HostAttention says that the host attends, beside keys and values in its memory.
+	// HostAttention: the host computes attention, with the KV cache in its memory.
 	HostAttention bool
 }
 
 func (s Shape) groups() int { return max(1, s.Groups) }
 
-// first is the first micro-batch of a group; behind the last group it is MicroBatches.
-// Where they cannot have as many each, the first groups have one more.
-func (s Shape) first(group int) int { return (group*s.MicroBatches + s.groups() - 1) / s.groups() }
+// firstMicroBatch of a group; for the number of groups it returns MicroBatches. Where the
+// micro-batches cannot be divided evenly, the first groups have one more.
+func (s Shape) firstMicroBatch(group int) int {
+	return (group*s.MicroBatches + s.groups() - 1) / s.groups()
+}
 
-// group of a micro-batch.
-func (s Shape) group(mb int) int {
+// groupOf returns the group of a micro-batch.
+func (s Shape) groupOf(mb int) int {
 	g := 0
-	for s.first(g+1) <= mb {
+	for s.firstMicroBatch(g+1) <= mb {
 		g++
 	}
 	return g
 }
 
-// Layerwise is the plan of a step in which every layer is finished over all
-// rows before the next begins: attention per micro-batch, experts once over the
-// rows of all of them, and the next MoE layer's missing experts on their way while
-// this one computes. A layer's own are submitted when it is resolved, before its
-// attention, unless the layer before has prefetched them; the last MoE layer
-// prefetches the first one's for the step that follows.
+// Layerwise is the plan of a step that finishes each layer for all tokens before the next
+// begins: attention per micro-batch, then experts once over the tokens of all micro-batches.
+// The next MoE layer's missing experts are fetched while this layer computes. A layer's own
+// missing experts are submitted when it is resolved, before its attention, unless the layer
+// before has prefetched them. The last MoE layer prefetches those of the first for the
+// following step.
 func Layerwise(s Shape) []Action {
 	next := nextMoE(s.MoE)
-	return s.plan(func(p []Action, layer int) []Action {
+	return s.layers(func(p []Action, layer int) []Action {
 		p = append(p, Action{Kind: Resolve, Layer: layer}, Action{Kind: Prefetch, Layer: next[layer]})
 		return s.experts(s.attention(p, layer), layer)
 	})
 }
 
-// OverlappedCPUAttention is the plan of a step in which the host attends: as Layerwise, but with
-// the micro-batches in merge groups, normally two. While the device runs the experts
-// of one group, the host attends for the other. Both use a layer's experts before its
-// slots are given up, so each expert is fetched once.
+// OverlappedCPUAttention is the plan of a step with attention on the host: as Layerwise, but
+// with the micro-batches in merge groups, normally two. While the device runs the experts of
+// one group, the host computes attention for the other. Both groups use a layer's experts
+// before the slots are released, so each expert is fetched once.
 func OverlappedCPUAttention(s Shape) []Action {
 	next := nextMoE(s.MoE)
 	project := func(p []Action, layer, group int) []Action {
-		for mb := s.first(group); layer < len(s.MoE) && mb < s.first(group+1); mb++ {
-			p = append(p, Action{Kind: Project, Layer: layer, MicroBatch: mb})
+		for mb := s.firstMicroBatch(group); layer < len(s.MoE) && mb < s.firstMicroBatch(group+1); mb++ {
+			p = append(p, Action{Kind: ProjectQKV, Layer: layer, MicroBatch: mb})
 		}
 		return p
 	}
-	p := s.begin()
+	p := s.prologue()
 	for g := range s.groups() {
 		p = project(p, 0, g)
 	}
@@ -194,43 +195,42 @@ func OverlappedCPUAttention(s Shape) []Action {
 			p = append(p, Action{Kind: Resolve, Layer: layer}, Action{Kind: Prefetch, Layer: next[layer]})
 		}
 		for g := range s.groups() {
-			for mb := s.first(g); mb < s.first(g+1); mb++ {
+			for mb := s.firstMicroBatch(g); mb < s.firstMicroBatch(g+1); mb++ {
 				p = append(p, Action{Kind: AwaitAttention, Layer: layer, MicroBatch: mb}, Action{Kind: Route, Layer: layer, MicroBatch: mb})
 			}
 			switch {
 			case !moe:
 				p = append(p, Action{Kind: MLP, Layer: layer, Group: g})
 			case s.SharedExpert:
-				p = append(p, Action{Kind: Shared, Layer: layer, Group: g}, Action{Kind: Experts, Layer: layer, Group: g})
+				p = append(p, Action{Kind: SharedExpert, Layer: layer, Group: g}, Action{Kind: RoutedExperts, Layer: layer, Group: g})
 			default:
-				p = append(p, Action{Kind: Experts, Layer: layer, Group: g})
+				p = append(p, Action{Kind: RoutedExperts, Layer: layer, Group: g})
 			}
 			if moe && g == s.groups()-1 {
-				p = append(p, Action{Kind: Close, Layer: layer})
+				p = append(p, Action{Kind: Release, Layer: layer})
 			}
 			p = project(p, layer+1, g)
 		}
 	}
-	return s.end(p)
+	return s.epilogue(p)
 }
 
-// CGOPipe is the plan of a step in the order that CGOPipe has (MoE-Lightning,
-// section 4.1): a layer's experts run once per micro-batch, and pages of what the next
-// layer misses are copied between the micro-batches. Where the host attends, it is
-// given a micro-batch's q, k and v two micro-batches before the device needs the
-// result. It is here to be compared with: an expert is read from the device's memory
-// as often as there are micro-batches.
+// CGOPipe is the plan of a step in the order of CGOPipe (MoE-Lightning, section 4.1): a
+// layer's experts run once per micro-batch, and pages of the next layer's missing experts are
+// copied between the micro-batches. With attention on the host, a micro-batch's q, k and v
+// are submitted two micro-batches before the device needs the output. The plan exists for
+// comparison: each expert is read from device memory once per micro-batch.
 func CGOPipe(s Shape) []Action {
-	const lead = 2 // micro-batches that the host is ahead
+	const lead = 2 // micro-batches by which the host is ahead
 	next := nextMoE(s.MoE)
 	n := s.MicroBatches
-	p := s.begin()
-	// project is for the turn-th of all micro-batches of all layers.
+	p := s.prologue()
+	// project appends ProjectQKV of the turn-th micro-batch, counted over all layers.
 	project := func(p []Action, turn int) []Action {
 		if !s.HostAttention || turn >= n*len(s.MoE) {
 			return p
 		}
-		return append(p, Action{Kind: Project, Layer: turn / n, MicroBatch: turn % n})
+		return append(p, Action{Kind: ProjectQKV, Layer: turn / n, MicroBatch: turn % n})
 	}
 	for turn := range min(lead, n) {
 		p = project(p, turn)
@@ -240,52 +240,52 @@ func CGOPipe(s Shape) []Action {
 			p = append(p, Action{Kind: Resolve, Layer: layer})
 		}
 		for mb := range n {
-			attend := Attend
+			attention := Attention
 			if s.HostAttention {
-				attend = AwaitAttention
+				attention = AwaitAttention
 			}
-			p = append(p, Action{Kind: attend, Layer: layer, MicroBatch: mb})
+			p = append(p, Action{Kind: attention, Layer: layer, MicroBatch: mb})
 			if moe {
 				p = append(p, Action{Kind: PagePrefetch, Layer: next[layer], MicroBatch: mb, Pages: n})
 			}
 			p = append(p, Action{Kind: Route, Layer: layer, MicroBatch: mb}, Action{Kind: FeedForward, Layer: layer, MicroBatch: mb})
 			if moe && mb == n-1 {
-				p = append(p, Action{Kind: Close, Layer: layer})
+				p = append(p, Action{Kind: Release, Layer: layer})
 			}
 			p = project(p, layer*n+mb+min(lead, n))
 		}
 	}
-	return s.end(p)
+	return s.epilogue(p)
 }
 
-// OnDemand is the plan of a step of few rows (see SmallBatch): as Layerwise, but
-// of a layer's missing experts only those are fetched that its router chose. So the
-// host has to see the choice. While it comes and the copies are on their way, the
-// device guesses what the router of the next layer with missing experts will choose,
-// and runs the layer's shared expert and its local ones. The guess is asked for
-// behind the choice, and answered once the layer's own work is enqueued, so that it
-// delays neither. Layers that miss nothing do not ask. The last layer that does
-// guesses nothing: the tokens of the next step are not known yet.
+// OnDemand is the plan of a step of few tokens (see SmallBatch): as Layerwise, but of a
+// layer's missing experts only those are fetched that its router selected. So the host has to
+// read the selection. During its copy and the fetches, the device predicts the selection of
+// the next layer with offloaded experts, and runs the layer's shared expert and its resident
+// ones. The prediction is enqueued behind the copy of the selection, and the host waits for
+// it once the layer's own work is enqueued, so that it delays neither. Layers without
+// offloaded experts do not synchronize with the host. After the last layer with offloaded
+// experts nothing is predicted: the tokens of the next step are not known yet.
 func OnDemand(s Shape) []Action {
-	next := make([]int, len(s.MoE)) // layer with missing experts, -1: none
+	next := make([]int, len(s.MoE)) // layer with offloaded experts, -1: none
 	n := -1
 	for layer := len(s.MoE) - 1; layer >= 0; layer-- {
 		next[layer] = n
-		if s.MoE[layer] && s.Missing[layer] {
+		if s.MoE[layer] && s.Offloaded[layer] {
 			n = layer
 		}
 	}
-	return s.plan(func(p []Action, layer int) []Action {
-		if !s.Missing[layer] {
+	return s.layers(func(p []Action, layer int) []Action {
+		if !s.Offloaded[layer] {
 			return s.experts(s.attention(append(p, Action{Kind: Resolve, Layer: layer}), layer), layer)
 		}
-		p = s.attention(append(p, Action{Kind: Open, Layer: layer}), layer)
+		p = s.attention(append(p, Action{Kind: ResolveOnDemand, Layer: layer}), layer)
 		p = append(p, Action{Kind: RouterToHost, Layer: layer})
 		if next[layer] >= 0 {
 			p = append(p, Action{Kind: PredictNext, Layer: next[layer]})
 		}
 		p = append(s.shared(p, layer), Action{Kind: RunResident, Layer: layer}, Action{Kind: FetchChosen, Layer: layer},
-			Action{Kind: RunFetched, Layer: layer}, Action{Kind: Close, Layer: layer})
+			Action{Kind: RunFetched, Layer: layer}, Action{Kind: Release, Layer: layer})
 		if next[layer] >= 0 {
 			p = append(p, Action{Kind: PrefetchPredicted, Layer: next[layer]})
 		}
@@ -293,26 +293,26 @@ func OnDemand(s Shape) []Action {
 	})
 }
 
-// SmallBatch is the most rows of a step for which OnDemand is worth its waits, of a
-// model that chooses topK of so many experts for each row: with more, the rows would
-// choose more than three quarters of a layer's experts, 1 - (1 - topK/experts)^rows,
-// if the router liked all of them as much. 0: no step is small enough.
+// SmallBatch returns the maximum number of tokens of a step for which OnDemand is worth its
+// synchronization, for a model that selects topK of a number of experts per token. With more
+// tokens a uniform router would select more than three quarters of a layer's experts, 1 - (1
+// - topK/experts)^tokens. 0: no step is small enough.
 func SmallBatch(experts, topK int) int {
-	rows := 0
+	tokens := 0
 	if experts < 1 || topK < 1 {
-		return rows
+		return tokens
 	}
-	for left := 1.0; ; rows++ {
-		if left *= 1 - float64(topK)/float64(experts); left < 0.25 {
-			return rows
+	for unused := 1.0; ; tokens++ { // expected share of unused experts
+		if unused *= 1 - float64(topK)/float64(experts); unused < 0.25 {
+			return tokens
 		}
 	}
 }
 
-// plan is a step in which every layer is finished over all rows before the next
-// begins. moe appends what a layer with experts does.
-func (s Shape) plan(moe func(p []Action, layer int) []Action) []Action {
-	p := s.begin()
+// layers is a step that finishes each layer for all tokens before the next begins. moe
+// appends the actions of a layer with experts.
+func (s Shape) layers(moe func(p []Action, layer int) []Action) []Action {
+	p := s.prologue()
 	for layer := range s.MoE {
 		if s.MoE[layer] {
 			p = moe(p, layer)
@@ -320,10 +320,10 @@ func (s Shape) plan(moe func(p []Action, layer int) []Action) []Action {
 			p = append(s.attention(p, layer), Action{Kind: MLP, Layer: layer})
 		}
 	}
-	return s.end(p)
+	return s.epilogue(p)
 }
 
-func (s Shape) begin() []Action {
+func (s Shape) prologue() []Action {
 	var p []Action
 	for mb := range s.MicroBatches {
 		p = append(p, Action{Kind: Upload, MicroBatch: mb})
@@ -334,7 +334,7 @@ func (s Shape) begin() []Action {
 	return p
 }
 
-func (s Shape) end(p []Action) []Action {
+func (s Shape) epilogue(p []Action) []Action {
 	for mb := range s.MicroBatches {
 		p = append(p, Action{Kind: Head, MicroBatch: mb})
 	}
@@ -344,32 +344,32 @@ func (s Shape) end(p []Action) []Action {
 func (s Shape) attention(p []Action, layer int) []Action {
 	if s.HostAttention {
 		for mb := range s.MicroBatches {
-			p = append(p, Action{Kind: Project, Layer: layer, MicroBatch: mb})
+			p = append(p, Action{Kind: ProjectQKV, Layer: layer, MicroBatch: mb})
 		}
 	}
 	for mb := range s.MicroBatches {
-		attend := Attend
+		attention := Attention
 		if s.HostAttention {
-			attend = AwaitAttention
+			attention = AwaitAttention
 		}
-		p = append(p, Action{Kind: attend, Layer: layer, MicroBatch: mb}, Action{Kind: Route, Layer: layer, MicroBatch: mb})
+		p = append(p, Action{Kind: attention, Layer: layer, MicroBatch: mb}, Action{Kind: Route, Layer: layer, MicroBatch: mb})
 	}
 	return p
 }
 
 func (s Shape) shared(p []Action, layer int) []Action {
 	if s.SharedExpert {
-		p = append(p, Action{Kind: Shared, Layer: layer})
+		p = append(p, Action{Kind: SharedExpert, Layer: layer})
 	}
 	return p
 }
 
 func (s Shape) experts(p []Action, layer int) []Action {
-	return append(s.shared(p, layer), Action{Kind: Experts, Layer: layer}, Action{Kind: Close, Layer: layer})
+	return append(s.shared(p, layer), Action{Kind: RoutedExperts, Layer: layer}, Action{Kind: Release, Layer: layer})
 }
 
-// nextMoE says for each layer which MoE layer comes next, counting on from the
-// last layer to the first; -1 where the model has none.
+// nextMoE returns for each layer the next MoE layer, continuing with the first layer after
+// the last; -1 where the model has none.
 func nextMoE(moe []bool) []int {
 	next := make([]int, len(moe))
 	n := -1

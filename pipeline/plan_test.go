@@ -12,17 +12,17 @@ import (
 	"github.com/moeserve/moeserve/kernels/cpu"
 )
 
-// shape reads a shape's layers: M for one with experts, some of which are missing, L
-// for one whose experts are all local, D for a dense one.
+// shape parses a shape's layers: M for an MoE layer with offloaded experts, L for one whose
+// experts are all resident, D for a dense layer.
 func shape(layers string) Shape {
 	s := Shape{MicroBatches: 1}
 	for _, l := range layers {
-		s.MoE, s.Missing = append(s.MoE, l != 'D'), append(s.Missing, l == 'M')
+		s.MoE, s.Offloaded = append(s.MoE, l != 'D'), append(s.Offloaded, l == 'M')
 	}
 	return s
 }
 
-// TestPlans prints plans: `chosen-only layers=MLD microbatches=2 groups=2 [shared] [host]`.
+// TestPlans prints plans: `on-demand layers=MLD microbatches=2 groups=2 [shared] [host]`.
 func TestPlans(t *testing.T) {
 	datadriven.RunTest(t, "testdata/plans", func(t *testing.T, d *datadriven.TestData) string {
 		var layers string
@@ -45,22 +45,22 @@ func TestPlans(t *testing.T) {
 var named = []struct {
 	name string
 	plan func(Shape) []Action
-}{{"layer-by-layer", Layerwise}, {"chosen-only", OnDemand}, {"ping-pong", OverlappedCPUAttention}, {"micro-batchwise", CGOPipe}}
+}{{"layerwise", Layerwise}, {"on-demand", OnDemand}, {"overlapped-cpu-attention", OverlappedCPUAttention}, {"cgopipe", CGOPipe}}
 
-// TestPlansKeepTheOrder checks, over many shapes, what every plan has to keep.
-func TestPlansKeepTheOrder(t *testing.T) {
+// TestPlanOrder checks the order of actions that every plan must keep, over many shapes.
+func TestPlanOrder(t *testing.T) {
 	for _, layers := range []string{"M", "L", "D", "MM", "DM", "MD", "ML", "LM", "MDM", "LML", "DDMMD", "MLDLM", "MMMMMMM"} {
 		for mbs := 1; mbs <= 5; mbs++ {
 			s := shape(layers)
 			s.MicroBatches, s.SharedExpert = mbs, mbs == 2
-			keepsTheOrder(t, "layer-by-layer", layers, s)
+			checkOrder(t, "layerwise", layers, s)
 			for _, s.HostAttention = range []bool{false, true} {
-				keepsTheOrder(t, "chosen-only", layers, s)
-				keepsTheOrder(t, "micro-batchwise", layers, s)
+				checkOrder(t, "on-demand", layers, s)
+				checkOrder(t, "cgopipe", layers, s)
 			}
 			s.HostAttention = true
 			for s.Groups = 1; s.Groups <= min(3, mbs); s.Groups++ {
-				keepsTheOrder(t, "ping-pong", layers, s)
+				checkOrder(t, "overlapped-cpu-attention", layers, s)
 			}
 		}
 	}
@@ -72,15 +72,15 @@ type order struct {
 	what string
 	plan []Action
 	at   map[Action]int
-	// known counts the actions that the check knows of.
-	known map[Action]bool
+	// checked are the actions that a check has covered.
+	checked map[Action]bool
 }
 
-// in takes actions that all stand in the plan, in this order.
+// in requires that the plan contains these actions, in this order.
 func (o *order) in(actions ...Action) {
 	o.Helper()
 	for i, b := range actions {
-		o.known[b] = true
+		o.checked[b] = true
 		if _, ok := o.at[b]; !ok {
 			o.Errorf("%s: %v is missing", o.what, b)
 		} else if i > 0 && o.at[actions[i-1]] >= o.at[b] {
@@ -89,11 +89,11 @@ func (o *order) in(actions ...Action) {
 	}
 }
 
-func keepsTheOrder(t *testing.T, name, layers string, s Shape) {
+func checkOrder(t *testing.T, name, layers string, s Shape) {
 	t.Helper()
 	o := &order{
-		T: t, what: fmt.Sprintf("%s, %s, %d micro-batches, %d groups, attention on the host: %v", name, layers, s.MicroBatches, s.Groups, s.HostAttention),
-		at: map[Action]int{}, known: map[Action]bool{},
+		T: t, what: fmt.Sprintf("%s, %s, %d micro-batches, %d groups, host attention: %v", name, layers, s.MicroBatches, s.Groups, s.HostAttention),
+		at: map[Action]int{}, checked: map[Action]bool{},
 	}
 	for _, p := range named {
 		if p.name == name {
@@ -102,7 +102,7 @@ func keepsTheOrder(t *testing.T, name, layers string, s Shape) {
 	}
 	for i, a := range o.plan {
 		if _, twice := o.at[a]; twice && a.Kind != Prefetch && a.Kind != PagePrefetch {
-			t.Fatalf("%s: %v stands twice", o.what, a)
+			t.Fatalf("%s: %v occurs twice", o.what, a)
 		}
 		o.at[a] = i
 	}
@@ -113,16 +113,16 @@ func keepsTheOrder(t *testing.T, name, layers string, s Shape) {
 	}
 	for l := range s.MoE {
 		for mb := range s.MicroBatches {
-			attend, route := Action{Kind: Attend, Layer: l, MicroBatch: mb}, Action{Kind: Route, Layer: l, MicroBatch: mb}
+			attention, route := Action{Kind: Attention, Layer: l, MicroBatch: mb}, Action{Kind: Route, Layer: l, MicroBatch: mb}
 			work := o.work(name, s, l, mb)
 			if s.HostAttention {
-				attend.Kind = Project
-				o.in(attend, Action{Kind: AwaitAttention, Layer: l, MicroBatch: mb}, route)
-				if mb > 0 { // the host appends in the order of rows
-					o.in(Action{Kind: Project, Layer: l, MicroBatch: mb - 1}, attend)
+				attention.Kind = ProjectQKV
+				o.in(attention, Action{Kind: AwaitAttention, Layer: l, MicroBatch: mb}, route)
+				if mb > 0 { // the host appends to the KV cache in the order of tokens
+					o.in(Action{Kind: ProjectQKV, Layer: l, MicroBatch: mb - 1}, attention)
 				}
 			}
-			o.in(append([]Action{before[mb], attend, route}, work...)...)
+			o.in(append([]Action{before[mb], attention, route}, work...)...)
 			before[mb] = work[len(work)-1]
 		}
 		o.slots(name, s, l)
@@ -130,56 +130,56 @@ func keepsTheOrder(t *testing.T, name, layers string, s Shape) {
 	for mb := range s.MicroBatches {
 		o.in(before[mb], Action{Kind: Head, MicroBatch: mb})
 	}
-	if len(o.known) != len(o.at) {
-		t.Errorf("%s: %d different actions, and %d are known:\n%s", o.what, len(o.at), len(o.known), format(o.plan))
+	if len(o.checked) != len(o.at) {
+		t.Errorf("%s: %d different actions, %d of them checked:\n%s", o.what, len(o.at), len(o.checked), format(o.plan))
 	}
 }
 
-// work is what a layer does with a micro-batch behind its router.
+// work returns the actions of a layer for a micro-batch after its router.
 func (o *order) work(name string, s Shape, l, mb int) []Action {
 	of := func(k Kind) Action { return Action{Kind: k, Layer: l} }
 	group := 0
-	if name == "ping-pong" {
-		group = s.group(mb)
+	if name == "overlapped-cpu-attention" {
+		group = s.groupOf(mb)
 	}
 	switch {
-	case name == "micro-batchwise":
+	case name == "cgopipe":
 		return []Action{{Kind: FeedForward, Layer: l, MicroBatch: mb}}
 	case !s.MoE[l]:
 		return []Action{{Kind: MLP, Layer: l, Group: group}}
-	case name == "chosen-only" && s.Missing[l]:
-		if s.SharedExpert { // the device has it to do while the host is asked
-			o.in(of(RouterToHost), of(Shared), of(FetchChosen))
+	case name == "on-demand" && s.Offloaded[l]:
+		if s.SharedExpert { // the device runs it while the host waits for the router
+			o.in(of(RouterToHost), of(SharedExpert), of(FetchChosen))
 		}
-		guessed := -1
+		predicted := -1
 		for g := len(s.MoE) - 1; g > l; g-- {
-			if s.MoE[g] && s.Missing[g] {
-				guessed = g
+			if s.MoE[g] && s.Offloaded[g] {
+				predicted = g
 			}
 		}
-		if guessed >= 0 {
-			o.in(of(RouterToHost), Action{Kind: PredictNext, Layer: guessed}, of(RunResident))
-			o.in(of(RunFetched), Action{Kind: PrefetchPredicted, Layer: guessed}, Action{Kind: Open, Layer: guessed})
+		if predicted >= 0 {
+			o.in(of(RouterToHost), Action{Kind: PredictNext, Layer: predicted}, of(RunResident))
+			o.in(of(RunFetched), Action{Kind: PrefetchPredicted, Layer: predicted}, Action{Kind: ResolveOnDemand, Layer: predicted})
 		}
-		o.in(of(Open), of(RunResident), of(FetchChosen))
+		o.in(of(ResolveOnDemand), of(RunResident), of(FetchChosen))
 		return []Action{of(RouterToHost), of(RunResident), of(FetchChosen), of(RunFetched)}
 	}
-	experts := Action{Kind: Experts, Layer: l, Group: group}
+	experts := Action{Kind: RoutedExperts, Layer: l, Group: group}
 	if s.SharedExpert {
-		return []Action{{Kind: Shared, Layer: l, Group: group}, experts}
+		return []Action{{Kind: SharedExpert, Layer: l, Group: group}, experts}
 	}
 	return []Action{experts}
 }
 
-// slots checks when a layer's experts are fetched and given up.
+// slots checks when a layer's experts are fetched and released.
 func (o *order) slots(name string, s Shape, l int) {
 	if !s.MoE[l] {
 		return
 	}
 	next := nextMoE(s.MoE)[l]
-	open, end := Action{Kind: Resolve, Layer: l}, Action{Kind: Close, Layer: l}
-	if name == "chosen-only" && s.Missing[l] {
-		open.Kind = Open
+	open, end := Action{Kind: Resolve, Layer: l}, Action{Kind: Release, Layer: l}
+	if name == "on-demand" && s.Offloaded[l] {
+		open.Kind = ResolveOnDemand
 	}
 	for mb := range s.MicroBatches {
 		work := o.work(name, s, l, mb)
@@ -187,32 +187,32 @@ func (o *order) slots(name string, s Shape, l int) {
 	}
 	if l+1 < len(s.MoE) && s.MoE[l+1] { // two layers are never open at once
 		after := Action{Kind: Resolve, Layer: l + 1}
-		if name == "chosen-only" && s.Missing[l+1] {
-			after.Kind = Open
+		if name == "on-demand" && s.Offloaded[l+1] {
+			after.Kind = ResolveOnDemand
 		}
 		o.in(end, after)
 	}
-	// What the next layer misses is asked for while this one is open.
+	// The next layer's missing experts are requested while this one is open.
 	pages := 0
 	for i, a := range o.plan {
 		if (a.Kind == Prefetch || a.Kind == PagePrefetch) && a.Layer == next && i > o.at[open] && i < o.at[end] {
-			o.known[a] = true
+			o.checked[a] = true
 			pages++
 		}
 	}
 	want := 1
 	switch name {
-	case "chosen-only":
+	case "on-demand":
 		want = 0
-	case "micro-batchwise":
+	case "cgopipe":
 		want = s.MicroBatches
 	}
 	if pages != want {
-		o.Errorf("%s: the experts of layer %d are asked for %d times while layer %d is open, want %d", o.what, next, pages, l, want)
+		o.Errorf("%s: the experts of layer %d are requested %d times while layer %d is open, want %d", o.what, next, pages, l, want)
 	}
 }
 
-// TestSmallBatch compares with the share of experts that the rows of a step choose.
+// TestSmallBatch compares with the expected share of experts that a step's tokens select.
 func TestSmallBatch(t *testing.T) {
 	for _, c := range []struct{ experts, topK, want int }{
 		{8, 2, 4},
@@ -228,50 +228,50 @@ func TestSmallBatch(t *testing.T) {
 		{8, 0, 0},
 	} {
 		if got := SmallBatch(c.experts, c.topK); got != c.want {
-			t.Errorf("%d of %d experts: up to %d rows, want %d", c.topK, c.experts, got, c.want)
+			t.Errorf("%d of %d experts: up to %d tokens, want %d", c.topK, c.experts, got, c.want)
 		}
 		if c.topK == 0 {
 			continue
 		}
-		for rows := 1; rows < 30; rows++ {
-			share := 1 - math.Pow(1-float64(c.topK)/float64(c.experts), float64(rows))
-			if small := rows <= SmallBatch(c.experts, c.topK); small != (share <= 0.75) {
-				t.Errorf("%d of %d experts, %d rows choose %.3f of them, and that is small: %v", c.topK, c.experts, rows, share, small)
+		for tokens := 1; tokens < 30; tokens++ {
+			share := 1 - math.Pow(1-float64(c.topK)/float64(c.experts), float64(tokens))
+			if small := tokens <= SmallBatch(c.experts, c.topK); small != (share <= 0.75) {
+				t.Errorf("%d of %d experts, %d tokens select %.3f of them, small: %v", c.topK, c.experts, tokens, share, small)
 			}
 		}
 	}
 }
 
-// TestGroupLimits cuts steps of all numbers of rows: what falls to a group is within its
+// TestGroupLimits splits steps of all numbers of tokens: a group's tokens are within its
 // limits, whatever the micro-batches, and no group has much more than the other.
 func TestGroupLimits(t *testing.T) {
-	const most = 70
+	const maxTokens = 70
 	host := cpu.New(cpu.Options{Threads: 1})
 	defer host.Close()
-	for size := range most + 2 {
-		for _, atLeast := range []int{0, 1, 2, 3, 4, 5, 14, most, most + 1} {
+	for size := range maxTokens + 2 {
+		for _, atLeast := range []int{0, 1, 2, 3, 4, 5, 14, maxTokens, maxTokens + 1} {
 			o := Options{MicroBatchTokens: size, MicroBatches: atLeast, HostAttention: host}
-			limit := o.GroupLimits(forward.Limits{MaxTokens: most}).MaxTokens
-			batches := o.cutting().most(most)
-			for rows := 1; rows <= most; rows++ {
-				n, each := o.cutting().of(rows)
+			limit := o.GroupLimits(forward.Limits{MaxTokens: maxTokens}).MaxTokens
+			batches := o.microBatching().maxBatches(maxTokens)
+			for tokens := 1; tokens <= maxTokens; tokens++ {
+				n, each := o.microBatching().split(tokens)
 				s := Shape{MicroBatches: n, Groups: min(2, n)}
 				var of [2]int
 				for mb := range n {
-					of[s.group(mb)] += min(each, rows-mb*each)
+					of[s.groupOf(mb)] += min(each, tokens-mb*each)
 				}
-				if of[0]+of[1] != rows || max(of[0], of[1]) > limit || n > batches || size > 0 && each > size || n < 2 && rows > 1 {
-					t.Fatalf("%d rows in micro-batches of at most %d, at least %d of them: %d of %d, groups of %d, at most %d in %d", rows, size, atLeast, n, each, of, limit, batches)
+				if of[0]+of[1] != tokens || max(of[0], of[1]) > limit || n > batches || size > 0 && each > size || n < 2 && tokens > 1 {
+					t.Fatalf("%d tokens in micro-batches of at most %d, at least %d of them: %d of %d, groups of %d, at most %d in %d", tokens, size, atLeast, n, each, of, limit, batches)
 				}
-				if n < min(atLeast, rows)/2 {
-					t.Errorf("%d rows in at least %d micro-batches: %d", rows, atLeast, n)
+				if n < min(atLeast, tokens)/2 {
+					t.Errorf("%d tokens in at least %d micro-batches: %d", tokens, atLeast, n)
 				}
 			}
 		}
 	}
 }
 
-// format prints a plan, an action a line.
+// format prints a plan, one action per line.
 func format(plan []Action) string {
 	var b strings.Builder
 	for _, a := range plan {

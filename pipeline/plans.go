@@ -6,24 +6,25 @@ import (
 	"github.com/moeserve/moeserve/configs"
 )
 
-// plans says which plan a step has, and makes each plan once.
+// plans selects the plan of each step, and keeps plans for reuse.
 type plans struct {
-	// shape is what all plans have in common.
-	shape    Shape
-	cutting  cutting
-	grouping configs.Grouping
-	// onDemand is the most rows of a step for which only chosen experts are fetched.
+	// shape is common to all plans, except for its micro-batches and groups.
+	shape         Shape
+	microBatching microBatching
+	grouping      configs.Grouping
+	// onDemand is the maximum number of tokens of a step for which only routed experts are
+	// fetched.
 	onDemand int
-	made     map[planKey]*plan
+	cache    map[planKey]*plan
 }
 
-// planKey is what the plan of a step depends on, beside what all have in common.
+// planKey identifies a plan of one pipeline.
 type planKey struct {
 	microBatches int
 	onDemand     bool
 }
 
-// plan is the actions of a step of a shape; the uploads of row data come first.
+// plan is the actions of a step; the uploads of metadata come first.
 type plan struct {
 	name          string
 	shape         Shape
@@ -33,33 +34,33 @@ type plan struct {
 func newPlans(o *Options) *plans {
 	c := o.config()
 	p := &plans{
-		shape:   Shape{SharedExpert: c.SharedWidth > 0, HostAttention: o.HostAttention != nil},
-		cutting: o.cutting(), grouping: o.Grouping, made: map[planKey]*plan{},
+		shape:         Shape{SharedExpert: c.SharedWidth > 0, HostAttention: o.HostAttention != nil},
+		microBatching: o.microBatching(), grouping: o.Grouping, cache: map[planKey]*plan{},
 	}
 	for layer, dense := range c.Dense {
 		p.shape.MoE = append(p.shape.MoE, !dense)
-		// How many of a layer's experts are local stays the same, whichever they are.
-		p.shape.Missing = append(p.shape.Missing, !dense && o.Experts != nil && o.Experts.Plan().OffloadedIn(layer) > 0)
+		// Swaps do not change the number of resident experts of a layer.
+		p.shape.Offloaded = append(p.shape.Offloaded, !dense && o.Experts != nil && o.Experts.Plan().OffloadedIn(layer) > 0)
 	}
-	if p.missing() && o.Machine.Capabilities().KeepsData {
-		p.onDemand = max(0, min(o.SmallBatchTokens, o.GroupLimits(o.Limits).MaxTokens)) // they are in one group
+	if p.anyOffloaded() && o.Machine.Capabilities().KeepsData {
+		p.onDemand = max(0, min(o.SmallBatchTokens, o.GroupLimits(o.Limits).MaxTokens)) // such a step is one group
 	}
 	return p
 }
 
-// missing says whether some layer has experts that are not local.
-func (p *plans) missing() bool { return slices.Contains(p.shape.Missing, true) }
+// anyOffloaded reports whether some layer has offloaded experts.
+func (p *plans) anyOffloaded() bool { return slices.Contains(p.shape.Offloaded, true) }
 
-// of is the plan of a step of so many rows.
-func (p *plans) of(rows int) *plan {
-	n, _ := p.cutting.of(rows)
-	key := planKey{microBatches: n, onDemand: rows <= p.onDemand}
-	made, ok := p.made[key]
+// get returns the plan of a step of this many tokens.
+func (p *plans) get(tokens int) *plan {
+	n, _ := p.microBatching.split(tokens)
+	key := planKey{microBatches: n, onDemand: tokens <= p.onDemand}
+	cached, ok := p.cache[key]
 	if ok {
-		return made
+		return cached
 	}
 	s := p.shape
-	s.MicroBatches, s.Groups = n, min(p.cutting.groups, n)
+	s.MicroBatches, s.Groups = n, min(p.microBatching.groups, n)
 	if key.onDemand {
 		s.Groups = 1
 	}
@@ -75,7 +76,7 @@ func (p *plans) of(rows int) *plan {
 	default:
 		name, actions = "layerwise", Layerwise(s)
 	}
-	made = &plan{name: name, shape: s, uploads: actions[:n], rest: actions[n:]}
-	p.made[key] = made
-	return made
+	cached = &plan{name: name, shape: s, uploads: actions[:n], rest: actions[n:]}
+	p.cache[key] = cached
+	return cached
 }

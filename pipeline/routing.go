@@ -8,45 +8,46 @@ import (
 	"github.com/moeserve/moeserve/kernels"
 )
 
-// choices brings the ids of experts that routers choose, or are predicted to, to the host.
-type choices struct {
+// routingReader copies the expert ids that routers select, or that are predicted, to the
+// host.
+type routingReader struct {
 	results *results
-	// arrived is raised when ids have come, each time by one.
-	arrived device.Fence
-	value   uint32
-	// ids as the host reads them.
+	// copied is signalled after each copy, with a value one higher.
+	copied device.Fence
+	value  uint32
+	// ids is the buffer of await's result.
 	ids []int32
 }
 
-// choice is ids of experts on their way to the host: n of them, at a place of the results'
-// memory behind a point.
-type choice struct {
-	at device.Point
+// routingCopy is an enqueued copy of n expert ids to the results' memory, complete at the
+// point done.
+type routingCopy struct {
+	done device.Point
 	// off is in bytes.
 	off int64
 	n   int
 }
 
-// send enqueues the way of ids to a place.
-func (c *choices) send(s device.Stream, off int64, ids kernels.Tensor) (choice, error) {
+// copyToHost enqueues a copy of ids to an offset of the results' memory.
+func (c *routingReader) copyToHost(s device.Stream, off int64, ids kernels.Tensor) (routingCopy, error) {
 	if err := c.results.copy(s, off, ids); err != nil {
-		return choice{}, err
+		return routingCopy{}, err
 	}
 	c.value++
-	return choice{at: device.Point{Fence: c.arrived, Value: c.value}, off: off, n: ids.Shape[0] * ids.Shape[1]}, s.Raise(c.arrived, c.value)
+	return routingCopy{done: device.Point{Fence: c.copied, Value: c.value}, off: off, n: ids.Shape[0] * ids.Shape[1]}, s.Raise(c.copied, c.value)
 }
 
-// await waits for ids, which are valid until the next call. For how long the stream
-// stands still meanwhile, and until it is given more, is the router's.
-func (c *choices) await(ctx context.Context, x choice, m *meter) ([]int32, error) {
-	idle, err := m.mark(m.stream)
+// await waits for ids, which are valid until the next call. If the stream runs out of work
+// meanwhile, its idle time until the next enqueued kernel is a stall by RouterSync.
+func (c *routingReader) await(ctx context.Context, x routingCopy, m *meter) ([]int32, error) {
+	idle, err := m.record(m.stream)
 	if err != nil {
 		return nil, err
 	}
-	if err := x.at.Await(ctx); err != nil {
+	if err := x.done.Await(ctx); err != nil {
 		return nil, err
 	}
-	if err := m.asked(idle); err != nil {
+	if err := m.afterRouterSync(idle); err != nil {
 		return nil, err
 	}
 	c.ids = slices.Grow(c.ids[:0], x.n)[:x.n]
@@ -54,9 +55,9 @@ func (c *choices) await(ctx context.Context, x choice, m *meter) ([]int32, error
 	return c.ids, nil
 }
 
-func (c *choices) close() error {
-	if c.arrived == nil {
+func (c *routingReader) close() error {
+	if c.copied == nil {
 		return nil
 	}
-	return c.arrived.Close()
+	return c.copied.Close()
 }

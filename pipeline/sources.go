@@ -7,33 +7,33 @@ import (
 	"github.com/moeserve/moeserve/experts"
 )
 
-// source is something that a step's results come from and whose failure the compute stream
-// may not know of: where fences hand errors to the host alone, the stream has run on over
-// what never came. A step asks all of its sources before it counts.
+// source is where some of a step's results come from, and whose failure the compute stream
+// may not see: where fences report errors to the host alone, the stream has run on over data
+// that never arrived. A step checks all of its sources before it returns results.
 type source interface {
-	// Err is why the step is not to be believed. It is asked once the compute stream has
-	// ended the step.
+	// Err returns why the step's results are invalid, or nil. It is called once the compute
+	// stream has ended the step.
 	Err(ctx context.Context) error
-	// Reset waits until nothing of a failed step runs, and clears what that has left,
-	// so that the step can be run again. It returns the error that the source was in, if it
-	// knows, as device.Stream.Recover does.
+	// Reset waits until nothing of a failed step runs, and cleans up, so that the step can be
+	// run again. It returns the source's error, if it knows it, as device.Stream.Recover
+	// does.
 	Reset(ctx context.Context) error
 }
 
-// storeStep is the part of a step that the store of experts has.
+// storeStep is the expert store's part of a step.
 type storeStep struct{ experts.Step }
 
-// Err implements source. Where there is no error, the store's part of the step ends.
+// Err implements source. Without an error it ends the store's part of the step.
 func (s *storeStep) Err(context.Context) error { return s.End() }
 
 // Reset implements source.
 func (s *storeStep) Reset(ctx context.Context) error { return s.Drop(ctx) }
 
-// loads are the points that a step waits for before it reads keys and values.
-type loads []device.Point
+// kvLoads are the points that a step waits for before it reads the KV cache.
+type kvLoads []device.Point
 
 // Err implements source.
-func (l *loads) Err(ctx context.Context) error {
+func (l *kvLoads) Err(ctx context.Context) error {
 	for _, p := range *l {
 		if err := p.Await(ctx); err != nil {
 			return err
@@ -42,5 +42,5 @@ func (l *loads) Err(ctx context.Context) error {
 	return nil
 }
 
-// Reset implements source: a load belongs to whoever began it.
-func (l *loads) Reset(context.Context) error { return nil }
+// Reset implements source. Loads belong to their owner, so there is nothing to clean up.
+func (l *kvLoads) Reset(context.Context) error { return nil }

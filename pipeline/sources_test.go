@@ -13,8 +13,8 @@ import (
 	"github.com/moeserve/moeserve/experts"
 )
 
-// lax is a machine whose compute stream runs on behind a failed fence, as CUDA's do, over
-// what never came: only who asks the source of it knows.
+// lax is a machine whose compute stream runs on after a failed fence, as CUDA streams do,
+// over data that never arrived: only the source of the data reports the error.
 type lax struct{ *emulated.Machine }
 
 func (m *lax) NewStream(space device.Space, o device.StreamOptions) (device.Stream, error) {
@@ -27,15 +27,15 @@ func (m *lax) NewStream(space device.Space, o device.StreamOptions) (device.Stre
 
 type laxStream struct{ device.Executor }
 
-// Await implements device.Stream. The host waits in the stream's place.
+// Await implements device.Stream. The host waits in place of the stream.
 func (s laxStream) Await(f device.Fence, value uint32) error {
 	_ = f.Await(context.Background(), value)
 	return nil
 }
 
-// TestSameWhereStreamsRunOn: a step that the compute stream has run to its end over experts,
-// or attention, that never came is not believed.
-func TestSameWhereStreamsRunOn(t *testing.T) {
+// TestStreamsRunOn: a step fails if its compute stream ran to the end although experts, or
+// attention output, never arrived.
+func TestStreamsRunOn(t *testing.T) {
 	want := newRig(t, "mixtral", 0, emulated.Options{Virtual: true}, Options{SmallBatchTokens: -1}).run()
 	for i, c := range []struct {
 		match func(emulated.Point) bool
@@ -44,7 +44,7 @@ func TestSameWhereStreamsRunOn(t *testing.T) {
 		{fetch, Options{SmallBatchTokens: -1}},
 		{fetch, Options{SmallBatchTokens: 64}},
 		{fetch, Options{HostAttention: host, SmallBatchTokens: -1}},
-		{hosts, Options{HostAttention: host, SmallBatchTokens: -1}},
+		{hostCopies, Options{HostAttention: host, SmallBatchTokens: -1}},
 	} {
 		c.o.Machine = &lax{}
 		r := newRig(t, "mixtral", 0.75, emulated.Options{Virtual: true, Seed: uint64(i)}, c.o)
@@ -53,13 +53,13 @@ func TestSameWhereStreamsRunOn(t *testing.T) {
 			t.Errorf("case %d: %s", i, d)
 		}
 		if fault.Hits() == 0 {
-			t.Errorf("case %d: nothing was hit", i)
+			t.Errorf("case %d: no fault was injected", i)
 		}
 		fault.Release()
 	}
 }
 
-// failing is a source that fails some times, without a word to the compute stream.
+// failing is a source that fails a number of times, unseen by the compute stream.
 type failing struct {
 	err    error
 	times  int
@@ -75,14 +75,14 @@ func (f *failing) Err(context.Context) error {
 
 func (f *failing) Reset(context.Context) error { f.resets++; return nil }
 
-// TestSources: one source that says no fails the step, as what it failed with says; all are
-// reset then, and the same step can be run again.
+// TestSources: a source's error fails the step, and decides whether it may be retried. All
+// sources are reset, and the same step can be run again.
 func TestSources(t *testing.T) {
 	want := newRig(t, "mixtral", 0, emulated.Options{Virtual: true}, Options{SmallBatchTokens: -1}).run()
 	other := errors.New("something else")
 	for _, c := range []struct {
 		err   error
-		again bool
+		retry bool
 	}{
 		{&device.Error{Op: "copy", Err: device.ErrCopyFailed}, true},
 		{&device.Error{Op: "copy", Space: device.HBM(1), Err: device.ErrLost}, true},
@@ -101,7 +101,7 @@ func TestSources(t *testing.T) {
 				Sequences: []Sequence{{Tokens: []int32{1, 2}, Table: table, LogitRows: 1}}, Done: []device.Point{{Fence: done, Value: 1}},
 			})
 			table.Release(false)
-			if !errors.Is(err, c.err) || errors.Is(err, ErrStepFailed) != c.again {
+			if !errors.Is(err, c.err) || errors.Is(err, ErrStepFailed) != c.retry {
 				t.Errorf("a source that fails with %v: %v", c.err, err)
 			}
 			if bad.resets != 1 || good.resets != 1 || done.Value() != 0 {
@@ -114,13 +114,13 @@ func TestSources(t *testing.T) {
 	}
 }
 
-// kvLoad is a rig with a sequence whose keys and values lie elsewhere too.
+// kvLoad is a rig with a sequence whose KV blocks also have a copy in host memory.
 type kvLoad struct {
 	*rig
 	stream device.Stream
 	arrive device.Fence
 	value  uint32
-	// saved are the sequence's blocks, junk is as much that is none of them.
+	// saved is a copy of the sequence's blocks, junk as many bytes of something else.
 	saved, junk device.Memory
 	step        Step
 	want        history
@@ -149,7 +149,7 @@ func newKVLoad(t *testing.T, mo emulated.Options, fraction float64, o Options) *
 	check(t, err)
 	size := int64(len(table.Blocks())) * x.p.o.KV.Shape().BlockBytes()
 	for _, m := range []*device.Memory{&x.saved, &x.junk} {
-		*m, err = x.m.Alloc(device.Host, size, "KV elsewhere")
+		*m, err = x.m.Alloc(device.Host, size, "KV copy")
 		check(t, err)
 		t.Cleanup(func() { check(t, (*m).Free()) })
 	}
@@ -158,13 +158,13 @@ func newKVLoad(t *testing.T, mo emulated.Options, fraction float64, o Options) *
 	res, err := x.p.Step(t.Context(), &x.step)
 	check(t, err)
 	x.want.add(res)
-	x.copies(func(block, there device.Range) error { return x.stream.Copy(there, block) }, x.saved)
+	x.copies(func(block, saved device.Range) error { return x.stream.Copy(saved, block) }, x.saved)
 	check(t, x.stream.Synchronize(t.Context()))
 	return x
 }
 
-// copies enqueues one for each of the sequence's blocks.
-func (x *kvLoad) copies(enqueue func(block, there device.Range) error, m device.Memory) {
+// copies enqueues one copy for each of the sequence's blocks.
+func (x *kvLoad) copies(enqueue func(block, saved device.Range) error, m device.Memory) {
 	x.Helper()
 	k, _ := x.p.o.KV.View(0)
 	n := x.p.o.KV.Shape().BlockBytes()
@@ -173,11 +173,11 @@ func (x *kvLoad) copies(enqueue func(block, there device.Range) error, m device.
 	}
 }
 
-// load overwrites the sequence's blocks and brings them back, and returns the point behind
-// that.
+// load overwrites the sequence's blocks and loads them again. It returns the point at which
+// the load is complete.
 func (x *kvLoad) load() device.Point {
 	x.Helper()
-	put := func(block, there device.Range) error { return x.stream.Copy(block, there) }
+	put := func(block, saved device.Range) error { return x.stream.Copy(block, saved) }
 	x.copies(put, x.junk)
 	x.copies(put, x.saved)
 	x.value++
@@ -185,9 +185,9 @@ func (x *kvLoad) load() device.Point {
 	return device.Point{Fence: x.arrive, Value: x.value}
 }
 
-// kvCases are ways to run a step beside which keys and values are moved.
+// kvCases calls each for ways to run a step while KV blocks are copied.
 func kvCases(each func(mo emulated.Options, fraction float64, o Options)) {
-	for i, o := range append([]Options{{Graphs: 4}, {SmallBatchTokens: -1}}, orders...) {
+	for i, o := range append([]Options{{Graphs: 4}, {SmallBatchTokens: -1}}, variants...) {
 		for _, schedule := range []emulated.Schedule{emulated.Eager, emulated.Lazy, emulated.Random} {
 			fraction := 0.5
 			if o.Graphs > 0 {
@@ -201,8 +201,8 @@ func kvCases(each func(mo emulated.Options, fraction float64, o Options)) {
 	}
 }
 
-// TestWait: a step reads no key and no value before the points that it waits for, and for
-// how long it stands still for them is counted.
+// TestWait: a step does not read the KV cache before the points that it waits for, and its
+// stall is measured.
 func TestWait(t *testing.T) {
 	kvCases(func(mo emulated.Options, fraction float64, o Options) {
 		x := newKVLoad(t, mo, fraction, o)
@@ -218,22 +218,22 @@ func TestWait(t *testing.T) {
 		if s := x.p.Graphs(); (s.Launched > 0) != (o.Graphs > 0) {
 			t.Errorf("%+v: %+v", o, s)
 		}
-		// Overwritten and brought back, three times.
+		// Overwritten and loaded again, three times.
 		takes := time.Duration(6 * float64(x.saved.Bytes()) / mo.HostLink.BytesPerSecond * 1e9)
 		if s := x.p.Stalls(); o.HostAttention == nil && s[KVLoad] < takes*9/10 {
-			t.Errorf("%+v, %+v: keys and values are on their way for %v; stalls %v", o, mo, takes, s.ByName())
+			t.Errorf("%+v, %+v: KV loads take %v; stalls %v", o, mo, takes, s.ByName())
 		}
 	})
 }
 
-// TestDone: what waits for a step's end finds all that it wrote, also where the step was run
-// again.
+// TestDone: an operation that waits for a step's end finds everything that the step wrote,
+// also after a retry.
 func TestDone(t *testing.T) {
 	kvCases(func(mo emulated.Options, fraction float64, o Options) {
 		x := newKVLoad(t, mo, fraction, o)
 		done, err := x.m.NewFence("done")
 		check(t, err)
-		x.copies(func(block, there device.Range) error { return x.stream.Copy(block, there) }, x.junk)
+		x.copies(func(block, saved device.Range) error { return x.stream.Copy(block, saved) }, x.junk)
 		check(t, x.stream.Synchronize(t.Context()))
 		q := &x.step.Sequences[0]
 		q.Tokens, q.Start = append(make([]int32, 33), 7), 0
@@ -244,7 +244,7 @@ func TestDone(t *testing.T) {
 		stored, err := x.m.Alloc(device.Host, x.saved.Bytes(), "stored")
 		check(t, err)
 		check(t, x.stream.Await(done, 1))
-		x.copies(func(block, there device.Range) error { return x.stream.Copy(there, block) }, stored)
+		x.copies(func(block, saved device.Range) error { return x.stream.Copy(saved, block) }, stored)
 		fault := x.m.Inject(&emulated.Fault{Kind: emulated.FailCopy, Match: own, Skip: 1})
 		defer fault.Release()
 		if _, err := x.p.Step(t.Context(), &x.step); !errors.Is(err, ErrStepFailed) || done.Value() != 0 {
@@ -253,18 +253,18 @@ func TestDone(t *testing.T) {
 		_, err = x.p.Step(t.Context(), &x.step)
 		check(t, err)
 		check(t, x.stream.Synchronize(t.Context()))
-		// Behind the 34 tokens lies what was there before.
+		// The blocks hold older content behind the 34 tokens.
 		shape := x.p.o.KV.Shape()
 		full := int64(2) * shape.BlockBytes()
 		if !bytes.Equal(stored.Read(0, full), x.saved.Read(0, full)) {
-			t.Errorf("%+v, %+v: what is stored behind the step is not what it wrote", o, mo)
+			t.Errorf("%+v, %+v: the stored blocks differ from what the step wrote", o, mo)
 		}
 		check(t, stored.Free())
 	})
 }
 
-// TestWaitFails: a load that fails fails the step, whether the compute stream hears of it or
-// not.
+// TestWaitFails: a load that fails fails the step, whether or not the compute stream sees the
+// failure.
 func TestWaitFails(t *testing.T) {
 	for _, machine := range []device.Machine{nil, &lax{}} {
 		x := newKVLoad(t, emulated.Options{Virtual: true}, 0.5, Options{Machine: machine, SmallBatchTokens: -1})
@@ -288,9 +288,9 @@ func TestWaitFails(t *testing.T) {
 	}
 }
 
-// TestHoldOrders: what has landed does not hold the stream back, but the stream must await
-// it, or nothing orders its reads behind the copy.
-func TestHoldOrders(t *testing.T) {
+// TestAwaitPointsOrders: a copy that has completed does not stall the stream, but the stream
+// must wait for its fence, or nothing variants the stream's reads after the copy.
+func TestAwaitPointsOrders(t *testing.T) {
 	for _, awaits := range []bool{true, false} {
 		findings := 0
 		m, err := emulated.New(emulated.Options{Virtual: true, Check: true, Report: func(emulated.Finding) { findings++ }})
@@ -311,13 +311,13 @@ func TestHoldOrders(t *testing.T) {
 		check(t, copies.Copy(slot.Range(0, 256), from.Range(0, 256)))
 		check(t, copies.Raise(landed, 1))
 		point := device.Point{Fence: landed, Value: 1}
-		for !point.Reached() { // asking lets the machine go on, and says nothing of an order
+		for !point.Reached() { // the query lets the machine continue, and establishes no order
 			continue
 		}
 		counted := &meter{machine: m, stream: compute}
 		if awaits {
 			wave := experts.Wave{Await: []device.Point{point}}
-			check(t, hold(compute, ExpertCopy, wave.Await, counted))
+			check(t, awaitPoints(compute, ExpertCopy, wave.Await, counted))
 		}
 		check(t, compute.Execute(device.Work{Name: "experts", Reads: []device.Range{slot.Range(0, 256)}, Run: func(device.Access) error { return nil }}))
 		check(t, errors.Join(compute.Synchronize(t.Context()), copies.Synchronize(t.Context())))

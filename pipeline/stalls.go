@@ -9,24 +9,24 @@ import (
 	"github.com/moeserve/moeserve/device"
 )
 
-// Cause is why the compute stream stood still within a step.
+// Cause is why the compute stream stalled within a step.
 type Cause uint8
 
 // The causes.
 const (
 	// ExpertCopy: a wave's experts had not arrived.
 	ExpertCopy Cause = iota
-	// RouterSync: the host had to see what a router chose, or would choose, before it
-	// could go on.
+	// RouterSync: the host had to read what a router selected, or would select, before it
+	// could continue.
 	RouterSync
-	// CPUAttention: the host had not attended yet.
+	// CPUAttention: the host had not computed attention yet.
 	CPUAttention
-	// KVCopy: what the host attends with, or what came of it, was on its way.
+	// KVCopy: the input or the output of attention on the host was being copied.
 	KVCopy
-	// LaunchBound: all that was enqueued had run between two actions of the plan, and the
-	// host waited for nothing.
+	// LaunchBound: the stream ran out of work between two actions of the plan, while the host
+	// waited for nothing.
 	LaunchBound
-	// KVLoad: keys and values from elsewhere had not arrived where the step reads them.
+	// KVLoad: KV blocks that the step reads had not been loaded.
 	KVLoad
 
 	causes = int(KVLoad) + 1
@@ -36,13 +36,13 @@ var causeNames = [causes]string{"expert-copy", "router-sync", "cpu-attention", "
 
 func (c Cause) String() string { return causeNames[c] }
 
-// MarshalText writes the cause's name.
+// MarshalText returns the cause's name.
 func (c Cause) MarshalText() ([]byte, error) { return []byte(c.String()), nil }
 
-// Stalls is for how long the compute stream stood still, by Cause.
+// Stalls are the compute stream's stall times, by Cause.
 type Stalls [causes]time.Duration
 
-// ByName are the stalls in seconds by the names of their causes, all of which are there.
+// ByName returns the stalls in seconds by the names of their causes; all causes are present.
 func (s Stalls) ByName() map[string]float64 {
 	m := make(map[string]float64, causes)
 	for c, d := range s {
@@ -51,7 +51,7 @@ func (s Stalls) ByName() map[string]float64 {
 	return m
 }
 
-// Sum of all causes.
+// Sum returns the sum over all causes.
 func (s Stalls) Sum() time.Duration {
 	var sum time.Duration
 	for _, d := range s {
@@ -60,47 +60,49 @@ func (s Stalls) Sum() time.Duration {
 	return sum
 }
 
-// leastStall is what lies between two events of which nothing holds the second back:
-// less is not a stall.
-const leastStall = 2 * time.Microsecond
+// minStall is the maximum time between two consecutive events without a stall; shorter times
+// are not counted.
+const minStall = 2 * time.Microsecond
 
-// meter counts stalls. It puts events around what the compute stream may have to wait
-// for, and reads their times when the step has ended: on the way it costs the two
-// events and no more. A nil meter counts nothing of what is enqueued.
+// meter measures stalls. It records events around operations that may hold the compute stream
+// back, and reads their times when the step has ended, so that during the step it costs only
+// the events. A nil meter only enqueues.
 type meter struct {
 	machine device.Machine
 	stream  device.Stream
-	// events are enough for the longest step so far, of which used are in this one.
+	// events are as many as any step so far has needed; the first used of them are in this
+	// step.
 	events []device.Event
 	used   int
 	spans  []span
-	// last is behind the last action that computes; nil where nothing counts from there.
-	// atEnd says that a layer has ended there, closely that layers are looked at closely.
-	last           device.Event
-	atEnd, closely bool
+	// last is behind the latest action that launched kernels; nil if no stall can start
+	// there. layerEnd: that action ended a layer. perAction: every action of a layer is
+	// checked, not only its end.
+	last                device.Event
+	layerEnd, perAction bool
 
 	mu    sync.Mutex
 	total Stalls
 }
 
-// span is a part of the compute stream's time: from one event to the next of the stream.
+// span is a part of the compute stream's time, between two consecutive events of the stream.
 type span struct {
 	cause    Cause
 	from, to device.Event
-	// since and until, where they are set, are where the cause began and ended, on other
-	// streams: the rest is KVCopy.
+	// since and until, if set, are where the cause began and ended, on other streams: the
+	// rest of the span is KVCopy.
 	since, until device.Event
 }
 
 // begin starts a step.
-func (m *meter) begin() { m.used, m.spans, m.last, m.closely = 0, m.spans[:0], nil, false }
+func (m *meter) begin() { m.used, m.spans, m.last, m.perAction = 0, m.spans[:0], nil, false }
 
-// mark records an event on a stream.
-func (m *meter) mark(s device.Stream) (device.Event, error) {
+// record records an event on a stream.
+func (m *meter) record(s device.Stream) (device.Event, error) {
 	if m.used == len(m.events) {
 		ev, err := m.machine.NewEvent()
 		if err != nil {
-			return nil, fmt.Errorf("pipeline: count stalls: %w", err)
+			return nil, fmt.Errorf("pipeline: measure stalls: %w", err)
 		}
 		m.events = append(m.events, ev)
 	}
@@ -109,78 +111,79 @@ func (m *meter) mark(s device.Stream) (device.Event, error) {
 	return ev, s.Record(ev)
 }
 
-// wait counts what holds the stream back in the operations that enqueue puts on it: by
-// a cause, which since and until are about as span says, or are nil.
+// wait measures how long operations hold the stream back: enqueue puts them on it. For since
+// and until, which may be nil, see span.
 func (m *meter) wait(cause Cause, since, until device.Event, enqueue func() error) error {
 	if m == nil {
 		return enqueue()
 	}
-	from, err := m.mark(m.stream)
+	from, err := m.record(m.stream)
 	if err != nil {
 		return err
 	}
 	if err := enqueue(); err != nil {
 		return err
 	}
-	to, err := m.mark(m.stream)
+	to, err := m.record(m.stream)
 	m.spans = append(m.spans, span{cause: cause, from: from, to: to, since: since, until: until})
 	return err
 }
 
-// pause comes behind each action of a plan, resume before it: where the stream has run
-// dry meanwhile, that counts. Actions that give the device nothing to compute do not. As
-// long as the stream does not run dry, only the ends of layers are looked at, so that a
-// layer costs one event; where it does, the next layer is looked at closely.
-func (m *meter) pause(k Kind) (err error) {
+// afterAction and beforeAction are called around each action of a plan. If the stream has run
+// out of work between two actions, its idle time is a stall; actions that launch no kernels
+// do not count. While the stream always has work, only the ends of layers are checked, which
+// costs one event per layer. Once it has run out, all actions of the next layer are checked.
+func (m *meter) afterAction(k Kind) (err error) {
 	if m == nil {
 		return nil
 	}
-	if k.endsLayer() || m.closely && k.computes() {
-		m.last, err = m.mark(m.stream)
-		m.atEnd = k.endsLayer()
+	if k.endsLayer() || m.perAction && k.launchesKernels() {
+		m.last, err = m.record(m.stream)
+		m.layerEnd = k.endsLayer()
 	}
 	return err
 }
 
-func (m *meter) resume(k Kind) error {
-	if m == nil || m.last == nil || !k.computes() {
+func (m *meter) beforeAction(k Kind) error {
+	if m == nil || m.last == nil || !k.launchesKernels() {
 		return nil
 	}
 	last := m.last
 	m.last = nil
-	// What has failed is found out when the step ends.
+	// Errors are reported when the step ends.
 	dry, err := last.Query()
-	if m.atEnd {
-		m.closely = dry
+	if m.layerEnd {
+		m.perAction = dry
 	}
 	if !dry || err != nil {
 		return nil
 	}
-	return m.since(LaunchBound, last)
+	return m.stallSince(LaunchBound, last)
 }
 
-// asked comes behind a wait of the host for a router, from an event before it: where the
-// stream has run dry meanwhile, that counts until it is given more.
-func (m *meter) asked(idle device.Event) error {
+// afterRouterSync is called after the host has waited for a router; idle was recorded before
+// the wait. If the stream has run out of work since, it stalls until the next operation is
+// enqueued.
+func (m *meter) afterRouterSync(idle device.Event) error {
 	m.last = nil
 	if dry, err := idle.Query(); !dry || err != nil {
 		return nil
 	}
-	return m.since(RouterSync, idle)
+	return m.stallSince(RouterSync, idle)
 }
 
-// since counts from an event of the stream to what is enqueued next.
-func (m *meter) since(cause Cause, from device.Event) error {
-	to, err := m.mark(m.stream)
+// stallSince counts a stall from an event of the stream to the next operation enqueued.
+func (m *meter) stallSince(cause Cause, from device.Event) error {
+	to, err := m.record(m.stream)
 	m.spans = append(m.spans, span{cause: cause, from: from, to: to})
 	return err
 }
 
-// end adds up a step that has ended well.
+// end adds the stalls of a successful step to the total, and returns them.
 func (m *meter) end() (step Stalls, err error) {
 	for _, s := range m.spans {
 		if err := s.add(&step); err != nil {
-			return step, fmt.Errorf("pipeline: count stalls: %w", err)
+			return step, fmt.Errorf("pipeline: measure stalls: %w", err)
 		}
 	}
 	m.mu.Lock()
@@ -191,12 +194,12 @@ func (m *meter) end() (step Stalls, err error) {
 	return step, nil
 }
 
-// add counts one span.
+// add adds the span's time to its causes.
 func (s *span) add(to *Stalls) error {
 	var times [4]time.Duration
 	for i, ev := range [...]device.Event{s.from, s.to, s.since, s.until} {
 		if ev == nil {
-			times[i] = times[i-2] // the cause goes on for all of the span
+			times[i] = times[i-2] // the cause lasts for the whole span
 			continue
 		}
 		var err error
@@ -205,7 +208,7 @@ func (s *span) add(to *Stalls) error {
 		}
 	}
 	from, end := times[0], times[1]
-	if end-from < leastStall {
+	if end-from < minStall {
 		return nil
 	}
 	since := min(max(times[2], from), end)
@@ -221,7 +224,7 @@ func (m *meter) stalls() Stalls {
 	return m.total
 }
 
-func (m *meter) release() error {
+func (m *meter) close() error {
 	var errs []error
 	for _, ev := range m.events {
 		errs = append(errs, ev.Close())
@@ -229,6 +232,6 @@ func (m *meter) release() error {
 	return errors.Join(errs...)
 }
 
-// Stalls is for how long, since New, steps that ended well have kept the compute
-// stream standing still. It may be called from any goroutine.
+// Stalls returns the compute stream's stall times in successful steps since New. It may be
+// called from any goroutine.
 func (p *Pipeline) Stalls() Stalls { return p.meter.stalls() }

@@ -9,15 +9,15 @@ import (
 	"github.com/moeserve/moeserve/device/emulated"
 )
 
-// TestStallsByCause slows one thing down at a time: that is what nearly all stalls are
-// then put down to.
+// TestStallsByCause slows one thing down at a time: nearly all stalls must then have that
+// cause.
 func TestStallsByCause(t *testing.T) {
 	slow := emulated.Link{BytesPerSecond: 50e6}
 	for _, c := range []struct {
 		want Cause
 		mo   emulated.Options
 		o    Options
-		// fraction of experts in host memory.
+		// fraction of experts that are offloaded.
 		fraction float64
 	}{
 		{ExpertCopy, emulated.Options{HostLink: slow}, Options{SmallBatchTokens: -1}, 1},
@@ -39,9 +39,9 @@ func TestStallsByCause(t *testing.T) {
 	}
 }
 
-// TestStallsOfTheHost: a device that has nothing left to do stands still by the host's
-// fault, or by the router's where the host waits for what it chose.
-func TestStallsOfTheHost(t *testing.T) {
+// TestStallsLaunchBound: a device that has run out of work stalls by LaunchBound, or by
+// RouterSync while the host waits for a router.
+func TestStallsLaunchBound(t *testing.T) {
 	m, err := emulated.New(emulated.Options{Virtual: true, GPUs: []emulated.GPU{{}, {BytesPerSecond: 1e9}}})
 	check(t, err)
 	defer func() { check(t, m.Close()) }()
@@ -53,36 +53,36 @@ func TestStallsOfTheHost(t *testing.T) {
 	s, other := stream(device.HBM(0)), stream(device.HBM(1))
 	p := &Pipeline{meter: meter{machine: m, stream: s}}
 	const pause = 5 * time.Millisecond
-	pass := func(d time.Duration) { // once the stream has run dry
+	pass := func(d time.Duration) { // once the stream has run out of work
 		t.Helper()
 		check(t, s.Synchronize(t.Context()))
 		check(t, other.Execute(device.Work{Name: "pass time", Bytes: d.Nanoseconds()}))
 		check(t, other.Synchronize(t.Context()))
 	}
 	p.meter.begin()
-	check(t, p.meter.pause(Attend)) // within a layer: not looked at
+	check(t, p.meter.afterAction(Attention)) // within a layer: not checked
 	pass(pause)
-	check(t, p.meter.resume(Route))
-	check(t, p.meter.pause(Experts))
-	check(t, p.meter.resume(Upload)) // computes nothing
+	check(t, p.meter.beforeAction(Route))
+	check(t, p.meter.afterAction(RoutedExperts))
+	check(t, p.meter.beforeAction(Upload)) // launches no kernels
 	pass(pause)
-	check(t, p.meter.resume(Attend)) // first stall
-	check(t, p.meter.pause(Attend))  // from here on layers are looked at closely
+	check(t, p.meter.beforeAction(Attention)) // first stall
+	check(t, p.meter.afterAction(Attention))  // from here on every action is checked
 	pass(pause)
-	check(t, p.meter.resume(Route)) // second stall
-	check(t, p.meter.pause(Route))
-	idle, err := p.meter.mark(s)
+	check(t, p.meter.beforeAction(Route)) // second stall
+	check(t, p.meter.afterAction(Route))
+	idle, err := p.meter.record(s)
 	check(t, err)
 	pass(2 * pause)
-	check(t, p.meter.asked(idle))
-	check(t, p.meter.resume(RunFetched)) // the router's, not counted twice
+	check(t, p.meter.afterRouterSync(idle))
+	check(t, p.meter.beforeAction(RunFetched)) // RouterSync has counted it
 	check(t, s.Synchronize(t.Context()))
 	_, err = p.meter.end()
 	check(t, err)
 	if got, want := p.Stalls(), (Stalls{LaunchBound: 2 * pause, RouterSync: 2 * pause}); got != want || len(p.meter.spans) != 3 {
 		t.Errorf("stalls %v in %d spans", got.ByName(), len(p.meter.spans))
 	}
-	check(t, p.meter.release())
+	check(t, p.meter.close())
 	check(t, s.Close())
 	check(t, other.Close())
 }

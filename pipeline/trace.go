@@ -8,23 +8,22 @@ import (
 	"github.com/moeserve/moeserve/experts"
 )
 
-// tracer notes in a trace what the operations of a step are about. A nil tracer does
-// nothing.
+// tracer annotates the operations of a step in a trace. A nil tracer does nothing.
 type tracer struct {
 	w     *trace.Writer
 	clock device.Clock
-	// stream computes.
+	// stream is the compute stream.
 	stream device.Stream
 	steps  int64
 	step   *trace.Step
-	// layer that runs, and note of the latest action.
+	// layer that is running, and the note of the latest action.
 	layer int
 	note  trace.Note
-	// awaited since the latest operation that computes.
+	// awaited are the points waited for since the latest operation that launches kernels.
 	awaited []device.Point
 }
 
-// begin begins a step, again for each try.
+// begin begins a step. Every retry is a step of its own.
 func (t *tracer) begin(s *Step, p *plan) {
 	if t == nil {
 		return
@@ -45,7 +44,7 @@ func (t *tracer) begin(s *Step, p *plan) {
 	t.layer, t.awaited = trace.NoLayer, t.awaited[:0]
 }
 
-// action comes before each action of a plan.
+// action is called before each action of a plan.
 func (t *tracer) action(a Action, s *Shape) {
 	if t == nil {
 		return
@@ -55,7 +54,7 @@ func (t *tracer) action(a Action, s *Shape) {
 	case Upload, Embed, Head:
 		t.layer = trace.NoLayer
 	case Prefetch, PagePrefetch, PredictNext, PrefetchPredicted:
-		// They are about a later layer, while this one runs.
+		// These concern a later layer, while this one runs.
 	default:
 		t.layer = a.Layer
 	}
@@ -67,10 +66,10 @@ func (t *tracer) action(a Action, s *Shape) {
 		n.Group = a.Group + 1
 	}
 	t.note = n
-	t.annotate(n, a.Kind.computes())
+	t.annotate(n, a.Kind.launchesKernels())
 }
 
-// results comes before what brings a step's results to the host.
+// results is called before the copies of a step's results.
 func (t *tracer) results() {
 	if t == nil {
 		return
@@ -78,17 +77,17 @@ func (t *tracer) results() {
 	t.annotate(trace.Note{Step: t.step, Nested: true, Layer: trace.NoLayer, Stage: "results"}, false)
 }
 
-// annotate notes what the stream is given next; what computes gets the arrows from what was
-// awaited.
-func (t *tracer) annotate(n trace.Note, computes bool) {
-	if computes && len(t.awaited) > 0 {
+// annotate sets the note of the stream's next operations. Kernels get arrows from the copies
+// that were waited for.
+func (t *tracer) annotate(n trace.Note, kernels bool) {
+	if kernels && len(t.awaited) > 0 {
 		t.w.Awaits(&n, t.awaited)
 		t.awaited = t.awaited[:0]
 	}
 	trace.Annotate(t.stream, &n)
 }
 
-// wait comes before a wait for these points.
+// wait is called before a wait for points.
 func (t *tracer) wait(cause Cause, points ...device.Point) {
 	if t == nil {
 		return
@@ -99,8 +98,9 @@ func (t *tracer) wait(cause Cause, points ...device.Point) {
 	t.awaited = append(t.awaited, points...)
 }
 
-// wave comes before experts of a layer run, waved once all of them have.
-func (t *tracer) wave(waves ...experts.Wave) {
+// beforeExperts is called before waves of experts run, afterExperts once the layer's waves
+// are enqueued.
+func (t *tracer) beforeExperts(waves ...experts.Wave) {
 	if t == nil {
 		return
 	}
@@ -112,14 +112,14 @@ func (t *tracer) wave(waves ...experts.Wave) {
 	t.annotate(n, true)
 }
 
-func (t *tracer) waved() {
+func (t *tracer) afterExperts() {
 	if t != nil {
 		t.annotate(t.note, true)
 	}
 }
 
-// onHost notes on a stream of the host's attention what it is given for a micro-batch.
-func (t *tracer) onHost(s device.Stream, name string) {
+// hostWork annotates the next operation of a stream of host attention with the micro-batch.
+func (t *tracer) hostWork(s device.Stream, name string) {
 	if t == nil {
 		return
 	}
@@ -128,8 +128,8 @@ func (t *tracer) onHost(s device.Stream, name string) {
 	trace.Annotate(s, &n)
 }
 
-// brings is onHost for a copy that raises done.
-func (t *tracer) brings(s device.Stream, name string, done device.Point) {
+// copyBack is hostWork for a copy that signals done.
+func (t *tracer) copyBack(s device.Stream, name string, done device.Point) {
 	if t == nil {
 		return
 	}

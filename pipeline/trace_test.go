@@ -16,7 +16,7 @@ import (
 	"github.com/moeserve/moeserve/experts"
 )
 
-// recorded has a machine record into a trace.
+// recorded makes a machine record its operations into a trace.
 func recorded(w *trace.Writer, o emulated.Options) emulated.Options {
 	o.Virtual = true
 	o.HostLink, o.PeerLink = emulated.Link{BytesPerSecond: 1e9}, emulated.Link{BytesPerSecond: 4e9}
@@ -35,7 +35,7 @@ func recorded(w *trace.Writer, o emulated.Options) emulated.Options {
 	return o
 }
 
-// slice is one of a trace.
+// slice is an event of a trace file.
 type slice struct {
 	Name, Ph, Cat string
 	ID            int
@@ -50,8 +50,9 @@ func (s *slice) has(args ...string) bool {
 	return !slices.ContainsFunc(args, func(a string) bool { return s.Args[a] == nil })
 }
 
-// TestTrace: steps of all plans have their slices and layers, every operation of a layer
-// and every fetch its arguments, and every wave that waits for copies an arrow from each.
+// TestTrace: steps of all plans have slices for the step and its layers, every operation of a
+// layer and every fetch has its arguments, and every wave that waits for copies has an arrow
+// from each.
 func TestTrace(t *testing.T) {
 	for _, c := range []struct {
 		plan  string
@@ -165,7 +166,7 @@ func verify(t *testing.T, events []slice, plan string, steps, layers int, peers 
 	}
 }
 
-// under is the innermost slice at an arrow's end.
+// under returns the innermost slice at an arrow's end.
 func under(events []slice, at *slice) (found *slice) {
 	for i := range events {
 		if e := &events[i]; e.Ph == "X" && e.TID == at.TID && e.TS <= at.TS && at.TS < e.TS+e.Dur && (found == nil || e.Dur <= found.Dur) {
@@ -175,7 +176,7 @@ func under(events []slice, at *slice) (found *slice) {
 	return found
 }
 
-// TestTraceCost: what a traced step allocates is less than two notes for each operation.
+// TestTraceCost: a traced step allocates fewer than two notes for each operation.
 func TestTraceCost(t *testing.T) {
 	w := trace.NewWriter(io.Discard)
 	o := recorded(w, emulated.Options{})
@@ -192,7 +193,7 @@ func TestTraceCost(t *testing.T) {
 	}
 	at, n := from, int64(0)
 	operations = 0
-	for _, allocations := range garbage(steps, func() { step(at); at++ }) {
+	for _, allocations := range allocations(steps, func() { step(at); at++ }) {
 		n += allocations
 	}
 	if n > 2*int64(operations) {

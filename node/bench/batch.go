@@ -25,7 +25,7 @@ type Batch struct {
 	tables               []*kvcache.Table
 	// tokens sampled of each sequence, with capacity for all.
 	tokens [][]int32
-	draw   pipeline.Draw
+	draw   pipeline.SamplingParams
 	// decode is a step of a token of each sequence: only Tokens and Start change.
 	decode pipeline.Step
 }
@@ -37,7 +37,7 @@ func NewBatch(n *node.Node, prompts [][]int32, newTokens int) (*Batch, error) {
 	limits, sampling := &info.Limits, &info.Settings.Generate
 	b := &Batch{
 		n: n, prompts: prompts, maxTokens: limits.MaxTokens, longAfter: info.Config.RoPE.LongAfter,
-		draw: pipeline.Draw{Temperature: float32(sampling.Temperature), Seed: sampling.Seed},
+		draw: pipeline.SamplingParams{Temperature: float32(sampling.Temperature), Seed: sampling.Seed},
 	}
 	if limit := min(limits.MaxTokens, limits.MaxLogits); len(prompts) > limit {
 		return nil, fault.Of(fault.ErrConfig, fmt.Errorf("node: a batch of %d sequences exceeds the maximum of %d per step", len(prompts), limit))
@@ -146,8 +146,8 @@ func (b *Batch) Decode(ctx context.Context, from, to int) error {
 func (b *Batch) sequence(i int, tokens []int32, start int) pipeline.Sequence {
 	// A sequence that will grow past the boundary of longrope has its long factors from the start.
 	after := b.longAfter
-	s := pipeline.Sequence{Tokens: tokens, Start: start, Table: b.tables[i], Draw: b.draw, Long: after > 0 && len(b.prompts[i])+cap(b.tokens[i]) > after}
-	s.Draw.Sample = int32(i)
+	s := pipeline.Sequence{Tokens: tokens, Start: start, Table: b.tables[i], SamplingParams: b.draw, Long: after > 0 && len(b.prompts[i])+cap(b.tokens[i]) > after}
+	s.SamplingParams.Sample = int32(i)
 	return s
 }
 

@@ -12,9 +12,9 @@ import (
 
 const module = "github.com/moeserve/moeserve/"
 
-// garbage runs f some times and says what each line of the module has allocated in it, but
-// for lines of the packages that only stand in for a GPU here.
-func garbage(times int, f func()) map[string]int64 {
+// allocations runs f a number of times and returns the number of heap allocations per line of
+// the module, except lines of the packages that stand in for a GPU in tests.
+func allocations(times int, f func()) map[string]int64 {
 	was := runtime.MemProfileRate
 	runtime.MemProfileRate = 1
 	defer func() { runtime.MemProfileRate = was }()
@@ -31,9 +31,9 @@ func garbage(times int, f func()) map[string]int64 {
 	return lines
 }
 
-// allocated counts allocations so far, by the innermost line of the module.
+// allocated counts heap allocations so far, by the innermost line of the module.
 func allocated() map[string]int64 {
-	runtime.GC() // of which the profile has what came before
+	runtime.GC() // the profile holds allocations up to the last but one collection
 	runtime.GC()
 	var records []runtime.MemProfileRecord
 	for {
@@ -63,9 +63,9 @@ func allocated() map[string]int64 {
 	return lines
 }
 
-// TestNoGarbage: decoding on and on allocates nothing, as graphs and without, with and
-// without experts to fetch.
-func TestNoGarbage(t *testing.T) {
+// TestNoAllocations: continued decoding allocates nothing on the heap, with graphs and
+// without, with offloaded experts and without.
+func TestNoAllocations(t *testing.T) {
 	for _, c := range []struct {
 		o        Options
 		fraction float64
@@ -82,22 +82,22 @@ func TestNoGarbage(t *testing.T) {
 		for at := range from + 2*steps {
 			step(at)
 		}
-		// A list that grows, or on a busy machine a link's streams that wait, does so in one
-		// measurement, what a step allocates is in all.
-		var least map[string]int64
+		// A slice that grows, or on a busy machine the wait of a link's stream, allocates in one
+		// measurement; what every step allocates is in all of them.
+		var minimum map[string]int64
 		for range 3 {
 			at := from
-			lines := garbage(steps, func() { step(at); at++ })
-			if least == nil {
-				least = lines
+			lines := allocations(steps, func() { step(at); at++ })
+			if minimum == nil {
+				minimum = lines
 			}
-			for line, n := range least {
-				least[line] = min(n, lines[line])
+			for line, n := range minimum {
+				minimum[line] = min(n, lines[line])
 			}
 		}
-		for line, n := range least {
+		for line, n := range minimum {
 			if n >= steps/10 {
-				t.Errorf("%d graphs, %v, %d rows: %d allocations in %d steps by %s", c.o.Graphs, c.fraction, c.o.SmallBatchTokens, n, steps, line)
+				t.Errorf("%d graphs, %v, %d small batch tokens: %d allocations in %d steps by %s", c.o.Graphs, c.fraction, c.o.SmallBatchTokens, n, steps, line)
 			}
 		}
 		if s := r.p.Graphs(); (s.Launched > 0) != (c.o.Graphs > 0) {
@@ -106,11 +106,11 @@ func TestNoGarbage(t *testing.T) {
 	}
 }
 
-// decoding runs a step of n sequences that decode at a position.
+// decoding returns a function that runs a decode step of n sequences at a position.
 func (r *rig) decoding(n int) func(at int) {
 	step := &Step{}
 	for i := range n {
-		q := Sequence{Tokens: []int32{int32(i)}, Table: r.kv.NewTable(), LogitRows: 1, Draw: Draw{Seed: uint64(i), LogProbs: i == 1}}
+		q := Sequence{Tokens: []int32{int32(i)}, Table: r.kv.NewTable(), LogitRows: 1, SamplingParams: SamplingParams{Seed: uint64(i), LogProbs: i == 1}}
 		reserve(r, q.Table, 128)
 		r.Cleanup(func() { q.Table.Release(false) })
 		step.Sequences = append(step.Sequences, q)
