@@ -1,40 +1,38 @@
-// Package node assembles a running node: it opens the devices (package devices), reads
-// the model's files (checkpoint), works out whether everything fits (sizing) and, where a
-// policy is asked for, how it is to run (planning), takes the memory, loads the weights
-// into their final places, and starts engine and pipeline. It alone knows the order in
-// which all of it is taken down. What its parts count, package observe reads; package
-// bench measures one.
+// Package node assembles a running node: it opens the devices (package devices), reads the
+// model's files (checkpoint), checks that everything fits (sizing), selects a policy if
+// one is requested (planning), allocates memory, loads the weights into their final
+// places, and starts engine and pipeline. It closes its parts in the reverse order.
+// Package observe reads the counters of its parts; package bench measures a node.
 //
 // # Peers
 //
-// Where experts are offloaded and there are peers, harvest borrows their memory and a
-// rebalancer moves experts there. Both are loops of the machine's clock, beside steps: in
-// goroutines on the wall clock, before each step on a virtual one, which only goes on
-// while somebody waits.
-// On emulated devices a trace can say what others hold of the peers; all emulated
-// memory is this machine's, so peers lend only what the rest leaves.
+// With offloaded experts and peers, harvest borrows the peers' memory and a rebalancer
+// promotes experts to it. Both are loops of the machine's clock: goroutines on the wall
+// clock; on a virtual clock, which advances only while something waits for it, they run
+// before each step. On emulated devices a trace can set the peers' memory used by other
+// processes. All emulated memory is this machine's, so peers lend only what the rest leaves.
 //
-// The end comes in this order: the loops, the pipeline, the rebalancer, harvest, which
-// takes every copy from the store and gives the peers their memory back cleared, then
-// the store, whose host copies had everything all along, then transfers.
+// Close stops the parts in this order: the loops, the pipeline, the rebalancer, harvest
+// (which revokes every peer copy from the store and releases the peers' memory scrubbed),
+// the store (whose host copies are authoritative), transfers.
 //
 // # Planning
 //
-// Plan finds or judges a policy; with the setting policy, Open follows one: it changes
-// those settings that nobody has given, and nothing else. Open, Inspect and Plan have the
-// same beginning (setup): a model on open devices, of which no memory is taken.
+// Plan finds or evaluates a policy. With the setting policy, Open applies one: it changes
+// only settings that are not set explicitly. Open, Inspect and Plan start with the same
+// setup: a model on open devices, with no memory allocated.
 //
 // # What it is not
 //
-// It parses no flags and prints nothing (cmd/moeserve does), and runs no request
+// The package parses no flags and prints nothing (cmd/moeserve does), and runs no requests
 // itself (package engine does).
 //
 // # Invariants
 //
-//   - Open either returns a node that works or leaves nothing behind.
-//   - Nothing allocates device or pinned memory after Open, but for readings and for
-//     what is borrowed from peers.
-//   - An error says which part failed by wrapping a kind of package fault.
+//   - Open either returns a working node or releases everything.
+//   - Nothing allocates device or pinned memory after Open, except for measurements and for
+//     memory borrowed from peers.
+//   - An error wraps the kind of package fault that names the failed part.
 //
 // # Example
 //

@@ -26,46 +26,46 @@ import (
 	"github.com/moeserve/moeserve/transfer"
 )
 
-// Options say what to run.
+// Options of a node.
 type Options struct {
 	Settings configs.Settings
-	// HostLogits keeps room for the logits of a step: see pipeline.Options.
+	// HostLogits allocates pinned memory for the logits of a step: see pipeline.Options.
 	HostLogits bool
-	// WithoutTokenizer leaves the tokenizer unread, for checkpoints that have none.
+	// WithoutTokenizer skips the tokenizer, for checkpoints without one.
 	WithoutTokenizer bool
-	// Explicit says of a setting, by its key, whether somebody has given it: a policy does
-	// not change those. Default: those that are not at their defaults.
+	// Explicit reports whether a setting, by its key, is set explicitly; a policy does not
+	// change those. Default: settings that differ from their defaults.
 	Explicit func(key string) bool
-	// Workload is what a policy is made for. Default: planning.DefaultWorkload.
+	// Workload is the workload that a policy is planned for. Default:
+	// planning.DefaultWorkload.
 	Workload planner.Workload
-	// Template says what of the model's chat template must be right before anything is
-	// loaded.
+	// Template selects which errors of the model's chat template are reported before anything
+	// is loaded.
 	Template checkpoint.TemplateUse
-	// ExpectCPU says that computing on the CPU for lack of a GPU surprises nobody: it is not
-	// warned of.
+	// ExpectCPU suppresses the warning that the CPU computes for lack of a GPU.
 	ExpectCPU bool
-	// Progress, which may be nil, is called while weights are loaded, with bytes.
+	// Progress, if not nil, is called with bytes while weights are loaded.
 	Progress func(done, total int64)
-	// Log gets what an operator can act on. Default: none.
+	// Log receives messages for operators. Default: none.
 	Log *slog.Logger
-	// CacheLayers is for how many layers' fetched experts the compute device has room.
-	// Default: 2, so that the next layer's arrive while one's are read. 1 saves memory,
+	// CacheLayers is the size of the expert cache, in layers' offloaded experts. Default: 2,
+	// so that the next layer's experts arrive while this layer's are read. 1 saves memory,
 	// and every fetch waits.
 	CacheLayers int
 	// MaxQueued and Listener are the engine's: see engine.Options.
 	MaxQueued int
 	Listener  engine.Listener
-	// Events, which may be nil, is told of what happens to borrowed memory and to
-	// experts. It is called with locks held: it must be quick, and not call the node.
+	// Events, if not nil, receives events of borrowed memory and of experts. It is called
+	// with locks held: it must return quickly, and not call the node.
 	Events func(observe.Event)
-	// OpenMachine opens the devices in place of what the settings say; tests use it
-	// to choose schedules and to inject faults.
+	// OpenMachine opens the devices in place of the settings; tests use it to select
+	// schedules and to inject faults.
 	OpenMachine func() (device.Machine, error)
-	// OpenBackend opens the backend of what OpenMachine opened. Default: kernels/cpu.
+	// OpenBackend opens the backend for OpenMachine's machine. Default: kernels/cpu.
 	OpenBackend func(device.Machine) (kernels.Backend, error)
 }
 
-// EnsureDefaults fills in what is not given.
+// EnsureDefaults returns o with its defaults filled in.
 func (o Options) EnsureDefaults() Options {
 	if o.Log == nil {
 		o.Log = slog.New(slog.DiscardHandler)
@@ -76,10 +76,10 @@ func (o Options) EnsureDefaults() Options {
 	return o
 }
 
-// Validate says which setting cannot be. Errors wrap fault.ErrConfig.
+// Validate reports the first invalid setting. Errors wrap fault.ErrConfig.
 func (o *Options) Validate() error { return fault.Of(fault.ErrConfig, o.Settings.Validate()) }
 
-// explicit says which settings somebody has given.
+// explicit returns which settings are set explicitly.
 func (o *Options) explicit() planning.Explicit {
 	if o.Explicit != nil {
 		return planning.ExplicitIn(o.Explicit)
@@ -90,17 +90,17 @@ func (o *Options) explicit() planning.Explicit {
 
 // Info describes a node. It does not change.
 type Info struct {
-	// Name is what the model is called: the preset's, the directory, or that of the
-	// built-in model. Device is the product that computes.
+	// Name is the model's name: that of the preset, the directory, or the built-in model.
+	// Device is the product name of the compute device.
 	Name, Device string
 	Config       *models.Config
 	// Limits of steps and sequences.
 	Limits forward.Limits
-	// Settings that the node runs with: a policy may have changed them. Planned is what
-	// that says; nil where there is none.
+	// Settings that the node runs with, after changes by a policy. Planned is the policy's
+	// plan, nil without one.
 	Settings configs.Settings
 	Planned  *planning.Planned
-	// Facts of the machine, Shape of the model and Sizes that the node has taken, for the
+	// Facts of the machine, Shape of the model and Sizes of the node's allocations, for the
 	// planner.
 	Facts planning.Machine
 	Shape planner.Model
@@ -122,7 +122,7 @@ type Node struct {
 	steps    stepper
 	engine   *engine.Engine
 	observer *observe.Observer
-	// closers in the order in which things were started.
+	// closers of the started parts, in the order of their start.
 	closers []func() error
 }
 
@@ -179,10 +179,10 @@ func Open(ctx context.Context, o Options) (_ *Node, err error) {
 	return n, nil
 }
 
-// started has f called when the node is closed, before what was started earlier.
+// started registers a closer. Close calls closers in reverse order.
 func (n *Node) started(f func() error) { n.closers = append(n.closers, f) }
 
-// describe puts together what does not change any more.
+// describe fills in Info.
 func (n *Node) describe(u *setup) error {
 	sizes, err := u.footprint.Sizes(u.settings.Batch)
 	if err != nil {
@@ -195,8 +195,8 @@ func (n *Node) describe(u *setup) error {
 	return nil
 }
 
-// assemble takes the memory, loads the weights and starts what runs on them. It says how
-// long taking and loading took.
+// assemble allocates memory, loads the weights and starts the parts that use them. It returns
+// how long allocation and loading took.
 func (n *Node) assemble(ctx context.Context, u *setup, blocks int) (load time.Duration, err error) {
 	start := time.Now()
 	d, o := u.devices, u.o
@@ -228,7 +228,7 @@ func (n *Node) assemble(ctx context.Context, u *setup, blocks int) (load time.Du
 	}
 	n.started(n.store.Close)
 	if n.harvest != nil {
-		// Before the store, which is told of all that it loses.
+		// Closed before the store, which is notified of every revocation.
 		n.started(n.closeHarvest)
 	}
 	pool, err := kvcache.NewPool(kvcache.PoolOptions{Machine: n.machine, Space: u.kvSpace(), Shape: u.needs.KV, Blocks: blocks})
@@ -256,7 +256,7 @@ func (n *Node) assemble(ctx context.Context, u *setup, blocks int) (load time.Du
 	n.started(n.pipe.Close)
 	n.steps = stepper{n.pipe, n.machine, n.kv, d.Trace()}
 	if err := n.warm(ctx, d.Backend, groups[0]); err != nil {
-		return 0, fault.Of(fault.ErrDevice, fmt.Errorf("node: first products: %w", err))
+		return 0, fault.Of(fault.ErrDevice, fmt.Errorf("node: warm up GEMMs: %w", err))
 	}
 	if err := n.startUpkeep(u.others); err != nil {
 		return 0, fault.Of(fault.ErrDevice, err)
@@ -279,7 +279,7 @@ func (n *Node) assemble(ctx context.Context, u *setup, blocks int) (load time.Du
 	return load, nil
 }
 
-// groups makes the models over the weights in the arena, a workspace for each.
+// groups makes the models over the weights in the arena, each with its own workspace.
 func (n *Node) groups(u *setup, steps *pipeline.Options, arena device.Memory) ([]*forward.Model, error) {
 	d, c := u.devices, u.model.Config
 	groups := make([]*forward.Model, steps.Groups())
@@ -306,7 +306,7 @@ func (n *Node) alloc(space device.Space, bytes int64, label string) (device.Memo
 	return m, nil
 }
 
-// warm runs the first products of all shapes, where the backend is slower at these.
+// warm runs the first GEMMs of all shapes, if the backend is slower at these.
 func (n *Node) warm(ctx context.Context, backend kernels.Backend, m *forward.Model) error {
 	b, ok := backend.(interface{ WarmRows(most int) []int })
 	if !ok {
@@ -318,38 +318,39 @@ func (n *Node) warm(ctx context.Context, backend kernels.Backend, m *forward.Mod
 	return n.pipe.Compute().Synchronize(ctx)
 }
 
-// Engine runs requests.
+// Engine returns the engine, which runs requests.
 func (n *Node) Engine() *engine.Engine { return n.engine }
 
-// Pipeline runs steps; tests and readings use it, between the engine's calls.
+// Pipeline returns the pipeline, which runs steps; tests and measurements use it, between the
+// engine's calls.
 func (n *Node) Pipeline() *pipeline.Pipeline { return n.pipe }
 
-// KV accounts for the blocks of the pipeline's steps.
+// KV returns the manager of the KV blocks of the pipeline's steps.
 func (n *Node) KV() *kvcache.Manager { return n.kv }
 
-// Machine is what the node runs on.
+// Machine returns the machine that the node runs on.
 func (n *Node) Machine() device.Machine { return n.machine }
 
-// Text is the model's tokenizer and chat template.
+// Text returns the model's tokenizer and chat template.
 func (n *Node) Text() checkpoint.Text { return n.text }
 
 // Info describes the node.
 func (n *Node) Info() *Info { return &n.info }
 
-// Observe reads what the node's parts count.
+// Observe returns the observer of the counters of the node's parts.
 func (n *Node) Observe() *observe.Observer { return n.observer }
 
-// Log is where the node logs to.
+// Log returns the node's logger.
 func (n *Node) Log() *slog.Logger { return n.log }
 
-// Step runs a step beside the engine's, between its calls, behind what goes on beside
-// steps.
+// Step runs a step without the engine, between the engine's calls, after the loops that run
+// before steps on a virtual clock.
 func (n *Node) Step(ctx context.Context, s *pipeline.Step) (pipeline.Result, error) {
 	return n.steps.Step(ctx, s)
 }
 
-// Close stops everything, in the reverse order of its start, and gives all memory
-// back. An allocation that is still alive is an error.
+// Close stops everything, in the reverse order of its start, and releases all memory. An
+// allocation that is still alive is an error.
 func (n *Node) Close() error {
 	var errs []error
 	for i := len(n.closers) - 1; i >= 0; i-- {

@@ -14,23 +14,22 @@ import (
 )
 
 const (
-	// A made up trace lasts a day, or as long as so many changes of each peer.
+	// A generated trace lasts a day, or this many changes of each peer if that is shorter.
 	traceDuration = 24 * time.Hour
 	traceChanges  = 1e5
 )
 
-// playback plays the other tenants of emulated peers: a trace of what they hold.
+// playback replays the memory use of other tenants of emulated peers from a trace.
 type playback struct {
 	player  *tenants.Player
 	machine device.Machine
 	log     *slog.Logger
-	// began is when the trace did, on the machine's clock.
+	// began is the start of the replay, on the machine's clock.
 	began time.Duration
 }
 
-// openPlayback reads or makes up the trace that the settings ask for, and lets others
-// take what they hold at its beginning; nil where none is asked for. Time goes on from
-// start on.
+// openPlayback reads or generates the trace that the settings name, and applies its initial
+// memory use; it returns nil without a trace. The replay continues from start on.
 func openPlayback(d *devices.Devices, s configs.Harvest, log *slog.Logger) (*playback, error) {
 	c, err := s.ParseTrace()
 	if err != nil || !c.Generated && c.File == "" {
@@ -79,13 +78,13 @@ func readTrace(d *devices.Devices, c configs.TraceChoice) (tenants.Trace, error)
 	return trace, nil
 }
 
-// start says that the trace's time begins.
+// start starts the replay's clock.
 func (t *playback) start() { t.began = t.machine.Now() }
 
-// tick does what is due, until the trace has ended.
+// tick applies the changes that are due, until the trace has ended.
 func (t *playback) tick(now time.Duration) (pause time.Duration) {
 	if err := t.player.Advance(now - t.began); err != nil {
-		// It can only be a trace that gives back what nobody holds, which none is.
+		// Only a trace that releases memory that is not in use could fail, and no trace does.
 		t.log.Error("availability trace replay failed", "err", err)
 	}
 	next, ok := t.player.Next()

@@ -16,12 +16,12 @@ import (
 	"github.com/moeserve/moeserve/rebalancer"
 )
 
-// Beside steps, other tenants come and go, borrowed memory is given back, and experts
-// move. Each of these is a loop of the machine's clock: on the wall clock it has a
-// goroutine; on a virtual one all of them have their turn before each step.
+// Beside steps, other tenants' memory use changes, borrowed memory is released, and experts
+// are migrated. Each of these is a loop of the machine's clock: a goroutine on the wall
+// clock; on a virtual clock all loops run before each step.
 
-// openRebalancer makes what decides which experts live where, and, where all that are
-// offloaded have to be on peers, brings them there.
+// openRebalancer makes the rebalancer, which decides where experts live. With
+// --offload-tier=peer it promotes all offloaded experts to peers first.
 func (n *Node) openRebalancer(ctx context.Context, u *setup) error {
 	plan := &u.needs.Plan
 	if n.harvest == nil && !plan.Dynamic {
@@ -47,7 +47,7 @@ func (n *Node) openRebalancer(ctx context.Context, u *setup) error {
 		n.log.Info("all offloaded experts promoted to peer memory", "experts", plan.OffloadedExperts, "bytes", int64(plan.OffloadedExperts)*plan.Layout.Size, "took_s", time.Since(start).Seconds())
 		return nil
 	case ctx.Err() != nil:
-		return fmt.Errorf("node: bring experts to peers: %w", err)
+		return fmt.Errorf("node: promote experts to peers: %w", err)
 	case errors.Is(err, rebalancer.ErrDoesNotFit):
 		return fault.Of(fault.ErrConfig, err)
 	default:
@@ -55,7 +55,7 @@ func (n *Node) openRebalancer(ctx context.Context, u *setup) error {
 	}
 }
 
-// startUpkeep starts what goes on beside steps.
+// startUpkeep starts the loops that run beside steps.
 func (n *Node) startUpkeep(others *playback) error {
 	if others != nil {
 		others.start()
@@ -77,7 +77,7 @@ func (n *Node) startUpkeep(others *playback) error {
 	return n.balance.Start()
 }
 
-// stepper gives what goes on beside steps its turn before each of them.
+// stepper lets the loops of a virtual clock run before each step.
 type stepper struct {
 	*pipeline.Pipeline
 	clock device.Clock

@@ -8,7 +8,7 @@ import (
 	"github.com/moeserve/moeserve/device"
 )
 
-// Machine is a machine whose streams are traced.
+// Machine is a device.Machine whose streams are traced.
 type Machine struct {
 	device.Machine
 	w *Writer
@@ -17,8 +17,8 @@ type Machine struct {
 	streams map[*Stream]struct{}
 }
 
-// Wrap traces what the streams do that m makes from now on. The machine is closed, and
-// with it m, before the Writer.
+// Wrap traces the streams that are made through the result. Close the result, and with it m,
+// before the Writer.
 func Wrap(m device.Machine, w *Writer) *Machine {
 	return &Machine{Machine: m, w: w, streams: map[*Stream]struct{}{}}
 }
@@ -39,7 +39,7 @@ func (m *Machine) NewStream(space device.Space, o device.StreamOptions) (device.
 	return s, nil
 }
 
-// Close writes what has ended since, and closes the machine.
+// Close writes the operations that have ended, and closes the machine.
 func (m *Machine) Close() error {
 	m.mu.Lock()
 	var open []*Stream
@@ -49,7 +49,7 @@ func (m *Machine) Close() error {
 	m.mu.Unlock()
 	var errs []error
 	for _, s := range open {
-		errs = append(errs, s.release())
+		errs = append(errs, s.closeEvents())
 	}
 	return errors.Join(append(errs, m.Machine.Close())...)
 }
@@ -59,25 +59,25 @@ type Stream struct {
 	device.Stream
 	m *Machine
 
-	// pending have not been written yet, in order; spare are events for more.
+	// pending are the operations not yet written, in order; spare are events for reuse.
 	pending []pending
 	spare   []device.Event
 	note    *Note
 }
 
-// pending is a span between two events.
+// pending is an operation between two events.
 type pending struct {
 	span     Span
 	from, to device.Event
 }
 
-// Unwrap is the stream that runs the operations.
+// Unwrap returns the stream that runs the operations.
 func (s *Stream) Unwrap() device.Stream { return s.Stream }
 
 // Annotate implements device.Annotator.
 func (s *Stream) Annotate(note any) (before any) { return swapNote(&s.note, note) }
 
-// swapNote replaces a stream's note, and returns the one before.
+// swapNote replaces a stream's note, and returns the previous one.
 func swapNote(at **Note, note any) (before any) {
 	if *at != nil {
 		before = *at
@@ -86,21 +86,21 @@ func swapNote(at **Note, note any) (before any) {
 	return before
 }
 
-// Span enqueues by do, on the stream that Unwrap returns, and traces what that was.
+// Span traces the operations that do enqueues on the stream that Unwrap returns.
 func (s *Stream) Span(op Op, name string, bytes int64, do func() error) error {
-	if err := s.write(); err != nil {
+	if err := s.writeEnded(); err != nil {
 		return err
 	}
 	p := pending{span: Span{Space: s.Space(), Stream: s.Name(), Op: op, Name: name, Bytes: bytes, Note: s.note}}
 	var err error
-	if p.from, err = s.mark(); err != nil {
+	if p.from, err = s.recordEvent(); err != nil {
 		return err
 	}
 	if err := do(); err != nil {
 		s.spare = append(s.spare, p.from)
 		return err
 	}
-	if p.to, err = s.mark(); err != nil {
+	if p.to, err = s.recordEvent(); err != nil {
 		s.spare = append(s.spare, p.from)
 		return err
 	}
@@ -108,8 +108,8 @@ func (s *Stream) Span(op Op, name string, bytes int64, do func() error) error {
 	return nil
 }
 
-// mark records an event.
-func (s *Stream) mark() (ev device.Event, err error) {
+// recordEvent records an event on the stream.
+func (s *Stream) recordEvent() (ev device.Event, err error) {
 	if n := len(s.spare); n > 0 {
 		ev, s.spare = s.spare[n-1], s.spare[:n-1]
 	} else if ev, err = s.m.NewEvent(); err != nil {
@@ -122,8 +122,8 @@ func (s *Stream) mark() (ev device.Event, err error) {
 	return ev, nil
 }
 
-// write writes the spans that have ended.
-func (s *Stream) write() error {
+// writeEnded writes the operations that have ended.
+func (s *Stream) writeEnded() error {
 	n := 0
 	for ; n < len(s.pending); n++ {
 		p := &s.pending[n]
@@ -135,7 +135,7 @@ func (s *Stream) write() error {
 			break
 		}
 		p.span.Err = err
-		// What failed has no times to tell.
+		// A failed operation has no times.
 		if p.span.Start, err = p.from.Time(); err == nil {
 			if p.span.End, err = p.to.Time(); err == nil {
 				s.m.w.Add(p.span)
@@ -165,7 +165,7 @@ func (s *Stream) Await(f device.Fence, value uint32) error {
 // Synchronize implements device.Stream.
 func (s *Stream) Synchronize(ctx context.Context) error {
 	err := s.Stream.Synchronize(ctx)
-	return errors.Join(err, s.write())
+	return errors.Join(err, s.writeEnded())
 }
 
 // Close implements device.Stream.
@@ -173,14 +173,14 @@ func (s *Stream) Close() error {
 	s.m.mu.Lock()
 	delete(s.m.streams, s)
 	s.m.mu.Unlock()
-	// The streams' own error is not this call's to tell.
+	// Synchronize has reported the stream's own error before.
 	_ = s.Stream.Synchronize(context.Background())
-	return errors.Join(s.release(), s.Stream.Close())
+	return errors.Join(s.closeEvents(), s.Stream.Close())
 }
 
-// release writes what has ended and gives the events back.
-func (s *Stream) release() error {
-	errs := []error{s.write()}
+// closeEvents writes the operations that have ended, and closes the events.
+func (s *Stream) closeEvents() error {
+	errs := []error{s.writeEnded()}
 	for _, p := range s.pending {
 		s.spare = append(s.spare, p.from, p.to)
 	}
@@ -214,7 +214,7 @@ func (s *hostStream) WatchEvent(ev device.Event, w device.Work) (bool, error) {
 	return s.Watcher.WatchEvent(ev, s.traced(w, nil))
 }
 
-// traced is work that notes when it ran.
+// traced returns work that writes its own span.
 func (s *hostStream) traced(w device.Work, note *Note) device.Work {
 	run, name, op := w.Run, w.Name, Launch
 	if run == nil {

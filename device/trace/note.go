@@ -6,28 +6,28 @@ import (
 	"github.com/moeserve/moeserve/device"
 )
 
-// Note is what a trace prints of operations besides what they are and how long they took.
-// What has its zero value is left out. It is not changed once a stream is annotated with it.
+// Note is what a trace shows of operations besides their kind and their times. Zero values
+// are not shown. A note is not changed after a stream was annotated with it.
 type Note struct {
-	// Name is printed in place of the operation's own.
+	// Name replaces the operation's own name.
 	Name string
 	// Step that the operations belong to, or in which they were requested.
 	Step *Step
-	// Layer by the model's number, from 0, or NoLayer.
+	// Layer is the model's number of the layer, from 0, or NoLayer.
 	Layer int
-	// Nested says that the stream runs the step: its operations stand within slices for the
-	// step and, where they have one, for the layer.
+	// Nested: the stream runs the step, so its operations are nested in slices for the step
+	// and, if they have one, the layer.
 	Nested bool
 	// Stage of the layer.
 	Stage string
-	// MicroBatch is printed where there are several, counted from 1, Group likewise.
+	// MicroBatch and Group are counted from 1, and 0 where there is only one.
 	MicroBatch, Group int
-	// Experts that are copied or computed.
+	// Experts that are copied, or whose outputs are computed.
 	Experts []int
-	// Tier that a copy reads.
+	// Tier is the source of a copy.
 	Tier string
-	// Priority with which a copy was requested: demand, prefetch, migration. StartedAs is
-	// the one that it had when it started, where that is another.
+	// Priority of a copy's request: demand, prefetch, migration. StartedAs is the priority at
+	// the start of the copy, if it was another.
 	Priority, StartedAs string
 	// Cause of a wait.
 	Cause string
@@ -36,21 +36,21 @@ type Note struct {
 	// Shape of a GEMM.
 	Shape Shape
 
-	// copy is what the operations are parts of, source what it is to those who wait for its
-	// last, which waits is about.
+	// copy is the copy that the operations are chunks of. source, set for its last chunk, is
+	// the beginning of arrows; waits is set for an operation at which arrows end.
 	copy   *Copy
 	source *source
 	waits  *waits
 }
 
-// NoLayer is the Layer of what belongs to none.
+// NoLayer is the Layer of operations outside layers.
 const NoLayer = -1
 
-// Shape is that of a GEMM [M, K] x [K, N], or of those of several experts together.
+// Shape is the shape of a GEMM [M, K] x [K, N], or of a grouped GEMM over several experts.
 type Shape struct {
 	M, N, K int
-	// Experts whose matrices are multiplied with; M is then the sum over the experts as far
-	// as the host can estimate it, 0 where it cannot.
+	// Experts is the number of experts of a grouped GEMM; M is then the host's estimate of
+	// the sum over the experts, 0 if it has none.
 	Experts int
 	// Flops counts a multiply-add as two.
 	Flops int64
@@ -60,14 +60,14 @@ type Shape struct {
 type Step struct {
 	// Number counts steps from 1.
 	Number int64
-	// Sequences of the batch, and the tokens that they compute: of prompts, and one for each
+	// Sequences of the batch; PrefillTokens of prompts, and DecodeTokens, one for each
 	// sequence that decodes.
 	Sequences, PrefillTokens, DecodeTokens int
-	// Plan by which it runs.
+	// Plan is the name of the step's plan.
 	Plan string
 }
 
-// name is that of the step's slice.
+// name returns the name of the step's slice.
 func (s *Step) name() string {
 	switch {
 	case s.PrefillTokens == 0:
@@ -78,16 +78,16 @@ func (s *Step) name() string {
 	return "prefill and decode step"
 }
 
-// Annotate gives what is enqueued on the stream from now on a note, where the stream is one
-// of a traced machine.
+// Annotate sets the note of the operations enqueued on the stream from now on, if the stream
+// is traced.
 func Annotate(s device.Stream, n *Note) {
 	if a, ok := s.(device.Annotator); ok {
 		a.Annotate(n)
 	}
 }
 
-// Shaped enqueues by do GEMMs of this shape: the stream's note, with the shape.
-func Shaped(s device.Stream, shape Shape, do func() error) error {
+// WithShape adds a GEMM's shape to the stream's note while do enqueues it.
+func WithShape(s device.Stream, shape Shape, do func() error) error {
 	a, ok := s.(device.Annotator)
 	if !ok {
 		return do()
@@ -104,61 +104,61 @@ func Shaped(s device.Stream, shape Shape, do func() error) error {
 	return err
 }
 
-// source is a copy that others may wait for: the slice in which its last byte lands, once
-// that is known, and the slices that have waited for it until then.
+// source is a copy that operations may wait for: the slice in which its last byte arrives,
+// once written, and the slices of the waiting operations written before it.
 type source struct {
-	at      place
-	known   bool
-	waiting []place
+	at      anchor
+	written bool
+	waiters []anchor
 }
 
-// waits are the copies that the next operation with their note has waited for.
+// waits are the copies that the next operation with this note has waited for.
 type waits struct{ sources []*source }
 
-// place is a point within a slice.
-type place struct {
-	row row
-	at  int64 // ns
+// anchor is a point within a slice.
+type anchor struct {
+	track trackID
+	at    int64 // ns
 }
 
-// points says which copy raises which point of a fence.
-type points map[device.Fence][]raised
+// points maps points of fences to the copies that signal them.
+type points map[device.Fence][]pointSource
 
-type raised struct {
-	value uint32
-	by    *source
+type pointSource struct {
+	value  uint32
+	source *source
 }
 
-// pointsKept bounds the points of one fence: one that is awaited later gets no arrow.
-const pointsKept = 64
+// maxPoints bounds the points kept per fence: a wait for an older one gets no arrow.
+const maxPoints = 64
 
 func (p points) add(at device.Point, s *source) {
 	all := p[at.Fence]
-	if len(all) >= pointsKept {
-		all = slices.Delete(all, 0, len(all)-pointsKept+1)
+	if len(all) >= maxPoints {
+		all = slices.Delete(all, 0, len(all)-maxPoints+1)
 	}
-	p[at.Fence] = append(all, raised{at.Value, s})
+	p[at.Fence] = append(all, pointSource{at.Value, s})
 }
 
 func (p points) find(at device.Point) *source {
 	all := p[at.Fence]
 	for i := range all {
-		// From the latest on: a fence that is used again has a value anew.
+		// From the latest on: a fence that is reused has the same value again.
 		if r := &all[len(all)-1-i]; r.value == at.Value {
-			return r.by
+			return r.source
 		}
 	}
 	return nil
 }
 
-// Copy is a copy as the trace follows it from its request to those who wait for it. A nil
-// Copy is one that is not traced.
+// Copy follows a copy from its request to the operations that wait for it. A nil Copy is not
+// traced.
 type Copy struct {
 	step   *Step
 	source source
 }
 
-// Request begins to follow a copy that raises done.
+// Request starts to follow a copy that signals done.
 func (w *Writer) Request(done device.Point) *Copy {
 	if w == nil {
 		return nil
@@ -170,11 +170,11 @@ func (w *Writer) Request(done device.Point) *Copy {
 	return c
 }
 
-// Describer is the label of a copy that is about more than a text: it sets what it knows of
-// the note's fields, of which Priority is set.
+// Describer is a copy's label that has more than a text: it sets the fields that it knows of
+// a note whose Priority is set.
 type Describer interface{ Describe(n *Note) }
 
-// Note makes n that of some of the copy's bytes, where last says that no more follow.
+// Note makes n the note of a chunk of the copy; last is true for its last chunk.
 func (c *Copy) Note(n *Note, last bool) {
 	n.Step, n.copy = c.step, c
 	if last {
@@ -182,8 +182,8 @@ func (c *Copy) Note(n *Note, last bool) {
 	}
 }
 
-// Awaits makes n the note of what waits for these points: the next operation with it gets
-// an arrow from each copy that raises one.
+// Awaits makes n the note of an operation that waits for points. The next operation with this
+// note gets an arrow from each copy that signals one of them.
 func (w *Writer) Awaits(n *Note, points []device.Point) {
 	if w == nil {
 		return

@@ -54,8 +54,8 @@ func launch(stream, name string, start, end time.Duration, n *trace.Note) trace.
 	return trace.Span{Space: 1, Stream: stream, Op: trace.Launch, Name: name, Start: start * us, End: end * us, Note: n}
 }
 
-// TestSteps: the operations of a stream that runs steps stand within slices for the step and
-// the layer, which are closed where the next begins; those of other streams do not.
+// TestSteps: the operations of a stream that runs steps are nested in slices for the step and
+// the layer, which end where the next begins; those of other streams are not.
 func TestSteps(t *testing.T) {
 	first := &trace.Step{Number: 1, Sequences: 2, PrefillTokens: 9, Plan: "layerwise"}
 	second := &trace.Step{Number: 2, Sequences: 2, DecodeTokens: 2}
@@ -88,8 +88,8 @@ func TestSteps(t *testing.T) {
 		`X "norm" 11+1 map[layer:0 step:3]`)
 }
 
-// TestArguments: what a note has is printed with the operation, and slices of one row do
-// not overlap where clocks are not exact.
+// TestArguments: a note's fields are arguments of the operation, and slices of one track do
+// not overlap even if clocks are not exact.
 func TestArguments(t *testing.T) {
 	events := written(t, func(w *trace.Writer) {
 		w.Add(trace.Span{
@@ -111,8 +111,9 @@ func TestArguments(t *testing.T) {
 		`X "wait: expert-copy" 4+4 map[cause:expert-copy error:lost]`)
 }
 
-// TestArrows: each copy has an arrow to each operation that has waited for it, whatever is
-// written first; a copy that nobody awaits has none, nor has one that failed.
+// TestArrows: an arrow leads from each copy to each operation that waited for it, in
+// whichever order they are written. A copy without waiters has no arrow, nor has a failed
+// one.
 func TestArrows(t *testing.T) {
 	m, err := emulated.Open(emulated.Options{Virtual: true})
 	check(t, err)
@@ -155,8 +156,8 @@ func TestArrows(t *testing.T) {
 	}
 }
 
-// TestChunks: chunks of one copy that follow each other are one slice; others are not, nor
-// those behind a pause, or that started with another priority.
+// TestChunks: consecutive chunks of one copy are one slice, but not chunks of other copies,
+// after a pause, or that started with another priority.
 func TestChunks(t *testing.T) {
 	events := written(t, func(w *trace.Writer) {
 		one, two := w.Request(device.Point{}), w.Request(device.Point{})
@@ -216,7 +217,8 @@ func connected(t *testing.T, events []event, want int) {
 	}
 }
 
-// TestCounters: a link's throughput is that of windows of a millisecond, and 0 behind the last.
+// TestCounters: a link's throughput is averaged over windows of a millisecond, and 0 after
+// the last.
 func TestCounters(t *testing.T) {
 	events := written(t, func(w *trace.Writer) {
 		w.Counter("batch", "sequences", 5*us, 3)
@@ -236,7 +238,7 @@ func TestCounters(t *testing.T) {
 		`C "copy host to gpu0" 6000 map[GB/s:0]`)
 }
 
-// TestUntraced: a Writer that is none does nothing, and costs nothing.
+// TestUntraced: a nil Writer does nothing, and allocates nothing.
 func TestUntraced(t *testing.T) {
 	var w *trace.Writer
 	if n := testing.AllocsPerRun(10, func() {
@@ -252,7 +254,7 @@ func TestUntraced(t *testing.T) {
 	}
 }
 
-// TestCost: an operation is written without an allocation.
+// TestCost: writing an operation allocates nothing.
 func TestCost(t *testing.T) {
 	w := trace.NewWriter(discard{})
 	n := &trace.Note{Name: "fetch experts", Step: &trace.Step{Number: 1}, Layer: 2, Nested: true, Experts: []int{1, 2}, Tier: "host", Priority: "demand", Stage: "attend"}
@@ -269,8 +271,8 @@ type discard struct{}
 
 func (discard) Write(p []byte) (int, error) { return len(p), nil }
 
-// TestNotes: operations of all streams of a machine carry the note of their streams, on a
-// machine that records by itself and on one that is wrapped.
+// TestNotes: operations of all streams carry their stream's note, on a machine that traces
+// itself and on a wrapped one.
 func TestNotes(t *testing.T) {
 	for _, wrapped := range []bool{false, true} {
 		var out bytes.Buffer
@@ -296,7 +298,7 @@ func TestNotes(t *testing.T) {
 		check(t, err)
 		trace.Annotate(s, &trace.Note{Name: "first", Layer: 4})
 		check(t, s.Copy(b.Range(0, 1<<20), a.Range(0, 1<<20)))
-		err = trace.Shaped(s, trace.Shape{M: 2}, func() error { return s.Copy(b.Range(0, 1<<20), a.Range(0, 1<<20)) })
+		err = trace.WithShape(s, trace.Shape{M: 2}, func() error { return s.Copy(b.Range(0, 1<<20), a.Range(0, 1<<20)) })
 		check(t, err)
 		trace.Annotate(s, &trace.Note{Name: "second", Layer: trace.NoLayer})
 		check(t, s.Copy(b.Range(0, 1<<20), a.Range(0, 1<<20)))

@@ -106,7 +106,7 @@ func TestWriter(t *testing.T) {
 	}
 }
 
-// failing takes some bytes and no more.
+// failing is a writer that fails after some bytes.
 type failing struct{ left int }
 
 func (f *failing) Write(p []byte) (int, error) {
@@ -126,8 +126,8 @@ func TestWriterFails(t *testing.T) {
 	}
 }
 
-// TestMachine: a wrapped machine does the same, and its copies, waits and work stand in
-// the trace, in order, with about the times that they took.
+// TestMachine: a wrapped machine works as before, and its copies, waits and host work are in
+// the trace, in order, with about the times they took.
 func TestMachine(t *testing.T) { synctest.Test(t, testMachine) }
 
 func testMachine(t *testing.T) {
@@ -225,7 +225,7 @@ func testMachine(t *testing.T) {
 	}
 }
 
-// TestConformance: a traced machine is one like any other.
+// TestConformance: a traced machine passes the conformance suite.
 func TestConformance(t *testing.T) {
 	for _, virtual := range []bool{false, true} {
 		devicetest.Run(t, func(t *testing.T) device.Machine {

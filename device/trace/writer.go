@@ -16,35 +16,35 @@ import (
 type Span struct {
 	Space  device.Space
 	Stream string
-	// Op is what it is, Name what it is called, if it has a name of its own.
+	// Op is the kind of operation, Name its own name, if it has one.
 	Op   Op
 	Name string
-	// Start and End are on the machine's clock.
+	// Start and End are times on the machine's clock.
 	Start, End time.Duration
 	// Bytes of a copy; 0 for other operations.
 	Bytes int64
-	// Note is that of the stream when the operation was enqueued, or nil.
+	// Note is the stream's note when the operation was enqueued, or nil.
 	Note *Note
-	// Err is why it failed, or nil.
+	// Err is the error of a failed operation, or nil.
 	Err error
 }
 
-// Op is what an operation is.
+// Op is a kind of operation.
 type Op string
 
-// The operations.
+// The kinds of operations.
 const (
-	// Launch is a kernel, or work of the host in a kernel's place.
+	// Launch is a kernel, or a function on a host stream.
 	Launch Op = "launch"
-	// Callback is work by which the host learns of something.
+	// Callback is host work that only handles the completion of other operations.
 	Callback Op = "callback"
 	Copied   Op = "copy"
-	// Wait is one for an event or a fence.
+	// Wait is a wait for an event or a fence.
 	Wait Op = "wait"
 )
 
-// What takes less is left out: waits that are over when they begin, and callbacks that
-// hold nothing up, which would be half of all slices.
+// Shorter waits and callbacks are not written: waits that had ended when they began, and
+// callbacks that delay nothing. They would be half of all slices.
 const (
 	minWait     = 2 * time.Microsecond
 	minCallback = 50 * time.Microsecond
@@ -53,59 +53,59 @@ const (
 // Writer writes spans as they come. It may be used from several goroutines. Methods of a
 // nil Writer do nothing.
 type Writer struct {
-	mu   sync.Mutex
-	w    *bufio.Writer
-	err  error
-	rows map[row]*rowState
-	// processes that have been named.
+	mu     sync.Mutex
+	w      *bufio.Writer
+	err    error
+	tracks map[trackID]*track
+	// processes whose names have been written.
 	processes map[int]bool
-	links     map[row]*link
-	begun     bool
+	links     map[trackID]*link
+	started   bool
 	line      []byte
 	latest    args
-	// points are raised by copies under way; flows counts arrows.
+	// points are signalled by copies in flight; flows counts arrows.
 	points points
 	flows  int64
-	// step is the latest.
+	// step is the latest step.
 	step *Step
 }
 
-// row is a stream as the file knows it.
-type row struct {
+// trackID identifies a stream's track in the viewer.
+type trackID struct {
 	space  device.Space
 	stream string
 }
 
-// rowState is what has been written of a row.
-type rowState struct {
+// track is the state of a stream's track.
+type track struct {
 	tid int
 	// end of the latest slice, in ns.
 	end int64
-	// held is a copy of which more parts may come.
-	held operation
-	// step and layer that it is in.
-	step, layer outer
+	// pendingCopy is a copy of which more chunks may follow.
+	pendingCopy operation
+	// step and layer are the open slices around the latest operation.
+	step, layer enclosing
 }
 
-// outer is a slice around others, which is written once it has ended.
-type outer struct {
+// enclosing is a slice around others; it is written once it has ended.
+type enclosing struct {
 	open  bool
 	start int64
-	// of is the step, number the layer's.
+	// of is the step, number that of the layer.
 	of     *Step
 	number int
-	// events within it.
+	// events within the slice.
 	events []byte
 }
 
-// NewWriter writes to w, which it does not close.
+// NewWriter returns a Writer to w, which it does not close.
 func NewWriter(w io.Writer) *Writer {
 	return &Writer{
-		w: bufio.NewWriterSize(w, 1<<20), rows: map[row]*rowState{}, processes: map[int]bool{}, links: map[row]*link{}, points: points{},
+		w: bufio.NewWriterSize(w, 1<<20), tracks: map[trackID]*track{}, processes: map[int]bool{}, links: map[trackID]*link{}, points: points{},
 	}
 }
 
-// Begin begins a step: copies requested from now on belong to it.
+// Begin starts a step: copies requested from now on belong to it.
 func (w *Writer) Begin(s *Step) {
 	if w == nil {
 		return
@@ -115,7 +115,7 @@ func (w *Writer) Begin(s *Step) {
 	w.step = s
 }
 
-// Add writes a span. What takes no time is left out, and what is of no interest.
+// Add writes a span, unless it takes no time or is a short wait or callback.
 func (w *Writer) Add(s Span) {
 	took := s.End - s.Start
 	if w == nil || took <= 0 || s.Err == nil && (s.Op == Wait && took < minWait || s.Op == Callback && took < minCallback) {
@@ -123,60 +123,60 @@ func (w *Writer) Add(s Span) {
 	}
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	at := row{s.Space, s.Stream}
-	r := w.row(at)
-	// Devices' clocks are read in other units than this one's.
-	x := operation{Span: s, start: max(int64(s.Start), r.end), parts: 1}
+	at := trackID{s.Space, s.Stream}
+	r := w.track(at)
+	// A device's clock may be less exact than the host's, so spans could overlap.
+	x := operation{Span: s, start: max(int64(s.Start), r.end), chunks: 1}
 	x.end = max(int64(s.End), x.start)
 	if s.Op == Copied && s.Note != nil && s.Note.Priority != "" {
 		w.link(at).add(w, x.start, x.end, s.Bytes)
 	}
-	if r.held.continues(&x) {
-		r.held.end, r.held.Bytes, r.held.Note = x.end, r.held.Bytes+s.Bytes, s.Note
-		r.held.parts++
+	if r.pendingCopy.continues(&x) {
+		r.pendingCopy.end, r.pendingCopy.Bytes, r.pendingCopy.Note = x.end, r.pendingCopy.Bytes+s.Bytes, s.Note
+		r.pendingCopy.chunks++
 		r.end = x.end
 		return
 	}
-	w.release(at, r)
+	w.writePendingCopy(at, r)
 	if s.Note != nil && s.Note.copy != nil && s.Err == nil {
-		r.held = x
+		r.pendingCopy = x
 	} else {
-		w.operation(at, r, &x)
+		w.writeOperation(at, r, &x)
 	}
 	r.end = x.end
 }
 
-// operation is a span as it is written.
+// operation is a span in the form in which it is written.
 type operation struct {
 	Span
 	start, end int64 // ns
-	// parts of a copy that are one slice.
-	parts int
+	// chunks of a copy that are one slice.
+	chunks int
 }
 
-// maxGap is the longest time between parts of a copy that are written as one slice, in ns.
+// maxGap is the maximum time between chunks of a copy that are written as one slice, in ns.
 const maxGap = int64(10 * time.Microsecond)
 
-// continues says whether x is another part of the copy.
+// continues reports whether x is the next chunk of the copy.
 func (o *operation) continues(x *operation) bool {
-	return o.parts > 0 && x.Err == nil && x.Note != nil && x.Note.copy == o.Note.copy && x.Note.StartedAs == o.Note.StartedAs &&
+	return o.chunks > 0 && x.Err == nil && x.Note != nil && x.Note.copy == o.Note.copy && x.Note.StartedAs == o.Note.StartedAs &&
 		x.start-o.end <= maxGap
 }
 
-// release writes the copy of which a row has held parts.
-func (w *Writer) release(at row, r *rowState) {
-	if r.held.parts > 0 {
-		w.operation(at, r, &r.held)
-		r.held = operation{}
+// writePendingCopy writes the copy of which a track has chunks.
+func (w *Writer) writePendingCopy(at trackID, r *track) {
+	if r.pendingCopy.chunks > 0 {
+		w.writeOperation(at, r, &r.pendingCopy)
+		r.pendingCopy = operation{}
 	}
 }
 
-// operation writes one.
-func (w *Writer) operation(at row, r *rowState, s *operation) {
+// writeOperation writes one operation.
+func (w *Writer) writeOperation(at trackID, r *track, s *operation) {
 	w.nest(at, r, s.start, s.Note)
 	name := s.name()
 	took := time.Duration(s.end - s.start)
-	w.open('X', name, at, s.start)
+	w.beginTrackEvent('X', name, at, s.start)
 	w.line = append(w.line, `,"cat":"`...)
 	w.line = append(w.line, s.Op...)
 	w.line = append(w.line, `","dur":`...)
@@ -185,8 +185,8 @@ func (w *Writer) operation(at row, r *rowState, s *operation) {
 	if s.Op == Copied && s.Bytes > 0 {
 		a.integer("bytes", s.Bytes)
 		a.rate("GB/s", float64(s.Bytes)/took.Seconds()/1e9)
-		if s.parts > 1 {
-			a.integer("chunks", int64(s.parts))
+		if s.chunks > 1 {
+			a.integer("chunks", int64(s.chunks))
 		}
 	}
 	if s.Note != nil {
@@ -205,12 +205,12 @@ func (w *Writer) operation(at row, r *rowState, s *operation) {
 		w.write(w.line)
 	}
 	if s.Note != nil && s.Err == nil {
-		// Not where it begins or ends, where others may.
-		w.connect(&s.Span, place{at, s.start + (s.end-s.start)/2})
+		// In the middle, since other slices may begin or end at the ends.
+		w.connect(&s.Span, anchor{at, s.start + (s.end-s.start)/2})
 	}
 }
 
-// name is what the slice is called.
+// name returns the name of the slice.
 func (o *operation) name() string {
 	n := o.Note
 	if n == nil {
@@ -229,8 +229,8 @@ func (o *operation) name() string {
 	return string(o.Op)
 }
 
-// nest ends and begins the slices of steps and layers that an operation stands in.
-func (w *Writer) nest(at row, r *rowState, start int64, n *Note) {
+// nest ends and begins the slices of steps and layers around an operation.
+func (w *Writer) nest(at trackID, r *track, start int64, n *Note) {
 	var step *Step
 	layer := NoLayer
 	if n != nil && n.Nested && n.Step != nil {
@@ -238,14 +238,14 @@ func (w *Writer) nest(at row, r *rowState, start int64, n *Note) {
 	}
 	if l := &r.layer; l.open && (step != r.step.of || layer != l.number) {
 		l.open = false
-		r.step.events = append(r.step.events, w.around(at, r, l, "layer "+strconv.Itoa(l.number), func(a *args) {
+		r.step.events = append(r.step.events, w.enclosingEvent(at, r, l, "layer "+strconv.Itoa(l.number), func(a *args) {
 			a.integer("step", r.step.of.Number)
 			a.integer("layer", int64(l.number))
 		})...)
 	}
 	if s := &r.step; s.open && step != s.of {
 		s.open = false
-		w.write(w.around(at, r, s, s.of.name(), func(a *args) {
+		w.write(w.enclosingEvent(at, r, s, s.of.name(), func(a *args) {
 			a.integer("step", s.of.Number)
 			a.integer("sequences", int64(s.of.Sequences))
 			a.integer("prefill_tokens", int64(s.of.PrefillTokens))
@@ -254,17 +254,18 @@ func (w *Writer) nest(at row, r *rowState, start int64, n *Note) {
 		}))
 	}
 	if step != nil && !r.step.open {
-		r.step = outer{open: true, start: start, of: step, events: r.step.events[:0]}
+		r.step = enclosing{open: true, start: start, of: step, events: r.step.events[:0]}
 	}
 	if layer != NoLayer && !r.layer.open {
-		r.layer = outer{open: true, start: start, number: layer, events: r.layer.events[:0]}
+		r.layer = enclosing{open: true, start: start, number: layer, events: r.layer.events[:0]}
 	}
 }
 
-// around is the slice of a step or a layer that has ended with the row's latest operation,
-// followed by what is in it: a viewer wants the outer one first where both begin at once.
-func (w *Writer) around(at row, r *rowState, o *outer, name string, describe func(*args)) []byte {
-	w.open('X', name, at, o.start)
+// enclosingEvent returns the event of a step or a layer that ended with the track's latest
+// operation, followed by the events within. Viewers need the outer slice first if both begin
+// at once.
+func (w *Writer) enclosingEvent(at trackID, r *track, o *enclosing, name string, describe func(*args)) []byte {
+	w.beginTrackEvent('X', name, at, o.start)
 	w.line = append(w.line, `,"dur":`...)
 	w.line = appendMicros(w.line, r.end-o.start)
 	a := w.args()
@@ -274,7 +275,7 @@ func (w *Writer) around(at row, r *rowState, o *outer, name string, describe fun
 	return w.line
 }
 
-// print prints what a note has.
+// print writes a note's fields.
 func (n *Note) print(a *args, took time.Duration) {
 	if n.Step != nil {
 		a.integer("step", n.Step.Number)
@@ -302,46 +303,47 @@ func (n *Note) print(a *args, took time.Duration) {
 	}
 }
 
-// connect draws the arrows that begin or end in a slice.
-func (w *Writer) connect(s *Span, at place) {
+// connect writes the arrows that begin or end in a slice.
+func (w *Writer) connect(s *Span, at anchor) {
 	if src := s.Note.source; src != nil && s.Op == Copied {
-		src.at, src.known = at, true
-		for _, to := range src.waiting {
+		src.at, src.written = at, true
+		for _, to := range src.waiters {
 			w.arrow(at, to)
 		}
-		src.waiting = nil
+		src.waiters = nil
 	}
 	if s.Note.waits == nil || s.Op == Wait {
 		return
 	}
 	for _, src := range s.Note.waits.sources {
-		if src.known {
+		if src.written {
 			w.arrow(src.at, at)
 		} else {
-			src.waiting = append(src.waiting, at)
+			src.waiters = append(src.waiters, at)
 		}
 	}
 	s.Note.waits.sources = nil
 }
 
-// arrow draws one from a slice to another.
-func (w *Writer) arrow(from, to place) {
+// arrow writes an arrow between two slices.
+func (w *Writer) arrow(from, to anchor) {
 	w.flows++
-	for i, p := range [...]place{from, to} {
-		w.open("sf"[i], "copy", p.row, p.at)
+	for i, p := range [...]anchor{from, to} {
+		w.beginTrackEvent("sf"[i], "copy", p.track, p.at)
 		w.line = append(w.line, `,"cat":"copy","id":`...)
 		w.line = strconv.AppendInt(w.line, w.flows, 10)
 		if i == 1 {
 			w.line = append(w.line, `,"bp":"e"`...)
 		}
-		w.close()
+		w.endEvent()
 	}
 }
 
-// Processes of the file are the memory spaces, and one for the engine.
+// enginePID is the process of the engine's counters. The other processes of the file are the
+// memory spaces.
 const enginePID = 1000
 
-// Counter writes what a quantity of the engine is from a moment on. Viewers show it as
+// Counter writes the value of a quantity of the engine from a time on. Viewers show it as
 // "name unit".
 func (w *Writer) Counter(name, unit string, at time.Duration, value float64) {
 	if w == nil {
@@ -354,38 +356,38 @@ func (w *Writer) Counter(name, unit string, at time.Duration, value float64) {
 }
 
 func (w *Writer) counter(name, unit string, pid int, at int64, value float64) {
-	w.begin('C', name, pid, at)
+	w.beginEvent('C', name, pid, at)
 	a := w.args()
 	a.number(unit, value)
 	a.end()
-	w.close()
+	w.endEvent()
 }
 
-// linkWindow is over what time the throughput of a link is averaged, in ns.
+// linkWindow is the time over which a link's throughput is averaged, in ns.
 const linkWindow = int64(time.Millisecond)
 
-// link is the throughput of a stream's copies.
+// link is the throughput counter of a stream's copies.
 type link struct {
 	name string
 	pid  int
-	// bytes that were copied in the window that begins then.
+	// bytes were copied in the window that begins at window, in ns.
 	window int64
 	bytes  float64
-	// zero says that the counter is.
-	zero bool
+	// atZero: the latest value written is 0.
+	atZero bool
 }
 
-// link is that of a stream.
-func (w *Writer) link(at row) *link {
+// link returns a stream's counter.
+func (w *Writer) link(at trackID) *link {
 	l := w.links[at]
 	if l == nil {
-		l = &link{name: at.stream, pid: pid(at.space), window: -1, zero: true}
+		l = &link{name: at.stream, pid: pid(at.space), window: -1, atZero: true}
 		w.links[at] = l
 	}
 	return l
 }
 
-// add spreads a copy over the windows that it was under way in.
+// add divides a copy's bytes over the windows in which it ran.
 func (l *link) add(w *Writer, start, end, bytes int64) {
 	perNS := float64(bytes) / float64(max(1, end-start))
 	for start < end {
@@ -399,75 +401,75 @@ func (l *link) add(w *Writer, start, end, bytes int64) {
 	}
 }
 
-// flush writes the window that is over, and that there is nothing until the next.
+// flush writes the current window, and 0 if the next does not follow at once.
 func (l *link) flush(w *Writer, next int64) {
 	if l.window >= 0 {
 		w.counter(l.name, "GB/s", l.pid, l.window, l.bytes/float64(linkWindow))
-		l.zero = l.bytes == 0
-		if next != l.window+linkWindow && !l.zero {
+		l.atZero = l.bytes == 0
+		if next != l.window+linkWindow && !l.atZero {
 			w.counter(l.name, "GB/s", l.pid, l.window+linkWindow, 0)
-			l.zero = true
+			l.atZero = true
 		}
 	}
 	l.window, l.bytes = next, 0
 }
 
-// pid is the process of a memory space: the host is not 0, which viewers take for the
+// pid returns the process of a memory space. The host's is not 0, which viewers take for the
 // kernel's idle process.
 func pid(s device.Space) int { return int(s) + 1 }
 
-// firstTID is above all processes: a viewer takes a thread with its process's number for the
-// main one.
+// firstTID is above all process numbers: viewers take a thread with its process's number for
+// the main thread.
 const firstTID = enginePID + 1
 
-// row is a stream's row, which is named when it is first met.
-func (w *Writer) row(at row) *rowState {
-	if r := w.rows[at]; r != nil {
+// track returns a stream's track, and writes its name the first time.
+func (w *Writer) track(at trackID) *track {
+	if r := w.tracks[at]; r != nil {
 		return r
 	}
-	r := &rowState{tid: firstTID + len(w.rows)}
-	w.rows[at] = r
+	r := &track{tid: firstTID + len(w.tracks)}
+	w.tracks[at] = r
 	w.process(pid(at.space), at.space.String(), int(at.space))
 	w.metadata("thread_name", at, at.stream)
 	return r
 }
 
-// process names one, which is shown in this order.
+// process writes the name of a process, and its place in the order shown.
 func (w *Writer) process(pid int, name string, order int) {
 	if w.processes[pid] {
 		return
 	}
 	w.processes[pid] = true
-	w.begin('M', "process_name", pid, 0)
+	w.beginEvent('M', "process_name", pid, 0)
 	a := w.args()
 	a.text("name", name)
 	a.end()
-	w.close()
-	w.begin('M', "process_sort_index", pid, 0)
+	w.endEvent()
+	w.beginEvent('M', "process_sort_index", pid, 0)
 	a = w.args()
 	a.integer("sort_index", int64(order))
 	a.end()
-	w.close()
+	w.endEvent()
 }
 
-func (w *Writer) metadata(what string, at row, name string) {
-	w.open('M', what, at, 0)
+func (w *Writer) metadata(what string, at trackID, name string) {
+	w.beginTrackEvent('M', what, at, 0)
 	a := w.args()
 	a.text("name", name)
 	a.end()
-	w.close()
+	w.endEvent()
 }
 
-// open begins an event of a row; close ends it.
-func (w *Writer) open(phase byte, name string, at row, ts int64) {
-	tid := w.rows[at].tid
-	w.begin(phase, name, pid(at.space), ts)
+// beginTrackEvent begins an event of a track; endEvent ends it.
+func (w *Writer) beginTrackEvent(phase byte, name string, at trackID, ts int64) {
+	tid := w.tracks[at].tid
+	w.beginEvent(phase, name, pid(at.space), ts)
 	w.line = append(w.line, `,"tid":`...)
 	w.line = strconv.AppendInt(w.line, int64(tid), 10)
 }
 
-// begin begins an event of a process.
-func (w *Writer) begin(phase byte, name string, pid int, ts int64) {
+// beginEvent begins an event of a process.
+func (w *Writer) beginEvent(phase byte, name string, pid int, ts int64) {
 	w.line = append(append(w.line[:0], ",\n{\"ph\":\""...), phase)
 	w.line = append(w.line, '"')
 	if name != "" {
@@ -480,15 +482,15 @@ func (w *Writer) begin(phase byte, name string, pid int, ts int64) {
 	w.line = strconv.AppendInt(w.line, int64(pid), 10)
 }
 
-func (w *Writer) close() {
+func (w *Writer) endEvent() {
 	w.line = append(w.line, '}')
 	w.write(w.line)
 }
 
-// write writes events, each of which begins with a comma.
+// write writes events; each begins with a comma.
 func (w *Writer) write(line []byte) {
-	if !w.begun {
-		w.begun = true
+	if !w.started {
+		w.started = true
 		w.print("{\"traceEvents\":[")
 		line = line[1:]
 	}
@@ -503,18 +505,18 @@ func (w *Writer) print(s string) {
 	}
 }
 
-// Close ends what was written. Nothing may be added any more.
+// Close writes what is pending and ends the file. Nothing may be added afterwards.
 func (w *Writer) Close() error {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	for at, r := range w.rows {
-		w.release(at, r)
+	for at, r := range w.tracks {
+		w.writePendingCopy(at, r)
 		w.nest(at, r, r.end, nil)
 	}
 	for _, l := range w.links {
 		l.flush(w, -1)
 	}
-	if !w.begun {
+	if !w.started {
 		w.print("{\"traceEvents\":[")
 	}
 	w.print("\n],\"displayTimeUnit\":\"ms\"}\n")
@@ -527,13 +529,13 @@ func (w *Writer) Close() error {
 	return nil
 }
 
-// args are an event's arguments, which are printed only where there are some.
+// args are the arguments of an event, written only if there are any.
 type args struct {
-	w    *Writer
-	some bool
+	w       *Writer
+	started bool
 }
 
-// args begins the arguments of the event that is open.
+// args begins the arguments of the current event.
 func (w *Writer) args() *args {
 	w.latest = args{w: w}
 	return &w.latest
@@ -541,10 +543,10 @@ func (w *Writer) args() *args {
 
 func (a *args) key(key string) {
 	sep := `,"args":{"`
-	if a.some {
+	if a.started {
 		sep = `,"`
 	}
-	a.some = true
+	a.started = true
 	a.w.line = append(append(append(a.w.line, sep...), key...), `":`...)
 }
 
@@ -553,7 +555,7 @@ func (a *args) integer(key string, v int64) {
 	a.w.line = strconv.AppendInt(a.w.line, v, 10)
 }
 
-// count prints what is not 0, text what is not empty.
+// count writes a number unless it is 0, text a string unless it is empty.
 func (a *args) count(key string, v int) {
 	if v != 0 {
 		a.integer(key, int64(v))
@@ -572,13 +574,13 @@ func (a *args) number(key string, v float64) {
 	a.w.line = strconv.AppendFloat(a.w.line, v, 'f', -1, 64)
 }
 
-// rate prints four digits.
+// rate writes four digits.
 func (a *args) rate(key string, v float64) {
 	a.key(key)
 	a.w.line = strconv.AppendFloat(a.w.line, v, 'g', 4, 64)
 }
 
-// list prints ascending numbers as ranges: "0-3,7".
+// list writes ascending numbers as ranges: "0-3,7".
 func (a *args) list(key string, v []int) {
 	if len(v) == 0 {
 		return
@@ -603,12 +605,12 @@ func (a *args) list(key string, v []int) {
 }
 
 func (a *args) end() {
-	if a.some {
+	if a.started {
 		a.w.line = append(a.w.line, '}')
 	}
 }
 
-// appendMicros prints nanoseconds in the format's unit, exactly.
+// appendMicros appends nanoseconds in microseconds, the format's unit, exactly.
 func appendMicros(b []byte, ns int64) []byte {
 	b = strconv.AppendInt(b, ns/1000, 10)
 	if ns %= 1000; ns != 0 {

@@ -94,7 +94,7 @@ func (b tracing) Enqueue(s device.Stream, op kernels.Op) error {
 		return t.Span(trace.Launch, op.Name(), 0, func() error { return b.Backend.Enqueue(t.Unwrap(), op) })
 	}
 	if shape := shapeOf(op); shape != (trace.Shape{}) {
-		return trace.Shaped(s, shape, enqueue)
+		return trace.WithShape(s, shape, enqueue)
 	}
 	return enqueue()
 }
