@@ -47,16 +47,15 @@ func questions(t *testing.T) map[string][]question {
 	return byTask
 }
 
-// drifting is the built-in model on a virtual machine on which time goes by, with all
-// experts offloaded, and what was read after each step.
+// drifting is the built-in model on a virtual machine with link rates, with all experts
+// offloaded, and the readings after each step.
 type drifting struct {
 	n        *node.Node
 	m        *emulated.Machine
 	readings []reading
 }
 
-// reading of uses of experts that were found on a peer and in host memory, since the
-// start.
+// reading counts uses of experts fetched from a peer and from host memory, since the start.
 type reading struct {
 	at         time.Duration
 	peer, host int64
@@ -72,14 +71,14 @@ const (
 func openDrifting(t *testing.T, limit string) *drifting {
 	t.Helper()
 	s := configs.Defaults()
-	// With four rows a step only chosen experts are fetched.
+	// In steps of four tokens only routed experts are fetched.
 	s.Offload.Fraction, s.Batch.MaxNumBatchedTokens, s.Harvest.Headroom, s.Harvest.MigrationLimit = 1, 4, "0", limit
 	x := &drifting{}
 	n, err := node.Open(t.Context(), node.Options{
 		Settings: s,
 		OpenMachine: func() (_ device.Machine, err error) {
 			x.m, err = emulated.New(emulated.Options{
-				// An expert comes from the host in 2 ms, and a step takes some 35.
+				// The copy of an expert from the host takes 2 ms, and a step about 35.
 				Virtual: true, HostLink: emulated.Link{BytesPerSecond: 60e6}, PeerLink: emulated.Link{BytesPerSecond: 480e6},
 				GPUs: []emulated.GPU{{MemoryBytes: 256 << 20}, {MemoryBytes: onPeer * tinyExpert}},
 			})
@@ -135,8 +134,8 @@ func hitRate(from, to reading) float64 {
 	return float64(peer) / float64(peer+host)
 }
 
-// recovered is how long behind the first of some readings the hit rate of the time
-// just past has come to a level.
+// recovered returns the time after the first reading until the recent hit rate reaches a
+// level.
 func recovered(rs []reading, level float64) (time.Duration, bool) {
 	const past = 4 * time.Second
 	from := 0
@@ -161,7 +160,7 @@ func (x *drifting) use() (uses []int64, there []bool) {
 	return uses, there
 }
 
-// phase is what a task's time showed.
+// phase is the result of one task's time.
 type phase struct {
 	readings []reading
 	// best is the hit rate that the best of all fixed placements would have had on the
@@ -208,10 +207,10 @@ func (x *drifting) phases(t *testing.T, tasks []string, d time.Duration) (phases
 // tasksInTurn of every test run; the tag simulate has them all, and the first once more.
 var tasksInTurn = []string{"addition", "reversing"}
 
-// TestTasksInTurn asks the built-in model questions of one task after the other, all of
-// which it answers right. After each change the hit rate is back at 90 % of the best
-// that any placement could have had on that task, within the time that it takes to
-// notice the change and to move the hot set.
+// TestTasksInTurn runs questions of one task after the other on the built-in model, which
+// completes all correctly. After each change of task the hit rate is back at 90 % of the best
+// of any fixed placement for that task, within the time needed to notice the change and to
+// promote the new hot set.
 func TestTasksInTurn(t *testing.T) {
 	t.Parallel()
 	tasks := tasksInTurn

@@ -19,7 +19,7 @@ import (
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
-// machine is one way of running the same thing.
+// machine is one way to run the same requests.
 type machine struct {
 	name     string
 	fraction float64
@@ -40,7 +40,7 @@ func machines() []machine {
 	}
 }
 
-// open starts a node that gives everything back at the test's end.
+// open starts a node, and checks at the test's end that it releases everything.
 func open(t *testing.T, m machine, change func(*configs.Settings)) *node.Node {
 	t.Helper()
 	s := configs.Defaults()
@@ -64,8 +64,8 @@ func open(t *testing.T, m machine, change func(*configs.Settings)) *node.Node {
 	return n
 }
 
-// TestExact compares every fixture with the reference implementation: logits of
-// each prompt, greedy tokens, and texts.
+// TestExact compares every fixture with the reference implementation: the logits of each
+// prompt, greedy tokens, and texts.
 func TestExact(t *testing.T) {
 	for _, name := range fixtures.Names(t) {
 		t.Run(name, func(t *testing.T) {

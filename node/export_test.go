@@ -2,5 +2,5 @@ package node
 
 import "github.com/moeserve/moeserve/harvest"
 
-// Harvest is what the node borrows with, nil where it does not.
+// Harvest returns the runtime that borrows memory, nil without peers.
 func (n *Node) Harvest() *harvest.Runtime { return n.harvest }

@@ -17,7 +17,7 @@ import (
 	"github.com/moeserve/moeserve/tools/fixtures"
 )
 
-// ledger is a machine that counts all that was ever taken of each memory.
+// ledger is a machine that sums all allocations of each memory.
 type ledger struct {
 	device.Machine
 	mu    sync.Mutex
@@ -34,10 +34,10 @@ func (l *ledger) Alloc(space device.Space, bytes int64, label string) (device.Me
 	return m, err
 }
 
-// What a node takes, what it says that it needs, and what the planner counts with are
-// the same, to the byte, over models and settings: on the GPU at any time, on the host
-// with what only loading takes.
-func TestPlannedIsTaken(t *testing.T) {
+// TestPlannedIsAllocated: what a node allocates, the needs that it computes, and the
+// planner's figures are the same, to the byte, over models and settings: on the GPU at any
+// time, on the host including what only loading allocates.
+func TestPlannedIsAllocated(t *testing.T) {
 	models := []string{"", fixtures.Dir(t, "mixtral"), fixtures.Dir(t, "qwen2_moe_sparse_step"), fixtures.Dir(t, "phimoe_longrope")}
 	random := rand.New(rand.NewPCG(1, 2))
 	between := func(low, high int) int { return low + random.IntN(high-low+1) }

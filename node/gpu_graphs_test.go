@@ -91,7 +91,7 @@ func live(t *testing.T, n *node.Node, seed uint64, steps int) []string {
 	return lines
 }
 
-// TestGPUGraphs: decode steps that run as graphs draw the same tokens as without.
+// TestGPUGraphs: decode steps that run as graphs sample the same tokens as others.
 func TestGPUGraphs(t *testing.T) {
 	const steps = 400
 	for i, name := range onGPU {
@@ -127,8 +127,8 @@ func TestGPUGraphs(t *testing.T) {
 	}
 }
 
-// TestGPUNoGarbage: decoding as graphs allocates nothing.
-func TestGPUNoGarbage(t *testing.T) {
+// TestGPUNoAllocations: decoding with graphs allocates nothing on the heap.
+func TestGPUNoAllocations(t *testing.T) {
 	if *on != "cuda" {
 		t.Skip("TestNoAllocations does this on the CPU")
 	}
@@ -171,8 +171,8 @@ func TestGPUNoGarbage(t *testing.T) {
 
 const lostGraphVariable = "MOESERVE_CUDA_LOST_GRAPH"
 
-// TestGPULostGraph loses the device inside of a graph, in a process of its own: the step
-// says so, and the node closes.
+// TestGPULostGraph loses the device inside a graph, in a process of its own: the step's error
+// reports the loss, and the node closes.
 func TestGPULostGraph(t *testing.T) {
 	if *on != "cuda" {
 		t.Skip("there are no graphs on emulated devices")

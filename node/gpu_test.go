@@ -38,8 +38,7 @@ var (
 	overlap = flag.Bool("overlap", true, "tests named GPU let kernels overlap")
 )
 
-// needGPU skips where there is no GPU, unless MOESERVE_CUDA_TEST=gpu says that there
-// is one.
+// needGPU skips the test without a GPU, unless MOESERVE_CUDA_TEST=gpu requires one.
 func needGPU(t testing.TB) {
 	t.Helper()
 	if *on == "cpu" || os.Getenv("MOESERVE_CUDA_TEST") == "gpu" {
@@ -69,7 +68,7 @@ func gpuSettings(change func(*configs.Settings)) configs.Settings {
 	return s
 }
 
-// openOnGPU starts a node that gives everything back at the test's end.
+// openOnGPU starts a node, and checks at the test's end that it releases everything.
 func openOnGPU(t testing.TB, o node.Options) *node.Node {
 	t.Helper()
 	needGPU(t)
@@ -115,8 +114,8 @@ func TestGPUSameTokens(t *testing.T) {
 	}
 }
 
-// TestGPUBatchInvariant: with batch-invariant products the tokens do not depend on
-// step budgets, micro-batches and neighbors either (level 2).
+// TestGPUBatchInvariant: with batch-invariant GEMMs the tokens depend neither on step
+// budgets, nor on micro-batches, nor on the rest of the batch (level 2).
 func TestGPUBatchInvariant(t *testing.T) {
 	for _, name := range onGPU {
 		t.Run(name, func(t *testing.T) {
@@ -289,9 +288,9 @@ func (b *losing) Enqueue(s device.Stream, op kernels.Op) error {
 
 const lostVariable = "MOESERVE_CUDA_LOST"
 
-// TestGPULost loses the device while requests run, in a process of its own, since a
-// process never gets a lost device back: the requests end with an error that says
-// so, and the node closes.
+// TestGPULost loses the device while requests run, in a process of its own, since a process
+// cannot recover a lost device: the requests end with an error that reports the loss, and the
+// node closes.
 func TestGPULost(t *testing.T) {
 	if *on != "cuda" {
 		t.Skip("TestLostDevice does this on emulated devices")
@@ -349,8 +348,8 @@ func lose(t *testing.T) {
 	}
 }
 
-// TestGPUOutOfMemory: what does not fit is refused before anything is loaded, with
-// what was asked, what there is, and what would fit.
+// TestGPUOutOfMemory: a model that does not fit is rejected before anything is loaded, with
+// the bytes needed, the bytes usable, and settings that fit.
 func TestGPUOutOfMemory(t *testing.T) {
 	if *on != "cuda" {
 		t.Skip("emulated devices have as much memory as the machine has")
@@ -414,8 +413,7 @@ func answers(t *testing.T, prompts []string, change func(*configs.Settings)) []s
 	return texts
 }
 
-// TestGPUBuiltIn: the built-in model answers on a GPU what it answers on the CPU, to
-// some prompts of every task.
+// TestGPUBuiltIn: the built-in model completes prompts of every task on a GPU as on the CPU.
 func TestGPUBuiltIn(t *testing.T) {
 	f, err := os.Open("../models/tiny/testdata/eval.jsonl.gz")
 	if err != nil {

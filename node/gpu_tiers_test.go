@@ -28,9 +28,9 @@ func needPeer(t *testing.T) {
 	}
 }
 
-// TestGPUTiers: tokens do not depend on whether experts come from a peer or from the
-// host, nor on what is taken back while requests run: by a neighbor who asks for it, and
-// by one who just takes it.
+// TestGPUTiers: tokens depend neither on whether experts are fetched from a peer or from the
+// host, nor on revocations while requests run, whether requested by another user of the peer
+// or forced by its allocations.
 func TestGPUTiers(t *testing.T) {
 	needPeer(t)
 	for _, name := range onGPU {

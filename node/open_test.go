@@ -17,8 +17,8 @@ import (
 
 var errRefused = errors.New("refused by the test")
 
-// stingy is a machine that refuses one thing that is asked of it: memory, a stream, an
-// event or a fence; the n-th, counted from 1, or the first of a name.
+// stingy is a machine that refuses one resource: memory, a stream, an event or a fence; the
+// n-th, counted from 1, or the first with a name.
 type stingy struct {
 	device.Machine
 	virtual bool
@@ -74,9 +74,9 @@ func (s *stingy) NewFence(label string) (device.Fence, error) {
 	return s.Machine.NewFence(label)
 }
 
-// TestOpenRefused refuses, one after the other, each thing that Open asks of the
-// machine. Open returns that error and leaves nothing behind: closing the machine,
-// which lists what is still allocated, adds nothing to it.
+// TestOpenRefused refuses, one after the other, each resource that Open requests from the
+// machine. Open returns that error and releases everything: closing the machine, which lists
+// live allocations, adds no error.
 func TestOpenRefused(t *testing.T) {
 	open := func(m *stingy) error {
 		s := configs.Defaults()
@@ -101,7 +101,7 @@ func TestOpenRefused(t *testing.T) {
 	} {
 		for _, virtual := range []bool{true, false} {
 			if err := open(&stingy{virtual: virtual, name: what}); err == nil {
-				t.Errorf("%q was never asked for, or Open went on without", what)
+				t.Errorf("%q was never requested, or Open succeeded without it", what)
 			}
 		}
 	}
@@ -119,7 +119,7 @@ func TestOpenRefused(t *testing.T) {
 	}
 }
 
-// TestOpenCanceled cancels the loading at every quarter of it.
+// TestOpenCanceled cancels the loading at each quarter.
 func TestOpenCanceled(t *testing.T) {
 	for part := range int64(5) {
 		for _, fraction := range []float64{0, 0.5, 1} {
@@ -146,8 +146,7 @@ func TestOpenCanceled(t *testing.T) {
 	}
 }
 
-// TestOpenFaults breaks copies, and loses the device, in the middle of the
-// loading.
+// TestOpenFaults fails copies, and loses the device, during loading.
 func TestOpenFaults(t *testing.T) {
 	for _, virtual := range []bool{true, false} {
 		for _, stream := range []string{"upload", "copy host to gpu0"} {

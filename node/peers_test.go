@@ -31,8 +31,8 @@ func linked(s emulated.Schedule) emulated.Options {
 	}
 }
 
-// TestTiers: with experts in each tier the answers of the built-in model are those of
-// a model that is all local, and the report says where they came from.
+// TestTiers: with experts in each tier the built-in model's completions are those of a fully
+// resident model, and the report counts the tiers.
 func TestTiers(t *testing.T) {
 	want := generate(t, open(t, machine{options: emulated.Options{}}, nil))
 	for _, c := range []struct {
@@ -114,8 +114,8 @@ func writeTrace(t *testing.T, lines ...string) string {
 	return path
 }
 
-// TestSeldomChanges: a made up trace may change as seldom as one likes.
-func TestSeldomChanges(t *testing.T) {
+// TestRareChanges: a generated trace may change arbitrarily rarely.
+func TestRareChanges(t *testing.T) {
 	for _, churn := range []string{"0.01", "1e-5", "1e-300"} {
 		n := open(t, machine{fraction: 0.5, options: emulated.Options{}}, func(s *configs.Settings) { s.Harvest.AvailabilityTrace = "generated:1:" + churn })
 		if p := n.Observe().Harvest().Peers[0]; p.Space != device.HBM(1) || p.Reading.OtherProcesses == 0 {
@@ -124,9 +124,9 @@ func TestSeldomChanges(t *testing.T) {
 	}
 }
 
-// TestRevokedInMidRun: other tenants take the peers' memory and give it back while
-// requests run, and the answers do not change.
-func TestRevokedInMidRun(t *testing.T) {
+// TestRevokedDuringRun: other tenants use and release the peers' memory while requests run,
+// and the completions do not change.
+func TestRevokedDuringRun(t *testing.T) {
 	want := generate(t, open(t, machine{options: emulated.Options{}}, nil))
 	for trace, headroom := range map[string]string{
 		writeTrace(t, "0,1,0", "0,2,0", "0.004,1,268435456", "0.004,2,0", "0.01,1,0", "0.01,2,268435456", "0.02,1,0", "0.02,2,0"): "5%",
@@ -180,8 +180,8 @@ func TestRevokedInMidRun(t *testing.T) {
 	}
 }
 
-// TestCloseInRevocation: the node is closed while a peer is being revoked and a copy
-// from it stalls. It waits for that copy, and gives everything back.
+// TestCloseInRevocation: the node is closed while a peer is being revoked and a copy from it
+// stalls. Close waits for that copy, and releases everything.
 func TestCloseInRevocation(t *testing.T) {
 	began := make(chan struct{}, 100)
 	s := configs.Defaults()
@@ -237,8 +237,8 @@ func TestCloseInRevocation(t *testing.T) {
 	}
 }
 
-// TestLostPeer loses a peer in mid-run: its experts come from the host, and the
-// answers are the same.
+// TestLostPeer loses a peer while requests run: its experts are fetched from the host, and
+// the completions are the same.
 func TestLostPeer(t *testing.T) {
 	want := generate(t, open(t, machine{options: emulated.Options{}}, nil))
 	for _, o := range []emulated.Options{linked(emulated.Eager), linked(emulated.Random), {GPUs: linked(emulated.Eager).GPUs}} {
@@ -284,8 +284,8 @@ func TestLostPeer(t *testing.T) {
 	}
 }
 
-// TestBadPeers: what cannot be is refused before anything is loaded, in one line that
-// says what to do.
+// TestBadPeers: invalid peer settings are rejected before anything is loaded, in one line
+// that says what to do.
 func TestBadPeers(t *testing.T) {
 	apart := linked(emulated.Eager)
 	top := func() device.Topology {
@@ -345,7 +345,7 @@ func TestBadPeers(t *testing.T) {
 	}
 }
 
-// TestPeersRefuse: memory that was said to be there, and is not when it is asked for.
+// TestPeersRefuse: peer memory that was reported free cannot be allocated.
 func TestPeersRefuse(t *testing.T) {
 	for _, virtual := range []bool{true, false} {
 		for _, tier := range []configs.Tier{configs.PeerTier, configs.AnyTier} {
@@ -381,7 +381,7 @@ func TestPeersRefuse(t *testing.T) {
 	}
 }
 
-// TestFillCanceled: who waits for experts to come to peers can be told to stop.
+// TestFillCanceled: waiting for the promotion of all experts to peers can be canceled.
 func TestFillCanceled(t *testing.T) {
 	s := configs.Defaults()
 	s.Offload.Fraction, s.Offload.Tier, s.Batch.MaxNumBatchedTokens = 0.5, configs.PeerTier, 192

@@ -13,7 +13,7 @@ import (
 	"github.com/moeserve/moeserve/node"
 )
 
-// viewed is what Perfetto's viewer makes of a trace.
+// viewed is Perfetto's reading of a trace.
 type viewed struct {
 	Rows []struct {
 		Process, Thread string
@@ -62,8 +62,8 @@ func view(t *testing.T, path string) (v viewed) {
 }
 
 // TestTraceInPerfetto: Perfetto's viewer opens the trace of a run without an import error,
-// and finds its rows, steps and layers, the arguments of fetches and GEMMs, counters, and an
-// arrow from each fetch that was waited for.
+// and finds its tracks, steps and layers, the arguments of fetches and GEMMs, counters, and
+// an arrow from each fetch that was waited for.
 func TestTraceInPerfetto(t *testing.T) {
 	s := configs.Defaults()
 	s.Offload.Fraction, s.Output.Trace = 0.75, filepath.Join(t.TempDir(), "trace.json.gz")

@@ -60,9 +60,9 @@ func generate(t *testing.T, n *node.Node) string {
 
 var sameOn = []string{"mixtral", "phimoe_longrope", "qwen2_moe_sparse_step"}
 
-// TestSameTokens runs the same requests over fractions, schedules and faults
-// (level 1), and over step budgets, micro-batches and neighbors (level 2, which the
-// CPU backend keeps): the tokens are always the same.
+// TestSameTokens runs the same requests over fractions, schedules and faults (level 1), and
+// over step budgets, micro-batches and batch compositions (level 2, which the CPU backend
+// guarantees): the tokens are always the same.
 func TestSameTokens(t *testing.T) {
 	for _, name := range sameOn {
 		t.Run(name, func(t *testing.T) {
@@ -149,11 +149,11 @@ func fetch(p emulated.Point) bool {
 	return p.To == device.HBM(0) && strings.HasPrefix(p.Stream, "copy ")
 }
 
-// own matches copies that the compute stream makes by itself: row data, addresses of
+// own matches copies on the compute stream: step metadata, addresses of
 // experts, sampled ids.
 func own(p emulated.Point) bool { return p.Stream == "compute" }
 
-// TestSameTokensDespiteFaults breaks and stalls fetches while the requests run.
+// TestSameTokensDespiteFaults fails and stalls fetches while the requests run.
 func TestSameTokensDespiteFaults(t *testing.T) {
 	for _, name := range sameOn {
 		t.Run(name, func(t *testing.T) {
@@ -196,7 +196,8 @@ func TestSameTokensDespiteFaults(t *testing.T) {
 	}
 }
 
-// TestLostDevice ends requests with an error that says so, and leaves nothing.
+// TestLostDevice: the loss of the device ends requests with an error that reports it, and
+// everything is released.
 func TestLostDevice(t *testing.T) {
 	n, m := faulty(t, emulated.Options{Virtual: true}, func(s *configs.Settings) { s.Model.Name = fixtures.Dir(t, "mixtral") })
 	if err := m.Lose(0); err != nil {
@@ -229,10 +230,10 @@ func free(t *testing.T, n *node.Node) {
 	}
 }
 
-// TestGivesUp lets every fetch fail until the engine gives up, several times over:
-// each time the requests end with that error, and once the fault is gone the same
-// requests give the same tokens.
-func TestGivesUp(t *testing.T) {
+// TestMaxRetries lets every fetch fail until the engine's retries are used up, several times:
+// each time the requests end with that error, and without the fault the same requests
+// generate the same tokens.
+func TestMaxRetries(t *testing.T) {
 	t.Parallel()
 	model := func(s *configs.Settings) { s.Model.Name = fixtures.Dir(t, "mixtral") }
 	want := generate(t, open(t, machines()[0], model))
@@ -262,9 +263,8 @@ func TestGivesUp(t *testing.T) {
 	}
 }
 
-// TestGenerateCanceled cancels requests at some of their tokens, while copies are
-// under way: they end with that error, and the same requests then give the same
-// tokens.
+// TestGenerateCanceled cancels requests at some of their tokens, during copies: they end with
+// that error, and the same requests then generate the same tokens.
 func TestGenerateCanceled(t *testing.T) {
 	t.Parallel()
 	model := func(s *configs.Settings) { s.Model.Name = fixtures.Dir(t, "mixtral") }

@@ -20,7 +20,7 @@ import (
 type drawing struct {
 	prompt []int32
 	length int // of the answer
-	draw   pipeline.SamplingParams
+	params pipeline.SamplingParams
 	bias   map[int32]float32
 
 	tokens   []int32 // prompt and answer
@@ -43,7 +43,7 @@ func drawings(vocab int) []*drawing {
 		{Temperature: 1.2, Seed: 4, TopK: 30, TopP: 0.9, MinP: 0.02, RepetitionPenalty: 1.2, FrequencyPenalty: -0.1, LogProbs: true},
 		{Temperature: 0.7, Seed: 5, PresencePenalty: 1},
 	} {
-		r := &drawing{length: 5 + i%4, draw: d, bias: map[int32]float32{}}
+		r := &drawing{length: 5 + i%4, params: d, bias: map[int32]float32{}}
 		for j := range []int{9, 1, 23, 40, 17, 2, 33, 12}[i] {
 			r.prompt = append(r.prompt, int32((5*i+11*j+j*j)%vocab))
 		}
@@ -57,17 +57,17 @@ func drawings(vocab int) []*drawing {
 
 // next is how the token behind the last is drawn.
 func (d *drawing) next() pipeline.SamplingParams {
-	draw := d.draw
-	penalties := draw.RepetitionPenalty != 0 || draw.PresencePenalty != 0 || draw.FrequencyPenalty != 0
+	params := d.params
+	penalties := params.RepetitionPenalty != 0 || params.PresencePenalty != 0 || params.FrequencyPenalty != 0
 	at := map[int32]int{}
 	add := func(id int32) *pipeline.TokenAdjust {
 		i, ok := at[id]
 		if !ok {
-			i = len(draw.Adjust)
+			i = len(params.Adjust)
 			at[id] = i
-			draw.Adjust = append(draw.Adjust, pipeline.TokenAdjust{ID: id, Seen: -1})
+			params.Adjust = append(params.Adjust, pipeline.TokenAdjust{ID: id, Seen: -1})
 		}
-		return &draw.Adjust[i]
+		return &params.Adjust[i]
 	}
 	if penalties {
 		for _, id := range d.prompt {
@@ -81,7 +81,7 @@ func (d *drawing) next() pipeline.SamplingParams {
 	for id, b := range d.bias { // in any order
 		add(id).Bias = b
 	}
-	return draw
+	return params
 }
 
 // run has the drawings go on together, in steps that each take at most chunk
@@ -124,7 +124,7 @@ func run(t *testing.T, n *node.Node, all []*drawing, chunk int) string {
 				continue
 			}
 			d.tokens = append(d.tokens, res.Sampled[row])
-			if d.draw.LogProbs {
+			if d.params.LogProbs {
 				p := res.LogProbs[row] // valid until the next step
 				p.TopIDs, p.Top = slices.Clone(p.TopIDs), slices.Clone(p.Top)
 				d.probs = append(d.probs, p)
@@ -146,9 +146,9 @@ func told(all []*drawing) string {
 	return b.String()
 }
 
-// TestSameDraws gives a prompt the same tokens and log-probabilities, bit for bit,
-// alone and among others, whatever the chunks and the micro-batches.
-func TestSameDraws(t *testing.T) {
+// TestSameSamples: a prompt gets the same tokens and log-probabilities, bit for bit, alone
+// and in a batch, whatever the chunks and the micro-batches.
+func TestSameSamples(t *testing.T) {
 	for _, name := range []string{"mixtral", "qwen2_moe_sparse_step"} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
@@ -177,7 +177,7 @@ func TestSameDraws(t *testing.T) {
 	}
 }
 
-// checkDraws holds what came of the drawings to what they ask.
+// checkDraws compares the sampled tokens with the sampling parameters.
 func checkDraws(t *testing.T, all []*drawing, vocab int) {
 	t.Helper()
 	for i, d := range all {
@@ -187,7 +187,7 @@ func checkDraws(t *testing.T, all []*drawing, vocab int) {
 				t.Errorf("drawing %d: token %d is banned and was drawn", i, id)
 			}
 		}
-		if want := len(answer); d.draw.LogProbs && len(d.probs) != want {
+		if want := len(answer); d.params.LogProbs && len(d.probs) != want {
 			t.Errorf("drawing %d: %d log-probabilities of %d tokens", i, len(d.probs), want)
 		}
 		for j, p := range d.probs {
@@ -201,8 +201,8 @@ func checkDraws(t *testing.T, all []*drawing, vocab int) {
 	}
 }
 
-// TestManyLogitRows draws behind several tokens of one sequence: each row as at its
-// own position, and adjusted behind the last only.
+// TestManyLogitRows samples after several tokens of one sequence: each row by its own
+// position, and adjusted after the last token only.
 func TestManyLogitRows(t *testing.T) {
 	n := open(t, machines()[0], func(s *configs.Settings) { s.Model.Name, s.Batch.MicroBatchSize = fixtures.Dir(t, "mixtral"), 3 })
 	prompt := []int32{5, 9, 14, 3, 200, 77, 1, 30}
@@ -245,8 +245,8 @@ func TestManyLogitRows(t *testing.T) {
 	}
 }
 
-// TestTooManyAdjusted refuses a step that adjusts more tokens than it may, and runs
-// the next.
+// TestTooManyAdjusted: a step that adjusts too many logits is rejected, and the next step
+// runs.
 func TestTooManyAdjusted(t *testing.T) {
 	n := open(t, machines()[0], func(s *configs.Settings) { s.Model.Name, s.Batch.MaxNumSeqs = fixtures.Dir(t, "mixtral"), 2 })
 	if got, least := n.Info().Limits.MaxAdjust, n.Info().Config.Vocab; got < least {

@@ -101,8 +101,8 @@ type outcome struct {
 	retried int64
 }
 
-// runTiers runs the requests, all at once and then two of them alone, for which only
-// chosen experts are fetched.
+// runTiers runs the requests, all at once and then two of them alone, for which only routed
+// experts are fetched.
 func runTiers(t *testing.T, c tierCase) outcome {
 	t.Helper()
 	o := emulated.Options{
@@ -162,7 +162,7 @@ func runTiers(t *testing.T, c tierCase) outcome {
 	return outcome{digest(outs), n.Observe().Experts(), n.Observe().Harvest(), n.Engine().State().Retried}
 }
 
-// makeTrouble starts what the case asks for. The function it returns ends it.
+// makeTrouble starts the faults of the case. The function it returns ends them.
 func makeTrouble(t *testing.T, c tierCase, n *node.Node, m *emulated.Machine) (stop func()) {
 	t.Helper()
 	stop = func() {}
@@ -216,8 +216,8 @@ func revoke(t *testing.T, n *node.Node, m *emulated.Machine, seed uint64) (stop 
 	}
 }
 
-// TestSameTokensOverTiers: fractions, tiers, policies, peers, other tenants, faults
-// and schedules change when and from where experts come, and nothing else.
+// TestSameTokensOverTiers: fractions, tiers, policies, peers, other tenants, faults and
+// schedules change when and from where experts are fetched, and nothing else.
 func TestSameTokensOverTiers(t *testing.T) {
 	cases := 100
 	if text, ok := os.LookupEnv("MOESERVE_TIER_CASES"); ok {

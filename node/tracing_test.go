@@ -15,9 +15,8 @@ import (
 	"github.com/moeserve/moeserve/node/fault"
 )
 
-// TestTrace runs requests with a trace, of a machine that tells it itself and of one that
-// is wrapped for it: its rows are the streams by name, and what stands there is about as
-// long as the run.
+// TestTrace runs requests with a trace, on a machine that traces itself and on a wrapped one:
+// the tracks are the streams by name, and their slices together are about as long as the run.
 func TestTrace(t *testing.T) {
 	const link = 1e9 // bytes/s
 	for _, wrapped := range []bool{false, true} {
@@ -121,7 +120,8 @@ func TestTrace(t *testing.T) {
 	}
 }
 
-// TestTraceRefused: a file that cannot be made ends the start, and says which.
+// TestTraceRefused: a trace file that cannot be created is an error of Open that names the
+// file.
 func TestTraceRefused(t *testing.T) {
 	s := configs.Defaults()
 	s.Output.Trace = filepath.Join(t.TempDir(), "none", "trace.json")

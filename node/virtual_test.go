@@ -12,15 +12,15 @@ import (
 	"github.com/moeserve/moeserve/node"
 )
 
-// timed is a preset on a machine that keeps no data and has a virtual clock.
+// timed is a preset on a machine without data and with a virtual clock.
 type timed struct {
 	*testing.T
 	n *node.Node
 	m *emulated.Machine
 }
 
-// openTimed opens the first layers of a preset (0: all) on a GPU as fast as an H200,
-// with a link of that rate to the host (0: no limit).
+// openTimed opens the first layers of a preset (0: all) on a GPU as fast as an H200, with a
+// link to the host of the given rate (0: no limit).
 func openTimed(t *testing.T, model string, layers int, fraction, bytesPerSecond float64) timed {
 	t.Helper()
 	s := configs.Defaults()
@@ -84,8 +84,7 @@ func (x timed) step() (time.Duration, int64) {
 	return (long - short) / steps, (many - few) / steps
 }
 
-// TestOverlap: copies run under compute, so that a step takes as long as the slower
-// of the two.
+// TestOverlap: copies overlap compute, so a step takes as long as the longer of the two.
 func TestOverlap(t *testing.T) {
 	const layers = 6
 	for _, model := range []string{"qwen1.5-moe-a2.7b", "mixtral-8x7b"} {

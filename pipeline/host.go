@@ -14,7 +14,7 @@ import (
 // v; out copies them to pinned memory; host appends k and v to the cache and computes
 // attention; in copies the output to the device, where the compute stream waits for it. Each
 // stage waits for the fence that the stage before signals. Round trips are numbered, and the
-// number is the value signalled on all four fences. A round trip is enqueued from its first
+// number is the value signaled on all four fences. A round trip is enqueued from its first
 // stage to its last, so whatever is waited for has been enqueued before.
 //
 // Each token of the step has its own place in the staging memory. The next layer's round trip

@@ -12,7 +12,7 @@ import (
 // only the stream itself reports the error.
 type late struct {
 	device.Executor
-	// failAfter counts down the signalled fences; under 1: nothing fails.
+	// failAfter counts down the signaled fences; under 1: nothing fails.
 	failAfter int
 }
 

@@ -51,7 +51,7 @@ type Step struct {
 	// wait for the same point. Before the step is run retry, the failed copy must be started
 	// retry, with another point.
 	Wait []device.Point
-	// Done are signalled by the host once the step has succeeded: its writes to the KV cache
+	// Done are signaled by the host once the step has succeeded: its writes to the KV cache
 	// are complete, and will not be repeated by a retry. A step that fails signals none.
 	Done []device.Point
 }

@@ -12,7 +12,7 @@ import (
 // host.
 type routingReader struct {
 	results *results
-	// copied is signalled after each copy, with a value one higher.
+	// copied is signaled after each copy, with a value one higher.
 	copied device.Fence
 	value  uint32
 	// ids is the buffer of await's result.

@@ -63,7 +63,7 @@ type Writer struct {
 	started   bool
 	line      []byte
 	latest    args
-	// points are signalled by copies in flight; flows counts arrows.
+	// points are signaled by copies in flight; flows counts arrows.
 	points points
 	flows  int64
 	// step is the latest step.
