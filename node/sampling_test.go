@@ -265,10 +265,10 @@ func TestTooManyAdjusted(t *testing.T) {
 		_, err := n.Pipeline().Step(t.Context(), &pipeline.Step{Sequences: []pipeline.Sequence{{Tokens: []int32{1}, Table: table, LogitRows: 1, SamplingParams: d}}})
 		return err
 	}
-	if err := step(n.Info().Limits.MaxAdjust + 1); err == nil || !strings.Contains(err.Error(), "adjusted tokens") {
-		t.Errorf("one token too many gives %v", err)
+	if err := step(n.Info().Limits.MaxAdjust + 1); err == nil || !strings.Contains(err.Error(), "the step adjusts") {
+		t.Errorf("one logit too many: %v", err)
 	}
 	if err := step(n.Info().Config.Vocab); err != nil {
-		t.Errorf("all of the vocabulary: %v", err)
+		t.Errorf("the whole vocabulary: %v", err)
 	}
 }

@@ -18,7 +18,7 @@ type chatRequest struct {
 	prompt []int32
 }
 
-// conversation is what the chat template is given.
+// conversation is the input of the chat template.
 type conversation struct {
 	messages []chat.Message
 	options  chat.Options
@@ -28,8 +28,8 @@ type conversation struct {
 
 // parseChat reads the body of /v1/chat/completions.
 func (m *Model) parseChat(o *object) (*chatRequest, error) {
-	r := &chatRequest{common: takeCommon(o, m.Defaults)}
-	takeMaxTokens(o, &r.common, "max_completion_tokens") // the newer name goes first
+	r := &chatRequest{common: parseCommon(o, m.Defaults)}
+	parseMaxTokens(o, &r.common, "max_completion_tokens") // the newer name goes first
 	o.flag("logprobs", &r.params.LogProbs)
 	if o.integer("top_logprobs", &r.params.TopLogProbs) && r.params.TopLogProbs != 0 && !r.params.LogProbs {
 		o.fail("top_logprobs", "invalid_value", "Invalid value for 'top_logprobs': it needs 'logprobs' to be true.")
@@ -48,7 +48,7 @@ func (m *Model) parseChat(o *object) (*chatRequest, error) {
 		{"prediction", "this server does not speculate"},
 		{"web_search_options", "this server searches nothing"},
 	} {
-		if _, ok := o.take(m[0]); ok {
+		if _, ok := o.pop(m[0]); ok {
 			o.unsupported(m[0], m[1])
 		}
 	}
@@ -56,7 +56,7 @@ func (m *Model) parseChat(o *object) (*chatRequest, error) {
 	if o.flag("echo", &echo); echo {
 		o.unsupported("echo", "it is for completions")
 	}
-	c := takeConversation(o)
+	c := parseConversation(o)
 	if err := o.end(); err != nil {
 		return nil, err
 	}
@@ -68,8 +68,8 @@ func (m *Model) parseChat(o *object) (*chatRequest, error) {
 	return r, err
 }
 
-// takeConversation takes what the template is given.
-func takeConversation(o *object) *conversation {
+// parseConversation parses the members that the chat template uses.
+func parseConversation(o *object) *conversation {
 	c := &conversation{options: chat.Options{AddGenerationPrompt: true}}
 	o.flag("add_generation_prompt", &c.options.AddGenerationPrompt)
 	o.flag("add_special_tokens", &c.special)
@@ -77,15 +77,15 @@ func takeConversation(o *object) *conversation {
 	if o.flag("continue_final_message", &goOn); goOn {
 		o.unsupported("continue_final_message", "an answer is a new message")
 	}
-	if _, ok := o.take("chat_template"); ok {
+	if _, ok := o.pop("chat_template"); ok {
 		o.unsupported("chat_template", "chats go through the model's own template")
 	}
-	if raw, ok := o.take("chat_template_kwargs"); ok {
+	if raw, ok := o.pop("chat_template_kwargs"); ok {
 		if json.Unmarshal(raw, &c.options.Extra) != nil {
 			o.wrongType("chat_template_kwargs", "an object", raw)
 		}
 	}
-	takeTools(o, c)
+	parseTools(o, c)
 	messages, ok := o.list("messages", "an array of messages")
 	if !ok {
 		o.fail("messages", "missing_required_parameter", "Missing required parameter: 'messages'.")
@@ -95,7 +95,7 @@ func takeConversation(o *object) *conversation {
 	for i, raw := range messages {
 		m := &object{path: fmt.Sprintf("messages[%d]", i)}
 		m.parse(raw, "'"+m.path+"'")
-		c.messages = append(c.messages, takeMessage(m))
+		c.messages = append(c.messages, parseMessage(m))
 		if o.close(m); o.err != nil {
 			break
 		}
@@ -103,11 +103,11 @@ func takeConversation(o *object) *conversation {
 	return c
 }
 
-// takeTools takes the tools that the template describes to the model. Tool calls of the model
-// are returned as text.
-func takeTools(o *object, c *conversation) {
+// parseTools parses the tools that the template describes to the model. Tool calls of the
+// model are returned as text.
+func parseTools(o *object, c *conversation) {
 	raw, choice := json.RawMessage(nil), "auto"
-	if tools, ok := o.take("tools"); ok {
+	if tools, ok := o.pop("tools"); ok {
 		var list []map[string]json.RawMessage
 		if json.Unmarshal(tools, &list) != nil {
 			o.wrongType("tools", "an array of objects", tools)
@@ -117,7 +117,7 @@ func takeTools(o *object, c *conversation) {
 			raw = tools
 		}
 	}
-	if picked, ok := o.take("tool_choice"); ok {
+	if picked, ok := o.pop("tool_choice"); ok {
 		if json.Unmarshal(picked, &choice) != nil || choice != "none" && choice != "auto" {
 			o.unsupported("tool_choice", `it must be "none" or "auto", as nothing makes the model call a tool`)
 		}
@@ -127,8 +127,8 @@ func takeTools(o *object, c *conversation) {
 	}
 }
 
-// takeMessage takes a message apart.
-func takeMessage(o *object) chat.Message {
+// parseMessage parses one message.
+func parseMessage(o *object) chat.Message {
 	var m chat.Message
 	if !o.text("role", &m.Role) {
 		o.fail("role", "missing_required_parameter", "Missing required parameter: '%s'.", o.name("role"))
@@ -139,7 +139,7 @@ func takeMessage(o *object) chat.Message {
 	if m.Role == "developer" {
 		m.Role = "system" // as templates know it
 	}
-	content := takeContent(o, &m)
+	content := parseContent(o, &m)
 	extra := map[string]json.RawMessage{}
 	for _, member := range []string{"name", "tool_call_id", "reasoning_content"} {
 		var text string
@@ -147,7 +147,7 @@ func takeMessage(o *object) chat.Message {
 			extra[member] = raw
 		}
 	}
-	calls := takeCalls(o)
+	calls := parseToolCalls(o)
 	if calls != nil {
 		extra["tool_calls"] = calls
 	}
@@ -156,7 +156,7 @@ func takeMessage(o *object) chat.Message {
 	}
 	// A message of this API can be sent back unchanged.
 	for _, member := range []string{"refusal", "annotations", "audio", "function_call"} {
-		if raw, ok := o.take(member); ok && string(raw) != "[]" {
+		if raw, ok := o.pop(member); ok && string(raw) != "[]" {
 			o.unsupported(member, "messages are text and tool calls")
 		}
 	}
@@ -170,9 +170,10 @@ func takeMessage(o *object) chat.Message {
 	return m
 }
 
-// takeContent takes a text, or parts of it, which stand on lines of their own.
-func takeContent(o *object, m *chat.Message) bool {
-	raw, ok := o.take("content")
+// parseContent parses a message's content: a text, or parts of text, which are joined by
+// newlines.
+func parseContent(o *object, m *chat.Message) bool {
+	raw, ok := o.pop("content")
 	if !ok {
 		return false
 	}
@@ -190,7 +191,7 @@ func takeContent(o *object, m *chat.Message) bool {
 		p.parse(raw, "'"+p.path+"'")
 		var kind string
 		if p.text("type", &kind); kind != "text" && p.err == nil {
-			p.fail("type", "invalid_value", "Invalid value for '%s': %q is not supported, as the model reads text only.", p.name("type"), shown(kind))
+			p.fail("type", "invalid_value", "Invalid value for '%s': %q is not supported, as the model reads text only.", p.name("type"), truncate(kind))
 		}
 		if !p.text("text", &texts[i]) {
 			p.fail("text", "missing_required_parameter", "Missing required parameter: '%s'.", p.name("text"))
@@ -203,10 +204,10 @@ func takeContent(o *object, m *chat.Message) bool {
 	return true
 }
 
-// takeCalls takes the calls that an assistant's message made, with their arguments
-// as the JSON that they are, which is how templates read them; nil for none.
-func takeCalls(o *object) json.RawMessage {
-	raw, ok := o.take("tool_calls")
+// parseToolCalls parses the tool calls of an assistant's message. Their arguments become JSON
+// values, which is what templates expect; nil without calls.
+func parseToolCalls(o *object) json.RawMessage {
+	raw, ok := o.pop("tool_calls")
 	if !ok {
 		return nil
 	}

@@ -11,11 +11,10 @@ import (
 // defaultCompletionTokens is max_tokens of a completion that gives none.
 const defaultCompletionTokens = 16
 
-// prompt is what a completion goes on from.
+// prompt is the prompt of a completion.
 type prompt struct {
 	ids []int32
-	// text, as the client wrote it and a tokenizer encoded it, or decoded where it gave
-	// ids.
+	// text is the client's, which the tokenizer encoded, or is decoded from the client's ids.
 	text    string
 	encoded bool
 }
@@ -28,7 +27,7 @@ type completionRequest struct {
 
 // parseCompletion reads the body of /v1/completions.
 func (s *Server) parseCompletion(m *Model, o *object) (*completionRequest, error) {
-	r := &completionRequest{common: takeCommon(o, m.Defaults)}
+	r := &completionRequest{common: parseCommon(o, m.Defaults)}
 	special := true
 	o.flag("add_special_tokens", &special)
 	o.flag("echo", &r.echo)
@@ -49,7 +48,7 @@ func (s *Server) parseCompletion(m *Model, o *object) (*completionRequest, error
 	if o.text("suffix", &suffix); suffix != "" {
 		o.unsupported("suffix", "the model writes behind a prompt only")
 	}
-	raw, ok := o.take("prompt")
+	raw, ok := o.pop("prompt")
 	if !ok {
 		o.fail("prompt", "missing_required_parameter", "Missing required parameter: 'prompt'.")
 	}

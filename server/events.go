@@ -89,8 +89,8 @@ func (f *follower) noteLost() {
 	}
 }
 
-// take returns what has come, in order.
-func (f *follower) take() []event {
+// drain returns what has come, in order.
+func (f *follower) drain() []event {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	f.noteLost()
@@ -140,7 +140,7 @@ func (s *Server) events(w *response, r *http.Request) error {
 		case <-timer.C:
 			err = w.comment("heartbeat")
 		case <-f.wake:
-			for _, v := range f.take() {
+			for _, v := range f.drain() {
 				if err = w.named(v.name, v.data); err != nil {
 					break
 				}

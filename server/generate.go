@@ -218,8 +218,8 @@ func tokenIDs(tokens []engine.Token) []int32 {
 	return ids
 }
 
-// logProb keeps to what JSON can say: a token that was impossible has -9999, as
-// with OpenAI.
+// logProb returns a log-probability as JSON can represent it: -9999 for an impossible token,
+// as OpenAI's.
 func logProb(lp float32) float64 {
 	const impossible = -9999
 	if !(lp > impossible) || math.IsInf(float64(lp), 1) {
@@ -228,11 +228,11 @@ func logProb(lp float32) float64 {
 	return float64(lp)
 }
 
-// tokenTexts gives tokens as the text that they stand for.
+// tokenTexts converts tokens to their texts.
 type tokenTexts struct {
 	m *Model
-	// anchor are the ids of a letter and base its text: behind it, a token's text has
-	// the leading space that tokenizers take off the start of a text.
+	// anchor are the ids of a letter and base its text: after it, a token's text keeps the
+	// leading space that tokenizers strip at the start of a text.
 	anchor []int32
 	base   string
 }
@@ -246,7 +246,7 @@ func (m *Model) texts() *tokenTexts {
 	return t
 }
 
-// text of a token. A part of a character becomes U+FFFD.
+// text returns a token's text. A part of a character becomes U+FFFD.
 func (t *tokenTexts) text(id int32) string {
 	if t.m.Tokenizer == nil {
 		return ""
@@ -254,9 +254,8 @@ func (t *tokenTexts) text(id int32) string {
 	return strings.TrimPrefix(t.m.Tokenizer.Decode(append(t.anchor[:len(t.anchor):len(t.anchor)], id), false), t.base)
 }
 
-// shown is the name of a token in log-probabilities, and its length in characters.
-// Parts of characters are spelled "bytes:\xe2\x82", without a tokenizer ids are
-// "token_id:7".
+// shown returns the name of a token in log-probabilities, and its length in characters. Parts
+// of characters are spelled "bytes:\xe2\x82"; without a tokenizer, ids are "token_id:7".
 func (t *tokenTexts) shown(id int32) (string, int) {
 	if t.m.Tokenizer == nil {
 		return fmt.Sprintf("token_id:%d", id), 0

@@ -196,7 +196,7 @@ func (m *Metrics) setModel(of *Model) {
 	m.collectors = append([]metrics.Collector{newStateCollector(of.Engine, m.model)}, of.Collectors...)
 }
 
-// write writes the metrics as they are now.
+// write writes the current metrics.
 func (m *Metrics) write(w http.ResponseWriter, r *http.Request) error {
 	defer m.readers.Add(-1)
 	if m.readers.Add(1) > maxReaders {

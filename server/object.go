@@ -10,9 +10,8 @@ import (
 	"unicode/utf8"
 )
 
-// object is a JSON object whose members are taken out one by one; what is left in
-// the end is unknown. The first thing that is wrong stays in err, and nothing is
-// taken after it.
+// object is a JSON object whose members are removed as they are parsed; members that remain
+// are unknown. err is the first error; after it nothing is parsed.
 type object struct {
 	// path names the object in errors: empty for the body, or "stream_options".
 	path    string
@@ -70,8 +69,9 @@ func (o *object) unsupported(member, why string) {
 	o.fail(member, "unsupported_parameter", "'%s' is not supported: %s.", o.name(member), why)
 }
 
-// take removes a member; false where it is absent, null, or an error came before.
-func (o *object) take(member string) (json.RawMessage, bool) {
+// pop removes a member and returns its value; false if it is absent, null, or an error has
+// occurred before.
+func (o *object) pop(member string) (json.RawMessage, bool) {
 	raw, ok := o.members[member]
 	delete(o.members, member)
 	return raw, ok && o.err == nil && !isNull(raw)
@@ -84,7 +84,7 @@ func (o *object) ignore(members ...string) {
 	}
 }
 
-// end returns the first error, also of members that were not taken.
+// end returns the first error; members that were not removed are one.
 func (o *object) end() error {
 	if o.err == nil && len(o.members) > 0 {
 		names := make([]string, 0, len(o.members))
@@ -92,7 +92,7 @@ func (o *object) end() error {
 			names = append(names, o.name(m))
 		}
 		slices.Sort(names)
-		o.err = badRequest(shown(names[0]), "unknown_parameter", "Unrecognized request argument supplied: %s.", shown(strings.Join(names, ", ")))
+		o.err = badRequest(truncate(names[0]), "unknown_parameter", "Unrecognized request argument supplied: %s.", truncate(strings.Join(names, ", ")))
 	}
 	if o.err != nil {
 		return o.err
@@ -101,7 +101,7 @@ func (o *object) end() error {
 }
 
 func (o *object) text(member string, to *string) bool {
-	raw, ok := o.take(member)
+	raw, ok := o.pop(member)
 	if !ok {
 		return false
 	}
@@ -113,7 +113,7 @@ func (o *object) text(member string, to *string) bool {
 }
 
 func (o *object) flag(member string, to *bool) bool {
-	raw, ok := o.take(member)
+	raw, ok := o.pop(member)
 	if ok && json.Unmarshal(raw, to) != nil {
 		o.wrongType(member, "true or false", raw)
 		return false
@@ -134,7 +134,7 @@ func (o *object) integer(member string, to *int) bool {
 }
 
 func (o *object) int64(member string) (int64, bool) {
-	raw, ok := o.take(member)
+	raw, ok := o.pop(member)
 	if !ok {
 		return 0, false
 	}
@@ -143,7 +143,7 @@ func (o *object) int64(member string) (int64, bool) {
 		return n, true
 	}
 	if kindOf(raw) == "a number" {
-		o.fail(member, "invalid_value", "Invalid value for '%s': %s is not a whole number in range.", o.name(member), shown(string(raw)))
+		o.fail(member, "invalid_value", "Invalid value for '%s': %s is not a whole number in range.", o.name(member), truncate(string(raw)))
 	} else {
 		o.wrongType(member, "a whole number", raw)
 	}
@@ -158,7 +158,7 @@ func wholeNumber(raw json.RawMessage) (int64, bool) {
 	if kindOf(raw) != "a number" {
 		return 0, false
 	}
-	// Above 2^53 a float no longer says which whole number was meant.
+	// Above 2^53 a float no longer represents every whole number.
 	f, err := strconv.ParseFloat(string(raw), 64)
 	if err != nil || f != math.Trunc(f) || math.Abs(f) > 1<<53 {
 		return 0, false
@@ -167,7 +167,7 @@ func wholeNumber(raw json.RawMessage) (int64, bool) {
 }
 
 func (o *object) number(member string, to *float32) bool {
-	raw, ok := o.take(member)
+	raw, ok := o.pop(member)
 	if !ok {
 		return false
 	}
@@ -177,16 +177,16 @@ func (o *object) number(member string, to *float32) bool {
 	}
 	f, err := strconv.ParseFloat(string(raw), 32)
 	if err != nil {
-		o.fail(member, "invalid_value", "Invalid value for '%s': %s is out of range.", o.name(member), shown(string(raw)))
+		o.fail(member, "invalid_value", "Invalid value for '%s': %s is out of range.", o.name(member), truncate(string(raw)))
 		return false
 	}
 	*to = float32(f)
 	return true
 }
 
-// list takes a member that is an array.
+// list parses a member that is an array.
 func (o *object) list(member, of string) ([]json.RawMessage, bool) {
-	raw, ok := o.take(member)
+	raw, ok := o.pop(member)
 	if !ok {
 		return nil, false
 	}
@@ -198,9 +198,9 @@ func (o *object) list(member, of string) ([]json.RawMessage, bool) {
 	return values, true
 }
 
-// ids takes a list of token ids.
+// ids parses a list of token ids.
 func (o *object) ids(member string, to *[]int32) bool {
-	raw, ok := o.take(member)
+	raw, ok := o.pop(member)
 	if !ok {
 		return false
 	}
@@ -237,9 +237,9 @@ func parseIDs(raw json.RawMessage) ([]int32, bool) {
 	return ids, true
 }
 
-// sub takes a member that is an object; nil where it is absent.
+// sub parses a member that is an object; nil if it is absent.
 func (o *object) sub(member string) *object {
-	raw, ok := o.take(member)
+	raw, ok := o.pop(member)
 	if !ok {
 		return nil
 	}
@@ -252,7 +252,7 @@ func (o *object) sub(member string) *object {
 	return s
 }
 
-// close checks that nothing is left of a sub-object.
+// close checks that no member of a sub-object remains.
 func (o *object) close(s *object) {
 	if err := s.end(); err != nil && o.err == nil {
 		o.err = s.err
@@ -284,13 +284,13 @@ func kindOf(raw json.RawMessage) string {
 
 func isNull(raw json.RawMessage) bool { return kindOf(raw) == "null" }
 
-// shown cuts what a client has sent to a length that an error can repeat.
-func shown(s string) string {
-	const most = 100
-	if len(s) <= most {
+// truncate shortens a client's value for use in an error.
+func truncate(s string) string {
+	const limit = 100
+	if len(s) <= limit {
 		return s
 	}
-	cut := most
+	cut := limit
 	for !utf8.RuneStart(s[cut]) {
 		cut--
 	}

@@ -12,7 +12,7 @@ import (
 type common struct {
 	model, requestID string
 	params           engine.Params
-	// maxTokens is 0 where the body does not say; maxTokensParam is the member that did.
+	// maxTokens is 0 if the body has none; maxTokensParam is the member that set it.
 	maxTokens      int
 	maxTokensParam string
 	stream         bool
@@ -37,14 +37,14 @@ var unused = []string{
 	"parallel_tool_calls", "reasoning_effort", "verbosity", "spaces_between_special_tokens", "priority",
 }
 
-// takeCommon takes the members that completions and chats share.
-func takeCommon(o *object, defaults engine.Params) common {
+// parseCommon parses the members that completions and chats share.
+func parseCommon(o *object, defaults engine.Params) common {
 	c := common{params: defaults}
 	p := &c.params
 	o.ignore(unused...)
 	o.text("model", &c.model)
 	o.text("request_id", &c.requestID)
-	takeMaxTokens(o, &c, "max_tokens")
+	parseMaxTokens(o, &c, "max_tokens")
 	o.integer("min_tokens", &p.MinTokens)
 	o.number("temperature", &p.Temperature)
 	o.number("top_p", &p.TopP)
@@ -62,14 +62,14 @@ func takeCommon(o *object, defaults engine.Params) common {
 	if o.integer("n", &p.N) && (p.N < 1 || p.N > engine.MaxN) {
 		o.fail("n", "invalid_value", "Invalid value for 'n': it must be from 1 to %d, and is %d.", engine.MaxN, p.N)
 	}
-	takeBias(o, p)
-	takeStop(o, p)
+	parseLogitBias(o, p)
+	parseStop(o, p)
 	o.ids("stop_token_ids", &p.StopIDs)
 	o.flag("include_stop_str_in_output", &p.IncludeStop)
 	o.flag("ignore_eos", &p.IgnoreEOS)
 	o.flag("return_token_ids", &c.tokenIDs)
 	o.flag("stream", &c.stream)
-	takeStreamOptions(o, &c)
+	parseStreamOptions(o, &c)
 
 	skip := true
 	if o.flag("skip_special_tokens", &skip); !skip {
@@ -80,16 +80,16 @@ func takeCommon(o *object, defaults engine.Params) common {
 		o.unsupported("use_beam_search", "there is sampling only")
 	}
 	for _, m := range []string{"prompt_logprobs", "truncate_prompt_tokens"} {
-		if _, ok := o.take(m); ok {
+		if _, ok := o.pop(m); ok {
 			o.unsupported(m, "this server does not implement it")
 		}
 	}
-	takeResponseFormat(o)
+	parseResponseFormat(o)
 	return c
 }
 
-// takeMaxTokens takes the maximum of completion tokens.
-func takeMaxTokens(o *object, c *common, member string) {
+// parseMaxTokens parses the maximum number of completion tokens.
+func parseMaxTokens(o *object, c *common, member string) {
 	if !o.integer(member, &c.maxTokens) {
 		return
 	}
@@ -99,8 +99,8 @@ func takeMaxTokens(o *object, c *common, member string) {
 	}
 }
 
-// takeBias takes logit_bias, an object of token ids.
-func takeBias(o *object, p *engine.Params) {
+// parseLogitBias parses logit_bias, an object of token ids.
+func parseLogitBias(o *object, p *engine.Params) {
 	bias := o.sub("logit_bias")
 	if bias == nil {
 		return
@@ -113,7 +113,7 @@ func takeBias(o *object, p *engine.Params) {
 	for _, name := range ids {
 		id, err := strconv.ParseInt(name, 10, 32)
 		if err != nil || id < 0 {
-			o.fail("logit_bias", "invalid_value", "Invalid key in 'logit_bias': %s is not a token id.", strconv.Quote(shown(name)))
+			o.fail("logit_bias", "invalid_value", "Invalid key in 'logit_bias': %s is not a token id.", strconv.Quote(truncate(name)))
 			return
 		}
 		var b float32
@@ -124,9 +124,9 @@ func takeBias(o *object, p *engine.Params) {
 	o.close(bias)
 }
 
-// takeStop takes stop: a string, or a list of them.
-func takeStop(o *object, p *engine.Params) {
-	raw, ok := o.take("stop")
+// parseStop parses stop: a string, or a list of them.
+func parseStop(o *object, p *engine.Params) {
+	raw, ok := o.pop("stop")
 	if !ok {
 		return
 	}
@@ -151,7 +151,7 @@ func takeStop(o *object, p *engine.Params) {
 	}
 }
 
-func takeStreamOptions(o *object, c *common) {
+func parseStreamOptions(o *object, c *common) {
 	s := o.sub("stream_options")
 	if s == nil {
 		return
@@ -164,8 +164,8 @@ func takeStreamOptions(o *object, c *common) {
 	o.close(s)
 }
 
-// takeResponseFormat refuses all but text: guided decoding is not supported.
-func takeResponseFormat(o *object) {
+// parseResponseFormat refuses all but text: guided decoding is not supported.
+func parseResponseFormat(o *object) {
 	f := o.sub("response_format")
 	if f == nil {
 		return

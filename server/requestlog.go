@@ -67,7 +67,7 @@ func (s *Server) logRequest(w *response, r *http.Request, took time.Duration) {
 		level = slog.LevelInfo
 	}
 	attrs := []slog.Attr{
-		slog.String("request_id", w.id), slog.String("method", r.Method), slog.String("endpoint", shown(r.URL.Path)),
+		slog.String("request_id", w.id), slog.String("method", r.Method), slog.String("endpoint", truncate(r.URL.Path)),
 		slog.String("client", r.RemoteAddr), slog.Int("status", w.status), slog.Float64("duration_s", inSeconds(took)),
 	}
 	if l := w.ran; l != nil {

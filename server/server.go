@@ -265,7 +265,7 @@ func (s *Server) dispatch(w *response, r *http.Request) error {
 	if !ok {
 		return &Error{
 			Status: http.StatusNotFound, Type: invalidRequest, Code: "unknown_url",
-			Message: fmt.Sprintf("Unknown request URL: %s %s.", shown(r.Method), shown(r.URL.Path)),
+			Message: fmt.Sprintf("Unknown request URL: %s %s.", truncate(r.Method), truncate(r.URL.Path)),
 		}
 	}
 	route, ok := methods[r.Method]
@@ -278,7 +278,7 @@ func (s *Server) dispatch(w *response, r *http.Request) error {
 		w.Header().Set("Allow", strings.Join(allowed, ", "))
 		return &Error{
 			Status: http.StatusMethodNotAllowed, Type: invalidRequest, Code: "method_not_allowed",
-			Message: fmt.Sprintf("Method %s is not allowed for %s; use %s.", shown(r.Method), shown(r.URL.Path), strings.Join(allowed, " or ")),
+			Message: fmt.Sprintf("Method %s is not allowed for %s; use %s.", truncate(r.Method), truncate(r.URL.Path), strings.Join(allowed, " or ")),
 		}
 	}
 	if !route.open && !s.authorized(r) {
@@ -338,7 +338,7 @@ func (m *Model) known(name string) error {
 	}
 	return &Error{
 		Status: http.StatusNotFound, Type: invalidRequest, Param: "model", Code: "model_not_found",
-		Message: fmt.Sprintf("The model %q does not exist; this server has %q.", shown(name), m.Name),
+		Message: fmt.Sprintf("The model %q does not exist; this server has %q.", truncate(name), m.Name),
 	}
 }
 
@@ -431,7 +431,7 @@ func (s *Server) modelByName(w *response, r *http.Request) error {
 	if name := strings.TrimPrefix(r.URL.Path, modelPrefix); name == "" || m.known(name) != nil {
 		return &Error{
 			Status: http.StatusNotFound, Type: invalidRequest, Param: "model", Code: "model_not_found",
-			Message: fmt.Sprintf("The model %q does not exist; this server has %q.", shown(name), m.Name),
+			Message: fmt.Sprintf("The model %q does not exist; this server has %q.", truncate(name), m.Name),
 		}
 	}
 	w.json(http.StatusOK, m.json())

@@ -26,7 +26,7 @@ func (s *Server) tokenize(w *response, r *http.Request) error {
 	special := true
 	hasText := false
 	if _, ok := o.members["messages"]; ok {
-		c = takeConversation(o)
+		c = parseConversation(o)
 	} else {
 		hasText = o.text("prompt", &text)
 		o.flag("add_special_tokens", &special)
