@@ -39,8 +39,8 @@ type Options struct {
 	// Workload is the workload that a policy is planned for. Default:
 	// planning.DefaultWorkload.
 	Workload planner.Workload
-	// Template selects which errors of the model's chat template are reported before anything
-	// is loaded.
+	// Template is the intended use of the model's chat template; Open checks that it is
+	// possible before anything is loaded.
 	Template checkpoint.TemplateUse
 	// ExpectCPU suppresses the warning that the CPU computes for lack of a GPU.
 	ExpectCPU bool
