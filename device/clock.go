@@ -6,30 +6,29 @@ import (
 	"time"
 )
 
-// Clock is the time of a machine: wall time, or a virtual time that passes only while
-// somebody waits for the machine. Its users need not know which.
+// Clock is the time of a machine: wall time, or a virtual time that passes only while a caller
+// waits for the machine. Its users need not know which.
 type Clock interface {
 	// Now is the time since the machine was opened.
 	Now() time.Duration
-	// Loop calls f again and again, the first time after pause, then each time after
-	// the pause that f returned; a negative one ends the loop. stop ends it too, and
-	// waits for a call under way, so f must not call it. On a wall clock the calls
-	// come from a goroutine of their own; on a virtual one they come from Turn,
-	// whatever the pauses. A loop is stopped before its machine is closed.
+	// Loop calls f repeatedly, first after pause, then each time after the pause that f
+	// returned; a negative one ends the loop. stop ends it too, and waits for a call in
+	// progress, so f must not call it. On a wall clock a separate goroutine makes the calls; on
+	// a virtual one Turn does, regardless of the pauses. A loop must be stopped before its
+	// machine is closed.
 	Loop(pause time.Duration, f func(now time.Duration) time.Duration) (stop func())
-	// Turn is for whoever drives the machine, between two rounds of work (steps, say):
-	// on a virtual clock it calls every loop's f once, the loop begun first first; on
-	// a wall clock it does nothing.
+	// Turn is called by the driver of the machine between two rounds of work (for example
+	// steps): on a virtual clock it calls every loop's f once, in the order in which the loops
+	// began; on a wall clock it does nothing.
 	Turn()
-	// Yield lets others go on: it waits for d, or until ctx is done, whose error it
-	// returns. A virtual machine does one operation, or lets time pass to the end of
-	// one, in place of the wait, unless there is none that could go on.
+	// Yield waits for d, or until ctx is done, whose error it returns. A virtual machine
+	// instead runs one operation, or lets time pass to the end of one, if any can run.
 	Yield(ctx context.Context, d time.Duration) error
 }
 
-// WallClock is the Clock of machines whose time is everybody's.
+// WallClock is the Clock of machines on wall time.
 type WallClock struct {
-	// Opened is when its time began.
+	// Opened is when the machine was opened.
 	Opened time.Time
 }
 

@@ -113,7 +113,7 @@ func TestPoint(t *testing.T) {
 func TestError(t *testing.T) {
 	for want, e := range map[string]*device.Error{
 		"device: copy on gpu1: copy failed":                                  {Op: "copy", Space: device.HBM(1), Err: device.ErrCopyFailed},
-		"device: alloc on host: 5 bytes asked: out of memory":                {Op: "alloc", Detail: "5 bytes asked", Err: device.ErrOutOfMemory},
+		"device: alloc on host: 5 bytes requested: out of memory":            {Op: "alloc", Detail: "5 bytes requested", Err: device.ErrOutOfMemory},
 		"device: launch on gpu0: gemm: CUDA_ERROR_ILLEGAL_ADDRESS (700)":     {Op: "launch", Space: device.HBM(0), Code: 700, Name: "CUDA_ERROR_ILLEGAL_ADDRESS", Detail: "gemm"},
 		"device: launch on gpu0: CUDA_ERROR_DEVICE_UNAVAILABLE (46): closed": {Op: "launch", Space: device.HBM(0), Code: 46, Name: "CUDA_ERROR_DEVICE_UNAVAILABLE", Err: device.ErrClosed},
 	} {

@@ -6,19 +6,17 @@ import (
 	"slices"
 )
 
-// Causes that callers decide on; an *Error wraps one of them where it fits.
+// Causes that callers decide on; an *Error wraps one of them if it applies.
 var (
-	// ErrOutOfMemory: the space has not enough free bytes.
+	// ErrOutOfMemory: the space has too little free memory.
 	ErrOutOfMemory = errors.New("out of memory")
-	// ErrNotRecorded: an event was awaited that no stream has recorded.
+	// ErrNotRecorded: wait for an event that no stream has recorded.
 	ErrNotRecorded = errors.New("event was never recorded; use a fence for what is not enqueued yet")
-	// ErrCopyFailed: one copy failed; its source may be excluded and the work done
-	// again.
+	// ErrCopyFailed: one copy failed; the caller may exclude its source and retry.
 	ErrCopyFailed = errors.New("copy failed")
-	// ErrLost: the device is gone, with all its memory. Nothing on it can succeed
-	// any more.
+	// ErrLost: the device is lost, with all its memory. Every further operation on it fails.
 	ErrLost = errors.New("device lost")
-	// ErrClosed: the object was closed or freed before.
+	// ErrClosed: the object was already closed or freed.
 	ErrClosed = errors.New("closed")
 	// ErrUnreachable: the topology has no path between two spaces.
 	ErrUnreachable = errors.New("no path between these memory spaces")
@@ -26,14 +24,14 @@ var (
 
 // Error is a failure of one operation on one device.
 type Error struct {
-	// Op is the operation as the contract names it: "alloc", "copy", "launch".
+	// Op is the operation, named as in package device: "alloc", "copy", "launch".
 	Op string
-	// Space is where it happened.
+	// Space is the space in which it failed.
 	Space Space
-	// Code and Name are the driver's, where there is one ("CUDA_ERROR_ILLEGAL_ADDRESS").
+	// Code and Name are the driver's, if it reported any ("CUDA_ERROR_ILLEGAL_ADDRESS").
 	Code int
 	Name string
-	// Detail says what was asked, in words.
+	// Detail describes the arguments.
 	Detail string
 	// Err is the cause: one of the sentinels, or an error of the work itself.
 	Err error
@@ -55,12 +53,12 @@ func (e *Error) Error() string {
 
 func (e *Error) Unwrap() error { return e.Err }
 
-// LostSpaces are the spaces whose loss err tells of, each once: for every ErrLost in
-// its tree that of the *Error nearest around it, whose operation met the loss; those
-// further out only passed it on. An ErrLost that no *Error surrounds names no space.
+// LostSpaces returns the spaces whose loss err reports, each once: for every ErrLost in its
+// tree the space of the innermost *Error around it, whose operation found the loss; outer ones
+// only passed it on. An ErrLost without an *Error around it names no space.
 func LostSpaces(err error) []Space {
 	var lost []Space
-	// walk takes err as any: it looks at one node of the tree, not at what that wraps.
+	// walk takes err as any: errors.As would look at what the node wraps, not only at the node.
 	var walk func(err any, nearest *Error)
 	walk = func(err any, nearest *Error) {
 		if err == any(ErrLost) && nearest != nil && !slices.Contains(lost, nearest.Space) {

@@ -5,52 +5,53 @@ import (
 	"time"
 )
 
-// Topology says what devices there are and what connects their memories.
+// Topology is the devices of a machine and the links between their memories.
 type Topology struct {
 	// Host is the host's memory; its FlopsPerSecond are those of the CPU.
 	Host Info
-	// GPUs in the machine's order.
+	// GPUs, in the machine's order.
 	GPUs []Info
-	// Links in no particular order; a link may be shared by several paths.
+	// Links, in no particular order; several paths may share a link.
 	Links []Link
-	// Paths holds the direct path of each ordered pair of spaces that has one.
+	// Paths has the direct path of each ordered pair of spaces that is connected.
 	Paths map[Pair]Path
 }
 
 // Pair is an ordered pair of memory spaces.
 type Pair struct{ From, To Space }
 
-// Info describes one memory space and the processor beside it.
+// Info describes one memory space and its processor.
 type Info struct {
-	// Name is the product's: "NVIDIA H200", "emulated".
+	// Name is the product name: "NVIDIA H200", "emulated".
 	Name string
-	// UUID tells one device from another across processes; may be empty.
+	// UUID identifies the device across processes; may be empty.
 	UUID string
 	// MemoryBytes is the capacity.
 	MemoryBytes int64
-	// FlopsPerSecond is the dense 16-bit product rate, BytesPerSecond the memory
-	// bandwidth; 0 where unknown (an emulated device without a compute model).
+	// FlopsPerSecond is the dense 16-bit tensor-core rate, BytesPerSecond the memory bandwidth;
+	// 0 if unknown (an emulated device without a compute model).
 	FlopsPerSecond, BytesPerSecond float64
-	// Multiprocessors, and the compute capability as major*10+minor; 0 for none.
+	// Multiprocessors is the number of SMs, ComputeCapability is major*10+minor; 0 if not
+	// applicable.
 	Multiprocessors, ComputeCapability int
-	// NUMANode beside the device, -1 where unknown.
+	// NUMANode of the device, -1 if unknown.
 	NUMANode int
 }
 
-// Link is one wire, or one direction of it, whose rate its users share.
+// Link is one physical link, or one direction of it, whose bandwidth its users share.
 type Link struct {
 	Name string
-	// BytesPerSecond is the rate of all users together; 0: not limited.
+	// BytesPerSecond is the total bandwidth of all users; 0: unlimited.
 	BytesPerSecond float64
 	// Latency of one copy over it.
 	Latency time.Duration
 }
 
-// Path is how a copy goes from one space to another.
+// Path is the route of a copy from one space to another.
 type Path struct {
-	// Links are indices into Topology.Links, all of which the copy uses at once.
+	// Links are indices into Topology.Links; a copy uses all of them at once.
 	Links []int
-	// BytesPerSecond is the rate of one large copy alone; 0: not limited.
+	// BytesPerSecond is the bandwidth of one large copy alone; 0: unlimited.
 	BytesPerSecond float64
 	// Latency of one copy.
 	Latency time.Duration

@@ -66,8 +66,8 @@ func TestOptions(t *testing.T) {
 	good := engine.Options{Pipeline: stepFunc(nil), KV: cache(t, 1), MaxModelLen: 16, Vocab: 100}
 	newEngine(t, good)
 	for want, change := range map[string]func(*engine.Options){
-		"Options.Pipeline is nil":        func(o *engine.Options) { o.Pipeline = nil },
-		"Options.KV is nil":        func(o *engine.Options) { o.KV = nil },
+		"Options.Pipeline is nil":   func(o *engine.Options) { o.Pipeline = nil },
+		"Options.KV is nil":         func(o *engine.Options) { o.KV = nil },
 		"MaxModelLen is 0":          func(o *engine.Options) { o.MaxModelLen = 0 },
 		"MaxNumSeqs is -1":          func(o *engine.Options) { o.MaxNumSeqs = -1 },
 		"MaxNumBatchedTokens is -1": func(o *engine.Options) { o.MaxNumBatchedTokens = -1 },

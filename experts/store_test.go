@@ -911,7 +911,7 @@ func TestNoData(t *testing.T) {
 	o := emulated.Options{
 		Virtual: true, NoData: true, HostLink: emulated.Link{BytesPerSecond: 1e6},
 		Report: func(f emulated.Finding) {
-			if f.Kind != emulated.Unwritten {
+			if f.Kind != emulated.Uninitialized {
 				t.Error(f)
 			}
 		},

@@ -8,102 +8,104 @@ import (
 	"github.com/moeserve/moeserve/models"
 )
 
-// KV is a paged cache of keys and values.
+// KV is a paged KV cache.
 type KV interface {
-	// View returns a layer's keys and values, [blocks, B, kv heads, D] each.
+	// View returns a layer's keys and values, each [blocks, B, kv heads, D].
 	View(layer int) (k, v kernels.Tensor)
 }
 
-// AttentionBuffers are what goes into the attention of a group's rows and what comes out
-// of it, both dense.
+// AttentionBuffers are the inputs and the output of attention for the tokens of a step. Both
+// tensors are dense.
 type AttentionBuffers struct {
-	Projected kernels.Tensor // [N, ProjectedWidth] queries, keys and values, side by side
-	Attended  kernels.Tensor // [N, AttendedWidth]
+	QKV    kernels.Tensor // [N, QKVWidth] queries, keys and values, side by side
+	Output kernels.Tensor // [N, OutputWidth]
 }
 
-// NewAttentionBuffers are those of so many rows of type act, in memory of Bytes at base, a
-// multiple of 256.
+// NewAttentionBuffers returns buffers for a number of tokens, of type act, in the memory at
+// base (a multiple of 256), which has room for Bytes.
 func NewAttentionBuffers(a *models.Attention, act kernels.DType, rows int, base device.Addr) AttentionBuffers {
-	b := AttentionBuffers{Projected: kernels.New(base, act, rows, a.ProjectedWidth())}
-	b.Attended = kernels.New(base+device.Addr(device.Align(b.Projected.Bytes())), act, rows, a.AttendedWidth())
+	b := AttentionBuffers{QKV: kernels.New(base, act, rows, a.QKVWidth())}
+	b.Output = kernels.New(base+device.Addr(device.Align(b.QKV.Bytes())), act, rows, a.OutputWidth())
 	return b
 }
 
-// Bytes is the memory of both.
+// Bytes is the memory of both tensors.
 func (b AttentionBuffers) Bytes() int64 {
-	return device.Align(b.Projected.Bytes()) + device.Align(b.Attended.Bytes())
+	return device.Align(b.QKV.Bytes()) + device.Align(b.Output.Bytes())
 }
 
-// Rows is the part of the rows in r.
+// Rows returns the part for the tokens in r.
 func (b AttentionBuffers) Rows(r Span) AttentionBuffers {
-	return AttentionBuffers{Projected: r.of(b.Projected, 1), Attended: r.of(b.Attended, 1)}
+	return AttentionBuffers{QKV: r.slice(b.QKV, 1), Output: r.slice(b.Output, 1)}
 }
 
-// Attention appends to one KV cache and attends over it, by one backend, in buffers that
-// the backend reaches as it does the cache: on the compute device those of a Model (see
-// Model.Attention), on the host pinned ones. Cache, buffers and the metadata of its calls
-// lie where the backend computes. It owns none of them. One goroutine uses it at a time.
+// Attention appends to one KV cache and computes attention over it with one backend. Its
+// buffers lie where that backend reaches them, as the cache does: in GPU memory those of a
+// Model (see Model.Attention), for attention on the CPU pinned host memory. Cache, buffers and
+// the metadata passed to its methods lie in the memory of the backend's device; Attention owns
+// none of them. It is used by one goroutine at a time.
 type Attention struct {
 	shape   *models.Attention
 	backend kernels.Backend
 	kv      KV
 	buffers AttentionBuffers
 
-	// Used again at every call, so that none escapes.
+	// The argument structs are fields, and reused by every call, so that they do not escape to
+	// the heap.
 	appendKV kernels.AppendKV
-	attend   kernels.Attention
+	compute  kernels.Attention
 }
 
-// NewAttention attends over kv by the backend, in b.
+// NewAttention returns an Attention over kv with the given backend and buffers.
 func NewAttention(shape *models.Attention, on kernels.Backend, kv KV, b AttentionBuffers) *Attention {
 	return &Attention{shape: shape, backend: on, kv: kv, buffers: b}
 }
 
-// Attention attends over kv by the model's backend, in the model's own buffers.
+// Attention returns an Attention over kv with the model's backend and the model's own buffers.
 func (m *Model) Attention(kv KV) *Attention {
 	return NewAttention(&m.Config.Attention, m.backend, kv, m.ws.attention)
 }
 
-// Buffers are those of all rows.
+// Buffers returns the buffers for all tokens.
 func (a *Attention) Buffers() AttentionBuffers { return a.buffers }
 
-// Append appends the keys and values of rows r of the buffers, rotated, to the layer's
+// Append appends the keys (rotated) and values of tokens r, from the buffers, to the layer's KV
 // cache.
 func (a *Attention) Append(s device.Stream, layer int, r Span, b *AttentionMetadata) error {
-	_, k, v := split(a.shape, r.of(a.buffers.Projected, 1))
+	_, k, v := split(a.shape, r.slice(a.buffers.QKV, 1))
 	a.appendKV = kernels.AppendKV{K: heads(a.shape, k), V: heads(a.shape, v), Slots: b.Slots}
 	a.appendKV.CacheK, a.appendKV.CacheV = a.kv.View(layer)
 	return enqueueLayer(a.backend, s, layer, &a.appendKV)
 }
 
-// Attend writes the attention of rows r of the buffers over the layer's cache, where their
-// own keys and values are already.
-func (a *Attention) Attend(s device.Stream, layer int, r Span, b *AttentionMetadata) error {
+// Compute writes attention's output for tokens r to the buffers. The layer's KV cache must
+// already hold the keys and values of these tokens.
+func (a *Attention) Compute(s device.Stream, layer int, r Span, b *AttentionMetadata) error {
 	c := a.shape
-	q, _, _ := split(c, r.of(a.buffers.Projected, 1))
-	a.attend = kernels.Attention{
+	q, _, _ := split(c, r.slice(a.buffers.QKV, 1))
+	a.compute = kernels.Attention{
 		Q:         heads(c, q),
 		SeqStarts: b.SeqStarts, ContextLens: b.ContextLens, BlockTable: b.BlockTable,
 		Window: c.Windows[layer], Scale: float32(1 / math.Sqrt(float64(c.HeadDim))),
-		MaxContext: b.MaxContext, MaxRows: b.MaxSeqRows, Stored: b.Stored, Seen: b.Seen,
-		Out: heads(c, r.of(a.buffers.Attended, 1)),
+		MaxContext: b.MaxContext, MaxSeqTokens: b.MaxSeqTokens, CachedTokens: b.CachedTokens, AttendedTokens: b.AttendedTokens,
+		Out: heads(c, r.slice(a.buffers.Output, 1)),
 	}
-	a.attend.CacheK, a.attend.CacheV = a.kv.View(layer)
-	return enqueueLayer(a.backend, s, layer, &a.attend)
+	a.compute.CacheK, a.compute.CacheV = a.kv.View(layer)
+	return enqueueLayer(a.backend, s, layer, &a.compute)
 }
 
-// PreAttention norms b's rows, unless Combine of the layer before has, projects them to
-// queries, keys and values, rotates queries and keys, and appends keys and values to the
-// layer's cache, over which a attends: the model's own Attention. Of Projected only the
-// queries are then as they are to be.
+// PreAttention norms b's tokens (unless Combine of the previous layer did), computes their
+// queries, keys and values, applies RoPE to queries and keys, and appends keys and values to
+// the layer's KV cache. a is the model's own Attention. Afterwards only the queries in the QKV
+// buffer are normed and rotated; its keys are not.
 func (m *Model) PreAttention(s device.Stream, layer int, b *Batch, a *Attention) error {
 	c, w := m.Config, &m.Weights.Layers[layer]
-	// The last operation takes the norms of heads on, unless something comes between.
+	// RoPEAppendKV also norms the heads, unless clipping comes between projection and norm.
 	norms := c.QKNorm == models.HeadQKNorm && c.ClipQKV == 0
 	if err := m.project(s, layer, b, norms); err != nil {
 		return err
 	}
-	q, k, v := split(&c.Attention, b.of(m.ws.attention.Projected, 1))
+	q, k, v := split(&c.Attention, b.slice(m.ws.attention.QKV, 1))
 	op := &m.ops.ropeKV
 	*op = kernels.RoPEAppendKV{
 		Q: heads(&c.Attention, q), K: heads(&c.Attention, k), V: heads(&c.Attention, v), Table: m.ws.rope, Rows: b.RopeRows, Slots: b.Attention.Slots,
@@ -115,41 +117,42 @@ func (m *Model) PreAttention(s device.Stream, layer int, b *Batch, a *Attention)
 	return m.enqueueLayer(s, layer, op)
 }
 
-// Project is PreAttention without the append: Projected has queries, keys and values.
+// Project is PreAttention without the append: afterwards the QKV buffer has the rotated queries
+// and keys, and the values.
 func (m *Model) Project(s device.Stream, layer int, b *Batch) error {
 	if err := m.project(s, layer, b, false); err != nil {
 		return err
 	}
 	shape := &m.Config.Attention
-	q, k, _ := split(shape, b.of(m.ws.attention.Projected, 1))
+	q, k, _ := split(shape, b.slice(m.ws.attention.QKV, 1))
 	m.ops.rope = kernels.RoPE{Q: heads(shape, q), K: heads(shape, k), Table: m.ws.rope, Rows: b.RopeRows}
 	return m.enqueueLayer(s, layer, &m.ops.rope)
 }
 
-// project norms b's rows, unless Combine of the layer before has, and projects them to
-// queries, keys and values, which are then to be rotated, and, where unnormed says so,
-// first to be normed.
-func (m *Model) project(s device.Stream, layer int, b *Batch, unnormed bool) error {
+// project norms b's tokens (unless Combine of the previous layer did) and computes queries,
+// keys and values. RoPE is left to the caller, and so are the norms of the heads if
+// skipHeadNorms is set.
+func (m *Model) project(s device.Stream, layer int, b *Batch, skipHeadNorms bool) error {
 	c, w := m.Config, &m.Weights.Layers[layer]
-	h := b.of(m.ws.h, 1)
+	h := b.slice(m.ws.h, 1)
 	if layer == 0 || c.Dense[layer-1] {
 		op := kernels.Norm{
-			Kind: c.Norm, X: b.of(m.ws.x, 1), Residual: b.of(m.ws.residual, 1), Weight: w.InputNorm, Bias: w.InputNormBias, Eps: c.NormEps, Out: h,
+			Kind: c.Norm, X: b.slice(m.ws.x, 1), Residual: b.slice(m.ws.residual, 1), Weight: w.InputNorm, Bias: w.InputNormBias, Eps: c.NormEps, Out: h,
 		}
 		if layer == 0 {
-			// Embed has left the hidden state in the residual; X is not set yet.
+			// Embed wrote the hidden state to the residual; X is not set yet.
 			op.X, op.Residual = op.Residual, kernels.Tensor{}
 		}
 		if err := m.norm(s, layer, op); err != nil {
 			return err
 		}
 	}
-	qkv := b.of(m.ws.attention.Projected, 1)
+	qkv := b.slice(m.ws.attention.QKV, 1)
 	if err := m.matmul(s, layer, kernels.MatMul{X: h, W: w.QKV, Bias: w.QKVBias, Out: qkv}); err != nil {
 		return err
 	}
 	q, k, _ := split(&c.Attention, qkv)
-	if c.QKNorm != models.NoQKNorm && !unnormed {
+	if c.QKNorm != models.NoQKNorm && !skipHeadNorms {
 		for _, x := range [...]struct{ x, w kernels.Tensor }{{q, w.QNorm}, {k, w.KNorm}} {
 			if c.QKNorm == models.HeadQKNorm {
 				x.x = heads(&c.Attention, x.x)
@@ -166,46 +169,45 @@ func (m *Model) project(s device.Stream, layer int, b *Batch, unnormed bool) err
 	return nil
 }
 
-// Buffers are those through which b's rows go to attention and come back: Projected has
-// their queries, keys and values from Project on, and PostAttention finds its input in
-// Attended.
+// Buffers returns the attention buffers of b's tokens: Project leaves queries, keys and values
+// in QKV, and PostAttention reads attention's output from Output.
 func (m *Model) Buffers(b *Batch) AttentionBuffers { return m.ws.attention.Rows(b.Span) }
 
-// PostAttention projects b's attention output back, adds it to the residual and
-// norms the sum. In an MoE layer it also lets the router choose.
+// PostAttention applies the output projection to b's attention output, adds the result to the
+// residual and norms the sum. In an MoE layer it also runs the router.
 func (m *Model) PostAttention(s device.Stream, layer int, b *Batch) error {
 	c, w := m.Config, &m.Weights.Layers[layer]
-	x, h := b.of(m.ws.x, 1), b.of(m.ws.h, 1)
-	if err := m.matmul(s, layer, kernels.MatMul{X: b.of(m.ws.attention.Attended, 1), W: w.O, Bias: w.OBias, Out: x}); err != nil {
+	x, h := b.slice(m.ws.x, 1), b.slice(m.ws.h, 1)
+	if err := m.matmul(s, layer, kernels.MatMul{X: b.slice(m.ws.attention.Output, 1), W: w.O, Bias: w.OBias, Out: x}); err != nil {
 		return err
 	}
 	err := m.norm(s, layer, kernels.Norm{
-		Kind: c.Norm, X: x, Residual: b.of(m.ws.residual, 1), Weight: w.PostNorm, Bias: w.PostNormBias, Eps: c.NormEps, Out: h,
+		Kind: c.Norm, X: x, Residual: b.slice(m.ws.residual, 1), Weight: w.PostNorm, Bias: w.PostNormBias, Eps: c.NormEps, Out: h,
 	})
 	if err != nil || c.Dense[layer] {
 		return err
 	}
 	at := &m.ws.routing
-	scores := b.of(at.scores, 1)
+	scores := b.slice(at.scores, 1)
 	if err := m.matmul(s, layer, kernels.MatMul{X: h, W: w.Router, Bias: w.RouterBias, Out: scores}); err != nil {
 		return err
 	}
 	m.ops.route = kernels.Route{
 		Logits: scores, Method: c.Route, Jitter: c.Jitter,
-		IDs: b.of(at.ids, 1), Weights: b.of(at.weights, 1),
+		IDs: b.slice(at.ids, 1), Weights: b.slice(at.weights, 1),
 		Counts: kernels.New(m.ws.counts.Slice(layer, layer+1).Addr, kernels.I64, c.Experts),
 	}
 	return m.enqueueLayer(s, layer, &m.ops.route)
 }
 
-// split cuts rows of the joint projection into queries, keys and values.
+// split returns the queries, keys and values in the rows of the QKV projection.
 func split(a *models.Attention, qkv kernels.Tensor) (q, k, v kernels.Tensor) {
 	nq, nk := a.Heads*a.HeadDim, a.KVHeads*a.HeadDim
 	return qkv.Narrow(1, 0, nq), qkv.Narrow(1, nq, nq+nk), qkv.Narrow(1, nq+nk, nq+2*nk)
 }
 
-// heads views [N, heads*D] as [N, heads, D], as Tensor.View does, but without
-// its variable arguments, which allocate.
+// heads returns [N, heads*D] as [N, heads, D]. It is Tensor.View without variadic arguments,
+// which would be allocated.
 func heads(a *models.Attention, t kernels.Tensor) kernels.Tensor {
 	d := a.HeadDim
 	return kernels.Tensor{

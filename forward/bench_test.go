@@ -16,7 +16,7 @@ func BenchmarkPack(b *testing.B) {
 	for _, shape := range [][2]int{{324, 100}, {324, 4000}, {4536, 100}} {
 		sequences, context := shape[0], shape[1]
 		limits := Limits{MaxTokens: sequences, MaxSeqs: sequences, MaxLogits: sequences, MaxModelLen: 8192, BlockTokens: 16}
-		dst := make([]byte, GroupBytes(limits, 1))
+		dst := make([]byte, StepUploadBytes(limits, 1))
 		blocks := make([]int32, context/16+1)
 		ids := []int32{7}
 		h := NewHostBatch(c, limits)
@@ -27,7 +27,7 @@ func BenchmarkPack(b *testing.B) {
 				for range sequences {
 					row, err := h.Append(&Sequence{IDs: ids, Start: context - 1, Blocks: blocks})
 					if err == nil {
-						_, err = h.Draw(row, &Draw{Seed: 9, Position: int32(context)})
+						_, err = h.Sample(row, &SamplingParams{Seed: 9, Position: int32(context)})
 					}
 					if err != nil {
 						b.Fatal(err)

@@ -210,7 +210,7 @@ func (r *rig) step(group ...*HostBatch) []Batch {
 	var batches []Batch
 	rows := 0
 	for _, h := range group {
-		data := make([]byte, GroupBytes(m.Limits, 1))
+		data := make([]byte, StepUploadBytes(m.Limits, 1))
 		up := r.alloc(device.HBM(0), int64(len(data)))
 		b, n, err := h.Pack(data, up.Range(0, 1).Addr)
 		check(r.t, err)
@@ -225,7 +225,7 @@ func (r *rig) step(group ...*HostBatch) []Batch {
 		for i := range batches {
 			b := &batches[i]
 			check(r.t, m.PreAttention(s, layer, b, r.attention))
-			check(r.t, r.attention.Attend(s, layer, b.Span, &b.Attention))
+			check(r.t, r.attention.Compute(s, layer, b.Span, &b.Attention))
 			check(r.t, m.PostAttention(s, layer, b))
 		}
 		if m.Config.Dense[layer] {
@@ -235,8 +235,8 @@ func (r *rig) step(group ...*HostBatch) []Batch {
 		if r.routed != nil {
 			r.routed(layer, rows)
 		}
-		check(r.t, m.Group(s, layer, Span{Rows: rows}))
-		check(r.t, m.Shared(s, layer, Span{Rows: rows}))
+		check(r.t, m.SortByExpert(s, layer, Span{Rows: rows}))
+		check(r.t, m.SharedExpert(s, layer, Span{Rows: rows}))
 		for _, list := range r.waves {
 			check(r.t, m.Experts(s, layer, Span{Rows: rows}, r.slots[layer], list, r.layout))
 		}
@@ -261,7 +261,7 @@ func (r *rig) run(ids []int32, start int, long bool, firstBlock int32) ([]float3
 	row, err := h.Append(&Sequence{IDs: ids, Start: start, Long: long, Blocks: blocks})
 	check(r.t, err)
 	for i := range ids {
-		_, err = h.Draw(row+i, &Draw{Position: int32(start + i + 1)})
+		_, err = h.Sample(row+i, &SamplingParams{Position: int32(start + i + 1)})
 		check(r.t, err)
 	}
 	b := r.step(&h)[0]

@@ -5,24 +5,23 @@ import (
 	"github.com/moeserve/moeserve/kernels"
 )
 
-// Logits of logit rows r of the group, [r.Rows, V] F32, after Head.
-func (m *Model) Logits(r Span) kernels.Tensor { return r.of(m.ws.head.logits, 1) }
+// Logits returns logit rows r of the step, [r.Rows, V] F32, after Head.
+func (m *Model) Logits(r Span) kernels.Tensor { return r.slice(m.ws.head.logits, 1) }
 
-// Sampled are the tokens drawn for logit rows r of the group, [r.Rows] I32, after Head.
-func (m *Model) Sampled(r Span) kernels.Tensor { return r.of(m.ws.head.sampled, 1) }
+// Sampled returns the tokens sampled for logit rows r of the step, [r.Rows] I32, after Head.
+func (m *Model) Sampled(r Span) kernels.Tensor { return r.slice(m.ws.head.sampled, 1) }
 
-// LogProbs are the log-probabilities of the tokens drawn for logit rows r of the group,
-// [r.Rows] F32, and ids and log-probabilities of the likeliest tokens of each, [r.Rows,
-// TopLogProbs] I32 and F32, by falling probability; after the Head of a batch that asks
-// for them.
-func (m *Model) LogProbs(r Span) (chosen, topIDs, top kernels.Tensor) {
-	return r.of(m.ws.head.chosen, 1), r.of(m.ws.head.topIDs, 1), r.of(m.ws.head.top, 1)
+// LogProbs returns, for logit rows r of the step, the log-probabilities of the sampled tokens,
+// [r.Rows] F32, and ids and log-probabilities of the most probable tokens, [r.Rows,
+// TopLogProbs] I32 and F32, in descending order. It is valid after the Head of a batch that
+// requests them.
+func (m *Model) LogProbs(r Span) (sampled, topIDs, top kernels.Tensor) {
+	return r.slice(m.ws.head.sampledLogProbs, 1), r.slice(m.ws.head.topIDs, 1), r.slice(m.ws.head.topLogProbs, 1)
 }
 
-// Head ends a step: the logits of b's logit rows and a token drawn from each, with
-// log-probabilities where b wants them. The logits stay what the model gave:
-// penalties and biases are undone once the tokens are drawn. It does nothing where
-// b has no logit rows.
+// Head ends a step: it computes the logits of b's logit rows, samples a token from each, and
+// computes log-probabilities if b requests them. Penalties and biases are undone after
+// sampling, so that Logits are the model's. Without logit rows it does nothing.
 func (m *Model) Head(s device.Stream, b *Batch) error {
 	d := &b.Sampling
 	if d.Rows == 0 {
@@ -59,16 +58,16 @@ func (m *Model) Head(s device.Stream, b *Batch) error {
 		return nil
 	}
 	m.ops.probs = kernels.LogProbs{Logits: logits, Tokens: m.Sampled(d.Span)}
-	m.ops.probs.Chosen, m.ops.probs.TopIDs, m.ops.probs.Top = m.LogProbs(d.Span)
+	m.ops.probs.Sampled, m.ops.probs.TopIDs, m.ops.probs.Top = m.LogProbs(d.Span)
 	return m.enqueue(s, "head", &m.ops.probs)
 }
 
 // unembed enqueues the final norm and the output projection of b's logit rows.
 func (m *Model) unembed(s device.Stream, b *Batch) error {
 	c, w, d := m.Config, m.Weights, &b.Sampling
-	x, residual := d.of(m.ws.head.x, 1), d.of(m.ws.head.residual, 1)
+	x, residual := d.slice(m.ws.head.x, 1), d.slice(m.ws.head.residual, 1)
 	for _, g := range [...]struct{ from, to kernels.Tensor }{{m.ws.x, x}, {m.ws.residual, residual}} {
-		m.ops.gather = kernels.Gather{X: b.of(g.from, 1), Rows: d.LogitRows, Out: g.to}
+		m.ops.gather = kernels.Gather{X: b.slice(g.from, 1), Rows: d.LogitRows, Out: g.to}
 		if err := m.enqueue(s, "head", &m.ops.gather); err != nil {
 			return err
 		}

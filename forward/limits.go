@@ -10,29 +10,29 @@ import (
 
 // Limits size a Model's workspace and its batches.
 type Limits struct {
-	// MaxTokens is the most rows (tokens) of a group.
+	// MaxTokens is the maximum number of tokens of a step.
 	MaxTokens int
-	// MaxSeqs is the most sequences of a micro-batch.
+	// MaxSeqs is the maximum number of sequences of a micro-batch.
 	MaxSeqs int
-	// MaxLogits is the most rows of a group whose logits are wanted.
+	// MaxLogits is the maximum number of tokens of a step whose logits are computed.
 	MaxLogits int
-	// MaxModelLen is the most tokens of a sequence.
+	// MaxModelLen is the maximum number of tokens of a sequence.
 	MaxModelLen int
-	// BlockTokens is the tokens of a KV block.
+	// BlockTokens is the number of tokens of a KV block.
 	BlockTokens int
-	// MaxAdjust is the most adjusted tokens of a group, 0: none may be.
+	// MaxAdjust is the maximum number of adjusted tokens of a step; 0: none.
 	MaxAdjust int
-	// MaxTopLogProbs is how many of the likeliest tokens come with the
-	// log-probability of a drawn one, where the vocabulary has so many; 0: there are
-	// no log-probabilities.
+	// MaxTopLogProbs is how many of the most probable tokens are reported with the
+	// log-probability of a sampled one (at most the vocabulary); 0: log-probabilities are
+	// disabled.
 	MaxTopLogProbs int
 }
 
-// MaxBlocks is the most KV blocks of a sequence.
+// MaxBlocks is the maximum number of KV blocks of a sequence.
 func (l Limits) MaxBlocks() int { return (l.MaxModelLen + l.BlockTokens - 1) / l.BlockTokens }
 
-// TopLogProbs is how many likeliest tokens the model's log-probabilities come
-// with: MaxTopLogProbs, at most the vocabulary.
+// TopLogProbs is how many of the most probable tokens the model reports: MaxTopLogProbs, at
+// most the vocabulary.
 func (l Limits) TopLogProbs(c *models.Config) int { return min(l.MaxTopLogProbs, c.Vocab) }
 
 func (l Limits) validate(c *models.Config) error {
@@ -40,7 +40,7 @@ func (l Limits) validate(c *models.Config) error {
 		name  string
 		value int
 	}{
-		{"MaxRows", l.MaxTokens},
+		{"MaxTokens", l.MaxTokens},
 		{"MaxSeqs", l.MaxSeqs},
 		{"MaxLogits", l.MaxLogits},
 		{"MaxModelLen", l.MaxModelLen},
@@ -54,15 +54,15 @@ func (l Limits) validate(c *models.Config) error {
 		return fmt.Errorf("forward: limits MaxAdjust %d and MaxTopLogProbs %d, must be 0 or more", l.MaxAdjust, l.MaxTopLogProbs)
 	}
 	if l.MaxModelLen > c.MaxPositions {
-		return fmt.Errorf("forward: a length of %d tokens is more than the model's %d positions", l.MaxModelLen, c.MaxPositions)
+		return fmt.Errorf("forward: a context of %d tokens exceeds the model's maximum of %d", l.MaxModelLen, c.MaxPositions)
 	}
 	return nil
 }
 
-// Span is rows [First, First+Rows) of a group: all of them, or a micro-batch's.
+// Span is tokens [First, First+Rows) of a step: all of them, or those of a micro-batch.
 type Span struct{ First, Rows int }
 
-// of is the span's part of a tensor with width rows for each row of the group.
-func (r Span) of(t kernels.Tensor, width int) kernels.Tensor {
+// slice returns the span's part of a tensor that has width rows for each token of the step.
+func (r Span) slice(t kernels.Tensor, width int) kernels.Tensor {
 	return t.Slice(r.First*width, (r.First+r.Rows)*width)
 }

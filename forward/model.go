@@ -9,12 +9,12 @@ import (
 	"github.com/moeserve/moeserve/models"
 )
 
-// Model binds an architecture to weights, a backend and a workspace, and
-// enqueues the stages of a step. It owns none of them. One goroutine uses it at
-// a time. Two groups in flight at once need two Models over the same Weights.
+// Model binds an architecture to weights, a backend and a workspace, and enqueues the stages of
+// a step. It owns none of them. It is used by one goroutine at a time. Two steps in flight at
+// once need two Models over the same Weights.
 //
-// Every stage method enqueues on s and returns; its error means bad arguments,
-// and that the stage is not, or not wholly, enqueued.
+// Every stage method enqueues on s and returns. Its error means that the arguments are bad and
+// that the stage is not, or not completely, enqueued.
 type Model struct {
 	Config  *models.Config
 	Weights *models.Weights
@@ -25,8 +25,8 @@ type Model struct {
 	ops     arguments
 }
 
-// arguments are the structs of a model's operations, used again at every call, so that
-// none escapes.
+// arguments are the argument structs of a model's operations, reused by every call so that they
+// do not escape to the heap.
 type arguments struct {
 	embed    kernels.Embed
 	norm     kernels.Norm
@@ -35,7 +35,7 @@ type arguments struct {
 	rope     kernels.RoPE
 	ropeKV   kernels.RoPEAppendKV
 	route    kernels.Route
-	group    kernels.Group
+	sort     kernels.SortByExpert
 	up       kernels.ExpertUp
 	down     kernels.ExpertDown
 	combine  kernels.Combine
@@ -48,15 +48,15 @@ type arguments struct {
 	probs    kernels.LogProbs
 }
 
-// NewModel binds c to its parts. ws has at least WorkspaceBytes, aligned to 256
-// bytes. Before the first step the caller writes Constants into it.
+// NewModel binds c to weights, backend and workspace. ws has at least WorkspaceBytes and is
+// aligned to 256 bytes. Before the first step the caller writes Constants into it.
 func NewModel(c *models.Config, w *models.Weights, b kernels.Backend, ws device.Range, l Limits) (*Model, error) {
 	if err := l.validate(c); err != nil {
 		return nil, err
 	}
 	m := &Model{Config: c, Weights: w, Limits: l, backend: b, ws: newWorkspace(c, b.ActivationDType(), l, ws.Addr)}
 	if ws.Bytes < m.ws.bytes {
-		return nil, fmt.Errorf("forward: workspace of %d bytes, %d needed", ws.Bytes, m.ws.bytes)
+		return nil, fmt.Errorf("forward: workspace of %d bytes, need %d", ws.Bytes, m.ws.bytes)
 	}
 	if ws.Addr%device.Alignment != 0 {
 		return nil, fmt.Errorf("forward: workspace at %#x is not aligned to %d bytes", uint64(ws.Addr), device.Alignment)
@@ -64,9 +64,9 @@ func NewModel(c *models.Config, w *models.Weights, b kernels.Backend, ws device.
 	return m, nil
 }
 
-// Constants hands put what the workspace must hold before the first step: the
-// activation counts at zero and the RoPE tables. It comes in pieces of at most
-// 1 MB, with the place of each; data is valid during the call only.
+// Constants calls put with the content that the workspace must have before the first step, zero
+// expert counts and RoPE tables, in pieces of at most 1 MB with their addresses. data is valid
+// during the call only.
 func (m *Model) Constants(put func(dst device.Range, data []byte) error) error {
 	const piece = 1 << 20
 	buf := make([]byte, piece)
@@ -97,44 +97,44 @@ func (m *Model) Constants(put func(dst device.Range, data []byte) error) error {
 	return nil
 }
 
-// Counts are the rows that chose each expert since Constants were written:
-// [layers, E] I64, zero in dense layers.
+// Counts is the number of tokens routed to each expert since Constants were written: [layers,
+// E] I64, zero in dense layers.
 func (m *Model) Counts() kernels.Tensor { return m.ws.counts }
 
-// Embed starts a step: the embeddings of b's tokens.
+// Embed starts a step: it looks up the embeddings of b's tokens.
 func (m *Model) Embed(s device.Stream, b *Batch) error {
-	if err := m.fits(b); err != nil {
+	if err := m.checkBatch(b); err != nil {
 		return err
 	}
-	m.ops.embed = kernels.Embed{IDs: b.IDs, Table: m.Weights.Embed, Out: b.of(m.ws.residual, 1)}
+	m.ops.embed = kernels.Embed{IDs: b.IDs, Table: m.Weights.Embed, Out: b.slice(m.ws.residual, 1)}
 	return m.enqueue(s, "embed", &m.ops.embed)
 }
 
-// Warm enqueues each dense product of the model once for each number of rows, over
-// whatever the workspace holds: for backends whose first product of a shape must not
-// come while a stream waits. No step may be running.
-func (m *Model) Warm(s device.Stream, rows []int) error {
+// WarmUp enqueues each dense GEMM of the model once for each number of rows, on any workspace
+// content. It is for backends whose first GEMM of a shape must not be enqueued while a stream
+// waits. No step may be running.
+func (m *Model) WarmUp(s device.Stream, rows []int) error {
 	seen := map[bool]bool{}
 	for layer, dense := range m.Config.Dense {
 		if seen[dense] {
-			continue // its products have the shapes of an earlier layer's
+			continue // its GEMMs have the shapes of an earlier layer's
 		}
 		seen[dense] = true
 		w := &m.Weights.Layers[layer]
 		for _, n := range rows {
 			r := Span{Rows: n}
-			x, h := r.of(m.ws.x, 1), r.of(m.ws.h, 1)
-			err := m.matmul(s, layer, kernels.MatMul{X: h, W: w.QKV, Bias: w.QKVBias, Out: r.of(m.ws.attention.Projected, 1)})
+			x, h := r.slice(m.ws.x, 1), r.slice(m.ws.h, 1)
+			err := m.matmul(s, layer, kernels.MatMul{X: h, W: w.QKV, Bias: w.QKVBias, Out: r.slice(m.ws.attention.QKV, 1)})
 			if err == nil {
-				err = m.matmul(s, layer, kernels.MatMul{X: r.of(m.ws.attention.Attended, 1), W: w.O, Bias: w.OBias, Out: x})
+				err = m.matmul(s, layer, kernels.MatMul{X: r.slice(m.ws.attention.Output, 1), W: w.O, Bias: w.OBias, Out: x})
 			}
 			switch {
 			case err != nil:
 			case dense:
 				err = m.MLP(s, layer, r)
 			default:
-				if err = m.matmul(s, layer, kernels.MatMul{X: h, W: w.Router, Bias: w.RouterBias, Out: r.of(m.ws.routing.scores, 1)}); err == nil {
-					err = m.Shared(s, layer, r)
+				if err = m.matmul(s, layer, kernels.MatMul{X: h, W: w.Router, Bias: w.RouterBias, Out: r.slice(m.ws.routing.scores, 1)}); err == nil {
+					err = m.SharedExpert(s, layer, r)
 				}
 			}
 			if err != nil {
@@ -155,27 +155,27 @@ func (m *Model) Warm(s device.Stream, rows []int) error {
 	return nil
 }
 
-// fits checks b once per step, at its first stage.
-func (m *Model) fits(b *Batch) error {
+// checkBatch checks b once per step, at its first stage.
+func (m *Model) checkBatch(b *Batch) error {
 	l, a, d := m.Limits, &b.Attention, &b.Sampling
 	switch {
 	case b.First < 0 || b.Rows < 1 || b.First+b.Rows > l.MaxTokens:
-		return fmt.Errorf("forward: micro-batch of rows [%d, %d) in a group of at most %d", b.First, b.First+b.Rows, l.MaxTokens)
+		return fmt.Errorf("forward: micro-batch of tokens [%d, %d) in a step of at most %d", b.First, b.First+b.Rows, l.MaxTokens)
 	case a.Seqs > l.MaxSeqs:
-		return fmt.Errorf("forward: micro-batch of %d sequences, at most %d fit", a.Seqs, l.MaxSeqs)
+		return fmt.Errorf("forward: micro-batch of %d sequences exceeds the maximum of %d", a.Seqs, l.MaxSeqs)
 	case d.First < 0 || d.First+d.Rows > l.MaxLogits:
-		return fmt.Errorf("forward: logit rows [%d, %d) in a group of at most %d", d.First, d.First+d.Rows, l.MaxLogits)
+		return fmt.Errorf("forward: logit rows [%d, %d) in a step of at most %d", d.First, d.First+d.Rows, l.MaxLogits)
 	case a.MaxContext > l.MaxModelLen:
-		return fmt.Errorf("forward: sequence of %d tokens, at most %d fit", a.MaxContext, l.MaxModelLen)
+		return fmt.Errorf("forward: sequence of %d tokens exceeds the maximum of %d", a.MaxContext, l.MaxModelLen)
 	case d.Adjust.IDs.Shape[0] > l.MaxAdjust:
-		return fmt.Errorf("forward: %d adjusted tokens, at most %d fit", d.Adjust.IDs.Shape[0], l.MaxAdjust)
+		return fmt.Errorf("forward: %d adjusted tokens exceed the maximum of %d", d.Adjust.IDs.Shape[0], l.MaxAdjust)
 	case d.LogProbs && l.MaxTopLogProbs == 0:
-		return errors.New("forward: log-probabilities asked of a model whose limit MaxTopLogProbs is 0")
+		return errors.New("forward: log-probabilities requested, but the limit MaxTopLogProbs is 0")
 	}
 	return nil
 }
 
-// matmul enqueues a dense product of a layer.
+// matmul enqueues a dense GEMM of a layer.
 func (m *Model) matmul(s device.Stream, layer int, op kernels.MatMul) error {
 	m.ops.matmul = op
 	return m.enqueueLayer(s, layer, &m.ops.matmul)

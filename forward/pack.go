@@ -8,8 +8,8 @@ import (
 	"github.com/moeserve/moeserve/kernels"
 )
 
-// Batch is a micro-batch on the device: views of one upload. Its span is of the group's
-// rows, N of them. Two batches that are equal are the same to the device.
+// Batch is a micro-batch on the device: views of one upload. Its span is of the step's tokens,
+// N of them. Two equal Batches are the same work for the device, so one CUDA graph serves both.
 type Batch struct {
 	Span
 	IDs, RopeRows kernels.Tensor // [N] I32
@@ -18,14 +18,14 @@ type Batch struct {
 	Sampling  SamplingMetadata
 }
 
-// AttentionMetadata says which rows of a micro-batch are whose, and where their keys and
-// values lie: S sequences.
+// AttentionMetadata maps the tokens of a micro-batch to its S sequences and to their slots in
+// the KV cache.
 type AttentionMetadata struct {
 	Seqs int
-	// MaxContext and MaxSeqRows are the largest of the sequences', Stored and Seen what
-	// kernels.Attention says of them.
-	MaxContext, MaxSeqRows int
-	Stored, Seen           int64
+	// MaxContext and MaxSeqTokens are maxima over the sequences; CachedTokens and
+	// AttendedTokens are as in kernels.Attention.
+	MaxContext, MaxSeqTokens     int
+	CachedTokens, AttendedTokens int64
 
 	Slots       kernels.Tensor // [N] I32
 	SeqStarts   kernels.Tensor // [S+1] I32
@@ -33,25 +33,25 @@ type AttentionMetadata struct {
 	BlockTable  kernels.Tensor // [S, widest] I32
 }
 
-// SamplingMetadata says how tokens are drawn from a micro-batch's logit rows. Its span is
-// of the group's logit rows, L of them.
+// SamplingMetadata describes how tokens are sampled from a micro-batch's logits. Its span is of
+// the step's logit rows, L of them.
 type SamplingMetadata struct {
 	Span
 	LogitRows, Samples, Positions kernels.Tensor // [L] I32
 	Temperature                   kernels.Tensor // [L] F32
 	Seeds                         kernels.Tensor // [L] U64
 
-	// Each none unless some row uses it.
+	// TopK, TopP and MinP are each none unless some row uses it.
 	TopK       kernels.Tensor // [L] I32
 	TopP, MinP kernels.Tensor // [L] F32
 
 	Adjust AdjustMetadata
-	// LogProbs says whether some row wants them.
+	// LogProbs is set if some row requests log-probabilities.
 	LogProbs bool
 }
 
-// AdjustMetadata says how the logits of A tokens are changed before tokens are drawn. All
-// of it is none where A is 0.
+// AdjustMetadata describes how the logits of A tokens are changed before sampling. All tensors
+// are none if A is 0.
 type AdjustMetadata struct {
 	Starts                          kernels.Tensor // [L+1] I32
 	IDs, Seen                       kernels.Tensor // [A] I32
@@ -59,18 +59,18 @@ type AdjustMetadata struct {
 	Repetition, Presence, Frequency kernels.Tensor // [L] F32
 }
 
-// Moved is the metadata of a copy of the upload, at to where a's is at from.
-func (a AttentionMetadata) Moved(from, to device.Addr) AttentionMetadata {
+// Relocated returns the metadata of a copy of the upload at address to, where a's upload is at
+// from.
+func (a AttentionMetadata) Relocated(from, to device.Addr) AttentionMetadata {
 	for _, t := range [...]*kernels.Tensor{&a.Slots, &a.SeqStarts, &a.ContextLens, &a.BlockTable} {
 		t.Addr += to - from
 	}
 	return a
 }
 
-// GroupBytes is the most bytes that the uploads of a group of so many
-// micro-batches take together, one behind another. What limits a group and not a
-// micro-batch, MaxAdjust, counts once.
-func GroupBytes(l Limits, batches int) int64 {
+// StepUploadBytes is the maximum size of the uploads, one after another, of a step divided into
+// that many micro-batches. MaxAdjust limits the step, not the micro-batch, and counts once.
+func StepUploadBytes(l Limits, batches int) int64 {
 	n, s, d := int64(l.MaxTokens), int64(l.MaxSeqs), int64(l.MaxLogits)
 	each := 3*device.Align(4*n) + device.Align(4*(s+1)) + device.Align(4*s) + device.Align(4*s*int64(l.MaxBlocks())) + 7*device.Align(4*d) + device.Align(8*d)
 	var adjust int64
@@ -81,41 +81,40 @@ func GroupBytes(l Limits, batches int) int64 {
 	return int64(batches)*each + adjust
 }
 
-// Pack writes h to dst, in host memory at a multiple of 8 bytes, for an upload of the
-// bytes returned to base on the device, which is aligned to 256 bytes.
+// Pack writes h to dst, in host memory at a multiple of 8 bytes. The caller uploads the number
+// of bytes returned to base in device memory, which is aligned to 256 bytes.
 func (h *HostBatch) Pack(dst []byte, base device.Addr) (Batch, int64, error) {
 	if len(h.rows) == 0 {
 		return Batch{}, 0, fmt.Errorf("forward: empty micro-batch")
 	}
 	b := Batch{Span: Span{First: h.first, Rows: len(h.rows)}}
-	b.Sampling.Span = Span{First: h.firstLogit, Rows: len(h.draws.list)}
+	b.Sampling.Span = Span{First: h.firstLogit, Rows: len(h.samples.list)}
 	p := packer{dst: dst, base: base}
 	b.IDs, b.RopeRows, b.Attention.Slots = p.rows(h.rows)
 	p.sequences(&h.seqs, &b.Attention)
 	if b.Sampling.Rows > 0 {
-		if err := p.draws(h.draws.list, b.Rows, &b.Sampling); err != nil {
+		if err := p.sampling(h.samples.list, b.Rows, &b.Sampling); err != nil {
 			return Batch{}, 0, err
 		}
-		p.cuts(&h.draws, &b.Sampling)
-		p.adjusts(&h.draws, &b.Sampling.Adjust)
-		b.Sampling.LogProbs = h.draws.logProbs
+		p.truncation(&h.samples, &b.Sampling)
+		p.adjusts(&h.samples, &b.Sampling.Adjust)
+		b.Sampling.LogProbs = h.samples.logProbs
 	}
 	if p.used > int64(len(dst)) {
-		return Batch{}, 0, fmt.Errorf("forward: micro-batch of %d bytes, room for %d", p.used, len(dst))
+		return Batch{}, 0, fmt.Errorf("forward: micro-batch of %d bytes in an upload buffer of %d", p.used, len(dst))
 	}
 	return b, p.used, nil
 }
 
-// packer gives out the places of an upload, one behind another.
+// packer allocates the places of an upload, one after another.
 type packer struct {
 	dst  []byte
 	base device.Addr
 	used int64
 }
 
-// place is a tensor's place, on the device and in dst: its elements there, in the order of
-// bytes that host and device have, or nil where dst has too little room, which Pack
-// reports.
+// place returns a tensor on the device, and its elements in dst (host and device have the same
+// byte order), or nil if dst is too small, which Pack reports.
 func place[T int32 | uint64 | float32](p *packer, t kernels.DType, shape ...int) (kernels.Tensor, []T) {
 	x := kernels.New(p.base+device.Addr(p.used), t, shape...)
 	var out []T
@@ -130,7 +129,7 @@ func (p *packer) ints(n int) (kernels.Tensor, []int32) { return place[int32](p, 
 
 func (p *packer) floats(n int) (kernels.Tensor, []float32) { return place[float32](p, kernels.F32, n) }
 
-// full says that some place was not in dst.
+// full reports whether dst was too small for some tensor.
 func (p *packer) full() bool { return p.used > int64(len(p.dst)) }
 
 func (p *packer) rows(rows []hostRow) (ids, ropeRows, slots kernels.Tensor) {
@@ -148,7 +147,7 @@ func (p *packer) rows(rows []hostRow) (ids, ropeRows, slots kernels.Tensor) {
 }
 
 func (p *packer) sequences(h *hostSequences, a *AttentionMetadata) {
-	a.Seqs, a.MaxContext, a.MaxSeqRows, a.Stored, a.Seen = len(h.list), h.maxContext, h.maxRows, h.stored, h.seen
+	a.Seqs, a.MaxContext, a.MaxSeqTokens, a.CachedTokens, a.AttendedTokens = len(h.list), h.maxContext, h.maxSeqTokens, h.cachedTokens, h.attendedTokens
 	var starts, contexts, table []int32
 	a.SeqStarts, starts = p.ints(a.Seqs + 1)
 	a.ContextLens, contexts = p.ints(a.Seqs)
@@ -166,18 +165,18 @@ func (p *packer) sequences(h *hostSequences, a *AttentionMetadata) {
 	}
 }
 
-// draws packs how a token is drawn from each of some of a micro-batch's rows.
-func (p *packer) draws(draws []hostDraw, of int, d *SamplingMetadata) error {
+// sampling packs the sampling parameters; the micro-batch has of rows.
+func (p *packer) sampling(list []hostSample, of int, d *SamplingMetadata) error {
 	var rows, samples, positions []int32
 	var temperatures []float32
 	var seeds []uint64
-	d.LogitRows, rows = p.ints(len(draws))
-	d.Samples, samples = p.ints(len(draws))
-	d.Positions, positions = p.ints(len(draws))
-	d.Temperature, temperatures = p.floats(len(draws))
-	d.Seeds, seeds = place[uint64](p, kernels.U64, len(draws))
-	for i := range draws {
-		x := &draws[i]
+	d.LogitRows, rows = p.ints(len(list))
+	d.Samples, samples = p.ints(len(list))
+	d.Positions, positions = p.ints(len(list))
+	d.Temperature, temperatures = p.floats(len(list))
+	d.Seeds, seeds = place[uint64](p, kernels.U64, len(list))
+	for i := range list {
+		x := &list[i]
 		if x.row < 0 || int(x.row) >= of {
 			return fmt.Errorf("forward: logits of row %d of %d", x.row, of)
 		}
@@ -188,8 +187,8 @@ func (p *packer) draws(draws []hostDraw, of int, d *SamplingMetadata) error {
 	return nil
 }
 
-// cuts packs what cuts the distributions, as far as some draw uses it.
-func (p *packer) cuts(h *hostDraws, d *SamplingMetadata) {
+// truncation packs TopK, TopP and MinP, each if some sample uses it.
+func (p *packer) truncation(h *hostSamples, d *SamplingMetadata) {
 	var topK []int32
 	var topP, minP []float32
 	if h.usesTopK {
@@ -212,8 +211,8 @@ func (p *packer) cuts(h *hostDraws, d *SamplingMetadata) {
 	}
 }
 
-// adjusts packs adjusted tokens and penalties, if there are any of the first.
-func (p *packer) adjusts(h *hostDraws, a *AdjustMetadata) {
+// adjusts packs adjusted tokens and penalties, if any token is adjusted.
+func (p *packer) adjusts(h *hostSamples, a *AdjustMetadata) {
 	n, logits := len(h.adjusts), len(h.list)
 	if n == 0 {
 		return

@@ -44,7 +44,7 @@ func TestPackedBytes(t *testing.T) {
 		return words
 	}
 	number := func(at *[]uint32, v float32) { *at = append(*at, math.Float32bits(v)) }
-	data := make([]byte, GroupBytes(limits, 1))
+	data := make([]byte, StepUploadBytes(limits, 1))
 	h := NewHostBatch(c, limits)
 	for round := range 200 {
 		h.Reset(0, 0)
@@ -90,7 +90,7 @@ func TestPackedBytes(t *testing.T) {
 				if !decode && random.IntN(2) == 0 {
 					continue
 				}
-				d := Draw{Seed: random.Uint64(), Sample: random.Int32(), Position: random.Int32()}
+				d := SamplingParams{Seed: random.Uint64(), Sample: random.Int32(), Position: random.Int32()}
 				if !plain {
 					d.Temperature, d.TopK = float32(random.IntN(3)), int32(random.IntN(2)*9)
 					d.TopP, d.MinP = float32(random.IntN(3))/2, float32(random.IntN(3))/2
@@ -99,7 +99,7 @@ func TestPackedBytes(t *testing.T) {
 						d.Adjust = append(d.Adjust, TokenAdjust{ID: int32(random.IntN(c.Vocab)), Seen: int32(random.IntN(4) - 1), Bias: random.Float32()})
 					}
 				}
-				_, err := h.Draw(first+r, &d)
+				_, err := h.Sample(first+r, &d)
 				check(t, err)
 				add("logit rows", int32(first+r))
 				add("samples", d.Sample)
@@ -135,7 +135,7 @@ func TestPackedBytes(t *testing.T) {
 			widest = max(widest, len(blocks))
 		}
 		if decode {
-			h.Widen(128)
+			h.PadContext(128)
 			widest = max(widest, 8)
 		}
 		for _, blocks := range tables {

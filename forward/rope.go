@@ -7,9 +7,8 @@ import (
 	"github.com/moeserve/moeserve/models"
 )
 
-// ropeRow is the row of the RoPE table for a token at the position; long chooses
-// the long factors of longrope, which the whole sequence takes once it is longer
-// than RoPE.LongAfter.
+// ropeRow returns the row of the RoPE table for a token at position. long selects the long
+// factors of longrope, which apply to the whole sequence once it is longer than RoPE.LongAfter.
 func ropeRow(c *models.Config, l *Limits, position int, long bool) int32 {
 	if long && c.RoPE.Variants() > 1 {
 		position += l.MaxModelLen

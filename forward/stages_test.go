@@ -41,7 +41,7 @@ type part struct{ seq, from, to int }
 // runGroups runs groups of micro-batches and returns, for each sequence and row,
 // its logits and the token drawn from them. Of draw, seed and position are the
 // sequence's and the row's.
-func runGroups(r *rig, seqs []sequence, draw Draw, groups [][][]part) (logits [][]float32, tokens [][]int32) {
+func runGroups(r *rig, seqs []sequence, draw SamplingParams, groups [][][]part) (logits [][]float32, tokens [][]int32) {
 	r.t.Helper()
 	vocab := r.model.Config.Vocab
 	logits, tokens = make([][]float32, len(seqs)), make([][]int32, len(seqs))
@@ -63,7 +63,7 @@ func runGroups(r *rig, seqs []sequence, draw Draw, groups [][][]part) (logits []
 				check(r.t, err)
 				for i := range p.to - p.from {
 					draw.Seed, draw.Position = uint64(p.seq), int32(p.from+i+1)
-					_, err := h.Draw(first+i, &draw)
+					_, err := h.Sample(first+i, &draw)
 					check(r.t, err)
 				}
 			}
@@ -95,7 +95,7 @@ func TestGroups(t *testing.T) {
 			r := newRig(t, c, src)
 			seqs := sequences(c.Vocab)
 			alone := [][][]part{{{{0, 0, 37}}}, {{{1, 0, 5}}}, {{{2, 0, 64}}}, {{{3, 0, 1}}}}
-			draw := Draw{
+			draw := SamplingParams{
 				Temperature: 2, TopK: 50, TopP: 0.9, MinP: 0.01, RepetitionPenalty: 1.3, PresencePenalty: 0.2, FrequencyPenalty: 0.1, LogProbs: true,
 				Adjust: []TokenAdjust{{ID: 7, Seen: -1, Bias: 2}, {ID: 1, Seen: 3}, {ID: 30, Seen: 0, Bias: -1}},
 			}
@@ -147,7 +147,7 @@ func TestAppendedApart(t *testing.T) {
 		}
 		_, err := h.Append(&Sequence{IDs: ids, Blocks: []int32{3, 1}})
 		check(t, err)
-		data := make([]byte, GroupBytes(m.Limits, 1))
+		data := make([]byte, StepUploadBytes(m.Limits, 1))
 		up := r.alloc(device.HBM(0), int64(len(data)))
 		b, n, err := h.Pack(data, up.Range(0, 1).Addr)
 		check(t, err)
@@ -174,8 +174,8 @@ func TestAppendedApart(t *testing.T) {
 		on.ops = 0
 		check(t, m.PreAttention(r.stream, 0, &b, here))
 		ops := on.ops
-		check(t, here.Attend(r.stream, 0, b.Span, &b.Attention))
-		wantQ, want := queries(buffers.Projected), r.download(buffers.Attended)
+		check(t, here.Compute(r.stream, 0, b.Span, &b.Attention))
+		wantQ, want := queries(buffers.QKV), r.download(buffers.Output)
 
 		// Its buffers have other rows before these.
 		const before = 3
@@ -186,14 +186,14 @@ func TestAppendedApart(t *testing.T) {
 		at := there.Buffers().Rows(rows)
 		on.ops = 0
 		check(t, m.Project(r.stream, 0, &b))
-		check(t, r.stream.Copy(at.Projected.Range(), buffers.Projected.Range()))
-		gotQ := queries(at.Projected)
+		check(t, r.stream.Copy(at.QKV.Range(), buffers.QKV.Range()))
+		gotQ := queries(at.QKV)
 		check(t, there.Append(r.stream, 0, rows, &b.Attention))
 		if ops != x.ops || on.ops != x.apart {
 			t.Errorf("%s, clip %g: %d operations before attention, %d apart, want %d and %d", x.name, x.clip, ops, on.ops, x.ops, x.apart)
 		}
-		check(t, there.Attend(r.stream, 0, rows, &b.Attention))
-		if !slices.Equal(gotQ, wantQ) || !slices.Equal(r.download(at.Attended), want) {
+		check(t, there.Compute(r.stream, 0, rows, &b.Attention))
+		if !slices.Equal(gotQ, wantQ) || !slices.Equal(r.download(at.Output), want) {
 			t.Errorf("%s, clip %g: queries or attention differ", x.name, x.clip)
 		}
 		if cached := r.download(all); !slices.Equal(r.download(allToo), cached) || !slices.ContainsFunc(cached, func(b byte) bool { return b != 0 }) {
@@ -220,7 +220,7 @@ func TestCounts(t *testing.T) {
 	seqs := sequences(c.Vocab)
 	rows := 0
 	for round := range 2 {
-		runGroups(r, seqs, Draw{}, [][][]part{{{{0, 0, 37}, {1, 0, 5}}, {{2, 0, 64}}}})
+		runGroups(r, seqs, SamplingParams{}, [][][]part{{{{0, 0, 37}, {1, 0, 5}}, {{2, 0, 64}}}})
 		rows += 37 + 5 + 64
 		data := r.download(r.model.Counts())
 		for layer, dense := range c.Dense {
@@ -270,7 +270,7 @@ func TestDummyModel(t *testing.T) {
 			}
 			r := newRig(t, c, models.NewDummy(c, 3))
 			seqs := sequences(c.Vocab)
-			logits, tokens := runGroups(r, seqs, Draw{}, [][][]part{{{{0, 0, 37}, {1, 0, 5}, {2, 0, 64}}}})
+			logits, tokens := runGroups(r, seqs, SamplingParams{}, [][][]part{{{{0, 0, 37}, {1, 0, 5}, {2, 0, 64}}}})
 			if d := deviation(logits[2]); !(d > 0.1 && d < 10) {
 				t.Errorf("%s: logits have a deviation of %g", kind, d)
 			}
@@ -347,10 +347,10 @@ func TestAppendErrors(t *testing.T) {
 		q    Sequence
 		want string
 	}{
-		{Sequence{}, "sequence of 0 rows"},
+		{Sequence{}, "sequence of 0 tokens from"},
 		{Sequence{IDs: []int32{1}, Start: -1}, "from position -1"},
-		{Sequence{IDs: make([]int32, 41), Blocks: make([]int32, 3)}, "sequence of 41 tokens, at most 40 fit"},
-		{Sequence{IDs: make([]int32, 17), Blocks: make([]int32, 1)}, "1 blocks of 16 tokens for a sequence of 17"},
+		{Sequence{IDs: make([]int32, 41), Blocks: make([]int32, 3)}, "sequence of 41 tokens exceeds the maximum of 40"},
+		{Sequence{IDs: make([]int32, 17), Blocks: make([]int32, 1)}, "1 blocks of 16 tokens are too few for a sequence of 17"},
 		{Sequence{IDs: []int32{512}, Blocks: make([]int32, 1)}, "token id 512 is outside the model's vocabulary of 512"},
 		{Sequence{IDs: []int32{-1}, Blocks: make([]int32, 1)}, "token id -1"},
 	} {
@@ -365,13 +365,13 @@ func TestPackErrors(t *testing.T) {
 	c := mustParse(t, "mixtral", nil)
 	limits := Limits{MaxTokens: 64, MaxSeqs: 2, MaxLogits: 2, MaxModelLen: 40, BlockTokens: 16}
 	h := NewHostBatch(c, limits)
-	dst := make([]byte, GroupBytes(limits, 1))
+	dst := make([]byte, StepUploadBytes(limits, 1))
 	if _, _, err := h.Pack(dst, 256); err == nil {
 		t.Error("an empty batch is packed")
 	}
 	_, err := h.Append(&Sequence{IDs: []int32{1, 2}, Blocks: []int32{0}})
 	check(t, err)
-	_, err = h.Draw(2, &Draw{})
+	_, err = h.Sample(2, &SamplingParams{})
 	check(t, err)
 	if _, _, err := h.Pack(dst, 256); err == nil || !strings.Contains(err.Error(), "logits of row 2 of 2") {
 		t.Errorf("logits of a row that there is not: %v", err)
@@ -379,7 +379,7 @@ func TestPackErrors(t *testing.T) {
 	h.Reset(0, 0)
 	_, err = h.Append(&Sequence{IDs: []int32{1, 2}, Blocks: []int32{0}})
 	check(t, err)
-	if _, _, err := h.Pack(dst[:256], 256); err == nil || !strings.Contains(err.Error(), "room for 256") {
+	if _, _, err := h.Pack(dst[:256], 256); err == nil || !strings.Contains(err.Error(), "upload buffer of 256") {
 		t.Errorf("too little room: %v", err)
 	}
 	b, n, err := h.Pack(dst, 256)
@@ -401,10 +401,10 @@ func TestLimits(t *testing.T) {
 		want   string
 	}{
 		{Limits{MaxTokens: 8, MaxSeqs: 2, MaxModelLen: 32, BlockTokens: 16}, ws.Range(0, need), "limit MaxLogits is 0"},
-		{Limits{MaxTokens: 8, MaxSeqs: 2, MaxLogits: 2, MaxModelLen: 512, BlockTokens: 16}, ws.Range(0, need), "512 tokens is more than the model's 256 positions"},
+		{Limits{MaxTokens: 8, MaxSeqs: 2, MaxLogits: 2, MaxModelLen: 512, BlockTokens: 16}, ws.Range(0, need), "512 tokens exceeds the model's maximum of 256"},
 		{Limits{MaxTokens: 8, MaxSeqs: 2, MaxLogits: 2, MaxModelLen: 32, BlockTokens: 16, MaxAdjust: -1}, ws.Range(0, need), "limits MaxAdjust -1"},
 		{Limits{MaxTokens: 8, MaxSeqs: 2, MaxLogits: 2, MaxModelLen: 32, BlockTokens: 16, MaxTopLogProbs: -1}, ws.Range(0, need), "MaxTopLogProbs -1"},
-		{good, ws.Range(0, need-256), "needed"},
+		{good, ws.Range(0, need-256), "need "},
 		{good, ws.Range(4, need), "not aligned"},
 	} {
 		if _, err := NewModel(c, r.model.Weights, r.backend, x.ws, x.limits); err == nil || !strings.Contains(err.Error(), x.want) {
@@ -418,13 +418,13 @@ func TestLimits(t *testing.T) {
 		b    Batch
 		want string
 	}{
-		{Batch{}, "rows [0, 0)"},
-		{Batch{Span: Span{First: 4, Rows: 5}}, "rows [4, 9) in a group of at most 8"},
-		{Batch{Span: rows, Attention: AttentionMetadata{Seqs: 3}}, "3 sequences, at most 2"},
+		{Batch{}, "tokens [0, 0)"},
+		{Batch{Span: Span{First: 4, Rows: 5}}, "tokens [4, 9) in a step of at most 8"},
+		{Batch{Span: rows, Attention: AttentionMetadata{Seqs: 3}}, "3 sequences exceeds the maximum of 2"},
 		{Batch{Span: rows, Sampling: SamplingMetadata{Span: Span{First: 1, Rows: 2}}}, "logit rows [1, 3)"},
-		{Batch{Span: rows, Attention: AttentionMetadata{MaxContext: 33}}, "33 tokens, at most 32"},
-		{Batch{Span: rows, Sampling: SamplingMetadata{Adjust: AdjustMetadata{IDs: kernels.New(256, kernels.I32, 4)}}}, "4 adjusted tokens, at most 3"},
-		{Batch{Span: rows, Sampling: SamplingMetadata{LogProbs: true}}, "whose limit MaxTopLogProbs is 0"},
+		{Batch{Span: rows, Attention: AttentionMetadata{MaxContext: 33}}, "33 tokens exceeds the maximum of 32"},
+		{Batch{Span: rows, Sampling: SamplingMetadata{Adjust: AdjustMetadata{IDs: kernels.New(256, kernels.I32, 4)}}}, "4 adjusted tokens exceed the maximum of 3"},
+		{Batch{Span: rows, Sampling: SamplingMetadata{LogProbs: true}}, "but the limit MaxTopLogProbs is 0"},
 	} {
 		if err := m.Embed(r.stream, &x.b); err == nil || !strings.Contains(err.Error(), x.want) {
 			t.Errorf("%+v: %v", x.b, err)
@@ -514,29 +514,29 @@ func TestNoAllocations(t *testing.T) {
 		shape := c.ExpertShape(l.ExpertDType)
 		layout := kernels.ExpertLayout{ExpertShape: shape, Tag: "row-major", Size: device.Align(shape.Bytes())}
 		h := NewHostBatch(c, limits)
-		dst := make([]byte, GroupBytes(limits, 1))
+		dst := make([]byte, StepUploadBytes(limits, 1))
 		q := Sequence{IDs: make([]int32, 10), Start: 20, Blocks: make([]int32, 4)}
-		var draw Draw
+		var draw SamplingParams
 		step := func() {
 			h.Reset(0, 0)
 			row, err := h.Append(&q)
 			check(t, err)
-			_, err = h.Draw(row+9, &draw)
+			_, err = h.Sample(row+9, &draw)
 			check(t, err)
 			batch, _, err := h.Pack(dst, 1<<43)
 			check(t, err)
 			check(t, m.Embed(nil, &batch))
 			for layer := range c.Layers {
 				check(t, m.PreAttention(nil, layer, &batch, attention))
-				check(t, attention.Attend(nil, layer, batch.Span, &batch.Attention))
+				check(t, attention.Compute(nil, layer, batch.Span, &batch.Attention))
 				check(t, m.PostAttention(nil, layer, &batch))
 				if c.Dense[layer] {
 					check(t, m.MLP(nil, layer, Span{Rows: 10}))
 					continue
 				}
 				check(t, m.PredictNext(nil, layer, 10))
-				check(t, m.Group(nil, layer, Span{Rows: 10}))
-				check(t, m.Shared(nil, layer, Span{Rows: 10}))
+				check(t, m.SortByExpert(nil, layer, Span{Rows: 10}))
+				check(t, m.SharedExpert(nil, layer, Span{Rows: 10}))
 				check(t, m.Experts(nil, layer, Span{Rows: 10}, slots, list, layout))
 				check(t, m.Combine(nil, layer, Span{Rows: 10}))
 			}
@@ -544,7 +544,7 @@ func TestNoAllocations(t *testing.T) {
 		}
 		step()
 		plain := b.ops
-		for _, draw = range []Draw{
+		for _, draw = range []SamplingParams{
 			{},
 			{
 				Temperature: 1, TopK: 3, TopP: 0.5, MinP: 0.1, RepetitionPenalty: 1.1, PresencePenalty: 0.5, FrequencyPenalty: 0.1,

@@ -6,15 +6,15 @@ import (
 	"github.com/moeserve/moeserve/models"
 )
 
-// workspace holds the activations of a group, at their full size, and what a model keeps
-// from step to step. Its tensors have N = MaxTokens rows unless said.
+// workspace holds the activations of a step, at their maximum size, and the data that a model
+// keeps between steps. Its tensors have N = MaxTokens rows unless noted.
 type workspace struct {
 	counts kernels.Tensor // [layers, E] I64
 	rope   kernels.Tensor // [T or 2T, D] F32, T = MaxModelLen
 
 	residual kernels.Tensor // [N, H]
-	x        kernels.Tensor // [N, H] output of the last sub-block, but where Combine has added it to residual
-	h        kernels.Tensor // [N, H] normed input of the running sub-block, or of the next that Combine has left
+	x        kernels.Tensor // [N, H] output of the latest sub-block, unless Combine already added it to residual
+	h        kernels.Tensor // [N, H] normed input of the current sub-block, or of the next if Combine computed it
 
 	attention AttentionBuffers
 	routing   routingBuffers
@@ -25,7 +25,7 @@ type workspace struct {
 	bytes int64
 }
 
-// routingBuffers are a router's scores and choices, none where no layer has experts.
+// routingBuffers are a router's scores and results; none if no layer has experts.
 type routingBuffers struct {
 	scores  kernels.Tensor // [N, E] F32
 	ids     kernels.Tensor // [N, K] I32
@@ -34,32 +34,31 @@ type routingBuffers struct {
 	order   kernels.Tensor // [N*K] I32
 
 	predictedIDs     kernels.Tensor // [N, K] I32
-	predictedWeights kernels.Tensor // [N, K] F32, which nobody reads
+	predictedWeights kernels.Tensor // [N, K] F32, written by PredictNext and never read
 }
 
-// expertBuffers are the outputs of routed experts' products, none where no layer has
-// experts.
+// expertBuffers are the outputs of the routed experts' GEMMs; none if no layer has experts.
 type expertBuffers struct {
-	up   kernels.Tensor // [N*K, I]
-	down kernels.Tensor // [N*K, H]
+	gateUp kernels.Tensor // [N*K, I]
+	down   kernels.Tensor // [N*K, H]
 }
 
-// mlpBuffers are those of dense layers and of the shared expert.
+// mlpBuffers are for dense layers and for the shared expert.
 type mlpBuffers struct {
 	gateUp     kernels.Tensor // [N, 2 max(shared, dense)] gate and up, side by side
 	shared     kernels.Tensor // [N, H]
 	sharedGate kernels.Tensor // [N, 1] F32
 }
 
-// headBuffers are those of logit rows: L = MaxLogits.
+// headBuffers are for logit rows: L = MaxLogits.
 type headBuffers struct {
-	x, residual kernels.Tensor // [L, H]
-	logits      kernels.Tensor // [L, V] F32
-	sampled     kernels.Tensor // [L] I32
-	saved       kernels.Tensor // [MaxAdjust] F32
-	chosen      kernels.Tensor // [L] F32
-	topIDs      kernels.Tensor // [L, MaxTopLogProbs] I32
-	top         kernels.Tensor // [L, MaxTopLogProbs] F32
+	x, residual     kernels.Tensor // [L, H]
+	logits          kernels.Tensor // [L, V] F32
+	sampled         kernels.Tensor // [L] I32
+	saved           kernels.Tensor // [MaxAdjust] F32
+	sampledLogProbs kernels.Tensor // [L] F32
+	topIDs          kernels.Tensor // [L, MaxTopLogProbs] I32
+	topLogProbs     kernels.Tensor // [L, MaxTopLogProbs] F32
 }
 
 func newWorkspace(c *models.Config, act kernels.DType, l Limits, base device.Addr) workspace {
@@ -86,7 +85,7 @@ func newWorkspace(c *models.Config, act kernels.DType, l Limits, base device.Add
 		w.routing.weights = place(kernels.F32, n, c.TopK)
 		w.routing.offsets = place(kernels.I32, c.Experts+1)
 		w.routing.order = place(kernels.I32, n*c.TopK)
-		w.experts.up = place(act, n*c.TopK, c.ExpertWidth)
+		w.experts.gateUp = place(act, n*c.TopK, c.ExpertWidth)
 		w.experts.down = place(act, n*c.TopK, c.Hidden)
 		w.routing.predictedIDs = place(kernels.I32, n, c.TopK)
 		w.routing.predictedWeights = place(kernels.F32, n, c.TopK)
@@ -110,15 +109,15 @@ func newWorkspace(c *models.Config, act kernels.DType, l Limits, base device.Add
 		w.head.saved = place(kernels.F32, l.MaxAdjust)
 	}
 	if n := l.TopLogProbs(c); n > 0 {
-		w.head.chosen = place(kernels.F32, l.MaxLogits)
+		w.head.sampledLogProbs = place(kernels.F32, l.MaxLogits)
 		w.head.topIDs = place(kernels.I32, l.MaxLogits, n)
-		w.head.top = place(kernels.F32, l.MaxLogits, n)
+		w.head.topLogProbs = place(kernels.F32, l.MaxLogits, n)
 	}
 	return w
 }
 
-// WorkspaceBytes is the size of the workspace that NewModel needs for a backend of
-// that activation type: activations of a group, RoPE tables and activation counts.
+// WorkspaceBytes is the size of the workspace that NewModel needs for a backend of that
+// activation type: the activations of a step, RoPE tables and expert counts.
 func WorkspaceBytes(c *models.Config, b interface{ ActivationDType() kernels.DType }, l Limits) int64 {
 	return newWorkspace(c, b.ActivationDType(), l, 0).bytes
 }

@@ -92,7 +92,7 @@ func TestOptions(t *testing.T) {
 		{"clear", harvest.Options{Machine: m, ScrubBytes: -1}, "invalid scrub buffer of -1 bytes"},
 		{"deadline", harvest.Options{Machine: m, Deadline: -1}, "durations must not be negative: deadline -1ns"},
 		{"lost", harvest.Options{Machine: lost, Peers: peers12}, "peer gpu2: device: stream on gpu2"},
-		{"no host memory", harvest.Options{Machine: full, Peers: peers12}, "1048576 bytes asked"},
+		{"no host memory", harvest.Options{Machine: full, Peers: peers12}, "1048576 bytes requested"},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			r, err := harvest.New(c.o)
@@ -153,7 +153,7 @@ func TestPolicyPlaces(t *testing.T) {
 			r := open(t, m, harvest.Options{Policy: c.policy, Monitor: busy, SlabBytes: slab})
 			// Others of gpu1 come and go. What they leave is as much as on gpu2.
 			for i := range 4 {
-				if err := m.Take(device.HBM(1), []int64{1 << 18, -1 << 18}[i%2]); err != nil {
+				if err := m.Occupy(device.HBM(1), []int64{1 << 18, -1 << 18}[i%2]); err != nil {
 					t.Fatal(err)
 				}
 				if _, err := r.Tick(time.Duration(i+1) * time.Second); err != nil {
@@ -486,7 +486,7 @@ func TestLoop(t *testing.T) {
 	if err := r.RegisterCallback(h, func(v harvest.Revocation) { gone = append(gone, v.Reason) }); err != nil {
 		t.Fatal(err)
 	}
-	if err := m.Take(device.HBM(1), 53<<10); err != nil {
+	if err := m.Occupy(device.HBM(1), 53<<10); err != nil {
 		t.Fatal(err)
 	}
 	m.Turn()
@@ -732,7 +732,7 @@ func TestModel(t *testing.T) {
 				if err != nil {
 					t.Fatal(err)
 				}
-				if err := m.Take(s, rapid.Int64Range(0, hbm).Draw(t, "bytes")-u.OtherProcesses); err != nil {
+				if err := m.Occupy(s, rapid.Int64Range(0, hbm).Draw(t, "bytes")-u.OtherProcesses); err != nil {
 					t.Fatal(err)
 				}
 			},
@@ -858,7 +858,7 @@ func TestHammer(t *testing.T) {
 				continue
 			}
 			to := int64(hbm * math.Pow(rng.Float64(), 3)) // mostly little
-			if err := m.Take(s, to-held[s]); err != nil {
+			if err := m.Occupy(s, to-held[s]); err != nil {
 				t.Error(err)
 			}
 			held[s] = to

@@ -248,7 +248,7 @@ func (s *stage) do(d *datadriven.TestData) error {
 		}
 		return p.Fence.Raise(p.Value)
 	case "take": // GPU BYTES
-		return s.m.Take(gpu(d, 0), size(d, 1))
+		return s.m.Occupy(gpu(d, 0), size(d, 1))
 	case "lose":
 		n, _ := gpu(d, 0).GPU()
 		return s.m.Lose(n)

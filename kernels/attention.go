@@ -20,7 +20,7 @@ func (o *RoPE) Check() error {
 	return c.err
 }
 
-// Declare implements Op: the whole table counts as read, its rows as traffic.
+// Declare implements Op. Reads has the whole table; Bytes counts the rows used.
 func (o *RoPE) Declare(d *Decl) {
 	d.update(&o.Q)
 	d.update(&o.K)
@@ -30,26 +30,25 @@ func (o *RoPE) Declare(d *Decl) {
 	d.Flops += 3 * int64(o.Q.Elements()+o.K.Elements())
 }
 
-// rotation checks queries and keys and how they are rotated.
+// rotation checks queries, keys and the RoPE table.
 func (c *checker) rotation(q, k, table, rows *Tensor) {
 	c.tensor("Q", q, floats, 3)
 	c.tensor("K", k, floats, 3)
 	c.size("K", k, 0, q.Shape[0], "rows", "Q")
 	c.size("K", k, 2, q.Shape[2], "columns", "Q")
 	c.sameType("K", k, "Q", q)
-	c.apart("K", k, "Q", q)
+	c.disjoint("K", k, "Q", q)
 	if c.ok() && q.Shape[2]%2 != 0 {
 		c.failf("Q is %v, want an even head size", *q)
 	}
-	c.tensor("Table", table, onlyF, 2)
+	c.tensor("Table", table, float32Only, 2)
 	c.dense("Table", table)
 	c.size("Table", table, 1, q.Shape[2], "columns", "Q")
-	c.list("Rows", rows, onlyI, q.Shape[0], "Q")
+	c.list("Rows", rows, int32Only, q.Shape[0], "Q")
 }
 
-// AppendKV writes K[n] and V[n] to place Slots[n] of the paged cache:
-// block Slots[n] / B, row Slots[n] % B, with B the block's tokens. A negative
-// slot is left out.
+// AppendKV writes K[n] and V[n] to slot Slots[n] of the paged cache: block Slots[n] / B, row
+// Slots[n] % B, with B the tokens of a block. Tokens with a negative slot are skipped.
 type AppendKV struct {
 	K, V           Tensor // [N, kv heads, D] act
 	CacheK, CacheV Tensor // [blocks, B, kv heads, D] act, strided
@@ -62,11 +61,11 @@ func (*AppendKV) Name() string { return "append_kv" }
 // Check implements Op.
 func (o *AppendKV) Check() error {
 	c := checker{op: o.Name()}
-	c.appended(&o.K, &o.V, &o.CacheK, &o.CacheV, &o.Slots)
+	c.appendedKV(&o.K, &o.V, &o.CacheK, &o.CacheV, &o.Slots)
 	return c.err
 }
 
-// Declare implements Op: the places in the cache are known by Slots only.
+// Declare implements Op. Writes has no part of the cache: only Slots determines which.
 func (o *AppendKV) Declare(d *Decl) {
 	d.read(&o.K)
 	d.read(&o.V)
@@ -74,21 +73,21 @@ func (o *AppendKV) Declare(d *Decl) {
 	d.Bytes += o.K.Bytes() + o.V.Bytes()
 }
 
-// appended checks keys and values and where they go.
-func (c *checker) appended(k, v, cacheK, cacheV, slots *Tensor) {
+// appendedKV checks keys, values and their destination in the cache.
+func (c *checker) appendedKV(k, v, cacheK, cacheV, slots *Tensor) {
 	c.tensor("K", k, floats, 3)
 	c.tensor("V", v, floats, 3)
 	c.same("V", v, "K", k)
 	c.cache(cacheK, cacheV, "K", k, true)
-	c.list("Slots", slots, onlyI, k.Shape[0], "K")
+	c.list("Slots", slots, int32Only, k.Shape[0], "K")
 }
 
-// cache checks a pair of cache tensors against rows of the step, called name.
+// cache checks a pair of cache tensors against tensor x of the step, called name.
 func (c *checker) cache(k, v *Tensor, name string, x *Tensor, head bool) {
 	c.tensor("CacheK", k, floats, 4)
 	c.tensor("CacheV", v, floats, 4)
 	c.same("CacheV", v, "CacheK", k)
-	c.apart("CacheV", v, "CacheK", k)
+	c.disjoint("CacheV", v, "CacheK", k)
 	c.sameType("CacheK", k, name, x)
 	if head {
 		c.size("CacheK", k, 2, x.Shape[1], "heads", name)
@@ -99,15 +98,14 @@ func (c *checker) cache(k, v *Tensor, name string, x *Tensor, head bool) {
 	}
 }
 
-// RoPEAppendKV is Norm of the heads of Q and K (RMS, in place) where there are
-// weights for it, RoPE, and AppendKV, one after the other and with the same bits,
-// but for K, which stays as it was: its heads are normed and rotated on their way
-// into the cache. A negative slot leaves K[n] and V[n] out; Q[n] is rotated all the
-// same.
+// RoPEAppendKV runs, with the same bits, Norm on the heads of Q and K (RMS, in place; only with
+// QNorm and KNorm), RoPE, and AppendKV. K itself does not change: its heads are normed and
+// rotated while they are written to the cache. With a negative slot, K[n] and V[n] are not
+// written; Q[n] is still rotated.
 type RoPEAppendKV struct {
 	Q              Tensor // [N, heads, D] act
 	K, V           Tensor // [N, kv heads, D] act
-	QNorm, KNorm   Tensor // [D] weight: of the norms; or none, both
+	QNorm, KNorm   Tensor // [D] weight: weights of the norms; both or none
 	Eps            float32
 	Table          Tensor // [T, D] F32, dense: cosines, then sines
 	Rows           Tensor // [N] I32: which row of Table
@@ -122,8 +120,8 @@ func (*RoPEAppendKV) Name() string { return "rope_append_kv" }
 func (o *RoPEAppendKV) Check() error {
 	c := checker{op: o.Name()}
 	c.rotation(&o.Q, &o.K, &o.Table, &o.Rows)
-	c.appended(&o.K, &o.V, &o.CacheK, &o.CacheV, &o.Slots)
-	c.apart("Q", &o.Q, "V", &o.V)
+	c.appendedKV(&o.K, &o.V, &o.CacheK, &o.CacheV, &o.Slots)
+	c.disjoint("Q", &o.Q, "V", &o.V)
 	if c.ok() && o.QNorm.None() != o.KNorm.None() {
 		c.failf("QNorm is %v and KNorm %v, want both or none", o.QNorm, o.KNorm)
 	}
@@ -137,8 +135,8 @@ func (o *RoPEAppendKV) Check() error {
 	return c.err
 }
 
-// Declare implements Op: the whole table counts as read, its rows as traffic; the
-// places in the cache are known by Slots only.
+// Declare implements Op. Reads has the whole table, Bytes counts the rows used. Writes has no
+// part of the cache: only Slots determines which.
 func (o *RoPEAppendKV) Declare(d *Decl) {
 	d.update(&o.Q)
 	d.read(&o.K)
@@ -156,27 +154,27 @@ func (o *RoPEAppendKV) Declare(d *Decl) {
 	d.Flops += 3 * int64(o.Q.Elements()+o.K.Elements())
 }
 
-// Attention is causal attention over a paged cache that already holds the rows'
-// own keys and values. Row r of sequence s, SeqStarts[s] <= r < SeqStarts[s+1],
-// stands at position p = ContextLens[s] - (SeqStarts[s+1] - r) and sees positions
-// max(0, p-Window+1) .. p (all from 0 with Window 0); position t lies in block
-// BlockTable[s, t/B], row t%B.
+// Attention is causal attention over a paged cache that already holds the keys and values of
+// this step's tokens. Token r of sequence s, SeqStarts[s] <= r < SeqStarts[s+1], has position p
+// = ContextLens[s] - (SeqStarts[s+1] - r) and attends to positions max(0, p-Window+1) .. p (all
+// from 0 if Window is 0). Position t is in block BlockTable[s, t/B], row t%B.
 type Attention struct {
 	Q              Tensor // [N, heads, D] act
 	CacheK, CacheV Tensor // [blocks, B, kv heads, D] act, strided
 	SeqStarts      Tensor // [S+1] I32: first row of each sequence, then N
 	ContextLens    Tensor // [S] I32: tokens in the cache, those of this step included
 	BlockTable     Tensor // [S, max blocks] I32
-	Window         int    // tokens a query sees, itself included; 0: all
+	Window         int    // tokens that a query attends to, itself included; 0: all
 	Scale          float32
-	// MaxContext is at least every ContextLens, MaxRows at least every sequence's
-	// rows in this step; both only size the work.
-	MaxContext, MaxRows int
-	// Stored is the sum of ContextLens, Seen that of the positions that each row sees,
-	// both as without a Window. Only the estimate of what it costs goes by them; where they
-	// are 0 every sequence is taken to have MaxContext tokens and MaxRows rows.
-	Stored, Seen int64
-	Out          Tensor // [N, heads, D] act
+	// MaxContext is an upper bound of ContextLens, MaxSeqTokens of the tokens of a sequence in
+	// this step. They only size the launch.
+	MaxContext, MaxSeqTokens int
+	// CachedTokens is the sum of ContextLens, AttendedTokens the sum over tokens of the
+	// positions that each attends to, both ignoring Window. They only serve to estimate costs;
+	// if they are 0, every sequence is assumed to have MaxContext tokens, MaxSeqTokens of them
+	// in this step.
+	CachedTokens, AttendedTokens int64
+	Out                          Tensor // [N, heads, D] act
 }
 
 // Name implements Op.
@@ -190,43 +188,43 @@ func (o *Attention) Check() error {
 	if c.ok() && (o.CacheK.Shape[2] == 0 || o.Q.Shape[1]%o.CacheK.Shape[2] != 0) {
 		c.failf("Q is %v, want a multiple of CacheK's %d heads", o.Q, o.CacheK.Shape[2])
 	}
-	c.tensor("ContextLens", &o.ContextLens, onlyI, 1)
-	c.tensor("SeqStarts", &o.SeqStarts, onlyI, 1)
+	c.tensor("ContextLens", &o.ContextLens, int32Only, 1)
+	c.tensor("SeqStarts", &o.SeqStarts, int32Only, 1)
 	if s := o.ContextLens.Shape[0]; c.ok() && o.SeqStarts.Shape[0] != s+1 {
 		c.failf("SeqStarts is %v, want %d elements (ContextLens has %d)", o.SeqStarts, s+1, s)
 	}
-	c.tensor("BlockTable", &o.BlockTable, onlyI, 2)
+	c.tensor("BlockTable", &o.BlockTable, int32Only, 2)
 	c.size("BlockTable", &o.BlockTable, 0, o.ContextLens.Shape[0], "rows", "ContextLens")
 	c.tensor("Out", &o.Out, floats, 3)
 	c.same("Out", &o.Out, "Q", &o.Q)
 	c.inPlace("Out", &o.Out, "Q", &o.Q)
-	c.apart("Out", &o.Out, "CacheK", &o.CacheK)
-	c.apart("Out", &o.Out, "CacheV", &o.CacheV)
+	c.disjoint("Out", &o.Out, "CacheK", &o.CacheK)
+	c.disjoint("Out", &o.Out, "CacheV", &o.CacheV)
 	switch {
 	case !c.ok():
 	case o.Window < 0:
 		c.failf("Window is %d, want 0 (all) or more", o.Window)
 	case !(o.Scale > 0):
 		c.failf("Scale is %g, want more than 0", o.Scale)
-	case o.Q.Shape[0] > 0 && (o.MaxRows < 1 || o.MaxContext < o.MaxRows):
-		c.failf("MaxContext is %d and MaxRows %d, want MaxContext >= MaxRows >= 1", o.MaxContext, o.MaxRows)
+	case o.Q.Shape[0] > 0 && (o.MaxSeqTokens < 1 || o.MaxContext < o.MaxSeqTokens):
+		c.failf("MaxContext is %d and MaxSeqTokens %d, want MaxContext >= MaxSeqTokens >= 1", o.MaxContext, o.MaxSeqTokens)
 	case o.MaxContext > o.BlockTable.Shape[1]*o.CacheK.Shape[1]:
 		c.failf("BlockTable is %v, want room for MaxContext %d in blocks of %d", o.BlockTable, o.MaxContext, o.CacheK.Shape[1])
 	}
 	return c.err
 }
 
-// Declare implements Op: the blocks are known by BlockTable only. Without Stored and
-// Seen the average row of a sequence sees all of MaxContext but the half of MaxRows that
-// stand behind it. A Window bounds what all sequences and rows have together.
+// Declare implements Op. Reads has no part of the cache: only BlockTable determines which.
+// Without CachedTokens and AttendedTokens, an average token is assumed to attend to MaxContext
+// less half of MaxSeqTokens positions. A Window limits the totals.
 func (o *Attention) Declare(d *Decl) {
 	d.read(&o.Q)
 	d.read(&o.SeqStarts)
 	d.read(&o.ContextLens)
 	d.read(&o.BlockTable)
 	d.write(&o.Out)
-	seqs, rows, behind := int64(o.ContextLens.Shape[0]), int64(o.Q.Shape[0]), int64(max(o.MaxRows-1, 0))
-	stored, seen := o.Stored, o.Seen
+	seqs, rows, behind := int64(o.ContextLens.Shape[0]), int64(o.Q.Shape[0]), int64(max(o.MaxSeqTokens-1, 0))
+	stored, seen := o.CachedTokens, o.AttendedTokens
 	if stored == 0 {
 		stored, seen = seqs*int64(o.MaxContext), rows*(int64(o.MaxContext)-behind/2)
 	}

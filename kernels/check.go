@@ -11,11 +11,11 @@ import (
 type kinds uint16
 
 const (
-	floats kinds = 1<<F32 | 1<<BF16 | 1<<F16
-	onlyF  kinds = 1 << F32
-	onlyI  kinds = 1 << I32
-	onlyL  kinds = 1 << I64
-	onlyU  kinds = 1 << U64
+	floats      kinds = 1<<F32 | 1<<BF16 | 1<<F16
+	float32Only kinds = 1 << F32
+	int32Only   kinds = 1 << I32
+	int64Only   kinds = 1 << I64
+	uint64Only  kinds = 1 << U64
 )
 
 func (k kinds) has(t DType) bool { return k>>t&1 != 0 }
@@ -33,9 +33,9 @@ func (k kinds) String() string {
 	return strings.Join(names, "")
 }
 
-// checker collects the first thing wrong with an operation's arguments. Every
-// method does nothing after the first error, so that later checks may rely on
-// earlier ones. Nothing is allocated while all is well.
+// checker keeps the first error in an operation's arguments. After an error every method is a
+// no-op, so later checks may rely on earlier ones. Nothing is allocated unless there is an
+// error.
 type checker struct {
 	op  string
 	err error
@@ -49,9 +49,8 @@ func (c *checker) failf(format string, args ...any) {
 	}
 }
 
-// tensor checks one tensor by itself: type, rank, a shape without negative
-// dimensions, and, unless it is empty, strides that neither overlap nor leave
-// gaps in the last dimension, and an aligned address.
+// tensor checks one tensor alone: type, rank, non-negative dimensions, and, unless it is empty,
+// strides without overlap and without gaps in the last dimension, and an aligned address.
 func (c *checker) tensor(name string, t *Tensor, k kinds, rank int) {
 	if c.err != nil {
 		return
@@ -81,7 +80,7 @@ func (c *checker) tensor(name string, t *Tensor, k kinds, rank int) {
 	if t.Elements() == 0 {
 		return
 	}
-	inner := 1 // elements from the first to behind the last of the dimensions so far
+	inner := 1 // elements spanned by the dimensions so far
 	for i := rank - 1; i >= 0; i-- {
 		n, stride := t.Shape[i], t.Stride[i]
 		switch {
@@ -111,27 +110,28 @@ func (c *checker) dense(name string, t *Tensor) {
 	}
 }
 
-// size checks dimension i of t, whose elements are called what, against n, which
-// is what from has.
+// size checks that dimension i of t is n, as it is in the argument called from. what names the
+// elements of the dimension in errors.
 func (c *checker) size(name string, t *Tensor, i, n int, what, from string) {
 	if c.err == nil && t.Shape[i] != n {
 		c.failf("%s is %v, want %d %s (%s has %d)", name, *t, n, what, from, n)
 	}
 }
 
-// list checks a tensor of one dimension that has as many elements as from, n.
+// list checks a tensor of one dimension with n elements, as many as the argument called from
+// has.
 func (c *checker) list(name string, t *Tensor, k kinds, n int, from string) {
 	c.tensor(name, t, k, 1)
 	c.size(name, t, 0, n, "elements", from)
 }
 
-// dim is the size of a dimension, and the argument that it is taken from.
+// dim is the expected size of a dimension, and the argument that determines it.
 type dim struct {
 	n    int
 	from string
 }
 
-// matrix checks a tensor of so many rows and columns.
+// matrix checks a tensor with that number of rows and columns.
 func (c *checker) matrix(name string, t *Tensor, k kinds, rows, columns dim) {
 	c.tensor(name, t, k, 2)
 	c.size(name, t, 0, rows.n, "rows", rows.from)
@@ -152,21 +152,20 @@ func (c *checker) sameType(name string, t *Tensor, from string, u *Tensor) {
 	}
 }
 
-// apart checks that the written tensor t shares no memory with u. Tensors with
-// gaps may be interleaved, so only dense ones are judged.
-func (c *checker) apart(name string, t *Tensor, other string, u *Tensor) {
+// disjoint checks that the output t shares no memory with u. Tensors with gaps may be
+// interleaved, so only dense ones are checked.
+func (c *checker) disjoint(name string, t *Tensor, other string, u *Tensor) {
 	if c.err == nil && t.Dense() && u.Dense() && overlap(t, u) {
 		c.failf("%s %v overlaps %s %v", name, t.Range(), other, u.Range())
 	}
 }
 
-// inPlace checks that t either is u, element for element, or shares no memory
-// with it.
+// inPlace checks that t is u, element for element, or shares no memory with it.
 func (c *checker) inPlace(name string, t *Tensor, other string, u *Tensor) {
 	if c.err == nil && t.Addr == u.Addr && t.Stride == u.Stride {
 		return
 	}
-	c.apart(name, t, other, u)
+	c.disjoint(name, t, other, u)
 }
 
 func overlap(t, u *Tensor) bool {

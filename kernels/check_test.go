@@ -22,7 +22,7 @@ type valid struct {
 	ropeKV    RoPEAppendKV
 	attention Attention
 	route     Route
-	group     Group
+	group     SortByExpert
 	up        ExpertUp
 	down      ExpertDown
 	combine   Combine
@@ -55,10 +55,10 @@ func newValid() *valid {
 	}
 	v.attention = Attention{
 		Q: v.tensor(F32, 3, 4, 16), CacheK: v.append.CacheK, CacheV: v.append.CacheV, SeqStarts: v.tensor(I32, 3), ContextLens: v.tensor(I32, 2),
-		BlockTable: v.tensor(I32, 2, 4), Scale: 0.25, MaxContext: 60, MaxRows: 2, Out: v.tensor(F32, 3, 4, 16),
+		BlockTable: v.tensor(I32, 2, 4), Scale: 0.25, MaxContext: 60, MaxSeqTokens: 2, Out: v.tensor(F32, 3, 4, 16),
 	}
 	v.route = Route{Logits: v.tensor(F32, 3, 8), Method: SparseMixer, Jitter: 0.01, IDs: v.tensor(I32, 3, 2), Weights: v.tensor(F32, 3, 2), Counts: v.tensor(I64, 8)}
-	v.group = Group{v.route.IDs, v.tensor(I32, 9), v.tensor(I32, 6)}
+	v.group = SortByExpert{v.route.IDs, v.tensor(I32, 9), v.tensor(I32, 6)}
 	v.up = ExpertUp{ExpertGEMM{v.tensor(F32, 3, 32), v.group.Offsets, v.group.Order, v.tensor(U64, 8), v.tensor(I32, 5), layout, v.tensor(F32, 6, 48)}}
 	v.down = ExpertDown{ExpertGEMM{v.up.Out, v.group.Offsets, v.group.Order, v.up.Slots, v.up.Experts, layout, v.tensor(F32, 6, 32)}}
 	v.combine = Combine{v.down.Out, v.route.Weights, v.tensor(F32, 3, 32), v.tensor(F32, 3, 1), v.tensor(F32, 3, 32)}
@@ -117,8 +117,8 @@ func TestCheckTakesGoodArguments(t *testing.T) {
 		"no experts listed":    &ExpertDown{ExpertGEMM{v.down.X, v.down.Offsets, v.down.Order, v.down.Slots, v.down.Experts.Slice(0, 0), v.down.Layout, v.down.Out}},
 		"no tokens to experts": &ExpertUp{ExpertGEMM{New(0, F32, 0, 32), v.up.Offsets, New(0, I32, 0), v.up.Slots, v.up.Experts, v.up.Layout, New(0, F32, 0, 48)}},
 		"nothing left out":     &Sample{Logits: v.sample.Logits, Temperature: v.sample.Temperature, Seeds: v.sample.Seeds, Samples: v.sample.Samples, Positions: v.sample.Positions, Out: v.sample.Out},
-		"only the token drawn": &LogProbs{Logits: gap(v.sample.Logits), Tokens: v.sample.Out, Chosen: v.probs.Chosen},
-		"no alternatives":      &LogProbs{Logits: v.sample.Logits, Tokens: v.sample.Out, Chosen: v.probs.Chosen, TopIDs: New(0, I32, 2, 0), Top: New(0, F32, 2, 0)},
+		"only the token drawn": &LogProbs{Logits: gap(v.sample.Logits), Tokens: v.sample.Out, Sampled: v.probs.Sampled},
+		"no alternatives":      &LogProbs{Logits: v.sample.Logits, Tokens: v.sample.Out, Sampled: v.probs.Sampled, TopIDs: New(0, I32, 2, 0), Top: New(0, F32, 2, 0)},
 		"nothing adjusted":     &Restore{v.sample.Logits, v.adjust.Starts, New(0, I32, 0), New(0, F32, 0)},
 		"attention on no rows": &Attention{
 			Q: New(0, F32, 0, 4, 16), CacheK: v.append.CacheK, CacheV: v.append.CacheV, SeqStarts: v.tensor(I32, 1), ContextLens: New(0, I32, 0),
@@ -215,8 +215,8 @@ func TestCheckErrors(t *testing.T) {
 		{func(v *valid) Op { v.attention.Out = v.tensor(F32, 3, 4, 8); return &v.attention }, "Out is float32[3 4 8], want the shape [3 4 16] of Q"},
 		{func(v *valid) Op { v.attention.Window = -1; return &v.attention }, "Window is -1, want 0 (all) or more"},
 		{func(v *valid) Op { v.attention.Scale = 0; return &v.attention }, "Scale is 0, want more than 0"},
-		{func(v *valid) Op { v.attention.MaxRows = 0; return &v.attention }, "MaxContext is 60 and MaxRows 0, want MaxContext >= MaxRows >= 1"},
-		{func(v *valid) Op { v.attention.MaxContext = 1; return &v.attention }, "MaxContext is 1 and MaxRows 2"},
+		{func(v *valid) Op { v.attention.MaxSeqTokens = 0; return &v.attention }, "MaxContext is 60 and MaxSeqTokens 0, want MaxContext >= MaxSeqTokens >= 1"},
+		{func(v *valid) Op { v.attention.MaxContext = 1; return &v.attention }, "MaxContext is 1 and MaxSeqTokens 2"},
 		{func(v *valid) Op { v.attention.MaxContext = 65; return &v.attention }, "BlockTable is int32[2 4], want room for MaxContext 65 in blocks of 16"},
 
 		{func(v *valid) Op { v.route.Logits.DType = BF16; return &v.route }, "kernels: route: Logits is bfloat16[3 8], want float32"},
@@ -299,7 +299,7 @@ func TestCheckErrors(t *testing.T) {
 
 		{func(v *valid) Op { v.probs.Logits = v.tensor(F32, 2, 0); return &v.probs }, "kernels: log_probs: Logits is float32[2 0], want at least one column"},
 		{func(v *valid) Op { v.probs.Tokens = v.tensor(I32, 3); return &v.probs }, "Tokens is int32[3], want 2 elements (Logits has 2)"},
-		{func(v *valid) Op { v.probs.Chosen.Addr = v.probs.Logits.Addr; return &v.probs }, "overlaps Logits"},
+		{func(v *valid) Op { v.probs.Sampled.Addr = v.probs.Logits.Addr; return &v.probs }, "overlaps Logits"},
 		{func(v *valid) Op { v.probs.Top = Tensor{}; return &v.probs }, "TopIDs is int32[2 7] and Top none, want both or none"},
 		{func(v *valid) Op { v.probs.TopIDs = v.tensor(I32, 2, 101); return &v.probs }, "TopIDs is int32[2 101], want at most 100 columns (Logits has 100)"},
 		{func(v *valid) Op { v.probs.TopIDs = gap(v.probs.TopIDs); return &v.probs }, "TopIDs is int32[2 7] strides [8 1], want it dense"},
@@ -315,7 +315,7 @@ func TestCheckErrors(t *testing.T) {
 
 func TestCheckWithoutTensors(t *testing.T) {
 	for _, op := range []Op{
-		&Embed{}, &Norm{}, &MatMul{}, &Clamp{}, &RoPE{}, &AppendKV{}, &RoPEAppendKV{}, &Attention{}, &Route{}, &Group{},
+		&Embed{}, &Norm{}, &MatMul{}, &Clamp{}, &RoPE{}, &AppendKV{}, &RoPEAppendKV{}, &Attention{}, &Route{}, &SortByExpert{},
 		&ExpertUp{}, &ExpertDown{}, &Combine{}, &CombineNorm{}, &SiluMul{}, &Gather{}, &Sample{}, &Adjust{}, &Restore{}, &LogProbs{},
 	} {
 		if err := op.Check(); err == nil || !strings.HasPrefix(err.Error(), "kernels: "+op.Name()+": ") || !strings.Contains(err.Error(), " is missing, want ") {
@@ -378,7 +378,7 @@ func TestDeclareStored(t *testing.T) {
 	v := newValid()
 	var longest, d Decl
 	v.attention.Declare(&longest)
-	v.attention.Stored, v.attention.Seen = 5, 4
+	v.attention.CachedTokens, v.attention.AttendedTokens = 5, 4
 	v.attention.Declare(&d)
 	if want := int64(4 * 4 * 16 * 4); d.Flops != want {
 		t.Errorf("%d flops, want %d", d.Flops, want)

@@ -1,7 +1,7 @@
 package kernels
 
-// Combine writes Out[n] = sum over k, in order of k, of Weights[n, k] X[n*K+k],
-// plus sigmoid(SharedGate[n]) Shared[n] where there is a shared expert.
+// Combine writes Out[n] = sum over k, in order of k, of Weights[n, k] X[n*K+k], plus
+// sigmoid(SharedGate[n]) Shared[n] if there is a shared expert.
 type Combine struct {
 	X          Tensor // [N*K, H] act
 	Weights    Tensor // [N, K] F32, dense
@@ -27,9 +27,9 @@ func (o *Combine) Declare(d *Decl) {
 	d.write(&o.Out)
 }
 
-// combined checks what experts' outputs are combined of.
+// combined checks the inputs of the weighted sum of expert outputs.
 func (c *checker) combined(x, weights, shared, gate *Tensor) {
-	c.tensor("Weights", weights, onlyF, 2)
+	c.tensor("Weights", weights, float32Only, 2)
 	c.dense("Weights", weights)
 	c.tensor("X", x, floats, 2)
 	if c.ok() && x.Shape[0] != weights.Elements() {
@@ -42,7 +42,7 @@ func (c *checker) combined(x, weights, shared, gate *Tensor) {
 		n := weights.Shape[0]
 		c.matrix("Shared", shared, floats, dim{n, "Weights"}, dim{x.Shape[1], "X"})
 		c.sameType("Shared", shared, "X", x)
-		c.tensor("SharedGate", gate, onlyF, 2)
+		c.tensor("SharedGate", gate, float32Only, 2)
 		c.size("SharedGate", gate, 0, n, "rows", "Weights")
 		if c.ok() && gate.Shape[1] != 1 {
 			c.failf("SharedGate is %v, want 1 column", *gate)
@@ -50,14 +50,14 @@ func (c *checker) combined(x, weights, shared, gate *Tensor) {
 	}
 }
 
-// combination checks a written tensor that has a row for each of weights, and lies apart
-// from what is combined.
+// combination checks an output with a row for each row of weights; it must not overlap x and
+// shared.
 func (c *checker) combination(name string, t, x, weights, shared *Tensor) {
 	c.matrix(name, t, floats, dim{weights.Shape[0], "Weights"}, dim{x.Shape[1], "X"})
 	c.sameType(name, t, "X", x)
-	c.apart(name, t, "X", x)
+	c.disjoint(name, t, "X", x)
 	if c.ok() && !shared.None() {
-		c.apart(name, t, "Shared", shared)
+		c.disjoint(name, t, "Shared", shared)
 	}
 }
 
@@ -72,9 +72,9 @@ func declareCombined(d *Decl, x, weights, shared, gate *Tensor) {
 	}
 }
 
-// CombineNorm does what Combine and a Norm of its output with Residual do, with the same
-// bits: with x what Combine writes, rounded to the activation type, it does Residual
-// += x and writes Out = norm(Residual) * Weight (+ Bias). x itself is not kept.
+// CombineNorm is Combine followed by a Norm of its output with Residual, with the same bits: if
+// x is the output of Combine, rounded to the activation type, it sets Residual += x and Out =
+// norm(Residual) * Weight (+ Bias). x itself is not stored.
 type CombineNorm struct {
 	X          Tensor // [N*K, H] act
 	Weights    Tensor // [N, K] F32, dense
@@ -95,10 +95,10 @@ func (*CombineNorm) Name() string { return "combine_norm" }
 func (o *CombineNorm) Check() error {
 	c := checker{op: o.Name()}
 	c.combined(&o.X, &o.Weights, &o.Shared, &o.SharedGate)
-	c.normed(o.Kind, &o.Weight, &o.Bias, o.Eps, o.X.Shape[1])
+	c.norm(o.Kind, &o.Weight, &o.Bias, o.Eps, o.X.Shape[1])
 	c.combination("Residual", &o.Residual, &o.X, &o.Weights, &o.Shared)
 	c.combination("Out", &o.Out, &o.X, &o.Weights, &o.Shared)
-	c.apart("Out", &o.Out, "Residual", &o.Residual)
+	c.disjoint("Out", &o.Out, "Residual", &o.Residual)
 	return c.err
 }
 

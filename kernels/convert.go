@@ -18,17 +18,17 @@ func ToBF16(f float32) uint16 {
 	return uint16((b + 0x7fff + b>>16&1) >> 16)
 }
 
-// FromBF16 is the value of a bfloat16, exactly.
+// FromBF16 returns the value of a bfloat16, exactly.
 func FromBF16(b uint16) float32 { return math.Float32frombits(uint32(b) << 16) }
 
 // ToF16 rounds f to IEEE half precision, to nearest, ties to even.
 func ToF16(f float32) uint16 { return float16.Fromfloat32(f).Bits() }
 
-// FromF16 is the value of an IEEE half, exactly.
+// FromF16 returns the value of an IEEE half, exactly.
 func FromF16(h uint16) float32 { return float16.Frombits(h).Float32() }
 
-// ToFloat32 converts len(dst) little-endian elements of type t (F32, BF16 or
-// F16) in src to float32. It panics when src has another size or t is no float.
+// ToFloat32 converts len(dst) little-endian elements of type t (F32, BF16 or F16) in src to
+// float32. It panics if the size of src does not match or t is not a float type.
 func ToFloat32(dst []float32, src []byte, t DType) {
 	checkSize(len(src), len(dst), t)
 	switch t {
@@ -47,8 +47,8 @@ func ToFloat32(dst []float32, src []byte, t DType) {
 	}
 }
 
-// FromFloat32 rounds src to elements of type t (F32, BF16 or F16) in dst, little
-// endian. It panics when dst has another size or t is no float.
+// FromFloat32 rounds src to little-endian elements of type t (F32, BF16 or F16) in dst. It
+// panics if the size of dst does not match or t is not a float type.
 func FromFloat32(dst []byte, src []float32, t DType) {
 	checkSize(len(dst), len(src), t)
 	switch t {

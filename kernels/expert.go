@@ -1,28 +1,29 @@
 package kernels
 
-// ExpertGEMM is what ExpertUp and ExpertDown have in common: rows of X times a matrix
-// of the listed experts that each row's token chose. It touches no extent of an expert
-// without pairs, whose slot may be 0, and leaves the rows of Out of other experts alone.
+// ExpertGEMM has the arguments of ExpertUp and ExpertDown: a grouped GEMM of rows of X with a
+// matrix of each listed expert, for the tokens routed to it. It does not read the extent of an
+// expert without pairs, whose slot may be 0, and does not write the rows of Out that belong to
+// experts not listed.
 type ExpertGEMM struct {
-	X       Tensor // up: [N, H] act; down: [N*K, I] act, as ExpertUp has left it
+	X       Tensor // up: [N, H] act; down: [N*K, I] act, the output of ExpertUp
 	Offsets Tensor // [E+1] I32
 	Order   Tensor // [N*K] I32
 	Slots   Tensor // [E] U64: address of each listed expert's extent
 	Experts Tensor // [listed] I32: the experts of this launch, each once
 	Layout  ExpertLayout
-	Out     Tensor // up: [N*K, I] act, rows as in Order: an expert's stand together; down: [N*K, H] act
+	Out     Tensor // up: [N*K, I] act, rows in the order of Order, so each expert's are contiguous; down: [N*K, H] act
 }
 
-// checkLists checks X by itself, and which experts are to be applied to which pairs.
+// checkLists checks X alone, and the lists of experts and pairs.
 func (p *ExpertGEMM) checkLists(c *checker) {
 	c.tensor("X", &p.X, floats, 2)
-	c.tensor("Offsets", &p.Offsets, onlyI, 1)
-	c.tensor("Order", &p.Order, onlyI, 1)
-	c.tensor("Slots", &p.Slots, onlyU, 1)
+	c.tensor("Offsets", &p.Offsets, int32Only, 1)
+	c.tensor("Order", &p.Order, int32Only, 1)
+	c.tensor("Slots", &p.Slots, uint64Only, 1)
 	if e := p.Slots.Shape[0]; c.ok() && p.Offsets.Shape[0] != e+1 {
 		c.failf("Offsets is %v, want %d elements (Slots has %d)", p.Offsets, e+1, e)
 	}
-	c.tensor("Experts", &p.Experts, onlyI, 1)
+	c.tensor("Experts", &p.Experts, int32Only, 1)
 	if c.ok() && p.Experts.Shape[0] > p.Slots.Shape[0] {
 		c.failf("Experts is %v, want at most %d elements (Slots has %d)", p.Experts, p.Slots.Shape[0], p.Slots.Shape[0])
 	}
@@ -33,16 +34,17 @@ func (p *ExpertGEMM) checkLists(c *checker) {
 	}
 }
 
-// checkOut checks that Out has a row of so many columns for each pair, apart from X.
+// checkOut checks that Out has a row with that number of columns for each pair, and does not
+// overlap X.
 func (p *ExpertGEMM) checkOut(c *checker, columns dim) {
 	c.matrix("Out", &p.Out, floats, dim{p.Order.Shape[0], "Order"}, columns)
 	c.sameType("Out", &p.Out, "X", &p.X)
-	c.apart("Out", &p.Out, "X", &p.X)
+	c.disjoint("Out", &p.Out, "X", &p.X)
 }
 
-// declare adds what is read whatever the data says, and an estimate of the rest for a
-// product with so many of an expert's matrices: every expert has its even share of the
-// pairs, and each listed expert that can have one is read once.
+// declare adds the tensors that are always read, and an estimate of the rest, for a GEMM with
+// that number of matrices per expert. The estimate gives every expert an equal share of the
+// pairs, and reads each listed expert that can have a pair once.
 func (p *ExpertGEMM) declare(d *Decl, matrices int64) {
 	d.read(&p.Offsets)
 	d.read(&p.Order)
@@ -59,8 +61,8 @@ func (p *ExpertGEMM) declare(d *Decl, matrices int64) {
 	d.Flops += 2 * matrices * matrix * pairs
 }
 
-// ExpertUp computes Out[i] = silu(w1 X[p/K]) * (w3 X[p/K]) for every pair p = Order[i]
-// of the listed experts.
+// ExpertUp is the gate/up projection: Out[i] = silu(w1 X[p/K]) * (w3 X[p/K]) for every pair p =
+// Order[i] of the listed experts.
 type ExpertUp struct{ ExpertGEMM }
 
 // Name implements Op.
@@ -79,11 +81,11 @@ func (o *ExpertUp) Check() error {
 	return c.err
 }
 
-// Declare implements Op: experts, and which rows of X and Out are theirs, are
-// known on the device only.
+// Declare implements Op. Which experts, and which rows of X and Out, only the device knows.
 func (o *ExpertUp) Declare(d *Decl) { o.declare(d, 2) }
 
-// ExpertDown computes Out[p] = w2 X[i] for every pair p = Order[i] of the listed experts.
+// ExpertDown is the down projection: Out[p] = w2 X[i] for every pair p = Order[i] of the listed
+// experts.
 type ExpertDown struct{ ExpertGEMM }
 
 // Name implements Op.
@@ -99,6 +101,5 @@ func (o *ExpertDown) Check() error {
 	return c.err
 }
 
-// Declare implements Op: experts, and which rows of X and Out are theirs, are
-// known on the device only.
+// Declare implements Op. Which experts, and which rows of X and Out, only the device knows.
 func (o *ExpertDown) Declare(d *Decl) { o.declare(d, 1) }

@@ -28,10 +28,10 @@ const (
 
 func (p Part) String() string { return [...]string{"w1", "w3", "w2"}[p] }
 
-// ExpertLayout says where an expert's matrices lie in its one contiguous extent.
+// ExpertLayout is where an expert's matrices are in its one contiguous extent.
 type ExpertLayout struct {
 	ExpertShape
-	// Tag names the inner layout: "row-major" has w1, w3, w2 one after another.
+	// Tag names the layout: with "row-major", w1, w3 and w2 follow one another.
 	Tag string
 	// Size of the extent in bytes, a multiple of 256, at least Bytes().
 	Size int64
@@ -53,15 +53,15 @@ func (l *ExpertLayout) check() error {
 	return nil
 }
 
-// RowMajor is the tag of the layout that has w1, w3, w2 one after another, each
-// row-major as checkpoints have them.
+// RowMajor is the tag of the layout in which w1, w3 and w2 follow one another, each row-major
+// as in checkpoints.
 const RowMajor = "row-major"
 
-// extentAlign is what an extent's size is a multiple of, in bytes.
+// An extent's size is a multiple of extentAlign bytes.
 const extentAlign = 256
 
-// RowMajorLayout is the row-major layout of experts of a shape. Errors begin with
-// the backend's name.
+// RowMajorLayout returns the row-major layout of experts of a shape. Errors begin with the
+// backend's name.
 func RowMajorLayout(backend string, s ExpertShape) (ExpertLayout, error) {
 	if s.Hidden < 1 || s.Intermediate < 1 {
 		return ExpertLayout{}, fmt.Errorf("%s: expert of hidden size %d and intermediate size %d, want 1 or more", backend, s.Hidden, s.Intermediate)
@@ -74,7 +74,7 @@ func RowMajorLayout(backend string, s ExpertShape) (ExpertLayout, error) {
 	return ExpertLayout{ExpertShape: s, Tag: RowMajor, Size: (s.Bytes() + extentAlign - 1) / extentAlign * extentAlign}, nil
 }
 
-// CheckRowMajor refuses another layout than the row-major one for an operation.
+// CheckRowMajor returns an error unless an operation's layout is row-major.
 func CheckRowMajor(backend, op string, l ExpertLayout) error {
 	if l.Tag != RowMajor {
 		return fmt.Errorf("%s: %s: Layout is %q, want %q: it belongs to another backend", backend, op, l.Tag, RowMajor)
@@ -99,7 +99,7 @@ func PackRowMajor(backend string, l ExpertLayout, part Part, row int, src, dst [
 
 const packExpert = "pack expert"
 
-// partShape is the shape of one matrix of an expert.
+// partShape returns the shape of one matrix of an expert.
 func partShape(l ExpertLayout, part Part) (rows, columns int) {
 	if part == W2 {
 		return l.Hidden, l.Intermediate
@@ -107,8 +107,8 @@ func partShape(l ExpertLayout, part Part) (rows, columns int) {
 	return l.Intermediate, l.Hidden
 }
 
-// CheckPack checks the arguments of Backend.PackExpert but for the layout's tag.
-// Errors begin with the backend's name.
+// CheckPack checks the arguments of Backend.PackExpert except the layout's tag. Errors begin
+// with the backend's name.
 func CheckPack(backend string, l ExpertLayout, part Part, row int, src, dst []byte) error {
 	if part > W2 {
 		return fmt.Errorf("%s: %s: no matrix %d", backend, packExpert, part)

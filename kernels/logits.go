@@ -1,30 +1,29 @@
 package kernels
 
-// Sample draws one token per row: the largest logit (the lowest id of equal
-// ones) where Temperature is 0, else the largest of logit/Temperature + g, with g
-// a Gumbel variate of the counter-based generator keyed by (seed, sample,
-// position, token): see philox.Gumbel. Quotient and sum are rounded to float32, so
-// all backends draw the same token from the same logits. A logit that is no
-// number is never drawn.
+// Sample samples one token per row. If Temperature is 0, it is the token with the largest logit
+// (the lowest id of equal ones), else the one with the largest logit/Temperature + g, with g a
+// Gumbel variate of the counter-based generator keyed by (seed, sample, position, token): see
+// philox.Gumbel. Quotient and sum are rounded to float32, so all backends sample the same token
+// from the same logits. A token whose logit is NaN is never sampled.
 //
-// Where Temperature is not 0, MinP, TopK and TopP, each of them none or one
-// element per row, leave out unlikely tokens before that, in this order. With s
-// the quotients, s0 the row's largest and e = Exp(s - s0), or 1 where s = s0:
+// If Temperature is not 0, MinP, TopK and TopP (each none, or one element per row) first remove
+// improbable tokens, in this order. With s the quotients, s0 the row's largest, and e = Exp(s -
+// s0), or 1 if s = s0:
 //
-//   - MinP, from 0 (all) to 1, leaves out the tokens with e < MinP: those less
-//     than MinP times as likely as the likeliest.
+//   - MinP, from 0 (all) to 1, removes the tokens with e < MinP: those less than
+//     MinP times as probable as the most probable token.
 //   - TopK, 0 for all, keeps the TopK tokens with the largest logits, of equal ones
 //     those with the lowest ids.
 //   - TopP, above 0 and at most 1 (all), keeps the fewest tokens, in the same order,
-//     whose weights reach TopP times the weights of all that MinP and TopK left. A
+//     whose weights reach TopP times the weights of all tokens that MinP and TopK kept. A
 //     weight is SampleWeight(e), an integer, so that sums are exact in any order;
-//     nor is the product rounded.
+//     the product with TopP is not rounded.
 type Sample struct {
 	Logits      Tensor // [S, V] F32
 	Temperature Tensor // [S] F32, finite, >= 0
 	Seeds       Tensor // [S] U64
-	Samples     Tensor // [S] I32: which of a request's samples
-	Positions   Tensor // [S] I32: position of the token drawn
+	Samples     Tensor // [S] I32: index of the sample within its request
+	Positions   Tensor // [S] I32: position of the sampled token
 	TopK        Tensor // [S] I32, >= 0, or none
 	TopP, MinP  Tensor // [S] F32, or none
 	Out         Tensor // [S] I32
@@ -36,22 +35,22 @@ func (*Sample) Name() string { return "sample" }
 // Check implements Op.
 func (o *Sample) Check() error {
 	c := checker{op: o.Name()}
-	c.tensor("Logits", &o.Logits, onlyF, 2)
+	c.tensor("Logits", &o.Logits, float32Only, 2)
 	if c.ok() && o.Logits.Shape[1] < 1 {
 		c.failf("Logits is %v, want at least one column", o.Logits)
 	}
 	s := o.Logits.Shape[0]
-	c.list("Temperature", &o.Temperature, onlyF, s, "Logits")
-	c.list("Seeds", &o.Seeds, onlyU, s, "Logits")
-	c.list("Samples", &o.Samples, onlyI, s, "Logits")
-	c.list("Positions", &o.Positions, onlyI, s, "Logits")
-	c.perRow("TopK", &o.TopK, onlyI, s)
-	c.perRow("TopP", &o.TopP, onlyF, s)
-	c.perRow("MinP", &o.MinP, onlyF, s)
-	c.list("Out", &o.Out, onlyI, s, "Logits")
-	c.apart("Out", &o.Out, "Samples", &o.Samples)
-	c.apart("Out", &o.Out, "Positions", &o.Positions)
-	c.apart("Out", &o.Out, "TopK", &o.TopK)
+	c.list("Temperature", &o.Temperature, float32Only, s, "Logits")
+	c.list("Seeds", &o.Seeds, uint64Only, s, "Logits")
+	c.list("Samples", &o.Samples, int32Only, s, "Logits")
+	c.list("Positions", &o.Positions, int32Only, s, "Logits")
+	c.perRow("TopK", &o.TopK, int32Only, s)
+	c.perRow("TopP", &o.TopP, float32Only, s)
+	c.perRow("MinP", &o.MinP, float32Only, s)
+	c.list("Out", &o.Out, int32Only, s, "Logits")
+	c.disjoint("Out", &o.Out, "Samples", &o.Samples)
+	c.disjoint("Out", &o.Out, "Positions", &o.Positions)
+	c.disjoint("Out", &o.Out, "TopK", &o.TopK)
 	return c.err
 }
 
@@ -69,17 +68,16 @@ func (o *Sample) Declare(d *Decl) {
 	d.Flops += 40 * int64(o.Logits.Elements())
 }
 
-// perRow checks a tensor of one element for each of s rows of logits, which may
-// be none.
+// perRow checks a tensor of one element for each of s rows of logits, or none.
 func (c *checker) perRow(name string, t *Tensor, k kinds, s int) {
 	if c.ok() && !t.None() {
 		c.list(name, t, k, s, "Logits")
 	}
 }
 
-// Adjust changes the logits of listed tokens in place, and saves them first: those
-// of row s are IDs[Starts[s]:Starts[s+1]], each once. With o the logit and n =
-// Seen, it becomes, every operation rounded to float32:
+// Adjust changes the logits of listed tokens in place, after saving them. Those of row s are
+// IDs[Starts[s]:Starts[s+1]], each once. With o the logit and n = Seen, the new logit x is,
+// with every operation rounded to float32:
 //
 //	x = o / Repetition[s] if n >= 0 and o > 0, o * Repetition[s] if n >= 0, else o
 //	x = (x - Frequency[s]*n) - Presence[s] if n > 0
@@ -88,13 +86,13 @@ type Adjust struct {
 	Logits Tensor // [S, V] F32
 	Starts Tensor // [S+1] I32: the first entry of each row, then L
 	IDs    Tensor // [L] I32, each in [0, V)
-	// Seen is -1 for a token in neither prompt nor answer, 0 for one in the prompt
-	// only, n for one that stands n times in the answer.
+	// Seen is -1 for a token in neither prompt nor completion, 0 for one in the prompt only, n
+	// for one that occurs n times in the completion.
 	Seen Tensor // [L] I32
-	Bias Tensor // [L] F32, finite, or -Inf for a token never to be drawn
+	Bias Tensor // [L] F32, finite, or -Inf for a token that must not be sampled
 	// Repetition is above 0; all three are finite.
 	Repetition, Presence, Frequency Tensor // [S] F32
-	Saved                           Tensor // [L] F32: the logits as they were
+	Saved                           Tensor // [L] F32: the original logits
 }
 
 // Name implements Op.
@@ -105,19 +103,18 @@ func (o *Adjust) Check() error {
 	c := checker{op: o.Name()}
 	c.listed(&o.Logits, &o.Starts, &o.IDs)
 	s, l := o.Logits.Shape[0], o.IDs.Shape[0]
-	c.list("Seen", &o.Seen, onlyI, l, "IDs")
-	c.list("Bias", &o.Bias, onlyF, l, "IDs")
-	c.list("Repetition", &o.Repetition, onlyF, s, "Logits")
-	c.list("Presence", &o.Presence, onlyF, s, "Logits")
-	c.list("Frequency", &o.Frequency, onlyF, s, "Logits")
-	c.list("Saved", &o.Saved, onlyF, l, "IDs")
-	c.apart("Saved", &o.Saved, "Logits", &o.Logits)
-	c.apart("Saved", &o.Saved, "Bias", &o.Bias)
+	c.list("Seen", &o.Seen, int32Only, l, "IDs")
+	c.list("Bias", &o.Bias, float32Only, l, "IDs")
+	c.list("Repetition", &o.Repetition, float32Only, s, "Logits")
+	c.list("Presence", &o.Presence, float32Only, s, "Logits")
+	c.list("Frequency", &o.Frequency, float32Only, s, "Logits")
+	c.list("Saved", &o.Saved, float32Only, l, "IDs")
+	c.disjoint("Saved", &o.Saved, "Logits", &o.Logits)
+	c.disjoint("Saved", &o.Saved, "Bias", &o.Bias)
 	return c.err
 }
 
-// Declare implements Op: all logits count as read and written, those listed as
-// traffic.
+// Declare implements Op. Reads and Writes have all logits, Bytes counts the listed ones.
 func (o *Adjust) Declare(d *Decl) {
 	declareListed(d, &o.Logits, o.IDs.Shape[0])
 	d.read(&o.Starts)
@@ -147,13 +144,12 @@ func (*Restore) Name() string { return "restore" }
 func (o *Restore) Check() error {
 	c := checker{op: o.Name()}
 	c.listed(&o.Logits, &o.Starts, &o.IDs)
-	c.list("Saved", &o.Saved, onlyF, o.IDs.Shape[0], "IDs")
-	c.apart("Logits", &o.Logits, "Saved", &o.Saved)
+	c.list("Saved", &o.Saved, float32Only, o.IDs.Shape[0], "IDs")
+	c.disjoint("Logits", &o.Logits, "Saved", &o.Saved)
 	return c.err
 }
 
-// Declare implements Op: all logits count as read and written, those listed as
-// traffic.
+// Declare implements Op. Reads and Writes have all logits, Bytes counts the listed ones.
 func (o *Restore) Declare(d *Decl) {
 	declareListed(d, &o.Logits, o.IDs.Shape[0])
 	d.read(&o.Starts)
@@ -161,35 +157,34 @@ func (o *Restore) Declare(d *Decl) {
 	d.read(&o.Saved)
 }
 
-// listed checks the logits, and the lists of them, of Adjust and Restore.
+// listed checks the logits of Adjust and Restore, and their lists of tokens.
 func (c *checker) listed(logits, starts, ids *Tensor) {
-	c.tensor("Logits", logits, onlyF, 2)
-	c.tensor("Starts", starts, onlyI, 1)
+	c.tensor("Logits", logits, float32Only, 2)
+	c.tensor("Starts", starts, int32Only, 1)
 	if c.ok() && starts.Shape[0] != logits.Shape[0]+1 {
 		c.failf("Starts is %v, want %d elements (Logits has %d rows)", *starts, logits.Shape[0]+1, logits.Shape[0])
 	}
-	c.tensor("IDs", ids, onlyI, 1)
+	c.tensor("IDs", ids, int32Only, 1)
 }
 
-// declareListed declares logits of which the data lists n elements: all of them
-// may change, those are the traffic.
+// declareListed declares logits of which n elements, known on the device, are accessed: Reads
+// and Writes have all, Bytes counts n.
 func declareListed(d *Decl, logits *Tensor, n int) {
 	d.Reads = logits.AppendRanges(d.Reads)
 	d.Writes = logits.AppendRanges(d.Writes)
 	d.Bytes += 2 * int64(n) * int64(logits.DType.Size())
 }
 
-// LogProbs takes the logarithm of the softmax over each row: Chosen is that of
-// Tokens, Top those of the N likeliest tokens, TopIDs. Order: by falling logit, the
-// lower id of equal ones first. A logit that is no number is left out, of the
-// softmax too; where a row has fewer than N numbers, the rest of TopIDs is -1 and
-// of Top -Inf.
+// LogProbs computes log(softmax) of each row: Sampled for the tokens in Tokens, Top for the N
+// most probable tokens, TopIDs, in descending order of logits, the lower id of equal ones
+// first. NaN logits are ignored, in the softmax too; if a row has fewer than N numbers, the
+// rest of TopIDs is -1 and of Top -Inf.
 type LogProbs struct {
-	Logits Tensor // [S, V] F32
-	Tokens Tensor // [S] I32, each in [0, V)
-	Chosen Tensor // [S] F32
-	TopIDs Tensor // [S, N] I32, dense, N <= V, or none
-	Top    Tensor // [S, N] F32, dense, or none as TopIDs
+	Logits  Tensor // [S, V] F32
+	Tokens  Tensor // [S] I32, each in [0, V)
+	Sampled Tensor // [S] F32
+	TopIDs  Tensor // [S, N] I32, dense, N <= V, or none
+	Top     Tensor // [S, N] F32, dense, or none as TopIDs
 }
 
 // Name implements Op.
@@ -198,33 +193,33 @@ func (*LogProbs) Name() string { return "log_probs" }
 // Check implements Op.
 func (o *LogProbs) Check() error {
 	c := checker{op: o.Name()}
-	c.tensor("Logits", &o.Logits, onlyF, 2)
+	c.tensor("Logits", &o.Logits, float32Only, 2)
 	if c.ok() && o.Logits.Shape[1] < 1 {
 		c.failf("Logits is %v, want at least one column", o.Logits)
 	}
 	s := o.Logits.Shape[0]
-	c.list("Tokens", &o.Tokens, onlyI, s, "Logits")
-	c.list("Chosen", &o.Chosen, onlyF, s, "Logits")
-	c.apart("Chosen", &o.Chosen, "Logits", &o.Logits)
+	c.list("Tokens", &o.Tokens, int32Only, s, "Logits")
+	c.list("Sampled", &o.Sampled, float32Only, s, "Logits")
+	c.disjoint("Sampled", &o.Sampled, "Logits", &o.Logits)
 	if c.ok() && o.TopIDs.None() != o.Top.None() {
 		c.failf("TopIDs is %v and Top %v, want both or none", o.TopIDs, o.Top)
 	}
 	if !c.ok() || o.TopIDs.None() {
 		return c.err
 	}
-	c.tensor("TopIDs", &o.TopIDs, onlyI, 2)
+	c.tensor("TopIDs", &o.TopIDs, int32Only, 2)
 	c.dense("TopIDs", &o.TopIDs)
 	c.size("TopIDs", &o.TopIDs, 0, s, "rows", "Logits")
 	if n, v := o.TopIDs.Shape[1], o.Logits.Shape[1]; c.ok() && n > v {
 		c.failf("TopIDs is %v, want at most %d columns (Logits has %d)", o.TopIDs, v, v)
 	}
-	c.apart("TopIDs", &o.TopIDs, "Tokens", &o.Tokens)
-	c.tensor("Top", &o.Top, onlyF, 2)
+	c.disjoint("TopIDs", &o.TopIDs, "Tokens", &o.Tokens)
+	c.tensor("Top", &o.Top, float32Only, 2)
 	c.dense("Top", &o.Top)
 	c.size("Top", &o.Top, 0, s, "rows", "Logits")
 	c.size("Top", &o.Top, 1, o.TopIDs.Shape[1], "columns", "TopIDs")
-	c.apart("Top", &o.Top, "Logits", &o.Logits)
-	c.apart("Top", &o.Top, "Chosen", &o.Chosen)
+	c.disjoint("Top", &o.Top, "Logits", &o.Logits)
+	c.disjoint("Top", &o.Top, "Sampled", &o.Sampled)
 	return c.err
 }
 
@@ -232,7 +227,7 @@ func (o *LogProbs) Check() error {
 func (o *LogProbs) Declare(d *Decl) {
 	d.read(&o.Logits)
 	d.read(&o.Tokens)
-	d.write(&o.Chosen)
+	d.write(&o.Sampled)
 	if !o.TopIDs.None() {
 		d.write(&o.TopIDs)
 		d.write(&o.Top)

@@ -28,8 +28,8 @@ func (o *MatMul) Check() error {
 	if c.ok() && o.Out.DType != F32 {
 		c.sameType("Out", &o.Out, "X", &o.X)
 	}
-	c.apart("Out", &o.Out, "X", &o.X)
-	c.apart("Out", &o.Out, "W", &o.W)
+	c.disjoint("Out", &o.Out, "X", &o.X)
+	c.disjoint("Out", &o.Out, "W", &o.W)
 	return c.err
 }
 

@@ -6,18 +6,18 @@ import (
 
 // Op is one operation: a pointer to one of this package's argument structs.
 type Op interface {
-	// Name is the operation's, in lower case: "norm", "expert_up".
+	// Name is the operation's name, in lower case: "norm", "expert_up".
 	Name() string
-	// Check reports the first argument that does not fit, by field.
+	// Check returns an error for the first bad argument, naming its field.
 	Check() error
-	// Declare adds what the operation reads and writes, as far as its arguments
-	// say, and what it costs. What only the data says (experts behind a slot table,
-	// KV blocks behind a block table) is left out of Reads and Writes but estimated
+	// Declare adds the memory that the operation reads and writes, as far as its arguments
+	// determine it, and its cost. Memory that only device data determines (experts behind a
+	// slot table, KV blocks behind a block table) is not in Reads and Writes, but is estimated
 	// in Flops and Bytes.
 	Declare(d *Decl)
 }
 
-// Decl is what an operation touches and costs.
+// Decl is the memory that an operation accesses, and its cost.
 type Decl struct {
 	Reads, Writes []device.Range
 	// Flops counts a multiply-add as two; Bytes counts memory traffic with every
@@ -25,7 +25,7 @@ type Decl struct {
 	Flops, Bytes int64
 }
 
-// Reset empties d and keeps its room.
+// Reset empties d and keeps its memory.
 func (d *Decl) Reset() { *d = Decl{Reads: d.Reads[:0], Writes: d.Writes[:0]} }
 
 func (d *Decl) read(t *Tensor) {
@@ -43,7 +43,7 @@ func (d *Decl) update(t *Tensor) {
 	d.write(t)
 }
 
-// optional reads t unless it is none.
+// optional declares that t is read, unless it is none.
 func (d *Decl) optional(t *Tensor) {
 	if !t.None() {
 		d.read(t)

@@ -1,27 +1,28 @@
 package kernels
 
-// RouteMethod is how a router turns scores into experts and weights.
+// RouteMethod is how a router turns scores into selected experts and weights.
 type RouteMethod uint8
 
 const (
-	// Softmax over all experts, then top-k, weights as they are (Qwen2-MoE, OLMoE).
+	// Softmax: softmax over all experts, then top-k without renormalization (Qwen2-MoE, OLMoE).
 	Softmax RouteMethod = iota
-	// SoftmaxRenorm divides the chosen weights by their sum (Mixtral, Qwen3-MoE).
+	// SoftmaxRenorm: as Softmax, then the selected weights are divided by their sum (Mixtral,
+	// Qwen3-MoE).
 	SoftmaxRenorm
 	// SparseMixer is Phi's routing at inference, for K = 2.
 	SparseMixer
 )
 
-// Route chooses K experts per row. Equal scores: the lower expert first. Order:
-// by falling score. A score that is no number counts as the lowest, so that ids
-// are always K different experts.
+// Route selects K experts per token, in descending order of scores, the lower expert first
+// among equal scores. NaN counts as the lowest score, so that ids are always K different
+// experts.
 type Route struct {
 	Logits Tensor // [N, E] F32
 	Method RouteMethod
 	Jitter float32 // SparseMixer's eps (router_jitter_noise)
 	// IDs and Weights are [N, K], I32 and F32, dense.
 	IDs, Weights Tensor
-	// Counts, [E] I64 or none, gains the number of rows that chose each expert.
+	// Counts, [E] I64 or none: adds the number of tokens routed to each expert.
 	Counts Tensor
 }
 
@@ -31,22 +32,22 @@ func (*Route) Name() string { return "route" }
 // Check implements Op.
 func (o *Route) Check() error {
 	c := checker{op: o.Name()}
-	c.tensor("Logits", &o.Logits, onlyF, 2)
-	c.tensor("IDs", &o.IDs, onlyI, 2)
+	c.tensor("Logits", &o.Logits, float32Only, 2)
+	c.tensor("IDs", &o.IDs, int32Only, 2)
 	c.dense("IDs", &o.IDs)
 	c.size("IDs", &o.IDs, 0, o.Logits.Shape[0], "rows", "Logits")
 	k, e := o.IDs.Shape[1], o.Logits.Shape[1]
 	if c.ok() && (k < 1 || k > e) {
 		c.failf("IDs is %v, want 1 to %d columns (Logits has %d)", o.IDs, e, e)
 	}
-	c.tensor("Weights", &o.Weights, onlyF, 2)
+	c.tensor("Weights", &o.Weights, float32Only, 2)
 	c.dense("Weights", &o.Weights)
 	c.size("Weights", &o.Weights, 0, o.IDs.Shape[0], "rows", "IDs")
 	c.size("Weights", &o.Weights, 1, k, "columns", "IDs")
 	if c.ok() && !o.Counts.None() {
-		c.list("Counts", &o.Counts, onlyL, e, "Logits")
+		c.list("Counts", &o.Counts, int64Only, e, "Logits")
 	}
-	c.apart("Weights", &o.Weights, "IDs", &o.IDs)
+	c.disjoint("Weights", &o.Weights, "IDs", &o.IDs)
 	switch {
 	case !c.ok():
 	case o.Method > SparseMixer:
@@ -70,38 +71,38 @@ func (o *Route) Declare(d *Decl) {
 	d.Flops += int64(o.Logits.Elements()) * int64(4+o.IDs.Shape[1])
 }
 
-// Group sorts a step's (token, k) pairs by expert: those of expert e are
-// Order[Offsets[e]:Offsets[e+1]], each pair as token*K + k, ascending.
-type Group struct {
+// SortByExpert sorts a step's (token, k) pairs by expert: the pairs of expert e are
+// Order[Offsets[e]:Offsets[e+1]], each as token*K + k, ascending.
+type SortByExpert struct {
 	IDs     Tensor // [N, K] I32, dense
 	Offsets Tensor // [E+1] I32
 	Order   Tensor // [N*K] I32
 }
 
 // Name implements Op.
-func (*Group) Name() string { return "group" }
+func (*SortByExpert) Name() string { return "group" }
 
 // Check implements Op.
-func (o *Group) Check() error {
+func (o *SortByExpert) Check() error {
 	c := checker{op: o.Name()}
-	c.tensor("IDs", &o.IDs, onlyI, 2)
+	c.tensor("IDs", &o.IDs, int32Only, 2)
 	c.dense("IDs", &o.IDs)
-	c.tensor("Offsets", &o.Offsets, onlyI, 1)
+	c.tensor("Offsets", &o.Offsets, int32Only, 1)
 	if c.ok() && o.Offsets.Shape[0] < 2 {
 		c.failf("Offsets is %v, want one more element than there are experts", o.Offsets)
 	}
-	c.tensor("Order", &o.Order, onlyI, 1)
+	c.tensor("Order", &o.Order, int32Only, 1)
 	if c.ok() && o.Order.Shape[0] != o.IDs.Elements() {
 		c.failf("Order is %v, want %d elements (IDs is %v)", o.Order, o.IDs.Elements(), o.IDs)
 	}
-	c.apart("Order", &o.Order, "IDs", &o.IDs)
-	c.apart("Offsets", &o.Offsets, "IDs", &o.IDs)
-	c.apart("Order", &o.Order, "Offsets", &o.Offsets)
+	c.disjoint("Order", &o.Order, "IDs", &o.IDs)
+	c.disjoint("Offsets", &o.Offsets, "IDs", &o.IDs)
+	c.disjoint("Order", &o.Order, "Offsets", &o.Offsets)
 	return c.err
 }
 
 // Declare implements Op.
-func (o *Group) Declare(d *Decl) {
+func (o *SortByExpert) Declare(d *Decl) {
 	d.read(&o.IDs)
 	d.write(&o.Offsets)
 	d.write(&o.Order)

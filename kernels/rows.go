@@ -13,14 +13,14 @@ func (*Embed) Name() string { return "embed" }
 // Check implements Op.
 func (o *Embed) Check() error {
 	c := checker{op: o.Name()}
-	c.tensor("IDs", &o.IDs, onlyI, 1)
+	c.tensor("IDs", &o.IDs, int32Only, 1)
 	c.tensor("Table", &o.Table, floats, 2)
 	c.matrix("Out", &o.Out, floats, dim{o.IDs.Shape[0], "IDs"}, dim{o.Table.Shape[1], "Table"})
-	c.apart("Out", &o.Out, "Table", &o.Table)
+	c.disjoint("Out", &o.Out, "Table", &o.Table)
 	return c.err
 }
 
-// Declare implements Op: the whole table counts as read, its rows as traffic.
+// Declare implements Op. Reads has the whole table; Bytes counts the rows used.
 func (o *Embed) Declare(d *Decl) {
 	d.read(&o.IDs)
 	d.Reads = o.Table.AppendRanges(d.Reads)
@@ -28,7 +28,7 @@ func (o *Embed) Declare(d *Decl) {
 	d.write(&o.Out)
 }
 
-// NormKind chooses between the two norms.
+// NormKind selects RMSNorm or LayerNorm.
 type NormKind uint8
 
 // The norms: RMS divides by the root mean square; Layer subtracts the mean,
@@ -38,8 +38,8 @@ const (
 	Layer
 )
 
-// Norm writes Out = norm(X) * Weight (+ Bias) over the last dimension. With
-// Residual it first does Residual += X and norms that.
+// Norm writes Out = norm(X) * Weight (+ Bias) over the last dimension. With Residual it first
+// sets Residual += X and norms that.
 type Norm struct {
 	Kind     NormKind
 	X        Tensor // [N, D] or [N, heads, D] act
@@ -64,14 +64,14 @@ func (o *Norm) Check() error {
 	if c.ok() && !o.Residual.None() {
 		c.tensor("Residual", &o.Residual, floats, rank)
 		c.same("Residual", &o.Residual, "X", &o.X)
-		c.apart("Residual", &o.Residual, "X", &o.X)
+		c.disjoint("Residual", &o.Residual, "X", &o.X)
 	}
-	c.normed(o.Kind, &o.Weight, &o.Bias, o.Eps, o.X.Shape[rank-1])
+	c.norm(o.Kind, &o.Weight, &o.Bias, o.Eps, o.X.Shape[rank-1])
 	c.tensor("Out", &o.Out, floats, rank)
 	c.same("Out", &o.Out, "X", &o.X)
 	c.inPlace("Out", &o.Out, "X", &o.X)
 	if c.ok() && !o.Residual.None() {
-		c.apart("Out", &o.Out, "Residual", &o.Residual)
+		c.disjoint("Out", &o.Out, "Residual", &o.Residual)
 	}
 	return c.err
 }
@@ -88,8 +88,8 @@ func (o *Norm) Declare(d *Decl) {
 	d.Flops += 8 * int64(o.X.Elements())
 }
 
-// normed checks how rows of d elements are normed.
-func (c *checker) normed(kind NormKind, weight, bias *Tensor, eps float32, d int) {
+// norm checks the parameters of a norm of rows of d elements.
+func (c *checker) norm(kind NormKind, weight, bias *Tensor, eps float32, d int) {
 	c.list("Weight", weight, floats, d, "a row of X")
 	if c.ok() && !bias.None() {
 		c.list("Bias", bias, floats, d, "a row of X")
@@ -171,14 +171,14 @@ func (*Gather) Name() string { return "gather" }
 func (o *Gather) Check() error {
 	c := checker{op: o.Name()}
 	c.tensor("X", &o.X, floats, 2)
-	c.tensor("Rows", &o.Rows, onlyI, 1)
+	c.tensor("Rows", &o.Rows, int32Only, 1)
 	c.matrix("Out", &o.Out, floats, dim{o.Rows.Shape[0], "Rows"}, dim{o.X.Shape[1], "X"})
 	c.sameType("Out", &o.Out, "X", &o.X)
-	c.apart("Out", &o.Out, "X", &o.X)
+	c.disjoint("Out", &o.Out, "X", &o.X)
 	return c.err
 }
 
-// Declare implements Op: the rows of X are known by Rows only.
+// Declare implements Op. Reads has no rows of X: only Rows determines which.
 func (o *Gather) Declare(d *Decl) {
 	d.read(&o.Rows)
 	d.Bytes += o.Out.Bytes()

@@ -98,15 +98,14 @@ func (t Tensor) Range() device.Range {
 	return device.Range{Addr: t.Addr, Bytes: int64(last+1) * int64(t.DType.Size())}
 }
 
-// AppendRanges appends the runs of memory that hold t's elements, and nothing
-// between them, to dst: one for a dense tensor, one per row (or more) for one
-// with gaps.
+// AppendRanges appends to dst the contiguous ranges of memory that hold t's elements, and no
+// bytes between them: one for a dense tensor, one per row (or more) for one with gaps.
 func (t Tensor) AppendRanges(dst []device.Range) []device.Range {
 	if t.None() || t.Elements() == 0 {
 		return dst
 	}
 	size := t.DType.Size()
-	run, outer := 1, t.Rank // elements that lie without gaps; dimensions around them
+	run, outer := 1, t.Rank // elements without gaps; dimensions around them
 	for outer > 0 && (t.Shape[outer-1] == 1 || t.Stride[outer-1] == run) {
 		outer--
 		run *= t.Shape[outer]
@@ -144,9 +143,8 @@ func (t Tensor) Narrow(dim, from, to int) Tensor {
 	return t
 }
 
-// View returns the same elements in another shape. Only the last dimension may
-// be split or kept: the tensor may have gaps between rows but not inside them.
-// Any dense tensor may take any shape of as many elements.
+// View returns the same elements in another shape. A dense tensor may take any shape with as
+// many elements; of one with gaps between rows, only the last dimension may be split or kept.
 func (t Tensor) View(shape ...int) Tensor {
 	v := New(t.Addr, t.DType, shape...)
 	if v.Elements() != t.Elements() {

@@ -229,7 +229,7 @@ func TestGPUBlocks(t *testing.T) {
 		r.ok(r.backend.Enqueue(r.stream, &kernels.Attention{
 			Q: r.upload(numbers(rows*heads*shape.HeadDim), act, rows, heads, shape.HeadDim), CacheK: cacheK, CacheV: cacheV,
 			SeqStarts: startsAt, ContextLens: lensAt, BlockTable: tableAt,
-			Window: 1, Scale: 0.125, MaxContext: longest, MaxRows: longest, Out: out,
+			Window: 1, Scale: 0.125, MaxContext: longest, MaxSeqTokens: longest, Out: out,
 		}))
 		back, head := r.download(out.Range()), shape.HeadDim*act.Size()
 		for i := range rows {

@@ -111,7 +111,7 @@ func TestNewErrors(t *testing.T) {
 	}()
 	good := kvcache.PoolOptions{Machine: m, Space: device.HBM(0), Blocks: 10, Shape: kvcache.Shape{Layers: 2, KVHeads: 2, HeadDim: 4, DType: kernels.F32}}
 	for want, change := range map[string]func(*kvcache.PoolOptions){
-		"Machine is nil":      func(o *kvcache.PoolOptions) { o.Machine = nil },
+		"Machine is nil":         func(o *kvcache.PoolOptions) { o.Machine = nil },
 		"Layers is 0":            func(o *kvcache.PoolOptions) { o.Shape.Layers = 0 },
 		"KVHeads is -1":          func(o *kvcache.PoolOptions) { o.Shape.KVHeads = -1 },
 		"HeadDim is 0":           func(o *kvcache.PoolOptions) { o.Shape.HeadDim = 0 },

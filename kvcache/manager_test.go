@@ -261,7 +261,7 @@ func TestKeptAsLongAsThereIsRoom(t *testing.T) {
 
 func TestMisuse(t *testing.T) {
 	for want, f := range map[string]func(*kvcache.Table){
-		"match of a sequence with 2 blocks":               func(x *kvcache.Table) { x.Match(4) },
+		"match of a sequence with 2 blocks":              func(x *kvcache.Table) { x.Match(4) },
 		"9 tokens are filled after 6, in blocks of 4; 8": func(x *kvcache.Table) { x.SetFilled(9) },
 		"5 tokens are filled after 6":                    func(x *kvcache.Table) { x.SetFilled(5) },
 		"4 tokens are filled after 0, in blocks of 4; 0": func(x *kvcache.Table) { x.SetFilled(0); x.SetFilled(4) },

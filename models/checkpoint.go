@@ -42,20 +42,20 @@ func (c Checkpoint) Tensor(name string) (Info, bool) {
 	return info, true
 }
 
-// Read hands over bytes of the file's mapping. A file truncated meanwhile is an
-// error that wraps safetensors.ErrChanged.
+// Read passes bytes of the file's mapping to read. If the file was truncated meanwhile, the
+// error wraps safetensors.ErrChanged.
 func (c Checkpoint) Read(name string, off, n int64, read func(data []byte) error) error {
 	t, _ := c.files.Tensor(name)
 	return t.Read(func(data []byte) error { return read(data[off : off+n : off+n]) })
 }
 
-// Prefetch has the disk read them into the page cache.
+// Prefetch makes the system read the bytes into the page cache.
 func (c Checkpoint) Prefetch(name string, off, n int64) {
 	t, _ := c.files.Tensor(name)
 	t.Prefetch(off, n)
 }
 
-// Release lets the tensor's pages leave this process's resident set.
+// Release drops the tensor's pages from this process's resident set.
 func (c Checkpoint) Release(name string) {
 	t, _ := c.files.Tensor(name)
 	t.Release()

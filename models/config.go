@@ -7,11 +7,10 @@ import (
 	"github.com/moeserve/moeserve/kernels"
 )
 
-// QKNorm says whether queries and keys are normed before RoPE.
+// QKNorm is whether queries and keys are normed before RoPE.
 type QKNorm uint8
 
-// The kinds: none; each head by itself (Qwen3-MoE); the whole projection at once
-// (OLMoE).
+// The kinds: none; each head separately (Qwen3-MoE); the whole projection (OLMoE).
 const (
 	NoQKNorm QKNorm = iota
 	HeadQKNorm
@@ -25,7 +24,7 @@ type Config struct {
 	Type string
 
 	Hidden, Layers, Vocab int
-	// MaxPositions is the most tokens of a sequence.
+	// MaxPositions is the maximum number of tokens of a sequence.
 	MaxPositions int
 
 	Norm     kernels.NormKind
@@ -51,9 +50,9 @@ type Config struct {
 // Attention is that of every layer.
 type Attention struct {
 	Heads, KVHeads, HeadDim int
-	// Windows has, per layer, how many tokens a query sees, itself included; 0: all.
+	// Windows has, per layer, how many tokens a query attends to, itself included; 0: all.
 	Windows []int
-	// QKVBias and OBias say which projections have biases.
+	// QKVBias and OBias: the projections that have biases.
 	QKVBias, OBias bool
 	QKNorm         QKNorm
 	// ClipQKV limits queries, keys and values to [-ClipQKV, ClipQKV]; 0: no limit.
@@ -66,16 +65,15 @@ type FeedForward struct {
 	Route kernels.RouteMethod
 	// Jitter is SparseMixer's eps.
 	Jitter float32
-	// RoutingSkew, above 0, adds biases to the router's scores so that the k-th
-	// most popular expert of a layer is chosen about k^-RoutingSkew times as often
-	// as the first. Only dummy weights have it: see WithRoutingSkew.
+	// RoutingSkew, if above 0, adds biases to the router's scores so that the k-th most popular
+	// expert of a layer is selected about k^-RoutingSkew times as often as the first. Only
+	// dummy weights have it: see WithRoutingSkew.
 	RoutingSkew float64
 	// Experts and TopK of each MoE layer, ExpertWidth the experts' intermediate size.
 	Experts, TopK, ExpertWidth int
 	// SharedWidth is the shared expert's intermediate size; 0: there is none.
 	SharedWidth int
-	// Dense says of each layer whether it has one MLP of DenseWidth instead of
-	// experts.
+	// Dense: per layer, whether it has one MLP of DenseWidth instead of experts.
 	Dense      []bool
 	DenseWidth int
 }
@@ -85,11 +83,11 @@ func (c *Config) ExpertShape(t kernels.DType) kernels.ExpertShape {
 	return kernels.ExpertShape{Hidden: c.Hidden, Intermediate: c.ExpertWidth, DType: t}
 }
 
-// ProjectedWidth is the elements of a row's queries, keys and values together.
-func (a *Attention) ProjectedWidth() int { return (a.Heads + 2*a.KVHeads) * a.HeadDim }
+// QKVWidth is the number of elements of a token's queries, keys and values together.
+func (a *Attention) QKVWidth() int { return (a.Heads + 2*a.KVHeads) * a.HeadDim }
 
-// AttendedWidth is the elements of a row of attention's output, and of its queries.
-func (a *Attention) AttendedWidth() int { return a.Heads * a.HeadDim }
+// OutputWidth is the number of elements of a token's attention output, and of its queries.
+func (a *Attention) OutputWidth() int { return a.Heads * a.HeadDim }
 
 // MoELayers is the number of layers with experts.
 func (c *Config) MoELayers() int {
@@ -115,7 +113,7 @@ func (c *Config) ExpertParameters() int64 {
 	return int64(c.ExpertCount()) * 3 * int64(c.Hidden) * int64(c.ExpertWidth)
 }
 
-// OtherParameters is the number of weights of all but the routed experts.
+// OtherParameters is the number of weights of everything except the routed experts.
 func (c *Config) OtherParameters() int64 {
 	var n int64
 	for _, p := range denseTensors(c, new(Weights)) {

@@ -22,7 +22,7 @@ type Layout struct {
 	plan    []placement // in the source's order
 }
 
-// placement says where the rows of one tensor of a source go.
+// placement is the destination of the rows of one tensor of a source.
 type placement struct {
 	name     string
 	from, to kernels.DType // as it is, and as it is kept
@@ -39,11 +39,11 @@ type segment struct {
 	part          kernels.Part
 }
 
-// NewLayout checks every tensor of src against c and places it: all are there,
-// none is too many, shapes and types are right. Errors name tensor and file, and
-// wrap safetensors.ErrMismatch. cast, which may be nil, says in which type
-// weights of a type are kept; what is stacked to one matrix, and all experts, are
-// kept in one type (float32 where a source mixes types).
+// NewLayout checks every tensor of src against c (none missing, none unexpected, shapes and
+// types right) and assigns its place. Errors name tensor and file, and wrap
+// safetensors.ErrMismatch. cast, unless nil, returns the type in which weights of a type are
+// stored; weights stacked to one matrix, and all experts, are stored in one type (float32 if a
+// source mixes types).
 func NewLayout(c *Config, src Source, cast func(kernels.DType) kernels.DType) (*Layout, error) {
 	if cast == nil {
 		cast = func(t kernels.DType) kernels.DType { return t }
@@ -78,7 +78,7 @@ func NewLayout(c *Config, src Source, cast func(kernels.DType) kernels.DType) (*
 		}
 		off := int64(p.to.Addr) + int64(filled[p.to])*int64(p.to.Stride[0]*p.to.DType.Size())
 		l.plan = append(l.plan, placement{
-			name: b.chosen(p.names), from: dense[i].DType, to: p.to.DType, cols: max(1, p.cols),
+			name: b.firstPresent(p.names), from: dense[i].DType, to: p.to.DType, cols: max(1, p.cols),
 			parts: []segment{{rows: p.rows, off: off}},
 		})
 		filled[p.to] += p.rows
@@ -146,9 +146,9 @@ type layoutBuilder struct {
 	bad     error // the first tensor that is there but wrong
 }
 
-// need takes the tensor that goes by one of names and has the shape.
+// need registers the tensor that has one of the names, and checks its shape.
 func (b *layoutBuilder) need(shape []int, names ...string) Info {
-	name := b.chosen(names)
+	name := b.firstPresent(names)
 	info, ok := b.src.Tensor(name)
 	if !ok {
 		b.missing = append(b.missing, name)
@@ -172,8 +172,8 @@ func (b *layoutBuilder) need(shape []int, names ...string) Info {
 	return info
 }
 
-// chosen is the first of names that the source has; the first if it has none.
-func (b *layoutBuilder) chosen(names []string) string {
+// firstPresent returns the first of names that the source has, or names[0].
+func (b *layoutBuilder) firstPresent(names []string) string {
 	for _, name := range names {
 		if _, ok := b.src.Tensor(name); ok {
 			return name
@@ -182,7 +182,7 @@ func (b *layoutBuilder) chosen(names []string) string {
 	return names[0]
 }
 
-// experts takes the tensors of all routed experts. Their type is still open.
+// experts registers the tensors of all routed experts. Their type is set later.
 func (b *layoutBuilder) experts() []placement {
 	c := b.config
 	var all []placement
@@ -239,13 +239,13 @@ func (b *layoutBuilder) expertNames(layer int) expertNames {
 	return all[0]
 }
 
-// check reports what is missing, what nobody took, and what is wrong.
+// check reports missing, unexpected and wrong tensors.
 func (b *layoutBuilder) check() error {
 	var unexpected []string
 	for i, name := range b.src.Names() {
 		if _, taken := b.found[name]; taken {
 			b.found[name] = i
-		} else if !harmless(b.config, name) {
+		} else if !ignored(b.config, name) {
 			unexpected = append(unexpected, name)
 		}
 	}

@@ -12,12 +12,12 @@ import (
 	"github.com/moeserve/moeserve/kernels"
 )
 
-// pieceBytes is the most that Load hands over at once; a longer row is a piece
-// of its own.
+// pieceBytes is the maximum that Load passes to a sink at once; a longer row is a piece of its
+// own.
 const pieceBytes = 8 << 20
 
-// loaders is the most goroutines that Load reads with, one per processor: converting
-// and making dummy weights takes as many as there are, and a disk is busy with fewer.
+// loaders is the maximum number of goroutines that Load reads with, one per processor:
+// converting weights and generating dummy weights is CPU-bound, a disk is saturated by fewer.
 const loaders = 16
 
 // piece is some rows of one segment of a placement.
@@ -27,12 +27,11 @@ type piece struct {
 	row, n  int // rows within the segment
 }
 
-// Load streams all weights of src, which l was made for, to sink: in pieces of
-// whole rows, at most 8 MB (or one row, where that is more), in the source's
-// order, from a few goroutines, while the source fetches the pieces that come next.
-// progress, which may be nil, is told the bytes done so far and in all, by one
-// goroutine at a time. Load returns when everything is loaded, at the first error,
-// or when ctx is done.
+// Load streams all weights of src, for which l was made, to sink: in pieces of whole rows, at
+// most 8 MB (or one longer row), in the source's order, from a few goroutines, while the source
+// prefetches the next pieces. progress, unless nil, is called with the bytes done and the
+// total, by one goroutine at a time. Load returns when everything is loaded, at the first
+// error, or when ctx is done.
 func Load(ctx context.Context, src Source, l *Layout, sink Sink, progress func(done, total int64)) error {
 	group, ctx := errgroup.WithContext(ctx)
 	workers := min(loaders, runtime.GOMAXPROCS(0))

@@ -158,10 +158,10 @@ func expertLayouts(c *Config, layer int) []expertNames {
 	return all
 }
 
-// harmless reports whether a tensor that no one asked for may be left out: RoPE
+// ignored reports whether a tensor that no one asked for may be left out: RoPE
 // frequencies, which old writers saved though they follow from the config, the
 // second copy of a tied table, and layers that the caller has cut off.
-func harmless(c *Config, name string) bool {
+func ignored(c *Config, name string) bool {
 	if strings.HasSuffix(name, ".rotary_emb.inv_freq") || c.TiedEmbeddings && name == "lm_head.weight" {
 		return true
 	}

@@ -4,7 +4,7 @@ import (
 	"github.com/moeserve/moeserve/kernels"
 )
 
-// Weights are views of everything but routed experts.
+// Weights are views of all weights except routed experts.
 type Weights struct {
 	Embed                    kernels.Tensor // [V, H]
 	FinalNorm, FinalNormBias kernels.Tensor // [H]
@@ -13,8 +13,8 @@ type Weights struct {
 	Layers                   []LayerWeights
 }
 
-// LayerWeights are those of one layer. What the architecture or the layer does
-// not have is none.
+// LayerWeights are the weights of one layer; none for those that the architecture or the layer
+// does not have.
 type LayerWeights struct {
 	InputNorm, InputNormBias kernels.Tensor // [H]
 	QKV                      kernels.Tensor // [(heads + 2 kv heads) D, H]: queries, keys, values
@@ -46,30 +46,28 @@ type Info struct {
 	File string
 }
 
-// Source is where weights come from. Its methods may be called from several
-// goroutines.
+// Source is the source of weights. Its methods may be called from several goroutines.
 type Source interface {
-	// Origin says where the weights come from, for errors: a directory.
+	// Origin names the source in errors: a directory.
 	Origin() string
 	// Names lists the tensors in the order in which reading them is cheapest.
 	Names() []string
 	Tensor(name string) (Info, bool)
-	// Read hands read the bytes [off, off+n) of a tensor, row-major and
-	// little-endian, which it must not keep or change.
+	// Read passes the bytes [off, off+n) of a tensor, row-major and little-endian, to read,
+	// which must not keep or change them.
 	Read(name string, off, n int64, read func(data []byte) error) error
-	// Prefetch says that these bytes will be read soon. It reads none itself.
+	// Prefetch announces that these bytes will be read soon. It reads none itself.
 	Prefetch(name string, off, n int64)
-	// Release says that the tensor will not be read again.
+	// Release announces that the tensor will not be read again.
 	Release(name string)
 }
 
-// Sink takes weights to their final places. Load calls it from several
-// goroutines at once, never twice for the same bytes. data is whole rows, valid
-// during the call only.
+// Sink receives weights. Load calls it from several goroutines at once, never twice for the
+// same bytes. data is whole rows, valid during the call only.
 type Sink interface {
-	// Dense takes bytes at off of the Layout's arena.
+	// Dense receives bytes at off of the Layout's arena.
 	Dense(off int64, data []byte) error
-	// Expert takes rows from row on of one matrix of an expert, in the Layout's
-	// ExpertDType. layer counts all layers, dense ones too.
+	// Expert receives rows from row on of one matrix of an expert, in the Layout's ExpertDType.
+	// layer counts all layers, dense ones too.
 	Expert(layer, expert int, part kernels.Part, row int, data []byte) error
 }

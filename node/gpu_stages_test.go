@@ -178,10 +178,10 @@ func (r *stages) run(ids []int32, long bool, chosen []choice) ([]float32, []choi
 	_, err := h.Append(&forward.Sequence{IDs: ids, Long: long, Blocks: blocks})
 	r.ok(err)
 	for i := range ids {
-		_, err := h.Draw(i, &forward.Draw{Position: int32(i + 1)})
+		_, err := h.Sample(i, &forward.SamplingParams{Position: int32(i + 1)})
 		r.ok(err)
 	}
-	data := make([]byte, forward.GroupBytes(m.Limits, 1))
+	data := make([]byte, forward.StepUploadBytes(m.Limits, 1))
 	up, err := r.machine.Alloc(device.HBM(0), int64(len(data)), "row data")
 	r.ok(err)
 	b, n, err := h.Pack(data, up.Range(0, 1).Addr)
@@ -193,7 +193,7 @@ func (r *stages) run(ids []int32, long bool, chosen []choice) ([]float32, []choi
 	r.ok(m.Embed(s, &b))
 	for layer, dense := range r.config.Dense {
 		r.ok(m.PreAttention(s, layer, &b, attention))
-		r.ok(attention.Attend(s, layer, b.Span, &b.Attention))
+		r.ok(attention.Compute(s, layer, b.Span, &b.Attention))
 		r.ok(m.PostAttention(s, layer, &b))
 		if dense {
 			r.ok(m.MLP(s, layer, forward.Span{Rows: rows}))
@@ -205,8 +205,8 @@ func (r *stages) run(ids []int32, long bool, chosen []choice) ([]float32, []choi
 			r.ok(r.upload(w.Range(), chosen[layer].weights))
 		}
 		routes[layer] = choice{r.download(i), r.download(w)}
-		r.ok(m.Group(s, layer, forward.Span{Rows: rows}))
-		r.ok(m.Shared(s, layer, forward.Span{Rows: rows}))
+		r.ok(m.SortByExpert(s, layer, forward.Span{Rows: rows}))
+		r.ok(m.SharedExpert(s, layer, forward.Span{Rows: rows}))
 		r.ok(m.Experts(s, layer, forward.Span{Rows: rows}, r.slots[layer], r.all, r.layout))
 		r.ok(m.Combine(s, layer, forward.Span{Rows: rows}))
 	}

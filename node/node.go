@@ -312,7 +312,7 @@ func (n *Node) warm(ctx context.Context, backend kernels.Backend, m *forward.Mod
 	if !ok {
 		return nil
 	}
-	if err := m.Warm(n.pipe.Compute(), b.WarmRows(m.Limits.MaxTokens)); err != nil {
+	if err := m.WarmUp(n.pipe.Compute(), b.WarmRows(m.Limits.MaxTokens)); err != nil {
 		return err
 	}
 	return n.pipe.Compute().Synchronize(ctx)

@@ -216,7 +216,7 @@ func TestCloseInRevocation(t *testing.T) {
 			t.Fatal("no copy stalls")
 		}
 	}
-	if err := m.Take(device.HBM(1), 256<<20); err != nil {
+	if err := m.Occupy(device.HBM(1), 256<<20); err != nil {
 		t.Fatal(err)
 	}
 	<-began

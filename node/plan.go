@@ -28,7 +28,7 @@ type PlanOptions struct {
 // bounds out of reach are a *planner.LatencyError.
 func Plan(o PlanOptions) (_ *planning.Planned, err error) {
 	s := &o.Settings
-	if _, ok := configs.Preset(s.Model.Name); ok || checkpoint.Weightless(s.Model.Name) {
+	if _, ok := configs.Preset(s.Model.Name); ok || checkpoint.ConfigOnly(s.Model.Name) {
 		s.Model.LoadFormat = configs.LoadDummy
 	}
 	if s.Plan.Policy == configs.NoPolicy {

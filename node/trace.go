@@ -35,14 +35,14 @@ func openPlayback(d *devices.Devices, s configs.Harvest, log *slog.Logger) (*pla
 	if err != nil || !c.Generated && c.File == "" {
 		return nil, err
 	}
-	if d.Taker == nil {
+	if d.Occupier == nil {
 		return nil, errors.New("--availability-trace is for emulated devices; remove it, or set --device cpu")
 	}
 	trace, err := readTrace(d, c)
 	if err != nil {
 		return nil, err
 	}
-	t := &playback{player: tenants.NewPlayer(trace, d.Taker), machine: d.Machine, log: log}
+	t := &playback{player: tenants.NewPlayer(trace, d.Occupier), machine: d.Machine, log: log}
 	return t, t.player.Advance(0)
 }
 

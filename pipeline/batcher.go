@@ -127,7 +127,7 @@ func (b *batcher) split(s *Step, total int, shape *Shape) error {
 				if r < len(q.Tokens)-1 {
 					d.Adjust = nil
 				}
-				if _, err := mb.host.Draw(first+r-from, &d); err != nil {
+				if _, err := mb.host.Sample(first+r-from, &d); err != nil {
 					return fmt.Errorf("pipeline: sequence %d: %w", i, err)
 				}
 				b.wantLogProbs = append(b.wantLogProbs, d.LogProbs)
@@ -141,7 +141,7 @@ func (b *batcher) split(s *Step, total int, shape *Shape) error {
 	if b.roundContexts && b.decode {
 		for i := range b.used() {
 			h := &b.all[i].host
-			h.Widen(roundContext(h.MaxContext()))
+			h.PadContext(roundContext(h.MaxContext()))
 		}
 	}
 	return nil
@@ -174,7 +174,7 @@ func (d *stepMetadata) upload(s device.Stream, b *microBatch) error {
 	if err != nil {
 		return err
 	}
-	b.batch, b.hostMetadata = batch, batch.Attention.Moved(base, d.pinned.Range(off, free).Addr)
+	b.batch, b.hostMetadata = batch, batch.Attention.Relocated(base, d.pinned.Range(off, free).Addr)
 	d.used += bytes
 	return s.Copy(d.device.Range(off, bytes), d.pinned.Range(off, bytes))
 }

@@ -26,14 +26,14 @@ func (x *executor) computeAttention(layer int, b *forward.Batch) error {
 	if err := x.model.PreAttention(x.stream, layer, b, x.attention); err != nil {
 		return err
 	}
-	return x.attention.Attend(x.stream, layer, b.Span, &b.Attention)
+	return x.attention.Compute(x.stream, layer, b.Span, &b.Attention)
 }
 
 // runRouted runs all routed experts of a layer for a span of tokens: in waves, or, with
 // singleLaunch, where all fetches are expected to have completed, in one launch, which leaves
 // fewer multiprocessors idle at its end.
 func (x *executor) runRouted(layer int, r forward.Span, use *experts.Use, singleLaunch bool, m *meter) error {
-	if err := x.model.Group(x.stream, layer, r); err != nil {
+	if err := x.model.SortByExpert(x.stream, layer, r); err != nil {
 		return err
 	}
 	if !singleLaunch || len(use.Waves) < 2 {
@@ -58,7 +58,7 @@ func (x *executor) runRouted(layer int, r forward.Span, use *experts.Use, single
 // runResident groups the tokens of a span by expert and runs the resident experts of a layer,
 // of which only routed experts are fetched.
 func (x *executor) runResident(layer int, r forward.Span, open *experts.Unrouted, m *meter) error {
-	if err := x.model.Group(x.stream, layer, r); err != nil {
+	if err := x.model.SortByExpert(x.stream, layer, r); err != nil {
 		return err
 	}
 	return x.runWaves(layer, r, open.Slots, open.Waves, m)
@@ -196,10 +196,10 @@ func (q *enqueuer) enqueue(ctx context.Context, a Action, f *stepState) (err err
 		f.routed, err = q.routing.copyToHost(x.stream, q.routing.results.offsets.routed, ids)
 	case PredictNext:
 		if err = x.model.PredictNext(x.stream, a.Layer, tokens.Rows); err == nil {
-			f.predicted, err = q.routing.copyToHost(x.stream, q.routing.results.offsets.predicted, x.model.PredictRouting(tokens.Rows))
+			f.predicted, err = q.routing.copyToHost(x.stream, q.routing.results.offsets.predicted, x.model.PredictedRouting(tokens.Rows))
 		}
 	case SharedExpert:
-		return x.model.Shared(x.stream, a.Layer, tokens)
+		return x.model.SharedExpert(x.stream, a.Layer, tokens)
 	case RoutedExperts:
 		return x.runRouted(a.Layer, tokens, &f.use, f.singleLaunch, f.meter)
 	case RunResident:
@@ -224,7 +224,7 @@ func (q *enqueuer) enqueue(ctx context.Context, a Action, f *stepState) (err err
 		if owner.model.Config.Dense[a.Layer] {
 			return owner.model.MLP(owner.stream, a.Layer, b.batch.Span)
 		}
-		if err = owner.model.Shared(owner.stream, a.Layer, b.batch.Span); err == nil {
+		if err = owner.model.SharedExpert(owner.stream, a.Layer, b.batch.Span); err == nil {
 			err = owner.runRouted(a.Layer, b.batch.Span, &f.use, f.singleLaunch, f.meter)
 		}
 	case Head:

@@ -77,7 +77,7 @@ func (h *hostAttention) enqueue(compute device.Stream, m *forward.Model, layer i
 	h.tracer.hostWork(h.out, "copy q, k, v")
 	h.tracer.hostWork(h.host, "")
 	err := enqueueStage(h.out, h.projected, h.sent, n, func() (err error) {
-		if err = h.out.Copy(onHost.Projected.Range(), onDevice.Projected.Range()); err == nil {
+		if err = h.out.Copy(onHost.QKV.Range(), onDevice.QKV.Range()); err == nil {
 			b.qkvOnHost, err = meter.record(h.out)
 		}
 		return err
@@ -87,7 +87,7 @@ func (h *hostAttention) enqueue(compute device.Stream, m *forward.Model, layer i
 	}
 	err = enqueueStage(h.host, h.sent, h.computed, n, func() (err error) {
 		if err = h.attention.Append(h.host, layer, tokens, &b.hostMetadata); err == nil {
-			err = h.attention.Attend(h.host, layer, tokens, &b.hostMetadata)
+			err = h.attention.Compute(h.host, layer, tokens, &b.hostMetadata)
 		}
 		if err == nil {
 			b.hostDone, err = meter.record(h.host)
@@ -98,7 +98,7 @@ func (h *hostAttention) enqueue(compute device.Stream, m *forward.Model, layer i
 		return err
 	}
 	h.tracer.copyBack(h.in, "copy attention", device.Point{Fence: h.returned, Value: n})
-	if err := enqueueStage(h.in, h.computed, h.returned, n, func() error { return h.in.Copy(onDevice.Attended.Range(), onHost.Attended.Range()) }); err != nil {
+	if err := enqueueStage(h.in, h.computed, h.returned, n, func() error { return h.in.Copy(onDevice.Output.Range(), onHost.Output.Range()) }); err != nil {
 		return fmt.Errorf("copy attention output from the host: %w", err)
 	}
 	b.trip = n

@@ -36,7 +36,7 @@ type Sequence struct {
 
 // SamplingParams control how a token is sampled; TokenAdjust changes a token's logit before.
 type (
-	SamplingParams = forward.Draw
+	SamplingParams = forward.SamplingParams
 	TokenAdjust    = forward.TokenAdjust
 )
 

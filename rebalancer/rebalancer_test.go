@@ -411,12 +411,12 @@ func TestStorm(t *testing.T) {
 	for range 60 {
 		gpu := 1 + r.rng.IntN(2)
 		if n := int64(r.rng.IntN(17)) * rigBytes; taken[gpu] > 0 {
-			if err := r.m.Take(device.HBM(gpu), -taken[gpu]); err != nil {
+			if err := r.m.Occupy(device.HBM(gpu), -taken[gpu]); err != nil {
 				t.Fatal(err)
 			}
 			taken[gpu] = 0
 		} else {
-			if err := r.m.Take(device.HBM(gpu), n); err != nil {
+			if err := r.m.Occupy(device.HBM(gpu), n); err != nil {
 				t.Fatal(err)
 			}
 			taken[gpu] = n
@@ -425,7 +425,7 @@ func TestStorm(t *testing.T) {
 	}
 	revoked := r.store.Stats().Revoked
 	for gpu, n := range taken {
-		if err := r.m.Take(device.HBM(gpu), -n); err != nil {
+		if err := r.m.Occupy(device.HBM(gpu), -n); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -453,7 +453,7 @@ func TestCosts(t *testing.T) {
 			costs[g.Label] = g.Cost
 		}
 	}
-	if err := r.m.Take(device.HBM(1), 16*rigBytes); err != nil {
+	if err := r.m.Occupy(device.HBM(1), 16*rigBytes); err != nil {
 		t.Fatal(err)
 	}
 	for range 10 { // nothing is used meanwhile
@@ -548,11 +548,11 @@ func TestSickPeer(t *testing.T) {
 // TestFasterPeer: the hottest experts end on the faster of two peers.
 func TestFasterPeer(t *testing.T) {
 	r := newRig(t, rigOptions{machine: emulated.Options{Virtual: true}, peers: []int{24, 12}, rates: []float64{2e6, 20e6}})
-	if err := r.m.Take(device.HBM(2), 12*rigBytes); err != nil {
+	if err := r.m.Occupy(device.HBM(2), 12*rigBytes); err != nil {
 		t.Fatal(err)
 	}
 	r.steps(2*time.Second, false)
-	if err := r.m.Take(device.HBM(2), -12*rigBytes); err != nil {
+	if err := r.m.Occupy(device.HBM(2), -12*rigBytes); err != nil {
 		t.Fatal(err)
 	}
 	r.steps(3*time.Second, false)

@@ -476,7 +476,7 @@ func TestLost(t *testing.T) {
 func TestRefused(t *testing.T) {
 	machines(t, func(t *testing.T, o emulated.Options) {
 		o.Report = func(f emulated.Finding) {
-			if f.Kind != emulated.Outside {
+			if f.Kind != emulated.OutOfBounds {
 				t.Error(f)
 			}
 		}

@@ -129,7 +129,7 @@ func benchTransfer(ctx context.Context, s *streams, set *settings, o *transferOp
 	if len(peers) > 0 {
 		measure.Peer = peers[0]
 	}
-	if err := d.Hold(measure.Needs()); err != nil {
+	if err := d.CheckFree(measure.Needs()); err != nil {
 		return fmt.Errorf("--largest-mib is %d, which is too large: %w", o.largest, err)
 	}
 	p := s.progress(&set.Output, false)

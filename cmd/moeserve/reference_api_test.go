@@ -188,8 +188,8 @@ func TestReferenceAPI(t *testing.T) {
 // ignores, and which paths it has.
 func serverNames(t *testing.T) (known, ignored, paths []string) {
 	t.Helper()
-	reads := []string{"text", "flag", "integer", "number", "int64", "ids", "take", "sub", "list", "unsupported", "ignore"}
-	in := []string{"takeCommon", "takeStop", "takeBias", "takeStreamOptions", "takeResponseFormat", "parseCompletion", "parseChat", "takeConversation", "takeTools"}
+	reads := []string{"text", "flag", "integer", "number", "int64", "ids", "pop", "sub", "list", "unsupported", "ignore"}
+	in := []string{"parseCommon", "parseStop", "parseLogitBias", "parseStreamOptions", "parseResponseFormat", "parseCompletion", "parseChat", "parseConversation", "parseTools"}
 	plain := regexp.MustCompile(`^[a-z][a-z_]*$`)
 	found := map[string]bool{}
 	literal := func(e ast.Expr) (string, bool) {
@@ -215,7 +215,7 @@ func serverNames(t *testing.T) (known, ignored, paths []string) {
 						ignored = append(ignored, s)
 					}
 				}
-			} else if f, ok := n.Fun.(*ast.Ident); ok && f.Name == "takeMaxTokens" {
+			} else if f, ok := n.Fun.(*ast.Ident); ok && f.Name == "parseMaxTokens" {
 				add(n.Args[2])
 			}
 		case *ast.CompositeLit:

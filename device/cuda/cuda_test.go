@@ -830,7 +830,7 @@ func TestHostRunsShort(t *testing.T) {
 		asked = append(asked, n)
 		return false
 	})
-	contains(t, err, "0 of 3221225472 bytes", "ran short")
+	contains(t, err, "0 of 3221225472 bytes", "ran out of memory")
 	if len(asked) != 1 || asked[0] != touchBytes {
 		t.Errorf("asked for room for %v", asked)
 	}
@@ -950,7 +950,7 @@ func TestForeignObjects(t *testing.T) {
 	contains(t, s.Wait(other.event()), "not of this machine")
 	contains(t, s.Raise(other.fence("f"), 1), "not of this machine")
 	contains(t, r.host("h").Await(other.fence("f"), 1), "not of this machine")
-	contains(t, s.Copy(all(r.alloc(device.HBM(0), 8)), all(other.alloc(device.HBM(0), 8))), "does not lie in one live allocation")
+	contains(t, s.Copy(all(r.alloc(device.HBM(0), 8)), all(other.alloc(device.HBM(0), 8))), "is not in one live allocation")
 	r.ok(s.Synchronize(r.ctx))
 }
 

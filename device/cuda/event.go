@@ -130,7 +130,7 @@ func (e *event) recordHost() (*hostRecording, error) {
 		return nil, err
 	}
 	if e.word.value == nil {
-		w, err := e.m.words.take(e.m.anyGPU())
+		w, err := e.m.words.alloc(e.m.anyGPU())
 		if err != nil {
 			return nil, err
 		}
@@ -346,7 +346,7 @@ func (e *event) Close() error {
 		e.gpu.stale = true
 	}
 	if e.word.value != nil && e.word.value.Load() == e.generation {
-		e.m.words.put(e.word)
+		e.m.words.release(e.word)
 	}
 	for i := range e.spare {
 		if err := e.m.gpus[i].destroyEvent(&e.spare[i]); err != nil {

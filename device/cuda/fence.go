@@ -35,8 +35,8 @@ type words struct {
 	slabs []unsafe.Pointer
 }
 
-// take returns a counter at 0.
-func (w *words) take(g *gpu) (word, error) {
+// alloc returns a counter at 0.
+func (w *words) alloc(g *gpu) (word, error) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	if len(w.free) == 0 {
@@ -57,8 +57,8 @@ func (w *words) take(g *gpu) (word, error) {
 	return one, nil
 }
 
-// put takes back a counter that nobody will write or await any more.
-func (w *words) put(one word) {
+// release takes back a counter that nobody will write or await any more.
+func (w *words) release(one word) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	w.free = append(w.free, one)
@@ -80,20 +80,20 @@ func (w *words) close(g *gpu) error {
 // before says whether a comes before b, modulo 2^32.
 func before(a, b uint32) bool { return int32(a-b) < 0 }
 
-// mark is the furthest value of something, if there was any.
-type mark struct {
+// highWater is the furthest value of something, if there was any.
+type highWater struct {
 	set   bool
 	value uint32
 }
 
-func (m *mark) note(v uint32) {
+func (m *highWater) note(v uint32) {
 	if !m.set || before(m.value, v) {
 		m.set, m.value = true, v
 	}
 }
 
 // behind says whether the counter has still to reach the mark.
-func (m *mark) behind(counter uint32) bool { return m.set && before(counter, m.value) }
+func (m *highWater) behind(counter uint32) bool { return m.set && before(counter, m.value) }
 
 // fence is a word that host and streams raise and await.
 type fence struct {
@@ -110,8 +110,8 @@ type fence struct {
 	err      error
 	// raises holds, per GPU, the furthest value its streams are to raise, awaits the
 	// furthest that any stream waits for.
-	raises []mark
-	awaits mark
+	raises []highWater
+	awaits highWater
 }
 
 var _ device.Fence = (*fence)(nil)
@@ -121,11 +121,11 @@ func (m *Machine) NewFence(label string) (device.Fence, error) {
 	if err := m.usable("fence", device.Host); err != nil {
 		return nil, err
 	}
-	w, err := m.words.take(m.anyGPU())
+	w, err := m.words.alloc(m.anyGPU())
 	if err != nil {
 		return nil, err
 	}
-	f := &fence{m: m, label: label, word: w, raises: make([]mark, len(m.gpus))}
+	f := &fence{m: m, label: label, word: w, raises: make([]highWater, len(m.gpus))}
 	m.mu.Lock()
 	m.fences[f] = struct{}{}
 	m.mu.Unlock()
@@ -299,7 +299,7 @@ func (f *fence) Close() error {
 	}
 	if !busy {
 		// Else a stream may still write the word: it goes with its page.
-		f.m.words.put(f.word)
+		f.m.words.release(f.word)
 	}
 	return nil
 }

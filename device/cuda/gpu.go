@@ -159,7 +159,7 @@ func (g *gpu) lostError(op, detail string) *device.Error {
 	}
 	return &device.Error{
 		Op: op, Space: g.space, Code: first.Code, Name: first.Name, Err: device.ErrLost,
-		Detail: fmt.Sprintf("%sthe device was lost at an earlier %s (%s)", detail, first.Op, first.Detail),
+		Detail: fmt.Sprintf("%sthe device was lost in an earlier %s (%s)", detail, first.Op, first.Detail),
 	}
 }
 

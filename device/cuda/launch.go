@@ -202,7 +202,7 @@ func (s *Stream) Args() *Args {
 func (a *Args) place(n, align int) unsafe.Pointer {
 	at := (int(a.block.bytes) + align - 1) &^ (align - 1)
 	if at+n > MaxArgBytes || a.block.count == MaxArgs {
-		panic(fmt.Sprintf("cuda: the arguments of a launch are more than %d, or take more than %d bytes", MaxArgs, MaxArgBytes))
+		panic(fmt.Sprintf("cuda: the arguments of a launch exceed %d, or %d bytes", MaxArgs, MaxArgBytes))
 	}
 	p := unsafe.Pointer(&a.block.data[at])
 	a.block.at[a.block.count] = p

@@ -21,10 +21,10 @@ import (
 )
 
 const (
-	// oldestDriver is the CUDA version, as the driver numbers it, that it must offer.
-	oldestDriver = 12000
-	// oldestGPU is the compute capability, major*10+minor, that the kernels need.
-	oldestGPU = 80
+	// minDriver is the CUDA version, as the driver numbers it, that it must offer.
+	minDriver = 12000
+	// minComputeCapability is the compute capability, major*10+minor, that the kernels need.
+	minComputeCapability = 80
 	// maxGPUs is how many devices memory can be mapped for.
 	maxGPUs = 64
 )
@@ -101,7 +101,7 @@ func New(o Options) (*Machine, error) {
 		if err != nil {
 			return nil, err
 		}
-		if f.capability < oldestGPU {
+		if f.capability < minComputeCapability {
 			return nil, unavailable("GPU %d is a %s of compute capability %d.%d; the kernels need 8.0 (A100 and later)", n, f.name, f.capability/10, f.capability%10)
 		}
 		if !f.virtualMemory {
@@ -143,7 +143,7 @@ func start(library string) (int, error) {
 		return 0, unavailable("the NVIDIA driver does not start (%v)", err)
 	}
 	version := cu.Version()
-	if version < oldestDriver {
+	if version < minDriver {
 		return 0, unavailable("the NVIDIA driver offers CUDA %d.%d; 12.0 is needed (driver 525 or later)", version/1000, version%1000/10)
 	}
 	return version, nil
@@ -208,7 +208,7 @@ func (m *Machine) usable(op string, space device.Space) error {
 		return closedError(op, space, "the machine")
 	}
 	if space < 0 || int(space) > len(m.gpus) {
-		return badArgument(op, space, "there is no such space; the machine has %d GPUs", len(m.gpus))
+		return badArgument(op, space, "unknown memory space; the machine has %d GPUs", len(m.gpus))
 	}
 	if i, ok := space.GPU(); ok {
 		if e := m.gpus[i].lostError(op, ""); e != nil {
@@ -249,7 +249,7 @@ func (m *Machine) Close() error {
 
 	var problems []string
 	if !m.idle(closePatience) {
-		problems = append(problems, m.letGo()...)
+		problems = append(problems, m.raiseAll()...)
 	}
 	m.aborting.Store(true)
 	close(m.aborted)
@@ -357,8 +357,8 @@ func (m *Machine) fenced() bool {
 	})
 }
 
-// letGo raises every fence that a stream awaits, and says which streams had work.
-func (m *Machine) letGo() []string {
+// raiseAll raises every fence that a stream awaits, and says which streams had work.
+func (m *Machine) raiseAll() []string {
 	var problems []string
 	for _, s := range m.busy() {
 		problems = append(problems, fmt.Sprintf("closed while stream %q (%s) has work", s.Name(), s.Space()))
@@ -366,7 +366,7 @@ func (m *Machine) letGo() []string {
 	for _, f := range snapshot(m, m.fences) {
 		f.mu.Lock()
 		if now := f.word.value.Load(); f.awaits.behind(now) {
-			problems = append(problems, fmt.Sprintf("%s is awaited at %d and stands at %d", f, f.awaits.value, now))
+			problems = append(problems, fmt.Sprintf("a stream waits for %s to reach %d, and it is at %d", f, f.awaits.value, now))
 			f.condemn(f.awaits.value, closedError("await", device.Host, "the machine"))
 			f.set(f.awaits.value)
 		}

@@ -54,14 +54,14 @@ func (m *Machine) Alloc(space device.Space, bytes int64, label string) (device.M
 		return nil, err
 	}
 	if bytes <= 0 {
-		return nil, badArgument("alloc", space, "%q, %d bytes asked; ask for more than 0", label, bytes)
+		return nil, badArgument("alloc", space, "%q, %d bytes requested; ask for more than 0", label, bytes)
 	}
 	mem := &memory{m: m, space: space, label: label, bytes: bytes}
 	var err error
 	if space == device.Host {
-		err = mem.takeHost()
+		err = mem.allocHost()
 	} else {
-		err = mem.takeDevice()
+		err = mem.allocDevice()
 	}
 	if err != nil {
 		return nil, err
@@ -74,7 +74,7 @@ func (m *Machine) Alloc(space device.Space, bytes int64, label string) (device.M
 	}
 	m.mu.Unlock()
 	if closed {
-		return nil, errors.Join(closedError("alloc", space, "the machine"), mem.giveBack())
+		return nil, errors.Join(closedError("alloc", space, "the machine"), mem.release())
 	}
 	return mem, nil
 }
@@ -96,12 +96,12 @@ func (mem *memory) account() *account {
 	return &mem.m.host
 }
 
-// refused is the error of an allocation for which there is no room: the driver said c,
+// allocError is the error of an allocation for which there is no room: the driver said c,
 // or there is another reason.
-func (mem *memory) refused(c int, why error) error {
-	detail := fmt.Sprintf("%q, %d bytes asked", mem.label, mem.bytes)
+func (mem *memory) allocError(c int, why error) error {
+	detail := fmt.Sprintf("%q, %d bytes requested", mem.label, mem.bytes)
 	if u, err := mem.m.Usage(mem.space); err == nil {
-		detail += fmt.Sprintf(", %d free of %d (%d held by others)", max(u.Free(), 0), u.Capacity, u.OtherProcesses)
+		detail += fmt.Sprintf(", %d free of %d (%d used by other processes)", max(u.Free(), 0), u.Capacity, u.OtherProcesses)
 	}
 	if why != nil {
 		detail += "; " + why.Error()
@@ -113,13 +113,13 @@ func (mem *memory) refused(c int, why error) error {
 	return e
 }
 
-func (mem *memory) takeDevice() error {
+func (mem *memory) allocDevice() error {
 	i, _ := mem.space.GPU()
 	g := mem.m.gpus[i]
 	mem.g = g
 	if mem.bytes > g.facts.memoryBytes {
 		// More than the device has: rounding and reserving such sizes could overflow.
-		return mem.refused(success, nil)
+		return mem.allocError(success, nil)
 	}
 	mem.rounded = roundUp(mem.bytes, g.granularity)
 	var at C.CUdeviceptr
@@ -129,15 +129,15 @@ func (mem *memory) takeDevice() error {
 		mem.base = device.Addr(at)
 		return nil
 	case outOfMemory:
-		return mem.refused(int(c), nil)
+		return mem.allocError(int(c), nil)
 	}
-	return g.fail("alloc", int(c), fmt.Sprintf("%q, %d bytes asked", mem.label, mem.bytes))
+	return g.fail("alloc", int(c), fmt.Sprintf("%q, %d bytes requested", mem.label, mem.bytes))
 }
 
-func (mem *memory) takeHost() error {
+func (mem *memory) allocHost() error {
 	if u, err := mem.m.Usage(device.Host); err != nil || mem.bytes > u.Free() {
 		// The kernel would not refuse: it would kill, when the pages are touched.
-		return mem.refused(success, err)
+		return mem.allocError(success, err)
 	}
 	g := mem.m.anyGPU()
 	mem.rounded = roundUp(mem.bytes, int64(os.Getpagesize()))
@@ -148,7 +148,7 @@ func (mem *memory) takeHost() error {
 	} else {
 		all, err := mapHost(mem.rounded, mem.m.o.TouchThreads, room)
 		if err != nil {
-			return mem.refused(success, err)
+			return mem.allocError(success, err)
 		}
 		mem.mapping, p = all, unsafe.Pointer(unsafe.SliceData(all))
 		c = C.ms_host_register(g.context(), p, C.size_t(len(all)))
@@ -156,9 +156,9 @@ func (mem *memory) takeHost() error {
 	if c != success {
 		_ = mem.unmap()
 		if c == outOfMemory {
-			return mem.refused(int(c), nil)
+			return mem.allocError(int(c), nil)
 		}
-		return g.fail("alloc", int(c), fmt.Sprintf("%q, %d bytes of pinned host memory asked", mem.label, mem.bytes))
+		return g.fail("alloc", int(c), fmt.Sprintf("%q, %d bytes of pinned host memory requested", mem.label, mem.bytes))
 	}
 	mem.base = device.Addr(uintptr(p))
 	mem.data = unsafe.Slice((*byte)(p), mem.bytes)
@@ -187,7 +187,7 @@ func mapHost(bytes int64, threads int, room func(int64) bool) ([]byte, error) {
 		part := rest[:min(touchBytes, len(rest))]
 		rest = rest[len(part):]
 		if !room(int64(len(part))) {
-			return nil, errors.Join(fmt.Errorf("%d of %d bytes were brought in, and then the system ran short", len(b)-len(rest)-len(part), len(b)), unix.Munmap(b))
+			return nil, errors.Join(fmt.Errorf("%d of %d bytes were paged in before the system ran out of memory", len(b)-len(rest)-len(part), len(b)), unix.Munmap(b))
 		}
 		touch(part, threads)
 	}
@@ -232,8 +232,8 @@ func (mem *memory) unmap() error {
 	return nil
 }
 
-// giveBack returns the memory to the driver.
-func (mem *memory) giveBack() error {
+// release returns the memory to the driver.
+func (mem *memory) release() error {
 	if mem.g != nil {
 		c := C.ms_device_free(mem.g.context(), C.CUdeviceptr(mem.base), C.size_t(mem.rounded))
 		// A lost device has nothing left to give back.
@@ -285,7 +285,7 @@ func (mem *memory) Write(off, n int64) []byte { return mem.view(off, n) }
 func (mem *memory) view(off, n int64) []byte {
 	mem.Range(off, n)
 	if mem.space != device.Host {
-		panic(fmt.Sprintf("cuda: memory %q lies on %s, which the host cannot see: copy it to host memory first", mem.label, mem.space))
+		panic(fmt.Sprintf("cuda: memory %q is on %s, which the host cannot access: copy it to host memory first", mem.label, mem.space))
 	}
 	if mem.freed.Load() {
 		panic(fmt.Sprintf("cuda: host access to memory %q after it was freed", mem.label))
@@ -304,7 +304,7 @@ func (mem *memory) Free() error {
 	m.memory.remove(mem)
 	mem.account().add(-mem.rounded)
 	m.mu.Unlock()
-	return mem.giveBack()
+	return mem.release()
 }
 
 // Usage implements device.Machine.

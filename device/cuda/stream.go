@@ -195,7 +195,7 @@ func (m *Machine) copyable(s device.Stream, dst, src device.Range) (to, from *me
 		if to != nil {
 			r, side = src, "source"
 		}
-		return nil, nil, badArgument("copy", s.Space(), "%v: %s %v does not lie in one live allocation: it was freed, or is too long", s, side, r)
+		return nil, nil, badArgument("copy", s.Space(), "%v: %s %v is not in one live allocation: it was freed, or is too long", s, side, r)
 	}
 	if dst.Addr < src.End() && src.Addr < dst.End() {
 		return nil, nil, badArgument("copy", s.Space(), "%v: source %v and destination %v overlap", s, src, dst)

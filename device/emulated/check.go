@@ -19,9 +19,9 @@ const (
 	// EarlyFree: a Free that nothing orders after an access.
 	EarlyFree
 	// Unwritten: a read of bytes that nobody wrote since they were allocated.
-	Unwritten
+	Uninitialized
 	// Outside: an access to what is no allocation, or more than one.
-	Outside
+	OutOfBounds
 )
 
 func (k FindingKind) String() string {
@@ -32,9 +32,9 @@ func (k FindingKind) String() string {
 		return "use after free"
 	case EarlyFree:
 		return "freed too early"
-	case Unwritten:
+	case Uninitialized:
 		return "read of memory never written"
-	case Outside:
+	case OutOfBounds:
 		return "access outside of any allocation"
 	}
 	return fmt.Sprintf("FindingKind(%d)", int(k))
@@ -198,8 +198,8 @@ func (c *checker) enter(s *stream, host bool) func() {
 	}
 }
 
-// deed is an operation as accesses remember it.
-type deed struct {
+// accessRecord is an operation as accesses remember it.
+type accessRecord struct {
 	name   string
 	stream string
 	actor  *actor
@@ -207,15 +207,15 @@ type deed struct {
 	at     uint32
 }
 
-func (c *checker) deed(a *actor, name, stream string) *deed {
-	d := &deed{name: name, stream: stream, actor: a, id: a.id, at: a.tick()}
+func (c *checker) record(a *actor, name, stream string) *accessRecord {
+	d := &accessRecord{name: name, stream: stream, actor: a, id: a.id, at: a.tick()}
 	if c.ops++; c.ops%pruneEvery == 0 {
 		c.prune()
 	}
 	return d
 }
 
-func (d *deed) operation(mem *memory, r device.Range, write bool) Operation {
+func (d *accessRecord) operation(mem *memory, r device.Range, write bool) Operation {
 	o := Operation{Name: d.name, Stream: d.stream, Write: write, Offset: int64(r.Addr), Bytes: r.Bytes}
 	if mem != nil {
 		o.Offset -= int64(mem.base)
@@ -224,7 +224,7 @@ func (d *deed) operation(mem *memory, r device.Range, write bool) Operation {
 }
 
 // known says whether a knows that d ended.
-func (a *actor) known(d *deed) bool { return d == nil || d.at <= a.clock.at(d.id) }
+func (a *actor) known(d *accessRecord) bool { return d == nil || d.at <= a.clock.at(d.id) }
 
 func (c *checker) report(f Finding) {
 	key := fmt.Sprintf("%d %s %s %s %s %s", f.Kind, f.Label, f.First.Name, f.First.Stream, f.Second.Name, f.Second.Stream)
@@ -239,7 +239,7 @@ func (c *checker) report(f Finding) {
 }
 
 // unordered reports a pair.
-func (c *checker) unordered(mem *memory, first *deed, firstWrites bool, second *deed, r device.Range, writes bool) {
+func (c *checker) unordered(mem *memory, first *accessRecord, firstWrites bool, second *accessRecord, r device.Range, writes bool) {
 	f := Finding{Kind: Unordered, Space: mem.space.id, Label: mem.label, First: first.operation(mem, r, firstWrites), Second: second.operation(mem, r, writes)}
 	switch {
 	case first.stream != "" && second.stream != "":
@@ -252,9 +252,9 @@ func (c *checker) unordered(mem *memory, first *deed, firstWrites bool, second *
 	c.report(f)
 }
 
-// gone reports an access to what does not lie in one live allocation.
-func (c *checker) gone(d *deed, r device.Range, write bool) {
-	f := Finding{Kind: Outside, Second: d.operation(nil, r, write), Missing: "the range must lie within one allocation"}
+// useAfterFree reports an access to what does not lie in one live allocation.
+func (c *checker) useAfterFree(d *accessRecord, r device.Range, write bool) {
+	f := Finding{Kind: OutOfBounds, Second: d.operation(nil, r, write), Missing: "the range must lie within one allocation"}
 	if mem := c.m.memory.findFreed(r.Addr); mem != nil {
 		f.Kind, f.Space, f.Label = UseAfterFree, mem.space.id, mem.label
 		f.First = Operation{Name: "free", Write: true, Bytes: mem.bytes}
@@ -270,7 +270,7 @@ func (c *checker) gone(d *deed, r device.Range, write bool) {
 
 // read checks and notes a read. partial says whether bytes that nobody wrote may
 // be among those read.
-func (c *checker) read(d *deed, mem *memory, r device.Range, partial bool) {
+func (c *checker) read(d *accessRecord, mem *memory, r device.Range, partial bool) {
 	lo := int64(r.Addr - mem.base)
 	written := false
 	c.visit(mem, lo, r.Bytes, func(lo, hi int64, old *cell) *cell {
@@ -281,24 +281,24 @@ func (c *checker) read(d *deed, mem *memory, r device.Range, partial bool) {
 		if old.written {
 			written = true
 		} else if !partial {
-			c.unwritten(d, mem, at)
+			c.uninitialized(d, mem, at)
 		}
 		return old.withRead(d)
 	})
 	if partial && !written {
-		c.unwritten(d, mem, r)
+		c.uninitialized(d, mem, r)
 	}
 }
 
-func (c *checker) unwritten(d *deed, mem *memory, r device.Range) {
+func (c *checker) uninitialized(d *accessRecord, mem *memory, r device.Range) {
 	c.report(Finding{
-		Kind: Unwritten, Space: mem.space.id, Label: mem.label, Second: d.operation(mem, r, false),
+		Kind: Uninitialized, Space: mem.space.id, Label: mem.label, Second: d.operation(mem, r, false),
 		Missing: "write these bytes first, or declare what is really read",
 	})
 }
 
 // write checks and notes a write, to which the bytes become written or not.
-func (c *checker) write(d *deed, mem *memory, r device.Range, now *cell) {
+func (c *checker) write(d *accessRecord, mem *memory, r device.Range, now *cell) {
 	lo := int64(r.Addr - mem.base)
 	c.visit(mem, lo, r.Bytes, func(lo, hi int64, old *cell) *cell {
 		at := device.Range{Addr: mem.base + device.Addr(lo), Bytes: hi - lo}
@@ -308,7 +308,7 @@ func (c *checker) write(d *deed, mem *memory, r device.Range, now *cell) {
 }
 
 // conflicts reports the accesses in old that a write by d does not know of.
-func (c *checker) conflicts(d *deed, mem *memory, at device.Range, old *cell) {
+func (c *checker) conflicts(d *accessRecord, mem *memory, at device.Range, old *cell) {
 	if old.write != d && !d.actor.known(old.write) {
 		c.unordered(mem, old.write, true, d, at, true)
 	}
@@ -328,7 +328,7 @@ func (c *checker) visit(mem *memory, lo, n int64, f func(lo, hi int64, old *cell
 
 // copy checks a copy that is about to move its bytes.
 func (c *checker) copy(s *stream, o *op) {
-	d := c.deed(s.actor, "copy", s.name)
+	d := c.record(s.actor, "copy", s.name)
 	c.read(d, o.srcMem, o.src, true)
 	off := int64(o.dst.Addr-o.dstMem.base) - int64(o.src.Addr-o.srcMem.base)
 	written, not := &cell{write: d, written: true}, &cell{write: d}
@@ -349,7 +349,7 @@ func (c *checker) copy(s *stream, o *op) {
 
 // work checks what a Work declared when it was enqueued.
 func (c *checker) work(s *stream, o *op) {
-	d := c.deed(s.actor, fmt.Sprintf("launch %q", o.work.Name), s.name)
+	d := c.record(s.actor, fmt.Sprintf("launch %q", o.work.Name), s.name)
 	s.access.deed, s.access.written = d, &cell{write: d, written: true}
 	for _, r := range o.work.Reads {
 		c.declare(s, r, false)
@@ -370,10 +370,10 @@ func (c *checker) use(s *stream, o *op) error {
 			mem := c.m.memory.find(r)
 			if mem == nil {
 				name := fmt.Sprintf("launch %q", o.work.Name)
-				c.gone(c.deed(&c.hostActor, name, s.name), r, i == 1)
+				c.useAfterFree(c.record(&c.hostActor, name, s.name), r, i == 1)
 				return &device.Error{
 					Op: "launch", Space: s.sp.id,
-					Detail: fmt.Sprintf("%q on %s: %v does not lie in one live allocation: it was freed, or is too long", o.work.Name, s, r),
+					Detail: fmt.Sprintf("%q on %s: %v is not in one live allocation: it was freed, or is too long", o.work.Name, s, r),
 				}
 			}
 			o.used = append(o.used, mem)
@@ -401,7 +401,7 @@ func (c *checker) declare(s *stream, r device.Range, write bool) {
 	mem := c.m.memory.find(r)
 	switch {
 	case mem == nil:
-		c.gone(d, r, write)
+		c.useAfterFree(d, r, write)
 	case write:
 		c.write(d, mem, r, s.access.written)
 	default:
@@ -415,15 +415,15 @@ func (c *checker) host(mem *memory, r device.Range, write bool) {
 		return
 	}
 	s := c.callingStream()
-	var d *deed
+	var d *accessRecord
 	name := "read"
 	if write {
 		name = "write"
 	}
 	if s != nil {
-		d = c.deed(s.actor, fmt.Sprintf("launch %q", s.cur.work.Name), s.name)
+		d = c.record(s.actor, fmt.Sprintf("launch %q", s.cur.work.Name), s.name)
 	} else {
-		d = c.deed(&c.hostActor, name, "")
+		d = c.record(&c.hostActor, name, "")
 	}
 	if write {
 		c.write(d, mem, r, &cell{write: d, written: true})
@@ -432,14 +432,14 @@ func (c *checker) host(mem *memory, r device.Range, write bool) {
 	}
 }
 
-// stray reports a copy that was refused because a range is not in an allocation.
-func (c *checker) stray(s *stream, r device.Range, write bool) {
-	c.gone(c.deed(&c.hostActor, "copy", s.name), r, write)
+// outOfBounds reports a copy that was refused because a range is not in an allocation.
+func (c *checker) outOfBounds(s *stream, r device.Range, write bool) {
+	c.useAfterFree(c.record(&c.hostActor, "copy", s.name), r, write)
 }
 
 // free checks that the caller knows of all accesses.
 func (c *checker) free(mem *memory) {
-	d := c.deed(c.caller(), "free", "")
+	d := c.record(c.caller(), "free", "")
 	mem.shadow.each(0, mem.bytes, func(lo, hi int64, old *cell) {
 		at := device.Range{Addr: mem.base + device.Addr(lo), Bytes: hi - lo}
 		if !d.actor.known(old.write) {
@@ -455,11 +455,11 @@ func (c *checker) free(mem *memory) {
 
 // freeInUse reports a Free that was refused.
 func (c *checker) freeInUse(mem *memory) {
-	d := c.deed(c.caller(), "free", "")
+	d := c.record(c.caller(), "free", "")
 	all := device.Range{Addr: mem.base, Bytes: mem.bytes}
 	for _, s := range c.m.streams {
 		uses := func(o *op) {
-			u, r, write := deed{name: "copy", stream: s.name}, all, false
+			u, r, write := accessRecord{name: "copy", stream: s.name}, all, false
 			switch {
 			case o.kind == opCopy && o.dstMem == mem:
 				r, write = o.dst, true

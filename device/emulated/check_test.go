@@ -262,12 +262,12 @@ func TestCheckFinds(t *testing.T) {
 			},
 		},
 		{
-			"read of unwritten memory", emulated.Unwritten,
+			"read of unwritten memory", emulated.Uninitialized,
 			[]string{`stream "a" launch "read"`, `memory "x" on gpu0`},
 			func(p *program) { p.read(p.a, p.x) },
 		},
 		{
-			"read beyond what was written", emulated.Unwritten,
+			"read beyond what was written", emulated.Uninitialized,
 			[]string{"[1000, 4096)"},
 			func(p *program) {
 				p.ok(p.a.Copy(p.x.Range(0, 1000), p.pinned.Range(0, 1000)))
@@ -275,12 +275,12 @@ func TestCheckFinds(t *testing.T) {
 			},
 		},
 		{
-			"copy of unwritten memory", emulated.Unwritten,
+			"copy of unwritten memory", emulated.Uninitialized,
 			[]string{"copy reads"},
 			func(p *program) { p.copy(p.a, p.y, p.x) },
 		},
 		{
-			"unwritten bytes that were copied", emulated.Unwritten,
+			"unwritten bytes that were copied", emulated.Uninitialized,
 			[]string{`memory "y"`, "[1000, 4096)"},
 			func(p *program) {
 				p.ok(p.a.Copy(p.x.Range(0, 1000), p.pinned.Range(0, 1000)))
@@ -289,7 +289,7 @@ func TestCheckFinds(t *testing.T) {
 			},
 		},
 		{
-			"host reads unwritten memory", emulated.Unwritten,
+			"host reads unwritten memory", emulated.Uninitialized,
 			[]string{"host read reads [0, 10)"},
 			func(p *program) {
 				mem, err := p.m.Alloc(device.Host, 10, "fresh")
@@ -371,7 +371,7 @@ func TestCheckFinds(t *testing.T) {
 			},
 		},
 		{
-			"range over two allocations", emulated.Outside,
+			"range over two allocations", emulated.OutOfBounds,
 			[]string{`launch "long"`},
 			func(p *program) {
 				r := device.Range{Addr: p.x.Range(0, 0).Addr, Bytes: 2 * programBytes}
@@ -379,7 +379,7 @@ func TestCheckFinds(t *testing.T) {
 			},
 		},
 		{
-			"address of nothing", emulated.Outside,
+			"address of nothing", emulated.OutOfBounds,
 			[]string{`launch "wild"`},
 			func(p *program) {
 				p.ok(p.a.Execute(device.Work{Name: "wild", Run: func(a device.Access) error {

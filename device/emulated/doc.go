@@ -5,7 +5,7 @@
 // It is stricter than hardware: capacities are enforced, leaks are errors, and
 // with Options.Check every access that an operation declares is checked to be
 // ordered after those it conflicts with (see Finding). It fails on demand (see
-// Fault, Machine.Lose, Machine.Take).
+// Fault, Machine.Lose, Machine.Occupy).
 //
 // # Modes
 //

@@ -74,7 +74,7 @@ func (m *Machine) Inject(f *Fault) *Fault {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	if f.m != nil {
-		panic("emulated: a Fault is injected twice")
+		panic("emulated: the same Fault is injected twice")
 	}
 	f.m = m
 	if f.Times == 0 {
@@ -160,18 +160,18 @@ func (m *Machine) Lose(i int) error {
 	return nil
 }
 
-// Take lets another tenant take bytes of a space, as far as Usage and Alloc tell:
+// Occupy lets another tenant take bytes of a space, as far as Usage and Alloc tell:
 // it may take more than is free, and then every allocation fails until bytes are
 // given back. Negative bytes give back.
-func (m *Machine) Take(s device.Space, bytes int64) error {
+func (m *Machine) Occupy(s device.Space, bytes int64) error {
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	sp, err := m.space("take", s)
+	sp, err := m.space("occupy", s)
 	if err != nil {
 		return err
 	}
 	if sp.usage.OtherProcesses+bytes < 0 {
-		return &device.Error{Op: "take", Space: s, Detail: fmt.Sprintf("%d bytes given back, and others hold %d", -bytes, sp.usage.OtherProcesses)}
+		return &device.Error{Op: "occupy", Space: s, Detail: fmt.Sprintf("%d bytes released, but other processes hold %d", -bytes, sp.usage.OtherProcesses)}
 	}
 	sp.usage.OtherProcesses += bytes
 	return nil

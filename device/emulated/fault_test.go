@@ -284,7 +284,7 @@ func TestLimit(t *testing.T) {
 func TestTake(t *testing.T) {
 	m := open(t, emulated.Options{GPUs: []emulated.GPU{{MemoryBytes: 1 << 20}}})
 	mem := alloc(t, m, device.HBM(0), 1<<19, "half")
-	if err := m.Take(device.HBM(0), 3<<18); err != nil {
+	if err := m.Occupy(device.HBM(0), 3<<18); err != nil {
 		t.Fatal(err)
 	}
 	u, err := m.Usage(device.HBM(0))
@@ -293,16 +293,16 @@ func TestTake(t *testing.T) {
 	}
 	_, err = m.Alloc(device.HBM(0), 1, "one byte")
 	wants(t, err, device.ErrOutOfMemory, "alloc")
-	for _, want := range []string{`"one byte"`, "1 bytes asked", "0 free of 1048576", "786432 held by others"} {
+	for _, want := range []string{`"one byte"`, "1 bytes requested", "0 free of 1048576", "786432 used by other processes"} {
 		if !strings.Contains(err.Error(), want) {
 			t.Errorf("%q does not say %q", err, want)
 		}
 	}
-	if err := m.Take(device.HBM(0), -2<<18); err != nil {
+	if err := m.Occupy(device.HBM(0), -2<<18); err != nil {
 		t.Fatal(err)
 	}
 	alloc(t, m, device.HBM(0), 1<<18, "quarter")
-	if err := m.Take(device.HBM(0), -2<<18); err == nil {
+	if err := m.Occupy(device.HBM(0), -2<<18); err == nil {
 		t.Error("more was given back than taken")
 	}
 	if mem.Bytes() != 1<<19 {

@@ -127,13 +127,13 @@ func (f *fluid) advance(to time.Duration, ended func(*flow)) {
 		})
 		f.share()
 		for _, fl := range f.flows {
-			fl.tell()
+			fl.signalWake()
 		}
 	}
 	f.drain(to)
 }
 
-func (fl *flow) tell() {
+func (fl *flow) signalWake() {
 	if fl.wake == nil {
 		return
 	}

@@ -144,7 +144,7 @@ func (m *Machine) space(op string, s device.Space) (*space, error) {
 		return nil, &device.Error{Op: op, Space: s, Detail: "the machine", Err: device.ErrClosed}
 	}
 	if s < 0 || int(s) >= len(m.spaces) {
-		return nil, &device.Error{Op: op, Space: s, Detail: fmt.Sprintf("there is no such space; the machine has %d GPUs", len(m.spaces)-1)}
+		return nil, &device.Error{Op: op, Space: s, Detail: fmt.Sprintf("unknown memory space; the machine has %d GPUs", len(m.spaces)-1)}
 	}
 	return m.spaces[s], nil
 }

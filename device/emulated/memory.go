@@ -96,7 +96,7 @@ func (m *Machine) Alloc(s device.Space, bytes int64, label string) (device.Memor
 	if err != nil {
 		return nil, err
 	}
-	detail := fmt.Sprintf("%q, %d bytes asked", label, bytes)
+	detail := fmt.Sprintf("%q, %d bytes requested", label, bytes)
 	if bytes <= 0 {
 		return nil, &device.Error{Op: "alloc", Space: s, Detail: detail + "; ask for more than 0"}
 	}
@@ -106,7 +106,7 @@ func (m *Machine) Alloc(s device.Space, bytes int64, label string) (device.Memor
 	free := max(sp.usage.Free(), 0)
 	detail += fmt.Sprintf(", %d free of %d", free, sp.usage.Capacity)
 	if sp.usage.OtherProcesses > 0 {
-		detail += fmt.Sprintf(" (%d held by others)", sp.usage.OtherProcesses)
+		detail += fmt.Sprintf(" (%d used by other processes)", sp.usage.OtherProcesses)
 	}
 	if bytes > free || device.Align(bytes) > free {
 		return nil, &device.Error{Op: "alloc", Space: s, Detail: detail, Err: device.ErrOutOfMemory}
@@ -238,7 +238,7 @@ func (mem *memory) Write(off, n int64) []byte { return mem.touch(off, n, true) }
 func (mem *memory) touch(off, n int64, write bool) []byte {
 	r := mem.Range(off, n)
 	if mem.space.id != device.Host {
-		panic(fmt.Sprintf("emulated: memory %q lies on %s, which the host cannot see: copy it to host memory first", mem.label, mem.space.id))
+		panic(fmt.Sprintf("emulated: memory %q is on %s, which the host cannot access: copy it to host memory first", mem.label, mem.space.id))
 	}
 	mem.m.mu.Lock()
 	defer mem.m.mu.Unlock()

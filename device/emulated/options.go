@@ -158,7 +158,7 @@ func badRate(r float64) bool { return r < 0 || math.IsNaN(r) || math.IsInf(r, 0)
 // Validate says which option cannot be, of those that have their defaults.
 func (o *Options) Validate() error {
 	if o.Virtual && o.Pace {
-		return fmt.Errorf("emulated: Pace is for the wall clock and a virtual machine has its own: set one of Pace and Virtual")
+		return fmt.Errorf("emulated: Pace is for the wall clock and a virtual machine has its own: set only one of Pace and Virtual")
 	}
 	if o.NoData && !o.Virtual {
 		return fmt.Errorf("emulated: NoData needs Virtual")
@@ -195,10 +195,10 @@ func (o *Options) Validate() error {
 		}
 		for _, g := range r.GPUs {
 			if g < 0 || g >= len(o.GPUs) {
-				return fmt.Errorf("emulated: a host root names gpu%d, and there are %d", g, len(o.GPUs))
+				return fmt.Errorf("emulated: a host root names gpu%d, but there are %d GPUs", g, len(o.GPUs))
 			}
 			if rooted[g] {
-				return fmt.Errorf("emulated: gpu%d stands behind two host roots", g)
+				return fmt.Errorf("emulated: gpu%d is behind two host roots", g)
 			}
 			rooted[g] = true
 		}
@@ -210,7 +210,7 @@ func validateTopology(t *device.Topology) error {
 	for _, s := range t.Spaces() {
 		i, _ := t.Info(s)
 		if i.MemoryBytes <= 0 {
-			return fmt.Errorf("emulated: topology: %s has %d bytes of memory; say its capacity", s, i.MemoryBytes)
+			return fmt.Errorf("emulated: topology: %s has %d bytes of memory; set its capacity", s, i.MemoryBytes)
 		}
 		if badRate(i.FlopsPerSecond) || badRate(i.BytesPerSecond) {
 			return fmt.Errorf("emulated: topology: %s has a negative or infinite rate", s)

@@ -9,10 +9,10 @@ import (
 // changed.
 type cell struct {
 	// write is the last write, nil for none that matters any more.
-	write   *deed
+	write   *accessRecord
 	written bool
 	// reads since the last write, at most one per actor.
-	reads []*deed
+	reads []*accessRecord
 }
 
 var (
@@ -22,8 +22,8 @@ var (
 
 // withRead adds a read. Reads that it knows of are dropped: whoever is ordered after
 // it is ordered after them.
-func (c *cell) withRead(d *deed) *cell {
-	reads := make([]*deed, 0, len(c.reads)+1)
+func (c *cell) withRead(d *accessRecord) *cell {
+	reads := make([]*accessRecord, 0, len(c.reads)+1)
 	for _, r := range c.reads {
 		if r == d {
 			return c

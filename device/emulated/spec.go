@@ -154,7 +154,7 @@ func ParseSpec(text string) (Options, error) {
 func (s *spec) together() error {
 	switch o := &s.o; {
 	case o.Virtual && o.Pace:
-		return fmt.Errorf("pace is for the wall clock and virtual has a clock of its own: give one of pace and virtual")
+		return fmt.Errorf("pace is for the wall clock and virtual has a clock of its own: use only one of pace and virtual")
 	case o.NoData && !o.Virtual:
 		return fmt.Errorf("nodata needs virtual")
 	case o.Schedule != Eager && !o.Virtual:

@@ -236,9 +236,9 @@ func (s *stream) Copy(dst, src device.Range) error {
 			r, side = src, "source"
 		}
 		if m.check != nil {
-			m.check.stray(s, r, o.dstMem == nil)
+			m.check.outOfBounds(s, r, o.dstMem == nil)
 		}
-		return bad("%s %v does not lie in one live allocation: it was freed, or is too long", side, r)
+		return bad("%s %v is not in one live allocation: it was freed, or is too long", side, r)
 	}
 	if dst.Addr < src.End() && src.Addr < dst.End() {
 		return bad("source %v and destination %v overlap", src, dst)
@@ -568,7 +568,7 @@ func (m *Machine) admit(s *stream) (over bool, err error) {
 	}
 	if failed != nil || o.failure != nil {
 		if o.kind == opWork && o.work.Failed != nil {
-			m.tell(s, o.work.Failed, cmp.Or(o.failure, failed))
+			m.notifyWork(s, o.work.Failed, cmp.Or(o.failure, failed))
 		}
 		return true, failed
 	}
@@ -670,8 +670,8 @@ func (m *Machine) effect(s *stream) error {
 	return nil
 }
 
-// tell calls what skipped work has in place of Run. The lock is released meanwhile.
-func (m *Machine) tell(s *stream, failed func(error), err error) {
+// notifyWork calls what skipped work has in place of Run. The lock is released meanwhile.
+func (m *Machine) notifyWork(s *stream, failed func(error), err error) {
 	if m.check != nil {
 		defer m.check.enter(s, true)()
 	}
@@ -702,7 +702,7 @@ func (m *Machine) complete(s *stream, err error) {
 	if err != nil && s.err == nil && (o.kind == opCopy || o.kind == opWork || o.kind == opRaise) {
 		s.err = err
 	}
-	m.letGo(o)
+	m.unref(o)
 	if m.o.Trace != nil {
 		start, end := o.start, m.clock()
 		if o.kind == opWait || o.kind == opAwait { // which begin, to the stream, once they are over
@@ -722,8 +722,8 @@ func (m *Machine) complete(s *stream, err error) {
 	}
 }
 
-// letGo gives up the references that a queued operation holds.
-func (m *Machine) letGo(o *op) {
+// unref gives up the references that a queued operation holds.
+func (m *Machine) unref(o *op) {
 	switch o.kind {
 	case opCopy:
 		o.dstMem.users--
@@ -746,7 +746,7 @@ func (m *Machine) drop(s *stream, o *op) {
 	case opRaise:
 		o.fence.fail(o.value, err, nil)
 	}
-	m.letGo(o)
+	m.unref(o)
 	s.done++
 }
 
@@ -766,7 +766,7 @@ type access struct {
 	s *stream
 	// deed is the work that runs, written what it makes of memory, on a checked
 	// machine.
-	deed    *deed
+	deed    *accessRecord
 	written *cell
 }
 

@@ -14,7 +14,7 @@ import (
 // ErrDeadlock ends a wait on a virtual machine that nothing can satisfy any
 // more: no operation can run, and nobody has called the machine for
 // Options.DeadlockAfter.
-var ErrDeadlock = errors.New("nothing can run any more")
+var ErrDeadlock = errors.New("no operation can run")
 
 // waiter is one wait of the host: for a position of a stream, a recording, a
 // value of a fence, or until nothing can run.

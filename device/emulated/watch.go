@@ -115,7 +115,7 @@ func (w *watch) fire(err error, clock vclock) {
 	s := w.s
 	s.watches = slices.DeleteFunc(s.watches, func(x *watch) bool { return x == w })
 	if s.m.closed || s.stop {
-		s.m.letGo(&w.op)
+		s.m.unref(&w.op)
 	} else {
 		w.op.failure = err
 		if s.m.check != nil {
@@ -138,7 +138,7 @@ func (s *stream) unwatch() {
 		} else {
 			w.fence.watches = slices.DeleteFunc(w.fence.watches, func(x *watch) bool { return x == w })
 		}
-		s.m.letGo(&w.op)
+		s.m.unref(&w.op)
 	}
 	s.watches, s.spare = nil, nil
 }

@@ -9,12 +9,12 @@ import (
 )
 
 const (
-	// attentionChunk is how many positions, from one of its multiples on, are
-	// summed before their sum is added to the others'. It fixes results: see the
-	// package comment.
+	// attentionChunk is the number of positions, from a multiple of it on, that are summed
+	// before their sum is added to that of the others. It determines results to the bit: see
+	// the package comment.
 	attentionChunk = 96
-	// queryBlock is about how many queries (rows times heads that share keys) one
-	// part of an attention takes.
+	// queryBlock is the approximate number of queries (tokens times heads that share a KV head)
+	// of one part of an attention.
 	queryBlock = 32
 )
 
@@ -40,8 +40,7 @@ func (b *Backend) appendKV(o *kernels.AppendKV, access device.Access) error {
 	return nil
 }
 
-// declareAppended checks slots, and declares the places of the caches that they name
-// as written.
+// declareAppended checks slots and declares that their places in the caches are written.
 func declareAppended(op string, slots []int32, cacheK, cacheV *kernels.Tensor, access device.Access) error {
 	blocks, tokens := cacheK.Shape[0], cacheK.Shape[1]
 	for i, s := range slots {
@@ -61,7 +60,7 @@ func declareAppended(op string, slots []int32, cacheK, cacheV *kernels.Tensor, a
 	return nil
 }
 
-// cachedAddr is where a cache holds one token and head.
+// cachedAddr returns the address of one token and head in a cache.
 func cachedAddr(t *kernels.Tensor, block, token, h int) device.Addr {
 	return t.Addr + device.Addr(t.DType.Size()*(block*t.Stride[0]+token*t.Stride[1]+h*t.Stride[2]))
 }
@@ -74,8 +73,8 @@ func declareToken(m *merger, t *kernels.Tensor, block, token, heads, d int) {
 	}
 }
 
-// span is a part of an attention: rows [from, to) of sequence seq, whose row from
-// stands at position at, and all heads of one head of the cache.
+// span is one part of an attention: tokens [from, to) of sequence seq, and one KV head with all
+// the heads of Q that share it. at is the position of token from.
 type span struct {
 	seq, head, from, to, at int
 }
@@ -85,12 +84,12 @@ func (b *Backend) attention(o *kernels.Attention, access device.Access) error {
 	if err != nil {
 		return err
 	}
-	b.parallel(len(spans), func(part int) { b.attend(o, spans[part]) })
+	b.parallel(len(spans), func(part int) { b.computeAttention(o, spans[part]) })
 	return nil
 }
 
-// spans checks what the data says, declares the cache's parts that are read, and
-// cuts the work.
+// spans checks the device data, declares the parts of the cache that are read, and divides the
+// work.
 func (b *Backend) spans(o *kernels.Attention, access device.Access) ([]span, error) {
 	op := o.Name()
 	starts, lens := vector[int32](&o.SeqStarts), vector[int32](&o.ContextLens)
@@ -111,8 +110,8 @@ func (b *Backend) spans(o *kernels.Attention, access device.Access) ([]span, err
 		switch {
 		case n < 0 || to > rows:
 			return nil, errValue(op, "SeqStarts", s+1, int64(to), "%d to %d", from, rows)
-		case n > o.MaxRows:
-			return nil, errValue(op, "SeqStarts", s+1, int64(to), "at most MaxRows (%d) more than %d", o.MaxRows, from)
+		case n > o.MaxSeqTokens:
+			return nil, errValue(op, "SeqStarts", s+1, int64(to), "at most MaxSeqTokens (%d) more than %d", o.MaxSeqTokens, from)
 		case context < n || context > o.MaxContext:
 			return nil, errValue(op, "ContextLens", s, int64(context), "%d (the sequence's rows) to %d (MaxContext)", n, o.MaxContext)
 		case n == 0:
@@ -146,11 +145,11 @@ func blockRow(t *kernels.Tensor, s int) []int32 {
 	return at[int32](t.Addr+device.Addr(4*s*t.Stride[0]), t.Shape[1])
 }
 
-// attend computes one part, in two passes over the positions: scores, and after
-// their softmax the sum of values. All arithmetic is in float32: queries, keys and
-// values of 16 bits are widened, exactly, and results are rounded once.
-func (b *Backend) attend(o *kernels.Attention, s span) {
-	group := o.Q.Shape[1] / o.CacheK.Shape[2] // heads of Q per head of the cache
+// computeAttention computes one part in two passes over the positions: scores, then (after
+// softmax) the weighted sum of values. All arithmetic is in float32: 16-bit queries, keys and
+// values are widened exactly, and results are rounded once.
+func (b *Backend) computeAttention(o *kernels.Attention, s span) {
+	group := o.Q.Shape[1] / o.CacheK.Shape[2] // heads of Q per KV head
 	d := o.Q.Shape[2]
 	queries := (s.to - s.from) * group
 	// Query i is head s.head*group + i%group of row s.from + i/group.
@@ -187,7 +186,7 @@ func (b *Backend) attend(o *kernels.Attention, s span) {
 	sums, totals, pad := take(queries), take(queries*d), take(maxLanes)
 	packed, keys, products := take(groups*height*set.padded(d)), take(panel*set.padded(d)), take(groups*tile)
 
-	// Queries and keys are packed in chunks of their elements, as products have them.
+	// Queries and keys are packed in chunks of their elements, as for GEMMs.
 	for k := 0; k < d; k += set.chunk {
 		n := min(set.chunk, d-k)
 		for i := range groups * height {
@@ -251,8 +250,8 @@ func (b *Backend) attend(o *kernels.Attention, s span) {
 	}
 }
 
-// softmax turns the scores of positions from first on into their exponentials,
-// less the largest score, and returns the sum of these. pad has maxLanes elements.
+// softmax replaces the scores of positions from first on by the exponentials of their
+// difference to the largest score, and returns their sum. pad has maxLanes elements.
 func (b *Backend) softmax(scores []float32, first int, pad []float32) float32 {
 	largest := scores[0]
 	for _, v := range scores {

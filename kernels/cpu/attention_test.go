@@ -101,7 +101,7 @@ func (a attended) run(tb testing.TB, t kernels.DType, numbers func(i int) float3
 	check(b.Enqueue(s, &kernels.Attention{
 		Q: cut(0, a.heads), CacheK: cacheK, CacheV: cacheV, Out: out, Window: a.window, Scale: 0.3,
 		SeqStarts: ints([]int{len(starts)}, starts...), ContextLens: ints([]int{len(lens)}, lens...),
-		BlockTable: ints([]int{len(a.contexts), widest}, table...), MaxContext: most, MaxRows: mostRows,
+		BlockTable: ints([]int{len(a.contexts), widest}, table...), MaxContext: most, MaxSeqTokens: mostRows,
 	}))
 	check(s.Synchronize(tb.Context()))
 	check(s.Close())

@@ -12,8 +12,8 @@ import (
 
 // Options of a Backend.
 type Options struct {
-	// Threads is how many goroutines one operation runs on, that of its stream
-	// included. Default: GOMAXPROCS.
+	// Threads is the number of goroutines that one operation runs on, including its stream's.
+	// Default: GOMAXPROCS.
 	Threads int
 	// ISA is the instruction set, one of ISAs. Default: the best.
 	ISA ISA
@@ -30,8 +30,8 @@ type Backend struct {
 
 var _ kernels.Backend = (*Backend)(nil)
 
-// New returns a backend, whose threads live until Close. It panics where the
-// machine lacks Options.ISA.
+// New returns a backend, whose goroutines live until Close. It panics if the machine lacks
+// Options.ISA.
 func New(o Options) *Backend {
 	if o.Threads <= 0 {
 		o.Threads = runtime.GOMAXPROCS(0)
@@ -48,7 +48,7 @@ func (b *Backend) ISA() ISA { return b.set.isa }
 // ActivationDType implements kernels.Backend: float32.
 func (b *Backend) ActivationDType() kernels.DType { return kernels.F32 }
 
-// Close ends the threads. No work may be outstanding.
+// Close ends the goroutines. No work may be outstanding.
 func (b *Backend) Close() error {
 	if b.closed.Swap(true) {
 		return fmt.Errorf("cpu: close: %w", device.ErrClosed)
@@ -64,7 +64,7 @@ func (b *Backend) Enqueue(s device.Stream, op kernels.Op) error {
 	}
 	e, ok := s.(device.Executor)
 	if !ok {
-		return fmt.Errorf("cpu: %s: stream %q of %s runs no Go work: use a host stream or a stream of an emulated device", op.Name(), s.Name(), s.Space())
+		return fmt.Errorf("cpu: %s: stream %q of %s cannot run Go functions: use a host stream or a stream of an emulated device", op.Name(), s.Name(), s.Space())
 	}
 	if err := op.Check(); err != nil {
 		return err
@@ -86,7 +86,7 @@ func (b *Backend) Enqueue(s device.Stream, op kernels.Op) error {
 		return enqueue(b, e, 6, op, o, (*Backend).attention, act{})
 	case *kernels.Route:
 		return enqueue(b, e, 7, op, o, (*Backend).route, act{"Logits", &o.Logits})
-	case *kernels.Group:
+	case *kernels.SortByExpert:
 		return enqueue(b, e, 8, op, o, (*Backend).group, act{})
 	case *kernels.ExpertUp:
 		if err := checkLayout(o.Name(), o.Layout); err != nil {
@@ -120,20 +120,20 @@ func (b *Backend) Enqueue(s device.Stream, op kernels.Op) error {
 	return fmt.Errorf("cpu: %s: operation of unknown type %T", op.Name(), op)
 }
 
-// act is a tensor of the activation type; Check holds the others to it. AppendKV and
-// Attention, which also serve GPUs, take activations of 16 bits as well.
+// act is a tensor of the activation type; Check verifies that the others match it. AppendKV and
+// Attention, which also serve GPUs, accept 16-bit activations as well.
 type act struct {
 	name string
 	t    *kernels.Tensor
 }
 
-// job is an operation on its way: a copy of its arguments, used again and again.
+// job is an enqueued operation: a copy of its arguments. Jobs are pooled.
 type job[T any] struct {
 	args T
 	run  func(device.Access) error
 }
 
-// enqueue puts a copy of args on s; do carries it out.
+// enqueue puts a copy of args on s; do executes it.
 func enqueue[T any](b *Backend, s device.Executor, kind int, op kernels.Op, args *T, do func(*Backend, *T, device.Access) error, a act) error {
 	if a.t != nil && a.t.DType != kernels.F32 {
 		return fmt.Errorf("cpu: %s: %s is %v, want %v, the activation type", op.Name(), a.name, *a.t, kernels.F32)
@@ -173,7 +173,7 @@ func (b *Backend) PackExpert(l kernels.ExpertLayout, part kernels.Part, row int,
 	return kernels.PackRowMajor("cpu", l, part, row, src, dst)
 }
 
-// errValue reports a value in device memory that would lead outside a tensor.
+// errValue reports a value in device memory that would index outside of a tensor.
 func errValue(op, name string, i int, value int64, want string, args ...any) error {
 	return fmt.Errorf("cpu: %s: %s[%d] is %d, want %s", op, name, i, value, fmt.Sprintf(want, args...))
 }

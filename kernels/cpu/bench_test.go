@@ -76,7 +76,7 @@ func BenchmarkAttention(b *testing.B) {
 				Q:      kernels.New(mem.Range(0, 0).Addr, dtype, rows, heads, d),
 				CacheK: cache(16 << 20), CacheV: cache(24 << 20),
 				SeqStarts: kernels.New(at(0), kernels.I32, 2), ContextLens: kernels.New(at(2), kernels.I32, 1),
-				BlockTable: kernels.New(at(3), kernels.I32, 1, blocks), Scale: 0.1, MaxContext: context, MaxRows: rows,
+				BlockTable: kernels.New(at(3), kernels.I32, 1, blocks), Scale: 0.1, MaxContext: context, MaxSeqTokens: rows,
 				Out: kernels.New(mem.Range(32<<20, 0).Addr, dtype, rows, heads, d),
 			}
 			for b.Loop() {

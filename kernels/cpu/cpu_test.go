@@ -194,7 +194,7 @@ func TestBadData(t *testing.T) {
 		return &kernels.Attention{
 			Q: h.floats(3, 2, 16), CacheK: h.floats(4, 16, 1, 16), CacheV: h.floats(4, 16, 1, 16),
 			SeqStarts: h.ints(starts...), ContextLens: h.ints(lens...), BlockTable: tensor(h, kernels.I32, table, s, len(table)/s),
-			Scale: 1, MaxContext: 32, MaxRows: 2, Out: h.floats(3, 2, 16),
+			Scale: 1, MaxContext: 32, MaxSeqTokens: 2, Out: h.floats(3, 2, 16),
 		}
 	}
 	ropeKV := func(row, slot int32) kernels.Op {
@@ -224,7 +224,7 @@ func TestBadData(t *testing.T) {
 		{&kernels.AppendKV{K: h.floats(1, 1, 16), V: h.floats(1, 1, 16), CacheK: h.floats(2, 16, 1, 16), CacheV: h.floats(2, 16, 1, 16), Slots: h.ints(32)}, "cpu: append_kv: Slots[0] is 32, want less than 32"},
 		{ropeKV(5, 0), "cpu: rope_append_kv: Rows[0] is 5, want 0 to 4"},
 		{ropeKV(4, 32), "cpu: rope_append_kv: Slots[0] is 32, want less than 32"},
-		{&kernels.Group{IDs: tensor(h, kernels.I32, []int32{0, 4}, 1, 2), Offsets: h.ints(0, 0, 0, 0, 0), Order: h.ints(0, 0)}, "cpu: group: IDs[1] is 4, want 0 to 3"},
+		{&kernels.SortByExpert{IDs: tensor(h, kernels.I32, []int32{0, 4}, 1, 2), Offsets: h.ints(0, 0, 0, 0, 0), Order: h.ints(0, 0)}, "cpu: group: IDs[1] is 4, want 0 to 3"},
 		{up(good, order, []int32{3}, slots), "cpu: expert_up: Experts[0] is 3, want 0 to 2"},
 		{up(good, order, []int32{0, -1}, slots), "cpu: expert_up: Experts[1] is -1"},
 		{up(good, order, []int32{1, 0, 1}, slots), "cpu: expert_up: Experts[2] is 1, want each expert once"},
@@ -232,13 +232,13 @@ func TestBadData(t *testing.T) {
 		{up([]int32{-1, 2, 2, 4}, order, []int32{0}, slots), "cpu: expert_up: Offsets[0] is -1"},
 		{up([]int32{0, 3, 2, 4}, order, []int32{1}, slots), "cpu: expert_up: Offsets[2] is 2, want 3 to 4"},
 		{up(good, []int32{0, 4, 1, 2}, []int32{0}, slots), "cpu: expert_up: Order[1] is 4, want 0 to 3"},
-		{up(good, order, []int32{2}, []uint64{extent, extent, 0}), "cpu: expert_up: Slots[2] is 0x0, want the address of expert 2, which has 2 rows"},
+		{up(good, order, []int32{2}, []uint64{extent, extent, 0}), "cpu: expert_up: Slots[2] is 0x0, want the address of expert 2, which has 2 pairs"},
 		{down(good, order, []int32{2}, []uint64{extent, extent, 0}), "cpu: expert_down: Slots[2] is 0x0"},
 		{down(good, []int32{0, -1, 1, 2}, []int32{0}, slots), "cpu: expert_down: Order[1] is -1"},
 		{attention([]int32{1, 2, 3}, []int32{16, 16}, []int32{0, 1, 2, 3}), "cpu: attention: SeqStarts[0] is 1, want 0"},
 		{attention([]int32{0, 2, 4}, []int32{16, 16}, []int32{0, 1, 2, 3}), "cpu: attention: SeqStarts[2] is 4, want 3"},
 		{attention([]int32{0, 4, 3}, []int32{16, 16}, []int32{0, 1, 2, 3}), "cpu: attention: SeqStarts[1] is 4"},
-		{attention([]int32{0, 0, 3}, []int32{16, 16}, []int32{0, 1, 2, 3}), "cpu: attention: SeqStarts[2] is 3, want at most MaxRows (2)"},
+		{attention([]int32{0, 0, 3}, []int32{16, 16}, []int32{0, 1, 2, 3}), "cpu: attention: SeqStarts[2] is 3, want at most MaxSeqTokens (2)"},
 		{attention([]int32{0, 2, 3}, []int32{1, 16}, []int32{0, 1, 2, 3}), "cpu: attention: ContextLens[0] is 1, want 2"},
 		{attention([]int32{0, 2, 3}, []int32{16, 33}, []int32{0, 1, 2, 3}), "cpu: attention: ContextLens[1] is 33"},
 		{attention([]int32{0, 2, 3}, []int32{16, 17}, []int32{0, 1, 2, 4}), "cpu: attention: BlockTable[1, 1] is 4, want 0 to 3"},
@@ -284,7 +284,7 @@ func TestNotANumber(t *testing.T) {
 				t.Fatal(err)
 			}
 			// Grouping refuses whatever is no expert.
-			err = h.backend.Enqueue(h.stream, &kernels.Group{IDs: ids, Offsets: h.ints(0, 0, 0, 0), Order: h.ints(0, 0)})
+			err = h.backend.Enqueue(h.stream, &kernels.SortByExpert{IDs: ids, Offsets: h.ints(0, 0, 0, 0), Order: h.ints(0, 0)})
 			if err == nil {
 				err = h.stream.Synchronize(t.Context())
 			}
@@ -302,7 +302,7 @@ func TestEnqueueRefuses(t *testing.T) {
 	h := openHost(t, 1)
 	x := h.floats(2, 16)
 	op := &kernels.Clamp{X: x, Limit: 1}
-	if err := h.backend.Enqueue(onlyStream{h.stream}, op); err == nil || !strings.Contains(err.Error(), `stream "host" of host runs no Go work`) {
+	if err := h.backend.Enqueue(onlyStream{h.stream}, op); err == nil || !strings.Contains(err.Error(), `stream "host" of host cannot run Go functions`) {
 		t.Errorf("a stream without Execute gives %v", err)
 	}
 	half := *op

@@ -61,7 +61,7 @@ func (b *Backend) norm(o *kernels.Norm, _ device.Access) error {
 	return nil
 }
 
-// normer norms rows.
+// normer norms rows with one norm's parameters.
 type normer struct {
 	kind         kernels.NormKind
 	eps          float32
@@ -98,7 +98,7 @@ func add(to, x []float32) {
 	}
 }
 
-// asHeads makes a tensor of rank 2 one of rank 3 with a single head.
+// asHeads turns a tensor of rank 2 into one of rank 3 with a single head.
 func asHeads(t *kernels.Tensor) {
 	t.Rank, t.Shape[2], t.Stride[2] = 3, t.Shape[1], t.Stride[1]
 	t.Shape[1], t.Stride[1] = 1, 0
@@ -157,7 +157,7 @@ func (b *Backend) rope(o *kernels.RoPE, _ device.Access) error {
 	return nil
 }
 
-// rotate writes head x, rotated by a row of the table, to to, which may be x.
+// rotate writes head x, rotated by a row of the RoPE table, to to, which may be x.
 func rotate(to, x, table []float32) {
 	half := len(x) / 2
 	for i := range half {
@@ -229,7 +229,7 @@ func (b *Backend) combineNorm(o *kernels.CombineNorm, _ device.Access) error {
 	return nil
 }
 
-// combined carries out o, and calls then with each row of Out.
+// combined executes o, and calls then with each row of Out.
 func (b *Backend) combined(o *kernels.Combine, then func(n int, out []float32)) {
 	k := o.Weights.Shape[1]
 	weights := vector[float32](&o.Weights)

@@ -9,21 +9,20 @@ import (
 	"github.com/moeserve/moeserve/kernels/philox"
 )
 
-// filter is what one row's MinP, TopK and TopP leave of its tokens: those of at
-// least minP whose place in the order is not behind the last, which is the token
-// last of those with the logit of key least.
+// filter has the tokens of one row that MinP, TopK and TopP keep: those that are at least minP
+// as probable as the most probable one and rank no lower than token maxID among those whose
+// logit has key minKey.
 type filter struct {
 	on          bool
 	temperature float32
 	top         float32 // the largest logit / temperature
 	minP        float32
-	least       uint32
-	last        int32
+	minKey      uint32
+	maxID       int32
 }
 
-// filters works out the filter of each row, or returns nil where the operation
-// leaves out nothing.
-func (b *Backend) filters(o *kernels.Sample, d *draws) ([]filter, error) {
+// filters computes the filter of each row, or returns nil if the operation keeps all tokens.
+func (b *Backend) filters(o *kernels.Sample, d *sampleScratch) ([]filter, error) {
 	if o.TopK.None() && o.TopP.None() && o.MinP.None() {
 		return nil, nil
 	}
@@ -59,7 +58,7 @@ func (b *Backend) filters(o *kernels.Sample, d *draws) ([]filter, error) {
 	b.rows(n, 20*vocabulary, func(from, to int) {
 		for i := from; i < to; i++ {
 			k, p, f := int32(0), float32(1), &filters[i]
-			*f = filter{temperature: temperatures[i], least: 1, last: math.MaxInt32}
+			*f = filter{temperature: temperatures[i], minKey: 1, maxID: math.MaxInt32}
 			if topK != nil && int(topK[i]) < vocabulary {
 				k = topK[i]
 			}
@@ -78,8 +77,8 @@ func (b *Backend) filters(o *kernels.Sample, d *draws) ([]filter, error) {
 	return filters, nil
 }
 
-// order maps logits to keys of the same order, equal ones to the same; 0 is for
-// what is not a number, and no number's.
+// order maps logits to keys of the same order, equal logits to equal keys; NaN maps to 0, no
+// number does.
 func order(v float32) uint32 {
 	b := math.Float32bits(v)
 	switch {
@@ -113,7 +112,7 @@ func (f *filter) cut(logits []float32, k int32, p float32) {
 	}
 }
 
-// e is how likely the token of a logit is, the likeliest being 1.
+// e is the probability of the token of a logit, relative to the most probable token.
 func (f *filter) e(v float32) float32 {
 	s := v / f.temperature
 	if s == f.top {
@@ -122,15 +121,15 @@ func (f *filter) e(v float32) float32 {
 	return kernels.Exp(s - f.top)
 }
 
-// keeps says whether the token id of logit v is left.
+// keeps reports whether the filter keeps the token id with logit v.
 func (f *filter) keeps(v float32, id int32) bool {
 	k := order(v)
-	return (k > f.least || k == f.least && id <= f.last) && (f.minP == 0 || f.e(v) >= f.minP)
+	return (k > f.minKey || k == f.minKey && id <= f.maxID) && (f.minP == 0 || f.e(v) >= f.minP)
 }
 
-// narrow leaves of the filter's tokens, in their order, the fewest whose weights
-// reach want, which is told the sum of all; all where that does not. It finds the
-// last one's key digit by digit, from sums of weights by digit.
+// narrow keeps, of the filter's tokens in their order, the fewest whose weights reach
+// want(total), with total the sum of all weights; all if they do not reach it. It finds the
+// last one's key digit by digit (radix select), from sums of weights by digit.
 func (f *filter) narrow(logits []float32, want func(total uint64) uint64, weigh func(v float32) uint64) {
 	const digit = 11 // bits; the last digit has one less
 	var sums [1 << digit]uint64
@@ -170,13 +169,13 @@ func (f *filter) narrow(logits []float32, want func(total uint64) uint64, weigh 
 			left -= w
 			continue
 		}
-		f.least, f.last = prefix, int32(i)
+		f.minKey, f.maxID = prefix, int32(i)
 		return
 	}
 }
 
-// draw is as the function draw, of the tokens that the filter leaves; first is the
-// id of the first logit.
+// draw is the function draw, for the tokens that the filter keeps; first is the id of the first
+// logit.
 func (f *filter) draw(logits []float32, seed uint64, sample, position, first int32) choice {
 	c := choice{id: -1}
 	block := int32(-1)

@@ -6,12 +6,12 @@ import (
 	"github.com/moeserve/moeserve/device"
 )
 
-// sumChunk is how many elements the generic set, and norms on all sets, add up in
-// order before their sum is added to the others'.
+// sumChunk is the number of elements that the generic set, and norms on all sets, sum in order
+// before their sum is added to that of the others.
 const sumChunk = 256
 
-// generic is arithmetic in Go. Products are rounded before they are added, so
-// that no compiler fuses them: every machine gives the same results.
+// generic is arithmetic in portable Go. Products are rounded before they are added, so that no
+// compiler fuses them: every machine gives the same results.
 var generic = instructions{
 	isa:         Generic,
 	lanes:       1,

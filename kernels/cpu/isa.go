@@ -8,19 +8,18 @@ import (
 	"github.com/moeserve/moeserve/kernels"
 )
 
-// ISA names the instructions that a backend computes with.
+// ISA names an instruction set.
 type ISA string
 
-// The instruction sets. Between them results differ in rounding.
+// The instruction sets. Their results differ in rounding.
 const (
 	AVX512  ISA = "avx512"  // AVX-512 F, BW, DQ and VL
 	AVX2    ISA = "avx2"    // AVX2, FMA and F16C
-	Generic ISA = "generic" // what Go compiles to: every machine has it
+	Generic ISA = "generic" // portable Go
 )
 
-// ISAs returns the instruction sets that this machine and its operating system
-// have, the best first. GODEBUG=cpu.avx512f=off hides AVX-512, and
-// GODEBUG=cpu.avx2=off AVX2.
+// ISAs returns the instruction sets that this machine and its operating system support, the
+// fastest first. GODEBUG=cpu.avx512f=off hides AVX-512, and GODEBUG=cpu.avx2=off AVX2.
 func ISAs() []ISA {
 	var names []ISA
 	for _, s := range available() {
@@ -40,56 +39,55 @@ func instructionsOf(isa ISA) *instructions {
 	return all[i]
 }
 
-// available returns what this machine has, the best first.
+// available returns the sets of this machine, the fastest first.
 func available() []*instructions { return append(vectorInstructions(), &generic) }
 
 const (
-	// panel is how many weight rows a tile has: with its rows of x, as many sums as
-	// registers hold beside their operands.
+	// panel is the number of weight rows of a tile: times its rows of x, as many sums as fit in
+	// registers beside their operands.
 	panel = 6
-	// strip is how many weight rows are read from memory at once.
+	// strip is the number of weight rows that are read from memory at once.
 	strip = panel / 2
-	// maxLanes and maxChunk are the most lanes and the largest chunk of any set.
+	// maxLanes and maxChunk are the maximum lanes and chunk of any set.
 	maxLanes = 16
 	maxChunk = 1024
 )
 
-// directFunc adds to sums[strip*r + c] the product of row r of x, of one row or of
-// some packed ones, and of weight row c, c stride bytes behind address w. It may
-// write sums up to the next multiple of 8 as well. What is read next, in order of
-// addresses, begins at next.
+// directFunc adds to sums[strip*r + c] the dot product of row r of x (one row, or some packed
+// ones) and weight row c, at address w + c*stride bytes. It may write sums up to the next
+// multiple of 8 as well. It prefetches the weights at next, which are read after these.
 type directFunc func(sums, x []float32, w uintptr, stride int, next uintptr)
 
-// packFunc packs n elements of strip weight rows, stride bytes behind each other
-// from address w on, as half of a panel; next is as for a directFunc.
+// packFunc packs n elements of strip weight rows, stride bytes apart from address w on, as half
+// of a panel; next is as for a directFunc.
 type packFunc func(dst *float32, w uintptr, stride int, next uintptr, n int)
 
-// instructions is an instruction set's arithmetic: nearly all of the backend's.
-// Its functions hold sums to one order, whatever the number of rows.
+// instructions is the arithmetic of an instruction set: nearly all of the backend's. Its
+// functions keep one order of sums, for any number of rows.
 //
-// Rows are packed together in blocks: for each run of lanes elements, this run of
-// the first row, of the second, and so on; in a block of the generic set, which
-// has no lanes, a row comes after the other. The last run is filled up with zeros.
+// Rows are packed together in blocks: for each run of lanes elements, this run of the first
+// row, of the second, and so on; in a block of the generic set, which has no lanes, rows follow
+// one another. The last run is padded with zeros.
 type instructions struct {
 	isa ISA
-	// lanes is how many elements a vector has; 1 if there are none.
+	// lanes is the number of elements of a vector; 1 without vectors.
 	lanes int
-	// height is how many rows of x a tile has.
+	// height is the number of rows of x of a tile.
 	height int
-	// chunk is how many elements of a product's inner dimension are summed before
-	// their sum is added to the others'; a multiple of lanes.
+	// chunk is the number of elements of a GEMM's inner dimension that are summed before their
+	// sum is added to that of the others; a multiple of lanes.
 	chunk int
-	// tile adds to sums[panel*r + c] the product of row r of x and row c of w: height
-	// and panel packed rows, of at most chunk elements.
+	// tile adds to sums[panel*r + c] the dot product of row r of x and row c of w, for height
+	// and panel packed rows of at most chunk elements.
 	tile func(sums, x, w []float32)
-	// direct multiplies with weights where they lie: one row of x, and as many as a
-	// tile has. None where there is no function.
+	// direct multiplies with weights in place, for one row of x and for as many as a tile has.
+	// nil if there is no such function.
 	directF32, directBF16, directF16 [2]directFunc
-	// pack packs whole panels of rows whose length is a multiple of lanes. None where
-	// rows come one after the other.
+	// pack packs whole panels of rows whose length is a multiple of lanes. nil if packed rows
+	// follow one another.
 	packF32, packBF16, packF16 packFunc
-	// widen converts that many vectors of weights at src to float32; results begin
-	// step bytes behind each other.
+	// widen converts that many vectors of weights at src to float32; results are step bytes
+	// apart.
 	widenF32, widenBF16, widenF16 func(dst *float32, step int, src uintptr, vectors int)
 	// weightedSum adds to out the sum of p[j] times the row at address rows[j], in
 	// order. len(out) is a multiple of lanes.
@@ -101,10 +99,10 @@ type instructions struct {
 	siluMul func(out, gate, up []float32)
 }
 
-// padded is n rounded up to whole vectors.
+// padded returns n rounded up to whole vectors.
 func (s *instructions) padded(n int) int { return (n + s.lanes - 1) / s.lanes * s.lanes }
 
-// direct returns the direct product for x of n rows, at most s.height, or nil.
+// direct returns the directFunc for x of n rows, at most s.height, or nil.
 func (s *instructions) direct(t kernels.DType, n int) directFunc {
 	of := &s.directF32
 	switch t {
@@ -139,8 +137,8 @@ func (s *instructions) widen(dst *float32, step int, a device.Addr, t kernels.DT
 	}
 }
 
-// packPanel packs n elements, from column k on, of the panel rows of m from first
-// on, of which the last is repeated where m ends.
+// packPanel packs n elements, from column k on, of panel rows of m from first on; the last row
+// is repeated at the end of m.
 func (s *instructions) packPanel(block []float32, m matrix, first, k, n int, next device.Addr) {
 	if s.lanes > 1 && n%s.lanes == 0 && m.rows >= panel {
 		pack := s.packF32
@@ -161,8 +159,7 @@ func (s *instructions) packPanel(block []float32, m matrix, first, k, n int, nex
 	}
 }
 
-// pack puts n elements of type t at address a in place of row r of a block of
-// that many rows.
+// pack packs n elements of type t at address a as row r of a block of that many rows.
 func (s *instructions) pack(block []float32, r, rows int, a device.Addr, t kernels.DType, n int) {
 	if s.lanes == 1 {
 		load(block[r*n:][:n], a, t)
@@ -198,7 +195,7 @@ func (s *instructions) exponentials(x []float32, shift float32, pad []float32) f
 		pad = pad[:s.lanes]
 		n := copy(pad, x[len(x)-rest:])
 		for i := range pad[n:] {
-			pad[n+i] = negativeInfinity // of which the exponential is 0
+			pad[n+i] = negativeInfinity // whose exponential is 0
 		}
 		sum += s.expSum(pad, shift)
 		copy(x[len(x)-rest:], pad)

@@ -4,8 +4,8 @@ import "golang.org/x/sys/cpu"
 
 //go:generate go run -tags avo ./gen -out simd_amd64.s -stubs stubs_amd64.go -pkg cpu
 
-// vectorChunk keeps a packed panel of weights of so many columns, and the rows of
-// a tile beside it, in a first cache of 48 KiB.
+// vectorChunk is chosen so that a packed panel of weights of that many columns and the rows of
+// a tile fit in an L1 cache of 48 KiB.
 const vectorChunk = maxChunk
 
 var avx512 = instructions{
@@ -48,8 +48,8 @@ var avx2 = instructions{
 	siluMul:     siluMulAVX2,
 }
 
-// vectorInstructions returns what this machine has beside the generic set, the
-// best first. Package cpu has asked whether the system keeps the registers.
+// vectorInstructions returns this machine's sets besides the generic one, the fastest first.
+// Package x/sys/cpu has checked that the operating system saves the registers.
 func vectorInstructions() []*instructions {
 	var sets []*instructions
 	x := &cpu.X86

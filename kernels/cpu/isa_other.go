@@ -2,5 +2,5 @@
 
 package cpu
 
-// vectorInstructions returns what this machine has beside the generic set.
+// vectorInstructions returns this machine's sets besides the generic one.
 func vectorInstructions() []*instructions { return nil }

@@ -130,7 +130,7 @@ func FuzzProduct(f *testing.F) {
 			pool := newPool(1, s)
 			multiply := func(from, to int, v matrix) []float32 {
 				y := make([]float32, (to-from)*outer)
-				p := product{
+				p := gemm{
 					w: w, v: v, n: to - from,
 					in: func(r int) device.Addr { return device.Addr(uintptr(unsafe.Pointer(&x[(from+r)*inner]))) },
 					out: func(r, first int, sums, sums2 []float32) {

@@ -24,11 +24,11 @@ func (b *Backend) adjust(o *kernels.Adjust, _ device.Access) error {
 	}
 	for i, r := range repetition {
 		switch {
-		case !(r > 0) || infinite(r):
+		case !(r > 0) || notFinite(r):
 			return fmt.Errorf("cpu: %s: Repetition[%d] is %g, want a finite number above 0", o.Name(), i, r)
-		case infinite(presence[i]):
+		case notFinite(presence[i]):
 			return fmt.Errorf("cpu: %s: Presence[%d] is %g, want a finite number", o.Name(), i, presence[i])
-		case infinite(frequency[i]):
+		case notFinite(frequency[i]):
 			return fmt.Errorf("cpu: %s: Frequency[%d] is %g, want a finite number", o.Name(), i, frequency[i])
 		}
 	}
@@ -56,8 +56,8 @@ func (b *Backend) adjust(o *kernels.Adjust, _ device.Access) error {
 	return nil
 }
 
-// infinite says whether f is no finite number.
-func infinite(f float32) bool { return f-f != 0 }
+// notFinite reports whether f is infinite or NaN.
+func notFinite(f float32) bool { return f-f != 0 }
 
 func (b *Backend) restore(o *kernels.Restore, _ device.Access) error {
 	starts, ids, saved := vector[int32](&o.Starts), vector[int32](&o.IDs), vector[float32](&o.Saved)
@@ -114,7 +114,7 @@ func (b *Backend) lists(op string, starts, ids []int32, vocabulary int) error {
 }
 
 func (b *Backend) logProbs(o *kernels.LogProbs, _ device.Access) error {
-	tokens, chosen := vector[int32](&o.Tokens), vector[float32](&o.Chosen)
+	tokens, chosen := vector[int32](&o.Tokens), vector[float32](&o.Sampled)
 	vocabulary := o.Logits.Shape[1]
 	for i, id := range tokens {
 		if id < 0 || int(id) >= vocabulary {
@@ -146,7 +146,7 @@ func (b *Backend) logProbs(o *kernels.LogProbs, _ device.Access) error {
 	return nil
 }
 
-// logSoftmax is what the logarithm of the softmax of a row's element depends on besides itself.
+// logSoftmax has what the log-softmax of an element depends on besides its logit.
 type logSoftmax struct {
 	largest float32
 	logSum  float64 // of e^(logit - largest)
@@ -166,7 +166,7 @@ func logSoftmaxOf(logits []float32) logSoftmax {
 			if v == c.largest {
 				s++
 			} else {
-				s += kernels.Exp(v - c.largest) // 0 for what is not a number
+				s += kernels.Exp(v - c.largest) // 0 for NaN
 			}
 		}
 		sum += float64(s)
@@ -182,8 +182,8 @@ func (c logSoftmax) logOf(v float32) float32 {
 	return float32(float64(v) - float64(c.largest) - c.logSum)
 }
 
-// mostLikely writes the len(ids) largest logits and their ids, by falling logit;
-// -1 and -Inf where there are fewer numbers.
+// mostLikely writes the len(ids) largest logits and their ids, in descending order; -1 and -Inf
+// if there are fewer numbers.
 func mostLikely(logits []float32, ids []int32, values []float32) {
 	n := 0
 	for i, v := range logits {

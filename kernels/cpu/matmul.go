@@ -8,20 +8,20 @@ import (
 )
 
 const (
-	// rowBlock is how many rows one part of a product takes, against one conversion
-	// of the weights; a multiple of any set's rows.
+	// rowBlock is the number of rows of one part of a GEMM, which share one conversion of the
+	// weights; a multiple of any set's rows.
 	rowBlock = 128
-	// blockColumns is how many weight rows one part takes where weights are
-	// packed: packing the rows is shared by them. A multiple of panel.
+	// blockColumns is the number of weight rows of one part of a GEMM with packed weights; they
+	// share the packing of the rows. A multiple of panel.
 	blockColumns = 96
-	// directGroups is with how many groups of rows weights are multiplied where they
-	// lie: with more, packing them is faster.
+	// directGroups is the maximum number of groups of rows for which weights are multiplied in
+	// place; for more, packing them is faster.
 	directGroups = 2
-	// directWeights is about how many weights one part reads then, and directColumns
-	// the most weight rows; a multiple of panel.
+	// directWeights is the approximate number of weights that one part then reads, and
+	// directColumns the maximum of weight rows; a multiple of panel.
 	directWeights = 256 << 10
 	directColumns = 1536
-	// maxSums is the largest number of sums of one part.
+	// maxSums is the maximum number of sums of one part.
 	maxSums = max(rowBlock*blockColumns/panel*8, directColumns/strip*directGroups*16)
 )
 
@@ -34,25 +34,24 @@ type matrix struct {
 
 func (m matrix) bytes() int { return m.rows * m.columns * m.dtype.Size() }
 
-// at is the address of element k of row i.
+// at returns the address of element k of row i.
 func (m matrix) at(i, k int) device.Addr {
 	return m.addr + device.Addr((i*m.columns+k)*m.dtype.Size())
 }
 
-// product is out = rows times the transpose of one or two matrices of one shape.
-type product struct {
-	w, v matrix // v.rows is 0 where there is one
+// gemm is out = X Wᵀ for one or two weight matrices of one shape.
+type gemm struct {
+	w, v matrix // v.rows is 0 if there is one
 	n    int    // rows
-	// in is the address of row r, of float32.
+	// in returns the address of row r of X, in float32.
 	in func(r int) device.Addr
-	// out takes the sums of row r and of weight rows [first, first+len(sums));
-	// sums2 are v's. It may change them, and maxLanes elements behind them.
+	// out receives the sums of row r and of weight rows [first, first+len(sums)); sums2 are
+	// those of v. It may change them, and maxLanes elements after them.
 	out func(r, first int, sums, sums2 []float32)
 }
 
-// size is how many rows and weight rows one part of the product has. Results do
-// not depend on it.
-func (p *product) size(s *instructions) (rows, columns int) {
+// size returns the rows and weight rows of one part. Results do not depend on them.
+func (p *gemm) size(s *instructions) (rows, columns int) {
 	rows = max(min(p.n, rowBlock), 1)
 	columns = blockColumns
 	if rows <= directGroups*s.height {
@@ -61,8 +60,8 @@ func (p *product) size(s *instructions) (rows, columns int) {
 	return rows, columns
 }
 
-// parts is how many parts the product is cut into.
-func (p *product) parts(s *instructions) int {
+// parts returns the number of parts.
+func (p *gemm) parts(s *instructions) int {
 	if p.n == 0 || p.w.rows == 0 {
 		return 0
 	}
@@ -71,13 +70,13 @@ func (p *product) parts(s *instructions) int {
 }
 
 // part computes one part.
-func (p *product) part(pool *pool, part int) {
+func (p *gemm) part(pool *pool, part int) {
 	s := pool.set
 	rows, columns := p.size(s)
 	across := (p.w.rows + columns - 1) / columns
 	r0, c0 := part/across*rows, part%across*columns
 	t := tile{
-		product: p, set: s, scratch: pool.tiles(),
+		gemm: p, set: s, scratch: pool.tiles(),
 		r0: r0, r1: min(r0+rows, p.n), c0: c0, c1: min(c0+columns, p.w.rows),
 	}
 	defer pool.releaseTile(t.scratch)
@@ -101,10 +100,10 @@ func (p *product) part(pool *pool, part int) {
 	t.finish()
 }
 
-// tile is one part of a product: rows [r0, r1) and weight rows [c0, c1). Its sums
-// lie in blocks: for each panel or strip of weight rows, of groups of rows.
+// tile is one part of a GEMM: rows [r0, r1) and weight rows [c0, c1). Its sums are in blocks:
+// for each panel or strip of weight rows, of groups of rows.
 type tile struct {
-	*product
+	*gemm
 	set            *instructions
 	scratch        *scratch
 	r0, r1, c0, c1 int
@@ -129,11 +128,10 @@ func (s *scratch) rowsOf(n int) []float32 {
 
 func (t *tile) groups() int { return (t.r1 - t.r0 + t.group - 1) / t.group }
 
-// block is how many elements lie between a block's sums and the next one's.
+// block returns the distance of consecutive blocks of sums, in elements.
 func (t *tile) block() int { return (t.group*t.across + 7) / 8 * 8 }
 
-// first is the first weight row of the block at c: c, or less where the matrix
-// ends.
+// first returns the first weight row of the block at c: c, or less at the end of the matrix.
 func (t *tile) first(c int) int { return max(min(c, t.w.rows-t.across), 0) }
 
 // clear sets sums to 0.
@@ -143,8 +141,8 @@ func (t *tile) clear(matrices int) {
 	}
 }
 
-// multiplyOne computes the sums of one row with weights where they lie, each
-// strip of them from end to end: memory is read in order of addresses.
+// multiplyOne computes the sums of one row with weights in place, one strip of them after
+// another, from end to end: memory is read in address order.
 func (t *tile) multiplyOne(matrices []matrix, direct directFunc) {
 	t.clear(len(matrices))
 	columns := t.w.columns
@@ -171,8 +169,8 @@ func (t *tile) packRows(block []float32, g, k, n int) {
 	}
 }
 
-// multiply computes the sums of all groups of rows, a chunk of the inner dimension
-// at a time, with direct or, if this is nil, with packed weights.
+// multiply computes the sums of all groups of rows, a chunk of the inner dimension at a time,
+// with direct or, if that is nil, with packed weights.
 func (t *tile) multiply(matrices []matrix, direct directFunc) {
 	t.clear(len(matrices))
 	columns, groups := t.w.columns, t.groups()
@@ -197,7 +195,7 @@ func (t *tile) multiply(matrices []matrix, direct directFunc) {
 						t.set.tile(sums, x, w)
 					} else {
 						direct(sums, x, uintptr(here), m.columns*m.dtype.Size(), uintptr(next))
-						next = here // which is fetched already
+						next = here // already prefetched
 					}
 					sums = sums[t.block():]
 				}
@@ -206,8 +204,8 @@ func (t *tile) multiply(matrices []matrix, direct directFunc) {
 	}
 }
 
-// next is where the weights lie that multiply reads after those at column k of
-// the block at c.
+// next returns the address of the weights that multiply reads after those at column k of the
+// block at c.
 func (t *tile) next(m matrix, c, k int) device.Addr {
 	switch {
 	case c+t.across < t.c1:
@@ -218,7 +216,7 @@ func (t *tile) next(m matrix, c, k int) device.Addr {
 	return m.at(t.first(c), k)
 }
 
-// finish hands out the sums.
+// finish passes the sums to out.
 func (t *tile) finish() {
 	groups, block := t.groups(), t.block()
 	results := [2][]float32{t.scratch.results[0][:t.c1-t.c0], t.scratch.results[1][:t.c1-t.c0]}
@@ -245,7 +243,7 @@ func (b *Backend) matmul(o *kernels.MatMul, _ device.Access) error {
 		bias = *scratch
 		b.set.load(bias, o.Bias.Addr, o.Bias.DType)
 	}
-	p := product{
+	p := gemm{
 		w:  matrix{o.W.Addr, o.W.DType, o.W.Shape[0], o.W.Shape[1]},
 		n:  o.X.Shape[0],
 		in: func(r int) device.Addr { return rowAddr(&o.X, r) },
@@ -263,19 +261,18 @@ func (b *Backend) matmul(o *kernels.MatMul, _ device.Access) error {
 	return nil
 }
 
-// share is one listed expert's part of an expert product.
-type share struct {
+// expertPairs is the pairs and the extent of one listed expert.
+type expertPairs struct {
 	pairs  []int32 // its pairs, each token*K + k
-	first  int     // the first one's place among all
+	first  int     // index of the first one among all pairs
 	extent device.Addr
 }
 
-// shares reads which pairs and which extents the listed experts of an operation
-// have, and leaves out those without pairs.
-func shares(op string, p *kernels.ExpertGEMM) ([]share, error) {
+// listedPairs reads pairs and extents of the listed experts, and skips experts without pairs.
+func listedPairs(op string, p *kernels.ExpertGEMM) ([]expertPairs, error) {
 	starts, pairs, extents := vector[int32](&p.Offsets), vector[int32](&p.Order), vector[uint64](&p.Slots)
 	seen := make([]bool, len(extents))
-	found := make([]share, 0, p.Experts.Shape[0])
+	found := make([]expertPairs, 0, p.Experts.Shape[0])
 	for i, e := range vector[int32](&p.Experts) {
 		if int(e) < 0 || int(e) >= len(extents) {
 			return nil, errValue(op, "Experts", i, int64(e), "0 to %d", len(extents)-1)
@@ -301,15 +298,16 @@ func shares(op string, p *kernels.ExpertGEMM) ([]share, error) {
 		}
 		a := extents[e]
 		if a == 0 || a%uint64(p.Layout.DType.Size()) != 0 {
-			return nil, fmt.Errorf("cpu: %s: Slots[%d] is %#x, want the address of expert %d, which has %d rows", op, e, a, e, to-from)
+			return nil, fmt.Errorf("cpu: %s: Slots[%d] is %#x, want the address of expert %d, which has %d pairs", op, e, a, e, to-from)
 		}
-		found = append(found, share{pairs: pairs[from:to], first: from, extent: device.Addr(a)})
+		found = append(found, expertPairs{pairs: pairs[from:to], first: from, extent: device.Addr(a)})
 	}
 	return found, nil
 }
 
-// declareRows declares rows index(pair, its place) of t, for all pairs of all shares.
-func declareRows(declare func(device.Range), t *kernels.Tensor, found []share, index func(pair, place int) int) {
+// declareRows declares rows index(pair, its index among all pairs) of t, for all pairs of the
+// experts found.
+func declareRows(declare func(device.Range), t *kernels.Tensor, found []expertPairs, index func(pair, place int) int) {
 	m := merger{declare: declare}
 	last := -1
 	for _, s := range found {
@@ -323,8 +321,8 @@ func declareRows(declare func(device.Range), t *kernels.Tensor, found []share, i
 	m.flush()
 }
 
-// runProducts carries out one product per share, their parts side by side.
-func (b *Backend) runProducts(products []product) {
+// runGEMMs runs one GEMM per expert, with their parts in parallel.
+func (b *Backend) runGEMMs(products []gemm) {
 	total := 0
 	ends := make([]int, len(products))
 	for i := range products {
@@ -342,7 +340,7 @@ func (b *Backend) runProducts(products []product) {
 }
 
 func (b *Backend) expertUp(o *kernels.ExpertUp, access device.Access) error {
-	found, err := shares(o.Name(), &o.ExpertGEMM)
+	found, err := listedPairs(o.Name(), &o.ExpertGEMM)
 	if err != nil || len(found) == 0 {
 		return err
 	}
@@ -353,11 +351,11 @@ func (b *Backend) expertUp(o *kernels.ExpertUp, access device.Access) error {
 	}
 	declareRows(access.Read, &o.X, found, func(p, _ int) int { return p / k })
 	declareRows(access.Write, &o.Out, found, func(_, place int) int { return place })
-	products := make([]product, len(found))
+	products := make([]gemm, len(found))
 	for i, s := range found {
 		w1, w3 := w1, w1
 		w1.addr, w3.addr = s.extent, s.extent+device.Addr(w1.bytes())
-		products[i] = product{
+		products[i] = gemm{
 			w: w1, v: w3, n: len(s.pairs),
 			in: func(r int) device.Addr { return rowAddr(&o.X, int(s.pairs[r])/k) },
 			out: func(r, first int, gate, up []float32) {
@@ -367,12 +365,12 @@ func (b *Backend) expertUp(o *kernels.ExpertUp, access device.Access) error {
 			},
 		}
 	}
-	b.runProducts(products)
+	b.runGEMMs(products)
 	return nil
 }
 
 func (b *Backend) expertDown(o *kernels.ExpertDown, access device.Access) error {
-	found, err := shares(o.Name(), &o.ExpertGEMM)
+	found, err := listedPairs(o.Name(), &o.ExpertGEMM)
 	if err != nil || len(found) == 0 {
 		return err
 	}
@@ -382,11 +380,11 @@ func (b *Backend) expertDown(o *kernels.ExpertDown, access device.Access) error 
 	}
 	declareRows(access.Read, &o.X, found, func(_, place int) int { return place })
 	declareRows(access.Write, &o.Out, found, func(p, _ int) int { return p })
-	products := make([]product, len(found))
+	products := make([]gemm, len(found))
 	for i, s := range found {
 		w2 := w2
 		w2.addr = s.extent + device.Addr(2*w2.bytes())
-		products[i] = product{
+		products[i] = gemm{
 			w: w2, n: len(s.pairs),
 			in: func(r int) device.Addr { return rowAddr(&o.X, s.first+r) },
 			out: func(r, first int, sums, _ []float32) {
@@ -394,6 +392,6 @@ func (b *Backend) expertDown(o *kernels.ExpertDown, access device.Access) error 
 			},
 		}
 	}
-	b.runProducts(products)
+	b.runGEMMs(products)
 	return nil
 }

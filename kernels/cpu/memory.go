@@ -9,14 +9,14 @@ import (
 	"github.com/moeserve/moeserve/kernels"
 )
 
-// at returns n elements at address a. The memory lies outside Go's heap (or is
-// kept alive by whoever allocated it), and the operation declared it.
+// at returns n elements at address a. The memory is outside of Go's heap (or its allocator
+// keeps it alive), and the operation has declared it.
 func at[T float32 | uint16 | int32 | int64 | uint64 | byte](a device.Addr, n int) []T {
 	if n == 0 {
 		return nil
 	}
-	// Read as a pointer where it is stored: addresses of mapped memory are no
-	// pointers that vet could follow.
+	// The address is read as a pointer from where it is stored: vet cannot follow addresses of
+	// mapped memory.
 	return unsafe.Slice(*(**T)(unsafe.Pointer(&a)), n)
 }
 
@@ -65,11 +65,11 @@ func load(dst []float32, a device.Addr, t kernels.DType) {
 	}
 }
 
-// half is the value of an IEEE half: moved to float32's fields, its exponent is
-// short by 112, which a product mends, subnormals included.
+// half converts an IEEE half: in float32's fields its exponent is too small by 112, which a
+// multiplication corrects, subnormals included.
 func half(h uint16) float32 {
 	sign, rest := uint32(h&0x8000)<<16, uint32(h&0x7fff)
-	if rest >= 0x7c00 { // infinite, or not a number
+	if rest >= 0x7c00 { // infinite or NaN
 		return math.Float32frombits(sign | 0x7f800000 | rest&0x3ff<<13)
 	}
 	const up = 1 << 112
@@ -77,7 +77,7 @@ func half(h uint16) float32 {
 	return math.Float32frombits(math.Float32bits(f) | sign)
 }
 
-// merger declares ranges through an Access, neighbors as one.
+// merger declares ranges through an Access and merges adjacent ones.
 type merger struct {
 	declare func(device.Range)
 	last    device.Range

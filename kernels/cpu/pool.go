@@ -5,8 +5,8 @@ import (
 	"sync/atomic"
 )
 
-// pool is a fixed set of goroutines that help whoever calls parallel. Several
-// goroutines may call it at once.
+// pool is a fixed set of goroutines that help the callers of parallel. Several goroutines may
+// call it at once.
 type pool struct {
 	set     *instructions
 	threads int
@@ -16,8 +16,8 @@ type pool struct {
 	tile    sync.Pool // *scratch
 }
 
-// region is one parallel loop: parts are handed out by a counter, and the last
-// to end closes done.
+// region is one parallel loop: a counter distributes its parts, and the last one to end closes
+// done.
 type region struct {
 	body  func(part int)
 	parts int64
@@ -38,14 +38,14 @@ func newPool(threads int, s *instructions) *pool {
 	return p
 }
 
-// close ends the goroutines; no call of parallel may be under way.
+// close ends the goroutines; no call of parallel may be in progress.
 func (p *pool) close() {
 	close(p.regions)
 	p.workers.Wait()
 }
 
-// parallel calls body for each part in [0, parts), on up to threads goroutines
-// with the caller's own, and returns when all have ended.
+// parallel calls body for each part in [0, parts), on up to threads goroutines including the
+// caller's, and returns when all parts have ended.
 func (p *pool) parallel(parts int, body func(part int)) {
 	helpers := min(p.threads, parts) - 1
 	if helpers <= 0 {
@@ -59,7 +59,7 @@ offer:
 	for range helpers {
 		select {
 		case p.regions <- r:
-		default: // all are busy with other regions already: do without
+		default: // all are busy with other regions: continue without
 			break offer
 		}
 	}
@@ -80,8 +80,8 @@ func (r *region) work() {
 	}
 }
 
-// floats returns a scratch buffer of at least n elements of any content, to be
-// given back by release.
+// floats returns a scratch buffer of at least n elements with undefined content; the caller
+// returns it by release.
 func (p *pool) floats(n int) *[]float32 {
 	s, _ := p.scratch.Get().(*[]float32)
 	if s == nil || cap(*s) < n {
@@ -94,8 +94,7 @@ func (p *pool) floats(n int) *[]float32 {
 
 func (p *pool) release(s *[]float32) { p.scratch.Put(s) }
 
-// tiles returns the scratch memory of a product's part, to be given back by
-// releaseTile.
+// tiles returns the scratch memory of a GEMM's part; the caller returns it by releaseTile.
 func (p *pool) tiles() *scratch {
 	if s, _ := p.tile.Get().(*scratch); s != nil {
 		return s
@@ -105,9 +104,9 @@ func (p *pool) tiles() *scratch {
 
 func (p *pool) releaseTile(s *scratch) { p.tile.Put(s) }
 
-// split divides n units of work, each of the given cost in multiply-adds, into
-// parts that are worth handing to another goroutine, a multiple of step units
-// each: it returns the units of one part.
+// split divides n units of work, each of the given cost in multiply-adds, into parts large
+// enough to be worth another goroutine, a multiple of step units each. It returns the units of
+// one part.
 func split(n, cost, step int) int {
 	const worth = 32 << 10
 	units := max(worth/max(cost, 1), 1)

@@ -41,8 +41,8 @@ func (b *Backend) route(o *kernels.Route, _ device.Access) error {
 	return nil
 }
 
-// top sets ids to the indices of the largest scores, by falling score, the lower
-// index first among equals. What is not a number counts as the lowest score.
+// top sets ids to the indices of the largest scores, in descending order, the lower index first
+// among equals. NaN counts as the lowest score.
 func top(ids []int32, scores []float32) {
 	for i := range ids {
 		best := int32(-1)
@@ -67,8 +67,8 @@ func contains(ids []int32, id int32) bool {
 	return false
 }
 
-// softmax sets weights to the softmax over all scores, read at ids, of which the
-// first has the largest score.
+// softmax sets weights to the softmax over all scores, evaluated at ids, the first of which has
+// the largest score.
 func softmax(weights, scores []float32, ids []int32) {
 	largest := scores[ids[0]]
 	var s float32
@@ -80,9 +80,9 @@ func softmax(weights, scores []float32, ids []int32) {
 	}
 }
 
-// sparse is the weight of expert id, which has the largest score m of those not
-// taken before: the softmax over all s that were not taken and have
-// (m - s) / max(|s|, m) <= limit, read at id.
+// sparse returns the weight of expert id, which has the largest score m of those not selected
+// before: the softmax over all s that were not selected and have (m - s) / max(|s|, m) <=
+// limit, evaluated at id.
 func sparse(scores []float32, taken []int32, id int32, limit float32) float32 {
 	m := scores[id]
 	var sum float32
@@ -95,13 +95,13 @@ func sparse(scores []float32, taken []int32, id int32, limit float32) float32 {
 	return 1 / sum
 }
 
-func (b *Backend) group(o *kernels.Group, _ device.Access) error {
+func (b *Backend) group(o *kernels.SortByExpert, _ device.Access) error {
 	ids, offsets, order := vector[int32](&o.IDs), vector[int32](&o.Offsets), vector[int32](&o.Order)
 	if err := checkIndex(o.Name(), "IDs", ids, 0, len(offsets)-1); err != nil {
 		return err
 	}
-	// Count behind each expert's place, add up, place the pairs while the starts
-	// grow to ends, and move these back by one.
+	// Counting sort: count one place behind each expert's, sum up, place the pairs while the
+	// starts advance to the ends, and shift these back by one.
 	clear(offsets)
 	for _, e := range ids {
 		offsets[e+1]++

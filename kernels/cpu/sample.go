@@ -9,28 +9,28 @@ import (
 	"github.com/moeserve/moeserve/kernels/philox"
 )
 
-// segment is how many tokens one part of a row's draw takes; a multiple of 4.
+// segment is the number of tokens of a row that one part samples from; a multiple of 4.
 const segment = 8192
 
-// choice is the best token so far; none has id -1.
+// choice is the best token so far; id -1: none.
 type choice struct {
 	score float32
 	id    int32
 }
 
-// draws is the scratch memory of one operation on logits.
-type draws struct {
+// sampleScratch is the scratch memory of one operation on logits.
+type sampleScratch struct {
 	best    []choice // per row and segment
-	filters []filter // per row, where anything is left out
+	filters []filter // per row, if any token is removed
 	listed  []int32  // per token; all 0 between operations
 }
 
-// drawing returns scratch memory, to be put back into b.draws.
-func (b *Backend) drawing() *draws {
-	if d, _ := b.draws.Get().(*draws); d != nil {
+// drawing returns scratch memory; the caller puts it back into b.draws.
+func (b *Backend) drawing() *sampleScratch {
+	if d, _ := b.draws.Get().(*sampleScratch); d != nil {
 		return d
 	}
-	return &draws{}
+	return &sampleScratch{}
 }
 
 func (b *Backend) sample(o *kernels.Sample, _ device.Access) error {
@@ -84,7 +84,7 @@ func (b *Backend) sample(o *kernels.Sample, _ device.Access) error {
 	return nil
 }
 
-// resize returns n elements of any content, in s where there is room.
+// resize returns n elements with undefined content, reusing s if it is large enough.
 func resize[T any](s []T, n int) []T {
 	if cap(s) < n {
 		return make([]T, n+n/4)[:n]
@@ -92,8 +92,7 @@ func resize[T any](s []T, n int) []T {
 	return s[:n]
 }
 
-// largest returns the largest logit, the first of equals, leaving out what is not
-// a number.
+// largest returns the largest logit, the first of equals, ignoring NaN.
 func largest(logits []float32) choice {
 	c := choice{id: -1}
 	for i, v := range logits {
@@ -104,8 +103,8 @@ func largest(logits []float32) choice {
 	return c
 }
 
-// draw returns the largest logit / temperature + Gumbel noise; block is the
-// generator's at the first logit.
+// draw returns the token with the largest logit / temperature + Gumbel noise; block is the
+// generator's counter at the first logit.
 func draw(logits []float32, temperature float32, seed uint64, sample, position, block int32) choice {
 	c := choice{id: -1}
 	var noise [4]float32

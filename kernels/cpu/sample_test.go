@@ -39,7 +39,7 @@ func TestBadSampling(t *testing.T) {
 		return &kernels.Restore{Logits: logits(2), Starts: starts, IDs: ids, Saved: h.floats(ids.Shape[0])}
 	}
 	probs := func(token int32) kernels.Op {
-		return &kernels.LogProbs{Logits: logits(1), Tokens: h.ints(token), Chosen: some(0)}
+		return &kernels.LogProbs{Logits: logits(1), Tokens: h.ints(token), Sampled: some(0)}
 	}
 	for _, c := range []struct {
 		op   kernels.Op
@@ -163,7 +163,7 @@ func TestSamplingGarbage(t *testing.T) {
 			Logits: logits, Temperature: part, Seeds: tensor[uint64](h, kernels.U64, nil, rows), Samples: list, Positions: list,
 			TopK: list, TopP: part, MinP: part, Out: tensor[int32](h, kernels.I32, nil, rows),
 		},
-		&kernels.LogProbs{Logits: logits, Tokens: list, Chosen: h.floats(rows), TopIDs: tensor[int32](h, kernels.I32, nil, rows, 20), Top: h.floats(rows, 20)},
+		&kernels.LogProbs{Logits: logits, Tokens: list, Sampled: h.floats(rows), TopIDs: tensor[int32](h, kernels.I32, nil, rows, 20), Top: h.floats(rows, 20)},
 	}
 	for _, op := range ops {
 		n := testing.AllocsPerRun(50, func() {
@@ -219,7 +219,7 @@ func BenchmarkSampling(b *testing.B) {
 			{"top-p", &topP},
 			{"min-p", &minP},
 			{"top-k-p", &both},
-			{"logprobs", &kernels.LogProbs{Logits: logits, Tokens: zeros, Chosen: all(0), TopIDs: tensor[int32](h, kernels.I32, nil, rows, 20), Top: h.floats(rows, 20)}},
+			{"logprobs", &kernels.LogProbs{Logits: logits, Tokens: zeros, Sampled: all(0), TopIDs: tensor[int32](h, kernels.I32, nil, rows, 20), Top: h.floats(rows, 20)}},
 		} {
 			b.Run(fmt.Sprintf("rows=%d/%s", rows, c.name), func(b *testing.B) {
 				for b.Loop() {

@@ -30,8 +30,8 @@ type attentionArgs struct {
 	tokens    int32   // 172
 	blocks    int32   // 176
 	window    int32   // 180
-	least     int32   // 184
-	most      int32   // 188
+	minRows   int32   // 184
+	maxRows   int32   // 188
 	tiles     int32   // 192
 	chunks    int32   // 196
 	scale     float32 // 200
@@ -54,9 +54,9 @@ type denseArgs struct {
 	steps     int32     // 288
 	biasType  int32     // 292
 	outFloat  int32     // 296
-	most      int32     // 300
+	maxTokens int32     // 300
 	stages    int32     // 304
-	band      int32     // 308
+	swizzle   int32     // 308
 	_         [8]byte
 }
 
@@ -259,9 +259,9 @@ type expertArgs struct {
 	listed     int32     // 208
 	expertsAll int32     // 212
 	topK       int32     // 216
-	most       int32     // 220
+	maxTokens  int32     // 220
 	stages     int32     // 224
-	early      int32     // 228
+	listsReady int32     // 228
 	_          [24]byte
 }
 
@@ -280,8 +280,8 @@ type fewArgs struct {
 	outFloat  int32  // 64
 }
 
-// productArgs has the layout of product_args in src/product.cu: 128 bytes, fields at these.
-type productArgs struct {
+// gemmArgs has the layout of gemm_args in src/gemm.cu: 128 bytes, fields at these.
+type gemmArgs struct {
 	x          uint64 // 0
 	w          uint64 // 8
 	bias       uint64 // 16
@@ -320,8 +320,8 @@ type routeArgs struct {
 	limit   float32 // 60
 }
 
-// groupArgs has the layout of group_args in src/route.cu: 40 bytes, fields at these.
-type groupArgs struct {
+// sortArgs has the layout of sort_args in src/route.cu: 40 bytes, fields at these.
+type sortArgs struct {
 	ids     uint64 // 0
 	offsets uint64 // 8
 	order   uint64 // 16
@@ -352,7 +352,7 @@ type sampleArgs struct {
 type logProbsArgs struct {
 	logits     uint64 // 0
 	tokens     uint64 // 8
-	chosen     uint64 // 16
+	sampled    uint64 // 16
 	topIDs     uint64 // 24
 	top        uint64 // 32
 	stride     int64  // 40

@@ -39,7 +39,7 @@ func checkArguments(t *testing.T, structs []arguments.Struct) {
 		} else if err := s.Check(of); err != nil {
 			t.Error(err)
 		}
-		if room := len(lane{}.args); s.Size > room {
+		if room := len(streamState{}.args); s.Size > room {
 			t.Errorf("%s has %d bytes, and a lane has room for %d", s.Name, s.Size, room)
 		}
 	}

@@ -8,24 +8,26 @@ import (
 	"github.com/moeserve/moeserve/kernels"
 )
 
-// headSizes are those that attention is compiled for; smaller heads are padded.
+// headSizes are the head sizes that attention is compiled for; smaller heads are padded.
 var headSizes = [...]int{32, 64, 96, 128}
 
 const (
 	queriesPerWarp = 16
-	// mostGroup heads of Q may share one of the cache: a block of four warps.
-	mostGroup = 4 * queriesPerWarp
-	// chunkTokens positions are summed up before they are joined with others.
+	// At most maxGroup heads of Q may share a KV head: as many as a block of four warps has
+	// queries.
+	maxGroup = 4 * queriesPerWarp
+	// The online softmax runs over chunks of chunkTokens positions, which are then joined.
 	chunkTokens   = 256
 	attentionTile = 32
-	// attentionBlocks of one warp each keep a multiprocessor busy; with more than
-	// attentionTiles tiles, blocks would end too far apart.
+	// attentionBlocks blocks of one warp keep a multiprocessor busy. With more than
+	// attentionTiles tiles per sequence, blocks would end too unevenly, so they are split into
+	// chunks.
 	attentionBlocks, attentionTiles = 4, 32
 )
 
-// attentionShared is what a block's stages of 32 keys and values, and its queries,
-// take; see attend.
-func attentionShared(d, warps int) int {
+// attentionSharedBytes is the shared memory of a block: its stages of 32 keys and values, and
+// its queries (see attend in attention.cu).
+func attentionSharedBytes(d, warps int) int {
 	stages := 3
 	if warps == 1 {
 		stages = 2
@@ -33,7 +35,7 @@ func attentionShared(d, warps int) int {
 	return (stages*2*attentionTile + queriesPerWarp*warps) * 2 * d
 }
 
-func (l *lane) attention(o *kernels.Attention) error {
+func (l *streamState) attention(o *kernels.Attention) error {
 	if err := l.b.activation(o.Name(), "Q", &o.Q); err != nil {
 		return err
 	}
@@ -50,8 +52,8 @@ func (l *lane) attention(o *kernels.Attention) error {
 	switch {
 	case d%8 != 0 || size == len(headSizes):
 		return fmt.Errorf("cuda: %s: Q is %v, want a head size that is a multiple of 8, at most %d", o.Name(), o.Q, headSizes[len(headSizes)-1])
-	case group > mostGroup:
-		return fmt.Errorf("cuda: %s: Q is %v, want at most %d heads for each of CacheK's %d", o.Name(), o.Q, mostGroup, kvHeads)
+	case group > maxGroup:
+		return fmt.Errorf("cuda: %s: Q is %v, want at most %d heads for each of CacheK's %d", o.Name(), o.Q, maxGroup, kvHeads)
 	case !aligned(&o.CacheK, &o.CacheV):
 		return fmt.Errorf("cuda: %s: CacheK is %v at %#x and CacheV %v at %#x, want addresses and strides that are multiples of 16 bytes",
 			o.Name(), o.CacheK, uint64(o.CacheK.Addr), o.CacheV, uint64(o.CacheV.Addr))
@@ -64,30 +66,30 @@ func (l *lane) attention(o *kernels.Attention) error {
 		vBlock: int64(o.CacheV.Stride[0]), vToken: int64(o.CacheV.Stride[1]), vHead: int64(o.CacheV.Stride[2]),
 		tableRow: int64(o.BlockTable.Stride[0]), outRow: int64(o.Out.Stride[0]), outHead: int64(o.Out.Stride[1]),
 		heads: int32(heads), group: int32(group), d: int32(d), tokens: int32(o.CacheK.Shape[1]), blocks: int32(o.CacheK.Shape[0]),
-		window: int32(min(o.Window, math.MaxInt32)), least: 1, scale: float32(float64(o.Scale) * math.Log2E),
-		qAligned: truth(aligned(&o.Q)), outPaired: truth(o.Out.Addr%4 == 0 && o.Out.Stride[0]%2 == 0 && o.Out.Stride[1]%2 == 0),
-		each: 1, shift: -1, vAsK: truth(o.CacheK.Stride == o.CacheV.Stride),
+		window: int32(min(o.Window, math.MaxInt32)), minRows: 1, scale: float32(float64(o.Scale) * math.Log2E),
+		qAligned: b2i(aligned(&o.Q)), outPaired: b2i(o.Out.Addr%4 == 0 && o.Out.Stride[0]%2 == 0 && o.Out.Stride[1]%2 == 0),
+		each: 1, shift: -1, vAsK: b2i(o.CacheK.Stride == o.CacheV.Stride),
 	}
 	if n := uint(o.CacheK.Shape[1]); n&(n-1) == 0 {
 		a.shift = int32(bits.TrailingZeros(n))
 	}
-	few, many := queriesPerWarp/group, mostGroup/group // rows of a tile of one warp, of four
+	few, many := queriesPerWarp/group, maxGroup/group // tokens per tile, with one warp and with four
 	name := attentionKernels + kernelID(2*size)
 
-	// Sequences with few rows (decoding) have a tile of one warp each. Where they are
-	// few and long, their chunks are shared out.
-	if few > 0 && !(sequences == 1 && o.MaxRows > few) {
-		a.most, a.tiles = int32(few), 1
+	// Sequences with few tokens in the step (decode) have a tile of one warp each. If they are
+	// few and long, their chunks are computed by separate blocks.
+	if few > 0 && !(sequences == 1 && o.MaxSeqTokens > few) {
+		a.maxRows, a.tiles = int32(few), 1
 		chunks := ceil(o.MaxContext, chunkTokens)
 		parts := int64(sequences) * int64(few) * int64(heads) * int64(chunks)
 		split := chunks > 1 && sequences*kvHeads < 4*l.b.multiprocessors && parts*int64(d+2)*4 <= l.work.Bytes
-		g := grid{x: sequences, y: kvHeads, threads: 32, shared: attentionShared(headSizes[size], 1)}
+		g := grid{x: sequences, y: kvHeads, threads: 32, shared: attentionSharedBytes(headSizes[size], 1)}
 		if split {
 			a.sums, a.ends = uint64(l.work.Addr), uint64(l.work.Addr)+uint64(parts)*uint64(d)*4
 			a.chunks, g.z = int32(chunks), chunks
 		}
-		// A block has several heads where there are blocks enough: it brings the first keys
-		// of the next while it works on the last.
+		// With enough blocks, a block computes several KV heads: it loads the first keys of the
+		// next while it computes the last.
 		tiles := ceil(o.MaxContext, attentionTile)
 		for !split && kvHeads%(2*int(a.each)) == 0 && 2*int(a.each)*tiles <= attentionTiles &&
 			sequences*kvHeads >= 2*int(a.each)*attentionBlocks*l.b.multiprocessors {
@@ -102,12 +104,12 @@ func (l *lane) attention(o *kernels.Attention) error {
 				return err
 			}
 		}
-		a.least, a.chunks, a.each = int32(few)+1, 0, 1
+		a.minRows, a.chunks, a.each = int32(few)+1, 0, 1
 	}
-	if o.MaxRows < int(a.least) {
+	if o.MaxSeqTokens < int(a.minRows) {
 		return nil
 	}
-	a.most, a.tiles = math.MaxInt32, int32(ceil(o.MaxRows, many))
-	g := grid{x: sequences * int(a.tiles), y: kvHeads, threads: 128, shared: attentionShared(headSizes[size], 4)}
+	a.maxRows, a.tiles = math.MaxInt32, int32(ceil(o.MaxSeqTokens, many))
+	g := grid{x: sequences * int(a.tiles), y: kvHeads, threads: 128, shared: attentionSharedBytes(headSizes[size], 4)}
 	return launch(l, o.Name(), name+1, g, &a)
 }

@@ -10,32 +10,32 @@ import (
 	"github.com/moeserve/moeserve/kernels/cuda/internal/cublaslt"
 )
 
-// runner puts kernels and the library's products on streams. Its methods may be
-// called for several streams at once.
+// runner launches kernels and library GEMMs on streams. Its methods may be called for several
+// streams at once.
 type runner interface {
-	// launch enqueues one kernel. args is its argument struct, to be copied.
+	// launch enqueues one kernel. It copies args, the kernel's argument struct.
 	launch(s device.Stream, k kernelID, g grid, args []byte) error
-	// matmul enqueues a dense product through a library, which may use work, or
-	// returns false for one that it does not take.
-	matmul(s device.Stream, work device.Range, p *libraryProduct) (bool, error)
-	// mapTiles writes what kernels are to be told of a matrix.
+	// matmul enqueues a dense GEMM of a library (cuBLASLt), which may use work as workspace. It
+	// returns false if the library does not support it.
+	matmul(s device.Stream, work device.Range, p *libraryGEMM) (bool, error)
+	// mapTiles encodes a tensor map.
 	mapTiles(to *tensorMap, of *tileMap) error
 	close() error
 }
 
-// grid is the shape of a launch: blocks in x, y and z, and threads and bytes of
-// dynamic shared memory of each.
+// grid is the shape of a launch: blocks in x, y and z, and threads and bytes of dynamic shared
+// memory per block.
 type grid struct {
 	x, y, z         int
 	threads, shared int
-	// apart: no block starts before the kernel in front has ended.
-	apart bool
+	// noOverlap: no block starts before the preceding kernel has ended.
+	noOverlap bool
 }
 
-// libraryProduct is Out = X Wᵀ (+ Bias), all of the activation type but Out, which
-// may be float32. Addresses are multiples of 16 bytes, sizes and strides (in
-// elements) multiples of 8.
-type libraryProduct struct {
+// libraryGEMM is Out = X Wᵀ (+ Bias). All tensors have the activation type, except that Out may
+// be float32. Addresses are multiples of 16 bytes, sizes and strides (in elements) multiples of
+// 8.
+type libraryGEMM struct {
 	x, w, bias, out      device.Addr // bias: 0 for none
 	rows, columns, inner int
 	xStride, outStride   int
@@ -47,22 +47,22 @@ type Backend struct {
 	o    Options
 	run  runner
 	work device.Memory
-	// multiprocessors of the device, for the choice of grids
+	// multiprocessors is the device's number of multiprocessors, for the choice of grids.
 	multiprocessors int
-	// hopper: the kernels that are for sm_90a are there.
+	// hopper: the kernels for sm_90a are available.
 	hopper bool
-	// deep: blocks may have the shared memory that few_rows_5 takes.
-	deep   bool
-	mu     sync.RWMutex
-	closed bool
-	lanes  map[device.Stream]*lane
-	free   []device.Range // workspaces of lanes to come, the next one last
+	// largeSmem: blocks may use the shared memory that few_rows_5 needs.
+	largeSmem bool
+	mu        sync.RWMutex
+	closed    bool
+	states    map[device.Stream]*streamState
+	free      []device.Range // free workspaces of further streams, the next one last
 }
 
 var _ kernels.Backend = (*Backend)(nil)
 
-// newBackend returns a backend of the device whose memory space is; it owns run from
-// now on, also where it fails.
+// newBackend returns a backend for the device with memory space. It owns run from now on, also
+// if it fails.
 func newBackend(m device.Machine, space device.Space, o Options, run runner) (*Backend, error) {
 	o = o.EnsureDefaults()
 	if err := o.Validate(); err != nil {
@@ -78,7 +78,7 @@ func newBackend(m device.Machine, space device.Space, o Options, run runner) (*B
 		return nil, errors.Join(fmt.Errorf("cuda: backend: %w", err), run.close())
 	}
 	o.WorkspaceBytes = per
-	b := &Backend{o: o, run: run, work: work, multiprocessors: max(info.Multiprocessors, 1), lanes: make(map[device.Stream]*lane)}
+	b := &Backend{o: o, run: run, work: work, multiprocessors: max(info.Multiprocessors, 1), states: make(map[device.Stream]*streamState)}
 	for i := range o.Streams {
 		b.free = append(b.free, work.Range(int64(o.Streams-1-i)*per, per))
 	}
@@ -91,14 +91,14 @@ func (b *Backend) Name() string { return "cuda" }
 // ActivationDType implements kernels.Backend.
 func (b *Backend) ActivationDType() kernels.DType { return b.o.Activation }
 
-// WeightDType is the type to which weights of type t are best cast at load: the
-// activation type, with which products are fast.
+// WeightDType is the best type to convert weights of type t to at load: the activation type,
+// for which GEMMs are fastest.
 func (b *Backend) WeightDType(kernels.DType) kernels.DType { return b.o.Activation }
 
-// WarmRows lists the numbers of rows, up to most, for which dense products should be
-// enqueued once before anything waits for a fence: cuBLASLt loads code at the first
-// product of a shape, for which the driver waits until the device is idle and lets
-// nobody else enqueue meanwhile, who might have to raise that fence.
+// WarmRows lists the numbers of rows, up to most, for which dense GEMMs should be enqueued once
+// before any stream waits for a fence. At the first GEMM of a shape cuBLASLt loads code, for
+// which the driver waits until the device is idle, and blocks all other enqueues, including one
+// that would raise that fence: a deadlock.
 func (b *Backend) WarmRows(most int) []int {
 	if b.o.BatchInvariant {
 		return nil
@@ -115,16 +115,16 @@ func (b *Backend) Close() error {
 	if closed {
 		return fmt.Errorf("cuda: close: %w", device.ErrClosed)
 	}
-	for _, l := range b.lanes {
+	for _, l := range b.states {
 		l.release()
 	}
 	return errors.Join(b.work.Free(), b.run.close())
 }
 
-// Enqueue implements kernels.Backend. s is a stream of the backend's GPU, which the
-// backend has to itself from the first operation on until it is closed.
+// Enqueue implements kernels.Backend. s is a stream of the backend's GPU, which the backend
+// uses exclusively from its first operation on s until Close.
 func (b *Backend) Enqueue(s device.Stream, op kernels.Op) error {
-	l, err := b.lane(s)
+	l, err := b.streamState(s)
 	if err != nil {
 		return fmt.Errorf("cuda: %s: %w", op.Name(), err)
 	}
@@ -134,8 +134,8 @@ func (b *Backend) Enqueue(s device.Stream, op kernels.Op) error {
 	return l.enqueue(op)
 }
 
-// activation checks that a tensor has the activation type; Check holds the others to
-// it.
+// activation checks that a tensor has the activation type; Check verifies that the others have
+// the same.
 func (b *Backend) activation(op, name string, t *kernels.Tensor) error {
 	if t.DType == b.o.Activation {
 		return nil
@@ -150,8 +150,8 @@ func address(t *kernels.Tensor) uint64 {
 	return uint64(t.Addr)
 }
 
-// aligned says whether every row (of the last dimension) of all tensors that are
-// there starts at a multiple of 16 bytes.
+// aligned reports whether every row (of the last dimension) of all tensors that are not none
+// starts at a multiple of 16 bytes.
 func aligned(tensors ...*kernels.Tensor) bool {
 	for _, t := range tensors {
 		if t.None() {
@@ -169,8 +169,8 @@ func aligned(tensors ...*kernels.Tensor) bool {
 	return true
 }
 
-// truth is a bool as kernels take it.
-func truth(v bool) int32 {
+// b2i converts a bool to 0 or 1 for kernels.
+func b2i(v bool) int32 {
 	if v {
 		return 1
 	}

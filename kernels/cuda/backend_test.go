@@ -26,7 +26,7 @@ type listRunner struct {
 	args [][]byte
 	// library takes products, which are noted too.
 	library  bool
-	products []libraryProduct
+	products []libraryGEMM
 	closed   int
 }
 
@@ -38,7 +38,7 @@ func (r *listRunner) launch(_ device.Stream, k kernelID, g grid, args []byte) er
 	return nil
 }
 
-func (r *listRunner) matmul(_ device.Stream, _ device.Range, p *libraryProduct) (bool, error) {
+func (r *listRunner) matmul(_ device.Stream, _ device.Range, p *libraryGEMM) (bool, error) {
 	if r.library {
 		r.products = append(r.products, *p)
 	}
@@ -94,9 +94,9 @@ func TestTable(t *testing.T) {
 	}
 	for id, name := range map[kernelID]string{
 		embedKernel: "embed", combineNorm512Times3: "combine_norm_512_3", addBias: "add_bias", appendKV: "append_kv", normRopeAppendKV: "norm_rope_append_kv", groupKernel: "group", sampleMerge: "sample_merge", restoreKernel: "restore",
-		attentionJoin: "attention_join", attentionKernels + 2*3 + 1: "attention_128_4", productKernels: "matmul_16",
-		productKernels + upMode*kernelID(len(tiles)) + kernelID(anyTile): "up_any",
-		productKernels + downMode*kernelID(len(tiles)):                   "down_16",
+		attentionJoin: "attention_join", attentionKernels + 2*3 + 1: "attention_128_4", gemmKernels: "matmul_16",
+		gemmKernels + gateUpMode*kernelID(len(tiles)) + kernelID(anyTile): "up_any",
+		gemmKernels + downMode*kernelID(len(tiles)):                       "down_16",
 	} {
 		if table[id].name != name {
 			t.Errorf("kernel %d is %q, want %q", id, table[id].name, name)
@@ -173,7 +173,7 @@ func TestMatMulChoice(t *testing.T) {
 		}
 	}
 	r, b, s := list(t, Options{})
-	b.deep = true
+	b.largeSmem = true
 	if err := b.Enqueue(s, matmul(1, 6144, 4096, kernels.BF16)); err != nil {
 		t.Fatal(err)
 	}
@@ -202,8 +202,8 @@ func TestExpertGrid(t *testing.T) {
 		if err := b.Enqueue(s, &op); err != nil {
 			t.Fatal(err)
 		}
-		tile := &tiles[(r.kernels[0]-productKernels)%kernelID(len(tiles))]
-		across := (layout.Intermediate + tile.columns(upMode) - 1) / tile.columns(upMode)
+		tile := &tiles[(r.kernels[0]-gemmKernels)%kernelID(len(tiles))]
+		across := (layout.Intermediate + tile.columns(gateUpMode) - 1) / tile.columns(gateUpMode)
 		for range 10 {
 			// Pairs dealt to experts in some uneven way, of which the listed are some.
 			left, need := n*k, 0
@@ -290,8 +290,8 @@ func TestDenseShape(t *testing.T) {
 			t.Fatal(err)
 		}
 		a := (*denseArgs)(unsafe.Pointer(&r.args[0][0]))
-		if r.names() != test.kernel || a.most != test.tokens || a.stages < 3 || r.grids[0].shared > table[r.kernels[0]].shared {
-			t.Errorf("%+v: %s, %d tokens, %d stages, %v", test, r.names(), a.most, a.stages, r.grids[0])
+		if r.names() != test.kernel || a.maxTokens != test.tokens || a.stages < 3 || r.grids[0].shared > table[r.kernels[0]].shared {
+			t.Errorf("%+v: %s, %d tokens, %d stages, %v", test, r.names(), a.maxTokens, a.stages, r.grids[0])
 		}
 	}
 }
@@ -330,8 +330,8 @@ func TestExpertShape(t *testing.T) {
 			t.Fatal(err)
 		}
 		a := (*expertArgs)(unsafe.Pointer(&r.args[0][0]))
-		if got, want := r.names(), test.up+" "+test.down; got != want || a.most != test.tokens || a.stages != test.stages {
-			t.Errorf("%+v: %s, %d tokens, %d stages", test, got, a.most, a.stages)
+		if got, want := r.names(), test.up+" "+test.down; got != want || a.maxTokens != test.tokens || a.stages != test.stages {
+			t.Errorf("%+v: %s, %d tokens, %d stages", test, got, a.maxTokens, a.stages)
 		}
 		// The way down starts early, and only right behind the way up of the same.
 		elsewhere := down
@@ -340,17 +340,17 @@ func TestExpertShape(t *testing.T) {
 			if err := b.Enqueue(s, op); err != nil {
 				t.Fatal(err)
 			}
-			early := (*expertArgs)(unsafe.Pointer(&r.args[len(r.args)-1][0])).early
-			if want := truth(i == 6); early != want {
+			early := (*expertArgs)(unsafe.Pointer(&r.args[len(r.args)-1][0])).listsReady
+			if want := b2i(i == 6); early != want {
 				t.Errorf("%+v: operation %d: early is %d, want %d", test, i, early, want)
 			}
 		}
-		if a := (*expertArgs)(unsafe.Pointer(&r.args[1][0])); a.early != 1 {
+		if a := (*expertArgs)(unsafe.Pointer(&r.args[1][0])); a.listsReady != 1 {
 			t.Errorf("%+v: the way down does not start early", test)
 		}
 		for i, g := range r.grids {
-			if wide := strings.HasSuffix(table[r.kernels[i]].name, "_256"); g.apart != wide {
-				t.Errorf("%+v: %s starts apart: %v, want %v", test, table[r.kernels[i]].name, g.apart, wide)
+			if wide := strings.HasSuffix(table[r.kernels[i]].name, "_256"); g.noOverlap != wide {
+				t.Errorf("%+v: %s starts apart: %v, want %v", test, table[r.kernels[i]].name, g.noOverlap, wide)
 			}
 			if g.shared > table[r.kernels[i]].shared {
 				t.Errorf("%+v: %d bytes of shared memory, more than %d", test, g.shared, table[r.kernels[i]].shared)
@@ -368,7 +368,7 @@ func TestAttentionChoice(t *testing.T) {
 		return &kernels.Attention{
 			Q: at(1, tensor(kernels.BF16, rows, heads, d)), CacheK: at(2, tensor(kernels.BF16, 10, 16, kvHeads, d)), CacheV: at(3, tensor(kernels.BF16, 10, 16, kvHeads, d)),
 			SeqStarts: at(4, tensor(kernels.I32, sequences+1)), ContextLens: at(5, tensor(kernels.I32, sequences)),
-			BlockTable: at(6, tensor(kernels.I32, sequences, 1000)), Scale: 1, MaxContext: context, MaxRows: maxRows, Out: at(7, tensor(kernels.BF16, rows, heads, d)),
+			BlockTable: at(6, tensor(kernels.I32, sequences, 1000)), Scale: 1, MaxContext: context, MaxSeqTokens: maxRows, Out: at(7, tensor(kernels.BF16, rows, heads, d)),
 		}
 	}
 	for _, test := range []struct {
@@ -422,7 +422,7 @@ func restoring(a *kernels.Adjust) *kernels.Restore {
 
 func logProbs(rows, top int) *kernels.LogProbs {
 	return &kernels.LogProbs{
-		Logits: at(1, tensor(kernels.F32, rows, 32000)), Tokens: at(2, tensor(kernels.I32, rows)), Chosen: at(3, tensor(kernels.F32, rows)),
+		Logits: at(1, tensor(kernels.F32, rows, 32000)), Tokens: at(2, tensor(kernels.I32, rows)), Sampled: at(3, tensor(kernels.F32, rows)),
 		TopIDs: at(4, tensor(kernels.I32, rows, top)), Top: at(5, tensor(kernels.F32, rows, top)),
 	}
 }
@@ -559,7 +559,7 @@ func TestRefusals(t *testing.T) {
 		"multiples of 16 bytes": &kernels.Attention{
 			Q: at(1, tensor(kernels.BF16, 1, 1, 16)), CacheK: tensor(kernels.BF16, 1, 16, 1, 16), CacheV: at(3, tensor(kernels.BF16, 1, 16, 1, 16)).Narrow(0, 0, 1),
 			SeqStarts: at(4, tensor(kernels.I32, 2)), ContextLens: at(5, tensor(kernels.I32, 1)), BlockTable: at(6, tensor(kernels.I32, 1, 1)),
-			Scale: 1, MaxContext: 1, MaxRows: 1, Out: at(7, tensor(kernels.BF16, 1, 1, 16)),
+			Scale: 1, MaxContext: 1, MaxSeqTokens: 1, Out: at(7, tensor(kernels.BF16, 1, 1, 16)),
 		},
 	} {
 		if o, ok := op.(*kernels.Attention); ok {
@@ -606,7 +606,7 @@ func TestStreams(t *testing.T) {
 	if err := b.Enqueue(other, op); err == nil || !strings.Contains(err.Error(), "another GPU") {
 		t.Errorf("a stream of another GPU: %v", err)
 	}
-	if b.lanes[streams[0]].work.End() > b.lanes[streams[1]].work.Addr {
+	if b.states[streams[0]].work.End() > b.states[streams[1]].work.Addr {
 		t.Error("two streams share a workspace")
 	}
 	if err := b.Close(); err != nil {
@@ -648,7 +648,7 @@ func TestStreamOfOneBackend(t *testing.T) {
 	op := &kernels.Clamp{X: at(1, tensor(kernels.BF16, 1, 8)), Limit: 1}
 	refused := func(b *Backend) bool {
 		err := b.Enqueue(s, op)
-		return err != nil && strings.Contains(err.Error(), `cuda: clamp: stream "compute" is used through another backend`)
+		return err != nil && strings.Contains(err.Error(), `cuda: clamp: stream "compute" is in use by another backend`)
 	}
 	first, second, third := backends[0], backends[1], backends[2]
 	if err := errors.Join(first.Enqueue(s, op), first.Enqueue(s, op)); err != nil {
@@ -658,8 +658,8 @@ func TestStreamOfOneBackend(t *testing.T) {
 		t.Error("a second backend launches on the stream")
 	}
 	// A refusal takes nothing: no lane, no workspace.
-	if len(second.lanes) > 0 || len(second.free) != 1 {
-		t.Errorf("%d lanes and %d workspaces behind a refusal, want 0 and 1", len(second.lanes), len(second.free))
+	if len(second.states) > 0 || len(second.free) != 1 {
+		t.Errorf("%d lanes and %d workspaces behind a refusal, want 0 and 1", len(second.states), len(second.free))
 	}
 	if err := first.Close(); err != nil {
 		t.Fatal(err)
@@ -671,7 +671,7 @@ func TestStreamOfOneBackend(t *testing.T) {
 		t.Error("the second backend did not take the stream")
 	}
 	// Given up, the stream is free, and so is its workspace.
-	second.lanes[s].release()
+	second.states[s].release()
 	if err := third.Enqueue(s, op); err != nil {
 		t.Errorf("once the second gave the stream up: %v", err)
 	}
@@ -682,7 +682,7 @@ func TestStreamOfOneBackend(t *testing.T) {
 	if err := second.Enqueue(other, op); err != nil {
 		t.Errorf("another stream in the place of the one given up: %v", err)
 	}
-	if err := third.Enqueue(other, op); err == nil || !strings.Contains(err.Error(), "one too many") {
+	if err := third.Enqueue(other, op); err == nil || !strings.Contains(err.Error(), "exceeds Options.Streams") {
 		t.Errorf("a stream too many: %v", err)
 	}
 	if err := errors.Join(second.Close(), third.Close()); err != nil {
@@ -714,7 +714,7 @@ func TestStreamTakenOnce(t *testing.T) {
 		defer b.Close()
 		group.Go(func() {
 			for i, s := range all {
-				if _, err := b.lane(s); err == nil {
+				if _, err := b.streamState(s); err == nil {
 					took[i].Add(1)
 				}
 			}

@@ -274,7 +274,7 @@ func (x *bench) layer(b *testing.B, c *benchModel, n int) {
 	})
 	one("group", func() kernels.Op {
 		ids, offsets, order := x.pairs(c, n)
-		return &kernels.Group{IDs: ids, Offsets: offsets, Order: order}
+		return &kernels.SortByExpert{IDs: ids, Offsets: offsets, Order: order}
 	})
 	one("expert_up", func() kernels.Op {
 		_, offsets, order := x.pairs(c, n)
@@ -337,7 +337,7 @@ func (x *bench) logits(c *benchModel, rows int, one func(string, func() kernels.
 	})
 	one("log_probs", func() kernels.Op {
 		return &kernels.LogProbs{
-			Logits: x.weights(kernels.F32, rows, c.vocab), Tokens: x.ints(x.upTo(rows, c.vocab)...), Chosen: x.floats(rows, 0),
+			Logits: x.weights(kernels.F32, rows, c.vocab), Tokens: x.ints(x.upTo(rows, c.vocab)...), Sampled: x.floats(rows, 0),
 			TopIDs: x.ints(make([]int32, 20*rows)...).View(rows, 20), Top: x.floats(20*rows, 0).View(rows, 20),
 		}
 	})
@@ -435,7 +435,7 @@ func (x *bench) attention(b *testing.B, c *benchModel, n int, one func(string, f
 		cache := x.act(2*len(table), tokens, c.kvHeads, c.d)
 		return &kernels.Attention{
 			Q: x.act(sequences*rows, c.heads, c.d), CacheK: cache.Slice(0, len(table)), CacheV: cache.Slice(len(table), 2*len(table)), SeqStarts: x.ints(starts...), ContextLens: x.ints(lens...),
-			BlockTable: x.ints(table...).View(sequences, width), Scale: float32(1 / math.Sqrt(float64(c.d))), MaxContext: context, MaxRows: rows,
+			BlockTable: x.ints(table...).View(sequences, width), Scale: float32(1 / math.Sqrt(float64(c.d))), MaxContext: context, MaxSeqTokens: rows,
 			Out: x.act(sequences*rows, c.heads, c.d),
 		}
 	}

@@ -8,37 +8,37 @@ import (
 	"github.com/moeserve/moeserve/kernels"
 )
 
-// tensorMap tells the copy engine of a matrix of 16-bit numbers in device memory; what it
-// holds is the runner's.
+// tensorMap is a TMA descriptor (CUtensorMap) of a matrix of 16-bit elements in device memory,
+// in the runner's encoding.
 type tensorMap [16]uint64
 
-// tileMap is what a tensorMap is made of: rows of so many elements (a multiple of 8) that
-// start at multiples of 16 bytes, stride elements apart, of which a copy brings tileRows
-// (256 at most) of 64 elements. What lies beyond the matrix comes as zeros.
+// tileMap has the parameters of a tensorMap: rows of columns elements (a multiple of 8) that
+// start at multiples of 16 bytes, stride elements apart. A TMA copy loads tileRows rows (at
+// most 256) of 64 elements; elements outside of the matrix are zeros.
 type tileMap struct {
 	at                              device.Addr
 	rows, columns, stride, tileRows int
 }
 
-// denseShapes as they are instantiated in dense.cu, the most weight rows last.
+// denseShapes are the instantiations in dense.cu, in ascending order of weight rows.
 var denseShapes = [...]expertShape{
 	{1, 128, 1, 2, 256, 112 << 10},
 	{2, 192, 1, 1, 384, 226 << 10},
 	{4, 192, 1, 1, 384, 226 << 10},
 }
 
-// chooseDense returns the shape, and the tokens of a tile, for which a product should
-// take the least time: rounds of tiles, each as long as its products or, at 64 bytes a
-// cycle, its copies take, or, at 40 for each multiprocessor of the device, all copies
-// (measured on one H200, see BenchmarkDense).
-func (b *Backend) chooseDense(rows, columns int) (shape kernelID, tokens int) {
+// chooseHopperTile returns the kernel, and the tokens of a tile, with the shortest estimated
+// time: the number of waves of tiles times the longest of a tile's MMAs, its loads at 64 bytes
+// per cycle, and all loads of the device at 40 bytes per cycle and multiprocessor (measured on
+// one H200, see BenchmarkDense).
+func (b *Backend) chooseHopperTile(rows, columns int) (shape kernelID, tokens int) {
 	best := 0
 	for i := range denseShapes {
 		e := &denseShapes[i]
-		for parts := ceil(rows, e.most); parts <= ceil(rows, e.most)+2; parts++ {
+		for parts := ceil(rows, e.maxTokens); parts <= ceil(rows, e.maxTokens)+2; parts++ {
 			n := ceil(ceil(rows, parts), tokenStep) * tokenStep
 			tiles := ceil(columns, e.units*unitRows) * ceil(rows, n)
-			round := e.blocks * max(e.units*2*n, e.step(n)/64) // cycles of one step; blocks share a multiprocessor
+			round := e.blocks * max(e.units*2*n, e.step(n)/64) // cycles of one k-step; blocks share a multiprocessor
 			cost := max(ceil(tiles, e.blocks*b.multiprocessors)*round, tiles*e.step(n)/(40*b.multiprocessors))
 			if best == 0 || cost < best {
 				best, shape, tokens = cost, kernelID(i), n
@@ -48,26 +48,26 @@ func (b *Backend) chooseDense(rows, columns int) (shape kernelID, tokens int) {
 	return shape, tokens
 }
 
-// dense enqueues a product on Hopper's tensor cores. Both operands are of the
-// activation type, their rows start at multiples of 16 bytes and have a multiple of 8
-// elements; Out is float32, or has an even number of columns whose pairs are aligned.
-func (l *lane) dense(o *kernels.MatMul, outFloat bool) error {
-	shape, tokens := l.b.chooseDense(o.X.Shape[0], o.W.Shape[0])
-	return l.denseIn(o, outFloat, shape, tokens)
+// hopperGEMM enqueues a dense GEMM on Hopper's tensor cores. Both operands have the activation
+// type, their rows start at multiples of 16 bytes and have a multiple of 8 elements. Out is
+// float32, or has an even number of columns with aligned pairs.
+func (l *streamState) hopperGEMM(o *kernels.MatMul, outFloat bool) error {
+	shape, tokens := l.b.chooseHopperTile(o.X.Shape[0], o.W.Shape[0])
+	return l.hopperGEMMTiled(o, outFloat, shape, tokens)
 }
 
-// denseIn is dense in tiles of that shape and so many tokens.
-func (l *lane) denseIn(o *kernels.MatMul, outFloat bool, shape kernelID, tokens int) error {
+// hopperGEMMTiled is hopperGEMM with the given kernel and tokens per tile.
+func (l *streamState) hopperGEMMTiled(o *kernels.MatMul, outFloat bool, shape kernelID, tokens int) error {
 	rows, columns, inner := o.X.Shape[0], o.W.Shape[0], o.W.Shape[1]
 	e := &denseShapes[shape]
-	stages := min((e.shared-ringAlign)/e.step(tokens), mostStages)
+	stages := min((e.shared-ringAlign)/e.step(tokens), maxStages)
 	across := ceil(rows, tokens)
 	tiles := ceil(columns, e.units*unitRows) * across
 	a := denseArgs{
 		bias: address(&o.Bias), out: address(&o.Out), outStride: int64(o.Out.Stride[0]),
 		rows: int32(rows), columns: int32(columns), steps: int32(ceil(inner, tileStep)),
-		biasType: int32(o.Bias.DType), outFloat: truth(outFloat),
-		most: int32(tokens), stages: int32(stages), band: int32(l.b.band(e.units*unitRows, tokens, across)),
+		biasType: int32(o.Bias.DType), outFloat: b2i(outFloat),
+		maxTokens: int32(tokens), stages: int32(stages), swizzle: int32(l.b.swizzle(e.units*unitRows, tokens, across)),
 	}
 	for i, m := range [...]tileMap{
 		{o.W.Addr, columns, inner, rowStride(&o.W), e.units * unitRows},
@@ -83,7 +83,7 @@ func (l *lane) denseIn(o *kernels.MatMul, outFloat bool, shape kernelID, tokens 
 	return launch(l, o.Name(), denseKernels+shape, g, &a)
 }
 
-// rowStride of a matrix; of one with a single row any would do.
+// rowStride is the stride of a matrix; that of a matrix with a single row does not matter.
 func rowStride(t *kernels.Tensor) int {
 	if t.Shape[0] == 1 {
 		return t.Shape[1]
@@ -91,9 +91,9 @@ func rowStride(t *kernels.Tensor) int {
 	return t.Stride[0]
 }
 
-// band is into how many tiles of tokens at once a product of across such tiles is cut, so
-// that blocks which run together read about as many weights as tokens.
-func (b *Backend) band(weights, tokens, across int) int {
+// swizzle returns the token tiles per band of the tile rasterization, out of across, for which
+// blocks that run concurrently read about as many bytes of weights as of tokens.
+func (b *Backend) swizzle(weights, tokens, across int) int {
 	most := max(1, int(math.Sqrt(float64(b.multiprocessors*weights)/float64(tokens))))
 	return ceil(across, ceil(across, most))
 }

@@ -13,7 +13,7 @@ import (
 )
 
 // BenchmarkDense times dense products of three models on cuBLASLt and as batch-invariant
-// kernels of every shape that chooseDense weighs; chosen says which it takes.
+// kernels of every shape that chooseHopperTile weighs; chosen says which it takes.
 func BenchmarkDense(b *testing.B) {
 	m, own, s := openGPU(b, Options{BatchInvariant: true})
 	if !own.hopper {
@@ -61,20 +61,20 @@ func BenchmarkDense(b *testing.B) {
 			}
 			run("library", func(o *kernels.MatMul) error { return library.Enqueue(s, o) })
 			giveUp(library, s)
-			l, err := own.lane(s)
+			l, err := own.streamState(s)
 			if err != nil {
 				b.Fatal(err)
 			}
-			chosen, chosenTokens := own.chooseDense(rows, p.columns)
+			chosen, chosenTokens := own.chooseHopperTile(rows, p.columns)
 			for i := range denseShapes {
 				e := &denseShapes[i]
-				for parts := ceil(rows, e.most); parts <= ceil(rows, e.most)+2; parts++ {
+				for parts := ceil(rows, e.maxTokens); parts <= ceil(rows, e.maxTokens)+2; parts++ {
 					shape, tokens := kernelID(i), ceil(ceil(rows, parts), tokenStep)*tokenStep
 					name := fmt.Sprintf("dense_%d/tokens=%d", e.units*unitRows, tokens)
 					if shape == chosen && tokens == chosenTokens {
 						name += "/chosen"
 					}
-					run(name, func(o *kernels.MatMul) error { return l.denseIn(o, false, shape, tokens) })
+					run(name, func(o *kernels.MatMul) error { return l.hopperGEMMTiled(o, false, shape, tokens) })
 				}
 			}
 			l.release()
@@ -89,7 +89,7 @@ func testDenseTiles(t *testing.T, m device.Machine, b *Backend, s device.Stream)
 	const rows, inner, columns = 70, 712, 200 // more steps than there are stages, and odd ends
 	x := &bench{TB: t, m: m, b: b, s: s, random: rand.New(rand.NewPCG(1, 2)), exponent: 9}
 	defer x.free()
-	l, err := b.lane(s)
+	l, err := b.streamState(s)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -97,12 +97,12 @@ func testDenseTiles(t *testing.T, m device.Machine, b *Backend, s device.Stream)
 	for _, outType := range []kernels.DType{b.o.Activation, kernels.F32} {
 		var want []byte
 		for i := range denseShapes {
-			for _, tokens := range []int{16, 48, 80, denseShapes[i].most} {
+			for _, tokens := range []int{16, 48, 80, denseShapes[i].maxTokens} {
 				op := &kernels.MatMul{X: in, W: weights, Bias: bias, Out: x.weights(outType, rows, columns)}
 				if err := op.Check(); err != nil {
 					t.Fatal(err)
 				}
-				if err := l.denseIn(op, outType == kernels.F32, kernelID(i), tokens); err != nil {
+				if err := l.hopperGEMMTiled(op, outType == kernels.F32, kernelID(i), tokens); err != nil {
 					t.Fatal(err)
 				}
 				got := x.download(&op.Out)

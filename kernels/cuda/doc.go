@@ -1,65 +1,63 @@
-// Package cuda carries out the operations of package kernels on NVIDIA GPUs of
-// compute capability 8.0 and up, on the streams of device/cuda. Activations and the
-// KV cache are bfloat16 or, by option, half precision; sums are float32.
+// Package cuda implements the operations of package kernels on NVIDIA GPUs of compute
+// capability 8.0 and up, on the streams of device/cuda. Activations and the KV cache are
+// bfloat16 or, by option, half precision; sums are float32.
 //
 // # What it is
 //
-// Kernels are CUDA C++ in src/, embedded and compiled by NVRTC for the exact
-// architecture when a Backend is made, and kept on disk. A Backend turns an
-// operation into one or a few launches: lane.go has what a stream has to itself, and
-// dispatches; rows.go, product.go, expert.go, dense.go, attention.go, routing.go and
-// logits.go choose kernels, tiles and grids. The structs of arguments in arguments.go are
-// generated from src/ (internal/arguments). Dense products go through cuBLASLt where its demands are
-// met, and else (always with Options.BatchInvariant) through kernels of ours.
+// The kernels are CUDA C++ in src/, embedded, compiled by NVRTC for the exact architecture when
+// a Backend is created, and cached on disk. A Backend turns an operation into one or a few
+// launches: streamstate.go has the state of a stream and the dispatch; rows.go, gemm.go,
+// expert.go, dense.go, attention.go, routing.go and logits.go select kernels, tiles and grids.
+// The argument structs in arguments.go are generated from src/ (internal/arguments). Dense
+// GEMMs go through cuBLASLt if it supports them, otherwise (with Options.BatchInvariant always)
+// through kernels of this package.
 //
-// On GPUs of compute capability 9.0, experts lie in tiles (layout.go) and they, and
-// batch-invariant dense products, run on kernels for sm_90a alone.
+// On GPUs of compute capability 9.0, experts are stored in tiles (layout.go); expert GEMMs, and
+// batch-invariant dense GEMMs, run on kernels for sm_90a only.
 //
-// All of that is plain Go. What needs the build tag cuda stands in gpu.go and in
-// internal/cublaslt: loading, launching, and the library. Where the tag is and a C++
-// compiler, tests also run every kernel, those for sm_90a too, on the CPU
-// (internal/simt), under the same conformance suite as on a GPU. docs/design/kernels.md says
-// how to add a kernel.
+// All of that is plain Go. Loading, launching and cuBLASLt need the build tag cuda (gpu.go,
+// internal/cublaslt). With that tag and a C++ compiler, tests also run every kernel, including
+// those for sm_90a, on the CPU (internal/simt), with the same conformance suite as on a GPU.
+// docs/design/kernels.md describes how to add a kernel.
 //
 // # What it is not
 //
-// It makes no streams and owns no device memory but one workspace per stream, taken
-// when the Backend is made. It does not check what the data says: ids and slots
-// outside of their tables are left out or become not-a-number, and an expert's slot
-// is trusted to hold an address (a multiple of 16 bytes).
+// It creates no streams, and owns no device memory except one workspace per stream, allocated
+// when the Backend is created. It does not check device data: ids and slots outside of their
+// tables are skipped or give NaN, and an expert's slot must hold a valid address (a multiple of
+// 16 bytes).
 //
 // # Invariants
 //
 //   - Launching allocates nothing, on the device or on Go's heap.
-//   - One order of sums: a product's inner dimension in steps of 16 from the start
-//     (routers: in pieces of 64 shared out over 16 warps);
-//     attention in tiles of 32 positions inside of chunks of 256; norms and softmax
-//     by the row's length, log-probabilities by the vocabulary. What decides which
-//     tokens a draw leaves out is summed in integers, whose order does not count. So
-//     results of these kernels depend neither on the tile that was chosen nor on other
-//     rows. cuBLASLt, and products of up to eight rows of ours, do not promise that,
-//     which is what Options.BatchInvariant is for; either way, the same operation on
+//   - Sums have one order: a GEMM's inner dimension in steps of 16 from the start
+//     (routers and gates: split in pieces of 64 over 16 warps);
+//     attention in tiles of 32 positions inside chunks of 256; norms and softmax
+//     by the row's length, log-probabilities by the vocabulary. The sums that decide which
+//     tokens top-k and top-p keep are integers, exact in any order. So the
+//     results of these kernels depend neither on the tile that was selected nor on other
+//     tokens of the batch. cuBLASLt, and the GEMMs of up to eight rows of this package, do not
+//     guarantee that; hence Options.BatchInvariant. In either case the same operation on
 //     the same data gives the same bits.
-//   - Kernels overlap, from compute capability 9.0 on (unless Options.Serial): one may
-//     start before the one in front has ended, and then waits for it. Before it waits it
-//     reads nothing but weights and what says where things are (Rows of RoPE, Slots of
+//   - Kernels overlap (programmatic dependent launch), from compute capability 9.0 on, unless
+//     Options.Serial is set: one may start before the preceding one has ended, and then waits for
+//     it. Before this wait it reads only weights and index data (Rows of RoPE, Slots of
 //     AppendKV, both of RoPEAppendKV, SeqStarts, ContextLens and BlockTable of Attention).
 //     So no operation of a Backend may write those; copies may, and kernels launched
 //     without Grid.Overlap.
-//     A stream is used through one Backend of the process, which takes it at the first
-//     operation and has it until it is closed (others are refused): the way down of experts
-//     relies on the way up right in front of it.
-//   - Weights may have any float type. Those of products that differ from the
-//     activations' type are taken apart into two numbers of it as they are read,
-//     which is slow: better cast them at load (Backend.WeightDType).
+//     A stream is used by one Backend of the process, from its first operation until Close
+//     (others get an error): the down projection of experts relies on the gate/up projection
+//     being the preceding kernel.
+//   - Weights may have any float type. In GEMMs, weights of another type than the
+//     activations are split into two numbers of the activation type as they are read,
+//     which is slow: convert them at load instead (Backend.WeightDType).
 //
 // # Limits
 //
-// A head size that is a multiple of 8, up to 128 (for RoPEAppendKV any up to 256); at
-// most 64 heads of a query to one of the cache; rows of up to 12288 elements for
-// norms; up to 3072 experts, and where they lie in tiles rows of X that start at
-// multiples of 16 bytes and of Out at multiples of 8; the 2048 likeliest tokens of a
-// row.
+// A head size that is a multiple of 8, up to 128 (for RoPEAppendKV any up to 256); at most 64
+// heads of Q per KV head; rows of up to 12288 elements for norms; up to 3072 experts; with
+// experts in tiles, rows of X that start at multiples of 16 bytes and of Out at multiples of 8;
+// log-probabilities of up to 2048 top tokens per row.
 //
 // # Example
 //

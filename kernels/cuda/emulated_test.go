@@ -75,7 +75,7 @@ func awaited(op kernels.Op, early bool) (all []device.Range) {
 		add(&o.Q, &o.CacheK, &o.CacheV, &o.Out)
 	case *kernels.Route:
 		add(&o.Logits, &o.IDs, &o.Weights, &o.Counts)
-	case *kernels.Group:
+	case *kernels.SortByExpert:
 		add(&o.IDs, &o.Offsets, &o.Order)
 	case *kernels.ExpertUp:
 		add(&o.X, &o.Offsets, &o.Order, &o.Slots, &o.Experts, &o.Out)
@@ -99,7 +99,7 @@ func awaited(op kernels.Op, early bool) (all []device.Range) {
 	case *kernels.Restore:
 		add(&o.Logits, &o.Starts, &o.IDs, &o.Saved)
 	case *kernels.LogProbs:
-		add(&o.Logits, &o.Tokens, &o.Chosen, &o.TopIDs, &o.Top)
+		add(&o.Logits, &o.Tokens, &o.Sampled, &o.TopIDs, &o.Top)
 	default:
 		panic(op.Name())
 	}
@@ -122,7 +122,7 @@ func (r *simtRunner) launch(s device.Stream, k kernelID, g grid, args []byte) er
 	seed := r.seed
 	var ranges []device.Range
 	if r.op != nil {
-		early := kernel.file == "expert.cu" && (*expertArgs)(unsafe.Pointer(&copied[0])).early != 0
+		early := kernel.file == "expert.cu" && (*expertArgs)(unsafe.Pointer(&copied[0])).listsReady != 0
 		ranges = append(awaited(r.op, early), r.work)
 	}
 	return s.(hidden).executor.Execute(device.Work{Name: kernel.name, Run: func(device.Access) error {
@@ -130,7 +130,7 @@ func (r *simtRunner) launch(s device.Stream, k kernelID, g grid, args []byte) er
 	}})
 }
 
-func (r *simtRunner) matmul(device.Stream, device.Range, *libraryProduct) (bool, error) {
+func (r *simtRunner) matmul(device.Stream, device.Range, *libraryGEMM) (bool, error) {
 	return false, nil
 }
 
@@ -331,7 +331,7 @@ func TestEmulatedFewRows(t *testing.T) {
 		out, host, n := mems[4], mems[5], op.Out.Bytes()
 		var got [2][]byte
 		for i := range got {
-			b.deep = i == 1
+			b.largeSmem = i == 1
 			copy(host.Write(0, n), bytes.Repeat([]byte{0xff}, int(n)))
 			err := errors.Join(s.Copy(out.Range(0, n), host.Range(0, n)), b.Enqueue(s, &op), s.Copy(host.Range(0, n), out.Range(0, n)), s.Synchronize(t.Context()))
 			if err != nil {
@@ -363,7 +363,7 @@ func TestEmulatedTiles(t *testing.T) {
 func TestEmulatedLayers(t *testing.T) {
 	for _, hopper := range []bool{false, true} {
 		m, b, s := emulate(t, Options{}, 3)
-		b.hopper, b.deep = hopper, hopper
+		b.hopper, b.largeSmem = hopper, hopper
 		r := b.run.(*simtRunner)
 		r.work = b.work.Range(0, 1<<16)
 		x := &bench{TB: t, m: m, b: b, s: s, random: rand.New(rand.NewPCG(1, 2)), exponent: 9}

@@ -21,24 +21,24 @@ import (
 	"github.com/moeserve/moeserve/kernels/cuda/internal/cublaslt"
 )
 
-// oldestGPU is the compute capability, major*10+minor, from which on kernels run:
-// bfloat16 on tensor cores, copies in the background.
-const oldestGPU = 80
+// minComputeCapability is the lowest supported compute capability, major*10+minor: it has
+// bfloat16 tensor cores and cp.async.
+const minComputeCapability = 80
 
-// gpuRunner is a runner on a GPU. Its functions and handle serve all streams.
+// gpuRunner is a runner on a GPU. All streams share its functions and its library handle.
 type gpuRunner struct {
 	m         *cuda.Machine
 	space     device.Space
 	half      bool
-	overlap   bool // kernels wait for those in front themselves
+	overlap   bool // kernels themselves wait for preceding ones
 	modules   []*cuda.Module
 	functions [kernelCount]*cuda.Function
 	library   *cublaslt.Handle // nil with Options.BatchInvariant
 }
 
-// New returns a backend for a GPU of m, a machine of device/cuda. It compiles the
-// kernels, or finds them where it kept them; that takes seconds the first time. An
-// error says what to install, or which file does not compile.
+// New returns a backend for a GPU of machine, which is of device/cuda. It compiles the kernels
+// or loads them from its cache; compiling takes seconds. An error reports what to install, or
+// which file does not compile.
 func New(machine device.Machine, space device.Space, o Options) (*Backend, error) {
 	o = o.EnsureDefaults()
 	if err := o.Validate(); err != nil {
@@ -46,22 +46,22 @@ func New(machine device.Machine, space device.Space, o Options) (*Backend, error
 	}
 	m, ok := machine.(*cuda.Machine)
 	if !ok {
-		return nil, fmt.Errorf("cuda: backend of %v: a %T is no machine with GPUs", space, machine)
+		return nil, fmt.Errorf("cuda: backend of %v: %T is not a machine of package device/cuda", space, machine)
 	}
 	info, ok := m.Topology().Info(space)
 	if _, gpu := space.GPU(); !ok || !gpu {
 		return nil, fmt.Errorf("cuda: backend of %v: the machine has no such GPU", space)
 	}
-	if info.ComputeCapability < oldestGPU {
+	if info.ComputeCapability < minComputeCapability {
 		return nil, fmt.Errorf("cuda: backend of %v (%s): compute capability %d.%d, and kernels need %d.%d or later", space, info.Name,
-			info.ComputeCapability/10, info.ComputeCapability%10, oldestGPU/10, oldestGPU%10)
+			info.ComputeCapability/10, info.ComputeCapability%10, minComputeCapability/10, minComputeCapability%10)
 	}
 	folders := dylib.Folders()
 	arch := o.Architecture
 	if arch == "" {
 		arch = nvrtc.Arch(info.ComputeCapability)
 	}
-	r := &gpuRunner{m: m, space: space, half: o.Activation == kernels.F16, overlap: !o.Serial && waits(arch)}
+	r := &gpuRunner{m: m, space: space, half: o.Activation == kernels.F16, overlap: !o.Serial && supportsOverlap(arch)}
 	err := r.load(o, arch, folders)
 	if err == nil && !o.BatchInvariant {
 		err = r.openLibrary(device.Align(o.WorkspaceBytes), folders)
@@ -71,20 +71,20 @@ func New(machine device.Machine, space device.Space, o Options) (*Backend, error
 	}
 	b, err := newBackend(m, space, o, r)
 	if err == nil {
-		b.hopper, b.deep = arch == hopper, arch == hopper
+		b.hopper, b.largeSmem = arch == hopper, arch == hopper
 	}
 	return b, err
 }
 
-// waits says whether kernels compiled for an architecture wait for those in front
+// supportsOverlap reports whether kernels compiled for an architecture wait for preceding ones
 // themselves, so that they may be launched to overlap.
-func waits(arch string) bool {
+func supportsOverlap(arch string) bool {
 	_, digits, _ := strings.Cut(strings.TrimRight(arch, "af"), "_")
 	n, err := strconv.Atoi(digits)
 	return err == nil && n >= 90
 }
 
-// load compiles and loads every kernel that is for the architecture.
+// load compiles and loads every kernel of the architecture.
 func (r *gpuRunner) load(o Options, arch string, folders []string) error {
 	compiler, err := nvrtc.Open(folders, r.m.DriverVersion()/1000)
 	if err != nil {
@@ -100,11 +100,11 @@ func (r *gpuRunner) load(o Options, arch string, folders []string) error {
 	cubins := make([][]byte, len(files))
 	var group errgroup.Group
 	for i, file := range files {
-		if !isFor(file, arch) {
+		if !builtFor(file, arch) {
 			continue
 		}
 		group.Go(func() (err error) {
-			cubins[i], _, err = compiler.Cached(cache, unit(file, o.Activation), arch)
+			cubins[i], _, err = compiler.Cached(cache, compilationUnit(file, o.Activation), arch)
 			return err
 		})
 	}
@@ -124,7 +124,7 @@ func (r *gpuRunner) load(o Options, arch string, folders []string) error {
 		modules[file] = mod
 	}
 	for i, k := range table {
-		if modules[k.file] == nil || !isFor(k.name, arch) {
+		if modules[k.file] == nil || !builtFor(k.name, arch) {
 			continue
 		}
 		f, err := modules[k.file].Function(k.name)
@@ -143,13 +143,13 @@ func (r *gpuRunner) load(o Options, arch string, folders []string) error {
 }
 
 // files are the compilation units.
-var files = []string{"elementwise.cu", "route.cu", "sample.cu", "product.cu", "attention.cu", "few.cu", "expert.cu", "dense.cu"}
+var files = []string{"elementwise.cu", "route.cu", "sample.cu", "gemm.cu", "attention.cu", "few.cu", "expert.cu", "dense.cu"}
 
-// isFor says whether a unit, or a kernel, is for an architecture.
-func isFor(name, arch string) bool { return onlyFor[name] == "" || onlyFor[name] == arch }
+// builtFor reports whether a unit, or a kernel, is built for an architecture.
+func builtFor(name, arch string) bool { return onlyFor[name] == "" || onlyFor[name] == arch }
 
-// unit is one of them as the compiler takes it.
-func unit(file string, act kernels.DType) nvrtc.Source {
+// compilationUnit returns the NVRTC source of one of files.
+func compilationUnit(file string, act kernels.DType) nvrtc.Source {
 	s := nvrtc.Source{Name: file, Text: source(file)}
 	if act == kernels.F16 {
 		s.Options = []string{"-DACT_F16"}
@@ -169,7 +169,7 @@ func (r *gpuRunner) do(name string, f func() error) error {
 func (r *gpuRunner) openLibrary(work int64, folders []string) error {
 	library, err := cublaslt.Open(folders, r.m.DriverVersion()/1000)
 	if err != nil {
-		return fmt.Errorf("%w (batch-invariant products do without it)", err)
+		return fmt.Errorf("%w (with Options.BatchInvariant it is not needed)", err)
 	}
 	return r.do("cuBLASLt", func() (err error) {
 		r.library, err = library.NewHandle(work)
@@ -181,7 +181,7 @@ func gpuStream(s device.Stream) (*cuda.Stream, error) {
 	if st, ok := s.(*cuda.Stream); ok {
 		return st, nil
 	}
-	return nil, fmt.Errorf("stream %q of %v is no stream of a GPU", s.Name(), s.Space())
+	return nil, fmt.Errorf("stream %q of %v is not a stream of a GPU", s.Name(), s.Space())
 }
 
 func (r *gpuRunner) launch(s device.Stream, k kernelID, g grid, args []byte) error {
@@ -190,10 +190,10 @@ func (r *gpuRunner) launch(s device.Stream, k kernelID, g grid, args []byte) err
 		return err
 	}
 	st.Args().Bytes(args, 8)
-	return st.Launch(r.functions[k], cuda.Grid{Blocks: [3]int{g.x, g.y, g.z}, Threads: [3]int{g.threads}, SharedBytes: g.shared, Overlap: r.overlap && !g.apart})
+	return st.Launch(r.functions[k], cuda.Grid{Blocks: [3]int{g.x, g.y, g.z}, Threads: [3]int{g.threads}, SharedBytes: g.shared, Overlap: r.overlap && !g.noOverlap})
 }
 
-func (r *gpuRunner) matmul(s device.Stream, work device.Range, p *libraryProduct) (bool, error) {
+func (r *gpuRunner) matmul(s device.Stream, work device.Range, p *libraryGEMM) (bool, error) {
 	if r.library == nil {
 		return false, nil
 	}

@@ -54,7 +54,7 @@ func TestCompile(t *testing.T) {
 	for _, file := range files {
 		for _, act := range []kernels.DType{kernels.BF16, kernels.F16} {
 			for _, arch := range []string{nvrtc.Arch(80), nvrtc.Arch(90), "compute_80"} {
-				if !isFor(file, arch) {
+				if !builtFor(file, arch) {
 					continue
 				}
 				entry := ".text.%s\x00"
@@ -64,7 +64,7 @@ func TestCompile(t *testing.T) {
 				t.Run(fmt.Sprintf("%s/%s/%s", file, act, arch), func(t *testing.T) {
 					t.Parallel()
 					start := time.Now()
-					u := unit(file, act)
+					u := compilationUnit(file, act)
 					if !strings.HasPrefix(arch, "compute_") {
 						u.Options = append(u.Options, "--ptxas-options=-v")
 					}
@@ -108,7 +108,7 @@ func TestKernelsWait(t *testing.T) {
 	for _, file := range files {
 		t.Run(file, func(t *testing.T) {
 			t.Parallel()
-			ptx, _, err := c.Compile(unit(file, kernels.BF16), "compute_90a")
+			ptx, _, err := c.Compile(compilationUnit(file, kernels.BF16), "compute_90a")
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -134,7 +134,7 @@ func TestKernelsWait(t *testing.T) {
 // TestWaits checks for which architectures kernels can overlap.
 func TestWaits(t *testing.T) {
 	for arch, want := range map[string]bool{"sm_80": false, "compute_80": false, "sm_89": false, "sm_90a": true, "compute_90": true, "sm_100a": true, "sm_120f": true, "nonsense": false} {
-		if waits(arch) != want {
+		if supportsOverlap(arch) != want {
 			t.Errorf("kernels for %s wait: %v, want %v", arch, !want, want)
 		}
 	}
@@ -143,7 +143,7 @@ func TestWaits(t *testing.T) {
 // TestCompileError checks that an error names file and line.
 func TestCompileError(t *testing.T) {
 	c := compiler(t)
-	s := unit("route.cu", kernels.BF16)
+	s := compilationUnit("route.cu", kernels.BF16)
 	s.Text += "\nbroken\n"
 	_, _, err := c.Compile(s, nvrtc.Arch(80))
 	lines := bytes.Count(mustRead(t, "route.cu"), []byte("\n"))
@@ -281,7 +281,7 @@ func TestNewRefuses(t *testing.T) {
 	if _, err := New(m, device.HBM(7), Options{}); err == nil || !strings.Contains(err.Error(), "no such GPU") {
 		t.Errorf("a GPU too many: %v", err)
 	}
-	if _, err := New(nil, device.HBM(0), Options{}); err == nil || !strings.Contains(err.Error(), "no machine with GPUs") {
+	if _, err := New(nil, device.HBM(0), Options{}); err == nil || !strings.Contains(err.Error(), "not a machine of package device/cuda") {
 		t.Errorf("no machine: %v", err)
 	}
 	t.Setenv(dylib.Variable, t.TempDir())

@@ -102,13 +102,13 @@ func (x *bench) decoder(c *benchModel, layers, n, context int) *decoder {
 			},
 			&kernels.Attention{
 				Q: heads(qkv, 0, c.heads), CacheK: keys, CacheV: values, SeqStarts: seqStarts, ContextLens: contextLens, BlockTable: blocks,
-				Scale: float32(1 / math.Sqrt(float64(c.d))), MaxContext: context, MaxRows: 1, Out: heads(attended, 0, c.heads),
+				Scale: float32(1 / math.Sqrt(float64(c.d))), MaxContext: context, MaxSeqTokens: 1, Out: heads(attended, 0, c.heads),
 			},
 			&kernels.MatMul{X: attended, W: x.act(c.hidden, q), Out: out},
 			&kernels.Norm{X: out, Residual: d.hidden, Weight: gamma, Eps: 1e-5, Out: norm},
 			&kernels.MatMul{X: norm, W: x.act(c.experts, c.hidden), Out: logits},
 			&kernels.Route{Logits: logits, Method: c.method, IDs: ids, Weights: weights},
-			&kernels.Group{IDs: ids, Offsets: offsets, Order: order})
+			&kernels.SortByExpert{IDs: ids, Offsets: offsets, Order: order})
 		if sharedWidth > 0 {
 			narrow := both.Narrow(1, 0, sharedWidth)
 			add(&kernels.MatMul{X: norm, W: x.act(2*sharedWidth, c.hidden), Out: both},
@@ -154,7 +154,7 @@ func openBoth(tb testing.TB) (m device.Machine, serial, overlapping *Backend, s 
 // giveUp has a backend give a stream up that it may have taken, on which nothing is under
 // way, so that another may take it.
 func giveUp(b *Backend, s device.Stream) {
-	if l := b.lanes[s]; l != nil {
+	if l := b.states[s]; l != nil {
 		l.release()
 	}
 }

@@ -6,25 +6,25 @@ import (
 	"github.com/moeserve/moeserve/kernels"
 )
 
-// Tiles is the tag of the layout for expert.cu. The rows of w1 and w3, eight of each
-// in turn, and then those of w2 make units of 64; a unit has for every 64 elements of
-// the inner dimension a tile of 8 KiB: 64 rows of 128 bytes, chunk c of 16 bytes of
-// row r in place c ^ (r % 8).
+// Tiles is the tag of the layout for expert.cu. The rows of w1 and w3, alternating by eight,
+// and then those of w2 form units of 64 rows. A unit has for every 64 elements of the inner
+// dimension (K) a tile of 8 KiB: 64 rows of 128 bytes, with chunk c of 16 bytes of row r at c ^
+// (r % 8) (128-byte swizzle).
 const Tiles = "tiles-64"
 
 const (
-	unitRows = 64  // of a unit
+	unitRows = 64  // rows of a unit
 	tileRow  = 128 // bytes
 	tileStep = tileRow / 2
 )
 
-// tiled says whether experts of a shape lie in tiles.
+// tiled reports whether experts of a shape are stored in the layout Tiles.
 func (b *Backend) tiled(s kernels.ExpertShape) bool {
 	return b.hopper && s.DType == b.o.Activation && s.Hidden%unitRows == 0 && s.Intermediate%unitRows == 0
 }
 
-// ExpertLayout implements kernels.Backend: Tiles where the device has kernels for it
-// and sizes are multiples of 64, else row-major.
+// ExpertLayout implements kernels.Backend: Tiles if the device has kernels for it and sizes are
+// multiples of 64, else row-major.
 func (b *Backend) ExpertLayout(s kernels.ExpertShape) (kernels.ExpertLayout, error) {
 	l, err := kernels.RowMajorLayout("cuda", s)
 	if err == nil && b.tiled(s) {
@@ -49,7 +49,7 @@ func (b *Backend) PackExpert(l kernels.ExpertLayout, part kernels.Part, row int,
 		return err
 	}
 	if !b.tiled(l.ExpertShape) {
-		return fmt.Errorf("cuda: pack expert: no layout %q for %+v here", l.Tag, l.ExpertShape)
+		return fmt.Errorf("cuda: pack expert: no layout %q for %+v on this device", l.Tag, l.ExpertShape)
 	}
 	inner, start := l.Hidden, 0
 	if part == kernels.W2 {
@@ -70,10 +70,10 @@ func (b *Backend) PackExpert(l kernels.ExpertLayout, part kernels.Part, row int,
 	return nil
 }
 
-// tilePlace is the place of a row of a matrix among the rows of all units of w1 and
-// w3, or of w2. The tensor cores give a thread rows r and r+8 of 16: of w1 and w3
-// these are the same row of both; rows of w2 are placed so that four neighbors end up
-// in one thread once the results are transposed.
+// tilePlace maps a row of a matrix to its index among the rows of all units of w1 and w3, or of
+// w2. In the accumulators of the tensor cores a thread has rows r and r+8 of 16: for w1 and w3
+// these are the same row of both matrices. Rows of w2 are placed so that a thread has four
+// neighboring ones after the results are transposed.
 func tilePlace(part kernels.Part, row int) int {
 	switch part {
 	case kernels.W1:

@@ -8,17 +8,17 @@ import (
 
 const (
 	sampleThreads = 512
-	// leastSegment is how many tokens one block of a row's draw takes at least.
-	leastSegment = 4096
-	// rowBlock is the block of the kernels that choose among a row's tokens.
+	// minSegment is the minimum number of tokens of a row that one block samples from.
+	minSegment = 4096
+	// rowBlock is the block size of the kernels that select among a row's tokens.
 	rowBlock = 1024
-	// maxTop is how many tokens of a row are put in order.
+	// maxTop is the maximum number of tokens of a row that can be sorted.
 	maxTop = 2048
-	// adjustThreads is the block of adjust and restore, a thread per entry.
+	// adjustThreads is the block size of adjust and restore, with one thread per entry.
 	adjustThreads = 256
 )
 
-func (l *lane) sample(o *kernels.Sample) error {
+func (l *streamState) sample(o *kernels.Sample) error {
 	rows, vocabulary := o.Logits.Shape[0], o.Logits.Shape[1]
 	if rows == 0 {
 		return nil
@@ -27,12 +27,12 @@ func (l *lane) sample(o *kernels.Sample) error {
 		logits: address(&o.Logits), temperatures: address(&o.Temperature), seeds: address(&o.Seeds), samples: address(&o.Samples),
 		positions: address(&o.Positions), out: address(&o.Out), work: uint64(l.work.Addr),
 		topK: address(&o.TopK), topP: address(&o.TopP), minP: address(&o.MinP),
-		stride: int64(o.Logits.Stride[0]), vocabulary: int32(vocabulary), aligned: truth(aligned(&o.Logits)),
+		stride: int64(o.Logits.Stride[0]), vocabulary: int32(vocabulary), aligned: b2i(aligned(&o.Logits)),
 	}
 	if !o.TopK.None() || !o.TopP.None() || !o.MinP.None() {
 		return launch(l, o.Name(), sampleCut, grid{x: rows, threads: rowBlock}, &a)
 	}
-	segments := max(min(2*l.b.multiprocessors/rows, ceil(vocabulary, leastSegment)), 1)
+	segments := max(min(2*l.b.multiprocessors/rows, ceil(vocabulary, minSegment)), 1)
 	segment := ceil(ceil(vocabulary, segments), 4) * 4
 	segments = ceil(vocabulary, segment)
 	if int64(rows)*int64(segments)*8 > l.work.Bytes {
@@ -45,10 +45,10 @@ func (l *lane) sample(o *kernels.Sample) error {
 	return launch(l, o.Name(), sampleMerge, grid{x: rows, threads: 32}, &a)
 }
 
-func (l *lane) logProbs(o *kernels.LogProbs) error {
+func (l *streamState) logProbs(o *kernels.LogProbs) error {
 	a := logProbsArgs{
-		logits: address(&o.Logits), tokens: address(&o.Tokens), chosen: address(&o.Chosen), topIDs: address(&o.TopIDs), top: address(&o.Top),
-		stride: int64(o.Logits.Stride[0]), vocabulary: int32(o.Logits.Shape[1]), aligned: truth(aligned(&o.Logits)),
+		logits: address(&o.Logits), tokens: address(&o.Tokens), sampled: address(&o.Sampled), topIDs: address(&o.TopIDs), top: address(&o.Top),
+		stride: int64(o.Logits.Stride[0]), vocabulary: int32(o.Logits.Shape[1]), aligned: b2i(aligned(&o.Logits)),
 	}
 	if !o.TopIDs.None() {
 		n := o.TopIDs.Shape[1]
@@ -60,9 +60,9 @@ func (l *lane) logProbs(o *kernels.LogProbs) error {
 	return launch(l, o.Name(), logProbsKernel, grid{x: o.Logits.Shape[0], threads: rowBlock}, &a)
 }
 
-// byEntry completes args for lists of entries, of which any row may have any number,
-// and returns the grid.
-func (b *Backend) byEntry(a *adjustArgs, logits, starts, ids, saved *kernels.Tensor) grid {
+// entryGrid completes args for the lists of entries, of which a row may have any number, and
+// returns the grid.
+func (b *Backend) entryGrid(a *adjustArgs, logits, starts, ids, saved *kernels.Tensor) grid {
 	rows, entries := logits.Shape[0], ids.Shape[0]
 	if rows == 0 || entries == 0 {
 		return grid{}
@@ -73,17 +73,17 @@ func (b *Backend) byEntry(a *adjustArgs, logits, starts, ids, saved *kernels.Ten
 	return grid{x: rows, y: parts, threads: adjustThreads}
 }
 
-func (l *lane) adjust(o *kernels.Adjust) error {
+func (l *streamState) adjust(o *kernels.Adjust) error {
 	a := adjustArgs{
 		seen: address(&o.Seen), bias: address(&o.Bias),
 		repetition: address(&o.Repetition), presence: address(&o.Presence), frequency: address(&o.Frequency),
 	}
-	g := l.b.byEntry(&a, &o.Logits, &o.Starts, &o.IDs, &o.Saved)
+	g := l.b.entryGrid(&a, &o.Logits, &o.Starts, &o.IDs, &o.Saved)
 	return launch(l, o.Name(), adjustKernel, g, &a)
 }
 
-func (l *lane) restore(o *kernels.Restore) error {
+func (l *streamState) restore(o *kernels.Restore) error {
 	var a adjustArgs
-	g := l.b.byEntry(&a, &o.Logits, &o.Starts, &o.IDs, &o.Saved)
+	g := l.b.entryGrid(&a, &o.Logits, &o.Starts, &o.IDs, &o.Saved)
 	return launch(l, o.Name(), restoreKernel, g, &a)
 }

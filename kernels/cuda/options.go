@@ -8,33 +8,32 @@ import (
 
 // Options of a Backend.
 type Options struct {
-	// Activation is the type of activations and of the KV cache: kernels.BF16 or
-	// kernels.F16, best that of the weights. Default: BF16.
+	// Activation is the type of activations and of the KV cache, kernels.BF16 or kernels.F16;
+	// that of the weights is fastest. Default: BF16.
 	Activation kernels.DType
-	// BatchInvariant keeps all products away from cuBLASLt, so that no row's result
-	// depends on other rows. Default: off.
+	// BatchInvariant disables cuBLASLt, so that no token's result depends on the other tokens
+	// of the batch. Default: off.
 	BatchInvariant bool
-	// Streams is how many streams may use the backend; each has a workspace.
+	// Streams is the maximum number of streams that use the backend; each has a workspace.
 	// Default: 1.
 	Streams int
-	// WorkspaceBytes is the size of one stream's workspace: for cuBLASLt, for the
-	// chunks of long sequences in small batches, for draws from large vocabularies.
-	// Less costs speed only. Default: 32 MiB.
+	// WorkspaceBytes is the size of one stream's workspace: for cuBLASLt, for split attention
+	// over long sequences, for sampling from large vocabularies. A smaller one only costs
+	// speed. Default: 32 MiB.
 	WorkspaceBytes int64
-	// CacheDir keeps compiled kernels. Default: moeserve/cubin in the user's cache
-	// directory.
+	// CacheDir is the directory of compiled kernels. Default: moeserve/cubin in the user's
+	// cache directory.
 	CacheDir string
-	// Serial keeps kernels from starting before the one in front has ended, which they
-	// do from compute capability 9.0 on where both are of this backend; results are the
-	// same. Default: off.
+	// Serial disables programmatic dependent launch, by which (from compute capability 9.0 on)
+	// a kernel may start before the preceding one has ended. Results are the same. Default:
+	// off.
 	Serial bool
-	// Architecture is what kernels are compiled for, as NVRTC names it: "sm_90a", or
-	// "compute_80" for code that the driver translates for a later device. Default:
-	// exactly the device's.
+	// Architecture is the target of compilation, as NVRTC names it: "sm_90a", or "compute_80"
+	// for PTX that the driver compiles for a later device. Default: exactly the device's.
 	Architecture string
 }
 
-// EnsureDefaults fills in what is not given.
+// EnsureDefaults sets unset options to their defaults.
 func (o Options) EnsureDefaults() Options {
 	if o.Activation == kernels.Invalid {
 		o.Activation = kernels.BF16
@@ -48,7 +47,7 @@ func (o Options) EnsureDefaults() Options {
 	return o
 }
 
-// Validate says which option cannot be.
+// Validate returns an error for the first invalid option.
 func (o Options) Validate() error {
 	if o.Activation != kernels.BF16 && o.Activation != kernels.F16 {
 		return fmt.Errorf("cuda: Options.Activation is %v, want %v or %v", o.Activation, kernels.BF16, kernels.F16)

@@ -6,14 +6,14 @@ import (
 	"github.com/moeserve/moeserve/kernels"
 )
 
-// routeRows is how many rows a block routes, a warp each; their scores lie in shared
-// memory.
+// routeRows is the number of tokens that a block routes, one warp each; their scores are in
+// shared memory.
 const (
 	routeRows  = 4
 	maxExperts = defaultShared / 4 / routeRows
 )
 
-func (l *lane) route(o *kernels.Route) error {
+func (l *streamState) route(o *kernels.Route) error {
 	rows, experts := o.Logits.Shape[0], o.Logits.Shape[1]
 	if experts > maxExperts {
 		return fmt.Errorf("cuda: %s: Logits is %v, want at most %d experts", o.Name(), o.Logits, maxExperts)
@@ -25,16 +25,16 @@ func (l *lane) route(o *kernels.Route) error {
 	})
 }
 
-// groupFewPairs are put in order by one warp for each expert.
+// Up to groupFewPairs pairs are sorted with one warp per expert.
 const groupFewPairs = 128
 
-func (l *lane) group(o *kernels.Group) error {
+func (l *streamState) group(o *kernels.SortByExpert) error {
 	experts := o.Offsets.Shape[0] - 1
 	k, threads := groupKernel, 1024
 	if o.Order.Shape[0] <= groupFewPairs {
 		k, threads = groupFew, 32
 	}
-	return launch(l, o.Name(), k, grid{x: experts, threads: threads}, &groupArgs{
+	return launch(l, o.Name(), k, grid{x: experts, threads: threads}, &sortArgs{
 		ids: address(&o.IDs), offsets: address(&o.Offsets), order: address(&o.Order),
 		pairs: int64(o.Order.Shape[0]), experts: int32(experts),
 	})

@@ -10,8 +10,8 @@ import (
 //go:embed src
 var sources embed.FS
 
-// source is the text of a compilation unit: ptx.cuh and common.cuh come before the
-// file, and hopper.cuh and ring.cuh where it is for that architecture.
+// source returns the text of a compilation unit: ptx.cuh and common.cuh precede the file, and
+// for sm_90a also hopper.cuh and ring.cuh.
 func source(file string) string {
 	names := []string{"ptx.cuh", "common.cuh", file}
 	if onlyFor[file] == hopper {
@@ -21,32 +21,31 @@ func source(file string) string {
 	for _, name := range names {
 		b, err := sources.ReadFile("src/" + name)
 		if err != nil {
-			panic(err) // embedded, or it did not build
+			panic(err) // the file is embedded, so the build would have failed
 		}
 		text = fmt.Appendf(text, "#line 1 %q\n%s", name, b)
 	}
 	return string(text)
 }
 
-// hopper is the architecture of compute capability 9.0 with all it has, whose code
-// runs on no other.
+// hopper is the architecture of exactly compute capability 9.0; its code runs on no other.
 const hopper = "sm_90a"
 
-// onlyFor names the units, and single kernels, that are for one architecture.
+// onlyFor has the units, and single kernels, that are built for one architecture only.
 var onlyFor = map[string]string{"expert.cu": hopper, "dense.cu": hopper, "few_rows_5": hopper}
 
 // kernel is one __global__ function.
 type kernel struct {
 	file, name string
-	// shared is the most dynamic shared memory of a block, in bytes.
+	// shared is the maximum dynamic shared memory of a block, in bytes.
 	shared int
 }
 
-// defaultShared is how much shared memory a block may have on every device without
-// asking for more.
+// defaultShared is the shared memory, in bytes, that a block may use on every device without
+// opting in to more.
 const defaultShared = 48 << 10
 
-// kernelID names a kernel in the table.
+// kernelID is the index of a kernel in the table.
 type kernelID int
 
 const (
@@ -85,18 +84,18 @@ const (
 	fewColumns64
 	fewRows2
 	fewRows5
-	// attentionKernels: by head size, one warp and four each.
+	// attentionKernels: for each head size, with one warp and with four.
 	attentionKernels
-	productKernels = attentionKernels + kernelID(2*len(headSizes))
-	// productKernels: dense, up, down, and for each the tiles in order.
-	// expertKernels: up, down, and for each the shapes in order.
-	expertKernels = productKernels + kernelID(3*len(tiles))
+	gemmKernels = attentionKernels + kernelID(2*len(headSizes))
+	// gemmKernels: dense, gate/up, down, each with the tiles in order. expertKernels: gate/up,
+	// down, each with the shapes in order.
+	expertKernels = gemmKernels + kernelID(3*len(tiles))
 	// denseKernels: the shapes in order.
 	denseKernels = expertKernels + kernelID(2*len(expertShapes))
 	kernelCount  = denseKernels + kernelID(len(denseShapes))
 )
 
-// table is in the order of the ids.
+// table is indexed by kernelID.
 var table = func() []kernel {
 	t := []kernel{
 		{"elementwise.cu", "embed", 0},
@@ -132,17 +131,17 @@ var table = func() []kernel {
 		{"few.cu", "few_columns_8", 0},
 		{"few.cu", "few_columns_16", 0},
 		{"few.cu", "few_columns_64", 0},
-		{"few.cu", "few_rows_2", 2 * fewStage},
-		{"few.cu", "few_rows_5", 5 * fewStage},
+		{"few.cu", "few_rows_2", 2 * skinnyStageBytes},
+		{"few.cu", "few_rows_5", 5 * skinnyStageBytes},
 	}
 	for _, d := range headSizes {
 		for _, warps := range []int{1, 4} {
-			t = append(t, kernel{"attention.cu", fmt.Sprintf("attention_%d_%d", d, warps), attentionShared(d, warps)})
+			t = append(t, kernel{"attention.cu", fmt.Sprintf("attention_%d_%d", d, warps), attentionSharedBytes(d, warps)})
 		}
 	}
 	for _, mode := range []string{"matmul", "up", "down"} {
 		for _, tile := range tiles {
-			t = append(t, kernel{"product.cu", mode + "_" + tile.name, tile.shared()})
+			t = append(t, kernel{"gemm.cu", mode + "_" + tile.name, tile.shared()})
 		}
 	}
 	for _, mode := range []string{"up", "down"} {

@@ -262,7 +262,7 @@ func testAttentionShape(r *rig, s attentionShape, newQ func(rows int) tensor, ga
 		Q: q.Tensor, CacheK: cache.k.Tensor, CacheV: cache.v.Tensor,
 		SeqStarts: r.ints("SeqStarts", starts...).Tensor, ContextLens: r.ints("ContextLens", lens...).Tensor,
 		BlockTable: blockTable.Tensor,
-		Window:     s.window, Scale: float32(1 / math.Sqrt(float64(s.d))), MaxContext: maxContext, MaxRows: maxRows, Out: out.Tensor,
+		Window:     s.window, Scale: float32(1 / math.Sqrt(float64(s.d))), MaxContext: maxContext, MaxSeqTokens: maxRows, Out: out.Tensor,
 	}
 	r.do(&op)
 
@@ -314,7 +314,7 @@ func testAttentionShape(r *rig, s attentionShape, newQ func(rows int) tensor, ga
 			alone.SeqStarts = r.ints("SeqStarts of one", 0, 1).Tensor
 			alone.ContextLens = r.ints("ContextLens of one", seq.context-seq.rows+j+1).Tensor
 			alone.BlockTable = blockTable.Slice(i, i+1)
-			alone.MaxRows = 1
+			alone.MaxSeqTokens = 1
 			out.buffer.out = nil
 			one.writes()
 			r.doPart(&alone)

@@ -314,7 +314,7 @@ func testLogProbs(r *rig) {
 				}
 				chosen := r.dense("Chosen", kernels.F32, s.n, 1)
 				chosen.writes()
-				op := kernels.LogProbs{Logits: logits.Tensor, Tokens: r.ints("Tokens", tokens...).Tensor, Chosen: chosen.View(s.n)}
+				op := kernels.LogProbs{Logits: logits.Tensor, Tokens: r.ints("Tokens", tokens...).Tensor, Sampled: chosen.View(s.n)}
 				var ids, top tensor
 				if s.top >= 0 {
 					ids, top = r.dense("TopIDs", kernels.I32, s.n, s.top), r.dense("Top", kernels.F32, s.n, s.top)
@@ -347,7 +347,7 @@ func testLogProbs(r *rig) {
 					ids.buffer.out, top.buffer.out = nil, nil
 				}
 				r.invariant(chosen, func(_ *rig, from, to int, out kernels.Tensor) kernels.Op {
-					return &kernels.LogProbs{Logits: op.Logits.Slice(from, to), Tokens: op.Tokens.Slice(from, to), Chosen: out.View(to - from)}
+					return &kernels.LogProbs{Logits: op.Logits.Slice(from, to), Tokens: op.Tokens.Slice(from, to), Sampled: out.View(to - from)}
 				})
 			})
 		}

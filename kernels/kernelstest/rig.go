@@ -303,7 +303,7 @@ func (r *rig) doPart(ops ...kernels.Op) {
 	r.download()
 	for _, b := range r.buffers {
 		if bytes.Equal(b.after, b.before) {
-			b.told(r)
+			b.report(r)
 			continue
 		}
 		for i, v := range b.after {
@@ -311,12 +311,12 @@ func (r *rig) doPart(ops ...kernels.Op) {
 				r.Fatalf("byte %d of %s (%d in all) changed from %#x to %#x, which is no output", i-guard, b.name, len(b.after)-2*guard, b.before[i], v)
 			}
 		}
-		b.told(r)
+		b.report(r)
 	}
 }
 
-// told hands the content of an output to who asked for it.
-func (b *buffer) told(r *rig) {
+// report hands the content of an output to who asked for it.
+func (b *buffer) report(r *rig) {
 	if b.out != nil && r.o.Output != nil {
 		r.o.Output(r.Name(), b.name, b.after)
 	}

@@ -123,7 +123,7 @@ func testGroup(r *rig) {
 			offsets, order := r.dense("Offsets", kernels.I32, s.experts+1), r.dense("Order", kernels.I32, s.n*s.k)
 			offsets.writes()
 			order.writes()
-			r.do(&kernels.Group{IDs: ids.Tensor, Offsets: offsets.Tensor, Order: order.Tensor})
+			r.do(&kernels.SortByExpert{IDs: ids.Tensor, Offsets: offsets.Tensor, Order: order.Tensor})
 			wantOffsets, wantOrder := sorted(chosen, s.experts)
 			r.exact(offsets, asFloats(wantOffsets))
 			r.exact(order, asFloats(wantOrder))

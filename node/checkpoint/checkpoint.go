@@ -14,22 +14,22 @@ import (
 	"github.com/moeserve/moeserve/node/fault"
 )
 
-// BuiltIn is what the built-in model is called.
+// BuiltIn is the name of the built-in model.
 const BuiltIn = "built-in"
 
-// Model is a model's files, read as far as it takes to know what they hold.
+// Model is an opened model: its configuration and its files. Weights are read through Source.
 type Model struct {
-	// Name is the preset's, the directory, or BuiltIn.
+	// Name is the name of the preset, the directory, or BuiltIn.
 	Name   string
 	Config *models.Config
 	Source models.Source
-	// Files holds tokenizer and templates; nil for a preset.
+	// Files has the tokenizer and the chat templates; nil for a preset.
 	Files fs.FS
 
 	close func() error
 }
 
-// Close releases the mapped files. The Source must not be read any more.
+// Close unmaps the files. The Source must not be read afterwards.
 func (m *Model) Close() error {
 	if m.close == nil {
 		return nil
@@ -37,9 +37,9 @@ func (m *Model) Close() error {
 	return m.close()
 }
 
-// Open finds the model that the settings name and reads its configuration and the names
-// and shapes of its tensors, but no weights. Dummy weights are drawn with the seed. Errors
-// wrap fault.ErrModel or fault.ErrConfig.
+// Open opens the model that the settings name: it reads its configuration and the names and
+// shapes of its tensors, but no weights. seed is that of dummy weights. Errors wrap
+// fault.ErrModel or fault.ErrConfig.
 func Open(s configs.Model, seed uint64) (*Model, error) {
 	m, err := open(s, seed)
 	if err != nil {
@@ -133,8 +133,8 @@ func openBuiltIn() (*Model, error) {
 	return &Model{Name: BuiltIn, Config: c, Source: models.NewCheckpoint(ck), Files: files, close: ck.Close}, nil
 }
 
-// Weightless says whether a directory has a configuration and no weights.
-func Weightless(dir string) bool {
+// ConfigOnly reports whether a directory has a configuration but no weights.
+func ConfigOnly(dir string) bool {
 	if dir == "" {
 		return false
 	}

@@ -13,25 +13,25 @@ import (
 	"github.com/moeserve/moeserve/node/fault"
 )
 
-// LoadOptions say what to load where.
+// LoadOptions are the source and the destination of the weights.
 type LoadOptions struct {
 	Machine device.Machine
-	// Space is the compute device's memory, and Arena the part of it for all weights but
-	// experts, laid out as Layout says.
+	// Space is the memory of the GPU, and Arena the part of it for all weights except experts,
+	// laid out by Layout.
 	Space  device.Space
 	Arena  device.Memory
 	Layout *models.Layout
 	Source models.Source
-	// Store takes the experts. It is sealed behind the last.
+	// Store receives the experts. Load seals it after the last one.
 	Store *experts.Store
-	// Groups over the weights have constants of their own.
+	// Groups are models over these weights, whose constants are loaded too.
 	Groups []*forward.Model
-	// Progress, which may be nil, is called with bytes.
+	// Progress, unless nil, is called with the bytes loaded and the total.
 	Progress func(done, total int64)
 }
 
-// Load streams the weights to their places. Errors wrap a kind of package fault, but
-// where ctx was done.
+// Load streams the weights to their destination. Errors wrap a kind of package fault, unless
+// ctx was canceled.
 func Load(ctx context.Context, o LoadOptions) (err error) {
 	up, err := newUploader(o.Machine, o.Space)
 	if err != nil {
@@ -40,7 +40,7 @@ func Load(ctx context.Context, o LoadOptions) (err error) {
 	defer func() { err = errors.Join(err, fault.Of(fault.ErrDevice, up.close(ctx))) }()
 	src, to := o.Source, &sink{ctx: ctx, arena: o.Arena, up: up, store: o.Store}
 	if !o.Machine.Capabilities().KeepsData {
-		src, to.up = shapes{src}, nil
+		src, to.up = zeroSource{src}, nil
 	}
 	if err := models.Load(ctx, src, o.Layout, to, o.Progress); err != nil {
 		return loading(err)
@@ -59,8 +59,8 @@ func Load(ctx context.Context, o LoadOptions) (err error) {
 	return loading(up.flush(ctx))
 }
 
-// loading says what an error of loading is about: the device, the model, or, where
-// ctx was done, neither.
+// loading marks an error of loading as one of the device or of the model, or, if ctx was
+// canceled, as neither.
 func loading(err error) error {
 	var d *device.Error
 	switch {
@@ -74,11 +74,11 @@ func loading(err error) error {
 	return fault.Of(fault.ErrModel, err)
 }
 
-// sink takes weights from models.Load to their places.
+// sink receives weights from models.Load.
 type sink struct {
 	ctx   context.Context
 	arena device.Memory
-	// up is nil where the machine keeps no data.
+	// up is nil if the machine keeps no data.
 	up    *uploader
 	store *experts.Store
 }
@@ -94,17 +94,17 @@ func (s *sink) Expert(layer, expert int, part kernels.Part, row int, data []byte
 	return s.store.Expert(layer, expert, part, row, data)
 }
 
-// shapes is a source whose weights are all zero, for machines that keep no data.
-type shapes struct{ models.Source }
+// zeroSource is a source whose weights are all zero, for machines that keep no data.
+type zeroSource struct{ models.Source }
 
-func (shapes) Prefetch(string, int64, int64) {}
+func (zeroSource) Prefetch(string, int64, int64) {}
 
-func (shapes) Read(_ string, _, n int64, read func(data []byte) error) error {
+func (zeroSource) Read(_ string, _, n int64, read func(data []byte) error) error {
 	if n > int64(len(zeros)) {
 		return read(make([]byte, n))
 	}
 	return read(zeros[:n])
 }
 
-// zeros are as many as models.Load reads at a time, but for very long rows.
+// zeros has as many bytes as models.Load reads at a time, except for very long rows.
 var zeros [8 << 20]byte

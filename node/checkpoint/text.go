@@ -10,18 +10,18 @@ import (
 	"github.com/moeserve/moeserve/node/fault"
 )
 
-// Text is what turns text into a model's ids and back.
+// Text converts between text and a model's token ids.
 type Text struct {
-	// Tokenizer is nil where the model has none (a preset).
+	// Tokenizer is nil if the model has none (a preset).
 	Tokenizer tokenizer.Tokenizer
-	// Template is the chat template; nil where the model has none, or where it is
-	// broken: then Broken says how.
+	// Template is the chat template; nil if the model has none, or if it is invalid: then
+	// Broken is the error.
 	Template *chat.Template
 	Broken   error
 	name     string
 }
 
-// ReadText reads tokenizer and chat template, where the model has files.
+// ReadText reads tokenizer and chat template, if the model has files.
 func (m *Model) ReadText() (Text, error) {
 	t := Text{name: m.Name}
 	if m.Files == nil {
@@ -93,13 +93,13 @@ func (t Text) EncodeChat(messages []chat.Message) ([]int32, error) {
 	if err != nil {
 		return nil, fault.Of(fault.ErrModel, err)
 	}
-	// The template has written the special tokens out.
+	// The template includes the special tokens.
 	return t.Tokenizer.Encode(text, false), nil
 }
 
-// Encoder returns what turns text into the ids of a prompt, with the special tokens
-// that the tokenizer puts around one. An error wraps fault.ErrConfig where the model has
-// no tokenizer.
+// Encoder returns a function that converts text to the token ids of a prompt, with the
+// tokenizer's special tokens around it. An error wraps fault.ErrConfig if the model has no
+// tokenizer.
 func (m *Model) Encoder() (func(text string) []int32, error) {
 	if m.Files == nil {
 		return nil, fault.Of(fault.ErrConfig, fmt.Errorf("%s has no tokenizer for --dataset-path; leave that out for random prompts", m.Name))

@@ -9,27 +9,27 @@ import (
 	"github.com/moeserve/moeserve/device"
 )
 
-// uploader writes host bytes to device memory through a few pinned buffers, so
-// that filling one overlaps with the copy of another. Several goroutines may use
-// it.
+// uploader copies host bytes to device memory through a few pinned staging buffers: one is
+// filled while another is copied. Several goroutines may use it.
 type uploader struct {
 	pinned device.Memory
 	size   int64
 	free   chan int
 	events []device.Event
 
-	mu     sync.Mutex // of stream
+	mu     sync.Mutex // guards stream
 	stream device.Stream
 }
 
 const (
 	uploadBuffers = 4
 	bufferBytes   = 4 << 20
-	// UploadBytes is the pinned memory that loading takes beside the store's.
+	// UploadBytes is the pinned memory of the staging buffers, in addition to the expert
+	// store's.
 	UploadBytes = uploadBuffers * bufferBytes
 )
 
-// newUploader takes UploadBytes of pinned memory.
+// newUploader allocates UploadBytes of pinned memory.
 func newUploader(m device.Machine, space device.Space) (u *uploader, err error) {
 	u = &uploader{size: bufferBytes, free: make(chan int, uploadBuffers)}
 	defer func() {
@@ -57,7 +57,7 @@ func newUploader(m device.Machine, space device.Space) (u *uploader, err error) 
 	return u, nil
 }
 
-// put copies data to dst, which may still be under way when it returns.
+// put copies data to dst; the copy may still be running when put returns.
 func (u *uploader) put(ctx context.Context, dst device.Range, data []byte) error {
 	for len(data) > 0 {
 		var i int
@@ -91,7 +91,7 @@ func (u *uploader) send(ctx context.Context, i int, dst device.Range, data []byt
 	return u.stream.Record(u.events[i])
 }
 
-// flush waits until everything put has landed.
+// flush waits until all copies of put are complete.
 func (u *uploader) flush(ctx context.Context) error {
 	u.mu.Lock()
 	defer u.mu.Unlock()
@@ -101,7 +101,7 @@ func (u *uploader) flush(ctx context.Context) error {
 func (u *uploader) close(ctx context.Context) error {
 	var errs []error
 	if u.stream != nil {
-		// What has failed was told by put or flush, or belongs to a loading given up.
+		// put or flush has reported the error already, or loading was aborted.
 		_ = u.stream.Recover(context.WithoutCancel(ctx))
 		errs = append(errs, u.stream.Close())
 	}

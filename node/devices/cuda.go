@@ -14,8 +14,8 @@ import (
 	"github.com/moeserve/moeserve/node/sizing"
 )
 
-// openCUDA opens GPUs, by the driver's numbers, and a backend for the first of them,
-// with activations of the weights' type where that has 16 bit.
+// openCUDA opens GPUs, by the driver's indices, and a backend for the first of them, with
+// activations of the weights' type if that has 16 bits.
 func openCUDA(o *Options, gpus []int) (device.Machine, kernels.Backend, error) {
 	m, err := cuda.Open(cuda.Options{GPUs: gpus, HostBytes: int64(o.Settings.HostMemoryGiB * (1 << 30)), Log: o.Log})
 	if err != nil {
@@ -35,8 +35,8 @@ func openCUDA(o *Options, gpus []int) (device.Machine, kernels.Backend, error) {
 	return m, b, nil
 }
 
-// GPUs describes the machine's GPUs as NVML reads them, a line each; note says why
-// there are none.
+// GPUs describes the machine's GPUs as NVML reports them, one line each; without GPUs, note is
+// the reason.
 func GPUs() (gpus []string, note string) {
 	r, err := nvml.Open()
 	if err != nil {

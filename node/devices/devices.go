@@ -20,31 +20,31 @@ import (
 	"github.com/moeserve/moeserve/node/sizing"
 )
 
-// errNoCUDA: this binary, or this machine, has no GPU that it could use. An error
-// that wraps it says what to do.
+// errNoCUDA: this binary or this machine has no usable GPU. An error that wraps it says what to
+// do.
 var errNoCUDA = errors.New("no usable GPU")
 
-// Options say what to open.
+// Options select the devices to open.
 type Options struct {
 	Settings configs.Device
 	Kernels  configs.Kernels
-	// Peers opens the GPUs whose memory may be borrowed, too.
+	// Peers also opens the GPUs whose memory may be borrowed.
 	Peers bool
-	// Emulate leaves GPUs out where the settings leave it open.
+	// Emulate uses emulated devices if the settings do not select a device.
 	Emulate bool
-	// Weights is the type of the model's. Default: bfloat16.
+	// Weights is the type of the model's weights. Default: bfloat16.
 	Weights kernels.DType
-	// Trace is a file to which is written what each stream does when. Default: none.
+	// Trace is the file to write a trace of all streams to. Default: none.
 	Trace string
-	// Log gets what an operator can act on. Default: none.
+	// Log receives events that an operator can act on. Default: none.
 	Log *slog.Logger
-	// OpenMachine opens the machine in place of what the settings say, and OpenBackend the
-	// backend of that. Default: kernels/cpu.
+	// OpenMachine opens the machine, instead of the one in the settings, and OpenBackend its
+	// backend. Default: kernels/cpu.
 	OpenMachine func() (device.Machine, error)
 	OpenBackend func(device.Machine) (kernels.Backend, error)
 }
 
-// EnsureDefaults fills in what is not given.
+// EnsureDefaults sets unset options to their defaults.
 func (o Options) EnsureDefaults() Options {
 	if o.Log == nil {
 		o.Log = slog.New(slog.DiscardHandler)
@@ -57,33 +57,34 @@ func (o Options) EnsureDefaults() Options {
 	return o
 }
 
-// Devices are a machine and the GPU of it that computes.
+// Devices are a machine and its compute GPU.
 type Devices struct {
 	Machine device.Machine
-	// Space is the memory of the GPU that computes.
+	// Space is the memory of the compute GPU.
 	Space device.Space
-	// Backend carries out operations; on the machine's streams, Enqueuing does.
+	// Backend runs operations; on the machine's streams use Enqueuing.
 	Backend kernels.Backend
-	// GPUs are the driver's numbers of the machine's GPUs; nil where these are emulated.
+	// GPUs are the driver's indices of the machine's GPUs; nil if they are emulated.
 	GPUs []int
-	// NoGPU is why the devices are emulated although nobody asked for that; nil where
-	// somebody did, or where they are GPUs.
+	// NoGPU is the reason why the devices are emulated although the settings leave it open; else
+	// nil.
 	NoGPU error
-	// Taker lets others take memory of emulated devices; nil on real ones.
-	Taker tenants.Taker
+	// Occupier lets other processes occupy memory of emulated devices; nil on GPUs.
+	Occupier tenants.Occupier
 	// Limiter lowers the capacity of emulated memories; nil on real devices.
 	Limiter interface {
 		Limit(s device.Space, bytes int64) error
 	}
 
-	host    kernels.Backend // attends on the host; nil until somebody asks
-	trace   *trace.Writer   // nil where nothing is traced
+	host    kernels.Backend // computes attention on the CPU; nil until Host is called
+	trace   *trace.Writer   // nil without a trace
 	log     *slog.Logger
 	closers []func() error
 }
 
-// Open opens GPUs where they are asked for, or there and nothing else is asked for; else
-// emulated ones. Errors wrap fault.ErrConfig or fault.ErrDevice.
+// Open opens GPUs if the settings select them, or if the machine has some and the settings
+// leave the device open; otherwise emulated devices. Errors wrap fault.ErrConfig or
+// fault.ErrDevice.
 func Open(o Options) (_ *Devices, err error) {
 	o = o.EnsureDefaults()
 	d := &Devices{log: o.Log}
@@ -134,7 +135,8 @@ func Open(o Options) (_ *Devices, err error) {
 	return d, nil
 }
 
-// open opens a machine, which may tell the trace by itself, and its backend.
+// open opens a machine and its backend. tells: the machine itself reports what its streams do
+// to the trace.
 func (d *Devices) open(machine func() (device.Machine, error), backend func(device.Machine) (kernels.Backend, error), tells bool) error {
 	m, err := machine()
 	if err != nil {
@@ -148,17 +150,17 @@ func (d *Devices) open(machine func() (device.Machine, error), backend func(devi
 	return nil
 }
 
-// use takes over machine and backend, and computes on the machine's first GPU.
+// use takes ownership of machine and backend; the machine's first GPU computes.
 func (d *Devices) use(m device.Machine, b kernels.Backend, tells bool) {
 	d.Machine, d.Space, d.Backend = d.traced(m, tells), device.HBM(0), b
-	d.Taker, _ = m.(tenants.Taker)
+	d.Occupier, _ = m.(tenants.Occupier)
 	d.Limiter, _ = m.(interface {
 		Limit(s device.Space, bytes int64) error
 	})
 	d.closers = append(d.closers, d.Machine.Close, b.Close)
 }
 
-// Close closes all that is open. An allocation that is still alive is an error.
+// Close closes everything that was opened. An allocation that is still alive is an error.
 func (d *Devices) Close() error {
 	var errs []error
 	for i := len(d.closers) - 1; i >= 0; i-- {
@@ -168,7 +170,7 @@ func (d *Devices) Close() error {
 	return errors.Join(errs...)
 }
 
-// Host is a backend for attention on the host.
+// Host returns a backend for attention on the CPU.
 func (d *Devices) Host() kernels.Backend {
 	if d.host == nil {
 		d.host = d.Backend
@@ -180,7 +182,8 @@ func (d *Devices) Host() kernels.Backend {
 	return d.host
 }
 
-// Cast is the type in which the backend wants weights of a type; nil: as they are.
+// Cast returns the type that the backend wants weights of a type converted to; nil: no
+// conversion.
 func (d *Devices) Cast() func(kernels.DType) kernels.DType {
 	if b, ok := d.Backend.(interface {
 		WeightDType(kernels.DType) kernels.DType
@@ -190,16 +193,16 @@ func (d *Devices) Cast() func(kernels.DType) kernels.DType {
 	return nil
 }
 
-// Name of the GPU that computes.
+// Name returns the name of the compute GPU.
 func (d *Devices) Name() string {
 	info, _ := d.Machine.Topology().Info(d.Space)
 	return info.Name
 }
 
-// Real says whether the devices are GPUs, and not emulated.
+// Real reports whether the devices are GPUs, not emulated.
 func (d *Devices) Real() bool { return d.GPUs != nil }
 
-// Usages are the accounts of the GPU's memory and the host's.
+// Usages returns the memory usage of the compute GPU and of the host.
 func (d *Devices) Usages() (gpu, host device.Usage, err error) {
 	if gpu, err = d.Machine.Usage(d.Space); err != nil {
 		return gpu, host, err
@@ -208,9 +211,9 @@ func (d *Devices) Usages() (gpu, host device.Usage, err error) {
 	return gpu, host, err
 }
 
-// Shared is what this machine can still give to memories that it emulates, which share
-// it; false where the devices have memories of their own, hold nothing, or the system
-// does not say.
+// Shared returns the memory that this machine has available for all emulated memories together;
+// false if the devices have memories of their own, keep no data, or the system does not report
+// it.
 func (d *Devices) Shared() (int64, bool) {
 	if c := d.Machine.Capabilities(); !c.Emulated || !c.KeepsData {
 		return 0, false
@@ -218,10 +221,9 @@ func (d *Devices) Shared() (int64, bool) {
 	return AvailableMemory()
 }
 
-// Hold says why the devices do not hold so much more, in bytes: an error wraps
-// fault.ErrConfig and names the memory. What emulated devices hold is all of this
-// machine's.
-func (d *Devices) Hold(needs map[device.Space]int64) error {
+// CheckFree returns an error unless the devices have that many bytes free: it wraps
+// fault.ErrConfig and names the memory. Emulated devices all use this machine's memory.
+func (d *Devices) CheckFree(needs map[device.Space]int64) error {
 	var all int64
 	for _, s := range slices.Sorted(maps.Keys(needs)) {
 		u, err := d.Machine.Usage(s)
@@ -229,24 +231,24 @@ func (d *Devices) Hold(needs map[device.Space]int64) error {
 			return fault.Of(fault.ErrDevice, err)
 		}
 		if needs[s] > u.Free() {
-			return fault.Of(fault.ErrConfig, fmt.Errorf("%s needed of %s, whose memory has %s free", sizing.Bytes(needs[s]), s, sizing.Bytes(max(u.Free(), 0))))
+			return fault.Of(fault.ErrConfig, fmt.Errorf("out of memory on %s: need %s, free %s", s, sizing.Bytes(needs[s]), sizing.Bytes(max(u.Free(), 0))))
 		}
 		if s == device.Host || d.Machine.Capabilities().KeepsData {
 			all += needs[s]
 		}
 	}
 	if have, ok := AvailableMemory(); ok && !d.Real() && all > have {
-		return fault.Of(fault.ErrConfig, fmt.Errorf("%s needed for all emulated memories together, and this machine has %s free", sizing.Bytes(all), sizing.Bytes(have)))
+		return fault.Of(fault.ErrConfig, fmt.Errorf("out of memory: all emulated memories together need %s, this machine has %s free", sizing.Bytes(all), sizing.Bytes(have)))
 	}
 	return nil
 }
 
-// Peers are the memories of the machine that a choice says may be borrowed from.
+// Peers returns the memories of the machine that may be borrowed by a setting.
 func (d *Devices) Peers(c configs.PeerChoice) ([]device.Space, error) {
 	top := d.Machine.Topology()
 	var peers []device.Space
 	switch {
-	case d.Real(): // just those that were named
+	case d.Real(): // exactly the GPUs that were named
 		for i := range d.GPUs[1:] {
 			peers = append(peers, device.HBM(i+1))
 		}
@@ -264,7 +266,7 @@ func (d *Devices) Peers(c configs.PeerChoice) ([]device.Space, error) {
 	return peers, (harvest.Options{Machine: d.Machine, Peers: peers, Reader: d.Space}).EnsureDefaults().Validate()
 }
 
-// reach says whether copies go from a to b and back, and from the host to a.
+// reach reports whether copies are possible from a to b and back, and from the host to a.
 func reach(top *device.Topology, a, b device.Space) bool {
 	for _, pair := range []device.Pair{{From: a, To: b}, {From: device.Host, To: a}} {
 		if _, err := top.Path(pair.From, pair.To); err != nil {
@@ -274,9 +276,8 @@ func reach(top *device.Topology, a, b device.Space) bool {
 	return true
 }
 
-// defaultMemory gives emulated memories that nobody has sized what this machine
-// can give: what is taken of one is missing from the others, which the budget
-// counts.
+// defaultMemory gives each emulated memory without a size all that this machine has available:
+// they share it, which the budget takes into account.
 func defaultMemory(o *emulated.Options) {
 	have, ok := AvailableMemory()
 	if !ok || o.Topology != nil || o.NoData {
@@ -306,5 +307,5 @@ func Sized(gpu, host, peer int64, peers int) func() (device.Machine, error) {
 	return func() (device.Machine, error) { return emulated.Open(spec) }
 }
 
-// EmulateHelp tells what the setting emulate may hold.
+// EmulateHelp describes the setting emulate.
 const EmulateHelp = emulated.SpecHelp

@@ -71,10 +71,10 @@ func TestPeersAndHold(t *testing.T) {
 	if _, ok := d.Shared(); ok || d.Real() || d.Name() != "emulated" {
 		t.Errorf("%s shares this machine's memory %v, is real %v", d.Name(), ok, d.Real())
 	}
-	if err := d.Hold(map[device.Space]int64{device.HBM(1): 1 << 30, device.Host: 1 << 20}); err != nil {
+	if err := d.CheckFree(map[device.Space]int64{device.HBM(1): 1 << 30, device.Host: 1 << 20}); err != nil {
 		t.Error(err)
 	}
-	if err := d.Hold(map[device.Space]int64{device.HBM(1): 1<<30 + 1}); !errors.Is(err, fault.ErrConfig) || !strings.Contains(err.Error(), "gpu1") {
+	if err := d.CheckFree(map[device.Space]int64{device.HBM(1): 1<<30 + 1}); !errors.Is(err, fault.ErrConfig) || !strings.Contains(err.Error(), "gpu1") {
 		t.Errorf("more than there is: %v", err)
 	}
 }

@@ -1,8 +1,8 @@
-// Package devices opens what a node computes on: a machine, the GPU of it that computes,
-// and a backend for that. It alone picks between emulated devices and GPUs.
+// Package devices opens the devices of a node: a machine, its compute GPU, and a backend for
+// that. It alone decides between emulated devices and GPUs.
 //
-// It chooses the peers whose memory may be borrowed, opens what they are watched through
-// (OpenMonitor), and has streams traced to a file.
+// It selects the peers whose memory may be borrowed, opens their monitoring (OpenMonitor), and
+// traces streams to a file.
 //
 //	d, err := devices.Open(devices.Options{Settings: s.Device, Peers: true})
 //	defer d.Close()

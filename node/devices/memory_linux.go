@@ -7,8 +7,8 @@ import (
 	"strings"
 )
 
-// AvailableMemory is what this machine can still give to processes, in bytes, and
-// false where the system does not say.
+// AvailableMemory returns the memory available on this machine, in bytes, or false if the
+// system does not report it.
 func AvailableMemory() (int64, bool) {
 	f, err := os.Open("/proc/meminfo")
 	if err != nil {

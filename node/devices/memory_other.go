@@ -2,5 +2,5 @@
 
 package devices
 
-// AvailableMemory is known on Linux only.
+// AvailableMemory returns false: only Linux reports it.
 func AvailableMemory() (int64, bool) { return 0, false }

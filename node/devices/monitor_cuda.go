@@ -15,12 +15,12 @@ import (
 	"github.com/moeserve/moeserve/harvest"
 )
 
-// sampling is how often load and health of peers are read. The driver itself
-// averages load over up to a second.
+// sampling is the interval at which utilization and health of peers are read. The driver itself
+// averages utilization over up to a second.
 const sampling = 250 * time.Millisecond
 
-// monitor reads what the machine tells of peers, and beside it, in a goroutine of
-// its own since that takes milliseconds, what NVML does: load, and health.
+// monitor reads the memory usage of peers from the machine, and their utilization and health
+// from NVML, in a goroutine of its own since that takes milliseconds.
 type monitor struct {
 	*harvest.MachineMonitor
 	log    *slog.Logger
@@ -31,8 +31,8 @@ type monitor struct {
 
 	mu    sync.Mutex
 	loads map[device.Space]load
-	// fallen says that a device, which often cannot be named, is not on the bus any
-	// more: one of those that cannot be read from then on.
+	// fallen: a GPU, often one that the driver cannot name, fell off the bus: one of those that
+	// fail to be read from then on.
 	fallen bool
 }
 
@@ -42,8 +42,8 @@ type load struct {
 	health                 error
 }
 
-// OpenMonitor opens what harvest watches peers through, to be closed with the
-// devices; nil for what harvest has itself.
+// OpenMonitor opens the monitoring of peers for harvest, to be closed with the devices; nil
+// selects harvest's own monitor.
 func (d *Devices) OpenMonitor(peers []device.Space) (harvest.Monitor, error) {
 	if d.Machine.Capabilities().Emulated {
 		return nil, nil
@@ -106,14 +106,14 @@ func (m *monitor) sample() {
 			}
 			m.loads[p] = l
 		case m.fallen:
-			l.health = fmt.Errorf("it fell off the bus: %w", err)
+			l.health = fmt.Errorf("the GPU fell off the bus: %w", err)
 			m.loads[p] = l
 		}
 		m.mu.Unlock()
 	}
 }
 
-// share is a percentage as a share; 0 where it is unknown.
+// share converts a percentage to a fraction; 0 if unknown.
 func share(percent *int) float64 {
 	if percent == nil {
 		return 0
@@ -121,10 +121,10 @@ func share(percent *int) float64 {
 	return float64(*percent) / 100
 }
 
-// fellOff is the driver's number for a device that is not on the bus any more.
+// fellOff is the XID of a GPU that fell off the bus.
 const fellOff = 79
 
-// fault is told of critical errors. Most are about programs of others; memory errors
+// fault handles critical errors (XIDs). Most concern programs of other processes; memory errors
 // show in the device's health too.
 func (m *monitor) fault(x nvml.XID) {
 	m.log.Warn("XID error reported by the driver", "uuid", x.UUID, "xid", x.Code)
@@ -146,7 +146,7 @@ func (m *monitor) Read(peer device.Space) (harvest.Reading, error) {
 	return r, err
 }
 
-// Close ends the watching.
+// Close ends the monitoring.
 func (m *monitor) Close() error {
 	m.stop()
 	m.loops.Wait()

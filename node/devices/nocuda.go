@@ -19,11 +19,11 @@ func openCUDA(o *Options, _ []int) (device.Machine, kernels.Backend, error) {
 	return nil, nil, fmt.Errorf("%w: this binary was built without CUDA; build it with make, which needs gcc and cuda.h%s", errNoCUDA, or)
 }
 
-// GPUs describes the machine's GPUs, a line each; note says why there are none.
-func GPUs() (gpus []string, note string) { return nil, "this build has no CUDA in it" }
+// GPUs describes the machine's GPUs, one line each; without GPUs, note is the reason.
+func GPUs() (gpus []string, note string) { return nil, "this binary was built without CUDA" }
 
-// DriverVersion is that of the GPUs' driver; empty where there is none.
+// DriverVersion returns the version of the GPU driver; empty without GPUs.
 func DriverVersion() string { return "" }
 
-// OpenMonitor leaves the watching of peers to harvest.
+// OpenMonitor returns nil: harvest uses its own monitor.
 func (*Devices) OpenMonitor([]device.Space) (harvest.Monitor, error) { return nil, nil }

@@ -13,8 +13,8 @@ import (
 	"github.com/moeserve/moeserve/kernels"
 )
 
-// openTrace begins a file for what streams do, compressed where its name ends in .gz; no
-// path: none. It is closed behind the machine.
+// openTrace creates the trace file, unless path is empty, compressed if its name ends in
+// .gz. It is closed after the machine.
 func (d *Devices) openTrace(path string) error {
 	if path == "" {
 		return nil
@@ -37,7 +37,7 @@ func (d *Devices) openTrace(path string) error {
 	return nil
 }
 
-// traceEmulated has an emulated machine tell what its streams do.
+// traceEmulated makes an emulated machine report what its streams do.
 func (d *Devices) traceEmulated(o *emulated.Options) {
 	if d.trace == nil {
 		return
@@ -57,12 +57,12 @@ func (d *Devices) traceEmulated(o *emulated.Options) {
 	}
 }
 
-// emulatedOps are what a trace shows of an emulated machine, as of any other: what a stream
-// records and signals takes no time of its own.
+// emulatedOps are the operations of an emulated machine that a trace shows, as of any other
+// machine: recording and signaling take no time.
 var emulatedOps = map[string]trace.Op{"copy": trace.Copied, "launch": trace.Launch, "wait": trace.Wait, "await": trace.Wait}
 
-// traced is a machine whose streams are traced, where anything is: those of others than
-// traceEmulated's do not tell by themselves.
+// traced wraps a machine so that its streams are traced, if tracing is on. A machine set up by
+// traceEmulated reports by itself.
 func (d *Devices) traced(m device.Machine, tells bool) device.Machine {
 	if d.trace == nil || tells {
 		return m
@@ -70,10 +70,10 @@ func (d *Devices) traced(m device.Machine, tells bool) device.Machine {
 	return trace.Wrap(m, d.trace)
 }
 
-// Trace is what is written of the machine's streams; nil where nothing is.
+// Trace returns the trace writer; nil without a trace.
 func (d *Devices) Trace() *trace.Writer { return d.trace }
 
-// Enqueuing is the backend for what runs on the machine's streams.
+// Enqueuing returns the backend for operations on the machine's streams.
 func (d *Devices) Enqueuing() kernels.Backend {
 	if d.trace == nil {
 		return d.Backend
@@ -81,7 +81,7 @@ func (d *Devices) Enqueuing() kernels.Backend {
 	return tracing{d.Backend}
 }
 
-// tracing is a backend that knows traced streams.
+// tracing is a backend that accepts traced streams.
 type tracing struct{ kernels.Backend }
 
 // Enqueue implements kernels.Backend.

@@ -10,15 +10,15 @@ import (
 var (
 	// ErrConfig: settings that contradict each other or the model.
 	ErrConfig = errors.New("configuration")
-	// ErrModel: the model cannot be read, or is not one that we run.
+	// ErrModel: the model cannot be read, or is not supported.
 	ErrModel = errors.New("model")
 	// ErrDevice: a device, or its memory.
 	ErrDevice = errors.New("device")
-	// ErrLost marks errors of a device that is gone, whenever it went.
+	// ErrLost: a device was lost, at any time.
 	ErrLost = device.ErrLost
 )
 
-// failure marks err as one of the kinds without saying so in its text.
+// failure marks err as one of the kinds without changing its text.
 type failure struct{ kind, err error }
 
 func (f *failure) Error() string   { return f.err.Error() }

@@ -107,11 +107,11 @@ func run(args []string, stdout io.Writer) error {
 	)
 	switch {
 	case *preset != "" && given["bytes"]:
-		return errors.New("-preset and -bytes both say how large it is: give one")
+		return errors.New("-preset and -bytes both set the size: use one")
 	case *preset != "":
 		m, err = presetModel(*preset, *layers, *seed)
 	case given["layers"]:
-		return errors.New("-layers is for -preset; -bytes says how many others have")
+		return errors.New("-layers needs -preset; with -bytes the number of layers follows from the size")
 	default:
 		m, err = large.sized(int64(*size)).model(*seed)
 	}
@@ -225,7 +225,7 @@ func save(dir string, m *model, shardBytes int64, tokenizer string) (int64, erro
 	if there, err := os.ReadDir(dir); err != nil {
 		return 0, err
 	} else if len(there) > 0 {
-		return 0, fmt.Errorf("%s is not empty: remove its files or give another directory", dir)
+		return 0, fmt.Errorf("%s is not empty: remove its files or use another directory", dir)
 	}
 	for _, name := range []string{"tokenizer.json", "tokenizer_config.json", "generation_config.json"} {
 		data, err := os.ReadFile(filepath.Join(tokenizer, name))

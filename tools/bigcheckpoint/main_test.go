@@ -260,10 +260,10 @@ func TestRunRefuses(t *testing.T) {
 		"-o x -bytes NaN":                      "-bytes NaN is not",
 		"-o x -shard-bytes -1":                 "-shard-bytes -1 is not",
 		"-o DIR -tokenizer not-a-place":        "give -tokenizer DIR",
-		"-o x -preset nobody":                  "-preset nobody: there is none; there are mixtral-8x7b",
-		"-o x -preset mixtral-8x7b -bytes 5":   "give one",
+		"-o x -preset nobody":                  "-preset nobody is unknown: presets are mixtral-8x7b",
+		"-o x -preset mixtral-8x7b -bytes 5":   "both set the size",
 		"-o x -preset mixtral-8x7b -layers 33": "mixtral-8x7b has 32",
-		"-o x -layers 3":                       "-layers is for -preset",
+		"-o x -layers 3":                       "-layers needs -preset",
 	} {
 		err := run(strings.Fields(strings.ReplaceAll(args, "-o DIR", "-o "+t.TempDir())), io.Discard)
 		if err == nil || !strings.Contains(err.Error(), want) {

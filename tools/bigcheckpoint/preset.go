@@ -24,7 +24,7 @@ import (
 func presetModel(name string, layers int, seed uint64) (*model, error) {
 	data, ok := configs.Preset(name)
 	if !ok {
-		return nil, fmt.Errorf("-preset %s: there is none; there are %s%s", name, strings.Join(configs.PresetNames(), ", "), configs.DidYouMean(name, configs.PresetNames()))
+		return nil, fmt.Errorf("-preset %s is unknown: presets are %s%s", name, strings.Join(configs.PresetNames(), ", "), configs.DidYouMean(name, configs.PresetNames()))
 	}
 	return configModel(data, name, layers, seed)
 }

@@ -82,7 +82,7 @@ func Open(folders []string, driverMajor int) (*Compiler, error) {
 	openBuiltins(l.Path)
 	c := &Compiler{Path: l.Path, calls: (*C.nvrtc_calls)(C.calloc(1, C.sizeof_nvrtc_calls))}
 	if c.calls == nil {
-		return nil, fmt.Errorf("nvrtc: no memory for the table of calls")
+		return nil, fmt.Errorf("nvrtc: out of memory for the function table")
 	}
 	table := unsafe.Slice((*unsafe.Pointer)(unsafe.Pointer(c.calls)), int(C.sizeof_nvrtc_calls)/int(unsafe.Sizeof(uintptr(0))))
 	for i, name := range []string{

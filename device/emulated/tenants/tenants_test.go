@@ -43,7 +43,7 @@ func TestRead(t *testing.T) {
 		"late start":          {"time_s,peer,bytes\n1,1,3\n", "line 2: the first time is 1 and must be 0"},
 		"unsorted":            {"time_s,peer,bytes\n0,1,3\n2,1,3\n1,1,3\n", "line 4: time 1 comes after 2: sort"},
 		"twice":               {"time_s,peer,bytes\n0,1,3\n0,1,3\n", "line 3: peer 1 has two lines at time 0"},
-		"gap":                 {"time_s,peer,bytes\n0,1,3\n0,2,3\n1,1,3\n2,1,3\n2,2,3\n", "line 5: time 1 has no line for peer 2, which time 0 has: fill the gap"},
+		"gap":                 {"time_s,peer,bytes\n0,1,3\n0,2,3\n1,1,3\n2,1,3\n2,2,3\n", "line 5: time 1 has no line for peer 2, which time 0 has: add the line"},
 		"gap at the end":      {"time_s,peer,bytes\n0,1,3\n0,2,3\n1.5,2,3\n", "line 5: time 1.5 has no line for peer 1"},
 		"peer out of nowhere": {"time_s,peer,bytes\n0,1,3\n1,2,3\n", "line 3: peer 2 has no line at time 0"},
 		"gap in time":         {"time_s,peer,bytes\n0,1,3\n1,1,3\n4.5,1,3\n", "line 4: 3.5 s lie between times 1 and 4.5, more than 3: a gap"},

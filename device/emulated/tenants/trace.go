@@ -62,7 +62,7 @@ func Read(r io.Reader, peers []device.Space, maxGap time.Duration) (Trace, error
 	missing := func() error {
 		for _, p := range all {
 			if !slices.Contains(now, p) {
-				return fmt.Errorf("time %s has no line for peer %s, which time 0 has: fill the gap", seconds(t[len(t)-1].At), number(p))
+				return fmt.Errorf("time %s has no line for peer %s, which time 0 has: add the line", seconds(t[len(t)-1].At), number(p))
 			}
 		}
 		return nil
@@ -240,24 +240,24 @@ func Generate(o Options) (Trace, error) {
 	return t, nil
 }
 
-// Taker is a machine where memory can be taken as another tenant would; negative
+// Occupier is a machine where memory can be taken as another tenant would; negative
 // bytes give back. Machines of which others are made up are.
-type Taker interface {
-	Take(s device.Space, bytes int64) error
+type Occupier interface {
+	Occupy(s device.Space, bytes int64) error
 }
 
 // Player lets the others of a trace take and give back their memory as time goes by.
 // It is used by one goroutine.
 type Player struct {
-	trace Trace
-	taker Taker
-	next  int
-	held  map[device.Space]int64
+	trace    Trace
+	occupier Occupier
+	next     int
+	held     map[device.Space]int64
 }
 
 // NewPlayer plays a trace from its beginning.
-func NewPlayer(t Trace, taker Taker) *Player {
-	return &Player{trace: t, taker: taker, held: map[device.Space]int64{}}
+func NewPlayer(t Trace, taker Occupier) *Player {
+	return &Player{trace: t, occupier: taker, held: map[device.Space]int64{}}
 }
 
 // Advance does what is due until now, counted from the trace's beginning.
@@ -292,7 +292,7 @@ func (p *Player) Stop() error {
 
 func (p *Player) set(s device.Space, bytes int64) error {
 	if d := bytes - p.held[s]; d != 0 {
-		if err := p.taker.Take(s, d); err != nil {
+		if err := p.occupier.Occupy(s, d); err != nil {
 			return fmt.Errorf("tenants: play a trace: %w", err)
 		}
 	}

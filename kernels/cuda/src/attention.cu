@@ -1,45 +1,46 @@
-// Attention over a paged cache, causal, with grouped heads and an optional window.
+// Causal attention over a paged KV cache, with grouped heads (GQA) and an optional sliding
+// window.
 //
-// A block has one head of the cache (or some in turn) and a tile of queries: 16 per
-// warp, being rows times the heads that share the cache's. Positions come in tiles of 32 from a
-// multiple of 32 on, with a running softmax inside of chunks of 256, and chunks are
-// joined in rising order. What a query does not see leaves its state as it is, bit
-// for bit, so a row's result depends on nothing but its own positions: neither on
-// its tile nor on whether chunks went to blocks of their own (split) and were joined
-// by attention_join. Arithmetic that both have is spelled out, so that no compiler
-// fuses it in one and not the other.
+// A block computes one KV head (or several, one after another) for a tile of queries: 16 per
+// warp, one query per token and head of Q that shares the KV head. Positions are read in tiles
+// of 32, from a multiple of 32 on, with an online softmax inside chunks of 256, and chunks are
+// joined in ascending order. Positions that a query does not attend to leave its state
+// unchanged, bit for bit. So a token's result depends only on the positions it attends to:
+// neither on its tile nor on whether its chunks were computed by separate blocks (split) and
+// joined by attention_join. Arithmetic that both paths share uses intrinsics, so that the
+// compiler cannot fuse it in one path and not in the other.
 
 struct attention_args {
   u64 q, k, v, starts, lens, table, out;
-  u64 sums, ends;  // split: [sequences, rows of a tile, heads, chunks, d] and [.., 2] float32
+  u64 sums, ends;  // split: partial results, [sequences, rows of a tile, heads, chunks, d] and [.., 2] float32
   i64 q_row, q_head, k_block, k_token, k_head, v_block, v_token, v_head, table_row, out_row, out_head;
-  int heads, group;               // heads of Q, and how many share one of the cache
-  int d, tokens, blocks, window;  // tokens of a block; window 0: all
-  int least, most;                // rows of the sequences that this launch takes
+  int heads, group;               // heads of Q, and heads of Q per KV head
+  int d, tokens, blocks, window;  // tokens of a KV block; window 0: all
+  int min_rows, max_rows;         // this launch computes the sequences with that many tokens in the step
   int tiles;                      // of one sequence
-  int chunks;                     // split: blocks in z; else 0
-  float scale;                    // times log2(e)
+  int chunks;                     // split: gridDim.z; else 0
+  float scale;                    // multiplied by log2(e)
   int q_aligned, out_paired;
-  int each;                       // heads of the cache that a block takes, one after another
+  int each;                       // KV heads per block, one after another
   int shift;                      // tokens is 1 << shift, if not negative
   int v_as_k;                     // V has the strides of K
 };
 
 constexpr int tile_tokens = 32, chunk_tokens = 256;
-#define nothing __uint_as_float(0xff800000u)  // -infinity: no score yet
+#define neg_infinity __uint_as_float(0xff800000u)  // -infinity: no score yet
 
-// span is what a block works on; rows 0: nothing.
-struct span {
-  int sequence, row0, rows;  // row0: of Q
+// query_span is a block's tile of queries; rows 0: none.
+struct query_span {
+  int sequence, row0, rows;  // row0: row of Q
   int position;              // of row0
-  int begin, end;            // positions that any of the rows sees
+  int begin, end;            // positions that any of the rows attends to
 };
 
-DEVICE span find_span(const attention_args &a, int tile_rows) {
-  span s = {(int)blockIdx.x / a.tiles, 0, 0, 0, 0, 0};
+DEVICE query_span find_span(const attention_args &a, int tile_rows) {
+  query_span s = {(int)blockIdx.x / a.tiles, 0, 0, 0, 0, 0};
   int start = load_early((const int *)a.starts + s.sequence), n = load_early((const int *)a.starts + s.sequence + 1) - start;
   int first = (int)blockIdx.x % a.tiles * tile_rows;
-  if (n < a.least || n > a.most || first >= n) return s;
+  if (n < a.min_rows || n > a.max_rows || first >= n) return s;
   s.row0 = start + first;
   s.rows = min(tile_rows, n - first);
   s.position = load_early((const int *)a.lens + s.sequence) - n + first;
@@ -48,13 +49,13 @@ DEVICE span find_span(const attention_args &a, int tile_rows) {
   return s;
 }
 
-// How much of an old and a new part, whose largest scores are m and n, stays when
-// they are joined; m becomes the larger.
+// Computes the factors of an old and a new part, with maximum scores m and n, when they are
+// joined; m becomes the larger.
 DEVICE void join(float &m, float n, float &old_part, float &new_part) {
-  float most = fmaxf(m, n), base = most == nothing ? 0.f : most;
+  float row_max = fmaxf(m, n), base = row_max == neg_infinity ? 0.f : row_max;
   old_part = exp2_fast(__fadd_rn(m, -base));
   new_part = exp2_fast(__fadd_rn(n, -base));
-  m = most;
+  m = row_max;
 }
 
 DEVICE float joined(float old, float old_part, float add, float new_part) {
@@ -65,26 +66,27 @@ DEVICE float joined(float old, float old_part, float add, float new_part) {
 template <int d, int warps>
 DEVICE void attend(const attention_args &a, unsigned char *memory) {
   constexpr int threads = 32 * warps, queries = 16 * warps, stages = warps == 1 ? 2 : 3;
-  constexpr int chunks = d / 8;               // of 16 bytes in a row
+  constexpr int chunks = d / 8;               // chunks of 16 bytes per row
   constexpr int row_bytes = d * 2;
   constexpr int half_bytes = tile_tokens * row_bytes, stage_bytes = 2 * half_bytes;
   constexpr int passes = tile_tokens * chunks / threads;
-  constexpr bool even = threads % chunks == 0;  // a thread has the same chunk in all passes
+  constexpr bool even = threads % chunks == 0;  // a thread copies the same chunk of the row in all passes
   static_assert(tile_tokens * chunks % threads == 0, "each warp brings whole passes");
-  unsigned char *ring = memory, *asked = memory + stages * stage_bytes;  // asked: a head's queries
-  // Where a chunk of a row lies: eight rows' in different banks.
-  auto place = [](int row, int chunk) { return row * row_bytes + ((chunk ^ (d % 64 == 0 ? row & 7 : row >> 1 & 3)) << 4); };
+  unsigned char *ring = memory, *query_tile = memory + stages * stage_bytes;  // queries of one head
+  // Offset of a row's chunk in shared memory, swizzled: eight rows are in different banks.
+  auto chunk_at = [](int row, int chunk) { return row * row_bytes + ((chunk ^ (d % 64 == 0 ? row & 7 : row >> 1 & 3)) << 4); };
 
-  // Where things are does not come from kernels in front; queries, keys and values do.
+  // Starts, lengths and block table are not written by preceding kernels; queries, keys and
+  // values are.
   launch_dependents();
-  span s = find_span(a, queries / a.group);
-  int from = s.begin / tile_tokens, to = (s.end + tile_tokens - 1) / tile_tokens;  // tiles
+  query_span s = find_span(a, queries / a.group);
+  int from = s.begin / tile_tokens, to = (s.end + tile_tokens - 1) / tile_tokens;  // tiles of positions
   if (a.chunks > 0) {
     constexpr int per_chunk = chunk_tokens / tile_tokens;
     from = max(from, (int)blockIdx.z * per_chunk);
     to = min(to, ((int)blockIdx.z + 1) * per_chunk);
   }
-  if (s.rows == 0 || from >= to) {  // the whole block
+  if (s.rows == 0 || from >= to) {  // uniform over the block
     wait_dependencies();
     return;
   }
@@ -92,8 +94,8 @@ DEVICE void attend(const attention_args &a, unsigned char *memory) {
 
   int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   const int *table = (const int *)a.table + s.sequence * a.table_row;
-  // Every lane looks one position of a tile up, one tile ahead; each thread then brings
-  // its chunks of some.
+  // Each lane looks up one position of a tile in the block table, one tile ahead; then each
+  // thread copies its chunks of some of the positions.
   auto in_table = [&](int p) { return a.shift >= 0 ? p >> a.shift : p / a.tokens; };
   auto look = [&](int tile) {
     int p = tile * tile_tokens + lane;
@@ -102,14 +104,14 @@ DEVICE void attend(const attention_args &a, unsigned char *memory) {
   int p0 = from * tile_tokens + lane;
   int next_tile = from, next_head = kv_head, to_bring = left, block = p0 < s.end ? load_early(table + in_table(p0)) : -1;
   wait_dependencies();
-  // Query i is head i % group of row i / group. They come as they are; what is behind the
-  // last is never looked at.
-  auto ask = [&] {
+  // Loads the queries of a head. Query i is head i % group of row i / group. The memory behind
+  // the last query is never read.
+  auto load_queries = [&] {
     for (int item = threadIdx.x; item < s.rows * a.group * chunks; item += threads) {
       int i = item / chunks, at = item % chunks * 8, row = i / a.group;
       bool there = at < a.d;
       const u16 *head = (const u16 *)a.q + (s.row0 + row) * a.q_row + (next_head * a.group + i % a.group) * a.q_head;
-      unsigned char *to = asked + place(i, item % chunks);
+      unsigned char *to = query_tile + chunk_at(i, item % chunks);
       if (a.q_aligned) {
         copy_async(to, head + (there ? at : 0), there ? 16 : 0);
       } else {
@@ -119,14 +121,14 @@ DEVICE void attend(const attention_args &a, unsigned char *memory) {
       }
     }
   };
-  // Brings the next tile, with the queries of a head before its first.
-  auto bring = [&](int slot) {
+  // Loads the next tile, and before a head's first tile its queries.
+  auto load_tile = [&](int slot) {
     if (to_bring > 0) {
-      if (next_tile == from) ask();
+      if (next_tile == from) load_queries();
       unsigned char *stage = ring + slot * stage_bytes;
       if (even && a.shift >= 4) {
-        // Sixteen positions lie in one block, a token's stride apart.
-        constexpr int at_once = even ? threads / chunks : 16, groups = at_once > 16 ? 1 : 2;
+        // Sixteen consecutive positions are in one KV block, a token's stride apart.
+        constexpr int tokens_per_pass = even ? threads / chunks : 16, groups = tokens_per_pass > 16 ? 1 : 2;
         int lead = threadIdx.x / chunks, chunk = threadIdx.x % chunks;
 #pragma unroll
         for (int g = 0; g < groups; g++) {
@@ -135,16 +137,16 @@ DEVICE void attend(const attention_args &a, unsigned char *memory) {
           i64 token = p & (a.tokens - 1);
           const u16 *k = (const u16 *)a.k + in * a.k_block + token * a.k_token + next_head * a.k_head + chunk * 8;
           const u16 *v = (const u16 *)a.v + in * a.v_block + token * a.v_token + next_head * a.v_head + chunk * 8;
-          // Those from the least on, as many as there are, are seen; where nothing is copied,
-          // addresses do not count.
-          int least = s.begin - p;
+          // Positions from first on, as many as the span has, are loaded; others are filled
+          // with zeros, and their addresses are not dereferenced.
+          int first = s.begin - p;
           u32 seen = chunk * 8 < a.d && in >= 0 && in < a.blocks ? s.end - s.begin : 0;  // d is a multiple of 8
 #pragma unroll
-          for (int i = 0; i < 16; i += at_once) {
-            int at = place(row + i, chunk), bytes = (u32)(i - least) < seen ? 16 : 0;
+          for (int i = 0; i < 16; i += tokens_per_pass) {
+            int at = chunk_at(row + i, chunk), bytes = (u32)(i - first) < seen ? 16 : 0;
             copy_async(stage + at, k, bytes);
             copy_async(stage + half_bytes + at, v, bytes);
-            k += at_once * a.k_token, v += at_once * a.v_token;
+            k += tokens_per_pass * a.k_token, v += tokens_per_pass * a.v_token;
           }
         }
       } else {
@@ -161,7 +163,7 @@ DEVICE void attend(const attention_args &a, unsigned char *memory) {
           i64 k_row = __shfl_sync(all_lanes, k_at, row), v_row = k_row;
           if (!a.v_as_k) v_row = __shfl_sync(all_lanes, v_at, row);
           bool there = k_row >= 0 && chunk * 8 < a.d;  // d is a multiple of 8
-          int at = place(row, chunk);
+          int at = chunk_at(row, chunk);
           copy_async(stage + at, (const u16 *)a.k + (there ? k_row + chunk * 8 : 0), there ? 16 : 0);
           copy_async(stage + half_bytes + at, (const u16 *)a.v + (there ? v_row + chunk * 8 : 0), there ? 16 : 0);
         }
@@ -171,19 +173,20 @@ DEVICE void attend(const attention_args &a, unsigned char *memory) {
     }
     copy_commit();
   };
-  // A thread has rows lane/4 and lane/4 + 8 of its warp's queries.
-  int sees_from[2], sees_to[2];
+  // A thread has rows lane/4 and lane/4 + 8 of its warp's queries, which attend to these
+  // positions.
+  int attends_from[2], attends_to[2];
 #pragma unroll
   for (int h = 0; h < 2; h++) {
     int row = (warp * 16 + h * 8 + (lane >> 2)) / a.group;
     int p = s.position + row;
-    sees_to[h] = row < s.rows ? p : -1;
-    sees_from[h] = a.window > 0 ? p - a.window + 1 : 0;
+    attends_to[h] = row < s.rows ? p : -1;
+    attends_from[h] = a.window > 0 ? p - a.window + 1 : 0;
   }
 
   u32 q[d / 16][4];
   float total[d / 8][4], part[d / 8][4];
-  float total_most[2], total_sum[2], most[2], sum[2];  // sum: of this thread's columns
+  float total_max[2], total_sum[2], row_max[2], sum[2];  // sum: over this thread's columns
   int slot = 0, next = 0;
 #pragma unroll 1
   for (int tile = from, ahead = stages - 1; left > 0;) {
@@ -193,16 +196,16 @@ DEVICE void attend(const attention_args &a, unsigned char *memory) {
     }
     if (ahead == 0 && tile == from) {
 #pragma unroll
-      for (int i = 0; i < d / 16; i++) load_matrices(q[i], asked + place(warp * 16 + (lane & 15), i * 2 + (lane >> 4)));
-      __syncwarp();  // more than one head have blocks of one warp
+      for (int i = 0; i < d / 16; i++) load_matrices(q[i], query_tile + chunk_at(warp * 16 + (lane & 15), i * 2 + (lane >> 4)));
+      __syncwarp();  // blocks with several KV heads have one warp
 #pragma unroll
-      for (int h = 0; h < 2; h++) total_most[h] = most[h] = nothing, total_sum[h] = sum[h] = 0;
+      for (int h = 0; h < 2; h++) total_max[h] = row_max[h] = neg_infinity, total_sum[h] = sum[h] = 0;
 #pragma unroll
       for (int j = 0; j < d / 8; j++)
 #pragma unroll
         for (int c = 0; c < 4; c++) total[j][c] = part[j][c] = 0;
     }
-    bring(next);
+    load_tile(next);
     if (++next == stages) next = 0;
     if (ahead > 0) {
       ahead--;
@@ -218,31 +221,31 @@ DEVICE void attend(const attention_args &a, unsigned char *memory) {
 #pragma unroll
       for (int j = 0; j < tile_tokens / 8; j += 2) {
         u32 k[4];
-        load_matrices(k, keys + place(j * 8 + (lane >> 4) * 8 + (lane & 7), i * 2 + (lane >> 3 & 1)));
+        load_matrices(k, keys + chunk_at(j * 8 + (lane >> 4) * 8 + (lane & 7), i * 2 + (lane >> 3 & 1)));
         mma(score[j], q[i], k[0], k[1]);
         mma(score[j + 1], q[i], k[2], k[3]);
       }
 
-    float stays[2];
-    bool changed = false;  // what was summed up has to be scaled
+    float rescale[2];
+    bool changed = false;  // whether the accumulators must be rescaled
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-      float tile_most = nothing;
+      float tile_max = neg_infinity;
 #pragma unroll
       for (int j = 0; j < tile_tokens / 8; j++)
 #pragma unroll
         for (int c = 2 * h; c < 2 * h + 2; c++) {
           int p = tile * tile_tokens + j * 8 + (lane & 3) * 2 + (c & 1);
-          bool seen = p >= sees_from[h] && p <= sees_to[h];
-          score[j][c] = seen ? __fmul_rn(score[j][c], a.scale) : nothing;
-          tile_most = fmaxf(tile_most, score[j][c]);
+          bool seen = p >= attends_from[h] && p <= attends_to[h];
+          score[j][c] = seen ? __fmul_rn(score[j][c], a.scale) : neg_infinity;
+          tile_max = fmaxf(tile_max, score[j][c]);
         }
-      tile_most = fmaxf(tile_most, __shfl_xor_sync(all_lanes, tile_most, 1));
-      tile_most = fmaxf(tile_most, __shfl_xor_sync(all_lanes, tile_most, 2));
-      float now = fmaxf(most[h], tile_most), base = now == nothing ? 0.f : now;
-      stays[h] = most[h] == now ? 1.f : exp2_fast(__fadd_rn(most[h], -base));
-      changed |= most[h] != now && most[h] != nothing;
-      most[h] = now;
+      tile_max = fmaxf(tile_max, __shfl_xor_sync(all_lanes, tile_max, 1));
+      tile_max = fmaxf(tile_max, __shfl_xor_sync(all_lanes, tile_max, 2));
+      float now = fmaxf(row_max[h], tile_max), base = now == neg_infinity ? 0.f : now;
+      rescale[h] = row_max[h] == now ? 1.f : exp2_fast(__fadd_rn(row_max[h], -base));
+      changed |= row_max[h] != now && row_max[h] != neg_infinity;
+      row_max[h] = now;
       float added = 0;
 #pragma unroll
       for (int j = 0; j < tile_tokens / 8; j++)
@@ -251,13 +254,13 @@ DEVICE void attend(const attention_args &a, unsigned char *memory) {
           score[j][c] = exp2_fast(__fadd_rn(score[j][c], -base));
           added = __fadd_rn(added, score[j][c]);
         }
-      sum[h] = __fmaf_rn(sum[h], stays[h], added);
+      sum[h] = __fmaf_rn(sum[h], rescale[h], added);
     }
     if (__ballot_sync(all_lanes, changed)) {
 #pragma unroll
       for (int j = 0; j < d / 8; j++)
 #pragma unroll
-        for (int c = 0; c < 4; c++) part[j][c] = __fmul_rn(part[j][c], stays[c / 2]);
+        for (int c = 0; c < 4; c++) part[j][c] = __fmul_rn(part[j][c], rescale[c / 2]);
     }
 
 #pragma unroll
@@ -267,7 +270,7 @@ DEVICE void attend(const attention_args &a, unsigned char *memory) {
 #pragma unroll
       for (int j = 0; j < d / 8; j += 2) {
         u32 v[4];
-        load_matrices_transposed(v, values + place(i * 16 + (lane & 15), j + (lane >> 4)));
+        load_matrices_transposed(v, values + chunk_at(i * 16 + (lane & 15), j + (lane >> 4)));
         mma(part[j], p, v[0], v[1]);
         mma(part[j + 1], p, v[2], v[3]);
       }
@@ -275,7 +278,7 @@ DEVICE void attend(const attention_args &a, unsigned char *memory) {
 
     tile++;
     if (tile * tile_tokens % chunk_tokens != 0 && tile < to) continue;
-    // A chunk ends here.
+    // End of a chunk.
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       sum[h] = __fadd_rn(sum[h], __shfl_xor_sync(all_lanes, sum[h], 1));
@@ -285,7 +288,7 @@ DEVICE void attend(const attention_args &a, unsigned char *memory) {
 #pragma unroll
       for (int h = 0; h < 2; h++) {
         float old_part, new_part;
-        join(total_most[h], most[h], old_part, new_part);
+        join(total_max[h], row_max[h], old_part, new_part);
         total_sum[h] = joined(total_sum[h], old_part, sum[h], new_part);
 #pragma unroll
         for (int j = 0; j < d / 8; j++)
@@ -294,11 +297,11 @@ DEVICE void attend(const attention_args &a, unsigned char *memory) {
             total[j][c] = joined(total[j][c], old_part, part[j][c], new_part);
             part[j][c] = 0;
           }
-        most[h] = nothing, sum[h] = 0;
+        row_max[h] = neg_infinity, sum[h] = 0;
       }
       if (tile < to) continue;
     }
-    // And all that the queries see.
+    // End of all positions that the queries attend to.
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       int i = warp * 16 + h * 8 + (lane >> 2), row = i / a.group;
@@ -308,7 +311,7 @@ DEVICE void attend(const attention_args &a, unsigned char *memory) {
       if (a.chunks > 0) {
         i64 at = ((s.sequence * (queries / a.group) + row) * (i64)a.heads + head) * a.chunks + blockIdx.z;
         if ((lane & 3) == 0) {
-          ((float *)a.ends)[2 * at] = most[h];
+          ((float *)a.ends)[2 * at] = row_max[h];
           ((float *)a.ends)[2 * at + 1] = sum[h];
         }
 #pragma unroll
@@ -351,20 +354,20 @@ ATTENTION(64)
 ATTENTION(96)
 ATTENTION(128)
 
-// Joins the chunks of one head of Q (y) for the rows of one tile, as a block that
-// has them all does.
+// Joins the chunks of one head of Q (blockIdx.y) for the rows of one tile, in the same
+// arithmetic as a block that computes them all.
 KERNEL(128, 1) attention_join(const attention_args a) {
   begin();
-  span s = find_span(a, 16 / a.group);
+  query_span s = find_span(a, 16 / a.group);
   int head = blockIdx.y, column = threadIdx.x;
   for (int i = 0; i < s.rows; i++) {
     i64 n = s.row0 + i;
     int p = s.position + i, begin = a.window > 0 ? max(0, p - a.window + 1) : 0;
-    float total = 0, total_most = nothing, total_sum = 0;
+    float total = 0, total_max = neg_infinity, total_sum = 0;
     for (int c = begin / chunk_tokens; c <= p / chunk_tokens; c++) {
       i64 at = ((s.sequence * (16 / a.group) + i) * (i64)a.heads + head) * a.chunks + c;
       float old_part, new_part;
-      join(total_most, ((const float *)a.ends)[2 * at], old_part, new_part);
+      join(total_max, ((const float *)a.ends)[2 * at], old_part, new_part);
       total_sum = joined(total_sum, old_part, ((const float *)a.ends)[2 * at + 1], new_part);
       if (column < a.d) total = joined(total, old_part, ((const float *)a.sums)[at * a.d + column], new_part);
     }

@@ -1,5 +1,4 @@
-// What all kernels share. ACT_F16 makes half precision the activation type instead
-// of bfloat16.
+// Shared by all kernels. ACT_F16 makes half precision the activation type instead of bfloat16.
 
 constexpr u32 all_lanes = 0xffffffffu;
 
@@ -20,16 +19,15 @@ DEVICE void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) { mma_bf16(d, 
 
 DEVICE u16 to_act(float v) { return (u16)pack_act(v, 0.f); }
 
-// Element at of a vector of any float type.
+// Loads element at of a vector of any float type.
 DEVICE float load1(const void *base, int type, i64 at) {
   if (type == f32_type) return ((const float *)base)[at];
   u16 v = ((const u16 *)base)[at];
   return type == bf16_type ? from_bf16(v) : from_f16(v);
 }
 
-// Elements at to at+7, of which the first n are there and the others 0. aligned
-// says that eight of them may be read at once: at is a multiple of 8, and base one
-// of 16 bytes.
+// Loads elements at to at+7; the first n exist, the others are set to 0. With aligned, one
+// vector load may read all eight: at is a multiple of 8, and base of 16 bytes.
 DEVICE void load8(float (&v)[8], const void *base, int type, i64 at, int n, bool aligned) {
   if (aligned && n >= 8) {
     if (type == f32_type) {
@@ -53,7 +51,8 @@ DEVICE void load8(float (&v)[8], const void *base, int type, i64 at, int n, bool
   for (int i = 0; i < 8; i++) v[i] = i < n ? load1(base, type, at + i) : 0.f;
 }
 
-// The first n of eight 16-bit elements at at, as they are, and zeros behind them.
+// Loads elements at to at+7 of 16 bits, unconverted; the first n exist, the others are set to
+// 0.
 DEVICE uint4 load_packed(const u16 *row, i64 at, int n, bool aligned) {
   if (aligned && n >= 8) return *(const uint4 *)(row + at);
   u32 w[4] = {};
@@ -75,7 +74,7 @@ DEVICE uint4 pack(const float (&v)[8]) {
   return q;
 }
 
-// Stores the first n of eight 16-bit elements at elements at to at+7, in global memory.
+// Stores the first n of eight 16-bit elements to elements at to at+7 in global memory.
 DEVICE void store_packed(u16 *row, i64 at, const uint4 &q, int n, bool aligned) {
   if (aligned && n >= 8) {
     store_chunk(row + at, q);
@@ -87,10 +86,10 @@ DEVICE void store_packed(u16 *row, i64 at, const uint4 &q, int n, bool aligned) 
     if (i < n) row[at + i] = (u16)(w[i / 2] >> 16 * (i % 2));
 }
 
-// Stores the first n of eight activations at elements at to at+7, in global memory.
+// Stores the first n of eight activations to elements at to at+7 in global memory.
 DEVICE void store8(u16 *base, i64 at, const float (&v)[8], int n, bool aligned) { store_packed(base, at, pack(v), n, aligned); }
 
-// Eight 16-bit elements at at, or zeros where there is no row.
+// Loads eight 16-bit elements from at on, or zeros if row is null.
 DEVICE uint4 load_chunk(const u16 *row, int at) {
   uint4 zero = {0, 0, 0, 0};
   return row ? *(const uint4 *)(row + at) : zero;
@@ -107,12 +106,12 @@ DEVICE void copy8(u16 *to, const u16 *from, int n, bool aligned) {
     if (i < n) to[i] = from[i];
 }
 
-// The sum over a warp, the same bits in every lane.
+// Sum over a warp, with the same bits in every lane.
 DEVICE float warp_sum(float v) {
 #pragma unroll
   for (int i = 16; i > 0; i >>= 1) v += __shfl_xor_sync(all_lanes, v, i);
   return v;
 }
 
-// Spelled out, so that it is fused alike in every kernel.
+// Intrinsics, so that the compiler fuses nothing and every kernel has the same bits.
 DEVICE float silu(float x) { return __fdiv_rn(x, __fadd_rn(1.f, expf(-x))); }

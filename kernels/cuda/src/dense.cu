@@ -1,20 +1,21 @@
-// Dense products on the tensor cores of sm_90a: weights are their rows (M), tokens
-// their columns (N), both brought as tiles by the copy engine. A sum's order is that of
-// expert.cu, whatever the tile.
+// Dense GEMM on the tensor cores of sm_90a (wgmma), as a persistent kernel: M are weight rows,
+// N are tokens. Tiles of both operands are loaded by TMA. The order of each sum is that of
+// expert.cu, for any tile.
 
 struct dense_args {
-  tensor_map w, x;      // tiles of all weight rows of a block, and of most tokens
+  tensor_map w, x;      // tiles of all weight rows of a block, and of max_tokens tokens
   u64 bias, out;        // bias: 0 for none
   i64 out_stride;
-  int rows, columns, steps;  // steps: of 64 elements of inner
-  int bias_type, out_float;  // Out of 16-bit numbers has an even number of columns, pairs of which are aligned
-  int most, stages;     // tokens of a tile, a multiple of 16; stages of the ring
-  int band;             // tiles of tokens that go together
+  int rows, columns, steps;  // steps: k-steps of 64 elements of inner
+  int bias_type, out_float;  // an Out of 16-bit elements has an even number of columns, with aligned pairs
+  int max_tokens, stages;     // tokens of a tile, a multiple of 16; stages of the pipeline
+  int swizzle;             // tile rasterization: token tiles per band
 };
 
-// As expert_product, with tiles of all rows by all columns. Tiles of tokens go in bands:
-// blocks first share the weights of a band's tiles, then go on to the next weights.
-template <int groups, int blocks, int most>
+// As expert_product, over tiles of all rows by all columns. Tiles are rasterized in bands of
+// token tiles: the blocks first share the weights of a band's tiles, then go on to the next
+// weights.
+template <int groups, int blocks, int max_tokens>
 struct dense_product {
   static constexpr int tile_units = groups * blocks, tile_columns = tile_units * 64;
 
@@ -22,36 +23,36 @@ struct dense_product {
   ring r;
   int token_tiles, column_tiles, tiles;
 
-  // Where the tile of that index begins.
+  // First row and column of the tile with that index.
   DEVICE void place(int index, int &row, int &column) const {
-    int before = index / (a.band * column_tiles) * a.band;  // tiles of tokens in bands in front
-    int width = min(a.band, token_tiles - before);
+    int before = index / (a.swizzle * column_tiles) * a.swizzle;  // token tiles in previous bands
+    int width = min(a.swizzle, token_tiles - before);
     int i = index - before * column_tiles;
-    row = (before + i % width) * a.most;
+    row = (before + i % width) * a.max_tokens;
     column = i / width * tile_columns;
   }
 
-  DEVICE void bring_weights(int slot, int k, int column) const {
+  DEVICE void load_weights(int slot, int k, int column) const {
     barrier_expect(&r.full[slot], r.step_bytes);
     copy_tile(r.memory + slot * r.step_bytes, &a.w, k * 64, column, &r.full[slot]);
   }
 
-  // By one thread.
+  // Producer: runs in one thread.
   DEVICE void produce() const {
-    int row, column, brought = 0;  // steps of the first tile whose weights come before X is there
+    int row, column, loaded = 0;  // k-steps of the first tile whose weights are loaded before X is complete
     prefetch_map(&a.x);
     if (blockIdx.x < tiles) {
       place(blockIdx.x, row, column);
-      for (; brought < min(r.stages, a.steps); brought++) bring_weights(brought, brought, column);
+      for (; loaded < min(r.stages, a.steps); loaded++) load_weights(loaded, loaded, column);
     }
     wait_dependencies();
-    turn now = {0, 1};
+    pipeline_state now = {0, 1};
     for (int index = blockIdx.x; index < tiles; index += gridDim.x) {
       place(index, row, column);
       for (int k = 0; k < a.steps; k++) {
-        if (index != blockIdx.x || k >= brought) {
+        if (index != blockIdx.x || k >= loaded) {
           barrier_wait(&r.empty[now.slot], now.parity);
-          bring_weights(now.slot, k, column);
+          load_weights(now.slot, k, column);
         }
         copy_tile(r.memory + now.slot * r.step_bytes + tile_units * unit_bytes, &a.x, k * 64, row, &r.full[now.slot]);
         advance(r, now);
@@ -60,11 +61,11 @@ struct dense_product {
   }
 
   template <int tokens>
-  DEVICE void multiply(int row0, int column0, int group, turn &now) const {
+  DEVICE void multiply(int row0, int column0, int group, pipeline_state &now) const {
     float d[blocks][tokens / 2] = {};
     multiply_steps<tokens, blocks, tile_units, 1>(d, r, a.steps, group * blocks, now);
 
-    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3, rows = min(a.rows - row0, a.most);
+    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3, rows = min(a.rows - row0, a.max_tokens);
 #pragma unroll
     for (int b = 0; b < blocks; b++) {
       int first = column0 + (group * blocks + b) * 64 + warp * 16;
@@ -86,7 +87,7 @@ struct dense_product {
           store_if(column + 8 < a.columns && token + 1 < rows, next + 8, __float_as_uint(d[b][4 * j + 3]));
         }
       } else {
-        // A lane gets two neighbors of one token's results.
+        // Epilogue: a lane has two neighboring columns of one token.
         int token = lane >> 2, column = first + (lane & 3) * 2;
         u16 *out = (u16 *)a.out + (row0 + token) * a.out_stride + column;
 #pragma unroll
@@ -101,23 +102,23 @@ struct dense_product {
 
   DEVICE void consume() const {
     int group = threadIdx.x / 128 - 1;
-    turn now = {0, 0};
+    pipeline_state now = {0, 0};
     wait_dependencies();
     for (int index = blockIdx.x; index < tiles; index += gridDim.x) {
       int row, column;
       place(index, row, column);
-      with_room<most, false>(min(a.most, a.rows - row), [&](auto room) { multiply<decltype(room)::value>(row, column, group, now); });
+      with_room<max_tokens, false>(min(a.max_tokens, a.rows - row), [&](auto room) { multiply<decltype(room)::value>(row, column, group, now); });
     }
   }
 };
 
-template <int groups, int blocks, int most>
+template <int groups, int blocks, int max_tokens>
 DEVICE void dense(const dense_args &a, unsigned char *memory) {
   launch_dependents();
   __shared__ u64 full[most_stages], empty[most_stages];
   unsigned char *start = memory + (-shared_address(memory) & 1023);
-  dense_product<groups, blocks, most> p = {a, {start, full, empty, a.stages, groups * blocks * unit_bytes + a.most * 128}, 0, 0, 0};
-  p.token_tiles = (a.rows + a.most - 1) / a.most;
+  dense_product<groups, blocks, max_tokens> p = {a, {start, full, empty, a.stages, groups * blocks * unit_bytes + a.max_tokens * 128}, 0, 0, 0};
+  p.token_tiles = (a.rows + a.max_tokens - 1) / a.max_tokens;
   p.column_tiles = (a.columns + p.tile_columns - 1) / p.tile_columns;
   p.tiles = p.token_tiles * p.column_tiles;
   if (threadIdx.x == 0) ring_init(p.r, 1, groups);
@@ -131,7 +132,7 @@ DEVICE void dense(const dense_args &a, unsigned char *memory) {
   }
 }
 
-// Their sizes are known to dense.go.
+// dense.go has their tile sizes.
 KERNEL(256, 2) dense_64(const __grid_constant__ dense_args a) {
   DYNAMIC_SHARED(memory);
   dense<1, 1, 128>(a, memory);

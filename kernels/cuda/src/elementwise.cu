@@ -1,4 +1,4 @@
-// Operations on rows: one block in x per row, eight elements per thread.
+// Elementwise and row operations: blockIdx.x is a row, a thread has eight elements.
 
 struct embed_args {
   u64 ids, table, out;
@@ -6,7 +6,7 @@ struct embed_args {
   int vocabulary, columns, table_type, table_aligned, out_aligned;
 };
 
-// Rows whose id is outside of the table become not-a-number.
+// Rows whose id is outside of the table become NaN.
 KERNEL(128, 1) embed(const embed_args a) {
   begin();
   int at = (blockIdx.y * 128 + threadIdx.x) * 8, n = a.columns - at;
@@ -32,8 +32,9 @@ struct norm_args {
   int aligned, weight_aligned, bias_aligned;
 };
 
-// The sum over the threads of one item, of each parts in turn. sums has a float per
-// part and warp of the block. More threads with fewer parts get the same bits.
+// Sum over the threads of one item (a row or a head), for each of the thread's parts in turn.
+// sums has a float per part and warp of the block. More threads with fewer parts each get the
+// same bits.
 template <int threads, int each>
 DEVICE float item_sum(const float (&parts)[each], float *sums) {
   float v = 0;
@@ -50,17 +51,17 @@ DEVICE float item_sum(const float (&parts)[each], float *sums) {
   return v;
 }
 
-// Has the second-level cache fetch the weights of a norm: once is enough for all blocks.
+// Prefetches the weights of a norm to L2; one block is enough.
 template <int threads>
 DEVICE void prefetch_weights(const norm_args &a) {
   if (blockIdx.x == 0 && threadIdx.x < threads)
     for (int at = threadIdx.x * 8; at < a.d; at += threads * 8) prefetch((const char *)a.weight + at * (a.weight_type == f32_type ? 4 : 2));
 }
 
-// Norms what rows.load gives of a row of one head, with what residual has, unless that
-// is 0; threads of a block work on it. A thread keeps its elements, up to each times
-// eight, in registers, as they are in memory: so there is room for blocks enough to keep
-// memory busy. Arithmetic is spelled out, so that it is fused alike in every kernel.
+// Norms one row of one head, which rows.load returns, plus the residual unless that is 0, with
+// threads threads of the block. A thread keeps its elements, up to each times eight, in
+// registers in their 16-bit form, which leaves room for enough blocks to saturate memory
+// bandwidth. Intrinsics, so that every kernel has the same bits.
 template <int threads, int block, int each, class Rows>
 DEVICE void norm_row(const norm_args &a, const Rows &rows, u16 *residual, u16 *out) {
   __shared__ float sums[2][each * (block / 32)];
@@ -123,21 +124,21 @@ DEVICE void norm_row(const norm_args &a, const Rows &rows, u16 *residual, u16 *o
   }
 }
 
-// A row of one head in memory.
+// One row of one head in memory.
 struct stored_row {
   const u16 *x;
   bool aligned;
   DEVICE uint4 load(int at, int n) const { return load_packed(x, at, n, aligned); }
 };
 
-// threads work on one row of one head, a block on as many as it has room for.
+// threads threads norm one row of one head; a block has as many rows as fit.
 template <int threads, int block, int each>
 DEVICE void norm_rows(const norm_args &a) {
   launch_dependents();
   prefetch_weights<threads>(a);
   wait_dependencies();
   i64 item = (i64)blockIdx.x * (block / threads) + threadIdx.x / threads;
-  if (item >= a.items) return;  // whole warps, and never with a block to an item
+  if (item >= a.items) return;  // whole warps exit, and only if a block has several items
   i64 row = item / a.heads;
   int head = (int)(item - row * a.heads);
   stored_row x = {(const u16 *)a.x + row * a.x_row + head * a.x_head, a.aligned != 0};
@@ -196,7 +197,7 @@ struct gather_args {
   int count, columns, aligned;
 };
 
-// Rows outside of x are left as they are.
+// Rows of Out whose index is outside of x are not written.
 KERNEL(128, 1) gather(const gather_args a) {
   begin();
   int at = (blockIdx.y * 128 + threadIdx.x) * 8, n = a.columns - at;
@@ -211,9 +212,9 @@ struct combine_args {
   int k, columns, aligned;
 };
 
-// Adds to total the next outputs of a row's experts from k on, where there are so many:
-// eight elements of each from at on, of which n are there. whole says that they are all
-// there, and aligned. All of them are on their way at once.
+// Adds to total the outputs of at_once of a token's experts from k on, as far as they exist:
+// eight elements of each from at on, of which n exist. whole: all eight exist and are aligned.
+// All loads are issued before the first sum.
 template <int at_once, bool whole>
 DEVICE void add_outputs(float (&total)[8], const combine_args &a, i64 row, int k, int at, int n) {
   const u16 *x = (const u16 *)a.x + (row * a.k + k) * a.x_stride;
@@ -232,8 +233,8 @@ DEVICE void add_outputs(float (&total)[8], const combine_args &a, i64 row, int k
     }
 }
 
-// Eight elements of a row's weighted sum, arithmetic spelled out as in norm_row. With two
-// at once a.k is at most 2: without the loop, registers are fewer.
+// Eight elements of a token's weighted sum, with intrinsics as in norm_row. With at_once 2, a.k
+// is at most 2, and without the loop the kernel needs fewer registers.
 template <int at_once, bool whole>
 DEVICE uint4 combine_elements(const combine_args &a, i64 row, int at, int n) {
   float total[8] = {}, v[8], gate = 0;
@@ -254,7 +255,7 @@ DEVICE uint4 combine_elements(const combine_args &a, i64 row, int at, int n) {
   return pack(total);
 }
 
-// A row that is the weighted sum of its experts' outputs.
+// A row that is the weighted sum of a token's expert outputs.
 template <int at_once>
 struct combined_row {
   const combine_args &a;
@@ -272,15 +273,15 @@ KERNEL(128, 9) combine(const combine_args a) {
   store_packed((u16 *)a.out + blockIdx.x * a.out_stride, at, x.load(at, n), n, a.aligned);
 }
 
-// Both say where rows lie that only one of them needs: combine.out and norm.x are 0.
+// Arguments that only one part needs are in both: combine.out and norm.x are 0.
 struct combine_norm_args {
   combine_args combine;
   norm_args norm;
 };
 
-// A block has one row. Registers bound how much a multiprocessor has on its way: with 64 a
-// thread 48 KiB where two experts are combined, 80 for four and more; with 40, which do for
-// two, 72.
+// One block per row. Registers bound the bytes in flight per multiprocessor: at 64 per thread,
+// 48 KiB with two experts per token and 80 with four or more; at 40, enough for two experts,
+// 72.
 template <int threads, int each, int at_once>
 DEVICE void combine_norm(const combine_norm_args &a) {
   launch_dependents();
@@ -302,8 +303,8 @@ struct add_bias_args {
   int columns, bias_type, aligned;
 };
 
-// x, in float32, gains a bias. Rows have a multiple of 8 columns and start at multiples
-// of 16 bytes.
+// Adds a bias to x, in float32. Rows have a multiple of 8 columns and start at multiples of 16
+// bytes.
 KERNEL(128, 1) add_bias(const add_bias_args a) {
   begin();
   int at = (blockIdx.y * 128 + threadIdx.x) * 8;
@@ -316,8 +317,8 @@ KERNEL(128, 1) add_bias(const add_bias_args a) {
   x[0] = lo, x[1] = hi;
 }
 
-// Rotates eight elements of a head's lower half, and those of its upper half that they
-// are rotated with. Spelled out, so that it is fused alike in every kernel.
+// Rotates eight elements of a head's lower half with the corresponding ones of its upper half.
+// Intrinsics, so that every kernel has the same bits.
 DEVICE void rotate(float (&lo)[8], float (&hi)[8], const float (&c)[8], const float (&s)[8]) {
 #pragma unroll
   for (int i = 0; i < 8; i++) {
@@ -333,7 +334,7 @@ struct rope_args {
   int q_heads, k_heads, half, places, aligned;
 };
 
-// Rows whose place is outside of the table are left as they are.
+// Tokens whose row is outside of the table are not rotated.
 KERNEL(128, 1) rope(const rope_args a) {
   launch_dependents();
   int groups = (a.half + 7) / 8;
@@ -362,7 +363,7 @@ struct append_kv_args {
   int heads, d, blocks, tokens, aligned;
 };
 
-// Slots outside of the cache are left out.
+// Tokens whose slot is outside of the cache are skipped.
 KERNEL(128, 1) append_kv(const append_kv_args a) {
   launch_dependents();
   int groups = (a.d + 7) / 8;
@@ -392,7 +393,7 @@ struct rope_append_kv_args {
   int aligned;
 };
 
-// What a thread of norm_head adds up of a row.
+// A thread's sum of squares of a row, as norm_head computes it.
 DEVICE float squares(const uint4 &q) {
   float v[8], total = 0;
   unpack(v, q);
@@ -401,7 +402,7 @@ DEVICE float squares(const uint4 &q) {
   return total;
 }
 
-// What norm_head makes of eight elements.
+// Norms eight elements as norm_head does.
 DEVICE uint4 scaled(const uint4 &x, float scale, const float4 *weight) {
   float v[8];
   unpack(v, x);
@@ -413,13 +414,13 @@ DEVICE uint4 scaled(const uint4 &x, float scale, const float4 *weight) {
   return pack(v);
 }
 
-// The heads of a row are those of q, of k and of v. So many lanes (a power of two, at most
-// 16) work on a head, each on eight elements of its lower half and the eight that they are
-// rotated with: the same of every head that a thread has, so that it reads cosines and
-// sines once. It asks for each heads before it works on the first. Between norm and
-// rotation a head is rounded, as if it had been written. Rows whose place is outside of
-// the table are not rotated, those whose slot is outside of the cache are left out of it.
-// d, unless 0, is the head size, a power of two, of which all is aligned.
+// The heads of a row are those of q, then of k, then of v. a.lanes lanes (a power of two, at
+// most 16) work on a head, each on eight elements of its lower half and the eight of the upper
+// half that they are rotated with. A thread has the same elements of every head, so it reads
+// cosines and sines once. It issues the loads of each heads before it works on the first.
+// Between norm and rotation a head is rounded, as if it had been stored. Tokens whose row is
+// outside of the table are not rotated; those whose slot is outside of the cache are not
+// appended. d, unless 0, is the head size, a power of two, with everything aligned.
 template <bool normed, int d, int each>
 DEVICE void rope_append(const rope_append_kv_args &a) {
   i64 row = blockIdx.x;
@@ -435,7 +436,7 @@ DEVICE void rope_append(const rope_append_kv_args &a) {
     i64 angles = (i64)place * 2 * half + at;
     load8(c, (const void *)a.table, f32_type, angles, n, aligned), load8(s, (const void *)a.table, f32_type, angles + half, n, aligned);
   }
-  __shared__ float4 weights[4][normed ? 32 : 1];  // of q's halves, of k's
+  __shared__ float4 weights[4][normed ? 32 : 1];  // for the halves of q, then of k
   if (normed) {
     if (of_block < 4) {
       float w[8];
@@ -461,12 +462,13 @@ DEVICE void rope_append(const rope_append_kv_args &a) {
     }
 #pragma unroll
     for (int i = 0; i < each; i++) {
-      if (from + i * step >= heads) break;  // the whole block
+      if (from + i * step >= heads) break;  // uniform over the block
       int head = from + i * step + of_block, of_k = head - a.q_heads, of_v = of_k - a.k_heads;
       bool there = head < heads;
       if (normed) {
-        // The sum of norm_head, in its order: of eight elements in turn, then of eights as
-        // far apart as they can be. Where halves are powers of two, those are what is here.
+        // The sum of norm_head, in its order: eight consecutive elements in turn, then a
+        // butterfly over groups of eight, the farthest first. If halves are powers of two, the
+        // groups are those of the lanes.
         float total = 0;
         if (there && of_v < 0) {
           uint4 one = lo[i], other = hi[i];

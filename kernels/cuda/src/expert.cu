@@ -1,48 +1,47 @@
-// Grouped products of a layer's experts on the tensor cores of sm_90a: weights are
-// their rows (M), tokens their columns (N).
+// Grouped GEMM of a layer's experts on the tensor cores of sm_90a (wgmma), as a persistent
+// kernel: M are weight rows, N are tokens.
 //
-// An expert lies in units of 64 weight rows: for every 64 elements of the inner
-// dimension in turn a tile of 8 KiB, rows of 128 bytes, swizzled as the tensor cores
-// read them. So a block streams weights in order, by bulk copies. Rows of tokens are
-// gathered by copies of 16 bytes on the way up; on the way down an expert's stand
-// together, and come as tiles. Blocks stay: each takes every gridDim.x-th tile of
-// (weights, tokens), and its copies run ahead of its products across tiles.
+// An expert is stored in units of 64 weight rows: for every 64 elements of the inner dimension
+// (K) a tile of 8 KiB, 64 rows of 128 bytes, in the 128-byte swizzle of the tensor cores. So a
+// block streams weights in address order by bulk copies. For the gate/up projection, rows of
+// tokens are gathered by 16-byte copies; for the down projection the rows of an expert are
+// contiguous and are loaded as tiles by TMA. Each block computes every gridDim.x-th tile of
+// (weights, tokens), and its loads run ahead of the MMAs across tiles.
 //
-// Every element is one chain of products over inner in rising order, 16 at a time,
-// whatever the tile, so the number of rows does not change a bit of any row's result.
+// Every element is accumulated over K in ascending order, 16 elements at a time, for any tile,
+// so the number of tokens does not change a bit of any token's result.
 
 struct expert_args {
-  tensor_map x_rows;       // on the way down: tiles of most rows of X
+  tensor_map x_rows;       // down projection: tiles of max_tokens rows of X
   u64 x, out, offsets, order, slots, experts;
   i64 x_stride, out_stride;
   i64 start;               // bytes of the extent before the matrix
-  int units, steps;        // of 64 weight rows; of 64 elements of inner
+  int units, steps;        // units of 64 weight rows; k-steps of 64 elements of inner
   int listed, experts_all;
-  int top_k;               // on the way up, a pair's row of X is pair / top_k
-  int most, stages;        // tokens of a tile, a multiple of 16; stages of the ring
-  int early;               // only X is of the kernel in front: all else was there when it began
+  int top_k;               // gate/up projection: a pair's row of X is pair / top_k
+  int max_tokens, stages;        // tokens of a tile, a multiple of 16; stages of the pipeline
+  int lists_ready;               // the preceding kernel writes only X: the lists were complete when it began
 };
 
-// run is the tiles of one expert, which stand in a row.
+// run is the tiles of one expert, which have consecutive indices.
 struct run {
   u64 weights;
-  int end, first, rows, parts;  // end: one past its last tile; parts: tiles its rows make
+  int end, first, rows, parts;  // end: one past its last tile; parts: token tiles
 };
 
-// The sigmoid's quotient is good to some 1e-7, which is far below what the result is
-// rounded to.
+// The approximate division is accurate to about 1e-7, far below the rounding of the result.
 DEVICE float silu_fast(float x) { return __fmul_rn(x, reciprocal_fast(__fadd_rn(1.f, exp2_fast(__fmul_rn(x, -1.44269504f))))); }
 
-// groups warpgroups multiply blocks units of weights each, by up to most tokens; a
-// stage of the ring has deep steps.
-template <bool up, int groups, int blocks, int most, int deep>
+// groups consumer warpgroups multiply blocks units of weights each, by up to max_tokens tokens;
+// a stage of the pipeline has steps_per_stage k-steps.
+template <bool up, int groups, int blocks, int max_tokens, int steps_per_stage>
 struct expert_product {
   static constexpr int tile_units = groups * blocks;
   static constexpr int producers = 128;
   static constexpr int threads = producers + 128 * groups;
-  static constexpr int rows_each = most / 16;  // that a producer brings at most
-  // The parts of an expert's tokens are as equal as multiples of so many can be. By
-  // eights less is padded; the way up is faster by sixteens all the same.
+  static constexpr int rows_each = max_tokens / 16;  // maximum rows that a producer thread loads
+  // An expert's tokens are divided into parts of equal size, up to a multiple of grain. A grain
+  // of 8 pads less; gate/up is still faster with 16.
   static constexpr int grain = up ? 16 : 8;
 
   const expert_args &a;
@@ -53,29 +52,30 @@ struct expert_product {
   // A tile of weights and tokens.
   struct tile {
     u64 weights;
-    int unit, units, first, tokens;  // first: in order
+    int unit, units, first, tokens;  // first: first token, in order
   };
 
-  // The tile of that index, which rises from call to call; at is where to look first.
+  // Returns the tile with that index, which increases from call to call; at is the run to start
+  // the search from.
   DEVICE tile find(int index, int &at) const {
     while (index >= runs[at].end) at++;
     const run e = runs[at];
     int i = index - (e.end - e.parts * across);
     int column = i / e.parts, unit = column * tile_units;
-    // Where a block would go through the same part of every column it meets, it takes the
-    // next in turn, so that blocks keep pace with each other.
-    int turns = column * e.parts / (int)gridDim.x * (e.parts + 1 - (int)gridDim.x % e.parts);
-    int part = (i + turns) % e.parts;
+    // If a block would compute the same part of every column of tiles, it takes the next part
+    // in turn, so that all blocks have equal work.
+    int rotation = column * e.parts / (int)gridDim.x * (e.parts + 1 - (int)gridDim.x % e.parts);
+    int part = (i + rotation) % e.parts;
     int all = (e.rows + grain - 1) / grain, each = all / e.parts, longer = all % e.parts;
     int token = (part * each + min(part, longer)) * grain;
     return {e.weights + (i64)unit * a.steps * unit_bytes, unit, min(tile_units, a.units - unit), e.first + token,
             min((each + (part < longer)) * grain, e.rows - token)};
   }
 
-  // Has the weights of a stage brought, from step k on; by one thread.
-  DEVICE void bring_weights(const tile &t, int k, int slot) const {
-    unsigned char *stage = r.memory + slot * deep * r.step_bytes;
-    int steps = min(deep, a.steps - k);
+  // Starts the load of a stage's weights, from k-step k on; in one thread.
+  DEVICE void load_weights(const tile &t, int k, int slot) const {
+    unsigned char *stage = r.memory + slot * steps_per_stage * r.step_bytes;
+    int steps = min(steps_per_stage, a.steps - k);
     barrier_expect(&r.full[slot], t.units * steps * unit_bytes);
     for (int u = 0; u < t.units; u++)
       for (int s = 0; s < steps; s++)
@@ -83,42 +83,43 @@ struct expert_product {
                   &r.full[slot]);
   }
 
-  // Has the tokens of a stage brought, from step k on; by one thread, on the way down.
-  DEVICE void bring_tokens(const tile &t, int k, int slot) const {
-    unsigned char *stage = r.memory + slot * deep * r.step_bytes + tile_units * unit_bytes;
-    int steps = min(deep, a.steps - k);
-    barrier_expect(&r.full[slot], steps * a.most * 128);
+  // Starts the load of a stage's tokens, from k-step k on; in one thread, for the down
+  // projection.
+  DEVICE void load_tokens(const tile &t, int k, int slot) const {
+    unsigned char *stage = r.memory + slot * steps_per_stage * r.step_bytes + tile_units * unit_bytes;
+    int steps = min(steps_per_stage, a.steps - k);
+    barrier_expect(&r.full[slot], steps * a.max_tokens * 128);
     for (int s = 0; s < steps; s++) copy_tile(stage + s * r.step_bytes, &a.x_rows, (k + s) * 64, t.first, &r.full[slot]);
   }
 
-  // Brings what is multiplied; on the way down by one thread, else by all producers.
+  // Producer: one thread for the down projection, else all producer threads.
   DEVICE void produce(int count) {
     int chunk = threadIdx.x & 7, lead = threadIdx.x >> 3, at = 0;
-    int brought = 0;  // steps of the first tile whose weights come before X is there
+    int loaded = 0;  // k-steps of the first tile whose weights are loaded before X is complete
     if (!up) prefetch_map(&a.x_rows);
-    if (a.early) {
+    if (a.lists_ready) {
       if (threadIdx.x == 0 && blockIdx.x < count) {
         tile t = find(blockIdx.x, at);
-        for (int slot = 0; slot < r.stages && brought < a.steps; slot++, brought += deep) bring_weights(t, brought, slot);
+        for (int slot = 0; slot < r.stages && loaded < a.steps; slot++, loaded += steps_per_stage) load_weights(t, loaded, slot);
       }
       wait_dependencies();
     }
-    turn now = {0, 1};
+    pipeline_state now = {0, 1};
     int to = tile_units * unit_bytes + lead * 128 + ((chunk ^ (lead & 7)) << 4);
     for (int index = blockIdx.x; index < count; index += gridDim.x) {
       tile t = find(index, at);
       const u16 *rows[rows_each];
-      for (int k = 0; k < a.steps; k += deep) {
-        unsigned char *stage = r.memory + now.slot * deep * r.step_bytes;
-        int steps = min(deep, a.steps - k);
+      for (int k = 0; k < a.steps; k += steps_per_stage) {
+        unsigned char *stage = r.memory + now.slot * steps_per_stage * r.step_bytes;
+        int steps = min(steps_per_stage, a.steps - k);
         barrier_wait(&r.empty[now.slot], now.parity);
-        if (threadIdx.x == 0 && (index != blockIdx.x || k >= brought)) bring_weights(t, k, now.slot);
+        if (threadIdx.x == 0 && (index != blockIdx.x || k >= loaded)) load_weights(t, k, now.slot);
         if (!up) {
-          bring_tokens(t, k, now.slot);
+          load_tokens(t, k, now.slot);
           advance(r, now);
           continue;
         }
-        if (k == 0) {  // looked up while the first weights come
+        if (k == 0) {  // looked up while the first weights are in flight
 #pragma unroll
           for (int i = 0; i < rows_each; i++) {
             rows[i] = 0;
@@ -129,7 +130,7 @@ struct expert_product {
           }
         }
 #pragma unroll
-        for (int s = 0; s < deep; s++)
+        for (int s = 0; s < steps_per_stage; s++)
 #pragma unroll
           for (int i = 0; i < rows_each; i++)
             if (lead + i * 16 < t.tokens && s < steps) copy_async(stage + s * r.step_bytes + to + i * 16 * 128, rows[i] + (k + s) * 64, 16);
@@ -139,20 +140,20 @@ struct expert_product {
     }
   }
 
-  // One tile, with room for so many tokens.
+  // Consumer: one tile, with room for that many tokens.
   template <int tokens>
-  DEVICE void multiply(const tile &t, int group, turn &now) const {
+  DEVICE void multiply(const tile &t, int group, pipeline_state &now) const {
     int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3;
-    int pairs[(tokens + 31) / 32];  // down: of every 32nd token; they come while tensor cores work
+    int pairs[(tokens + 31) / 32];  // down projection: pairs of every 32nd token, loaded while the tensor cores work
 #pragma unroll
     for (int i = 0; !up && i < (tokens + 31) / 32; i++) {
       int token = i * 32 + lane;
       pairs[i] = token < t.tokens ? ((const int *)a.order)[t.first + token] : 0;
     }
     float d[blocks][tokens / 2] = {};
-    multiply_steps<tokens, blocks, tile_units, deep>(d, r, a.steps, group * blocks, now);
+    multiply_steps<tokens, blocks, tile_units, steps_per_stage>(d, r, a.steps, group * blocks, now);
 
-    // A lane gets two neighbors (down: four) of one token's results.
+    // Epilogue: a lane has two (down: four) neighboring columns of one token.
     constexpr int unit_columns = up ? 32 : 64;
     int first = group * blocks;
     u16 *out = (u16 *)a.out + (t.unit + first) * unit_columns + (up ? warp * 8 + (lane & 3) * 2 : warp * 16 + (lane & 3) * 4);
@@ -180,15 +181,15 @@ struct expert_product {
 
   DEVICE void consume(int count) {
     int group = threadIdx.x / 128 - 1, at = 0;
-    turn now = {0, 0};
+    pipeline_state now = {0, 0};
     wait_dependencies();
     for (int index = blockIdx.x; index < count; index += gridDim.x) {
       tile t = find(index, at);
-      with_room<most, !up>(t.tokens, [&](auto room) { multiply<decltype(room)::value>(t, group, now); });
+      with_room<max_tokens, !up>(t.tokens, [&](auto room) { multiply<decltype(room)::value>(t, group, now); });
     }
   }
 
-  // Lists the experts that have rows, and returns how many tiles there are; by warp 0.
+  // Lists the experts that have tokens, and returns the number of tiles; in warp 0.
   DEVICE int list() const {
     int lane = threadIdx.x, tiles = 0, n = 0;
     for (int i = 0; i < a.listed; i += 32) {
@@ -200,7 +201,7 @@ struct expert_product {
         e.rows = load_early((const int *)a.offsets + expert + 1) - e.first;
       }
       if (e.rows > 0) {
-        e.parts = (e.rows + a.most - 1) / a.most;
+        e.parts = (e.rows + a.max_tokens - 1) / a.max_tokens;
         e.end = e.parts * across;
       }
       u32 here = __ballot_sync(all_lanes, e.rows > 0);
@@ -218,17 +219,17 @@ struct expert_product {
   }
 };
 
-template <bool up, int groups, int blocks, int most, int deep>
+template <bool up, int groups, int blocks, int max_tokens, int steps_per_stage>
 DEVICE void expert(const expert_args &a, unsigned char *memory) {
-  if (!a.early) wait_dependencies();
-  launch_dependents();  // not before: what comes next may start with what this one has been waiting for
+  if (!a.lists_ready) wait_dependencies();
+  launch_dependents();  // after the wait: the next kernel may start with data that this one has waited for
   __shared__ u64 full[most_stages], empty[most_stages];
   __shared__ int tiles;
-  // The ring starts at a multiple of 1024 bytes.
+  // The stages start at a multiple of 1024 bytes, as the swizzle requires.
   unsigned char *start = memory + (-shared_address(memory) & 1023);
-  expert_product<up, groups, blocks, most, deep> p = {a, {start, full, empty, a.stages, groups * blocks * unit_bytes + a.most * 128}, 0, 0};
+  expert_product<up, groups, blocks, max_tokens, steps_per_stage> p = {a, {start, full, empty, a.stages, groups * blocks * unit_bytes + a.max_tokens * 128}, 0, 0};
   p.across = (a.units + p.tile_units - 1) / p.tile_units;
-  p.runs = (run *)(start + a.stages * deep * p.r.step_bytes);
+  p.runs = (run *)(start + a.stages * steps_per_stage * p.r.step_bytes);
   if (threadIdx.x < 32) {
     if (threadIdx.x == 0) ring_init(p.r, up ? p.producers + 1 : 2, groups);
     int n = p.list();
@@ -244,9 +245,9 @@ DEVICE void expert(const expert_args &a, unsigned char *memory) {
   }
 }
 
-// Two warpgroups with 128 weight rows each, and one with 64 for where tiles are few; on a
-// multiprocessor of its own where pairs are.
-// Their threads and shared memory are known to expert.go.
+// Wide: two warpgroups with 128 weight rows each. Narrow: one with 64, for few tiles. Alone:
+// narrow with one block per multiprocessor, for few pairs. expert.go has their threads and
+// shared memory.
 #define EXPERT(name, up)                                               \
   KERNEL(384, 1) name##_256(const __grid_constant__ expert_args a) {   \
     DYNAMIC_SHARED(memory);                                            \

@@ -1,7 +1,7 @@
-// Products with few columns, routers and gates, and with few rows. The 16 warps of a
-// block share the inner dimension out in pieces of 64, warp w every 16th from w on, and
-// their sums are added in order of the warps: an order that depends on nothing but the
-// length.
+// Skinny GEMMs: with few columns (routers, gates) or few rows. The 16 warps of a block split
+// the inner dimension (split-K within the block) in pieces of 64, warp w taking every 16th from
+// w on, and their sums are added in order of the warps. So the order depends only on the length
+// of the inner dimension.
 
 struct few_args {
   u64 x, w, bias, out;  // bias: 0 for none
@@ -22,18 +22,18 @@ DEVICE void put_sum(const few_args &a, i64 row, int column, float v) {
     ((u16 *)a.out)[at] = to_act(v);
 }
 
-// Few columns: a block has 16 rows of X by tiles times eight weight rows, and feeds tensor
-// cores straight from global memory.
+// Few columns: a block has 16 rows of X by tiles times eight weight rows, and loads the
+// fragments of the tensor cores directly from global memory.
 template <int tiles>
 DEVICE void few_columns(const few_args &a) {
   begin();
-  constexpr int at_once = tiles > 2 ? 2 : tiles;  // of the tiles whose sums are shared
-  __shared__ float parts[few_warps][16][8 * at_once];
+  constexpr int tiles_per_pass = tiles > 2 ? 2 : tiles;  // tiles whose sums are exchanged at once
+  __shared__ float parts[few_warps][16][8 * tiles_per_pass];
   int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   int a_row0 = blockIdx.x * 16, b_row0 = blockIdx.y * 8 * tiles;
 
-  // A thread has eight neighbors, chunk lane % 4 of 32, of rows lane / 4 of each eight:
-  // elements that are neighbors in the product are not in memory.
+  // A thread has eight consecutive elements, chunk lane % 4 of 32, of row lane / 4 of every
+  // eight: consecutive elements of K in the MMA are not consecutive in memory.
   int row = lane >> 2, first = (lane & 3) * 8;
   const u16 *a_at[2], *b_at[tiles];
 #pragma unroll
@@ -64,15 +64,15 @@ DEVICE void few_columns(const few_args &a) {
     }
   }
 #pragma unroll
-  for (int from = 0; from < tiles; from += at_once) {
-    if (from > 0) __syncthreads();  // the sums before have been added
+  for (int from = 0; from < tiles; from += tiles_per_pass) {
+    if (from > 0) __syncthreads();  // the previous sums have been added
 #pragma unroll
-    for (int j = 0; j < at_once; j++)
+    for (int j = 0; j < tiles_per_pass; j++)
 #pragma unroll
       for (int c = 0; c < 4; c++) parts[warp][row + c / 2 * 8][j * 8 + (lane & 3) * 2 + c % 2] = sums[from + j][c];
     __syncthreads();
-    // Threads that are neighbors write neighbors.
-    int m = threadIdx.x / (8 * at_once), n = threadIdx.x % (8 * at_once), column = b_row0 + 8 * from + n;
+    // Consecutive threads write consecutive columns.
+    int m = threadIdx.x / (8 * tiles_per_pass), n = threadIdx.x % (8 * tiles_per_pass), column = b_row0 + 8 * from + n;
     i64 r = a_row0 + m;
     if (m >= 16 || r >= a.rows || column >= a.columns) continue;
     float v = 0;
@@ -86,13 +86,14 @@ KERNEL(512, 1) few_columns_8(const few_args a) { few_columns<1>(a); }
 KERNEL(512, 1) few_columns_16(const few_args a) { few_columns<2>(a); }
 KERNEL(512, 1) few_columns_64(const few_args a) { few_columns<8>(a); }
 
-// Up to eight rows: a tile is 16 weight rows by all of X, and a block takes every
-// gridDim.x-th. A thread copies the weights that it multiplies itself into a ring of its
-// own, so that nobody waits for others but for the sum of a tile, and copies run ahead
-// across tiles. The first come before kernels in front have ended, which write no weights.
+// Up to eight rows: a tile is 16 weight rows by all of X, and a block computes every
+// gridDim.x-th (persistent kernel). A thread copies the weights that it multiplies itself to
+// stages of its own, so the block synchronizes only for the sum of a tile, and copies run ahead
+// across tiles. The first copies start before the preceding kernels end, which do not write
+// weights.
 template <int stages>
 DEVICE void few_rows(const few_args &a, unsigned char *memory) {
-  __shared__ float parts[2][few_warps][8][20];  // of the tile and of the one before; 20: eight rows in different banks
+  __shared__ float parts[2][few_warps][8][20];  // of this tile and the previous one; 20: eight rows are in different banks
   launch_dependents();
   int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   int row = lane >> 2, first = warp * 64 + (lane & 3) * 8;  // chunks as in few_columns
@@ -100,7 +101,7 @@ DEVICE void few_rows(const few_args &a, unsigned char *memory) {
   uint4 *ring = (uint4 *)memory + threadIdx.x;
 
   int next_tile = blockIdx.x, next_piece = 0;
-  auto bring = [&](int slot) {
+  auto load_stage = [&](int slot) {
     if (next_tile < tiles && pieces > 0) {
       int column = next_tile * 16 + row, k = next_piece * 64 * few_warps + first;
       const u16 *w = (const u16 *)a.w + column * (i64)a.inner + k;
@@ -117,7 +118,7 @@ DEVICE void few_rows(const few_args &a, unsigned char *memory) {
     copy_commit();
   };
 #pragma unroll 1
-  for (int i = 0; i < stages; i++) bring(i);
+  for (int i = 0; i < stages; i++) load_stage(i);
   wait_dependencies();
 
   const u16 *x_at = row < a.rows ? (const u16 *)a.x + row * a.x_stride : 0;
@@ -138,7 +139,7 @@ DEVICE void few_rows(const few_args &a, unsigned char *memory) {
         mma(sums, low, x[h].x, x[h].y);
         mma(sums, high, x[h].z, x[h].w);
       }
-      bring(slot);  // what was there has been multiplied
+      load_stage(slot);  // its previous content has been multiplied
       if (++slot == stages) slot = 0;
     }
 #pragma unroll
@@ -153,7 +154,7 @@ DEVICE void few_rows(const few_args &a, unsigned char *memory) {
   }
 }
 
-// For any device, and for one whose blocks may have more shared memory.
+// For any device, and for devices whose blocks may use more shared memory.
 KERNEL(512, 1) few_rows_2(const few_args a) {
   DYNAMIC_SHARED(memory);
   few_rows<2>(a, memory);

@@ -1,5 +1,5 @@
-// Instructions of compute capability 9.0 exactly (sm_90a): tensor cores that read
-// shared memory, bulk copies, barriers that count bytes.
+// Instructions of exactly compute capability 9.0 (sm_90a): wgmma, bulk copies and TMA,
+// mbarriers with transaction counts.
 
 DEVICE u32 shared_address(const void *p) { return (u32)__cvta_generic_to_shared(p); }
 
@@ -7,19 +7,19 @@ DEVICE void barrier_init(u64 *barrier, int arrivals) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
 }
 
-// Makes initialized barriers known to bulk copies.
+// Makes initialized barriers visible to the async proxy.
 DEVICE void barrier_init_done() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
 DEVICE void barrier_arrive(u64 *barrier) {
   asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 
-// Arrives, and lets the phase wait for so many bytes of bulk copies.
+// Arrives, and adds bytes to the transaction count that the phase waits for.
 DEVICE void barrier_expect(u64 *barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes) : "memory");
 }
 
-// Arrives when this thread's copies in the background (copy_async) so far have come.
+// Arrives when this thread's previous cp.async copies (copy_async) are complete.
 DEVICE void barrier_arrive_after_copies(u64 *barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
@@ -34,7 +34,7 @@ DEVICE void barrier_wait(u64 *barrier, u32 parity) {
       : "memory");
 }
 
-// Copies bytes, a multiple of 16, and counts them at the barrier.
+// Bulk copy of bytes, a multiple of 16, counted at the barrier.
 DEVICE void copy_bulk(void *shared, const void *global, int bytes, u64 *barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                :
@@ -42,17 +42,17 @@ DEVICE void copy_bulk(void *shared, const void *global, int bytes, u64 *barrier)
                : "memory");
 }
 
-// What the host has told the copy engine of a matrix, in the arguments of a kernel.
+// The TMA descriptor of a matrix (CUtensorMap), passed in the arguments of a kernel.
 struct alignas(64) tensor_map {
   u64 words[16];
 };
 
-// Has the copy engine fetch a map ahead of its use.
+// Prefetches a tensor map.
 DEVICE void prefetch_map(const tensor_map *map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
 
-// Copies a tile of 64 elements of rows of a matrix, from element and row on: as many rows
-// as the map says, each in 128 bytes, chunk c of row r in place c ^ (r & 7). All its bytes
-// count at the barrier; beyond the matrix they are zeros.
+// TMA copy of a tile of 64 elements of each row of a matrix, from element and row on: as many
+// rows as the map has, 128 bytes each, with chunk c of row r at c ^ (r & 7) (128-byte swizzle).
+// All its bytes count at the barrier; elements outside of the matrix are zeros.
 DEVICE void copy_tile(void *shared, const tensor_map *map, int element, int row, u64 *barrier) {
   asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
                :
@@ -67,8 +67,8 @@ DEVICE float reciprocal_fast(float x) {
   return r;
 }
 
-// Orders this thread's view of shared memory before what the tensor cores and the
-// copy engine do with it.
+// Orders this thread's accesses to shared memory before those of the async proxy (tensor cores
+// and TMA).
 DEVICE void fence_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 template <int registers>
@@ -81,9 +81,9 @@ DEVICE void give_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(registers));
 }
 
-// A tile of 64 elements (128 bytes) per row in shared memory, at a multiple of 1024
-// bytes, chunk c of row r in place c ^ (r & 7), as the tensor cores are told of it.
-// Two units further are the next 16 elements.
+// The matrix descriptor for wgmma of a tile in shared memory with 64 elements (128 bytes) per
+// row, at a multiple of 1024 bytes, chunk c of row r at c ^ (r & 7). The descriptor plus 2 is
+// that of the next 16 elements of K.
 DEVICE u64 tile_descriptor(const void *tile) {
   return (u64)(shared_address(tile) >> 4 & 0x3fff) | (u64)1 << 16 | (u64)(1024 >> 4) << 32 | (u64)1 << 62;
 }
@@ -101,7 +101,7 @@ DEVICE void wgmma_wait() {
 #define WGMMA_TYPES "f32.bf16.bf16"
 #endif
 
-// Lists of so many registers.
+// Operand lists of that many registers.
 #define REGISTERS_4 "%0,%1,%2,%3"
 #define REGISTERS_8 REGISTERS_4 ",%4,%5,%6,%7"
 #define REGISTERS_12 REGISTERS_8 ",%8,%9,%10,%11"
@@ -152,9 +152,9 @@ DEVICE void wgmma_wait() {
 #define OPERANDS_92 OPERANDS_88, FOUR(88)
 #define OPERANDS_96 OPERANDS_92, FOUR(92)
 
-// D = A B^T + D of a warpgroup, 64 x columns x 16, in float32: warp w of the group has
-// rows 16w to 16w+15, its lane l of each eight columns 2 (l%4) and its neighbor, of
-// rows l/4 (words 0, 1) and l/4 + 8 (2, 3). It runs in the background.
+// D = A B^T + D of a warpgroup (wgmma, asynchronous), 64 x columns x 16, in float32. Warp w of
+// the group has rows 16w to 16w+15; lane l has of each eight columns 2 (l%4) and the next, of
+// rows l/4 (words 0, 1) and l/4 + 8 (words 2, 3).
 template <int columns>
 struct wgmma;
 
@@ -187,7 +187,7 @@ WGMMA(160, 80, "80", "81")
 WGMMA(176, 88, "88", "89")
 WGMMA(192, 96, "96", "97")
 
-// Transposes an 8 x 8 matrix of 16-bit numbers: lane l has two neighbors of row l/4.
+// Transposes an 8 x 8 matrix of 16-bit elements; lane l has two neighbors of row l/4.
 DEVICE u32 transpose(u32 v) {
   u32 r;
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(v));

@@ -1,6 +1,6 @@
-// The instructions and compiler's words that kernels here use and C++ lacks. NVRTC
-// brings no cuda_bf16.h, and none is needed: 16-bit numbers are their bits.
-// internal/simt stands in for this file on the host.
+// PTX instructions and compiler attributes that C++ lacks. NVRTC has no cuda_bf16.h, and none
+// is needed: 16-bit floats are handled as their bits. internal/simt replaces this file on the
+// host.
 
 typedef unsigned short u16;
 typedef unsigned int u32;
@@ -19,7 +19,7 @@ DEVICE float from_f16(u16 h) {
   return f;
 }
 
-// Round to nearest, ties to even, two at a time: lo ends up in the lower half.
+// Rounds to nearest, ties to even, two at a time: lo is the lower half.
 DEVICE u32 pack_bf16(float lo, float hi) {
   u32 r;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo));
@@ -32,15 +32,14 @@ DEVICE u32 pack_f16(float lo, float hi) {
   return r;
 }
 
-// 2^x, about 2 units in the last place; of -infinity 0, of 0 exactly 1.
+// 2^x, within about 2 units in the last place; 0 for -infinity, exactly 1 for 0.
 DEVICE float exp2_fast(float x) {
   float r;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
   return r;
 }
 
-// The logarithm to base 2, off by 2^-22 times its size, or where x is in (0.5, 2) by
-// 2^-22.
+// Logarithm to base 2, with an error of 2^-22 relative, or absolute if x is in (0.5, 2).
 DEVICE float log2_fast(float x) {
   float r;
   asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
@@ -62,8 +61,8 @@ DEVICE void mma_f16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// Four 8 x 8 matrices of 16-bit numbers from shared memory: lane l names row l % 8
-// of matrix l / 8 and gets two neighbors of row l / 4 of each matrix.
+// ldmatrix.x4: four 8 x 8 matrices of 16-bit elements from shared memory. Lane l passes row l %
+// 8 of matrix l / 8 and gets two neighbors of row l / 4 of each matrix.
 DEVICE void load_matrices(u32 (&r)[4], const void *row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -79,8 +78,8 @@ DEVICE void load_matrices_transposed(u32 (&r)[4], const void *row) {
                : "memory");
 }
 
-// Copies bytes (0 to 16) of 16-byte aligned global memory to shared memory in the
-// background, and zeros behind them up to 16.
+// cp.async: copies bytes (0 to 16) of 16-byte aligned global memory to shared memory in the
+// background, padded with zeros to 16.
 DEVICE void copy_async(void *shared, const void *global, int bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
                :
@@ -90,20 +89,20 @@ DEVICE void copy_async(void *shared, const void *global, int bytes) {
 
 DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// Waits until all but the latest pending groups of this thread have come.
+// Waits until all but this thread's latest pending copy groups are complete.
 template <int pending>
 DEVICE void copy_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
 }
 
-// Stores 16 bytes of global memory in one instruction; of an assignment compilers make
-// four where it ends more than one way.
+// Stores 16 bytes to global memory in one instruction; compilers split an assignment into four
+// on some paths.
 DEVICE void store_chunk(void *p, const uint4 &q) {
   asm volatile("st.global.v4.b32 [%0], {%1,%2,%3,%4};" : : "l"(p), "r"(q.x), "r"(q.y), "r"(q.z), "r"(q.w) : "memory");
 }
 
-// Stores to global memory where a condition holds, by one instruction: of an if compilers
-// make branches, and have each work out its address again.
+// Stores to global memory with a predicate; for an if, compilers emit branches and recompute
+// the address in each.
 DEVICE void store_if(bool condition, void *p, u32 v) {
   asm volatile("{\n.reg .pred p;\nsetp.ne.s32 p, %0, 0;\n@p st.global.b32 [%1], %2;\n}" : : "r"((int)condition), "l"(p), "r"(v) : "memory");
 }
@@ -115,33 +114,34 @@ DEVICE void store_if(bool condition, void *p, const uint2 &v) {
                : "memory");
 }
 
-// Has the second-level cache fetch what lies at p.
+// Prefetches to L2.
 DEVICE void prefetch(const void *p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 
-// Lets the next kernel of the stream start once all blocks have come here or ended, if
-// it was launched to overlap. From compute capability 9.0 on.
+// griddepcontrol.launch_dependents: lets the next kernel of the stream start once all blocks
+// have executed this or ended, if it was launched with programmatic dependent launch. From
+// compute capability 9.0 on.
 DEVICE void launch_dependents() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 
-// Waits until the kernel in front has ended, which itself has waited so: until all
-// kernels in front have, with all they wrote.
+// griddepcontrol.wait: waits until the preceding kernel has ended. That kernel has waited as
+// well, so all preceding kernels have ended and their writes are visible.
 DEVICE void wait_dependencies() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
-// What a kernel begins with that has nothing to do before the others have ended.
+// The start of a kernel that has nothing to do before the preceding ones have ended.
 DEVICE void begin() {
   launch_dependents();
   wait_dependencies();
 }
 
-// Reads past the first-level cache, which may be of before: for what has changed since this
-// multiprocessor read it, before this kernel has waited.
+// Loads past L1, which may hold old data: for data that has changed since this multiprocessor
+// read it, read before this kernel's wait.
 DEVICE int load_early(const int *p) {
   int v;
   asm volatile("ld.global.cg.s32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");

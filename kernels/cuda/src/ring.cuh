@@ -1,43 +1,44 @@
-// What the kernels of sm_90a share: how weights and tokens come, and the loop over them.
+// Shared by the kernels of sm_90a: the multi-stage pipeline of weights and tokens, and its
+// mainloop.
 
-// A ring of stages in shared memory, each of some steps: 64 elements of inner of units
-// of 64 weight rows, and behind them of rows of X. full and empty have a barrier per
-// stage: that it has come, and that it has been used.
+// A ring buffer of stages in shared memory, each of some k-steps: 64 elements of inner of units
+// of 64 weight rows, followed by those of rows of X. full and empty have a barrier per stage:
+// the stage is loaded, and it has been consumed.
 struct ring {
   unsigned char *memory;
   u64 *full, *empty;
   int stages, step_bytes;
 };
 
-constexpr int unit_bytes = 64 * 128;  // one step of a unit
+constexpr int unit_bytes = 64 * 128;  // one k-step of a unit
 constexpr int most_stages = 16;
 
-// Where stages are: the slot of the next, and the parity of its barrier.
-struct turn {
+// The pipeline state: the slot of the next stage, and the parity of its barrier.
+struct pipeline_state {
   int slot;
   u32 parity;
 };
 
-DEVICE void advance(const ring &r, turn &t) {
+DEVICE void advance(const ring &r, pipeline_state &t) {
   if (++t.slot == r.stages) t.slot = 0, t.parity ^= 1;
 }
 
-// Makes the barriers, for so many arrivals of who brings and who uses; by one thread.
-DEVICE void ring_init(const ring &r, int bring, int use) {
-  for (int i = 0; i < r.stages; i++) barrier_init(&r.full[i], bring), barrier_init(&r.empty[i], use);
+// Initializes the barriers for that many arrivals of producers and consumers; in one thread.
+DEVICE void ring_init(const ring &r, int producers, int consumers) {
+  for (int i = 0; i < r.stages; i++) barrier_init(&r.full[i], producers), barrier_init(&r.empty[i], consumers);
   barrier_init_done();
 }
 
-// The products of one tile by one warpgroup, which has blocks units from the first on.
-template <int tokens, int blocks, int tile_units, int deep>
-DEVICE void multiply_steps(float (&d)[blocks][tokens / 2], const ring &r, int steps, int first, turn &t) {
+// The mainloop of one tile for one warpgroup, which has blocks units from first on.
+template <int tokens, int blocks, int tile_units, int steps_per_stage>
+DEVICE void multiply_steps(float (&d)[blocks][tokens / 2], const ring &r, int steps, int first, pipeline_state &t) {
   const unsigned char *stage = r.memory;
-  int before = 0;  // the slot of the stage before
+  int before = 0;  // the slot of the previous stage
 #pragma unroll 1
   for (int k = 0; k < steps; k++) {
-    bool next = k % deep == 0;
+    bool next = k % steps_per_stage == 0;
     if (next) {
-      stage = r.memory + t.slot * deep * r.step_bytes;
+      stage = r.memory + t.slot * steps_per_stage * r.step_bytes;
       barrier_wait(&r.full[t.slot], t.parity);
       fence_shared();
     }
@@ -60,25 +61,25 @@ DEVICE void multiply_steps(float (&d)[blocks][tokens / 2], const ring &r, int st
   if (threadIdx.x % 128 == 0) barrier_arrive(&r.empty[before]);
 }
 
-// Calls f with the fewest columns, up to most, that products are made for and that hold
-// so many tokens, as a type's constant: multiples of 16, or with fine of 8 above 96.
+// Calls f with the smallest N, at most max_tokens, for which an MMA exists and which has room
+// for that many tokens, as a constant type: a multiple of 16, or with fine of 8 above 96.
 template <int n>
 struct number {
   static constexpr int value = n;
 };
 
-template <int most, bool fine, class F>
+template <int max_tokens, bool fine, class F>
 DEVICE void with_room(int tokens, F f) {
   int room = (tokens + 7) / 8 * 8;
   if (!fine || room <= 96) room = (room + 15) / 16 * 16;
   switch (room) {
 #define ROOM(n)                                   \
   case n:                                         \
-    if constexpr (n <= most) f(number<n>{});      \
+    if constexpr (n <= max_tokens) f(number<n>{});      \
     break;
 #define FINE_ROOM(n)                                   \
   case n:                                              \
-    if constexpr (fine && n <= most) f(number<n>{});   \
+    if constexpr (fine && n <= max_tokens) f(number<n>{});   \
     break;
     ROOM(16)
     ROOM(32)

@@ -1,4 +1,4 @@
-// The router's choice, and the pairs in order of expert.
+// The router's top-k, and sorting pairs by expert.
 
 struct route_args {
   u64 logits, ids, weights, counts;  // counts: 0 for none
@@ -9,8 +9,8 @@ struct route_args {
 
 enum { softmax_method, renorm_method, sparse_method };
 
-// A score's bits in an order of their own: what is not a number is 1, below all
-// scores, and 0 is free for what was taken. Both zeros are one.
+// Maps a score's bits to an integer of the same order: NaN is 1, below all scores, and 0 marks
+// an expert already selected. Both zeros are equal.
 DEVICE u32 score_key(float s) {
   if (s != s) return 1;
   u32 b = __float_as_uint(s + 0.f);
@@ -23,7 +23,7 @@ KERNEL(128, 1) route(const route_args a) {
   DYNAMIC_SHARED(memory);
   int lane = threadIdx.x % 32;
   i64 row = (i64)blockIdx.x * 4 + threadIdx.x / 32;
-  if (row >= a.rows) return;  // whole warps; no barrier of the block follows
+  if (row >= a.rows) return;  // whole warps exit; no block barrier follows
   u32 *keys = (u32 *)memory + threadIdx.x / 32 * a.experts;
   const float *scores = (const float *)a.logits + row * a.stride;
   int *ids = (int *)a.ids + row * a.k;
@@ -46,7 +46,7 @@ KERNEL(128, 1) route(const route_args a) {
     int id = (int)(0xffffffffu - (u32)best);
     float m = scores[id], weight;
     if (a.method == sparse_method) {
-      // Softmax over what was not taken before and is within the limit of m.
+      // Softmax over the experts not selected before that are within the limit of m.
       float part = 0;
       for (int e = lane; e < a.experts; e += 32) {
         float s = scores[e];
@@ -76,15 +76,15 @@ KERNEL(128, 1) route(const route_args a) {
     for (int i = 0; i < a.k; i++) weights[i] /= chosen;
 }
 
-struct group_args {
+struct sort_args {
   u64 ids, offsets, order;
   i64 pairs;
   int experts;
 };
 
-// One block of 32 warps per expert, each warp with a stretch of the pairs. A first
-// pass counts the pairs of lower experts and of this one, a second writes the order.
-KERNEL(1024, 1) group(const group_args a) {
+// One block of 32 warps per expert, each warp with a contiguous part of the pairs. The first
+// pass counts the pairs of lower experts and of this one, the second writes the order.
+KERNEL(1024, 1) group(const sort_args a) {
   begin();
   __shared__ int lower[32], equal[32];
   int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -96,7 +96,7 @@ KERNEL(1024, 1) group(const group_args a) {
   int less = 0, same = 0;
 #pragma unroll 4
   for (i64 p = from + lane; p < to; p += 32) {
-    u32 id = ids[p];  // negative ones count as above all
+    u32 id = ids[p];  // as unsigned, negative ids are above all experts
     less += id < expert;
     same += id == expert;
   }
@@ -128,7 +128,7 @@ KERNEL(1024, 1) group(const group_args a) {
 }
 
 // The same for few pairs: a block of one warp per expert.
-KERNEL(32, 1) group_few(const group_args a) {
+KERNEL(32, 1) group_few(const sort_args a) {
   begin();
   int lane = threadIdx.x;
   u32 expert = blockIdx.x;

@@ -1,6 +1,6 @@
-// Drawing tokens, and what else works on rows of logits. The noise has the bits of
-// philox.Gumbel, and what tokens are cut by those of kernels.Exp: every
-// operation is rounded to nearest and none fused.
+// Sampling, and other kernels on rows of logits. The noise has the bits of philox.Gumbel, and
+// the weights of tokens those of kernels.Exp: every operation is rounded to nearest and none is
+// fused.
 
 struct sample_args {
   u64 logits, temperatures, seeds, samples, positions, out, work;
@@ -65,7 +65,7 @@ DEVICE void philox(u32 (&c)[4], u32 k0, u32 k1) {
   }
 }
 
-// Logits at to at+3, of which the first n are there and the others 0.
+// Loads logits at to at+3; the first n exist, the others are set to 0.
 DEVICE void load4(float (&v)[4], const float *logits, int at, int n, bool aligned) {
   if (n == 4 && aligned) {
     float4 q = *(const float4 *)(logits + at);
@@ -76,7 +76,7 @@ DEVICE void load4(float (&v)[4], const float *logits, int at, int n, bool aligne
   for (int i = 0; i < 4; i++) v[i] = i < n ? logits[at + i] : 0.f;
 }
 
-// What the noise of one draw depends on besides the token.
+// What the noise of one sample depends on besides the token.
 struct draw {
   float temperature;
   u64 seed;
@@ -87,8 +87,7 @@ DEVICE draw row_draw(const sample_args &a, i64 row) {
   return {((const float *)a.temperatures)[row], ((const u64 *)a.seeds)[row], ((const u32 *)a.samples)[row], ((const u32 *)a.positions)[row]};
 }
 
-// The best of c and those of the four tokens from at on, a multiple of 4, whose bits
-// are set in kept.
+// The best of c and of the four tokens from at on (a multiple of 4) whose bits are set in kept.
 DEVICE choice draw4(choice c, float (&v)[4], u32 kept, int at, const draw &d) {
   if (d.temperature > 0) {
     u32 counter[4] = {(u32)at / 4, d.position, d.which, 1};
@@ -104,7 +103,7 @@ DEVICE choice draw4(choice c, float (&v)[4], u32 kept, int at, const draw &d) {
   return c;
 }
 
-// The best of the block's choices, in thread 0.
+// The best of the block's candidates, in thread 0.
 DEVICE choice block_best(choice c) {
   __shared__ choice best[32];
 #pragma unroll
@@ -121,7 +120,7 @@ DEVICE choice block_best(choice c) {
   return c;
 }
 
-// The noise, off by 2^-14 at most.
+// The noise, with an error of at most 2^-14.
 DEVICE float gumbel_near(u32 w) {
   bool high = w >> 31;
   float f = __fmul_rn(__uint2float_rn((high ? ~w : w) | 1), 1.f / 4294967296.f);
@@ -143,9 +142,9 @@ DEVICE choice draw_all(const float *logits, int from, int to, bool aligned, cons
   return c;
 }
 
-// The same for a temperature above 0. Most tokens are ruled out by scores that are
-// nearly right: each thread keeps its best, and how good its second best is; what lies
-// within slack of the block's best is looked at again.
+// The same for a temperature above 0. Approximate scores rule out most tokens: each thread
+// keeps its best and the score of its second best, and only tokens within slack of the block's
+// best are computed exactly.
 DEVICE choice draw_near(const float *logits, int from, int to, bool aligned, const draw &d) {
   __shared__ float bests[sample_threads / 32];
   float inverse = __fdiv_rn(1.f, d.temperature);
@@ -165,17 +164,18 @@ DEVICE choice draw_near(const float *logits, int from, int to, bool aligned, con
       if (s > best) best = s, id = at + i;
     }
   }
-  float most = best;
+  float block_max = best;
 #pragma unroll
-  for (int i = 16; i > 0; i >>= 1) most = fmaxf(most, __shfl_xor_sync(all_lanes, most, i));
-  if (threadIdx.x % 32 == 0) bests[threadIdx.x / 32] = most;
+  for (int i = 16; i > 0; i >>= 1) block_max = fmaxf(block_max, __shfl_xor_sync(all_lanes, block_max, i));
+  if (threadIdx.x % 32 == 0) bests[threadIdx.x / 32] = block_max;
   __syncthreads();
-  for (int w = 0; w < sample_threads / 32; w++) most = fmaxf(most, bests[w]);
-  float slack = 1.f / 2048 + (fabsf(most) + 32.f) * (1.f / 262144), least = most - slack;
-  // Where nothing is near, or sizes leave the range of floats, all are looked at.
-  if (!(fabsf(most) < 1e30f) || second >= least) return draw_all(logits, from, to, aligned, d);
+  for (int w = 0; w < sample_threads / 32; w++) block_max = fmaxf(block_max, bests[w]);
+  float slack = 1.f / 2048 + (fabsf(block_max) + 32.f) * (1.f / 262144), near = block_max - slack;
+  // If several tokens of a thread are near the best, or scores leave the range of floats, all
+  // are computed exactly.
+  if (!(fabsf(block_max) < 1e30f) || second >= near) return draw_all(logits, from, to, aligned, d);
   choice c = {0.f, -1};
-  if (best >= least) {
+  if (best >= near) {
     float v[4];
     int at = id & ~3, n = min(4, to - at);
     load4(v, logits, at, n, aligned);
@@ -184,7 +184,7 @@ DEVICE choice draw_near(const float *logits, int from, int to, bool aligned, con
   return c;
 }
 
-// Block (row, segment). A row without any number draws -1.
+// Block (row, segment). A row without any number samples -1.
 KERNEL(512, 2) sample(const sample_args a) {
   begin();
   i64 row = blockIdx.x;
@@ -210,15 +210,14 @@ KERNEL(32, 1) sample_merge(const sample_args a) {
   if (threadIdx.x == 0) ((int *)a.out)[row] = c.id;
 }
 
-// Choosing among a row's tokens: a block of row_threads per row. A token's place is
-// its logit's key, then the distance of its id from the last: places fall from the
-// likeliest token on, the lower id of equal ones first.
+// Selection among a row's tokens: a block of row_threads per row. A token's rank key is its
+// logit's key, then the distance of its id from the last: keys descend from the most probable
+// token on, the lower id of equal ones first.
 constexpr int row_threads = 1024;
 constexpr int digit_bins = 2048;  // a bin's sum is 64 bits, in two arrays
 constexpr int list_room = 4096;
 
-// A logit's bits in an order of their own: what is not a number is 0. Both zeros are
-// one.
+// Maps a logit's bits to an integer of the same order: NaN is 0. Both zeros are equal.
 DEVICE u32 logit_key(float v) {
   if (v != v) return 0;
   u32 b = __float_as_uint(__fadd_rn(v, 0.f));
@@ -246,13 +245,13 @@ DEVICE float exp_exact(float x) {
 // kernels.SampleWeight.
 DEVICE u64 sample_weight(float e) { return (u64)__fmul_rn(e, 4294967296.f); }
 
-// What a block shares.
+// Shared memory of a block.
 struct row_memory {
   union {
     struct {
       u32 low[digit_bins], high[digit_bins];
     };
-    u64 places[digit_bins];
+    u64 rank_keys[digit_bins];
   };
   int list[list_room];
   u64 totals[32];
@@ -262,28 +261,28 @@ struct row_memory {
   int found, count;
 };
 
-// The tokens of a row that are left: at least min_p as likely as the likeliest, and
-// of no lower place than least. All of them are in the list, if there is one.
+// The tokens of a row that are kept: at least min_p as probable as the most probable one, and
+// with a rank key of at least min_key. If the list exists, it has all of them.
 struct tokens {
   const float *logits;
   int vocabulary;
   bool aligned;
   float temperature, top, min_p;  // top: the largest logit / temperature
-  u64 least;
-  int listed;  // length of the list; -1: there is none
+  u64 min_key;
+  int listed;  // length of the list; -1: no list
 };
 
-constexpr u64 least_number = 1ull << 32;  // below the place of any number
+constexpr u64 min_number_key = 1ull << 32;  // below the rank key of any number
 
-DEVICE u64 place(const tokens &t, int id, float v) { return (u64)logit_key(v) << 32 | (u32)(t.vocabulary - 1 - id); }
+DEVICE u64 rank_key(const tokens &t, int id, float v) { return (u64)logit_key(v) << 32 | (u32)(t.vocabulary - 1 - id); }
 
-// How likely the token of a logit is, the likeliest being 1.
+// The probability of the token of a logit, relative to the most probable token.
 DEVICE float likelihood(const tokens &t, float v) {
   float s = __fdiv_rn(v, t.temperature);
   return s == t.top ? 1.f : exp_exact(__fadd_rn(s, -t.top));
 }
 
-// Calls f(id, logit) for all tokens that may be left.
+// Calls f(id, logit) for all tokens that may be kept.
 template <class F>
 DEVICE void each(const tokens &t, const row_memory &m, F f) {
   if (t.listed >= 0) {
@@ -320,23 +319,22 @@ DEVICE u32 largest_key(const tokens &t, row_memory &m) {
   return key;
 }
 
-// Adds to a bin. Low words wrap around, and each time the high one gains 1, so that
-// the sum does not depend on the order.
+// Adds to a bin. When a low word overflows, the high one is incremented, so the sum does not
+// depend on the order.
 DEVICE void add_weight(row_memory &m, int bin, u64 weight) {
   u32 low = (u32)weight, high = (u32)(weight >> 32);
   if (low) high += atomicAdd(m.low + bin, low) > ~low;
   if (high) atomicAdd(m.high + bin, high);
 }
 
-// Makes the list of the tokens that are left and have places from least on, if they
-// are few.
-DEVICE void gather(tokens &t, row_memory &m, u64 least) {
+// Lists the tokens that are kept and have rank keys of at least min_key, if they are few.
+DEVICE void gather(tokens &t, row_memory &m, u64 min_key) {
   __syncthreads();
   if (threadIdx.x == 0) m.count = 0;
   __syncthreads();
   bool full = false;
   each(t, m, [&](int id, float v) {
-    if (full || place(t, id, v) < least) return;
+    if (full || rank_key(t, id, v) < min_key) return;
     if (t.min_p > 0 && !(likelihood(t, v) >= t.min_p)) return;
     int at = atomicAdd(&m.count, 1);
     full = at >= list_room;
@@ -346,9 +344,9 @@ DEVICE void gather(tokens &t, row_memory &m, u64 least) {
   if (m.count <= list_room) t.listed = m.count;
 }
 
-// Leaves of the tokens, from the highest place down, the fewest that reach so many
-// (counting) or, by weight, the part part/2^64 of all; all where they do not. It
-// finds the last one's place digit by digit, from sums by digit.
+// Keeps the fewest tokens, from the highest rank key down, that reach count (counting) or, by
+// weight, the fraction part/2^64 of the total; all if they do not reach it. Finds the last
+// one's key digit by digit (radix select), from sums by digit.
 DEVICE void narrow(tokens &t, row_memory &m, bool counting, u64 many, u64 part) {
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   u64 prefix = 0, left = 0;
@@ -361,8 +359,8 @@ DEVICE void narrow(tokens &t, row_memory &m, bool counting, u64 many, u64 part) 
     for (int i = threadIdx.x; i < digit_bins; i += row_threads) m.low[i] = m.high[i] = 0;
     __syncthreads();
     each(t, m, [&](int id, float v) {
-      u64 p = place(t, id, v);
-      if (p < t.least || (p ^ prefix) >> shift >> width) return;
+      u64 p = rank_key(t, id, v);
+      if (p < t.min_key || (p ^ prefix) >> shift >> width) return;
       u64 weight = 1;
       if (!counting || t.min_p > 0) {
         float e = likelihood(t, v);
@@ -373,7 +371,7 @@ DEVICE void narrow(tokens &t, row_memory &m, bool counting, u64 many, u64 part) 
     });
     __syncthreads();
 
-    // Two bins a thread, from the highest down.
+    // Two bins per thread, from the highest down.
     int bin = digit_bins - 1 - 2 * threadIdx.x;
     u64 upper = (u64)m.high[bin] << 32 | m.low[bin];
     u64 both = upper + ((u64)m.high[bin - 1] << 32 | m.low[bin - 1]);
@@ -399,7 +397,7 @@ DEVICE void narrow(tokens &t, row_memory &m, bool counting, u64 many, u64 part) 
       if (left > total) return;
     }
     u64 from = to - both;
-    if (from < left && left <= to) {  // one thread's
+    if (from < left && left <= to) {  // true for one thread
       bool next = left > from + upper;
       m.found = next ? bin - 1 : bin;
       m.found_left = left - from - (next ? upper : 0);
@@ -415,20 +413,20 @@ DEVICE void narrow(tokens &t, row_memory &m, bool counting, u64 many, u64 part) 
       sum /= weight;
       counting = true;
     }
-    u64 least = prefix > t.least ? prefix : t.least;
-    if (t.listed < 0 && shift >= 42) gather(t, m, least);
+    u64 min_key = prefix > t.min_key ? prefix : t.min_key;
+    if (t.listed < 0 && shift >= 42) gather(t, m, min_key);
     if (sum == left) break;
   }
-  t.least = prefix > t.least ? prefix : t.least;
+  t.min_key = prefix > t.min_key ? prefix : t.min_key;
 }
 
-// sample with cuts; a block per row.
+// sample with top-k, top-p or min-p; a block per row.
 KERNEL(row_threads, 1) sample_cut(const sample_args a) {
   begin();
   __shared__ row_memory m;
   i64 row = blockIdx.x;
   draw d = row_draw(a, row);
-  tokens t = {(const float *)a.logits + row * a.stride, a.vocabulary, a.aligned != 0, d.temperature, 0.f, 0.f, least_number, -1};
+  tokens t = {(const float *)a.logits + row * a.stride, a.vocabulary, a.aligned != 0, d.temperature, 0.f, 0.f, min_number_key, -1};
   if (d.temperature > 0) {
     int k = a.top_k ? ((const int *)a.top_k)[row] : 0;
     float p = a.top_p ? ((const float *)a.top_p)[row] : 1.f;
@@ -439,7 +437,7 @@ KERNEL(row_threads, 1) sample_cut(const sample_args a) {
       u32 key = largest_key(t, m);
       if (key != 0) {
         t.top = __fdiv_rn(key_logit(key), d.temperature);
-        // p 2^64 is exact; what of it is below 1 does not count, since one token is enough.
+        // p 2^64 is exact, except below 1, where one token is enough anyway.
         u64 part = p > 0 && cut_p ? (u64)__fmul_rn(p, 18446744073709551616.f) : 0;
 #pragma unroll 1
         for (int by_p = 0; by_p < 2; by_p++)
@@ -450,7 +448,7 @@ KERNEL(row_threads, 1) sample_cut(const sample_args a) {
   choice c = {0.f, -1};
   if (t.listed >= 0) {
     each(t, m, [&](int id, float v) {
-      if (place(t, id, v) < t.least) return;
+      if (rank_key(t, id, v) < t.min_key) return;
       float four[4] = {v, v, v, v};
       c = draw4(c, four, 1u << id % 4, id / 4 * 4, d);
     });
@@ -462,7 +460,7 @@ KERNEL(row_threads, 1) sample_cut(const sample_args a) {
       u32 kept = 0;
 #pragma unroll
       for (int i = 0; i < 4; i++) {
-        bool keep = i < n && place(t, at + i, v[i]) >= t.least && (t.min_p == 0 || likelihood(t, v[i]) >= t.min_p);
+        bool keep = i < n && rank_key(t, at + i, v[i]) >= t.min_key && (t.min_p == 0 || likelihood(t, v[i]) >= t.min_p);
         kept |= (u32)keep << i;
       }
       if (kept) c = draw4(c, v, kept, at, d);
@@ -473,12 +471,12 @@ KERNEL(row_threads, 1) sample_cut(const sample_args a) {
 }
 
 struct log_probs_args {
-  u64 logits, tokens, chosen, top_ids, top;
+  u64 logits, tokens, sampled, top_ids, top;
   i64 stride;
   int vocabulary, n, aligned;  // n: up to digit_bins
 };
 
-// The logarithm of the softmax of a logit.
+// The log-softmax of a logit.
 DEVICE float log_softmax(float v, float largest, double log_sum) {
   return (float)(v == largest ? -log_sum : (double)v - (double)largest - log_sum);
 }
@@ -488,8 +486,8 @@ KERNEL(row_threads, 1) log_probs(const log_probs_args a) {
   begin();
   __shared__ row_memory m;
   i64 row = blockIdx.x;
-  tokens t = {(const float *)a.logits + row * a.stride, a.vocabulary, a.aligned != 0, 1.f, 0.f, 0.f, least_number, -1};
-  float largest = key_logit(largest_key(t, m));  // not a number, if none is
+  tokens t = {(const float *)a.logits + row * a.stride, a.vocabulary, a.aligned != 0, 1.f, 0.f, 0.f, min_number_key, -1};
+  float largest = key_logit(largest_key(t, m));  // NaN if no logit is a number
   float part = 0.f;
   each(t, m, [&](int, float v) { part = __fadd_rn(part, v == largest ? 1.f : exp_exact(__fadd_rn(v, -largest))); });
   double sum = part;
@@ -503,7 +501,7 @@ KERNEL(row_threads, 1) log_probs(const log_probs_args a) {
   if (threadIdx.x == 0) {
     u32 id = ((const u32 *)a.tokens)[row];
     float v = id < (u32)a.vocabulary ? t.logits[id] : key_logit(0);
-    ((float *)a.chosen)[row] = log_softmax(v, largest, log_sum);
+    ((float *)a.sampled)[row] = log_softmax(v, largest, log_sum);
   }
   if (a.n == 0) return;
 
@@ -512,8 +510,8 @@ KERNEL(row_threads, 1) log_probs(const log_probs_args a) {
   if (threadIdx.x == 0) m.count = 0;
   __syncthreads();
   each(t, m, [&](int id, float v) {
-    u64 p = place(t, id, v);
-    if (p >= t.least) m.places[atomicAdd(&m.count, 1)] = p;
+    u64 p = rank_key(t, id, v);
+    if (p >= t.min_key) m.rank_keys[atomicAdd(&m.count, 1)] = p;
   });
   __syncthreads();
   int *ids = (int *)a.top_ids + row * a.n;
@@ -524,20 +522,20 @@ KERNEL(row_threads, 1) log_probs(const log_probs_args a) {
       continue;
     }
     int rank = 0;
-    for (int j = 0; j < m.count; j++) rank += m.places[j] > m.places[i];
-    ids[rank] = a.vocabulary - 1 - (int)(u32)m.places[i];
-    top[rank] = log_softmax(key_logit((u32)(m.places[i] >> 32)), largest, log_sum);
+    for (int j = 0; j < m.count; j++) rank += m.rank_keys[j] > m.rank_keys[i];
+    ids[rank] = a.vocabulary - 1 - (int)(u32)m.rank_keys[i];
+    top[rank] = log_softmax(key_logit((u32)(m.rank_keys[i] >> 32)), largest, log_sum);
   }
 }
 
-// Of adjust, and of restore, which leaves most of them alone.
+// Arguments of adjust, and of restore, which uses a few of them.
 struct adjust_args {
   u64 logits, starts, ids, seen, bias, repetition, presence, frequency, saved;
   i64 stride;
-  int vocabulary, entries, parts;  // parts: blocks of a row
+  int vocabulary, entries, parts;  // parts: blocks per row
 };
 
-// The entries of a row, those outside of the lists left out.
+// The entries of a row, without those outside of the lists.
 DEVICE void row_entries(const adjust_args &a, i64 row, int &from, int &to) {
   from = max(((const int *)a.starts)[row], 0), to = min(((const int *)a.starts)[row + 1], a.entries);
 }

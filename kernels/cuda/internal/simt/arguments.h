@@ -28,8 +28,8 @@
   FIELD(attention_args, tokens) \
   FIELD(attention_args, blocks) \
   FIELD(attention_args, window) \
-  FIELD(attention_args, least) \
-  FIELD(attention_args, most) \
+  FIELD(attention_args, min_rows) \
+  FIELD(attention_args, max_rows) \
   FIELD(attention_args, tiles) \
   FIELD(attention_args, chunks) \
   FIELD(attention_args, scale) \
@@ -49,9 +49,9 @@
   FIELD(dense_args, steps) \
   FIELD(dense_args, bias_type) \
   FIELD(dense_args, out_float) \
-  FIELD(dense_args, most) \
+  FIELD(dense_args, max_tokens) \
   FIELD(dense_args, stages) \
-  FIELD(dense_args, band) \
+  FIELD(dense_args, swizzle) \
   STRUCT(embed_args) \
   FIELD(embed_args, ids) \
   FIELD(embed_args, table) \
@@ -217,9 +217,9 @@
   FIELD(expert_args, listed) \
   FIELD(expert_args, experts_all) \
   FIELD(expert_args, top_k) \
-  FIELD(expert_args, most) \
+  FIELD(expert_args, max_tokens) \
   FIELD(expert_args, stages) \
-  FIELD(expert_args, early) \
+  FIELD(expert_args, lists_ready) \
   STRUCT(few_args) \
   FIELD(few_args, x) \
   FIELD(few_args, w) \
@@ -232,29 +232,29 @@
   FIELD(few_args, inner) \
   FIELD(few_args, bias_type) \
   FIELD(few_args, out_float) \
-  STRUCT(product_args) \
-  FIELD(product_args, x) \
-  FIELD(product_args, w) \
-  FIELD(product_args, bias) \
-  FIELD(product_args, out) \
-  FIELD(product_args, offsets) \
-  FIELD(product_args, order) \
-  FIELD(product_args, slots) \
-  FIELD(product_args, experts) \
-  FIELD(product_args, x_stride) \
-  FIELD(product_args, out_stride) \
-  FIELD(product_args, rows) \
-  FIELD(product_args, columns) \
-  FIELD(product_args, inner) \
-  FIELD(product_args, listed) \
-  FIELD(product_args, experts_all) \
-  FIELD(product_args, top_k) \
-  FIELD(product_args, w_type) \
-  FIELD(product_args, bias_type) \
-  FIELD(product_args, out_float) \
-  FIELD(product_args, x_aligned) \
-  FIELD(product_args, w_aligned) \
-  FIELD(product_args, out_paired) \
+  STRUCT(gemm_args) \
+  FIELD(gemm_args, x) \
+  FIELD(gemm_args, w) \
+  FIELD(gemm_args, bias) \
+  FIELD(gemm_args, out) \
+  FIELD(gemm_args, offsets) \
+  FIELD(gemm_args, order) \
+  FIELD(gemm_args, slots) \
+  FIELD(gemm_args, experts) \
+  FIELD(gemm_args, x_stride) \
+  FIELD(gemm_args, out_stride) \
+  FIELD(gemm_args, rows) \
+  FIELD(gemm_args, columns) \
+  FIELD(gemm_args, inner) \
+  FIELD(gemm_args, listed) \
+  FIELD(gemm_args, experts_all) \
+  FIELD(gemm_args, top_k) \
+  FIELD(gemm_args, w_type) \
+  FIELD(gemm_args, bias_type) \
+  FIELD(gemm_args, out_float) \
+  FIELD(gemm_args, x_aligned) \
+  FIELD(gemm_args, w_aligned) \
+  FIELD(gemm_args, out_paired) \
   STRUCT(route_args) \
   FIELD(route_args, logits) \
   FIELD(route_args, ids) \
@@ -266,12 +266,12 @@
   FIELD(route_args, k) \
   FIELD(route_args, method) \
   FIELD(route_args, limit) \
-  STRUCT(group_args) \
-  FIELD(group_args, ids) \
-  FIELD(group_args, offsets) \
-  FIELD(group_args, order) \
-  FIELD(group_args, pairs) \
-  FIELD(group_args, experts) \
+  STRUCT(sort_args) \
+  FIELD(sort_args, ids) \
+  FIELD(sort_args, offsets) \
+  FIELD(sort_args, order) \
+  FIELD(sort_args, pairs) \
+  FIELD(sort_args, experts) \
   STRUCT(sample_args) \
   FIELD(sample_args, logits) \
   FIELD(sample_args, temperatures) \
@@ -291,7 +291,7 @@
   STRUCT(log_probs_args) \
   FIELD(log_probs_args, logits) \
   FIELD(log_probs_args, tokens) \
-  FIELD(log_probs_args, chosen) \
+  FIELD(log_probs_args, sampled) \
   FIELD(log_probs_args, top_ids) \
   FIELD(log_probs_args, top) \
   FIELD(log_probs_args, stride) \

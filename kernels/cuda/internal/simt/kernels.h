@@ -8,7 +8,7 @@ namespace {
 #include "src_elementwise.h"
 #include "src_route.h"
 #include "src_sample.h"
-#include "src_product.h"
+#include "src_gemm.h"
 #include "src_attention.h"
 #include "src_few.h"
 namespace sm_90a {  // whose names are others' too
@@ -26,7 +26,7 @@ const simt_field fields[] = {ARGUMENTS(STRUCT, FIELD){nullptr, nullptr, 0, 0}};
 
 #define ENTRY(name, args) {#name, simt::call<args, name>, sizeof(args)}
 #define TILES(name) \
-  ENTRY(name##_16, product_args), ENTRY(name##_64, product_args), ENTRY(name##_128, product_args), ENTRY(name##_any, product_args)
+  ENTRY(name##_16, gemm_args), ENTRY(name##_64, gemm_args), ENTRY(name##_128, gemm_args), ENTRY(name##_any, gemm_args)
 #define HOPPER(name, args) {#name, simt::call<sm_90a::args, sm_90a::name>, sizeof(sm_90a::args)}
 #define EXPERTS(name) HOPPER(name##_256, expert_args), HOPPER(name##_64, expert_args), HOPPER(name##_alone, expert_args)
 #define HEADS(d) ENTRY(attention_##d##_1, attention_args), ENTRY(attention_##d##_4, attention_args)
@@ -38,12 +38,12 @@ extern const simt_kernel TABLE[] = {
     ENTRY(clamp, clamp_args),           ENTRY(silu_mul, silu_mul_args),    ENTRY(gather, gather_args),
     ENTRY(combine, combine_args),       ENTRY(add_bias, add_bias_args),    ENTRY(rope, rope_args),
     ENTRY(rope_append_kv, rope_append_kv_args), ENTRY(norm_rope_append_kv, rope_append_kv_args),
-    ENTRY(append_kv, append_kv_args),   ENTRY(route, route_args),          ENTRY(group, group_args),
+    ENTRY(append_kv, append_kv_args),   ENTRY(route, route_args),          ENTRY(group, sort_args),
     ENTRY(sample, sample_args),         ENTRY(sample_merge, sample_args),  ENTRY(attention_join, attention_args),
     ENTRY(sample_cut, sample_args),     ENTRY(log_probs, log_probs_args),  ENTRY(adjust, adjust_args),
     ENTRY(restore, adjust_args),        ENTRY(few_columns_8, few_args),    ENTRY(few_columns_16, few_args),
     ENTRY(few_columns_64, few_args),   ENTRY(few_rows_2, few_args),        ENTRY(few_rows_5, few_args),
-    ENTRY(group_few, group_args),       ENTRY(combine_norm_256, combine_norm_args), ENTRY(combine_norm_512_few, combine_norm_args),
+    ENTRY(group_few, sort_args),        ENTRY(combine_norm_256, combine_norm_args), ENTRY(combine_norm_512_few, combine_norm_args),
     ENTRY(combine_norm_512, combine_norm_args), ENTRY(combine_norm_512_3, combine_norm_args),
     HEADS(32), HEADS(64), HEADS(96), HEADS(128), TILES(matmul), TILES(up), TILES(down),
     EXPERTS(expert_up), EXPERTS(expert_down), HOPPER(dense_64, dense_args), HOPPER(dense_128, dense_args), HOPPER(dense_256, dense_args), {nullptr, nullptr, 0},

@@ -8,27 +8,27 @@ import (
 	"github.com/moeserve/moeserve/models"
 )
 
-// Draw says how a token is drawn from a row's logits. The zero Draw is greedy.
-type Draw struct {
-	// Temperature 0 takes the largest logit, whatever TopK, TopP and MinP.
+// SamplingParams describe how a token is sampled from its logits. The zero value is greedy.
+type SamplingParams struct {
+	// Temperature 0 selects the largest logit and ignores TopK, TopP and MinP.
 	Temperature float32
 	Seed        uint64
-	// Sample tells a request's samples apart.
+	// Sample is the index of the sample within its request.
 	Sample int32
-	// Position is that of the token drawn.
+	// Position is the position of the sampled token in the sequence.
 	Position int32
-	// TopK keeps that many likeliest tokens, 0: all. TopP, 0 to 1, keeps the
-	// likeliest that together reach this probability, 0 or 1: all. MinP, 0 to 1,
-	// keeps those that are at least so many times as likely as the likeliest, 0: all.
-	// See kernels.Sample.
+	// TopK keeps this many tokens with the highest probability; 0: all. TopP, 0 to 1, keeps the
+	// most probable tokens that together reach this probability; 0 or 1: all. MinP, 0 to 1,
+	// keeps the tokens whose probability is at least MinP times the highest; 0: all. See
+	// kernels.Sample.
 	TopK       int32
 	TopP, MinP float32
-	// RepetitionPenalty (1, or 0: off), PresencePenalty and FrequencyPenalty change
-	// the logits of the tokens in Adjust, and of no others: see kernels.Adjust.
+	// RepetitionPenalty (1 or 0: off), PresencePenalty and FrequencyPenalty change the logits
+	// of the tokens in Adjust only: see kernels.Adjust.
 	RepetitionPenalty, PresencePenalty, FrequencyPenalty float32
 	// Adjust lists tokens, each once, in any order.
 	Adjust []TokenAdjust
-	// LogProbs asks for log-probabilities, of the logits before penalties, bias and
+	// LogProbs requests log-probabilities, of the logits before penalties, bias and
 	// temperature.
 	LogProbs bool
 }
@@ -36,23 +36,24 @@ type Draw struct {
 // TokenAdjust changes the logit of one token: see kernels.Adjust.
 type TokenAdjust struct {
 	ID int32
-	// Seen is -1 for a token in neither prompt nor answer, 0 for one in the prompt
-	// only, n for one that stands n times in the answer.
+	// Seen is -1 for a token in neither prompt nor completion, 0 for one in the prompt only, n
+	// for one that occurs n times in the completion.
 	Seen int32
 	// Bias is added to the logit; -Inf bans the token.
 	Bias float32
 }
 
-// hostDraws are a micro-batch's.
-type hostDraws struct {
-	list    []hostDraw
-	adjusts []TokenAdjust // of all draws, one after another
-	// What some draw uses.
+// hostSamples are the sampled tokens of a micro-batch.
+type hostSamples struct {
+	list    []hostSample
+	adjusts []TokenAdjust // of all samples, in order
+	// The parameters that at least one sample uses.
 	usesTopK, usesTopP, usesMinP, logProbs bool
 }
 
-// hostDraw is what is drawn from one row of the batch; its adjusted tokens end at adjustEnd.
-type hostDraw struct {
+// hostSample samples one token from the logits at one row of the batch. Its adjusted tokens end
+// at adjustEnd.
+type hostSample struct {
 	seed                            uint64
 	row, sample, position           int32
 	temperature                     float32
@@ -62,17 +63,16 @@ type hostDraw struct {
 	adjustEnd                       int32
 }
 
-// Draw asks for the logits of a row, counted within h, and for a token drawn
-// from them. It returns the index of the logit row within h. It checks d as far as
-// bad values could lead a backend out of its tensors or to a draw of nothing; that
-// Adjust lists a token twice is left to the caller.
-func (h *HostBatch) Draw(row int, d *Draw) (int, error) {
+// Sample requests the logits of a row of h, and a token sampled from them. It returns the index
+// of the logit row within h. It rejects values that would make a backend read outside of its
+// tensors or leave no token to sample; that Adjust lists no token twice is up to the caller.
+func (h *HostBatch) Sample(row int, d *SamplingParams) (int, error) {
 	if err := d.validate(h.config, &h.limits); err != nil {
 		return 0, err
 	}
-	all := &h.draws
+	all := &h.samples
 	if n := len(all.adjusts) + len(d.Adjust); n > h.limits.MaxAdjust {
-		return 0, fmt.Errorf("forward: %d adjusted tokens, at most %d fit", n, h.limits.MaxAdjust)
+		return 0, fmt.Errorf("forward: %d adjusted tokens exceed the maximum of %d", n, h.limits.MaxAdjust)
 	}
 	if len(d.Adjust) > 0 {
 		all.adjusts = append(all.adjusts, d.Adjust...)
@@ -90,7 +90,7 @@ func (h *HostBatch) Draw(row int, d *Draw) (int, error) {
 		all.usesMinP = all.usesMinP || d.MinP > 0
 	}
 	all.logProbs = all.logProbs || d.LogProbs
-	x := more(&all.list)
+	x := grow(&all.list)
 	x.seed, x.row, x.sample, x.position, x.temperature = d.Seed, int32(row), d.Sample, d.Position, d.Temperature
 	x.topK, x.topP, x.minP = d.TopK, topP, d.MinP
 	x.repetition, x.presence, x.frequency = repetition, d.PresencePenalty, d.FrequencyPenalty
@@ -98,8 +98,8 @@ func (h *HostBatch) Draw(row int, d *Draw) (int, error) {
 	return len(all.list) - 1, nil
 }
 
-// validate checks d by itself.
-func (d *Draw) validate(c *models.Config, l *Limits) error {
+// validate checks d alone, without its batch.
+func (d *SamplingParams) validate(c *models.Config, l *Limits) error {
 	finite := func(f float32) bool { return f-f == 0 }
 	switch {
 	case !(d.Temperature >= 0 && finite(d.Temperature)):
@@ -115,7 +115,7 @@ func (d *Draw) validate(c *models.Config, l *Limits) error {
 	case !finite(d.PresencePenalty) || !finite(d.FrequencyPenalty):
 		return fmt.Errorf("forward: presence penalty %g and frequency penalty %g, want finite numbers", d.PresencePenalty, d.FrequencyPenalty)
 	case d.LogProbs && l.MaxTopLogProbs == 0:
-		return errors.New("forward: log-probabilities asked of a model whose limit MaxTopLogProbs is 0")
+		return errors.New("forward: log-probabilities requested, but the limit MaxTopLogProbs is 0")
 	}
 	for i, a := range d.Adjust {
 		switch {

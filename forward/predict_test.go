@@ -31,7 +31,7 @@ func TestGuess(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			c, src, _ := fixture(t, name)
 			seqs := sequences(c.Vocab)
-			draw := Draw{Temperature: 1.5, LogProbs: true}
+			draw := SamplingParams{Temperature: 1.5, LogProbs: true}
 			groups := [][][]part{{{{0, 0, 37}, {1, 0, 5}}, {{2, 0, 64}}}, {{{3, 0, 1}}}}
 			const last = 1 // rows of the last group
 
@@ -61,7 +61,7 @@ func TestGuess(t *testing.T) {
 					return
 				}
 				check(t, r.model.PredictNext(r.stream, next, rows))
-				guessed = r.download(r.model.PredictRouting(rows))
+				guessed = r.download(r.model.PredictedRouting(rows))
 				if want := direct(r, next, rows); !bytes.Equal(guessed, want) {
 					t.Errorf("layer %d for layer %d, %d rows: guessed %v, directly %v", layer, next, rows, guessed, want)
 				}

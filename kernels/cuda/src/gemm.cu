@@ -1,12 +1,12 @@
-// Products with transposed weights: Out = X W^T, dense or for a layer's experts.
+// GEMM with transposed weights, Out = X W^T, dense or grouped by a layer's experts, with
+// mma.sync.
 //
-// A block computes a tile of rows (tokens, M of the tensor cores' product) by
-// weight rows (N), over inner, the inner dimension, in steps of 64, which come
-// through a ring of stages in shared memory. Every element is one chain of
-// products over inner in rising order, 16 at a time, whatever the tile: so neither
-// the number of rows nor the choice of tile changes a bit of a row's result.
+// A block computes a tile of rows (tokens, M) by weight rows (N), in k-steps of 64 elements of
+// the inner dimension, which pass through a multi-stage pipeline in shared memory. Every
+// element is accumulated over K in ascending order, 16 elements at a time, for any tile:
+// neither the number of rows nor the tile changes a bit of a row's result.
 
-struct product_args {
+struct gemm_args {
   u64 x, w, bias, out;                  // dense only: w, and bias, 0 for none
   u64 offsets, order, slots, experts;   // experts only
   i64 x_stride, out_stride;
@@ -18,21 +18,21 @@ struct product_args {
 
 enum { dense, expert_up, expert_down };
 
-constexpr int step = 64;              // elements of inner in one stage: 8 chunks of 16 bytes
+constexpr int step = 64;              // elements of inner per stage: 8 chunks of 16 bytes
 constexpr int row_bytes = 2 * step;
 
-// Where a chunk of a row lies in a tile: swizzled, so that the eight rows that one
-// phase of load_matrices reads lie in different banks.
+// Offset of a row's chunk in a tile, swizzled so that the eight rows that one phase of ldmatrix
+// reads are in different banks.
 DEVICE int chunk_at(int row, int chunk) { return row * row_bytes + ((chunk ^ (row & 7)) << 4); }
 
-// tile_place is a block's place among the tiles of all listed experts.
+// tile_place identifies a block's tile among the tiles of all listed experts.
 struct tile_place {
-  int expert, first, rows, tile;  // the expert, its pairs in order, the tile in it; expert -1: none
+  int expert, first, rows, tile;  // the expert, its pairs in order, the tile within it; expert -1: none
 };
 
-// Finds tile number index; each expert has as many as its rows need, times across.
-// Warp 0 looks, 32 experts at a time.
-DEVICE tile_place find_tile(const product_args &a, int tile_rows, int across) {
+// Finds tile number index; each expert has as many tiles as its rows need, times across. Warp 0
+// searches, 32 experts at a time.
+DEVICE tile_place find_tile(const gemm_args &a, int tile_rows, int across) {
   __shared__ tile_place found;
   if (threadIdx.x < 32) {
     int lane = threadIdx.x, base = 0, index = (int)blockIdx.x;
@@ -66,8 +66,8 @@ DEVICE tile_place find_tile(const product_args &a, int tile_rows, int across) {
   return found;
 }
 
-// Eight elements that are not there to be copied as they are: part 0 is what rounds
-// to the activation type, part 1 what that leaves.
+// Converts eight elements to the activation type: part 0 is the rounded value, part 1 the
+// rounded remainder.
 DEVICE uint4 convert8(const void *base, int type, i64 at, int n, bool aligned, int part) {
   float v[8];
   load8(v, base, type, at, n, aligned);
@@ -82,15 +82,14 @@ DEVICE uint4 convert8(const void *base, int type, i64 at, int n, bool aligned, i
   return q;
 }
 
-// tile_rows rows of X by tile_weights rows of W (for expert_up half of them of w1,
-// half of w3) by down times over warps, through a ring of stages. plain says that W
-// has the activations' type and that X and W are aligned, so that copies can run in
-// the background. Else W is taken apart into two numbers of that type, whose products
-// are added up.
+// Computes tile_rows rows of X by tile_weights rows of W (gate/up: half of them of w1, half of
+// w3) with down times over warps. plain: W has the activation type and X and W are aligned, so
+// cp.async can copy them. Otherwise W is split into two numbers of the activation type, whose
+// products are added.
 template <int mode, int tile_rows, int tile_weights, int down, int over, int stages, bool plain>
-DEVICE void product(const product_args &a, unsigned char *memory) {
+DEVICE void product(const gemm_args &a, unsigned char *memory) {
   constexpr int threads = 32 * down * over;
-  constexpr int pass = threads / 8;                      // rows that one pass of all threads brings
+  constexpr int pass = threads / 8;                      // rows per pass of all threads' copies
   constexpr int x_passes = tile_rows / pass, w_passes = tile_weights / pass;
   constexpr int terms = plain ? 1 : 2;
   constexpr int stage_bytes = (tile_rows + terms * tile_weights) * row_bytes;
@@ -100,12 +99,12 @@ DEVICE void product(const product_args &a, unsigned char *memory) {
   constexpr int tile_columns = tile_weights / parts;     // of Out
   static_assert(tile_rows % pass == 0 && tile_weights % pass == 0 && ni % 2 == 0, "tile");
 
-  // Which tile: neighbors in the grid share weights.
+  // Selects the tile: neighboring blocks share weights.
   int across = (a.columns + tile_columns - 1) / tile_columns;
   tile_place place = {0, 0, a.rows, (int)blockIdx.x};
   if (mode != dense) {
     place = find_tile(a, tile_rows, across);
-    if (place.expert < 0) return;  // the grid is sized for the worst case; the whole block leaves
+    if (place.expert < 0) return;  // the grid is sized for the worst case; uniform over the block
   }
   int tiles = (place.rows + tile_rows - 1) / tile_rows;
   int row0 = place.tile % tiles * tile_rows, column0 = place.tile / tiles * tile_columns;
@@ -115,7 +114,7 @@ DEVICE void product(const product_args &a, unsigned char *memory) {
   int w_size = plain || a.w_type != f32_type ? 2 : 4;
   if (mode == expert_down) weights += 2 * matrix * w_size;
 
-  // The rows that this thread brings, always the same chunk of them.
+  // A thread copies these rows, the same chunk of each.
   int chunk = threadIdx.x & 7, lead = threadIdx.x >> 3;
   const u16 *x_rows[x_passes];
   const char *w_rows[w_passes];
@@ -137,7 +136,7 @@ DEVICE void product(const product_args &a, unsigned char *memory) {
     if (column < a.columns) w_rows[i] = weights + (part * matrix + (i64)column * a.inner) * w_size;
   }
 
-  auto bring = [&](int k, int slot) {
+  auto load_stage = [&](int k, int slot) {
     int at = k * step + chunk * 8, n = a.inner - at;
     n = n < 0 ? 0 : n > 8 ? 8 : n;
     unsigned char *stage = memory + slot * stage_bytes;
@@ -175,14 +174,14 @@ DEVICE void product(const product_args &a, unsigned char *memory) {
   int steps = (a.inner + step - 1) / step;
 #pragma unroll
   for (int k = 0; k < stages - 1; k++) {
-    if (k < steps) bring(k, k);
+    if (k < steps) load_stage(k, k);
     copy_commit();
   }
   int slot = 0, next = stages - 1;
   for (int k = 0; k < steps; k++) {
     copy_wait<stages - 2>();
-    __syncthreads();  // step k is here for all, and all are done with what next overwrites
-    if (k + stages - 1 < steps) bring(k + stages - 1, next);
+    __syncthreads();  // step k has arrived for all threads, and none still reads the stage overwritten next
+    if (k + stages - 1 < steps) load_stage(k + stages - 1, next);
     copy_commit();
     const unsigned char *stage = memory + slot * stage_bytes;
 #pragma unroll
@@ -210,7 +209,7 @@ DEVICE void product(const product_args &a, unsigned char *memory) {
   }
   copy_wait<0>();
 
-  // A thread has two neighboring columns of rows lane/4 and lane/4 + 8 of each part.
+  // Epilogue: a thread has two neighboring columns of rows lane/4 and lane/4 + 8 of each part.
 #pragma unroll
   for (int i = 0; i < mi; i++)
 #pragma unroll
@@ -253,20 +252,19 @@ DEVICE void product(const product_args &a, unsigned char *memory) {
     }
 }
 
-// Tiles for few, some and many rows. Their sizes, threads and shared memory are
-// known to product.go.
+// Tiles for few, some and many rows. gemm.go has their sizes, threads and shared memory.
 #define PRODUCTS(name, mode, plain)                                  \
-  KERNEL(128, 3) name##_16(const product_args a) {                   \
+  KERNEL(128, 3) name##_16(const gemm_args a) {                   \
     begin();                                                         \
     DYNAMIC_SHARED(memory);                                          \
     product<mode, 16, 64, 1, 4, 6, plain>(a, memory);                \
   }                                                                  \
-  KERNEL(256, 2) name##_64(const product_args a) {                   \
+  KERNEL(256, 2) name##_64(const gemm_args a) {                   \
     begin();                                                         \
     DYNAMIC_SHARED(memory);                                          \
     product<mode, 64, 128, 2, 4, 4, plain>(a, memory);               \
   }                                                                  \
-  KERNEL(256, 2) name##_128(const product_args a) {                  \
+  KERNEL(256, 2) name##_128(const gemm_args a) {                  \
     begin();                                                         \
     DYNAMIC_SHARED(memory);                                          \
     product<mode, 128, 128, 2, 4, 3, plain>(a, memory);              \
@@ -276,20 +274,20 @@ PRODUCTS(matmul, dense, true)
 PRODUCTS(up, expert_up, true)
 PRODUCTS(down, expert_down, true)
 
-// Weights of another type than the activations, and rows that are not aligned.
-KERNEL(256, 2) matmul_any(const product_args a) {
+// For weights of another type than the activations, and for unaligned rows.
+KERNEL(256, 2) matmul_any(const gemm_args a) {
   begin();
   DYNAMIC_SHARED(memory);
   product<dense, 64, 128, 2, 4, 2, false>(a, memory);
 }
 
-KERNEL(256, 2) up_any(const product_args a) {
+KERNEL(256, 2) up_any(const gemm_args a) {
   begin();
   DYNAMIC_SHARED(memory);
   product<expert_up, 64, 128, 2, 4, 2, false>(a, memory);
 }
 
-KERNEL(256, 2) down_any(const product_args a) {
+KERNEL(256, 2) down_any(const gemm_args a) {
   begin();
   DYNAMIC_SHARED(memory);
   product<expert_down, 64, 128, 2, 4, 2, false>(a, memory);

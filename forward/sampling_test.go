@@ -13,32 +13,32 @@ func TestDrawErrors(t *testing.T) {
 	c := mustParse(t, "mixtral", nil)
 	limits := Limits{MaxTokens: 64, MaxSeqs: 2, MaxLogits: 2, MaxModelLen: 40, BlockTokens: 16, MaxAdjust: 2}
 	nan, inf := float32(math.NaN()), float32(math.Inf(1))
-	one := func(a TokenAdjust) Draw { return Draw{Adjust: []TokenAdjust{a}} }
+	one := func(a TokenAdjust) SamplingParams { return SamplingParams{Adjust: []TokenAdjust{a}} }
 	for _, x := range []struct {
-		d    Draw
+		d    SamplingParams
 		want string
 	}{
-		{Draw{Temperature: -1}, "temperature -1, want a finite number of at least 0"},
-		{Draw{Temperature: inf}, "temperature +Inf"},
-		{Draw{Temperature: nan}, "temperature NaN"},
-		{Draw{TopK: -1}, "top-k -1"},
-		{Draw{TopP: 1.5}, "top-p 1.5, want 0 to 1"},
-		{Draw{TopP: nan}, "top-p NaN"},
-		{Draw{MinP: -0.1}, "min-p -0.1"},
-		{Draw{RepetitionPenalty: -1}, "repetition penalty -1"},
-		{Draw{RepetitionPenalty: inf}, "repetition penalty +Inf"},
-		{Draw{PresencePenalty: nan}, "presence penalty NaN"},
-		{Draw{FrequencyPenalty: -inf}, "frequency penalty -Inf"},
-		{Draw{LogProbs: true}, "whose limit MaxTopLogProbs is 0"},
+		{SamplingParams{Temperature: -1}, "temperature -1, want a finite number of at least 0"},
+		{SamplingParams{Temperature: inf}, "temperature +Inf"},
+		{SamplingParams{Temperature: nan}, "temperature NaN"},
+		{SamplingParams{TopK: -1}, "top-k -1"},
+		{SamplingParams{TopP: 1.5}, "top-p 1.5, want 0 to 1"},
+		{SamplingParams{TopP: nan}, "top-p NaN"},
+		{SamplingParams{MinP: -0.1}, "min-p -0.1"},
+		{SamplingParams{RepetitionPenalty: -1}, "repetition penalty -1"},
+		{SamplingParams{RepetitionPenalty: inf}, "repetition penalty +Inf"},
+		{SamplingParams{PresencePenalty: nan}, "presence penalty NaN"},
+		{SamplingParams{FrequencyPenalty: -inf}, "frequency penalty -Inf"},
+		{SamplingParams{LogProbs: true}, "but the limit MaxTopLogProbs is 0"},
 		{one(TokenAdjust{ID: 512}), "adjusted token 0 has id 512, outside the model's vocabulary of 512"},
 		{one(TokenAdjust{ID: -1}), "id -1"},
 		{one(TokenAdjust{Seen: -2}), "seen -2 times"},
 		{one(TokenAdjust{Bias: nan}), "bias NaN"},
 		{one(TokenAdjust{Bias: inf}), "bias +Inf, want a finite number or -Inf"},
-		{Draw{Adjust: make([]TokenAdjust, 3)}, "3 adjusted tokens, at most 2 fit"},
+		{SamplingParams{Adjust: make([]TokenAdjust, 3)}, "3 adjusted tokens exceed the maximum of 2"},
 	} {
 		h := NewHostBatch(c, limits)
-		if _, err := h.Draw(0, &x.d); err == nil || !strings.Contains(err.Error(), x.want) || len(h.draws.list) != 0 || len(h.draws.adjusts) != 0 {
+		if _, err := h.Sample(0, &x.d); err == nil || !strings.Contains(err.Error(), x.want) || len(h.samples.list) != 0 || len(h.samples.adjusts) != 0 {
 			t.Errorf("%+v: %v, want %q", x.d, err, x.want)
 		}
 	}
@@ -49,65 +49,65 @@ func TestDrawErrors(t *testing.T) {
 func TestPackDraws(t *testing.T) {
 	c := mustParse(t, "mixtral", nil)
 	l := Limits{MaxTokens: 64, MaxSeqs: 4, MaxLogits: 64, MaxModelLen: 64, BlockTokens: 16, MaxAdjust: 100, MaxTopLogProbs: 5}
-	pack := func(dst []byte, draws ...Draw) (Batch, int64) {
+	pack := func(dst []byte, draws ...SamplingParams) (Batch, int64) {
 		t.Helper()
 		h := NewHostBatch(c, l)
 		row, err := h.Append(&Sequence{IDs: make([]int32, len(draws)), Blocks: make([]int32, 4)})
 		check(t, err)
 		for i, d := range draws {
-			_, err := h.Draw(row+i, &d)
+			_, err := h.Sample(row+i, &d)
 			check(t, err)
 		}
 		b, n, err := h.Pack(dst, 256)
 		check(t, err)
 		return b, n
 	}
-	dst := make([]byte, GroupBytes(l, 1))
-	plain, bytes := pack(dst, Draw{}, Draw{Temperature: 1})
+	dst := make([]byte, StepUploadBytes(l, 1))
+	plain, bytes := pack(dst, SamplingParams{}, SamplingParams{Temperature: 1})
 	// Greedy rows ignore what cuts the distribution, and penalties change listed
 	// tokens only.
-	if b, n := pack(dst, Draw{TopK: 5, TopP: 0.5, MinP: 0.5}, Draw{Temperature: 1, TopP: 1, RepetitionPenalty: 2, PresencePenalty: 1}); b != plain || n != bytes {
+	if b, n := pack(dst, SamplingParams{TopK: 5, TopP: 0.5, MinP: 0.5}, SamplingParams{Temperature: 1, TopP: 1, RepetitionPenalty: 2, PresencePenalty: 1}); b != plain || n != bytes {
 		t.Errorf("draws that use nothing make %+v of %d bytes, want %+v of %d", b, n, plain, bytes)
 	}
 	for name, x := range map[string]struct {
-		d    Draw
+		d    SamplingParams
 		want func(b *Batch) bool
 	}{
-		"top-k": {Draw{Temperature: 1, TopK: 5}, func(b *Batch) bool {
+		"top-k": {SamplingParams{Temperature: 1, TopK: 5}, func(b *Batch) bool {
 			return !b.Sampling.TopK.None() && b.Sampling.TopP.None() && b.Sampling.MinP.None()
 		}},
-		"top-p": {Draw{Temperature: 1, TopP: 0.5}, func(b *Batch) bool {
+		"top-p": {SamplingParams{Temperature: 1, TopP: 0.5}, func(b *Batch) bool {
 			return b.Sampling.TopK.None() && !b.Sampling.TopP.None() && b.Sampling.MinP.None()
 		}},
-		"min-p": {Draw{Temperature: 1, MinP: 0.5}, func(b *Batch) bool {
+		"min-p": {SamplingParams{Temperature: 1, MinP: 0.5}, func(b *Batch) bool {
 			return b.Sampling.TopK.None() && b.Sampling.TopP.None() && !b.Sampling.MinP.None()
 		}},
-		"logprobs": {Draw{LogProbs: true}, func(b *Batch) bool { return b.Sampling.LogProbs && b.Sampling.Adjust.IDs.None() }},
-		"adjust": {Draw{Adjust: []TokenAdjust{{ID: 3}}}, func(b *Batch) bool {
+		"logprobs": {SamplingParams{LogProbs: true}, func(b *Batch) bool { return b.Sampling.LogProbs && b.Sampling.Adjust.IDs.None() }},
+		"adjust": {SamplingParams{Adjust: []TokenAdjust{{ID: 3}}}, func(b *Batch) bool {
 			return b.Sampling.Adjust.IDs.Shape[0] == 1 && b.Sampling.Adjust.Starts.Shape[0] == 3 && b.Sampling.Adjust.Repetition.Shape[0] == 2 && b.Sampling.TopK.None() && !b.Sampling.LogProbs
 		}},
 	} {
-		if b, _ := pack(dst, Draw{}, x.d); !x.want(&b) {
+		if b, _ := pack(dst, SamplingParams{}, x.d); !x.want(&b) {
 			t.Errorf("%s makes %+v", name, b)
 		}
 	}
-	full := make([]Draw, 64)
+	full := make([]SamplingParams, 64)
 	for i := range full {
-		full[i] = Draw{Temperature: 1, TopK: 5, TopP: 0.5, MinP: 0.5, LogProbs: true}
+		full[i] = SamplingParams{Temperature: 1, TopK: 5, TopP: 0.5, MinP: 0.5, LogProbs: true}
 	}
 	full[63].Adjust = make([]TokenAdjust, 100)
-	if _, n := pack(dst, full...); n > GroupBytes(l, 1) {
-		t.Errorf("a full micro-batch takes %d bytes, %d are kept", n, GroupBytes(l, 1))
+	if _, n := pack(dst, full...); n > StepUploadBytes(l, 1) {
+		t.Errorf("a full micro-batch takes %d bytes, %d are kept", n, StepUploadBytes(l, 1))
 	}
 	// Four micro-batches of 16 rows, each with its part of what may be adjusted.
-	all := make([]byte, GroupBytes(l, 4))
+	all := make([]byte, StepUploadBytes(l, 4))
 	used := int64(0)
 	for i := range 4 {
 		part := slices.Clone(full[:16])
 		part[3].Adjust = make([]TokenAdjust, 25)
 		_, n := pack(all[used:], part...)
-		if used += n; used > GroupBytes(l, 4) {
-			t.Fatalf("%d micro-batches take %d bytes, %d are kept for 4", i+1, used, GroupBytes(l, 4))
+		if used += n; used > StepUploadBytes(l, 4) {
+			t.Fatalf("%d micro-batches take %d bytes, %d are kept for 4", i+1, used, StepUploadBytes(l, 4))
 		}
 	}
 }
@@ -132,7 +132,7 @@ func TestHeadDraws(t *testing.T) {
 	}
 	banned := float32(math.Inf(-1))
 	for i := range ids {
-		d := Draw{Position: int32(i + 1)}
+		d := SamplingParams{Position: int32(i + 1)}
 		switch i % 4 {
 		case 1: // the likeliest is banned
 			d.Adjust = []TokenAdjust{{ID: first[i], Seen: -1, Bias: banned}}
@@ -142,7 +142,7 @@ func TestHeadDraws(t *testing.T) {
 			d.FrequencyPenalty, d.LogProbs = 50, true
 			d.Adjust = []TokenAdjust{{ID: first[i], Seen: 2}, {ID: biggest[i], Seen: 0}}
 		}
-		_, err := h.Draw(row+i, &d)
+		_, err := h.Sample(row+i, &d)
 		check(t, err)
 	}
 	b := r.step(&h)[0]

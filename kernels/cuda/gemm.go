@@ -6,16 +6,16 @@ import (
 	"github.com/moeserve/moeserve/kernels"
 )
 
-// tile is what one block of a product computes.
+// tile is what one block of a GEMM computes.
 type tile struct {
 	name          string
-	rows, weights int // of X; of W, or of both matrices for the way up
-	terms         int // into how many parts weights are taken apart
+	rows, weights int // rows of X; rows of W, or of both matrices for gate/up
+	terms         int // number of terms that weights are split into
 	stages        int
 	threads       int
 }
 
-// tiles as they are instantiated in product.cu; the last takes all types.
+// tiles are the instantiations in gemm.cu; the last accepts all types.
 var tiles = [...]tile{
 	{"16", 16, 64, 1, 6, 128},
 	{"64", 64, 128, 1, 4, 256},
@@ -25,36 +25,35 @@ var tiles = [...]tile{
 
 const anyTile = len(tiles) - 1
 
-// stepBytes is one row of a stage: 64 elements.
+// stepBytes is the bytes of one row of a stage: 64 elements.
 const stepBytes = 128
 
 func (t *tile) shared() int { return (t.rows + t.terms*t.weights) * stepBytes * t.stages }
 
-// columns of Out that one tile has.
+// columns is the number of columns of Out per tile.
 func (t *tile) columns(mode kernelID) int {
-	if mode == upMode {
+	if mode == gateUpMode {
 		return t.weights / 2
 	}
 	return t.weights
 }
 
-// Modes of a product, in the order of the table.
+// Modes of a GEMM, in the order of the table.
 const (
 	denseMode kernelID = iota
-	upMode
+	gateUpMode
 	downMode
 )
 
-// product enqueues a product with the tile given; across is how many tiles of
-// columns there are.
-func (l *lane) product(op string, mode kernelID, tile, blocks int, a *productArgs) error {
+// gemm enqueues a GEMM with the given tile.
+func (l *streamState) gemm(op string, mode kernelID, tile, blocks int, a *gemmArgs) error {
 	t := &tiles[tile]
-	return launch(l, op, productKernels+mode*kernelID(len(tiles))+kernelID(tile), grid{x: blocks, threads: t.threads, shared: t.shared()}, a)
+	return launch(l, op, gemmKernels+mode*kernelID(len(tiles))+kernelID(tile), grid{x: blocks, threads: t.threads, shared: t.shared()}, a)
 }
 
-// chooseTile takes the largest tile that rows rows (of one matrix) fill by more than
-// half and of which there are enough to keep the device busy: matrices products with
-// so many columns of Out.
+// chooseTile selects the largest tile of which more than half is used by the given rows (per
+// matrix), provided that there are enough tiles to keep the device busy; matrices is the number
+// of GEMMs with that many columns of Out.
 func (b *Backend) chooseTile(mode kernelID, rows, columns, matrices int) int {
 	for i := anyTile - 1; i > 0; i-- {
 		t := &tiles[i]
@@ -65,7 +64,7 @@ func (b *Backend) chooseTile(mode kernelID, rows, columns, matrices int) int {
 	return 0
 }
 
-func (l *lane) matmul(o *kernels.MatMul) error {
+func (l *streamState) matmul(o *kernels.MatMul) error {
 	if err := l.b.activation(o.Name(), "X", &o.X); err != nil {
 		return err
 	}
@@ -75,14 +74,14 @@ func (l *lane) matmul(o *kernels.MatMul) error {
 	}
 	same := o.W.DType == o.X.DType && inner%8 == 0 && aligned(&o.X, &o.W)
 	if l.b.o.BatchInvariant && o.X.Stride[0]%8 != 0 {
-		same = false // a row alone may be aligned where others are not
+		same = false // a single row may be aligned where others are not
 	}
 	outFloat := o.Out.DType == kernels.F32
-	if same && (columns <= mostFewColumns || !l.b.o.BatchInvariant && rows <= mostFewRows) {
-		return l.few(o, outFloat)
+	if same && (columns <= maxSkinnyColumns || !l.b.o.BatchInvariant && rows <= maxSkinnyRows) {
+		return l.skinnyGEMM(o, outFloat)
 	}
 	if l.b.o.BatchInvariant && l.b.hopper && same && inner > 0 && (outFloat || columns%2 == 0 && paired(&o.Out)) {
-		return l.dense(o, outFloat)
+		return l.hopperGEMM(o, outFloat)
 	}
 	if !l.b.o.BatchInvariant && same && inner > 0 && columns%8 == 0 && aligned(&o.Out) && o.Out.Stride[0]%8 == 0 {
 		done, err := l.libraryMatMul(o, outFloat)
@@ -90,67 +89,67 @@ func (l *lane) matmul(o *kernels.MatMul) error {
 			return err
 		}
 	}
-	a := productArgs{
+	a := gemmArgs{
 		x: address(&o.X), w: address(&o.W), bias: address(&o.Bias), out: address(&o.Out),
 		xStride: int64(o.X.Stride[0]), outStride: int64(o.Out.Stride[0]),
 		rows: int32(rows), columns: int32(columns), inner: int32(inner),
-		wType: int32(o.W.DType), biasType: int32(o.Bias.DType), outFloat: truth(outFloat),
-		xAligned: truth(aligned(&o.X)), wAligned: truth(inner%8 == 0 && aligned(&o.W)), outPaired: truth(paired(&o.Out)),
+		wType: int32(o.W.DType), biasType: int32(o.Bias.DType), outFloat: b2i(outFloat),
+		xAligned: b2i(aligned(&o.X)), wAligned: b2i(inner%8 == 0 && aligned(&o.W)), outPaired: b2i(paired(&o.Out)),
 	}
 	i := anyTile
 	if same {
 		i = l.b.chooseTile(denseMode, rows, columns, 1)
 	}
 	blocks := ceil(rows, tiles[i].rows) * ceil(columns, tiles[i].columns(denseMode))
-	return l.product(o.Name(), denseMode, i, blocks, &a)
+	return l.gemm(o.Name(), denseMode, i, blocks, &a)
 }
 
 const (
-	// mostFewColumns is up to how many columns few.cu takes products, routers and gates,
-	// and mostFewRows up to how many rows.
-	mostFewColumns, mostFewRows = 64, 8
-	fewThreads                  = 512
-	// fewStage is one stage of the rings of a block of few_rows: 64 bytes a thread.
-	fewStage = 64 * fewThreads
+	// few.cu computes GEMMs of at most maxSkinnyColumns columns (routers, gates) or at most
+	// maxSkinnyRows rows.
+	maxSkinnyColumns, maxSkinnyRows = 64, 8
+	skinnyThreads                   = 512
+	// skinnyStageBytes is one stage of a block of few_rows: 64 bytes per thread.
+	skinnyStageBytes = 64 * skinnyThreads
 )
 
-// few enqueues a product with few columns, or few rows.
-func (l *lane) few(o *kernels.MatMul, outFloat bool) error {
+// skinnyGEMM enqueues a GEMM with few columns or few rows.
+func (l *streamState) skinnyGEMM(o *kernels.MatMul, outFloat bool) error {
 	rows, columns := o.X.Shape[0], o.W.Shape[0]
 	var k kernelID
 	var g grid
 	switch {
-	case !l.b.o.BatchInvariant && rows <= mostFewRows:
-		k, g = fewRows2, grid{x: min(ceil(columns, 16), l.b.multiprocessors), shared: 2 * fewStage}
-		if l.b.deep {
-			k, g.shared = fewRows5, 5*fewStage
+	case !l.b.o.BatchInvariant && rows <= maxSkinnyRows:
+		k, g = fewRows2, grid{x: min(ceil(columns, 16), l.b.multiprocessors), shared: 2 * skinnyStageBytes}
+		if l.b.largeSmem {
+			k, g.shared = fewRows5, 5*skinnyStageBytes
 		}
 	case columns <= 8:
 		k, g = fewColumns8, grid{x: ceil(rows, 16)}
 	default:
 		k, g = fewColumns16, grid{x: ceil(rows, 16), y: ceil(columns, 16)}
 		if g.y > 1 && g.x >= l.b.multiprocessors {
-			k, g.y = fewColumns64, 1 // rows enough: each is read once
+			k, g.y = fewColumns64, 1 // with this many rows, each is read once
 		}
 	}
-	g.threads = fewThreads
+	g.threads = skinnyThreads
 	return launch(l, o.Name(), k, g, &fewArgs{
 		x: address(&o.X), w: address(&o.W), bias: address(&o.Bias), out: address(&o.Out),
 		xStride: int64(o.X.Stride[0]), outStride: int64(o.Out.Stride[0]),
-		rows: int32(rows), columns: int32(columns), inner: int32(o.W.Shape[1]), biasType: int32(o.Bias.DType), outFloat: truth(outFloat),
+		rows: int32(rows), columns: int32(columns), inner: int32(o.W.Shape[1]), biasType: int32(o.Bias.DType), outFloat: b2i(outFloat),
 	})
 }
 
-// libraryMatMul enqueues a product through the library, or returns false. Its bias
-// has to be of the type of Out.
-func (l *lane) libraryMatMul(o *kernels.MatMul, outFloat bool) (bool, error) {
+// libraryMatMul enqueues a GEMM of cuBLASLt, or returns false. The library requires the bias to
+// have the type of Out.
+func (l *streamState) libraryMatMul(o *kernels.MatMul, outFloat bool) (bool, error) {
 	p := &l.library
-	*p = libraryProduct{
+	*p = libraryGEMM{
 		x: o.X.Addr, w: o.W.Addr, out: o.Out.Addr,
 		rows: o.X.Shape[0], columns: o.W.Shape[0], inner: o.W.Shape[1],
 		xStride: o.X.Stride[0], outStride: o.Out.Stride[0], outFloat: outFloat,
 	}
-	after := false // the bias is added by a kernel of its own
+	after := false // the bias is added by a separate kernel
 	if !o.Bias.None() {
 		switch {
 		case outFloat:
@@ -165,28 +164,28 @@ func (l *lane) libraryMatMul(o *kernels.MatMul, outFloat bool) (bool, error) {
 	if !done || err != nil || !after {
 		return done, err
 	}
-	return true, launch(l, o.Name(), addBias, byRow(p.rows, p.columns/8), &addBiasArgs{
+	return true, launch(l, o.Name(), addBias, rowGrid(p.rows, p.columns/8), &addBiasArgs{
 		x: address(&o.Out), bias: address(&o.Bias), stride: int64(p.outStride),
-		columns: int32(p.columns), biasType: int32(o.Bias.DType), aligned: truth(aligned(&o.Bias)),
+		columns: int32(p.columns), biasType: int32(o.Bias.DType), aligned: b2i(aligned(&o.Bias)),
 	})
 }
 
-// paired says whether two neighbors of an even column lie in one aligned word.
+// paired reports whether an even column and its neighbor are in one aligned word.
 func paired(t *kernels.Tensor) bool {
 	return int(t.Addr)%(2*t.DType.Size()) == 0 && t.Stride[0]%2 == 0
 }
 
-func (l *lane) expertUp(o *kernels.ExpertUp) error {
-	return l.experts(o.Name(), upMode, &o.ExpertGEMM)
+func (l *streamState) expertUp(o *kernels.ExpertUp) error {
+	return l.experts(o.Name(), gateUpMode, &o.ExpertGEMM)
 }
 
-func (l *lane) expertDown(o *kernels.ExpertDown) error {
+func (l *streamState) expertDown(o *kernels.ExpertDown) error {
 	return l.experts(o.Name(), downMode, &o.ExpertGEMM)
 }
 
-// experts enqueues a product with the experts listed, in tiles that are chosen by what
-// an expert has to do on average.
-func (l *lane) experts(op string, mode kernelID, p *kernels.ExpertGEMM) error {
+// experts enqueues the grouped GEMM of the listed experts, in tiles selected by the average
+// number of pairs per expert.
+func (l *streamState) experts(op string, mode kernelID, p *kernels.ExpertGEMM) error {
 	if err := l.b.activation(op, "X", &p.X); err != nil {
 		return err
 	}
@@ -198,25 +197,25 @@ func (l *lane) experts(op string, mode kernelID, p *kernels.ExpertGEMM) error {
 		return nil
 	}
 	if p.Layout.Tag == Tiles {
-		return l.tiledExperts(op, mode, p)
+		return l.hopperExpertGEMM(op, mode, p)
 	}
 	columns, inner := p.Out.Shape[1], p.X.Shape[1]
-	a := productArgs{
+	a := gemmArgs{
 		x: address(&p.X), out: address(&p.Out), offsets: address(&p.Offsets), order: address(&p.Order), slots: address(&p.Slots), experts: address(&p.Experts),
 		xStride: int64(p.X.Stride[0]), outStride: int64(p.Out.Stride[0]),
 		columns: int32(columns), inner: int32(inner),
 		listed: int32(listed), expertsAll: int32(all), topK: int32(pairs / max(p.X.Shape[0], 1)), wType: int32(p.Layout.DType),
-		xAligned: truth(aligned(&p.X)), wAligned: truth(inner%8 == 0), outPaired: truth(paired(&p.Out)),
+		xAligned: b2i(aligned(&p.X)), wAligned: b2i(inner%8 == 0), outPaired: b2i(paired(&p.Out)),
 	}
 	i := anyTile
 	if p.Layout.DType == p.X.DType && inner%8 == 0 && aligned(&p.X) {
 		i = l.b.chooseTile(mode, ceil(pairs, all), columns, listed)
 	}
 	t := &tiles[i]
-	// The worst case: as many tiles as pairs fill, and one more for each expert.
+	// The worst case: as many tiles as the pairs fill, and one more for each expert.
 	rows := min(pairs, pairs/t.rows+listed)
 	if rows > math.MaxInt32/ceil(columns, t.columns(mode)) {
-		rows = math.MaxInt32 // launch refuses it
+		rows = math.MaxInt32 // launch returns an error
 	}
-	return l.product(op, mode, i, rows*ceil(columns, t.columns(mode)), &a)
+	return l.gemm(op, mode, i, rows*ceil(columns, t.columns(mode)), &a)
 }

@@ -1,1 +1,0 @@
-../../src/product.cu
