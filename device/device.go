@@ -149,12 +149,12 @@ type Stream interface {
 	// Wait makes operations enqueued later wait for ev's latest recording. ErrNotRecorded if ev
 	// was never recorded.
 	Wait(ev Event) error
-	// Raise sets f to value (which must be higher than its previous value, modulo 2^32) once
+	// SignalFence sets f to value (which must be higher than its previous value, modulo 2^32) once
 	// everything enqueued so far has ended.
-	Raise(f Fence, value uint32) error
-	// Await makes operations enqueued later wait until f is at least value. It may be enqueued
+	SignalFence(f Fence, value uint32) error
+	// WaitFence makes operations enqueued later wait until f is at least value. It may be enqueued
 	// before the Raise.
-	Await(f Fence, value uint32) error
+	WaitFence(f Fence, value uint32) error
 	// Synchronize waits until everything enqueued so far has ended, or ctx is done. It returns
 	// the stream's error, if any.
 	Synchronize(ctx context.Context) error
@@ -270,15 +270,15 @@ type Event interface {
 // Fence is a 32-bit counter (a timeline semaphore) that host and streams raise and await in any
 // order. Comparison is modulo 2^32: v is reached if current - v, as int32, is not negative.
 type Fence interface {
-	// Raise sets the counter from the host.
-	Raise(value uint32) error
+	// Signal sets the counter from the host.
+	Signal(value uint32) error
 	// Fail sets the counter to value and returns err to waiters for value or less from then on,
 	// as far as the device can: waits on the host always return it; waiting streams enter the
 	// error state on emulated devices, and continue with undefined data on CUDA. So a caller of
 	// Fail must also report the error to the owner of the step.
 	Fail(value uint32, err error) error
-	// Await waits on the host until the counter is at least value, or ctx is done.
-	Await(ctx context.Context, value uint32) error
+	// Wait waits on the host until the counter is at least value, or ctx is done.
+	Wait(ctx context.Context, value uint32) error
 	// Value is the current value, or the value when the fence was closed.
 	Value() uint32
 	// Close releases the fence; nothing may be waiting for it.
@@ -301,9 +301,9 @@ func (p Point) Reached() bool { return int32(p.Fence.Value()-p.Value) >= 0 }
 // After reports whether p is later than q, a point of the same fence.
 func (p Point) After(q Point) bool { return int32(p.Value-q.Value) > 0 }
 
-// Await waits on the host until p is reached, or ctx is done, and returns the error that the
+// Wait waits on the host until p is reached, or ctx is done, and returns the error that the
 // fence has failed with at p. It orders what the caller does next after the Raise of p.
-func (p Point) Await(ctx context.Context) error { return p.Fence.Await(ctx, p.Value) }
+func (p Point) Wait(ctx context.Context) error { return p.Fence.Wait(ctx, p.Value) }
 
 // Usage is the usage of one memory space, in bytes.
 type Usage struct {

@@ -74,8 +74,8 @@ type counter struct {
 	err   error
 }
 
-func (c counter) Value() uint32                       { return c.value }
-func (c counter) Await(context.Context, uint32) error { return c.err }
+func (c counter) Value() uint32                      { return c.value }
+func (c counter) Wait(context.Context, uint32) error { return c.err }
 
 // TestPoint: comparison is modulo 2^32.
 func TestPoint(t *testing.T) {
@@ -105,7 +105,7 @@ func TestPoint(t *testing.T) {
 	if !(device.Point{}).None() || (device.Point{Fence: counter{}}).None() {
 		t.Error("a point is none exactly where it has no fence")
 	}
-	if err := (device.Point{Fence: counter{err: io.EOF}}).Await(t.Context()); !errors.Is(err, io.EOF) {
+	if err := (device.Point{Fence: counter{err: io.EOF}}).Wait(t.Context()); !errors.Is(err, io.EOF) {
 		t.Errorf("Await returns %v", err)
 	}
 }

@@ -57,8 +57,8 @@ type Wave struct {
 	Experts kernels.Tensor
 	// IDs is the same list on the host.
 	IDs []int
-	// Await are fence values that the launch must wait for; none for resident experts.
-	Await []device.Point
+	// WaitFor are fence values that the launch must wait for; none for resident experts.
+	WaitFor []device.Point
 }
 
 // BeginStep begins a step on the compute stream. Nothing of an earlier step still runs.

@@ -266,8 +266,8 @@ func (s *steps) waves(position, limit int) {
 			a := s.fetch.slotFetch(ID{position, e})
 			a.awaited = true
 			for _, c := range a.copies {
-				if !slices.Contains(w.Await, c.done) {
-					w.Await = append(w.Await, c.done)
+				if !slices.Contains(w.WaitFor, c.done) {
+					w.WaitFor = append(w.WaitFor, c.done)
 				}
 			}
 		}
@@ -280,7 +280,7 @@ func appendWave(waves []Wave, list kernels.Tensor, ids []int) []Wave {
 	n := len(waves)
 	if n < cap(waves) {
 		waves = waves[:n+1]
-		waves[n] = Wave{Experts: list, IDs: ids, Await: waves[n].Await[:0]}
+		waves[n] = Wave{Experts: list, IDs: ids, WaitFor: waves[n].WaitFor[:0]}
 		return waves
 	}
 	return append(waves, Wave{Experts: list, IDs: ids})

@@ -607,7 +607,7 @@ func TestDeterministic(t *testing.T) {
 				}
 				fmt.Fprintln(&log, l, slots, len(u.Waves))
 				for _, w := range u.Waves {
-					fmt.Fprintln(&log, w.Experts, len(w.Await))
+					fmt.Fprintln(&log, w.Experts, len(w.WaitFor))
 					if err := await(r.compute, w); err != nil {
 						t.Fatal(err)
 					}
@@ -701,7 +701,7 @@ func TestLayers(t *testing.T) {
 				r.ok(r.gemms(u.Slots, u.Waves[0], 0, waves[i]))
 				r.ok(r.gemms(u.Slots, Wave{Experts: u.All}, 0, all[i]))
 				r.ok(u.Release())
-				if len(u.Waves) != 1 || len(u.Waves[0].Await) != 0 {
+				if len(u.Waves) != 1 || len(u.Waves[0].WaitFor) != 0 {
 					t.Errorf("layer %d has waves %+v", l, u.Waves)
 				}
 			}
@@ -1012,15 +1012,15 @@ func TestHalfRound(t *testing.T) {
 	r.steps(s, 4, false)                                // 18 experts through 7 slots: rows change in every step
 	for _, n := range []uint32{1 << 30, 1 << 30, 100} { // so many layers are closed and change no row
 		s.tables.value += n
-		r.ok(s.tables.done.Raise(s.tables.value))
+		r.ok(s.tables.done.Signal(s.tables.value))
 	}
 	r.steps(s, 4, false)
 }
 
 // await holds a stream back until a wave's experts have arrived.
 func await(s device.Stream, w Wave) error {
-	for _, p := range w.Await {
-		if err := s.Await(p.Fence, p.Value); err != nil {
+	for _, p := range w.WaitFor {
+		if err := s.WaitFence(p.Fence, p.Value); err != nil {
 			return err
 		}
 	}

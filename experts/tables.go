@@ -97,7 +97,7 @@ func (t *tables) update(ctx context.Context, compute device.Stream, position int
 	}
 	turn := r.nextImage
 	if v := r.busyUntil[turn]; v != 0 {
-		if err := t.done.Await(ctx, v); err != nil {
+		if err := t.done.Wait(ctx, v); err != nil {
 			return fmt.Errorf("wait for an earlier update of the tables: %w", err)
 		}
 		r.busyUntil[turn] = 0
@@ -117,7 +117,7 @@ func (t *tables) update(ctx context.Context, compute device.Stream, position int
 // signalDone enqueues a signal of done on the compute stream, behind the layer's use, and
 // returns its fence value.
 func (t *tables) signalDone(compute device.Stream, position int) (device.Point, error) {
-	if err := compute.Raise(t.done, t.value+1); err != nil {
+	if err := compute.SignalFence(t.done, t.value+1); err != nil {
 		return device.Point{}, err
 	}
 	t.value++

@@ -147,7 +147,7 @@ func reached(p device.Point) (bool, error) {
 	}
 	// p is reached, so this does not wait: it returns a failure, and orders what follows
 	// after the work.
-	return true, p.Await(background)
+	return true, p.Wait(background)
 }
 
 // drained reports whether there are no references any more and no pending work; failed is

@@ -206,7 +206,7 @@ func TestAcquireAllocatesNothing(t *testing.T) {
 			t.Fatal("not acquired")
 		}
 		v++
-		if err := f.Raise(v); err != nil {
+		if err := f.Signal(v); err != nil {
 			t.Fatal(err)
 		}
 		a.ReleaseAt(device.Point{Fence: f, Value: v})
@@ -707,7 +707,7 @@ func TestModel(t *testing.T) {
 			},
 			"raise": func(t *rapid.T) {
 				serial++
-				if err := fence.Raise(serial); err != nil {
+				if err := fence.Signal(serial); err != nil {
 					t.Fatal(err)
 				}
 				for _, o := range objects {
@@ -800,7 +800,7 @@ func TestModel(t *testing.T) {
 		serial++
 		ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
 		defer cancel()
-		if err := errors.Join(fence.Raise(serial), r.Close(ctx), stream.Close(), host.Free(), m.Close()); err != nil {
+		if err := errors.Join(fence.Signal(serial), r.Close(ctx), stream.Close(), host.Free(), m.Close()); err != nil {
 			t.Fatal(err)
 		}
 		for _, o := range objects {
@@ -946,7 +946,7 @@ func (c *hammerer) work(n int) (err error) {
 			return err
 		}
 	}
-	if err := c.fence.Await(c.t.Context(), c.serial); err != nil {
+	if err := c.fence.Wait(c.t.Context(), c.serial); err != nil {
 		return err
 	}
 	return errors.Join(c.stream.Close(), c.host.Free(), c.fence.Close())
@@ -980,7 +980,7 @@ func (c *hammerer) operate() error {
 // enqueue copies and gives ref back at the copy's end.
 func (c *hammerer) enqueue(ref *harvest.Ref, dst, src device.Range) error {
 	c.serial++
-	err := errors.Join(c.stream.Copy(dst, src), c.stream.Raise(c.fence, c.serial))
+	err := errors.Join(c.stream.Copy(dst, src), c.stream.SignalFence(c.fence, c.serial))
 	ref.ReleaseAt(device.Point{Fence: c.fence, Value: c.serial})
 	return err
 }
@@ -1014,7 +1014,7 @@ func (c *hammerer) alloc() error {
 		return nil
 	}
 	// The stream is done with the buffer: each operation that fills it waits here.
-	if err := c.fence.Await(c.t.Context(), c.serial); err != nil {
+	if err := c.fence.Wait(c.t.Context(), c.serial); err != nil {
 		return err
 	}
 	for i, to := 0, c.host.Write(0, h.Bytes()); i < len(to); i++ {
@@ -1032,7 +1032,7 @@ func (c *hammerer) check(o *hammered) error {
 	if err := c.enqueue(&ref, c.host.Range(hammerBytes, n), o.h.Region().Range); err != nil {
 		return err
 	}
-	if err := c.fence.Await(c.t.Context(), c.serial); err != nil {
+	if err := c.fence.Wait(c.t.Context(), c.serial); err != nil {
 		return err
 	}
 	for i, b := range c.host.Read(hammerBytes, n) {

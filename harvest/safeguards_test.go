@@ -45,7 +45,7 @@ func TestSafeguards(t *testing.T) {
 		ok(stream.Copy(h.Region().Range, host.Range(0, 1024)))
 		stall := m.Inject(&emulated.Fault{Kind: emulated.StallCopy, Match: func(p emulated.Point) bool { return p.Stream == "client" && p.To == device.HBM(0) }})
 		ok(stream.Copy(slot.Range(0, 1024), h.Region().Range))
-		ok(stream.Raise(fence, 1))
+		ok(stream.SignalFence(fence, 1))
 		ref.ReleaseAt(device.Point{Fence: fence, Value: 1})
 		c, err := r.Reclaim(device.HBM(1), 1, time.Minute)
 		ok(err)
@@ -98,7 +98,7 @@ func TestReleaseRecordsArePruned(t *testing.T) {
 		ref, _ := h.Acquire(by)
 		ref.ReleaseAt(device.Point{Fence: f, Value: 1})
 		if i != 3 {
-			ok(f.Raise(1))
+			ok(f.Signal(1))
 		}
 	}
 	if len(h.readers.releases) > 32 {
@@ -107,7 +107,7 @@ func TestReleaseRecordsArePruned(t *testing.T) {
 	if hs := h.readers.currentHolds(0); len(hs) != 1 || hs[0].Owner != "slow reader" || !hs[0].PendingWork {
 		t.Errorf("holders %+v", hs)
 	}
-	ok(fences[3].Raise(1))
+	ok(fences[3].Signal(1))
 	ok(r.Close(t.Context()))
 	for _, f := range fences {
 		ok(f.Close())

@@ -246,7 +246,7 @@ func (s *stage) do(d *datadriven.TestData) error {
 		if d.Cmd == "fail" {
 			return p.Fence.Fail(p.Value, errors.New("the reader's copy failed"))
 		}
-		return p.Fence.Raise(p.Value)
+		return p.Fence.Signal(p.Value)
 	case "take": // GPU BYTES
 		return s.m.Occupy(gpu(d, 0), size(d, 1))
 	case "lose":
@@ -405,7 +405,7 @@ func (s *stage) fill(d *datadriven.TestData) error {
 	for i := range content {
 		content[i] = word(d, 0)[0]
 	}
-	err = errors.Join(s.copies.Copy(h.Region().Range, s.host.Range(0, h.Bytes())), s.copies.Raise(p.Fence, p.Value))
+	err = errors.Join(s.copies.Copy(h.Region().Range, s.host.Range(0, h.Bytes())), s.copies.SignalFence(p.Fence, p.Value))
 	ref.ReleaseAt(p)
 	return err
 }

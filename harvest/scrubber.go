@@ -81,7 +81,7 @@ func (s *scrubber) start(j *scrubJob) error {
 		}
 		done += more
 	}
-	if err := s.stream.Raise(s.fence, s.value+1); err != nil {
+	if err := s.stream.SignalFence(s.fence, s.value+1); err != nil {
 		return err
 	}
 	s.value++

@@ -139,7 +139,7 @@ func (c *Cell) prune(points []device.Point) {
 	for _, p := range points {
 		// Await does not wait for a reached point: it orders what follows after the
 		// reader. The point of a failed reader is kept for Drain.
-		if p.Reached() && p.Await(context.Background()) == nil {
+		if p.Reached() && p.Wait(context.Background()) == nil {
 			reached = append(reached, p)
 		}
 	}
@@ -224,7 +224,7 @@ func (e *Exclusive) Drain(ctx context.Context) error {
 	c.mu.Unlock()
 	// No more points are added: there are no references, and no new ones.
 	for len(points) > 0 {
-		if err := points[0].Await(ctx); err != nil {
+		if err := points[0].Wait(ctx); err != nil {
 			return fmt.Errorf("lease: wait for the last reader: %w", err)
 		}
 		points = points[1:]

@@ -301,7 +301,7 @@ func TestPoints(t *testing.T) {
 		}
 	}
 	raise := func(f device.Fence, v uint32) {
-		if err := f.Raise(v); err != nil {
+		if err := f.Signal(v); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -394,7 +394,7 @@ func TestPointsArePruned(t *testing.T) {
 		case 5:
 			err = f.Fail(1, errors.New("boom"))
 		default:
-			err = f.Raise(1)
+			err = f.Signal(1)
 		}
 		if err != nil {
 			t.Fatal(err)

@@ -90,17 +90,17 @@ func (x *executor) runWaves(layer int, r forward.Span, slots kernels.Tensor, wav
 
 // awaitWave makes the stream wait for a wave's copies.
 func (x *executor) awaitWave(w *experts.Wave, m *meter) error {
-	if len(w.Await) > 0 {
-		x.tracer.wait(ExpertCopy, w.Await...)
+	if len(w.WaitFor) > 0 {
+		x.tracer.wait(ExpertCopy, w.WaitFor...)
 	}
-	return awaitPoints(x.stream, ExpertCopy, w.Await, m)
+	return awaitPoints(x.stream, ExpertCopy, w.WaitFor, m)
 }
 
 // awaitPoints makes a stream wait for points, and measures the stall.
 func awaitPoints(s device.Stream, cause Cause, points []device.Point, m *meter) error {
 	await := func() error {
 		for _, p := range points {
-			if err := s.Await(p.Fence, p.Value); err != nil {
+			if err := s.WaitFence(p.Fence, p.Value); err != nil {
 				return err
 			}
 		}

@@ -106,18 +106,18 @@ func (s *capturingStream) Record(ev device.Event) error {
 	return s.Stream.Record(ev)
 }
 
-func (s *capturingStream) Raise(f device.Fence, value uint32) error {
+func (s *capturingStream) SignalFence(f device.Fence, value uint32) error {
 	if s.capturing != nil {
 		return errInCapture
 	}
-	return s.Stream.Raise(f, value)
+	return s.Stream.SignalFence(f, value)
 }
 
-func (s *capturingStream) Await(f device.Fence, value uint32) error {
+func (s *capturingStream) WaitFence(f device.Fence, value uint32) error {
 	if s.capturing != nil {
 		return errInCapture
 	}
-	return s.Stream.Await(f, value)
+	return s.Stream.WaitFence(f, value)
 }
 
 // capturingBackend enqueues on a capturingStream.

@@ -69,7 +69,7 @@ func newHostAttention(o *Options) (h *hostAttention, err error) {
 func (h *hostAttention) enqueue(compute device.Stream, m *forward.Model, layer int, b *microBatch, meter *meter) error {
 	h.lastTrip++
 	n := h.lastTrip
-	if err := compute.Raise(h.projected, n); err != nil {
+	if err := compute.SignalFence(h.projected, n); err != nil {
 		return err
 	}
 	tokens := forward.Span{First: b.firstToken, Rows: b.batch.Rows}
@@ -108,19 +108,19 @@ func (h *hostAttention) enqueue(compute device.Stream, m *forward.Model, layer i
 // enqueueStage enqueues a stage of round trip n: it waits for one fence, runs do, and signals
 // the next fence.
 func enqueueStage(s device.Stream, wait, signal device.Fence, n uint32, do func() error) error {
-	if err := s.Await(wait, n); err != nil {
+	if err := s.WaitFence(wait, n); err != nil {
 		return err
 	}
 	if err := do(); err != nil {
 		return err
 	}
-	return s.Raise(signal, n)
+	return s.SignalFence(signal, n)
 }
 
 // await makes the compute stream wait for the micro-batch's last round trip.
 func (h *hostAttention) await(compute device.Stream, b *microBatch, meter *meter) error {
 	h.tracer.wait(CPUAttention, device.Point{Fence: h.returned, Value: b.trip})
-	return meter.wait(CPUAttention, b.qkvOnHost, b.hostDone, func() error { return compute.Await(h.returned, b.trip) })
+	return meter.wait(CPUAttention, b.qkvOnHost, b.hostDone, func() error { return compute.WaitFence(h.returned, b.trip) })
 }
 
 // Err implements source: it returns the first error of the streams.

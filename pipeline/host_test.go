@@ -18,9 +18,9 @@ type late struct {
 
 var errLate = errors.New("host attention failed")
 
-// Raise implements device.Stream.
-func (s *late) Raise(f device.Fence, value uint32) error {
-	err := s.Executor.Raise(f, value)
+// SignalFence implements device.Stream.
+func (s *late) SignalFence(f device.Fence, value uint32) error {
+	err := s.Executor.SignalFence(f, value)
 	if s.failAfter--; err != nil || s.failAfter != 0 {
 		return err
 	}

@@ -282,7 +282,7 @@ func (p *Pipeline) end(ctx context.Context) error {
 // complete signals the end of a successful step, and reads its results.
 func (p *Pipeline) complete(s *Step) (Result, error) {
 	for _, d := range s.Done {
-		if err := d.Fence.Raise(d.Value); err != nil {
+		if err := d.Fence.Signal(d.Value); err != nil {
 			return Result{}, fmt.Errorf("pipeline: signal the end of a step: %w", err)
 		}
 	}

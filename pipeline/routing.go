@@ -34,7 +34,7 @@ func (c *routingReader) copyToHost(s device.Stream, off int64, ids kernels.Tenso
 		return routingCopy{}, err
 	}
 	c.value++
-	return routingCopy{done: device.Point{Fence: c.copied, Value: c.value}, off: off, n: ids.Shape[0] * ids.Shape[1]}, s.Raise(c.copied, c.value)
+	return routingCopy{done: device.Point{Fence: c.copied, Value: c.value}, off: off, n: ids.Shape[0] * ids.Shape[1]}, s.SignalFence(c.copied, c.value)
 }
 
 // await waits for ids, which are valid until the next call. If the stream runs out of work
@@ -44,7 +44,7 @@ func (c *routingReader) await(ctx context.Context, x routingCopy, m *meter) ([]i
 	if err != nil {
 		return nil, err
 	}
-	if err := x.done.Await(ctx); err != nil {
+	if err := x.done.Wait(ctx); err != nil {
 		return nil, err
 	}
 	if err := m.afterRouterSync(idle); err != nil {

@@ -35,7 +35,7 @@ type kvLoads []device.Point
 // Err implements source.
 func (l *kvLoads) Err(ctx context.Context) error {
 	for _, p := range *l {
-		if err := p.Await(ctx); err != nil {
+		if err := p.Wait(ctx); err != nil {
 			return err
 		}
 	}

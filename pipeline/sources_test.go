@@ -27,9 +27,9 @@ func (m *lax) NewStream(space device.Space, o device.StreamOptions) (device.Stre
 
 type laxStream struct{ device.Executor }
 
-// Await implements device.Stream. The host waits in place of the stream.
-func (s laxStream) Await(f device.Fence, value uint32) error {
-	_ = f.Await(context.Background(), value)
+// WaitFence implements device.Stream. The host waits in place of the stream.
+func (s laxStream) WaitFence(f device.Fence, value uint32) error {
+	_ = f.Wait(context.Background(), value)
 	return nil
 }
 
@@ -181,7 +181,7 @@ func (x *kvLoad) load() device.Point {
 	x.copies(put, x.junk)
 	x.copies(put, x.saved)
 	x.value++
-	check(x, x.stream.Raise(x.arrive, x.value))
+	check(x, x.stream.SignalFence(x.arrive, x.value))
 	return device.Point{Fence: x.arrive, Value: x.value}
 }
 
@@ -243,7 +243,7 @@ func TestDone(t *testing.T) {
 		x.step.Done = []device.Point{{Fence: done, Value: 1}}
 		stored, err := x.m.Alloc(device.Host, x.saved.Bytes(), "stored")
 		check(t, err)
-		check(t, x.stream.Await(done, 1))
+		check(t, x.stream.WaitFence(done, 1))
 		x.copies(func(block, saved device.Range) error { return x.stream.Copy(saved, block) }, stored)
 		fault := x.m.Inject(&emulated.Fault{Kind: emulated.FailCopy, Match: own, Skip: 1})
 		defer fault.Release()
@@ -309,15 +309,15 @@ func TestAwaitPointsOrders(t *testing.T) {
 		landed, err := m.NewFence("landed")
 		check(t, err)
 		check(t, copies.Copy(slot.Range(0, 256), from.Range(0, 256)))
-		check(t, copies.Raise(landed, 1))
+		check(t, copies.SignalFence(landed, 1))
 		point := device.Point{Fence: landed, Value: 1}
 		for !point.Reached() { // the query lets the machine continue, and establishes no order
 			continue
 		}
 		counted := &meter{machine: m, stream: compute}
 		if awaits {
-			wave := experts.Wave{Await: []device.Point{point}}
-			check(t, awaitPoints(compute, ExpertCopy, wave.Await, counted))
+			wave := experts.Wave{WaitFor: []device.Point{point}}
+			check(t, awaitPoints(compute, ExpertCopy, wave.WaitFor, counted))
 		}
 		check(t, compute.Execute(device.Work{Name: "experts", Reads: []device.Range{slot.Range(0, 256)}, Run: func(device.Access) error { return nil }}))
 		check(t, errors.Join(compute.Synchronize(t.Context()), copies.Synchronize(t.Context())))

@@ -284,8 +284,8 @@ func (r *rig) layer(st experts.Step, l int, whole bool) error {
 
 func (r *rig) waves(layer int, table kernels.Tensor, waves []experts.Wave) error {
 	for _, w := range waves {
-		for _, p := range w.Await {
-			if err := r.compute.Await(p.Fence, p.Value); err != nil {
+		for _, p := range w.WaitFor {
+			if err := r.compute.WaitFence(p.Fence, p.Value); err != nil {
 				return err
 			}
 		}

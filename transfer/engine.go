@@ -304,7 +304,7 @@ func (e *Engine) pointEnded(w *pointWait, err error) {
 func (e *Engine) finish(t *Ticket, err error) {
 	l := e.findLink(t.pair())
 	if err == nil {
-		err = t.done.Fence.Raise(t.done.Value)
+		err = t.done.Fence.Signal(t.done.Value)
 	}
 	switch {
 	case err == nil && t.req.Skipped():
@@ -321,7 +321,7 @@ func (e *Engine) finish(t *Ticket, err error) {
 			t.err = errors.Join(t.err, fmt.Errorf("transfer: %s: cannot fail the Done fence: %w", t.name(), err))
 		}
 	}
-	if err := t.end.Fence.Raise(t.end.Value); err != nil {
+	if err := t.end.Fence.Signal(t.end.Value); err != nil {
 		t.err = errors.Join(t.err, err)
 	}
 	e.releaseDoneFence(t.end)
@@ -386,7 +386,7 @@ func (e *Engine) Close() error {
 	for r := e.core.InFlight(); r != nil && errs == nil; r = e.core.InFlight() {
 		end := r.Owner.(*Ticket).end
 		e.mu.Unlock()
-		if err := end.Await(context.Background()); err != nil {
+		if err := end.Wait(context.Background()); err != nil {
 			errs = append(errs, err)
 		}
 		e.mu.Lock()

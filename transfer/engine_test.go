@@ -201,10 +201,10 @@ func TestNoHeadOfLine(t *testing.T) {
 		ta := r.submit(a)
 		tb := r.submit(b)
 		for _, err := range []error{
-			compute.Await(b.Done.Fence, b.Done.Value),
+			compute.WaitFence(b.Done.Fence, b.Done.Value),
 			compute.Copy(keep.Range(0, n), slot.Range(0, n)),
-			compute.Raise(read.Fence, read.Value),
-			compute.Await(a.Done.Fence, a.Done.Value),
+			compute.SignalFence(read.Fence, read.Value),
+			compute.WaitFence(a.Done.Fence, a.Done.Value),
 			compute.Synchronize(t.Context()),
 		} {
 			if err != nil {
@@ -355,7 +355,7 @@ func TestChunkFailsTwice(t *testing.T) {
 			qa.Label = transfer.Text("the one that fails")
 			consumer := r.stream(device.HBM(0), "consumer")
 			ta, tb := r.submit(qa), r.submit(r.down(db, b, transfer.Prefetch))
-			if err := consumer.Await(qa.Done.Fence, qa.Done.Value); err != nil {
+			if err := consumer.WaitFence(qa.Done.Fence, qa.Done.Value); err != nil {
 				t.Fatal(err)
 			}
 			err := ta.Wait(t.Context())
@@ -550,7 +550,7 @@ func TestAfterFailsUnasked(t *testing.T) {
 				after = q.Done
 				r.submit(q)
 			}
-			if err := consumer.Await(after.Fence, after.Value); err != nil {
+			if err := consumer.WaitFence(after.Fence, after.Value); err != nil {
 				t.Fatal(err)
 			}
 			if byHost {
@@ -559,7 +559,7 @@ func TestAfterFailsUnasked(t *testing.T) {
 				}
 			} else if err := errors.Join(
 				producer.Execute(device.Work{Name: "boom", Run: func(device.Access) error { return boom }}),
-				producer.Raise(first.Fence, first.Value),
+				producer.SignalFence(first.Fence, first.Value),
 			); err != nil {
 				t.Fatal(err)
 			}
@@ -571,7 +571,7 @@ func TestAfterFailsUnasked(t *testing.T) {
 			q := r.down(dst, src, transfer.Demand)
 			q.After = []device.Point{r.point()}
 			ticket := r.submit(q)
-			if err := q.After[0].Fence.Raise(1); err != nil {
+			if err := q.After[0].Fence.Signal(1); err != nil {
 				t.Fatal(err)
 			}
 			r.wait(ticket)
@@ -607,7 +607,7 @@ func TestWaitingTogether(t *testing.T) {
 	if !tickets[2].Cancel() {
 		t.Error("a copy that waits was not canceled")
 	}
-	if err := p.Fence.Raise(1); err != nil {
+	if err := p.Fence.Signal(1); err != nil {
 		t.Fatal(err)
 	}
 	for i, ticket := range tickets {
@@ -615,7 +615,7 @@ func TestWaitingTogether(t *testing.T) {
 			t.Errorf("copy %d: %v", i, err)
 		}
 	}
-	if err := separate.After[0].Fence.Raise(1); err != nil {
+	if err := separate.After[0].Fence.Signal(1); err != nil {
 		t.Fatal(err)
 	}
 	r.wait(last)
@@ -647,7 +647,7 @@ func TestCancel(t *testing.T) {
 			t.Error("a copy that has ended was canceled")
 		}
 		// What waited for the point still does, and lets go in the end.
-		if err := blocked.After[0].Fence.Raise(1); err != nil {
+		if err := blocked.After[0].Fence.Signal(1); err != nil {
 			t.Fatal(err)
 		}
 		blocked.Done = r.point()
@@ -679,7 +679,7 @@ func TestSkip(t *testing.T) {
 			t.Errorf("skipped: %v", err)
 		}
 		stall.Release()
-		if err := waiting.After[0].Fence.Raise(1); err != nil {
+		if err := waiting.After[0].Fence.Signal(1); err != nil {
 			t.Fatal(err)
 		}
 		r.wait(running)
@@ -760,7 +760,7 @@ func TestRelease(t *testing.T) {
 			t.Errorf("canceled, and released: %v", err)
 		}
 		stall.Release()
-		if err := held.After[0].Fence.Raise(1); err != nil {
+		if err := held.After[0].Fence.Signal(1); err != nil {
 			t.Fatal(err)
 		}
 		for _, ticket := range []*transfer.Ticket{running, other, under} {
@@ -813,7 +813,7 @@ func TestReleaseUnderLoad(t *testing.T) {
 				case 2:
 					canceled = ticket.Cancel()
 				}
-				if err := after.Fence.Raise(n + 1); err != nil {
+				if err := after.Fence.Signal(n + 1); err != nil {
 					t.Error(err)
 				}
 				err = ticket.Wait(context.Background())
@@ -1078,7 +1078,7 @@ func TestNoGarbage(t *testing.T) {
 		copied := func() {
 			ticket, err := e.Submit(q)
 			if err == nil {
-				err = after.Fence.Raise(q.After[0].Value)
+				err = after.Fence.Signal(q.After[0].Value)
 			}
 			if err != nil {
 				t.Fatal(err)

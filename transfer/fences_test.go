@@ -36,7 +36,7 @@ func TestExhaustedDoneFence(t *testing.T) {
 	first := end(1)
 	// As if so many copies had come between.
 	e.doneFences[0].Value = maxDoneValue - 1
-	ok(first.Fence.Raise(maxDoneValue - 1))
+	ok(first.Fence.Signal(maxDoneValue - 1))
 	if p := end(2); p.Fence != first.Fence || p.Value != maxDoneValue {
 		t.Errorf("the copy before the last of its fence ends at %v", p)
 	}

@@ -94,7 +94,7 @@ func (t *Ticket) Err() error {
 // Wait waits on the host until the request has ended and none of its chunks is in flight,
 // or ctx is done, and returns Err.
 func (t *Ticket) Wait(ctx context.Context) error {
-	if err := t.end.Await(ctx); err != nil && !t.Ended() {
+	if err := t.end.Wait(ctx); err != nil && !t.Ended() {
 		return fmt.Errorf("transfer: wait for %s: %w", t.name(), err)
 	}
 	return t.Err()

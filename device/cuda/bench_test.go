@@ -68,10 +68,10 @@ func BenchmarkFence(b *testing.B) {
 	v := uint32(0)
 	for b.Loop() {
 		v++
-		r.ok(s.Await(there, v))
-		r.ok(s.Raise(back, v))
-		r.ok(there.Raise(v))
-		r.ok(back.Await(r.ctx, v))
+		r.ok(s.WaitFence(there, v))
+		r.ok(s.SignalFence(back, v))
+		r.ok(there.Signal(v))
+		r.ok(back.Wait(r.ctx, v))
 	}
 	r.ok(s.Synchronize(r.ctx))
 }

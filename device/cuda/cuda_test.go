@@ -306,37 +306,37 @@ func TestNothingAllocates(t *testing.T) {
 		"event on the host's stream": func() { r.ok(s.Record(e)); r.ok(worker.Wait(e)); settle(worker) },
 		"fence": func() {
 			value++
-			r.ok(s.Raise(f, value))
-			r.ok(other.Await(f, value))
+			r.ok(s.SignalFence(f, value))
+			r.ok(other.WaitFence(f, value))
 		},
 		"wait on the host": func() {
 			value++
 			r.ok(s.Record(e))
-			r.ok(s.Raise(f, value))
+			r.ok(s.SignalFence(f, value))
 			r.ok(e.Synchronize(r.ctx))
-			r.ok(f.Await(r.ctx, value))
+			r.ok(f.Wait(r.ctx, value))
 			r.ok(s.Synchronize(r.ctx))
 		},
 		"host stream": func() {
 			value++
-			r.ok(worker.Await(f, value))
+			r.ok(worker.WaitFence(f, value))
 			r.ok(worker.Execute(device.Work{Name: "nothing", Run: func(device.Access) error { return nil }}))
-			r.ok(s.Raise(f, value))
+			r.ok(s.SignalFence(f, value))
 			settle(worker)
 		},
 		"sleeping wait": func() {
 			value++
 			r.ok(worker.Execute(device.Work{Name: "sleep", Run: func(device.Access) error { time.Sleep(5 * spinFor); return nil }}))
-			r.ok(worker.Raise(f, value))
-			r.ok(f.Await(r.ctx, value))
+			r.ok(worker.SignalFence(f, value))
+			r.ok(f.Wait(r.ctx, value))
 		},
 		"event behind fences": func() {
 			value += 2
-			r.ok(s.Await(gate, value-1))
-			r.ok(s.Await(gate, value))
+			r.ok(s.WaitFence(gate, value-1))
+			r.ok(s.WaitFence(gate, value))
 			r.ok(s.Record(e))
 			r.ok(other.Wait(e))
-			r.ok(gate.Raise(value))
+			r.ok(gate.Signal(value))
 			r.ok(other.Synchronize(r.ctx))
 		},
 		"time of an event": func() {
@@ -388,7 +388,7 @@ func TestGraph(t *testing.T) {
 		}
 		// What waits cannot be captured, and says so without harm.
 		contains(t, s.Record(e), "Capture")
-		contains(t, s.Raise(f, 1), "Capture")
+		contains(t, s.SignalFence(f, 1), "Capture")
 		contains(t, s.Synchronize(r.ctx), "Capture")
 		_, err := s.Capture(func() error { return nil })
 		contains(t, err, "Capture")
@@ -513,8 +513,8 @@ func TestOverlap(t *testing.T) {
 		{"a copy", func() { r.ok(s.Copy(all(b), all(a))) }},
 		{"an event recorded", func() { r.ok(s.Record(e)) }},
 		{"a wait for an event", func() { r.ok(other.Record(e)); r.ok(s.Wait(e)) }},
-		{"a fence raised", func() { r.ok(s.Raise(f, 1)) }},
-		{"a fence awaited", func() { r.ok(s.Await(f, 1)) }}, // raised by the line above
+		{"a fence raised", func() { r.ok(s.SignalFence(f, 1)) }},
+		{"a fence awaited", func() { r.ok(s.WaitFence(f, 1)) }}, // raised by the line above
 		{"a library's call", func() { r.ok(s.Do("library", func() error { return nil })) }},
 	} {
 		launch(true)
@@ -609,18 +609,18 @@ func TestHostFailureReachesGPU(t *testing.T) {
 			}
 			r.ok(host.Execute(device.Work{Name: "read", Run: func(device.Access) error { <-gate; return cause }}))
 			r.ok(host.Record(e))
-			r.ok(host.Raise(f, 1))
+			r.ok(host.SignalFence(f, 1))
 			if early {
 				r.wants(host.Synchronize(r.ctx), cause)
 			}
 			if through == "event" {
 				r.ok(gpu.Wait(e))
 			} else {
-				r.ok(gpu.Await(f, 1))
+				r.ok(gpu.WaitFence(f, 1))
 			}
 			r.ok(gpu.Record(after))
 			r.ok(next.Wait(after))
-			r.ok(next.Raise(last, 1))
+			r.ok(next.SignalFence(last, 1))
 			if !early {
 				if done, err := after.Query(); done || err != nil {
 					t.Errorf("%s: passed (%v, %v) before the host's work ended", through, done, err)
@@ -638,8 +638,8 @@ func TestHostFailureReachesGPU(t *testing.T) {
 			// Behind the recovery it is over.
 			r.ok(gpu.Record(after))
 			r.ok(next.Wait(after))
-			r.ok(next.Raise(last, 2))
-			r.ok(last.Await(r.ctx, 2))
+			r.ok(next.SignalFence(last, 2))
+			r.ok(last.Wait(r.ctx, 2))
 			r.ok(next.Synchronize(r.ctx))
 			r.ok(after.Synchronize(r.ctx))
 		}
@@ -677,11 +677,11 @@ func TestRefusedCall(t *testing.T) {
 	contains(t, err, "64 bytes from host to gpu0", `"copies"`)
 	r.ok(s.Copy(all(back), all(dst)))
 	r.ok(s.Record(e))
-	r.ok(s.Raise(f, 1))
+	r.ok(s.SignalFence(f, 1))
 	r.ok(behind.Wait(e))
 	r.ok(behind.Copy(all(back), all(src)))
 	r.wants(e.Synchronize(r.ctx), device.ErrCopyFailed)
-	r.wants(f.Await(r.ctx, 1), device.ErrCopyFailed)
+	r.wants(f.Wait(r.ctx, 1), device.ErrCopyFailed)
 	r.wants(behind.Synchronize(r.ctx), device.ErrCopyFailed)
 	r.wants(s.Synchronize(r.ctx), device.ErrCopyFailed)
 	if got := back.Read(0, 1)[0]; got != 1 {
@@ -692,14 +692,14 @@ func TestRefusedCall(t *testing.T) {
 	}
 	r.ok(s.Copy(all(dst), all(src)))
 	r.ok(s.Copy(all(back), all(dst)))
-	r.ok(s.Raise(f, 2))
-	r.ok(f.Await(r.ctx, 2))
+	r.ok(s.SignalFence(f, 2))
+	r.ok(f.Wait(r.ctx, 2))
 	if got := back.Read(0, 1)[0]; got != 2 {
 		t.Errorf("after recovery: %d", got)
 	}
 	for call, do := range map[string]func() error{
-		"cuStreamWriteValue32_v2": func() error { return s.Raise(f, 3) },
-		"cuStreamWaitValue32_v2":  func() error { return s.Await(f, 3) },
+		"cuStreamWriteValue32_v2": func() error { return s.SignalFence(f, 3) },
+		"cuStreamWaitValue32_v2":  func() error { return s.WaitFence(f, 3) },
 		"cuEventRecord":           func() error { return s.Record(e) },
 		"cuStreamWaitEvent": func() error {
 			r.ok(behind.Record(e))
@@ -714,7 +714,7 @@ func TestRefusedCall(t *testing.T) {
 			t.Errorf("%s was refused and the stream is not in error", call)
 		}
 	}
-	if err := f.Await(r.ctx, 3); err == nil {
+	if err := f.Wait(r.ctx, 3); err == nil {
 		t.Error("a raise that was refused raises")
 	}
 }
@@ -726,7 +726,7 @@ func TestFreeDoesNotWait(t *testing.T) {
 	s, f := r.stream(0, "held"), r.fence("later")
 	mem := r.alloc(device.HBM(0), 1<<20)
 	src := r.alloc(device.Host, 1<<20)
-	r.ok(s.Await(f, 1))
+	r.ok(s.WaitFence(f, 1))
 	r.ok(s.Copy(all(mem), all(src)))
 	done := make(chan error, 1)
 	go func() {
@@ -744,7 +744,7 @@ func TestFreeDoesNotWait(t *testing.T) {
 	case <-time.After(time.Minute):
 		t.Error("Alloc or Free waits for a stream that waits for a fence")
 	}
-	r.ok(f.Raise(1))
+	r.ok(f.Signal(1))
 	r.ok(s.Synchronize(r.ctx))
 }
 
@@ -861,7 +861,7 @@ func TestEventsOfManyStreams(t *testing.T) {
 	for round := range 12 {
 		from, to := kinds[round%4], kinds[(round*3+1)%4]
 		gates++
-		r.ok(from.Await(gate, gates))
+		r.ok(from.WaitFence(gate, gates))
 		r.ok(from.Record(e))
 		if from != to {
 			// The same event again, behind the wait for its earlier recording.
@@ -871,7 +871,7 @@ func TestEventsOfManyStreams(t *testing.T) {
 		if done, err := e.Query(); done || err != nil {
 			t.Fatalf("round %d: passed (%v, %v) while the gate is shut", round, done, err)
 		}
-		r.ok(gate.Raise(gates))
+		r.ok(gate.Signal(gates))
 		r.ok(e.Synchronize(r.ctx))
 		at, err := e.Time()
 		r.ok(err)
@@ -889,7 +889,7 @@ func TestAbandonedWaits(t *testing.T) {
 	r := newRig(t, 1)
 	host, gate, e := r.host("slow"), r.fence("gate"), r.event()
 	cause := errors.New("no luck")
-	r.ok(host.Await(gate, 1))
+	r.ok(host.WaitFence(gate, 1))
 	r.ok(host.Execute(device.Work{Name: "fails", Run: func(device.Access) error { return cause }}))
 	r.ok(host.Record(e))
 	for _, wait := range []func(context.Context) error{host.Recover, host.Synchronize, e.Synchronize} {
@@ -897,13 +897,13 @@ func TestAbandonedWaits(t *testing.T) {
 		r.wants(wait(ctx), context.DeadlineExceeded)
 		cancel()
 	}
-	r.ok(gate.Raise(1))
+	r.ok(gate.Signal(1))
 	r.wants(host.Synchronize(r.ctx), cause)
 	r.wants(host.Recover(r.ctx), cause)
 	r.ok(host.Synchronize(r.ctx))
-	contains(t, gate.Raise(1), "values must rise", "gate")
+	contains(t, gate.Signal(1), "values must rise", "gate")
 	contains(t, gate.Fail(2, nil), "use Raise")
-	r.ok(host.Raise(gate, 1))
+	r.ok(host.SignalFence(gate, 1))
 	contains(t, host.Recover(r.ctx), "values must rise", "slow")
 }
 
@@ -914,8 +914,8 @@ func TestManyDependencies(t *testing.T) {
 	s, host := r.stream(0, "gpu"), r.host("host")
 	f, e := r.fence("f"), r.event()
 	for i := range uint32(300) {
-		r.ok(host.Raise(f, i+1))
-		r.ok(s.Await(f, i+1))
+		r.ok(host.SignalFence(f, i+1))
+		r.ok(s.WaitFence(f, i+1))
 		r.ok(host.Record(e))
 		r.ok(s.Wait(e))
 		r.ok(e.Synchronize(r.ctx))
@@ -929,9 +929,9 @@ func TestManyDependencies(t *testing.T) {
 func TestCloseSaysWhoIsHeld(t *testing.T) {
 	r := newRig(t, 1)
 	s, f := r.stream(0, "compute"), r.fence("weights of layer 3")
-	r.ok(s.Await(f, 4))
+	r.ok(s.WaitFence(f, 4))
 	waiting := make(chan error, 1)
-	go func() { waiting <- f.Await(r.ctx, 9) }()
+	go func() { waiting <- f.Wait(r.ctx, 9) }()
 	time.Sleep(2 * pause)
 	err := r.m.Close()
 	contains(t, err, `"compute"`, "weights of layer 3", "awaited at 4", "stands at 0")
@@ -948,8 +948,8 @@ func TestForeignObjects(t *testing.T) {
 	s := r.stream(0, "ours")
 	contains(t, s.Record(other.event()), "not of this machine")
 	contains(t, s.Wait(other.event()), "not of this machine")
-	contains(t, s.Raise(other.fence("f"), 1), "not of this machine")
-	contains(t, r.host("h").Await(other.fence("f"), 1), "not of this machine")
+	contains(t, s.SignalFence(other.fence("f"), 1), "not of this machine")
+	contains(t, r.host("h").WaitFence(other.fence("f"), 1), "not of this machine")
 	contains(t, s.Copy(all(r.alloc(device.HBM(0), 8)), all(other.alloc(device.HBM(0), 8))), "is not in one live allocation")
 	r.ok(s.Synchronize(r.ctx))
 }
@@ -1113,15 +1113,15 @@ func loseDevice() error {
 	e, f, g := r.event(), r.fence("never comes"), r.fence("gate")
 	trap := r.function(mod, "trap")
 	bad.Args()
-	r.ok(bad.Await(g, 1))
+	r.ok(bad.WaitFence(g, 1))
 	r.ok(bad.Launch(trap, Grid{}))
 	r.ok(bad.Copy(all(host), all(mem)))
 	r.ok(bad.Record(e))
-	r.ok(bad.Raise(f, 1))
+	r.ok(bad.SignalFence(f, 1))
 	if len(r.m.gpus) > 1 {
-		r.ok(waits.Await(f, 1))
+		r.ok(waits.WaitFence(f, 1))
 	}
-	r.ok(g.Raise(1))
+	r.ok(g.Signal(1))
 	r.wants(bad.Synchronize(r.ctx), device.ErrLost)
 	// The other device's stream is let go, and knows.
 	if len(r.m.gpus) > 1 {
@@ -1132,15 +1132,15 @@ func loseDevice() error {
 			r.Fatal(err)
 		}
 	}
-	r.wants(f.Await(r.ctx, 1), device.ErrLost)
+	r.wants(f.Wait(r.ctx, 1), device.ErrLost)
 	r.wants(e.Synchronize(r.ctx), device.ErrLost)
 	for range 2 {
 		r.wants(bad.Recover(r.ctx), device.ErrLost)
 	}
 	r.wants(bad.Copy(all(mem), all(host)), device.ErrLost)
 	r.wants(bad.Launch(trap, Grid{}), device.ErrLost)
-	r.wants(bad.Raise(f, 2), device.ErrLost)
-	r.wants(f.Await(r.ctx, 2), device.ErrLost)
+	r.wants(bad.SignalFence(f, 2), device.ErrLost)
+	r.wants(f.Wait(r.ctx, 2), device.ErrLost)
 	_, err = r.m.Alloc(device.HBM(0), 1, "late")
 	r.wants(err, device.ErrLost)
 	contains(r, err, "CUDA_ERROR_ILLEGAL_ADDRESS", "gpu0")
@@ -1172,11 +1172,11 @@ func loseUnnoticed() error {
 	trap := r.function(r.load(0), "trap")
 	bad.Args()
 	r.ok(bad.Launch(trap, Grid{}))
-	if err := bad.Raise(f, 1); err != nil {
+	if err := bad.SignalFence(f, 1); err != nil {
 		// Faster than we.
 		r.wants(err, device.ErrLost)
 	}
-	err = f.Await(r.ctx, 1)
+	err = f.Wait(r.ctx, 1)
 	r.wants(err, device.ErrLost)
 	fmt.Println(err)
 	return r.m.Close()

@@ -188,9 +188,9 @@ func (f *fence) raise(value uint32, by *hostStream) error {
 	return nil
 }
 
-// Raise implements device.Fence. Values must rise, but a value that Fail has set
+// Signal implements device.Fence. Values must rise, but a value that Fail has set
 // is let pass.
-func (f *fence) Raise(value uint32) error {
+func (f *fence) Signal(value uint32) error {
 	if f.m.closed.Load() {
 		return closedError("raise", device.Host, f.String())
 	}
@@ -246,8 +246,8 @@ func (f *fence) enqueued(op string, space device.Space, value uint32) error {
 	return nil
 }
 
-// Await implements device.Fence.
-func (f *fence) Await(ctx context.Context, value uint32) error {
+// Wait implements device.Fence.
+func (f *fence) Wait(ctx context.Context, value uint32) error {
 	f.mu.Lock()
 	closed := f.closed
 	f.mu.Unlock()

@@ -169,13 +169,13 @@ func (s *hostStream) Wait(e device.Event) error {
 	return err
 }
 
-// Raise implements device.Stream.
-func (s *hostStream) Raise(f device.Fence, value uint32) error {
+// SignalFence implements device.Stream.
+func (s *hostStream) SignalFence(f device.Fence, value uint32) error {
 	return s.fenceOp("raise", hostRaise, f, value)
 }
 
-// Await implements device.Stream.
-func (s *hostStream) Await(f device.Fence, value uint32) error {
+// WaitFence implements device.Stream.
+func (s *hostStream) WaitFence(f device.Fence, value uint32) error {
 	return s.fenceOp("await", hostAwait, f, value)
 }
 

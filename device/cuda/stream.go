@@ -302,8 +302,8 @@ func (s *Stream) await(w word, value uint32) int {
 	return code(err)
 }
 
-// Raise implements device.Stream.
-func (s *Stream) Raise(f device.Fence, value uint32) error {
+// SignalFence implements device.Stream.
+func (s *Stream) SignalFence(f device.Fence, value uint32) error {
 	fe, err := s.fence("raise", f)
 	if err != nil {
 		return err
@@ -339,8 +339,8 @@ func (s *Stream) Raise(f device.Fence, value uint32) error {
 	return nil
 }
 
-// Await implements device.Stream.
-func (s *Stream) Await(f device.Fence, value uint32) error {
+// WaitFence implements device.Stream.
+func (s *Stream) WaitFence(f device.Fence, value uint32) error {
 	fe, err := s.fence("await", f)
 	if err != nil {
 		return err

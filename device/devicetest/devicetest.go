@@ -524,13 +524,13 @@ func eventStates(s *suite) {
 	_, err = e.Time()
 	s.wants(err, "", device.ErrNotRecorded)
 	for v := uint32(1); v <= 3; v++ {
-		s.ok(st.Await(f, v))
+		s.ok(st.WaitFence(f, v))
 		s.ok(st.Record(e))
 		if done, err := e.Query(); done || err != nil {
 			s.Fatalf("round %d: the event has passed (%v, %v) before its fence was raised", v, done, err)
 		}
 		s.ok(other.Wait(e))
-		s.ok(f.Raise(v))
+		s.ok(f.Signal(v))
 		s.ok(other.Synchronize(s.ctx))
 		if done, err := e.Query(); !done || err != nil {
 			s.Fatalf("round %d: a stream passed the event, and Query says %v, %v", v, done, err)
@@ -577,7 +577,7 @@ func fenceOrder(s *suite) {
 					if to == nil {
 						return
 					}
-					s.ok(to.Await(f, 1))
+					s.ok(to.WaitFence(f, 1))
 					s.ok(to.Copy(whole(back), whole(mem)))
 				}
 				if awaitFirst {
@@ -586,15 +586,15 @@ func fenceOrder(s *suite) {
 				s.ok(write.Copy(whole(mem), whole(src)))
 				if from == nil {
 					s.ok(write.Synchronize(s.ctx))
-					s.ok(f.Raise(1))
+					s.ok(f.Signal(1))
 				} else {
-					s.ok(from.Raise(f, 1))
+					s.ok(from.SignalFence(f, 1))
 				}
 				if !awaitFirst {
 					await()
 				}
 				if to == nil {
-					s.ok(f.Await(s.ctx, 1))
+					s.ok(f.Wait(s.ctx, 1))
 					s.ok(read.Copy(whole(back), whole(mem)))
 				}
 				s.ok(read.Synchronize(s.ctx))
@@ -631,7 +631,7 @@ func capture(s *suite) {
 	// Nothing of it runs, whatever is under way here and elsewhere.
 	fill(in.Write(0, n), 1)
 	clear(out.Write(0, n))
-	s.ok(busy.Await(held, 1))
+	s.ok(busy.WaitFence(held, 1))
 	g, err := busy.Capture(func() error {
 		refused := func(op string, err error) {
 			if err == nil {
@@ -640,8 +640,8 @@ func capture(s *suite) {
 		}
 		refused("record", busy.Record(event))
 		refused("wait", busy.Wait(event))
-		refused("raise", busy.Raise(held, 2))
-		refused("await", busy.Await(held, 1))
+		refused("raise", busy.SignalFence(held, 2))
+		refused("await", busy.WaitFence(held, 1))
 		refused("a copy within host memory", busy.Copy(whole(out), whole(in)))
 		refused("synchronize", busy.Synchronize(s.ctx))
 		refused("recover", busy.Recover(s.ctx))
@@ -653,7 +653,7 @@ func capture(s *suite) {
 	if g.Nodes() != 3 {
 		s.Errorf("a graph of %d operations, want 3 copies", g.Nodes())
 	}
-	s.ok(held.Raise(1))
+	s.ok(held.Signal(1))
 	s.ok(busy.Synchronize(s.ctx))
 	s.same("nothing has run", out.Read(0, n), make([]byte, n))
 	for i := range uint64(rounds) {
@@ -665,11 +665,11 @@ func capture(s *suite) {
 	}
 	// In order with what stands before and behind it.
 	for i := range uint32(rounds) {
-		s.ok(busy.Await(held, i+2))
+		s.ok(busy.WaitFence(held, i+2))
 		s.ok(busy.LaunchGraph(g))
 		s.ok(busy.Record(event))
 		fill(in.Write(0, n), uint64(rounds+i))
-		s.ok(held.Raise(i + 2))
+		s.ok(held.Signal(i + 2))
 		s.ok(event.Synchronize(s.ctx))
 		s.same(fmt.Sprintf("launch %d behind a fence", i), out.Read(0, n), pattern(n, uint64(rounds+i)))
 	}
@@ -690,26 +690,26 @@ func fenceWraps(s *suite) {
 	steps := []uint32{1, 0x40000000, 0x80000000, 0xc0000000, 0xffffffff, 0, 1, 7, 0x70000000}
 	for i, v := range steps {
 		// One value before is reached, one behind is not.
-		s.ok(gpu.Await(f, v-1+uint32(i&1)))
-		s.ok(gpu.Raise(seen, v))
+		s.ok(gpu.WaitFence(f, v-1+uint32(i&1)))
+		s.ok(gpu.SignalFence(seen, v))
 		switch i % 3 {
 		case 0:
-			s.ok(f.Raise(v))
+			s.ok(f.Signal(v))
 		case 1:
-			s.ok(host.Raise(f, v))
+			s.ok(host.SignalFence(f, v))
 		case 2:
 			s.ok(host.Execute(device.Work{Name: "before the raise"}))
-			s.ok(host.Raise(f, v))
+			s.ok(host.SignalFence(f, v))
 		}
-		s.ok(f.Await(s.ctx, v))
-		s.ok(f.Await(s.ctx, v-1))
+		s.ok(f.Wait(s.ctx, v))
+		s.ok(f.Wait(s.ctx, v-1))
 		s.ok(gpu.Synchronize(s.ctx))
 		s.ok(host.Synchronize(s.ctx))
 		if f.Value() != v || seen.Value() != v {
 			s.Errorf("the fences are at %#x and %#x, want %#x", f.Value(), seen.Value(), v)
 		}
 		ctx, cancel := context.WithTimeout(s.ctx, 2*time.Millisecond)
-		if err := f.Await(ctx, v+1); !errors.Is(err, context.DeadlineExceeded) {
+		if err := f.Wait(ctx, v+1); !errors.Is(err, context.DeadlineExceeded) {
 			s.Errorf("awaiting %#x of a fence at %#x: %v", v+1, v, err)
 		}
 		cancel()
@@ -726,13 +726,13 @@ func fenceFail(s *suite) {
 		Name: "told", Host: true, Failed: func(err error) { told <- err },
 		Run: func(device.Access) error { told <- nil; return nil },
 	}
-	s.ok(host.Await(f, 2))
+	s.ok(host.WaitFence(f, 2))
 	s.ok(host.Execute(device.Work{Name: "skipped", Run: func(device.Access) error { ran = true; return nil }}))
 	s.ok(host.Execute(tell))
-	s.ok(f.Raise(1))
-	s.ok(f.Await(s.ctx, 1))
+	s.ok(f.Signal(1))
+	s.ok(f.Wait(s.ctx, 1))
 	s.ok(f.Fail(2, cause))
-	s.wants(f.Await(s.ctx, 2), "", cause)
+	s.wants(f.Wait(s.ctx, 2), "", cause)
 	s.wants(host.Synchronize(s.ctx), "", cause)
 	s.wants(host.Recover(s.ctx), "", cause)
 	s.ok(host.Synchronize(s.ctx))
@@ -750,8 +750,8 @@ func fenceFail(s *suite) {
 	if v := f.Value(); v != 2 {
 		s.Errorf("the fence is at %d", v)
 	}
-	s.ok(f.Raise(3))
-	s.ok(host.Await(f, 3))
+	s.ok(f.Signal(3))
+	s.ok(host.WaitFence(f, 3))
 	s.ok(host.Synchronize(s.ctx))
 }
 
@@ -771,8 +771,8 @@ func hostStream(s *suite) {
 		s.ok(host.Record(ready))
 		s.ok(gpu.Wait(ready))
 		s.ok(gpu.Copy(whole(mem), whole(in)))
-		s.ok(gpu.Raise(f, uint32(i)+1))
-		s.ok(host.Await(f, uint32(i)+1))
+		s.ok(gpu.SignalFence(f, uint32(i)+1))
+		s.ok(host.WaitFence(f, uint32(i)+1))
 		s.ok(host.Copy(whole(out), whole(mem)))
 		s.ok(host.Execute(device.Work{
 			Name: "check",
@@ -806,10 +806,10 @@ func hostWork(s *suite) {
 		if err := gpu.Copy(whole(back), whole(mem)); err != nil {
 			return err
 		}
-		return gpu.Raise(f, 1)
+		return gpu.SignalFence(f, 1)
 	}}))
 	s.ok(host.Execute(device.Work{Name: "second", Host: true, Run: func(device.Access) error { order <- 2; return nil }}))
-	s.ok(f.Await(s.ctx, 1))
+	s.ok(f.Wait(s.ctx, 1))
 	s.same("copied from inside of work", back.Read(0, n), src.Read(0, n))
 	s.ok(host.Synchronize(s.ctx))
 	if a, b := <-order, <-order; a != 1 || b != 2 {
@@ -828,7 +828,7 @@ func streamErrors(s *suite) {
 	s.ok(host.Execute(device.Work{Name: "unlucky", Run: func(device.Access) error { return cause }}))
 	s.ok(host.Execute(count))
 	s.ok(host.Record(e))
-	s.ok(host.Raise(f, 1))
+	s.ok(host.SignalFence(f, 1))
 	s.ok(other.Wait(e))
 	s.ok(other.Execute(count))
 	s.wants(host.Synchronize(s.ctx), "launch", cause)
@@ -839,7 +839,7 @@ func streamErrors(s *suite) {
 	if done, err := e.Query(); !done || !errors.Is(err, cause) {
 		s.Errorf("Query: %v, %v", done, err)
 	}
-	s.wants(f.Await(s.ctx, 1), "", cause)
+	s.wants(f.Wait(s.ctx, 1), "", cause)
 	s.wants(other.Synchronize(s.ctx), "", cause)
 	s.wants(other.Recover(s.ctx), "", cause)
 	s.wants(host.Recover(s.ctx), "launch", cause)
@@ -864,21 +864,21 @@ func raiseWhatWasAwaited(s *suite) {
 	st := s.stream(device.HBM(0), "stream")
 	bad, f, e := s.fence(), s.fence(), s.event()
 	cause := errors.New("no such luck")
-	s.ok(st.Await(bad, 1))
+	s.ok(st.WaitFence(bad, 1))
 	s.ok(st.Record(e))
-	s.ok(st.Await(f, 1))
+	s.ok(st.WaitFence(f, 1))
 	s.ok(bad.Fail(1, cause))
 	s.wants(e.Synchronize(s.ctx), "", cause) // now it is known that the stream is in error
 	raised := make(chan error, 1)
-	go func() { raised <- st.Raise(f, 2) }()
+	go func() { raised <- st.SignalFence(f, 2) }()
 	select {
 	case err := <-raised:
 		s.ok(err)
 	case <-s.ctx.Done():
 		s.Fatal("Raise does not return")
 	}
-	s.ok(f.Raise(1))
-	s.wants(f.Await(s.ctx, 2), "", cause)
+	s.ok(f.Signal(1))
+	s.wants(f.Wait(s.ctx, 2), "", cause)
 	s.wants(st.Recover(s.ctx), "", cause)
 }
 
@@ -887,28 +887,28 @@ func raiseWhatWasAwaited(s *suite) {
 func recordElsewhere(s *suite) {
 	slow, fast, gpu := s.hostStream("slow"), s.hostStream("fast"), s.stream(device.HBM(0), "gpu")
 	a, b, c, e := s.fence(), s.fence(), s.fence(), s.event()
-	s.ok(slow.Await(a, 1))
+	s.ok(slow.WaitFence(a, 1))
 	s.ok(slow.Record(e))
-	s.ok(fast.Await(b, 1))
+	s.ok(fast.WaitFence(b, 1))
 	s.ok(fast.Record(e))
-	s.ok(gpu.Await(c, 1))
+	s.ok(gpu.WaitFence(c, 1))
 	s.ok(gpu.Wait(e))
-	s.ok(b.Raise(1))
+	s.ok(b.Signal(1))
 	s.ok(fast.Synchronize(s.ctx))
-	s.ok(a.Raise(1))
+	s.ok(a.Signal(1))
 	s.ok(slow.Synchronize(s.ctx))
-	s.ok(c.Raise(1))
+	s.ok(c.Signal(1))
 	s.ok(gpu.Synchronize(s.ctx))
 }
 
 func contexts(s *suite) {
 	st := s.stream(device.HBM(0), "held")
 	f, e := s.fence(), s.event()
-	s.ok(st.Await(f, 1))
+	s.ok(st.WaitFence(f, 1))
 	s.ok(st.Record(e))
 	for _, wait := range []func(context.Context) error{
 		st.Synchronize, st.Recover, e.Synchronize,
-		func(ctx context.Context) error { return f.Await(ctx, 1) },
+		func(ctx context.Context) error { return f.Wait(ctx, 1) },
 	} {
 		ctx, cancel := context.WithTimeout(s.ctx, 5*time.Millisecond)
 		if err := wait(ctx); !errors.Is(err, context.DeadlineExceeded) {
@@ -919,7 +919,7 @@ func contexts(s *suite) {
 	raised := make(chan error)
 	go func() {
 		time.Sleep(5 * time.Millisecond)
-		raised <- f.Raise(1)
+		raised <- f.Signal(1)
 	}()
 	s.ok(st.Synchronize(s.ctx))
 	s.ok(<-raised)
@@ -942,12 +942,12 @@ func closed(s *suite) {
 	s.wants(st.Copy(whole(mem), whole(src)), "", device.ErrClosed)
 	s.wants(st.Record(e), "", device.ErrClosed)
 	s.wants(st.Wait(e), "", device.ErrClosed)
-	s.wants(st.Raise(f, 1), "", device.ErrClosed)
-	s.wants(st.Await(f, 1), "", device.ErrClosed)
+	s.wants(st.SignalFence(f, 1), "", device.ErrClosed)
+	s.wants(st.WaitFence(f, 1), "", device.ErrClosed)
 	s.wants(st.Close(), "", device.ErrClosed)
 	s.ok(host.Close())
 	s.wants(host.Execute(device.Work{Name: "late"}), "", device.ErrClosed)
-	s.ok(f.Raise(3))
+	s.ok(f.Signal(3))
 	s.ok(e.Close())
 	s.ok(f.Close())
 	if v := f.Value(); v != 3 {
@@ -957,8 +957,8 @@ func closed(s *suite) {
 	s.wants(f.Close(), "", device.ErrClosed)
 	st = s.stream(device.HBM(0), "next")
 	s.wants(st.Wait(e), "", device.ErrClosed)
-	s.wants(st.Await(f, 1), "", device.ErrClosed)
-	s.wants(f.Raise(1), "", device.ErrClosed)
+	s.wants(st.WaitFence(f, 1), "", device.ErrClosed)
+	s.wants(f.Signal(1), "", device.ErrClosed)
 }
 
 // concurrent enqueues from one goroutine per stream, through which bytes pass in
@@ -984,13 +984,13 @@ func concurrent(s *suite) {
 			errs <- func() error {
 				for r := range rounds {
 					turn := uint32(r*streams + i)
-					if err := st.Await(f, turn); err != nil {
+					if err := st.WaitFence(f, turn); err != nil {
 						return err
 					}
 					if err := st.Copy(whole(bufs[i+1]), whole(bufs[i])); err != nil {
 						return err
 					}
-					if err := st.Raise(f, turn+1); err != nil {
+					if err := st.SignalFence(f, turn+1); err != nil {
 						return err
 					}
 				}
@@ -1048,7 +1048,7 @@ func randomCopies(s *suite) {
 			case p.event != nil:
 				s.ok(sts[on].Wait(p.event))
 			default:
-				s.ok(sts[on].Await(p.fence, p.value))
+				s.ok(sts[on].WaitFence(p.fence, p.value))
 			}
 		}
 		for range copies {
@@ -1073,7 +1073,7 @@ func randomCopies(s *suite) {
 			} else {
 				raised[on]++
 				p.fence, p.value = fences[on], raised[on]
-				s.ok(sts[on].Raise(p.fence, p.value))
+				s.ok(sts[on].SignalFence(p.fence, p.value))
 			}
 			dst.write, dst.reads = p, nil
 			src.reads = append(src.reads, p)
@@ -1184,7 +1184,7 @@ func closeOverPending(t *testing.T, m device.Machine) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if err := st.Await(f, 1); err != nil {
+	if err := st.WaitFence(f, 1); err != nil {
 		t.Fatal(err)
 	}
 	done := make(chan error, 1)

@@ -34,7 +34,7 @@ func (w *watcher) work(name string) device.Work {
 		w.mu.Lock()
 		defer w.mu.Unlock()
 		w.notes, w.errs = append(w.notes, name), append(w.errs, err)
-		return w.ran.Raise(uint32(len(w.notes)))
+		return w.ran.Signal(uint32(len(w.notes)))
 	}
 	return device.Work{
 		Name: name, Host: true,
@@ -55,7 +55,7 @@ func (w *watcher) pending(over bool, err error) {
 // wants waits until so much work has run or failed as names are given, and compares.
 func (w *watcher) wants(names ...string) {
 	w.Helper()
-	w.ok(w.ran.Await(w.ctx, uint32(len(names))))
+	w.ok(w.ran.Wait(w.ctx, uint32(len(names))))
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	if !slices.Equal(w.notes, names) {
@@ -71,19 +71,19 @@ func watches(s *suite) {
 	ev := s.event()
 	w.pending(w.Watch(device.Point{Fence: a, Value: 1}, w.work("a1")))
 	w.pending(w.Watch(device.Point{Fence: b, Value: 2}, w.work("b2")))
-	s.ok(gpu.Await(gate, 1))
+	s.ok(gpu.WaitFence(gate, 1))
 	s.ok(gpu.Record(ev))
 	w.pending(w.WatchEvent(ev, w.work("event")))
 	s.ok(w.Execute(w.work("executed")))
 	s.ok(w.Synchronize(s.ctx))
 	w.wants("executed")
-	s.ok(b.Raise(1))
+	s.ok(b.Signal(1))
 	s.ok(w.Synchronize(s.ctx))
-	s.ok(b.Raise(2))
+	s.ok(b.Signal(2))
 	w.wants("executed", "b2")
-	s.ok(gate.Raise(1))
+	s.ok(gate.Signal(1))
 	w.wants("executed", "b2", "event")
-	s.ok(gpu.Raise(a, 1)) // by a stream
+	s.ok(gpu.SignalFence(a, 1)) // by a stream
 	w.wants("executed", "b2", "event", "a1")
 
 	for _, over := range []func() (bool, error){
@@ -99,10 +99,10 @@ func watches(s *suite) {
 	w.wants("executed", "b2", "event", "a1")
 
 	// The event is of use again.
-	s.ok(gpu.Await(gate, 2))
+	s.ok(gpu.WaitFence(gate, 2))
 	s.ok(gpu.Record(ev))
 	w.pending(w.WatchEvent(ev, w.work("again")))
-	s.ok(gate.Raise(2))
+	s.ok(gate.Signal(2))
 	w.wants("executed", "b2", "event", "a1", "again")
 }
 
@@ -112,15 +112,15 @@ func watchesOutOfOrder(s *suite) {
 	w, gpu := s.watcher(), s.stream(device.HBM(0), "gpu")
 	first, last := s.event(), s.event()
 	gate := s.fence()
-	s.ok(gpu.Await(gate, 1))
+	s.ok(gpu.WaitFence(gate, 1))
 	s.ok(gpu.Record(first))
-	s.ok(gpu.Await(gate, 2))
+	s.ok(gpu.WaitFence(gate, 2))
 	s.ok(gpu.Record(last))
 	w.pending(w.WatchEvent(last, w.work("last")))
 	w.pending(w.WatchEvent(first, w.work("first")))
-	s.ok(gate.Raise(1))
+	s.ok(gate.Signal(1))
 	w.wants("first")
-	s.ok(gate.Raise(2))
+	s.ok(gate.Signal(2))
 	w.wants("first", "last")
 }
 
@@ -137,11 +137,11 @@ func watchesFail(s *suite) {
 	w.pending(w.Watch(device.Point{Fence: f, Value: 1}, w.work("after")))
 	w.wants("before", "after")
 
-	s.ok(host.Await(gate, 1))
+	s.ok(host.WaitFence(gate, 1))
 	s.ok(host.Execute(device.Work{Name: "fails", Host: true, Run: func(device.Access) error { return cause }}))
 	s.ok(host.Record(ev))
 	w.pending(w.WatchEvent(ev, w.work("event")))
-	s.ok(gate.Raise(1))
+	s.ok(gate.Signal(1))
 	w.wants("before", "after", "event")
 	w.pending(w.WatchEvent(ev, w.work("event again")))
 	w.wants("before", "after", "event", "event again")
@@ -153,7 +153,7 @@ func watchesFail(s *suite) {
 	}
 	s.ok(w.Synchronize(s.ctx))
 	s.ok(w.Execute(w.work("executed")))
-	s.ok(f.Raise(2))
+	s.ok(f.Signal(2))
 	if reached, err := w.Watch(device.Point{Fence: f, Value: 2}, w.work("late")); !reached || err != nil {
 		s.Errorf("behind a failure: %v, %v", reached, err)
 	}
@@ -175,7 +175,7 @@ func watchesEnd(s *suite) {
 	s.ok(closed.Close())
 	_, err = w.Watch(device.Point{Fence: closed, Value: 1}, w.work("never"))
 	s.wants(err, "watch", device.ErrClosed)
-	s.ok(gpu.Await(gate, 1))
+	s.ok(gpu.WaitFence(gate, 1))
 	s.ok(gpu.Record(ev))
 	w.pending(w.Watch(point, w.work("dropped")))
 	w.pending(w.WatchEvent(ev, w.work("dropped")))
@@ -184,8 +184,8 @@ func watchesEnd(s *suite) {
 	w.wants("executed")
 	_, err = w.Watch(point, w.work("never"))
 	s.wants(err, "watch", device.ErrClosed)
-	s.ok(f.Raise(1))
-	s.ok(gate.Raise(1))
+	s.ok(f.Signal(1))
+	s.ok(gate.Signal(1))
 	s.ok(gpu.Synchronize(s.ctx))
 	_, err = w.Watch(point, w.work("never"))
 	s.wants(err, "watch", device.ErrClosed)

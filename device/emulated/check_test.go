@@ -185,9 +185,9 @@ func TestCheckFinds(t *testing.T) {
 			func(p *program) {
 				p.write(p.a, p.x)
 				p.sync(p.a)
-				p.ok(p.b.Await(p.f, 1))
+				p.ok(p.b.WaitFence(p.f, 1))
 				p.read(p.b, p.x)
-				p.ok(p.a.Raise(p.f, 1))
+				p.ok(p.a.SignalFence(p.f, 1))
 				p.write(p.a, p.x)
 			},
 		},
@@ -196,11 +196,11 @@ func TestCheckFinds(t *testing.T) {
 			func(p *program) {
 				p.write(p.a, p.x)
 				p.sync(p.a)
-				p.ok(p.a.Raise(p.f, 1))
+				p.ok(p.a.SignalFence(p.f, 1))
 				p.write(p.a, p.x)
-				p.ok(p.a.Raise(p.f, 2))
+				p.ok(p.a.SignalFence(p.f, 2))
 				// Even where both raises really came first.
-				p.ok(p.b.Await(p.f, 1))
+				p.ok(p.b.WaitFence(p.f, 1))
 				p.read(p.b, p.x)
 			},
 		},
@@ -336,24 +336,24 @@ func TestCheckFinds(t *testing.T) {
 			"freed while a copy is queued", emulated.EarlyFree,
 			[]string{`stream "a" copy writes`, "host free"},
 			func(p *program) {
-				p.ok(p.a.Await(p.f, 1))
+				p.ok(p.a.WaitFence(p.f, 1))
 				p.copy(p.a, p.y, p.pinned)
 				if err := p.y.Free(); err == nil {
 					p.Error("memory was freed under a copy")
 				}
-				p.ok(p.f.Raise(1))
+				p.ok(p.f.Signal(1))
 			},
 		},
 		{
 			"freed while work is queued", emulated.EarlyFree,
 			[]string{`launch "write"`},
 			func(p *program) {
-				p.ok(p.a.Await(p.f, 1))
+				p.ok(p.a.WaitFence(p.f, 1))
 				p.write(p.a, p.y)
 				if err := p.y.Free(); err == nil {
 					p.Error("memory was freed under work")
 				}
-				p.ok(p.f.Raise(1))
+				p.ok(p.f.Signal(1))
 			},
 		},
 		{
@@ -361,7 +361,7 @@ func TestCheckFinds(t *testing.T) {
 			[]string{`stream "a" launch "write"`},
 			func(p *program) {
 				p.write(p.a, p.y)
-				p.ok(p.a.Raise(p.f, 1))
+				p.ok(p.a.SignalFence(p.f, 1))
 				for p.f.Value() != 1 {
 					// Reading the counter orders nothing.
 				}
@@ -451,42 +451,42 @@ func TestCheckAccepts(t *testing.T) {
 		}},
 		{"fence raised before the await", func(p *program) {
 			p.write(p.a, p.x)
-			p.ok(p.a.Raise(p.f, 1))
-			p.ok(p.b.Await(p.f, 1))
+			p.ok(p.a.SignalFence(p.f, 1))
+			p.ok(p.b.WaitFence(p.f, 1))
 			p.read(p.b, p.x)
 		}},
 		{"fence raised after the await was enqueued", func(p *program) {
-			p.ok(p.b.Await(p.f, 1))
+			p.ok(p.b.WaitFence(p.f, 1))
 			p.read(p.b, p.x)
-			p.ok(p.c.Await(p.f, 1))
+			p.ok(p.c.WaitFence(p.f, 1))
 			p.read(p.c, p.x)
 			p.write(p.a, p.x)
-			p.ok(p.a.Raise(p.f, 1))
+			p.ok(p.a.SignalFence(p.f, 1))
 		}},
 		{"a later value of the fence", func(p *program) {
 			p.write(p.a, p.x)
-			p.ok(p.a.Raise(p.f, 1))
-			p.ok(p.b.Await(p.f, 1))
+			p.ok(p.a.SignalFence(p.f, 1))
+			p.ok(p.b.WaitFence(p.f, 1))
 			p.write(p.b, p.y)
-			p.ok(p.b.Raise(p.f, 2))
-			p.ok(p.c.Await(p.f, 2))
+			p.ok(p.b.SignalFence(p.f, 2))
+			p.ok(p.c.WaitFence(p.f, 2))
 			p.read(p.c, p.x)
 			p.read(p.c, p.y)
 		}},
 		{"the host raises", func(p *program) {
-			p.ok(p.a.Await(p.f, 1))
+			p.ok(p.a.WaitFence(p.f, 1))
 			p.copy(p.a, p.x, p.pinned)
 			p.pinned.Write(0, programBytes)
-			p.ok(p.f.Raise(1))
+			p.ok(p.f.Signal(1))
 			p.sync(p.a)
 			p.pinned.Write(0, 1)
 		}},
 		{"the host awaits", func(p *program) {
 			p.write(p.a, p.x)
 			p.copy(p.a, p.pinned, p.x)
-			p.ok(p.a.Raise(p.f, 1))
+			p.ok(p.a.SignalFence(p.f, 1))
 			p.read(p.a, p.x)
-			p.ok(p.f.Await(p.Context(), 1))
+			p.ok(p.f.Wait(p.Context(), 1))
 			p.pinned.Read(0, programBytes)
 		}},
 		{"the host synchronizes with an event", func(p *program) {
@@ -522,8 +522,8 @@ func TestCheckAccepts(t *testing.T) {
 			p.write(p.a, p.x)
 			p.ok(p.a.Record(p.e))
 			p.ok(p.b.Wait(p.e))
-			p.ok(p.b.Raise(p.f, 1))
-			p.ok(p.host.Await(p.f, 1))
+			p.ok(p.b.SignalFence(p.f, 1))
+			p.ok(p.host.WaitFence(p.f, 1))
 			p.ok(p.host.Record(e2))
 			p.ok(p.c.Wait(e2))
 			p.write(p.c, p.x)
@@ -563,8 +563,8 @@ func TestCheckAccepts(t *testing.T) {
 				answer <- true
 				return nil
 			}}))
-			p.ok(p.host.Raise(p.f, 1))
-			p.ok(p.f.Await(p.Context(), 1))
+			p.ok(p.host.SignalFence(p.f, 1))
+			p.ok(p.f.Wait(p.Context(), 1))
 			<-answer
 			p.pinned.Read(0, programBytes)
 		}},

@@ -73,14 +73,14 @@ func TestFailCopy(t *testing.T) {
 			s.Copy(peer.Range(0, 64), src.Range(0, 64)),
 			s.Copy(dst.Range(0, 64), peer.Range(0, 64)),
 			s.Execute(device.Work{Name: "behind", Run: func(device.Access) error { ran = true; return nil }}),
-			s.Record(e), s.Raise(f, 1),
-			other.Await(f, 1), other.Record(e),
+			s.Record(e), s.SignalFence(f, 1),
+			other.WaitFence(f, 1), other.Record(e),
 		)
 		if err != nil {
 			t.Fatal(err)
 		}
 		wants(t, e.Synchronize(t.Context()), cause, "copy")
-		wants(t, f.Await(t.Context(), 1), cause, "copy")
+		wants(t, f.Wait(t.Context(), 1), cause, "copy")
 		wants(t, s.Recover(t.Context()), cause, "copy")
 		wants(t, other.Recover(t.Context()), cause, "copy")
 		if ran || dst.Read(0, 64)[1] != 0 {
@@ -202,8 +202,8 @@ func TestLose(t *testing.T) {
 		err = errors.Join(
 			on1.Copy(peer.Range(0, 64), src.Range(0, 64)),
 			on1.Synchronize(t.Context()),
-			on1.Await(held, 1), on1.Record(e), on1.Raise(after, 1),
-			on0.Await(held, 1), on0.Copy(local.Range(0, 64), peer.Range(0, 64)),
+			on1.WaitFence(held, 1), on1.Record(e), on1.SignalFence(after, 1),
+			on0.WaitFence(held, 1), on0.Copy(local.Range(0, 64), peer.Range(0, 64)),
 		)
 		if err != nil {
 			t.Fatal(err)
@@ -213,8 +213,8 @@ func TestLose(t *testing.T) {
 		}
 		// What was to come from the lost device fails at once, held or not.
 		wants(t, e.Synchronize(t.Context()), device.ErrLost, "stream")
-		wants(t, after.Await(t.Context(), 1), device.ErrLost, "stream")
-		if err := held.Raise(1); err != nil {
+		wants(t, after.Wait(t.Context(), 1), device.ErrLost, "stream")
+		if err := held.Signal(1); err != nil {
 			t.Fatal(err)
 		}
 		wants(t, on0.Recover(t.Context()), device.ErrLost, "copy")
@@ -222,7 +222,7 @@ func TestLose(t *testing.T) {
 			wants(t, on1.Recover(t.Context()), device.ErrLost, "stream")
 		}
 		wants(t, on1.Execute(device.Work{Name: "late"}), device.ErrLost, "launch")
-		wants(t, on1.Raise(after, 2), device.ErrLost, "raise")
+		wants(t, on1.SignalFence(after, 2), device.ErrLost, "raise")
 		wants(t, on0.Copy(local.Range(0, 64), peer.Range(0, 64)), device.ErrLost, "copy")
 		_, err = m.Alloc(device.HBM(1), 64, "late")
 		wants(t, err, device.ErrLost, "alloc")

@@ -162,9 +162,9 @@ func (f *fence) host(op string) (vclock, error) {
 	return nil, nil
 }
 
-// Raise implements device.Fence. Values must rise, but a value that Fail has set
+// Signal implements device.Fence. Values must rise, but a value that Fail has set
 // is let pass.
-func (f *fence) Raise(value uint32) error {
+func (f *fence) Signal(value uint32) error {
 	f.m.mu.Lock()
 	defer f.m.mu.Unlock()
 	clock, err := f.host("raise")
@@ -196,8 +196,8 @@ func (f *fence) Fail(value uint32, cause error) error {
 	return nil
 }
 
-// Await implements device.Fence.
-func (f *fence) Await(ctx context.Context, value uint32) error {
+// Wait implements device.Fence.
+func (f *fence) Wait(ctx context.Context, value uint32) error {
 	m := f.m
 	m.mu.Lock()
 	defer m.mu.Unlock()

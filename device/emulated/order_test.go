@@ -122,7 +122,7 @@ func randomProgram(t *testing.T, o Options, seed uint64, careful, prune bool) bo
 	var debts []debt
 	settle := func() {
 		for _, d := range debts {
-			ok(sts[0].Raise(d.f, 1))
+			ok(sts[0].SignalFence(d.f, 1))
 			d.n.after = append(d.n.after, enqueue(0, &node{name: "raise", block: -1}))
 		}
 		debts = nil
@@ -155,7 +155,7 @@ func randomProgram(t *testing.T, o Options, seed uint64, careful, prune bool) bo
 			} else {
 				k.fence, err = m.NewFence("mark")
 				ok(err)
-				ok(sts[i].Raise(k.fence, 1))
+				ok(sts[i].SignalFence(k.fence, 1))
 			}
 			marks = append(marks, k)
 		case kind < 9:
@@ -166,7 +166,7 @@ func randomProgram(t *testing.T, o Options, seed uint64, careful, prune bool) bo
 			if k.e != nil {
 				ok(sts[i].Wait(k.e))
 			} else {
-				ok(sts[i].Await(k.fence, 1))
+				ok(sts[i].WaitFence(k.fence, 1))
 			}
 			enqueue(i, &node{name: "wait", block: -1, after: []*node{k.n}})
 		case kind == 9:
@@ -175,7 +175,7 @@ func randomProgram(t *testing.T, o Options, seed uint64, careful, prune bool) bo
 			}
 			f, err := m.NewFence("debt")
 			ok(err)
-			ok(sts[i].Await(f, 1))
+			ok(sts[i].WaitFence(f, 1))
 			debts = append(debts, debt{f, enqueue(i, &node{name: "await", block: -1})})
 		case kind == 10:
 			settle()
@@ -188,7 +188,7 @@ func randomProgram(t *testing.T, o Options, seed uint64, careful, prune bool) bo
 			if k.e != nil {
 				ok(k.e.Synchronize(t.Context()))
 			} else {
-				ok(k.fence.Await(t.Context(), 1))
+				ok(k.fence.Wait(t.Context(), 1))
 			}
 			hostStep("learn", k.n)
 		case kind == 11:

@@ -330,13 +330,13 @@ func (s *stream) Wait(e device.Event) error {
 	return nil
 }
 
-// Raise implements device.Stream.
-func (s *stream) Raise(f device.Fence, value uint32) error {
+// SignalFence implements device.Stream.
+func (s *stream) SignalFence(f device.Fence, value uint32) error {
 	return s.fenceOp(opRaise, f, value)
 }
 
-// Await implements device.Stream.
-func (s *stream) Await(f device.Fence, value uint32) error {
+// WaitFence implements device.Stream.
+func (s *stream) WaitFence(f device.Fence, value uint32) error {
 	return s.fenceOp(opAwait, f, value)
 }
 

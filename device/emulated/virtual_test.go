@@ -225,7 +225,7 @@ func TestLazy(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		err = errors.Join(a.Execute(work("a1")), a.Raise(f, 1), a.Execute(work("a2")), b.Await(f, 1), b.Execute(work("b1")), b.Synchronize(t.Context()))
+		err = errors.Join(a.Execute(work("a1")), a.SignalFence(f, 1), a.Execute(work("a2")), b.WaitFence(f, 1), b.Execute(work("b1")), b.Synchronize(t.Context()))
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -307,13 +307,13 @@ func TestDeadlock(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		if err := errors.Join(a.Await(f, 3), a.Record(e), b.Wait(e)); err != nil {
+		if err := errors.Join(a.WaitFence(f, 3), a.Record(e), b.Wait(e)); err != nil {
 			t.Fatal(err)
 		}
 		for name, wait := range map[string]func() error{
 			"stream": func() error { return b.Synchronize(t.Context()) },
 			"event":  func() error { return e.Synchronize(t.Context()) },
-			"fence":  func() error { return f.Await(t.Context(), 3) },
+			"fence":  func() error { return f.Wait(t.Context(), 3) },
 			"close":  b.Close,
 		} {
 			err := wait()
@@ -329,7 +329,7 @@ func TestDeadlock(t *testing.T) {
 		// Somebody who comes in time ends the wait.
 		go func() {
 			time.Sleep(time.Second)
-			if err := f.Raise(3); err != nil {
+			if err := f.Signal(3); err != nil {
 				t.Error(err)
 			}
 		}()
@@ -381,7 +381,7 @@ func testTurns(t *testing.T) {
 	case <-time.After(time.Minute):
 		t.Error("nobody drives the machine")
 		// Any call wakes it.
-		if err := f.Raise(1); err != nil {
+		if err := f.Signal(1); err != nil {
 			t.Error(err)
 		}
 		<-ended
@@ -411,7 +411,7 @@ func TestIdle(t *testing.T) {
 			go func() {
 				for v := range asked {
 					n := int64(v) * 100
-					if err := errors.Join(fetch.Copy(dst.Range(0, n), src.Range(0, n)), fetch.Raise(f, v)); err != nil {
+					if err := errors.Join(fetch.Copy(dst.Range(0, n), src.Range(0, n)), fetch.SignalFence(f, v)); err != nil {
 						there <- err
 						return
 					}
@@ -422,7 +422,7 @@ func TestIdle(t *testing.T) {
 				err := errors.Join(
 					host.Execute(device.Work{Name: "ask", Host: true, Flops: 100, Run: func(device.Access) error { asked <- v; return nil }}),
 					compute.Execute(device.Work{Name: "attention", Flops: 5000}),
-					compute.Await(f, v),
+					compute.WaitFence(f, v),
 					compute.Execute(device.Work{Name: "experts", Flops: 7000}),
 				)
 				if err == nil && v%3 == 0 {

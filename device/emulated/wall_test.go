@@ -49,13 +49,13 @@ func testCloseEndsWaits(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		if err := errors.Join(s.Await(f, 1), s.Record(e)); err != nil {
+		if err := errors.Join(s.WaitFence(f, 1), s.Record(e)); err != nil {
 			t.Fatal(err)
 		}
 		waits := []func() error{
 			func() error { return s.Synchronize(t.Context()) },
 			func() error { return e.Synchronize(t.Context()) },
-			func() error { return f.Await(t.Context(), 1) },
+			func() error { return f.Wait(t.Context(), 1) },
 		}
 		ended := make(chan error)
 		for _, w := range waits {
@@ -262,7 +262,7 @@ func TestAllocations(t *testing.T) {
 		value++
 		err := errors.Join(
 			s.Copy(dst.Range(0, 64), src.Range(0, 64)), s.Execute(w), s.Record(e), other.Wait(e),
-			other.Execute(w), other.Raise(f, value), s.Await(f, value),
+			other.Execute(w), other.SignalFence(f, value), s.WaitFence(f, value),
 		)
 		if err != nil {
 			t.Error(err)

@@ -157,9 +157,9 @@ func (s *Stream) Wait(ev device.Event) error {
 	return s.Span(Wait, "", 0, func() error { return s.Stream.Wait(ev) })
 }
 
-// Await implements device.Stream.
-func (s *Stream) Await(f device.Fence, value uint32) error {
-	return s.Span(Wait, "", 0, func() error { return s.Stream.Await(f, value) })
+// WaitFence implements device.Stream.
+func (s *Stream) WaitFence(f device.Fence, value uint32) error {
+	return s.Span(Wait, "", 0, func() error { return s.Stream.WaitFence(f, value) })
 }
 
 // Synchronize implements device.Stream.

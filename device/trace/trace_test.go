@@ -184,11 +184,11 @@ func testMachine(t *testing.T) {
 		}}
 		_, err = watcher.Watch(device.Point{Fence: f, Value: 1}, look)
 		check(t, err)
-		check(t, c.Await(f, 1))
+		check(t, c.WaitFence(f, 1))
 		check(t, c.Record(ev))
 		_, err = watcher.WatchEvent(ev, look)
 		check(t, err)
-		check(t, f.Raise(1))
+		check(t, f.Signal(1))
 		check(t, c.Synchronize(context.Background()))
 		check(t, h.Synchronize(context.Background()))
 		took := m.Now() - began
