@@ -48,10 +48,10 @@ type timing struct {
 	// Sequences of a step, and its rows.
 	Sequences int `json:"sequences,omitempty"`
 	Rows      int `json:"rows,omitempty"`
-	// Seconds of one step, or of the loading; Floor is what memory, products and the
+	// Seconds of one step, or of the loading; Roofline is what memory, GEMMs and the
 	// link to host memory would take at their measured rates.
-	Seconds float64 `json:"seconds"`
-	Floor   float64 `json:"floor,omitempty"`
+	Seconds  float64 `json:"seconds"`
+	Roofline float64 `json:"roofline_s,omitempty"`
 	// MissingBytes of offloaded experts are chosen by the rows of a decode step, if they
 	// like all experts as much.
 	MissingBytes float64 `json:"missing_bytes,omitempty"`
@@ -116,7 +116,7 @@ func TestGPUPresets(t *testing.T) {
 					if err != nil {
 						t.Error(err)
 					}
-					t.Logf("fraction %v in %s: %s of %d sequences, %d rows: %.2f ms, floor %.2f ms", fraction, tier, x.Kind, x.Sequences, x.Rows, 1e3*x.Seconds, 1e3*x.Floor)
+					t.Logf("fraction %v in %s: %s of %d sequences, %d tokens: %.2f ms, roofline %.2f ms", fraction, tier, x.Kind, x.Sequences, x.Rows, 1e3*x.Seconds, 1e3*x.Roofline)
 				})
 				if first == "" {
 					first = got
@@ -184,12 +184,12 @@ func runPreset(t *testing.T, name string, fraction float64, tier configs.Tier, o
 		x.Sequences = batch
 		x.Kind, x.Rows = "prefill", batch*presetPrompt
 		x.Seconds = 0
-		x.Floor = 0
+		x.Roofline = 0
 		per := presetRows / presetPrompt
 		for from := 0; from < batch; from += per {
 			some := b.sequences[from:min(from+per, batch)]
 			x.Seconds += b.step(some, h).Seconds()
-			x.Floor += floor(c, len(some)*presetPrompt, len(some), presetPrompt, fraction, rate)
+			x.Roofline += rooflineSeconds(c, len(some)*presetPrompt, len(some), presetPrompt, fraction, rate)
 		}
 		note(x)
 		x.Kind, x.Rows = "decode", batch
@@ -214,7 +214,7 @@ func runPreset(t *testing.T, name string, fraction float64, tier configs.Tier, o
 				t.Logf("fraction %v in %s, %d sequences: stalls of %s %.2f ms a step", fraction, tier, batch, cause, 1e3*s/float64(steps))
 			}
 		}
-		x.Floor = floor(c, batch, batch, presetPrompt+steps/2, fraction, rate)
+		x.Roofline = rooflineSeconds(c, batch, batch, presetPrompt+steps/2, fraction, rate)
 		note(x)
 		x.MissingBytes = 0
 		b.free()
@@ -273,47 +273,47 @@ func (b *presetBatch) free() {
 	}
 }
 
-// Rates that floors are made of, measured on one H200: reading memory, dense products
+// Rates of the roofline, measured on one H200: reading memory, dense GEMMs
 // in bfloat16, attention's products, and copies from pinned host memory and from a peer.
 const (
 	memoryRate    = 4.6e12
-	productRate   = 800e12
+	gemmRate      = 800e12
 	attentionRate = 60e12
 	hostRate      = 55.3e9
 	peerRate      = 395e9
 )
 
-// floor is the least a step can take, in seconds: rows rows of seqs sequences that are
+// rooflineSeconds is the minimum duration of a step: tokens of seqs sequences that are
 // context tokens long behind the step. Every phase of a layer is at its own bound, and copies
 // of offloaded experts, at rate, overlap with all of it.
-func floor(c *models.Config, rows, seqs, context int, fraction, rate float64) float64 {
+func rooflineSeconds(c *models.Config, rows, seqs, context int, fraction, rate float64) float64 {
 	n, ctx := float64(rows), float64(context)
 	hidden, q, v := float64(c.Hidden), float64(c.Heads*c.HeadDim), float64(2*c.KVHeads*c.HeadDim)
 	e, k, i, s, vocab := float64(c.Experts), float64(c.TopK), float64(c.ExpertWidth), float64(c.SharedWidth), float64(c.Vocab)
 	phase := func(bytes, flops, rate float64) float64 { return max(bytes/memoryRate, flops/rate) }
 	touched := touched(c, rows)
-	layer := phase(2*hidden*(q+v)+2*n*(hidden+q+v), 2*n*hidden*(q+v), productRate) +
-		phase(2*q*hidden+2*n*(hidden+q), 2*n*q*hidden, productRate) +
-		phase(2*hidden*e+2*n*hidden+4*n*e, 2*n*hidden*e, productRate) +
+	layer := phase(2*hidden*(q+v)+2*n*(hidden+q+v), 2*n*hidden*(q+v), gemmRate) +
+		phase(2*q*hidden+2*n*(hidden+q), 2*n*q*hidden, gemmRate) +
+		phase(2*hidden*e+2*n*hidden+4*n*e, 2*n*hidden*e, gemmRate) +
 		2*n*(2*hidden+2*(q+v)+4*hidden+(k+2)*hidden)/memoryRate +
-		phase(4*touched*hidden*i+2*n*k*(hidden+i), 4*n*k*hidden*i, productRate) +
-		phase(2*touched*hidden*i+2*n*k*(hidden+i), 2*n*k*hidden*i, productRate)
+		phase(4*touched*hidden*i+2*n*k*(hidden+i), 4*n*k*hidden*i, gemmRate) +
+		phase(2*touched*hidden*i+2*n*k*(hidden+i), 2*n*k*hidden*i, gemmRate)
 	if s > 0 {
-		layer += phase(6*hidden*s+2*n*(2*hidden+2*s), 6*n*hidden*s, productRate)
+		layer += phase(6*hidden*s+2*n*(2*hidden+2*s), 6*n*hidden*s, gemmRate)
 	}
-	// A row attends to the tokens before it, in a prompt to half of them on average.
+	// A token attends to those before it: in a prompt to half of them on average.
 	seen := ctx
 	if rows > seqs {
 		seen = ctx / 2
 	}
 	layers := float64(c.Layers)
 	attention := phase(float64(seqs)*ctx*layers*v*2+4*layers*n*q, 4*n*seen*q*layers, attentionRate)
-	head := phase(2*hidden*vocab+2*float64(seqs)*hidden+4*float64(seqs)*vocab, 2*float64(seqs)*hidden*vocab, productRate)
+	head := phase(2*hidden*vocab+2*float64(seqs)*hidden+4*float64(seqs)*vocab, 2*float64(seqs)*hidden*vocab, gemmRate)
 	compute := layer*layers + attention + head
 	return max(compute, fraction*layers*touched*expertBytes(c)/rate)
 }
 
-// touched is how many experts of a layer so many rows choose that like all as much.
+// touched is the expected number of experts that so many tokens are routed to, where routing is uniform.
 func touched(c *models.Config, rows int) float64 {
 	e := float64(c.Experts)
 	return e * (1 - math.Pow(1-float64(c.TopK)/e, float64(rows)))
@@ -322,9 +322,9 @@ func touched(c *models.Config, rows int) float64 {
 // expertBytes is the size of one expert, of 16 bit.
 func expertBytes(c *models.Config) float64 { return 6 * float64(c.Hidden) * float64(c.ExpertWidth) }
 
-// TestFloor holds the formula to one of the published table's: Mixtral at 324
+// TestRoofline holds the formula to one of the published table's: Mixtral at 324
 // sequences of 93 tokens decodes at 14,500 tokens/s.
-func TestFloor(t *testing.T) {
+func TestRoofline(t *testing.T) {
 	data, ok := configs.Preset("mixtral-8x7b")
 	if !ok {
 		t.Fatal("no preset")
@@ -333,13 +333,13 @@ func TestFloor(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if got := 324 / floor(c, 324, 324, 93, 0, hostRate); math.Abs(got-14500) > 100 {
+	if got := 324 / rooflineSeconds(c, 324, 324, 93, 0, hostRate); math.Abs(got-14500) > 100 {
 		t.Errorf("%.0f tokens/s, want 14500", got)
 	}
-	if got := 324 / floor(c, 324, 324, 93, 0.5, hostRate); math.Abs(got-397) > 3 {
+	if got := 324 / rooflineSeconds(c, 324, 324, 93, 0.5, hostRate); math.Abs(got-397) > 3 {
 		t.Errorf("%.0f tokens/s with half the experts in host memory, want 397", got)
 	}
-	if got := 324 / floor(c, 324, 324, 93, 1, peerRate+hostRate); math.Abs(got-1620) > 10 {
+	if got := 324 / rooflineSeconds(c, 324, 324, 93, 1, peerRate+hostRate); math.Abs(got-1620) > 10 {
 		t.Errorf("%.0f tokens/s with all experts on a peer and both links, want 1620", got)
 	}
 }

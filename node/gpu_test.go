@@ -361,11 +361,11 @@ func TestGPUOutOfMemory(t *testing.T) {
 	}{
 		"weights": {
 			func(s *configs.Settings) { s.Device.GPUMemoryUtilization = 0.4 },
-			[]string{"gpu0", "needed", "may be used", "offload-fraction 0."},
+			[]string{"gpu0", "need ", "usable", "--offload-fraction 0."},
 		},
 		"KV cache": {
 			func(s *configs.Settings) { s.Offload.Fraction, s.KV.NumGPUBlocksOverride = 0.5, 1<<20 },
-			[]string{"1048576 blocks", "there is room for"},
+			[]string{"--num-gpu-blocks-override is 1048576", "there is room for"},
 		},
 	} {
 		n, err := node.Open(t.Context(), node.Options{Settings: gpuSettings(func(s *configs.Settings) {

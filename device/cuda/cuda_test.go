@@ -934,7 +934,7 @@ func TestCloseSaysWhoIsHeld(t *testing.T) {
 	go func() { waiting <- f.Wait(r.ctx, 9) }()
 	time.Sleep(2 * pause)
 	err := r.m.Close()
-	contains(t, err, `"compute"`, "weights of layer 3", "awaited at 4", "stands at 0")
+	contains(t, err, `"compute"`, "weights of layer 3", "to reach 4", "it is at 0")
 	r.wants(<-waiting, device.ErrClosed)
 	_, err = r.m.NewEvent()
 	r.wants(err, device.ErrClosed)

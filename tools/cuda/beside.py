@@ -209,7 +209,7 @@ def table(path):
     cell = {(*r["cell"].split("/"), r["layers"]): r for r in results.values() if r["cell"] != "ceilings"}
     whats = (*OURS, "transformers")
     rows = sorted(cell, key=lambda k: (list(LARGE).index(k[0]), k[3], int(k[1]), whats.index(k[2])))
-    print("| model | sequences | what | decode, tokens/s | floor | share | beside transformers | whole run, tokens/s | beside transformers "
+    print("| model | sequences | what | decode, tokens/s | roofline | share | beside transformers | end-to-end, tokens/s | beside transformers "
           "| prefill, tokens/s | TFLOP/s | of the product | experts a layer |")
     print("|---|---|---|---|---|---|---|---|---|---|---|---|---|")
     for model, n, what, layers in rows:

@@ -98,7 +98,7 @@ def cli(binary, lose):
         (["--device", "cuda", "--gpu", "63"], {}, 4, "GPU 63 asked for; this machine has"),
         (["--device", "cuda"], {"CUDA_VISIBLE_DEVICES": ""}, 4, "CUDA_VISIBLE_DEVICES"),
         (["--device", "cuda", "--model", "mixtral-8x7b", "--load-format", "dummy", "--gpu-memory-utilization", "0.3", "--host-memory-gib", "120"],
-         {}, 2, "it would fit"),
+         {}, 2, "--offload-fraction 0."),
     ):
         prompt = ["--prompt-ids", "1"] if "mixtral-8x7b" in args else ["hello"]
         p, _ = moeserve(binary, "run", *args, *prompt, env=env)
@@ -248,15 +248,15 @@ def table(logs):
     steps = logs / "presets.json"
     if steps.exists():
         rows = [json.loads(line) for line in steps.read_text().splitlines()]
-        print("| model | layers | offloaded | step | sequences | rows | ms | floor, ms | share | tokens/s |")
+        print("| model | layers | offloaded | step | sequences | tokens | ms | roofline, ms | share | tokens/s |")
         print("|---|---|---|---|---|---|---|---|---|---|")
         for r in rows:
-            start = f"| {r['model']} | {r['layers']} | {100 * r['fraction']:.0f} %, {r.get('tier', 'host')}{', apart' if r.get('apart') else ''} | {r['kind']} |"
+            start = f"| {r['model']} | {r['layers']} | {100 * r['fraction']:.0f} %, {r.get('tier', 'host')}{', not overlapped' if r.get('apart') else ''} | {r['kind']} |"
             if r["kind"] == "load":
                 print(f"{start} – | – | {1e3 * r['seconds']:.0f} | – | – | – |")
             else:
-                print(f"{start} {r['sequences']} | {r['rows']} | {milliseconds(r['seconds'])} | {milliseconds(r['floor'])} | "
-                      f"{100 * r['floor'] / r['seconds']:.0f} % | {r['rows'] / r['seconds']:,.0f} |")
+                print(f"{start} {r['sequences']} | {r['rows']} | {milliseconds(r['seconds'])} | {milliseconds(r['roofline_s'])} | "
+                      f"{100 * r['roofline_s'] / r['seconds']:.0f} % | {r['rows'] / r['seconds']:,.0f} |")
         print()
     bench = logs / "bench.log"
     if bench.exists():

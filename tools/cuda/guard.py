@@ -44,7 +44,7 @@ def cells(steps, rates):
     for s in steps:
         name = f"{s['model']} {100 * s['fraction']:g} % {s['sequences']}"
         if s["fraction"] == 0:
-            found.append((name, s["seconds"], s["floor"], "roofline"))
+            found.append((name, s["seconds"], s["roofline_s"], "roofline"))
             continue
         own = resident.get((s["model"], s["sequences"]))
         if own is None:
@@ -56,7 +56,7 @@ def cells(steps, rates):
 
 def table(found, record, rates):
     print(f"raw links in this run: peer {rates[PEER] / 1e9:.1f} GB/s, host {rates[HOST] / 1e9:.1f} GB/s\n")
-    print("| model, experts on the peer, sequences | step, ms | tokens/s | least, ms | bound by | share | recorded |")
+    print("| model, experts on the peer, sequences | step, ms | tokens/s | minimum, ms | bound by | share of it | recorded |")
     print("|---|---|---|---|---|---|---|")
     for name, took, least, bound in found:
         was = record.get(name)

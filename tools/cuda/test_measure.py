@@ -141,7 +141,7 @@ class Guard(unittest.TestCase):
         steps = [dict(model="m", kind="prefill", fraction=0, sequences=8, seconds=9.0)]
         for name, fraction, missing in (("hbm", 0, 0), ("half", 0.5, 10e9), ("all", 1, 90e9)):
             steps.append(dict(model="m", kind="decode", fraction=fraction, sequences=8, seconds=took.get(name, 0.1 if name != "all" else 0.25),
-                              floor=0.08, missing_bytes=missing))
+                              roofline_s=0.08, missing_bytes=missing))
         rate = [dict(path=p, bytes=n, bytes_per_s=r * n / 100) for p, r in (("peer to gpu", peer), ("host to gpu", 60e9)) for n in (1, 100)]
         names = [os.path.join(folder, n) for n in ("record.json", "steps.json", "transfer.json")]
         pathlib.Path(names[1]).write_text("\n".join(map(json.dumps, steps)) + "\n")
