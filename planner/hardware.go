@@ -114,6 +114,9 @@ func ParseHardware(data []byte) (Hardware, error) {
 	if err := d.Decode(&given); err != nil {
 		return Hardware{}, fmt.Errorf("planner: read hardware: %w", err)
 	}
+	if given == nil {
+		return Hardware{}, errors.New("planner: read hardware: null is not a JSON object")
+	}
 	if _, err := d.Token(); !errors.Is(err, io.EOF) {
 		return Hardware{}, errors.New("planner: read hardware: data after the JSON object")
 	}

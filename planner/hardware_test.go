@@ -84,6 +84,7 @@ func TestParseHardwareRefuses(t *testing.T) {
 	for text, want := range map[string][]string{
 		`{`:                 {"read hardware: unexpected EOF"},
 		`[]`:                {"read hardware: json: cannot unmarshal array"},
+		`null`:              {"read hardware: null is not a JSON object"},
 		string(data) + `{}`: {"data after the JSON object"},
 		`{"name": "x", "vram": 3, "gpu_memory": 4}`: {
 			`unknown field "gpu_memory" (did you mean gpu_memory_bytes or gpu_memory_bytes_per_s?), "vram": known are name, base, sources, gpu_memory_bytes, `, "peer_copy_",
