@@ -111,6 +111,17 @@ func TestArguments(t *testing.T) {
 		`X "wait: expert-copy" 4+4 map[cause:expert-copy error:lost]`)
 }
 
+// TestOverlapped: an operation that clocks place within the one before it has no rate, which
+// would not be a number.
+func TestOverlapped(t *testing.T) {
+	events := written(t, func(w *trace.Writer) {
+		w.Add(launch("copy", "matmul", 0, 9, nil))
+		w.Add(trace.Span{Space: 1, Stream: "copy", Op: trace.Copied, Start: 5 * us, End: 8 * us, Bytes: 5000})
+		w.Add(launch("copy", "matmul", 5, 8, &trace.Note{Layer: trace.NoLayer, Shape: trace.Shape{M: 8, N: 16, K: 32, Flops: 1e6}}))
+	})
+	compare(t, events, "X", `X "matmul" 0+9`, `X "copy" 9+0 map[bytes:5000]`, `X "matmul" 9+0 map[k:32 m:8 n:16]`)
+}
+
 // TestArrows: an arrow leads from each copy to each operation that waited for it, in
 // whichever order they are written. A copy without waiters has no arrow, nor has a failed
 // one.

@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"io"
+	"math"
 	"strconv"
 	"sync"
 	"time"
@@ -574,8 +575,12 @@ func (a *args) number(key string, v float64) {
 	a.w.line = strconv.AppendFloat(a.w.line, v, 'f', -1, 64)
 }
 
-// rate writes four digits.
+// rate writes four digits. An operation that takes no time, as one whose times lie within those
+// of the operation before it, has none.
 func (a *args) rate(key string, v float64) {
+	if math.IsInf(v, 0) {
+		return
+	}
 	a.key(key)
 	a.w.line = strconv.AppendFloat(a.w.line, v, 'g', 4, 64)
 }
