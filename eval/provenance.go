@@ -2,6 +2,7 @@ package eval
 
 import (
 	"fmt"
+	"regexp"
 	"slices"
 	"strconv"
 	"strings"
@@ -22,6 +23,13 @@ type Run struct {
 	// Command is the command line.
 	Command string `json:"command"`
 }
+
+// userInfo is what stands before the host of a URL.
+var userInfo = regexp.MustCompile(`(://)[^\s/?#]+@`)
+
+// HideCredentials removes the users and passwords of the URLs in a text, such as a command line:
+// results are shown to others.
+func HideCredentials(text string) string { return userInfo.ReplaceAllString(text, "${1}xxxxx@") }
 
 // Machine is what measurements run on.
 type Machine struct {

@@ -246,16 +246,19 @@ func (c *Client) measure(ctx context.Context, p Prompt, o *Options) (sample, err
 	usage, done := false, false
 	lines := bufio.NewScanner(res.Body)
 	lines.Buffer(nil, maxEventBytes)
-	for lines.Scan() && !done {
+	for lines.Scan() { // to the end: only then the connection serves another request
 		data, ok := bytes.CutPrefix(lines.Bytes(), []byte("data:"))
 		if !ok {
 			continue
 		}
-		if data = bytes.TrimSpace(data); string(data) == "[DONE]" {
-			done = true
-			break
+		if done {
+			continue
 		}
 		now := time.Now()
+		if data = bytes.TrimSpace(data); string(data) == "[DONE]" {
+			done, s.e2e = true, now.Sub(began)
+			continue
+		}
 		var k chunk
 		if err := json.Unmarshal(data, &k); err != nil {
 			return s, fmt.Errorf("serving: %s: a chunk of the stream: %w", c.Endpoint, err)
@@ -280,9 +283,9 @@ func (c *Client) measure(ctx context.Context, p Prompt, o *Options) (sample, err
 			last = now
 		}
 	}
-	s.e2e, s.decode = time.Since(began), last.Sub(first)
+	s.decode = last.Sub(first)
 	switch err := lines.Err(); {
-	case err != nil:
+	case err != nil && !done:
 		return s, fmt.Errorf("serving: %s: read the stream: %w", c.Endpoint, err)
 	case !done:
 		return s, fmt.Errorf("serving: %s: the stream ends without [DONE]", c.Endpoint)

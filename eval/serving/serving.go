@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"math"
 	"math/rand/v2"
+	"net"
 	"slices"
 	"strings"
 	"sync"
@@ -210,7 +211,8 @@ func Run(ctx context.Context, c *Client, o Options) (Result, error) {
 	}
 	requests.Wait()
 	r := l.result(&o, time.Since(began))
-	r.BaseURL, r.Endpoint, r.Model, r.ServerVersion = c.BaseURL, c.Endpoint, c.Model, version
+	r.BaseURL = eval.HideCredentials(c.BaseURL)
+	r.Endpoint, r.Model, r.ServerVersion = c.Endpoint, c.Model, version
 	if ctx.Err() != nil {
 		return r, ctx.Err()
 	}
@@ -264,9 +266,32 @@ func (l *load) end(ctx context.Context, s sample, err error) {
 	case err == nil:
 		l.samples = append(l.samples, s)
 	case ctx.Err() == nil: // what an interrupt aborts has not failed
-		l.errors[err.Error()]++
+		l.failed(reason(err))
 	}
 	l.progress(l.ended)
+}
+
+// maxReasons is how many reasons of failures are told apart: a server may put something new
+// into each of its messages.
+const maxReasons = 32
+
+// failed counts a failure.
+func (l *load) failed(reason string) {
+	if _, known := l.errors[reason]; !known && len(l.errors) >= maxReasons {
+		reason = "other reasons"
+	}
+	l.errors[reason]++
+}
+
+// reason is why a request failed, without the addresses of its connection, of which each has
+// its own.
+func reason(err error) string {
+	text := err.Error()
+	var lost *net.OpError
+	if errors.As(err, &lost) {
+		text = strings.Replace(text, lost.Error(), lost.Op+": "+lost.Err.Error(), 1)
+	}
+	return text
 }
 
 // result sums up the samples.

@@ -8,11 +8,14 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"maps"
 	"math"
+	"net"
 	"net/http"
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -28,6 +31,8 @@ type fake struct {
 	spoil func(n int) string
 	// refuse is a body with status 400 for the n-th request; empty: none.
 	refuse func(n int) string
+	// lose, if set, is why the n-th request fails to be sent.
+	lose func(n int) error
 	// lost: there is no /tokenize.
 	lost bool
 
@@ -60,6 +65,9 @@ func (f *fake) RoundTrip(r *http.Request) (*http.Response, error) {
 	n := len(f.requests)
 	f.requests, f.at, f.headers = append(f.requests, body), append(f.at, time.Now()), r.Header
 	f.mu.Unlock()
+	if f.lose != nil && f.lose(n) != nil {
+		return nil, f.lose(n)
+	}
 	if f.refuse != nil && f.refuse(n) != "" {
 		return answer(http.StatusBadRequest, f.refuse(n))
 	}
@@ -249,6 +257,90 @@ func TestFailures(t *testing.T) {
 		f := &fake{refuse: func(n int) string { return []string{"", "full", "full"}[n] }}
 		if _, err := serving.Run(t.Context(), client(f), serving.Options{Prompts: prompts(2), OutputLen: 2}); err == nil || err.Error() != "serving: all 2 requests failed: /v1/completions: 400 Bad Request: full (2)" {
 			t.Error(err)
+		}
+	})
+}
+
+// Failures of connections count by what went wrong: their ports are all different.
+func TestLostConnections(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		f := &fake{lose: func(n int) error {
+			if n == 0 {
+				return nil // the one that goes ahead
+			}
+			return &net.OpError{Op: "read", Net: "tcp", Source: &net.TCPAddr{Port: n}, Err: errors.New("connection reset by peer")}
+		}}
+		r, err := serving.Run(t.Context(), client(f), serving.Options{Prompts: prompts(9), OutputLen: 2})
+		want := map[string]int{`serving: Post "http://server/v1/completions": read: connection reset by peer`: 9}
+		if err == nil || !maps.Equal(r.Errors, want) {
+			t.Errorf("%v, %v", r.Errors, err)
+		}
+		// Nor does a result have every message of a server that puts something new into each.
+		f = &fake{refuse: func(n int) string {
+			if n == 0 {
+				return ""
+			}
+			return fmt.Sprint(n)
+		}}
+		r, err = serving.Run(t.Context(), client(f), serving.Options{Prompts: prompts(90), OutputLen: 2})
+		if err == nil || r.Failed != 90 || len(r.Errors) > 33 || r.Errors["other reasons"] != 58 {
+			t.Errorf("%v, %v", r.Errors, err)
+		}
+	})
+}
+
+// endings counts the bodies that are read to their end before they are closed: only their
+// connections serve another request.
+type endings struct {
+	fake
+	ended, closed atomic.Int32
+}
+
+func (e *endings) RoundTrip(r *http.Request) (*http.Response, error) {
+	res, err := e.fake.RoundTrip(r)
+	if err == nil && r.URL.Path == serving.Completions {
+		res.Body = &ending{ReadCloser: res.Body, of: e}
+	}
+	return res, err
+}
+
+type ending struct {
+	io.ReadCloser
+	of *endings
+}
+
+func (e *ending) Read(p []byte) (int, error) {
+	n, err := e.ReadCloser.Read(p)
+	if errors.Is(err, io.EOF) {
+		e.of.ended.Add(1)
+	}
+	return n, err
+}
+
+func (e *ending) Close() error {
+	e.of.closed.Add(1)
+	return e.ReadCloser.Close()
+}
+
+// A connection serves one request after another, so that latencies have no handshakes.
+func TestConnectionsAreReused(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		e := &endings{}
+		c := client(&e.fake)
+		c.HTTP.Transport = e
+		if _, err := serving.Run(t.Context(), c, serving.Options{Prompts: prompts(3), OutputLen: 2}); err != nil || e.ended.Load() != 4 || e.closed.Load() != 4 {
+			t.Errorf("%d of %d bodies are read to their end, %v", e.ended.Load(), e.closed.Load(), err)
+		}
+	})
+}
+
+// A result names the server, and not who logs on to it.
+func TestNoCredentialsInResults(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := client(&fake{})
+		c.BaseURL = "http://me:secret@server/"
+		if r, err := serving.Run(t.Context(), c, serving.Options{Prompts: prompts(1), OutputLen: 2}); err != nil || r.BaseURL != "http://xxxxx@server/" {
+			t.Errorf("%q, %v", r.BaseURL, err)
 		}
 	})
 }
