@@ -7,7 +7,6 @@ import (
 	"io"
 	"os"
 	"path/filepath"
-	"regexp"
 	"slices"
 	"strings"
 	"time"
@@ -111,17 +110,12 @@ func benchThroughput(ctx context.Context, s *streams, set *settings, csv string)
 		s.notice(&set.Output, "%d of %d trials are done", len(r.Trials), b.options.Trials)
 	}
 	results := []eval.Result{r}
-	if !res.onStdout() {
-		if err := eval.WriteTable(s.out, results); err != nil {
-			return err
-		}
-	}
+	var files []outputFile
 	if csv != "" {
-		if err := writeFile(csv, func(w io.Writer) error { return eval.WriteCSV(w, results) }); err != nil {
-			return err
-		}
+		files = append(files, outputFile{csv, func(w io.Writer) error { return eval.WriteCSV(w, results) }})
 	}
-	return errors.Join(res.write(r), err)
+	written := writeAll(s, res, r, files, func(w io.Writer) error { return eval.WriteTable(w, results) })
+	return errors.Join(written, err)
 }
 
 // follow shows the progress of a measurement, which the caller ends.
@@ -152,17 +146,11 @@ func thisRun(s *streams) eval.Run {
 	return eval.Run{Version: b.Version, Commit: b.Revision, Modified: b.Modified, Date: s.clock()().UTC().Truncate(time.Second), Command: commandLine(s.args)}
 }
 
-// plain are arguments that need no quotes in a shell.
-var plain = regexp.MustCompile(`^[\w@%+=:,./-]+$`)
-
-// commandLine is a command line as a shell would read it.
+// commandLine is a command line as a shell would read it, without secrets.
 func commandLine(args []string) string {
 	b := []string{"moeserve"}
 	for _, a := range args {
-		if !plain.MatchString(a) {
-			a = "'" + strings.ReplaceAll(a, "'", `'\''`) + "'"
-		}
-		b = append(b, a)
+		b = append(b, shellQuote(eval.HideCredentials(a)))
 	}
 	return strings.Join(b, " ")
 }
@@ -311,8 +299,39 @@ func (b *benchmark) openAuto(ctx context.Context, c *eval.Cell) (eval.Node, erro
 	return b.open(ctx, *c)
 }
 
+// outputFile is a file that a benchmark writes at its end.
+type outputFile struct {
+	path  string
+	write func(io.Writer) error
+}
+
+// writeAll writes what was measured: files, then JSON, and the table last, as nobody may read
+// standard output any more. What fails keeps nothing else from being written.
+func writeAll(s *streams, res *result, v any, files []outputFile, table func(io.Writer) error) error {
+	var errs []error
+	for _, f := range files {
+		errs = append(errs, benchError(writeFile(f.path, f.write)))
+	}
+	errs = append(errs, res.write(v))
+	if !res.onStdout() {
+		errs = append(errs, table(s.out))
+	}
+	return errors.Join(errs...)
+}
+
 // writeFile writes a temporary file and renames it, so that the file is complete or absent.
+// Devices and pipes, which nothing can take the place of, are written to.
 func writeFile(path string, write func(io.Writer) error) (err error) {
+	if info, err := os.Stat(path); err == nil && !info.Mode().IsRegular() {
+		f, err := os.OpenFile(path, os.O_WRONLY, 0)
+		if err != nil {
+			return err
+		}
+		if err := errors.Join(write(f), f.Close()); err != nil {
+			return fmt.Errorf("%s: %w", path, err)
+		}
+		return nil
+	}
 	f, err := os.CreateTemp(filepath.Dir(path), filepath.Base(path)+".*.partial")
 	if err != nil {
 		return err

@@ -4,12 +4,17 @@ import (
 	"bytes"
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
+	"io"
+	"io/fs"
 	"math"
 	"os"
 	"path/filepath"
 	"regexp"
+	"slices"
 	"strings"
+	"syscall"
 	"testing"
 	"time"
 
@@ -166,6 +171,81 @@ func TestInterruptedBench(t *testing.T) {
 		if text, err := os.ReadFile(path + ".csv"); err != nil || strings.Count(string(text), "\n") != 1+len(c.trials) || !strings.Contains(out.String(), "decode tok/s") {
 			t.Errorf("%s: %v, %s, %s", c.name, err, text, &out)
 		}
+	}
+}
+
+// What was measured is written to files also where nobody reads standard output, or one of the
+// files cannot be written.
+func TestBenchOutputLost(t *testing.T) {
+	p := startServe(t, "--emulate", "hbm=256MiB")
+	common := []string{"--num-prompts", "2", "--input-len", "3", "--output-len", "3"}
+	trials := append([]string{"--trials", "1", "--warmup-tokens", "0"}, common...)
+	broken := writerFunc(func([]byte) (int, error) { return 0, syscall.EPIPE })
+	for name, args := range map[string][]string{
+		"throughput": append([]string{"bench", "throughput"}, trials...),
+		"sweep":      append([]string{"bench", "sweep", "--fractions", "0"}, trials...),
+		"serve":      append([]string{"bench", "serve", "--base-url", p.url}, common...),
+		"transfer":   {"bench", "transfer", "--largest-mib", "1", "--repetitions", "1"},
+	} {
+		path := filepath.Join(t.TempDir(), name)
+		full := fullDisk(t)
+		for _, c := range []struct {
+			csv  string
+			want []string
+		}{{path + ".csv", []string{".csv", ".json"}}, {full, []string{".json"}}} {
+			var errs bytes.Buffer
+			code := execute(t.Context(), &streams{in: strings.NewReader(""), out: broken, err: &errs}, append(slices.Clone(args), "--json", path+".json", "--csv", c.csv))
+			if code != exitFailed || !strings.Contains(errs.String(), "broken pipe") {
+				t.Errorf("%s: exit code %d, %s", name, code, &errs)
+			}
+			for _, ending := range c.want {
+				if info, err := os.Stat(path + ending); err != nil || info.Size() == 0 {
+					t.Errorf("%s, --csv %s: %v, %s", name, c.csv, err, &errs)
+				}
+				os.Remove(path + ending) //nolint:errcheck // the next case writes it again
+			}
+		}
+	}
+}
+
+// fullDisk is a link to a device that is always full: what replaces it replaces the link.
+func fullDisk(t *testing.T) string {
+	t.Helper()
+	link := filepath.Join(t.TempDir(), "full")
+	if err := os.Symlink("/dev/full", link); err != nil {
+		t.Fatal(err)
+	}
+	return link
+}
+
+// A file that is a device, a pipe or a link to one is written to, and stays what it is.
+func TestWriteFile(t *testing.T) {
+	link := filepath.Join(t.TempDir(), "link.csv")
+	if err := os.Symlink(os.DevNull, link); err != nil {
+		t.Fatal(err)
+	}
+	if err := writeFile(link, func(w io.Writer) error {
+		_, err := io.WriteString(w, "x")
+		return err
+	}); err != nil {
+		t.Error(err)
+	}
+	if info, err := os.Lstat(link); err != nil || info.Mode().Type() != fs.ModeSymlink {
+		t.Errorf("%v, %v", info.Mode(), err)
+	}
+	if err := writeFile(fullDisk(t), func(w io.Writer) error {
+		_, err := io.WriteString(w, "x")
+		return err
+	}); !errors.Is(err, syscall.ENOSPC) {
+		t.Error(err)
+	}
+}
+
+// Results have the command line, as a shell reads it, without secrets.
+func TestCommandLine(t *testing.T) {
+	got := commandLine([]string{"bench", "serve", "--base-url", "https://me:p@ss@host:8000/x@y", "--base-url=http://token@host", "a b", ""})
+	if want := `moeserve bench serve --base-url https://xxxxx@host:8000/x@y --base-url=http://xxxxx@host 'a b' ''`; got != want {
+		t.Errorf("%s\nwant %s", got, want)
 	}
 }
 

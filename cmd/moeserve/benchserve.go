@@ -131,17 +131,12 @@ func benchServe(ctx context.Context, s *streams, set *settings, o *loadOptions) 
 	if interrupted != nil && r.Completed == 0 {
 		return interrupted
 	}
-	if !res.onStdout() {
-		if err := serving.WriteTable(s.out, &r); err != nil {
-			return err
-		}
-	}
+	var files []outputFile
 	if o.csv != "" {
-		if err := writeFile(o.csv, func(w io.Writer) error { return serving.WriteCSV(w, &r) }); err != nil {
-			return err
-		}
+		files = append(files, outputFile{o.csv, func(w io.Writer) error { return serving.WriteCSV(w, &r) }})
 	}
-	return errors.Join(res.write(r), interrupted)
+	written := writeAll(s, res, r, files, func(w io.Writer) error { return serving.WriteTable(w, &r) })
+	return errors.Join(written, interrupted)
 }
 
 // serverKey is the key that the environment has for servers.

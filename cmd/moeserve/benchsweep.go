@@ -130,22 +130,17 @@ func benchSweep(ctx context.Context, s *streams, set *settings, o *sweepOptions)
 	if interrupted != nil {
 		s.notice(&set.Output, "%s", o.unfinished(results, len(sweep.Cells), b.options.Trials))
 	}
-	if !res.onStdout() {
-		if err := eval.WriteTable(s.out, results); err != nil {
-			return err
-		}
-	}
+	var complete []outputFile
 	for _, f := range files {
-		err := writeFile(f.path, func(w io.Writer) error { return f.write(w, results, others) })
-		if err != nil && interrupted != nil {
+		file := outputFile{f.path, func(w io.Writer) error { return f.write(w, results, others) }}
+		if interrupted == nil {
+			complete = append(complete, file)
+		} else if err := writeFile(file.path, file.write); err != nil {
 			s.notice(&set.Output, "%s is not written: %v", f.path, err) // it may need cells that were not measured
-			continue
-		}
-		if err != nil {
-			return benchError(err)
 		}
 	}
-	return errors.Join(res.write(results), interrupted)
+	written := writeAll(s, res, results, complete, func(w io.Writer) error { return eval.WriteTable(w, results) })
+	return errors.Join(written, interrupted)
 }
 
 // unfinished words what an interrupted sweep has measured, and how to go on.

@@ -147,39 +147,29 @@ func benchTransfer(ctx context.Context, s *streams, set *settings, o *transferOp
 		formats, o.plots, o.calibrate = nil, nil, ""
 	}
 	r := &eval.TransferResult{Run: run, Machine: machine, Points: points}
-	if !res.onStdout() {
-		if err := eval.WriteTransferTable(s.out, r); err != nil {
-			return err
-		}
-	}
-	if err := o.write(r, formats, base); err != nil {
-		return benchError(err)
-	}
-	return errors.Join(res.write(r), interrupted)
+	written := writeAll(s, res, r, o.files(r, formats, base), func(w io.Writer) error { return eval.WriteTransferTable(w, r) })
+	return errors.Join(written, interrupted)
 }
 
-// write writes the files.
-func (o *transferOptions) write(r *eval.TransferResult, formats []string, base *planner.Hardware) error {
+// files are those that a measurement writes.
+func (o *transferOptions) files(r *eval.TransferResult, formats []string, base *planner.Hardware) []outputFile {
+	var files []outputFile
 	for i, path := range o.plots {
-		if err := writeFile(path, func(w io.Writer) error { return eval.PlotTransfer(w, formats[i], r) }); err != nil {
-			return err
-		}
+		files = append(files, outputFile{path, func(w io.Writer) error { return eval.PlotTransfer(w, formats[i], r) }})
 	}
 	if o.csv != "" {
-		if err := writeFile(o.csv, func(w io.Writer) error { return eval.WriteTransferCSV(w, r) }); err != nil {
-			return err
-		}
+		files = append(files, outputFile{o.csv, func(w io.Writer) error { return eval.WriteTransferCSV(w, r) }})
 	}
-	if o.calibrate == "" {
-		return nil
+	if o.calibrate != "" {
+		files = append(files, outputFile{o.calibrate, func(w io.Writer) error {
+			h, err := eval.Calibrate(r, eval.Calibration{Base: *base, Date: r.Run.Date.Format(time.DateOnly), Version: r.Run.Version})
+			if err != nil {
+				return err
+			}
+			enc := json.NewEncoder(w)
+			enc.SetIndent("", "  ")
+			return enc.Encode(h)
+		}})
 	}
-	h, err := eval.Calibrate(r, eval.Calibration{Base: *base, Date: time.Now().UTC().Format(time.DateOnly), Version: buildInfo().Version})
-	if err != nil {
-		return err
-	}
-	return writeFile(o.calibrate, func(w io.Writer) error {
-		enc := json.NewEncoder(w)
-		enc.SetIndent("", "  ")
-		return enc.Encode(h)
-	})
+	return files
 }

@@ -9,8 +9,8 @@
 // # Invariants
 //
 //   - The exit code says what failed: see exitCode.
-//   - A command that fails leaves no file behind; a benchmark that is interrupted leaves
-//     what it has measured.
+//   - A command that fails leaves no file behind; a benchmark leaves what it has measured,
+//     also where it is interrupted, or nobody reads its standard output.
 package main
 
 import (
