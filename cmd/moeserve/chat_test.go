@@ -10,6 +10,7 @@ import (
 	"testing"
 
 	"go.uber.org/goleak"
+	"golang.org/x/term"
 )
 
 // talk has a conversation on pipes.
@@ -178,6 +179,30 @@ type writerFunc func(p []byte) (int, error)
 
 func (f writerFunc) Write(p []byte) (int, error) { return f(p) }
 
+// Ctrl-C amid a paste, whose end never comes, ends both paste and line.
+func TestInterruptedPaste(t *testing.T) {
+	for _, typed := range []string{"\x1b[200~one\rtwo" + ctrlC, "\x1b[200~" + ctrlC, "\x1b[200~one\r" + ctrlC, "\x1b[200~one\x1b" + ctrlC} {
+		keys, typist := io.Pipe()
+		go func() {
+			for _, text := range []string{typed, "then\r"} {
+				io.WriteString(typist, text) //nolint:errcheck // it is read, or the test has failed
+			}
+			typist.Close() //nolint:errcheck // a pipe's does not fail
+		}()
+		l := &editedLines{keys: &keyFilter{in: keys}}
+		l.editor = term.NewTerminal(struct {
+			io.Reader
+			io.Writer
+		}{l.keys, io.Discard}, chatPromptText)
+		if line, err := l.edit(); err != nil || !l.keys.interrupted {
+			t.Errorf("%q: %q, %v", typed, line, err)
+		}
+		if line, err := l.edit(); err != nil || line != "then" {
+			t.Errorf("%q: the next line is %q, %v", typed, line, err)
+		}
+	}
+}
+
 // Ctrl-C is the keys that drop a line; what else is typed passes.
 func TestKeyFilter(t *testing.T) {
 	k := &keyFilter{in: strings.NewReader("abc")}
@@ -194,7 +219,7 @@ func TestKeyFilter(t *testing.T) {
 			break
 		}
 	}
-	if string(got) != "ab\x05\x15\rc" || !k.interrupted {
+	if string(got) != "ab"+dropLine+"c" || !k.interrupted {
 		t.Errorf("%q, %v", got, k.interrupted)
 	}
 }

@@ -144,6 +144,10 @@ type keyFilter struct {
 
 const ctrlC = "\x03"
 
+// dropLine are the keys that drop a line: the end of an escape sequence that was begun, that of
+// a paste, to which all other keys are text, to the line's end, delete to its begin, enter.
+const dropLine = "~" + "\x1b[201~" + "\x05\x15\r"
+
 func (k *keyFilter) Read(p []byte) (int, error) {
 	if len(k.ready) == 0 {
 		n, err := k.in.Read(p)
@@ -152,7 +156,7 @@ func (k *keyFilter) Read(p []byte) (int, error) {
 		}
 		k.interrupted = true
 		before, _, _ := bytes.Cut(p[:n], []byte(ctrlC))
-		k.ready = append(bytes.Clone(before), "\x05\x15\r"...) // to the line's end, delete to its begin, enter
+		k.ready = append(bytes.Clone(before), dropLine...)
 	}
 	n := copy(p, k.ready)
 	k.ready = k.ready[n:]
