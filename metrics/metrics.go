@@ -39,6 +39,9 @@ func (d *Desc) labels(values []string) []label {
 	for i, v := range values {
 		all = append(all, label{d.variable[i], v})
 	}
+	for i := range all {
+		all[i].value = strings.ToValidUTF8(all[i].value, "\uFFFD") // as the format has it
+	}
 	slices.SortFunc(all, func(a, b label) int { return strings.Compare(a.name, b.name) })
 	return all
 }

@@ -11,6 +11,7 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/collectors"
 	"github.com/prometheus/common/expfmt"
+	"github.com/prometheus/common/model"
 
 	"github.com/moeserve/moeserve/metrics"
 )
@@ -128,6 +129,15 @@ func TestWriteRefuses(t *testing.T) {
 		if err := metrics.Write(&text, c); err == nil || !strings.Contains(err.Error(), want) || text.Len() > 0 {
 			t.Errorf("%v, and wrote %q; want %q", err, &text, want)
 		}
+	}
+}
+
+// A label may be a directory's name, which may be any bytes; a reader wants UTF-8, or reads nothing.
+func TestLabelsAreUTF8(t *testing.T) {
+	text := write(t, metrics.NewCounter(metrics.NewDesc("a_total", "Help.", "l").With("m", "caf\xe9"), "x\xff\xfey"))
+	parser := expfmt.NewTextParser(model.UTF8Validation)
+	if families, err := parser.TextToMetricFamilies(strings.NewReader(text)); err != nil || len(families) != 1 || !strings.Contains(text, "a_total{l=\"x\uFFFDy\",m=\"caf\uFFFD\"} 0") {
+		t.Errorf("%v: %q", err, text)
 	}
 }
 
