@@ -223,12 +223,17 @@ func gainsFigure(gains []Gain) *figure.Bars {
 	if unpaced > 0 {
 		chart.Note += "; no bars where " + unpacedNote
 	}
-	for _, g := range gains {
+	for i, g := range gains {
 		name := g.Model
+		same := func(o Gain) bool { return o.Model == g.Model && o.Requests == g.Requests }
+		repeated := slices.ContainsFunc(gains[:i], same) || slices.ContainsFunc(gains[i+1:], same)
+		if repeated {
+			name += ", " + g.Machine
+		}
 		if !oneBatch {
 			name += ", " + requests(g.Requests)
 		}
-		if g.Emulated && emulated < len(gains) {
+		if g.Emulated && emulated < len(gains) && !repeated {
 			name += ", " + emulatedLabel
 		}
 		group := figure.Group{Name: name}
@@ -276,8 +281,11 @@ func transferFigure(r *TransferResult) *figure.Lines {
 	}
 	ratios := map[int64]float64{}
 	ratio := figure.Series{Look: figure.LookPlain, Line: true, Marks: true}
-	host := r.of(HostPath)
-	for _, q := range r.of(PeerPath) {
+	host, peer := r.of(HostPath), r.of(PeerPath)
+	if r.Unpaced() {
+		peer = nil // this CPU copies as fast from all memories
+	}
+	for _, q := range peer {
 		if i := slices.IndexFunc(host, func(h TransferPoint) bool { return h.Bytes == q.Bytes }); i >= 0 {
 			ratios[q.Bytes] = host[i].LatencySeconds / q.LatencySeconds
 			ratio.Points = append(ratio.Points, figure.Point{X: mebibytes(q.Bytes), Y: ratios[q.Bytes]})

@@ -185,6 +185,16 @@ func TestTransferFigure(t *testing.T) {
 	if chart.Title != "Copy latency to and from NVIDIA H200" {
 		t.Error(chart.Title)
 	}
+	// Nor of emulated devices without rates, which copy as fast as this CPU does.
+	unpaced := *r
+	unpaced.Machine = Machine{Device: "emulated", Emulated: true, Emulation: &Emulation{Rates: RatesNone}}
+	if chart = transferFigure(&unpaced); len(chart.Panels) != 1 || chart.Tags[0].Name != "Mixtral-8x7B, 336 MiB" || strings.Contains(chart.Note, "×") {
+		t.Errorf("%+v", chart)
+	}
+	unpaced.Emulation = &Emulation{Rates: RatesPaced}
+	if chart = transferFigure(&unpaced); len(chart.Panels) != 2 {
+		t.Errorf("%+v", chart)
+	}
 	// Without a peer there is no ratio.
 	alone := &TransferResult{Machine: Machine{Device: "emulated", Emulated: true}}
 	for _, p := range r.Points {
@@ -207,6 +217,11 @@ func TestGainsFigure(t *testing.T) {
 	}
 	if got := chart.Value(-25) + " " + chart.Value(50); got != "−25 % +50 %" {
 		t.Error(got)
+	}
+	// Gains of one model on two machines are told apart.
+	twice := []Gain{{Model: "a", Requests: 324, Machine: "NVIDIA H100"}, {Model: "a", Requests: 324, Machine: "NVIDIA H200"}, {Model: "b", Requests: 324, Machine: "NVIDIA H200"}}
+	if chart := gainsFigure(twice); chart.Groups[0].Name != "a, NVIDIA H100" || chart.Groups[1].Name != "a, NVIDIA H200" || chart.Groups[2].Name != "b" {
+		t.Errorf("%+v", chart.Groups)
 	}
 	gains[1].Requests, gains[1].Emulated = 1, true
 	chart = gainsFigure(gains)

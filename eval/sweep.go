@@ -196,7 +196,9 @@ func (o *SweepOptions) measure(ctx context.Context, cells []Cell, results map[Ce
 // Gain is what fetching from peers in place of the host gives at one fraction, 0.48
 // for 48 % more tokens/s.
 type Gain struct {
-	Model    string
+	Model string
+	// Machine in words.
+	Machine  string
 	Emulated bool
 	// Unpaced: the devices are emulated without rates, so that the tiers' times do not
 	// compare. Decode and EndToEnd are then 0.
@@ -207,11 +209,12 @@ type Gain struct {
 	Decode, EndToEnd float64
 }
 
-// Gains compares results of both tiers, in the order of the models' first results.
+// Gains compares results of both tiers on one machine, in the order of the models' first
+// results.
 func Gains(results []Result, fraction float64) []Gain {
 	type key struct {
-		model    string
-		requests int
+		model, machine string
+		requests       int
 	}
 	found := map[key]map[configs.Tier]Result{}
 	var order []key
@@ -219,7 +222,7 @@ func Gains(results []Result, fraction float64) []Gain {
 		if r.OffloadFraction != fraction {
 			continue
 		}
-		k := key{r.Model, r.Requests}
+		k := key{r.Model, r.words(), r.Requests}
 		if found[k] == nil {
 			found[k] = map[configs.Tier]Result{}
 			order = append(order, k)
@@ -233,7 +236,7 @@ func Gains(results []Result, fraction float64) []Gain {
 			continue
 		}
 		g := Gain{
-			Model: k.model, Requests: k.requests, Fraction: fraction,
+			Model: k.model, Machine: k.machine, Requests: k.requests, Fraction: fraction,
 			Emulated: host.Emulated || peer.Emulated, Unpaced: host.Unpaced() || peer.Unpaced(),
 		}
 		if !g.Unpaced {

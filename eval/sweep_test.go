@@ -265,6 +265,19 @@ func TestGains(t *testing.T) {
 	if len(got) != 1 || got[0].Decode != 1 || got[0].EndToEnd != 0.5 || got[0].Model != "fake" || !got[0].Emulated {
 		t.Errorf("%+v", got)
 	}
+	// Tiers of different machines do not compare.
+	other := slices.Clone(r)
+	for i := range other {
+		other[i].Machine = eval.Machine{Device: "NVIDIA H200"}
+		other[i].DecodeTokS *= 10
+	}
+	other = slices.DeleteFunc(other, func(r eval.Result) bool { return r.Tier == configs.PeerTier })
+	if mixed := eval.Gains(append(other, r...), 0.5); len(mixed) != 1 || mixed[0] != got[0] {
+		t.Errorf("beside host memory of another machine: %+v", mixed)
+	}
+	if mixed := eval.Gains(append(slices.Clone(r), other...), 0.5); len(mixed) != 1 || mixed[0] != got[0] {
+		t.Errorf("before host memory of another machine: %+v", mixed)
+	}
 	if got := eval.Gains(r, 0.25); got != nil {
 		t.Errorf("at a fraction that was not measured: %+v", got)
 	}

@@ -176,7 +176,8 @@ func TestCalibrateSources(t *testing.T) {
 }
 
 func TestTransferOutput(t *testing.T) {
-	r := &eval.TransferResult{Machine: eval.Machine{Device: "emulated", Emulated: true}, Points: transferOn(t, 2)}
+	machine := eval.Machine{Device: "emulated", Emulated: true, Emulation: &eval.Emulation{Rates: eval.RatesVirtual}}
+	r := &eval.TransferResult{Machine: machine, Points: transferOn(t, 2)}
 	var table, list, svg, picture bytes.Buffer
 	if err := eval.WriteTransferTable(&table, r); err != nil || !strings.Contains(table.String(), "16.5 MiB") || !strings.Contains(table.String(), "host and peer to gpu µs") {
 		t.Errorf("%v\n%s", err, &table)
