@@ -25,7 +25,7 @@ func WriteTable(out io.Writer, results []Result) error {
 		return err
 	}
 	w := tabwriter.NewWriter(out, 0, 0, 2, ' ', tabwriter.AlignRight)
-	fmt.Fprintf(w, "tier\toffloaded\tdecode tok/s\t±\tpredicted\t%% of roofline\tbound by\tprefill tok/s\tend-to-end tok/s\t±\thit rate\tMiB/step\t\n")
+	fmt.Fprintf(w, "tier\toffloaded\tdecode tok/s\t±\tpredicted\t%% of roofline\tbound by\tprefill tok/s\tend-to-end tok/s\t±\thit rate\tfetched MiB/step\t\n")
 	for i := range results {
 		r := &results[i]
 		predicted, share, bound, hits := "-", "-", "-", "-"
@@ -64,7 +64,7 @@ func writeShared(out io.Writer, results []Result) error {
 		r.Model, r.DType, requests(r.Requests), r.PromptTokens, r.GeneratedTokens, count(len(r.Trials), "trial"))
 	fmt.Fprintf(&b, "%s of %d tokens, expert grouping %s, attention on %s", count(r.NumMicroBatches, "micro-batch"), r.MicroBatchTokens, r.ExpertGrouping, r.Attention)
 	if r.DistinctExperts > 0 {
-		fmt.Fprintf(&b, "; in the last decode step %.1f experts per layer, %.1f tokens per expert, maximum %d", r.DistinctExperts, r.TokensPerExpert, r.MaxTokensPerExpert)
+		fmt.Fprintf(&b, "; the last decode step used %.1f experts per layer, for %.1f tokens each on average, at most %d", r.DistinctExperts, r.TokensPerExpert, r.MaxTokensPerExpert)
 	}
 	b.WriteString("\n")
 	if r.TruncatedPrompts > 0 {
@@ -79,13 +79,13 @@ func writeShared(out io.Writer, results []Result) error {
 		same = same && results[i].TokensSHA256 == r.TokensSHA256
 	}
 	for _, cause := range slices.Sorted(maps.Keys(stalls)) {
-		fmt.Fprintf(&b, "stalled %.4g s: %s, in all trials\n", stalls[cause], cause)
+		fmt.Fprintf(&b, "compute stream stalled %.4g s: %s, sum of all lines and trials\n", stalls[cause], cause)
 	}
 	if why := r.notComparable(); why != "" {
 		b.WriteString(why + "\n")
 	}
 	for tier, fraction := range saturationPoints(results) {
-		fmt.Fprintf(&b, "max offload fraction with transfers from %s fully overlapped: %.1f %%, predicted\n", tier, 100*fraction)
+		fmt.Fprintf(&b, "predicted saturation point, from %s: %.1f %% (maximum offload fraction with copies fully overlapped)\n", tier, 100*fraction)
 	}
 	for _, g := range Gains(results, gainFraction) {
 		if g.Unpaced {

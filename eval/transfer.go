@@ -456,7 +456,7 @@ func WriteTransferTable(out io.Writer, r *TransferResult) error {
 	if err := w.Flush(); err != nil {
 		return err
 	}
-	_, err := io.WriteString(out, "\nµs: median of single copies; GB/s (10^9 bytes/s): copies queued back to back; engine: GB/s of as many copies by the transfer engine, in chunks\n")
+	_, err := io.WriteString(out, "\nµs: median of single copies; GB/s (10^9 bytes/s): copies queued back to back; engine: GB/s of as many copies by the transfer engine, in chunks;\nhost and peer to gpu: µs of a copy of this size from each, at once; GB/s: their sum\n")
 	return err
 }
 

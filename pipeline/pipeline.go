@@ -11,7 +11,7 @@ import (
 	"github.com/moeserve/moeserve/kvcache"
 )
 
-// ErrStepFailed marks an error of Step after which the same step may be run retry: a copy
+// ErrStepFailed marks an error of Step after which the same step may be run again: a copy
 // failed, or a device other than the compute GPU was lost.
 var ErrStepFailed = errors.New("step failed")
 
@@ -48,8 +48,8 @@ type Step struct {
 	// Wait are points that the step waits for before it reads or writes the KV cache, such as
 	// the ends of KV loads. Every point must be reached in the end, whatever happens to the
 	// step. A copy that fails must fail its fence; that fails the step and all others that
-	// wait for the same point. Before the step is run retry, the failed copy must be started
-	// retry, with another point.
+	// wait for the same point. Before the step is run again, the failed copy must be started
+	// again, with another point.
 	Wait []device.Point
 	// Done are signaled by the host once the step has succeeded: its writes to the KV cache
 	// are complete, and will not be repeated by a retry. A step that fails signals none.
@@ -177,7 +177,7 @@ func (p *Pipeline) open() (err error) {
 func (p *Pipeline) Compute() device.Stream { return p.compute }
 
 // Step runs s to its end. An error that wraps ErrStepFailed leaves everything as it was
-// before the step, except for KV that the step computes retry, and for counts of routed
+// before the step, except for KV that the step computes again, and for counts of routed
 // tokens.
 func (p *Pipeline) Step(ctx context.Context, s *Step) (Result, error) {
 	if s.Logits && !p.o.HostLogits {

@@ -322,7 +322,7 @@ func printPlan(out io.Writer, p *planning.Planned, command []string) error {
 	t := newTable()
 	t.line("model\t%s: %d experts of %s, %d in each of %d layers, %d per token", m.Name, m.ExpertCount(), sizing.Bytes(p.ExpertBytes), m.Experts, m.MoELayers(), m.TopK)
 	printHardware(t, &p.Hardware)
-	requests := "continuous"
+	requests := "continuous (unbounded number of requests)"
 	if p.Workload.Requests > 0 {
 		requests = fmt.Sprintf("%d requests", p.Workload.Requests)
 	}
@@ -409,7 +409,7 @@ func saturation(p *planning.Planned) string {
 		from string
 	}{{configs.HostTier, "host"}, {configs.PeerTier, "peers"}, {configs.AnyTier, "both"}} {
 		if point, ok := p.SaturationPoints[tier.Tier]; ok && (tier.Tier != configs.AnyTier || point != p.SaturationPoints[configs.PeerTier]) {
-			list = append(list, fmt.Sprintf("%.3f from %s", math.Min(1, point), tier.from))
+			list = append(list, fmt.Sprintf("%.1f %% from %s", 100*math.Min(1, point), tier.from))
 		}
 	}
 	return "max offload fraction with transfers fully overlapped: " + strings.Join(list, ", ")
@@ -461,4 +461,4 @@ func tokS(r float64) string {
 
 func byteRate(r float64) string { return fmt.Sprintf("%.4g GB/s", r/1e9) }
 
-func flopRate(r float64) string { return fmt.Sprintf("%.4g Tflop/s", r/1e12) }
+func flopRate(r float64) string { return fmt.Sprintf("%.4g TFLOP/s", r/1e12) }
