@@ -81,9 +81,9 @@ type Stats struct {
 	// Uses by the tier that the expert was found in: Resident; Cached, in the expert cache
 	// from an earlier use; or Peer or Host, from where it was fetched for this use.
 	Uses ByTier `json:"uses"`
-	// Hits are uses of resident and cached experts, Misses those for which the expert was
-	// fetched: of what a fetch brings the first use is a miss, also where it had landed by
-	// then, and every later one a hit. Hits and Misses together are all uses.
+	// Hits are uses of resident and cached experts. Misses are uses for which the expert was
+	// fetched. The first use of a fetched expert is a miss, even if a prefetch had landed by
+	// then; later uses are hits until its slot is reused. Hits and Misses add up to all uses.
 	Hits   int64 `json:"hits"`
 	Misses int64 `json:"misses"`
 	// HitRate is Hits / (Hits + Misses), from 0 to 1; 0 before the first use.
@@ -111,7 +111,7 @@ type Stats struct {
 	MigratedBytes int64 `json:"migrated_bytes"`
 }
 
-// HitRate is that of so many hits and misses; 0 where there are none.
+// HitRate returns hits / (hits + misses); 0 if both are 0.
 func HitRate(hits, misses int64) float64 {
 	if hits+misses == 0 {
 		return 0

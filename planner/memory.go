@@ -249,7 +249,7 @@ func (p *Problem) memory(x *Policy) Memory {
 			Part{"expert cache", u.expertCache}, Part{"KV cache", u.kv}, Part{"KV staging buffer", u.staging},
 			Part{"activations, per-step metadata", u.activations}, Part{"expert tables, misc", u.fixed}),
 		Host: space("host", p.Hardware.HostMemory, p.Shares.Host,
-			Part{"offloaded experts", u.offloaded}, Part{"load staging buffer, copies of resident experts", u.hostBeside},
+			Part{"offloaded experts", u.offloaded}, Part{"load staging buffer, host copies of resident experts", u.hostBeside},
 			Part{"KV cache", u.hostKV}, Part{"per-step metadata, attention staging", u.hostActivations},
 			Part{"expert tables, misc", p.Sizes.HostFixed}),
 		Peer: space("peers", p.Hardware.PeerMemory, p.Shares.Peer,

@@ -46,7 +46,7 @@ func TestMemoryIsTheEngines(t *testing.T) {
 		{m.GPU, "non-expert weights", 3 << 30},
 		{m.GPU, "resident experts", 156 * 400 << 20},
 		{m.GPU, "spare expert slots", 2 << 20},
-		{m.Host, "load staging buffer, copies of resident experts", 156},
+		{m.Host, "load staging buffer, host copies of resident experts", 156},
 		{m.GPU, "expert cache", 5 * 400 << 20},
 		{m.GPU, "KV cache", 3000 * 5 << 20},
 		{m.GPU, "KV staging buffer", 2 * 0.25 * 100 * 4 * (5 << 20) / 32},

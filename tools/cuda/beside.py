@@ -1,4 +1,4 @@
-"""moeserve beside transformers on one GPU, with random weights in bfloat16.
+"""moeserve compared with transformers on one GPU, with random weights in bfloat16.
 
     beside.py cells                           lists the cells
     beside.py run MOESERVE OUT.jsonl [...]    measures them one after the other, each in a process of its own
@@ -9,17 +9,17 @@ A cell is MODEL/SEQUENCES/WHAT, where WHAT is one of
     merged            moeserve bench throughput, experts once a layer over all sequences
     micro-batch       the same with experts once for each 324 sequences
     batch-invariant   merged, with --batch-invariant
-    transformers      transformers' class of the model: attention sdpa, experts as grouped products, greedy,
+    transformers      transformers' class of the model: attention sdpa, experts as grouped GEMMs, greedy,
                       a loop of forward calls over a DynamicCache
 
-All run prompts of 77 random ids and draw 32 tokens of each sequence; ends of answers are ignored; both
-sides run before they are measured, and figures are medians of trials. An invocation measures ceilings
-first, a product of 8192^3 in bfloat16 and reading memory; what it writes after names it, so that shares
-are of the same invocation. OUT gets a line of JSON for each finished cell at once; one that was cut off
-keeps them, and --resume leaves them out.
+All run prompts of 77 random ids and generate 32 tokens for each sequence; end-of-sequence tokens are
+ignored; both engines warm up, and figures are medians of trials. An invocation first measures the rates
+of a GEMM of 8192^3 in bfloat16 and of reading memory; its later results name the invocation, so that
+shares are of rates of the same run. OUT gets a line of JSON as soon as a cell is finished; an interrupted
+invocation keeps them, and --resume skips these cells.
 
-Prefill's operations are those of the products a row goes through (projections, router, chosen and
-shared experts), attention over half of the prompt on average, and the output layer for one row of
+The operations of prefill are those of the GEMMs of each token (projections, router, selected and
+shared experts), attention over half of the prompt on average, and the output layer for one token of
 each sequence.
 """
 
@@ -203,14 +203,14 @@ def table(path):
     results = read(path)
     ceilings = {r["run"]: r["result"] for r in results.values() if r["cell"] == "ceilings" and "result" in r}
     for run, c in ceilings.items():
-        print(f"{run}: {c['device']}, driver {c['driver']}, PyTorch {c['torch']}, transformers {c['transformers']}; a product of 8192^3 in bfloat16 "
+        print(f"{run}: {c['device']}, driver {c['driver']}, PyTorch {c['torch']}, transformers {c['transformers']}; a GEMM of 8192^3 in bfloat16 "
               f"{c['product_flops'] / 1e12:.0f} TFLOP/s, reading memory {c['read_bytes_s'] / 1e12:.2f} TB/s.")
     print()
     cell = {(*r["cell"].split("/"), r["layers"]): r for r in results.values() if r["cell"] != "ceilings"}
     whats = (*OURS, "transformers")
     rows = sorted(cell, key=lambda k: (list(LARGE).index(k[0]), k[3], int(k[1]), whats.index(k[2])))
-    print("| model | sequences | what | decode, tokens/s | roofline | share | beside transformers | end-to-end, tokens/s | beside transformers "
-          "| prefill, tokens/s | TFLOP/s | of the product | experts a layer |")
+    print("| model | sequences | what | decode, tokens/s | roofline, tokens/s | share of roofline | decode / transformers' | end-to-end, tokens/s | end-to-end / transformers' "
+          "| prefill, tokens/s | prefill, TFLOP/s | share of the GEMM's | experts used per layer |")
     print("|---|---|---|---|---|---|---|---|---|---|---|---|---|")
     for model, n, what, layers in rows:
         record = cell[model, n, what, layers]

@@ -1,4 +1,4 @@
-"""Part of gpu.sh: how long the GPU stands still between the kernels of a decode step.
+"""Part of gpu.sh: how long the GPU is idle between the kernels of a decode step.
 
     gaps.py run MOESERVE FOLDER MODEL [SEQUENCES [ARGUMENT...]]   records a benchmark, and shows its gaps
     gaps.py show CSV                                              shows those of a recording

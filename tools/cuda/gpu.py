@@ -248,7 +248,7 @@ def table(logs):
     steps = logs / "presets.json"
     if steps.exists():
         rows = [json.loads(line) for line in steps.read_text().splitlines()]
-        print("| model | layers | offloaded | step | sequences | tokens | ms | roofline, ms | share | tokens/s |")
+        print("| model | layers | offloaded | step | sequences | tokens | ms | roofline, ms | share of roofline | tokens/s |")
         print("|---|---|---|---|---|---|---|---|---|---|")
         for r in rows:
             start = f"| {r['model']} | {r['layers']} | {100 * r['fraction']:.0f} %, {r.get('tier', 'host')}{', not overlapped' if r.get('apart') else ''} | {r['kind']} |"

@@ -1,39 +1,40 @@
 #!/usr/bin/env bash
-# Everything that only a GPU can show, in two halves:
+# All tests and measurements that need a GPU, in two halves:
 #   tools/cuda/gpu.sh build FOLDER            builds and packs what has to run, without a GPU
 #   tools/cuda/gpu.sh run FOLDER LOGS PART... runs it on a machine with a GPU and this tree, and prints a table
-# Without PART: all of them down to sanitize but whole-mixtral, tiers, sweep, predicted and guard. LOGS gets at most 8 files.
+# Without PART: all parts from device to sanitize, except whole-mixtral, tiers, sweep, predicted and guard. LOGS gets at most 8 files.
 #   device        device/cuda: conformance, NVML, NVRTC; experts, kvcache, pipeline and engine on it
 #   kernels       every kernel against its reference, small shapes; those for sm_80; start, cold and warm
 #   kernels-full  the same at the shapes of the models
-#   exact         fixtures: same routing, own routing beside transformers in bfloat16, greedy tokens;
+#   exact         fixtures: same routing, own routing compared with transformers in bfloat16, greedy tokens;
 #                 equal tokens over fractions, faults, batch sizes, neighbors; a lost device; no memory
-#   apart         kernels that do not overlap: the same routing and equal tokens of exact, and whole Qwen1.5-MoE and
-#                 Mixtral with and without overlapping, whose tokens are the same
+#   apart         kernels without overlap (--overlap-kernels=false): same routing and equal tokens as in exact; Qwen1.5-MoE
+#                 and Mixtral with all layers generate the same tokens with and without overlap
 #   cli           moeserve run on fixtures, the built-in model and a preset; what it says to bad input;
 #                 collect-env beside nvidia-smi; run and serve whose device is lost
-#   layers        one layer of every preset beside PyTorch
-#   whole         Qwen1.5-MoE whole, at 0, 50 and 100 % in host memory
+#   layers        one layer of every preset compared with PyTorch
+#   whole         Qwen1.5-MoE with all layers, at 0, 50 and 100 % in host memory
 #   whole-mixtral the same of Mixtral: 93 GB, of which host memory must hold up to 84 GiB
 #   tiers         two GPUs: devicetest's peer part; fixtures with experts on the second GPU, whose memory is
-#                 taken back meanwhile; Qwen1.5-MoE and half of Mixtral's experts in host memory and there
-#   sweep         two GPUs: Mixtral whole, 324 and 3,240 sequences, at 0, 50 and 100 % on the host and on the second
-#                 GPU; the other orders of a step; a trace of eight layers
-#   predicted     two GPUs: memory planned and taken; bench transfer, and beside what it finds a sweep of Qwen1.5-MoE
-#                 and a policy of the planner's for Mixtral
+#                 revoked meanwhile; Qwen1.5-MoE, and Mixtral with half of its experts, in host memory and on the second GPU
+#   sweep         two GPUs: Mixtral with all layers, 324 and 3,240 sequences, at 0, 50 and 100 % on the host and on the second
+#                 GPU; the other plans of a step; a trace of eight layers
+#   predicted     two GPUs: memory planned and used; bench transfer, and with the rates that it measures the predictions
+#                 for a sweep of Qwen1.5-MoE and for a policy of the planner for Mixtral
 #   guard         two GPUs, three minutes: decode steps of Mixtral, Qwen1.5-MoE and Qwen3-30B-A3B with experts on the
-#                 second GPU, beside the raw links and the same step in HBM; fails where one is 3 % below guard.json.
+#                 second GPU, as shares of what plain copies and the same step in HBM allow; fails where a share is less
+#                 than 97 % of that in guard.json.
 #                 It runs before and after every change of pipeline, experts, transfer, harvest, kvcache, device/cuda
 #                 and kernels/cuda; GUARD_RECORD=COMMIT writes guard.json to LOGS instead
 #   bench         times of kernels and of the device
 #   sanitize      compute-sanitizer over the kernels' small shapes
-#   beside        moeserve beside transformers: BESIDE are arguments for beside.py (--cells, --budget, --resume …),
+#   beside        moeserve compared with transformers: BESIDE are arguments for beside.py (--cells, --budget, --resume …),
 #                 BESIDE_OUT is the file of results
-#   gaps          how long the GPU stands still between the kernels of a decode step: GAPS are models
-#   load          a checkpoint of Qwen1.5-MoE's shape, written to LOAD_FOLDER (29 GB), beside the disk's
-#                 own rate; LOAD are arguments for load.py
-# HOST_GIB is the memory of the host where the system does not say all it has. With OVERLAP=false the parts that run
-# node's tests or moeserve keep kernels from overlapping (--overlap-kernels).
+#   gaps          how long the GPU is idle between the kernels of a decode step: GAPS are models
+#   load          loading a checkpoint of Qwen1.5-MoE's shape, written to LOAD_FOLDER (29 GB), as a share of the disk's
+#                 rate; LOAD are arguments for load.py
+# HOST_GIB is the host's memory, for machines whose system reports less. With OVERLAP=false the parts that run node's
+# tests or moeserve disable the overlap of kernels (--overlap-kernels=false).
 set -uo pipefail
 root=$(cd "$(dirname "$0")/../.." && pwd)
 usage() { sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//p}' "$0" >&2; exit 2; }

@@ -1,4 +1,4 @@
-"""The guard of two GPUs: decode steps beside what the links and the model itself allow in the same run.
+"""Regression benchmark of two GPUs: decode steps as shares of what links and model allow in the same run.
 
     guard.py check RECORD STEPS TRANSFER    prints the table; fails where a cell is more than TOLERANCE below RECORD
     guard.py record RECORD STEPS TRANSFER COMMIT   writes RECORD anew
@@ -6,10 +6,11 @@
 STEPS are lines of TestGPUPresets (-steps), TRANSFER is what `moeserve bench transfer --json` wrote on the same
 machine right before, RECORD is tools/cuda/guard.json.
 
-A cell is a model, the fraction of its experts that lie on the peer, and how many sequences decode at once. Its share
-is the least time that its step can take over the time that it took. Least is, with everything in HBM, the roofline of
-the step; with experts on the peer the longer of the same step with everything in HBM, as measured in this run, and the
-bytes of the offloaded experts that its rows choose over the rates of both links, as measured in this run.
+A cell is a model, the fraction of its experts that have copies on the peer, and the number of sequences that decode.
+Its share is the limit, the shortest time that its step could take, over the measured time. With everything in HBM the
+limit is the step's roofline. With experts on the peer it is the longer of two: the same step with everything in HBM,
+as measured in this run; and the bytes of the offloaded experts that its tokens are expected to select, over the sum of
+both links' rates, as measured in this run.
 """
 
 import json
@@ -55,8 +56,8 @@ def cells(steps, rates):
 
 
 def table(found, record, rates):
-    print(f"raw links in this run: peer {rates[PEER] / 1e9:.1f} GB/s, host {rates[HOST] / 1e9:.1f} GB/s\n")
-    print("| model, experts on the peer, sequences | step, ms | tokens/s | minimum, ms | bound by | share of it | recorded |")
+    print(f"plain copies in this run: peer {rates[PEER] / 1e9:.1f} GB/s, host {rates[HOST] / 1e9:.1f} GB/s\n")
+    print("| model, experts on the peer, sequences | step, ms | tokens/s | limit, ms | bound by | share of the limit | recorded |")
     print("|---|---|---|---|---|---|---|")
     for name, took, least, bound in found:
         was = record.get(name)
