@@ -68,11 +68,11 @@
 //	}
 //
 // A step with few tokens needs few experts of a layer. These are fetched once the host
-// knows the router's choice. A layer that waits for its router's choice is a value of
+// knows the router's selection. A layer that waits for its router's selection is a value of
 // another type, which cannot be released:
 //
 //	open, err := step.LayerUnrouted(ctx, l)
-//	… router; its choice and a prediction for the next layer are copied to the host …
+//	… router; its selection and a prediction for the next layer are copied to the host …
 //	… open.Waves: the resident experts …
 //	use, err := open.FetchChosen(ctx, chosen)
 //	step.PrefetchPredicted(next(l), predicted)

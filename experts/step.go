@@ -34,7 +34,7 @@ type Use struct {
 	open opening
 }
 
-// Unrouted is an open layer whose router's choice is not known yet. FetchChosen makes it
+// Unrouted is an open layer whose router's selection is not known yet. FetchChosen makes it
 // a Use, which can be released.
 type Unrouted struct {
 	Slots kernels.Tensor
@@ -191,7 +191,7 @@ func (o opening) lock() (position int, err error) {
 	return o.s.open, nil
 }
 
-// LayerUnrouted opens a layer for one use before its router's choice is known.
+// LayerUnrouted opens a layer for one use before its router's selection is known.
 func (st Step) LayerUnrouted(ctx context.Context, layer int) (Unrouted, error) {
 	position, err := st.lockOpenable(layer)
 	s := st.s

@@ -33,7 +33,7 @@ type steps struct {
 	number  uint64
 	running bool
 	compute device.Stream
-	// open is the position of the open layer, or -1; unrouted: its router's choice is not
+	// open is the position of the open layer, or -1; unrouted: its router's selection is not
 	// known yet; opened counts openings.
 	open     int
 	unrouted bool

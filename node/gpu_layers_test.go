@@ -24,7 +24,7 @@ var (
 )
 
 // TestGPULayers compares one layer of every preset, in its full shape and with random
-// weights, with PyTorch in float32. Positions where the router's choice hangs on less
+// weights, with PyTorch in float32. Positions where the router's selection hangs on less
 // than twice what bfloat16 does to its scores may go another way and are left out; they
 // must be the fewer.
 func TestGPULayers(t *testing.T) {
