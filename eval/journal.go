@@ -39,6 +39,9 @@ func OpenJournal(path string, config map[string]string) (_ *Journal, err error) 
 			err = errors.Join(err, f.Close())
 		}
 	}()
+	if info, err := f.Stat(); err == nil && !info.Mode().IsRegular() {
+		return nil, inputf("%s is not a regular file; name another", path)
+	}
 	data, err := io.ReadAll(f)
 	if err != nil {
 		return nil, fmt.Errorf("eval: read the finished cells: %w", err)

@@ -74,17 +74,15 @@ type SweepOptions struct {
 	Skip func(c Cell, err error) bool
 	// Finished, if set, is called with each cell that all trials have been measured of.
 	Finished func(Result) error
-	// Opening, if set, is called before the node of a cell is opened, with the cell's number
-	// from 1 and how many there are to be measured.
-	Opening func(c Cell, number, cells int)
 
 	// why the first cell was skipped.
 	why error
 }
 
 // Sweep measures all cells that are not done, and returns the results of all that were
-// not skipped, in the order of Cells. Where ctx ends before the sweep does, the results are
-// those of the cells of which at least one trial has been measured, beside the error.
+// not skipped, in the order of Cells. Where a cell fails, the results are those of the cells
+// before it, beside the error; where ctx ends before the sweep does, also those of which at
+// least one trial has been measured.
 func Sweep(ctx context.Context, o SweepOptions) ([]Result, error) {
 	o.Options = o.EnsureDefaults()
 	if len(o.Cells) == 0 {
@@ -114,9 +112,6 @@ func Sweep(ctx context.Context, o SweepOptions) ([]Result, error) {
 		if failed = o.measure(ctx, cells, results, meter); failed != nil {
 			break
 		}
-	}
-	if failed != nil && ctx.Err() == nil {
-		return nil, failed
 	}
 	var all []Result
 	for _, c := range o.Cells {
@@ -151,9 +146,6 @@ func (o *SweepOptions) measure(ctx context.Context, cells []Cell, results map[Ce
 		return fmt.Errorf("%v %% offloaded to %s: %w", 100*c.Fraction, c.Tier, err)
 	}
 	for _, c := range cells {
-		if o.Opening != nil {
-			o.Opening(c, meter.next+1, meter.cells)
-		}
 		n, err := o.Open(ctx, c)
 		if err != nil && ctx.Err() == nil && o.Skip != nil && o.Skip(c, err) {
 			meter.skip()

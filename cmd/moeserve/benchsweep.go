@@ -119,31 +119,32 @@ func benchSweep(ctx context.Context, s *streams, set *settings, o *sweepOptions)
 		skipped = append(skipped, fmt.Sprintf("skipped: %s: %v", cellWords(c, 1, 1), err))
 		return true
 	}
-	results, interrupted := eval.Sweep(ctx, sweep)
+	results, failed := eval.Sweep(ctx, sweep)
 	p.end()
-	if interrupted != nil && len(results) == 0 {
-		return benchError(interrupted)
+	if failed != nil && len(results) == 0 {
+		return benchError(failed)
 	}
 	for _, text := range skipped {
 		s.notice(&set.Output, "%s", text)
 	}
-	if interrupted != nil {
+	if failed != nil {
 		s.notice(&set.Output, "%s", o.unfinished(results, len(sweep.Cells), b.options.Trials))
 	}
 	var complete []outputFile
 	for _, f := range files {
 		file := outputFile{f.path, func(w io.Writer) error { return f.write(w, results, others) }}
-		if interrupted == nil {
+		if failed == nil {
 			complete = append(complete, file)
 		} else if err := writeFile(file.path, file.write); err != nil {
 			s.notice(&set.Output, "%s is not written: %v", f.path, err) // it may need cells that were not measured
 		}
 	}
 	written := writeAll(s, res, results, complete, func(w io.Writer) error { return eval.WriteTable(w, results) })
-	return errors.Join(written, interrupted)
+	return errors.Join(written, benchError(failed))
 }
 
-// unfinished words what an interrupted sweep has measured, and how to go on.
+// unfinished words what a sweep has measured that was interrupted, or of which a cell failed,
+// and how to go on.
 func (o *sweepOptions) unfinished(results []eval.Result, cells, trials int) string {
 	whole := 0
 	for _, r := range results {
