@@ -218,6 +218,37 @@ func fullDisk(t *testing.T) string {
 	return link
 }
 
+// Until a result is written there is no file of it, which a command that is killed, as by the end of
+// a pipe's reader, would leave behind.
+func TestResultLeavesNothing(t *testing.T) {
+	dir := t.TempDir()
+	path := filepath.Join(dir, "out.json")
+	files := func() string {
+		t.Helper()
+		entries, err := os.ReadDir(dir)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return fmt.Sprint(entries)
+	}
+	r, err := openResult(path, io.Discard)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if got := files(); got != "[]" {
+		t.Errorf("before it is written: %s", got)
+	}
+	if err := r.write(math.NaN()); err == nil || !strings.HasPrefix(err.Error(), "--json") || files() != "[]" {
+		t.Errorf("%v, %s", err, files())
+	}
+	if err := errors.Join(r.write(1), r.close()); err != nil || files() != "[- out.json]" {
+		t.Errorf("%v, %s", err, files())
+	}
+	if text, err := os.ReadFile(path); err != nil || string(text) != "1\n" {
+		t.Errorf("%q, %v", text, err)
+	}
+}
+
 // A file that is a device, a pipe or a link to one is written to, and stays what it is.
 func TestWriteFile(t *testing.T) {
 	link := filepath.Join(t.TempDir(), "link.csv")

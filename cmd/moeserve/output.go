@@ -16,8 +16,10 @@ const stdoutName = "-"
 // is there, complete, or not at all.
 type result struct {
 	path string
-	out  io.Writer
-	file *os.File // that becomes path; nil where out is not a file of ours
+	// out is standard output, or the device or pipe at path; nil where a file is to be made.
+	out io.Writer
+	// device is to be closed; nil where out is none of ours.
+	device io.Closer
 }
 
 // openResult checks that the result can be written before any work is done for it.
@@ -39,14 +41,16 @@ func openResult(path string, stdout io.Writer) (*result, error) {
 		if err != nil {
 			return nil, unwritable(path, err)
 		}
-		return &result{path: path, out: f}, nil
+		return &result{path: path, out: f, device: f}, nil
 	}
-	part := fmt.Sprintf("%s.%d.partial", path, os.Getpid())
-	f, err := os.OpenFile(part, os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o666)
+	f, err := createPart(path)
+	if err == nil {
+		err = errors.Join(f.Close(), os.Remove(f.Name()))
+	}
 	if err != nil {
 		return nil, unwritable(path, err)
 	}
-	return &result{path: path, out: f, file: f}, nil
+	return &result{path: path}, nil
 }
 
 // unwritable words the error of opening a file that may go by another name.
@@ -58,44 +62,68 @@ func unwritable(path string, err error) error {
 	return usagef("--json %s: %w", path, err)
 }
 
-// wanted says whether there is anybody to write for.
-func (r *result) wanted() bool { return r.out != nil }
-
 // onStdout says that standard output is the result's alone.
 func (r *result) onStdout() bool { return r.path == stdoutName }
 
-// write writes v and puts the file in its place.
+// write writes v, if there is anybody to write for.
 func (r *result) write(v any) error {
-	if !r.wanted() {
-		return nil
+	encode := func(out io.Writer) error {
+		enc := json.NewEncoder(out)
+		enc.SetEscapeHTML(false)
+		enc.SetIndent("", "  ")
+		return enc.Encode(v)
 	}
-	enc := json.NewEncoder(r.out)
-	enc.SetEscapeHTML(false)
-	enc.SetIndent("", "  ")
-	if err := enc.Encode(v); err != nil {
+	var err error
+	switch {
+	case r.out != nil:
+		err = encode(r.out)
+	case r.path != "":
+		err = writeFile(r.path, encode)
+	}
+	if err != nil {
 		return fmt.Errorf("--json: %w", err)
-	}
-	if r.file == nil {
-		return nil
-	}
-	if err := r.file.Close(); err != nil {
-		return fmt.Errorf("--json: %w", err)
-	}
-	part := r.file.Name()
-	r.file = nil
-	if err := os.Rename(part, r.path); err != nil {
-		return errors.Join(fmt.Errorf("--json: %w", err), os.Remove(part))
 	}
 	return nil
 }
 
-// close removes what was not written to its end.
+// close closes the device or pipe.
 func (r *result) close() error {
-	if r.file == nil {
+	if r.device == nil {
 		return nil
 	}
-	part := r.file.Name()
-	err := errors.Join(r.file.Close(), os.Remove(part))
-	r.file = nil
-	return err
+	return r.device.Close()
+}
+
+// createPart creates the file that becomes path once it is complete.
+func createPart(path string) (*os.File, error) {
+	return os.OpenFile(fmt.Sprintf("%s.%d.partial", path, os.Getpid()), os.O_WRONLY|os.O_CREATE|os.O_TRUNC, 0o666)
+}
+
+// writeFile writes a temporary file and renames it, so that the file is complete or absent.
+// Devices and pipes, which nothing can take the place of, are written to.
+func writeFile(path string, write func(io.Writer) error) (err error) {
+	if info, err := os.Stat(path); err == nil && !info.Mode().IsRegular() {
+		f, err := os.OpenFile(path, os.O_WRONLY, 0)
+		if err != nil {
+			return err
+		}
+		if err := errors.Join(write(f), f.Close()); err != nil {
+			return fmt.Errorf("%s: %w", path, err)
+		}
+		return nil
+	}
+	f, err := createPart(path)
+	if err != nil {
+		return err
+	}
+	defer func() {
+		if err != nil {
+			err = errors.Join(err, os.Remove(f.Name()))
+		}
+	}()
+	err = write(f)
+	if err = errors.Join(err, f.Close()); err != nil {
+		return fmt.Errorf("%s: %w", path, err)
+	}
+	return os.Rename(f.Name(), path)
 }
