@@ -1,6 +1,7 @@
 package main
 
 import (
+	"encoding/json"
 	"fmt"
 	"go/ast"
 	"go/parser"
@@ -128,4 +129,13 @@ func lastName(e ast.Expr) string {
 		return e.Sel.Name
 	}
 	return ""
+}
+
+// That a word is taken as the prompt is a record where the log is JSON.
+func TestNoteIsJSON(t *testing.T) {
+	_, stderr, code := invoke(t, strings.NewReader(""), "run", "-q", "--log-format", "json", "--max-tokens", "1", "hello")
+	var record struct{ Level, Msg string }
+	if err := json.Unmarshal([]byte(stderr), &record); err != nil || code != exitDone || record.Level != "WARN" || !strings.HasPrefix(record.Msg, `"hello" is not a model`) {
+		t.Errorf("exit code %d, %v: %s", code, err, stderr)
+	}
 }

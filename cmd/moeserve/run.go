@@ -81,7 +81,7 @@ error.`,
 				if err != nil {
 					return err
 				}
-				o.note = fmt.Sprintf("moeserve: %q is not a model, and is taken as the prompt of %s (write -- in front of a prompt)\n", *r.prompt, name)
+				o.note = fmt.Sprintf("%q is not a model, and is taken as the prompt of %s (write -- in front of a prompt)", *r.prompt, name)
 			}
 			return run(cmd.Context(), s, set, &o)
 		},
@@ -226,8 +226,8 @@ func run(ctx context.Context, s *streams, set *settings, o *runOptions) (err err
 	}
 	defer func() { err = errors.Join(err, n.Close()) }()
 	set.Settings = n.Info().Settings
-	if _, err := io.WriteString(s.err, o.note); err != nil {
-		return err
+	if o.note != "" {
+		s.notice(&set.Output, "%s", o.note)
 	}
 
 	if p.ids == nil {
