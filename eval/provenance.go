@@ -132,7 +132,10 @@ func labeled(device string, emulated bool) string {
 }
 
 // String names the program and the date for a person.
-func (r *Run) String() string {
+func (r *Run) String() string { return r.build() + ", " + r.Date.UTC().Format(time.RFC3339) }
+
+// build names the program.
+func (r *Run) build() string {
 	s := "moeserve " + r.Version
 	if r.Commit != "" {
 		s += ", commit " + r.Commit[:min(12, len(r.Commit))]
@@ -140,7 +143,7 @@ func (r *Run) String() string {
 			s += " with changes"
 		}
 	}
-	return s + ", " + r.Date.UTC().Format(time.RFC3339)
+	return s
 }
 
 // header writes what ran, where and how, for the top of a table.

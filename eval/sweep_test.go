@@ -530,6 +530,26 @@ func TestTablesStateNothingThatIsNotKnown(t *testing.T) {
 	}
 }
 
+// A sweep that was resumed with another build says so: the heading names only one.
+func TestTableOfBuilds(t *testing.T) {
+	r, err := sweep(t, eval.SweepOptions{}, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	const want = "\nmeasured by other builds, too: moeserve v1.2.3, commit fedcba987654\n"
+	r[0].Run.Date = r[0].Run.Date.Add(time.Hour)
+	var same, other bytes.Buffer
+	if err := eval.WriteTable(&same, r); err != nil || strings.Contains(same.String(), "other builds") {
+		t.Errorf("of one build: %v\n%s", err, &same)
+	}
+	for i := range r[1:3] {
+		r[1+i].Run.Commit, r[1+i].Run.Modified = "fedcba9876543210", false
+	}
+	if err := eval.WriteTable(&other, r); err != nil || !strings.Contains(other.String(), want) {
+		t.Errorf("%v\n%s\nwant %s", err, &other, want)
+	}
+}
+
 // A sweep that fails keeps the cells that were measured by then.
 func TestFailedSweep(t *testing.T) {
 	lost, full := errors.New("device lost"), errors.New("disk full")

@@ -71,8 +71,11 @@ func writeShared(out io.Writer, results []Result) error {
 		fmt.Fprintf(&b, "prompts truncated to the model's context: %d\n", r.TruncatedPrompts)
 	}
 	stalls := map[string]float64{}
-	same := true
+	same, builds := true, []string{r.Run.build()}
 	for i := range results {
+		if b := results[i].Run.build(); !slices.Contains(builds, b) {
+			builds = append(builds, b)
+		}
 		for cause, s := range results[i].StallS {
 			stalls[cause] += s
 		}
@@ -80,6 +83,9 @@ func writeShared(out io.Writer, results []Result) error {
 	}
 	for _, cause := range slices.Sorted(maps.Keys(stalls)) {
 		fmt.Fprintf(&b, "compute stream stalled %.4g s: %s, sum of all lines and trials\n", stalls[cause], cause)
+	}
+	if len(builds) > 1 {
+		b.WriteString("measured by other builds, too: " + strings.Join(builds[1:], "; ") + "\n")
 	}
 	if why := r.notComparable(); why != "" {
 		b.WriteString(why + "\n")
