@@ -478,6 +478,24 @@ func TestTables(t *testing.T) {
 	}
 }
 
+// A deviation has the decimals of its mean: the rest is noise.
+func TestDeviationsHaveTheDecimalsOfTheirMeans(t *testing.T) {
+	r, err := sweep(t, eval.SweepOptions{}, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	small := 0.0007117
+	r[0].DecodeTokS, r[0].DecodeStddevTokS = 272.43, &small
+	r[0].ThroughputTokS, r[0].StddevTokS = 4645, &small
+	var table bytes.Buffer
+	if err := eval.WriteTable(&table, r[:1]); err != nil {
+		t.Fatal(err)
+	}
+	if text := strings.Join(strings.Fields(table.String()), " "); !strings.Contains(text, " 272.4 0.0 ") || !strings.Contains(text, " 4645 0 ") {
+		t.Errorf("%s", table.String())
+	}
+}
+
 // One trial has no deviation, emulated devices without rates no gain, and predictions for
 // other hardware are no measure of what was measured.
 func TestTablesStateNothingThatIsNotKnown(t *testing.T) {

@@ -39,8 +39,8 @@ func WriteTable(out io.Writer, results []Result) error {
 			hits = fmt.Sprintf("%.1f %%", 100*r.HitRate)
 		}
 		fmt.Fprintf(w, "%s\t%s\t%s\t%s\t%s\t%s\t%s\t%s\t%s\t%s\t%s\t%.1f\t\n",
-			r.Tier, percent(r.OffloadFraction), number(r.DecodeTokS), deviation(r.DecodeStddevTokS), predicted, share, bound,
-			number(r.PrefillTokS), number(r.ThroughputTokS), deviation(r.StddevTokS), hits, float64(r.DecodeStepBytes.Host+r.DecodeStepBytes.Peer)/(1<<20))
+			r.Tier, percent(r.OffloadFraction), number(r.DecodeTokS), deviation(r.DecodeTokS, r.DecodeStddevTokS), predicted, share, bound,
+			number(r.PrefillTokS), number(r.ThroughputTokS), deviation(r.ThroughputTokS, r.StddevTokS), hits, float64(r.DecodeStepBytes.Host+r.DecodeStepBytes.Peer)/(1<<20))
 	}
 	if err := w.Flush(); err != nil {
 		return err
@@ -48,12 +48,14 @@ func WriteTable(out io.Writer, results []Result) error {
 	return writeShared(out, results)
 }
 
-// deviation writes a standard deviation; nothing where there is none.
-func deviation(d *float64) string {
+// deviation writes a standard deviation with the decimals of its mean; nothing where there is
+// none.
+func deviation(mean float64, d *float64) string {
 	if d == nil {
 		return ""
 	}
-	return number(*d)
+	_, decimals, _ := strings.Cut(number(mean), ".")
+	return strconv.FormatFloat(*d, 'f', len(decimals), 64)
 }
 
 // writeShared writes what holds for all results.
