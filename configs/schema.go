@@ -246,7 +246,7 @@ var Schema = []Key{
 	},
 	{
 		Name: "max-queued-requests", Kind: Int, Default: 256, Unit: "samples", Min: 1, Max: 1 << 20, Commands: onServe,
-		Help: "maximum queued samples; further requests are rejected with status 429",
+		Help: "maximum queued samples (a request with n=4 has 4); further requests are rejected with status 429",
 	},
 	{
 		Name: "max-request-bytes", Kind: Int, Default: 16 << 20, Unit: "bytes", Min: 1, Max: 1 << 30, Rare: true, Commands: onServe,
@@ -372,7 +372,9 @@ func (k Key) CheckText(value string) error {
 func (k Key) checkText(value string) string {
 	if k.Allowed != nil && !slices.Contains(k.Allowed, value) {
 		want := "must be " + alternatives(k.Allowed)
-		if near, ok := Nearest(value, k.Allowed); ok {
+		if value == "gpu" && slices.Contains(k.Allowed, "cuda") {
+			want += "; did you mean cuda?"
+		} else if near, ok := Nearest(value, k.Allowed); ok {
 			want += "; did you mean " + near + "?"
 		}
 		return want

@@ -169,7 +169,7 @@ func Open(ctx context.Context, o Options) (_ *Node, err error) {
 		if o.ExpectCPU {
 			level = slog.LevelInfo
 		}
-		o.Log.Log(ctx, level, "no usable GPU: computing on the CPU, with emulated devices", "err", why)
+		o.Log.Log(ctx, level, "computing on the CPU, with emulated devices", "err", why)
 	}
 	load, err := n.assemble(ctx, u, fit.Blocks)
 	if err != nil {

@@ -159,7 +159,7 @@ type MisfitError struct {
 }
 
 func (e *MisfitError) Error() string {
-	fits := "no policy fits; use more memory of " + e.Space.Name + " or a smaller model"
+	fits := "no policy fits; use more " + e.Space.Name + " memory or a smaller model"
 	if len(e.Nearest) > 0 {
 		var near []string
 		for _, p := range e.Nearest {

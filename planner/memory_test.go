@@ -104,7 +104,7 @@ func TestMisfit(t *testing.T) {
 	// Nor does anything where the rest of the model is too large.
 	p.Hardware.GPUMemory = 2 << 30
 	_, err = p.Predict(x)
-	if !errors.As(err, &m) || len(m.Nearest) != 0 || !strings.Contains(err.Error(), "no policy fits; use more memory of gpu") {
+	if !errors.As(err, &m) || len(m.Nearest) != 0 || !strings.Contains(err.Error(), "no policy fits; use more gpu memory") {
 		t.Errorf("%v", err)
 	}
 }

@@ -30,7 +30,7 @@ const (
 func (b Bound) Text() string {
 	switch b {
 	case BoundGPUCompute:
-		return "gpu compute (GEMM)"
+		return "GPU compute (GEMM)"
 	case BoundD2HLink:
 		return "D2H link"
 	case BoundOverhead:
@@ -38,7 +38,8 @@ func (b Bound) Text() string {
 	case BoundOnDemandFetch:
 		return "on-demand expert fetch"
 	}
-	return strings.ReplaceAll(string(b), "-", " ")
+	text := strings.ReplaceAll(string(b), "-", " ")
+	return strings.NewReplacer("gpu", "GPU", "cpu", "CPU").Replace(text)
 }
 
 // Phase is one kind of work of a step on the compute GPU, over all layers.

@@ -79,7 +79,7 @@ func TestRunIsReported(t *testing.T) {
 	// Letters of layers, and units, are numbers, too.
 	report := regexp.MustCompile(`(?m)^(layers)?\s+N(-N)?  .*\n`).ReplaceAllString(digits.ReplaceAllString(stderr, "N"), "")
 	report = regexp.MustCompile(`N ([KMG]i)?B`).ReplaceAllString(report, "N B")
-	report = regexp.MustCompile(`N (us|ms|s)\b`).ReplaceAllString(report, "N s")
+	report = regexp.MustCompile(`N (µs|ms|s)\b`).ReplaceAllString(report, "N s")
 	golden(t, "run.txt", regexp.MustCompile(` +`).ReplaceAllString(report, " "))
 }
 

@@ -166,7 +166,11 @@ func printInspection(out io.Writer, set *settings, in *node.Inspection) error {
 	t := newTable()
 	t.line("model\t%s (%s)", in.Model, c.Type)
 	t.line("parameters\t%s", grouped(z.Parameters))
-	t.line("layers\t%d, of which %d have experts; hidden size %d", c.Layers, c.MoELayers(), c.Hidden)
+	layersWith := "all"
+	if c.MoELayers() < c.Layers {
+		layersWith = strconv.Itoa(c.MoELayers())
+	}
+	t.line("layers\t%d, %s of them with experts; hidden size %d", c.Layers, layersWith, c.Hidden)
 	t.line("experts\t%d in each of these, %d per token (%s)", c.Experts, c.TopK, in.Routing)
 	t.line("\t%s each, %s all %d (%s)", sizing.Bytes(z.ExpertBytes), sizing.Bytes(z.Experts), z.ExpertCount, in.DType)
 	t.line("dense weights\t%s", sizing.Bytes(z.Other))
@@ -189,7 +193,9 @@ func printInspection(out io.Writer, set *settings, in *node.Inspection) error {
 	for _, d := range in.Demands {
 		t.line("\nmemory of %s\tneed %s, usable %s (%.0f %% of %s)", d.Space, sizing.Bytes(d.Need()), sizing.Bytes(d.Usable()), 100*d.Share, sizing.Bytes(d.Capacity))
 		for _, p := range d.Parts {
-			t.line("  %s\t%s", p.Name, sizing.Bytes(p.Bytes))
+			if p.Bytes > 0 {
+				t.line("  %s\t%s", p.Name, sizing.Bytes(p.Bytes))
+			}
 		}
 	}
 	for i, p := range in.Peers {

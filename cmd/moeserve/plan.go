@@ -41,7 +41,9 @@ func newPlan(s *streams) *cobra.Command {
 		Short: "Find the fastest settings for a machine, and predict their speed",
 		Long: `Find the fastest settings for a model on a machine, and predict their speed: batch,
 micro-batches, offload fraction and tier; how long steps take and what bounds them;
-the memory footprint.
+the memory footprint. The fastest are those with the highest end-to-end throughput,
+which takes a batch of many sequences; --max-num-seqs 1 plans for a single user, and
+--max-ttft and --max-tpot for a bounded latency.
 
 --hardware names a machine, which need not be this one; the default is this machine.
 What is set (--max-num-seqs, --max-num-batched-tokens, --micro-batch-size,
@@ -72,7 +74,7 @@ run and serve take the result of --json as --policy.`,
 	}
 	addSettings(cmd.Flags(), configs.For("plan"))
 	f := cmd.Flags()
-	f.IntVar(&o.workload.Requests, "num-prompts", 0, "`REQUESTS` in all; 0: continuous")
+	f.IntVar(&o.workload.Requests, "num-prompts", 0, "`REQUESTS` in all; 0: requests without end")
 	f.StringVar(&o.peerMemory, "peer-memory", "", "spare memory of each peer, a `SIZE` as 40GiB, with --hardware; --peers says how many peers")
 	f.StringVar(&o.maxTTFT, "max-ttft", "", "maximum `TIME` to first token, as 2 (seconds) or 500ms")
 	f.StringVar(&o.maxTPOT, "max-tpot", "", "maximum `TIME` per output token, as 0.1 (seconds) or 50ms")
@@ -111,6 +113,9 @@ func plan(s *streams, set *settings, o *planOptions) (err error) {
 	}
 	defer func() { err = errors.Join(err, res.close()) }()
 	p, err := node.Plan(po)
+	if misfit := (*planner.MisfitError)(nil); errors.As(err, &misfit) && set.Plan.Hardware == "" && set.Device.Emulate == "" {
+		return fmt.Errorf("%w; this plan is for this machine: --hardware NAME plans for another", err)
+	}
 	if err != nil {
 		return err
 	}
@@ -324,19 +329,30 @@ func printPlan(out io.Writer, p *planning.Planned, command []string) error {
 	printHardware(t, &p.Hardware)
 	requests := "continuous (unbounded number of requests)"
 	if p.Workload.Requests > 0 {
-		requests = fmt.Sprintf("%d requests", p.Workload.Requests)
+		requests = plural(int64(p.Workload.Requests), "request")
 	}
-	t.line("workload\tprompts of %d tokens, %d generated, %s", p.Workload.PromptTokens, p.Workload.NewTokens, requests)
+	t.line("workload\tprompts of %d tokens (--input-len), %d generated (--output-len), %s (--num-prompts)", p.Workload.PromptTokens, p.Workload.NewTokens, requests)
 
 	label := "\npolicy"
 	for _, k := range configs.Schema {
 		if v, ok := p.Settings[k.Name]; ok {
-			t.line("%s\t%s %v", label, k.Name, v)
+			note := ""
+			if k.Name == "micro-batch-size" && fmt.Sprint(v) == "0" {
+				note = ", all tokens of a step"
+			}
+			t.line("%s\t--%s %v%s", label, k.Name, v, note)
 			label = ""
 		}
 	}
 	t.line("%s\t%d max concurrent sequences (batch size), %d tokens per micro-batch", label, x.Batch, x.MicroBatch)
-	t.line("\tattention on the %s, experts once per %s", x.Attention, x.Grouping)
+	grouping := "for many micro-batches"
+	switch {
+	case x.Grouping == configs.PerMicroBatch:
+		grouping = "for each micro-batch"
+	case x.MicroBatch >= x.Batch:
+		grouping = "per step"
+	}
+	t.line("\tattention on the %s, each layer's experts once %s", strings.ToUpper(x.Attention.String()), grouping)
 	peers, onHost := "", ""
 	if x.PeerExperts > 0 {
 		peers = fmt.Sprintf(", %d of these with copies in peer memory", x.PeerExperts)
@@ -360,7 +376,11 @@ func printPlan(out io.Writer, p *planning.Planned, command []string) error {
 	t.line("saturation point\t%s", saturation(p))
 
 	printStep(t, "decode step", &r.Decode)
-	printStep(t, fmt.Sprintf("prefill step (of %d)", r.PrefillSteps), &r.Prefill)
+	prefill := "prefill step"
+	if r.PrefillSteps > 1 {
+		prefill = fmt.Sprintf("each of %d prefill steps", r.PrefillSteps)
+	}
+	printStep(t, prefill, &r.Prefill)
 	for _, s := range spaces(p) {
 		t.line("\nmemory of %s\tneed %s, usable %s of %s", s.Name, sizing.Bytes(s.Need()), sizing.Bytes(s.Usable), sizing.Bytes(s.Capacity))
 		for _, part := range s.Parts {
@@ -421,8 +441,8 @@ func printStep(t *table, name string, s *planner.Step) {
 		name    string
 		seconds float64
 	}{
-		{"gpu", s.GPU},
-		{"cpu", s.CPU},
+		{"GPU", s.GPU},
+		{"CPU", s.CPU},
 		{"host link (H2D)", s.HostLink},
 		{"peer link", s.PeerLink},
 		{"D2H link", s.D2HLink},
@@ -433,7 +453,7 @@ func printStep(t *table, name string, s *planner.Step) {
 			continue
 		}
 		t.line("  %s\t%s", part.name, took(part.seconds))
-		if part.name == "gpu" {
+		if part.name == "GPU" {
 			for _, p := range s.Phases {
 				t.line("    %s\t%s (%s)", p.Name, took(p.Seconds), p.Bound.Text())
 			}
@@ -445,7 +465,7 @@ func printStep(t *table, name string, s *planner.Step) {
 func took(s float64) string {
 	switch {
 	case s < 1e-3:
-		return fmt.Sprintf("%.3g us", s*1e6)
+		return fmt.Sprintf("%.3g µs", s*1e6)
 	case s < 1:
 		return fmt.Sprintf("%.3g ms", s*1e3)
 	}

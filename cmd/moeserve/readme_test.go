@@ -247,7 +247,7 @@ func TestREADMEOutput(t *testing.T) {
 	// Times, memory, and what happened to be cached or with peers differ; nothing else may.
 	stable := func(text string) string {
 		for _, p := range []struct{ pattern, with string }{
-			{`\d+(\.\d+)? (us|ms|s)\b`, "T"},
+			{`\d+(\.\d+)? (µs|ms|s)\b`, "T"},
 			{`\d+(\.\d+)? tokens/s`, "R"},
 			{`\d+(\.\d+)? ([KMGT]i)?B\b`, "M"},
 			{`\d+(\.\d+)? [kMG]B/s`, "S"},

@@ -327,10 +327,11 @@ func (p *runReport) details() []string {
 			e.Promoted, e.Demoted, e.Revoked, e.Swapped, sizing.Bytes(e.MigratedBytes)))
 	}
 	for _, b := range p.Peers {
-		lines = append(lines, fmt.Sprintf("peer\t%s: %s borrowed", b.Device, sizing.Bytes(b.Bytes)))
-	}
-	for i := range p.Memory {
-		lines = append(lines, "memory\tpeak "+peak(p.Memory[i].Space, &p.Memory[i]))
+		line := fmt.Sprintf("peer\t%s: %s borrowed", b.Device, sizing.Bytes(b.Bytes))
+		if i := slices.IndexFunc(p.Memory, func(m observe.Memory) bool { return m.Space == b.Device }); i >= 0 {
+			line += fmt.Sprintf(", peak %s of %s", sizing.Bytes(p.Memory[i].Peak), sizing.Bytes(p.Memory[i].Capacity))
+		}
+		lines = append(lines, line)
 	}
 	if n := counted(p.Revocations); n != "" {
 		lines = append(lines, "revocations\t"+n)
@@ -349,7 +350,10 @@ func (p *runReport) details() []string {
 	}
 	for i := range p.Links {
 		l := &p.Links[i]
-		line := fmt.Sprintf("link\t%s in %s; loading %s", l.text(), plural(l.Copies, "copy"), sizing.Bytes(l.LoadBytes))
+		line := fmt.Sprintf("link\t%s in %s", l.text(), plural(l.Copies, "copy"))
+		if l.LoadBytes > 0 {
+			line += fmt.Sprintf("; %s more while loading", sizing.Bytes(l.LoadBytes))
+		}
 		if l.Retries+l.Failed > 0 {
 			line += fmt.Sprintf("; %d chunks retried, %d copies failed", l.Retries, l.Failed)
 		}
@@ -395,7 +399,7 @@ func plural(n int64, one string) string {
 func percent(share float64) string {
 	switch p := 100 * share; {
 	case p > 0 && p < 1 || p > 99 && p < 100:
-		return fmt.Sprintf("%.1f %%", p)
+		return strings.TrimSuffix(fmt.Sprintf("%.1f", p), ".0") + " %"
 	default:
 		return fmt.Sprintf("%.0f %%", p)
 	}
@@ -494,7 +498,7 @@ func letters(tiers []string) string {
 func seconds(s float64) string {
 	switch {
 	case s < 1e-3:
-		return threeDigits(s*1e6) + " us"
+		return threeDigits(s*1e6) + " µs"
 	case s < 1:
 		return threeDigits(s*1e3) + " ms"
 	}

@@ -13,8 +13,8 @@ import (
 
 func TestNumbersInWords(t *testing.T) {
 	for _, c := range []struct{ got, want string }{
-		{seconds(0), "0.00 us"},
-		{seconds(12.34e-6), "12.3 us"},
+		{seconds(0), "0.00 µs"},
+		{seconds(12.34e-6), "12.3 µs"},
 		{seconds(.00123), "1.23 ms"},
 		{seconds(.9996), "1000 ms"},
 		{seconds(123.4), "123 s"},
@@ -31,6 +31,7 @@ func TestNumbersInWords(t *testing.T) {
 		{percent(.004), "0.4 %"},
 		{percent(.558), "56 %"},
 		{percent(.996), "99.6 %"},
+		{percent(.9903), "99 %"},
 		{percent(1), "100 %"},
 		{counted(map[string]int64{"pressure": 3, "policy": 0, "external": 1}), "1 for external, 3 for pressure"},
 		{deviceInWords("NVIDIA H200", "cuda", false), "NVIDIA H200 (cuda)"},
@@ -104,19 +105,15 @@ steps        7, 1 retried; 2 failed fetches
 uses         40 of resident experts, 27 of cached ones, 30 fetched from peers, 23 fetched from the host
 prefetch     25 predicted by the router of the next layer, 19 of them used (accuracy 76 %)
 moves        4 promoted to peers, 0 demoted, 1 revoked, 0 swapped with resident experts; 4.00 MiB copied
-peer         gpu1: 1.00 GiB borrowed
-peer         gpu2: 0 B borrowed
-memory       peak host 1.00 GiB of 64.00 GiB
-memory       peak gpu0 2.00 GiB of 80.00 GiB
-memory       peak gpu1 3.00 GiB of 80.00 GiB
-memory       peak gpu2 4.00 GiB of 80.00 GiB
+peer         gpu1: 1.00 GiB borrowed, peak 3.00 GiB of 80.00 GiB
+peer         gpu2: 0 B borrowed, peak 4.00 GiB of 80.00 GiB
 revocations  2 for pressure
 stalls       expert-copy 500 ms
-link         host to gpu0: 10.00 MiB at 5.24 GB/s, link utilization 0.5 % in 10 copies; loading 1.00 MiB
-link         host to gpu1: 4.00 MiB at 4.19 GB/s, link utilization 0.2 % in 4 copies; loading 0 B
-link         gpu1 to gpu0: 20.00 MiB at 10.5 GB/s, link utilization 0.1 % in 20 copies; loading 0 B
-link         gpu2 to gpu0: 40.00 MiB at 10.5 GB/s, link utilization 0.2 % in 40 copies; loading 0 B
-link         gpu0 to host: 1.00 MiB at 1.05 GB/s in 1 copy; loading 0 B
+link         host to gpu0: 10.00 MiB at 5.24 GB/s, link utilization 0.5 % in 10 copies; 1.00 MiB more while loading
+link         host to gpu1: 4.00 MiB at 4.19 GB/s, link utilization 0.2 % in 4 copies
+link         gpu1 to gpu0: 20.00 MiB at 10.5 GB/s, link utilization 0.1 % in 20 copies
+link         gpu2 to gpu0: 40.00 MiB at 10.5 GB/s, link utilization 0.2 % in 40 copies
+link         gpu0 to host: 1.00 MiB at 1.05 GB/s in 1 copy
 `
 	if got := b.String(); !strings.HasSuffix(got, want) {
 		t.Errorf("%s", got)

@@ -121,6 +121,20 @@ var foreign = map[string]string{
 	"--prompts": "--dataset-path", "--num-requests": "--num-prompts", "--main-gpu": "--gpu",
 }
 
+// foreignUse says what to do instead of flags of other engines that have no counterpart.
+var foreignUse = map[string]string{
+	"--prompt": promptUse, "-p": promptUse,
+	"--tensor-parallel-size": oneGPU, "--tp": oneGPU, "--pipeline-parallel-size": oneGPU, "--tensor-split": oneGPU, "--split-mode": oneGPU,
+	"--quantization": "moeserve runs checkpoints in BF16, FP16 or FP32",
+	"--dtype":        "moeserve runs checkpoints in BF16, FP16 or FP32",
+	"--stream":       "moeserve run and chat print a completion as it is generated",
+}
+
+const (
+	promptUse = "the prompt is an argument: moeserve run [MODEL] PROMPT"
+	oneGPU    = "one GPU computes; --peers names others that lend memory"
+)
+
 // flagError words what pflag found wrong with a command line.
 func flagError(cmd *cobra.Command, err error) error {
 	if rest := cmd.Flags().Args(); cmd.HasSubCommands() && len(rest) > 0 {
@@ -132,11 +146,21 @@ func flagError(cmd *cobra.Command, err error) error {
 		cmd.Flags().VisitAll(func(f *pflag.Flag) { names = append(names, "--"+f.Name) })
 		lists := cmd.CommandPath() + " --help lists the flags"
 		if unknown.GetSpecifiedShortnames() != "" {
-			return usagef("there is no flag -%s; %s", unknown.GetSpecifiedName(), lists)
+			name := "-" + unknown.GetSpecifiedName()
+			if use, ok := foreignUse[name]; ok && cmd.Name() == "run" {
+				lists = use
+			}
+			return usagef("there is no flag %s; %s", name, lists)
 		}
 		name := "--" + unknown.GetSpecifiedName()
 		if same := foreign[name]; slices.Contains(names, same) {
 			return usagef("there is no flag %s; did you mean %s?", name, same)
+		}
+		if use, ok := foreignUse[name]; ok {
+			return usagef("there is no flag %s; %s", name, use)
+		}
+		if longer := beginWith(name, names); len(longer) > 0 {
+			return usagef("there is no flag %s; did you mean %s?", name, strings.Join(longer, " or "))
 		}
 		return usagef("there is no flag %s%s", name, suggestion(name, names, lists))
 	}
@@ -155,6 +179,20 @@ func flagError(cmd *cobra.Command, err error) error {
 		return usagef("--%s is %q: %w", flag.Name, invalid.GetValue(), why)
 	}
 	return &usageError{err}
+}
+
+// beginWith lists the names, at most three, that begin with the words of a shorter one.
+func beginWith(name string, names []string) []string {
+	var list []string
+	for _, n := range names {
+		if strings.HasPrefix(n, name+"-") {
+			list = append(list, n)
+		}
+	}
+	if len(list) > 3 {
+		return nil
+	}
+	return list
 }
 
 // noArguments refuses arguments of commands that take none.

@@ -124,7 +124,7 @@ func serve(ctx context.Context, s *streams, set *settings, o node.Options) (err 
 	}
 	defer func() { err = errors.Join(err, n.Close()) }()
 	srv.SetModel(model(name, n))
-	newStartup(name, "http://"+listener.Addr().String(), set, n).log(log)
+	newStartup(name, "http://"+listener.Addr().String(), n).log(log)
 
 	running, stopRunning := context.WithCancel(context.WithoutCancel(ctx))
 	defer stopRunning()

@@ -231,7 +231,9 @@ func readSettings(flags *pflag.FlagSet, environ []string) (*settings, error) {
 	if err := s.decode(v); err != nil {
 		var bad *configs.SettingError
 		if errors.As(err, &bad) {
-			return nil, usagef("%w (from %s)", err, s.sources[bad.Key])
+			if from := s.sources[bad.Key]; from.Kind != "flag" {
+				return nil, usagef("%w (from %s)", err, from)
+			}
 		}
 		return nil, &usageError{err}
 	}

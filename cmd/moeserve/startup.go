@@ -1,10 +1,8 @@
 package main
 
 import (
-	"context"
 	"log/slog"
 
-	"github.com/moeserve/moeserve/configs"
 	"github.com/moeserve/moeserve/engine"
 	"github.com/moeserve/moeserve/node"
 	"github.com/moeserve/moeserve/node/observe"
@@ -19,10 +17,8 @@ func (b byteCount) String() string { return sizing.Bytes(int64(b)) }
 // startup is what the log says of a server that begins to serve.
 type startup struct {
 	model, address string
-	// device that computes, in words; fallback says that it is the CPU though nobody asked for
-	// that.
+	// device that computes, in words.
 	device      string
-	fallback    bool
 	memory      observe.Memories
 	experts     observe.Experts
 	expertBytes int64
@@ -37,14 +33,12 @@ type peerMemory struct {
 	borrowed, borrowable, other int64
 }
 
-func newStartup(model, address string, set *settings, n *node.Node) *startup {
+func newStartup(model, address string, n *node.Node) *startup {
 	o, info := n.Observe(), n.Info()
 	placed := o.Residency()
-	emulated := n.Machine().Capabilities().Emulated
 	s := &startup{
-		model: model, address: address, device: deviceInWords(info.Device, o.Backend(), emulated),
-		fallback: emulated && set.Device.Kind == configs.AutoDevice && set.Device.Emulate == "",
-		experts:  o.Experts(), expertBytes: placed.Experts.ExpertBytes, kv: n.Engine().State(), maxModelLen: info.Limits.MaxModelLen,
+		model: model, address: address, device: deviceInWords(info.Device, o.Backend(), n.Machine().Capabilities().Emulated),
+		experts: o.Experts(), expertBytes: placed.Experts.ExpertBytes, kv: n.Engine().State(), maxModelLen: info.Limits.MaxModelLen,
 	}
 	s.memory, _ = o.Memories() // a device that is lost by now has none
 	names := map[string]string{}
@@ -62,16 +56,12 @@ func newStartup(model, address string, set *settings, n *node.Node) *startup {
 // log writes a line for each subject, the address last.
 func (s *startup) log(to *slog.Logger) {
 	device := []any{"device", s.device}
-	level := slog.LevelInfo
-	if s.fallback {
-		level = slog.LevelWarn
-	}
 	for _, m := range s.memory {
 		if m.Allocated > 0 {
 			device = append(device, slog.Group(m.Space, "used_bytes", byteCount(m.Allocated), "capacity_bytes", byteCount(m.Capacity)))
 		}
 	}
-	to.Log(context.Background(), level, "device", device...)
+	to.Info("device", device...)
 	all := s.experts.All()
 	to.Info("experts", "resident", s.experts.ResidentExperts, "offloaded", all-s.experts.ResidentExperts, "peer_copies", s.experts.PeerCopies,
 		"offload_fraction", s.experts.OffloadFraction(), "expert_bytes", byteCount(s.expertBytes))

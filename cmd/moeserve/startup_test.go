@@ -38,9 +38,8 @@ level=INFO msg=serving model=mixtral-8x7b address=http://127.0.0.1:8000
 	if diff := cmp.Diff(want, text.String()); diff != "" {
 		t.Error(diff)
 	}
-	s.fallback = true
 	s.log(slog.New(slog.NewJSONHandler(&json, timeless)))
-	want = `{"level":"WARN","msg":"device","device":"NVIDIA H200 (cuda)","host":{"used_bytes":1073741824,`
+	want = `{"level":"INFO","msg":"device","device":"NVIDIA H200 (cuda)","host":{"used_bytes":1073741824,`
 	if !strings.HasPrefix(json.String(), want) {
 		t.Errorf("%s", &json)
 	}

@@ -49,11 +49,14 @@ func checkDirectory(name string) error {
 	case !os.IsNotExist(err):
 		return fmt.Errorf("model %q: %w", name, err)
 	}
-	if m := repository.FindStringSubmatch(name); m != nil && !strings.HasSuffix(strings.ToLower(name), ".gguf") {
+	if m := repository.FindStringSubmatch(name); m != nil && !isGGUF(name) {
 		if dir := cached(m[1]); dir != "" {
 			return fmt.Errorf("%s is a model of the Hugging Face Hub, which is in its cache: give its directory, %s", m[1], dir)
 		}
 		return fmt.Errorf("%s is no directory here; if it is a model of the Hugging Face Hub, download it: %s; then give that directory", name, Download(m[1]))
+	}
+	if isGGUF(name) {
+		return fmt.Errorf("there is no file %s, and moeserve does not read GGUF; %s: download the model that it was made from (hf download ORG/NAME --local-dir DIR)", name, formats)
 	}
 	presets := configs.PresetNames()
 	return fmt.Errorf("there is no model %q; give the directory of a Hugging Face checkpoint, or one of the presets %s%s", name,
