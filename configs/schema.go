@@ -245,8 +245,8 @@ var Schema = []Key{
 		Help: "key that clients must send as bearer token; visible in the process list, prefer MOESERVE_API_KEY",
 	},
 	{
-		Name: "max-queued-requests", Kind: Int, Default: 256, Unit: "samples", Min: 1, Max: 1 << 20, Commands: onServe,
-		Help: "maximum queued samples (a request with n=4 has 4); further requests are rejected with status 429",
+		Name: "max-queued-requests", Kind: Int, Default: 256, Unit: "sequences", Min: 1, Max: 1 << 20, Commands: onServe,
+		Help: "maximum queued sequences (a request with n=4 has 4); further requests are rejected with status 429",
 	},
 	{
 		Name: "max-request-bytes", Kind: Int, Default: 16 << 20, Unit: "bytes", Min: 1, Max: 1 << 30, Rare: true, Commands: onServe,

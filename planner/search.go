@@ -198,7 +198,7 @@ func (e *LatencyError) Error() string {
 	}
 	r, x := &e.Nearest, &e.Nearest.Policy
 	return fmt.Sprintf("planner: no policy has a %s: the nearest has a TTFT of %s and a TPOT of %s, with a batch of %d, %d prompt tokens a step, attention on the %s and --offload-fraction %v; raise the bounds, or lower the input length",
-		strings.Join(bounds, " and a "), latency(r.TTFT()), latency(r.TPOT()), x.Batch, x.PrefillTokens, x.Attention, e.model.OffloadFraction(e.model.ExpertCount()-x.ResidentExperts))
+		strings.Join(bounds, " and a "), latency(r.TTFT()), latency(r.TPOT()), x.Batch, x.PrefillTokens, strings.ToUpper(x.Attention.String()), e.model.OffloadFraction(e.model.ExpertCount()-x.ResidentExperts))
 }
 
 // latency prints seconds.

@@ -42,7 +42,7 @@ func (s *Server) parseCompletion(m *Model, o *object) (*completionRequest, error
 	}
 	best := r.params.N
 	if o.integer("best_of", &best); best != r.params.N {
-		o.unsupported("best_of", "it must be n, as all samples are returned")
+		o.unsupported("best_of", "it must be n, as all completions are returned")
 	}
 	var suffix string
 	if o.text("suffix", &suffix); suffix != "" {

@@ -75,10 +75,10 @@ func NewMetrics(model string) *Metrics {
 	m.prefill = request("request_prefill_time", "Prefill: from a request's admission to its first token.")
 	m.decode = request("request_decode_time", "Decode: from a request's first token to its last.")
 	m.inference = request("request_inference_time", "Inference: from a request's admission to its last token.")
-	m.interToken = histogram(vllm(model, "inter_token_latency_seconds", "Inter-token latency (ITL): between two tokens of a sample."), tokenBounds)
+	m.interToken = histogram(vllm(model, "inter_token_latency_seconds", "Inter-token latency (ITL): between two tokens of a sequence."), tokenBounds)
 	m.perToken = histogram(vllm(model, "request_time_per_output_token_seconds", "Time per output token (TPOT): the mean over a request's tokens after the first."), tokenBounds)
 	m.promptTokens = histogram(vllm(model, "request_prompt_tokens", "Prompt tokens of a request."), tokenCounts)
-	m.generationTokens = histogram(vllm(model, "request_generation_tokens", "Generation tokens of a request, of all its samples."), tokenCounts)
+	m.generationTokens = histogram(vllm(model, "request_generation_tokens", "Generation tokens of a request, all its sequences together."), tokenCounts)
 	m.stepTokens = histogram(vllm(model, "iteration_tokens_total", "Tokens per engine step."), tokenCounts)
 	m.prompt = counter("prompt_tokens_total", "Prompt tokens of requests that got their first token.")
 	m.generated = counter("generation_tokens_total", "Generation tokens.")
@@ -240,11 +240,11 @@ func newStateCollector(e Engine, model string) *stateCollector {
 	desc := func(name, help string, labels ...string) *metrics.Desc { return vllm(model, name, help, labels...) }
 	return &stateCollector{
 		engine:      e,
-		waiting:     desc("num_requests_waiting", "Samples that wait to be admitted."),
-		running:     desc("num_requests_running", "Samples that run."),
+		waiting:     desc("num_requests_waiting", "Sequences that wait to be admitted (a request with n=4 has 4)."),
+		running:     desc("num_requests_running", "Sequences that run (a request with n=4 has 4)."),
 		kv:          desc("kv_cache_usage_perc", "Share of the KV cache blocks in use, from 0 to 1."),
 		config:      desc("cache_config_info", "Sizes of the KV cache.", "block_size", "num_gpu_blocks"),
-		preemptions: desc("num_preemptions_total", "Running samples preempted because the KV cache was full."),
+		preemptions: desc("num_preemptions_total", "Running sequences preempted because the KV cache was full."),
 	}
 }
 

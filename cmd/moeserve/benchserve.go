@@ -11,6 +11,7 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"syscall"
 
 	"github.com/spf13/cobra"
 
@@ -114,6 +115,9 @@ func benchServe(ctx context.Context, s *streams, set *settings, o *loadOptions) 
 	}
 	if c.Model == "" {
 		models, err := c.Models(ctx)
+		if errors.Is(err, syscall.ECONNREFUSED) {
+			return fmt.Errorf("no server listens on %s; start one, or give its --base-url: %w", c.BaseURL, err)
+		}
 		if err != nil {
 			return err
 		}

@@ -344,7 +344,7 @@ func printPlan(out io.Writer, p *planning.Planned, command []string) error {
 			label = ""
 		}
 	}
-	t.line("%s\t%d max concurrent sequences (batch size), %d tokens per micro-batch", label, x.Batch, x.MicroBatch)
+	t.line("%s\t%d max concurrent sequences (batch size), %s per micro-batch", label, x.Batch, plural(int64(x.MicroBatch), "token"))
 	grouping := "for many micro-batches"
 	switch {
 	case x.Grouping == configs.PerMicroBatch:

@@ -54,7 +54,7 @@ func supported() planner.Choices {
 func missing(x *planner.Policy) []string {
 	var list []string
 	if x.Attention == configs.OnGPU && x.KVOnHost > 0 {
-		list = append(list, "attention on the gpu with KV cache in host memory")
+		list = append(list, "attention on the GPU with KV cache in host memory")
 	}
 	if x.HostPaths > 1 {
 		list = append(list, fmt.Sprintf("%d paths from the host", x.HostPaths))
