@@ -173,8 +173,8 @@ func printInspection(out io.Writer, set *settings, in *node.Inspection) error {
 	t.line("layers\t%d, %s of them with experts; hidden size %d", c.Layers, layersWith, c.Hidden)
 	t.line("experts\t%d in each of these, %d per token (%s)", c.Experts, c.TopK, in.Routing)
 	t.line("\t%s each, %s all %d (%s)", sizing.Bytes(z.ExpertBytes), sizing.Bytes(z.Experts), z.ExpertCount, in.DType)
-	t.line("dense weights\t%s", sizing.Bytes(z.Other))
-	t.line("KV\t%s per token (%s), at most %d tokens", sizing.Bytes(z.KVPerToken), in.DType, c.MaxPositions)
+	t.line("non-expert weights\t%s", sizing.Bytes(z.Other))
+	t.line("KV\t%s per token (%s), context of %d tokens", sizing.Bytes(z.KVPerToken), in.DType, c.MaxPositions)
 	t.line("")
 	how := fmt.Sprintf("offload fraction %v", set.Offload.Fraction)
 	if set.Offload.ResidentExperts != "" {

@@ -20,11 +20,12 @@ type jsonField struct{ path, owner, name, kind string }
 
 // asMarshaled are the types whose MarshalJSON writes something else than their fields.
 var asMarshaled = map[string]string{
-	"harvest.State":   "stateJSON",
-	"experts.ByTier":  "object: a number for each tier",
-	"time.Duration":   "integer",
-	"time.Time":       "string, RFC 3339",
-	"json.RawMessage": "any",
+	"harvest.State":        "stateJSON",
+	"experts.ByTier":       "object: a number for each tier",
+	"experts.FetchedBytes": "object: a number for `peer` and one for `host`",
+	"time.Duration":        "integer",
+	"time.Time":            "string, RFC 3339",
+	"json.RawMessage":      "any",
 }
 
 // typeReader reads type declarations of the product from its source.

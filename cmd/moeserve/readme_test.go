@@ -288,7 +288,7 @@ func rewrite(t *testing.T, change func(text string) string) {
 func presetsTable(t *testing.T) string {
 	t.Helper()
 	var b strings.Builder
-	b.WriteString("| preset | parameters | experts | one expert | all experts | all else |\n|---|---|---|---|---|---|\n")
+	b.WriteString("| preset | parameters | experts | one expert | all experts | non-expert weights |\n|---|---|---|---|---|---|\n")
 	for _, name := range configs.PresetNames() {
 		s := configs.Defaults()
 		s.Model.Name = name
