@@ -327,7 +327,7 @@ func printPlan(out io.Writer, p *planning.Planned, command []string) error {
 	t := newTable()
 	t.line("model\t%s: %d experts of %s, %d in each of %d layers, %d per token", m.Name, m.ExpertCount(), sizing.Bytes(p.ExpertBytes), m.Experts, m.MoELayers(), m.TopK)
 	printHardware(t, &p.Hardware)
-	requests := "continuous (unbounded number of requests)"
+	requests := "requests without end"
 	if p.Workload.Requests > 0 {
 		requests = plural(int64(p.Workload.Requests), "request")
 	}
