@@ -103,7 +103,7 @@ func (m *Machine) words() string {
 	}
 	switch m.Emulation.Rates {
 	case RatesVirtual:
-		return s + ", virtual clock at the given rates"
+		return s + ", on a virtual clock: times are calculated from the given rates"
 	case RatesPaced:
 		return s + ", paced to the given rates"
 	default:

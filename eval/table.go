@@ -64,9 +64,14 @@ func writeShared(out io.Writer, results []Result) error {
 	var b strings.Builder
 	fmt.Fprintf(&b, "\n%s (%s): %s, %d prompt tokens, %d generated tokens, %s\n",
 		r.Model, r.DType, requests(r.Requests), r.PromptTokens, r.GeneratedTokens, count(len(r.Trials), "trial"))
-	fmt.Fprintf(&b, "%s of %d tokens, expert grouping %s, attention on %s", count(r.NumMicroBatches, "micro-batch"), r.MicroBatchTokens, r.ExpertGrouping, r.Attention)
+	fmt.Fprintf(&b, "a step has %s of %d tokens and runs a layer's experts once per %s (--expert-grouping %[3]s); attention on the %s",
+		count(r.NumMicroBatches, "micro-batch"), r.MicroBatchTokens, r.ExpertGrouping, strings.ToUpper(r.Attention.String()))
 	if r.DistinctExperts > 0 {
-		fmt.Fprintf(&b, "; the last decode step used %.1f experts per layer, for %.1f tokens each on average, at most %d", r.DistinctExperts, r.TokensPerExpert, r.MaxTokensPerExpert)
+		fmt.Fprintf(&b, "\nin the last decode step a layer used %.1f experts, and an expert had %.1f tokens on average, %d at most", r.DistinctExperts, r.TokensPerExpert, r.MaxTokensPerExpert)
+	}
+	b.WriteString("\npredicted: what the planner calculates before the run; roofline: the shortest time for the experts that were used")
+	if len(r.Trials) > 1 {
+		b.WriteString("; ±: standard deviation")
 	}
 	b.WriteString("\n")
 	if r.TruncatedPrompts > 0 {
@@ -84,7 +89,7 @@ func writeShared(out io.Writer, results []Result) error {
 		same = same && results[i].TokensSHA256 == r.TokensSHA256
 	}
 	for _, cause := range slices.Sorted(maps.Keys(stalls)) {
-		fmt.Fprintf(&b, "compute stream stalled %.4g s: %s, sum of all lines and trials\n", stalls[cause], cause)
+		fmt.Fprintf(&b, "the GPU's compute stream waited %.4g s for %s, all rows and trials together\n", stalls[cause], cause)
 	}
 	if len(builds) > 1 {
 		b.WriteString("measured by other builds, too: " + strings.Join(builds[1:], "; ") + "\n")
