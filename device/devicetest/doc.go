@@ -1,13 +1,13 @@
-// Package devicetest is the conformance suite of package device: what every
-// implementation of device.Machine must do, as far as a program can see it.
+// Package devicetest is the conformance suite of package device: the observable behavior
+// required of every implementation of device.Machine.
 //
-// It is not a test of speed, and it assumes nothing that hardware cannot give: GPU
-// memory is reached by copies only, GPU streams run no Go code, and parts that need
-// two GPUs are skipped where there is one.
+// The suite does not test speed and requires nothing that hardware cannot provide: it
+// accesses GPU memory only by copies, runs no Go code on GPU streams, and skips parts that
+// need two GPUs if there is only one.
 //
-// Run closes each machine that it opens and fails on what Close reports, so
-// implementations that check themselves (for leaks, for missing order) should report
-// there. Everything the suite does is ordered properly.
+// Run closes each machine that it opens and fails on an error of Close, so implementations
+// that check themselves (for leaks or missing ordering) should report there. The suite
+// itself orders all its accesses.
 //
 // # Example
 //

@@ -8,7 +8,7 @@ import (
 	"github.com/moeserve/moeserve/device"
 )
 
-// watcher is a host stream whose work notes how it ended, and raises a fence.
+// watcher is a host stream whose Work records how it ended and signals a fence.
 type watcher struct {
 	*suite
 	device.Watcher
@@ -28,7 +28,7 @@ func (s *suite) watcher() *watcher {
 	return &watcher{suite: s, Watcher: w, ran: s.fence()}
 }
 
-// work notes its name, or the error that it is told.
+// work returns Work that records its name and the error passed to Failed, or nil.
 func (w *watcher) work(name string) device.Work {
 	note := func(err error) error {
 		w.mu.Lock()
@@ -43,7 +43,7 @@ func (w *watcher) work(name string) device.Work {
 	}
 }
 
-// pending watches for what has not happened yet.
+// pending checks that a watch was accepted and its point is not yet reached.
 func (w *watcher) pending(over bool, err error) {
 	w.Helper()
 	w.ok(err)
@@ -52,7 +52,7 @@ func (w *watcher) pending(over bool, err error) {
 	}
 }
 
-// wants waits until so much work has run or failed as names are given, and compares.
+// wants waits until len(names) Works have run or failed, and compares their names in order.
 func (w *watcher) wants(names ...string) {
 	w.Helper()
 	w.ok(w.ran.Wait(w.ctx, uint32(len(names))))
@@ -63,8 +63,8 @@ func (w *watcher) wants(names ...string) {
 	}
 }
 
-// watches: work runs when its point is reached or its event has passed, in whatever order,
-// and other work of the stream meanwhile.
+// watches: Work runs when its point is reached or its event has passed, in any order, and
+// other Work of the stream runs meanwhile.
 func watches(s *suite) {
 	w, gpu := s.watcher(), s.stream(device.HBM(0), "gpu")
 	a, b, gate := s.fence(), s.fence(), s.fence()
@@ -98,7 +98,7 @@ func watches(s *suite) {
 	s.ok(w.Synchronize(s.ctx))
 	w.wants("executed", "b2", "event", "a1")
 
-	// The event is of use again.
+	// The event can be recorded and watched again.
 	s.ok(gpu.WaitFence(gate, 2))
 	s.ok(gpu.Record(ev))
 	w.pending(w.WatchEvent(ev, w.work("again")))
@@ -106,8 +106,8 @@ func watches(s *suite) {
 	w.wants("executed", "b2", "event", "a1", "again")
 }
 
-// watchesOutOfOrder: of two recordings of one stream the later is watched for first, and
-// can only pass once the work behind the earlier one has run.
+// watchesOutOfOrder: of two recordings on one stream, the later is watched first, and
+// passes only after the Work watching the earlier one has run.
 func watchesOutOfOrder(s *suite) {
 	w, gpu := s.watcher(), s.stream(device.HBM(0), "gpu")
 	first, last := s.event(), s.event()
@@ -124,8 +124,8 @@ func watchesOutOfOrder(s *suite) {
 	w.wants("first", "last")
 }
 
-// watchesFail: work is told of what has failed, before or after it was watched for, and
-// its stream is not in error then.
+// watchesFail: watched Work receives the error of a failed fence or event, whether it
+// failed before or after the watch, and the watching stream is not in error then.
 func watchesFail(s *suite) {
 	w, host := s.watcher(), s.hostStream("host")
 	f, gate := s.fence(), s.fence()
@@ -163,8 +163,8 @@ func watchesFail(s *suite) {
 	}
 }
 
-// watchesEnd: a stream that is closed drops what it watches for, and what cannot happen is
-// refused.
+// watchesEnd: a stream that is closed drops its watches, and watches that cannot complete
+// are refused.
 func watchesEnd(s *suite) {
 	w, gpu := s.watcher(), s.stream(device.HBM(0), "gpu")
 	f, gate, closed := s.fence(), s.fence(), s.fence()

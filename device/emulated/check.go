@@ -7,20 +7,20 @@ import (
 	"github.com/moeserve/moeserve/device"
 )
 
-// FindingKind says what is wrong.
+// FindingKind classifies a Finding.
 type FindingKind int
 
 const (
-	// Unordered: two accesses to the same bytes, one of them a write, that no
-	// event, fence, or wait of the host orders.
+	// Unordered: two accesses to the same bytes, at least one a write, that no event, fence
+	// or host wait orders.
 	Unordered FindingKind = iota
-	// UseAfterFree: an access to memory that was freed before.
+	// UseAfterFree: an access to freed memory.
 	UseAfterFree
 	// EarlyFree: a Free that nothing orders after an access.
 	EarlyFree
-	// Unwritten: a read of bytes that nobody wrote since they were allocated.
+	// Uninitialized: a read of bytes not written since they were allocated.
 	Uninitialized
-	// Outside: an access to what is no allocation, or more than one.
+	// OutOfBounds: an access to a range that does not lie within one allocation.
 	OutOfBounds
 )
 
@@ -40,17 +40,17 @@ func (k FindingKind) String() string {
 	return fmt.Sprintf("FindingKind(%d)", int(k))
 }
 
-// Finding is one thing the check found.
+// Finding is one error found by the check.
 type Finding struct {
 	Kind FindingKind
-	// Space and Label name the memory; the label is empty where there is none.
+	// Space and Label identify the memory; Label is empty if there is no allocation.
 	Space device.Space
 	Label string
-	// First and Second are the two operations of Unordered, the access and the free
-	// of UseAfterFree and EarlyFree in the order in which they came; other kinds
-	// have only Second.
+	// First and Second are, for Unordered, the two operations; for UseAfterFree and
+	// EarlyFree, the access and the free in the order in which they were issued. Other
+	// kinds set only Second.
 	First, Second Operation
-	// Missing says what to do.
+	// Missing is the suggested fix.
 	Missing string
 }
 
@@ -61,8 +61,8 @@ type Operation struct {
 	// Stream is empty for the host.
 	Stream string
 	Write  bool
-	// Offset and Bytes lie within the memory that the finding names; without one,
-	// Offset is the address.
+	// Offset and Bytes are relative to the finding's memory; if there is none, Offset is
+	// the address.
 	Offset, Bytes int64
 }
 
@@ -89,30 +89,30 @@ func (f Finding) String() string {
 }
 
 const (
-	// maxFindings bounds what is kept and reported.
+	// maxFindings bounds the findings kept and reported.
 	maxFindings = 100
-	// pruneEvery is how many checked operations lie between two prunings.
+	// pruneEvery is the number of checked operations between calls of prune.
 	pruneEvery = 2048
 )
 
 // checker is the happens-before check.
 //
-// Each actor (each stream, and the host as one) has a vector clock. An operation
-// knows what whoever enqueued it knew then, what its stream did before, and what
-// the events and fences passed on that it waited for. Every byte remembers its last
-// write and the reads since (shadow); an access that does not know of the other
-// one of a conflicting pair is a finding, in whatever order they really ran.
+// Each actor (each stream, and the host as one) has a vector clock. An operation's clock
+// joins its enqueuer's clock at the time of the enqueue, its stream's earlier operations,
+// and the clocks of the events and fences it waited for. Every byte's shadow holds its last
+// write and the reads since. An access whose clock does not cover a conflicting access is a
+// finding, whatever the order in which they really ran.
 //
-// Work that says Host counts as part of the host: it knows what the host knows,
-// and the host knows what it knows, so that a channel between it and a goroutine
-// needs no event beside it. Other Work is an actor of its stream, also in what it
-// enqueues and waits for while it runs; goroutines that it starts count as host.
+// Work with Host set counts as part of the host: it and the host know each other's
+// accesses, so a channel between it and a goroutine needs no event. Other Work acts as its
+// stream, also when it enqueues and waits while it runs; goroutines that it starts count as
+// host.
 //
-// Once all actors know of an access, nothing can conflict with it any more, and
-// prune forgets it.
+// Once all actors know of an access, nothing can conflict with it any more, and prune
+// removes it.
 //
-// Copies of bytes that nobody wrote pass that on instead of being findings, unless
-// none of the bytes was ever written: blocks that are partly filled travel whole.
+// A copy of unwritten bytes marks its destination unwritten and is no finding, unless all
+// its bytes are unwritten: partly filled blocks are copied whole.
 type checker struct {
 	m         *Machine
 	hostActor actor
@@ -120,14 +120,14 @@ type checker struct {
 	unused    []*actor
 	findings  []Finding
 	seen      map[string]bool
-	// running maps goroutines that are inside of Work to its stream, nil for Work
-	// that says Host.
+	// running maps each goroutine that is running Work to the Work's stream, or to nil for
+	// Work with Host set.
 	running map[uintptr]*stream
-	// ofStreams counts Works running, those inside of which others run too, that do not say
-	// Host: while there are none, whoever calls counts as host, and need not be told apart.
+	// ofStreams counts the running Works (including nested ones) without Host set. While it
+	// is 0, every caller counts as host and the goroutine need not be looked up.
 	ofStreams int
 	ops       int
-	// parts is scratch of copy.
+	// parts is scratch space of copy.
 	parts []run
 }
 
@@ -138,9 +138,10 @@ func newChecker(m *Machine) *checker {
 	}
 }
 
-// newActor makes a stream's actor. What its predecessor in the slot did is known to
-// the host since that stream was closed, and so comes before all that it will do;
-// what it does is later, since Close took a snapshot.
+// newActor returns an actor for a stream, reusing a closed stream's if possible. The host
+// has known all accesses of the previous stream since that stream was closed, so they come
+// before all of the new stream's; the new stream's accesses count as later, since Close
+// took a snapshot.
 func (c *checker) newActor() *actor {
 	if n := len(c.unused); n > 0 {
 		a := c.unused[n-1]
@@ -155,7 +156,7 @@ func (c *checker) newActor() *actor {
 
 func (c *checker) dropActor(a *actor) { c.unused = append(c.unused, a) }
 
-// caller is the actor in whose name the calling goroutine acts.
+// caller returns the actor that the calling goroutine acts for.
 func (c *checker) caller() *actor {
 	if s := c.callingStream(); s != nil {
 		return s.actor
@@ -170,7 +171,8 @@ func (c *checker) callingStream() *stream {
 	return c.running[goroutine()]
 }
 
-// enter begins a Work on the calling goroutine, and returns what ends it.
+// enter marks the start of a Work on the calling goroutine; the returned function marks its
+// end.
 func (c *checker) enter(s *stream, host bool) func() {
 	g := s.goroutine
 	if c.m.o.Virtual {
@@ -198,7 +200,7 @@ func (c *checker) enter(s *stream, host bool) func() {
 	}
 }
 
-// accessRecord is an operation as accesses remember it.
+// accessRecord is an operation as stored in the shadow.
 type accessRecord struct {
 	name   string
 	stream string
@@ -223,7 +225,7 @@ func (d *accessRecord) operation(mem *memory, r device.Range, write bool) Operat
 	return o
 }
 
-// known says whether a knows that d ended.
+// known reports whether a knows that d has ended.
 func (a *actor) known(d *accessRecord) bool { return d == nil || d.at <= a.clock.at(d.id) }
 
 func (c *checker) report(f Finding) {
@@ -238,7 +240,7 @@ func (c *checker) report(f Finding) {
 	}
 }
 
-// unordered reports a pair.
+// unordered reports two conflicting accesses.
 func (c *checker) unordered(mem *memory, first *accessRecord, firstWrites bool, second *accessRecord, r device.Range, writes bool) {
 	f := Finding{Kind: Unordered, Space: mem.space.id, Label: mem.label, First: first.operation(mem, r, firstWrites), Second: second.operation(mem, r, writes)}
 	switch {
@@ -252,7 +254,7 @@ func (c *checker) unordered(mem *memory, first *accessRecord, firstWrites bool, 
 	c.report(f)
 }
 
-// useAfterFree reports an access to what does not lie in one live allocation.
+// useAfterFree reports an access to a range that does not lie within one live allocation.
 func (c *checker) useAfterFree(d *accessRecord, r device.Range, write bool) {
 	f := Finding{Kind: OutOfBounds, Second: d.operation(nil, r, write), Missing: "the range must lie within one allocation"}
 	if mem := c.m.memory.findFreed(r.Addr); mem != nil {
@@ -268,8 +270,8 @@ func (c *checker) useAfterFree(d *accessRecord, r device.Range, write bool) {
 	c.report(f)
 }
 
-// read checks and notes a read. partial says whether bytes that nobody wrote may
-// be among those read.
+// read checks and records a read. partial reports whether the range may include unwritten
+// bytes.
 func (c *checker) read(d *accessRecord, mem *memory, r device.Range, partial bool) {
 	lo := int64(r.Addr - mem.base)
 	written := false
@@ -297,7 +299,8 @@ func (c *checker) uninitialized(d *accessRecord, mem *memory, r device.Range) {
 	})
 }
 
-// write checks and notes a write, to which the bytes become written or not.
+// write checks and records a write, and replaces the range's cells by now, which marks the
+// bytes written or unwritten.
 func (c *checker) write(d *accessRecord, mem *memory, r device.Range, now *cell) {
 	lo := int64(r.Addr - mem.base)
 	c.visit(mem, lo, r.Bytes, func(lo, hi int64, old *cell) *cell {
@@ -307,7 +310,7 @@ func (c *checker) write(d *accessRecord, mem *memory, r device.Range, now *cell)
 	})
 }
 
-// conflicts reports the accesses in old that a write by d does not know of.
+// conflicts reports the accesses in old that are not ordered before the write d.
 func (c *checker) conflicts(d *accessRecord, mem *memory, at device.Range, old *cell) {
 	if old.write != d && !d.actor.known(old.write) {
 		c.unordered(mem, old.write, true, d, at, true)
@@ -319,7 +322,7 @@ func (c *checker) conflicts(d *accessRecord, mem *memory, at device.Range, old *
 	}
 }
 
-// visit replaces the cells of n bytes at lo.
+// visit replaces the cells of the n bytes at lo by the results of f.
 func (c *checker) visit(mem *memory, lo, n int64, f func(lo, hi int64, old *cell) *cell) {
 	if n > 0 {
 		mem.shadow.update(lo, lo+n, f)
@@ -333,7 +336,7 @@ func (c *checker) copy(s *stream, o *op) {
 	off := int64(o.dst.Addr-o.dstMem.base) - int64(o.src.Addr-o.srcMem.base)
 	written, not := &cell{write: d, written: true}, &cell{write: d}
 	lo := int64(o.src.Addr - o.srcMem.base)
-	// Gathered first: both may lie in one allocation.
+	// The parts are gathered first, since source and destination may lie in one allocation.
 	c.parts = c.parts[:0]
 	o.srcMem.shadow.each(lo, lo+o.src.Bytes, func(lo, hi int64, from *cell) {
 		now := not
@@ -347,7 +350,7 @@ func (c *checker) copy(s *stream, o *op) {
 	}
 }
 
-// work checks what a Work declared when it was enqueued.
+// work checks the ranges that a Work declared when it was enqueued.
 func (c *checker) work(s *stream, o *op) {
 	d := c.record(s.actor, fmt.Sprintf("launch %q", o.work.Name), s.name)
 	s.access.deed, s.access.written = d, &cell{write: d, written: true}
@@ -359,8 +362,9 @@ func (c *checker) work(s *stream, o *op) {
 	}
 }
 
-// use notes which allocations a Work will touch, so that they are not freed before,
-// and refuses one that declares what is no live allocation.
+// use marks the allocations that a Work declares as in use, so that they cannot be freed
+// before it ends. It returns an error if a declared range is not within one live
+// allocation.
 func (c *checker) use(s *stream, o *op) error {
 	for i, ranges := range [][]device.Range{o.work.Reads, o.work.Writes} {
 		for _, r := range ranges {
@@ -385,7 +389,7 @@ func (c *checker) use(s *stream, o *op) error {
 	return nil
 }
 
-// declared checks what a Work declares while it runs.
+// declared checks a range that a Work declares while it runs.
 func (c *checker) declared(s *stream, r device.Range, write bool) {
 	if s.cur == nil || !s.busy || s.cur.kind != opWork {
 		panic(fmt.Sprintf("emulated: Access used on %s while none of its work runs", s))
@@ -432,12 +436,12 @@ func (c *checker) host(mem *memory, r device.Range, write bool) {
 	}
 }
 
-// outOfBounds reports a copy that was refused because a range is not in an allocation.
+// outOfBounds reports a copy that was refused because a range is not within one allocation.
 func (c *checker) outOfBounds(s *stream, r device.Range, write bool) {
 	c.useAfterFree(c.record(&c.hostActor, "copy", s.name), r, write)
 }
 
-// free checks that the caller knows of all accesses.
+// free checks that all accesses are ordered before the caller's free.
 func (c *checker) free(mem *memory) {
 	d := c.record(c.caller(), "free", "")
 	mem.shadow.each(0, mem.bytes, func(lo, hi int64, old *cell) {
@@ -453,7 +457,7 @@ func (c *checker) free(mem *memory) {
 	})
 }
 
-// freeInUse reports a Free that was refused.
+// freeInUse reports a Free that was refused because operations still use the memory.
 func (c *checker) freeInUse(mem *memory) {
 	d := c.record(c.caller(), "free", "")
 	all := device.Range{Addr: mem.base, Bytes: mem.bytes}
@@ -488,13 +492,13 @@ func (c *checker) earlyFree(mem *memory, use, free Operation) {
 	})
 }
 
-// prune forgets the accesses that whoever can still act knows of.
+// prune removes the accesses known to every actor that can still act.
 func (c *checker) prune() {
 	all := c.hostActor.clock
 	for _, s := range c.m.streams {
 		if s.q.n == 0 && !s.busy {
-			// What it does next is still to be enqueued, by the host or by Work that
-			// runs now, on a stream that is busy.
+			// The stream's next operation is still to be enqueued, by the host or by Work
+			// that runs now on a busy stream.
 			continue
 		}
 		knows := s.actor.clock
@@ -519,7 +523,7 @@ func (c *checker) prune() {
 	}
 }
 
-// Findings returns what the check found so far.
+// Findings returns the findings of the check so far.
 func (m *Machine) Findings() []Finding {
 	m.mu.Lock()
 	defer m.mu.Unlock()

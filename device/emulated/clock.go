@@ -2,8 +2,8 @@ package emulated
 
 import "slices"
 
-// vclock is a vector clock: how far each actor (the host is 0, then the streams)
-// was known to be. A missing entry is 0.
+// vclock is a vector clock: for each actor (0 is the host, then the streams) the time up to
+// which its accesses are known. A missing entry is 0.
 type vclock []uint32
 
 func (v vclock) at(actor int) uint32 {
@@ -13,7 +13,7 @@ func (v vclock) at(actor int) uint32 {
 	return 0
 }
 
-// covers says whether all that w knows is known to v.
+// covers reports whether v knows everything that w knows.
 func (v vclock) covers(w vclock) bool {
 	for i, n := range w {
 		if n > v.at(i) {
@@ -23,8 +23,8 @@ func (v vclock) covers(w vclock) bool {
 	return true
 }
 
-// joined returns what a and b know together, in a slice of its own unless one of
-// them is it.
+// joined returns the maximum of a and b in each entry. The result is a or b itself if that
+// one covers the other, else a new slice.
 func joined(a, b vclock) vclock {
 	switch {
 	case a.covers(b):
@@ -39,7 +39,7 @@ func joined(a, b vclock) vclock {
 	return c
 }
 
-// met returns what both a and b know.
+// met returns the minimum of a and b in each entry.
 func met(a, b vclock) vclock {
 	c := make(vclock, min(len(a), len(b)))
 	for i := range c {
@@ -48,22 +48,23 @@ func met(a, b vclock) vclock {
 	return c
 }
 
-// actor is the host or a stream: who does accesses, and learns of others'.
+// actor is the host or a stream: it makes accesses and learns of other actors' accesses.
 type actor struct {
 	id    int
 	clock vclock
-	// shared says that clock was handed out: it is copied before it changes, and
-	// the actor's next access counts as later than what was handed out.
+	// shared reports that clock was handed out by snapshot: it is copied before it changes,
+	// and the actor's next access counts as later than the snapshot.
 	shared bool
 }
 
-// snapshot returns what the actor knows and did so far. It must not be changed.
+// snapshot returns the actor's clock, including its own accesses so far. The caller must
+// not change it.
 func (a *actor) snapshot() vclock {
 	a.shared = true
 	return a.clock
 }
 
-// join adds what v knows to what the actor knows.
+// join adds v's knowledge to the actor's.
 func (a *actor) join(v vclock) {
 	if a.clock.covers(v) {
 		return
@@ -73,13 +74,12 @@ func (a *actor) join(v vclock) {
 	a.clock = slices.Clone(joined(a.clock, v))
 	a.shared = false
 	if stale {
-		// The next access must not look like part of the snapshot taken before.
+		// The next access must count as later than the earlier snapshot.
 		a.clock[a.id] = own + 1
 	}
 }
 
-// tick makes the actor's next access later than any snapshot, and returns its
-// time.
+// tick makes the actor's next access later than any snapshot, and returns its time.
 func (a *actor) tick() uint32 {
 	if a.shared {
 		a.clock = slices.Clone(a.clock)

@@ -1,52 +1,52 @@
-// Package emulated is a machine of any number of GPUs inside this process: real
-// memory, real copies, kernels that run as Go code, and models of links and
-// processors that can slow them.
+// Package emulated implements device.Machine as any number of GPUs inside this process:
+// real memory, real copies, kernels that run as Go code, and optional timing models of
+// links and processors.
 //
-// It is stricter than hardware: capacities are enforced, leaks are errors, and
-// with Options.Check every access that an operation declares is checked to be
-// ordered after those it conflicts with (see Finding). It fails on demand (see
-// Fault, Machine.Lose, Machine.Occupy).
+// The machine is stricter than hardware: it enforces capacities, reports leaks as errors,
+// and, with Options.Check, checks that every access an operation declares is ordered after
+// the accesses it conflicts with (see Finding). It can inject failures (see Fault,
+// Machine.Lose, Machine.Occupy).
 //
 // # Modes
 //
-// By default each stream is a goroutine, so copies and work really overlap, as fast
-// as they can or, with Options.Pace, no faster than the models say.
+// By default each stream is a goroutine, so copies and work really overlap. They run as
+// fast as they can or, with Options.Pace, no faster than the models allow.
 //
 // With Options.Virtual one operation runs at a time, in an order chosen by
-// Options.Schedule, on a virtual clock that the models alone advance. Whoever waits
-// (Synchronize, Recover, Close, Event.Synchronize, Fence.Await) drives the machine;
-// nothing runs, and no time passes, while nobody waits or while Work runs. A
-// program with one goroutine beside its streams therefore runs the same way every
-// time, at the same times. A wait that nothing can end is ErrDeadlock, which names
-// every stream that is held up and by what. Polling works too: asking Event.Query or
-// Fence.Value twice in a row lets the machine go on by one step, as Machine.Yield does
-// each time. Machine.Loop has no goroutine: its calls are made by Machine.Turn.
+// Options.Schedule, on a virtual clock that only the models advance. A goroutine that waits
+// (Synchronize, Recover, Close, Event.Synchronize, Fence.Wait) drives the machine; while no
+// goroutine waits, or while Work runs, no other operation runs and no time passes. A
+// program with one goroutine beside its streams therefore runs in the same order and with
+// the same times on every run. A wait that can never end returns ErrDeadlock, which names
+// every blocked stream and what blocks it. Polling also makes progress: two consecutive
+// calls of Event.Query or Fence.Value advance the machine by one step, as each
+// Machine.Yield does. Machine.Loop has no goroutine: Machine.Turn makes its calls.
 //
-// With Options.NoData besides, memory is address space only, so that models of
-// hundreds of gigabytes run in their true shapes: copies take their time and move
-// nothing, and only Work that says Host runs. Host memory can still be written; it
-// costs what is touched.
+// With Options.NoData in addition, memory is address space only, so models of hundreds of
+// gigabytes run in their true shapes: copies take their modeled time but move nothing, and
+// only Work with Host set runs. Host memory can still be written; only the pages touched
+// use real memory.
 //
 // # Models
 //
-// A copy takes its path's latency, then drains its bytes over all links of the path
-// at once; links share their rate fairly among the copies on them. Work takes
-// max(flops/rate, bytes/rate) of its processor, which concurrent Work shares.
-// Memory bandwidth is not shared between copies and work.
+// A copy takes its path's latency, then transfers its bytes over all links of the path at
+// once; concurrent copies share a link's rate fairly. Work takes max(flops/rate,
+// bytes/rate) of its processor, which concurrent Work shares. Copies and work do not share
+// memory bandwidth.
 //
 // # What it is not
 //
-// It holds no figures of real hardware: those come in by Options, a device.Topology
+// The package holds no figures of real hardware: those come from Options, a device.Topology
 // or a specification (ParseSpec).
 //
 // # Invariants
 //
-//   - A Memory is one mapping outside Go's heap; its addresses are those of this
-//     process, so kernels on the CPU reach it. Only host memory can be had through
-//     Memory.Read and Memory.Write.
-//   - Streams take operations strictly in order. A stream in error skips, and
-//     whatever it was to record or raise carries the error: nobody waits for it in
-//     vain.
+//   - A Memory is one mapping outside Go's heap. Its addresses are valid in this
+//     process, so kernels on the CPU can dereference them. Memory.Read and Memory.Write
+//     access host memory only.
+//   - Streams run operations strictly in order. A stream in error skips operations; the
+//     events it would record and the fences it would signal carry the error, so no
+//     waiter blocks forever.
 //   - Goroutines belong to streams; Stream.Close and Machine.Close wait for them.
 //
 // # Example

@@ -7,25 +7,26 @@ import (
 	"github.com/moeserve/moeserve/device"
 )
 
-// event is a handle of its latest recording.
+// event is a handle to its latest recording.
 type event struct {
 	m      *Machine
 	cur    *recording
 	closed bool
-	// polled is one more than Machine.calls at the last Query that found it
-	// pending, see Machine.poll.
+	// polled is Machine.calls + 1 at the last Query that found the event pending; see
+	// Machine.poll.
 	polled uint64
 }
 
-// recording is one point of a stream. It is used again for the event's next
-// recording once it has passed and no queued Wait refers to it.
+// recording is one point in a stream. The event's next recording reuses it if it has passed
+// and refs is 0.
 type recording struct {
 	stream *stream
 	passed bool
 	err    error
 	at     time.Duration
 	clock  vclock
-	// refs counts the Waits in queues, the host's waits for it, and the watches.
+	// refs counts the queued Waits, the host's waits and the watches that refer to the
+	// recording.
 	refs    int
 	waiters []*waiter
 	blocked []*stream
@@ -44,7 +45,7 @@ func (m *Machine) NewEvent() (device.Event, error) {
 	return &event{m: m}, nil
 }
 
-// event checks that e can be used on this machine.
+// event checks that e is open and belongs to this machine.
 func (m *Machine) event(op string, s device.Space, e device.Event) (*event, error) {
 	ev, ok := e.(*event)
 	if !ok || ev.m != m {
@@ -56,7 +57,7 @@ func (m *Machine) event(op string, s device.Space, e device.Event) (*event, erro
 	return ev, nil
 }
 
-// pass ends the recording.
+// pass marks the recording as passed, with err, and wakes all that wait for it.
 func (m *Machine) pass(r *recording, err error) {
 	r.passed, r.err, r.at = true, err, m.clock()
 	if m.check != nil {
@@ -78,7 +79,7 @@ func (m *Machine) pass(r *recording, err error) {
 	r.watches = r.watches[:0]
 }
 
-// latest returns the latest recording, with the lock held.
+// latest returns the latest recording. The lock is held.
 func (e *event) latest(op string) (*recording, error) {
 	if _, err := e.m.event(op, device.Host, e); err != nil {
 		return nil, err
@@ -114,8 +115,8 @@ func (e *event) Synchronize(ctx context.Context) error {
 	return m.learn(r)
 }
 
-// learn returns the error of a recording that has passed, which the caller now
-// knows.
+// learn returns the error of a recording that has passed, and joins its clock into the
+// caller's.
 func (m *Machine) learn(r *recording) error {
 	if m.check != nil {
 		m.check.caller().join(r.clock)

@@ -7,15 +7,15 @@ import (
 	"github.com/moeserve/moeserve/device"
 )
 
-// FaultKind is what a fault does.
+// FaultKind is the effect of a fault.
 type FaultKind int
 
 const (
 	// RefuseAlloc fails an allocation with ErrOutOfMemory.
 	RefuseAlloc FaultKind = iota
-	// FailCopy fails a copy with ErrCopyFailed; it moves nothing.
+	// FailCopy fails a copy with ErrCopyFailed; the copy moves nothing.
 	FailCopy
-	// StallCopy holds a copy back, for Fault.For or until Fault.Release.
+	// StallCopy delays a copy by Fault.For, or until Fault.Release.
 	StallCopy
 )
 
@@ -31,8 +31,8 @@ func (k FaultKind) String() string {
 	return fmt.Sprintf("FaultKind(%d)", int(k))
 }
 
-// Point is where a fault may strike: an allocation (Space, Label, Bytes) or a
-// copy that is about to start (Stream, Src, Dst, Bytes).
+// Point is a point where a fault may apply: an allocation (Space, Label, Bytes) or a copy
+// that is about to start (Stream, Src, Dst, Bytes).
 type Point struct {
 	Kind     FaultKind
 	Space    device.Space
@@ -44,21 +44,22 @@ type Point struct {
 	Bytes    int64
 }
 
-// Fault is a plan for failures. Its exported fields are set before Inject and not
+// Fault describes failures to inject. Its exported fields are set before Inject and not
 // changed after.
 type Fault struct {
 	Kind FaultKind
-	// Match picks the points that count; it must not call the machine. Default:
-	// every point of the kind.
+	// Match selects the points that count; it must not call the machine. Default: every
+	// point of the kind.
 	Match func(Point) bool
-	// Skip lets that many matching points pass first. Default: 0.
+	// Skip is the number of matching points that pass before the fault applies. Default: 0.
 	Skip int
-	// Times is how many matching points it strikes. Default: 1; -1 is all.
+	// Times is the number of matching points that the fault applies to. Default: 1; -1 is
+	// all.
 	Times int
-	// Chance strikes a matching point by this probability, by the machine's seed.
-	// Default: always.
+	// Chance is the probability with which the fault applies to a matching point, drawn
+	// from the machine's seed. Default: always.
 	Chance float64
-	// For is how long a stalled copy is held, on the machine's clock. Default:
+	// For is the duration for which a copy is stalled, on the machine's clock. Default:
 	// until Release.
 	For time.Duration
 	// Err replaces the sentinel that the failure wraps.
@@ -84,14 +85,14 @@ func (m *Machine) Inject(f *Fault) *Fault {
 	return f
 }
 
-// Hits is how often it struck.
+// Hits returns the number of times the fault applied.
 func (f *Fault) Hits() int {
 	f.m.mu.Lock()
 	defer f.m.mu.Unlock()
 	return f.hits
 }
 
-// Release disarms the fault and lets go on what it stalled.
+// Release disarms the fault and resumes the copies that it stalled.
 func (f *Fault) Release() {
 	m := f.m
 	m.mu.Lock()
@@ -111,7 +112,7 @@ func (f *Fault) Release() {
 	m.called()
 }
 
-// cause is what the failure wraps.
+// cause returns the error that the failure wraps.
 func (f *Fault) cause(sentinel error) error {
 	if f.Err != nil {
 		return f.Err
@@ -119,7 +120,7 @@ func (f *Fault) cause(sentinel error) error {
 	return sentinel
 }
 
-// fault returns the fault that strikes at p, or nil.
+// fault returns the fault that applies at p, or nil.
 func (m *Machine) fault(p Point) *Fault {
 	for _, f := range m.faults {
 		if f.Kind != p.Kind || f.Match != nil && !f.Match(p) {
@@ -141,8 +142,8 @@ func (m *Machine) fault(p Point) *Fault {
 	return nil
 }
 
-// Lose makes GPU i fail for good: all operations on it, and copies from and to
-// its memory, fail with device.ErrLost. Its Memory objects can still be freed.
+// Lose makes GPU i fail permanently: all operations on it, and copies from and to its
+// memory, fail with device.ErrLost. Its Memory objects can still be freed.
 func (m *Machine) Lose(i int) error {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -160,9 +161,9 @@ func (m *Machine) Lose(i int) error {
 	return nil
 }
 
-// Occupy lets another tenant take bytes of a space, as far as Usage and Alloc tell:
-// it may take more than is free, and then every allocation fails until bytes are
-// given back. Negative bytes give back.
+// Occupy emulates another process that allocates bytes of a space, as seen by Usage and
+// Alloc. The process may allocate more than is free; then every allocation fails until
+// bytes are released. Negative bytes release.
 func (m *Machine) Occupy(s device.Space, bytes int64) error {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -177,9 +178,9 @@ func (m *Machine) Occupy(s device.Space, bytes int64) error {
 	return nil
 }
 
-// Limit lowers the capacity of a space, as far as Usage and Alloc tell; the topology keeps what it
-// was opened with. A limit above the capacity changes nothing, one below what is allocated is an
-// error.
+// Limit lowers the capacity of a space, as seen by Usage and Alloc; the topology is
+// unchanged. A limit above the capacity changes nothing; a limit below the bytes allocated
+// is an error.
 func (m *Machine) Limit(s device.Space, bytes int64) error {
 	m.mu.Lock()
 	defer m.mu.Unlock()

@@ -14,7 +14,7 @@ type fence struct {
 	label  string
 	value  uint32
 	closed bool
-	// failed says that whoever awaits failedAt or less gets err.
+	// failed reports that a wait for failedAt or a lower value returns err.
 	failed   bool
 	failedAt uint32
 	err      error
@@ -22,8 +22,8 @@ type fence struct {
 	blocked  []blocked
 	watches  []*watch
 	polled   uint64
-	// raised holds, on a checked machine, what was known at the latest raises, so
-	// that an Await learns no more than the raise that it asked for.
+	// raised holds, on a checked machine, the clocks of the latest signals, so that a wait
+	// learns no more than the signal that it waited for.
 	raised []raised
 }
 
@@ -37,7 +37,7 @@ type raised struct {
 	clock vclock
 }
 
-// maxRaised is how many raises a fence remembers; older ones count as the oldest
+// maxRaised is the number of signals that a fence remembers; older ones count as the oldest
 // of these.
 const maxRaised = 64
 
@@ -55,12 +55,12 @@ func (m *Machine) NewFence(label string) (device.Fence, error) {
 
 func (f *fence) String() string { return fmt.Sprintf("fence %q", f.label) }
 
-// before says whether a comes before b, modulo 2^32.
+// before reports whether a comes before b, modulo 2^32.
 func before(a, b uint32) bool { return int32(a-b) < 0 }
 
 func (f *fence) reached(value uint32) bool { return !before(f.value, value) }
 
-// failure is the error that awaiting value gets.
+// failure returns the error of a wait for value, or nil.
 func (f *fence) failure(value uint32) error {
 	if f.failed && !before(f.failedAt, value) {
 		return f.err
@@ -68,14 +68,16 @@ func (f *fence) failure(value uint32) error {
 	return nil
 }
 
-// set moves the counter to value, of which clock is known, and wakes who waited.
+// set raises the counter to value, with clock as what is known then, and wakes the waiters
+// whose value is reached.
 func (f *fence) set(value uint32, clock vclock) {
 	rose := before(f.value, value)
 	if rose {
 		f.value = value
 	}
 	if f.failed && before(f.value, f.failedAt) {
-		// The counter went half way round: the failure lies ahead of nobody.
+		// The counter has passed half its range: no waiter can still be affected by the
+		// failure.
 		f.failed, f.err = false, nil
 	}
 	if f.m.check != nil && rose {
@@ -110,7 +112,7 @@ func (f *fence) set(value uint32, clock vclock) {
 	})
 }
 
-// fail raises with an error.
+// fail signals value with an error.
 func (f *fence) fail(value uint32, err error, clock vclock) {
 	if !f.failed || before(f.failedAt, value) {
 		f.failed, f.failedAt, f.err = true, value, err
@@ -118,7 +120,7 @@ func (f *fence) fail(value uint32, err error, clock vclock) {
 	f.set(value, clock)
 }
 
-// clockAt is what was known when the counter reached value.
+// clockAt returns the clock known when the counter reached value.
 func (f *fence) clockAt(value uint32) vclock {
 	for _, r := range f.raised {
 		if !before(r.value, value) {
@@ -128,7 +130,7 @@ func (f *fence) clockAt(value uint32) vclock {
 	return nil
 }
 
-// raiseFrom raises the fence from a stream; failed is the error that is in.
+// raiseFrom signals the fence from a stream; failed is the stream's error.
 func (m *Machine) raiseFrom(s *stream, o *op, failed error) error {
 	f := o.fence
 	var clock vclock
@@ -140,7 +142,7 @@ func (m *Machine) raiseFrom(s *stream, o *op, failed error) error {
 		return failed
 	}
 	if !before(f.value, o.value) && f.failure(o.value) == nil {
-		// Awaiting this value is over already, so nobody can be misled by it.
+		// Waits for this value have already succeeded, so the error misleads no waiter.
 		return &device.Error{
 			Op: "raise", Space: s.sp.id,
 			Detail: fmt.Sprintf("%s: %s to %d, and it is at %d: values must rise", s, f, o.value, f.value),
@@ -150,7 +152,7 @@ func (m *Machine) raiseFrom(s *stream, o *op, failed error) error {
 	return nil
 }
 
-// host checks that the fence is open and returns what the caller knows.
+// host checks that the fence is open and returns the caller's clock.
 func (f *fence) host(op string) (vclock, error) {
 	if f.closed || f.m.closed {
 		return nil, &device.Error{Op: op, Space: device.Host, Detail: f.String(), Err: device.ErrClosed}
@@ -162,8 +164,8 @@ func (f *fence) host(op string) (vclock, error) {
 	return nil, nil
 }
 
-// Signal implements device.Fence. Values must rise, but a value that Fail has set
-// is let pass.
+// Signal implements device.Fence. Values must increase, except that a value set by Fail may
+// be signaled.
 func (f *fence) Signal(value uint32) error {
 	f.m.mu.Lock()
 	defer f.m.mu.Unlock()
@@ -181,7 +183,7 @@ func (f *fence) Signal(value uint32) error {
 	return nil
 }
 
-// Fail implements device.Fence. A counter that is at value or further stays.
+// Fail implements device.Fence. A counter that has reached value stays unchanged.
 func (f *fence) Fail(value uint32, cause error) error {
 	f.m.mu.Lock()
 	defer f.m.mu.Unlock()

@@ -11,39 +11,39 @@ import (
 	"github.com/moeserve/moeserve/device"
 )
 
-// flow is one copy or work under way: an amount that drains over some resources,
-// after a delay. Copies drain bytes over links; work drains seconds over its
-// processor, of which each gives one a second.
+// flow is one copy or Work in progress: an amount that drains over its resources after a
+// delay. Copies drain bytes over links; Work drains seconds of its processor, which
+// provides one second per second.
 type flow struct {
 	stream *stream
-	// resources are indices into fluid.rates of those with a limit.
+	// resources are the indices into fluid.rates of the resources that have a limit.
 	resources []int
-	// limit is the flow's own highest rate; 0: none.
+	// limit is the flow's own maximum rate; 0: none.
 	limit float64
-	// left is what is still to drain, rate how fast now.
+	// left is the amount still to drain, rate the current rate per second.
 	left, rate float64
-	// start is when the delay is over.
+	// start is the time at which the delay ends.
 	start         time.Duration
 	running, done bool
-	// wake is told, on the wall clock, that it ended or may end earlier.
+	// wake is signaled, on the wall clock, when the flow has ended or may end earlier.
 	wake chan struct{}
 }
 
-// fluid shares the rates of resources fairly among flows (max-min: all flows grow
-// alike until a resource is full or a flow at its own limit).
+// fluid shares the rates of resources max-min fairly among flows: all flows' rates grow
+// alike until a resource is saturated or a flow is at its own limit.
 type fluid struct {
-	// rates of each resource; 0: not limited.
+	// rates of the resources; 0: unlimited.
 	rates []float64
-	// at is the time that the flows are advanced to.
+	// at is the time to which the flows have been advanced.
 	at    time.Duration
 	flows []*flow
-	// room, users and fixed are scratch of share.
+	// room, users and fixed are scratch space of share.
 	room  []float64
 	users []int
 	fixed []*flow
 }
 
-// flow returns what o costs, or nil for nothing.
+// flow returns the flow of o, or nil if o takes no time.
 func (m *Machine) flow(s *stream, o *op) *flow {
 	fl := &flow{stream: s, start: m.clock() + o.stallTime}
 	if o.kind == opCopy {
@@ -84,7 +84,8 @@ func (f *fluid) add(fl *flow) {
 	f.share()
 }
 
-// end is when fl ends, or its delay does, at the rates of now.
+// end returns when fl ends at the current rates or, if fl has not started, when its delay
+// ends.
 func (f *fluid) end(fl *flow) time.Duration {
 	switch {
 	case !fl.running:
@@ -95,7 +96,7 @@ func (f *fluid) end(fl *flow) time.Duration {
 	return f.at + time.Duration(math.Ceil(fl.left/fl.rate*1e9))
 }
 
-// next is when the first flow starts or ends; false if there is none.
+// next returns the time at which the first flow starts or ends; false if there is none.
 func (f *fluid) next() (time.Duration, bool) {
 	first := time.Duration(math.MaxInt64)
 	for _, fl := range f.flows {
@@ -104,7 +105,7 @@ func (f *fluid) next() (time.Duration, bool) {
 	return first, len(f.flows) > 0
 }
 
-// advance drains all flows up to time to and tells of each that ends.
+// advance drains all flows up to time to and calls ended for each flow that ends.
 func (f *fluid) advance(to time.Duration, ended func(*flow)) {
 	for {
 		t, ok := f.next()
@@ -116,7 +117,7 @@ func (f *fluid) advance(to time.Duration, ended func(*flow)) {
 			if !fl.running {
 				fl.running = fl.start <= t
 			}
-			// What a thousandth of a nanosecond would drain is rounding.
+			// An amount that drains in 0.001 ns is rounding error.
 			fl.done = fl.running && fl.left <= fl.rate*1e-12
 		}
 		f.flows = slices.DeleteFunc(f.flows, func(fl *flow) bool {
@@ -172,8 +173,8 @@ func (f *fluid) share() {
 		}
 	}
 	for open > 0 {
-		// The tightest share, of a resource or of a flow's own limit, is final for
-		// the flows under it.
+		// The minimum share, of a resource or of a flow's own limit, is final for the flows
+		// that it bounds.
 		tightest := math.Inf(1)
 		for r, n := range f.users {
 			if n > 0 {
@@ -185,7 +186,7 @@ func (f *fluid) share() {
 				tightest = min(tightest, fl.limit)
 			}
 		}
-		// Rounding may leave a resource with nothing; no flow stands still.
+		// Rounding may leave a resource with no rate; no flow may have rate 0.
 		tightest = max(tightest, 1e-9)
 		for _, fl := range f.flows {
 			if fl.running && fl.rate == 0 && f.bound(fl, tightest) {
@@ -204,7 +205,7 @@ func (f *fluid) share() {
 	}
 }
 
-// bound says whether tightest is the rate of fl.
+// bound reports whether tightest is the rate of fl.
 func (f *fluid) bound(fl *flow, tightest float64) bool {
 	if math.IsInf(tightest, 1) || fl.limit > 0 && fl.limit <= tightest {
 		return true
@@ -217,16 +218,16 @@ func (f *fluid) bound(fl *flow, tightest float64) bool {
 	return false
 }
 
-// Timers of the runtime may be a millisecond late, the system's sleep about a
-// twentieth of that: pace sleeps by timer until timerSlack before its end, then in
-// short sleeps of the system, and spins through the last spin.
+// Timers of the Go runtime may be 1 ms late, the system's sleep about 1/20 of that: pace
+// sleeps on a timer until timerSlack before the end, then in short system sleeps, and spins
+// for the remaining spin.
 const (
 	timerSlack = 2 * time.Millisecond
 	spin       = 60 * time.Microsecond
 )
 
-// pace waits on the wall clock until fl ended. The lock is held, and released
-// meanwhile.
+// pace waits on the wall clock until fl has ended. The lock is held on entry and return,
+// and released while waiting.
 func (m *Machine) pace(fl *flow) {
 	for {
 		m.fluid.advance(m.clock(), ended)
@@ -240,8 +241,7 @@ func (m *Machine) pace(fl *flow) {
 	}
 }
 
-// sleep waits for part of left, not beyond it, and not on when the flow may end
-// earlier.
+// sleep waits for at most left; it returns early when the flow may end earlier.
 func (fl *flow) sleep(left time.Duration) {
 	switch {
 	case left > timerSlack:
@@ -252,7 +252,7 @@ func (fl *flow) sleep(left time.Duration) {
 		case <-fl.wake:
 		}
 	case left > spin:
-		// Interrupted or not, the caller looks at the clock again.
+		// The result is ignored: the caller checks the clock again.
 		ts := unix.NsecToTimespec(int64(min(left-spin, spin*4)))
 		_ = unix.Nanosleep(&ts, nil)
 	default:

@@ -2,8 +2,8 @@
 
 package emulated
 
-// goroutine tells the calling goroutine from all others that there are now: what tells a Work
-// that waits, or touches host memory, from the goroutines beside it. It is where the runtime
-// keeps what it knows of the goroutine, and is asked only on virtual and on checked machines,
-// there often.
+// goroutine returns a value that is unique among live goroutines: the address of the
+// runtime's record of the calling goroutine. It distinguishes Work that waits or accesses
+// host memory from other goroutines. Only virtual and checked machines call it; they do so
+// often.
 func goroutine() uintptr

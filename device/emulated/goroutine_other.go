@@ -8,8 +8,8 @@ import (
 	"strconv"
 )
 
-// goroutine is as on other processors, and takes longer: the number in the goroutine's stack
-// trace.
+// goroutine returns the goroutine's number from its stack trace; it is slower than the
+// assembly version of other processors.
 func goroutine() uintptr {
 	var buf [64]byte
 	b := bytes.TrimPrefix(buf[:runtime.Stack(buf[:], false)], []byte("goroutine "))

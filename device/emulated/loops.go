@@ -7,10 +7,10 @@ import (
 	"time"
 )
 
-// loops are those of a virtual clock, in the order in which they were begun.
+// loops holds the loops of a virtual clock, in the order in which they were started.
 type loops struct {
 	mu sync.Mutex
-	// all is replaced, not changed: Turn walks it without the lock.
+	// all is replaced, never changed in place: Turn iterates over it without the lock.
 	all []*loop
 }
 
@@ -38,7 +38,7 @@ func (x *loops) snapshot() []*loop {
 	return x.all
 }
 
-// turn calls f, and says whether the loop goes on.
+// turn calls f, and reports whether the loop continues.
 func (l *loop) turn(now time.Duration) bool {
 	l.mu.Lock()
 	defer l.mu.Unlock()

@@ -13,17 +13,17 @@ import (
 	"github.com/moeserve/moeserve/device"
 )
 
-// Machine is an emulated host with its GPUs. Everything it holds is guarded by
-// one lock, which is released while bytes move and Work runs.
+// Machine is an emulated host with its GPUs. One lock guards all its state; the lock is
+// released while bytes move and Work runs.
 //
-// On the wall clock each stream has a goroutine (stream.loop) that takes
-// operations off its queue. A virtual machine has none: whoever waits drives it
-// (see wait).
+// On the wall clock each stream has a goroutine (stream.loop) that takes operations off its
+// queue. A virtual machine has no such goroutines: the goroutine that waits drives it (see
+// wait).
 type Machine struct {
 	o    Options
 	topo *device.Topology
 	wall device.WallClock
-	// turns are the loops of a virtual clock.
+	// turns holds the loops of a virtual clock.
 	turns loops
 
 	mu      sync.Mutex
@@ -33,30 +33,30 @@ type Machine struct {
 	// loops counts the stream goroutines, for Close.
 	loops  sync.WaitGroup
 	closed bool
-	// aborting makes streams drop what they hold.
+	// aborting makes streams drop their queued operations.
 	aborting bool
 
-	// now is the virtual clock; fluid says when copies and work end.
+	// now is the virtual clock; fluid computes when copies and Work end.
 	now   time.Duration
 	fluid fluid
 	rng   *rand.Rand
-	// driver is the goroutine that drives a virtual machine, 0 for none.
+	// driver is the goroutine that drives a virtual machine; 0: none.
 	driver uintptr
 	// waiters are the host's waits in progress on a virtual machine.
 	waiters []*waiter
-	// change is closed and replaced when something happened that a goroutine
-	// asleep in wait may go on by; sleepers counts these.
+	// change is closed and replaced when a goroutine asleep in wait may be able to
+	// continue; sleepers counts these goroutines.
 	change   chan struct{}
 	sleepers int
-	// calls counts what the host asked of the machine, so that a poll that nothing
-	// else interrupts is known as one.
+	// calls counts the host's calls of the machine, so that poll can detect two consecutive
+	// polls.
 	calls      uint64
 	candidates []*stream
 	faults     []*Fault
 	check      *checker
 }
 
-// space is the account of one memory space.
+// space holds the accounting of one memory space.
 type space struct {
 	id    device.Space
 	usage device.Usage
@@ -65,7 +65,7 @@ type space struct {
 
 var _ device.Machine = (*Machine)(nil)
 
-// Open makes an emulated machine; what it returns is a *Machine.
+// Open returns an emulated machine; its dynamic type is *Machine.
 func Open(o Options) (device.Machine, error) {
 	m, err := New(o)
 	if err != nil {
@@ -91,7 +91,7 @@ func New(o Options) (*Machine, error) {
 	for _, l := range m.topo.Links {
 		m.fluid.rates = append(m.fluid.rates, l.BytesPerSecond)
 	}
-	// One more resource per space: its processor, which gives one second a second.
+	// One more resource per space: its processor, which provides one second per second.
 	for range m.spaces {
 		m.fluid.rates = append(m.fluid.rates, 1)
 	}
@@ -138,7 +138,7 @@ func (m *Machine) Usage(s device.Space) (device.Usage, error) {
 	return sp.usage, nil
 }
 
-// space returns the space, if the machine is open and has it.
+// space returns the state of s, if the machine is open and has s.
 func (m *Machine) space(op string, s device.Space) (*space, error) {
 	if m.closed {
 		return nil, &device.Error{Op: op, Space: s, Detail: "the machine", Err: device.ErrClosed}
@@ -153,9 +153,9 @@ func (sp *space) lostErr(op, detail string) error {
 	return &device.Error{Op: op, Space: sp.id, Detail: detail, Err: device.ErrLost}
 }
 
-// Close implements device.Machine. It lets run what still can, and drops what
-// waits for an event or a fence that nobody raises; the error names that too,
-// and, where Options.Report is unset, the findings of the check.
+// Close implements device.Machine. It lets all operations that can still run finish, and
+// drops those that wait for an event or a fence that is never signaled. The error names the
+// dropped ones too and, if Options.Report is unset, the findings of the check.
 func (m *Machine) Close() error {
 	m.mu.Lock()
 	if m.closed {
@@ -214,8 +214,8 @@ func (m *Machine) Close() error {
 	return nil
 }
 
-// settle waits until no stream can go on by itself. The lock is held, and
-// released meanwhile.
+// settle waits until no stream can continue by itself. The lock is held on entry and
+// return, and released while waiting.
 func (m *Machine) settle() {
 	if m.o.Virtual {
 		// The waiter is never fired: the wait ends when nothing can run.
@@ -235,21 +235,21 @@ func (m *Machine) settle() {
 	}
 }
 
-// Trace is one operation that ended.
+// Trace describes one operation that ended.
 type Trace struct {
 	Stream string
 	Space  device.Space
 	// Op is "copy", "launch", "record", "wait", "raise" or "await".
 	Op string
-	// Name is that of the Work, Bytes the size of the copy.
+	// Name is the Work's name, Bytes the size of the copy.
 	Name  string
 	Bytes int64
-	// Host says that it is Work that acts on the host.
+	// Host reports that the operation is Work with Host set.
 	Host bool
-	// Note is what the stream was annotated with when it was enqueued.
+	// Note is the stream's annotation when the operation was enqueued.
 	Note any
-	// Start of a wait is when nothing else held it back.
+	// Start of a wait is the time from which nothing else blocked it.
 	Start, End time.Duration
-	// Err is why it failed or was skipped.
+	// Err is the error with which the operation failed or was skipped.
 	Err error
 }

@@ -11,20 +11,20 @@ import (
 )
 
 const (
-	// hugeBytes is the size from which the kernel is asked for large pages.
+	// hugeBytes is the minimum mapping size for which huge pages are requested.
 	hugeBytes = 4 << 20
-	// poisonBytes is the size up to which a checked machine fills new memory, with
+	// poisonBytes is the maximum allocation size that a checked machine fills with poison,
 	// bytes that are NaN in every floating-point type.
 	poisonBytes = 16 << 20
 	poison      = 0xff
-	// maxFreed is how many freed allocations a checked machine keeps out of use, to
-	// name them in findings.
+	// maxFreed is the number of freed allocations whose addresses a checked machine
+	// reserves, to name them in findings.
 	maxFreed = 4096
 )
 
-// memory is one allocation: its own mapping, between two guard pages on a
-// checked machine. Its fields are guarded by Machine.mu; data, base and bytes do
-// not change while it is alive.
+// memory is one allocation with its own mapping, between two guard pages on a checked
+// machine. Machine.mu guards its fields; data, base and bytes do not change while it is
+// allocated.
 type memory struct {
 	m       *Machine
 	space   *space
@@ -32,10 +32,10 @@ type memory struct {
 	base    device.Addr
 	bytes   int64
 	rounded int64
-	// mapping is all that was mapped, data the part in use.
+	// mapping is the whole mapping, data the part in use.
 	mapping, data []byte
 	free          bool
-	// users counts the queued and running operations that are known to touch it.
+	// users counts the queued and running operations known to access the memory.
 	users  int
 	shadow *shadow
 }
@@ -44,16 +44,17 @@ type memory struct {
 type index struct {
 	// live is sorted by base.
 	live []*memory
-	// freed are kept mapped without access on a checked machine, oldest first.
+	// freed holds freed allocations, still mapped but inaccessible, on a checked machine;
+	// oldest first.
 	freed []*memory
 }
 
-// at returns the position of the first allocation that ends behind a.
+// at returns the position of the first allocation that ends after a.
 func (x *index) at(a device.Addr) int {
 	return sort.Search(len(x.live), func(i int) bool { return x.live[i].base+device.Addr(x.live[i].bytes) > a })
 }
 
-// find returns the allocation in which r lies wholly, or nil.
+// find returns the allocation that contains all of r, or nil.
 func (x *index) find(r device.Range) *memory {
 	i := x.at(r.Addr)
 	if i == len(x.live) || r.Bytes < 0 {
@@ -65,7 +66,7 @@ func (x *index) find(r device.Range) *memory {
 	return nil
 }
 
-// findFreed returns the freed allocation that a lay in, or nil.
+// findFreed returns the freed allocation that contained a, or nil.
 func (x *index) findFreed(a device.Addr) *memory {
 	for i := len(x.freed) - 1; i >= 0; i-- {
 		if mem := x.freed[i]; mem.base <= a && a < mem.base+device.Addr(mem.bytes) {
@@ -169,7 +170,7 @@ func (mem *memory) mmap() error {
 		return nil
 	}
 	if size >= hugeBytes {
-		// Only faster: a system without large pages refuses, and nothing is lost.
+		// Huge pages only affect speed: a failure is ignored.
 		_ = unix.Madvise(all[guard:guard+size], unix.MADV_HUGEPAGE)
 	}
 	if mem.m.o.Check && !mem.m.o.NoData && mem.bytes <= poisonBytes {
@@ -190,8 +191,8 @@ func (mem *memory) unmap() error {
 	return nil
 }
 
-// retire gives the pages back and keeps the addresses out of use, so that a late
-// access faults and can be named.
+// retire releases the pages and reserves the addresses, so that a late access faults and
+// can be named.
 func (mem *memory) retire() error {
 	x := &mem.m.memory
 	if err := unix.Mprotect(mem.mapping, unix.PROT_NONE); err != nil {

@@ -8,59 +8,56 @@ import (
 	"github.com/moeserve/moeserve/device"
 )
 
-// Options describe an emulated machine. The zero value is a machine of one
-// compute GPU and two peers with ample memory, that runs as fast as it can.
+// Options describe an emulated machine. The zero value is a machine of three GPUs (one to
+// compute and two peers) with ample memory that runs as fast as it can.
 type Options struct {
-	// GPUs in the machine's order. Default: three of 64 GiB, without a compute
-	// model.
+	// GPUs in the machine's order. Default: three of 64 GiB, without a compute model.
 	GPUs []GPU
 	// Host is the host's memory and processor. Default: 256 GiB, no compute model.
 	Host GPU
-	// HostLink joins each GPU to the host, one wire in each direction. Default: no
-	// limit, no latency.
+	// HostLink connects each GPU to the host, with a separate wire per direction. Default:
+	// no limit, no latency.
 	HostLink Link
-	// PeerLink joins each GPU to all its peers: what enters one GPU from all peers
-	// shares one wire, what leaves it another. Default: no limit, no latency.
+	// PeerLink connects each GPU to all its peers: all copies from peers into a GPU share
+	// one wire, all copies from it to peers another. Default: no limit, no latency.
 	PeerLink Link
-	// HostRoots are rates of the host's side that several GPUs share, in each
-	// direction. Default: none.
+	// HostRoots are host-side rates that several GPUs share, per direction. Default: none.
 	HostRoots []Root
-	// Topology, if set, is the machine as it stands, and the fields above must be
-	// unset. Pairs of spaces without a path cannot be copied between, except
-	// within one space.
+	// Topology, if set, describes the whole machine, and the fields above must be unset.
+	// Copies between two spaces without a path are refused; copies within one space need no
+	// path.
 	Topology *device.Topology
 
-	// Virtual chooses the deterministic machine: operations run one at a time, in
-	// an order that Schedule decides, on a virtual clock. Default: a goroutine per
-	// stream, on the wall clock.
+	// Virtual makes the machine deterministic: operations run one at a time, in an order
+	// that Schedule decides, on a virtual clock. Default: a goroutine per stream, on the
+	// wall clock.
 	Virtual bool
-	// Pace makes copies and work take at least as long as the models say, on the
-	// wall clock (a virtual machine always does, on its own clock). Default: off.
+	// Pace makes copies and Work take at least their modeled time on the wall clock (a
+	// virtual machine always does so on its own clock). Default: off.
 	Pace bool
-	// NoData makes memory address space only: copies move nothing, and Work runs
-	// only if it says Host. Host memory can still be written. Needs Virtual.
+	// NoData makes memory address space only: copies move nothing, and Work runs only if
+	// Host is set. Host memory can still be written. Needs Virtual.
 	NoData bool
-	// Check finds accesses that nothing orders, and bad ones: see Finding.
+	// Check enables the check for unordered and invalid accesses; see Finding.
 	Check bool
-	// Schedule says which stream goes on where several could, on a virtual
-	// machine. Default: Eager.
+	// Schedule chooses which stream runs next when several can, on a virtual machine.
+	// Default: Eager.
 	Schedule Schedule
-	// Seed of the Random schedule and of faults that come by chance.
+	// Seed of the Random schedule and of faults with a Chance.
 	Seed uint64
-	// Report is told of each finding as it is found; it must not call the machine.
+	// Report is called with each finding as it is found; it must not call the machine.
 	// Default: findings make Close fail.
 	Report func(Finding)
-	// Trace is told of each operation as it ends; it must not call the machine.
-	// Default: nobody.
+	// Trace is called with each operation as it ends; it must not call the machine.
+	// Default: none.
 	Trace func(Trace)
-	// Idle, if set, is called before each step of a virtual machine and returns when
-	// every other goroutine of the program is blocked, as synctest.Wait of
-	// testing/synctest does: then programs of several goroutines run the same way
-	// every time too. Default: the machine goes on while other goroutines run.
+	// Idle, if set, is called before each step of a virtual machine and must return only
+	// when every other goroutine of the program is blocked, as synctest.Wait of
+	// testing/synctest does; then programs of several goroutines are deterministic too.
+	// Default: the machine steps while other goroutines run.
 	Idle func()
-	// DeadlockAfter is how long, on the wall clock, nothing must be able to run on
-	// a virtual machine, and no goroutine call it, before those who wait get
-	// ErrDeadlock. Default: 2 s.
+	// DeadlockAfter is the wall-clock time for which nothing can run on a virtual machine,
+	// and no goroutine calls it, before waits return ErrDeadlock. Default: 2 s.
 	DeadlockAfter time.Duration
 }
 
@@ -71,8 +68,8 @@ type GPU struct {
 	// MemoryBytes is the capacity. Default: 64 GiB for a GPU, 256 GiB for the host.
 	MemoryBytes int64
 	// FlopsPerSecond and BytesPerSecond are the compute model: a Work takes
-	// max(Flops/FlopsPerSecond, Bytes/BytesPerSecond), and concurrent ones share
-	// the device. 0: no limit.
+	// max(Flops/FlopsPerSecond, Bytes/BytesPerSecond), and concurrent Works share the
+	// processor. 0: no limit.
 	FlopsPerSecond, BytesPerSecond float64
 }
 
@@ -89,18 +86,18 @@ type Root struct {
 	BytesPerSecond float64
 }
 
-// Schedule is the order in which a virtual machine lets streams go on that
-// could. It decides among what can run at one instant; Lazy decides also when.
+// Schedule is the order in which a virtual machine runs the streams that can run at the
+// same instant; Lazy also decides when they run.
 type Schedule int
 
 const (
-	// Eager runs each stream as far as it goes, higher priority and earlier
-	// streams first: the times of real hardware.
+	// Eager runs each stream as far as it can, higher priority and earlier streams first,
+	// which gives the times of real hardware.
 	Eager Schedule = iota
-	// Lazy starts an operation only once somebody's wait needs it, so everything
-	// ends as late as the program's own waits allow.
+	// Lazy starts an operation only when a wait needs it, so every operation ends as late
+	// as the program's waits allow.
 	Lazy
-	// Random picks by the seed.
+	// Random picks a stream at random, from the seed.
 	Random
 )
 
@@ -123,7 +120,7 @@ const (
 	defaultDeadlock  = 2 * time.Second
 )
 
-// EnsureDefaults returns o with every unset field at its default.
+// EnsureDefaults returns o with every unset field set to its default.
 func (o Options) EnsureDefaults() Options {
 	if o.DeadlockAfter == 0 {
 		o.DeadlockAfter = defaultDeadlock
@@ -155,7 +152,7 @@ func (g GPU) ensureDefaults(bytes int64) GPU {
 
 func badRate(r float64) bool { return r < 0 || math.IsNaN(r) || math.IsInf(r, 0) }
 
-// Validate says which option cannot be, of those that have their defaults.
+// Validate returns an error for the first invalid option. Defaults must be set.
 func (o *Options) Validate() error {
 	if o.Virtual && o.Pace {
 		return fmt.Errorf("emulated: Pace is for the wall clock and a virtual machine has its own: set only one of Pace and Virtual")
@@ -239,7 +236,7 @@ func validateTopology(t *device.Topology) error {
 	return nil
 }
 
-// minRate is the smaller of two rates, where 0 is no limit.
+// minRate returns the smaller of two rates, where 0 is no limit.
 func minRate(a, b float64) float64 {
 	if a == 0 || b != 0 && b < a {
 		return b
@@ -247,7 +244,7 @@ func minRate(a, b float64) float64 {
 	return a
 }
 
-// topology builds what the simple fields describe.
+// topology returns o.Topology or builds one from the other fields.
 func (o *Options) topology() *device.Topology {
 	if o.Topology != nil {
 		return o.Topology
@@ -289,7 +286,8 @@ func (o *Options) topology() *device.Topology {
 			down[g], up[g] = []int{d}, []int{u}
 		}
 	}
-	// A copy within one memory reads and writes it, so it runs at half its rate.
+	// A copy within one memory both reads and writes it, so it runs at half the memory's
+	// rate.
 	path(device.Host, device.Host, 0, link("host memory", o.Host.BytesPerSecond/2, 0))
 	for i, a := range gpu {
 		path(device.Host, device.HBM(i), o.HostLink.Latency, append(down[i], a.fromHost)...)

@@ -5,10 +5,9 @@ import (
 	"sort"
 )
 
-// cell is what a run of bytes remembers. It is shared between runs and never
-// changed.
+// cell is the access state of a run of bytes. Cells are immutable and shared between runs.
 type cell struct {
-	// write is the last write, nil for none that matters any more.
+	// write is the last write, or nil if no write can conflict any more.
 	write   *accessRecord
 	written bool
 	// reads since the last write, at most one per actor.
@@ -20,8 +19,8 @@ var (
 	quietUnwritten = &cell{}
 )
 
-// withRead adds a read. Reads that it knows of are dropped: whoever is ordered after
-// it is ordered after them.
+// withRead returns the cell with read d added. Reads that d knows of are dropped: an access
+// ordered after d is ordered after them.
 func (c *cell) withRead(d *accessRecord) *cell {
 	reads := make([]*accessRecord, 0, len(c.reads)+1)
 	for _, r := range c.reads {
@@ -35,7 +34,7 @@ func (c *cell) withRead(d *accessRecord) *cell {
 	return &cell{write: c.write, written: c.written, reads: append(reads, d)}
 }
 
-// without drops what is known to all.
+// without returns the cell less the accesses known to all.
 func (c *cell) without(all vclock) *cell {
 	n := cell{written: c.written}
 	if c.write != nil && c.write.at > all.at(c.write.id) {
@@ -74,7 +73,7 @@ func newShadow(bytes int64) *shadow {
 	return &shadow{runs: []run{{0, bytes, quietUnwritten}}, cells: map[*cell]*cell{}}
 }
 
-// from is the index of the run that holds byte lo.
+// from returns the index of the run that contains byte lo.
 func (s *shadow) from(lo int64) int {
 	return sort.Search(len(s.runs), func(i int) bool { return s.runs[i].hi > lo })
 }
@@ -86,8 +85,8 @@ func (s *shadow) each(lo, hi int64, f func(lo, hi int64, c *cell)) {
 	}
 }
 
-// update replaces the cells within [lo, hi) by what f makes of them; what f makes
-// of one cell once serves all its runs.
+// update replaces each cell within [lo, hi) by the result of f, which is called once per
+// distinct cell; its result is used for all runs of that cell.
 func (s *shadow) update(lo, hi int64, f func(lo, hi int64, old *cell) *cell) {
 	first := s.from(lo)
 	out := s.scratch[:0]
@@ -98,7 +97,7 @@ func (s *shadow) update(lo, hi int64, f func(lo, hi int64, old *cell) *cell) {
 			out = append(out, run{lo, hi, c})
 		}
 	}
-	// The neighbors take part, so that equal runs grow together.
+	// Neighboring runs are included, so that equal adjacent runs merge.
 	if first > 0 {
 		first--
 	}

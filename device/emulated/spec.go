@@ -9,7 +9,7 @@ import (
 	"time"
 )
 
-// SpecHelp tells, for a command's help, what ParseSpec reads.
+// SpecHelp describes the syntax of ParseSpec, for a command's help.
 const SpecHelp = `comma-separated settings of emulated devices, as
   gpus=3             number of GPUs
   hbm=8GiB           memory of each GPU (8G is the same; 8GB is 8*10^9 bytes)
@@ -91,10 +91,10 @@ var specKeys = map[string]specKey{
 //
 //	gpus=3,hbm=8GiB,host=16GiB,pcie=55.3GB/s,nvlink=395GB/s,virtual,seed=1
 //
-// SpecHelp lists all keys. What is not named has its default, so "" is the default
-// machine. Sizes take KB, MB, GB, TB (powers of 1000) and KiB, MiB, GiB, TiB or K, M,
-// G, T (of 1024); rates the same with /s; flops per second M, G, T or P. An error names the
-// key and what is wanted.
+// SpecHelp lists all keys. Keys not given have their defaults, so "" is the default
+// machine. Sizes take KB, MB, GB, TB (powers of 1000) and KiB, MiB, GiB, TiB or K, M, G, T
+// (powers of 1024); rates take the same units with /s; flops per second take M, G, T or P.
+// An error names the key and what is expected.
 func ParseSpec(text string) (Options, error) {
 	s := &spec{gpus: defaultGPUs}
 	given := map[string]bool{}
@@ -149,8 +149,8 @@ func ParseSpec(text string) (Options, error) {
 	return o, nil
 }
 
-// together refuses keys that do not go together, which Options would refuse in the
-// names of their fields.
+// together returns an error for keys that cannot be combined. Options.Validate refuses them
+// too, but by field names instead of keys.
 func (s *spec) together() error {
 	switch o := &s.o; {
 	case o.Virtual && o.Pace:
@@ -180,7 +180,7 @@ var byteUnits = map[string]float64{
 
 var flopUnits = map[string]float64{"M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
 
-// parseNumber reads a positive number with one of the units.
+// parseNumber parses a positive number with one of the units.
 func parseNumber(v string, units map[string]float64, want string) (float64, error) {
 	i := strings.IndexFunc(v, func(r rune) bool { return (r < '0' || r > '9') && r != '.' })
 	if i < 0 {

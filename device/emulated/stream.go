@@ -27,23 +27,23 @@ var opNames = [...]string{opCopy: "copy", opWork: "launch", opRecord: "record", 
 // op is one operation in a stream's queue.
 type op struct {
 	kind opKind
-	// seen says that faults that stall were asked once.
+	// seen reports that faults of kind StallCopy were already consulted.
 	seen bool
-	// value of a raise or await.
+	// value of a fence signal or wait.
 	value          uint32
 	dst, src       device.Range
 	dstMem, srcMem *memory
 	rec            *recording
 	fence          *fence
 	work           device.Work
-	// used are the allocations that work declared, on a checked machine.
+	// used holds the allocations that the Work declared, on a checked machine.
 	used             []*memory
 	start, stallTime time.Duration
-	// clock is what whoever enqueued it knew, on a checked machine.
+	// clock is the enqueuer's vector clock at the enqueue, on a checked machine.
 	clock vclock
-	// failure is why work that was watched for does not run.
+	// failure is the error for which watched Work does not run.
 	failure error
-	// What a trace has of it: its note, and when it was enqueued.
+	// For Trace: the stream's note and the time of the enqueue.
 	note   any
 	queued time.Duration
 }
@@ -72,7 +72,7 @@ func (q *queue) at(i int) *op { return &q.buf[(q.first+i)&(len(q.buf)-1)] }
 
 func (q *queue) head() *op { return q.at(0) }
 
-// pop moves the first operation out; it is valid until the next pop.
+// pop removes and returns the first operation; the result is valid until the next pop.
 func (q *queue) pop() *op {
 	h := q.head()
 	q.popping, *h = *h, op{}
@@ -89,36 +89,38 @@ type stream struct {
 	priority int
 
 	q queue
-	// enqueued and done count operations; done is how far it got.
+	// enqueued and done count the operations enqueued and ended.
 	enqueued, done uint64
-	// err is why it is in error; a lost device is in error besides.
+	// err is the stream's error; a stream of a lost GPU is in error as well.
 	err error
-	// closing refuses new operations, stop ends the goroutine.
+	// closing makes the stream refuse new operations; stop ends its goroutine.
 	closing, stop bool
 	exited        chan struct{}
-	// goroutine is the number of the stream's own, on a checked machine.
+	// goroutine identifies the stream's own goroutine, on a checked machine.
 	goroutine uintptr
 
-	// cur runs while busy; due says that on a virtual machine its time is over.
+	// cur is the operation that runs while busy is set; due reports, on a virtual machine,
+	// that its modeled time has passed.
 	cur       *op
 	busy, due bool
 	stalled   *Fault
 
-	// cond wakes the goroutine while parked. subscribed is the position of the
-	// operation that an event or fence will wake it for.
+	// cond wakes the stream's goroutine while parked. subscribed is the position of the
+	// operation for which an event or fence will wake it.
 	cond       sync.Cond
 	parked     bool
 	subscribed uint64
 
-	// note is that of what is enqueued now, ended when the latest operation has.
+	// note is the annotation of operations enqueued from now on; ended is the time at which
+	// the latest operation ended.
 	note  any
 	ended time.Duration
 
 	waiters, settlers []*waiter
-	// watches are what it watches for, spare ones are of no use now.
+	// watches holds the stream's active watches, spare those that can be reused.
 	watches, spare []*watch
 	access         access
-	// actor is the stream's part in the check.
+	// actor is the stream's actor in the check.
 	actor *actor
 }
 
@@ -164,7 +166,8 @@ func (s *stream) Space() device.Space { return s.sp.id }
 
 func (s *stream) String() string { return fmt.Sprintf("stream %q (%s)", s.name, s.sp.id) }
 
-// usable says why an operation cannot be enqueued. The lock is held.
+// usable returns the error for which an operation cannot be enqueued, or nil. The lock is
+// held.
 func (s *stream) usable(op string) error {
 	if s.m.closed || s.closing {
 		return &device.Error{Op: op, Space: s.sp.id, Detail: s.String(), Err: device.ErrClosed}
@@ -175,7 +178,7 @@ func (s *stream) usable(op string) error {
 	return nil
 }
 
-// failed is the error the stream is in.
+// failed returns the stream's error, or nil.
 func (s *stream) failed() error {
 	if s.sp.lost {
 		return s.sp.lostErr("stream", s.String())
@@ -275,7 +278,8 @@ func (s *stream) Execute(w device.Work) error {
 	return err
 }
 
-// workOp is the operation of work, which the caller may change then.
+// workOp returns the operation of w. It copies w's ranges, so the caller may change them
+// after.
 func (s *stream) workOp(w device.Work) (op, error) {
 	o := op{kind: opWork, work: w}
 	o.work.Reads, o.work.Writes = nil, nil
@@ -352,7 +356,7 @@ func (s *stream) fenceOp(kind opKind, f device.Fence, value uint32) error {
 	return nil
 }
 
-// fence checks that the stream, and f with it, can be used.
+// fence checks that the stream and f can be used.
 func (s *stream) fence(op string, f device.Fence) (*fence, error) {
 	if err := s.usable(op); err != nil {
 		return nil, err
@@ -389,7 +393,7 @@ func (s *stream) Recover(ctx context.Context) error {
 	return err
 }
 
-// drain waits for what is enqueued, with the lock held.
+// drain waits for all enqueued operations. The lock is held.
 func (s *stream) drain(ctx context.Context, op string) error {
 	m := s.m
 	m.calls++
@@ -410,7 +414,7 @@ func (s *stream) drain(ctx context.Context, op string) error {
 	return nil
 }
 
-// Close implements device.Stream. It does not return the error the stream is in.
+// Close implements device.Stream. It does not return the stream's error.
 func (s *stream) Close() error {
 	m := s.m
 	m.mu.Lock()
@@ -437,10 +441,10 @@ func (s *stream) Close() error {
 	return nil
 }
 
-// pending says whether anything is enqueued or runs.
+// pending reports whether any operation is queued or running.
 func (s *stream) pending() bool { return s.done < s.enqueued }
 
-// held says whether a fault stalls the stream's next copy.
+// held reports whether a fault stalls the stream's next copy.
 func (s *stream) held() bool {
 	if s.stalled != nil && (s.stalled.released || s.failed() != nil) {
 		s.stalled = nil
@@ -448,13 +452,13 @@ func (s *stream) held() bool {
 	return s.stalled != nil
 }
 
-// runnable says whether the stream's next operation could start.
+// runnable reports whether the stream's next operation can start.
 func (m *Machine) runnable(s *stream) bool {
 	return !s.busy && s.q.n > 0 && !s.held() && m.ready(s, s.q.head())
 }
 
-// ready says whether nothing holds o back. A stream in error holds nothing back:
-// it skips, and says so to whoever waits for it.
+// ready reports whether nothing blocks o. Nothing blocks a stream in error: it skips o and
+// propagates the error to its waiters.
 func (m *Machine) ready(s *stream, o *op) bool {
 	switch {
 	case s.failed() != nil:
@@ -498,7 +502,8 @@ func (s *stream) loop() {
 	}
 }
 
-// park sleeps until wake, subscribed to what the next operation waits for.
+// park sleeps until wake, subscribed to the event or fence that the next operation waits
+// for.
 func (s *stream) park() {
 	if s.q.n > 0 && s.subscribed != s.done+1 {
 		switch o := s.q.head(); o.kind {
@@ -517,7 +522,7 @@ func (s *stream) park() {
 	}
 }
 
-// settled tells Close that the stream cannot go on by itself.
+// settled signals Machine.settle that the stream cannot continue by itself.
 func (s *stream) settled() {
 	for _, w := range s.settlers {
 		w.fire(nil)
@@ -525,7 +530,8 @@ func (s *stream) settled() {
 	s.settlers = s.settlers[:0]
 }
 
-// begin takes the next operation off the queue, unless a fault stalls it now.
+// begin takes the next operation off the queue; it returns false if a fault stalls the
+// operation.
 func (m *Machine) begin(s *stream) bool {
 	o := s.q.head()
 	if len(m.faults) > 0 && o.kind == opCopy && !o.seen && s.failed() == nil {
@@ -550,9 +556,9 @@ func (o *op) point(kind FaultKind, s *stream) Point {
 	}
 }
 
-// admit does the current operation if it takes no time by itself, and skips it if
-// the stream is in error: then over is true. Otherwise it is still to be done,
-// unless err says why it fails.
+// admit completes the current operation if it takes no time or if the stream is in error
+// and skips it; then over is true. Otherwise the operation is still to be executed, unless
+// err is set: then it fails.
 func (m *Machine) admit(s *stream) (over bool, err error) {
 	o := s.cur
 	if m.check != nil {
@@ -591,7 +597,7 @@ func (m *Machine) admit(s *stream) (over bool, err error) {
 	return false, nil
 }
 
-// copyError is why the copy fails before it starts.
+// copyError returns the error for which the copy fails before it starts, or nil.
 func (m *Machine) copyError(s *stream, o *op) error {
 	from, to := o.srcMem.space, o.dstMem.space
 	for _, sp := range [...]*space{from, to} {
@@ -611,8 +617,8 @@ func (m *Machine) copyError(s *stream, o *op) error {
 	return nil
 }
 
-// execute does a copy or work on the wall clock, in as much time as the models
-// say where the machine is paced.
+// execute runs a copy or Work on the wall clock; on a paced machine it takes at least the
+// modeled time.
 func (m *Machine) execute(s *stream) error {
 	o := s.cur
 	var fl *flow
@@ -635,7 +641,7 @@ func (m *Machine) execute(s *stream) error {
 	return err
 }
 
-// effect moves the bytes or runs the work. The lock is released meanwhile.
+// effect moves the bytes or runs the Work. The lock is released meanwhile.
 func (m *Machine) effect(s *stream) error {
 	o := s.cur
 	if o.kind == opCopy {
@@ -670,7 +676,7 @@ func (m *Machine) effect(s *stream) error {
 	return nil
 }
 
-// notifyWork calls what skipped work has in place of Run. The lock is released meanwhile.
+// notifyWork calls Failed of skipped Work. The lock is released meanwhile.
 func (m *Machine) notifyWork(s *stream, failed func(error), err error) {
 	if m.check != nil {
 		defer m.check.enter(s, true)()
@@ -678,7 +684,8 @@ func (m *Machine) notifyWork(s *stream, failed func(error), err error) {
 	_ = m.unlocked(func(device.Access) error { failed(err); return nil }, &s.access)
 }
 
-// copyErrorAfter fails a copy whose device was lost meanwhile.
+// copyErrorAfter returns an error if the source's or destination's GPU was lost during the
+// copy.
 func (m *Machine) copyErrorAfter(s *stream, o *op) error {
 	for _, sp := range [...]*space{o.srcMem.space, o.dstMem.space} {
 		if sp.lost {
@@ -688,8 +695,8 @@ func (m *Machine) copyErrorAfter(s *stream, o *op) error {
 	return nil
 }
 
-// unlocked calls run with the lock released, and takes it again even if run
-// panics or ends its goroutine.
+// unlocked calls run with the lock released, and reacquires it even if run panics or ends
+// its goroutine.
 func (m *Machine) unlocked(run func(device.Access) error, a device.Access) error {
 	m.mu.Unlock()
 	defer m.mu.Lock()
@@ -722,7 +729,7 @@ func (m *Machine) complete(s *stream, err error) {
 	}
 }
 
-// unref gives up the references that a queued operation holds.
+// unref releases the references that a queued operation holds.
 func (m *Machine) unref(o *op) {
 	switch o.kind {
 	case opCopy:
@@ -737,7 +744,7 @@ func (m *Machine) unref(o *op) {
 	}
 }
 
-// drop ends an operation that the machine was closed over.
+// drop discards an operation that was still queued when the machine was closed.
 func (m *Machine) drop(s *stream, o *op) {
 	err := &device.Error{Op: opNames[o.kind], Space: s.sp.id, Detail: s.String(), Err: device.ErrClosed}
 	switch o.kind {
@@ -750,7 +757,7 @@ func (m *Machine) drop(s *stream, o *op) {
 	s.done++
 }
 
-// releaseWaiters ends the waits for as far as the stream got.
+// releaseWaiters ends the waits whose position the stream has reached.
 func (m *Machine) releaseWaiters(s *stream) {
 	s.waiters = slices.DeleteFunc(s.waiters, func(w *waiter) bool {
 		if s.done < w.pos {
@@ -764,8 +771,8 @@ func (m *Machine) releaseWaiters(s *stream) {
 // access is the device.Access of the Work that a stream runs.
 type access struct {
 	s *stream
-	// deed is the work that runs, written what it makes of memory, on a checked
-	// machine.
+	// deed is the record of the running Work, written the cell that its writes leave, on a
+	// checked machine.
 	deed    *accessRecord
 	written *cell
 }

@@ -11,13 +11,12 @@ import (
 	"github.com/moeserve/moeserve/device"
 )
 
-// ErrDeadlock ends a wait on a virtual machine that nothing can satisfy any
-// more: no operation can run, and nobody has called the machine for
-// Options.DeadlockAfter.
+// ErrDeadlock is returned by a wait on a virtual machine that can never end: no operation
+// can run, and no goroutine has called the machine for Options.DeadlockAfter.
 var ErrDeadlock = errors.New("no operation can run")
 
-// waiter is one wait of the host: for a position of a stream, a recording, a
-// value of a fence, or until nothing can run.
+// waiter is one wait of the host: for a position of a stream, a recording, a value of a
+// fence, or (settle) until nothing can run.
 type waiter struct {
 	ready  chan struct{}
 	done   bool
@@ -54,11 +53,11 @@ func without(ws []*waiter, w *waiter) []*waiter {
 	return slices.DeleteFunc(ws, func(x *waiter) bool { return x == w })
 }
 
-// wait blocks until w is fired. The lock is held, and released meanwhile. On the
-// wall clock it sleeps. On a virtual machine the first who waits drives it, one
-// step after the other, and whoever comes meanwhile sleeps until that is over:
-// so nothing runs, and no time passes, unless somebody waits. Work that waits
-// drives on from inside its own step.
+// wait blocks until w is fired. The lock is held on entry and return, and released while
+// blocked. On the wall clock wait sleeps. On a virtual machine the first goroutine that
+// waits drives the machine step by step, and goroutines that wait meanwhile sleep until it
+// is done; so nothing runs, and no time passes, unless a goroutine waits. Work that waits
+// drives the machine from inside its own step.
 func (m *Machine) wait(ctx context.Context, w *waiter) error {
 	m.waiters = append(m.waiters, w)
 	defer func() { m.waiters = without(m.waiters, w) }()
@@ -75,7 +74,7 @@ func (m *Machine) wait(ctx context.Context, w *waiter) error {
 		return fmt.Errorf("emulated: %s: %w", w, ctx.Err())
 	}
 	self := goroutine()
-	// Whoever sleeps meanwhile may have to drive on.
+	// A goroutine that slept meanwhile may have to take over as driver.
 	defer m.notify()
 	for !w.done {
 		if err := ctx.Err(); err != nil {
@@ -100,7 +99,7 @@ func (m *Machine) wait(ctx context.Context, w *waiter) error {
 	return w.err
 }
 
-// sleep releases the lock until something changes; true if the timer did.
+// sleep releases the lock until something changes; it returns true if timer fired.
 func (m *Machine) sleep(ctx context.Context, w *waiter, timer <-chan time.Time) bool {
 	change := m.change
 	m.sleepers++
@@ -126,13 +125,13 @@ func (m *Machine) notify() {
 	}
 }
 
-// called notes that the host asked something of the machine.
+// called counts a call of the host and wakes the sleepers.
 func (m *Machine) called() {
 	m.calls++
 	m.notify()
 }
 
-// drive does one step in the name of goroutine self; false if nothing can run.
+// drive executes one step as goroutine self; it returns false if nothing can run.
 func (m *Machine) drive(self uintptr) bool {
 	outer := m.driver
 	m.driver = self
@@ -143,15 +142,16 @@ func (m *Machine) drive(self uintptr) bool {
 		m.o.Idle()
 		m.mu.Lock()
 		if m.calls != calls {
-			// Others went on: perhaps the wait is over, or something new can run.
+			// Other goroutines called the machine: the wait may be over, or new operations
+			// can run.
 			return true
 		}
 	}
 	return m.step()
 }
 
-// poll lets a virtual machine advance by one step when the same question is asked
-// twice with nothing asked in between, so that a polling loop ends.
+// poll advances a virtual machine by one step if the same poll is repeated with no other
+// call in between, so that polling loops end.
 func (m *Machine) poll(polled *uint64) {
 	if !m.o.Virtual {
 		return
@@ -164,8 +164,8 @@ func (m *Machine) poll(polled *uint64) {
 	*polled = m.calls + 1
 }
 
-// step lets one stream go on at this instant, or moves the clock to the next. It
-// says whether anything could.
+// step runs one stream at this instant, or advances the clock to the next one. It returns
+// false if neither is possible.
 func (m *Machine) step() bool {
 	m.candidates = m.candidates[:0]
 	for _, s := range m.streams {
@@ -214,12 +214,12 @@ func (m *Machine) step() bool {
 	return true
 }
 
-// ended is told of a flow whose time is over.
+// ended marks the flow's operation as due on a virtual machine.
 func ended(fl *flow) {
 	fl.stream.due = fl.stream.m.o.Virtual
 }
 
-// choose picks the stream that goes on, nil to let time pass.
+// choose returns the stream to run next, or nil to advance the clock.
 func (m *Machine) choose(from []*stream) *stream {
 	if len(from) == 0 {
 		return nil
@@ -253,8 +253,8 @@ func (m *Machine) choose(from []*stream) *stream {
 	return best
 }
 
-// needed returns a stream that can go on and that w waits for, directly or through
-// what holds others back; nil if there is none.
+// needed returns a stream that can run and that w depends on, directly or through other
+// blocked streams; nil if there is none.
 func (m *Machine) needed(w *waiter, seen map[*stream]bool) *stream {
 	switch {
 	case w.done:
@@ -303,7 +303,7 @@ func (m *Machine) raiser(f *fence, value uint32, seen map[*stream]bool) *stream 
 	return nil
 }
 
-// describe says what holds a stream back.
+// describe returns a description of what blocks a stream.
 func (m *Machine) describe(s *stream) string {
 	switch {
 	case s.busy:

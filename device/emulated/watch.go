@@ -7,8 +7,8 @@ import (
 	"github.com/moeserve/moeserve/device"
 )
 
-// watch is work that a stream executes once a fence has reached value, or a recording
-// has passed. It is used again for the stream's next one.
+// watch is Work that a stream executes once a fence has reached value or a recording has
+// passed. The stream reuses the struct for later watches.
 type watch struct {
 	s     *stream
 	fence *fence
@@ -88,7 +88,7 @@ func (s *stream) WatchEvent(e device.Event, work device.Work) (bool, error) {
 	return false, nil
 }
 
-// watch is a new watch of the stream, for nothing yet.
+// watch returns a new watch of the stream, with its fence or recording still to be set.
 func (s *stream) watch(work device.Work) (*watch, error) {
 	o, err := s.workOp(work)
 	if err != nil {
@@ -109,8 +109,8 @@ func (s *stream) watch(work device.Work) (*watch, error) {
 	return w, nil
 }
 
-// fire enqueues the work of a watch that is over, unless its stream is being closed; of
-// what it waited for clock is known.
+// fire enqueues the Work of a watch whose fence or recording is reached, unless its stream
+// is closed; clock is the clock of that fence or recording.
 func (w *watch) fire(err error, clock vclock) {
 	s := w.s
 	s.watches = slices.DeleteFunc(s.watches, func(x *watch) bool { return x == w })
@@ -129,7 +129,7 @@ func (w *watch) fire(err error, clock vclock) {
 	s.spare = append(s.spare, w)
 }
 
-// unwatch drops what the stream watches for.
+// unwatch drops the stream's watches.
 func (s *stream) unwatch() {
 	for _, w := range s.watches {
 		if w.rec != nil {

@@ -1,7 +1,7 @@
-// Package tenants plays other tenants of emulated GPUs: what programs beside this one
-// hold of a peer's memory over time, from a recording (Read) or made up (Generate) with
-// the published distribution of memory in use. Real devices need none of it: there,
-// other programs do what a Player does here.
+// Package tenants emulates other processes that use the memory of emulated GPUs: it replays
+// how many bytes they hold on each peer over time, from a recording (Read) or generated
+// (Generate) from a published distribution of memory in use. Real GPUs do not need it:
+// there, other processes really allocate.
 //
 //	trace, err := tenants.Read(file, peers, 0)
 //	p := tenants.NewPlayer(trace, machine)
@@ -10,12 +10,12 @@
 //
 // # What it is not
 //
-// It has no clock and no goroutine, and knows nothing of who borrows the memory that
-// others leave.
+// The package has no clock and no goroutine, and does not know who borrows the memory left
+// free.
 //
 // # Invariants
 //
-//   - A Trace has its samples in the order of time, then of peers, the first of each
-//     peer at 0; what Write writes Read reads back the same.
-//   - What a Player took is given back by Stop.
+//   - A Trace's samples are sorted by time, then by peer; the first sample of each peer
+//     is at 0. Read reads back exactly what Write writes.
+//   - Stop releases all memory that a Player occupies.
 package tenants

@@ -16,12 +16,12 @@ import (
 	"github.com/moeserve/moeserve/device"
 )
 
-// Trace is how much of each peer's memory others hold over time: each sample holds
-// until the peer's next one. Samples are in the order of time, then of peers; the
-// first of each peer is at 0.
+// Trace is how many bytes of each peer's memory other processes hold over time: each sample
+// is valid until the peer's next one. Samples are sorted by time, then by peer; the first
+// sample of each peer is at 0.
 type Trace []Sample
 
-// Sample is what others hold of a peer from a moment on.
+// Sample is the number of bytes that other processes hold on a peer from time At on.
 type Sample struct {
 	At    time.Duration
 	Peer  device.Space
@@ -30,7 +30,7 @@ type Sample struct {
 
 const (
 	traceHeader = "time_s,peer,bytes"
-	// maxTraceSeconds is what fits into a Duration.
+	// maxTraceSeconds is the maximum that fits into a time.Duration.
 	maxTraceSeconds = math.MaxInt64 / 1e9
 )
 
@@ -42,11 +42,11 @@ const (
 //	2.5,1,3000000000
 //	2.5,2,0
 //
-// where time_s is in seconds from the start, peer the number of a GPU, and bytes what
-// others hold there. Times rise; the first is 0; each time has a line for each peer
-// of the first one, so a lost sample is seen. maxGap, if over 0, is the longest time
-// that may lie between two. peers, if not nil, are those that exist. An error names
-// the line.
+// where time_s is in seconds from the start, peer is the number of a GPU, and bytes is what
+// other processes hold there. Times increase; the first is 0. Each time has a line for
+// every peer of time 0, so a lost sample is detected. maxGap, if over 0, is the maximum
+// time between two samples. peers, if not nil, are the valid peers. An error names the
+// line.
 func Read(r io.Reader, peers []device.Space, maxGap time.Duration) (Trace, error) {
 	var (
 		t     Trace
@@ -58,7 +58,7 @@ func Read(r io.Reader, peers []device.Space, maxGap time.Duration) (Trace, error
 			return nil, fmt.Errorf("tenants: trace line %d: %w", n, fmt.Errorf(format, args...))
 		}
 	)
-	// missing says which peer the present time lacks.
+	// missing returns an error if the current time lacks a peer.
 	missing := func() error {
 		for _, p := range all {
 			if !slices.Contains(now, p) {
@@ -145,7 +145,7 @@ func parseSample(line string) (Sample, error) {
 	return Sample{time.Duration(math.Round(at * 1e9)), device.HBM(peer), bytes}, nil
 }
 
-// seconds and number are how a trace writes a time and a peer.
+// seconds and number format a time and a peer for a trace.
 func seconds(d time.Duration) string {
 	s := fmt.Sprintf("%d.%09d", d/time.Second, d%time.Second)
 	return strings.TrimSuffix(strings.TrimRight(s, "0"), ".")
@@ -156,8 +156,8 @@ func number(s device.Space) string {
 	return strconv.Itoa(i)
 }
 
-// Write writes the trace in the form that Read reads: at each time of any
-// sample, a line for each peer.
+// Write writes the trace in the format of Read: at each time of any sample, a line for each
+// peer.
 func (t Trace) Write(w io.Writer) error {
 	out := bufio.NewWriter(w)
 	fmt.Fprintln(out, traceHeader)
@@ -185,11 +185,11 @@ type Options struct {
 	Capacity []int64
 	// Duration of the trace.
 	Duration time.Duration
-	// Churn is how often per minute what others hold of a peer changes, on average.
-	// Default: 1. Under 0: never.
+	// Churn is the mean number of changes per minute of the bytes held on a peer. Default:
+	// 1. Under 0: never.
 	Churn float64
-	// Seed decides everything that is left to chance. A peer's trace does not depend on
-	// which other peers there are.
+	// Seed determines all random choices. A peer's trace does not depend on the other
+	// peers.
 	Seed uint64
 }
 
@@ -198,8 +198,8 @@ type Options struct {
 // at most 20 %, 87 % at most 50 %.
 var quantiles = []struct{ probability, share float64 }{{0, 0}, {0.68, 0.2}, {0.87, 0.5}, {1, 1}}
 
-// shareAt is the share of memory in use that a machine at that quantile (0 to 1)
-// has: straight lines between the published ones.
+// shareAt returns the share of memory in use at quantile q (0 to 1), interpolated linearly
+// between the published quantiles.
 func shareAt(q float64) float64 {
 	for i := 1; i < len(quantiles); i++ {
 		a, b := quantiles[i-1], quantiles[i]
@@ -210,9 +210,8 @@ func shareAt(q float64) float64 {
 	return 1
 }
 
-// Generate makes a trace in which each peer's others hold, at any moment, what a
-// machine drawn from the published distribution does; they change to an
-// independent draw at the times of a Poisson process.
+// Generate returns a trace in which the share of memory held on each peer is drawn from the
+// published distribution, and redrawn independently at the times of a Poisson process.
 func Generate(o Options) (Trace, error) {
 	if o.Churn == 0 {
 		o.Churn = 1
@@ -240,14 +239,14 @@ func Generate(o Options) (Trace, error) {
 	return t, nil
 }
 
-// Occupier is a machine where memory can be taken as another tenant would; negative
-// bytes give back. Machines of which others are made up are.
+// Occupier is a machine on which memory can be occupied as by another process; negative
+// bytes release. Emulated machines implement it.
 type Occupier interface {
 	Occupy(s device.Space, bytes int64) error
 }
 
-// Player lets the others of a trace take and give back their memory as time goes by.
-// It is used by one goroutine.
+// Player replays a trace: it occupies and releases memory as time passes. Only one
+// goroutine may use it.
 type Player struct {
 	trace    Trace
 	occupier Occupier
@@ -255,12 +254,12 @@ type Player struct {
 	held     map[device.Space]int64
 }
 
-// NewPlayer plays a trace from its beginning.
+// NewPlayer returns a Player at the beginning of the trace.
 func NewPlayer(t Trace, taker Occupier) *Player {
 	return &Player{trace: t, occupier: taker, held: map[device.Space]int64{}}
 }
 
-// Advance does what is due until now, counted from the trace's beginning.
+// Advance applies all changes due until now, counted from the trace's beginning.
 func (p *Player) Advance(now time.Duration) error {
 	for p.next < len(p.trace) && p.trace[p.next].At <= now {
 		s := p.trace[p.next]
@@ -272,7 +271,7 @@ func (p *Player) Advance(now time.Duration) error {
 	return nil
 }
 
-// Next is when the next change is due, false at the trace's end.
+// Next returns the time of the next change; false at the trace's end.
 func (p *Player) Next() (time.Duration, bool) {
 	if p.next == len(p.trace) {
 		return 0, false
@@ -280,7 +279,7 @@ func (p *Player) Next() (time.Duration, bool) {
 	return p.trace[p.next].At, true
 }
 
-// Stop gives everything back.
+// Stop releases all occupied memory.
 func (p *Player) Stop() error {
 	p.next = len(p.trace)
 	var errs []error
