@@ -1,13 +1,13 @@
 // Package cuda is the device package on NVIDIA GPUs. Everything but this page
 // needs the build tag cuda, gcc and a cuda.h of version 12 or 13; tools/cuda/go.sh
-// runs the go command with the flags that takes. The driver is opened when Open
-// is called and not before: the same binary runs where there is none.
+// runs the go command with the flags that this build requires. Open loads the driver
+// at run time, so the same binary also starts on machines without one.
 //
 // # What it is
 //
 // Devices, primary contexts, streams, events, modules and copies are driven
-// through gorgonia.org/cu. What that lacks stands in glue.c: pinned memory,
-// mapped device memory, launches that allocate nothing, graphs. Package kernels/cuda
+// through gorgonia.org/cu. glue.c implements what that package lacks: pinned memory,
+// mapped device memory, launches without allocation, graphs. Package kernels/cuda
 // builds on what this package adds to the contract: Machine.LoadModule,
 // Stream.Launch, Stream.Do, and the packages nvrtc (compiling CUDA
 // C++), dylib (finding CUDA's libraries) and nvml (readings of memory, load and
@@ -15,43 +15,44 @@
 //
 // # What it is not
 //
-// It has no kernels, picks no device by itself, and does not order copies.
+// The package has no kernels, selects no device by itself, and does not order copies.
 //
 // # How the contract meets CUDA
 //
 //   - GPU memory is created and mapped by the driver's virtual memory calls, in
-//     pieces of the device's granularity (2 MiB), and mapped for all peers that can
-//     reach it. Unlike cuMemFree, giving it back does not wait for the device: a
-//     stream may stand before a fence that the caller of Free is still to raise.
-//     Accounts are therefore exact against cuMemGetInfo; what contexts and
-//     libraries take is Usage.Other.
+//     multiples of the device's granularity (2 MiB), and mapped for all peers that can
+//     access it. Unlike cuMemFree, releasing it does not synchronize with the device: a
+//     stream may be waiting for a fence that the caller of Free has yet to signal.
+//     The accounts therefore match cuMemGetInfo exactly; memory used by contexts and
+//     libraries is Usage.Other.
 //   - Host memory is mapped in large pages, touched by many threads at once, and
 //     then pinned for all devices; small pieces come from cuMemHostAlloc.
-//   - A fence is a 32-bit word in pinned memory that streams await and raise by
-//     cuStreamWaitValue32 and cuStreamWriteValue32. An event recorded on a host
-//     stream has such a word too.
-//   - A host stream is one goroutine on a thread of its own.
-//   - Streams of GPUs are device.Capturers. A capture belongs to its thread, so that calls
-//     from others, which may be refused during one, are not.
-//   - CUDA keeps no error of a stream, only one of a whole context, which ends it.
-//     The error of a stream (a call that the driver refused, an event or fence that
-//     came with an error) is kept here: what is given to the stream from then on is
-//     dropped. A stream that runs behind another's failure on the GPU's own side,
-//     by an event or fence whose failure the host learns only later, runs on over
-//     undefined data; its Synchronize, and events recorded on it, tell.
-//   - An error that ends the context loses the device: every call on it says
-//     device.ErrLost from then on, and the fences it was to raise fail.
-//   - The host waits by asking the driver again and again, fast at first and then
-//     with growing pauses, so that every wait ends with its context.
+//   - A fence is a 32-bit word in pinned memory. Streams wait for it with
+//     cuStreamWaitValue32 and signal it with cuStreamWriteValue32. An event recorded
+//     on a host stream has such a word too.
+//   - A host stream is one goroutine locked to its own thread.
+//   - GPU streams are device.Capturers. A capture is local to its thread, so calls that
+//     CUDA may refuse during a capture still succeed on other threads.
+//   - CUDA has no error state per stream, only one per context, which ends the context.
+//     This package keeps the error of a stream (a call that the driver refused, an event
+//     or fence that failed) and drops every operation enqueued on the stream after it.
+//     A GPU stream that waits for an event or fence whose failure the host detects only
+//     later continues with undefined data; its Synchronize, and events recorded on it,
+//     return the error.
+//   - An error that ends the context loses the device: every later call on the device
+//     returns device.ErrLost, and the fences that it had yet to signal fail.
+//   - The host waits by polling the driver, at first without a pause and then at growing
+//     intervals, so that every wait ends when its context is lost.
 //
 // # Environment
 //
 // Open sets CUDA_DEVICE_MAX_CONNECTIONS=32 and CUDA_DEVICE_MAX_COPY_CONNECTIONS=32,
-// so that streams that wait do not hold back others in a shared hardware queue (with
-// fewer copy queues, copies between two GPUs on two streams, each behind a fence
-// that the other raises, never end), and CUDA_MODULE_LOADING=EAGER, since loading a
-// kernel at its first launch may wait for the device; all only where the variable is
-// unset.
+// so that a waiting stream does not block others in a shared hardware queue (with
+// fewer copy queues, copies between two GPUs on two streams deadlock if each waits for
+// a fence that the other signals), and CUDA_MODULE_LOADING=EAGER, since lazy loading
+// at a kernel's first launch may synchronize with the device. Open leaves variables
+// that are already set unchanged.
+// ---
 //
 // # Example
 //

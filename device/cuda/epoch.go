@@ -7,15 +7,14 @@ import (
 	"sync/atomic"
 )
 
-// epoch is what is known of the errors of one GPU stream since it was made or last
-// recovered. Operations of the stream are numbered from 1; a point of the stream is
-// the number of the last operation before it.
+// epoch is the known error state of one GPU stream since its creation or last recovery.
+// Operations of the stream are numbered from 1; a point of the stream is the number of
+// the last operation before it.
 //
-// What a stream waits for may turn out to have failed only after the stream was
-// given the wait. Such outcomes are remembered until they are known: an error
-// counts from the operation that waited.
+// A wait may turn out to have failed only after it was enqueued. Such outcomes are kept
+// until they are known: an error then applies from the operation that waited.
 type epoch struct {
-	// failed is true from the first error on that is known.
+	// failed is true once an error is known.
 	failed atomic.Bool
 
 	mu   sync.Mutex
@@ -23,12 +22,12 @@ type epoch struct {
 	from uint64
 	open []outcome
 
-	// taken is what inherit works with: only the stream's own goroutine does.
+	// taken is scratch space of inherit, used only by the stream's own goroutine.
 	taken []outcome
 }
 
-// outcome is a wait whose result may not be known yet: for work of a host stream,
-// or for a fence.
+// outcome is a wait, for a recording on a host stream or for a fence, whose result may
+// not be known yet.
 type outcome struct {
 	op    uint64
 	host  *hostRecording
@@ -36,7 +35,7 @@ type outcome struct {
 	value uint32
 }
 
-// known says whether the wait is over, and how it ended.
+// known reports whether the wait is over, and its error.
 func (o *outcome) known() (bool, error) {
 	if o.host != nil {
 		if !o.host.passed() {
@@ -47,7 +46,7 @@ func (o *outcome) known() (bool, error) {
 	return o.fence.reached(o.value), o.fence.failure(o.value)
 }
 
-// fail notes an error that holds from operation op on.
+// fail notes an error that applies from operation op on.
 func (e *epoch) fail(op uint64, err error) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -71,7 +70,7 @@ func (e *epoch) expect(o outcome) {
 	e.open = append(e.open, o)
 }
 
-// settle drops the outcomes that are known, noting the errors among them.
+// settle removes the outcomes that are known and notes their errors. The lock is held.
 func (e *epoch) settle() {
 	left := e.open[:0]
 	for i := range e.open {
@@ -88,7 +87,7 @@ func (e *epoch) settle() {
 	e.open = left
 }
 
-// at is the error that a point of the stream is behind, as far as it is known.
+// at returns the error that applies at a point of the stream, nil if none is known.
 func (e *epoch) at(point uint64) error {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -99,8 +98,9 @@ func (e *epoch) at(point uint64) error {
 	return nil
 }
 
-// inherit takes over, for operation op of this stream, what a point of another is
-// behind.
+// inherit applies to operation op of this stream the error and the unknown outcomes that
+// precede a point of another stream.
+// ---
 func (e *epoch) inherit(op uint64, from *epoch, point uint64) {
 	if e == from {
 		return

@@ -15,11 +15,11 @@ import (
 	"github.com/moeserve/moeserve/device"
 )
 
-// ErrUnavailable says that this machine has no CUDA to offer: no driver, no GPU,
-// or ones that are too old. The error that wraps it says which, and what to do.
+// ErrUnavailable reports that CUDA cannot be used on this machine: there is no driver or
+// GPU, or it is too old. The error that wraps it states the cause and the remedy.
 var ErrUnavailable = errors.New("CUDA is not available")
 
-// Results of the driver that decide something here.
+// Driver results that this package handles specially.
 const (
 	success        = C.CUDA_SUCCESS
 	outOfMemory    = C.CUDA_ERROR_OUT_OF_MEMORY
@@ -31,7 +31,7 @@ const (
 	contextIsGone  = C.CUDA_ERROR_CONTEXT_IS_DESTROYED
 )
 
-// endsDevice holds the results after which nothing on the context can succeed.
+// endsDevice holds the results after which every call on the context fails.
 var endsDevice = map[int]bool{
 	deinitialized:                       true,
 	contextIsGone:                       true,
@@ -51,13 +51,14 @@ var endsDevice = map[int]bool{
 	C.CUDA_ERROR_UNKNOWN:                true,
 }
 
-// cuResult is a result of our own calls where package cu's errors are expected too.
+// cuResult is the error of a direct driver call in functions that also return errors of
+// package cu.
 type cuResult int
 
 func (r cuResult) Error() string { return errorName(int(r)) }
 
-// code is the driver's result behind an error of package cu, whose errors are
-// numbers of a type it does not export; 0 for no error.
+// code returns the driver's result in an error of package cu, whose errors are integers
+// of an unexported type; 0 if err is nil.
 func code(err error) int {
 	if err == nil {
 		return success
@@ -68,7 +69,7 @@ func code(err error) int {
 	return int(C.CUDA_ERROR_UNKNOWN)
 }
 
-// errorName is the driver's name of a result.
+// errorName returns the driver's name of a result.
 func errorName(c int) string {
 	if name := C.ms_error_name(C.CUresult(c)); name != nil {
 		return C.GoString(name)
@@ -76,8 +77,9 @@ func errorName(c int) string {
 	return "CUDA error"
 }
 
-// failure is the typed error of a driver call that gave c on a device that is
-// alive still.
+// failure returns the typed error of a driver call that returned c on a device that is
+// not lost.
+// ---
 func failure(op string, space device.Space, c int, detail string) *device.Error {
 	e := &device.Error{Op: op, Space: space, Code: c, Name: errorName(c), Detail: detail}
 	switch {

@@ -17,7 +17,7 @@ import (
 	"github.com/moeserve/moeserve/device"
 )
 
-// event is a handle of its latest recording: at most one of gpu and host is set.
+// event refers to its latest recording: at most one of gpu and host is set.
 type event struct {
 	m *Machine
 
@@ -25,28 +25,29 @@ type event struct {
 	closed bool
 	gpu    *gpuRecording
 	host   *hostRecording
-	// spare are events of the driver that no recording uses, per GPU: they belong to
-	// a context.
+	// spare holds, per GPU, a driver event that no recording uses: driver events belong
+	// to a context.
 	spare []cu.Event
 
-	// word counts the recordings on host streams, so that GPU streams can wait for
-	// them; generation is that of the latest.
+	// word counts the completed recordings on host streams, so that GPU streams can wait
+	// for them; generation is the number of the latest recording.
 	word       word
 	generation uint32
 }
 
-// gpuRecording is one recording on a GPU stream. The event's lock guards it. It is
-// used again for the event's next recording once nobody on the host's side waits for
-// it: what GPU streams wait for, the driver remembers by itself.
+// gpuRecording is one recording on a GPU stream. The event's lock guards it. The event's
+// next recording reuses it once no host wait refers to it; GPU streams that wait for it
+// need no reference, since cuStreamWaitEvent captures the recording.
 type gpuRecording struct {
 	g      *gpu
 	handle cu.Event
 	epoch  *epoch
 	point  uint64
-	// passed and at are what was found out about it.
+	// passed and, if timed is set, at are cached results of queries.
 	passed, timed bool
 	at            time.Duration
-	// refs counts who waits for it, stale says that the event has a newer recording.
+	// refs counts the host waits for it; stale means that the event has a newer
+	// recording or is closed.
 	refs  int
 	stale bool
 }
@@ -70,11 +71,11 @@ func (r *hostRecording) passed() bool {
 	}
 }
 
-// pass ends the recording.
+// pass completes the recording.
 func (r *hostRecording) pass(now time.Duration, err error) {
 	r.at, r.err = now, err
 	close(r.done)
-	// A later recording, on another stream, may have passed before.
+	// A later recording, on another stream, may have completed first.
 	for at := r.word.value.Load(); before(at, r.generation) && !r.word.value.CompareAndSwap(at, r.generation); {
 		at = r.word.value.Load()
 	}
@@ -103,7 +104,7 @@ func (m *Machine) event(op string, space device.Space, e device.Event) (*event, 
 	return ev, nil
 }
 
-// open says why the event cannot be used; its lock is held.
+// open returns an error if the event is closed; its lock is held.
 func (e *event) open(op string, space device.Space) error {
 	if e.closed {
 		return closedError(op, space, "event")
@@ -111,7 +112,7 @@ func (e *event) open(op string, space device.Space) error {
 	return nil
 }
 
-// recorded says besides whether there is a recording.
+// recorded returns an error if the event is closed or has no recording; its lock is held.
 func (e *event) recorded(op string, space device.Space) error {
 	if err := e.open(op, space); err != nil {
 		return err
@@ -122,7 +123,7 @@ func (e *event) recorded(op string, space device.Space) error {
 	return nil
 }
 
-// recordHost begins a recording on a host stream.
+// recordHost starts a recording on a host stream.
 func (e *event) recordHost() (*hostRecording, error) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -142,7 +143,7 @@ func (e *event) recordHost() (*hostRecording, error) {
 	return e.host, nil
 }
 
-// recordGPU records on a stream at a point; the context is current.
+// recordGPU records the event on a stream at a point; the stream's context is current.
 func (e *event) recordGPU(s *Stream, point uint64) (int, error) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -175,7 +176,7 @@ func (e *event) recordGPU(s *Stream, point uint64) (int, error) {
 	return success, nil
 }
 
-// retire makes room for a newer recording.
+// retire detaches the GPU recording, if any, in favor of a newer recording.
 func (e *event) retire() {
 	if r := e.gpu; r != nil {
 		e.gpu, r.stale = nil, true
@@ -185,7 +186,7 @@ func (e *event) retire() {
 	}
 }
 
-// keep takes back the driver's event of a recording that is of no use any more.
+// keep makes the driver event of an unused recording a spare, or destroys it.
 func (e *event) keep(r *gpuRecording) {
 	if e.closed || e.spare[r.g.index] != (cu.Event{}) {
 		_ = r.g.destroyEvent(&r.handle)
@@ -194,7 +195,7 @@ func (e *event) keep(r *gpuRecording) {
 	e.spare[r.g.index] = r.handle
 }
 
-// hold and drop bracket a wait on the host's side for a recording.
+// hold and drop bracket a host wait for a recording. For hold, the lock is held.
 func (e *event) hold(r *gpuRecording) { r.refs++ }
 
 func (e *event) drop(r *gpuRecording) {
@@ -205,7 +206,7 @@ func (e *event) drop(r *gpuRecording) {
 	}
 }
 
-// await waits on the host for a recording that is held, and drops it.
+// await waits on the host for a recording that the caller holds, and drops it.
 func (e *event) await(ctx context.Context, r *gpuRecording) error {
 	const what = "synchronize with an event"
 	return e.m.waiting(what, func() error {
@@ -218,8 +219,8 @@ func (e *event) await(ctx context.Context, r *gpuRecording) error {
 	})
 }
 
-// query says whether the recording has passed, and with what error. The event's lock
-// is held.
+// query reports whether the recording has completed, and its error. The event's lock is
+// held.
 func (r *gpuRecording) query() (bool, error) {
 	if r.passed {
 		return true, r.epoch.at(r.point)
@@ -238,7 +239,7 @@ func (r *gpuRecording) query() (bool, error) {
 	return true, r.g.lostError("query", "event")
 }
 
-// query says the same of the latest recording; the lock is held.
+// query reports the same for the latest recording; the lock is held.
 func (e *event) query() (bool, error) {
 	if e.host != nil {
 		return e.host.passed(), e.host.failure()
@@ -246,7 +247,7 @@ func (e *event) query() (bool, error) {
 	return e.gpu.query()
 }
 
-// failure is how the recording ended, nil while it has not.
+// failure returns the error of a completed recording, nil while it is pending.
 func (r *hostRecording) failure() error {
 	if r.passed() {
 		return r.err
@@ -359,7 +360,8 @@ func (e *event) Close() error {
 	return nil
 }
 
-// destroyEvent gives an event back to the driver, if it is one.
+// destroyEvent destroys a driver event; it does nothing for the zero value.
+// ---
 func (g *gpu) destroyEvent(h *cu.Event) error {
 	if *h == (cu.Event{}) {
 		return nil

@@ -28,7 +28,7 @@ const (
 	slabBytes = 4096
 )
 
-// words hands out counters from pinned pages.
+// words allocates counters from pinned pages.
 type words struct {
 	mu    sync.Mutex
 	free  []word
@@ -57,7 +57,7 @@ func (w *words) alloc(g *gpu) (word, error) {
 	return one, nil
 }
 
-// release takes back a counter that nobody will write or await any more.
+// release returns a counter to the pool; no stream or host wait may use it any more.
 func (w *words) release(one word) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -77,10 +77,10 @@ func (w *words) close(g *gpu) error {
 	return nil
 }
 
-// before says whether a comes before b, modulo 2^32.
+// before reports whether a precedes b, modulo 2^32.
 func before(a, b uint32) bool { return int32(a-b) < 0 }
 
-// highWater is the furthest value of something, if there was any.
+// highWater is the maximum (modulo 2^32) of the values noted so far, if any.
 type highWater struct {
 	set   bool
 	value uint32
@@ -92,10 +92,10 @@ func (m *highWater) note(v uint32) {
 	}
 }
 
-// behind says whether the counter has still to reach the mark.
+// behind reports whether the counter has yet to reach the mark.
 func (m *highWater) behind(counter uint32) bool { return m.set && before(counter, m.value) }
 
-// fence is a word that host and streams raise and await.
+// fence is a word that the host and streams signal and wait for.
 type fence struct {
 	m     *Machine
 	label string
@@ -104,12 +104,12 @@ type fence struct {
 	mu     sync.Mutex
 	closed bool
 	last   uint32 // the counter when it was closed; the word may count for another then
-	// failed says that whoever awaits failedAt or less gets err.
+	// failed means that every wait for failedAt or less returns err.
 	failed   bool
 	failedAt uint32
 	err      error
-	// raises holds, per GPU, the furthest value its streams are to raise, awaits the
-	// furthest that any stream waits for.
+	// raises holds, per GPU, the maximum value that its streams were enqueued to
+	// signal; awaits is the maximum value that any stream waits for.
 	raises []highWater
 	awaits highWater
 }
@@ -136,7 +136,7 @@ func (f *fence) String() string { return fmt.Sprintf("fence %q", f.label) }
 
 func (f *fence) reached(value uint32) bool { return !before(f.word.value.Load(), value) }
 
-// failure is the error that awaiting value gets.
+// failure returns the error of a wait for value.
 func (f *fence) failure(value uint32) error {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -150,27 +150,30 @@ func (f *fence) failureLocked(value uint32) error {
 	return nil
 }
 
-// set moves the counter up to value; a counter that is there already stays.
+// set advances the counter to value; a counter at value or beyond is unchanged. f.mu is
+// held.
 func (f *fence) set(value uint32) {
 	was := f.word.value.Load()
 	for before(was, value) && !f.word.value.CompareAndSwap(was, value) {
 		was = f.word.value.Load()
 	}
 	if f.failed && !before(was, f.failedAt) && before(f.word.value.Load(), f.failedAt) {
-		// The counter went half way round: the failure lies ahead of nobody. One that it
-		// has not come to yet is still to be told.
+		// The counter advanced by half its range, so failedAt would appear to be ahead of
+		// it again: the failure is cleared. A failure that the counter has not reached yet
+		// is kept.
 		f.failed, f.err = false, nil
 	}
 }
 
-// condemn lets whoever awaits value or less get err; the counter stays.
+// condemn makes every wait for value or less return err; the counter is unchanged. f.mu
+// is held.
 func (f *fence) condemn(value uint32, err error) {
 	if !f.failed || before(f.failedAt, value) {
 		f.failed, f.failedAt, f.err = true, value, err
 	}
 }
 
-// raise is Raise for the host, and for a host stream.
+// raise implements Signal for the host (by is nil) and for a host stream.
 func (f *fence) raise(value uint32, by *hostStream) error {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -188,8 +191,8 @@ func (f *fence) raise(value uint32, by *hostStream) error {
 	return nil
 }
 
-// Signal implements device.Fence. Values must rise, but a value that Fail has set
-// is let pass.
+// Signal implements device.Fence. Values must increase, but signaling a value that Fail
+// has already set is accepted.
 func (f *fence) Signal(value uint32) error {
 	if f.m.closed.Load() {
 		return closedError("raise", device.Host, f.String())
@@ -197,7 +200,7 @@ func (f *fence) Signal(value uint32) error {
 	return f.raise(value, nil)
 }
 
-// fail is Fail for every caller.
+// fail implements Fail for callers inside the package, without its checks.
 func (f *fence) fail(value uint32, cause error) error {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -209,7 +212,7 @@ func (f *fence) fail(value uint32, cause error) error {
 	return nil
 }
 
-// Fail implements device.Fence. A counter that is at value or further stays.
+// Fail implements device.Fence. A counter at value or beyond is unchanged.
 func (f *fence) Fail(value uint32, cause error) error {
 	if f.m.closed.Load() {
 		return closedError("fail", device.Host, f.String())
@@ -220,7 +223,7 @@ func (f *fence) Fail(value uint32, cause error) error {
 	return f.fail(value, cause)
 }
 
-// orphan fails what a lost device was to raise.
+// orphan fails the values that the lost device g had yet to signal.
 func (f *fence) orphan(g *gpu, cause error) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -230,8 +233,8 @@ func (f *fence) orphan(g *gpu, cause error) {
 	}
 }
 
-// enqueued notes what a stream is about to do with the fence, and refuses a closed
-// one.
+// enqueued notes that a stream is about to signal or wait for value, and refuses if the
+// fence is closed.
 func (f *fence) enqueued(op string, space device.Space, value uint32) error {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -298,7 +301,8 @@ func (f *fence) Close() error {
 		busy = busy || f.raises[i].behind(now)
 	}
 	if !busy {
-		// Else a stream may still write the word: it goes with its page.
+		// A busy word may still be written by a stream; it is freed with its page.
+		// ---
 		f.m.words.release(f.word)
 	}
 	return nil

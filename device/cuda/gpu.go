@@ -20,7 +20,7 @@ import (
 	"github.com/moeserve/moeserve/device"
 )
 
-// gpu is one device with its primary context, which libraries of CUDA share.
+// gpu is one device with its primary context, which it shares with CUDA libraries.
 type gpu struct {
 	m     *Machine
 	index int
@@ -28,12 +28,12 @@ type gpu struct {
 	dev   cu.Device
 	ctx   cu.CUContext
 	facts facts
-	// granularity is what the driver rounds device memory to, in bytes.
+	// granularity is the driver's allocation granularity of device memory, in bytes.
 	granularity int64
-	// access lists the devices that memory here is mapped for.
+	// access lists the devices that this device's memory is mapped for.
 	access []C.int
-	// idle never has work: it is asked whether the context is still alive, and
-	// marks the time.
+	// idle is a stream without work: queries of it show whether the context is alive, and
+	// the clock's anchor is recorded on it.
 	idle  cu.Stream
 	clock clock
 	lost  atomic.Pointer[device.Error]
@@ -41,7 +41,7 @@ type gpu struct {
 	account account
 }
 
-// account sums what Memory objects of one space hold, in bytes.
+// account sums the sizes of the live allocations of one space, in bytes.
 type account struct{ allocated, peak int64 }
 
 func (a *account) add(n int64) {
@@ -62,7 +62,7 @@ func eventHandle(e *cu.Event) C.CUevent { return *(*C.CUevent)(unsafe.Pointer(e)
 
 func streamHandle(s cu.Stream) C.CUstream { return C.CUstream(unsafe.Pointer(s.C())) }
 
-// open retains the primary context and makes what every device needs.
+// open retains the primary context, reads the granularity and creates the idle stream.
 func (g *gpu) open() error {
 	var err error
 	if g.ctx, err = g.dev.RetainPrimaryCtx(); err != nil {
@@ -85,10 +85,10 @@ func (g *gpu) open() error {
 	return nil
 }
 
-// allow maps memory of this device from now on for another too.
+// allow maps future allocations of this device for another device too.
 func (g *gpu) allow(to *gpu) { g.access = append(g.access, C.int(to.dev)) }
 
-// close releases the context. What a lost device refuses is of no interest.
+// close releases the context. Errors of a lost device are ignored.
 func (g *gpu) close() error {
 	if g.ctx == (cu.CUContext{}) {
 		return nil
@@ -107,8 +107,8 @@ func (g *gpu) close() error {
 	return failure("close", g.space, code(err), "primary context")
 }
 
-// enter makes the context current on this thread, which the goroutine keeps until
-// leave: calls through package cu stand between the two.
+// enter locks the goroutine to its thread until leave and makes the context current
+// there: calls through package cu must be between the two.
 func (g *gpu) enter() error {
 	runtime.LockOSThread()
 	return cu.SetCurrentContext(g.ctx)
@@ -116,8 +116,8 @@ func (g *gpu) enter() error {
 
 func (g *gpu) leave() { runtime.UnlockOSThread() }
 
-// fail makes the typed error of a driver call, and loses the device if the error
-// says that its context is gone.
+// fail returns the typed error of a driver call, and marks the device as lost if c is a
+// result that ends the context.
 func (g *gpu) fail(op string, c int, detail string) *device.Error {
 	if e := g.lostError(op, detail); e != nil {
 		return e
@@ -129,8 +129,8 @@ func (g *gpu) fail(op string, c int, detail string) *device.Error {
 	return e
 }
 
-// lose marks the device as gone and lets go of everybody who waits for a fence
-// that it was to raise.
+// lose marks the device as lost and fails the fence values that it had yet to signal, so
+// that waits for them end.
 func (g *gpu) lose(e *device.Error) {
 	if !g.lost.CompareAndSwap(nil, e) {
 		return
@@ -147,7 +147,7 @@ func (g *gpu) lose(e *device.Error) {
 	}
 }
 
-// lostError repeats, for one more operation, what ended the device; nil while it
+// lostError returns the error that lost the device as an error of op; nil while the device
 // is alive.
 func (g *gpu) lostError(op, detail string) *device.Error {
 	first := g.lost.Load()
@@ -163,7 +163,7 @@ func (g *gpu) lostError(op, detail string) *device.Error {
 	}
 }
 
-// probe asks whether the context is still alive.
+// probe checks whether the context is alive, and marks the device as lost if not.
 func (g *gpu) probe() {
 	if g.lost.Load() != nil {
 		return
@@ -173,9 +173,9 @@ func (g *gpu) probe() {
 	}
 }
 
-// clock turns the times of events into the machine's. CUDA tells the time between
-// two events as a float32 of milliseconds, so the event that is compared with, the
-// anchor, is made anew before the distance grows too large for microseconds.
+// clock converts event times to the machine's clock. CUDA returns the time between two
+// events as a float32 in milliseconds, so the reference event, the anchor, is recorded
+// again before the distance grows too large for microsecond precision.
 type clock struct {
 	mu     sync.Mutex
 	made   bool
@@ -185,7 +185,8 @@ type clock struct {
 
 const maxAnchorDistance = 2 * time.Second
 
-// read returns when e, which has passed, did. The context is current.
+// read returns the time at which e, which must have completed, did so. The context is
+// current.
 func (c *clock) read(g *gpu, e cu.Event) (time.Duration, error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -206,11 +207,12 @@ func (c *clock) read(g *gpu, e cu.Event) (time.Duration, error) {
 	}
 }
 
-// anchorPatience bounds the wait for an anchor: where there are more streams than
-// hardware queues, the idle stream may stand behind one that a fence holds back.
+// anchorPatience bounds the wait for an anchor: with more streams than hardware queues,
+// the idle stream may share a queue with a stream that waits for a fence.
 const anchorPatience = 100 * time.Millisecond
 
-// renew records the anchor on the idle stream and waits for it: some microseconds.
+// renew records the anchor on the idle stream and waits for it, some microseconds.
+// ---
 func (c *clock) renew(g *gpu) error {
 	if !c.made {
 		var err error

@@ -23,8 +23,8 @@ type Graph struct {
 
 var _ device.Capturer = (*Stream)(nil)
 
-// Capture implements device.Capturer: it takes launches, copies but those within host
-// memory, and Do.
+// Capture implements device.Capturer: it captures launches, copies other than those within
+// host memory, and Do.
 func (s *Stream) Capture(f func() error) (device.Graph, error) {
 	if err := s.usable("capture"); err != nil {
 		return nil, err
@@ -35,7 +35,7 @@ func (s *Stream) Capture(f func() error) (device.Graph, error) {
 	if s.epoch.failed.Load() {
 		return nil, badArgument("capture", s.g.space, "%s is in error: Recover it first", s)
 	}
-	// A capture belongs to its thread.
+	// A capture is local to its thread.
 	if err := s.g.enter(); err != nil {
 		s.g.leave()
 		return nil, s.g.fail("capture", code(err), s.String())
@@ -44,8 +44,9 @@ func (s *Stream) Capture(f func() error) (device.Graph, error) {
 	if c := C.ms_capture_begin(s.g.context(), streamHandle(s.s)); c != success {
 		return nil, s.g.fail("capture", int(c), s.String())
 	}
-	// What the driver refuses meanwhile is an error of the capture, not of the stream:
-	// nothing ran.
+	// A call that the driver refuses during the capture fails the capture, not the
+	// stream, since nothing ran.
+	// ---
 	outside := s.epoch
 	s.epoch, s.capturing, s.overlapping = &epoch{}, true, 0
 	err := f()

@@ -12,9 +12,9 @@ import (
 	"strings"
 )
 
-// hostMemory reads, in bytes, how much memory this process may have in all and how
-// much of it could still be had: what the system says, or the control groups that
-// the process is in where these allow less. root is the root of the file system.
+// hostMemory returns, in bytes, the total memory that this process may use and the part of
+// it that is available: the system's values, or those of the process's control groups
+// where these are lower. root is the root of the file system.
 func hostMemory(root fs.FS) (total, available int64) {
 	info := fields(root, "proc/meminfo")
 	total, available = info["MemTotal:"]<<10, info["MemAvailable:"]<<10
@@ -38,7 +38,8 @@ func hostMemory(root fs.FS) (total, available int64) {
 	return total, available
 }
 
-// controlGroups lists the folders that may limit this process, innermost last.
+// controlGroups lists the control group folders that may limit this process, innermost
+// last.
 func controlGroups(root fs.FS) []string {
 	text, err := fs.ReadFile(root, "proc/self/cgroup")
 	if err != nil {
@@ -59,7 +60,7 @@ func controlGroups(root fs.FS) []string {
 		default:
 			continue
 		}
-		// In a container the path may be the host's, of which only the root shows.
+		// In a container the path may be that of the host, of which only the root is visible.
 		dirs = append(dirs, base)
 		for part := range strings.SplitSeq(strings.Trim(path.Clean(parts[2]), "/"), "/") {
 			if part != "" && part != ".." {
@@ -71,7 +72,8 @@ func controlGroups(root fs.FS) []string {
 	return dirs
 }
 
-// number reads a file that holds one number; "max" is the largest.
+// number reads a file that holds one number; "max" is the maximum int64.
+// ---
 func number(root fs.FS, name string) (int64, bool) {
 	text, err := fs.ReadFile(root, name)
 	if err != nil {

@@ -13,27 +13,28 @@ import (
 	"github.com/moeserve/moeserve/device"
 )
 
-// hostStream runs Go work, and what other streams do too, on one goroutine with a
-// thread of its own. It is in error from the first operation on that failed.
+// hostStream runs Go work, copies, and event and fence operations on one goroutine that is
+// locked to its own thread. The stream is in error from its first failed operation on.
 type hostStream struct {
 	m    *Machine
 	name string
 
 	mu   sync.Mutex
 	wake sync.Cond
-	// queue holds operations from first on.
+	// queue holds the pending operations, starting at index first.
 	queue []hostOp
 	first int
 	busy  bool
-	// closed refuses operations, ending ends the goroutine once the queue is empty.
+	// closed refuses new operations; ending makes the goroutine exit once the queue is
+	// empty.
 	closed, ending bool
 	exited         chan struct{}
-	// watches are what it watches for, changed is when there was last one more or less.
+	// watches are the pending watches; changed is when one was last added or removed.
 	watches []watch
 	changed time.Time
 
-	// sides are streams of GPUs for copies that need one, probed is when the devices
-	// were last asked whether they live; only the goroutine uses them.
+	// sides are GPU streams for copies from or to device memory; probed is when the
+	// devices were last checked for being alive. Only the goroutine uses them.
 	sides  map[*gpu]*Stream
 	probed time.Time
 }
@@ -47,11 +48,11 @@ const (
 	hostWait
 	hostRaise
 	hostAwait
-	// hostMark tells whoever synchronizes that the stream came this far.
+	// hostMark notifies a waiting Synchronize that the stream has reached this point.
 	hostMark
 	// hostRecover does the same and clears the stream's error.
 	hostRecover
-	// hostFailed tells work that what it was watched for has failed.
+	// hostFailed calls work.Failed: the fence or event that the work was waiting for failed.
 	hostFailed
 )
 
@@ -66,7 +67,7 @@ type hostOp struct {
 	fence    *fence
 	value    uint32
 	failure  error
-	// reached takes the stream's error, unless abandoned is closed before.
+	// reached receives the stream's error, unless abandoned is closed first.
 	reached   chan error
 	abandoned chan struct{}
 }
@@ -126,7 +127,7 @@ func (s *hostStream) Copy(dst, src device.Range) error {
 
 // Execute implements device.Executor.
 func (s *hostStream) Execute(w device.Work) error {
-	// The caller may use these slices again.
+	// The caller may reuse these slices.
 	w.Reads, w.Writes = nil, nil
 	return s.enqueue("launch", hostOp{kind: hostWork, work: w})
 }
@@ -207,8 +208,8 @@ func (s *hostStream) Synchronize(ctx context.Context) error {
 // Recover implements device.Stream.
 func (s *hostStream) Recover(ctx context.Context) error { return s.reach(ctx, hostRecover, "recover") }
 
-// reach waits until the stream has come to here, and returns its error then. A
-// recovery that nobody waits for any more clears nothing.
+// reach waits until the stream has completed everything enqueued so far, and returns its
+// error at that point. If ctx ends first, a recovery does not clear the error.
 func (s *hostStream) reach(ctx context.Context, kind hostOpKind, what string) error {
 	o := hostOp{kind: kind, reached: make(chan error), abandoned: make(chan struct{})}
 	if err := s.enqueue(what, o); err != nil {
@@ -238,7 +239,7 @@ func (s *hostStream) Close() error {
 	return nil
 }
 
-// end lets the goroutine finish what it was given, and waits for it.
+// end waits until the goroutine has finished the queue and exited.
 func (s *hostStream) end() {
 	s.mu.Lock()
 	s.closed, s.ending = true, true
@@ -247,7 +248,7 @@ func (s *hostStream) end() {
 	<-s.exited
 }
 
-// idle says whether the stream has nothing to do.
+// idle reports whether the stream has no work.
 func (s *hostStream) idle() bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -292,8 +293,8 @@ func (s *hostStream) loop() {
 	}
 }
 
-// run does one operation of a stream that is in error err, and returns the error it
-// is in then.
+// run executes one operation while the stream's error is err, and returns the stream's
+// error afterwards.
 func (s *hostStream) run(o *hostOp, err error) error {
 	switch o.kind {
 	case hostRecord:
@@ -301,7 +302,7 @@ func (s *hostStream) run(o *hostOp, err error) error {
 		return err
 	case hostRaise:
 		if err != nil {
-			// A closed fence has nobody who waits.
+			// The error is ignored: no one waits for a closed fence.
 			_ = o.fence.fail(o.value, err)
 			return err
 		}
@@ -346,7 +347,7 @@ func (s *hostStream) run(o *hostOp, err error) error {
 	return nil
 }
 
-// direct declares nothing: CUDA checks no accesses.
+// direct ignores declared accesses: this backend does not check them.
 type direct struct{}
 
 func (direct) Read(device.Range)  {}
@@ -368,7 +369,8 @@ func (s *hostStream) copy(o *hostOp) error {
 		copy(o.to.data[o.dst.Addr-o.to.base:][:o.dst.Bytes], o.from.data[o.src.Addr-o.from.base:][:o.src.Bytes])
 		return nil
 	}
-	// A peer's memory is read faster from its own side.
+	// Between peers, a copy is faster when the source GPU pushes it.
+	// ---
 	g := o.from.g
 	if g == nil {
 		g = o.to.g

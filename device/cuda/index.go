@@ -10,8 +10,8 @@ import (
 	"github.com/moeserve/moeserve/device"
 )
 
-// index finds allocations by address. Readers take no lock: they are on the path of
-// every copy. Writers hold Machine.mu.
+// index finds allocations by address. Readers, on the path of every copy, need no lock.
+// Writers hold Machine.mu.
 type index struct{ sorted atomic.Pointer[[]*memory] }
 
 func (x *index) all() []*memory {
@@ -21,7 +21,7 @@ func (x *index) all() []*memory {
 	return nil
 }
 
-// find returns the allocation in which r lies wholly, or nil.
+// find returns the allocation that contains all of r, or nil.
 func (x *index) find(r device.Range) *memory {
 	live := x.all()
 	i := after(live, r.Addr)
@@ -34,7 +34,8 @@ func (x *index) find(r device.Range) *memory {
 	return nil
 }
 
-// after is the position of the first allocation that ends behind a.
+// after returns the position of the first allocation that ends after address a.
+// ---
 func after(live []*memory, a device.Addr) int {
 	return sort.Search(len(live), func(i int) bool { return live[i].base+device.Addr(live[i].bytes) > a })
 }

@@ -31,8 +31,8 @@ type Module struct {
 	mod  cu.Module
 }
 
-// LoadModule loads a cubin (as package nvrtc compiles it) on a GPU. name stands in
-// errors. Loading may wait for the device: it belongs to the start.
+// LoadModule loads a cubin (as compiled by package nvrtc) on a GPU. name appears in
+// errors. Loading may synchronize with the device, so it should be done at startup.
 func (m *Machine) LoadModule(space device.Space, name string, cubin []byte) (*Module, error) {
 	if err := m.usable("load", space); err != nil {
 		return nil, err
@@ -53,7 +53,7 @@ func (m *Machine) LoadModule(space device.Space, name string, cubin []byte) (*Mo
 	return mod, nil
 }
 
-// Unload frees the module; no kernel of it may be enqueued any more.
+// Unload frees the module; its kernels must not be enqueued afterwards.
 func (mod *Module) Unload() error {
 	err := mod.g.enter()
 	if err == nil {
@@ -66,7 +66,7 @@ func (mod *Module) Unload() error {
 	return nil
 }
 
-// Global returns where a variable of the module lies.
+// Global returns the address range of a global variable of the module.
 func (mod *Module) Global(name string) (device.Range, error) {
 	var at cu.DevicePtr
 	var n int64
@@ -86,24 +86,23 @@ type Function struct {
 	g      *gpu
 	name   string
 	handle C.CUfunction
-	// limits are what a launch is checked against.
+	// limits are checked at every launch.
 	limits Limits
 }
 
-// Limits are what a kernel was compiled to, on one device.
+// Limits are the resources of a compiled kernel on one device.
 type Limits struct {
-	// Threads is the most a block may have.
+	// Threads is the maximum number of threads of a block.
 	Threads int
-	// Registers each thread takes.
+	// Registers is the number of registers per thread.
 	Registers int
-	// SharedBytes and LocalBytes are what a block's shared and a thread's local
-	// memory take, fixed by the code. DynamicBytes is how much shared memory a launch
-	// may ask for besides.
+	// SharedBytes is the static shared memory per block, LocalBytes the local memory per
+	// thread. DynamicBytes is the maximum dynamic shared memory of a launch.
 	SharedBytes, LocalBytes, DynamicBytes int
 }
 
-// Function returns a kernel, by the name that the compiler gave it (extern "C"
-// keeps the source's).
+// Function returns a kernel by its compiled name (extern "C" keeps the name of the
+// source).
 func (mod *Module) Function(name string) (*Function, error) {
 	var fn cu.Function
 	err := mod.g.enter()
@@ -134,14 +133,14 @@ func (mod *Module) Function(name string) (*Function, error) {
 	return f, nil
 }
 
-// Name is the kernel's.
+// Name returns the kernel's name.
 func (f *Function) Name() string { return f.name }
 
-// Limits returns what a launch has to keep to.
+// Limits returns the limits of a launch.
 func (f *Function) Limits() Limits { return f.limits }
 
-// AllowDynamicShared lets launches ask for up to n bytes of dynamic shared memory;
-// without it 48 KiB, less what the code takes, is the limit.
+// AllowDynamicShared allows launches up to n bytes of dynamic shared memory; the default
+// limit is 48 KiB less the static shared memory.
 func (f *Function) AllowDynamicShared(n int) error {
 	if n <= f.limits.DynamicBytes {
 		return nil
@@ -156,9 +155,9 @@ func (f *Function) AllowDynamicShared(n int) error {
 	return nil
 }
 
-// PreferShared has multiprocessors give shared memory all they can while the kernel
-// runs, however little of it the kernel takes: one that is set to less takes no block of
-// a kernel that needs more until it is idle, so kernels that are to overlap should agree.
+// PreferShared sets the kernel's preferred shared memory carveout to the maximum, even if
+// the kernel needs little. A multiprocessor with a smaller carveout runs no block of a
+// kernel that needs more until it is idle, so overlapping kernels should use the same one.
 func (f *Function) PreferShared() error {
 	if c := C.ms_set_function_attribute(f.g.context(), f.handle, C.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, C.CU_SHAREDMEM_CARVEOUT_MAX_SHARED); c != success {
 		return f.g.fail("load", int(c), fmt.Sprintf("kernel %q: all memory as shared memory", f.name))
@@ -172,21 +171,23 @@ type Grid struct {
 	Blocks, Threads [3]int
 	// SharedBytes is the dynamic shared memory of a block.
 	SharedBytes int
-	// Overlap says that the kernel waits by griddepcontrol.wait before it touches what
-	// kernels in front of it may. Where that is the launch of another such kernel, with
-	// nothing in between, its blocks may then start as soon as all of that one's have
-	// said griddepcontrol.launch_dependents or ended. Without effect before compute
+	// Overlap (programmatic dependent launch) states that the kernel executes
+	// griddepcontrol.wait before it accesses memory that preceding kernels may access. If
+	// the stream's previous operation is also a launch with Overlap, the kernel's blocks
+	// may start once all blocks of the previous kernel have executed
+	// griddepcontrol.launch_dependents or exited. Overlap has no effect below compute
 	// capability 9.0.
 	Overlap bool
 }
 
-// Args are the arguments of a stream's next launch, in the order of the kernel's
-// parameters and of their types. They lie in memory of the stream's own: putting them there
-// and launching allocates nothing. More than MaxArgs, or what does not fit into MaxArgBytes,
-// panics.
+// Args are the arguments of a stream's next launch, in the order and of the types of the
+// kernel's parameters. They are stored in memory that the stream owns, so adding arguments
+// and launching allocate nothing. Adding more than MaxArgs arguments, or more than
+// MaxArgBytes bytes, panics.
 type Args struct{ block *C.ms_arguments }
 
-// MaxArgBytes is the room for the arguments of one launch, MaxArgs how many there may be.
+// MaxArgBytes is the maximum size of the arguments of one launch, MaxArgs their maximum
+// number.
 const (
 	MaxArgBytes = C.MS_ARGUMENT_BYTES
 	MaxArgs     = C.MS_ARGUMENTS
@@ -269,19 +270,19 @@ func (s *Stream) Launch(f *Function, d Grid) error {
 	return nil
 }
 
-// overlaps says whether operation op, a launch that may start early, comes right
-// behind another one. Everything in front of the first of such a row has ended when
-// any of them starts.
+// overlaps reports whether operation op, a launch with Overlap, immediately follows another
+// one. In such a sequence, everything before the first launch has completed when any of
+// them starts.
 func (s *Stream) overlaps(op uint64) bool {
 	return s.g.facts.capability >= overlapCapability && s.overlapping != 0 && s.overlapping == op-1
 }
 
-// overlapCapability is the compute capability from which on kernels can overlap.
+// overlapCapability is the minimum compute capability for Overlap.
 const overlapCapability = 90
 
-// Do runs f with the stream's context current on a thread that f has to itself, for
-// libraries that enqueue on Stream.Handle. On a stream in error it runs nothing. An
-// error of f puts the stream into error and comes back as a *device.Error.
+// Do runs f, locked to its thread, with the stream's context current, for libraries that
+// enqueue on Stream.Handle. If the stream is in error, Do does not run f. An error of f
+// puts the stream into error, and Do returns it as a *device.Error.
 func (s *Stream) Do(name string, f func() error) error {
 	if err := s.usable("launch"); err != nil {
 		return err
@@ -297,7 +298,7 @@ func (s *Stream) Do(name string, f func() error) error {
 	err := f()
 	s.g.leave()
 	if err != nil {
-		// It may be the first sign of a context that has gone.
+		// The error may be the first sign that the context is lost.
 		s.g.probe()
 		e := &device.Error{Op: "launch", Space: s.g.space, Detail: fmt.Sprintf("%s: %q", s, name), Err: err}
 		if lost := s.g.lostError("launch", e.Detail); lost != nil {
@@ -309,8 +310,9 @@ func (s *Stream) Do(name string, f func() error) error {
 	return nil
 }
 
-// Handle is the driver's CUstream, for libraries.
+// Handle returns the driver's CUstream, for libraries.
 func (s *Stream) Handle() uintptr { return uintptr(unsafe.Pointer(streamHandle(s.s))) }
 
-// Machine is the stream's.
+// Machine returns the stream's machine.
+// ---
 func (s *Stream) Machine() *Machine { return s.m }

@@ -21,16 +21,16 @@ import (
 )
 
 const (
-	// minDriver is the CUDA version, as the driver numbers it, that it must offer.
+	// minDriver is the minimum CUDA version of the driver, in the driver's numbering.
 	minDriver = 12000
-	// minComputeCapability is the compute capability, major*10+minor, that the kernels need.
+	// minComputeCapability is the minimum compute capability, major*10+minor, of the kernels.
 	minComputeCapability = 80
-	// maxGPUs is how many devices memory can be mapped for.
+	// maxGPUs is the maximum number of devices that memory can be mapped for.
 	maxGPUs = 64
 )
 
-// Machine is a host with NVIDIA GPUs. It holds streams, events, fences and memory
-// until they are closed, and Close closes what is left.
+// Machine is a host with NVIDIA GPUs. It tracks streams, events, fences and memory until
+// they are closed, and its Close closes the remaining ones.
 type Machine struct {
 	o Options
 	device.WallClock
@@ -38,20 +38,20 @@ type Machine struct {
 	topo   *device.Topology
 	words  words
 	memory index
-	// registers says that memory which the host mapped can be pinned where it lies,
-	// under its own address.
+	// registers means that memory mapped by the host can be pinned in place and has the
+	// same address on all devices.
 	registers bool
 	version   int
 
-	// closed refuses everything new, aborting (and aborted) ends every wait.
+	// closed refuses all new operations; aborting and aborted end every host wait.
 	closed, aborting atomic.Bool
 	aborted          chan struct{}
-	// waits is held for reading by whoever waits on the host, so that Close releases
-	// nothing under their hands.
+	// waits is read-locked during host waits, so that Close releases nothing that a
+	// waiting goroutine uses.
 	waits sync.RWMutex
 
-	// mu guards what follows, the writing of memory, and the accounts. Whoever holds
-	// a fence or an event may take it, never the other way round.
+	// mu guards the fields below, changes of memory, and the accounts. Lock order: a
+	// fence's or event's lock before mu, never after it.
 	mu      sync.Mutex
 	host    account
 	streams map[*Stream]struct{}
@@ -62,8 +62,8 @@ type Machine struct {
 
 var _ device.Machine = (*Machine)(nil)
 
-// Open opens GPUs of this machine; what it returns is a *Machine. An error that
-// wraps ErrUnavailable says that there is no CUDA here to use.
+// Open opens GPUs of this machine and returns a *Machine. The error wraps ErrUnavailable
+// if CUDA cannot be used on this machine.
 func Open(o Options) (device.Machine, error) {
 	m, err := New(o)
 	if err != nil {
@@ -72,7 +72,7 @@ func Open(o Options) (device.Machine, error) {
 	return m, nil
 }
 
-// New is Open for callers that need what this package adds to the contract.
+// New is Open for callers that need the methods this package adds to device.Machine.
 func New(o Options) (*Machine, error) {
 	o = o.EnsureDefaults()
 	version, err := start(o.Driver)
@@ -123,10 +123,9 @@ func New(o Options) (*Machine, error) {
 	return m, nil
 }
 
-// start loads the driver and runs its own initialization. It returns the CUDA
-// version that the driver offers.
+// start loads the driver, runs its cuInit, and returns the CUDA version of the driver.
 func start(library string) (int, error) {
-	// Read by the driver when it starts; see Environment in the package's comment.
+	// The driver reads these in cuInit; see Environment in the package comment.
 	for name, value := range map[string]string{
 		"CUDA_DEVICE_MAX_CONNECTIONS": "32", "CUDA_DEVICE_MAX_COPY_CONNECTIONS": "32", "CUDA_MODULE_LOADING": "EAGER",
 	} {
@@ -149,7 +148,8 @@ func start(library string) (int, error) {
 	return version, nil
 }
 
-// connect lets each GPU reach the memory of each other that it can.
+// connect enables peer access between all pairs of GPUs that support it. In its result,
+// [i][j] reports whether GPU i can access the memory of GPU j.
 func (m *Machine) connect() ([][]bool, error) {
 	reach := make([][]bool, len(m.gpus))
 	for i, a := range m.gpus {
@@ -199,10 +199,10 @@ func (m *Machine) Capabilities() device.Capabilities {
 	return device.Capabilities{KeepsData: true, Timed: true}
 }
 
-// DriverVersion is the CUDA version that the driver offers: 12080 is 12.8.
+// DriverVersion returns the CUDA version of the driver: 12080 is 12.8.
 func (m *Machine) DriverVersion() int { return m.version }
 
-// usable says why the machine cannot do op on a space.
+// usable returns an error if the machine cannot do op on a space.
 func (m *Machine) usable(op string, space device.Space) error {
 	if m.closed.Load() {
 		return closedError(op, space, "the machine")
@@ -218,7 +218,7 @@ func (m *Machine) usable(op string, space device.Space) error {
 	return nil
 }
 
-// anyGPU is a device through which host memory is pinned: one that is alive, where
+// anyGPU returns a device through which host memory is pinned: one that is not lost, if
 // there is one.
 func (m *Machine) anyGPU() *gpu {
 	for _, g := range m.gpus {
@@ -230,14 +230,14 @@ func (m *Machine) anyGPU() *gpu {
 }
 
 const (
-	// closePatience is how long Close waits for work that nothing holds back,
-	// heldPatience for streams that may stand before a fence for good.
+	// closePatience is how long Close waits for running work; heldPatience is how long it
+	// waits while a stream waits for a fence that may never be signaled.
 	closePatience = 30 * time.Second
 	heldPatience  = 300 * time.Millisecond
 )
 
-// Close implements device.Machine. It lets run what still can; streams that stand
-// before a fence which nobody raises are let go and named in the error.
+// Close implements device.Machine. It waits for work that can still complete. It fails
+// fences that are not signaled, and names the streams that still had work in the error.
 func (m *Machine) Close() error {
 	m.mu.Lock()
 	if m.closed.Load() {
@@ -292,7 +292,7 @@ func (m *Machine) Close() error {
 	return nil
 }
 
-// release gives back what is left when nothing runs any more.
+// release frees the counters and closes the GPUs, once nothing runs any more.
 func (m *Machine) release() error {
 	err := m.words.close(m.anyGPU())
 	for _, g := range m.gpus {
@@ -301,8 +301,8 @@ func (m *Machine) release() error {
 	return err
 }
 
-// idle waits until no stream has work; false if patience ends first, or sooner
-// where a fence holds a stream back and nothing changes.
+// idle waits until no stream has work. It returns false after patience, or after
+// heldPatience during which some stream always waited for a fence.
 func (m *Machine) idle(patience time.Duration) bool {
 	begin, held := time.Now(), time.Time{}
 	for {
@@ -324,8 +324,8 @@ func (m *Machine) idle(patience time.Duration) bool {
 	}
 }
 
-// snapshot copies one of the machine's sets, so that no lock is held while its
-// members are used.
+// snapshot returns a copy of one of the machine's sets, so that its members are used
+// without holding the lock.
 func snapshot[T comparable](m *Machine, set map[T]struct{}) []T {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -348,7 +348,7 @@ func (m *Machine) busy() []device.Stream {
 	return busy
 }
 
-// fenced says whether a stream awaits a fence that is not raised.
+// fenced reports whether a stream waits for a fence value that is not signaled.
 func (m *Machine) fenced() bool {
 	return slices.ContainsFunc(snapshot(m, m.fences), func(f *fence) bool {
 		f.mu.Lock()
@@ -357,7 +357,9 @@ func (m *Machine) fenced() bool {
 	})
 }
 
-// raiseAll raises every fence that a stream awaits, and says which streams had work.
+// raiseAll fails every fence value that a stream waits for, which ends the waits. It
+// returns a description of those fences and of the streams that had work.
+// ---
 func (m *Machine) raiseAll() []string {
 	var problems []string
 	for _, s := range m.busy() {

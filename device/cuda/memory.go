@@ -24,12 +24,12 @@ import (
 
 const (
 	hugePage = 2 << 20
-	// smallBytes is the size below which host memory comes from cuMemHostAlloc:
-	// pinning what we mapped pays off only where there are pages to touch.
+	// smallBytes is the size below which host memory is allocated by cuMemHostAlloc:
+	// mapping and pinning it ourselves pays off only with many pages to touch.
 	smallBytes = 4 << 20
 )
 
-// memory is one allocation. Its fields do not change while it is alive.
+// memory is one allocation. Its fields do not change until it is freed.
 type memory struct {
 	m       *Machine
 	space   device.Space
@@ -37,9 +37,10 @@ type memory struct {
 	base    device.Addr
 	bytes   int64
 	rounded int64
-	// g holds the memory, nil for the host's.
+	// g is the GPU that holds the memory, nil for host memory.
 	g *gpu
-	// data is the host's view of host memory, mapping what we mapped ourselves.
+	// data is the host's view of host memory; mapping is the mmap behind it, nil if the
+	// driver allocated the memory.
 	data, mapping []byte
 	freed         atomic.Bool
 }
@@ -88,7 +89,7 @@ func (m *Machine) SpaceOf(a device.Addr) (device.Space, bool) {
 	return mem.space, true
 }
 
-// account is the sum that mem counts in; Machine.mu guards it.
+// account returns the account that mem counts toward; Machine.mu guards it.
 func (mem *memory) account() *account {
 	if mem.g != nil {
 		return &mem.g.account
@@ -96,8 +97,8 @@ func (mem *memory) account() *account {
 	return &mem.m.host
 }
 
-// allocError is the error of an allocation for which there is no room: the driver said c,
-// or there is another reason.
+// allocError returns the error of an allocation that does not fit: the driver returned c,
+// or why is the cause.
 func (mem *memory) allocError(c int, why error) error {
 	detail := fmt.Sprintf("%q, %d bytes requested", mem.label, mem.bytes)
 	if u, err := mem.m.Usage(mem.space); err == nil {
@@ -136,7 +137,8 @@ func (mem *memory) allocDevice() error {
 
 func (mem *memory) allocHost() error {
 	if u, err := mem.m.Usage(device.Host); err != nil || mem.bytes > u.Free() {
-		// The kernel would not refuse: it would kill, when the pages are touched.
+		// The operating system would not refuse the mapping; it would kill the process when
+		// the pages are touched.
 		return mem.allocError(success, err)
 	}
 	g := mem.m.anyGPU()
@@ -166,22 +168,22 @@ func (mem *memory) allocHost() error {
 }
 
 const (
-	// touchBytes is brought in at a time, after a look at what is available.
+	// touchBytes are paged in at a time, after a check of the available memory.
 	touchBytes = 1 << 30
-	// spareBytes are left to others.
+	// spareBytes are left to other processes.
 	spareBytes = 256 << 20
-	// growPatience is how long a machine may take to be given more memory.
+	// growPatience is the maximum wait for a virtual machine to receive more memory.
 	growPatience = 5 * time.Second
 )
 
-// mapHost maps bytes of memory in large pages and lets threads bring the pages in
-// side by side, each a stretch of its own. room says whether so many bytes can be had.
+// mapHost maps bytes of memory in huge pages and pages them in with parallel threads, each
+// on its own range. room reports whether a number of bytes is available.
 func mapHost(bytes int64, threads int, room func(int64) bool) ([]byte, error) {
 	b, err := unix.Mmap(-1, 0, int(bytes), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANONYMOUS|unix.MAP_NORESERVE)
 	if err != nil {
 		return nil, fmt.Errorf("map %d bytes: %w", bytes, err)
 	}
-	// Only faster: a kernel without large pages refuses, and nothing is lost.
+	// Huge pages are only an optimization; a kernel without them refuses harmlessly.
 	_ = unix.Madvise(b, unix.MADV_HUGEPAGE)
 	for rest := b; len(rest) > 0; {
 		part := rest[:min(touchBytes, len(rest))]
@@ -194,7 +196,8 @@ func mapHost(bytes int64, threads int, room func(int64) bool) ([]byte, error) {
 	return b, nil
 }
 
-// room waits until so many bytes are available, as long as that may still come.
+// room waits up to growPatience until bytes plus spareBytes are available, and reports
+// whether they are.
 func room(bytes int64) bool {
 	root := os.DirFS("/")
 	for begin := time.Now(); ; time.Sleep(10 * time.Millisecond) {
@@ -236,7 +239,7 @@ func (mem *memory) unmap() error {
 func (mem *memory) release() error {
 	if mem.g != nil {
 		c := C.ms_device_free(mem.g.context(), C.CUdeviceptr(mem.base), C.size_t(mem.rounded))
-		// A lost device has nothing left to give back.
+		// A lost device has no memory left to release.
 		if c == success || mem.g.lost.Load() != nil {
 			return nil
 		}
@@ -251,7 +254,8 @@ func (mem *memory) release() error {
 		c = C.ms_host_free(g.context(), p)
 	}
 	if c != success && g.lost.Load() == nil {
-		// Still pinned: unmapping it would let devices write into somebody else's pages.
+		// The memory is still pinned: if it were unmapped, devices could write to pages
+		// that have a new owner.
 		return g.fail("free", int(c), fmt.Sprintf("%q", mem.label))
 	}
 	return mem.unmap()
@@ -313,7 +317,8 @@ func (m *Machine) Usage(space device.Space) (device.Usage, error) {
 		return device.Usage{}, err
 	}
 	if space == device.Host {
-		// Others hold what is neither available nor ours of what the system has now.
+		// Other processes hold the part of total that is neither available nor allocated here.
+		// ---
 		total, available := hostMemory(os.DirFS("/"))
 		m.mu.Lock()
 		defer m.mu.Unlock()

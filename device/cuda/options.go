@@ -7,26 +7,25 @@ import (
 	"runtime"
 )
 
-// Options say what Open opens.
+// Options configure Open.
 type Options struct {
-	// GPUs are the driver's numbers of the devices, as CUDA_VISIBLE_DEVICES leaves
-	// them; the machine numbers them by their place in this list. Default: the first
-	// alone.
+	// GPUs are the driver's device ordinals, after CUDA_VISIBLE_DEVICES; the machine
+	// numbers the devices by their position in this list. Default: ordinal 0 only.
 	GPUs []int
-	// Driver is the path of the driver's library. Default: where drivers lie.
+	// Driver is the path of the driver library. Default: the known locations.
 	Driver string
-	// HostBytes is how much memory the host has in all. Default: what the system says
-	// it has now; to be set where a virtual machine is given memory only as it uses it.
+	// HostBytes is the host's total memory. Default: the total that the system reports
+	// at Open; set it on virtual machines that receive memory only as they use it.
 	HostBytes int64
-	// TouchThreads bring in the pages of new host memory. Default: the number of
-	// processors, at most 16.
+	// TouchThreads is the number of threads that page in new host memory. Default: the
+	// number of processors, at most 16.
 	TouchThreads int
-	// Log is told what a user may want to know and nobody needs to act on.
-	// Default: nobody.
+	// Log receives informational messages that require no action. Default: discarded.
 	Log *slog.Logger
 }
 
-// EnsureDefaults fills in what is not given.
+// EnsureDefaults returns o with unset fields set to their defaults.
+// ---
 func (o Options) EnsureDefaults() Options {
 	if len(o.GPUs) == 0 {
 		o.GPUs = []int{0}

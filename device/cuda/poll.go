@@ -13,10 +13,10 @@ import (
 	"github.com/moeserve/moeserve/device"
 )
 
-// How the host waits: it asks without a pause for spinFor, then with short sleeps
-// of the thread (Go's own timers may be late by a millisecond while a program is
-// idle), then with timers. A sleep is a small part of the wait so far, so that nobody is
-// late by much more than that. Every probeEvery it asks whether the devices live.
+// The host polls without a pause for spinFor, then with short sleeps of the thread (Go's
+// own timers may be late by a millisecond while a program is idle) until napFor, then with
+// timers. Each sleep is 1/napShare of the wait so far, between shortNap and longNap, which
+// bounds the delay. Every probeEvery it checks whether the devices are alive.
 const (
 	spinFor    = 50 * time.Microsecond
 	napFor     = 2 * time.Second
@@ -27,7 +27,7 @@ const (
 	probeEvery = 10 * time.Millisecond
 )
 
-// waiting runs a wait of the host, unless the machine is past waiting.
+// waiting runs a host wait, unless Close has begun to abort waits.
 func (m *Machine) waiting(what string, wait func() error) error {
 	m.waits.RLock()
 	defer m.waits.RUnlock()
@@ -37,8 +37,8 @@ func (m *Machine) waiting(what string, wait func() error) error {
 	return wait()
 }
 
-// poll asks done until it is true or fails, ctx is done, or the machine is closed; what is
-// asked where that needs words. It runs inside of waiting.
+// poll calls done until it returns true or an error, ctx is done, or Close aborts waits;
+// what describes the wait in errors. poll must run inside waiting.
 func (m *Machine) poll(ctx context.Context, what func() string, done func() (bool, error)) error {
 	begin := time.Now()
 	probed := begin
@@ -81,14 +81,14 @@ func (m *Machine) poll(ctx context.Context, what func() string, done func() (boo
 	}
 }
 
-// nap lets the thread sleep, for about as long as it asks for where it is precise.
+// nap puts the thread to sleep for d; precise reduces how late it wakes.
 func nap(d time.Duration) {
 	t := unix.NsecToTimespec(int64(d))
 	_ = unix.Nanosleep(&t, nil) // cut short by a signal, it only asks at another time
 }
 
-// precise has the thread woken on time: Linux lets it sleep 50 us longer than it asked
-// for, unless it says otherwise.
+// precise sets the thread's timer slack to 1 ns: by default Linux may wake it 50 us late.
+// ---
 func precise() {
 	_ = unix.Prctl(unix.PR_SET_TIMERSLACK, 1, 0, 0, 0) // refused, it is late by that
 }

@@ -20,8 +20,8 @@ import (
 	"github.com/moeserve/moeserve/device"
 )
 
-// Stream is an in-order queue of one GPU. Like every device.Stream it is used by
-// one goroutine at a time.
+// Stream is an in-order queue of one GPU. Like every device.Stream, only one goroutine
+// may use it at a time.
 type Stream struct {
 	m    *Machine
 	g    *gpu
@@ -29,12 +29,12 @@ type Stream struct {
 	s    cu.Stream
 	args Args
 
-	// ops counts what the stream was given; the epoch says from where on it is in
-	// error.
+	// ops counts the enqueued operations; epoch holds the operation from which on the
+	// stream is in error.
 	ops       uint64
 	epoch     *epoch
 	capturing bool
-	// overlapping is the latest launch with Grid.Overlap, 0 for none.
+	// overlapping is the number of the latest launch with Grid.Overlap, 0 for none.
 	overlapping uint64
 
 	// gone guards closed against Machine.Close.
@@ -80,15 +80,15 @@ func (m *Machine) newStream(space device.Space, o device.StreamOptions) (*Stream
 	return s, nil
 }
 
-// newSide makes a stream that nobody but its maker knows, without an argument
-// block.
+// newSide creates a stream that is not registered with the machine and has no argument
+// block. The caller destroys it.
 func (m *Machine) newSide(g *gpu, o device.StreamOptions) (*Stream, error) {
 	s := &Stream{m: m, g: g, name: o.Name, epoch: &epoch{}}
 	err := g.enter()
 	if err == nil {
 		var least, greatest int
 		if least, greatest, err = cu.StreamPriorityRange(); err == nil {
-			// The driver counts the other way: the lower, the sooner.
+			// In CUDA a lower number is a higher priority.
 			s.s, err = cu.MakeStreamWithPriority(min(max(-o.Priority, greatest), least), cu.NonBlocking)
 		}
 	}
@@ -107,7 +107,7 @@ func (s *Stream) Space() device.Space { return s.g.space }
 
 func (s *Stream) String() string { return fmt.Sprintf("stream %q (%s)", s.name, s.g.space) }
 
-// usable says why an operation cannot be enqueued.
+// usable returns an error if no operation can be enqueued.
 func (s *Stream) usable(op string) error {
 	if s.closed || s.m.closed.Load() {
 		return closedError(op, s.g.space, s.String())
@@ -118,7 +118,8 @@ func (s *Stream) usable(op string) error {
 	return nil
 }
 
-// captures refuses what cannot be part of a graph.
+// captures returns an error during a capture, for operations that cannot be part of a
+// graph.
 func (s *Stream) captures(op string) error {
 	if s.capturing {
 		return badArgument(op, s.g.space, "%s: not inside of Capture, which takes launches and copies", s)
@@ -126,8 +127,8 @@ func (s *Stream) captures(op string) error {
 	return nil
 }
 
-// next numbers one more operation, and says whether the stream is in error, so that
-// the operation is dropped.
+// next numbers the next operation. dropped reports that the stream is in error, so the
+// operation must be dropped.
 func (s *Stream) next() (op uint64, dropped bool) {
 	s.ops++
 	return s.ops, s.epoch.failed.Load()
@@ -173,15 +174,15 @@ func (s *Stream) copy(to, from *memory, dst, src device.Range) int {
 	}
 	err := s.g.enter()
 	if err == nil {
-		// The addresses say where either side lies; memory is mapped for all peers.
+		// Unified addressing identifies both memories, which are mapped for all peers.
 		err = cu.MemcpyAsync(cu.DevicePtr(dst.Addr), cu.DevicePtr(src.Addr), dst.Bytes, s.s)
 	}
 	s.g.leave()
 	return code(err)
 }
 
-// copyable checks the arguments of a copy and finds its memory; without bytes to
-// copy that is nil.
+// copyable checks the arguments of a copy and returns its allocations; both are nil for a
+// copy of 0 bytes.
 func (m *Machine) copyable(s device.Stream, dst, src device.Range) (to, from *memory, err error) {
 	if dst.Bytes != src.Bytes {
 		return nil, nil, badArgument("copy", s.Space(), "%v: destination has %d bytes and source %d", s, dst.Bytes, src.Bytes)
@@ -227,7 +228,8 @@ func (s *Stream) Record(e device.Event) error {
 	if err != nil {
 		return err
 	}
-	// In error too: what the stream was given before may be running still.
+	// The event is recorded even if the stream is in error: earlier operations may still
+	// be running.
 	op, _ := s.next()
 	c := success
 	if err = s.g.enter(); err != nil {
@@ -292,7 +294,7 @@ func (s *Stream) Wait(e device.Event) error {
 	return nil
 }
 
-// await lets the stream wait for a word to reach value.
+// await enqueues a wait for a word to reach value.
 func (s *Stream) await(w word, value uint32) int {
 	err := s.g.enter()
 	if err == nil {
@@ -310,7 +312,7 @@ func (s *Stream) SignalFence(f device.Fence, value uint32) error {
 	}
 	if err := s.usable("raise"); err != nil {
 		if errors.Is(err, device.ErrLost) {
-			// Nobody else will raise it.
+			// The lost stream can no longer signal the fence.
 			return errors.Join(err, fe.fail(value, err))
 		}
 		return err
@@ -320,8 +322,8 @@ func (s *Stream) SignalFence(f device.Fence, value uint32) error {
 	}
 	op, dropped := s.next()
 	if dropped {
-		// The error comes with the raise, which still comes after what runs. The epoch asks
-		// fences, this one perhaps, so it is asked first.
+		// Waits for value get the stream's error, but the signal still follows the running
+		// work. epoch.at may lock fences, this one included, so it is called before fe.mu.
 		cause := s.epoch.at(op)
 		fe.mu.Lock()
 		fe.condemn(value, cause)
@@ -362,7 +364,7 @@ func (s *Stream) WaitFence(f device.Fence, value uint32) error {
 	return nil
 }
 
-// fence returns the machine's own fence behind f.
+// fence returns f as a fence of this machine; it refuses during a capture.
 func (s *Stream) fence(op string, f device.Fence) (*fence, error) {
 	if err := s.captures(op); err != nil {
 		return nil, err
@@ -378,7 +380,7 @@ func (m *Machine) fence(op string, space device.Space, f device.Fence) (*fence, 
 	return fe, nil
 }
 
-// idle says whether the stream has nothing to do.
+// idle reports whether the stream has no work.
 func (s *Stream) idle() (bool, error) {
 	if s.g.lost.Load() != nil {
 		return true, s.g.lostError("synchronize", s.String())
@@ -393,7 +395,8 @@ func (s *Stream) idle() (bool, error) {
 	}
 }
 
-// drain waits until everything enqueued has ended; its error is not the stream's.
+// drain waits until everything enqueued has completed; its error is that of the wait, not
+// of the stream.
 func (s *Stream) drain(ctx context.Context, op string) error {
 	if s.closed || s.m.closed.Load() {
 		return closedError(op, s.g.space, s.String())
@@ -438,7 +441,8 @@ func (s *Stream) Close() error {
 	return s.destroy()
 }
 
-// destroy releases the stream; a second time does nothing.
+// destroy releases the stream; further calls do nothing.
+// ---
 func (s *Stream) destroy() error {
 	s.gone.Lock()
 	defer s.gone.Unlock()

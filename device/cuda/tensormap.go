@@ -17,15 +17,15 @@ import (
 	"github.com/moeserve/moeserve/device"
 )
 
-// TensorMap is the driver's CUtensorMap: an argument of kernels, at a multiple of 64 bytes
-// among these, that cp.async.bulk.tensor is given.
+// TensorMap is the driver's CUtensorMap: a kernel argument, aligned to 64 bytes, that is
+// an operand of cp.async.bulk.tensor.
 type TensorMap [16]uint64
 
-// MapTiles returns the map of a matrix of 16-bit numbers that lies at an address of the
-// memory of a GPU, a multiple of 16, its rows stride bytes apart, also a multiple of 16. A
-// copy brings tileRows rows, 1 to 256, of 64 elements each: 128 bytes a row, chunk c of 16
-// bytes of row r in place c ^ (r % 8), and zeros beyond the matrix. It needs compute
-// capability 9.0. It may be called from any goroutine, and allocates nothing.
+// MapTiles returns the tensor map of a matrix of 16-bit elements in GPU memory. The address
+// at and the row stride in bytes are multiples of 16. A copy transfers a tile of tileRows
+// rows, 1 to 256, of 64 elements, 128 bytes, each. It stores the 16-byte chunk c of row r
+// at position c ^ (r % 8), and zeros for elements outside the matrix. MapTiles requires
+// compute capability 9.0, allocates nothing, and may be called from any goroutine.
 func (m *Machine) MapTiles(space device.Space, at device.Addr, rows, columns int, stride int64, tileRows int) (t TensorMap, err error) {
 	if err := m.usable("map", space); err != nil {
 		return t, err

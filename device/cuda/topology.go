@@ -23,16 +23,16 @@ import (
 	"github.com/moeserve/moeserve/device/cuda/nvml"
 )
 
-// facts are what is known of one device.
+// facts are the attributes of one device.
 type facts struct {
 	name, uuid, bus string
 	memoryBytes     int64
 	// capability is major*10+minor.
 	capability, multiprocessors int
-	// clockHz and memoryClockHz are the highest, memoryBits the width of the bus.
+	// clockHz and memoryClockHz are the maximum clocks, memoryBits the memory bus width.
 	clockHz, memoryClockHz float64
 	memoryBits             int
-	// sharedBytes is the most that a block may have, with permission.
+	// sharedBytes is the maximum shared memory of a block, with opt-in.
 	sharedBytes              int
 	virtualMemory, registers bool
 	numa                     int
@@ -79,7 +79,7 @@ func readFacts(d cu.Device) (facts, error) {
 	return f, nil
 }
 
-// numaNode is the NUMA node beside the device at a bus address, -1 where unknown.
+// numaNode returns the NUMA node of the device at a bus address, -1 if unknown.
 func numaNode(root fs.FS, bus string) int {
 	text, err := fs.ReadFile(root, path.Join("sys/bus/pci/devices", strings.ToLower(bus), "numa_node"))
 	if err != nil {
@@ -92,7 +92,7 @@ func numaNode(root fs.FS, bus string) int {
 	return n
 }
 
-// describe reads what connects the devices and makes the topology of the machine.
+// describe reads the links of the devices and returns the topology of the machine.
 func (m *Machine) describe(reach [][]bool) *device.Topology {
 	all := make([]facts, len(m.gpus))
 	r, err := nvml.Open()
@@ -120,7 +120,7 @@ func (m *Machine) describe(reach [][]bool) *device.Topology {
 	return layout(device.Info{Name: processorName(), MemoryBytes: total, NUMANode: -1}, all, reach)
 }
 
-// processorName is the host processor's.
+// processorName returns the name of the host processor.
 func processorName() string {
 	f, err := os.Open("/proc/cpuinfo")
 	if err != nil {
@@ -135,22 +135,22 @@ func processorName() string {
 	return "host"
 }
 
-// attainable is the share of a link's nominal rate that one large copy gets: an H200
-// copies at 55 of 63 GB/s over PCIe and at 390 of 450 over NVLink.
+// attainable is the fraction of a link's nominal rate that one large copy attains: on an
+// H200, 55 of 63 GB/s over PCIe and 390 of 450 GB/s over NVLink.
 const attainable = 0.87
 
-// copyLatency is from enqueueing a small copy to the host knowing that it ended, on
-// an H200.
+// copyLatency is the time from enqueueing a small copy until the host detects its
+// completion, on an H200.
 const copyLatency = 9 * time.Microsecond
 
-// pcieRate is what one direction of a PCIe link carries, in bytes a second; 0 where
+// pcieRate returns the rate of one direction of a PCIe link, in bytes per second; 0 if
 // unknown.
 func pcieRate(generation, width int) float64 {
 	perLane := map[int]float64{1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
 	return perLane[generation] * float64(width) * attainable
 }
 
-// nvlinkRate is what one direction of an NVLink carries, in bytes a second.
+// nvlinkRate returns the rate of one direction of an NVLink, in bytes per second.
 func nvlinkRate(version int) float64 {
 	rate := map[int]float64{1: 20e9, 2: 25e9, 3: 25e9, 4: 25e9, 5: 50e9}[version]
 	if rate == 0 {
@@ -159,8 +159,8 @@ func nvlinkRate(version int) float64 {
 	return rate * attainable
 }
 
-// flopsPerClock is the dense 16-bit products and sums that one multiprocessor does a
-// clock, with sums in float32; 0 where unknown.
+// flopsPerClock returns the dense 16-bit multiplications and additions of one
+// multiprocessor per clock, with float32 accumulation; 0 if unknown.
 func flopsPerClock(capability int) float64 {
 	switch capability {
 	case 80:
@@ -185,7 +185,7 @@ func (f *facts) info() device.Info {
 	}
 }
 
-// layout makes the topology: reach[i][j] says whether GPU i reaches the memory of
+// layout builds the topology: reach[i][j] reports whether GPU i can access the memory of
 // GPU j.
 func layout(host device.Info, gpus []facts, reach [][]bool) *device.Topology {
 	t := &device.Topology{Host: host, Paths: map[device.Pair]device.Path{}}
@@ -212,7 +212,7 @@ func layout(host device.Info, gpus []facts, reach [][]bool) *device.Topology {
 		at[i] = ports{fromHost: link("host to "+name, pcie), toHost: link(name+" to host", pcie)}
 		route(device.Host, space, at[i].fromHost)
 		route(space, device.Host, at[i].toHost)
-		// A copy within one memory reads and writes it.
+		// A copy within one memory both reads and writes it, hence half the rate.
 		route(space, space, link(name+" memory", t.GPUs[i].BytesPerSecond/2))
 		if through := switched(f.links); through > 0 {
 			at[i].fromPeers, at[i].toPeers = link("switch to "+name, through), link(name+" to switch", through)
@@ -237,7 +237,7 @@ func layout(host device.Info, gpus []facts, reach [][]bool) *device.Topology {
 	return t
 }
 
-// switched is the rate of a device's links to switches.
+// switched returns the total rate of a device's links to switches.
 func switched(l nvml.Links) float64 {
 	rate := 0.0
 	for _, n := range l.NVLinks {
@@ -248,7 +248,8 @@ func switched(l nvml.Links) float64 {
 	return rate
 }
 
-// wired is the rate of a device's links to the GPU at a bus address.
+// wired returns the total rate of a device's links to the GPU at a bus address.
+// ---
 func wired(l nvml.Links, bus string) float64 {
 	rate := 0.0
 	for _, n := range l.NVLinks {

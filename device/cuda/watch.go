@@ -10,14 +10,14 @@ import (
 )
 
 // watch is work that a host stream executes once a fence has reached value, or a
-// recording has passed. The stream's goroutine asks for all of its watches in turn while
-// it has nothing else to do: without a pause for spinFor after the latest change, then
-// with sleeps of at most watchNap, however long it has waited.
+// recording has completed. While it has no other work, the stream's goroutine polls its
+// watches in turn: without a pause for spinFor after the latest change, then with sleeps
+// of at most watchNap.
 type watch struct {
 	work  device.Work
 	fence *fence
 	value uint32
-	// host or gpu, which is held, is a recording of event.
+	// event's recording is host or gpu; the watch holds gpu.
 	event *event
 	host  *hostRecording
 	gpu   *gpuRecording
@@ -25,7 +25,7 @@ type watch struct {
 
 const watchNap = 50 * time.Microsecond
 
-// over says whether the wait is over, and how it ended.
+// over reports whether the wait is over, and its error.
 func (w *watch) over() (bool, error) {
 	switch {
 	case w.fence != nil:
@@ -38,8 +38,8 @@ func (w *watch) over() (bool, error) {
 	return w.gpu.query()
 }
 
-// over says whether awaiting value is, and how it ended: also by Close, behind which the
-// word counts for others.
+// over reports whether a wait for value is over, and its error. Close ends the wait too,
+// since the word may be reused afterwards.
 func (f *fence) over(value uint32) (bool, error) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -90,7 +90,7 @@ func (s *hostStream) WatchEvent(e device.Event, work device.Work) (bool, error) 
 	return reached, err
 }
 
-// watch adds a watch, unless it is over already and nothing has failed.
+// watch adds a watch, or returns true if the wait is already over without an error.
 func (s *hostStream) watch(w watch) (bool, error) {
 	if over, err := w.over(); over && err == nil {
 		if s.gone() {
@@ -98,7 +98,7 @@ func (s *hostStream) watch(w watch) (bool, error) {
 		}
 		return true, nil
 	}
-	// The caller may use these slices again.
+	// The caller may reuse these slices.
 	w.work.Reads, w.work.Writes = nil, nil
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -110,7 +110,7 @@ func (s *hostStream) watch(w watch) (bool, error) {
 	return false, nil
 }
 
-// drop gives up what the watch holds.
+// drop releases the GPU recording that the watch holds.
 func (w *watch) drop() {
 	if w.gpu != nil {
 		w.event.drop(w.gpu)
@@ -120,8 +120,8 @@ func (w *watch) drop() {
 // look enqueues the work of watches that are over. The lock is held.
 func (s *hostStream) look() {
 	left := s.watches[:0]
-	// Recordings of one stream pass in their order: behind one that has not, there is
-	// no need to ask.
+	// Recordings of one stream complete in order: those after a pending one need no
+	// query.
 	var pending *gpuRecording
 	for i := range s.watches {
 		w := &s.watches[i]
@@ -150,8 +150,8 @@ func (s *hostStream) look() {
 	}
 }
 
-// rest lets some time pass before the next look. The lock is held, and released
-// meanwhile.
+// rest yields or sleeps before the next look. The lock is held on entry and on return, and
+// released in between.
 func (s *hostStream) rest() {
 	waited := time.Since(s.changed)
 	s.mu.Unlock()
@@ -169,7 +169,8 @@ func (s *hostStream) rest() {
 	nap(min(watchNap, max(shortNap, waited/napShare)))
 }
 
-// unwatch drops what the stream watches for, when its goroutine ends.
+// unwatch drops the remaining watches when the stream's goroutine ends.
+// ---
 func (s *hostStream) unwatch() {
 	s.mu.Lock()
 	defer s.mu.Unlock()

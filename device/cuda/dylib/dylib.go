@@ -31,7 +31,7 @@ import (
 // looked for.
 const Variable = "MOESERVE_CUDA_LIBRARIES"
 
-// oldest is the first major version of CUDA whose libraries are of use here.
+// oldest is the minimum major version of CUDA whose libraries are supported.
 const oldest = 12
 
 // Library is an open library. It stays open: CUDA's do not close cleanly.
@@ -41,11 +41,11 @@ type Library struct {
 	Path string
 }
 
-// ErrNotFound says that no file of the names was found, or none could be opened.
+// ErrNotFound reports that no file with one of the names was found or could be opened.
 var ErrNotFound = errors.New("library not found")
 
 // Names lists a library's file names for the major versions of CUDA up to newest,
-// the newest first: a driver refuses what a later major version made.
+// newest first: a driver refuses code compiled by a later major version.
 func Names(base string, newest int) []string {
 	var names []string
 	for v := newest; v >= oldest; v-- {

@@ -1,13 +1,12 @@
 // Package nvml reads the state of NVIDIA GPUs: memory, load, health (ECC, remapped
-// rows, Xid errors), what connects them, and how they are partitioned (MIG). It
-// stands on github.com/NVIDIA/go-nvml, needs the build tag cuda, and opens the
-// library when Open is called.
+// rows, Xid errors), their links, and their partitioning (MIG). It is built on
+// github.com/NVIDIA/go-nvml and needs the build tag cuda; Open loads the library.
 //
-// It is not the place for policy: package harvest decides what a reading means. It
-// changes nothing on a device.
+// The package contains no policy: package harvest interprets the readings. It changes
+// nothing on a device.
 //
-// What a device or driver does not tell is marked as unknown (a nil pointer), never
-// as 0.
+// A value that the device or driver does not report is unknown (a nil pointer), never 0.
+// ---
 //
 // # Example
 //

@@ -12,16 +12,16 @@ import (
 	lib "github.com/NVIDIA/go-nvml/pkg/nvml"
 )
 
-// ErrUnavailable says that there is no NVML on this machine, or none that works.
+// ErrUnavailable reports that this machine has no working NVML.
 var ErrUnavailable = errors.New("NVML is not available")
 
 // Error is a failed call of NVML.
 type Error struct {
-	// Op is what was asked, of which device.
+	// Op names the operation and the device.
 	Op string
-	// Code is NVML's.
+	// Code is NVML's return code.
 	Code int
-	// Name is NVML's text for it.
+	// Name is NVML's text for Code.
 	Name string
 }
 
@@ -38,7 +38,7 @@ type Reader struct {
 	driver string
 }
 
-// Open loads NVML. Its error wraps ErrUnavailable where there is none.
+// Open loads NVML. Its error wraps ErrUnavailable if NVML cannot be loaded.
 func Open() (*Reader, error) { return New(lib.New()) }
 
 // New is Open over a library of the caller's, or a mock.
@@ -57,7 +57,7 @@ func New(l lib.Interface) (*Reader, error) {
 	return &Reader{lib: l, driver: driver}, nil
 }
 
-// Close ends NVML; readers and devices are of no use any more.
+// Close shuts NVML down; its readers and devices must not be used afterwards.
 func (r *Reader) Close() error {
 	if c := r.lib.Shutdown(); c != lib.SUCCESS {
 		return failed("shutdown", c)
@@ -65,11 +65,11 @@ func (r *Reader) Close() error {
 	return nil
 }
 
-// DriverVersion is the driver's, like "580.159.03"; empty where it does not tell.
+// DriverVersion returns the driver's version, like "580.159.03"; empty if unknown.
 func (r *Reader) DriverVersion() string { return r.driver }
 
-// has says whether the library has a call: NVML grows, and calling what an older one
-// lacks would end the process.
+// has reports whether the library exports a symbol. Older NVML libraries lack newer calls,
+// and calling a missing one would end the process.
 func (r *Reader) has(symbol string) bool { return r.lib.Extensions().LookupSymbol(symbol) == nil }
 
 // Device is one GPU, or one MIG instance found by its UUID.
@@ -84,8 +84,7 @@ type Device struct {
 	d lib.Device
 }
 
-// Devices lists the GPUs, in NVML's order, which is that of their bus addresses and
-// not CUDA's.
+// Devices lists the GPUs in NVML's order: by bus address, unlike CUDA's ordinals.
 func (r *Reader) Devices() ([]Device, error) {
 	n, c := r.lib.DeviceGetCount()
 	if c != lib.SUCCESS {
@@ -151,24 +150,23 @@ type Reading struct {
 	Processes *int
 }
 
-// Memory of a device, in bytes. Used is what all processes hold; Reserved, which the
-// driver keeps for itself, is not part of it, and 0 where the driver is too old to
-// tell them apart.
+// Memory of a device, in bytes. Used is the memory of all processes. It excludes Reserved,
+// the driver's own memory, which is 0 if the driver is too old to report it separately.
 type Memory struct{ Total, Used, Free, Reserved int64 }
 
 // Health of a device. Nil is unknown.
 type Health struct {
-	// UncorrectedECC counts since the driver was loaded: any is a reason to leave.
+	// Both count errors since the driver was loaded. Any uncorrected error is a reason to
+	// stop using the device.
 	CorrectedECC, UncorrectedECC *int64
-	// RowRemapPending says that the next reset will replace memory that failed,
-	// RowRemapFailed that there is none left to replace it by.
+	// RowRemapPending reports that the next reset will remap failed rows, RowRemapFailed
+	// that no spare rows are left.
 	RowRemapPending, RowRemapFailed *bool
 	// TemperatureC of the chip, in degrees Celsius.
 	TemperatureC *int
 }
 
-// Problem says in words why a device should not be relied on; empty if nothing is
-// known against it.
+// Problem describes why the device should not be used; empty if no problem is known.
 func (h Health) Problem() string {
 	switch {
 	case h.UncorrectedECC != nil && *h.UncorrectedECC > 0:
@@ -181,7 +179,8 @@ func (h Health) Problem() string {
 	return ""
 }
 
-// Read takes a reading. Only memory must be there: its error is Read's.
+// Read reads the device's state. Read fails only if the memory cannot be read; other values
+// may be unknown.
 func (d Device) Read() (Reading, error) {
 	var out Reading
 	if err := d.memory(&out.Memory); err != nil {
@@ -233,7 +232,7 @@ func (d Device) health() Health {
 	return h
 }
 
-// Links says what connects a device.
+// Links describes the links of a device.
 type Links struct {
 	// PCIe generation and width that device and slot can do together; 0 where
 	// unknown. (The current ones drop while a device is idle.)
@@ -245,13 +244,13 @@ type Links struct {
 type NVLink struct {
 	// Version of NVLink: 4 on Hopper.
 	Version int
-	// Switch says that the other end is a switch, which reaches all GPUs behind it;
-	// else Bus is the PCI address of the GPU there, empty where unknown.
+	// Switch reports that the other end is a switch, which connects to all GPUs behind
+	// it; otherwise Bus is the PCI address of the GPU there, empty if unknown.
 	Switch bool
 	Bus    string
 }
 
-// Links reads what connects the device.
+// Links reads the links of the device.
 func (d Device) Links() Links {
 	var out Links
 	if g, c := d.d.GetMaxPcieLinkGeneration(); c == lib.SUCCESS {
@@ -281,9 +280,9 @@ func (d Device) Links() Links {
 	return out
 }
 
-// MIG says how a GPU is partitioned.
+// MIG describes how a GPU is partitioned.
 type MIG struct {
-	// Enabled says that the GPU runs partitioned; then it has no peers to reach.
+	// Enabled reports that MIG mode is on; the GPU then has no peer access.
 	Enabled bool
 	// Instances are the UUIDs of the partitions that a process can open.
 	Instances []string
@@ -334,8 +333,8 @@ type XID struct {
 
 const watchPeriod = 200 * time.Millisecond
 
-// WatchXID tells of each critical error of the devices until ctx is done, whose
-// error it returns then. It runs on the caller's goroutine, and reports from there.
+// WatchXID calls report for each critical error of the devices until ctx is done, and then
+// returns ctx's error. It runs, and calls report, on the caller's goroutine.
 func (r *Reader) WatchXID(ctx context.Context, devices []Device, report func(XID)) error {
 	set, c := r.lib.EventSetCreate()
 	if c != lib.SUCCESS {
@@ -354,7 +353,8 @@ func (r *Reader) WatchXID(ctx context.Context, devices []Device, report func(XID
 		case lib.SUCCESS:
 			uuid, c := e.Device.GetUUID()
 			if c != lib.SUCCESS {
-				// A device that fell off the bus does not say its name any more.
+				// A device that fell off the bus no longer reports its UUID.
+				// ---
 				uuid = "unknown"
 			}
 			report(XID{UUID: uuid, Code: int(e.EventData)})

@@ -13,9 +13,9 @@ import (
 	"slices"
 )
 
-// Source is what one compilation takes.
+// Source is the input of one compilation.
 type Source struct {
-	// Name stands in the compiler's messages.
+	// Name appears in the compiler's messages.
 	Name string
 	// Text is CUDA C++.
 	Text string
@@ -68,7 +68,7 @@ const magic = "moeserve cubin 1\n"
 
 func (c Cache) file(k Key) string { return filepath.Join(c.Dir, k.String()+".cubin") }
 
-// Load returns what is kept for a key, and whether it is there and whole.
+// Load returns the result stored for a key, and whether it exists and is intact.
 func (c Cache) Load(k Key) ([]byte, bool) {
 	if c.Dir == "" {
 		return nil, false
@@ -88,9 +88,10 @@ func (c Cache) Load(k Key) ([]byte, bool) {
 	return rest[sha256.Size:], true
 }
 
-// Store keeps a result. It writes beside and renames, so that whoever reads sees a
-// whole file or none, whichever of several processes comes first. A caller may
-// ignore its error: what is not kept is compiled again.
+// Store keeps a result. It writes a temporary file and renames it, so that readers see a
+// complete file or none, even if several processes store it. Callers may ignore the error:
+// a result that is not stored is compiled again.
+// ---
 func (c Cache) Store(k Key, cubin []byte) error {
 	if c.Dir == "" {
 		return nil

@@ -47,15 +47,15 @@ import (
 	"github.com/moeserve/moeserve/device/cuda/dylib"
 )
 
-// ErrUnavailable says that no NVRTC was found that fits the driver.
+// ErrUnavailable reports that no NVRTC was found that is compatible with the driver.
 var ErrUnavailable = errors.New("NVRTC is not available")
 
-// Error is a compilation that failed, with all that the compiler said.
+// Error is a failed compilation, with the compiler's full output.
 type Error struct {
 	Source, Arch string
 	// Log has a line for each message, with the source's name and line number.
 	Log string
-	// Result is NVRTC's name for what happened.
+	// Result is NVRTC's name of the result code.
 	Result string
 }
 
@@ -72,8 +72,8 @@ type Compiler struct {
 }
 
 // Open opens the newest libnvrtc of the folders (see dylib.Folders) whose major
-// version is at most that of the CUDA version which the driver offers. Its error
-// wraps ErrUnavailable and says what to install.
+// version is at most that of the driver's CUDA version. Its error wraps ErrUnavailable
+// and states what to install.
 func Open(folders []string, driverMajor int) (*Compiler, error) {
 	l, err := dylib.Open(dylib.Names("libnvrtc.so", driverMajor), folders)
 	if err != nil {
@@ -102,10 +102,10 @@ func Open(folders []string, driverMajor int) (*Compiler, error) {
 	return c, nil
 }
 
-// openBuiltins opens the library's other half beside it. NVRTC asks the linker for it
-// by name when it first compiles, and the linker does not look in every folder that an
-// NVRTC may come from; what is open already is found by its name. What cannot be opened
-// here, NVRTC will ask for, and say so.
+// openBuiltins opens the libnvrtc-builtins beside the library at path. NVRTC opens it by
+// name at the first compilation, and the dynamic linker does not search every folder that
+// an NVRTC may come from, but finds a library that is already open. If it cannot be opened
+// here, NVRTC tries itself and reports the error.
 func openBuiltins(path string) {
 	major := path[strings.LastIndexByte(path, '.')+1:]
 	if real, err := filepath.EvalSymlinks(path); err == nil {
@@ -162,8 +162,8 @@ func (c cStrings) free() {
 }
 
 // Compile makes a cubin for arch, like "sm_90a", or, for one like "compute_80", PTX,
-// which a driver translates for its device when it is loaded. log is what the compiler said, also
-// on success. An error in the source is an *Error.
+// which the driver compiles for its device when the module is loaded. log is the compiler's
+// output, also on success. An error in the source is an *Error.
 func (c *Compiler) Compile(s Source, arch string) (cubin []byte, log string, err error) {
 	names := slices.Sorted(maps.Keys(s.Headers))
 	texts := make([]string, len(names))
@@ -213,8 +213,9 @@ func (c *Compiler) Compile(s Source, arch string) (cubin []byte, log string, err
 	return cubin, log, nil
 }
 
-// Cached is Compile with a cache: hit says that nothing was compiled. What cannot be
-// kept is compiled again next time; that is no error.
+// Cached is Compile with a cache; hit reports that the result came from the cache. Failing
+// to store a result is not an error: it is compiled again next time.
+// ---
 func (c *Compiler) Cached(cache Cache, s Source, arch string) (cubin []byte, hit bool, err error) {
 	key := KeyOf(s, arch, c.Version())
 	if cubin, ok := cache.Load(key); ok {
