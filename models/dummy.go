@@ -12,9 +12,9 @@ import (
 	"github.com/moeserve/moeserve/kernels/philox"
 )
 
-// Dummy is a Source of seeded random weights in the shapes of a config: the same
-// seed gives the same bytes on every machine, in whatever pieces they are read.
-// Nothing of it is kept in memory.
+// Dummy is a Source of seeded random weights in the shapes of a config. The same seed
+// gives the same bytes on every machine, regardless of how reads are split. Dummy keeps no
+// weights in memory.
 //
 // Weights have a deviation of about 1/sqrt(fan-in), so that hidden states and
 // logits stay in a sane range; norms have weight 1.
@@ -26,7 +26,7 @@ type Dummy struct {
 	buffers sync.Pool // *[]byte
 }
 
-// dummyTensor says how a tensor is filled.
+// dummyTensor describes how to fill a tensor.
 type dummyTensor struct {
 	rows, cols int // cols 0: a vector
 	kind       dummyKind
@@ -42,12 +42,12 @@ const (
 	dummyRouterBias
 )
 
-// routerDeviation is the deviation of a dummy router's scores: that of the
-// standard Gumbel distribution, pi/sqrt(6), with which biases of ln p would make
-// the largest score fall on an expert with probability p.
+// routerDeviation is the standard deviation of a dummy router's scores: that of the
+// standard Gumbel distribution, pi/sqrt(6). With Gumbel scores and biases ln p, an expert
+// would have the maximum score with probability p.
 const routerDeviation = 1.28
 
-// biasExponent gives biases a deviation of 0.04.
+// biasExponent gives biases a standard deviation of 0.04.
 const biasExponent = 11
 
 // NewDummy makes the Source of c's dummy weights, in c.DType.
@@ -94,7 +94,7 @@ func NewDummy(c *Config, seed uint64) *Dummy {
 	return d
 }
 
-// exponentFor is the exponent of philox.FillDummy whose deviation, 73.9 *
+// exponentFor returns the exponent of philox.FillDummy whose standard deviation, 73.9 *
 // 2^-exponent, is nearest.
 func exponentFor(deviation float64) int { return int(math.Round(math.Log2(73.9 / deviation))) }
 
@@ -117,7 +117,7 @@ func (d *Dummy) Tensor(name string) (Info, bool) {
 	return info, true
 }
 
-// Read makes the bytes asked for, which must be whole elements.
+// Read generates the requested bytes, which must be whole elements.
 func (d *Dummy) Read(name string, off, n int64, read func(data []byte) error) error {
 	buf, _ := d.buffers.Get().(*[]byte)
 	if buf == nil {
@@ -145,8 +145,8 @@ func (d *Dummy) Read(name string, off, n int64, read func(data []byte) error) er
 	return read(data)
 }
 
-// routerBias gives the layer's experts, in an order that the seed decides, the
-// scores of a Zipf distribution: -skew ln(rank).
+// routerBias returns the biases of a Zipf distribution, -skew ln(rank), for the layer's
+// experts in an order that the seed determines.
 func (d *Dummy) routerBias(layer int) []float32 {
 	order := make([]int, d.config.Experts)
 	key := make([]uint32, len(order))
@@ -162,8 +162,8 @@ func (d *Dummy) routerBias(layer int) []float32 {
 	return bias
 }
 
-// Prefetch does nothing: no bytes lie anywhere.
+// Prefetch does nothing, because no weights are stored.
 func (d *Dummy) Prefetch(string, int64, int64) {}
 
-// Release does nothing: there is nothing to release.
+// Release does nothing, because no weights are stored.
 func (d *Dummy) Release(string) {}

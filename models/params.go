@@ -10,13 +10,13 @@ import (
 
 // param is one tensor of a checkpoint that is not a routed expert.
 type param struct {
-	// names are all that it is known by; the first is what published checkpoints
-	// of the architecture call it.
+	// names are all accepted names of the tensor; the first is the name in published
+	// checkpoints of the architecture.
 	names []string
 	// rows and cols are its shape; a vector has cols 0.
 	rows, cols int
-	// to is the tensor that holds it. Those with the same one lie there row after
-	// row, in the order given.
+	// to is the tensor that holds the parameter. Parameters with the same to are
+	// concatenated along rows, in the order given.
 	to *kernels.Tensor
 }
 
@@ -29,7 +29,7 @@ func (p param) shape() []int {
 	return []int{p.rows, p.cols}
 }
 
-// denseTensors lists what c needs besides routed experts, with places in w.
+// denseTensors lists c's tensors other than routed experts, with destinations in w.
 func denseTensors(c *Config, w *Weights) []param {
 	w.Layers = make([]LayerWeights, c.Layers)
 	var all []param
@@ -104,7 +104,7 @@ func denseTensors(c *Config, w *Weights) []param {
 	return all
 }
 
-// blocks are the names of the MoE block, the architecture's published one first.
+// blocks returns the names of the MoE block, the architecture's published one first.
 func blocks(c *Config) []string {
 	if c.Type == "mixtral" || c.Type == "phimoe" {
 		return []string{"block_sparse_moe", "mlp"}
@@ -122,14 +122,14 @@ func routerNames(c *Config, at, kind string) []string {
 	return names
 }
 
-// expertParts are the three matrices of an expert as each of the two namings
-// calls them, in the order of kernels.Part.
+// expertParts are the names of an expert's three matrices in both conventions, in the
+// order of kernels.Part.
 var expertParts = [...][3]string{
 	{kernels.W1: "w1", kernels.W3: "w3", kernels.W2: "w2"},
 	{kernels.W1: "gate_proj", kernels.W3: "up_proj", kernels.W2: "down_proj"},
 }
 
-// expertNames says how the experts of a layer are called in a checkpoint.
+// expertNames holds the names of a layer's experts in a checkpoint.
 type expertNames struct {
 	prefix string    // "model.layers.3.mlp.experts."
 	fused  bool      // gate_up_proj and down_proj hold all experts
@@ -143,8 +143,8 @@ func (n expertNames) tensor(expert int, part kernels.Part) string {
 func (n expertNames) gateUp() string { return n.prefix + "gate_up_proj" }
 func (n expertNames) down() string   { return n.prefix + "down_proj" }
 
-// expertLayouts lists the ways in which a layer's experts may be called, the
-// architecture's published one first.
+// expertLayouts lists the naming conventions for a layer's experts, the architecture's
+// published one first.
 func expertLayouts(c *Config, layer int) []expertNames {
 	var all []expertNames
 	parts := expertParts[:]
@@ -158,9 +158,9 @@ func expertLayouts(c *Config, layer int) []expertNames {
 	return all
 }
 
-// ignored reports whether a tensor that no one asked for may be left out: RoPE
-// frequencies, which old writers saved though they follow from the config, the
-// second copy of a tied table, and layers that the caller has cut off.
+// ignored reports whether an unexpected tensor may be skipped: RoPE frequencies, which old
+// writers saved although they follow from the config, the second copy of a tied embedding,
+// and layers that the caller has removed.
 func ignored(c *Config, name string) bool {
 	if strings.HasSuffix(name, ".rotary_emb.inv_freq") || c.TiedEmbeddings && name == "lm_head.weight" {
 		return true

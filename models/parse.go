@@ -16,14 +16,14 @@ import (
 	"github.com/moeserve/moeserve/kernels"
 )
 
-// ErrConfig means that a config.json cannot be used: it is damaged, lacks a field,
-// or asks for what is not supported.
+// ErrConfig means that a config.json cannot be used: it is damaged, lacks a field, or
+// requires an unsupported feature.
 var ErrConfig = errors.New("model configuration cannot be used")
 
-// ConfigError says what is wrong with a configuration file. It wraps ErrConfig.
+// ConfigError describes an error in a configuration file. It wraps ErrConfig.
 type ConfigError struct {
 	Source string // the file, or the preset's name
-	Field  string // as the file calls it, or ""
+	Field  string // name of the field in the file, or ""
 	Reason string
 }
 
@@ -38,8 +38,8 @@ func (e *ConfigError) Error() string {
 // Unwrap returns ErrConfig.
 func (e *ConfigError) Unwrap() error { return ErrConfig }
 
-// architectures lists what is supported: model_type and the class that
-// transformers gives it.
+// architectures lists the supported architectures: model_type and the class name in
+// transformers.
 var architectures = []struct{ kind, class string }{
 	{"mixtral", "MixtralForCausalLM"},
 	{"olmoe", "OlmoeForCausalLM"},
@@ -59,8 +59,8 @@ func supported() string {
 // maxConfigBytes bounds a configuration file; real ones have a few kilobytes.
 const maxConfigBytes = 16 << 20
 
-// ReadConfig reads config.json of a checkpoint's directory, and the ids that end
-// generation from generation_config.json where that is there.
+// ReadConfig reads config.json from a checkpoint directory, and the EOS ids from
+// generation_config.json if it exists.
 func ReadConfig(dir string) (*Config, error) {
 	path := filepath.Join(dir, "config.json")
 	data, err := readConfigFile(path)
@@ -101,9 +101,8 @@ func readConfigFile(path string) ([]byte, error) {
 	return data, nil
 }
 
-// WithGeneration returns c with the ids that end generation as a
-// generation_config.json has them (a number or a list); without the field, c's
-// own.
+// WithGeneration returns c with the EOS ids of a generation_config.json (a number or a
+// list). Without the field, c's own ids remain.
 func (c *Config) WithGeneration(data []byte, source string) (*Config, error) {
 	r := newReader(data, source)
 	d := *c
@@ -116,10 +115,10 @@ func (c *Config) WithGeneration(data []byte, source string) (*Config, error) {
 	return &d, nil
 }
 
-// ParseConfig reads a Hugging Face config.json, of either generation of field
-// names; source names it in errors. Fields that the architecture needs must be
-// there, unless transformers gives this architecture a default that its
-// published checkpoints rely on. Errors are *ConfigError.
+// ParseConfig parses a Hugging Face config.json with older or newer field names; source
+// identifies it in errors. Fields that the architecture needs are required, unless
+// transformers has a default for this architecture on which published checkpoints rely.
+// Errors are *ConfigError.
 func ParseConfig(data []byte, source string) (*Config, error) {
 	r := newReader(data, source)
 	kind := r.kind()
@@ -247,10 +246,10 @@ func route(renormalized bool) kernels.RouteMethod {
 
 func everyLayer(int) bool { return true }
 
-// qwenWindow is the window of a Qwen model that uses one without saying which.
+// qwenWindow is the default window of a Qwen model that enables a sliding window.
 const qwenWindow = 4096
 
-// reader takes fields out of a JSON object and keeps the first error.
+// reader reads fields of a JSON object and keeps the first error.
 type reader struct {
 	source string
 	fields map[string]json.RawMessage
@@ -280,19 +279,19 @@ func (r *reader) fail(field, format string, args ...any) {
 	}
 }
 
-// has says that the field is there and not null.
+// has reports whether the field is present and not null.
 func (r *reader) has(field string) bool {
 	v, ok := r.fields[field]
 	return ok && !bytes.Equal(v, []byte("null"))
 }
 
-// null says that the field is there and null.
+// null reports whether the field is present and null.
 func (r *reader) null(field string) bool {
 	v, ok := r.fields[field]
 	return ok && bytes.Equal(v, []byte("null"))
 }
 
-// decode reads a field that must be there into v; want says what it must be.
+// decode reads a required field into v; want describes the expected value in errors.
 func (r *reader) decode(field string, v any, want string) bool {
 	if r.err != nil {
 		return false
@@ -308,7 +307,7 @@ func (r *reader) decode(field string, v any, want string) bool {
 	return true
 }
 
-// brief is a value as errors show it.
+// brief formats a value for errors.
 func brief(v json.RawMessage) string {
 	const show = 40
 	if len(v) > show {
@@ -317,7 +316,7 @@ func brief(v json.RawMessage) string {
 	return string(v)
 }
 
-// size reads a whole number from 1 to most.
+// size reads an integer from 1 to most.
 func (r *reader) size(field string, most int) int {
 	var n int
 	if !r.decode(field, &n, "a whole number") {
@@ -330,7 +329,7 @@ func (r *reader) size(field string, most int) int {
 	return n
 }
 
-// number reads a number from low to high.
+// number reads a number between low and high.
 func (r *reader) number(field string, low, high float64) float32 {
 	var f float64
 	if !r.decode(field, &f, "a number") {
@@ -342,8 +341,7 @@ func (r *reader) number(field string, low, high float64) float32 {
 	return float32(f)
 }
 
-// positive reads a number above 0 that float32 can hold, and 1 for one that is
-// not.
+// positive reads a number above 0 that float32 can hold. It returns 1 for an invalid one.
 func (r *reader) positive(field string) float64 {
 	var f float64
 	if !r.decode(field, &f, "a number") {
@@ -425,8 +423,8 @@ func (r *reader) kind() string {
 	return ""
 }
 
-// unknown refuses an architecture. A configuration that names no experts anywhere is that
-// of a dense model.
+// unknown rejects an architecture. A configuration without any expert field is reported as
+// a dense model.
 func (r *reader) unknown(field, name string) {
 	experts := false
 	for key, value := range r.fields {
@@ -441,7 +439,7 @@ func (r *reader) unknown(field, name string) {
 	r.fail(field, "%s is a dense model, without experts to offload; moeserve runs the mixture-of-experts models %s", name, supported())
 }
 
-// unsupported refuses what would silently change results.
+// unsupported rejects features that would silently change results.
 func (r *reader) unsupported() {
 	if r.has("hidden_act") {
 		if act := r.text("hidden_act"); r.err == nil && act != "silu" && act != "swish" {
@@ -468,7 +466,7 @@ func (r *reader) unsupported() {
 	}
 }
 
-// experts reads the number of experts by either name.
+// experts reads the number of experts from either field name.
 func (r *reader) experts() int {
 	const older, newer = "num_experts", "num_local_experts"
 	switch {
@@ -484,7 +482,7 @@ func (r *reader) experts() int {
 	return r.size(newer, maxExperts)
 }
 
-// dtype reads the type of weights by either name.
+// dtype reads the type of weights from either field name.
 func (r *reader) dtype() kernels.DType {
 	for _, field := range []string{"dtype", "torch_dtype"} {
 		if !r.has(field) {
@@ -504,7 +502,7 @@ func (r *reader) dtype() kernels.DType {
 	return kernels.F32
 }
 
-// dense reads which layers have one MLP instead of experts.
+// dense reads which layers have a dense MLP instead of experts.
 func (r *reader) dense(c *Config) {
 	step := 1
 	if r.has("decoder_sparse_step") {
@@ -522,7 +520,8 @@ func (r *reader) dense(c *Config) {
 	}
 }
 
-// window reads the sliding window of the layers that slide; null or 0: none.
+// window reads the sliding window of the layers for which slides returns true; null or 0
+// means no window.
 func (r *reader) window(c *Config, otherwise int, slides func(layer int) bool) {
 	w := otherwise
 	if r.null("sliding_window") || r.has("sliding_window") && !r.decode("sliding_window", &w, "a whole number or null") {
@@ -542,8 +541,8 @@ func (r *reader) window(c *Config, otherwise int, slides func(layer int) bool) {
 	}
 }
 
-// alternating says which layers slide in Qwen2-MoE: those that layer_types says,
-// or else every other one of the first max_window_layers, from layer 0 on.
+// alternating reports whether a layer of Qwen2-MoE uses the sliding window: as layer_types
+// specifies, else every other layer of the first max_window_layers, from layer 0 on.
 func (r *reader) alternating(layer int) bool {
 	if r.has("layer_types") {
 		var types []string

@@ -2,22 +2,22 @@ package models
 
 import "math"
 
-// RoPE is a rotary embedding. With longrope (LongAfter > 0) each frequency is
-// divided by a factor: by Short in sequences of at most LongAfter tokens, by Long
-// in longer ones, all over the sequence. A sequence that grows past LongAfter has
-// its keys computed again.
+// RoPE is a rotary position embedding. With longrope (LongAfter > 0) each frequency is
+// divided by a factor, at all positions of the sequence: by Short in sequences of at most
+// LongAfter tokens, by Long in longer ones. When a sequence grows past LongAfter, its keys
+// are recomputed.
 type RoPE struct {
 	Theta float64
 	// LongAfter is original_max_position_embeddings; 0: no longrope.
 	LongAfter int
-	// Short and Long have HeadDim/2 factors each; nil without longrope.
+	// Short and Long have HeadDim/2 factors each; they are nil without longrope.
 	Short, Long []float32
-	// ShortScale and LongScale multiply cosines and sines; 1 without longrope.
+	// ShortScale and LongScale multiply cosines and sines; they are 1 without longrope.
 	ShortScale, LongScale float32
 }
 
-// Variants is the number of tables of rotations: two, short and long, with longrope,
-// else one.
+// Variants returns the number of rotation tables: two (short and long) with longrope, else
+// one.
 func (r *RoPE) Variants() int {
 	if r.LongAfter > 0 {
 		return 2
@@ -25,16 +25,16 @@ func (r *RoPE) Variants() int {
 	return 1
 }
 
-// Frequencies are those of one variant.
+// Frequencies holds the frequencies of one variant.
 type Frequencies struct {
-	// Inverse has the rotation of each pair of elements per position, in radians.
+	// Inverse is the rotation of each pair of elements per position, in radians.
 	Inverse []float32
 	// Scale multiplies cosines and sines.
 	Scale float32
 }
 
-// Frequencies of each variant for heads of dim elements. They are rounded to
-// float32 where the reference implementation rounds: the exponent, the power,
+// Frequencies returns the frequencies of each variant for heads of dim elements. They are
+// rounded to float32 where the reference implementation rounds: the exponent, the power,
 // its product with the factor, and the quotient.
 func (r *RoPE) Frequencies(dim int) []Frequencies {
 	f := []Frequencies{{Scale: r.ShortScale}, {Scale: r.LongScale}}[:r.Variants()]

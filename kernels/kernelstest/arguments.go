@@ -5,8 +5,7 @@ import (
 	"github.com/moeserve/moeserve/kernels"
 )
 
-// testArguments checks that bad arguments are refused when enqueued, before
-// anything runs.
+// testArguments checks that bad arguments are rejected at enqueue, before any work runs.
 func testArguments(r *rig) {
 	r.run("bad", func(r *rig) {
 		x := r.normal(r.dense("X", r.act, 2, 32), 0, 1)

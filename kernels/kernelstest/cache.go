@@ -25,8 +25,8 @@ func (r *rig) cache(blocks, tokens, heads, d int) pagedCache {
 	return pagedCache{view(0), view(1)}
 }
 
-// writes says that the operation must write the places of the slots that are not
-// negative.
+// writes declares that the operation must write the cache entries of all non-negative
+// slots.
 func (c pagedCache) writes(slots []int) {
 	tokens := c.k.Shape[1]
 	for _, slot := range slots {
@@ -95,8 +95,8 @@ func testRoPEAppendKV(r *rig) {
 	}
 }
 
-// testRoPEAppendKVShape has norms with weights of type w, or none. Results are near the
-// reference, and the bits of Norm, RoPE and AppendKV one after the other.
+// testRoPEAppendKVShape uses norms with weights of type w, or no norms. Results must be
+// near the reference and have the same bits as Norm, RoPE and AppendKV in sequence.
 func testRoPEAppendKVShape(r *rig, s ropeAppendShape, i int, w kernels.DType) {
 	const places, eps = 50, 1e-5
 	var q, k, v tensor
@@ -177,7 +177,7 @@ func testRoPEAppendKVShape(r *rig, s ropeAppendShape, i int, w kernels.DType) {
 	}
 }
 
-// sequence has so many rows at the end of so many tokens.
+// sequence has context tokens, of which the last rows tokens are queries.
 type sequence struct{ context, rows int }
 
 type attentionShape struct {
@@ -219,8 +219,8 @@ func testAttention(r *rig) {
 	})
 }
 
-// testAttentionShape takes queries for so many rows from newQ; gaps says whether there are
-// some between the rows of the output.
+// testAttentionShape gets queries for the given number of rows from newQ; gaps selects
+// gaps between the rows of the output.
 func testAttentionShape(r *rig, s attentionShape, newQ func(rows int) tensor, gaps bool) {
 	starts, lens := []int{0}, []int(nil)
 	maxContext, maxRows, blocks := 0, 0, 3

@@ -1,14 +1,13 @@
-// Package kernelstest is the conformance suite of kernels.Backend: every
-// operation against a plain float64 reference, on fresh random inputs, at shapes
-// ragged and (with Options.Full) of real models.
+// Package kernelstest is the conformance suite of kernels.Backend: it compares every
+// operation with a plain float64 reference, on fresh random inputs, at ragged shapes and
+// (with Options.Full) at shapes of real models.
 //
-// The suite reaches device memory by copies from and to pinned host memory only.
-// Outputs and everything around tensors are poisoned with NaN beforehand;
-// afterwards every byte that is no output must be as it was, and every output
-// must be written.
+// The suite accesses device memory only by copies from and to pinned host memory. It
+// poisons outputs and the memory around tensors with NaN beforehand; afterwards every
+// output byte must be written and every other byte unchanged.
 //
-// It is not a benchmark, and it does not test how backends report bad data in
-// device memory (ids out of range): only kernels/cpu promises that.
+// The suite is not a benchmark. It does not test how backends report bad data in device
+// memory (ids out of range), because only kernels/cpu promises that.
 //
 // # Invariants
 //

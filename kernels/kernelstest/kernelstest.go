@@ -14,16 +14,16 @@ type Options struct {
 	// Full adds the shapes of real models, with few rows: some GB of memory, and
 	// minutes on a CPU. Default: off.
 	Full bool
-	// BatchInvariant also checks that a row's result has the same bits whatever
-	// other rows are in the operation, and however its experts are cut into
-	// launches. Default: off.
+	// BatchInvariant also checks that a row's result has the same bits regardless of the
+	// other rows in the operation and of how its experts are split into launches. Default:
+	// off.
 	BatchInvariant bool
 	// Weights are the types of weights to test. Default: BF16, F16 and F32.
 	Weights []kernels.DType
 	// Seed of all inputs; 0 takes one from the clock. Default: 0.
 	Seed uint64
-	// Output, if set, is told the bytes of every output, in a fixed order: two runs
-	// with one seed must agree where the backend promises it. Default: nobody.
+	// Output, if set, receives the bytes of every output, in a fixed order. Two runs with
+	// the same seed must agree if the backend promises it. Default: nil.
 	Output func(test, tensor string, data []byte)
 }
 
@@ -59,7 +59,7 @@ var tests = []struct {
 	{"arguments", testArguments},
 }
 
-// Run holds the backends that open returns to package kernels' contract.
+// Run checks the backends that open returns against the contract of package kernels.
 func Run(t *testing.T, open Open, o Options) {
 	if len(o.Weights) == 0 {
 		o.Weights = []kernels.DType{kernels.BF16, kernels.F16, kernels.F32}

@@ -12,13 +12,14 @@ import (
 	"github.com/moeserve/moeserve/kernels/philox"
 )
 
-// cuts are one row's parameters of Sample.
+// cuts holds one row's parameters of Sample.
 type cuts struct {
 	temperature, topP, minP float64
 	topK                    int
 }
 
-// kept is the reference for what Sample leaves of a row's tokens, likeliest first.
+// kept is the reference for the tokens of a row that Sample keeps, in order of falling
+// probability.
 func kept(logits []float64, c cuts) []int {
 	t := float32(c.temperature)
 	var ids []int
@@ -62,8 +63,7 @@ func kept(logits []float64, c cuts) []int {
 	return left
 }
 
-// equal returns logits among which many are equal, and some no numbers, infinite,
-// or the zero that is negative.
+// equal returns logits with many equal values, and some NaN, infinite or negative zero.
 func (r *rig) equal(row int) float64 {
 	if r.rand.IntN(10) > 0 {
 		return float64(-r.rand.IntN(5))
@@ -83,8 +83,9 @@ func above(v, w float64) float64 {
 	return v - w
 }
 
-// plausible holds the reference to the real softmax: what TopP keeps reaches it,
-// and does not without the last token, as far as weights are rounded.
+// plausible checks the reference against the real softmax: the probability of the tokens
+// that TopP keeps reaches TopP, and without the last token it does not, up to the rounding
+// of weights.
 func (r *rig) plausible(logits []float64, c cuts, left []int) {
 	r.Helper()
 	if c.topP == 1 || c.minP > 0 || c.topK > 0 {
@@ -216,13 +217,13 @@ func testSampleCuts(r *rig) {
 	}
 }
 
-// lists are entries of Adjust: those of each row, one row after another.
+// lists holds the entries of Adjust for each row, one row after another.
 type lists struct {
 	starts, ids, seen []int
 	bias              []float64
 }
 
-// lists returns lists of up to most tokens a row, some of them empty.
+// lists returns lists of 0 to most tokens per row.
 func (r *rig) lists(rows, vocabulary, most int) lists {
 	l := lists{starts: []int{0}}
 	for n := range rows {

@@ -16,8 +16,8 @@ func dot(x, y []float64) float64 {
 	return s
 }
 
-// sampled returns the columns of a large product that are compared: all, or some
-// where a reference for all takes too long.
+// sampled returns the columns of a large GEMM to compare: all of them, or a random subset
+// if the reference for all takes too long.
 func (r *rig) sampled(columns, macs int) []int {
 	const enough = 1 << 23
 	pick := make([]int, 0, columns)
@@ -66,7 +66,7 @@ func testMatMul(r *rig) {
 			})
 		}
 	}
-	// Some of these rows are aligned, which alone they must not gain from.
+	// Some of these rows are aligned; results must not depend on that.
 	for i, columns := range []int{8, 140} {
 		r.run(fmt.Sprintf("%d columns, rows not aligned", columns), func(r *rig) {
 			const rows, inner = 5, 1032
@@ -101,7 +101,7 @@ func testProduct(r *rig, x, weight, bias, out tensor) {
 	})
 }
 
-// layer is one layer's experts and a step's routing.
+// layer holds one layer's experts and a step's routing.
 type layer struct {
 	layout  kernels.ExpertLayout
 	k       int
@@ -110,7 +110,7 @@ type layer struct {
 	experts []*expert
 }
 
-// expert has its matrices as they were before they were packed.
+// expert holds an expert's matrices before packing.
 type expert struct {
 	parts  [3]tensorData
 	extent tensor
@@ -128,8 +128,8 @@ func (d tensorData) row(i int) []float64 {
 	return tensor{Tensor: kernels.Tensor{DType: d.dtype}}.decode(d.data[i*n:][:n])
 }
 
-// newExpert makes an expert's weights and packs them, in pieces, into an extent
-// on the device.
+// newExpert makes an expert's weights and packs them, in pieces, into an extent on the
+// device.
 func (r *rig) newExpert(l kernels.ExpertLayout, e int) *expert {
 	r.Helper()
 	x := &expert{extent: r.dense(fmt.Sprintf("expert %d", e), kernels.I32, int(l.Size/4))}
@@ -151,7 +151,7 @@ func (r *rig) newExpert(l kernels.ExpertLayout, e int) *expert {
 	return x
 }
 
-// sorted returns the pairs by expert, as Group does.
+// sorted returns the (token, expert) pairs sorted by expert, as Group does.
 func sorted(ids [][]int, experts int) (offsets, order []int) {
 	for e := range experts {
 		offsets = append(offsets, len(order))
@@ -166,8 +166,8 @@ func sorted(ids [][]int, experts int) (offsets, order []int) {
 	return append(offsets, len(order)), order
 }
 
-// choose returns k different experts for each of n tokens, of which some are
-// never chosen.
+// choose selects k different experts for each of n tokens. Some experts are never
+// selected.
 func (r *rig) choose(n, experts, k int) [][]int {
 	ids := make([][]int, n)
 	liked := max(k, experts*3/4)
@@ -287,7 +287,8 @@ func testExpertShape(r *rig, s expertShape, w kernels.DType, gaps bool) {
 // expert of a pair.
 func (l *layer) expert(pair int) *expert { return l.experts[l.ids[pair/l.k][pair%l.k]] }
 
-// writes says that rows of t must be written: of all pairs whose experts are there.
+// writes declares the rows of t that must be written: those of all pairs whose experts are
+// listed.
 func (l *layer) writes(t tensor, row func(pair, place int) int) {
 	for place, pair := range l.order {
 		if l.expert(pair) != nil {
@@ -297,7 +298,7 @@ func (l *layer) writes(t tensor, row func(pair, place int) int) {
 	}
 }
 
-// compare checks both products.
+// compare checks both GEMMs.
 func (l *layer) compare(r *rig, x, mid, out tensor) {
 	r.Helper()
 	macs := len(l.ids) * l.k * l.layout.Hidden * l.layout.Intermediate
@@ -363,8 +364,8 @@ func testCombine(r *rig) {
 	}
 }
 
-// combined is the reference for row n: the weighted sum of its rows of x, and of s by its
-// gate where that is shared.
+// combined is the reference for token n: the weighted sum of its rows of x, plus the
+// shared expert's row of s, scaled by its gate, if shared is set.
 func combined(x, weights, s, gate tensor, shared bool, n int) []float64 {
 	of := weights.row(n)
 	want := make([]float64, x.Shape[1])
@@ -381,9 +382,9 @@ func combined(x, weights, s, gate tensor, shared bool, n int) []float64 {
 	return want
 }
 
-// testCombineNorm also holds the operation to the bits of a Combine and a Norm. In every
-// fourth column the first two outputs cancel each other and all else is 0: what is left is
-// how products and sums were rounded.
+// testCombineNorm also requires the same bits as a Combine followed by a Norm. In every
+// fourth column the first two outputs cancel each other and all else is 0, so that only
+// the rounding errors of products and sums remain.
 func testCombineNorm(r *rig) {
 	type shape struct{ rows, k, hidden int }
 	var shapes []shape
@@ -481,8 +482,7 @@ func testCombineNorm(r *rig) {
 	}
 }
 
-// testLayout checks extents and that packing in pieces gives what packing at once
-// does.
+// testLayout checks extents, and that packing in pieces equals packing at once.
 func testLayout(r *rig) {
 	for _, w := range r.o.Weights {
 		for _, s := range []kernels.ExpertShape{{Hidden: 16, Intermediate: 48, DType: w}, {Hidden: 272, Intermediate: 80, DType: w}} {

@@ -8,8 +8,8 @@ import (
 	"github.com/moeserve/moeserve/kernels"
 )
 
-// recorder is a stream that runs Go work and notes what operations declare, when
-// enqueued and while they run.
+// recorder is a stream that runs Go work and records what operations declare, at enqueue
+// and while they run.
 type recorder struct {
 	device.Executor
 	mu            sync.Mutex
@@ -45,9 +45,9 @@ func (a recordedAccess) Write(r device.Range) {
 	a.Access.Write(r)
 }
 
-// declared checks what operations declared against what they had to touch: every
-// byte of an output is written and nothing else is; all that was set is read (as
-// far as all says), and nothing that was not.
+// declared compares the declarations of operations with the required accesses: they write
+// every byte of an output and no other byte; they read all bytes that were set (if all is
+// true) and no other byte.
 func (s *recorder) declared(r *rig, all bool) {
 	r.Helper()
 	s.mu.Lock()
@@ -86,7 +86,8 @@ func (s *recorder) declared(r *rig, all bool) {
 	}
 }
 
-// within is the range's place in the buffer, or false if it lies elsewhere.
+// within returns the range's position in the buffer; ok is false if the range is outside
+// the buffer.
 func (b *buffer) within(v device.Range) (from, to int, ok bool) {
 	whole := b.device.Range(0, int64(len(b.before)))
 	if v.Bytes == 0 || v.End() <= whole.Addr || v.Addr >= whole.End() {
@@ -96,7 +97,7 @@ func (b *buffer) within(v device.Range) (from, to int, ok bool) {
 	return from, int(min(v.End(), whole.End()) - whole.Addr), true
 }
 
-// covered has 1 for the buffer's bytes that are in one of the ranges, else 0.
+// covered returns 1 for each byte of the buffer inside one of the ranges, else 0.
 func (b *buffer) covered(ranges []device.Range) []byte {
 	c := make([]byte, len(b.before))
 	for _, v := range ranges {

@@ -13,14 +13,14 @@ import (
 	"github.com/moeserve/moeserve/kernels/philox"
 )
 
-// guard is how many poisoned bytes stand before and behind every buffer.
+// guard is the number of poisoned bytes before and after every buffer.
 const guard = 256
 
-// poison is every byte of what was never set: NaN as float32 and bfloat16 and
-// float16, -1 as an integer.
+// poison is the value of every unset byte: NaN as float32, bfloat16 and float16, -1 as an
+// integer.
 const poison = 0xff
 
-// rig holds one operation's tensors, on the device and as they should be.
+// rig holds one operation's tensors, on the device and as expected.
 type rig struct {
 	*testing.T
 	o       Options
@@ -30,19 +30,19 @@ type rig struct {
 	act     kernels.DType
 	rand    *rand.Rand
 	buffers []*buffer
-	// recorder is the stream where that runs Go work, or nil.
+	// recorder is the stream if it runs Go work, else nil.
 	recorder *recorder
 }
 
-// buffer is an allocation on the device. before is its content before the
-// operation, after that afterwards; both have the guards.
+// buffer is an allocation on the device. before is its content before the operation, after
+// its content afterwards; both include the guards.
 type buffer struct {
 	name          string
 	device, host  device.Memory
 	before, after []byte
 	out           []byte // 1 for bytes that the operation must write, else 0; nil: none
 	dtype         kernels.DType
-	partly        bool // not all that is set need be read
+	partly        bool // the operation need not read everything that is set
 }
 
 // tensor is a kernels.Tensor in a buffer.
@@ -51,7 +51,7 @@ type tensor struct {
 	buffer *buffer
 }
 
-// run runs a case with buffers of its own, which it frees at the end.
+// run runs a case with its own buffers, which it frees at the end.
 func (r *rig) run(name string, body func(*rig)) {
 	r.Run(name, func(t *testing.T) {
 		c := *r
@@ -87,7 +87,7 @@ func (r *rig) buffer(name string, t kernels.DType, n int) *buffer {
 	return b
 }
 
-// dense returns a new tensor without gaps, of poison.
+// dense returns a new poisoned tensor without gaps.
 func (r *rig) dense(name string, t kernels.DType, shape ...int) tensor {
 	r.Helper()
 	x := kernels.New(0, t, shape...)
@@ -96,14 +96,14 @@ func (r *rig) dense(name string, t kernels.DType, shape ...int) tensor {
 	return tensor{x, b}
 }
 
-// gaps returns a new tensor of poison with gaps between its rows (elements of the
-// first dimension), and a start that is not the allocation's.
+// gaps returns a new poisoned tensor with gaps between its rows (elements of the first
+// dimension) and a start that differs from the allocation's.
 func (r *rig) gaps(name string, t kernels.DType, shape ...int) tensor {
 	r.Helper()
 	return r.between(16, 32, name, t, shape...)
 }
 
-// between is gaps with so many elements before and behind each row.
+// between is gaps with the given numbers of elements before and after each row.
 func (r *rig) between(before, behind int, name string, t kernels.DType, shape ...int) tensor {
 	r.Helper()
 	inner := 1
@@ -118,7 +118,7 @@ func (r *rig) between(before, behind int, name string, t kernels.DType, shape ..
 	return x
 }
 
-// rows returns a new tensor with gaps or without, as gap says.
+// rows returns a new tensor, with gaps if gap is set.
 func (r *rig) rows(gap bool, name string, t kernels.DType, shape ...int) tensor {
 	r.Helper()
 	if gap {
@@ -127,7 +127,7 @@ func (r *rig) rows(gap bool, name string, t kernels.DType, shape ...int) tensor 
 	return r.dense(name, t, shape...)
 }
 
-// offset is the place of an element in the buffer, in bytes.
+// offset returns the position of an element in the buffer, in bytes.
 func (t tensor) offset(index ...int) int {
 	n := int(t.Addr - t.buffer.device.Range(0, 0).Addr)
 	for i, j := range index {
@@ -151,16 +151,16 @@ func (t tensor) each(f func(index ...int)) {
 	walk(nil)
 }
 
-// in is one row of the last dimension in data.
+// in returns one row of the last dimension in data.
 func (t tensor) in(data []byte, index ...int) []byte {
 	at := t.offset(index...)
 	return data[at:][:t.Shape[t.Rank-1]*t.DType.Size()]
 }
 
-// row decodes one row of the last dimension as it is before the operation.
+// row decodes one row of the last dimension before the operation.
 func (t tensor) row(index ...int) []float64 { return t.decode(t.in(t.buffer.before, index...)) }
 
-// got decodes one row of the last dimension as it is afterwards.
+// got decodes one row of the last dimension after the operation.
 func (t tensor) got(index ...int) []float64 { return t.decode(t.in(t.buffer.after, index...)) }
 
 func (t tensor) decode(b []byte) []float64 {
@@ -222,7 +222,7 @@ func (r *rig) normal(t tensor, mean, deviation float64) tensor {
 	return t.set(func(int) float64 { return mean + deviation*r.rand.NormFloat64() })
 }
 
-// weights returns a weight matrix whose products keep the size of their inputs.
+// weights returns a weight matrix whose GEMMs keep the magnitude of their inputs.
 func (r *rig) weights(name string, t kernels.DType, rows, columns int) tensor {
 	r.Helper()
 	w := r.dense(name, t, rows, columns)
@@ -230,12 +230,12 @@ func (r *rig) weights(name string, t kernels.DType, rows, columns int) tensor {
 	return w
 }
 
-// all is all of a dense tensor, before the operation.
+// all returns the bytes of a dense tensor before the operation.
 func (t tensor) all() []byte { return t.buffer.before[t.offset():][:t.Bytes()] }
 
-// fillWeights fills dst with random weights of deviation near 1/sqrt(columns):
-// full mantissas where there are few, integers times a power of two (which are
-// fast to make) where there are many.
+// fillWeights fills dst with random weights of deviation near 1/sqrt(columns): small
+// matrices get full mantissas, large ones integers times a power of two, which are fast to
+// generate.
 func (r *rig) fillWeights(dst []byte, t kernels.DType, columns int) {
 	n := len(dst) / t.Size()
 	if n > 1<<20 {
@@ -265,7 +265,7 @@ func (r *rig) words(name string, values ...uint64) tensor {
 	return t
 }
 
-// writes says that the operation must write all of t.
+// writes declares that the operation must write all of t.
 func (t tensor) writes() {
 	b := t.buffer
 	if b.out == nil {
@@ -277,9 +277,9 @@ func (t tensor) writes() {
 	})
 }
 
-// do uploads every buffer, runs the operations, brings everything back, and
-// checks that nothing changed but what writes was called for. Where operations
-// are Go work, it checks what they declare, too.
+// do uploads every buffer, runs the operations, downloads the buffers, and checks that
+// only the outputs declared by writes changed. If operations are Go work, do also checks
+// their declarations.
 func (r *rig) do(ops ...kernels.Op) {
 	r.Helper()
 	r.doPart(ops...)
@@ -288,7 +288,7 @@ func (r *rig) do(ops ...kernels.Op) {
 	}
 }
 
-// doPart is do for operations that need not read all that is set.
+// doPart is do for operations that need not read everything that is set.
 func (r *rig) doPart(ops ...kernels.Op) {
 	r.Helper()
 	if r.recorder != nil {
@@ -315,7 +315,7 @@ func (r *rig) doPart(ops ...kernels.Op) {
 	}
 }
 
-// report hands the content of an output to who asked for it.
+// report passes the content of an output to Options.Output.
 func (b *buffer) report(r *rig) {
 	if b.out != nil && r.o.Output != nil {
 		r.o.Output(r.Name(), b.name, b.after)
@@ -361,8 +361,8 @@ func (r *rig) must(err error) {
 	}
 }
 
-// tolerance is the largest error of a row, as a fraction of its norm. Backends
-// with 16-bit activations may sum in units that keep a little less than float32.
+// tolerance is the maximum error of a row, relative to its norm. Backends with 16-bit
+// activations may accumulate with slightly less precision than float32.
 func (r *rig) tolerance(t kernels.DType) float64 {
 	switch {
 	case t != kernels.F32:
@@ -373,14 +373,14 @@ func (r *rig) tolerance(t kernels.DType) float64 {
 	return 1e-5
 }
 
-// near checks a row of t against what it should be.
+// near compares a row of t with the expected values.
 func (r *rig) near(t tensor, want []float64, index ...int) {
 	r.Helper()
 	r.close(t, t.got(index...), want, 0, index...)
 }
 
-// close checks elements of a row of t. Where sums cancel, a row is judged as if
-// its elements had at least the size of usual.
+// close compares elements of a row of t. Where sums cancel, the error is measured as if
+// the elements had at least the magnitude usual.
 func (r *rig) close(t tensor, got, want []float64, usual float64, index ...int) {
 	r.Helper()
 	var off, norm float64
@@ -413,9 +413,9 @@ func (r *rig) exact(t tensor, want []float64, index ...int) {
 	}
 }
 
-// invariant checks, where the options ask for it, that rows of out that an
-// operation wrote come out the same when it is given these rows alone: op returns
-// the operation on rows [from, to), with out as its output.
+// invariant checks, if BatchInvariant is set, that the rows of out have the same bits if
+// the operation gets only these rows. op returns the operation on rows [from, to), with
+// out as its output.
 func (r *rig) invariant(out tensor, op func(r *rig, from, to int, out kernels.Tensor) kernels.Op) {
 	r.Helper()
 	n := out.Shape[0]
@@ -436,7 +436,7 @@ func (r *rig) invariant(out tensor, op func(r *rig, from, to int, out kernels.Te
 	}
 }
 
-// alike checks that t has the same bits as in want.
+// alike checks that t has the same bits as want.
 func (r *rig) alike(t tensor, want []byte, what string) {
 	r.Helper()
 	t.each(func(index ...int) {

@@ -7,7 +7,7 @@ import (
 	"github.com/moeserve/moeserve/kernels"
 )
 
-// rowCounts are the ragged numbers of rows that most operations are tried with.
+// rowCounts are the ragged numbers of rows at which most operations are tested.
 var rowCounts = []int{1, 2, 7, 33}
 
 // optional is a tensor, or none.
@@ -190,7 +190,7 @@ func (r *rig) rotations(places, d int) tensor {
 	})
 }
 
-// rotated is x rotated by a row of the table.
+// rotated returns x rotated by one row of the table.
 func rotated(x, angles []float64) []float64 {
 	half := len(x) / 2
 	want := make([]float64, len(x))

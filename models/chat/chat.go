@@ -16,12 +16,12 @@ import (
 // chats, or its template was not published with it.
 var ErrNoTemplate = errors.New("no chat template")
 
-// ErrLimit is wrapped by Render's error for a template that takes more time, depth or output than any chat needs.
+// ErrLimit is wrapped by Render's error if the template exceeds a limit on time, depth or output.
 var ErrLimit = errors.New("chat template exceeds its limits")
 
-// RaisedError is what Render returns, wrapped, when the template itself refuses the messages with raise_exception.
+// RaisedError is wrapped by Render's error if the template rejects the messages with raise_exception.
 type RaisedError struct {
-	Message string // the template's own words
+	Message string // the message that the template passed to raise_exception
 }
 
 // Error implements error.
@@ -31,25 +31,25 @@ func (e *RaisedError) Error() string {
 
 // Message is one turn of a chat.
 type Message struct {
-	Role    string // "system", "user", "assistant", "tool", as the template expects them
+	Role    string // "system", "user", "assistant" or "tool", as the template expects
 	Content string
 
-	// Extra is a JSON object whose members the template sees beside role and content, in their order: tool_calls, name,
-	// reasoning_content. A member named role or content takes the place of the field; content may so be a list of
-	// parts. Nil for none.
+	// Extra is a JSON object whose members the template sees beside role and content, in their order, such as
+	// tool_calls, name and reasoning_content. A member named role or content overrides the field, so content may be a
+	// list of parts. Nil means no extra members.
 	Extra json.RawMessage
 }
 
-// Options says how a chat is rendered.
+// Options are the options of one rendering.
 type Options struct {
-	// AddGenerationPrompt ends the text with what the model answers to: the start of the assistant's turn.
+	// AddGenerationPrompt appends the header of the assistant's turn, so that the model generates the reply.
 	AddGenerationPrompt bool
 
-	// Tools is a JSON array of tool descriptions, passed to the template as it is. Nil or null for none.
+	// Tools is a JSON array of tool descriptions, passed to the template unchanged. Nil or null means no tools.
 	Tools json.RawMessage
 
-	// Name picks one of several templates. Empty: "tool_use" if there are tools and a template of that name, else
-	// "default".
+	// Name selects one of several templates. Empty selects "tool_use" if there are tools and a template of that name,
+	// else "default".
 	Name string
 
 	// Extra holds further variables of the template, such as enable_thinking: JSON-like values (nil, bool, numbers,
@@ -63,7 +63,7 @@ type Options struct {
 // Template holds the chat templates of one checkpoint. It is immutable and safe for concurrent use.
 type Template struct {
 	named  map[string]*program
-	tokens map[string]any // special tokens by their variable: bos_token, eos_token, ...
+	tokens map[string]any // special tokens by variable name: bos_token, eos_token, ...
 }
 
 const (
@@ -77,14 +77,14 @@ const (
 	templateExtension = ".jinja"
 )
 
-// tokenVariables are the special tokens that templates see, as transformers passes them.
+// tokenVariables are the variables of the special tokens that templates see, as in transformers.
 var tokenVariables = []string{
 	"bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token",
 }
 
-// Load reads the chat templates of the checkpoint whose files these are: chat_template.jinja and
-// additional_chat_templates/*.jinja where they are, else the chat_template of tokenizer_config.json. name stands for the
-// checkpoint in errors. Without any template, the error wraps ErrNoTemplate.
+// Load reads the chat templates of a checkpoint from files: chat_template.jinja and additional_chat_templates/*.jinja if
+// they exist, else the chat_template of tokenizer_config.json. name identifies the checkpoint in errors. Without any
+// template, the error wraps ErrNoTemplate.
 func Load(files fs.FS, name string) (*Template, error) {
 	config, err := readFile(files, name, tokenizerConfig, maxConfigBytes)
 	if err != nil && !errors.Is(err, fs.ErrNotExist) {
@@ -124,7 +124,7 @@ func newTemplate(sources map[string]string, tokens map[string]any) (*Template, e
 	return t, nil
 }
 
-// Names returns the names of the templates in order; a single one is called "default".
+// Names returns the sorted names of the templates. A single template is called "default".
 func (t *Template) Names() []string {
 	names := make([]string, 0, len(t.named))
 	for name := range t.named {
@@ -134,8 +134,8 @@ func (t *Template) Names() []string {
 	return names
 }
 
-// Render returns the prompt text of messages. The error wraps a RaisedError if the template refuses the messages and
-// ErrLimit if it does not come to an end; it is one line.
+// Render returns the prompt text of messages. The error wraps a RaisedError if the template rejects the messages, and
+// ErrLimit if the rendering exceeds its limits. Its message is one line.
 func (t *Template) Render(messages []Message, opts Options) (string, error) {
 	vars, err := t.variables(messages, &opts)
 	if err != nil {
@@ -170,7 +170,7 @@ func (t *Template) pick(name string, tools bool) (*program, error) {
 	return p, nil
 }
 
-// variables builds what the template sees. Everything is made anew for each call: gonja writes into its input.
+// variables builds the template's variables. Each call makes new values, because gonja writes into its input.
 func (t *Template) variables(messages []Message, opts *Options) (map[string]any, error) {
 	vars := map[string]any{"add_generation_prompt": opts.AddGenerationPrompt, "tools": nil, "documents": nil}
 	for name, token := range t.tokens {
@@ -217,7 +217,7 @@ func (t *Template) variables(messages []Message, opts *Options) (map[string]any,
 	return vars, nil
 }
 
-// readFile reads a file of a checkpoint called name, at most limit bytes.
+// readFile reads a file of at most limit bytes from the checkpoint called name.
 func readFile(files fs.FS, name, file string, limit int64) ([]byte, error) {
 	f, err := files.Open(file)
 	if err != nil {
@@ -231,7 +231,7 @@ func readFile(files fs.FS, name, file string, limit int64) ([]byte, error) {
 	return b, err
 }
 
-// templateFiles returns the templates that stand in files of their own, by name.
+// templateFiles returns, by name, the templates that have their own files.
 func templateFiles(files fs.FS, name string) (map[string]string, error) {
 	sources := map[string]string{}
 	b, err := readFile(files, name, templateFile, maxTemplateBytes)
@@ -262,7 +262,7 @@ func templateFiles(files fs.FS, name string) (map[string]string, error) {
 	return sources, nil
 }
 
-// parseConfig returns the templates and special tokens of a tokenizer_config.json; no bytes give none.
+// parseConfig returns the templates and special tokens of a tokenizer_config.json. Empty input returns none.
 func parseConfig(config []byte) (sources map[string]string, tokens map[string]any, err error) {
 	sources, tokens = map[string]string{}, map[string]any{}
 	if len(config) == 0 {

@@ -1,14 +1,13 @@
-// Package chat renders the chat template of a checkpoint: messages in, the prompt text that the model was trained on
-// out.
+// Package chat renders messages to prompt text with the chat template of a checkpoint.
 //
-// A template is Jinja2 text from chat_template.jinja or from the chat_template of tokenizer_config.json, rendered with
-// gonja in the environment that transformers gives its templates: trim_blocks and lstrip_blocks on, raise_exception,
-// strftime_now and an order-keeping tojson. Templates come with a model and are foreign input: they reach no file,
-// and the time they take and the text they write are bounded.
+// A template is Jinja2 text from chat_template.jinja or from the chat_template of tokenizer_config.json. Package gonja
+// renders it in the environment of transformers: trim_blocks and lstrip_blocks on, with raise_exception, strftime_now
+// and a tojson that keeps the order of keys. Templates come with a model and are untrusted input: they cannot access
+// files, and rendering time and output size are bounded.
 //
-// It is not a tokenizer: special tokens stand in the rendered text as they are written, and Encode of models/tokenizer
-// (without adding special tokens) turns them into ids. It does not decide what to do for a model without a template:
-// that is ErrNoTemplate.
+// The package is not a tokenizer: the rendered text contains special tokens as text, and Encode of models/tokenizer
+// (without adding special tokens) converts them to ids. For a model without a template it returns ErrNoTemplate; callers
+// choose what to do then.
 //
 // # Example
 //

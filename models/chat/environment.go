@@ -13,8 +13,9 @@ import (
 	"github.com/nikolalohinski/gonja/v2/exec"
 )
 
-// environment is what templates have at hand. Only what chat templates use is there: everything in it is bounded,
-// deterministic, and does as Jinja2 does. What changes a list or a dict is missing, as in transformers' sandbox.
+// environment holds the functions, filters, tests and methods that templates can use: only those that chat templates
+// need, all bounded, deterministic and consistent with Jinja2. As in transformers' sandbox, methods that modify a list
+// or a dict are missing.
 var environment = &exec.Environment{
 	Filters:           exec.NewFilterSet(filters()),
 	Tests:             exec.NewTestSet(tests()),
@@ -33,7 +34,7 @@ var environment = &exec.Environment{
 	},
 }
 
-// filters are all filters, each of which takes steps for what it goes over.
+// filters returns all filters. Each consumes budget steps in proportion to its input.
 func filters() map[string]exec.FilterFunction {
 	metered := map[string]exec.FilterFunction{}
 	for name, f := range allFilters() {
@@ -51,7 +52,7 @@ func filters() map[string]exec.FilterFunction {
 	return metered
 }
 
-// normalized turns a list of gonja's into a sequence.
+// normalized converts a gonja list to a sequence.
 func normalized(v *exec.Value) *exec.Value {
 	if _, ok := v.Interface().(sequence); ok || !v.IsList() {
 		return v
@@ -63,7 +64,7 @@ func normalized(v *exec.Value) *exec.Value {
 	return exec.AsValue(out)
 }
 
-// argument returns the argument at position i or of the given name.
+// argument returns the argument at position i or with the given name.
 func argument(args *exec.VarArgs, i int, name string) (*exec.Value, bool) {
 	if i >= 0 && i < len(args.Args) {
 		return args.Args[i], true
@@ -74,7 +75,7 @@ func argument(args *exec.VarArgs, i int, name string) (*exec.Value, bool) {
 
 func failed(format string, a ...any) *exec.Value { return exec.AsValue(fmt.Errorf(format, a...)) }
 
-// toJSON is transformers' tojson: json.dumps, with the order of keys kept and nothing escaped for HTML.
+// toJSON is transformers' tojson: json.dumps that keeps the order of keys and escapes nothing for HTML.
 func toJSON(_ *exec.Evaluator, in *exec.Value, args *exec.VarArgs) *exec.Value {
 	if in.IsError() {
 		return in
@@ -231,7 +232,7 @@ func replaceString(s string, args *exec.VarArgs, limit int) (string, error) {
 	return strings.Replace(s, from.String(), to.String(), count), nil
 }
 
-// maxRange bounds what range makes.
+// maxRange bounds the length of the result of range.
 const maxRange = 10_000
 
 func rangeOf(e *exec.Evaluator, args *exec.VarArgs) *exec.Value {
@@ -255,7 +256,7 @@ func rangeOf(e *exec.Evaluator, args *exec.VarArgs) *exec.Value {
 	if step == 0 {
 		return failed("range: the step is 0")
 	}
-	n := 0.0 // in floating point: the difference of two integers may not be one
+	n := 0.0 // floating point, because the difference of two integers may overflow
 	if step > 0 && start < stop || step < 0 && start > stop {
 		n = math.Ceil((float64(stop) - float64(start)) / float64(step))
 	}
@@ -285,7 +286,7 @@ func newNamespace(_ *exec.Evaluator, args *exec.VarArgs) *exec.Value {
 	return exec.AsValue(ns)
 }
 
-// dictOf makes a dict of its named arguments, by name: gonja does not tell their order.
+// dictOf makes a dict of its named arguments, sorted by name, because gonja does not preserve their order.
 func dictOf(_ *exec.Evaluator, args *exec.VarArgs) *exec.Value {
 	names := make([]string, 0, len(args.KwArgs))
 	for name := range args.KwArgs {
@@ -315,7 +316,7 @@ func strftimeNow(e *exec.Evaluator, args *exec.VarArgs) *exec.Value {
 	return exec.AsValue(strftime(budgetOf(e.Environment).now(), format.String()))
 }
 
-// strftime formats a time as C's strftime in its own locale; a directive that it does not know stays as it is.
+// strftime formats a time like C's strftime in the C locale. Unknown directives stay unchanged.
 func strftime(t time.Time, format string) string {
 	layouts := map[byte]string{
 		'Y': "2006", 'm': "01", 'd': "02", 'H': "15", 'I': "03", 'M': "04", 'S': "05", 'y': "06", 'B': "January", 'b': "Jan",
@@ -399,7 +400,8 @@ func dictMethod(f func(*exec.Dict) sequence) exec.Method[map[string]any] {
 	}
 }
 
-// stringMethods are Python's, as far as templates use them. gonja's differ from Python's in their defaults.
+// stringMethods are the Python string methods that templates use. gonja's versions differ from Python's in their
+// defaults.
 var stringMethods = map[string]exec.Method[string]{
 	"strip":        stripMethod(strings.TrimFunc),
 	"lstrip":       stripMethod(strings.TrimLeftFunc),
@@ -461,7 +463,7 @@ func withString(f func(s, a string) any) exec.Method[string] {
 	}
 }
 
-// affix is startswith or endswith: of one string or of any in a list.
+// affix implements startswith and endswith, for one string or for any string of a list.
 func affix(has func(s, affix string) bool) exec.Method[string] {
 	return func(s string, _ *exec.Value, args *exec.VarArgs) (any, error) {
 		a, ok := argument(args, 0, "")
@@ -501,7 +503,7 @@ func stripMethod(trim func(string, func(rune) bool) string) exec.Method[string] 
 	}
 }
 
-// splitMethod is Python's split and rsplit.
+// splitMethod implements Python's split and rsplit.
 func splitMethod(right bool) exec.Method[string] {
 	return func(s string, _ *exec.Value, args *exec.VarArgs) (any, error) {
 		limit := -1
@@ -604,7 +606,7 @@ func splitLines(s string, _ *exec.Value, args *exec.VarArgs) (any, error) {
 	return out, nil
 }
 
-// runeIndex turns a byte index into Python's, which counts characters.
+// runeIndex converts a byte index to Python's index, which counts characters.
 func runeIndex(s string, i int) int {
 	if i < 0 {
 		return -1

@@ -12,11 +12,11 @@ import (
 	"github.com/nikolalohinski/gonja/v2/exec"
 )
 
-// filter is a function that templates apply with |, in Jinja2's sense.
+// filter is a Jinja2 filter, which templates apply with |.
 type filter func(e *exec.Evaluator, in *exec.Value, args *exec.VarArgs) *exec.Value
 
-// allFilters are those that chat templates use and whose result is bounded by what goes in. gonja has
-// them too; its package builtins is not used as it brings much that no chat template needs.
+// allFilters are the filters that chat templates use and whose output size is bounded by their input. gonja has them
+// too, but its package builtins brings much that chat templates do not need.
 func allFilters() map[string]filter {
 	return map[string]filter{
 		"tojson": toJSON, "items": itemsOf, "list": listOf, "last": lastOf, "reverse": reversed, "join": joined,
@@ -52,7 +52,7 @@ func allFilters() map[string]filter {
 	}
 }
 
-// optionsOf returns the arguments with these names, given by position or by name; nil for those that are not given.
+// optionsOf returns the arguments with these names, passed by position or by name. An absent argument is nil.
 func optionsOf(args *exec.VarArgs, names []string) ([]*exec.Value, error) {
 	if len(args.Args) > len(names) {
 		return nil, fmt.Errorf("takes %d arguments at most, not %d", len(names), len(args.Args))
@@ -69,7 +69,7 @@ func optionsOf(args *exec.VarArgs, names []string) ([]*exec.Value, error) {
 	return out, nil
 }
 
-// withOptions makes a filter of a function of a value and its options.
+// withOptions makes a filter from a function of a value and its options.
 func withOptions(f func(in *exec.Value, o []*exec.Value) *exec.Value, names ...string) filter {
 	return func(_ *exec.Evaluator, in *exec.Value, args *exec.VarArgs) *exec.Value {
 		if in.IsError() {
@@ -83,12 +83,12 @@ func withOptions(f func(in *exec.Value, o []*exec.Value) *exec.Value, names ...s
 	}
 }
 
-// simple makes a filter without options.
+// simple makes a filter from a function without options.
 func simple(f func(in *exec.Value) *exec.Value) filter {
 	return withOptions(func(in *exec.Value, _ []*exec.Value) *exec.Value { return f(in) })
 }
 
-// onText makes a filter of a function of texts. Nothing is the empty text.
+// onText makes a filter from a function on strings. None becomes the empty string.
 func onText(f func(s string) string) filter {
 	return simple(func(in *exec.Value) *exec.Value {
 		if in.IsNil() {
@@ -98,7 +98,7 @@ func onText(f func(s string) string) filter {
 	})
 }
 
-// onItems makes a filter of a function of a list's items, a dict's keys or a text's characters.
+// onItems makes a filter from a function on a list's items, a dict's keys or a string's characters.
 func onItems(f func(items []*exec.Value, o []*exec.Value) *exec.Value, names ...string) filter {
 	return withOptions(func(in *exec.Value, o []*exec.Value) *exec.Value { return f(itemsIn(in), o) }, names...)
 }
@@ -120,10 +120,10 @@ func valuesOf(items []*exec.Value) *exec.Value {
 	return exec.AsValue(out)
 }
 
-// isTrue says whether an option is given and true.
+// isTrue reports whether an option is given and true.
 func isTrue(o *exec.Value) bool { return o != nil && o.IsTrue() }
 
-// isGiven says whether an option is given and not none.
+// isGiven reports whether an option is given and not none.
 func isGiven(o *exec.Value) bool { return o != nil && !o.IsNil() }
 
 func absolute(in *exec.Value) *exec.Value {
@@ -164,7 +164,7 @@ func defaulted(_ *exec.Evaluator, in *exec.Value, args *exec.VarArgs) *exec.Valu
 	return in
 }
 
-// otherwise is the option, or v where it is not given.
+// otherwise returns the option, or v if the option is absent.
 func otherwise(o *exec.Value, v any) *exec.Value {
 	if o != nil {
 		return o
@@ -231,7 +231,7 @@ func rounded(in *exec.Value, o []*exec.Value) *exec.Value {
 		return failed("round: method %q is not common, floor or ceil", oneLine(method))
 	case precision < 0:
 		v = math.RoundToEven(v*factor) / factor
-	default: // as Python: of the exact decimal value, half to even
+	default: // as in Python: rounds the exact decimal value, half to even
 		v, _ = strconv.ParseFloat(strconv.FormatFloat(v, 'f', min(precision, maxDecimals), 64), 64)
 	}
 	if in.IsInteger() && method == "common" {
@@ -240,7 +240,7 @@ func rounded(in *exec.Value, o []*exec.Value) *exec.Value {
 	return exec.AsValue(v)
 }
 
-// maxDecimals is more than a float has.
+// maxDecimals exceeds the number of decimals of any float64.
 const maxDecimals = 400
 
 func trimmed(in *exec.Value, o []*exec.Value) *exec.Value {
@@ -253,8 +253,8 @@ func trimmed(in *exec.Value, o []*exec.Value) *exec.Value {
 	return exec.AsValue(strings.TrimSpace(in.String()))
 }
 
-// titleWords begins words with capitals. To the filter, unlike to Python's str.title, a word ends at a space, a dash
-// or an opening bracket, and not at an apostrophe.
+// titleWords capitalizes words. Unlike in Python's str.title, a word ends at a space, a dash or an opening bracket, and
+// not at an apostrophe.
 func titleWords(s string) string {
 	var b strings.Builder
 	for s != "" {
@@ -275,7 +275,7 @@ func firstOf(items []*exec.Value, _ []*exec.Value) *exec.Value {
 	return items[0]
 }
 
-// attributeOf follows a path such as "function.name" or "0.id" from v; nothing where it leads nowhere.
+// attributeOf follows a path such as "function.name" or "0.id" from v, and returns none if the path does not exist.
 func attributeOf(v, path *exec.Value) *exec.Value {
 	if !isGiven(path) {
 		return v
@@ -294,7 +294,7 @@ func attributeOf(v, path *exec.Value) *exec.Value {
 	return v
 }
 
-// compare orders numbers by size and texts by their characters, of either case unless asked otherwise; nothing comes
+// compare orders numbers by value and strings by characters, ignoring case unless caseSensitive is set. None sorts
 // first. Other values have no order.
 func compare(a, b *exec.Value, caseSensitive bool) (int, error) {
 	switch {
@@ -321,7 +321,7 @@ func presence(v *exec.Value) int {
 	return 1
 }
 
-// extreme finds the largest item (sign 1) or the smallest (-1).
+// extreme returns a function that finds the maximum (sign 1) or minimum (sign -1) of a list.
 func extreme(sign int) func(items []*exec.Value, o []*exec.Value) *exec.Value {
 	return func(items []*exec.Value, o []*exec.Value) *exec.Value {
 		best := exec.AsValue("")
@@ -372,7 +372,7 @@ func sorted(items []*exec.Value, o []*exec.Value) *exec.Value {
 func sumOf(items []*exec.Value, o []*exec.Value) *exec.Value {
 	sum, whole := 0.0, true
 	if isGiven(o[1]) {
-		items = append(slices.Clone(items), nil) // the start has no attributes
+		items = append(slices.Clone(items), nil) // the start value has no attributes
 	}
 	for _, v := range items {
 		if v == nil {
@@ -418,7 +418,7 @@ func distinct(items []*exec.Value, o []*exec.Value) *exec.Value {
 	return valuesOf(kept)
 }
 
-// mapped applies a filter to each item, or takes an attribute of each.
+// mapped applies a filter to each item, or reads an attribute of each.
 func mapped(e *exec.Evaluator, in *exec.Value, args *exec.VarArgs) *exec.Value {
 	if in.IsError() {
 		return in
@@ -448,7 +448,8 @@ func mapped(e *exec.Evaluator, in *exec.Value, args *exec.VarArgs) *exec.Value {
 	return valuesOf(items)
 }
 
-// rest are the arguments behind the first n. They are copies: some functions of gonja take arguments away.
+// rest returns copies of the arguments after the first n. Copies are needed because some functions of gonja remove
+// arguments.
 func rest(args *exec.VarArgs, n int) *exec.VarArgs {
 	out := exec.NewVarArgs()
 	if n < len(args.Args) {
@@ -460,7 +461,7 @@ func rest(args *exec.VarArgs, n int) *exec.VarArgs {
 	return out
 }
 
-// passes says whether v passes the test that stands at position i of the arguments; without one, whether it is true.
+// passes reports whether v passes the test named by argument i. Without that argument, it reports whether v is true.
 func passes(e *exec.Evaluator, v *exec.Value, args *exec.VarArgs, i int) (bool, error) {
 	if i < len(args.Args) {
 		v = e.ExecuteTestByName(args.Args[i].String(), v, rest(args, i+1))
@@ -471,7 +472,7 @@ func passes(e *exec.Evaluator, v *exec.Value, args *exec.VarArgs, i int) (bool, 
 	return v.IsTrue(), nil
 }
 
-// keep are the items for which ok is want.
+// keep returns the items for which ok returns want.
 func keep(in *exec.Value, want bool, ok func(v *exec.Value) (bool, error)) *exec.Value {
 	if in.IsError() {
 		return in
@@ -489,14 +490,14 @@ func keep(in *exec.Value, want bool, ok func(v *exec.Value) (bool, error)) *exec
 	return valuesOf(kept)
 }
 
-// selected keeps the items that pass a test, or those that do not.
+// selected keeps the items that pass a test (want true) or fail it (want false).
 func selected(want bool) filter {
 	return func(e *exec.Evaluator, in *exec.Value, args *exec.VarArgs) *exec.Value {
 		return keep(in, want, func(v *exec.Value) (bool, error) { return passes(e, v, args, 0) })
 	}
 }
 
-// selectedBy keeps the items with an attribute that passes a test, or those where it does not.
+// selectedBy keeps the items with an attribute that passes a test (want true) or fails it (want false).
 func selectedBy(want bool) filter {
 	return func(e *exec.Evaluator, in *exec.Value, args *exec.VarArgs) *exec.Value {
 		if len(args.Args) == 0 {

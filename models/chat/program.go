@@ -14,27 +14,27 @@ import (
 	"github.com/nikolalohinski/gonja/v2/tokens"
 )
 
-// Limits of one template and of one rendering of it. Published templates stay below a hundredth of each.
+// Limits of one template and of one rendering. Published templates use less than a hundredth of each limit.
 const (
-	maxExpressionTokens = 1000             // in one {{ }} or {% %}
+	maxExpressionTokens = 1000             // inside one {{ }} or {% %}
 	maxBracketDepth     = 50               // nested ( [ {
 	maxBlockDepth       = 100              // nested blocks
-	maxFactor           = 1 << 12          // product of all numbers that the template multiplies by
+	maxFactor           = 1 << 12          // product of all numbers by which the template multiplies
 	maxSteps            = 1 << 19          // statements, loop items, calls and writes
 	maxMacroDepth       = 50               // macros within macros
-	maxValueBytes       = 4 << 20          // one variable, above the size of the input
-	maxOutputBytes      = 32 << 20         // all that is written, also to be captured
+	maxValueBytes       = 4 << 20          // one variable, in addition to the size of the input
+	maxOutputBytes      = 32 << 20         // all output, including captured output
 	maxRenderTime       = 5 * time.Second  // one rendering
 	maxMessage          = 400              // bytes of an error's cause
 	programName         = "chat template"  // the only name that the loader knows
-	budgetVariable      = "\x00budget"     // where a rendering keeps its budget: no template can spell it
-	itemsVariable       = "\x00loop items" // where a loop finds its items
+	budgetVariable      = "\x00budget"     // variable that holds the rendering's budget; templates cannot spell its name
+	itemsVariable       = "\x00loop items" // variable that holds a loop's items
 )
 
 // program is a compiled template.
 type program struct{ template *exec.Template }
 
-// sourceOnly is the loader of a template that has no files: it knows the template itself.
+// sourceOnly is a loader that knows only the template itself and no files.
 type sourceOnly string
 
 // Read implements loaders.Loader.
@@ -51,7 +51,7 @@ func (s sourceOnly) Resolve(path string) (string, error) { return path, nil }
 // Inherit implements loaders.Loader.
 func (s sourceOnly) Inherit(string) (loaders.Loader, error) { return s, nil }
 
-// compile parses a template. gonja panics on some malformed ones.
+// compile parses a template. gonja panics on some malformed templates.
 func compile(text string) (p *program, err error) {
 	defer func() {
 		if r := recover(); r != nil {
@@ -61,7 +61,7 @@ func compile(text string) (p *program, err error) {
 	if len(text) > maxTemplateBytes {
 		return nil, fmt.Errorf("is larger than %d KiB", maxTemplateBytes>>10)
 	}
-	// As transformers sets them.
+	// The settings of transformers.
 	c := config.New()
 	c.TrimBlocks = true
 	c.LeftStripBlocks = true
@@ -75,7 +75,8 @@ func compile(text string) (p *program, err error) {
 	return &program{template: t}, nil
 }
 
-// inspect bounds what parsing and evaluating recurse into, and refuses multiplication that could make huge strings.
+// inspect bounds the recursion depth of parsing and evaluation, and rejects multiplications that could make huge
+// strings.
 func inspect(stream *tokens.Stream) error {
 	count, brackets, blocks, factor := 0, 0, 0, 1
 	for ; !stream.End(); stream.Next() {
@@ -121,15 +122,15 @@ func inspect(stream *tokens.Stream) error {
 	return nil
 }
 
-// budget is what one rendering may still spend, and why it had to stop. The reason is kept here because gonja drops
-// errors in some places, such as conditions of loops.
+// budget holds the remaining limits of one rendering and the error that stopped it. The error is kept here because gonja
+// drops errors in some places, such as loop conditions.
 type budget struct {
 	steps    int
 	bytes    int
 	depth    int // of macros
-	value    int // largest variable, in bytes
+	value    int // size of the largest variable, in bytes
 	deadline time.Time
-	now      func() time.Time // the clock that the template sees
+	now      func() time.Time // the clock of strftime_now
 	stopped  error            // ErrLimit or a RaisedError
 }
 
@@ -140,7 +141,7 @@ func (b *budget) stop(err error) error {
 	return b.stopped
 }
 
-// step takes n steps, or says why the rendering has to stop.
+// step consumes n steps, and returns an error if the rendering must stop.
 func (b *budget) step(n int) error {
 	if b.stopped != nil {
 		return b.stopped
@@ -160,7 +161,7 @@ func budgetOf(e *exec.Environment) *budget {
 	return b
 }
 
-// meter counts what is written.
+// meter counts the bytes written.
 type meter struct {
 	w io.Writer
 	b *budget
@@ -177,7 +178,7 @@ func (m *meter) Write(p []byte) (int, error) {
 	return m.w.Write(p)
 }
 
-// run renders the template with variables that it may write into.
+// run renders the template. It may modify vars.
 func (p *program) run(vars map[string]any, now func() time.Time) (text string, err error) {
 	b := &budget{deadline: time.Now().Add(maxRenderTime), now: now, value: maxValueBytes}
 	for _, v := range vars {
@@ -203,7 +204,7 @@ func (p *program) run(vars map[string]any, now func() time.Time) (text string, e
 	return out.String(), nil
 }
 
-// weigh returns about how many bytes a value takes, and an error for one that is nested too deep.
+// weigh returns the approximate size of a value in bytes, or an error if the value is nested too deep.
 func weigh(v *exec.Value, depth int) (int, error) {
 	if depth > 2*maxJSONDepth {
 		return 0, errors.New("a value is nested too deep")
@@ -241,7 +242,7 @@ func weigh(v *exec.Value, depth int) (int, error) {
 	return 8, nil
 }
 
-// cause returns the innermost message of an error on one line. gonja wraps an error once for each node above it.
+// cause returns the innermost message of an error, on one line. gonja wraps an error once for each enclosing node.
 func cause(err error) string {
 	for range 10 * maxExpressionTokens {
 		var next error

@@ -12,8 +12,8 @@ import (
 	"github.com/nikolalohinski/gonja/v2/tokens"
 )
 
-// controlStructures are the statements that templates have: those of transformers' environment that need no other
-// file. Each takes a step of the budget; set and the bodies of macros are ours, since gonja's know no bounds.
+// controlStructures are the supported statements: those of transformers' environment that need no other file. Each
+// consumes a step of the budget. set and macro bodies are implemented here because gonja's versions have no bounds.
 var controlStructures = exec.NewControlStructureSet(map[string]parser.ControlStructureParser{
 	"if":         stepped("if"),
 	"for":        parseFor,
@@ -35,7 +35,7 @@ func libraryParser(name string) parser.ControlStructureParser {
 	return parse
 }
 
-// step is a statement of gonja's that takes a step when it runs.
+// step wraps a gonja statement so that each execution consumes one step of the budget.
 type step struct{ exec.ControlStructure }
 
 // Execute implements exec.ControlStructure.
@@ -61,7 +61,7 @@ func stepped(name string) parser.ControlStructureParser {
 	}
 }
 
-// loop is gonja's for over items that are counted first.
+// loop is gonja's for statement; the budget counts its items before it runs.
 type loop struct {
 	*statements.ForControlStructure
 }
@@ -114,7 +114,7 @@ func characters(s string) sequence {
 	return out
 }
 
-// macro is gonja's macro with a bounded depth and a metered body.
+// macro is gonja's macro with bounded depth and a metered body.
 type macro struct {
 	*statements.MacroControlStructure
 }
@@ -162,7 +162,7 @@ func (m macro) Execute(r *exec.Renderer, tag *nodes.ControlStructureBlock) error
 	return nil
 }
 
-// metered runs a body whose output is captured, and counts it.
+// metered runs a body whose output is captured, and counts that output.
 type metered struct{ body *nodes.Wrapper }
 
 // Position implements nodes.Node.
@@ -178,13 +178,12 @@ func (m metered) Execute(r *exec.Renderer, _ *nodes.ControlStructureBlock) error
 	return sub.ExecuteWrapper(m.body)
 }
 
-// assignment is {% set %}: of a variable, or of an attribute of a namespace. Nothing else can be written to, as in
-// transformers.
+// assignment is {% set %} of a variable or of a namespace attribute. As in transformers, nothing else can be assigned.
 type assignment struct {
 	at          *tokens.Token
 	name        string           // variable
-	object      nodes.Expression // namespace whose attribute name is, nil for a variable
-	value       nodes.Expression // nil: body
+	object      nodes.Expression // namespace whose attribute is set; nil for a variable
+	value       nodes.Expression // nil: the value is the body
 	condition   nodes.Expression // nil: none
 	alternative nodes.Expression
 	body        *nodes.Wrapper
@@ -321,7 +320,7 @@ func holdsNamespace(v *exec.Value) bool {
 	return false
 }
 
-// parseGeneration reads {% generation %}, which marks the assistant's words for training and prints its body.
+// parseGeneration parses {% generation %}, which marks the assistant's text for training, and prints its body.
 func parseGeneration(p, _ *parser.Parser) (nodes.ControlStructure, error) {
 	body, _, err := p.WrapUntil("endgeneration")
 	if err != nil {

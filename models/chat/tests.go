@@ -7,7 +7,7 @@ import (
 	"github.com/nikolalohinski/gonja/v2/exec"
 )
 
-// tests are what templates ask with "is".
+// tests are the Jinja2 tests, which templates call with "is".
 func tests() map[string]exec.TestFunction {
 	equal := with(func(v, to *exec.Value) (bool, error) { return v.EqualValueTo(to), nil })
 	differs := with(func(v, to *exec.Value) (bool, error) { return !v.EqualValueTo(to), nil })
@@ -47,14 +47,14 @@ func tests() map[string]exec.TestFunction {
 	}
 }
 
-// is makes a test of a property.
+// is makes a test from a predicate on the value.
 func is(f func(*exec.Value) bool) exec.TestFunction {
 	return func(_ *exec.Context, v *exec.Value, args *exec.VarArgs) (bool, error) {
 		return f(v), arguments(args, 0)
 	}
 }
 
-// with makes a test of a value and another.
+// with makes a test from a predicate on the value and one argument.
 func with(f func(v, other *exec.Value) (bool, error)) exec.TestFunction {
 	return func(_ *exec.Context, v *exec.Value, args *exec.VarArgs) (bool, error) {
 		if err := arguments(args, 1); err != nil {
@@ -64,7 +64,7 @@ func with(f func(v, other *exec.Value) (bool, error)) exec.TestFunction {
 	}
 }
 
-// ordered makes a test of how a value compares with another; what has no order is an error.
+// ordered makes a test from a comparison of the value with one argument. Values without an order are an error.
 func ordered(holds func(order int) bool) exec.TestFunction {
 	return with(func(v, to *exec.Value) (bool, error) {
 		if v.IsNil() || to.IsNil() {

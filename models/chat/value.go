@@ -18,8 +18,7 @@ import (
 // Templates see JSON values as nil, bool, int, float64, string, sequence and *exec.Dict. A Dict keeps the order of its
 // keys, which a Go map would lose.
 
-// sequence is a list that templates may index from its end as Python does; gonja's own lists lack their first element
-// there.
+// sequence is a list that supports Python's negative indices, which fail on the first element of gonja's own lists.
 type sequence []any
 
 // GetItem implements exec.ItemGetter.
@@ -37,7 +36,7 @@ func (s sequence) GetItem(key any) (*exec.Value, bool) {
 	return exec.ToValue(s[i]), true
 }
 
-// namespace is the one kind of value that a template may write to.
+// namespace is the only kind of value whose attributes a template may set.
 type namespace struct{ fields map[string]any }
 
 // GetAttribute implements exec.AttributeGetter.
@@ -46,12 +45,12 @@ func (n *namespace) GetAttribute(name string) (*exec.Value, bool) {
 	return exec.ToValue(v), ok
 }
 
-// String keeps a namespace from being printed with its contents, which may hold it.
+// String omits the contents of a namespace, which may contain the namespace itself.
 func (n *namespace) String() string { return "<namespace>" }
 
 func newDict() *exec.Dict { return exec.NewDict() }
 
-// set gives a key its value, in the key's place if it is there.
+// set assigns a value to a key. An existing key keeps its position.
 func set(d *exec.Dict, key string, v any) {
 	for _, p := range d.Pairs {
 		if p.Key.String() == key {
@@ -67,7 +66,7 @@ func asDict(v any) (*exec.Dict, bool) {
 	return d, ok
 }
 
-// clone copies a value of a Template, which renders may not share.
+// clone copies a value of a Template, because renderings must not share it.
 func clone(v any) any {
 	switch v := v.(type) {
 	case sequence:
@@ -86,7 +85,7 @@ func clone(v any) any {
 	return v
 }
 
-// maxJSONDepth bounds the nesting of values, which are walked recursively.
+// maxJSONDepth bounds the nesting of values, because functions walk them recursively.
 const maxJSONDepth = 64
 
 // decodeJSON reads one JSON value, keeping the order of object keys.
@@ -152,7 +151,7 @@ func decodeValue(d *json.Decoder, depth int) (any, error) {
 	}
 }
 
-// number returns an int where the text is one that fits, else a float64.
+// number returns an int if n is an integer that fits, else a float64.
 func number(n json.Number) any {
 	if i, err := strconv.Atoi(n.String()); err == nil {
 		return i
@@ -161,7 +160,7 @@ func number(n json.Number) any {
 	return f
 }
 
-// fromGo turns a value of Options.Extra into one that templates see, by way of JSON.
+// fromGo converts a value of Options.Extra, through JSON, to the types that templates see.
 func fromGo(v any) (any, error) {
 	b, ok := v.(json.RawMessage)
 	if !ok {
@@ -173,7 +172,7 @@ func fromGo(v any) (any, error) {
 	return decodeJSON(b)
 }
 
-// jsonStyle is how tojson writes, as Python's json.dumps.
+// jsonStyle holds the formatting options of tojson, which match those of Python's json.dumps.
 type jsonStyle struct {
 	ensureASCII bool
 	indent      string // "": one line

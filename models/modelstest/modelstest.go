@@ -10,11 +10,11 @@ import (
 // Kinds are the architectures: values of model_type.
 var Kinds = []string{"mixtral", "phimoe", "qwen2_moe", "qwen3_moe", "olmoe"}
 
-// Absent takes the field out, as a value of an edit.
+// Absent is the value in an edit that removes a field.
 type Absent struct{}
 
-// Config is the config.json of a small model of an architecture, in the older names, with
-// the fields of edit in place of its own.
+// Config returns the config.json of a small model of the given architecture, with the
+// older field names. The fields of edit replace its own.
 func Config(kind string, edit map[string]any) []byte {
 	m := map[string]any{
 		"model_type": kind, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -50,7 +50,8 @@ func Config(kind string, edit map[string]any) []byte {
 	return data
 }
 
-// DenseLayer is an edit that makes layer 1 dense, where the architecture can have such.
+// DenseLayer returns an edit that makes layer 1 dense, if the architecture supports dense
+// layers.
 func DenseLayer(kind string) map[string]any {
 	if kind == "qwen2_moe" || kind == "qwen3_moe" {
 		return map[string]any{"mlp_only_layers": []int{1}}
@@ -64,7 +65,7 @@ var LongRoPE = map[string]any{
 	"short_factor": []float64{1, 1, 1, 1, 1, 1, 1, 1}, "long_factor": []float64{1, 2, 3, 4, 5, 6, 7, 8},
 }
 
-// With is a copy of m with one field changed.
+// With returns a copy of m with one field changed.
 func With(m map[string]any, key string, value any) map[string]any {
 	c := maps.Clone(m)
 	c[key] = value

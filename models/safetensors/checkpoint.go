@@ -16,9 +16,9 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Checkpoint is an open checkpoint: the mappings of its shards, and the tensors
-// in them. Any number of goroutines may use it at once, except that Close must
-// come after all other use of it and of its tensors.
+// Checkpoint is an open checkpoint: the mappings of its shards and their tensors. It is
+// safe for concurrent use, except that Close must come after all other use of the
+// checkpoint and its tensors.
 type Checkpoint struct {
 	dir    string
 	shards []*shard
@@ -27,8 +27,8 @@ type Checkpoint struct {
 	bytes  int64
 }
 
-// shard is one mapped file, or one that lies in the caller's memory (file and
-// mapping are nil then). It owns mapping and file until close.
+// shard is a mapped file, or data in the caller's memory (with nil file and mapping). It
+// owns its mapping and file until close.
 type shard struct {
 	path     string
 	file     *os.File
@@ -39,9 +39,9 @@ type shard struct {
 	metadata map[string]string
 }
 
-// Open maps the checkpoint in directory dir and checks all of it that can be
-// checked without reading the weights. As in the reference implementation, a
-// model.safetensors is preferred to an index.
+// Open maps the checkpoint in directory dir and checks everything that does not require
+// reading the weights. As in the reference implementation, a model.safetensors takes
+// precedence over an index.
 //
 // Errors are of type *[FileError] and wrap [ErrNotFound], [ErrDamaged], or the
 // operating system's error.
@@ -96,7 +96,7 @@ func OpenFile(path string) (*Checkpoint, error) {
 	return c.open(path)
 }
 
-// open maps the files in the order given; on an error nothing stays mapped.
+// open maps the files in the order given. On an error it unmaps all of them.
 func (c *Checkpoint) open(paths ...string) (*Checkpoint, error) {
 	c.byName = map[string]Tensor{}
 	for _, path := range paths {
@@ -111,7 +111,7 @@ func (c *Checkpoint) open(paths ...string) (*Checkpoint, error) {
 	return c, nil
 }
 
-// add takes over s, whose bytes are data.
+// add takes ownership of s, whose bytes are data.
 func (c *Checkpoint) add(s *shard, data []byte) error {
 	c.shards = append(c.shards, s)
 	for _, e := range s.entries {
@@ -128,9 +128,9 @@ func (c *Checkpoint) add(s *shard, data []byte) error {
 	return nil
 }
 
-// Parse checks a safetensors file that lies in memory, as a checkpoint of its own.
-// name stands for the file in errors. data is not copied and must not change.
-// Errors are those of [Open].
+// Parse checks a safetensors file in memory and returns it as a checkpoint. name
+// identifies the file in errors. Parse does not copy data, which must not change. Errors
+// are those of [Open].
 func Parse(name string, data []byte) (*Checkpoint, error) {
 	s := &shard{path: name, size: int64(len(data))}
 	var err error
@@ -161,7 +161,8 @@ func (c *Checkpoint) checkIndex(weights map[string]string) error {
 	return nil
 }
 
-// notFound says what a directory holds instead of a safetensors checkpoint.
+// notFound returns an error that describes what dir holds instead of a safetensors
+// checkpoint.
 func notFound(dir string) error {
 	e := &FileError{File: dir, Err: ErrNotFound}
 	entries, err := os.ReadDir(dir)
@@ -202,8 +203,8 @@ func readCapped(path string) (text []byte, err error) {
 	return text, nil
 }
 
-// openShard opens, checks and maps one file. The header is read with pread, so
-// that a file truncated meanwhile is an error and no fault.
+// openShard opens, checks and maps one file. It reads the header with pread, so that a
+// concurrent truncation causes an error instead of a fault.
 func openShard(path string) (_ *shard, err error) {
 	f, err := os.Open(path)
 	if err != nil {
@@ -229,13 +230,13 @@ func openShard(path string) (_ *shard, err error) {
 	if err != nil {
 		return nil, NewFileError(path, fmt.Errorf("mmap %d bytes: %w", s.size, err))
 	}
-	// Advice only: a kernel that refuses it reads all the same.
+	// This is only advice: if the kernel rejects it, reads still work.
 	_ = unix.Madvise(s.mapping, unix.MADV_SEQUENTIAL)
 	return s, nil
 }
 
-// Close unmaps all shards. No tensor's Data may be touched afterwards. A second
-// Close does nothing.
+// Close unmaps all shards. Tensor data must not be accessed afterwards. A second Close
+// does nothing.
 func (c *Checkpoint) Close() error {
 	var errs []error
 	for _, s := range c.shards {
@@ -264,8 +265,8 @@ func (c *Checkpoint) Len() int { return len(c.names) }
 // Bytes returns the size of all tensors together, in bytes.
 func (c *Checkpoint) Bytes() int64 { return c.bytes }
 
-// Names returns all tensors in the order in which they lie in the files: by
-// shard name, then by offset. The slice is the caller's.
+// Names returns all tensors in file order: by shard name, then by offset. The caller owns
+// the slice.
 func (c *Checkpoint) Names() []string { return slices.Clone(c.names) }
 
 // Files returns the paths of the shards in the order of Names.
@@ -277,8 +278,8 @@ func (c *Checkpoint) Files() []string {
 	return files
 }
 
-// Metadata returns the __metadata__ of the file that is number i in Files; nil
-// where it has none. The map must not be changed.
+// Metadata returns the __metadata__ of file i of Files, or nil if the file has none. The
+// map must not be changed.
 func (c *Checkpoint) Metadata(i int) map[string]string { return c.shards[i].metadata }
 
 // Tensor returns the tensor called name.
@@ -287,9 +288,8 @@ func (c *Checkpoint) Tensor(name string) (Tensor, bool) {
 	return t, ok
 }
 
-// Diff compares the checkpoint with the names that a model needs. missing is in
-// want's order, unexpected in file order; a name that want gives twice counts
-// once.
+// Diff compares the checkpoint with the tensor names that a model needs. missing is in
+// want's order, unexpected in file order. A repeated name in want counts once.
 func (c *Checkpoint) Diff(want iter.Seq[string]) (missing, unexpected []string) {
 	wanted := map[string]bool{}
 	for name := range want {
@@ -309,8 +309,8 @@ func (c *Checkpoint) Diff(want iter.Seq[string]) (missing, unexpected []string) 
 	return missing, unexpected
 }
 
-// Verify reports whether a file was changed in place since Open: its size or
-// time of modification differs. The error wraps [ErrChanged].
+// Verify returns an error that wraps [ErrChanged] if the size or modification time of a
+// file has changed since Open.
 func (c *Checkpoint) Verify() error {
 	for _, s := range c.shards {
 		if err := s.verify(); err != nil {

@@ -1,14 +1,14 @@
 // Package safetensors reads Hugging Face checkpoints in the safetensors format.
 //
 // A checkpoint is a directory with either one model.safetensors or a
-// model.safetensors.index.json that names several shards. Open maps every shard
-// read-only and checks all of them before it returns; a [Tensor] is then a view
-// into a mapping, so nothing is copied and nothing lies on Go's heap but names
-// and shapes. Package write, below this one, writes checkpoints.
+// model.safetensors.index.json that names several shards. Open maps every shard read-only
+// and checks all of them before it returns. A [Tensor] is a view into a mapping: its data
+// is not copied, and the Go heap holds only names and shapes. Package write, below this
+// one, writes checkpoints.
 //
-// It is not a loader: it knows no architecture, converts no layout, and places
-// no weight. What a model needs and what a checkpoint has are compared by
-// [Checkpoint.Diff].
+// The package is not a loader: it has no knowledge of architectures, converts no layouts
+// and places no weights. [Checkpoint.Diff] compares the tensors that a model needs with
+// those of a checkpoint.
 //
 // # Invariants
 //
@@ -25,24 +25,23 @@
 //
 // # Files that change after Open
 //
-// Every tensor lies inside its file when Open returns. A file that another
-// process truncates later no longer backs its mapping, and touching the lost
-// pages raises SIGBUS. [Tensor.Read] and [Tensor.CopyTo] turn that fault into
-// [ErrChanged], so a loader that copies through them never crashes; code that
-// reads Tensor.Data directly, or hands it to C, has no such protection. A file
-// that is overwritten in place cannot be noticed while reading:
-// [Checkpoint.Verify] compares sizes and times with those at Open, and a loader
-// calls it once when all is copied. A file replaced by rename is harmless, as
-// the mapping keeps the old one alive.
+// Every tensor lies inside its file when Open returns. If another process truncates a file
+// later, the file no longer backs its mapping, and access to the lost pages raises SIGBUS.
+// [Tensor.Read] and [Tensor.CopyTo] convert that fault to [ErrChanged], so a loader that
+// copies through them never crashes. Code that reads Tensor.Data directly, or passes it to
+// C, has no such protection. Reads cannot detect a file that is overwritten in place:
+// [Checkpoint.Verify] compares sizes and modification times with those at Open, and a
+// loader calls it once after copying everything. Replacing a file by rename is harmless,
+// because the mapping keeps the old file alive.
 //
 // # Memory
 //
-// Mapped pages are file pages: they count in a process's resident size while
-// mapped, but are no anonymous memory and the kernel may drop them. A loader
-// that streams a checkpoint larger than memory goes through Names in order,
-// calls Prefetch on the tensor ahead and Release on the one behind, and so keeps
-// about two tensors resident. Release unmaps pages from this process only; the
-// page cache keeps them as long as it has room, so that a second start is fast.
+// Mapped pages are file pages: they count in a process's resident size while mapped, but
+// they are not anonymous memory and the kernel may drop them. A loader that streams a
+// checkpoint larger than memory iterates over Names in order, calls Prefetch on the next
+// tensor and Release on the previous one, and so keeps about two tensors resident. Release
+// unmaps pages from this process only; the page cache keeps them while it has room, so a
+// second start is fast.
 //
 // # Example
 //

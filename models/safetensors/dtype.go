@@ -10,9 +10,9 @@ import (
 // DType is the type of a tensor's elements. The zero value is not a type.
 type DType uint8
 
-// The types that the safetensors format defines. Only BF16, F16 and F32 are
-// usable as weights here; the others are read so that an unexpected one can be
-// named, and copied.
+// The types that the safetensors format defines. Only BF16, F16 and F32 are usable as
+// weights here. The others are parsed so that errors can name them and their data can be
+// copied.
 const (
 	Bool DType = iota + 1
 	F4
@@ -38,8 +38,8 @@ const (
 	U64
 )
 
-// dtypes holds, per DType, the name in a header and the size of one element in
-// bits. Its order is the format's own order of growing alignment.
+// dtypes holds, per DType, its name in headers and the element size in bits. It follows
+// the format's order of increasing alignment.
 var dtypes = [...]struct {
 	name string
 	bits int
@@ -108,8 +108,8 @@ func (d DType) Usable() bool { return d == BF16 || d == F16 || d == F32 }
 // align returns the alignment in bytes that reading an element needs.
 func (d DType) align() int { return max(1, d.Bits()/8) }
 
-// Bytes returns the bytes of a tensor of a shape, or an error where they do not fit an
-// int or are not a whole number.
+// Bytes returns the size in bytes of a tensor of the given shape, or an error if the size
+// overflows an int or is not a whole number of bytes.
 func (d DType) Bytes(shape []int) (int64, error) {
 	if !d.valid() {
 		return 0, errors.New("it has no dtype")

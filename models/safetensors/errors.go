@@ -11,18 +11,17 @@ import (
 var (
 	// ErrNotFound means that a directory holds no safetensors checkpoint.
 	ErrNotFound = errors.New("no safetensors checkpoint")
-	// ErrDamaged means that a file does not hold what the format or the index
-	// says it holds: downloading the checkpoint again is the cure.
+	// ErrDamaged means that a file's content does not match the format or the index. The
+	// remedy is to download the checkpoint again.
 	ErrDamaged = errors.New("damaged checkpoint")
 	// ErrChanged means that a file changed between Open and a read.
 	ErrChanged = errors.New("checkpoint changed while it was read")
-	// ErrMismatch means that a checkpoint's tensors are not those that the
-	// model needs.
+	// ErrMismatch means that a checkpoint's tensors are not those that the model needs.
 	ErrMismatch = errors.New("tensors do not match the model")
 )
 
-// FileError says what is wrong with one file of a checkpoint, and with which
-// tensor in it.
+// FileError describes an error in one file of a checkpoint and, if known, the tensor
+// concerned.
 type FileError struct {
 	File   string // path of the file
 	Tensor string // the tensor concerned, or ""
@@ -69,12 +68,12 @@ func NewFileError(file string, err error) error {
 	return &FileError{File: file, Reason: reason, Err: err}
 }
 
-// MismatchError lists the tensors that a model needs and a checkpoint lacks,
-// and those that it has beyond. A loader builds it from [Checkpoint.Diff].
+// MismatchError lists the tensors that a checkpoint lacks and those that the model does
+// not need. A loader builds it from [Checkpoint.Diff].
 type MismatchError struct {
 	Dir        string   // the checkpoint
-	Missing    []string // needed, not there
-	Unexpected []string // there, not needed
+	Missing    []string // needed but absent
+	Unexpected []string // present but not needed
 }
 
 // Error names the first few tensors of each list and counts the rest.

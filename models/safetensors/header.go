@@ -14,18 +14,18 @@ import (
 	"unicode/utf8"
 )
 
-// MaxHeaderBytes is the longest header that is read, in bytes. The reference
-// implementation has the same cap.
+// MaxHeaderBytes is the maximum length of a header, in bytes. The reference implementation
+// has the same limit.
 const MaxHeaderBytes = 100_000_000
 
 // prefixBytes is the length of the field that holds the header's length, a
 // little-endian uint64.
 const prefixBytes = 8
 
-// MetadataKey stands in a header beside the tensors, and is no name of one.
+// MetadataKey is a header key that names metadata instead of a tensor.
 const MetadataKey = "__metadata__"
 
-// entry is one tensor of a header. Offsets are in bytes from the file's start.
+// entry is one tensor of a header. Offsets are in bytes from the start of the file.
 type entry struct {
 	name       string
 	dtype      DType
@@ -33,9 +33,8 @@ type entry struct {
 	begin, end int64
 }
 
-// readHeader reads and checks the header of a file of size bytes. Entries come
-// back in the order of their data; those that are empty and lie at one offset
-// are ordered by name.
+// readHeader reads and checks the header of a file of size bytes. It returns entries in
+// the order of their data; empty entries at the same offset are ordered by name.
 func readHeader(file string, r io.ReaderAt, size int64) ([]entry, map[string]string, error) {
 	if size < prefixBytes {
 		return nil, nil, damaged(file, "", "%d bytes are too few for a safetensors file", size)

@@ -17,13 +17,13 @@ import (
 type Tensor struct {
 	Name  string
 	DType DType
-	// Shape has the dimensions, slowest first; it is empty for a scalar, and a
-	// dimension may be 0. It must not be changed.
+	// Shape lists the dimensions, slowest first. It is empty for a scalar, and a dimension
+	// may be 0. It must not be changed.
 	Shape []int
-	// Data holds the elements in row-major order, little-endian, without
-	// padding. It lies in a read-only mapping: writing to it faults. It starts
-	// where the file put it, which old writers did not make a multiple of the
-	// element's size: check Aligned before reading it as anything but bytes.
+	// Data holds the elements in row-major order, little-endian, without padding. It is in
+	// a read-only mapping: writing to it faults. Files by old writers may start it at an
+	// offset that is not a multiple of the element size: check Aligned before accessing
+	// Data as anything but bytes.
 	Data []byte
 	File string // path of the file that Data is in
 
@@ -56,10 +56,9 @@ func (t Tensor) Index(i int) Tensor {
 	return t
 }
 
-// Read calls read with the tensor's data. If the file has been truncated so that
-// the data is gone, the fault that touching it raises becomes an error that
-// wraps [ErrChanged], and what read did so far stays done. read must stay on its
-// goroutine and must not keep data.
+// Read calls read with the tensor's data. If the file was truncated, Read converts the
+// fault of accessing lost data to an error that wraps [ErrChanged]; side effects of read
+// up to then remain. read must stay on its goroutine and must not keep data.
 func (t Tensor) Read(read func(data []byte) error) (err error) {
 	defer debug.SetPanicOnFault(debug.SetPanicOnFault(true))
 	defer func() {
@@ -84,8 +83,8 @@ func (t Tensor) mapped(addr uintptr) bool {
 	return addr >= first && addr-first < uintptr(len(pages))
 }
 
-// CopyTo copies the tensor's bytes to dst, which must have exactly their length.
-// A file truncated meanwhile gives an error that wraps [ErrChanged].
+// CopyTo copies the tensor's bytes to dst, which must have exactly their length. If the
+// file was truncated, the error wraps [ErrChanged].
 func (t Tensor) CopyTo(dst []byte) error {
 	if len(dst) != len(t.Data) {
 		return fmt.Errorf("safetensors: copy tensor %q: destination has %d bytes, the tensor %d",
@@ -97,9 +96,9 @@ func (t Tensor) CopyTo(dst []byte) error {
 	})
 }
 
-// Float32s decodes a BF16, F16 or F32 tensor to float32, exactly, into dst, which
-// must have Elements elements. Alignment does not matter. Errors: another dtype,
-// another length, or [ErrChanged].
+// Float32s decodes a BF16, F16 or F32 tensor exactly to float32, into dst, which must have
+// length Elements(). Data may be unaligned. Another dtype or length is an error; a
+// truncated file is [ErrChanged].
 func (t Tensor) Float32s(dst []float32) error {
 	if err := t.usable(); err != nil {
 		return err
@@ -144,21 +143,20 @@ func (t Tensor) Aligned() bool {
 	return uintptr(unsafe.Pointer(unsafe.SliceData(t.Data)))%uintptr(t.DType.align()) == 0
 }
 
-// Prefetch asks the kernel to start reading the pages of the tensor's bytes
-// [off, off+n). It waits for no byte, but where the disk has as many requests as it
-// takes, it waits until it takes more. It panics if the range is not within Data.
+// Prefetch asks the kernel to start reading the pages of the tensor's bytes [off, off+n).
+// It does not wait for data, but it blocks while the disk's request queue is full. It
+// panics if the range is not within Data.
 func (t Tensor) Prefetch(off, n int64) {
 	t.Data = t.Data[off : off+n]
 	t.advise(unix.MADV_WILLNEED)
 }
 
-// Release takes the tensor's pages out of this process's resident set. Data
-// stays valid: touching it maps the pages again, from the page cache or the
-// disk. Pages shared with neighboring tensors go too.
+// Release removes the tensor's pages from this process's resident set, including pages
+// shared with adjacent tensors. Data stays valid: access maps the pages again, from the
+// page cache or the disk.
 func (t Tensor) Release() { t.advise(unix.MADV_DONTNEED) }
 
-// advise is best effort: the kernel's refusal costs speed or memory, never
-// correctness.
+// advise is best effort: if the kernel rejects the advice, only speed or memory suffers.
 func (t Tensor) advise(advice int) {
 	if pages := t.pages(); len(pages) > 0 {
 		_ = unix.Madvise(pages, advice)

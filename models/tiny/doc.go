@@ -1,8 +1,9 @@
-// Package tiny holds the built-in model: a Mixtral of 3.7 million parameters (6 layers, 8 experts, 2 chosen per token)
-// that adds, sorts, reverses, recalls and answers short questions. It is what commands use without --model, and what
-// tests use where a checkpoint has to give answers that can be checked. docs/design/tiny.md is its card; tools/tiny trains it.
+// Package tiny holds the built-in model: a Mixtral of 3.7 million parameters (6 layers, 8 experts, top-2 routing) that
+// adds, sorts, reverses, recalls and answers short questions. Commands use it without --model, and tests use it where
+// they need a checkpoint with checkable answers. docs/design/tiny.md is its model card; tools/tiny trains it.
 //
-// It is not a loader: FS is an ordinary Hugging Face checkpoint in an fs.FS, for whoever reads checkpoints.
+// The package is not a loader: FS is an ordinary Hugging Face checkpoint in an fs.FS, for packages that read
+// checkpoints.
 //
 // # Invariants
 //

@@ -7,17 +7,17 @@ import (
 	"unicode/utf8"
 )
 
-// addedToken is a token that is matched in the text as a whole, before the model sees it.
+// addedToken is a token that is matched in the text as a whole, before BPE.
 type addedToken struct {
 	content    string
-	singleWord bool // not where a word character touches it
-	lstrip     bool // takes the white space before it
-	rstrip     bool // takes the white space after it
+	singleWord bool // matches only if no word character is adjacent
+	lstrip     bool // also consumes the white space before it
+	rstrip     bool // also consumes the white space after it
 	normalized bool // is matched on normalized text
 	special    bool
 }
 
-// addedTrie finds added tokens: the leftmost match, the longest of those that start there.
+// addedTrie finds added tokens: the leftmost match, and the longest match at that position.
 type addedTrie struct {
 	first  [256]int32 // node after the first byte, 0 if no token starts with it
 	nodes  []trieNode // nodes[0] is unused
@@ -37,7 +37,7 @@ type trieEdge struct {
 
 func newAddedTrie() *addedTrie { return &addedTrie{nodes: make([]trieNode, 1)} }
 
-// add lets pattern match token. A later token with the same pattern does not replace an earlier one.
+// add maps pattern to token. A later token with the same pattern does not replace an earlier one.
 func (t *addedTrie) add(pattern string, token addedToken, id int32) {
 	if pattern == "" {
 		return
@@ -70,7 +70,7 @@ func (t *addedTrie) add(pattern string, token addedToken, id int32) {
 	}
 }
 
-// match returns the longest token that text starts with, as its index in tokens, and its length in bytes; -1 if none.
+// match returns the longest token that is a prefix of text, as its index in tokens (-1: none), and its length in bytes.
 func (t *addedTrie) match(text string) (token int32, length int) {
 	token = -1
 	node := t.first[text[0]]
@@ -125,7 +125,7 @@ func (t *addedTrie) split(text string, yield func(id int32, start, end int)) {
 			if done < start {
 				yield(-1, done, start)
 			}
-			if start < end { // else an earlier match has taken all of it as white space
+			if start < end { // start == end: the previous match consumed it as white space
 				yield(t.ids[k], start, end)
 			}
 			done = end

@@ -6,7 +6,7 @@ import (
 	"unicode/utf8"
 )
 
-// class is what the split patterns tell characters apart by.
+// class is a character class of the split patterns.
 type class uint8
 
 const (

@@ -15,7 +15,7 @@ import (
 	sugarnorm "github.com/sugarme/tokenizer/normalizer"
 )
 
-// ErrUnsupported is wrapped by errors of Parse about a feature of tokenizer.json that this package does not have.
+// ErrUnsupported is wrapped by Parse's errors about unsupported features of tokenizer.json.
 var ErrUnsupported = errors.New("tokenizer feature not supported")
 
 const (
@@ -24,7 +24,7 @@ const (
 	maxID = 1<<23 - 1
 )
 
-// fileConfig is a tokenizer.json: the library's types, with the model's large tables read as what they are.
+// fileConfig is a tokenizer.json: the library's types, except that the model's large tables have exact types.
 type fileConfig struct {
 	sugarme.Config
 	Model modelConfig `json:"model"`
@@ -231,8 +231,8 @@ func buildModel(t *BPE, c *fileConfig) error {
 			}
 		}
 	}
-	// Cuts are safe where every character becomes symbols by itself: unknown ones that fuse, or that bytes overtake, do
-	// not, and words that are taken as they are must stay whole.
+	// Cuts are safe if each character becomes symbols independently. That fails for unknown characters that fuse or that
+	// byte tokens overtake, and for ignore_merges, which looks up whole words.
 	if !mc.IgnoreMerges && (m.unk < 0 || mc.ByteFallback && fallback || !mc.ByteFallback && !mc.FuseUnk) {
 		m.pairs = pairs
 	}
@@ -303,7 +303,7 @@ func flatten(c component, key string) []component {
 	return out
 }
 
-// stringPattern returns the literal string that a Replace looks for.
+// stringPattern returns the literal string that a Replace matches.
 func stringPattern(where string, c component) (string, error) {
 	pattern, _ := c["pattern"].(map[string]any)
 	s, ok := pattern["String"].(string)
@@ -415,7 +415,7 @@ func newMetaspace(p component) (metaspace, error) {
 	return s, nil
 }
 
-// toByteLevel makes the model begin words from their bytes.
+// toByteLevel makes the model start from the bytes of a word.
 func (m *model) toByteLevel() {
 	m.byteLevel = true
 	for b, char := range byteChars {
@@ -437,8 +437,8 @@ func (m *model) toByteLevel() {
 	}
 }
 
-// buildAdded registers added tokens as the reference does: a token of the vocabulary keeps its id, another gets the
-// next free one, and a token that is restated replaces what was said before.
+// buildAdded registers added tokens as the reference does: a token of the vocabulary keeps its id, a new one gets the
+// next free id, and a later definition of a token replaces an earlier one.
 func buildAdded(t *BPE, c *fileConfig, side *sideConfig) error {
 	t.added = map[string]int32{}
 	var list []addedToken
@@ -595,8 +595,8 @@ func buildDecoder(t *BPE, c *fileConfig) error {
 	return nil
 }
 
-// replaceAll applies the library's Replace decoder to those pieces that it changes; it compiles a regular expression
-// for each.
+// replaceAll applies the library's Replace decoder to the pieces that contain old, because the decoder compiles a
+// regular expression for each piece.
 func replaceAll(pieces []string, old, content string) {
 	r := sugarnorm.NewReplace(sugarnorm.String, old, content)
 	for i, piece := range pieces {
@@ -617,8 +617,8 @@ func kinds(steps []component) string {
 	return b.String()
 }
 
-// buildSpecials reads which special tokens stand around a prompt. Where tokenizer_config.json says so, that holds
-// instead of the post-processor, as in transformers.
+// buildSpecials reads which special tokens surround a prompt. As in transformers, tokenizer_config.json takes precedence
+// over the post-processor.
 func buildSpecials(t *BPE, c *fileConfig, side *sideConfig) error {
 	for _, p := range flatten(c.PostProcessor, "processors") {
 		switch p.kind() {
@@ -653,7 +653,7 @@ func buildSpecials(t *BPE, c *fileConfig, side *sideConfig) error {
 	return nil
 }
 
-// template puts the special tokens of a TemplateProcessing around those that are there.
+// template adds the special tokens of a TemplateProcessing around the existing ones.
 func (t *BPE) template(p component) error {
 	table, _ := p["special_tokens"].(map[string]any)
 	var before, after []int32

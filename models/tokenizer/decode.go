@@ -6,15 +6,15 @@ import (
 	"unicode/utf8"
 )
 
-// decoder turns tokens into text. pieces holds what each id contributes, by id.
+// decoder converts tokens to text. pieces holds the output of each id, indexed by id.
 type decoder struct {
 	kind   decoderKind
 	pieces []string
 
 	// For decodeText.
 	isByte     []bool // by id: with ByteFallback, pieces[id] is one byte of a character
-	strip      rune   // character taken off the start of the text
-	stripCount int    // at most so many times
+	strip      rune   // character stripped from the start of the text
+	stripCount int    // maximum number of characters stripped
 }
 
 type decoderKind int
@@ -22,27 +22,27 @@ type decoderKind int
 const (
 	// decodeJoined separates tokens by a space: the reference without a decoder.
 	decodeJoined decoderKind = iota
-	// decodeBytes takes pieces as bytes of UTF-8 text.
+	// decodeBytes treats pieces as bytes of UTF-8 text.
 	decodeBytes
-	// decodeText takes pieces as text, save those that are single bytes: a run of these is text if all of it is valid
-	// UTF-8, and else one U+FFFD for each byte.
+	// decodeText treats pieces as text, except those that are single bytes: a run of bytes becomes text if the whole run
+	// is valid UTF-8, else one U+FFFD per byte.
 	decodeText
 )
 
-// streamState is what a decoder remembers between two tokens.
+// streamState is a decoder's state between two tokens.
 type streamState struct {
 	pending []byte // bytes that are not text yet
 	started bool   // a token came before
-	strip   int    // characters that may still be taken off the start
+	strip   int    // number of characters that may still be stripped from the start
 }
 
 func (d *decoder) start() streamState { return streamState{strip: d.stripCount} }
 
-// Stream decodes ids that arrive one by one. The pieces of text it returns are whole characters, and together they are
-// what Decode returns for all ids. It is made by NewStream and belongs to one goroutine.
+// Stream decodes ids one at a time. It returns whole characters, and the concatenation of its results equals Decode of
+// all ids. NewStream makes a Stream, which belongs to one goroutine.
 //
-// Text that later ids can still change is held back: the bytes of a character that is not complete and, for models
-// with byte fallback, a run of byte tokens until another token ends it, since one bad byte changes the whole run.
+// A Stream withholds text that later ids can still change: the bytes of an incomplete character and, for models with
+// byte fallback, a run of byte tokens until another token ends it, because one invalid byte changes the whole run.
 type Stream struct {
 	t           *BPE
 	state       streamState
@@ -54,7 +54,7 @@ func (t *BPE) NewStream(skipSpecial bool) *Stream {
 	return &Stream{t: t, state: t.decoder.start(), skipSpecial: skipSpecial}
 }
 
-// Push adds an id and returns the text that is certain with it, often none.
+// Push adds an id and returns the text that is now final, which is often empty.
 func (s *Stream) Push(id int32) string {
 	if !s.t.has(id) || s.skipSpecial && s.t.special[id] {
 		return ""
@@ -82,8 +82,8 @@ func (s *Stream) Push(id int32) string {
 	return piece
 }
 
-// Flush returns the text that was held back, with U+FFFD for what never became a character, and makes the stream
-// ready for another sequence of ids.
+// Flush returns the withheld text, with U+FFFD for incomplete characters, and resets the stream for another sequence of
+// ids.
 func (s *Stream) Flush() string {
 	d, st := &s.t.decoder, &s.state
 	var out string
@@ -97,7 +97,7 @@ func (s *Stream) Flush() string {
 	return out
 }
 
-// pushBytes adds bytes and returns those that are decided: all but a tail that may yet become one character.
+// pushBytes adds bytes and returns those that are final: all except a tail that may still become a character.
 func (st *streamState) pushBytes(piece string) string {
 	if len(st.pending) == 0 && utf8.ValidString(piece) {
 		return piece
@@ -112,7 +112,7 @@ func (st *streamState) pushBytes(piece string) string {
 	return out
 }
 
-// takeRun returns the text of the pending byte tokens and forgets them.
+// takeRun returns the text of the pending byte tokens and clears them.
 func (st *streamState) takeRun() string {
 	if len(st.pending) == 0 {
 		return ""
@@ -125,7 +125,7 @@ func (st *streamState) takeRun() string {
 	return out
 }
 
-// stripped takes what is left to strip off the start of text.
+// stripped removes the remaining characters to strip from the start of text.
 func (st *streamState) stripped(text string, char rune) string {
 	for st.strip > 0 && text != "" {
 		r, n := utf8.DecodeRuneInString(text)
@@ -139,8 +139,8 @@ func (st *streamState) stripped(text string, char rune) string {
 	return text
 }
 
-// fallbackByte returns the byte that a token such as <0x0A> stands for. As in the reference, a sign before a single
-// digit passes.
+// fallbackByte returns the byte that a token such as <0x0A> represents. Like the reference, it accepts a sign before a
+// single digit.
 func fallbackByte(token string) (byte, bool) {
 	if len(token) != 6 || !strings.HasPrefix(token, "<0x") || token[5] != '>' {
 		return 0, false
@@ -153,7 +153,7 @@ func fallbackByte(token string) (byte, bool) {
 	return byte(v), err == nil
 }
 
-// incomplete returns the length of the longest tail of b that is the start of a character but not all of it: 0 to 3.
+// incomplete returns the length of the longest proper prefix of a character at the end of b: 0 to 3.
 func incomplete(b []byte) int {
 	for n := 1; n <= min(3, len(b)); n++ {
 		c := b[len(b)-n]
@@ -182,8 +182,8 @@ func appendLossy(dst, b []byte) []byte {
 	return dst
 }
 
-// illFormed returns the length of the maximal part at the start of b, which starts no character: the longest prefix of
-// one, at least 1.
+// illFormed returns the length of the ill-formed sequence at the start of b: the longest prefix of a character, at least
+// 1.
 func illFormed(b []byte) int {
 	n := 1
 	for n < min(3, len(b)) && !utf8.FullRune(b[:n]) {

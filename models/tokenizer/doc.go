@@ -1,23 +1,23 @@
 // Package tokenizer turns text into token ids and token ids into text, exactly as the tokenizer.json of a checkpoint
 // prescribes.
 //
-// It reads the byte-pair-encoding tokenizers of the model families that moeserve runs: SentencePiece-like ones with
-// byte fallback (Mixtral, Phi) and byte-level ones (Qwen2, Qwen3, OLMoE). Ids equal those of the reference
-// implementation, Hugging Face's tokenizers, for every text. Anything that a file asks for and that this package does
-// not do is an error at load which names the feature and the file; nothing is ever approximated.
+// It supports the byte-pair-encoding tokenizers of the model families that moeserve runs: SentencePiece-like ones with
+// byte fallback (Mixtral, Phi) and byte-level ones (Qwen2, Qwen3, OLMoE). For every text, ids equal those of the
+// reference implementation, Hugging Face's tokenizers. An unsupported feature in a file is an error at load that names
+// the feature and the file; the package never approximates.
 //
-// It is not a trainer, keeps no offsets, and neither truncates nor pads, also where a file asks for it: as
-// transformers, whose calls leave that to their arguments. Chat templates are models/chat.
+// The package does not train, keeps no offsets, and neither truncates nor pads even if a file asks for it: in
+// transformers, call arguments control both. Package models/chat renders chat templates.
 //
-// An added token that is matched on normalized text decodes to its content as the file spells it. Releases of the
-// reference disagree there: 0.22 does the same, 0.23 decodes it to its normalized form.
+// An added token that is matched on normalized text decodes to its content as the file spells it. Release 0.22 of the
+// reference does the same; release 0.23 decodes it to its normalized form.
 //
-// # Where the library ends
+// # Use of the library
 //
-// The shape of tokenizer.json is read into the configuration types of github.com/sugarme/tokenizer, and its decoders
-// turn vocabulary entries into text where they are right. Its encoder is not used, because its ids differ from the
-// reference for all families; testdata/library_differences.json holds how often, measured, and a test keeps that list
-// true, so that our encoder can go the day the library is right.
+// The configuration types of github.com/sugarme/tokenizer parse tokenizer.json, and its decoders convert vocabulary
+// entries to text where they are correct. Its encoder is not used, because its ids differ from the reference for all
+// families. testdata/library_differences.json records the measured frequency of differences, and a test keeps the file
+// up to date, so that this package's encoder can be removed once the library is correct.
 //
 // # Invariants
 //

@@ -10,15 +10,15 @@ import (
 // noToken marks a symbol or table entry without an id.
 const noToken = -1
 
-// maxCachedWord bounds the bytes of a word that the cache keeps. Longer words are rare and would let a single entry
-// grow without bound.
+// maxCachedWord is the maximum length in bytes of a cached word. Longer words are rare and would make the size of an
+// entry unbounded.
 const maxCachedWord = 128
 
-// wordCacheEntries is the number of words that one tokenizer remembers: a power of two, well above the distinct words
-// of a megabyte of prose.
+// wordCacheEntries is the number of words that a tokenizer caches: a power of two, well above the number of distinct
+// words in a megabyte of prose.
 const wordCacheEntries = 1 << 16
 
-// mergeRule says that a pair of symbols becomes the token id, before all pairs of larger rank.
+// mergeRule maps a pair of symbols to the token id of their merge. Pairs of lower rank merge first.
 type mergeRule struct {
 	rank uint32
 	id   int32
@@ -27,7 +27,7 @@ type mergeRule struct {
 // pairKey is the key of the merge of left and right.
 func pairKey(left, right int32) uint64 { return uint64(uint32(left))<<32 | uint64(uint32(right)) }
 
-// model is the byte-pair-encoding model: how a word begins as symbols, and which pairs merge.
+// model is the byte-pair-encoding model: the initial symbols of a word, and the pairs that merge.
 type model struct {
 	vocab        map[string]int32
 	merges       map[uint64]mergeRule
@@ -36,19 +36,19 @@ type model struct {
 	unk          int32 // noToken: characters without a token are dropped
 	fuseUnk      bool
 
-	// byteLevel models begin a word from its bytes, each spelled as a character of its own in the vocabulary.
+	// byteLevel models start from the bytes of a word, each of which is one character in the vocabulary.
 	byteLevel bool
 	byteStart [256]int32       // id of each byte's character, noToken where the vocabulary lacks it
-	whole     map[string]int32 // with ignore_merges: words, as the text writes them, that are taken as they are
+	whole     map[string]int32 // with ignore_merges: ids of words that are in the vocabulary as a whole, as spelled in text
 
 	pairs *pairSet // nil: no cuts inside a segment
 	cache *wordCache
 }
 
-// pairSet holds a superset of the pairs of neighboring characters that occur inside any token that a merge makes. No
-// merge crosses the boundary between two characters whose pair is not in it, so a text may be cut there without
-// changing its ids. That turns a SentencePiece text, which has no pre-tokenizer, into words that the cache can hold.
-// Pairs share bits: a false member costs a cut, never an id.
+// pairSet holds a superset of the pairs of adjacent characters inside tokens that merges produce. No merge crosses the
+// boundary between two characters whose pair is not in the set, so cutting a text there does not change its ids. This
+// turns a SentencePiece text, which has no pre-tokenizer, into words that the cache can hold. Pairs share bits: a false
+// positive loses a cut and never changes an id.
 type pairSet [1 << pairBits / 64]uint64
 
 const pairBits = 19
@@ -69,13 +69,13 @@ func (p *pairSet) has(a, b rune) bool {
 	return p[w]>>bit&1 != 0
 }
 
-// symbol is one element of the doubly linked list that a word is while it merges.
+// symbol is an element of the doubly linked list that represents a word during merging.
 type symbol struct {
 	id         int32 // noToken: merged into its left neighbor
 	prev, next int32 // indices, -1 at the ends
 }
 
-// candidate is a merge that was possible when it was pushed; it is stale when its symbols have changed since.
+// candidate is a queued merge. It is stale if one of its symbols has changed since it was pushed.
 type candidate struct {
 	rank        uint32
 	pos         int32
@@ -95,7 +95,8 @@ type merger struct {
 	unk     int32 // pending unknown token, noToken: none
 }
 
-// maxScratch bounds the symbols that an idle merger keeps memory for, so that one huge word does not pin its memory.
+// maxScratch is the maximum number of symbols for which an idle merger keeps memory, so that a huge word does not pin
+// its memory.
 const maxScratch = 1 << 16
 
 // byteWord appends the ids of a word of a byte-level model.
@@ -108,7 +109,7 @@ func (g *merger) byteWord(out []int32, word string) []int32 {
 	return g.cached(out, word)
 }
 
-// charText appends the ids of a text whose model begins from characters, cutting it where no merge can cross.
+// charText appends the ids of a text for a character-level model. It cuts the text at boundaries that no merge crosses.
 func (g *merger) charText(out []int32, text string) []int32 {
 	if text == "" {
 		return out
@@ -168,7 +169,7 @@ func (g *merger) merge(out []int32, word string) []int32 {
 	return out
 }
 
-// begin fills g.symbols with the symbols that word starts as.
+// begin fills g.symbols with the initial symbols of word.
 func (g *merger) begin(word string) {
 	g.symbols = g.symbols[:0]
 	g.heap = g.heap[:0]
@@ -213,8 +214,8 @@ func (g *merger) known(id int32) {
 	g.push(id)
 }
 
-// unknown adds a character without a token: as its bytes where all of them have one, else as the unknown token. As in
-// the reference, bytes overtake an unknown token that is still pending.
+// unknown adds a character without a token: as its byte tokens if all of them exist, else as the unknown token. As in
+// the reference, byte tokens are added before an unknown token that is still pending.
 func (g *merger) unknown(char string) {
 	if g.m.byteFallback {
 		all := true
@@ -237,7 +238,7 @@ func (g *merger) unknown(char string) {
 	g.unk = g.m.unk
 }
 
-// run merges until no pair has a rule: always the pair of least rank, the leftmost among equals.
+// run merges until no pair has a rule. Each step merges the pair of minimum rank, and the leftmost of equal pairs.
 func (g *merger) run() {
 	sym := g.symbols
 	for i := range sym {
@@ -263,7 +264,7 @@ func (g *merger) run() {
 	}
 }
 
-// consider pushes the merge of the symbol at pos with its successor, if there is one.
+// consider pushes the merge of the symbol at pos with its successor, if a rule exists.
 func (g *merger) consider(pos int32) {
 	l := g.symbols[pos]
 	if l.next < 0 {
@@ -310,9 +311,9 @@ func (g *merger) pop() candidate {
 	return top
 }
 
-// wordCache remembers the ids of words. It is a two-way associative table of atomic pointers: readers and writers
-// never wait, a full set loses one of its words, and its memory is bounded by wordCacheEntries words of at most
-// maxCachedWord bytes. An entry never changes once it is stored.
+// wordCache caches the ids of words. It is a two-way set-associative table of atomic pointers: readers and writers never
+// wait, a full set evicts one of its words, and memory is bounded by wordCacheEntries words of at most maxCachedWord
+// bytes. Entries are immutable.
 type wordCache struct {
 	seed maphash.Seed
 	slot [wordCacheEntries]atomic.Pointer[cachedWord]

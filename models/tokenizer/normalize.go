@@ -40,15 +40,16 @@ func (r replace) apply(text string) string { return strings.ReplaceAll(text, r.o
 
 // nfc is Unicode normalization form C as the reference has it.
 //
-// The reference's tables are those of Unicode 9.0. A character that is newer is, to them, a base character that
-// composes with nothing; the text on either side of it is normalized apart. The library's limit of 30 combining
-// characters in a row (the Stream-Safe format) is not the reference's: text with longer runs is normalized here.
+// The reference's tables are those of Unicode 9.0. They treat a newer character as a base character that composes with
+// nothing, so the text before it and the text after it are normalized separately. Package norm limits runs of combining
+// characters to 30 (the Stream-Safe format), the reference does not; longer runs are normalized here.
 type nfc struct{}
 
 // assignedToReference is the set of characters that the reference's normalization knows.
 var assignedToReference = sync.OnceValue(func() *unicode.RangeTable { return rangetable.Assigned("9.0.0") })
 
-// maxLibraryRun is the number of combining characters in a row that the library still normalizes as Unicode says.
+// maxLibraryRun is the maximum number of consecutive combining characters that package norm normalizes by the Unicode
+// definition.
 const maxLibraryRun = 30
 
 func (nfc) apply(text string) string {

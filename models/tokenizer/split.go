@@ -5,26 +5,26 @@ import (
 	"unicode/utf8"
 )
 
-// The two split patterns that this package has, as tokenizer.json files spell them.
+// The two supported split patterns, as tokenizer.json files spell them.
 const (
 	gpt2Pattern  = `'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+`
 	qwen2Pattern = `(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+`
 )
 
-// splitter cuts normalized text into the words of the model and appends their ids.
+// splitter cuts normalized text into words and appends their ids.
 type splitter interface {
-	// encode appends the ids of text. first says that text starts where the input of Encode starts.
+	// encode appends the ids of text. first reports whether text starts at the start of Encode's input.
 	encode(out []int32, g *merger, text string, first bool) []int32
 }
 
-// wholeText hands the text to a character-level model as it is.
+// wholeText passes the text to a character-level model without splitting.
 type wholeText struct{}
 
 func (wholeText) encode(out []int32, g *merger, text string, _ bool) []int32 {
 	return g.charText(out, text)
 }
 
-// metaspace writes spaces as a replacement character and puts one before the text.
+// metaspace replaces spaces by a replacement character and puts one before the text.
 type metaspace struct {
 	replacement string
 	scheme      prependScheme
@@ -62,9 +62,9 @@ func (p metaspace) encode(out []int32, g *merger, text string, first bool) []int
 	return out
 }
 
-// byteWords cuts text with a pattern and hands the bytes of each word to a byte-level model.
+// byteWords splits text with a pattern and passes the bytes of each word to a byte-level model.
 type byteWords struct {
-	next           func(string) int // length of the first word of a text that is not empty; nil: the text is one word
+	next           func(string) int // length of the first word of a non-empty text; nil: the text is one word
 	addPrefixSpace bool
 }
 
@@ -169,8 +169,8 @@ func contraction(s string) int {
 	return 0
 }
 
-// nextSpaces matches \s+(?!\S)|\s+ at the start of s: a run of space, without its last character where something
-// other than space follows and a character remains.
+// nextSpaces matches \s+(?!\S)|\s+ at the start of s: a run of white space. If a non-space character follows and the run
+// has more than one character, the match excludes the run's last character.
 func nextSpaces(s string) int {
 	_, n := classAt(s, 0)
 	end, last := n, 0
@@ -200,8 +200,8 @@ func skipClass(s string, i int, c class) int {
 	return i
 }
 
-// byteChars spells each byte as the character that byte-level vocabularies write it with: itself where it prints,
-// else the next free code point from U+0100.
+// byteChars maps each byte to its character in byte-level vocabularies: the byte itself if it is printable, else the
+// next free code point from U+0100.
 var byteChars = func() (t [256]string) {
 	next := rune(256)
 	for b := range t {
@@ -215,7 +215,7 @@ var byteChars = func() (t [256]string) {
 	return t
 }()
 
-// charBytes is the inverse of byteChars, by code point; -1 where no byte is spelled so.
+// charBytes is the inverse of byteChars: it maps code points to bytes; -1 if no byte has that character.
 var charBytes = func() (t [0x144]int16) {
 	for i := range t {
 		t[i] = -1
@@ -227,8 +227,8 @@ var charBytes = func() (t [0x144]int16) {
 	return t
 }()
 
-// unspell appends the bytes that a byte-level token stands for, or the token as it is written if one of its
-// characters stands for none.
+// unspell appends the bytes that a byte-level token represents, or the token unchanged if one of its characters
+// represents no byte.
 func unspell(dst []byte, token string) []byte {
 	n := len(dst)
 	for _, r := range token {
@@ -240,7 +240,7 @@ func unspell(dst []byte, token string) []byte {
 	return dst
 }
 
-// spell writes bytes as a byte-level vocabulary does.
+// spell converts bytes to their characters in a byte-level vocabulary.
 func spell(raw string) string {
 	var b strings.Builder
 	for i := range len(raw) {

@@ -6,37 +6,37 @@ import (
 	"unicode/utf8"
 )
 
-// Tokenizer is what the rest of moeserve needs of a tokenizer. All methods are safe for concurrent use.
+// Tokenizer is the tokenizer interface of the rest of moeserve. All methods are safe for concurrent use.
 type Tokenizer interface {
-	// Encode returns the token ids of text. With addSpecial, the special tokens that the checkpoint puts around a
-	// prompt (such as <s>) are added; special tokens written out in text become their ids either way. Bytes of text
-	// that are not valid UTF-8 are read as U+FFFD. The result is the caller's, and nil when there are no tokens.
+	// Encode returns the token ids of text. With addSpecial, it adds the special tokens that the checkpoint puts around
+	// a prompt (such as <s>). Special tokens written in text become their ids either way. Invalid UTF-8 bytes are read
+	// as U+FFFD. The caller owns the result, which is nil if there are no tokens.
 	Encode(text string, addSpecial bool) []int32
 
-	// Decode returns the text of ids. With skipSpecial, special tokens are left out. Ids that the tokenizer does not
-	// have are always left out. The result is valid UTF-8: bytes that form no character become U+FFFD.
+	// Decode returns the text of ids. With skipSpecial, it omits special tokens. It always omits ids that the tokenizer
+	// does not have. The result is valid UTF-8: bytes that form no character become U+FFFD.
 	Decode(ids []int32, skipSpecial bool) string
 
 	// NewStream returns a decoder for ids that arrive one by one.
 	NewStream(skipSpecial bool) *Stream
 
-	// VocabSize returns the number of ids from 0 to the largest id of the tokenizer; a model may have more rows. Not
-	// every id below it has a token.
+	// VocabSize returns the maximum id plus 1. Some ids below it may have no token, and a model may have more embedding
+	// rows.
 	VocabSize() int
 
-	// Token returns the token with the given id as the vocabulary spells it, and whether there is one.
+	// Token returns the token of id as the vocabulary spells it, and whether id exists.
 	Token(id int32) (string, bool)
 
-	// ID returns the id of a token as the vocabulary spells it, and whether there is one.
+	// ID returns the id of a token as the vocabulary spells it, and whether the token exists.
 	ID(token string) (int32, bool)
 }
 
 // BPE is a byte-pair-encoding tokenizer loaded from a tokenizer.json.
 //
-// Encode cuts a text in stages. Added tokens that are matched on raw text are taken out first. What lies between them
-// is normalized, added tokens that are matched on normalized text are taken out, and the rest is split into words (see
-// splitter). A word is a run of text that no merge can cross the ends of; its ids are computed once by merging (see
-// merger) and kept in a cache of fixed size that all goroutines share without locks (see wordCache).
+// Encode cuts a text in stages. It first extracts the added tokens that are matched on raw text. It normalizes the text
+// between them, extracts the added tokens that are matched on normalized text, and splits the rest into words (see
+// splitter). No merge crosses the ends of a word. The ids of a word are computed once by merging (see merger) and kept
+// in a lock-free cache of fixed size that all goroutines share (see wordCache).
 type BPE struct {
 	added   map[string]int32 // ids of added tokens, whether or not model.vocab has them
 	tokens  []string         // by id
@@ -140,8 +140,8 @@ func (t *BPE) IsSpecial(id int32) bool { return t.has(id) && t.special[id] }
 // BOS returns the id of the token that tokenizer_config.json names as bos_token, and whether there is one.
 func (t *BPE) BOS() (int32, bool) { return t.bos, t.bos >= 0 }
 
-// EOS returns the id of the token that tokenizer_config.json names as eos_token, and whether there is one. The ids at
-// which generation stops are those of generation_config.json, and may be others.
+// EOS returns the id of the token that tokenizer_config.json names as eos_token, and whether there is one. Generation
+// stops at the ids of generation_config.json, which may differ.
 func (t *BPE) EOS() (int32, bool) { return t.eos, t.eos >= 0 }
 
 func (t *BPE) has(id int32) bool {

@@ -25,8 +25,8 @@ type Spec struct {
 	Shape []int // slowest dimension first; empty for a scalar
 }
 
-// Bytes returns the size of the tensor's data, or an error where it has none
-// that a file could hold.
+// Bytes returns the size of the tensor's data, or an error if the size is invalid or too
+// large for a file.
 func (s Spec) Bytes() (int64, error) {
 	n, err := s.DType.Bytes(s.Shape)
 	if err != nil {
@@ -57,9 +57,9 @@ type slot struct {
 	written    bool
 }
 
-// Create starts the file at path with the given tensors and __metadata__, which
-// may be nil. Tools of the reference implementation expect the metadata
-// {"format": "pt"}. The caller ends with Close, or with Abort to give up.
+// Create starts the file at path with the given tensors and __metadata__, which may be
+// nil. Tools of the reference implementation expect the metadata {"format": "pt"}. The
+// caller must end with Close or Abort.
 func Create(path string, specs []Spec, metadata map[string]string) (*Writer, error) {
 	w := &Writer{path: path, specs: slices.Clone(specs), slots: make(map[string]slot, len(specs)), left: len(specs)}
 	slices.SortFunc(w.specs, func(a, b Spec) int {
@@ -152,8 +152,8 @@ func field(b *bytes.Buffer, key string, value any) error {
 	return nil
 }
 
-// Specs returns the tensors in the order in which they lie in the file. Writing
-// them in this order writes the file from front to back.
+// Specs returns the tensors in file order. Writing them in this order writes the file
+// sequentially.
 func (w *Writer) Specs() []Spec { return slices.Clone(w.specs) }
 
 // Write writes a tensor's data: its elements in row-major order, little-endian.
@@ -161,8 +161,8 @@ func (w *Writer) Write(name string, data []byte) error {
 	return w.WriteFrom(name, bytes.NewReader(data))
 }
 
-// WriteFrom writes a tensor's data from r, which must give exactly the tensor's
-// bytes and then end.
+// WriteFrom writes a tensor's data from r, which must return exactly the tensor's bytes
+// and then EOF.
 func (w *Writer) WriteFrom(name string, r io.Reader) error {
 	s, ok := w.slots[name]
 	switch {
@@ -172,7 +172,7 @@ func (w *Writer) WriteFrom(name string, r io.Reader) error {
 		return fmt.Errorf("safetensors: write %s: tensor %q was written before", w.path, name)
 	}
 	want := s.end - s.begin
-	// What is too long must not reach the file: the next tensor lies there.
+	// Excess data must not reach the file, because it would overwrite the next tensor.
 	n, err := io.Copy(io.NewOffsetWriter(w.file, s.begin), io.LimitReader(r, want))
 	if err != nil {
 		return fmt.Errorf("safetensors: write %s: tensor %q: %w", w.path, name, err)
@@ -192,8 +192,8 @@ func (w *Writer) WriteFrom(name string, r io.Reader) error {
 	return nil
 }
 
-// Close finishes the file and gives it its name. If tensors are missing, or
-// anything fails, no file is left behind. A second Close does nothing.
+// Close finishes the file and renames it to its path. If tensors are missing or an
+// operation fails, it removes the file. A second Close does nothing.
 func (w *Writer) Close() error {
 	if w.file == nil {
 		return nil
@@ -209,7 +209,8 @@ func (w *Writer) Close() error {
 		return errors.Join(err, w.Abort())
 	}
 	f := w.file
-	// CreateTemp keeps others out, which nobody expects of a checkpoint.
+	// CreateTemp makes the file private (0600), but checkpoints are expected to be
+	// readable by all users.
 	err := f.Chmod(0o644)
 	if err = errors.Join(err, f.Close()); err == nil {
 		err = os.Rename(f.Name(), w.path)
@@ -221,7 +222,7 @@ func (w *Writer) Close() error {
 	return nil
 }
 
-// Abort gives up: nothing is left behind. After Close it does nothing.
+// Abort removes the unfinished file. After Close it does nothing.
 func (w *Writer) Abort() error {
 	if w.file == nil {
 		return nil
