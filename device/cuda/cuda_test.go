@@ -902,7 +902,7 @@ func TestAbandonedWaits(t *testing.T) {
 	r.wants(host.Recover(r.ctx), cause)
 	r.ok(host.Synchronize(r.ctx))
 	contains(t, gate.Signal(1), "values must rise", "gate")
-	contains(t, gate.Fail(2, nil), "use Raise")
+	contains(t, gate.Fail(2, nil), "use Signal")
 	r.ok(host.SignalFence(gate, 1))
 	contains(t, host.Recover(r.ctx), "values must rise", "slow")
 }

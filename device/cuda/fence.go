@@ -218,7 +218,7 @@ func (f *fence) Fail(value uint32, cause error) error {
 		return closedError("fail", device.Host, f.String())
 	}
 	if cause == nil {
-		return badArgument("fail", device.Host, "%s: without an error; use Raise", f)
+		return badArgument("fail", device.Host, "%s: without an error; use Signal", f)
 	}
 	return f.fail(value, cause)
 }

@@ -192,7 +192,7 @@ func (f *fence) Fail(value uint32, cause error) error {
 		return err
 	}
 	if cause == nil {
-		return &device.Error{Op: "fail", Space: device.Host, Detail: f.String() + ": without an error; use Raise"}
+		return &device.Error{Op: "fail", Space: device.Host, Detail: f.String() + ": without an error; use Signal"}
 	}
 	f.fail(value, cause, clock)
 	return nil
