@@ -64,7 +64,8 @@ func serveAndRun(m *testing.M) (code int, err error) {
 		return 1, err
 	}
 	lines := bufio.NewScanner(stderr)
-	serving := regexp.MustCompile(`at (http://\S+)$`)
+	serving := regexp.MustCompile(`msg=serving .*address=(http://\S+)`)
+	late := time.AfterFunc(time.Minute, func() { _ = serve.Process.Kill() }) // ends the loop
 	for address == "" && lines.Scan() {
 		if found := serving.FindStringSubmatch(lines.Text()); found != nil {
 			address = found[1]
@@ -75,13 +76,19 @@ func serveAndRun(m *testing.M) (code int, err error) {
 	if address == "" {
 		return 1, fmt.Errorf("moeserve did not serve: %w", serve.Wait())
 	}
+	late.Stop()
+	read := make(chan struct{})
+	go func() { // the log of requests must not fill the pipe
+		defer close(read)
+		for lines.Scan() {
+			fmt.Fprintln(os.Stderr, lines.Text())
+		}
+	}()
 	code = m.Run()
 	if err := serve.Process.Signal(syscall.SIGTERM); err != nil {
 		return 1, err
 	}
-	for lines.Scan() {
-		fmt.Fprintln(os.Stderr, lines.Text())
-	}
+	<-read
 	return code, serve.Wait()
 }
 

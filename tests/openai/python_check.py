@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 
 import openai
 
@@ -97,17 +98,21 @@ def main():
         command = [os.path.abspath(sys.argv[1]), "serve", "--port", "0", "--offload-fraction", "0.5"]
         with subprocess.Popen(command, cwd=dir, env=env, stderr=subprocess.PIPE, text=True) as serve:
             address = None
+            late = threading.Timer(60, serve.kill)
+            late.start()
             try:
                 for line in serve.stderr:
-                    found = re.search(r"at (http://\S+)$", line)
+                    found = re.search(r"msg=serving .*address=(http://\S+)", line)
                     if found:
                         address = found[1]
                         break
                     print(line, end="", file=sys.stderr)
                 if not address:
                     raise SystemExit("python_check: moeserve did not serve")
+                late.cancel()
                 checks(address)
             finally:
+                late.cancel()
                 serve.send_signal(signal.SIGTERM)
                 print(serve.stderr.read(), end="", file=sys.stderr)
         check("moeserve's exit code", serve.returncode, 0)
