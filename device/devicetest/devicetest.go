@@ -278,7 +278,7 @@ func clock(s *suite) {
 	last := s.m.Now()
 	end := s.m.Loop(0, func(now time.Duration) time.Duration {
 		if now < last {
-			s.Errorf("a loop is told that it is %v after %v", now, last)
+			s.Errorf("a loop read the time %v after %v", now, last)
 		}
 		last = now
 		if short.Add(1) == 3 {
@@ -635,7 +635,7 @@ func capture(s *suite) {
 	g, err := busy.Capture(func() error {
 		refused := func(op string, err error) {
 			if err == nil {
-				s.Errorf("%s is taken down", op)
+				s.Errorf("%s is captured", op)
 			}
 		}
 		refused("record", busy.Record(event))
@@ -740,12 +740,12 @@ func fenceFail(s *suite) {
 		s.Error("work ran behind a fence that failed")
 	}
 	if err := <-told; !errors.Is(err, cause) {
-		s.Errorf("work that wants to know is told %v", err)
+		s.Errorf("the work's Failed got %v", err)
 	}
 	s.ok(host.Execute(tell))
 	s.ok(host.Synchronize(s.ctx))
 	if err := <-told; err != nil {
-		s.Errorf("on a stream that recovered, work is told %v", err)
+		s.Errorf("on a stream that recovered, Failed got %v", err)
 	}
 	if v := f.Value(); v != 2 {
 		s.Errorf("the fence is at %d", v)

@@ -148,7 +148,7 @@ func watchesFail(s *suite) {
 	s.wants(host.Recover(s.ctx), "", cause)
 	for i, err := range w.errs {
 		if !errors.Is(err, cause) {
-			s.Errorf("work %q is told %v", w.notes[i], err)
+			s.Errorf("work %q was notified %v", w.notes[i], err)
 		}
 	}
 	s.ok(w.Synchronize(s.ctx))
