@@ -6,7 +6,7 @@ VERSION ?= $(shell git describe --tags --always --dirty 2>/dev/null || echo dev)
 LDFLAGS := -s -w -X main.version=$(VERSION)
 GOLANGCI := github.com/golangci/golangci-lint/v2/cmd/golangci-lint@v2.15.0
 
-.PHONY: build test race lint fmt fuzz soak score load simulate openai bench memory clean
+.PHONY: build test race lint fmt fuzz soak hammer score load simulate openai bench memory clean
 
 build:            ## the binary: with CUDA where gcc and a cuda.h are, else for the CPU alone
 	@if [ -n "$(NO_CUDA)" ] || ! $(MAKE) -s cuda-available; then \
@@ -47,8 +47,13 @@ openai:           ## the official clients of the OpenAI API; PYTHON needs the pa
 
 PYTHON ?= python3
 
-soak:             ## a million random operations on harvest, from 8 goroutines; 1,500 runs over tiers and faults
-	MOESERVE_SOAK=1000000 $(GO) test -race -count=1 -timeout 30m -run TestHammer ./harvest
+soak:             ## 30 minutes of serve at full load with faults, neighbors, cancels and hostile clients: no wrong answer, nothing leaks
+	MOESERVE_SOAK_FOR=$(SOAK) $(GO) test -v -count=1 -timeout 24h -run TestSoak ./cmd/moeserve
+
+SOAK ?= 30m
+
+hammer:           ## a million random operations on harvest, from 8 goroutines; 1,500 runs over tiers and faults
+	MOESERVE_HAMMER=1000000 $(GO) test -race -count=1 -timeout 30m -run TestHammer ./harvest
 	MOESERVE_TIER_CASES=1500 $(GO) test -run TestSameTokensOverTiers -timeout 30m ./node
 
 simulate:         ## how the rebalancer follows shifting use: simulations with thresholds, and the built-in model's tasks in turn

@@ -811,17 +811,17 @@ func TestModel(t *testing.T) {
 	})
 }
 
-// TestHammer does random operations from 8 goroutines, MOESERVE_SOAK of them in all
+// TestHammer does random operations from 8 goroutines, MOESERVE_HAMMER of them in all
 // (100,000 where that is unset), while others take and give back memory, a neighbor
 // reclaims and the runtime ticks. Every byte is written by a copy and checked by
 // another: nobody's bytes are ever anybody else's.
 func TestHammer(t *testing.T) {
 	const workers, hbm, slab = 8, 256 << 10, 16 << 10
 	operations := 100_000
-	if v := os.Getenv("MOESERVE_SOAK"); v != "" {
+	if v := os.Getenv("MOESERVE_HAMMER"); v != "" {
 		n, err := strconv.Atoi(v)
 		if err != nil || n < workers {
-			t.Fatalf("MOESERVE_SOAK is %q and must be a number of operations", v)
+			t.Fatalf("MOESERVE_HAMMER is %q and must be a number of operations", v)
 		}
 		operations = n
 	}

@@ -2,7 +2,7 @@
 # All tests and measurements that need a GPU, in two halves:
 #   tools/cuda/gpu.sh build FOLDER            builds and packs what has to run, without a GPU
 #   tools/cuda/gpu.sh run FOLDER LOGS PART... runs it on a machine with a GPU and this tree, and prints a table
-# Without PART: all parts from device to sanitize, except whole-mixtral, tiers, sweep, predicted and guard. LOGS gets at most 8 files.
+# Without PART: all parts from device to sanitize, except whole-mixtral, tiers, sweep, predicted, guard and soak. LOGS gets at most 8 files.
 #   device        device/cuda: conformance, NVML, NVRTC; experts, kvcache, pipeline and engine on it
 #   kernels       every kernel against its reference, small shapes; those for sm_80; start, cold and warm
 #   kernels-full  the same at the shapes of the models
@@ -26,6 +26,8 @@
 #                 than 97 % of that in guard.json.
 #                 It runs before and after every change of pipeline, experts, transfer, harvest, kvcache, device/cuda
 #                 and kernels/cuda; GUARD_RECORD=COMMIT writes guard.json to LOGS instead
+#   soak          two GPUs: serve under full load for SOAK (default: 1m), with clients that leave, hostile clients, and a neighbor
+#                 that takes and returns the second GPU's memory: every answer as alone, and all memory comes back
 #   bench         times of kernels and of the device
 #   sanitize      compute-sanitizer over the kernels' small shapes
 #   beside        moeserve compared with transformers: BESIDE are arguments for beside.py (--cells, --budget, --resume …),
@@ -46,7 +48,7 @@ build() {
   cd "$root"
   work=$(mktemp -d)
   trap 'rm -rf "$work"' EXIT
-  for package in device/cuda device/cuda/nvml device/cuda/nvrtc kernels/cuda kernels/cuda/internal/cublaslt kvcache experts pipeline engine node; do
+  for package in device/cuda device/cuda/nvml device/cuda/nvrtc kernels/cuda kernels/cuda/internal/cublaslt kvcache experts pipeline engine node cmd/moeserve; do
     tools/cuda/go.sh test -c -tags cuda -o "$work/${package//\//-}.test" "./$package"
   done
   tools/cuda/go.sh build -tags cuda -trimpath -o "$work/moeserve" ./cmd/moeserve
@@ -92,7 +94,7 @@ run() {
   work=$(mktemp -d)
   trap 'rm -rf "$work"' EXIT
   for part in "$@"; do
-    [[ " device kernels kernels-full exact apart cli layers whole whole-mixtral tiers sweep predicted guard bench sanitize beside gaps load " == *" $part "* ]] || usage
+    [[ " device kernels kernels-full exact apart cli layers whole whole-mixtral tiers sweep predicted guard soak bench sanitize beside gaps load " == *" $part "* ]] || usage
   done
   [ -e "$folder/bundle.tar.xz" ] || { echo "there is no $folder/bundle.tar.xz: tools/cuda/gpu.sh build makes it" >&2; exit 2; }
   xz -dc "$folder/bundle.tar.xz" | tar -xf - -C "$work" || exit 1
@@ -184,6 +186,8 @@ run() {
         fi
         python3 "$root/tools/cuda/guard.py" check "$root/tools/cuda/guard.json" "$logs/guard.json" "$work/transfer.json" 2>&1 | tee -a "$logs/table.log"
         [ "${PIPESTATUS[0]}" = 0 ] || failed=1 ;;
+      soak) limit 590 cmd/moeserve soak soak env MOESERVE_SOAK_DEVICE=cuda MOESERVE_SOAK_FOR="${SOAK:-1m}" "$work/cmd-moeserve.test" -test.v -test.timeout 590s -test.run TestSoak
+        sed -n '/^ *| what/,$p' "$work/said" ;;
       bench)
         limit 150 kernels/cuda bench bench-kernels "$work/kernels-cuda.test" -test.run '^$' -test.bench Kernels -test.benchtime 50x
         limit 90 device/cuda bench bench-device "$work/device-cuda.test" -test.run '^$' -test.bench . -test.benchtime 200ms ;;
