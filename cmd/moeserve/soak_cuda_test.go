@@ -20,7 +20,7 @@ func init() {
 		set.Device.Peers, set.Offload.Tier, set.Harvest.Headroom = "1", configs.AnyTier, "2GiB"
 		var m *cuda.Machine
 		o.OpenMachine = func() (_ device.Machine, err error) {
-			if m, err = cuda.New(cuda.Options{}); err == nil {
+			if m, err = cuda.New(cuda.Options{GPUs: []int{0, 1}}); err == nil {
 				opened(m)
 			}
 			return m, err

@@ -343,7 +343,7 @@ func (s *soak) honest(_ context.Context, rng *rand.Rand) {
 
 func (s *soak) leaving(_ context.Context, rng *rand.Rand) {
 	c := &s.cases[rng.IntN(len(s.cases))]
-	ctx, cancel := context.WithTimeout(context.Background(), time.Duration(rng.IntN(30))*time.Millisecond)
+	ctx, cancel := context.WithTimeout(context.Background(), time.Duration(rng.IntN(300))*time.Millisecond)
 	defer cancel()
 	if got, err := s.ask(ctx, c, rng.IntN(2) == 0); err == nil && got != c.want {
 		s.add("wrong answers")
@@ -476,12 +476,12 @@ func (s *soak) fault(ctx context.Context, rng *rand.Rand, m *emulated.Machine) {
 
 // soakState is what must come back.
 type soakState struct {
-	rss, heap             int64
-	goroutines, files     int
-	gpu                   int64
-	running, waiting, kv  float64
-	preempted, retried    float64
-	revoked, fromPeer, up float64
+	// rss is the resident set without what devices allocated on the host: experts, KV.
+	rss, heap          int64
+	goroutines, files  int
+	gpu                int64
+	preempted, retried float64
+	revoked            float64
 }
 
 // idle waits until no request runs or waits.
@@ -544,6 +544,9 @@ func (s *soak) measure() soakState {
 		if f := strings.Fields(string(data)); len(f) > 1 {
 			pages, _ := strconv.ParseInt(f[1], 10, 64)
 			st.rss = pages * int64(os.Getpagesize())
+			if u, err := s.machine.Usage(device.Host); err == nil && st.rss > u.Allocated {
+				st.rss -= u.Allocated
+			}
 		}
 	}
 	if open, err := os.ReadDir("/proc/self/fd"); err == nil {
@@ -553,7 +556,7 @@ func (s *soak) measure() soakState {
 		st.gpu = u.Allocated
 	}
 	st.preempted, st.retried = m["vllm:num_preemptions_total"], m["moeserve_steps_retried_total"]
-	st.revoked, st.fromPeer = m["moeserve_harvest_revocations_total"], m["moeserve_expert_fetches_total"]
+	st.revoked = m["moeserve_harvest_revocations_total"]
 	return st
 }
 
@@ -573,7 +576,7 @@ func (s *soak) report(length time.Duration, before, after soakState) {
 	}
 	fmt.Fprintf(&b, "\n| what comes back | before | after |\n|---|---|---|\n")
 	mib := func(n int64) string { return fmt.Sprintf("%.1f MiB", float64(n)/(1<<20)) }
-	fmt.Fprintf(&b, "| resident memory | %s | %s |\n| Go heap | %s | %s |\n", mib(before.rss), mib(after.rss), mib(before.heap), mib(after.heap))
+	fmt.Fprintf(&b, "| resident memory besides what devices allocated on the host | %s | %s |\n| Go heap | %s | %s |\n", mib(before.rss), mib(after.rss), mib(before.heap), mib(after.heap))
 	fmt.Fprintf(&b, "| memory of the GPU | %s | %s |\n", mib(before.gpu), mib(after.gpu))
 	fmt.Fprintf(&b, "| goroutines | %d | %d |\n| descriptors | %d | %d |\n", before.goroutines, after.goroutines, before.files, after.files)
 	t.Log("\n" + b.String())
