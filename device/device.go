@@ -153,7 +153,7 @@ type Stream interface {
 	// everything enqueued so far has ended.
 	SignalFence(f Fence, value uint32) error
 	// WaitFence makes operations enqueued later wait until f is at least value. It may be enqueued
-	// before the Raise.
+	// before the signal.
 	WaitFence(f Fence, value uint32) error
 	// Synchronize waits until everything enqueued so far has ended, or ctx is done. It returns
 	// the stream's error, if any.
@@ -267,8 +267,8 @@ type Event interface {
 	Close() error
 }
 
-// Fence is a 32-bit counter (a timeline semaphore) that host and streams raise and await in any
-// order. Comparison is modulo 2^32: v is reached if current - v, as int32, is not negative.
+// Fence is a 32-bit counter (a timeline semaphore) that host and streams signal and wait for in
+// any order. Comparison is modulo 2^32: v is reached if current - v, as int32, is not negative.
 type Fence interface {
 	// Signal sets the counter from the host.
 	Signal(value uint32) error
@@ -302,7 +302,7 @@ func (p Point) Reached() bool { return int32(p.Fence.Value()-p.Value) >= 0 }
 func (p Point) After(q Point) bool { return int32(p.Value-q.Value) > 0 }
 
 // Wait waits on the host until p is reached, or ctx is done, and returns the error that the
-// fence has failed with at p. It orders what the caller does next after the Raise of p.
+// fence has failed with at p. It orders what the caller does next after p was signaled.
 func (p Point) Wait(ctx context.Context) error { return p.Fence.Wait(ctx, p.Value) }
 
 // Usage is the usage of one memory space, in bytes.

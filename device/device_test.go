@@ -67,7 +67,7 @@ func TestRegion(t *testing.T) {
 	}
 }
 
-// counter is a fence that has a value, or an error for who awaits it.
+// counter is a fence that has a value, or an error for its waiters.
 type counter struct {
 	device.Fence
 	value uint32
@@ -106,7 +106,7 @@ func TestPoint(t *testing.T) {
 		t.Error("a point is none exactly where it has no fence")
 	}
 	if err := (device.Point{Fence: counter{err: io.EOF}}).Wait(t.Context()); !errors.Is(err, io.EOF) {
-		t.Errorf("Await returns %v", err)
+		t.Errorf("Wait returns %v", err)
 	}
 }
 
@@ -132,7 +132,7 @@ func TestLostSpaces(t *testing.T) {
 	lost := func(gpu int) error {
 		return &device.Error{Op: "copy", Space: device.HBM(gpu), Err: device.ErrLost}
 	}
-	passedOn := &device.Error{Op: "await", Space: device.HBM(0), Err: fmt.Errorf("fence: %w", lost(2))}
+	passedOn := &device.Error{Op: "wait", Space: device.HBM(0), Err: fmt.Errorf("fence: %w", lost(2))}
 	for _, c := range []struct {
 		err  error
 		want []device.Space

@@ -29,7 +29,7 @@
 //     outstanding. The host accesses host memory through Memory.Read and Memory.Write,
 //     so that an implementation can check it.
 //   - A failed operation puts its stream into the error state: later operations of
-//     the stream do not run, and events recorded and fences raised by it pass the error
+//     the stream do not run, and events recorded and fences signaled by it pass the error
 //     to their waiters, until Stream.Recover.
 //
 // # Example

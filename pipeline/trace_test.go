@@ -22,7 +22,7 @@ func recorded(w *trace.Writer, o emulated.Options) emulated.Options {
 	o.HostLink, o.PeerLink = emulated.Link{BytesPerSecond: 1e9}, emulated.Link{BytesPerSecond: 4e9}
 	o.GPUs = []emulated.GPU{{BytesPerSecond: 10e9}, {BytesPerSecond: 10e9}}
 	o.Host = emulated.GPU{BytesPerSecond: 1e9}
-	ops := map[string]trace.Op{"copy": trace.Copied, "launch": trace.Launch, "wait": trace.Wait, "await": trace.Wait}
+	ops := map[string]trace.Op{"copy": trace.Copied, "launch": trace.Launch, "wait": trace.Wait}
 	o.Trace = func(e emulated.Trace) {
 		op := ops[e.Op]
 		if e.Host {

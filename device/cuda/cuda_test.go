@@ -513,8 +513,8 @@ func TestOverlap(t *testing.T) {
 		{"a copy", func() { r.ok(s.Copy(all(b), all(a))) }},
 		{"an event recorded", func() { r.ok(s.Record(e)) }},
 		{"a wait for an event", func() { r.ok(other.Record(e)); r.ok(s.Wait(e)) }},
-		{"a fence raised", func() { r.ok(s.SignalFence(f, 1)) }},
-		{"a fence awaited", func() { r.ok(s.WaitFence(f, 1)) }}, // raised by the line above
+		{"a fence signaled", func() { r.ok(s.SignalFence(f, 1)) }},
+		{"a wait for a fence", func() { r.ok(s.WaitFence(f, 1)) }}, // signaled by the line above
 		{"a library's call", func() { r.ok(s.Do("library", func() error { return nil })) }},
 	} {
 		launch(true)
@@ -715,12 +715,12 @@ func TestRefusedCall(t *testing.T) {
 		}
 	}
 	if err := f.Wait(r.ctx, 3); err == nil {
-		t.Error("a raise that was refused raises")
+		t.Error("a signal that was refused sets the fence")
 	}
 }
 
 // TestFreeDoesNotWait frees memory while a stream stands before a fence that only the
-// caller of Free will raise.
+// caller of Free will signal.
 func TestFreeDoesNotWait(t *testing.T) {
 	r := newRig(t, 1)
 	s, f := r.stream(0, "held"), r.fence("later")
@@ -901,10 +901,10 @@ func TestAbandonedWaits(t *testing.T) {
 	r.wants(host.Synchronize(r.ctx), cause)
 	r.wants(host.Recover(r.ctx), cause)
 	r.ok(host.Synchronize(r.ctx))
-	contains(t, gate.Signal(1), "values must rise", "gate")
+	contains(t, gate.Signal(1), "values must increase", "gate")
 	contains(t, gate.Fail(2, nil), "use Signal")
 	r.ok(host.SignalFence(gate, 1))
-	contains(t, host.Recover(r.ctx), "values must rise", "slow")
+	contains(t, host.Recover(r.ctx), "values must increase", "slow")
 }
 
 // TestManyDependencies lets a stream that is never synchronized wait for ever more
@@ -1161,7 +1161,7 @@ func loseDevice() error {
 	return r.m.Close()
 }
 
-// loseUnnoticed waits on the host for a fence that a device was to raise: nobody asks
+// loseUnnoticed waits on the host for a fence that a device was to signal: nobody asks
 // the device anything meanwhile but the wait itself.
 func loseUnnoticed() error {
 	r, err := childRig()

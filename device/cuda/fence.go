@@ -178,14 +178,14 @@ func (f *fence) raise(value uint32, by *hostStream) error {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	if f.closed {
-		return closedError("raise", device.Host, f.String())
+		return closedError("signal", device.Host, f.String())
 	}
 	if f.reached(value) && f.failureLocked(value) == nil {
 		who := "the host"
 		if by != nil {
 			who = by.String()
 		}
-		return badArgument("raise", device.Host, "%s raises %s to %d, and it is at %d: values must rise", who, f, value, f.word.value.Load())
+		return badArgument("signal", device.Host, "%s signals %s with %d, and it is at %d: values must increase", who, f, value, f.word.value.Load())
 	}
 	f.set(value)
 	return nil
@@ -195,7 +195,7 @@ func (f *fence) raise(value uint32, by *hostStream) error {
 // has already set is accepted.
 func (f *fence) Signal(value uint32) error {
 	if f.m.closed.Load() {
-		return closedError("raise", device.Host, f.String())
+		return closedError("signal", device.Host, f.String())
 	}
 	return f.raise(value, nil)
 }
@@ -241,7 +241,7 @@ func (f *fence) enqueued(op string, space device.Space, value uint32) error {
 	if f.closed {
 		return closedError(op, space, f.String())
 	}
-	if op == "await" {
+	if op == "wait" {
 		f.awaits.note(value)
 	} else if i, ok := space.GPU(); ok {
 		f.raises[i].note(value)
@@ -255,7 +255,7 @@ func (f *fence) Wait(ctx context.Context, value uint32) error {
 	closed := f.closed
 	f.mu.Unlock()
 	if closed || f.m.closed.Load() {
-		return closedError("await", device.Host, f.String())
+		return closedError("wait", device.Host, f.String())
 	}
 	return f.await(ctx, value)
 }

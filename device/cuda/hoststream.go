@@ -172,12 +172,12 @@ func (s *hostStream) Wait(e device.Event) error {
 
 // SignalFence implements device.Stream.
 func (s *hostStream) SignalFence(f device.Fence, value uint32) error {
-	return s.fenceOp("raise", hostRaise, f, value)
+	return s.fenceOp("signal", hostRaise, f, value)
 }
 
 // WaitFence implements device.Stream.
 func (s *hostStream) WaitFence(f device.Fence, value uint32) error {
-	return s.fenceOp("await", hostAwait, f, value)
+	return s.fenceOp("wait", hostAwait, f, value)
 }
 
 func (s *hostStream) fenceOp(what string, kind hostOpKind, f device.Fence, value uint32) error {

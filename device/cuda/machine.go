@@ -369,7 +369,7 @@ func (m *Machine) raiseAll() []string {
 		f.mu.Lock()
 		if now := f.word.value.Load(); f.awaits.behind(now) {
 			problems = append(problems, fmt.Sprintf("a stream waits for %s to reach %d, and it is at %d", f, f.awaits.value, now))
-			f.condemn(f.awaits.value, closedError("await", device.Host, "the machine"))
+			f.condemn(f.awaits.value, closedError("wait", device.Host, "the machine"))
 			f.set(f.awaits.value)
 		}
 		f.mu.Unlock()

@@ -306,18 +306,18 @@ func (s *Stream) await(w word, value uint32) int {
 
 // SignalFence implements device.Stream.
 func (s *Stream) SignalFence(f device.Fence, value uint32) error {
-	fe, err := s.fence("raise", f)
+	fe, err := s.fence("signal", f)
 	if err != nil {
 		return err
 	}
-	if err := s.usable("raise"); err != nil {
+	if err := s.usable("signal"); err != nil {
 		if errors.Is(err, device.ErrLost) {
 			// The lost stream can no longer signal the fence.
 			return errors.Join(err, fe.fail(value, err))
 		}
 		return err
 	}
-	if err := fe.enqueued("raise", s.g.space, value); err != nil {
+	if err := fe.enqueued("signal", s.g.space, value); err != nil {
 		return err
 	}
 	op, dropped := s.next()
@@ -335,7 +335,7 @@ func (s *Stream) SignalFence(f device.Fence, value uint32) error {
 	}
 	s.g.leave()
 	if err != nil {
-		e := s.refused(op, "raise", code(err), fe.String())
+		e := s.refused(op, "signal", code(err), fe.String())
 		return errors.Join(e, fe.fail(value, e))
 	}
 	return nil
@@ -343,23 +343,23 @@ func (s *Stream) SignalFence(f device.Fence, value uint32) error {
 
 // WaitFence implements device.Stream.
 func (s *Stream) WaitFence(f device.Fence, value uint32) error {
-	fe, err := s.fence("await", f)
+	fe, err := s.fence("wait", f)
 	if err != nil {
 		return err
 	}
-	if err := s.usable("await"); err != nil {
+	if err := s.usable("wait"); err != nil {
 		return err
 	}
 	op, dropped := s.next()
 	if dropped {
 		return nil
 	}
-	if err := fe.enqueued("await", s.g.space, value); err != nil {
+	if err := fe.enqueued("wait", s.g.space, value); err != nil {
 		return err
 	}
 	s.epoch.expect(outcome{op: op, fence: fe, value: value})
 	if c := s.await(fe.word, value); c != success {
-		return s.refused(op, "await", c, fe.String())
+		return s.refused(op, "wait", c, fe.String())
 	}
 	return nil
 }

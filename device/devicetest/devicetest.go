@@ -53,8 +53,8 @@ func Run(t *testing.T, open func(t *testing.T) device.Machine) {
 		{"WatchFails", 1, watchesFail},
 		{"WatchEnds", 1, watchesEnd},
 		{"Errors", 1, streamErrors},
-		{"RaiseWhatWasAwaited", 1, raiseWhatWasAwaited},
-		{"RecordElsewhere", 1, recordElsewhere},
+		{"SignalWaitedFence", 1, signalWaitedFence},
+		{"RecordOnAnotherStream", 1, recordOnAnotherStream},
 		{"Capture", 1, capture},
 		{"Context", 1, contexts},
 		{"Closed", 1, closed},
@@ -329,7 +329,7 @@ func memory(s *suite) {
 			total += n
 			r := whole(mem)
 			if mem.Space() != sp || mem.Bytes() != n || r.Bytes != n {
-				s.Errorf("asked for %d bytes on %s, got %d on %s", n, sp, mem.Bytes(), mem.Space())
+				s.Errorf("requested for %d bytes on %s, got %d on %s", n, sp, mem.Bytes(), mem.Space())
 			}
 			if r.Addr == 0 || r.Addr%device.Alignment != 0 {
 				s.Errorf("address %#x is not aligned to %d", r.Addr, device.Alignment)
@@ -405,10 +405,10 @@ func outOfMemory(s *suite) {
 	sp := device.HBM(0)
 	u, err := s.m.Usage(sp)
 	s.ok(err)
-	asked := u.Capacity + 1
-	_, err = s.m.Alloc(sp, asked, "too large")
+	requested := u.Capacity + 1
+	_, err = s.m.Alloc(sp, requested, "too large")
 	s.wants(err, "alloc", device.ErrOutOfMemory)
-	for _, want := range []string{"too large", fmt.Sprint(asked)} {
+	for _, want := range []string{"too large", fmt.Sprint(requested)} {
 		if !strings.Contains(err.Error(), want) {
 			s.Errorf("%q does not say %q", err, want)
 		}
@@ -496,7 +496,7 @@ func eventOrder(s *suite) {
 		s.ok(down.Wait(filled))
 		s.ok(down.Copy(dst.Range(i*n, n), whole(mem)))
 		s.ok(down.Record(emptied))
-		// The events are recorded again only when nobody waits for them.
+		// The events are recorded again only when no stream waits for them.
 		s.ok(filled.Synchronize(s.ctx))
 		if i%8 == 0 {
 			s.ok(emptied.Synchronize(s.ctx))
@@ -527,7 +527,7 @@ func eventStates(s *suite) {
 		s.ok(st.WaitFence(f, v))
 		s.ok(st.Record(e))
 		if done, err := e.Query(); done || err != nil {
-			s.Fatalf("round %d: the event has passed (%v, %v) before its fence was raised", v, done, err)
+			s.Fatalf("round %d: the event has passed (%v, %v) before its fence was signaled", v, done, err)
 		}
 		s.ok(other.Wait(e))
 		s.ok(f.Signal(v))
@@ -551,7 +551,7 @@ func eventStates(s *suite) {
 	}
 }
 
-// fenceOrder lets each kind of stream, and the host, raise for each other.
+// fenceOrder lets each kind of stream, and the host, signal fences that the others wait for.
 func fenceOrder(s *suite) {
 	const n = 1 << 15
 	gpu, gpu2 := s.stream(device.HBM(0), "gpu"), s.stream(device.HBM(0), "gpu2")
@@ -561,7 +561,7 @@ func fenceOrder(s *suite) {
 	seed := uint64(0)
 	for _, from := range []device.Stream{nil, gpu, host} {
 		for _, to := range []device.Stream{nil, gpu2, host2} {
-			for _, awaitFirst := range []bool{false, true} {
+			for _, waitFirst := range []bool{false, true} {
 				seed++
 				f := s.fence()
 				src := s.filled(n, seed)
@@ -573,15 +573,15 @@ func fenceOrder(s *suite) {
 				if read == nil {
 					read = gpu2
 				}
-				await := func() {
+				wait := func() {
 					if to == nil {
 						return
 					}
 					s.ok(to.WaitFence(f, 1))
 					s.ok(to.Copy(whole(back), whole(mem)))
 				}
-				if awaitFirst {
-					await()
+				if waitFirst {
+					wait()
 				}
 				s.ok(write.Copy(whole(mem), whole(src)))
 				if from == nil {
@@ -590,8 +590,8 @@ func fenceOrder(s *suite) {
 				} else {
 					s.ok(from.SignalFence(f, 1))
 				}
-				if !awaitFirst {
-					await()
+				if !waitFirst {
+					wait()
 				}
 				if to == nil {
 					s.ok(f.Wait(s.ctx, 1))
@@ -628,7 +628,7 @@ func capture(s *suite) {
 		}
 		return nil
 	}
-	// Nothing of it runs, whatever is under way here and elsewhere.
+	// Nothing of the captured work runs, whatever this stream and others are running.
 	fill(in.Write(0, n), 1)
 	clear(out.Write(0, n))
 	s.ok(busy.WaitFence(held, 1))
@@ -640,8 +640,8 @@ func capture(s *suite) {
 		}
 		refused("record", busy.Record(event))
 		refused("wait", busy.Wait(event))
-		refused("raise", busy.SignalFence(held, 2))
-		refused("await", busy.WaitFence(held, 1))
+		refused("signal", busy.SignalFence(held, 2))
+		refused("wait for a fence", busy.WaitFence(held, 1))
 		refused("a copy within host memory", busy.Copy(whole(out), whole(in)))
 		refused("synchronize", busy.Synchronize(s.ctx))
 		refused("recover", busy.Recover(s.ctx))
@@ -698,7 +698,7 @@ func fenceWraps(s *suite) {
 		case 1:
 			s.ok(host.SignalFence(f, v))
 		case 2:
-			s.ok(host.Execute(device.Work{Name: "before the raise"}))
+			s.ok(host.Execute(device.Work{Name: "before the signal"}))
 			s.ok(host.SignalFence(f, v))
 		}
 		s.ok(f.Wait(s.ctx, v))
@@ -710,7 +710,7 @@ func fenceWraps(s *suite) {
 		}
 		ctx, cancel := context.WithTimeout(s.ctx, 2*time.Millisecond)
 		if err := f.Wait(ctx, v+1); !errors.Is(err, context.DeadlineExceeded) {
-			s.Errorf("awaiting %#x of a fence at %#x: %v", v+1, v, err)
+			s.Errorf("waiting for %#x of a fence at %#x: %v", v+1, v, err)
 		}
 		cancel()
 	}
@@ -721,14 +721,14 @@ func fenceFail(s *suite) {
 	host := s.hostStream("host")
 	cause := errors.New("the copy before it failed")
 	ran := false
-	told := make(chan error, 2)
-	tell := device.Work{
-		Name: "told", Host: true, Failed: func(err error) { told <- err },
-		Run: func(device.Access) error { told <- nil; return nil },
+	reported := make(chan error, 2)
+	report := device.Work{
+		Name: "report", Host: true, Failed: func(err error) { reported <- err },
+		Run: func(device.Access) error { reported <- nil; return nil },
 	}
 	s.ok(host.WaitFence(f, 2))
 	s.ok(host.Execute(device.Work{Name: "skipped", Run: func(device.Access) error { ran = true; return nil }}))
-	s.ok(host.Execute(tell))
+	s.ok(host.Execute(report))
 	s.ok(f.Signal(1))
 	s.ok(f.Wait(s.ctx, 1))
 	s.ok(f.Fail(2, cause))
@@ -739,12 +739,12 @@ func fenceFail(s *suite) {
 	if ran {
 		s.Error("work ran behind a fence that failed")
 	}
-	if err := <-told; !errors.Is(err, cause) {
+	if err := <-reported; !errors.Is(err, cause) {
 		s.Errorf("the work's Failed got %v", err)
 	}
-	s.ok(host.Execute(tell))
+	s.ok(host.Execute(report))
 	s.ok(host.Synchronize(s.ctx))
-	if err := <-told; err != nil {
+	if err := <-reported; err != nil {
 		s.Errorf("on a stream that recovered, Failed got %v", err)
 	}
 	if v := f.Value(); v != 2 {
@@ -791,7 +791,7 @@ func hostStream(s *suite) {
 	s.ok(gpu.Synchronize(s.ctx))
 }
 
-// hostWork enqueues from inside of Work, as whoever answers the device does.
+// hostWork enqueues from inside of Work, as a host callback that replies to the device does.
 func hostWork(s *suite) {
 	const n = 4096
 	host, gpu := s.hostStream("host"), s.stream(device.HBM(0), "gpu")
@@ -821,7 +821,7 @@ func hostWork(s *suite) {
 func streamErrors(s *suite) {
 	host, other := s.hostStream("fails"), s.hostStream("waits")
 	e, f := s.event(), s.fence()
-	cause := errors.New("no such luck")
+	cause := errors.New("a cause")
 	ran := 0
 	count := device.Work{Name: "count", Run: func(device.Access) error { ran++; return nil }}
 	s.ok(host.Execute(count))
@@ -858,33 +858,33 @@ func streamErrors(s *suite) {
 	}
 }
 
-// raiseWhatWasAwaited: a stream in error raises a fence that it awaits before, and whose
+// signalWaitedFence: a stream in error signals a fence that it waited for before, and whose
 // earlier value is still to come.
-func raiseWhatWasAwaited(s *suite) {
+func signalWaitedFence(s *suite) {
 	st := s.stream(device.HBM(0), "stream")
 	bad, f, e := s.fence(), s.fence(), s.event()
-	cause := errors.New("no such luck")
+	cause := errors.New("a cause")
 	s.ok(st.WaitFence(bad, 1))
 	s.ok(st.Record(e))
 	s.ok(st.WaitFence(f, 1))
 	s.ok(bad.Fail(1, cause))
 	s.wants(e.Synchronize(s.ctx), "", cause) // now it is known that the stream is in error
-	raised := make(chan error, 1)
-	go func() { raised <- st.SignalFence(f, 2) }()
+	signaled := make(chan error, 1)
+	go func() { signaled <- st.SignalFence(f, 2) }()
 	select {
-	case err := <-raised:
+	case err := <-signaled:
 		s.ok(err)
 	case <-s.ctx.Done():
-		s.Fatal("Raise does not return")
+		s.Fatal("SignalFence does not return")
 	}
 	s.ok(f.Signal(1))
 	s.wants(f.Wait(s.ctx, 2), "", cause)
 	s.wants(st.Recover(s.ctx), "", cause)
 }
 
-// recordElsewhere: an event that nobody waits for is recorded again, on another stream,
+// recordOnAnotherStream: an event that no stream waits for is recorded again, on another stream,
 // which comes to it before the first does.
-func recordElsewhere(s *suite) {
+func recordOnAnotherStream(s *suite) {
 	slow, fast, gpu := s.hostStream("slow"), s.hostStream("fast"), s.stream(device.HBM(0), "gpu")
 	a, b, c, e := s.fence(), s.fence(), s.fence(), s.event()
 	s.ok(slow.WaitFence(a, 1))
@@ -916,13 +916,13 @@ func contexts(s *suite) {
 		}
 		cancel()
 	}
-	raised := make(chan error)
+	signaled := make(chan error)
 	go func() {
 		time.Sleep(5 * time.Millisecond)
-		raised <- f.Signal(1)
+		signaled <- f.Signal(1)
 	}()
 	s.ok(st.Synchronize(s.ctx))
-	s.ok(<-raised)
+	s.ok(<-signaled)
 	s.ok(e.Synchronize(s.ctx))
 }
 
@@ -1037,7 +1037,7 @@ func randomCopies(s *suite) {
 		}
 		var sts []device.Stream
 		var fences []device.Fence
-		var raised [streams]uint32
+		var signaled [streams]uint32
 		for i := range streams {
 			sts = append(sts, s.stream(spaces[rng.IntN(len(spaces))], fmt.Sprintf("s%d", i)))
 			fences = append(fences, s.fence())
@@ -1071,8 +1071,8 @@ func randomCopies(s *suite) {
 				p.event = s.event()
 				s.ok(sts[on].Record(p.event))
 			} else {
-				raised[on]++
-				p.fence, p.value = fences[on], raised[on]
+				signaled[on]++
+				p.fence, p.value = fences[on], signaled[on]
 				s.ok(sts[on].SignalFence(p.fence, p.value))
 			}
 			dst.write, dst.reads = p, nil
@@ -1146,7 +1146,7 @@ func leak(t *testing.T, m device.Machine) {
 			t.Fatal(err)
 		}
 	}
-	kept, err := m.Alloc(device.HBM(0), 777, "given back")
+	kept, err := m.Alloc(device.HBM(0), 777, "released")
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -1162,7 +1162,7 @@ func leak(t *testing.T, m device.Machine) {
 			t.Errorf("%q does not name %q", err, want)
 		}
 	}
-	if strings.Contains(err.Error(), "given back") {
+	if strings.Contains(err.Error(), "released") {
 		t.Errorf("%q names memory that was freed", err)
 	}
 	if err := m.Close(); !errors.Is(err, device.ErrClosed) {
@@ -1180,7 +1180,7 @@ func closeOverPending(t *testing.T, m device.Machine) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	f, err := m.NewFence("never raised")
+	f, err := m.NewFence("never signaled")
 	if err != nil {
 		t.Fatal(err)
 	}

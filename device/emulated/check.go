@@ -245,7 +245,7 @@ func (c *checker) unordered(mem *memory, first *accessRecord, firstWrites bool, 
 	f := Finding{Kind: Unordered, Space: mem.space.id, Label: mem.label, First: first.operation(mem, r, firstWrites), Second: second.operation(mem, r, writes)}
 	switch {
 	case first.stream != "" && second.stream != "":
-		f.Missing = fmt.Sprintf("let %q record an event (or raise a fence) behind the first, and %q wait for it before the second", first.stream, second.stream)
+		f.Missing = fmt.Sprintf("let %q record an event (or signal a fence) behind the first, and %q wait for it before the second", first.stream, second.stream)
 	case first.stream != "":
 		f.Missing = fmt.Sprintf("let the host synchronize with %q behind the first", first.stream)
 	default:

@@ -181,7 +181,7 @@ func TestCheckFinds(t *testing.T) {
 			},
 		},
 		{
-			"a fence raised too early", emulated.Unordered, nil,
+			"a fence signaled too early", emulated.Unordered, nil,
 			func(p *program) {
 				p.write(p.a, p.x)
 				p.sync(p.a)
@@ -192,14 +192,14 @@ func TestCheckFinds(t *testing.T) {
 			},
 		},
 		{
-			"a fence awaited at too small a value", emulated.Unordered, nil,
+			"a wait for too small a value of a fence", emulated.Unordered, nil,
 			func(p *program) {
 				p.write(p.a, p.x)
 				p.sync(p.a)
 				p.ok(p.a.SignalFence(p.f, 1))
 				p.write(p.a, p.x)
 				p.ok(p.a.SignalFence(p.f, 2))
-				// Even where both raises really came first.
+				// Even where both signals really came first.
 				p.ok(p.b.WaitFence(p.f, 1))
 				p.read(p.b, p.x)
 			},
@@ -449,13 +449,13 @@ func TestCheckAccepts(t *testing.T) {
 				p.ok(s.Copy(p.x.Range(int64(i)*100, 100), p.pinned.Range(0, 100)))
 			}
 		}},
-		{"fence raised before the await", func(p *program) {
+		{"fence signaled before the wait", func(p *program) {
 			p.write(p.a, p.x)
 			p.ok(p.a.SignalFence(p.f, 1))
 			p.ok(p.b.WaitFence(p.f, 1))
 			p.read(p.b, p.x)
 		}},
-		{"fence raised after the await was enqueued", func(p *program) {
+		{"fence signaled after the wait was enqueued", func(p *program) {
 			p.ok(p.b.WaitFence(p.f, 1))
 			p.read(p.b, p.x)
 			p.ok(p.c.WaitFence(p.f, 1))
@@ -473,7 +473,7 @@ func TestCheckAccepts(t *testing.T) {
 			p.read(p.c, p.x)
 			p.read(p.c, p.y)
 		}},
-		{"the host raises", func(p *program) {
+		{"the host signals", func(p *program) {
 			p.ok(p.a.WaitFence(p.f, 1))
 			p.copy(p.a, p.x, p.pinned)
 			p.pinned.Write(0, programBytes)
@@ -481,7 +481,7 @@ func TestCheckAccepts(t *testing.T) {
 			p.sync(p.a)
 			p.pinned.Write(0, 1)
 		}},
-		{"the host awaits", func(p *program) {
+		{"the host waits", func(p *program) {
 			p.write(p.a, p.x)
 			p.copy(p.a, p.pinned, p.x)
 			p.ok(p.a.SignalFence(p.f, 1))

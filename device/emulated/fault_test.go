@@ -222,7 +222,7 @@ func TestLose(t *testing.T) {
 			wants(t, on1.Recover(t.Context()), device.ErrLost, "stream")
 		}
 		wants(t, on1.Execute(device.Work{Name: "late"}), device.ErrLost, "launch")
-		wants(t, on1.SignalFence(after, 2), device.ErrLost, "raise")
+		wants(t, on1.SignalFence(after, 2), device.ErrLost, "signal")
 		wants(t, on0.Copy(local.Range(0, 64), peer.Range(0, 64)), device.ErrLost, "copy")
 		_, err = m.Alloc(device.HBM(1), 64, "late")
 		wants(t, err, device.ErrLost, "alloc")

@@ -68,7 +68,7 @@ func (f *fence) failure(value uint32) error {
 	return nil
 }
 
-// set raises the counter to value, with clock as what is known then, and wakes the waiters
+// set sets the counter to value, with clock as what is known then, and wakes the waiters
 // whose value is reached.
 func (f *fence) set(value uint32, clock vclock) {
 	rose := before(f.value, value)
@@ -144,8 +144,8 @@ func (m *Machine) raiseFrom(s *stream, o *op, failed error) error {
 	if !before(f.value, o.value) && f.failure(o.value) == nil {
 		// Waits for this value have already succeeded, so the error misleads no waiter.
 		return &device.Error{
-			Op: "raise", Space: s.sp.id,
-			Detail: fmt.Sprintf("%s: %s to %d, and it is at %d: values must rise", s, f, o.value, f.value),
+			Op: "signal", Space: s.sp.id,
+			Detail: fmt.Sprintf("%s: %s to %d, and it is at %d: values must increase", s, f, o.value, f.value),
 		}
 	}
 	f.set(o.value, clock)
@@ -169,14 +169,14 @@ func (f *fence) host(op string) (vclock, error) {
 func (f *fence) Signal(value uint32) error {
 	f.m.mu.Lock()
 	defer f.m.mu.Unlock()
-	clock, err := f.host("raise")
+	clock, err := f.host("signal")
 	if err != nil {
 		return err
 	}
 	if !before(f.value, value) && f.failure(value) == nil {
 		return &device.Error{
-			Op: "raise", Space: device.Host,
-			Detail: fmt.Sprintf("%s to %d, and it is at %d: values must rise", f, value, f.value),
+			Op: "signal", Space: device.Host,
+			Detail: fmt.Sprintf("%s to %d, and it is at %d: values must increase", f, value, f.value),
 		}
 	}
 	f.set(value, clock)
@@ -203,7 +203,7 @@ func (f *fence) Wait(ctx context.Context, value uint32) error {
 	m := f.m
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	if _, err := f.host("await"); err != nil {
+	if _, err := f.host("wait"); err != nil {
 		return err
 	}
 	if !f.reached(value) {

@@ -239,7 +239,7 @@ func (m *Machine) settle() {
 type Trace struct {
 	Stream string
 	Space  device.Space
-	// Op is "copy", "launch", "record", "wait", "raise" or "await".
+	// Op is "copy", "launch", "record", "signal" or "wait" (for an event or a fence).
 	Op string
 	// Name is the Work's name, Bytes the size of the copy.
 	Name  string

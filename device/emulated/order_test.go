@@ -114,7 +114,7 @@ func randomProgram(t *testing.T, o Options, seed uint64, careful, prune bool) bo
 		fence device.Fence
 	}
 	var marks []mark
-	// Fences that stream 0, which waits for nothing, is still to raise.
+	// Fences that stream 0, which waits for nothing, is still to signal.
 	type debt struct {
 		f device.Fence
 		n *node
@@ -123,7 +123,7 @@ func randomProgram(t *testing.T, o Options, seed uint64, careful, prune bool) bo
 	settle := func() {
 		for _, d := range debts {
 			ok(sts[0].SignalFence(d.f, 1))
-			d.n.after = append(d.n.after, enqueue(0, &node{name: "raise", block: -1}))
+			d.n.after = append(d.n.after, enqueue(0, &node{name: "signal", block: -1}))
 		}
 		debts = nil
 	}
@@ -176,7 +176,7 @@ func randomProgram(t *testing.T, o Options, seed uint64, careful, prune bool) bo
 			f, err := m.NewFence("debt")
 			ok(err)
 			ok(sts[i].WaitFence(f, 1))
-			debts = append(debts, debt{f, enqueue(i, &node{name: "await", block: -1})})
+			debts = append(debts, debt{f, enqueue(i, &node{name: "wait", block: -1})})
 		case kind == 10:
 			settle()
 			if len(marks) == 0 || rng.IntN(2) == 0 {

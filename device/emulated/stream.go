@@ -22,7 +22,7 @@ const (
 	opAwait
 )
 
-var opNames = [...]string{opCopy: "copy", opWork: "launch", opRecord: "record", opWait: "wait", opRaise: "raise", opAwait: "await"}
+var opNames = [...]string{opCopy: "copy", opWork: "launch", opRecord: "record", opWait: "wait", opRaise: "signal", opAwait: "wait"}
 
 // op is one operation in a stream's queue.
 type op struct {

@@ -59,7 +59,7 @@ func (d *Devices) traceEmulated(o *emulated.Options) {
 
 // emulatedOps are the operations of an emulated machine that a trace shows, as of any other
 // machine: recording and signaling take no time.
-var emulatedOps = map[string]trace.Op{"copy": trace.Copied, "launch": trace.Launch, "wait": trace.Wait, "await": trace.Wait}
+var emulatedOps = map[string]trace.Op{"copy": trace.Copied, "launch": trace.Launch, "wait": trace.Wait}
 
 // traced wraps a machine so that its streams are traced, if tracing is on. A machine set up by
 // traceEmulated reports by itself.
