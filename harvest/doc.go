@@ -14,7 +14,7 @@
 //	ref, ok := h.Acquire(fetcher) // no lock; also for the copy that fills it
 //	if !ok { … read host memory instead … }
 //	stream.Copy(slot, h.Region().Range)
-//	stream.Raise(fence, 7)
+//	stream.SignalFence(fence, 7)
 //	ref.ReleaseAt(device.Point{Fence: fence, Value: 7})
 //
 //	pending, err := rt.Tick(m.Now()) // often, or rt.Start()

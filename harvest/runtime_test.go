@@ -325,7 +325,7 @@ func TestSlowCallback(t *testing.T) {
 }
 
 // TestMemoryInUse: a client that copies without a reference does no harm, as far as
-// the device tells: the memory goes back after it, and that is reported.
+// the device reports: the memory is released after it, and that is reported.
 func TestMemoryInUse(t *testing.T) {
 	m := machine(t, emulated.Options{GPUs: gpus(2, 8192), Virtual: true})
 	var got []harvest.DeadlineMissInfo
@@ -571,7 +571,7 @@ func TestModel(t *testing.T) {
 		type object struct {
 			h       *harvest.Handle
 			refs    []harvest.Ref
-			pending []device.Point // given to ReleaseAt, not raised
+			pending []device.Point // given to ReleaseAt, not signaled
 			content byte
 			freed   bool
 			called  int
@@ -705,7 +705,7 @@ func TestModel(t *testing.T) {
 					ref.Release()
 				}
 			},
-			"raise": func(t *rapid.T) {
+			"signal": func(t *rapid.T) {
 				serial++
 				if err := fence.Signal(serial); err != nil {
 					t.Fatal(err)

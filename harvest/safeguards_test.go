@@ -10,7 +10,7 @@ import (
 )
 
 // TestSafeguards: a revocation that waits for the readers is not found fault with by the
-// checker, and one whose controller is told that they are done, while they read, is.
+// checker, and one whose controller gets their release, while they read, is.
 func TestSafeguards(t *testing.T) {
 	for _, drain := range []bool{true, false} {
 		found := 0

@@ -36,7 +36,7 @@ type stage struct {
 	host    device.Memory
 }
 
-// readings are what the machine tells, with what a script says of bandwidth.
+// readings are what the machine reports, with what a script says of bandwidth.
 type readings struct {
 	harvest.Monitor
 	bandwidth map[device.Space]float64
@@ -238,7 +238,7 @@ func (s *stage) do(d *datadriven.TestData) error {
 			return err
 		}
 		ref.ReleaseAt(p)
-	case "raise", "fail": // FENCE:VALUE
+	case "signal", "fail": // FENCE:VALUE
 		p, err := s.point(word(d, 0))
 		if err != nil {
 			return err

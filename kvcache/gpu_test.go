@@ -24,7 +24,7 @@ import (
 // -on cpu lets the tests named GPU run on the CPU instead, as a test of themselves.
 var on = flag.String("on", "cuda", "device of the tests named GPU: cuda or cpu")
 
-// gpuRig is a machine, its backend and a stream, all given back at the test's end.
+// gpuRig is a machine, its backend and a stream, all released at the test's end.
 type gpuRig struct {
 	*testing.T
 	m       device.Machine
@@ -132,8 +132,8 @@ func TestGPUBlocks(t *testing.T) {
 		t.Errorf("a pool of %d bytes is accounted for with %d", blocks*shape.BlockBytes(), got)
 	}
 
-	// Tables that grow by turns have scattered blocks; two give theirs back midway, and
-	// get them again in another order.
+	// Tables that grow by turns have scattered blocks; two release theirs midway, and
+	// allocate them again in another order.
 	lengths := []int{1, 15, 16, 17, 100, 33}
 	tables := make([]*kvcache.Table, len(lengths))
 	for i := range tables {

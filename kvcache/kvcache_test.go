@@ -77,7 +77,7 @@ func TestViews(t *testing.T) {
 				for e := range one.Elements() {
 					a := one.Addr + device.Addr(4*e)
 					if owner[a] {
-						t.Fatalf("layer %d block %d element %d is somebody else's, too", layer, b, e)
+						t.Fatalf("layer %d block %d element %d belongs to another block, too", layer, b, e)
 					}
 					owner[a] = true
 				}

@@ -137,7 +137,7 @@ const minPrunePoints = 16
 func (c *Cell) prune(points []device.Point) {
 	var reached []device.Point
 	for _, p := range points {
-		// Await does not wait for a reached point: it orders what follows after the
+		// WaitFence does not wait for a reached point: it orders what follows after the
 		// reader. The point of a failed reader is kept for Drain.
 		if p.Reached() && p.Wait(context.Background()) == nil {
 			reached = append(reached, p)

@@ -185,7 +185,7 @@ func TestHammer(t *testing.T) {
 	for i := range 2000 {
 		e, ok := cell.BeginExclusive()
 		if !ok {
-			t.Fatal("somebody else is exclusive")
+			t.Fatal("another holder is exclusive")
 		}
 		if err := e.Drain(t.Context()); err != nil {
 			t.Fatal(err)
@@ -300,16 +300,16 @@ func TestPoints(t *testing.T) {
 			t.Errorf("Drain: %v", err)
 		}
 	}
-	raise := func(f device.Fence, v uint32) {
+	signal := func(f device.Fence, v uint32) {
 		if err := f.Signal(v); err != nil {
 			t.Fatal(err)
 		}
 	}
-	raise(f, 2)
+	signal(f, 2)
 	drains(false)
-	raise(f, 3)
+	signal(f, 3)
 	drains(false)
-	raise(g, 1)
+	signal(g, 1)
 	drains(true)
 	if p := e.Points(); len(p) != 0 {
 		t.Errorf("points %v after Drain", p)

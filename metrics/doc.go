@@ -8,7 +8,7 @@
 // the first answer of go run. Tests compare with what it writes, byte by byte.
 //
 // It does not speak HTTP, does not know OpenMetrics or Protobuf, and has no registry: Write takes
-// the collectors whose metrics are wanted. Counters and histograms may be used by any number of
+// the collectors whose metrics are needed. Counters and histograms may be used by any number of
 // goroutines, also while they are written.
 //
 //	steps := metrics.NewHistogram(metrics.NewDesc("moeserve_step_duration_seconds", "Steps of the engine."), []float64{.01, .1, 1})

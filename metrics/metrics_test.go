@@ -141,7 +141,7 @@ func TestLabelsAreUTF8(t *testing.T) {
 	}
 }
 
-// Mistakes in the program are told at once, with the metric's name.
+// Mistakes in the program are reported at once, with the metric's name.
 func TestMisuse(t *testing.T) {
 	for name, use := range map[string]func(){
 		"two values":     func() { metrics.NewHistogram(metrics.NewDesc("m", ""), []float64{1, 1}) },

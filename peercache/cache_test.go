@@ -396,7 +396,7 @@ func TestCloseBeforeHarvest(t *testing.T) {
 	}
 }
 
-// TestDroppedWhileRevoked: it goes once, whoever takes it first.
+// TestDroppedWhileRevoked: it is removed once, by the drop or by the revocation.
 func TestDroppedWhileRevoked(t *testing.T) {
 	r := newRig(t, emulated.Options{Virtual: true}, harvest.Options{})
 	r.fill(1)

@@ -28,7 +28,7 @@
 //		Label:    transfer.Text("layer 3 wave 1"),
 //	})
 //	…
-//	compute.Await(landed, 7)             // the consumer's stream waits by itself
+//	compute.WaitFence(landed, 7)         // the consumer's stream waits by itself
 //	ticket.RaisePriority(transfer.Demand) // the copy is needed now
 //
 // # Many pieces
@@ -43,7 +43,7 @@
 // Other requests of the link continue. A request whose After point fails, fails with it.
 // A lost device fails every request that only its links carry, and Submit refuses new
 // ones. On some devices a stream that waits for a failed fence goes into error, on others
-// it continues; so whoever submitted a copy checks Ticket.Err before using results.
+// it continues; so the submitter of a copy checks Ticket.Err before using results.
 //
 // # What it is not
 //

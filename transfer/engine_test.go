@@ -490,13 +490,13 @@ func TestRefused(t *testing.T) {
 		if err := tb.Wait(t.Context()); err == nil || !strings.Contains(err.Error(), "destination") {
 			t.Errorf("a copy beyond its memory: %v", err)
 		}
-		if err := to.Wait(t.Context()); err == nil || !strings.Contains(err.Error(), "values must rise") {
+		if err := to.Wait(t.Context()); err == nil || !strings.Contains(err.Error(), "values must increase") {
 			t.Errorf("a Done point of the past: %v", err)
 		}
 		r.wait(r.submit(r.down(dst, src, transfer.Demand)))
 		r.equal(dst, src)
 
-		// A fence that cannot be awaited is an error of Submit.
+		// A fence that cannot be waited for is an error of Submit.
 		bad := r.down(dst, src, transfer.Demand)
 		bad.After = []device.Point{r.point()}
 		if err := bad.After[0].Fence.Close(); err != nil {
@@ -530,7 +530,7 @@ func TestAfterFails(t *testing.T) {
 }
 
 // TestAfterFailsUnasked: no ticket is queried and the link does nothing else. A
-// stream that awaits the last of a chain of copies, over two links, learns that the
+// stream that waits for the last of a chain of copies, over two links, learns that the
 // point before the first has failed, whether the host says so or a stream.
 func TestAfterFailsUnasked(t *testing.T) {
 	machines(t, func(t *testing.T, o emulated.Options) {
@@ -770,7 +770,7 @@ func TestRelease(t *testing.T) {
 	})
 }
 
-// TestReleaseUnderLoad: whoever uses whose memory again, every copy brings its own bytes,
+// TestReleaseUnderLoad: with memory reused by other requests, every copy brings its own bytes,
 // and every ticket says what became of its own copy.
 func TestReleaseUnderLoad(t *testing.T) {
 	const goroutines, rounds, size = 4, 300, 64
