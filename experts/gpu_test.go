@@ -53,7 +53,7 @@ func (r *gpuRig) step(s *Store) {
 		r.ok(st.Prefetch(s.plan.Next(l)))
 		seen := 0
 		for _, w := range u.Waves {
-			r.ok(await(r.compute, w))
+			r.ok(waitFor(r.compute, w))
 			list, slots := r.read(w.Experts.Range()), r.read(u.Slots.Range())
 			for i := range w.Experts.Shape[0] {
 				e := int(binary.NativeEndian.Uint32(list[4*i:]))

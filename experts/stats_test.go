@@ -65,12 +65,7 @@ func TestUsesAreConserved(t *testing.T) {
 		o := machine(seed)
 		t.Run(fmt.Sprintf("seed=%d/virtual=%t/%s", seed, o.Virtual, o.Schedule), func(t *testing.T) {
 			rng := rand.New(rand.NewPCG(seed, 0))
-			r := newRig(t, small(rowMajor), o, 300)
-			r.lend()
-			s := r.open(Config{Placement: r.placed([]float64{0.4, 0.7, 1}[seed%3]), CacheSlots: []int{0, 6, 12}[seed%3], Waves: 1 + int(seed)%4})
-			r.fill(s, 11)
-			all := offloaded(s)
-			r.promote(s, all[:len(all)/2]...)
+			r, s := newRoutedRig(t, seed, o)
 			failing := seed%2 == 1
 			if failing {
 				r.m.Inject(&emulated.Fault{

@@ -141,7 +141,7 @@ type rig struct {
 	last Step
 	// harvest lends to the stores opened later, and is closed with the first.
 	harvest *harvest.Runtime
-	// events is told by the stores opened later.
+	// events listens to the stores opened later.
 	events EventListener
 }
 
@@ -314,7 +314,7 @@ func (r *rig) enqueue(s *Store, st Step, prefetch bool, flops int64) ([]map[int]
 			}
 		}
 		for _, w := range u.Waves {
-			if err := await(r.compute, w); err != nil {
+			if err := waitFor(r.compute, w); err != nil {
 				return nil, err
 			}
 			if err := r.gemms(u.Slots, w, flops*int64(w.Experts.Shape[0]), out[i]); err != nil {
@@ -515,7 +515,7 @@ func TestFailedComputeCascades(t *testing.T) {
 				break
 			}
 			for _, w := range u.Waves {
-				if err := await(r.compute, w); err != nil {
+				if err := waitFor(r.compute, w); err != nil {
 					t.Fatal(err)
 				}
 			}
@@ -608,7 +608,7 @@ func TestDeterministic(t *testing.T) {
 				fmt.Fprintln(&log, l, slots, len(u.Waves))
 				for _, w := range u.Waves {
 					fmt.Fprintln(&log, w.Experts, len(w.WaitFor))
-					if err := await(r.compute, w); err != nil {
+					if err := waitFor(r.compute, w); err != nil {
 						t.Fatal(err)
 					}
 				}
@@ -977,7 +977,7 @@ func TestCloseUnsealed(t *testing.T) {
 	}
 }
 
-// TestHarness: the checksums tell experts apart, so that TestSameBytes can fail.
+// TestHarness: the checksums of experts differ, so that TestSameBytes can fail.
 func TestHarness(t *testing.T) {
 	m, seen := small(rowMajor), map[uint32]bool{}
 	for _, l := range m.layers {
@@ -1005,7 +1005,7 @@ func TestHarness(t *testing.T) {
 // TestHalfRound: a row of the tables, or a slot, that was used last when the fence of closed
 // layers was more than half of its range behind can be used again.
 func TestHalfRound(t *testing.T) {
-	// The checker remembers the raises of half a round ago, so it does not look.
+	// The checker remembers the signals of half a round ago, so it does not look.
 	r := newBareRig(t, small(rowMajor), emulated.Options{Virtual: true}, 200)
 	s := r.open(Config{Placement: r.placed(0.6), CacheSlots: 7})
 	r.fill(s, 11)
@@ -1017,8 +1017,8 @@ func TestHalfRound(t *testing.T) {
 	r.steps(s, 4, false)
 }
 
-// await holds a stream back until a wave's experts have arrived.
-func await(s device.Stream, w Wave) error {
+// waitFor lets a stream wait until a wave's experts have arrived.
+func waitFor(s device.Stream, w Wave) error {
 	for _, p := range w.WaitFor {
 		if err := s.WaitFence(p.Fence, p.Value); err != nil {
 			return err

@@ -192,9 +192,22 @@ func TestPromoteRefused(t *testing.T) {
 	r.ok(s.Demote(ID{0, 0}))
 }
 
-// choose is what a step's rows choose of each layer, and what is predicted of it one
-// layer ahead.
-type choice struct{ chosen, guessed [][]int32 }
+// newRoutedRig has a store of varied sizes, picked by seed, with peer copies of half of its
+// offloaded experts.
+func newRoutedRig(t *testing.T, seed uint64, o emulated.Options) (*rig, *Store) {
+	t.Helper()
+	r := newRig(t, small(rowMajor), o, 300)
+	r.lend()
+	s := r.open(Config{Placement: r.placed([]float64{0.4, 0.7, 1}[seed%3]), CacheSlots: []int{0, 6, 12}[seed%3], Waves: 1 + int(seed)%4})
+	r.fill(s, 11)
+	all := offloaded(s)
+	r.promote(s, all[:len(all)/2]...)
+	return r, s
+}
+
+// choice is what the tokens of a step are routed to in each layer, and what is predicted of
+// it one layer ahead.
+type choice struct{ chosen, predicted [][]int32 }
 
 func choices(rng *rand.Rand, m model) choice {
 	some := func() (list []int32) {
@@ -205,7 +218,7 @@ func choices(rng *rand.Rand, m model) choice {
 	}
 	var c choice
 	for range m.layers {
-		c.chosen, c.guessed = append(c.chosen, some()), append(c.guessed, some())
+		c.chosen, c.predicted = append(c.chosen, some()), append(c.predicted, some())
 	}
 	return c
 }
@@ -249,11 +262,11 @@ func (r *rig) routedStep(s *Store, c choice, flops int64) ([]map[int]uint32, err
 			return nil, err
 		}
 		next := (i + 1) % len(r.model.layers)
-		if err := st.PrefetchPredicted(r.model.layers[next], c.guessed[next]); err != nil {
+		if err := st.PrefetchPredicted(r.model.layers[next], c.predicted[next]); err != nil {
 			return nil, err
 		}
 		for _, w := range use.Waves {
-			if err := await(r.compute, w); err != nil {
+			if err := waitFor(r.compute, w); err != nil {
 				return nil, err
 			}
 			if err := r.gemms(open.Slots, w, flops*int64(w.Experts.Shape[0]), out[i]); err != nil {
@@ -290,13 +303,7 @@ func TestRouted(t *testing.T) {
 		o := machine(seed)
 		t.Run(fmt.Sprintf("seed=%d/virtual=%t/%s", seed, o.Virtual, o.Schedule), func(t *testing.T) {
 			rng := rand.New(rand.NewPCG(seed, 0))
-			r := newRig(t, small(rowMajor), o, 300)
-			r.lend()
-			s := r.open(Config{Placement: r.placed([]float64{0.4, 0.7, 1}[seed%3]), CacheSlots: []int{0, 6, 12}[seed%3], Waves: 1 + int(seed)%4})
-			r.fill(s, 11)
-			all := offloaded(s)
-			r.promote(s, all[:len(all)/2]...)
-			var right, guessed, asked int64
+			r, s := newRoutedRig(t, seed, o)
 			for step := range 6 {
 				if step%3 == 2 {
 					r.steps(s, 1, true)
@@ -308,9 +315,9 @@ func TestRouted(t *testing.T) {
 				r.verifyRouted(s, c, out)
 			}
 			st := s.Stats()
-			right, guessed, asked = st.PrefetchUsed, st.PrefetchPredicted, st.RouterSyncs
-			if right > guessed || right > asked || guessed == 0 || asked == 0 {
-				t.Errorf("%d of %d guesses were right, %d experts asked for", right, guessed, asked)
+			used, predicted, syncs := st.PrefetchUsed, st.PrefetchPredicted, st.RouterSyncs
+			if used > predicted || used > syncs || predicted == 0 || syncs == 0 {
+				t.Errorf("%d of %d predictions were used, with %d router syncs", used, predicted, syncs)
 			}
 			if st.Uses[Peer]+st.Uses[Host] != st.Misses || st.Prefetched > st.Misses {
 				t.Errorf("%+v", st)
@@ -324,7 +331,7 @@ func TestRouted(t *testing.T) {
 func TestPredictionsHideCopies(t *testing.T) {
 	m := small(rowMajor)
 	m.layers = layerNumbers(16)
-	took := func(guess bool) time.Duration {
+	took := func(predict bool) time.Duration {
 		// A copy takes 512 us, attention 400 us, each expert 100 us.
 		r := newRig(t, m, emulated.Options{
 			Virtual: true, HostLink: emulated.Link{BytesPerSecond: 1e6}, GPUs: []emulated.GPU{{FlopsPerSecond: 1e6}},
@@ -334,23 +341,23 @@ func TestPredictionsHideCopies(t *testing.T) {
 		var c choice
 		for i := range m.layers {
 			c.chosen = append(c.chosen, []int32{int32(i % 6)})
-			c.guessed = append(c.guessed, nil)
-			if guess {
-				c.guessed[i] = c.chosen[i]
+			c.predicted = append(c.predicted, nil)
+			if predict {
+				c.predicted[i] = c.chosen[i]
 			}
 		}
 		began := r.m.Now()
 		out, err := r.routedStep(s, c, 100)
 		r.ok(err)
 		r.verifyRouted(s, c, out)
-		if st := s.Stats(); guess && st.Prefetched != 15 {
+		if st := s.Stats(); predict && st.Prefetched != 15 {
 			t.Errorf("%+v", st)
 		}
 		return r.m.Now() - began
 	}
-	// 16 times 1012 us at least; with guesses, little more than the copies alone.
+	// 16 times 1012 us at least; with predictions, little more than the copies alone.
 	if without, with := took(false), took(true); without < 16*1012*time.Microsecond || with > (1012+15*700)*time.Microsecond {
-		t.Errorf("a step takes %v with right guesses and %v without", with, without)
+		t.Errorf("a step takes %v with right predictions and %v without", with, without)
 	}
 }
 
@@ -369,16 +376,16 @@ func TestWrongPredictions(t *testing.T) {
 		rng := rand.New(rand.NewPCG(1, 1))
 		var c choice
 		for range m.layers {
-			var chosen, guessed []int32
+			var chosen, predicted []int32
 			for _, e := range rng.Perm(m.experts)[:8] {
 				chosen = append(chosen, int32(e))
 				if rng.IntN(100) < right {
-					guessed = append(guessed, int32(e))
+					predicted = append(predicted, int32(e))
 				} else {
-					guessed = append(guessed, int32(rng.IntN(m.experts)))
+					predicted = append(predicted, int32(rng.IntN(m.experts)))
 				}
 			}
-			c.chosen, c.guessed = append(c.chosen, chosen), append(c.guessed, guessed)
+			c.chosen, c.predicted = append(c.chosen, chosen), append(c.predicted, predicted)
 		}
 		began := r.m.Now()
 		out, err := r.routedStep(s, c, 10)
@@ -398,7 +405,7 @@ func TestWrongPredictions(t *testing.T) {
 	all, _ := took(100)
 	half, fetched := took(50)
 	if half > all*118/100 || fetched > 12*8*125/100 {
-		t.Errorf("a step takes %v and %d fetches with half of the guesses right, %v with all", half, fetched, all)
+		t.Errorf("a step takes %v and %d fetches with half of the predictions right, %v with all", half, fetched, all)
 	}
 }
 
@@ -690,10 +697,10 @@ func (r *rig) hostOnly(s *Store) []ID {
 // expert where it was; after a row of failures the peer is excluded.
 func TestMoveFails(t *testing.T) {
 	for n := range uint64(4) {
-		var told []PeerInfo
+		var reported []PeerInfo
 		r := newRig(t, small(rowMajor), machine(n), 300)
 		r.lend(func(o *harvest.Options) { o.Peers = o.Peers[:1] })
-		r.events.PeerFailed = func(i PeerInfo) { told = append(told, i) }
+		r.events.PeerFailed = func(i PeerInfo) { reported = append(reported, i) }
 		s := r.open(Config{Placement: r.placed(1)})
 		r.fill(s, 11)
 		fault := r.m.Inject(&emulated.Fault{Kind: emulated.FailCopy, Times: -1, Match: func(p emulated.Point) bool { return p.To == device.HBM(1) && p.From == device.Host }})
@@ -701,8 +708,8 @@ func TestMoveFails(t *testing.T) {
 			r.promote(s, ID{0, i})
 		}
 		fault.Release()
-		if n := len(told); n != 3 || told[n-1].Excluded != true || told[0].Excluded {
-			t.Errorf("%+v", told)
+		if n := len(reported); n != 3 || reported[n-1].Excluded != true || reported[0].Excluded {
+			t.Errorf("%+v", reported)
 		}
 		if got := letters(s.Residency()); strings.Contains(got, "p") {
 			t.Error(got)
@@ -860,8 +867,8 @@ func (r *rig) anyStep(s *Store, rng *rand.Rand) {
 	}
 }
 
-// TestReadUntilTheEnd: a peer's memory is not freed under a copy of which nobody wants the
-// result any more, whatever becomes of the copy that waits for its slot.
+// TestReadUntilTheEnd: a peer's memory is not freed under a copy whose result is no longer
+// needed, whatever becomes of the copy that waits for its slot.
 func TestReadUntilTheEnd(t *testing.T) {
 	r := newRig(t, small(rowMajor), emulated.Options{}, 150)
 	r.lend()
@@ -945,7 +952,7 @@ func TestBesideSteps(t *testing.T) {
 					t.Error(err)
 				}
 			}
-			_ = r.harvest.Readmit(peer) // it may not have been left out
+			_ = r.harvest.Readmit(peer) // it may not have been excluded
 			if _, err := r.harvest.Tick(r.m.Now()); err != nil {
 				t.Error(err)
 			}
@@ -1007,7 +1014,7 @@ func TestSnapshot(t *testing.T) {
 	}
 }
 
-// TestSafeguards: without any one of the safeguards the checker, or the bytes, tell.
+// TestSafeguards: without any one of the safeguards the checker, or the bytes, show an error.
 func TestSafeguards(t *testing.T) {
 	for _, without := range []string{
 		"",
@@ -1099,7 +1106,7 @@ func (u *unguarded) enqueue(r *rig, s *Store, st Step) []map[int]uint32 {
 		r.ok(st.Prefetch(s.plan.Next(l)))
 		for _, w := range use.Waves {
 			if u.without != "event before use" {
-				r.ok(await(r.compute, w))
+				r.ok(waitFor(r.compute, w))
 			}
 			r.ok(r.gemms(use.Slots, w, 100*int64(w.Experts.Shape[0]), out[i]))
 		}
@@ -1167,7 +1174,7 @@ func revokedAt(t *testing.T, schedule emulated.Schedule, ops, at int) bool {
 		r.ok(st.Prefetch(s.plan.Next(l)))
 		here()
 		for _, w := range u.Waves {
-			r.ok(await(r.compute, w))
+			r.ok(waitFor(r.compute, w))
 			here()
 			r.ok(r.gemms(u.Slots, w, 0, out[i]))
 			here()
