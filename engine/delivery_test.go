@@ -88,7 +88,7 @@ func TestOptions(t *testing.T) {
 // TestToldWhileTheNextStepRuns: a reader has a step's token before the next step ends,
 // and the last one though no step follows.
 func TestToldWhileTheNextStepRuns(t *testing.T) {
-	told := make(chan struct{}, 1)
+	delivered := make(chan struct{}, 1)
 	first := true
 	e := with(t, stepFunc(func(ctx context.Context, _ *pipeline.Step) error {
 		if first {
@@ -96,7 +96,7 @@ func TestToldWhileTheNextStepRuns(t *testing.T) {
 			return nil
 		}
 		select {
-		case <-told:
+		case <-delivered:
 			return nil
 		case <-ctx.Done():
 			return ctx.Err()
@@ -116,7 +116,7 @@ func TestToldWhileTheNextStepRuns(t *testing.T) {
 			t.Fatalf("update %d: %+v, %v", n, u, err)
 		}
 		if n < 4 {
-			told <- struct{}{}
+			delivered <- struct{}{}
 		}
 	}
 	if err := errors.Join(e.Close(), <-ran); err != nil {
@@ -162,18 +162,18 @@ func TestNoGarbagePerToken(t *testing.T) {
 	}
 }
 
-// TestGenerateTellsAtOnce: before a step runs, all that the steps before have brought was
-// told; a call that fails has told whoever listens that its requests ended, and the engine
+// TestGenerateDeliversAtOnce: before a step runs, all updates of the steps before were
+// delivered; a call that fails has delivered the end of its requests, and the engine
 // refers to none of their sequences.
-func TestGenerateTellsAtOnce(t *testing.T) {
+func TestGenerateDeliversAtOnce(t *testing.T) {
 	broken := errors.New("broken")
 	for _, fails := range []bool{false, true} {
-		steps, told := 0, 0
+		steps, delivered := 0, 0
 		var ended []engine.FinishReason
 		e := newEngine(t, engine.Options{
 			Pipeline: stepFunc(func(context.Context, *pipeline.Step) error {
-				if told != 3*steps {
-					t.Errorf("%d updates were told before step %d", told, steps)
+				if delivered != 3*steps {
+					t.Errorf("%d updates were delivered before step %d", delivered, steps)
 				}
 				if steps++; fails && steps == 3 {
 					return broken
@@ -188,7 +188,7 @@ func TestGenerateTellsAtOnce(t *testing.T) {
 		for i := range rs {
 			rs[i] = engine.Request{Prompt: prompt(i, 4, 100), Params: params(5)}
 		}
-		_, err := e.Generate(t.Context(), rs, func(int, engine.Update) { told++ })
+		_, err := e.Generate(t.Context(), rs, func(int, engine.Update) { delivered++ })
 		if fails {
 			want = engine.FinishAbort
 		}

@@ -75,7 +75,7 @@ func same(t *testing.T, what string, got, want []engine.Output) {
 	}
 }
 
-// TestGPUNeighborsChangeNothing: with batch-invariant products, requests that use
+// TestGPUNeighborsChangeNothing: with batch-invariant GEMMs, requests that use
 // every parameter give together what each gives alone, to the bit, also where the
 // cache has so little room that they are preempted.
 func TestGPUNeighborsChangeNothing(t *testing.T) {
@@ -113,8 +113,8 @@ func TestGPUNeighborsChangeNothing(t *testing.T) {
 	}
 }
 
-// TestGPUSameTwice: with whatever products are fastest, the same requests give the
-// same again, in the same engine and in another with experts elsewhere.
+// TestGPUSameTwice: with the fastest GEMMs, the same requests give the same
+// tokens again, in the same engine and in another with experts in other tiers.
 func TestGPUSameTwice(t *testing.T) {
 	var want []engine.Output
 	for _, fraction := range []float64{0, 0.5, 1} {

@@ -33,7 +33,7 @@ func TestSlowReaderHoldsWhatWaits(t *testing.T) {
 	}
 }
 
-// TestEndsWithItsLastUpdate: whoever has a job's last update finds the job ended.
+// TestEndsWithItsLastUpdate: a reader of a job's last update finds the job ended.
 func TestEndsWithItsLastUpdate(t *testing.T) {
 	now := time.Now()
 	canceled, cancel := context.WithCancel(t.Context())

@@ -7,7 +7,7 @@ import (
 	"pgregory.net/rapid"
 )
 
-// pieces is a stream that says what it is told, a piece per token.
+// pieces is a stream of given text, a piece per token.
 type pieces struct {
 	list []string
 	last string

@@ -11,8 +11,8 @@ import (
 	"github.com/moeserve/moeserve/models"
 )
 
-// guessOn has each architecture, and one with dense layers between.
-var guessOn = []string{"mixtral", "phimoe", "olmoe", "qwen2_moe", "qwen2_moe_sparse_step", "qwen3_moe"}
+// predictOn has each architecture, and one with dense layers between.
+var predictOn = []string{"mixtral", "phimoe", "olmoe", "qwen2_moe", "qwen2_moe_sparse_step", "qwen3_moe"}
 
 // nextOf is the next layer with experts behind layer, -1 for none.
 func nextOf(c *models.Config, layer int) int {
@@ -24,10 +24,10 @@ func nextOf(c *models.Config, layer int) int {
 	return -1
 }
 
-// A guess is what the later layer's norm and router give on the residual of now, and
+// A prediction is the output of a later layer's norm and router on the current residual, and
 // leaves tokens, logits, routing and counts as they are without it.
-func TestGuess(t *testing.T) {
-	for _, name := range guessOn {
+func TestPredictedRouting(t *testing.T) {
+	for _, name := range predictOn {
 		t.Run(name, func(t *testing.T) {
 			c, src, _ := fixture(t, name)
 			seqs := sequences(c.Vocab)
@@ -39,54 +39,54 @@ func TestGuess(t *testing.T) {
 			logits, tokens := runGroups(plain, seqs, draw, groups)
 
 			r := newRig(t, c, src)
-			guesses, right := 0, 0
-			var guessed []byte // for the layer that is next
+			predictions, right := 0, 0
+			var predicted []byte // for the layer that is next
 			r.routed = func(layer, rows int) {
 				ids, weights := r.model.Routing(rows)
 				chosen, before := r.download(ids), r.download(weights)
 				x := r.download(r.model.ws.x.Slice(0, rows))
-				for i := 0; guessed != nil && i < len(chosen); i += 4 * c.TopK {
+				for i := 0; predicted != nil && i < len(chosen); i += 4 * c.TopK {
 					for k := 0; k < 4*c.TopK; k += 4 {
-						guesses++
+						predictions++
 						for j := 0; j < 4*c.TopK; j += 4 {
-							if bytes.Equal(chosen[i+k:][:4], guessed[i+j:][:4]) {
+							if bytes.Equal(chosen[i+k:][:4], predicted[i+j:][:4]) {
 								right++
 							}
 						}
 					}
 				}
-				guessed = nil
+				predicted = nil
 				next := nextOf(c, layer)
 				if next < 0 {
 					return
 				}
 				check(t, r.model.PredictNext(r.stream, next, rows))
-				guessed = r.download(r.model.PredictedRouting(rows))
-				if want := direct(r, next, rows); !bytes.Equal(guessed, want) {
-					t.Errorf("layer %d for layer %d, %d rows: guessed %v, directly %v", layer, next, rows, guessed, want)
+				predicted = r.download(r.model.PredictedRouting(rows))
+				if want := direct(r, next, rows); !bytes.Equal(predicted, want) {
+					t.Errorf("layer %d for layer %d, %d rows: predicted %v, directly %v", layer, next, rows, predicted, want)
 				}
 				if !bytes.Equal(r.download(ids), chosen) || !bytes.Equal(r.download(weights), before) || !bytes.Equal(r.download(r.model.ws.x.Slice(0, rows)), x) {
-					t.Errorf("layer %d: a guess changed the routing or the output of attention", layer)
+					t.Errorf("layer %d: a prediction changed the routing or the output of attention", layer)
 				}
 			}
 			logitsToo, tokensToo := runGroups(r, seqs, draw, groups)
 			for i := range seqs {
 				if !slices.Equal(logits[i], logitsToo[i]) || !slices.Equal(tokens[i], tokensToo[i]) {
-					t.Errorf("sequence %d differs with guesses", i)
+					t.Errorf("sequence %d differs with predictions", i)
 				}
 			}
 			if !bytes.Equal(plain.download(plain.model.Counts()), r.download(r.model.Counts())) {
-				t.Error("guesses were counted as activations")
+				t.Error("predictions were counted as activations")
 			}
 			ids, weights := plain.model.Routing(last)
 			idsToo, weightsToo := r.model.Routing(last)
 			if !bytes.Equal(plain.download(ids), r.download(idsToo)) || !bytes.Equal(plain.download(weights), r.download(weightsToo)) {
-				t.Error("the routing differs with guesses")
+				t.Error("the routing differs with predictions")
 			}
-			if guesses == 0 || 2*right < guesses {
-				t.Errorf("%d of %d guesses were right", right, guesses)
+			if predictions == 0 || 2*right < predictions {
+				t.Errorf("%d of %d predictions were right", right, predictions)
 			}
-			t.Logf("%d of %d guesses were right", right, guesses)
+			t.Logf("%d of %d predictions were right", right, predictions)
 		})
 	}
 }
@@ -112,11 +112,11 @@ func direct(r *rig, layer, rows int) []byte {
 	return r.download(ids)
 }
 
-func TestGuessForDenseLayer(t *testing.T) {
+func TestPredictedRoutingOfDenseLayer(t *testing.T) {
 	c, src, _ := fixture(t, "qwen2_moe_sparse_step")
 	r := newRig(t, c, src)
 	dense := slices.Index(c.Dense, true)
 	if err := r.model.PredictNext(r.stream, dense, 1); err == nil || !strings.Contains(err.Error(), "which has no router") {
-		t.Errorf("a guess for dense layer %d: %v", dense, err)
+		t.Errorf("a prediction for dense layer %d: %v", dense, err)
 	}
 }

@@ -113,7 +113,7 @@ func TestPackDraws(t *testing.T) {
 }
 
 // Head draws what a float64 reading of the logits says, leaves the logits as they
-// were, and tells the log-probabilities of them.
+// were, and returns the log-probabilities of them.
 func TestHeadDraws(t *testing.T) {
 	c, src, _ := fixture(t, "phimoe")
 	r := newRig(t, c, src)

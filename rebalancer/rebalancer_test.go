@@ -162,7 +162,7 @@ func newRig(t *testing.T, o rigOptions) *rig {
 	end("compute", stream.Close)
 	r.compute = stream.(device.Executor)
 
-	// The ring is so small that it never still has what the step before has fetched.
+	// The expert cache is so small that it never still holds what the step before has fetched.
 	c := experts.Config{Experts: rigExperts, Layout: rigLayout, Dynamic: o.adaptive, CacheSlots: rigExperts}
 	for l := range rigLayers {
 		c.Layers = append(c.Layers, l)
@@ -700,7 +700,7 @@ func (s refusing) Promote(experts.ID, experts.PromoteOptions) error {
 	return s.err
 }
 
-// TestTrouble: what goes wrong at each tick is told once, and nothing when harvest is
+// TestTrouble: what goes wrong at each tick is reported once, and nothing when harvest is
 // closed.
 func TestTrouble(t *testing.T) { synctest.Test(t, testTrouble) }
 
@@ -724,7 +724,7 @@ func testTrouble(t *testing.T) {
 			t.Error(err)
 		}
 		if n := strings.Count(r.log.String(), "rebalance failed"); n != c.want {
-			t.Errorf("%v is told %d times:\n%s", c.err, n, r.log)
+			t.Errorf("%v is reported %d times:\n%s", c.err, n, r.log)
 		}
 	}
 }

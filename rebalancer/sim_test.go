@@ -155,7 +155,7 @@ func (w *world) settle() {
 	}
 }
 
-// placement decides what moves in a simulated run. used is told of each use, in
+// placement decides what moves in a simulated run. used is called for each use, in
 // order, and whether the expert was found on a peer; tick comes between steps.
 type placement interface {
 	used(id experts.ID, hit bool)

@@ -70,7 +70,7 @@ func testCompletions(t *testing.T) {
 		r := decode[reply](t, h.post("/v1/completions", completionBody(c.prompt, c.more)))
 		got := texts(r)
 		if strings.HasPrefix(c.prompt, "[[") {
-			got[1], c.want[1] = "", "" // a prompt outside the forms: any answer will do
+			got[1], c.want[1] = "", "" // a prompt outside the forms: any completion will do
 		}
 		if !slices.Equal(got, c.want) {
 			t.Errorf("%s%s: %q, want %q", c.prompt, c.more, got, c.want)
@@ -112,14 +112,14 @@ func TestChat(t *testing.T) {
 			t.Errorf("%s: %+v", c.body, r)
 		}
 	}
-	// What nobody asks for is the rest of the context.
+	// Without max_tokens a completion may fill the context.
 	h.post("/v1/chat/completions", chatBody(ball, ""))
 	if p := h.last(); p.Params.MaxTokens != h.model.MaxModelLen-len(p.Prompt) {
-		t.Errorf("%d tokens of prompt and %d of answer in a context of %d", len(p.Prompt), p.Params.MaxTokens, h.model.MaxModelLen)
+		t.Errorf("%d prompt tokens and %d completion tokens in a context of %d", len(p.Prompt), p.Params.MaxTokens, h.model.MaxModelLen)
 	}
 }
 
-// Streamed, an answer has the same text, tokens and usage as whole.
+// A streamed completion has the same text, tokens and usage as one in one piece.
 func TestStreams(t *testing.T) {
 	h := start(t, options{})
 	for i, c := range []struct{ path, body string }{
@@ -429,7 +429,7 @@ func TestTemplateInput(t *testing.T) {
 	}
 }
 
-// A model without tokenizer answers ids to ids, and says so to all else.
+// A model without tokenizer completes token IDs with token IDs, and refuses all else with the reason.
 func TestWithoutTokenizer(t *testing.T) {
 	h := start(t, options{change: func(m *server.Model) { m.Tokenizer, m.Template = nil, nil }})
 	ids, err := json.Marshal(h.node.Text().Tokenizer.Encode(sorting, true))

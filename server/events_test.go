@@ -71,7 +71,7 @@ func (f *followed) next() (thing, bool) {
 func TestEvents(t *testing.T) {
 	events := server.NewEvents()
 	h := start(t, options{server: server.Options{Events: events}, loading: true})
-	events.Publish("early", thing{Event: "early"}) // nobody hears
+	events.Publish("early", thing{Event: "early"}) // without a listener
 	a, b := h.follow(), h.follow()
 	for i := range 20 {
 		name := fmt.Sprintf("kind.%d", i%3)
@@ -121,8 +121,8 @@ func testManyFollowers(t *testing.T) {
 	})
 }
 
-// Who does not read loses events, is told how many and where, and does not keep
-// anybody from publishing.
+// A listener that does not read loses events, learns how many and where, and does not
+// block publishers.
 func TestSlowFollower(t *testing.T) { synctest.Test(t, testSlowFollower) }
 
 func testSlowFollower(t *testing.T) {
@@ -158,10 +158,10 @@ func testSlowFollower(t *testing.T) {
 	}
 }
 
-// Where experts are is for those who have the key, once there is a model.
+// The residency of experts needs the API key, and a loaded model.
 func TestResidency(t *testing.T) {
 	h := start(t, options{server: server.Options{APIKey: "k"}, change: func(m *server.Model) {
-		m.Residency = func() any { return map[string]any{"tiers": []string{"local", "peer"}} }
+		m.Residency = func() any { return map[string]any{"tiers": []string{"resident", "peer"}} }
 	}})
 	for _, path := range []string{"/debug/residency", "/debug/events"} {
 		if a := h.send(http.MethodGet, path, ""); a.status != http.StatusUnauthorized {
@@ -172,7 +172,7 @@ func TestResidency(t *testing.T) {
 		}
 	}
 	a := h.send(http.MethodGet, "/debug/residency", "", "Authorization", "Bearer k")
-	if a.status != http.StatusOK || a.body != `{"tiers":["local","peer"]}`+"\n" {
+	if a.status != http.StatusOK || a.body != `{"tiers":["resident","peer"]}`+"\n" {
 		t.Errorf("status %d: %s", a.status, a.body)
 	}
 	if a := start(t, options{}).send(http.MethodGet, "/debug/residency", ""); a.status != http.StatusNotFound {

@@ -307,7 +307,7 @@ func TestLoading(t *testing.T) {
 	}
 }
 
-// long is a body whose answer takes a while on a slow engine.
+// long is a body whose completion takes a while on a slow engine.
 const long = `{"prompt": [1, 2, 3], "ignore_eos": true, "max_tokens": 200, "stream": %v}`
 
 // begin starts a long request and waits until its first event is there.
@@ -351,7 +351,7 @@ func testClientLeaves(t *testing.T) {
 		eventually(t, "the one that waits is gone", func() bool { s := h.State(); return s.Running == 1 && s.Waiting == 0 })
 		leave()
 		if _, err := io.Copy(io.Discard, body); err == nil {
-			t.Error("an answer came to its end though its reader left")
+			t.Error("a response came to its end though its client left")
 		}
 		first.Body.Close() //nolint:errcheck // its end was an error already
 		h.idle()
@@ -388,7 +388,7 @@ func testClientStopsReading(t *testing.T) {
 	})
 }
 
-// A client that sends nothing is told so, and let go.
+// A client that stops sending gets 408, and its connection is closed.
 func TestClientStopsSending(t *testing.T) { synctest.Test(t, testClientStopsSending) }
 
 func testClientStopsSending(t *testing.T) {
@@ -410,9 +410,9 @@ func testClientStopsSending(t *testing.T) {
 }
 
 // A request may take longer than a client had to send it.
-func TestLongAnswer(t *testing.T) { synctest.Test(t, testLongAnswer) }
+func TestLongResponse(t *testing.T) { synctest.Test(t, testLongResponse) }
 
-func testLongAnswer(t *testing.T) {
+func testLongResponse(t *testing.T) {
 	h := start(t, options{pipes: true, node: slow(), server: server.Options{ReadTimeout: time.Second, WriteTimeout: time.Second}})
 	r := decode[reply](t, h.post("/v1/completions", completionBody(`"1+2="`, `, "ignore_eos": true, "max_tokens": 25`)))
 	if r.Usage.CompletionTokens != 25 {
@@ -440,7 +440,7 @@ func testRequestTimeout(t *testing.T) {
 	h.idle()
 }
 
-// With a full queue, or too many requests, clients are told to come again.
+// With a full queue, or too many requests, clients get 429 or 503 with Retry-After.
 func TestTooMany(t *testing.T) { synctest.Test(t, testTooMany) }
 
 func testTooMany(t *testing.T) {
@@ -489,8 +489,8 @@ func testTooMany(t *testing.T) {
 	if _, _, _, code := failed(t, a); a.status != http.StatusTooManyRequests || code != "too_many_requests" || a.header.Get("Retry-After") != "1" {
 		t.Errorf("%d %v %s", a.status, a.header, a.body)
 	}
-	// One whose body does not come either is told without it.
-	// It has a connection of its own: the server closes that of an answer which did not wait.
+	// A client whose body does not come either gets the response without it.
+	// It has a connection of its own: the server closes that of a response which did not wait.
 	h.client.CloseIdleConnections()
 	silent, never := io.Pipe()
 	defer never.Close() //nolint:errcheck // never fails

@@ -13,7 +13,7 @@ import (
 	"github.com/moeserve/moeserve/server"
 )
 
-// hasty is an engine whose answers are short, once their parameters have passed.
+// hasty is an engine whose completions are short, once their parameters have passed.
 type hasty struct{ *engine.Engine }
 
 func (h hasty) Submit(ctx context.Context, r engine.Request) (*engine.Job, error) {
@@ -24,7 +24,7 @@ func (h hasty) Submit(ctx context.Context, r engine.Request) (*engine.Job, error
 	return h.Engine.Submit(ctx, r)
 }
 
-// fuzz sends bodies to an endpoint: whatever they hold, the answer is JSON or
+// fuzz sends bodies to an endpoint: whatever they hold, the response is JSON or
 // events, and never this server's fault.
 func fuzz(f *testing.F, path string, seeds ...string) {
 	n, err := node.Open(f.Context(), node.Options{Settings: configs.Defaults(), MaxQueued: 64})

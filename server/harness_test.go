@@ -188,7 +188,7 @@ func (pipeAddr) Network() string { return "pipe" }
 func (pipeAddr) String() string  { return "server" }
 
 // pipeConn is one end of two pipes: Conn is read from. Like TCP's, and unlike net.Pipe's, its
-// ways are closed one by one, which lets a client see at once that an answer was the last.
+// ways are closed one by one, which lets a client see at once that a response was the last.
 type pipeConn struct {
 	net.Conn
 	write net.Conn
@@ -213,7 +213,7 @@ func (h *harness) connect() net.Conn {
 	return conn
 }
 
-// answer is what came back.
+// answer is a response.
 type answer struct {
 	status int
 	header http.Header
@@ -234,7 +234,7 @@ func (h *harness) do(ctx context.Context, method, path, body string, header ...s
 	return h.client.Do(r)
 }
 
-// send sends a request and reads the whole answer.
+// send sends a request and reads the whole response.
 func (h *harness) send(method, path, body string, header ...string) answer {
 	h.t.Helper()
 	r, err := h.do(h.t.Context(), method, path, body, header...)
@@ -276,7 +276,7 @@ type failure struct {
 	}
 }
 
-// failed checks that an answer has OpenAI's shape of errors, and returns it.
+// failed checks that a response has the form of OpenAI's errors, and returns it.
 func failed(t testing.TB, a answer) (message, kind, param, code string) {
 	t.Helper()
 	if got := a.header.Get("Content-Type"); got != "application/json" {
@@ -299,7 +299,7 @@ func failed(t testing.TB, a answer) (message, kind, param, code string) {
 	return f.Message, f.Type, text(f.Param), text(f.Code)
 }
 
-// choice is one of an answer of either endpoint, whole or a chunk.
+// choice is one of a response of either endpoint, whole or a chunk.
 type choice struct {
 	Index   int
 	Text    string

@@ -55,17 +55,17 @@ func questions(t *testing.T, n int) []question {
 	return all
 }
 
-// asked is a request and, but for its head, the answer that it had alone.
+// asked is a request and, without the headers, the response that it had alone.
 type asked struct {
 	path, body string
 	choices    int
-	// right is the text of the answer, where there is a right one.
+	// right is the expected text of the completion, where there is one.
 	right string
-	// answer is the whole one, streamed the summary of the other kind.
+	// answer is the whole response, streamed the summary of the streamed one.
 	answer, streamed string
 }
 
-// comparable is an answer without what differs from one request to the next. A
+// comparable is a response without what differs from one request to the next. A
 // streamed one is put together first.
 func comparable(body string) (string, error) {
 	var r map[string]any
@@ -107,7 +107,7 @@ func joined(events []string, choices int) (string, error) {
 	return summary(all), nil
 }
 
-// summary is what both kinds of answer say.
+// summary is what both kinds of response hold.
 func summary(r reply) string {
 	var all strings.Builder
 	for _, c := range r.Choices {
@@ -121,7 +121,7 @@ func summary(r reply) string {
 	return all.String()
 }
 
-// ask sends a request and returns its answer, comparable.
+// ask sends a request and returns its response, comparable.
 func (h *harness) ask(ctx context.Context, a *asked, stream bool) (string, error) {
 	body := a.body + "}"
 	if stream {
@@ -179,7 +179,7 @@ func (c *stepCount) step(engine.StepInfo) {
 	delete(c.calls, c.steps)
 }
 
-// 64 clients at once, some of whom leave in the middle: each answer is the one that
+// 64 clients at once, some of whom leave in the middle: each response is the one that
 // the request has alone. MOESERVE_LOAD is how often each asks: more often where too little
 // has happened by then.
 func TestConcurrentClients(t *testing.T) { synctest.Test(t, testConcurrentClients) }
@@ -260,7 +260,7 @@ func testConcurrentClients(t *testing.T) {
 	wg.Wait()
 	h.idle()
 	s := h.State()
-	t.Logf("%d clients ask %d times or more: %d answers as alone, %d left; %d samples at most ran at once, %d preemptions, %d steps",
+	t.Logf("%d clients with %d requests or more each: %d responses as alone, %d left; peak of %d samples at once, %d preemptions, %d steps",
 		clients, times, answers.Load(), left.Load(), most.Load(), s.Preemptions, s.Steps)
 	if !enough() {
 		t.Error("too little has happened")

@@ -200,7 +200,7 @@ func TestMetricsAreReadByFew(t *testing.T) {
 	readers.Wait()
 }
 
-// Metrics that contradict each other are an error, and not half an answer.
+// Metrics that contradict each other are an error, and not half a response.
 func TestMetricsContradict(t *testing.T) {
 	h := start(t, options{change: func(m *server.Model) {
 		d := metrics.NewDesc("moeserve_a", "A.")
