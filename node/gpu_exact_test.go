@@ -156,7 +156,7 @@ func TestGPUSameRouting(t *testing.T) {
 				case !(ea <= most) && (*reference != "" || original(name)):
 					t.Errorf("prompt %d: relative error %g in bfloat16, at most %g is allowed", i, ea, most)
 				case !(ea <= most):
-					t.Logf("prompt %d: above %g, and without -reference nobody knows whether transformers is, too", i, most)
+					t.Logf("prompt %d: above %g, and without -reference, so it is not known whether transformers is, too", i, most)
 				}
 				if !(eb <= bound/4) {
 					t.Errorf("prompt %d: relative error %g in float16, at most %g is allowed", i, eb, bound/4)

@@ -20,9 +20,9 @@ import (
 	"github.com/moeserve/moeserve/tools/fixtures"
 )
 
-// live plays steps of sequences that come and go, mostly several of the same in a row:
+// live plays steps of sequences that come and go, mostly the same batch several times in succession:
 // prompts, decoding past the borders of blocks and of rounded contexts, greedy and drawn
-// in all ways. Equal seeds give equal lives. It returns what every step gave, a line each.
+// in all ways. Equal seeds give equal steps. It returns what every step gave, a line each.
 func live(t *testing.T, n *node.Node, seed uint64, steps int) []string {
 	t.Helper()
 	random := rand.New(rand.NewPCG(seed, 9))

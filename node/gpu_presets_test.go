@@ -41,31 +41,31 @@ type timing struct {
 	Fraction float64 `json:"fraction"`
 	// Tier of what is offloaded.
 	Tier configs.Tier `json:"tier"`
-	// Apart says that kernels did not overlap.
+	// Apart reports that kernels did not overlap.
 	Apart bool `json:"apart,omitempty"`
 	// Kind is load, prefill or decode.
 	Kind string `json:"kind"`
-	// Sequences of a step, and its rows.
+	// Sequences of a step, and its tokens.
 	Sequences int `json:"sequences,omitempty"`
 	Rows      int `json:"rows,omitempty"`
 	// Seconds of one step, or of the loading; Roofline is what memory, GEMMs and the
 	// link to host memory would take at their measured rates.
 	Seconds  float64 `json:"seconds"`
 	Roofline float64 `json:"roofline_s,omitempty"`
-	// MissingBytes of offloaded experts are chosen by the rows of a decode step, if they
-	// like all experts as much.
+	// MissingBytes is the expected size of the offloaded experts that the tokens of a decode
+	// step are routed to, with a uniform router.
 	MissingBytes float64 `json:"missing_bytes,omitempty"`
 }
 
 const (
 	presetPrompt = 77 // tokens, the mean of MTBench
 	presetRows   = 8192
-	// So many steps are decoded, of few sequences and of many; the first are not timed: there
-	// a step becomes a graph.
+	// Steps that are decoded, of few sequences and of many; the first are not timed, since
+	// they are captured.
 	presetFew, presetSteps, presetManySteps, presetFirst = 32, 24, 12, 3
 )
 
-// decodes is how many steps so many sequences decode.
+// decodes is the number of steps that a batch of n sequences decodes.
 func decodes(sequences int) int {
 	if sequences <= presetFew {
 		return presetSteps
@@ -73,7 +73,7 @@ func decodes(sequences int) int {
 	return presetManySteps
 }
 
-// presetBlocks is what the cache of each of so many sequences takes.
+// presetBlocks is the number of KV blocks of n sequences.
 func presetBlocks(sequences int) int {
 	return (presetPrompt + decodes(sequences) + sizing.BlockTokens) / sizing.BlockTokens
 }
@@ -206,7 +206,7 @@ func runPreset(t *testing.T, name string, fraction float64, tier configs.Tier, o
 		slices.Sort(took)
 		x.Seconds = took[len(took)/2].Seconds()
 		now := n.Pipeline().Graphs()
-		t.Logf("fraction %v in %s, %d sequences: %d of %d steps were graphs, of which %d were taken down in %v",
+		t.Logf("fraction %v in %s, %d sequences: %d of %d steps were graphs, of which %d were captured in %v",
 			fraction, tier, batch, now.Launched-graphs.Launched, steps, now.Captured-graphs.Captured, now.CaptureTime-graphs.CaptureTime)
 		logTraffic(t, fmt.Sprintf("fraction %v in %s, %d sequences", fraction, tier, batch), before, n.Observe().Experts(), time.Since(began))
 		for cause, s := range n.Pipeline().Stalls().ByName() {
@@ -274,7 +274,7 @@ func (b *presetBatch) free() {
 }
 
 // Rates of the roofline, measured on one H200: reading memory, dense GEMMs
-// in bfloat16, attention's products, and copies from pinned host memory and from a peer.
+// in bfloat16, attention's GEMMs, and copies from pinned host memory and from a peer.
 const (
 	memoryRate    = 4.6e12
 	gemmRate      = 800e12
@@ -313,7 +313,7 @@ func rooflineSeconds(c *models.Config, rows, seqs, context int, fraction, rate f
 	return max(compute, fraction*layers*touched*expertBytes(c)/rate)
 }
 
-// touched is the expected number of experts that so many tokens are routed to, where routing is uniform.
+// touched is the expected number of experts that rows tokens are routed to by a uniform router.
 func touched(c *models.Config, rows int) float64 {
 	e := float64(c.Experts)
 	return e * (1 - math.Pow(1-float64(c.TopK)/e, float64(rows)))

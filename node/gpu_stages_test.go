@@ -15,8 +15,8 @@ import (
 	"github.com/moeserve/moeserve/models/safetensors"
 )
 
-// stages runs a small model stage by stage, all its experts local, so that a test can
-// read what routers choose, or choose in their place.
+// stages runs a small model stage by stage, all its experts resident, so that a test can
+// read the routers' selection, or replace it.
 type stages struct {
 	testing.TB
 	machine device.Machine
@@ -69,9 +69,9 @@ func newStages(t testing.TB, dir string, machine device.Machine, backend kernels
 	clear(dense.Write(0, dense.Bytes()))
 	clear(experts.Write(0, experts.Bytes()))
 	r.ok(models.Load(t.Context(), src, l, &stageSink{r, dense, experts}, nil))
-	arena, local := r.alloc(device.HBM(0), l.Bytes), r.alloc(device.HBM(0), experts.Bytes())
+	arena, resident := r.alloc(device.HBM(0), l.Bytes), r.alloc(device.HBM(0), experts.Bytes())
 	r.ok(r.stream.Copy(arena.Range(0, l.Bytes), dense.Range(0, l.Bytes)))
-	r.ok(r.stream.Copy(local.Range(0, local.Bytes()), experts.Range(0, experts.Bytes())))
+	r.ok(r.stream.Copy(resident.Range(0, resident.Bytes()), experts.Range(0, experts.Bytes())))
 	r.ok(r.stream.Synchronize(t.Context()))
 
 	limits := forward.Limits{MaxTokens: stageTokens, MaxSeqs: 1, MaxLogits: stageTokens, MaxModelLen: min(stageTokens, c.MaxPositions), BlockTokens: stageBlock}
@@ -83,7 +83,7 @@ func newStages(t testing.TB, dir string, machine device.Machine, backend kernels
 
 	var table, list []byte
 	for i := range c.Layers * c.Experts {
-		table = binary.LittleEndian.AppendUint64(table, uint64(local.Range(int64(i)*r.layout.Size, 1).Addr))
+		table = binary.LittleEndian.AppendUint64(table, uint64(resident.Range(int64(i)*r.layout.Size, 1).Addr))
 	}
 	for e := range c.Experts {
 		list = binary.LittleEndian.AppendUint32(list, uint32(e))
@@ -161,7 +161,7 @@ func (r *stages) download(x kernels.Tensor) []byte {
 	return data
 }
 
-// View makes it the cache that the model attends over.
+// View makes it the KV cache that attention reads.
 func (r *stages) View(layer int) (k, v kernels.Tensor) { return r.k[layer], r.v[layer] }
 
 // run computes a sequence from its start and returns the logits of every token, and
@@ -182,7 +182,7 @@ func (r *stages) run(ids []int32, long bool, chosen []choice) ([]float32, []choi
 		r.ok(err)
 	}
 	data := make([]byte, forward.StepUploadBytes(m.Limits, 1))
-	up, err := r.machine.Alloc(device.HBM(0), int64(len(data)), "row data")
+	up, err := r.machine.Alloc(device.HBM(0), int64(len(data)), "per-step metadata")
 	r.ok(err)
 	b, n, err := h.Pack(data, up.Range(0, 1).Addr)
 	r.ok(err)

@@ -106,7 +106,7 @@ func TestGPUSameTokens(t *testing.T) {
 					want = got
 				}
 				if got != want {
-					t.Errorf("fraction %v: tokens %s, with all experts local %s", f, got, want)
+					t.Errorf("fraction %v: tokens %s, with all experts resident %s", f, got, want)
 				}
 			}
 			t.Logf("tokens %s", want)
@@ -247,7 +247,7 @@ func TestGPUSameTokensDespiteFaults(t *testing.T) {
 }
 
 // openBreaking opens a node on a GPU, and returns the machine whose copies can be made
-// to fail, too. Its ring holds what one layer misses, so that every step copies: one of
+// to fail, too. Its expert cache holds what one layer misses, so that every step copies: one of
 // two layers would hold all experts of a fixture that has only two.
 func openBreaking(t *testing.T, change func(*configs.Settings)) (*node.Node, *breaking) {
 	t.Helper()
@@ -299,8 +299,8 @@ func TestGPULost(t *testing.T) {
 	alone(t, lostVariable, "requests ended:", lose)
 }
 
-// alone runs the rest of a test in a process of its own, which a variable tells so, and
-// which must succeed and log says.
+// alone runs the rest of a test in a process of its own, which recognizes itself by an
+// environment variable, must succeed, and must log says.
 func alone(t *testing.T, variable, says string, rest func(*testing.T)) {
 	t.Helper()
 	if os.Getenv(variable) != "" {
@@ -388,8 +388,8 @@ func TestGPUOutOfMemory(t *testing.T) {
 	}
 }
 
-// answers runs prompts through the built-in model.
-func answers(t *testing.T, prompts []string, change func(*configs.Settings)) []string {
+// completions runs prompts through the built-in model.
+func completions(t *testing.T, prompts []string, change func(*configs.Settings)) []string {
 	t.Helper()
 	n := openOnGPU(t, node.Options{Settings: gpuSettings(change)})
 	var rs []engine.Request
@@ -435,12 +435,12 @@ func TestGPUBuiltIn(t *testing.T) {
 			prompts = append(prompts, q.Prompt)
 		}
 	}
-	want := answers(t, prompts, func(s *configs.Settings) { s.Device.Kind = configs.CPU })
+	want := completions(t, prompts, func(s *configs.Settings) { s.Device.Kind = configs.CPU })
 	for _, f := range []float64{0, 0.5, 1} {
-		got := answers(t, prompts, func(s *configs.Settings) { s.Offload.Fraction = f })
+		got := completions(t, prompts, func(s *configs.Settings) { s.Offload.Fraction = f })
 		for i := range got {
 			if got[i] != want[i] {
-				t.Errorf("fraction %v: to %q it answers %q, on the CPU %q", f, prompts[i], got[i], want[i])
+				t.Errorf("fraction %v: the completion of %q is %q, on the CPU %q", f, prompts[i], got[i], want[i])
 			}
 		}
 	}

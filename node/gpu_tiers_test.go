@@ -77,7 +77,7 @@ func TestGPUTiers(t *testing.T) {
 	}
 }
 
-// ask lets a neighbor ask for everything, over and over, once something was fetched.
+// ask lets a neighbor request the whole memory, over and over, once something was fetched.
 func ask(ctx context.Context, n *node.Node) error {
 	for ctx.Err() == nil && n.Observe().Experts().Fetched[experts.Peer] == 0 {
 		time.Sleep(time.Millisecond)
@@ -92,7 +92,7 @@ func ask(ctx context.Context, n *node.Node) error {
 }
 
 // take lets a neighbor allocate all that is free on the peer, twice, and waits each
-// time until head-room is there again.
+// time until the headroom is free again.
 func take(ctx context.Context, n *node.Node) error {
 	for range 2 {
 		u, err := n.Machine().Usage(device.HBM(1))
@@ -125,7 +125,7 @@ func tierOf(text string) (fraction string, tier configs.Tier) {
 	return text, configs.HostTier
 }
 
-// logTraffic tells what came from where since before, and how fast.
+// logTraffic logs the bytes fetched from each tier since before, and the rate.
 func logTraffic(t *testing.T, what string, before, after observe.Experts, took time.Duration) {
 	t.Helper()
 	for tier := range after.Fetched {
@@ -134,6 +134,6 @@ func logTraffic(t *testing.T, what string, before, after observe.Experts, took t
 		}
 	}
 	if n := after.PrefetchPredicted - before.PrefetchPredicted; n > 0 {
-		t.Logf("%s: %d of %d guesses were right", what, after.PrefetchUsed-before.PrefetchUsed, n)
+		t.Logf("%s: %d of %d predicted prefetches were used", what, after.PrefetchUsed-before.PrefetchUsed, n)
 	}
 }

@@ -76,16 +76,16 @@ func TestTiers(t *testing.T) {
 				if peer := e.Fetched[experts.Peer] > 0; peer != (e.PeerCopies > 0) {
 					t.Errorf("%d bytes came from peers, where %d experts are", e.Fetched[experts.Peer], e.PeerCopies)
 				}
-				var lent int64
+				var borrowed int64
 				loans := r.Harvest.Borrowed()
 				for i, p := range loans {
-					lent += p.Bytes
+					borrowed += p.Bytes
 					if used := r.Harvest.Peers[i].Used; used > p.Bytes {
 						t.Errorf("%s: %d bytes used of %d borrowed", p.Device, used, p.Bytes)
 					}
 				}
-				if lent < int64(e.PeerCopies)*(132<<10) || len(loans) == 0 && lent > 0 {
-					t.Errorf("%d bytes borrowed for %d experts", lent, e.PeerCopies)
+				if borrowed < int64(e.PeerCopies)*(132<<10) || len(loans) == 0 && borrowed > 0 {
+					t.Errorf("%d bytes borrowed for %d experts", borrowed, e.PeerCopies)
 				}
 				snapshot := n.Observe().Residency()
 				counts := map[string]int{}

@@ -230,8 +230,8 @@ func TestPlanPresets(t *testing.T) {
 	}
 }
 
-// What a machine tells of itself is what is planned with; what it does not, a preset
-// of its name does, or is assumed.
+// Plans use the rates that a machine reports; what it does not report is from the hardware
+// preset of its name, or assumed.
 func TestHardwareOfAMachine(t *testing.T) {
 	s := planSettings(func(s *configs.Settings) {
 		s.Device.Emulate = "gpus=2,hbm=64MiB,host=1GiB,virtual,pcie=2GB/s,nvlink=9GB/s,hostlatency=5us,peerlatency=3us,flops=1T,bw=70GB/s"

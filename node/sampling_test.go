@@ -134,11 +134,11 @@ func run(t *testing.T, n *node.Node, all []*drawing, chunk int) string {
 			row++
 		}
 	}
-	return told(all)
+	return report(all)
 }
 
-// told is a line for each drawing.
-func told(all []*drawing) string {
+// report is a line for each drawing.
+func report(all []*drawing) string {
 	var b strings.Builder
 	for _, d := range all {
 		fmt.Fprintf(&b, "%v %v\n", d.tokens[len(d.prompt):], d.probs)
@@ -170,7 +170,7 @@ func TestSameSamples(t *testing.T) {
 			backwards := slices.Clone(all)
 			slices.Reverse(backwards)
 			run(t, one, backwards, 10)
-			if got := told(all); got != want.String() {
+			if got := report(all); got != want.String() {
 				t.Errorf("in the other order:\n%s\nalone:\n%s", got, want.String())
 			}
 		})

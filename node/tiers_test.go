@@ -247,14 +247,14 @@ func TestSameTokensOverTiers(t *testing.T) {
 		count("from peers", got.experts.Fetched[experts.Peer] > 0)
 		count("from peers and host", got.experts.Fetched[experts.Peer] > 0 && got.experts.Fetched[experts.Host] > 0)
 		count("steps run again", got.retried > 0)
-		count("guesses", got.experts.PrefetchUsed > 0)
+		count("used prefetches", got.experts.PrefetchUsed > 0)
 		for reason, n := range got.harvest.Revocations {
 			count(reason, n > 0)
 		}
 	}
 	t.Logf("%d cases: %v", cases, seen)
 	for _, what := range []string{
-		"from peers", "from peers and host", "steps run again", "guesses",
+		"from peers", "from peers and host", "steps run again", "used prefetches",
 		harvest.ReasonPressure.String(), harvest.ReasonExternal.String(), harvest.ReasonUnhealthy.String(),
 	} {
 		if seen[what] == 0 {
