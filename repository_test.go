@@ -149,7 +149,7 @@ var imports = map[string]map[string]string{
 		"node/checkpoint":         "reads and loads the model",
 		"node/devices":            "opens machine and backend",
 		"node/fault":              "says what an error is about",
-		"node/observe":            "is told of all parts",
+		"node/observe":            "reads the state of all parts",
 		"node/planning":           "finds a policy",
 		"node/sizing":             "makes the memory budget",
 		"pipeline":                "opens and closes it",

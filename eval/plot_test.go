@@ -218,7 +218,7 @@ func TestGainsFigure(t *testing.T) {
 	if got := chart.Value(-25) + " " + chart.Value(50); got != "−25 % +50 %" {
 		t.Error(got)
 	}
-	// Gains of one model on two machines are told apart.
+	// Gains of one model on two machines have different labels.
 	twice := []Gain{{Model: "a", Requests: 324, Machine: "NVIDIA H100"}, {Model: "a", Requests: 324, Machine: "NVIDIA H200"}, {Model: "b", Requests: 324, Machine: "NVIDIA H200"}}
 	if chart := gainsFigure(twice); chart.Groups[0].Name != "a, NVIDIA H100" || chart.Groups[1].Name != "a, NVIDIA H200" || chart.Groups[2].Name != "b" {
 		t.Errorf("%+v", chart.Groups)

@@ -26,7 +26,7 @@ func TestChat(t *testing.T) {
 	if code != exitDone || stdout != "3\nb c a d\n579\n" || stderr != "" {
 		t.Errorf("exit code %d: %q, %q", code, stdout, stderr)
 	}
-	// The conversation ends where it is told to.
+	// The conversation ends at /exit.
 	stdout, stderr, code = talk(t, "1+2=\n/exit\n2+3=\n", "built-in")
 	if code != exitDone || stdout != "3\n" || stderr != "" {
 		t.Errorf("exit code %d: %q, %q", code, stdout, stderr)

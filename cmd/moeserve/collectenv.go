@@ -40,7 +40,7 @@ func newCollectEnv(s *streams) *cobra.Command {
 // environment is what collect-env --json writes.
 type environment struct {
 	Build build `json:"build"`
-	// System is the operating system's name and release, as far as it tells.
+	// System is the operating system's name and release, as far as it reports them.
 	System      string   `json:"system"`
 	CPU         string   `json:"cpu"`
 	CPUFeatures []string `json:"cpu_features"`

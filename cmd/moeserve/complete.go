@@ -12,7 +12,7 @@ import (
 	"github.com/moeserve/moeserve/node/checkpoint"
 )
 
-// completeValues tells shells the values of a command's flags, and of those below it.
+// completeValues gives shells the values of a command's flags, and of those below it.
 func completeValues(cmd *cobra.Command) {
 	for _, c := range cmd.Commands() {
 		completeValues(c)
@@ -21,7 +21,7 @@ func completeValues(cmd *cobra.Command) {
 		k, setting := configs.Find(f.Name)
 		switch {
 		case !setting || !isSetting(f):
-			return // of which all that take a value take a file, or what nobody can guess
+			return // of which all that take a value take a file, or text that cannot be completed
 		case k.Name == modelFlag:
 			cmd.RegisterFlagCompletionFunc(f.Name, completeModel) //nolint:errcheck // there is such a flag
 		default:

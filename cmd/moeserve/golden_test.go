@@ -34,7 +34,7 @@ func golden(t *testing.T, name, got string) {
 	}
 }
 
-// shape tells of a JSON value what fields it has and of which types, each once: array
+// shape lists the fields of a JSON value and their types, each once: array
 // elements are alike.
 func shape(t *testing.T, data string) string {
 	t.Helper()

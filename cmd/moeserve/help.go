@@ -23,7 +23,7 @@ const (
 )
 
 // helpPrinter prints the help of commands: flags by the groups of their settings, rare
-// settings only where all are wanted.
+// settings only with --help-all.
 type helpPrinter struct{ all bool }
 
 // addTo gives a command, and those below it, the flag --help-all.

@@ -71,7 +71,7 @@ type streams struct {
 	interrupts interrupts
 }
 
-// interrupts are SIGINTs: they end the process, but while somebody takes them for less.
+// interrupts are SIGINTs: they end the process, unless a handler takes them (chat stops a completion).
 type interrupts struct {
 	mu     sync.Mutex
 	handle func()
@@ -90,7 +90,7 @@ func (i *interrupts) during(handle func()) (restore func()) {
 	}
 }
 
-// raise reports whether somebody has taken the interrupt.
+// raise reports whether a handler has taken the interrupt.
 func (i *interrupts) raise() bool {
 	i.mu.Lock()
 	defer i.mu.Unlock()

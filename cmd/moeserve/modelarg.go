@@ -48,7 +48,7 @@ type runArguments struct {
 	doubtful bool
 }
 
-// splitRun tells model and prompt apart. named says that --model is given; dash is the
+// splitRun separates model and prompt. named says that --model is given; dash is the
 // number of arguments in front of "--", or negative. Behind "--", and where --model is
 // given, there is only a prompt. Two arguments are a model and a prompt. One is a model if
 // it is a preset, a file or directory, or looks like the name of a model; else a prompt.

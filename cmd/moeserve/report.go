@@ -434,7 +434,7 @@ type layerTiers struct {
 const mostLines = 16
 
 // printLayers draws a letter per expert, layers that are alike in one line; or
-// where that is too much, tells how many are in which tier.
+// where that is too much, prints how many are in which tier.
 func printLayers(t *table, layers []layerTiers, legend string) {
 	lines := layerLines(layers, letters)
 	if len(lines) > mostLines {

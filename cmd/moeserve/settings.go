@@ -266,7 +266,7 @@ func (s *settings) decode(v *viper.Viper) error {
 	return s.Put(expanded)
 }
 
-// decodePercent reads text like "50%" where a number is wanted: parse has let it pass.
+// decodePercent reads text like "50%" where a number is expected: parse has let it pass.
 func decodePercent(from, to reflect.Type, data any) (any, error) {
 	if text, ok := data.(string); ok && from.Kind() == reflect.String && to.Kind() == reflect.Float64 && strings.HasSuffix(text, "%") {
 		return parse(configs.Key{Kind: configs.Float, Max: 1}, text)
@@ -282,7 +282,7 @@ func readVariables(environ []string) (map[string]string, error) {
 		names = append(names, k.Variable())
 	}
 	variables := map[string]string{}
-	// Sorted, so that of several mistakes always the same is told.
+	// Sorted, so that of several mistakes always the same is reported.
 	for _, e := range slices.Sorted(slices.Values(environ)) {
 		name, value, _ := strings.Cut(e, "=")
 		if !strings.HasPrefix(name, variablePrefix) || slices.Contains(otherVariables, name) {

@@ -151,7 +151,7 @@ func TestBarInTerminal(t *testing.T) {
 	}
 }
 
-// Without a prompt, a person is told how to give one; nobody waits for it.
+// Without a prompt, the error says how to give one; the command does not wait for input.
 func TestNoPromptInTerminal(t *testing.T) {
 	p, cmd := openTerminal(t, 80, "run", "built-in")
 	p.until("no prompt; give it as an argument or on standard input, or start a conversation with moeserve chat")

@@ -271,7 +271,7 @@ func (l *load) end(ctx context.Context, s sample, err error) {
 	l.progress(l.ended)
 }
 
-// maxReasons is how many reasons of failures are told apart: a server may put something new
+// maxReasons is the maximum number of reasons of failures that are counted separately: a server may put something new
 // into each of its messages.
 const maxReasons = 32
 

@@ -98,7 +98,7 @@ func (b *Backend) WeightDType(kernels.DType) kernels.DType { return b.o.Activati
 // WarmRows lists the numbers of rows, up to most, for which dense GEMMs should be enqueued once
 // before any stream waits for a fence. At the first GEMM of a shape cuBLASLt loads code, for
 // which the driver waits until the device is idle, and blocks all other enqueues, including one
-// that would raise that fence: a deadlock.
+// that would signal that fence: a deadlock.
 func (b *Backend) WarmRows(most int) []int {
 	if b.o.BatchInvariant {
 		return nil

@@ -24,7 +24,7 @@ import (
 type simtRunner struct {
 	half bool
 	seed uint64
-	// op is what is enqueued, if what it awaits is to be hidden from kernels before they
+	// op is what is enqueued, if what it waits for is to be hidden from kernels before they
 	// wait.
 	op   kernels.Op
 	work device.Range

@@ -74,8 +74,8 @@ func gumbel(w uint32) float32 {
 }
 
 // ln is the natural logarithm of a normal positive x, within 2 units in the last
-// place, with the operations that Gumbel tells. The conversions keep
-// compilers from fusing products into sums.
+// place, with the operations that Gumbel lists. The conversions keep
+// compilers from contracting multiplications and additions to FMA.
 func ln(x float32) float32 {
 	const (
 		hi = 0.693359375

@@ -151,7 +151,7 @@ const (
 	hashMix   = 0xff51afd7ed558ccd
 )
 
-// heldOut tells whether a prompt, without any chat template around it, belongs to the test split. The model has never
+// heldOut reports whether a prompt, without any chat template around it, belongs to the test split. The model has never
 // been trained on such a prompt, neither bare nor in a chat.
 //
 // The hash is a polynomial in the prompt's bytes, each plus one, modulo 2^64, and then mixed.
