@@ -253,7 +253,7 @@ func TestParameters(t *testing.T) {
 		{`"logprobs": 20`, func(p *engine.Params) { p.LogProbs, p.TopLogProbs = true, 20 }},
 		{`"n": 3`, func(p *engine.Params) { p.N = 3 }},
 		{`"max_tokens": 252`, func(p *engine.Params) { p.MaxTokens = 252 }},
-		{`"user": {}, "metadata": 1, "store": [], "service_tier": "x", "use_beam_search": false, "suffix": "", "echo": false`, func(*engine.Params) {}},
+		{`"user": {}, "metadata": 1, "store": [], "service_tier": "default", "use_beam_search": false, "suffix": "", "echo": false`, func(*engine.Params) {}},
 	} {
 		h.post("/v1/completions", `{"prompt": "1+2=", `+c.body+`}`)
 		want, got := defaults, h.last().Params

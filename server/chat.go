@@ -34,28 +34,7 @@ func (m *Model) parseChat(o *object) (*chatRequest, error) {
 	if o.integer("top_logprobs", &r.params.TopLogProbs) && r.params.TopLogProbs != 0 && !r.params.LogProbs {
 		o.fail("top_logprobs", "invalid_value", "Invalid value for 'top_logprobs': it needs 'logprobs' to be true.")
 	}
-	if modalities, ok := o.list("modalities", "an array of strings"); ok {
-		for _, raw := range modalities {
-			if string(raw) != `"text"` {
-				o.unsupported("modalities", "answers are text")
-			}
-		}
-	}
-	for _, m := range [][2]string{
-		{"functions", "give tools"},
-		{"function_call", "give tools"},
-		{"audio", "answers are text"},
-		{"prediction", "this server does not speculate"},
-		{"web_search_options", "this server searches nothing"},
-	} {
-		if _, ok := o.pop(m[0]); ok {
-			o.unsupported(m[0], m[1])
-		}
-	}
-	echo := false
-	if o.flag("echo", &echo); echo {
-		o.unsupported("echo", "it is for completions")
-	}
+	o.settle(inChat)
 	c := parseConversation(o)
 	if err := o.end(); err != nil {
 		return nil, err
@@ -73,16 +52,16 @@ func parseConversation(o *object) *conversation {
 	c := &conversation{options: chat.Options{AddGenerationPrompt: true}}
 	o.flag("add_generation_prompt", &c.options.AddGenerationPrompt)
 	o.flag("add_special_tokens", &c.special)
-	goOn := false
-	if o.flag("continue_final_message", &goOn); goOn {
-		o.unsupported("continue_final_message", "an answer is a new message")
-	}
-	if _, ok := o.pop("chat_template"); ok {
-		o.unsupported("chat_template", "chats go through the model's own template")
-	}
+	o.settle(inConversation)
 	if raw, ok := o.pop("chat_template_kwargs"); ok {
 		if json.Unmarshal(raw, &c.options.Extra) != nil {
 			o.wrongType("chat_template_kwargs", "an object", raw)
+		}
+	}
+	var effort string
+	if o.text("reasoning_effort", &effort) {
+		if _, ok := c.options.Extra["reasoning_effort"]; !ok {
+			c.setVariable("reasoning_effort", effort)
 		}
 	}
 	parseTools(o, c)
@@ -101,6 +80,14 @@ func parseConversation(o *object) *conversation {
 		}
 	}
 	return c
+}
+
+// setVariable sets a variable of the template.
+func (c *conversation) setVariable(name string, value any) {
+	if c.options.Extra == nil {
+		c.options.Extra = map[string]any{}
+	}
+	c.options.Extra[name] = value
 }
 
 // parseTools parses the tools that the template describes to the model. Tool calls of the
@@ -139,13 +126,20 @@ func parseMessage(o *object) chat.Message {
 	if m.Role == "developer" {
 		m.Role = "system" // as templates know it
 	}
-	content := parseContent(o, &m)
+	content, thinking := parseContent(o, &m)
 	extra := map[string]json.RawMessage{}
-	for _, member := range []string{"name", "tool_call_id", "reasoning_content"} {
+	for _, member := range []string{"name", "tool_call_id", "reasoning_content", "reasoning"} {
 		var text string
 		if raw := o.members[member]; o.text(member, &text) {
 			extra[member] = raw
 		}
+	}
+	// Templates read reasoning_content, whatever a client's name for it.
+	if newer, ok := extra["reasoning"]; ok {
+		thinking = newer
+	}
+	if _, ok := extra["reasoning_content"]; !ok && thinking != nil {
+		extra["reasoning_content"] = thinking
 	}
 	calls := parseToolCalls(o)
 	if calls != nil {
@@ -154,12 +148,7 @@ func parseMessage(o *object) chat.Message {
 	if !content && calls == nil {
 		o.fail("content", "missing_required_parameter", "Missing required parameter: '%s'.", o.name("content"))
 	}
-	// A message of this API can be sent back unchanged.
-	for _, member := range []string{"refusal", "annotations", "audio", "function_call"} {
-		if raw, ok := o.pop(member); ok && string(raw) != "[]" {
-			o.unsupported(member, "messages are text and tool calls")
-		}
-	}
+	o.settle(inMessage) // a message of this API, or of its clients, can be sent back
 	if len(extra) > 0 {
 		data, err := json.Marshal(extra)
 		if err != nil {
@@ -171,37 +160,58 @@ func parseMessage(o *object) chat.Message {
 }
 
 // parseContent parses a message's content: a text, or parts of text, which are joined by
-// newlines.
-func parseContent(o *object, m *chat.Message) bool {
+// newlines. Parts of thinking are returned, as a JSON string; nil without any.
+func parseContent(o *object, m *chat.Message) (there bool, thinking json.RawMessage) {
 	raw, ok := o.pop("content")
 	if !ok {
-		return false
+		return false, nil
 	}
 	if kindOf(raw) == "a string" && json.Unmarshal(raw, &m.Content) == nil {
-		return true
+		return true, nil
 	}
 	var parts []json.RawMessage
 	if json.Unmarshal(raw, &parts) != nil {
 		o.wrongType("content", "a string or an array of text parts", raw)
-		return true
+		return true, nil
 	}
-	texts := make([]string, len(parts))
+	var texts, thoughts []string
 	for i, raw := range parts {
 		p := &object{path: fmt.Sprintf("%s[%d]", o.name("content"), i)}
 		p.parse(raw, "'"+p.path+"'")
-		var kind string
-		if p.text("type", &kind); kind != "text" && p.err == nil {
+		var kind, text string
+		p.text("type", &kind)
+		member, to := "text", &texts
+		switch kind {
+		case "text":
+		case "thinking":
+			member, to = "thinking", &thoughts
+			p.ignore("signature")
+		default:
 			p.fail("type", "invalid_value", "Invalid value for '%s': %q is not supported, as the model reads text only.", p.name("type"), truncate(kind))
 		}
-		if !p.text("text", &texts[i]) {
-			p.fail("text", "missing_required_parameter", "Missing required parameter: '%s'.", p.name("text"))
+		if !p.text(member, &text) {
+			p.fail(member, "missing_required_parameter", "Missing required parameter: '%s'.", p.name(member))
 		}
+		*to = append(*to, text)
+		p.settle(inPart)
 		if o.close(p); o.err != nil {
-			return true
+			return true, nil
 		}
 	}
 	m.Content = strings.Join(texts, "\n")
-	return true
+	if thoughts != nil {
+		thinking = jsonString(strings.Join(thoughts, "\n"))
+	}
+	return true, thinking
+}
+
+// jsonString is a text as JSON.
+func jsonString(text string) json.RawMessage {
+	data, err := json.Marshal(text)
+	if err != nil {
+		panic("server: a text without a JSON form: " + err.Error())
+	}
+	return data
 }
 
 // parseToolCalls parses the tool calls of an assistant's message. Their arguments become JSON
@@ -284,6 +294,7 @@ func (s *Server) chat(w *response, r *http.Request) error {
 	if err := req.limit(req.prompt, 0, m.MaxModelLen, "messages"); err != nil {
 		return err
 	}
+	req.sent.PromptTokens = len(req.prompt)
 	a := &chatResponse{req: req, text: m.texts(), head: completionHead{
 		ID: "chatcmpl-" + w.id, Object: "chat.completion", Created: time.Now().Unix(), Model: m.Name,
 	}}
@@ -399,28 +410,32 @@ func (a *chatResponse) whole(choices []engine.Update, u *usage) any {
 	return c
 }
 
-// chunks are the assistant's role in the first, text, and the reason in the last.
+// chunks are the assistant's role in the first, one for each token, whose text may come with a
+// later one, and the reason in the last.
 func (a *chatResponse) chunks(index int, first bool, u *engine.Update) []any {
 	var all []any
-	add := func(c chatChunkChoice) *chatChunk {
+	add := func(tokens int, c chatChunkChoice) *chatChunk {
 		c.Index = index
-		chunk := &chatChunk{completionHead: a.head, Choices: []chatChunkChoice{c}, Usage: a.req.noUsage()}
+		chunk := &chatChunk{completionHead: a.head, Choices: []chatChunkChoice{c}, Usage: a.req.chunkUsage(tokens)}
 		chunk.Object = "chat.completion.chunk"
 		all = append(all, chunk)
 		return chunk
 	}
 	if first {
-		chunk := add(chatChunkChoice{Delta: chatDelta{Role: "assistant", Content: new(string)}})
+		chunk := add(0, chatChunkChoice{Delta: chatDelta{Role: "assistant", Content: new(string)}})
 		if index == 0 {
 			chunk.PromptTokenIDs = a.promptIDs()
 		}
 	}
-	c := chatChunkChoice{Delta: chatDelta{Content: &u.Text}, LogProbs: a.logProbs(u.Tokens), TokenIDs: a.ids(u.Tokens)}
-	if u.Text != "" || len(c.TokenIDs) > 0 || c.LogProbs != nil && len(c.LogProbs.Content) > 0 {
-		add(c)
+	c, tokens := chatChunkChoice{LogProbs: a.logProbs(u.Tokens), TokenIDs: a.ids(u.Tokens)}, len(u.Tokens)
+	if u.Text != "" || u.Finish == "" {
+		c.Delta.Content = &u.Text
+		add(tokens, c)
+		c, tokens = chatChunkChoice{}, 0
 	}
 	if u.Finish != "" {
-		add(chatChunkChoice{FinishReason: finishReason(u.Finish)})
+		c.FinishReason = finishReason(u.Finish)
+		add(tokens, c)
 	}
 	return all
 }

@@ -44,10 +44,7 @@ func (s *Server) parseCompletion(m *Model, o *object) (*completionRequest, error
 	if o.integer("best_of", &best); best != r.params.N {
 		o.unsupported("best_of", "it must be n, as all completions are returned")
 	}
-	var suffix string
-	if o.text("suffix", &suffix); suffix != "" {
-		o.unsupported("suffix", "the model writes behind a prompt only")
-	}
+	o.settle(inCompletion)
 	raw, ok := o.pop("prompt")
 	if !ok {
 		o.fail("prompt", "missing_required_parameter", "Missing required parameter: 'prompt'.")
@@ -132,6 +129,7 @@ func (s *Server) completions(w *response, r *http.Request) error {
 		if err := req.limit(p.ids, defaultCompletionTokens, m.MaxModelLen, "prompt"); err != nil {
 			return err
 		}
+		req.sent.PromptTokens += len(p.ids)
 		requests[i] = engine.Request{ID: w.id, Prompt: p.ids, Encoded: p.encoded, Params: req.params}
 	}
 	a := &completionResponse{req: req, text: m.texts(), head: completionHead{
@@ -231,12 +229,10 @@ func (a *completionResponse) whole(choices []engine.Update, u *usage) any {
 	return c
 }
 
+// chunks has one chunk for each update, which is a token: its text may come with a later one.
 func (a *completionResponse) chunks(index int, first bool, u *engine.Update) []any {
 	c := a.choice(index, first, u)
-	if c.Text == "" && c.FinishReason == nil && len(c.TokenIDs) == 0 && (c.LogProbs == nil || len(c.LogProbs.Tokens) == 0) {
-		return nil // its text is not complete
-	}
-	return []any{completion{completionHead: a.head, Choices: []completionChoice{c}, Usage: a.req.noUsage()}}
+	return []any{completion{completionHead: a.head, Choices: []completionChoice{c}, Usage: a.req.chunkUsage(len(u.Tokens))}}
 }
 
 func (a *completionResponse) last(u *usage) any {

@@ -25,10 +25,11 @@
 //
 // # What a body may hold
 //
-// An unknown member is an error, as it is for OpenAI: no request is served without what it
-// asks for. Members of OpenAI's without an effect on the response (user, metadata, store, …)
-// are accepted. Of two members of the same name the last counts, and null is the same as no
-// member.
+// A member that would change a completion, or the order of completions, and that this server
+// does not do is an error, and so is one that it does not know: no request is served without
+// what it asks for. What changes neither is ignored; Members lists both, with the reason. Of
+// two members of the same name the last counts, and null is the same as no member. The
+// messages that clients keep can be sent back as they are.
 //
 // # Example
 //

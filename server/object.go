@@ -3,6 +3,7 @@ package server
 import (
 	"bytes"
 	"encoding/json"
+	"maps"
 	"math"
 	"slices"
 	"strconv"
@@ -84,8 +85,9 @@ func (o *object) ignore(members ...string) {
 	}
 }
 
-// end returns the first error; members that were not removed are one.
+// end returns the first error; members that were not removed and are not null are one.
 func (o *object) end() error {
+	maps.DeleteFunc(o.members, func(_ string, raw json.RawMessage) bool { return isNull(raw) })
 	if o.err == nil && len(o.members) > 0 {
 		names := make([]string, 0, len(o.members))
 		for m := range o.members {

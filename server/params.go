@@ -12,36 +12,39 @@ import (
 type common struct {
 	model, requestID string
 	params           engine.Params
-	// maxTokens is 0 if the body has none; maxTokensParam is the member that set it.
+	// maxTokens is 0 if the body has none, and may be allThatFits; maxTokensParam is the member
+	// that set it.
 	maxTokens      int
 	maxTokensParam string
 	stream         bool
-	// usage requests a last chunk with the usage.
-	usage bool
+	// usage requests a last chunk with the usage, and with usageSoFar each chunk has the usage
+	// up to it, which is sent.
+	usage, usageSoFar bool
+	sent              usage
 	// tokenIDs requests the ids of prompt and completion.
 	tokenIDs bool
 }
 
-// noUsage is the usage of a chunk that has none: null where the last one will have it, else
-// omitted.
-func (c *common) noUsage() any {
-	if c.usage {
+// chunkUsage is the usage of a chunk that brings tokens more: omitted where it is not requested,
+// and null where only the last chunk has it. Calls follow each other.
+func (c *common) chunkUsage(tokens int) any {
+	switch {
+	case !c.usage:
+		return nil
+	case !c.usageSoFar:
 		return (*usage)(nil)
 	}
-	return nil
-}
-
-// unused are members of OpenAI's API, and of vLLM's, without an effect on the response.
-var unused = []string{
-	"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
-	"parallel_tool_calls", "reasoning_effort", "verbosity", "spaces_between_special_tokens", "priority",
+	c.sent.CompletionTokens += tokens
+	c.sent.TotalTokens = c.sent.PromptTokens + c.sent.CompletionTokens
+	u := c.sent
+	return &u
 }
 
 // parseCommon parses the members that completions and chats share.
 func parseCommon(o *object, defaults engine.Params) common {
 	c := common{params: defaults}
 	p := &c.params
-	o.ignore(unused...)
+	o.settle(inBody)
 	o.text("model", &c.model)
 	o.text("request_id", &c.requestID)
 	parseMaxTokens(o, &c, "max_tokens")
@@ -70,23 +73,12 @@ func parseCommon(o *object, defaults engine.Params) common {
 	o.flag("return_token_ids", &c.tokenIDs)
 	o.flag("stream", &c.stream)
 	parseStreamOptions(o, &c)
-
-	skip := true
-	if o.flag("skip_special_tokens", &skip); !skip {
-		o.unsupported("skip_special_tokens", "answers come without special tokens; ask for return_token_ids to see them")
-	}
-	beams := false
-	if o.flag("use_beam_search", &beams); beams {
-		o.unsupported("use_beam_search", "there is sampling only")
-	}
-	for _, m := range []string{"prompt_logprobs", "truncate_prompt_tokens"} {
-		if _, ok := o.pop(m); ok {
-			o.unsupported(m, "this server does not implement it")
-		}
-	}
 	parseResponseFormat(o)
 	return c
 }
+
+// allThatFits is max_tokens, as clients of llama.cpp send it, for what is left of the context.
+const allThatFits = -1
 
 // parseMaxTokens parses the maximum number of completion tokens.
 func parseMaxTokens(o *object, c *common, member string) {
@@ -94,8 +86,8 @@ func parseMaxTokens(o *object, c *common, member string) {
 		return
 	}
 	c.maxTokensParam = member
-	if c.maxTokens < 1 {
-		o.fail(member, "invalid_value", "Invalid value for '%s': it must be at least 1, and is %d.", member, c.maxTokens)
+	if c.maxTokens < 1 && c.maxTokens != allThatFits {
+		o.fail(member, "invalid_value", "Invalid value for '%s': it must be at least 1, or -1 for all that fits, and is %d.", member, c.maxTokens)
 	}
 }
 
@@ -160,7 +152,8 @@ func parseStreamOptions(o *object, c *common) {
 		o.fail("stream_options", "invalid_value", "The 'stream_options' parameter is only allowed when 'stream' is enabled.")
 	}
 	s.flag("include_usage", &c.usage)
-	s.ignore("include_obfuscation")
+	s.flag("continuous_usage_stats", &c.usageSoFar)
+	s.settle(inStream)
 	o.close(s)
 }
 
@@ -192,7 +185,7 @@ func (c *common) limit(prompt []int32, otherwise, maxModelLen int, promptParam s
 			maxModelLen, len(prompt), c.maxTokensParam, c.maxTokens, room)
 	case c.maxTokens > 0:
 		c.params.MaxTokens = c.maxTokens
-	case otherwise > 0:
+	case c.maxTokens == 0 && otherwise > 0:
 		c.params.MaxTokens = min(otherwise, room)
 	default:
 		c.params.MaxTokens = room

@@ -11,6 +11,8 @@ import (
 	"strconv"
 	"strings"
 	"testing"
+
+	"github.com/moeserve/moeserve/server"
 )
 
 // Where a parameter of the API belongs.
@@ -20,80 +22,53 @@ const (
 	onChats       = "/v1/chat/completions"
 )
 
-// apiParameters are the members of a body: where each belongs, a value, and what it does. The page
-// has what a server answers to that value; without one it is not tried, as the built-in model's template
-// does not do it. A dot leads into an object. A parameter that is known
-// and changes nothing is ignored; the server's own list must have it.
-var apiParameters = []struct {
-	on, name, value, does string
-	ignored               bool
-}{
-	{onCompletions, "prompt", `"1+2="`, "text, token ids, or a list of either", false},
-	{onCompletions, "echo", `true`, "the prompt before the completion", false},
-	{onCompletions, "logprobs", `2`, "log-probabilities of the sampled token and of this many others", false},
-	{onCompletions, "best_of", `1`, "only as many as `n`", false},
-	{onCompletions, "best_of", `3`, "", false},
-	{onCompletions, "suffix", `"x"`, "", false},
-	{onChats, "messages", `[{"role": "user", "content": "1+2="}]`, "the conversation: text, tool calls and their results", false},
-	{onChats, "max_completion_tokens", `1`, "maximum tokens to generate; goes before `max_tokens`", false},
-	{onChats, "logprobs", `true`, "log-probabilities of the sampled tokens", false},
-	{onChats, "top_logprobs", `2`, "log-probabilities of this many others; needs `logprobs`", false},
-	{onChats, "tools", "", "go through the chat template; the model's calls are returned as text", false},
-	{onChats, "tool_choice", `"auto"`, "`none` or `auto`", false},
-	{onChats, "tool_choice", `"required"`, "", false},
-	{onChats, "modalities", `["text"]`, "text only", false},
-	{onChats, "modalities", `["audio"]`, "", false},
-	{onChats, "add_generation_prompt", `true`, "end the prompt where the assistant's turn begins (vLLM)", false},
-	{onChats, "chat_template_kwargs", `{}`, "variables of the chat template (vLLM)", false},
-	{onChats, "chat_template", `"x"`, "", false},
-	{onChats, "continue_final_message", `true`, "", false},
-	{onChats, "functions", `[]`, "", false},
-	{onChats, "function_call", `"auto"`, "", false},
-	{onChats, "audio", `{}`, "", false},
-	{onChats, "prediction", `{}`, "", false},
-	{onChats, "web_search_options", `{}`, "", false},
-	{onBoth, "model", `"built-in"`, "the served model's name", false},
-	{onBoth, "request_id", `"a"`, "name of the request in the log and in `X-Request-Id` (vLLM)", false},
-	{onBoth, "max_tokens", `1`, "maximum tokens to generate", false},
-	{onBoth, "min_tokens", `1`, "minimum tokens before an end (vLLM)", false},
-	{onBoth, "temperature", `0`, "sampling temperature; 0 is greedy; the default is 1", false},
-	{onBoth, "top_p", `0.9`, "nucleus sampling", false},
-	{onBoth, "top_k", `4`, "sample from this many; -1 or 0: all (vLLM)", false},
-	{onBoth, "min_p", `0.1`, "drop tokens below this share of the best one's probability (vLLM)", false},
-	{onBoth, "repetition_penalty", `1.1`, "divide the logits of tokens already there (vLLM)", false},
-	{onBoth, "presence_penalty", `0.5`, "subtract from the logits of generated tokens", false},
-	{onBoth, "frequency_penalty", `0.5`, "the same, for each time that the token was generated", false},
-	{onBoth, "logit_bias", `{"5": 1}`, "added to the logits of these token ids", false},
-	{onBoth, "seed", `1`, "the same seed and request give the same tokens", false},
-	{onBoth, "n", `2`, "completions of each prompt", false},
-	{onBoth, "stop", `["x"]`, "a string or a list of them", false},
-	{onBoth, "stop_token_ids", `[3]`, "end at one of these tokens (vLLM)", false},
-	{onBoth, "include_stop_str_in_output", `true`, "keep the stop string in the text (vLLM)", false},
-	{onBoth, "ignore_eos", `true`, "keep generating after EOS (vLLM)", false},
-	{onBoth, "return_token_ids", `true`, "ids of prompt and completion (vLLM)", false},
-	{onBoth, "add_special_tokens", `true`, "special tokens around the prompt (vLLM)", false},
-	{onBoth, "stream", `false`, "server-sent events, a chunk for each step", false},
-	{onBoth, "stream_options.include_usage", `false`, "usage in a last chunk; needs `stream`", false},
-	{onBoth, "stream_options.include_obfuscation", `false`, "", true},
-	{onBoth, "response_format.type", `"text"`, "text only", false},
-	{onBoth, "response_format.type", `"json_object"`, "", false},
-	{onBoth, "skip_special_tokens", `true`, "special tokens are always skipped", false},
-	{onBoth, "skip_special_tokens", `false`, "", false},
-	{onBoth, "use_beam_search", `true`, "", false},
-	{onBoth, "prompt_logprobs", `1`, "", false},
-	{onBoth, "truncate_prompt_tokens", `4`, "", false},
-	{onBoth, "user", `"a"`, "", true},
-	{onBoth, "metadata", `{}`, "", true},
-	{onBoth, "store", `false`, "", true},
-	{onBoth, "service_tier", `"auto"`, "", true},
-	{onBoth, "safety_identifier", `"a"`, "", true},
-	{onBoth, "prompt_cache_key", `"a"`, "", true},
-	{onBoth, "prompt_cache_retention", `"24h"`, "", true},
-	{onBoth, "parallel_tool_calls", `true`, "", true},
-	{onBoth, "reasoning_effort", `"low"`, "", true},
-	{onBoth, "verbosity", `"low"`, "", true},
-	{onBoth, "spaces_between_special_tokens", `true`, "", true},
-	{onBoth, "priority", `1`, "", true},
+// apiParameter is a member of a body that the server acts on: where it belongs, a value, and what it
+// does. The page has what a server answers to that value; without one it is not tried, as the built-in
+// model's template does not do it. A dot leads into an object.
+type apiParameter struct{ on, name, value, does string }
+
+// apiParameters are all of them; those that the server does nothing about are server.Members.
+var apiParameters = []apiParameter{
+	{onCompletions, "prompt", `"1+2="`, "text, token ids, or a list of either"},
+	{onCompletions, "echo", `true`, "the prompt before the completion"},
+	{onCompletions, "logprobs", `2`, "log-probabilities of the sampled token and of this many others"},
+	{onCompletions, "best_of", `1`, "only as many as `n`"},
+	{onCompletions, "best_of", `3`, ""},
+	{onChats, "messages", `[{"role": "user", "content": "1+2="}]`, "the conversation: text, tool calls and their results"},
+	{onChats, "max_completion_tokens", `1`, "maximum tokens to generate; goes before `max_tokens`"},
+	{onChats, "logprobs", `true`, "log-probabilities of the sampled tokens"},
+	{onChats, "top_logprobs", `2`, "log-probabilities of this many others; needs `logprobs`"},
+	{onChats, "tools", "", "go through the chat template; the model's calls are returned as text"},
+	{onChats, "tool_choice", `"auto"`, "`none` or `auto`"},
+	{onChats, "tool_choice", `"required"`, ""},
+	{onChats, "add_generation_prompt", `true`, "end the prompt where the assistant's turn begins (vLLM)"},
+	{onChats, "chat_template_kwargs", `{}`, "variables of the chat template (vLLM)"},
+	{onChats, "reasoning_effort", `"low"`, "a variable of the chat template, as with vLLM; templates without it do not change"},
+	{onBoth, "model", `"built-in"`, "the served model's name"},
+	{onBoth, "request_id", `"a"`, "name of the request in the log and in `X-Request-Id` (vLLM)"},
+	{onBoth, "max_tokens", `1`, "maximum tokens to generate; -1: all that fits"},
+	{onBoth, "min_tokens", `1`, "minimum tokens before an end (vLLM)"},
+	{onBoth, "temperature", `0`, "sampling temperature; 0 is greedy; the default is 1"},
+	{onBoth, "top_p", `0.9`, "nucleus sampling"},
+	{onBoth, "top_k", `4`, "sample from this many; -1 or 0: all (vLLM)"},
+	{onBoth, "min_p", `0.1`, "drop tokens below this share of the best one's probability (vLLM)"},
+	{onBoth, "repetition_penalty", `1.1`, "divide the logits of tokens already there (vLLM)"},
+	{onBoth, "presence_penalty", `0.5`, "subtract from the logits of generated tokens"},
+	{onBoth, "frequency_penalty", `0.5`, "the same, for each time that the token was generated"},
+	{onBoth, "logit_bias", `{"5": 1}`, "added to the logits of these token ids"},
+	{onBoth, "seed", `1`, "the same seed and request give the same tokens"},
+	{onBoth, "n", `2`, "completions of each prompt"},
+	{onBoth, "stop", `["x"]`, "a string or a list of them"},
+	{onBoth, "stop_token_ids", `[3]`, "end at one of these tokens (vLLM)"},
+	{onBoth, "include_stop_str_in_output", `true`, "keep the stop string in the text (vLLM)"},
+	{onBoth, "ignore_eos", `true`, "keep generating after EOS (vLLM)"},
+	{onBoth, "return_token_ids", `true`, "ids of prompt and completion (vLLM)"},
+	{onBoth, "add_special_tokens", `true`, "special tokens around the prompt (vLLM)"},
+	{onBoth, "stream", `false`, "server-sent events, a chunk for each token"},
+	{onBoth, "stream_options.include_usage", `false`, "usage in a last chunk; needs `stream`"},
+	{onBoth, "stream_options.continuous_usage_stats", `false`, "usage so far in every chunk; needs `include_usage` (vLLM)"},
+	{onBoth, "response_format.type", `"text"`, "text only"},
+	{onBoth, "response_format.type", `"json_object"`, ""},
 }
 
 // endpoints say what each path of the server is for.
@@ -113,8 +88,8 @@ var endpoints = map[string]string{
 
 func TestReferenceAPI(t *testing.T) {
 	p := startServe(t)
-	known, ignored, paths := serverNames(t)
-	var supported, unused, refused []string
+	known, paths := serverNames(t)
+	var supported, refused []string
 	for _, x := range apiParameters {
 		top, sub, nested := strings.Cut(x.name, ".")
 		last, value := top, x.value
@@ -133,7 +108,7 @@ func TestReferenceAPI(t *testing.T) {
 			body = fmt.Sprintf(`{%q: %s}`, top, value)
 		case "top_logprobs":
 			body = strings.Replace(body, "{", `{"logprobs": true, `, 1)
-		case "stream_options.include_usage", "stream_options.include_obfuscation":
+		case "stream_options.include_usage", "stream_options.continuous_usage_stats":
 			body = strings.Replace(body, "{", `{"stream": true, `, 1)
 		case "ignore_eos", "temperature", "min_tokens":
 			body = strings.Replace(body, "{", `{"max_tokens": 2, `, 1)
@@ -145,33 +120,45 @@ func TestReferenceAPI(t *testing.T) {
 		row := fmt.Sprintf("| `%s` | %s | ", x.name, strings.ReplaceAll(x.on, "/v1/", ""))
 		switch {
 		case status == 400:
-			refused = append(refused, fmt.Sprintf("%s`%s` | %s |", row, cell(x.value), cell(message)))
-			if x.does != "" {
+			accepted := slices.IndexFunc(apiParameters, func(y apiParameter) bool { return y.name == x.name && y.on == x.on && y.does != "" })
+			if x.does != "" || accepted < 0 {
 				t.Errorf("%s %s: %s", path, body, message)
+				continue
 			}
+			_, why, _ := strings.Cut(strings.TrimSuffix(message, "."), ": ")
+			refused = append(refused, row+apiParameters[accepted].does+" | "+cell(why)+" |")
 		case status != 200:
 			t.Errorf("%s %s: status %d", path, body, status)
-		case slices.Contains(ignored, last) != x.ignored:
-			t.Errorf("%s: ignored %v, the server says %v", x.name, x.ignored, !x.ignored)
-		case x.ignored:
-			unused = append(unused, "`"+x.name+"`")
 		default:
 			supported = append(supported, row+x.does+" |")
 		}
 	}
 	for _, name := range known {
-		if !slices.ContainsFunc(apiParameters, func(x struct {
-			on, name, value, does string
-			ignored               bool
-		},
-		) bool {
+		if !slices.ContainsFunc(apiParameters, func(x apiParameter) bool {
 			return x.name == name || strings.HasSuffix(x.name, "."+name) || strings.HasPrefix(x.name, name+".")
 		}) {
 			t.Errorf("the server reads %s, and apiParameters does not have it", name)
 		}
 	}
+	var unused []string
+	for _, m := range server.Members() {
+		in := map[string]string{"body": onBoth, "messages[]": "a message", "messages[].content[]": "a part of a message's content", "stream_options": "`stream_options`"}[m.In]
+		if in == "" {
+			in = strings.TrimPrefix(m.In, "/v1/")
+		}
+		row := fmt.Sprintf("| `%s` | %s | ", m.Name, in)
+		if m.Ignored {
+			unused = append(unused, row+m.Why+" |")
+			continue
+		}
+		neutral := "no value"
+		if len(m.Neutral) > 0 {
+			neutral = "`" + strings.Join(m.Neutral, "`, `") + "`"
+		}
+		refused = append(refused, row+neutral+" | "+m.Why+" |")
+	}
 	var b strings.Builder
-	b.WriteString("`serve` speaks the OpenAI API. What it does not know or does not do is refused by name, with status 400 and OpenAI's error body ([errors](errors.md#http)).\n\n## Endpoints\n\n| path | what it is for |\n|---|---|\n")
+	b.WriteString("`serve` speaks the OpenAI API. A parameter that would change a completion, or the order of completions, and that it does not do is refused by name, with status 400 and OpenAI's error body ([errors](errors.md#http)); so is one that it does not know. What changes neither is ignored. `null` is the same as no parameter, also for a parameter that it does not know.\n\n## Endpoints\n\n| path | what it is for |\n|---|---|\n")
 	for _, path := range paths {
 		if endpoints[path] == "" {
 			t.Errorf("endpoints does not say what %s is for", path)
@@ -179,16 +166,16 @@ func TestReferenceAPI(t *testing.T) {
 		fmt.Fprintf(&b, "| `%s` | %s |\n", path, endpoints[path])
 	}
 	b.WriteString("\n## Supported parameters\n\n| parameter | endpoint | what it does |\n|---|---|---|\n" + strings.Join(supported, "\n"))
-	b.WriteString("\n\n## Accepted and without effect\n\n" + strings.Join(unused, ", ") + ".")
-	b.WriteString("\n\n## Unsupported\n\n| parameter | endpoint | value | error |\n|---|---|---|---|\n" + strings.Join(refused, "\n") + "\n")
+	b.WriteString("\n\n## Accepted and without effect\n\n| parameter | in | why |\n|---|---|---|\n" + strings.Join(unused, "\n"))
+	b.WriteString("\n\n## Unsupported\n\n| parameter | in | accepted | why all else is refused |\n|---|---|---|---|\n" + strings.Join(refused, "\n") + "\n")
 	reference(t, "api.md", "HTTP API", "those who write clients: endpoints, and the parameters that are supported, ignored and refused", b.String())
 }
 
-// serverNames reads from the server's source which members it takes out of a body, which of them it
-// ignores, and which paths it has.
-func serverNames(t *testing.T) (known, ignored, paths []string) {
+// serverNames reads from the server's source which members of a body it acts on, and which paths it
+// has.
+func serverNames(t *testing.T) (known, paths []string) {
 	t.Helper()
-	reads := []string{"text", "flag", "integer", "number", "int64", "ids", "pop", "sub", "list", "unsupported", "ignore"}
+	reads := []string{"text", "flag", "integer", "number", "int64", "ids", "pop", "sub", "list", "unsupported"}
 	in := []string{"parseCommon", "parseStop", "parseLogitBias", "parseStreamOptions", "parseResponseFormat", "parseCompletion", "parseChat", "parseConversation", "parseTools"}
 	plain := regexp.MustCompile(`^[a-z][a-z_]*$`)
 	found := map[string]bool{}
@@ -210,11 +197,6 @@ func serverNames(t *testing.T) (known, ignored, paths []string) {
 		case *ast.CallExpr:
 			if m, ok := n.Fun.(*ast.SelectorExpr); ok && slices.Contains(reads, m.Sel.Name) && len(n.Args) > 0 {
 				add(n.Args[0])
-				if m.Sel.Name == "ignore" {
-					if s, ok := literal(n.Args[0]); ok {
-						ignored = append(ignored, s)
-					}
-				}
 			} else if f, ok := n.Fun.(*ast.Ident); ok && f.Name == "parseMaxTokens" {
 				add(n.Args[2])
 			}
@@ -252,23 +234,13 @@ func serverNames(t *testing.T) (known, ignored, paths []string) {
 						return true
 					})
 				}
-			case *ast.GenDecl:
-				for _, s := range d.Specs {
-					if v, ok := s.(*ast.ValueSpec); ok && v.Names[0].Name == "unused" {
-						for _, e := range v.Values[0].(*ast.CompositeLit).Elts {
-							add(e)
-							s, _ := literal(e)
-							ignored = append(ignored, s)
-						}
-					}
-				}
 			}
 		}
 	}
-	if len(known) < 40 || len(ignored) < 10 || len(paths) < 10 {
-		t.Fatalf("found %d members, %d that are ignored, %d paths: the source is written in another way", len(known), len(ignored), len(paths))
+	if len(known) < 30 || len(paths) < 10 {
+		t.Fatalf("found %d members and %d paths: the source is written in another way", len(known), len(paths))
 	}
-	return known, ignored, paths
+	return known, paths
 }
 
 // stringElement says whether a type is of strings, or of arrays of them.

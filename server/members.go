@@ -1,0 +1,132 @@
+package server
+
+import (
+	"bytes"
+	"encoding/json"
+	"slices"
+	"strings"
+)
+
+// Places that a Member may be in.
+const (
+	inBody         = "body"
+	inCompletion   = "/v1/completions"
+	inChat         = "/v1/chat/completions"
+	inConversation = "a conversation" // of chats and of /tokenize
+	inStream       = "stream_options"
+	inMessage      = "messages[]"
+	inPart         = "messages[].content[]"
+)
+
+// Member is one that clients send and this server does nothing about: it is ignored where that
+// changes neither a response nor the order of responses, and else refused.
+type Member struct {
+	// In is where it belongs.
+	In, Name string
+	// Ignored: whatever its value. Else only the values of Neutral, as JSON, are accepted.
+	Ignored bool
+	Neutral []string
+	// Why it is ignored, or refused.
+	Why string
+}
+
+// Members lists them by place.
+func Members() []Member { return slices.Clone(members) }
+
+func ignored(in, why string, names ...string) []Member {
+	all := make([]Member, len(names))
+	for i, name := range names {
+		all[i] = Member{In: in, Name: name, Ignored: true, Why: why}
+	}
+	return all
+}
+
+func refused(in, name, why string, neutral ...string) []Member {
+	return []Member{{In: in, Name: name, Neutral: neutral, Why: why}}
+}
+
+var members = slices.Concat(
+	ignored(inBody, "about the client, not the completion", "user", "metadata", "safety_identifier", "session_id"),
+	ignored(inBody, "nothing is stored", "store"),
+	ignored(inBody, "no prefix is shared between requests", "prompt_cache_key", "prompt_cache_retention", "cache_salt"),
+	ignored(inBody, "about special tokens, which are skipped", "spaces_between_special_tokens"),
+	ignored(inBody, "of beam search", "length_penalty"),
+	refused(inBody, "use_beam_search", "there is sampling only", "false"),
+	refused(inBody, "priority", "requests start in the order in which they come", "0"),
+	refused(inBody, "service_tier", "there is one tier", `"auto"`, `"default"`),
+	refused(inBody, "skip_special_tokens", "completions come without special tokens; ask for return_token_ids to see them", "true"),
+	refused(inBody, "prompt_logprobs", "log-probabilities of a prompt are not computed"),
+	refused(inBody, "truncate_prompt_tokens", "prompts are not shortened"),
+	refused(inBody, "structured_outputs", "completions are not constrained", "{}"),
+	refused(inBody, "guided_json", "completions are not constrained"),
+	refused(inBody, "guided_regex", "completions are not constrained"),
+	refused(inBody, "guided_choice", "completions are not constrained"),
+	refused(inBody, "guided_grammar", "completions are not constrained"),
+	refused(inBody, "bad_words", "give the ids of tokens in logit_bias, with -100", "[]"),
+	refused(inBody, "allowed_token_ids", "completions are not constrained"),
+	refused(inBody, "logprob_token_ids", "log-probabilities are those of the likeliest tokens"),
+	refused(inBody, "return_tokens_as_token_ids", "ask for return_token_ids", "false"),
+
+	refused(inCompletion, "suffix", "the model writes behind a prompt only", `""`),
+
+	refused(inChat, "echo", "it is for completions", "false"),
+	refused(inChat, "parallel_tool_calls", "nothing limits the model to one call", "true"),
+	refused(inChat, "functions", "give tools", "[]"),
+	refused(inChat, "function_call", "give tools", `"none"`),
+	refused(inChat, "modalities", "completions are text", `["text"]`),
+	refused(inChat, "audio", "completions are text"),
+	refused(inChat, "prediction", "this server does not speculate"),
+	refused(inChat, "web_search_options", "this server searches nothing"),
+	refused(inChat, "verbosity", "ask for it in a message", `"medium"`),
+	refused(inChat, "include_reasoning", "reasoning is a part of the text", "true"),
+	refused(inChat, "thinking_token_budget", "reasoning is a part of the text", "-1"),
+
+	refused(inConversation, "chat_template", "chats go through the model's own template"),
+	refused(inConversation, "continue_final_message", "a completion is a new message", "false"),
+	refused(inConversation, "documents", "put them into a message", "[]"),
+
+	ignored(inStream, "chunks are not padded", "include_obfuscation"),
+
+	// What clients keep beside the text of a completion, and send back with it.
+	ignored(inMessage, "about a completion that is sent back; the model reads its text", "id", "parsed", "annotations", "provider_specific_fields"),
+	ignored(inMessage, "the text is that of reasoning_content", "thinking_blocks"),
+	ignored(inMessage, "no prefix is shared between requests", "cache_control"),
+	refused(inMessage, "prefix", "a completion is a new message", "false"),
+	refused(inMessage, "refusal", "messages are text and tool calls"),
+	refused(inMessage, "audio", "messages are text and tool calls"),
+	refused(inMessage, "function_call", "give tool_calls"),
+
+	ignored(inPart, "no prefix is shared between requests", "cache_control"),
+)
+
+// settle deals with what members lists for places: it removes those that change nothing, and
+// refuses others.
+func (o *object) settle(places ...string) {
+	for _, m := range members {
+		if !slices.Contains(places, m.In) {
+			continue
+		}
+		raw, ok := o.pop(m.Name)
+		if !ok || m.Ignored || m.neutral(raw) {
+			continue
+		}
+		why := m.Why
+		if len(m.Neutral) > 0 {
+			why += "; leave it out, or send " + strings.Join(m.Neutral, " or ")
+		}
+		o.unsupported(m.Name, why)
+	}
+}
+
+// neutral says whether a value is one that changes nothing.
+func (m *Member) neutral(raw json.RawMessage) bool {
+	var compact bytes.Buffer
+	if json.Compact(&compact, raw) != nil {
+		return false
+	}
+	return slices.ContainsFunc(m.Neutral, func(n string) bool {
+		want, isNumber := wholeNumber(json.RawMessage(n))
+		got, same := wholeNumber(compact.Bytes())
+		return compact.String() == n || isNumber && same && got == want // 0.0 is 0
+	})
+}
