@@ -68,7 +68,20 @@ def checks(address):
     check("usage of a stream", chunks[-1].usage.prompt_tokens, 15)
 
     with chat.stream(model="built-in", messages=user("sort: d a c b =")) as stream:
-        check("stream helper", stream.get_final_completion().choices[0].message.content, "a b c d")
+        streamed = stream.get_final_completion().choices[0].message
+    check("stream helper", streamed.content, "a b c d")
+
+    # The helpers' messages, which have members of their own, go back as they came.
+    parsed = chat.parse(model="built-in", messages=user(BALL), temperature=0).choices[0].message
+    for message in (parsed, streamed):
+        a = chat.create(model="built-in", messages=user(BALL) + [message] + user("1+2="), temperature=0)
+        check("second turn of a helper", a.choices[0].message.content, "3")
+
+    # Every token has a chunk, and every chunk the usage so far, which benchmarks read.
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = list(client.completions.create(model="built-in", prompt="1+2=", max_tokens=5, stream=True, stream_options=options,
+                                            extra_body={"ignore_eos": True}))
+    check("continuous usage", [c.usage.completion_tokens for c in chunks], [1, 2, 3, 4, 5, 5])
 
     a = client.completions.create(model="built-in", prompt=["1+2=", BALL], temperature=0, logprobs=1)
     check("completions", [c.text for c in a.choices], ["3", BALL_IS])
@@ -84,6 +97,8 @@ def checks(address):
           lambda: client.completions.create(model="built-in", prompt="1+2=" * 100))
     fails("an unknown argument", openai.BadRequestError, "frobnicate",
           lambda: chat.create(model="built-in", messages=user("x"), extra_body={"frobnicate": 1}))
+    fails("a parameter that is not done", openai.BadRequestError, "parallel_tool_calls",
+          lambda: chat.create(model="built-in", messages=user("x"), parallel_tool_calls=False))
     fails("another model", openai.NotFoundError, "model",
           lambda: chat.create(model="gpt-5", messages=user("x")))
     fails("a wrong key", openai.AuthenticationError, None,
