@@ -39,6 +39,7 @@ var imports = map[string]map[string]string{
 		"node/sizing":     "sizes as people write them",
 		"planner":         "policies and what is expected of them",
 		"server":          "serves a node",
+		"untrusted":       "files that flags name; printable messages",
 	},
 	"configs": {},
 	"device":  {},
@@ -66,6 +67,7 @@ var imports = map[string]map[string]string{
 		"eval/figure": "draws its plots",
 		"planner":     "what is expected, beside what was measured",
 		"transfer":    "copies through its engine",
+		"untrusted":   "limits of files",
 	},
 	"eval/figure":  {},
 	"eval/serving": {"eval": "what a result is of, and random prompts"},
@@ -127,10 +129,11 @@ var imports = map[string]map[string]string{
 		"kernels":            "tensors, and packing them",
 		"kernels/philox":     "dummy weights",
 		"models/safetensors": "checkpoints",
+		"untrusted":          "config.json",
 	},
 	"models/chat":              {},
 	"models/modelstest":        {},
-	"models/safetensors":       {},
+	"models/safetensors":       {"untrusted": "opens shards; names in errors"},
 	"models/safetensors/write": {"models/safetensors": "types of elements"},
 	"models/tiny":              {},
 	"models/tokenizer":         {},
@@ -156,6 +159,7 @@ var imports = map[string]map[string]string{
 		"planner":                 "problems and policies",
 		"rebalancer":              "opens, starts and closes it",
 		"transfer":                "opens and closes it",
+		"untrusted":               "files that settings name",
 	},
 	"node/bench": {
 		"configs":       "settings of a run",
@@ -181,6 +185,7 @@ var imports = map[string]map[string]string{
 		"models/tiny":        "the built-in model",
 		"models/tokenizer":   "the tokenizer",
 		"node/fault":         "says what an error is about",
+		"untrusted":          "the files of a model's folder",
 	},
 	"node/devices": {
 		"configs":                 "which devices are asked for",
@@ -219,6 +224,7 @@ var imports = map[string]map[string]string{
 		"node/sizing":     "what an engine takes of which memory",
 		"planner":         "the search",
 		"transfer":        "when a copy is split between links",
+		"untrusted":       "files of policies and hardware",
 	},
 	"node/sizing": {
 		"configs":         "settings",
@@ -260,6 +266,7 @@ var imports = map[string]map[string]string{
 		"metrics":          "counts requests, and writes what was counted",
 		"models/chat":      "messages into a prompt",
 		"models/tokenizer": "text into tokens",
+		"untrusted":        "printable messages",
 	},
 	"tools/bigcheckpoint": {
 		"configs":                  "presets",
@@ -275,6 +282,7 @@ var imports = map[string]map[string]string{
 		"transfer/dispatch": "which chunk goes over which link",
 	},
 	"transfer/dispatch": {"device": "spaces and points"},
+	"untrusted":         {},
 }
 
 // onlyIn confines packages of others: the path's prefix, who may import it, why.
@@ -333,6 +341,23 @@ var linked = map[string]string{
 
 // linkedPackages is how many packages these modules have in the command.
 const linkedPackages = 75
+
+// opens are the functions that open a file for reading, or a folder whose files they open. Package
+// untrusted stands before them: see TestFilesAreOpenedBounded.
+var opens = []string{"os.Open", "os.OpenFile", "os.ReadFile", "os.DirFS", "os.OpenRoot", "tls.LoadX509KeyPair", "http.ServeFile", "http.Dir", "syscall.Open", "unix.Open"}
+
+// opensItself are the files that may open files without package untrusted, and why.
+var opensItself = map[string]string{
+	"cmd/moeserve/collectenv.go":   "reads /proc, by names of its own",
+	"cmd/moeserve/output.go":       "writes results, also to pipes and devices, which users ask for",
+	"device/cuda/memory.go":        "reads /proc and /sys, by names of its own",
+	"device/cuda/nvrtc/cache.go":   "reads what it has written, and checks its sum",
+	"device/cuda/topology.go":      "reads /proc and /sys, by names of its own",
+	"eval/journal.go":              "reads and writes one file, once it has seen that it is a regular one",
+	"metrics/process.go":           "reads /proc, by names of its own",
+	"node/devices/memory_linux.go": "reads /proc, by a name of its own",
+	"untrusted/file.go":            "opens for everybody",
+}
 
 // row is the package in whose row pkg counts.
 func row(pkg string) string {
@@ -455,6 +480,42 @@ func TestLinked(t *testing.T) {
 	}
 	if n != linkedPackages {
 		t.Errorf("the command links %d packages of others, and linkedPackages is %d: %v", n, linkedPackages, packages)
+	}
+}
+
+// TestFilesAreOpenedBounded: files that users name are opened by package untrusted alone, which
+// waits for no pipe, opens no device and reads no more than a limit. Tools for developers and
+// generators may open theirs as they like.
+func TestFilesAreOpenedBounded(t *testing.T) {
+	used := map[string]bool{}
+	for _, s := range sources(t) {
+		if strings.HasPrefix(s.path, "tools/") || strings.HasSuffix(s.pkg, "/gen") || strings.HasSuffix(s.pkg, "test") {
+			continue
+		}
+		set := token.NewFileSet()
+		file, err := parser.ParseFile(set, s.path, nil, 0)
+		if err != nil {
+			t.Fatal(err)
+		}
+		ast.Inspect(file, func(n ast.Node) bool {
+			sel, ok := n.(*ast.SelectorExpr)
+			if !ok {
+				return true
+			}
+			pkg, ok := sel.X.(*ast.Ident)
+			if !ok || !slices.Contains(opens, pkg.Name+"."+sel.Sel.Name) {
+				return true
+			}
+			if used[s.path] = true; opensItself[s.path] == "" {
+				t.Errorf("%s: %s.%s: open the file by package untrusted, or give a reason in opensItself", set.Position(n.Pos()), pkg.Name, sel.Sel.Name)
+			}
+			return true
+		})
+	}
+	for path := range opensItself {
+		if !used[path] {
+			t.Errorf("opensItself has a reason for %s, which opens no file", path)
+		}
 	}
 }
 

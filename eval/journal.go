@@ -11,6 +11,7 @@ import (
 	"slices"
 
 	"github.com/moeserve/moeserve/configs"
+	"github.com/moeserve/moeserve/untrusted"
 )
 
 // Journal is a file to which a sweep appends a JSON line per finished cell, so that an
@@ -30,6 +31,9 @@ type journalHead struct {
 // depend on, by name; a file of another configuration is an error that wraps ErrInput
 // and names the difference. An incomplete last line is dropped.
 func OpenJournal(path string, config map[string]string) (_ *Journal, err error) {
+	if info, err := os.Stat(path); err == nil && !info.Mode().IsRegular() { // opening a device may do something
+		return nil, inputf("%s is not a regular file; name another", path)
+	}
 	f, err := os.OpenFile(path, os.O_RDWR|os.O_CREATE, 0o666)
 	if err != nil {
 		return nil, &inputError{err}
@@ -42,9 +46,12 @@ func OpenJournal(path string, config map[string]string) (_ *Journal, err error) 
 	if info, err := f.Stat(); err == nil && !info.Mode().IsRegular() {
 		return nil, inputf("%s is not a regular file; name another", path)
 	}
-	data, err := io.ReadAll(f)
+	data, err := io.ReadAll(io.LimitReader(f, untrusted.MaxData+1))
 	if err != nil {
 		return nil, fmt.Errorf("eval: read the finished cells: %w", err)
+	}
+	if len(data) > untrusted.MaxData {
+		return nil, inputf("%s is larger than %d MiB; name another file", path, untrusted.MaxData>>20)
 	}
 	j := &Journal{file: f}
 	whole := bytes.LastIndexByte(data, '\n') + 1

@@ -13,6 +13,7 @@ import (
 	"github.com/moeserve/moeserve/configs"
 	"github.com/moeserve/moeserve/kernels"
 	"github.com/moeserve/moeserve/models/modelstest"
+	"github.com/moeserve/moeserve/untrusted"
 )
 
 func preset(t testing.TB, name string) *Config {
@@ -246,6 +247,11 @@ func TestParseErrors(t *testing.T) {
 		{"mixtral", map[string]any{"num_local_experts": modelstest.Absent{}}, `field num_local_experts: missing`},
 		{"mixtral", map[string]any{"num_experts": 4}, `field num_local_experts: 8, but num_experts is 4`},
 		{"mixtral", map[string]any{"num_experts_per_tok": 9}, `field num_experts_per_tok: 9, but there are 8 experts`},
+		{"mixtral", map[string]any{"num_hidden_layers": 1024, "num_local_experts": 4096}, `4096 experts in 1024 layers are 4194304 together: moeserve runs models of at most 131072`},
+		{"mixtral", map[string]any{"model_type": strings.Repeat("x", 1<<20) + "\x1b"}, `xxx\x1b" is a mixture-of-experts architecture that is not supported`},
+		{"mixtral", map[string]any{"hidden_act": strings.Repeat("x", 1<<20)}, `xxx" is not supported`},
+		{"mixtral", map[string]any{"torch_dtype": strings.Repeat("x", 1<<20)}, `xxx" is not supported`},
+		{"mixtral", map[string]any{"quantization_config": map[string]any{"quant_method": strings.Repeat("x", 1<<20)}}, `xxx") are not supported`},
 		{"mixtral", map[string]any{"intermediate_size": modelstest.Absent{}}, `field intermediate_size: missing`},
 		{"mixtral", map[string]any{"sliding_window": -1}, `field sliding_window: -1: must not be negative`},
 		{"mixtral", map[string]any{"hidden_act": "gelu"}, `field hidden_act: "gelu" is not supported, only "silu"`},
@@ -312,7 +318,7 @@ func TestReadConfig(t *testing.T) {
 	if _, err := ReadConfig(dir); !errors.Is(err, ErrConfig) || !strings.Contains(err.Error(), "generation_config.json: field eos_token_id") {
 		t.Errorf("bad generation config: %v", err)
 	}
-	write("config.json", strings.Repeat(" ", maxConfigBytes+1))
+	write("config.json", strings.Repeat(" ", untrusted.MaxSettings+1))
 	if _, err := ReadConfig(dir); !errors.Is(err, ErrConfig) {
 		t.Errorf("huge config: %v", err)
 	}

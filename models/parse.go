@@ -8,12 +8,12 @@ import (
 	"io"
 	"io/fs"
 	"math"
-	"os"
 	"path/filepath"
 	"slices"
 	"strings"
 
 	"github.com/moeserve/moeserve/kernels"
+	"github.com/moeserve/moeserve/untrusted"
 )
 
 // ErrConfig means that a config.json cannot be used: it is damaged, lacks a field, or
@@ -28,7 +28,7 @@ type ConfigError struct {
 }
 
 func (e *ConfigError) Error() string {
-	s := "models: " + e.Source + ": "
+	s := "models: " + untrusted.Name(e.Source) + ": "
 	if e.Field != "" {
 		s += "field " + e.Field + ": "
 	}
@@ -55,9 +55,6 @@ func supported() string {
 	}
 	return strings.Join(kinds, ", ")
 }
-
-// maxConfigBytes bounds a configuration file; real ones have a few kilobytes.
-const maxConfigBytes = 16 << 20
 
 // ReadConfig reads config.json from a checkpoint directory, and the EOS ids from
 // generation_config.json if it exists.
@@ -86,17 +83,13 @@ func ReadConfig(dir string) (*Config, error) {
 }
 
 func readConfigFile(path string) ([]byte, error) {
-	f, err := os.Open(path)
+	data, err := untrusted.ReadFile(path, untrusted.MaxSettings)
+	var size *untrusted.SizeError
+	if errors.As(err, &size) {
+		return nil, &ConfigError{Source: path, Reason: fmt.Sprintf("over %d bytes: not a model's configuration", size.Limit)}
+	}
 	if err != nil {
 		return nil, fmt.Errorf("models: %w", err)
-	}
-	defer f.Close() //nolint:errcheck // only read from
-	data, err := io.ReadAll(io.LimitReader(f, maxConfigBytes+1))
-	if err != nil {
-		return nil, fmt.Errorf("models: %w", err)
-	}
-	if len(data) > maxConfigBytes {
-		return nil, &ConfigError{Source: path, Reason: fmt.Sprintf("over %d bytes: not a model's configuration", maxConfigBytes)}
 	}
 	return data, nil
 }
@@ -214,6 +207,9 @@ func ParseConfig(data []byte, source string) (*Config, error) {
 		}
 	}
 	c.ExpertWidth = r.size(width, maxWidth)
+	if n := c.ExpertCount(); n > maxAllExperts {
+		r.fail("", "%d experts in %d layers are %d together: moeserve runs models of at most %d", c.Experts, c.MoELayers(), n, maxAllExperts)
+	}
 	if c.TopK > c.Experts {
 		r.fail("num_experts_per_tok", "%d, but there are %d experts", c.TopK, c.Experts)
 	}
@@ -227,14 +223,16 @@ func ParseConfig(data []byte, source string) (*Config, error) {
 // Limits of sizes, far above any real model's, which keep the count of
 // parameters inside 63 bits.
 const (
-	maxHidden    = 1 << 17
-	maxWidth     = 1 << 20
-	maxLayers    = 1 << 10
-	maxExperts   = 1 << 12
-	maxHeads     = 1 << 12
-	maxHeadDim   = 1 << 10
-	maxVocab     = 1 << 24
-	maxPositions = 1 << 26
+	maxHidden  = 1 << 17
+	maxWidth   = 1 << 20
+	maxLayers  = 1 << 10
+	maxExperts = 1 << 12
+	// maxAllExperts bounds the experts of all layers; published models have up to 25,000.
+	maxAllExperts = 1 << 17
+	maxHeads      = 1 << 12
+	maxHeadDim    = 1 << 10
+	maxVocab      = 1 << 24
+	maxPositions  = 1 << 26
 )
 
 func route(renormalized bool) kernels.RouteMethod {
@@ -403,7 +401,7 @@ func (r *reader) kind() string {
 	if r.has("model_type") {
 		kind := r.text("model_type")
 		if r.err == nil && !known(kind) {
-			r.unknown("model_type", kind)
+			r.unknown("model_type", untrusted.Name(kind))
 		}
 		return kind
 	}
@@ -419,7 +417,7 @@ func (r *reader) kind() string {
 			return a.kind
 		}
 	}
-	r.unknown("architectures", strings.Join(classes, ", "))
+	r.unknown("architectures", untrusted.Name(strings.Join(classes, ", ")))
 	return ""
 }
 
@@ -443,7 +441,7 @@ func (r *reader) unknown(field, name string) {
 func (r *reader) unsupported() {
 	if r.has("hidden_act") {
 		if act := r.text("hidden_act"); r.err == nil && act != "silu" && act != "swish" {
-			r.fail("hidden_act", "%q is not supported, only \"silu\"", act)
+			r.fail("hidden_act", "%s is not supported, only \"silu\"", untrusted.Quote(act))
 		}
 	}
 	for _, field := range []string{"quantization_config", "compression_config"} {
@@ -455,7 +453,7 @@ func (r *reader) unsupported() {
 		}
 		how := ""
 		if json.Unmarshal(r.fields[field], &q) == nil && q.Method != "" {
-			how = " (" + q.Method + ")"
+			how = " (" + untrusted.Name(q.Method) + ")"
 		}
 		r.fail(field, "quantized weights%s are not supported; download the original checkpoint in BF16, FP16 or FP32", how)
 	}
@@ -496,7 +494,7 @@ func (r *reader) dtype() kernels.DType {
 		case "float32":
 			return kernels.F32
 		default:
-			r.fail(field, "%q is not supported, only bfloat16, float16 and float32", name)
+			r.fail(field, "%s is not supported, only bfloat16, float16 and float32", untrusted.Quote(name))
 		}
 	}
 	return kernels.F32
@@ -559,7 +557,7 @@ func (r *reader) alternating(layer int) bool {
 		case "full_attention":
 			return false
 		}
-		r.fail("layer_types", "%q is not supported, only full_attention and sliding_attention", types[layer])
+		r.fail("layer_types", "%s is not supported, only full_attention and sliding_attention", untrusted.Quote(types[layer]))
 		return false
 	}
 	first := 28 // as transformers has it

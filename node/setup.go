@@ -3,7 +3,6 @@ package node
 import (
 	"errors"
 	"fmt"
-	"os"
 	"slices"
 
 	"github.com/moeserve/moeserve/configs"
@@ -17,6 +16,7 @@ import (
 	"github.com/moeserve/moeserve/node/sizing"
 	"github.com/moeserve/moeserve/pipeline"
 	"github.com/moeserve/moeserve/planner"
+	"github.com/moeserve/moeserve/untrusted"
 )
 
 // setup is a model on open devices before any memory is allocated: the beginning of Open,
@@ -201,7 +201,7 @@ func (u *setup) placement() (experts.Placement, error) {
 	offload := u.settings.Offload
 	list := offload.ResidentExperts
 	if path, ok := offload.ResidentExpertsFile(); ok {
-		data, err := os.ReadFile(path)
+		data, err := untrusted.ReadFile(path, untrusted.MaxSettings)
 		if err != nil {
 			return nil, fmt.Errorf("resident-experts: %w", err)
 		}

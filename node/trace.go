@@ -1,16 +1,17 @@
 package node
 
 import (
+	"bytes"
 	"errors"
 	"fmt"
 	"log/slog"
-	"os"
 	"time"
 
 	"github.com/moeserve/moeserve/configs"
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/device/emulated/tenants"
 	"github.com/moeserve/moeserve/node/devices"
+	"github.com/moeserve/moeserve/untrusted"
 )
 
 const (
@@ -66,12 +67,11 @@ func readTrace(d *devices.Devices, c configs.TraceChoice) (tenants.Trace, error)
 			Peers: peers, Capacity: capacity, Duration: time.Duration(seconds * float64(time.Second)), Churn: c.Churn, Seed: c.Seed,
 		})
 	}
-	f, err := os.Open(c.File)
+	data, err := untrusted.ReadFile(c.File, untrusted.MaxSettings)
 	if err != nil {
 		return nil, fmt.Errorf("availability-trace: %w", err)
 	}
-	defer f.Close() //nolint:errcheck // only read from
-	trace, err := tenants.Read(f, peers, 0)
+	trace, err := tenants.Read(bytes.NewReader(data), peers, 0)
 	if err != nil {
 		return nil, fmt.Errorf("%s: %w", c.File, err)
 	}

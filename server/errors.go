@@ -8,10 +8,10 @@ import (
 	"net/http"
 	"regexp"
 	"strconv"
-	"strings"
 	"time"
 
 	"github.com/moeserve/moeserve/engine"
+	"github.com/moeserve/moeserve/untrusted"
 )
 
 // Error is an error as clients of the OpenAI API read it.
@@ -50,11 +50,11 @@ const retrySoon = time.Second
 // clients and users.
 var packages = regexp.MustCompile(`(^|: |; )(?:(?:configs|device|dispatch|emulated|engine|eval|experts|forward|harvest|kvcache|metrics|models|node|peercache|pipeline|planner|lease|rebalancer|scheduler|server|tenants|transfer): )+`)
 
-// Message is an error as clients and users read it: in one line, also where it has several
-// causes, and without the names of packages.
+// Message is an error as clients and users read it: in one short line of printable
+// characters, also where it has several causes or quotes a file, and without the names of
+// packages.
 func Message(err error) string {
-	line := strings.Join(strings.FieldsFunc(err.Error(), func(r rune) bool { return r == '\n' || r == '\r' }), "; ")
-	return packages.ReplaceAllString(line, "$1")
+	return packages.ReplaceAllString(untrusted.Line(err.Error()), "$1")
 }
 
 func badRequest(param, code, format string, args ...any) *Error {
@@ -119,7 +119,7 @@ func (e *Error) body() errorBody {
 		}
 		return &s
 	}
-	return errorBody{errorJSON{e.Message, e.Type, optional(e.Param), optional(e.Code)}}
+	return errorBody{errorJSON{untrusted.Line(e.Message), e.Type, optional(e.Param), optional(e.Code)}}
 }
 
 // header sets what goes beside the body.

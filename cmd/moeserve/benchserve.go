@@ -1,6 +1,7 @@
 package main
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"fmt"
@@ -18,6 +19,7 @@ import (
 	"github.com/moeserve/moeserve/configs"
 	"github.com/moeserve/moeserve/eval"
 	"github.com/moeserve/moeserve/eval/serving"
+	"github.com/moeserve/moeserve/untrusted"
 )
 
 // loadOptions are the flags of bench serve alone.
@@ -181,11 +183,10 @@ func loadPrompts(ctx context.Context, c *serving.Client, set *settings) ([]servi
 
 // readTexts reads the prompts of a file.
 func readTexts(path string) ([]string, error) {
-	f, err := os.Open(path)
+	data, err := untrusted.ReadFile(path, untrusted.MaxData)
 	if err != nil {
 		return nil, usagef("--dataset-path: %w", err)
 	}
-	defer f.Close() //nolint:errcheck // only read from
-	texts, err := eval.ReadPrompts(f, path)
+	texts, err := eval.ReadPrompts(bytes.NewReader(data), path)
 	return texts, benchError(err)
 }

@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"os"
 	"slices"
 
 	"github.com/spf13/cobra"
@@ -15,6 +14,7 @@ import (
 	"github.com/moeserve/moeserve/node"
 	"github.com/moeserve/moeserve/node/devices"
 	"github.com/moeserve/moeserve/node/fault"
+	"github.com/moeserve/moeserve/untrusted"
 )
 
 // sweepOptions are the flags of bench sweep alone.
@@ -201,7 +201,7 @@ func (o *sweepOptions) files() ([]sweepFile, error) {
 func readOthers(paths []string) ([]eval.Result, error) {
 	var all []eval.Result
 	for _, path := range paths {
-		data, err := os.ReadFile(path)
+		data, err := untrusted.ReadFile(path, untrusted.MaxData)
 		if err != nil {
 			return nil, usagef("--compare: %w", err)
 		}

@@ -21,6 +21,7 @@ import (
 
 	"github.com/moeserve/moeserve/configs"
 	"github.com/moeserve/moeserve/node/checkpoint"
+	"github.com/moeserve/moeserve/untrusted"
 )
 
 const (
@@ -321,17 +322,13 @@ func readFile(flag *pflag.Flag, variable string) (path string, values map[string
 			return "", nil, nil
 		}
 	}
-	f, err := os.Open(path)
+	data, err := untrusted.ReadFile(path, maxFileBytes)
+	var size *untrusted.SizeError
+	if errors.As(err, &size) {
+		return path, nil, usagef("%s is larger than %d KiB: it cannot be a configuration", path, size.Limit>>10)
+	}
 	if err != nil {
 		return path, nil, usagef("read the configuration: %w", err)
-	}
-	defer f.Close() //nolint:errcheck // only read from
-	data, err := io.ReadAll(io.LimitReader(f, maxFileBytes+1))
-	if err != nil {
-		return path, nil, usagef("read the configuration: %w", err)
-	}
-	if len(data) > maxFileBytes {
-		return path, nil, usagef("%s is larger than %d KiB: it cannot be a configuration", path, maxFileBytes>>10)
 	}
 	values, err = parseFile(data)
 	if err != nil {
@@ -391,9 +388,22 @@ func parseFile(data []byte) (map[string]any, error) {
 func (s *settings) logger(out io.Writer) *slog.Logger { return newLogger(out, &s.Output) }
 
 func newLogger(out io.Writer, settings *configs.Output) *slog.Logger {
-	o := &slog.HandlerOptions{Level: settings.LogLevel.Level()}
+	o := &slog.HandlerOptions{Level: settings.LogLevel.Level(), ReplaceAttr: bounded}
 	if settings.LogFormat == configs.LogJSON {
 		return slog.New(slog.NewJSONHandler(out, o))
 	}
 	return slog.New(slog.NewTextHandler(out, o))
+}
+
+// bounded keeps what files and clients say in a record of the log short and printable.
+func bounded(_ []string, a slog.Attr) slog.Attr {
+	switch a.Value.Kind() {
+	case slog.KindString:
+		a.Value = slog.StringValue(untrusted.Line(a.Value.String()))
+	case slog.KindAny:
+		if err, ok := a.Value.Any().(error); ok {
+			a.Value = slog.StringValue(untrusted.Line(err.Error()))
+		}
+	}
+	return a
 }

@@ -188,6 +188,9 @@ func parseNumber(v string, units map[string]float64, want string) (float64, erro
 	}
 	n, err := strconv.ParseFloat(v[:i], 64)
 	unit, ok := units[v[i:]]
+	if err == nil && i == len(v) && !ok {
+		return 0, fmt.Errorf("the unit is missing: want %s", want)
+	}
 	if err != nil || !ok || n <= 0 || math.IsInf(n*unit, 0) {
 		return 0, fmt.Errorf("want %s", want)
 	}

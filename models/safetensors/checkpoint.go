@@ -4,7 +4,6 @@ import (
 	"bytes"
 	"errors"
 	"fmt"
-	"io"
 	"io/fs"
 	"iter"
 	"maps"
@@ -14,6 +13,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/moeserve/moeserve/untrusted"
 )
 
 // Checkpoint is an open checkpoint: the mappings of its shards and their tensors. It is
@@ -114,9 +115,12 @@ func (c *Checkpoint) open(paths ...string) (*Checkpoint, error) {
 // add takes ownership of s, whose bytes are data.
 func (c *Checkpoint) add(s *shard, data []byte) error {
 	c.shards = append(c.shards, s)
+	if n := len(c.names) + len(s.entries); n > maxTensors {
+		return damaged(s.path, "", "with this file the checkpoint has more than %d tensors, the maximum", maxTensors)
+	}
 	for _, e := range s.entries {
 		if other, dup := c.byName[e.name]; dup {
-			return damaged(s.path, e.name, "is also in %s", filepath.Base(other.File))
+			return damaged(s.path, e.name, "is also in %s", untrusted.Name(filepath.Base(other.File)))
 		}
 		c.names = append(c.names, e.name)
 		c.byName[e.name] = Tensor{
@@ -150,7 +154,7 @@ func (c *Checkpoint) checkIndex(weights map[string]string) error {
 		}
 		if t.File != path {
 			return damaged(path, name, "the index says that it is in this file, but it is in %s",
-				filepath.Base(t.File))
+				untrusted.Name(filepath.Base(t.File)))
 		}
 	}
 	for _, name := range c.names {
@@ -169,16 +173,24 @@ func notFound(dir string) error {
 	if err != nil {
 		return NewFileError(dir, err)
 	}
+	for _, name := range []string{SingleFile, IndexFile} {
+		path := filepath.Join(dir, name)
+		if target, err := os.Readlink(path); err == nil {
+			e.File, e.Reason = path, "is a link to "+untrusted.Name(target)+", which is not there"
+			e.Advice = "the download is incomplete; download the model again, or repair the link"
+			return e
+		}
+	}
 	e.Reason = "the directory has neither " + SingleFile + " nor " + IndexFile
 	e.Advice = "give the directory of a complete Hugging Face checkpoint"
 	for _, f := range entries {
 		switch ext := filepath.Ext(f.Name()); ext {
 		case ".bin", ".pt", ".pth", ".gguf":
-			e.Reason += ", only " + f.Name()
+			e.Reason += ", only " + untrusted.Name(f.Name())
 			e.Advice = fmt.Sprintf("%s files are not read; download the safetensors form of the model", ext)
 			return e
 		case ".safetensors":
-			e.Reason += ", though it has " + f.Name()
+			e.Reason += ", though it has " + untrusted.Name(f.Name())
 			e.Advice = "download " + IndexFile + " as well"
 			return e
 		}
@@ -187,18 +199,14 @@ func notFound(dir string) error {
 }
 
 // readCapped reads a JSON file of at most MaxHeaderBytes.
-func readCapped(path string) (text []byte, err error) {
-	f, err := os.Open(path)
+func readCapped(path string) ([]byte, error) {
+	text, err := untrusted.ReadFile(path, MaxHeaderBytes)
+	var size *untrusted.SizeError
+	if errors.As(err, &size) {
+		return nil, damaged(path, "", "index is over the limit of %d bytes", size.Limit)
+	}
 	if err != nil {
 		return nil, NewFileError(path, err)
-	}
-	defer func() { err = errors.Join(err, f.Close()) }()
-	text, err = io.ReadAll(io.LimitReader(f, MaxHeaderBytes+1))
-	if err != nil {
-		return nil, NewFileError(path, err)
-	}
-	if len(text) > MaxHeaderBytes {
-		return nil, damaged(path, "", "index is over the limit of %d bytes", int64(MaxHeaderBytes))
 	}
 	return text, nil
 }
@@ -206,7 +214,11 @@ func readCapped(path string) (text []byte, err error) {
 // openShard opens, checks and maps one file. It reads the header with pread, so that a
 // concurrent truncation causes an error instead of a fault.
 func openShard(path string) (_ *shard, err error) {
-	f, err := os.Open(path)
+	f, err := untrusted.Open(path)
+	var irregular *untrusted.IrregularError
+	if errors.As(err, &irregular) {
+		return nil, damaged(path, "", "%s", irregular)
+	}
 	if err != nil {
 		return nil, NewFileError(path, err)
 	}
@@ -218,9 +230,6 @@ func openShard(path string) (_ *shard, err error) {
 	st, err := f.Stat()
 	if err != nil {
 		return nil, NewFileError(path, err)
-	}
-	if !st.Mode().IsRegular() {
-		return nil, damaged(path, "", "not a regular file")
 	}
 	s := &shard{path: path, file: f, size: st.Size(), modified: st.ModTime()}
 	if s.entries, s.metadata, err = readHeader(path, f, s.size); err != nil {

@@ -183,7 +183,30 @@ func TestOpenRefuses(t *testing.T) {
 			if err := os.Mkdir(filepath.Join(dir, shard1), 0o700); err != nil {
 				t.Fatal(err)
 			}
-		}, safetensors.ErrDamaged, []string{shard1, "not a regular file"}},
+		}, safetensors.ErrDamaged, []string{shard1, "is a directory; give a regular file"}},
+		{"shard is a named pipe", func(t *testing.T, dir string) {
+			if err := os.Remove(filepath.Join(dir, shard1)); err != nil {
+				t.Fatal(err)
+			}
+			if err := unix.Mkfifo(filepath.Join(dir, shard1), 0o600); err != nil {
+				t.Fatal(err)
+			}
+		}, safetensors.ErrDamaged, []string{shard1, "is a named pipe; give a regular file"}},
+		{"index is a named pipe", func(t *testing.T, dir string) {
+			clearDir(t, dir)
+			if err := unix.Mkfifo(filepath.Join(dir, safetensors.IndexFile), 0o600); err != nil {
+				t.Fatal(err)
+			}
+		}, nil, []string{safetensors.IndexFile, "is a named pipe; give a regular file"}},
+		{"link to nothing", func(t *testing.T, dir string) {
+			clearDir(t, dir)
+			if err := os.Symlink("../../blobs/0123", filepath.Join(dir, safetensors.SingleFile)); err != nil {
+				t.Fatal(err)
+			}
+		}, safetensors.ErrNotFound, []string{safetensors.SingleFile + ": is a link to ../../blobs/0123, which is not there", "download the model again, or repair the link"}},
+		{"index names a long tensor", func(t *testing.T, dir string) {
+			editIndex(t, dir, func(m map[string]string) { m[strings.Repeat("x", 1<<20)] = shard2 })
+		}, safetensors.ErrDamaged, []string{shard2, "index says that it is in this file, but it is not"}},
 		{"tensor not in its shard", func(t *testing.T, dir string) {
 			editIndex(t, dir, func(m map[string]string) { m["d"] = shard2 })
 		}, safetensors.ErrDamaged, []string{shard2, `tensor "d"`, "index says that it is in this file, but it is not"}},
@@ -252,8 +275,11 @@ func TestOpenRefuses(t *testing.T) {
 			dir := two(t)
 			tt.damage(t, dir)
 			_, err := safetensors.Open(dir)
-			if !errors.Is(err, tt.is) {
+			if err == nil || tt.is != nil && !errors.Is(err, tt.is) {
 				t.Fatalf("error %v, want %v", err, tt.is)
+			}
+			if n := len(err.Error()); n > 1000 {
+				t.Errorf("the error has %d bytes", n)
 			}
 			for _, want := range append(tt.want, dir) {
 				if !strings.Contains(err.Error(), want) {

@@ -117,7 +117,7 @@ func (d DType) Bytes(shape []int) (int64, error) {
 	n := uint64(1)
 	for _, dim := range shape {
 		if dim < 0 {
-			return 0, fmt.Errorf("shape %v has a negative dimension", shape)
+			return 0, fmt.Errorf("shape %s has a negative dimension", printShape(shape))
 		}
 		if dim == 0 {
 			return 0, nil
@@ -126,16 +126,25 @@ func (d DType) Bytes(shape []int) (int64, error) {
 	for _, dim := range shape {
 		hi, lo := bits.Mul64(n, uint64(dim))
 		if hi != 0 {
-			return 0, fmt.Errorf("shape %v is too large", shape)
+			return 0, fmt.Errorf("shape %s is too large", printShape(shape))
 		}
 		n = lo
 	}
 	hi, lo := bits.Mul64(n, uint64(d.Bits()))
 	if hi != 0 || lo/8 > math.MaxInt {
-		return 0, fmt.Errorf("shape %v of %s is too large", shape, d)
+		return 0, fmt.Errorf("shape %s of %s is too large", printShape(shape), d)
 	}
 	if lo%8 != 0 {
-		return 0, fmt.Errorf("shape %v of %s is not a whole number of bytes", shape, d)
+		return 0, fmt.Errorf("shape %s of %s is not a whole number of bytes", printShape(shape), d)
 	}
 	return int64(lo / 8), nil
+}
+
+// printShape is a shape in errors, of which a file may have made many dimensions.
+func printShape(shape []int) string {
+	const show = 8
+	if len(shape) <= show {
+		return fmt.Sprint(shape)
+	}
+	return fmt.Sprintf("%v and %d more", shape[:show], len(shape)-show)
 }

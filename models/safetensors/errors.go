@@ -6,6 +6,8 @@ import (
 	"io/fs"
 	"path/filepath"
 	"strings"
+
+	"github.com/moeserve/moeserve/untrusted"
 )
 
 var (
@@ -33,9 +35,9 @@ type FileError struct {
 // Error names file and tensor, then the reason and the advice.
 func (e *FileError) Error() string {
 	var b strings.Builder
-	fmt.Fprintf(&b, "safetensors: %s: ", e.File)
+	fmt.Fprintf(&b, "safetensors: %s: ", untrusted.Name(e.File))
 	if e.Tensor != "" {
-		fmt.Fprintf(&b, "tensor %q: ", e.Tensor)
+		fmt.Fprintf(&b, "tensor %s: ", untrusted.Quote(e.Tensor))
 	}
 	b.WriteString(e.Reason)
 	if e.Advice != "" {
@@ -86,7 +88,7 @@ func (e *MismatchError) Error() string {
 		parts = append(parts, "has unexpected "+brief(e.Unexpected))
 	}
 	return fmt.Sprintf("safetensors: %s: %s: config.json and the weights do not belong together, "+
-		"or the download is incomplete", filepath.Clean(e.Dir), strings.Join(parts, " and "))
+		"or the download is incomplete", untrusted.Name(filepath.Clean(e.Dir)), strings.Join(parts, " and "))
 }
 
 // Unwrap returns [ErrMismatch].
@@ -97,7 +99,7 @@ func brief(names []string) string {
 	const show = 3
 	quoted := make([]string, 0, show)
 	for _, n := range names[:min(show, len(names))] {
-		quoted = append(quoted, fmt.Sprintf("%q", n))
+		quoted = append(quoted, untrusted.Quote(n))
 	}
 	s := strings.Join(quoted, ", ")
 	if rest := len(names) - len(quoted); rest > 0 {

@@ -12,11 +12,21 @@ import (
 	"strconv"
 	"strings"
 	"unicode/utf8"
+
+	"github.com/moeserve/moeserve/untrusted"
 )
 
 // MaxHeaderBytes is the maximum length of a header, in bytes. The reference implementation
 // has the same limit.
 const MaxHeaderBytes = 100_000_000
+
+// Limits of what a header or an index may list, above those of any published checkpoint: the
+// largest has 10^5 tensors. Within them a checkpoint of any content is checked in seconds.
+const (
+	maxTensors    = 1 << 18 // of all files together
+	maxDimensions = 64      // as PyTorch has it
+	maxMetadata   = 1 << 12
+)
 
 // prefixBytes is the length of the field that holds the header's length, a
 // little-endian uint64.
@@ -99,6 +109,9 @@ func (p *headerParser) parse(text []byte) error {
 		if name == MetadataKey {
 			return p.parseMetadata()
 		}
+		if len(p.entries) == maxTensors {
+			return damaged(p.file, "", "header lists more than %d tensors, the maximum of a checkpoint", maxTensors)
+		}
 		return p.parseTensor(name)
 	})
 	if err != nil {
@@ -119,10 +132,13 @@ func (p *headerParser) parseMetadata() error {
 		}
 		value, ok := tok.(string)
 		if !ok {
-			return damaged(p.file, "", "%s: %q is not a string", MetadataKey, key)
+			return damaged(p.file, "", "%s: %s is not a string", MetadataKey, untrusted.Quote(key))
+		}
+		if len(p.metadata) == maxMetadata {
+			return damaged(p.file, "", "%s has more than %d entries", MetadataKey, maxMetadata)
 		}
 		if _, dup := p.metadata[key]; dup {
-			return damaged(p.file, "", "%s: %q occurs twice", MetadataKey, key)
+			return damaged(p.file, "", "%s: %s occurs twice", MetadataKey, untrusted.Quote(key))
 		}
 		p.metadata[key] = value
 		return nil
@@ -144,7 +160,7 @@ func (p *headerParser) parseTensor(name string) error {
 		case "data_offsets":
 			field = &have.offsets
 		default:
-			return damaged(p.file, name, "unknown field %q", key)
+			return damaged(p.file, name, "unknown field %s", untrusted.Quote(key))
 		}
 		if *field {
 			return damaged(p.file, name, "field %q occurs twice", key)
@@ -161,7 +177,7 @@ func (p *headerParser) parseTensor(name string) error {
 				return damaged(p.file, name, "dtype is not a string")
 			}
 			if e.dtype, ok = ParseDType(s); !ok {
-				return damaged(p.file, name, "unknown dtype %q", s)
+				return damaged(p.file, name, "unknown dtype %s", untrusted.Quote(s))
 			}
 		case "shape":
 			dims, err := p.numbers(name, key)
@@ -220,7 +236,10 @@ func (p *headerParser) numbers(tensor, field string) ([]int64, error) {
 		}
 		v, err := strconv.ParseUint(num.String(), 10, 64)
 		if err != nil || v > math.MaxInt {
-			return nil, damaged(p.file, tensor, "%s: %s is not a size", field, num)
+			return nil, damaged(p.file, tensor, "%s: %s is not a size", field, untrusted.Name(num.String()))
+		}
+		if len(out) == maxDimensions {
+			return nil, damaged(p.file, tensor, "%s has more than %d numbers", field, maxDimensions)
 		}
 		out = append(out, int64(v))
 	}
@@ -266,13 +285,13 @@ func (p *headerParser) place(dataStart, size int64) error {
 			return damaged(p.file, e.name, "%s", err)
 		}
 		if have := e.end - e.begin; have != want {
-			return damaged(p.file, e.name, "data_offsets [%d, %d] hold %d bytes, but %s %v needs %d",
-				e.begin, e.end, have, e.dtype, e.shape, want)
+			return damaged(p.file, e.name, "data_offsets [%d, %d] hold %d bytes, but %s %s needs %d",
+				e.begin, e.end, have, e.dtype, printShape(e.shape), want)
 		}
 		switch {
 		case e.begin < at:
-			return damaged(p.file, e.name, "data_offsets [%d, %d] overlap tensor %q",
-				e.begin, e.end, p.entries[i-1].name)
+			return damaged(p.file, e.name, "data_offsets [%d, %d] overlap tensor %s",
+				e.begin, e.end, untrusted.Quote(p.entries[i-1].name))
 		case e.begin > at:
 			return damaged(p.file, e.name, "%d bytes before its data belong to no tensor", e.begin-at)
 		}

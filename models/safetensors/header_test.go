@@ -20,6 +20,31 @@ func file(header string, n int) []byte {
 	return b
 }
 
+// manyTensors is a header of n empty tensors.
+func manyTensors(n int) string {
+	var b strings.Builder
+	for i := range n {
+		fmt.Fprintf(&b, `,"t%d":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}`, i)
+	}
+	return "{" + b.String()[1:] + "}"
+}
+
+func muchMetadata(n int) string {
+	var b strings.Builder
+	for i := range n {
+		fmt.Fprintf(&b, `,"k%d":""`, i)
+	}
+	return `{"__metadata__":{` + b.String()[1:] + "}}"
+}
+
+// TestManyTensors: a checkpoint of the maximum number of tensors opens.
+func TestManyTensors(t *testing.T) {
+	c, err := Parse("f", file(manyTensors(maxTensors), 0))
+	if err != nil || c.Len() != maxTensors {
+		t.Fatal(err)
+	}
+}
+
 func TestHeaderRefused(t *testing.T) {
 	const ok = `"a":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}`
 	withLength := func(n uint64) []byte {
@@ -55,6 +80,11 @@ func TestHeaderRefused(t *testing.T) {
 		{"metadata nested", file(`{"__metadata__":{"k":{}}}`, 0), `__metadata__: "k" is not a string`},
 		{"metadata list", file(`{"__metadata__":[]}`, 0), "an object is expected"},
 		{"tensor is null", file(`{"a":null}`, 0), `tensor "a": header is not valid JSON: an object is expected`},
+		{"many tensors", file(manyTensors(maxTensors+1), 0), "header lists more than 262144 tensors"},
+		{"many dimensions", file(`{"a":{"dtype":"U8","shape":[1`+strings.Repeat(",1", maxDimensions)+`],"data_offsets":[0,1]}}`, 1), "shape has more than 64 numbers"},
+		{"long name", file(`{"`+strings.Repeat("n", 1<<20)+`":{"dtype":"U8","shape":[2],"data_offsets":[0,1]}}`, 1), "hold 1 bytes, but U8 [2] needs 2"},
+		{"long number", file(`{"a":{"dtype":"U8","shape":[`+strings.Repeat("9", 1<<20)+`],"data_offsets":[0,1]}}`, 1), "is not a size"},
+		{"much metadata", file(muchMetadata(maxMetadata+1), 0), "__metadata__ has more than 4096 entries"},
 		{"no dtype", file(`{"a":{"shape":[4],"data_offsets":[0,4]}}`, 4), `field "dtype" is missing`},
 		{"no shape", file(`{"a":{"dtype":"U8","data_offsets":[0,4]}}`, 4), `field "shape" is missing`},
 		{"no offsets", file(`{"a":{"dtype":"U8","shape":[4]}}`, 4), `field "data_offsets" is missing`},

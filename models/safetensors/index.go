@@ -6,6 +6,8 @@ import (
 	"io"
 	"path/filepath"
 	"unicode/utf8"
+
+	"github.com/moeserve/moeserve/untrusted"
 )
 
 // Names of the files that make a checkpoint.
@@ -26,7 +28,7 @@ func parseIndex(file string, text []byte) (map[string]string, error) {
 	seen := map[string]bool{}
 	err := object(dec, func(key string) error {
 		if seen[key] {
-			return damaged(file, "", "%q occurs twice in the index", key)
+			return damaged(file, "", "%s occurs twice in the index", untrusted.Quote(key))
 		}
 		seen[key] = true
 		if key != "weight_map" {
@@ -44,7 +46,10 @@ func parseIndex(file string, text []byte) (map[string]string, error) {
 			}
 			// A name with a path could reach outside the checkpoint.
 			if shard == "" || shard == "." || shard == ".." || filepath.Base(shard) != shard {
-				return damaged(file, name, "%q is not a file name", shard)
+				return damaged(file, name, "%s is not a file name", untrusted.Quote(shard))
+			}
+			if len(weights) == maxTensors {
+				return damaged(file, "", "index lists more than %d tensors, the maximum of a checkpoint", maxTensors)
 			}
 			if _, dup := weights[name]; dup {
 				return damaged(file, name, "occurs twice in the index")

@@ -12,6 +12,7 @@ import (
 	"github.com/moeserve/moeserve/models/safetensors"
 	"github.com/moeserve/moeserve/models/tiny"
 	"github.com/moeserve/moeserve/node/fault"
+	"github.com/moeserve/moeserve/untrusted"
 )
 
 // BuiltIn is the name of the built-in model.
@@ -74,7 +75,7 @@ func open(s configs.Model, seed uint64) (*Model, error) {
 	if err != nil {
 		return nil, fault.Of(fault.ErrModel, err)
 	}
-	files := os.DirFS(s.Name)
+	files := untrusted.Dir(s.Name)
 	if s.LoadFormat == configs.LoadDummy {
 		return dummy(s, seed, s.Name, c, files)
 	}

@@ -12,6 +12,7 @@ import (
 
 	"github.com/moeserve/moeserve/configs"
 	"github.com/moeserve/moeserve/node/fault"
+	"github.com/moeserve/moeserve/untrusted"
 )
 
 // Download is the command that downloads a model of the Hugging Face Hub ("org/name").
@@ -109,7 +110,7 @@ func isGGUF(path string) bool {
 	if strings.HasSuffix(strings.ToLower(path), ".gguf") {
 		return true
 	}
-	f, err := os.Open(path)
+	f, err := untrusted.Open(path)
 	if err != nil {
 		return false
 	}

@@ -8,6 +8,7 @@ import (
 	"github.com/moeserve/moeserve/models/chat"
 	"github.com/moeserve/moeserve/models/tokenizer"
 	"github.com/moeserve/moeserve/node/fault"
+	"github.com/moeserve/moeserve/untrusted"
 )
 
 // Text converts between text and a model's token ids.
@@ -27,14 +28,14 @@ func (m *Model) ReadText() (Text, error) {
 	if m.Files == nil {
 		return t, nil
 	}
-	tok, err := fs.ReadFile(m.Files, "tokenizer.json")
+	tok, err := untrusted.ReadFS(m.Files, "tokenizer.json", untrusted.MaxData)
 	if errors.Is(err, fs.ErrNotExist) {
 		return t, fault.Of(fault.ErrModel, fmt.Errorf("%s has no tokenizer.json; download the complete checkpoint, or give prompts as token ids", m.Name))
 	}
 	if err != nil {
 		return t, fault.Of(fault.ErrModel, err)
 	}
-	config, err := fs.ReadFile(m.Files, "tokenizer_config.json")
+	config, err := untrusted.ReadFS(m.Files, "tokenizer_config.json", untrusted.MaxSettings)
 	if err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return t, fault.Of(fault.ErrModel, err)
 	}

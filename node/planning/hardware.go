@@ -13,6 +13,7 @@ import (
 	"github.com/moeserve/moeserve/configs"
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/planner"
+	"github.com/moeserve/moeserve/untrusted"
 )
 
 // Rates that are assumed of devices without known ones: those of a processor that does the
@@ -175,7 +176,7 @@ func LoadHardware(name string) (planner.Hardware, error) {
 	if _, ok := configs.Hardware(name); ok {
 		return planner.HardwarePreset(name)
 	}
-	data, err := os.ReadFile(name)
+	data, err := untrusted.ReadFile(name, untrusted.MaxSettings)
 	if errors.Is(err, fs.ErrNotExist) || isDirectory(name) {
 		if strings.EqualFold(filepath.Ext(name), ".json") {
 			return planner.Hardware{}, fmt.Errorf("there is no file %q: give a JSON file that describes a machine, or one of %s", name, strings.Join(configs.HardwareNames(), ", "))

@@ -4,7 +4,6 @@ import (
 	"errors"
 	"fmt"
 	"math"
-	"os"
 	"sort"
 	"strings"
 
@@ -13,6 +12,7 @@ import (
 	"github.com/moeserve/moeserve/node/sizing"
 	"github.com/moeserve/moeserve/planner"
 	"github.com/moeserve/moeserve/transfer"
+	"github.com/moeserve/moeserve/untrusted"
 )
 
 // DefaultWorkload is the workload of policies without another one: MT-Bench's prompts,
@@ -470,7 +470,7 @@ func (p *Problem) blocks(sequences int) int {
 // report what else is not as in the file.
 func (p *Problem) file() (x planner.Policy, notes []string, err error) {
 	path := string(p.policy)
-	data, err := os.ReadFile(path)
+	data, err := untrusted.ReadFile(path, untrusted.MaxSettings)
 	if err != nil {
 		return x, nil, fmt.Errorf("policy: %w; use none, auto, or a file of plan --json", err)
 	}

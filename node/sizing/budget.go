@@ -107,7 +107,10 @@ func (d KVDemand) Fit() (KVFit, error) {
 	}
 	perSeq := int64((length + d.BlockTokens - 1) / d.BlockTokens)
 	if limit < perSeq {
-		if d.MaxModelLen > 0 || limit == 0 {
+		if limit == 0 {
+			return KVFit{}, fmt.Errorf("there is no room for the KV cache: one block, of %d tokens, needs %s; raise --gpu-memory-utilization", d.BlockTokens, Bytes(d.BlockBytes))
+		}
+		if d.MaxModelLen > 0 {
 			return KVFit{}, fmt.Errorf("the KV cache of one sequence of %d tokens needs %s, and there is room for %s; lower --max-model-len to at most %d",
 				length, Bytes(perSeq*d.BlockBytes), Bytes(limit*d.BlockBytes), limit*int64(d.BlockTokens))
 		}

@@ -42,7 +42,7 @@ func TestKVFit(t *testing.T) {
 		{"few blocks shorten it", func(d *KVDemand) { d.Blocks = 3 }, KVFit{Blocks: 3, MaxModelLen: 48}, ""},
 		{"longer than the model", func(d *KVDemand) { d.MaxModelLen = 321 }, KVFit{}, "context is 320 tokens"},
 		{"longer than the room", func(d *KVDemand) { d.MaxModelLen = 320; d.Room = 190 }, KVFit{}, "at most 304"},
-		{"no room", func(d *KVDemand) { d.Room = 9 }, KVFit{}, "room for 0"},
+		{"no room", func(d *KVDemand) { d.Room = 9 }, KVFit{}, "no room for the KV cache: one block, of 16 tokens, needs 10 B; raise --gpu-memory-utilization"},
 		{"more blocks than room", func(d *KVDemand) { d.Blocks = 101 }, KVFit{}, "room for 100"},
 	} {
 		d := base
