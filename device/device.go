@@ -103,7 +103,8 @@ type Machine interface {
 	// implements Executor and Watcher.
 	NewStream(space Space, o StreamOptions) (Stream, error)
 	NewEvent() (Event, error)
-	// NewFence creates a counter at 0.
+	// NewFence creates a counter. All fences of a machine begin at the same value: 0 on real
+	// devices, any on emulated ones, so users count from Fence.Value on.
 	NewFence(label string) (Fence, error)
 	// Usage returns the memory usage of a space: its capacity, the bytes allocated by this
 	// machine, and those of other processes.

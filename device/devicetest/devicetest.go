@@ -144,6 +144,11 @@ func (s *suite) fence() device.Fence {
 	s.Helper()
 	f, err := s.m.NewFence(s.Name())
 	s.ok(err)
+	// The suite counts from 0. One step is less than half of the range.
+	for v := f.Value(); v != 0; {
+		v += min(-v, 1<<31-1)
+		s.ok(f.Signal(v))
+	}
 	return f
 }
 
@@ -1184,7 +1189,7 @@ func closeOverPending(t *testing.T, m device.Machine) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if err := st.WaitFence(f, 1); err != nil {
+	if err := st.WaitFence(f, f.Value()+1); err != nil {
 		t.Fatal(err)
 	}
 	done := make(chan error, 1)

@@ -293,6 +293,9 @@ func (c *checker) read(d *accessRecord, mem *memory, r device.Range, partial boo
 }
 
 func (c *checker) uninitialized(d *accessRecord, mem *memory, r device.Range) {
+	if c.m.undefined {
+		return
+	}
 	c.report(Finding{
 		Kind: Uninitialized, Space: mem.space.id, Label: mem.label, Second: d.operation(mem, r, false),
 		Missing: "write these bytes first, or declare what is really read",

@@ -46,6 +46,11 @@ func TestConformance(t *testing.T) {
 		timed.Virtual, timed.Check, timed.Schedule = true, true, sched
 		run("virtual,timed,"+sched.String(), timed)
 	}
+	run("like CUDA", emulated.Options{LikeCUDA: true, Check: true})
+	run("virtual,like CUDA", emulated.Options{LikeCUDA: true, Virtual: true, Check: true})
+	for _, start := range []uint32{1<<31 - 100, 1<<32 - 100, 1<<32 - 1} {
+		run(fmt.Sprintf("virtual,fences from %#x", start), emulated.Options{Virtual: true, Check: true, FenceStart: start})
+	}
 	for seed := range uint64(4) {
 		run(fmt.Sprintf("virtual,random,seed=%d", seed+1), emulated.Options{Virtual: true, Check: true, Schedule: emulated.Random, Seed: seed + 1})
 	}

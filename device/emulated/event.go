@@ -115,11 +115,14 @@ func (e *event) Synchronize(ctx context.Context) error {
 	return m.learn(r)
 }
 
-// learn returns the error of a recording that has passed, and joins its clock into the
-// caller's.
+// learn returns the error of a recording that has passed, which the host knows of from now
+// on, and joins its clock into the caller's.
 func (m *Machine) learn(r *recording) error {
 	if m.check != nil {
 		m.check.caller().join(r.clock)
+	}
+	if r.err != nil {
+		r.stream.detected = r.stream.undefined
 	}
 	return r.err
 }
@@ -152,6 +155,9 @@ func (e *event) Time() (time.Duration, error) {
 	}
 	if !r.passed {
 		return 0, &device.Error{Op: "time", Space: device.Host, Detail: "the event has not passed yet: ask Query or Synchronize first"}
+	}
+	if _, gpu := r.stream.sp.id.GPU(); gpu && e.m.o.TimeFailures > 0 && e.m.rng.Float64() < e.m.o.TimeFailures {
+		return 0, &device.Error{Op: "time", Space: r.stream.sp.id, Detail: "event; failed by Options.TimeFailures"}
 	}
 	return r.at, r.err
 }

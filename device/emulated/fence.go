@@ -50,7 +50,7 @@ func (m *Machine) NewFence(label string) (device.Fence, error) {
 	if _, err := m.space("fence", device.Host); err != nil {
 		return nil, err
 	}
-	return &fence{m: m, label: label}, nil
+	return &fence{m: m, label: label, value: m.o.FenceStart}, nil
 }
 
 func (f *fence) String() string { return fmt.Sprintf("fence %q", f.label) }

@@ -54,6 +54,8 @@ type Machine struct {
 	candidates []*stream
 	faults     []*Fault
 	check      *checker
+	// undefined: with Options.LikeCUDA, a stream has run on behind a failed wait.
+	undefined bool
 }
 
 // space holds the accounting of one memory space.
@@ -134,6 +136,9 @@ func (m *Machine) Usage(s device.Space) (device.Usage, error) {
 	sp, err := m.space("usage", s)
 	if err != nil {
 		return device.Usage{}, err
+	}
+	if sp.lost {
+		return device.Usage{}, sp.lostErr("usage", "")
 	}
 	return sp.usage, nil
 }

@@ -43,8 +43,21 @@ type Options struct {
 	// Schedule chooses which stream runs next when several can, on a virtual machine.
 	// Default: Eager.
 	Schedule Schedule
-	// Seed of the Random schedule and of faults with a Chance.
+	// Seed of the Random schedule, of faults with a Chance, and of failing times.
 	Seed uint64
+	// LikeCUDA makes the machine as lax as CUDA in what is strict by default: a GPU stream
+	// that waits for a fence value or an event that has failed runs on, with undefined data,
+	// and signals fences as if nothing had happened. The host gets the error from the
+	// stream's Synchronize and Recover, and from events recorded behind the wait, and the
+	// stream skips only what is enqueued after that. From the first such wait on, the check
+	// does not report reads of memory that was never written.
+	LikeCUDA bool
+	// TimeFailures is the chance, drawn from Seed, with which Event.Time fails for an event
+	// of a GPU stream, as on a busy or paused machine with CUDA. Default: 0.
+	TimeFailures float64
+	// FenceStart is the value at which all fences begin: 2^32-100, say, for tests of counters
+	// that wrap around. Default: 0.
+	FenceStart uint32
 	// Report is called with each finding as it is found; it must not call the machine.
 	// Default: findings make Close fail.
 	Report func(Finding)
@@ -165,6 +178,9 @@ func (o *Options) Validate() error {
 	}
 	if o.Schedule != Eager && !o.Virtual {
 		return fmt.Errorf("emulated: schedule %v needs Virtual: on the wall clock the system schedules", o.Schedule)
+	}
+	if !(o.TimeFailures >= 0 && o.TimeFailures <= 1) {
+		return fmt.Errorf("emulated: TimeFailures is %g, not between 0 and 1", o.TimeFailures)
 	}
 	if o.DeadlockAfter < 0 {
 		return fmt.Errorf("emulated: DeadlockAfter is %v, under 0", o.DeadlockAfter)

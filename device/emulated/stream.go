@@ -41,8 +41,9 @@ type op struct {
 	start, stallTime time.Duration
 	// clock is the enqueuer's vector clock at the enqueue, on a checked machine.
 	clock vclock
-	// failure is the error for which watched Work does not run.
-	failure error
+	// failure is the error for which watched Work does not run; dropped is that for which
+	// the operation is skipped, because the host knew of it at the enqueue.
+	failure, dropped error
 	// For Trace: the stream's note and the time of the enqueue.
 	note   any
 	queued time.Duration
@@ -93,6 +94,9 @@ type stream struct {
 	enqueued, done uint64
 	// err is the stream's error; a stream of a lost GPU is in error as well.
 	err error
+	// undefined is, with Options.LikeCUDA, the error of a wait behind which the stream runs
+	// on with undefined data, and detected the same once the host knows of it.
+	undefined, detected error
 	// closing makes the stream refuse new operations; stop ends its goroutine.
 	closing, stop bool
 	exited        chan struct{}
@@ -194,6 +198,7 @@ func (s *stream) enqueue(o *op) {
 	if o.note = s.note; m.o.Trace != nil {
 		o.queued = m.clock()
 	}
+	o.dropped = s.detected
 	s.enqueued++
 	s.q.push(o)
 	m.called()
@@ -378,7 +383,7 @@ func (s *stream) Synchronize(ctx context.Context) error {
 	if err := s.drain(ctx, "synchronize"); err != nil {
 		return err
 	}
-	return s.failed()
+	return s.detect()
 }
 
 // Recover implements device.Stream.
@@ -388,9 +393,25 @@ func (s *stream) Recover(ctx context.Context) error {
 	if err := s.drain(ctx, "recover"); err != nil {
 		return err
 	}
-	err := s.failed()
-	s.err = nil
+	err := s.detect()
+	s.err, s.undefined, s.detected = nil, nil, nil
 	return err
+}
+
+// detect returns the error that the host learns of when it synchronizes with the stream.
+func (s *stream) detect() error {
+	s.detected = s.undefined
+	return cmp.Or(s.failed(), s.detected)
+}
+
+// waited takes the result of a wait for an event or a fence, and returns the stream's error.
+func (s *stream) waited(err error) error {
+	if _, gpu := s.sp.id.GPU(); err == nil || !gpu || !s.m.o.LikeCUDA {
+		s.err = err
+		return err
+	}
+	s.undefined, s.m.undefined = cmp.Or(s.undefined, err), true
+	return nil
 }
 
 // drain waits for all enqueued operations. The lock is held.
@@ -461,7 +482,7 @@ func (m *Machine) runnable(s *stream) bool {
 // propagates the error to its waiters.
 func (m *Machine) ready(s *stream, o *op) bool {
 	switch {
-	case s.failed() != nil:
+	case s.failed() != nil || o.dropped != nil:
 		return true
 	case o.kind == opWait:
 		return o.rec.passed
@@ -564,10 +585,10 @@ func (m *Machine) admit(s *stream) (over bool, err error) {
 	if m.check != nil {
 		s.actor.join(o.clock)
 	}
-	failed := s.failed()
+	failed := cmp.Or(s.failed(), o.dropped)
 	switch o.kind {
 	case opRecord:
-		m.pass(o.rec, failed)
+		m.pass(o.rec, cmp.Or(failed, s.undefined))
 		return true, failed
 	case opRaise:
 		return true, m.raiseFrom(s, o, failed)
@@ -580,17 +601,15 @@ func (m *Machine) admit(s *stream) (over bool, err error) {
 	}
 	switch o.kind {
 	case opWait:
-		s.err = o.rec.err
 		if m.check != nil {
 			s.actor.join(o.rec.clock)
 		}
-		return true, s.err
+		return true, s.waited(o.rec.err)
 	case opAwait:
-		s.err = o.fence.failure(o.value)
 		if m.check != nil {
 			s.actor.join(o.fence.clockAt(o.value))
 		}
-		return true, s.err
+		return true, s.waited(o.fence.failure(o.value))
 	case opCopy:
 		return false, m.copyError(s, o)
 	}
