@@ -23,8 +23,9 @@ type Reading struct {
 }
 
 // Monitor reads peers. Read is called by one goroutine at a time, at each Tick, and
-// should take microseconds. An error means that there is no reading; it does not make the
-// peer unhealthy, but the peer gets no new slabs until there is one.
+// should take microseconds. An error means that there is no reading: the peer gets no new
+// slabs until there is one. It makes the peer unhealthy only if it wraps device.ErrLost, or
+// if the Reading returned with it has a Health.
 type Monitor interface {
 	Read(peer device.Space) (Reading, error)
 }
@@ -53,15 +54,12 @@ func NewMachineMonitor(m device.Machine, peers []device.Space) (*MachineMonitor,
 
 // Read implements Monitor.
 func (mm *MachineMonitor) Read(peer device.Space) (Reading, error) {
-	u, err := mm.machine.Usage(peer)
-	if err != nil {
-		return Reading{}, err
-	}
 	s, ok := mm.probes[peer]
 	if !ok {
 		return Reading{}, fmt.Errorf("harvest: %s is not monitored", peer)
 	}
-	return Reading{Capacity: u.Capacity, Free: u.Free(), OtherProcesses: u.OtherProcesses, Health: s.Recover(background)}, nil
+	u, err := mm.machine.Usage(peer)
+	return Reading{Capacity: u.Capacity, Free: u.Free(), OtherProcesses: u.OtherProcesses, Health: s.Recover(background)}, err
 }
 
 // Close releases the streams.

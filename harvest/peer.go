@@ -117,8 +117,13 @@ type slab struct {
 	draining *revocation
 }
 
-// borrowable is what may still be allocated from the device.
-func (p *peer) borrowable() int64 { return p.free - p.headroom }
+// borrowable is what may still be allocated from the device; 0 without a valid reading.
+func (p *peer) borrowable() int64 {
+	if p.stale != nil {
+		return 0
+	}
+	return p.free - p.headroom
+}
 
 // inService is the size of the slabs that are not being released.
 func (p *peer) inService() (n int64) {

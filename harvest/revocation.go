@@ -5,6 +5,8 @@ import (
 	"fmt"
 	"slices"
 	"time"
+
+	"github.com/moeserve/moeserve/device"
 )
 
 // revocation is the release of a slab to its device.
@@ -57,16 +59,30 @@ type reading struct {
 	slabChanges int
 }
 
+// health is why the peer must not be used, previously for a reading that does not say.
+func (r *reading) health(previously error) error {
+	switch {
+	case r.err == nil || r.Health != nil:
+		return r.Health
+	case errors.Is(r.err, device.ErrLost):
+		return r.err
+	}
+	return previously
+}
+
 // observe records readings, and starts the revocations that follow from them.
 func (c *controller) observe(now time.Duration, rs []reading) {
 	for _, r := range rs {
-		switch p := r.peer; {
+		p := r.peer
+		health := r.health(p.reading.Health)
+		switch {
 		case r.err != nil:
 			p.stale = fmt.Errorf("has no reading: %w", r.err)
 		case r.slabChanges == p.slabChanges: // otherwise a slab changed meanwhile, before or after the reading
 			p.update(r.Reading, now, c.halfLife)
 		}
-		c.updateHealth(r.peer)
+		p.reading.Health = health
+		c.updateHealth(p)
 	}
 	c.revokeNeeded(now)
 }

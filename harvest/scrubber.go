@@ -38,6 +38,7 @@ func newScrubber(m device.Machine, peer device.Space, zeros device.Memory) (*scr
 	if s.fence, err = m.NewFence("harvest scrubbed " + peer.String()); err != nil {
 		return nil, errors.Join(fmt.Errorf("harvest: peer %s: %w", peer, err), s.stream.Close())
 	}
+	s.value = s.fence.Value()
 	return s, nil
 }
 
