@@ -376,11 +376,12 @@ func copies(ctx context.Context, paths []*path, bytes int64, counts []int) (time
 
 // engined does what copies does, through the transfer engine.
 func (r *rig) engined(ctx context.Context, paths []*path, bytes int64, counts []int) (_ time.Duration, err error) {
-	fences := make([]device.Fence, len(paths))
+	fences, first := make([]device.Fence, len(paths)), make([]uint32, len(paths))
 	for i := range paths {
 		if fences[i], err = r.o.Machine.NewFence("copies measured"); err != nil {
 			return 0, err
 		}
+		first[i] = fences[i].Value() + 1
 		defer func() { err = errors.Join(err, fences[i].Close()) }()
 	}
 	var tickets []*transfer.Ticket
@@ -389,7 +390,7 @@ func (r *rig) engined(ctx context.Context, paths []*path, bytes int64, counts []
 		for n := range counts[i] {
 			t, err := r.engine.Submit(transfer.Request{
 				Src: p.src.Region(0, bytes), Dst: p.dst.Region(0, bytes),
-				Priority: transfer.Prefetch, Done: device.Point{Fence: fences[i], Value: uint32(n + 1)}, Label: transfer.Text("copy measured"),
+				Priority: transfer.Prefetch, Done: device.Point{Fence: fences[i], Value: first[i] + uint32(n)}, Label: transfer.Text("copy measured"),
 			})
 			if err != nil {
 				return 0, err

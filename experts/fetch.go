@@ -104,6 +104,7 @@ func (f *fetcher) open(p *Plan, o Options, peers *peercache.Cache[ID], hostRegio
 			if f.slots[i].doneFences[k], err = o.Machine.NewFence(fmt.Sprintf("expert cache slot %d", i)); err != nil {
 				return err
 			}
+			f.slots[i].doneValues[k] = f.slots[i].doneFences[k].Value()
 		}
 	}
 	return nil

@@ -61,7 +61,7 @@ func newPlaces(p *Plan, m device.Machine) (*places, error) {
 		if err != nil {
 			return s, err
 		}
-		s.spare = append(s.spare, spareExtent{offset: residentBytes, done: device.Point{Fence: f}})
+		s.spare = append(s.spare, spareExtent{offset: residentBytes, done: device.Point{Fence: f, Value: f.Value()}})
 		residentBytes += s.size
 	}
 	return s, nil

@@ -132,6 +132,7 @@ func (s *Store) allocate() (err error) {
 	if s.tables.done, err = m.NewFence("expert layers done"); err != nil {
 		return err
 	}
+	s.tables.value = s.tables.done.Value()
 	if err = s.openPeers(); err != nil {
 		return err
 	}
@@ -197,7 +198,7 @@ func (s *Store) firstUpload(ctx context.Context) (err error) {
 		return fmt.Errorf("experts: %w", err)
 	}
 	defer func() { err = errors.Join(err, fence.Close()) }()
-	value := uint32(0)
+	value := fence.Value()
 	put := func(dst, src device.Region, label string) error {
 		value++
 		ticket, err := s.o.Transfer.Submit(transfer.Request{

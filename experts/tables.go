@@ -36,10 +36,9 @@ type tableRow struct {
 	want, have []byte
 	// stale: the addresses of resident experts have changed.
 	stale bool
-	// busyUntil are the values of tables.done until which each image is being read, 0:
-	// not; nextImage is the next one to use; uploaded is the one copied for this use, or
+	// busyUntil are the points of tables.done until which each image is being read; nextImage is the next one to use; uploaded is the one copied for this use, or
 	// -1.
-	busyUntil           [imagesPerRow]uint32
+	busyUntil           [imagesPerRow]device.Point
 	nextImage, uploaded int
 }
 
@@ -96,11 +95,11 @@ func (t *tables) update(ctx context.Context, compute device.Stream, position int
 		return nil
 	}
 	turn := r.nextImage
-	if v := r.busyUntil[turn]; v != 0 {
-		if err := t.done.Wait(ctx, v); err != nil {
+	if p := r.busyUntil[turn]; !p.None() {
+		if err := p.Wait(ctx); err != nil {
 			return fmt.Errorf("wait for an earlier update of the tables: %w", err)
 		}
-		r.busyUntil[turn] = 0
+		r.busyUntil[turn] = device.Point{}
 	}
 	size := t.bytes()
 	at := int64(position) * size
@@ -121,17 +120,18 @@ func (t *tables) signalDone(compute device.Stream, position int) (device.Point, 
 		return device.Point{}, err
 	}
 	t.value++
+	passed := device.Point{Fence: t.done, Value: t.value}
 	if r := &t.rows[position]; r.uploaded >= 0 {
-		r.busyUntil[r.uploaded] = t.value
+		r.busyUntil[r.uploaded] = passed
 	}
-	return device.Point{Fence: t.done, Value: t.value}, nil
+	return passed, nil
 }
 
 // forgetReads records that no enqueued copy reads an image any more. Fence values wrap
 // around: very old ones would count as not reached.
 func (t *tables) forgetReads() {
 	for i := range t.rows {
-		t.rows[i].busyUntil = [imagesPerRow]uint32{}
+		t.rows[i].busyUntil = [imagesPerRow]device.Point{}
 	}
 }
 
@@ -139,7 +139,7 @@ func (t *tables) forgetReads() {
 func (t *tables) reset() {
 	for i := range t.rows {
 		r := &t.rows[i]
-		r.have, r.uploaded, r.busyUntil = nil, -1, [imagesPerRow]uint32{}
+		r.have, r.uploaded, r.busyUntil = nil, -1, [imagesPerRow]device.Point{}
 	}
 }
 

@@ -61,7 +61,7 @@ func (f *fencePool) take() (device.Point, error) {
 		return device.Point{}, err
 	}
 	f.all = append(f.all, fence)
-	return device.Point{Fence: fence, Value: 1}, nil
+	return device.Point{Fence: fence, Value: fence.Value() + 1}, nil
 }
 
 // put returns a fence value that was signaled or failed.

@@ -62,6 +62,7 @@ func newHostAttention(o *Options) (h *hostAttention, err error) {
 			return h, err
 		}
 	}
+	h.lastTrip = h.projected.Value() // all four begin there
 	return h, nil
 }
 

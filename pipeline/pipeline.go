@@ -157,6 +157,7 @@ func (p *Pipeline) open() (err error) {
 	if p.routing.copied, err = o.Machine.NewFence("routing on host"); err != nil {
 		return err
 	}
+	p.routing.value = p.routing.copied.Value()
 	p.sources = append(p.sources, &p.kvLoads)
 	if o.HostAttention != nil {
 		if p.attention, err = newHostAttention(o); err != nil {

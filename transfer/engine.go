@@ -82,18 +82,20 @@ type Engine struct {
 	// links by their number in the core.
 	links []*link
 	// Freelists. doneFences are fences for Ticket.end, with the value that each has
-	// reached; exhausted ones are not used again, see maxDoneValue.
+	// reached; exhausted ones are not used again, see maxTickets.
 	freeWaits   []*pointWait
 	freeTickets []*Ticket
 	doneFences  []device.Point
 	exhausted   []device.Point
-	closed      bool
+	// firstValue is the value at which the machine's fences begin, known with the first one.
+	firstValue uint32
+	closed     bool
 }
 
-// maxDoneValue is the value from which on a fence is not used for another Ticket.end:
-// fence values wrap around, and a caller may still hold the end of the fence's first
-// ticket, which would count as not reached half the range later.
-const maxDoneValue = 1 << 30
+// maxTickets is the number of tickets for which a fence is used as Ticket.end: fence
+// values wrap around, and a caller may still hold the end of the fence's first ticket,
+// which would count as not reached half the range later.
+const maxTickets = 1 << 30
 
 // pointWait is a watched point and the work that runs when it is reached.
 type pointWait struct {
@@ -168,7 +170,8 @@ func (e *Engine) ticket(r *Request) (*Ticket, error) {
 		if err != nil {
 			return nil, err
 		}
-		fence.Fence = f
+		fence = device.Point{Fence: f, Value: f.Value()}
+		e.firstValue = fence.Value
 	}
 	var t *Ticket
 	if n := len(e.freeTickets); n > 0 {
@@ -329,7 +332,7 @@ func (e *Engine) finish(t *Ticket, err error) {
 
 // releaseDoneFence puts a fence on the freelist once it has reached its ticket's value.
 func (e *Engine) releaseDoneFence(p device.Point) {
-	if p.Value < maxDoneValue {
+	if p.Value-e.firstValue < maxTickets {
 		e.doneFences = append(e.doneFences, p)
 	} else {
 		e.exhausted = append(e.exhausted, p)

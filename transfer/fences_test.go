@@ -35,9 +35,9 @@ func TestExhaustedDoneFence(t *testing.T) {
 	}
 	first := end(1)
 	// As if so many copies had come between.
-	e.doneFences[0].Value = maxDoneValue - 1
-	ok(first.Fence.Signal(maxDoneValue - 1))
-	if p := end(2); p.Fence != first.Fence || p.Value != maxDoneValue {
+	e.doneFences[0].Value = maxTickets - 1
+	ok(first.Fence.Signal(maxTickets - 1))
+	if p := end(2); p.Fence != first.Fence || p.Value != maxTickets {
 		t.Errorf("the copy before the last of its fence ends at %v", p)
 	}
 	if end(3).Fence == first.Fence || !first.Reached() {

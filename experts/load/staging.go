@@ -47,7 +47,7 @@ func newStage(o Options, n int) (stage, error) {
 		if err != nil {
 			return s, errors.Join(err, s.close())
 		}
-		s.buffers = append(s.buffers, &buffer{offset: int64(i) * bytes, bytes: bytes, done: device.Point{Fence: f}})
+		s.buffers = append(s.buffers, &buffer{offset: int64(i) * bytes, bytes: bytes, done: device.Point{Fence: f, Value: f.Value()}})
 	}
 	return s, nil
 }
