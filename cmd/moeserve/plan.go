@@ -74,7 +74,7 @@ run and serve take the result of --json as --policy.`,
 	}
 	addSettings(cmd.Flags(), configs.For("plan"))
 	f := cmd.Flags()
-	f.IntVar(&o.workload.Requests, "num-prompts", 0, "`REQUESTS` in all; 0: requests without end")
+	f.IntVar(&o.workload.Requests, "num-prompts", 0, "`REQUESTS` in all; 0: continuous requests")
 	f.StringVar(&o.peerMemory, "peer-memory", "", "spare memory of each peer, a `SIZE` as 40GiB, with --hardware; --peers says how many peers")
 	f.StringVar(&o.maxTTFT, "max-ttft", "", "maximum `TIME` to first token, as 2 (seconds) or 500ms")
 	f.StringVar(&o.maxTPOT, "max-tpot", "", "maximum `TIME` per output token, as 0.1 (seconds) or 50ms")
@@ -327,7 +327,7 @@ func printPlan(out io.Writer, p *planning.Planned, command []string) error {
 	t := newTable()
 	t.line("model\t%s: %d experts of %s, %d in each of %d layers, %d per token", m.Name, m.ExpertCount(), sizing.Bytes(p.ExpertBytes), m.Experts, m.MoELayers(), m.TopK)
 	printHardware(t, &p.Hardware)
-	requests := "requests without end"
+	requests := "continuous requests"
 	if p.Workload.Requests > 0 {
 		requests = plural(int64(p.Workload.Requests), "request")
 	}
