@@ -11,7 +11,7 @@ import (
 	"github.com/moeserve/moeserve/kernels/cpu"
 )
 
-// BenchmarkMatMul reports what products of common sizes reach, all threads
+// BenchmarkMatMul reports what GEMMs of common sizes reach, all threads
 // together.
 func BenchmarkMatMul(b *testing.B) {
 	for _, w := range []kernels.DType{kernels.BF16, kernels.F32} {

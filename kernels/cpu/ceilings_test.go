@@ -12,14 +12,14 @@ import (
 	"github.com/moeserve/moeserve/kernels/cpu"
 )
 
-// The benchmarks below hold products against what the machine itself gives at the
+// The benchmarks below hold GEMMs against what the machine itself gives at the
 // same moment: each round measures the ceiling and the product, one after the
 // other, and reports how they compare (see measure). On a machine with other work,
 // take many rounds:
 //
 //	go test -run '^$' -bench 'Decode|Prefill' -benchtime 64x ./kernels/cpu
 
-// BenchmarkDecode reports at which rate products of few rows read bfloat16
+// BenchmarkDecode reports at which rate GEMMs of few rows read bfloat16
 // weights, of 1 GiB in all so that no cache holds them, against loads of the same
 // memory by as many threads.
 func BenchmarkDecode(b *testing.B) {

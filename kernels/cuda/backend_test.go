@@ -24,7 +24,7 @@ type listRunner struct {
 	// keep: args are kept.
 	keep bool
 	args [][]byte
-	// library takes products, which are noted too.
+	// library computes GEMMs, which are noted too.
 	library  bool
 	products []libraryGEMM
 	closed   int
@@ -168,7 +168,7 @@ func TestMatMulChoice(t *testing.T) {
 				products, want = 0, test.invariant
 			}
 			if len(r.products) != products || r.names() != want {
-				t.Errorf("%s, invariant %v: %d products of the library and kernels %q, want %d and %q", test.name, invariant, len(r.products), r.names(), products, want)
+				t.Errorf("%s, invariant %v: %d GEMMs of the library and kernels %q, want %d and %q", test.name, invariant, len(r.products), r.names(), products, want)
 			}
 		}
 	}
@@ -178,7 +178,7 @@ func TestMatMulChoice(t *testing.T) {
 		t.Fatal(err)
 	}
 	if r.names() != "few_rows_5" || r.grids[0].x != 132 || r.grids[0].shared != 160<<10 {
-		t.Errorf("with deep rings: kernels %q, %v", r.names(), r.grids)
+		t.Errorf("with many pipeline stages: kernels %q, %v", r.names(), r.grids)
 	}
 }
 

@@ -21,7 +21,7 @@ import (
 // large product.
 var (
 	memoryCeiling  = flag.Float64("memory-tbs", 4.6, "measured read bandwidth in TB/s")
-	invariant      = flag.Bool("batch-invariant", false, "measure batch-invariant products")
+	invariant      = flag.Bool("batch-invariant", false, "measure batch-invariant GEMMs")
 	productCeiling = flag.Float64("product-tflops", 800, "measured rate of a large 16-bit product in TFLOP/s")
 )
 
@@ -153,7 +153,7 @@ func (x *bench) measure(b *testing.B, ops ...kernels.Op) {
 	}
 }
 
-// largeProduct returns the rate of dense products of 8192 x 8192 x 8192 in flop/s, for about
+// largeProduct returns the rate of dense GEMMs of 8192 x 8192 x 8192 in flop/s, for about
 // as long as what they are compared with has run just before: a GPU that is hot is slower.
 func (x *bench) largeProduct(b *testing.B, seconds float64) float64 {
 	b.Helper()

@@ -12,7 +12,7 @@ import (
 	"github.com/moeserve/moeserve/kernels"
 )
 
-// BenchmarkDense times dense products of three models on cuBLASLt and as batch-invariant
+// BenchmarkDense times dense GEMMs of three models on cuBLASLt and as batch-invariant
 // kernels of every shape that chooseHopperTile weighs; chosen says which it takes.
 func BenchmarkDense(b *testing.B) {
 	m, own, s := openGPU(b, Options{BatchInvariant: true})
@@ -84,7 +84,7 @@ func BenchmarkDense(b *testing.B) {
 	}
 }
 
-// testDenseTiles holds all tiles of dense products to the bits of the narrowest.
+// testDenseTiles holds all tiles of dense GEMMs to the bits of the narrowest.
 func testDenseTiles(t *testing.T, m device.Machine, b *Backend, s device.Stream) {
 	const rows, inner, columns = 70, 712, 200 // more steps than there are stages, and odd ends
 	x := &bench{TB: t, m: m, b: b, s: s, random: rand.New(rand.NewPCG(1, 2)), exponent: 9}

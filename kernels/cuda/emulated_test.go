@@ -300,7 +300,7 @@ func TestEmulatedOutside(t *testing.T) {
 	}
 }
 
-// TestEmulatedFewRows holds products of few rows with deep rings to the bits of those
+// TestEmulatedFewRows holds GEMMs of few rows with many pipeline stages to the bits of those
 // with shallow ones, which the conformance suite checks: the order of sums is the same.
 func TestEmulatedFewRows(t *testing.T) {
 	m, b, s := emulate(t, Options{}, 3)

@@ -11,7 +11,7 @@ import (
 	"github.com/moeserve/moeserve/kernels"
 )
 
-// testExpertTiles holds wide tiles of experts, of every number of tokens that products
+// testExpertTiles holds wide tiles of experts, of every number of tokens that GEMMs
 // are made for and of experts in several parts, to the bits of narrow ones, which the
 // conformance suite checks; and the way down that starts early to the one that does not.
 func testExpertTiles(t *testing.T, m device.Machine, b *Backend, s device.Stream) {

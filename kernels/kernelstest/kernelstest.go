@@ -45,7 +45,7 @@ var tests = []struct {
 	{"rope_append_kv", testRoPEAppendKV},
 	{"attention", testAttention},
 	{"route", testRoute},
-	{"group", testGroup},
+	{"group", testSortByExpert},
 	{"experts", testExperts},
 	{"combine", testCombine},
 	{"silu_mul", testSiluMul},

@@ -62,7 +62,7 @@ func testMatMul(r *rig) {
 					t = kernels.F32
 				}
 				out := r.rows((i+j)%2 == 1, "Out", t, s.n, s.m)
-				testProduct(r, x, weight, bias, out)
+				testGEMM(r, x, weight, bias, out)
 			})
 		}
 	}
@@ -72,12 +72,12 @@ func testMatMul(r *rig) {
 			const rows, inner = 5, 1032
 			x := r.normal(r.between(16, 20, "X", r.act, rows, inner), 0, 1)
 			weight := r.weights("W", r.act, columns, inner)
-			testProduct(r, x, weight, tensor{}, r.rows(i == 0, "Out", kernels.F32, rows, columns))
+			testGEMM(r, x, weight, tensor{}, r.rows(i == 0, "Out", kernels.F32, rows, columns))
 		})
 	}
 }
 
-func testProduct(r *rig, x, weight, bias, out tensor) {
+func testGEMM(r *rig, x, weight, bias, out tensor) {
 	out.writes()
 	r.do(&kernels.MatMul{X: x.Tensor, W: weight.Tensor, Bias: bias.Tensor, Out: out.Tensor})
 	rows, inner, all := x.Shape[0], x.Shape[1], weight.Shape[0]
@@ -166,14 +166,14 @@ func sorted(ids [][]int, experts int) (offsets, order []int) {
 	return append(offsets, len(order)), order
 }
 
-// choose selects k different experts for each of n tokens. Some experts are never
+// route selects k different experts for each of n tokens. Some experts are never
 // selected.
-func (r *rig) choose(n, experts, k int) [][]int {
+func (r *rig) route(n, experts, k int) [][]int {
 	ids := make([][]int, n)
-	liked := max(k, experts*3/4)
-	perm := r.rand.Perm(experts)[:liked]
+	used := max(k, experts*3/4)
+	perm := r.rand.Perm(experts)[:used]
 	for i := range ids {
-		for _, j := range r.rand.Perm(liked)[:k] {
+		for _, j := range r.rand.Perm(used)[:k] {
 			ids[i] = append(ids[i], perm[j])
 		}
 	}
@@ -225,7 +225,7 @@ func testExperts(r *rig) {
 func testExpertShape(r *rig, s expertShape, w kernels.DType, gaps bool) {
 	layout, err := r.backend.ExpertLayout(kernels.ExpertShape{Hidden: s.hidden, Intermediate: s.intermediate, DType: w})
 	r.must(err)
-	l := layer{layout: layout, k: s.k, ids: r.choose(s.n, s.experts, s.k), experts: make([]*expert, s.experts)}
+	l := layer{layout: layout, k: s.k, ids: r.route(s.n, s.experts, s.k), experts: make([]*expert, s.experts)}
 	offsets, order := sorted(l.ids, s.experts)
 	listed := r.rand.Perm(s.experts)
 	if s.listed > 0 {
@@ -384,7 +384,7 @@ func combined(x, weights, s, gate tensor, shared bool, n int) []float64 {
 
 // testCombineNorm also requires the same bits as a Combine followed by a Norm. In every
 // fourth column the first two outputs cancel each other and all else is 0, so that only
-// the rounding errors of products and sums remain.
+// the rounding errors of multiplications and additions remain.
 func testCombineNorm(r *rig) {
 	type shape struct{ rows, k, hidden int }
 	var shapes []shape

@@ -10,11 +10,11 @@ import (
 
 // routeWant is the reference for one row of scores.
 func routeWant(method kernels.RouteMethod, jitter float64, s []float64, k int) (ids, weights []float64) {
-	taken := make([]bool, len(s))
+	selected := make([]bool, len(s))
 	largest := func() int {
 		best := -1
 		for i, v := range s {
-			if !taken[i] && (best < 0 || v > s[best]) {
+			if !selected[i] && (best < 0 || v > s[best]) {
 				best = i
 			}
 		}
@@ -25,29 +25,29 @@ func routeWant(method kernels.RouteMethod, jitter float64, s []float64, k int) (
 			m := largest()
 			var sum float64
 			for i, v := range s {
-				if masked := (s[m]-v)/max(math.Abs(v), s[m]) > 2*jitter; !taken[i] && !masked {
+				if masked := (s[m]-v)/max(math.Abs(v), s[m]) > 2*jitter; !selected[i] && !masked {
 					sum += math.Exp(v - s[m])
 				}
 			}
 			ids, weights = append(ids, float64(m)), append(weights, 1/sum)
-			taken[m] = true
+			selected[m] = true
 		}
 		return ids, weights
 	}
 	m := s[largest()]
-	var sum, chosen float64
+	var sum, total float64
 	for _, v := range s {
 		sum += math.Exp(v - m)
 	}
 	for range k {
 		i := largest()
-		taken[i] = true
+		selected[i] = true
 		ids, weights = append(ids, float64(i)), append(weights, math.Exp(s[i]-m)/sum)
-		chosen += weights[len(weights)-1]
+		total += weights[len(weights)-1]
 	}
 	if method == kernels.SoftmaxRenorm {
 		for i := range weights {
-			weights[i] /= chosen
+			weights[i] /= total
 		}
 	}
 	return ids, weights
@@ -114,17 +114,17 @@ func testRoute(r *rig) {
 	}
 }
 
-func testGroup(r *rig) {
+func testSortByExpert(r *rig) {
 	type shape struct{ n, experts, k int }
 	for _, s := range []shape{{1, 4, 1}, {2, 8, 2}, {7, 16, 4}, {33, 60, 4}, {33, 128, 8}, {700, 8, 2}, {5, 2, 2}} {
 		r.run(fmt.Sprint(s), func(r *rig) {
-			chosen := r.choose(s.n, s.experts, s.k)
-			ids := r.dense("IDs", kernels.I32, s.n, s.k).set(func(i int) float64 { return float64(chosen[i/s.k][i%s.k]) })
+			selected := r.route(s.n, s.experts, s.k)
+			ids := r.dense("IDs", kernels.I32, s.n, s.k).set(func(i int) float64 { return float64(selected[i/s.k][i%s.k]) })
 			offsets, order := r.dense("Offsets", kernels.I32, s.experts+1), r.dense("Order", kernels.I32, s.n*s.k)
 			offsets.writes()
 			order.writes()
 			r.do(&kernels.SortByExpert{IDs: ids.Tensor, Offsets: offsets.Tensor, Order: order.Tensor})
-			wantOffsets, wantOrder := sorted(chosen, s.experts)
+			wantOffsets, wantOrder := sorted(selected, s.experts)
 			r.exact(offsets, asFloats(wantOffsets))
 			r.exact(order, asFloats(wantOrder))
 		})
