@@ -37,7 +37,7 @@ fuzz:             ## every fuzz target for FUZZTIME
 score:            ## the built-in model: 1,000 unseen prompts of each task, through the engine
 	MOESERVE_SCORE=1000 $(GO) test -v -count=1 -timeout 60m -run TestBuiltInModelScore ./engine
 
-load:             ## 64 clients, 100 requests each on the built-in model, each answer as alone
+load:             ## 64 clients, 100 requests each on the built-in model, each completion as alone
 	MOESERVE_LOAD=100 $(GO) test -v -count=1 -timeout 30m -run TestConcurrentClients ./server
 
 openai:           ## the official clients of the OpenAI API; PYTHON needs the package openai

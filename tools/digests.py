@@ -44,7 +44,7 @@ def served(binary, model, fraction, tier):
                     sys.exit(f"{' '.join(args)}: exit {server.returncode}")
                 time.sleep(0.05)
         else:
-            sys.exit(f"{' '.join(args)}: no answer")
+            sys.exit(f"{' '.join(args)}: no response")
         ids, logits = hashlib.sha256(), hashlib.sha256()
         # A model without a tokenizer takes ids.
         prompts = PROMPTS if not model or (model / "tokenizer.json").exists() else [[b % 64 for b in p.encode()] for p in PROMPTS]

@@ -1,8 +1,8 @@
 // Command bigcheckpoint writes a Hugging Face checkpoint with seeded random
-// weights: of the Mixtral architecture and about the size asked for, or, with
+// weights: of the Mixtral architecture and about the requested size, or, with
 // -preset, of a preset's shape. It is for measuring how a loader behaves on a
-// checkpoint that matters in size: its time and its peak memory. The model answers
-// nothing sensible.
+// checkpoint that matters in size: its time and its peak memory. Completions of the
+// model are meaningless.
 //
 //	go run ./tools/bigcheckpoint -o /tmp/big -bytes 1.2e9
 //	go run ./tools/bigcheckpoint -o /tmp/qwen -preset qwen1.5-moe-a2.7b -shard-bytes 4e9 -tokenizer testdata/fixtures/qwen2_moe
@@ -50,7 +50,7 @@ func (m *model) bytes() (total int64, err error) {
 	return total, nil
 }
 
-// shape holds the dimensions of the model; layers follows from the size wanted.
+// shape holds the dimensions of the model; layers follows from the requested size.
 type shape struct {
 	hidden, intermediate   int
 	heads, kvHeads         int

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Loads a checkpoint of 1.2 GB, generates one token, and says how much anonymous memory that
 # took at its peak, beside the size of the weights: until the weights were in their places, and
-# until the end (with the ring of fetched experts, KV and activations touched as well): bash tools/bigcheckpoint/measure.sh [OFFLOAD_FRACTION...]
+# until the end (with the expert cache, KV cache and activations touched as well): bash tools/bigcheckpoint/measure.sh [OFFLOAD_FRACTION...]
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 dir=$(mktemp -d)

@@ -99,7 +99,7 @@ def command(cell, o, json_path):
 
 
 def execute(args, seconds):
-    """Runs a command, whose whole process group ends after some seconds; its exit code and what it said."""
+    """Runs a command, whose whole process group ends after some seconds; its exit code and output."""
     p = subprocess.Popen(args, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
     try:
         out, err = p.communicate(timeout=seconds)
@@ -111,7 +111,7 @@ def execute(args, seconds):
 
 
 def read(path):
-    """The lines of a file of results; of a cell, the last. A line that was cut off is left out."""
+    """The lines of a file of results; of a cell, the last. A line that was cut off is skipped."""
     found = {}
     if os.path.exists(path):
         for line in pathlib.Path(path).read_text().splitlines():
@@ -178,9 +178,9 @@ def measure(o):
 def summary(record):
     r = record["result"]
     if record["cell"] == "ceilings":
-        return f"{r['device']}: product {r['product_flops'] / 1e12:.0f} TFLOP/s, reading {r['read_bytes_s'] / 1e12:.2f} TB/s ({r['read_by']})"
+        return f"{r['device']}: GEMM {r['product_flops'] / 1e12:.0f} TFLOP/s, reading {r['read_bytes_s'] / 1e12:.2f} TB/s ({r['read_by']})"
     f = figures(record)
-    return f"prefill {f['prefill']:,.0f} tokens/s, decode {f['decode']:,.0f} tokens/s (spread {100 * f['spread']:.1f} %), whole run {f['whole']:,.0f} tokens/s"
+    return f"prefill {f['prefill']:,.0f} tokens/s, decode {f['decode']:,.0f} tokens/s (spread {100 * f['spread']:.1f} %), end-to-end {f['whole']:,.0f} tokens/s"
 
 
 def figures(record):
@@ -247,7 +247,7 @@ def table(path):
 
 
 def ceilings():
-    """A product of 8192^3 and the fastest of several ways to read 8 GiB, medians by the device's clock."""
+    """A GEMM of 8192^3 and the fastest of several ways to read 8 GiB, medians by the device's clock."""
     import torch
     import transformers
 
@@ -369,15 +369,15 @@ def main():
     p.add_argument("moeserve")
     p.add_argument("out")
     p.add_argument("--cells", default="*", help="patterns, separated by commas: */324/*,*/1/*")
-    p.add_argument("--layers", type=int, default=0, help="so many layers only; 0: the model's")
+    p.add_argument("--layers", type=int, default=0, help="number of layers; 0: the model's")
     p.add_argument("--input-len", type=int, default=77)
     p.add_argument("--output-len", type=int, default=32)
     p.add_argument("--trials", type=int, default=3, help="of moeserve; one of them computes the prompts")
     p.add_argument("--reference-trials", type=int, default=3, help="of transformers, each with its prompts")
-    p.add_argument("--batched-tokens", type=int, default=8192, help="most tokens of a step of moeserve")
+    p.add_argument("--batched-tokens", type=int, default=8192, help="maximum tokens of a step of moeserve")
     p.add_argument("--timeout", type=float, default=240, help="seconds that a cell may take")
-    p.add_argument("--budget", type=float, default=0, help="seconds after which all is ended; 0: none")
-    p.add_argument("--resume", action="store_true", help="leave out the cells that OUT has, and add to it")
+    p.add_argument("--budget", type=float, default=0, help="seconds for all cells together; what is not finished by then is stopped or not started; 0: no limit")
+    p.add_argument("--resume", action="store_true", help="skip the cells that OUT has, and add to it")
     p.add_argument("--dry-run", action="store_true", help="print the commands only")
     p = commands.add_parser("transformers", help="one cell of transformers, in this process")
     p.add_argument("model")

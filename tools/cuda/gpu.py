@@ -181,7 +181,7 @@ def lost_run(binary, lose, dir):
 
 
 def lost_serve(binary, lose, dir):
-    """A server whose device is lost while requests run: each of them ends, with an answer or an error."""
+    """A server whose device is lost while requests run: each of them ends, with a response or an error."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
@@ -231,12 +231,12 @@ def lost_serve(binary, lose, dir):
     reader.join(10)
     said = [line.strip() for line in logged if line.startswith("moeserve: ")]
     refused = [e for e in errors if e.startswith("500")]
-    print(f"serve: exit {code}, {time.time() - begin:.1f} s after the device was lost; {len(answers)} answers before, then {len(refused)} of 8 clients "
-          f"were told {refused[:1]}; {said}", flush=True)
+    print(f"serve: exit {code}, {time.time() - begin:.1f} s after the device was lost; {len(answers)} responses before, then {len(refused)} of 8 clients "
+          f"were refused: {refused[:1]}; {said}", flush=True)
     if code != 4 or len(said) != 1 or "lost" not in said[0]:
         fail(f"serve: exit {code}, want 4 and one line that says that the device is lost: {''.join(logged[-5:])}")
     if before or len(answers) < 16 or not refused or "timeout" in errors or any(t.is_alive() for t in threads):
-        fail(f"serve: {len(answers)} answers, then {errors}")
+        fail(f"serve: {len(answers)} responses, then {errors}")
 
 
 def milliseconds(seconds):
@@ -262,7 +262,7 @@ def table(logs):
     if bench.exists():
         found = re.findall(r"^BenchmarkKernels/model=(\S+?)/rows=(\d+)/(\S+?)(?:-\d+)?\s+\d+\s+(.*)$", bench.read_text(), re.M)
         if found:
-            print("| kernel | model | rows | us | MB | GFLOP | memory | products | of a large product beside |")
+            print("| kernel | model | tokens | us | MB | GFLOP | share of memory rate | share of GEMM rate | share of a large GEMM beside |")
             print("|---|---|---|---|---|---|---|---|---|")
         for model, count, name, metrics in found:
             v = {unit: float(x) for x, unit in re.findall(r"([\d.e+-]+) (\S+)", metrics)}

@@ -11,7 +11,7 @@ writes for each
                   weighs, as in float32
 
 for the tests TestGPUOwnRouting and TestGPUSameRouting. transformers 5.17 keeps phimoe's short
-factors past the longrope boundary: prompts past it are left out of own_routing, and compared with
+factors past the longrope boundary: prompts past it are not in own_routing, and compared with
 a float32 run of the same code in same_routing.
 """
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Puts a short load on `moeserve serve` and compares every answer with `moeserve run`.
+"""Puts a short load on `moeserve serve` and compares every completion with `moeserve run`.
 
     python3 tools/cuda/serve_check.py MOESERVE [SECONDS] [FLAG...]
 
@@ -51,7 +51,7 @@ def main():
             while time.time() < end:
                 p = rng.choice(prompts)
                 body = {"prompt": p, "max_tokens": 32, "temperature": 0}
-                if rng.random() < 0.3:  # neighbors that draw differently, and whose answers vary by seed
+                if rng.random() < 0.3:  # neighbors that draw differently, and whose completions vary by seed
                     body.update(temperature=1.2, top_p=0.9, top_k=20, seed=rng.randrange(1 << 30), presence_penalty=0.5, logprobs=3)
                 r = urllib.request.Request(url + "/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"})
                 with urllib.request.urlopen(r, timeout=120) as answer:
@@ -72,7 +72,7 @@ def main():
     finally:
         server.send_signal(signal.SIGTERM)
         code = server.wait(60)
-    print(f"{CLIENTS} clients, {took:.1f} s: {counts[0]} answers, {counts[1]} tokens ({counts[1] / took:.0f}/s), "
+    print(f"{CLIENTS} clients, {took:.1f} s: {counts[0]} completions, {counts[1]} tokens ({counts[1] / took:.0f}/s), "
           f"{len(wrong)} differ from run, serve ended with {code}")
     for w in wrong[:5]:
         print("  %r: %r, run says %r" % w)

@@ -1,7 +1,7 @@
 """A Mixtral block for training, and the checkpoint it is written to.
 
 Training computes every expert for every token and weights them with the router's sparse weights. That is more
-arithmetic than the two chosen experts need, but plain dense products, and it drops no token.
+arithmetic than the two selected experts need, but plain dense GEMMs, and it drops no token.
 """
 
 import dataclasses

@@ -27,7 +27,7 @@ WORD = (1 << 64) - 1
 
 
 def held_out(prompt):
-    """Tells whether a prompt belongs to the test split: such a prompt is never trained on, in any form."""
+    """Reports whether a prompt belongs to the test split: such a prompt is never trained on, in any form."""
     h = 0
     for b in prompt.encode():
         h = (h * HASH_BASE + b + 1) & WORD

@@ -153,7 +153,7 @@ def monitor(model, vocabulary, seed, device, count=512):
 def answered(model, vocabulary, prompt, answer, device, chat=False):
     """Which rows greedy decoding answers exactly: bool [n]; also ids without holes and the chosen experts.
 
-    One pass over prompt and answer tells: decoding follows the answer as long as each of its tokens is the likeliest.
+    One pass over prompt and answer shows it: decoding follows the answer as long as each of its tokens is the likeliest.
     """
     mark = lambda text, n=prompt.shape[0]: torch.full((n, 1), vocabulary.id(text), device=device)
     sides = [mark("<|user|>"), prompt, mark("<|assistant|>")] if chat else [prompt]
