@@ -67,7 +67,7 @@ type Params struct {
 	// multiplies negative ones, 1: off. PresencePenalty is subtracted from the logits of
 	// tokens of the completion, FrequencyPenalty once per occurrence, 0: off.
 	RepetitionPenalty, PresencePenalty, FrequencyPenalty float32
-	// LogitBias is added to logits, by token id; -100 bans a token.
+	// LogitBias is added to logits before the penalties, by token id; -100 bans a token.
 	LogitBias map[int32]float32
 	// Seed of sampling; the samples of one request differ by their number.
 	Seed uint64

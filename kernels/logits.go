@@ -4,7 +4,8 @@ package kernels
 // (the lowest id of equal ones), else the one with the largest logit/Temperature + g, with g a
 // Gumbel variate of the counter-based generator keyed by (seed, sample, position, token): see
 // philox.Gumbel. Quotient and sum are rounded to float32, so all backends sample the same token
-// from the same logits. A token whose logit is NaN is never sampled.
+// from the same logits. A token whose logit is NaN or -Inf is never sampled; a row of which
+// that is true of all tokens samples -1.
 //
 // If Temperature is not 0, MinP, TopK and TopP (each none, or one element per row) first remove
 // improbable tokens, in this order. With s the quotients, s0 the row's largest, and e = Exp(s -
@@ -26,7 +27,7 @@ type Sample struct {
 	Positions   Tensor // [S] I32: position of the sampled token
 	TopK        Tensor // [S] I32, >= 0, or none
 	TopP, MinP  Tensor // [S] F32, or none
-	Out         Tensor // [S] I32
+	Out         Tensor // [S] I32, -1: no token can be sampled
 }
 
 // Name implements Op.
@@ -79,9 +80,11 @@ func (c *checker) perRow(name string, t *Tensor, k kinds, s int) {
 // IDs[Starts[s]:Starts[s+1]], each once. With o the logit and n = Seen, the new logit x is,
 // with every operation rounded to float32:
 //
-//	x = o / Repetition[s] if n >= 0 and o > 0, o * Repetition[s] if n >= 0, else o
+//	x = o + Bias
+//	x = x / Repetition[s] if n >= 0 and x > 0, x * Repetition[s] if n >= 0
 //	x = (x - Frequency[s]*n) - Presence[s] if n > 0
-//	x = x + Bias
+//
+// The order is vLLM's: penalties apply to the biased logit.
 type Adjust struct {
 	Logits Tensor // [S, V] F32
 	Starts Tensor // [S+1] I32: the first entry of each row, then L
@@ -178,10 +181,10 @@ func declareListed(d *Decl, logits *Tensor, n int) {
 // LogProbs computes log(softmax) of each row: Sampled for the tokens in Tokens, Top for the N
 // most probable tokens, TopIDs, in descending order of logits, the lower id of equal ones
 // first. NaN logits are ignored, in the softmax too; if a row has fewer than N numbers, the
-// rest of TopIDs is -1 and of Top -Inf.
+// rest of TopIDs is -1 and of Top -Inf. Sampled is NaN for the token -1, which is none.
 type LogProbs struct {
 	Logits  Tensor // [S, V] F32
-	Tokens  Tensor // [S] I32, each in [0, V)
+	Tokens  Tensor // [S] I32, each in [0, V), or -1
 	Sampled Tensor // [S] F32
 	TopIDs  Tensor // [S, N] I32, dense, N <= V, or none
 	Top     Tensor // [S, N] F32, dense, or none as TopIDs

@@ -190,7 +190,7 @@ func (f *filter) draw(logits []float32, seed uint64, sample, position, first int
 			noise = philox.GumbelBlock(seed, sample, position, block)
 		}
 		s := v/f.temperature + noise[id%4]
-		if c.id < 0 && s == s || s > c.score {
+		if c.id < 0 && v > negInf || s > c.score {
 			c = choice{s, int32(i)}
 		}
 	}

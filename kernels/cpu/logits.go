@@ -40,6 +40,7 @@ func (b *Backend) adjust(o *kernels.Adjust, _ device.Access) error {
 		for i := starts[s]; i < starts[s+1]; i++ {
 			x := logits[ids[i]]
 			saved[i] = x
+			x += bias[i]
 			if n := seen[i]; n >= 0 {
 				if x > 0 {
 					x /= repetition[s]
@@ -50,7 +51,7 @@ func (b *Backend) adjust(o *kernels.Adjust, _ device.Access) error {
 					x = float32(x-float32(frequency[s]*float32(n))) - presence[s]
 				}
 			}
-			logits[ids[i]] = x + bias[i]
+			logits[ids[i]] = x
 		}
 	}
 	return nil
@@ -117,8 +118,8 @@ func (b *Backend) logProbs(o *kernels.LogProbs, _ device.Access) error {
 	tokens, chosen := vector[int32](&o.Tokens), vector[float32](&o.Sampled)
 	vocabulary := o.Logits.Shape[1]
 	for i, id := range tokens {
-		if id < 0 || int(id) >= vocabulary {
-			return errValue(o.Name(), "Tokens", i, int64(id), "0 to %d", vocabulary-1)
+		if id < -1 || int(id) >= vocabulary {
+			return errValue(o.Name(), "Tokens", i, int64(id), "-1 to %d", vocabulary-1)
 		}
 	}
 	var topIDs []int32
@@ -131,7 +132,10 @@ func (b *Backend) logProbs(o *kernels.LogProbs, _ device.Access) error {
 		for i := from; i < to; i++ {
 			logits := row(&o.Logits, i)
 			c := logSoftmaxOf(logits)
-			chosen[i] = c.logOf(logits[tokens[i]])
+			chosen[i] = float32(math.NaN())
+			if id := tokens[i]; id >= 0 {
+				chosen[i] = c.logOf(logits[id])
+			}
 			if n > 0 {
 				ids, values := topIDs[i*n:][:n], top[i*n:][:n]
 				mostLikely(logits, ids, values)
@@ -200,6 +204,6 @@ func mostLikely(logits []float32, ids []int32, values []float32) {
 		ids[at], values[at] = int32(i), v
 	}
 	for i := n; i < len(ids); i++ {
-		ids[i], values[i] = -1, float32(math.Inf(-1))
+		ids[i], values[i] = -1, negInf
 	}
 }

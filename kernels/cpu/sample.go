@@ -9,6 +9,8 @@ import (
 	"github.com/moeserve/moeserve/kernels/philox"
 )
 
+var negInf = float32(math.Inf(-1))
+
 // segment is the number of tokens of a row that one part samples from; a multiple of 4.
 const segment = 8192
 
@@ -58,7 +60,9 @@ func (b *Backend) sample(o *kernels.Sample, _ device.Access) error {
 			logits := row(&o.Logits, n)[first:min(first+segment, vocabulary)]
 			switch {
 			case temperatures[n] == 0:
-				best[i] = largest(logits)
+				if best[i] = largest(logits); best[i].score == negInf {
+					best[i].id = -1
+				}
 			case filters != nil && filters[n].on:
 				best[i] = filters[n].draw(logits, seeds[n], samples[n], positions[n], int32(first))
 			default:
@@ -75,9 +79,6 @@ func (b *Backend) sample(o *kernels.Sample, _ device.Access) error {
 			if d.id >= 0 && (c.id < 0 || d.score > c.score) {
 				c = d
 			}
-		}
-		if c.id < 0 {
-			return fmt.Errorf("cpu: %s: row %d of Logits has no number", o.Name(), n)
 		}
 		out[n] = c.id
 	}
@@ -113,7 +114,7 @@ func draw(logits []float32, temperature float32, seed uint64, sample, position, 
 			noise = philox.GumbelBlock(seed, sample, position, block+int32(i/4))
 		}
 		s := v/temperature + noise[i%4]
-		if c.id < 0 && s == s || s > c.score {
+		if c.id < 0 && v > negInf || s > c.score {
 			c = choice{s, int32(i)}
 		}
 	}

@@ -52,6 +52,7 @@ var tests = []struct {
 	{"gather", testGather},
 	{"sample", testSample},
 	{"sample_cuts", testSampleCuts},
+	{"sample_none", testSampleNone},
 	{"adjust", testAdjust},
 	{"log_probs", testLogProbs},
 	{"combine_norm", testCombineNorm},

@@ -217,6 +217,64 @@ func testSampleCuts(r *rig) {
 	}
 }
 
+// testSampleNone: a row in which no logit is a number above -Inf samples -1, whatever its
+// parameters, and the rows beside it are sampled as ever.
+func testSampleNone(r *rig) {
+	nan, inf := math.NaN(), math.Inf(-1)
+	for _, vocabulary := range []int{16, 131, 20001} {
+		for _, none := range [][]float64{{nan}, {inf}, {nan, inf}} {
+			for _, with := range []string{"", "k", "p", "m", "kpm"} {
+				r.run(fmt.Sprintf("vocabulary=%d/%v/with=%s", vocabulary, none, with), func(r *rig) {
+					// Odd rows have no number but, in rows 3 and 7, one.
+					const rows = 8
+					only := r.rand.IntN(vocabulary)
+					logits := r.gaps("Logits", kernels.F32, rows, vocabulary).set(func(i int) float64 {
+						switch row := i / vocabulary; {
+						case row%2 == 0:
+							return r.rand.NormFloat64()
+						case row%4 == 3 && i%vocabulary == only:
+							return -3e38
+						}
+						return none[r.rand.IntN(len(none))]
+					})
+					per := func(name string, t kernels.DType, value func(n int) float64) kernels.Tensor {
+						return r.dense(name, t, rows).set(value).Tensor
+					}
+					op := kernels.Sample{
+						Logits:      logits.Tensor,
+						Temperature: per("Temperature", kernels.F32, func(n int) float64 { return []float64{0, 1, 0.01, 1e-40}[n/2] }),
+						Seeds:       r.words("Seeds", make([]uint64, rows)...).Tensor, Samples: r.ints("Samples", make([]int, rows)...).Tensor,
+						Positions: r.ints("Positions", 0, 1, 2, 3, 4, 5, 6, 7).Tensor,
+					}
+					if strings.Contains(with, "k") {
+						op.TopK = per("TopK", kernels.I32, func(int) float64 { return 5 })
+					}
+					if strings.Contains(with, "p") {
+						op.TopP = per("TopP", kernels.F32, func(int) float64 { return 0.9 })
+					}
+					if strings.Contains(with, "m") {
+						op.MinP = per("MinP", kernels.F32, func(int) float64 { return 0.1 })
+					}
+					out := r.dense("Out", kernels.I32, rows)
+					out.writes()
+					op.Out = out.Tensor
+					r.do(&op)
+					for n, id := range out.got() {
+						switch {
+						case n%4 == 1 && id != -1:
+							r.Errorf("row %d has no number and samples %g, want -1", n, id)
+						case n%4 == 3 && id != float64(only):
+							r.Errorf("row %d has the number at %d only and samples %g", n, only, id)
+						case n%2 == 0 && (id < 0 || id >= float64(vocabulary)):
+							r.Errorf("row %d samples %g", n, id)
+						}
+					}
+				})
+			}
+		}
+	}
+}
+
 // lists holds the entries of Adjust for each row, one row after another.
 type lists struct {
 	starts, ids, seen []int
@@ -266,7 +324,7 @@ func testAdjust(r *rig) {
 				for j := l.starts[n]; j < l.starts[n+1]; j++ {
 					id := l.ids[j]
 					originals[j] = want[id]
-					x := float32(want[id])
+					x := float32(want[id]) + float32(l.bias[j])
 					switch {
 					case l.seen[j] < 0:
 					case x > 0:
@@ -277,7 +335,7 @@ func testAdjust(r *rig) {
 					if l.seen[j] > 0 {
 						x = float32(x-float32(each*float32(l.seen[j]))) - one
 					}
-					want[id] = float64(x + float32(l.bias[j]))
+					want[id] = float64(x)
 				}
 				r.exact(logits, want, n)
 			}
@@ -309,6 +367,10 @@ func testLogProbs(r *rig) {
 				})
 				tokens := make([]int, s.n)
 				for n := range tokens { // no number is drawn that is none
+					if n%7 == 5 { // nothing was drawn
+						tokens[n] = -1
+						continue
+					}
 					for tokens[n] = r.rand.IntN(s.vocabulary); math.IsNaN(logits.row(n)[tokens[n]]); {
 						tokens[n] = r.rand.IntN(s.vocabulary)
 					}
@@ -332,7 +394,11 @@ func testLogProbs(r *rig) {
 						sum += math.Exp(above(values[id], values[order[0]]))
 					}
 					logProb := func(id int) float64 { return above(values[id], values[order[0]]) - math.Log(sum) }
-					r.logProb(chosen, 0, logProb(tokens[n]), n)
+					if got := chosen.got(n)[0]; tokens[n] >= 0 {
+						r.logProb(chosen, 0, logProb(tokens[n]), n)
+					} else if !math.IsNaN(got) {
+						r.Fatalf("the log-probability of no token is %g, want NaN", got)
+					}
 					for j := range s.top {
 						want, value := -1.0, math.Inf(-1)
 						if j < len(order) {

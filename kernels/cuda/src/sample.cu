@@ -89,6 +89,9 @@ DEVICE draw row_draw(const sample_args &a, i64 row) {
 
 // The best of c and of the four tokens from at on (a multiple of 4) whose bits are set in kept.
 DEVICE choice draw4(choice c, float (&v)[4], u32 kept, int at, const draw &d) {
+#pragma unroll
+  for (int i = 0; i < 4; i++)
+    if (!(v[i] > lowest)) kept &= ~(1u << i);  // NaN and -infinity are never sampled
   if (d.temperature > 0) {
     u32 counter[4] = {(u32)at / 4, d.position, d.which, 1};
     philox(counter, (u32)d.seed, (u32)(d.seed >> 32));
@@ -97,7 +100,7 @@ DEVICE choice draw4(choice c, float (&v)[4], u32 kept, int at, const draw &d) {
   }
 #pragma unroll
   for (int i = 0; i < 4; i++) {
-    choice one = {v[i], (kept >> i & 1) && v[i] == v[i] ? at + i : -1};
+    choice one = {v[i], kept >> i & 1 ? at + i : -1};
     c = better(c, one);
   }
   return c;
@@ -184,7 +187,7 @@ DEVICE choice draw_near(const float *logits, int from, int to, bool aligned, con
   return c;
 }
 
-// Block (row, segment). A row without any number samples -1.
+// Block (row, segment). A row in which no logit is above -infinity samples -1.
 KERNEL(512, 2) sample(const sample_args a) {
   begin();
   i64 row = blockIdx.x;
@@ -554,9 +557,10 @@ KERNEL(256, 1) adjust(const adjust_args a) {
     float x = logits[id];
     ((float *)a.saved)[i] = x;
     int n = ((const int *)a.seen)[i];
+    x = __fadd_rn(x, ((const float *)a.bias)[i]);
     if (n >= 0) x = x > 0 ? __fdiv_rn(x, repetition) : __fmul_rn(x, repetition);
     if (n > 0) x = __fadd_rn(__fadd_rn(x, -__fmul_rn(frequency, __int2float_rn(n))), -presence);
-    logits[id] = __fadd_rn(x, ((const float *)a.bias)[i]);
+    logits[id] = x;
   }
 }
 
