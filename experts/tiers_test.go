@@ -97,7 +97,7 @@ func TestPeerTier(t *testing.T) {
 		for round, want := range []struct{ peer, host int64 }{{10, 5}, {10, 5}, {0, 15}} {
 			if round == 2 {
 				for _, p := range []device.Space{device.HBM(1), device.HBM(2)} {
-					c, err := r.harvest.Reclaim(p, 1<<20, time.Minute)
+					c, err := reclaimMore(r.harvest, p, 1<<20, time.Minute)
 					r.ok(err)
 					r.ok(c.Wait(t.Context()))
 				}
@@ -819,7 +819,7 @@ func TestAnything(t *testing.T) {
 					a := id()
 					_ = s.Swap(a, ID{a.Layer, rng.IntN(r.model.experts)})
 				case 4:
-					_, err := r.harvest.Reclaim(device.HBM(1+rng.IntN(2)), int64(1+rng.IntN(8192)), time.Second)
+					_, err := reclaimMore(r.harvest, device.HBM(1+rng.IntN(2)), int64(1+rng.IntN(8192)), time.Second)
 					r.ok(err)
 				case 5:
 					r.m.Inject(&emulated.Fault{Kind: emulated.FailCopy, Times: 1 + rng.IntN(3), Skip: rng.IntN(9)})
@@ -894,7 +894,7 @@ func TestReadUntilTheEnd(t *testing.T) {
 	if err := later.Wait(t.Context()); !errors.Is(err, transfer.ErrCanceled) {
 		t.Errorf("the copy that waits for the slot: %v", err)
 	}
-	c, err := r.harvest.Reclaim(device.HBM(1), 1<<20, time.Minute)
+	c, err := reclaimMore(r.harvest, device.HBM(1), 1<<20, time.Minute)
 	r.ok(err)
 	_, err = r.harvest.Tick(r.m.Now())
 	r.ok(err)
@@ -948,7 +948,7 @@ func TestBesideSteps(t *testing.T) {
 		beside(2, func(rng *rand.Rand, _ ID) {
 			peer := device.HBM(1 + rng.IntN(2))
 			if rng.IntN(4) == 0 {
-				if _, err := r.harvest.Reclaim(peer, int64(1+rng.IntN(4096)), time.Second); err != nil {
+				if _, err := reclaimMore(r.harvest, peer, int64(1+rng.IntN(4096)), time.Second); err != nil {
 					t.Error(err)
 				}
 			}
@@ -1076,7 +1076,7 @@ func (u *unguarded) run(t *testing.T) bool {
 		st := r.begin(s)
 		out := u.enqueue(r, s, st)
 		for k := range 2 {
-			_, err := r.harvest.Reclaim(device.HBM(1+k), 4096, time.Second)
+			_, err := reclaimMore(r.harvest, device.HBM(1+k), 4096, time.Second)
 			r.ok(err)
 		}
 		for range 3 {
@@ -1156,7 +1156,7 @@ func revokedAt(t *testing.T, schedule emulated.Schedule, ops, at int) bool {
 			look.Value()
 		}
 		for _, p := range []device.Space{device.HBM(1), device.HBM(2)} {
-			c, err := r.harvest.Reclaim(p, 1<<20, time.Minute)
+			c, err := reclaimMore(r.harvest, p, 1<<20, time.Minute)
 			r.ok(err)
 			revoked = append(revoked, c)
 		}
@@ -1192,4 +1192,14 @@ func revokedAt(t *testing.T, schedule emulated.Schedule, ops, at int) bool {
 	}
 	r.ok(look.Close())
 	return revoked != nil
+}
+
+// reclaimMore asks for so many bytes of a peer more than are free or will be.
+func reclaimMore(h *harvest.Runtime, s device.Space, bytes int64, within time.Duration) (*harvest.Reclamation, error) {
+	for _, p := range h.State().Peers {
+		if p.Space == s {
+			bytes += max(p.Free+p.Draining, 0)
+		}
+	}
+	return h.Reclaim(s, bytes, within)
 }

@@ -221,12 +221,12 @@ func (s *core) do(d *datadriven.TestData) (string, error) {
 		s.c.setExcluded(s.peer(word(0)), errors.New("copies fail"), s.now)
 	case "readmit":
 		s.c.setExcluded(s.peer(word(0)), nil, s.now)
-	case "reclaim": // GPU BYTES within=
+	case "reclaim": // GPU BYTES within=: as many more than are free
 		n, err := strconv.ParseInt(word(1), 10, 64)
 		if err != nil {
 			return "", err
 		}
-		c, err := s.c.reclaim(s.peer(word(0)), n, s.now, s.duration(d, "within"))
+		c, err := s.c.reclaim(s.peer(word(0)), s.peer(word(0)).free+s.peer(word(0)).draining+n, s.now, s.duration(d, "within"))
 		if err != nil {
 			return "", err
 		}

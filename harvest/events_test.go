@@ -62,7 +62,7 @@ func TestLogEvents(t *testing.T) {
 	if ref.Handle() != a || !ref.Held() || a.Client() != "experts" {
 		t.Errorf("a reference on %v, held %t", ref.Handle(), ref.Held())
 	}
-	c, err := r.Reclaim(device.HBM(1), 1, time.Millisecond)
+	c, err := reclaimMore(r, device.HBM(1), 1, time.Millisecond)
 	must(err)
 	tick(2 * time.Millisecond)
 	ref.Release()

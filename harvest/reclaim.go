@@ -17,10 +17,11 @@ type Reclamation struct {
 	request  *reclaimRequest // guarded by Runtime.mu
 }
 
-// Reclaim releases at least so many bytes of what harvest holds on a peer, or all of it,
-// within that time (0: Options.Deadline), for another process that needs memory there;
-// for Options.Cooldown no new slab is allocated on that peer. Reclaim does not wait:
-// ticks, and Reclamation.Wait, advance it.
+// Reclaim makes so many bytes of a peer's memory free for another process: it releases
+// what is missing of them, or all that harvest holds there if that is less, within that
+// time (0: Options.Deadline). For Options.Cooldown no new slab is allocated on that peer,
+// so that the process can allocate what is free. Reclaim does not wait: ticks, and
+// Reclamation.Wait, advance it. What is free is known from the latest tick.
 func (r *Runtime) Reclaim(s device.Space, bytes int64, within time.Duration) (*Reclamation, error) {
 	if bytes <= 0 || within < 0 {
 		return nil, fmt.Errorf("harvest: reclaim %d bytes within %v: bytes must be positive, and the time not negative", bytes, within)

@@ -28,7 +28,7 @@ type revocation struct {
 	// scrubbed.
 	err, scrubErr error
 	missReported  bool
-	request       *reclaimRequest
+	requests      []*reclaimRequest // that wait for the slab
 }
 
 type phase uint8
@@ -117,7 +117,7 @@ func (c *controller) revokeNeeded(now time.Duration) {
 	for _, p := range c.peers {
 		for _, s := range p.slabs {
 			if s.draining == nil && len(s.handles) == 0 {
-				c.startRelease(s, ReasonEmpty, now, c.deadline, nil)
+				c.startRelease(s, ReasonEmpty, now, c.deadline)
 			}
 		}
 		need := PeerNeed{
@@ -136,12 +136,12 @@ func (c *controller) revokeNeeded(now time.Duration) {
 		}
 	}
 	for _, v := range Victims(needs, slabs) {
-		c.startRelease(byID[v.Slab], v.Reason, now, c.deadline, nil)
+		c.startRelease(byID[v.Slab], v.Reason, now, c.deadline)
 	}
 }
 
-// reclaim starts to release at least so many bytes of the slabs on a peer, or all of
-// them.
+// reclaim starts to release what so many free bytes on a peer lack, or all slabs. Slabs
+// that are being released already count.
 func (c *controller) reclaim(p *peer, bytes int64, now, within time.Duration) (*reclaimRequest, error) {
 	if c.closing {
 		return nil, fmt.Errorf("harvest: reclaim: %w", ErrClosed)
@@ -153,7 +153,17 @@ func (c *controller) reclaim(p *peer, bytes int64, now, within time.Duration) (*
 			there = append(there, s.state())
 		}
 	}
-	for _, v := range Cheapest(there, bytes) {
+	missing := bytes - p.free
+	if missing > 0 {
+		for _, l := range c.draining {
+			if l.slab.peer == p {
+				l.requests = append(l.requests, cl)
+				cl.planned += l.slab.segments.bytes
+				cl.remaining++
+			}
+		}
+	}
+	for _, v := range Cheapest(there, missing-p.draining) {
 		i := slices.IndexFunc(p.slabs, func(s *slab) bool { return s.id == v.ID })
 		cl.planned += v.Bytes
 		cl.remaining++
@@ -173,15 +183,15 @@ func (c *controller) close(now time.Duration) {
 				if len(s.handles) == 0 {
 					reason = ReasonEmpty
 				}
-				c.startRelease(s, reason, now, c.deadline, nil)
+				c.startRelease(s, reason, now, c.deadline)
 			}
 		}
 	}
 }
 
 // startRelease starts the release of a slab: it refuses new references to its handles.
-func (c *controller) startRelease(s *slab, reason Reason, now, within time.Duration, cl *reclaimRequest) {
-	l := &revocation{slab: s, reason: reason, began: now, deadline: now + within, request: cl}
+func (c *controller) startRelease(s *slab, reason Reason, now, within time.Duration, requests ...*reclaimRequest) {
+	l := &revocation{slab: s, reason: reason, began: now, deadline: now + within, requests: requests}
 	if reason == ReasonUnhealthy {
 		l.cause = s.peer.health
 	}
@@ -336,15 +346,15 @@ func (c *controller) slabFreed(l *revocation, now time.Duration, err error) {
 	p.draining -= n
 	p.slabChanges++
 	c.emit(SlabInfo{Slab: s.id, Device: p.space, Bytes: n, Released: true, Reason: l.reason, Scrubbed: l.scrubbed, Err: l.scrubErr})
+	for _, cl := range l.requests {
+		cl.freed += n
+		cl.remaining--
+	}
 	if l.reason == ReasonEmpty {
 		return
 	}
 	p.cooldown = max(p.cooldown, now+c.cooldown)
 	c.emit(l.info(now))
-	if cl := l.request; cl != nil {
-		cl.freed += n
-		cl.remaining--
-	}
 }
 
 // reportOverdue reports missed deadlines, once each.
@@ -378,7 +388,7 @@ func (c *controller) reportOverdue(now time.Duration) {
 func (c *controller) overdue(cl *reclaimRequest) []DeadlineMissInfo {
 	var handles, slabs []DeadlineMissInfo
 	for _, l := range c.draining {
-		if cl != nil && l.request != cl {
+		if cl != nil && !slices.Contains(l.requests, cl) {
 			continue
 		}
 		v := DeadlineMissInfo{Slab: l.slab.id, Device: l.slab.peer.space, Reason: l.reason, Err: l.err}

@@ -47,7 +47,7 @@ func TestSafeguards(t *testing.T) {
 		ok(stream.Copy(slot.Range(0, 1024), h.Region().Range))
 		ok(stream.SignalFence(fence, 1))
 		ref.ReleaseAt(device.Point{Fence: fence, Value: 1})
-		c, err := r.Reclaim(device.HBM(1), 1, time.Minute)
+		c, err := r.Reclaim(device.HBM(1), 1<<40, time.Minute)
 		ok(err)
 		if !drain {
 			r.execute(m.Now(), func(c *controller) { c.step(m.Now(), []result{drained{h: h}}) })

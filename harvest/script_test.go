@@ -206,7 +206,7 @@ func (s *stage) do(d *datadriven.TestData) error {
 				s.say("in the callback: %v", s.r.Free(h))
 				pending, err := s.r.Tick(s.now)
 				s.say("in the callback: %d pending, %v", pending, err)
-				other, err := s.r.Reclaim(h.Device(), 1, 0)
+				other, err := reclaimMore(s.r, h.Device(), 1, 0)
 				s.say("in the callback: %d planned, %v", other.Planned(), err)
 				s.say("in the callback: %v", s.reclaim.Wait(ctx))
 			}
@@ -264,8 +264,8 @@ func (s *stage) do(d *datadriven.TestData) error {
 		s.monitor.fail = nil
 	case "cost":
 		s.handles[word(d, 0)].SetCost(duration(d, "to"))
-	case "reclaim": // GPU BYTES within=
-		c, err := s.r.Reclaim(gpu(d, 0), size(d, 1), duration(d, "within"))
+	case "reclaim": // GPU BYTES within=: as many more than are free
+		c, err := reclaimMore(s.r, gpu(d, 0), size(d, 1), duration(d, "within"))
 		if err != nil {
 			return err
 		}

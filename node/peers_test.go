@@ -155,7 +155,8 @@ func TestRevokedDuringRun(t *testing.T) {
 				if err != nil {
 					t.Fatal(err)
 				}
-				if r.Harvest.Revocations["pressure"] == 0 || r.Experts.Revoked == 0 || r.Experts.Fetched[experts.Peer] == 0 {
+				revoked := r.Harvest.Revocations["pressure"] + r.Harvest.Revocations["external"]
+				if revoked == 0 || r.Experts.Revoked == 0 || r.Experts.Fetched[experts.Peer] == 0 {
 					t.Errorf("%s: %v pieces of memory and %d copies were revoked, %d bytes fetched from peers", what, r.Harvest.Revocations, r.Experts.Revoked, r.Experts.Fetched[experts.Peer])
 				}
 				if err := n.Close(); err != nil {
@@ -163,7 +164,7 @@ func TestRevokedDuringRun(t *testing.T) {
 				}
 				began, ended := 0, 0
 				for _, e := range events {
-					if e.Reason == "pressure" {
+					if e.Reason == "pressure" || e.Reason == "external" {
 						switch e.Event {
 						case observe.HarvestRevocationStarted:
 							began++
@@ -172,7 +173,7 @@ func TestRevokedDuringRun(t *testing.T) {
 						}
 					}
 				}
-				if int64(began) != r.Harvest.Revocations["pressure"] || ended != began {
+				if int64(began) != revoked || ended != began {
 					t.Errorf("%s: %d revocations began and %d ended, of %v", what, began, ended, r.Harvest.Revocations)
 				}
 			}
@@ -216,7 +217,7 @@ func TestCloseInRevocation(t *testing.T) {
 			t.Fatal("no copy stalls")
 		}
 	}
-	if err := m.Occupy(device.HBM(1), 256<<20); err != nil {
+	if _, err := n.Harvest().Reclaim(device.HBM(1), 256<<20, 0); err != nil {
 		t.Fatal(err)
 	}
 	<-began

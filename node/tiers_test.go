@@ -70,16 +70,16 @@ func anyTierCase(rng *rand.Rand) tierCase {
 	return c
 }
 
-// sawTooth writes a trace in which others take nearly all of both peers, and leave
-// again, every few steps.
-func sawTooth(t *testing.T, period time.Duration) string {
+// sawTooth writes a trace in which others take so many bytes of one peer and half of that of
+// another, and leave again, every few steps.
+func sawTooth(t *testing.T, period time.Duration, tooth int) string {
 	t.Helper()
 	var b strings.Builder
 	b.WriteString("time_s,peer,bytes\n")
 	for i := range 400 {
 		bytes := 0
 		if i%2 == 1 {
-			bytes = peerBytes - 1<<10
+			bytes = tooth
 		}
 		at := strconv.FormatFloat((time.Duration(i) * period).Seconds(), 'f', -1, 64)
 		fmt.Fprintf(&b, "%s,1,%d\n%s,2,%d\n", at, bytes, at, bytes/2)
@@ -117,7 +117,12 @@ func runTiers(t *testing.T, c tierCase) outcome {
 	s.Device.Peers, s.Offload.DynamicResidency, s.Harvest.Headroom = c.peers, c.adapt, "1KiB"
 	switch c.trace {
 	case "saw":
-		s.Harvest.AvailabilityTrace = sawTooth(t, 300*time.Microsecond)
+		// Others need more than is free, and ask; or take what is free, so that the headroom is not met.
+		tooth := peerBytes - 1<<10
+		if c.seed%2 == 1 {
+			tooth, s.Harvest.Headroom = 20<<20, "48MiB"
+		}
+		s.Harvest.AvailabilityTrace = sawTooth(t, 300*time.Microsecond, tooth)
 	case "generated":
 		s.Harvest.AvailabilityTrace = fmt.Sprintf("generated:%d", c.seed)
 	}

@@ -10,6 +10,7 @@ import (
 	"github.com/moeserve/moeserve/configs"
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/device/emulated/tenants"
+	"github.com/moeserve/moeserve/harvest"
 	"github.com/moeserve/moeserve/node/devices"
 	"github.com/moeserve/moeserve/untrusted"
 )
@@ -20,11 +21,15 @@ const (
 	traceChanges  = 1e5
 )
 
-// playback replays the memory use of other tenants of emulated peers from a trace.
+// playback replays the memory use of other tenants of emulated peers from a trace. As on
+// GPUs, a tenant is refused more than is free; it then asks moeserve for the memory, as a
+// job with `moeserve reclaim` in its prologue does, and tries again.
 type playback struct {
 	player  *tenants.Player
 	machine device.Machine
 	log     *slog.Logger
+	// reclaim asks for memory; nil before start, and where nothing is borrowed.
+	reclaim tenants.Ask
 	// began is the start of the replay, on the machine's clock.
 	began time.Duration
 }
@@ -43,7 +48,12 @@ func openPlayback(d *devices.Devices, s configs.Harvest, log *slog.Logger) (*pla
 	if err != nil {
 		return nil, err
 	}
-	t := &playback{player: tenants.NewPlayer(trace, d.Occupier), machine: d.Machine, log: log}
+	t := &playback{machine: d.Machine, log: log}
+	t.player = tenants.NewPlayer(trace, d.Occupier, func(peer device.Space, bytes int64) {
+		if t.reclaim != nil {
+			t.reclaim(peer, bytes)
+		}
+	})
 	return t, t.player.Advance(0)
 }
 
@@ -78,8 +88,22 @@ func readTrace(d *devices.Devices, c configs.TraceChoice) (tenants.Trace, error)
 	return trace, nil
 }
 
-// start starts the replay's clock.
-func (t *playback) start() { t.began = t.machine.Now() }
+// retryInterval is the time after which a tenant tries again to allocate what was refused.
+const retryInterval = time.Millisecond
+
+// start starts the replay's clock; tenants ask h for memory, if it is not nil.
+func (t *playback) start(h *harvest.Runtime) {
+	t.began = t.machine.Now()
+	if h == nil {
+		return
+	}
+	t.reclaim = func(peer device.Space, bytes int64) {
+		// Not every GPU of the machine is a peer.
+		if _, err := h.Reclaim(peer, bytes, 0); err != nil {
+			t.log.Debug("a tenant of the availability trace got no memory", "device", peer.String(), "bytes", bytes, "err", err)
+		}
+	}
+}
 
 // tick applies the changes that are due, until the trace has ended.
 func (t *playback) tick(now time.Duration) (pause time.Duration) {
@@ -88,8 +112,14 @@ func (t *playback) tick(now time.Duration) (pause time.Duration) {
 		t.log.Error("availability trace replay failed", "err", err)
 	}
 	next, ok := t.player.Next()
-	if !ok {
+	pause = max(next-(now-t.began), 0)
+	switch {
+	case !ok && !t.player.Waiting():
 		return -1
+	case !ok:
+		return retryInterval
+	case t.player.Waiting():
+		return min(pause, retryInterval)
 	}
-	return max(next-(now-t.began), 0)
+	return pause
 }

@@ -58,7 +58,7 @@ func (n *Node) openRebalancer(ctx context.Context, u *setup) error {
 // startUpkeep starts the loops that run beside steps.
 func (n *Node) startUpkeep(others *playback) error {
 	if others != nil {
-		others.start()
+		others.start(n.harvest)
 		stop := n.machine.Loop(0, others.tick)
 		n.started(func() error {
 			stop()

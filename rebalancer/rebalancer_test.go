@@ -328,6 +328,25 @@ func (r *rig) tick() {
 	}
 }
 
+// occupy lets another process allocate so many bytes of a peer: where it is refused, it
+// asks for the memory and tries again.
+func (r *rig) occupy(gpu int, bytes int64) {
+	r.Helper()
+	for tries := 0; ; tries++ {
+		err := r.m.Occupy(device.HBM(gpu), bytes)
+		if err == nil {
+			return
+		}
+		if !errors.Is(err, device.ErrOutOfMemory) || tries == 100 {
+			r.Fatal(err)
+		}
+		if _, err := r.harvest.Reclaim(device.HBM(gpu), bytes, 0); err != nil {
+			r.Fatal(err)
+		}
+		r.steps(time.Millisecond, false)
+	}
+}
+
 // hitRate over a time: of the offloaded experts that were fetched, how many came from
 // peers.
 func (r *rig) hitRate(d time.Duration) float64 {
@@ -410,15 +429,13 @@ func TestStorm(t *testing.T) {
 	taken := map[int]int64{}
 	for range 60 {
 		gpu := 1 + r.rng.IntN(2)
-		if n := int64(r.rng.IntN(17)) * rigBytes; taken[gpu] > 0 {
+		if n := int64(r.rng.IntN(1+16/gpu)) * rigBytes; taken[gpu] > 0 {
 			if err := r.m.Occupy(device.HBM(gpu), -taken[gpu]); err != nil {
 				t.Fatal(err)
 			}
 			taken[gpu] = 0
 		} else {
-			if err := r.m.Occupy(device.HBM(gpu), n); err != nil {
-				t.Fatal(err)
-			}
+			r.occupy(gpu, n)
 			taken[gpu] = n
 		}
 		r.steps(30*time.Millisecond, r.rng.IntN(2) == 0)
@@ -453,7 +470,7 @@ func TestCosts(t *testing.T) {
 			costs[g.Label] = g.Cost
 		}
 	}
-	if err := r.m.Occupy(device.HBM(1), 16*rigBytes); err != nil {
+	if _, err := r.harvest.Reclaim(device.HBM(1), 16*rigBytes, 0); err != nil {
 		t.Fatal(err)
 	}
 	for range 10 { // nothing is used meanwhile

@@ -162,8 +162,8 @@ func (m *Machine) Lose(i int) error {
 }
 
 // Occupy emulates another process that allocates bytes of a space, as seen by Usage and
-// Alloc. The process may allocate more than is free; then every allocation fails until
-// bytes are released. Negative bytes release.
+// Alloc. As on a GPU, it is refused more than is free, with device.ErrOutOfMemory.
+// Negative bytes release.
 func (m *Machine) Occupy(s device.Space, bytes int64) error {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -173,6 +173,12 @@ func (m *Machine) Occupy(s device.Space, bytes int64) error {
 	}
 	if sp.usage.OtherProcesses+bytes < 0 {
 		return &device.Error{Op: "occupy", Space: s, Detail: fmt.Sprintf("%d bytes released, but other processes hold %d", -bytes, sp.usage.OtherProcesses)}
+	}
+	if free := max(sp.usage.Free(), 0); bytes > free {
+		return &device.Error{
+			Op: "occupy", Space: s, Err: device.ErrOutOfMemory,
+			Detail: fmt.Sprintf("%d bytes requested by another process, %d free of %d", bytes, free, sp.usage.Capacity),
+		}
 	}
 	sp.usage.OtherProcesses += bytes
 	return nil

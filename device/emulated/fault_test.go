@@ -281,24 +281,29 @@ func TestLimit(t *testing.T) {
 	}
 }
 
-func TestTake(t *testing.T) {
+func TestOccupy(t *testing.T) {
 	m := open(t, emulated.Options{GPUs: []emulated.GPU{{MemoryBytes: 1 << 20}}})
 	mem := alloc(t, m, device.HBM(0), 1<<19, "half")
-	if err := m.Occupy(device.HBM(0), 3<<18); err != nil {
+	err := m.Occupy(device.HBM(0), 1<<19+1)
+	wants(t, err, device.ErrOutOfMemory, "occupy")
+	if !strings.Contains(err.Error(), "524289 bytes requested by another process, 524288 free of 1048576") {
+		t.Errorf("a process takes more than is free: %v", err)
+	}
+	if err := m.Occupy(device.HBM(0), 1<<19); err != nil {
 		t.Fatal(err)
 	}
 	u, err := m.Usage(device.HBM(0))
-	if err != nil || u.OtherProcesses != 3<<18 || u.Free() != -1<<18 {
+	if err != nil || u.OtherProcesses != 1<<19 || u.Free() != 0 {
 		t.Errorf("usage %+v, free %d, %v", u, u.Free(), err)
 	}
 	_, err = m.Alloc(device.HBM(0), 1, "one byte")
 	wants(t, err, device.ErrOutOfMemory, "alloc")
-	for _, want := range []string{`"one byte"`, "1 bytes requested", "0 free of 1048576", "786432 used by other processes"} {
+	for _, want := range []string{`"one byte"`, "1 bytes requested", "0 free of 1048576", "524288 used by other processes"} {
 		if !strings.Contains(err.Error(), want) {
 			t.Errorf("%q does not say %q", err, want)
 		}
 	}
-	if err := m.Occupy(device.HBM(0), -2<<18); err != nil {
+	if err := m.Occupy(device.HBM(0), -1<<18); err != nil {
 		t.Fatal(err)
 	}
 	alloc(t, m, device.HBM(0), 1<<18, "quarter")

@@ -50,7 +50,7 @@ func TestEventForms(t *testing.T) {
 		t.Fatal(err)
 	}
 	alloc(1 << 10)
-	c, err := rt.Reclaim(device.HBM(1), 8<<10, time.Second)
+	c, err := rt.Reclaim(device.HBM(1), 1<<40, time.Second)
 	if err != nil {
 		t.Fatal(err)
 	}

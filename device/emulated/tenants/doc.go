@@ -4,9 +4,12 @@
 // there, other processes really allocate.
 //
 //	trace, err := tenants.Read(file, peers, 0)
-//	p := tenants.NewPlayer(trace, machine)
+//	p := tenants.NewPlayer(trace, machine, func(s device.Space, bytes int64) { … Reclaim … })
 //	err = p.Advance(now) // often
 //	err = p.Stop()
+//
+// As on a GPU, nobody occupies more than is free: what is refused, a Player asks for, and
+// tries again.
 //
 // # What it is not
 //

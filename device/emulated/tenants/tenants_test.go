@@ -146,33 +146,59 @@ func TestGenerate(t *testing.T) {
 }
 
 func TestPlayer(t *testing.T) {
-	m, err := emulated.New(emulated.Options{Virtual: true})
+	m, err := emulated.New(emulated.Options{Virtual: true, GPUs: []emulated.GPU{{MemoryBytes: 1000}, {MemoryBytes: 1000}, {MemoryBytes: 1000}}})
 	if err != nil {
 		t.Fatal(err)
 	}
 	defer m.Close()
-	p := tenants.NewPlayer(tenants.Trace{{0, peers12[0], 10}, {0, peers12[1], 0}, {5, peers12[0], 4}, {7, peers12[0], 70}}, m)
+	borrowed, err := m.Alloc(peers12[0], 512, "borrowed")
+	if err != nil {
+		t.Fatal(err)
+	}
+	asked := map[device.Space]int64{}
+	p := tenants.NewPlayer(tenants.Trace{{0, peers12[0], 10}, {0, peers12[1], 0}, {5, peers12[0], 4}, {7, peers12[0], 700}, {9, peers12[1], 5000}}, m,
+		func(s device.Space, n int64) { asked[s] = n })
 	for _, c := range []struct {
 		now, next time.Duration
 		more      bool
 		other     int64
-	}{{0, 5, true, 10}, {4, 5, true, 10}, {6, 7, true, 4}, {9, 0, false, 70}} {
+		asked     int64
+		gives     bool
+	}{
+		{now: 0, next: 5, more: true, other: 10},
+		{now: 4, next: 5, more: true, other: 10},
+		{now: 6, next: 7, more: true, other: 4},
+		{now: 8, next: 9, more: true, other: 4, asked: 696},
+		{now: 8, next: 9, more: true, other: 700, gives: true},
+		{now: 9, other: 700},
+	} {
+		if c.gives {
+			if err := borrowed.Free(); err != nil {
+				t.Fatal(err)
+			}
+		}
+		clear(asked)
 		if err := p.Advance(c.now); err != nil {
 			t.Fatal(err)
 		}
 		u, err := m.Usage(peers12[0])
-		if next, more := p.Next(); err != nil || next != c.next || more != c.more || u.OtherProcesses != c.other {
-			t.Errorf("at %d others hold %d, the next change is at %d, %t; want %+v", c.now, u.OtherProcesses, next, more, c)
+		if next, more := p.Next(); err != nil || next != c.next || more != c.more || u.OtherProcesses != c.other || asked[peers12[0]] != c.asked || p.Waiting() != (c.asked > 0) {
+			t.Errorf("at %d others hold %d, asked for %v, the next change is at %d, %t; want %+v", c.now, u.OtherProcesses, asked, next, more, c)
 		}
+	}
+	if u, err := m.Usage(peers12[1]); err != nil || u.OtherProcesses != 1000 {
+		t.Errorf("a trace of a larger GPU occupies %d, %v; want all of this one", u.OtherProcesses, err)
 	}
 	if err := p.Stop(); err != nil {
 		t.Fatal(err)
 	}
-	if u, err := m.Usage(peers12[0]); err != nil || u.OtherProcesses != 0 {
-		t.Errorf("others hold %d after the end, %v", u.OtherProcesses, err)
+	for _, s := range peers12 {
+		if u, err := m.Usage(s); err != nil || u.OtherProcesses != 0 || p.Waiting() {
+			t.Errorf("others hold %d after the end, %v", u.OtherProcesses, err)
+		}
 	}
 	var e *device.Error
-	if err := tenants.NewPlayer(tenants.Trace{{0, device.HBM(9), 10}}, m).Advance(0); !errors.As(err, &e) {
+	if err := tenants.NewPlayer(tenants.Trace{{0, device.HBM(9), 10}}, m, nil).Advance(0); !errors.As(err, &e) {
 		t.Errorf("a peer that is not there: %v", err)
 	}
 }

@@ -3,7 +3,6 @@ package tenants
 import (
 	"bufio"
 	"cmp"
-	"errors"
 	"fmt"
 	"io"
 	"math"
@@ -237,64 +236,4 @@ func Generate(o Options) (Trace, error) {
 	}
 	slices.SortStableFunc(t, bySample)
 	return t, nil
-}
-
-// Occupier is a machine on which memory can be occupied as by another process; negative
-// bytes release. Emulated machines implement it.
-type Occupier interface {
-	Occupy(s device.Space, bytes int64) error
-}
-
-// Player replays a trace: it occupies and releases memory as time passes. Only one
-// goroutine may use it.
-type Player struct {
-	trace    Trace
-	occupier Occupier
-	next     int
-	held     map[device.Space]int64
-}
-
-// NewPlayer returns a Player at the beginning of the trace.
-func NewPlayer(t Trace, taker Occupier) *Player {
-	return &Player{trace: t, occupier: taker, held: map[device.Space]int64{}}
-}
-
-// Advance applies all changes due until now, counted from the trace's beginning.
-func (p *Player) Advance(now time.Duration) error {
-	for p.next < len(p.trace) && p.trace[p.next].At <= now {
-		s := p.trace[p.next]
-		if err := p.set(s.Peer, s.Bytes); err != nil {
-			return err
-		}
-		p.next++
-	}
-	return nil
-}
-
-// Next returns the time of the next change; false at the trace's end.
-func (p *Player) Next() (time.Duration, bool) {
-	if p.next == len(p.trace) {
-		return 0, false
-	}
-	return p.trace[p.next].At, true
-}
-
-// Stop releases all occupied memory.
-func (p *Player) Stop() error {
-	p.next = len(p.trace)
-	var errs []error
-	for s := range p.held {
-		errs = append(errs, p.set(s, 0))
-	}
-	return errors.Join(errs...)
-}
-
-func (p *Player) set(s device.Space, bytes int64) error {
-	if d := bytes - p.held[s]; d != 0 {
-		if err := p.occupier.Occupy(s, d); err != nil {
-			return fmt.Errorf("tenants: play a trace: %w", err)
-		}
-	}
-	p.held[s] = bytes
-	return nil
 }
