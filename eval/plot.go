@@ -43,7 +43,7 @@ var (
 )
 
 // PlotSweep draws decode throughput over the offload fraction: for each tier what was
-// measured as points, what the planner predicts as a line, and its saturation point, the
+// measured, on a GPU or on emulated devices, as points, what the planner predicts as a line, and its saturation point, the
 // fraction from which on copies take longer than all else, as a vertical line. Where
 // nothing is predicted, lines join what was measured. format is one of PlotFormats.
 func PlotSweep(out io.Writer, format string, results []Result) error {
@@ -64,6 +64,10 @@ func sweepFigure(results []Result) *figure.Lines {
 	} else {
 		note += r.Device
 	}
+	how := "measured"
+	if r.Emulated {
+		how = "emulated"
+	}
 	panel := figure.Panel{Y: figure.Axis{Label: "decode throughput (tokens/s)"}}
 	chart := &figure.Lines{
 		Title: "Decode throughput by offload fraction", Note: note,
@@ -78,11 +82,11 @@ func sweepFigure(results []Result) *figure.Lines {
 			panel.Series = append(panel.Series, figure.Series{Name: tier.String() + " memory, predicted", Look: tierLooks[tier], Points: curve, Line: true})
 		}
 		panel.Series = append(panel.Series, figure.Series{
-			Name: tier.String() + " memory, measured", Look: tierLooks[tier], Points: measuredPoints(results, tier), Marks: true, Line: len(curve) == 0,
+			Name: tier.String() + " memory, " + how, Look: tierLooks[tier], Points: measuredPoints(results, tier), Marks: true, Line: len(curve) == 0,
 		})
 	}
 	if len(panel.Series) == 0 {
-		panel.Series = []figure.Series{{Name: "nothing offloaded, measured", Look: figure.LookPlain, Points: measuredPoints(results, configs.NoTier), Marks: true}}
+		panel.Series = []figure.Series{{Name: "nothing offloaded, " + how, Look: figure.LookPlain, Points: measuredPoints(results, configs.NoTier), Marks: true}}
 	}
 	for tier, f := range saturationPoints(results) {
 		chart.Tags = append(chart.Tags, figure.Tag{X: 100 * f, Name: fmt.Sprintf("%s: saturation point %.1f %%", tier, 100*f)})

@@ -735,7 +735,7 @@ func TestPlots(t *testing.T) {
 	}{
 		{"sweep", eval.PlotSweep, []string{
 			"fake, batch of 3 requests, emulated devices and links", "experts offloaded (% of all)", "decode throughput (tokens/s)",
-			"host memory, measured", "peer memory, measured", "host memory, predicted", "host: saturation point", "50", "100",
+			"host memory, emulated", "peer memory, emulated", "host memory, predicted", "host: saturation point", "50", "100",
 		}},
 		{"gains", eval.PlotGains, []string{
 			"batches of 3 requests, emulated devices and links", "gain in throughput (%)", "fake", "+100 %", "+50 %", "decode throughput", "end-to-end throughput",

@@ -64,12 +64,13 @@ func writeShared(out io.Writer, results []Result) error {
 	var b strings.Builder
 	fmt.Fprintf(&b, "\n%s (%s): %s, %d prompt tokens, %d generated tokens, %s\n",
 		r.Model, r.DType, requests(r.Requests), r.PromptTokens, r.GeneratedTokens, count(len(r.Trials), "trial"))
-	fmt.Fprintf(&b, "a step has %s of %d tokens and runs experts once per %s (--expert-grouping %[3]s); attention on the %s",
+	fmt.Fprintf(&b, "a decode step has %s of %d tokens and runs experts once per %s (--expert-grouping %[3]s); attention on the %s",
 		count(r.NumMicroBatches, "micro-batch"), r.MicroBatchTokens, r.ExpertGrouping, strings.ToUpper(r.Attention.String()))
 	if r.DistinctExperts > 0 {
 		fmt.Fprintf(&b, "\nin the last decode step a layer used %.1f experts on average, and each of these had %.1f tokens on average, %d at most", r.DistinctExperts, r.TokensPerExpert, r.MaxTokensPerExpert)
 	}
 	b.WriteString("\ntier: where offloaded experts are fetched from; bound by: what takes longest in a decode step; hit rate: expert uses found in GPU memory / all uses" +
+		"\nfetched MiB/step: experts copied to the GPU in a decode step" +
 		"\npredicted: decode tok/s that the planner calculates before the run; roofline: decode tok/s at the shortest time that the rates allow for the experts that were used")
 	if len(r.Trials) > 1 {
 		b.WriteString("; ±: standard deviation")
@@ -89,8 +90,12 @@ func writeShared(out io.Writer, results []Result) error {
 		}
 		same = same && results[i].TokensSHA256 == r.TokensSHA256
 	}
+	clock := ""
+	if r.Emulation != nil && r.Emulation.Rates == RatesVirtual {
+		clock = ", on the virtual clock"
+	}
 	for _, cause := range slices.Sorted(maps.Keys(stalls)) {
-		fmt.Fprintf(&b, "the GPU's compute stream was stalled %.4g s for %s, all lines and trials together\n", stalls[cause], cause)
+		fmt.Fprintf(&b, "the GPU's compute stream was stalled %.4g s for %s, all lines and trials together%s\n", stalls[cause], cause, clock)
 	}
 	if len(builds) > 1 {
 		b.WriteString("measured by other builds, too: " + strings.Join(builds[1:], "; ") + "\n")
