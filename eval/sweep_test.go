@@ -440,7 +440,7 @@ func TestTables(t *testing.T) {
 		"moeserve v1.2.3, commit 0123456789ab with changes, 2026-01-02T03:04:05Z\ncommand: moeserve bench sweep\n",
 		"device: none, emulated on the CPU (--emulate virtual), on a virtual clock: times are calculated from the given rates\n", "hardware rates: fake\n", "H2D link     0.1 GB/s (made up)\n",
 		"fake (bfloat16): 3 requests, 6 prompt tokens, 9 generated tokens, 2 trials", "host link", "75.0 %",
-		" s for router-sync, all lines and trials together\n", "predicted saturation point, from host: ", "the same tokens in all lines",
+		" s for router-sync, all lines and trials together, on the virtual clock\n", "predicted saturation point, from host: ", "the same tokens in all lines",
 		"at 50 % offloaded, peer over host memory: +100 % decode throughput, +50 % end-to-end",
 	} {
 		if !strings.Contains(table.String(), want) {

@@ -71,7 +71,7 @@ func writeShared(out io.Writer, results []Result) error {
 	}
 	b.WriteString("\ntier: where offloaded experts are fetched from; bound by: what takes longest in a decode step; hit rate: expert uses found in GPU memory / all uses" +
 		"\nfetched MiB/step: experts copied to the GPU in a decode step" +
-		"\npredicted: decode tok/s that the planner calculates before the run; roofline: decode tok/s at the shortest time that the rates allow for the experts that were used")
+		"\npredicted: decode tok/s that the planner calculates before the run; roofline: decode tok/s at the shortest time that the rates allow, with as many experts as a uniform router selects")
 	if len(r.Trials) > 1 {
 		b.WriteString("; ±: standard deviation")
 	}
