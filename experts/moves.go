@@ -53,6 +53,9 @@ type PromoteOptions struct {
 	Peers []device.Space
 	// Cost of losing the copy: see harvest.Hints.
 	Cost time.Duration
+	// Move: the expert may have a copy on another peer, which is freed once the new one is
+	// complete.
+	Move bool
 }
 
 // Promote starts the copy of an offloaded expert to a peer's memory, and returns at once.
@@ -71,7 +74,7 @@ func (s *Store) Promote(id ID, o PromoteOptions) error {
 		for e := id.Expert - 1; e >= 0 && yield(ID{id.Layer, e}); e-- {
 		}
 	}
-	if err := s.peers.Put(id, s.places.hostRegion(id), peercache.PutOptions[ID]{Peers: o.Peers, Cost: o.Cost, After: before}); err != nil {
+	if err := s.peers.Put(id, s.places.hostRegion(id), peercache.PutOptions[ID]{Peers: o.Peers, Cost: o.Cost, Move: o.Move, After: before}); err != nil {
 		return wrap(err)
 	}
 	return nil

@@ -1,6 +1,7 @@
 package peercache
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -110,38 +111,42 @@ func (c *Cache[K]) Find(key K) *Copy[K] {
 	return c.landed.get(key)
 }
 
-// lookup returns the object's copy, landed or moving. mu is held.
-func (c *Cache[K]) lookup(key K) *Copy[K] {
-	if x := c.landed.get(key); x != nil {
-		return x
-	}
+// lookup returns the object's copies, or nil: one that has landed, and one that is moving.
+// There are both only while the object moves to another place. mu is held.
+func (c *Cache[K]) lookup(key K) (landed, moving *Copy[K]) {
 	if i := slices.IndexFunc(c.moving, func(x *Copy[K]) bool { return x.key == key }); i >= 0 {
-		return c.moving[i]
+		moving = c.moving[i]
 	}
-	return nil
+	return c.landed.get(key), moving
+}
+
+// has reports whether the copy was not removed. mu is held.
+func (c *Cache[K]) has(x *Copy[K]) bool {
+	landed, moving := c.lookup(x.key)
+	return x == landed || x == moving
 }
 
 // Put starts to copy an object to a peer's memory, and returns at once. The caller does
 // not write src until the copy has landed or failed. An error wraps
 // harvest.ErrNoCapacity, ErrQuota, ErrRate or ErrClosed if harvest has no memory for it,
-// or ErrBusy.
+// or ErrBusy. If the copy fails, one that the object had before stays.
 func (c *Cache[K]) Put(key K, src device.Region, o PutOptions[K]) error {
 	if c == nil {
 		return fmt.Errorf("no peer memory is configured: %w", harvest.ErrNoCapacity)
 	}
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	switch {
+	switch landed, moving := c.lookup(key); {
 	case c.closed:
 		return harvest.ErrClosed
-	case c.lookup(key) != nil:
+	case moving != nil || landed != nil && !o.Move:
 		return ErrBusy
 	}
 	hints := harvest.Hints{Client: c.o.Client, Label: c.o.Name(key), Peers: o.Peers, Reader: c.o.Reader, Cost: o.Cost}
 	if o.After != nil {
 		for before := range o.After {
-			if x := c.lookup(before); x != nil {
-				hints.After = x.handle
+			if landed, moving := c.lookup(before); landed != nil || moving != nil {
+				hints.After = cmp.Or(moving, landed).handle
 				break
 			}
 		}
@@ -188,14 +193,19 @@ func (c *Cache[K]) fill(x *Copy[K], src device.Region) error {
 	return nil
 }
 
-// Drop removes the object's copy, moving or landed. Without one it does nothing.
+// Drop removes the object's copies, moving or landed. Without one it does nothing.
 func (c *Cache[K]) Drop(key K) error {
 	if c == nil {
 		return nil
 	}
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	x := c.lookup(key)
+	landed, moving := c.lookup(key)
+	return errors.Join(c.drop(landed), c.drop(moving))
+}
+
+// drop removes a copy that is not needed any more; x may be nil. mu is held.
+func (c *Cache[K]) drop(x *Copy[K]) error {
 	if x == nil {
 		return nil
 	}
@@ -236,7 +246,7 @@ func (c *Cache[K]) info(x *Copy[K], reason Reason) CopyInfo[K] {
 func (c *Cache[K]) revoked(x *Copy[K]) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	if c.lookup(x.key) != x {
+	if !c.has(x) {
 		return // removed before
 	}
 	c.stats.Revoked++
@@ -251,8 +261,11 @@ func (c *Cache[K]) SetCost(key K, cost time.Duration) {
 	}
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	if x := c.lookup(key); x != nil {
-		x.handle.SetCost(cost)
+	landed, moving := c.lookup(key)
+	for _, x := range []*Copy[K]{landed, moving} {
+		if x != nil {
+			x.handle.SetCost(cost)
+		}
 	}
 }
 
@@ -298,6 +311,7 @@ func (c *Cache[K]) publish(x *Copy[K], err error) {
 		return
 	}
 	c.peers.reset(x.handle.Device())
+	c.logFreeError(c.drop(c.landed.get(x.key)))
 	c.landed.put(x.key, x)
 	c.stats.Landed++
 	c.stats.Bytes += x.handle.Bytes()
@@ -325,7 +339,7 @@ func (c *Cache[K]) ReadFailed(copies []*Copy[K], err error) bool {
 	defer c.mu.Unlock()
 	c.failed(copies[0].Device(), err)
 	for _, x := range copies {
-		if c.lookup(x.key) == x { // otherwise it was revoked meanwhile, or removed after another read
+		if c.has(x) { // otherwise it was revoked meanwhile, or removed after another read
 			c.logFreeError(c.release(x, Failed))
 		}
 	}

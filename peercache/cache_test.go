@@ -314,6 +314,92 @@ func TestRevokedOnTheWay(t *testing.T) {
 	}
 }
 
+// move moves an object's copy to another peer.
+func (r *rig) move(i, gpu int) error {
+	return r.cache.Put(r.keys[i], r.host.Region(int64(i)*objectBytes, objectBytes), PutOptions[string]{Peers: []device.Space{device.HBM(gpu)}, Move: true})
+}
+
+// TestMove: an object that moves is found where it was until the new copy has landed, and
+// stays there if that fails or is revoked.
+func TestMove(t *testing.T) {
+	for _, end := range []string{"lands", "fails", "revoked", "revoked before", "dropped"} {
+		t.Run(end, func(t *testing.T) {
+			r := newRig(t, emulated.Options{Virtual: true}, harvest.Options{})
+			r.fill(1)
+			old := r.cache.Find(r.keys[1])
+			from, _ := old.Device().GPU()
+			to := 3 - from
+			stall := r.m.Inject(&emulated.Fault{Kind: emulated.StallCopy, Times: -1})
+			if end == "fails" {
+				r.m.Inject(&emulated.Fault{Kind: emulated.FailCopy, Times: 2})
+			}
+			r.ok(r.move(1, to))
+			if err := r.move(1, from); !errors.Is(err, ErrBusy) {
+				t.Errorf("moved twice: %v", err)
+			}
+			if n := r.cache.Poll(); n != 1 || r.cache.Find(r.keys[1]) != old || !r.has(1) {
+				t.Errorf("%d on their way, found: %t", n, r.has(1))
+			}
+			r.takeEvents()
+			var taken *harvest.Reclamation
+			var err error
+			switch end {
+			case "revoked":
+				taken, err = r.harvest.Reclaim(device.HBM(to), 1<<20, time.Minute)
+			case "revoked before":
+				taken, err = r.harvest.Reclaim(device.HBM(from), 1<<20, time.Minute)
+			case "dropped":
+				err = r.cache.Drop(r.keys[1])
+			}
+			r.ok(err)
+			stall.Release()
+			if taken != nil {
+				r.ok(taken.Wait(t.Context()))
+			}
+			r.ok(r.cache.Wait(t.Context()))
+			now := r.cache.Find(r.keys[1])
+			switch end {
+			case "lands", "revoked before":
+				if now == nil || now.Device() != device.HBM(to) {
+					t.Errorf("the object is at %+v", now)
+				}
+			case "dropped":
+				if now != nil {
+					t.Errorf("the object is at %+v", now)
+				}
+			default:
+				if now != old {
+					t.Errorf("the object is at %+v", now)
+				}
+			}
+			if end != "dropped" {
+				_, ticket := r.read(1)
+				r.ok(ticket.Wait(t.Context()))
+				if !r.right(1) {
+					t.Error("wrong bytes")
+				}
+			}
+			for _, x := range r.cache.canceled {
+				_ = x.ticket.Wait(t.Context()) // it may have been canceled
+			}
+			r.cache.Poll()
+			_, err = r.harvest.Tick(r.m.Now())
+			r.ok(err)
+			handles := 0
+			for _, c := range r.harvest.State().Clients {
+				handles += c.Handles
+			}
+			want := 1
+			if end == "dropped" {
+				want = 0
+			}
+			if handles != want {
+				t.Errorf("%d handles, want %d", handles, want)
+			}
+		})
+	}
+}
+
 // TestRevoked: a landed copy that is revoked is not found any more, before its readers
 // have ended; and its memory stays until they have.
 func TestRevoked(t *testing.T) {
@@ -565,7 +651,7 @@ func unguarded(t *testing.T, seed uint64, without string) (found bool) {
 func TestAnything(t *testing.T) {
 	rapid.Check(t, func(rt *rapid.T) {
 		o := emulated.Options{Virtual: true, Schedule: emulated.Schedule(rapid.IntRange(0, 2).Draw(rt, "schedule")), Seed: rapid.Uint64Range(0, 1<<20).Draw(rt, "seed")}
-		actions := rapid.SliceOfN(rapid.IntRange(0, 9), 5, 40).Draw(rt, "actions")
+		actions := rapid.SliceOfN(rapid.IntRange(0, 10), 5, 40).Draw(rt, "actions")
 		objects := rapid.SliceOfN(rapid.IntRange(0, 11), len(actions), len(actions)).Draw(rt, "objects")
 		if !t.Run("", func(t *testing.T) {
 			r := newRig(t, o, harvest.Options{})
@@ -604,6 +690,15 @@ func TestAnything(t *testing.T) {
 					}
 					_, err := r.harvest.Tick(r.m.Now())
 					r.ok(err)
+				case 8:
+					moving := slices.Contains(r.cache.Moving(), r.keys[i])
+					err := r.move(i, 1+k%2)
+					if errors.Is(err, ErrBusy) != moving {
+						t.Fatalf("moved, on its way: %t: %v", moving, err)
+					}
+					if err != nil && !errors.Is(err, ErrBusy) && !errors.Is(err, harvest.ErrNoCapacity) {
+						t.Fatal(err)
+					}
 				case 7:
 					for p := range 2 {
 						r.ok(r.harvest.Readmit(device.HBM(1 + p)))

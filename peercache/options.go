@@ -87,6 +87,9 @@ type PutOptions[K comparable] struct {
 	Peers []device.Space
 	// Cost of losing the copy: see harvest.Hints.
 	Cost time.Duration
+	// Move: the object may have a copy already, which is removed once the new one has
+	// landed.
+	Move bool
 	// After yields objects that this one is read together with, the best first: the
 	// memory right behind the copy of the first of them that has one is requested.
 	// Default: none.

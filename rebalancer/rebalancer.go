@@ -104,11 +104,22 @@ type Rebalancer struct {
 	core   *Core
 	peers  map[device.Space]*peerState
 	counts Counts
+	// waiting are promotions whose room is still being read by those that had it.
+	waiting []promotion
 	// becomingResident are experts that are being swapped in: their peer copies are
 	// demoted afterwards.
 	becomingResident []experts.ID
 
 	stop func() // ends the loop; nil before Start
+}
+
+// promotion is a started Replace: its copy starts when the replaced one's memory is free.
+type promotion struct {
+	id      experts.ID
+	options experts.PromoteOptions
+	// room is the peer that has the memory, until when the promotion is given up.
+	room  device.Space
+	until time.Duration
 }
 
 // peerState is the back-off state of a peer.
@@ -198,17 +209,17 @@ func (r *Rebalancer) Close() error {
 func (r *Rebalancer) Tick(now time.Duration) error {
 	r.mu.Lock()
 	defer r.mu.Unlock()
+	failed := r.promoteWaiting(now)
 	v := r.view(now, true)
-	var failed error
 	r.core.Step(v, now, func(m Move) bool {
 		if failed != nil || r.backedOff(m, v, now) {
 			return false
 		}
-		err := r.startMove(m, v)
+		err := r.startMove(m, v, now)
 		switch {
 		case err == nil:
 			return true
-		case errors.Is(err, harvest.ErrNoCapacity), errors.Is(err, harvest.ErrQuota), errors.Is(err, harvest.ErrRate):
+		case refused(err):
 			r.backOff(m, v, now, err)
 		case errors.Is(err, experts.ErrBusy), errors.Is(err, harvest.ErrRevoked):
 		default:
@@ -217,6 +228,27 @@ func (r *Rebalancer) Tick(now time.Duration) error {
 		return false
 	})
 	r.setCosts(v)
+	return failed
+}
+
+// promoteWaiting starts the promotions whose room is free by now.
+func (r *Rebalancer) promoteWaiting(now time.Duration) (failed error) {
+	r.waiting = slices.DeleteFunc(r.waiting, func(p promotion) bool {
+		switch err := r.store.Promote(p.id, p.options); {
+		case err == nil:
+			r.counts.Replaced++
+			return true
+		case refused(err):
+			if now < p.until {
+				return false
+			}
+			r.counts.Refused++
+		case errors.Is(err, experts.ErrBusy), errors.Is(err, harvest.ErrRevoked):
+		default:
+			failed = err
+		}
+		return true
+	})
 	return failed
 }
 
@@ -234,10 +266,17 @@ func (r *Rebalancer) view(now time.Duration, readmit bool) View {
 			return !h.Moving // the swap failed
 		}
 	})
+	v.Moving += len(r.waiting)
+	for _, p := range r.waiting {
+		v.Placed[p.id.Layer][p.id.Expert].Moving = true
+	}
 	var health map[device.Space]error
 	var room map[device.Space]int
 	if r.o.Harvest != nil {
 		health, room = r.o.Harvest.Health(), r.o.Harvest.Room(experts.HarvestClient, r.o.Core.Bytes)
+		for _, p := range r.waiting {
+			room[p.room]--
+		}
 	}
 	for _, l := range r.store.Links() {
 		if _, gpu := l.From.GPU(); !gpu {
@@ -303,7 +342,7 @@ func (r *Rebalancer) readmit(st *peerState, peer device.Space, unhealthy error, 
 }
 
 // startMove starts a move.
-func (r *Rebalancer) startMove(m Move, v View) error {
+func (r *Rebalancer) startMove(m Move, v View, now time.Duration) error {
 	if m.Kind == Swap {
 		if err := r.store.Swap(m.In, m.Out); err != nil {
 			return err
@@ -314,33 +353,62 @@ func (r *Rebalancer) startMove(m Move, v View) error {
 		}
 		return nil
 	}
-	if m.Kind == Replace {
-		if err := r.store.Demote(m.Out); err != nil {
-			return err
-		}
-		if v.Placed[m.In.Layer][m.In.Expert].Tier == experts.Peer {
-			if err := r.store.Demote(m.In); err != nil {
-				return err
-			}
-		}
+	o := experts.PromoteOptions{
+		Cost: time.Duration(m.Gain * float64(r.o.Core.Bytes) * float64(r.o.Core.Tuning.Horizon)),
+		Move: v.Placed[m.In.Layer][m.In.Expert].Tier == experts.Peer,
 	}
-	var o experts.PromoteOptions
 	for _, k := range m.To {
 		o.Peers = append(o.Peers, v.Peers[k].From)
 	}
-	o.Cost = time.Duration(m.Gain * float64(r.o.Core.Bytes) * float64(r.o.Core.Tuning.Horizon))
-	if err := r.store.Promote(m.In, o); err != nil {
+	err := r.promote(m, o, v, now)
+	if err != nil {
 		return err
 	}
 	for _, k := range m.To {
 		r.peers[v.Peers[k].From].backoff = 0
 	}
-	if m.Kind == Replace {
-		r.counts.Replaced++
-	} else {
-		r.counts.Promoted++
-	}
 	return nil
+}
+
+// promote starts the copy of a Promote or a Replace.
+func (r *Rebalancer) promote(m Move, o experts.PromoteOptions, v View, now time.Duration) error {
+	if m.Kind == Promote || m.Out == m.In {
+		// An expert that moves to a faster peer has two copies for a time, unless that is
+		// beyond the quota.
+		err := r.store.Promote(m.In, o)
+		switch {
+		case err == nil && m.Kind == Promote:
+			r.counts.Promoted++
+		case err == nil:
+			r.counts.Replaced++
+		case m.Kind == Replace && errors.Is(err, harvest.ErrQuota):
+			return r.replace(m, o, v, now)
+		}
+		return err
+	}
+	return r.replace(m, o, v, now)
+}
+
+// replace demotes an expert and promotes another in its place, as soon as fetches that
+// still read the memory have ended.
+func (r *Rebalancer) replace(m Move, o experts.PromoteOptions, v View, now time.Duration) error {
+	if err := r.store.Demote(m.Out); err != nil {
+		return err
+	}
+	err := r.store.Promote(m.In, o)
+	if refused(err) {
+		r.waiting = append(r.waiting, promotion{m.In, o, v.Placed[m.Out.Layer][m.Out.Expert].Device, now + maxRefusalBackoff})
+		return nil
+	}
+	if err == nil {
+		r.counts.Replaced++
+	}
+	return err
+}
+
+// refused reports whether harvest refused the memory.
+func refused(err error) bool {
+	return errors.Is(err, harvest.ErrNoCapacity) || errors.Is(err, harvest.ErrQuota) || errors.Is(err, harvest.ErrRate)
 }
 
 // backedOff reports whether all peers of the move are in back-off.
@@ -351,10 +419,15 @@ func (r *Rebalancer) backedOff(m Move, v View, now time.Duration) bool {
 }
 
 // backOff starts the back-off of the move's peers after a refusal; it doubles with each
-// consecutive one. A client that has reached its quota may still replace copies.
+// consecutive one. A peer that the plan expected no room on is not why harvest has none:
+// copies there may be replaced. A client that has reached its quota may still replace
+// copies, too.
 func (r *Rebalancer) backOff(m Move, v View, now time.Duration, err error) {
 	r.counts.Refused++
 	for _, k := range m.To {
+		if v.Peers[k].Free <= 0 && errors.Is(err, harvest.ErrNoCapacity) {
+			continue
+		}
 		st := r.peers[v.Peers[k].From]
 		st.backoff = min(max(2*st.backoff, r.o.Interval), maxRefusalBackoff)
 		st.notBefore = now + st.backoff
@@ -403,7 +476,7 @@ func (r *Rebalancer) FillAll(ctx context.Context) error {
 		s.Rates = zeroRates(v.Placed)
 		var refusal error
 		for _, m := range newPlanner(s, v.Capacity, r.o.Core.Tuning, now, true).plan() {
-			if refusal = r.startMove(m, v); refusal != nil {
+			if refusal = r.startMove(m, v, now); refusal != nil {
 				break
 			}
 		}

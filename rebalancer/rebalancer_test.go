@@ -518,6 +518,25 @@ func TestFailingPeer(t *testing.T) {
 	if n := r.rb.Counts().Readmitted; n < 1 || n > 6 || strings.Count(r.log.String(), "retrying a disabled peer") != int(n) {
 		t.Errorf("taken back %d times; log:\n%s", n, r.log)
 	}
+	var after []time.Duration
+	for line := range strings.Lines(r.log.String()) {
+		if _, rest, ok := strings.Cut(line, " after="); ok {
+			d, err := time.ParseDuration(strings.Fields(rest)[0])
+			if err != nil {
+				t.Fatal(err)
+			}
+			after = append(after, d)
+		}
+	}
+	for i, d := range after {
+		if want := 200 * time.Millisecond << i; d != want {
+			t.Errorf("readmitted after %v, want twice as long each time", after)
+			break
+		}
+	}
+	if len(after) < 2 {
+		t.Errorf("readmitted after %v, and not again", after)
+	}
 	readmitted := r.rb.Counts().Readmitted
 	if err := r.m.Lose(2); err != nil {
 		t.Fatal(err)
@@ -582,6 +601,30 @@ func TestFasterPeer(t *testing.T) {
 	}
 }
 
+// TestMoveRefused: an expert that cannot move to a faster peer stays where it is.
+func TestMoveRefused(t *testing.T) {
+	r := newRig(t, rigOptions{machine: emulated.Options{Virtual: true}, peers: []int{24, 12}, rates: []float64{2e6, 20e6}})
+	if err := r.m.Occupy(device.HBM(2), 12*rigBytes); err != nil {
+		t.Fatal(err)
+	}
+	r.steps(2*time.Second, false)
+	r.m.Inject(&emulated.Fault{Kind: emulated.RefuseAlloc, Times: -1, Match: func(p emulated.Point) bool { return p.Space == device.HBM(2) }})
+	if err := r.m.Occupy(device.HBM(2), -12*rigBytes); err != nil {
+		t.Fatal(err)
+	}
+	refused := r.rb.Counts().Refused
+	for range 100 {
+		r.steps(10*time.Millisecond, false)
+		r.tick()
+		if _, peers := r.onPeers(); peers[device.HBM(1)] != 24 {
+			t.Fatalf("peers hold %v", peers)
+		}
+	}
+	if r.rb.Counts().Refused == refused {
+		t.Error("no move was tried")
+	}
+}
+
 // TestSwaps: the hottest experts become resident.
 func TestSwaps(t *testing.T) {
 	r := newRig(t, rigOptions{machine: emulated.Options{Virtual: true}, offload: 0.75, adaptive: true})
@@ -638,6 +681,92 @@ func TestRefusals(t *testing.T) {
 				}
 			}
 		})
+	}
+}
+
+// TestRefusingPeer: a peer that has free memory and never gives any does not keep
+// experts from being replaced on another.
+func TestRefusingPeer(t *testing.T) {
+	r := newRig(t, rigOptions{machine: emulated.Options{Virtual: true}, peers: []int{12, 24}})
+	r.m.Inject(&emulated.Fault{Kind: emulated.RefuseAlloc, Times: -1, Match: func(p emulated.Point) bool { return p.Space == device.HBM(2) }})
+	r.steps(2*time.Second, false)
+	r.hot += 3
+	r.steps(4*time.Second, false)
+	if _, peers := r.onPeers(); peers[device.HBM(1)] != 12 || peers[device.HBM(2)] != 0 {
+		t.Fatalf("peers hold %v", peers)
+	}
+	if hits := r.hitRate(time.Second); hits < 0.7 {
+		t.Errorf("with the 12 hottest experts on the peer the hit rate is %.2f; %+v", hits, r.rb.Counts())
+	}
+}
+
+// draining is a store whose peer memory is only free some ticks after a Demote.
+type draining struct {
+	*experts.Store
+	ticks int
+	// free is the number of Promotes that are refused before the latest Demote's memory is
+	// free; promoted and demoted are those that were carried out.
+	free              int
+	promoted, demoted []experts.ID
+}
+
+func (s *draining) Poll() int {
+	if s.free > 0 {
+		s.free--
+	}
+	return s.Store.Poll()
+}
+
+func (s *draining) Demote(id experts.ID) error {
+	s.free = s.ticks
+	s.demoted = append(s.demoted, id)
+	return s.Store.Demote(id)
+}
+
+func (s *draining) Promote(id experts.ID, o experts.PromoteOptions) error {
+	if s.free > 0 {
+		return fmt.Errorf("still being read: %w", harvest.ErrNoCapacity)
+	}
+	err := s.Store.Promote(id, o)
+	if err == nil {
+		s.promoted = append(s.promoted, id)
+	}
+	return err
+}
+
+// TestReplaceWaitsForTheRoom: where the memory of the replaced expert is still being read,
+// the other one's copy is made when that has ended, and no peer counts as refusing.
+func TestReplaceWaitsForTheRoom(t *testing.T) {
+	var s *draining
+	r := newRig(t, rigOptions{
+		machine: emulated.Options{Virtual: true}, peers: []int{12}, core: rebalancer.CoreOptions{MaxMoving: 1},
+		store: func(real *experts.Store) rebalancer.Store {
+			s = &draining{Store: real, ticks: 3}
+			return s
+		},
+	})
+	r.steps(2*time.Second, false)
+	r.hot += 4
+	s.promoted = nil
+	for range 1000 {
+		before := len(s.demoted)
+		r.steps(10*time.Millisecond, false)
+		if len(s.demoted) == before {
+			continue
+		}
+		promoted := len(s.promoted)
+		for range 10 {
+			r.tick()
+		}
+		if len(s.promoted) <= promoted {
+			t.Fatal("an expert was demoted, and no other was promoted in its place")
+		}
+	}
+	if n := r.rb.Counts(); n.Replaced == 0 || n.Refused != 0 {
+		t.Errorf("%+v", n)
+	}
+	if _, peers := r.onPeers(); peers[device.HBM(1)] < 11 {
+		t.Errorf("%d experts on the peer", peers[device.HBM(1)])
 	}
 }
 
