@@ -31,6 +31,7 @@ type controller struct {
 	freeing  []*Handle
 	draining []*revocation
 	counts   [reasons]int64 // revoked slabs
+	panics   int64          // callbacks that panicked
 	closing  bool
 	actions  []action
 }
@@ -138,8 +139,9 @@ type (
 		err error
 	}
 	called struct {
-		h    *Handle
-		took time.Duration
+		h        *Handle
+		took     time.Duration
+		panicked *PanicInfo
 	}
 	scrubbed struct {
 		slab *slab

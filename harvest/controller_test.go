@@ -125,7 +125,7 @@ func (s *core) result(line string) result {
 		if err != nil {
 			s.t.Fatal(err)
 		}
-		return called{s.handles[f[1]], took}
+		return called{h: s.handles[f[1]], took: took}
 	case "scrubbed":
 		return scrubbed{s.slab(f[1]), err}
 	case "released":

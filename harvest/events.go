@@ -70,6 +70,8 @@ type EventListener struct {
 	Revoked           func(RevokeInfo)
 	RevocationEnded   func(RevocationInfo)
 	DeadlineMissed    func(DeadlineMissInfo)
+	// CallbackPanicked: a handle's callback panicked, and counts as returned.
+	CallbackPanicked func(PanicInfo)
 	// PeerHealthChanged: a peer became unhealthy, or healthy again.
 	PeerHealthChanged func(PeerInfo)
 }
@@ -185,6 +187,15 @@ func (i DeadlineMissInfo) String() string {
 	return fmt.Sprintf("slab %d on %s is still being scrubbed", i.Slab, i.Device)
 }
 
+// PanicInfo is a callback that panicked.
+type PanicInfo struct {
+	Handle *Handle
+	Reason Reason
+	// Value of the panic, and the stack.
+	Value any
+	Stack string
+}
+
 // PeerInfo is a change of a peer's health.
 type PeerInfo struct {
 	Device device.Space
@@ -203,6 +214,7 @@ func (l EventListener) EnsureDefaults() EventListener {
 	setNoop(&l.Revoked)
 	setNoop(&l.RevocationEnded)
 	setNoop(&l.DeadlineMissed)
+	setNoop(&l.CallbackPanicked)
 	setNoop(&l.PeerHealthChanged)
 	return l
 }
@@ -232,6 +244,8 @@ func (l *EventListener) emit(info any) {
 		l.Revoked(i)
 	case DeadlineMissInfo:
 		l.DeadlineMissed(i)
+	case PanicInfo:
+		l.CallbackPanicked(i)
 	case PeerInfo:
 		l.PeerHealthChanged(i)
 	default:
@@ -258,6 +272,7 @@ func Tee(a, b EventListener) EventListener {
 		Revoked:           both(a.Revoked, b.Revoked),
 		RevocationEnded:   both(a.RevocationEnded, b.RevocationEnded),
 		DeadlineMissed:    both(a.DeadlineMissed, b.DeadlineMissed),
+		CallbackPanicked:  both(a.CallbackPanicked, b.CallbackPanicked),
 		PeerHealthChanged: both(a.PeerHealthChanged, b.PeerHealthChanged),
 	}
 }
@@ -280,6 +295,7 @@ func LogEvents(log *slog.Logger) EventListener {
 		Revoked:           logEvent[RevokeInfo](log),
 		RevocationEnded:   logEvent[RevocationInfo](log),
 		DeadlineMissed:    logEvent[DeadlineMissInfo](log),
+		CallbackPanicked:  logEvent[PanicInfo](log),
 		PeerHealthChanged: logEvent[PeerInfo](log),
 	}
 }
@@ -331,6 +347,8 @@ func (i SlabInfo) line() logRecord {
 			slog.LevelError, "slab released without scrubbing; weights or KV may be readable by the next user of the memory",
 			append(about, "err", i.Err),
 		}
+	case !i.Scrubbed:
+		return logRecord{slog.LevelWarn, "slab of a disabled peer released without scrubbing; its content may be readable there", about}
 	}
 	return logRecord{slog.LevelDebug, "slab released", append(about, "reason", i.Reason.String())}
 }
@@ -359,6 +377,13 @@ func (i DeadlineMissInfo) line() logRecord {
 	return logRecord{level, "deadline missed: " + i.String(), []any{"slab", i.Slab, "device", i.Device.String(), "reason", i.Reason.String()}}
 }
 
+func (i PanicInfo) line() logRecord {
+	return logRecord{
+		slog.LevelError, fmt.Sprintf("callback of %v panicked, and counts as returned", i.Handle),
+		[]any{"device", i.Handle.Device().String(), "reason", i.Reason.String(), "panic", fmt.Sprint(i.Value), "stack", i.Stack},
+	}
+}
+
 func (i PeerInfo) line() logRecord {
 	if i.Health != nil {
 		return logRecord{slog.LevelError, "peer disabled; what it held is fetched from host memory", []any{"device", i.Device.String(), "err", i.Health}}
@@ -372,4 +397,5 @@ func (i FreeInfo) String() string       { return i.line().String() }
 func (i SlabInfo) String() string       { return i.line().String() }
 func (i RevocationInfo) String() string { return i.line().String() }
 func (i RevokeInfo) String() string     { return i.line().String() }
+func (i PanicInfo) String() string      { return i.line().String() }
 func (i PeerInfo) String() string       { return i.line().String() }

@@ -8,11 +8,12 @@ import (
 // The JSON form of a State: spaces, health and reasons are text, durations are in
 // nanoseconds.
 type stateJSON struct {
-	Now         time.Duration          `json:"now_ns"`
-	Peers       []peerJSON             `json:"peers"`
-	Clients     map[string]ClientUsage `json:"clients"`
-	Draining    int                    `json:"draining"`
-	Revocations map[Reason]int64       `json:"revocations"`
+	Now            time.Duration          `json:"now_ns"`
+	Peers          []peerJSON             `json:"peers"`
+	Clients        map[string]ClientUsage `json:"clients"`
+	Draining       int                    `json:"draining"`
+	Revocations    map[Reason]int64       `json:"revocations"`
+	CallbackPanics int64                  `json:"callback_panics"`
 }
 
 type peerJSON struct {
@@ -44,7 +45,7 @@ type slabJSON struct {
 
 // MarshalJSON implements json.Marshaler.
 func (s State) MarshalJSON() ([]byte, error) {
-	j := stateJSON{Now: s.Now, Clients: s.Clients, Draining: s.Draining, Revocations: s.Revocations}
+	j := stateJSON{Now: s.Now, Clients: s.Clients, Draining: s.Draining, Revocations: s.Revocations, CallbackPanics: s.CallbackPanics}
 	for _, p := range s.Peers {
 		j.Peers = append(j.Peers, p.json())
 	}

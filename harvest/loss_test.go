@@ -1,9 +1,13 @@
 package harvest_test
 
 import (
+	"bytes"
 	"context"
 	"errors"
+	"log/slog"
+	"strings"
 	"testing"
+	"time"
 
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/device/emulated"
@@ -159,5 +163,166 @@ func TestReadingOverlappedByAnAlloc(t *testing.T) {
 	}
 	if p := r.r.State().Peers[0]; p.Free != u.Free() {
 		t.Errorf("%d bytes count as free, and %d are", p.Free, u.Free())
+	}
+}
+
+// scrubRefused is a machine whose scrub streams refuse copies.
+type scrubRefused struct {
+	*emulated.Machine
+	refuse func(dst device.Range) bool
+}
+
+func (m *scrubRefused) NewStream(space device.Space, o device.StreamOptions) (device.Stream, error) {
+	s, err := m.Machine.NewStream(space, o)
+	if strings.HasPrefix(o.Name, "harvest scrub") {
+		s = refusingStream{s, m}
+	}
+	return s, err
+}
+
+type refusingStream struct {
+	device.Stream
+	m *scrubRefused
+}
+
+func (s refusingStream) Copy(dst, src device.Range) error {
+	if s.m.refuse(dst) {
+		return &device.Error{Op: "copy", Space: s.Space(), Err: device.ErrCopyFailed}
+	}
+	return s.Stream.Copy(dst, src)
+}
+
+// TestRefusedScrub: a slab whose scrubbing the device refuses half-way, again and again, is
+// freed when what the device did accept has ended, though it is behind other slabs'.
+func TestRefusedScrub(t *testing.T) {
+	m, err := emulated.New(emulated.Options{
+		Virtual: true, Check: true, GPUs: make([]emulated.GPU, 2), HostLink: emulated.Link{BytesPerSecond: 1e6},
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	ok := func(err error) {
+		t.Helper()
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	var handles [3]*harvest.Handle
+	refusing := &scrubRefused{Machine: m, refuse: func(dst device.Range) bool {
+		slab := handles[0].Region().Range
+		return dst.Addr > slab.Addr && dst.Addr < slab.End()
+	}}
+	const slab = 1 << 16
+	released := map[uint64]harvest.SlabInfo{}
+	r, err := harvest.New(harvest.Options{
+		Machine: refusing, Peers: []device.Space{device.HBM(1)}, SlabBytes: slab, ScrubBytes: 1 << 12, Deadline: time.Minute,
+		Events: harvest.EventListener{
+			SlabReleased:   func(i harvest.SlabInfo) { released[i.Slab] = i },
+			DeadlineMissed: func(i harvest.DeadlineMissInfo) { t.Error(i) },
+		},
+	})
+	ok(err)
+	for i := range handles {
+		handles[i], err = r.Alloc(slab, harvest.Hints{Cost: time.Duration(1 + i)})
+		ok(err)
+	}
+	tick := func() {
+		_, err := r.Tick(m.Now())
+		ok(err)
+	}
+	// The first slab's scrubbing is refused, and then that of the second begins, behind
+	// which a part of the first one's is enqueued again. The third slab is scrubbed before
+	// the first one's third time.
+	_, err = r.Reclaim(device.HBM(1), 2*slab, 0)
+	ok(err)
+	tick()
+	c, err := r.Reclaim(device.HBM(1), slab, 0)
+	ok(err)
+	tick()
+	tick()
+	ok(c.Wait(t.Context()))
+	ok(r.Close(t.Context()))
+	for i, h := range handles {
+		if got := released[h.Slab()]; got.Scrubbed != (i > 0) || errors.Is(got.Err, device.ErrCopyFailed) != (i == 0) {
+			t.Errorf("slab %d: %+v", i, got)
+		}
+	}
+	ok(m.Close())
+}
+
+// TestCallbackPanics: a panic in a callback is reported, and the memory is released as if
+// the callback had returned.
+func TestCallbackPanics(t *testing.T) {
+	m, err := emulated.New(emulated.Options{Virtual: true, GPUs: make([]emulated.GPU, 2)})
+	if err != nil {
+		t.Fatal(err)
+	}
+	var text bytes.Buffer
+	r, err := harvest.New(harvest.Options{
+		Machine: m, Peers: []device.Space{device.HBM(1)}, SlabBytes: 1 << 12,
+		Events: harvest.LogEvents(slog.New(slog.NewTextHandler(&text, nil))),
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	called := 0
+	for range 2 {
+		h, err := r.Alloc(1000, harvest.Hints{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := r.RegisterCallback(h, func(harvest.Revocation) {
+			if called++; called == 1 {
+				panic("index out of range")
+			}
+		}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	c, err := r.Reclaim(device.HBM(1), 1000, time.Minute)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := c.Wait(t.Context()); err != nil {
+		t.Error(err)
+	}
+	if n := r.State().CallbackPanics; n != 1 || called != 2 {
+		t.Errorf("%d callbacks were called, %d panics counted", called, n)
+	}
+	for _, want := range []string{"level=ERROR", "callback of handle 1", `panic="index out of range"`, "loss_test.go"} {
+		if !strings.Contains(text.String(), want) {
+			t.Errorf("the log has no %q:\n%s", want, &text)
+		}
+	}
+	if err := errors.Join(r.Close(t.Context()), m.Close()); err != nil {
+		t.Error(err)
+	}
+}
+
+// TestUnscrubbedSlabOfDisabledPeer: an operator reads that content may have stayed there.
+func TestUnscrubbedSlabOfDisabledPeer(t *testing.T) {
+	m, err := emulated.New(emulated.Options{Virtual: true, GPUs: make([]emulated.GPU, 2)})
+	if err != nil {
+		t.Fatal(err)
+	}
+	var text bytes.Buffer
+	r, err := harvest.New(harvest.Options{
+		Machine: m, Peers: []device.Space{device.HBM(1)}, SlabBytes: 1 << 12,
+		Events: harvest.LogEvents(slog.New(slog.NewTextHandler(&text, nil))),
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := r.Alloc(1000, harvest.Hints{}); err != nil {
+		t.Fatal(err)
+	}
+	if err := r.Exclude(device.HBM(1), errors.New("copies fail")); err != nil {
+		t.Fatal(err)
+	}
+	if err := errors.Join(r.Close(t.Context()), m.Close()); err != nil {
+		t.Error(err)
+	}
+	if want := `level=WARN msg="harvest: slab of a disabled peer released without scrubbing`; !strings.Contains(text.String(), want) {
+		t.Errorf("the log has no %q:\n%s", want, &text)
 	}
 }

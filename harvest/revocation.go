@@ -272,6 +272,10 @@ func (c *controller) complete(now time.Duration, r result) {
 	case called:
 		l := r.h.account.slab.draining
 		l.callbacksRunning--
+		if r.panicked != nil {
+			c.panics++
+			c.emit(*r.panicked)
+		}
 		if r.took > c.callbackLimit {
 			c.emit(DeadlineMissInfo{Slab: l.slab.id, Device: r.h.r.Space, Reason: l.reason, Handle: r.h, Callback: true, Took: r.took})
 		}

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"runtime/debug"
 	"sync"
 	"time"
 
@@ -113,7 +114,7 @@ func (r *Runtime) Free(h *Handle) error {
 //
 // f runs on the goroutine that ticks, without locks: it may call the runtime. Its slab is
 // not released before f has returned, so f must not block, in particular not wait for a
-// Reclamation or Close.
+// Reclamation or Close. If f panics, that is reported, and f counts as returned.
 func (r *Runtime) RegisterCallback(h *Handle, f func(Revocation)) error {
 	return r.update(func(c *controller) error { return c.callback(h, f) })
 }
@@ -263,8 +264,8 @@ func (r *Runtime) perform(a action, now time.Duration) result {
 	switch a := a.(type) {
 	case runCallback:
 		began := r.o.Machine.Now()
-		a.f(a.v)
-		return called{a.h, r.o.Machine.Now() - began}
+		panicked := a.call()
+		return called{a.h, r.o.Machine.Now() - began, panicked}
 	case scrub:
 		r.resources.scrub(a.slab, a.bytes)
 	case freeMemory:
@@ -275,6 +276,17 @@ func (r *Runtime) perform(a action, now time.Duration) result {
 		defer r.mu.Unlock()
 		r.o.Events.emit(a.v)
 	}
+	return nil
+}
+
+// call calls the callback. A panic must not end the goroutine that ticks.
+func (a runCallback) call() (panicked *PanicInfo) {
+	defer func() {
+		if v := recover(); v != nil {
+			panicked = &PanicInfo{Handle: a.h, Reason: a.v.Reason, Value: v, Stack: string(debug.Stack())}
+		}
+	}()
+	a.f(a.v)
 	return nil
 }
 

@@ -16,7 +16,7 @@ type scrubber struct {
 	fence  device.Fence
 	value  uint32 // of the latest signal enqueued
 	// jobs have not ended. Those without a point wait until the broken stream is idle and
-	// was recovered.
+	// was recovered: also those that were refused, of which a part may be running.
 	jobs   []*scrubJob
 	broken bool
 }
@@ -50,12 +50,6 @@ func (s *scrubber) begin(of *slab, mem device.Memory, bytes int64) {
 
 // enqueue enqueues the waiting jobs on the stream, if it is not broken.
 func (s *scrubber) enqueue() {
-	if s.broken && !slices.ContainsFunc(s.jobs, func(j *scrubJob) bool { return !j.point.None() }) {
-		// The stream skips all work behind the failure, so this hardly waits; the error
-		// is known.
-		_ = s.stream.Recover(background)
-		s.broken = false
-	}
 	for _, j := range s.jobs {
 		if s.broken {
 			return
@@ -93,16 +87,28 @@ func (s *scrubber) start(j *scrubJob) error {
 // completed removes and returns the jobs that have ended.
 func (s *scrubber) completed() (over []result) {
 	s.jobs = slices.DeleteFunc(s.jobs, func(j *scrubJob) bool {
-		ok, err := j.err != nil, j.err
-		if !j.point.None() {
-			ok, err = reached(j.point)
-			s.broken = s.broken || err != nil
+		if j.point.None() {
+			return false
 		}
+		ok, err := reached(j.point)
 		if ok {
+			s.broken = s.broken || err != nil
 			over = append(over, scrubbed{j.slab, err})
 		}
 		return ok
 	})
+	if s.broken && !slices.ContainsFunc(s.jobs, func(j *scrubJob) bool { return !j.point.None() }) {
+		// The stream skips all work behind a failure, and of a refused job only a part was
+		// enqueued, so this hardly waits; the error is known.
+		_ = s.stream.Recover(background)
+		s.broken = false
+		s.jobs = slices.DeleteFunc(s.jobs, func(j *scrubJob) bool {
+			if j.err != nil {
+				over = append(over, scrubbed{j.slab, j.err})
+			}
+			return j.err != nil
+		})
+	}
 	s.enqueue()
 	return over
 }

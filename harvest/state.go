@@ -18,6 +18,8 @@ type State struct {
 	Draining int
 	// Revocations counts revoked slabs by reason, with an entry for each.
 	Revocations map[Reason]int64
+	// CallbackPanics counts callbacks that panicked.
+	CallbackPanics int64
 }
 
 // ClientUsage is a client's account.
@@ -127,7 +129,7 @@ func (p *peer) room(owner string, bytes int64) int {
 }
 
 func (c *controller) state(now time.Duration) State {
-	s := State{Now: now, Clients: map[string]ClientUsage{}, Revocations: map[Reason]int64{}}
+	s := State{Now: now, Clients: map[string]ClientUsage{}, Revocations: map[Reason]int64{}, CallbackPanics: c.panics}
 	for reason := ReasonPressure; reason < reasons; reason++ {
 		s.Revocations[reason] = c.counts[reason]
 	}

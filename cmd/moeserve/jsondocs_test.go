@@ -238,6 +238,7 @@ var fieldDocs = map[string]string{
 	"uuid":                      "UUID of the GPU, by the driver",
 	"harvest":                   "peer memory; null without peers",
 	"now_ns":                    "time of the latest reading of the peers",
+	"callback_panics":           "callbacks of revoked handles that panicked",
 	"clients":                   "memory by the part of moeserve that uses it",
 	"ClientUsage.bytes":         "bytes in use",
 	"handles":                   "allocations in use",

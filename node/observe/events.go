@@ -1,6 +1,7 @@
 package observe
 
 import (
+	"fmt"
 	"time"
 
 	"github.com/moeserve/moeserve/experts"
@@ -46,6 +47,7 @@ const (
 	HarvestRevoked           = "harvest.revoked"
 	HarvestRevocationEnded   = "harvest.revocation_ended"
 	HarvestDeadlineMissed    = "harvest.deadline_missed"
+	HarvestCallbackPanicked  = "harvest.callback_panicked"
 	HarvestPeerUnhealthy     = "harvest.peer_unhealthy"
 	HarvestPeerHealthy       = "harvest.peer_healthy"
 	ExpertPromoted           = "experts.promoted"
@@ -116,6 +118,11 @@ func HarvestEvents(to func(Event)) harvest.EventListener {
 		RevocationEnded: func(i harvest.RevocationInfo) { tell(HarvestRevocationEnded, revocation(i)) },
 		DeadlineMissed: func(i harvest.DeadlineMissInfo) {
 			tell(HarvestDeadlineMissed, Event{Device: i.Device.String(), Slab: i.Slab, Reason: i.Reason.String(), DeadlineMissed: true, Error: i.String()})
+		},
+		CallbackPanicked: func(i harvest.PanicInfo) {
+			e := handle(i.Handle)
+			e.Reason, e.Error = i.Reason.String(), fmt.Sprint(i.Value)
+			tell(HarvestCallbackPanicked, e)
 		},
 		PeerHealthChanged: func(i harvest.PeerInfo) {
 			name := HarvestPeerHealthy

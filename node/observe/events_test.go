@@ -50,6 +50,9 @@ func TestEventForms(t *testing.T) {
 		t.Fatal(err)
 	}
 	alloc(1 << 10)
+	if err := rt.RegisterCallback(alloc(2<<10), func(harvest.Revocation) { panic("out of range") }); err != nil {
+		t.Fatal(err)
+	}
 	c, err := rt.Reclaim(device.HBM(1), 1<<40, time.Second)
 	if err != nil {
 		t.Fatal(err)
@@ -81,10 +84,13 @@ func TestEventForms(t *testing.T) {
 		`{"event":"harvest.freed","device":"gpu1","handle":1,"client":"experts","bytes":4096}`,
 		`{"event":"harvest.refused","client":"kv","bytes":2097152,"error":"`,
 		`{"event":"harvest.allocated","device":"gpu1","slab":1,"handle":2,"client":"experts","bytes":1024}`,
-		`{"event":"harvest.revocation_started","device":"gpu1","slab":1,"handles":1,"bytes":8192,"reason":"external"}`,
+		`{"event":"harvest.allocated","device":"gpu1","slab":1,"handle":3,"client":"experts","bytes":2048}`,
+		`{"event":"harvest.revocation_started","device":"gpu1","slab":1,"handles":2,"bytes":8192,"reason":"external"}`,
 		`{"event":"harvest.revoked","device":"gpu1","handle":2,"client":"experts","bytes":1024,"reason":"external"}`,
+		`{"event":"harvest.revoked","device":"gpu1","handle":3,"client":"experts","bytes":2048,"reason":"external"}`,
+		`{"event":"harvest.callback_panicked","device":"gpu1","handle":3,"client":"experts","bytes":2048,"reason":"external","error":"out of range"}`,
 		`{"event":"harvest.slab_released","device":"gpu1","slab":1,"bytes":8192,"reason":"external"}`,
-		`{"event":"harvest.revocation_ended","device":"gpu1","slab":1,"handles":1,"bytes":8192,"reason":"external"`,
+		`{"event":"harvest.revocation_ended","device":"gpu1","slab":1,"handles":2,"bytes":8192,"reason":"external"`,
 		`{"event":"harvest.peer_unhealthy","device":"gpu1","error":"copies fail"}`,
 		`{"event":"harvest.peer_healthy","device":"gpu1"}`,
 		`{"event":"harvest.deadline_missed","device":"gpu2","slab":3,"reason":"pressure","deadline_missed":true,"error":"slab 3 on gpu2: no"}`,
