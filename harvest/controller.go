@@ -31,9 +31,12 @@ type controller struct {
 	freeing  []*Handle
 	draining []*revocation
 	counts   [reasons]int64 // revoked slabs
-	panics   int64          // callbacks that panicked
-	closing  bool
-	actions  []action
+	// refreshed is the slab whose handles were refreshed last, at refreshedAt.
+	refreshed   uint64
+	refreshedAt time.Duration
+	panics      int64 // callbacks that panicked
+	closing     bool
+	actions     []action
 }
 
 // rules are the options that the controller decides by.

@@ -326,3 +326,66 @@ func TestUnscrubbedSlabOfDisabledPeer(t *testing.T) {
 		t.Errorf("the log has no %q:\n%s", want, &text)
 	}
 }
+
+// TestOldReader: work that read a handle long ago, when its fence had other values, does
+// not keep the memory from being freed; and its failure is not forgotten.
+func TestOldReader(t *testing.T) {
+	for _, start := range []uint32{0, 1<<31 - 1, 1<<32 - 2} {
+		m, err := emulated.New(emulated.Options{Virtual: true, FenceStart: start, GPUs: make([]emulated.GPU, 2)})
+		if err != nil {
+			t.Fatal(err)
+		}
+		ok := func(err error) {
+			t.Helper()
+			if err != nil {
+				t.Fatal(err)
+			}
+		}
+		var freed []harvest.FreeInfo
+		r, err := harvest.New(harvest.Options{
+			Machine: m, Peers: []device.Space{device.HBM(1)}, SlabBytes: 1 << 12,
+			Events: harvest.EventListener{Freed: func(i harvest.FreeInfo) { freed = append(freed, i) }},
+		})
+		ok(err)
+		f, err := m.NewFence("readers")
+		ok(err)
+		bad, err := m.NewFence("failing reader")
+		ok(err)
+		boom := errors.New("the reader's stream failed")
+		var handles []*harvest.Handle
+		value := start
+		for i := range 4 { // two slabs
+			h, err := r.Alloc(2000, harvest.Hints{})
+			ok(err)
+			handles = append(handles, h)
+			ref, _ := h.Acquire(nil)
+			value++
+			if i < 3 {
+				ref.ReleaseAt(device.Point{Fence: f, Value: value})
+				ok(f.Signal(value))
+				continue
+			}
+			ref.ReleaseAt(device.Point{Fence: bad, Value: value})
+			ok(bad.Fail(value, boom))
+		}
+		now := m.Now()
+		for range 3 {
+			for range 3 {
+				now += time.Second
+				_, err := r.Tick(now)
+				ok(err)
+			}
+			value += 1 << 30
+			ok(errors.Join(f.Signal(value), bad.Signal(value)))
+		}
+		for i, h := range handles {
+			freed = nil
+			ok(r.Free(h))
+			if len(freed) != 1 || errors.Is(freed[0].Failed, boom) != (i == 3) {
+				t.Fatalf("handle %d, fence from %#x: freed as %+v", i, start, freed)
+			}
+		}
+		ok(r.Close(t.Context()))
+		ok(m.Close())
+	}
+}

@@ -35,6 +35,8 @@ type readers struct {
 	mu       sync.Mutex
 	releases []releaseRecord
 	pruneAt  int // number of them at which completed ones are dropped
+	// failed is the first error of work whose point was dropped.
+	failed error
 }
 
 // maxHolds is the maximum number of references of a handle whose owners are known at a
@@ -116,7 +118,7 @@ const minPruneReleases = 16
 func (r *readers) prune(all []releaseRecord) {
 	var over []releaseRecord
 	for _, d := range all {
-		if ok, _ := reached(d.point); ok {
+		if ok, _ := d.point.Ended(); ok {
 			over = append(over, d)
 		}
 	}
@@ -124,6 +126,19 @@ func (r *readers) prune(all []releaseRecord) {
 	defer r.mu.Unlock()
 	r.releases = slices.DeleteFunc(r.releases, func(d releaseRecord) bool { return slices.Contains(over, d) })
 	r.pruneAt = 2 * len(r.releases)
+}
+
+// refresh drops what is known of work that has ended: fence values wrap around, so that it
+// would count as pending half of their range later.
+func (r *readers) refresh() {
+	failed := r.cell.DropReached()
+	r.mu.Lock()
+	if r.failed == nil && !errors.Is(failed, device.ErrClosed) { // a fence may be closed once it was signaled
+		r.failed = failed
+	}
+	all := slices.Clone(r.releases)
+	r.mu.Unlock()
+	r.prune(all)
 }
 
 // mergeRelease keeps one record for each fence: the one with the highest value.
@@ -156,6 +171,9 @@ func (r *readers) drained() (ok bool, failed error) {
 	if _, _, n := r.cell.State(); n > 0 {
 		return false, nil
 	}
+	r.mu.Lock()
+	failed = r.failed
+	r.mu.Unlock()
 	for _, p := range r.ex.Points() {
 		ok, err := reached(p)
 		if !ok {

@@ -236,6 +236,38 @@ func (c *controller) undrained() []*Handle {
 	return all
 }
 
+// refreshInterval is the minimum time between the refreshing of two slabs' handles. In the
+// time that it takes for thousands of slabs, fences advance by far less than half of their
+// range.
+const refreshInterval = 100 * time.Millisecond
+
+// nextToRefresh lists the live handles of the next slab, if it is time.
+func (c *controller) nextToRefresh(now time.Duration) []*Handle {
+	if now-c.refreshedAt < refreshInterval {
+		return nil
+	}
+	c.refreshedAt = now
+	var next, first *slab // by number
+	for _, p := range c.peers {
+		for _, s := range p.slabs {
+			if s.id > c.refreshed && (next == nil || s.id < next.id) {
+				next = s
+			}
+			if first == nil || s.id < first.id {
+				first = s
+			}
+		}
+	}
+	if next == nil {
+		next = first
+	}
+	if next == nil {
+		return nil
+	}
+	c.refreshed = next.id
+	return next.held(live)
+}
+
 // held lists the slab's handles in one of the states, by offset.
 func (s *slab) held(in ...handleState) []*Handle {
 	var hs []*Handle

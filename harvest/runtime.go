@@ -226,8 +226,11 @@ func (r *Runtime) observe(now time.Duration) {
 // advance advances frees and revocations as far as possible without waiting.
 func (r *Runtime) advance(now time.Duration) {
 	r.mu.Lock()
-	wanted := r.control.undrained()
+	wanted, live := r.control.undrained(), r.control.nextToRefresh(now)
 	r.mu.Unlock()
+	for _, h := range live {
+		h.readers.refresh()
+	}
 	var ends []result
 	for _, h := range wanted {
 		if ok, err := h.readers.drained(); ok {

@@ -1,7 +1,7 @@
 package lease
 
 import (
-	"context"
+	"cmp"
 	"fmt"
 	"slices"
 	"sync"
@@ -49,7 +49,6 @@ type Cell struct {
 	mu      sync.Mutex
 	points  []device.Point // fence values until which released readers may still read
 	pruneAt int            // number of points at which reached ones are dropped
-	drained chan struct{}  // closed by the last release while Drain waits
 }
 
 // Acquire takes a reference on the object. It fails if there is none, or if the cell is
@@ -78,7 +77,8 @@ func (c *Cell) State() (generation uint32, available bool, references int) {
 }
 
 // BeginExclusive locks new readers out. It fails if the cell is already held exclusively.
-// It does not wait for present readers: see Exclusive.Drain.
+// It does not wait for present readers: State has the number of references that are left,
+// and Exclusive.Points what their work must be waited for.
 func (c *Cell) BeginExclusive() (Exclusive, bool) {
 	for {
 		old := c.word.Load()
@@ -130,23 +130,44 @@ func (r *Ref) ReleaseAt(p device.Point) {
 // minPrunePoints is the number of points below which reached ones are not looked for.
 const minPrunePoints = 16
 
+// DropReached drops the points that are reached, and returns the first error of those that
+// have failed. Fence values wrap around: a point that is half of their range old would
+// count as not reached, so an object that stays in use for long needs a call in between.
+// It does nothing if the object cannot be acquired.
+func (c *Cell) DropReached() (failed error) {
+	ref, ok := c.Acquire()
+	if !ok {
+		return nil
+	}
+	defer ref.Release()
+	c.mu.Lock()
+	all := slices.Clone(c.points)
+	c.mu.Unlock()
+	return c.drop(all, true)
+}
+
 // prune drops the points that are reached: a location that is read for long, by work
-// behind ever new fences, would otherwise keep a point of each. The caller has a
-// reference, so there is no exclusive owner that uses the points. On a virtual machine a
-// query of a fence may run other work.
-func (c *Cell) prune(points []device.Point) {
-	var reached []device.Point
+// behind ever new fences, would otherwise keep a point of each. Failed points are kept for
+// the exclusive owner.
+func (c *Cell) prune(points []device.Point) { _ = c.drop(points, false) }
+
+// drop drops those of the points that are reached, and failed ones only if withFailed is
+// set. The caller has a reference, so there is no exclusive owner that uses the points.
+func (c *Cell) drop(points []device.Point, withFailed bool) (failed error) {
+	var over []device.Point
 	for _, p := range points {
-		// WaitFence does not wait for a reached point: it orders what follows after the
-		// reader. The point of a failed reader is kept for Drain.
-		if p.Reached() && p.Wait(context.Background()) == nil {
-			reached = append(reached, p)
+		ok, err := p.Ended()
+		if !ok || err != nil && !withFailed {
+			continue
 		}
+		over = append(over, p)
+		failed = cmp.Or(failed, err)
 	}
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	c.points = slices.DeleteFunc(c.points, func(p device.Point) bool { return slices.Contains(reached, p) })
+	c.points = slices.DeleteFunc(c.points, func(p device.Point) bool { return slices.Contains(over, p) })
 	c.pruneAt = 2 * len(c.points)
+	return failed
 }
 
 func (r *Ref) detach() *Cell {
@@ -165,18 +186,9 @@ func (c *Cell) release(generation uint32) {
 		if w.generation() != generation || w.references() == 0 {
 			panic(fmt.Sprintf("lease: a reference of generation %d is released on a cell with %v", generation, w))
 		}
-		if !c.word.CompareAndSwap(old, old-1) {
-			continue
+		if c.word.CompareAndSwap(old, old-1) {
+			return
 		}
-		if w.exclusive() && w.references() == 1 {
-			c.mu.Lock()
-			if c.drained != nil {
-				close(c.drained)
-				c.drained = nil
-			}
-			c.mu.Unlock()
-		}
-		return
 	}
 }
 
@@ -197,41 +209,6 @@ func merge(points []device.Point, p device.Point) []device.Point {
 // Invalidate or End, once, through the variable that holds it, and is used by one
 // goroutine at a time.
 type Exclusive struct{ cell *Cell }
-
-// Drain waits until all references are released and all points reached, or ctx is done.
-// After an error the cell is still held exclusively, and Drain may be called again.
-func (e *Exclusive) Drain(ctx context.Context) error {
-	c := e.mustHold()
-	for {
-		c.mu.Lock()
-		if word(c.word.Load()).references() == 0 {
-			break
-		}
-		released := make(chan struct{})
-		c.drained = released
-		if word(c.word.Load()).references() == 0 { // the last release may have preceded setting drained
-			break
-		}
-		c.mu.Unlock()
-		select {
-		case <-released:
-		case <-ctx.Done():
-			return fmt.Errorf("lease: %d references are not released: %w", word(c.word.Load()).references(), ctx.Err())
-		}
-	}
-	c.drained = nil
-	points := c.points
-	c.mu.Unlock()
-	// No more points are added: there are no references, and no new ones.
-	for len(points) > 0 {
-		if err := points[0].Wait(ctx); err != nil {
-			return fmt.Errorf("lease: wait for the last reader: %w", err)
-		}
-		points = points[1:]
-		c.setPoints(points)
-	}
-	return nil
-}
 
 // Points returns the fence values until which released readers may still read the object:
 // what overwrites it must wait for all of them. It panics if there are references. The
@@ -294,11 +271,5 @@ func (c *Cell) clearPoints() {
 	c.mu.Lock()
 	clear(c.points)
 	c.points = c.points[:0]
-	c.mu.Unlock()
-}
-
-func (c *Cell) setPoints(p []device.Point) {
-	c.mu.Lock()
-	c.points = p
 	c.mu.Unlock()
 }

@@ -1,7 +1,6 @@
 package lease_test
 
 import (
-	"context"
 	"errors"
 	"runtime"
 	"slices"
@@ -9,7 +8,6 @@ import (
 	"sync"
 	"sync/atomic"
 	"testing"
-	"testing/synctest"
 
 	"go.uber.org/goleak"
 	"pgregory.net/rapid"
@@ -31,8 +29,6 @@ func TestMachine(t *testing.T) {
 			generation uint32
 			valid      bool
 		)
-		canceled, cancel := context.WithCancel(context.Background())
-		cancel()
 		t.Repeat(map[string]func(*rapid.T){
 			"acquire": func(t *rapid.T) {
 				ref, ok := cell.Acquire()
@@ -68,14 +64,6 @@ func TestMachine(t *testing.T) {
 				}
 				if ok {
 					exclusive = &e
-				}
-			},
-			"drain": func(t *rapid.T) {
-				if exclusive == nil {
-					t.Skip("not exclusive")
-				}
-				if err := exclusive.Drain(canceled); (err == nil) != (len(refs) == 0) {
-					t.Fatalf("drain with %d references: %v", len(refs), err)
 				}
 			},
 			"finish": func(t *rapid.T) {
@@ -158,7 +146,7 @@ func TestMisusePanics(t *testing.T) {
 // again. What a reader sees under its reference never changes.
 func TestHammer(t *testing.T) {
 	cell := filled(t)
-	var object atomic.Uint32 // written only under the exclusive right, after Drain
+	var object atomic.Uint32 // written only under the exclusive right, without references
 	object.Store(1)
 	var stop atomic.Bool
 	var reads atomic.Int64
@@ -187,8 +175,11 @@ func TestHammer(t *testing.T) {
 		if !ok {
 			t.Fatal("another holder is exclusive")
 		}
-		if err := e.Drain(t.Context()); err != nil {
-			t.Fatal(err)
+		for {
+			if _, _, references := cell.State(); references == 0 {
+				break
+			}
+			runtime.Gosched()
 		}
 		if i%3 == 0 {
 			e.End()
@@ -229,35 +220,8 @@ func TestOneOwner(t *testing.T) {
 	wg.Wait()
 }
 
-// TestDrainWaits: Drain ends with the last release, not before.
-func TestDrainWaits(t *testing.T) { synctest.Test(t, testDrainWaits) }
-
-func testDrainWaits(t *testing.T) {
-	cell := filled(t)
-	a, _ := cell.Acquire()
-	b, _ := cell.Acquire()
-	e, _ := cell.BeginExclusive()
-	drained := make(chan error, 1)
-	go func() { drained <- e.Drain(context.Background()) }()
-	a.Release()
-	synctest.Wait()
-	select {
-	case err := <-drained:
-		t.Fatalf("drained with a reference left: %v", err)
-	default:
-	}
-	b.Release()
-	if err := <-drained; err != nil {
-		t.Error(err)
-	}
-	e.Invalidate()
-	if _, ok := cell.Acquire(); ok {
-		t.Error("an invalid object was acquired")
-	}
-}
-
-// TestPoints: a reference released at a fence value keeps the place in use until
-// then, for the host by Drain and for a stream by Points.
+// TestPoints: a reference released at a fence value leaves that point to the next owner,
+// until the owner knows or has passed on that it is over.
 func TestPoints(t *testing.T) {
 	m, err := emulated.New(emulated.Options{Virtual: true})
 	if err != nil {
@@ -288,31 +252,9 @@ func TestPoints(t *testing.T) {
 	at(device.Point{Fence: g, Value: 1})
 	at(device.Point{Fence: f, Value: 2}) // the later value stays
 
-	canceled, cancel := context.WithCancel(t.Context())
-	cancel()
 	e, _ := cell.BeginExclusive()
 	if p := e.Points(); len(p) != 2 || p[0] != (device.Point{Fence: f, Value: 3}) || p[1] != (device.Point{Fence: g, Value: 1}) {
 		t.Errorf("points %v", p)
-	}
-	drains := func(want bool) {
-		t.Helper()
-		if err := e.Drain(canceled); (err == nil) != want {
-			t.Errorf("Drain: %v", err)
-		}
-	}
-	signal := func(f device.Fence, v uint32) {
-		if err := f.Signal(v); err != nil {
-			t.Fatal(err)
-		}
-	}
-	signal(f, 2)
-	drains(false)
-	signal(f, 3)
-	drains(false)
-	signal(g, 1)
-	drains(true)
-	if p := e.Points(); len(p) != 0 {
-		t.Errorf("points %v after Drain", p)
 	}
 	e.Replace()
 
@@ -332,19 +274,59 @@ func TestPoints(t *testing.T) {
 		t.Errorf("points %v after ForgetReaders", p)
 	}
 	e.End()
+}
 
-	// A reader's failure comes out of Drain, and the right stays.
-	boom := errors.New("boom")
-	at(device.Point{Fence: f, Value: 10})
-	e, _ = cell.BeginExclusive()
-	if err := f.Fail(10, boom); err != nil {
-		t.Fatal(err)
+// TestDropReached: a point that is reached is forgotten in time, since it would count as
+// not reached half the fence's range later. Its failure is reported.
+func TestDropReached(t *testing.T) {
+	for _, start := range []uint32{0, 1<<32 - 2} {
+		m, err := emulated.New(emulated.Options{Virtual: true, FenceStart: start})
+		if err != nil {
+			t.Fatal(err)
+		}
+		ok := func(err error) {
+			t.Helper()
+			if err != nil {
+				t.Fatal(err)
+			}
+		}
+		f, err := m.NewFence("f")
+		ok(err)
+		g, err := m.NewFence("g")
+		ok(err)
+		at := func(p device.Point) device.Point { return device.Point{Fence: p.Fence, Value: start + p.Value} }
+		cell := filled(t)
+		for _, p := range []device.Point{{Fence: f, Value: 1}, {Fence: g, Value: 5}} {
+			ref, _ := cell.Acquire()
+			ref.ReleaseAt(at(p))
+		}
+		ok(f.Signal(start + 1))
+		if err := cell.DropReached(); err != nil {
+			t.Error(err)
+		}
+		for k := range uint32(3) {
+			ok(f.Signal(start + (k+1)<<30))
+		}
+		e, _ := cell.BeginExclusive()
+		if p := e.Points(); len(p) != 1 || p[0] != at(device.Point{Fence: g, Value: 5}) {
+			t.Errorf("from %#x: points %v", start, p)
+		}
+		if err := cell.DropReached(); err != nil { // nobody has a reference
+			t.Error(err)
+		}
+		e.End()
+		boom := errors.New("boom")
+		ok(g.Fail(start+5, boom))
+		if err := cell.DropReached(); !errors.Is(err, boom) {
+			t.Errorf("from %#x: a failed reader's error is %v", start, err)
+		}
+		e, _ = cell.BeginExclusive()
+		if p := e.Points(); len(p) != 0 {
+			t.Errorf("from %#x: points %v", start, p)
+		}
+		e.Invalidate()
+		ok(m.Close())
 	}
-	if err := e.Drain(t.Context()); !errors.Is(err, boom) {
-		t.Errorf("Drain: %v", err)
-	}
-	e.ForgetReaders()
-	e.Invalidate()
 }
 
 func TestAllocations(t *testing.T) {

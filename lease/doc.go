@@ -12,16 +12,17 @@
 //	ref.ReleaseAt(device.Point{Fence: f, Value: v}) // done when the fence reaches v
 //
 //	ex, ok := cell.BeginExclusive()   // owner of the location
-//	if err := ex.Drain(ctx); err != nil { … }
+//	… wait until State says that there are no references …
+//	copyInto(location, ex.Points())   // ordered after the fence values of the readers' work
 //	generation := ex.Replace()        // the location holds a new object
 //
 // # References and streams
 //
 // Work on a device outlives the call that enqueued it. So there are two ways to release a
 // reference: Release, if the caller knows that its reads have ended, and ReleaseAt, with
-// the fence value at which they will have. The exclusive owner either waits for these
-// fence values on the host (Drain), or passes them to the stream or copy that overwrites
-// the location (Points) and never waits itself.
+// the fence value at which they will have. The exclusive owner waits for these fence
+// values (Points) on the host, or passes them to the stream or copy that overwrites the
+// location and never waits itself.
 //
 // # What it is not
 //
