@@ -195,8 +195,9 @@ func (s refusingStream) Copy(dst, src device.Range) error {
 // TestRefusedScrub: a slab whose scrubbing the device refuses half-way, again and again, is
 // freed when what the device did accept has ended, though it is behind other slabs'.
 func TestRefusedScrub(t *testing.T) {
+	const slab = 1 << 16
 	m, err := emulated.New(emulated.Options{
-		Virtual: true, Check: true, GPUs: make([]emulated.GPU, 2), HostLink: emulated.Link{BytesPerSecond: 1e6},
+		Virtual: true, Check: true, GPUs: []emulated.GPU{{}, {MemoryBytes: 3 * slab}}, HostLink: emulated.Link{BytesPerSecond: 1e6},
 	})
 	if err != nil {
 		t.Fatal(err)
@@ -212,10 +213,9 @@ func TestRefusedScrub(t *testing.T) {
 		slab := handles[0].Region().Range
 		return dst.Addr > slab.Addr && dst.Addr < slab.End()
 	}}
-	const slab = 1 << 16
 	released := map[uint64]harvest.SlabInfo{}
 	r, err := harvest.New(harvest.Options{
-		Machine: refusing, Peers: []device.Space{device.HBM(1)}, SlabBytes: slab, ScrubBytes: 1 << 12, Deadline: time.Minute,
+		Machine: refusing, Peers: []device.Space{device.HBM(1)}, SlabBytes: slab, ScrubBytes: 1 << 12, Deadline: time.Minute, HeadroomBytes: -1,
 		Events: harvest.EventListener{
 			SlabReleased:   func(i harvest.SlabInfo) { released[i.Slab] = i },
 			DeadlineMissed: func(i harvest.DeadlineMissInfo) { t.Error(i) },
@@ -236,7 +236,7 @@ func TestRefusedScrub(t *testing.T) {
 	_, err = r.Reclaim(device.HBM(1), 2*slab, 0)
 	ok(err)
 	tick()
-	c, err := r.Reclaim(device.HBM(1), slab, 0)
+	c, err := r.Reclaim(device.HBM(1), 3*slab, 0)
 	ok(err)
 	tick()
 	tick()
@@ -279,7 +279,7 @@ func TestCallbackPanics(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	c, err := r.Reclaim(device.HBM(1), 1000, time.Minute)
+	c, err := r.Reclaim(device.HBM(1), 1<<40, time.Minute)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -345,9 +345,9 @@ func TestMove(t *testing.T) {
 			var err error
 			switch end {
 			case "revoked":
-				taken, err = r.harvest.Reclaim(device.HBM(to), 1<<20, time.Minute)
+				taken, err = r.harvest.Reclaim(device.HBM(to), 1<<40, time.Minute)
 			case "revoked before":
-				taken, err = r.harvest.Reclaim(device.HBM(from), 1<<20, time.Minute)
+				taken, err = r.harvest.Reclaim(device.HBM(from), 1<<40, time.Minute)
 			case "dropped":
 				err = r.cache.Drop(r.keys[1])
 			}
