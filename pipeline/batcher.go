@@ -67,7 +67,7 @@ func (b *batcher) validate(s *Step) (tokens int, err error) {
 	for i := range s.Sequences {
 		q := &s.Sequences[i]
 		if len(q.Tokens) == 0 || q.LogitRows > len(q.Tokens) {
-			return 0, fmt.Errorf("pipeline: sequence %d has %d tokens and LogitRows is %d", i, len(q.Tokens), q.LogitRows)
+			return 0, &SequenceError{i, fmt.Errorf("it has %d tokens and LogitRows is %d", len(q.Tokens), q.LogitRows)}
 		}
 		tokens += len(q.Tokens)
 		logits += q.LogitRows
@@ -119,7 +119,7 @@ func (b *batcher) split(s *Step, total int, shape *Shape) error {
 				IDs: q.Tokens[from:to], Start: q.Start + from, Long: q.Long, Blocks: q.Table.Blocks(),
 			})
 			if err != nil {
-				return err
+				return &SequenceError{i, err}
 			}
 			for r := max(from, len(q.Tokens)-q.LogitRows); r < to; r++ {
 				d := q.SamplingParams
@@ -128,7 +128,7 @@ func (b *batcher) split(s *Step, total int, shape *Shape) error {
 					d.Adjust = nil
 				}
 				if _, err := mb.host.Sample(first+r-from, &d); err != nil {
-					return fmt.Errorf("pipeline: sequence %d: %w", i, err)
+					return &SequenceError{i, err}
 				}
 				b.wantLogProbs = append(b.wantLogProbs, d.LogProbs)
 				g.logits++

@@ -15,6 +15,23 @@ import (
 // failed, or a device other than the compute GPU was lost.
 var ErrStepFailed = errors.New("step failed")
 
+// ErrDeviceLost marks an error of Step after which no step can run: the compute GPU was lost.
+var ErrDeviceLost = errors.New("the compute device is lost")
+
+// SequenceError is an error of one sequence of a step, of which nothing has run. The same step
+// can run without that sequence.
+type SequenceError struct {
+	// Index of the sequence in Step.Sequences.
+	Index int
+	Err   error
+}
+
+func (e *SequenceError) Error() string {
+	return fmt.Sprintf("pipeline: sequence %d: %v", e.Index, e.Err)
+}
+
+func (e *SequenceError) Unwrap() error { return e.Err }
+
 // Sequence is one sequence's part of a step.
 type Sequence struct {
 	// Tokens to compute, at positions Start, Start+1, …
@@ -59,7 +76,8 @@ type Step struct {
 // Result is the output of a step, in the order of its sequences and, within one, of its logit
 // rows. It is valid until the next step.
 type Result struct {
-	// Sampled are the sampled tokens, one per logit row.
+	// Sampled are the sampled tokens, one per logit row; -1 where no token can be sampled, as
+	// all logits are NaN or -Inf.
 	Sampled []int32
 	// Logits are one row of vocabulary size per logit row, if requested: the model's logits,
 	// before penalties, biases and temperature.
@@ -128,7 +146,7 @@ func (p *Pipeline) open() (err error) {
 	if p.done, err = o.Machine.NewEvent(); err != nil {
 		return err
 	}
-	p.meter.machine, p.meter.stream = o.Machine, p.compute
+	p.meter.machine, p.meter.stream, p.meter.log = o.Machine, p.compute, o.Log
 	if o.Trace != nil {
 		p.tracer = &tracer{w: o.Trace, clock: o.Machine, stream: p.compute}
 	}
@@ -177,9 +195,9 @@ func (p *Pipeline) open() (err error) {
 // step.
 func (p *Pipeline) Compute() device.Stream { return p.compute }
 
-// Step runs s to its end. An error that wraps ErrStepFailed leaves everything as it was
-// before the step, except for KV that the step computes again, and for counts of routed
-// tokens.
+// Step runs s to its end. An error that does not wrap ErrDeviceLost leaves everything as it
+// was before the step, except for KV that the step computes again, and for counts of routed
+// tokens. A *SequenceError is of one sequence alone.
 func (p *Pipeline) Step(ctx context.Context, s *Step) (Result, error) {
 	if s.Logits && !p.o.HostLogits {
 		return Result{}, errors.New("pipeline: Step.Logits needs Options.HostLogits")
@@ -287,11 +305,11 @@ func (p *Pipeline) complete(s *Step) (Result, error) {
 			return Result{}, fmt.Errorf("pipeline: signal the end of a step: %w", err)
 		}
 	}
-	stalls, err := p.meter.end()
-	if err != nil {
-		return Result{}, err
+	if stalls, err := p.meter.end(); err == nil {
+		p.launchPolicy.end(p.o.Machine.Now(), stalls[ExpertCopy])
+	} else {
+		p.launchPolicy.fail() // the step's tokens are good all the same
 	}
-	p.launchPolicy.end(p.o.Machine.Now(), stalls[ExpertCopy])
 	if p.o.Experts != nil {
 		p.o.Experts.AddRoutedTokens(p.results.routedTokens())
 	}
@@ -316,7 +334,7 @@ func (p *Pipeline) recover(ctx context.Context, cause error) error {
 	for _, err := range errs {
 		switch lost := device.LostSpaces(err); {
 		case slices.Contains(lost, p.o.space()), len(lost) == 0 && errors.Is(err, device.ErrLost):
-			return fmt.Errorf("pipeline: %w", err)
+			return fmt.Errorf("pipeline: %w: %w", ErrDeviceLost, err)
 		case len(lost) > 0, errors.Is(err, device.ErrCopyFailed):
 			retry = true
 		}

@@ -558,10 +558,52 @@ func TestLostDevice(t *testing.T) {
 	_, err = r.p.Step(t.Context(), step)
 	check(t, err)
 	check(t, r.m.Lose(0))
-	if _, err := r.p.Step(t.Context(), step); errors.Is(err, ErrStepFailed) || !errors.Is(err, device.ErrLost) {
+	if _, err := r.p.Step(t.Context(), step); errors.Is(err, ErrStepFailed) || !errors.Is(err, ErrDeviceLost) || !errors.Is(err, device.ErrLost) {
 		t.Errorf("a step on a lost device: %v", err)
 	}
 	table.Release(false)
+}
+
+// TestSequenceErrors: an error of one sequence names it, before anything has run, and without
+// that sequence the step runs.
+func TestSequenceErrors(t *testing.T) {
+	for name, c := range map[string]struct {
+		change func(*Sequence)
+		says   string
+	}{
+		"no tokens":      {func(q *Sequence) { q.Tokens = nil }, "0 tokens"},
+		"logit rows":     {func(q *Sequence) { q.LogitRows = 3 }, "LogitRows is 3"},
+		"a token":        {func(q *Sequence) { q.Tokens = []int32{1, 512} }, "token id 512"},
+		"blocks":         {func(q *Sequence) { q.Start = 40 }, "too few"},
+		"a bias":         {func(q *Sequence) { q.SamplingParams.Adjust = []TokenAdjust{{ID: 512}} }, "id 512"},
+		"a temperature":  {func(q *Sequence) { q.SamplingParams.Temperature = -1 }, "temperature -1"},
+		"above a length": {func(q *Sequence) { q.Start = 300 }, "exceeds the maximum"},
+	} {
+		r := newRig(t, "mixtral", 0.5, emulated.Options{Virtual: true, Check: true}, Options{})
+		step := &Step{}
+		for range 3 {
+			table := r.kv.NewTable()
+			reserve(t, table, 8)
+			defer table.Release(false)
+			step.Sequences = append(step.Sequences, Sequence{Tokens: []int32{1, 2}, Table: table, LogitRows: 1})
+		}
+		want, err := r.p.Step(t.Context(), step)
+		check(t, err)
+		sampled := slices.Clone(want.Sampled)
+		before := r.m.Now()
+		c.change(&step.Sequences[1])
+		_, err = r.p.Step(t.Context(), step)
+		var own *SequenceError
+		if !errors.As(err, &own) || own.Index != 1 || !strings.Contains(err.Error(), c.says) || r.m.Now() != before {
+			t.Errorf("%s: %v after %v; want an error of sequence 1 that says %q", name, err, r.m.Now()-before, c.says)
+		}
+		step.Sequences = slices.Delete(step.Sequences, 1, 2)
+		got, err := r.p.Step(t.Context(), step)
+		check(t, err)
+		if !slices.Equal(got.Sampled, slices.Delete(sampled, 1, 2)) {
+			t.Errorf("%s: without that sequence %v are sampled, want %v", name, got.Sampled, sampled)
+		}
+	}
 }
 
 // TestRoutedTokens: after every step the store has the device's counts of routed tokens.

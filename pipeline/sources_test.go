@@ -15,7 +15,37 @@ import (
 
 // lax is a machine whose compute stream runs on after a failed fence, as CUDA streams do,
 // over data that never arrived: only the source of the data reports the error.
-type lax struct{ *emulated.Machine }
+type lax struct {
+	*emulated.Machine
+	// noTimes, if set, is the error of the time of every event, noEvents that of making
+	// another.
+	noTimes, noEvents error
+}
+
+// laxEvent is an event whose time cannot be read, as on a GPU whose clock is not known.
+type laxEvent struct {
+	device.Event
+	m *lax
+}
+
+// Time implements device.Event.
+func (e laxEvent) Time() (time.Duration, error) {
+	if e.m.noTimes != nil {
+		return 0, e.m.noTimes
+	}
+	return e.Event.Time()
+}
+
+func (m *lax) NewEvent() (device.Event, error) {
+	if m.noEvents != nil {
+		return nil, m.noEvents
+	}
+	e, err := m.Machine.NewEvent()
+	if m.noTimes == nil {
+		return e, err
+	}
+	return laxEvent{e, m}, err
+}
 
 func (m *lax) NewStream(space device.Space, o device.StreamOptions) (device.Stream, error) {
 	s, err := m.Machine.NewStream(space, o)
@@ -26,6 +56,14 @@ func (m *lax) NewStream(space device.Space, o device.StreamOptions) (device.Stre
 }
 
 type laxStream struct{ device.Executor }
+
+// Record implements device.Stream.
+func (s laxStream) Record(e device.Event) error {
+	if l, ok := e.(laxEvent); ok {
+		e = l.Event
+	}
+	return s.Executor.Record(e)
+}
 
 // WaitFence implements device.Stream. The host waits in place of the stream.
 func (s laxStream) WaitFence(f device.Fence, value uint32) error {

@@ -2,7 +2,7 @@ package pipeline
 
 import (
 	"errors"
-	"fmt"
+	"log/slog"
 	"sync"
 	"time"
 
@@ -81,6 +81,12 @@ type meter struct {
 	last                device.Event
 	layerEnd, perAction bool
 
+	// failed is why the stalls of the present step cannot be measured. Such a step counts
+	// none; at most every logInterval it is logged.
+	failed error
+	log    *slog.Logger
+	logged time.Duration
+
 	mu    sync.Mutex
 	total Stalls
 }
@@ -95,14 +101,18 @@ type span struct {
 }
 
 // begin starts a step.
-func (m *meter) begin() { m.used, m.spans, m.last, m.perAction = 0, m.spans[:0], nil, false }
+func (m *meter) begin() {
+	m.used, m.spans, m.last, m.perAction, m.failed = 0, m.spans[:0], nil, false, nil
+}
 
-// record records an event on a stream.
+// record records an event on a stream. The event is nil where none could be made: nothing is
+// measured then.
 func (m *meter) record(s device.Stream) (device.Event, error) {
 	if m.used == len(m.events) {
 		ev, err := m.machine.NewEvent()
 		if err != nil {
-			return nil, fmt.Errorf("pipeline: measure stalls: %w", err)
+			m.failed = err
+			return nil, nil
 		}
 		m.events = append(m.events, ev)
 	}
@@ -125,8 +135,15 @@ func (m *meter) wait(cause Cause, since, until device.Event, enqueue func() erro
 		return err
 	}
 	to, err := m.record(m.stream)
-	m.spans = append(m.spans, span{cause: cause, from: from, to: to, since: since, until: until})
+	m.count(span{cause: cause, from: from, to: to, since: since, until: until})
 	return err
+}
+
+// count adds a span whose events could be made.
+func (m *meter) count(s span) {
+	if s.from != nil && s.to != nil {
+		m.spans = append(m.spans, s)
+	}
 }
 
 // afterAction and beforeAction are called around each action of a plan. If the stream has run
@@ -162,10 +179,13 @@ func (m *meter) beforeAction(k Kind) error {
 }
 
 // afterRouterSync is called after the host has waited for a router; idle was recorded before
-// the wait. If the stream has run out of work since, it stalls until the next operation is
+// the wait; nil: it could not be made. If the stream has run out of work since, it stalls until the next operation is
 // enqueued.
 func (m *meter) afterRouterSync(idle device.Event) error {
 	m.last = nil
+	if idle == nil {
+		return nil
+	}
 	if dry, err := idle.Query(); !dry || err != nil {
 		return nil
 	}
@@ -175,16 +195,26 @@ func (m *meter) afterRouterSync(idle device.Event) error {
 // stallSince counts a stall from an event of the stream to the next operation enqueued.
 func (m *meter) stallSince(cause Cause, from device.Event) error {
 	to, err := m.record(m.stream)
-	m.spans = append(m.spans, span{cause: cause, from: from, to: to})
+	m.count(span{cause: cause, from: from, to: to})
 	return err
 }
 
-// end adds the stalls of a successful step to the total, and returns them.
+// logInterval is the minimum time between two messages that stalls could not be measured.
+const logInterval = time.Minute
+
+// end adds the stalls of a successful step to the total, and returns them. After an error,
+// which end logs, the step counts none.
 func (m *meter) end() (step Stalls, err error) {
-	for _, s := range m.spans {
-		if err := s.add(&step); err != nil {
-			return step, fmt.Errorf("pipeline: measure stalls: %w", err)
+	err = m.failed
+	for i := 0; i < len(m.spans) && err == nil; i++ {
+		err = m.spans[i].add(&step)
+	}
+	if err != nil {
+		if now := m.machine.Now(); m.logged == 0 || now-m.logged >= logInterval {
+			m.logged = max(now, 1)
+			m.log.Warn("a step's stalls are not measured", "err", err)
 		}
+		return Stalls{}, err
 	}
 	m.mu.Lock()
 	defer m.mu.Unlock()

@@ -1,6 +1,9 @@
 package pipeline
 
 import (
+	"errors"
+	"log/slog"
+	"strings"
 	"testing"
 	"time"
 
@@ -35,6 +38,32 @@ func TestStallsByCause(t *testing.T) {
 		took, stalls := r.m.Now()-began, r.p.Stalls()
 		if got, sum := stalls[c.want], stalls.Sum(); got < sum*9/10 || sum > took || sum < took/4 {
 			t.Errorf("%v on %+v: stalls %v of %v, want nearly all by %s", c.o, c.mo, stalls.ByName(), took, c.want)
+		}
+	}
+}
+
+// TestUnmeasuredSteps: a step whose events cannot be made, or their times not be read, is as
+// good as any other. It counts no stalls, and the log says so at most once a minute.
+func TestUnmeasuredSteps(t *testing.T) {
+	mo := emulated.Options{Virtual: true, HostLink: emulated.Link{BytesPerSecond: 50e6}}
+	want := newRig(t, "mixtral", 0.5, mo, Options{}).run()
+	for _, c := range []lax{{noTimes: errors.New("no times")}, {noEvents: errors.New("no events")}} {
+		m := lax{}
+		var log strings.Builder
+		r := newRig(t, "mixtral", 0.5, mo, Options{Machine: &m, Log: slog.New(slog.NewTextHandler(&log, nil))})
+		m.noTimes, m.noEvents = c.noTimes, c.noEvents
+		if d := r.run().differs(want); d != "" {
+			t.Errorf("%+v: %s", c, d)
+		}
+		if s := r.p.Stalls(); s.Sum() != 0 {
+			t.Errorf("%+v: stalls %v", c, s.ByName())
+		}
+		if n := strings.Count(log.String(), "not measured"); n != 1 {
+			t.Errorf("%+v: %d messages in %v: %s", c, n, r.m.Now(), &log)
+		}
+		m.noTimes, m.noEvents = nil, nil
+		if r.run(); r.p.Stalls().Sum() == 0 {
+			t.Errorf("%+v: no stalls once events work", c)
 		}
 	}
 }
