@@ -75,7 +75,7 @@ func TestOptions(t *testing.T) {
 		"MaxQueued is -1":           func(o *engine.Options) { o.MaxQueued = -1 },
 		"LongAfter is -1":           func(o *engine.Options) { o.LongAfter = -1 },
 		"Vocab is 0":                func(o *engine.Options) { o.Vocab = 0 },
-		"Retries is -1":             func(o *engine.Options) { o.MaxRetries = -1 },
+		"RetryTimeout is -1":        func(o *engine.Options) { o.RetryTimeout = -1 },
 	} {
 		o := good
 		change(&o)

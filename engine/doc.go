@@ -25,8 +25,10 @@
 //   - Every Job ends: with a finish reason for each sample, or with an error.
 //   - A slow reader, or one that has gone, blocks no other request. A request whose
 //     context is done releases its KV blocks before the next step.
-//   - A step that failed because a copy failed is retried, at most Options.MaxRetries
-//     times.
+//   - An error of one sequence, or a row of logits without a number, ends that request
+//     alone. A step whose copies failed is retried after growing pauses, during which requests
+//     may be canceled and submitted; after Options.RetryTimeout its requests end, and the
+//     next step is tried. Only the loss of the compute device ends Run with an error.
 //
 // # Example
 //

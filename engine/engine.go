@@ -17,8 +17,9 @@ import (
 
 // Stepper runs steps. *pipeline.Pipeline is one.
 type Stepper interface {
-	// Step runs s to its end. After an error that wraps pipeline.ErrStepFailed the
-	// same step may be run again.
+	// Step runs s to its end. After pipeline.ErrDeviceLost no step can run, after
+	// pipeline.ErrStepFailed the same one can run again, and after a *pipeline.SequenceError
+	// the same one without that sequence.
 	Step(ctx context.Context, s *pipeline.Step) (pipeline.Result, error)
 }
 
@@ -46,14 +47,19 @@ type Options struct {
 	LongAfter int
 	// Vocab is the vocabulary size of the model.
 	Vocab int
-	// StopIDs end every request that does not ignore them.
+	// StopIDs, the model's, end every request that does not ignore them. Ids outside the
+	// vocabulary, which no step samples, are dropped with a warning.
 	StopIDs []int32
-	// MaxRetries is how often a step is retried after copies failed. Default: 3.
-	MaxRetries int
+	// RetryTimeout is the maximum sum of the pauses after which a step whose copies failed is
+	// retried. Then its requests end with ErrUnavailable. Default: 30 s.
+	RetryTimeout time.Duration
 	// Listener is called after steps and requests; it must not block.
 	Listener Listener
 	// Now is the clock of requests' times. Default: time.Now.
 	Now func() time.Time
+	// Pause waits for d, or until ctx is done, whose error it returns. Default: by the wall
+	// clock.
+	Pause func(ctx context.Context, d time.Duration) error
 	// Log receives messages for operators. Default: none.
 	Log *slog.Logger
 }
@@ -69,16 +75,30 @@ func (o Options) EnsureDefaults() Options {
 	if o.MaxAdjust == 0 {
 		o.MaxAdjust = 1 << 20
 	}
-	if o.MaxRetries == 0 {
-		o.MaxRetries = 3
+	if o.RetryTimeout == 0 {
+		o.RetryTimeout = 30 * time.Second
 	}
 	if o.Now == nil {
 		o.Now = time.Now
+	}
+	if o.Pause == nil {
+		o.Pause = pause
 	}
 	if o.Log == nil {
 		o.Log = slog.New(slog.DiscardHandler)
 	}
 	return o
+}
+
+// pause is the default of Options.Pause.
+func pause(ctx context.Context, d time.Duration) error {
+	timer := time.NewTimer(d)
+	defer timer.Stop()
+	select {
+	case <-timer.C:
+	case <-ctx.Done():
+	}
+	return ctx.Err()
 }
 
 // Validate reports the first invalid option.
@@ -100,7 +120,7 @@ func (o Options) Validate() error {
 		{"MaxQueued", o.MaxQueued, 0},
 		{"LongAfter", o.LongAfter, 0},
 		{"Vocab", o.Vocab, 1},
-		{"MaxRetries", o.MaxRetries, 0},
+		{"RetryTimeout", int(o.RetryTimeout), 1},
 	} {
 		if f.value < f.min {
 			return fmt.Errorf("engine: %s is %d; it must be at least %d", f.name, f.value, f.min)
@@ -146,6 +166,9 @@ type State struct {
 	// PrefillTokens computed of prompts, those of preempted sequences again, and GeneratedTokens
 	// sampled.
 	PrefillTokens, GeneratedTokens int64
+	// Failing is why the present step fails, where it has been retried for longer than a
+	// second.
+	Failing error
 }
 
 // Engine runs requests. All methods are safe for concurrent use; Run and Generate exclude
@@ -157,9 +180,8 @@ type Engine struct {
 	next  scheduler.ID
 	// running is held by the active call of Run or Generate, and then by Close.
 	running sync.Mutex
-	// sequences and chunks are buffers of the present step, reused by the next.
-	sequences []pipeline.Sequence
-	chunks    []chunk
+	// batch is the present step's.
+	batch batch
 	// updates are those that no job has received yet.
 	updates, spareUpdates []delivery
 	deliveryDone          chan struct{}
@@ -184,12 +206,6 @@ type submission struct {
 	stopWatching func() bool
 }
 
-// chunk is a chunk of the present step with its sequence.
-type chunk struct {
-	scheduler.Chunk
-	seq *sequence
-}
-
 // delivery is an update on its way to a job.
 type delivery struct {
 	pendingUpdate
@@ -197,7 +213,7 @@ type delivery struct {
 	// needsText: the update is not detokenized yet. stop: its token is a stop id, which
 	// has no text.
 	needsText, stop bool
-	// last update of the request, with err where the engine failed.
+	// last update of the request, with err where it failed.
 	last bool
 	err  error
 }
@@ -219,6 +235,11 @@ func New(o Options) (*Engine, error) {
 	o = o.EnsureDefaults()
 	if err := o.Validate(); err != nil {
 		return nil, err
+	}
+	outside := func(id int32) bool { return id < 0 || int(id) >= o.Vocab }
+	if slices.ContainsFunc(o.StopIDs, outside) {
+		o.Log.Warn("the model's eos_token_id has ids outside its vocabulary, which are ignored", "eos_token_id", o.StopIDs, "vocab_size", o.Vocab)
+		o.StopIDs = slices.DeleteFunc(slices.Clone(o.StopIDs), outside)
 	}
 	return &Engine{
 		o:            o,
@@ -337,9 +358,9 @@ func (e *Engine) Close() error {
 }
 
 // Run runs requests until ctx is done, which aborts the unfinished ones, or until Close
-// was called and all have finished; in both cases it returns nil. An error means that a
-// step failed after its retries: all requests have ended with it, and new ones are
-// rejected.
+// was called and all have finished; in both cases it returns nil. An error means that no
+// step can run any more, since the compute device is lost: all requests have ended with it,
+// and new ones are rejected.
 func (e *Engine) Run(ctx context.Context) error {
 	e.running.Lock()
 	defer e.running.Unlock()
@@ -380,7 +401,8 @@ type Output struct {
 // Generate runs requests in the caller's goroutine, without Run, and returns an output
 // per sample, in the order of the requests. onUpdate may be nil; it is called with each
 // update and the index of its output, and the update's Tokens are valid during the call.
-// If one request is not admissible, none runs. When ctx is done the error is ctx.Err().
+// If one request is not admissible, none runs; if one fails, the others are aborted. When
+// ctx is done the error is ctx.Err().
 func (e *Engine) Generate(ctx context.Context, requests []Request, onUpdate func(output int, u Update)) ([]Output, error) {
 	e.running.Lock()
 	defer e.running.Unlock()
@@ -401,7 +423,7 @@ func (e *Engine) Generate(ctx context.Context, requests []Request, onUpdate func
 		e.mu.Lock()
 		e.canceled = true // cancel itself sets it only later
 		e.mu.Unlock()
-		e.dropCanceled()
+		e.takeIn()
 		e.deliver()
 	}()
 	var outs []Output
@@ -440,6 +462,9 @@ func (e *Engine) Generate(ctx context.Context, requests []Request, onUpdate func
 					left--
 				}
 			}
+			if err := s.job.failure(); err != nil {
+				return nil, err
+			}
 		}
 	}
 	return outs, nil
@@ -447,8 +472,7 @@ func (e *Engine) Generate(ctx context.Context, requests []Request, onUpdate func
 
 // runStep admits new requests and runs one step, if there is anything to compute.
 func (e *Engine) runStep(ctx context.Context) (worked bool, err error) {
-	e.admitInbox()
-	e.dropCanceled()
+	e.takeIn()
 	plan := e.sched.Plan()
 	for _, id := range plan.Preempted {
 		q := e.seqs[id]
@@ -468,11 +492,13 @@ func (e *Engine) runStep(ctx context.Context) (worked bool, err error) {
 	return true, err
 }
 
-// admitInbox adds submitted requests to the scheduler.
-func (e *Engine) admitInbox() {
+// takeIn adds submitted requests to the scheduler, and aborts those whose context is done.
+// It takes both together: a request that is canceled later is dropped by the next call, one
+// that was canceled before is among those taken.
+func (e *Engine) takeIn() {
 	e.mu.Lock()
-	subs := e.inbox
-	e.inbox, e.inboxSamples = nil, 0
+	subs, canceled := e.inbox, e.canceled
+	e.inbox, e.inboxSamples, e.canceled = nil, 0, false
 	e.mu.Unlock()
 	for _, s := range subs {
 		for i := range s.req.Params.N {
@@ -489,6 +515,14 @@ func (e *Engine) admitInbox() {
 			e.next++
 		}
 	}
+	if !canceled {
+		return
+	}
+	for id, q := range e.seqs {
+		if q.sub.ctx.Err() != nil {
+			e.abort(id, q, nil)
+		}
+	}
 }
 
 // stopIDs returns the stop ids of a request and, unless it ignores EOS, of the model.
@@ -501,29 +535,12 @@ func (e *Engine) stopIDs(p *Params) []int32 {
 	return slices.Compact(ids)
 }
 
-// dropCanceled aborts requests whose context is done.
-func (e *Engine) dropCanceled() {
-	e.mu.Lock()
-	canceled := e.canceled
-	e.canceled = false
-	e.mu.Unlock()
-	if !canceled {
-		return
-	}
-	e.admitInbox()
-	for id, q := range e.seqs {
-		if q.sub.ctx.Err() != nil {
-			e.abort(id, q, nil)
-		}
-	}
-}
-
 // abortAll ends all requests, with err or, where err is nil, as aborted.
 func (e *Engine) abortAll(err error) {
 	e.mu.Lock()
 	e.stopped = true
 	e.mu.Unlock()
-	e.admitInbox()
+	e.takeIn()
 	for id, q := range e.seqs {
 		e.abort(id, q, err)
 	}
@@ -541,29 +558,10 @@ func (e *Engine) publish() {
 }
 
 // step runs the chunks, delivers the updates of earlier steps meanwhile, and then appends
-// the new tokens to their sequences.
+// the new tokens to their sequences. It returns an error only where no step can run any more.
 func (e *Engine) step(ctx context.Context, chunks []scheduler.Chunk) error {
-	e.sequences, e.chunks = e.sequences[:0], e.chunks[:0]
-	adjusted, tokens, prefill := 0, 0, 0
-	for _, c := range chunks {
-		q := e.seqs[c.ID]
-		if c.Sample && adjusted > 0 && adjusted+len(q.adjust.list) > e.o.MaxAdjust {
-			continue // postponed: the step's limit of adjusted logits is reached
-		}
-		e.sequences = append(e.sequences, pipeline.Sequence{Tokens: q.tokens[c.From:c.To], Start: c.From, Table: q.table, Long: q.long})
-		if c.Sample {
-			s := &e.sequences[len(e.sequences)-1]
-			s.LogitRows = 1
-			q.samplingParams(&s.SamplingParams)
-			adjusted += len(s.SamplingParams.Adjust)
-		}
-		tokens += c.To - c.From
-		if q.sampled == 0 || c.To-c.From > 1 {
-			prefill += c.To - c.From
-		}
-		e.chunks = append(e.chunks, chunk{c, q})
-	}
-	defer clear(e.chunks)
+	e.batch.compose(chunks, e.seqs, e.o.MaxAdjust)
+	defer e.batch.clear()
 	before := e.updates
 	e.updates, e.spareUpdates = e.spareUpdates, nil
 	if len(before) > 0 {
@@ -572,36 +570,122 @@ func (e *Engine) step(ctx context.Context, chunks []scheduler.Chunk) error {
 			e.deliveryDone <- struct{}{}
 		}()
 	}
-	res, err := e.run(ctx, &pipeline.Step{Sequences: e.sequences}, tokens)
+	start := e.o.Now()
+	res, err := e.o.Pipeline.Step(ctx, &pipeline.Step{Sequences: e.batch.sequences})
 	if len(before) > 0 {
 		<-e.deliveryDone
 	}
 	e.spareUpdates = before[:0]
-	clear(e.sequences)
-	if err != nil {
-		return err
+	tries, pauses := 1, backoff{limit: e.o.RetryTimeout}
+	for ; err != nil; tries++ {
+		if err := e.afterFailure(ctx, err, tries, &pauses); err != nil {
+			return err
+		}
+		if len(e.batch.sequences) == 0 {
+			e.setFailing(nil)
+			return nil
+		}
+		res, err = e.o.Pipeline.Step(ctx, &pipeline.Step{Sequences: e.batch.sequences})
 	}
+	tokens, prefill := e.batch.tokens()
 	e.mu.Lock()
+	e.state.Steps++
 	e.state.PrefillTokens += int64(prefill)
 	e.state.GeneratedTokens += int64(len(res.Sampled))
+	e.state.Failing = nil
 	e.mu.Unlock()
 	now := e.o.Now()
-	sampled := 0
-	for i := range e.chunks {
-		c := &e.chunks[i]
-		if !c.Sample {
-			e.sched.Done(c.Chunk, 0)
-			continue
+	if e.o.Listener.StepFinished != nil {
+		e.o.Listener.StepFinished(StepInfo{Tokens: tokens, Sequences: len(e.batch.sequences), Sampled: len(res.Sampled), Duration: now.Sub(start), Tries: tries})
+	}
+	e.appendSampled(&res, now)
+	return nil
+}
+
+// afterFailure prepares the batch to run again after an error: it ends the requests that
+// failed, or waits where copies failed. It returns an error where no step can run any more.
+func (e *Engine) afterFailure(ctx context.Context, cause error, tries int, pauses *backoff) error {
+	n := e.state.Steps // which this goroutine alone changes
+	var own *pipeline.SequenceError
+	switch {
+	case ctx.Err() != nil, errors.Is(cause, pipeline.ErrDeviceLost):
+		return fmt.Errorf("engine: step %d: %w", n, cause)
+	case errors.As(cause, &own):
+		e.fail(e.batch.chunks[own.Index].seq.sub, fmt.Errorf("engine: step %d: %w", n, own.Err))
+	case errors.Is(cause, pipeline.ErrStepFailed):
+		d, again := pauses.next()
+		if !again {
+			e.failBatch(fmt.Errorf("engine: %w: step %d failed %d times in %v: %w", ErrUnavailable, n, tries, pauses.spent, cause))
+			break
 		}
-		e.sched.Done(c.Chunk, 1)
-		t := Token{ID: res.Sampled[sampled]}
-		if c.seq.sub.req.Params.LogProbs {
-			t.LogProb, t.Top = logProbs(res.LogProbs[sampled], c.seq.sub.req.Params.TopLogProbs)
+		e.o.Log.Warn("retrying step", "step", n, "try", tries, "pause_s", d.Seconds(), "err", cause)
+		e.mu.Lock()
+		e.state.Retried++
+		e.mu.Unlock()
+		if pauses.spent-d >= failingAfter {
+			e.setFailing(cause)
 		}
-		sampled++
-		e.addToken(c.ID, c.seq, t, now)
+		if err := e.pause(ctx, d); err != nil {
+			return err
+		}
+	default:
+		e.failBatch(fmt.Errorf("engine: step %d: %w", n, cause))
+	}
+	e.batch.keep(e.seqs)
+	return nil
+}
+
+// failingAfter is how long a step is retried before State says so.
+const failingAfter = time.Second
+
+func (e *Engine) setFailing(err error) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	e.state.Failing = err
+}
+
+// pauseSlice is how often a pause looks for requests that were canceled, or submitted.
+const pauseSlice = 20 * time.Millisecond
+
+// pause waits before a retry, until no request of the batch is left.
+func (e *Engine) pause(ctx context.Context, d time.Duration) error {
+	for ; d > 0 && len(e.batch.sequences) > 0; d -= pauseSlice {
+		if err := e.o.Pause(ctx, min(d, pauseSlice)); err != nil {
+			return fmt.Errorf("engine: %w", err)
+		}
+		e.takeIn()
+		e.batch.keep(e.seqs)
+		e.deliver()
+		e.publish()
 	}
 	return nil
+}
+
+// appendSampled appends a step's tokens to their sequences. A request for which the step
+// could sample none fails.
+func (e *Engine) appendSampled(res *pipeline.Result, now time.Time) {
+	sampled := 0
+	for i := range e.batch.chunks {
+		c := &e.batch.chunks[i]
+		row := sampled
+		if c.Sample {
+			sampled++
+		}
+		switch {
+		case e.seqs[c.ID] == nil: // another sample of its request has failed
+		case !c.Sample:
+			e.sched.Done(c.Chunk, 0)
+		case res.Sampled[row] < 0:
+			e.fail(c.seq.sub, fmt.Errorf("engine: after %d tokens: %w", len(c.seq.tokens), ErrNoToken))
+		default:
+			e.sched.Done(c.Chunk, 1)
+			t := Token{ID: res.Sampled[row]}
+			if c.seq.sub.req.Params.LogProbs {
+				t.LogProb, t.Top = logProbs(res.LogProbs[row], c.seq.sub.req.Params.TopLogProbs)
+			}
+			e.addToken(c.ID, c.seq, t, now)
+		}
+	}
 }
 
 func logProbs(p pipeline.LogProb, n int) (chosen float32, top []TopLogProb) {
@@ -670,11 +754,35 @@ func (e *Engine) end(id scheduler.ID, d *delivery) {
 	d.last = s.unfinished == 0
 }
 
-// abort ends a sample; err is set where the engine failed.
+// abort ends a sample; err is set where it failed. Text that was held back, as a stop string
+// could begin in it, is delivered before.
 func (e *Engine) abort(id scheduler.ID, q *sequence, err error) {
-	d := e.addUpdate(q, e.o.Now())
+	now := e.o.Now()
+	if q.text != nil && q.text.held != "" {
+		e.addUpdate(q, now).text = q.text.release()
+	}
+	d := e.addUpdate(q, now)
 	d.finish, d.err = FinishAbort, err
 	e.end(id, d)
+}
+
+// fail ends a request, all its samples, with an error.
+func (e *Engine) fail(s *submission, err error) {
+	e.o.Log.Warn("request failed", "request", s.req.ID, "err", err)
+	for id, q := range e.seqs {
+		if q.sub == s {
+			e.abort(id, q, err)
+		}
+	}
+}
+
+// failBatch ends the requests of the present step with an error.
+func (e *Engine) failBatch(err error) {
+	for i := range e.batch.chunks {
+		if c := &e.batch.chunks[i]; e.seqs[c.ID] != nil {
+			e.fail(c.seq.sub, err)
+		}
+	}
 }
 
 // deliver delivers all pending updates to their jobs.
@@ -701,31 +809,4 @@ func deliver(pending []delivery, finished func(RequestInfo)) {
 		}
 	}
 	clear(pending)
-}
-
-// run runs a step and retries it if copies failed.
-func (e *Engine) run(ctx context.Context, step *pipeline.Step, tokens int) (pipeline.Result, error) {
-	start := e.o.Now()
-	for try := 1; ; try++ {
-		res, err := e.o.Pipeline.Step(ctx, step)
-		again := errors.Is(err, pipeline.ErrStepFailed) && try <= e.o.MaxRetries
-		e.mu.Lock()
-		n := e.state.Steps
-		if err == nil {
-			e.state.Steps++
-		} else if again {
-			e.state.Retried++
-		}
-		e.mu.Unlock()
-		if err == nil {
-			if e.o.Listener.StepFinished != nil {
-				e.o.Listener.StepFinished(StepInfo{Tokens: tokens, Sequences: len(step.Sequences), Sampled: len(res.Sampled), Duration: e.o.Now().Sub(start), Tries: try})
-			}
-			return res, nil
-		}
-		if !again {
-			return res, fmt.Errorf("engine: step %d: %w", n, err)
-		}
-		e.o.Log.Warn("retrying step", "step", n, "try", try, "err", err)
-	}
 }

@@ -22,12 +22,12 @@ func Held(e *Engine) (n int) {
 			}
 		}
 	}
-	for _, c := range e.chunks[:cap(e.chunks)] {
+	for _, c := range e.batch.chunks[:cap(e.batch.chunks)] {
 		if c.seq != nil {
 			n++
 		}
 	}
-	for _, r := range e.sequences[:cap(e.sequences)] {
+	for _, r := range e.batch.sequences[:cap(e.batch.sequences)] {
 		if r.Table != nil || r.Tokens != nil {
 			n++
 		}

@@ -15,6 +15,7 @@ import (
 	"github.com/moeserve/moeserve/device/cuda"
 	"github.com/moeserve/moeserve/engine"
 	"github.com/moeserve/moeserve/node"
+	"github.com/moeserve/moeserve/tools/fixtures"
 )
 
 // -on cpu lets the tests named GPU run on the CPU instead, as a test of themselves.
@@ -111,6 +112,15 @@ func TestGPUNeighborsChangeNothing(t *testing.T) {
 		}
 		t.Logf("fraction %v: %d steps, %d preemptions", fraction, s.Steps, s.Preemptions)
 	}
+}
+
+// TestGPUNotANumber: rows of NaN logits fail their own requests on a GPU too.
+func TestGPUNotANumber(t *testing.T) {
+	notANumber(t, openOnGPU(t, func(s *configs.Settings) {
+		s.Model.Name = fixtures.WithNaN(t, "mixtral", 500)
+		s.Kernels.BatchInvariant = true
+		s.KV.NumGPUBlocksOverride, s.KV.MaxModelLen = 40, 64
+	}))
 }
 
 // TestGPUSameTwice: with the fastest GEMMs, the same requests give the same

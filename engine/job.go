@@ -47,7 +47,7 @@ func newJob(now time.Time, promptTokens int) *Job {
 }
 
 // Next waits for the next update. After the last one the error is io.EOF or, where the
-// engine failed, its error.
+// request or the engine failed, that error.
 func (j *Job) Next(ctx context.Context) (Update, error) {
 	for {
 		j.mu.Lock()
@@ -101,6 +101,13 @@ func (j *Job) Times() Times {
 	j.mu.Lock()
 	defer j.mu.Unlock()
 	return j.times
+}
+
+// failure is the error with which the job has ended; nil for another end, or none.
+func (j *Job) failure() error {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	return j.err
 }
 
 // admit records when the first of the request's samples was admitted.

@@ -16,7 +16,7 @@ const (
 	FinishStop FinishReason = "stop"
 	// FinishLength: MaxTokens were generated, or the sequence has the maximum length.
 	FinishLength FinishReason = "length"
-	// FinishAbort: the request's context ended, or the engine stopped.
+	// FinishAbort: the request's context ended, the request failed, or the engine stopped.
 	FinishAbort FinishReason = "abort"
 )
 
@@ -30,6 +30,11 @@ var (
 	ErrQueueFull = errors.New("too many requests are waiting")
 	// ErrStopped: the engine accepts no more requests.
 	ErrStopped = errors.New("the engine is stopping")
+	// ErrNoToken: every logit of the next token is NaN or -Inf. The request fails alone.
+	ErrNoToken = errors.New("no token can be sampled: the model computes no numbers for this sequence, or every token is banned")
+	// ErrUnavailable: copies failed until Options.RetryTimeout ended. Later requests may
+	// succeed.
+	ErrUnavailable = errors.New("copies to the compute device fail")
 )
 
 // ParamError is an invalid parameter of a request.

@@ -22,7 +22,7 @@ import (
 	"github.com/moeserve/moeserve/pipeline"
 )
 
-var errDies = errors.New("the device is gone")
+var errDies = fmt.Errorf("%w: it fell off the bus", pipeline.ErrDeviceLost)
 
 // drawing steps draw tokens that depend on their own sequence only, and know which tokens a
 // table has the keys of, and by which of longrope's factors. With a source of randomness some
@@ -93,7 +93,7 @@ func TestEveryUpdateOnceInOrder(t *testing.T) {
 		t.Fatal(err)
 	}
 	const length, requests = 96, 80
-	options := engine.Options{Tokenizer: tok, MaxModelLen: length, MaxNumBatchedTokens: 60, MaxNumSeqs: 24, LongAfter: longAfter, Vocab: 256, MaxRetries: 40}
+	options := engine.Options{Tokenizer: tok, MaxModelLen: length, MaxNumBatchedTokens: 60, MaxNumSeqs: 24, LongAfter: longAfter, Vocab: 256}
 	var rs []engine.Request
 	random := rand.New(rand.NewPCG(1, 2))
 	for i := range requests {

@@ -28,6 +28,13 @@ func (w *detokenizer) push(id int32) (text string, found bool) {
 	return w.add(w.stream.Push(id), false)
 }
 
+// release returns the text that was held back for a stop string that will not come.
+func (w *detokenizer) release() string {
+	text := w.held
+	w.held = ""
+	return text
+}
+
 // flush returns the text held back at the end.
 func (w *detokenizer) flush() (text string, found bool) { return w.add(w.stream.Flush(), true) }
 

@@ -266,7 +266,7 @@ func (n *Node) assemble(ctx context.Context, u *setup, blocks int) (load time.Du
 		Pipeline: n.steps, KV: n.kv, Tokenizer: n.text.Tokenizer, MaxModelLen: l.MaxModelLen,
 		MaxNumSeqs: l.MaxSeqs, MaxNumBatchedTokens: l.MaxTokens, MaxAdjust: l.MaxAdjust,
 		LongAfter: c.RoPE.LongAfter, Vocab: c.Vocab, StopIDs: c.EOS, Log: o.Log,
-		MaxQueued: o.MaxQueued, Listener: o.Listener,
+		MaxQueued: o.MaxQueued, Listener: o.Listener, Pause: n.machine.Yield,
 	}); err != nil {
 		return 0, fault.Of(fault.ErrConfig, err)
 	}
