@@ -594,11 +594,10 @@ func (e *Engine) step(ctx context.Context, chunks []scheduler.Chunk) error {
 	e.state.GeneratedTokens += int64(len(res.Sampled))
 	e.state.Failing = nil
 	e.mu.Unlock()
-	now := e.o.Now()
 	if e.o.Listener.StepFinished != nil {
-		e.o.Listener.StepFinished(StepInfo{Tokens: tokens, Sequences: len(e.batch.sequences), Sampled: len(res.Sampled), Duration: now.Sub(start), Tries: tries})
+		e.o.Listener.StepFinished(StepInfo{Tokens: tokens, Sequences: len(e.batch.sequences), Sampled: len(res.Sampled), Duration: e.o.Now().Sub(start), Tries: tries})
 	}
-	e.appendSampled(&res, now)
+	e.appendSampled(&res, e.o.Now())
 	return nil
 }
 

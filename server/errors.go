@@ -40,6 +40,7 @@ const (
 // Causes of an abort that do not come from the client.
 var (
 	errStopping = errors.New("the server is stopping")
+	errCopies   = errors.New("copies to the compute device fail")
 	errTimeout  = errors.New("the request exceeded the time limit of this server")
 )
 
@@ -87,6 +88,10 @@ func asError(ctx context.Context, err error, prompt string) *Error {
 			Status: http.StatusTooManyRequests, Type: rateLimit, Code: "queue_full", RetryAfter: retrySoon,
 			Message: "too many requests are waiting; retry later",
 		}
+	case errors.Is(err, engine.ErrUnavailable):
+		return notNow(errCopies)
+	case errors.Is(err, engine.ErrNoToken):
+		return &Error{Status: http.StatusInternalServerError, Type: serverError, Message: Message(err)}
 	case errors.Is(err, engine.ErrStopped), errors.Is(context.Cause(ctx), errStopping):
 		return notNow(errStopping)
 	case errors.Is(context.Cause(ctx), errTimeout):

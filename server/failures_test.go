@@ -25,6 +25,7 @@ import (
 	"github.com/moeserve/moeserve/models/chat"
 	"github.com/moeserve/moeserve/node"
 	"github.com/moeserve/moeserve/server"
+	"github.com/moeserve/moeserve/tools/fixtures"
 )
 
 // Bodies that cannot be, for any of the endpoints; each names what is wrong.
@@ -669,6 +670,77 @@ func TestDeviceLost(t *testing.T) {
 	h.served <- nil
 	if !strings.Contains(logged.String(), "request failed") {
 		t.Errorf("log: %s", &logged)
+	}
+}
+
+// A request for which the model computes no numbers fails alone, with a status or, where its
+// stream has begun, an event.
+func TestNoNumbers(t *testing.T) {
+	s := configs.Defaults()
+	s.Model.Name = fixtures.WithNaN(t, "mixtral", 500)
+	h := start(t, options{node: node.Options{Settings: s}, server: server.Options{Log: slog.New(slog.DiscardHandler)}})
+	body := func(prompt, more string) string {
+		return fmt.Sprintf(`{"model": "tiny", "prompt": %s, "max_tokens": 8, "ignore_eos": true, "temperature": 0, "return_token_ids": true%s}`, prompt, more)
+	}
+	want := h.post("/v1/completions", body("[1, 2, 3]", ""))
+	for _, more := range []string{"", `, "n": 3`, `, "stream": true`} {
+		a := h.send(http.MethodPost, "/v1/completions", body("[1, 500]", more))
+		message, kind, _, _ := failed(t, a)
+		if a.status != http.StatusInternalServerError || kind != "server_error" || !strings.Contains(message, "after 2 tokens: no token can be sampled") {
+			t.Errorf("%s: %d %s", more, a.status, a.body)
+		}
+	}
+	// Of two prompts, the first streams until the second fails.
+	if got := h.send(http.MethodPost, "/v1/completions", body("[[1, 2], [500]]", `, "stream": true`)); !strings.Contains(got.body, "no token can be sampled") {
+		t.Errorf("a stream: %d %s", got.status, got.body)
+	}
+	type text struct{ Choices []struct{ Text string } }
+	if got := h.post("/v1/completions", body("[1, 2, 3]", "")); decode[text](t, got).Choices[0] != decode[text](t, want).Choices[0] {
+		t.Errorf("afterwards: %s, before: %s", got, want)
+	}
+}
+
+// While copies fail, requests wait for half a minute and then get 503. The server takes others,
+// and says how it is.
+func TestFailingLink(t *testing.T) { synctest.Test(t, testFailingLink) }
+
+func testFailingLink(t *testing.T) {
+	var machine *emulated.Machine
+	s := configs.Defaults()
+	s.Offload.Fraction = 1
+	h := start(t, options{pipes: true, node: node.Options{Settings: s, OpenMachine: func() (device.Machine, error) {
+		m, err := emulated.Open(emulated.Options{})
+		machine, _ = m.(*emulated.Machine)
+		return m, err
+	}}})
+	fault := machine.Inject(&emulated.Fault{Kind: emulated.FailCopy, Times: -1, Match: func(p emulated.Point) bool {
+		return p.To == device.HBM(0) && strings.HasPrefix(p.Stream, "copy ")
+	}})
+	answers := make(chan answer)
+	for range 2 {
+		go func() { answers <- h.send(http.MethodPost, "/v1/completions", completionBody(`"1+2="`, "")) }()
+	}
+	time.Sleep(10 * time.Second)
+	if a := h.send(http.MethodGet, "/health", ""); a.status != http.StatusOK || !strings.Contains(a.body, `"status":"degraded"`) {
+		t.Errorf("health while copies fail: %d %s", a.status, a.body)
+	}
+	if a := h.send(http.MethodGet, "/health/ready", ""); a.status != http.StatusServiceUnavailable || a.header.Get("Retry-After") == "" {
+		t.Errorf("ready while copies fail: %d %s", a.status, a.body)
+	}
+	a := <-answers
+	message, kind, _, _ := failed(t, a)
+	if a.status != http.StatusServiceUnavailable || kind != "service_unavailable" || a.header.Get("Retry-After") == "" || !strings.Contains(message, "copies to the compute device fail; retry later") {
+		t.Errorf("%d %s", a.status, a.body)
+	}
+	fault.Release()
+	if a := <-answers; a.status != http.StatusServiceUnavailable && a.status != http.StatusOK { // it came before the first step, or after
+		t.Errorf("%d %s", a.status, a.body)
+	}
+	h.post("/v1/completions", completionBody(`"1+2="`, ""))
+	for _, path := range []string{"/health", "/health/ready"} {
+		if a := h.send(http.MethodGet, path, ""); a.status != http.StatusOK || strings.Contains(a.body, "degraded") {
+			t.Errorf("%s afterwards: %d %s", path, a.status, a.body)
+		}
 	}
 }
 

@@ -373,17 +373,24 @@ func (s *Server) health(w *response, _ *http.Request) error {
 		_, err := s.current()
 		return &Error{Status: http.StatusServiceUnavailable, Type: serverError, Message: err.Error()}
 	}
+	if m := s.model.Load(); m != nil && m.Engine.State().Failing != nil {
+		w.json(http.StatusOK, map[string]string{"status": "degraded", "reason": errCopies.Error()})
+		return nil
+	}
 	w.json(http.StatusOK, struct{}{})
 	return nil
 }
 
-// ready is good while requests are accepted.
+// ready is good while requests are accepted, and steps do not fail.
 func (s *Server) ready(w *response, r *http.Request) error {
 	if s.gate.isClosed() {
 		return notNow(errStopping)
 	}
 	if _, err := s.current(); err != nil && s.failed.Load() == nil {
 		return err
+	}
+	if m := s.model.Load(); m != nil && m.Engine.State().Failing != nil {
+		return notNow(errCopies)
 	}
 	return s.health(w, r)
 }

@@ -359,8 +359,8 @@ var httpErrors = []struct{ path, body, status, code, message string }{
 	{"", "", "413", "request_too_large", "the body is larger than `--max-request-bytes`"},
 	{"", "", "415", "unsupported_media_type", "the body is not `application/json`, or is compressed"},
 	{"", "", "429", "queue_full", "`--max-queued-requests` wait already; `Retry-After` says when to try again"},
-	{"", "", "500", "", "a step or a GPU failed; the log has the cause"},
-	{"", "", "503", "", "the model is loading or the server is stopping; `Retry-After` says when to try again"},
+	{"", "", "500", "", "a step or a GPU failed, or the model computes no numbers for this request; the log has the cause"},
+	{"", "", "503", "", "the model is loading, the server is stopping, or copies to the GPU fail; `Retry-After` says when to try again"},
 	{"", "", "504", "timeout", "the request took longer than `--request-timeout`"},
 }
 
