@@ -1,6 +1,7 @@
 package configs
 
 import (
+	"encoding/json"
 	"errors"
 	"fmt"
 	"math"
@@ -270,4 +271,68 @@ func (s Settings) validatePeers() error {
 		}
 	}
 	return nil
+}
+
+// ModelNames reads the setting served-model-name; none without one. Errors are *SettingError.
+func (s Serve) ModelNames() ([]string, error) {
+	names := splitList(s.ServedModelName)
+	for i, name := range names {
+		if name == "" || slices.Contains(names[:i], name) {
+			return nil, &SettingError{Key: "served-model-name", Value: s.ServedModelName, Want: "must be a name, or different names separated by commas"}
+		}
+	}
+	return names, nil
+}
+
+// CORS is what the settings about scripts of web pages ask for.
+type CORS struct{ Origins, Methods, Headers []string }
+
+// ParseCORS reads the settings allowed-origins, allowed-methods and allowed-headers. Errors are
+// *SettingError.
+func (s Serve) ParseCORS() (CORS, error) {
+	var c CORS
+	for _, l := range []struct {
+		key, value string
+		to         *[]string
+	}{
+		{"allowed-origins", s.AllowedOrigins, &c.Origins},
+		{"allowed-methods", s.AllowedMethods, &c.Methods},
+		{"allowed-headers", s.AllowedHeaders, &c.Headers},
+	} {
+		if *l.to = splitList(l.value); slices.Contains(*l.to, "") {
+			return c, &SettingError{Key: l.key, Value: l.value, Want: `must be a list separated by commas, or a JSON list as ["a", "b"]`}
+		}
+	}
+	if s.AllowCredentials && (len(c.Origins) == 0 || slices.Contains(c.Origins, "*")) {
+		return c, &SettingError{Key: "allow-credentials", Value: true, Want: "needs --allowed-origins by name: all pages of a browser could use its cookies"}
+	}
+	return c, nil
+}
+
+// splitList reads a list separated by commas, or, as vLLM has it, one in JSON. What is no list has
+// an empty entry.
+func splitList(text string) []string {
+	if text == "" {
+		return nil
+	}
+	var list []string
+	if strings.HasPrefix(text, "[") {
+		if json.Unmarshal([]byte(text), &list) != nil {
+			return []string{""}
+		}
+		return list
+	}
+	list = strings.Split(text, ",")
+	for i, entry := range list {
+		list[i] = strings.TrimSpace(entry)
+	}
+	return list
+}
+
+func (s Serve) validate() error {
+	_, err := s.ModelNames()
+	if err == nil {
+		_, err = s.ParseCORS()
+	}
+	return err
 }

@@ -218,7 +218,7 @@ var Schema = []Key{
 	},
 	{
 		Name: "temperature", Kind: Float, Default: 0.0, Max: 100, Commands: onSample,
-		Help: "sampling temperature; 0: greedy",
+		Help: "sampling temperature; 0: greedy, whatever the model's generation_config.json says",
 	},
 	{
 		Name: "seed", Kind: Uint, Default: uint64(0), Max: math.MaxUint64, Commands: onModel,
@@ -237,12 +237,36 @@ var Schema = []Key{
 		Help: "TCP port to listen on; 0: a free one, which the log reports",
 	},
 	{
-		Name: "served-model-name", Kind: String, Default: "", Placeholder: "NAME", Commands: onServe,
-		Help: "model name in the API; default: the preset, or the last part of the directory's path",
+		Name: "served-model-name", Kind: String, Default: "", Placeholder: "NAME[,NAME]", Commands: onServe,
+		Help: "names of the model in the API, separated by commas, the first for metrics; default: the preset, or the last part of the directory's path",
+	},
+	{
+		Name: "generation-config", Kind: String, Default: "auto", Placeholder: "auto|vllm|DIR", Path: true, Commands: onServe,
+		Help: "where default sampling parameters come from: auto: the model's generation_config.json, vllm: none (temperature 1), DIR: the generation_config.json there",
+	},
+	{
+		Name: "override-generation-config", Kind: String, Default: "{}", Placeholder: "JSON", Rare: true, Commands: onServe,
+		Help: `default sampling parameters in place of those, as {"temperature": 0.6, "top_k": 20}`,
 	},
 	{
 		Name: "api-key", Kind: String, Default: "", Placeholder: "KEY", Secret: true, Commands: onServe,
 		Help: "key that clients must send as bearer token; visible in the process list, prefer MOESERVE_API_KEY",
+	},
+	{
+		Name: "allowed-origins", Kind: String, Default: "", Placeholder: "LIST", Commands: onServe,
+		Help: `web pages whose scripts may use the server from a browser (CORS): addresses separated by commas, as https://example.com, or *; also as vLLM's JSON list`,
+	},
+	{
+		Name: "allowed-methods", Kind: String, Default: "*", Placeholder: "LIST", Rare: true, Commands: onServe,
+		Help: "methods that these scripts may use",
+	},
+	{
+		Name: "allowed-headers", Kind: String, Default: "*", Placeholder: "LIST", Rare: true, Commands: onServe,
+		Help: "headers that these scripts may send",
+	},
+	{
+		Name: "allow-credentials", Kind: Bool, Default: false, Rare: true, Commands: onServe,
+		Help: "let browsers send cookies with the requests of these scripts; needs --allowed-origins by name",
 	},
 	{
 		Name: "max-queued-requests", Kind: Int, Default: 256, Unit: "sequences", Min: 1, Max: 1 << 20, Commands: onServe,

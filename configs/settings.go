@@ -102,14 +102,20 @@ type Generate struct {
 
 // Serve is of the server; times are in seconds.
 type Serve struct {
-	Host              string `mapstructure:"host"`
-	Port              int    `mapstructure:"port"`
-	ServedModelName   string `mapstructure:"served-model-name"`
-	APIKey            string `mapstructure:"api-key"`
-	MaxQueuedRequests int    `mapstructure:"max-queued-requests"`
-	MaxRequestBytes   int    `mapstructure:"max-request-bytes"`
-	RequestTimeout    int    `mapstructure:"request-timeout"`
-	DrainTimeout      int    `mapstructure:"drain-timeout"`
+	Host                     string `mapstructure:"host"`
+	Port                     int    `mapstructure:"port"`
+	ServedModelName          string `mapstructure:"served-model-name"`
+	GenerationConfig         string `mapstructure:"generation-config"`
+	OverrideGenerationConfig string `mapstructure:"override-generation-config"`
+	APIKey                   string `mapstructure:"api-key"`
+	AllowedOrigins           string `mapstructure:"allowed-origins"`
+	AllowedMethods           string `mapstructure:"allowed-methods"`
+	AllowedHeaders           string `mapstructure:"allowed-headers"`
+	AllowCredentials         bool   `mapstructure:"allow-credentials"`
+	MaxQueuedRequests        int    `mapstructure:"max-queued-requests"`
+	MaxRequestBytes          int    `mapstructure:"max-request-bytes"`
+	RequestTimeout           int    `mapstructure:"request-timeout"`
+	DrainTimeout             int    `mapstructure:"drain-timeout"`
 }
 
 // Bench says what a benchmark runs.
@@ -247,6 +253,9 @@ func (s Settings) Validate() error {
 		}
 	}
 	if err := s.validatePeers(); err != nil {
+		return err
+	}
+	if err := s.Serve.validate(); err != nil {
 		return err
 	}
 	if s.Bench.InputLen > 0 && s.Bench.DatasetPath != "" {

@@ -379,7 +379,7 @@ func TestTokenize(t *testing.T) {
 }
 
 func TestModels(t *testing.T) {
-	h := start(t, options{change: func(m *server.Model) { m.Name = "org/tiny" }})
+	h := start(t, options{change: func(m *server.Model) { m.Names = []string{"org/tiny"} }})
 	const model = `{"id":"org/tiny","object":"model","created":1,"owned_by":"moeserve","max_model_len":256}`
 	for path, want := range map[string]string{
 		"/v1/models":            `{"object":"list","data":[` + model + `]}`,

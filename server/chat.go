@@ -291,12 +291,12 @@ func (s *Server) chat(w *response, r *http.Request) error {
 	if err != nil {
 		return err
 	}
-	if err := req.limit(req.prompt, 0, m.MaxModelLen, "messages"); err != nil {
+	if err := req.limit(req.prompt, m.ChatTokens, m.MaxModelLen, "messages"); err != nil {
 		return err
 	}
 	req.sent.PromptTokens = len(req.prompt)
 	a := &chatResponse{req: req, text: m.texts(), head: completionHead{
-		ID: "chatcmpl-" + w.id, Object: "chat.completion", Created: time.Now().Unix(), Model: m.Name,
+		ID: "chatcmpl-" + w.id, Object: "chat.completion", Created: time.Now().Unix(), Model: m.called(req.model),
 	}}
 	return s.generate(w, r, m, &req.common, []engine.Request{{ID: w.id, Prompt: req.prompt, Encoded: true, Params: req.params}}, a)
 }

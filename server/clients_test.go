@@ -181,3 +181,93 @@ func TestAllThatFits(t *testing.T) {
 		t.Errorf("%d %s", a.status, a.body)
 	}
 }
+
+// A model of several names answers to all of them, by the one that was asked for.
+func TestSeveralNames(t *testing.T) {
+	h := start(t, options{change: func(m *server.Model) { m.Names = []string{"a", "org/b"} }})
+	for sent, want := range map[string]string{``: "a", `, "model": "a"`: "a", `, "model": "org/b"`: "org/b"} {
+		for path, body := range map[string]string{completionsPath: completionBody(`"1+2="`, sent), chatPath: chatBody("1+2=", sent)} {
+			if got := decode[reply](t, h.post(path, body)).Model; got != want {
+				t.Errorf("%s: model %q, want %q", body, got, want)
+			}
+		}
+	}
+	var list struct{ Data []struct{ ID string } }
+	if err := json.Unmarshal([]byte(h.send(http.MethodGet, "/v1/models", "").body), &list); err != nil {
+		t.Fatal(err)
+	}
+	if len(list.Data) != 2 || list.Data[0].ID != "a" || list.Data[1].ID != "org/b" {
+		t.Errorf("%+v", list)
+	}
+	if got := h.send(http.MethodGet, "/v1/models/org/b", ""); !strings.Contains(got.body, `"id":"org/b"`) {
+		t.Errorf("%d %s", got.status, got.body)
+	}
+	if got := h.send(http.MethodPost, chatPath, chatBody("x", `, "model": "c"`)); got.status != http.StatusNotFound || !strings.Contains(got.body, `\"a\", \"org/b\"`) {
+		t.Errorf("%d %s", got.status, got.body)
+	}
+}
+
+// Browsers may send what the settings allow, and nothing else.
+func TestCORS(t *testing.T) {
+	some := server.CORS{Origins: []string{"https://a.example"}, Methods: []string{"POST"}, Headers: []string{"content-type", "Authorization"}}
+	all := server.CORS{Origins: []string{"*"}, Methods: []string{"*"}, Headers: []string{"*"}}
+	credentials := some
+	credentials.Credentials = true
+	const a, b = "https://a.example", "https://b.example"
+	for name, c := range map[string]struct {
+		cors                    server.CORS
+		method, origin          string
+		asks, headers           string
+		status                  int
+		allowed, allowedHeaders string
+	}{
+		"none":             {server.CORS{}, "OPTIONS", a, "POST", "", 405, "", ""},
+		"none, a request":  {server.CORS{}, "GET", a, "", "", 200, "", ""},
+		"allowed":          {some, "OPTIONS", a, "POST", "Content-Type, authorization", 204, a, "Content-Type, authorization"},
+		"another origin":   {some, "OPTIONS", b, "POST", "", 403, "", ""},
+		"another method":   {some, "OPTIONS", a, "DELETE", "", 403, a, ""},
+		"another header":   {some, "OPTIONS", a, "POST", "X-Other", 403, a, ""},
+		"a request":        {some, "GET", a, "", "", 200, a, ""},
+		"another's":        {some, "GET", b, "", "", 200, "", ""},
+		"no origin":        {some, "GET", "", "", "", 200, "", ""},
+		"no question":      {some, "OPTIONS", a, "", "", 405, a, ""},
+		"all":              {all, "OPTIONS", b, "POST", "X-Other", 204, "*", "X-Other"},
+		"all, a request":   {all, "GET", b, "", "", 200, "*", ""},
+		"with credentials": {credentials, "GET", a, "", "", 200, a, ""},
+	} {
+		t.Run(name, func(t *testing.T) {
+			h := start(t, options{loading: true, server: server.Options{CORS: c.cors, APIKey: "key"}})
+			var header []string
+			for k, v := range map[string]string{"Origin": c.origin, "Access-Control-Request-Method": c.asks, "Access-Control-Request-Headers": c.headers} {
+				if v != "" {
+					header = append(header, k, v)
+				}
+			}
+			got := h.send(c.method, "/version", "", header...)
+			if got.status != c.status || got.header.Get("Access-Control-Allow-Origin") != c.allowed || got.header.Get("Access-Control-Allow-Headers") != c.allowedHeaders {
+				t.Errorf("%d %v %s", got.status, got.header, got.body)
+			}
+			if (got.header.Get("Access-Control-Allow-Credentials") == "true") != c.cors.Credentials {
+				t.Errorf("%v", got.header)
+			}
+			if (c.cors.Origins != nil && c.origin != "" && c.allowed != "*") != (got.header.Get("Vary") == "Origin") {
+				t.Errorf("Vary %q", got.header.Get("Vary"))
+			}
+		})
+	}
+}
+
+// Chats that give no max_tokens have the model's, as far as it fits.
+func TestChatTokens(t *testing.T) {
+	h := start(t, options{change: func(m *server.Model) { m.ChatTokens = 20 }})
+	for more, want := range map[string]int{"": 20, `, "max_tokens": 30`: 30, `, "max_tokens": -1`: h.model.MaxModelLen - 6} {
+		h.post(chatPath, chatBody("1+2=", more))
+		if got := h.last().Params.MaxTokens; got != want {
+			t.Errorf("%s: %d, want %d", more, got, want)
+		}
+	}
+	h.post(completionsPath, completionBody(`"1+2="`, ""))
+	if got := h.last().Params.MaxTokens; got != 16 {
+		t.Errorf("a completion: %d, want OpenAI's 16", got)
+	}
+}

@@ -133,7 +133,7 @@ func (s *Server) completions(w *response, r *http.Request) error {
 		requests[i] = engine.Request{ID: w.id, Prompt: p.ids, Encoded: p.encoded, Params: req.params}
 	}
 	a := &completionResponse{req: req, text: m.texts(), head: completionHead{
-		ID: "cmpl-" + w.id, Object: "text_completion", Created: time.Now().Unix(), Model: m.Name,
+		ID: "cmpl-" + w.id, Object: "text_completion", Created: time.Now().Unix(), Model: m.called(req.model),
 	}}
 	a.offsets = make([]int, len(req.prompts)*req.params.N)
 	return s.generate(w, r, m, &req.common, requests, a)

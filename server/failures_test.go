@@ -209,8 +209,12 @@ func TestRoutes(t *testing.T) {
 		status             int
 		code, want         string
 	}{
-		{"GET", "/", "", nil, 404, "unknown_url", "GET /"},
-		{"POST", "/v1/embeddings", body, key, 404, "unknown_url", "/v1/embeddings"},
+		{"GET", "/x", "", nil, 404, "unknown_url", "GET /x."},
+		{"POST", "/v1/embeddings", body, key, 404, "unknown_url", "Unknown request URL: POST /v1/embeddings. This server does not do embeddings."},
+		{"GET", "/v1/responses/resp_1", "", key, 404, "unknown_url", "Responses API; use /v1/chat/completions"},
+		{"POST", "/v1/messages", body, nil, 404, "unknown_url", "Messages API"},
+		{"POST", "/chat/completions", body, nil, 404, "unknown_url", "ends with /v1"},
+		{"POST", "/v1/v1/completions", body, nil, 404, "unknown_url", "ends with one /v1"},
 		{"GET", "/v1/completions/", "", key, 404, "unknown_url", ""},
 		{"GET", "/debug/pprof/", "", key, 404, "unknown_url", ""},
 		{"GET", "/v1/models/other", "", key, 404, "model_not_found", `"other" does not exist; this server has`},
@@ -229,13 +233,18 @@ func TestRoutes(t *testing.T) {
 		{"GET", "/v1/models", "", []string{"Authorization", "sésame"}, 401, "invalid_api_key", ""},
 		{"POST", "/tokenize", `{"prompt": "x"}`, nil, 401, "invalid_api_key", ""},
 		{"POST", "/v1/completions", strings.Repeat(" ", 101), key, 413, "request_too_large", "100 bytes"},
-		{"POST", "/v1/completions", body, append([]string{"Content-Type", "text/plain"}, key...), 415, "unsupported_media_type", "application/json"},
-		{"POST", "/v1/completions", body, append([]string{"Content-Type", ""}, key...), 415, "unsupported_media_type", ""},
+		{"POST", "/v1/completions", body, append([]string{"Content-Type", "application/x-www-form-urlencoded"}, key...), 415, "unsupported_media_type", "its Content-Type is application/x-www-form-urlencoded: add the header Content-Type: application/json"},
+		{"POST", "/v1/completions", body, append([]string{"Content-Type", ""}, key...), 415, "unsupported_media_type", "its Content-Type is not given"},
 		{"POST", "/v1/completions", body, append([]string{"Content-Encoding", "gzip"}, key...), 415, "unsupported_media_type", "compressed"},
 
 		{"POST", "/v1/completions", body, append([]string{"Content-Type", "application/json; charset=utf-8"}, key...), 200, "", `"text":"3"`},
 		{"POST", "/v1/completions", body, []string{"Authorization", "bearer sésame"}, 200, "", `"text":"3"`},
+		{"GET", "/", "", nil, 200, "", `"name":"moeserve"`},
 		{"GET", "/health", "", nil, 200, "", "{}"},
+		{"GET", "/health/live", "", nil, 200, "", "{}"},
+		{"GET", "/ping", "", nil, 200, "", "{}"},
+		{"POST", "/ping", "x", nil, 200, "", "{}"},
+		{"GET", "/load", "", nil, 200, "", `{"server_load":0}`},
 		{"GET", "/health/ready", "", nil, 200, "", "{}"},
 		{"GET", "/version", "", nil, 200, "", `{"version":"v1.2.3"}`},
 		{"GET", "/metrics", "", nil, 200, "", "vllm:num_requests_running"},
@@ -288,11 +297,13 @@ func TestRequestID(t *testing.T) {
 	}
 }
 
-// Before there is a model, the server lives and is not ready.
+// Before there is a model, the server lives, is not ready, and not healthy either: manifests for
+// vLLM, which opens its port later, have /health as readinessProbe.
 func TestLoading(t *testing.T) {
 	h := start(t, options{loading: true})
 	for path, want := range map[string]int{
-		"/health": 200, "/version": 200, "/metrics": 200, "/health/ready": 503, "/v1/models": 503, "/v1/models/tiny": 503,
+		"/": 200, "/health/live": 200, "/version": 200, "/metrics": 200, "/load": 200,
+		"/health": 503, "/ping": 503, "/health/ready": 503, "/v1/models": 503, "/v1/models/tiny": 503,
 	} {
 		if a := h.send(http.MethodGet, path, ""); a.status != want || (want == 503) != (a.header.Get("Retry-After") == "1") {
 			t.Errorf("%s: %d, want %d: %v", path, a.status, want, a.header)
@@ -303,8 +314,10 @@ func TestLoading(t *testing.T) {
 		t.Errorf("%d %s", a.status, a.body)
 	}
 	h.server.SetModel(h.model)
-	if a := h.send(http.MethodGet, "/health/ready", ""); a.status != 200 {
-		t.Errorf("loaded: %d %s", a.status, a.body)
+	for _, path := range []string{"/health", "/ping", "/health/ready"} {
+		if a := h.send(http.MethodGet, path, ""); a.status != 200 {
+			t.Errorf("%s, loaded: %d %s", path, a.status, a.body)
+		}
 	}
 }
 
@@ -748,7 +761,7 @@ func testFailingLink(t *testing.T) {
 func TestPanic(t *testing.T) {
 	var logged bytes.Buffer
 	s := server.New(server.Options{Log: slog.New(slog.NewTextHandler(&logged, nil))})
-	s.SetModel(&server.Model{Name: "x", Engine: broken{}, Defaults: engine.DefaultParams()})
+	s.SetModel(&server.Model{Names: []string{"x"}, Engine: broken{}, Defaults: engine.DefaultParams()})
 	w := httptest.NewRecorder()
 	r := httptest.NewRequest(http.MethodPost, "/v1/completions", strings.NewReader(`{"prompt": [1]}`))
 	r.Header.Set("Content-Type", "application/json")
@@ -756,7 +769,7 @@ func TestPanic(t *testing.T) {
 	if w.Code != http.StatusBadRequest { // a model without context
 		t.Fatalf("%d %s", w.Code, w.Body)
 	}
-	s.SetModel(&server.Model{Name: "x", Engine: broken{}, Defaults: engine.DefaultParams(), MaxModelLen: 10})
+	s.SetModel(&server.Model{Names: []string{"x"}, Engine: broken{}, Defaults: engine.DefaultParams(), MaxModelLen: 10})
 	w = httptest.NewRecorder()
 	r.Body = io.NopCloser(strings.NewReader(`{"prompt": [1]}`))
 	s.ServeHTTP(w, r)

@@ -14,6 +14,7 @@ import (
 	"regexp"
 	"runtime/debug"
 	"slices"
+	"strconv"
 	"strings"
 	"sync/atomic"
 	"time"
@@ -40,8 +41,9 @@ type Template interface {
 
 // Model is what is served.
 type Model struct {
-	// Name that clients know it by.
-	Name      string
+	// Names that clients know it by, at least one; metrics and responses to who gives none have
+	// the first.
+	Names     []string
 	Engine    Engine
 	Tokenizer tokenizer.Tokenizer // nil: prompts are token ids
 	Template  Template            // nil: there are no chats
@@ -49,6 +51,8 @@ type Model struct {
 	MaxModelLen int
 	// Defaults of parameters that a request does not give. OpenAI's temperature is 1.
 	Defaults engine.Params
+	// ChatTokens is max_tokens of chats that give none; 0: all that fits.
+	ChatTokens int
 	// Collectors of the model's metrics, beside the engine's state.
 	Collectors []metrics.Collector
 	// Residency returns where every expert is, as a value with a JSON form; it is safe for
@@ -69,6 +73,8 @@ type Options struct {
 	// APIKey that clients must send as a bearer token to all but health and metrics;
 	// empty: none.
 	APIKey string
+	// CORS lets web pages use the server. Default: none.
+	CORS CORS
 	// MaxRequestBytes bounds a body. Default: 16 MiB.
 	MaxRequestBytes int64
 	// MaxSamples of a request of several prompts: their number times n. More than the engine's
@@ -147,6 +153,8 @@ func New(o Options) *Server {
 	work := func(h func(*response, *http.Request) error) map[string]route {
 		return map[string]route{http.MethodPost: {handle: h, works: true}}
 	}
+	ping := get(route{handle: s.health, open: true})
+	ping[http.MethodPost] = ping[http.MethodGet]
 	s.routes = map[string]map[string]route{
 		"/v1/completions":      work(s.completions),
 		"/v1/chat/completions": work(s.chat),
@@ -154,8 +162,12 @@ func New(o Options) *Server {
 		"/detokenize":          work(s.detokenize),
 		"/v1/models":           get(route{handle: s.models}),
 		modelPrefix:            get(route{handle: s.modelByName}),
+		"/":                    get(route{handle: s.index, open: true}),
 		"/health":              get(route{handle: s.health, open: true}),
+		"/health/live":         get(route{handle: s.live, open: true}),
 		"/health/ready":        get(route{handle: s.ready, open: true}),
+		"/ping":                ping,
+		"/load":                get(route{handle: s.load, open: true}),
 		"/version":             get(route{handle: s.version, open: true}),
 		"/metrics":             get(route{handle: s.metrics, open: true}),
 		"/debug/residency":     get(route{handle: s.residency}),
@@ -257,16 +269,19 @@ func (s *Server) ServeHTTP(hw http.ResponseWriter, r *http.Request) {
 }
 
 func (s *Server) dispatch(w *response, r *http.Request) error {
+	if done, err := s.o.CORS.apply(w.Header(), r); err != nil || done {
+		if done {
+			w.WriteHeader(http.StatusNoContent)
+		}
+		return err
+	}
 	path := r.URL.Path
 	if strings.HasPrefix(path, modelPrefix) {
 		path = modelPrefix
 	}
 	methods, ok := s.routes[path]
 	if !ok {
-		return &Error{
-			Status: http.StatusNotFound, Type: invalidRequest, Code: "unknown_url",
-			Message: fmt.Sprintf("Unknown request URL: %s %s.", truncate(r.Method), truncate(r.URL.Path)),
-		}
+		return unknownURL(r.Method, r.URL.Path)
 	}
 	route, ok := methods[r.Method]
 	if !ok {
@@ -333,13 +348,25 @@ func (s *Server) current() (*Model, error) {
 
 // known checks that a request is for this model; one that names none is.
 func (m *Model) known(name string) error {
-	if name == "" || name == m.Name {
+	if name == "" || slices.Contains(m.Names, name) {
 		return nil
+	}
+	quoted := make([]string, len(m.Names))
+	for i, n := range m.Names {
+		quoted[i] = strconv.Quote(n)
 	}
 	return &Error{
 		Status: http.StatusNotFound, Type: invalidRequest, Param: "model", Code: "model_not_found",
-		Message: fmt.Sprintf("The model %q does not exist; this server has %q.", truncate(name), m.Name),
+		Message: fmt.Sprintf("The model %q does not exist; this server has %s.", truncate(name), strings.Join(quoted, ", ")),
 	}
+}
+
+// called is the name of the model in the response to a request that gives name, if it gives one.
+func (m *Model) called(name string) string {
+	if name == "" {
+		return m.Names[0]
+	}
+	return name
 }
 
 // body reads a JSON body, and finds the model that it is for.
@@ -348,10 +375,15 @@ func (s *Server) body(w *response, r *http.Request) (*Model, *object, error) {
 	if err != nil {
 		return nil, nil, err
 	}
-	if kind, _, err := mime.ParseMediaType(r.Header.Get("Content-Type")); err != nil || kind != "application/json" {
+	sent := r.Header.Get("Content-Type")
+	if kind, _, err := mime.ParseMediaType(sent); err != nil || kind != "application/json" {
+		got := "is not given"
+		if sent != "" {
+			got = "is " + truncate(sent)
+		}
 		return nil, nil, &Error{
 			Status: http.StatusUnsupportedMediaType, Type: invalidRequest, Code: "unsupported_media_type",
-			Message: "The body must be JSON: send Content-Type: application/json.",
+			Message: "The body must be JSON, and its Content-Type " + got + ": add the header Content-Type: application/json (curl: -H 'Content-Type: application/json').",
 		}
 	}
 	if e := r.Header.Get("Content-Encoding"); e != "" && e != "identity" {
@@ -367,39 +399,6 @@ func (s *Server) body(w *response, r *http.Request) (*Model, *object, error) {
 	return m, parseBody(data), nil
 }
 
-// health is good while the process can serve, or will be able to.
-func (s *Server) health(w *response, _ *http.Request) error {
-	if s.failed.Load() != nil {
-		_, err := s.current()
-		return &Error{Status: http.StatusServiceUnavailable, Type: serverError, Message: err.Error()}
-	}
-	if m := s.model.Load(); m != nil && m.Engine.State().Failing != nil {
-		w.json(http.StatusOK, map[string]string{"status": "degraded", "reason": errCopies.Error()})
-		return nil
-	}
-	w.json(http.StatusOK, struct{}{})
-	return nil
-}
-
-// ready is good while requests are accepted, and steps do not fail.
-func (s *Server) ready(w *response, r *http.Request) error {
-	if s.gate.isClosed() {
-		return notNow(errStopping)
-	}
-	if _, err := s.current(); err != nil && s.failed.Load() == nil {
-		return err
-	}
-	if m := s.model.Load(); m != nil && m.Engine.State().Failing != nil {
-		return notNow(errCopies)
-	}
-	return s.health(w, r)
-}
-
-func (s *Server) version(w *response, _ *http.Request) error {
-	w.json(http.StatusOK, map[string]string{"version": s.o.Version})
-	return nil
-}
-
 func (s *Server) metrics(w *response, r *http.Request) error {
 	w.deadline()
 	return s.o.Metrics.write(w, r)
@@ -413,8 +412,8 @@ type modelJSON struct {
 	MaxModelLen int    `json:"max_model_len"`
 }
 
-func (m *Model) json() modelJSON {
-	return modelJSON{ID: m.Name, Object: "model", Created: m.Created.Unix(), OwnedBy: "moeserve", MaxModelLen: m.MaxModelLen}
+func (m *Model) json(name string) modelJSON {
+	return modelJSON{ID: name, Object: "model", Created: m.Created.Unix(), OwnedBy: "moeserve", MaxModelLen: m.MaxModelLen}
 }
 
 func (s *Server) models(w *response, _ *http.Request) error {
@@ -422,10 +421,14 @@ func (s *Server) models(w *response, _ *http.Request) error {
 	if err != nil {
 		return err
 	}
+	data := make([]modelJSON, len(m.Names))
+	for i, name := range m.Names {
+		data[i] = m.json(name)
+	}
 	w.json(http.StatusOK, struct {
 		Object string      `json:"object"`
 		Data   []modelJSON `json:"data"`
-	}{"list", []modelJSON{m.json()}})
+	}{"list", data})
 	return nil
 }
 
@@ -434,13 +437,16 @@ func (s *Server) modelByName(w *response, r *http.Request) error {
 	if err != nil {
 		return err
 	}
-	// There is no model of an empty name.
-	if name := strings.TrimPrefix(r.URL.Path, modelPrefix); name == "" || m.known(name) != nil {
+	name := strings.TrimPrefix(r.URL.Path, modelPrefix)
+	if name == "" {
 		return &Error{
 			Status: http.StatusNotFound, Type: invalidRequest, Param: "model", Code: "model_not_found",
-			Message: fmt.Sprintf("The model %q does not exist; this server has %q.", truncate(name), m.Name),
+			Message: "There is no model of an empty name; /v1/models lists the models.",
 		}
 	}
-	w.json(http.StatusOK, m.json())
+	if err := m.known(name); err != nil {
+		return err
+	}
+	w.json(http.StatusOK, m.json(name))
 	return nil
 }

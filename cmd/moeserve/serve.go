@@ -24,12 +24,15 @@ func newServe(s *streams) *cobra.Command {
 		Use:   "serve [MODEL]",
 		Short: "Serve the OpenAI API",
 		Long: `Serve the OpenAI API: /v1/completions, /v1/chat/completions and /v1/models; beside
-them /tokenize, /detokenize, /health, /health/ready, /version and /metrics, and for
+them /tokenize, /detokenize, /health, /ping, /load, /version and /metrics, and for
 operators /debug/residency (where every expert is) and /debug/events.
 
 MODEL is the directory of a checkpoint, a preset, or built-in: a small model inside
 this binary, which is also the default. The server listens from the start;
-/health/ready answers once the model is loaded.
+/health answers 503 until the model is loaded, /health/live 200 from the start.
+
+Parameters that a request does not give are those of the model's
+generation_config.json, and else OpenAI's defaults.
 
 While requests run, a line every 10 s logs how many run and wait, prefill and
 decode tokens/s, KV cache usage and the hit rate of experts, and each request has
@@ -54,12 +57,18 @@ once.`,
 	return cmd
 }
 
-// modelName is what clients call the model.
+// servedNames are what clients call the model.
+func servedNames(set *settings) ([]string, error) {
+	if names, err := set.Serve.ModelNames(); err != nil || names != nil {
+		return names, err
+	}
+	name, err := modelName(set)
+	return []string{name}, err
+}
+
+// modelName is what the model is called where nothing else is said.
 func modelName(set *settings) (string, error) {
-	switch {
-	case set.Serve.ServedModelName != "":
-		return set.Serve.ServedModelName, nil
-	case set.Model.Name == "":
+	if set.Model.Name == "" {
 		return checkpoint.BuiltIn, nil
 	}
 	path, err := filepath.Abs(set.Model.Name)
@@ -71,7 +80,15 @@ func modelName(set *settings) (string, error) {
 // brings about, is the end of the engine, which is the end of the node. o is what
 // the node is to have besides.
 func serve(ctx context.Context, s *streams, set *settings, o node.Options) (err error) {
-	name, err := modelName(set)
+	names, err := servedNames(set)
+	if err != nil {
+		return err
+	}
+	defaults, err := defaultSampling(set)
+	if err != nil {
+		return err
+	}
+	cors, err := set.Serve.ParseCORS()
 	if err != nil {
 		return err
 	}
@@ -91,9 +108,10 @@ func serve(ctx context.Context, s *streams, set *settings, o node.Options) (err 
 	if k, ok := configs.Find("max-num-seqs"); ok && set.Plan.Policy != configs.NoPolicy && !set.given(k.Name) {
 		sequences = int(k.Max) // the policy is not known before the devices are
 	}
-	metrics, events := server.NewMetrics(name), server.NewEvents()
+	metrics, events := server.NewMetrics(names[0]), server.NewEvents()
 	srv := server.New(server.Options{
 		Metrics: metrics, Events: events, Version: buildInfo().Version, APIKey: set.Serve.APIKey,
+		CORS:            server.CORS{Origins: cors.Origins, Methods: cors.Methods, Headers: cors.Headers, Credentials: set.Serve.AllowCredentials},
 		MaxRequestBytes: int64(set.Serve.MaxRequestBytes), MaxSamples: set.Serve.MaxQueuedRequests,
 		// The engine's queue is what fills up; this only bounds the bodies in memory.
 		MaxConcurrent:  sequences + set.Serve.MaxQueuedRequests + spareRequests,
@@ -123,8 +141,9 @@ func serve(ctx context.Context, s *streams, set *settings, o node.Options) (err 
 		return err
 	}
 	defer func() { err = errors.Join(err, n.Close()) }()
-	srv.SetModel(model(name, n))
-	newStartup(name, "http://"+listener.Addr().String(), n).log(log)
+	srv.SetModel(model(names, defaults, n))
+	defaults.log(log)
+	newStartup(names[0], "http://"+listener.Addr().String(), n).log(log)
 
 	running, stopRunning := context.WithCancel(context.WithoutCancel(ctx))
 	defer stopRunning()
@@ -166,14 +185,13 @@ func withoutTokenizer(dir string) bool {
 }
 
 // model is what the server is to know of a node.
-func model(name string, n *node.Node) *server.Model {
+func model(names []string, defaults *sampling, n *node.Node) *server.Model {
 	m := &server.Model{
-		Name: name, Engine: n.Engine(), Tokenizer: n.Text().Tokenizer, MaxModelLen: n.Info().Limits.MaxModelLen,
-		Defaults: engine.DefaultParams(), Created: time.Now(),
+		Names: names, Engine: n.Engine(), Tokenizer: n.Text().Tokenizer, MaxModelLen: n.Info().Limits.MaxModelLen,
+		Defaults: defaults.params, ChatTokens: defaults.maxTokens, Created: time.Now(),
 		Collectors: n.Observe().Collectors(),
 		Residency:  func() any { return n.Observe().Residency() },
 	}
-	m.Defaults.Temperature = 1 // OpenAI's
 	if t := n.Text().Template; t != nil {
 		m.Template = t
 	}

@@ -43,6 +43,8 @@ func others(k configs.Key) [3]string {
 		return [3]string{"true", "true", "true"}
 	case k.Name == "dummy-routing":
 		return [3]string{"zipf:1", "zipf:2", "zipf:3"}
+	case strings.HasPrefix(k.Name, "allowed-"):
+		return [3]string{`["a"]`, "b,c", "d"}
 	case k.Name == "peers":
 		return [3]string{"1", "2,3", "none"}
 	case k.Name == "resident-experts":
@@ -66,7 +68,7 @@ func others(k configs.Key) [3]string {
 // before the default; and what is said of the source is where the value is from.
 func TestPrecedence(t *testing.T) {
 	// What a valid configuration needs beside the setting in question.
-	beside := "load-format: dummy\nmodel: phi-tiny-moe\n"
+	beside := "load-format: dummy\nmodel: phi-tiny-moe\nallowed-origins: https://example.com\n"
 	for _, k := range configs.Schema {
 		t.Run(k.Name, func(t *testing.T) {
 			v := others(k)
