@@ -371,7 +371,7 @@ func testClientLeaves(t *testing.T) {
 		h.idle()
 	}
 	eventually(t, "four are counted as aborted", func() bool {
-		return strings.Contains(h.send(http.MethodGet, "/metrics", "").body, `vllm:request_success_total{finished_reason="abort",model_name="tiny"} 4`)
+		return strings.Contains(h.send(http.MethodGet, "/metrics", "").body, `vllm:request_success_total{engine="0",finished_reason="abort",model_name="tiny"} 4`)
 	})
 }
 
@@ -398,7 +398,7 @@ func testClientStopsReading(t *testing.T) {
 	}
 	h.idle()
 	eventually(t, "it is counted as aborted", func() bool {
-		return strings.Contains(h.send(http.MethodGet, "/metrics", "").body, `vllm:request_success_total{finished_reason="abort",model_name="tiny"} 1`)
+		return strings.Contains(h.send(http.MethodGet, "/metrics", "").body, `vllm:request_success_total{engine="0",finished_reason="abort",model_name="tiny"} 1`)
 	})
 }
 

@@ -20,8 +20,8 @@ import (
 
 // Metrics of a node. Requests have the names that routers know from vLLM.
 type Metrics struct {
-	model   string              // the label of metrics that have vLLM's names
 	own     []metrics.Collector // independent of the model
+	state   *stateCollector     // one of them
 	readers atomic.Int32        // requests for metrics in progress
 
 	mu sync.Mutex
@@ -33,6 +33,7 @@ type Metrics struct {
 	prompt, generated                          *metrics.Counter
 	success                                    *metrics.Counters
 	promptTokens, generationTokens, stepTokens *metrics.Histogram
+	maxGenerationTokens, paramsN, paramsTokens *metrics.Histogram
 	step, drain                                *metrics.Histogram
 }
 
@@ -41,7 +42,7 @@ const maxReaders = 4
 
 // vllm describes a metric that has vLLM's name, of a model.
 func vllm(model, name, help string, labels ...string) *metrics.Desc {
-	return metrics.NewDesc("vllm:"+name, help, labels...).With("model_name", model)
+	return metrics.NewDesc("vllm:"+name, help, labels...).With("model_name", model).With("engine", "0")
 }
 
 // Bounds of histograms: of tokens, and of seconds, from the times of the built-in model to those
@@ -50,12 +51,14 @@ var (
 	tokenBounds   = []float64{.0005, .001, .0025, .005, .01, .025, .05, .075, .1, .15, .2, .3, .5, .75, 1, 2.5, 5, 10, 20, 40}
 	drainBounds   = []float64{.00001, .000025, .00005, .0001, .00025, .0005, .001, .0025, .005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5, 10}
 	tokenCounts   = []float64{1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000, 200000}
+	sampleCounts  = []float64{1, 2, 5, 10, 20, 50, 100}
 	requestBounds = []float64{.001, .0025, .005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640, 1280, 2560}
 )
 
 // NewMetrics makes the metrics of a node that serves a model under a name.
 func NewMetrics(model string) *Metrics {
-	m := &Metrics{model: model, own: []metrics.Collector{metrics.Runtime(), metrics.Process()}}
+	m := &Metrics{state: newStateCollector(model)}
+	m.own = []metrics.Collector{metrics.Runtime(), metrics.Process(), m.state}
 	histogram := func(d *metrics.Desc, bounds []float64) *metrics.Histogram {
 		h := metrics.NewHistogram(d, bounds)
 		m.own = append(m.own, h)
@@ -79,6 +82,9 @@ func NewMetrics(model string) *Metrics {
 	m.perToken = histogram(vllm(model, "request_time_per_output_token_seconds", "Time per output token (TPOT): the mean over a request's tokens after the first."), tokenBounds)
 	m.promptTokens = histogram(vllm(model, "request_prompt_tokens", "Prompt tokens of a request."), tokenCounts)
 	m.generationTokens = histogram(vllm(model, "request_generation_tokens", "Generation tokens of a request, all its sequences together."), tokenCounts)
+	m.maxGenerationTokens = histogram(vllm(model, "request_max_num_generation_tokens", "Generation tokens of a request's longest sequence."), tokenCounts)
+	m.paramsN = histogram(vllm(model, "request_params_n", "Parameter n of a request."), sampleCounts)
+	m.paramsTokens = histogram(vllm(model, "request_params_max_tokens", "Parameter max_tokens of a request, or its default."), tokenCounts)
 	m.stepTokens = histogram(vllm(model, "iteration_tokens_total", "Tokens per engine step."), tokenCounts)
 	m.prompt = counter("prompt_tokens_total", "Prompt tokens of requests that got their first token.")
 	m.generated = counter("generation_tokens_total", "Generation tokens.")
@@ -103,17 +109,23 @@ func (m *Metrics) ObserveDrain(d time.Duration) { m.drain.Observe(d.Seconds()) }
 type reading struct {
 	m        *Metrics
 	job      *engine.Job
-	n        int
+	params   engine.Params
 	finish   engine.FinishReason
 	finished []engine.FinishReason // of the samples that have ended
 	prompted bool
 	tokens   int
-	// at are the times of the samples' latest tokens.
-	at map[int]time.Time
+	// samples that have tokens, by number.
+	samples map[int]sampleReading
+}
+
+// sampleReading is what has come of a sample: its tokens, and when the latest did.
+type sampleReading struct {
+	tokens int
+	at     time.Time
 }
 
 func (m *Metrics) read(job *engine.Job, p engine.Params) *reading {
-	return &reading{m: m, job: job, n: p.N, finish: engine.FinishAbort, at: map[int]time.Time{}}
+	return &reading{m: m, job: job, params: p, finish: engine.FinishAbort, samples: map[int]sampleReading{}}
 }
 
 // next is the job's next update. A job that was aborted ends with an error.
@@ -147,16 +159,17 @@ func (r *reading) next(ctx context.Context) (engine.Update, error) {
 	}
 	r.m.generated.Add(len(u.Tokens))
 	r.tokens += len(u.Tokens)
-	if last, ok := r.at[u.Sample]; ok {
-		r.m.interToken.Observe(u.At.Sub(last).Seconds())
+	sample, ok := r.samples[u.Sample]
+	if ok {
+		r.m.interToken.Observe(u.At.Sub(sample.at).Seconds())
 	}
-	r.at[u.Sample] = u.At
+	r.samples[u.Sample] = sampleReading{sample.tokens + len(u.Tokens), u.At}
 	return u, nil
 }
 
 // log is how the job ran.
 func (r *reading) log() jobLog {
-	l := jobLog{usage: r.job.Usage(), times: r.job.Times(), samples: r.n, finish: r.finished}
+	l := jobLog{usage: r.job.Usage(), times: r.job.Times(), samples: r.params.N, finish: r.finished}
 	if r.finish == engine.FinishAbort {
 		l.finish = append(l.finish, r.finish)
 	}
@@ -166,6 +179,8 @@ func (r *reading) log() jobLog {
 // done counts a job that is not read any more.
 func (r *reading) done() {
 	r.m.success.Of(string(r.finish)).Add(1)
+	r.m.paramsN.Observe(float64(r.params.N))
+	r.m.paramsTokens.Observe(float64(r.params.MaxTokens))
 	t := r.job.Times()
 	between := func(h *metrics.Histogram, from, to time.Time) {
 		if !from.IsZero() && !to.IsZero() {
@@ -180,11 +195,16 @@ func (r *reading) done() {
 	}
 	r.m.promptTokens.Observe(float64(r.job.Usage().PromptTokens))
 	r.m.generationTokens.Observe(float64(r.tokens))
+	longest := 0
+	for _, s := range r.samples {
+		longest = max(longest, s.tokens)
+	}
+	r.m.maxGenerationTokens.Observe(float64(longest))
 	between(r.m.endToEnd, t.Arrived, t.Finished)
 	between(r.m.decode, t.FirstToken, t.Finished)
 	between(r.m.inference, t.Admitted, t.Finished)
 	// Samples run side by side.
-	if more := float64(r.tokens)/float64(r.n) - 1; more > 0 && !t.FirstToken.IsZero() && !t.Finished.IsZero() {
+	if more := float64(r.tokens)/float64(r.params.N) - 1; more > 0 && !t.FirstToken.IsZero() && !t.Finished.IsZero() {
 		r.m.perToken.Observe(t.Finished.Sub(t.FirstToken).Seconds() / more)
 	}
 }
@@ -193,7 +213,8 @@ func (r *reading) done() {
 func (m *Metrics) setModel(of *Model) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	m.collectors = append([]metrics.Collector{newStateCollector(of.Engine, m.model)}, of.Collectors...)
+	m.collectors = of.Collectors
+	m.state.engine.Store(&of.Engine)
 }
 
 // write writes the current metrics.
@@ -229,31 +250,37 @@ func (m *Metrics) write(w http.ResponseWriter, r *http.Request) error {
 	return nil
 }
 
-// stateCollector reads the engine's state when metrics are read.
+// stateCollector reads the engine's state when metrics are read. Before there is one, nothing
+// runs or waits: routers read that as a server without load, and its health says that it loads.
 type stateCollector struct {
-	engine Engine
+	engine atomic.Pointer[Engine]
 
-	waiting, running, kv, config, preemptions *metrics.Desc
+	waiting, running, kv, config, preemptions, lora *metrics.Desc
 }
 
-func newStateCollector(e Engine, model string) *stateCollector {
+func newStateCollector(model string) *stateCollector {
 	desc := func(name, help string, labels ...string) *metrics.Desc { return vllm(model, name, help, labels...) }
 	return &stateCollector{
-		engine:      e,
 		waiting:     desc("num_requests_waiting", "Sequences that wait to be admitted (a request with n=4 has 4)."),
 		running:     desc("num_requests_running", "Sequences that run (a request with n=4 has 4)."),
 		kv:          desc("kv_cache_usage_perc", "Share of the KV cache blocks in use, from 0 to 1."),
 		config:      desc("cache_config_info", "Sizes of the KV cache.", "block_size", "num_gpu_blocks"),
 		preemptions: desc("num_preemptions_total", "Running sequences preempted because the KV cache was full."),
+		lora: metrics.NewDesc("vllm:lora_requests_info", "When the metrics were read, in Unix seconds, for routers that look for LoRA adapters: there are none.",
+			"max_lora", "running_lora_adapters", "waiting_lora_adapters"),
 	}
 }
 
 // Collect implements metrics.Collector.
 func (c *stateCollector) Collect(to *metrics.Sink) {
-	s := c.engine.State()
+	var s engine.State
+	if e := c.engine.Load(); e != nil {
+		s = (*e).State()
+		to.Gauge(c.config, 1, strconv.Itoa(s.BlockTokens), strconv.Itoa(s.KVBlocks))
+	}
 	to.Gauge(c.waiting, float64(s.Waiting))
 	to.Gauge(c.running, float64(s.Running))
 	to.Gauge(c.kv, float64(s.KVUsedBlocks)/float64(max(1, s.KVBlocks)))
-	to.Gauge(c.config, 1, strconv.Itoa(s.BlockTokens), strconv.Itoa(s.KVBlocks))
 	to.Counter(c.preemptions, float64(s.Preemptions))
+	to.Gauge(c.lora, float64(time.Now().Unix()), "0", "", "")
 }

@@ -66,7 +66,7 @@ func testMetrics(t *testing.T) {
 			m.Collectors = []metrics.Collector{c}
 		},
 	})
-	const model = `{model_name="tiny"}`
+	const model = `{engine="0",model_name="tiny"}`
 	h.post("/v1/completions", completionBody(`"1+2="`, ""))
 	h.post("/v1/completions", completionBody(`"1+2="`, `, "n": 2, "max_tokens": 1`))
 	h.events("/v1/chat/completions", chatBody("1+2=", `, "stream": true`))
@@ -77,30 +77,33 @@ func testMetrics(t *testing.T) {
 		"vllm:num_requests_waiting" + model: 0,
 		"vllm:num_requests_running" + model: 0,
 		"vllm:kv_cache_usage_perc" + model:  0,
-		`vllm:cache_config_info{block_size="16",model_name="tiny",num_gpu_blocks="` + strconv.Itoa(h.State().KVBlocks) + `"}`: 1,
-		"vllm:prompt_tokens_total" + model:                                       4 + 4 + 6,
-		"vllm:generation_tokens_total" + model:                                   2 + 2 + 2,
-		"vllm:request_prompt_tokens_sum" + model:                                 4 + 4 + 6,
-		"vllm:request_prompt_tokens_count" + model:                               3,
-		"vllm:request_generation_tokens_sum" + model:                             2 + 2 + 2,
-		"vllm:iteration_tokens_total_count" + model:                              float64(h.State().Steps),
-		"vllm:iteration_tokens_total_sum" + model:                                float64(h.State().PrefillTokens) + 2, // one of each request that generates two tokens
-		"vllm:num_preemptions_total" + model:                                     0,
-		`vllm:request_success_total{finished_reason="stop",model_name="tiny"}`:   2,
-		`vllm:request_success_total{finished_reason="length",model_name="tiny"}`: 1,
-		`vllm:request_success_total{finished_reason="abort",model_name="tiny"}`:  0,
-		"vllm:time_to_first_token_seconds_count" + model:                         3,
-		"vllm:e2e_request_latency_seconds_count" + model:                         3,
-		"vllm:request_queue_time_seconds_count" + model:                          3,
-		"vllm:request_prefill_time_seconds_count" + model:                        3,
-		"vllm:request_decode_time_seconds_count" + model:                         3,
-		"vllm:request_inference_time_seconds_count" + model:                      3,
-		"vllm:inter_token_latency_seconds_count" + model:                         2,
-		"vllm:request_time_per_output_token_seconds_count" + model:               2,
-		"moeserve_step_duration_seconds_count":                                   float64(h.State().Steps),
-		"moeserve_expert_uses_total":                                             5,
-		"moeserve_harvest_drain_seconds_count":                                   1,
-		"moeserve_harvest_drain_seconds_sum":                                     2,
+		`vllm:cache_config_info{block_size="16",engine="0",model_name="tiny",num_gpu_blocks="` + strconv.Itoa(h.State().KVBlocks) + `"}`: 1,
+		"vllm:prompt_tokens_total" + model:                                                  4 + 4 + 6,
+		"vllm:generation_tokens_total" + model:                                              2 + 2 + 2,
+		"vllm:request_prompt_tokens_sum" + model:                                            4 + 4 + 6,
+		"vllm:request_prompt_tokens_count" + model:                                          3,
+		"vllm:request_generation_tokens_sum" + model:                                        2 + 2 + 2,
+		"vllm:request_max_num_generation_tokens_sum" + model:                                2 + 1 + 2,
+		"vllm:request_params_n_sum" + model:                                                 1 + 2 + 1,
+		"vllm:request_params_max_tokens_sum" + model:                                        16 + 1 + 250,
+		"vllm:iteration_tokens_total_count" + model:                                         float64(h.State().Steps),
+		"vllm:iteration_tokens_total_sum" + model:                                           float64(h.State().PrefillTokens) + 2, // one of each request that generates two tokens
+		"vllm:num_preemptions_total" + model:                                                0,
+		`vllm:request_success_total{engine="0",finished_reason="stop",model_name="tiny"}`:   2,
+		`vllm:request_success_total{engine="0",finished_reason="length",model_name="tiny"}`: 1,
+		`vllm:request_success_total{engine="0",finished_reason="abort",model_name="tiny"}`:  0,
+		"vllm:time_to_first_token_seconds_count" + model:                                    3,
+		"vllm:e2e_request_latency_seconds_count" + model:                                    3,
+		"vllm:request_queue_time_seconds_count" + model:                                     3,
+		"vllm:request_prefill_time_seconds_count" + model:                                   3,
+		"vllm:request_decode_time_seconds_count" + model:                                    3,
+		"vllm:request_inference_time_seconds_count" + model:                                 3,
+		"vllm:inter_token_latency_seconds_count" + model:                                    2,
+		"vllm:request_time_per_output_token_seconds_count" + model:                          2,
+		"moeserve_step_duration_seconds_count":                                              float64(h.State().Steps),
+		"moeserve_expert_uses_total":                                                        5,
+		"moeserve_harvest_drain_seconds_count":                                              1,
+		"moeserve_harvest_drain_seconds_sum":                                                2,
 	} {
 		if got, ok := m[name]; !ok || got != want {
 			t.Errorf("%s: %v (there %v), want %v", name, got, ok, want)
@@ -135,17 +138,27 @@ func testMetrics(t *testing.T) {
 	r.Body.Close() //nolint:errcheck // left in the middle
 	h.idle()
 	eventually(t, "both are counted as aborted", func() bool {
-		return h.scrape()[`vllm:request_success_total{finished_reason="abort",model_name="tiny"}`] == 2
+		return h.scrape()[`vllm:request_success_total{engine="0",finished_reason="abort",model_name="tiny"}`] == 2
 	})
 }
 
-// A server of its own metrics, without a model, has nothing to say of one.
+// Before there is a model nothing runs or waits, and its gauges say so; what is not known is not
+// there. Routers that look for LoRA adapters find that there are none.
 func TestMetricsOfNothing(t *testing.T) {
 	h := start(t, options{loading: true})
-	for name := range h.scrape() {
-		if strings.HasPrefix(name, "vllm:num_requests") || strings.HasPrefix(name, "moeserve_expert") {
+	m := h.scrape()
+	for _, name := range []string{"num_requests_waiting", "num_requests_running", "kv_cache_usage_perc", "num_preemptions_total"} {
+		if v, ok := m["vllm:"+name+`{engine="0",model_name="tiny"}`]; !ok || v != 0 {
+			t.Errorf("%s: %v, there %v", name, v, ok)
+		}
+	}
+	for name := range m {
+		if strings.HasPrefix(name, "vllm:cache_config_info") || strings.HasPrefix(name, "moeserve_expert") {
 			t.Errorf("there is %s", name)
 		}
+	}
+	if at := m[`vllm:lora_requests_info{max_lora="0",running_lora_adapters="",waiting_lora_adapters=""}`]; at < 1e9 {
+		t.Errorf("LoRA's gauge is %v", at)
 	}
 	server.NewMetrics("a").ObserveStep(engine.StepInfo{Duration: time.Second})
 	server.NewMetrics("a") // twice in a process
