@@ -99,13 +99,20 @@ var members = slices.Concat(
 	ignored(inPart, "no prefix is shared between requests", "cache_control"),
 )
 
-// settle deals with what members lists for places: it removes those that change nothing, and
-// refuses others.
-func (o *object) settle(places ...string) {
+// membersIn are the members of each place.
+var membersIn = func() map[string][]Member {
+	in := map[string][]Member{}
 	for _, m := range members {
-		if !slices.Contains(places, m.In) {
-			continue
-		}
+		in[m.In] = append(in[m.In], m)
+	}
+	return in
+}()
+
+// settle deals with the members of a place: it removes those that change nothing, and refuses
+// others.
+func (o *object) settle(place string) {
+	for i := range membersIn[place] {
+		m := &membersIn[place][i]
 		raw, ok := o.pop(m.Name)
 		if !ok || m.Ignored || m.neutral(raw) {
 			continue

@@ -359,6 +359,7 @@ var httpErrors = []struct{ path, body, status, code, message string }{
 	{"/v1/embeddings", `{}`, "404", "", ""},
 	{"/v1/completions", `{"prompt": "x", "suffix": "y"}`, "400", "", ""},
 	{"", "", "401", "invalid_api_key", "The API key is missing or wrong: send it as Authorization: Bearer KEY."},
+	{"", "", "403", "cors", "a browser asks for a page that `--allowed-origins`, `--allowed-methods` or `--allowed-headers` does not allow"},
 	{"", "", "413", "request_too_large", "the body is larger than `--max-request-bytes`"},
 	{"", "", "415", "unsupported_media_type", "the body is not `application/json`, or is compressed"},
 	{"", "", "429", "queue_full", "`--max-queued-requests` wait already; `Retry-After` says when to try again"},
