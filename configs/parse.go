@@ -8,6 +8,7 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"time"
 )
 
 // PeerChoice is what the setting peers asks for.
@@ -56,6 +57,45 @@ func (h Harvest) ParseHeadroom() (Headroom, error) {
 		return Headroom{Bytes: n}, nil
 	}
 	return Headroom{}, &SettingError{Key: "harvest-headroom", Value: h.Headroom, Want: "must be a size like 4GiB (G and GiB: 2^30 bytes, GB: 10^9) or a share like 5%"}
+}
+
+// ParseSlabSize reads the setting harvest-slab-size in bytes: 0 is auto. Errors are
+// *SettingError.
+func (h Harvest) ParseSlabSize() (int64, error) {
+	if h.SlabSize == "auto" {
+		return 0, nil
+	}
+	n, err := ParseBytes(h.SlabSize)
+	if err != nil || n == 0 {
+		return 0, &SettingError{Key: "harvest-slab-size", Value: h.SlabSize, Want: "must be auto or a size like 512MiB (M and MiB: 2^20 bytes, MB: 10^6)"}
+	}
+	return n, nil
+}
+
+// HarvestTimes are the times of revocations.
+type HarvestTimes struct {
+	Deadline, PollInterval, Cooldown time.Duration
+}
+
+// ParseTimes reads the settings harvest-deadline, harvest-poll-interval and
+// harvest-cooldown. Errors are *SettingError.
+func (h Harvest) ParseTimes() (t HarvestTimes, err error) {
+	for _, s := range []struct {
+		key, value string
+		min, max   time.Duration
+		to         *time.Duration
+	}{
+		{"harvest-deadline", h.Deadline, time.Millisecond, time.Hour, &t.Deadline},
+		{"harvest-poll-interval", h.PollInterval, 100 * time.Microsecond, time.Minute, &t.PollInterval},
+		{"harvest-cooldown", h.Cooldown, 0, time.Hour, &t.Cooldown},
+	} {
+		d, err := time.ParseDuration(s.value)
+		if err != nil || d < s.min || d > s.max {
+			return t, &SettingError{Key: s.key, Value: s.value, Want: fmt.Sprintf("must be a time like 250ms, from %v to %v", s.min, s.max)}
+		}
+		*s.to = d
+	}
+	return t, nil
 }
 
 // ParseMigrationLimit reads the setting migration-limit in bytes/s: 0 leaves it to who
@@ -236,6 +276,12 @@ func (s Settings) validatePeers() error {
 	peers, err := s.Device.ParsePeers()
 	if err == nil {
 		_, err = s.Harvest.ParseHeadroom()
+	}
+	if err == nil {
+		_, err = s.Harvest.ParseSlabSize()
+	}
+	if err == nil {
+		_, err = s.Harvest.ParseTimes()
 	}
 	if err == nil {
 		_, err = s.Harvest.ParseMigrationLimit()

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"strings"
 	"testing"
+	"time"
 )
 
 // with is the defaults with one setting changed.
@@ -79,6 +80,30 @@ func TestPeerSettings(t *testing.T) {
 		}
 		if err := s.Validate(); (err != nil) != !strings.HasPrefix(c.want, "{") {
 			t.Errorf("%s %q: Validate says %v", c.key, c.value, err)
+		}
+	}
+}
+
+func TestHarvestTimes(t *testing.T) {
+	if got, err := Defaults().Harvest.ParseTimes(); err != nil || got != (HarvestTimes{100 * time.Millisecond, 10 * time.Millisecond, time.Second}) {
+		t.Errorf("by default %+v, %v", got, err)
+	}
+	for _, c := range []struct{ key, value, want string }{
+		{"harvest-deadline", "2s", ""},
+		{"harvest-deadline", "0", `--harvest-deadline is "0": must be a time like 250ms, from 1ms to 1h0m0s`},
+		{"harvest-deadline", "100", "must be a time like 250ms"},
+		{"harvest-poll-interval", "500us", ""},
+		{"harvest-poll-interval", "1us", "from 100µs to 1m0s"},
+		{"harvest-cooldown", "0", ""},
+		{"harvest-cooldown", "-1s", "from 0s to 1h0m0s"},
+		{"harvest-slab-size", "512MiB", ""},
+		{"harvest-slab-size", "0", `--harvest-slab-size is "0": must be auto or a size`},
+		{"harvest-slab-size", "some", "must be auto or a size like 512MiB"},
+	} {
+		s := Defaults()
+		err := s.Put(map[string]any{c.key: c.value})
+		if c.want == "" && err != nil || c.want != "" && (err == nil || !strings.Contains(err.Error(), c.want)) {
+			t.Errorf("%s %q: %v, want %q", c.key, c.value, err, c.want)
 		}
 	}
 }

@@ -146,7 +146,23 @@ var Schema = []Key{
 	},
 	{
 		Name: "harvest-headroom", Kind: String, Default: "5%", Placeholder: "SIZE|SHARE", Rare: true, Commands: onModel,
-		Help: "memory of each peer that stays free for other processes: a size, or a share of the memory of the largest peer",
+		Help: "memory of each peer that stays free for other processes: a size, or a share of its memory",
+	},
+	{
+		Name: "harvest-slab-size", Kind: String, Default: "auto", Placeholder: "auto|SIZE", Rare: true, Commands: onModel,
+		Help: "unit in which peers' memory is borrowed and released; auto: four experts",
+	},
+	{
+		Name: "harvest-deadline", Kind: String, Default: "100ms", Placeholder: "TIME", Rare: true, Commands: onModel,
+		Help: "time in which borrowed memory that others need is to be released; what takes longer is reported",
+	},
+	{
+		Name: "harvest-poll-interval", Kind: String, Default: "10ms", Placeholder: "TIME", Rare: true, Commands: onModel,
+		Help: "time between two readings of the free memory of each peer",
+	},
+	{
+		Name: "harvest-cooldown", Kind: String, Default: "1s", Placeholder: "TIME", Rare: true, Commands: onModel,
+		Help: "time after a release to others in which no memory of that peer is borrowed; 0: none",
 	},
 	{
 		Name: "migration-limit", Kind: String, Default: "auto", Placeholder: "auto|SIZE/s", Rare: true, Commands: onModel,

@@ -57,6 +57,10 @@ type Offload struct {
 type Harvest struct {
 	Policy            string `mapstructure:"harvest-policy"`
 	Headroom          string `mapstructure:"harvest-headroom"`
+	SlabSize          string `mapstructure:"harvest-slab-size"`
+	Deadline          string `mapstructure:"harvest-deadline"`
+	PollInterval      string `mapstructure:"harvest-poll-interval"`
+	Cooldown          string `mapstructure:"harvest-cooldown"`
 	MigrationLimit    string `mapstructure:"migration-limit"`
 	AvailabilityTrace string `mapstructure:"availability-trace"`
 }

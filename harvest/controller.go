@@ -71,7 +71,7 @@ func newController(o Options) *controller {
 		info, _ := top.Info(s)
 		p.headroom = max(o.HeadroomBytes, 0)
 		if o.HeadroomBytes == 0 {
-			p.headroom = info.MemoryBytes / 20
+			p.headroom = int64(o.HeadroomShare * float64(info.MemoryBytes))
 		}
 		c.peers = append(c.peers, p)
 	}

@@ -23,14 +23,16 @@ type Options struct {
 	// Monitor of the peers. Default: a MachineMonitor, which the runtime closes.
 	Monitor Monitor
 	// SlabBytes is the size of a slab: the unit in which memory is allocated from a
-	// device. Make it a few objects. Larger requests, and requests on peers where a whole
-	// slab does not fit any more, get a slab of their own size. Default: 1 GiB.
+	// device. Make it a few objects. Larger requests, and requests on peers that have room
+	// for less than two whole slabs, get a slab of their own size, so that little has to be
+	// revoked where little is missing. Default: 1 GiB.
 	SlabBytes int64
 	// Clients with options of their own, by name.
 	Clients map[string]ClientOptions
 	// HeadroomBytes stay free on each peer for other processes; negative: no headroom.
-	// Default: a twentieth of the peer's memory.
+	// Default: HeadroomShare of the peer's memory, from 0 to 1, by default 0.05.
 	HeadroomBytes int64
+	HeadroomShare float64
 	// Deadline of a revocation, from its start. Default: 100 ms.
 	Deadline time.Duration
 	// Cooldown is the time after a revocation during which no slab is allocated from the
@@ -64,6 +66,7 @@ type ClientOptions struct {
 func (o Options) EnsureDefaults() Options {
 	setDefault(&o.Reader, device.HBM(0))
 	setDefault(&o.SlabBytes, 1<<30)
+	setDefault(&o.HeadroomShare, 0.05)
 	setDefault(&o.Deadline, 100*time.Millisecond)
 	setDefault(&o.Cooldown, time.Second)
 	setDefault(&o.HalfLife, time.Minute)
@@ -113,6 +116,8 @@ func (o Options) Validate() error {
 	switch {
 	case o.SlabBytes < 0:
 		return fmt.Errorf("harvest: invalid slab size of %d bytes: must be positive", o.SlabBytes)
+	case !(o.HeadroomShare >= 0 && o.HeadroomShare <= 1):
+		return fmt.Errorf("harvest: invalid headroom of %g of a peer's memory: must be from 0 to 1", o.HeadroomShare)
 	case o.ScrubBytes < 0:
 		return fmt.Errorf("harvest: invalid scrub buffer of %d bytes: must be positive", o.ScrubBytes)
 	case o.Deadline < 0 || o.HalfLife < 0 || o.CallbackLimit < 0 || o.Interval < 0:

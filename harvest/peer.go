@@ -80,8 +80,9 @@ func (ps peers) candidates(req Request, owner string, slabBytes int64) []Candida
 			}
 		}
 		if p.noNewSlabs(req) == "" {
+			// The last slabs are small: those of a small shortage.
 			size := slabBytes
-			if n > size || p.borrowable() < size {
+			if n > size || p.borrowable() < 2*size {
 				size = n
 			}
 			cs = append(cs, Candidate{Peer: state, FreeExtent: size, Leftover: size - n})

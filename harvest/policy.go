@@ -355,29 +355,61 @@ func Victims(peers []PeerNeed, slabs []SlabState) []Victim {
 // and what is being read now is likely to be read again.
 const referenceCost = time.Millisecond
 
-// costPerByte is the cost of losing the slab, in seconds per byte.
-func (s SlabState) costPerByte() float64 {
-	return (s.Cost + time.Duration(s.References)*referenceCost).Seconds() / float64(s.Bytes)
-}
+// cost is the cost of losing the slab.
+func (s SlabState) cost() time.Duration { return s.Cost + time.Duration(s.References)*referenceCost }
 
-// Cheapest returns slabs with a total of at least need bytes, or all if they have less:
-// by lowest cost per byte, and none that is not needed.
+// costPerByte is the cost of losing the slab, in seconds per byte.
+func (s SlabState) costPerByte() float64 { return s.cost().Seconds() / float64(s.Bytes) }
+
+// Cheapest returns slabs with a total of at least need bytes, or all if they have less. They
+// cost at most twice as much as the cheapest such slabs, none can be spared, and at the same
+// cost a small slab goes before a large one.
 func Cheapest(slabs []SlabState, need int64) []SlabState {
+	if need <= 0 {
+		return nil
+	}
 	order := slices.Clone(slabs)
 	slices.SortFunc(order, func(a, b SlabState) int {
 		return cmp.Or(cmp.Compare(a.costPerByte(), b.costPerByte()), cmp.Compare(a.Used, b.Used), cmp.Compare(b.ID, a.ID))
 	})
-	n, sum := 0, int64(0)
-	for n < len(order) && sum < need {
-		sum += order[n].Bytes
-		n++
-	}
-	chosen := order[:n]
-	for i := len(chosen) - 1; i >= 0; i-- {
-		if b := chosen[i].Bytes; sum-b >= need {
-			chosen = slices.Delete(chosen, i, i+1)
-			sum -= b
+	// By lowest cost per byte; a slab that covers the rest makes one solution, and those
+	// behind it make others. The best of them costs at most twice the optimum (Csirik,
+	// Frenk, Labbé and Zhang, "Heuristics for the 0-1 min-knapsack problem").
+	var (
+		begun, best []SlabState
+		sum         total // of begun
+		least       total // of best
+	)
+	for _, s := range order {
+		with := sum.add(s)
+		if with.bytes < need {
+			begun, sum = append(begun, s), with
+		} else if best == nil || with.cheaper(least) {
+			best, least = append(slices.Clone(begun), s), with
 		}
 	}
-	return chosen
+	if best == nil {
+		return order
+	}
+	// The last first.
+	for i := len(best) - 1; i >= 0; i-- {
+		if b := best[i].Bytes; least.bytes-b >= need {
+			best = slices.Delete(best, i, i+1)
+			least.bytes -= b
+		}
+	}
+	return best
+}
+
+// total is of several slabs.
+type total struct {
+	cost  time.Duration
+	bytes int64
+}
+
+func (t total) add(s SlabState) total { return total{t.cost + s.cost(), t.bytes + s.Bytes} }
+
+// cheaper reports whether t costs less than u or, at the same cost, has fewer bytes.
+func (t total) cheaper(u total) bool {
+	return t.cost < u.cost || t.cost == u.cost && t.bytes < u.bytes
 }

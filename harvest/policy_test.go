@@ -2,10 +2,13 @@ package harvest
 
 import (
 	"errors"
+	"math"
 	"slices"
 	"strings"
 	"testing"
 	"time"
+
+	"pgregory.net/rapid"
 
 	"github.com/moeserve/moeserve/device"
 )
@@ -196,6 +199,73 @@ func TestVictims(t *testing.T) {
 			}
 		})
 	}
+}
+
+// TestCheapest: a small need costs a small slab where that is cheaper than a part of a large
+// one, and the sum is never far from the best possible.
+func TestCheapest(t *testing.T) {
+	const large, small = 4, 1
+	slabs := []SlabState{
+		{ID: 1, Bytes: large, Cost: 20 * time.Millisecond},
+		{ID: 2, Bytes: large, Cost: 40 * time.Millisecond},
+		{ID: 3, Bytes: small, Cost: 10 * time.Millisecond},
+		{ID: 4, Bytes: small, Cost: 11 * time.Millisecond},
+	}
+	for need, want := range map[int64][]uint64{0: nil, 1: {3}, 2: {1}, 4: {1}, 5: {1, 3}, 6: {1, 3, 4}, 8: {1, 2}, 9: {1, 2, 3}, 99: {1, 2, 3, 4}} {
+		var got []uint64
+		for _, s := range Cheapest(slabs, need) {
+			got = append(got, s.ID)
+		}
+		slices.Sort(got)
+		if !slices.Equal(got, want) {
+			t.Errorf("need %d: slabs %v, want %v", need, got, want)
+		}
+	}
+	// Slabs that nobody misses: as few bytes as possible.
+	for i := range slabs {
+		slabs[i].Cost = 0
+	}
+	if got := Cheapest(slabs, 1); len(got) != 1 || got[0].Bytes != small {
+		t.Errorf("1 byte of slabs without a cost: %v", got)
+	}
+	rapid.Check(t, func(t *rapid.T) {
+		var all []SlabState
+		for i := range rapid.IntRange(1, 8).Draw(t, "slabs") {
+			all = append(all, SlabState{
+				ID: uint64(i + 1), Bytes: rapid.SampledFrom([]int64{1, 1, 4, 4, 4, 7}).Draw(t, "bytes"),
+				Cost: time.Duration(rapid.IntRange(0, 9).Draw(t, "cost")) * time.Millisecond,
+			})
+		}
+		of := func(slabs []SlabState) (t total) {
+			for _, s := range slabs {
+				t = t.add(s)
+			}
+			return t
+		}
+		need := rapid.Int64Range(1, of(all).bytes).Draw(t, "need")
+		got := Cheapest(all, need)
+		sum := of(got)
+		for _, s := range got {
+			if sum.bytes < need || sum.bytes-s.Bytes >= need {
+				t.Fatalf("need %d of %v: %v", need, all, got)
+			}
+		}
+		best := time.Duration(math.MaxInt64)
+		for set := range 1 << len(all) {
+			var some []SlabState
+			for i, s := range all {
+				if set>>i&1 == 1 {
+					some = append(some, s)
+				}
+			}
+			if sum := of(some); sum.bytes >= need {
+				best = min(best, sum.cost)
+			}
+		}
+		if sum.cost > 2*best {
+			t.Fatalf("need %d of %v: %v costs %v, the best %v", need, all, got, sum.cost, best)
+		}
+	})
 }
 
 func TestAverages(t *testing.T) {

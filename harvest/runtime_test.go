@@ -566,6 +566,20 @@ func TestTraceIsPlayed(t *testing.T) {
 	}
 }
 
+// TestHeadroomOfEachPeer: the headroom is a share of each peer's own memory.
+func TestHeadroomOfEachPeer(t *testing.T) {
+	m := machine(t, emulated.Options{Virtual: true, GPUs: []emulated.GPU{{MemoryBytes: 1 << 20}, {MemoryBytes: 1 << 20}, {MemoryBytes: 8 << 20}}})
+	for share, want := range map[float64][2]int64{0: {1 << 20 / 20, 8 << 20 / 20}, 0.25: {1 << 18, 1 << 21}} {
+		r := open(t, m, harvest.Options{HeadroomShare: share})
+		if p := r.State().Peers; p[0].Headroom != want[0] || p[1].Headroom != want[1] {
+			t.Errorf("share %g: headroom %d and %d, want %v", share, p[0].Headroom, p[1].Headroom, want)
+		}
+	}
+	if _, err := harvest.New(harvest.Options{Machine: m, Peers: peers12, HeadroomShare: 1.5}); err == nil {
+		t.Error("more than a peer's memory is its headroom")
+	}
+}
+
 // TestNeighborGetsMemory: another process that needs more than is free is refused, as on a
 // GPU, which no reading shows. It gets the memory once it asks, whatever is borrowed, and
 // what it asked for is not borrowed again before it comes.

@@ -4,6 +4,7 @@ import (
 	"context"
 	"time"
 
+	"github.com/moeserve/moeserve/configs"
 	"github.com/moeserve/moeserve/experts"
 	"github.com/moeserve/moeserve/harvest"
 	"github.com/moeserve/moeserve/node/fault"
@@ -11,8 +12,8 @@ import (
 )
 
 const (
-	// slabExperts is the number of experts of a slab: few enough that the release of one
-	// frees memory without emptying a peer.
+	// slabExperts is the number of experts of a slab where no size is set: few enough that
+	// the release of one frees memory without emptying a peer.
 	slabExperts = 4
 	// releaseTimeout bounds the wait at the end of a node for the release of borrowed
 	// memory.
@@ -24,35 +25,59 @@ func (n *Node) openHarvest(u *setup) error {
 	if len(u.peers) == 0 {
 		return nil
 	}
-	policy, err := harvest.NewPolicy(u.settings.Harvest.Policy)
+	o, err := u.borrowing()
 	if err != nil {
 		return fault.Of(fault.ErrConfig, err)
-	}
-	room, err := u.headroom()
-	if err != nil {
-		return fault.Of(fault.ErrConfig, err)
-	}
-	if room == 0 {
-		room = -1
 	}
 	monitor, err := u.devices.OpenMonitor(u.peers)
 	if err != nil {
 		return fault.Of(fault.ErrDevice, err)
 	}
-	n.harvest, err = harvest.New(harvest.Options{
-		Machine: n.machine, Peers: u.peers, Reader: u.devices.Space, Policy: policy, Monitor: monitor,
-		Clients:       map[string]harvest.ClientOptions{experts.HarvestClient: {SlabBytes: slabExperts * u.footprint.ExpertBytes()}},
-		HeadroomBytes: room,
-		Events:        harvest.Tee(harvest.LogEvents(n.log), observe.HarvestEvents(u.o.Events)),
-	})
-	if err != nil {
+	o.Monitor = monitor
+	o.Events = harvest.Tee(harvest.LogEvents(n.log), observe.HarvestEvents(u.o.Events))
+	if n.harvest, err = harvest.New(o); err != nil {
 		return fault.Of(fault.ErrDevice, err)
 	}
 	n.started(n.closeHarvest)
-	for _, l := range u.peerDevices() {
-		n.log.Debug("peer memory may be borrowed", "device", l.Device, "gpu", l.GPU, "name", l.Name, "uuid", l.UUID, "policy", policy.Name(), "headroom_bytes", max(room, 0))
+	peers := n.harvest.State().Peers
+	for i, l := range u.peerDevices() {
+		n.log.Debug("peer memory may be borrowed", "device", l.Device, "gpu", l.GPU, "name", l.Name, "uuid", l.UUID, "policy", o.Policy.Name(), "headroom_bytes", peers[i].Headroom)
 	}
 	return nil
+}
+
+// borrowing are the options of harvest by the settings.
+func (u *setup) borrowing() (o harvest.Options, err error) {
+	s := &u.settings.Harvest
+	o = harvest.Options{Machine: u.devices.Machine, Peers: u.peers, Reader: u.devices.Space}
+	if o.Policy, err = harvest.NewPolicy(s.Policy); err != nil {
+		return o, err
+	}
+	room, err := s.ParseHeadroom()
+	if err != nil {
+		return o, err
+	}
+	o.HeadroomBytes, o.HeadroomShare = room.Bytes, room.Share
+	if room == (configs.Headroom{}) {
+		o.HeadroomBytes = -1
+	}
+	slab, err := s.ParseSlabSize()
+	if err != nil {
+		return o, err
+	}
+	if slab == 0 {
+		slab = slabExperts * u.footprint.ExpertBytes()
+	}
+	o.Clients = map[string]harvest.ClientOptions{experts.HarvestClient: {SlabBytes: slab}}
+	times, err := s.ParseTimes()
+	if err != nil {
+		return o, err
+	}
+	o.Deadline, o.Interval, o.Cooldown = times.Deadline, times.PollInterval, times.Cooldown
+	if o.Cooldown == 0 {
+		o.Cooldown = -1
+	}
+	return o, nil
 }
 
 // closeHarvest releases all borrowed memory. After the first call it does nothing.

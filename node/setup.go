@@ -346,25 +346,20 @@ func (u *setup) borrowable() (_ []sizing.PeerBudget, err error) {
 
 // budgets are the memories that can be borrowed from peers.
 func (u *setup) budgets() ([]sizing.PeerBudget, error) {
-	room, err := u.headroom()
+	room, err := u.settings.Harvest.ParseHeadroom()
 	if err != nil {
 		return nil, err
 	}
+	top := u.devices.Machine.Topology()
 	var all []sizing.PeerBudget
 	for _, p := range u.peers {
 		usage, err := u.devices.Machine.Usage(p)
 		if err != nil {
 			return nil, err
 		}
-		all = append(all, sizing.NewPeerBudget(p, usage, room, u.footprint.ExpertBytes()))
+		all = append(all, sizing.NewPeerBudget(p, usage, sizing.Headroom(room, top, p), u.footprint.ExpertBytes()))
 	}
 	return all, nil
-}
-
-// headroom is the memory left free on each peer, in bytes.
-func (u *setup) headroom() (int64, error) {
-	h, err := u.settings.Harvest.ParseHeadroom()
-	return sizing.Headroom(h, u.devices.Machine.Topology(), u.peers), err
 }
 
 // peersHold returns an error where peers must hold copies of all offloaded experts and

@@ -51,6 +51,10 @@ func others(k configs.Key) [3]string {
 		return [3]string{"0:1", "@a", "1:2-3"}
 	case k.Name == "harvest-headroom":
 		return [3]string{"0", "1GiB", "7%"}
+	case k.Name == "harvest-slab-size":
+		return [3]string{"1GiB", "7MB", "512MiB"}
+	case strings.HasPrefix(k.Name, "harvest-") && k.Placeholder == "TIME":
+		return [3]string{"20ms", "30ms", "40ms"}
 	case k.Name == "migration-limit":
 		return [3]string{"0", "1GiB/s", "7GB/s"}
 	case k.Allowed != nil:

@@ -9,18 +9,13 @@ import (
 	"github.com/moeserve/moeserve/experts"
 )
 
-// Headroom is the memory left free for other processes on each peer, in bytes: a share is
-// of the largest peer.
-func Headroom(h configs.Headroom, top *device.Topology, peers []device.Space) int64 {
+// Headroom is the memory left free for other processes on a peer, in bytes.
+func Headroom(h configs.Headroom, top *device.Topology, peer device.Space) int64 {
 	if h.Share == 0 {
 		return h.Bytes
 	}
-	var largest int64
-	for _, p := range peers {
-		info, _ := top.Info(p)
-		largest = max(largest, info.MemoryBytes)
-	}
-	return int64(h.Share * float64(largest))
+	info, _ := top.Info(peer)
+	return int64(h.Share * float64(info.MemoryBytes))
 }
 
 // PeerBudget is the memory that can be borrowed from a peer, in bytes.
