@@ -6,13 +6,17 @@ VERSION ?= $(shell git describe --tags --always --dirty 2>/dev/null || echo dev)
 LDFLAGS := -s -w -X main.version=$(VERSION)
 GOLANGCI := github.com/golangci/golangci-lint/v2/cmd/golangci-lint@v2.15.0
 
-.PHONY: build test race lint fmt fuzz soak hammer score load simulate openai bench memory clean
+.PHONY: build preload test race lint fmt fuzz soak hammer score load simulate openai bench memory clean
 
 build:            ## the binary: with CUDA where gcc and a cuda.h are, else for the CPU alone
 	@if [ -n "$(NO_CUDA)" ] || ! $(MAKE) -s cuda-available; then \
 	  echo "building for the CPU alone"; \
 	  CGO_ENABLED=0 $(GO) build -trimpath -ldflags '$(LDFLAGS)' -o moeserve ./cmd/moeserve; \
 	else $(MAKE) -s cuda; fi
+	@if command -v $(CC) >/dev/null; then $(MAKE) -s preload; else echo "no C compiler: libmoeserve-reclaim.so is not built"; fi
+
+preload:          ## the library for programs beside moeserve that allocate GPU memory (preload/reclaim.c)
+	$(CC) -O2 -Wall -Wextra -Werror -fvisibility=hidden -shared -fPIC -o libmoeserve-reclaim.so preload/reclaim.c -ldl
 
 include Makefile.cuda
 
@@ -66,4 +70,4 @@ memory:           ## peak memory of loading a checkpoint of 1.2 GB
 	bash tools/bigcheckpoint/measure.sh
 
 clean:
-	rm -rf moeserve build coverage.out
+	rm -rf moeserve libmoeserve-reclaim.so build coverage.out

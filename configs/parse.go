@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"math"
+	"net"
 	"slices"
 	"strconv"
 	"strings"
@@ -57,6 +58,25 @@ func (h Harvest) ParseHeadroom() (Headroom, error) {
 		return Headroom{Bytes: n}, nil
 	}
 	return Headroom{}, &SettingError{Key: "harvest-headroom", Value: h.Headroom, Want: "must be a size like 4GiB (G and GiB: 2^30 bytes, GB: 10^9) or a share like 5%"}
+}
+
+// ParseAdminAddress reads the setting admin-address: empty for none, and same for that of the
+// API. Errors are *SettingError.
+func (s Serve) ParseAdminAddress() (address string, same bool, err error) {
+	switch s.AdminAddress {
+	case "none":
+		return "", false, nil
+	case "same":
+		return "", true, nil
+	}
+	_, port, err := net.SplitHostPort(s.AdminAddress)
+	if err == nil {
+		_, err = strconv.ParseUint(port, 10, 16)
+	}
+	if err != nil {
+		return "", false, &SettingError{Key: "admin-address", Value: s.AdminAddress, Want: "must be none, same, or a host and a port like 127.0.0.1:8001"}
+	}
+	return s.AdminAddress, false, nil
 }
 
 // ParseSlabSize reads the setting harvest-slab-size in bytes: 0 is auto. Errors are
@@ -287,6 +307,9 @@ func (s Settings) validatePeers() error {
 		_, err = s.Harvest.ParseMigrationLimit()
 	}
 	if err != nil {
+		return err
+	}
+	if _, _, err := s.Serve.ParseAdminAddress(); err != nil {
 		return err
 	}
 	trace, err := s.Harvest.ParseTrace()

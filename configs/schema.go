@@ -76,6 +76,7 @@ var (
 	onServe    = []string{"serve", "config"}
 	onBench    = []string{"bench throughput", "bench sweep", "config"}
 	onWorkload = []string{"plan", "bench throughput", "bench sweep", "config"}
+	onBorrow   = []string{"run", "chat", "serve", "bench throughput", "bench sweep", "config"}
 	onTrace    = []string{"run", "serve", "bench throughput", "config"}
 )
 
@@ -163,6 +164,10 @@ var Schema = []Key{
 	{
 		Name: "harvest-cooldown", Kind: String, Default: "1s", Placeholder: "TIME", Rare: true, Commands: onModel,
 		Help: "time after a release to others in which no memory of that peer is borrowed; 0: none",
+	},
+	{
+		Name: "runtime-dir", Kind: String, Default: "auto", Placeholder: "auto|none|DIR", Path: true, Rare: true, Commands: onBorrow,
+		Help: "directory of the socket on which other processes ask for borrowed memory (moeserve reclaim); auto: of this user alone",
 	},
 	{
 		Name: "migration-limit", Kind: String, Default: "auto", Placeholder: "auto|SIZE/s", Rare: true, Commands: onModel,
@@ -283,6 +288,10 @@ var Schema = []Key{
 	{
 		Name: "allow-credentials", Kind: Bool, Default: false, Rare: true, Commands: onServe,
 		Help: "let browsers send cookies with the requests of these scripts; needs --allowed-origins by name",
+	},
+	{
+		Name: "admin-address", Kind: String, Default: "none", Placeholder: "none|same|HOST:PORT", Rare: true, Commands: onServe,
+		Help: "address that also serves /harvest/reclaim, beside health, metrics and debug; same: that of the API",
 	},
 	{
 		Name: "max-queued-requests", Kind: Int, Default: 256, Unit: "sequences", Min: 1, Max: 1 << 20, Commands: onServe,

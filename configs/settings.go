@@ -61,6 +61,7 @@ type Harvest struct {
 	Deadline          string `mapstructure:"harvest-deadline"`
 	PollInterval      string `mapstructure:"harvest-poll-interval"`
 	Cooldown          string `mapstructure:"harvest-cooldown"`
+	RuntimeDir        string `mapstructure:"runtime-dir"`
 	MigrationLimit    string `mapstructure:"migration-limit"`
 	AvailabilityTrace string `mapstructure:"availability-trace"`
 }
@@ -120,6 +121,7 @@ type Serve struct {
 	MaxRequestBytes          int    `mapstructure:"max-request-bytes"`
 	RequestTimeout           int    `mapstructure:"request-timeout"`
 	DrainTimeout             int    `mapstructure:"drain-timeout"`
+	AdminAddress             string `mapstructure:"admin-address"`
 }
 
 // Bench says what a benchmark runs.

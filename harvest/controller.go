@@ -200,6 +200,11 @@ func (c *controller) choose(req Request) (placement, error) {
 	owner, slabBytes := c.slabsFor(req.Hints.Client)
 	from := c.peers.candidates(req, owner, slabBytes)
 	if len(from) == 0 {
+		for _, p := range c.peers {
+			if p.unusable(req) == "" {
+				p.refused, p.refusedAt = true, req.Now
+			}
+		}
 		return placement{}, c.peers.noCapacity(req)
 	}
 	i, err := c.policy.Choose(req, from)

@@ -29,9 +29,12 @@ type peer struct {
 	// health is why the peer must not be used; excluded is the cause passed to Exclude.
 	health, excluded error
 	cooldown         time.Duration // until then no slab is allocated
-	bandwidth        average
-	churn            churn
-	churnRate        float64
+	// refused: a request found no room on the peer, the last time at refusedAt.
+	refused   bool
+	refusedAt time.Duration
+	bandwidth average
+	churn     churn
+	churnRate float64
 }
 
 // peers are all peers.

@@ -58,6 +58,9 @@ type Options struct {
 	// Events, if not nil, receives events of borrowed memory and of experts. It is called
 	// with locks held: it must return quickly, and not call the node.
 	Events func(observe.Event)
+	// RuntimeDir is the directory of the socket on which other processes may ask for borrowed
+	// memory. Default: none.
+	RuntimeDir string
 	// OpenMachine opens the devices in place of the settings; tests use it to select
 	// schedules and to inject faults.
 	OpenMachine func() (device.Machine, error)
@@ -122,6 +125,7 @@ type Node struct {
 	steps    stepper
 	engine   *engine.Engine
 	observer *observe.Observer
+	lender   *lender // nil where nothing is borrowed
 	// closers of the started parts, in the order of their start.
 	closers []func() error
 }
@@ -260,6 +264,9 @@ func (n *Node) assemble(ctx context.Context, u *setup, blocks int) (load time.Du
 	}
 	if err := n.startUpkeep(u.others); err != nil {
 		return 0, fault.Of(fault.ErrDevice, err)
+	}
+	if err := n.openNeighbors(u); err != nil {
+		return 0, fault.Of(fault.ErrConfig, err)
 	}
 	c, l := u.model.Config, &n.info.Limits
 	if n.engine, err = engine.New(engine.Options{

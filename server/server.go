@@ -58,6 +58,9 @@ type Model struct {
 	// Residency returns where every expert is, as a value with a JSON form; it is safe for
 	// concurrent use. nil: not available.
 	Residency func() any
+	// Harvest serves requests of other processes for borrowed memory, on the admin address; nil:
+	// nothing is borrowed.
+	Harvest http.Handler
 	// Created is when the model became available.
 	Created time.Time
 }
@@ -70,6 +73,8 @@ type Options struct {
 	Events *Events
 	// Version of the product.
 	Version string
+	// Admin has the API's address serve what the admin address serves, too.
+	Admin bool
 	// APIKey that clients must send as a bearer token to all but health and metrics;
 	// empty: none.
 	APIKey string
@@ -129,7 +134,9 @@ func (o Options) EnsureDefaults() Options {
 type Server struct {
 	o      Options
 	routes map[string]map[string]route // by path and method
-	gate   gate
+	// admin are the routes of the admin address.
+	admin map[string]map[string]route
+	gate  gate
 	// model is nil until there is one.
 	model atomic.Pointer[Model]
 	// failed is why the model cannot be served any more.
@@ -173,6 +180,7 @@ func New(o Options) *Server {
 		"/debug/residency":     get(route{handle: s.residency}),
 		"/debug/events":        {http.MethodGet: route{handle: s.events}},
 	}
+	s.addAdmin()
 	return s
 }
 
@@ -246,7 +254,10 @@ func (s *Server) Serve(ctx context.Context, l net.Listener) error {
 }
 
 // ServeHTTP implements http.Handler.
-func (s *Server) ServeHTTP(hw http.ResponseWriter, r *http.Request) {
+func (s *Server) ServeHTTP(hw http.ResponseWriter, r *http.Request) { s.serve(s.routes, hw, r) }
+
+// serve serves a request by the routes.
+func (s *Server) serve(routes map[string]map[string]route, hw http.ResponseWriter, r *http.Request) {
 	start := time.Now()
 	w := &response{ResponseWriter: hw, control: http.NewResponseController(hw), timeout: s.o.WriteTimeout, id: requestID(r), log: s.o.Log}
 	w.deadline() // in place of that of the connection's last response
@@ -259,7 +270,7 @@ func (s *Server) ServeHTTP(hw http.ResponseWriter, r *http.Request) {
 		}
 		s.logRequest(w, r, time.Since(start))
 	}()
-	if err := s.dispatch(w, r); err != nil {
+	if err := s.dispatch(routes, w, r); err != nil {
 		e := asError(r.Context(), err, "")
 		if e.Status >= http.StatusInternalServerError && e.RetryAfter == 0 {
 			s.o.Log.Error("request failed", "request_id", w.id, "endpoint", r.URL.Path, "err", err)
@@ -268,7 +279,7 @@ func (s *Server) ServeHTTP(hw http.ResponseWriter, r *http.Request) {
 	}
 }
 
-func (s *Server) dispatch(w *response, r *http.Request) error {
+func (s *Server) dispatch(routes map[string]map[string]route, w *response, r *http.Request) error {
 	if done, err := s.o.CORS.apply(w.Header(), r); err != nil || done {
 		if done {
 			w.WriteHeader(http.StatusNoContent)
@@ -279,7 +290,7 @@ func (s *Server) dispatch(w *response, r *http.Request) error {
 	if strings.HasPrefix(path, modelPrefix) {
 		path = modelPrefix
 	}
-	methods, ok := s.routes[path]
+	methods, ok := routes[path]
 	if !ok {
 		return unknownURL(r.Method, r.URL.Path)
 	}

@@ -273,7 +273,7 @@ func (b *benchmark) open(ctx context.Context, c eval.Cell) (eval.Node, error) {
 	if c.Tier == configs.NoTier {
 		set.Offload.Tier = configs.HostTier
 	}
-	opts := node.Options{Settings: set, Log: b.set.logger(b.s.err), WithoutTokenizer: true, ExpectCPU: set.Model.Name == "" || b.opened}
+	opts := node.Options{Settings: set, RuntimeDir: runtimeDir(set.Harvest.RuntimeDir), Log: b.set.logger(b.s.err), WithoutTokenizer: true, ExpectCPU: set.Model.Name == "" || b.opened}
 	b.opened = true
 	n, err := open(ctx, b.s, opts, false)
 	if err != nil {

@@ -88,6 +88,8 @@ var endpoints = map[string]string{
 	"/metrics":             "GET: [metrics](metrics.md) for Prometheus; needs no key",
 	"/debug/residency":     "GET: where every expert is ([fields](json.md#debugresidency))",
 	"/debug/events":        "GET: changes of that, as server-sent events ([fields](json.md#debugevents))",
+	"/harvest/reclaim":     "POST: releases borrowed memory of a GPU; only on `--admin-address` ([peers](../guide/peers.md#a-process-that-needs-more))",
+	"/harvest/borrowed":    "GET: what is borrowed of each GPU; only on `--admin-address`",
 }
 
 func TestReferenceAPI(t *testing.T) {
@@ -217,7 +219,7 @@ func serverNames(t *testing.T) (known, paths []string) {
 		}
 		return true
 	}
-	for _, name := range []string{"params.go", "completions.go", "chat.go", "server.go"} {
+	for _, name := range []string{"params.go", "completions.go", "chat.go", "server.go", "admin.go"} {
 		f, err := parser.ParseFile(token.NewFileSet(), filepath.Join("..", "..", "server", name), nil, 0)
 		if err != nil {
 			t.Fatal(err)
@@ -228,7 +230,7 @@ func serverNames(t *testing.T) (known, paths []string) {
 				if slices.Contains(in, d.Name.Name) {
 					ast.Inspect(d, inspect)
 				}
-				if name == "server.go" {
+				if d.Name.Name == "New" || d.Name.Name == "addAdmin" {
 					ast.Inspect(d, func(n ast.Node) bool {
 						if kv, ok := n.(*ast.KeyValueExpr); ok {
 							if s, ok := literal(kv.Key); ok && strings.HasPrefix(s, "/") {

@@ -273,6 +273,7 @@ func open(ctx context.Context, s *streams, o node.Options, quiet bool) (*node.No
 	defer p.end()
 	const what = "loading"
 	p.begin(what, bytesUnit)
+	o.RuntimeDir = runtimeDir(o.Settings.Harvest.RuntimeDir)
 	o.Progress = func(done, total int64) { p.set(what, done, total) }
 	return node.Open(ctx, o)
 }

@@ -13,6 +13,7 @@ import (
 
 	"github.com/moeserve/moeserve/configs"
 	"github.com/moeserve/moeserve/engine"
+	"github.com/moeserve/moeserve/harvest/reclaim"
 	"github.com/moeserve/moeserve/node"
 	"github.com/moeserve/moeserve/node/checkpoint"
 	"github.com/moeserve/moeserve/node/observe"
@@ -97,6 +98,16 @@ func serve(ctx context.Context, s *streams, set *settings, o node.Options) (err 
 	if err != nil {
 		return usagef("cannot serve on %s: %w; choose another --host or --port", address, err)
 	}
+	adminAddress, adminSame, err := set.Serve.ParseAdminAddress()
+	if err != nil {
+		return err
+	}
+	var admin net.Listener
+	if adminAddress != "" {
+		if admin, err = new(net.ListenConfig).Listen(ctx, "tcp", adminAddress); err != nil {
+			return errors.Join(usagef("cannot serve on %s: %w; choose another --admin-address", adminAddress, err), listener.Close())
+		}
+	}
 	if set.Output.LogLevel == configs.LogAuto {
 		set.Output.LogLevel = configs.LogInfo
 	}
@@ -113,6 +124,7 @@ func serve(ctx context.Context, s *streams, set *settings, o node.Options) (err 
 		Metrics: metrics, Events: events, Version: buildInfo().Version, APIKey: set.Serve.APIKey,
 		CORS:            server.CORS{Origins: cors.Origins, Methods: cors.Methods, Headers: cors.Headers, Credentials: set.Serve.AllowCredentials},
 		MaxRequestBytes: int64(set.Serve.MaxRequestBytes), MaxSamples: set.Serve.MaxQueuedRequests,
+		Admin: adminSame,
 		// The engine's queue is what fills up; this only bounds the bodies in memory.
 		MaxConcurrent:  sequences + set.Serve.MaxQueuedRequests + spareRequests,
 		RequestTimeout: time.Duration(set.Serve.RequestTimeout) * time.Second,
@@ -126,6 +138,15 @@ func serve(ctx context.Context, s *streams, set *settings, o node.Options) (err 
 		stopServing()
 		err = errors.Join(err, <-served)
 	}()
+	if admin != nil {
+		log.Info("admin address", "address", "http://"+admin.Addr().String())
+		administered := make(chan error, 1)
+		go func() { administered <- srv.ServeAdmin(serving, admin) }()
+		defer func() {
+			stopServing()
+			err = errors.Join(err, <-administered)
+		}()
+	}
 
 	o.Explicit = set.given
 	o.Settings, o.Log, o.WithoutTokenizer, o.MaxQueued = set.Settings, log, withoutTokenizer(set.Model.Name), set.Serve.MaxQueuedRequests
@@ -191,6 +212,9 @@ func model(names []string, defaults *sampling, n *node.Node) *server.Model {
 		Defaults: defaults.params, ChatTokens: defaults.maxTokens, Created: time.Now(),
 		Collectors: n.Observe().Collectors(),
 		Residency:  func() any { return n.Observe().Residency() },
+	}
+	if l := n.Lender(); l != nil {
+		m.Harvest = reclaim.Handler(l)
 	}
 	if t := n.Text().Template; t != nil {
 		m.Template = t

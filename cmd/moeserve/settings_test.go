@@ -51,6 +51,8 @@ func others(k configs.Key) [3]string {
 		return [3]string{"0:1", "@a", "1:2-3"}
 	case k.Name == "harvest-headroom":
 		return [3]string{"0", "1GiB", "7%"}
+	case k.Name == "admin-address":
+		return [3]string{"same", "127.0.0.1:1", "127.0.0.1:2"}
 	case k.Name == "harvest-slab-size":
 		return [3]string{"1GiB", "7MB", "512MiB"}
 	case strings.HasPrefix(k.Name, "harvest-") && k.Placeholder == "TIME":

@@ -1,0 +1,103 @@
+package reclaim
+
+import (
+	"context"
+	"crypto/rand"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net"
+	"net/http"
+	"os"
+	"path/filepath"
+	"strconv"
+	"time"
+)
+
+// None is the name of no directory: nobody is listened to.
+const None = "none"
+
+// Dir is the directory of sockets by default: of the user's session ($XDG_RUNTIME_DIR), or
+// else /tmp/moeserve-UID.
+func Dir() string {
+	if dir := os.Getenv("XDG_RUNTIME_DIR"); filepath.IsAbs(dir) {
+		return filepath.Join(dir, "moeserve")
+	}
+	return "/tmp/moeserve-" + strconv.Itoa(os.Getuid())
+}
+
+// makeDir makes the directory where it is the default one, which must be this user's alone.
+// Who has named another one has decided who may enter it.
+func makeDir(dir string) error {
+	if dir != Dir() {
+		return nil
+	}
+	if err := os.Mkdir(dir, 0o700); err != nil && !errors.Is(err, os.ErrExist) {
+		return err
+	}
+	return checkDir(dir)
+}
+
+// checkDir refuses the default directory where others could have put sockets into it.
+func checkDir(dir string) error {
+	if dir != Dir() {
+		return nil
+	}
+	i, err := os.Lstat(dir)
+	if err != nil {
+		return err
+	}
+	if !i.IsDir() || i.Mode().Perm()&0o077 != 0 || !ours(i) {
+		return fmt.Errorf("%s is not a directory of this user alone (mode 0700); remove it, or set --runtime-dir", dir)
+	}
+	return nil
+}
+
+// Listener listens to neighbors until it is closed.
+type Listener struct {
+	path   string
+	server *http.Server
+	served chan error
+}
+
+// Listen listens on a socket of this process in dir. The default directory is made, and its
+// sockets are this user's; those in another directory are for all that may enter it.
+func Listen(dir string, h http.Handler, log *slog.Logger) (*Listener, error) {
+	if err := makeDir(dir); err != nil {
+		return nil, fmt.Errorf("reclaim: %w", err)
+	}
+	// Containers may share the directory and not the numbers of processes.
+	var unique [3]byte
+	rand.Read(unique[:]) //nolint:errcheck // never fails
+	path := filepath.Join(dir, fmt.Sprintf("%d-%s.sock", os.Getpid(), hex.EncodeToString(unique[:])))
+	at, err := new(net.ListenConfig).Listen(context.Background(), "unix", path)
+	if err != nil {
+		return nil, fmt.Errorf("reclaim: listen to neighbors: %w; set --runtime-dir", err)
+	}
+	mode := os.FileMode(0o600)
+	if dir != Dir() {
+		mode = 0o666
+	}
+	if err := os.Chmod(path, mode); err != nil {
+		return nil, errors.Join(fmt.Errorf("reclaim: %w", err), at.Close())
+	}
+	l := &Listener{path: path, served: make(chan error, 1), server: &http.Server{
+		Handler: h, ReadTimeout: 10 * time.Second, IdleTimeout: 10 * time.Second, MaxHeaderBytes: maxBody,
+		ErrorLog: slog.NewLogLogger(log.Handler(), slog.LevelDebug),
+	}}
+	go func() { l.served <- l.server.Serve(at) }()
+	return l, nil
+}
+
+// Path of the socket.
+func (l *Listener) Path() string { return l.path }
+
+// Close ends the listening, and requests under way; the socket is removed.
+func (l *Listener) Close() error {
+	err := l.server.Close()
+	if served := <-l.served; !errors.Is(served, http.ErrServerClosed) {
+		err = errors.Join(err, served)
+	}
+	return err
+}
