@@ -138,7 +138,7 @@ var imports = map[string]map[string]string{
 	"models/safetensors":       {"untrusted": "opens shards; names in errors"},
 	"models/safetensors/write": {"models/safetensors": "types of elements"},
 	"models/tiny":              {},
-	"models/tokenizer":         {},
+	"models/tokenizer":         {"untrusted": "names in errors"},
 	"node": {
 		"configs":                 "its settings",
 		"device":                  "the machine it runs on",
@@ -302,7 +302,6 @@ var onlyIn = []struct {
 	{"gorgonia.org/cu", []string{"device/cuda"}, "the driver is device/cuda's"},
 	{"github.com/NVIDIA/go-nvml", []string{"device/cuda"}, "readings are device/cuda's"},
 	{"C", []string{"device/cuda", "kernels/cuda"}, "without the cuda tag the product needs nothing but Go"},
-	{"github.com/sugarme/tokenizer", []string{"models/tokenizer"}, "one small interface stands before it"},
 	{"github.com/nikolalohinski/gonja", []string{"models/chat"}, "templates are chat's"},
 	{"github.com/moeserve/moeserve/device/emulated", []string{"node", "device/emulated"}, "node alone picks between emulated and cuda"},
 	{"github.com/moeserve/moeserve/kernels/cpu", []string{"node/devices", "kernels/cpu"}, "node alone picks the backend"},
@@ -316,13 +315,10 @@ var linked = map[string]string{
 	"github.com/dustin/go-humanize":       "of gonja",
 	"github.com/fsnotify/fsnotify":        "of viper",
 	"github.com/go-viper/mapstructure/v2": "of viper; values that read themselves from text",
-	"github.com/mitchellh/colorstring":    "of progressbar/v2",
 	"github.com/nikolalohinski/gonja/v2":  "chat templates: parser and interpreter of Jinja2",
 	"github.com/pelletier/go-toml/v2":     "of viper",
 	"github.com/pkg/errors":               "of gonja",
-	"github.com/rivo/uniseg":              "of sugarme/tokenizer and progressbar/v2",
 	"github.com/sagikazarmark/locafero":   "of viper",
-	"github.com/schollz/progressbar/v2":   "of sugarme/tokenizer",
 	"github.com/sirupsen/logrus":          "of gonja",
 	"github.com/sourcegraph/conc":         "of viper",
 	"github.com/spf13/afero":              "of viper",
@@ -331,8 +327,6 @@ var linked = map[string]string{
 	"github.com/spf13/pflag":              "flags, of cobra",
 	"github.com/spf13/viper":              "settings from flags, variables and a file",
 	"github.com/subosito/gotenv":          "of viper",
-	"github.com/sugarme/regexpset":        "of sugarme/tokenizer",
-	"github.com/sugarme/tokenizer":        "what a tokenizer.json says",
 	"github.com/x448/float16":             "FP16 and its rounding",
 	"go.yaml.in/yaml/v3":                  "of viper; the configuration file, with line numbers for errors",
 	"golang.org/x/image":                  "draws PNG pictures (eval/figure)",
@@ -343,7 +337,7 @@ var linked = map[string]string{
 }
 
 // linkedPackages is how many packages these modules have in the command.
-const linkedPackages = 75
+const linkedPackages = 66
 
 // opens are the functions that open a file for reading, or a folder whose files they open. Package
 // untrusted stands before them: see TestFilesAreOpenedBounded.

@@ -16,6 +16,7 @@ import (
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/device/emulated"
 	"github.com/moeserve/moeserve/engine"
+	"github.com/moeserve/moeserve/models/tokenizer"
 	"github.com/moeserve/moeserve/node"
 	"github.com/moeserve/moeserve/pipeline"
 	"github.com/moeserve/moeserve/tools/fixtures"
@@ -243,7 +244,7 @@ func TestLogProbs(t *testing.T) {
 
 func TestPenaltiesAndBiases(t *testing.T) {
 	n, _ := open(t, nil)
-	base := engine.Request{Prompt: n.Text().Tokenizer.Encode("sort: d a c b =", true), Params: params(12)}
+	base := engine.Request{Prompt: encode(t, n.Text().Tokenizer, "sort: d a c b =", true), Params: params(12)}
 	plain := alone(t, n, []engine.Request{base})[0][0].TokenIDs
 
 	ban := base
@@ -273,7 +274,7 @@ func TestPenaltiesAndBiases(t *testing.T) {
 
 func TestStops(t *testing.T) {
 	n, _ := open(t, nil)
-	base := engine.Request{Prompt: n.Text().Tokenizer.Encode("sort: d a c b =", true), Params: engine.DefaultParams()}
+	base := engine.Request{Prompt: encode(t, n.Text().Tokenizer, "sort: d a c b =", true), Params: engine.DefaultParams()}
 	for _, c := range []struct {
 		name   string
 		change func(*engine.Params)
@@ -286,7 +287,7 @@ func TestStops(t *testing.T) {
 		{"a string, included", func(p *engine.Params) { p.Stop, p.IncludeStop = []string{"b c"}, true }, "a b c", engine.FinishStop},
 		{"a string that does not come", func(p *engine.Params) { p.Stop = []string{"d e"} }, "a b c d", engine.FinishStop},
 		{"length", func(p *engine.Params) { p.MaxTokens = 2 }, "a b", engine.FinishLength},
-		{"an id", func(p *engine.Params) { p.StopIDs = n.Text().Tokenizer.Encode(" c", false) }, "a b", engine.FinishStop},
+		{"an id", func(p *engine.Params) { p.StopIDs = encode(t, n.Text().Tokenizer, " c", false) }, "a b", engine.FinishStop},
 	} {
 		r := base
 		c.change(&r.Params)
@@ -457,4 +458,14 @@ func TestBadRequests(t *testing.T) {
 			t.Errorf("%s: %v, want %v that says %q", c.name, err, c.is, c.says)
 		}
 	}
+}
+
+// encode is the text's ids.
+func encode(t testing.TB, tok tokenizer.Tokenizer, text string, special bool) []int32 {
+	t.Helper()
+	ids, err := tok.Encode(text, special)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return ids
 }

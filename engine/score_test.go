@@ -85,7 +85,7 @@ func TestBuiltInModelScore(t *testing.T) {
 	for _, task := range tasks {
 		var requests []engine.Request
 		for _, q := range byTask[task] {
-			requests = append(requests, engine.Request{Prompt: n.Text().Tokenizer.Encode(q.Prompt, true), Params: engine.DefaultParams()})
+			requests = append(requests, engine.Request{Prompt: encode(t, n.Text().Tokenizer, q.Prompt, true), Params: engine.DefaultParams()})
 		}
 		outs, err := n.Engine().Generate(t.Context(), requests, nil)
 		if err != nil {

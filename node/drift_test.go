@@ -113,7 +113,7 @@ func (x *drifting) ask(t *testing.T, qs []question, d time.Duration) []question 
 		}
 		var requests []engine.Request
 		for _, q := range qs[:together] {
-			requests = append(requests, engine.Request{Prompt: x.n.Text().Tokenizer.Encode(q.Prompt, true), Params: engine.DefaultParams()})
+			requests = append(requests, engine.Request{Prompt: encode(t, x.n.Text().Tokenizer, q.Prompt, true), Params: engine.DefaultParams()})
 		}
 		outs, err := x.n.Engine().Generate(t.Context(), requests, nil)
 		if err != nil {

@@ -12,6 +12,7 @@ import (
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/device/emulated"
 	"github.com/moeserve/moeserve/engine"
+	"github.com/moeserve/moeserve/models/tokenizer"
 	"github.com/moeserve/moeserve/node"
 	"github.com/moeserve/moeserve/pipeline"
 	"github.com/moeserve/moeserve/tools/fixtures"
@@ -131,7 +132,7 @@ func checkGreedy(t *testing.T, n *node.Node, want fixtures.Expected) {
 		}
 	}
 	for _, x := range want.Texts {
-		got := n.Text().Tokenizer.Encode(x.Prompt, true)
+		got := encode(t, n.Text().Tokenizer, x.Prompt, true)
 		if !slices.Equal(got, int32s(x.PromptIDs)) {
 			t.Errorf("prompt %q has ids %v, want %v", x.Prompt, got, x.PromptIDs)
 		}
@@ -167,4 +168,14 @@ func request(prompt []int32, n int) engine.Request {
 	p := engine.DefaultParams()
 	p.MaxTokens, p.IgnoreEOS = n, true
 	return engine.Request{Prompt: prompt, Params: p}
+}
+
+// encode is the text's ids.
+func encode(t testing.TB, tok tokenizer.Tokenizer, text string, special bool) []int32 {
+	t.Helper()
+	ids, err := tok.Encode(text, special)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return ids
 }

@@ -12,6 +12,7 @@ import (
 
 	"github.com/moeserve/moeserve/engine"
 	"github.com/moeserve/moeserve/models/chat"
+	"github.com/moeserve/moeserve/models/tokenizer"
 	"github.com/moeserve/moeserve/server"
 )
 
@@ -42,7 +43,7 @@ func TestCompletions(t *testing.T) { synctest.Test(t, testCompletions) }
 
 func testCompletions(t *testing.T) {
 	h := start(t, options{pipes: true})
-	ids, err := json.Marshal(h.node.Text().Tokenizer.Encode(sorting, true))
+	ids, err := json.Marshal(encode(t, h.node.Text().Tokenizer, sorting, true))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -432,7 +433,7 @@ func TestTemplateInput(t *testing.T) {
 // A model without tokenizer completes token IDs with token IDs, and refuses all else with the reason.
 func TestWithoutTokenizer(t *testing.T) {
 	h := start(t, options{change: func(m *server.Model) { m.Tokenizer, m.Template = nil, nil }})
-	ids, err := json.Marshal(h.node.Text().Tokenizer.Encode(sorting, true))
+	ids, err := json.Marshal(encode(t, h.node.Text().Tokenizer, sorting, true))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -450,4 +451,14 @@ func TestWithoutTokenizer(t *testing.T) {
 			t.Errorf("%s: %d %s", path, a.status, a.body)
 		}
 	}
+}
+
+// encode is the text's ids.
+func encode(t testing.TB, tok tokenizer.Tokenizer, text string, special bool) []int32 {
+	t.Helper()
+	ids, err := tok.Encode(text, special)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return ids
 }

@@ -275,7 +275,10 @@ func (m *Model) render(c *conversation) ([]int32, error) {
 	if err != nil {
 		return nil, badRequest("messages", "invalid_value", "The model's chat template cannot render the messages: %v", err)
 	}
-	ids := m.Tokenizer.Encode(text, c.special)
+	ids, err := m.Tokenizer.Encode(text, c.special)
+	if err != nil {
+		return nil, badRequest("messages", "invalid_value", "The messages cannot be turned into tokens: %v", err)
+	}
 	if len(ids) == 0 {
 		return nil, badRequest("messages", "invalid_value", "The model's chat template makes an empty prompt of the messages.")
 	}

@@ -88,7 +88,11 @@ func (m *Model) prompts(o *object, raw json.RawMessage, special bool, most int) 
 			if json.Unmarshal(item, &p.text) != nil {
 				o.wrongType("prompt", want, item)
 			}
-			p.ids, p.encoded = m.Tokenizer.Encode(p.text, special), true
+			var err error
+			if p.ids, err = m.Tokenizer.Encode(p.text, special); err != nil {
+				o.fail("prompt", "invalid_value", "The prompt cannot be turned into tokens: %v", err)
+			}
+			p.encoded = true
 		case "an array":
 			ids, ok := parseIDs(item)
 			if !ok {

@@ -240,7 +240,10 @@ type tokenTexts struct {
 func (m *Model) texts() *tokenTexts {
 	t := &tokenTexts{m: m}
 	if m.Tokenizer != nil {
-		t.anchor = m.Tokenizer.Encode("a", false)
+		// Without it texts are as at the start of a text.
+		if anchor, err := m.Tokenizer.Encode("a", false); err == nil {
+			t.anchor = anchor
+		}
 		t.base = m.Tokenizer.Decode(t.anchor, false)
 	}
 	return t

@@ -49,7 +49,9 @@ func (s *Server) tokenize(w *response, r *http.Request) error {
 	case m.Tokenizer == nil:
 		return badRequest("prompt", "invalid_value", "The model has no tokenizer.")
 	default:
-		a.Tokens = m.Tokenizer.Encode(text, special)
+		if a.Tokens, err = m.Tokenizer.Encode(text, special); err != nil {
+			return badRequest("prompt", "invalid_value", "The prompt cannot be turned into tokens: %v", err)
+		}
 	}
 	if a.Tokens == nil {
 		a.Tokens = []int32{}

@@ -249,7 +249,9 @@ func readPrompts(path string, m *checkpoint.Model) ([][]int32, error) {
 	}
 	prompts := make([][]int32, len(texts))
 	for i, text := range texts {
-		prompts[i] = encode(text)
+		if prompts[i], err = encode(text); err != nil {
+			return nil, err
+		}
 	}
 	return prompts, nil
 }

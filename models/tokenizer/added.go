@@ -1,10 +1,15 @@
 package tokenizer
 
 import (
+	"encoding/json"
+	"fmt"
 	"slices"
+	"strconv"
 	"strings"
 	"unicode"
 	"unicode/utf8"
+
+	"github.com/moeserve/moeserve/untrusted"
 )
 
 // addedToken is a token that is matched in the text as a whole, before BPE.
@@ -144,4 +149,102 @@ func endsWithWord(s string) bool {
 func startsWithWord(s string) bool {
 	r, n := utf8.DecodeRuneInString(s)
 	return n > 0 && isWord(r)
+}
+
+// buildAdded registers added tokens as the reference does: a token of the vocabulary keeps its id, a new one gets the
+// next free id, and a later definition of a token replaces an earlier one.
+func buildAdded(t *Pipeline, c *fileConfig, side *sideConfig) error {
+	t.added = map[string]int32{}
+	var list []addedToken
+	index := map[string]int{} // in list
+	next := int32(t.model.size)
+	add := func(token addedToken) error {
+		if token.content == "" {
+			return nil
+		}
+		if i, ok := index[token.content]; ok {
+			list[i] = token
+			return nil
+		}
+		id, ok := t.model.vocab[token.content]
+		if !ok {
+			id = next
+		}
+		if err := t.set(id, token.content); err != nil {
+			return fmt.Errorf("added token: %w", err)
+		}
+		t.added[token.content] = id
+		next = max(next, id+1)
+		index[token.content] = len(list)
+		list = append(list, token)
+		return nil
+	}
+	for i, a := range c.AddedTokens {
+		if a.ID == nil || *a.ID < 0 || *a.ID > maxID {
+			id := "no id"
+			if a.ID != nil {
+				id = fmt.Sprintf("id %d", *a.ID)
+			}
+			return fmt.Errorf("added_tokens[%d], %s, has %s: ids run from 0 to %d", i, untrusted.Quote(a.Content), id, maxID)
+		}
+		if err := add(a.token()); err != nil {
+			return err
+		}
+	}
+	restated := make([]int64, 0, len(side.AddedTokensDecoder))
+	for key := range side.AddedTokensDecoder {
+		id, err := strconv.ParseInt(key, 10, 32)
+		if err != nil {
+			return fmt.Errorf("%s: added_tokens_decoder has the key %s, which is no id", configFile, untrusted.Quote(key))
+		}
+		restated = append(restated, id)
+	}
+	slices.Sort(restated)
+	for _, id := range restated {
+		if err := add(side.AddedTokensDecoder[strconv.FormatInt(id, 10)].token()); err != nil {
+			return err
+		}
+	}
+	named := []*tokenName{side.BOS, side.EOS, side.Unk, side.Pad}
+	for _, raw := range []json.RawMessage{side.AdditionalSpecialTokens, side.ExtraSpecialTokens} {
+		var more []*tokenName
+		if len(raw) == 0 || raw[0] != '[' {
+			continue
+		}
+		if err := json.Unmarshal(raw, &more); err != nil {
+			return fmt.Errorf("%s: special tokens: %w", configFile, err)
+		}
+		named = append(named, more...)
+	}
+	for _, n := range named {
+		if n == nil {
+			continue
+		}
+		if _, ok := index[n.token.content]; ok {
+			continue
+		}
+		if err := add(n.token); err != nil {
+			return err
+		}
+	}
+	t.raw, t.normalized = newAddedTrie(), newAddedTrie()
+	for _, special := range []bool{true, false} {
+		for _, token := range list {
+			if token.special != special {
+				continue
+			}
+			id := t.added[token.content]
+			t.special[id] = token.special
+			if token.normalized {
+				pattern, err := t.normalizer.apply(token.content)
+				if err != nil {
+					return fmt.Errorf("added token %s: %w", untrusted.Quote(token.content), err)
+				}
+				t.normalized.add(pattern, token, id)
+			} else {
+				t.raw.add(token.content, token, id)
+			}
+		}
+	}
+	return nil
 }

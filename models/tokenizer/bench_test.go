@@ -15,7 +15,7 @@ func BenchmarkEncode(b *testing.B) {
 				n := 0
 				for b.Loop() {
 					before()
-					n += len(tok.Encode(text, false))
+					n += len(must(tok.Encode(text, false)))
 				}
 				b.ReportMetric(float64(n)/b.Elapsed().Seconds(), "tokens/s")
 			})
@@ -30,7 +30,7 @@ func BenchmarkDecode(b *testing.B) {
 	text := longTexts(b)["mixed"][0]
 	for _, family := range families {
 		tok := loadFamily(b, family)
-		ids := tok.Encode(text, false)
+		ids := must(tok.Encode(text, false))
 		b.Run("family="+family, func(b *testing.B) {
 			for b.Loop() {
 				tok.Decode(ids, true)

@@ -4,6 +4,8 @@ import (
 	"sync"
 	"unicode"
 	"unicode/utf8"
+
+	"github.com/moeserve/moeserve/models/tokenizer/internal/pattern"
 )
 
 // class is a character class of the split patterns.
@@ -26,25 +28,26 @@ var (
 // loadClasses fills the tables from the generated ranges, once: it takes milliseconds, which a program that loads no
 // tokenizer need not spend.
 var loadClasses = sync.OnceFunc(func() {
-	seen := map[[256]class]uint8{}
-	li, ni := 0, 0
-	in := func(ranges [][2]rune, i *int, r rune) bool {
-		for *i < len(ranges) && ranges[*i][1] < r {
-			*i++
-		}
-		return *i < len(ranges) && ranges[*i][0] <= r
+	var sets [space + 1]pattern.Ranges
+	for c, name := range map[class]string{letter: "L", number: "N", space: "space"} {
+		sets[c], _ = pattern.Named(name)
 	}
+	seen := map[[256]class]uint8{}
 	for block := range classPage {
 		var page [256]class
-		for k := range page {
-			r := rune(block<<8 | k)
-			switch {
-			case in(letterRanges, &li, r):
-				page[k] = letter
-			case in(numberRanges, &ni, r):
-				page[k] = number
-			case unicode.IsSpace(r):
-				page[k] = space
+		first, last := rune(block<<8), rune(block<<8|0xFF)
+		for c, set := range sets {
+			for len(set) > 0 && set[0][1] < first {
+				set = set[1:]
+			}
+			sets[c] = set
+			for _, x := range set {
+				if x[0] > last {
+					break
+				}
+				for r := max(x[0], first); r <= min(x[1], last); r++ {
+					page[r&0xFF] = class(c)
+				}
 			}
 		}
 		p, ok := seen[page]

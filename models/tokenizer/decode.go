@@ -1,9 +1,14 @@
 package tokenizer
 
 import (
+	"fmt"
+	"math"
+	"slices"
 	"strconv"
 	"strings"
 	"unicode/utf8"
+
+	"github.com/moeserve/moeserve/untrusted"
 )
 
 // decoder converts tokens to text. pieces holds the output of each id, indexed by id.
@@ -12,9 +17,10 @@ type decoder struct {
 	pieces []string
 
 	// For decodeText.
-	isByte     []bool // by id: with ByteFallback, pieces[id] is one byte of a character
-	strip      rune   // character stripped from the start of the text
-	stripCount int    // maximum number of characters stripped
+	first      []string // by id: the output of the first token; nil: as of all others
+	isByte     []bool   // by id: with ByteFallback, pieces[id] is one byte of a character
+	strip      rune     // character stripped from the start of the text
+	stripCount int      // maximum number of characters stripped
 }
 
 type decoderKind int
@@ -44,13 +50,13 @@ func (d *decoder) start() streamState { return streamState{strip: d.stripCount} 
 // A Stream withholds text that later ids can still change: the bytes of an incomplete character and, for models with
 // byte fallback, a run of byte tokens until another token ends it, because one invalid byte changes the whole run.
 type Stream struct {
-	t           *BPE
+	t           *Pipeline
 	state       streamState
 	skipSpecial bool
 }
 
 // NewStream implements Tokenizer.
-func (t *BPE) NewStream(skipSpecial bool) *Stream {
+func (t *Pipeline) NewStream(skipSpecial bool) *Stream {
 	return &Stream{t: t, state: t.decoder.start(), skipSpecial: skipSpecial}
 }
 
@@ -61,6 +67,11 @@ func (s *Stream) Push(id int32) string {
 	}
 	d, st := &s.t.decoder, &s.state
 	piece := d.pieces[id]
+	if d.first != nil && !st.started {
+		piece = d.first[id]
+	}
+	begins := !st.started
+	st.started = true
 	switch d.kind {
 	case decodeBytes:
 		return st.pushBytes(piece)
@@ -74,10 +85,9 @@ func (s *Stream) Push(id int32) string {
 		}
 		return st.stripped(st.takeRun()+piece, d.strip)
 	case decodeJoined:
-		if st.started {
+		if !begins {
 			return " " + piece
 		}
-		st.started = true
 	}
 	return piece
 }
@@ -110,6 +120,188 @@ func (st *streamState) pushBytes(piece string) string {
 	out := string(appendLossy(nil, st.pending[:n]))
 	st.pending = append(st.pending[:0], st.pending[n:]...)
 	return out
+}
+
+func buildDecoder(t *Pipeline, c *fileConfig, _ *sideConfig) error {
+	d := &t.decoder
+	d.pieces = t.tokens
+	steps := flatten(c.Decoder, "decoders")
+	if len(steps) > maxSteps {
+		return unsupported("decoder with %d steps: up to %d are", len(steps), maxSteps)
+	}
+	if len(steps) == 0 {
+		d.kind = decodeJoined
+		return nil
+	}
+	if steps[0].kind() == "ByteLevel" && len(steps) == 1 {
+		d.kind = decodeBytes
+		d.pieces = make([]string, len(t.tokens))
+		var raw []byte
+		for id, token := range t.tokens {
+			raw = unspell(raw[:0], token)
+			if string(raw) == token {
+				d.pieces[id] = token
+			} else {
+				d.pieces[id] = string(raw)
+			}
+		}
+		return nil
+	}
+	d.kind = decodeText
+	d.isByte = make([]bool, len(t.tokens))
+	var each []pieceStep // steps that take each token on its own
+	fused, fallback := false, false
+	order := 0 // of the step before: each token 1, ByteFallback 2, Fuse 3, Strip of the whole 4
+	for _, s := range steps {
+		at := 0
+		switch kind := s.kind(); {
+		case kind == "ByteFallback":
+			at, fallback = 2, true
+		case kind == "Fuse":
+			at, fused = 3, true
+		case kind == "Strip" && fused:
+			at = 4
+			strip, err := newPieceStrip(s)
+			if err != nil {
+				return err
+			}
+			if strip.stop != 0 {
+				return unsupported("decoder Strip of %d at the end of the whole text: only at its start is", strip.stop)
+			}
+			d.strip, d.stripCount = strip.char, strip.start
+		case kind == "Replace" || kind == "Metaspace" || kind == "Strip":
+			at = 1
+			step, err := newPieceStep(s)
+			if err != nil {
+				return err
+			}
+			each = append(each, step)
+		}
+		if at == 0 || at < order || at == order && at > 1 {
+			return unsupported("decoder %s: ByteLevel alone is, and Replace, Metaspace and Strip before ByteFallback, Fuse and Strip",
+				names(steps))
+		}
+		order = at
+	}
+	var err error
+	if d.pieces, err = piecesOf(t.tokens, each, false); err != nil {
+		return err
+	}
+	for _, step := range each {
+		if m, ok := step.(pieceMetaspace); ok && m.first {
+			if d.first, err = piecesOf(t.tokens, each, true); err != nil {
+				return err
+			}
+			break
+		}
+	}
+	if fallback {
+		for id, piece := range d.pieces {
+			b, ok := fallbackByte(piece)
+			if d.first != nil { // no step that differs for the first token makes a byte token
+				first, isByte := fallbackByte(d.first[id])
+				if ok != isByte || b != first {
+					return unsupported("decoder %s: token %s is a byte in one place only", names(steps), untrusted.Quote(t.tokens[id]))
+				}
+			}
+			if ok && t.present[id] {
+				d.isByte[id], d.pieces[id] = true, string([]byte{b})
+				if d.first != nil {
+					d.first[id] = d.pieces[id]
+				}
+			}
+		}
+	}
+	return nil
+}
+
+// maxPieces bounds the text of all tokens together, in bytes.
+const maxPieces = untrusted.MaxData
+
+// piecesOf applies steps to each token.
+func piecesOf(tokens []string, steps []pieceStep, first bool) ([]string, error) {
+	out := slices.Clone(tokens)
+	total := 0
+	for id := range out {
+		for _, step := range steps {
+			var err error
+			if out[id], err = step.apply(out[id], first); err != nil {
+				return nil, fmt.Errorf("decoder: %w", err)
+			}
+			if total+len(out[id]) > maxPieces {
+				return nil, fmt.Errorf("decoder: the text of all tokens together is over %d MiB", maxPieces>>20)
+			}
+		}
+		total += len(out[id])
+	}
+	return out, nil
+}
+
+// pieceStep is a step of a decoder that takes each token on its own; first says whether it is the first token.
+type pieceStep interface {
+	apply(token string, first bool) (string, error)
+}
+
+func newPieceStep(s component) (pieceStep, error) {
+	switch s.kind() {
+	case "Replace":
+		old, err := searchOf("decoder", s)
+		return pieceReplace{replace{old, s.str("content")}}, err
+	case "Metaspace":
+		m := pieceMetaspace{replacement: s.str("replacement")}
+		if utf8.RuneCountInString(m.replacement) != 1 {
+			return m, fmt.Errorf("decoder Metaspace has replacement %s: want one character", untrusted.Quote(m.replacement))
+		}
+		scheme, err := prependSchemeOf("decoder", s)
+		m.first = scheme != prependNever
+		return m, err
+	}
+	return newPieceStrip(s)
+}
+
+type pieceReplace struct{ replace }
+
+func (p pieceReplace) apply(token string, _ bool) (string, error) { return p.replace.apply(token) }
+
+// pieceMetaspace writes spaces for a character, and in the first token nothing.
+type pieceMetaspace struct {
+	replacement string
+	first       bool // the first token differs
+}
+
+func (p pieceMetaspace) apply(token string, first bool) (string, error) {
+	space := " "
+	if first && p.first {
+		space = ""
+	}
+	return strings.ReplaceAll(token, p.replacement, space), nil
+}
+
+// pieceStrip removes up to start and stop times a character from the ends.
+type pieceStrip struct {
+	char        rune
+	start, stop int
+}
+
+func newPieceStrip(s component) (pieceStrip, error) {
+	r, n := utf8.DecodeRuneInString(s.str("content"))
+	start, ok1 := s["start"].(float64)
+	stop, ok2 := s["stop"].(float64)
+	if n == 0 || n != len(s.str("content")) || !ok1 || !ok2 || start < 0 || stop < 0 || start > math.MaxInt16 || stop > math.MaxInt16 {
+		return pieceStrip{}, unsupported("decoder Strip of %s: only one character, with start and stop from 0 to %d, is", untrusted.Quote(s.str("content")), math.MaxInt16)
+	}
+	return pieceStrip{r, int(start), int(stop)}, nil
+}
+
+func (p pieceStrip) apply(token string, _ bool) (string, error) {
+	char := string(p.char)
+	for i := 0; i < p.start && strings.HasPrefix(token, char); i++ {
+		token = token[len(char):]
+	}
+	for i := 0; i < p.stop && strings.HasSuffix(token, char); i++ {
+		token = token[:len(token)-len(char)]
+	}
+	return token, nil
 }
 
 // takeRun returns the text of the pending byte tokens and clears them.

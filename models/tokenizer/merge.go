@@ -27,9 +27,11 @@ type mergeRule struct {
 // pairKey is the key of the merge of left and right.
 func pairKey(left, right int32) uint64 { return uint64(uint32(left))<<32 | uint64(uint32(right)) }
 
-// model is the byte-pair-encoding model: the initial symbols of a word, and the pairs that merge.
+// model turns words into tokens. Byte-pair encoding has the initial symbols of a word, and the pairs that merge.
 type model struct {
 	vocab        map[string]int32
+	size         int      // entries of the vocabulary
+	unigram      *unigram // nil: merges
 	merges       map[uint64]mergeRule
 	byteTokens   [256]int32 // ids of <0x00> to <0xFF>, noToken where missing; used with byteFallback
 	byteFallback bool
@@ -93,6 +95,12 @@ type merger struct {
 	symbols []symbol
 	heap    []candidate
 	unk     int32 // pending unknown token, noToken: none
+
+	spans []span // of the splitter
+
+	// Of a unigram model.
+	ends   []pathEnd
+	pieces []piece
 }
 
 // maxScratch is the maximum number of symbols for which an idle merger keeps memory, so that a huge word does not pin
@@ -150,6 +158,9 @@ func (g *merger) cached(out []int32, word string) []int32 {
 
 // merge appends the ids of one word, computed without the cache.
 func (g *merger) merge(out []int32, word string) []int32 {
+	if g.m.unigram != nil {
+		return g.unigramWord(out, word)
+	}
 	if g.m.whole != nil {
 		if id, ok := g.m.whole[word]; ok {
 			return append(out, id)

@@ -1,20 +1,116 @@
 package tokenizer
 
 import (
+	"fmt"
+	"slices"
 	"strings"
+	"unicode"
 	"unicode/utf8"
-)
 
-// The two supported split patterns, as tokenizer.json files spell them.
-const (
-	gpt2Pattern  = `'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+`
-	qwen2Pattern = `(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+`
+	"github.com/moeserve/moeserve/models/tokenizer/internal/pattern"
+	"github.com/moeserve/moeserve/untrusted"
 )
 
 // splitter cuts normalized text into words and appends their ids.
-type splitter interface {
+type splitter struct {
+	cuts []cutter // each cuts what those before it have left
+	last lastStep
+}
+
+// lastStep passes a piece of text to the model.
+type lastStep interface {
 	// encode appends the ids of text. first reports whether text starts at the start of Encode's input.
 	encode(out []int32, g *merger, text string, first bool) []int32
+}
+
+func (s *splitter) encode(out []int32, g *merger, text string, first bool) ([]int32, error) {
+	return s.step(out, g, text, first, 0)
+}
+
+// step applies the cut of a depth, and all behind it.
+func (s *splitter) step(out []int32, g *merger, text string, first bool, depth int) ([]int32, error) {
+	if depth == len(s.cuts) {
+		return s.last.encode(out, g, text, first), nil
+	}
+	// Spans of all depths lie one behind the other.
+	from := len(g.spans)
+	spans, err := s.cuts[depth].cut(g.spans, text)
+	g.spans = spans
+	for i := from; i < len(spans) && err == nil; i++ {
+		out, err = s.step(out, g, text[spans[i].start:spans[i].end], first && spans[i].start == 0, depth+1)
+	}
+	g.spans = g.spans[:from]
+	return out, err
+}
+
+func buildSplitter(t *Pipeline, c *fileConfig, _ *sideConfig) error {
+	t.splitter.last = wholeText{}
+	parts := flatten(c.PreTokenizer, "pretokenizers")
+	if len(parts) > maxSteps {
+		return unsupported("pre_tokenizer with %d steps: up to %d are", len(parts), maxSteps)
+	}
+	for i, p := range parts {
+		switch p.kind() {
+		case "ByteLevel", "Metaspace":
+			if i < len(parts)-1 {
+				return unsupported("pre_tokenizer %s before %s: only as the last one is", p.name(), parts[i+1].name())
+			}
+			last, err := newLastStep(t, p)
+			if err != nil {
+				return err
+			}
+			t.splitter.last = last
+		default:
+			cut, err := newCutter(p)
+			if err != nil {
+				return err
+			}
+			t.splitter.cuts = append(t.splitter.cuts, cut)
+		}
+	}
+	return nil
+}
+
+func newLastStep(t *Pipeline, p component) (lastStep, error) {
+	if p.kind() == "Metaspace" {
+		return newMetaspace(p)
+	}
+	if t.model.unigram != nil {
+		return nil, unsupported("pre_tokenizer ByteLevel with a Unigram model")
+	}
+	t.model.toByteLevel()
+	w := byteWords{addPrefixSpace: p.flag("add_prefix_space", true)}
+	if p.flag("use_regex", true) {
+		w.next = nextGPT2
+	}
+	return w, nil
+}
+
+func newCutter(p component) (cutter, error) {
+	switch p.kind() {
+	case "Split":
+		s, err := searchOf("pre_tokenizer", p)
+		if err != nil {
+			return cutter{}, err
+		}
+		c := cutter{searcher: s, behavior: behavior(p.str("behavior"))}
+		if !slices.Contains([]behavior{removed, isolated, mergedWithPrevious, mergedWithNext, contiguous}, c.behavior) {
+			return c, unsupported("pre_tokenizer Split with behavior %s", untrusted.Quote(p.str("behavior")))
+		}
+		c.invert, err = p.need("pre_tokenizer", "invert")
+		return c, err
+	case "Digits":
+		single, err := p.need("pre_tokenizer", "individual_digits")
+		ranges, _ := pattern.Named("digit")
+		c := cutter{searcher: charClass(pattern.NewSet(ranges).Has), behavior: contiguous}
+		if single {
+			c.behavior = isolated
+		}
+		return c, err
+	case "WhitespaceSplit":
+		return cutter{searcher: charClass(unicode.IsSpace), behavior: removed}, nil
+	}
+	return cutter{}, unsupported("pre_tokenizer %s: Sequence, Split, Digits, WhitespaceSplit, ByteLevel and Metaspace are", p.name())
 }
 
 // wholeText passes the text to a character-level model without splitting.
@@ -60,6 +156,30 @@ func (p metaspace) encode(out []int32, g *merger, text string, first bool) []int
 		start = end
 	}
 	return out
+}
+
+func newMetaspace(p component) (metaspace, error) {
+	s := metaspace{replacement: p.str("replacement"), split: p.flag("split", true)}
+	if utf8.RuneCountInString(s.replacement) != 1 {
+		return s, fmt.Errorf("pre_tokenizer Metaspace has replacement %s: want one character", untrusted.Quote(s.replacement))
+	}
+	var err error
+	s.scheme, err = prependSchemeOf("pre_tokenizer", p)
+	return s, err
+}
+
+// prependSchemeOf reads the scheme of a Metaspace. As in the reference, add_prefix_space, the older spelling, must not
+// contradict it.
+func prependSchemeOf(where string, p component) (prependScheme, error) {
+	name := p.str("prepend_scheme")
+	scheme, ok := map[string]prependScheme{"": prependAlways, "always": prependAlways, "first": prependFirst, "never": prependNever}[name]
+	if !ok {
+		return scheme, unsupported("%s Metaspace with prepend_scheme %s: always, first and never are", where, untrusted.Quote(name))
+	}
+	if !p.flag("add_prefix_space", true) && scheme != prependNever {
+		return scheme, fmt.Errorf("%s Metaspace has add_prefix_space false, which contradicts its prepend_scheme: give prepend_scheme never", where)
+	}
+	return scheme, nil
 }
 
 // byteWords splits text with a pattern and passes the bytes of each word to a byte-level model.
@@ -108,8 +228,9 @@ func nextGPT2(s string) int {
 	return nextSpaces(s)
 }
 
-// nextQwen2 returns the length of the first match of qwen2Pattern in s, which is not empty.
-func nextQwen2(s string) int {
+// nextQwen2 returns the length of the first match of qwen2Pattern, or with 3 digits of llama3Pattern, in s, which is not
+// empty.
+func nextQwen2(s string, digits int) int {
 	if s[0] == '\'' {
 		if n := contraction(s); n > 0 {
 			return n
@@ -120,6 +241,13 @@ func nextQwen2(s string) int {
 	case letter:
 		return skipClass(s, n, letter)
 	case number:
+		for digits--; digits > 0 && n < len(s); digits-- {
+			d, k := classAt(s, n)
+			if d != number {
+				break
+			}
+			n += k
+		}
 		return n
 	}
 	newline := s[0] == '\r' || s[0] == '\n'

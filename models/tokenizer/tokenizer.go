@@ -10,8 +10,9 @@ import (
 type Tokenizer interface {
 	// Encode returns the token ids of text. With addSpecial, it adds the special tokens that the checkpoint puts around
 	// a prompt (such as <s>). Special tokens written in text become their ids either way. Invalid UTF-8 bytes are read
-	// as U+FFFD. The caller owns the result, which is nil if there are no tokens.
-	Encode(text string, addSpecial bool) []int32
+	// as U+FFFD. The caller owns the result, which is nil if there are no tokens. An error means that a regular
+	// expression of the tokenizer takes too long on this text; no published tokenizer has one that does.
+	Encode(text string, addSpecial bool) ([]int32, error)
 
 	// Decode returns the text of ids. With skipSpecial, it omits special tokens. It always omits ids that the tokenizer
 	// does not have. The result is valid UTF-8: bytes that form no character become U+FFFD.
@@ -31,13 +32,13 @@ type Tokenizer interface {
 	ID(token string) (int32, bool)
 }
 
-// BPE is a byte-pair-encoding tokenizer loaded from a tokenizer.json.
+// Pipeline is a tokenizer loaded from a tokenizer.json.
 //
 // Encode cuts a text in stages. It first extracts the added tokens that are matched on raw text. It normalizes the text
 // between them, extracts the added tokens that are matched on normalized text, and splits the rest into words (see
 // splitter). No merge crosses the ends of a word. The ids of a word are computed once by merging (see merger) and kept
 // in a lock-free cache of fixed size that all goroutines share (see wordCache).
-type BPE struct {
+type Pipeline struct {
 	added   map[string]int32 // ids of added tokens, whether or not model.vocab has them
 	tokens  []string         // by id
 	present []bool           // by id: tokens[id] exists
@@ -57,10 +58,10 @@ type BPE struct {
 	scratch sync.Pool // of *merger
 }
 
-var _ Tokenizer = (*BPE)(nil)
+var _ Tokenizer = (*Pipeline)(nil)
 
 // Encode implements Tokenizer.
-func (t *BPE) Encode(text string, addSpecial bool) []int32 {
+func (t *Pipeline) Encode(text string, addSpecial bool) ([]int32, error) {
 	if !utf8.ValidString(text) {
 		text = string(appendLossy(make([]byte, 0, len(text)+16), []byte(text)))
 	}
@@ -72,38 +73,46 @@ func (t *BPE) Encode(text string, addSpecial bool) []int32 {
 		out = append(out, t.prefix...)
 	}
 	m := t.scratch.Get().(*merger)
-	out = t.encode(out, m, text)
+	out, err := t.encode(out, m, text)
 	t.scratch.Put(m)
+	if err != nil {
+		return nil, err
+	}
 	if addSpecial {
 		out = append(out, t.suffix...)
 	}
 	if len(out) == 0 {
-		return nil
+		return nil, nil
 	}
-	return out
+	return out, nil
 }
 
-func (t *BPE) encode(out []int32, m *merger, text string) []int32 {
+func (t *Pipeline) encode(out []int32, m *merger, text string) ([]int32, error) {
+	var failed error
 	t.raw.split(text, func(id int32, start, end int) {
-		if id >= 0 {
+		if id >= 0 || failed != nil {
 			out = append(out, id)
 			return
 		}
 		first := start == 0
-		norm := t.normalizer.apply(text[start:end])
+		norm, err := t.normalizer.apply(text[start:end])
+		if err != nil {
+			failed = err
+			return
+		}
 		t.normalized.split(norm, func(id int32, start, end int) {
-			if id >= 0 {
+			if id >= 0 || failed != nil {
 				out = append(out, id)
 				return
 			}
-			out = t.splitter.encode(out, m, norm[start:end], first && start == 0)
+			out, failed = t.splitter.encode(out, m, norm[start:end], first && start == 0)
 		})
 	})
-	return out
+	return out, failed
 }
 
 // Decode implements Tokenizer.
-func (t *BPE) Decode(ids []int32, skipSpecial bool) string {
+func (t *Pipeline) Decode(ids []int32, skipSpecial bool) string {
 	s := Stream{t: t, state: t.decoder.start(), skipSpecial: skipSpecial}
 	var b strings.Builder
 	b.Grow(4 * len(ids))
@@ -115,10 +124,10 @@ func (t *BPE) Decode(ids []int32, skipSpecial bool) string {
 }
 
 // VocabSize implements Tokenizer.
-func (t *BPE) VocabSize() int { return len(t.tokens) }
+func (t *Pipeline) VocabSize() int { return len(t.tokens) }
 
 // Token implements Tokenizer.
-func (t *BPE) Token(id int32) (string, bool) {
+func (t *Pipeline) Token(id int32) (string, bool) {
 	if !t.has(id) {
 		return "", false
 	}
@@ -126,7 +135,7 @@ func (t *BPE) Token(id int32) (string, bool) {
 }
 
 // ID implements Tokenizer.
-func (t *BPE) ID(token string) (int32, bool) {
+func (t *Pipeline) ID(token string) (int32, bool) {
 	if id, ok := t.added[token]; ok {
 		return id, true
 	}
@@ -135,15 +144,15 @@ func (t *BPE) ID(token string) (int32, bool) {
 }
 
 // IsSpecial reports whether id is a special token, one that Decode leaves out with skipSpecial.
-func (t *BPE) IsSpecial(id int32) bool { return t.has(id) && t.special[id] }
+func (t *Pipeline) IsSpecial(id int32) bool { return t.has(id) && t.special[id] }
 
 // BOS returns the id of the token that tokenizer_config.json names as bos_token, and whether there is one.
-func (t *BPE) BOS() (int32, bool) { return t.bos, t.bos >= 0 }
+func (t *Pipeline) BOS() (int32, bool) { return t.bos, t.bos >= 0 }
 
 // EOS returns the id of the token that tokenizer_config.json names as eos_token, and whether there is one. Generation
 // stops at the ids of generation_config.json, which may differ.
-func (t *BPE) EOS() (int32, bool) { return t.eos, t.eos >= 0 }
+func (t *Pipeline) EOS() (int32, bool) { return t.eos, t.eos >= 0 }
 
-func (t *BPE) has(id int32) bool {
+func (t *Pipeline) has(id int32) bool {
 	return id >= 0 && int(id) < len(t.tokens) && t.present[id]
 }

@@ -81,7 +81,8 @@ func (t Text) Encode(text string) ([]int32, error) {
 	if t.Tokenizer == nil {
 		return nil, fault.Of(fault.ErrConfig, fmt.Errorf("%s has no tokenizer; give the prompt as token ids", t.name))
 	}
-	return t.Tokenizer.Encode(text, true), nil
+	ids, err := t.Tokenizer.Encode(text, true)
+	return ids, fault.Of(fault.ErrModel, err)
 }
 
 // EncodeChat turns a conversation into the ids of a prompt for the assistant's next message,
@@ -95,13 +96,14 @@ func (t Text) EncodeChat(messages []chat.Message) ([]int32, error) {
 		return nil, fault.Of(fault.ErrModel, err)
 	}
 	// The template includes the special tokens.
-	return t.Tokenizer.Encode(text, false), nil
+	ids, err := t.Tokenizer.Encode(text, false)
+	return ids, fault.Of(fault.ErrModel, err)
 }
 
 // Encoder returns a function that converts text to the token ids of a prompt, with the
 // tokenizer's special tokens around it. An error wraps fault.ErrConfig if the model has no
 // tokenizer.
-func (m *Model) Encoder() (func(text string) []int32, error) {
+func (m *Model) Encoder() (func(text string) ([]int32, error), error) {
 	if m.Files == nil {
 		return nil, fault.Of(fault.ErrConfig, fmt.Errorf("%s has no tokenizer for --dataset-path; leave that out for random prompts", m.Name))
 	}
@@ -112,5 +114,5 @@ func (m *Model) Encoder() (func(text string) []int32, error) {
 	if err != nil {
 		return nil, err
 	}
-	return func(text string) []int32 { return t.Tokenizer.Encode(text, true) }, nil
+	return t.Encode, nil
 }

@@ -1,8 +1,11 @@
-"""Writes tiny_bytefallback.json and variants.json: small tokenizers with every feature, and what the reference makes of
+"""Writes tiny_bytefallback.json, tiny_unigram.json and variants.json: small tokenizers with every feature, and what the reference makes of
 random text and ids with them.
 
     python3 -m venv venv && venv/bin/pip install tokenizers==0.23.3
     venv/bin/python make_variants.py
+
+With a number of cases and a file it writes so many of each variant there instead, for go test -run TestVariants
+-variants FILE.
 
 A variant is a base tokenizer with some keys replaced (those of "model" one by one). Ids of cases are what the reference
 gives, "sp" those with special tokens, "d" random ids and "dec"/"decs" their text without and with skipping specials.
@@ -14,7 +17,7 @@ import pathlib
 import random
 import sys
 
-from tokenizers import Tokenizer, decoders, models, normalizers, processors, trainers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 HERE = pathlib.Path(__file__).parent
 random.seed(20)
@@ -54,7 +57,9 @@ def added(id, content, **flags):
 
 
 def next_id(d):
-    return max([*d["model"]["vocab"].values(), *(a["id"] for a in d["added_tokens"])]) + 1
+    vocab = d["model"]["vocab"]
+    ids = vocab.values() if isinstance(vocab, dict) else range(len(vocab))
+    return max([*ids, *(a["id"] for a in d["added_tokens"])]) + 1
 
 
 def odd_added(d):
@@ -146,6 +151,147 @@ VARIANTS = [
     ("bytefallback", "old merges", lambda d: {"model": {"merges": [" ".join(m) for m in d["model"]["merges"]]}}),
 ] + [("bytefallback", f"metaspace {s}, split {p}", metaspace(s, p)) for s in ("first", "always", "never") for p in (False, True)]
 
+# What came later has fewer cases in the repository.
+LATER = len(VARIANTS)
+LLAMA3 = QWEN2.replace(r"\p{N}|", r"\p{N}{1,3}|")
+CONTRACTION = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+GPT4O = "|".join([
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+" + CONTRACTION + "?",
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*" + CONTRACTION + "?",
+    r"\p{N}{1,3}", r" ?[^\s\p{L}\p{N}]+[\r\n/]*", r"\s*[\r\n]+", r"\s+(?!\S)", r"\s+",
+])
+TEKKEN = GPT4O.replace(CONTRACTION + "?", "").replace("{1,3}", "")
+QWEN35 = QWEN2.replace(r"]?\p{L}+", r"]?[\p{L}\p{M}]+").replace(r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]")
+CL100K = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
+DEEPSEEK3 = [
+    r"\p{N}{1,3}",
+    "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+""",
+]
+DEEPSEEK1 = [r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+", r"\p{N}+"]
+HAN = r"[\p{Han}]+|" + QWEN2.replace(r"\p{L}+", r"[\p{L}&&[^\p{Han}]]+")
+BEHAVIORS = ["Removed", "Isolated", "MergedWithPrevious", "MergedWithNext", "Contiguous"]
+
+
+def sequence(*parts, **rest):
+    out = [p if isinstance(p, dict) else {"type": "Split", "pattern": {"Regex": p}, "behavior": "Isolated", "invert": False} for p in parts]
+    if not rest.get("bare"):
+        out.append({"type": "ByteLevel", "add_prefix_space": rest.get("prefix", False), "trim_offsets": False, "use_regex": rest.get("regex", False)})
+    return lambda d: {"pre_tokenizer": {"type": "Sequence", "pretokenizers": out}}
+
+
+def string(s, behavior="Isolated", invert=False):
+    return {"type": "Split", "pattern": {"String": s}, "behavior": behavior, "invert": invert}
+
+
+def regex(s, behavior="Isolated", invert=False):
+    return {"type": "Split", "pattern": {"Regex": s}, "behavior": behavior, "invert": invert}
+
+
+def normal(*steps):
+    return lambda d: {"normalizer": steps[0] if len(steps) == 1 else {"type": "Sequence", "normalizers": list(steps)}}
+
+
+def replaced(pattern, content):
+    return {"type": "Replace", "pattern": pattern, "content": content}
+
+
+def decoder(*steps):
+    return lambda d: {"decoder": steps[0] if len(steps) == 1 else {"type": "Sequence", "decoders": list(steps)}}
+
+
+def meta(scheme="always", split=True):
+    return {"type": "Metaspace", "replacement": "▁", "prepend_scheme": scheme, "split": split}
+
+
+def stripped(start, stop, content=" "):
+    return {"type": "Strip", "content": content, "start": start, "stop": stop}
+
+
+def both(*changes):
+    return lambda d: {k: v for c in changes for k, v in c(d).items()}
+
+
+def digits(single):
+    return {"type": "Digits", "individual_digits": single}
+
+
+def roberta(kind):
+    return lambda d: {"post_processor": {"type": kind, "sep": ["</s>", 2], "cls": ["<s>", 1], "trim_offsets": True, "add_prefix_space": False}}
+
+
+def dropping(d):
+    """A vocabulary without some characters and without an unknown token: their neighbors meet."""
+    return {"model": {"unk_token": None, "byte_fallback": False, "fuse_unk": False}, "normalizer": None}
+
+
+def duplicates(d):
+    vocab = [list(p) for p in d["model"]["vocab"]]
+    return {"model": {"vocab": vocab + [[t, s - 1] for t, s in vocab[300:330]]}}
+
+
+def unigram():
+    """A small Unigram tokenizer with byte tokens, trained on the sentences above."""
+    tok = Tokenizer(models.Unigram())
+    tok.pre_tokenizer = pre_tokenizers.Metaspace()
+    special = ["<unk>", "<s>", "</s>"] + [f"<0x{b:02X}>" for b in range(256)]
+    tok.train_from_iterator(SENTENCES[:5] * 3, trainers.UnigramTrainer(vocab_size=460, special_tokens=special, unk_token="<unk>", show_progress=False))
+    tok.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    d = json.loads(tok.to_str())
+    d["added_tokens"] = [a for a in d["added_tokens"] if a["id"] < 3]
+    d["model"]["byte_fallback"] = True
+    return d
+
+
+VARIANTS += [
+    ("tiny", "llama3", split(LLAMA3)),
+    ("tiny", "gpt4o", split(GPT4O)),
+    ("tiny", "tekken", split(TEKKEN)),
+    ("tiny", "qwen3.5", split(QWEN35)),
+    ("tiny", "cl100k", sequence(CL100K)),
+    ("tiny", "deepseek3", sequence(*DEEPSEEK3)),
+    ("tiny", "deepseek1", sequence(*DEEPSEEK1)),
+    ("tiny", "han", sequence(HAN)),
+    ("tiny", "digits", sequence(digits(True), regex=True)),
+    ("tiny", "runs of digits", sequence(digits(False), regex=True)),
+    ("tiny", "prefix space after a split", sequence(digits(True), prefix=True)),
+    ("tiny", "white space removed", sequence({"type": "WhitespaceSplit"})),
+    ("tiny", "word", sequence(regex(r"\w+|[^\w\s]+"))),
+    ("tiny", "bounds", sequence(regex(r"\b|(?<=\d)(?=\D)"))),
+    ("tiny", "lines", sequence(regex(r"^.*$\n?|\A\s|\s\z"))),
+    ("tiny", "lazy", sequence(regex(r"(?:\p{L}{2,4}?|[a-e]{,2}x)|(?>\d+|\s+?)"))),
+    ("tiny", "nested", sequence(regex(r"(?:(?:a|e|the)+(?<!e)|[^\x00-\x7F]\p{Mn}*)+|[[;-@][!-/]&&[^.,]]"))),
+    ("tiny", "any case", sequence(regex(r"(?i)the|[k-s]x?|\u212a"))),
+    *[("tiny", f"string {b} {i}", sequence(string("e", b, i))) for b in BEHAVIORS for i in (False, True)],
+    *[("tiny", f"regex {b} {i}", sequence(regex(r"\s|[,.]+|er?", b, i))) for b in BEHAVIORS for i in (False, True)],
+    ("tiny", "empty matches", sequence(regex(r"x*"))),
+    ("tiny", "NFD", normal({"type": "NFD"})),
+    ("tiny", "NFKC", normal({"type": "NFKC"})),
+    ("tiny", "NFKD", normal({"type": "NFKD"})),
+    ("tiny", "lowercase", normal({"type": "Lowercase"})),
+    ("tiny", "strip", normal({"type": "Strip", "strip_left": True, "strip_right": False}, {"type": "NFC"})),
+    ("tiny", "strip right", normal({"type": "Strip", "strip_left": False, "strip_right": True}, {"type": "NFKC"}, {"type": "Lowercase"})),
+    ("tiny", "regex replaced", normal(replaced({"Regex": r" {2,}|\p{Mn}"}, "_"))),
+    ("tiny", "ends replaced", normal(replaced({"Regex": r"^\s+|\s+$"}, ""), replaced({"Regex": "''|``"}, '"'))),
+    ("tiny", "roberta", roberta("RobertaProcessing")),
+    ("tiny", "bert", roberta("BertProcessing")),
+    ("bytefallback", "dropping", dropping),
+    ("bytefallback", "dropping, some bytes", both(dropping, lambda d: {"model": dict(missing_bytes(d)["model"], unk_token=None, byte_fallback=True)})),
+    *[("bytefallback", f"decoder metaspace {s}", decoder(meta(s))) for s in ("first", "always", "never")],
+    ("bytefallback", "decoder metaspace and bytes", decoder(meta(), {"type": "ByteFallback"}, {"type": "Fuse"}, stripped(1, 0, "t"))),
+    ("bytefallback", "decoder of tokens", decoder(replaced({"Regex": r"[aeo]+"}, "*"), replaced({"String": "▁"}, " "), stripped(1, 1, "*"), {"type": "ByteFallback"}, {"type": "Fuse"})),
+    ("bytefallback", "split, metaspace", both(sequence(string("e", "MergedWithPrevious"), meta("first"), bare=True), normal({"type": "NFC"}))),
+    ("bytefallback", "words, metaspace", both(sequence({"type": "WhitespaceSplit"}, meta(), bare=True), normal({"type": "NFC"}))),
+    ("bytefallback", "words", both(sequence(digits(True), {"type": "WhitespaceSplit"}, bare=True), normal({"type": "NFKC"}))),
+    ("unigram", "plain", lambda d: {}),
+    ("unigram", "no bytes", model(byte_fallback=False)),
+    ("unigram", "words", both(sequence({"type": "WhitespaceSplit"}, meta(), bare=True), normal({"type": "NFKC"}))),
+    ("unigram", "whole", lambda d: {"pre_tokenizer": None}),
+    ("unigram", "odd added", odd_added),
+    ("unigram", "duplicates", duplicates),
+    ("unigram", "missing bytes", lambda d: {"model": {"vocab": [["<no" + t[1:] if t in ("<0xE4>", "<0xC3>") else t, s] for t, s in d["model"]["vocab"]]}}),
+]
+
 MARKS = [0x300, 0x301, 0x323, 0x334, 0x345, 0x5B0, 0x64B, 0x93C, 0x1DFA, 0x8CA, 0x20D0, 0x1E000]
 
 
@@ -190,10 +336,17 @@ def case(tok, tokens, normalized):
     }
 
 
-bases = {"tiny": json.loads((HERE / "tiny_tokenizer.json").read_text()), "bytefallback": bytefallback()}
-(HERE / "tiny_bytefallback.json").write_text(json.dumps(bases["bytefallback"], ensure_ascii=False) + "\n")
+many, path = (int(sys.argv[1]), pathlib.Path(sys.argv[2])) if len(sys.argv) > 2 else (0, HERE / "variants.json")
+bases = {"tiny": json.loads((HERE / "tiny_tokenizer.json").read_text())}
+for name, make in (("bytefallback", bytefallback), ("unigram", unigram)):
+    file = HERE / f"tiny_{name}.json"
+    if not file.exists() or name == "bytefallback" and not many:
+        file.write_text(json.dumps(make(), ensure_ascii=False) + "\n")
+    bases[name] = json.loads(file.read_text())
 out = []
-for base, name, change in VARIANTS:
+for number, (base, name, change) in enumerate(VARIANTS):
+    if number == LATER:
+        random.seed(21)
     d = copy.deepcopy(bases[base])
     patch = change(d)
     for key, value in patch.items():
@@ -206,11 +359,11 @@ for base, name, change in VARIANTS:
     # Releases of the reference disagree about the text of these, so they are not decoded.
     normalized = {a["id"] for a in d["added_tokens"] if a["normalized"]}
     cases = []
-    while len(cases) < 50:
+    while len(cases) < (many or (50 if number < LATER else 15)):
         try:
             cases.append(case(tok, tokens, normalized))
         except BaseException as e:  # the reference panics on some overlaps of added tokens
             print(name, e, file=sys.stderr)
     out.append({"base": base, "name": name, "patch": patch, "cases": cases})
 lines = ",\n".join(json.dumps(v, ensure_ascii=True) for v in out)
-(HERE / "variants.json").write_text("[\n" + lines + "\n]\n")
+path.write_text("[\n" + lines + "\n]\n")
