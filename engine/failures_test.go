@@ -421,7 +421,11 @@ func testCancelWhileRequestsAreTakenIn(t *testing.T) {
 // the request is aborted.
 func TestAbortDeliversTextHeldBack(t *testing.T) {
 	n, _ := open(t, nil)
-	base := engine.Request{Prompt: n.Text().Tokenizer.Encode("sort: d a c b =", true), Params: engine.DefaultParams()}
+	ids, err := n.Text().Tokenizer.Encode("sort: d a c b =", true)
+	if err != nil {
+		t.Fatal(err)
+	}
+	base := engine.Request{Prompt: ids, Params: engine.DefaultParams()}
 	whole := alone(t, n, []engine.Request{base})[0][0]
 	base.Params.Stop = []string{whole.Text[1:] + "!"} // held back from the second character on
 	ctx, cancel := context.WithCancel(t.Context())
