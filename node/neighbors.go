@@ -28,7 +28,7 @@ var _ reclaim.Lender = (*lender)(nil)
 // find returns the index of a peer by its number or UUID.
 func (l *lender) find(name string) (int, error) {
 	for i, p := range l.peers {
-		if name == strconv.Itoa(p.GPU) || name == p.UUID && name != "" {
+		if reclaim.Names(name, strconv.Itoa(p.GPU), p.UUID) {
 			return i, nil
 		}
 	}

@@ -113,7 +113,7 @@ func (c Client) find(ctx context.Context, device string) (all []process, failed 
 		case err != nil:
 			failed = errors.Join(failed, fmt.Errorf("%s: %w", p.name, err))
 		default:
-			if i := slices.IndexFunc(b.Devices, func(b Borrowed) bool { return b.is(device) }); i >= 0 {
+			if i := slices.IndexFunc(b.Devices, func(b Borrowed) bool { return Names(device, b.Device, b.UUID) }); i >= 0 {
 				p.device = b.Devices[i]
 				all = append(all, p)
 			}

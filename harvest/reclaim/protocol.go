@@ -9,6 +9,7 @@ import (
 	"mime"
 	"net/http"
 	"strconv"
+	"strings"
 	"time"
 
 	"github.com/moeserve/moeserve/untrusted"
@@ -104,9 +105,13 @@ type Borrowed struct {
 	Wants    bool  `json:"wants_more"`
 }
 
-// is reports whether device, a number or a UUID, means this one.
-func (b Borrowed) is(device string) bool {
-	return device == b.Device || device == b.UUID && device != ""
+// Names reports whether name, of a Request, is a device of that number and UUID. CUDA spells
+// UUIDs without the prefix "GPU-" or "MIG-" that NVML has.
+func Names(name, number, uuid string) bool {
+	bare := func(s string) string {
+		return strings.TrimPrefix(strings.TrimPrefix(strings.ToLower(s), "gpu-"), "mig-")
+	}
+	return name == number || bare(uuid) != "" && bare(name) == bare(uuid)
 }
 
 // ErrNoPeer: the process borrows nothing of that device.

@@ -171,6 +171,21 @@ func TestHandler(t *testing.T) {
 	}
 }
 
+func TestNames(t *testing.T) {
+	const bare = "5fd4f087-86f3-7a43-b711-4771313afc50"
+	for _, c := range []struct {
+		name, number, uuid string
+		want               bool
+	}{
+		{"1", "1", bare, true}, {"1", "2", bare, false}, {bare, "2", bare, true}, {"GPU-" + bare, "2", bare, true},
+		{bare, "2", "GPU-" + bare, true}, {"MIG-" + strings.ToUpper(bare), "2", bare, true}, {"GPU-", "2", "", false}, {"", "2", "", false},
+	} {
+		if got := reclaim.Names(c.name, c.number, c.uuid); got != c.want {
+			t.Errorf("%+v: %t", c, got)
+		}
+	}
+}
+
 // TestDefaultDirectory: it is used only where it is this user's alone.
 func TestDefaultDirectory(t *testing.T) {
 	base := t.TempDir()

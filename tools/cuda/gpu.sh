@@ -2,7 +2,7 @@
 # All tests and measurements that need a GPU, in two halves:
 #   tools/cuda/gpu.sh build FOLDER            builds and packs what has to run, without a GPU
 #   tools/cuda/gpu.sh run FOLDER LOGS PART... runs it on a machine with a GPU and this tree, and prints a table
-# Without PART: all parts from device to sanitize, except whole-mixtral, tiers, sweep, predicted, guard and soak. LOGS gets at most 8 files.
+# Without PART: all parts from device to sanitize, except whole-mixtral, tiers, sweep, predicted, guard, soak and reclaim. LOGS gets at most 8 files.
 #   device        device/cuda: conformance, NVML, NVRTC; experts, kvcache, pipeline and engine on it
 #   kernels       every kernel against its reference, small shapes; those for sm_80; start, cold and warm
 #   kernels-full  the same at the shapes of the models
@@ -28,6 +28,8 @@
 #                 and kernels/cuda; GUARD_RECORD=COMMIT writes guard.json to LOGS instead
 #   soak          two GPUs: serve under full load for SOAK (default: 1m), with clients that leave, hostile clients, and a neighbor
 #                 that takes and returns the second GPU's memory: every answer as alone, and all memory comes back
+#   reclaim       two GPUs, PyTorch: a process that knows nothing of moeserve gets borrowed memory of the second GPU in one
+#                 call; moeserve reclaim; two moeserve processes on one peer (PARTS='one two', LAYERS, MODEL)
 #   bench         times of kernels and of the device
 #   sanitize      compute-sanitizer over the kernels' small shapes
 #   beside        moeserve compared with transformers: BESIDE are arguments for beside.py (--cells, --budget, --resume …),
@@ -56,6 +58,7 @@ build() {
   tools/cuda/check.sh "$work"/*
   strip "$work"/*
   gcc -O1 -Wall -Wextra -Werror -shared -fPIC -o "$work/lose.so" tools/cuda/lose.c -ldl -pthread
+  gcc -O2 -Wall -Wextra -Werror -fvisibility=hidden -shared -fPIC -o "$work/reclaim.so" preload/reclaim.c -ldl
   # They have much in common, which one archive with a large dictionary holds once.
   tar -cf - -C "$work" --sort=name . | xz --lzma2=preset=4,dict=192MiB >"$out/bundle.tar.xz"
   du -h "$out/bundle.tar.xz"
@@ -94,7 +97,7 @@ run() {
   work=$(mktemp -d)
   trap 'rm -rf "$work"' EXIT
   for part in "$@"; do
-    [[ " device kernels kernels-full exact apart cli layers whole whole-mixtral tiers sweep predicted guard soak bench sanitize beside gaps load " == *" $part "* ]] || usage
+    [[ " device kernels kernels-full exact apart cli layers whole whole-mixtral tiers sweep predicted guard soak reclaim bench sanitize beside gaps load " == *" $part "* ]] || usage
   done
   [ -e "$folder/bundle.tar.xz" ] || { echo "there is no $folder/bundle.tar.xz: tools/cuda/gpu.sh build makes it" >&2; exit 2; }
   xz -dc "$folder/bundle.tar.xz" | tar -xf - -C "$work" || exit 1
@@ -188,6 +191,9 @@ run() {
         [ "${PIPESTATUS[0]}" = 0 ] || failed=1 ;;
       soak) limit 590 cmd/moeserve soak soak env MOESERVE_SOAK_DEVICE=cuda MOESERVE_SOAK_FOR="${SOAK:-1m}" "$work/cmd-moeserve.test" -test.v -test.timeout 590s -test.run TestSoak
         sed -n '/^ *| what/,$p' "$work/said" ;;
+      reclaim)
+        limit 540 . reclaim reclaim python3 -u "$root/tools/cuda/reclaim.py" "$work/moeserve" "$work/reclaim.so" "$host"
+        cat "$work/said" | tee -a "$logs/table.log" ;;
       bench)
         limit 150 kernels/cuda bench bench-kernels "$work/kernels-cuda.test" -test.run '^$' -test.bench Kernels -test.benchtime 50x
         limit 90 device/cuda bench bench-device "$work/device-cuda.test" -test.run '^$' -test.bench . -test.benchtime 200ms ;;
