@@ -18,7 +18,7 @@ const (
 	// ReasonPressure: the peer's headroom is not met, because other processes use memory
 	// there.
 	ReasonPressure
-	// ReasonPolicy: the policy evacuates the peer.
+	// ReasonPolicy: the policy evacuates the peer, or another runtime has less than its share.
 	ReasonPolicy
 	// ReasonExternal: requested by Reclaim.
 	ReasonExternal

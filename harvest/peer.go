@@ -32,6 +32,7 @@ type peer struct {
 	// refused: a request found no room on the peer, the last time at refusedAt.
 	refused   bool
 	refusedAt time.Duration
+	others    []Other // that borrow from the peer, too
 	bandwidth average
 	churn     churn
 	churnRate float64
@@ -159,6 +160,8 @@ func (p *peer) noNewSlabs(req Request) string {
 		return p.stale.Error()
 	case req.Now < p.cooldown:
 		return fmt.Sprintf("has released memory to other processes; retry in %v", p.cooldown-req.Now)
+	case p.inService()+req.Bytes > p.share(req.Now):
+		return "has lent this process its share; other processes want more"
 	case p.borrowable() < req.Bytes:
 		return fmt.Sprintf("has %d bytes free, of which %d are headroom", p.free, p.headroom)
 	}

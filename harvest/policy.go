@@ -303,11 +303,13 @@ type PeerNeed struct {
 	Headroom int64
 	// Unhealthy or Evacuate: everything is revoked.
 	Unhealthy, Evacuate bool
+	// AboveShare is to be released for other runtimes: see Runtime.SetOthers.
+	AboveShare int64
 }
 
 // mustRevoke reports whether anything must be revoked on the peer.
 func (p PeerNeed) mustRevoke() bool {
-	return p.Unhealthy || p.Evacuate || p.Free+p.Draining < p.Headroom
+	return p.Unhealthy || p.Evacuate || p.AboveShare > 0 || p.Free+p.Draining < p.Headroom
 }
 
 // SlabState is the input of Victims about a slab in service.
@@ -342,7 +344,11 @@ func Victims(peers []PeerNeed, slabs []SlabState) []Victim {
 		case p.Evacuate:
 			reason = ReasonPolicy
 		default:
-			there = Cheapest(there, p.Headroom-p.Free-p.Draining)
+			pressure := p.Headroom - p.Free - p.Draining
+			if p.AboveShare > pressure {
+				reason = ReasonPolicy
+			}
+			there = Cheapest(there, max(pressure, p.AboveShare))
 		}
 		for _, s := range there {
 			vs = append(vs, Victim{s.ID, reason})

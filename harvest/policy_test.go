@@ -191,6 +191,8 @@ func TestVictims(t *testing.T) {
 		{"all there is", []PeerNeed{{Space: b, Headroom: 1000}}, []Victim{{6, ReasonPressure}, {5, ReasonPressure}}},
 		{"each peer for itself", []PeerNeed{{Space: a, Free: 1000, Headroom: 100}, {Space: b, Headroom: 100}}, []Victim{{6, ReasonPressure}}},
 		{"sick, with all there is free", []PeerNeed{{Space: b, Free: 1000, Unhealthy: true, Evacuate: true}}, []Victim{{5, ReasonUnhealthy}, {6, ReasonUnhealthy}}},
+		{"others have less than their share", []PeerNeed{{Space: b, Free: 1000, AboveShare: 90}}, []Victim{{6, ReasonPolicy}}},
+		{"pressure and shares", []PeerNeed{{Space: b, Headroom: 150, AboveShare: 90}}, []Victim{{6, ReasonPressure}, {5, ReasonPressure}}},
 		{"the policy leaves", []PeerNeed{{Space: b, Free: 1000, Evacuate: true}}, []Victim{{5, ReasonPolicy}, {6, ReasonPolicy}}},
 	} {
 		t.Run(c.name, func(t *testing.T) {

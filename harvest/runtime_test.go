@@ -633,6 +633,93 @@ func TestNeighborGetsMemory(t *testing.T) {
 	}
 }
 
+// TestProcessesShareAPeer: two runtimes that borrow from one peer, each of which would take
+// all of it, leave each other the headroom, and neither starves: who came first releases the
+// other's half, and afterwards nothing moves back and forth. When the second ends, or wants no
+// more, the first has all again.
+func TestProcessesShareAPeer(t *testing.T) {
+	const slab, hbm, headroom = 1 << 16, 4 << 20, 1 << 18
+	const room = (hbm - headroom) / slab
+	m := machine(t, emulated.Options{GPUs: gpus(2, hbm), Virtual: true, Check: true})
+	type process struct {
+		*harvest.Runtime
+		wants int // slabs
+	}
+	start := func() *process {
+		r := open(t, m, harvest.Options{Peers: peers12[:1], SlabBytes: slab, HeadroomBytes: headroom, Cooldown: 100 * time.Millisecond})
+		return &process{r, room}
+	}
+	balance := func(p *process) harvest.Balance {
+		b, err := p.Balance(device.HBM(1))
+		if err != nil {
+			t.Fatal(err)
+		}
+		return b
+	}
+	now := time.Duration(0)
+	// run has the processes tell each other what they hold, and borrow.
+	run := func(steps int, all ...*process) (least int64) {
+		t.Helper()
+		least = hbm
+		for range steps {
+			now += 10 * time.Millisecond
+			for i, p := range all {
+				var others []harvest.Other
+				for j, o := range all {
+					if i != j {
+						b := balance(o)
+						others = append(others, harvest.Other{Held: b.Held, Wants: b.Wants})
+					}
+				}
+				if err := p.SetOthers(device.HBM(1), others); err != nil {
+					t.Fatal(err)
+				}
+				if _, err := p.Tick(now); err != nil {
+					t.Fatal(err)
+				}
+				drive(t, m)
+				for b := balance(p); b.Held < int64(p.wants)*slab; b = balance(p) {
+					if _, err := p.Alloc(slab, harvest.Hints{Client: "c"}); err != nil {
+						break
+					}
+				}
+			}
+			u, err := m.Usage(device.HBM(1))
+			if err != nil {
+				t.Fatal(err)
+			}
+			least = min(least, u.Free())
+		}
+		return least
+	}
+	a, b := start(), start()
+	if run(20, a); balance(a).Held != room*slab {
+		t.Fatalf("alone it has %+v", balance(a))
+	}
+	least := run(300, a, b)
+	x, y := balance(a).Held/slab, balance(b).Held/slab
+	if min(x, y) < room/2-2 || x+y > room {
+		t.Errorf("they hold %d and %d of %d slabs", x, y, room)
+	}
+	if least < headroom-slab {
+		t.Errorf("%d bytes were free at times, want a headroom of %d, or a slab less", least, headroom)
+	}
+	revoked := a.State().Revocations[harvest.ReasonPolicy] + b.State().Revocations[harvest.ReasonPolicy]
+	if revoked < room/2-2 || revoked > room/2+2 {
+		t.Errorf("%d slabs were revoked for shares, want the second's half once", revoked)
+	}
+	if run(100, a, b); balance(a).Held/slab != x || balance(b).Held/slab != y {
+		t.Errorf("memory moves on: %d and %d slabs, then %+v and %+v", x, y, balance(a), balance(b))
+	}
+	b.wants = 0
+	if err := b.Close(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if run(300, a); balance(a).Held != room*slab {
+		t.Errorf("alone again it has %+v", balance(a))
+	}
+}
+
 // reclaimMore asks for so many bytes more than are free or will be.
 func reclaimMore(r *harvest.Runtime, s device.Space, bytes int64, within time.Duration) (*harvest.Reclamation, error) {
 	for _, p := range r.State().Peers {

@@ -1,6 +1,17 @@
 package node
 
-import "github.com/moeserve/moeserve/harvest"
+import (
+	"context"
+
+	"github.com/moeserve/moeserve/harvest"
+	"github.com/moeserve/moeserve/harvest/reclaim"
+)
 
 // Harvest returns the runtime that borrows memory, nil without peers.
 func (n *Node) Harvest() *harvest.Runtime { return n.harvest }
+
+// ExchangeShares has a node ask the processes in a directory, other than except, once what they
+// have borrowed.
+func ExchangeShares(ctx context.Context, n *Node, dir, except string) error {
+	return n.lender.exchange(ctx, reclaim.Client{Dir: dir, Except: except})
+}

@@ -4,7 +4,9 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"log/slog"
 	"strconv"
+	"sync"
 	"time"
 
 	"github.com/moeserve/moeserve/device"
@@ -121,7 +123,63 @@ func (n *Node) openNeighbors(u *setup) error {
 	}
 	n.log.Debug("neighbors may ask for borrowed memory", "socket", l.Path())
 	n.started(l.Close)
+	if n.machine.Capabilities().Emulated {
+		return nil // no other process has these devices
+	}
+	stop := n.lender.follow(reclaim.Client{Dir: dir, Except: l.Path()}, n.log)
+	n.started(func() error {
+		stop()
+		return nil
+	})
 	return nil
+}
+
+// exchangeInterval is the time between two readings of what other processes of moeserve hold,
+// and exchangeTimeout the limit of one.
+const (
+	exchangeInterval = 500 * time.Millisecond
+	exchangeTimeout  = 2 * time.Second
+)
+
+// follow reports to harvest what other processes of moeserve hold, until stop is called.
+func (l *lender) follow(c reclaim.Client, log *slog.Logger) (stop func()) {
+	ctx, cancel := context.WithCancel(context.Background())
+	var loop sync.WaitGroup
+	loop.Go(func() {
+		for tick := time.Tick(exchangeInterval); ; {
+			if err := l.exchange(ctx, c); err != nil && ctx.Err() == nil {
+				log.Debug("other processes do not report what they have borrowed", "err", err)
+			}
+			select {
+			case <-ctx.Done():
+				return
+			case <-tick:
+			}
+		}
+	})
+	return func() {
+		cancel()
+		loop.Wait()
+	}
+}
+
+// exchange asks the other processes once.
+func (l *lender) exchange(ctx context.Context, c reclaim.Client) error {
+	ctx, cancel := context.WithTimeout(ctx, exchangeTimeout)
+	defer cancel()
+	all, failed := c.Borrowed(ctx)
+	for i, s := range l.spaces {
+		var others []harvest.Other
+		for _, devices := range all {
+			for _, d := range devices {
+				if l.peers[i].UUID != "" && reclaim.Names(l.peers[i].UUID, "", d.UUID) {
+					others = append(others, harvest.Other{Held: d.Borrowed, Wants: d.Wants})
+				}
+			}
+		}
+		failed = errors.Join(failed, l.harvest.SetOthers(s, others))
+	}
+	return failed
 }
 
 // Lender releases borrowed memory for other processes; nil where nothing is borrowed.

@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"log/slog"
 	"net"
 	"os"
 	"os/exec"
@@ -18,6 +19,7 @@ import (
 	"github.com/moeserve/moeserve/configs"
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/device/emulated"
+	"github.com/moeserve/moeserve/harvest"
 	"github.com/moeserve/moeserve/harvest/reclaim"
 	"github.com/moeserve/moeserve/node"
 )
@@ -90,6 +92,50 @@ func TestNeighborAsks(t *testing.T) {
 	r, err = c.Reclaim(t.Context(), reclaim.Request{Device: "1", Bytes: 1 << 30, Within: time.Minute})
 	if err != nil || r.Met(1<<30) || r.Borrowed != 0 || r.Free != 4<<20-need {
 		t.Errorf("more than there is: %+v, %v", r, err)
+	}
+}
+
+// hungry is another process that borrows from the same peer, has nothing, and wants more.
+type hungry struct{ reclaim.Lender }
+
+func (hungry) Borrowed() []reclaim.Borrowed {
+	return []reclaim.Borrowed{{Device: "7", UUID: stubUUID, Wants: true}}
+}
+
+// TestOtherProcess: a node releases what is above its share when another process of moeserve
+// wants more of the peer, and keeps its share.
+func TestOtherProcess(t *testing.T) {
+	dir := t.TempDir()
+	n, m := crowded(t, "")
+	all := n.Observe().Experts().PeerCopies
+	l, err := reclaim.Listen(dir, reclaim.Handler(hungry{}), slog.New(slog.DiscardHandler))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() {
+		if err := l.Close(); err != nil {
+			t.Error(err)
+		}
+	}()
+	if err := node.ExchangeShares(t.Context(), n, dir, l.Path()); err != nil {
+		t.Fatal(err)
+	}
+	if b, err := n.Harvest().Balance(device.HBM(1)); err != nil || b.Draining != 0 {
+		t.Errorf("it releases memory for itself: %+v, %v", b, err)
+	}
+	if err := node.ExchangeShares(t.Context(), n, dir, ""); err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+	defer cancel()
+	for n.Harvest().State().Revocations[harvest.ReasonPolicy] == 0 {
+		if err := m.Yield(ctx, time.Millisecond); err != nil {
+			t.Fatalf("nothing is released: %+v", n.Harvest().State().Peers)
+		}
+	}
+	generate(t, n)
+	if left := n.Observe().Experts().PeerCopies; left < all/3 || left >= all {
+		t.Errorf("%d of %d copies are left, want about half", left, all)
 	}
 }
 

@@ -24,6 +24,8 @@ import (
 type Client struct {
 	// Dir has the sockets of the processes.
 	Dir string
+	// Except is the path of a socket that is not asked: the process's own.
+	Except string
 	// URL of a process's admin address, in place of Dir; Key is sent to it.
 	URL, Key string
 }
@@ -98,11 +100,29 @@ func (c Client) Reclaim(ctx context.Context, ask Request) (Report, error) {
 // grace is what a process may be late with its answer.
 const grace = 2 * time.Second
 
+// Borrowed lists what each process has borrowed of each device. An error names the processes
+// that could not be asked.
+func (c Client) Borrowed(ctx context.Context) (all [][]Borrowed, failed error) {
+	failed = c.each(ctx, func(_ process, b []Borrowed) { all = append(all, b) })
+	return all, failed
+}
+
 // find lists the processes that borrow from a device.
 func (c Client) find(ctx context.Context, device string) (all []process, failed error) {
+	failed = c.each(ctx, func(p process, b []Borrowed) {
+		if i := slices.IndexFunc(b, func(b Borrowed) bool { return Names(device, b.Device, b.UUID) }); i >= 0 {
+			p.device = b[i]
+			all = append(all, p)
+		}
+	})
+	return all, failed
+}
+
+// each asks all processes what they have borrowed.
+func (c Client) each(ctx context.Context, visit func(process, []Borrowed)) (failed error) {
 	candidates, err := c.processes()
 	if err != nil {
-		return nil, err
+		return err
 	}
 	for _, p := range candidates {
 		var b struct {
@@ -113,13 +133,10 @@ func (c Client) find(ctx context.Context, device string) (all []process, failed 
 		case err != nil:
 			failed = errors.Join(failed, fmt.Errorf("%s: %w", p.name, err))
 		default:
-			if i := slices.IndexFunc(b.Devices, func(b Borrowed) bool { return Names(device, b.Device, b.UUID) }); i >= 0 {
-				p.device = b.Devices[i]
-				all = append(all, p)
-			}
+			visit(p, b.Devices)
 		}
 	}
-	return all, failed
+	return failed
 }
 
 // processes lists those that may be asked.
@@ -142,6 +159,9 @@ func (c Client) processes() ([]process, error) {
 			continue
 		}
 		path := filepath.Join(c.Dir, f.Name())
+		if path == c.Except {
+			continue
+		}
 		all = append(all, process{name: path, url: "http://moeserve", http: &http.Client{Transport: &http.Transport{
 			DisableKeepAlives: true,
 			DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
