@@ -245,6 +245,7 @@ func (c *controller) slabAllocated(at placement, r device.Region) *slab {
 func (c *controller) grant(s *slab, off, bytes int64, req Request, clock *timeline) *Handle {
 	c.policy.Granted(req)
 	s.segments.allocate(off, req.Bytes)
+	s.empty = false
 	c.handles++
 	h := &Handle{
 		id: c.handles, r: s.region.Slice(off, bytes),

@@ -120,6 +120,9 @@ type slab struct {
 	segments segments
 	handles  map[int64]*Handle // by offset
 	draining *revocation
+	// empty: a small slab that a tick has found without handles, first at emptySince.
+	empty      bool
+	emptySince time.Duration
 }
 
 // borrowable is what may still be allocated from the device; 0 without a valid reading.

@@ -116,7 +116,7 @@ func (c *controller) revokeNeeded(now time.Duration) {
 	byID := map[uint64]*slab{}
 	for _, p := range c.peers {
 		for _, s := range p.slabs {
-			if s.draining == nil && len(s.handles) == 0 {
+			if s.draining == nil && len(s.handles) == 0 && c.idle(s, now) {
 				c.startRelease(s, ReasonEmpty, now, c.deadline)
 			}
 		}
@@ -138,6 +138,25 @@ func (c *controller) revokeNeeded(now time.Duration) {
 	for _, v := range Victims(needs, slabs) {
 		c.startRelease(byID[v.Slab], v.Reason, now, c.deadline)
 	}
+}
+
+// smallSlabLinger is the time for which a small slab is kept empty: one object in it is often
+// replaced by another, which would have to wait for scrubbing and the driver.
+const smallSlabLinger = 100 * time.Millisecond
+
+// idle reports whether an empty slab is to be released.
+func (c *controller) idle(s *slab, now time.Duration) bool {
+	full := c.slabBytes
+	if s.owner != "" {
+		full = c.ownSlabBytes[s.owner]
+	}
+	if s.segments.bytes >= full {
+		return true
+	}
+	if !s.empty {
+		s.empty, s.emptySince = true, now
+	}
+	return now-s.emptySince >= smallSlabLinger
 }
 
 // reclaim starts to release what so many free bytes on a peer lack, or all slabs. Slabs

@@ -633,6 +633,71 @@ func TestNeighborGetsMemory(t *testing.T) {
 	}
 }
 
+// TestSmallSlabs: the last slabs of a peer hold one object, so that a small need costs one. An
+// object in them can be replaced by another at once; a small slab that stays empty is released.
+func TestSmallSlabs(t *testing.T) {
+	const object = 1 << 16
+	m := machine(t, emulated.Options{GPUs: gpus(2, 11*object), Virtual: true, Check: true})
+	r := open(t, m, harvest.Options{
+		Peers: peers12[:1], SlabBytes: 1 << 30, HeadroomBytes: object, Cooldown: -1,
+		Clients: map[string]harvest.ClientOptions{"c": {SlabBytes: 4 * object}},
+	})
+	var all []*harvest.Handle
+	for {
+		h, err := r.Alloc(object, harvest.Hints{Client: "c", Cost: time.Second})
+		if err != nil {
+			break
+		}
+		all = append(all, h)
+	}
+	slabs := func() (sizes []int64) {
+		for _, s := range r.State().Peers[0].Slabs {
+			sizes = append(sizes, s.Bytes/object)
+		}
+		return sizes
+	}
+	if got := slabs(); len(all) != 10 || !slices.Equal(got, []int64{4, 1, 1, 1, 1, 1, 1}) {
+		t.Fatalf("%d objects in slabs of %v", len(all), got)
+	}
+	now := time.Second
+	tick := func(after time.Duration) {
+		t.Helper()
+		now += after
+		for range 3 {
+			if _, err := r.Tick(now); err != nil {
+				t.Fatal(err)
+			}
+			drive(t, m)
+		}
+	}
+	last := all[9]
+	if err := r.Free(last); err != nil {
+		t.Fatal(err)
+	}
+	tick(0)
+	again, err := r.Alloc(object, harvest.Hints{Client: "c", Cost: time.Second})
+	if err != nil || again.Slab() != last.Slab() {
+		t.Fatalf("a replacement has to wait: %v, %v", again, err)
+	}
+	tick(time.Second)
+	if err := r.Free(again); err != nil {
+		t.Fatal(err)
+	}
+	tick(time.Second)
+	tick(time.Second)
+	if got := slabs(); len(got) != 6 {
+		t.Errorf("an empty slab stays: %v", got)
+	}
+	// A byte more than is free costs one object, not four.
+	if _, err := r.Reclaim(device.HBM(1), 2*object+1, time.Second); err != nil {
+		t.Fatal(err)
+	}
+	tick(time.Millisecond)
+	if got := slabs(); !slices.Equal(got, []int64{4, 1, 1, 1, 1}) {
+		t.Errorf("slabs of %v are left", got)
+	}
+}
+
 // TestProcessesShareAPeer: two runtimes that borrow from one peer, each of which would take
 // all of it, leave each other the headroom, and neither starves: who came first releases the
 // other's half, and afterwards nothing moves back and forth. When the second ends, or wants no

@@ -177,8 +177,14 @@ func TestNames(t *testing.T) {
 		name, number, uuid string
 		want               bool
 	}{
-		{"1", "1", bare, true}, {"1", "2", bare, false}, {bare, "2", bare, true}, {"GPU-" + bare, "2", bare, true},
-		{bare, "2", "GPU-" + bare, true}, {"MIG-" + strings.ToUpper(bare), "2", bare, true}, {"GPU-", "2", "", false}, {"", "2", "", false},
+		{"1", "1", bare, true},
+		{"1", "2", bare, false},
+		{bare, "2", bare, true},
+		{"GPU-" + bare, "2", bare, true},
+		{bare, "2", "GPU-" + bare, true},
+		{"MIG-" + strings.ToUpper(bare), "2", bare, true},
+		{"GPU-", "2", "", false},
+		{"", "2", "", false},
 	} {
 		if got := reclaim.Names(c.name, c.number, c.uuid); got != c.want {
 			t.Errorf("%+v: %t", c, got)
