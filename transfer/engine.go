@@ -181,7 +181,7 @@ func (e *Engine) ticket(r *Request) (*Ticket, error) {
 		t.req.Owner = t
 	}
 	pair := r.pair()
-	t.req.From, t.req.To, t.req.Class = pair.From, pair.To, uint8(r.Priority)
+	t.req.From, t.req.To, t.req.Class, t.req.Done = pair.From, pair.To, uint8(r.Priority), r.Done
 	for i := range r.numPieces() {
 		p := r.piece(i)
 		t.req.Add(dispatch.Piece{Dst: p.Dst.Range, Src: p.Src.Range, Separate: p.Separate})
@@ -307,7 +307,7 @@ func (e *Engine) pointEnded(w *pointWait, err error) {
 func (e *Engine) finish(t *Ticket, err error) {
 	l := e.findLink(t.pair())
 	if err == nil {
-		err = t.done.Fence.Signal(t.done.Value)
+		err = signal(t.done)
 	}
 	switch {
 	case err == nil && t.req.Skipped():
@@ -328,6 +328,19 @@ func (e *Engine) finish(t *Ticket, err error) {
 		t.err = errors.Join(t.err, err)
 	}
 	e.releaseDoneFence(t.end)
+}
+
+// signal signals p. Where requests share a fence, one with a higher value may have ended
+// before: then the fence is past p already.
+func signal(p device.Point) error {
+	err := p.Fence.Signal(p.Value)
+	if err == nil || errors.Is(err, device.ErrClosed) {
+		return err
+	}
+	if ok, _ := p.Ended(); ok {
+		return nil
+	}
+	return err
 }
 
 // releaseDoneFence puts a fence on the freelist once it has reached its ticket's value.

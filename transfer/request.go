@@ -53,7 +53,8 @@ type Request struct {
 	Pieces   []Piece
 	Priority Priority
 	// After are fence values that must be reached before the first byte is read or
-	// written. If one fails, the request fails. The slice is not retained.
+	// written. If one fails, the request fails. The slice is not retained. A request whose
+	// Done is among them gets at least this one's priority.
 	After []device.Point
 	// Done is signaled when the last byte has landed, and failed if the copy fails. It is
 	// required. Requests may share a fence only if nothing waits for the value of a

@@ -91,16 +91,23 @@ type link struct {
 	lost error
 }
 
+// waiters are the requests that wait for a point. The request that ends at the point, if it
+// is one, has at least that class.
+type waiters struct {
+	point    device.Point
+	requests []*Request
+	class    uint8
+}
+
 // Core holds the requests and the links. Its zero value is ready for use. After each call
 // that reports an event, Next returns the actions that follow.
 type Core struct {
 	links  []*link
 	queues []*queue
 	seq    uint64
-	// waiting are the requests that wait for each point; freeLists is a freelist of its
-	// slices.
-	waiting   map[device.Point][]*Request
-	freeLists [][]*Request
+	// waiting are the requests that wait for each point; freeLists is a freelist.
+	waiting   map[device.Point]*waiters
+	freeLists []*waiters
 	// actions from next on were not returned yet.
 	actions []Action
 	next    int
@@ -154,8 +161,12 @@ func (c *Core) Submit(r *Request, after []device.Point) error {
 			c.awaitPoint(r, p)
 		}
 	}
+	if w := c.waiting[r.Done]; w != nil {
+		r.Class = max(r.Class, w.class)
+	}
 	c.queue(r.To).insert(r)
-	if r.waiting == 0 {
+	c.passOn(r)
+	if len(r.waiting) == 0 {
 		c.offer(r)
 	}
 	return nil
@@ -181,18 +192,44 @@ func (c *Core) checkCarried(r *Request) error {
 
 // awaitPoint makes the request wait for another point.
 func (c *Core) awaitPoint(r *Request, p device.Point) {
-	r.waiting++
 	waiting, ok := c.waiting[p]
 	if !ok {
 		if c.waiting == nil {
-			c.waiting = map[device.Point][]*Request{}
+			c.waiting = map[device.Point]*waiters{}
 		}
 		if n := len(c.freeLists); n > 0 {
 			waiting, c.freeLists = c.freeLists[n-1], c.freeLists[:n-1]
+		} else {
+			waiting = &waiters{}
 		}
+		waiting.point, c.waiting[p] = p, waiting
 		c.emit(Action{Kind: Await, Point: p, Request: r})
 	}
-	c.waiting[p] = append(waiting, r)
+	waiting.requests, r.waiting = append(waiting.requests, r), append(r.waiting, waiting)
+}
+
+// passOn raises the class of the queued requests that the request waits for to its own, and
+// of those that they wait for: it cannot start before they have finished.
+func (c *Core) passOn(r *Request) {
+	for _, w := range r.waiting {
+		if w.class >= r.Class {
+			continue
+		}
+		w.class = r.Class
+		if first := c.endingAt(w.point); first != nil {
+			c.RaiseClass(first, r.Class)
+		}
+	}
+}
+
+// endingAt is the queued request that finishes at a point, or nil.
+func (c *Core) endingAt(p device.Point) *Request {
+	for _, q := range c.queues {
+		if r := q.first(func(r *Request) bool { return r.Done == p }); r != nil {
+			return r
+		}
+	}
+	return nil
 }
 
 // offer dispatches chunks on the links that can carry the request.
@@ -209,10 +246,10 @@ func (c *Core) offer(r *Request) {
 func (c *Core) Withdraw(r *Request, unwatched device.Point) {
 	delete(c.waiting, unwatched)
 	c.queue(r.To).remove(r)
-	for p, waiting := range c.waiting {
-		if i := slices.Index(waiting, r); i >= 0 {
+	for _, w := range c.waiting {
+		if i := slices.Index(w.requests, r); i >= 0 {
 			// An empty list stays until the point is reached: the point is being watched.
-			c.waiting[p] = slices.Delete(waiting, i, i+1)
+			w.requests = slices.Delete(w.requests, i, i+1)
 		}
 	}
 }
@@ -224,23 +261,26 @@ func (c *Core) Reached(p device.Point) { c.pointEnded(p, nil) }
 func (c *Core) PointFailed(p device.Point, err error) { c.pointEnded(p, err) }
 
 func (c *Core) pointEnded(p device.Point, err error) {
-	waiting := c.waiting[p]
+	w := c.waiting[p]
+	if w == nil {
+		return
+	}
 	delete(c.waiting, p)
-	for _, r := range waiting {
-		r.waiting--
+	for _, r := range w.requests {
+		i := slices.Index(r.waiting, w)
+		r.waiting = slices.Delete(r.waiting, i, i+1)
 		if err != nil {
 			c.fail(r, err)
 		}
 	}
-	for _, r := range waiting {
-		if r.waiting == 0 && r.failure == nil {
+	for _, r := range w.requests {
+		if len(r.waiting) == 0 && r.failure == nil {
 			c.offer(r)
 		}
 	}
-	if cap(waiting) > 0 {
-		clear(waiting)
-		c.freeLists = append(c.freeLists, waiting[:0])
-	}
+	clear(w.requests)
+	*w = waiters{requests: w.requests[:0]}
+	c.freeLists = append(c.freeLists, w)
 }
 
 // full reports whether enough chunks are in flight.
@@ -264,7 +304,7 @@ func (c *Core) dispatch(number int) {
 		if l.slots[i].state != free {
 			continue
 		}
-		r := l.queue.first(func(r *Request) bool { return r.waiting == 0 && l.carries(r) })
+		r := l.queue.first(func(r *Request) bool { return len(r.waiting) == 0 && l.carries(r) })
 		if r == nil {
 			return
 		}
@@ -458,7 +498,7 @@ func (c *Core) end(r *Request) {
 }
 
 // RaiseClass gives the request a higher class, among whose requests its order of
-// submission counts. A lower class is ignored.
+// submission counts, and those that it waits for, too. A lower class is ignored.
 func (c *Core) RaiseClass(r *Request, class uint8) {
 	if class <= r.Class {
 		return
@@ -468,6 +508,7 @@ func (c *Core) RaiseClass(r *Request, class uint8) {
 	r.Class = class
 	if queued {
 		q.insert(r)
+		c.passOn(r)
 	}
 }
 
@@ -483,7 +524,7 @@ func (c *Core) Cancel(r *Request, err error) bool {
 // Skip ends the request without an error and without a copy, if all its points are
 // reached and nothing of it was launched yet, and reports whether it did.
 func (c *Core) Skip(r *Request) bool {
-	if r.ended || r.failure != nil || r.launched > 0 || r.waiting > 0 {
+	if r.ended || r.failure != nil || r.launched > 0 || len(r.waiting) > 0 {
 		return false
 	}
 	c.queue(r.To).remove(r)

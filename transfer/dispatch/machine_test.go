@@ -31,6 +31,7 @@ func TestMachine(t *testing.T) {
 type copied struct {
 	*Request
 	after []*pointState
+	done  *pointState
 	// landed counts how often each byte has, by the address that it comes from.
 	landed   map[device.Addr]int
 	inFlight int
@@ -41,8 +42,10 @@ type copied struct {
 	last int
 }
 
+// pointState is a point. It is reached by its own, or ends with a request.
 type pointState struct {
 	point                    device.Point
+	of                       *copied
 	awaited, reached, failed bool
 }
 
@@ -100,8 +103,10 @@ func newModel(t *rapid.T) *model {
 	return m
 }
 
-func (m *model) newPoint() {
-	m.points = append(m.points, &pointState{point: device.Point{Fence: &fence{name: fmt.Sprint(len(m.points))}, Value: 1}})
+func (m *model) newPoint() *pointState {
+	p := &pointState{point: device.Point{Fence: &fence{name: fmt.Sprint(len(m.points))}, Value: 1}}
+	m.points = append(m.points, p)
+	return p
 }
 
 func (m *model) submit(t *rapid.T) {
@@ -124,18 +129,23 @@ func (m *model) submit(t *rapid.T) {
 			c.after, after = append(c.after, p), append(after, p.point)
 		}
 	}
+	c.done = m.newPoint()
+	c.Done, c.done.of = c.done.point, c
 	err := m.core.Submit(c.Request, after)
 	if (err != nil) != l.lost {
 		t.Fatalf("submitted to a link, lost: %v: %v", l.lost, err)
 	}
 	if err == nil {
 		m.requests = append(m.requests, c)
+	} else {
+		c.done.failed = true
 	}
 	m.act()
 }
 
 // act does what the core asks for.
 func (m *model) act() {
+	var ended []*copied
 	for a, ok := m.core.Next(); ok; a, ok = m.core.Next() {
 		switch a.Kind {
 		case Await:
@@ -167,7 +177,11 @@ func (m *model) act() {
 			if c.inFlight > 0 || c.finished > 1 {
 				m.t.Fatalf("a request has finished with %d chunks in flight, for the time %d", c.inFlight, c.finished)
 			}
+			ended = append(ended, c)
 		}
+	}
+	for _, c := range ended {
+		m.passed(c.done, c.err != nil)
 	}
 }
 
@@ -194,7 +208,7 @@ func (m *model) launch(a Action) {
 	} else {
 		for _, other := range m.requests {
 			first := other.Class > c.Class || other.Class == c.Class && other.seq < c.seq
-			if first && other.From == c.From && other.To == c.To && other.launched < other.bytes && other.failure == nil && !other.ended && other.waiting == 0 {
+			if first && other.From == c.From && other.To == c.To && other.launched < other.bytes && other.failure == nil && !other.ended && len(other.waiting) == 0 {
 				m.t.Fatalf("a request of class %d goes before one of class %d", c.Class, other.Class)
 			}
 		}
@@ -327,6 +341,9 @@ func (m *model) lose(t *rapid.T) {
 
 func (m *model) point(t *rapid.T) {
 	p := rapid.SampledFrom(m.points).Draw(t, "point")
+	if p.of != nil {
+		t.Skip("ends with its request")
+	}
 	m.passed(p, rapid.IntRange(0, 4).Draw(t, "fails") == 0)
 }
 
@@ -340,7 +357,9 @@ func (m *model) passed(p *pointState, fails bool) {
 		m.core.Reached(p.point)
 	}
 	m.act()
-	m.newPoint()
+	if p.of == nil {
+		m.newPoint()
+	}
 }
 
 func (m *model) request(t *rapid.T) *copied {
@@ -378,6 +397,11 @@ func (m *model) skip(t *rapid.T) {
 // check holds after every event.
 func (m *model) check(t *rapid.T) {
 	for _, c := range m.requests {
+		for _, p := range c.after {
+			if first := p.of; first != nil && first.finished == 0 && first.launched < first.bytes && first.failure == nil && first.Class < c.Class && c.failure == nil {
+				t.Fatalf("a request of class %d waits for one of class %d", c.Class, first.Class)
+			}
+		}
 		if c.Ended() != (c.finished == 1) {
 			t.Fatal("a request has ended that has not finished, or the other way round")
 		}
@@ -394,7 +418,7 @@ func (m *model) check(t *rapid.T) {
 	}
 	for i, l := range m.links {
 		idle := !slices.ContainsFunc(m.requests, func(c *copied) bool {
-			return c.From == l.From && c.To == l.To && c.finished == 0 && c.waiting == 0 && c.launched < c.bytes
+			return c.From == l.From && c.To == l.To && c.finished == 0 && len(c.waiting) == 0 && c.launched < c.bytes
 		})
 		if !idle && !l.enough() && !m.core.links[i].broken && !held(m.core.links[i]) {
 			t.Fatal("a link idles")
@@ -410,7 +434,9 @@ func held(l *link) bool {
 // drain lets everything happen that can: then all requests have finished.
 func (m *model) drain() {
 	for _, p := range m.points {
-		m.passed(p, false)
+		if p.of == nil {
+			m.passed(p, false)
+		}
 	}
 	for again := true; again; {
 		again = false
@@ -434,7 +460,7 @@ func (m *model) drain() {
 			m.t.Fatal("a request has not finished")
 		}
 	}
-	if r := m.core.InFlight(); r != nil || len(m.core.waiting) > 0 && slices.ContainsFunc(m.points, func(p *pointState) bool { return p.reached && len(m.core.waiting[p.point]) > 0 }) {
+	if r := m.core.InFlight(); r != nil || len(m.core.waiting) > 0 && slices.ContainsFunc(m.points, func(p *pointState) bool { return p.reached && m.core.waiting[p.point] != nil }) {
 		m.t.Fatal("something is left")
 	}
 }

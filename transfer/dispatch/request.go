@@ -21,13 +21,16 @@ type Request struct {
 	Pieces []Piece
 	// Class is the priority: higher ones go first.
 	Class uint8
+	// Done is the fence value that the caller signals when the request has finished: a
+	// request that waits for it, of a higher class, gives this one its class.
+	Done device.Point
 	// Owner is for the caller; the core does not use it.
 	Owner any
 
 	seq   uint64
 	bytes int64
-	// waiting is the number of points that are not reached yet.
-	waiting int
+	// waiting are the lists of the points that are not reached yet.
+	waiting []*waiters
 	// The next chunk begins at offset within piece. launched and landed count bytes.
 	piece            int
 	offset           int64
@@ -55,8 +58,8 @@ func (r *Request) Add(p Piece) {
 }
 
 // Reset empties a request that has finished or was never submitted, for reuse. It keeps
-// the owner and the capacity for pieces.
-func (r *Request) Reset() { *r = Request{Pieces: r.Pieces[:0], Owner: r.Owner} }
+// the owner and the capacity for pieces and points.
+func (r *Request) Reset() { *r = Request{Pieces: r.Pieces[:0], waiting: r.waiting[:0], Owner: r.Owner} }
 
 // Bytes of all pieces.
 func (r *Request) Bytes() int64 { return r.bytes }

@@ -33,7 +33,7 @@ type script struct {
 // TestScripts runs scripts of:
 //
 //	link name=H from=0 to=1 [chunk=8] [depth=2]      spaces are numbers, 0 is the host
-//	submit name=A bytes=20 [pieces=(4,4,4|4)] [class=1] [after=(p,q)] [from=0] [to=1]
+//	submit name=A bytes=20 [pieces=(4,4,4|4)] [class=1] [after=(p,q)] [done=r] [from=0] [to=1]
 //	    pieces have bytes of their own; a bar stands where the next is adjacent to it
 //	reached p | failed p | blind p                   a point
 //	landed H 0 | failed H 0 | refused H 0 | lost H 0 the chunk in slot 0 of H
@@ -57,11 +57,12 @@ func TestScripts(t *testing.T) {
 }
 
 func (s *script) run(t *testing.T, d *datadriven.TestData) {
-	var name string
+	var name, done string
 	var after []string
 	pieces := d.Input
 	from, to, bytes, chunk, depth, class := 0, 1, 0, 8, 2, 0
 	d.MaybeScanArgs(t, "name", &name)
+	d.MaybeScanArgs(t, "done", &done)
 	d.MaybeScanArgs(t, "from", &from)
 	d.MaybeScanArgs(t, "to", &to)
 	d.MaybeScanArgs(t, "bytes", &bytes)
@@ -94,6 +95,9 @@ func (s *script) run(t *testing.T, d *datadriven.TestData) {
 		r = &Request{From: device.Space(from), To: device.Space(to), Class: uint8(class), Owner: name}
 		if pieces == "" {
 			pieces = strconv.Itoa(bytes)
+		}
+		if done != "" {
+			r.Done = s.point(done)
 		}
 		s.pieces(t, r, pieces)
 		s.requests[name] = r
