@@ -25,7 +25,9 @@ func TestFencesWrap(t *testing.T) {
 					id := all[i%len(all)]
 					r.ok(s.Swap(id, ID{id.Layer, residentOf(s, id.Layer)}))
 					r.ok(s.WaitMoves(t.Context()))
-					r.steps(s, 1, i%2 == 0)
+					if i%3 == 0 { // otherwise the first step behind the swap fetches only routed experts
+						r.steps(s, 1, i%2 == 0)
+					}
 					c := choices(rng, r.model)
 					out, err := r.routedStep(s, c, 0)
 					r.ok(err)

@@ -3,6 +3,7 @@ package node
 import (
 	"context"
 
+	"github.com/moeserve/moeserve/experts"
 	"github.com/moeserve/moeserve/harvest"
 	"github.com/moeserve/moeserve/harvest/reclaim"
 )
@@ -15,3 +16,6 @@ func (n *Node) Harvest() *harvest.Runtime { return n.harvest }
 func ExchangeShares(ctx context.Context, n *Node, dir, except string) error {
 	return n.lender.exchange(ctx, reclaim.Client{Dir: dir, Except: except})
 }
+
+// Store returns the experts.
+func (n *Node) Store() *experts.Store { return n.store }

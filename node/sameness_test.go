@@ -74,7 +74,7 @@ func TestSameTokens(t *testing.T) {
 
 			for _, f := range []float64{0, 0.25, 0.5, 0.75, 1} {
 				for seed := range uint64(2) {
-					m := machine{"", f, emulated.Options{Virtual: true, Check: true, Schedule: emulated.Random, Seed: seed}}
+					m := machine{"", f, emulated.Options{Virtual: true, Check: true, Schedule: emulated.Random, Seed: seed, FenceStart: fenceStarts[1+seed]}}
 					if got := generate(t, open(t, m, model)); got != want {
 						t.Errorf("fraction %v, schedule %d: tokens %s, want %s", f, seed, got, want)
 					}
@@ -174,22 +174,23 @@ func TestSameTokensDespiteFaults(t *testing.T) {
 				{"the step's own copies fail", emulated.Fault{Kind: emulated.FailCopy, Match: own, Skip: 9, Times: 3}, true},
 				{"copies stall", emulated.Fault{Kind: emulated.StallCopy, Match: fetch, Times: -1, Chance: 0.7, For: time.Millisecond}, false},
 			} {
-				for _, schedule := range []emulated.Schedule{emulated.Eager, emulated.Lazy, emulated.Random} {
-					n, m := faulty(t, emulated.Options{Virtual: true, Check: true, Schedule: schedule, Seed: 5}, model)
+				for i := range 6 {
+					schedule, lax := emulated.Schedule(i%3), i >= 3
+					n, m := faulty(t, emulated.Options{Virtual: true, Check: true, Schedule: schedule, Seed: 5, LikeCUDA: lax, FenceStart: fenceStarts[i%3]}, model)
 					fault := c.fault
 					m.Inject(&fault)
 					if got := generate(t, n); got != want {
-						t.Errorf("%s, %v: tokens %s, want %s", c.name, schedule, got, want)
+						t.Errorf("%s, %v, lax %t: tokens %s, want %s", c.name, schedule, lax, got, want)
 					}
 					if fault.Hits() == 0 {
-						t.Errorf("%s, %v: nothing was hit", c.name, schedule)
+						t.Errorf("%s, %v, lax %t: nothing was hit", c.name, schedule, lax)
 					}
 					if retried := n.Engine().State().Retried > 0; c.retried && !retried {
-						t.Errorf("%s, %v: no step was run again", c.name, schedule)
+						t.Errorf("%s, %v, lax %t: no step was run again", c.name, schedule, lax)
 					}
 					fault.Release()
 					if err := n.Close(); err != nil {
-						t.Errorf("%s, %v: %v", c.name, schedule, err)
+						t.Errorf("%s, %v, lax %t: %v", c.name, schedule, lax, err)
 					}
 				}
 			}
@@ -220,6 +221,8 @@ func machinesWithFaults() []emulated.Options {
 		{Virtual: true, Check: true, Schedule: emulated.Lazy},
 		{Virtual: true, Check: true, Schedule: emulated.Random, Seed: 5},
 		{Check: true},
+		{Virtual: true, Check: true, LikeCUDA: true, FenceStart: fenceStarts[1]},
+		{Check: true, LikeCUDA: true, FenceStart: fenceStarts[2]},
 	}
 }
 

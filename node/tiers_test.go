@@ -39,18 +39,25 @@ type tierCase struct {
 	trouble string
 	// schedule of the virtual machine; under 0: the wall clock.
 	schedule emulated.Schedule
-	seed     uint64
+	// lax: devices are as lax as CUDA. fences is the value at which fences begin.
+	lax    bool
+	fences uint32
+	seed   uint64
 }
 
 func (c tierCase) String() string {
-	return fmt.Sprintf("%s fraction=%v tier=%s policy=%s peers=%s adapt=%t ring=%d trace=%s trouble=%s schedule=%d seed=%d",
-		c.model, c.fraction, c.tier, c.policy, c.peers, c.adapt, c.ring, c.trace, c.trouble, c.schedule, c.seed)
+	return fmt.Sprintf("%s fraction=%v tier=%s policy=%s peers=%s adapt=%t ring=%d trace=%s trouble=%s schedule=%d lax=%t fences=%#x seed=%d",
+		c.model, c.fraction, c.tier, c.policy, c.peers, c.adapt, c.ring, c.trace, c.trouble, c.schedule, c.lax, c.fences, c.seed)
 }
 
 // troubles: a revocation of everything now and then, at any point of what is under
 // way; memory refused to harvest; copies from, to or of anything that fail or stall;
 // a peer that is lost.
 var troubles = []string{"none", "revoked", "refused", "fetch fails", "move fails", "stalled", "lost"}
+
+// fenceStarts are values at which fences begin: at 0, and soon before they pass half of
+// their range, or begin again.
+var fenceStarts = []uint32{0, 1<<31 - 100, 1<<32 - 100}
 
 // anyTierCase draws one.
 func anyTierCase(rng *rand.Rand) tierCase {
@@ -60,6 +67,7 @@ func anyTierCase(rng *rand.Rand) tierCase {
 		policy: pick("best-fit", "locality", "fairness", "interference", "stability"), peers: pick("1", "1,2", "auto"),
 		adapt: rng.IntN(3) == 0, ring: 1 + rng.IntN(2), trace: pick("none", "none", "saw", "generated"), trouble: pick(troubles...),
 		schedule: emulated.Schedule(rng.IntN(4) - 1), seed: rng.Uint64() % 1000,
+		lax: rng.IntN(2) == 0, fences: fenceStarts[rng.IntN(len(fenceStarts))],
 	}
 	if c.fraction == 1 {
 		c.adapt = false
@@ -106,7 +114,7 @@ type outcome struct {
 func runTiers(t *testing.T, c tierCase) outcome {
 	t.Helper()
 	o := emulated.Options{
-		Check: true, Virtual: c.schedule >= 0, Schedule: max(c.schedule, 0), Seed: c.seed,
+		Check: true, Virtual: c.schedule >= 0, Schedule: max(c.schedule, 0), Seed: c.seed, LikeCUDA: c.lax, FenceStart: c.fences,
 		HostLink: emulated.Link{BytesPerSecond: 1e9, Latency: 10 * time.Microsecond},
 		PeerLink: emulated.Link{BytesPerSecond: 5e9, Latency: 10 * time.Microsecond},
 		GPUs:     []emulated.GPU{{MemoryBytes: 1 << 30}, {MemoryBytes: peerBytes}, {MemoryBytes: peerBytes}},
@@ -131,13 +139,18 @@ func runTiers(t *testing.T, c tierCase) outcome {
 		t.Fatal(err)
 	}
 	steps := 0
-	n, err := node.Open(t.Context(), node.Options{
+	var n *node.Node
+	swaps := rand.New(rand.NewPCG(c.seed, 12))
+	n, err = node.Open(t.Context(), node.Options{
 		Settings: s, CacheLayers: c.ring, OpenMachine: func() (device.Machine, error) { return m, nil },
 		Listener: engine.Listener{StepFinished: func(engine.StepInfo) {
 			if steps++; steps == 4 && c.trouble == "lost" {
 				if err := m.Lose(1); err != nil {
 					t.Error(err)
 				}
+			}
+			if c.adapt { // beside the rebalancer, which has seen few uses
+				swapAny(t, n.Store(), swaps)
 			}
 		}},
 	})
@@ -165,6 +178,29 @@ func runTiers(t *testing.T, c tierCase) outcome {
 		t.Fatalf("%v: %v", c, err)
 	}
 	return outcome{digest(outs), n.Observe().Experts(), n.Observe().Harvest(), n.Engine().State().Retried}
+}
+
+// swapAny swaps a resident expert and an offloaded one of the same layer.
+func swapAny(t *testing.T, s *experts.Store, rng *rand.Rand) {
+	t.Helper()
+	placed := s.Placed()
+	layer := rng.IntN(len(placed))
+	var resident, offloaded []int
+	for e, p := range placed[layer] {
+		if p.Tier == experts.Resident {
+			resident = append(resident, e)
+		} else {
+			offloaded = append(offloaded, e)
+		}
+	}
+	if len(resident) == 0 || len(offloaded) == 0 {
+		return
+	}
+	in := experts.ID{Layer: layer, Expert: offloaded[rng.IntN(len(offloaded))]}
+	out := experts.ID{Layer: layer, Expert: resident[rng.IntN(len(resident))]}
+	if err := s.Swap(in, out); err != nil && !errors.Is(err, experts.ErrBusy) {
+		t.Error(err)
+	}
 }
 
 // makeTrouble starts the faults of the case. The function it returns ends them.
@@ -253,13 +289,15 @@ func TestSameTokensOverTiers(t *testing.T) {
 		count("from peers and host", got.experts.Fetched[experts.Peer] > 0 && got.experts.Fetched[experts.Host] > 0)
 		count("steps run again", got.retried > 0)
 		count("used prefetches", got.experts.PrefetchUsed > 0)
+		count("swapped", got.experts.Swapped > 0)
+		count("steps run again, lax", got.retried > 0 && c.lax)
 		for reason, n := range got.harvest.Revocations {
 			count(reason, n > 0)
 		}
 	}
 	t.Logf("%d cases: %v", cases, seen)
 	for _, what := range []string{
-		"from peers", "from peers and host", "steps run again", "used prefetches",
+		"from peers", "from peers and host", "steps run again", "used prefetches", "swapped", "steps run again, lax",
 		harvest.ReasonPressure.String(), harvest.ReasonExternal.String(), harvest.ReasonUnhealthy.String(),
 	} {
 		if seen[what] == 0 {
