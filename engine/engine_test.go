@@ -39,7 +39,7 @@ func openWith(t *testing.T, l engine.Listener, change func(*configs.Settings)) (
 	}
 	var m *emulated.Machine
 	n, err := node.Open(t.Context(), node.Options{Settings: s, Listener: l, OpenMachine: func() (device.Machine, error) {
-		x, err := emulated.Open(emulated.Options{LikeCUDA: true, FenceStart: 1<<32 - 100})
+		x, err := emulated.Open(emulated.Options{LikeCUDA: true, TimeFailures: 0.2, FenceStart: 1<<32 - 100})
 		if err == nil {
 			m = x.(*emulated.Machine)
 		}

@@ -176,7 +176,7 @@ func TestSameTokensDespiteFaults(t *testing.T) {
 			} {
 				for i := range 6 {
 					schedule, lax := emulated.Schedule(i%3), i >= 3
-					n, m := faulty(t, emulated.Options{Virtual: true, Check: true, Schedule: schedule, Seed: 5, LikeCUDA: lax, FenceStart: fenceStarts[i%3]}, model)
+					n, m := faulty(t, emulated.Options{Virtual: true, Check: true, Schedule: schedule, Seed: 5, LikeCUDA: lax, TimeFailures: 0.2 * float64(i/3), FenceStart: fenceStarts[i%3]}, model)
 					fault := c.fault
 					m.Inject(&fault)
 					if got := generate(t, n); got != want {
@@ -221,7 +221,7 @@ func machinesWithFaults() []emulated.Options {
 		{Virtual: true, Check: true, Schedule: emulated.Lazy},
 		{Virtual: true, Check: true, Schedule: emulated.Random, Seed: 5},
 		{Check: true},
-		{Virtual: true, Check: true, LikeCUDA: true, FenceStart: fenceStarts[1]},
+		{Virtual: true, Check: true, LikeCUDA: true, TimeFailures: 0.2, FenceStart: fenceStarts[1]},
 		{Check: true, LikeCUDA: true, FenceStart: fenceStarts[2]},
 	}
 }

@@ -134,6 +134,9 @@ func runTiers(t *testing.T, c tierCase) outcome {
 	case "generated":
 		s.Harvest.AvailabilityTrace = fmt.Sprintf("generated:%d", c.seed)
 	}
+	if c.lax {
+		o.TimeFailures = 0.2
+	}
 	m, err := emulated.New(o)
 	if err != nil {
 		t.Fatal(err)
