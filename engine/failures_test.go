@@ -8,6 +8,7 @@ import (
 	"log/slog"
 	"slices"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -218,10 +219,10 @@ func TestRetries(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		start := time.Now()
 		var at []time.Duration
-		works := false
+		var works atomic.Bool
 		e := with(t, stepFunc(func(context.Context, *pipeline.Step) error {
 			at = append(at, time.Since(start))
-			if works {
+			if works.Load() {
 				return nil
 			}
 			return fmt.Errorf("%w: a link", pipeline.ErrStepFailed)
@@ -248,12 +249,16 @@ func TestRetries(t *testing.T) {
 			t.Fatal(err)
 		}
 		_, err = first.Wait(t.Context())
-		works = true
+		works.Store(true)
 		if took := time.Since(start); !errors.Is(err, engine.ErrUnavailable) || !errors.Is(err, pipeline.ErrStepFailed) || took != 30*time.Second {
 			t.Errorf("the first request ends after %v: %v", took, err)
 		}
 		if u, err := second.Wait(t.Context()); err != nil || len(u[0].Tokens) != 3 {
 			t.Errorf("the second request: %+v, %v", u, err)
+		}
+		cancel()
+		if err := <-ran; err != nil {
+			t.Error(err)
 		}
 		for i, want := range []time.Duration{5, 10, 20, 40, 80, 160, 320, 640, 1280, 2000, 2000} {
 			if got := at[i+1] - at[i]; got != want*time.Millisecond {
@@ -262,10 +267,6 @@ func TestRetries(t *testing.T) {
 		}
 		if s := e.State(); s.Failing != nil || s.KVUsedBlocks != 0 {
 			t.Errorf("afterwards: %+v", s)
-		}
-		cancel()
-		if err := <-ran; err != nil {
-			t.Error(err)
 		}
 	})
 }
@@ -302,6 +303,7 @@ func TestCancelDuringRetries(t *testing.T) {
 		a, dropA := submit()
 		b, dropB := submit()
 		time.Sleep(8 * time.Second)
+		synctest.Wait()
 		if sizes[0] != 1 && sizes[0] != 2 { // b came before the first step, or after it
 			t.Fatalf("steps of %d sequences", sizes[0])
 		}
@@ -309,8 +311,10 @@ func TestCancelDuringRetries(t *testing.T) {
 		canceled(a, "the first request")
 		dropB()
 		canceled(b, "the second request")
+		synctest.Wait()
 		steps := len(sizes)
 		time.Sleep(time.Minute)
+		synctest.Wait()
 		if len(sizes) != steps || e.State().KVUsedBlocks != 0 {
 			t.Errorf("%d steps more without requests; %+v", len(sizes)-steps, e.State())
 		}
