@@ -80,7 +80,7 @@ func TestManagerScript(t *testing.T) {
 			tokens, ready := x.Match(number("most", known[d.Cmd]))
 			out = fmt.Sprintf("%d tokens, ready: %v", tokens, ready)
 		case "room":
-			return fmt.Sprintln(x.CanReserve(number("tokens", 0)))
+			return fmt.Sprintln(x.CanReserve(number("tokens", 0), number("leave", 0)))
 		case "reserve":
 			out = fmt.Sprint(x.Reserve(number("tokens", 0)))
 		case "fill":
@@ -151,7 +151,7 @@ func TestManagerMachine(t *testing.T) {
 			s.filled, s.reserved = n, n
 		}
 		reserve := func(t *rapid.T, s *sequence, n int) {
-			before, free, room := slices.Clone(s.Blocks()), m.Free(), s.CanReserve(n)
+			before, free, room := slices.Clone(s.Blocks()), m.Free(), s.CanReserve(n, 0)
 			if s.Reserve(n) != room {
 				t.Fatalf("room: %v, and the opposite came", room)
 			}

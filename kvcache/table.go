@@ -48,11 +48,11 @@ func (t *Table) Match(maxTokens int) (tokens int, ready bool) {
 	return t.filled, true
 }
 
-// CanReserve reports whether Reserve would succeed.
-func (t *Table) CanReserve(tokens int) bool { return t.newBlocks(tokens) <= t.m.Free() }
+// CanReserve reports whether Reserve would succeed, and leave so many blocks free.
+func (t *Table) CanReserve(tokens, leave int) bool { return t.Missing(tokens)+leave <= t.m.Free() }
 
-// newBlocks is the number of blocks that Reserve allocates.
-func (t *Table) newBlocks(tokens int) int {
+// Missing is the number of blocks that Reserve allocates.
+func (t *Table) Missing(tokens int) int {
 	end := t.m.blocksFor(tokens)
 	n := max(0, end-len(t.blocks))
 	for i := t.writable / t.m.blockTokens; i < min(end, len(t.blocks)); i++ {
@@ -73,7 +73,7 @@ func (t *Table) Reserve(tokens int) bool {
 	if tokens <= t.writable {
 		return true
 	}
-	if !t.CanReserve(tokens) {
+	if !t.CanReserve(tokens, 0) {
 		return false
 	}
 	end := t.m.blocksFor(tokens)

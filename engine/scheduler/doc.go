@@ -18,9 +18,13 @@
 //
 //   - Running sequences are scheduled before waiting ones, each in order of arrival, and
 //     sequences that decode (one token left) before prefills.
-//   - A prefill is cut into chunks where the step's token budget ends.
+//   - Of the tokens that decodes leave, the earliest prompt gets as many as it needs, or at
+//     least three quarters. Then come prompts that fit whole, so that a short one does not wait
+//     for the end of a long one; what they leave goes to the others in order of arrival. A
+//     prefill is cut into chunks accordingly.
 //   - A sequence is admitted only when there are blocks for all its tokens and one more,
-//     and no sequence was preempted or lacked a block in this step.
+//     beside those that admitted prompts have yet to take, and no sequence was preempted or
+//     lacked a block in this step. None is admitted before those that came earlier.
 //   - When a running sequence lacks a block, the latest running sequence is preempted:
 //     it releases its blocks, waits in its place of arrival, and computes all its tokens
 //     again. The earliest running sequence is never preempted for a later one, so at

@@ -22,8 +22,10 @@ type Blocks interface {
 	// maxTokens of them, to an empty table, and returns their number of tokens. Not
 	// ready: their content must first be loaded into the reserved blocks.
 	Match(maxTokens int) (tokens int, ready bool)
-	// CanReserve reports whether Reserve would succeed.
-	CanReserve(tokens int) bool
+	// Missing is the number of blocks that Reserve allocates.
+	Missing(tokens int) int
+	// CanReserve reports whether Reserve would succeed, and leave so many blocks free.
+	CanReserve(tokens, leave int) bool
 	// Reserve allocates the blocks that the sequence's first tokens need in addition,
 	// or returns false and allocates none.
 	Reserve(tokens int) bool
@@ -64,8 +66,6 @@ type Plan struct {
 	// Chunks of the step, valid until the next Plan. Empty: there is nothing to compute
 	// until a sequence arrives or is loaded.
 	Chunks []Chunk
-	// outOfBlocks: a running sequence was skipped because it lacked a block.
-	outOfBlocks bool
 }
 
 // Scheduler holds all sequences by state. One goroutine uses it.
@@ -85,6 +85,7 @@ type sequence struct {
 	tokens    int // known tokens: prompt and sampled
 	maxTokens int // maximum at its end
 	computed  int // tokens in the KV cache
+	chunk     int // index of its chunk in the present plan, if that is its own
 }
 
 // New returns an empty scheduler. It panics on limits below 1.
@@ -178,98 +179,223 @@ func (s *Scheduler) Preemptions() int64 { return s.preemptions }
 
 // Plan decides the next step.
 func (s *Scheduler) Plan() Plan {
-	p := Plan{Chunks: s.chunks[:0]}
-	budget := s.limits.StepTokens
-	for _, decode := range []bool{true, false} {
-		// Preempting shortens s.running after i.
-		for i := 0; i < len(s.running) && budget > 0; i++ {
-			q := s.running[i]
-			left := q.tokens - q.computed
-			if left == 0 || (left == 1) != decode {
-				continue
-			}
-			n := min(left, budget)
-			freed, ok := s.reserve(q, q.computed+n, &p)
-			budget += freed
-			if !ok {
-				continue
-			}
-			budget -= n
-			p.Chunks = append(p.Chunks, Chunk{ID: q.id, From: q.computed, To: q.computed + n, Sample: n == left, sequence: q})
+	st := step{Scheduler: s, Plan: Plan{Chunks: s.chunks[:0]}, budget: s.limits.StepTokens}
+	st.decodes()
+	st.prompts()
+	if st.admits() {
+		st.admit(false)
+	}
+	st.extend()
+	if st.admits() {
+		st.admit(true)
+	}
+	s.chunks = st.Chunks
+	return st.Plan
+}
+
+// step is a plan that is being made.
+type step struct {
+	*Scheduler
+	Plan
+	// budget is what is left of the step's tokens.
+	budget int
+	// outOfBlocks: a running sequence was skipped because it lacked a block.
+	outOfBlocks bool
+	// oldest is the first sequence with a prompt to compute; nil: there is none yet.
+	oldest *sequence
+}
+
+// othersShare is the part of a step's tokens, one in so many, that is kept from the oldest
+// prompt for others that fit whole.
+const othersShare = 4
+
+// decodes schedules the running sequences with one token left.
+func (st *step) decodes() {
+	// Preempting shortens st.running after i.
+	for i := 0; i < len(st.running) && st.budget > 0; i++ {
+		if q := st.running[i]; q.tokens-q.computed == 1 {
+			st.compute(q, 1)
 		}
 	}
-	if len(p.Preempted) == 0 && !p.outOfBlocks {
-		s.admit(&p, budget)
+}
+
+// prompts schedules the oldest running prompt, up to its share, and others that fit whole.
+func (st *step) prompts() {
+	for i := 0; i < len(st.running) && st.budget > 0; i++ {
+		q := st.running[i]
+		left := q.tokens - q.computed
+		if left < 2 {
+			continue
+		}
+		if n := st.portion(left); n > 0 {
+			st.compute(q, n)
+		}
+		if st.oldest == nil {
+			st.oldest = q
+		}
 	}
-	s.chunks = p.Chunks
-	return p
+}
+
+// portion is how many tokens of a prompt go into the step before others are considered.
+func (st *step) portion(left int) int {
+	switch {
+	case left <= st.budget:
+		return left
+	case st.oldest == nil:
+		return st.budget - st.budget/othersShare
+	}
+	return 0
+}
+
+// extend gives what is left of the budget to running prompts, in order of arrival.
+func (st *step) extend() {
+	for i := 0; i < len(st.running) && st.budget > 0; i++ {
+		q := st.running[i]
+		// Again where that preempts another, whose tokens are free then.
+		for n := 1; n > 0; {
+			if n = min(q.tokens-st.end(q), st.budget); n > 0 && !st.compute(q, n) {
+				break
+			}
+		}
+	}
+}
+
+// chunk is the index of a sequence's chunk, -1: it has none.
+func (st *step) chunk(q *sequence) int {
+	if q.chunk < len(st.Chunks) && st.Chunks[q.chunk].sequence == q {
+		return q.chunk
+	}
+	return -1
+}
+
+// add adds a sequence's chunk.
+func (st *step) add(q *sequence, to int) {
+	q.chunk = len(st.Chunks)
+	st.Chunks = append(st.Chunks, Chunk{ID: q.id, From: q.computed, To: to, Sample: to == q.tokens, sequence: q})
+}
+
+// end is where a sequence's chunk ends, or will begin.
+func (st *step) end(q *sequence) int {
+	if i := st.chunk(q); i >= 0 {
+		return st.Chunks[i].To
+	}
+	return q.computed
+}
+
+// compute adds n tokens of a running sequence to the step, if there are blocks for them.
+func (st *step) compute(q *sequence, n int) bool {
+	to := st.end(q) + n
+	if !st.reserve(q, to) {
+		return false
+	}
+	st.budget -= n
+	if i := st.chunk(q); i >= 0 {
+		c := &st.Chunks[i]
+		c.To, c.Sample = to, to == q.tokens
+	} else {
+		st.add(q, to)
+	}
+	return true
 }
 
 // reserve reserves the blocks that q needs for tokens and preempts later sequences where
-// there are too few; freed is the part of the token budget that these return. It fails
-// where q itself is the latest: q is then skipped while later sequences are loading, and
-// else preempted.
-func (s *Scheduler) reserve(q *sequence, tokens int, p *Plan) (freed int, ok bool) {
+// there are too few, whose tokens return to the budget. It fails where q itself is the
+// latest: q is then skipped while later sequences are loading, and else preempted.
+func (st *step) reserve(q *sequence, tokens int) bool {
 	for !q.blocks.Reserve(tokens) {
-		last := s.running[len(s.running)-1]
-		if n := len(s.loading); last == q && n > 0 && s.loading[n-1].id > q.id {
-			p.outOfBlocks = true
-			return freed, false
-		}
-		freed += s.preemptSequence(last, p)
-		if last == q {
-			return freed, false
-		}
-	}
-	return freed, true
-}
-
-// preemptSequence preempts the latest running sequence, removes its chunk from this step
-// and returns the tokens that the chunk had.
-func (s *Scheduler) preemptSequence(q *sequence, p *Plan) (freed int) {
-	s.running = s.running[:len(s.running)-1]
-	q.blocks.Release(false)
-	q.computed = 0
-	s.waiting = insert(s.waiting, q)
-	p.Preempted = append(p.Preempted, q.id)
-	p.Chunks = slices.DeleteFunc(p.Chunks, func(c Chunk) bool {
-		if c.ID != q.id {
+		last := st.running[len(st.running)-1]
+		if n := len(st.loading); last == q && n > 0 && st.loading[n-1].id > q.id {
+			st.outOfBlocks = true
 			return false
 		}
-		freed += c.To - c.From
-		return true
-	})
-	s.preemptions++
-	return freed
+		st.preemptSequence(last)
+		if last == q {
+			return false
+		}
+	}
+	return true
 }
 
-// admit moves waiting sequences to loading or running while the token budget, the limit
-// of sequences and free blocks allow. The first that does not fit blocks those after it.
-func (s *Scheduler) admit(p *Plan, budget int) {
-	for len(s.waiting) > 0 && budget > 0 && len(s.running)+len(s.loading) < s.limits.Sequences {
-		q := s.waiting[0]
+// preemptSequence preempts the latest running sequence and removes its chunk from this step.
+func (st *step) preemptSequence(q *sequence) {
+	st.running = st.running[:len(st.running)-1]
+	q.blocks.Release(false)
+	q.computed = 0
+	st.waiting = insert(st.waiting, q)
+	st.Preempted = append(st.Preempted, q.id)
+	if i := st.chunk(q); i >= 0 {
+		st.budget += st.Chunks[i].To - st.Chunks[i].From
+		st.Chunks = slices.Delete(st.Chunks, i, i+1)
+		for ; i < len(st.Chunks); i++ {
+			st.Chunks[i].sequence.chunk = i
+		}
+	}
+	st.preemptions++
+}
+
+// admits reports whether waiting sequences may be admitted in this step.
+func (st *step) admits() bool { return len(st.Preempted) == 0 && !st.outOfBlocks }
+
+// needs are the tokens for which a sequence must find blocks to be admitted: one more than it
+// has, so that its first decode finds one, unless it has its maximum length.
+func (q *sequence) needs() int { return min(q.tokens+1, q.maxTokens) }
+
+// promised is the number of blocks that admitted prompts have yet to take.
+func (s *Scheduler) promised() (blocks int) {
+	for _, list := range [...][]*sequence{s.running, s.loading} {
+		for _, q := range list {
+			if q.tokens-q.computed > 1 {
+				blocks += q.blocks.Missing(q.needs())
+			}
+		}
+	}
+	return blocks
+}
+
+// admit moves waiting sequences to loading or running while the token budget, the limit of
+// sequences, and the blocks that are neither used nor promised allow. The first that does not
+// fit blocks those after it. Prompts that do not fit whole into the budget get a part of it
+// only where partly is set; else they are admitted without one, if one behind them fits whole.
+func (st *step) admit(partly bool) {
+	if len(st.waiting) == 0 || st.budget == 0 {
+		return
+	}
+	promised := st.promised()
+	for len(st.waiting) > 0 && st.budget > 0 && len(st.running)+len(st.loading) < st.limits.Sequences {
+		q := st.waiting[0]
 		// The last token is always computed, since its logits give the next one.
 		cached, ready := q.blocks.Match(q.tokens - 1)
-		end := cached
-		if ready {
-			end = min(q.tokens, cached+budget)
-		}
-		// One token more than it has, so that its first decode finds a block, unless
-		// the sequence has its maximum length.
-		if !q.blocks.CanReserve(min(q.tokens+1, q.maxTokens)) || !q.blocks.Reserve(end) {
+		left := q.tokens - cached
+		n := st.portion(left)
+		switch {
+		case !ready:
+			n = 0
+		case partly:
+			n = min(left, st.budget)
+		case n == 0 && !slices.ContainsFunc(st.waiting[1:], func(q *sequence) bool { return q.tokens <= st.budget }):
 			q.blocks.Release(true)
 			return
 		}
-		s.waiting = s.waiting[1:]
-		p.Admitted = append(p.Admitted, q.id)
+		if !q.blocks.CanReserve(q.needs(), promised) || !q.blocks.Reserve(cached+n) {
+			q.blocks.Release(true)
+			return
+		}
+		promised += q.blocks.Missing(q.needs())
+		st.waiting = st.waiting[1:]
+		st.Admitted = append(st.Admitted, q.id)
 		if !ready {
-			s.loading = insert(s.loading, q)
-			p.Loads = append(p.Loads, Load{ID: q.id, Tokens: cached})
+			st.loading = insert(st.loading, q)
+			st.Loads = append(st.Loads, Load{ID: q.id, Tokens: cached})
 			continue
 		}
 		q.computed = cached
-		budget -= end - cached
-		s.running = insert(s.running, q)
-		p.Chunks = append(p.Chunks, Chunk{ID: q.id, From: cached, To: end, Sample: end == q.tokens, sequence: q})
+		st.running = insert(st.running, q)
+		if st.oldest == nil {
+			st.oldest = q
+		}
+		if n > 0 {
+			st.budget -= n
+			st.add(q, cached+n)
+		}
 	}
 }

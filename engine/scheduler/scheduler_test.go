@@ -177,6 +177,7 @@ func TestHistories(t *testing.T) {
 			tokens, computed, most int
 			prefix                 string
 			loading                int // tokens, of one that loads
+			admitted               bool
 		}
 		live := map[ID]*model{}
 		next := ID(0)
@@ -199,7 +200,7 @@ func TestHistories(t *testing.T) {
 					loading = true
 					if rapid.IntRange(0, 3).Draw(t, "is loaded") == 0 {
 						m.computed = rapid.IntRange(0, m.loading/blockTokens).Draw(t, "loaded blocks") * blockTokens
-						m.loading = 0
+						m.loading, m.admitted = 0, false
 						a.Loaded(id, m.computed)
 					}
 				}
@@ -218,12 +219,15 @@ func TestHistories(t *testing.T) {
 				if live[id].loading > 0 {
 					t.Fatalf("%d was preempted while it loads", id)
 				}
-				live[id].computed = 0
+				live[id].computed, live[id].admitted = 0, false
 				for other, m := range live {
 					if other > id && m.computed > 0 {
 						t.Fatalf("%d was preempted before %d", id, other)
 					}
 				}
+			}
+			for _, id := range p.Admitted {
+				live[id].admitted = true
 			}
 			for _, x := range p.Loads {
 				m := live[x.ID]
@@ -234,14 +238,14 @@ func TestHistories(t *testing.T) {
 			rows := 0
 			for _, c := range p.Chunks {
 				m := live[c.ID]
-				if slices.Contains(p.Admitted, c.ID) && c.From%blockTokens == 0 && (m.prefix != "" || c.From == 0) {
+				if m.admitted && c.From%blockTokens == 0 && (m.prefix != "" || c.From == 0) {
 					m.computed = c.From // what others have computed
 				}
 				if c.From != m.computed || c.To <= c.From || c.To > m.tokens || c.Sample != (c.To == m.tokens) || m.loading > 0 {
 					t.Fatalf("chunk %+v of %+v", c, m)
 				}
 				rows += c.To - c.From
-				m.computed = c.To
+				m.computed, m.admitted = c.To, false
 				switch {
 				case c.Sample && m.tokens < m.most:
 					m.tokens++
@@ -265,4 +269,94 @@ func TestHistories(t *testing.T) {
 			}
 		}
 	})
+}
+
+// prompts adds sequences that sample one token after a prompt, and returns after how many
+// steps each has it, with the number of preemptions.
+func prompts(t *testing.T, a *account, tokens ...int) (steps []int, preempted int64) {
+	t.Helper()
+	for i, n := range tokens {
+		a.add(ID(i), n, n+1, "", 0)
+	}
+	steps = make([]int, len(tokens))
+	for step := 1; a.Running()+a.Waiting() > 0; step++ {
+		p := a.Plan()
+		if len(p.Chunks) == 0 || step > 1000 {
+			t.Fatalf("step %d: %+v with %s", step, p, a.state())
+		}
+		sum := 0
+		for _, c := range p.Chunks {
+			sum += c.To - c.From
+			a.Done(c, 0)
+			if c.Sample {
+				steps[c.ID] = step
+				a.Remove(c.ID)
+			}
+		}
+		if left := slices.Index(steps, 0); left >= 0 && sum < a.limits.StepTokens && a.Waiting() > 0 {
+			t.Errorf("step %d has %d tokens of %d though sequence %d waits: %+v", step, sum, a.limits.StepTokens, left, p.Chunks)
+		}
+	}
+	return steps, a.Preemptions()
+}
+
+// TestShortPromptsOvertake: a short prompt that comes behind long ones does not wait for
+// their end, and the first of the long ones loses at most a quarter of its tokens by that.
+func TestShortPromptsOvertake(t *testing.T) {
+	limits := Limits{StepTokens: 100, Sequences: 16}
+	for _, c := range []struct {
+		name         string
+		tokens, want []int
+	}{
+		{"one long prompt", []int{1000, 20}, []int{11, 1}},
+		{"two long prompts", []int{1000, 1000, 20}, []int{11, 21, 1}},
+		{"more short ones than fit", []int{1000, 20, 20, 20}, []int{11, 1, 2, 3}},
+		{"a long one ends", []int{130, 1000, 20}, []int{2, 12, 1}},
+		{"too long to be short", []int{1000, 60, 20}, []int{11, 11, 1}},
+		{"alike", []int{60, 60, 60}, []int{1, 2, 2}},
+		{"alike and long", []int{300, 300, 300}, []int{3, 6, 9}},
+	} {
+		got, _ := prompts(t, newAccount(t, limits, 1000, 4), c.tokens...)
+		if !slices.Equal(got, c.want) {
+			t.Errorf("%s: prompts of %v tokens end after %v steps, want %v", c.name, c.tokens, got, c.want)
+		}
+	}
+}
+
+// TestShortPromptsDoNotStarveLongOnes: while short prompts keep coming, a long one has three
+// quarters of the tokens.
+func TestShortPromptsDoNotStarveLongOnes(t *testing.T) {
+	a := newAccount(t, Limits{StepTokens: 100, Sequences: 16}, 1000, 4)
+	a.add(0, 1000, 1001, "", 0)
+	next := ID(1)
+	for step := 1; ; step++ {
+		for range 10 {
+			a.add(next, 20, 21, "", 0)
+			next++
+		}
+		done := false
+		for _, c := range a.Plan().Chunks {
+			a.Done(c, 0)
+			if c.Sample {
+				done = done || c.ID == 0
+				a.Remove(c.ID)
+			}
+		}
+		if done {
+			if step > 14 { // 1000 / 75
+				t.Errorf("the long prompt ends after %d steps", step)
+			}
+			return
+		}
+	}
+}
+
+// TestNoAdmissionAgainstPromisedBlocks: a second long prompt waits while the first needs the
+// blocks that are still free, and so is not computed twice. Those behind it wait with it.
+func TestNoAdmissionAgainstPromisedBlocks(t *testing.T) {
+	a := newAccount(t, Limits{StepTokens: 100, Sequences: 16}, 200, 4) // 800 tokens
+	steps, preempted := prompts(t, a, 600, 600, 20)
+	if want := []int{6, 13, 7}; preempted != 0 || !slices.Equal(steps, want) {
+		t.Errorf("prompts end after %v steps with %d preemptions, want %v and none", steps, preempted, want)
+	}
 }
