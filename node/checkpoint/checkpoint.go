@@ -46,12 +46,17 @@ func Open(s configs.Model, seed uint64) (*Model, error) {
 	if err != nil {
 		return nil, err
 	}
-	if s.NumHiddenLayers > 0 {
-		if s.LoadFormat != configs.LoadDummy {
-			return nil, errors.Join(fault.Of(fault.ErrConfig, errors.New("--num-hidden-layers needs --load-format dummy: it cuts a model of random weights")), m.Close())
-		}
+	switch {
+	case s.NumHiddenLayers > 0 && s.LoadFormat != configs.LoadDummy:
+		err = fault.Of(fault.ErrConfig, errors.New("--num-hidden-layers needs --load-format dummy: it cuts a model of random weights"))
+	case m.Config.MoELayers() > 0:
+		return m, nil
+	case s.NumHiddenLayers > 0:
+		err = fault.Of(fault.ErrConfig, fmt.Errorf("--num-hidden-layers %d leaves only dense layers, and so no experts; give more", s.NumHiddenLayers))
+	default:
+		err = fault.Of(fault.ErrModel, fmt.Errorf("%s has no experts: all of its layers are dense (mlp_only_layers and decoder_sparse_step in config.json); moeserve runs mixture-of-experts models", m.Name))
 	}
-	return m, nil
+	return nil, errors.Join(err, m.Close())
 }
 
 func open(s configs.Model, seed uint64) (*Model, error) {
