@@ -610,7 +610,7 @@ func (e *Engine) afterFailure(ctx context.Context, cause error, tries int, pause
 	case ctx.Err() != nil, errors.Is(cause, pipeline.ErrDeviceLost):
 		return fmt.Errorf("engine: step %d: %w", n, cause)
 	case errors.As(cause, &own):
-		e.fail(e.batch.chunks[own.Index].seq.sub, fmt.Errorf("engine: step %d: %w", n, own.Err))
+		e.failAlone(e.batch.chunks[own.Index].seq, fmt.Errorf("engine: step %d: %w", n, own.Err))
 	case errors.Is(cause, pipeline.ErrStepFailed):
 		d, again := pauses.next()
 		if !again {
@@ -675,7 +675,7 @@ func (e *Engine) appendSampled(res *pipeline.Result, now time.Time) {
 		case !c.Sample:
 			e.sched.Done(c.Chunk, 0)
 		case res.Sampled[row] < 0:
-			e.fail(c.seq.sub, fmt.Errorf("engine: after %d tokens: %w", len(c.seq.tokens), ErrNoToken))
+			e.failAlone(c.seq, fmt.Errorf("engine: after %d tokens: %w", len(c.seq.tokens), ErrNoToken))
 		default:
 			e.sched.Done(c.Chunk, 1)
 			t := Token{ID: res.Sampled[row]}
@@ -767,7 +767,6 @@ func (e *Engine) abort(id scheduler.ID, q *sequence, err error) {
 
 // fail ends a request, all its samples, with an error.
 func (e *Engine) fail(s *submission, err error) {
-	e.o.Log.Warn("request failed", "request", s.req.ID, "err", err)
 	for id, q := range e.seqs {
 		if q.sub == s {
 			e.abort(id, q, err)
@@ -775,8 +774,15 @@ func (e *Engine) fail(s *submission, err error) {
 	}
 }
 
+// failAlone ends the request of one sequence, for which alone the step failed.
+func (e *Engine) failAlone(q *sequence, err error) {
+	e.o.Log.Warn("request failed", "request", q.sub.req.ID, "sample", q.sample, "err", err)
+	e.fail(q.sub, err)
+}
+
 // failBatch ends the requests of the present step with an error.
 func (e *Engine) failBatch(err error) {
+	e.o.Log.Error("step failed; its requests end", "sequences", len(e.batch.chunks), "err", err)
 	for i := range e.batch.chunks {
 		if c := &e.batch.chunks[i]; e.seqs[c.ID] != nil {
 			e.fail(c.seq.sub, err)

@@ -257,6 +257,12 @@ func TestPenaltiesAndBiases(t *testing.T) {
 	if got := alone(t, n, []engine.Request{force})[0][0].TokenIDs; slices.ContainsFunc(got, func(id int32) bool { return id != 42 }) {
 		t.Errorf("token 42 is favored and %v were drawn", got)
 	}
+	// The bias comes before the penalties, as in vLLM: (x+50)/100 is no favor.
+	weak := engine.Request{Prompt: []int32{6}, Params: params(1)}
+	weak.Params.RepetitionPenalty, weak.Params.LogitBias = 100, map[int32]float32{6: 50}
+	if got := alone(t, n, []engine.Request{weak})[0][0].TokenIDs; got[0] == 6 {
+		t.Errorf("token 6, whose biased logit is divided by 100, was drawn")
+	}
 	force.Params.FrequencyPenalty, force.Params.PresencePenalty = 2, 2
 	force.Params.LogitBias[42] = 30
 	if got := alone(t, n, []engine.Request{force})[0][0].TokenIDs; !slices.Contains(got, 42) || !slices.ContainsFunc(got, func(id int32) bool { return id != 42 }) {
