@@ -331,7 +331,10 @@ func fixture(t testing.TB, name string) (*models.Config, models.Source, map[stri
 	}
 	check(t, err)
 	t.Cleanup(func() { check(t, files.Close()) })
-	results, err := safetensors.OpenFile(filepath.Join(base, "expected.safetensors"))
+	results, err := safetensors.OpenFile(filepath.Join(dir, "expected.safetensors"))
+	if err != nil {
+		results, err = safetensors.OpenFile(filepath.Join(base, "expected.safetensors"))
+	}
 	check(t, err)
 	t.Cleanup(func() { check(t, results.Close()) })
 	expected := map[string]safetensors.Tensor{}

@@ -595,8 +595,26 @@ func (r *reader) rope(c *Config) RoPE {
 	case "default":
 	case "longrope", "su":
 		in.longrope(c, r, &e)
+	case "linear":
+		e.Scaling = Scaling{Kind: LinearScaling, Factor: in.positive("factor")}
+	case "dynamic":
+		in.dynamic(c, &e)
+	case "yarn":
+		in.yarn(c, r, &e)
+	case "llama3":
+		in.llama3(c, r, &e)
 	default:
-		in.fail("rope_type", "%q is not supported, only default and longrope", kind)
+		in.fail("rope_type", "%s is not supported, only default, linear, dynamic, yarn, longrope and llama3", untrusted.Quote(kind))
+	}
+	for _, field := range []string{"short_mscale", "long_mscale"} {
+		if e.Scaling.Kind != NoScaling && in.has(field) {
+			in.fail(field, "is of longrope, and the rope_type is %s", kind)
+		}
+	}
+	if in.has("partial_rotary_factor") {
+		if f := in.number("partial_rotary_factor", 0, math.MaxFloat32); f != 1 {
+			in.fail("partial_rotary_factor", "%v is not supported, only 1", f)
+		}
 	}
 	if r.err == nil {
 		r.err = in.err
@@ -604,14 +622,99 @@ func (r *reader) rope(c *Config) RoPE {
 	return e
 }
 
+// dynamic reads e's Theta for sequences of up to MaxPositions tokens; longer ones, for which
+// transformers raises it, there are none.
+func (r *reader) dynamic(c *Config, e *RoPE) {
+	factor := r.positive("factor")
+	if c.HeadDim <= 2 {
+		r.fail("rope_type", "dynamic needs heads of more than 2 elements")
+		return
+	}
+	positions := float64(c.MaxPositions)
+	growth := factor*positions/positions - (factor - 1)
+	e.Theta *= math.Pow(growth, float64(c.HeadDim)/float64(c.HeadDim-2))
+}
+
+// yarn reads e's scaling out of r, the RoPE object of the config in top.
+func (r *reader) yarn(c *Config, top *reader, e *RoPE) {
+	s := Scaling{Kind: YarnScaling, BetaFast: 32, BetaSlow: 1, Truncate: r.boolean("truncate", true)}
+	s.Original = r.original(top, c.MaxPositions)
+	if r.null("factor") {
+		s.Factor = float64(c.MaxPositions) / float64(s.Original)
+	} else {
+		s.Factor = r.positive("factor")
+	}
+	for field, to := range map[string]*float64{"beta_fast": &s.BetaFast, "beta_slow": &s.BetaSlow} {
+		var f float64
+		if r.has(field) && r.decode(field, &f, "a number") && f != 0 {
+			*to = r.positive(field)
+		}
+	}
+	if s.BetaFast < s.BetaSlow {
+		r.fail("beta_fast", "%v: must not be below beta_slow, %v", s.BetaFast, s.BetaSlow)
+	}
+	if e.Theta <= 1 {
+		r.fail("rope_theta", "%v: must be above 1 with yarn", e.Theta)
+	}
+	attention := func(m float64) float64 {
+		if s.Factor <= 1 {
+			return 1
+		}
+		return 0.1*m*math.Log(s.Factor) + 1
+	}
+	scale := attention(1)
+	var m, mAll float64
+	if r.has("mscale") && r.has("mscale_all_dim") {
+		r.decode("mscale", &m, "a number")
+		r.decode("mscale_all_dim", &mAll, "a number")
+	}
+	switch {
+	case r.has("attention_factor"):
+		scale = r.positive("attention_factor")
+	case m != 0 && mAll != 0:
+		scale = attention(m) / attention(mAll)
+	}
+	if !(scale > 0 && scale <= math.MaxFloat32) {
+		r.fail("mscale", "with mscale_all_dim and factor it scales by %v: must be above 0", scale)
+	}
+	e.Scaling, e.ShortScale = s, float32(scale)
+}
+
+// llama3 reads e's scaling out of r, the RoPE object of the config in top.
+func (r *reader) llama3(c *Config, top *reader, e *RoPE) {
+	e.Scaling = Scaling{
+		Kind: Llama3Scaling, Factor: r.positive("factor"), Original: r.original(top, c.MaxPositions),
+		LowFactor: r.positive("low_freq_factor"), HighFactor: r.positive("high_freq_factor"),
+	}
+	if r.err == nil && e.Scaling.HighFactor <= e.Scaling.LowFactor {
+		r.fail("high_freq_factor", "%v: must be above low_freq_factor, %v", e.Scaling.HighFactor, e.Scaling.LowFactor)
+	}
+}
+
+const originalPositions = "original_max_position_embeddings"
+
+// original reads the context before it was extended: the config's own before the RoPE
+// object's, as in transformers, and otherwise where neither has one.
+func (r *reader) original(top *reader, otherwise int) int {
+	for _, from := range []*reader{top, r} {
+		if from.has(originalPositions) {
+			n := from.size(originalPositions, maxPositions)
+			if r.err == nil {
+				r.err = from.err
+			}
+			return n
+		}
+	}
+	return otherwise
+}
+
 // longrope reads e's factors out of r, the RoPE object of the config in top.
 func (r *reader) longrope(c *Config, top *reader, e *RoPE) {
-	const original = "original_max_position_embeddings"
 	from := r
-	if !r.has(original) && top.has(original) {
+	if !r.has(originalPositions) && top.has(originalPositions) {
 		from = top
 	}
-	e.LongAfter = from.size(original, maxPositions)
+	e.LongAfter = from.size(originalPositions, maxPositions)
 	if r.err == nil {
 		r.err = from.err
 	}

@@ -2,7 +2,6 @@ package tokenizer
 
 import (
 	"sync"
-	"unicode"
 	"unicode/utf8"
 
 	"github.com/moeserve/moeserve/models/tokenizer/internal/pattern"
@@ -70,7 +69,9 @@ func classAt(s string, i int) (class, int) {
 }
 
 // isWord reports whether r is a word character (\w) as single_word added tokens are bounded by.
-func isWord(r rune) bool {
-	return unicode.In(r, unicode.L, unicode.M, unicode.Nd, unicode.Nl, unicode.Pc, unicode.Other_Alphabetic,
-		unicode.Join_Control)
-}
+func isWord(r rune) bool { return boundClass().Has(r) }
+
+var boundClass = sync.OnceValue(func() *pattern.Set {
+	r, _ := pattern.Named("bound")
+	return pattern.NewSet(r)
+})

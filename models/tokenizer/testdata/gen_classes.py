@@ -8,7 +8,7 @@ reference itself: every code point is put through its Split pre-tokenizer and it
 """
 
 import tokenizers
-from tokenizers import Regex, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
 
 CATEGORIES = "Lu Ll Lt Lm Lo Mn Mc Me Nd Nl No Pc Pd Ps Pe Pi Pf Po Sm Sc Sk So Zs Zl Zp Cc Cf Co".split()
 POINTS = [c for c in range(0x110000) if not 0xD800 <= c < 0xE000]
@@ -94,6 +94,16 @@ for at in range(0, len(POINTS), CHUNK):
     single = {s for _, (s, e) in one.pre_tokenize_str(text) if e - s == 1 and s % 3 == 1}
     digits.difference_update(c for i, c in enumerate(chunk) if 3 * i + 1 not in single)
 table("digitRanges", "the code points that Digits takes for digits", digits)
+
+# Added tokens of single words have another engine's \w: "Q" is one where no word character is next to it.
+one_word = Tokenizer(models.BPE())
+one_word.add_tokens([AddedToken("Q", single_word=True, normalized=False)])
+bounds = set()
+for at in range(0, len(POINTS), CHUNK):
+    chunk = [c for c in POINTS[at : at + CHUNK] if c != ord("Q")]
+    found = {s for s, e in one_word.encode("".join("Q" + chr(c) + " " for c in chunk)).offsets}
+    bounds.update(c for i, c in enumerate(chunk) if 3 * i not in found)
+table("boundRanges", "the word characters that added tokens of single words are bounded by", bounds | {ord("Q")})
 
 lower = normalizers.Lowercase()
 pairs, special = [], []

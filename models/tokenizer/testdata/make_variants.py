@@ -357,7 +357,7 @@ for number, (base, name, change) in enumerate(VARIANTS):
     tok = Tokenizer.from_str(json.dumps(d))
     tokens = [a["content"] for a in d["added_tokens"]]
     # Releases of the reference disagree about the text of these, so they are not decoded.
-    normalized = {a["id"] for a in d["added_tokens"] if a["normalized"]}
+    normalized = {tok.token_to_id(a["content"]) for a in d["added_tokens"] if a["normalized"]}
     cases = []
     while len(cases) < (many or (50 if number < LATER else 15)):
         try:

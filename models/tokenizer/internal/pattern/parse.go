@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"math"
+	"slices"
 	"strconv"
 	"strings"
 	"unicode/utf8"
@@ -367,7 +368,7 @@ func (p *parser) escape() (set Ranges, char rune, err error) {
 		}
 		p.at += len(name) + 1
 		bare, caret := strings.CutPrefix(name, "^")
-		if bare == "digit" || bare == "space" || bare == "word" { // Digits' class; the others are spelled \s and \w
+		if slices.Contains([]string{"digit", "space", "word", "bound"}, strings.ToLower(bare)) { // not the reference's names
 			return nil, 0, refuse("the class %s", bare)
 		}
 		return named(bare, (c == 'P') != caret)

@@ -72,7 +72,7 @@ func (r Ranges) folded() (Ranges, bool) {
 }
 
 // Named returns a class by the name of a general category, or of the groups of categories that are one letter, or one of
-// "Han", "digit" (of the pre-tokenizer Digits), "space" and "word" (\s and \w).
+// "Han", "digit" (of the pre-tokenizer Digits), "space" and "word" (\s and \w), and "bound" (the \w of added tokens).
 func Named(name string) (Ranges, bool) {
 	r, ok := classes()[strings.ToLower(strings.NewReplacer("_", "", " ", "", "-", "").Replace(name))]
 	return r, ok
@@ -96,7 +96,7 @@ var classes = sync.OnceValue(func() map[string]Ranges {
 	m["cn"] = negated(union(assigned, surrogates))
 	m["c"] = union(m["c"], m["cn"], surrogates)
 	m["any"] = all
-	m["han"], m["space"], m["word"], m["digit"] = hanRanges, spaceRanges, wordRanges, digitRanges
+	m["han"], m["space"], m["word"], m["digit"], m["bound"] = hanRanges, spaceRanges, wordRanges, digitRanges, boundRanges
 	for long, short := range map[string]string{
 		"letter": "l", "uppercaseletter": "lu", "lowercaseletter": "ll", "titlecaseletter": "lt", "modifierletter": "lm",
 		"otherletter": "lo", "mark": "m", "nonspacingmark": "mn", "spacingmark": "mc", "enclosingmark": "me", "number": "n",
