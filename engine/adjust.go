@@ -1,6 +1,7 @@
 package engine
 
 import (
+	"cmp"
 	"maps"
 	"math"
 	"slices"
@@ -8,52 +9,48 @@ import (
 	"github.com/moeserve/moeserve/pipeline"
 )
 
-// adjustments lists the tokens whose logits penalties, biases and bans change for one
-// sample. Each token is in the list once, in a deterministic order; a step adds at most
-// one.
-type adjustments struct {
-	p         *Params
-	list      []pipeline.TokenAdjust
-	index     map[int32]int // token id -> position in list
-	stop      []int32
-	bans      bool // stop ids are banned until MinTokens
-	counts    bool // penalties need the tokens of the completion
-	generated int
+// requestAdjustments are what the samples of a request begin with. It is made once, outside the
+// engine's goroutine, as its lists may be as long as the vocabulary, and is immutable.
+type requestAdjustments struct {
+	p    *Params
+	list []pipeline.TokenAdjust // by id
+	stop []int32                // sorted, each once
+	bans bool                   // stop ids are banned until MinTokens
 }
 
 // banned is the bias that bans a token.
 const banned = -100
 
-func newAdjustments(p *Params, prompt, stop []int32) adjustments {
-	a := adjustments{
-		p: p, index: map[int32]int{}, stop: stop, bans: p.MinTokens > 0 && len(stop) > 0,
-		counts: p.RepetitionPenalty != 1 || p.PresencePenalty != 0 || p.FrequencyPenalty != 0,
-	}
+// newAdjustments returns those of a request; stop are the model's ids besides the request's.
+func newAdjustments(p *Params, prompt, stop []int32) *requestAdjustments {
+	a := &requestAdjustments{p: p, stop: sortedIDs(p.StopIDs, stop)}
+	a.bans = p.MinTokens > 0 && len(a.stop) > 0
+	var seen, banned []int32
 	if p.RepetitionPenalty != 1 {
-		for _, id := range prompt {
-			a.list[a.entry(id)].Seen = 0
-		}
-	}
-	for _, id := range slices.Sorted(maps.Keys(p.LogitBias)) {
-		a.entry(id)
+		seen = sortedIDs(prompt)
 	}
 	if a.bans {
-		for _, id := range stop {
-			a.ban(id, true)
+		banned = a.stop
+	}
+	ids := sortedIDs(seen, banned, slices.Collect(maps.Keys(p.LogitBias)))
+	a.list = make([]pipeline.TokenAdjust, len(ids))
+	for i, id := range ids {
+		a.list[i] = pipeline.TokenAdjust{ID: id, Seen: -1, Bias: bias(p.LogitBias[id])}
+		if len(seen) > 0 && seen[0] == id {
+			a.list[i].Seen, seen = 0, seen[1:]
+		}
+		if len(banned) > 0 && banned[0] == id {
+			a.list[i].Bias, banned = float32(math.Inf(-1)), banned[1:]
 		}
 	}
 	return a
 }
 
-// entry returns the position of a token's entry, adding one with its bias where needed.
-func (a *adjustments) entry(id int32) int {
-	i, ok := a.index[id]
-	if !ok {
-		i = len(a.list)
-		a.index[id] = i
-		a.list = append(a.list, pipeline.TokenAdjust{ID: id, Seen: -1, Bias: bias(a.p.LogitBias[id])})
-	}
-	return i
+// sortedIDs returns the ids of all lists, each once.
+func sortedIDs(lists ...[]int32) []int32 {
+	ids := slices.Concat(lists...)
+	slices.Sort(ids)
+	return slices.Compact(ids)
 }
 
 func bias(b float32) float32 {
@@ -63,25 +60,72 @@ func bias(b float32) float32 {
 	return b
 }
 
-func (a *adjustments) ban(id int32, on bool) {
-	e := &a.list[a.entry(id)]
-	e.Bias = bias(a.p.LogitBias[id])
-	if on {
-		e.Bias = float32(math.Inf(-1))
+// adjustments lists the tokens whose logits penalties, biases and bans change for one sample. Each
+// token is in the list once, in a deterministic order; a step adds at most one.
+type adjustments struct {
+	*requestAdjustments
+	// list is the request's, which samples share, until the first change. Tokens that the request's
+	// does not have follow it; index has their positions.
+	list      []pipeline.TokenAdjust
+	own       bool
+	index     map[int32]int
+	bans      bool
+	counts    bool // penalties need the tokens of the completion
+	generated int
+}
+
+func (r *requestAdjustments) sample() adjustments {
+	return adjustments{
+		requestAdjustments: r, list: r.list, bans: r.bans,
+		counts: r.p.RepetitionPenalty != 1 || r.p.PresencePenalty != 0 || r.p.FrequencyPenalty != 0,
 	}
+}
+
+// ends says whether a token ends the sample.
+func (a *adjustments) ends(id int32) bool {
+	_, ok := slices.BinarySearch(a.stop, id)
+	return ok
+}
+
+// change makes the list the sample's own.
+func (a *adjustments) change() {
+	if !a.own {
+		a.list, a.own = slices.Clone(a.list), true
+	}
+}
+
+// entry returns the entry of a token, which it adds where there is none.
+func (a *adjustments) entry(id int32) *pipeline.TokenAdjust {
+	i, ok := slices.BinarySearchFunc(a.requestAdjustments.list, id, func(t pipeline.TokenAdjust, id int32) int { return cmp.Compare(t.ID, id) })
+	if !ok {
+		if i, ok = a.index[id]; !ok {
+			if a.index == nil {
+				a.index = map[int32]int{}
+			}
+			i = len(a.list)
+			a.index[id] = i
+			a.list = append(a.list, pipeline.TokenAdjust{ID: id, Seen: -1})
+		}
+	}
+	return &a.list[i]
 }
 
 // addToken counts a token of the completion.
 func (a *adjustments) addToken(id int32) {
 	a.generated++
 	if a.counts {
-		e := &a.list[a.entry(id)]
+		a.change()
+		e := a.entry(id)
 		e.Seen = max(e.Seen, 0) + 1
 	}
 	if a.bans && a.generated >= a.p.MinTokens {
 		a.bans = false
-		for _, id := range a.stop {
-			a.ban(id, false)
+		a.change()
+		stop := a.stop
+		for i := range a.requestAdjustments.list { // both are sorted
+			if e := &a.list[i]; len(stop) > 0 && stop[0] == e.ID {
+				e.Bias, stop = bias(a.p.LogitBias[e.ID]), stop[1:]
+			}
 		}
 	}
 }

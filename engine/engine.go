@@ -200,6 +200,7 @@ type submission struct {
 	job          *Job
 	req          Request
 	ctx          context.Context
+	adjust       *requestAdjustments
 	limit        int // maximum tokens of a sample, prompt included
 	unfinished   int // unfinished samples
 	finish       []FinishReason
@@ -339,9 +340,15 @@ func (e *Engine) admissible(r Request) (*submission, error) {
 	if have := e.o.KV.Capacity(); limit > have {
 		return nil, fmt.Errorf("engine: %w: prompt and completion need %d tokens, the KV cache holds %d; lower max_tokens, or give the KV cache more memory (--gpu-memory-utilization, --offload-fraction)", ErrPromptTooLong, limit, have)
 	}
-	return &submission{
+	s := &submission{
 		job: newJob(e.o.Now(), len(r.Prompt)), req: r, limit: limit, unfinished: r.Params.N, finish: make([]FinishReason, r.Params.N),
-	}, nil
+	}
+	stop := e.o.StopIDs
+	if r.Params.IgnoreEOS {
+		stop = nil
+	}
+	s.adjust = newAdjustments(&s.req.Params, r.Prompt, stop)
+	return s, nil
 }
 
 // Close rejects new requests and waits until an active Run or Generate has finished those
@@ -509,7 +516,7 @@ func (e *Engine) takeIn() {
 			if e.o.Tokenizer != nil {
 				q.text = newDetokenizer(e.o.Tokenizer.NewStream(true), s.req.Params.Stop, s.req.Params.IncludeStop)
 			}
-			q.adjust = newAdjustments(&s.req.Params, s.req.Prompt, e.stopIDs(&s.req.Params))
+			q.adjust = s.adjust.sample()
 			e.seqs[e.next] = q
 			e.sched.Add(e.next, q.table, len(q.tokens), s.limit)
 			e.next++
@@ -523,16 +530,6 @@ func (e *Engine) takeIn() {
 			e.abort(id, q, nil)
 		}
 	}
-}
-
-// stopIDs returns the stop ids of a request and, unless it ignores EOS, of the model.
-func (e *Engine) stopIDs(p *Params) []int32 {
-	ids := slices.Clone(p.StopIDs)
-	if !p.IgnoreEOS {
-		ids = append(ids, e.o.StopIDs...)
-	}
-	slices.Sort(ids)
-	return slices.Compact(ids)
 }
 
 // abortAll ends all requests, with err or, where err is nil, as aborted.
@@ -702,7 +699,7 @@ func (e *Engine) addToken(id scheduler.ID, q *sequence, t Token, now time.Time) 
 	q.adjust.addToken(t.ID)
 	d := e.addUpdate(q, now)
 	d.hasToken, d.token, d.needsText = true, t, q.text != nil
-	if d.stop = slices.Contains(q.adjust.stop, t.ID); d.stop {
+	if d.stop = q.adjust.ends(t.ID); d.stop {
 		d.finish = FinishStop
 	} else if len(q.tokens) >= q.sub.limit {
 		d.finish = FinishLength

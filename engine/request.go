@@ -96,10 +96,12 @@ func DefaultParams() Params {
 	return Params{MaxTokens: 16, TopP: 1, RepetitionPenalty: 1, N: 1}
 }
 
-// MaxN and MaxStop are the maxima of Params.N and of the number of stop strings.
+// MaxN is the maximum of Params.N, MaxStop that of the number of stop strings, and MaxStopBytes that of
+// the length of each.
 const (
-	MaxN    = 128
-	MaxStop = 16
+	MaxN         = 128
+	MaxStop      = 16
+	MaxStopBytes = 1024
 )
 
 // Validate reports the first invalid parameter, as a *ParamError. vocab is the model's
@@ -132,6 +134,8 @@ func (p *Params) Validate(vocab int) error {
 		return bad("n", p.N, fmt.Sprintf("from 1 to %d", MaxN))
 	case len(p.Stop) > MaxStop:
 		return bad("stop", fmt.Sprintf("a list of %d", len(p.Stop)), fmt.Sprintf("at most %d strings", MaxStop))
+	case len(p.StopIDs) > vocab:
+		return bad("stop_token_ids", fmt.Sprintf("a list of %d", len(p.StopIDs)), fmt.Sprintf("at most as long as the vocabulary, %d", vocab))
 	}
 	for id, b := range p.LogitBias {
 		if id < 0 || int(id) >= vocab {
@@ -149,6 +153,9 @@ func (p *Params) Validate(vocab int) error {
 	for _, s := range p.Stop {
 		if s == "" {
 			return bad("stop", `""`, "without empty strings")
+		}
+		if len(s) > MaxStopBytes {
+			return bad("stop", fmt.Sprintf("a string of %d bytes", len(s)), fmt.Sprintf("at most %d bytes", MaxStopBytes))
 		}
 	}
 	return nil

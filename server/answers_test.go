@@ -421,7 +421,7 @@ func TestTemplateInput(t *testing.T) {
 	if got := fmt.Sprintf("%s", tmpl.messages); got != fmt.Sprintf("%s", want) {
 		t.Errorf("%s, want %s", got, want)
 	}
-	if o := tmpl.options; !o.AddGenerationPrompt || o.Tools != nil || o.Extra["enable_thinking"] != false {
+	if o := tmpl.options; !o.AddGenerationPrompt || o.Tools != nil || fmt.Sprintf("%s", o.Extra["enable_thinking"]) != "false" {
 		t.Errorf("%+v", o)
 	}
 	h.post("/v1/chat/completions", chatBody("1", `, "max_tokens": 1, "tools": [{"type": "function"}]`))

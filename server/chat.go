@@ -28,7 +28,7 @@ type conversation struct {
 
 // parseChat reads the body of /v1/chat/completions.
 func (m *Model) parseChat(o *object) (*chatRequest, error) {
-	r := &chatRequest{common: parseCommon(o, m.Defaults)}
+	r := &chatRequest{common: parseCommon(o, m)}
 	parseMaxTokens(o, &r.common, "max_completion_tokens") // the newer name goes first
 	o.flag("logprobs", &r.params.LogProbs)
 	if o.integer("top_logprobs", &r.params.TopLogProbs) && r.params.TopLogProbs != 0 && !r.params.LogProbs {
@@ -53,11 +53,7 @@ func parseConversation(o *object) *conversation {
 	o.flag("add_generation_prompt", &c.options.AddGenerationPrompt)
 	o.flag("add_special_tokens", &c.special)
 	o.settle(inConversation)
-	if raw, ok := o.pop("chat_template_kwargs"); ok {
-		if json.Unmarshal(raw, &c.options.Extra) != nil {
-			o.wrongType("chat_template_kwargs", "an object", raw)
-		}
-	}
+	parseTemplateVariables(o, c)
 	var effort string
 	if o.text("reasoning_effort", &effort) {
 		if _, ok := c.options.Extra["reasoning_effort"]; !ok {
@@ -65,7 +61,12 @@ func parseConversation(o *object) *conversation {
 		}
 	}
 	parseTools(o, c)
-	messages, ok := o.list("messages", "an array of messages")
+	if raw := o.members["messages"]; o.err == nil {
+		if _, values := extent(raw); values > maxMessageValues {
+			o.tooMany("messages", maxMessageValues, "JSON values")
+		}
+	}
+	messages, ok := o.list("messages", "an array of messages", maxMessages)
 	if !ok {
 		o.fail("messages", "missing_required_parameter", "Missing required parameter: 'messages'.")
 	} else if len(messages) == 0 {
@@ -90,17 +91,62 @@ func (c *conversation) setVariable(name string, value any) {
 	c.options.Extra[name] = value
 }
 
+// reserved are variables of chat templates that a request sets by members of their own, or not at
+// all: a gateway that checks messages must not be deceived by others in chat_template_kwargs.
+var reserved = []string{
+	"messages", "tools", "add_generation_prompt", "continue_final_message",
+	"bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token", "additional_special_tokens",
+	"raise_exception", "strftime_now", "chat_template", "tokenize",
+}
+
+// parseTemplateVariables parses chat_template_kwargs.
+func parseTemplateVariables(o *object, c *conversation) {
+	const member = "chat_template_kwargs"
+	raw, ok := o.pop("chat_template_kwargs")
+	switch {
+	case !ok:
+		return
+	case kindOf(raw) != "an object":
+		o.wrongType(member, "an object", raw)
+		return
+	case len(raw) > maxTemplateVariables:
+		o.fail(member, "invalid_value", "Invalid value for '%s': it has %d bytes, and the maximum is %d.", member, len(raw), maxTemplateVariables)
+		return
+	}
+	eachMember(raw, func(name string, value json.RawMessage) bool {
+		if slices.Contains(reserved, name) {
+			o.fail(member, "invalid_value", "Invalid value for '%s': it must not have %s, which the server sets.", member, name)
+		}
+		if c.setVariable(name, value); len(c.options.Extra) > maxMembers {
+			o.tooMany(member, maxMembers, "members")
+		}
+		return o.err == nil
+	})
+}
+
 // parseTools parses the tools that the template describes to the model. Tool calls of the
 // model are returned as text.
 func parseTools(o *object, c *conversation) {
 	raw, choice := json.RawMessage(nil), "auto"
 	if tools, ok := o.pop("tools"); ok {
-		var list []map[string]json.RawMessage
-		if json.Unmarshal(tools, &list) != nil {
+		if kindOf(tools) != "an array" {
 			o.wrongType("tools", "an array of objects", tools)
 			return
 		}
-		if len(list) > 0 {
+		if _, values := extent(tools); values > maxToolValues {
+			o.tooMany("tools", maxToolValues, "JSON values")
+			return
+		}
+		number := 0
+		eachItem(tools, func(tool json.RawMessage) bool {
+			if number++; kindOf(tool) != "an object" {
+				o.wrongType("tools", "an array of objects", tools)
+			} else if number > maxTools {
+				o.tooMany("tools", maxTools, "tools")
+			}
+			return o.err == nil
+		})
+		if number > 0 {
 			raw = tools
 		}
 	}
@@ -169,12 +215,16 @@ func parseContent(o *object, m *chat.Message) (there bool, thinking json.RawMess
 	if kindOf(raw) == "a string" && json.Unmarshal(raw, &m.Content) == nil {
 		return true, nil
 	}
-	var parts []json.RawMessage
-	if json.Unmarshal(raw, &parts) != nil {
+	if kindOf(raw) != "an array" {
 		o.wrongType("content", "a string or an array of text parts", raw)
 		return true, nil
 	}
 	var texts, thoughts []string
+	var parts []json.RawMessage // as many as maxMessageValues allows
+	eachItem(raw, func(part json.RawMessage) bool {
+		parts = append(parts, part)
+		return true
+	})
 	for i, raw := range parts {
 		p := &object{path: fmt.Sprintf("%s[%d]", o.name("content"), i)}
 		p.parse(raw, "'"+p.path+"'")
@@ -237,7 +287,13 @@ func parseToolCalls(o *object) json.RawMessage {
 		}
 		var text string
 		var arguments map[string]json.RawMessage
-		if json.Unmarshal(function["arguments"], &text) == nil && json.Unmarshal([]byte(text), &arguments) == nil && arguments != nil {
+		if json.Unmarshal(function["arguments"], &text) == nil {
+			if _, values := extent([]byte(text)); values > maxToolValues {
+				o.tooMany("tool_calls", maxToolValues, "JSON values")
+				return nil
+			}
+		}
+		if text != "" && json.Unmarshal([]byte(text), &arguments) == nil && arguments != nil {
 			function["arguments"] = json.RawMessage(text)
 		}
 		data, err := json.Marshal(function)

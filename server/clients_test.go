@@ -104,12 +104,12 @@ func TestReasoningEffort(t *testing.T) {
 	h := start(t, options{change: func(m *server.Model) { m.Template = tmpl }})
 	for more, want := range map[string]any{
 		`, "reasoning_effort": "low"`: "low",
-		`, "reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "high"}`: "high",
+		`, "reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "high"}`: `"high"`,
 		``: nil,
 	} {
 		h.post(chatPath, chatBody("1", more+`, "max_tokens": 1`))
-		if got := tmpl.options.Extra["reasoning_effort"]; got != want {
-			t.Errorf("%s: %v, want %v", more, got, want)
+		if got := tmpl.options.Extra["reasoning_effort"]; fmt.Sprintf("%s", got) != fmt.Sprintf("%s", want) {
+			t.Errorf("%s: %s, want %s", more, got, want)
 		}
 	}
 }

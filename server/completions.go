@@ -2,6 +2,7 @@ package server
 
 import (
 	"encoding/json"
+	"fmt"
 	"net/http"
 	"time"
 
@@ -27,7 +28,7 @@ type completionRequest struct {
 
 // parseCompletion reads the body of /v1/completions.
 func (s *Server) parseCompletion(m *Model, o *object) (*completionRequest, error) {
-	r := &completionRequest{common: parseCommon(o, m.Defaults)}
+	r := &completionRequest{common: parseCommon(o, m)}
 	special := true
 	o.flag("add_special_tokens", &special)
 	o.flag("echo", &r.echo)
@@ -65,15 +66,21 @@ func (m *Model) prompts(o *object, raw json.RawMessage, special bool, most int) 
 	const want = "a string, an array of strings, an array of token ids, or an array of those"
 	items := []json.RawMessage{raw}
 	if kindOf(raw) == "an array" {
-		if ids, ok := parseIDs(raw); ok && len(ids) > 0 {
-			return []prompt{m.decoded(ids)}, nil
+		if ids, ok := parseIDs(raw, m.MaxModelLen); ok && len(ids) > 0 {
+			items, most = items[:1], 1 // one prompt
+		} else {
+			items = items[:0]
+			eachItem(raw, func(item json.RawMessage) bool {
+				items = append(items, item)
+				return len(items) <= most
+			})
 		}
-		if json.Unmarshal(raw, &items) != nil || len(items) == 0 {
+		if len(items) == 0 {
 			o.fail("prompt", "invalid_value", "Invalid value for 'prompt': it is an empty array.")
 		}
 	}
 	if len(items) > most {
-		o.fail("prompt", "invalid_value", "Invalid value for 'prompt': it has %d prompts, and with this n a request may have %d.", len(items), most)
+		o.fail("prompt", "invalid_value", "Invalid value for 'prompt': it has more than %d prompts, which is the maximum of a request with this n.", most)
 		items = nil
 	}
 	prompts := make([]prompt, 0, len(items))
@@ -85,18 +92,20 @@ func (m *Model) prompts(o *object, raw json.RawMessage, special bool, most int) 
 				o.fail("prompt", "invalid_value", "The model has no tokenizer: give the prompt as token ids.")
 				break
 			}
-			if json.Unmarshal(item, &p.text) != nil {
-				o.wrongType("prompt", want, item)
-			}
+			p.text = unquote(item)
 			var err error
 			if p.ids, err = m.Tokenizer.Encode(p.text, special); err != nil {
 				o.fail("prompt", "invalid_value", "The prompt cannot be turned into tokens: %v", err)
 			}
 			p.encoded = true
 		case "an array":
-			ids, ok := parseIDs(item)
+			ids, ok := parseIDs(item, m.MaxModelLen)
 			if !ok {
 				o.wrongIDs("prompt", item)
+				break
+			}
+			if len(ids) > m.MaxModelLen {
+				return nil, promptTooLong("prompt", m.MaxModelLen, fmt.Sprintf("more than %d", m.MaxModelLen))
 			}
 			p = m.decoded(ids)
 		default:

@@ -20,30 +20,63 @@ type object struct {
 	err     *Error
 }
 
+// Limits of a body besides its size. They are far above what clients send, and keep the work and the
+// memory of reading it in proportion to its bytes.
+const (
+	// maxDepth is the maximum nesting of objects and arrays.
+	maxDepth = 64
+	// maxMembers is the maximum number of members of an object that the API defines, and of the
+	// variables in chat_template_kwargs.
+	maxMembers = 256
+	// maxMessages is the maximum number of messages of a conversation, maxMessageValues that of JSON
+	// values and names in all of them.
+	maxMessages      = 8192
+	maxMessageValues = 1 << 18
+	// maxTools is the maximum number of tools, maxToolValues that of JSON values and names in them.
+	maxTools      = 1024
+	maxToolValues = 1 << 16
+	// maxTemplateVariables is the maximum size of chat_template_kwargs in bytes.
+	maxTemplateVariables = 64 << 10
+	// maxTokenIDs is the maximum number of ids for which nothing else sets a limit.
+	maxTokenIDs = 1 << 20
+)
+
 // parseBody reads a request's body, which must be one JSON object.
 func parseBody(body []byte) *object {
 	o := &object{}
+	body = bytes.TrimSpace(body)
 	switch {
-	case len(bytes.TrimSpace(body)) == 0:
+	case len(body) == 0:
 		o.err = badRequest("", "", "The body is empty: it must be a JSON object.")
 	case !utf8.Valid(body):
 		o.err = badRequest("", "", "The body is not valid UTF-8.")
+	case !json.Valid(body):
+		o.err = badRequest("", "", "The body is not valid JSON: %v.", json.Unmarshal(body, new(any)))
 	default:
+		if depth, _ := extent(body); depth > maxDepth {
+			o.err = badRequest("", "invalid_value", "The body is nested %d levels deep: the maximum is %d.", depth, maxDepth)
+			break
+		}
 		o.parse(body, "The body")
 	}
 	return o
 }
 
-// parse fills the members; what names the object in errors.
+// parse fills the members from data, which is a part of a body that parseBody has checked; what
+// names the object in errors.
 func (o *object) parse(data []byte, what string) {
-	err := json.Unmarshal(data, &o.members)
-	if err != nil && !json.Valid(data) {
-		o.err = badRequest(o.path, "", "%s is not valid JSON: %v.", what, err)
+	if kind := kindOf(data); kind != "an object" {
+		o.err = badRequest(o.path, "invalid_type", "%s must be a JSON object, and is %s.", what, kind)
 		return
 	}
-	if err != nil || o.members == nil {
-		o.err = badRequest(o.path, "invalid_type", "%s must be a JSON object, and is %s.", what, kindOf(data))
-	}
+	o.members = map[string]json.RawMessage{}
+	eachMember(data, func(name string, value json.RawMessage) bool {
+		o.members[name] = value
+		if len(o.members) > maxMembers {
+			o.err = badRequest(o.path, "invalid_value", "%s has more than %d members.", what, maxMembers)
+		}
+		return o.err == nil
+	})
 }
 
 // name of a member in errors.
@@ -186,29 +219,46 @@ func (o *object) number(member string, to *float32) bool {
 	return true
 }
 
-// list parses a member that is an array.
-func (o *object) list(member, of string) ([]json.RawMessage, bool) {
+// list parses a member that is an array of at most limit items.
+func (o *object) list(member, of string, limit int) ([]json.RawMessage, bool) {
 	raw, ok := o.pop(member)
 	if !ok {
 		return nil, false
 	}
-	var values []json.RawMessage
-	if json.Unmarshal(raw, &values) != nil {
+	if kindOf(raw) != "an array" {
 		o.wrongType(member, of, raw)
 		return nil, false
 	}
-	return values, true
+	items := []json.RawMessage{}
+	eachItem(raw, func(item json.RawMessage) bool {
+		if len(items) == limit {
+			o.tooMany(member, limit, "items")
+			return false
+		}
+		items = append(items, item)
+		return true
+	})
+	return items, o.err == nil
 }
 
-// ids parses a list of token ids.
-func (o *object) ids(member string, to *[]int32) bool {
+// tooMany is the error for a member with more of something than its limit.
+func (o *object) tooMany(member string, limit int, what string) {
+	o.fail(member, "invalid_value", "Invalid value for '%s': it has more than %d %s.", o.name(member), limit, what)
+}
+
+// ids parses a list of at most limit token ids.
+func (o *object) ids(member string, to *[]int32, limit int) bool {
 	raw, ok := o.pop(member)
 	if !ok {
 		return false
 	}
-	ids, ok := parseIDs(raw)
+	ids, ok := parseIDs(raw, limit)
 	if !ok {
 		o.wrongIDs(member, raw)
+		return false
+	}
+	if len(ids) > limit {
+		o.tooMany(member, limit, "token ids")
 		return false
 	}
 	*to = ids
@@ -223,20 +273,21 @@ func (o *object) wrongIDs(member string, raw json.RawMessage) {
 	o.fail(member, "invalid_type", "Invalid type for '%s': token ids must be whole numbers from 0 to %d.", o.name(member), math.MaxInt32)
 }
 
-// parseIDs reads an array of token ids.
-func parseIDs(raw json.RawMessage) ([]int32, bool) {
-	var values []*int32 // pointers, as null would be read as 0
-	if json.Unmarshal(raw, &values) != nil {
+// parseIDs reads an array of token ids, of which it returns up to limit+1; false where one of these is
+// none.
+func parseIDs(raw json.RawMessage, limit int) ([]int32, bool) {
+	if kindOf(raw) != "an array" {
 		return nil, false
 	}
-	ids := make([]int32, len(values))
-	for i, v := range values {
-		if v == nil || *v < 0 {
-			return nil, false
+	ids, ok := []int32{}, true
+	eachItem(raw, func(item json.RawMessage) bool {
+		var id int32
+		if id, ok = tokenID(item); ok {
+			ids = append(ids, id)
 		}
-		ids[i] = *v
-	}
-	return ids, true
+		return ok && len(ids) <= limit
+	})
+	return ids, ok
 }
 
 // sub parses a member that is an object; nil if it is absent.

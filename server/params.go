@@ -41,8 +41,8 @@ func (c *common) chunkUsage(tokens int) any {
 }
 
 // parseCommon parses the members that completions and chats share.
-func parseCommon(o *object, defaults engine.Params) common {
-	c := common{params: defaults}
+func parseCommon(o *object, m *Model) common {
+	c := common{params: m.Defaults}
 	p := &c.params
 	o.settle(inBody)
 	o.text("model", &c.model)
@@ -65,9 +65,9 @@ func parseCommon(o *object, defaults engine.Params) common {
 	if o.integer("n", &p.N) && (p.N < 1 || p.N > engine.MaxN) {
 		o.fail("n", "invalid_value", "Invalid value for 'n': it must be from 1 to %d, and is %d.", engine.MaxN, p.N)
 	}
-	parseLogitBias(o, p)
+	parseLogitBias(o, p, m.vocab())
 	parseStop(o, p)
-	o.ids("stop_token_ids", &p.StopIDs)
+	o.ids("stop_token_ids", &p.StopIDs, m.vocab())
 	o.flag("include_stop_str_in_output", &p.IncludeStop)
 	o.flag("ignore_eos", &p.IgnoreEOS)
 	o.flag("return_token_ids", &c.tokenIDs)
@@ -91,55 +91,78 @@ func parseMaxTokens(o *object, c *common, member string) {
 	}
 }
 
-// parseLogitBias parses logit_bias, an object of token ids.
-func parseLogitBias(o *object, p *engine.Params) {
-	bias := o.sub("logit_bias")
-	if bias == nil {
+// parseLogitBias parses logit_bias, an object of token ids. An id has one spelling, and is there
+// once: of two biases of one token, neither is the right one.
+func parseLogitBias(o *object, p *engine.Params, limit int) {
+	const member = "logit_bias"
+	raw, ok := o.pop("logit_bias")
+	if !ok {
 		return
 	}
-	p.LogitBias = make(map[int32]float32, len(bias.members))
-	ids := make([]string, 0, len(bias.members))
-	for id := range bias.members {
-		ids = append(ids, id)
+	if kind := kindOf(raw); kind != "an object" {
+		o.fail(member, "invalid_type", "'%s' must be a JSON object, and is %s.", member, kind)
+		return
 	}
-	for _, name := range ids {
-		id, err := strconv.ParseInt(name, 10, 32)
-		if err != nil || id < 0 {
-			o.fail("logit_bias", "invalid_value", "Invalid key in 'logit_bias': %s is not a token id.", strconv.Quote(truncate(name)))
-			return
+	p.LogitBias = map[int32]float32{}
+	eachMember(raw, func(name string, value json.RawMessage) bool {
+		id, ok := tokenID(json.RawMessage(name))
+		if !ok || len(name) > 1 && name[0] == '0' {
+			o.fail(member, "invalid_value", "Invalid key in '%s': %s is not a token id.", member, strconv.Quote(truncate(name)))
+			return false
 		}
-		var b float32
-		if bias.number(name, &b) {
-			p.LogitBias[int32(id)] = b
+		if _, ok := p.LogitBias[id]; ok {
+			o.fail(member, "invalid_value", "Invalid value for '%s': it has token %d twice.", member, id)
+			return false
 		}
-	}
-	o.close(bias)
+		if len(p.LogitBias) == limit {
+			o.tooMany(member, limit, "token ids")
+			return false
+		}
+		one := object{path: member, members: map[string]json.RawMessage{name: value}}
+		var bias float32
+		if !one.number(name, &bias) {
+			if one.err == nil {
+				one.wrongType(name, "a number", value)
+			}
+			o.err = one.err
+			return false
+		}
+		p.LogitBias[id] = bias
+		return true
+	})
 }
 
 // parseStop parses stop: a string, or a list of them.
 func parseStop(o *object, p *engine.Params) {
+	const member, want = "stop", "a string or an array of strings"
 	raw, ok := o.pop("stop")
 	if !ok {
 		return
 	}
-	if kindOf(raw) == "a string" {
-		p.Stop = make([]string, 1)
-		if json.Unmarshal(raw, &p.Stop[0]) == nil {
+	items := []json.RawMessage{raw}
+	if kindOf(raw) == "an array" {
+		items = items[:0]
+		eachItem(raw, func(item json.RawMessage) bool {
+			items = append(items, item)
+			return len(items) <= engine.MaxStop
+		})
+	}
+	p.Stop = make([]string, len(items))
+	for i, item := range items {
+		if kindOf(item) != "a string" {
+			o.wrongType(member, want, raw)
 			return
 		}
-	}
-	var stop []*string // pointers, as null would be read as ""
-	if json.Unmarshal(raw, &stop) != nil {
-		o.wrongType("stop", "a string or an array of strings", raw)
-		return
-	}
-	p.Stop = make([]string, len(stop))
-	for i, s := range stop {
-		if s == nil {
-			o.fail("stop", "invalid_type", "Invalid type for 'stop': it must be a string or an array of strings.")
+		// The engine has these limits too; they are checked here before the string is built.
+		if i == engine.MaxStop {
+			o.fail(member, "invalid_value", "Invalid value for '%s': it must have at most %d strings.", member, engine.MaxStop)
 			return
 		}
-		p.Stop[i] = *s
+		if len(item) > len(`""`)+len(`\u0000`)*engine.MaxStopBytes {
+			o.fail(member, "invalid_value", "Invalid value for '%s': a string must have at most %d bytes.", member, engine.MaxStopBytes)
+			return
+		}
+		p.Stop[i] = unquote(item)
 	}
 }
 
@@ -177,8 +200,7 @@ func (c *common) limit(prompt []int32, otherwise, maxModelLen int, promptParam s
 	room := maxModelLen - len(prompt)
 	switch {
 	case room < 1:
-		return badRequest(promptParam, "context_length_exceeded",
-			"This model's maximum context length is %d tokens, at least one of them for the completion, and the prompt has %d tokens. Shorten the prompt.", maxModelLen, len(prompt))
+		return promptTooLong(promptParam, maxModelLen, strconv.Itoa(len(prompt)))
 	case c.maxTokens > room:
 		return badRequest(c.maxTokensParam, "context_length_exceeded",
 			"This model's maximum context length is %d tokens. The prompt has %d tokens and %s is %d: the maximum for it is %d.",
@@ -191,4 +213,10 @@ func (c *common) limit(prompt []int32, otherwise, maxModelLen int, promptParam s
 		c.params.MaxTokens = room
 	}
 	return nil
+}
+
+// promptTooLong is the error for a prompt of that many tokens, as text.
+func promptTooLong(member string, maxModelLen int, tokens string) *Error {
+	return badRequest(member, "context_length_exceeded",
+		"This model's maximum context length is %d tokens, at least one of them for the completion, and the prompt has %s tokens. Shorten the prompt.", maxModelLen, tokens)
 }

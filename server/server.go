@@ -49,6 +49,8 @@ type Model struct {
 	Template  Template            // nil: there are no chats
 	// MaxModelLen is the maximum of prompt and completion tokens together.
 	MaxModelLen int
+	// Vocab is the number of token ids, which bounds lists of them. 0: not known.
+	Vocab int
 	// Defaults of parameters that a request does not give. OpenAI's temperature is 1.
 	Defaults engine.Params
 	// ChatTokens is max_tokens of chats that give none; 0: all that fits.
@@ -355,6 +357,14 @@ func (s *Server) current() (*Model, error) {
 		return nil, notNow(errors.New("the model is still loading"))
 	}
 	return m, nil
+}
+
+// vocab is the maximum number of token ids in a list of different ones.
+func (m *Model) vocab() int {
+	if m.Vocab > 0 {
+		return m.Vocab
+	}
+	return maxTokenIDs
 }
 
 // known checks that a request is for this model; one that names none is.

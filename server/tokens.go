@@ -76,7 +76,7 @@ func (s *Server) detokenize(w *response, r *http.Request) error {
 	var name string
 	var ids []int32
 	o.text("model", &name)
-	if !o.ids("tokens", &ids) {
+	if !o.ids("tokens", &ids, maxTokenIDs) {
 		o.fail("tokens", "missing_required_parameter", "Missing required parameter: 'tokens'.")
 	}
 	if err := o.end(); err != nil {

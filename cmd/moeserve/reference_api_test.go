@@ -182,7 +182,7 @@ func TestReferenceAPI(t *testing.T) {
 func serverNames(t *testing.T) (known, paths []string) {
 	t.Helper()
 	reads := []string{"text", "flag", "integer", "number", "int64", "ids", "pop", "sub", "list", "unsupported"}
-	in := []string{"parseCommon", "parseStop", "parseLogitBias", "parseStreamOptions", "parseResponseFormat", "parseCompletion", "parseChat", "parseConversation", "parseTools"}
+	in := []string{"parseCommon", "parseStop", "parseLogitBias", "parseStreamOptions", "parseResponseFormat", "parseCompletion", "parseChat", "parseConversation", "parseTemplateVariables", "parseTools"}
 	plain := regexp.MustCompile(`^[a-z][a-z_]*$`)
 	found := map[string]bool{}
 	literal := func(e ast.Expr) (string, bool) {

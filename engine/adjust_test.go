@@ -1,0 +1,93 @@
+package engine
+
+import (
+	"maps"
+	"math"
+	"math/rand/v2"
+	"slices"
+	"testing"
+
+	"github.com/moeserve/moeserve/pipeline"
+)
+
+// What a step gets of a sample is what the parameters say of each token, one by one, whatever
+// other samples of the request have sampled.
+func TestAdjustments(t *testing.T) {
+	rng := rand.New(rand.NewPCG(1, 2))
+	const vocab = 24
+	ids := func(n int) []int32 {
+		list := make([]int32, rng.IntN(n))
+		for i := range list {
+			list[i] = rng.Int32N(vocab)
+		}
+		return list
+	}
+	for range 2000 {
+		p := DefaultParams()
+		p.MinTokens, p.StopIDs = rng.IntN(4), ids(6)
+		p.RepetitionPenalty = []float32{1, 1.5}[rng.IntN(2)]
+		p.FrequencyPenalty = []float32{0, 0.5}[rng.IntN(2)]
+		p.LogitBias = map[int32]float32{}
+		for _, id := range ids(8) {
+			p.LogitBias[id] = []float32{-100, 0, 3}[rng.IntN(3)]
+		}
+		prompt, model := ids(10), ids(3)
+		request := newAdjustments(&p, prompt, model)
+		samples := []adjustments{request.sample(), request.sample()}
+		completions := make([][]int32, len(samples))
+		for range 8 {
+			k := rng.IntN(len(samples))
+			id := rng.Int32N(vocab)
+			samples[k].addToken(id)
+			completions[k] = append(completions[k], id)
+			for k := range samples {
+				want := map[int32]pipeline.TokenAdjust{}
+				for id := range int32(vocab) {
+					w := pipeline.TokenAdjust{ID: id, Seen: -1, Bias: bias(p.LogitBias[id])}
+					_, listed := p.LogitBias[id]
+					if p.RepetitionPenalty != 1 && slices.Contains(prompt, id) {
+						w.Seen = 0
+					}
+					for _, c := range completions[k] {
+						if c == id && (p.RepetitionPenalty != 1 || p.FrequencyPenalty != 0) {
+							w.Seen = max(w.Seen, 0) + 1
+						}
+					}
+					stops := slices.Contains(p.StopIDs, id) || slices.Contains(model, id)
+					if stops && len(completions[k]) < p.MinTokens {
+						w.Bias = float32(math.Inf(-1))
+					}
+					if samples[k].ends(id) != stops {
+						t.Fatalf("token %d ends: %v, want %v", id, !stops, stops)
+					}
+					if listed || w.Seen >= 0 || stops && p.MinTokens > 0 {
+						want[id] = w
+					}
+				}
+				got := map[int32]pipeline.TokenAdjust{}
+				for _, a := range samples[k].list {
+					got[a.ID] = a
+				}
+				if len(got) != len(samples[k].list) || !maps.Equal(got, want) {
+					t.Fatalf("%+v, prompt %v, model's stop ids %v, completion %v: %+v, want %+v", p, prompt, model, completions[k], samples[k].list, want)
+				}
+			}
+		}
+	}
+}
+
+// A request's lists are made once, before the engine's goroutine sees it: a sample costs nothing,
+// however long they are.
+func TestSampleOfLongListsIsFree(t *testing.T) {
+	p := DefaultParams()
+	p.MinTokens, p.LogitBias = 1, map[int32]float32{}
+	for id := range int32(50_000) {
+		p.StopIDs = append(p.StopIDs, 50_000-id)
+		p.LogitBias[id] = 1
+	}
+	request := newAdjustments(&p, []int32{1}, nil)
+	var sample adjustments
+	if n := testing.AllocsPerRun(10, func() { sample = request.sample() }); n != 0 || len(sample.list) != 50_001 {
+		t.Errorf("%v allocations, %d entries", n, len(sample.list))
+	}
+}
