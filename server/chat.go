@@ -1,6 +1,7 @@
 package server
 
 import (
+	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -27,7 +28,7 @@ type conversation struct {
 }
 
 // parseChat reads the body of /v1/chat/completions.
-func (m *Model) parseChat(o *object) (*chatRequest, error) {
+func (m *Model) parseChat(ctx context.Context, o *object) (*chatRequest, error) {
 	r := &chatRequest{common: parseCommon(o, m)}
 	parseMaxTokens(o, &r.common, "max_completion_tokens") // the newer name goes first
 	o.flag("logprobs", &r.params.LogProbs)
@@ -43,7 +44,7 @@ func (m *Model) parseChat(o *object) (*chatRequest, error) {
 		return nil, err
 	}
 	var err error
-	r.prompt, err = m.render(c)
+	r.prompt, err = m.render(ctx, c)
 	return r, err
 }
 
@@ -311,9 +312,12 @@ func parseToolCalls(o *object) json.RawMessage {
 }
 
 // render puts a conversation through the template and encodes it.
-func (m *Model) render(c *conversation) ([]int32, error) {
+func (m *Model) render(ctx context.Context, c *conversation) ([]int32, error) {
 	if m.Template == nil || m.Tokenizer == nil {
 		return nil, badRequest("messages", "no_chat_template", "The model has no chat template: use /v1/completions.")
+	}
+	if ctx.Err() != nil {
+		return nil, asError(ctx, ctx.Err(), "messages")
 	}
 	text, err := m.Template.Render(c.messages, c.options)
 	if err == nil && c.options.Tools != nil {
@@ -331,6 +335,9 @@ func (m *Model) render(c *conversation) ([]int32, error) {
 	if err != nil {
 		return nil, badRequest("messages", "invalid_value", "The model's chat template cannot render the messages: %v", err)
 	}
+	if ctx.Err() != nil {
+		return nil, asError(ctx, ctx.Err(), "messages")
+	}
 	ids, err := m.Tokenizer.Encode(text, c.special)
 	if err != nil {
 		return nil, badRequest("messages", "invalid_value", "The messages cannot be turned into tokens: %v", err)
@@ -342,12 +349,13 @@ func (m *Model) render(c *conversation) ([]int32, error) {
 }
 
 func (s *Server) chat(w *response, r *http.Request) error {
-	m, o, err := s.body(w, r)
-	if err != nil {
+	var m *Model
+	var req *chatRequest
+	if err := s.prepare(w, r, func(ctx context.Context, model *Model, o *object) (err error) {
+		m = model
+		req, err = m.parseChat(ctx, o)
 		return err
-	}
-	req, err := m.parseChat(o)
-	if err != nil {
+	}); err != nil {
 		return err
 	}
 	if err := req.limit(req.prompt, m.ChatTokens, m.MaxModelLen, "messages"); err != nil {

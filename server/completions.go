@@ -1,6 +1,7 @@
 package server
 
 import (
+	"context"
 	"encoding/json"
 	"fmt"
 	"net/http"
@@ -27,7 +28,7 @@ type completionRequest struct {
 }
 
 // parseCompletion reads the body of /v1/completions.
-func (s *Server) parseCompletion(m *Model, o *object) (*completionRequest, error) {
+func (s *Server) parseCompletion(ctx context.Context, m *Model, o *object) (*completionRequest, error) {
 	r := &completionRequest{common: parseCommon(o, m)}
 	special := true
 	o.flag("add_special_tokens", &special)
@@ -57,12 +58,12 @@ func (s *Server) parseCompletion(m *Model, o *object) (*completionRequest, error
 		return nil, err
 	}
 	var err error
-	r.prompts, err = m.prompts(o, raw, special, max(1, s.o.MaxSamples/r.params.N))
+	r.prompts, err = m.prompts(ctx, o, raw, special, max(1, s.o.MaxSamples/r.params.N))
 	return r, err
 }
 
 // prompts reads a prompt: text, a list of texts, token ids, or a list of those.
-func (m *Model) prompts(o *object, raw json.RawMessage, special bool, most int) ([]prompt, error) {
+func (m *Model) prompts(ctx context.Context, o *object, raw json.RawMessage, special bool, most int) ([]prompt, error) {
 	const want = "a string, an array of strings, an array of token ids, or an array of those"
 	items := []json.RawMessage{raw}
 	if kindOf(raw) == "an array" {
@@ -85,6 +86,9 @@ func (m *Model) prompts(o *object, raw json.RawMessage, special bool, most int) 
 	}
 	prompts := make([]prompt, 0, len(items))
 	for _, item := range items {
+		if ctx.Err() != nil {
+			return nil, asError(ctx, ctx.Err(), "prompt")
+		}
 		var p prompt
 		switch kindOf(item) {
 		case "a string":
@@ -129,12 +133,13 @@ func (m *Model) decoded(ids []int32) prompt {
 }
 
 func (s *Server) completions(w *response, r *http.Request) error {
-	m, o, err := s.body(w, r)
-	if err != nil {
+	var m *Model
+	var req *completionRequest
+	if err := s.prepare(w, r, func(ctx context.Context, model *Model, o *object) (err error) {
+		m = model
+		req, err = s.parseCompletion(ctx, m, o)
 		return err
-	}
-	req, err := s.parseCompletion(m, o)
-	if err != nil {
+	}); err != nil {
 		return err
 	}
 	requests := make([]engine.Request, len(req.prompts))

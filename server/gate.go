@@ -14,10 +14,25 @@ type gate struct {
 	idle   chan struct{} // not nil once the gate is closed; closed once no request is inside
 }
 
+// check says whether a request would be admitted now.
+func (g *gate) check() error {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	return g.refusal()
+}
+
 // enter is followed by leave unless it returns an error.
 func (g *gate) enter() error {
 	g.mu.Lock()
 	defer g.mu.Unlock()
+	err := g.refusal()
+	if err == nil {
+		g.inside++
+	}
+	return err
+}
+
+func (g *gate) refusal() error {
 	if g.idle != nil {
 		return notNow(errStopping)
 	}
@@ -27,7 +42,6 @@ func (g *gate) enter() error {
 			Message: "too many requests in progress; retry later",
 		}
 	}
-	g.inside++
 	return nil
 }
 

@@ -4,10 +4,8 @@ import (
 	"bytes"
 	"encoding/json"
 	"errors"
-	"fmt"
 	"io"
 	"log/slog"
-	"net"
 	"net/http"
 	"time"
 )
@@ -19,12 +17,16 @@ type response struct {
 	// timeout of each write.
 	timeout time.Duration
 	// id of the request.
-	id  string
-	log *slog.Logger
+	id      string
+	log     *slog.Logger
+	request *http.Request
+	// unread: the request has a body, of which nothing is known to have come.
+	unread bool
 
-	// works: the request needs the model. ran is how it ran there; nil where it did not. refused
+	// works: the request needs the model; entered: it has passed the gate. ran is how it ran there; nil where it did not. refused
 	// is the error that was its response.
 	works   bool
+	entered bool
 	ran     *requestLog
 	refused *Error
 
@@ -43,7 +45,7 @@ func (e *writeError) Unwrap() error { return e.err }
 // WriteHeader implements http.ResponseWriter.
 func (w *response) WriteHeader(status int) {
 	if w.status == 0 {
-		w.status = status
+		w.begin(status)
 	}
 	w.ResponseWriter.WriteHeader(status)
 }
@@ -51,7 +53,7 @@ func (w *response) WriteHeader(status int) {
 // Write implements http.ResponseWriter.
 func (w *response) Write(p []byte) (int, error) {
 	if w.status == 0 {
-		w.status = http.StatusOK
+		w.begin(http.StatusOK)
 	}
 	return w.ResponseWriter.Write(p)
 }
@@ -67,39 +69,38 @@ func (w *response) deadline() {
 	}
 }
 
-// read reads a body up to a maximum length, within timeout.
-func (w *response) read(r *http.Request, limit int64, timeout time.Duration) ([]byte, error) {
-	tooLarge := &Error{
-		Status: http.StatusRequestEntityTooLarge, Type: invalidRequest, Code: "request_too_large",
-		Message: fmt.Sprintf("The body exceeds the maximum of %d bytes.", limit),
+// readUntil sets the time by which what is read next of the request must have come; zero: none.
+func (w *response) readUntil(t time.Time) {
+	if err := w.control.SetReadDeadline(t); err != nil && !errors.Is(err, http.ErrNotSupported) {
+		w.log.Debug("read deadline not set", "request_id", w.id, "err", err)
 	}
-	if r.ContentLength > limit {
-		return nil, tooLarge
+}
+
+// A body that the response does not depend on is read for discardTime, up to discardBytes, so that
+// the connection can have further requests. It is closed where that is not all.
+const (
+	discardTime  = 500 * time.Millisecond
+	discardBytes = 256 << 10
+)
+
+// begin precedes the first byte of the response.
+func (w *response) begin(status int) {
+	w.status = status
+	if !w.unread {
+		return
 	}
-	deadline := func(t time.Time) {
-		if err := w.control.SetReadDeadline(t); err != nil && !errors.Is(err, http.ErrNotSupported) {
-			w.log.Debug("read deadline not set", "request_id", w.id, "err", err)
+	w.unread = false
+	if w.request.Header.Get("Expect") != "" {
+		// The client has sent nothing, and now need not. The deadline is net/http's, which reads too.
+		w.readUntil(time.Unix(1, 0))
+	} else {
+		w.readUntil(time.Now().Add(discardTime))
+		if _, err := io.CopyN(io.Discard, w.request.Body, discardBytes+1); errors.Is(err, io.EOF) {
+			w.readUntil(time.Time{})
+			return
 		}
 	}
-	deadline(time.Now().Add(timeout))
-	data, err := io.ReadAll(http.MaxBytesReader(w, r.Body, limit))
-	var tooLong *http.MaxBytesError
-	var network net.Error
-	switch {
-	case errors.As(err, &tooLong):
-		return nil, tooLarge
-	case errors.As(err, &network) && network.Timeout():
-		w.Header().Set("Connection", "close")
-		return nil, &Error{
-			Status: http.StatusRequestTimeout, Type: invalidRequest, Code: "timeout",
-			Message: fmt.Sprintf("The body did not arrive within %v.", timeout),
-		}
-	case err != nil:
-		return nil, badRequest("", "", "The body cannot be read: %v.", err)
-	}
-	// From now on the connection is watched for a disconnect, however long the response takes.
-	deadline(time.Time{})
-	return data, nil
+	w.Header().Set("Connection", "close")
 }
 
 // marshal encodes v into the buffer, which is valid until the next call. What is

@@ -4,6 +4,7 @@ import (
 	"context"
 	"crypto/rand"
 	"crypto/subtle"
+	"crypto/tls"
 	"encoding/hex"
 	"errors"
 	"fmt"
@@ -12,10 +13,12 @@ import (
 	"net"
 	"net/http"
 	"regexp"
+	"runtime"
 	"runtime/debug"
 	"slices"
 	"strconv"
 	"strings"
+	"sync"
 	"sync/atomic"
 	"time"
 
@@ -84,6 +87,14 @@ type Options struct {
 	CORS CORS
 	// MaxRequestBytes bounds a body. Default: 16 MiB.
 	MaxRequestBytes int64
+	// MaxBodyBytes bounds the bodies of all requests that are being read or prepared. Default: four
+	// times MaxRequestBytes.
+	MaxBodyBytes int64
+	// Workers is the maximum of requests that are prepared at a time: parsed, put through the chat
+	// template, and tokenized. Default: GOMAXPROCS.
+	Workers int
+	// MaxConnections is the maximum of open connections. Default: 1024.
+	MaxConnections int
 	// MaxSamples of a request of several prompts: their number times n. More than the engine's
 	// queue holds would never be admitted. Default: 256.
 	MaxSamples int
@@ -95,6 +106,8 @@ type Options struct {
 	// DrainTimeout is how long running requests may continue once Serve is to end. 0: they are
 	// aborted.
 	DrainTimeout time.Duration
+	// TLS is what Serve encrypts connections with; nil: they are not encrypted.
+	TLS *tls.Config
 	// ReadTimeout is the limit for a client to send its request, WriteTimeout to read a part of
 	// the response. Default: 30 s.
 	ReadTimeout, WriteTimeout time.Duration
@@ -112,6 +125,15 @@ func (o Options) EnsureDefaults() Options {
 	}
 	if o.MaxRequestBytes == 0 {
 		o.MaxRequestBytes = 16 << 20
+	}
+	if o.MaxBodyBytes == 0 {
+		o.MaxBodyBytes = 4 * o.MaxRequestBytes
+	}
+	if o.Workers == 0 {
+		o.Workers = runtime.GOMAXPROCS(0)
+	}
+	if o.MaxConnections == 0 {
+		o.MaxConnections = 1024
 	}
 	if o.MaxSamples == 0 {
 		o.MaxSamples = 256
@@ -137,8 +159,12 @@ type Server struct {
 	o      Options
 	routes map[string]map[string]route // by path and method
 	// admin are the routes of the admin address.
-	admin map[string]map[string]route
-	gate  gate
+	admin  map[string]map[string]route
+	gate   gate
+	intake intake
+	// workers has an item for each request that is being prepared; large, one where a large body was.
+	workers chan struct{}
+	large   chan struct{}
 	// model is nil until there is one.
 	model atomic.Pointer[Model]
 	// failed is why the model cannot be served any more.
@@ -158,6 +184,8 @@ type route struct {
 func New(o Options) *Server {
 	s := &Server{o: o.EnsureDefaults()}
 	s.gate.limit = s.o.MaxConcurrent
+	s.intake = intake{limit: s.o.MaxRequestBytes, total: s.o.MaxBodyBytes, timeout: s.o.ReadTimeout, reading: map[*bodyReader]struct{}{}}
+	s.workers, s.large = make(chan struct{}, s.o.Workers), make(chan struct{}, 1)
 	get := func(r route) map[string]route { return map[string]route{http.MethodGet: r, http.MethodHead: r} }
 	work := func(h func(*response, *http.Request) error) map[string]route {
 		return map[string]route{http.MethodPost: {handle: h, works: true}}
@@ -203,8 +231,9 @@ func (s *Server) Fail(err error) { s.failed.Store(&err) }
 const (
 	maxHeaderBytes = 64 << 10
 	idleTimeout    = 2 * time.Minute
+	headerTimeout  = 10 * time.Second
 	// closing is the limit for clients to read the end of their last response.
-	closing = 5 * time.Second
+	closing = 2 * time.Second
 )
 
 // Serve serves connections of l until ctx is done. Then it refuses new requests, is no longer
@@ -212,12 +241,23 @@ const (
 // nil where ctx was its end.
 func (s *Server) Serve(ctx context.Context, l net.Listener) error {
 	base, cut := context.WithCancelCause(context.WithoutCancel(ctx))
-	defer cut(nil)
-	h := &http.Server{
-		Handler: s, ReadHeaderTimeout: s.o.ReadTimeout, IdleTimeout: idleTimeout, MaxHeaderBytes: maxHeaderBytes,
-		BaseContext: func(net.Listener) context.Context { return base },
-		ErrorLog:    slog.NewLogLogger(s.o.Log.Handler(), slog.LevelDebug),
+	conns := newConnections(l, s.o.MaxConnections)
+	l = conns
+	if s.o.TLS != nil {
+		l = tls.NewListener(conns, s.o.TLS)
 	}
+	h := &http.Server{
+		Handler: s, ReadHeaderTimeout: min(headerTimeout, s.o.ReadTimeout), IdleTimeout: idleTimeout, MaxHeaderBytes: maxHeaderBytes,
+		BaseContext: func(net.Listener) context.Context { return base },
+		ConnState:   conns.changed,
+		ErrorLog:    slog.NewLogLogger(s.o.Log.Handler(), slog.LevelDebug),
+		Protocols:   new(http.Protocols),
+	}
+	h.Protocols.SetHTTP1(true) // deadlines and limits are those of connections
+	var background sync.WaitGroup
+	background.Go(func() { s.freeMemory(base) })
+	defer background.Wait()
+	defer cut(nil)
 	served := make(chan error, 1)
 	go func() { served <- h.Serve(l) }()
 	var err error
@@ -227,6 +267,7 @@ func (s *Server) Serve(ctx context.Context, l net.Listener) error {
 	case <-ctx.Done():
 	}
 	idle := s.gate.close()
+	s.intake.close()
 	if err == nil {
 		running := s.gate.count()
 		if running > 0 && s.o.DrainTimeout > 0 {
@@ -261,8 +302,16 @@ func (s *Server) ServeHTTP(hw http.ResponseWriter, r *http.Request) { s.serve(s.
 // serve serves a request by the routes.
 func (s *Server) serve(routes map[string]map[string]route, hw http.ResponseWriter, r *http.Request) {
 	start := time.Now()
-	w := &response{ResponseWriter: hw, control: http.NewResponseController(hw), timeout: s.o.WriteTimeout, id: requestID(r), log: s.o.Log}
+	w := &response{
+		ResponseWriter: hw, control: http.NewResponseController(hw), timeout: s.o.WriteTimeout, id: requestID(r), log: s.o.Log,
+		request: r, unread: r.ContentLength != 0,
+	}
 	w.deadline() // in place of that of the connection's last response
+	if len(r.TransferEncoding) > 0 {
+		// Of a request that also has a Content-Length, which net/http removes, a proxy may have another
+		// idea of where the next one begins (RFC 9112, 6.1).
+		w.Header().Set("Connection", "close")
+	}
 	w.Header().Set("X-Request-Id", w.id)
 	w.Header().Set("X-Content-Type-Options", "nosniff")
 	defer func() {
@@ -315,14 +364,12 @@ func (s *Server) dispatch(routes map[string]map[string]route, w *response, r *ht
 			Message: "The API key is missing or wrong: send the header Authorization: Bearer KEY.",
 		}
 	}
-	if w.works = route.works; w.works {
-		if err := s.gate.enter(); err != nil {
-			// The response does not wait for the rest of the body.
-			_ = w.control.EnableFullDuplex()
-			return err
+	w.works = route.works
+	defer func() {
+		if w.entered {
+			s.gate.leave()
 		}
-		defer s.gate.leave()
-	}
+	}()
 	return route.handle(w, r)
 }
 
@@ -390,34 +437,98 @@ func (m *Model) called(name string) string {
 	return name
 }
 
-// body reads a JSON body, and finds the model that it is for.
-func (s *Server) body(w *response, r *http.Request) (*Model, *object, error) {
+// prepare reads a request's JSON body and has do make of it what the engine, or the response, is to
+// have. A request counts as in progress once its body is read; few are prepared at a time, in the
+// order in which they were admitted. ctx ends when the client leaves.
+func (s *Server) prepare(w *response, r *http.Request, do func(ctx context.Context, m *Model, o *object) error) error {
 	m, err := s.current()
 	if err != nil {
-		return nil, nil, err
+		return err
 	}
+	if err := s.gate.check(); err != nil {
+		return err
+	}
+	if err := jsonBody(r); err != nil {
+		return err
+	}
+	data, body, err := s.intake.take(w, r)
+	defer s.prepared(body)
+	if err != nil {
+		return err
+	}
+	if err := s.gate.enter(); err != nil {
+		return err
+	}
+	w.entered = true
+	ctx := r.Context()
+	select {
+	case s.workers <- struct{}{}:
+		defer func() { <-s.workers }()
+	case <-ctx.Done():
+		return asError(ctx, ctx.Err(), "")
+	}
+	o := parseBody(data)
+	if o.err != nil {
+		return o.err
+	}
+	if ctx.Err() != nil {
+		return asError(ctx, ctx.Err(), "")
+	}
+	return do(ctx, m, o)
+}
+
+// prepared ends the use of a body.
+func (s *Server) prepared(b *bodyReader) {
+	b.release()
+	if b.read >= largeBody {
+		select {
+		case s.large <- struct{}{}:
+		default:
+		}
+	}
+}
+
+// freeMemory returns memory to the system some time after large bodies have passed, until ctx ends:
+// the heap would else keep its size for minutes.
+func (s *Server) freeMemory(ctx context.Context) {
+	for {
+		select {
+		case <-s.large:
+		case <-ctx.Done():
+			return
+		}
+		select {
+		case <-time.After(freePause):
+		case <-ctx.Done():
+			return
+		}
+		debug.FreeOSMemory()
+	}
+}
+
+// freePause is between two times that memory is returned.
+const freePause = 3 * time.Second
+
+// jsonBody checks that a request says of its body that it is JSON.
+func jsonBody(r *http.Request) error {
 	sent := r.Header.Get("Content-Type")
 	if kind, _, err := mime.ParseMediaType(sent); err != nil || kind != "application/json" {
 		got := "is not given"
 		if sent != "" {
 			got = "is " + truncate(sent)
 		}
-		return nil, nil, &Error{
+		return &Error{
 			Status: http.StatusUnsupportedMediaType, Type: invalidRequest, Code: "unsupported_media_type",
 			Message: "The body must be JSON, and its Content-Type " + got + ": add the header Content-Type: application/json (curl: -H 'Content-Type: application/json').",
 		}
 	}
 	if e := r.Header.Get("Content-Encoding"); e != "" && e != "identity" {
-		return nil, nil, &Error{
+		return &Error{
 			Status: http.StatusUnsupportedMediaType, Type: invalidRequest, Code: "unsupported_media_type",
 			Message: "The body must not be compressed: send no Content-Encoding.",
 		}
 	}
-	data, err := w.read(r, s.o.MaxRequestBytes, s.o.ReadTimeout)
-	if err != nil {
-		return nil, nil, err
-	}
-	return m, parseBody(data), nil
+	return nil
 }
 
 func (s *Server) metrics(w *response, r *http.Request) error {

@@ -1,6 +1,7 @@
 package server
 
 import (
+	"context"
 	"net/http"
 )
 
@@ -14,10 +15,18 @@ type tokenized struct {
 
 // tokenize returns the ids of a text, or of messages in the chat template.
 func (s *Server) tokenize(w *response, r *http.Request) error {
-	m, o, err := s.body(w, r)
-	if err != nil {
+	var a *tokenized
+	if err := s.prepare(w, r, func(ctx context.Context, m *Model, o *object) (err error) {
+		a, err = m.tokenize(ctx, o)
+		return err
+	}); err != nil {
 		return err
 	}
+	w.json(http.StatusOK, a)
+	return nil
+}
+
+func (m *Model) tokenize(ctx context.Context, o *object) (*tokenized, error) {
 	var name, text string
 	var strs bool
 	o.text("model", &name)
@@ -35,19 +44,20 @@ func (s *Server) tokenize(w *response, r *http.Request) error {
 		o.fail("prompt", "missing_required_parameter", "Missing required parameter: 'prompt', a text, or 'messages'.")
 	}
 	if err := o.end(); err != nil {
-		return err
+		return nil, err
 	}
 	if err := m.known(name); err != nil {
-		return err
+		return nil, err
 	}
-	a := tokenized{MaxModelLen: m.MaxModelLen}
+	a := &tokenized{MaxModelLen: m.MaxModelLen}
+	var err error
 	switch {
 	case c != nil:
-		if a.Tokens, err = m.render(c); err != nil {
-			return err
+		if a.Tokens, err = m.render(ctx, c); err != nil {
+			return nil, err
 		}
 	case m.Tokenizer == nil:
-		return badRequest("prompt", "invalid_value", "The model has no tokenizer.")
+		return nil, badRequest("prompt", "invalid_value", "The model has no tokenizer.")
 	default:
 		if a.Tokens, err = m.Tokenizer.Encode(text, special); err != nil {
 			return badRequest("prompt", "invalid_value", "The prompt cannot be turned into tokens: %v", err)
@@ -63,16 +73,28 @@ func (s *Server) tokenize(w *response, r *http.Request) error {
 			a.TokenStrs[i], _ = m.Tokenizer.Token(id)
 		}
 	}
-	w.json(http.StatusOK, a)
-	return nil
+	return a, nil
+}
+
+// detokenized is vLLM's response of /detokenize.
+type detokenized struct {
+	Prompt string `json:"prompt"`
 }
 
 // detokenize returns the text of ids: with special tokens, without ids that are no tokens.
 func (s *Server) detokenize(w *response, r *http.Request) error {
-	m, o, err := s.body(w, r)
-	if err != nil {
+	var a detokenized
+	if err := s.prepare(w, r, func(_ context.Context, m *Model, o *object) (err error) {
+		a.Prompt, err = m.detokenize(o)
+		return err
+	}); err != nil {
 		return err
 	}
+	w.json(http.StatusOK, a)
+	return nil
+}
+
+func (m *Model) detokenize(o *object) (string, error) {
 	var name string
 	var ids []int32
 	o.text("model", &name)
@@ -80,16 +102,13 @@ func (s *Server) detokenize(w *response, r *http.Request) error {
 		o.fail("tokens", "missing_required_parameter", "Missing required parameter: 'tokens'.")
 	}
 	if err := o.end(); err != nil {
-		return err
+		return "", err
 	}
 	if err := m.known(name); err != nil {
-		return err
+		return "", err
 	}
 	if m.Tokenizer == nil {
-		return badRequest("tokens", "invalid_value", "The model has no tokenizer.")
+		return "", badRequest("tokens", "invalid_value", "The model has no tokenizer.")
 	}
-	w.json(http.StatusOK, struct {
-		Prompt string `json:"prompt"`
-	}{m.Tokenizer.Decode(ids, false)})
-	return nil
+	return m.Tokenizer.Decode(ids, false), nil
 }
