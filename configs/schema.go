@@ -310,6 +310,18 @@ var Schema = []Key{
 		Help: "maximum time that running requests get to finish at shutdown",
 	},
 	{
+		Name: "max-connections", Kind: Int, Default: 0, Unit: "connections", Max: 1 << 20, Rare: true, Commands: onServe,
+		Help: "maximum open connections, of which idle ones make way for new ones; 0: twice the sequences that may run and wait, at least 1024, as far as open files allow",
+	},
+	{
+		Name: "ssl-certfile", Kind: String, Default: "", Placeholder: "FILE", Path: true, Commands: onServe,
+		Help: "serve HTTPS with this certificate and its chain, in PEM",
+	},
+	{
+		Name: "ssl-keyfile", Kind: String, Default: "", Placeholder: "FILE", Path: true, Commands: onServe,
+		Help: "private key of --ssl-certfile, in PEM; default: that file has it",
+	},
+	{
 		Name: "num-prompts", Kind: Int, Default: 64, Unit: "requests", Min: 1, Max: 1 << 16, Commands: onBench,
 		Help: "requests of the batch",
 	},

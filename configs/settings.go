@@ -122,6 +122,9 @@ type Serve struct {
 	RequestTimeout           int    `mapstructure:"request-timeout"`
 	DrainTimeout             int    `mapstructure:"drain-timeout"`
 	AdminAddress             string `mapstructure:"admin-address"`
+	MaxConnections           int    `mapstructure:"max-connections"`
+	SSLCertfile              string `mapstructure:"ssl-certfile"`
+	SSLKeyfile               string `mapstructure:"ssl-keyfile"`
 }
 
 // Bench says what a benchmark runs.
@@ -203,6 +206,30 @@ func set(f reflect.Value, v any) error {
 	return nil
 }
 
+// validateAccess checks the key, of whose value errors have nothing, and the certificate.
+func (s *Serve) validateAccess() error {
+	bad := func(what string) error {
+		return &SettingError{Key: "api-key", Value: secret{}, Want: "must not have " + what + ", which no client can send in a header; a file's line end is not a part of a key"}
+	}
+	for i, c := range []byte(s.APIKey) {
+		if c < ' ' || c == 0x7F {
+			return bad(fmt.Sprintf("a control character, 0x%02x at byte %d of %d", c, i+1, len(s.APIKey)))
+		}
+	}
+	if strings.Trim(s.APIKey, " ") != s.APIKey {
+		return bad("blanks at its start or end")
+	}
+	if s.SSLKeyfile != "" && s.SSLCertfile == "" {
+		return &SettingError{Key: "ssl-keyfile", Value: s.SSLKeyfile, Want: "needs --ssl-certfile, the certificate of that key"}
+	}
+	return nil
+}
+
+// secret stands for a value that errors do not show.
+type secret struct{}
+
+func (secret) String() string { return "(secret)" }
+
 // fields of s in the order of Schema.
 func fields(s *Settings) []reflect.Value {
 	byKey := map[string]reflect.Value{}
@@ -262,6 +289,9 @@ func (s Settings) Validate() error {
 		return err
 	}
 	if err := s.Serve.validate(); err != nil {
+		return err
+	}
+	if err := s.Serve.validateAccess(); err != nil {
 		return err
 	}
 	if s.Bench.InputLen > 0 && s.Bench.DatasetPath != "" {

@@ -3,6 +3,7 @@ package server
 import (
 	"context"
 	"crypto/rand"
+	"crypto/sha256"
 	"crypto/subtle"
 	"crypto/tls"
 	"encoding/hex"
@@ -80,8 +81,8 @@ type Options struct {
 	Version string
 	// Admin has the API's address serve what the admin address serves, too.
 	Admin bool
-	// APIKey that clients must send as a bearer token to all but health and metrics;
-	// empty: none.
+	// APIKey that clients must send, as a bearer token or as X-API-Key, to all but health and
+	// metrics; empty: none.
 	APIKey string
 	// CORS lets web pages use the server. Default: none.
 	CORS CORS
@@ -361,7 +362,7 @@ func (s *Server) dispatch(routes map[string]map[string]route, w *response, r *ht
 	if !route.open && !s.authorized(r) {
 		return &Error{
 			Status: http.StatusUnauthorized, Type: invalidRequest, Code: "invalid_api_key",
-			Message: "The API key is missing or wrong: send the header Authorization: Bearer KEY.",
+			Message: "The API key is missing or wrong: send the header Authorization: Bearer KEY, or X-API-Key: KEY.",
 		}
 	}
 	w.works = route.works
@@ -373,13 +374,22 @@ func (s *Server) dispatch(routes map[string]map[string]route, w *response, r *ht
 	return route.handle(w, r)
 }
 
-// authorized compares in constant time.
+// authorized says whether a request has the key: as a bearer token, or in the header that clients of
+// Anthropic's or of Azure's API send. The time that a comparison takes says nothing about the key.
 func (s *Server) authorized(r *http.Request) bool {
 	if s.o.APIKey == "" {
 		return true
 	}
-	scheme, key, _ := strings.Cut(r.Header.Get("Authorization"), " ")
-	return strings.EqualFold(scheme, "Bearer") && subtle.ConstantTimeCompare([]byte(key), []byte(s.o.APIKey)) == 1
+	keys := []string{r.Header.Get("X-API-Key"), r.Header.Get("Api-Key")}
+	if scheme, key, _ := strings.Cut(r.Header.Get("Authorization"), " "); strings.EqualFold(scheme, "Bearer") {
+		keys = append(keys, key)
+	}
+	want, ok := sha256.Sum256([]byte(s.o.APIKey)), 0
+	for _, key := range keys {
+		got := sha256.Sum256([]byte(key))
+		ok |= subtle.ConstantTimeCompare(got[:], want[:])
+	}
+	return ok == 1
 }
 
 var goodID = regexp.MustCompile(`^[\w.-]{1,64}$`)

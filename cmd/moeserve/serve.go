@@ -93,6 +93,10 @@ func serve(ctx context.Context, s *streams, set *settings, o node.Options) (err 
 	if err != nil {
 		return err
 	}
+	encryption, err := set.protect()
+	if err != nil {
+		return err
+	}
 	address := net.JoinHostPort(set.Serve.Host, strconv.Itoa(set.Serve.Port))
 	listener, err := new(net.ListenConfig).Listen(ctx, "tcp", address)
 	if err != nil {
@@ -129,6 +133,8 @@ func serve(ctx context.Context, s *streams, set *settings, o node.Options) (err 
 		MaxConcurrent:  sequences + set.Serve.MaxQueuedRequests + spareRequests,
 		RequestTimeout: time.Duration(set.Serve.RequestTimeout) * time.Second,
 		DrainTimeout:   time.Duration(set.Serve.DrainTimeout) * time.Second,
+		MaxConnections: maxConnections(set.Serve.MaxConnections, sequences+set.Serve.MaxQueuedRequests+spareRequests, log),
+		TLS:            encryption,
 		Log:            log,
 	})
 	serving, stopServing := context.WithCancel(ctx)
@@ -164,7 +170,7 @@ func serve(ctx context.Context, s *streams, set *settings, o node.Options) (err 
 	defer func() { err = errors.Join(err, n.Close()) }()
 	srv.SetModel(model(names, defaults, n))
 	defaults.log(log)
-	newStartup(names[0], "http://"+listener.Addr().String(), n).log(log)
+	newStartup(names[0], scheme(encryption)+listener.Addr().String(), n).log(log)
 
 	running, stopRunning := context.WithCancel(context.WithoutCancel(ctx))
 	defer stopRunning()

@@ -36,7 +36,7 @@ type process struct {
 	rest sync.WaitGroup
 }
 
-var servingAt = regexp.MustCompile(`"?msg"?[=:]"?serving"?[ ,]"?model"?[=:]"?([^" ]+)"?[ ,]"?address"?[=:]"?(http://[^"]+)"?}?$`)
+var servingAt = regexp.MustCompile(`"?msg"?[=:]"?serving"?[ ,]"?model"?[=:]"?([^" ]+)"?[ ,]"?address"?[=:]"?(https?://[^"]+)"?}?$`)
 
 // startServe starts a server on a free port and waits until it serves. It is ended
 // with the test, if it has not ended before.
