@@ -1,0 +1,225 @@
+package jinja
+
+import (
+	"context"
+	"fmt"
+	"slices"
+	"strings"
+	"time"
+)
+
+// Template is a compiled template. It is immutable and safe for concurrent use.
+type Template struct{ body []stmt }
+
+// Parse compiles a template.
+func Parse(text string) (t *Template, err error) {
+	defer catch(func() int { return 0 }, &err)
+	p := &parser{tokens: lex(text)}
+	t = &Template{body: p.parse()}
+	for _, s := range t.body {
+		checker{}.check(s)
+	}
+	return t, nil
+}
+
+// Options are the options of one rendering.
+type Options struct {
+	// Now is the clock behind strftime_now. Default: time.Now.
+	Now func() time.Time
+	// MaxBytes bounds the output, and any other value. Default: 32 MiB.
+	MaxBytes int
+	// MaxTime bounds the rendering. Default: 5 s.
+	MaxTime time.Duration
+}
+
+// Limits that no published template comes near. The bytes that a rendering makes count together, whether they are still
+// used or not.
+const (
+	maxSteps    = 1 << 23
+	maxDepth    = 600 // nested calls, and nested values that are walked
+	madeFactor  = 8   // bytes made, by Options.MaxBytes
+	wordBytes   = 16
+	stepsByTime = 1 << 10 // steps between two looks at the clock
+)
+
+// run is the state of one rendering.
+type run struct {
+	ctx      context.Context
+	now      func() time.Time
+	deadline time.Time
+	maxBytes int
+
+	root    *scope
+	out     *builder
+	line    int
+	steps   int
+	depth   int
+	bytes   int // made
+	written int // of the output
+}
+
+// Render renders the template with its variables. It stops when ctx ends. An error names the template's line, and wraps
+// ErrLimit, a *RaisedError, or the cause of ctx's end, where it is one of these.
+func (t *Template) Render(ctx context.Context, vars map[string]Value, o Options) (out Text, err error) {
+	if o.Now == nil {
+		o.Now = time.Now
+	}
+	if o.MaxBytes == 0 {
+		o.MaxBytes = 32 << 20
+	}
+	if o.MaxTime == 0 {
+		o.MaxTime = 5 * time.Second
+	}
+	r := &run{ctx: ctx, now: o.Now, deadline: time.Now().Add(o.MaxTime), maxBytes: o.MaxBytes}
+	r.out = &builder{r: r}
+	defer catch(func() int { return r.line }, &err)
+	context := &scope{vars: vars, parent: &scope{vars: globals}}
+	r.root = &scope{parent: context}
+	r.look()
+	r.exec(t.body, r.root)
+	return r.out.text(), nil
+}
+
+// step counts work.
+func (r *run) step(n int) {
+	before := r.steps / stepsByTime
+	r.steps += n
+	if r.steps/stepsByTime != before {
+		r.look()
+	}
+}
+
+// look ends a rendering that takes too long, or that nobody waits for.
+func (r *run) look() {
+	if r.ctx.Err() != nil {
+		panic(&exception{err: fmt.Errorf("rendering stopped: %w", context.Cause(r.ctx))})
+	}
+	if r.steps > maxSteps {
+		limit("more than %d steps", maxSteps)
+	}
+	if time.Now().After(r.deadline) {
+		limit("rendering takes too long")
+	}
+}
+
+// made counts bytes of values.
+func (r *run) made(n int) {
+	if r.bytes += n; r.bytes > madeFactor*r.maxBytes {
+		limit("more than %d MiB of text and lists", madeFactor*r.maxBytes>>20)
+	}
+	if n >= stepsByTime {
+		r.step(n / 64)
+	}
+}
+
+// room makes sure that n times size bytes may be made.
+func (r *run) room(size, n int) {
+	if n > 0 && size > r.maxBytes/n {
+		limit("a value of more than %d MiB", r.maxBytes>>20)
+	}
+}
+
+func (r *run) enter() {
+	if r.depth++; r.depth > maxDepth {
+		limit("calls or values nested more than %d deep", maxDepth)
+	}
+}
+
+func (r *run) leave() { r.depth-- }
+
+// write puts text into the output.
+func (r *run) write(t Text) {
+	if r.written += len(t.s); r.written > r.maxBytes {
+		limit("output of more than %d MiB", r.maxBytes>>20)
+	}
+	r.out.add(t)
+}
+
+// capture returns what body writes.
+func (r *run) capture(body func()) Text {
+	outer := r.out
+	r.out = &builder{r: r}
+	body()
+	t := r.out.text()
+	r.out = outer
+	return t
+}
+
+// Mentions reports whether the template has a string equal to s.
+func (t *Template) Mentions(s string) bool {
+	found := false
+	t.walk(func(n any) {
+		if c, ok := n.(*constant); ok {
+			text, ok := c.value.(Text)
+			found = found || ok && text.s == s
+		}
+		if a, ok := n.(*attribute); ok {
+			found = found || a.name == s
+		}
+	})
+	return found
+}
+
+// WalksParts reports whether the template expects a message's content in parts: whether it loops over the content of
+// something, or compares the type of something with that of a part. (vLLM decides by the loops alone.)
+func (t *Template) WalksParts() bool {
+	found := false
+	t.walk(func(n any) {
+		switch n := n.(type) {
+		case *forStmt:
+			found = found || member(base(n.iter)) == "content"
+		case *compareExpr:
+			c, ok := n.rest[0].(*constant)
+			if !ok || member(n.first) != "type" {
+				return
+			}
+			kind, ok := c.value.(Text)
+			found = found || ok && slices.Contains([]string{"text", "image", "image_url"}, kind.s)
+		}
+	})
+	return found
+}
+
+func (t *Template) walk(visit func(any)) {
+	for _, s := range t.body {
+		walk(s, visit)
+	}
+}
+
+// base returns what filters and slices are applied to.
+func base(e expr) expr {
+	for {
+		switch n := e.(type) {
+		case *filter:
+			e = n.of
+		case *slice:
+			e = n.of
+		default:
+			return e
+		}
+	}
+}
+
+// member returns the name of the member that an expression reads, or "".
+func member(e expr) string {
+	switch n := e.(type) {
+	case *attribute:
+		return n.name
+	case *item:
+		if c, ok := n.key.(*constant); ok {
+			if key, ok := c.value.(Text); ok {
+				return key.s
+			}
+		}
+	}
+	return ""
+}
+
+// OneLine makes a message printable: on one line, without control characters, of at most limit bytes.
+func OneLine(s string, limit int) string {
+	s = strings.Join(strings.FieldsFunc(s, func(c rune) bool { return isSpace(c) || !printable(c) }), " ")
+	if len(s) > limit {
+		s = strings.ToValidUTF8(s[:limit], "") + "..."
+	}
+	return s
+}
