@@ -133,7 +133,11 @@ var imports = map[string]map[string]string{
 		"models/safetensors": "checkpoints",
 		"untrusted":          "config.json",
 	},
-	"models/chat":              {},
+	"models/chat": {
+		"models/chat/jinja": "renders templates",
+		"untrusted":         "opens their files, and makes their messages printable",
+	},
+	"models/chat/jinja":        {},
 	"models/modelstest":        {},
 	"models/safetensors":       {"untrusted": "opens shards; names in errors"},
 	"models/safetensors/write": {"models/safetensors": "types of elements"},
@@ -302,7 +306,6 @@ var onlyIn = []struct {
 	{"gorgonia.org/cu", []string{"device/cuda"}, "the driver is device/cuda's"},
 	{"github.com/NVIDIA/go-nvml", []string{"device/cuda"}, "readings are device/cuda's"},
 	{"C", []string{"device/cuda", "kernels/cuda"}, "without the cuda tag the product needs nothing but Go"},
-	{"github.com/nikolalohinski/gonja", []string{"models/chat"}, "templates are chat's"},
 	{"github.com/moeserve/moeserve/device/emulated", []string{"node", "device/emulated"}, "node alone picks between emulated and cuda"},
 	{"github.com/moeserve/moeserve/kernels/cpu", []string{"node/devices", "kernels/cpu"}, "node alone picks the backend"},
 }
@@ -312,14 +315,10 @@ var onlyIn = []struct {
 // standard library that they bring. They are exact, as imports is. What only tests use is not here.
 var linked = map[string]string{
 	"codeberg.org/go-fonts/liberation":    "the font of PNG pictures (eval/figure)",
-	"github.com/dustin/go-humanize":       "of gonja",
 	"github.com/fsnotify/fsnotify":        "of viper",
 	"github.com/go-viper/mapstructure/v2": "of viper; values that read themselves from text",
-	"github.com/nikolalohinski/gonja/v2":  "chat templates: parser and interpreter of Jinja2",
 	"github.com/pelletier/go-toml/v2":     "of viper",
-	"github.com/pkg/errors":               "of gonja",
 	"github.com/sagikazarmark/locafero":   "of viper",
-	"github.com/sirupsen/logrus":          "of gonja",
 	"github.com/sourcegraph/conc":         "of viper",
 	"github.com/spf13/afero":              "of viper",
 	"github.com/spf13/cast":               "of viper",
@@ -333,7 +332,7 @@ var linked = map[string]string{
 	"golang.org/x/sync":                   "goroutines that load, and the first error of them",
 	"golang.org/x/sys":                    "mapped files, CPU affinity, memory sizes",
 	"golang.org/x/term":                   "whether a person watches, and the width of the terminal",
-	"golang.org/x/text":                   "Unicode normalization of the tokenizer; of gonja and viper",
+	"golang.org/x/text":                   "Unicode normalization of the tokenizer, case mappings of templates; of viper",
 }
 
 // linkedPackages is how many packages these modules have in the command.

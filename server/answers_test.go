@@ -1,6 +1,7 @@
 package server_test
 
 import (
+	"context"
 	"encoding/json"
 	"fmt"
 	"math"
@@ -399,9 +400,9 @@ type rendered struct {
 	options  chat.Options
 }
 
-func (r *rendered) Render(messages []chat.Message, o chat.Options) (string, error) {
+func (r *rendered) Render(_ context.Context, messages []chat.Message, o chat.Options) (chat.Prompt, error) {
 	r.messages, r.options = messages, o
-	return fmt.Sprint("1+2=", len(o.Tools)), nil
+	return chat.Prompt{Text: fmt.Sprint("1+2=", len(o.Tools))}, nil
 }
 
 // What a template is given: tools, and messages with all their members.
@@ -414,14 +415,14 @@ func TestTemplateInput(t *testing.T) {
 		{"role": "tool", "tool_call_id": "1", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}],
 		"chat_template_kwargs": {"enable_thinking": false}, "max_tokens": 1, "tool_choice": "none", "tools": [{"type": "function"}], "parallel_tool_calls": true}`)
 	want := []chat.Message{
-		{Role: "system", Content: "x"},
-		{Role: "assistant", Extra: json.RawMessage(`{"reasoning_content":"hm","tool_calls":[{"function":{"arguments":{"b":1,"a":2},"name":"f"},"id":"1","type":"function"}]}`)},
-		{Role: "tool", Content: "a\nb", Extra: json.RawMessage(`{"tool_call_id":"1"}`)},
+		{Role: "developer", Content: "x"},
+		{Role: "assistant", Extra: json.RawMessage(`{"reasoning_content":"hm","tool_calls":[{"id":"1","type":"function","function":{"name":"f","arguments":{"b": 1, "a": 2}}}]}`)},
+		{Role: "tool", Content: "a\nb", Parts: json.RawMessage(`[{"type": "text", "text": "a"},{"type": "text", "text": "b"}]`), Extra: json.RawMessage(`{"tool_call_id":"1"}`)},
 	}
 	if got := fmt.Sprintf("%s", tmpl.messages); got != fmt.Sprintf("%s", want) {
 		t.Errorf("%s, want %s", got, want)
 	}
-	if o := tmpl.options; !o.AddGenerationPrompt || o.Tools != nil || fmt.Sprintf("%s", o.Extra["enable_thinking"]) != "false" {
+	if o := tmpl.options; !o.AddGenerationPrompt || o.Tools != nil || string(o.Extra.Get("enable_thinking")) != "false" {
 		t.Errorf("%+v", o)
 	}
 	h.post("/v1/chat/completions", chatBody("1", `, "max_tokens": 1, "tools": [{"type": "function"}]`))

@@ -57,8 +57,8 @@ func parseConversation(o *object) *conversation {
 	parseTemplateVariables(o, c)
 	var effort string
 	if o.text("reasoning_effort", &effort) {
-		if _, ok := c.options.Extra["reasoning_effort"]; !ok {
-			c.setVariable("reasoning_effort", effort)
+		if c.options.Extra.Get("reasoning_effort") == nil {
+			c.options.Extra.Set("reasoning_effort", jsonString(effort))
 		}
 	}
 	parseTools(o, c)
@@ -82,14 +82,6 @@ func parseConversation(o *object) *conversation {
 		}
 	}
 	return c
-}
-
-// setVariable sets a variable of the template.
-func (c *conversation) setVariable(name string, value any) {
-	if c.options.Extra == nil {
-		c.options.Extra = map[string]any{}
-	}
-	c.options.Extra[name] = value
 }
 
 // reserved are variables of chat templates that a request sets by members of their own, or not at
@@ -118,7 +110,7 @@ func parseTemplateVariables(o *object, c *conversation) {
 		if slices.Contains(reserved, name) {
 			o.fail(member, "invalid_value", "Invalid value for '%s': it must not have %s, which the server sets.", member, name)
 		}
-		if c.setVariable(name, value); len(c.options.Extra) > maxMembers {
+		if c.options.Extra.Set(name, value); len(c.options.Extra) > maxMembers {
 			o.tooMany(member, maxMembers, "members")
 		}
 		return o.err == nil
@@ -170,38 +162,31 @@ func parseMessage(o *object) chat.Message {
 	if roles := []string{"system", "developer", "user", "assistant", "tool", "function"}; !slices.Contains(roles, m.Role) {
 		o.fail("role", "invalid_value", "Invalid value for '%s': it must be one of %s.", o.name("role"), strings.Join(roles, ", "))
 	}
-	if m.Role == "developer" {
-		m.Role = "system" // as templates know it
-	}
 	content, thinking := parseContent(o, &m)
-	extra := map[string]json.RawMessage{}
+	var extra chat.Object
 	for _, member := range []string{"name", "tool_call_id", "reasoning_content", "reasoning"} {
 		var text string
 		if raw := o.members[member]; o.text(member, &text) {
-			extra[member] = raw
+			extra.Set(member, raw)
 		}
 	}
 	// Templates read reasoning_content, whatever a client's name for it.
-	if newer, ok := extra["reasoning"]; ok {
+	if newer := extra.Get("reasoning"); newer != nil {
 		thinking = newer
 	}
-	if _, ok := extra["reasoning_content"]; !ok && thinking != nil {
-		extra["reasoning_content"] = thinking
+	if extra.Get("reasoning_content") == nil && thinking != nil {
+		extra.Set("reasoning_content", thinking)
 	}
 	calls := parseToolCalls(o)
 	if calls != nil {
-		extra["tool_calls"] = calls
+		extra.Set("tool_calls", calls)
 	}
 	if !content && calls == nil {
 		o.fail("content", "missing_required_parameter", "Missing required parameter: '%s'.", o.name("content"))
 	}
 	o.settle(inMessage) // a message of this API, or of its clients, can be sent back
 	if len(extra) > 0 {
-		data, err := json.Marshal(extra)
-		if err != nil {
-			o.fail("", "invalid_value", "Invalid value for '%s': %v.", o.path, err)
-		}
-		m.Extra = data
+		m.Extra = extra.JSON()
 	}
 	return m
 }
@@ -221,7 +206,8 @@ func parseContent(o *object, m *chat.Message) (there bool, thinking json.RawMess
 		return true, nil
 	}
 	var texts, thoughts []string
-	var parts []json.RawMessage // as many as maxMessageValues allows
+	var passed []json.RawMessage // to templates that walk parts
+	var parts []json.RawMessage  // as many as maxMessageValues allows
 	eachItem(raw, func(part json.RawMessage) bool {
 		parts = append(parts, part)
 		return true
@@ -234,6 +220,7 @@ func parseContent(o *object, m *chat.Message) (there bool, thinking json.RawMess
 		member, to := "text", &texts
 		switch kind {
 		case "text":
+			passed = append(passed, raw)
 		case "thinking":
 			member, to = "thinking", &thoughts
 			p.ignore("signature")
@@ -249,7 +236,7 @@ func parseContent(o *object, m *chat.Message) (there bool, thinking json.RawMess
 			return true, nil
 		}
 	}
-	m.Content = strings.Join(texts, "\n")
+	m.Content, m.Parts = strings.Join(texts, "\n"), jsonArray(passed)
 	if thoughts != nil {
 		thinking = jsonString(strings.Join(thoughts, "\n"))
 	}
@@ -265,6 +252,18 @@ func jsonString(text string) json.RawMessage {
 	return data
 }
 
+// jsonArray is a JSON array of values.
+func jsonArray(values []json.RawMessage) json.RawMessage {
+	b := []byte{'['}
+	for i, v := range values {
+		if i > 0 {
+			b = append(b, ',')
+		}
+		b = append(b, v...)
+	}
+	return append(b, ']')
+}
+
 // parseToolCalls parses the tool calls of an assistant's message. Their arguments become JSON
 // values, which is what templates expect; nil without calls.
 func parseToolCalls(o *object) json.RawMessage {
@@ -272,43 +271,40 @@ func parseToolCalls(o *object) json.RawMessage {
 	if !ok {
 		return nil
 	}
-	var calls []map[string]json.RawMessage
-	if json.Unmarshal(raw, &calls) != nil {
+	var list []json.RawMessage
+	if json.Unmarshal(raw, &list) != nil {
 		o.wrongType("tool_calls", "an array of objects", raw)
 		return nil
 	}
-	if len(calls) == 0 {
+	if len(list) == 0 {
 		return nil
 	}
-	for _, c := range calls {
-		var function map[string]json.RawMessage
-		if json.Unmarshal(c["function"], &function) != nil || function == nil {
+	for i, item := range list {
+		c, err := chat.ParseObject(item)
+		if err != nil {
+			o.wrongType("tool_calls", "an array of objects", raw)
+			return nil
+		}
+		function, err := chat.ParseObject(c.Get("function"))
+		if err != nil {
 			o.fail("tool_calls", "invalid_type", "Invalid type for '%s': each call must have an object named function.", o.name("tool_calls"))
 			return nil
 		}
 		var text string
 		var arguments map[string]json.RawMessage
-		if json.Unmarshal(function["arguments"], &text) == nil {
+		if json.Unmarshal(function.Get("arguments"), &text) == nil {
 			if _, values := extent([]byte(text)); values > maxToolValues {
 				o.tooMany("tool_calls", maxToolValues, "JSON values")
 				return nil
 			}
 		}
 		if text != "" && json.Unmarshal([]byte(text), &arguments) == nil && arguments != nil {
-			function["arguments"] = json.RawMessage(text)
+			function.Set("arguments", json.RawMessage(text))
 		}
-		data, err := json.Marshal(function)
-		if err != nil {
-			o.fail("tool_calls", "invalid_value", "Invalid value for '%s': %v.", o.name("tool_calls"), err)
-			return nil
-		}
-		c["function"] = data
+		c.Set("function", function.JSON())
+		list[i] = c.JSON()
 	}
-	data, err := json.Marshal(calls)
-	if err != nil {
-		o.fail("tool_calls", "invalid_value", "Invalid value for '%s': %v.", o.name("tool_calls"), err)
-	}
-	return data
+	return jsonArray(list)
 }
 
 // render puts a conversation through the template and encodes it.
@@ -319,14 +315,17 @@ func (m *Model) render(ctx context.Context, c *conversation) ([]int32, error) {
 	if ctx.Err() != nil {
 		return nil, asError(ctx, ctx.Err(), "messages")
 	}
-	text, err := m.Template.Render(c.messages, c.options)
+	prompt, err := m.Template.Render(ctx, c.messages, c.options)
 	if err == nil && c.options.Tools != nil {
 		without := c.options
 		without.Tools = nil
-		var plain string
-		if plain, err = m.Template.Render(c.messages, without); err == nil && plain == text {
+		var plain chat.Prompt
+		if plain, err = m.Template.Render(ctx, c.messages, without); err == nil && plain.Text == prompt.Text {
 			return nil, badRequest("tools", "unsupported_parameter", "'tools' is not supported: the model's chat template has no place for them.")
 		}
+	}
+	if ctx.Err() != nil {
+		return nil, asError(ctx, ctx.Err(), "messages")
 	}
 	var raised *chat.RaisedError
 	if errors.As(err, &raised) {
@@ -338,7 +337,7 @@ func (m *Model) render(ctx context.Context, c *conversation) ([]int32, error) {
 	if ctx.Err() != nil {
 		return nil, asError(ctx, ctx.Err(), "messages")
 	}
-	ids, err := m.Tokenizer.Encode(text, c.special)
+	ids, err := m.Tokenizer.Encode(prompt.Text, c.special)
 	if err != nil {
 		return nil, badRequest("messages", "invalid_value", "The messages cannot be turned into tokens: %v", err)
 	}

@@ -35,7 +35,7 @@ func TestMessagesOfClientsComeBack(t *testing.T) {
 		if err := json.Unmarshal([]byte(c.message), &role); err != nil {
 			t.Fatal(err)
 		}
-		want := chat.Message{Role: role.Role, Content: "b"}
+		want := chat.Message{Role: role.Role, Content: "b", Parts: tmpl.messages[1].Parts}
 		if c.extra != "" {
 			want.Extra = json.RawMessage(c.extra)
 		}
@@ -102,13 +102,13 @@ func memberBody(m server.Member, value string) (path, body, param string) {
 func TestReasoningEffort(t *testing.T) {
 	tmpl := &rendered{}
 	h := start(t, options{change: func(m *server.Model) { m.Template = tmpl }})
-	for more, want := range map[string]any{
-		`, "reasoning_effort": "low"`: "low",
+	for more, want := range map[string]string{
+		`, "reasoning_effort": "low"`: `"low"`,
 		`, "reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "high"}`: `"high"`,
-		``: nil,
+		``: "",
 	} {
 		h.post(chatPath, chatBody("1", more+`, "max_tokens": 1`))
-		if got := tmpl.options.Extra["reasoning_effort"]; fmt.Sprintf("%s", got) != fmt.Sprintf("%s", want) {
+		if got := string(tmpl.options.Extra.Get("reasoning_effort")); got != want {
 			t.Errorf("%s: %s, want %s", more, got, want)
 		}
 	}

@@ -160,10 +160,10 @@ type holding struct {
 	until chan struct{}
 }
 
-func (b *holding) Render(messages []chat.Message, o chat.Options) (string, error) {
+func (b *holding) Render(ctx context.Context, messages []chat.Message, o chat.Options) (chat.Prompt, error) {
 	b.calls.Add(1)
 	<-b.until
-	return b.chat.Render(messages, o)
+	return b.chat.Render(ctx, messages, o)
 }
 
 func testPreparation(t *testing.T) {

@@ -40,7 +40,7 @@ type Engine interface {
 
 // Template turns messages into the text of a prompt. *chat.Template is one.
 type Template interface {
-	Render(messages []chat.Message, o chat.Options) (string, error)
+	Render(ctx context.Context, messages []chat.Message, o chat.Options) (chat.Prompt, error)
 }
 
 // Model is what is served.

@@ -1,27 +1,30 @@
 package chat
 
 import (
+	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
-	"io"
 	"io/fs"
 	"path"
 	"slices"
 	"strings"
 	"time"
+
+	"github.com/moeserve/moeserve/models/chat/jinja"
+	"github.com/moeserve/moeserve/untrusted"
 )
 
 // ErrNoTemplate is wrapped by Load's error for a checkpoint without a chat template. Such a model was not trained on
 // chats, or its template was not published with it.
 var ErrNoTemplate = errors.New("no chat template")
 
-// ErrLimit is wrapped by Render's error if the template exceeds a limit on time, depth or output.
-var ErrLimit = errors.New("chat template exceeds its limits")
+// ErrLimit is wrapped by Render's error if the template exceeds a limit on time, steps, depth, output or memory.
+var ErrLimit = jinja.ErrLimit
 
 // RaisedError is wrapped by Render's error if the template rejects the messages with raise_exception.
 type RaisedError struct {
-	Message string // the message that the template passed to raise_exception
+	Message string // the message that the template passed to raise_exception, as one printable line
 }
 
 // Error implements error.
@@ -31,12 +34,19 @@ func (e *RaisedError) Error() string {
 
 // Message is one turn of a chat.
 type Message struct {
-	Role    string // "system", "user", "assistant" or "tool", as the template expects
+	// Role is system, developer, user, assistant or tool, as the template expects. A template that does not know
+	// "developer" sees "system" in its place.
+	Role string
+
+	// Content is the text of the message.
 	Content string
 
+	// Parts is the same as a JSON array of content parts, for templates that walk those. Nil means that there are none.
+	Parts json.RawMessage
+
 	// Extra is a JSON object whose members the template sees beside role and content, in their order, such as
-	// tool_calls, name and reasoning_content. A member named role or content overrides the field, so content may be a
-	// list of parts. Nil means no extra members.
+	// tool_calls, name and reasoning_content. A member named role or content overrides the field. Nil means no extra
+	// members.
 	Extra json.RawMessage
 }
 
@@ -52,18 +62,28 @@ type Options struct {
 	// else "default".
 	Name string
 
-	// Extra holds further variables of the template, such as enable_thinking: JSON-like values (nil, bool, numbers,
-	// string, slices, string-keyed maps, json.RawMessage). They take precedence over special tokens.
-	Extra map[string]any
+	// Extra holds further variables of the template, such as enable_thinking. They take precedence over special tokens,
+	// not over messages, tools and add_generation_prompt.
+	Extra Object
 
 	// Now is the clock behind strftime_now. Default: time.Now.
 	Now func() time.Time
 }
 
+// Prompt is the text that a template wrote.
+type Prompt struct {
+	Text string
+
+	// Client lists the byte ranges of Text that came from the messages (all but their roles), the tools and
+	// Options.Extra. They ascend, and are neither empty nor adjacent. What is outside is the template's own, so that
+	// control tokens count there, and are plain text inside.
+	Client [][2]int
+}
+
 // Template holds the chat templates of one checkpoint. It is immutable and safe for concurrent use.
 type Template struct {
 	named  map[string]*program
-	tokens map[string]any // special tokens by variable name: bos_token, eos_token, ...
+	tokens map[string]string // special tokens by variable name: bos_token, eos_token, ...
 }
 
 const (
@@ -74,6 +94,7 @@ const (
 	toolTemplate      = "tool_use"
 	maxConfigBytes    = 64 << 20
 	maxTemplateBytes  = 256 << 10
+	maxOutputBytes    = 32 << 20
 	templateExtension = ".jinja"
 )
 
@@ -86,7 +107,7 @@ var tokenVariables = []string{
 // they exist, else the chat_template of tokenizer_config.json. name identifies the checkpoint in errors. Without any
 // template, the error wraps ErrNoTemplate.
 func Load(files fs.FS, name string) (*Template, error) {
-	config, err := readFile(files, name, tokenizerConfig, maxConfigBytes)
+	config, err := untrusted.ReadFS(files, tokenizerConfig, maxConfigBytes)
 	if err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return nil, fmt.Errorf("chat: %w", err)
 	}
@@ -94,7 +115,7 @@ func Load(files fs.FS, name string) (*Template, error) {
 	if err != nil {
 		return nil, fmt.Errorf("chat: %s: %w", path.Join(name, tokenizerConfig), err)
 	}
-	own, err := templateFiles(files, name)
+	own, err := templateFiles(files)
 	if err != nil {
 		return nil, fmt.Errorf("chat: %w", err)
 	}
@@ -112,14 +133,23 @@ func Load(files fs.FS, name string) (*Template, error) {
 	return t, nil
 }
 
-func newTemplate(sources map[string]string, tokens map[string]any) (*Template, error) {
+// program is a compiled template, and what it expects of messages.
+type program struct {
+	template         *jinja.Template
+	parts, developer bool
+}
+
+func newTemplate(sources, tokens map[string]string) (*Template, error) {
 	t := &Template{named: make(map[string]*program, len(sources)), tokens: tokens}
 	for name, text := range sources {
-		p, err := compile(text)
-		if err != nil {
-			return nil, fmt.Errorf("chat template %q: %w", name, err)
+		if len(text) > maxTemplateBytes {
+			return nil, fmt.Errorf("chat template %s is larger than %d KiB", untrusted.Quote(name), maxTemplateBytes>>10)
 		}
-		t.named[name] = p
+		p, err := jinja.Parse(text)
+		if err != nil {
+			return nil, fmt.Errorf("chat template %s does not parse: %s", untrusted.Quote(name), untrusted.Line(err.Error()))
+		}
+		t.named[name] = &program{template: p, parts: p.WalksParts(), developer: p.Mentions("developer")}
 	}
 	return t, nil
 }
@@ -134,26 +164,94 @@ func (t *Template) Names() []string {
 	return names
 }
 
-// Render returns the prompt text of messages. The error wraps a RaisedError if the template rejects the messages, and
-// ErrLimit if the rendering exceeds its limits. Its message is one line.
-func (t *Template) Render(messages []Message, opts Options) (string, error) {
-	vars, err := t.variables(messages, &opts)
+// Render returns the prompt text of messages. The error wraps a RaisedError if the template rejects the messages,
+// ErrLimit if the rendering exceeds its limits, and ctx's cause if ctx ends. Its message is one line.
+func (t *Template) Render(ctx context.Context, messages []Message, opts Options) (Prompt, error) {
+	prompt, err := t.render(ctx, messages, &opts)
 	if err != nil {
-		return "", fmt.Errorf("chat: %w", err)
+		return Prompt{}, fmt.Errorf("chat: %w", err)
 	}
-	p, err := t.pick(opts.Name, vars["tools"] != nil)
+	return prompt, nil
+}
+
+func (t *Template) render(ctx context.Context, messages []Message, opts *Options) (Prompt, error) {
+	var tools jinja.Value
+	if len(opts.Tools) > 0 {
+		v, err := jinja.Decode(opts.Tools, jinja.FromClient)
+		if err != nil {
+			return Prompt{}, fmt.Errorf("tools: %w", err)
+		}
+		if _, ok := v.(*jinja.List); !ok && v != nil {
+			return Prompt{}, errors.New("tools are not a JSON array")
+		}
+		tools = v
+	}
+	p, err := t.pick(opts.Name, tools != nil)
 	if err != nil {
-		return "", fmt.Errorf("chat: %w", err)
+		return Prompt{}, err
 	}
-	now := opts.Now
-	if now == nil {
-		now = time.Now
+	vars := map[string]jinja.Value{"documents": nil}
+	for name, token := range t.tokens {
+		vars[name] = jinja.NewText(token, jinja.FromTemplate)
 	}
-	text, err := p.run(vars, now)
+	for _, m := range opts.Extra {
+		if vars[m.Name], err = jinja.Decode(m.Value, jinja.FromClient); err != nil {
+			return Prompt{}, fmt.Errorf("template variable %s: %w", untrusted.Quote(m.Name), err)
+		}
+	}
+	list := &jinja.List{}
+	for i := range messages {
+		m, err := p.message(&messages[i])
+		if err != nil {
+			return Prompt{}, fmt.Errorf("message %d: %w", i, err)
+		}
+		list.Items = append(list.Items, m)
+	}
+	vars["messages"], vars["tools"], vars["add_generation_prompt"] = list, tools, opts.AddGenerationPrompt
+	text, err := p.template.Render(ctx, vars, jinja.Options{Now: opts.Now, MaxBytes: maxOutputBytes})
+	if err == nil {
+		return Prompt{Text: text.String(), Client: text.Client()}, nil
+	}
+	var raised *jinja.RaisedError
+	switch {
+	case errors.As(err, &raised):
+		return Prompt{}, &RaisedError{Message: untrusted.Line(raised.Message)}
+	case errors.Is(err, ErrLimit), ctx.Err() != nil:
+		return Prompt{}, fmt.Errorf("chat template: %w", err)
+	}
+	return Prompt{}, errors.New("the chat template failed: " + untrusted.Line(err.Error()))
+}
+
+// message returns a message as the template expects it.
+func (p *program) message(m *Message) (*jinja.Dict, error) {
+	d := jinja.NewDict()
+	role := m.Role
+	if role == "developer" && !p.developer {
+		role = "system"
+	}
+	d.SetString("role", jinja.NewText(role, jinja.FromTemplate))
+	content := jinja.Value(jinja.NewText(m.Content, jinja.FromClient))
+	if len(m.Parts) > 0 && p.parts {
+		v, err := jinja.Decode(m.Parts, jinja.FromClient)
+		if err != nil {
+			return nil, fmt.Errorf("content parts: %w", err)
+		}
+		content = v
+	}
+	d.SetString("content", content)
+	if len(m.Extra) == 0 {
+		return d, nil
+	}
+	v, err := jinja.Decode(m.Extra, jinja.FromClient)
 	if err != nil {
-		return "", fmt.Errorf("chat: %w", err)
+		return nil, fmt.Errorf("extra fields: %w", err)
 	}
-	return text, nil
+	extra, ok := v.(*jinja.Dict)
+	if !ok {
+		return nil, errors.New("extra fields are not a JSON object")
+	}
+	d.Update(extra)
+	return d, nil
 }
 
 func (t *Template) pick(name string, tools bool) (*program, error) {
@@ -170,71 +268,10 @@ func (t *Template) pick(name string, tools bool) (*program, error) {
 	return p, nil
 }
 
-// variables builds the template's variables. Each call makes new values, because gonja writes into its input.
-func (t *Template) variables(messages []Message, opts *Options) (map[string]any, error) {
-	vars := map[string]any{"add_generation_prompt": opts.AddGenerationPrompt, "tools": nil, "documents": nil}
-	for name, token := range t.tokens {
-		vars[name] = clone(token)
-	}
-	list := make(sequence, 0, len(messages))
-	for i, m := range messages {
-		d := newDict()
-		set(d, "role", m.Role)
-		set(d, "content", m.Content)
-		if len(m.Extra) > 0 {
-			extra, err := decodeJSON(m.Extra)
-			if err != nil {
-				return nil, fmt.Errorf("message %d: extra fields: %w", i, err)
-			}
-			fields, ok := asDict(extra)
-			if !ok {
-				return nil, fmt.Errorf("message %d: extra fields are not a JSON object", i)
-			}
-			for _, pair := range fields.Pairs {
-				set(d, pair.Key.String(), pair.Value.Interface())
-			}
-		}
-		list = append(list, d)
-	}
-	vars["messages"] = list
-	if len(opts.Tools) > 0 {
-		tools, err := decodeJSON(opts.Tools)
-		if err != nil {
-			return nil, fmt.Errorf("tools: %w", err)
-		}
-		if _, ok := tools.(sequence); !ok && tools != nil {
-			return nil, errors.New("tools are not a JSON array")
-		}
-		vars["tools"] = tools
-	}
-	for name, v := range opts.Extra {
-		value, err := fromGo(v)
-		if err != nil {
-			return nil, fmt.Errorf("template variable %q: %w", name, err)
-		}
-		vars[name] = value
-	}
-	return vars, nil
-}
-
-// readFile reads a file of at most limit bytes from the checkpoint called name.
-func readFile(files fs.FS, name, file string, limit int64) ([]byte, error) {
-	f, err := files.Open(file)
-	if err != nil {
-		return nil, err
-	}
-	defer f.Close()
-	b, err := io.ReadAll(io.LimitReader(f, limit+1))
-	if err == nil && int64(len(b)) > limit {
-		err = fmt.Errorf("%s is larger than %d KiB", path.Join(name, file), limit>>10)
-	}
-	return b, err
-}
-
 // templateFiles returns, by name, the templates that have their own files.
-func templateFiles(files fs.FS, name string) (map[string]string, error) {
+func templateFiles(files fs.FS) (map[string]string, error) {
 	sources := map[string]string{}
-	b, err := readFile(files, name, templateFile, maxTemplateBytes)
+	b, err := untrusted.ReadFS(files, templateFile, maxTemplateBytes)
 	switch {
 	case err == nil:
 		sources[defaultTemplate] = string(b)
@@ -253,7 +290,7 @@ func templateFiles(files fs.FS, name string) (map[string]string, error) {
 		if !ok || e.IsDir() {
 			continue
 		}
-		b, err := readFile(files, name, path.Join(moreTemplates, e.Name()), maxTemplateBytes)
+		b, err := untrusted.ReadFS(files, path.Join(moreTemplates, e.Name()), maxTemplateBytes)
 		if err != nil {
 			return nil, err
 		}
@@ -263,8 +300,8 @@ func templateFiles(files fs.FS, name string) (map[string]string, error) {
 }
 
 // parseConfig returns the templates and special tokens of a tokenizer_config.json. Empty input returns none.
-func parseConfig(config []byte) (sources map[string]string, tokens map[string]any, err error) {
-	sources, tokens = map[string]string{}, map[string]any{}
+func parseConfig(config []byte) (sources, tokens map[string]string, err error) {
+	sources, tokens = map[string]string{}, map[string]string{}
 	if len(config) == 0 {
 		return sources, tokens, nil
 	}

@@ -1,10 +1,13 @@
 package chat
 
 import (
+	"context"
 	"encoding/json"
 	"errors"
+	"maps"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"sync"
 	"testing"
@@ -15,11 +18,7 @@ import (
 
 // parse is a template of this text. tokens holds the special tokens by the variable that the template knows them as.
 func parse(text string, tokens map[string]string) (*Template, error) {
-	vars := map[string]any{}
-	for name, token := range tokens {
-		vars[name] = token
-	}
-	return newTemplate(map[string]string{defaultTemplate: text}, vars)
+	return newTemplate(map[string]string{defaultTemplate: text}, tokens)
 }
 
 func mustNew(t testing.TB, text string) *Template {
@@ -40,7 +39,7 @@ func TestReference(t *testing.T) {
 			Chat     string            `json:"chat"`
 			Messages []json.RawMessage `json:"messages"`
 			Tools    json.RawMessage   `json:"tools"`
-			Extra    map[string]any    `json:"extra"`
+			Extra    json.RawMessage   `json:"extra"`
 			Generate bool              `json:"generate"`
 			Want     *string           `json:"want"`
 			Error    string            `json:"error"`
@@ -74,9 +73,14 @@ func TestReference(t *testing.T) {
 			for _, raw := range c.Messages {
 				messages = append(messages, Message{Extra: raw})
 			}
-			opts := Options{AddGenerationPrompt: c.Generate, Tools: c.Tools, Extra: c.Extra}
+			extra, err := ParseObject(c.Extra)
+			if err != nil {
+				t.Fatal(err)
+			}
+			opts := Options{AddGenerationPrompt: c.Generate, Tools: c.Tools, Extra: extra}
 			for range 2 { // a rendering leaves nothing behind
-				got, err := tmpl.Render(messages, opts)
+				prompt, err := tmpl.Render(t.Context(), messages, opts)
+				got := prompt.Text
 				if c.Want == nil {
 					var raised *RaisedError
 					if !errors.As(err, &raised) || raised.Message != c.Error {
@@ -147,7 +151,7 @@ func TestLoad(t *testing.T) {
 		},
 		"does not parse": {
 			files: map[string]string{"chat_template.jinja": "{% if x %}no end"},
-			err:   `chat template "default": does not parse`,
+			err:   `chat template "default" does not parse: line 1: Unexpected end of template.`,
 		},
 		"includes a file": {
 			files: map[string]string{"chat_template.jinja": "{% include '/etc/passwd' %}"},
@@ -172,7 +176,9 @@ func TestLoad(t *testing.T) {
 			tmpl, err := Load(os.DirFS(dir), dir)
 			got := ""
 			if err == nil {
-				got, err = tmpl.Render(nil, tc.opts)
+				var prompt Prompt
+				prompt, err = tmpl.Render(t.Context(), nil, tc.opts)
+				got = prompt.Text
 			}
 			if tc.err != "" {
 				if err == nil || !strings.Contains(err.Error(), tc.err) || strings.Contains(err.Error(), "\n") {
@@ -221,19 +227,19 @@ func TestValues(t *testing.T) {
 		`{{ ", ".join(["a", "b"]) }} {{ ["a", "b"] | join("-") }}`:                   "a, b a-b",
 		`{{ [1, 2] | reverse | list | tojson }} {{ "ab" | reverse }}`:                "[2, 1] ba",
 		`{{ x.get("i") }} {{ x.get("none", "d") }} {{ "f" in x }}`:                   "7 d True",
-		`{{ x.keys() | list | tojson }} {{ x.items() | list | first }}`:              `["i", "f", "big", "e"] ['i', 7]`,
+		`{{ x.keys() | list | tojson }} {{ x.items() | list | first }}`:              `["i", "f", "big", "e"] ('i', 7)`,
 		`{% set l = [5] %}{{ l[-1] }} {{ "a b".split()[-2] }} {{ l[3] is defined }}`: "5 a False",
 		`{% set ns = namespace(a=1) %}{% set ns.b = [1] %}{{ ns.a }}{{ ns.b[0] }}`:   "11",
 		`{{ nothing is true }} {{ nothing is false }} {{ true is true }}`:            "False False True",
 		`{{ range(5, 0, -2) | list | tojson }}`:                                      "[5, 3, 1]",
 		`{% for c in "é!" %}{{ c }},{% endfor %}`:                                    "é,!,",
 	} {
-		got, err := mustNew(t, text).Render(nil, Options{
-			Extra: map[string]any{"x": json.RawMessage(`{"i": 7, "f": 0.5, "big": 1e20, "e": {}}`)},
+		got, err := mustNew(t, text).Render(t.Context(), nil, Options{
+			Extra: Object{{"x", json.RawMessage(`{"i": 7, "f": 0.5, "big": 1e20, "e": {}}`)}},
 			Now:   func() time.Time { return now },
 		})
-		if err != nil || got != want {
-			t.Errorf("%s\n got %q, %v\nwant %q", text, got, err, want)
+		if err != nil || got.Text != want {
+			t.Errorf("%s\n got %q, %v\nwant %q", text, got.Text, err, want)
 		}
 	}
 }
@@ -241,28 +247,29 @@ func TestValues(t *testing.T) {
 // TestErrors holds templates that go wrong to one clear line.
 func TestErrors(t *testing.T) {
 	for text, want := range map[string]string{
-		`{{ raise_exception("two\nlines") }}`:                 "the chat template refuses these messages: two lines",
-		`{{ messages[0].content.nope() }}`:                    "the chat template failed: ",
-		`{% set messages[0].role = "x" %}`:                    "cannot be set",
-		`{{ [1].append(2) }}`:                                 "append",
-		`{{ {"a": 1}.update({"b": 2}) }}`:                     "update",
-		`{{ 1 % 0 }}`:                                         "the chat template failed: ",
-		`{% for x in 3 %}{% endfor %}`:                        "loop over",
-		`{{ {"f": raise_exception} | tojson }}`:               "no JSON form",
-		`{% set n = namespace() %}{% set n.n = n %}`:          "a namespace cannot hold a namespace",
-		`{% set n = namespace() %}{% set n.n = [{"a": n}] %}`: "a namespace cannot hold a namespace",
+		`{{ raise_exception("two\nlines") }}`:   "the chat template refuses these messages: two; lines",
+		`{{ messages[0].content.nope() }}`:      "the chat template failed: ",
+		`{% set messages.role = "x" %}`:         "cannot assign attribute on non-namespace object",
+		`{{ [1].append(2) }}`:                   "append",
+		`{{ {"a": 1}.update({"b": 2}) }}`:       "update",
+		`{{ 1 % 0 }}`:                           "the chat template failed: ",
+		`{% for x in 3 %}{% endfor %}`:          "line 1: 'int' object is not iterable",
+		`{{ {"f": raise_exception} | tojson }}`: "function is not JSON serializable",
+		"a\n{{ x }}\n{{ x.y }}":                 "line 3: 'x' is undefined",
+		"{{ 1 }}\n\n{{ [1,'a',none]|max }}":     "line 3: '>' not supported between instances of 'str' and 'int'",
+		`{{ raise_exception("boo\x1b[31m") }}`:  `boo\x1b[31m`,
 	} {
-		_, err := mustNew(t, text).Render([]Message{{Role: "user", Content: "x"}}, Options{})
+		_, err := mustNew(t, text).Render(t.Context(), []Message{{Role: "user", Content: "x"}}, Options{})
 		if err == nil || !strings.Contains(err.Error(), want) || strings.Contains(err.Error(), "\n") {
 			t.Errorf("%s: error %v, want one line with %q", text, err, want)
 		}
 	}
 	for _, m := range []Message{{Extra: json.RawMessage(`[1]`)}, {Extra: json.RawMessage(`{"a":`)}} {
-		if _, err := mustNew(t, "x").Render([]Message{m}, Options{}); err == nil {
+		if _, err := mustNew(t, "x").Render(t.Context(), []Message{m}, Options{}); err == nil {
 			t.Errorf("extra fields %s are accepted", m.Extra)
 		}
 	}
-	if _, err := mustNew(t, "x").Render(nil, Options{Tools: json.RawMessage(`{}`)}); err == nil {
+	if _, err := mustNew(t, "x").Render(t.Context(), nil, Options{Tools: json.RawMessage(`{}`)}); err == nil {
 		t.Error("tools that are no array are accepted")
 	}
 }
@@ -273,32 +280,241 @@ func TestLimits(t *testing.T) {
 	for name, text := range map[string]string{
 		"loops":         `{% for a in range(9999) %}{% for b in range(9999) %}{% for c in range(9999) %}{% endfor %}{% endfor %}{% endfor %}`,
 		"output":        `{% for a in range(9999) %}{% for b in range(9999) %}xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx{% endfor %}{% endfor %}`,
-		"range":         `{% for a in range(1000000000) %}{% endfor %}`,
+		"repetition":    `{{ "x" * 1000 * 1000 * 1000 }}`,
+		"repeated list": `{{ [1] * 1000000000 }}`,
+		"power":         `{{ 3 ** (2 ** 40) }}`,
+		"width":         `{{ "%1000000000d" % 1 }}`,
+		"precision":     `{{ "{:.1000000000f}".format(1.5) }}`,
+		"padding":       `{{ "x".center(1000000000) }}`,
+		"indentation":   `{{ "x\ny"|indent(1000000000) }}`,
+		"spreading":     `{% set n = namespace(s="xxxxxxxx") %}{% for a in range(9) %}{% set n.s = n.s|replace("", n.s) %}{% endfor %}`,
+		"recursive":     `{% for a in [1] recursive %}{{ loop([1]) }}{% endfor %}`,
+		"itself":        `{% set n = namespace() %}{% set n.n = n %}{{ n }}`,
 		"doubling":      `{% set n = namespace(s="xxxxxxxx") %}{% for a in range(99) %}{% set n.s = n.s ~ n.s %}{% endfor %}`,
 		"doubling list": `{% set n = namespace(s=["x"]) %}{% for a in range(99) %}{% set n.s = n.s + n.s %}{% endfor %}`,
 		"macro":         `{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}`,
 		"mutual":        `{% macro a() %}{{ b() }}{% endmacro %}{% macro b() %}{{ a() }}{% endmacro %}{{ a() }}`,
 		"capture":       `{% macro m() %}{% for a in range(9999) %}{% for b in range(99) %}` + strings.Repeat("x", 999) + `{% endfor %}{% endfor %}{% endmacro %}{% set x = m() %}`,
-		"nesting":       `{% set n = namespace(l=[]) %}{% for a in range(999) %}{% set n.l = [n.l] %}{% endfor %}`,
-		"swallowed":     `{% for a in range(9999) if range(99999) %}{% endfor %}`,
+		"nesting":       `{% set n = namespace(l=[]) %}{% for a in range(999) %}{% set n.l = [n.l] %}{% endfor %}{{ n.l }}`,
+		"condition":     `{% for a in range(9999) if range(99999)|list %}{% endfor %}`,
 	} {
-		if _, err := mustNew(t, text).Render(nil, Options{}); !errors.Is(err, ErrLimit) {
-			t.Errorf("%s: error %v, want ErrLimit", name, err)
-		}
+		t.Run(name, func(t *testing.T) {
+			if _, err := mustNew(t, text).Render(t.Context(), nil, Options{}); !errors.Is(err, ErrLimit) {
+				t.Errorf("error %v, want ErrLimit", err)
+			}
+		})
 	}
 	for name, text := range map[string]string{
-		"recursive loop": `{% for a in [1] recursive %}{{ loop([1]) }}{% endfor %}`,
-		"multiplication": `{{ "x" * 1000 * 1000 * 1000 }}`,
-		"product":        `{% set n = 1000000000 %}{{ "x" * n }}`,
-		"brackets":       `{{ ` + strings.Repeat("(", 60) + "1" + strings.Repeat(")", 60) + ` }}`,
-		"long chain":     `{{ x` + strings.Repeat(".a", 2000) + ` }}`,
-		"blocks":         strings.Repeat(`{% if 1 %}`, 200) + strings.Repeat(`{% endif %}`, 200),
-		"size":           strings.Repeat("x", maxTemplateBytes+1),
+		"brackets":   `{{ ` + strings.Repeat("(", 200) + "1" + strings.Repeat(")", 200) + ` }}`,
+		"long chain": `{{ x` + strings.Repeat(".a", 2000) + ` }}`,
+		"blocks":     strings.Repeat(`{% if 1 %}`, 200) + strings.Repeat(`{% endif %}`, 200),
+		"size":       strings.Repeat("x", maxTemplateBytes+1),
 	} {
 		if _, err := parse(text, nil); err == nil {
 			t.Errorf("%s: the template is accepted", name)
 		}
 	}
+}
+
+// TestClientRanges follows the bytes of a request through templates.
+func TestClientRanges(t *testing.T) {
+	message := Message{Role: "user", Content: "<|im_end|>é", Extra: json.RawMessage(`{"calls": [{"name": "<f>", "n": 12}], "list": ["a", "b"]}`)}
+	for text, want := range map[string]string{ // what the client wrote stands in brackets
+		`<|{{ messages[0].role }}|>{{ messages[0].content }}</s>`:                              "<|user|>[<|im_end|>é]</s>",
+		`{{ bos_token + messages[0].content + eos_token }}{{ messages|length }}`:               "<s>[<|im_end|>é]</s>1",
+		`{% set c = messages[0].content %}{{ c[2:4] ~ "|" ~ c[:-1]|trim("<|") ~ "," ~ c[0] }}`: "[im]|[im_end|>],[<]",
+		`{{ "a-b"|replace("-", messages[0].content) }}`:                                        "a[<|im_end|>é]b",
+		`{{ messages[0].content|replace("im_", "<s>") }}`:                                      "[<|]<s>[end|>é]",
+		`{{ messages[0].content.split("|")|join("|") }}`:                                       "[<]|[im_end]|[>é]",
+		`{{ "%s=%d" % (messages[0].content, 1) }} {{ "{}".format(messages[0].content) }}`:      "[<|im_end|>é]=1 [<|im_end|>é]",
+		`{{ messages[0].content|upper }}{{ "x"|upper }}`:                                       "[<|IM_END|>É]X",
+		`{{ messages[0].calls|tojson }} {{ {"a": 1}|tojson }}`:                                 `[[{"name": "<f>", "n": 12}]] {"a": 1}`,
+		`{{ messages[0].list }}{{ messages[0].calls[0].n }}`:                                   "[['a'], ['b']]12",
+		`{% for k, v in messages[0].calls[0].items() %}{{ k }}={{ v }};{% endfor %}`:           "[name]=[<f>];[n]=12;",
+		`{% macro m(x) %}<{{ x }}>{% endmacro %}{{ m(messages[0].content[:2]) }}`:              "<[<|]>",
+		`{% set x %}a{{ messages[0].content[:2] }}{% endset %}{{ x ~ "b" }}`:                   "a[<|]b",
+		`{% for c in messages[0].content[:3] %}{{ c }}{% endfor %}{{ tools[0].t }}{{ v }}`:     "[<|iTV]",
+		`{{ messages[0].content == "<|im_end|>é" and "<" in messages[0].content }}`:            "True",
+		`{% filter indent(2) %}a` + "\n" + `{{ messages[0].content }}{% endfilter %}`:          "a\n  [<|im_end|>é]",
+	} {
+		got, err := mustNew(t, text).Render(t.Context(), []Message{message}, Options{
+			Tools: json.RawMessage(`[{"t": "T"}]`), Extra: Object{{"v", json.RawMessage(`"V"`)}},
+		})
+		if err != nil {
+			t.Errorf("%s: %v", text, err)
+			continue
+		}
+		marked, at := "", 0
+		for _, c := range got.Client {
+			marked += got.Text[at:c[0]] + "[" + got.Text[c[0]:c[1]] + "]"
+			at = c[1]
+		}
+		if marked += got.Text[at:]; strings.ReplaceAll(marked, "[a]", "a") != strings.ReplaceAll(want, "[a]", "a") {
+			t.Errorf("%s\n got %s\nwant %s", text, marked, want)
+		}
+	}
+}
+
+// TestParts passes content parts on to templates that walk them.
+func TestParts(t *testing.T) {
+	message := Message{Role: "user", Content: "a\nb", Parts: json.RawMessage(`[{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]`)}
+	for text, want := range map[string]string{
+		`{{ messages[0].content }}`: "a\nb",
+		`{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endif %}{% endfor %}`: "ab",
+		`{% for m in messages %}{% for p in m['content'] | list %}{{ p['text'] }}{% endfor %}{% endfor %}`:                                                    "ab",
+		`{% macro show(c) %}{% for p in c %}{% if p['type'] == 'text' %}{{ p.text }}{% endif %}{% endfor %}{% endmacro %}{{ show(messages[0]['content']) }}`:  "ab",
+		`{% for m in messages %}{{ m.content.split()|join("-") }}{% endfor %}`:                                                                                "a-b",
+	} {
+		got, err := mustNew(t, text).Render(t.Context(), []Message{message}, Options{})
+		if err != nil || got.Text != want {
+			t.Errorf("%s: got %q, %v, want %q", text, got.Text, err, want)
+		}
+	}
+}
+
+// TestDeveloper keeps the role for templates that know it.
+func TestDeveloper(t *testing.T) {
+	for text, want := range map[string]string{
+		`{{ messages[0].role }}`:                                 "system",
+		`{% if messages[0].role == "developer" %}dev{% endif %}`: "dev",
+	} {
+		got, err := mustNew(t, text).Render(t.Context(), []Message{{Role: "developer"}}, Options{})
+		if err != nil || got.Text != want {
+			t.Errorf("%s: got %q, %v, want %q", text, got.Text, err, want)
+		}
+	}
+}
+
+// TestOrder keeps members in the order of the request, and integers exact.
+func TestOrder(t *testing.T) {
+	const calls = `[{"z": 12345678901234567890, "a": {"y": null, "b": 1.0}}]`
+	got, err := mustNew(t, `{{ messages[0].tool_calls|tojson }}{{ v|tojson }}{{ tools|tojson }}`).Render(t.Context(),
+		[]Message{{Role: "assistant", Extra: json.RawMessage(`{"tool_calls": ` + calls + `}`)}},
+		Options{Tools: json.RawMessage(calls), Extra: Object{{"v", json.RawMessage(calls)}}})
+	if want := calls + calls + calls; err != nil || got.Text != want {
+		t.Errorf("got %q, %v, want %q", got.Text, err, want)
+	}
+	o, err := ParseObject([]byte(`{"b": {"y": 1, "x": 2}, "a": 1, "b": {"x": 0}}`))
+	if err != nil {
+		t.Fatal(err)
+	}
+	o.Set("a", json.RawMessage(`2`))
+	if got := string(o.JSON()); got != `{"b":{"x": 0},"a":2}` {
+		t.Errorf("got %s", got)
+	}
+	for _, bad := range []string{``, `[]`, `{"a"`, `{"a":1`, `{"a":}`} {
+		if _, err := ParseObject([]byte(bad)); err == nil {
+			t.Errorf("%s is accepted", bad)
+		}
+	}
+}
+
+// TestReserved: messages, tools and add_generation_prompt are no variables of a request.
+func TestReserved(t *testing.T) {
+	got, err := mustNew(t, `{{ messages|length }}{{ tools }}{{ add_generation_prompt }}{{ bos_token }}`).Render(t.Context(), nil, Options{Extra: Object{
+		{"messages", json.RawMessage(`[1]`)}, {"tools", json.RawMessage(`[1]`)}, {"add_generation_prompt", json.RawMessage(`true`)}, {"bos_token", json.RawMessage(`"x"`)},
+	}})
+	if err != nil || got.Text != "0NoneFalsex" {
+		t.Errorf("got %q, %v", got.Text, err)
+	}
+}
+
+// TestCanceled stops a rendering whose client has left.
+func TestCanceled(t *testing.T) {
+	ctx, cancel := context.WithCancelCause(t.Context())
+	left := errors.New("the client left")
+	cancel(left)
+	_, err := mustNew(t, `{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}`).Render(ctx, nil, Options{})
+	if !errors.Is(err, left) {
+		t.Errorf("error %v, want %v", err, left)
+	}
+}
+
+// TestPublished compares with what jinja2 makes of the templates that MOESERVE_TEMPLATES has, which are their authors'.
+func TestPublished(t *testing.T) {
+	dir := os.Getenv("MOESERVE_TEMPLATES")
+	if dir == "" {
+		t.Skip("MOESERVE_TEMPLATES is not set: put *.jinja into a folder, and run tools/templates/reference.py published on it")
+	}
+	var expected struct {
+		Tokens map[string]string
+		Chats  []struct {
+			Name     string
+			Messages []json.RawMessage
+			Tools    json.RawMessage
+			Options  json.RawMessage
+			Generate bool
+		}
+		Templates map[string]struct {
+			Load  string
+			Cases []struct {
+				Want  *string
+				Error string
+			}
+		}
+	}
+	b, err := os.ReadFile(filepath.Join(dir, "expected.json"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := json.Unmarshal(b, &expected); err != nil {
+		t.Fatal(err)
+	}
+	now := time.Date(2024, time.July, 5, 9, 3, 7, 0, time.UTC)
+	cases, exact, raised, refused := 0, 0, 0, 0
+	for _, file := range slices.Sorted(maps.Keys(expected.Templates)) {
+		want := expected.Templates[file]
+		text, err := os.ReadFile(filepath.Join(dir, file))
+		if err != nil {
+			t.Fatal(err)
+		}
+		tmpl, err := parse(string(text), expected.Tokens)
+		if want.Load != "" && err != nil {
+			refused++
+			continue
+		}
+		if err != nil || want.Load != "" {
+			t.Errorf("%s: got the error %v, want %q", file, err, want.Load)
+			continue
+		}
+		differ := 0
+		for i, c := range want.Cases {
+			chat := expected.Chats[i]
+			var messages []Message
+			for _, raw := range chat.Messages {
+				messages = append(messages, Message{Extra: raw})
+			}
+			extra, err := ParseObject(chat.Options)
+			if err != nil {
+				t.Fatal(err)
+			}
+			cases++
+			got, err := tmpl.Render(t.Context(), messages, Options{
+				AddGenerationPrompt: chat.Generate, Tools: chat.Tools, Extra: extra, Now: func() time.Time { return now },
+			})
+			switch {
+			case c.Want == nil && err != nil:
+				raised++
+				continue
+			case c.Want != nil && err == nil && got.Text == *c.Want:
+				exact++
+				continue
+			}
+			if differ++; differ > 1 {
+				continue
+			}
+			if c.Want == nil {
+				t.Errorf("%s: %s: got %q, want the error %s", file, chat.Name, got.Text, c.Error)
+			} else {
+				t.Errorf("%s: %s: error %v\n got %q\nwant %q", file, chat.Name, err, got.Text, *c.Want)
+			}
+		}
+		if differ > 1 {
+			t.Errorf("%s: %d cases differ", file, differ)
+		}
+	}
+	t.Logf("%d templates, %d refused by both; %d cases: %d exact, %d raise in both, %d differ",
+		len(expected.Templates), refused, cases, exact, raised, cases-exact-raised)
 }
 
 func TestConcurrentRender(t *testing.T) {
@@ -309,7 +525,7 @@ func TestConcurrentRender(t *testing.T) {
 	tmpl := mustNew(t, string(text))
 	messages := []Message{{Role: "user", Content: "a"}, {Role: "assistant", Content: "b"}, {Role: "user", Content: "c"}}
 	opts := Options{AddGenerationPrompt: true, Tools: json.RawMessage(`[{"b": 1, "a": 2}]`)}
-	want, err := tmpl.Render(messages, opts)
+	want, err := tmpl.Render(t.Context(), messages, opts)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -317,8 +533,8 @@ func TestConcurrentRender(t *testing.T) {
 	for range 8 {
 		wg.Go(func() {
 			for range 10 {
-				if got, err := tmpl.Render(messages, opts); err != nil || got != want {
-					t.Errorf("got %q, %v, want %q", got, err, want)
+				if got, err := tmpl.Render(t.Context(), messages, opts); err != nil || got.Text != want.Text {
+					t.Errorf("got %q, %v, want %q", got.Text, err, want.Text)
 				}
 			}
 		})
@@ -345,9 +561,10 @@ func FuzzTemplate(f *testing.F) {
 		if err != nil {
 			return
 		}
-		got, err := tmpl.Render([]Message{
+		prompt, err := tmpl.Render(t.Context(), []Message{
 			{Role: "user", Content: content}, {Role: "assistant", Extra: json.RawMessage(extra)},
 		}, Options{AddGenerationPrompt: true})
+		got := prompt.Text
 		if err != nil && (got != "" || strings.Contains(err.Error(), "\n")) {
 			t.Fatalf("error %q with text %q", err, got)
 		}

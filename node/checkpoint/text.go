@@ -1,6 +1,7 @@
 package checkpoint
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"io/fs"
@@ -91,12 +92,12 @@ func (t Text) EncodeChat(messages []chat.Message) ([]int32, error) {
 	if err := t.Check(TemplateNeeded); err != nil {
 		return nil, err
 	}
-	text, err := t.Template.Render(messages, chat.Options{AddGenerationPrompt: true})
+	prompt, err := t.Template.Render(context.Background(), messages, chat.Options{AddGenerationPrompt: true})
 	if err != nil {
 		return nil, fault.Of(fault.ErrModel, err)
 	}
 	// The template includes the special tokens.
-	ids, err := t.Tokenizer.Encode(text, false)
+	ids, err := t.Tokenizer.Encode(prompt.Text, false)
 	return ids, fault.Of(fault.ErrModel, err)
 }
 

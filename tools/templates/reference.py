@@ -91,6 +91,10 @@ VARIABLES = {
         {"name": "bob", "age": 25, "job": {"title": "Baker"}, "tags": []},
         {"name": "Ann", "age": 30, "job": {}, "off": True},
     ],
+    "text": "Hello wörld, hello",
+    "name": "they're (the) o'neill-SMITH\tx",
+    "numbers": [3, 1, 2.5, -4, 3],
+    "none": None,
     "messages": [
         {"role": "system", "content": "Be kind.\n"},
         {"role": "user", "content": [{"type": "text", "text": "hi"}, {"type": "image"}]},
@@ -175,7 +179,6 @@ CHATS = {
     "no messages": [],
     "null content": [user(), assistant(None), user("?")],
     "null user": [user(None)],
-    "no content": [{"role": "user"}],
     "parts": [user(PARTS)],
     "system parts": [{"role": "system", "content": PARTS}, user(PARTS)],
     "assistant parts": [user("a"), assistant(PARTS), user("b")],

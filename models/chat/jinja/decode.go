@@ -69,14 +69,14 @@ func decode(d *json.Decoder, origin Origin, depth int) (Value, error) {
 				return nil, err
 			}
 			name, _ := key.(string)
-			dict.Set(NewText(name, bool(origin)), v)
+			dict.Set(NewText(name, origin), v)
 		}
 		_, err := d.Token()
 		return dict, err
 	case json.Number:
 		return number(tok.String())
 	case string:
-		return NewText(tok, bool(origin)), nil
+		return NewText(tok, origin), nil
 	}
 	return tok, nil // bool or nil
 }

@@ -3,7 +3,6 @@ package jinja
 import (
 	"fmt"
 	"strings"
-	"unicode/utf8"
 )
 
 // scope holds variables. A scope with vars is the context or the globals, which templates do not change.
@@ -12,6 +11,16 @@ type scope struct {
 	names  []string
 	values []Value
 	parent *scope
+	few    struct { // where the first of them are, so that a loop allocates once per item
+		names  [3]string
+		values [3]Value
+	}
+}
+
+func newScope(parent *scope) *scope {
+	s := &scope{parent: parent}
+	s.names, s.values = s.few.names[:0], s.few.values[:0]
+	return s
 }
 
 func (s *scope) get(name string) (Value, bool) {
@@ -485,7 +494,7 @@ func (n *setStmt) exec(r *run, s *scope) signal {
 }
 
 func (n *setBlock) exec(r *run, s *scope) signal {
-	inner := &scope{parent: s}
+	inner := newScope(s)
 	sig := done
 	v := Value(r.capture(func() { sig = r.exec(n.body, inner) }))
 	if sig != done {
@@ -497,7 +506,7 @@ func (n *setBlock) exec(r *run, s *scope) signal {
 }
 
 func (n *filterBlock) exec(r *run, s *scope) signal {
-	inner := &scope{parent: s}
+	inner := newScope(s)
 	sig := done
 	v := Value(r.capture(func() { sig = r.exec(n.body, inner) }))
 	if sig != done {
@@ -508,7 +517,7 @@ func (n *filterBlock) exec(r *run, s *scope) signal {
 }
 
 func (n *withStmt) exec(r *run, s *scope) signal {
-	inner := &scope{parent: s}
+	inner := newScope(s)
 	for i, target := range n.targets {
 		r.assign(target, r.eval(n.values[i], s), inner)
 	}
@@ -516,7 +525,7 @@ func (n *withStmt) exec(r *run, s *scope) signal {
 }
 
 func (n *scoped) exec(r *run, s *scope) signal {
-	return r.exec(n.body, &scope{parent: s})
+	return r.exec(n.body, newScope(s))
 }
 
 func (n *loopControl) exec(*run, *scope) signal { return n.signal }
@@ -558,7 +567,7 @@ func (l *loop) run(v Value) signal {
 				if !ok {
 					return nil, false
 				}
-				s := &scope{parent: l.scope}
+				s := newScope(l.scope)
 				r.assign(n.target, item, s)
 				if truth(r.eval(n.test, s)) {
 					return item, true
@@ -572,7 +581,7 @@ func (l *loop) run(v Value) signal {
 		if !ok {
 			break
 		}
-		s := &scope{parent: l.scope}
+		s := newScope(l.scope)
 		s.set("loop", l)
 		r.line = n.line
 		r.assign(n.target, item, s)
@@ -583,7 +592,7 @@ func (l *loop) run(v Value) signal {
 		ran = ran || sig == done
 	}
 	if !ran { // jinja2 looks at whether a body was run to its end
-		return r.exec(n.otherwise, &scope{parent: l.scope})
+		return r.exec(n.otherwise, newScope(l.scope))
 	}
 	return done
 }
@@ -700,7 +709,7 @@ func (n *callBlock) exec(r *run, s *scope) signal {
 
 func (m *macro) call(r *run, a *args) Value {
 	n := m.node
-	s := &scope{parent: m.scope}
+	s := newScope(m.scope)
 	kw := a.kw
 	take := func(name string) (Value, bool) {
 		for i, k := range kw {
@@ -845,10 +854,4 @@ func (r *run) ownAttribute(v Value, name string) (Value, bool) {
 // known reports whether every Python object has an attribute of this name.
 func known(name string) bool {
 	return strings.Contains(" __class__ __doc__ __init__ __eq__ __repr__ __str__ __hash__ __dir__ __format__ __new__ __reduce__ __sizeof__ ", " "+name+" ")
-}
-
-// firstRune returns the first character of a text.
-func firstRune(t Text) Text {
-	_, size := utf8.DecodeRuneInString(t.s)
-	return t.slice(0, size)
 }

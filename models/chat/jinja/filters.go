@@ -615,10 +615,8 @@ func title(r *run, v any, _ []Value) Value {
 
 func indent(r *run, v any, a []Value) Value {
 	t := text(v)
-	by := Text{}
-	if s, ok := a[0].(Text); ok {
-		by = s
-	} else {
+	by, ok := a[0].(Text)
+	if !ok {
 		by = r.repeat(Text{s: " "}, intOr(a[0], 4))
 	}
 	lines := r.concat(t, Text{s: "\n", markup: t.markup}).splitLines(false)
@@ -720,7 +718,7 @@ func urlEncode(r *run, v any, _ []Value) Value {
 			}
 			parts = append(parts, quoted(pair[0], true)+"="+quoted(pair[1], true))
 		}
-		return r.remake(NewText(".", true), strings.Join(parts, "&"))
+		return r.remake(NewText(".", FromClient), strings.Join(parts, "&"))
 	}
 	return r.remake(r.str(v), quoted(v, false))
 }

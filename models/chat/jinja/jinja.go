@@ -4,7 +4,6 @@ import (
 	"context"
 	"fmt"
 	"slices"
-	"strings"
 	"time"
 )
 
@@ -35,9 +34,9 @@ type Options struct {
 // Limits that no published template comes near. The bytes that a rendering makes count together, whether they are still
 // used or not.
 const (
-	maxSteps    = 1 << 23
+	maxSteps    = 1 << 22
 	maxDepth    = 600 // nested calls, and nested values that are walked
-	madeFactor  = 8   // bytes made, by Options.MaxBytes
+	madeFactor  = 4   // bytes made, by Options.MaxBytes
 	wordBytes   = 16
 	stepsByTime = 1 << 10 // steps between two looks at the clock
 )
@@ -49,7 +48,6 @@ type run struct {
 	deadline time.Time
 	maxBytes int
 
-	root    *scope
 	out     *builder
 	line    int
 	steps   int
@@ -74,9 +72,8 @@ func (t *Template) Render(ctx context.Context, vars map[string]Value, o Options)
 	r.out = &builder{r: r}
 	defer catch(func() int { return r.line }, &err)
 	context := &scope{vars: vars, parent: &scope{vars: globals}}
-	r.root = &scope{parent: context}
 	r.look()
-	r.exec(t.body, r.root)
+	r.exec(t.body, newScope(context))
 	return r.out.text(), nil
 }
 
@@ -213,13 +210,4 @@ func member(e expr) string {
 		}
 	}
 	return ""
-}
-
-// OneLine makes a message printable: on one line, without control characters, of at most limit bytes.
-func OneLine(s string, limit int) string {
-	s = strings.Join(strings.FieldsFunc(s, func(c rune) bool { return isSpace(c) || !printable(c) }), " ")
-	if len(s) > limit {
-		s = strings.ToValidUTF8(s[:limit], "") + "..."
-	}
-	return s
 }

@@ -137,10 +137,6 @@ func (r *run) binary(op string, a, b Value) Value {
 			r.made(wordBytes * (len(x) + len(y)))
 			return append(x[:len(x):len(x)], y...)
 		}
-	case *Dict, *view:
-		if op == "|" || op == "-" {
-			break
-		}
 	}
 	if op == "*" {
 		if n, ok := integer(b); ok {
@@ -385,7 +381,7 @@ func parseInt(s string, base int) (Value, bool) {
 		return nil, false
 	}
 	digits := decimals(strings.ReplaceAll(s, "_", ""))
-	if strings.IndexAny(digits, "+-") >= 0 || len(digits) > maxDigits {
+	if strings.ContainsAny(digits, "+-") || len(digits) > maxDigits {
 		return nil, false
 	}
 	b, ok := new(big.Int).SetString(sign+digits, base)

@@ -15,10 +15,10 @@ type Text struct {
 	markup bool   // a Markup, which escapes what is added to it
 }
 
-// NewText returns a string whose bytes are all the client's, or all the template's.
-func NewText(s string, fromClient bool) Text {
+// NewText returns a string of one origin.
+func NewText(s string, origin Origin) Text {
 	t := Text{s: s}
-	if fromClient && s != "" {
+	if origin == FromClient && s != "" {
 		t.client = []Span{{0, len(s)}}
 	}
 	return t
@@ -52,7 +52,7 @@ func (t Text) slice(start, end int) Text {
 
 // made is a string computed from t: all of it is the client's if a part of t is.
 func (t Text) made(s string) Text {
-	out := NewText(s, t.client != nil)
+	out := NewText(s, Origin(t.client != nil))
 	out.markup = t.markup
 	return out
 }

@@ -105,6 +105,13 @@ func (d *Dict) Set(key, value Value) {
 // SetString assigns the value of a key that is the template's own.
 func (d *Dict) SetString(key string, value Value) { d.Set(Text{s: key}, value) }
 
+// Update sets all keys of another dict.
+func (d *Dict) Update(other *Dict) {
+	for i, key := range other.keys {
+		d.Set(key, other.values[i])
+	}
+}
+
 // Get returns the value of a key, and whether it is there.
 func (d *Dict) Get(key string) (Value, bool) { return d.get(Text{s: key}) }
 
