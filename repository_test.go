@@ -336,7 +336,7 @@ var linked = map[string]string{
 }
 
 // linkedPackages is how many packages these modules have in the command.
-const linkedPackages = 66
+const linkedPackages = 54
 
 // opens are the functions that open a file for reading, or a folder whose files they open. Package
 // untrusted stands before them: see TestFilesAreOpenedBounded.

@@ -60,7 +60,7 @@ func (m *Model) tokenize(ctx context.Context, o *object) (*tokenized, error) {
 		return nil, badRequest("prompt", "invalid_value", "The model has no tokenizer.")
 	default:
 		if a.Tokens, err = m.Tokenizer.Encode(text, special); err != nil {
-			return badRequest("prompt", "invalid_value", "The prompt cannot be turned into tokens: %v", err)
+			return nil, badRequest("prompt", "invalid_value", "The prompt cannot be turned into tokens: %v", err)
 		}
 	}
 	if a.Tokens == nil {
