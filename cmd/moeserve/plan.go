@@ -215,7 +215,10 @@ func wrapped(words []string) string {
 }
 
 // given reports whether a setting has been given explicitly.
-func (s *settings) given(key string) bool { return s.sources[key].Kind != "default" }
+func (s *settings) given(key string) bool {
+	from, ok := s.sources[key]
+	return ok && from.Kind != "default"
+}
 
 // planResult is the result of plan --json. Times are in seconds.
 type planResult struct {

@@ -69,7 +69,9 @@ func TestReclaim(t *testing.T) {
 			t.Errorf("%s, key %q: status %d, %s", c.url, c.key, resp.StatusCode, text)
 		}
 	}
-	t.Setenv("MOESERVE_API_KEY", "")
+	if err := os.Unsetenv("MOESERVE_API_KEY"); err != nil { // which the end of the test undoes, as it was set above
+		t.Fatal(err)
+	}
 	if _, errs, code := reclaim("--device", "1", "--gib", "1", "--url", at[1]); code != exitFailed || !strings.Contains(errs, "API key is missing or wrong") {
 		t.Errorf("without the key: exit code %d, %s", code, errs)
 	}

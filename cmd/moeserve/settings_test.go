@@ -74,7 +74,7 @@ func others(k configs.Key) [3]string {
 // before the default; and what is said of the source is where the value is from.
 func TestPrecedence(t *testing.T) {
 	// What a valid configuration needs beside the setting in question.
-	beside := "load-format: dummy\nmodel: phi-tiny-moe\nallowed-origins: https://example.com\n"
+	beside := "load-format: dummy\nmodel: phi-tiny-moe\nallowed-origins: https://example.com\nssl-certfile: cert.pem\n"
 	for _, k := range configs.Schema {
 		t.Run(k.Name, func(t *testing.T) {
 			v := others(k)
