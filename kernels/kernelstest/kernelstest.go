@@ -45,6 +45,7 @@ var tests = []struct {
 	{"rope_append_kv", testRoPEAppendKV},
 	{"attention", testAttention},
 	{"route", testRoute},
+	{"route_nan", testRouteNaN},
 	{"group", testSortByExpert},
 	{"experts", testExperts},
 	{"combine", testCombine},

@@ -114,6 +114,48 @@ func testRoute(r *rig) {
 	}
 }
 
+// testRouteNaN: rows with NaN, or of it alone, are routed to different experts of the layer,
+// numbers first, and the rows beside them as ever.
+func testRouteNaN(r *rig) {
+	for _, s := range []struct {
+		experts, k int
+		method     kernels.RouteMethod
+	}{{8, 2, kernels.SoftmaxRenorm}, {60, 4, kernels.Softmax}, {128, 8, kernels.SoftmaxRenorm}, {16, 2, kernels.SparseMixer}} {
+		r.run(fmt.Sprintf("%+v", s), func(r *rig) {
+			const rows, jitter = 9, 0.01
+			logits := r.rows(true, "Logits", kernels.F32, rows, s.experts).set(func(i int) float64 {
+				switch row, e := i/s.experts, i%s.experts; {
+				case row%3 == 1, row%3 == 2 && e != s.experts/2:
+					return math.NaN()
+				}
+				return r.rand.NormFloat64()
+			})
+			ids, weights := r.dense("IDs", kernels.I32, rows, s.k), r.dense("Weights", kernels.F32, rows, s.k)
+			ids.writes()
+			weights.writes()
+			r.do(&kernels.Route{Logits: logits.Tensor, Method: s.method, Jitter: jitter, IDs: ids.Tensor, Weights: weights.Tensor})
+			for n := range rows {
+				if n%3 == 0 {
+					wantIDs, wantWeights := routeWant(s.method, jitter, logits.row(n), s.k)
+					r.exact(ids, wantIDs, n)
+					r.near(weights, wantWeights, n)
+					continue
+				}
+				var want []float64
+				if n%3 == 2 { // the one number
+					want = append(want, float64(s.experts/2))
+				}
+				for e := 0; len(want) < s.k; e++ {
+					if n%3 == 1 || e != s.experts/2 {
+						want = append(want, float64(e))
+					}
+				}
+				r.exact(ids, want, n)
+			}
+		})
+	}
+}
+
 func testSortByExpert(r *rig) {
 	type shape struct{ n, experts, k int }
 	for _, s := range []shape{{1, 4, 1}, {2, 8, 2}, {7, 16, 4}, {33, 60, 4}, {33, 128, 8}, {700, 8, 2}, {5, 2, 2}} {
