@@ -707,9 +707,14 @@ func TestNoNumbers(t *testing.T) {
 			t.Errorf("%s: %d %s", more, a.status, a.body)
 		}
 	}
-	// Of two prompts, the first streams until the second fails.
-	if got := h.send(http.MethodPost, "/v1/completions", body("[[1, 2], [500]]", `, "stream": true`)); !strings.Contains(got.body, "no token can be sampled") {
-		t.Errorf("a stream: %d %s", got.status, got.body)
+	// Token 500 is sampled first, so that the stream has begun.
+	for _, more := range []string{"", `, "n": 2`} {
+		got := h.send(http.MethodPost, "/v1/completions", body("[1, 2]", `, "stream": true, "logit_bias": {"500": 100}`+more))
+		events := strings.Split(strings.TrimSpace(got.body), "\n\n")
+		if n := len(events); got.status != http.StatusOK || n < 3 || !strings.Contains(events[0], `"token_ids":[500]`) ||
+			!strings.Contains(events[n-2], `after 3 tokens: no token can be sampled`) || events[n-1] != "data: [DONE]" {
+			t.Errorf("a stream: %d %s", got.status, got.body)
+		}
 	}
 	type text struct{ Choices []struct{ Text string } }
 	if got := h.post("/v1/completions", body("[1, 2, 3]", "")); decode[text](t, got).Choices[0] != decode[text](t, want).Choices[0] {
