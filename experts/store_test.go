@@ -1002,6 +1002,34 @@ func TestHarness(t *testing.T) {
 	}
 }
 
+// TestPrefetchIsRaised: what was prefetched goes before other prefetches once its layer is
+// opened.
+func TestPrefetchIsRaised(t *testing.T) {
+	r := newRig(t, small(rowMajor), emulated.Options{Virtual: true, HostLink: emulated.Link{BytesPerSecond: 1e6}}, 512)
+	s := r.open(Config{Placement: r.placed(1), CacheSlots: 3 * r.model.experts})
+	r.fill(s, 11)
+	st, err := s.BeginStep(t.Context(), r.compute)
+	r.ok(err)
+	later, now := r.model.layers[2], r.model.layers[1]
+	r.ok(st.Prefetch(later))
+	r.ok(st.Prefetch(now))
+	begin := r.m.Now()
+	use, err := st.Layer(t.Context(), now)
+	r.ok(err)
+	for _, w := range use.Waves {
+		for _, p := range w.WaitFor {
+			r.ok(p.Wait(t.Context()))
+		}
+	}
+	// Copies that are under way go first.
+	layer := time.Duration(float64(r.model.experts) * float64(r.model.layout.Size) / 1e6 * float64(time.Second))
+	if took := r.m.Now() - begin; took < layer || took > layer*7/4 {
+		t.Errorf("the layer's experts are there after %v, want little more than %v", took, layer)
+	}
+	r.ok(use.Release())
+	r.ok(st.Drop(t.Context()))
+}
+
 // TestHalfRound: a row of the tables, or a slot, that was used last when the fence of closed
 // layers was more than half of its range behind can be used again.
 func TestHalfRound(t *testing.T) {

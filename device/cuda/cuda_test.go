@@ -1211,3 +1211,69 @@ func TestSideBySide(t *testing.T) {
 	}
 	wg.Wait()
 }
+
+// TestFencesPinNothing: fences and events that are made while streams run take no new
+// pinned memory, since the driver may wait for the device to pin some.
+func TestFencesPinNothing(t *testing.T) {
+	if onGPU {
+		t.Skip("the calls are counted by the stand-in")
+	}
+	r := newRig(t, 1)
+	standin.Fail("cuMemHostAlloc", outOfMemory, 0)
+	host := r.host("host")
+	for i := range 2000 {
+		f, err := r.m.NewFence("fence")
+		if err != nil {
+			t.Fatalf("fence %d: %v", i, err)
+		}
+		e := r.event()
+		r.ok(host.Record(e))
+		r.ok(host.Synchronize(r.ctx))
+		r.ok(f.Close())
+		r.ok(e.Close())
+		r.fence("kept")
+	}
+	if _, err := r.m.Alloc(device.Host, 64, "small"); !errors.Is(err, device.ErrOutOfMemory) {
+		t.Errorf("the call that was to fail: %v", err)
+	}
+}
+
+// TestDriverIsAskedWithoutTheLock: whoever enqueues on a host stream does not wait for the
+// driver, which the stream asks for what it watches.
+func TestDriverIsAskedWithoutTheLock(t *testing.T) {
+	r := newRig(t, 1)
+	gpu, f, ev := r.stream(0, "gpu"), r.fence("held"), r.event()
+	host := r.host("watches").(*hostStream)
+	r.ok(gpu.WaitFence(f, 1))
+	r.ok(gpu.Record(ev))
+	ran := make(chan struct{})
+	over, err := host.WatchEvent(ev, device.Work{Name: "passed", Run: func(device.Access) error { close(ran); return nil }})
+	if over || err != nil {
+		t.Fatal(over, err)
+	}
+	held := ev.(*event)
+	held.mu.Lock() // asking for the event takes until the end of the test
+	done := make(chan error, 1)
+	go func() {
+		var err error
+		// The stream looks at what it watches many times meanwhile.
+		for range 20000 {
+			if err = host.Execute(device.Work{Name: "other"}); err != nil {
+				break
+			}
+			runtime.Gosched()
+		}
+		done <- err
+	}()
+	select {
+	case err := <-done:
+		r.ok(err)
+	case <-r.ctx.Done():
+		t.Error("the stream's lock is held while the driver is asked")
+	}
+	held.mu.Unlock()
+	r.ok(f.Signal(1))
+	<-ran
+	r.ok(host.Synchronize(r.ctx))
+	r.ok(gpu.Synchronize(r.ctx))
+}

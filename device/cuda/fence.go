@@ -25,7 +25,10 @@ type word struct {
 
 const (
 	wordBytes = 64
-	slabBytes = 4096
+	// reservedBytes of counters are allocated before there are streams: 16,384 counters.
+	// The driver may wait for the whole device when it pins memory, so that a fence made
+	// while a stream waits for another one could keep that from being signaled.
+	reservedBytes = 1 << 20
 )
 
 // words allocates counters from pinned pages.
@@ -35,19 +38,33 @@ type words struct {
 	slabs []unsafe.Pointer
 }
 
+// reserve allocates counters.
+func (w *words) reserve(g *gpu) error {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return w.grow(g)
+}
+
+func (w *words) grow(g *gpu) error {
+	var p unsafe.Pointer
+	if c := C.ms_host_alloc(g.context(), reservedBytes, &p); c != success {
+		return g.fail("fence", int(c), "pinned memory for counters")
+	}
+	w.slabs = append(w.slabs, p)
+	for off := reservedBytes - wordBytes; off >= 0; off -= wordBytes {
+		at := unsafe.Add(p, off)
+		w.free = append(w.free, word{(*atomic.Uint32)(at), device.Addr(uintptr(at))})
+	}
+	return nil
+}
+
 // alloc returns a counter at 0.
 func (w *words) alloc(g *gpu) (word, error) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	if len(w.free) == 0 {
-		var p unsafe.Pointer
-		if c := C.ms_host_alloc(g.context(), slabBytes, &p); c != success {
-			return word{}, g.fail("fence", int(c), "pinned memory for counters")
-		}
-		w.slabs = append(w.slabs, p)
-		for off := 0; off < slabBytes; off += wordBytes {
-			at := unsafe.Add(p, off)
-			w.free = append(w.free, word{(*atomic.Uint32)(at), device.Addr(uintptr(at))})
+		if err := w.grow(g); err != nil {
+			return word{}, err
 		}
 	}
 	last := len(w.free) - 1

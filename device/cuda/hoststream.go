@@ -34,9 +34,12 @@ type hostStream struct {
 	changed time.Time
 
 	// sides are GPU streams for copies from or to device memory; probed is when the
-	// devices were last checked for being alive. Only the goroutine uses them.
+	// devices were last checked for being alive; looked and ends are scratch space of look.
+	// Only the goroutine uses them.
 	sides  map[*gpu]*Stream
 	probed time.Time
+	looked []watch
+	ends   []watchEnd
 }
 
 type hostOpKind uint8

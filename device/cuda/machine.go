@@ -120,6 +120,9 @@ func New(o Options) (*Machine, error) {
 		return nil, errors.Join(err, m.release())
 	}
 	m.topo = m.describe(links)
+	if err := m.words.reserve(m.anyGPU()); err != nil {
+		return nil, errors.Join(err, m.release())
+	}
 	return m, nil
 }
 

@@ -23,6 +23,12 @@ type watch struct {
 	gpu   *gpuRecording
 }
 
+// watchEnd is what look has learned of a watch.
+type watchEnd struct {
+	over bool
+	err  error
+}
+
 const watchNap = 50 * time.Microsecond
 
 // over reports whether the wait is over, and its error.
@@ -117,28 +123,43 @@ func (w *watch) drop() {
 	}
 }
 
-// look enqueues the work of watches that are over. The lock is held.
+// look enqueues the work of watches that are over. The lock is held on entry and on return,
+// and released while the driver is asked: whoever enqueues does not wait for that.
 func (s *hostStream) look() {
-	left := s.watches[:0]
+	if len(s.watches) == 0 {
+		return
+	}
+	s.looked = append(s.looked[:0], s.watches...)
+	s.mu.Unlock()
+	s.ends = s.ends[:0]
 	// Recordings of one stream complete in order: those after a pending one need no
 	// query.
 	var pending *gpuRecording
-	for i := range s.watches {
-		w := &s.watches[i]
+	for i := range s.looked {
+		w := &s.looked[i]
 		over, err := false, error(nil)
 		if w.gpu == nil || pending == nil || w.gpu.epoch != pending.epoch || w.gpu.point < pending.point {
 			over, err = w.over()
 		}
-		if !over {
-			if w.gpu != nil {
-				pending = w.gpu
-			}
-			left = append(left, *w)
+		if !over && w.gpu != nil {
+			pending = w.gpu
+		}
+		if over {
+			w.drop()
+		}
+		s.ends = append(s.ends, watchEnd{over, err})
+	}
+	clear(s.looked)
+	s.mu.Lock()
+	// Watches were at most added meanwhile.
+	left := s.watches[:0]
+	for i, w := range s.watches {
+		if i >= len(s.ends) || !s.ends[i].over {
+			left = append(left, w)
 			continue
 		}
-		w.drop()
 		o := hostOp{kind: hostWork, work: w.work}
-		if err != nil {
+		if err := s.ends[i].err; err != nil {
 			o.kind, o.failure = hostFailed, err
 		}
 		s.push(o)
