@@ -56,7 +56,8 @@
 // the shell around it, with the lock, the clock, device memory, fences and streams. One
 // goroutine at a time carries out actions; concurrent ticks leave them to it. Callbacks
 // are among the actions and run without locks, so they may call the runtime. A callback
-// that waits for the end of its own revocation waits forever.
+// that waits for the end of its own revocation waits forever; one that panics is reported
+// and counts as returned.
 //
 // # What it is not
 //
@@ -71,6 +72,8 @@
 //   - No memory is reused, scrubbed or freed while a reference on it is held or a fence
 //     value passed to Ref.ReleaseAt is not reached, regardless of the deadline.
 //   - Two live handles never overlap.
+//   - A peer whose readings say that it is lost, or whose Health is an error, is unhealthy,
+//     also after Readmit. A peer without a reading lends nothing new.
 //   - Acquire and Release take no lock, allocate nothing, and wait for nothing.
 //   - Alloc and Free do not wait for memory or for readers.
 //   - Callbacks, scrubbing and freeing run on one goroutine at a time, one that ticks;

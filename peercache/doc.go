@@ -46,6 +46,7 @@
 //   - Every transfer to a peer copy holds a reference on it until the transfer has ended;
 //     so must every reader, by the reference that Acquire returns.
 //   - Acquire takes no lock and allocates nothing.
-//   - A key has at most one copy, moving or landed.
+//   - A key has at most one copy that has landed and one that is moving; both only while
+//     the object moves to another place (PutOptions.Move).
 //   - Memory is freed once: by Drop, by a failure, by Close, or by harvest.
 package peercache

@@ -50,5 +50,8 @@
 //     nothing moves until rates or free memory change.
 //   - No expert is promoted to a peer that is slower than the host, except by FillAll.
 //   - The migration limit is never exceeded, except for bursts of a quarter of a second.
+//   - A replacement frees the room first: while it is still being read, the promotion waits
+//     for a later Tick, for a second at most. An expert that moves from one peer to another
+//     keeps its copy until the new one has landed.
 //   - A Tick never waits. The loop of Start is the only goroutine, and Close waits for it.
 package rebalancer

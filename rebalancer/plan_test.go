@@ -59,6 +59,30 @@ func capacity(host float64, peers ...rebalancer.Peer) rebalancer.Capacity {
 	return rebalancer.Capacity{Host: experts.Link{From: device.Host, BytesPerSecond: host * 1e9}, Peers: peers}
 }
 
+// TestPlanBesideDeadPeer: a peer that lends nothing, or is in back-off after a refusal, does
+// not keep experts from being replaced on the other one.
+func TestPlanBesideDeadPeer(t *testing.T) {
+	s := situation(t, "1:1 1:1 1:1 1:1 H:100 H:100 H:100 H:100")
+	s.SingleUse = 0.1
+	kinds := func(what string, now time.Duration, peers ...rebalancer.Peer) {
+		t.Helper()
+		moves := rebalancer.Plan(s, capacity(55, peers...), rebalancer.Tuning{}, now)
+		for _, m := range moves {
+			if m.Kind != rebalancer.Replace || len(m.To) != 1 && m.To[0] != 0 {
+				t.Errorf("%s: %v", what, m)
+			}
+		}
+		if len(moves) != 4 {
+			t.Errorf("%s: %d moves, want 4", what, len(moves))
+		}
+	}
+	kinds("alone", 0, peer(1, 395, 0))
+	kinds("beside one that lends nothing", 0, peer(1, 395, 0), peer(2, 395, 0))
+	refused := peer(2, 395, 40)
+	refused.NotBefore = time.Second
+	kinds("beside one that refused", time.Millisecond, peer(1, 395, 0), refused)
+}
+
 func TestPlan(t *testing.T) {
 	refusing := peer(1, 300, 4)
 	refusing.NotBefore = time.Minute + 1

@@ -545,6 +545,13 @@ func TestFailingPeer(t *testing.T) {
 	if _, peers := r.onPeers(); health(1) == "ok" || peers[device.HBM(2)] != 0 || r.rb.Counts().Readmitted != readmitted {
 		t.Errorf("a lost peer is %q, holds %v; %+v", health(1), peers, r.rb.Counts())
 	}
+	// Beside it, the other peer follows what is used.
+	r.steps(2*time.Second, false)
+	r.hot += 3
+	r.steps(3*time.Second, false)
+	if hits := r.hitRate(time.Second); hits < 0.7 {
+		t.Errorf("beside a lost peer the hit rate is %.2f; %+v", hits, r.rb.Counts())
+	}
 }
 
 // sickly is a monitor of peers one of which may be sick.

@@ -27,6 +27,10 @@
 // only Work with Host set runs. Host memory can still be written; only the pages touched
 // use real memory.
 //
+// Options.LikeCUDA makes streams as lax as CUDA's, Options.TimeFailures lets times of events
+// fail, and with Options.FenceStart counters wrap around early: programs that are right on
+// emulated devices in these modes too do not depend on what CUDA does not promise.
+//
 // # Models
 //
 // A copy takes its path's latency, then transfers its bytes over all links of the path at
@@ -44,7 +48,8 @@
 //   - A Memory is one mapping outside Go's heap. Its addresses are valid in this
 //     process, so kernels on the CPU can dereference them. Memory.Read and Memory.Write
 //     access host memory only.
-//   - Streams run operations strictly in order. A stream in error skips operations; the
+//   - Streams run operations strictly in order. A stream in error skips operations (with
+//     Options.LikeCUDA only those enqueued once the host knows of a failed wait); the
 //     events it would record and the fences it would signal carry the error, so no
 //     waiter blocks forever.
 //   - Goroutines belong to streams; Stream.Close and Machine.Close wait for them.

@@ -18,7 +18,8 @@
 // whenever fewer than Depth of its chunks, or few bytes, are in flight. It takes them from
 // the first request, by class and then by order of submission, that it can carry and whose
 // points are all reached. So a request of a higher class overtakes at the next chunk, and
-// a slow link takes fewer chunks. A link carries requests from its own source to its own
+// a slow link takes fewer chunks. What a request waits for has at least its class: a
+// request that waits for another one's Done passes its class on. A link carries requests from its own source to its own
 // destination. A relay, which copies bytes part of the way for another link to continue,
 // would change what links carry (link.carries) and what follows a landed chunk
 // (Core.Landed); a chunk does not know its link.
