@@ -389,3 +389,51 @@ func TestOldReader(t *testing.T) {
 		ok(m.Close())
 	}
 }
+
+// TestOldReaderIsNotBlamed: work of long ago is not among what holds a handle too long.
+func TestOldReaderIsNotBlamed(t *testing.T) {
+	m, err := emulated.New(emulated.Options{Virtual: true, GPUs: make([]emulated.GPU, 2)})
+	if err != nil {
+		t.Fatal(err)
+	}
+	ok := func(err error) {
+		t.Helper()
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	var missed []harvest.DeadlineMissInfo
+	r, err := harvest.New(harvest.Options{
+		Machine: m, Peers: []device.Space{device.HBM(1)}, SlabBytes: 1 << 12,
+		Events: harvest.EventListener{DeadlineMissed: func(i harvest.DeadlineMissInfo) { missed = append(missed, i) }},
+	})
+	ok(err)
+	f, err := m.NewFence("readers")
+	ok(err)
+	h, err := r.Alloc(1000, harvest.Hints{})
+	ok(err)
+	old, _ := h.Acquire(harvest.NewOwner("old"))
+	old.ReleaseAt(device.Point{Fence: f, Value: 1})
+	ok(f.Signal(1))
+	now := m.Now()
+	for k := range uint32(3) {
+		now += time.Second
+		_, err := r.Tick(now)
+		ok(err)
+		ok(f.Signal((k + 1) << 30))
+	}
+	ref, _ := h.Acquire(harvest.NewOwner("new"))
+	_, err = r.Reclaim(device.HBM(1), 1<<40, time.Second)
+	ok(err)
+	for range 2 {
+		now += time.Second
+		_, err = r.Tick(now)
+		ok(err)
+	}
+	if len(missed) != 1 || len(missed[0].Owners) != 1 || missed[0].Owners[0].Owner != "new" {
+		t.Errorf("deadlines missed: %+v", missed)
+	}
+	ref.Release()
+	ok(r.Close(t.Context()))
+	ok(m.Close())
+}

@@ -608,6 +608,29 @@ func TestFasterPeer(t *testing.T) {
 	}
 }
 
+// TestMoveAtQuota: experts move to a faster peer also where the quota has no room for two
+// copies of one.
+func TestMoveAtQuota(t *testing.T) {
+	r := newRig(t, rigOptions{
+		machine: emulated.Options{Virtual: true}, peers: []int{24, 12}, rates: []float64{2e6, 20e6},
+		harvest: harvest.Options{Policy: harvest.NewFairness(harvest.FairnessOptions{Quota: 12 * rigBytes})},
+	})
+	if err := r.m.Occupy(device.HBM(2), 12*rigBytes); err != nil {
+		t.Fatal(err)
+	}
+	r.steps(3*time.Second, false)
+	if _, peers := r.onPeers(); peers[device.HBM(1)] != 12 {
+		t.Fatalf("peers hold %v", peers)
+	}
+	if err := r.m.Occupy(device.HBM(2), -12*rigBytes); err != nil {
+		t.Fatal(err)
+	}
+	r.steps(6*time.Second, false)
+	if _, peers := r.onPeers(); peers[device.HBM(2)] < 10 {
+		t.Errorf("peers hold %v; %+v", peers, r.rb.Counts())
+	}
+}
+
 // TestMoveRefused: an expert that cannot move to a faster peer stays where it is.
 func TestMoveRefused(t *testing.T) {
 	r := newRig(t, rigOptions{machine: emulated.Options{Virtual: true}, peers: []int{24, 12}, rates: []float64{2e6, 20e6}})
@@ -711,10 +734,9 @@ func TestRefusingPeer(t *testing.T) {
 type draining struct {
 	*experts.Store
 	ticks int
-	// free is the number of Promotes that are refused before the latest Demote's memory is
-	// free; promoted and demoted are those that were carried out.
-	free              int
-	promoted, demoted []experts.ID
+	// free is the number of ticks until the latest Demote's memory is free.
+	free    int
+	demoted []experts.ID
 }
 
 func (s *draining) Poll() int {
@@ -734,50 +756,42 @@ func (s *draining) Promote(id experts.ID, o experts.PromoteOptions) error {
 	if s.free > 0 {
 		return fmt.Errorf("still being read: %w", harvest.ErrNoCapacity)
 	}
-	err := s.Store.Promote(id, o)
-	if err == nil {
-		s.promoted = append(s.promoted, id)
-	}
-	return err
+	return s.Store.Promote(id, o)
 }
 
 // TestReplaceWaitsForTheRoom: where the memory of the replaced expert is still being read,
-// the other one's copy is made when that has ended, and no peer counts as refusing.
+// the other one's copy is made when that has ended. Meanwhile the room is nobody else's,
+// the limit of moves counts the promotion, and no peer counts as refusing.
 func TestReplaceWaitsForTheRoom(t *testing.T) {
-	var s *draining
-	r := newRig(t, rigOptions{
-		machine: emulated.Options{Virtual: true}, peers: []int{12}, core: rebalancer.CoreOptions{MaxMoving: 1},
-		store: func(real *experts.Store) rebalancer.Store {
-			s = &draining{Store: real, ticks: 3}
-			return s
-		},
-	})
-	r.steps(2*time.Second, false)
-	r.hot += 4
-	s.promoted = nil
-	for range 1000 {
-		before := len(s.demoted)
-		r.steps(10*time.Millisecond, false)
-		if len(s.demoted) == before {
-			continue
-		}
-		promoted := len(s.promoted)
-		for range 10 {
-			r.tick()
-			// A slab of one expert is scrubbed, goes back, and its memory is seen to be free.
-			if err := r.m.Yield(t.Context(), time.Millisecond); err != nil {
-				t.Fatal(err)
+	for _, moving := range []int{1, 4} {
+		var s *draining
+		r := newRig(t, rigOptions{
+			machine: emulated.Options{Virtual: true}, peers: []int{12}, core: rebalancer.CoreOptions{MaxMoving: moving, MigrationLimit: -1},
+			store: func(real *experts.Store) rebalancer.Store {
+				s = &draining{Store: real, ticks: 3}
+				return s
+			},
+		})
+		r.steps(2*time.Second, false)
+		r.hot += 4
+		demoted, replaced := len(s.demoted), r.rb.Counts().Replaced
+		for range 300 {
+			r.steps(10*time.Millisecond, false)
+			began, ended := len(s.demoted)-demoted, int(r.rb.Counts().Replaced-replaced)
+			if began-ended > moving {
+				t.Fatalf("%d replacements under way at a time, want at most %d", began-ended, moving)
 			}
 		}
-		if len(s.promoted) <= promoted {
-			t.Fatal("an expert was demoted, and no other was promoted in its place")
+		for range 10 {
+			r.tick()
 		}
-	}
-	if n := r.rb.Counts(); n.Replaced == 0 || n.Refused != 0 {
-		t.Errorf("%+v", n)
-	}
-	if _, peers := r.onPeers(); peers[device.HBM(1)] < 11 {
-		t.Errorf("%d experts on the peer", peers[device.HBM(1)])
+		began, ended := len(s.demoted)-demoted, int(r.rb.Counts().Replaced-replaced)
+		if began == 0 || began != ended || r.rb.Counts().Refused != 0 {
+			t.Errorf("%d at a time: %d experts were demoted, and %d promoted in their place; %+v", moving, began, ended, r.rb.Counts())
+		}
+		if _, peers := r.onPeers(); peers[device.HBM(1)] != 12 {
+			t.Errorf("%d at a time: %d experts on the peer", moving, peers[device.HBM(1)])
+		}
 	}
 }
 
