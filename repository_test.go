@@ -42,7 +42,7 @@ var imports = map[string]map[string]string{
 		"server":          "serves a node",
 		"untrusted":       "files that flags name; printable messages",
 	},
-	"configs": {},
+	"configs": {"untrusted": "names in errors"},
 	"device":  {},
 	"device/cuda": {
 		"device":           "the interfaces it implements",

@@ -10,6 +10,8 @@ import (
 	"strconv"
 	"strings"
 	"time"
+
+	"github.com/moeserve/moeserve/untrusted"
 )
 
 // PeerChoice is what the setting peers asks for.
@@ -182,14 +184,18 @@ func (o Offload) ResidentExpertsFile() (string, bool) {
 	return strings.CutPrefix(o.ResidentExperts, "@")
 }
 
-// maxExpert bounds the numbers in a list: more than any model has.
-const maxExpert = 1 << 16
+// Limits of a list: more than any model has.
+const (
+	maxExpert = 1 << 16 // of each number
+	maxListed = 1 << 17 // experts
+)
 
 // ParseExperts reads a list like "0:1,5;3:2-7": layers with semicolons or line ends
 // between them, and of each the experts. Empty lines and what follows a # are left
 // out. Layers come in the order of their numbers.
 func ParseExperts(text string) ([]LayerExperts, error) {
 	var list []LayerExperts
+	listed := 0
 	for line := range strings.Lines(text) {
 		line, _, _ = strings.Cut(line, "#")
 		for entry := range strings.SplitSeq(line, ";") {
@@ -198,13 +204,18 @@ func ParseExperts(text string) ([]LayerExperts, error) {
 			}
 			l, err := parseLayer(entry)
 			if err != nil {
-				return nil, fmt.Errorf("%q: %w", entry, err)
+				return nil, fmt.Errorf("%s: %w", untrusted.Quote(entry), err)
 			}
-			at, there := slices.BinarySearchFunc(list, l.Layer, func(l LayerExperts, n int) int { return l.Layer - n })
-			if there {
-				return nil, fmt.Errorf("layer %d is listed twice", l.Layer)
+			if listed += len(l.Experts); listed > maxListed {
+				return nil, fmt.Errorf("more than %d experts are listed, the maximum of a model", maxListed)
 			}
-			list = slices.Insert(list, at, l)
+			list = append(list, l)
+		}
+	}
+	slices.SortFunc(list, func(a, b LayerExperts) int { return a.Layer - b.Layer })
+	for i := 1; i < len(list); i++ {
+		if list[i].Layer == list[i-1].Layer {
+			return nil, fmt.Errorf("layer %d is listed twice", list[i].Layer)
 		}
 	}
 	return list, nil
@@ -225,10 +236,13 @@ func parseLayer(entry string) (LayerExperts, error) {
 			last, err = parseNumber(to)
 		}
 		if err != nil || last < first {
-			return LayerExperts{}, fmt.Errorf("%q is neither an expert's number nor a span like 2-7", strings.TrimSpace(f))
+			return LayerExperts{}, fmt.Errorf("%s is neither an expert's number nor a span like 2-7", untrusted.Quote(strings.TrimSpace(f)))
 		}
 		for e := first; e <= last; e++ {
 			l.Experts = append(l.Experts, e)
+		}
+		if len(l.Experts) > maxExpert {
+			break // some are listed twice
 		}
 	}
 	slices.Sort(l.Experts)

@@ -3,6 +3,8 @@ package configs
 import (
 	"errors"
 	"fmt"
+	"math"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -162,4 +164,63 @@ func TestParseExperts(t *testing.T) {
 			t.Errorf("%q: %s, want %s", c.text, got, c.want)
 		}
 	}
+}
+
+// TestParseExpertsBounded: a list of any length is read in time that grows with it, and names no
+// more experts than a model can have.
+func TestParseExpertsBounded(t *testing.T) {
+	spans := strings.Repeat("0-65535,", 1<<16)
+	if _, err := ParseExperts("0:" + spans + "0"); err == nil || !strings.Contains(err.Error(), "is listed twice") {
+		t.Errorf("experts listed again and again: %v", err)
+	}
+	var b strings.Builder
+	for layer := range 3 {
+		fmt.Fprintf(&b, "%d:0-65535\n", layer)
+	}
+	if _, err := ParseExperts(b.String()); err == nil || err.Error() != "more than 131072 experts are listed, the maximum of a model" {
+		t.Errorf("too many experts: %v", err)
+	}
+	if _, err := ParseExperts(strings.Repeat("x", 1<<20)); err == nil || len(err.Error()) > 500 {
+		t.Errorf("a long entry: %.500v", err)
+	}
+}
+
+// FuzzSettings reads each kind of setting that has a syntax of its own: what is accepted is in
+// its limits.
+func FuzzSettings(f *testing.F) {
+	for _, s := range []string{
+		"0:1,5;3:2-7", "0:0-65535\n1:0-65535", "# a\n2:3", "4GiB", "1.5GB", "0", "2GiB/s", "auto", "generated:7", "generated:7:0.5",
+		"zipf:1.1", "uniform", "0,1", "none", "all", "1e308T", "NaN", "-1",
+	} {
+		f.Add(s)
+	}
+	f.Fuzz(func(t *testing.T, s string) {
+		if list, err := ParseExperts(s); err == nil {
+			n := 0
+			for i, l := range list {
+				n += len(l.Experts)
+				if i > 0 && list[i-1].Layer >= l.Layer || !slices.IsSorted(l.Experts) || l.Layer < 0 || l.Layer >= maxExpert {
+					t.Fatalf("%q: %v", s, list)
+				}
+			}
+			if n > maxListed {
+				t.Fatalf("%d experts", n)
+			}
+		}
+		if n, err := ParseBytes(s); err == nil && n < 0 {
+			t.Fatalf("%q is %d bytes", s, n)
+		}
+		if r, err := (Harvest{MigrationLimit: s}).ParseMigrationLimit(); err == nil && (math.IsNaN(r) || math.IsInf(r, 0)) {
+			t.Fatalf("%q is %v bytes/s", s, r)
+		}
+		if c, err := (Harvest{AvailabilityTrace: s}).ParseTrace(); err == nil && c.Generated && !(c.Churn > 0 && c.Churn <= maxChurn) {
+			t.Fatalf("%q: %+v", s, c)
+		}
+		if x, err := (Model{DummyRouting: s}).ParseRouting(); err == nil && !(x >= 0 && x <= maxSkew) {
+			t.Fatalf("%q: %v", s, x)
+		}
+		if _, err := (Device{Peers: s}).ParsePeers(); err != nil && err.Error() == "" {
+			t.Fatal("an error without a text")
+		}
+	})
 }

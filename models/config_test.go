@@ -342,7 +342,18 @@ func FuzzParseConfig(f *testing.F) {
 	}
 	f.Add(modelstest.Config("phimoe", map[string]any{"rope_scaling": modelstest.LongRoPE}))
 	f.Add(modelstest.Config("qwen2_moe", map[string]any{"mlp_only_layers": []int{1}, "use_sliding_window": true, "sliding_window": 8}))
+	for _, rope := range []map[string]any{
+		{"type": "linear", "factor": 2},
+		{"rope_type": "dynamic", "factor": 2.3},
+		{"rope_type": "yarn", "factor": 4, "mscale": 1, "mscale_all_dim": 0.7},
+		{"rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 64},
+	} {
+		f.Add(modelstest.Config("mixtral", map[string]any{"rope_scaling": rope}))
+	}
 	f.Fuzz(func(t *testing.T, data []byte) {
+		if c, err := new(Config).WithGeneration(data, "generation_config.json"); err != nil && !errors.Is(err, ErrConfig) || err == nil && c == nil {
+			t.Fatalf("generation configuration: %v", err)
+		}
 		c, err := ParseConfig(data, "config.json")
 		if err != nil {
 			if !errors.Is(err, ErrConfig) {
