@@ -12,6 +12,7 @@ import (
 
 	"github.com/moeserve/moeserve/configs"
 	"github.com/moeserve/moeserve/eval/figure"
+	"github.com/moeserve/moeserve/untrusted"
 )
 
 const (
@@ -58,7 +59,7 @@ func PlotSweep(out io.Writer, format string, results []Result) error {
 
 func sweepFigure(results []Result) *figure.Lines {
 	r := &results[0]
-	note := fmt.Sprintf("%s, batch of %s, ", r.Model, requests(r.Requests))
+	note := fmt.Sprintf("%s, batch of %s, ", untrusted.Name(r.Model), requests(r.Requests))
 	if r.Emulated {
 		note += r.emulatedNote()
 	} else {

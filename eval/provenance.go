@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"github.com/moeserve/moeserve/planner"
+	"github.com/moeserve/moeserve/untrusted"
 )
 
 // Run is one execution of a measuring program.
@@ -120,7 +121,7 @@ func (m *Machine) notComparable() string {
 	if m.Emulated {
 		on = "emulated devices"
 	}
-	return fmt.Sprintf("predicted for %s; measured on %s: not comparable", m.Hardware.Name, on)
+	return fmt.Sprintf("predicted for %s; measured on %s: not comparable", untrusted.Name(m.Hardware.Name), on)
 }
 
 // labeled is a device's name, with "emulated" where it is and its name does not have that.
@@ -155,7 +156,7 @@ func header(r *Run, m *Machine) string {
 		b.WriteString("hardware rates: unknown; --hardware names them for rooflines and predictions\n\n")
 		return b.String()
 	}
-	fmt.Fprintf(&b, "hardware rates: %s\n", h.Name)
+	fmt.Fprintf(&b, "hardware rates: %s\n", untrusted.Name(h.Name))
 	for _, f := range hardwareRates(h) {
 		fmt.Fprintf(&b, "  %-12s %s", f.name, f.value)
 		if f.source != "" {

@@ -13,6 +13,7 @@ import (
 
 	"github.com/moeserve/moeserve/configs"
 	"github.com/moeserve/moeserve/planner"
+	"github.com/moeserve/moeserve/untrusted"
 )
 
 // WriteTable writes results for a person: above what they are of, then a line each, and
@@ -63,7 +64,7 @@ func writeShared(out io.Writer, results []Result) error {
 	r := &results[0]
 	var b strings.Builder
 	fmt.Fprintf(&b, "\n%s (%s): %s, %d prompt tokens, %d generated tokens, %s\n",
-		r.Model, r.DType, requests(r.Requests), r.PromptTokens, r.GeneratedTokens, count(len(r.Trials), "trial"))
+		untrusted.Name(r.Model), r.DType, requests(r.Requests), r.PromptTokens, r.GeneratedTokens, count(len(r.Trials), "trial"))
 	fmt.Fprintf(&b, "a decode step has %s of %d tokens and runs experts once per %s (--expert-grouping %[3]s); attention on the %s",
 		count(r.NumMicroBatches, "micro-batch"), r.MicroBatchTokens, r.ExpertGrouping, strings.ToUpper(r.Attention.String()))
 	if r.DistinctExperts > 0 {

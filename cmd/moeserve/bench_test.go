@@ -274,8 +274,8 @@ func TestWriteFile(t *testing.T) {
 
 // Results have the command line, as a shell reads it, without secrets.
 func TestCommandLine(t *testing.T) {
-	got := commandLine([]string{"bench", "serve", "--base-url", "https://me:p@ss@host:8000/x@y", "--base-url=http://token@host", "a b", ""})
-	if want := `moeserve bench serve --base-url https://xxxxx@host:8000/x@y --base-url=http://xxxxx@host 'a b' ''`; got != want {
+	got := commandLine([]string{"bench", "serve", "--base-url", "https://me:p@ss@host:8000/x@y", "--base-url=http://token@host", "a b", "", "x\x1b'\n"})
+	if want := `moeserve bench serve --base-url https://xxxxx@host:8000/x@y --base-url=http://xxxxx@host 'a b' '' $'x\x1b\'\n'`; got != want {
 		t.Errorf("%s\nwant %s", got, want)
 	}
 }

@@ -14,6 +14,7 @@ import (
 	"github.com/moeserve/moeserve/configs"
 	"github.com/moeserve/moeserve/node"
 	"github.com/moeserve/moeserve/node/sizing"
+	"github.com/moeserve/moeserve/untrusted"
 )
 
 func newInspect(s *streams) *cobra.Command {
@@ -164,7 +165,7 @@ func newInspectResult(set *settings, in *node.Inspection) *inspectResult {
 func printInspection(out io.Writer, set *settings, in *node.Inspection) error {
 	c, z := in.Config, in.Sizes
 	t := newTable()
-	t.line("model\t%s (%s)", in.Model, c.Type)
+	t.line("model\t%s (%s)", untrusted.Name(in.Model), c.Type)
 	t.line("parameters\t%s", grouped(z.Parameters))
 	layersWith := "all"
 	if c.MoELayers() < c.Layers {

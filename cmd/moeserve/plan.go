@@ -17,6 +17,7 @@ import (
 	"github.com/moeserve/moeserve/node/planning"
 	"github.com/moeserve/moeserve/node/sizing"
 	"github.com/moeserve/moeserve/planner"
+	"github.com/moeserve/moeserve/untrusted"
 )
 
 // planOptions are the flags of plan alone.
@@ -189,6 +190,10 @@ func shellQuote(word string) string {
 	if word != "" && !strings.ContainsFunc(word, func(r rune) bool { return !plain(r) }) {
 		return word
 	}
+	if strings.ContainsFunc(word, func(r rune) bool { return !strconv.IsPrint(r) }) {
+		quoted := strconv.QuoteToASCII(word) // escapes that bash knows
+		return "$'" + strings.ReplaceAll(strings.ReplaceAll(quoted[1:len(quoted)-1], `\"`, `"`), "'", `\'`) + "'"
+	}
 	return "'" + strings.ReplaceAll(word, "'", `'\''`) + "'"
 }
 
@@ -328,7 +333,7 @@ func printPlan(out io.Writer, p *planning.Planned, command []string) error {
 	m, r := &p.Model, &p.Prediction
 	x := &r.Policy
 	t := newTable()
-	t.line("model\t%s: %d experts of %s, %d in each of %d layers, %d per token", m.Name, m.ExpertCount(), sizing.Bytes(p.ExpertBytes), m.Experts, m.MoELayers(), m.TopK)
+	t.line("model\t%s: %d experts of %s, %d in each of %d layers, %d per token", untrusted.Name(m.Name), m.ExpertCount(), sizing.Bytes(p.ExpertBytes), m.Experts, m.MoELayers(), m.TopK)
 	printHardware(t, &p.Hardware)
 	requests := "continuous requests"
 	if p.Workload.Requests > 0 {
@@ -413,7 +418,7 @@ func printPlan(out io.Writer, p *planning.Planned, command []string) error {
 const kvBlockTokens = sizing.BlockTokens
 
 func printHardware(t *table, h *planner.Hardware) {
-	t.line("hardware\t%s: %s at %s, %s", h.Name, sizing.Bytes(h.GPUMemory), byteRate(h.GPUMemoryRate), flopRate(h.GPUFlops))
+	t.line("hardware\t%s: %s at %s, %s", untrusted.Name(h.Name), sizing.Bytes(h.GPUMemory), byteRate(h.GPUMemoryRate), flopRate(h.GPUFlops))
 	t.line("\thost: %s at %s, %s; link %s", sizing.Bytes(h.HostMemory), byteRate(h.HostMemoryRate), flopRate(h.CPUFlops), byteRate(h.HostToGPU[0]))
 	if h.PeerMemory > 0 {
 		t.line("\tpeers: %s may be borrowed; link %s", sizing.Bytes(h.PeerMemory), byteRate(h.PeerToGPU))
