@@ -113,7 +113,9 @@ def constructs():
         if not line or line.startswith("## "):
             continue
         template = line.replace("⏎", "\n").replace("␍", "\r").replace("⇥", "\t")
-        cases.append({"template": template, **render(template, VARIABLES)})
+        outcome = render(template, VARIABLES)
+        if " at 0x" not in outcome.get("want", ""):  # the address of an object
+            cases.append({"template": template, **outcome})
     return {"variables": VARIABLES, "cases": cases}
 
 

@@ -420,20 +420,19 @@ func (r *run) formatWith(t Text, a *args, auto *int, depth int) Text {
 		}
 		name, spec, conversion := t.slice(at+1, end), Text{}, ""
 		if j := strings.IndexAny(name.s, ":!"); j >= 0 {
-			rest := name.slice(j, len(name.s))
-			name = name.slice(0, j)
-			if rest.s[0] == '!' {
-				if len(rest.s) < 2 || len(rest.s) > 2 && rest.s[2] != ':' {
-					raise("expected ':' after conversion specifier")
-				}
-				conversion, rest = rest.s[1:2], rest.slice(2, len(rest.s))
+			name, spec = name.slice(0, j), name.slice(j, len(name.s))
+		}
+		v := r.formatValue(name.s, a, auto)
+		if strings.HasPrefix(spec.s, "!") {
+			if len(spec.s) < 2 || len(spec.s) > 2 && spec.s[2] != ':' {
+				raise("expected ':' after conversion specifier")
 			}
-			if rest.s != "" {
-				spec = r.formatWith(rest.slice(1, len(rest.s)), a, auto, depth-1)
-			}
+			conversion, spec = spec.s[1:2], spec.slice(2, len(spec.s))
+		}
+		if spec.s != "" {
+			spec = r.formatWith(spec.slice(1, len(spec.s)), a, auto, depth-1)
 		}
 		at = end + 1
-		v := r.formatValue(name.s, a, auto)
 		switch conversion {
 		case "":
 		case "s":

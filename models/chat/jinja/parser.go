@@ -177,9 +177,9 @@ func (p *parser) statement() stmt {
 }
 
 func (p *parser) parseFor(line int) stmt {
-	n := &forStmt{line: line, target: p.target(tupleRules{end: "in"})}
+	n := &forStmt{line: line, target: p.target(tupleRules{})}
 	p.expectName("in")
-	n.iter = p.tuple(tupleRules{end: "recursive"})
+	n.iter = p.tuple(tupleRules{})
 	if p.skipName("if") {
 		n.test = p.expression()
 	}
@@ -326,11 +326,10 @@ func (p *parser) parseBlock(line int) stmt {
 
 // tupleRules say how a tuple without brackets is parsed.
 type tupleRules struct {
-	simplified   bool   // names and literals alone
-	namespace    bool   // ns.attr too
-	conditionals bool   // conditional expressions too
-	parentheses  bool   // it stands in brackets, so that it may be empty
-	end          string // a name that ends it, beside the usual
+	simplified   bool // names and literals alone
+	namespace    bool // ns.attr too
+	conditionals bool // conditional expressions too
+	parentheses  bool // it stands in brackets, so that it may be empty
 }
 
 // target parses what is assigned to.
@@ -390,7 +389,7 @@ func (p *parser) tuple(rules tupleRules) expr {
 		if items != nil {
 			p.expect(",")
 		}
-		if p.is("variable_end") || p.is("block_end") || p.is(")") || rules.end != "" && p.isName(rules.end) {
+		if p.is("variable_end") || p.is("block_end") || p.is(")") {
 			break
 		}
 		items = append(items, parse())

@@ -264,11 +264,7 @@ func jsonString(s string, asciiOnly bool) string {
 			c -= 0x10000
 			b = fmt.Appendf(b, `\u%04x\u%04x`, 0xd800+c>>10, 0xdc00+c&0x3ff)
 		case asciiOnly && c >= 0x7f:
-			if c == 0x7f {
-				b = append(b, 0x7f)
-			} else {
-				b = fmt.Appendf(b, `\u%04x`, c)
-			}
+			b = fmt.Appendf(b, `\u%04x`, c)
 		default:
 			b = append(b, s[i:i+size]...)
 		}
