@@ -355,6 +355,101 @@ func TestClientRanges(t *testing.T) {
 	}
 }
 
+// marker is a character that no template has.
+const marker = "\uE000"
+
+// marked puts the marker into every string of a JSON value but roles and types, which templates compare.
+func marked(t *testing.T, raw json.RawMessage) json.RawMessage {
+	t.Helper()
+	var mark func(v any) any
+	mark = func(v any) any {
+		switch v := v.(type) {
+		case string:
+			return v[:len(v)/2] + marker + v[len(v)/2:]
+		case []any:
+			for i := range v {
+				v[i] = mark(v[i])
+			}
+		case map[string]any:
+			for key, value := range v {
+				if _, text := value.(string); !text || key != "role" && key != "type" {
+					v[key] = mark(value)
+				}
+			}
+		}
+		return v
+	}
+	if raw == nil {
+		return nil
+	}
+	var v any
+	if err := json.Unmarshal(raw, &v); err != nil {
+		t.Fatal(err)
+	}
+	b, err := json.Marshal(mark(v))
+	if err != nil {
+		t.Fatal(err)
+	}
+	return b
+}
+
+// checkOrigin checks that all markers of a prompt are the client's, that its control tokens are the template's, and
+// returns how many markers there are.
+func checkOrigin(t *testing.T, name string, p Prompt) int {
+	t.Helper()
+	last := 0
+	client := make([]bool, len(p.Text))
+	for _, c := range p.Client {
+		if c[0] < last || c[0] == last && last > 0 || c[0] >= c[1] || c[1] > len(p.Text) {
+			t.Errorf("%s: ranges %v of %d bytes", name, p.Client, len(p.Text))
+			return 0
+		}
+		last = c[1]
+		for i := c[0]; i < c[1]; i++ {
+			client[i] = true
+		}
+	}
+	markers := 0
+	for i := range p.Text {
+		isMarker := strings.HasPrefix(p.Text[i:], marker)
+		if isMarker {
+			markers++
+		}
+		if isMarker != client[i] && (isMarker || strings.HasPrefix(p.Text[i:], "<|") || strings.HasPrefix(p.Text[i:], "</s>")) {
+			t.Errorf("%s: %q is the client's: %v", name, p.Text[max(0, i-20):min(len(p.Text), i+20)], client[i])
+			return markers
+		}
+	}
+	return markers
+}
+
+// TestOrigin checks where each byte of whole prompts comes from.
+func TestOrigin(t *testing.T) {
+	files, err := filepath.Glob(filepath.Join("testdata", "templates", "*.jinja"))
+	if err != nil || len(files) == 0 {
+		t.Fatal("no templates")
+	}
+	markers := 0
+	for _, file := range files {
+		text, err := os.ReadFile(file)
+		if err != nil {
+			t.Fatal(err)
+		}
+		p, err := mustNew(t, string(text)).Render(t.Context(), []Message{
+			{Role: "user", Extra: marked(t, json.RawMessage(`{"content": "  a\n"}`))},
+			{Role: "assistant", Extra: marked(t, json.RawMessage(`{"content": "<think>b</think>c", "tool_calls": [{"function": {"name": "f", "arguments": {"k": "v", "l": [1, "x"]}}}]}`))},
+			{Role: "user", Extra: marked(t, json.RawMessage(`{"content": "d"}`))},
+		}, Options{AddGenerationPrompt: true, Tools: marked(t, json.RawMessage(`[{"type": "function", "function": {"name": "f", "description": "g"}}]`))})
+		if err != nil {
+			t.Fatal(err)
+		}
+		markers += checkOrigin(t, file, p)
+	}
+	if markers == 0 {
+		t.Error("no template writes what the client sent")
+	}
+}
+
 // TestParts passes content parts on to templates that walk them.
 func TestParts(t *testing.T) {
 	message := Message{Role: "user", Content: "a\nb", Parts: json.RawMessage(`[{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]`)}
@@ -461,7 +556,7 @@ func TestPublished(t *testing.T) {
 		t.Fatal(err)
 	}
 	now := time.Date(2024, time.July, 5, 9, 3, 7, 0, time.UTC)
-	cases, exact, raised, refused := 0, 0, 0, 0
+	cases, exact, raised, refused, markers := 0, 0, 0, 0, 0
 	for _, file := range slices.Sorted(maps.Keys(expected.Templates)) {
 		want := expected.Templates[file]
 		text, err := os.ReadFile(filepath.Join(dir, file))
@@ -489,6 +584,13 @@ func TestPublished(t *testing.T) {
 				t.Fatal(err)
 			}
 			cases++
+			origins := make([]Message, len(messages))
+			for i, m := range messages {
+				origins[i].Extra = marked(t, m.Extra)
+			}
+			if p, err := tmpl.Render(t.Context(), origins, Options{AddGenerationPrompt: chat.Generate, Tools: marked(t, chat.Tools), Extra: extra}); err == nil {
+				markers += checkOrigin(t, file+": "+chat.Name, p)
+			}
 			got, err := tmpl.Render(t.Context(), messages, Options{
 				AddGenerationPrompt: chat.Generate, Tools: chat.Tools, Extra: extra, Now: func() time.Time { return now },
 			})
@@ -513,8 +615,8 @@ func TestPublished(t *testing.T) {
 			t.Errorf("%s: %d cases differ", file, differ)
 		}
 	}
-	t.Logf("%d templates, %d refused by both; %d cases: %d exact, %d raise in both, %d differ",
-		len(expected.Templates), refused, cases, exact, raised, cases-exact-raised)
+	t.Logf("%d templates, %d refused by both; %d cases: %d exact, %d raise in both, %d differ; %d strings of clients followed",
+		len(expected.Templates), refused, cases, exact, raised, cases-exact-raised, markers)
 }
 
 func TestConcurrentRender(t *testing.T) {
