@@ -124,6 +124,8 @@ func (n *item) eval(r *run, s *scope) Value {
 // item is v[key]: an item, or else an attribute.
 func (r *run) item(v, key Value) Value {
 	failIfUndefined(v)
+	r.scan(v)
+	r.scan(key)
 	if found, ok := subscribe(v, key); ok {
 		return found
 	}
@@ -157,13 +159,7 @@ func subscribe(v, key Value) (Value, bool) {
 	}
 	switch v := v.(type) {
 	case Text:
-		if ascii(v.s) {
-			if at(len(v.s)) {
-				return v.slice(i, i+1), true
-			}
-		} else if offsets := v.runes(); at(len(offsets) - 1) {
-			return v.slice(offsets[i], offsets[i+1]), true
-		}
+		return v.character(i)
 	case *List, Tuple, *group:
 		if list, _ := items(v); at(len(list)) {
 			return list[i], true
@@ -202,10 +198,12 @@ func (n *slice) eval(r *run, s *scope) Value {
 	picks := (&rangeValue{start, stop, step}).len()
 	r.step(picks)
 	if t, ok := v.(Text); ok {
-		offsets := t.runes()
+		r.scan(t)
 		if step == 1 {
-			return t.slice(offsets[start], offsets[max(start, stop)])
+			from := byteOffset(t.s, start)
+			return t.slice(from, from+byteOffset(t.s[from:], max(stop-start, 0)))
 		}
+		offsets := r.runes(t)
 		b := builder{r: r}
 		for i := range picks {
 			at := start + i*step

@@ -121,9 +121,11 @@ func init() { // filters such as map call filters by name
 		"reverse": {"", func(r *run, v any, _ []Value) Value {
 			if t, ok := v.(Text); ok {
 				b := builder{r: r}
-				offsets := t.runes()
-				for i := len(offsets) - 2; i >= 0; i-- {
-					b.add(t.slice(offsets[i], offsets[i+1]))
+				for end := len(t.s); end > 0; {
+					_, size := utf8.DecodeLastRuneInString(t.s[:end])
+					r.step(1)
+					b.add(t.slice(end-size, end))
+					end -= size
 				}
 				out := b.text()
 				out.markup = t.markup
@@ -619,7 +621,7 @@ func indent(r *run, v any, a []Value) Value {
 	if !ok {
 		by = r.repeat(Text{s: " "}, intOr(a[0], 4))
 	}
-	lines := r.concat(t, Text{s: "\n", markup: t.markup}).splitLines(false)
+	lines := r.splitLines(r.concat(t, Text{s: "\n", markup: t.markup}), false)
 	b := builder{r: r}
 	if given(a[1]) {
 		b.add(by)

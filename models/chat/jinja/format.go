@@ -207,10 +207,7 @@ func (r *run) percentField(f *field, v Value, markup bool) Text {
 
 // firstRunes returns the first n characters.
 func firstRunes(t Text, n int) Text {
-	if offsets := t.runes(); n < len(offsets)-1 {
-		return t.slice(0, offsets[n])
-	}
-	return t
+	return t.slice(0, byteOffset(t.s, n))
 }
 
 // pad fills a text up to a width with characters on the sides that align leaves.

@@ -92,6 +92,11 @@ func raws(t map[string]*builtin, entries map[string]func(r *run, self Value, a *
 }
 
 func (b *builtin) call(r *run, self Value, a *args) Value {
+	r.step(1)
+	r.scan(self)
+	for _, v := range a.pos {
+		r.scan(v)
+	}
 	if b.variadic {
 		return b.raw(r, self, a)
 	}

@@ -22,7 +22,8 @@ func init() { // the functions call the evaluator, which knows the globals
 			if v.step = intOr(a[2], 1); v.step == 0 {
 				raise("range() arg 3 must not be zero")
 			}
-			if v.len() > maxRange {
+			const far = 1 << 60 // beyond which differences may overflow
+			if max(v.start, v.stop, v.step) > far || min(v.start, v.stop, v.step) < -far || v.len() > maxRange {
 				raise("Range too big. The sandbox blocks ranges larger than MAX_RANGE (%d).", maxRange)
 			}
 			return v

@@ -35,9 +35,11 @@ type Options struct {
 // used or not.
 const (
 	maxSteps    = 1 << 22
-	maxDepth    = 600 // nested calls, and nested values that are walked
-	madeFactor  = 4   // bytes made, by Options.MaxBytes
-	wordBytes   = 16
+	maxDepth    = 600     // nested calls, and nested values that are walked
+	madeFactor  = 4       // bytes made, by Options.MaxBytes
+	wordBytes   = 16      // of a value in a list
+	textBytes   = 80      // of a string, beside its characters
+	scanBytes   = 256     // bytes read in a step
 	stepsByTime = 1 << 10 // steps between two looks at the clock
 )
 
@@ -96,6 +98,13 @@ func (r *run) look() {
 	}
 	if time.Now().After(r.deadline) {
 		limit("rendering takes too long")
+	}
+}
+
+// scan counts the work of reading a string.
+func (r *run) scan(v Value) {
+	if t, ok := v.(Text); ok {
+		r.step(len(t.s) / scanBytes)
 	}
 }
 

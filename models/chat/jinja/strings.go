@@ -109,7 +109,7 @@ var stringMethods = table(map[string]entry[Text]{
 	"rstrip": {"/ chars?", func(_ *run, t Text, a []Value) Value { return strip(t, a[0], false, true) }},
 	"split":  {"sep? maxsplit?", func(r *run, t Text, a []Value) Value { return r.split(t, a, false) }},
 	"splitlines": {"keepends?", func(r *run, t Text, a []Value) Value {
-		return r.texts(t.splitLines(a[0] != missing && truth(a[0])))
+		return r.texts(r.splitLines(t, a[0] != missing && truth(a[0])))
 	}},
 	"startswith": {"/ prefix start? end?", func(r *run, t Text, a []Value) Value {
 		part, _, ok := between(t, a[1], a[2])
@@ -212,8 +212,7 @@ func between(t Text, start, end Value) (part Text, offset int, ok bool) {
 	if start == missing && end == missing {
 		return t, 0, true
 	}
-	offsets := t.runes()
-	n := len(offsets) - 1
+	n := utf8.RuneCountInString(t.s)
 	bound := func(v Value, otherwise int) int {
 		if v == missing || v == nil {
 			return otherwise
@@ -228,7 +227,7 @@ func between(t Text, start, end Value) (part Text, offset int, ok bool) {
 	if from > to {
 		return t, 0, false
 	}
-	return t.slice(offsets[from], offsets[to]), from, true
+	return t.slice(byteOffset(t.s, from), byteOffset(t.s, to)), from, true
 }
 
 // index is find and rfind, in characters.
@@ -320,6 +319,7 @@ func (r *run) split(t Text, a []Value, right bool) Value {
 				before, after = after, before
 			}
 			parts, t = append(parts, before), after
+			r.made(textBytes)
 			r.step(1)
 			limit--
 		}
@@ -344,6 +344,7 @@ func (r *run) split(t Text, a []Value, right bool) Value {
 			} else {
 				parts, t = append(parts, t.slice(0, i)), t.slice(i, len(t.s))
 			}
+			r.made(textBytes)
 			r.step(1)
 			limit--
 		}

@@ -78,8 +78,39 @@ func (t Text) trim(cut func(rune) bool, left, right bool) Text {
 	return t.slice(start, end)
 }
 
+// byteOffset returns the byte offset of a character by its index, or the length behind the last.
+func byteOffset(s string, index int) int {
+	for i := range s {
+		if index == 0 {
+			return i
+		}
+		index--
+	}
+	return len(s)
+}
+
+// character returns the character at an index, which counts from the end if it is negative.
+func (t Text) character(index int) (Value, bool) {
+	start, size := 0, 0
+	if index < 0 {
+		for start = len(t.s); index < 0; index++ {
+			if start == 0 {
+				return nil, false
+			}
+			_, size = utf8.DecodeLastRuneInString(t.s[:start])
+			start -= size
+		}
+	} else if start = byteOffset(t.s, index); start == len(t.s) {
+		return nil, false
+	}
+	_, size = utf8.DecodeRuneInString(t.s[start:])
+	return t.slice(start, start+size), true
+}
+
 // runes returns the byte offset of every character, and of the end.
-func (t Text) runes() []int {
+func (r *run) runes(t Text) []int {
+	r.room(wordBytes, len(t.s))
+	r.made(wordBytes * len(t.s))
 	offsets := make([]int, 0, len(t.s)+1)
 	for i := range t.s {
 		offsets = append(offsets, i)
@@ -122,7 +153,7 @@ func lineEnd(s string) int {
 }
 
 // splitLines is str.splitlines.
-func (t Text) splitLines(keepEnds bool) []Text {
+func (r *run) splitLines(t Text, keepEnds bool) []Text {
 	var lines []Text
 	start := 0
 	for i := 0; i < len(t.s); {
@@ -136,6 +167,7 @@ func (t Text) splitLines(keepEnds bool) []Text {
 		if keepEnds {
 			end += n
 		}
+		r.made(textBytes)
 		lines = append(lines, t.slice(start, end))
 		i += n
 		start = i
@@ -256,16 +288,15 @@ func (r *run) replace(t Text, from string, to Text, limit int) Text {
 // spread puts to before n characters of t; before the end counts too.
 func (r *run) spread(t, to Text, n int) Text {
 	out := builder{r: r}
-	offsets := t.runes()
-	for i := range n {
+	at := 0
+	for range n {
+		r.step(1)
 		out.add(to)
-		if i+1 < len(offsets) {
-			out.add(t.slice(offsets[i], offsets[i+1]))
-		}
+		_, size := utf8.DecodeRuneInString(t.s[at:])
+		out.add(t.slice(at, at+size))
+		at += size
 	}
-	if n < len(offsets) {
-		out.add(t.slice(offsets[n], len(t.s)))
-	}
+	out.add(t.slice(at, len(t.s)))
 	text := out.text()
 	text.markup = t.markup
 	return text

@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"math"
 	"math/big"
+	"strings"
 	"unicode/utf8"
 )
 
@@ -145,8 +146,16 @@ type (
 	noneKey  struct{}
 )
 
+// maxHashed bounds the elements of a tuple that is a key.
+const maxHashed = 1000
+
 // hash returns a comparable value, equal for values that Python finds equal as keys. It raises for lists and dicts.
 func hash(v Value) any {
+	budget := maxHashed
+	return hashWithin(v, &budget)
+}
+
+func hashWithin(v Value, budget *int) any {
 	switch v := v.(type) {
 	case nil:
 		return noneKey{}
@@ -171,13 +180,17 @@ func hash(v Value) any {
 		}
 		return v
 	case Tuple:
-		s := ""
+		var b strings.Builder
 		for _, item := range v {
-			s += fmt.Sprintf("%T:%v,", hash(item), hash(item))
+			if *budget--; *budget < 0 {
+				limit("a key of more than %d elements", maxHashed)
+			}
+			h := hashWithin(item, budget)
+			fmt.Fprintf(&b, "%T:%q,", h, fmt.Sprint(h))
 		}
-		return tupleKey(s)
+		return tupleKey(b.String())
 	case *group:
-		return hash(Tuple{v.grouper, v.list})
+		return hashWithin(Tuple{v.grouper, v.list}, budget)
 	case *undefined:
 		return undefined{}
 	case *List, *Dict, *view:
@@ -340,6 +353,7 @@ func (r *run) iterate(v Value) *iterator {
 					return nil, false
 				}
 				r.step(1)
+				r.made(textBytes)
 				_, size := utf8.DecodeRuneInString(rest.s)
 				c := rest.slice(0, size)
 				rest = rest.slice(size, len(rest.s))
@@ -422,6 +436,7 @@ func (r *run) equal(a, b Value) bool {
 		return b == nil
 	case Text:
 		b, ok := b.(Text)
+		r.scan(a)
 		return ok && a.s == b.s
 	case *undefined:
 		_, ok := b.(*undefined)
@@ -523,6 +538,7 @@ func (r *run) compare(a, b Value, op string) (c int, ok bool) {
 	switch x := a.(type) {
 	case Text:
 		if y, ok := b.(Text); ok {
+			r.scan(x)
 			switch {
 			case x.s < y.s:
 				return -1, true
@@ -556,8 +572,10 @@ func (r *run) contains(container, v Value) bool {
 		if !ok {
 			raise("'in <string>' requires string as left operand, not %s", typeName(v))
 		}
+		r.scan(c)
 		return c.find(t.s) >= 0
 	case *Dict:
+		r.scan(v)
 		return c.find(v) >= 0
 	case *view:
 		if c.kind == "keys" {
