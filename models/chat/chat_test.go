@@ -464,10 +464,12 @@ func TestParts(t *testing.T) {
 	message := Message{Role: "user", Content: "a\nb", Parts: json.RawMessage(`[{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]`)}
 	for text, want := range map[string]string{
 		`{{ messages[0].content }}`: "a\nb",
-		`{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endif %}{% endfor %}`: "ab",
-		`{% for m in messages %}{% for p in m['content'] | list %}{{ p['text'] }}{% endfor %}{% endfor %}`:                                                    "ab",
-		`{% macro show(c) %}{% for p in c %}{% if p['type'] == 'text' %}{{ p.text }}{% endif %}{% endfor %}{% endmacro %}{{ show(messages[0]['content']) }}`:  "ab",
-		`{% for m in messages %}{{ m.content.split()|join("-") }}{% endfor %}`:                                                                                "a-b",
+		`{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endif %}{% endfor %}`:      "ab",
+		`{% for m in messages %}{% for p in m['content'] | list %}{{ p['text'] }}{% endfor %}{% endfor %}`:                                                         "ab",
+		`{% macro show(c) %}{% for p in c %}{% if p['type'] == 'text' %}{{ p.text }}{% endif %}{% endfor %}{% endmacro %}{{ show(messages[0]['content']) }}`:       "ab",
+		`{% for m in messages %}{% set c = m.get("content", "") %}{% for p in c %}{% if p.get("type") == "text" %}{{ p.text }}{% endif %}{% endfor %}{% endfor %}`: "ab",
+		`{% for m in messages %}{{ m.content }}{% for b in m.blocks %}{% if b.type == "text" %}{{ b.text }}{% endif %}{% endfor %}{% endfor %}`:                    "a\nb",
+		`{% for m in messages %}{{ m.content.split()|join("-") }}{% endfor %}`:                                                                                     "a-b",
 	} {
 		got, err := mustNew(t, text).Render(t.Context(), []Message{message}, Options{})
 		if err != nil || got.Text != want {
@@ -579,7 +581,7 @@ func TestPublished(t *testing.T) {
 		t.Fatal(err)
 	}
 	now := time.Date(2024, time.July, 5, 9, 3, 7, 0, time.UTC)
-	cases, exact, raised, refused, markers := 0, 0, 0, 0, 0
+	cases, exact, raised, refused, markers, walkers := 0, 0, 0, 0, 0, 0
 	for _, file := range slices.Sorted(maps.Keys(expected.Templates)) {
 		want := expected.Templates[file]
 		text, err := os.ReadFile(filepath.Join(dir, file))
@@ -594,6 +596,14 @@ func TestPublished(t *testing.T) {
 		if err != nil || want.Load != "" {
 			t.Errorf("%s: got the error %v, want %q", file, err, want.Load)
 			continue
+		}
+		// A template walks parts if it writes their texts and nothing else of them.
+		parts, err := tmpl.Render(t.Context(), []Message{{Role: "user", Extra: json.RawMessage(`{"content": [{"type": "text", "text": "AAA"}]}`)}}, Options{})
+		walks := err == nil && strings.Contains(parts.Text, "AAA") && !strings.Contains(parts.Text, "'type'") && !strings.Contains(parts.Text, `"type"`)
+		if tmpl.named[defaultTemplate].parts != walks {
+			t.Errorf("%s: walks parts: %v, thought %v", file, walks, !walks)
+		} else if walks {
+			walkers++
 		}
 		differ := 0
 		for i, c := range want.Cases {
@@ -638,8 +648,8 @@ func TestPublished(t *testing.T) {
 			t.Errorf("%s: %d cases differ", file, differ)
 		}
 	}
-	t.Logf("%d templates, %d refused by both; %d cases: %d exact, %d raise in both, %d differ; %d strings of clients followed",
-		len(expected.Templates), refused, cases, exact, raised, cases-exact-raised, markers)
+	t.Logf("%d templates, %d refused by both; %d cases: %d exact, %d raise in both, %d differ; %d strings of clients followed; %d walk parts",
+		len(expected.Templates), refused, cases, exact, raised, cases-exact-raised, markers, walkers)
 }
 
 func TestConcurrentRender(t *testing.T) {

@@ -159,29 +159,56 @@ func (t *Template) Mentions(s string) bool {
 			text, ok := c.value.(Text)
 			found = found || ok && text.s == s
 		}
-		if a, ok := n.(*attribute); ok {
-			found = found || a.name == s
-		}
 	})
 	return found
 }
 
 // WalksParts reports whether the template expects a message's content in parts: whether it loops over the content of
-// something, or compares the type of something with that of a part. (vLLM decides by the loops alone.)
+// something, or loops over a variable that may have it and compares the types of the items with those of parts. (vLLM
+// looks at the first alone.)
 func (t *Template) WalksParts() bool {
-	found := false
+	may := map[string]bool{} // variables that may have a content
 	t.walk(func(n any) {
 		switch n := n.(type) {
-		case *forStmt:
-			found = found || member(base(n.iter)) == "content"
-		case *compareExpr:
-			c, ok := n.rest[0].(*constant)
-			if !ok || member(n.first) != "type" {
+		case *macroStmt:
+			for _, p := range n.params {
+				may[p] = true
+			}
+		case *setStmt:
+			if v, ok := n.target.(*name); ok && member(base(n.value)) == "content" {
+				may[v.name] = true
+			}
+		}
+	})
+	found := false
+	t.walk(func(n any) {
+		loop, ok := n.(*forStmt)
+		if !ok {
+			return
+		}
+		iter := base(loop.iter)
+		v, ok := iter.(*name)
+		found = found || member(iter) == "content" || ok && may[v.name] && comparesTypes(loop)
+	})
+	return found
+}
+
+// comparesTypes reports whether a loop compares the type of something with that of a content part.
+func comparesTypes(loop *forStmt) bool {
+	found := false
+	walk(loop, func(n any) {
+		c, ok := n.(*compareExpr)
+		if !ok || member(c.first) != "type" {
+			return
+		}
+		walk(c.rest[0], func(n any) {
+			k, ok := n.(*constant)
+			if !ok {
 				return
 			}
-			kind, ok := c.value.(Text)
+			kind, ok := k.value.(Text)
 			found = found || ok && slices.Contains([]string{"text", "image", "image_url"}, kind.s)
-		}
+		})
 	})
 	return found
 }
@@ -212,10 +239,20 @@ func member(e expr) string {
 	case *attribute:
 		return n.name
 	case *item:
-		if c, ok := n.key.(*constant); ok {
-			if key, ok := c.value.(Text); ok {
-				return key.s
-			}
+		return key(n.key)
+	case *call:
+		if a, ok := n.of.(*attribute); ok && a.name == "get" && len(n.args.args) > 0 {
+			return key(n.args.args[0])
+		}
+	}
+	return ""
+}
+
+// key returns the string that an expression is, or "".
+func key(e expr) string {
+	if c, ok := e.(*constant); ok {
+		if t, ok := c.value.(Text); ok {
+			return t.s
 		}
 	}
 	return ""
