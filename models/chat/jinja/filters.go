@@ -761,7 +761,7 @@ func fileSize(bytes float64, binary bool) string {
 	case bytes == 1:
 		return "1 Byte"
 	case bytes < base:
-		return fmt.Sprintf("%d Bytes", int(bytes))
+		return formatInt(truncate(bytes)) + " Bytes"
 	}
 	unit := base
 	for i, prefix := range "kMGTPEZY" {

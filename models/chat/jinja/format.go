@@ -199,7 +199,7 @@ func (r *run) percentField(f *field, v Value, markup bool) Text {
 	if markup {
 		body = r.escape(body).plain()
 	}
-	if f.precision >= 0 {
+	if f.precision >= 0 && f.verb != 'c' {
 		body = firstRunes(body, f.precision)
 	}
 	return r.pad(body, f.width, " ", f.align)
@@ -252,13 +252,11 @@ func (f *field) number(negative bool, prefix, digits string) string {
 	case f.sign == '+' || f.sign == ' ':
 		sign = string(f.sign)
 	}
-	whole := strings.IndexFunc(digits, func(c rune) bool { return strings.ContainsRune(".e%", c) })
-	if whole < 0 {
-		whole = len(digits)
-	}
-	size := 3
+	whole, size := len(digits), 3
 	if strings.IndexByte("xXob", f.verb) >= 0 && f.verb != 0 {
 		size = 4
+	} else if i := strings.IndexAny(digits, ".e%ni"); i >= 0 {
+		whole = i
 	}
 	if f.group != 0 {
 		if f.align == '=' && f.fill == "0" {
@@ -322,26 +320,23 @@ func (f *field) integer(v Value) string {
 	return f.number(b.Sign() < 0, prefix, digits)
 }
 
-// float formats a float by the verbs e E f F g G %.
+// float formats a float by the verbs e E f F g G %, and by 0 for general with a point or an exponent.
 func (f *field) float(x float64) string {
 	negative := math.Signbit(x) && !math.IsNaN(x)
 	digits := ""
 	switch abs := math.Abs(x); {
-	case math.IsNaN(x) || math.IsInf(x, 0):
+	case math.IsNaN(x) || math.IsInf(x, 0) || f.precision < 0:
 		digits = formatFloat(abs)
-		if f.fill == "0" && f.align == '=' {
-			f.fill = " "
-			f.align = '>'
-		}
 	case f.verb == '%':
 		digits = strconv.FormatFloat(abs*100, 'f', f.precision, 64)
-	case f.verb == 'g' || f.verb == 'G':
-		digits = general(abs, f.precision, f.alternate)
+	case f.verb == 'g' || f.verb == 'G' || f.verb == 0:
+		digits = general(abs, f.precision, f.alternate, f.verb == 0)
 	default:
 		digits = strconv.FormatFloat(abs, f.verb|0x20, f.precision, 64)
 	}
-	if f.alternate && f.precision == 0 && f.verb != 'g' && f.verb != 'G' && !strings.Contains(digits, ".") {
-		digits += "."
+	if f.alternate && !strings.ContainsAny(digits, ".ni") { // a point all the same
+		i := strings.IndexByte(digits+"e", 'e')
+		digits = digits[:i] + "." + digits[i:]
 	}
 	if f.verb == '%' {
 		digits += "%"
@@ -353,18 +348,24 @@ func (f *field) float(x float64) string {
 	return s
 }
 
-// general is C's %g.
-func general(x float64, precision int, alternate bool) string {
+// general is C's %g. With point it has an exponent or a point in any case, as str of a float.
+func general(x float64, precision int, alternate, point bool) string {
 	precision = max(precision, 1)
 	s := strconv.FormatFloat(x, 'e', precision-1, 64)
 	i := strings.IndexByte(s, 'e')
 	exp, _ := strconv.Atoi(s[i+1:])
-	mantissa, tail := s[:i], s[i:]
-	if -4 <= exp && exp < precision {
+	mantissa, tail, fixed := s[:i], s[i:], precision
+	if point {
+		fixed--
+	}
+	if -4 <= exp && exp < fixed {
 		mantissa, tail = strconv.FormatFloat(x, 'f', precision-1-exp, 64), ""
 	}
 	if !alternate && strings.Contains(mantissa, ".") {
 		mantissa = strings.TrimRight(strings.TrimRight(mantissa, "0"), ".")
+	}
+	if point && tail == "" && !strings.Contains(mantissa, ".") {
+		mantissa += ".0"
 	}
 	return mantissa + tail
 }
@@ -519,6 +520,9 @@ func (r *run) formatField(v Value, spec string) Text {
 	f := parseSpec(spec)
 	switch x := v.(type) {
 	case Text:
+		if f.zero && f.align == '=' {
+			f.align = '<'
+		}
 		if f.sign != 0 || f.group != 0 || f.alternate || f.align == '=' || f.verb != 0 && f.verb != 's' {
 			raise("Unknown format code '%c' for object of type 'str'", f.verb)
 		}
@@ -532,13 +536,6 @@ func (r *run) formatField(v Value, spec string) Text {
 	case float64:
 		return Text{s: f.formatFloat(x)}
 	case bool, int, *big.Int:
-		if b, ok := v.(bool); ok && f.verb == 0 && f.sign == 0 && f.group == 0 && !f.alternate && f.align != '=' {
-			if f.align == 0 {
-				f.align = '>'
-			}
-			i, _ := integer(b)
-			return r.pad(Text{s: strconv.Itoa(i)}, f.width, f.fill, f.align)
-		}
 		switch f.verb {
 		case 0, 'n', 'd', 'x', 'X', 'o', 'b':
 			if f.precision >= 0 {
@@ -549,6 +546,12 @@ func (r *run) formatField(v Value, spec string) Text {
 			}
 			return Text{s: f.integer(v)}
 		case 'c':
+			if f.sign != 0 || f.precision >= 0 || f.alternate {
+				raise("Sign not allowed with integer format specifier 'c'")
+			}
+			if f.align == '=' {
+				f.align = '>'
+			}
 			i, _ := integer(v)
 			if i < 0 || i > utf8.MaxRune {
 				raise("%%c arg not in range(0x110000)")
@@ -569,39 +572,28 @@ func (r *run) formatField(v Value, spec string) Text {
 // formatFloat formats a float by a verb of str.format.
 func (f *field) formatFloat(x float64) string {
 	switch f.verb {
-	case 0, 'n':
-		if f.verb == 'n' || f.precision >= 0 {
-			if f.precision < 0 {
-				f.precision = 6
-			}
-			digits := general(math.Abs(x), f.precision, f.alternate)
-			if f.verb == 0 && !strings.ContainsAny(digits, ".en") {
-				digits += ".0"
-				if whole := len(digits) - 2; whole > f.precision-1 && f.precision > 0 && whole >= f.precision {
-					digits = strconv.FormatFloat(math.Abs(x), 'e', f.precision-1, 64)
-				}
-			}
-			return f.number(math.Signbit(x), "", digits)
+	case 0:
+	case 'n', 'e', 'E', 'f', 'F', 'g', 'G', '%':
+		if f.verb == 'n' {
+			f.verb = 'g'
 		}
-		return f.number(math.Signbit(x), "", formatFloat(math.Abs(x)))
-	case 'e', 'E', 'f', 'F', 'g', 'G', '%':
 		if f.precision < 0 {
 			f.precision = 6
 		}
-		return f.float(x)
+	default:
+		raise("Unknown format code '%c' for object of type 'float'", f.verb)
 	}
-	raise("Unknown format code '%c' for object of type 'float'", f.verb)
-	return ""
+	return f.float(x)
 }
 
 // parseSpec reads a specification of str.format: [[fill]align][sign][#][0][width][grouping][.precision][type].
 func parseSpec(spec string) field {
 	f := field{fill: " ", precision: -1}
 	_, size := utf8.DecodeRuneInString(spec)
-	rest := spec
+	rest, filled := spec, false
 	switch {
 	case len(spec) > size && strings.IndexByte("<>=^", spec[size]) >= 0:
-		f.fill, f.align, rest = spec[:size], spec[size], spec[size+1:]
+		f.fill, f.align, rest, filled = spec[:size], spec[size], spec[size+1:], true
 	case strings.IndexByte("<>=^", spec[0]) >= 0:
 		f.align, rest = spec[0], spec[1:]
 	}
@@ -628,10 +620,10 @@ func parseSpec(spec string) field {
 	}
 	f.sign = take("+- ")
 	f.alternate = take("#") != 0
-	if take("0") != 0 {
-		f.zero = true
+	if !filled && take("0") != 0 {
+		f.fill = "0"
 		if f.align == 0 {
-			f.fill, f.align = "0", '='
+			f.zero, f.align = true, '='
 		}
 	}
 	number(&f.width)
@@ -647,6 +639,9 @@ func parseSpec(spec string) field {
 	}
 	if rest != "" {
 		f.verb = rest[0]
+	}
+	if f.group == ',' && strings.IndexByte("sncxXob", f.verb) >= 0 || f.group == '_' && strings.IndexByte("snc", f.verb) >= 0 {
+		raise("Cannot specify '%c' with '%c'.", f.group, f.verb)
 	}
 	return f
 }
