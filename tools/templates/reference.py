@@ -265,6 +265,13 @@ METHODS = """upper() lower() strip() strip('x ') lstrip() rstrip('\\n') split() 
 OPERATORS = ["+", "-", "*", "/", "//", "%", "~", "==", "!=", "<", "<=", ">", ">=", "in", "not in", "and", "or"]
 
 
+STRINGS = """'' 'a' 'aXbXc' 'é😀é' 'ΑΣΣ' 'ßŉǆ' 'İI' 'ﬁx' 'a\\nb\\r\\nc\\x0bd\\u2028e\\x85' '\\ta\\tbc\\t' '-7' '+3.5' 'brown-fox(x)[y]' "they're" 'x,y,,z,' 'ＡＢ１' '日本語' '½²٣'
+    'a_b1' '<b>&"' 'ａ\\u3000ｂ' 'ǅ' '\\xa0x\\xa0' s pad quotes text name""".split()
+ARGUMENTS_OF_METHODS = "'' 'a' 'X' ',' none 1 -1 0 2 99 true 'é' '\\n' ('a','b') ['a'] 'ab' 'xyz' 1.5 s '😀'".split()
+STRING_METHODS = """capitalize casefold center count endswith expandtabs find index isalnum isalpha isascii isdecimal isdigit isidentifier islower isnumeric isprintable isspace istitle isupper
+    join ljust lower lstrip partition removeprefix removesuffix replace rfind rindex rjust rpartition rsplit rstrip split splitlines startswith strip swapcase title upper zfill""".split()
+
+
 class Random:
     def __init__(self, seed):
         self.r = random.Random(seed)
@@ -307,6 +314,31 @@ class Random:
             return f"{self.pick(['%s', '%5.1f|', '%-6s|', '%05d', '%x', '%r'])!r} % ({e()})"
         spec = self.pick(["{}", "{:>8}", "{:05d}", "{:.2f}", "{!r:^9}", "{0:,}", "{:+}", "{:e}", "{:x}", "{0[0]}", "{:_^7}"])
         return f"{spec!r}.format({e()})"
+
+    def number(self):
+        some = [0, 1, 7, -255, 1234567, 10**18, -(10**20), 0.5, 2.5, 1e16, 99999.5, self.r.uniform(-10, 10), self.r.uniform(-1, 1) * 10 ** self.r.randint(-12, 25)]
+        return f"({self.pick(some)!r})" if self.r.random() < 0.9 else self.pick(["true", "none", "'ab'", "[1]"])
+
+    def format(self):
+        """A format specification, and a number or what is none."""
+        if self.r.random() < 0.6:
+            parts = [["", "", "<", ">", "^", "=", "*<", "0>"], ["", "", "+", "-", " "], ["", "", "#"], ["", "", "0"], ["", "8", "12"], ["", "", ",", "_"], ["", "", ".2", ".0"], ["", *"dfegxXob%EGsnc"]]
+            return "{{ '{:" + "".join(map(self.pick, parts)) + "}'.format(" + self.number() + ") }}"
+        parts = [["", "-", "+", " ", "0", "#", "-0", "+0"], ["", "8", "3"], ["", "", ".2", ".0", ".5"], "sdfegxXoGEricuaF"]
+        return "{{ '%" + "".join(map(self.pick, parts)) + "' % " + self.number() + " }}"
+
+    def method(self):
+        """A method of a string, with arguments that fit seldom."""
+        arguments = ", ".join(self.pick(ARGUMENTS_OF_METHODS) for _ in range(self.pick([0, 0, 1, 1, 2, 3])))
+        return "{{ [" + self.pick(STRINGS) + "." + self.pick(STRING_METHODS) + "(" + arguments + ")] }}"
+
+    def template(self):
+        kind = self.r.random()
+        if kind < 0.45:
+            return self.show(4)
+        if kind < 0.75:
+            return self.body(3)
+        return self.format() if kind < 0.87 else self.method()
 
     def space(self):
         return self.pick(["", "", "", " ", "\n", "  \n ", "\n\n", "x", " y ", "\t", "é\n"])
@@ -354,7 +386,7 @@ def fuzz(count, seed):
     cases = []
     rng = Random(seed)
     while len(cases) < count:
-        template = rng.show(4) if rng.r.random() < 0.6 else rng.body(3)
+        template = rng.template()
         outcome = render(template, VARIABLES)
         want = outcome.get("want", "")
         if " at 0x" in want.lower() or len(want) > 20_000:

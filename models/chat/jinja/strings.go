@@ -24,15 +24,16 @@ var stringMethods = table(map[string]entry[Text]{
 		return r.pad(r.pad(t, width-(n-left), fill, '>'), width, fill, '<')
 	}},
 	"count": {"/ sub start? end?", func(r *run, t Text, a []Value) Value {
+		sub := text(a[0])
 		part, _, ok := between(t, a[1], a[2])
 		if !ok {
 			return 0
 		}
-		return strings.Count(part.s, text(a[0]).s)
+		return strings.Count(part.s, sub.s)
 	}},
 	"endswith": {"/ suffix start? end?", func(r *run, t Text, a []Value) Value {
 		part, _, ok := between(t, a[1], a[2])
-		return ok && anyOf(a[0], func(s string) bool { return strings.HasSuffix(part.s, s) }, "endswith")
+		return anyOf(a[0], func(s string) bool { return ok && strings.HasSuffix(part.s, s) }, "endswith")
 	}},
 	"expandtabs": {"tabsize?", func(r *run, t Text, a []Value) Value { return r.expandTabs(t, intOr(a[0], 8)) }},
 	"find":       {"/ sub start? end?", func(r *run, t Text, a []Value) Value { return index(t, a, strings.Index) }},
@@ -109,28 +110,31 @@ var stringMethods = table(map[string]entry[Text]{
 	"rstrip": {"/ chars?", func(_ *run, t Text, a []Value) Value { return strip(t, a[0], false, true) }},
 	"split":  {"sep? maxsplit?", func(r *run, t Text, a []Value) Value { return r.split(t, a, false) }},
 	"splitlines": {"keepends?", func(r *run, t Text, a []Value) Value {
-		return r.texts(r.splitLines(t, a[0] != missing && truth(a[0])))
+		return r.texts(r.splitLines(t, intOr(a[0], 0) != 0))
 	}},
 	"startswith": {"/ prefix start? end?", func(r *run, t Text, a []Value) Value {
 		part, _, ok := between(t, a[1], a[2])
-		return ok && anyOf(a[0], func(s string) bool { return strings.HasPrefix(part.s, s) }, "startswith")
+		return anyOf(a[0], func(s string) bool { return ok && strings.HasPrefix(part.s, s) }, "startswith")
 	}},
 	"strip": {"/ chars?", func(_ *run, t Text, a []Value) Value { return strip(t, a[0], true, true) }},
 	"swapcase": {"/", func(r *run, t Text, _ []Value) Value {
-		return r.remake(t, mapRunes(t.s, func(c rune) string {
-			if isUpper(c) {
-				return lower(string(c))
+		return r.remake(t, mapRunes(t.s, func(i int, c rune) string {
+			switch {
+			case isUpper(c):
+				return lowerAt(t.s, i, c)
+			case unicode.IsLower(c):
+				return upper(string(c))
 			}
-			return upper(string(c))
+			return string(c)
 		}))
 	}},
 	"title": {"/", func(r *run, t Text, _ []Value) Value {
 		inside := false
-		return r.remake(t, mapRunes(t.s, func(c rune) string {
+		return r.remake(t, mapRunes(t.s, func(i int, c rune) string {
 			out := string(c)
 			switch isCased := isUpper(c) || unicode.IsLower(c) || unicode.IsTitle(c); {
 			case isCased && inside:
-				out = lower(out)
+				out = lowerAt(t.s, i, c)
 			case isCased:
 				out, inside = titled(c), true
 			default:
@@ -232,11 +236,12 @@ func between(t Text, start, end Value) (part Text, offset int, ok bool) {
 
 // index is find and rfind, in characters.
 func index(t Text, a []Value, find func(s, sub string) int) int {
+	sub := text(a[0])
 	part, offset, ok := between(t, a[1], a[2])
 	if !ok {
 		return -1
 	}
-	i := find(part.s, text(a[0]).s)
+	i := find(part.s, sub.s)
 	if i < 0 {
 		return -1
 	}
@@ -417,10 +422,27 @@ func titled(c rune) string {
 	return cases.Title(language.Und).String(string(c))
 }
 
-func mapRunes(s string, f func(rune) string) string {
+// lowerAt is the lower case of the character at a byte offset. That of a sigma depends on what is around it.
+func lowerAt(s string, at int, c rune) string {
+	if c != 'Σ' {
+		return lower(string(c))
+	}
+	letter := func(c rune) bool { return isUpper(c) || unicode.IsLower(c) || unicode.IsTitle(c) }
+	ignored := func(c rune) bool {
+		return unicode.In(c, unicode.Mn, unicode.Me, unicode.Cf, unicode.Lm, unicode.Sk) || strings.ContainsRune("'.:·’", c)
+	}
+	before, _ := utf8.DecodeLastRuneInString(strings.TrimRightFunc(s[:at], ignored))
+	behind, _ := utf8.DecodeRuneInString(strings.TrimLeftFunc(s[at+len("Σ"):], ignored))
+	if letter(before) && !letter(behind) {
+		return "ς"
+	}
+	return "σ"
+}
+
+func mapRunes(s string, f func(at int, c rune) string) string {
 	var b strings.Builder
-	for _, c := range s {
-		b.WriteString(f(c))
+	for i, c := range s {
+		b.WriteString(f(i, c))
 	}
 	return b.String()
 }
