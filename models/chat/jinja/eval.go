@@ -541,15 +541,15 @@ type loop struct {
 	scope *scope // around it
 	depth int    // of recursion, from 0
 
-	source                Value // what is walked
-	it                    *iterator
-	filtered              bool // by a condition: then the length comes of walking
-	index                 int  // from 0; -1 before the first
-	size                  int  // -1: not known yet
-	ahead                 []Value
-	previous, current     Value
-	hasPrevious, hasMoved bool
-	seen                  []Value // by changed; nil: none
+	source               Value // what is walked
+	it                   *iterator
+	filtered             bool // by a condition: then the length comes of walking
+	index                int  // from 0; -1 before the first
+	size                 int  // -1: not known yet
+	ahead                []Value
+	previous, current    Value
+	hasPrevious, hasSeen bool
+	seen                 []Value // by changed; nil: none
 }
 
 func (l *loop) run(v Value) signal {

@@ -549,15 +549,12 @@ func (r *run) formatField(v Value, spec string) Text {
 			if f.sign != 0 || f.precision >= 0 || f.alternate {
 				raise("Sign not allowed with integer format specifier 'c'")
 			}
-			if f.align == '=' {
-				f.align = '>'
-			}
 			i, _ := integer(v)
 			if i < 0 || i > utf8.MaxRune {
 				raise("%%c arg not in range(0x110000)")
 			}
-			if f.align == 0 {
-				f.align = '<'
+			if f.align == 0 || f.align == '=' {
+				f.align = '>'
 			}
 			return r.pad(Text{s: string(rune(i))}, f.width, f.fill, f.align)
 		case 'e', 'E', 'f', 'F', 'g', 'G', '%':

@@ -159,10 +159,10 @@ var loopMethods = raws(map[string]*builtin{}, map[string]func(*run, Value, *args
 	},
 	"changed": func(r *run, self Value, a *args) Value {
 		l := self.(*loop)
-		if l.hasMoved && r.equal(Tuple(l.seen), Tuple(a.pos)) {
+		if l.hasSeen && r.equal(Tuple(l.seen), Tuple(a.pos)) {
 			return false
 		}
-		l.seen, l.hasMoved = a.pos, true
+		l.seen, l.hasSeen = a.pos, true
 		return true
 	},
 })
