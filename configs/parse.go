@@ -81,6 +81,65 @@ func (s Serve) ParseAdminAddress() (address string, same bool, err error) {
 	return s.AdminAddress, false, nil
 }
 
+// ClientLimits are the limits of one who borrows: its Weight among all, or its Quota in
+// bytes; its Rate in bytes/s. 0: not set.
+type ClientLimits struct {
+	Weight float64
+	Quota  int64
+	Rate   float64
+}
+
+// ParseClients reads the setting harvest-clients: limits by the clients' names. Errors are
+// *SettingError.
+func (h Harvest) ParseClients() (map[string]ClientLimits, error) {
+	if h.Clients == "" {
+		return nil, nil
+	}
+	wrong := func(format string, args ...any) error {
+		return &SettingError{Key: "harvest-clients", Value: h.Clients, Want: fmt.Sprintf(format, args...) + "; must be like experts=weight:3,rate:2GiB/s;kv=quota:20GiB"}
+	}
+	if h.Policy != "fairness" {
+		return nil, wrong("needs --harvest-policy fairness")
+	}
+	clients := map[string]ClientLimits{}
+	for entry := range strings.SplitSeq(h.Clients, ";") {
+		name, limits, ok := strings.Cut(entry, "=")
+		name = strings.TrimSpace(name)
+		if _, twice := clients[name]; !ok || name == "" || twice {
+			return nil, wrong("%q names no client, or one that is named before", entry)
+		}
+		var c ClientLimits
+		for limit := range strings.SplitSeq(limits, ",") {
+			kind, value, _ := strings.Cut(strings.TrimSpace(limit), ":")
+			var err error
+			switch kind {
+			case "weight":
+				if c.Weight, err = strconv.ParseFloat(value, 64); err == nil && !(c.Weight > 0 && c.Weight <= 1000) {
+					err = strconv.ErrRange
+				}
+			case "quota":
+				if c.Quota, err = ParseBytes(value); err == nil && c.Quota == 0 {
+					err = strconv.ErrRange
+				}
+			case "rate":
+				bare, rate := strings.CutSuffix(value, "/s")
+				var n int64
+				if n, err = ParseBytes(bare); err == nil && (n == 0 || !rate) {
+					err = strconv.ErrRange
+				}
+				c.Rate = float64(n)
+			default:
+				err = strconv.ErrSyntax
+			}
+			if err != nil {
+				return nil, wrong("%q is not a weight up to 1000, a quota or a rate", limit)
+			}
+		}
+		clients[name] = c
+	}
+	return clients, nil
+}
+
 // ParseSlabSize reads the setting harvest-slab-size in bytes: 0 is auto. Errors are
 // *SettingError.
 func (h Harvest) ParseSlabSize() (int64, error) {
@@ -310,6 +369,15 @@ func (s Settings) validatePeers() error {
 	peers, err := s.Device.ParsePeers()
 	if err == nil {
 		_, err = s.Harvest.ParseHeadroom()
+	}
+	if err == nil {
+		_, err = s.Harvest.ParseClients()
+	}
+	if p := s.Harvest.Policy; err == nil && s.Harvest.EvacuateAt > 0 && p != "interference" && p != "stability" {
+		err = &SettingError{Key: "harvest-evacuate-at", Value: s.Harvest.EvacuateAt, Want: "needs --harvest-policy interference or stability"}
+	}
+	if p := s.Harvest.Policy; err == nil && s.Harvest.EvacuateAt > 1 && p == "interference" {
+		err = &SettingError{Key: "harvest-evacuate-at", Value: s.Harvest.EvacuateAt, Want: "must be at most 1 with --harvest-policy interference: a fraction of a memory's bandwidth"}
 	}
 	if err == nil {
 		_, err = s.Harvest.ParseSlabSize()

@@ -115,6 +115,48 @@ func TestHarvestTimes(t *testing.T) {
 	}
 }
 
+func TestHarvestClients(t *testing.T) {
+	for text, want := range map[string]string{
+		"": "map[]",
+		"experts=weight:3,rate:2GiB/s; kv=quota:20GiB": "map[experts:{Weight:3 Quota:0 Rate:2.147483648e+09} kv:{Weight:0 Quota:21474836480 Rate:0}]",
+		"experts":               `"experts" names no client`,
+		"=weight:1":             `"=weight:1" names no client`,
+		"a=weight:1;a=weight:2": "or one that is named before",
+		"a=weight:0":            `"weight:0" is not a weight up to 1000`,
+		"a=weight:1e9":          "is not a weight up to 1000",
+		"a=quota:0":             "a quota or a rate",
+		"a=rate:2GiB":           "a quota or a rate",
+		"a=rate:0/s":            "a quota or a rate",
+		"a=share:1":             "a quota or a rate",
+		"a=weight:1,":           "a quota or a rate",
+	} {
+		s := Defaults()
+		s.Harvest.Policy, s.Harvest.Clients = "fairness", text
+		got, err := s.Harvest.ParseClients()
+		if said := fmt.Sprintf("%+v %v", got, err); !strings.Contains(said, want) || (err == nil) != strings.HasPrefix(want, "map") {
+			t.Errorf("%q: %s, want %s", text, said, want)
+		}
+	}
+	for _, c := range []struct {
+		policy, clients string
+		evacuate        float64
+		want            string
+	}{
+		{"best-fit", "experts=weight:3", 0, "needs --harvest-policy fairness"},
+		{"fairness", "experts=weight:3", 0.5, "needs --harvest-policy interference or stability"},
+		{"best-fit", "", 0.5, "needs --harvest-policy interference or stability"},
+		{"interference", "", 1.5, "must be at most 1"},
+		{"interference", "", 0.5, ""},
+		{"stability", "", 1.5, ""},
+	} {
+		s := Defaults()
+		s.Harvest.Policy, s.Harvest.Clients, s.Harvest.EvacuateAt = c.policy, c.clients, c.evacuate
+		if err := s.Validate(); c.want == "" && err != nil || c.want != "" && (err == nil || !strings.Contains(err.Error(), c.want)) {
+			t.Errorf("%+v: %v", c, err)
+		}
+	}
+}
+
 func TestPeerSettingsTogether(t *testing.T) {
 	for _, c := range []struct {
 		settings Settings

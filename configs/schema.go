@@ -146,6 +146,18 @@ var Schema = []Key{
 		Help: "how a peer is selected when memory is borrowed",
 	},
 	{
+		Name: "harvest-clients", Kind: String, Default: "", Placeholder: "LIST", Rare: true, Commands: onModel,
+		Help: "limits of those who borrow, for --harvest-policy fairness, as experts=weight:3,rate:2GiB/s;kv=quota:20GiB; others weigh 1",
+	},
+	{
+		Name: "harvest-evacuate-at", Kind: Float, Default: 0.0, Max: 1000, Rare: true, Commands: onModel,
+		Help: "release everything on a peer whose memory others keep so busy (--harvest-policy interference: a fraction of its bandwidth), or change so fast (stability: its memory per minute); 0: never",
+	},
+	{
+		Name: "harvest-weight", Kind: Float, Default: 1.0, Min: 0.001, Max: 1000, Rare: true, Commands: onModel,
+		Help: "weight of this process's share of a peer from which other moeserve processes borrow, too",
+	},
+	{
 		Name: "harvest-headroom", Kind: String, Default: "5%", Placeholder: "SIZE|SHARE", Rare: true, Commands: onModel,
 		Help: "memory of each peer that stays free for other processes: a size, or a share of its memory",
 	},

@@ -55,15 +55,18 @@ type Offload struct {
 
 // Harvest says how peers' memory is borrowed.
 type Harvest struct {
-	Policy            string `mapstructure:"harvest-policy"`
-	Headroom          string `mapstructure:"harvest-headroom"`
-	SlabSize          string `mapstructure:"harvest-slab-size"`
-	Deadline          string `mapstructure:"harvest-deadline"`
-	PollInterval      string `mapstructure:"harvest-poll-interval"`
-	Cooldown          string `mapstructure:"harvest-cooldown"`
-	RuntimeDir        string `mapstructure:"runtime-dir"`
-	MigrationLimit    string `mapstructure:"migration-limit"`
-	AvailabilityTrace string `mapstructure:"availability-trace"`
+	Policy            string  `mapstructure:"harvest-policy"`
+	Clients           string  `mapstructure:"harvest-clients"`
+	EvacuateAt        float64 `mapstructure:"harvest-evacuate-at"`
+	Weight            float64 `mapstructure:"harvest-weight"`
+	Headroom          string  `mapstructure:"harvest-headroom"`
+	SlabSize          string  `mapstructure:"harvest-slab-size"`
+	Deadline          string  `mapstructure:"harvest-deadline"`
+	PollInterval      string  `mapstructure:"harvest-poll-interval"`
+	Cooldown          string  `mapstructure:"harvest-cooldown"`
+	RuntimeDir        string  `mapstructure:"runtime-dir"`
+	MigrationLimit    string  `mapstructure:"migration-limit"`
+	AvailabilityTrace string  `mapstructure:"availability-trace"`
 }
 
 // KV sizes the cache of keys and values.

@@ -62,7 +62,7 @@ func newController(o Options) *controller {
 	c := &controller{rules: o.rules(), clients: map[string]*client{}}
 	top := o.Machine.Topology()
 	for _, s := range o.Peers {
-		p := &peer{space: s, paths: map[device.Space]device.Path{}, stale: errors.New("no reading yet")}
+		p := &peer{space: s, weight: o.Weight, paths: map[device.Space]device.Path{}, stale: errors.New("no reading yet")}
 		for _, to := range top.Spaces() {
 			if path, err := top.Path(s, to); err == nil {
 				p.paths[to] = path
@@ -198,14 +198,14 @@ func (c *controller) request(bytes int64, hints Hints, now time.Duration) (Reque
 // choose places the request.
 func (c *controller) choose(req Request) (placement, error) {
 	owner, slabBytes := c.slabsFor(req.Hints.Client)
-	from := c.peers.candidates(req, owner, slabBytes)
+	from := slices.DeleteFunc(c.peers.candidates(req, owner, slabBytes), func(to Candidate) bool { return c.policy.Evacuate(to.Peer) })
 	if len(from) == 0 {
 		for _, p := range c.peers {
 			if p.unusable(req) == "" {
 				p.refused, p.refusedAt = true, req.Now
 			}
 		}
-		return placement{}, c.peers.noCapacity(req)
+		return placement{}, c.peers.noCapacity(req, c.policy)
 	}
 	i, err := c.policy.Choose(req, from)
 	if err != nil {

@@ -15,8 +15,8 @@ type Reading struct {
 	// Capacity of its memory; Free: what could be allocated now, negative if memory is
 	// overcommitted; OtherProcesses: what other processes use. In bytes.
 	Capacity, Free, OtherProcesses int64
-	// Utilization of its processors and of its memory bandwidth, each from 0 to 1; 0 if
-	// unknown.
+	// Utilization of its processors, and of its memory bandwidth by others than this runtime's
+	// clients, each from 0 to 1; 0 if unknown.
 	Utilization, Bandwidth float64
 	// Health is why the peer must not be used; nil if it may.
 	Health error
@@ -31,12 +31,17 @@ type Monitor interface {
 }
 
 // MachineMonitor reads a device.Machine: memory usage, and whether the device still
-// responds. It does not know utilization and bandwidth.
+// responds. Utilization and bandwidth it knows only of emulated machines.
 type MachineMonitor struct {
 	machine device.Machine
 	// probes are streams without work: their Recover reports at once whether the device
 	// is lost.
 	probes map[device.Space]device.Stream
+}
+
+// loaded is a machine that knows the share of a memory's bandwidth that other processes use.
+type loaded interface {
+	OtherBandwidth(device.Space) float64
 }
 
 // NewMachineMonitor makes a monitor of the peers, to be closed by its owner.
@@ -59,7 +64,11 @@ func (mm *MachineMonitor) Read(peer device.Space) (Reading, error) {
 		return Reading{}, fmt.Errorf("harvest: %s is not monitored", peer)
 	}
 	u, err := mm.machine.Usage(peer)
-	return Reading{Capacity: u.Capacity, Free: u.Free(), OtherProcesses: u.OtherProcesses, Health: s.Recover(background)}, err
+	r := Reading{Capacity: u.Capacity, Free: u.Free(), OtherProcesses: u.OtherProcesses, Health: s.Recover(background)}
+	if l, ok := mm.machine.(loaded); ok {
+		r.Bandwidth = l.OtherBandwidth(peer)
+	}
+	return r, err
 }
 
 // Close releases the streams.

@@ -33,6 +33,9 @@ type Options struct {
 	// Default: HeadroomShare of the peer's memory, from 0 to 1, by default 0.05.
 	HeadroomBytes int64
 	HeadroomShare float64
+	// Weight of the runtime's share of peers from which runtimes of other processes borrow,
+	// too: see Runtime.SetOthers. Default: 1.
+	Weight float64
 	// Deadline of a revocation, from its start. Default: 100 ms.
 	Deadline time.Duration
 	// Cooldown is the time after a revocation during which no slab is allocated from the
@@ -67,6 +70,7 @@ func (o Options) EnsureDefaults() Options {
 	setDefault(&o.Reader, device.HBM(0))
 	setDefault(&o.SlabBytes, 1<<30)
 	setDefault(&o.HeadroomShare, 0.05)
+	setDefault(&o.Weight, 1)
 	setDefault(&o.Deadline, 100*time.Millisecond)
 	setDefault(&o.Cooldown, time.Second)
 	setDefault(&o.HalfLife, time.Minute)
@@ -118,6 +122,8 @@ func (o Options) Validate() error {
 		return fmt.Errorf("harvest: invalid slab size of %d bytes: must be positive", o.SlabBytes)
 	case !(o.HeadroomShare >= 0 && o.HeadroomShare <= 1):
 		return fmt.Errorf("harvest: invalid headroom of %g of a peer's memory: must be from 0 to 1", o.HeadroomShare)
+	case !(o.Weight > 0):
+		return fmt.Errorf("harvest: invalid weight %g: must be positive", o.Weight)
 	case o.ScrubBytes < 0:
 		return fmt.Errorf("harvest: invalid scrub buffer of %d bytes: must be positive", o.ScrubBytes)
 	case o.Deadline < 0 || o.HalfLife < 0 || o.CallbackLimit < 0 || o.Interval < 0:

@@ -33,6 +33,7 @@ type peer struct {
 	refused   bool
 	refusedAt time.Duration
 	others    []Other // that borrow from the peer, too
+	weight    float64 // of the runtime among these
 	bandwidth average
 	churn     churn
 	churnRate float64
@@ -96,12 +97,15 @@ func (ps peers) candidates(req Request, owner string, slabBytes int64) []Candida
 }
 
 // noCapacity is the error of a request that fits nowhere.
-func (ps peers) noCapacity(req Request) error {
+func (ps peers) noCapacity(req Request, policy Policy) error {
 	var why []string
 	for _, p := range ps {
 		w := p.unusable(req)
 		if w == "" {
 			w = p.noNewSlabs(req)
+		}
+		if w == "" && policy.Evacuate(p.state(req.Hints.Reader)) {
+			w = "is left by the policy " + policy.Name()
 		}
 		why = append(why, p.space.String()+" "+w)
 	}

@@ -5,7 +5,6 @@ import (
 	"fmt"
 	"math"
 	"slices"
-	"strings"
 	"time"
 
 	"github.com/moeserve/moeserve/device"
@@ -72,19 +71,6 @@ type PeerState struct {
 	Churn float64
 	// Path from the peer to the reader.
 	Path device.Path
-}
-
-// NewPolicy returns the policy of that name with default settings.
-func NewPolicy(name string) (Policy, error) {
-	ps := []Policy{BestFit{}, Locality{}, NewFairness(FairnessOptions{}), Interference{}, Stability{}}
-	var names []string
-	for _, p := range ps {
-		if p.Name() == name {
-			return p, nil
-		}
-		names = append(names, p.Name())
-	}
-	return nil, fmt.Errorf("harvest: unknown policy %q; choose one of %s", name, strings.Join(names, ", "))
 }
 
 // byFit orders candidates by smallest leftover, as the paper's prototype does (section
@@ -168,9 +154,8 @@ func (Locality) Choose(_ Request, from []Candidate) (int, error) {
 // both. It rounds utilization down to tenths, so that fit decides between similar peers.
 type Interference struct {
 	BestFit
-	// EvacuateAt is the mean bandwidth utilization, 0 to 1, from which everything on the
-	// peer is revoked. Devices include our own copies in it, so leave room for them.
-	// Default: never.
+	// EvacuateAt is the mean bandwidth utilization by others, 0 to 1, from which everything
+	// on the peer is revoked. Default: never.
 	EvacuateAt float64
 }
 
@@ -212,16 +197,20 @@ func (p Stability) Evacuate(s PeerState) bool { return p.EvacuateAt > 0 && s.Chu
 
 // FairnessOptions limit what each client may allocate.
 type FairnessOptions struct {
-	// Quota is what each client may hold, in bytes. Default: an equal share of
-	// Request.Total among the clients known so far.
+	// Quota is what each client may hold, in bytes. Default: a share of Request.Total among
+	// the clients known so far, by Weights.
 	Quota int64
 	// Quotas of single clients, in bytes; others have Quota.
 	Quotas map[string]int64
+	// Weights of clients' shares. Default: 1 each.
+	Weights map[string]float64
 	// Rate at which each client may allocate, in bytes per second. Default: no limit.
 	Rate float64
+	// Rates of single clients; others have Rate.
+	Rates map[string]float64
 	// Burst is how many bytes a client may allocate at once after a pause. A single
-	// request may be larger after a pause long enough for it. Default: one second of
-	// Rate.
+	// request may be larger after a pause long enough for it. Default: one second of its
+	// rate.
 	Burst int64
 }
 
@@ -229,67 +218,80 @@ type FairnessOptions struct {
 type Fairness struct {
 	BestFit
 	o       FairnessOptions
-	buckets map[string]*bucket
+	clients map[string]*account
 }
 
-// bucket is a token bucket of bytes that a client may allocate now: it fills at Rate up
-// to Burst, and a request larger than that makes it negative.
-type bucket struct {
-	bytes float64
-	at    time.Duration
+// account is what Fairness knows of a client: a token bucket of bytes that it may allocate
+// now, which fills at its rate up to the burst; a request larger than that makes it negative.
+type account struct {
+	weight, rate, burst, bytes float64
+	at                         time.Duration
 }
 
 // NewFairness makes the policy.
-func NewFairness(o FairnessOptions) *Fairness {
-	if o.Burst == 0 {
-		o.Burst = int64(o.Rate)
-	}
-	return &Fairness{o: o, buckets: map[string]*bucket{}}
-}
+func NewFairness(o FairnessOptions) *Fairness { return &Fairness{o: o, clients: map[string]*account{}} }
 
 // Name implements Policy.
 func (*Fairness) Name() string { return "fairness" }
 
 // Choose implements Policy.
 func (p *Fairness) Choose(r Request, from []Candidate) (int, error) {
-	quota, ok := p.o.Quotas[r.Hints.Client]
-	switch {
-	case ok:
-	case p.o.Quota > 0:
-		quota = p.o.Quota
-	default:
-		quota = r.Total / int64(max(r.Clients, 1))
-	}
-	if r.Held+r.Bytes > quota {
+	a := p.account(r)
+	if quota := p.quota(r, a); r.Held+r.Bytes > quota {
 		return 0, fmt.Errorf("%d bytes held and %d requested, of a quota of %d: %w", r.Held, r.Bytes, quota, ErrQuota)
 	}
-	if p.o.Rate > 0 {
-		if b := p.bucket(r); b.bytes < float64(min(r.Bytes, p.o.Burst)) {
-			wait := (float64(min(r.Bytes, p.o.Burst)) - b.bytes) / p.o.Rate
-			return 0, fmt.Errorf("%d bytes requested at a limit of %.0f bytes/s; retry in %.3f s: %w", r.Bytes, p.o.Rate, wait, ErrRate)
-		}
+	if need := min(float64(r.Bytes), a.burst); a.rate > 0 && a.bytes < need {
+		return 0, fmt.Errorf("%d bytes requested at a limit of %.0f bytes/s; retry in %.3f s: %w", r.Bytes, a.rate, (need-a.bytes)/a.rate, ErrRate)
 	}
 	return bestCandidate(from), nil
 }
 
+// quota of the client.
+func (p *Fairness) quota(r Request, a *account) int64 {
+	if quota, ok := p.o.Quotas[r.Hints.Client]; ok {
+		return quota
+	}
+	if p.o.Quota > 0 {
+		return p.o.Quota
+	}
+	// Clients whose first request is yet to come weigh 1.
+	all := float64(max(r.Clients-len(p.clients), 0))
+	for _, b := range p.clients {
+		all += b.weight
+	}
+	return int64(float64(r.Total) * a.weight / all)
+}
+
 // Granted implements Policy.
 func (p *Fairness) Granted(r Request) {
-	if p.o.Rate > 0 {
-		p.bucket(r).bytes -= float64(r.Bytes)
+	if a := p.account(r); a.rate > 0 {
+		a.bytes -= float64(r.Bytes)
 	}
 }
 
-func (p *Fairness) bucket(r Request) *bucket {
-	b := p.buckets[r.Hints.Client]
-	if b == nil {
-		b = &bucket{bytes: float64(p.o.Burst), at: r.Now}
-		p.buckets[r.Hints.Client] = b
+// account returns the client's account at the time of the request.
+func (p *Fairness) account(r Request) *account {
+	name := r.Hints.Client
+	a := p.clients[name]
+	if a == nil {
+		a = &account{weight: 1, rate: p.o.Rate, at: r.Now}
+		if w, ok := p.o.Weights[name]; ok {
+			a.weight = w
+		}
+		if rate, ok := p.o.Rates[name]; ok {
+			a.rate = rate
+		}
+		if a.burst = float64(p.o.Burst); a.burst == 0 {
+			a.burst = a.rate
+		}
+		a.bytes = a.burst
+		p.clients[name] = a
 	}
-	if r.Now > b.at {
-		b.bytes = min(float64(p.o.Burst), b.bytes+p.o.Rate*(r.Now-b.at).Seconds())
-		b.at = r.Now
+	if r.Now > a.at {
+		a.bytes = min(a.burst, a.bytes+a.rate*(r.Now-a.at).Seconds())
+		a.at = r.Now
 	}
-	return b
+	return a
 }
 
 // PeerNeed is the input of Victims about a peer.

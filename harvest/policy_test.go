@@ -156,11 +156,11 @@ func TestEvacuate(t *testing.T) {
 
 func TestNewPolicy(t *testing.T) {
 	for _, name := range []string{"best-fit", "locality", "fairness", "interference", "stability"} {
-		if p, err := NewPolicy(name); err != nil || p.Name() != name {
+		if p, err := NewPolicy(name, PolicyOptions{}); err != nil || p.Name() != name {
 			t.Errorf("%s: %v, %v", name, p, err)
 		}
 	}
-	if _, err := NewPolicy("worst-fit"); err == nil || !strings.Contains(err.Error(), "locality, fairness") {
+	if _, err := NewPolicy("worst-fit", PolicyOptions{}); err == nil || !strings.Contains(err.Error(), "best-fit, fairness, interference, locality") {
 		t.Errorf("%v does not say what there is", err)
 	}
 }

@@ -357,7 +357,7 @@ func (s *stage) open(d *datadriven.TestData) error {
 	}
 	s.t.Cleanup(func() { _ = mm.Close() })
 	s.monitor = &readings{Monitor: mm, bandwidth: map[device.Space]float64{}}
-	policy, err := harvest.NewPolicy(arg(d, "policy", "best-fit"))
+	policy, err := harvest.NewPolicy(arg(d, "policy", "best-fit"), harvest.PolicyOptions{})
 	if err != nil {
 		return err
 	}

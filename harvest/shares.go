@@ -1,6 +1,7 @@
 package harvest
 
 import (
+	"cmp"
 	"math"
 	"slices"
 	"time"
@@ -13,6 +14,8 @@ type Other struct {
 	// Held bytes; Wants: it has had requests refused lately.
 	Held  int64
 	Wants bool
+	// Weight of its share: see Options.Weight. Default: 1.
+	Weight float64
 }
 
 // SetOthers reports which other runtimes borrow from a peer. Without a report there are
@@ -28,48 +31,51 @@ func (r *Runtime) SetOthers(s device.Space, others []Other) error {
 	})
 }
 
-// share is what the runtime may hold on the peer: as much as any other, and what the others
-// leave; no limit if none of them wants more.
+// share is what the runtime may hold on the peer: as much as any other, by weight, and what
+// the others leave; no limit if none of them wants more.
 func (p *peer) share(now time.Duration) int64 {
 	if !slices.ContainsFunc(p.others, func(o Other) bool { return o.Wants }) {
 		return math.MaxInt64
 	}
 	total := p.inService() + max(p.borrowable()+p.draining, 0)
-	demands := []int64{demand(p.inService(), p.wants(now))}
+	all := []sharer{newSharer(p.inService(), p.wants(now), p.weight)}
 	for _, o := range p.others {
 		total += o.Held
-		demands = append(demands, demand(o.Held, o.Wants))
+		all = append(all, newSharer(o.Held, o.Wants, o.Weight))
 	}
-	return fairShares(total, demands)[0]
+	return fairShares(total, all)[0]
 }
 
-func demand(held int64, wants bool) int64 {
+// sharer is one of those that share memory.
+type sharer struct {
+	demand int64
+	weight float64
+}
+
+func newSharer(held int64, wants bool, weight float64) sharer {
+	setDefault(&weight, 1)
 	if wants {
-		return math.MaxInt64
+		held = math.MaxInt64
 	}
-	return held
+	return sharer{held, weight}
 }
 
-// fairShares divides total: each demand is met up to a level that is the same for all
-// (max-min fairness).
-func fairShares(total int64, demands []int64) []int64 {
-	order := make([]int, len(demands))
-	for i := range order {
+// fairShares divides total: each demand is met up to a level that is the same for all, per
+// weight (max-min fairness).
+func fairShares(total int64, all []sharer) []int64 {
+	order := make([]int, len(all))
+	left := 0.0 // weight
+	for i, s := range all {
 		order[i] = i
+		left += s.weight
 	}
-	slices.SortStableFunc(order, func(a, b int) int {
-		switch {
-		case demands[a] < demands[b]:
-			return -1
-		case demands[a] > demands[b]:
-			return 1
-		}
-		return 0
-	})
-	shares := make([]int64, len(demands))
-	for i, k := range order {
-		shares[k] = min(demands[k], total/int64(len(order)-i))
-		total -= shares[k]
+	level := func(i int) float64 { return float64(all[i].demand) / all[i].weight }
+	slices.SortStableFunc(order, func(a, b int) int { return cmp.Compare(level(a), level(b)) })
+	shares := make([]int64, len(all))
+	for _, i := range order {
+		shares[i] = min(all[i].demand, total, int64(float64(total)*all[i].weight/left))
+		total -= shares[i]
+		left -= all[i].weight
 	}
 	return shares
 }

@@ -21,6 +21,7 @@ type lender struct {
 	machine device.Machine
 	peers   []observe.Peer
 	spaces  []device.Space // of the peers
+	weight  float64        // of this process's share
 	// deadline of requests that name none.
 	deadline time.Duration
 }
@@ -98,7 +99,7 @@ func (l *lender) Borrowed() (all []reclaim.Borrowed) {
 			continue // a device that is lost holds nothing that anybody could get
 		}
 		all = append(all, reclaim.Borrowed{
-			Device: strconv.Itoa(l.peers[i].GPU), UUID: l.peers[i].UUID, Free: b.Free, Borrowed: b.Held, Wants: b.Wants,
+			Device: strconv.Itoa(l.peers[i].GPU), UUID: l.peers[i].UUID, Free: b.Free, Borrowed: b.Held, Wants: b.Wants, Weight: l.weight,
 		})
 	}
 	return all
@@ -110,7 +111,7 @@ func (n *Node) openNeighbors(u *setup) error {
 	if n.harvest == nil || err != nil {
 		return err
 	}
-	n.lender = &lender{harvest: n.harvest, machine: n.machine, peers: u.peerDevices(), spaces: u.peers, deadline: times.Deadline}
+	n.lender = &lender{harvest: n.harvest, machine: n.machine, peers: u.peerDevices(), spaces: u.peers, weight: u.settings.Harvest.Weight, deadline: times.Deadline}
 	dir := u.o.RuntimeDir
 	if dir == "" || dir == reclaim.None {
 		return nil
@@ -173,7 +174,7 @@ func (l *lender) exchange(ctx context.Context, c reclaim.Client) error {
 		for _, devices := range all {
 			for _, d := range devices {
 				if l.peers[i].UUID != "" && reclaim.Names(l.peers[i].UUID, "", d.UUID) {
-					others = append(others, harvest.Other{Held: d.Borrowed, Wants: d.Wants})
+					others = append(others, harvest.Other{Held: d.Borrowed, Wants: d.Wants, Weight: d.Weight})
 				}
 			}
 		}

@@ -263,3 +263,67 @@ func refill(t *testing.T, n *node.Node) {
 		generate(t, n)
 	}
 }
+
+// TestInertPolicies: a policy that places as best-fit does in the setting says so at start, and
+// why; one that has an effect says nothing.
+func TestInertPolicies(t *testing.T) {
+	for _, c := range []struct {
+		policy, clients, emulate, peers string
+		want                            string
+	}{
+		{"best-fit", "", "", "auto", ""},
+		{"locality", "", "", "auto", "all peers are equally near"},
+		{"locality", "", "nvlink=400GB/s,pairs=2-0:300GB/s", "auto", ""},
+		{"interference", "", "", "auto", "no emulated peer is busy; set busy= of --emulate"},
+		{"interference", "", "nvlink=400GB/s,busy=2:60%", "auto", ""},
+		{"interference", "", "nvlink=400GB/s,busy=2:60%", "2", "there is one peer"},
+		{"stability", "", "", "auto", ""},
+		{"stability", "", "", "1", "there is one peer"},
+		{"fairness", "", "", "auto", "experts are the only client"},
+		{"fairness", "experts=rate:1GiB/s", "", "auto", ""},
+	} {
+		var log strings.Builder
+		s := configs.Defaults()
+		s.Offload.Fraction, s.Harvest.Policy, s.Harvest.Clients, s.Device.Peers = 0.5, c.policy, c.clients, c.peers
+		s.Device.Emulate = strings.Trim("virtual,hbm=64MiB,"+c.emulate, ",")
+		n, err := node.Open(t.Context(), node.Options{Settings: s, Log: slog.New(slog.NewTextHandler(&log, nil))})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := n.Close(); err != nil {
+			t.Error(err)
+		}
+		const said = "the policy of --harvest-policy places as best-fit does"
+		if got := log.String(); strings.Contains(got, said) != (c.want != "") || !strings.Contains(got, c.want) {
+			t.Errorf("%+v: %s", c, got)
+		}
+	}
+}
+
+// TestPolicyEvicts: a policy that leaves a peer whose others come and go has its copies revoked
+// for that reason, and completions do not change.
+func TestPolicyEvicts(t *testing.T) {
+	want := generate(t, open(t, machine{options: emulated.Options{}}, nil))
+	s := configs.Defaults()
+	s.Offload.Fraction, s.Batch.MaxNumBatchedTokens = 0.75, 192
+	s.Harvest.MigrationLimit, s.Harvest.Policy, s.Harvest.EvacuateAt = "0", "stability", 0.3
+	s.Harvest.AvailabilityTrace = writeTrace(t, "0,1,0", "0,2,0", "0.004,1,67108864", "0.004,2,0", "0.006,1,0", "0.006,2,0")
+	n, err := node.Open(t.Context(), node.Options{
+		Settings: s, HostLogits: true, OpenMachine: func() (device.Machine, error) { return emulated.Open(linked(emulated.Eager)) },
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() {
+		if err := n.Close(); err != nil {
+			t.Error(err)
+		}
+	}()
+	if got := generate(t, n); got != want {
+		t.Errorf("tokens %s, want %s", got, want)
+	}
+	st := n.Harvest().State()
+	if st.Revocations[harvest.ReasonPolicy] == 0 || st.Peers[0].Used != 0 || st.Peers[1].Used == 0 {
+		t.Errorf("revocations %v; %d bytes of the first peer are used, %d of the second", st.Revocations, st.Peers[0].Used, st.Peers[1].Used)
+	}
+}

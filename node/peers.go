@@ -2,9 +2,11 @@ package node
 
 import (
 	"context"
+	"slices"
 	"time"
 
 	"github.com/moeserve/moeserve/configs"
+	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/experts"
 	"github.com/moeserve/moeserve/harvest"
 	"github.com/moeserve/moeserve/node/fault"
@@ -29,7 +31,7 @@ func (n *Node) openHarvest(u *setup) error {
 	if err != nil {
 		return fault.Of(fault.ErrConfig, err)
 	}
-	monitor, err := u.devices.OpenMonitor(u.peers)
+	monitor, err := u.devices.OpenMonitor(u.peers, n.copying)
 	if err != nil {
 		return fault.Of(fault.ErrDevice, err)
 	}
@@ -40,6 +42,9 @@ func (n *Node) openHarvest(u *setup) error {
 	}
 	n.started(n.closeHarvest)
 	peers := n.harvest.State().Peers
+	if why := u.inert(peers, monitor != nil); why != "" {
+		n.log.Warn("the policy of --harvest-policy places as best-fit does", "policy", o.Policy.Name(), "reason", why)
+	}
 	for i, l := range u.peerDevices() {
 		n.log.Debug("peer memory may be borrowed", "device", l.Device, "gpu", l.GPU, "name", l.Name, "uuid", l.UUID, "policy", o.Policy.Name(), "headroom_bytes", peers[i].Headroom)
 	}
@@ -50,9 +55,18 @@ func (n *Node) openHarvest(u *setup) error {
 func (u *setup) borrowing() (o harvest.Options, err error) {
 	s := &u.settings.Harvest
 	o = harvest.Options{Machine: u.devices.Machine, Peers: u.peers, Reader: u.devices.Space}
-	if o.Policy, err = harvest.NewPolicy(s.Policy); err != nil {
+	clients, err := s.ParseClients()
+	if err != nil {
 		return o, err
 	}
+	limits := map[string]harvest.ClientLimits{}
+	for name, c := range clients {
+		limits[name] = harvest.ClientLimits(c)
+	}
+	if o.Policy, err = harvest.NewPolicy(s.Policy, harvest.PolicyOptions{Clients: limits, EvacuateAt: s.EvacuateAt}); err != nil {
+		return o, err
+	}
+	o.Weight = s.Weight
 	room, err := s.ParseHeadroom()
 	if err != nil {
 		return o, err
@@ -78,6 +92,53 @@ func (u *setup) borrowing() (o harvest.Options, err error) {
 		o.Cooldown = -1
 	}
 	return o, nil
+}
+
+// copying is the total duration of copies from and to a peer so far.
+func (n *Node) copying(peer device.Space) (d time.Duration) {
+	for _, s := range n.transfer.Stats() {
+		if s.From == peer || s.To == peer {
+			d += s.Busy
+		}
+	}
+	return d
+}
+
+// inert is why the policy has no effect that best-fit has not; empty if it has one. monitored:
+// the devices' utilization is read.
+func (u *setup) inert(peers []harvest.PeerUsage, monitored bool) string {
+	s := &u.settings.Harvest
+	switch s.Policy {
+	case "fairness":
+		if s.Clients == "" {
+			return "experts are the only client, and --harvest-clients sets no limit"
+		}
+		return ""
+	case "interference":
+		busy := slices.ContainsFunc(peers, func(p harvest.PeerUsage) bool { return p.Reading.Bandwidth > 0 })
+		switch {
+		case !monitored && !busy && u.devices.Real():
+			return "the bandwidth that others use is not known without NVML"
+		case !busy && !u.devices.Real():
+			return "no emulated peer is busy; set busy= of --emulate"
+		}
+	case "locality":
+		path := func(p device.Space) device.Path {
+			path, _ := u.devices.Machine.Topology().Path(p, u.devices.Space)
+			return path
+		}
+		first := path(peers[0].Space)
+		if !slices.ContainsFunc(peers, func(p harvest.PeerUsage) bool {
+			at := path(p.Space)
+			return at.BytesPerSecond != first.BytesPerSecond || at.Latency != first.Latency || len(at.Links) != len(first.Links)
+		}) {
+			return "all peers are equally near"
+		}
+	}
+	if len(peers) == 1 && s.Policy != "best-fit" && s.EvacuateAt == 0 {
+		return "there is one peer"
+	}
+	return ""
 }
 
 // closeHarvest releases all borrowed memory. After the first call it does nothing.

@@ -15,11 +15,11 @@ func TestHarvestPolicyNames(t *testing.T) {
 		t.Fatal("there is no setting harvest-policy")
 	}
 	for _, name := range k.Allowed {
-		if p, err := harvest.NewPolicy(name); err != nil || p.Name() != name {
+		if p, err := harvest.NewPolicy(name, harvest.PolicyOptions{}); err != nil || p.Name() != name {
 			t.Errorf("%s: %v", name, err)
 		}
 	}
-	_, err := harvest.NewPolicy("")
+	_, err := harvest.NewPolicy("", harvest.PolicyOptions{})
 	if err == nil || !strings.HasSuffix(err.Error(), " "+strings.Join(k.Allowed, ", ")) {
 		t.Errorf("the setting may be %v; harvest says %v", k.Allowed, err)
 	}

@@ -53,6 +53,8 @@ func others(k configs.Key) [3]string {
 		return [3]string{"0", "1GiB", "7%"}
 	case k.Name == "admin-address":
 		return [3]string{"same", "127.0.0.1:1", "127.0.0.1:2"}
+	case k.Name == "harvest-clients":
+		return [3]string{"experts=weight:2", "experts=quota:1GiB", "kv=rate:1GiB/s"}
 	case k.Name == "harvest-slab-size":
 		return [3]string{"1GiB", "7MB", "512MiB"}
 	case strings.HasPrefix(k.Name, "harvest-") && k.Placeholder == "TIME":
@@ -78,6 +80,13 @@ func TestPrecedence(t *testing.T) {
 	for _, k := range configs.Schema {
 		t.Run(k.Name, func(t *testing.T) {
 			v := others(k)
+			beside := beside
+			switch k.Name {
+			case "harvest-clients":
+				beside += "harvest-policy: fairness\n"
+			case "harvest-evacuate-at":
+				beside += "harvest-policy: stability\n"
+			}
 			rest := ""
 			for line := range strings.Lines(beside) {
 				if !strings.HasPrefix(line, k.Name+":") {

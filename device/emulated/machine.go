@@ -258,3 +258,9 @@ type Trace struct {
 	// Err is the error with which the operation failed or was skipped.
 	Err error
 }
+
+// OtherBandwidth returns the fraction of a memory's bandwidth that other processes use.
+func (m *Machine) OtherBandwidth(s device.Space) float64 {
+	i, _ := s.GPU()
+	return m.o.Busy[i]
+}

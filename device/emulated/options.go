@@ -28,6 +28,12 @@ type Options struct {
 	// path.
 	Topology *device.Topology
 
+	// PairRates limit single pairs of GPUs, in bytes per second, below PeerLink's rate.
+	PairRates map[device.Pair]float64
+	// Busy is the fraction, from 0 to below 1, of each GPU's memory bandwidth that other
+	// processes use, by its number: peers' copies from and to it are slower by that much than
+	// the topology says, as OtherBandwidth reports. Default: none.
+	Busy map[int]float64
 	// Virtual makes the machine deterministic: operations run one at a time, in an order
 	// that Schedule decides, on a virtual clock. Default: a goroutine per stream, on the
 	// wall clock.
@@ -196,6 +202,18 @@ func (o *Options) Validate() error {
 			return fmt.Errorf("emulated: %s has a negative or infinite capacity or rate: %+v", device.Space(i), g)
 		}
 	}
+	for p, rate := range o.PairRates {
+		from, okFrom := p.From.GPU()
+		to, okTo := p.To.GPU()
+		if badRate(rate) || !okFrom || !okTo || from == to || max(from, to) >= len(o.GPUs) {
+			return fmt.Errorf("emulated: a rate of %g bytes/s from %s to %s: there are GPUs 0 to %d", rate, p.From, p.To, len(o.GPUs)-1)
+		}
+	}
+	for i, busy := range o.Busy {
+		if i < 0 || i >= len(o.GPUs) || !(busy >= 0 && busy < 1) {
+			return fmt.Errorf("emulated: GPU %d is busy to %g: there are GPUs 0 to %d, and the share is from 0 to below 1", i, busy, len(o.GPUs)-1)
+		}
+	}
 	for _, l := range []Link{o.HostLink, o.PeerLink} {
 		if badRate(l.BytesPerSecond) || l.Latency < 0 {
 			return fmt.Errorf("emulated: a link has a negative or infinite rate or latency: %+v", l)
@@ -312,7 +330,17 @@ func (o *Options) topology() *device.Topology {
 		for j, b := range gpu {
 			if i != j {
 				path(device.HBM(i), device.HBM(j), o.PeerLink.Latency, a.toPeers, b.fromPeers)
+				pair := device.Pair{From: device.HBM(i), To: device.HBM(j)}
+				p := t.Paths[pair]
+				p.BytesPerSecond = minRate(p.BytesPerSecond, o.PairRates[pair])
+				t.Paths[pair] = p
 			}
+		}
+	}
+	// What others use is in no description of the machine.
+	for i, busy := range o.Busy {
+		for _, l := range []int{gpu[i].toPeers, gpu[i].fromPeers} {
+			t.Links[l].BytesPerSecond *= 1 - busy
 		}
 	}
 	return t

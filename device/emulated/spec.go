@@ -1,12 +1,15 @@
 package emulated
 
 import (
+	"errors"
 	"fmt"
 	"math"
 	"slices"
 	"strconv"
 	"strings"
 	"time"
+
+	"github.com/moeserve/moeserve/device"
 )
 
 // SpecHelp describes the syntax of ParseSpec, for a command's help.
@@ -17,6 +20,8 @@ const SpecHelp = `comma-separated settings of emulated devices, as
   pcie=55.3GB/s      rate between host and each GPU, in each direction
   hostroot=100GB/s   rate that all GPUs share towards the host
   nvlink=395GB/s     rate in and out of each GPU towards its peers
+  pairs=2-0:50GB/s   lower rate of two GPUs, in both directions; more with +
+  busy=1:60%         share of a GPU's bandwidth that others use; more with +
   latency=8us        of every copy; hostlatency=, peerlatency= for one kind
   flops=800T         flops per second of each GPU
   bw=4.6TB/s         memory bandwidth of each GPU
@@ -52,11 +57,40 @@ var specKeys = map[string]specKey{
 		s.gpus = n
 		return nil
 	}},
-	"hbm":         {true, func(s *spec, v string) error { return parseBytes(v, &s.gpu.MemoryBytes) }},
-	"host":        {true, func(s *spec, v string) error { return parseBytes(v, &s.o.Host.MemoryBytes) }},
-	"pcie":        {true, func(s *spec, v string) error { return parseByteRate(v, &s.o.HostLink.BytesPerSecond) }},
-	"nvlink":      {true, func(s *spec, v string) error { return parseByteRate(v, &s.o.PeerLink.BytesPerSecond) }},
-	"hostroot":    {true, func(s *spec, v string) error { return parseByteRate(v, &s.hostRoot) }},
+	"hbm":      {true, func(s *spec, v string) error { return parseBytes(v, &s.gpu.MemoryBytes) }},
+	"host":     {true, func(s *spec, v string) error { return parseBytes(v, &s.o.Host.MemoryBytes) }},
+	"pcie":     {true, func(s *spec, v string) error { return parseByteRate(v, &s.o.HostLink.BytesPerSecond) }},
+	"nvlink":   {true, func(s *spec, v string) error { return parseByteRate(v, &s.o.PeerLink.BytesPerSecond) }},
+	"hostroot": {true, func(s *spec, v string) error { return parseByteRate(v, &s.hostRoot) }},
+	"pairs": {true, func(s *spec, v string) error {
+		s.o.PairRates = map[device.Pair]float64{}
+		return parseEach(v, "pairs of GPUs and their rates like 1-0:395GB/s+2-0:50GB/s", func(name, value string) error {
+			a, b, _ := strings.Cut(name, "-")
+			i, err := parseGPU(a)
+			j, errJ := parseGPU(b)
+			var rate float64
+			if err := errors.Join(err, errJ, parseByteRate(value, &rate)); err != nil || i == j {
+				return errors.New("no pair")
+			}
+			for _, p := range []device.Pair{{From: device.HBM(i), To: device.HBM(j)}, {From: device.HBM(j), To: device.HBM(i)}} {
+				s.o.PairRates[p] = rate
+			}
+			return nil
+		})
+	}},
+	"busy": {true, func(s *spec, v string) error {
+		s.o.Busy = map[int]float64{}
+		return parseEach(v, "GPUs and shares below 100% like 1:60%+2:0.1", func(name, value string) error {
+			i, err := parseGPU(name)
+			bare, percent := strings.CutSuffix(value, "%")
+			share, errShare := strconv.ParseFloat(bare, 64)
+			if percent {
+				share /= 100
+			}
+			s.o.Busy[i] = share
+			return errors.Join(err, errShare)
+		})
+	}},
 	"latency":     {true, func(s *spec, v string) error { return parseDuration(v, &s.latency) }},
 	"hostlatency": {true, func(s *spec, v string) error { return parseDuration(v, &s.o.HostLink.Latency) }},
 	"peerlatency": {true, func(s *spec, v string) error { return parseDuration(v, &s.o.PeerLink.Latency) }},
@@ -161,6 +195,22 @@ func (s *spec) together() error {
 		return fmt.Errorf("schedule=%v needs virtual: on the wall clock the system schedules", o.Schedule)
 	}
 	return nil
+}
+
+// parseEach parses entries like name:value+name:value.
+func parseEach(v, want string, parse func(name, value string) error) error {
+	for entry := range strings.SplitSeq(v, "+") {
+		name, value, ok := strings.Cut(entry, ":")
+		if !ok || parse(name, value) != nil {
+			return fmt.Errorf("want %s", want)
+		}
+	}
+	return nil
+}
+
+func parseGPU(v string) (int, error) {
+	n, err := strconv.ParseUint(v, 10, 16)
+	return int(n), err
 }
 
 func specNames() []string {

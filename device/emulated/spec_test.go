@@ -1,6 +1,7 @@
 package emulated_test
 
 import (
+	"errors"
 	"strings"
 	"testing"
 	"time"
@@ -48,7 +49,7 @@ func TestParseSpec(t *testing.T) {
 
 func TestParseSpecErrors(t *testing.T) {
 	for spec, want := range map[string]string{
-		"gpu=3":                `unknown key "gpu"; the keys are bw, check, `,
+		"gpu=3":                `unknown key "gpu"; the keys are busy, bw, check, `,
 		"gpus=0":               `key "gpus": "0": want a number of GPUs from 1`,
 		"gpus":                 `key "gpus" needs a value`,
 		"virtual=yes":          `key "virtual" takes no value`,
@@ -172,5 +173,54 @@ func TestTopology(t *testing.T) {
 	}
 	if got := m.Now(); got != 3*time.Microsecond {
 		t.Errorf("1000 bytes at 0.5 bytes/ns behind 1 us took %v", got)
+	}
+}
+
+// TestPairsAndBusy: single pairs of GPUs may be slower, and what others use of a memory's
+// bandwidth slows its copies, which no description of the machine shows.
+func TestPairsAndBusy(t *testing.T) {
+	o, err := emulated.ParseSpec("virtual,gpus=3,hbm=64MiB,nvlink=400GB/s,pairs=2-0:50GB/s+2-1:100GB/s,busy=1:75%+2:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	m := open(t, o)
+	rate := func(from, to int) float64 {
+		p, err := m.Topology().Path(device.HBM(from), device.HBM(to))
+		if err != nil {
+			t.Fatal(err)
+		}
+		const bytes = 1 << 20
+		src, dst := alloc(t, m, device.HBM(from), bytes, "from"), alloc(t, m, device.HBM(to), bytes, "to")
+		s, err := m.NewStream(device.HBM(to), device.StreamOptions{Name: "copy"})
+		if err != nil {
+			t.Fatal(err)
+		}
+		begin := m.Now()
+		if err := errors.Join(s.Copy(dst.Range(0, bytes), src.Range(0, bytes)), s.Synchronize(t.Context()), s.Close()); err != nil {
+			t.Fatal(err)
+		}
+		took := m.Now() - begin
+		if said := p.BytesPerSecond; said != map[int]float64{1: 400e9, 2: 50e9}[max(from, to)] {
+			t.Errorf("the topology says %g bytes/s from %d to %d", said, from, to)
+		}
+		return bytes / took.Seconds()
+	}
+	for _, c := range []struct {
+		from, to int
+		want     float64
+	}{{1, 0, 100e9}, {0, 1, 100e9}, {2, 0, 50e9}, {0, 2, 50e9}} {
+		if got := rate(c.from, c.to); got < 0.99*c.want || got > 1.01*c.want {
+			t.Errorf("from %d to %d: %g bytes/s, want %g", c.from, c.to, got, c.want)
+		}
+	}
+	if a, b := m.OtherBandwidth(device.HBM(1)), m.OtherBandwidth(device.HBM(2)); a != 0.75 || b != 0 {
+		t.Errorf("others use %g and %g", a, b)
+	}
+	for _, text := range []string{
+		"pairs=1:5GB/s", "pairs=1-1:5GB/s", "pairs=1-0:5", "pairs=0-9:5GB/s", "pairs=", "busy=1", "busy=1:x", "busy=1:100%", "busy=1:-1", "busy=7:10%", "busy=-1:10%",
+	} {
+		if _, err := emulated.ParseSpec(text); err == nil {
+			t.Errorf("%q is accepted", text)
+		}
 	}
 }

@@ -103,6 +103,8 @@ type Borrowed struct {
 	Free     int64 `json:"free_bytes"`
 	Borrowed int64 `json:"borrowed_bytes"`
 	Wants    bool  `json:"wants_more"`
+	// Weight of the process's share.
+	Weight float64 `json:"weight"`
 }
 
 // Names reports whether name, of a Request, is a device of that number and UUID. CUDA spells

@@ -19,6 +19,9 @@ import (
 func openCUDA(o *Options, gpus []int) (device.Machine, kernels.Backend, error) {
 	m, err := cuda.Open(cuda.Options{GPUs: gpus, HostBytes: int64(o.Settings.HostMemoryGiB * (1 << 30)), Log: o.Log})
 	if err != nil {
+		if mig := partitioned(); mig != "" {
+			err = fmt.Errorf("%w; %s", err, mig)
+		}
 		if errors.Is(err, cuda.ErrUnavailable) {
 			err = fmt.Errorf("%w: %w", errNoCUDA, err)
 		}
@@ -33,6 +36,27 @@ func openCUDA(o *Options, gpus []int) (device.Machine, kernels.Backend, error) {
 		return nil, nil, errors.Join(err, m.Close())
 	}
 	return m, b, nil
+}
+
+// partitioned names the GPUs that are divided by MIG, as the end of an error about GPUs that
+// cannot be used; empty where none is.
+func partitioned() string {
+	r, err := nvml.Open()
+	if err != nil {
+		return ""
+	}
+	defer r.Close() //nolint:errcheck // only read from
+	devices, err := r.Devices()
+	if err != nil {
+		return ""
+	}
+	var all []partition
+	for _, d := range devices {
+		if m, err := d.MIG(); err == nil && m.Enabled {
+			all = append(all, partition{d.UUID, len(m.Instances)})
+		}
+	}
+	return describePartitions(all)
 }
 
 // GPUs describes the machine's GPUs as NVML reports them, one line each; without GPUs, note is

@@ -7,6 +7,7 @@ import (
 	"maps"
 	"runtime"
 	"slices"
+	"strings"
 
 	"github.com/moeserve/moeserve/configs"
 	"github.com/moeserve/moeserve/device"
@@ -263,7 +264,32 @@ func (d *Devices) Peers(c configs.PeerChoice) ([]device.Space, error) {
 			peers = append(peers, device.HBM(i))
 		}
 	}
-	return peers, (harvest.Options{Machine: d.Machine, Peers: peers, Reader: d.Space}).EnsureDefaults().Validate()
+	err := (harvest.Options{Machine: d.Machine, Peers: peers, Reader: d.Space}).EnsureDefaults().Validate()
+	if err != nil && d.Real() {
+		if mig := partitioned(); mig != "" {
+			err = fmt.Errorf("%w; %s", err, mig)
+		}
+	}
+	return peers, err
+}
+
+// partition is a GPU that is divided by MIG.
+type partition struct {
+	uuid      string
+	instances int
+}
+
+// describePartitions is the end of an error about GPUs that cannot be used. An instance can be
+// a peer only where the driver allows it access to another GPU; then it is one like any other.
+func describePartitions(all []partition) string {
+	if len(all) == 0 {
+		return ""
+	}
+	var each []string
+	for _, p := range all {
+		each = append(each, fmt.Sprintf("%s (%d instances)", p.uuid, p.instances))
+	}
+	return "MIG is enabled on " + strings.Join(each, ", ") + ", and CUDA gives a process one instance and no peer access to others: disable it there (nvidia-smi -mig 0), or name other --peers"
 }
 
 // reach reports whether copies are possible from a to b and back, and from the host to a.

@@ -26,6 +26,8 @@ type monitor struct {
 	log    *slog.Logger
 	reader *nvml.Reader
 	gpus   map[device.Space]interface{ Read() (nvml.Reading, error) }
+	own    ownLoad
+	now    func() time.Duration
 	stop   context.CancelFunc
 	loops  sync.WaitGroup
 
@@ -43,8 +45,9 @@ type load struct {
 }
 
 // OpenMonitor opens the monitoring of peers for harvest, to be closed with the devices; nil
-// selects harvest's own monitor.
-func (d *Devices) OpenMonitor(peers []device.Space) (harvest.Monitor, error) {
+// selects harvest's own monitor. own is the total duration of own copies from and to a peer
+// so far, which is not other processes' load.
+func (d *Devices) OpenMonitor(peers []device.Space, own func(device.Space) time.Duration) (harvest.Monitor, error) {
 	if d.Machine.Capabilities().Emulated {
 		return nil, nil
 	}
@@ -55,7 +58,7 @@ func (d *Devices) OpenMonitor(peers []device.Space) (harvest.Monitor, error) {
 	}
 	m := &monitor{
 		log: d.log, reader: r, gpus: map[device.Space]interface{ Read() (nvml.Reading, error) }{},
-		loads: map[device.Space]load{},
+		loads: map[device.Space]load{}, own: ownLoad{busy: own}, now: d.Machine.Now,
 	}
 	var gpus []nvml.Device
 	for _, p := range peers {
@@ -97,10 +100,14 @@ func (d *Devices) OpenMonitor(peers []device.Space) (harvest.Monitor, error) {
 func (m *monitor) sample() {
 	for p, d := range m.gpus {
 		r, err := d.Read()
+		own := 0.0
+		if m.own.busy != nil {
+			own = m.own.fraction(p, m.now())
+		}
 		m.mu.Lock()
 		switch l := m.loads[p]; {
 		case err == nil:
-			l = load{utilization: share(r.ComputeLoad), bandwidth: share(r.MemoryLoad)}
+			l = load{utilization: share(r.ComputeLoad), bandwidth: max(share(r.MemoryLoad)-own, 0)}
 			if problem := r.Health.Problem(); problem != "" {
 				l.health = errors.New(problem)
 			}

@@ -4,6 +4,7 @@ package devices
 
 import (
 	"fmt"
+	"time"
 
 	"github.com/moeserve/moeserve/configs"
 	"github.com/moeserve/moeserve/device"
@@ -26,4 +27,9 @@ func GPUs() (gpus []string, note string) { return nil, "this binary was built wi
 func DriverVersion() string { return "" }
 
 // OpenMonitor returns nil: harvest uses its own monitor.
-func (*Devices) OpenMonitor([]device.Space) (harvest.Monitor, error) { return nil, nil }
+func (*Devices) OpenMonitor([]device.Space, func(device.Space) time.Duration) (harvest.Monitor, error) {
+	return nil, nil
+}
+
+// partitioned names the GPUs that are divided by MIG: without CUDA none.
+func partitioned() string { return "" }
