@@ -134,19 +134,22 @@ func TestPoliciesBeatBestFit(t *testing.T) {
 		better func(value, bestFit float64) bool
 	}{
 		{
-			"locality", "16 objects; the peer with more free memory has a link of 300 GB/s, the other one of 400", "read at, GB/s", harvest.PolicyOptions{},
+			"locality", "16 objects; the peer with more free memory has a link of 300 GB/s, the other one of 400", "read at, GB/s",
+			harvest.PolicyOptions{},
 			emulated.Options{PeerLink: link, PairRates: pairs},
 			func(s *scene) float64 { return s.read(s.borrow("c", 16)) },
 			func(v, b float64) bool { return v > 1.3*b },
 		},
 		{
-			"interference", "16 objects; others use 60 % of the memory bandwidth of the peer with more free memory", "read at, GB/s", harvest.PolicyOptions{},
+			"interference", "16 objects; others use 60 % of the memory bandwidth of the peer with more free memory", "read at, GB/s",
+			harvest.PolicyOptions{},
 			emulated.Options{PeerLink: link, Busy: map[int]float64{2: 0.6}},
 			func(s *scene) float64 { return s.read(s.borrow("c", 16)) },
 			func(v, b float64) bool { return v > 2.4*b },
 		},
 		{
-			"stability", "12 objects, replaced every 10 s; others take and return 28 objects of the peer with more free memory, 30 times in 5 minutes", "objects revoked", harvest.PolicyOptions{},
+			"stability", "12 objects, replaced every 10 s; others take and return 28 objects of the peer with more free memory, 30 times in 5 minutes", "objects revoked",
+			harvest.PolicyOptions{},
 			emulated.Options{},
 			func(s *scene) float64 {
 				var all []*harvest.Handle
@@ -166,7 +169,8 @@ func TestPoliciesBeatBestFit(t *testing.T) {
 			func(v, b float64) bool { return v < b/3 && b > 50 },
 		},
 		{
-			"fairness", "48 objects fit; a client with a quota of 12 takes all it gets, then a second client comes", "objects of the second", harvest.PolicyOptions{Clients: map[string]harvest.ClientLimits{"kv": {Weight: 1, Quota: 12 * sceneObject}, "experts": {Weight: 3}}},
+			"fairness", "48 objects fit; a client with a quota of 12 takes all it gets, then a second client comes", "objects of the second",
+			harvest.PolicyOptions{Clients: map[string]harvest.ClientLimits{"kv": {Weight: 1, Quota: 12 * sceneObject}, "experts": {Weight: 3}}},
 			emulated.Options{},
 			func(s *scene) float64 {
 				s.borrow("kv", 100)
@@ -175,7 +179,8 @@ func TestPoliciesBeatBestFit(t *testing.T) {
 			func(v, b float64) bool { return v >= 20 && b == 0 },
 		},
 		{
-			"fairness", "one client allocates all at once, limited to 4 objects/s; another process asks for half a second later", "objects that had to be revoked", harvest.PolicyOptions{Clients: map[string]harvest.ClientLimits{"kv": {Rate: 4 * sceneObject}}},
+			"fairness", "one client allocates all at once, limited to 4 objects/s; another process asks for half a second later", "objects that had to be revoked",
+			harvest.PolicyOptions{Clients: map[string]harvest.ClientLimits{"kv": {Rate: 4 * sceneObject}}},
 			emulated.Options{},
 			func(s *scene) float64 {
 				s.pass(time.Second)
