@@ -8,7 +8,6 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/moeserve/moeserve/engine"
 	"github.com/moeserve/moeserve/server"
 )
 
@@ -91,7 +90,9 @@ func TestBodyLimits(t *testing.T) {
 // A body that is refused for its size costs little more memory than its bytes, whatever it holds.
 func TestRefusalIsCheap(t *testing.T) {
 	s := server.New(server.Options{})
-	s.SetModel(&server.Model{Names: []string{"x"}, Engine: broken{}, Defaults: engine.DefaultParams(), MaxModelLen: 256, Vocab: 544})
+	model := *start(t, options{loading: true}).model
+	model.Engine = broken{}
+	s.SetModel(&model)
 	const size = 12 << 20
 	many := func(item string) string { return list(size/(len(item)+1), item) }
 	hi := `{"messages": [{"role": "user", "content": "x"}], `
@@ -111,6 +112,10 @@ func TestRefusalIsCheap(t *testing.T) {
 		{"/v1/chat/completions", `{"messages": ` + many("{}") + `}`},
 		{"/v1/chat/completions", `{"messages": [{"role": "user", "content": ` + many("{}") + `}]}`},
 		{"/detokenize", `{"tokens": ` + many("1") + `}`},
+		{"/v1/completions", `{"prompt": "` + strings.Repeat("x ", size/2) + `"}`},
+		{"/v1/completions", `{"prompt": "` + strings.Repeat("x", size) + `"}`},
+		{"/v1/chat/completions", `{"messages": [{"role": "user", "content": "` + strings.Repeat("x ", 3<<20) + `"}]}`},
+		{"/tokenize", `{"prompt": "` + strings.Repeat("x ", size/2) + `"}`},
 	} {
 		r := httptest.NewRequest(http.MethodPost, c.path, strings.NewReader(c.body))
 		r.Header.Set("Content-Type", "application/json")

@@ -12,6 +12,7 @@ import (
 
 	"github.com/moeserve/moeserve/engine"
 	"github.com/moeserve/moeserve/models/chat"
+	"github.com/moeserve/moeserve/models/tokenizer"
 )
 
 type chatRequest struct {
@@ -44,7 +45,7 @@ func (m *Model) parseChat(ctx context.Context, o *object) (*chatRequest, error) 
 		return nil, err
 	}
 	var err error
-	r.prompt, err = m.render(ctx, c)
+	r.prompt, err = m.render(ctx, c, m.MaxModelLen)
 	return r, err
 }
 
@@ -307,8 +308,8 @@ func parseToolCalls(o *object) json.RawMessage {
 	return jsonArray(list)
 }
 
-// render puts a conversation through the template and encodes it.
-func (m *Model) render(ctx context.Context, c *conversation) ([]int32, error) {
+// render puts a conversation through the template and encodes it, up to a maximum number of tokens.
+func (m *Model) render(ctx context.Context, c *conversation, limit int) ([]int32, error) {
 	if m.Template == nil || m.Tokenizer == nil {
 		return nil, badRequest("messages", "no_chat_template", "The model has no chat template: use /v1/completions.")
 	}
@@ -337,9 +338,15 @@ func (m *Model) render(ctx context.Context, c *conversation) ([]int32, error) {
 	if ctx.Err() != nil {
 		return nil, asError(ctx, ctx.Err(), "messages")
 	}
-	ids, err := m.Tokenizer.Encode(prompt.Text, c.special)
+	ids, err := m.Tokenizer.EncodeWith(prompt.Text, tokenizer.EncodeOptions{AddSpecial: c.special, Limit: limit})
 	if err != nil {
 		return nil, badRequest("messages", "invalid_value", "The messages cannot be turned into tokens: %v", err)
+	}
+	if len(ids) > limit && limit == m.MaxModelLen {
+		return nil, promptTooLong("messages", limit, fmt.Sprintf("more than %d", limit))
+	}
+	if len(ids) > limit {
+		return nil, badRequest("messages", "invalid_value", "Invalid value for 'messages': they have more than %d tokens.", limit)
 	}
 	if len(ids) == 0 {
 		return nil, badRequest("messages", "invalid_value", "The model's chat template makes an empty prompt of the messages.")

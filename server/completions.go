@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/moeserve/moeserve/engine"
+	"github.com/moeserve/moeserve/models/tokenizer"
 )
 
 // defaultCompletionTokens is max_tokens of a completion that gives none.
@@ -98,10 +99,13 @@ func (m *Model) prompts(ctx context.Context, o *object, raw json.RawMessage, spe
 			}
 			p.text = unquote(item)
 			var err error
-			if p.ids, err = m.Tokenizer.Encode(p.text, special); err != nil {
+			if p.ids, err = m.Tokenizer.EncodeWith(p.text, tokenizer.EncodeOptions{AddSpecial: special, Limit: m.MaxModelLen}); err != nil {
 				o.fail("prompt", "invalid_value", "The prompt cannot be turned into tokens: %v", err)
 			}
 			p.encoded = true
+			if len(p.ids) > m.MaxModelLen {
+				return nil, promptTooLong("prompt", m.MaxModelLen, fmt.Sprintf("more than %d", m.MaxModelLen))
+			}
 		case "an array":
 			ids, ok := parseIDs(item, m.MaxModelLen)
 			if !ok {

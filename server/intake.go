@@ -31,8 +31,10 @@ const (
 	// A body may take firstBytes, and a second more for each minRate bytes of it that came.
 	firstBytes = 5 * time.Second
 	minRate    = 4 << 10
-	// largeBody is the size from which a body's memory is returned to the system early.
-	largeBody = 1 << 20
+	// largeBody is the size from which a body's memory is returned to the system early, and manyBodies
+	// the size of smaller ones together.
+	largeBody  = 1 << 20
+	manyBodies = 64 << 20
 )
 
 // bodyReader reads one body.

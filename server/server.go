@@ -166,6 +166,8 @@ type Server struct {
 	// workers has an item for each request that is being prepared; large, one where a large body was.
 	workers chan struct{}
 	large   chan struct{}
+	// passed are the bytes of other bodies since then.
+	passed atomic.Int64
 	// model is nil until there is one.
 	model atomic.Pointer[Model]
 	// failed is why the model cannot be served any more.
@@ -490,11 +492,13 @@ func (s *Server) prepare(w *response, r *http.Request, do func(ctx context.Conte
 // prepared ends the use of a body.
 func (s *Server) prepared(b *bodyReader) {
 	b.release()
-	if b.read >= largeBody {
-		select {
-		case s.large <- struct{}{}:
-		default:
-		}
+	if b.read < largeBody && s.passed.Add(b.read) < manyBodies {
+		return
+	}
+	s.passed.Store(0)
+	select {
+	case s.large <- struct{}{}:
+	default:
 	}
 }
 

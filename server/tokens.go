@@ -3,6 +3,8 @@ package server
 import (
 	"context"
 	"net/http"
+
+	"github.com/moeserve/moeserve/models/tokenizer"
 )
 
 // tokenized is vLLM's response of /tokenize.
@@ -53,14 +55,17 @@ func (m *Model) tokenize(ctx context.Context, o *object) (*tokenized, error) {
 	var err error
 	switch {
 	case c != nil:
-		if a.Tokens, err = m.render(ctx, c); err != nil {
+		if a.Tokens, err = m.render(ctx, c, maxTokenIDs); err != nil {
 			return nil, err
 		}
 	case m.Tokenizer == nil:
 		return nil, badRequest("prompt", "invalid_value", "The model has no tokenizer.")
 	default:
-		if a.Tokens, err = m.Tokenizer.Encode(text, special); err != nil {
+		if a.Tokens, err = m.Tokenizer.EncodeWith(text, tokenizer.EncodeOptions{AddSpecial: special, Limit: maxTokenIDs}); err != nil {
 			return nil, badRequest("prompt", "invalid_value", "The prompt cannot be turned into tokens: %v", err)
+		}
+		if len(a.Tokens) > maxTokenIDs {
+			return nil, badRequest("prompt", "invalid_value", "Invalid value for 'prompt': it has more than %d tokens.", maxTokenIDs)
 		}
 	}
 	if a.Tokens == nil {

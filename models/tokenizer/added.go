@@ -22,12 +22,16 @@ type addedToken struct {
 	special    bool
 }
 
+// markup reports whether the token may mean more to a model than its text: it is no run of white space.
+func (t *addedToken) markup() bool { return strings.TrimSpace(t.content) != "" }
+
 // addedTrie finds added tokens: the leftmost match, and the longest match at that position.
 type addedTrie struct {
 	first  [256]int32 // node after the first byte, 0 if no token starts with it
 	nodes  []trieNode // nodes[0] is unused
 	tokens []addedToken
 	ids    []int32
+	markup bool // one of the tokens is not white space
 }
 
 type trieNode struct {
@@ -59,6 +63,7 @@ func (t *addedTrie) add(pattern string, token addedToken, id int32) {
 				t.nodes[node].token = int32(len(t.tokens))
 				t.tokens = append(t.tokens, token)
 				t.ids = append(t.ids, id)
+				t.markup = t.markup || token.markup()
 			}
 			return
 		}
@@ -76,12 +81,13 @@ func (t *addedTrie) add(pattern string, token addedToken, id int32) {
 }
 
 // match returns the longest token that is a prefix of text, as its index in tokens (-1: none), and its length in bytes.
-func (t *addedTrie) match(text string) (token int32, length int) {
+// One that is not white space may have up to maximum bytes.
+func (t *addedTrie) match(text string, maximum int) (token int32, length int) {
 	token = -1
 	node := t.first[text[0]]
 	for i := 1; node != 0; i++ {
 		n := &t.nodes[node]
-		if n.token >= 0 {
+		if n.token >= 0 && (i <= maximum || !t.tokens[n.token].markup()) {
 			token, length = n.token, i
 		}
 		node = 0
@@ -98,11 +104,12 @@ func (t *addedTrie) match(text string) (token int32, length int) {
 }
 
 // split calls yield for the parts of text in order: an added token with its id, or the text between two of them with
-// id -1. Parts of text are never empty.
+// id -1. Parts of text are never empty. It ends where yield returns false. Tokens that touch one of the plain ranges,
+// which are ascending and disjoint, are matched only if they are white space.
 //
 // As in the reference, a match whose token wants a word of its own and does not have it is passed over without a
 // second choice, and the search goes on behind the token itself, not behind white space that the token took with it.
-func (t *addedTrie) split(text string, yield func(id int32, start, end int)) {
+func (t *addedTrie) split(text string, plain [][2]int, yield func(id int32, start, end int) bool) {
 	done := 0
 	if len(t.tokens) > 0 {
 		for i := 0; i < len(text); {
@@ -110,7 +117,14 @@ func (t *addedTrie) split(text string, yield func(id int32, start, end int)) {
 				i++
 				continue
 			}
-			k, n := t.match(text[i:])
+			for len(plain) > 0 && plain[0][1] <= i {
+				plain = plain[1:]
+			}
+			maximum := len(text)
+			if len(plain) > 0 {
+				maximum = plain[0][0] - i
+			}
+			k, n := t.match(text[i:], maximum)
 			if k < 0 {
 				i++
 				continue
@@ -127,11 +141,12 @@ func (t *addedTrie) split(text string, yield func(id int32, start, end int)) {
 			if token.rstrip {
 				end = len(text) - len(strings.TrimLeftFunc(text[end:], unicode.IsSpace))
 			}
-			if done < start {
-				yield(-1, done, start)
+			if done < start && !yield(-1, done, start) {
+				return
 			}
-			if start < end { // start == end: the previous match consumed it as white space
-				yield(t.ids[k], start, end)
+			// start == end: the previous match consumed it as white space
+			if start < end && !yield(t.ids[k], start, end) {
+				return
 			}
 			done = end
 		}

@@ -150,8 +150,34 @@ func Parse(tokenizerJSON, tokenizerConfigJSON []byte) (*Pipeline, error) {
 		}
 	}
 	m := t.model
+	m.finish(t.special)
+	t.dense = m.covering && !slices.ContainsFunc(t.splitter.cuts, func(c cutter) bool { return c.behavior == removed })
 	t.scratch.New = func() any { return &merger{m: m} }
 	return t, nil
+}
+
+// finish measures the vocabulary, and takes special tokens out of what a word is made of: where their text is plain, it
+// becomes other tokens.
+func (m *model) finish(special []bool) {
+	for token := range m.vocab {
+		m.longest = max(m.longest, len(token))
+	}
+	starts := m.byteTokens[:]
+	if m.byteLevel {
+		starts = m.byteStart[:]
+	}
+	m.covering = (m.byteLevel || m.byteFallback) && !slices.Contains(starts, noToken)
+	for pair, rule := range m.merges {
+		if special[rule.id] {
+			delete(m.merges, pair)
+		}
+	}
+	isSpecial := func(_ string, id int32) bool { return special[id] }
+	maps.DeleteFunc(m.vocab, isSpecial)
+	maps.DeleteFunc(m.whole, isSpecial)
+	if m.unigram != nil {
+		m.unigram.finish(special)
+	}
 }
 
 func unsupported(format string, args ...any) error {

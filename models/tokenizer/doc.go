@@ -23,6 +23,9 @@
 //     to one goroutine.
 //   - Encoding takes O(n log n) time for n bytes of any text, with regular expressions a bounded number of steps for each
 //     byte: a text that takes one more steps is an error. What normalizers can make of a text is bounded at load.
+//   - With EncodeOptions.Limit, encoding a text of any length takes the memory of the normalized text and of that many ids.
+//   - In the ranges of EncodeOptions.Plain no added token is matched but for white space, and no special token comes of
+//     merges: what a client sends there is text to the model.
 //   - Decode(ids, skip) equals the concatenation of all Push results and the Flush of a Stream over the same ids, and
 //     each of those pieces is valid UTF-8.
 //   - Ids that the tokenizer does not have decode to nothing.

@@ -2,6 +2,7 @@ package tokenizer
 
 import (
 	"hash/maphash"
+	"slices"
 	"strings"
 	"sync/atomic"
 	"unicode/utf8"
@@ -42,6 +43,11 @@ type model struct {
 	byteLevel bool
 	byteStart [256]int32       // id of each byte's character, noToken where the vocabulary lacks it
 	whole     map[string]int32 // with ignore_merges: ids of words that are in the vocabulary as a whole, as spelled in text
+
+	// longest token in bytes of text. covering: no text is without tokens, so that a word has at least its length divided
+	// by longest.
+	longest  int
+	covering bool
 
 	pairs *pairSet // nil: no cuts inside a segment
 	cache *wordCache
@@ -95,6 +101,7 @@ type merger struct {
 	symbols []symbol
 	heap    []candidate
 	unk     int32 // pending unknown token, noToken: none
+	limit   int   // maximum number of ids that the caller can use, 0: any
 
 	spans []span // of the splitter
 
@@ -117,6 +124,9 @@ func (g *merger) byteWord(out []int32, word string) []int32 {
 	return g.cached(out, word)
 }
 
+// full reports whether there are more ids than the caller can use.
+func (g *merger) full(out []int32) bool { return g.limit > 0 && len(out) > g.limit }
+
 // charText appends the ids of a text for a character-level model. It cuts the text at boundaries that no merge crosses.
 func (g *merger) charText(out []int32, text string) []int32 {
 	if text == "" {
@@ -134,7 +144,9 @@ func (g *merger) charText(out []int32, text string) []int32 {
 			r, n = utf8.DecodeRuneInString(text[i:])
 		}
 		if !g.m.pairs.has(prev, r) {
-			out = g.cached(out, text[start:i])
+			if out = g.cached(out, text[start:i]); g.full(out) {
+				return out
+			}
 			start = i
 		}
 		prev = r
@@ -144,6 +156,9 @@ func (g *merger) charText(out []int32, text string) []int32 {
 
 func (g *merger) cached(out []int32, word string) []int32 {
 	if len(word) > maxCachedWord {
+		if g.limit > 0 && g.m.covering && len(word)/g.m.longest > g.limit {
+			return slices.Grow(out, g.limit+1)[:g.limit+1] // whatever they are
+		}
 		return g.merge(out, word)
 	}
 	h := g.m.cache.hash(word)

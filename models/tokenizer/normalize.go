@@ -39,6 +39,20 @@ func (n normalizer) apply(text string) (string, error) {
 	return text, nil
 }
 
+// part normalizes a part of a text; first: the one at its start.
+func (n normalizer) part(text string, first bool) (string, error) {
+	var err error
+	for _, step := range n {
+		if _, ok := step.(prepend); ok && !first {
+			continue
+		}
+		if text, err = step.apply(text); err != nil {
+			return "", err
+		}
+	}
+	return text, nil
+}
+
 func buildNormalizer(t *Pipeline, c *fileConfig, _ *sideConfig) error {
 	steps := flatten(c.Normalizer, "normalizers")
 	if len(steps) > maxSteps {

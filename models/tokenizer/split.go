@@ -36,7 +36,7 @@ func (s *splitter) step(out []int32, g *merger, text string, first bool, depth i
 	from := len(g.spans)
 	spans, err := s.cuts[depth].cut(g.spans, text)
 	g.spans = spans
-	for i := from; i < len(spans) && err == nil; i++ {
+	for i := from; i < len(spans) && err == nil && !g.full(out); i++ {
 		out, err = s.step(out, g, text[spans[i].start:spans[i].end], first && spans[i].start == 0, depth+1)
 	}
 	g.spans = g.spans[:from]
@@ -152,7 +152,9 @@ func (p metaspace) encode(out []int32, g *merger, text string, first bool) []int
 		if i := strings.Index(text[from:], p.replacement); i >= 0 {
 			end = from + i
 		}
-		out = g.charText(out, text[start:end])
+		if out = g.charText(out, text[start:end]); g.full(out) {
+			break
+		}
 		start = end
 	}
 	return out
@@ -197,7 +199,9 @@ func (p byteWords) encode(out []int32, g *merger, text string, _ bool) []int32 {
 	}
 	for len(text) > 0 {
 		n := p.next(text)
-		out = g.byteWord(out, text[:n])
+		if out = g.byteWord(out, text[:n]); g.full(out) {
+			break
+		}
 		text = text[n:]
 	}
 	return out

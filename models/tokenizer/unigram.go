@@ -106,6 +106,15 @@ func (u *unigram) add(token string, id int32) {
 	}
 }
 
+// finish takes special tokens out of the tree.
+func (u *unigram) finish(special []bool) {
+	for at, id := range u.ends {
+		if id >= 0 && special[id] {
+			u.ends[at] = noToken
+		}
+	}
+}
+
 // pathEnd is the best path that ends at a byte of a word.
 type pathEnd struct {
 	score float64
