@@ -10,7 +10,7 @@ import (
 	"testing"
 )
 
-// pages are the documents: README.md, CHANGELOG.md and all below docs.
+// pages are the documents: README.md, CHANGELOG.md, SECURITY.md and all below docs.
 func pages(t *testing.T) map[string]string {
 	t.Helper()
 	all := map[string]string{}
@@ -23,6 +23,7 @@ func pages(t *testing.T) map[string]string {
 	}
 	read("README.md")
 	read("CHANGELOG.md")
+	read("SECURITY.md")
 	err := filepath.WalkDir("docs", func(path string, d fs.DirEntry, err error) error {
 		if err == nil && strings.HasSuffix(path, ".md") {
 			read(path)
