@@ -64,7 +64,7 @@ func (k Key) Variable() string {
 
 // Commands that take a setting: those that open devices, those that deal with a model,
 // and of these those that say what is offloaded, that take requests as they come, that
-// have a result, sample tokens, generate for a person, serve, or measure a batch.
+// have a result, sample tokens, generate for a person, hold conversations, serve, or measure a batch.
 var (
 	onDevice   = []string{"run", "chat", "serve", "inspect", "plan", "bench throughput", "bench sweep", "bench transfer", "config"}
 	onModel    = []string{"run", "chat", "serve", "inspect", "plan", "bench throughput", "bench sweep", "config"}
@@ -73,6 +73,7 @@ var (
 	onResult   = []string{"run", "inspect", "plan", "bench throughput", "bench sweep", "bench transfer", "config"}
 	onSample   = []string{"run", "chat", "bench throughput", "bench sweep", "config"}
 	onGenerate = []string{"run", "chat", "config"}
+	onChat     = []string{"run", "chat", "serve", "config"}
 	onServe    = []string{"serve", "config"}
 	onBench    = []string{"bench throughput", "bench sweep", "config"}
 	onWorkload = []string{"plan", "bench throughput", "bench sweep", "config"}
@@ -260,6 +261,10 @@ var Schema = []Key{
 	{
 		Name: "ignore-eos", Kind: Bool, Default: false, Rare: true, Commands: onGenerate,
 		Help: "keep generating after the end-of-sequence token",
+	},
+	{
+		Name: "special-tokens-in-chat", Kind: Bool, Default: false, Rare: true, Commands: onChat,
+		Help: "read special tokens in messages as such, so that a message can begin turns; by default they are plain text",
 	},
 	{
 		Name: "host", Kind: String, Default: "127.0.0.1", Placeholder: "ADDRESS", Commands: onServe,

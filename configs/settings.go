@@ -106,6 +106,8 @@ type Generate struct {
 	Temperature float64 `mapstructure:"temperature"`
 	Seed        uint64  `mapstructure:"seed"`
 	IgnoreEOS   bool    `mapstructure:"ignore-eos"`
+	// SpecialTokensInChat reads special tokens in messages as such.
+	SpecialTokensInChat bool `mapstructure:"special-tokens-in-chat"`
 }
 
 // Serve is of the server; times are in seconds.

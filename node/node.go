@@ -152,6 +152,7 @@ func Open(ctx context.Context, o Options) (_ *Node, err error) {
 		if n.text, err = model.ReadText(); err != nil {
 			return nil, err
 		}
+		n.text.SpecialTokensInChat = o.Settings.Generate.SpecialTokensInChat
 		if err := n.text.Check(o.Template); err != nil {
 			return nil, err
 		}

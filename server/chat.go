@@ -335,10 +335,11 @@ func (m *Model) render(ctx context.Context, c *conversation, limit int) ([]int32
 	if err != nil {
 		return nil, badRequest("messages", "invalid_value", "The model's chat template cannot render the messages: %v", err)
 	}
-	if ctx.Err() != nil {
-		return nil, asError(ctx, ctx.Err(), "messages")
+	o := tokenizer.EncodeOptions{AddSpecial: c.special, Limit: limit}
+	if !m.SpecialTokensInChat {
+		o.Plain = prompt.Client
 	}
-	ids, err := m.Tokenizer.EncodeWith(prompt.Text, tokenizer.EncodeOptions{AddSpecial: c.special, Limit: limit})
+	ids, err := m.Tokenizer.EncodeWith(prompt.Text, o)
 	if err != nil {
 		return nil, badRequest("messages", "invalid_value", "The messages cannot be turned into tokens: %v", err)
 	}

@@ -55,6 +55,8 @@ type Model struct {
 	MaxModelLen int
 	// Vocab is the number of token ids, which bounds lists of them. 0: not known.
 	Vocab int
+	// SpecialTokensInChat reads special tokens in messages as such; else they are plain text.
+	SpecialTokensInChat bool
 	// Defaults of parameters that a request does not give. OpenAI's temperature is 1.
 	Defaults engine.Params
 	// ChatTokens is max_tokens of chats that give none; 0: all that fits.

@@ -217,7 +217,8 @@ func withoutTokenizer(dir string) bool {
 func model(names []string, defaults *sampling, n *node.Node) *server.Model {
 	m := &server.Model{
 		Names: names, Engine: n.Engine(), Tokenizer: n.Text().Tokenizer, MaxModelLen: n.Info().Limits.MaxModelLen,
-		Vocab: n.Info().Config.Vocab, Defaults: defaults.params, ChatTokens: defaults.maxTokens, Created: time.Now(),
+		Vocab: n.Info().Config.Vocab, SpecialTokensInChat: n.Text().SpecialTokensInChat,
+		Defaults: defaults.params, ChatTokens: defaults.maxTokens, Created: time.Now(),
 		Collectors: n.Observe().Collectors(),
 		Residency:  func() any { return n.Observe().Residency() },
 	}

@@ -20,7 +20,9 @@ type Text struct {
 	// Broken is the error.
 	Template *chat.Template
 	Broken   error
-	name     string
+	// SpecialTokensInChat reads special tokens in messages as such; else they are plain text.
+	SpecialTokensInChat bool
+	name                string
 }
 
 // ReadText reads tokenizer and chat template, if the model has files.
@@ -97,7 +99,11 @@ func (t Text) EncodeChat(messages []chat.Message) ([]int32, error) {
 		return nil, fault.Of(fault.ErrModel, err)
 	}
 	// The template includes the special tokens.
-	ids, err := t.Tokenizer.Encode(prompt.Text, false)
+	var o tokenizer.EncodeOptions
+	if !t.SpecialTokensInChat {
+		o.Plain = prompt.Client
+	}
+	ids, err := t.Tokenizer.EncodeWith(prompt.Text, o)
 	return ids, fault.Of(fault.ErrModel, err)
 }
 
