@@ -328,7 +328,7 @@ var Schema = []Key{
 	},
 	{
 		Name: "max-connections", Kind: Int, Default: 0, Unit: "connections", Max: 1 << 20, Rare: true, Commands: onServe,
-		Help: "maximum open connections, of which idle ones make way for new ones; 0: twice the sequences that may run and wait, at least 1024, as far as open files allow",
+		Help: "maximum open connections, of which idle ones make way for new ones; 0: twice the sequences that may run and wait, from 1024 to 16384, as far as open files allow",
 	},
 	{
 		Name: "ssl-certfile", Kind: String, Default: "", Placeholder: "FILE", Path: true, Commands: onServe,

@@ -211,8 +211,8 @@ func set(f reflect.Value, v any) error {
 	return nil
 }
 
-// validateAccess checks the key, of whose value errors have nothing, and the certificate.
-func (s *Serve) validateAccess() error {
+// validateKey checks the API key, of whose value errors have nothing.
+func (s *Serve) validateKey() error {
 	bad := func(what string) error {
 		return &SettingError{Key: "api-key", Value: secret{}, Want: "must not have " + what + ", which no client can send in a header; a file's line end is not a part of a key"}
 	}
@@ -223,9 +223,6 @@ func (s *Serve) validateAccess() error {
 	}
 	if strings.Trim(s.APIKey, " ") != s.APIKey {
 		return bad("blanks at its start or end")
-	}
-	if s.SSLKeyfile != "" && s.SSLCertfile == "" {
-		return &SettingError{Key: "ssl-keyfile", Value: s.SSLKeyfile, Want: "needs --ssl-certfile, the certificate of that key"}
 	}
 	return nil
 }
@@ -296,7 +293,7 @@ func (s Settings) Validate() error {
 	if err := s.Serve.validate(); err != nil {
 		return err
 	}
-	if err := s.Serve.validateAccess(); err != nil {
+	if err := s.Serve.validateKey(); err != nil {
 		return err
 	}
 	if s.Bench.InputLen > 0 && s.Bench.DatasetPath != "" {

@@ -15,14 +15,17 @@ import (
 // is given.
 func (s *settings) protect() (*tls.Config, error) {
 	k, _ := configs.Find("api-key")
-	if value, set := os.LookupEnv(k.Variable()); s.Serve.APIKey == "" && (s.given(k.Name) || set && value == "") {
-		from := s.sources[k.Name].String()
-		if !s.given(k.Name) {
-			from = k.Variable()
-		}
+	from := s.sources[k.Name]
+	if _, set := os.LookupEnv(k.Variable()); set && from.Kind == "default" {
+		from = source{Kind: "variable", Name: k.Variable()} // empty, which for other settings means not set
+	}
+	if s.Serve.APIKey == "" && from.Kind != "" && from.Kind != "default" {
 		return nil, usagef("the API key from %s is empty, which would let everybody in; give a key, or leave it out to serve without one", from)
 	}
 	if s.Serve.SSLCertfile == "" {
+		if s.Serve.SSLKeyfile != "" {
+			return nil, usagef("--ssl-keyfile is %s: it needs --ssl-certfile, the certificate of that key", untrusted.Quote(s.Serve.SSLKeyfile))
+		}
 		return nil, nil
 	}
 	read := func(flag, path string) ([]byte, error) {
@@ -60,7 +63,7 @@ func scheme(encryption *tls.Config) string {
 }
 
 const (
-	minConnections = 1024
+	minDefault, maxDefault = 1024, 1 << 14 // of the default
 	// spareFiles are open files besides connections: devices, a model's shards, logs, and a peer
 	// group of GPU libraries.
 	spareFiles = 256
@@ -71,7 +74,7 @@ const (
 func maxConnections(setting, requests int, log *slog.Logger) int {
 	n := setting
 	if n == 0 {
-		n = max(minConnections, 2*requests)
+		n = min(max(minDefault, 2*requests), maxDefault)
 	}
 	var limit syscall.Rlimit
 	if err := syscall.Getrlimit(syscall.RLIMIT_NOFILE, &limit); err != nil {
@@ -85,7 +88,7 @@ func maxConnections(setting, requests int, log *slog.Logger) int {
 	if n <= room {
 		return n
 	}
-	if setting > 0 || room < requests {
+	if setting > 0 {
 		log.Warn("fewer connections than requested; raise the limit of open files (ulimit -n)", "connections", room, "requested", n, "open_files", fmt.Sprint(limit.Cur))
 	}
 	return room

@@ -139,7 +139,7 @@ func TestMaxConnections(t *testing.T) {
 	if room < 1 || room == 1<<30 {
 		t.Errorf("room for %d connections", room)
 	}
-	for _, c := range []struct{ setting, requests, want int }{{0, 10, 1024}, {0, 2000, 4000}, {7, 2000, 7}} {
+	for _, c := range []struct{ setting, requests, want int }{{0, 10, 1024}, {0, 2000, 4000}, {0, 1 << 20, 1 << 14}, {7, 2000, 7}} {
 		if got := maxConnections(c.setting, c.requests, log); got != min(c.want, room) {
 			t.Errorf("%+v, room for %d: %d", c, room, got)
 		}
