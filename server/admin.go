@@ -41,20 +41,25 @@ func (s *Server) harvest(w *response, r *http.Request) error {
 	return nil
 }
 
+// maxAdmins is the maximum of connections to the admin address.
+const maxAdmins = 256
+
 // ServeAdmin serves the admin address on l until ctx is done. It closes l, and returns nil
 // where ctx was its end.
 func (s *Server) ServeAdmin(ctx context.Context, l net.Listener) error {
 	base, cut := context.WithCancel(context.WithoutCancel(ctx))
 	defer cut()
+	conns := newConnections(l, maxAdmins)
 	h := &http.Server{
 		Handler:     http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) { s.serve(s.admin, w, r) }),
 		ReadTimeout: s.o.ReadTimeout, IdleTimeout: idleTimeout, MaxHeaderBytes: maxHeaderBytes,
 		BaseContext: func(net.Listener) context.Context { return base },
+		ConnState:   conns.changed,
 		ErrorLog:    slog.NewLogLogger(s.o.Log.Handler(), slog.LevelDebug),
 	}
 	stop := context.AfterFunc(ctx, func() { h.Close() }) //nolint:errcheck // the end of its connections
 	defer stop()
-	if err := h.Serve(l); !errors.Is(err, http.ErrServerClosed) {
+	if err := h.Serve(conns); !errors.Is(err, http.ErrServerClosed) {
 		return err
 	}
 	return nil

@@ -324,3 +324,24 @@ func testMemoryIsReturned(t *testing.T) {
 		t.Errorf("%d MiB of the heap are idle and not returned", kept>>20)
 	}
 }
+
+// A handler that reads its body itself, as those of the admin address do, has a deadline too.
+func TestWithheldBodyOfHandler(t *testing.T) { synctest.Test(t, testWithheldBodyOfHandler) }
+
+func testWithheldBodyOfHandler(t *testing.T) {
+	h := start(t, options{pipes: true, server: server.Options{Admin: true}, change: func(m *server.Model) {
+		m.Harvest = http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+			if _, err := io.ReadAll(r.Body); err != nil {
+				w.WriteHeader(http.StatusBadRequest)
+			}
+		})
+	}})
+	const post = "POST /harvest/reclaim HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n"
+	if got, took := h.exchange(post + "{"); !strings.HasPrefix(got, "HTTP/1.1 400 ") || took > 31*time.Second {
+		t.Errorf("%.60q after %v", got, took)
+	}
+	got, _ := h.exchange(post + "{}GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+	if n := strings.Count(got, "HTTP/1.1 200 "); n != 2 {
+		t.Errorf("%d responses: %q", n, got)
+	}
+}

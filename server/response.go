@@ -86,6 +86,7 @@ const (
 // begin precedes the first byte of the response.
 func (w *response) begin(status int) {
 	w.status = status
+	defer w.deadline()
 	if !w.unread {
 		return
 	}

@@ -312,6 +312,9 @@ func (s *Server) serve(routes map[string]map[string]route, hw http.ResponseWrite
 		request: r, unread: r.ContentLength != 0,
 	}
 	w.deadline() // in place of that of the connection's last response
+	if w.unread {
+		w.readUntil(start.Add(s.o.ReadTimeout))
+	}
 	if len(r.TransferEncoding) > 0 {
 		// Of a request that also has a Content-Length, which net/http removes, a proxy may have another
 		// idea of where the next one begins (RFC 9112, 6.1).

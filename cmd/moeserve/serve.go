@@ -3,7 +3,6 @@ package main
 import (
 	"context"
 	"errors"
-	"log/slog"
 	"net"
 	"os"
 	"path/filepath"
@@ -120,10 +119,9 @@ func serve(ctx context.Context, s *streams, set *settings, o node.Options) (err 
 	if a, ok := listener.Addr().(*net.TCPAddr); ok && !a.IP.IsLoopback() && set.Serve.APIKey == "" {
 		log.Warn("listening on a non-loopback address without authentication; set MOESERVE_API_KEY", "address", listener.Addr().String())
 	}
-	sequences, warnings := set.Batch.MaxNumSeqs, log
+	sequences := set.Batch.MaxNumSeqs
 	if k, ok := configs.Find("max-num-seqs"); ok && set.Plan.Policy != configs.NoPolicy && !set.given(k.Name) {
 		sequences = int(k.Max) // the policy is not known before the devices are
-		warnings = slog.New(slog.DiscardHandler)
 	}
 	metrics, events := server.NewMetrics(names[0]), server.NewEvents()
 	srv := server.New(server.Options{
@@ -135,7 +133,7 @@ func serve(ctx context.Context, s *streams, set *settings, o node.Options) (err 
 		MaxConcurrent:  sequences + set.Serve.MaxQueuedRequests + spareRequests,
 		RequestTimeout: time.Duration(set.Serve.RequestTimeout) * time.Second,
 		DrainTimeout:   time.Duration(set.Serve.DrainTimeout) * time.Second,
-		MaxConnections: maxConnections(set.Serve.MaxConnections, sequences+set.Serve.MaxQueuedRequests+spareRequests, warnings),
+		MaxConnections: maxConnections(set.Serve.MaxConnections, sequences+set.Serve.MaxQueuedRequests+spareRequests, log),
 		TLS:            encryption,
 		Log:            log,
 	})
