@@ -128,9 +128,12 @@ type Lender interface {
 	Borrowed() []Borrowed
 }
 
+// maxRequests is the maximum of requests for memory in progress of one process.
+const maxRequests = 16
+
 // Handler serves the protocol.
 func Handler(l Lender) http.Handler {
-	mux := http.NewServeMux()
+	mux, slots := http.NewServeMux(), make(chan struct{}, maxRequests)
 	mux.HandleFunc("POST "+Path, func(w http.ResponseWriter, r *http.Request) {
 		// A web page can send no such request to another address without being asked first.
 		if kind, _, err := mime.ParseMediaType(r.Header.Get("Content-Type")); err != nil || kind != "application/json" {
@@ -144,6 +147,13 @@ func Handler(l Lender) http.Handler {
 		}
 		if err != nil {
 			fail(w, http.StatusBadRequest, err)
+			return
+		}
+		select {
+		case slots <- struct{}{}:
+			defer func() { <-slots }()
+		default:
+			fail(w, http.StatusTooManyRequests, errors.New("too many requests for memory in progress; retry later"))
 			return
 		}
 		switch a, err := l.Reclaim(r.Context(), ask); {

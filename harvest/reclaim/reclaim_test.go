@@ -171,6 +171,66 @@ func TestHandler(t *testing.T) {
 	}
 }
 
+// waiting is a process that takes its time.
+type waiting struct {
+	holder
+	began, end chan struct{}
+}
+
+func (w *waiting) Reclaim(context.Context, reclaim.Request) (reclaim.Answer, error) {
+	w.began <- struct{}{}
+	<-w.end
+	return reclaim.Answer{}, nil
+}
+
+// TestManyRequests: more requests at a time than a process serves are refused at once.
+func TestManyRequests(t *testing.T) {
+	l := &waiting{began: make(chan struct{}), end: make(chan struct{})}
+	h := reclaim.Handler(l)
+	ask := func() int {
+		r := httptest.NewRequest(http.MethodPost, reclaim.Path, strings.NewReader(`{"device": 1, "bytes": 1}`))
+		r.Header.Set("Content-Type", "application/json")
+		w := httptest.NewRecorder()
+		h.ServeHTTP(w, r)
+		return w.Code
+	}
+	var all sync.WaitGroup
+	for range 16 {
+		all.Go(func() {
+			if got := ask(); got != http.StatusOK {
+				t.Errorf("status %d", got)
+			}
+		})
+		<-l.began
+	}
+	if got := ask(); got != http.StatusTooManyRequests {
+		t.Errorf("one more: status %d", got)
+	}
+	close(l.end)
+	all.Wait()
+}
+
+func FuzzRequest(f *testing.F) {
+	f.Add(`{"device": 1, "bytes": 25, "deadline_ms": 500}`)
+	f.Add(`{"device": "GPU-a", "bytes": 1e3}`)
+	f.Fuzz(func(t *testing.T, text string) {
+		var r, again reclaim.Request
+		if json.Unmarshal([]byte(text), &r) != nil {
+			return
+		}
+		if r.Device == "" || r.Bytes < 1 || r.Within < 0 {
+			t.Fatalf("%+v", r)
+		}
+		data, err := json.Marshal(r)
+		if err == nil {
+			err = json.Unmarshal(data, &again)
+		}
+		if err != nil || again != r {
+			t.Fatalf("%+v is read back as %+v, %v", r, again, err)
+		}
+	})
+}
+
 func TestNames(t *testing.T) {
 	const bare = "5fd4f087-86f3-7a43-b711-4771313afc50"
 	for _, c := range []struct {
