@@ -2,6 +2,7 @@ package tokenizer
 
 import (
 	"encoding/json"
+	"errors"
 	"math/rand/v2"
 	"path/filepath"
 	"slices"
@@ -12,6 +13,8 @@ import (
 
 	"golang.org/x/text/unicode/norm"
 	"pgregory.net/rapid"
+
+	"github.com/moeserve/moeserve/models/tokenizer/internal/pattern"
 )
 
 func loadBase(t testing.TB, base string) *Pipeline {
@@ -151,5 +154,26 @@ func TestWarmEncodeAllocates(t *testing.T) {
 	must(tok.Encode(text, false))
 	if got := testing.AllocsPerRun(100, func() { must(tok.Encode(text, false)) }); got > 8 {
 		t.Errorf("%v allocations, want 8 at most", got)
+	}
+}
+
+// TestEncodeEnds: a pattern that takes exponential time on a text is an error that names it.
+func TestEncodeEnds(t *testing.T) {
+	for _, patch := range []string{
+		`{"pre_tokenizer": {"type": "Sequence", "pretokenizers": [{"type": "Split", "pattern": {"Regex": "(a+)+b"}, "behavior": "Isolated", "invert": false}, {"type": "ByteLevel"}]}}`,
+		`{"normalizer": {"type": "Replace", "pattern": {"Regex": "(a+)+b"}, "content": ""}}`,
+	} {
+		var keys map[string]json.RawMessage
+		if err := json.Unmarshal([]byte(patch), &keys); err != nil {
+			t.Fatal(err)
+		}
+		tok := loadTiny(t, keys)
+		ids, err := tok.Encode(strings.Repeat("a", 100), true)
+		if !errors.Is(err, pattern.ErrSteps) || !strings.Contains(err.Error(), `tokenizer.json: pattern "(a+)+b"`) || ids != nil {
+			t.Errorf("%s: %v, %v", patch, ids, err)
+		}
+		if _, err := tok.Encode("ab", true); err != nil {
+			t.Errorf("%s: another text: %v", patch, err)
+		}
 	}
 }

@@ -82,6 +82,43 @@ func TestSteps(t *testing.T) {
 	}
 }
 
+// TestPublishedPatternsAreFast: on runs of any kind of character, where backtracking shows, they take a small part of the
+// steps that they may.
+func TestPublishedPatternsAreFast(t *testing.T) {
+	const gpt4o = `[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+`
+	for name, source := range map[string]string{
+		"GPT-4o":                gpt4o,
+		"Tekken":                strings.ReplaceAll(gpt4o, "(?i:'s|'t|'re|'ve|'m|'ll|'d)?", ""),
+		"cl100k":                `'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s`,
+		"DeepSeek":              "[!\"#$%&'()*+,\\-./:;<=>?@\\[\\\\\\]^_`{|}~][A-Za-z]+|[^\\r\\n\\p{L}\\p{P}\\p{S}]?[\\p{L}\\p{M}]+| ?[\\p{P}\\p{S}]+[\\r\\n]*|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+",
+		"DeepSeek's ideographs": "[一-龥぀-ゟ゠-ヿ]+",
+	} {
+		p, err := Compile(source)
+		if err != nil {
+			t.Fatalf("%s: %v", name, err)
+		}
+		for _, run := range []string{"a", "A", "中", "aB", "7", " ", " \n", "\n", "!", "!a", "\u0301", "é", "\u0000", "'s", " A"} {
+			text := strings.Repeat(run, 20_000/len(run)) + "x"
+			var m Matcher
+			m.Begin(text)
+			before := m.steps
+			for at := 0; at < len(text); {
+				_, end, ok, err := m.Find(p, at)
+				if err != nil {
+					t.Fatalf("%s on %q again and again: %v", name, run, err)
+				}
+				if !ok {
+					break
+				}
+				at = end
+			}
+			if steps := (before - m.steps) / len(text); steps > 50 {
+				t.Errorf("%s on %q again and again: %d steps for each byte", name, run, steps)
+			}
+		}
+	}
+}
+
 // FuzzPattern: whatever compiles matches whole characters, within its steps.
 func FuzzPattern(f *testing.F) {
 	for _, s := range []string{
