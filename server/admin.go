@@ -3,7 +3,6 @@ package server
 import (
 	"context"
 	"errors"
-	"log/slog"
 	"maps"
 	"net"
 	"net/http"
@@ -49,17 +48,10 @@ const maxAdmins = 256
 func (s *Server) ServeAdmin(ctx context.Context, l net.Listener) error {
 	base, cut := context.WithCancel(context.WithoutCancel(ctx))
 	defer cut()
-	conns := newConnections(l, maxAdmins)
-	h := &http.Server{
-		Handler:     http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) { s.serve(s.admin, w, r) }),
-		ReadTimeout: s.o.ReadTimeout, IdleTimeout: idleTimeout, MaxHeaderBytes: maxHeaderBytes,
-		BaseContext: func(net.Listener) context.Context { return base },
-		ConnState:   conns.changed,
-		ErrorLog:    slog.NewLogLogger(s.o.Log.Handler(), slog.LevelDebug),
-	}
+	h, l := s.listen(base, l, maxAdmins, http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) { s.serve(s.admin, w, r) }))
 	stop := context.AfterFunc(ctx, func() { h.Close() }) //nolint:errcheck // the end of its connections
 	defer stop()
-	if err := h.Serve(conns); !errors.Is(err, http.ErrServerClosed) {
+	if err := h.Serve(l); !errors.Is(err, http.ErrServerClosed) {
 		return err
 	}
 	return nil

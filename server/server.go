@@ -241,24 +241,31 @@ const (
 	closing = 2 * time.Second
 )
 
-// Serve serves connections of l until ctx is done. Then it refuses new requests, is no longer
-// ready, and lets running requests continue for up to DrainTimeout. It closes l, and returns
-// nil where ctx was its end.
-func (s *Server) Serve(ctx context.Context, l net.Listener) error {
-	base, cut := context.WithCancelCause(context.WithoutCancel(ctx))
-	conns := newConnections(l, s.o.MaxConnections)
+// listen makes the HTTP server of a handler on l, whose connections have limits and are
+// encrypted if Options.TLS is set.
+func (s *Server) listen(base context.Context, l net.Listener, limit int, to http.Handler) (*http.Server, net.Listener) {
+	conns := newConnections(l, limit)
 	l = conns
 	if s.o.TLS != nil {
 		l = tls.NewListener(conns, s.o.TLS)
 	}
 	h := &http.Server{
-		Handler: s, ReadHeaderTimeout: min(headerTimeout, s.o.ReadTimeout), IdleTimeout: idleTimeout, MaxHeaderBytes: maxHeaderBytes,
+		Handler: to, ReadHeaderTimeout: min(headerTimeout, s.o.ReadTimeout), IdleTimeout: idleTimeout, MaxHeaderBytes: maxHeaderBytes,
 		BaseContext: func(net.Listener) context.Context { return base },
 		ConnState:   conns.changed,
 		ErrorLog:    slog.NewLogLogger(s.o.Log.Handler(), slog.LevelDebug),
 		Protocols:   new(http.Protocols),
 	}
 	h.Protocols.SetHTTP1(true) // deadlines and limits are those of connections
+	return h, l
+}
+
+// Serve serves connections of l until ctx is done. Then it refuses new requests, is no longer
+// ready, and lets running requests continue for up to DrainTimeout. It closes l, and returns
+// nil where ctx was its end.
+func (s *Server) Serve(ctx context.Context, l net.Listener) error {
+	base, cut := context.WithCancelCause(context.WithoutCancel(ctx))
+	h, l := s.listen(base, l, s.o.MaxConnections, s)
 	var background sync.WaitGroup
 	background.Go(func() { s.freeMemory(base) })
 	defer background.Wait()

@@ -6,6 +6,7 @@ import (
 	"io"
 	"net/http"
 	"os"
+	"os/exec"
 	"regexp"
 	"strings"
 	"testing"
@@ -90,5 +91,23 @@ func TestReclaim(t *testing.T) {
 	_, errs, code = invoke(t, strings.NewReader(""), "serve", "--port", "0", "--admin-address", strings.TrimPrefix(p.url, "http://"))
 	if code != exitUsage || !strings.Contains(errs, "choose another --admin-address") {
 		t.Errorf("on an address that is in use: %s", fmt.Sprint(code, " ", errs))
+	}
+}
+
+// TestReclaimEncrypted: with a certificate the admin address speaks HTTPS alone, as the API's does.
+func TestReclaimEncrypted(t *testing.T) {
+	t.Setenv("MOESERVE_RUNTIME_DIR", "none")
+	cert, key := certificate(t)
+	p := startServe(t, "--emulate", "gpus=2,hbm=64MiB", "--offload-fraction", "0.5", "--admin-address", "127.0.0.1:0", "--ssl-certfile", cert, "--ssl-keyfile", key)
+	at := regexp.MustCompile(`msg="admin address" address=https://([^ \n]+)`).FindStringSubmatch(p.log.String())
+	if at == nil {
+		t.Fatalf("the log does not say where the admin address is: %s", p.log)
+	}
+	for scheme, want := range map[string]int{"https://": exitDone, "http://": exitFailed} {
+		c := exec.CommandContext(t.Context(), "moeserve", "reclaim", "--device", "1", "--gib", "0.01", "--url", scheme+at[1])
+		c.Env = append(os.Environ(), "SSL_CERT_FILE="+cert)
+		if out, err := c.CombinedOutput(); c.ProcessState.ExitCode() != want {
+			t.Errorf("%s: %v, %s", scheme, err, out)
+		}
 	}
 }

@@ -116,8 +116,13 @@ func serve(ctx context.Context, s *streams, set *settings, o node.Options) (err 
 		set.Output.LogLevel = configs.LogInfo
 	}
 	log := set.logger(s.err)
-	if a, ok := listener.Addr().(*net.TCPAddr); ok && !a.IP.IsLoopback() && set.Serve.APIKey == "" {
-		log.Warn("listening on a non-loopback address without authentication; set MOESERVE_API_KEY", "address", listener.Addr().String())
+	for _, l := range []net.Listener{listener, admin} {
+		if l == nil {
+			continue
+		}
+		if a, ok := l.Addr().(*net.TCPAddr); ok && !a.IP.IsLoopback() && set.Serve.APIKey == "" {
+			log.Warn("listening on a non-loopback address without authentication; set MOESERVE_API_KEY", "address", l.Addr().String())
+		}
 	}
 	sequences := set.Batch.MaxNumSeqs
 	if k, ok := configs.Find("max-num-seqs"); ok && set.Plan.Policy != configs.NoPolicy && !set.given(k.Name) {
@@ -145,7 +150,7 @@ func serve(ctx context.Context, s *streams, set *settings, o node.Options) (err 
 		err = errors.Join(err, <-served)
 	}()
 	if admin != nil {
-		log.Info("admin address", "address", "http://"+admin.Addr().String())
+		log.Info("admin address", "address", scheme(encryption)+admin.Addr().String())
 		administered := make(chan error, 1)
 		go func() { administered <- srv.ServeAdmin(serving, admin) }()
 		defer func() {
