@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"sync"
 
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/device/trace"
@@ -17,6 +18,8 @@ import (
 
 // fetcher copies offloaded experts into the expert cache. Its owner's lock guards it.
 type fetcher struct {
+	// mu is the owner's lock, which is released during waits.
+	mu     *sync.Mutex
 	engine *transfer.Engine
 	plan   *Plan
 	// memory of the expert cache, the state of its slots, and the latest fetch into each.
@@ -532,7 +535,10 @@ func (f *fetcher) cancel(ctx context.Context) error {
 			c.ticket.Cancel()
 		}
 	}
-	for _, c := range f.fetches {
+	all := slices.Clone(f.fetches) // only the goroutine that waits changes it
+	f.mu.Unlock()
+	defer f.mu.Lock()
+	for _, c := range all {
 		if c.ticket == nil {
 			continue
 		}

@@ -73,8 +73,8 @@ func (o Options) EnsureDefaults() Options {
 //
 // # Locks
 //
-// mu guards everything, in the parts too, except peer copies and promotions. Those are
-// guarded by the lock of peers, which may be taken under mu; a fetch finds a peer copy
+// mu guards everything, in the parts too, except peer copies and promotions. A step
+// releases it while it waits for the device. Peer copies and promotions are guarded by the lock of peers, which may be taken under mu; a fetch finds a peer copy
 // without that lock: see peercache.Cache.Acquire.
 type Store struct {
 	o    Options
@@ -99,6 +99,7 @@ type Store struct {
 func New(o Options) (*Store, error) {
 	o = o.EnsureDefaults()
 	s := &Store{o: o, plan: o.Plan, places: &places{}, fetch: &fetcher{}, tables: &tables{}}
+	s.fetch.mu, s.tables.mu = &s.mu, &s.mu
 	if err := s.allocate(); err != nil {
 		return nil, errors.Join(fmt.Errorf("experts: %w", err), s.free())
 	}

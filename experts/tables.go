@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"sync"
 
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/kernels"
@@ -17,6 +18,9 @@ import (
 // waves, so that a wave's list is a slice of its row. Rows are updated in the order of
 // the compute stream, from imagesPerRow images in pinned memory.
 type tables struct {
+	// mu is the owner's lock, which is released during waits.
+	mu *sync.Mutex
+
 	memory, images device.Memory
 	experts        int
 	rows           []tableRow
@@ -96,7 +100,10 @@ func (t *tables) update(ctx context.Context, compute device.Stream, position int
 	}
 	turn := r.nextImage
 	if p := r.busyUntil[turn]; !p.None() {
-		if err := p.Wait(ctx); err != nil {
+		t.mu.Unlock()
+		err := p.Wait(ctx)
+		t.mu.Lock()
+		if err != nil {
 			return fmt.Errorf("wait for an earlier update of the tables: %w", err)
 		}
 		r.busyUntil[turn] = device.Point{}

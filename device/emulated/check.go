@@ -242,6 +242,9 @@ func (c *checker) report(f Finding) {
 
 // unordered reports two conflicting accesses.
 func (c *checker) unordered(mem *memory, first *accessRecord, firstWrites bool, second *accessRecord, r device.Range, writes bool) {
+	if c.m.undefined {
+		return
+	}
 	f := Finding{Kind: Unordered, Space: mem.space.id, Label: mem.label, First: first.operation(mem, r, firstWrites), Second: second.operation(mem, r, writes)}
 	switch {
 	case first.stream != "" && second.stream != "":

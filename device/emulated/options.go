@@ -56,7 +56,8 @@ type Options struct {
 	// and signals fences as if nothing had happened. The host gets the error from the
 	// stream's Synchronize and Recover, and from events recorded behind the wait, and the
 	// stream skips only what is enqueued after that. From the first such wait on, the check
-	// does not report reads of memory that was never written.
+	// reports no unordered accesses and no reads of memory that was never written: a stream
+	// that runs on is not ordered behind what failed.
 	LikeCUDA bool
 	// TimeFailures is the chance, drawn from Seed, with which Event.Time fails for an event
 	// of a GPU stream, as on a busy or paused machine with CUDA. Default: 0.
