@@ -305,6 +305,7 @@ var onlyIn = []struct {
 	{"net/http", []string{"server", "eval/serving", "harvest/reclaim", "cmd/moeserve"}, "HTTP is the server's, of the client that measures servers, and of processes that ask each other for memory"},
 	{"gorgonia.org/cu", []string{"device/cuda"}, "the driver is device/cuda's"},
 	{"github.com/NVIDIA/go-nvml", []string{"device/cuda"}, "readings are device/cuda's"},
+	{"github.com/sugarme/tokenizer", []string{"models/tokenizer"}, "one small interface stands before it"},
 	{"C", []string{"device/cuda", "kernels/cuda"}, "without the cuda tag the product needs nothing but Go"},
 	{"github.com/moeserve/moeserve/device/emulated", []string{"node", "device/emulated"}, "node alone picks between emulated and cuda"},
 	{"github.com/moeserve/moeserve/kernels/cpu", []string{"node/devices", "kernels/cpu"}, "node alone picks the backend"},
@@ -317,8 +318,11 @@ var linked = map[string]string{
 	"codeberg.org/go-fonts/liberation":    "the font of PNG pictures (eval/figure)",
 	"github.com/fsnotify/fsnotify":        "of viper",
 	"github.com/go-viper/mapstructure/v2": "of viper; values that read themselves from text",
+	"github.com/mitchellh/colorstring":    "of progressbar/v2",
 	"github.com/pelletier/go-toml/v2":     "of viper",
+	"github.com/rivo/uniseg":              "of sugarme/tokenizer and progressbar/v2",
 	"github.com/sagikazarmark/locafero":   "of viper",
+	"github.com/schollz/progressbar/v2":   "of sugarme/tokenizer",
 	"github.com/sourcegraph/conc":         "of viper",
 	"github.com/spf13/afero":              "of viper",
 	"github.com/spf13/cast":               "of viper",
@@ -326,6 +330,8 @@ var linked = map[string]string{
 	"github.com/spf13/pflag":              "flags, of cobra",
 	"github.com/spf13/viper":              "settings from flags, variables and a file",
 	"github.com/subosito/gotenv":          "of viper",
+	"github.com/sugarme/regexpset":        "of sugarme/tokenizer",
+	"github.com/sugarme/tokenizer":        "the types of a tokenizer.json, the characters of byte-level tokens",
 	"github.com/x448/float16":             "FP16 and its rounding",
 	"go.yaml.in/yaml/v3":                  "of viper; the configuration file, with line numbers for errors",
 	"golang.org/x/image":                  "draws PNG pictures (eval/figure)",
@@ -336,7 +342,7 @@ var linked = map[string]string{
 }
 
 // linkedPackages is how many packages these modules have in the command.
-const linkedPackages = 54
+const linkedPackages = 64
 
 // opens are the functions that open a file for reading, or a folder whose files they open. Package
 // untrusted stands before them: see TestFilesAreOpenedBounded.

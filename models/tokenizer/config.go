@@ -8,6 +8,8 @@ import (
 	"slices"
 	"strings"
 
+	sugarme "github.com/sugarme/tokenizer"
+
 	"github.com/moeserve/moeserve/untrusted"
 )
 
@@ -20,14 +22,12 @@ const (
 	maxID = 1<<23 - 1
 )
 
-// fileConfig is a tokenizer.json. The model has a type of its own, by its kind.
+// fileConfig is a tokenizer.json: the library's type, but for added tokens, where a missing id is not id 0, and for the
+// model, which has a type of its own by its kind.
 type fileConfig struct {
-	AddedTokens   []addedConfig
-	Normalizer    component
-	PreTokenizer  component
-	Model         json.RawMessage
-	PostProcessor component
-	Decoder       component
+	sugarme.Config
+	AddedTokens []addedConfig
+	Model       json.RawMessage
 }
 
 // addedConfig is an added token of a tokenizer.json.
@@ -42,9 +42,8 @@ func (c *fileConfig) UnmarshalJSON(b []byte) error {
 	if err := json.Unmarshal(b, &members); err != nil {
 		return err
 	}
-	var version string
 	parts := map[string]any{
-		"version": &version, "added_tokens": &c.AddedTokens, "normalizer": &c.Normalizer, "pre_tokenizer": &c.PreTokenizer,
+		"version": &c.Version, "added_tokens": &c.AddedTokens, "normalizer": &c.Normalizer, "pre_tokenizer": &c.PreTokenizer,
 		"model": &c.Model, "post_processor": &c.PostProcessor, "decoder": &c.Decoder,
 		"truncation": nil, "padding": nil, // in transformers, arguments of calls replace them
 	}
@@ -60,21 +59,25 @@ func (c *fileConfig) UnmarshalJSON(b []byte) error {
 			return memberError(name, err)
 		}
 	}
-	if _, ok := members["version"]; ok && version != "1.0" {
-		return unsupported("version %s: only \"1.0\" is", untrusted.Quote(version))
+	if _, ok := members["version"]; ok && c.Version != "1.0" {
+		return unsupported("version %s: only \"1.0\" is", untrusted.Quote(c.Version))
 	}
 	return nil
 }
 
-// memberError is the error of reading a member, without the name of its type in Go.
+// memberError is the error of reading a member, without the names of types in Go. The name of a file's whole object is "".
 func memberError(name string, err error) error {
 	var wrong *json.UnmarshalTypeError
 	if errors.As(err, &wrong) {
-		path := name
-		if wrong.Field != "" {
-			path += "." + wrong.Field
+		path := strings.Split(name+"."+wrong.Field, ".")
+		// No member has a capital letter: what does is an embedded type.
+		path = slices.DeleteFunc(path, func(s string) bool { return s == "" || s != strings.ToLower(s) })
+		if len(path) > 0 {
+			return fmt.Errorf("%s is %s, which is not what belongs there", untrusted.Name(strings.Join(path, ".")), wrong.Value)
 		}
-		return fmt.Errorf("%s is %s, which is not what belongs there", untrusted.Name(path), wrong.Value)
+	}
+	if name == "" {
+		return err
 	}
 	return fmt.Errorf("%s: %w", name, err)
 }
@@ -92,14 +95,11 @@ type sideConfig struct {
 	ExtraSpecialTokens      json.RawMessage            `json:"extra_special_tokens"`
 }
 
-// sideAddedConfig is an added token as tokenizer_config.json describes it, under its id.
+// sideAddedConfig is an added token as tokenizer_config.json describes it, under its id: the library's type, without its
+// member id.
 type sideAddedConfig struct {
-	Content    string `json:"content"`
-	SingleWord bool   `json:"single_word"`
-	Lstrip     bool   `json:"lstrip"`
-	Rstrip     bool   `json:"rstrip"`
-	Normalized bool   `json:"normalized"`
-	Special    bool   `json:"special"`
+	sugarme.TokenConfig
+	Unused json.RawMessage `json:"id"` // of any type: in place of TokenConfig.Id
 }
 
 func (c sideAddedConfig) token() addedToken {
@@ -137,7 +137,7 @@ func Parse(tokenizerJSON, tokenizerConfigJSON []byte) (*Pipeline, error) {
 	var side sideConfig
 	if len(tokenizerConfigJSON) > 0 {
 		if err := json.Unmarshal(tokenizerConfigJSON, &side); err != nil {
-			return nil, fmt.Errorf("%s: %w", configFile, err)
+			return nil, fmt.Errorf("%s: %w", configFile, memberError("", err))
 		}
 	}
 	loadClasses()

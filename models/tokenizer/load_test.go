@@ -104,6 +104,7 @@ func TestTokenizerConfig(t *testing.T) {
 		"no such token":   {`{"add_bos_token": true, "bos_token": null}`, "peer", []string{"▁peer"}},
 		"new special":     {`{"pad_token": "<pad>"}`, "<pad>", []string{"<s>", "<pad>"}},
 		"further special": {`{"additional_special_tokens": ["<x>", {"content": "<y>"}]}`, "<y><x>", []string{"<s>", "<y>", "<x>"}},
+		"id in entry":     {`{"added_tokens_decoder": {"900": {"content": "<new>", "id": "of another type"}}}`, "<new>", []string{"<s>", "<new>"}},
 		"restated":        {`{"added_tokens_decoder": {"2": {"content": "</s>", "rstrip": true, "special": true}}}`, "</s>  ", []string{"<s>", "</s>"}},
 		"added by config": {`{"added_tokens_decoder": {"900": {"content": "<new>", "special": false}}}`, "<new>", []string{"<s>", "<new>"}},
 	} {
@@ -171,6 +172,7 @@ func TestDamaged(t *testing.T) {
 		"unigram unk":      {`{"model": {"type": "Unigram", "unk_id": 1, "vocab": [["a", 0]]}}`, "model.unk_id is 1, and there are 1 tokens"},
 		"added id":         {`{"added_tokens": [{"id": -1, "content": "x"}]}`, `added_tokens[0], "x", has id -1: ids run from 0`},
 		"added large id":   {`{"added_tokens": [{"id": 2147483648, "content": "x"}]}`, `has id 2147483648: ids run from 0`},
+		"added content":    {`{"added_tokens": [{"id": 1, "content": 2}]}`, "tokenizer.json: added_tokens.content is number, which"},
 		"added no id":      {`{"added_tokens": [{"content": "x"}]}`, `has no id: ids run from 0`},
 		"metaspace":        {`{"pre_tokenizer": {"type": "Metaspace", "replacement": "_", "add_prefix_space": false}}`, "contradicts its prepend_scheme"},
 		"digits":           {`{"pre_tokenizer": {"type": "Digits"}}`, "lacks individual_digits"},
@@ -207,7 +209,12 @@ func TestDamaged(t *testing.T) {
 	if _, err := Parse([]byte("no JSON"), nil); err == nil {
 		t.Error("what is no JSON is accepted")
 	}
-	if _, err := Parse(patched(t, "tiny_tokenizer.json", nil), []byte("no JSON")); err == nil {
-		t.Error("a configuration that is no JSON is accepted")
+	for config, want := range map[string]string{
+		"no JSON": configFile,
+		`{"added_tokens_decoder": {"1": {"content": 2}}}`: configFile + ": added_tokens_decoder.content is number, which",
+	} {
+		if _, err := Parse(patched(t, "tiny_tokenizer.json", nil), []byte(config)); err == nil || !strings.Contains(err.Error(), want) {
+			t.Errorf("the configuration %s: error %v, want %q", config, err, want)
+		}
 	}
 }

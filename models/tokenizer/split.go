@@ -7,6 +7,8 @@ import (
 	"unicode"
 	"unicode/utf8"
 
+	"github.com/sugarme/tokenizer/pretokenizer"
+
 	"github.com/moeserve/moeserve/models/tokenizer/internal/pattern"
 	"github.com/moeserve/moeserve/untrusted"
 )
@@ -335,14 +337,8 @@ func skipClass(s string, i int, c class) int {
 // byteChars maps each byte to its character in byte-level vocabularies: the byte itself if it is printable, else the
 // next free code point from U+0100.
 var byteChars = func() (t [256]string) {
-	next := rune(256)
-	for b := range t {
-		r := rune(b)
-		if r < '!' || r > '~' && r < 0xA1 || r == 0xAD {
-			r = next
-			next++
-		}
-		t[b] = string(r)
+	for b, char := range pretokenizer.BytesChar {
+		t[b] = char
 	}
 	return t
 }()
