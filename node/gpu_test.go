@@ -214,7 +214,6 @@ func TestGPUSameTokensDespiteFaults(t *testing.T) {
 			}{
 				{"one fails", func(n int, _ int64) bool { return n == 3 }, 1, 1},
 				{"two in a row", func(n int, _ int64) bool { return n == 5 || n == 6 }, 2, 1},
-				// A step is run again three times at most.
 				{"all of three tries from one on", func(n int, again int64) bool { return n >= 3 && again < 3 }, 3, 3},
 				{"some fail, by chance", func(n int, again int64) bool { return again < 3 && (n == 1 || random.IntN(12) == 0) }, 1, 1},
 			} {
@@ -252,7 +251,7 @@ func TestGPUSameTokensDespiteFaults(t *testing.T) {
 func openBreaking(t *testing.T, change func(*configs.Settings)) (*node.Node, *breaking) {
 	t.Helper()
 	m := &breaking{}
-	o := node.Options{Settings: gpuSettings(change), CacheLayers: 1}
+	o := node.Options{Settings: gpuSettings(change), CacheLayers: 1, RetryTimeout: 100 * time.Millisecond}
 	o.OpenMachine = func() (_ device.Machine, err error) {
 		if *on == "cpu" {
 			m.Machine, err = emulated.Open(emulated.Options{})

@@ -52,9 +52,10 @@ type Options struct {
 	// so that the next layer's experts arrive while this layer's are read. 1 saves memory,
 	// and every fetch waits.
 	CacheLayers int
-	// MaxQueued and Listener are the engine's: see engine.Options.
-	MaxQueued int
-	Listener  engine.Listener
+	// MaxQueued, RetryTimeout and Listener are the engine's: see engine.Options.
+	MaxQueued    int
+	RetryTimeout time.Duration
+	Listener     engine.Listener
 	// Events, if not nil, receives events of borrowed memory and of experts. It is called
 	// with locks held: it must return quickly, and not call the node.
 	Events func(observe.Event)
@@ -274,7 +275,7 @@ func (n *Node) assemble(ctx context.Context, u *setup, blocks int) (load time.Du
 		Pipeline: n.steps, KV: n.kv, Tokenizer: n.text.Tokenizer, MaxModelLen: l.MaxModelLen,
 		MaxNumSeqs: l.MaxSeqs, MaxNumBatchedTokens: l.MaxTokens, MaxAdjust: l.MaxAdjust,
 		LongAfter: c.RoPE.LongAfter, Vocab: c.Vocab, StopIDs: c.EOS, Log: o.Log,
-		MaxQueued: o.MaxQueued, Listener: o.Listener, Pause: n.machine.Yield,
+		MaxQueued: o.MaxQueued, RetryTimeout: o.RetryTimeout, Listener: o.Listener, Pause: n.machine.Yield,
 	}); err != nil {
 		return 0, fault.Of(fault.ErrConfig, err)
 	}

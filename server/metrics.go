@@ -255,7 +255,7 @@ func (m *Metrics) write(w http.ResponseWriter, r *http.Request) error {
 type stateCollector struct {
 	engine atomic.Pointer[Engine]
 
-	waiting, running, kv, config, preemptions, lora *metrics.Desc
+	waiting, running, kv, config, preemptions, retries, lora *metrics.Desc
 }
 
 func newStateCollector(model string) *stateCollector {
@@ -266,6 +266,7 @@ func newStateCollector(model string) *stateCollector {
 		kv:          desc("kv_cache_usage_perc", "Share of the KV cache blocks in use, from 0 to 1."),
 		config:      desc("cache_config_info", "Sizes of the KV cache.", "block_size", "num_gpu_blocks"),
 		preemptions: desc("num_preemptions_total", "Running sequences preempted because the KV cache was full."),
+		retries:     metrics.NewDesc("moeserve_step_retries_total", "Steps tried again because a copy failed."),
 		lora: metrics.NewDesc("vllm:lora_requests_info", "When the metrics were read, in Unix seconds, for routers that look for LoRA adapters: there are none.",
 			"max_lora", "running_lora_adapters", "waiting_lora_adapters"),
 	}
@@ -282,5 +283,6 @@ func (c *stateCollector) Collect(to *metrics.Sink) {
 	to.Gauge(c.running, float64(s.Running))
 	to.Gauge(c.kv, float64(s.KVUsedBlocks)/float64(max(1, s.KVBlocks)))
 	to.Counter(c.preemptions, float64(s.Preemptions))
+	to.Counter(c.retries, float64(s.Retried))
 	to.Gauge(c.lora, float64(time.Now().Unix()), "0", "", "")
 }

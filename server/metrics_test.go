@@ -89,6 +89,7 @@ func testMetrics(t *testing.T) {
 		"vllm:iteration_tokens_total_count" + model:                                         float64(h.State().Steps),
 		"vllm:iteration_tokens_total_sum" + model:                                           float64(h.State().PrefillTokens) + 2, // one of each request that generates two tokens
 		"vllm:num_preemptions_total" + model:                                                0,
+		"moeserve_step_retries_total":                                                       0,
 		`vllm:request_success_total{engine="0",finished_reason="stop",model_name="tiny"}`:   2,
 		`vllm:request_success_total{engine="0",finished_reason="length",model_name="tiny"}`: 1,
 		`vllm:request_success_total{engine="0",finished_reason="abort",model_name="tiny"}`:  0,

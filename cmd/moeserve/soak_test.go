@@ -118,6 +118,7 @@ func TestSoak(t *testing.T) {
 // startSoak starts `moeserve serve`, as the command does, on a free port.
 func startSoak(t *testing.T, open soakDevice) *soak {
 	set := &settings{Settings: configs.Defaults()}
+	set.Serve.AdminAddress = "same"
 	set.Serve.Port, set.Offload.Fraction, set.Harvest.Headroom, set.Output.LogLevel = 0, 0.5, "4MiB", configs.LogWarn
 	s := &soak{t: t, count: map[string]int{}, client: &http.Client{Transport: &http.Transport{MaxIdleConnsPerHost: 64}}}
 	var o node.Options
@@ -307,6 +308,7 @@ func (s *soak) load(length time.Duration) {
 	start(6, s.hostile)
 	start(1, s.watching)
 	start(2, s.neighbor)
+	start(1, s.reclaiming)
 	if m, ok := s.machine.(*emulated.Machine); ok {
 		start(1, func(ctx context.Context, rng *rand.Rand) { s.fault(ctx, rng, m) })
 	}
@@ -456,6 +458,27 @@ func (s *soak) neighbor(ctx context.Context, rng *rand.Rand) {
 	}
 }
 
+// reclaiming asks for borrowed memory back, as a neighbor's job does before it starts.
+func (s *soak) reclaiming(ctx context.Context, rng *rand.Rand) {
+	pause(ctx, time.Duration(rng.IntN(1000))*time.Millisecond)
+	body := fmt.Sprintf(`{"device": 1, "bytes": %d, "deadline_ms": 500}`, 1+rng.Int64N(1<<30))
+	r, err := http.NewRequestWithContext(ctx, http.MethodPost, s.url+"/harvest/reclaim", strings.NewReader(body))
+	if err != nil {
+		s.t.Error(err)
+		return
+	}
+	r.Header.Set("Content-Type", "application/json")
+	resp, err := s.client.Do(r)
+	if err != nil {
+		return // the end of the load
+	}
+	defer resp.Body.Close() //nolint:errcheck // only read from
+	if data, _ := io.ReadAll(resp.Body); resp.StatusCode != http.StatusOK {
+		s.t.Errorf("reclaim: status %d: %s", resp.StatusCode, data)
+	}
+	s.add("borrowed memory reclaimed")
+}
+
 // fault breaks a few copies or allocations.
 func (s *soak) fault(ctx context.Context, rng *rand.Rand, m *emulated.Machine) {
 	peer := func(p device.Space) bool { return p != device.Host && p != device.HBM(0) }
@@ -555,7 +578,7 @@ func (s *soak) measure() soakState {
 	if u, err := s.machine.Usage(device.HBM(0)); err == nil {
 		st.gpu = u.Allocated
 	}
-	st.preempted, st.retried = m["vllm:num_preemptions_total"], m["moeserve_steps_retried_total"]
+	st.preempted, st.retried = m["vllm:num_preemptions_total"], m["moeserve_step_retries_total"]
 	st.revoked = m["moeserve_harvest_revocations_total"]
 	return st
 }
