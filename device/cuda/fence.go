@@ -25,10 +25,7 @@ type word struct {
 
 const (
 	wordBytes = 64
-	// reservedBytes of counters are allocated before there are streams: 16,384 counters.
-	// The driver may wait for the whole device when it pins memory, so that a fence made
-	// while a stream waits for another one could keep that from being signaled.
-	reservedBytes = 1 << 20
+	slabBytes = 4096 // a page
 )
 
 // words allocates counters from pinned pages.
@@ -38,20 +35,13 @@ type words struct {
 	slabs []unsafe.Pointer
 }
 
-// reserve allocates counters.
-func (w *words) reserve(g *gpu) error {
-	w.mu.Lock()
-	defer w.mu.Unlock()
-	return w.grow(g)
-}
-
 func (w *words) grow(g *gpu) error {
 	var p unsafe.Pointer
-	if c := C.ms_host_alloc(g.context(), reservedBytes, &p); c != success {
+	if c := C.ms_host_alloc(g.context(), slabBytes, &p); c != success {
 		return g.fail("fence", int(c), "pinned memory for counters")
 	}
 	w.slabs = append(w.slabs, p)
-	for off := reservedBytes - wordBytes; off >= 0; off -= wordBytes {
+	for off := slabBytes - wordBytes; off >= 0; off -= wordBytes {
 		at := unsafe.Add(p, off)
 		w.free = append(w.free, word{(*atomic.Uint32)(at), device.Addr(uintptr(at))})
 	}

@@ -120,9 +120,6 @@ func New(o Options) (*Machine, error) {
 		return nil, errors.Join(err, m.release())
 	}
 	m.topo = m.describe(links)
-	if err := m.words.reserve(m.anyGPU()); err != nil {
-		return nil, errors.Join(err, m.release())
-	}
 	return m, nil
 }
 
