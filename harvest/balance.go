@@ -11,7 +11,7 @@ type Balance struct {
 	// Free bytes of the device by the latest reading, less slabs allocated and plus slabs
 	// released since; Held is the size of all slabs, Draining of those being released.
 	Free, Held, Draining int64
-	// Wants: requests were refused lately because the peer had no room.
+	// Wants: requests were refused lately because the peer had no room, or Want says so.
 	Wants bool
 }
 
@@ -29,6 +29,19 @@ func (r *Runtime) Balance(s device.Space) (b Balance, err error) {
 		return err
 	})
 	return b, err
+}
+
+// Want reports that a client would borrow more of a peer than it has room for, as an Alloc that
+// is refused does: other processes that hold more than their share then release some (see
+// SetOthers). It counts for two seconds.
+func (r *Runtime) Want(s device.Space) error {
+	return r.update(func(c *controller) error {
+		p, err := c.peers.find("want", s)
+		if err == nil {
+			p.refused, p.refusedAt = true, r.clock.now()
+		}
+		return err
+	})
 }
 
 func (p *peer) balance(now time.Duration) Balance {

@@ -211,6 +211,9 @@ func (r *Rebalancer) Tick(now time.Duration) error {
 	defer r.mu.Unlock()
 	failed := r.promoteWaiting(now)
 	v := r.view(now, true)
+	if err := r.want(&v); err != nil && failed == nil {
+		failed = err
+	}
 	r.core.Step(v, now, func(m Move) bool {
 		if failed != nil || r.backedOff(m, v, now) {
 			return false
@@ -229,6 +232,29 @@ func (r *Rebalancer) Tick(now time.Duration) error {
 	})
 	r.setCosts(v)
 	return failed
+}
+
+// want tells harvest of peers that have no room for experts that are fetched from host memory: the
+// plan asks such a peer for nothing, so that no refused request shows it.
+func (r *Rebalancer) want(v *View) error {
+	fetched := false
+	for l, layer := range v.Placed {
+		for e, h := range layer {
+			fetched = fetched || h.Tier == experts.Host && !h.Moving && v.Uses[l][e] > 0
+		}
+	}
+	if !fetched {
+		return nil
+	}
+	for _, p := range v.Peers {
+		if p.Free > 0 {
+			continue
+		}
+		if err := r.o.Harvest.Want(p.From); err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
 // promoteWaiting starts the promotions whose room is free by now.

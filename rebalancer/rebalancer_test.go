@@ -457,6 +457,22 @@ func TestStorm(t *testing.T) {
 	}
 }
 
+// TestWants: harvest knows that more would be borrowed where experts are fetched from the host and
+// peers are full, though the plan asks a full peer for nothing; and not where all have copies.
+func TestWants(t *testing.T) {
+	for _, c := range []struct {
+		room  int
+		wants bool
+	}{{4, true}, {1, true}, {64, false}} {
+		r := newRig(t, rigOptions{machine: emulated.Options{Virtual: true}, peers: []int{c.room}, harvest: harvest.Options{SlabBytes: rigBytes}})
+		r.steps(4*time.Second, true)
+		b, err := r.harvest.Balance(device.HBM(1))
+		if err != nil || b.Wants != c.wants {
+			t.Errorf("room for %d: %+v, %v", c.room, b, err)
+		}
+	}
+}
+
 // TestCosts: harvest knows what each copy is worth now, and takes the cheapest.
 func TestCosts(t *testing.T) {
 	r := newRig(t, rigOptions{machine: emulated.Options{Virtual: true}, peers: []int{30}, harvest: harvest.Options{SlabBytes: rigBytes}})
