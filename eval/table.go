@@ -70,7 +70,7 @@ func writeShared(out io.Writer, results []Result) error {
 	if r.DistinctExperts > 0 {
 		fmt.Fprintf(&b, "\nin the last decode step a layer used %.1f experts on average, and each of these had %.1f tokens on average, %d at most", r.DistinctExperts, r.TokensPerExpert, r.MaxTokensPerExpert)
 	}
-	b.WriteString("\ntier: where offloaded experts are fetched from; bound by: what takes longest in a decode step; hit rate: expert uses found in GPU memory / all uses" +
+	b.WriteString("\ntier: where offloaded experts are fetched from; bound by: what takes longest in a decode step; hit rate: uses of experts that needed no copy (resident or cached in the computing GPU's memory) / all uses" +
 		"\nfetched MiB/step: experts copied to the GPU in a decode step" +
 		"\npredicted: decode tok/s that the planner calculates before the run; roofline: decode tok/s at the shortest time that the rates allow, with as many experts as a uniform router selects")
 	if len(r.Trials) > 1 {

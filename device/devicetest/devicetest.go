@@ -999,7 +999,10 @@ func concurrent(s *suite) {
 						return err
 					}
 				}
-				return st.Synchronize(s.ctx)
+				if err := st.Synchronize(s.ctx); err != nil {
+					return fmt.Errorf("stream %d of %d in %v, with the fence at %d of %d: %w", i, streams, spaces[i%len(spaces)], f.Value(), streams*rounds, err)
+				}
+				return nil
 			}()
 		}()
 	}

@@ -189,7 +189,7 @@ run() {
         fi
         python3 "$root/tools/cuda/guard.py" check "$root/tools/cuda/guard.json" "$logs/guard.json" "$work/transfer.json" 2>&1 | tee -a "$logs/table.log"
         [ "${PIPESTATUS[0]}" = 0 ] || failed=1 ;;
-      soak) limit 590 cmd/moeserve soak soak env MOESERVE_SOAK_DEVICE=cuda MOESERVE_SOAK_FOR="${SOAK:-1m}" "$work/cmd-moeserve.test" -test.v -test.timeout 590s -test.run TestSoak
+      soak) limit ${SOAK_LIMIT:-900} cmd/moeserve soak soak env MOESERVE_SOAK_DEVICE=cuda MOESERVE_SOAK_FOR="${SOAK:-1m}" "$work/cmd-moeserve.test" -test.v -test.timeout ${SOAK_LIMIT:-900}s -test.run TestSoak
         sed -n '/^ *| what/,$p' "$work/said" ;;
       reclaim)
         limit 540 . reclaim reclaim python3 -u "$root/tools/cuda/reclaim.py" "$work/moeserve" "$work/reclaim.so" "$host"

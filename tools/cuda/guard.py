@@ -57,7 +57,7 @@ def cells(steps, rates):
 
 def table(found, record, rates):
     print(f"plain copies in this run: peer {rates[PEER] / 1e9:.1f} GB/s, host {rates[HOST] / 1e9:.1f} GB/s\n")
-    print("| model, experts on the peer, sequences | step, ms | tokens/s | limit, ms | bound by | share of the limit | recorded |")
+    print("| model, experts on the peer, sequences | step, ms | tokens/s | reference, ms | reference is | reference / step | recorded |")
     print("|---|---|---|---|---|---|---|")
     for name, took, least, bound in found:
         was = record.get(name)
