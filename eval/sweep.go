@@ -141,7 +141,7 @@ func (o *SweepOptions) measure(ctx context.Context, cells []Cell, results map[Ce
 	}()
 	fail := func(c Cell, err error) error {
 		if c.Tier == configs.NoTier {
-			return fmt.Errorf("nothing offloaded: %w", err)
+			return fmt.Errorf("0 %% offloaded: %w", err)
 		}
 		return fmt.Errorf("%v %% offloaded to %s: %w", 100*c.Fraction, c.Tier, err)
 	}

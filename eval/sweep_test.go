@@ -138,7 +138,7 @@ func TestThroughputRefuses(t *testing.T) {
 		text string
 	}{
 		{"other tokens", drifting, eval.Options{Prompts: threePrompts}, eval.ErrTokens, "eval: trial 2: trials sampled different tokens"},
-		{"no time", timeless, eval.Options{Prompts: threePrompts}, nil, "eval: trial 1: the devices' clock stands still"},
+		{"no time", timeless, eval.Options{Prompts: threePrompts}, nil, "eval: trial 1: the virtual clock did not advance"},
 		{"no prompts", newFake("a", 1, nil), eval.Options{}, eval.ErrInput, "eval: no prompts to run"},
 		{"one token", newFake("a", 1, nil), eval.Options{Prompts: threePrompts, NewTokens: 1}, eval.ErrInput, "eval: 1 new tokens"},
 		{"no trial", newFake("a", 1, nil), eval.Options{Prompts: threePrompts, Trials: -1}, eval.ErrInput, "eval: -1 trials"},
@@ -246,7 +246,7 @@ func TestSweepSkips(t *testing.T) {
 		}
 	}
 	o.Cells = o.Cells[:2]
-	if r, err := eval.Sweep(t.Context(), o); !errors.Is(err, errRoom) || !strings.HasPrefix(err.Error(), "nothing offloaded: ") {
+	if r, err := eval.Sweep(t.Context(), o); !errors.Is(err, errRoom) || !strings.HasPrefix(err.Error(), "0 % offloaded: ") {
 		t.Errorf("%+v, %v", r, err)
 	}
 	o.Skip = nil

@@ -301,7 +301,7 @@ func (m *measurement) timed(ctx context.Context, run func(context.Context) error
 		return part{}, err
 	}
 	if took <= 0 {
-		return part{}, errors.New("the devices' clock stands still: give emulated devices rates, or leave out virtual")
+		return part{}, errors.New("the virtual clock did not advance, since --emulate gives no rates to compute times from: add some, as pcie=55.3MB/s,nvlink=395MB/s,flops=78G,bw=3.9GB/s, or leave out virtual (--hardware does not set them)")
 	}
 	p := part{
 		seconds: took.Seconds(),
