@@ -125,6 +125,7 @@ var imports = map[string]map[string]string{
 		"device":  "memory of the pool",
 		"kernels": "layout of a block",
 	},
+	"kvcache/tier": {"kvcache": "keys of blocks"},
 	"metrics": {},
 	"models": {
 		"device":             "memory that weights are loaded into",
