@@ -36,11 +36,22 @@ type Cache[K comparable] struct {
 
 	mu     sync.Mutex
 	closed bool
-	// moving copies have not landed; canceled ones were removed before, and their
-	// transfers are not known to have ended.
-	moving, canceled []*Copy[K]
-	fences           fencePool
-	stats            Stats
+	// moving are the copies that have not landed, and moves their transfers in order of
+	// submission, with those whose copies were removed and that are not known to have ended.
+	moving map[K]*Copy[K]
+	moves  []*move[K]
+	fences fencePool
+	stats  Stats
+}
+
+// move is a transfer that fills copies on one peer.
+type move[K comparable] struct {
+	copies []*Copy[K]
+	// wanted is the number of copies that were not removed.
+	wanted int
+	ticket *transfer.Ticket
+	done   device.Point
+	began  time.Duration
 }
 
 // Stats count copies since New.
@@ -57,10 +68,8 @@ type Stats struct {
 type Copy[K comparable] struct {
 	key    K
 	handle *harvest.Handle
-	began  time.Duration
-	// ticket of the transfer that fills the copy, and its Done.
-	ticket *transfer.Ticket
-	done   device.Point
+	src    device.Region
+	move   *move[K]
 }
 
 // Key of the object.
@@ -83,7 +92,7 @@ func New[K comparable](o Options[K]) (*Cache[K], error) {
 	}
 	return &Cache[K]{
 		o: o, reader: harvest.NewOwner(o.Noun + " fetch"), mover: harvest.NewOwner(o.Noun + " move"),
-		landed: newIndex[K, Copy[K]](),
+		landed: newIndex[K, Copy[K]](), moving: map[K]*Copy[K]{},
 		fences: fencePool{machine: o.Machine, name: o.Noun + " moved"},
 	}, nil
 }
@@ -113,12 +122,7 @@ func (c *Cache[K]) Find(key K) *Copy[K] {
 
 // lookup returns the object's copies, or nil: one that has landed, and one that is moving.
 // There are both only while the object moves to another place. mu is held.
-func (c *Cache[K]) lookup(key K) (landed, moving *Copy[K]) {
-	if i := slices.IndexFunc(c.moving, func(x *Copy[K]) bool { return x.key == key }); i >= 0 {
-		moving = c.moving[i]
-	}
-	return c.landed.get(key), moving
-}
+func (c *Cache[K]) lookup(key K) (landed, moving *Copy[K]) { return c.landed.get(key), c.moving[key] }
 
 // has reports whether the copy was not removed. mu is held.
 func (c *Cache[K]) has(x *Copy[K]) bool {
@@ -131,67 +135,180 @@ func (c *Cache[K]) has(x *Copy[K]) bool {
 // harvest.ErrNoCapacity, ErrQuota, ErrRate or ErrClosed if harvest has no memory for it,
 // or ErrBusy. If the copy fails, one that the object had before stays.
 func (c *Cache[K]) Put(key K, src device.Region, o PutOptions[K]) error {
+	_, err := c.PutAll([]Object[K]{{key, src}}, o)
+	return err
+}
+
+// Object is the name of an object and where it lies.
+type Object[K comparable] struct {
+	Key K
+	Src device.Region
+}
+
+// Transfer fills the copies of several objects on one peer. A copy is there once the
+// transfer has ended, a Poll has followed, and Find finds it.
+type Transfer[K comparable] struct {
+	Keys   []K
+	Ticket *transfer.Ticket
+}
+
+// PutAll is Put for several objects, which lie in one memory: one transfer for each peer
+// that they go to. The error is why the first of the objects that are in none of them is
+// not; those after one that finds no memory are not tried.
+func (c *Cache[K]) PutAll(objects []Object[K], o PutOptions[K]) ([]Transfer[K], error) {
 	if c == nil {
-		return fmt.Errorf("no peer memory is configured: %w", harvest.ErrNoCapacity)
+		return nil, fmt.Errorf("no peer memory is configured: %w", harvest.ErrNoCapacity)
 	}
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	switch landed, moving := c.lookup(key); {
-	case c.closed:
-		return harvest.ErrClosed
-	case moving != nil || landed != nil && !o.Move:
-		return ErrBusy
+	var (
+		moves   []*move[K]
+		refused error
+		before  *harvest.Handle
+	)
+	for _, object := range objects {
+		x, err := c.place(object, before, o)
+		if err != nil {
+			refused = cmp.Or(refused, err)
+			if errors.Is(err, ErrBusy) {
+				continue
+			}
+			break
+		}
+		before = x.handle
+		i := slices.IndexFunc(moves, func(m *move[K]) bool { return m.copies[0].Device() == x.Device() })
+		if i < 0 {
+			i = len(moves)
+			moves = append(moves, &move[K]{began: c.o.Machine.Now()})
+		}
+		x.move = moves[i]
+		moves[i].copies = append(moves[i].copies, x)
 	}
-	hints := harvest.Hints{Client: c.o.Client, Label: c.o.Name(key), Peers: o.Peers, Reader: c.o.Reader, Cost: o.Cost}
-	if o.After != nil {
-		for before := range o.After {
-			if landed, moving := c.lookup(before); landed != nil || moving != nil {
+	var started []Transfer[K]
+	for _, m := range moves {
+		if err := c.start(m, o.Behind); err != nil {
+			refused = cmp.Or(refused, err)
+		}
+		if m.ticket == nil {
+			continue
+		}
+		t := Transfer[K]{Ticket: m.ticket}
+		for _, x := range m.copies {
+			t.Keys = append(t.Keys, x.key)
+		}
+		started = append(started, t)
+	}
+	return started, refused
+}
+
+// place allocates the memory of a copy: right behind that handle, if it is not nil and
+// there is room. mu is held.
+func (c *Cache[K]) place(object Object[K], before *harvest.Handle, o PutOptions[K]) (*Copy[K], error) {
+	switch landed, moving := c.lookup(object.Key); {
+	case c.closed:
+		return nil, harvest.ErrClosed
+	case moving != nil || landed != nil && !o.Move:
+		return nil, ErrBusy
+	}
+	hints := harvest.Hints{Client: c.o.Client, Label: c.o.Name(object.Key), Peers: o.Peers, Reader: c.o.Reader, Cost: o.Cost, After: before}
+	if before == nil && o.After != nil {
+		for key := range o.After {
+			if landed, moving := c.lookup(key); landed != nil || moving != nil {
 				hints.After = cmp.Or(moving, landed).handle
 				break
 			}
 		}
 	}
-	h, err := c.o.Harvest.Alloc(src.Bytes, hints)
+	h, err := c.o.Harvest.Alloc(object.Src.Bytes, hints)
+	if err != nil {
+		return nil, err
+	}
+	x := &Copy[K]{key: object.Key, handle: h, src: object.Src}
+	c.moving[x.key] = x
+	return x, nil
+}
+
+// start starts the transfer of a move. Copies that cannot be filled are removed from it;
+// the error is why. Without any there is no transfer. mu is held.
+func (c *Cache[K]) start(m *move[K], behind []device.Point) error {
+	var (
+		errs   []error
+		refs   []harvest.Ref
+		pieces []transfer.Piece
+		filled []*Copy[K]
+	)
+	give := func(x *Copy[K], err error) {
+		delete(c.moving, x.key)
+		errs = append(errs, err, c.free(x))
+	}
+	for _, x := range m.copies {
+		err := c.o.Harvest.RegisterCallback(x.handle, func(harvest.Revocation) { c.revoked(x) })
+		if err != nil {
+			give(x, err)
+			continue
+		}
+		// Without the reference the memory could be freed during the transfer.
+		ref, ok := x.handle.Acquire(c.mover)
+		if !ok {
+			give(x, harvest.ErrRevoked)
+			continue
+		}
+		n := len(filled)
+		pieces = append(pieces, transfer.Piece{Src: x.src, Dst: x.handle.Region(), Separate: n > 0 && filled[n-1].Slab() != x.Slab()})
+		refs, filled = append(refs, ref), append(filled, x)
+	}
+	if m.copies = filled; len(filled) == 0 {
+		return errors.Join(errs...)
+	}
+	if err := c.submit(m, pieces, behind); err != nil {
+		for i, x := range filled {
+			refs[i].Release()
+			give(x, err)
+		}
+		m.copies = nil
+		return errors.Join(errs...)
+	}
+	for i := range refs {
+		refs[i].ReleaseAt(m.done)
+	}
+	m.wanted = len(filled)
+	c.moves = append(c.moves, m)
+	return errors.Join(errs...)
+}
+
+// submit submits the transfer of a move. mu is held.
+func (c *Cache[K]) submit(m *move[K], pieces []transfer.Piece, behind []device.Point) error {
+	done, err := c.fences.take()
 	if err != nil {
 		return err
 	}
-	x := &Copy[K]{key: key, handle: h, began: c.o.Machine.Now()}
-	if err := c.fill(x, src); err != nil {
-		return errors.Join(err, c.free(x))
+	m.ticket, err = c.o.Transfer.Submit(transfer.Request{Pieces: pieces, Priority: c.o.Priority, After: behind, Done: done, Label: c.label(m)})
+	if err != nil {
+		m.ticket = nil
+		c.fences.cancelTake(done)
+		c.failed(m.copies[0].Device(), err)
+		return err
 	}
-	c.moving = append(c.moving, x)
+	m.done = done
 	return nil
 }
 
-// fill starts the transfer. mu is held.
-func (c *Cache[K]) fill(x *Copy[K], src device.Region) error {
-	if err := c.o.Harvest.RegisterCallback(x.handle, func(harvest.Revocation) { c.revoked(x) }); err != nil {
-		return err
+// label names a move in errors and traces.
+func (c *Cache[K]) label(m *move[K]) fmt.Stringer {
+	first := c.o.Label(m.copies[0].key)
+	if n := len(m.copies); n > 1 {
+		return severalLabel{first, n - 1}
 	}
-	// Without the reference the memory could be freed during the transfer.
-	ref, ok := x.handle.Acquire(c.mover)
-	if !ok {
-		return harvest.ErrRevoked
-	}
-	done, err := c.fences.take()
-	if err != nil {
-		ref.Release()
-		return err
-	}
-	x.done = done
-	x.ticket, err = c.o.Transfer.Submit(transfer.Request{
-		Src: src, Dst: x.handle.Region(),
-		Priority: c.o.Priority, Done: done, Label: c.o.Label(x.key),
-	})
-	if err != nil {
-		c.fences.cancelTake(done)
-		ref.Release()
-		c.failed(x.handle.Device(), err)
-		return err
-	}
-	ref.ReleaseAt(done)
-	return nil
+	return first
 }
+
+// severalLabel names a transfer of several objects by the first.
+type severalLabel struct {
+	first  fmt.Stringer
+	others int
+}
+
+func (l severalLabel) String() string { return fmt.Sprintf("%s and %d more", l.first, l.others) }
 
 // Drop removes the object's copies, moving or landed. Without one it does nothing.
 func (c *Cache[K]) Drop(key K) error {
@@ -230,10 +347,11 @@ func (c *Cache[K]) free(x *Copy[K]) error {
 // remove makes the copy unavailable to readers. mu is held.
 func (c *Cache[K]) remove(x *Copy[K], reason Reason) {
 	c.landed.remove(x.key, x)
-	if i := slices.Index(c.moving, x); i >= 0 {
-		c.moving = slices.Delete(c.moving, i, i+1)
-		c.canceled = append(c.canceled, x)
-		x.ticket.Cancel()
+	if c.moving[x.key] == x {
+		delete(c.moving, x.key)
+		if x.move.wanted--; x.move.wanted == 0 {
+			x.move.ticket.Cancel()
+		}
 	}
 	c.o.Events.Removed(c.info(x, reason))
 }
@@ -277,35 +395,38 @@ func (c *Cache[K]) Poll() (moving int) {
 	}
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	c.moving = slices.DeleteFunc(c.moving, func(x *Copy[K]) bool {
-		if !x.ticket.Ended() {
+	c.moves = slices.DeleteFunc(c.moves, func(m *move[K]) bool {
+		if !m.ticket.Ended() {
 			return false
 		}
-		c.publish(x, c.complete(x))
-		return true
-	})
-	c.canceled = slices.DeleteFunc(c.canceled, func(x *Copy[K]) bool {
-		if !x.ticket.Ended() {
-			return false
-		}
-		_ = c.complete(x) // not needed any more
+		c.complete(m)
 		return true
 	})
 	return len(c.moving)
 }
 
-// complete returns the result of a transfer that has ended.
-func (c *Cache[K]) complete(x *Copy[K]) error {
-	err := x.ticket.Wait(context.Background()) // does not wait: orders what follows after the transfer
-	c.fences.put(x.done)
-	return err
+// complete makes the copies of a transfer that has ended available, unless it failed.
+// Those that were removed meanwhile are not needed any more. mu is held.
+func (c *Cache[K]) complete(m *move[K]) {
+	err := m.ticket.Wait(context.Background()) // does not wait: orders what follows after the transfer
+	c.fences.put(m.done)
+	if err != nil && m.wanted > 0 {
+		c.failed(m.copies[0].Device(), err)
+	}
+	for _, x := range m.copies {
+		x.move = nil
+		if c.moving[x.key] != x {
+			continue
+		}
+		delete(c.moving, x.key)
+		c.publish(x, err, c.o.Machine.Now()-m.began)
+	}
 }
 
-// publish makes the copy available to readers, or removes it if its transfer failed. mu
-// is held.
-func (c *Cache[K]) publish(x *Copy[K], err error) {
+// publish makes the copy, which is not moving any more, available to readers, or frees it
+// if its transfer failed. mu is held.
+func (c *Cache[K]) publish(x *Copy[K], err error, took time.Duration) {
 	if err != nil {
-		c.failed(x.handle.Device(), err)
 		c.o.Events.Removed(c.info(x, Failed))
 		c.logFreeError(c.free(x))
 		return
@@ -316,7 +437,7 @@ func (c *Cache[K]) publish(x *Copy[K], err error) {
 	c.stats.Landed++
 	c.stats.Bytes += x.handle.Bytes()
 	i := c.info(x, 0)
-	i.Took = c.o.Machine.Now() - x.began
+	i.Took = took
 	c.o.Events.Landed(i)
 }
 
@@ -382,9 +503,13 @@ func (c *Cache[K]) Moving() []K {
 	}
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	keys := make([]K, len(c.moving))
-	for i, x := range c.moving {
-		keys[i] = x.key
+	var keys []K
+	for _, m := range c.moves {
+		for _, x := range m.copies {
+			if c.moving[x.key] == x {
+				keys = append(keys, x.key)
+			}
+		}
 	}
 	return keys
 }
@@ -394,8 +519,8 @@ func (c *Cache[K]) Wait(ctx context.Context) error {
 	for c.Poll() > 0 {
 		c.mu.Lock()
 		var t *transfer.Ticket
-		if len(c.moving) > 0 {
-			t = c.moving[0].ticket
+		if i := slices.IndexFunc(c.moves, func(m *move[K]) bool { return m.wanted > 0 }); i >= 0 {
+			t = c.moves[i].ticket
 		}
 		c.mu.Unlock()
 		if t == nil {
@@ -433,12 +558,19 @@ func (c *Cache[K]) Close() error {
 	var all []*Copy[K]
 	c.landed.each(func(_ K, x *Copy[K]) { all = append(all, x) })
 	var errs []error
-	for _, x := range append(all, c.moving...) {
+	for _, m := range c.moves {
+		for _, x := range m.copies {
+			if c.moving[x.key] == x {
+				all = append(all, x)
+			}
+		}
+	}
+	for _, x := range all {
 		errs = append(errs, c.release(x, Closed))
 	}
-	for _, x := range c.canceled {
-		_ = x.ticket.Wait(context.Background()) // a failed transfer has ended, too
+	for _, m := range c.moves {
+		_ = m.ticket.Wait(context.Background()) // a failed transfer has ended, too
 	}
-	c.canceled = nil
+	c.moves = nil
 	return errors.Join(append(errs, c.fences.close())...)
 }

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"maps"
 	"math/rand/v2"
 	"slices"
 	"strings"
@@ -379,8 +380,8 @@ func TestMove(t *testing.T) {
 					t.Error("wrong bytes")
 				}
 			}
-			for _, x := range r.cache.canceled {
-				_ = x.ticket.Wait(t.Context()) // it may have been canceled
+			for _, m := range r.cache.moves {
+				_ = m.ticket.Wait(t.Context()) // it may have been canceled
 			}
 			r.cache.Poll()
 			_, err = r.harvest.Tick(r.m.Now())
@@ -443,8 +444,8 @@ func TestDroppedOnTheWay(t *testing.T) {
 				t.Errorf("%d on their way, found: %t", n, r.has(0))
 			}
 			stall.Release()
-			for len(r.cache.canceled) > 0 {
-				_ = r.cache.canceled[0].ticket.Wait(t.Context()) // it may have been canceled
+			for len(r.cache.moves) > 0 {
+				_ = r.cache.moves[0].ticket.Wait(t.Context()) // it may have been canceled
 				r.cache.Poll()
 			}
 		}
@@ -479,6 +480,93 @@ func TestCloseBeforeHarvest(t *testing.T) {
 	r.ok(r.harvest.Close(t.Context()))
 	if len(freed) != 1 || freed[0].Failed != nil {
 		t.Errorf("freed as %+v, want one copy that has not failed", freed)
+	}
+}
+
+// TestPutAll: objects that are put together go in one transfer for each peer, one behind the
+// other; what is dropped or revoked meanwhile does not stop the others.
+func TestPutAll(t *testing.T) {
+	for schedule := range emulated.Schedule(3) {
+		r := newRig(t, emulated.Options{Virtual: true, Schedule: schedule, Seed: 6}, harvest.Options{})
+		r.fill(2)
+		stall := r.m.Inject(&emulated.Fault{Kind: emulated.StallCopy, Times: -1})
+		var all []Object[string]
+		for i := range 5 {
+			all = append(all, Object[string]{r.keys[i], r.host.Region(int64(i)*objectBytes, objectBytes)})
+		}
+		started, err := r.cache.PutAll(all, PutOptions[string]{Peers: []device.Space{device.HBM(1)}})
+		if !errors.Is(err, ErrBusy) || len(started) != 1 || !slices.Equal(started[0].Keys, []string{r.keys[0], r.keys[1], r.keys[3], r.keys[4]}) {
+			t.Fatalf("started %+v: %v", started, err)
+		}
+		if again, err := r.cache.PutAll(all, PutOptions[string]{}); len(again) > 0 || !errors.Is(err, ErrBusy) {
+			t.Errorf("started %+v again: %v", again, err)
+		}
+		if n := r.cache.Poll(); n != 4 || len(r.cache.moves) != 1 {
+			t.Errorf("%d copies in %d transfers", n, len(r.cache.moves))
+		}
+		r.ok(r.cache.Drop(r.keys[1]))
+		stall.Release()
+		r.ok(started[0].Ticket.Wait(t.Context()))
+		r.ok(r.cache.Wait(t.Context()))
+		if a, b := r.cache.Find(r.keys[3]), r.cache.Find(r.keys[4]); a.Slab() == b.Slab() && a.Region().End() != b.Region().Addr {
+			t.Errorf("%v does not lie behind %v", b.Region(), a.Region())
+		}
+		for i := range 5 {
+			if r.has(i) == (i == 1) {
+				t.Errorf("object %d is found: %t", i, r.has(i))
+			}
+			if _, ticket := r.read(i); ticket != nil {
+				r.ok(ticket.Wait(t.Context()))
+				if !r.right(i) {
+					t.Errorf("object %d: wrong bytes", i)
+				}
+			}
+		}
+	}
+}
+
+// TestPutAllFails: a transfer that fails removes all its copies, and counts as one failure
+// of the peer.
+func TestPutAllFails(t *testing.T) {
+	r := newRig(t, emulated.Options{Virtual: true}, harvest.Options{})
+	r.m.Inject(&emulated.Fault{Kind: emulated.FailCopy, Times: -1})
+	_, err := r.cache.PutAll([]Object[string]{{r.keys[0], r.host.Region(0, objectBytes)}, {r.keys[1], r.host.Region(objectBytes, objectBytes)}}, PutOptions[string]{})
+	r.ok(err)
+	r.ok(r.cache.Wait(t.Context()))
+	r.wantEvents("gpu1 failed, excluded: false\nobject 0 removed: copy failed\nobject 1 removed: copy failed\n")
+	if len(r.cache.moves) > 0 || len(r.cache.moving) > 0 {
+		t.Errorf("moving: %v", r.cache.Moving())
+	}
+}
+
+// TestPutBehind: nothing is read before the points that a Put waits for, and if one fails,
+// so does the copy, which is not the peer's failure.
+func TestPutBehind(t *testing.T) {
+	r := newRig(t, emulated.Options{Virtual: true}, harvest.Options{})
+	f, err := r.m.NewFence("filled")
+	r.ok(err)
+	defer func() { r.ok(f.Close()) }()
+	at := device.Point{Fence: f, Value: f.Value() + 1}
+	put := func(i int) {
+		r.ok(r.cache.Put(r.keys[i], r.host.Region(int64(i)*objectBytes, objectBytes), PutOptions[string]{Behind: []device.Point{at}}))
+	}
+	put(0)
+	for range 10 {
+		r.ok(r.m.Yield(t.Context(), 0))
+	}
+	if r.cache.Poll() != 1 {
+		t.Error("a copy did not wait")
+	}
+	r.ok(f.Signal(at.Value))
+	r.ok(r.cache.Wait(t.Context()))
+	r.takeEvents()
+	at.Value++
+	put(1)
+	r.ok(f.Fail(at.Value, device.ErrCopyFailed))
+	r.ok(r.cache.Wait(t.Context()))
+	r.wantEvents("object 1 removed: copy failed\n")
+	if !r.has(0) || r.has(1) {
+		t.Errorf("found: %t and %t", r.has(0), r.has(1))
 	}
 }
 
@@ -617,7 +705,7 @@ func unguarded(t *testing.T, seed uint64, without string) (found bool) {
 		}
 		var early []*Copy[string]
 		if without == "landed before found" {
-			early = slices.Clone(c.moving)
+			early = slices.Collect(maps.Values(c.moving))
 		} else {
 			r.ok(c.Wait(t.Context()))
 		}

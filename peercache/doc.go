@@ -8,6 +8,7 @@
 //	})
 //	err = c.Put(id, hostRegion, peercache.PutOptions[ID]{Cost: 40 * time.Millisecond})
 //	if errors.Is(err, harvest.ErrNoCapacity) { … it stays in host memory only … }
+//	started, err := c.PutAll(objects, o)   // many: one transfer for each peer
 //	c.Poll()                               // often: completed copies are found from now on
 //
 //	if copy, ref, ok := c.Acquire(id); ok { // no lock

@@ -94,6 +94,9 @@ type PutOptions[K comparable] struct {
 	// memory right behind the copy of the first of them that has one is requested.
 	// Default: none.
 	After iter.Seq[K]
+	// Behind are fence values that must be reached before the object is read. If one
+	// fails, so does the copy. Default: none.
+	Behind []device.Point
 }
 
 // Reason is why a copy was removed.

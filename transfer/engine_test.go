@@ -1026,7 +1026,7 @@ func TestWrongSpace(t *testing.T) {
 }
 
 func TestPriorities(t *testing.T) {
-	for p, want := range map[transfer.Priority]string{transfer.Rebalance: "migration", transfer.Prefetch: "prefetch", transfer.Demand: "demand", 7: "priority(7)"} {
+	for p, want := range map[transfer.Priority]string{transfer.Rebalance: "migration", transfer.KVStore: "kv-store", transfer.KVLoad: "kv-load", transfer.Prefetch: "prefetch", transfer.Demand: "demand", 7: "priority(7)"} {
 		if p.String() != want || p >= transfer.Priorities {
 			t.Errorf("priority %d of %d prints as %q, want %q", p, transfer.Priorities, p, want)
 		}

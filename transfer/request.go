@@ -16,6 +16,10 @@ type Priority uint8
 const (
 	// Rebalance is for migrations.
 	Rebalance Priority = iota
+	// KVStore is for KV blocks that leave the GPU's memory, KVLoad for those that come back
+	// into it: nothing but their own sequence waits for them.
+	KVStore
+	KVLoad
 	// Prefetch is for data that later layers will use.
 	Prefetch
 	// Demand is for data that the current layer waits for.
@@ -25,7 +29,7 @@ const (
 	Priorities = dispatch.Classes
 )
 
-var priorityNames = [...]string{Rebalance: "migration", Prefetch: "prefetch", Demand: "demand"}
+var priorityNames = [...]string{Rebalance: "migration", KVStore: "kv-store", KVLoad: "kv-load", Prefetch: "prefetch", Demand: "demand"}
 
 func (p Priority) String() string {
 	if int(p) < len(priorityNames) {

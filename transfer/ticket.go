@@ -119,6 +119,10 @@ func (t *Ticket) note(last bool) *trace.Note {
 	switch t.priority {
 	case Rebalance:
 		n.Name = "migrate"
+	case KVStore:
+		n.Name = "store kv"
+	case KVLoad:
+		n.Name = "load kv"
 	case Prefetch:
 		n.Name = "prefetch"
 	}

@@ -26,8 +26,8 @@ type Note struct {
 	Experts []int
 	// Tier is the source of a copy.
 	Tier string
-	// Priority of a copy's request: demand, prefetch, migration. StartedAs is the priority at
-	// the start of the copy, if it was another.
+	// Priority of a copy's request: demand, prefetch, kv-load, kv-store, migration. StartedAs
+	// is the priority at the start of the copy, if it was another.
 	Priority, StartedAs string
 	// Cause of a wait.
 	Cause string
