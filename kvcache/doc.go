@@ -25,13 +25,13 @@
 //
 // # Invariants
 //
-//   - A block is either free or referenced; the sum of both is the pool's size.
+//   - A block is free, referenced, or held by a copy alone; the sum is the pool's size.
 //   - Reserve allocates all the blocks it needs, or none.
 //   - Blocks reserved after a sequence's filled tokens belong to that sequence alone; a
 //     shared block is full, has a key, and is not written.
 //   - A key identifies one block, whose content does not change until the block is
 //     allocated again.
-//   - A released block may be allocated again at once. The caller releases only blocks
+//   - A released block may be allocated again at once, unless it is held (Manager.Hold). The caller releases only blocks
 //     that no enqueued work will read, or whose next writer is enqueued later on the same
 //     stream or after an event.
 //

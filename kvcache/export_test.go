@@ -36,12 +36,22 @@ func (m *Manager) Check(tables ...*Table) error {
 	if kept != m.cached {
 		return fmt.Errorf("%d blocks are kept, %d counted", kept, m.cached)
 	}
-	all := 0
+	all, held := 0, 0
 	for id, n := range refs {
+		if n == 0 && m.holds[id] > 0 {
+			held++
+			if free[id] > 0 {
+				return fmt.Errorf("block %d is held and free", id)
+			}
+			continue
+		}
 		if n != m.refs[id] || (n > 0) == (free[id] > 0) || free[id] > 1 {
 			return fmt.Errorf("block %d is with %d tables, %d counted, and free in %d places", id, n, m.refs[id], free[id])
 		}
 		all += free[id]
+	}
+	if held != m.Held() {
+		return fmt.Errorf("%d blocks are held, %d counted", held, m.Held())
 	}
 	if all != m.Free() {
 		return fmt.Errorf("%d blocks are free, %d counted", all, m.Free())
@@ -60,3 +70,6 @@ func (m *Manager) Check(tables ...*Table) error {
 	}
 	return nil
 }
+
+// Manager is the table's account.
+func (t *Table) Manager() *Manager { return t.m }

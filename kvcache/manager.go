@@ -40,8 +40,9 @@ func (o ManagerOptions) Validate() error {
 // a Manager and its tables, except that any goroutine may call Blocks, BlockTokens and
 // Capacity, whose results never change.
 //
-// A block is used, with refs counting its tables, or free. Free blocks are in one of three
-// lists, and are allocated in this order:
+// A block is used, with refs counting its tables, held, because a copy still reads or
+// writes it (Hold), or free. Free blocks are in one of three lists, and are allocated in this
+// order:
 //
 //   - empty: blocks without a key. The block released last is allocated first, so that a
 //     small working set keeps using the same memory.
@@ -54,6 +55,8 @@ type Manager struct {
 	blockTokens int
 	policy      Policy
 	refs        []int32
+	holds       []int32       // copies under way, by block
+	held        int           // blocks that no sequence uses and that are held
 	keys        []Key         // by block; zero: no key
 	byKey       map[Key]int32 // block with a key
 	empty       []int32
@@ -69,7 +72,7 @@ func NewManager(o ManagerOptions) (*Manager, error) {
 	}
 	return &Manager{
 		blockTokens: o.BlockTokens, policy: o.Policy,
-		refs: make([]int32, o.Blocks), keys: make([]Key, o.Blocks), byKey: map[Key]int32{},
+		refs: make([]int32, o.Blocks), holds: make([]int32, o.Blocks), keys: make([]Key, o.Blocks), byKey: map[Key]int32{},
 	}, nil
 }
 
@@ -108,14 +111,27 @@ func (m *Manager) allocate() int32 {
 	return id
 }
 
-// share adds a reference to a block with a key, used or free.
+// share adds a reference to a block with a key, used, held or free.
 func (m *Manager) share(id int32) {
 	if m.refs[id] == 0 {
-		m.policy.Remove(id)
-		m.cached--
+		m.take(id)
 	}
 	m.refs[id]++
 }
+
+// take takes a block with a key that no sequence uses from the free or the held ones.
+func (m *Manager) take(id int32) {
+	if m.holds[id] > 0 {
+		m.held--
+		return
+	}
+	m.policy.Remove(id)
+	m.cached--
+}
+
+// writable reports whether the sequence that uses a block is the only one, and no copy
+// reads it.
+func (m *Manager) writable(id int32) bool { return m.refs[id] == 1 && m.holds[id] == 0 }
 
 // release drops a reference. The last one frees the block, which keeps its key where
 // keep is set.
@@ -126,13 +142,53 @@ func (m *Manager) release(id int32, keep bool) {
 	if !keep {
 		m.clearKey(id)
 	}
-	if m.keys[id] == (Key{}) {
-		m.empty = append(m.empty, id)
-		return
-	}
-	m.policy.Add(id)
-	m.cached++
+	m.free(id)
 }
+
+// free frees a block that no sequence uses, unless it is held.
+func (m *Manager) free(id int32) {
+	switch {
+	case m.holds[id] > 0:
+		m.held++
+	case m.keys[id] == (Key{}):
+		m.empty = append(m.empty, id)
+	default:
+		m.policy.Add(id)
+		m.cached++
+	}
+}
+
+// Hold keeps the content of blocks for a copy that reads or writes them: they are not
+// allocated for anything else, nor written by a sequence, until Unhold, also where their
+// sequences release them meanwhile. Holds nest. The blocks are used or have a key.
+func (m *Manager) Hold(blocks []int32) {
+	for _, id := range blocks {
+		if m.refs[id] == 0 && m.holds[id] == 0 {
+			if m.keys[id] == (Key{}) {
+				panic(fmt.Sprintf("kvcache: hold of free block %d", id))
+			}
+			m.take(id)
+			m.held++
+		}
+		m.holds[id]++
+	}
+}
+
+// Unhold ends a Hold of these blocks.
+func (m *Manager) Unhold(blocks []int32) {
+	for _, id := range blocks {
+		if m.holds[id] == 0 {
+			panic(fmt.Sprintf("kvcache: block %d is not held", id))
+		}
+		if m.holds[id]--; m.holds[id] == 0 && m.refs[id] == 0 {
+			m.held--
+			m.free(id)
+		}
+	}
+}
+
+// Held is the number of blocks that no sequence uses and that are held.
+func (m *Manager) Held() int { return m.held }
 
 // setKey sets a block's key, unless another block has the same one.
 func (m *Manager) setKey(id int32, k Key) {

@@ -173,6 +173,11 @@ func TestManagerMachine(t *testing.T) {
 			s.filled = s.reserved
 			s.SetFilled(s.filled)
 		}
+		type hold struct {
+			blocks  []int32
+			content []string
+		}
+		var holds []hold
 		t.Repeat(map[string]func(*rapid.T){
 			"match": func(t *rapid.T) {
 				if s := some(t); len(s.Blocks()) == 0 {
@@ -214,9 +219,36 @@ func TestManagerMachine(t *testing.T) {
 					begin(t, s)
 				}
 			},
+			"hold": func(t *rapid.T) {
+				s := some(t)
+				if n := s.filled / b; n > 0 {
+					from := rapid.IntRange(0, n-1).Draw(t, "from")
+					blocks := slices.Clone(s.Blocks()[from:n])
+					m.Hold(blocks)
+					h := hold{blocks: blocks}
+					for _, id := range blocks {
+						h.content = append(h.content, memory[int(id)*b:int(id+1)*b]...)
+					}
+					holds = append(holds, h)
+				}
+			},
+			"unhold": func(t *rapid.T) {
+				if len(holds) > 0 {
+					i := rapid.IntRange(0, len(holds)-1).Draw(t, "hold")
+					m.Unhold(holds[i].blocks)
+					holds = slices.Delete(holds, i, i+1)
+				}
+			},
 			"": func(t *rapid.T) {
 				if err := m.Check(tables...); err != nil {
 					t.Fatal(err)
+				}
+				for _, h := range holds {
+					for i, want := range h.content {
+						if got := memory[int(h.blocks[i/b])*b+i%b]; got != want {
+							t.Fatalf("block %d is held, and holds %q, before %q", h.blocks[i/b], got, want)
+						}
+					}
 				}
 				for i, s := range all {
 					for p := range s.filled {
@@ -259,12 +291,45 @@ func TestKeptAsLongAsThereIsRoom(t *testing.T) {
 	}
 }
 
+// TestHold: a released block that a copy holds is not allocated, can be matched, and is
+// free once the last copy has ended.
+func TestHold(t *testing.T) {
+	m := newManager(t, 2, 2)
+	x, y := m.NewTable(), m.NewTable()
+	for _, s := range []*kvcache.Table{x, y} {
+		s.Identify(chain("", []int32{1, 2, 3, 4}, 2))
+	}
+	x.Reserve(4)
+	x.SetFilled(4)
+	blocks := slices.Clone(x.Blocks())
+	m.Hold(blocks)
+	m.Hold(blocks[:1])
+	x.Release(true)
+	if m.Free() != 0 || m.Held() != 2 || y.Reserve(1) {
+		t.Errorf("%d free, %d held", m.Free(), m.Held())
+	}
+	if n, _ := y.Match(4); n != 4 || m.Held() != 0 || y.Missing(5) != 1 {
+		t.Errorf("%d tokens matched, %d held", n, m.Held())
+	}
+	y.Release(false)
+	m.Unhold(blocks)
+	if m.Free() != 1 || m.Held() != 1 {
+		t.Errorf("%d free, %d held", m.Free(), m.Held())
+	}
+	m.Unhold(blocks[:1])
+	if n, _ := y.Match(4); n != 0 || m.Free() != 2 || m.Held() != 0 {
+		t.Errorf("%d tokens matched, %d free, %d held", n, m.Free(), m.Held())
+	}
+}
+
 func TestMisuse(t *testing.T) {
 	for want, f := range map[string]func(*kvcache.Table){
 		"match of a sequence with 2 blocks":              func(x *kvcache.Table) { x.Match(4) },
 		"9 tokens are filled after 6, in blocks of 4; 8": func(x *kvcache.Table) { x.SetFilled(9) },
 		"5 tokens are filled after 6":                    func(x *kvcache.Table) { x.SetFilled(5) },
 		"4 tokens are filled after 0, in blocks of 4; 0": func(x *kvcache.Table) { x.SetFilled(0); x.SetFilled(4) },
+		"hold of free block 3":                           func(x *kvcache.Table) { x.Manager().Hold([]int32{3}) },
+		"block 0 is not held":                            func(x *kvcache.Table) { x.Manager().Unhold([]int32{0}) },
 	} {
 		m := newManager(t, 4, 4)
 		x := m.NewTable()

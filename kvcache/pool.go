@@ -122,6 +122,12 @@ func NewPool(o PoolOptions) (*Pool, error) {
 // Shape is the shape of a block, with defaults filled in.
 func (p *Pool) Shape() Shape { return p.shape }
 
+// Region is the memory of one block: K and V of all its layers.
+func (p *Pool) Region(block int32) device.Region {
+	n := p.shape.BlockBytes()
+	return p.memory.Region(int64(block)*n, n)
+}
+
 // View returns K and V of one layer, each a strided tensor of shape [blocks, block
 // tokens, kv heads, head dim].
 func (p *Pool) View(layer int) (k, v kernels.Tensor) {

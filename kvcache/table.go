@@ -56,7 +56,7 @@ func (t *Table) Missing(tokens int) int {
 	end := t.m.blocksFor(tokens)
 	n := max(0, end-len(t.blocks))
 	for i := t.writable / t.m.blockTokens; i < min(end, len(t.blocks)); i++ {
-		if t.m.refs[t.blocks[i]] > 1 {
+		if !t.m.writable(t.blocks[i]) {
 			n++
 		}
 	}
@@ -64,7 +64,7 @@ func (t *Table) Missing(tokens int) int {
 }
 
 // Reserve ensures that the sequence has blocks for its first tokens, and that the blocks
-// after the filled ones, which will be written, are not shared and have no key. It
+// after the filled ones, which will be written, are neither shared nor held and have no key. It
 // allocates all the blocks needed for that, or returns false and allocates none. It never
 // releases blocks, even where the sequence has more.
 //
@@ -78,7 +78,7 @@ func (t *Table) Reserve(tokens int) bool {
 	}
 	end := t.m.blocksFor(tokens)
 	for i := t.writable / t.m.blockTokens; i < min(end, len(t.blocks)); i++ {
-		if id := t.blocks[i]; t.m.refs[id] > 1 {
+		if id := t.blocks[i]; !t.m.writable(id) {
 			t.m.release(id, true)
 			t.blocks[i] = t.m.allocate()
 		} else {
