@@ -29,6 +29,7 @@ type valid struct {
 	combined  CombineNorm
 	silu      SiluMul
 	gather    Gather
+	copied    CopyBlocks
 	sample    Sample
 	adjust    Adjust
 	restore   Restore
@@ -68,6 +69,7 @@ func newValid() *valid {
 	}
 	v.silu = SiluMul{v.tensor(F32, 3, 48), v.tensor(F32, 3, 48), v.tensor(F32, 3, 48)}
 	v.gather = Gather{v.tensor(F32, 3, 32), v.tensor(I32, 2), v.tensor(F32, 2, 32)}
+	v.copied = CopyBlocks{Src: v.tensor(U64, 3), Dst: v.tensor(U64, 3), BlockBytes: 4096}
 	v.sample = Sample{
 		v.tensor(F32, 2, 100), v.tensor(F32, 2), v.tensor(U64, 2), v.tensor(I32, 2), v.tensor(I32, 2),
 		v.tensor(I32, 2), v.tensor(F32, 2), v.tensor(F32, 2), v.tensor(I32, 2),
@@ -84,7 +86,7 @@ func newValid() *valid {
 func (v *valid) all() []Op {
 	return []Op{
 		&v.embed, &v.norm, &v.matmul, &v.clamp, &v.rope, &v.append, &v.ropeKV, &v.attention, &v.route, &v.group,
-		&v.up, &v.down, &v.combine, &v.combined, &v.silu, &v.gather, &v.sample,
+		&v.up, &v.down, &v.combine, &v.combined, &v.silu, &v.gather, &v.copied, &v.sample,
 		&v.adjust, &v.restore, &v.probs,
 	}
 }
@@ -275,6 +277,17 @@ func TestCheckErrors(t *testing.T) {
 
 		{func(v *valid) Op { v.gather.Out = v.tensor(F32, 3, 32); return &v.gather }, "kernels: gather: Out is float32[3 32], want 2 rows (Rows has 2)"},
 
+		{func(v *valid) Op { v.copied.Src.DType = I64; return &v.copied }, "kernels: copy_blocks: Src is int64[3], want uint64"},
+		{func(v *valid) Op { v.copied.Dst = v.tensor(U64, 2); return &v.copied }, "Dst is uint64[2], want 3 elements (Src has 3)"},
+		{func(v *valid) Op {
+			v.copied.Src, v.copied.Dst = v.tensor(U64, 1<<30+1), v.tensor(U64, 1<<30+1)
+			return &v.copied
+		}, "want at most 1073741824 blocks"},
+		{func(v *valid) Op { v.copied.BlockBytes = 0; return &v.copied }, "BlockBytes is 0, want a multiple of 16 of at most 17179869184"},
+		{func(v *valid) Op { v.copied.BlockBytes = 4104; return &v.copied }, "BlockBytes is 4104, want a multiple of 16"},
+		{func(v *valid) Op { v.copied.BlockBytes = 1<<34 + 16; return &v.copied }, "want a multiple of 16 of at most"},
+		{func(v *valid) Op { v.copied.ThreadBlocks = -1; return &v.copied }, "ThreadBlocks is -1, want 0 (one per multiprocessor) or more"},
+
 		{func(v *valid) Op { v.sample.Logits = v.tensor(F32, 2, 0); return &v.sample }, "kernels: sample: Logits is float32[2 0], want at least one column"},
 		{func(v *valid) Op { v.sample.Seeds = v.tensor(U64, 1); return &v.sample }, "Seeds is uint64[1], want 2 elements (Logits has 2)"},
 		{func(v *valid) Op { v.sample.Out = v.tensor(I32, 3); return &v.sample }, "Out is int32[3], want 2 elements (Logits has 2)"},
@@ -316,7 +329,7 @@ func TestCheckErrors(t *testing.T) {
 func TestCheckWithoutTensors(t *testing.T) {
 	for _, op := range []Op{
 		&Embed{}, &Norm{}, &MatMul{}, &Clamp{}, &RoPE{}, &AppendKV{}, &RoPEAppendKV{}, &Attention{}, &Route{}, &SortByExpert{},
-		&ExpertUp{}, &ExpertDown{}, &Combine{}, &CombineNorm{}, &SiluMul{}, &Gather{}, &Sample{}, &Adjust{}, &Restore{}, &LogProbs{},
+		&ExpertUp{}, &ExpertDown{}, &Combine{}, &CombineNorm{}, &SiluMul{}, &Gather{}, &CopyBlocks{}, &Sample{}, &Adjust{}, &Restore{}, &LogProbs{},
 	} {
 		if err := op.Check(); err == nil || !strings.HasPrefix(err.Error(), "kernels: "+op.Name()+": ") || !strings.Contains(err.Error(), " is missing, want ") {
 			t.Errorf("%s without tensors gives %v", op.Name(), err)
@@ -349,6 +362,7 @@ func TestDeclare(t *testing.T) {
 		{&v.combined, 2*(6*32+3*32) + 8*3*32, 6*32*4 + 6*4 + 3*32*4 + 3*4 + 3*3*32*4 + 2*32*2, 7, 2},
 		{&v.silu, 5 * 3 * 48, 3 * 3 * 48 * 4, 2, 1},
 		{&v.gather, 0, 2*4 + 2*2*32*4, 1, 1},
+		{&v.copied, 0, 2*3*8 + 2*3*4096, 2, 0},
 		{&v.sample, 40 * 200, 200*4 + 2*(4+8+4+4+4) + 2*3*4, 8, 1},
 		{&v.adjust, 5 * 5, 2*5*4 + 3*4 + 3*5*4 + 3*2*4 + 5*4, 8, 2},
 		{&v.restore, 0, 2*5*4 + 3*4 + 2*5*4, 4, 1},

@@ -28,7 +28,7 @@
 // # Files
 //
 // An operation's struct, Check and Declare are in the file of its family: rows.go, matmul.go,
-// attention.go, routing.go, expert.go, combine.go, logits.go.
+// attention.go, routing.go, expert.go, combine.go, logits.go, copy.go.
 //
 // # Random numbers
 //

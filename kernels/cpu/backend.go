@@ -24,7 +24,7 @@ type Backend struct {
 	*pool
 	closed atomic.Bool
 	decls  sync.Pool // *kernels.Decl
-	jobs   [20]sync.Pool
+	jobs   [21]sync.Pool
 	draws  sync.Pool // *draws
 }
 
@@ -116,6 +116,8 @@ func (b *Backend) Enqueue(s device.Stream, op kernels.Op) error {
 		return enqueue(b, e, 18, op, o, (*Backend).combineNorm, act{"X", &o.X})
 	case *kernels.RoPEAppendKV:
 		return enqueue(b, e, 19, op, o, (*Backend).ropeAppendKV, act{"Q", &o.Q})
+	case *kernels.CopyBlocks:
+		return enqueue(b, e, 20, op, o, (*Backend).copyBlocks, act{})
 	}
 	return fmt.Errorf("cpu: %s: operation of unknown type %T", op.Name(), op)
 }

@@ -42,6 +42,14 @@ type attentionArgs struct {
 	vAsK      int32   // 220
 }
 
+// copyBlocksArgs has the layout of copy_blocks_args in src/copy.cu: 24 bytes, fields at these.
+type copyBlocksArgs struct {
+	src   uint64 // 0
+	dst   uint64 // 8
+	count int32  // 16
+	words int32  // 20
+}
+
 // denseArgs has the layout of dense_args in src/dense.cu: 320 bytes, fields at these.
 type denseArgs struct {
 	w         tensorMap // 0

@@ -7,6 +7,7 @@ import "reflect"
 // argumentTypes are the structs of arguments.go by their names in C.
 var argumentTypes = map[string]reflect.Type{
 	"attention_args":      reflect.TypeFor[attentionArgs](),
+	"copy_blocks_args":    reflect.TypeFor[copyBlocksArgs](),
 	"dense_args":          reflect.TypeFor[denseArgs](),
 	"embed_args":          reflect.TypeFor[embedArgs](),
 	"norm_args":           reflect.TypeFor[normArgs](),

@@ -93,7 +93,7 @@ func TestTable(t *testing.T) {
 		t.Fatalf("%d kernels, want %d", len(table), kernelCount)
 	}
 	for id, name := range map[kernelID]string{
-		embedKernel: "embed", combineNorm512Times3: "combine_norm_512_3", addBias: "add_bias", appendKV: "append_kv", normRopeAppendKV: "norm_rope_append_kv", groupKernel: "group", sampleMerge: "sample_merge", restoreKernel: "restore",
+		embedKernel: "embed", combineNorm512Times3: "combine_norm_512_3", addBias: "add_bias", appendKV: "append_kv", normRopeAppendKV: "norm_rope_append_kv", groupKernel: "group", sampleMerge: "sample_merge", restoreKernel: "restore", copyBlocksKernel: "copy_blocks",
 		attentionJoin: "attention_join", attentionKernels + 2*3 + 1: "attention_128_4", gemmKernels: "matmul_16",
 		gemmKernels + gateUpMode*kernelID(len(tiles)) + kernelID(anyTile): "up_any",
 		gemmKernels + downMode*kernelID(len(tiles)):                       "down_16",
@@ -547,6 +547,38 @@ func TestRoPEAppendKVChoice(t *testing.T) {
 	}
 }
 
+// copying copies blocks on a limited number of thread blocks.
+func copying(blocks int, size int64, threadBlocks int) *kernels.CopyBlocks {
+	return &kernels.CopyBlocks{Src: at(1, tensor(kernels.U64, blocks)), Dst: at(2, tensor(kernels.U64, blocks)), BlockBytes: size, ThreadBlocks: threadBlocks}
+}
+
+func TestCopyBlocksChoice(t *testing.T) {
+	for _, test := range []struct {
+		op   *kernels.CopyBlocks
+		want int
+	}{
+		{copying(1000, 4096, 1), 1},
+		{copying(1000, 4096, 16), 16},
+		{copying(1000, 4096, 200), 63}, // 64 KiB each
+		{copying(1000, 1<<20, 0), 132},
+		{copying(1000, 1<<20, 1000), 1000},
+		{copying(1, 16, 64), 1},
+		{copying(0, 16, 64), 0},
+	} {
+		r, b, s := list(t, Options{})
+		if err := b.Enqueue(s, test.op); err != nil {
+			t.Errorf("%+v: %v", test.op, err)
+		}
+		var want []grid
+		if test.want > 0 {
+			want = []grid{{x: test.want, y: 1, z: 1, threads: 512}}
+		}
+		if !slices.Equal(r.grids, want) {
+			t.Errorf("%+v: kernels %q on %v, want %v", test.op, r.names(), r.grids, want)
+		}
+	}
+}
+
 func TestRefusals(t *testing.T) {
 	r, b, s := list(t, Options{})
 	for name, op := range map[string]kernels.Op{
@@ -742,7 +774,7 @@ func TestEnqueueMakesNoGarbage(t *testing.T) {
 		matmul(5, 6144, 4096, kernels.BF16), matmul(5, 8, 4096, kernels.F32),
 		&kernels.Norm{X: at(1, tensor(kernels.BF16, 3, 64)), Weight: at(2, tensor(kernels.BF16, 64)), Out: at(3, tensor(kernels.BF16, 3, 64))},
 		&kernels.Route{Logits: at(1, tensor(kernels.F32, 3, 8)), IDs: at(2, tensor(kernels.I32, 3, 2)), Weights: at(3, tensor(kernels.F32, 3, 2))},
-		appending(3, 4, 2, 64), normed(appending(3, 4, 2, 64)), combiningNorm(3, 2, 64), sampling(3, 32000), cut, adjusting(3, 100), restoring(adjusting(3, 100)), logProbs(3, 20),
+		appending(3, 4, 2, 64), normed(appending(3, 4, 2, 64)), combiningNorm(3, 2, 64), sampling(3, 32000), cut, adjusting(3, 100), restoring(adjusting(3, 100)), logProbs(3, 20), copying(9, 4096, 0),
 		&kernels.ExpertDown{ExpertGEMM: kernels.ExpertGEMM{
 			X: at(1, tensor(kernels.BF16, 6, 64)), Offsets: at(2, tensor(kernels.I32, 5)), Order: at(3, tensor(kernels.I32, 6)), Slots: at(4, tensor(kernels.U64, 4)),
 			Experts: at(5, tensor(kernels.I32, 4)), Layout: layout, Out: at(6, tensor(kernels.BF16, 6, 128)),

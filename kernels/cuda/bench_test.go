@@ -419,7 +419,7 @@ func (x *bench) experts(c *benchModel) (kernels.ExpertLayout, kernels.Tensor, ke
 }
 
 // attention measures n sequences that decode at 600 tokens, and n tokens of prompts
-// of up to 512; and what writes their keys and values.
+// of up to 512; what writes their keys and values; and the copy of a block of each.
 func (x *bench) attention(b *testing.B, c *benchModel, n int, one func(string, func() kernels.Op)) {
 	const tokens = 16
 	op := func(sequences, rows, context int) *kernels.Attention {
@@ -444,6 +444,15 @@ func (x *bench) attention(b *testing.B, c *benchModel, n int, one func(string, f
 		rows := min(n, 512)
 		one("attention-prefill", func() kernels.Op { return op(n/rows, rows, rows) })
 	}
+	one("copy_blocks", func() kernels.Op {
+		size := 2 * tokens * c.kvHeads * c.d
+		from, to := x.act(n, size), x.act(n, size)
+		var src, dst []uint64
+		for i, j := range x.random.Perm(n) {
+			src, dst = append(src, uint64(from.Slice(i, i+1).Addr)), append(dst, uint64(to.Slice(j, j+1).Addr))
+		}
+		return &kernels.CopyBlocks{Src: x.words(src...), Dst: x.words(dst...), BlockBytes: int64(2 * size)}
+	})
 	one("append_kv", func() kernels.Op {
 		a := op(n, 1, tokens)
 		k := x.act(n, c.kvHeads, c.d)

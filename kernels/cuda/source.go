@@ -84,6 +84,7 @@ const (
 	fewColumns64
 	fewRows2
 	fewRows5
+	copyBlocksKernel
 	// attentionKernels: for each head size, with one warp and with four.
 	attentionKernels
 	gemmKernels = attentionKernels + kernelID(2*len(headSizes))
@@ -133,6 +134,7 @@ var table = func() []kernel {
 		{"few.cu", "few_columns_64", 0},
 		{"few.cu", "few_rows_2", 2 * skinnyStageBytes},
 		{"few.cu", "few_rows_5", 5 * skinnyStageBytes},
+		{"copy.cu", "copy_blocks", 0},
 	}
 	for _, d := range headSizes {
 		for _, warps := range []int{1, 4} {

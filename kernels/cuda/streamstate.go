@@ -107,6 +107,8 @@ func (l *streamState) enqueue(op kernels.Op) error {
 		return l.siluMul(o)
 	case *kernels.Gather:
 		return l.gather(o)
+	case *kernels.CopyBlocks:
+		return l.copyBlocks(o)
 	case *kernels.Sample:
 		return l.sample(o)
 	case *kernels.Adjust:

@@ -51,6 +51,7 @@ var tests = []struct {
 	{"combine", testCombine},
 	{"silu_mul", testSiluMul},
 	{"gather", testGather},
+	{"copy_blocks", testCopyBlocks},
 	{"sample", testSample},
 	{"sample_cuts", testSampleCuts},
 	{"sample_none", testSampleNone},

@@ -74,10 +74,15 @@ func (r *rig) free() {
 
 func (r *rig) buffer(name string, t kernels.DType, n int) *buffer {
 	r.Helper()
+	return r.bufferIn(r.stream.Space(), name, t, n)
+}
+
+func (r *rig) bufferIn(space device.Space, name string, t kernels.DType, n int) *buffer {
+	r.Helper()
 	n += 2 * guard
 	b := &buffer{name: name, dtype: t, before: bytes.Repeat([]byte{poison}, n)}
 	var err error
-	if b.device, err = r.machine.Alloc(r.stream.Space(), int64(n), name); err != nil {
+	if b.device, err = r.machine.Alloc(space, int64(n), name); err != nil {
 		r.Fatal(err)
 	}
 	if b.host, err = r.machine.Alloc(device.Host, int64(n), name+" staging"); err != nil {

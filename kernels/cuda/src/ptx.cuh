@@ -114,6 +114,13 @@ DEVICE void store_if(bool condition, void *p, const uint2 &v) {
                : "memory");
 }
 
+// Loads 16 bytes of global memory that are used once, past L1.
+DEVICE uint4 load_streaming(const uint4 *p) {
+  uint4 q;
+  asm volatile("ld.global.cg.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(q.x), "=r"(q.y), "=r"(q.z), "=r"(q.w) : "l"(p) : "memory");
+  return q;
+}
+
 // Prefetches to L2.
 DEVICE void prefetch(const void *p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 

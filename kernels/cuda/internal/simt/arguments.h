@@ -38,6 +38,11 @@
   FIELD(attention_args, each) \
   FIELD(attention_args, shift) \
   FIELD(attention_args, v_as_k) \
+  STRUCT(copy_blocks_args) \
+  FIELD(copy_blocks_args, src) \
+  FIELD(copy_blocks_args, dst) \
+  FIELD(copy_blocks_args, count) \
+  FIELD(copy_blocks_args, words) \
   STRUCT(dense_args) \
   FIELD(dense_args, w) \
   FIELD(dense_args, x) \

@@ -199,6 +199,10 @@ static inline void copy_wait() {
   simt::wait(pending);
 }
 
+static inline uint4 load_streaming(const uint4 *p) {
+  simt::check_global(p, 16);
+  return *p;
+}
 static inline void store_chunk(void *p, const uint4 &q) {
   simt::check_global(p, 16);
   *(uint4 *)p = q;

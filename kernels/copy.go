@@ -1,0 +1,53 @@
+package kernels
+
+// CopyBlocks copies N blocks of BlockBytes each, block i from address Src[i] to Dst[i], in
+// 16-byte words. Addresses are multiples of 16, in any memory that the stream's device can
+// access: its own, a peer's, the host's. A pair with address 0 on either side is skipped.
+// Blocks are copied in any order and at the same time, so a destination may overlap no other
+// block of the operation.
+//
+// One operation copies many small blocks at once, where Stream.Copy needs one operation each;
+// but it takes multiprocessors (or threads) from other work of the device.
+type CopyBlocks struct {
+	Src, Dst   Tensor // [N] U64: addresses
+	BlockBytes int64  // a multiple of 16
+	// ThreadBlocks is the maximum number of thread blocks of the launch, and so of the
+	// multiprocessors that it uses; 0: one per multiprocessor. Backends without thread blocks
+	// ignore it.
+	ThreadBlocks int
+}
+
+const (
+	// copyWord is the number of bytes that are copied as one.
+	copyWord = 16
+	// Limits of a CopyBlocks, so that a kernel may count blocks and words in 32 bits.
+	maxCopyBlocks     = 1 << 30
+	maxCopyBlockBytes = copyWord << 30
+)
+
+// Name implements Op.
+func (*CopyBlocks) Name() string { return "copy_blocks" }
+
+// Check implements Op.
+func (o *CopyBlocks) Check() error {
+	c := checker{op: o.Name()}
+	c.tensor("Src", &o.Src, uint64Only, 1)
+	c.list("Dst", &o.Dst, uint64Only, o.Src.Shape[0], "Src")
+	switch {
+	case !c.ok():
+	case o.Src.Shape[0] > maxCopyBlocks:
+		c.failf("Src is %v, want at most %d blocks", o.Src, maxCopyBlocks)
+	case o.BlockBytes <= 0 || o.BlockBytes%copyWord != 0 || o.BlockBytes > maxCopyBlockBytes:
+		c.failf("BlockBytes is %d, want a multiple of %d of at most %d", o.BlockBytes, copyWord, int64(maxCopyBlockBytes))
+	case o.ThreadBlocks < 0:
+		c.failf("ThreadBlocks is %d, want 0 (one per multiprocessor) or more", o.ThreadBlocks)
+	}
+	return c.err
+}
+
+// Declare implements Op. Reads and Writes have no blocks: only the tables determine which.
+func (o *CopyBlocks) Declare(d *Decl) {
+	d.read(&o.Src)
+	d.read(&o.Dst)
+	d.Bytes += 2 * int64(o.Src.Shape[0]) * o.BlockBytes
+}

@@ -1,0 +1,42 @@
+// Copies of many blocks of memory, of this device, of peers and of the host.
+
+struct copy_blocks_args {
+  u64 src, dst;      // addresses of the blocks, 0: skip
+  int count, words;  // blocks, and words of 16 bytes per block
+};
+
+constexpr int copy_threads = 512;
+// Words that a thread loads before it stores the first: one block of threads has 64 KiB in
+// flight, about what a link to the host delivers within its latency.
+constexpr int copy_words = 8;
+
+// The words of all blocks are numbered in sequence, and a thread copies every n-th, n being the
+// number of threads. Each warp reads and writes 512 contiguous bytes, unless blocks are
+// smaller. The position is advanced without divisions.
+KERNEL(512, 1) copy_blocks(const copy_blocks_args a) {
+  begin();
+  int first = blockIdx.x * copy_threads + threadIdx.x, step = gridDim.x * copy_threads;
+  int block = first / a.words, word = first - block * a.words;
+  int step_blocks = step / a.words, step_words = step - step_blocks * a.words;
+  while (block < a.count) {
+    const uint4 *from[copy_words];
+    uint4 *to[copy_words];
+#pragma unroll
+    for (int i = 0; i < copy_words; i++) {
+      u64 src = 0, dst = 0;
+      if (block < a.count) src = ((const u64 *)a.src)[block], dst = ((const u64 *)a.dst)[block];
+      bool copied = src != 0 && dst != 0;
+      from[i] = copied ? (const uint4 *)src + word : nullptr;
+      to[i] = copied ? (uint4 *)dst + word : nullptr;
+      block += step_blocks, word += step_words;
+      if (word >= a.words) word -= a.words, block++;
+    }
+    uint4 v[copy_words];
+#pragma unroll
+    for (int i = 0; i < copy_words; i++)
+      if (from[i]) v[i] = load_streaming(from[i]);
+#pragma unroll
+    for (int i = 0; i < copy_words; i++)
+      if (to[i]) store_chunk(to[i], v[i]);
+  }
+}

@@ -1,0 +1,95 @@
+package kernelstest
+
+import (
+	"bytes"
+	"encoding/binary"
+	"fmt"
+
+	"github.com/moeserve/moeserve/device"
+	"github.com/moeserve/moeserve/kernels"
+)
+
+// accessible lists the spaces that operations of the stream can access: its own, and for a GPU
+// also host memory and that of a peer, if there is one.
+func (r *rig) accessible() []device.Space {
+	own := r.stream.Space()
+	if own == device.Host {
+		return []device.Space{own}
+	}
+	spaces := []device.Space{own, device.Host}
+	for _, s := range r.machine.Topology().Spaces() {
+		if _, err := r.machine.Topology().Path(own, s); s != own && s != device.Host && err == nil {
+			return append(spaces, s)
+		}
+	}
+	return spaces
+}
+
+func testCopyBlocks(r *rig) {
+	type shape struct {
+		bytes, blocks, threadBlocks int
+	}
+	shapes := []shape{{16, 1, 0}, {16, 70, 1}, {48, 333, 2}, {4096, 1, 1}, {4096, 9, 0}, {8192 + 16, 5, 3}, {64 << 10, 4, 1}}
+	if r.o.Full {
+		shapes = append(shapes, shape{4096, 1000, 4}, shape{1 << 20, 5, 16})
+	}
+	spaces := r.accessible()
+	for _, s := range shapes {
+		for _, from := range spaces {
+			for _, to := range spaces {
+				r.run(fmt.Sprintf("%+v/%v-%v", s, from, to), func(r *rig) { testCopyBlocksShape(r, s.bytes, s.blocks, s.threadBlocks, from, to) })
+			}
+		}
+	}
+	r.run("no blocks", func(r *rig) {
+		r.do(&kernels.CopyBlocks{Src: kernels.New(0, kernels.U64, 0), Dst: kernels.New(0, kernels.U64, 0), BlockBytes: 16})
+	})
+}
+
+// testCopyBlocksShape copies between two buffers with room for twice as many blocks, in no
+// order. One pair is skipped, and one source is copied twice.
+func testCopyBlocksShape(r *rig, size, blocks, threadBlocks int, from, to device.Space) {
+	src, dst := r.bufferIn(from, "blocks read", kernels.U64, 2*blocks*size), r.bufferIn(to, "blocks written", kernels.U64, 2*blocks*size)
+	dst.out = make([]byte, len(dst.before))
+	reads, writes := r.rand.Perm(2 * blocks)[:blocks], r.rand.Perm(2 * blocks)[:blocks]
+	if blocks > 1 {
+		reads[0] = reads[blocks-1]
+	}
+	block := func(b *buffer, data []byte, i int) ([]byte, uint64) {
+		at := guard + i*size
+		return data[at:][:size], uint64(b.device.Range(int64(at), int64(size)).Addr)
+	}
+	sources, destinations := make([]uint64, blocks), make([]uint64, blocks)
+	skipped := -1
+	if blocks > 4 {
+		skipped = blocks / 2
+	}
+	for i := range blocks {
+		if i == skipped {
+			if _, sources[i] = block(src, src.before, reads[i]); blocks%2 == 0 {
+				sources[i] = 0
+			}
+			if sources[i] == 0 {
+				_, destinations[i] = block(dst, dst.before, writes[i])
+			}
+			continue
+		}
+		var data []byte
+		data, sources[i] = block(src, src.before, reads[i])
+		for j := 0; j < size; j += 8 {
+			binary.LittleEndian.PutUint64(data[j:], r.rand.Uint64())
+		}
+		data, destinations[i] = block(dst, dst.out, writes[i])
+		fill(data, 1)
+	}
+	r.do(&kernels.CopyBlocks{Src: r.words("Src", sources...).Tensor, Dst: r.words("Dst", destinations...).Tensor, BlockBytes: int64(size), ThreadBlocks: threadBlocks})
+	for i := range blocks {
+		if i == skipped {
+			continue
+		}
+		want, _ := block(src, src.before, reads[i])
+		if got, _ := block(dst, dst.after, writes[i]); !bytes.Equal(got, want) {
+			r.Fatalf("block %d of %d is not what was copied", i, blocks)
+		}
+	}
+}
