@@ -391,6 +391,9 @@ func (m *Manager) CompleteStore(s Store, ok bool) {
 		m.stats.Evictable++
 		m.stats.Stored++
 		m.eviction.SetEvictable(id, true)
+		if stored == nil {
+			stored = make([]kvcache.Key, 0, len(s.IDs))
+		}
 		stored = append(stored, b.key)
 	}
 	if len(stored) > 0 {

@@ -22,6 +22,14 @@ func key(name string) (k kvcache.Key) {
 
 func name(k kvcache.Key) string { return strings.TrimRight(string(k[:]), "\x00") }
 
+// keysOf are the names of keys.
+func keysOf(keys []kvcache.Key) (all string) {
+	for _, k := range keys {
+		all += name(k)
+	}
+	return all
+}
+
 // TestScript runs histories of a tier. Keys are letters, and loads and stores are named in the
 // first argument, where the command begins or ends one:
 //
@@ -35,7 +43,8 @@ func name(k kvcache.Key) string { return strings.TrimRight(string(k[:]), "\x00")
 //	lose b
 //	reset
 //
-// and prints what came of it, the events, and the numbers of blocks.
+// and prints what came of it, the events, the numbers of blocks, and ARC's lists, the least recent
+// first.
 func TestScript(t *testing.T) {
 	datadriven.Walk(t, "testdata", func(t *testing.T, path string) {
 		var m *tier.Manager
@@ -130,6 +139,9 @@ func TestScript(t *testing.T) {
 				fmt.Fprintf(&out, ", %d quarantined", s.Quarantined)
 			}
 			fmt.Fprintf(&out, "; %d allocated, %d evicted, %d freed, %d stored, %d loaded\n", s.Allocated, s.Evicted, s.Freed, s.Stored, s.Loaded)
+			if p, lists, ok := m.ARCState(); ok {
+				fmt.Fprintf(&out, "p %.4g, T1 %s, T2 %s, B1 %s, B2 %s\n", p, keysOf(lists[0]), keysOf(lists[1]), keysOf(lists[2]), keysOf(lists[3]))
+			}
 			return out.String()
 		})
 	})
@@ -146,17 +158,11 @@ func part(ids []int32, keep func(i int) bool) (some []int32) {
 }
 
 func format(e tier.Event) string {
-	names := func(keys []kvcache.Key) (s string) {
-		for _, k := range keys {
-			s += name(k)
-		}
-		return s
-	}
 	switch {
 	case len(e.Stored) > 0 && len(e.Removed) == 0:
-		return fmt.Sprintf("event: %s stored %s\n", e.Medium, names(e.Stored))
+		return fmt.Sprintf("event: %s stored %s\n", e.Medium, keysOf(e.Stored))
 	case len(e.Removed) > 0 && len(e.Stored) == 0:
-		return fmt.Sprintf("event: %s removed %s\n", e.Medium, names(e.Removed))
+		return fmt.Sprintf("event: %s removed %s\n", e.Medium, keysOf(e.Removed))
 	}
 	return fmt.Sprintf("event: %+v, of both or neither\n", e)
 }
@@ -182,6 +188,13 @@ func TestOptions(t *testing.T) {
 		if _, err := tier.New(o); err != nil {
 			t.Errorf("policy %q: %v", o.Policy, err)
 		}
+	}
+}
+
+// TestState: states have names.
+func TestState(t *testing.T) {
+	if got := fmt.Sprint(tier.Miss, tier.Hit, tier.HitPending, tier.State(7)); got != "miss hit pending State(7)" {
+		t.Error(got)
 	}
 }
 
