@@ -6,6 +6,8 @@ import (
 	"strings"
 	"testing"
 
+	"pgregory.net/rapid"
+
 	"github.com/moeserve/moeserve/kvcache"
 	"github.com/moeserve/moeserve/kvcache/tier"
 )
@@ -195,6 +197,30 @@ func TestEvictTooFew(t *testing.T) {
 			t.Errorf("%s: then %v, %v", name, v, ok)
 		}
 	}
+}
+
+// TestARCOrder: whichever blocks are pinned and released, those that stay are evicted in the order
+// of their last use.
+func TestARCOrder(t *testing.T) {
+	rapid.Check(t, func(t *rapid.T) {
+		const blocks = 40
+		p, used := tier.NewARC(blocks), []int32{}
+		for id := range int32(blocks) {
+			p.Insert(id, key(string('A'+id)))
+			used = append(used, id)
+		}
+		for _, id := range rapid.Permutation(used).Draw(t, "released") {
+			p.SetEvictable(id, true)
+		}
+		pinned := rapid.SliceOfNDistinct(rapid.Int32Range(0, blocks-1), 0, blocks, rapid.ID[int32]).Draw(t, "pinned")
+		for _, id := range pinned {
+			p.SetEvictable(id, false)
+			used = without(used, id)
+		}
+		if v, ok := p.Evict(nil, len(used), func(int32) bool { return false }); !ok || !slices.Equal(v, used) {
+			t.Fatalf("without %v: %v, %v", pinned, v, ok)
+		}
+	})
 }
 
 // TestAllocations: the calls of a step that changes nothing allocate nothing, and a store or load

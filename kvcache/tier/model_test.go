@@ -376,8 +376,22 @@ func runModel(t *rapid.T, policy string) {
 		}
 	}
 	t.Repeat(map[string]func(*rapid.T){
-		"store":       func(t *rapid.T) { prepare(t, someKeys(t)) },
-		"store again": func(t *rapid.T) { prepare(t, someKeys(t)) }, // as often as any two others
+		"store": func(t *rapid.T) { prepare(t, someKeys(t)) },
+		// A request's life, at once: so most blocks are ready, and evicted, touched and loaded often.
+		"turn": func(t *rapid.T) {
+			for range rapid.IntRange(1, 4).Draw(t, "requests") {
+				keys := someKeys(t)
+				want.touch(keys)
+				m.Touch(keys)
+				before := len(stores)
+				if prepare(t, keys); len(stores) > before {
+					s := stores[before]
+					stores = stores[:before]
+					want.completeStore(s.epoch, s.number, s.IDs, true)
+					m.CompleteStore(s.Store, true)
+				}
+			}
+		},
 		"stored": func(t *rapid.T) {
 			if len(stores) == 0 {
 				t.Skip("no store")

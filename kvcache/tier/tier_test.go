@@ -46,7 +46,7 @@ func keysOf(keys []kvcache.Key) (all string) {
 // and prints what came of it, the events, the numbers of blocks, and ARC's lists, the least recent
 // first.
 func TestScript(t *testing.T) {
-	datadriven.Walk(t, "testdata", func(t *testing.T, path string) {
+	datadriven.Walk(t, "testdata/script", func(t *testing.T, path string) {
 		var m *tier.Manager
 		stores, loads := map[string]tier.Store{}, map[string]tier.Load{}
 		loaded := map[string]string{} // names of a load's keys
