@@ -126,6 +126,13 @@ var imports = map[string]map[string]string{
 		"kernels": "layout of a block",
 	},
 	"kvcache/tier": {"kvcache": "keys of blocks"},
+	"kvcache/offload": {
+		"device":       "memory, streams and points",
+		"harvest":      "peers, and the loss of their memory",
+		"kvcache":      "blocks of the GPU, and keys",
+		"kvcache/tier": "the account of each tier's blocks",
+		"transfer":     "copies between the tiers",
+	},
 	"metrics": {},
 	"models": {
 		"device":             "memory that weights are loaded into",

@@ -91,6 +91,14 @@ func (t *Ticket) Err() error {
 	return t.err
 }
 
+// Landed is the number of bytes that have landed, in the order of the pieces: of a request
+// that failed, those before the first that did not.
+func (t *Ticket) Landed() int64 {
+	t.engine.mu.Lock()
+	defer t.engine.mu.Unlock()
+	return t.req.Landed()
+}
+
 // Wait waits on the host until the request has ended and none of its chunks is in flight,
 // or ctx is done, and returns Err.
 func (t *Ticket) Wait(ctx context.Context) error {

@@ -64,6 +64,9 @@ func (r *Request) Reset() { *r = Request{Pieces: r.Pieces[:0], waiting: r.waitin
 // Bytes of all pieces.
 func (r *Request) Bytes() int64 { return r.bytes }
 
+// Landed is the number of bytes that have landed, in order.
+func (r *Request) Landed() int64 { return r.landed }
+
 // Ended reports whether the request has finished.
 func (r *Request) Ended() bool { return r.ended }
 

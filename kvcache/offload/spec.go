@@ -1,0 +1,125 @@
+package offload
+
+import (
+	"errors"
+	"fmt"
+	"maps"
+	"slices"
+	"strings"
+	"sync"
+)
+
+// Spec makes the mediums of a configuration.
+type Spec interface {
+	// Open makes the mediums, the fastest first. With an error it returns those that the
+	// caller must close.
+	Open(Env) ([]*Medium, error)
+}
+
+// Names of the built-in specs. CPUSpec's is vLLM's; NativeSpec is the name of its
+// --kv-offloading-backend, and the same.
+const (
+	NativeSpec = "native"
+	CPUSpec    = "CPUOffloadingSpec"
+	PeerSpec   = "PeerOffloadingSpec"
+	FileSpec   = "FileOffloadingSpec"
+	// TieredSpec makes every tier that has a size.
+	TieredSpec = "TieredOffloadingSpec"
+)
+
+// specs are the constructors by name.
+var specs = struct {
+	sync.Mutex
+	by map[string]func(Config) (Spec, error)
+}{by: map[string]func(Config) (Spec, error){
+	NativeSpec: builtin(CPU),
+	CPUSpec:    builtin(CPU),
+	PeerSpec:   builtin(PeerGPU),
+	FileSpec:   builtin(File),
+	TieredSpec: builtin(PeerGPU, CPU, File),
+}}
+
+// Register adds a spec, which spec_name then selects. It panics if there is one of that name.
+func Register(name string, construct func(Config) (Spec, error)) {
+	specs.Lock()
+	defer specs.Unlock()
+	if name == "" || specs.by[name] != nil {
+		panic(fmt.Sprintf("offload: spec %q is registered twice, or has no name", name))
+	}
+	specs.by[name] = construct
+}
+
+// newSpec returns the configuration's spec.
+func newSpec(c Config) (Spec, error) {
+	specs.Lock()
+	construct, names := specs.by[c.SpecName], slices.Sorted(maps.Keys(specs.by))
+	specs.Unlock()
+	if construct == nil {
+		return nil, fmt.Errorf("spec_name is %q; it must be one of %s", c.SpecName, strings.Join(names, ", "))
+	}
+	return construct(c)
+}
+
+// builtinSpec makes those of the mediums that have a size.
+type builtinSpec struct{ c Config }
+
+// builtin returns the constructor of a spec of these mediums. Sizes of others are refused.
+func builtin(mediums ...string) func(Config) (Spec, error) {
+	return func(c Config) (Spec, error) {
+		any := false
+		for _, s := range []struct {
+			medium, key string
+			set         bool
+		}{
+			{PeerGPU, "num_gpu_blocks", c.GPUBlocks > 0},
+			{CPU, "num_cpu_blocks", c.CPUBlocks > 0 || c.CPUBytes > 0},
+			{File, "num_file_blocks", c.FileBlocks > 0},
+		} {
+			here := slices.Contains(mediums, s.medium)
+			if s.set && !here {
+				return nil, fmt.Errorf("spec_name %s has no tier %s, and %s is set; remove one of them, or use spec_name %s", c.SpecName, s.medium, s.key, TieredSpec)
+			}
+			if !s.set && here && len(mediums) == 1 {
+				return nil, fmt.Errorf("spec_name is %s, and %s is not set; set it to the tier's size", c.SpecName, s.key)
+			}
+			any = any || s.set
+		}
+		if !any {
+			return nil, errors.New("no tier has a size; set num_gpu_blocks, num_cpu_blocks or num_file_blocks")
+		}
+		return builtinSpec{c}, nil
+	}
+}
+
+// Open implements Spec.
+func (s builtinSpec) Open(e Env) (all []*Medium, err error) {
+	add := func(m *Medium, failed error) bool {
+		if m != nil {
+			all = append(all, m)
+		}
+		err = failed
+		return err == nil
+	}
+	c := s.c
+	if c.GPUBlocks > 0 && !add(openPeers(e, c)) {
+		return all, err
+	}
+	switch {
+	case c.CPUBlocks > 0:
+		if !add(openCPU(e, c.CPUBlocks, "num_cpu_blocks")) {
+			return all, err
+		}
+	case c.CPUBytes > 0:
+		n := c.CPUBytes / e.BlockBytes
+		if n == 0 {
+			return all, fmt.Errorf("--kv-offloading-size of %d bytes is less than one block of %d bytes; raise it", c.CPUBytes, e.BlockBytes)
+		}
+		if !add(openCPU(e, int(n), "--kv-offloading-size")) {
+			return all, err
+		}
+	}
+	if c.FileBlocks > 0 {
+		add(openFiles(e, c))
+	}
+	return all, err
+}

@@ -1,0 +1,172 @@
+package offload
+
+import (
+	"slices"
+
+	"github.com/moeserve/moeserve/kvcache"
+	"github.com/moeserve/moeserve/kvcache/tier"
+	"github.com/moeserve/moeserve/transfer"
+)
+
+// store is a store under way, in one tier.
+type store struct {
+	level   *level
+	account tier.Store
+	// blocks of the GPU that are held, by block of the account.
+	blocks [][]int32
+	// hurried: a sequence waits for it.
+	hurried bool
+}
+
+// offered is a block that the tiers may store, and the GPU's blocks that it is made of.
+type offered struct {
+	key    kvcache.Key
+	blocks []int32
+}
+
+// Store offers the sequence's blocks keys[from:from+len(src)], which are these blocks of the
+// pool, full and final, to the tiers. It holds those that are being stored, and returns at
+// once. Every tier from the fastest on gets what the policy wants and it lacks, until one
+// that is lossy has taken a block. Blocks that do not make up a whole tier block are ignored.
+func (t *Tiers) Store(keys []kvcache.Key, from int, src []int32, why Cause) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if t.closed {
+		return
+	}
+	t.drop()
+	var all []offered
+	for i := (from + t.factor - 1) / t.factor * t.factor; i+t.factor <= min(from+len(src), len(keys)); i += t.factor {
+		all = append(all, offered{keys[i+t.factor-1], src[i-from : i-from+t.factor]})
+	}
+	if why == Filled {
+		t.touch(keys[:min(from+len(src), len(keys))])
+	}
+	for _, level := range t.levels {
+		if len(all) == 0 {
+			return
+		}
+		if !t.o.Policy.Stores(level.Name, why) {
+			continue
+		}
+		refused := t.storeIn(level, all, why)
+		if !level.backed {
+			all = refused
+		}
+	}
+}
+
+// storeIn starts to store blocks in one tier and returns those that it refuses. mu is held.
+func (t *Tiers) storeIn(level *level, all []offered, why Cause) (refused []offered) {
+	room := max(0, t.o.StoreLimit-t.stored) / t.factor
+	var account tier.Store
+	n, ok := t.fitting(level, all, room), false
+	for ; n > 0; n /= 2 {
+		keys := make([]kvcache.Key, n)
+		for i := range keys {
+			keys[i] = all[i].key
+		}
+		if account, ok = level.account.PrepareStore(keys); ok {
+			break
+		}
+	}
+	refused = all[n:]
+	level.counts.refused += int64(len(refused))
+	if len(account.Evicted) > 0 {
+		evicted := make([]kvcache.Key, len(account.Evicted))
+		for i, e := range account.Evicted {
+			evicted[i] = e.Key
+		}
+		level.Memory.Drop(evicted)
+	}
+	if len(account.Keys) == 0 {
+		return refused
+	}
+	byKey := map[kvcache.Key][]int32{}
+	for _, o := range all[:n] {
+		byKey[o.key] = o.blocks
+	}
+	blockBytes := t.o.Pool.Shape().BlockBytes()
+	s := &store{level: level, account: account}
+	job := &Job{Priority: transfer.KVStore, Label: label{"store", len(account.Keys), level.Name, 0}}
+	if why == Preempted {
+		job.Priority = transfer.KVLoad // the scheduler waits for the blocks
+	}
+	for i, k := range account.Keys {
+		b := Block{Key: k, ID: account.IDs[i]}
+		for j, id := range byKey[k] {
+			b.Pieces = append(b.Pieces, Piece{GPU: t.o.Pool.Region(id), Offset: int64(j) * blockBytes})
+		}
+		job.Blocks = append(job.Blocks, b)
+		s.blocks = append(s.blocks, slices.Clone(byKey[k]))
+	}
+	places := t.start(route{GPU, level.Name}, job, s)
+	t.completeStore(level, account, places, false)
+	for _, i := range places {
+		refused = append(refused, offered{account.Keys[i], byKey[account.Keys[i]]})
+	}
+	level.counts.refused += int64(len(places))
+	s.account.Keys, s.account.IDs, s.blocks = without(s.account.Keys, places), without(s.account.IDs, places), without(s.blocks, places)
+	for _, blocks := range s.blocks {
+		t.o.Blocks.Hold(blocks)
+		t.stored += len(blocks)
+	}
+	return refused
+}
+
+// fitting is how many of the blocks, from the first on, need at most room new ones. mu is
+// held.
+func (t *Tiers) fitting(level *level, all []offered, room int) int {
+	for i, o := range all {
+		if level.account.Lookup(o.key) != tier.Miss {
+			continue
+		}
+		if room--; room < 0 {
+			return i
+		}
+	}
+	return len(all)
+}
+
+// completeStore completes these blocks of a store in a tier's account, the last one first;
+// the medium drops what has failed. mu is held.
+func (t *Tiers) completeStore(level *level, account tier.Store, blocks []int, ok bool) {
+	if len(blocks) == 0 {
+		return
+	}
+	part := account
+	part.Keys, part.IDs = nil, nil
+	for _, i := range slices.Backward(blocks) {
+		part.Keys, part.IDs = append(part.Keys, account.Keys[i]), append(part.IDs, account.IDs[i])
+	}
+	level.account.CompleteStore(part, ok)
+	if !ok {
+		level.Memory.Drop(part.Keys)
+	}
+}
+
+// finish implements owner.
+func (s *store) finish(t *Tiers, run *running) {
+	arrived, err := run.transfer.Result()
+	t.drop() // what was lost meanwhile is not stored
+	var good, bad []int
+	for i, ok := range arrived {
+		if ok {
+			good = append(good, i)
+		} else {
+			bad = append(bad, i)
+		}
+	}
+	level := s.level
+	level.counts.storedBlocks(run.job, good)
+	level.counts.failedStores += int64(len(bad))
+	t.completeStore(level, s.account, good, true)
+	t.completeStore(level, s.account, bad, false)
+	for _, blocks := range s.blocks {
+		t.o.Blocks.Unhold(blocks)
+		t.stored -= len(blocks)
+	}
+	if err != nil {
+		t.o.Log.Warn("kv blocks not stored", "in", level.Name, "blocks", len(bad), "err", err)
+	}
+}

@@ -1,0 +1,432 @@
+package offload
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"slices"
+	"sync"
+	"time"
+
+	"github.com/moeserve/moeserve/device"
+	"github.com/moeserve/moeserve/harvest"
+	"github.com/moeserve/moeserve/kvcache"
+	"github.com/moeserve/moeserve/kvcache/tier"
+	"github.com/moeserve/moeserve/transfer"
+)
+
+// Cause is why blocks are offered to the tiers.
+type Cause uint8
+
+// The causes.
+const (
+	// Filled blocks have just been computed.
+	Filled Cause = iota
+	// Released blocks are no longer used by their sequence, Preempted ones will be used again.
+	Released
+	Preempted
+)
+
+func (c Cause) String() string { return [...]string{"filled", "released", "preempted"}[c] }
+
+// Policy decides what is stored and loaded. The engine's goroutine asks it.
+type Policy interface {
+	// Stores returns whether blocks offered for that cause are stored in a tier.
+	Stores(medium string, why Cause) bool
+	// Loads returns how many of the parts of a run, from the first on, are loaded; the others
+	// are computed. costs is the choice of the cost model.
+	Loads(run []Part, costs int) int
+}
+
+// DefaultPolicy stores everything, and loads what the cost model chooses.
+type DefaultPolicy struct{}
+
+// Stores implements Policy.
+func (DefaultPolicy) Stores(string, Cause) bool { return true }
+
+// Loads implements Policy.
+func (DefaultPolicy) Loads(_ []Part, costs int) int { return costs }
+
+// Options describe the tiers of one GPU's KV blocks.
+type Options struct {
+	// Machine, and Space of the GPU that computes.
+	Machine device.Machine
+	Space   device.Space
+	// Pool has the GPU's blocks, and Blocks their account, in which transfers hold them.
+	Pool     *kvcache.Pool
+	Blocks   *kvcache.Manager
+	Transfer *transfer.Engine
+	// Harvest lends the peers' memory. It is closed before the tiers. Default: no peers.
+	Harvest *harvest.Runtime
+	Config  Config
+	// Policy of stores and loads. Default: DefaultPolicy.
+	Policy Policy
+	// Patience is the time after which a load is raised to the priority of prefetches, and
+	// after four times of which to that of on-demand fetches. Default: 100 ms.
+	Patience time.Duration
+	// StoreLimit is the number of the GPU's blocks that stores hold at a time; what is offered
+	// beyond is not stored. Default: a quarter of the pool, at least one tier block.
+	StoreLimit int
+	// Log of failed transfers. Default: discarded.
+	Log *slog.Logger
+}
+
+const defaultPatience = 100 * time.Millisecond
+
+// EnsureDefaults returns o with its defaults set.
+func (o Options) EnsureDefaults() Options {
+	o.Config = o.Config.EnsureDefaults()
+	if o.Policy == nil {
+		o.Policy = DefaultPolicy{}
+	}
+	if o.Patience == 0 {
+		o.Patience = defaultPatience
+	}
+	if o.Log == nil {
+		o.Log = slog.New(slog.DiscardHandler)
+	}
+	return o
+}
+
+// Validate reports the first invalid option.
+func (o Options) Validate() error {
+	switch {
+	case o.Machine == nil:
+		return errors.New("Options.Machine is not set")
+	case o.Pool == nil:
+		return errors.New("Options.Pool is not set")
+	case o.Blocks == nil:
+		return errors.New("Options.Blocks is not set")
+	case o.Transfer == nil:
+		return errors.New("Options.Transfer is not set")
+	case o.Patience < 0:
+		return fmt.Errorf("invalid Patience %v: must be positive", o.Patience)
+	case o.StoreLimit < 0:
+		return fmt.Errorf("invalid StoreLimit %d: must be positive", o.StoreLimit)
+	}
+	return o.Config.Validate()
+}
+
+// Tiers keep KV blocks outside of the GPU's pool, and bring them back. One goroutine uses
+// them, except for Wait, Locate, TakeEvents, Stats and Decisions, which any may call.
+//
+// # Locks
+//
+// mu guards everything below it. It is not held while Wait waits. What other goroutines
+// report (ends of transfers, revocations) goes into lists with locks of their own, which the
+// engine's goroutine empties.
+type Tiers struct {
+	o Options
+	// factor is the number of the GPU's blocks in a tier's block.
+	factor int
+	worker *worker
+
+	mu     sync.Mutex
+	levels []*level // fastest first
+	costs  costs
+	// behind is the point that whatever the engine has enqueued reaches, see Behind.
+	behind []device.Point
+	// loads have not been reported; loading counts them by the keys of the GPU's blocks.
+	loads   []*load
+	loading map[kvcache.Key]int
+	jobs    map[*running]owner
+	// stored is the number of the GPU's blocks that stores hold.
+	stored int
+	closed bool
+}
+
+// owner finishes a job: a part of a load, or a store.
+type owner interface {
+	finish(t *Tiers, run *running)
+}
+
+// level is one tier: a medium and its account.
+type level struct {
+	Medium
+	account *tier.Manager
+	// backed: what is stored here is stored in the next tier, too.
+	backed bool
+	counts levelCounts
+}
+
+// New opens the tiers that the configuration asks for.
+func New(o Options) (*Tiers, error) {
+	o = o.EnsureDefaults()
+	if err := o.Validate(); err != nil {
+		return nil, fmt.Errorf("offload: %w", err)
+	}
+	t := &Tiers{o: o, loading: map[kvcache.Key]int{}, jobs: map[*running]owner{}}
+	if err := t.open(); err != nil {
+		return nil, fmt.Errorf("offload: %w", errors.Join(err, t.release()))
+	}
+	return t, nil
+}
+
+func (t *Tiers) open() (err error) {
+	c := t.o.Config
+	if t.factor, err = c.factor(t.o.Blocks.BlockTokens()); err != nil {
+		return err
+	}
+	if t.o.StoreLimit == 0 {
+		t.o.StoreLimit = max(t.o.Blocks.Blocks()/4, t.factor)
+	}
+	spec, err := newSpec(c)
+	if err != nil {
+		return err
+	}
+	if t.worker, err = newWorker(t.o.Machine); err != nil {
+		return err
+	}
+	mediums, err := spec.Open(Env{
+		Machine: t.o.Machine, Space: t.o.Space, Transfer: t.o.Transfer, Harvest: t.o.Harvest,
+		BlockBytes: int64(t.factor) * t.o.Pool.Shape().BlockBytes(), Log: t.o.Log,
+	})
+	for _, m := range mediums {
+		account, failed := tier.New(tier.Options{Blocks: m.Blocks, Medium: m.Name, Policy: c.EvictionPolicy})
+		err = errors.Join(err, failed)
+		t.levels = append(t.levels, &level{Medium: *m, account: account, backed: c.Durability[m.Name] != Lossy})
+		t.worker.handlers[route{GPU, m.Name}], t.worker.handlers[route{m.Name, GPU}] = m.Store, m.Load
+	}
+	return err
+}
+
+// Factor is the number of the GPU's blocks in a tier's block. Store ignores blocks that do
+// not make up a whole one: what is offered should begin at a multiple of Factor.
+func (t *Tiers) Factor() int { return t.factor }
+
+// Behind sets the points that work which the engine has enqueued will reach: transfers that
+// are started from now on wait for them. It is not needed where the host has waited for that
+// work itself.
+func (t *Tiers) Behind(points ...device.Point) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.behind = slices.Clone(points)
+}
+
+// Computed reports a step of so many tokens that took so many seconds: see the cost model.
+func (t *Tiers) Computed(tokens int, seconds float64) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.costs.computed(tokens, seconds)
+}
+
+// drop removes the keys that mediums have lost from their accounts. mu is held.
+func (t *Tiers) drop() {
+	for _, l := range t.levels {
+		for _, k := range l.Memory.Lost() {
+			l.lose(k)
+		}
+	}
+}
+
+// lose removes a key from a tier.
+func (l *level) lose(k kvcache.Key) {
+	if l.account.Lose(k) {
+		l.counts.lost++
+	}
+	l.Memory.Drop([]kvcache.Key{k})
+}
+
+// tierBlock returns the key of the tier's block that has block i of a sequence; false: the
+// sequence does not fill it.
+func (t *Tiers) tierBlock(keys []kvcache.Key, i int) (kvcache.Key, bool) {
+	last := (i/t.factor+1)*t.factor - 1
+	if last >= len(keys) {
+		return kvcache.Key{}, false
+	}
+	return keys[last], true
+}
+
+// find returns the fastest tier that has a key; pending: none has, and one is storing it.
+func (t *Tiers) find(k kvcache.Key) (l *level, pending bool) {
+	for _, l := range t.levels {
+		switch l.account.Lookup(k) {
+		case tier.Hit:
+			return l, false
+		case tier.HitPending:
+			pending = true
+		}
+	}
+	return nil, pending
+}
+
+// Lookup returns how many of a sequence's blocks from block from on the tiers have in a row,
+// and should be loaded; keys are those of all its full blocks. The blocks end within the
+// sequence's first tokens. wait: the next block is being stored, or loaded for another
+// sequence; ask again later.
+func (t *Tiers) Lookup(keys []kvcache.Key, from, tokens int) (blocks int, wait bool) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.drop()
+	run, wait := t.run(keys, from, tokens)
+	if len(run) == 0 {
+		return 0, wait
+	}
+	n := min(t.o.Policy.Loads(run, t.costs.choose(run)), len(run))
+	t.costs.count(run, n)
+	for _, p := range run[:n] {
+		blocks += p.Blocks
+	}
+	return blocks, wait && n == len(run)
+}
+
+// run divides the blocks that the tiers have in a row by tier. mu is held.
+func (t *Tiers) run(keys []kvcache.Key, from, tokens int) (run []Part, wait bool) {
+	blockBytes, blockTokens := t.o.Pool.Shape().BlockBytes(), t.o.Blocks.BlockTokens()
+	for i := from; i < min(len(keys), tokens/blockTokens); i++ {
+		if t.loading[keys[i]] > 0 {
+			return run, true
+		}
+		k, ok := t.tierBlock(keys, i)
+		if !ok {
+			break
+		}
+		l, pending := t.find(k)
+		if l == nil {
+			if pending {
+				t.hurry(k)
+			}
+			return run, pending
+		}
+		if n := len(run); n == 0 || run[n-1].Medium != l.Name {
+			run = append(run, Part{Medium: l.Name, BytesPerSecond: l.rate(), QueuedBytes: l.counts.loadingBytes})
+		}
+		p := &run[len(run)-1]
+		p.Blocks, p.Tokens, p.Bytes = p.Blocks+1, p.Tokens+blockTokens, p.Bytes+blockBytes
+	}
+	return run, false
+}
+
+// hurry raises the priority of the store that a sequence waits for. mu is held.
+func (t *Tiers) hurry(k kvcache.Key) {
+	for run, o := range t.jobs {
+		if s, ok := o.(*store); ok && !s.hurried && slices.Contains(s.account.Keys, k) {
+			s.hurried = true
+			run.transfer.RaisePriority(transfer.KVLoad)
+		}
+	}
+}
+
+// Pending is the number of loads that Poll has not reported.
+func (t *Tiers) Pending() int {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	return len(t.loads)
+}
+
+// Wait waits until a load or a store has ended that Poll has not seen, none is under way, or
+// ctx is done, whose error it returns.
+func (t *Tiers) Wait(ctx context.Context) error { return t.worker.wait(ctx) }
+
+// Poll finishes the transfers that have ended, and returns the loads among them.
+func (t *Tiers) Poll() []Loaded {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.drop()
+	t.collect()
+	var all []Loaded
+	t.loads = slices.DeleteFunc(t.loads, func(l *load) bool {
+		if l.left > 0 {
+			t.raise(l)
+			return false
+		}
+		all = append(all, t.loaded(l))
+		return true
+	})
+	return all
+}
+
+// collect finishes the jobs that have ended. mu is held.
+func (t *Tiers) collect() {
+	for _, run := range t.worker.collect() {
+		o := t.jobs[run]
+		delete(t.jobs, run)
+		o.finish(t, run)
+	}
+}
+
+// start starts a job of a level. mu is held.
+func (t *Tiers) start(r route, job *Job, o owner) (refused []int) {
+	job.After = t.behind
+	run, refused, err := t.worker.start(r, job)
+	if run != nil {
+		t.jobs[run] = o
+	}
+	if err != nil && !errors.Is(err, harvest.ErrNoCapacity) {
+		t.o.Log.Warn("kv transfer not started", "from", r.from, "to", r.to, "blocks", len(refused), "err", err)
+	}
+	return refused
+}
+
+// Reset drops the content of all tiers. Loads under way end as usual.
+func (t *Tiers) Reset() {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	for _, l := range t.levels {
+		l.account.Reset()
+		l.Memory.Reset()
+	}
+}
+
+// Locate is where a key's content lies, outside of the GPU's pool. With a Factor above 1 the
+// key is that of the last of a tier block's blocks.
+func (t *Tiers) Locate(k kvcache.Key) Place {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	l, _ := t.find(k)
+	if l == nil {
+		return Place{}
+	}
+	return Place{Medium: l.Name, Space: l.Memory.Locate(k)}
+}
+
+// TakeEvents returns what was stored and removed since the last call, by tier.
+func (t *Tiers) TakeEvents() []tier.Event {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	var all []tier.Event
+	for _, l := range t.levels {
+		all = append(all, l.account.TakeEvents()...)
+	}
+	return all
+}
+
+// Close waits for the transfers under way, and frees all memory. No goroutine waits any
+// more. A second Close does nothing.
+func (t *Tiers) Close() error {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if t.closed {
+		return nil
+	}
+	t.closed = true
+	var errs []error
+	for len(t.jobs) > 0 {
+		t.mu.Unlock()
+		err := t.worker.wait(context.Background())
+		t.mu.Lock()
+		if err != nil {
+			errs = append(errs, err)
+			break
+		}
+		t.collect()
+	}
+	for _, l := range t.loads {
+		t.loaded(l)
+	}
+	t.loads = nil
+	return errors.Join(append(errs, t.release())...)
+}
+
+// release frees what was opened.
+func (t *Tiers) release() error {
+	var errs []error
+	for _, l := range t.levels {
+		errs = append(errs, l.Memory.Close())
+	}
+	if t.worker != nil {
+		errs = append(errs, t.worker.close())
+	}
+	return errors.Join(errs...)
+}
