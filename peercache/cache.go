@@ -68,8 +68,9 @@ type Stats struct {
 type Copy[K comparable] struct {
 	key    K
 	handle *harvest.Handle
-	src    device.Region
-	move   *move[K]
+	// parts are what it is copied from, by move, both nil once it has landed.
+	parts []device.Region
+	move  *move[K]
 }
 
 // Key of the object.
@@ -135,7 +136,7 @@ func (c *Cache[K]) has(x *Copy[K]) bool {
 // harvest.ErrNoCapacity, ErrQuota, ErrRate or ErrClosed if harvest has no memory for it,
 // or ErrBusy. If the copy fails, one that the object had before stays.
 func (c *Cache[K]) Put(key K, src device.Region, o PutOptions[K]) error {
-	_, err := c.PutAll([]Object[K]{{key, src}}, o)
+	_, err := c.PutAll([]Object[K]{{Key: key, Src: src}}, o)
 	return err
 }
 
@@ -143,6 +144,17 @@ func (c *Cache[K]) Put(key K, src device.Region, o PutOptions[K]) error {
 type Object[K comparable] struct {
 	Key K
 	Src device.Region
+	// Parts in place of Src: the object is scattered over these, all in one memory. In the
+	// peer's memory they are contiguous.
+	Parts []device.Region
+}
+
+// parts of the object.
+func (o *Object[K]) parts() []device.Region {
+	if len(o.Parts) == 0 {
+		return []device.Region{o.Src}
+	}
+	return o.Parts
 }
 
 // Transfer fills the copies of several objects on one peer. A copy is there once the
@@ -219,11 +231,15 @@ func (c *Cache[K]) place(object Object[K], before *harvest.Handle, o PutOptions[
 			}
 		}
 	}
-	h, err := c.o.Harvest.Alloc(object.Src.Bytes, hints)
+	parts, bytes := object.parts(), int64(0)
+	for _, p := range parts {
+		bytes += p.Bytes
+	}
+	h, err := c.o.Harvest.Alloc(bytes, hints)
 	if err != nil {
 		return nil, err
 	}
-	x := &Copy[K]{key: object.Key, handle: h, src: object.Src}
+	x := &Copy[K]{key: object.Key, handle: h, parts: parts}
 	c.moving[x.key] = x
 	return x, nil
 }
@@ -253,8 +269,12 @@ func (c *Cache[K]) start(m *move[K], behind []device.Point) error {
 			give(x, harvest.ErrRevoked)
 			continue
 		}
-		n := len(filled)
-		pieces = append(pieces, transfer.Piece{Src: x.src, Dst: x.handle.Region(), Separate: n > 0 && filled[n-1].Slab() != x.Slab()})
+		n, at := len(filled), int64(0)
+		for i, p := range x.parts {
+			separate := i == 0 && n > 0 && filled[n-1].Slab() != x.Slab()
+			pieces = append(pieces, transfer.Piece{Src: p, Dst: x.handle.Region().Slice(at, p.Bytes), Separate: separate})
+			at += p.Bytes
+		}
 		refs, filled = append(refs, ref), append(filled, x)
 	}
 	if m.copies = filled; len(filled) == 0 {
@@ -414,7 +434,7 @@ func (c *Cache[K]) complete(m *move[K]) {
 		c.failed(m.copies[0].Device(), err)
 	}
 	for _, x := range m.copies {
-		x.move = nil
+		x.move, x.parts = nil, nil
 		if c.moving[x.key] != x {
 			continue
 		}
@@ -511,6 +531,18 @@ func (c *Cache[K]) Moving() []K {
 			}
 		}
 	}
+	return keys
+}
+
+// Keys lists the objects that have a copy, landed or moving.
+func (c *Cache[K]) Keys() []K {
+	if c == nil {
+		return nil
+	}
+	keys := c.Moving()
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.landed.each(func(key K, _ *Copy[K]) { keys = append(keys, key) })
 	return keys
 }
 

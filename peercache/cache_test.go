@@ -492,7 +492,7 @@ func TestPutAll(t *testing.T) {
 		stall := r.m.Inject(&emulated.Fault{Kind: emulated.StallCopy, Times: -1})
 		var all []Object[string]
 		for i := range 5 {
-			all = append(all, Object[string]{r.keys[i], r.host.Region(int64(i)*objectBytes, objectBytes)})
+			all = append(all, Object[string]{Key: r.keys[i], Src: r.host.Region(int64(i)*objectBytes, objectBytes)})
 		}
 		started, err := r.cache.PutAll(all, PutOptions[string]{Peers: []device.Space{device.HBM(1)}})
 		if !errors.Is(err, ErrBusy) || len(started) != 1 || !slices.Equal(started[0].Keys, []string{r.keys[0], r.keys[1], r.keys[3], r.keys[4]}) {
@@ -525,12 +525,33 @@ func TestPutAll(t *testing.T) {
 	}
 }
 
+// TestParts: an object that is scattered is contiguous in the peer's memory.
+func TestParts(t *testing.T) {
+	r := newRig(t, emulated.Options{Virtual: true}, harvest.Options{})
+	const half = objectBytes / 2
+	_, err := r.cache.PutAll([]Object[string]{{Key: r.keys[5], Parts: []device.Region{
+		r.host.Region(7*objectBytes, half), r.host.Region(5*objectBytes, half),
+	}}}, PutOptions[string]{})
+	r.ok(err)
+	r.ok(r.cache.Wait(t.Context()))
+	_, ticket := r.read(5)
+	r.ok(ticket.Wait(t.Context()))
+	a := r.dst.Range(5*objectBytes, objectBytes).Addr
+	got := unsafe.Slice(*(**byte)(unsafe.Pointer(&a)), objectBytes)
+	if want := slices.Concat(r.content(7)[:half], r.content(5)[:half]); !bytes.Equal(got, want) {
+		t.Errorf("%v, want %v", got[half-1:half+1], want[half-1:half+1])
+	}
+	if got := r.cache.Keys(); !slices.Equal(got, r.keys[5:6]) {
+		t.Errorf("keys %v", got)
+	}
+}
+
 // TestPutAllFails: a transfer that fails removes all its copies, and counts as one failure
 // of the peer.
 func TestPutAllFails(t *testing.T) {
 	r := newRig(t, emulated.Options{Virtual: true}, harvest.Options{})
 	r.m.Inject(&emulated.Fault{Kind: emulated.FailCopy, Times: -1})
-	_, err := r.cache.PutAll([]Object[string]{{r.keys[0], r.host.Region(0, objectBytes)}, {r.keys[1], r.host.Region(objectBytes, objectBytes)}}, PutOptions[string]{})
+	_, err := r.cache.PutAll([]Object[string]{{Key: r.keys[0], Src: r.host.Region(0, objectBytes)}, {Key: r.keys[1], Src: r.host.Region(objectBytes, objectBytes)}}, PutOptions[string]{})
 	r.ok(err)
 	r.ok(r.cache.Wait(t.Context()))
 	r.wantEvents("gpu1 failed, excluded: false\nobject 0 removed: copy failed\nobject 1 removed: copy failed\n")

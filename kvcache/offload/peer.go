@@ -1,5 +1,333 @@
 package offload
 
-import "errors"
+import (
+	"errors"
+	"fmt"
+	"slices"
+	"sync"
+	"time"
 
-func openPeers(e Env, c Config) (*Medium, error) { return nil, errors.New("not yet") }
+	"github.com/moeserve/moeserve/device"
+	"github.com/moeserve/moeserve/harvest"
+	"github.com/moeserve/moeserve/kvcache"
+	"github.com/moeserve/moeserve/peercache"
+	"github.com/moeserve/moeserve/transfer"
+)
+
+// HarvestClient is the tier's client name in harvest: give it slabs of its own size there
+// (harvest.Options.Clients), of several blocks.
+const HarvestClient = "kv"
+
+// peerMemory is the tier in peers' memory. The account bounds the number of its blocks;
+// where they lie, and whether there is memory for them, is harvest's.
+type peerMemory struct {
+	env    Env
+	cache  *peercache.Cache[kvcache.Key]
+	peers  []device.Space
+	cost   func() time.Duration
+	points points
+
+	// mu is a leaf: harvest's callbacks take it.
+	mu   sync.Mutex
+	lost []kvcache.Key
+}
+
+// openPeers opens the tier on the peers that the configuration names.
+func openPeers(e Env, c Config) (*Medium, error) {
+	if e.Harvest == nil {
+		return nil, errors.New("num_gpu_blocks is set, and no peer lends memory; name peers by --peers, or remove it")
+	}
+	p := &peerMemory{env: e, points: points{machine: e.Machine, name: "kv peer tier"}}
+	var all []device.Space
+	for _, peer := range e.Harvest.State().Peers {
+		all = append(all, peer.Space)
+	}
+	for _, i := range c.DestGPUs {
+		if !slices.Contains(all, device.HBM(i)) {
+			return nil, fmt.Errorf("dest_gpu_id is %d, and the peers that lend memory are %v; name it by --peers, or choose one of these", i, all)
+		}
+		p.peers = append(p.peers, device.HBM(i))
+	}
+	if len(p.peers) > 0 {
+		all = p.peers
+	}
+	// What losing a block costs: its load from host memory, where a copy may be.
+	slow := device.Pair{From: device.Host, To: e.Space}
+	p.cost = func() time.Duration {
+		if rate := e.Transfer.Rate(slow); rate > 0 {
+			return time.Duration(float64(e.BlockBytes) / rate * float64(time.Second))
+		}
+		return 0
+	}
+	var err error
+	p.cache, err = peercache.New(peercache.Options[kvcache.Key]{
+		Machine: e.Machine, Harvest: e.Harvest, Transfer: e.Transfer, Client: HarvestClient, Reader: e.Space,
+		Name: func(k kvcache.Key) string { return fmt.Sprintf("kv block %x", k[:4]) }, Noun: "kv block",
+		Priority: transfer.KVStore, Log: e.Log,
+		Events: peercache.EventListener[kvcache.Key]{
+			Removed: p.removed,
+			PeerFailed: func(i peercache.PeerInfo) {
+				e.Log.Warn("kv copy of a peer failed", "peer", i.Device.String(), "excluded", i.Excluded, "err", i.Err)
+			},
+		},
+	})
+	if err != nil {
+		return nil, err
+	}
+	return &Medium{
+		Name: PeerGPU, Blocks: c.GPUBlocks, Memory: p, Store: peerStore{p}, Load: peerLoad{p},
+		BytesPerSecond: func() (best float64) {
+			for _, s := range all {
+				best = max(best, e.Transfer.Rate(device.Pair{From: s, To: e.Space}))
+			}
+			return best
+		},
+	}, nil
+}
+
+// removed is peercache's event, on any goroutine.
+func (p *peerMemory) removed(i peercache.CopyInfo[kvcache.Key]) {
+	if i.Reason != peercache.Revoked && i.Reason != peercache.Failed {
+		return
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.lost = append(p.lost, i.Key)
+}
+
+// Drop implements Memory.
+func (p *peerMemory) Drop(keys []kvcache.Key) {
+	for _, k := range keys {
+		if err := p.cache.Drop(k); err != nil {
+			p.env.Log.Error("peer memory of a kv block not released", "err", err)
+		}
+	}
+}
+
+// Lost implements Memory.
+func (p *peerMemory) Lost() []kvcache.Key {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	lost := p.lost
+	p.lost = nil
+	return lost
+}
+
+// Locate implements Memory.
+func (p *peerMemory) Locate(k kvcache.Key) device.Space {
+	if x := p.cache.Find(k); x != nil {
+		return x.Device()
+	}
+	return device.Host
+}
+
+// Reset implements Memory: memory that a transfer uses is freed when it has ended.
+func (p *peerMemory) Reset() {
+	p.Drop(p.cache.Keys())
+	p.Lost()
+}
+
+// Close implements Memory.
+func (p *peerMemory) Close() error { return errors.Join(p.cache.Close(), p.points.close()) }
+
+// peerStore copies blocks to peers.
+type peerStore struct{ *peerMemory }
+
+// Start implements Handler: one request for each peer that has room.
+func (h peerStore) Start(job *Job) (Transfer, []int, error) {
+	objects := make([]peercache.Object[kvcache.Key], len(job.Blocks))
+	for i := range job.Blocks {
+		o := peercache.Object[kvcache.Key]{Key: job.Blocks[i].Key}
+		for _, p := range job.Blocks[i].Pieces {
+			o.Parts = append(o.Parts, p.GPU)
+		}
+		objects[i] = o
+	}
+	started, err := h.cache.PutAll(objects, peercache.PutOptions[kvcache.Key]{Peers: h.peers, Cost: h.cost(), Behind: job.After})
+	t := &storeTransfer{peerMemory: h.peerMemory, job: job}
+	taken := map[kvcache.Key]bool{}
+	for _, s := range started {
+		t.tickets = append(t.tickets, s.Ticket)
+		for _, k := range s.Keys {
+			taken[k] = true
+		}
+	}
+	var refused []int
+	for i := range job.Blocks {
+		if !taken[job.Blocks[i].Key] {
+			refused = append(refused, i)
+		}
+	}
+	if len(started) == 0 {
+		return nil, refused, err
+	}
+	t.RaisePriority(job.Priority)
+	return t, refused, err
+}
+
+// tickets are requests to or from several peers.
+type tickets []*transfer.Ticket
+
+// Ends implements Transfer.
+func (t tickets) Ends() []device.Point {
+	ends := make([]device.Point, len(t))
+	for i, ticket := range t {
+		ends[i] = ticket.End()
+	}
+	return ends
+}
+
+// RaisePriority implements Transfer.
+func (t tickets) RaisePriority(p transfer.Priority) {
+	for _, ticket := range t {
+		ticket.RaisePriority(p)
+	}
+}
+
+// storeTransfer is a store under way.
+type storeTransfer struct {
+	*peerMemory
+	tickets
+	job *Job
+}
+
+// Result implements Transfer: what the cache has is there. What was revoked meanwhile has
+// not arrived.
+func (t *storeTransfer) Result() (arrived []bool, err error) {
+	t.cache.Poll()
+	arrived = make([]bool, len(t.job.Blocks))
+	for i := range t.job.Blocks {
+		arrived[i] = t.cache.Find(t.job.Blocks[i].Key) != nil
+	}
+	for _, ticket := range t.tickets {
+		err = errors.Join(err, ticket.Err())
+	}
+	return arrived, err
+}
+
+// peerLoad copies blocks from peers.
+type peerLoad struct{ *peerMemory }
+
+// read is one request of a load, from one peer.
+type read struct {
+	from   device.Space
+	blocks []int // of the job
+	copies []*peercache.Copy[kvcache.Key]
+	refs   []harvest.Ref
+	pieces []transfer.Piece
+	ticket *transfer.Ticket
+	done   device.Point
+}
+
+// Start implements Handler: one request for each peer. Every block is read under a
+// reference, which is released when the request has ended.
+func (h peerLoad) Start(job *Job) (Transfer, []int, error) {
+	var reads []*read
+	var refused []int
+	for i := range job.Blocks {
+		b := &job.Blocks[i]
+		x, ref, ok := h.cache.Acquire(b.Key)
+		if !ok {
+			refused = append(refused, i)
+			continue
+		}
+		n := slices.IndexFunc(reads, func(r *read) bool { return r.from == x.Device() })
+		if n < 0 {
+			n = len(reads)
+			reads = append(reads, &read{from: x.Device()})
+		}
+		r := reads[n]
+		for j, p := range b.Pieces {
+			// Blocks in different slabs are in different allocations.
+			last := len(r.copies) - 1
+			separate := j == 0 && last >= 0 && r.copies[last].Slab() != x.Slab()
+			r.pieces = append(r.pieces, transfer.Piece{Dst: p.GPU, Src: x.Region().Slice(p.Offset, p.GPU.Bytes), Separate: separate})
+		}
+		r.blocks, r.copies, r.refs = append(r.blocks, i), append(r.copies, x), append(r.refs, ref)
+	}
+	t := &loadTransfer{peerMemory: h.peerMemory, job: job}
+	var errs []error
+	for _, r := range reads {
+		if err := h.submit(r, job); err != nil {
+			errs = append(errs, err)
+			refused = append(refused, r.blocks...)
+			continue
+		}
+		t.reads, t.tickets = append(t.reads, r), append(t.tickets, r.ticket)
+	}
+	slices.Sort(refused)
+	if len(t.reads) == 0 {
+		return nil, refused, errors.Join(errs...)
+	}
+	t.renumber(refused)
+	return t, refused, errors.Join(errs...)
+}
+
+// submit starts one request, or releases its references.
+func (p *peerMemory) submit(r *read, job *Job) error {
+	done, err := p.points.take()
+	if err == nil {
+		r.ticket, err = p.env.Transfer.Submit(transfer.Request{Pieces: r.pieces, Priority: job.Priority, After: job.After, Done: done, Label: job.Label})
+		if err != nil {
+			p.points.cancel(done)
+		}
+	}
+	for i := range r.refs {
+		if err != nil {
+			r.refs[i].Release()
+		} else {
+			r.refs[i].ReleaseAt(r.ticket.End())
+		}
+	}
+	if err != nil && !errors.Is(err, device.ErrClosed) {
+		p.cache.ReadFailed(r.copies, err)
+	}
+	r.done = done
+	return err
+}
+
+// loadTransfer is a load under way.
+type loadTransfer struct {
+	*peerMemory
+	tickets
+	job   *Job
+	reads []*read
+}
+
+// renumber has the blocks of the reads count as in the job without those refused.
+func (t *loadTransfer) renumber(refused []int) {
+	for _, r := range t.reads {
+		for i, n := range r.blocks {
+			before, _ := slices.BinarySearch(refused, n)
+			r.blocks[i] = n - before
+		}
+	}
+}
+
+// Result implements Transfer. Copies that could not be read are removed, and count as a
+// failure of their peer.
+func (t *loadTransfer) Result() (arrived []bool, err error) {
+	arrived = make([]bool, len(t.job.Blocks))
+	for _, r := range t.reads {
+		t.points.put(r.done)
+		failed := r.ticket.Err()
+		part := Job{}
+		for _, i := range r.blocks {
+			part.Blocks = append(part.Blocks, t.job.Blocks[i])
+		}
+		var bad []*peercache.Copy[kvcache.Key]
+		for i, ok := range part.landed(r.ticket.Landed()) {
+			if arrived[r.blocks[i]] = ok; !ok {
+				bad = append(bad, r.copies[i])
+			}
+		}
+		if failed == nil {
+			t.cache.ReadSucceeded(r.from)
+		} else if len(bad) > 0 {
+			t.cache.ReadFailed(bad, failed)
+		}
+		err = errors.Join(err, failed)
+		r.ticket.Release()
+	}
+	return arrived, err
+}

@@ -222,9 +222,10 @@ func (t *Tiers) drop() {
 
 // lose removes a key from a tier.
 func (l *level) lose(k kvcache.Key) {
-	if l.account.Lose(k) {
+	if l.account.Lookup(k) == tier.Hit {
 		l.counts.lost++
 	}
+	l.account.Lose(k)
 	l.Memory.Drop([]kvcache.Key{k})
 }
 

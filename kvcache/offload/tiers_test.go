@@ -3,7 +3,9 @@ package offload_test
 import (
 	"testing"
 
+	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/device/emulated"
+	"github.com/moeserve/moeserve/harvest"
 	"github.com/moeserve/moeserve/kvcache/offload"
 )
 
@@ -63,10 +65,20 @@ type tierCase struct {
 	options      rigOptions
 }
 
+// peers are two, with slabs of four blocks for the tier.
+func peers() *harvest.Options {
+	return &harvest.Options{
+		Peers: []device.Space{device.HBM(1), device.HBM(2)}, HeadroomBytes: -1, Cooldown: -1,
+		Clients: map[string]harvest.ClientOptions{offload.HarvestClient: {SlabBytes: 4 << 10}},
+	}
+}
+
 // everyTier are rigs with one tier each.
-func everyTier(testing.TB) []tierCase {
+func everyTier(t testing.TB) []tierCase {
 	return []tierCase{
 		{"cpu", offload.CPU, rigOptions{config: offload.Config{CPUBlocks: 40}}},
+		{"peer", offload.PeerGPU, rigOptions{config: offload.Config{GPUBlocks: 40}, harvest: peers()}},
+		{"files", offload.File, rigOptions{config: offload.Config{FileBlocks: 40, Directory: t.TempDir()}}},
 	}
 }
 
