@@ -8,7 +8,8 @@
 // returns. Each pair of memories has a link: a device stream that makes the copies. Depth
 // chunks of at most ChunkBytes are in flight on each link, more if they are small; the
 // rest waits in the queue of its destination, so that a request of higher priority
-// overtakes at the next chunk. Requests of equal priority go in order of submission. A
+// overtakes at the next chunk. Requests of equal priority go in order of submission, except that those of KV
+// blocks take turns: none waits for another longer than its share of the link. A
 // request whose Done another one has among its After points gets the other one's priority,
 // if that is higher. A request whose After points are not all reached is passed over and does not block the
 // queue. So there is no deadlock when a stream must see one copy land before it signals

@@ -182,6 +182,7 @@ func (e *Engine) ticket(r *Request) (*Ticket, error) {
 	}
 	pair := r.pair()
 	t.req.From, t.req.To, t.req.Class, t.req.Done = pair.From, pair.To, uint8(r.Priority), r.Done
+	t.req.TakesTurns = r.Priority == KVStore || r.Priority == KVLoad
 	for i := range r.numPieces() {
 		p := r.piece(i)
 		t.req.Add(dispatch.Piece{Dst: p.Dst.Range, Src: p.Src.Range, Separate: p.Separate})

@@ -17,7 +17,8 @@ const (
 	// Rebalance is for migrations.
 	Rebalance Priority = iota
 	// KVStore is for KV blocks that leave the GPU's memory, KVLoad for those that come back
-	// into it: nothing but their own sequence waits for them.
+	// into it: nothing but their own sequence waits for them. Requests of either priority
+	// share a link.
 	KVStore
 	KVLoad
 	// Prefetch is for data that later layers will use.

@@ -67,7 +67,7 @@ func (t *Tiers) Load(seq int64, keys []kvcache.Key, from int, dst []int32) error
 	}
 	t.loads = append(t.loads, l)
 	t.startLoad(l, keys, from)
-	t.touch(keys[:from+len(dst)])
+	t.touch(keys[:from+len(dst)], 0)
 	if l.left == 0 {
 		t.jobs[t.worker.nothing()] = emptyLoad{}
 	}
@@ -258,10 +258,10 @@ func (t *Tiers) raise(l *load) {
 	}
 }
 
-// touch reports a use of a sequence's blocks to all tiers. mu is held.
-func (t *Tiers) touch(keys []kvcache.Key) {
+// touch reports a use of a sequence's blocks, from block from on, to all tiers. mu is held.
+func (t *Tiers) touch(keys []kvcache.Key, from int) {
 	var blocks []kvcache.Key
-	for i := t.factor - 1; i < len(keys); i += t.factor {
+	for i := (from/t.factor+1)*t.factor - 1 - from; i < len(keys); i += t.factor {
 		blocks = append(blocks, keys[i])
 	}
 	for _, l := range t.levels {

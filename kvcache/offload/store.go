@@ -39,8 +39,10 @@ func (t *Tiers) Store(keys []kvcache.Key, from int, src []int32, why Cause) {
 	for i := (from + t.factor - 1) / t.factor * t.factor; i+t.factor <= min(from+len(src), len(keys)); i += t.factor {
 		all = append(all, offered{keys[i+t.factor-1], src[i-from : i-from+t.factor]})
 	}
-	if why == Filled {
-		t.touch(keys[:min(from+len(src), len(keys))])
+	// LRU evicts in the order of completion, so the beginning of a sequence that grew would go
+	// before its end. For ARC it would be a second use.
+	if why == Filled || t.o.Config.EvictionPolicy == tier.PolicyLRU {
+		t.touch(keys[from:min(from+len(src), len(keys))], from)
 	}
 	for _, level := range t.levels {
 		if len(all) == 0 {
@@ -82,6 +84,7 @@ func (t *Tiers) storeIn(level *level, all []offered, why Cause) (refused []offer
 	if len(account.Keys) == 0 {
 		return refused
 	}
+	level.account.Touch(account.Keys) // the end of a prefix is to be evicted before its beginning
 	byKey := map[kvcache.Key][]int32{}
 	for _, o := range all[:n] {
 		byKey[o.key] = o.blocks

@@ -17,7 +17,7 @@
 // Each destination has one queue. A link takes chunks from the queue of its destination
 // whenever fewer than Depth of its chunks, or few bytes, are in flight. It takes them from
 // the first request, by class and then by order of submission, that it can carry and whose
-// points are all reached. So a request of a higher class overtakes at the next chunk, and
+// points are all reached; requests that take turns share the link. So a request of a higher class overtakes at the next chunk, and
 // a slow link takes fewer chunks. What a request waits for has at least its class: a
 // request that waits for another one's Done passes its class on. A link carries requests from its own source to its own
 // destination. A relay, which copies bytes part of the way for another link to continue,

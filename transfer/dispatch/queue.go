@@ -33,11 +33,25 @@ func (q *queue) remove(r *Request) bool {
 	return ok
 }
 
-// first is the first request by class and submission for which is returns true, or nil.
+// first is the first request by class and submission for which is returns true, or nil. If
+// that takes turns, it is the one of those that do of which the least was launched.
 func (q *queue) first(is func(*Request) bool) *Request {
 	for class := Classes - 1; class >= 0; class-- {
-		if i := slices.IndexFunc(q.byClass[class], is); i >= 0 {
-			return q.byClass[class][i]
+		var found *Request
+		for _, r := range q.byClass[class] {
+			switch {
+			case !is(r):
+			case found == nil:
+				found = r
+			case r.TakesTurns && r.launched < found.launched:
+				found = r
+			}
+			if found != nil && !found.TakesTurns {
+				break
+			}
+		}
+		if found != nil {
+			return found
 		}
 	}
 	return nil

@@ -21,6 +21,9 @@ type Request struct {
 	Pieces []Piece
 	// Class is the priority: higher ones go first.
 	Class uint8
+	// TakesTurns: among requests of its class that do, too, the one of which the least was
+	// launched goes first, whatever their order. So a small one does not wait for a large one.
+	TakesTurns bool
 	// Done is the fence value that the caller signals when the request has finished: a
 	// request that waits for it, of a higher class, gives this one its class.
 	Done device.Point

@@ -33,7 +33,7 @@ type script struct {
 // TestScripts runs scripts of:
 //
 //	link name=H from=0 to=1 [chunk=8] [depth=2]      spaces are numbers, 0 is the host
-//	submit name=A bytes=20 [pieces=(4,4,4|4)] [class=1] [after=(p,q)] [done=r] [from=0] [to=1]
+//	submit name=A bytes=20 [pieces=(4,4,4|4)] [class=1] [after=(p,q)] [done=r] [from=0] [to=1] [turns]
 //	    pieces have bytes of their own; a bar stands where the next is adjacent to it
 //	reached p | failed p | blind p                   a point
 //	landed H 0 | failed H 0 | refused H 0 | lost H 0 the chunk in slot 0 of H
@@ -92,7 +92,7 @@ func (s *script) run(t *testing.T, d *datadriven.TestData) {
 		s.core.AddLink(Link{From: device.Space(from), To: device.Space(to), ChunkBytes: int64(chunk), Depth: depth})
 		s.names = append(s.names, name)
 	case "submit":
-		r = &Request{From: device.Space(from), To: device.Space(to), Class: uint8(class), Owner: name}
+		r = &Request{From: device.Space(from), To: device.Space(to), Class: uint8(class), TakesTurns: d.HasArg("turns"), Owner: name}
 		if pieces == "" {
 			pieces = strconv.Itoa(bytes)
 		}
