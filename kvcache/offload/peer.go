@@ -222,8 +222,12 @@ type read struct {
 // Start implements Handler: one request for each peer. Every block is read under a
 // reference, which is released when the request has ended.
 func (h peerLoad) Start(job *Job) (Transfer, []int, error) {
-	var reads []*read
-	var refused []int
+	reads, refused := h.acquire(job)
+	return h.start(job, reads, refused)
+}
+
+// acquire finds what is there, by peer.
+func (h peerLoad) acquire(job *Job) (reads []*read, refused []int) {
 	for i := range job.Blocks {
 		b := &job.Blocks[i]
 		x, ref, ok := h.cache.Acquire(b.Key)
@@ -245,6 +249,11 @@ func (h peerLoad) Start(job *Job) (Transfer, []int, error) {
 		}
 		r.blocks, r.copies, r.refs = append(r.blocks, i), append(r.copies, x), append(r.refs, ref)
 	}
+	return reads, refused
+}
+
+// start submits the reads.
+func (h peerLoad) start(job *Job, reads []*read, refused []int) (Transfer, []int, error) {
 	t := &loadTransfer{peerMemory: h.peerMemory, job: job}
 	var errs []error
 	for _, r := range reads {

@@ -26,12 +26,16 @@ const blockTokens = 4
 
 // rigOptions describe a rig. Defaults: 64 blocks of 1 KiB, a virtual machine with a check.
 type rigOptions struct {
-	machine   emulated.Options
-	harvest   *harvest.Options
-	config    offload.Config
-	policy    offload.Policy
-	patience  time.Duration
-	limit     int
+	machine  emulated.Options
+	harvest  *harvest.Options
+	config   offload.Config
+	policy   offload.Policy
+	patience time.Duration
+	limit    int
+	chunk    int64 // of transfer
+	// elsewhere: the tiers hold blocks in another account than that of the sequences, which
+	// may use them meanwhile: a negative control.
+	elsewhere bool
 	blocks    int
 	headBytes int // of a block: 2 layers x 2 x 4 tokens x 1 head x headBytes/4 elements of 4 bytes
 	wall      bool
@@ -78,7 +82,7 @@ func openRig(t testing.TB, o rigOptions) (*rig, error) {
 	var err error
 	r.m, err = emulated.New(mo)
 	r.ok(err)
-	r.engine, err = transfer.New(transfer.Options{Machine: r.m})
+	r.engine, err = transfer.New(transfer.Options{Machine: r.m, ChunkBytes: o.chunk})
 	r.ok(err)
 	shape := kvcache.Shape{Layers: 2, KVHeads: 1, HeadDim: o.headBytes / 4, DType: kernels.F32, BlockTokens: blockTokens}
 	r.n = shape.BlockBytes()
@@ -96,8 +100,14 @@ func openRig(t testing.TB, o rigOptions) (*rig, error) {
 		r.harvest, err = harvest.New(h)
 		r.ok(err)
 	}
+	holds := r.blocks
+	if o.elsewhere {
+		holds, err = kvcache.NewManager(kvcache.ManagerOptions{Blocks: o.blocks, BlockTokens: blockTokens})
+		r.ok(err)
+		holds.NewTable().Reserve(o.blocks * blockTokens)
+	}
 	r.tiers, err = offload.New(offload.Options{
-		Machine: r.m, Space: device.HBM(0), Pool: r.pool, Blocks: r.blocks, Transfer: r.engine, Harvest: r.harvest,
+		Machine: r.m, Space: device.HBM(0), Pool: r.pool, Blocks: holds, Transfer: r.engine, Harvest: r.harvest,
 		Config: o.config, Policy: o.policy, Patience: o.patience, StoreLimit: o.limit, Log: slog.New(slog.NewTextHandler(&r.log, nil)),
 	})
 	t.Cleanup(r.close)
@@ -227,9 +237,9 @@ func (r *rig) settle() (all []offload.Loaded) {
 
 // busy reports whether transfers are under way.
 func (r *rig) busy() bool {
-	n := r.tiers.Pending()
+	n := int64(r.tiers.Pending())
 	for _, s := range r.tiers.Stats() {
-		n += s.Pending + s.Pinned + s.Quarantined
+		n += s.StoringBytes + s.LoadingBytes
 	}
 	return n > 0
 }

@@ -16,8 +16,8 @@ type TierStats struct {
 	tier.Stats
 	// StoredBytes and LoadedBytes have been copied.
 	StoredBytes, LoadedBytes int64
-	// LoadingBytes are in loads under way.
-	LoadingBytes int64
+	// StoringBytes are in stores under way, LoadingBytes in loads.
+	StoringBytes, LoadingBytes int64
 	// RefusedBlocks were offered and not stored: the tier had no room, the medium no memory, or
 	// stores held too many of the GPU's blocks.
 	RefusedBlocks int64
@@ -32,10 +32,10 @@ type TierStats struct {
 
 // levelCounts are the counters of a level.
 type levelCounts struct {
-	storedBytes, loadedBytes, loadingBytes   int64
-	refused, failedStores, failedLoads, lost int64
-	raised                                   int64
-	rate                                     loadRate
+	storedBytes, loadedBytes, storingBytes, loadingBytes int64
+	refused, failedStores, failedLoads, lost, raised     int64
+
+	rate loadRate
 }
 
 // Stats returns the counters of all tiers, fastest first.
@@ -47,7 +47,7 @@ func (t *Tiers) Stats() []TierStats {
 		c := &l.counts
 		all = append(all, TierStats{
 			Medium: l.Name, BlockBytes: int64(t.factor) * t.o.Pool.Shape().BlockBytes(), Stats: l.account.Stats(),
-			StoredBytes: c.storedBytes, LoadedBytes: c.loadedBytes, LoadingBytes: c.loadingBytes,
+			StoredBytes: c.storedBytes, LoadedBytes: c.loadedBytes, StoringBytes: c.storingBytes, LoadingBytes: c.loadingBytes,
 			RefusedBlocks: c.refused, FailedStores: c.failedStores, FailedLoads: c.failedLoads, LostBlocks: c.lost,
 			RaisedLoads: c.raised, BytesPerSecond: l.rate(),
 		})
@@ -70,8 +70,9 @@ func (l *level) rate() float64 {
 	return l.BytesPerSecond()
 }
 
-// storedBlocks counts the blocks of a job that were stored.
-func (c *levelCounts) storedBlocks(job *Job, blocks []int) {
+// stored counts a store that has ended, with the blocks that have arrived.
+func (c *levelCounts) stored(job *Job, blocks []int) {
+	c.storingBytes -= job.bytes()
 	for _, i := range blocks {
 		c.storedBytes += job.Blocks[i].bytes()
 	}

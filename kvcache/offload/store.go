@@ -60,7 +60,7 @@ func (t *Tiers) Store(keys []kvcache.Key, from int, src []int32, why Cause) {
 
 // storeIn starts to store blocks in one tier and returns those that it refuses. mu is held.
 func (t *Tiers) storeIn(level *level, all []offered, why Cause) (refused []offered) {
-	room := max(0, t.o.StoreLimit-t.stored) / t.factor
+	room := max(0, t.o.StoreLimit-t.storing) / t.factor
 	var account tier.Store
 	n, ok := t.fitting(level, all, room), false
 	for ; n > 0; n /= 2 {
@@ -110,9 +110,13 @@ func (t *Tiers) storeIn(level *level, all []offered, why Cause) (refused []offer
 	}
 	level.counts.refused += int64(len(places))
 	s.account.Keys, s.account.IDs, s.blocks = without(s.account.Keys, places), without(s.account.IDs, places), without(s.blocks, places)
+	if len(s.blocks) == 0 {
+		return refused
+	}
+	level.counts.storingBytes += job.bytes()
 	for _, blocks := range s.blocks {
 		t.o.Blocks.Hold(blocks)
-		t.stored += len(blocks)
+		t.storing += len(blocks)
 	}
 	return refused
 }
@@ -161,13 +165,13 @@ func (s *store) finish(t *Tiers, run *running) {
 		}
 	}
 	level := s.level
-	level.counts.storedBlocks(run.job, good)
+	level.counts.stored(run.job, good)
 	level.counts.failedStores += int64(len(bad))
 	t.completeStore(level, s.account, good, true)
 	t.completeStore(level, s.account, bad, false)
 	for _, blocks := range s.blocks {
 		t.o.Blocks.Unhold(blocks)
-		t.stored -= len(blocks)
+		t.storing -= len(blocks)
 	}
 	if err != nil {
 		t.o.Log.Warn("kv blocks not stored", "in", level.Name, "blocks", len(bad), "err", err)

@@ -131,9 +131,9 @@ type Tiers struct {
 	loads   []*load
 	loading map[kvcache.Key]int
 	jobs    map[*running]owner
-	// stored is the number of the GPU's blocks that stores hold.
-	stored int
-	closed bool
+	// storing is the number of the GPU's blocks that stores hold.
+	storing int
+	closed  bool
 }
 
 // owner finishes a job: a part of a load, or a store.

@@ -81,23 +81,3 @@ func everyTier(t testing.TB) []tierCase {
 		{"files", offload.File, rigOptions{config: offload.Config{FileBlocks: 40, Directory: t.TempDir()}}},
 	}
 }
-
-// TestBadOptions: what cannot work is an error of New that names the setting.
-func TestBadOptions(t *testing.T) {
-	for _, c := range []struct {
-		name    string
-		options rigOptions
-		want    []string
-	}{
-		{"host memory", rigOptions{config: offload.Config{CPUBlocks: 40}, machine: emulated.Options{Host: emulated.GPU{MemoryBytes: 32 << 10}}}, []string{"num_cpu_blocks", "out of memory"}},
-		{"less than a block", rigOptions{config: offload.Config{CPUBytes: 1000}}, []string{"--kv-offloading-size of 1000 bytes", "1024"}},
-		{"block size", rigOptions{config: offload.Config{CPUBlocks: 4, BlockTokens: 6}}, []string{"block_size is 6", "--block-size"}},
-		{"both sizes", rigOptions{config: offload.Config{CPUBlocks: 4, BlockTokens: 8, BlockFactor: 4}}, []string{"block_size", "block_size_factor"}},
-		{"no tier", rigOptions{}, []string{"num_cpu_blocks"}},
-	} {
-		t.Run(c.name, func(t *testing.T) {
-			_, err := openRig(t, c.options)
-			wantError(t, err, c.want...)
-		})
-	}
-}
