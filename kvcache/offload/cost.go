@@ -148,7 +148,12 @@ type line struct {
 	most float64
 }
 
-const lineDecay = 0.97
+const (
+	// lineDecay is the weight of what was measured before in a new measurement.
+	lineDecay = 0.97
+	// minVariance of x, relative to its mean's square, from which a slope is known.
+	minVariance = 0.01
+)
 
 func (l *line) add(x, y float64) {
 	for _, s := range []*float64{&l.n, &l.x, &l.y, &l.xx, &l.xy} {
@@ -158,12 +163,12 @@ func (l *line) add(x, y float64) {
 	l.most = max(l.most, x)
 }
 
-// at is the line's value, never below that of a line of no slope or through the origin,
-// whichever of both the measurements suggest.
+// at is the line's value. Its slope is between that of a constant and of a line through the
+// origin; it is the latter's where x has hardly varied.
 func (l *line) at(x float64) float64 {
 	meanX, meanY := l.x/l.n, l.y/l.n
 	variance := l.xx/l.n - meanX*meanX
-	if variance <= 1e-6*meanX*meanX {
+	if variance <= minVariance*meanX*meanX {
 		return meanY / meanX * x
 	}
 	slope := (l.xy/l.n - meanX*meanY) / variance

@@ -69,9 +69,12 @@ type tierCase struct {
 func peers() *harvest.Options {
 	return &harvest.Options{
 		Peers: []device.Space{device.HBM(1), device.HBM(2)}, HeadroomBytes: -1, Cooldown: -1,
-		Clients: map[string]harvest.ClientOptions{offload.HarvestClient: {SlabBytes: 4 << 10}},
+		Clients: map[string]harvest.ClientOptions{offload.HarvestClient: slabs(4 << 10)},
 	}
 }
+
+// slabs are the tier's own, of that size.
+func slabs(bytes int64) harvest.ClientOptions { return harvest.ClientOptions{SlabBytes: bytes} }
 
 // everyTier are rigs with one tier each.
 func everyTier(t testing.TB) []tierCase {

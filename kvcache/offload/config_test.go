@@ -1,0 +1,85 @@
+package offload
+
+import (
+	"reflect"
+	"strings"
+	"testing"
+)
+
+func TestParseTransferConfig(t *testing.T) {
+	for text, want := range map[string]Config{
+		`{"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": {"num_cpu_blocks": 1000}}`: {CPUBlocks: 1000},
+		`{"kv_connector_extra_config": {"spec_name": "CPUOffloadingSpec", "num_cpu_blocks": 10, "block_size": 64, "eviction_policy": "arc"}}`: {
+			SpecName: CPUSpec, CPUBlocks: 10, BlockTokens: 64, EvictionPolicy: "arc",
+		},
+		`{"kv_connector_extra_config": {"num_gpu_blocks": 5, "dest_gpu_id": 1, "block_size_factor": 4, "durability": "lossy"}}`: {
+			GPUBlocks: 5, DestGPUs: []int{1}, BlockFactor: 4, Durability: map[string]Durability{PeerGPU: Lossy, CPU: Lossy, File: Lossy},
+		},
+		`{"kv_connector_extra_config": {"num_gpu_blocks": 5, "num_cpu_blocks": 6, "num_file_blocks": 7, "directory": "/d", "dest_gpu_id": [1, 3], "durability": {"PEER_GPU": "lossy", "CPU": "backed"}}}`: {
+			GPUBlocks: 5, CPUBlocks: 6, FileBlocks: 7, Directory: "/d", DestGPUs: []int{1, 3}, Durability: map[string]Durability{PeerGPU: Lossy, CPU: Backed},
+		},
+	} {
+		if got, err := ParseTransferConfig([]byte(text)); err != nil || !reflect.DeepEqual(got, want) {
+			t.Errorf("%s: %+v, %v", text, got, err)
+		}
+	}
+}
+
+func TestBadTransferConfig(t *testing.T) {
+	extra := func(s string) string { return `{"kv_connector_extra_config": {` + s + `}}` }
+	for text, want := range map[string]string{
+		``:                                   "--kv-transfer-config: EOF",
+		`[]`:                                 "--kv-transfer-config: json",
+		`{"kv_connector": "NixlConnector"}`:  `kv_connector is "NixlConnector"; only "OffloadingConnector"`,
+		`{"kv_role": "kv_producer"}`:         `kv_role is "kv_producer"; only "kv_both"`,
+		`{"kv_port": 7}`:                     `unknown field "kv_port"`,
+		`{} {}`:                              "unexpected text",
+		`{}`:                                 "asks for no tier; set num_cpu_blocks",
+		extra(``):                            "asks for no tier",
+		extra(`"num_cpu_block": 1`):          `unknown key "num_cpu_block"`,
+		extra(`"num_cpu_blocks": 0`):         "num_cpu_blocks is 0; it must be positive",
+		extra(`"num_cpu_blocks": -3`):        "num_cpu_blocks is -3",
+		extra(`"num_cpu_blocks": "many"`):    "num_cpu_blocks: json",
+		extra(`"num_cpu_blocks": 1.5`):       "num_cpu_blocks: json",
+		extra(`"num_cpu_blocks": 1, "x": 1`): `unknown key "x"`,
+		extra(`"num_file_blocks": 1`):        "directory is not",
+		extra(`"directory": "/d"`):           "asks for no tier",
+		extra(`"num_cpu_blocks": 1, "directory": "/d"`):                 "num_file_blocks is not",
+		extra(`"num_cpu_blocks": 1, "dest_gpu_id": 1`):                  "num_gpu_blocks is not set",
+		extra(`"num_gpu_blocks": 1, "dest_gpu_id": -1`):                 "GPU -1",
+		extra(`"num_gpu_blocks": 1, "dest_gpu_id": "one"`):              "number of a GPU",
+		extra(`"num_cpu_blocks": 1, "eviction_policy": "fifo"`):         `eviction_policy is "fifo"`,
+		extra(`"num_cpu_blocks": 1, "durability": "gone"`):              `is "gone"; it must be "backed" or "lossy"`,
+		extra(`"num_cpu_blocks": 1, "durability": {"DISK": "lossy"}`):   `unknown medium "DISK"`,
+		extra(`"num_cpu_blocks": 1, "durability": 3`):                   "durability: it must be",
+		extra(`"num_cpu_blocks": 1, "spec_name": "FileOffloadingSpec"`): "spec_name FileOffloadingSpec has no tier CPU, and num_cpu_blocks is set",
+		extra(`"num_gpu_blocks": 1, "spec_name": "CPUOffloadingSpec"`):  "num_gpu_blocks is set",
+		extra(`"spec_name": "CPUOffloadingSpec"`):                       "num_cpu_blocks is not set",
+		extra(`"spec_name": "TieredOffloadingSpec"`):                    "no tier has a size",
+		extra(`"num_cpu_blocks": 1, "spec_name": "OtherSpec"`):          `spec_name is "OtherSpec"; it must be one of CPUOffloadingSpec`,
+		extra(`"num_cpu_blocks": 1, "block_size": 0`):                   "block_size is 0",
+		extra(`"num_cpu_blocks": 1, "block_size_factor": -1`):           "block_size_factor is -1",
+	} {
+		if _, err := ParseTransferConfig([]byte(text)); err == nil || !strings.Contains(err.Error(), want) {
+			t.Errorf("%s: %v, want an error with %q", text, err, want)
+		}
+	}
+	for want, c := range map[string]Config{
+		"--kv-offloading-size and num_cpu_blocks": {CPUBytes: 1, CPUBlocks: 1},
+		"--kv-offloading-size is -1":              {CPUBytes: -1},
+	} {
+		if err := c.EnsureDefaults().Validate(); err == nil || !strings.Contains(err.Error(), want) {
+			t.Errorf("%+v: %v, want an error with %q", c, err, want)
+		}
+	}
+}
+
+func FuzzParseTransferConfig(f *testing.F) {
+	f.Add(`{"kv_connector_extra_config": {"num_gpu_blocks": 5, "dest_gpu_id": [1, 3], "durability": {"PEER_GPU": "lossy"}}}`)
+	f.Fuzz(func(t *testing.T, text string) {
+		c, err := ParseTransferConfig([]byte(text))
+		if err == nil && c.EnsureDefaults().Validate() != nil {
+			t.Errorf("%q: invalid %+v", text, c)
+		}
+	})
+}

@@ -1,0 +1,133 @@
+package offload
+
+import (
+	"math"
+	"testing"
+	"time"
+)
+
+// measured is a model of steps of up to most tokens, which take base seconds and each more.
+func measured(base, each float64, most int) *costs {
+	var c costs
+	for n := 1; n <= most; n *= 2 {
+		c.computed(n, base+each*float64(n))
+	}
+	return &c
+}
+
+func part(medium string, tokens int, bytes int64, rate float64) Part {
+	return Part{Medium: medium, Blocks: tokens / 16, Tokens: tokens, Bytes: bytes, BytesPerSecond: rate}
+}
+
+// TestChoose: what is faster is chosen, by prefix of the run.
+func TestChoose(t *testing.T) {
+	const mb = 1 << 20
+	for name, c := range map[string]struct {
+		costs *costs
+		run   []Part
+		want  int
+	}{
+		"nothing measured":       {&costs{}, []Part{part(CPU, 1024, 1<<40, 1)}, 1},
+		"rate unknown":           {measured(0.01, 1e-6, 4096), []Part{part(File, 1024, 1<<40, 0)}, 1},
+		"nothing to choose":      {measured(0.01, 1e-6, 4096), nil, 0},
+		"load is faster":         {measured(0.01, 1e-4, 4096), []Part{part(CPU, 1024, 128*mb, 50e9)}, 1},
+		"compute is faster":      {measured(0.001, 1e-6, 4096), []Part{part(CPU, 1024, 1024*mb, 1e9)}, 0},
+		"queue is long":          {measured(0.001, 1e-5, 4096), []Part{{Medium: CPU, Tokens: 1024, Bytes: mb, BytesPerSecond: 1e9, QueuedBytes: 1 << 30}}, 0},
+		"first part only":        {measured(0.001, 1e-6, 4096), []Part{part(PeerGPU, 2048, 16*mb, 400e9), part(File, 2048, 1024*mb, 1e9)}, 1},
+		"slow part, fast behind": {measured(0.001, 1e-5, 4096), []Part{part(CPU, 16, mb, 1e9), part(PeerGPU, 4096, 64*mb, 400e9)}, 2},
+		"many steps":             {measured(0.001, 1e-6, 1024), []Part{part(CPU, 1<<20, 1024*mb, 50e9)}, 1},
+	} {
+		if got := c.costs.choose(c.run); got != c.want {
+			t.Errorf("%s: %d parts, want %d", name, got, c.want)
+		}
+	}
+}
+
+// TestHysteresis: near the border the choice stays what it was; every 32nd refusal is a try.
+func TestHysteresis(t *testing.T) {
+	c := measured(0, 1e-5, 4096)    // 10.24 ms for 1,024 tokens
+	at := func(share float64) int { // a load of so much of that
+		run := []Part{part(CPU, 1024, int64(share*10.24e6), 1e9)}
+		n := c.choose(run)
+		c.count(run, n)
+		return n
+	}
+	for i, step := range []struct {
+		share float64
+		want  int
+	}{{0.5, 1}, {1.05, 1}, {1.2, 0}, {1.05, 0}, {0.95, 0}, {0.85, 1}, {0.95, 1}} {
+		if got := at(step.share); got != step.want {
+			t.Errorf("step %d, a load of %g: %d", i, step.share, got)
+		}
+	}
+	if want := (Decisions{Loaded: 4, Computed: 3, LoadedTokens: 4096, ComputedTokens: 3072}); c.decisions != want {
+		t.Errorf("%+v, want %+v", c.decisions, want)
+	}
+	tries := 0
+	for range 96 {
+		tries += at(3)
+	}
+	if tries != 3 {
+		t.Errorf("%d tries in 96 refusals", tries)
+	}
+}
+
+// TestLine: what steps take is found from a mix of sizes, and follows a change.
+func TestLine(t *testing.T) {
+	var l line
+	for range 50 {
+		for _, n := range []float64{1, 300, 4096, 17} {
+			l.add(n, 0.02+1e-5*n)
+		}
+	}
+	for _, n := range []float64{1, 100, 4096} {
+		if got, want := l.at(n), 0.02+1e-5*n; math.Abs(got-want) > 1e-6 {
+			t.Errorf("%g seconds for %g, want %g", got, n, want)
+		}
+	}
+	for range 300 {
+		l.add(512, 0.5)
+	}
+	if got := l.at(512); math.Abs(got-0.5) > 1e-3 {
+		t.Errorf("%g seconds after the change", got)
+	}
+	if got := l.at(1024); math.Abs(got-1) > 0.05 {
+		t.Errorf("%g seconds for twice as many, as all were of one size", got)
+	}
+	// Larger steps that take less time have no negative cost.
+	l = line{}
+	l.add(1, 2)
+	l.add(1000, 1)
+	if got := l.at(1e6); got <= 0 {
+		t.Errorf("%g seconds", got)
+	}
+}
+
+// TestLoadRate: rates are those of the times during which loads were under way.
+func TestLoadRate(t *testing.T) {
+	var c levelCounts
+	job := func(mb int64) *Job {
+		j := &Job{Blocks: []Block{{Pieces: make([]Piece, 1)}}}
+		j.Blocks[0].Pieces[0].GPU.Bytes = mb << 20
+		return j
+	}
+	at := func(ms int64) time.Duration { return time.Duration(ms) * time.Millisecond }
+	a, b := job(10), job(30)
+	c.loading(10<<20, at(100))
+	c.loading(30<<20, at(105))
+	c.loaded(a, []int{0}, at(120))
+	if c.rate.bytesPerSecond() != 0 {
+		t.Error("measured while loads are under way")
+	}
+	c.loaded(b, []int{0}, at(140))
+	if got, want := c.rate.bytesPerSecond(), float64(40<<20)/0.04; math.Abs(got-want) > 1 {
+		t.Errorf("%g bytes per second, want %g", got, want)
+	}
+	small := job(0)
+	small.Blocks[0].Pieces[0].GPU.Bytes = 100
+	c.loading(100, at(200))
+	c.loaded(small, []int{0}, at(300))
+	if got, want := c.rate.bytesPerSecond(), float64(40<<20)/0.04; math.Abs(got-want) > 1 {
+		t.Errorf("%g bytes per second after a small load, want %g", got, want)
+	}
+}
