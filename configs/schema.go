@@ -199,6 +199,10 @@ var Schema = []Key{
 		Help: "KV cache blocks, 16 tokens each; 0: what memory allows",
 	},
 	{
+		Name: "enable-prefix-caching", Kind: Bool, Default: true, Rare: true, Commands: onChat,
+		Help: "reuse the KV cache of prompts that begin alike; --no-enable-prefix-caching turns it off",
+	},
+	{
 		Name: "max-num-seqs", Kind: Int, Default: 64, Unit: "sequences", Min: 1, Max: 1 << 16, Commands: onRequest,
 		Help: "maximum sequences that run in a batch",
 	},

@@ -71,8 +71,9 @@ type Harvest struct {
 
 // KV sizes the cache of keys and values.
 type KV struct {
-	NumGPUBlocksOverride int `mapstructure:"num-gpu-blocks-override"`
-	MaxModelLen          int `mapstructure:"max-model-len"`
+	NumGPUBlocksOverride int  `mapstructure:"num-gpu-blocks-override"`
+	MaxModelLen          int  `mapstructure:"max-model-len"`
+	EnablePrefixCaching  bool `mapstructure:"enable-prefix-caching"`
 }
 
 // Batch says how steps run.

@@ -27,7 +27,7 @@ func (b *batch) compose(chunks []scheduler.Chunk, seqs map[scheduler.ID]*sequenc
 		if c.Sample && adjusted > 0 && adjusted+len(q.adjust.list) > maxAdjust {
 			continue
 		}
-		b.sequences = append(b.sequences, pipeline.Sequence{Tokens: q.tokens[c.From:c.To], Start: c.From, Table: q.table, Long: q.long})
+		b.sequences = append(b.sequences, pipeline.Sequence{Tokens: q.tokens[c.From:c.To], Start: c.From, Table: q.blocks.Table, Long: q.long})
 		if c.Sample {
 			s := &b.sequences[len(b.sequences)-1]
 			s.LogitRows = 1

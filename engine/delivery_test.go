@@ -41,6 +41,16 @@ func cache(tb testing.TB, blocks int) *kvcache.Manager {
 	return kv
 }
 
+// smallBlocks is a cache of blocks of 4 tokens.
+func smallBlocks(tb testing.TB, blocks int) *kvcache.Manager {
+	tb.Helper()
+	kv, err := kvcache.NewManager(kvcache.ManagerOptions{Blocks: blocks, BlockTokens: 4})
+	if err != nil {
+		tb.Fatal(err)
+	}
+	return kv
+}
+
 // newEngine is an engine that is closed at the test's end.
 func newEngine(tb testing.TB, o engine.Options) *engine.Engine {
 	tb.Helper()

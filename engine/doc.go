@@ -11,6 +11,11 @@
 // wait for them; only a request with stop strings is detokenized before it. Generate does
 // the same in the caller's goroutine until the requests given to it have ended.
 //
+// With Options.PrefixCaching a sequence has keys, chained hashes of its full blocks' tokens, by
+// which it finds blocks that others have computed (see package kvcache). Their root covers all
+// else that the KV cache depends on: Options.KeySalt, the request's CacheSalt, the block size and
+// longrope's choice.
+//
 // # What it is not
 //
 // The engine does not order the work inside a step (package pipeline does), does not
@@ -20,8 +25,8 @@
 //
 //   - Requests join and leave between steps only.
 //   - A sample's tokens depend only on its prompt, parameters and number, not on the rest
-//     of the batch, on how its prompt is cut into chunks, or on preemption, where the
-//     backend is batch-invariant.
+//     of the batch, on how its prompt is cut into chunks, on what is cached of it, or on
+//     preemption, where the backend is batch-invariant.
 //   - Every Job ends: with a finish reason for each sample, or with an error.
 //   - A slow reader, or one that has gone, blocks no other request. A request whose
 //     context is done releases its KV blocks before the next step.

@@ -45,6 +45,12 @@ type Options struct {
 	// LongAfter is longrope's original maximum position: a sequence that grows past it is
 	// computed again with the long factors. 0: no longrope.
 	LongAfter int
+	// PrefixCaching lets sequences that begin alike share KV blocks, also after the end of those
+	// that computed them.
+	PrefixCaching bool
+	// KeySalt is what the KV cache depends on besides tokens and their positions, such as its
+	// data type: blocks of engines with different salts have different keys.
+	KeySalt string
 	// Vocab is the vocabulary size of the model.
 	Vocab int
 	// StopIDs, the model's, end every request that does not ignore them. Ids outside the
@@ -166,6 +172,9 @@ type State struct {
 	// PrefillTokens computed of prompts, those of preempted sequences again, and GeneratedTokens
 	// sampled.
 	PrefillTokens, GeneratedTokens int64
+	// PrefixCacheQueries are the prompt tokens of admitted requests, each request once, that
+	// were looked up in the prefix cache, and PrefixCacheHits those found.
+	PrefixCacheQueries, PrefixCacheHits int64
 	// Failing is why the present step fails, where it has been retried for longer than a
 	// second.
 	Failing error
@@ -191,6 +200,7 @@ type Engine struct {
 	inbox        []*submission
 	inboxSamples int // samples in inbox
 	canceled     bool
+	reset        bool // of the prefix cache
 	stopped      bool
 	state        State
 }
@@ -201,8 +211,9 @@ type submission struct {
 	req          Request
 	ctx          context.Context
 	adjust       *requestAdjustments
-	limit        int // maximum tokens of a sample, prompt included
-	unfinished   int // unfinished samples
+	keys         []kvcache.Key // of the prompt's full blocks; nil without prefix caching
+	limit        int           // maximum tokens of a sample, prompt included
+	unfinished   int           // unfinished samples
 	finish       []FinishReason
 	stopWatching func() bool
 }
@@ -226,7 +237,7 @@ type sequence struct {
 	tokens  []int32 // prompt and sampled
 	sampled int
 	long    bool
-	table   *kvcache.Table
+	blocks  blocks
 	text    *detokenizer
 	adjust  adjustments
 }
@@ -316,6 +327,9 @@ func (e *Engine) admissible(r Request) (*submission, error) {
 	if len(r.Params.Stop) > 0 && e.o.Tokenizer == nil {
 		return nil, fmt.Errorf("engine: %w", &ParamError{"stop", "given", "absent: this model has no tokenizer, which stop strings need"})
 	}
+	if len(r.CacheSalt) > MaxCacheSaltBytes {
+		return nil, fmt.Errorf("engine: %w", &ParamError{"cache_salt", fmt.Sprintf("a string of %d bytes", len(r.CacheSalt)), fmt.Sprintf("at most %d bytes", MaxCacheSaltBytes)})
+	}
 	if len(r.Prompt) == 0 {
 		return nil, fmt.Errorf("engine: %w: the prompt has no tokens; at least one is needed", ErrBadRequest)
 	}
@@ -348,6 +362,9 @@ func (e *Engine) admissible(r Request) (*submission, error) {
 		stop = nil
 	}
 	s.adjust = newAdjustments(&s.req.Params, r.Prompt, stop)
+	if e.o.PrefixCaching {
+		s.keys = e.appendKeys(nil, r.CacheSalt, r.Prompt, e.long(len(r.Prompt)))
+	}
 	return s, nil
 }
 
@@ -487,7 +504,7 @@ func (e *Engine) runStep(ctx context.Context) (worked bool, err error) {
 	}
 	now := e.o.Now()
 	for _, id := range plan.Admitted {
-		e.seqs[id].sub.job.admit(now)
+		e.admitted(e.seqs[id], now)
 	}
 	e.publish()
 	if len(plan.Chunks) == 0 {
@@ -504,21 +521,25 @@ func (e *Engine) runStep(ctx context.Context) (worked bool, err error) {
 // that was canceled before is among those taken.
 func (e *Engine) takeIn() {
 	e.mu.Lock()
-	subs, canceled := e.inbox, e.canceled
-	e.inbox, e.inboxSamples, e.canceled = nil, 0, false
+	subs, canceled, reset := e.inbox, e.canceled, e.reset
+	e.inbox, e.inboxSamples, e.canceled, e.reset = nil, 0, false, false
 	e.mu.Unlock()
+	if reset {
+		e.o.KV.DropCached()
+	}
 	for _, s := range subs {
 		for i := range s.req.Params.N {
 			q := &sequence{
-				sub: s, sample: i, tokens: slices.Clone(s.req.Prompt), table: e.o.KV.NewTable(),
-				long: e.o.LongAfter > 0 && len(s.req.Prompt) > e.o.LongAfter,
+				sub: s, sample: i, tokens: slices.Clone(s.req.Prompt), long: e.long(len(s.req.Prompt)),
+				blocks: blocks{Table: e.o.KV.NewTable(), keys: slices.Clip(s.keys)},
 			}
+			q.blocks.Identify(q.blocks.keys)
 			if e.o.Tokenizer != nil {
 				q.text = newDetokenizer(e.o.Tokenizer.NewStream(true), s.req.Params.Stop, s.req.Params.IncludeStop)
 			}
 			q.adjust = s.adjust.sample()
 			e.seqs[e.next] = q
-			e.sched.Add(e.next, q.table, len(q.tokens), s.limit)
+			e.sched.Add(e.next, &q.blocks, len(q.tokens), s.limit)
 			e.next++
 		}
 	}
@@ -711,11 +732,13 @@ func (e *Engine) addToken(id scheduler.ID, q *sequence, t Token, now time.Time) 
 		e.end(id, d)
 		return
 	}
-	if !q.long && e.o.LongAfter > 0 && len(q.tokens) > e.o.LongAfter {
+	if !q.long && e.long(len(q.tokens)) {
 		// Past longrope's boundary other factors apply: recompute the KV cache.
 		q.long = true
 		e.sched.Restart(id)
+		q.blocks.keys = nil
 	}
+	e.identify(q)
 }
 
 // addUpdate adds an empty update to those pending.
@@ -742,7 +765,8 @@ func (d *delivery) write() (found bool) {
 
 // end ends a sample with its last update and releases its KV blocks.
 func (e *Engine) end(id scheduler.ID, d *delivery) {
-	e.sched.Remove(id)
+	// What a failed request has computed may be why it failed.
+	e.sched.Remove(id, d.err == nil)
 	delete(e.seqs, id)
 	s := d.seq.sub
 	s.finish[d.sample] = d.finish

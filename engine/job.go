@@ -110,13 +110,15 @@ func (j *Job) failure() error {
 	return j.err
 }
 
-// admit records when the first of the request's samples was admitted.
-func (j *Job) admit(now time.Time) {
+// admit records when the first of the request's samples was admitted, and how many of the
+// prompt's tokens were cached. It returns false where that was recorded before.
+func (j *Job) admit(now time.Time, cached int) (first bool) {
 	j.mu.Lock()
 	defer j.mu.Unlock()
-	if j.times.Admitted.IsZero() {
-		j.times.Admitted = now
+	if first = j.times.Admitted.IsZero(); first {
+		j.times.Admitted, j.usage.CachedTokens = now, cached
 	}
+	return first
 }
 
 // deliver buffers d for the reader; the last update ends the job.

@@ -96,12 +96,13 @@ func DefaultParams() Params {
 	return Params{MaxTokens: 16, TopP: 1, RepetitionPenalty: 1, N: 1}
 }
 
-// MaxN is the maximum of Params.N, MaxStop that of the number of stop strings, and MaxStopBytes that of
-// the length of each.
+// MaxN is the maximum of Params.N, MaxStop that of the number of stop strings, MaxStopBytes that of
+// the length of each, and MaxCacheSaltBytes that of the length of Request.CacheSalt.
 const (
-	MaxN         = 128
-	MaxStop      = 16
-	MaxStopBytes = 1024
+	MaxN              = 128
+	MaxStop           = 16
+	MaxStopBytes      = 1024
+	MaxCacheSaltBytes = 1024
 )
 
 // Validate reports the first invalid parameter, as a *ParamError. vocab is the model's
@@ -169,7 +170,10 @@ type Request struct {
 	// Encoded: Prompt comes from the tokenizer, not from the client. An id outside the
 	// vocabulary is then reported as a mismatch of tokenizer and model.
 	Encoded bool
-	Params  Params
+	// CacheSalt separates users: requests share cached prefixes only with those of the same
+	// salt. Empty: with all others without one.
+	CacheSalt string
+	Params    Params
 }
 
 // Token is one generated token.
@@ -205,6 +209,9 @@ type Update struct {
 // Usage counts a request's tokens.
 type Usage struct {
 	PromptTokens, CompletionTokens int
+	// CachedTokens are those of the prompt that were in the KV cache when the request's first
+	// sample was first admitted, and so were not computed.
+	CachedTokens int
 }
 
 // Times of a request's stages; zero where not reached.

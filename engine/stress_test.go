@@ -24,21 +24,50 @@ import (
 
 var errDies = fmt.Errorf("%w: it fell off the bus", pipeline.ErrDeviceLost)
 
-// drawing steps draw tokens that depend on their own sequence only, and know which tokens a
-// table has the keys of, and by which of longrope's factors. With a source of randomness some
-// steps fail so that they may be run again. Step 60 ends with what end says, if it is given.
+// drawing steps play attention: the memory of the KV blocks has a word for each token, made of
+// all tokens before it, and what they draw depends on the words of all their sequence's
+// positions. With a source of randomness some steps fail so that they may be run again. Step 60
+// ends with what end says, if it is given.
 type drawing struct {
 	t      *testing.T
 	random *rand.Rand
 	count  steps
 	steps  int
 	end    func() error
-	keys   map[*kvcache.Table]computed
+	kv     *kvcache.Manager
+	memory []word
 }
 
-type computed struct {
-	tokens int
-	long   bool
+// word is what the memory of the KV blocks has of one token.
+type word struct {
+	hash uint64
+	// long: by which of longrope's factors it was made.
+	written, long bool
+}
+
+func newDrawing(t *testing.T, kv *kvcache.Manager) *drawing {
+	return &drawing{t: t, kv: kv, memory: make([]word, kv.Capacity())}
+}
+
+// mix adds a word to the hash of those before it.
+func mix(hash, word uint64) uint64 {
+	hash = (hash ^ word) * 0x9E3779B97F4A7C15
+	return hash ^ hash>>29
+}
+
+// attend computes the tokens of q, and returns the hash of all its words.
+func (d *drawing) attend(q *pipeline.Sequence) (hash uint64) {
+	size, blocks := d.kv.BlockTokens(), q.Table.Blocks()
+	for p := range q.Start + len(q.Tokens) {
+		w := &d.memory[int(blocks[p/size])*size+p%size]
+		if p >= q.Start {
+			*w = word{mix(hash, uint64(q.Tokens[p-q.Start])+1), true, q.Long}
+		} else if !w.written || w.long != q.Long {
+			d.t.Errorf("position %d of %d, long factors: %v, is %+v", p, q.Start, q.Long, *w)
+		}
+		hash = mix(hash, w.hash)
+	}
+	return hash
 }
 
 // longAfter is longrope's boundary.
@@ -62,15 +91,15 @@ func (d *drawing) Step(ctx context.Context, s *pipeline.Step) (pipeline.Result, 
 	var r pipeline.Result
 	for i := range s.Sequences {
 		q := &s.Sequences[i]
-		at, last := q.Start+len(q.Tokens), q.Tokens[len(q.Tokens)-1]
-		if has := d.keys[q.Table]; q.Start > 0 && has != (computed{q.Start, q.Long}) || at > longAfter && !q.Long {
-			d.t.Errorf("tokens %d to %d, long factors: %v, behind %+v", q.Start, at, q.Long, has)
+		at := q.Start + len(q.Tokens)
+		if at > longAfter && !q.Long {
+			d.t.Errorf("tokens %d to %d have the short factors", q.Start, at)
 		}
-		d.keys[q.Table] = computed{at, q.Long}
+		hash := d.attend(q)
 		if q.LogitRows == 0 {
 			continue
 		}
-		id := rand.New(rand.NewPCG(q.SamplingParams.Seed<<8+uint64(q.SamplingParams.Sample), uint64(at)<<32+uint64(last))).Int32N(250) + 3
+		id := rand.New(rand.NewPCG(q.SamplingParams.Seed<<8+uint64(q.SamplingParams.Sample), hash)).Int32N(250) + 3
 		r.Sampled = append(r.Sampled, id)
 		r.LogProbs = append(r.LogProbs, pipeline.LogProb{Sampled: -float32(id), TopIDs: []int32{id, id + 1}, Top: []float32{-1, -float32(at)}})
 	}
@@ -109,10 +138,15 @@ func TestEveryUpdateOnceInOrder(t *testing.T) {
 		if i%5 == 0 {
 			p.LogProbs, p.TopLogProbs = true, 2
 		}
-		rs = append(rs, engine.Request{ID: fmt.Sprint(i), Prompt: prompt(i, 1+random.IntN(length/2-12), 250), Params: p})
+		r := engine.Request{ID: fmt.Sprint(i), Prompt: prompt(i%6, 1+random.IntN(length/2-12), 250), Params: p}
+		if i%7 == 0 {
+			r.CacheSalt = "a"
+		}
+		rs = append(rs, r)
 	}
 	roomy := options
-	roomy.Pipeline, roomy.KV = &drawing{t: t, keys: map[*kvcache.Table]computed{}}, cache(t, 64)
+	roomy.KV = smallBlocks(t, 256)
+	roomy.Pipeline = newDrawing(t, roomy.KV)
 	e := newEngine(t, roomy)
 	var want [][]engine.Output
 	reasons := map[engine.FinishReason]int{}
@@ -129,12 +163,19 @@ func TestEveryUpdateOnceInOrder(t *testing.T) {
 	if reasons[engine.FinishStop] < 10 || reasons[engine.FinishLength] < 10 {
 		t.Fatalf("the requests end with %v", reasons)
 	}
-	for _, ends := range []string{"stopped", "canceled", "dead"} {
-		t.Run(ends, func(t *testing.T) {
+	for _, c := range []struct {
+		ends    string
+		caching bool
+	}{{"stopped", false}, {"stopped", true}, {"canceled", true}, {"dead", true}} {
+		ends := c.ends
+		t.Run(fmt.Sprintf("%s, caching: %v", ends, c.caching), func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				ctx, cancel := context.WithCancel(t.Context())
 				defer cancel()
-				step := &drawing{t: t, random: rand.New(rand.NewPCG(3, 4)), keys: map[*kvcache.Table]computed{}}
+				o := options
+				o.KV, o.PrefixCaching = smallBlocks(t, 80), c.caching
+				step := newDrawing(t, o.KV)
+				step.random = rand.New(rand.NewPCG(3, 4))
 				switch ends {
 				case "canceled":
 					step.end = func() error { cancel(); return nil }
@@ -143,8 +184,7 @@ func TestEveryUpdateOnceInOrder(t *testing.T) {
 				}
 				var mu sync.Mutex
 				finished := map[string]engine.RequestInfo{}
-				o := options
-				o.Pipeline, o.KV = step, cache(t, 20)
+				o.Pipeline = step
 				o.Listener = engine.Listener{StepFinished: func(engine.StepInfo) {}, RequestFinished: func(i engine.RequestInfo) {
 					mu.Lock()
 					defer mu.Unlock()
@@ -256,6 +296,9 @@ func TestEveryUpdateOnceInOrder(t *testing.T) {
 				s := e.State()
 				if s.Running != 0 || s.Waiting != 0 || s.KVUsedBlocks != 0 || o.KV.Free() != s.KVBlocks || s.Retried == 0 {
 					t.Errorf("afterwards: %+v", s)
+				}
+				if c.caching != (s.PrefixCacheHits > 0) || s.PrefixCacheHits > s.PrefixCacheQueries {
+					t.Errorf("caching: %v, and %+v", c.caching, s)
 				}
 				t.Logf("%+v, %d finished", s, len(finished))
 			})

@@ -22,9 +22,11 @@ func RootKey(salt []byte) Key {
 	return sha256.Sum256(append(make([]byte, sha256.Size), salt...))
 }
 
-// Next returns the key of the block that holds tokens and follows the block of key k.
+// Next returns the key of the block that holds tokens and follows the block of key k. It
+// allocates nothing for blocks of up to 64 tokens.
 func (k Key) Next(tokens []int32) Key {
-	b := append(make([]byte, 0, len(k)+4*len(tokens)), k[:]...)
+	var buf [sha256.Size + 4*64]byte
+	b := append(buf[:0], k[:]...)
 	for _, id := range tokens {
 		b = binary.LittleEndian.AppendUint32(b, uint32(id))
 	}

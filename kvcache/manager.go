@@ -91,6 +91,16 @@ func (m *Manager) Capacity() int { return len(m.refs) * m.blockTokens }
 // Free is the number of blocks that no sequence uses, cached ones included.
 func (m *Manager) Free() int { return len(m.empty) + len(m.refs) - int(m.fresh) + m.cached }
 
+// DropCached makes free blocks lose their content: no sequence can match them any more.
+// Blocks in use stay.
+func (m *Manager) DropCached() {
+	for ; m.cached > 0; m.cached-- {
+		id := m.policy.Victim()
+		m.clearKey(id)
+		m.empty = append(m.empty, id)
+	}
+}
+
 func (m *Manager) blocksFor(tokens int) int { return (tokens + m.blockTokens - 1) / m.blockTokens }
 
 // allocate returns a free block with one reference and without a key. The caller has

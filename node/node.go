@@ -274,7 +274,7 @@ func (n *Node) assemble(ctx context.Context, u *setup, blocks int) (load time.Du
 	if n.engine, err = engine.New(engine.Options{
 		Pipeline: n.steps, KV: n.kv, Tokenizer: n.text.Tokenizer, MaxModelLen: l.MaxModelLen,
 		MaxNumSeqs: l.MaxSeqs, MaxNumBatchedTokens: l.MaxTokens, MaxAdjust: l.MaxAdjust,
-		LongAfter: c.RoPE.LongAfter, Vocab: c.Vocab, StopIDs: c.EOS, Log: o.Log,
+		PrefixCaching: u.settings.KV.EnablePrefixCaching, KeySalt: u.needs.KV.DType.String(), LongAfter: c.RoPE.LongAfter, Vocab: c.Vocab, StopIDs: c.EOS, Log: o.Log,
 		MaxQueued: o.MaxQueued, RetryTimeout: o.RetryTimeout, Listener: o.Listener, Pause: n.machine.Yield,
 	}); err != nil {
 		return 0, fault.Of(fault.ErrConfig, err)

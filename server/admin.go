@@ -13,8 +13,9 @@ import (
 // and those that act, which it has only if Options.Admin says so.
 func (s *Server) addAdmin() {
 	acting := map[string]map[string]route{
-		"/harvest/reclaim":  {http.MethodPost: route{handle: s.harvest}},
-		"/harvest/borrowed": {http.MethodGet: route{handle: s.harvest}},
+		"/harvest/reclaim":    {http.MethodPost: route{handle: s.harvest}},
+		"/harvest/borrowed":   {http.MethodGet: route{handle: s.harvest}},
+		"/reset_prefix_cache": {http.MethodPost: route{handle: s.resetPrefixCache}},
 	}
 	s.admin = maps.Clone(acting)
 	for path, r := range s.routes {
@@ -37,6 +38,17 @@ func (s *Server) harvest(w *response, r *http.Request) error {
 		return &Error{Status: http.StatusNotFound, Type: invalidRequest, Message: "this server borrows no memory of other GPUs"}
 	}
 	m.Harvest.ServeHTTP(w, r)
+	return nil
+}
+
+// resetPrefixCache drops cached prefixes. Its response is vLLM's: a status, and no body.
+func (s *Server) resetPrefixCache(w *response, _ *http.Request) error {
+	m, err := s.current()
+	if err != nil {
+		return err
+	}
+	m.Engine.ResetPrefixCache()
+	w.WriteHeader(http.StatusOK)
 	return nil
 }
 

@@ -104,6 +104,9 @@ func (s *Server) stream(ctx context.Context, w *response, c *common, jobs []*rea
 		at := job*c.params.N + u.Sample
 		first := !seen[at]
 		seen[at] = true
+		if c.usageSoFar {
+			c.sent.PromptTokensDetails = total(jobs).PromptTokensDetails
+		}
 		for _, chunk := range a.chunks(at, first, &u) {
 			if err := w.event(chunk); err != nil {
 				return err
@@ -199,6 +202,7 @@ func (u *usage) add(one engine.Usage) {
 	u.PromptTokens += one.PromptTokens
 	u.CompletionTokens += one.CompletionTokens
 	u.TotalTokens = u.PromptTokens + u.CompletionTokens
+	u.PromptTokensDetails.CachedTokens += one.CachedTokens
 }
 
 // finishReason is null until there is one.

@@ -67,6 +67,8 @@ func (h *harness) Submit(ctx context.Context, r engine.Request) (*engine.Job, er
 
 func (h *harness) State() engine.State { return h.node.Engine().State() }
 
+func (h *harness) ResetPrefixCache() { h.node.Engine().ResetPrefixCache() }
+
 // last is the request that came to the engine last.
 func (h *harness) last() engine.Request {
 	h.mu.Lock()

@@ -74,6 +74,9 @@ func comparable(body string) (string, error) {
 	}
 	delete(r, "id")
 	delete(r, "created")
+	if u, ok := r["usage"].(map[string]any); ok {
+		delete(u, "prompt_tokens_details") // what is cached depends on the others
+	}
 	data, err := json.Marshal(r)
 	return string(data), err
 }

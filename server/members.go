@@ -48,7 +48,8 @@ func refused(in, name, why string, neutral ...string) []Member {
 var members = slices.Concat(
 	ignored(inBody, "about the client, not the completion", "user", "metadata", "safety_identifier", "session_id"),
 	ignored(inBody, "nothing is stored", "store"),
-	ignored(inBody, "no prefix is shared between requests", "prompt_cache_key", "prompt_cache_retention", "cache_salt"),
+	ignored(inBody, "prefixes are cached by their content; cache_salt keeps users apart", "prompt_cache_key"),
+	ignored(inBody, "cached prefixes stay until their place is needed", "prompt_cache_retention"),
 	ignored(inBody, "about special tokens, which are skipped", "spaces_between_special_tokens"),
 	ignored(inBody, "of beam search", "length_penalty"),
 	refused(inBody, "use_beam_search", "there is sampling only", "false"),
@@ -90,13 +91,13 @@ var members = slices.Concat(
 	// What clients keep beside the text of a completion, and send back with it.
 	ignored(inMessage, "about a completion that is sent back; the model reads its text", "id", "parsed", "annotations", "provider_specific_fields"),
 	ignored(inMessage, "the text is that of reasoning_content", "thinking_blocks"),
-	ignored(inMessage, "no prefix is shared between requests", "cache_control"),
+	ignored(inMessage, "every prefix is cached", "cache_control"),
 	refused(inMessage, "prefix", "a completion is a new message", "false"),
 	refused(inMessage, "refusal", "messages are text and tool calls"),
 	refused(inMessage, "audio", "messages are text and tool calls"),
 	refused(inMessage, "function_call", "give tool_calls"),
 
-	ignored(inPart, "no prefix is shared between requests", "cache_control"),
+	ignored(inPart, "every prefix is cached", "cache_control"),
 )
 
 // membersIn are the members of each place.

@@ -256,17 +256,20 @@ type stateCollector struct {
 	engine atomic.Pointer[Engine]
 
 	waiting, running, kv, config, preemptions, retries, lora *metrics.Desc
+	prefixQueries, prefixHits                                *metrics.Desc
 }
 
 func newStateCollector(model string) *stateCollector {
 	desc := func(name, help string, labels ...string) *metrics.Desc { return vllm(model, name, help, labels...) }
 	return &stateCollector{
-		waiting:     desc("num_requests_waiting", "Sequences that wait to be admitted (a request with n=4 has 4)."),
-		running:     desc("num_requests_running", "Sequences that run (a request with n=4 has 4)."),
-		kv:          desc("kv_cache_usage_perc", "Share of the KV cache blocks in use, from 0 to 1."),
-		config:      desc("cache_config_info", "Sizes of the KV cache.", "block_size", "num_gpu_blocks"),
-		preemptions: desc("num_preemptions_total", "Running sequences preempted because the KV cache was full."),
-		retries:     metrics.NewDesc("moeserve_step_retries_total", "Steps tried again because a copy failed."),
+		waiting:       desc("num_requests_waiting", "Sequences that wait to be admitted (a request with n=4 has 4)."),
+		running:       desc("num_requests_running", "Sequences that run (a request with n=4 has 4)."),
+		kv:            desc("kv_cache_usage_perc", "Share of the KV cache blocks in use, from 0 to 1."),
+		config:        desc("cache_config_info", "Sizes of the KV cache.", "block_size", "num_gpu_blocks"),
+		preemptions:   desc("num_preemptions_total", "Running sequences preempted because the KV cache was full."),
+		prefixQueries: desc("prefix_cache_queries_total", "Prompt tokens that were looked up in the prefix cache: those of each request once, when it is admitted."),
+		prefixHits:    desc("prefix_cache_hits_total", "Prompt tokens found in the prefix cache, which were not computed again."),
+		retries:       metrics.NewDesc("moeserve_step_retries_total", "Steps tried again because a copy failed."),
 		lora: metrics.NewDesc("vllm:lora_requests_info", "When the metrics were read, in Unix seconds, for routers that look for LoRA adapters: there are none.",
 			"max_lora", "running_lora_adapters", "waiting_lora_adapters"),
 	}
@@ -283,6 +286,8 @@ func (c *stateCollector) Collect(to *metrics.Sink) {
 	to.Gauge(c.running, float64(s.Running))
 	to.Gauge(c.kv, float64(s.KVUsedBlocks)/float64(max(1, s.KVBlocks)))
 	to.Counter(c.preemptions, float64(s.Preemptions))
+	to.Counter(c.prefixQueries, float64(s.PrefixCacheQueries))
+	to.Counter(c.prefixHits, float64(s.PrefixCacheHits))
 	to.Counter(c.retries, float64(s.Retried))
 	to.Gauge(c.lora, float64(time.Now().Unix()), "0", "", "")
 }

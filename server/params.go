@@ -11,6 +11,7 @@ import (
 // common has the parameters that completions and chats share.
 type common struct {
 	model, requestID string
+	cacheSalt        string
 	params           engine.Params
 	// maxTokens is 0 if the body has none, and may be allThatFits; maxTokensParam is the member
 	// that set it.
@@ -47,6 +48,7 @@ func parseCommon(o *object, m *Model) common {
 	o.settle(inBody)
 	o.text("model", &c.model)
 	o.text("request_id", &c.requestID)
+	parseCacheSalt(o, &c)
 	parseMaxTokens(o, &c, "max_tokens")
 	o.integer("min_tokens", &p.MinTokens)
 	o.number("temperature", &p.Temperature)
@@ -75,6 +77,17 @@ func parseCommon(o *object, m *Model) common {
 	parseStreamOptions(o, &c)
 	parseResponseFormat(o)
 	return c
+}
+
+// parseCacheSalt parses cache_salt. An empty one is an error, as with vLLM: who sends it expects to
+// be kept apart from others.
+func parseCacheSalt(o *object, c *common) {
+	if !o.text("cache_salt", &c.cacheSalt) {
+		return
+	}
+	if n := len(c.cacheSalt); n == 0 || n > engine.MaxCacheSaltBytes {
+		o.fail("cache_salt", "invalid_value", "Invalid value for 'cache_salt': it must have from 1 to %d bytes, and has %d.", engine.MaxCacheSaltBytes, n)
+	}
 }
 
 // allThatFits is max_tokens, as clients of llama.cpp send it, for what is left of the context.

@@ -36,6 +36,8 @@ type Engine interface {
 	Submit(ctx context.Context, r engine.Request) (*engine.Job, error)
 	// State of the engine now, from any goroutine.
 	State() engine.State
+	// ResetPrefixCache drops cached prefixes that no running request uses.
+	ResetPrefixCache()
 }
 
 // Template turns messages into the text of a prompt. *chat.Template is one.

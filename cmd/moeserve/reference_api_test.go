@@ -46,6 +46,7 @@ var apiParameters = []apiParameter{
 	{onChats, "reasoning_effort", `"low"`, "a variable of the chat template, as with vLLM; templates without it do not change"},
 	{onBoth, "model", `"built-in"`, "a name of the served model; the completion has the same"},
 	{onBoth, "request_id", `"a"`, "name of the request in the log and in `X-Request-Id` (vLLM)"},
+	{onBoth, "cache_salt", `"a"`, "share cached prefixes only with requests of the same salt (vLLM)"},
 	{onBoth, "max_tokens", `1`, "maximum tokens to generate; -1: all that fits"},
 	{onBoth, "min_tokens", `1`, "minimum tokens before an end (vLLM)"},
 	{onBoth, "temperature", `0`, "sampling temperature; 0 is greedy; the default is the model's (`--generation-config`) or 1"},
@@ -89,6 +90,7 @@ var endpoints = map[string]string{
 	"/debug/residency":     "GET: where every expert is ([fields](json.md#debugresidency))",
 	"/debug/events":        "GET: changes of that, as server-sent events ([fields](json.md#debugevents))",
 	"/harvest/reclaim":     "POST: releases borrowed memory of a GPU; only on `--admin-address` ([peers](../guide/peers.md#a-process-that-needs-more))",
+	"/reset_prefix_cache":  "POST: drops the cached prefixes that no running request uses (vLLM); only on `--admin-address`",
 	"/harvest/borrowed":    "GET: what is borrowed of each GPU; only on `--admin-address`",
 }
 
@@ -182,7 +184,7 @@ func TestReferenceAPI(t *testing.T) {
 func serverNames(t *testing.T) (known, paths []string) {
 	t.Helper()
 	reads := []string{"text", "flag", "integer", "number", "int64", "ids", "pop", "sub", "list", "unsupported"}
-	in := []string{"parseCommon", "parseStop", "parseLogitBias", "parseStreamOptions", "parseResponseFormat", "parseCompletion", "parseChat", "parseConversation", "parseTemplateVariables", "parseTools"}
+	in := []string{"parseCommon", "parseCacheSalt", "parseStop", "parseLogitBias", "parseStreamOptions", "parseResponseFormat", "parseCompletion", "parseChat", "parseConversation", "parseTemplateVariables", "parseTools"}
 	plain := regexp.MustCompile(`^[a-z][a-z_]*$`)
 	found := map[string]bool{}
 	literal := func(e ast.Expr) (string, bool) {

@@ -53,6 +53,10 @@ func addSettings(flags *pflag.FlagSet, keys []configs.Key) {
 		if k.Kind == configs.Bool {
 			f.NoOptDefVal = "true"
 		}
+		if k.Default == true {
+			no := flags.VarPF(negation{flags, k.Name}, "no-"+k.Name, "", "")
+			no.NoOptDefVal, no.Hidden = "true", true
+		}
 	}
 	flags.Var(new(pathValue), configFlag, "YAML file of settings; default: "+defaultFile+", if there is one")
 }
@@ -71,6 +75,22 @@ func (v *flagValue) Set(text string) error {
 	}
 	v.text = text
 	return nil
+}
+
+// negation is the value of --no-NAME, as vLLM has it: it sets the flag to the opposite.
+type negation struct {
+	flags *pflag.FlagSet
+	name  string
+}
+
+func (negation) String() string { return "" }
+func (negation) Type() string   { return "bool" }
+func (n negation) Set(text string) error {
+	v, err := strconv.ParseBool(text)
+	if err != nil {
+		return errors.New("must be true or false")
+	}
+	return n.flags.Set(n.name, strconv.FormatBool(!v))
 }
 
 // Type is one that viper does not know: it reads such flags as text.

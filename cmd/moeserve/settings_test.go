@@ -216,6 +216,21 @@ func TestFormsOfValues(t *testing.T) {
 	if s, err := read(t, []string{"--model", "built-in"}, nil, ""); err != nil || s.Model.Name != "" {
 		t.Errorf("%+v, %v", s, err)
 	}
+	for _, c := range []struct {
+		args []string
+		want bool
+	}{
+		{nil, true},
+		{[]string{"--enable-prefix-caching=false"}, false},
+		{[]string{"--no-enable-prefix-caching"}, false},
+		{[]string{"--no-enable-prefix-caching=false"}, true},
+		{[]string{"--no-enable-prefix-caching", "--enable-prefix-caching"}, true},
+	} {
+		s, err := read(t, c.args, map[string]string{"MOESERVE_ENABLE_PREFIX_CACHING": ""}, "")
+		if err != nil || s.KV.EnablePrefixCaching != c.want || (s.sources["enable-prefix-caching"].Kind == "flag") != (c.args != nil) {
+			t.Errorf("%v: %v from %v, %v", c.args, s.KV.EnablePrefixCaching, s.sources["enable-prefix-caching"], err)
+		}
+	}
 	if _, err := read(t, nil, nil, "max-tokens: 50%\n"); err == nil {
 		t.Error("half a number of tokens")
 	}

@@ -26,8 +26,8 @@
 //     beside those that admitted prompts have yet to take, and no sequence was preempted or
 //     lacked a block in this step. None is admitted before those that came earlier.
 //   - When a running sequence lacks a block, the latest running sequence is preempted:
-//     it releases its blocks, waits in its place of arrival, and computes all its tokens
-//     again. The earliest running sequence is never preempted for a later one, so at
+//     it releases its blocks, waits in its place of arrival, and computes what the KV cache
+//     then no longer holds of its tokens again. The earliest running sequence is never preempted for a later one, so at
 //     least one sequence makes progress; Add checks that each sequence fits alone.
 //   - A loading sequence is not preempted, since its blocks are being written. A running
 //     sequence that lacks a block while only later ones are loading is skipped until they

@@ -109,12 +109,12 @@ func (s *Scheduler) Add(id ID, b Blocks, tokens, maxTokens int) {
 }
 
 // Remove removes a sequence in any state and releases its blocks, whose content can
-// still be matched. The caller has ended the load of a loading sequence, so nothing is
-// written to the blocks any more.
-func (s *Scheduler) Remove(id ID) {
+// still be matched where keep is set. The caller has ended the load of a loading sequence,
+// so nothing is written to the blocks any more.
+func (s *Scheduler) Remove(id ID, keep bool) {
 	for _, list := range []*[]*sequence{&s.running, &s.loading, &s.waiting} {
 		if i, found := index(*list, id); found {
-			(*list)[i].blocks.Release(true)
+			(*list)[i].blocks.Release(keep)
 			*list = slices.Delete(*list, i, i+1)
 			return
 		}
@@ -319,7 +319,7 @@ func (st *step) reserve(q *sequence, tokens int) bool {
 // preemptSequence preempts the latest running sequence and removes its chunk from this step.
 func (st *step) preemptSequence(q *sequence) {
 	st.running = st.running[:len(st.running)-1]
-	q.blocks.Release(false)
+	q.blocks.Release(true)
 	q.computed = 0
 	st.waiting = insert(st.waiting, q)
 	st.Preempted = append(st.Preempted, q.id)

@@ -97,7 +97,7 @@ func TestScript(t *testing.T) {
 				break
 			}
 			running, loading := script.Running(), script.Loading()
-			script.Remove(ID(id))
+			script.Remove(ID(id), true)
 			switch {
 			case script.Running() < running:
 				return "ran\n" + script.state()
@@ -208,7 +208,7 @@ func TestHistories(t *testing.T) {
 			if len(live) > 0 && rapid.IntRange(0, 9).Draw(t, "removes") == 0 {
 				for id := range next { // the lowest that lives
 					if live[id] != nil {
-						a.Remove(id)
+						a.Remove(id, true)
 						delete(live, id)
 						break
 					}
@@ -252,7 +252,7 @@ func TestHistories(t *testing.T) {
 					a.Done(c, 1)
 				case c.Sample:
 					a.Done(c, 0)
-					a.Remove(c.ID)
+					a.Remove(c.ID, true)
 					delete(live, c.ID)
 				default:
 					a.Done(c, 0)
@@ -290,7 +290,7 @@ func prompts(t *testing.T, a *account, tokens ...int) (steps []int, preempted in
 			a.Done(c, 0)
 			if c.Sample {
 				steps[c.ID] = step
-				a.Remove(c.ID)
+				a.Remove(c.ID, true)
 			}
 		}
 		if left := slices.Index(steps, 0); left >= 0 && sum < a.limits.StepTokens && a.Waiting() > 0 {
@@ -339,7 +339,7 @@ func TestShortPromptsDoNotStarveLongOnes(t *testing.T) {
 			a.Done(c, 0)
 			if c.Sample {
 				done = done || c.ID == 0
-				a.Remove(c.ID)
+				a.Remove(c.ID, true)
 			}
 		}
 		if done {

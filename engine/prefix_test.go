@@ -1,0 +1,208 @@
+package engine_test
+
+import (
+	"context"
+	"fmt"
+	"math/rand/v2"
+	"slices"
+	"sync"
+	"testing"
+	"testing/synctest"
+
+	"github.com/moeserve/moeserve/configs"
+	"github.com/moeserve/moeserve/engine"
+	"github.com/moeserve/moeserve/pipeline"
+)
+
+// conversations are requests that begin alike: turns of conversations under a few system prompts,
+// each turn longer than the one before, some with salts, several samples and all parameters.
+func conversations(count, vocab int) []engine.Request {
+	var rs []engine.Request
+	for i, r := range varied(count, vocab) {
+		r.Prompt = slices.Concat(prompt(i%3, 20+16*(i%2), vocab), prompt(7+i%4, 4+i%37, vocab))
+		if i%5 == 0 {
+			r.CacheSalt = "tenant"
+		}
+		if i%4 == 1 {
+			r.Params.N = 3
+		}
+		rs = append(rs, r)
+	}
+	return rs
+}
+
+// TestPrefixCacheChangesNoToken runs the same conversations with prefix caching and without, in
+// a tiny pool with preemptions, where some are canceled: all have the same tokens.
+func TestPrefixCacheChangesNoToken(t *testing.T) { synctest.Test(t, testPrefixCacheChangesNoToken) }
+
+func testPrefixCacheChangesNoToken(t *testing.T) {
+	n, _ := open(t, func(s *configs.Settings) { s.KV.EnablePrefixCaching = false })
+	rs := conversations(48, n.Info().Config.Vocab)
+	want := alone(t, n, rs)
+	if s := n.Engine().State(); s.PrefixCacheQueries != 0 || s.PrefixCacheHits != 0 {
+		t.Errorf("without prefix caching: %+v", s)
+	}
+	for _, blocks := range []int{12, 40} {
+		var count steps
+		tight, _ := openWith(t, engine.Listener{StepFinished: func(engine.StepInfo) { count.step() }}, func(s *configs.Settings) {
+			s.KV.NumGPUBlocksOverride, s.KV.MaxModelLen, s.Batch.MaxNumBatchedTokens, s.Batch.MaxNumSeqs = blocks, 120, 50, 8
+		})
+		stop := run(t, tight)
+		random := rand.New(rand.NewPCG(uint64(blocks), 1))
+		cached := 0
+		var mu sync.Mutex
+		var group sync.WaitGroup
+		for i, r := range rs {
+			cancelAfter := -1
+			if i%9 == 4 {
+				cancelAfter = random.IntN(12)
+			}
+			group.Go(func() {
+				ctx, cancel := context.WithCancel(t.Context())
+				defer cancel()
+				count.await(i)
+				if i == 30 {
+					tight.Engine().ResetPrefixCache()
+				}
+				j, err := tight.Engine().Submit(ctx, r)
+				if err != nil {
+					t.Error(err)
+					return
+				}
+				if cancelAfter >= 0 {
+					count.call(cancelAfter, cancel)
+				}
+				for k, got := range wait(t, j) {
+					w := want[i][k]
+					if got.Finish == engine.FinishAbort && cancelAfter >= 0 {
+						w.TokenIDs, w.FinishReason = w.TokenIDs[:min(len(got.Tokens), len(w.TokenIDs))], engine.FinishAbort
+					}
+					if !slices.Equal(ids(got), w.TokenIDs) || got.Finish != w.FinishReason {
+						t.Errorf("%d blocks, request %d, sample %d: %v (%s), without prefix caching %v (%s)", blocks, i, k, ids(got), got.Finish, w.TokenIDs, w.FinishReason)
+					}
+				}
+				mu.Lock()
+				defer mu.Unlock()
+				if u := j.Usage(); u.CachedTokens >= u.PromptTokens || u.CachedTokens%16 != 0 {
+					t.Errorf("request %d: %+v", i, u)
+				}
+				cached += j.Usage().CachedTokens
+			})
+		}
+		group.Wait()
+		if err := stop(); err != nil {
+			t.Error(err)
+		}
+		s := tight.Engine().State()
+		if s.PrefixCacheHits != int64(cached) || cached == 0 || s.PrefixCacheQueries <= s.PrefixCacheHits {
+			t.Errorf("%d blocks: %+v, and the requests had %d cached tokens", blocks, s, cached)
+		}
+		if blocks == 12 && s.Preemptions == 0 {
+			t.Error("nothing was preempted: the cache is too large for this test")
+		}
+		if s.KVUsedBlocks != 0 || tight.KV().Free() != s.KVBlocks {
+			t.Errorf("%d blocks, after the last request: %+v, %d blocks free", blocks, s, tight.KV().Free())
+		}
+	}
+}
+
+// cachedTokens runs requests one after the other, and returns how many tokens each found cached.
+func cachedTokens(t *testing.T, e *engine.Engine, rs ...engine.Request) (cached []int) {
+	t.Helper()
+	for _, r := range rs {
+		j, err := e.Submit(t.Context(), r)
+		if err != nil {
+			t.Fatal(err)
+		}
+		for u := j.Usage(); u.CompletionTokens < r.Params.MaxTokens*r.Params.N; u = j.Usage() {
+			if worked, err := engine.Turn(e, t.Context()); err != nil {
+				t.Fatal(err)
+			} else if !worked {
+				break
+			}
+		}
+		if _, err := engine.Turn(e, t.Context()); err != nil { // delivers the last token
+			t.Fatal(err)
+		}
+		if _, err := j.Wait(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+		cached = append(cached, j.Usage().CachedTokens)
+	}
+	return cached
+}
+
+// TestCachedTokens: which tokens are found, in blocks of 4.
+func TestCachedTokens(t *testing.T) {
+	request := func(n, completion int, salt string) engine.Request {
+		return engine.Request{Prompt: prompt(1, n, 250), Params: params(completion), CacheSalt: salt}
+	}
+	for _, c := range []struct {
+		name     string
+		requests []engine.Request
+		want     []int
+	}{
+		{"full blocks, and not the last token", []engine.Request{request(11, 1, ""), request(11, 1, ""), request(8, 1, ""), request(9, 1, ""), request(3, 1, "")}, []int{0, 8, 4, 8, 0}},
+		{"longer", []engine.Request{request(8, 1, ""), request(30, 1, ""), request(40, 1, "")}, []int{0, 8, 28}},
+		{"salts", []engine.Request{request(11, 1, ""), request(11, 1, "a"), request(11, 1, "b"), request(11, 1, "a"), request(11, 1, "")}, []int{0, 0, 0, 8, 8}},
+		// The boundary of longrope is at 40 tokens.
+		{"longrope", []engine.Request{request(40, 1, ""), request(41, 1, ""), request(60, 1, ""), request(39, 1, "")}, []int{0, 0, 40, 36}},
+		{"past longrope's boundary", []engine.Request{request(36, 12, ""), request(36, 1, ""), request(50, 1, "")}, []int{0, 0, 36}},
+	} {
+		kv := smallBlocks(t, 60)
+		o := engine.Options{Pipeline: newDrawing(t, kv), KV: kv, MaxModelLen: 100, LongAfter: longAfter, Vocab: 256, PrefixCaching: true}
+		if got := cachedTokens(t, newEngine(t, o), c.requests...); !slices.Equal(got, c.want) {
+			t.Errorf("%s: %v cached tokens, want %v", c.name, got, c.want)
+		}
+		o.PrefixCaching = false
+		if got := cachedTokens(t, newEngine(t, o), c.requests...); slices.Max(got) > 0 {
+			t.Errorf("%s: %v cached tokens without prefix caching", c.name, got)
+		}
+	}
+}
+
+// TestGeneratedTokensAreCached: the next turn of a conversation finds the completion.
+func TestGeneratedTokensAreCached(t *testing.T) {
+	kv := smallBlocks(t, 60)
+	e := newEngine(t, engine.Options{Pipeline: newDrawing(t, kv), KV: kv, MaxModelLen: 100, Vocab: 256, PrefixCaching: true})
+	r := engine.Request{Prompt: prompt(1, 10, 250), Params: params(11)}
+	outs, err := e.Generate(t.Context(), []engine.Request{r}, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	r.Prompt = slices.Concat(r.Prompt, outs[0].TokenIDs, prompt(3, 5, 250))
+	if got := cachedTokens(t, e, r); got[0] != 20 { // of 10 + 10 computed ones
+		t.Errorf("%v cached tokens, want 20", got)
+	}
+}
+
+// TestResetPrefixCache: nothing is found after it.
+func TestResetPrefixCache(t *testing.T) {
+	kv := smallBlocks(t, 60)
+	e := newEngine(t, engine.Options{Pipeline: newDrawing(t, kv), KV: kv, MaxModelLen: 100, Vocab: 256, PrefixCaching: true})
+	r := engine.Request{Prompt: prompt(1, 10, 250), Params: params(1)}
+	got := cachedTokens(t, e, r, r)
+	e.ResetPrefixCache()
+	if got = append(got, cachedTokens(t, e, r, r)...); !slices.Equal(got, []int{0, 8, 0, 8}) {
+		t.Errorf("%v cached tokens", got)
+	}
+	if s := e.State(); s.PrefixCacheQueries != 40 || s.PrefixCacheHits != 16 {
+		t.Errorf("%+v", s)
+	}
+}
+
+// TestFailedRequestsAreNotCached: what a request without a next token has computed is not found.
+func TestFailedRequestsAreNotCached(t *testing.T) {
+	kv := smallBlocks(t, 60)
+	fails := true
+	step := failingSteps{stepFunc(func(context.Context, *pipeline.Step) error { return nil }), func(*pipeline.Sequence) bool { return fails }}
+	e := newEngine(t, engine.Options{Pipeline: step, KV: kv, MaxModelLen: 100, MaxNumBatchedTokens: 8, Vocab: 256, PrefixCaching: true})
+	r := engine.Request{Prompt: prompt(1, 20, 250), Params: params(1)}
+	if _, err := e.Generate(t.Context(), []engine.Request{r}, nil); err == nil {
+		t.Fatal("the request succeeded")
+	}
+	fails = false
+	if got := fmt.Sprint(cachedTokens(t, e, r, r)); got != "[0 16]" {
+		t.Errorf("%v cached tokens", got)
+	}
+}
