@@ -124,11 +124,12 @@ func TestGPUNotANumber(t *testing.T) {
 }
 
 // TestGPUSameTwice: with the fastest GEMMs, the same requests give the same
-// tokens again, in the same engine and in another with experts in other tiers.
+// tokens again, in the same engine and in another with experts in other tiers. These depend on
+// the batch, and so on what is cached.
 func TestGPUSameTwice(t *testing.T) {
 	var want []engine.Output
 	for _, fraction := range []float64{0, 0.5, 1} {
-		n := openOnGPU(t, func(s *configs.Settings) { s.Offload.Fraction = fraction })
+		n := openOnGPU(t, func(s *configs.Settings) { s.Offload.Fraction, s.KV.EnablePrefixCaching = fraction, false })
 		rs := varied(24, n.Info().Config.Vocab)
 		for range 2 {
 			got, err := n.Engine().Generate(t.Context(), rs, nil)

@@ -4,6 +4,7 @@ import (
 	"encoding/binary"
 	"time"
 
+	"github.com/moeserve/moeserve/engine/scheduler"
 	"github.com/moeserve/moeserve/kvcache"
 )
 
@@ -17,9 +18,9 @@ type blocks struct {
 }
 
 // Match implements scheduler.Blocks.
-func (b *blocks) Match(maxTokens int) (tokens int, ready bool) {
-	b.cached, ready = b.Table.Match(maxTokens)
-	return b.cached, ready
+func (b *blocks) Match(maxTokens int) (tokens int, at scheduler.Cached) {
+	b.cached = b.Table.Match(maxTokens)
+	return b.cached, scheduler.Ready
 }
 
 // long reports whether a sequence of so many tokens has longrope's long factors.

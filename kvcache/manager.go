@@ -91,13 +91,21 @@ func (m *Manager) Capacity() int { return len(m.refs) * m.blockTokens }
 // Free is the number of blocks that no sequence uses, cached ones included.
 func (m *Manager) Free() int { return len(m.empty) + len(m.refs) - int(m.fresh) + m.cached }
 
-// DropCached makes free blocks lose their content: no sequence can match them any more.
-// Blocks in use stay.
+// DropCached makes blocks that no sequence uses lose their keys: no sequence can match them
+// any more. Blocks in use stay.
 func (m *Manager) DropCached() {
 	for ; m.cached > 0; m.cached-- {
 		id := m.policy.Victim()
 		m.clearKey(id)
 		m.empty = append(m.empty, id)
+	}
+	if m.held == 0 {
+		return
+	}
+	for id, refs := range m.refs {
+		if refs == 0 {
+			m.clearKey(int32(id))
+		}
 	}
 }
 

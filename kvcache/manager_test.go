@@ -77,8 +77,7 @@ func TestManagerScript(t *testing.T) {
 			known[d.Cmd] = len(ids)
 			return ""
 		case "match":
-			tokens, ready := x.Match(number("most", known[d.Cmd]))
-			out = fmt.Sprintf("%d tokens, ready: %v", tokens, ready)
+			out = fmt.Sprintf("%d tokens", x.Match(number("most", known[d.Cmd])))
 		case "room":
 			return fmt.Sprintln(x.CanReserve(number("tokens", 0), number("leave", 0)))
 		case "reserve":
@@ -144,9 +143,9 @@ func TestManagerMachine(t *testing.T) {
 		}
 		match := func(t *rapid.T, s *sequence) {
 			most := len(s.tokens) - rapid.IntRange(0, 2).Draw(t, "less")
-			n, ready := s.Match(most)
-			if !ready || n > most || n%b != 0 || len(s.Blocks()) != n/b {
-				t.Fatalf("%d tokens of at most %d in %v, ready: %v", n, most, s.Blocks(), ready)
+			n := s.Match(most)
+			if n > most || n%b != 0 || len(s.Blocks()) != n/b {
+				t.Fatalf("%d tokens of at most %d in %v", n, most, s.Blocks())
 			}
 			s.filled, s.reserved = n, n
 		}
@@ -219,6 +218,29 @@ func TestManagerMachine(t *testing.T) {
 					begin(t, s)
 				}
 			},
+			"drop": func(t *rapid.T) {
+				if rapid.IntRange(0, 3).Draw(t, "drops") > 0 {
+					return
+				}
+				m.DropCached()
+				used := map[int32]bool{}
+				for _, s := range all {
+					for _, id := range s.Blocks() {
+						used[id] = true
+					}
+				}
+				x := m.NewTable()
+				for _, s := range all {
+					x.Identify(chain(s.salt, s.tokens, b))
+					x.Match(len(s.tokens))
+					for _, id := range x.Blocks() {
+						if !used[id] {
+							t.Fatalf("block %d, which no sequence uses, is found", id)
+						}
+					}
+					x.Release(true)
+				}
+			},
 			"hold": func(t *rapid.T) {
 				s := some(t)
 				if n := s.filled / b; n > 0 {
@@ -283,7 +305,7 @@ func TestKeptAsLongAsThereIsRoom(t *testing.T) {
 		}
 		// What is asked for goes to the end of the order: so ask in that order.
 		for i, x := range []*kvcache.Table{first, second} {
-			if got, _ := x.Match(6); got != want[i] {
+			if got := x.Match(6); got != want[i] {
 				t.Errorf("with %d blocks used %d tokens of %d are found, want %d", used, got, i, want[i])
 			}
 			x.Release(true)
@@ -308,7 +330,7 @@ func TestHold(t *testing.T) {
 	if m.Free() != 0 || m.Held() != 2 || y.Reserve(1) {
 		t.Errorf("%d free, %d held", m.Free(), m.Held())
 	}
-	if n, _ := y.Match(4); n != 4 || m.Held() != 0 || y.Missing(5) != 1 {
+	if n := y.Match(4); n != 4 || m.Held() != 0 || y.Missing(5) != 1 {
 		t.Errorf("%d tokens matched, %d held", n, m.Held())
 	}
 	y.Release(false)
@@ -317,7 +339,7 @@ func TestHold(t *testing.T) {
 		t.Errorf("%d free, %d held", m.Free(), m.Held())
 	}
 	m.Unhold(blocks[:1])
-	if n, _ := y.Match(4); n != 0 || m.Free() != 2 || m.Held() != 0 {
+	if n := y.Match(4); n != 0 || m.Free() != 2 || m.Held() != 0 {
 		t.Errorf("%d tokens matched, %d free, %d held", n, m.Free(), m.Held())
 	}
 }

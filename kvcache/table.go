@@ -30,8 +30,7 @@ func (t *Table) Identify(keys []Key) { t.keys = keys }
 
 // Match adds the full blocks that already hold the sequence's first tokens, at most
 // maxTokens of them, to a table without blocks, and returns their number of tokens.
-// ready: their content can be read now (always true while there is one tier).
-func (t *Table) Match(maxTokens int) (tokens int, ready bool) {
+func (t *Table) Match(maxTokens int) (tokens int) {
 	if len(t.blocks) > 0 {
 		panic(fmt.Sprintf("kvcache: match of a sequence with %d blocks", len(t.blocks)))
 	}
@@ -45,11 +44,15 @@ func (t *Table) Match(maxTokens int) (tokens int, ready bool) {
 	}
 	t.filled = len(t.blocks) * t.m.blockTokens
 	t.writable = t.filled
-	return t.filled, true
+	return t.filled
 }
 
 // CanReserve reports whether Reserve would succeed, and leave so many blocks free.
 func (t *Table) CanReserve(tokens, leave int) bool { return t.Missing(tokens)+leave <= t.m.Free() }
+
+// WillReserve reports whether Reserve would succeed if the copies under way had ended, which
+// hold blocks that no sequence uses.
+func (t *Table) WillReserve(tokens int) bool { return t.Missing(tokens) <= t.m.Free()+t.m.Held() }
 
 // Missing is the number of blocks that Reserve allocates.
 func (t *Table) Missing(tokens int) int {

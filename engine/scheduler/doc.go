@@ -11,8 +11,8 @@
 //
 // A sequence is waiting, loading or running. Admission gives a waiting sequence its
 // blocks. Tokens that the KV cache already holds (Blocks.Match) are not computed again:
-// where their blocks are ready the sequence runs at once, else it is loading until Loaded
-// is called. A preempted sequence is waiting again.
+// where their blocks are ready the sequence runs at once; where they must be loaded it is
+// loading until Loaded is called; where they are on their way it keeps waiting. A preempted sequence is waiting again.
 //
 // # Rules
 //
@@ -24,14 +24,16 @@
 //     prefill is cut into chunks accordingly.
 //   - A sequence is admitted only when there are blocks for all its tokens and one more,
 //     beside those that admitted prompts have yet to take, and no sequence was preempted or
-//     lacked a block in this step. None is admitted before those that came earlier.
+//     lacked a block in this step. None is admitted before those that came earlier, but for
+//     those that wait for content on its way.
 //   - When a running sequence lacks a block, the latest running sequence is preempted:
 //     it releases its blocks, waits in its place of arrival, and computes what the KV cache
 //     then no longer holds of its tokens again. The earliest running sequence is never preempted for a later one, so at
 //     least one sequence makes progress; Add checks that each sequence fits alone.
 //   - A loading sequence is not preempted, since its blocks are being written. A running
 //     sequence that lacks a block while only later ones are loading is skipped until they
-//     run.
+//     run, and so is one for which copies hold enough free blocks: no other is preempted
+//     for it.
 //
 // # Example
 //

@@ -15,17 +15,33 @@ type Limits struct {
 	CacheTokens int
 }
 
-// Blocks is the block table of one sequence; all tables share one pool of blocks.
-// *kvcache.Table implements it.
+// Cached says where the content of matched tokens is.
+type Cached uint8
+
+const (
+	// Ready content is in the sequence's blocks.
+	Ready Cached = iota
+	// MustLoad: a part of it must first be loaded into blocks that are then reserved.
+	MustLoad
+	// MustWait: a part of it is on its way, for another sequence or to where it can be
+	// loaded from. The sequence waits, without holding up others.
+	MustWait
+)
+
+// Blocks is the block table of one sequence; all tables share one pool of blocks. It is
+// *kvcache.Table but for Match, which knows of other tiers.
 type Blocks interface {
 	// Match adds the blocks that already hold the sequence's first tokens, at most
-	// maxTokens of them, to an empty table, and returns their number of tokens. Not
-	// ready: their content must first be loaded into the reserved blocks.
-	Match(maxTokens int) (tokens int, ready bool)
+	// maxTokens of them, to an empty table. It returns their number of tokens, those that
+	// must be loaded included.
+	Match(maxTokens int) (tokens int, at Cached)
 	// Missing is the number of blocks that Reserve allocates.
 	Missing(tokens int) int
 	// CanReserve reports whether Reserve would succeed, and leave so many blocks free.
 	CanReserve(tokens, leave int) bool
+	// WillReserve reports whether Reserve would succeed if copies under way, which hold free
+	// blocks, had ended.
+	WillReserve(tokens int) bool
 	// Reserve allocates the blocks that the sequence's first tokens need in addition,
 	// or returns false and allocates none.
 	Reserve(tokens int) bool
@@ -75,6 +91,7 @@ type Scheduler struct {
 	loading     []*sequence
 	running     []*sequence
 	preemptions int64
+	plans       int64
 	chunks      []Chunk // buffer of Plan.Chunks
 }
 
@@ -86,6 +103,8 @@ type sequence struct {
 	maxTokens int // maximum at its end
 	computed  int // tokens in the KV cache
 	chunk     int // index of its chunk in the present plan, if that is its own
+	// waitsIn is the latest plan in which a part of its content was on its way.
+	waitsIn int64
 }
 
 // New returns an empty scheduler. It panics on limits below 1.
@@ -109,8 +128,8 @@ func (s *Scheduler) Add(id ID, b Blocks, tokens, maxTokens int) {
 }
 
 // Remove removes a sequence in any state and releases its blocks, whose content can
-// still be matched where keep is set. The caller has ended the load of a loading sequence,
-// so nothing is written to the blocks any more.
+// still be matched where keep is set. The load of a loading sequence holds the blocks that it
+// still writes.
 func (s *Scheduler) Remove(id ID, keep bool) {
 	for _, list := range []*[]*sequence{&s.running, &s.loading, &s.waiting} {
 		if i, found := index(*list, id); found {
@@ -179,6 +198,7 @@ func (s *Scheduler) Preemptions() int64 { return s.preemptions }
 
 // Plan decides the next step.
 func (s *Scheduler) Plan() Plan {
+	s.plans++
 	st := step{Scheduler: s, Plan: Plan{Chunks: s.chunks[:0]}, budget: s.limits.StepTokens}
 	st.decodes()
 	st.prompts()
@@ -300,11 +320,14 @@ func (st *step) compute(q *sequence, n int) bool {
 
 // reserve reserves the blocks that q needs for tokens and preempts later sequences where
 // there are too few, whose tokens return to the budget. It fails where q itself is the
-// latest: q is then skipped while later sequences are loading, and else preempted.
+// latest: q is then skipped while later sequences are loading, and else preempted. q is also
+// skipped where blocks will be free once copies have ended: those of preempted sequences that
+// are being stored, for example.
 func (st *step) reserve(q *sequence, tokens int) bool {
 	for !q.blocks.Reserve(tokens) {
 		last := st.running[len(st.running)-1]
-		if n := len(st.loading); last == q && n > 0 && st.loading[n-1].id > q.id {
+		n := len(st.loading)
+		if q.blocks.WillReserve(tokens) || last == q && n > 0 && st.loading[n-1].id > q.id {
 			st.outOfBlocks = true
 			return false
 		}
@@ -354,25 +377,35 @@ func (s *Scheduler) promised() (blocks int) {
 
 // admit moves waiting sequences to loading or running while the token budget, the limit of
 // sequences, and the blocks that are neither used nor promised allow. The first that does not
-// fit blocks those after it. Prompts that do not fit whole into the budget get a part of it
+// fit blocks those after it; one that must wait for a copy does not. Prompts that do not fit whole into the budget get a part of it
 // only where partly is set; else they are admitted without one, if one behind them fits whole.
 func (st *step) admit(partly bool) {
 	if len(st.waiting) == 0 || st.budget == 0 {
 		return
 	}
 	promised := st.promised()
-	for len(st.waiting) > 0 && st.budget > 0 && len(st.running)+len(st.loading) < st.limits.Sequences {
-		q := st.waiting[0]
+	for i := 0; i < len(st.waiting) && st.budget > 0 && len(st.running)+len(st.loading) < st.limits.Sequences; {
+		q := st.waiting[i]
+		if q.waitsIn == st.plans {
+			i++
+			continue
+		}
 		// The last token is always computed, since its logits give the next one.
-		cached, ready := q.blocks.Match(q.tokens - 1)
+		cached, at := q.blocks.Match(q.tokens - 1)
+		if at == MustWait {
+			q.waitsIn = st.plans
+			q.blocks.Release(true)
+			i++
+			continue
+		}
 		left := q.tokens - cached
 		n := st.portion(left)
 		switch {
-		case !ready:
+		case at == MustLoad:
 			n = 0
 		case partly:
 			n = min(left, st.budget)
-		case n == 0 && !slices.ContainsFunc(st.waiting[1:], func(q *sequence) bool { return q.tokens <= st.budget }):
+		case n == 0 && !slices.ContainsFunc(st.waiting[i+1:], func(q *sequence) bool { return q.tokens <= st.budget }):
 			q.blocks.Release(true)
 			return
 		}
@@ -381,9 +414,10 @@ func (st *step) admit(partly bool) {
 			return
 		}
 		promised += q.blocks.Missing(q.needs())
+		copy(st.waiting[1:i+1], st.waiting[:i])
 		st.waiting = st.waiting[1:]
 		st.Admitted = append(st.Admitted, q.id)
-		if !ready {
+		if at == MustLoad {
 			st.loading = insert(st.loading, q)
 			st.Loads = append(st.Loads, Load{ID: q.id, Tokens: cached})
 			continue

@@ -17,20 +17,47 @@ import (
 type stored struct {
 	*kvcache.Table
 	tokens int
+	in     *account
 }
 
-func (b *stored) Match(most int) (tokens int, ready bool) {
-	have, ready := b.Table.Match(most)
-	if n := min(b.tokens, most); n > have {
-		return n, false
+func (b *stored) Match(most int) (tokens int, at Cached) {
+	have := b.Table.Match(most)
+	switch n := min(b.tokens, most); {
+	case n <= have:
+		return have, Ready
+	case b.in.onItsWay > 0:
+		return n, MustWait
+	default:
+		return n, MustLoad
 	}
-	return have, ready
+}
+
+func (b *stored) Release(keep bool) {
+	if b.in.copies && len(b.Blocks()) > 0 {
+		blocks := slices.Clone(b.Blocks())
+		b.in.Hold(blocks)
+		b.in.held = append(b.in.held, blocks)
+	}
+	b.Table.Release(keep)
 }
 
 // account is a cache, and the sequences that have blocks of it.
 type account struct {
 	*kvcache.Manager
 	*Scheduler
+	// Where onItsWay is above 0, what lies in another tier cannot be loaded yet.
+	onItsWay int
+	// copies of blocks that are released begin; held are the blocks of each.
+	copies bool
+	held   [][]int32
+}
+
+// endCopies ends the first n copies.
+func (a *account) endCopies(n int) {
+	for _, blocks := range a.held[:n] {
+		a.Unhold(blocks)
+	}
+	a.held = a.held[n:]
 }
 
 func newAccount(t interface{ Fatal(...any) }, l Limits, blocks, blockTokens int) *account {
@@ -39,7 +66,7 @@ func newAccount(t interface{ Fatal(...any) }, l Limits, blocks, blockTokens int)
 		t.Fatal(err)
 	}
 	l.CacheTokens = m.Capacity()
-	return &account{m, New(l)}
+	return &account{Manager: m, Scheduler: New(l)}
 }
 
 // add adds a sequence that begins as all others of its prefix, if it has one, and of
@@ -55,14 +82,15 @@ func (a *account) add(id ID, tokens, most int, prefix string, inStore int) {
 		}
 		x.Identify(keys)
 	}
-	a.Add(id, &stored{x, inStore}, tokens, most)
+	a.Add(id, &stored{x, inStore, a}, tokens, most)
 }
 
 // TestScript runs histories: `new rows=… sequences=… blocks=… block-tokens=…`,
 // `add id=… tokens=… most=… [prefix=…] [stored=…]`, `remove id=…`, `restart id=…`
 // (computes all again), `loaded id=… tokens=…` and `step [times=…]`, which plans, prints
 // the plan and does as it says. Sequences of one prefix have the same tokens; stored are
-// first tokens that can be loaded.
+// first tokens that can be loaded, but not after `on-its-way n=1`. After `copies hold`, blocks
+// that are released are held, until `copies end`.
 func TestScript(t *testing.T) {
 	var script *account
 	datadriven.RunTest(t, "testdata/script", func(t *testing.T, d *datadriven.TestData) string {
@@ -84,6 +112,11 @@ func TestScript(t *testing.T) {
 			d.MaybeScanArgs(t, "prefix", &prefix)
 			d.MaybeScanArgs(t, "stored", &inStore)
 			script.add(ID(id), tokens, most, prefix, inStore)
+		case "on-its-way":
+			d.ScanArgs(t, "n", &script.onItsWay)
+		case "copies":
+			script.copies = d.HasArg("hold")
+			script.endCopies(len(script.held))
 		case "loaded":
 			var id, tokens int
 			d.ScanArgs(t, "id", &id)
@@ -205,6 +238,9 @@ func TestHistories(t *testing.T) {
 					}
 				}
 			}
+			a.onItsWay = rapid.SampledFrom([]int{0, 0, 1}).Draw(t, "on its way")
+			a.copies = rapid.Bool().Draw(t, "copies")
+			a.endCopies(rapid.IntRange(0, len(a.held)).Draw(t, "copies that end"))
 			if len(live) > 0 && rapid.IntRange(0, 9).Draw(t, "removes") == 0 {
 				for id := range next { // the lowest that lives
 					if live[id] != nil {
@@ -261,10 +297,10 @@ func TestHistories(t *testing.T) {
 			if rows > l.StepTokens || a.Running()+a.Loading() > l.Sequences || a.Free() < 0 || a.Running()+a.Loading()+a.Waiting() != len(live) {
 				t.Fatalf("%d rows, %d running, %d loading, %d waiting of %d, %d blocks free under %+v", rows, a.Running(), a.Loading(), a.Waiting(), len(live), a.Free(), l)
 			}
-			if len(p.Chunks) == 0 && len(live) > 0 && !loading && len(p.Loads) == 0 {
+			if len(p.Chunks) == 0 && len(live) > 0 && !loading && len(p.Loads) == 0 && a.onItsWay == 0 && len(a.held) == 0 {
 				t.Fatalf("nothing to do with %d sequences", len(live))
 			}
-			if len(live) == 0 && a.Free() != a.Blocks() {
+			if len(live) == 0 && a.Free()+a.Held() != a.Blocks() {
 				t.Fatalf("%d of %d blocks free with nothing left", a.Free(), a.Blocks())
 			}
 		}
