@@ -58,6 +58,7 @@ var imports = map[string]map[string]string{
 	"engine": {
 		"engine/scheduler": "who is in the next step",
 		"kvcache":          "the account of the blocks that sequences have",
+		"kvcache/offload":  "what tiers report of loads, and why blocks are stored",
 		"models/tokenizer": "tokens into text, for stop strings",
 		"pipeline":         "steps, and what comes of them",
 	},

@@ -16,6 +16,11 @@
 // else that the KV cache depends on: Options.KeySalt, the request's CacheSalt, the block size and
 // longrope's choice.
 //
+// Options.Offload keeps blocks in other tiers. It is offered the blocks that each step has
+// filled, and those of sequences that end or are preempted. A waiting sequence of which it has
+// more than the pool is loading until Poll reports the end, while others run; what has not
+// arrived is computed. Transfers hold their blocks, so a sequence ends at once in any state.
+//
 // # What it is not
 //
 // The engine does not order the work inside a step (package pipeline does), does not

@@ -48,6 +48,8 @@ type Options struct {
 	// PrefixCaching lets sequences that begin alike share KV blocks, also after the end of those
 	// that computed them.
 	PrefixCaching bool
+	// Offload keeps KV blocks in other tiers. Default: none.
+	Offload Offloader
 	// KeySalt is what the KV cache depends on besides tokens and their positions, such as its
 	// data type: blocks of engines with different salts have different keys.
 	KeySalt string
@@ -63,6 +65,9 @@ type Options struct {
 	Listener Listener
 	// Now is the clock of requests' times. Default: time.Now.
 	Now func() time.Time
+	// Clock is the clock of the devices, by which Offload compares computing with loading.
+	// Default: that of Now.
+	Clock func() time.Duration
 	// Pause waits for d, or until ctx is done, whose error it returns. Default: by the wall
 	// clock.
 	Pause func(ctx context.Context, d time.Duration) error
@@ -86,6 +91,10 @@ func (o Options) EnsureDefaults() Options {
 	}
 	if o.Now == nil {
 		o.Now = time.Now
+	}
+	if o.Clock == nil {
+		start := o.Now()
+		o.Clock = func() time.Duration { return o.Now().Sub(start) }
 	}
 	if o.Pause == nil {
 		o.Pause = pause
@@ -175,6 +184,9 @@ type State struct {
 	// PrefixCacheQueries are the prompt tokens of admitted requests, each request once, that
 	// were looked up in the prefix cache, and PrefixCacheHits those found.
 	PrefixCacheQueries, PrefixCacheHits int64
+	// ExternalQueries are those of the queries that were not found, and looked up in other
+	// tiers, and ExternalHits those loaded.
+	ExternalQueries, ExternalHits int64
 	// Failing is why the present step fails, where it has been retried for longer than a
 	// second.
 	Failing error
@@ -183,10 +195,11 @@ type State struct {
 // Engine runs requests. All methods are safe for concurrent use; Run and Generate exclude
 // each other.
 type Engine struct {
-	o     Options
-	sched *scheduler.Scheduler
-	seqs  map[scheduler.ID]*sequence
-	next  scheduler.ID
+	o        Options
+	prefixes *prefixes
+	sched    *scheduler.Scheduler
+	seqs     map[scheduler.ID]*sequence
+	next     scheduler.ID
 	// running is held by the active call of Run or Generate, and then by Close.
 	running sync.Mutex
 	// batch is the present step's.
@@ -200,9 +213,10 @@ type Engine struct {
 	inbox        []*submission
 	inboxSamples int // samples in inbox
 	canceled     bool
-	reset        bool // of the prefix cache
-	stopped      bool
-	state        State
+	// reset drops cached prefixes; resetExternal those of other tiers, too.
+	reset, resetExternal bool
+	stopped              bool
+	state                State
 }
 
 // submission is a submitted request.
@@ -238,8 +252,10 @@ type sequence struct {
 	sampled int
 	long    bool
 	blocks  blocks
-	text    *detokenizer
-	adjust  adjustments
+	// first: the present admission is its request's first.
+	first  bool
+	text   *detokenizer
+	adjust adjustments
 }
 
 // New returns an engine; the caller closes it.
@@ -255,6 +271,7 @@ func New(o Options) (*Engine, error) {
 	}
 	return &Engine{
 		o:            o,
+		prefixes:     newPrefixes(&o),
 		seqs:         map[scheduler.ID]*sequence{},
 		wake:         make(chan struct{}, 1),
 		deliveryDone: make(chan struct{}),
@@ -362,8 +379,8 @@ func (e *Engine) admissible(r Request) (*submission, error) {
 		stop = nil
 	}
 	s.adjust = newAdjustments(&s.req.Params, r.Prompt, stop)
-	if e.o.PrefixCaching {
-		s.keys = e.appendKeys(nil, r.CacheSalt, r.Prompt, e.long(len(r.Prompt)))
+	if e.prefixes.keyed() {
+		s.keys = e.prefixes.appendKeys(nil, r.CacheSalt, r.Prompt, e.prefixes.long(len(r.Prompt)))
 	}
 	return s, nil
 }
@@ -401,15 +418,38 @@ func (e *Engine) Run(ctx context.Context) error {
 			continue
 		}
 		e.mu.Lock()
-		idle := e.stopped && len(e.inbox) == 0
+		idle := e.stopped && len(e.inbox) == 0 && len(e.seqs) == 0
 		e.mu.Unlock()
 		if idle {
 			return nil
 		}
+		if err := e.idle(ctx); err != nil {
+			e.abortAll(err)
+			return err
+		}
+	}
+}
+
+// idle waits until there may be something to compute, or ctx is done. With sequences, that is
+// the end of a transfer of KV blocks.
+func (e *Engine) idle(ctx context.Context) error {
+	if e.prefixes.tiers == nil || len(e.seqs) == 0 {
 		select {
 		case <-e.wake:
 		case <-ctx.Done():
 		}
+		return nil
+	}
+	waiting, cancel := context.WithCancel(ctx)
+	defer cancel()
+	ended := make(chan error, 1)
+	go func() { ended <- e.prefixes.wait(waiting) }()
+	select {
+	case <-e.wake:
+		cancel()
+		return <-ended
+	case err := <-ended:
+		return err
 	}
 }
 
@@ -465,7 +505,11 @@ func (e *Engine) Generate(ctx context.Context, requests []Request, onUpdate func
 		if err := ctx.Err(); err != nil {
 			return nil, fmt.Errorf("engine: %w", err)
 		}
-		if _, err := e.runStep(ctx); err != nil {
+		worked, err := e.runStep(ctx)
+		if err == nil && !worked && len(e.seqs) > 0 && e.prefixes.tiers != nil {
+			err = e.prefixes.wait(ctx)
+		}
+		if err != nil {
 			return nil, err
 		}
 		e.deliver()
@@ -497,6 +541,7 @@ func (e *Engine) Generate(ctx context.Context, requests []Request, onUpdate func
 // runStep admits new requests and runs one step, if there is anything to compute.
 func (e *Engine) runStep(ctx context.Context) (worked bool, err error) {
 	e.takeIn()
+	e.takeLoaded()
 	plan := e.sched.Plan()
 	for _, id := range plan.Preempted {
 		q := e.seqs[id]
@@ -505,6 +550,9 @@ func (e *Engine) runStep(ctx context.Context) (worked bool, err error) {
 	now := e.o.Now()
 	for _, id := range plan.Admitted {
 		e.admitted(e.seqs[id], now)
+	}
+	for _, l := range plan.Loads {
+		e.startLoad(l.ID)
 	}
 	e.publish()
 	if len(plan.Chunks) == 0 {
@@ -521,19 +569,22 @@ func (e *Engine) runStep(ctx context.Context) (worked bool, err error) {
 // that was canceled before is among those taken.
 func (e *Engine) takeIn() {
 	e.mu.Lock()
-	subs, canceled, reset := e.inbox, e.canceled, e.reset
-	e.inbox, e.inboxSamples, e.canceled, e.reset = nil, 0, false, false
+	subs, canceled, reset, external := e.inbox, e.canceled, e.reset, e.resetExternal
+	e.inbox, e.inboxSamples, e.canceled, e.reset, e.resetExternal = nil, 0, false, false, false
 	e.mu.Unlock()
 	if reset {
 		e.o.KV.DropCached()
 	}
+	if external && e.prefixes.tiers != nil {
+		e.prefixes.tiers.Reset()
+	}
 	for _, s := range subs {
 		for i := range s.req.Params.N {
 			q := &sequence{
-				sub: s, sample: i, tokens: slices.Clone(s.req.Prompt), long: e.long(len(s.req.Prompt)),
-				blocks: blocks{Table: e.o.KV.NewTable(), keys: slices.Clip(s.keys)},
+				sub: s, sample: i, tokens: slices.Clone(s.req.Prompt), long: e.prefixes.long(len(s.req.Prompt)),
+				blocks: blocks{Table: e.o.KV.NewTable(), in: e.prefixes},
 			}
-			q.blocks.Identify(q.blocks.keys)
+			q.blocks.identify(slices.Clip(s.keys))
 			if e.o.Tokenizer != nil {
 				q.text = newDetokenizer(e.o.Tokenizer.NewStream(true), s.req.Params.Stop, s.req.Params.IncludeStop)
 			}
@@ -558,6 +609,7 @@ func (e *Engine) abortAll(err error) {
 	e.mu.Lock()
 	e.stopped = true
 	e.mu.Unlock()
+	e.prefixes.tiers = nil // no request will need what is aborted now
 	e.takeIn()
 	for id, q := range e.seqs {
 		e.abort(id, q, err)
@@ -588,7 +640,7 @@ func (e *Engine) step(ctx context.Context, chunks []scheduler.Chunk) error {
 			e.deliveryDone <- struct{}{}
 		}()
 	}
-	start := e.o.Now()
+	start, began := e.o.Now(), e.o.Clock()
 	res, err := e.o.Pipeline.Step(ctx, &pipeline.Step{Sequences: e.batch.sequences})
 	if len(before) > 0 {
 		<-e.deliveryDone
@@ -606,6 +658,10 @@ func (e *Engine) step(ctx context.Context, chunks []scheduler.Chunk) error {
 		res, err = e.o.Pipeline.Step(ctx, &pipeline.Step{Sequences: e.batch.sequences})
 	}
 	tokens, prefill := e.batch.tokens()
+	// Steps that mostly decode say little of how long prompts take.
+	if e.prefixes.tiers != nil && tries == 1 && 2*prefill >= tokens {
+		e.prefixes.tiers.Computed(prefill, (e.o.Clock() - began).Seconds())
+	}
 	e.mu.Lock()
 	e.state.Steps++
 	e.state.PrefillTokens += int64(prefill)
@@ -692,10 +748,12 @@ func (e *Engine) appendSampled(res *pipeline.Result, now time.Time) {
 		case e.seqs[c.ID] == nil: // another sample of its request has failed
 		case !c.Sample:
 			e.sched.Done(c.Chunk, 0)
+			c.seq.blocks.store(c.From, c.To)
 		case res.Sampled[row] < 0:
 			e.failAlone(c.seq, fmt.Errorf("engine: after %d tokens: %w", len(c.seq.tokens), ErrNoToken))
 		default:
 			e.sched.Done(c.Chunk, 1)
+			c.seq.blocks.store(c.From, c.To)
 			t := Token{ID: res.Sampled[row]}
 			if c.seq.sub.req.Params.LogProbs {
 				t.LogProb, t.Top = logProbs(res.LogProbs[row], c.seq.sub.req.Params.TopLogProbs)
@@ -732,13 +790,15 @@ func (e *Engine) addToken(id scheduler.ID, q *sequence, t Token, now time.Time) 
 		e.end(id, d)
 		return
 	}
-	if !q.long && e.long(len(q.tokens)) {
+	if !q.long && e.prefixes.long(len(q.tokens)) {
 		// Past longrope's boundary other factors apply: recompute the KV cache.
 		q.long = true
 		e.sched.Restart(id)
 		q.blocks.keys = nil
 	}
-	e.identify(q)
+	if e.prefixes.keyed() && (len(q.blocks.keys)+1)*e.o.KV.BlockTokens() <= len(q.tokens) {
+		q.blocks.identify(e.prefixes.appendKeys(q.blocks.keys, q.sub.req.CacheSalt, q.tokens, q.long))
+	}
 }
 
 // addUpdate adds an empty update to those pending.
@@ -766,6 +826,7 @@ func (d *delivery) write() (found bool) {
 // end ends a sample with its last update and releases its KV blocks.
 func (e *Engine) end(id scheduler.ID, d *delivery) {
 	// What a failed request has computed may be why it failed.
+	d.seq.blocks.ended = true
 	e.sched.Remove(id, d.err == nil)
 	delete(e.seqs, id)
 	s := d.seq.sub

@@ -121,6 +121,14 @@ func (j *Job) admit(now time.Time, cached int) (first bool) {
 	return first
 }
 
+// load records that so many of the prompt's tokens were loaded from another tier.
+func (j *Job) load(tokens int) {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	j.usage.CachedTokens += tokens
+	j.usage.LoadedTokens += tokens
+}
+
 // deliver buffers d for the reader; the last update ends the job.
 func (j *Job) deliver(d *delivery) {
 	j.mu.Lock()

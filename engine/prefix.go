@@ -1,36 +1,81 @@
 package engine
 
 import (
+	"context"
 	"encoding/binary"
-	"time"
+	"fmt"
 
 	"github.com/moeserve/moeserve/engine/scheduler"
 	"github.com/moeserve/moeserve/kvcache"
+	"github.com/moeserve/moeserve/kvcache/offload"
 )
 
-// blocks are the KV blocks of one sequence, with what the prefix cache had of it.
-type blocks struct {
-	*kvcache.Table
-	// keys of the full blocks of the known tokens. Empty without prefix caching.
-	keys []kvcache.Key
-	// cached is the result of the last Match.
-	cached int
+// Offloader keeps KV blocks in other tiers and brings them back. *offload.Tiers is one. The
+// engine's goroutine calls its methods; Wait is also called from another one, while none of the
+// others is.
+type Offloader interface {
+	// Factor is the number of blocks in a block of the tiers, which store only whole ones.
+	Factor() int
+	// Lookup returns how many of a sequence's blocks from block from on can be loaded, in a
+	// row, of those within its first tokens; keys are those of all its full blocks. wait: the
+	// next block is on its way, ask again later.
+	Lookup(keys []kvcache.Key, from, tokens int) (blocks int, wait bool)
+	// Load starts to load the sequence's blocks from block from on into dst, which it copies
+	// and holds until Poll reports the end, whatever becomes of the sequence.
+	Load(seq int64, keys []kvcache.Key, from int, dst []int32) error
+	// Store offers the sequence's blocks from block from on, which are src, full and final. It
+	// holds those that are stored meanwhile, and keeps neither slice.
+	Store(keys []kvcache.Key, from int, src []int32, why offload.Cause)
+	// Poll returns the loads that have ended.
+	Poll() []offload.Loaded
+	// Wait waits until Poll has something to do, nothing is under way, or ctx is done.
+	Wait(ctx context.Context) error
+	// Computed reports that so many tokens of prompts took so many seconds.
+	Computed(tokens int, seconds float64)
+	// Reset drops all content.
+	Reset()
 }
 
-// Match implements scheduler.Blocks.
-func (b *blocks) Match(maxTokens int) (tokens int, at scheduler.Cached) {
-	b.cached = b.Table.Match(maxTokens)
-	return b.cached, scheduler.Ready
+var _ Offloader = (*offload.Tiers)(nil)
+
+// prefixes find what the KV cache and the tiers behind it have of sequences.
+type prefixes struct {
+	kv *kvcache.Manager
+	// local: sequences share blocks of the pool.
+	local bool
+	tiers Offloader // nil: none
+	// factor is the number of blocks in one of the tiers.
+	factor int
+	// loading has the first block of each load that is planned or under way, whose content
+	// others share when it has arrived.
+	loading map[kvcache.Key]struct{}
+	// salt is Options.KeySalt, longAfter Options.LongAfter.
+	salt      string
+	longAfter int
 }
+
+func newPrefixes(o *Options) *prefixes {
+	p := &prefixes{
+		kv: o.KV, local: o.PrefixCaching, tiers: o.Offload,
+		loading: map[kvcache.Key]struct{}{}, salt: o.KeySalt, longAfter: o.LongAfter,
+	}
+	if p.tiers != nil {
+		p.factor = p.tiers.Factor()
+	}
+	return p
+}
+
+// keyed reports whether sequences have keys.
+func (p *prefixes) keyed() bool { return p.local || p.tiers != nil }
 
 // long reports whether a sequence of so many tokens has longrope's long factors.
-func (e *Engine) long(tokens int) bool { return e.o.LongAfter > 0 && tokens > e.o.LongAfter }
+func (p *prefixes) long(tokens int) bool { return p.longAfter > 0 && tokens > p.longAfter }
 
 // root is the parent of the keys of a sequence's first blocks.
-func (e *Engine) root(salt string, long bool) kvcache.Key {
-	b := binary.LittleEndian.AppendUint32(nil, uint32(e.o.KV.BlockTokens()))
-	b = binary.LittleEndian.AppendUint32(b, uint32(len(e.o.KeySalt)))
-	b = append(b, e.o.KeySalt...)
+func (p *prefixes) root(salt string, long bool) kvcache.Key {
+	b := binary.LittleEndian.AppendUint32(nil, uint32(p.kv.BlockTokens()))
+	b = binary.LittleEndian.AppendUint32(b, uint32(len(p.salt)))
+	b = append(b, p.salt...)
 	if long {
 		b = append(b, 1)
 	} else {
@@ -40,44 +85,120 @@ func (e *Engine) root(salt string, long bool) kvcache.Key {
 }
 
 // appendKeys appends the keys of the full blocks of tokens to those of the first of them.
-func (e *Engine) appendKeys(keys []kvcache.Key, salt string, tokens []int32, long bool) []kvcache.Key {
-	size := e.o.KV.BlockTokens()
+func (p *prefixes) appendKeys(keys []kvcache.Key, salt string, tokens []int32, long bool) []kvcache.Key {
+	size := p.kv.BlockTokens()
 	for n := len(keys); (n+1)*size <= len(tokens); n++ {
 		var parent kvcache.Key
 		if n > 0 {
 			parent = keys[n-1]
 		} else {
-			parent = e.root(salt, long)
+			parent = p.root(salt, long)
 		}
 		keys = append(keys, parent.Next(tokens[n*size:(n+1)*size]))
 	}
 	return keys
 }
 
-// identify adds the keys of blocks that a sequence's latest tokens complete.
-func (e *Engine) identify(q *sequence) {
-	if e.o.PrefixCaching && (len(q.blocks.keys)+1)*e.o.KV.BlockTokens() <= len(q.tokens) {
-		q.blocks.keys = e.appendKeys(q.blocks.keys, q.sub.req.CacheSalt, q.tokens, q.long)
-		q.blocks.Identify(q.blocks.keys)
+// blocks are the KV blocks of one sequence, with what the prefix cache and the tiers had of it.
+type blocks struct {
+	*kvcache.Table
+	in *prefixes
+	// keys of the full blocks of the known tokens. Empty where blocks have none.
+	keys []kvcache.Key
+	// local and load are the result of the last Match: tokens in blocks of the pool, and more
+	// that must be loaded.
+	local, load int
+	// claim is this sequence's in prefixes.loading.
+	claim kvcache.Key
+	// admitted: the scheduler has admitted the sequence, and not released its blocks since.
+	admitted bool
+	// ended: the next Release is the last.
+	ended bool
+}
+
+// identify sets the keys of a sequence's first blocks.
+func (b *blocks) identify(keys []kvcache.Key) {
+	b.keys = keys
+	if b.in.local {
+		b.Identify(keys)
 	}
 }
 
-// admitted records that a sequence was admitted.
-func (e *Engine) admitted(q *sequence, now time.Time) {
-	if !q.sub.job.admit(now, q.blocks.cached) || !e.o.PrefixCaching {
+// Match implements scheduler.Blocks.
+func (b *blocks) Match(maxTokens int) (tokens int, at scheduler.Cached) {
+	b.local, b.load = 0, 0
+	if b.in.local {
+		b.local = b.Table.Match(maxTokens)
+	}
+	size := b.in.kv.BlockTokens()
+	from := b.local / size
+	if b.in.tiers == nil || from >= min(len(b.keys), maxTokens/size) {
+		return b.local, scheduler.Ready
+	}
+	if _, ok := b.in.loading[b.keys[from]]; ok {
+		return b.local, scheduler.MustWait
+	}
+	n, wait := b.in.tiers.Lookup(b.keys, from, maxTokens)
+	switch {
+	case wait:
+		return b.local, scheduler.MustWait
+	case n == 0:
+		return b.local, scheduler.Ready
+	}
+	b.load = n * size
+	if b.in.local {
+		b.claim = b.keys[from]
+		b.in.loading[b.claim] = struct{}{}
+	}
+	return b.local + b.load, scheduler.MustLoad
+}
+
+// unclaim lets others load what this sequence has, or has not, loaded.
+func (b *blocks) unclaim() {
+	delete(b.in.loading, b.claim)
+	b.claim = kvcache.Key{}
+}
+
+// filled are the blocks from block from on that are full.
+func (b *blocks) filled(from int) []int32 { return b.Blocks()[from : b.Filled()/b.in.kv.BlockTokens()] }
+
+// Release implements scheduler.Blocks. The tiers are offered what the sequence has computed.
+func (b *blocks) Release(keep bool) {
+	b.unclaim()
+	if full := b.filled(0); b.admitted && keep && b.in.tiers != nil && len(full) > 0 {
+		why := offload.Preempted
+		if b.ended {
+			why = offload.Released
+		}
+		b.in.tiers.Store(b.keys, 0, full, why)
+	}
+	b.admitted = false
+	b.Table.Release(keep)
+}
+
+// store offers the tiers the blocks that a step has filled, of tokens [from, to).
+func (b *blocks) store(from, to int) {
+	if b.in.tiers == nil {
 		return
 	}
-	e.mu.Lock()
-	defer e.mu.Unlock()
-	e.state.PrefixCacheQueries += int64(len(q.tokens))
-	e.state.PrefixCacheHits += int64(q.blocks.cached)
+	unit := b.in.kv.BlockTokens() * b.in.factor
+	if from/unit < to/unit {
+		first := from / unit * b.in.factor
+		b.in.tiers.Store(b.keys, first, b.filled(first), offload.Filled)
+	}
 }
 
-// ResetPrefixCache drops the cached prefixes that no running request uses: requests submitted
-// later find none of them.
-func (e *Engine) ResetPrefixCache() {
-	e.mu.Lock()
-	e.reset = true
-	e.mu.Unlock()
-	e.wakeUp()
+// startLoad starts to load what the last Match has found in the tiers.
+func (p *prefixes) startLoad(id scheduler.ID, b *blocks) error {
+	size := p.kv.BlockTokens()
+	from := b.local / size
+	return p.tiers.Load(int64(id), b.keys, from, b.Blocks()[from:from+b.load/size])
+}
+
+// wait waits until a transfer between the tiers has ended.
+func (p *prefixes) wait(ctx context.Context) error {
+	if err := p.tiers.Wait(ctx); err != nil && ctx.Err() == nil {
+		return fmt.Errorf("engine: wait for KV blocks: %w", err)
+	}
+	return nil
 }

@@ -62,7 +62,7 @@ func testPrefixCacheChangesNoToken(t *testing.T) {
 				defer cancel()
 				count.await(i)
 				if i == 30 {
-					tight.Engine().ResetPrefixCache()
+					tight.Engine().ResetPrefixCache(false)
 				}
 				j, err := tight.Engine().Submit(ctx, r)
 				if err != nil {
@@ -182,7 +182,7 @@ func TestResetPrefixCache(t *testing.T) {
 	e := newEngine(t, engine.Options{Pipeline: newDrawing(t, kv), KV: kv, MaxModelLen: 100, Vocab: 256, PrefixCaching: true})
 	r := engine.Request{Prompt: prompt(1, 10, 250), Params: params(1)}
 	got := cachedTokens(t, e, r, r)
-	e.ResetPrefixCache()
+	e.ResetPrefixCache(false)
 	if got = append(got, cachedTokens(t, e, r, r)...); !slices.Equal(got, []int{0, 8, 0, 8}) {
 		t.Errorf("%v cached tokens", got)
 	}

@@ -209,9 +209,9 @@ type Update struct {
 // Usage counts a request's tokens.
 type Usage struct {
 	PromptTokens, CompletionTokens int
-	// CachedTokens are those of the prompt that were in the KV cache when the request's first
-	// sample was first admitted, and so were not computed.
-	CachedTokens int
+	// CachedTokens are those of the prompt that were not computed when the request's first sample
+	// was first admitted: they were in the KV cache or, LoadedTokens of them, in another tier.
+	CachedTokens, LoadedTokens int
 }
 
 // Times of a request's stages; zero where not reached.

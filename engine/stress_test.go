@@ -29,7 +29,7 @@ var errDies = fmt.Errorf("%w: it fell off the bus", pipeline.ErrDeviceLost)
 // positions. With a source of randomness some steps fail so that they may be run again. Step 60
 // ends with what end says, if it is given.
 type drawing struct {
-	t      *testing.T
+	errorf func(format string, args ...any)
 	random *rand.Rand
 	count  steps
 	steps  int
@@ -46,7 +46,7 @@ type word struct {
 }
 
 func newDrawing(t *testing.T, kv *kvcache.Manager) *drawing {
-	return &drawing{t: t, kv: kv, memory: make([]word, kv.Capacity())}
+	return &drawing{errorf: t.Errorf, kv: kv, memory: make([]word, kv.Capacity())}
 }
 
 // mix adds a word to the hash of those before it.
@@ -63,7 +63,7 @@ func (d *drawing) attend(q *pipeline.Sequence) (hash uint64) {
 		if p >= q.Start {
 			*w = word{mix(hash, uint64(q.Tokens[p-q.Start])+1), true, q.Long}
 		} else if !w.written || w.long != q.Long {
-			d.t.Errorf("position %d of %d, long factors: %v, is %+v", p, q.Start, q.Long, *w)
+			d.errorf("position %d of %d, long factors: %v, is %+v", p, q.Start, q.Long, *w)
 		}
 		hash = mix(hash, w.hash)
 	}
@@ -93,7 +93,7 @@ func (d *drawing) Step(ctx context.Context, s *pipeline.Step) (pipeline.Result, 
 		q := &s.Sequences[i]
 		at := q.Start + len(q.Tokens)
 		if at > longAfter && !q.Long {
-			d.t.Errorf("tokens %d to %d have the short factors", q.Start, at)
+			d.errorf("tokens %d to %d have the short factors", q.Start, at)
 		}
 		hash := d.attend(q)
 		if q.LogitRows == 0 {
@@ -163,12 +163,14 @@ func TestEveryUpdateOnceInOrder(t *testing.T) {
 	if reasons[engine.FinishStop] < 10 || reasons[engine.FinishLength] < 10 {
 		t.Fatalf("the requests end with %v", reasons)
 	}
+	gone := 0
 	for _, c := range []struct {
 		ends    string
 		caching bool
-	}{{"stopped", false}, {"stopped", true}, {"canceled", true}, {"dead", true}} {
+		factor  int // blocks in a block of another tier; 0: none
+	}{{"stopped", false, 0}, {"stopped", true, 0}, {"canceled", true, 0}, {"dead", true, 0}, {"stopped", true, 1}, {"stopped", false, 1}, {"stopped", true, 2}, {"canceled", true, 2}, {"dead", false, 1}} {
 		ends := c.ends
-		t.Run(fmt.Sprintf("%s, caching: %v", ends, c.caching), func(t *testing.T) {
+		t.Run(fmt.Sprintf("%s, caching: %v, factor %d", ends, c.caching, c.factor), func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				ctx, cancel := context.WithCancel(t.Context())
 				defer cancel()
@@ -176,6 +178,12 @@ func TestEveryUpdateOnceInOrder(t *testing.T) {
 				o.KV, o.PrefixCaching = smallBlocks(t, 80), c.caching
 				step := newDrawing(t, o.KV)
 				step.random = rand.New(rand.NewPCG(3, 4))
+				var tiers *memoryTiers
+				if c.factor > 0 {
+					tiers = newMemoryTiers(step, c.factor)
+					tiers.random = rand.New(rand.NewPCG(5, 6))
+					o.Offload = tiers
+				}
 				switch ends {
 				case "canceled":
 					step.end = func() error { cancel(); return nil }
@@ -194,6 +202,9 @@ func TestEveryUpdateOnceInOrder(t *testing.T) {
 					finished[i.ID] = i
 				}}
 				e := newEngine(t, o)
+				if tiers != nil {
+					tiers.alive = func(seq int64) bool { return engine.Lives(e, seq) }
+				}
 				ran := make(chan error, 1)
 				go func() { ran <- e.Run(ctx) }()
 				var readers sync.WaitGroup
@@ -294,8 +305,18 @@ func TestEveryUpdateOnceInOrder(t *testing.T) {
 					return true
 				})
 				s := e.State()
-				if s.Running != 0 || s.Waiting != 0 || s.KVUsedBlocks != 0 || o.KV.Free() != s.KVBlocks || s.Retried == 0 {
+				if s.Running != 0 || s.Waiting != 0 || s.KVUsedBlocks != o.KV.Held() || o.KV.Free()+o.KV.Held() != s.KVBlocks || s.Retried == 0 {
 					t.Errorf("afterwards: %+v", s)
+				}
+				if tiers != nil {
+					gone += tiers.gone
+					if ends == "stopped" && (tiers.loaded == 0 || tiers.failed == 0 || s.ExternalHits == 0) || s.ExternalHits > s.ExternalQueries {
+						t.Errorf("%d blocks were loaded, %d loads have failed: %+v", tiers.loaded, tiers.failed, s)
+					}
+					tiers.endAll()
+					if o.KV.Free() != s.KVBlocks {
+						t.Errorf("%d of %d blocks are free when all transfers have ended", o.KV.Free(), s.KVBlocks)
+					}
 				}
 				if c.caching != (s.PrefixCacheHits > 0) || s.PrefixCacheHits > s.PrefixCacheQueries {
 					t.Errorf("caching: %v, and %+v", c.caching, s)
@@ -303,5 +324,8 @@ func TestEveryUpdateOnceInOrder(t *testing.T) {
 				t.Logf("%+v, %d finished", s, len(finished))
 			})
 		})
+	}
+	if gone == 0 {
+		t.Error("no sequence was aborted while it was loaded")
 	}
 }

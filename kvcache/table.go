@@ -124,6 +124,9 @@ func (t *Table) Release(keep bool) {
 	t.blocks, t.filled, t.writable = t.blocks[:0], 0, 0
 }
 
+// Filled is the number of the sequence's first tokens that the blocks hold.
+func (t *Table) Filled() int { return t.filled }
+
 // Blocks returns the block ids in order of position. The slice is valid until another
 // method is called; the caller must not change it.
 func (t *Table) Blocks() []int32 { return t.blocks }

@@ -275,7 +275,7 @@ func (n *Node) assemble(ctx context.Context, u *setup, blocks int) (load time.Du
 		Pipeline: n.steps, KV: n.kv, Tokenizer: n.text.Tokenizer, MaxModelLen: l.MaxModelLen,
 		MaxNumSeqs: l.MaxSeqs, MaxNumBatchedTokens: l.MaxTokens, MaxAdjust: l.MaxAdjust,
 		PrefixCaching: u.settings.KV.EnablePrefixCaching, KeySalt: u.needs.KV.DType.String(), LongAfter: c.RoPE.LongAfter, Vocab: c.Vocab, StopIDs: c.EOS, Log: o.Log,
-		MaxQueued: o.MaxQueued, RetryTimeout: o.RetryTimeout, Listener: o.Listener, Pause: n.machine.Yield,
+		MaxQueued: o.MaxQueued, RetryTimeout: o.RetryTimeout, Listener: o.Listener, Pause: n.machine.Yield, Clock: n.machine.Now,
 	}); err != nil {
 		return 0, fault.Of(fault.ErrConfig, err)
 	}

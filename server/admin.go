@@ -6,6 +6,7 @@ import (
 	"maps"
 	"net"
 	"net/http"
+	"strconv"
 	"strings"
 )
 
@@ -41,13 +42,20 @@ func (s *Server) harvest(w *response, r *http.Request) error {
 	return nil
 }
 
-// resetPrefixCache drops cached prefixes. Its response is vLLM's: a status, and no body.
-func (s *Server) resetPrefixCache(w *response, _ *http.Request) error {
+// resetPrefixCache drops cached prefixes and, with reset_external=true, those of other tiers. Its
+// parameter and response, a status without a body, are vLLM's.
+func (s *Server) resetPrefixCache(w *response, r *http.Request) error {
 	m, err := s.current()
 	if err != nil {
 		return err
 	}
-	m.Engine.ResetPrefixCache()
+	external := false
+	if v := r.URL.Query().Get("reset_external"); v != "" {
+		if external, err = strconv.ParseBool(v); err != nil {
+			return badRequest("reset_external", "invalid_value", "Invalid value for 'reset_external': it must be true or false.")
+		}
+	}
+	m.Engine.ResetPrefixCache(external)
 	w.WriteHeader(http.StatusOK)
 	return nil
 }

@@ -795,4 +795,4 @@ type broken struct{}
 
 func (broken) Submit(context.Context, engine.Request) (*engine.Job, error) { panic("it is broken") }
 func (broken) State() engine.State                                         { return engine.State{} }
-func (broken) ResetPrefixCache()                                           {}
+func (broken) ResetPrefixCache(bool)                                       {}

@@ -67,7 +67,7 @@ func (h *harness) Submit(ctx context.Context, r engine.Request) (*engine.Job, er
 
 func (h *harness) State() engine.State { return h.node.Engine().State() }
 
-func (h *harness) ResetPrefixCache() { h.node.Engine().ResetPrefixCache() }
+func (h *harness) ResetPrefixCache(external bool) { h.node.Engine().ResetPrefixCache(external) }
 
 // last is the request that came to the engine last.
 func (h *harness) last() engine.Request {

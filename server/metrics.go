@@ -256,20 +256,22 @@ type stateCollector struct {
 	engine atomic.Pointer[Engine]
 
 	waiting, running, kv, config, preemptions, retries, lora *metrics.Desc
-	prefixQueries, prefixHits                                *metrics.Desc
+	prefixQueries, prefixHits, externalQueries, externalHits *metrics.Desc
 }
 
 func newStateCollector(model string) *stateCollector {
 	desc := func(name, help string, labels ...string) *metrics.Desc { return vllm(model, name, help, labels...) }
 	return &stateCollector{
-		waiting:       desc("num_requests_waiting", "Sequences that wait to be admitted (a request with n=4 has 4)."),
-		running:       desc("num_requests_running", "Sequences that run (a request with n=4 has 4)."),
-		kv:            desc("kv_cache_usage_perc", "Share of the KV cache blocks in use, from 0 to 1."),
-		config:        desc("cache_config_info", "Sizes of the KV cache.", "block_size", "num_gpu_blocks"),
-		preemptions:   desc("num_preemptions_total", "Running sequences preempted because the KV cache was full."),
-		prefixQueries: desc("prefix_cache_queries_total", "Prompt tokens that were looked up in the prefix cache: those of each request once, when it is admitted."),
-		prefixHits:    desc("prefix_cache_hits_total", "Prompt tokens found in the prefix cache, which were not computed again."),
-		retries:       metrics.NewDesc("moeserve_step_retries_total", "Steps tried again because a copy failed."),
+		waiting:         desc("num_requests_waiting", "Sequences that wait to be admitted (a request with n=4 has 4)."),
+		running:         desc("num_requests_running", "Sequences that run (a request with n=4 has 4)."),
+		kv:              desc("kv_cache_usage_perc", "Share of the KV cache blocks in use, from 0 to 1."),
+		config:          desc("cache_config_info", "Sizes of the KV cache.", "block_size", "num_gpu_blocks"),
+		preemptions:     desc("num_preemptions_total", "Running sequences preempted because the KV cache was full."),
+		prefixQueries:   desc("prefix_cache_queries_total", "Prompt tokens that were looked up in the prefix cache: those of each request once, when it is admitted."),
+		externalQueries: desc("external_prefix_cache_queries_total", "Prompt tokens that the prefix cache does not have, and that were looked up in other tiers: those of each request once."),
+		externalHits:    desc("external_prefix_cache_hits_total", "Prompt tokens loaded from other tiers, which were not computed again."),
+		prefixHits:      desc("prefix_cache_hits_total", "Prompt tokens found in the prefix cache, which were not computed again."),
+		retries:         metrics.NewDesc("moeserve_step_retries_total", "Steps tried again because a copy failed."),
 		lora: metrics.NewDesc("vllm:lora_requests_info", "When the metrics were read, in Unix seconds, for routers that look for LoRA adapters: there are none.",
 			"max_lora", "running_lora_adapters", "waiting_lora_adapters"),
 	}
@@ -288,6 +290,8 @@ func (c *stateCollector) Collect(to *metrics.Sink) {
 	to.Counter(c.preemptions, float64(s.Preemptions))
 	to.Counter(c.prefixQueries, float64(s.PrefixCacheQueries))
 	to.Counter(c.prefixHits, float64(s.PrefixCacheHits))
+	to.Counter(c.externalQueries, float64(s.ExternalQueries))
+	to.Counter(c.externalHits, float64(s.ExternalHits))
 	to.Counter(c.retries, float64(s.Retried))
 	to.Gauge(c.lora, float64(time.Now().Unix()), "0", "", "")
 }

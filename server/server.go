@@ -36,8 +36,9 @@ type Engine interface {
 	Submit(ctx context.Context, r engine.Request) (*engine.Job, error)
 	// State of the engine now, from any goroutine.
 	State() engine.State
-	// ResetPrefixCache drops cached prefixes that no running request uses.
-	ResetPrefixCache()
+	// ResetPrefixCache drops cached prefixes that no running request uses and, with external,
+	// those of other tiers.
+	ResetPrefixCache(external bool)
 }
 
 // Template turns messages into the text of a prompt. *chat.Template is one.

@@ -396,3 +396,31 @@ func TestNoAdmissionAgainstPromisedBlocks(t *testing.T) {
 		t.Errorf("prompts end after %v steps with %d preemptions, want %v and none", steps, preempted, want)
 	}
 }
+
+// impatient does not wait for copies.
+type impatient struct{ *stored }
+
+func (impatient) WillReserve(int) bool { return false }
+
+// TestHeldBlocksCauseNoPreemption: where the blocks of a preempted sequence are still copied, the
+// others wait for them. Without that each sequence in turn is preempted for the same block.
+func TestHeldBlocksCauseNoPreemption(t *testing.T) {
+	for _, waits := range []bool{true, false} {
+		a := newAccount(t, Limits{StepTokens: 64, Sequences: 4}, 6, 4)
+		for id := range ID(3) {
+			b := &stored{a.NewTable(), 0, a}
+			if waits {
+				a.Add(id, b, 7, 20)
+			} else {
+				a.Add(id, impatient{b}, 7, 20)
+			}
+		}
+		a.copies = true
+		for range 4 {
+			a.carryOut(a.Plan())
+		}
+		if n := a.Preemptions(); waits != (n == 1) {
+			t.Errorf("waits: %v, %d preemptions", waits, n)
+		}
+	}
+}
