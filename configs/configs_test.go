@@ -80,6 +80,25 @@ func TestSchemaMatchesSettings(t *testing.T) {
 	}
 }
 
+// TestNumbers: of a setting with a few numbers no other is taken, also not between them.
+func TestNumbers(t *testing.T) {
+	for _, k := range Schema {
+		for _, n := range k.Numbers {
+			s := Defaults()
+			if err := s.Put(map[string]any{k.Name: n}); err != nil || s.Values()[k.Name] != n {
+				t.Errorf("%s %d: %v, %v", k.Name, n, err, s.Values()[k.Name])
+			}
+		}
+	}
+	for _, n := range []int{0, 1, 24, 256, -16} {
+		s := Defaults()
+		s.KV.BlockSize = n
+		if err, want := s.Validate(), fmt.Sprintf("configs: --block-size is %d: must be 8, 16, 32, 64 or 128 tokens", n); err == nil || err.Error() != want {
+			t.Errorf("%v, want %s", err, want)
+		}
+	}
+}
+
 // Each allowed value can be put, and reads as it was written; no other can.
 func TestAllowed(t *testing.T) {
 	for _, k := range Schema {

@@ -49,8 +49,10 @@ type Key struct {
 	Placeholder string
 	// Allowed lists the values of a String; nil: any.
 	Allowed []string
-	// Min and Max bound numbers, both included.
+	// Min and Max bound numbers, both included. Numbers lists the values of an Int, in place
+	// of bounds; nil: any within them.
 	Min, Max float64
+	Numbers  []int
 	// Secret values are shown to nobody.
 	Secret bool
 	// Commands that take it.
@@ -196,7 +198,11 @@ var Schema = []Key{
 	},
 	{
 		Name: "num-gpu-blocks-override", Kind: Int, Default: 0, Unit: "blocks", Max: unbounded, Rare: true, Commands: onRequest,
-		Help: "KV cache blocks, 16 tokens each; 0: what memory allows",
+		Help: "KV cache blocks, of --block-size tokens each; 0: what memory allows",
+	},
+	{
+		Name: "block-size", Kind: Int, Default: 16, Unit: "tokens", Numbers: []int{8, 16, 32, 64, 128}, Rare: true, Commands: onModel,
+		Help: "tokens of a KV cache block",
 	},
 	{
 		Name: "enable-prefix-caching", Kind: Bool, Default: true, Rare: true, Commands: onChat,
@@ -429,6 +435,12 @@ func (k Key) check(v reflect.Value) string {
 	case Float:
 		n = v.Float()
 	}
+	if k.Numbers != nil {
+		if slices.Contains(k.Numbers, int(n)) {
+			return ""
+		}
+		return strings.TrimSpace("must be " + alternatives(k.values()) + " " + k.Unit)
+	}
 	// Not a number is in no range.
 	if n >= k.Min && n <= k.Max {
 		return ""
@@ -438,6 +450,24 @@ func (k Key) check(v reflect.Value) string {
 		want += " " + k.Unit
 	}
 	return want
+}
+
+// values lists Numbers as text.
+func (k Key) values() []string {
+	list := make([]string, len(k.Numbers))
+	for i, n := range k.Numbers {
+		list[i] = strconv.Itoa(n)
+	}
+	return list
+}
+
+// Values lists the values of a setting that has a few: those of Allowed or Numbers; nil: any
+// other.
+func (k Key) Values() []string {
+	if k.Numbers != nil {
+		return k.values()
+	}
+	return k.Allowed
 }
 
 func number(f float64) string { return strconv.FormatFloat(f, 'f', -1, 64) }

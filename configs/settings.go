@@ -74,6 +74,8 @@ type KV struct {
 	NumGPUBlocksOverride int  `mapstructure:"num-gpu-blocks-override"`
 	MaxModelLen          int  `mapstructure:"max-model-len"`
 	EnablePrefixCaching  bool `mapstructure:"enable-prefix-caching"`
+	// BlockSize is the number of tokens of a block.
+	BlockSize int `mapstructure:"block-size"`
 }
 
 // Batch says how steps run.

@@ -19,6 +19,7 @@ import (
 	"time"
 
 	"github.com/moeserve/moeserve/configs"
+	"github.com/moeserve/moeserve/kvcache"
 	"github.com/moeserve/moeserve/models"
 	"github.com/moeserve/moeserve/node"
 	"github.com/moeserve/moeserve/node/sizing"
@@ -75,7 +76,7 @@ func decodes(sequences int) int {
 
 // presetBlocks is the number of KV blocks of n sequences.
 func presetBlocks(sequences int) int {
-	return (presetPrompt + decodes(sequences) + sizing.BlockTokens) / sizing.BlockTokens
+	return (presetPrompt + decodes(sequences) + kvcache.DefaultBlockTokens) / kvcache.DefaultBlockTokens
 }
 
 // TestGPUPresets runs whole presets with dummy weights and experts in host memory or
@@ -153,7 +154,7 @@ func runPreset(t *testing.T, name string, fraction float64, tier configs.Tier, o
 		if tier == configs.PeerTier {
 			s.Device.Peers, s.Harvest.MigrationLimit = *peer, "0"
 		}
-		s.Batch.MaxNumBatchedTokens, s.Batch.MaxNumSeqs, s.KV.MaxModelLen = presetRows, most, presetBlocks(1)*sizing.BlockTokens
+		s.Batch.MaxNumBatchedTokens, s.Batch.MaxNumSeqs, s.KV.MaxModelLen = presetRows, most, presetBlocks(1)*kvcache.DefaultBlockTokens
 		s.KV.NumGPUBlocksOverride, s.Device.GPUMemoryUtilization = blocks, 0.98
 	})})
 	if err != nil {

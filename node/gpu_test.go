@@ -94,7 +94,8 @@ func generateOnGPU(t *testing.T, change func(*configs.Settings)) (tokens string)
 // onGPU are the fixtures that tests of equality run on; the last has float16.
 var onGPU = append([]string{"olmoe_clip"}, sameOn...)
 
-// TestGPUSameTokens: the tokens do not depend on where experts are (level 1).
+// TestGPUSameTokens: the tokens do not depend on where experts are, nor on the size of KV
+// blocks (level 1).
 func TestGPUSameTokens(t *testing.T) {
 	for _, name := range onGPU {
 		t.Run(name, func(t *testing.T) {
@@ -107,6 +108,11 @@ func TestGPUSameTokens(t *testing.T) {
 				}
 				if got != want {
 					t.Errorf("fraction %v: tokens %s, with all experts resident %s", f, got, want)
+				}
+			}
+			for _, size := range []int{8, 64} {
+				if got := generateOnGPU(t, func(s *configs.Settings) { s.Model.Name, s.KV.BlockSize = dir, size }); got != want {
+					t.Errorf("KV blocks of %d tokens: tokens %s, of 16 %s", size, got, want)
 				}
 			}
 			t.Logf("tokens %s", want)

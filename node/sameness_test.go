@@ -125,6 +125,32 @@ func TestSameTokens(t *testing.T) {
 	}
 }
 
+// TestBlockSizes runs the same requests with KV blocks of all sizes, and attention on either
+// side: the tokens are those of the default.
+func TestBlockSizes(t *testing.T) {
+	key, _ := configs.Find("block-size")
+	for _, name := range fixtures.Names(t) {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			dir := fixtures.Dir(t, name)
+			model := func(s *configs.Settings) { s.Model.Name = dir }
+			want := generate(t, open(t, machines()[0], model))
+			for i, size := range key.Numbers {
+				for _, attention := range []configs.Place{configs.OnGPU, configs.OnCPU} {
+					m := machine{"", 0.5, emulated.Options{Virtual: true, Check: true, Schedule: emulated.Random, Seed: uint64(i)}}
+					n := open(t, m, func(s *configs.Settings) { model(s); s.KV.BlockSize, s.Batch.Attention = size, attention })
+					if got := n.Engine().State().BlockTokens; got != size {
+						t.Fatalf("blocks of %d tokens, want %d", got, size)
+					}
+					if got := generate(t, n); got != want {
+						t.Errorf("blocks of %d tokens, attention on %v: tokens %s, want %s", size, attention, got, want)
+					}
+				}
+			}
+		})
+	}
+}
+
 // faulty opens a node on a machine that it returns too.
 func faulty(t *testing.T, o emulated.Options, change func(*configs.Settings)) (*node.Node, *emulated.Machine) {
 	t.Helper()

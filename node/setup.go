@@ -77,7 +77,7 @@ func newSetup(o *Options, model *checkpoint.Model) (_ *setup, err error) {
 		return nil, fault.Of(fault.ErrDevice, err)
 	}
 	u.footprint, err = sizing.New(sizing.Options{
-		Config: model.Config, Layout: u.layout, Types: u.devices.Backend, MaxModelLen: s.KV.MaxModelLen, CacheLayers: o.CacheLayers,
+		Config: model.Config, Layout: u.layout, Types: u.devices.Backend, MaxModelLen: s.KV.MaxModelLen, BlockTokens: s.KV.BlockSize, CacheLayers: o.CacheLayers,
 		Dynamic: s.Offload.DynamicResidency, HostLogits: o.HostLogits, Clears: len(u.peers) > 0, Kernels: usage.Allocated,
 	})
 	u.full = u.footprint

@@ -20,7 +20,6 @@ import (
 	"github.com/moeserve/moeserve/node/checkpoint"
 	"github.com/moeserve/moeserve/node/fault"
 	"github.com/moeserve/moeserve/node/planning"
-	"github.com/moeserve/moeserve/node/sizing"
 	"github.com/moeserve/moeserve/planner"
 )
 
@@ -233,7 +232,7 @@ func newBenchmark(s *streams, set *settings) (*benchmark, error) {
 	}
 	set.Batch.MaxNumSeqs = set.Bench.NumPrompts
 	set.Batch.MaxNumBatchedTokens = max(set.Batch.MaxNumBatchedTokens, set.Bench.NumPrompts)
-	set.KV.NumGPUBlocksOverride, set.KV.MaxModelLen = eval.Room(o.Prompts, o.NewTokens, sizing.BlockTokens)
+	set.KV.NumGPUBlocksOverride, set.KV.MaxModelLen = eval.Room(o.Prompts, o.NewTokens, set.KV.BlockSize)
 	return b, nil
 }
 

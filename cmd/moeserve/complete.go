@@ -30,11 +30,11 @@ func completeValues(cmd *cobra.Command) {
 	})
 }
 
-// words are the values, beside files, of settings that Allowed does not list.
+// words are the values, beside files, of settings that Values does not list.
 func words(k configs.Key) []string {
 	switch {
-	case k.Allowed != nil:
-		return k.Allowed
+	case k.Values() != nil:
+		return k.Values()
 	case k.Kind == configs.Bool:
 		return []string{"true", "false"}
 	case k.Name == "hardware":

@@ -369,7 +369,7 @@ func printPlan(out io.Writer, p *planning.Planned, command []string) error {
 		onHost = fmt.Sprintf(", %.0f %% of it in host memory", 100*x.KVOnHost)
 	}
 	t.line("\t%d resident experts, %d in host memory%s", x.ResidentExperts, m.ExpertCount()-x.ResidentExperts, peers)
-	t.line("\tKV cache of %s tokens%s, %s of them for this batch", grouped(int64(p.KVTokens)), onHost, grouped(int64(p.KVBlocks)*kvBlockTokens))
+	t.line("\tKV cache of %s tokens%s, %s of them for this batch", grouped(int64(p.KVTokens)), onHost, grouped(int64(p.KVBlocks)*int64(p.KVBlockTokens)))
 	if p.MaxModelLen < p.Context {
 		t.line("\tsequences of up to %s tokens, less than the context of %s: more costs throughput (--max-model-len)", grouped(int64(p.MaxModelLen)), grouped(int64(p.Context)))
 	} else {
@@ -413,9 +413,6 @@ func printPlan(out io.Writer, p *planning.Planned, command []string) error {
 	_, err := fmt.Fprintf(out, "%s\n%s\n", head, wrapped(command))
 	return err
 }
-
-// kvBlockTokens are the tokens of a KV block.
-const kvBlockTokens = sizing.BlockTokens
 
 func printHardware(t *table, h *planner.Hardware) {
 	t.line("hardware\t%s: %s at %s, %s", untrusted.Name(h.Name), sizing.Bytes(h.GPUMemory), byteRate(h.GPUMemoryRate), flopRate(h.GPUFlops))

@@ -118,8 +118,8 @@ func settingRow(k configs.Key) string {
 		}
 	}
 	help := k.Help
-	if k.Allowed != nil {
-		help += "; one of `" + strings.Join(k.Allowed, "`, `") + "`"
+	if values := k.Values(); values != nil {
+		help += "; one of `" + strings.Join(values, "`, `") + "`"
 	}
 	var on []string
 	for _, c := range k.Commands {

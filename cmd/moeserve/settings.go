@@ -106,8 +106,8 @@ func (v *flagValue) placeholder() string {
 	switch {
 	case v.key.Placeholder != "":
 		return v.key.Placeholder
-	case v.key.Allowed != nil:
-		return strings.Join(v.key.Allowed, "|")
+	case v.key.Values() != nil:
+		return strings.Join(v.key.Values(), "|")
 	case v.key.Unit != "":
 		return strings.ToUpper(v.key.Unit)
 	}

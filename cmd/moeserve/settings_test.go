@@ -61,6 +61,8 @@ func others(k configs.Key) [3]string {
 		return [3]string{"20ms", "30ms", "40ms"}
 	case k.Name == "migration-limit":
 		return [3]string{"0", "1GiB/s", "7GB/s"}
+	case k.Numbers != nil:
+		return [3]string(k.Values()[len(k.Numbers)-3:])
 	case k.Allowed != nil:
 		last := k.Allowed[len(k.Allowed)-1]
 		return [3]string{last, last, last}

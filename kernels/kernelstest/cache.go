@@ -40,7 +40,7 @@ func (c pagedCache) writes(slots []int) {
 
 func testAppendKV(r *rig) {
 	type shape struct{ rows, blocks, tokens, heads, d int }
-	for i, s := range []shape{{1, 3, 16, 1, 16}, {2, 2, 16, 4, 32}, {7, 5, 16, 2, 80}, {33, 4, 32, 2, 128}} {
+	for i, s := range []shape{{1, 3, 16, 1, 16}, {2, 2, 16, 4, 32}, {7, 5, 16, 2, 80}, {33, 4, 32, 2, 128}, {19, 4, 8, 2, 32}, {33, 2, 64, 1, 128}, {40, 2, 128, 2, 64}} {
 		r.run(fmt.Sprint(s), func(r *rig) {
 			k := r.normal(r.rows(i%2 == 0, "K", r.act, s.rows, s.heads, s.d), 0, 1)
 			v := r.normal(r.rows(i%2 == 1, "V", r.act, s.rows, s.heads, s.d), 0, 1)
@@ -83,6 +83,9 @@ func testRoPEAppendKV(r *rig) {
 		{9, 30, 3, 256, 1, 16},
 		{3, 2, 1, 24, 2, 16}, // whose rows are aligned, and upper halves are not
 		{4, 4, 2, 88, 2, 16},
+		{19, 4, 2, 128, 5, 8},
+		{33, 4, 1, 64, 2, 64},
+		{40, 2, 2, 32, 2, 128},
 	}
 	if r.o.Full {
 		shapes = append(shapes, ropeAppendShape{3, 32, 8, 128, 2, 16}, ropeAppendShape{3, 32, 4, 128, 2, 16}, ropeAppendShape{180, 16, 16, 128, 12, 16})
@@ -197,6 +200,10 @@ func testAttention(r *rig) {
 		{4, 4, 32, 16, 1, []sequence{{20, 3}}},
 		{4, 2, 64, 16, 100, []sequence{{300, 5}, {99, 2}, {101, 1}}},
 		{16, 2, 32, 16, 0, []sequence{{700, 2}, {5, 0}, {3, 1}}},
+		{4, 2, 64, 8, 0, []sequence{{33, 33}, {8, 1}, {9, 2}, {290, 1}}},
+		{8, 2, 128, 64, 0, []sequence{{150, 3}, {64, 1}, {65, 40}, {290, 1}}},
+		{4, 1, 32, 128, 0, []sequence{{300, 1}, {128, 1}, {129, 2}, {40, 40}}},
+		{4, 2, 64, 64, 100, []sequence{{300, 5}, {99, 2}, {101, 1}}},
 	}
 	if r.o.Full {
 		batch := []sequence{{93, 1}, {1030, 1}, {513, 2}, {64, 64}}

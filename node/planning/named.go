@@ -92,7 +92,7 @@ func NewNamed(model *checkpoint.Model, o NamedOptions) (*Problem, error) {
 		return nil, fault.Of(fault.ErrModel, err)
 	}
 	f, err := sizing.New(sizing.Options{
-		Config: model.Config, Layout: layout, Types: backend, MaxModelLen: s.KV.MaxModelLen, CacheLayers: o.CacheLayers,
+		Config: model.Config, Layout: layout, Types: backend, MaxModelLen: s.KV.MaxModelLen, BlockTokens: s.KV.BlockSize, CacheLayers: o.CacheLayers,
 		Dynamic: s.Offload.DynamicResidency, HostLogits: o.HostLogits, Clears: peers > 0, Kernels: plannedWorkspace,
 	})
 	if err != nil {

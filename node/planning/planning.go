@@ -29,10 +29,10 @@ type Planned struct {
 	Prediction  planner.Prediction
 	// Settings of the policy, by key.
 	Settings map[string]any
-	// KVBlocks is the need of the policy's batch. A node's pool also gets the rest of the
-	// memory: KVTokens in total, for sequences of up to MaxModelLen tokens of the model's
-	// Context.
-	KVBlocks                       int
+	// KVBlocks, of KVBlockTokens each, is the need of the policy's batch. A node's pool also
+	// gets the rest of the memory: KVTokens in total, for sequences of up to MaxModelLen tokens
+	// of the model's Context.
+	KVBlocks, KVBlockTokens        int
 	KVTokens, MaxModelLen, Context int
 	// SaturationPoints are the maximum offload fractions at which copies are fully
 	// overlapped with this policy, by tier; only tiers that the hardware has.
@@ -532,7 +532,7 @@ func (p *Problem) resolve(r planner.Prediction) *Planned {
 	all := p.Model.ExpertCount()
 	d := &Planned{
 		Model: p.Model, ExpertBytes: p.Sizes.Expert, Hardware: p.Hardware, Workload: p.Workload, Prediction: r,
-		Settings: map[string]any{}, KVBlocks: p.blocks(x.Batch), KVTokens: min(p.kvBlocks(&r), x.Batch*p.blocksOf(p.context)) * p.Sizes.KVBlockTokens, Context: p.context, SaturationPoints: map[configs.Tier]float64{}, Missing: missing(x),
+		Settings: map[string]any{}, KVBlocks: p.blocks(x.Batch), KVBlockTokens: p.Sizes.KVBlockTokens, KVTokens: min(p.kvBlocks(&r), x.Batch*p.blocksOf(p.context)) * p.Sizes.KVBlockTokens, Context: p.context, SaturationPoints: map[configs.Tier]float64{}, Missing: missing(x),
 	}
 	if n := p.kv.NumGPUBlocksOverride; n > 0 {
 		d.KVTokens = n * p.Sizes.KVBlockTokens

@@ -30,6 +30,9 @@ type Options struct {
 	// MaxModelLen is the maximum length of a sequence in tokens. Default and maximum: the
 	// model's context.
 	MaxModelLen int
+	// BlockTokens is the number of tokens of a block of the KV cache. Default: that of
+	// kvcache.Shape.
+	BlockTokens int
 	// CacheLayers is the number of layers whose fetched experts the expert cache holds.
 	// Default: that of experts.Config.
 	CacheLayers int
@@ -83,9 +86,6 @@ func (f *Footprint) MaxModelLen() int { return f.o.MaxModelLen }
 // ExpertBytes is the size of an expert in the backend's layout.
 func (f *Footprint) ExpertBytes() int64 { return f.expert.Size }
 
-// BlockTokens are the tokens of a block of the KV cache.
-const BlockTokens = kvcache.DefaultBlockTokens
-
 // topLogProbs is the number of alternatives reported with a token's log-probability: the
 // maximum of the OpenAI API.
 const topLogProbs = 20
@@ -94,7 +94,7 @@ const topLogProbs = 20
 func (f *Footprint) Limits(tokens, sequences int) forward.Limits {
 	l := forward.Limits{
 		MaxTokens: tokens, MaxSeqs: min(sequences, tokens),
-		MaxModelLen: f.o.MaxModelLen, BlockTokens: BlockTokens, MaxTopLogProbs: topLogProbs,
+		MaxModelLen: f.o.MaxModelLen, BlockTokens: f.KV().BlockTokens, MaxTopLogProbs: topLogProbs,
 	}
 	l.MaxLogits = l.MaxSeqs
 	if f.o.HostLogits {
@@ -110,8 +110,8 @@ func (f *Footprint) Limits(tokens, sequences int) forward.Limits {
 func (f *Footprint) KV() kvcache.Shape {
 	return kvcache.Shape{
 		Layers: f.o.Config.Layers, KVHeads: f.o.Config.KVHeads, HeadDim: f.o.Config.HeadDim,
-		DType: f.o.Types.ActivationDType(), BlockTokens: BlockTokens,
-	}
+		DType: f.o.Types.ActivationDType(), BlockTokens: f.o.BlockTokens,
+	}.EnsureDefaults()
 }
 
 // Experts is the configuration of the store, without a placement.
