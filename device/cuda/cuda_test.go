@@ -719,6 +719,63 @@ func TestRefusedCall(t *testing.T) {
 	}
 }
 
+// TestCopyBatch copies pieces between the host and two GPUs, each stage in one batch.
+func TestCopyBatch(t *testing.T) {
+	r := newRig(t, 2)
+	const pieces, size = 300, 48
+	s := r.stream(0, "batches")
+	far := device.HBM(0)
+	if _, err := r.m.Topology().Path(device.HBM(0), device.HBM(1)); err == nil {
+		far = device.HBM(1)
+	}
+	stages := []device.Memory{r.alloc(device.Host, pieces*size), r.alloc(device.HBM(0), pieces*size), r.alloc(far, pieces*size), r.alloc(device.Host, pieces*size)}
+	first := stages[0].Write(0, pieces*size)
+	for i := range first {
+		first[i] = byte(i / size * 7)
+	}
+	// Each stage has the pieces in another order: piece i of the last is piece from[i] of the first.
+	from := make([]int, pieces)
+	for i := range from {
+		from[i] = i
+	}
+	piece := func(m device.Memory, i int) device.Range { return m.Range(int64(i*size), size) }
+	for stage, step := range []int{7, 11, 13} {
+		var dst, src []device.Range
+		next := make([]int, pieces)
+		for i := range pieces {
+			j := i * step % pieces
+			dst, src, next[i] = append(dst, piece(stages[stage+1], i)), append(src, piece(stages[stage], j)), from[j]
+		}
+		dst, src, from = append(dst, device.Range{}), append(src, device.Range{}), next
+		if err := s.CopyBatch(dst, src); onGPU && errors.Is(err, ErrNoBatches) {
+			t.Skip(err)
+		} else {
+			r.ok(err)
+		}
+	}
+	r.ok(s.CopyBatch(nil, nil))
+	r.ok(s.Synchronize(r.ctx))
+	for i, b := range stages[3].Read(0, pieces*size) {
+		if want := byte(from[i/size] * 7); b != want {
+			t.Fatalf("byte %d is %d, want %d of piece %d", i, b, want, from[i/size])
+		}
+	}
+	host, gpu := stages[0], stages[1]
+	contains(t, s.CopyBatch([]device.Range{piece(gpu, 0)}, nil), "1 destinations and 0 sources")
+	contains(t, s.CopyBatch([]device.Range{piece(gpu, 0)}, []device.Range{host.Range(0, 16)}), "destination has 48 bytes and source 16")
+	contains(t, s.CopyBatch([]device.Range{piece(gpu, 0), piece(stages[3], 0)}, []device.Range{piece(host, 0), piece(host, 1)}), "pair 1", "within host memory")
+	r.ok(s.Synchronize(r.ctx))
+	if onGPU {
+		return
+	}
+	const outOfResources = 701
+	standin.Fail("cuMemcpyBatchAsync", outOfResources, 0)
+	err := s.CopyBatch([]device.Range{piece(gpu, 0)}, []device.Range{piece(host, 0)})
+	r.wants(err, device.ErrCopyFailed)
+	contains(t, err, "a batch of 1 copies, 48 bytes")
+	r.wants(s.Recover(r.ctx), device.ErrCopyFailed)
+}
+
 // TestFreeDoesNotWait frees memory while a stream stands before a fence that only the
 // caller of Free will signal.
 func TestFreeDoesNotWait(t *testing.T) {

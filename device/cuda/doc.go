@@ -7,9 +7,9 @@
 //
 // Devices, primary contexts, streams, events, modules and copies are driven
 // through gorgonia.org/cu. glue.c implements what that package lacks: pinned memory,
-// mapped device memory, launches without allocation, graphs. Package kernels/cuda
-// builds on what this package adds to the contract: Machine.LoadModule,
-// Stream.Launch, Stream.Do, and the packages nvrtc (compiling CUDA
+// mapped device memory, launches without allocation, graphs, batches of copies. Package
+// kernels/cuda builds on what this package adds to the contract: Machine.LoadModule,
+// Stream.Launch, Stream.Do, Stream.CopyBatch, and the packages nvrtc (compiling CUDA
 // C++), dylib (finding CUDA's libraries) and nvml (readings of memory, load and
 // health).
 //

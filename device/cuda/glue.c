@@ -149,6 +149,29 @@ CUresult ms_host_copy(CUcontext ctx, CUstream s, uint64_t to, uint64_t from, siz
   return r;
 }
 
+/* CUmemcpyAttributes. Hints of locations are for managed memory. */
+typedef struct {
+  int source_order; /* CU_MEMCPY_SRC_ACCESS_ORDER_STREAM */
+  struct {
+    int type, id;
+  } source_hint, destination_hint;
+  unsigned flags;
+} copy_attributes;
+#if CUDA_VERSION >= 12080 && CUDA_VERSION < 13000
+_Static_assert(sizeof(copy_attributes) == sizeof(CUmemcpyAttributes) && offsetof(copy_attributes, flags) == offsetof(CUmemcpyAttributes, flags), "as the driver's");
+#endif
+
+typedef CUresult copy_batch(CUdeviceptr *to, CUdeviceptr *from, size_t *bytes, size_t n, copy_attributes *attributes, size_t *first, size_t kinds,
+                            size_t *failed, CUstream s);
+
+CUresult ms_copy_batch(CUcontext ctx, void *call, const uint64_t *to, const uint64_t *from, const uint64_t *bytes, size_t n, CUstream s) {
+  _Static_assert(sizeof(CUdeviceptr) == 8 && sizeof(size_t) == 8, "arrays are passed on as they are");
+  CURRENT(ctx);
+  copy_attributes attributes = {.source_order = 1};
+  size_t first = 0, failed = 0;
+  return ((copy_batch *)call)((CUdeviceptr *)(uintptr_t)to, (CUdeviceptr *)(uintptr_t)from, (size_t *)(uintptr_t)bytes, n, &attributes, &first, 1, &failed, s);
+}
+
 CUresult ms_function_attribute(CUcontext ctx, CUfunction f, int attribute, int *value) {
   CURRENT(ctx);
   return cuFuncGetAttribute(value, attribute, f);

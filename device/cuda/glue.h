@@ -51,6 +51,10 @@ void ms_touch(unsigned char *p, size_t bytes, size_t page);
    caller until everything before it on the stream has run. */
 CUresult ms_host_copy(CUcontext ctx, CUstream s, uint64_t to, uint64_t from, size_t bytes);
 
+/* Copies n blocks by call, the driver's cuMemcpyBatchAsync as of CUDA 12.8: headers may lack it, and later ones
+   mean another function by that name. */
+CUresult ms_copy_batch(CUcontext ctx, void *call, const uint64_t *to, const uint64_t *from, const uint64_t *bytes, size_t n, CUstream s);
+
 CUresult ms_function_attribute(CUcontext ctx, CUfunction f, int attribute, int *value);
 CUresult ms_set_function_attribute(CUcontext ctx, CUfunction f, int attribute, int value);
 

@@ -28,6 +28,8 @@ type Stream struct {
 	name string
 	s    cu.Stream
 	args Args
+	// batch holds the arguments of the latest CopyBatch, so that it need not allocate.
+	batch batch
 
 	// ops counts the enqueued operations; epoch holds the operation from which on the
 	// stream is in error.

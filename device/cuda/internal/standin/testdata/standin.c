@@ -537,6 +537,16 @@ EXPORT int cuMemcpyAsync(address to, address from, size_t bytes, stream *s) {
   BEGIN
   END(copy(s, to, from, bytes));
 }
+EXPORT int cuMemcpyBatchAsync(address *to, address *from, size_t *bytes, size_t n, const int *attributes, size_t *first, size_t kinds,
+                              size_t *failed, stream *s) {
+  BEGIN
+  if (!n || kinds != 1 || *first != 0 || *attributes != 1 || attributes[5] != 0) END(INVALID_VALUE);
+  for (size_t i = 0; i < n; i++) {
+    int r = copy(s, to[i], from[i], bytes[i]);
+    if (r) END((*failed = i, r));
+  }
+  END(OK);
+}
 EXPORT int cuMemcpyPeerAsync(address to, device *in, address from, device *of, size_t bytes, stream *s) {
   BEGIN
   region **a = region_at(to, bytes), **b = region_at(from, bytes);
