@@ -165,7 +165,16 @@ func mustRead(t *testing.T, file string) []byte {
 // is one.
 func openGPU(t testing.TB, o Options) (device.Machine, *Backend, device.Stream) {
 	t.Helper()
-	m, err := cuda.Open(cuda.Options{})
+	return openGPUs(t, []int{0}, o)
+}
+
+// openGPUs is openGPU on a machine with several GPUs, or with the first if there are fewer.
+func openGPUs(t testing.TB, gpus []int, o Options) (device.Machine, *Backend, device.Stream) {
+	t.Helper()
+	m, err := cuda.Open(cuda.Options{GPUs: gpus})
+	if err != nil && len(gpus) > 1 && !errors.Is(err, cuda.ErrUnavailable) {
+		m, err = cuda.Open(cuda.Options{})
+	}
 	if errors.Is(err, cuda.ErrUnavailable) && os.Getenv("MOESERVE_CUDA_TEST") != "gpu" {
 		t.Skip(err)
 	}

@@ -35,6 +35,9 @@
 #   beside        moeserve compared with transformers: BESIDE are arguments for beside.py (--cells, --budget, --resume …),
 #                 BESIDE_OUT is the file of results
 #   gaps          how long the GPU is idle between the kernels of a decode step: GAPS are models
+#   layout        decode attention over KV blocks that hold all layers, compared with an array per layer; 72 GiB of GPU memory
+#   kvcopy        copies of 1,000 scattered blocks from 4 KiB to 16 MiB between host, GPU and, with two GPUs, peer: queued, batched,
+#                 and by a kernel; 8 GiB of each memory
 #   load          loading a checkpoint of Qwen1.5-MoE's shape, written to LOAD_FOLDER (29 GB), as a share of the disk's
 #                 rate; LOAD are arguments for load.py
 # HOST_GIB is the host's memory, for machines whose system reports less. With OVERLAP=false the parts that run node's
@@ -97,7 +100,7 @@ run() {
   work=$(mktemp -d)
   trap 'rm -rf "$work"' EXIT
   for part in "$@"; do
-    [[ " device kernels kernels-full exact apart cli layers whole whole-mixtral tiers sweep predicted guard soak reclaim bench sanitize beside gaps load " == *" $part "* ]] || usage
+    [[ " device kernels kernels-full exact apart cli layers whole whole-mixtral tiers sweep predicted guard soak reclaim bench sanitize beside gaps layout kvcopy load " == *" $part "* ]] || usage
   done
   [ -e "$folder/bundle.tar.xz" ] || { echo "there is no $folder/bundle.tar.xz: tools/cuda/gpu.sh build makes it" >&2; exit 2; }
   xz -dc "$folder/bundle.tar.xz" | tar -xf - -C "$work" || exit 1
@@ -214,6 +217,12 @@ run() {
           limit 120 . gaps "gaps-$model" python3 "$root/tools/cuda/gaps.py" run "$work/moeserve" "$logs" "$model"
           cat "$work/said"
         done ;;
+      layout)
+        limit 60 kernels/cuda layout layout "$work/kernels-cuda.test" -test.v -test.run 'TestMeasureLayout$' -measure "$logs/layout.json" -measure-for 30s
+        grep '^|' "$work/said" | tee -a "$logs/table.log" ;;
+      kvcopy)
+        limit 90 kernels/cuda kvcopy kvcopy "$work/kernels-cuda.test" -test.v -test.run 'TestMeasureCopies$' -measure "$logs/kvcopy.json" -measure-for 60s
+        grep -E '^([|]|GB/s)' "$work/said" | tee -a "$logs/table.log" ;;
       load)
         limit 400 . load load python3 "$root/tools/cuda/load.py" "$work/moeserve" "$work/bigcheckpoint" "${LOAD_FOLDER:-$work}" ${LOAD:-}
         cat "$work/said" ;;
