@@ -31,19 +31,6 @@ func (r *Runtime) Balance(s device.Space) (b Balance, err error) {
 	return b, err
 }
 
-// Want reports that a client would borrow more of a peer than it has room for, as an Alloc that
-// is refused does: other processes that hold more than their share then release some (see
-// SetOthers). It counts for two seconds.
-func (r *Runtime) Want(s device.Space) error {
-	return r.update(func(c *controller) error {
-		p, err := c.peers.find("want", s)
-		if err == nil {
-			p.refused, p.refusedAt = true, r.clock.now()
-		}
-		return err
-	})
-}
-
 func (p *peer) balance(now time.Duration) Balance {
 	return Balance{Free: p.free, Held: p.inService() + p.draining, Draining: p.draining, Wants: p.wants(now)}
 }

@@ -30,7 +30,9 @@ type controller struct {
 	// released.
 	freeing  []*Handle
 	draining []*revocation
-	counts   [reasons]int64 // revoked slabs
+	revoked  [reasons]int64 // slabs
+	// displaced is when each client last gave way to another.
+	displaced map[displacement]time.Duration
 	// refreshed is the slab whose handles were refreshed last, at refreshedAt.
 	refreshed   uint64
 	refreshedAt time.Duration
@@ -47,6 +49,9 @@ type rules struct {
 	ownSlabBytes map[string]int64 // of clients with slabs of their own
 
 	deadline, cooldown, halfLife, callbackLimit time.Duration
+
+	displaceFactor      float64 // 0: no client displaces another
+	residence, reserved time.Duration
 }
 
 // slabsFor returns the owner and the size of the slabs for the client's handles; owner is
@@ -59,7 +64,7 @@ func (r *rules) slabsFor(client string) (owner string, bytes int64) {
 }
 
 func newController(o Options) *controller {
-	c := &controller{rules: o.rules(), clients: map[string]*client{}}
+	c := &controller{rules: o.rules(), clients: map[string]*client{}, displaced: map[displacement]time.Duration{}}
 	top := o.Machine.Topology()
 	for _, s := range o.Peers {
 		p := &peer{space: s, weight: o.Weight, paths: map[device.Space]device.Path{}, stale: errors.New("no reading yet")}
@@ -81,6 +86,26 @@ func newController(o Options) *controller {
 type client struct {
 	held    int64
 	handles int
+	use     Use
+	// revoked counts slabs by reason, and displaced the bytes of those revoked for another
+	// client.
+	revoked   [reasons]int64
+	displaced int64
+	// displacing is the number of slabs that are being released for the client; tried: a
+	// refused request of the tick at triedAt has asked for some. Until idleUntil none are
+	// displaced for it.
+	displacing int
+	tried      bool
+	triedAt    time.Duration
+	idleUntil  time.Duration
+}
+
+// client returns the client's account, a new one for the first call.
+func (c *controller) client(name string) *client {
+	if c.clients[name] == nil {
+		c.clients[name] = &client{}
+	}
+	return c.clients[name]
 }
 
 // allocation is the controller's account of a handle: its slab and its state.
@@ -174,6 +199,9 @@ type placement struct {
 	bytes int64
 	owner string // of a new slab
 	off   int64
+	// client that asked, at now.
+	client string
+	now    time.Duration
 }
 
 // request validates and completes a client's request.
@@ -187,10 +215,7 @@ func (c *controller) request(bytes int64, hints Hints, now time.Duration) (Reque
 		return Request{}, ErrClosed
 	}
 	setDefault(&hints.Reader, c.reader)
-	if c.clients[hints.Client] == nil {
-		c.clients[hints.Client] = &client{}
-	}
-	req := Request{Bytes: device.Align(bytes), Hints: hints, Held: c.clients[hints.Client].held, Clients: len(c.clients), Now: now}
+	req := Request{Bytes: device.Align(bytes), Hints: hints, Held: c.client(hints.Client).held, Clients: len(c.clients), Now: now}
 	req.Total = c.peers.total()
 	return req, nil
 }
@@ -205,7 +230,9 @@ func (c *controller) choose(req Request) (placement, error) {
 				p.refused, p.refusedAt = true, req.Now
 			}
 		}
-		return placement{}, c.peers.noCapacity(req, c.policy)
+		err := c.peers.noCapacity(req, c.policy)
+		c.displaceForRequest(req)
+		return placement{}, err
 	}
 	i, err := c.policy.Choose(req, from)
 	if err != nil {
@@ -216,7 +243,7 @@ func (c *controller) choose(req Request) (placement, error) {
 	if err != nil {
 		return placement{}, err
 	}
-	at := placement{peer: p, bytes: to.FreeExtent, owner: owner, off: to.offset}
+	at := placement{peer: p, bytes: to.FreeExtent, owner: owner, off: to.offset, client: req.Hints.Client, now: req.Now}
 	if to.Slab != 0 {
 		at.slab = p.slabs[slices.IndexFunc(p.slabs, func(s *slab) bool { return s.id == to.Slab })]
 	}
@@ -233,10 +260,15 @@ func (c *controller) slabRefused(at placement, err error) {
 func (c *controller) slabAllocated(at placement, r device.Region) *slab {
 	p := at.peer
 	c.slabs++
-	s := &slab{id: c.slabs, peer: p, owner: at.owner, region: r, segments: newSegments(r.Bytes), handles: map[int64]*Handle{}}
+	s := &slab{
+		id: c.slabs, peer: p, owner: at.owner, region: r, since: at.now,
+		segments: newSegments(r.Bytes), handles: map[int64]*Handle{}, clients: map[string]int{},
+	}
+	s.uses.at = at.now
 	p.slabs = append(p.slabs, s)
 	p.free -= r.Bytes
 	p.slabChanges++
+	p.useReserved(at.client, r.Bytes)
 	c.emit(SlabInfo{Slab: s.id, Device: p.space, Bytes: r.Bytes})
 	return s
 }
@@ -255,6 +287,7 @@ func (c *controller) grant(s *slab, off, bytes int64, req Request, clock *timeli
 	h.SetCost(req.Hints.Cost)
 	h.readers.open(clock)
 	s.handles[off] = h
+	s.clients[h.client]++
 	owner := c.clients[h.client]
 	owner.held += req.Bytes
 	owner.handles++
@@ -333,6 +366,10 @@ func (c *controller) removeHandle(h *Handle, end handleState) {
 	n := a.slab.segments.used[a.offset]
 	a.slab.segments.release(a.offset)
 	delete(a.slab.handles, a.offset)
+	if a.slab.clients[h.client]--; a.slab.clients[h.client] == 0 {
+		delete(a.slab.clients, h.client)
+	}
+	h.endCost()
 	owner := c.clients[h.client]
 	owner.held -= n
 	owner.handles--

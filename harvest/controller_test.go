@@ -145,19 +145,22 @@ func (s *core) do(d *datadriven.TestData) (string, error) {
 	case "open": // peers=2 slab=1024 headroom=512 kv=512: peers of 4096 bytes, slabs of client kv
 		s.now, s.handles, s.names, s.asked = 0, map[string]*Handle{}, map[*Handle]string{}, map[*peer]int{}
 		o := Options{SlabBytes: s.number(d, "slab", 1024), Cooldown: 50 * time.Millisecond, Clients: map[string]ClientOptions{"kv": {SlabBytes: s.number(d, "kv", 0)}}}
-		s.c = &controller{rules: o.EnsureDefaults().rules(), clients: map[string]*client{}}
+		s.c = &controller{rules: o.EnsureDefaults().rules(), clients: map[string]*client{}, displaced: map[displacement]time.Duration{}}
 		for i := range int(s.number(d, "peers", 1)) {
 			p := &peer{space: device.HBM(i + 1), headroom: s.number(d, "headroom", 512), paths: map[device.Space]device.Path{device.HBM(0): {}}}
 			p.update(Reading{Capacity: 4096, Free: 4096}, 0, time.Minute)
 			s.c.peers = append(s.c.peers, p)
 		}
-	case "alloc": // NAME BYTES client= behind= refuse: the device refuses a slab, once
+	case "alloc": // NAME BYTES client= behind= cost= refuse: the device refuses a slab, once
 		n, err := strconv.ParseInt(word(1), 10, 64)
 		if err != nil {
 			return "", err
 		}
 		text, hints := "", Hints{Client: "c", Label: word(0)}
 		d.MaybeScanArgs(s.t, "client", &hints.Client)
+		if d.HasArg("cost") {
+			hints.Cost = s.duration(d, "cost")
+		}
 		if d.HasArg("behind") {
 			var name string
 			d.ScanArgs(s.t, "behind", &name)
@@ -182,6 +185,35 @@ func (s *core) do(d *datadriven.TestData) (string, error) {
 			break
 		}
 		return text, err
+	case "cost": // NAME to=
+		s.handles[word(0)].SetCost(s.duration(d, "to"))
+	case "use": // CLIENT rate= saved= wanted=
+		var rate float64
+		if _, err := fmt.Sscan(d.CmdArgs[1].Vals[0], &rate); err != nil {
+			return "", err
+		}
+		s.c.client(word(0)).use = Use{PerSecond: rate, Saved: s.duration(d, "saved"), Wanted: s.number(d, "wanted", 0)}
+	case "used": // NAME TIMES
+		n, err := strconv.Atoi(word(1))
+		if err != nil {
+			return "", err
+		}
+		for range n {
+			s.handles[word(0)].CountUse()
+		}
+	case "want": // CLIENT BYTES objects= cost=
+		n, err := strconv.ParseInt(word(1), 10, 64)
+		if err != nil {
+			return "", err
+		}
+		return "", s.c.want(s.c.peers[0], Demand{Client: word(0), Bytes: n, Objects: int(s.number(d, "objects", 1)), Cost: s.duration(d, "cost")}, s.now)
+	case "room": // CLIENT BYTES
+		n, err := strconv.ParseInt(word(1), 10, 64)
+		if err != nil {
+			return "", err
+		}
+		owner, _ := s.c.slabsFor(word(0))
+		return strconv.Itoa(s.c.peers[0].room(word(0), owner, n, s.now)), nil
 	case "callback": // NAME
 		return "", s.c.callback(s.handles[word(0)], func(Revocation) {})
 	case "free": // NAME held: it has readers

@@ -49,6 +49,18 @@
 // late. Slabs on an unhealthy peer are not scrubbed. An empty slab goes through the same
 // phases, but does not count as revoked.
 //
+// # Clients give way to each other
+//
+// What is borrowed is worth the time that it saves per second. Cost is that quantity for any
+// client: the rebalancer sets it for each expert (Handle.SetCost), and a client of many
+// objects for all of them at once (SetUse). A request that finds no free memory is refused. If
+// it is worth more than DisplaceFactor times as much per byte as slabs of other clients, and
+// more in all, the cheapest of these slabs are revoked, for ReasonPolicy (Displace, a pure
+// function), and their memory is reserved for the client that asked: a later Alloc finds it.
+// A slab is in service for Residence before it is displaced, and who was displaced does not
+// displace the other in turn for as long. One slab, or as many as make one of the client's
+// own, is displaced for a client at a time. None is where other processes need memory.
+//
 // # Controller and shell
 //
 // A pure controller makes all decisions: readings, requests, times and results of actions
@@ -81,6 +93,8 @@
 //     Start.
 //   - On healthy peers no slab that was used is released without being scrubbed, unless
 //     scrubbing fails three times, which is an event.
+//   - No slab is displaced for a request that is worth less per byte than DisplaceFactor
+//     times the slab, or whose client's quota is used up.
 //   - After New and each Tick, if readings are accurate and no other goroutine ticks: each
 //     peer's headroom is met, or the missing memory is draining, or nothing is left to
 //     revoke on that peer.

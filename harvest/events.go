@@ -18,7 +18,8 @@ const (
 	// ReasonPressure: the peer's headroom is not met, because other processes use memory
 	// there.
 	ReasonPressure
-	// ReasonPolicy: the policy evacuates the peer, or another runtime has less than its share.
+	// ReasonPolicy: the policy evacuates the peer, another runtime has less than its share,
+	// or another client of this one displaces the slab, since its need is worth more.
 	ReasonPolicy
 	// ReasonExternal: requested by Reclaim.
 	ReasonExternal
@@ -51,6 +52,8 @@ type Revocation struct {
 	Reason Reason
 	// Cause is the peer's error if it is unhealthy.
 	Cause error
+	// For is the client that the memory is displaced for; empty: none.
+	For string
 }
 
 // EventListener receives what happens, in order. Any func may be nil. Funcs are called
@@ -120,6 +123,9 @@ type RevocationInfo struct {
 	Handles int
 	Reason  Reason
 	Cause   error
+	// Client that has the slab for itself; empty: shared. For is the client that it is
+	// displaced for; empty: none.
+	Client, For string
 	// Deadline and Took count from the start of the revocation; Drain is the part of Took
 	// until its last reader was done. DeadlineMissed: Took exceeds Deadline.
 	Deadline, Drain, Took time.Duration
@@ -355,6 +361,9 @@ func (i SlabInfo) line() logRecord {
 
 func (i RevocationInfo) line() logRecord {
 	about := []any{"slab", i.Slab, "device", i.Device.String(), "bytes", i.Bytes, "handles", i.Handles, "reason", i.Reason.String()}
+	if i.For != "" {
+		about = append(about, "client", i.Client, "for", i.For)
+	}
 	if !i.Ended {
 		return logRecord{slog.LevelDebug, "revocation started", about}
 	}

@@ -21,7 +21,7 @@ type Handle struct {
 	client string
 	label  string
 
-	cost    atomic.Int64 // nanoseconds
+	cost    atomic.Int64 // nanoseconds; negative once the handle has ended
 	readers readers
 	// account belongs to the controller.
 	account allocation
@@ -50,11 +50,29 @@ func (h *Handle) String() string {
 	return fmt.Sprintf("handle %d (%s, %d bytes on %s)", h.id, h.label, h.r.Bytes, h.r.Space)
 }
 
-// Cost of losing the handle, see Hints.Cost.
-func (h *Handle) Cost() time.Duration { return time.Duration(h.cost.Load()) }
+// Cost of losing the handle, see Hints.Cost; 0 once it has ended.
+func (h *Handle) Cost() time.Duration { return max(time.Duration(h.cost.Load()), 0) }
 
-// SetCost sets the cost of losing the handle.
-func (h *Handle) SetCost(d time.Duration) { h.cost.Store(int64(max(d, 0))) }
+// SetCost sets the cost of losing the handle. It takes no lock.
+func (h *Handle) SetCost(d time.Duration) {
+	cost := int64(min(max(d, 0), maxCost))
+	for {
+		old := h.cost.Load()
+		if old < 0 {
+			return
+		}
+		if h.cost.CompareAndSwap(old, cost) {
+			h.account.slab.cost.Add(cost - old)
+			return
+		}
+	}
+}
+
+// endCost takes the cost of an ended handle out of its slab's.
+func (h *Handle) endCost() { h.account.slab.cost.Add(-max(h.cost.Swap(-1), 0)) }
+
+// CountUse counts a use of the memory by its client: see Runtime.SetUse. It takes no lock.
+func (h *Handle) CountUse() { h.account.slab.uses.count.Add(1) }
 
 // Acquire takes a reference for an owner (nil: unnamed): the memory stays valid while the
 // reference is held, and until the fence value at which it is released. It fails for the

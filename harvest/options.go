@@ -3,6 +3,7 @@ package harvest
 import (
 	"errors"
 	"fmt"
+	"math"
 	"slices"
 	"time"
 
@@ -42,6 +43,17 @@ type Options struct {
 	// peer, so that the process that needs the memory can allocate it, and memory does
 	// not move back and forth; negative: none. Default: 1 s.
 	Cooldown time.Duration
+	// DisplaceFactor is how many times as much, per byte, a request must be worth as what
+	// other clients hold, for their slabs to be displaced for it; negative: none are.
+	// Default: 2.
+	DisplaceFactor float64
+	// Residence is the time for which a slab is in service before it may be displaced, and
+	// for which a client that gave way to another does not displace that one in turn.
+	// Default: 5 s.
+	Residence time.Duration
+	// Reserve is the time for which displaced memory is kept for the client that it was
+	// displaced for. Default: 2 s.
+	Reserve time.Duration
 	// HalfLife of a peer's averages of bandwidth and churn. Default: 1 min.
 	HalfLife time.Duration
 	// CallbackLimit is the duration above which a callback is reported. Default: 10 ms.
@@ -73,6 +85,9 @@ func (o Options) EnsureDefaults() Options {
 	setDefault(&o.Weight, 1)
 	setDefault(&o.Deadline, 100*time.Millisecond)
 	setDefault(&o.Cooldown, time.Second)
+	setDefault(&o.DisplaceFactor, 2)
+	setDefault(&o.Residence, 5*time.Second)
+	setDefault(&o.Reserve, 2*time.Second)
 	setDefault(&o.HalfLife, time.Minute)
 	setDefault(&o.CallbackLimit, 10*time.Millisecond)
 	setDefault(&o.Interval, 10*time.Millisecond)
@@ -124,10 +139,12 @@ func (o Options) Validate() error {
 		return fmt.Errorf("harvest: invalid headroom of %g of a peer's memory: must be from 0 to 1", o.HeadroomShare)
 	case !(o.Weight > 0):
 		return fmt.Errorf("harvest: invalid weight %g: must be positive", o.Weight)
+	case o.DisplaceFactor > 0 && o.DisplaceFactor < 1, math.IsNaN(o.DisplaceFactor):
+		return fmt.Errorf("harvest: invalid displacement factor %g: below 1 clients would displace what is worth more; set at least 1, or a negative one for none", o.DisplaceFactor)
 	case o.ScrubBytes < 0:
 		return fmt.Errorf("harvest: invalid scrub buffer of %d bytes: must be positive", o.ScrubBytes)
-	case o.Deadline < 0 || o.HalfLife < 0 || o.CallbackLimit < 0 || o.Interval < 0:
-		return fmt.Errorf("harvest: durations must not be negative: deadline %v, half-life %v, callback limit %v, interval %v", o.Deadline, o.HalfLife, o.CallbackLimit, o.Interval)
+	case o.Deadline < 0 || o.Residence < 0 || o.Reserve < 0 || o.HalfLife < 0 || o.CallbackLimit < 0 || o.Interval < 0:
+		return fmt.Errorf("harvest: durations must not be negative: deadline %v, residence %v, reserve %v, half-life %v, callback limit %v, interval %v", o.Deadline, o.Residence, o.Reserve, o.HalfLife, o.CallbackLimit, o.Interval)
 	}
 	return nil
 }
@@ -143,6 +160,7 @@ func (o Options) rules() rules {
 	return rules{
 		policy: o.Policy, reader: o.Reader, slabBytes: device.Align(o.SlabBytes), ownSlabBytes: own,
 		deadline: o.Deadline, cooldown: max(o.Cooldown, 0), halfLife: o.HalfLife, callbackLimit: o.CallbackLimit,
+		displaceFactor: max(o.DisplaceFactor, 0), residence: o.Residence, reserved: o.Reserve,
 	}
 }
 
@@ -159,7 +177,8 @@ type Hints struct {
 	// After requests the memory right behind that handle, so that one copy can read both,
 	// if it is free and the policy agrees.
 	After *Handle
-	// Cost is the time that the client loses if the handle is revoked: cheap handles are
-	// revoked first. Handle.SetCost changes it.
+	// Cost of losing the handle: see the function Cost. Cheap handles are revoked first, and
+	// those of other clients give way to a request that is worth more than they are.
+	// Handle.SetCost changes it; Runtime.SetUse sets it for all handles of a client.
 	Cost time.Duration
 }

@@ -5,6 +5,7 @@ import (
 	"math"
 	"slices"
 	"strings"
+	"sync/atomic"
 	"time"
 
 	"github.com/moeserve/moeserve/device"
@@ -29,6 +30,7 @@ type peer struct {
 	// health is why the peer must not be used; excluded is the cause passed to Exclude.
 	health, excluded error
 	cooldown         time.Duration // until then no slab is allocated
+	reserved         []reservation
 	// refused: a request found no room on the peer, the last time at refusedAt.
 	refused   bool
 	refusedAt time.Duration
@@ -87,7 +89,7 @@ func (ps peers) candidates(req Request, owner string, slabBytes int64) []Candida
 		if p.noNewSlabs(req) == "" {
 			// The last slabs are small: those of a small shortage.
 			size := slabBytes
-			if n > size || p.borrowable() < 2*size {
+			if n > size || p.lendable(req.Hints.Client, req.Now) < 2*size {
 				size = n
 			}
 			cs = append(cs, Candidate{Peer: state, FreeExtent: size, Leftover: size - n})
@@ -123,6 +125,11 @@ type slab struct {
 	region   device.Region
 	segments segments
 	handles  map[int64]*Handle // by offset
+	clients  map[string]int    // number of handles
+	since    time.Duration     // in service
+	// cost is the sum of the handles' costs, in nanoseconds.
+	cost     atomic.Int64
+	uses     useRate
 	draining *revocation
 	// empty: a small slab that a tick has found without handles, first at emptySince.
 	empty      bool
@@ -171,6 +178,8 @@ func (p *peer) noNewSlabs(req Request) string {
 		return "has lent this process its share; other processes want more"
 	case p.borrowable() < req.Bytes:
 		return fmt.Sprintf("has %d bytes free, of which %d are headroom", p.free, p.headroom)
+	case p.lendable(req.Hints.Client, req.Now) < req.Bytes:
+		return fmt.Sprintf("has %d bytes free, of which %d are headroom and %d are reserved for clients that they were released for", p.free, p.headroom, p.borrowable()-p.lendable(req.Hints.Client, req.Now))
 	}
 	return ""
 }
@@ -189,12 +198,11 @@ func (p *peer) update(reading Reading, now, halfLife time.Duration) {
 	p.churnRate = p.churn.add(reading.OtherProcesses, reading.Capacity, now, halfLife)
 }
 
-// state is the input of Victims.
-func (s *slab) state() SlabState {
-	st := SlabState{ID: s.id, Peer: s.peer.space, Bytes: s.segments.bytes}
+// slabState is the input of Victims.
+func (c *controller) slabState(s *slab, now time.Duration) SlabState {
+	st := SlabState{ID: s.id, Peer: s.peer.space, Bytes: s.segments.bytes, Cost: c.cost(s, now)}
 	for off, h := range s.handles {
 		st.Used += s.segments.used[off]
-		st.Cost += h.Cost()
 		_, n := h.State()
 		st.References += n
 	}

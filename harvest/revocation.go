@@ -15,6 +15,8 @@ type revocation struct {
 	reason Reason
 	cause  error
 	phase  phase
+	// beneficiary is the client that the slab was displaced for.
+	beneficiary string
 	// handles is the number of handles to be revoked, callbacksRunning the number of
 	// callbacks that have not returned.
 	handles, callbacksRunning int
@@ -117,7 +119,7 @@ func (c *controller) revokeNeeded(now time.Duration) {
 	for _, p := range c.peers {
 		for _, s := range p.slabs {
 			if s.draining == nil && len(s.handles) == 0 && c.idle(s, now) {
-				c.startRelease(s, ReasonEmpty, now, c.deadline)
+				c.startRelease(&revocation{slab: s, reason: ReasonEmpty}, now, c.deadline)
 			}
 		}
 		need := PeerNeed{
@@ -130,13 +132,13 @@ func (c *controller) revokeNeeded(now time.Duration) {
 		needs = append(needs, need)
 		for _, s := range p.slabs {
 			if s.draining == nil {
-				slabs = append(slabs, s.state())
+				slabs = append(slabs, c.slabState(s, now))
 				byID[s.id] = s
 			}
 		}
 	}
 	for _, v := range Victims(needs, slabs) {
-		c.startRelease(byID[v.Slab], v.Reason, now, c.deadline)
+		c.startRelease(&revocation{slab: byID[v.Slab], reason: v.Reason}, now, c.deadline)
 	}
 }
 
@@ -169,7 +171,7 @@ func (c *controller) reclaim(p *peer, bytes int64, now, within time.Duration) (*
 	var there []SlabState
 	for _, s := range p.slabs {
 		if s.draining == nil {
-			there = append(there, s.state())
+			there = append(there, c.slabState(s, now))
 		}
 	}
 	missing := bytes - p.free
@@ -186,7 +188,7 @@ func (c *controller) reclaim(p *peer, bytes int64, now, within time.Duration) (*
 		i := slices.IndexFunc(p.slabs, func(s *slab) bool { return s.id == v.ID })
 		cl.planned += v.Bytes
 		cl.remaining++
-		c.startRelease(p.slabs[i], ReasonExternal, now, within, cl)
+		c.startRelease(&revocation{slab: p.slabs[i], reason: ReasonExternal, requests: []*reclaimRequest{cl}}, now, within)
 	}
 	p.cooldown = max(p.cooldown, now+c.cooldown)
 	return cl, nil
@@ -202,16 +204,18 @@ func (c *controller) close(now time.Duration) {
 				if len(s.handles) == 0 {
 					reason = ReasonEmpty
 				}
-				c.startRelease(s, reason, now, c.deadline)
+				c.startRelease(&revocation{slab: s, reason: reason}, now, c.deadline)
 			}
 		}
 	}
 }
 
-// startRelease starts the release of a slab: it refuses new references to its handles.
-func (c *controller) startRelease(s *slab, reason Reason, now, within time.Duration, requests ...*reclaimRequest) {
-	l := &revocation{slab: s, reason: reason, began: now, deadline: now + within, requests: requests}
-	if reason == ReasonUnhealthy {
+// startRelease starts the release of a slab, as l says, which has slab, reason and, where
+// there are, beneficiary and requests: it refuses new references to its handles.
+func (c *controller) startRelease(l *revocation, now, within time.Duration) {
+	s := l.slab
+	l.began, l.deadline = now, now+within
+	if l.reason == ReasonUnhealthy {
 		l.cause = s.peer.health
 	}
 	for _, h := range s.held(live) { // others are being freed already
@@ -222,16 +226,28 @@ func (c *controller) startRelease(s *slab, reason Reason, now, within time.Durat
 	s.draining = l
 	s.peer.draining += s.segments.bytes
 	c.draining = append(c.draining, l)
-	if reason != ReasonEmpty {
-		c.counts[reason]++
+	if l.reason != ReasonEmpty {
+		c.countRevocation(l)
 		c.emit(l.info(now))
+	}
+}
+
+// countRevocation counts the slab for each of its clients, and its bytes as displaced.
+func (c *controller) countRevocation(l *revocation) {
+	c.revoked[l.reason]++
+	for name := range l.slab.clients {
+		client := c.clients[name]
+		client.revoked[l.reason]++
+		if l.beneficiary != "" {
+			client.displaced += l.slab.segments.bytes
+		}
 	}
 }
 
 func (l *revocation) info(now time.Duration) RevocationInfo {
 	i := RevocationInfo{
 		Slab: l.slab.id, Device: l.slab.peer.space, Bytes: l.slab.segments.bytes, Handles: l.handles,
-		Reason: l.reason, Cause: l.cause, Deadline: l.deadline - l.began, Took: now - l.began, DeadlineMissed: now > l.deadline,
+		Reason: l.reason, Cause: l.cause, For: l.beneficiary, Client: l.slab.owner, Deadline: l.deadline - l.began, Took: now - l.began, DeadlineMissed: now > l.deadline,
 		Ended: l.phase == released,
 	}
 	if l.phase > draining {
@@ -359,7 +375,7 @@ func (c *controller) endHandle(h *Handle, now time.Duration, failed error) {
 		c.emit(RevokeInfo{Handle: h, Reason: l.reason, Drain: now - l.began, Failed: failed})
 		if f != nil {
 			l.callbacksRunning++
-			c.emit(runCallback{h, f, Revocation{Handle: h, Reason: l.reason, Cause: l.cause}})
+			c.emit(runCallback{h, f, Revocation{Handle: h, Reason: l.reason, Cause: l.cause, For: l.beneficiary}})
 		}
 	}
 }
@@ -408,7 +424,12 @@ func (c *controller) slabFreed(l *revocation, now time.Duration, err error) {
 	if l.reason == ReasonEmpty {
 		return
 	}
-	p.cooldown = max(p.cooldown, now+c.cooldown)
+	if l.beneficiary == "" {
+		p.cooldown = max(p.cooldown, now+c.cooldown)
+	} else { // the memory is for a client, not for another process
+		c.clients[l.beneficiary].displacing--
+		p.reserve(l.beneficiary, n, now+c.reserved)
+	}
 	c.emit(l.info(now))
 }
 

@@ -305,7 +305,13 @@ func (s *stage) do(d *datadriven.TestData) error {
 				p.Space, p.Free, p.Reading.OtherProcesses, p.Used, p.FreeInSlabs, p.Draining, p.LargestFreeExtent, p.Fragmentation(), health)
 		}
 	case "counts":
-		s.say("%v %v", s.r.State().Revocations, s.r.State().Clients)
+		st := s.r.State()
+		type held struct{ bytes, handles int }
+		clients := map[string]held{}
+		for name, c := range st.Clients {
+			clients[name] = held{int(c.Bytes), c.Handles}
+		}
+		s.say("%v %v", st.Revocations, clients)
 	case "close": // within=
 		within := time.Minute
 		if d.HasArg("within") {

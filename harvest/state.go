@@ -26,6 +26,10 @@ type State struct {
 type ClientUsage struct {
 	Bytes   int64 `json:"bytes"`
 	Handles int   `json:"handles"`
+	// Revocations counts revoked slabs with objects of the client, by reason, those that
+	// happened; Displaced is the size of those that gave way to another client.
+	Revocations map[Reason]int64 `json:"revocations,omitempty"`
+	Displaced   int64            `json:"displaced_bytes"`
 }
 
 // PeerUsage is the account of one peer, in bytes.
@@ -106,14 +110,14 @@ func (r *Runtime) Room(client string, bytes int64) map[device.Space]int {
 	owner, _ := r.control.slabsFor(client)
 	all := map[device.Space]int{}
 	for _, p := range r.control.peers {
-		all[p.space] = p.room(owner, bytes)
+		all[p.space] = p.room(client, owner, bytes, r.clock.now())
 	}
 	return all
 }
 
-func (p *peer) room(owner string, bytes int64) int {
+func (p *peer) room(client, owner string, bytes int64, now time.Duration) int {
 	unit := device.Align(max(bytes, 1))
-	n := max(p.borrowable(), 0) / unit
+	n := max(p.lendable(client, now), 0) / unit
 	for _, s := range p.slabs {
 		if s.draining != nil || s.owner != owner {
 			continue
@@ -131,13 +135,22 @@ func (p *peer) room(owner string, bytes int64) int {
 func (c *controller) state(now time.Duration) State {
 	s := State{Now: now, Clients: map[string]ClientUsage{}, Revocations: map[Reason]int64{}, CallbackPanics: c.panics}
 	for reason := ReasonPressure; reason < reasons; reason++ {
-		s.Revocations[reason] = c.counts[reason]
+		s.Revocations[reason] = c.revoked[reason]
 	}
 	for name, client := range c.clients {
-		s.Clients[name] = ClientUsage{client.held, client.handles}
+		u := ClientUsage{Bytes: client.held, Handles: client.handles, Displaced: client.displaced}
+		for reason, n := range client.revoked {
+			if n > 0 {
+				if u.Revocations == nil {
+					u.Revocations = map[Reason]int64{}
+				}
+				u.Revocations[Reason(reason)] = n
+			}
+		}
+		s.Clients[name] = u
 	}
 	for _, p := range c.peers {
-		s.Peers = append(s.Peers, p.usage())
+		s.Peers = append(s.Peers, c.usage(p))
 		for _, l := range p.slabs {
 			s.Draining += len(l.held(freeing))
 		}
@@ -145,13 +158,13 @@ func (c *controller) state(now time.Duration) State {
 	return s
 }
 
-func (p *peer) usage() PeerUsage {
+func (c *controller) usage(p *peer) PeerUsage {
 	u := PeerUsage{
 		Space: p.space, Health: p.health, Reading: p.reading, Free: p.free,
 		Headroom: p.headroom, Borrowable: p.borrowable(), Draining: p.draining, Churn: p.churnRate,
 	}
 	for _, s := range p.slabs {
-		slab := s.usage()
+		slab := c.slabUsage(s)
 		if !slab.Draining {
 			free, largest := s.segments.freeBytes()
 			u.FreeInSlabs += free
@@ -163,7 +176,7 @@ func (p *peer) usage() PeerUsage {
 	return u
 }
 
-func (s *slab) usage() SlabUsage {
+func (c *controller) slabUsage(s *slab) SlabUsage {
 	u := SlabUsage{ID: s.id, Bytes: s.segments.bytes, Client: s.owner}
 	if s.draining != nil {
 		u.Draining, u.Reason = true, s.draining.reason
@@ -172,7 +185,7 @@ func (s *slab) usage() SlabUsage {
 		_, refs := h.State()
 		u.Segments = append(u.Segments, SegmentUsage{
 			Offset: off, Bytes: s.segments.used[off], Handle: h.id, Client: h.client, Label: h.label,
-			References: refs, Cost: h.Cost(), Draining: h.account.state != live,
+			References: refs, Cost: h.Cost() + c.clients[h.client].use.cost(), Draining: h.account.state != live,
 		})
 	}
 	slices.SortFunc(u.Segments, func(a, b SegmentUsage) int { return int(a.Offset - b.Offset) })

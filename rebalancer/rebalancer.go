@@ -250,7 +250,7 @@ func (r *Rebalancer) want(v *View) error {
 		if p.Free > 0 {
 			continue
 		}
-		if err := r.o.Harvest.Want(p.From); err != nil {
+		if err := r.o.Harvest.Want(p.From, harvest.Demand{}); err != nil {
 			return err
 		}
 	}
