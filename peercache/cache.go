@@ -100,7 +100,7 @@ func New[K comparable](o Options[K]) (*Cache[K], error) {
 
 // Acquire returns the object's copy with a reference on it: the copy stays while the
 // reference is held, and until the fence value at which it is released. False: there is
-// none, or it is being removed.
+// none, or it is being removed. It counts as a use of the copy: see SetUse.
 func (c *Cache[K]) Acquire(key K) (*Copy[K], harvest.Ref, bool) {
 	if c == nil {
 		return nil, harvest.Ref{}, false
@@ -110,6 +110,9 @@ func (c *Cache[K]) Acquire(key K) (*Copy[K], harvest.Ref, bool) {
 		return nil, harvest.Ref{}, false
 	}
 	ref, ok := x.handle.Acquire(c.reader)
+	if ok {
+		x.handle.CountUse()
+	}
 	return x, ref, ok
 }
 
@@ -405,6 +408,16 @@ func (c *Cache[K]) SetCost(key K, cost time.Duration) {
 			x.handle.SetCost(cost)
 		}
 	}
+}
+
+// SetUse sets what losing any of the cache's copies would cost, by how they are used: see
+// harvest.Runtime.SetUse. It takes the same time whatever their number, and is the way for
+// caches of many copies; those put with a Cost of their own have that in addition.
+func (c *Cache[K]) SetUse(u harvest.Use) error {
+	if c == nil {
+		return nil
+	}
+	return c.o.Harvest.SetUse(c.o.Client, u)
 }
 
 // Poll makes landed copies available to readers, and removes those that failed. It never

@@ -85,7 +85,7 @@ func (o Options[K]) Validate() error {
 type PutOptions[K comparable] struct {
 	// Peers that may be used. Default: all.
 	Peers []device.Space
-	// Cost of losing the copy: see harvest.Hints.
+	// Cost of losing the copy: see harvest.Hints. Leave it 0 with Cache.SetUse.
 	Cost time.Duration
 	// Move: the object may have a copy already, which is removed once the new one has
 	// landed.
