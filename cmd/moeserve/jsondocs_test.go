@@ -268,10 +268,12 @@ var fieldDocs = map[string]string{
 	"handle":                    "number of the allocation",
 	"client":                    "part of moeserve that it is for",
 	"label":                     "what it holds, such as a layer and an expert",
-	"reload_cost_ns":            "time that losing the allocation costs per second, as the rebalancer estimates it; the cheapest slab is revoked first",
+	"reload_cost_ns":            "time that losing the allocation is expected to cost within 10 s; the slab that costs least per byte is revoked first",
+	"displaced_bytes":           "slabs of the client that gave way to another client's need, in bytes",
 
 	// Events.
 	"event":           "kind of event",
+	"for":             "client that the memory gives way to",
 	"time":            "when",
 	"slab":            "number of the slab",
 	"reason":          "reason of a revocation",

@@ -275,7 +275,7 @@ func TestServePeers(t *testing.T) {
 		metrics = p.get(t, "/metrics")
 	}
 	for _, want := range []string{
-		`(?m)^moeserve_harvest_revocations_total{reason="external"} [1-9]`,
+		`(?m)^moeserve_harvest_revocations_total{client="experts",reason="external"} [1-9]`,
 		`(?m)^moeserve_harvest_drain_seconds_count [1-9]`,
 		`(?m)^moeserve_harvest_bytes{device="gpu2",state="used"} [1-9]`,
 		`(?m)^moeserve_harvest_bytes{device="gpu1",state="other_processes"} 2.68435456e\+08$`,

@@ -23,6 +23,8 @@ type Event struct {
 	Client  string `json:"client,omitempty"`
 	Bytes   int64  `json:"bytes,omitempty"`
 	Reason  string `json:"reason,omitempty"`
+	// For is the client that the memory gives way to.
+	For string `json:"for,omitempty"`
 	// Layer by the model's number, and Expert; In became resident in the place of Out.
 	Layer  *int `json:"layer,omitempty"`
 	Expert *int `json:"expert,omitempty"`
@@ -85,7 +87,7 @@ func HarvestEvents(to func(Event)) harvest.EventListener {
 	}
 	revocation := func(i harvest.RevocationInfo) Event {
 		return Event{
-			Device: i.Device.String(), Slab: i.Slab, Bytes: i.Bytes, Handles: i.Handles, Reason: i.Reason.String(),
+			Device: i.Device.String(), Slab: i.Slab, Bytes: i.Bytes, Handles: i.Handles, Client: i.Client, Reason: i.Reason.String(), For: i.For,
 			Drain: i.Drain, Took: i.Took, DeadlineMissed: i.DeadlineMissed, Error: text(i.Cause),
 		}
 	}

@@ -142,12 +142,15 @@ func (m Memories) collect(to *metrics.Sink) {
 // Harvest is what is borrowed from each peer now, and how many slabs were revoked, by reason.
 type Harvest struct {
 	Peers       []harvest.PeerUsage
+	Clients     map[string]harvest.ClientUsage
 	Revocations map[string]int64
 }
 
 var (
 	harvested   = metrics.NewDesc("moeserve_harvest_bytes", "Memory of a peer: borrowed and used, free within borrowed slabs, draining before its release, used by other processes, or free.", "device", "state")
-	revocations = metrics.NewDesc("moeserve_harvest_revocations_total", "Slabs of peer memory revoked.", "reason")
+	revocations = metrics.NewDesc("moeserve_harvest_revocations_total", "Slabs of peer memory revoked that held objects of the client.", "client", "reason")
+	clientBytes = metrics.NewDesc("moeserve_harvest_client_bytes", "Peer memory that a client holds.", "client")
+	displaced   = metrics.NewDesc("moeserve_harvest_displaced_bytes_total", "Peer memory of the client that gave way to another client, in whole slabs.", "client")
 )
 
 func (h Harvest) collect(to *metrics.Sink) {
@@ -159,8 +162,12 @@ func (h Harvest) collect(to *metrics.Sink) {
 		to.Gauge(harvested, float64(p.Reading.OtherProcesses), peer, "other_processes")
 		to.Gauge(harvested, float64(p.Free), peer, "free")
 	}
-	for reason, n := range h.Revocations {
-		to.Counter(revocations, float64(n), reason)
+	for name, c := range h.Clients {
+		to.Gauge(clientBytes, float64(c.Bytes), name)
+		to.Counter(displaced, float64(c.Displaced), name)
+		for reason := harvest.ReasonPressure; reason <= harvest.ReasonShutdown; reason++ {
+			to.Counter(revocations, float64(c.Revocations[reason]), name, reason.String())
+		}
 	}
 }
 

@@ -28,8 +28,8 @@ func TestCollect(t *testing.T) {
 	}
 	m := Memories{{Space: "host", Capacity: 30, Allocated: 31, Peak: 32}}
 	h := Harvest{
-		Peers:       []harvest.PeerUsage{{Space: device.HBM(1), Used: 13, Free: 14, FreeInSlabs: 1, Draining: 2, Reading: harvest.Reading{OtherProcesses: 3}}},
-		Revocations: map[string]int64{"pressure": 15},
+		Peers:   []harvest.PeerUsage{{Space: device.HBM(1), Used: 13, Free: 14, FreeInSlabs: 1, Draining: 2, Reading: harvest.Reading{OtherProcesses: 3}}},
+		Clients: map[string]harvest.ClientUsage{"kv": {Bytes: 12, Displaced: 7, Revocations: map[harvest.Reason]int64{harvest.ReasonPressure: 15}}},
 	}
 	p := Pipeline{Graphs: pipeline.GraphStats{Captured: 17, Launched: 18}}
 	p.Stalls[pipeline.ExpertCopy] = 16.5e9
@@ -72,7 +72,13 @@ moeserve_harvest_bytes{device="gpu1",state="free"} 14
 moeserve_harvest_bytes{device="gpu1",state="other_processes"} 3
 moeserve_harvest_bytes{device="gpu1",state="slab_free"} 1
 moeserve_harvest_bytes{device="gpu1",state="used"} 13
-moeserve_harvest_revocations_total{reason="pressure"} 15
+moeserve_harvest_client_bytes{client="kv"} 12
+moeserve_harvest_displaced_bytes_total{client="kv"} 7
+moeserve_harvest_revocations_total{client="kv",reason="external"} 0
+moeserve_harvest_revocations_total{client="kv",reason="policy"} 0
+moeserve_harvest_revocations_total{client="kv",reason="pressure"} 15
+moeserve_harvest_revocations_total{client="kv",reason="shutdown"} 0
+moeserve_harvest_revocations_total{client="kv",reason="unhealthy"} 0
 `},
 		{collector[Pipeline]{func() Pipeline { return p }}, `moeserve_graph_captures_total 17
 moeserve_graph_launches_total 18

@@ -81,7 +81,7 @@ func (o *Observer) Harvest() Harvest {
 		return Harvest{}
 	}
 	s := o.p.Harvest.State()
-	h := Harvest{Peers: s.Peers, Revocations: map[string]int64{}}
+	h := Harvest{Peers: s.Peers, Clients: s.Clients, Revocations: map[string]int64{}}
 	for reason, n := range s.Revocations {
 		h.Revocations[reason.String()] = n
 	}
