@@ -87,6 +87,8 @@ type client struct {
 	held    int64
 	handles int
 	use     Use
+	// active is the time that the client has worked for, by SetUse, last at useAt.
+	active, useAt time.Duration
 	// revoked counts slabs by reason, and displaced the bytes of those revoked for another
 	// client.
 	revoked   [reasons]int64
@@ -264,7 +266,7 @@ func (c *controller) slabAllocated(at placement, r device.Region) *slab {
 		id: c.slabs, peer: p, owner: at.owner, region: r, since: at.now,
 		segments: newSegments(r.Bytes), handles: map[int64]*Handle{}, clients: map[string]int{},
 	}
-	s.uses.at = at.now
+	s.use.reuse.at = c.client(at.client).active
 	p.slabs = append(p.slabs, s)
 	p.free -= r.Bytes
 	p.slabChanges++

@@ -187,12 +187,12 @@ func (s *core) do(d *datadriven.TestData) (string, error) {
 		return text, err
 	case "cost": // NAME to=
 		s.handles[word(0)].SetCost(s.duration(d, "to"))
-	case "use": // CLIENT rate= saved= wanted=
+	case "use": // CLIENT rate= saved= wanted=: both held and wanted objects have that rate
 		var rate float64
 		if _, err := fmt.Sscan(d.CmdArgs[1].Vals[0], &rate); err != nil {
 			return "", err
 		}
-		s.c.client(word(0)).use = Use{PerSecond: rate, Saved: s.duration(d, "saved"), Wanted: s.number(d, "wanted", 0)}
+		s.c.setUse(word(0), Use{PerSecond: rate, WantedPerSecond: rate, Saved: s.duration(d, "saved"), Wanted: s.number(d, "wanted", 0)}, s.now)
 	case "used": // NAME TIMES
 		n, err := strconv.Atoi(word(1))
 		if err != nil {

@@ -113,7 +113,7 @@ func (c *controller) displaceForRequest(req Request) {
 	n := max(int(owner.use.Wanted/req.Bytes), 1)
 	cost := req.Hints.Cost
 	if cost == 0 {
-		cost = owner.use.cost()
+		cost = Cost(owner.use.WantedPerSecond, owner.use.Saved)
 	}
 	c.displace(req, Demand{Client: req.Hints.Client, Bytes: req.Bytes, Objects: n, Cost: time.Duration(n) * min(cost, maxCost/time.Duration(n))})
 }
@@ -192,7 +192,7 @@ func (c *controller) displaceable(p *peer, client string, now time.Duration) []S
 			continue
 		}
 		// References are left out: to count them takes long where objects are many.
-		slabs = append(slabs, SlabState{ID: s.id, Peer: p.space, Bytes: s.segments.bytes, Used: s.segments.bytes, Cost: c.cost(s, now)})
+		slabs = append(slabs, SlabState{ID: s.id, Peer: p.space, Bytes: s.segments.bytes, Used: s.segments.bytes, Cost: c.cost(s)})
 	}
 	return slabs
 }

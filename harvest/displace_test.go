@@ -53,7 +53,7 @@ func (m *market) slabCosts() map[uint64]float64 {
 	all := map[uint64]float64{}
 	for _, p := range m.c.peers {
 		for _, s := range p.slabs {
-			all[s.id] = SlabState{Bytes: s.segments.bytes, Cost: m.c.cost(s, m.now)}.costPerByte()
+			all[s.id] = SlabState{Bytes: s.segments.bytes, Cost: m.c.cost(s)}.costPerByte()
 		}
 	}
 	return all

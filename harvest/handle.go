@@ -72,7 +72,7 @@ func (h *Handle) SetCost(d time.Duration) {
 func (h *Handle) endCost() { h.account.slab.cost.Add(-max(h.cost.Swap(-1), 0)) }
 
 // CountUse counts a use of the memory by its client: see Runtime.SetUse. It takes no lock.
-func (h *Handle) CountUse() { h.account.slab.uses.count.Add(1) }
+func (h *Handle) CountUse() { h.account.slab.use.count.Add(1) }
 
 // Acquire takes a reference for an owner (nil: unnamed): the memory stays valid while the
 // reference is held, and until the fence value at which it is released. It fails for the

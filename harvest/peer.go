@@ -129,7 +129,7 @@ type slab struct {
 	since    time.Duration     // in service
 	// cost is the sum of the handles' costs, in nanoseconds.
 	cost     atomic.Int64
-	uses     useRate
+	use      slabUse
 	draining *revocation
 	// empty: a small slab that a tick has found without handles, first at emptySince.
 	empty      bool
@@ -199,8 +199,8 @@ func (p *peer) update(reading Reading, now, halfLife time.Duration) {
 }
 
 // slabState is the input of Victims.
-func (c *controller) slabState(s *slab, now time.Duration) SlabState {
-	st := SlabState{ID: s.id, Peer: s.peer.space, Bytes: s.segments.bytes, Cost: c.cost(s, now)}
+func (c *controller) slabState(s *slab) SlabState {
+	st := SlabState{ID: s.id, Peer: s.peer.space, Bytes: s.segments.bytes, Cost: c.cost(s)}
 	for off, h := range s.handles {
 		st.Used += s.segments.used[off]
 		_, n := h.State()

@@ -132,7 +132,7 @@ func (c *controller) revokeNeeded(now time.Duration) {
 		needs = append(needs, need)
 		for _, s := range p.slabs {
 			if s.draining == nil {
-				slabs = append(slabs, c.slabState(s, now))
+				slabs = append(slabs, c.slabState(s))
 				byID[s.id] = s
 			}
 		}
@@ -171,7 +171,7 @@ func (c *controller) reclaim(p *peer, bytes int64, now, within time.Duration) (*
 	var there []SlabState
 	for _, s := range p.slabs {
 		if s.draining == nil {
-			there = append(there, c.slabState(s, now))
+			there = append(there, c.slabState(s))
 		}
 	}
 	missing := bytes - p.free

@@ -183,9 +183,10 @@ func (c *controller) slabUsage(s *slab) SlabUsage {
 	}
 	for off, h := range s.handles {
 		_, refs := h.State()
+		use := c.clients[h.client].use
 		u.Segments = append(u.Segments, SegmentUsage{
 			Offset: off, Bytes: s.segments.used[off], Handle: h.id, Client: h.client, Label: h.label,
-			References: refs, Cost: h.Cost() + c.clients[h.client].use.cost(), Draining: h.account.state != live,
+			References: refs, Cost: h.Cost() + Cost(use.PerSecond, use.Saved), Draining: h.account.state != live,
 		})
 	}
 	slices.SortFunc(u.Segments, func(a, b SegmentUsage) int { return int(a.Offset - b.Offset) })

@@ -32,17 +32,16 @@ const maxCost = math.MaxInt64 / (1 << 20)
 
 // Use is how a client uses its objects: the cheap way to give many of them their cost.
 type Use struct {
-	// PerSecond is the number of uses of one object per second, the mean over all that the
-	// client holds, and estimates for those that it would hold if it had more memory.
+	// PerSecond is the number of uses of one object that the client holds, per second, on
+	// average (see Reuse), and Saved what one use saves: see Cost.
 	PerSecond float64
-	// Saved is what one use of an object saves: see Cost.
-	Saved time.Duration
-	// Wanted is how much more memory the client would use so, in bytes.
-	Wanted int64
+	Saved     time.Duration
+	// Wanted is how much more memory the client would use, in bytes, and WantedPerSecond how
+	// often one object there would be used: KV blocks that are only in host memory, and their
+	// hits, say. A request of the client without a Cost is worth that.
+	Wanted          int64
+	WantedPerSecond float64
 }
-
-// cost of losing one object.
-func (u Use) cost() time.Duration { return Cost(u.PerSecond, u.Saved) }
 
 // SetUse sets how a client uses its objects, for all of them at once: it takes the same time
 // whatever their number. The cost of a slab is the sum of its handles' own costs, and for
@@ -50,53 +49,108 @@ func (u Use) cost() time.Duration { return Cost(u.PerSecond, u.Saved) }
 // shares with no other, the rate is corrected by the uses that harvest counts in each slab
 // (Handle.CountUse): slabs of objects that are used much cost more than others.
 //
-// Call it whenever the rate has changed; a client that sets the cost of each handle does not
-// need it.
+// Call it at least once a second while the client works. In a pause, without calls, the rates
+// of its slabs stay as they are: what was used before a night without requests is still worth
+// something in the morning. A client that sets the cost of each handle does not need it.
 func (r *Runtime) SetUse(clientName string, u Use) error {
 	setDefault(&clientName, unnamed.name)
 	return r.update(func(c *controller) error {
-		c.client(clientName).use = u
+		c.setUse(clientName, u, r.now())
 		return nil
 	})
 }
 
-// useRate estimates the uses per second of a slab's objects: an exponentially decaying mean,
-// drawn to the client's.
-type useRate struct {
-	count atomic.Int64 // so far
-	seen  int64        // of count, in sum
-	// sum of uses and weight in seconds, both decayed, as of at.
-	sum, weight float64
-	at          time.Duration
+// maxUseInterval is the maximum time that counts between two calls of SetUse or Reuse.Observe.
+const maxUseInterval = time.Second
+
+func (c *controller) setUse(name string, u Use, now time.Duration) {
+	client := c.client(name)
+	client.use = u
+	client.active += min(now-client.useAt, maxUseInterval)
+	client.useAt = now
 }
 
-// useHalfLife is the half-life of a slab's rate of use, and the time for which the client's
-// mean counts in it.
-const useHalfLife = Horizon
+// Reuse estimates how often one of a set of objects is used, from the number of uses and of
+// objects: an exponentially decaying mean. A second mean has a shorter half-life: if they differ
+// by more than chance explains, the use has changed, and the first is reset to the second. It is
+// pure, and the zero Reuse has seen nothing.
+type Reuse struct {
+	uses        int64 // so far
+	at          time.Duration
+	long, short useMean
+}
 
-// update counts the uses since the last call.
-func (u *useRate) update(now time.Duration) {
-	dt := now - u.at
+// useMean is a decaying mean: a sum of uses, and of seconds of objects.
+type useMean struct{ sum, seconds float64 }
+
+const (
+	// Uses so long ago count half.
+	reuseHalfLife, shortReuseHalfLife = Horizon, Horizon / 4
+	// changeDeviations is the difference of the means that counts as a change, in standard
+	// deviations.
+	changeDeviations = 3
+)
+
+// add ages the mean by dt, in which there were so many uses of so many objects.
+func (m *useMean) add(uses, objects float64, dt, halfLife time.Duration) {
+	keep := decayFactor(dt, halfLife)
+	weight := (1 - keep) * halfLife.Seconds() / math.Ln2
+	m.sum = keep*m.sum + uses/dt.Seconds()*weight
+	m.seconds = keep*m.seconds + objects*weight
+}
+
+func (m *useMean) perSecond() float64 {
+	if m.seconds == 0 {
+		return 0
+	}
+	return m.sum / m.seconds
+}
+
+// Observe records how many uses there have been in all, and how many objects since the last
+// call, which may be a mean. The clock and the uses start at 0. Call it at least once a second
+// while there is work: a pause counts as a second.
+func (r *Reuse) Observe(uses int64, objects float64, now time.Duration) {
+	r.observe(uses, objects, now, min(now-r.at, maxUseInterval))
+}
+
+// observe is Observe, with the time for which the call counts.
+func (r *Reuse) observe(uses int64, objects float64, now, dt time.Duration) {
 	if dt <= 0 {
 		return
 	}
-	keep := decayFactor(dt, useHalfLife)
-	weight := (1 - keep) * useHalfLife.Seconds() / math.Ln2
-	n := u.count.Load()
-	u.sum = keep*u.sum + float64(n-u.seen)/dt.Seconds()*weight
-	u.weight = keep*u.weight + weight
-	u.seen, u.at = n, now
+	n := float64(uses - r.uses)
+	r.long.add(n, objects, dt, reuseHalfLife)
+	r.short.add(n, objects, dt, shortReuseHalfLife)
+	r.uses, r.at = uses, now
+	// The variance of the sum of the short mean is half of its expectation.
+	expected := r.long.perSecond() * r.short.seconds
+	if math.Abs(r.short.sum-expected) > changeDeviations*math.Sqrt(max(r.short.sum, expected)/2) {
+		r.long.sum = r.short.perSecond() * r.long.seconds
+	}
 }
 
+// PerSecond is the rate of use of one object; 0 before there was one.
+func (r *Reuse) PerSecond() float64 { return r.long.perSecond() }
+
+// slabUse is the use of a slab's objects.
+type slabUse struct {
+	count atomic.Int64
+	reuse Reuse // of all of them, as one
+}
+
+// priorTime is the time for which the client's mean counts in the rate of a slab.
+const priorTime = 2 * time.Second
+
 // perSecond estimates the rate of all of the slab's objects, of which the client expects the
-// rate expected.
-func (u *useRate) perSecond(expected float64) float64 {
-	return (u.sum + expected*useHalfLife.Seconds()) / (u.weight + useHalfLife.Seconds())
+// rate expected; now is on the clock of the client's work.
+func (u *slabUse) perSecond(expected float64, now time.Duration) float64 {
+	u.reuse.observe(u.count.Load(), 1, now, now-u.reuse.at)
+	seen := u.reuse.long
+	return (seen.sum + expected*priorTime.Seconds()) / (seen.seconds + priorTime.Seconds())
 }
 
 // cost of losing the slab.
-func (c *controller) cost(s *slab, now time.Duration) time.Duration {
-	s.uses.update(now)
+func (c *controller) cost(s *slab) time.Duration {
 	cost := time.Duration(s.cost.Load())
 	for name, n := range s.clients {
 		u := c.clients[name].use
@@ -105,7 +159,7 @@ func (c *controller) cost(s *slab, now time.Duration) time.Duration {
 		}
 		rate := u.PerSecond * float64(n)
 		if s.owner != "" {
-			rate = s.uses.perSecond(rate)
+			rate = s.use.perSecond(rate, c.clients[name].active)
 		}
 		cost += Cost(rate, u.Saved)
 	}

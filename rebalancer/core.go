@@ -2,9 +2,11 @@ package rebalancer
 
 import (
 	"math"
+	"slices"
 	"time"
 
 	"github.com/moeserve/moeserve/experts"
+	"github.com/moeserve/moeserve/harvest"
 )
 
 // View is the state that a Core decides by.
@@ -108,8 +110,11 @@ func (c *Core) stats(v View) Stats {
 	return Stats{Bytes: c.o.Bytes, Rates: c.rates.PerSecond(), SingleUse: c.rates.SingleUse(), Placed: v.Placed, Dynamic: c.o.Dynamic}
 }
 
-// Costs is the cost of losing each peer copy: the additional time of its expert's fetches
-// within the horizon, [position of the layer][expert]; 0 without a copy.
+// saving is what one use of an expert saves if it is fetched in so much less time.
+func saving(seconds float64) time.Duration { return time.Duration(seconds * float64(time.Second)) }
+
+// Costs is the cost of losing each peer copy (harvest.Cost), [position of the layer][expert]; 0
+// without a copy. A use saves the difference of fetches from the host and from the peer.
 func (c *Core) Costs(v View) [][]time.Duration {
 	p := newPlanner(c.stats(v), v.Capacity, c.o.Tuning, c.at, false)
 	costs := make([][]time.Duration, len(v.Placed))
@@ -118,9 +123,40 @@ func (c *Core) Costs(v View) [][]time.Duration {
 	}
 	for _, it := range p.items {
 		if it.at != hostMemory && it.at != residentMemory {
-			saved := it.rate * (p.host - p.seconds(it)) * c.o.Tuning.Horizon.Seconds()
-			costs[it.id.Layer][it.id.Expert] = time.Duration(saved * float64(time.Second))
+			costs[it.id.Layer][it.id.Expert] = harvest.Cost(it.rate, saving(p.host-p.seconds(it)))
 		}
 	}
 	return costs
+}
+
+// Demand is what experts that are only in host memory would use of full peers, and on which
+// peers, the fastest that are full: indices into v.Peers. These experts are those that would
+// gain most, as many as the migration limit allows to copy in a short time. No peers: there is
+// room on peers that are as fast, nothing would gain enough to pay for its copy, or no expert
+// was used for a half-life: rates of before a pause displace nothing.
+func (c *Core) Demand(v View) (d harvest.Demand, on []int) {
+	if c.at-c.rates.at > c.o.HalfLife {
+		return d, nil
+	}
+	p := newPlanner(c.stats(v), v.Capacity, c.o.Tuning, c.at, false)
+	n := c.o.MaxMoving
+	if limit := c.limit(v.Host); !math.IsInf(limit, 1) {
+		n = max(1, min(n, int(limit*burst.Seconds()/float64(c.o.Bytes))))
+	}
+	for k, cl := range p.classes {
+		if slices.ContainsFunc(cl.peers, func(i int) bool { return v.Peers[i].Free > 0 }) {
+			return d, nil
+		}
+		d = harvest.Demand{Client: experts.HarvestClient, Bytes: c.o.Bytes}
+		for _, it := range p.candidates(k) {
+			if it.at == hostMemory && d.Objects < n && p.worthwhile(it, nil, it.gain, 0) {
+				d.Objects++
+				d.Cost += harvest.Cost(it.rate, saving(p.host-cl.seconds))
+			}
+		}
+		if d.Objects > 0 {
+			return d, cl.peers
+		}
+	}
+	return d, nil
 }

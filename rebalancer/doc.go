@@ -33,9 +33,14 @@
 // If every step fetches whole layers, all rates are equal, and only the layers' shares
 // matter: each layer gets the same fraction of its offloaded experts onto peers.
 //
-// The same benefit is passed to harvest as the cost of losing a copy (Store.SetCost), so
-// that harvest revokes the cheapest slab. The next Tick finds the experts of revoked
-// copies in host memory, where they compete for free memory like all others.
+// The same benefit is passed to harvest as the cost of losing a copy (Store.SetCost,
+// harvest.Cost), so that harvest revokes the cheapest slab. The next Tick finds the experts of
+// revoked copies in host memory, where they compete for free memory like all others.
+//
+// Other clients, such as KV blocks, borrow from the same peers. Where experts find no room,
+// Core.Demand is what they would be worth there, and harvest revokes slabs of others that are
+// worth less. In turn harvest revokes experts' slabs for what is worth more: that memory is not
+// free for experts, so the plan leaves it alone.
 //
 // # What it is not
 //

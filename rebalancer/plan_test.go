@@ -13,6 +13,7 @@ import (
 
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/experts"
+	"github.com/moeserve/moeserve/harvest"
 	"github.com/moeserve/moeserve/rebalancer"
 )
 
@@ -454,6 +455,63 @@ func BenchmarkPlan(b *testing.B) {
 			c := capacity(55, peer(1, 317, free))
 			for b.Loop() {
 				rebalancer.Plan(s, c, rebalancer.Tuning{}, 0)
+			}
+		})
+	}
+}
+
+// TestDemand: what experts in host memory would be worth on peers that are full.
+func TestDemand(t *testing.T) {
+	const second = time.Second
+	cost := func(rates ...float64) (sum time.Duration) {
+		for _, r := range rates { // 100 MiB over 10 GB/s, and over 100
+			sum += harvest.Cost(r, time.Duration(planBytes*(1/10e9-1/100e9)*float64(second)))
+		}
+		return sum
+	}
+	for _, c := range []struct {
+		name  string
+		uses  string // by expert: its place, and its uses per second
+		peers []rebalancer.Peer
+		limit float64 // bytes per second
+		after time.Duration
+		want  int
+		cost  time.Duration
+		on    []int
+	}{
+		{"the most used", "H:8 H:4 H:2 1:1 L:9", []rebalancer.Peer{peer(1, 100, 0)}, 8 * planBytes, 0, 2, cost(8, 4), []int{0}},
+		{"without a limit", "H:8 H:4 H:2 1:1 L:9", []rebalancer.Peer{peer(1, 100, 0)}, -1, 0, 3, cost(8, 4, 2), []int{0}},
+		{"what does not pay for its copy", "H:8 H:0 H:0.01 1:1", []rebalancer.Peer{peer(1, 100, 0)}, -1, 0, 1, cost(8), []int{0}},
+		{"moving", "H:8 H*:4", []rebalancer.Peer{peer(1, 100, 0)}, -1, 0, 1, cost(8), []int{0}},
+		{"room", "H:8 H:4", []rebalancer.Peer{peer(1, 100, 0), peer(2, 100, 1)}, -1, 0, 0, 0, nil},
+		{"room on a slower peer", "H:8 H:4", []rebalancer.Peer{peer(1, 20, 3), peer(2, 100, 0)}, -1, 0, 2, cost(8, 4), []int{1}},
+		{"only slower than the host", "H:8 H:4", []rebalancer.Peer{peer(1, 5, 0)}, -1, 0, 0, 0, nil},
+		{"a pause", "H:8 H:4", []rebalancer.Peer{peer(1, 100, 0)}, -1, 11 * second, 0, 0, nil},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			s := situation(t, c.uses)
+			core := rebalancer.NewCore(rebalancer.CoreOptions{Bytes: planBytes, MigrationLimit: c.limit})
+			v := rebalancer.View{Placed: s.Placed, Capacity: capacity(10, c.peers...), Uses: [][]int64{make([]int64, len(s.Rates[0]))}}
+			never := func(rebalancer.Move) bool { return false }
+			now := time.Duration(0)
+			for range 1000 { // 100 s, in which the rates settle
+				core.Step(v, now, never)
+				now += second / 10
+				for e, r := range s.Rates[0] {
+					v.Uses[0][e] = int64(math.Round(r * now.Seconds()))
+				}
+			}
+			core.Step(v, now+c.after, never)
+			core.Step(v, now+2*c.after, never)
+			d, on := core.Demand(v)
+			if d.Objects != c.want || !slices.Equal(on, c.on) {
+				t.Fatalf("%+v on %v, want %d on %v", d, on, c.want, c.on)
+			}
+			if diff := (d.Cost - c.cost).Abs(); diff > c.cost/20 {
+				t.Errorf("costs %v, want %v", d.Cost, c.cost)
+			}
+			if c.want > 0 && (d.Bytes != planBytes || d.Client != experts.HarvestClient) {
+				t.Errorf("%+v", d)
 			}
 		})
 	}

@@ -211,9 +211,6 @@ func (r *Rebalancer) Tick(now time.Duration) error {
 	defer r.mu.Unlock()
 	failed := r.promoteWaiting(now)
 	v := r.view(now, true)
-	if err := r.want(&v); err != nil && failed == nil {
-		failed = err
-	}
 	r.core.Step(v, now, func(m Move) bool {
 		if failed != nil || r.backedOff(m, v, now) {
 			return false
@@ -230,12 +227,16 @@ func (r *Rebalancer) Tick(now time.Duration) error {
 		}
 		return false
 	})
+	if err := r.want(&v); err != nil && failed == nil {
+		failed = err
+	}
 	r.setCosts(v)
 	return failed
 }
 
-// want tells harvest of peers that have no room for experts that are fetched from host memory: the
-// plan asks such a peer for nothing, so that no refused request shows it.
+// want reports to harvest the peers that have no room for experts that are fetched from host
+// memory, since the plan asks such a peer for nothing, so that no refused request shows it; and
+// what they would be worth there, so that other clients give way to them.
 func (r *Rebalancer) want(v *View) error {
 	fetched := false
 	for l, layer := range v.Placed {
@@ -246,11 +247,16 @@ func (r *Rebalancer) want(v *View) error {
 	if !fetched {
 		return nil
 	}
-	for _, p := range v.Peers {
+	demand, on := r.core.Demand(*v)
+	for k, p := range v.Peers {
 		if p.Free > 0 {
 			continue
 		}
-		if err := r.o.Harvest.Want(p.From, harvest.Demand{}); err != nil {
+		d := demand
+		if !slices.Contains(on, k) {
+			d = harvest.Demand{}
+		}
+		if err := r.o.Harvest.Want(p.From, d); err != nil {
 			return err
 		}
 	}
@@ -380,7 +386,7 @@ func (r *Rebalancer) startMove(m Move, v View, now time.Duration) error {
 		return nil
 	}
 	o := experts.PromoteOptions{
-		Cost: time.Duration(m.Gain * float64(r.o.Core.Bytes) * float64(r.o.Core.Tuning.Horizon)),
+		Cost: harvest.Cost(m.Gain*float64(r.o.Core.Bytes), time.Second),
 		Move: v.Placed[m.In.Layer][m.In.Expert].Tier == experts.Peer,
 	}
 	for _, k := range m.To {
