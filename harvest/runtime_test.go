@@ -1066,8 +1066,8 @@ func TestModel(t *testing.T) {
 }
 
 // TestHammer does random operations from 8 goroutines, MOESERVE_HAMMER of them in all
-// (100,000 where that is unset), while others take and give back memory, a neighbor
-// reclaims and the runtime ticks. Every byte is written by a copy and checked by
+// (100,000 where that is unset), as two clients that displace each other, while others take and
+// give back memory, a neighbor reclaims and the runtime ticks. Every byte is written by a copy and checked by
 // another: nobody's bytes are ever anybody else's.
 func TestHammer(t *testing.T) {
 	const workers, hbm, slab = 8, 256 << 10, 16 << 10
@@ -1083,7 +1083,8 @@ func TestHammer(t *testing.T) {
 	var allocated, freedOrRevoked, violations atomic.Int64
 	r := open(t, m, harvest.Options{
 		SlabBytes: slab, HeadroomBytes: 2 * slab, Cooldown: time.Millisecond, Interval: 200 * time.Microsecond,
-		ScrubBytes: 4096, Deadline: 10 * time.Second,
+		ScrubBytes: 4096, Deadline: 10 * time.Second, Residence: time.Millisecond, Reserve: time.Millisecond,
+		Clients: map[string]harvest.ClientOptions{"hammer 1": {SlabBytes: slab / 2}},
 		Events: harvest.EventListener{
 			Allocated:      func(harvest.AllocInfo) { allocated.Add(1) },
 			Freed:          func(harvest.FreeInfo) { freedOrRevoked.Add(1) },
@@ -1124,7 +1125,7 @@ func TestHammer(t *testing.T) {
 	var checked, refused, calls, revoked, ops atomic.Int64
 	for w := range workers {
 		all.Go(func() {
-			c := hammerer{t: t, m: m, r: r, rng: rand.New(rand.NewPCG(seed, uint64(w))), calls: &calls, by: harvest.NewOwner(fmt.Sprint("worker ", w))}
+			c := hammerer{t: t, m: m, r: r, rng: rand.New(rand.NewPCG(seed, uint64(w))), client: fmt.Sprint("hammer ", w%2), calls: &calls, by: harvest.NewOwner(fmt.Sprint("worker ", w))}
 			if err := c.work(operations / workers); err != nil {
 				t.Error(err)
 			}
@@ -1147,6 +1148,12 @@ func TestHammer(t *testing.T) {
 	if calls.Load() != revoked.Load() {
 		t.Errorf("%d callbacks for %d handles revoked", calls.Load(), revoked.Load())
 	}
+	for name, c := range r.State().Clients {
+		t.Logf("%s: %d bytes displaced", name, c.Displaced)
+		if c.Displaced == 0 {
+			t.Errorf("nothing of %s was displaced", name)
+		}
+	}
 	if checked.Load() < int64(operations) || revoked.Load() == 0 || refused.Load() == 0 {
 		t.Error("too little happened")
 	}
@@ -1158,6 +1165,7 @@ type hammerer struct {
 	m      *emulated.Machine
 	r      *harvest.Runtime
 	rng    *rand.Rand
+	client string
 	by     *harvest.Owner
 	calls  *atomic.Int64
 	stream device.Stream
@@ -1219,12 +1227,14 @@ func (c *hammerer) operate() error {
 		}
 	}
 	switch k := c.rng.IntN(10); {
-	case len(c.objects) == 0 || k < 3 && len(c.objects) < 16:
+	case len(c.objects) == 0 || k < 3 && len(c.objects) < 48:
 		return c.alloc()
 	case k < 5:
 		return c.free(c.rng.IntN(len(c.objects)))
 	case k < 7: // read, and let go before the copy has run
 		o := c.objects[c.rng.IntN(len(c.objects))]
+		o.h.CountUse()
+		o.h.SetCost(time.Duration(c.rng.IntN(1000)) * time.Microsecond)
 		if ref, ok := o.h.Acquire(c.by); ok {
 			return c.enqueue(&ref, c.host.Range(hammerBytes, o.h.Bytes()), o.h.Region().Range)
 		}
@@ -1243,9 +1253,15 @@ func (c *hammerer) enqueue(ref *harvest.Ref, dst, src device.Range) error {
 }
 
 func (c *hammerer) alloc() error {
-	h, err := c.r.Alloc(c.rng.Int64N(hammerBytes)+1, harvest.Hints{
-		Client: "hammer", Cost: time.Duration(c.rng.IntN(1000)) * time.Microsecond,
-	})
+	cost := time.Duration(c.rng.IntN(1000)) * time.Microsecond
+	if c.rng.IntN(10) == 0 {
+		cost *= 1000
+		use := harvest.Use{PerSecond: c.rng.Float64(), Saved: time.Millisecond, Wanted: c.rng.Int64N(10 * hammerBytes), WantedPerSecond: c.rng.Float64()}
+		if err := c.r.SetUse(c.client, use); err != nil {
+			return err
+		}
+	}
+	h, err := c.r.Alloc(c.rng.Int64N(hammerBytes)+1, harvest.Hints{Client: c.client, Cost: cost})
 	if errors.Is(err, harvest.ErrNoCapacity) {
 		c.refused++
 		return nil
