@@ -137,6 +137,13 @@ var charts = map[string]interface{ scene() *scene }{
 		Title: "Latency", X: Axis{Label: "size (MiB)", Log: true},
 		Panels: []Panel{{Y: Axis{Label: "time (µs)", Log: true}, Series: []Series{{Name: "host", Points: []Point{{X: 0.0625, Y: 8.6}, {X: 4, Y: 83}}, Line: true}}}},
 	},
+	"titled panels": &Lines{
+		Title: "Loads", X: Axis{Label: "entries", Log: true},
+		Panels: []Panel{
+			{Title: "model " + long, Y: Axis{Label: "ms", Log: true}, Height: 110, Series: []Series{{Name: "host", Points: []Point{{X: 100, Y: 0.1}, {X: 8000, Y: 10}}, Line: true}}},
+			{Title: "another model", Y: Axis{Label: "ms", Log: true}, Height: 110, Series: []Series{{Points: []Point{{X: 100, Y: 0.02}, {X: 8000, Y: 1}}, Line: true}}},
+		},
+	},
 	"one point": &Lines{
 		Panels: []Panel{{Y: Axis{Log: true}, Series: []Series{{Name: "one", Points: []Point{{X: 1, Y: 10}}, Marks: true}}}}, X: Axis{Log: true},
 	},

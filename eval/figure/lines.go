@@ -33,6 +33,8 @@ type Series struct {
 
 // Panel is a plot with a vertical axis of its own.
 type Panel struct {
+	// Title stands above the panel. Default: none.
+	Title  string
 	Y      Axis
 	Series []Series
 	// Height in pixels. Default: 300.
@@ -90,6 +92,10 @@ func (l *Lines) scene() *scene {
 	plot := func(v float64) float64 { return left + x.at(v)*(right-left) }
 	top := f.tags(l.Tags, plot)
 	for i := range panels {
+		if title := panels[i].Title; title != "" {
+			f.text(shorten(title, textSize, canvas-2*margin), textSize, ink)
+			f.y += 4
+		}
 		panels[i].draw(f, x, left, right, i == len(panels)-1)
 		if i < len(panels)-1 {
 			f.y += betweenPanels
