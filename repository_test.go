@@ -24,8 +24,10 @@ const module = "github.com/moeserve/moeserve"
 var imports = map[string]map[string]string{
 	"cmd/moeserve": {
 		"configs":         "the settings that flags, files and variables fill in",
+		"device":          "which memories copies are measured between",
 		"engine":          "requests of generate and bench, and their updates",
 		"eval":            "runs measurements and prints them",
+		"eval/kv":         "measures copies of KV blocks",
 		"eval/serving":    "measures a server under load",
 		"experts":         "tiers and counters in reports",
 		"harvest/reclaim": "asks for borrowed memory, and serves those who ask",
@@ -71,7 +73,14 @@ var imports = map[string]map[string]string{
 		"transfer":    "copies through its engine",
 		"untrusted":   "limits of files",
 	},
-	"eval/figure":  {},
+	"eval/figure": {},
+	"eval/kv": {
+		"configs":     "sizes of models' KV entries",
+		"device":      "copies between its memories",
+		"eval":        "what a result is of",
+		"eval/figure": "draws its plots",
+		"transfer":    "loads through its engine",
+	},
 	"eval/serving": {"eval": "what a result is of, and random prompts"},
 	"experts": {
 		"device":        "memory, streams and fences",

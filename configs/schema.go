@@ -68,11 +68,11 @@ func (k Key) Variable() string {
 // and of these those that say what is offloaded, that take requests as they come, that
 // have a result, sample tokens, generate for a person, hold conversations, serve, or measure a batch.
 var (
-	onDevice   = []string{"run", "chat", "serve", "inspect", "plan", "bench throughput", "bench sweep", "bench transfer", "config"}
+	onDevice   = []string{"run", "chat", "serve", "inspect", "plan", "bench throughput", "bench sweep", "bench transfer", "bench kv", "config"}
 	onModel    = []string{"run", "chat", "serve", "inspect", "plan", "bench throughput", "bench sweep", "config"}
 	onOffload  = []string{"run", "chat", "serve", "inspect", "plan", "bench throughput", "config"}
 	onRequest  = []string{"run", "chat", "serve", "inspect", "plan", "config"}
-	onResult   = []string{"run", "inspect", "plan", "bench throughput", "bench sweep", "bench transfer", "config"}
+	onResult   = []string{"run", "inspect", "plan", "bench throughput", "bench sweep", "bench transfer", "bench kv", "config"}
 	onSample   = []string{"run", "chat", "bench throughput", "bench sweep", "config"}
 	onGenerate = []string{"run", "chat", "config"}
 	onChat     = []string{"run", "chat", "serve", "config"}

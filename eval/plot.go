@@ -61,7 +61,7 @@ func sweepFigure(results []Result) *figure.Lines {
 	r := &results[0]
 	note := fmt.Sprintf("%s, batch of %s, ", untrusted.Name(r.Model), requests(r.Requests))
 	if r.Emulated {
-		note += r.emulatedNote()
+		note += r.EmulatedNote()
 	} else {
 		note += r.Device
 	}
@@ -267,7 +267,7 @@ func transferFigure(r *TransferResult) *figure.Lines {
 	name, note := r.Device, "Median of single copies"
 	if r.Emulated {
 		name = "the GPU"
-		note += " on " + r.emulatedNote()
+		note += " on " + r.EmulatedNote()
 	}
 	latency := figure.Panel{Y: figure.Axis{Label: "time of a single copy (µs)", Log: true}}
 	for _, path := range []string{HostPath, PeerPath, BothPath, D2HPath} {
@@ -303,7 +303,7 @@ func transferFigure(r *TransferResult) *figure.Lines {
 		if !slices.ContainsFunc(r.Points, func(p TransferPoint) bool { return p.Bytes == e.bytes }) {
 			continue
 		}
-		name := e.model + ", " + size(e.bytes)
+		name := e.model + ", " + Size(e.bytes)
 		if x := ratios[e.bytes]; x > 0 {
 			name += ": " + strconv.FormatFloat(x, 'f', 1, 64) + "×"
 		}
@@ -318,8 +318,8 @@ func transferFigure(r *TransferResult) *figure.Lines {
 	return chart
 }
 
-// emulatedNote is what a figure of emulated devices says of them.
-func (m *Machine) emulatedNote() string {
+// EmulatedNote is what a figure of emulated devices says of them.
+func (m *Machine) EmulatedNote() string {
 	if m.Unpaced() {
 		return emulatedLabel + " devices without rates: times are this CPU's"
 	}

@@ -147,8 +147,8 @@ func (r *Run) build() string {
 	return s
 }
 
-// header writes what ran, where and how, for the top of a table.
-func header(r *Run, m *Machine) string {
+// Header writes what ran, where and how, for the top of a table.
+func Header(r *Run, m *Machine) string {
 	var b strings.Builder
 	fmt.Fprintf(&b, "%s\ncommand: %s\ndevice: %s\n", r, r.Command, m.words())
 	h := m.Hardware
@@ -209,13 +209,13 @@ func (r *Run) Values() []string {
 	return []string{r.Version, r.Commit, strconv.FormatBool(r.Modified), date, r.Command}
 }
 
-// provenanceColumns are the columns of CSV that name what a line is of.
-var provenanceColumns = append(slices.Clone(RunColumns),
+// ProvenanceColumns are the columns of CSV that name what a line is of.
+var ProvenanceColumns = append(slices.Clone(RunColumns),
 	"device", "driver_version", "emulated", "emulate", "emulated_rates", "hardware", "hardware_comparable", "hardware_rates")
 
-// provenance are the values of provenanceColumns. hardware_rates lists figures with their
+// Provenance are the values of ProvenanceColumns. hardware_rates lists figures with their
 // sources, separated by semicolons.
-func provenance(r *Run, m *Machine) []string {
+func Provenance(r *Run, m *Machine) []string {
 	values := append(r.Values(), m.Device, m.Driver, strconv.FormatBool(m.Emulated))
 	if e := m.Emulation; e != nil {
 		values = append(values, e.Spec, string(e.Rates))

@@ -22,7 +22,7 @@ func WriteTable(out io.Writer, results []Result) error {
 	if len(results) == 0 {
 		return nil
 	}
-	if _, err := io.WriteString(out, header(&results[0].Run, &results[0].Machine)); err != nil {
+	if _, err := io.WriteString(out, Header(&results[0].Run, &results[0].Machine)); err != nil {
 		return err
 	}
 	w := tabwriter.NewWriter(out, 0, 0, 2, ' ', tabwriter.AlignRight)
@@ -169,7 +169,7 @@ var StallCauses = []string{"expert-copy", "router-sync", "launch-bound", "cpu-at
 // JSON objects; those of objects inside are joined by an underscore.
 func WriteCSV(out io.Writer, results []Result) error {
 	w := csv.NewWriter(out)
-	columns := slices.Concat(provenanceColumns, []string{
+	columns := slices.Concat(ProvenanceColumns, []string{
 		"model", "dtype", "load_format", "tier", "offload_fraction", "micro_batch_tokens", "num_micro_batches",
 		"expert_grouping", "attention", "requests", "prompt_tokens", "generated_tokens", "truncated_prompts", "warmup_tokens", "trials",
 		"prefill_s", "decode_s", "throughput_tok_s", "stddev_tok_s", "prefill_tok_s", "decode_tok_s", "decode_stddev_tok_s",
@@ -209,7 +209,7 @@ func (r *Result) values() []string {
 	}
 	d := func(v int64) string { return strconv.FormatInt(v, 10) }
 	prefill, decode := r.means()
-	values := append(provenance(&r.Run, &r.Machine),
+	values := append(Provenance(&r.Run, &r.Machine),
 		r.Model, r.DType, r.LoadFormat.String(), r.Tier.String(), f(r.OffloadFraction), strconv.Itoa(r.MicroBatchTokens), strconv.Itoa(r.NumMicroBatches),
 		r.ExpertGrouping.String(), r.Attention.String(), strconv.Itoa(r.Requests), strconv.Itoa(r.PromptTokens), strconv.Itoa(r.GeneratedTokens),
 		strconv.Itoa(r.TruncatedPrompts), strconv.Itoa(r.WarmupTokens), strconv.Itoa(len(r.Trials)),

@@ -431,7 +431,7 @@ func (r *TransferResult) paths() []string {
 
 // WriteTransferTable writes a line for each size for a person.
 func WriteTransferTable(out io.Writer, r *TransferResult) error {
-	if _, err := io.WriteString(out, header(&r.Run, &r.Machine)); err != nil {
+	if _, err := io.WriteString(out, Header(&r.Run, &r.Machine)); err != nil {
 		return err
 	}
 	w := tabwriter.NewWriter(out, 0, 0, 2, ' ', tabwriter.AlignRight)
@@ -442,7 +442,7 @@ func WriteTransferTable(out io.Writer, r *TransferResult) error {
 	}
 	fmt.Fprintln(w)
 	for i, p := range r.of(HostPath) {
-		fmt.Fprintf(w, "%s\t", size(p.Bytes))
+		fmt.Fprintf(w, "%s\t", Size(p.Bytes))
 		for _, n := range names {
 			points := r.of(n)
 			if i >= len(points) { // the measurement was interrupted
@@ -461,7 +461,8 @@ func WriteTransferTable(out io.Writer, r *TransferResult) error {
 	return err
 }
 
-func size(bytes int64) string {
+// Size writes bytes in MiB, or in KiB below one.
+func Size(bytes int64) string {
 	if bytes >= 1<<20 {
 		return strconv.FormatFloat(float64(bytes)/(1<<20), 'g', 4, 64) + " MiB"
 	}
@@ -471,10 +472,10 @@ func size(bytes int64) string {
 // WriteTransferCSV writes a line per point.
 func WriteTransferCSV(out io.Writer, r *TransferResult) error {
 	w := csv.NewWriter(out)
-	w.Write(append(slices.Clone(provenanceColumns), "path", "bytes", "latency_s", "bytes_per_s", "engine_bytes_per_s")) //nolint:errcheck // Flush keeps the error
+	w.Write(append(slices.Clone(ProvenanceColumns), "path", "bytes", "latency_s", "bytes_per_s", "engine_bytes_per_s")) //nolint:errcheck // Flush keeps the error
 	f := func(v float64) string { return strconv.FormatFloat(v, 'g', 8, 64) }
 	for _, p := range r.Points {
-		w.Write(append(provenance(&r.Run, &r.Machine), p.Path, strconv.FormatInt(p.Bytes, 10), f(p.LatencySeconds), f(p.BytesPerSecond), f(p.EngineBytesPerSecond))) //nolint:errcheck // as above
+		w.Write(append(Provenance(&r.Run, &r.Machine), p.Path, strconv.FormatInt(p.Bytes, 10), f(p.LatencySeconds), f(p.BytesPerSecond), f(p.EngineBytesPerSecond))) //nolint:errcheck // as above
 	}
 	w.Flush()
 	return w.Error()

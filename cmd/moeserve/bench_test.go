@@ -186,6 +186,7 @@ func TestBenchOutputLost(t *testing.T) {
 		"sweep":      append([]string{"bench", "sweep", "--fractions", "0"}, trials...),
 		"serve":      append([]string{"bench", "serve", "--base-url", p.url}, common...),
 		"transfer":   {"bench", "transfer", "--largest-mib", "1", "--repetitions", "1"},
+		"kv":         {"bench", "kv", "--models", "qwen2-57b-a14b", "--entries", "16", "--repetitions", "1"},
 	} {
 		path := filepath.Join(t.TempDir(), name)
 		full := fullDisk(t)

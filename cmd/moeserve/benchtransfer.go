@@ -13,6 +13,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/moeserve/moeserve/configs"
+	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/eval"
 	"github.com/moeserve/moeserve/node/bench"
 	"github.com/moeserve/moeserve/node/devices"
@@ -103,32 +104,18 @@ func benchTransfer(ctx context.Context, s *streams, set *settings, o *transferOp
 		return err
 	}
 	defer func() { err = errors.Join(err, res.close()) }()
-	choice, err := set.Device.ParsePeers()
-	if err != nil {
-		return err
-	}
-	d, err := devices.Open(devices.Options{
-		Settings: set.Device, Kernels: set.Kernels, Peers: true, Emulate: set.Harvest.AvailabilityTrace != "", Log: set.logger(s.err),
-	})
+	d, err := openCopied(s, set, base)
 	if err != nil {
 		return err
 	}
 	defer func() { err = errors.Join(err, d.Close()) }()
-	peers, err := d.Peers(choice)
-	if err != nil {
-		return fault.Of(fault.ErrConfig, err)
-	}
-	machine := bench.Machine(planning.Facts(d.Machine, d.Space, peers), &set.Device, base)
-	if base == nil && machine.Hardware != nil {
-		base = &machine.Hardware.Hardware
+	if base == nil && d.machine.Hardware != nil {
+		base = &d.machine.Hardware.Hardware
 	}
 	if o.calibrate != "" && base == nil {
 		return usagef("--calibrate: copies do not show compute rates and memory sizes, and those of %s are not known; name similar hardware with --hardware", d.Name())
 	}
-	measure := eval.TransferOptions{Machine: d.Machine, Compute: d.Space, Sizes: sizes, Repetitions: o.repetitions}
-	if len(peers) > 0 {
-		measure.Peer = peers[0]
-	}
+	measure := eval.TransferOptions{Machine: d.Machine, Compute: d.Space, Peer: d.peer, Sizes: sizes, Repetitions: o.repetitions}
 	if err := d.CheckFree(measure.Needs()); err != nil {
 		return fmt.Errorf("--largest-mib is %d, which is too large: %w", o.largest, err)
 	}
@@ -146,9 +133,42 @@ func benchTransfer(ctx context.Context, s *streams, set *settings, o *transferOp
 		s.notice(&set.Output, "the sizes that were measured follow; no plot and no calibration")
 		formats, o.plots, o.calibrate = nil, nil, ""
 	}
-	r := &eval.TransferResult{Run: run, Machine: machine, Points: points}
+	r := &eval.TransferResult{Run: run, Machine: d.machine, Points: points}
 	written := writeAll(s, res, r, o.files(r, formats, base), func(w io.Writer) error { return eval.WriteTransferTable(w, r) })
 	return errors.Join(written, interrupted)
+}
+
+// copied are devices whose copies are measured.
+type copied struct {
+	*devices.Devices
+	// peer is the first peer; device.Host: there is none.
+	peer device.Space
+	// machine describes them.
+	machine eval.Machine
+}
+
+// openCopied opens the devices of a measurement of copies. hardware is what the user named;
+// nil: nothing.
+func openCopied(s *streams, set *settings, hardware *planner.Hardware) (_ *copied, err error) {
+	choice, err := set.Device.ParsePeers()
+	if err != nil {
+		return nil, err
+	}
+	d, err := devices.Open(devices.Options{
+		Settings: set.Device, Kernels: set.Kernels, Peers: true, Emulate: set.Harvest.AvailabilityTrace != "", Log: set.logger(s.err),
+	})
+	if err != nil {
+		return nil, err
+	}
+	peers, err := d.Peers(choice)
+	if err != nil {
+		return nil, errors.Join(fault.Of(fault.ErrConfig, err), d.Close())
+	}
+	c := &copied{Devices: d, machine: bench.Machine(planning.Facts(d.Machine, d.Space, peers), &set.Device, hardware)}
+	if len(peers) > 0 {
+		c.peer = peers[0]
+	}
+	return c, nil
 }
 
 // files are those that a measurement writes.

@@ -232,6 +232,28 @@ var fieldDocs = map[string]string{
 	"prediction":          "what the planner predicts; null where it cannot",
 	"tokens_sha256":       "SHA-256 of all generated ids, 32 bits each, little-endian, in the order of the requests; empty without data",
 
+	// Copies of KV blocks.
+	"block_tokens":       "tokens of a KV block",
+	"kv_entries":         "one object for each size of a KV entry, what a model keeps for one token",
+	"models":             "models that have entries of this size",
+	"entry_bytes":        "size of an entry, in bytes",
+	"derivations":        "how the size comes about, for each of the models in order",
+	"reloads":            "one object for each size of an entry, number of entries, and layout",
+	"entries":            "entries (tokens) of a load",
+	"layout":             "`scattered`: each block is elsewhere in both memories; `contiguous`: one run in both",
+	"blocks":             "blocks of a load",
+	"ReloadPoint.bytes":  "size of a load: whole blocks",
+	"ReloadPoint.host":   "loads from pinned host memory",
+	"ReloadPoint.peer":   "loads from the first peer; null without peers",
+	"Load.load_s":        "median time of one load alone, from its submission to the transfer engine until the host sees that it has ended",
+	"load_bytes_per_s":   "size of a load over `load_s`",
+	"queued_loads":       "loads that are queued at once",
+	"queued_bytes_per_s": "rate of these loads together",
+	"raw_bytes_per_s":    "rate of the same copies queued on a stream of the device, without the engine",
+	"raw_fraction":       "`queued_bytes_per_s` over it",
+	"speedup":            "`load_s` of the host over that of the peer; absent without peers",
+	"raw_speedup":        "`raw_bytes_per_s` of the peer over that of the host; absent without peers",
+
 	// Peers.
 	"borrowed_bytes":            "memory borrowed of the peer",
 	"gpu":                       "index of the GPU, by the driver",

@@ -1,0 +1,33 @@
+// Package kv measures copies of KV blocks between the memory of the GPU that computes, a
+// peer's and the host's: how long it takes to load the entries of a prefix (the Harvest
+// paper, 5.3 and Figure 7), and at which rate blocks of a size are copied.
+//
+// # What it is not
+//
+// It has no KV cache: blocks are places in memory, and nobody reads what is in them. It
+// opens no devices, reads no flags, and reads no clock but the devices'.
+//
+// # How it measures
+//
+// An entry is what a model keeps for one token; blocks hold a number of tokens. A load is
+// one request to the transfer engine: its blocks are scattered in the memory that they
+// come from and in the pool on the GPU, or are one contiguous run in both. Host and peer
+// take turns within each repetition, after one that does not count, and the median
+// counts: what disturbs the machine disturbs both. Each cell is measured three times
+// over: one load alone, from its submission until the host sees that it has ended;
+// several loads that are queued; and the same copies queued on a stream of the device,
+// without the engine. The last is the most that loads can reach.
+//
+// # Invariants
+//
+//   - The same options give the same blocks in the same order.
+//   - No block is written by two loads at once.
+//   - All memory is freed when a measurement ends, whichever way.
+//
+// # Example
+//
+//	points, err := kv.Reload(ctx, kv.ReloadOptions{
+//		Machine: machine, Compute: device.HBM(0), Peer: device.HBM(1),
+//		Entries: kv.Entries(configs.KVEntries()), BlockTokens: 16,
+//	})
+package kv
