@@ -358,7 +358,7 @@ func (r *reloads) load(ctx context.Context, s *source, requests [][]transfer.Pie
 	for i, pieces := range requests {
 		s.next++
 		t, err := r.engine.Submit(transfer.Request{
-			Pieces: pieces, Priority: transfer.Demand, Done: device.Point{Fence: s.landed, Value: s.next}, Label: transfer.Text("KV load measured"),
+			Pieces: pieces, Priority: transfer.KVLoad, Done: device.Point{Fence: s.landed, Value: s.next}, Label: transfer.Text("KV load measured"),
 		})
 		if err != nil {
 			return 0, err
