@@ -79,6 +79,8 @@ var imports = map[string]map[string]string{
 		"device":      "copies between its memories",
 		"eval":        "what a result is of",
 		"eval/figure": "draws its plots",
+		"kernels":     "the operation that copies blocks",
+		"planner":     "hardware that a calibration is written as",
 		"transfer":    "loads through its engine",
 	},
 	"eval/serving": {"eval": "what a result is of, and random prompts"},

@@ -8,6 +8,7 @@ import (
 	"io"
 	"slices"
 	"strconv"
+	"strings"
 	"text/tabwriter"
 	"time"
 
@@ -490,12 +491,13 @@ type Calibration struct {
 	Date, Version string
 }
 
-// Calibrate puts measured rates and latencies of copies in the place of the base's: those by
-// which the smallest single copy and the largest of the queued ones take as long as
-// they did. Only these have sources that say "measured", and only of real devices.
-func Calibrate(r *TransferResult, c Calibration) (planner.Hardware, error) {
+// Start is the base with the machine's name, before anything measured is put into it. Its
+// sources say that it was not measured, except of what was: where a calibration of the same
+// device is the base.
+func (c *Calibration) Start(m *Machine) planner.Hardware {
 	h := c.Base
-	h.Name = labeled(r.Device, r.Emulated)
+	h.Name = labeled(m.Device, m.Emulated)
+	same := strings.HasPrefix(c.Base.Name, h.Name)
 	if c.Date != "" {
 		h.Name += ", " + c.Date
 	}
@@ -503,13 +505,31 @@ func Calibrate(r *TransferResult, c Calibration) (planner.Hardware, error) {
 		h.Name += ", moeserve " + c.Version
 	}
 	from := "from " + c.Base.Name + " (not measured here)"
-	if r.Emulated && c.Base.Name == r.Device {
+	if m.Emulated && c.Base.Name == m.Device {
 		from = "as the devices are emulated (not measured)"
 	}
 	h.Sources = map[string]string{}
 	for _, key := range planner.HardwareFields() {
 		h.Sources[key] = from
+		if was := c.Base.Sources[key]; same && (strings.HasPrefix(was, MeasuredBy) || strings.HasPrefix(was, EmulatedBy)) {
+			h.Sources[key] = was
+		}
 	}
+	return h
+}
+
+// The first words of the sources of what a benchmark has measured, on GPUs and on emulated
+// devices; its name follows.
+const (
+	MeasuredBy = "measured by bench "
+	EmulatedBy = "emulated by bench "
+)
+
+// Calibrate puts measured rates and latencies of copies in the place of the base's: those by
+// which the smallest single copy and the largest of the queued ones take as long as
+// they did. Only these have sources that say "measured", and only of real devices.
+func Calibrate(r *TransferResult, c Calibration) (planner.Hardware, error) {
+	h := c.Start(&r.Machine)
 	rate := func(path string) (rate, start float64) {
 		points := r.of(path)
 		if len(points) == 0 {
@@ -523,9 +543,9 @@ func Calibrate(r *TransferResult, c Calibration) (planner.Hardware, error) {
 		}
 		return rate, max(small.LatencySeconds-float64(small.Bytes)/rate, 0)
 	}
-	by := "measured by bench transfer: "
+	by := MeasuredBy + "transfer: "
 	if r.Emulated {
-		by = "bench transfer on emulated devices: "
+		by = EmulatedBy + "transfer: "
 	}
 	measured := by + "queued copies of the largest size, less their latency"
 	started := by + "a single copy of the smallest size, less its bytes"
@@ -541,8 +561,8 @@ func Calibrate(r *TransferResult, c Calibration) (planner.Hardware, error) {
 		h.PeerToGPU, h.PeerCopyLatency = peer, start
 		h.Sources["peer_to_gpu_bytes_per_s"], h.Sources["peer_copy_latency_s"] = measured, started
 	} else {
-		h.PeerMemory, h.PeerToGPU, h.PeerCopyLatency = 0, 0, 0
-		for _, key := range []string{"peer_memory_bytes", "peer_to_gpu_bytes_per_s", "peer_copy_latency_s"} {
+		h.PeerMemory, h.PeerToGPU, h.PeerCopyLatency, h.PeerLoadKernelBelow, h.PeerStoreKernelBelow = 0, 0, 0, 0, 0
+		for _, key := range []string{"peer_memory_bytes", "peer_to_gpu_bytes_per_s", "peer_copy_latency_s", "peer_load_kernel_below_bytes", "peer_store_kernel_below_bytes"} {
 			h.Sources[key] = "none: bench transfer had no peer"
 		}
 	}

@@ -148,9 +148,9 @@ func TestCalibrateSources(t *testing.T) {
 	}{
 		{eval.TransferResult{Machine: eval.Machine{Device: "NVIDIA H200"}, Points: both}, base, "NVIDIA H200, 2026-11-22, moeserve v1", "measured by bench transfer: ", "from h200 (not measured here)"},
 		{eval.TransferResult{Machine: eval.Machine{Device: "NVIDIA H200"}, Points: alone}, base, "NVIDIA H200, 2026-11-22, moeserve v1", "measured by bench transfer: ", "from h200 (not measured here)"},
-		{eval.TransferResult{Machine: eval.Machine{Device: "emulated", Emulated: true}, Points: both}, base, "emulated, 2026-11-22, moeserve v1", "bench transfer on emulated devices: ", "from h200 (not measured here)"},
-		{eval.TransferResult{Machine: eval.Machine{Device: "cpu", Emulated: true}, Points: both}, base, "cpu, emulated, 2026-11-22, moeserve v1", "bench transfer on emulated devices: ", "from h200 (not measured here)"},
-		{eval.TransferResult{Machine: eval.Machine{Device: "emulated", Emulated: true}, Points: both}, own, "emulated, 2026-11-22, moeserve v1", "bench transfer on emulated devices: ", "as the devices are emulated (not measured)"},
+		{eval.TransferResult{Machine: eval.Machine{Device: "emulated", Emulated: true}, Points: both}, base, "emulated, 2026-11-22, moeserve v1", "emulated by bench transfer: ", "from h200 (not measured here)"},
+		{eval.TransferResult{Machine: eval.Machine{Device: "cpu", Emulated: true}, Points: both}, base, "cpu, emulated, 2026-11-22, moeserve v1", "emulated by bench transfer: ", "from h200 (not measured here)"},
+		{eval.TransferResult{Machine: eval.Machine{Device: "emulated", Emulated: true}, Points: both}, own, "emulated, 2026-11-22, moeserve v1", "emulated by bench transfer: ", "as the devices are emulated (not measured)"},
 	} {
 		h, err := eval.Calibrate(&c.result, eval.Calibration{Base: c.base, Date: "2026-11-22", Version: "v1"})
 		if err != nil || h.Name != c.name {

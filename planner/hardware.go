@@ -54,6 +54,14 @@ type Hardware struct {
 	// PeerToGPU is the rate of copies from all peers together, in bytes/s.
 	PeerToGPU float64 `json:"peer_to_gpu_bytes_per_s"`
 
+	// HostLoadKernelBelow and the others are sizes of a block in bytes: below, a kernel copies
+	// many scattered blocks faster than the copy engines do; 0: it never does. Loads are copies
+	// to the GPU that computes, stores copies from it.
+	HostLoadKernelBelow  int64 `json:"host_load_kernel_below_bytes,omitempty"`
+	HostStoreKernelBelow int64 `json:"host_store_kernel_below_bytes,omitempty"`
+	PeerLoadKernelBelow  int64 `json:"peer_load_kernel_below_bytes,omitempty"`
+	PeerStoreKernelBelow int64 `json:"peer_store_kernel_below_bytes,omitempty"`
+
 	// Sources has, by a field's key, where its number is from.
 	Sources map[string]string `json:"sources,omitempty"`
 }
@@ -80,6 +88,10 @@ var hardwareFields = []struct {
 	{"peer_memory_bytes", "bytes", true, func(h *Hardware) float64 { return float64(h.PeerMemory) }},
 	{"peer_to_gpu_bytes_per_s", "bytes/s", true, func(h *Hardware) float64 { return h.PeerToGPU }},
 	{"peer_copy_latency_s", "seconds", true, func(h *Hardware) float64 { return h.PeerCopyLatency }},
+	{"host_load_kernel_below_bytes", "bytes", true, func(h *Hardware) float64 { return float64(h.HostLoadKernelBelow) }},
+	{"host_store_kernel_below_bytes", "bytes", true, func(h *Hardware) float64 { return float64(h.HostStoreKernelBelow) }},
+	{"peer_load_kernel_below_bytes", "bytes", true, func(h *Hardware) float64 { return float64(h.PeerLoadKernelBelow) }},
+	{"peer_store_kernel_below_bytes", "bytes", true, func(h *Hardware) float64 { return float64(h.PeerStoreKernelBelow) }},
 }
 
 // HardwareFields lists the keys of the figures of a machine.
@@ -158,10 +170,9 @@ func ParseHardware(data []byte) (Hardware, error) {
 	}
 	delete(given, "base")
 	delete(given, "sources")
-	for _, key := range []string{"gpu_memory_bytes", "host_memory_bytes", "peer_memory_bytes"} {
-		given[key] = wholeNumber(given[key])
-		if given[key] == nil {
-			delete(given, key)
+	for key, value := range given {
+		if strings.HasSuffix(key, "_bytes") {
+			given[key] = wholeNumber(value)
 		}
 	}
 	figures, err := json.Marshal(given)

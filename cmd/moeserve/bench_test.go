@@ -22,6 +22,7 @@ import (
 
 	"github.com/moeserve/moeserve/configs"
 	"github.com/moeserve/moeserve/eval"
+	"github.com/moeserve/moeserve/eval/kv"
 	"github.com/moeserve/moeserve/eval/serving"
 )
 
@@ -205,6 +206,57 @@ func TestBenchOutputLost(t *testing.T) {
 				}
 				os.Remove(path + ending) //nolint:errcheck // the next case writes it again
 			}
+		}
+	}
+}
+
+// bench kv: loads take the longer the more entries they have, one run from the peer is faster
+// than from the host as its link is, and scattered blocks are no faster than one run.
+func TestBenchKV(t *testing.T) {
+	const host, peer = 55.3, 395
+	stdout, stderr, code := invoke(t, strings.NewReader(""), "bench", "kv", "--models", "kimi-k2,mixtral-8x7b", "--entries", "100,1000,8000", "--repetitions", "2",
+		"--emulate", "virtual,nodata,pcie=55.3GB/s,nvlink=395GB/s,latency=8us", "--json", "-")
+	var r kv.Result
+	if err := json.Unmarshal([]byte(stdout), &r); err != nil || code != exitDone {
+		t.Fatalf("exit code %d, %v: %s", code, err, stderr)
+	}
+	if len(r.Entries) != 2 || len(r.Reloads) != 2*3*2 || r.Sizes != nil {
+		t.Fatalf("%d sizes of entries, %d points", len(r.Entries), len(r.Reloads))
+	}
+	for i, p := range r.Reloads {
+		if p.Layout == kv.Contiguous {
+			scattered := r.Reloads[i-1]
+			if scattered.Layout != kv.Scattered || scattered.Bytes != p.Bytes || scattered.Host.Seconds < p.Host.Seconds || scattered.Peer.Seconds < p.Peer.Seconds {
+				t.Errorf("scattered %+v, one run %+v", scattered, p)
+			}
+			if p.Bytes > 50<<20 && math.Abs(p.Speedup/(peer/host)-1) > 0.05 {
+				t.Errorf("%d bytes: %.2f times as fast from the peer, the links are %.2f", p.Bytes, p.Speedup, peer/host)
+			}
+		}
+		if i >= 2 && r.Reloads[i-2].EntryBytes == p.EntryBytes && (r.Reloads[i-2].Host.Seconds >= p.Host.Seconds || r.Reloads[i-2].Peer.Seconds >= p.Peer.Seconds) {
+			t.Errorf("no longer with more entries: %+v, %+v", r.Reloads[i-2], p)
+		}
+	}
+	for _, c := range []struct{ args, want string }{
+		{"--models kimi-k3", "--models kimi-k3: no such model; did you mean kimi-k2?"},
+		{"--entries 0", `--entries has "0": must be a whole number from 1 to`},
+		{"--entries=", "--entries has no number"},
+		{"--entries 1,many", `--entries has "many": must be a whole number from 1 to`},
+		{"--block-size 0", "--block-size is 0"},
+		{"--repetitions 0", "--repetitions is 0"},
+		{"--copy-method mail", "--copy-method mail: must be dma, kernel or both"},
+		{"--copy-sizes 5", "--copy-sizes 5: must be a multiple of 16 bytes"},
+		{"--copy-sizes large", "--copy-sizes: \"large\" is not a size"},
+		{"--copy-largest-mib 1", "--copy-largest-mib is 1, which has no room for a block of 16 MiB"},
+		{"--copy-blocks 0", "--copy-blocks is out of range"},
+		{"--calibrate x.json", "--calibrate needs --copy-method both"},
+		{"--calibrate x.json --copy-method both", "--calibrate needs GPUs"},
+		{"--plot x.gif", "--plot x.gif: must be a file that ends in"},
+		{"--entries 16000000", "loads of 16000000 entries are too large; give fewer --entries"},
+	} {
+		args := append([]string{"bench", "kv", "--emulate", "virtual,nodata,hbm=16GiB"}, strings.Fields(c.args)...)
+		if stdout, stderr, code := invoke(t, strings.NewReader(""), args...); code != exitUsage || stdout != "" || !strings.Contains(stderr, c.want) {
+			t.Errorf("%s: exit code %d, %q, want %q", c.args, code, stderr, c.want)
 		}
 	}
 }

@@ -7,24 +7,37 @@ import (
 	"io"
 	"os"
 	"slices"
+	"strconv"
 	"strings"
 
 	"github.com/spf13/cobra"
 
 	"github.com/moeserve/moeserve/configs"
+	"github.com/moeserve/moeserve/eval"
 	"github.com/moeserve/moeserve/eval/kv"
+	"github.com/moeserve/moeserve/planner"
 )
 
 // maxKVTokens bounds entries of a load and tokens of a block: bytes of both do not overflow.
 const maxKVTokens = 1 << 24
 
+// maxCopyBlocks bounds the blocks of a copy and the kernel's thread blocks.
+const maxCopyBlocks = 1 << 20
+
 // kvOptions are the flags of bench kv alone.
 type kvOptions struct {
-	models                   []string
-	entries                  []int
-	blockTokens, repetitions int
-	csv                      string
-	plots                    []string
+	// Of loads.
+	models, entries []string
+	blockTokens     int
+	// Of copies by block size, which are measured where method is set.
+	method                           string
+	sizes                            []string
+	blocks, threadBlocks, largestMiB int
+	calibrate                        string
+
+	repetitions int
+	csv         string
+	plots       []string
 }
 
 func newBenchKV(s *streams) *cobra.Command {
@@ -45,10 +58,18 @@ Beside the time of one load stand the rate of several that are queued, and the r
 rate: that of the same copies queued on a stream of the device. Host and peer take
 turns, so that what disturbs the machine disturbs both.
 
+--copy-method measures copies of scattered blocks by block size in place of loads, from
+and to host and peer, in one direction and in both at once: dma makes a copy of the
+device for each block, kernel launches a kernel that copies all of them, both compares
+the two, on GPUs. --calibrate writes the block sizes below which the kernel is faster as
+hardware for --hardware; all else comes from --hardware, or from the devices where it is
+known.
+
 Ctrl-C ends the measurement with the points that are done.`,
 		Example: `  moeserve bench kv --device cuda --peers 1 --plot reload.svg
   moeserve bench kv --models kimi-k2,mixtral-8x7b --entries 100,8000 \
-      --emulate virtual,nodata,pcie=55.3GB/s,nvlink=395GB/s,latency=8us`,
+      --emulate virtual,nodata,pcie=55.3GB/s,nvlink=395GB/s,latency=8us
+  moeserve bench kv --device cuda --peers 1 --copy-method both --plot copies.svg`,
 		Args: noArguments,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			set, err := readSettings(cmd.Flags(), os.Environ())
@@ -60,12 +81,18 @@ Ctrl-C ends the measurement with the points that are done.`,
 	}
 	addSettings(cmd.Flags(), configs.For("bench kv"))
 	f := cmd.Flags()
-	f.StringSliceVar(&o.models, "models", nil, "comma-separated `NAMES` of models whose KV entries are loaded; default: all that are known")
-	f.IntSliceVar(&o.entries, "entries", kv.DefaultCounts(), "comma-separated `NUMBERS` of entries (tokens) of a load")
+	f.StringSliceVar(&o.models, "models", nil, "comma-separated `NAMES` of models that loads are sized by; default: all")
+	f.StringSliceVar(&o.entries, "entries", defaultEntries(), "comma-separated `NUMBERS` of tokens of a load")
 	f.IntVar(&o.blockTokens, "block-size", 16, "`TOKENS` of a KV block")
+	f.StringVar(&o.method, "copy-method", "", "measure copies by block size: `dma|kernel|both`")
+	f.StringSliceVar(&o.sizes, "copy-sizes", nil, "comma-separated `SIZES` of blocks, as 64KiB; default: 4KiB to 16MiB")
+	f.IntVar(&o.blocks, "copy-blocks", 1000, "`NUMBER` of blocks")
+	f.IntVar(&o.largestMiB, "copy-largest-mib", 4096, "maximum size of a copy, in `MiB`")
+	f.IntVar(&o.threadBlocks, "copy-thread-blocks", 0, "`NUMBER` of the kernel's thread blocks; 0: one per multiprocessor")
+	f.Var((*pathValue)(&o.calibrate), "calibrate", "write which --copy-method is faster to a JSON file of hardware")
 	f.IntVar(&o.repetitions, "repetitions", 10, "`NUMBER` of measurements whose median counts")
 	addCSV(cmd, &o.csv)
-	f.Var((*pathList)(&o.plots), "plot", "draw times over entries to a .svg or .png; repeatable")
+	f.Var((*pathList)(&o.plots), "plot", "draw the measurement to a .svg or .png; repeatable")
 	return cmd
 }
 
@@ -78,51 +105,119 @@ func kvModels() []string {
 	return names
 }
 
-// validate checks the flags, and returns the entries that they name and the formats of plots.
-func (o *kvOptions) validate() (entries []kv.Entry, formats []string, err error) {
+// defaultEntries are kv.DefaultCounts as the flag has them.
+func defaultEntries() []string {
+	var texts []string
+	for _, n := range kv.DefaultCounts() {
+		texts = append(texts, strconv.Itoa(n))
+	}
+	return texts
+}
+
+// loads reads the flags of loads.
+func (o *kvOptions) loads() (kv.ReloadOptions, error) {
 	var models []configs.KVEntry
 	for _, name := range o.models {
 		i := slices.Index(kvModels(), name)
 		if i < 0 {
-			return nil, nil, usagef("--models %s: no such model%s; known are %s", name, configs.DidYouMean(name, kvModels()), strings.Join(kvModels(), ", "))
+			return kv.ReloadOptions{}, usagef("--models %s: no such model%s; known are %s", name, configs.DidYouMean(name, kvModels()), strings.Join(kvModels(), ", "))
 		}
 		models = append(models, configs.KVEntries()[i])
 	}
 	if len(models) == 0 {
 		models = configs.KVEntries()
 	}
-	for _, n := range o.entries {
-		if n < 1 || n > maxKVTokens {
-			return nil, nil, usagef("--entries has %d: must be from 1 to %d", n, maxKVTokens)
+	var counts []int
+	for _, text := range o.entries {
+		n, err := strconv.Atoi(text)
+		if err != nil || n < 1 || n > maxKVTokens {
+			return kv.ReloadOptions{}, usagef("--entries has %q: must be a whole number from 1 to %d", text, maxKVTokens)
 		}
+		counts = append(counts, n)
 	}
-	if len(o.entries) == 0 {
-		return nil, nil, usagef("--entries has no number: name how many entries a load has, such as 100,8000")
+	if len(counts) == 0 {
+		return kv.ReloadOptions{}, usagef("--entries has no number: name how many entries a load has, such as 100,8000")
 	}
 	if o.blockTokens < 1 || o.blockTokens > maxKVTokens {
-		return nil, nil, usagef("--block-size is %d: must be from 1 to %d", o.blockTokens, maxKVTokens)
+		return kv.ReloadOptions{}, usagef("--block-size is %d: must be from 1 to %d", o.blockTokens, maxKVTokens)
 	}
-	if o.repetitions < 1 {
-		return nil, nil, usagef("--repetitions is %d: must be at least 1", o.repetitions)
+	return kv.ReloadOptions{Entries: kv.Entries(models), Counts: counts, BlockTokens: o.blockTokens, Repetitions: o.repetitions}, nil
+}
+
+// copies reads the flags of copies by block size.
+func (o *kvOptions) copies() (c kv.CopyOptions, err error) {
+	methods := map[string][]kv.Method{"dma": {kv.DMA}, "kernel": {kv.Kernel}, "both": {kv.DMA, kv.Kernel}}[o.method]
+	if methods == nil && o.method != "" {
+		return c, usagef("--copy-method %s: must be dma, kernel or both", o.method)
 	}
-	formats = make([]string, len(o.plots))
-	for i, path := range o.plots {
-		if formats[i], err = plotFormat("--plot", path); err != nil {
-			return nil, nil, err
+	if o.calibrate != "" && o.method != "both" {
+		return c, usagef("--calibrate needs --copy-method both: it writes from which block size on one is faster than the other")
+	}
+	if o.largestMiB < 1 || o.largestMiB > maxMiB {
+		return c, usagef("--copy-largest-mib is %d: must be from 1 to %d", o.largestMiB, maxMiB)
+	}
+	largest := int64(o.largestMiB) << 20
+	sizes := kv.DefaultBlockSizes()
+	if len(o.sizes) > 0 {
+		sizes = nil
+	}
+	for _, text := range o.sizes {
+		n, err := configs.ParseBytes(text)
+		if err != nil {
+			return c, usagef("--copy-sizes: %w", err)
+		}
+		if n < 16 || n%16 != 0 {
+			return c, usagef("--copy-sizes %s: must be a multiple of 16 bytes", text)
+		}
+		sizes = append(sizes, n)
+	}
+	if most := slices.Max(sizes); most > largest {
+		return c, usagef("--copy-largest-mib is %d, which has no room for a block of %s", o.largestMiB, eval.Size(most))
+	}
+	for flag, n := range map[string]int{"--copy-blocks": o.blocks, "--copy-thread-blocks": o.threadBlocks + 1} {
+		if n < 1 || n > maxCopyBlocks {
+			return c, usagef("%s is out of range: must be at most %d, and --copy-blocks at least 1", flag, maxCopyBlocks)
 		}
 	}
-	if o.csv != "" {
-		err = writable("--csv", o.csv)
+	return kv.CopyOptions{Methods: methods, Sizes: sizes, Blocks: o.blocks, MaxBytes: largest, ThreadBlocks: o.threadBlocks, Repetitions: o.repetitions}, nil
+}
+
+// outputs checks the files that are written, and returns the formats of plots.
+func (o *kvOptions) outputs() ([]string, error) {
+	formats := make([]string, len(o.plots))
+	for i, path := range o.plots {
+		var err error
+		if formats[i], err = plotFormat("--plot", path); err != nil {
+			return nil, err
+		}
 	}
-	return kv.Entries(models), formats, err
+	for flag, path := range map[string]string{"--calibrate": o.calibrate, "--csv": o.csv} {
+		if path != "" {
+			if err := writable(flag, path); err != nil {
+				return nil, err
+			}
+		}
+	}
+	return formats, nil
 }
 
 func benchKV(ctx context.Context, s *streams, set *settings, o *kvOptions) (err error) {
-	hardware, err := readHardware(set.Plan.Hardware)
+	base, err := readHardware(set.Plan.Hardware)
 	if err != nil {
 		return err
 	}
-	entries, formats, err := o.validate()
+	if o.repetitions < 1 {
+		return usagef("--repetitions is %d: must be at least 1", o.repetitions)
+	}
+	loads, err := o.loads()
+	if err != nil {
+		return err
+	}
+	copies, err := o.copies()
+	if err != nil {
+		return err
+	}
+	formats, err := o.outputs()
 	if err != nil {
 		return err
 	}
@@ -131,46 +226,71 @@ func benchKV(ctx context.Context, s *streams, set *settings, o *kvOptions) (err 
 		return err
 	}
 	defer func() { err = errors.Join(err, res.close()) }()
-	d, err := openCopied(s, set, hardware)
+	d, err := openCopied(s, set, base)
 	if err != nil {
 		return err
 	}
 	defer func() { err = errors.Join(err, d.Close()) }()
-	measure := kv.ReloadOptions{
-		Machine: d.Machine, Compute: d.Space, Peer: d.peer,
-		Entries: entries, Counts: o.entries, BlockTokens: o.blockTokens, Repetitions: o.repetitions,
+	if o.calibrate != "" && !d.Real() {
+		return usagef("--calibrate needs GPUs (--device cuda): emulated devices do not model a kernel's copies over links")
 	}
-	if err := d.CheckFree(measure.Needs()); err != nil {
-		return fmt.Errorf("loads of %d entries are too large; give fewer --entries, or --models with smaller ones: %w", slices.Max(o.entries), err)
+	if base, err = d.calibrationBase(base, o.calibrate); err != nil {
+		return err
 	}
 	p := s.progress(&set.Output, false)
 	defer p.end()
-	p.begin("loads", bytesUnit)
-	measure.Progress = func(done, total int64) { p.set("loads", done, total) }
-	r := &kv.Result{Run: thisRun(s), Machine: d.machine, BlockTokens: o.blockTokens, Entries: entries}
-	points, interrupted := kv.Reload(ctx, measure)
+	r := &kv.Result{Run: thisRun(s), Machine: d.machine}
+	progress := func(what string) func(done, total int64) {
+		p.begin(what, bytesUnit)
+		return func(done, total int64) { p.set(what, done, total) }
+	}
+	var interrupted error
+	points := 0
+	if o.method == "" {
+		loads.Machine, loads.Compute, loads.Peer = d.Machine, d.Space, d.peer
+		if err := d.CheckFree(loads.Needs()); err != nil {
+			return fmt.Errorf("loads of %d entries are too large; give fewer --entries, or --models with smaller ones: %w", slices.Max(loads.Counts), err)
+		}
+		loads.Progress = progress("loads")
+		r.Loads = &kv.Loads{BlockTokens: o.blockTokens, Entries: loads.Entries}
+		r.Reloads, interrupted = kv.Reload(ctx, loads)
+		points = len(r.Reloads)
+	} else {
+		copies.Machine, copies.Compute, copies.Peer, copies.Backend = d.Machine, d.Space, d.peer, d.Backend
+		if err := d.CheckFree(copies.Needs()); err != nil {
+			return fmt.Errorf("copies of %d MiB are too large; give a smaller --copy-largest-mib: %w", o.largestMiB, err)
+		}
+		copies.Progress = progress("copies")
+		r.Sizes = &kv.Sizes{ThreadBlocks: o.threadBlocks}
+		r.Copies, interrupted = kv.Copies(ctx, copies)
+		if d.Real() {
+			r.Crossovers = kv.Crossovers(r.Copies)
+		}
+		points = len(r.Copies)
+	}
 	p.end()
-	if interrupted != nil && len(points) == 0 {
+	if interrupted != nil && points == 0 {
 		return benchError(interrupted)
 	}
-	r.Reloads = points
-	files := o.files(r, formats)
 	if interrupted != nil {
-		s.notice(&set.Output, "the points that were measured follow; no plot")
-		files = files[len(formats):]
+		s.notice(&set.Output, "the points that were measured follow; no plot and no calibration")
+		formats, o.plots, o.calibrate = nil, nil, ""
 	}
-	written := writeAll(s, res, r, files, func(w io.Writer) error { return kv.WriteTable(w, r) })
+	written := writeAll(s, res, r, o.files(r, formats, base), func(w io.Writer) error { return kv.WriteTable(w, r) })
 	return errors.Join(written, interrupted)
 }
 
-// files are those that a measurement writes: plots, then CSV.
-func (o *kvOptions) files(r *kv.Result, formats []string) []outputFile {
+// files are those that a measurement writes.
+func (o *kvOptions) files(r *kv.Result, formats []string, base *planner.Hardware) []outputFile {
 	var files []outputFile
 	for i, path := range o.plots {
 		files = append(files, outputFile{path, func(w io.Writer) error { return kv.Plot(w, formats[i], r) }})
 	}
 	if o.csv != "" {
 		files = append(files, outputFile{o.csv, func(w io.Writer) error { return kv.WriteCSV(w, r) }})
+	}
+	if o.calibrate != "" {
+		files = append(files, calibrated(o.calibrate, &r.Run, base, func(c eval.Calibration) (planner.Hardware, error) { return kv.Calibrate(r, c) }))
 	}
 	return files
 }

@@ -109,11 +109,9 @@ func benchTransfer(ctx context.Context, s *streams, set *settings, o *transferOp
 		return err
 	}
 	defer func() { err = errors.Join(err, d.Close()) }()
-	if base == nil && d.machine.Hardware != nil {
-		base = &d.machine.Hardware.Hardware
-	}
-	if o.calibrate != "" && base == nil {
-		return usagef("--calibrate: copies do not show compute rates and memory sizes, and those of %s are not known; name similar hardware with --hardware", d.Name())
+	base, err = d.calibrationBase(base, o.calibrate)
+	if err != nil {
+		return err
 	}
 	measure := eval.TransferOptions{Machine: d.Machine, Compute: d.Space, Peer: d.peer, Sizes: sizes, Repetitions: o.repetitions}
 	if err := d.CheckFree(measure.Needs()); err != nil {
@@ -171,6 +169,20 @@ func openCopied(s *streams, set *settings, hardware *planner.Hardware) (_ *copie
 	return c, nil
 }
 
+// calibrationBase is the hardware that a calibration into a file is based on: what the user
+// named, or what is known of the devices.
+func (c *copied) calibrationBase(named *planner.Hardware, path string) (*planner.Hardware, error) {
+	switch {
+	case named != nil:
+		return named, nil
+	case c.machine.Hardware != nil:
+		return &c.machine.Hardware.Hardware, nil
+	case path != "":
+		return nil, usagef("--calibrate: copies do not show compute rates and memory sizes, and those of %s are not known; name similar hardware with --hardware", c.Name())
+	}
+	return nil, nil
+}
+
 // files are those that a measurement writes.
 func (o *transferOptions) files(r *eval.TransferResult, formats []string, base *planner.Hardware) []outputFile {
 	var files []outputFile
@@ -181,15 +193,20 @@ func (o *transferOptions) files(r *eval.TransferResult, formats []string, base *
 		files = append(files, outputFile{o.csv, func(w io.Writer) error { return eval.WriteTransferCSV(w, r) }})
 	}
 	if o.calibrate != "" {
-		files = append(files, outputFile{o.calibrate, func(w io.Writer) error {
-			h, err := eval.Calibrate(r, eval.Calibration{Base: *base, Date: r.Run.Date.Format(time.DateOnly), Version: r.Run.Version})
-			if err != nil {
-				return err
-			}
-			enc := json.NewEncoder(w)
-			enc.SetIndent("", "  ")
-			return enc.Encode(h)
-		}})
+		files = append(files, calibrated(o.calibrate, &r.Run, base, func(c eval.Calibration) (planner.Hardware, error) { return eval.Calibrate(r, c) }))
 	}
 	return files
+}
+
+// calibrated is the file of a calibration by a run, on a base.
+func calibrated(path string, run *eval.Run, base *planner.Hardware, calibrate func(eval.Calibration) (planner.Hardware, error)) outputFile {
+	return outputFile{path, func(w io.Writer) error {
+		h, err := calibrate(eval.Calibration{Base: *base, Date: run.Date.Format(time.DateOnly), Version: run.Version})
+		if err != nil {
+			return err
+		}
+		enc := json.NewEncoder(w)
+		enc.SetIndent("", "  ")
+		return enc.Encode(h)
+	}}
 }

@@ -254,6 +254,20 @@ var fieldDocs = map[string]string{
 	"speedup":            "`load_s` of the host over that of the peer; absent without peers",
 	"raw_speedup":        "`raw_bytes_per_s` of the peer over that of the host; absent without peers",
 
+	"thread_blocks":         "thread blocks of the copy kernel; 0: one per multiprocessor",
+	"copies":                "one object for each tier, direction, block size and method",
+	"CopyPoint.tier":        "`host` or `peer`: the memory that blocks are copied from and to",
+	"Crossover.tier":        "`host` or `peer`",
+	"direction":             "`load` (to the GPU that computes), `store` (from it), or `both` at once",
+	"method":                "`dma`: a copy of the device for each block; `kernel`: one kernel that copies all",
+	"block_bytes":           "size of a block",
+	"CopyPoint.blocks":      "blocks of a copy in one direction, scattered in both memories",
+	"CopyPoint.bytes":       "bytes of a copy, of all its directions together",
+	"copy_s":                "median time from the start of the first block to the end of the last",
+	"CopyPoint.bytes_per_s": "`bytes` over `copy_s`",
+	"crossovers":            "where `--copy-method both` compared methods on GPUs: one object for each tier and direction; else null",
+	"kernel_below_bytes":    "block size below which the kernel is faster; 0: never; a byte more than the largest size: at all",
+
 	// Peers.
 	"borrowed_bytes":            "memory borrowed of the peer",
 	"gpu":                       "index of the GPU, by the driver",
@@ -322,4 +336,9 @@ var fieldDocs = map[string]string{
 	"peer_memory_bytes":        "memory of all peers; 0: no peers",
 	"peer_to_gpu_bytes_per_s":  "rate of copies from all peers together",
 	"sources":                  "where each figure is from, by field",
+
+	"host_load_kernel_below_bytes":  "block size below which a kernel copies scattered blocks from the host faster than the copy engines; 0: never",
+	"host_store_kernel_below_bytes": "the same of copies to the host",
+	"peer_load_kernel_below_bytes":  "the same of copies from a peer",
+	"peer_store_kernel_below_bytes": "the same of copies to a peer",
 }

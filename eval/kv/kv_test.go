@@ -197,7 +197,7 @@ func TestOutput(t *testing.T) {
 	machine := eval.Machine{Device: "emulated", Emulated: true, Emulation: &eval.Emulation{Rates: eval.RatesVirtual}}
 	for gpus, want := range map[int][]string{1: {"host ms"}, 2: {"host ms", "peer ms", "host/peer", "61 layers x (512 kv_lora_rank + 64 qk_rope_head_dim) x 2 bytes"}} {
 		o, points := reload(t, gpus, 100, 1000)
-		r := &kv.Result{Machine: machine, BlockTokens: 16, Entries: o.Entries, Reloads: points}
+		r := &kv.Result{Machine: machine, Loads: &kv.Loads{BlockTokens: 16, Entries: o.Entries, Reloads: points}}
 		var table, list, svg, png bytes.Buffer
 		if err := kv.WriteTable(&table, r); err != nil {
 			t.Error(err)

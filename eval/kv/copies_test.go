@@ -1,0 +1,262 @@
+package kv_test
+
+import (
+	"bytes"
+	"context"
+	"encoding/csv"
+	"errors"
+	"math"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/moeserve/moeserve/device"
+	"github.com/moeserve/moeserve/device/emulated"
+	"github.com/moeserve/moeserve/eval"
+	"github.com/moeserve/moeserve/eval/kv"
+	"github.com/moeserve/moeserve/kernels"
+	"github.com/moeserve/moeserve/kernels/cpu"
+	"github.com/moeserve/moeserve/planner"
+)
+
+// ops records the operations that are enqueued.
+type ops struct {
+	kv.Enqueuer
+	all []kernels.CopyBlocks
+}
+
+func (o *ops) Enqueue(s device.Stream, op kernels.Op) error {
+	o.all = append(o.all, *op.(*kernels.CopyBlocks))
+	return o.Enqueuer.Enqueue(s, op)
+}
+
+// backend is that of the CPU.
+func backend(t *testing.T) *ops {
+	t.Helper()
+	b := cpu.New(cpu.Options{})
+	t.Cleanup(func() {
+		if err := b.Close(); err != nil {
+			t.Error(err)
+		}
+	})
+	return &ops{Enqueuer: b}
+}
+
+// Copies by DMA have the rates of the links, one direction as the other, and both at once the
+// sum.
+func TestCopies(t *testing.T) {
+	m := machine(t, emulated.Options{NoData: true, GPUs: make([]emulated.GPU, 2)})
+	o := kv.CopyOptions{Machine: m, Compute: device.HBM(0), Peer: device.HBM(1), Methods: []kv.Method{kv.DMA}, Repetitions: 2, Blocks: 100, MaxBytes: 64 << 20}
+	var done, total int64
+	o.Progress = func(d, all int64) { done, total = d, all }
+	points, err := kv.Copies(t.Context(), o)
+	if err != nil || done != total || total == 0 {
+		t.Fatalf("%v, %d of %d bytes", err, done, total)
+	}
+	if want := 2 * 3 * len(kv.DefaultBlockSizes()); len(points) != want {
+		t.Errorf("%d points, want %d", len(points), want)
+	}
+	for s, want := range o.Needs() {
+		if u, err := m.Usage(s); err != nil || u.Peak != want {
+			t.Errorf("%s: peak of %d bytes, %v; %d announced", s, u.Peak, err, want)
+		}
+	}
+	for i, p := range points {
+		ways, linkRate, latency := int64(1), hostRate, hostLatency
+		if p.Direction == kv.BothDirections {
+			ways = 2
+		}
+		if p.Tier == "peer" {
+			linkRate, latency = peerRate, peerLatency
+		}
+		blocks := int(min(100, 64<<20/p.BlockBytes))
+		want := raw(blocks, float64(p.BlockBytes), linkRate, latency)
+		if p.Blocks != blocks || p.Bytes != ways*int64(blocks)*p.BlockBytes || math.Abs(p.Seconds/want-1) > 1e-3 || math.Abs(p.BytesPerSecond*p.Seconds/float64(p.Bytes)-1) > 1e-9 {
+			t.Errorf("%+v, want %d blocks in %.4g s", p, blocks, want)
+		}
+		if i > 0 && points[i-1].Direction == p.Direction && (points[i-1].BlockBytes >= p.BlockBytes || points[i-1].BytesPerSecond >= p.BytesPerSecond) {
+			t.Errorf("not faster with larger blocks: %+v, %+v", points[i-1], p)
+		}
+	}
+}
+
+// Both methods copy the same blocks; the checker of conflicting accesses finds none, and that
+// each operation stays in its pool.
+func TestCopiesByBothMethods(t *testing.T) {
+	m := machine(t, emulated.Options{Check: true, GPUs: make([]emulated.GPU, 2)})
+	b := backend(t)
+	sizes := []int64{64, 4096}
+	points, err := kv.Copies(t.Context(), kv.CopyOptions{
+		Machine: m, Backend: b, Compute: device.HBM(0), Peer: device.HBM(1), Sizes: sizes, Blocks: 8, MaxBytes: 4 * 4096, Repetitions: 1, ThreadBlocks: 5,
+	})
+	if err != nil || len(points) != 2*3*2*len(sizes) {
+		t.Fatalf("%d points, %v", len(points), err)
+	}
+	methods := map[kv.Method]int{}
+	for _, p := range points {
+		methods[p.Method]++
+		if want := map[int64]int{64: 8, 4096: 4}[p.BlockBytes]; p.Blocks != want {
+			t.Errorf("%+v", p)
+		}
+	}
+	if methods[kv.DMA] != methods[kv.Kernel] {
+		t.Errorf("%v", methods)
+	}
+	// Twice for each kernel's point, and both directions for some.
+	if want := 2 * 2 * (1 + 1 + 2) * len(sizes); len(b.all) != want {
+		t.Errorf("%d kernels, want %d", len(b.all), want)
+	}
+	for _, op := range b.all {
+		if op.ThreadBlocks != 5 || !slices.Contains(sizes, op.BlockBytes) || op.Src.Shape[0] != op.Dst.Shape[0] {
+			t.Errorf("%+v", op)
+		}
+	}
+}
+
+func TestCopiesInterrupted(t *testing.T) {
+	m := machine(t, emulated.Options{NoData: true, GPUs: make([]emulated.GPU, 1)})
+	ctx, cancel := context.WithCancel(t.Context())
+	n := 0
+	points, err := kv.Copies(ctx, kv.CopyOptions{
+		Machine: m, Compute: device.HBM(0), Methods: []kv.Method{kv.DMA}, Sizes: []int64{16, 32}, Repetitions: 1,
+		Progress: func(int64, int64) {
+			if n++; n == 3 {
+				cancel()
+			}
+		},
+	})
+	if !errors.Is(err, context.Canceled) || len(points) != 3 {
+		t.Errorf("%d points, %v", len(points), err)
+	}
+}
+
+func TestCopiesRefuse(t *testing.T) {
+	m := machine(t, emulated.Options{NoData: true, GPUs: make([]emulated.GPU, 1)})
+	good := kv.CopyOptions{Machine: m, Compute: device.HBM(0), Methods: []kv.Method{kv.DMA}}
+	for name, spoil := range map[string]func(*kv.CopyOptions){
+		"no machine":     func(o *kv.CopyOptions) { o.Machine = nil },
+		"no backend":     func(o *kv.CopyOptions) { o.Methods = []kv.Method{kv.Kernel} },
+		"a method":       func(o *kv.CopyOptions) { o.Methods = []kv.Method{"mail"} },
+		"half a word":    func(o *kv.CopyOptions) { o.Sizes = []int64{8} },
+		"words and more": func(o *kv.CopyOptions) { o.Sizes = []int64{24} },
+		"no room":        func(o *kv.CopyOptions) { o.MaxBytes = 1 << 20 },
+		"no blocks":      func(o *kv.CopyOptions) { o.Blocks = -1 },
+	} {
+		o := good
+		spoil(&o)
+		if _, err := kv.Copies(t.Context(), o); err == nil {
+			t.Errorf("%s: measured", name)
+		}
+	}
+}
+
+// compared are points of two methods with rates by size.
+func compared(tier string, d kv.Direction, dma, kernel map[int64]float64) []kv.CopyPoint {
+	var points []kv.CopyPoint
+	for _, size := range []int64{4096, 8192, 16384} {
+		points = append(
+			points,
+			kv.CopyPoint{Tier: tier, Direction: d, Method: kv.DMA, BlockBytes: size, BytesPerSecond: dma[size]},
+			kv.CopyPoint{Tier: tier, Direction: d, Method: kv.Kernel, BlockBytes: size, BytesPerSecond: kernel[size]},
+		)
+	}
+	return points
+}
+
+func TestCrossovers(t *testing.T) {
+	dma := map[int64]float64{4096: 10, 8192: 20, 16384: 30}
+	for name, c := range map[string]struct {
+		kernel map[int64]float64
+		want   int64
+		words  string
+	}{
+		"small blocks": {map[int64]float64{4096: 25, 8192: 20, 16384: 25}, 8192, "DMA is at least as fast from 8 KiB on"},
+		"never":        {map[int64]float64{4096: 5, 8192: 5, 16384: 5}, 0, "DMA is at least as fast at all sizes"},
+		"always":       {map[int64]float64{4096: 50, 8192: 50, 16384: 50}, 16385, "the kernel is faster up to the largest size"},
+		"middle":       {map[int64]float64{4096: 5, 8192: 50, 16384: 5}, 16384, "DMA is at least as fast from 16 KiB on"},
+	} {
+		points := compared("host", kv.LoadDirection, dma, c.kernel)
+		got := kv.Crossovers(points)
+		if len(got) != 1 || got[0] != (kv.Crossover{Tier: "host", Direction: kv.LoadDirection, KernelBelowBytes: c.want}) {
+			t.Errorf("%s: %+v, want %d", name, got, c.want)
+		}
+		var table bytes.Buffer
+		if err := kv.WriteTable(&table, &kv.Result{Sizes: &kv.Sizes{Copies: points, Crossovers: got}}); err != nil || !strings.Contains(table.String(), c.words) {
+			t.Errorf("%s: %v, no %q in\n%s", name, err, c.words, &table)
+		}
+	}
+	alone := slices.DeleteFunc(compared("host", kv.LoadDirection, dma, dma), func(p kv.CopyPoint) bool { return p.Method == kv.Kernel })
+	if got := kv.Crossovers(alone); len(got) != 0 {
+		t.Errorf("of one method: %+v", got)
+	}
+}
+
+func TestCalibrate(t *testing.T) {
+	base, err := planner.HardwarePreset("h200")
+	if err != nil {
+		t.Fatal(err)
+	}
+	dma, kernel := map[int64]float64{4096: 10, 8192: 20, 16384: 30}, map[int64]float64{4096: 25, 8192: 20, 16384: 25}
+	points := slices.Concat(compared("host", kv.LoadDirection, dma, kernel), compared("host", kv.StoreDirection, dma, dma), compared("host", kv.BothDirections, dma, kernel), compared("peer", kv.LoadDirection, kernel, dma))
+	r := &kv.Result{Machine: eval.Machine{Device: "NVIDIA H200"}, Sizes: &kv.Sizes{Copies: points, Crossovers: kv.Crossovers(points), ThreadBlocks: 32}}
+	h, err := kv.Calibrate(r, eval.Calibration{Base: base, Date: "2026-11-22", Version: "v1"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if h.HostLoadKernelBelow != 8192 || h.HostStoreKernelBelow != 0 || h.PeerLoadKernelBelow != 16385 || h.PeerStoreKernelBelow != 0 || h.PeerToGPU != base.PeerToGPU || h.Name != "NVIDIA H200, 2026-11-22, moeserve v1" {
+		t.Errorf("%+v", h)
+	}
+	for key, want := range map[string]string{
+		"host_load_kernel_below_bytes": "measured by bench kv: rates of scattered blocks, kernel on 32 thread blocks",
+		"peer_load_kernel_below_bytes": "measured by bench kv", "peer_store_kernel_below_bytes": "none: bench kv had no peer",
+		"gpu_flop_per_s": "from h200 (not measured here)",
+	} {
+		if !strings.HasPrefix(h.Sources[key], want) {
+			t.Errorf("the source of %s is %q, want %q", key, h.Sources[key], want)
+		}
+	}
+	// A later calibration of other figures keeps what this one has measured.
+	next := eval.Calibration{Base: h, Date: "2026-11-23"}
+	if got := next.Start(&r.Machine); got.Sources["host_load_kernel_below_bytes"] != h.Sources["host_load_kernel_below_bytes"] || got.HostLoadKernelBelow != 8192 || !strings.HasPrefix(got.Sources["gpu_flop_per_s"], "from NVIDIA H200, 2026-11-22") {
+		t.Errorf("%+v", got)
+	}
+	if got := next.Start(&eval.Machine{Device: "NVIDIA A100"}); !strings.Contains(got.Sources["host_load_kernel_below_bytes"], "not measured here") {
+		t.Errorf("%+v", got)
+	}
+	for name, bad := range map[string]*kv.Result{
+		"loads":      {Machine: r.Machine, Loads: &kv.Loads{}},
+		"one method": {Machine: r.Machine, Sizes: &kv.Sizes{}},
+		"emulated":   {Machine: eval.Machine{Emulated: true}, Sizes: r.Sizes},
+	} {
+		if _, err := kv.Calibrate(bad, eval.Calibration{Base: base}); err == nil {
+			t.Errorf("%s: calibrated", name)
+		}
+	}
+}
+
+func TestCopiesOutput(t *testing.T) {
+	m := machine(t, emulated.Options{NoData: true, GPUs: make([]emulated.GPU, 2)})
+	points, err := kv.Copies(t.Context(), kv.CopyOptions{Machine: m, Backend: backend(t), Compute: device.HBM(0), Peer: device.HBM(1), Repetitions: 1, Blocks: 10})
+	if err != nil {
+		t.Fatal(err)
+	}
+	r := &kv.Result{
+		Machine: eval.Machine{Device: "emulated", Emulated: true, Emulation: &eval.Emulation{Rates: eval.RatesVirtual}},
+		Sizes:   &kv.Sizes{Copies: points},
+	}
+	var table, list, svg, png bytes.Buffer
+	if err := errors.Join(kv.WriteTable(&table, r), kv.WriteCSV(&list, r), kv.Plot(&svg, "svg", r), kv.Plot(&png, "png", r)); err != nil {
+		t.Fatal(err)
+	}
+	for _, want := range []string{"loads from host memory", "stores to peer memory", "loads from and stores to host memory at once", "dma ms", "kernel ms", "16 MiB", "do not compare with DMA"} {
+		if !strings.Contains(table.String(), want) {
+			t.Errorf("no %q in\n%s", want, &table)
+		}
+	}
+	if lines, err := csv.NewReader(&list).ReadAll(); err != nil || len(lines) != 1+len(points) {
+		t.Errorf("%v, %d lines", err, len(lines))
+	}
+	if strings.Count(svg.String(), "copy kernel") != 1 || !strings.Contains(svg.String(), "stores to peer memory") || png.Len() == 0 {
+		t.Errorf("%s", &svg)
+	}
+}

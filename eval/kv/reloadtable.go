@@ -1,0 +1,165 @@
+package kv
+
+import (
+	"cmp"
+	"fmt"
+	"slices"
+	"strconv"
+	"strings"
+	"text/tabwriter"
+
+	"github.com/moeserve/moeserve/eval"
+	"github.com/moeserve/moeserve/eval/figure"
+)
+
+// table writes a part for each size of entries, with a line for each point.
+func (l *Loads) table(b *strings.Builder) {
+	for i := range l.Entries {
+		e := &l.Entries[i]
+		points := l.of(e)
+		if len(points) == 0 { // the measurement was interrupted
+			continue
+		}
+		fmt.Fprintf(b, "%s: %d bytes per token\n", strings.Join(e.Models, ", "), e.Bytes)
+		for n, d := range e.Derivations {
+			if !slices.Contains(e.Derivations[:n], d) {
+				fmt.Fprintf(b, "  %s\n", d)
+			}
+		}
+		w := tabwriter.NewWriter(b, 0, 0, 2, ' ', tabwriter.AlignRight)
+		head := "entries\tlayout\tsize\t"
+		sources := points[0].sources()
+		for _, s := range sources {
+			head += s.name + " ms\tGB/s\tqueued\traw\t% of raw\t"
+		}
+		if len(sources) > 1 {
+			head += "host/peer\tof raw rates\t"
+		}
+		fmt.Fprintln(w, head)
+		for _, p := range points {
+			fmt.Fprintf(w, "%d\t%s\t%s\t", p.Entries, p.Layout, eval.Size(p.Bytes))
+			for _, s := range p.sources() {
+				fmt.Fprintf(w, "%.4g\t%.4g\t%.4g\t%.4g\t%.1f\t", 1e3*s.Seconds, s.BytesPerSecond/1e9, s.QueuedBytesPerSecond/1e9, s.RawBytesPerSecond/1e9, 100*s.RawFraction)
+			}
+			if p.Peer != nil {
+				fmt.Fprintf(w, "%.2fx\t%.2fx\t", p.Speedup, p.RawSpeedup)
+			}
+			fmt.Fprintln(w)
+		}
+		w.Flush() //nolint:errcheck // writing to memory does not fail
+		b.WriteString("\n")
+	}
+	fmt.Fprintf(b, "blocks of %d tokens; scattered: each block is elsewhere in both memories; contiguous: one run in both\n", l.BlockTokens)
+	b.WriteString("ms, GB/s (10^9 bytes/s): one load alone, a request to the transfer engine, median; queued: GB/s of several such loads at once\n" +
+		"raw: GB/s of the same copies queued on a stream, without the engine; % of raw: queued over raw\n" +
+		"host/peer: time of a load from the host over that of one from a peer; of raw rates: the same ratio of raw copies\n")
+}
+
+// of are the points of an entry.
+func (l *Loads) of(e *Entry) []ReloadPoint {
+	var points []ReloadPoint
+	for _, p := range l.Reloads {
+		if p.EntryBytes == e.Bytes {
+			points = append(points, p)
+		}
+	}
+	return points
+}
+
+// named is a load with the name of its source.
+type named struct {
+	name string
+	*Load
+}
+
+// sources are the loads that a point has.
+func (p *ReloadPoint) sources() []named {
+	all := []named{{hostTier, p.Host}}
+	if p.Peer != nil {
+		all = append(all, named{peerTier, p.Peer})
+	}
+	return all
+}
+
+// csv are the columns and the values of each point.
+func (l *Loads) csv() (columns []string, rows [][]string) {
+	columns = []string{"block_tokens", "models", "entry_bytes", "entries", "layout", "blocks", "bytes"}
+	for _, s := range []string{hostTier, peerTier} {
+		for _, c := range []string{"load_s", "load_bytes_per_s", "queued_loads", "queued_bytes_per_s", "raw_bytes_per_s", "raw_fraction"} {
+			columns = append(columns, s+"_"+c)
+		}
+	}
+	columns = append(columns, "speedup", "raw_speedup")
+	ratio := func(v float64) string { // absent where JSON has no such key
+		if v == 0 {
+			return ""
+		}
+		return float(v)
+	}
+	for _, p := range l.Reloads {
+		row := []string{strconv.Itoa(l.BlockTokens), strings.Join(p.Models, ";"), strconv.FormatInt(p.EntryBytes, 10), strconv.Itoa(p.Entries), string(p.Layout), strconv.Itoa(p.Blocks), strconv.FormatInt(p.Bytes, 10)}
+		for _, x := range []*Load{p.Host, p.Peer} {
+			if x == nil {
+				row = append(row, "", "", "", "", "", "")
+				continue
+			}
+			row = append(row, float(x.Seconds), float(x.BytesPerSecond), strconv.Itoa(x.QueuedLoads), float(x.QueuedBytesPerSecond), float(x.RawBytesPerSecond), float(x.RawFraction))
+		}
+		rows = append(rows, append(row, ratio(p.Speedup), ratio(p.RawSpeedup)))
+	}
+	return columns, rows
+}
+
+// figure is the time of a load of scattered blocks over the number of entries, from the host
+// and from a peer, in a panel for each size of entries. on names the devices; comparable: host
+// and peer have rates.
+func (l *Loads) figure(on string, comparable bool) *figure.Lines {
+	chart := &figure.Lines{
+		Title: "Time to load KV entries to the GPU",
+		Note:  fmt.Sprintf("Single loads of scattered blocks of %d tokens, on %s", l.BlockTokens, on),
+		X:     figure.Axis{Label: "KV entries (tokens)", Log: true},
+	}
+	for i := range l.Entries {
+		e := &l.Entries[i]
+		points := slices.DeleteFunc(l.of(e), func(p ReloadPoint) bool { return p.Layout != Scattered })
+		slices.SortFunc(points, func(a, b ReloadPoint) int { return cmp.Compare(a.Entries, b.Entries) })
+		if len(points) == 0 {
+			continue
+		}
+		panel := figure.Panel{
+			Title:  fmt.Sprintf("%s: %s per token", strings.Join(e.Models, ", "), eval.Size(e.Bytes)),
+			Y:      figure.Axis{Label: "time of a load (ms)", Log: true},
+			Height: panelHeight,
+		}
+		host := figure.Series{Name: "host memory", Look: figure.LookB, Line: true, Marks: true}
+		peer := figure.Series{Name: "peer memory", Look: figure.LookA, Line: true, Marks: true}
+		for _, p := range points {
+			host.Points = append(host.Points, figure.Point{X: float64(p.Entries), Y: 1e3 * p.Host.Seconds})
+			if p.Peer != nil {
+				peer.Points = append(peer.Points, figure.Point{X: float64(p.Entries), Y: 1e3 * p.Peer.Seconds})
+			}
+		}
+		first, last := points[0], points[len(points)-1]
+		if first.Peer != nil && comparable {
+			panel.Title += fmt.Sprintf("; host / peer: %.1f× to %.1f×", first.Speedup, last.Speedup)
+		}
+		panel.Series = legendOnce(len(chart.Panels), host, peer)
+		chart.Panels = append(chart.Panels, panel)
+	}
+	return chart
+}
+
+// panelHeight is that of one of several panels, in pixels.
+const panelHeight = 150
+
+// legendOnce are the series that have points, with names only in the first panel: the legend
+// has them from there.
+func legendOnce(panel int, series ...figure.Series) []figure.Series {
+	series = slices.DeleteFunc(series, func(s figure.Series) bool { return len(s.Points) == 0 })
+	for i := range series {
+		if panel > 0 {
+			series[i].Name = ""
+		}
+	}
+	return series
+}
