@@ -144,9 +144,9 @@ func (o *CopyOptions) poolBytes() int64 {
 	return device.Align(most)
 }
 
-// tableBytes are the addresses of the blocks of one direction.
+// tableBytes are the addresses of the blocks of both directions, on both sides.
 func (o *CopyOptions) tableBytes() int64 {
-	return device.Align(int64(2*o.Blocks) * addressBytes)
+	return device.Align(int64(2*2*o.Blocks) * addressBytes)
 }
 
 // Needs is the memory that a measurement allocates, in bytes: in each memory blocks that are
@@ -155,7 +155,7 @@ func (o CopyOptions) Needs() map[device.Space]int64 {
 	o = o.EnsureDefaults()
 	pools, tables := 2*o.poolBytes(), int64(0)
 	if slices.Contains(o.Methods, Kernel) {
-		tables = 2 * o.tableBytes()
+		tables = o.tableBytes()
 	}
 	needs := map[device.Space]int64{device.Host: pools + tables, o.Compute: pools + tables}
 	if o.Peer != device.Host {
@@ -243,10 +243,10 @@ type copies struct {
 	// pool is on the GPU: blocks that are loaded, then those that are stored.
 	pool  device.Region
 	tiers []*tier
-	// kernels run on the GPU that computes, loads and stores on a stream each. Their tables
-	// are filled through a buffer of the host.
-	kernels [2]*lane
-	tables  [2]device.Region
+	// The kernel runs on the GPU that computes: a backend may have only one stream. Its table
+	// is filled through a buffer of the host.
+	kernel  *lane
+	table   device.Region
 	staging device.Memory
 }
 
@@ -257,7 +257,7 @@ type tier struct {
 	dma    [2]*lane      // loads and stores
 }
 
-// The places of a direction in tables and lanes.
+// The places of a direction in lanes.
 const (
 	loading = iota
 	storing
@@ -307,15 +307,13 @@ func (r *copies) open(ctx context.Context) (err error) {
 	if !slices.Contains(r.o.Methods, Kernel) {
 		return nil
 	}
-	for i, name := range []string{loading: "load KV blocks by a kernel", storing: "store KV blocks by a kernel"} {
-		if r.kernels[i], err = r.lane(r.o.Compute, name); err != nil {
-			return err
-		}
-		if r.tables[i], err = r.memory(r.o.Compute, r.o.tableBytes(), "addresses"); err != nil {
-			return err
-		}
+	if r.kernel, err = r.lane(r.o.Compute, "copy KV blocks by a kernel"); err != nil {
+		return err
 	}
-	if r.staging, err = r.machine.Alloc(device.Host, 2*r.o.tableBytes(), "KV blocks measured, addresses"); err != nil {
+	if r.table, err = r.memory(r.o.Compute, r.o.tableBytes(), "addresses"); err != nil {
+		return err
+	}
+	if r.staging, err = r.machine.Alloc(device.Host, r.o.tableBytes(), "KV blocks measured, addresses"); err != nil {
 		return err
 	}
 	r.closers = append(r.closers, r.staging.Free)
@@ -338,29 +336,34 @@ func (r *copies) pieces(t *tier, size int64) [2][]transfer.Piece {
 func (r *copies) point(ctx context.Context, t *tier, d Direction, size int64) ([]CopyPoint, error) {
 	ways := map[Direction][]int{LoadDirection: {loading}, StoreDirection: {storing}, BothDirections: {loading, storing}}[d]
 	pieces := r.pieces(t, size)
-	var ops [2]kernels.CopyBlocks
+	var op kernels.CopyBlocks
 	if slices.Contains(r.o.Methods, Kernel) {
-		for _, way := range ways {
-			var err error
-			if ops[way], err = r.operation(ctx, way, pieces[way]); err != nil {
-				return nil, err
-			}
+		var err error
+		if op, err = r.operation(ctx, ways, pieces); err != nil {
+			return nil, err
 		}
+	}
+	run := map[Method]func() ([]*lane, error){
+		DMA: func() (lanes []*lane, err error) {
+			for _, way := range ways {
+				lanes = append(lanes, t.dma[way])
+			}
+			return lanes, enqueue(lanes, len(pieces[loading]), func(i, block int) error {
+				p := &pieces[ways[i]][block]
+				return lanes[i].stream.Copy(p.Dst.Range, p.Src.Range)
+			})
+		},
+		Kernel: func() ([]*lane, error) {
+			lanes := []*lane{r.kernel}
+			return lanes, enqueue(lanes, 1, func(int, int) error { return r.o.Backend.Enqueue(r.kernel.stream, &op) })
+		},
 	}
 	times := make([][]time.Duration, len(r.o.Methods))
 	for n := range r.o.Repetitions + 1 {
 		for i, m := range r.o.Methods {
-			lanes := make([]*lane, len(ways))
-			for at, way := range ways {
-				enqueue := copyAll(pieces[way])
-				lanes[at] = t.dma[way]
-				if m == Kernel {
-					lanes[at] = r.kernels[way]
-					enqueue = func(s device.Stream) error { return r.o.Backend.Enqueue(s, &ops[way]) }
-				}
-				if err := lanes[at].enqueue(enqueue); err != nil {
-					return nil, err
-				}
+			lanes, err := run[m]()
+			if err != nil {
+				return nil, err
 			}
 			took, err := span(ctx, lanes)
 			if err != nil {
@@ -382,27 +385,27 @@ func (r *copies) point(ctx context.Context, t *tier, d Direction, size int64) ([
 	return points, nil
 }
 
-// operation writes the addresses of pieces to the GPU, and returns the operation that copies
-// them.
-func (r *copies) operation(ctx context.Context, way int, pieces []transfer.Piece) (kernels.CopyBlocks, error) {
-	half := int64(r.o.Blocks) * addressBytes
-	offset := int64(way) * r.o.tableBytes()
-	table := r.staging.Write(offset, 2*half)
-	for i, p := range pieces {
+// operation writes the addresses of pieces to the GPU, directions by turns, and returns the
+// operation that copies all of them.
+func (r *copies) operation(ctx context.Context, ways []int, pieces [2][]transfer.Piece) (kernels.CopyBlocks, error) {
+	n := len(ways) * len(pieces[loading])
+	half := int64(n) * addressBytes
+	table := r.staging.Write(0, 2*half)
+	for i := range n {
+		p := &pieces[ways[i%len(ways)]][i/len(ways)]
 		binary.NativeEndian.PutUint64(table[i*addressBytes:], uint64(p.Src.Addr))
-		binary.NativeEndian.PutUint64(table[int(half)+i*addressBytes:], uint64(p.Dst.Addr))
+		binary.NativeEndian.PutUint64(table[(n+i)*addressBytes:], uint64(p.Dst.Addr))
 	}
-	s := r.kernels[way].stream
-	if err := s.Copy(r.tables[way].Slice(0, 2*half).Range, r.staging.Range(offset, 2*half)); err != nil {
+	s := r.kernel.stream
+	if err := s.Copy(r.table.Slice(0, 2*half).Range, r.staging.Range(0, 2*half)); err != nil {
 		return kernels.CopyBlocks{}, err
 	}
 	if err := s.Synchronize(ctx); err != nil {
 		return kernels.CopyBlocks{}, err
 	}
-	base := r.tables[way].Addr
 	return kernels.CopyBlocks{
-		Src: kernels.New(base, kernels.U64, len(pieces)), Dst: kernels.New(base+device.Addr(half), kernels.U64, len(pieces)),
-		BlockBytes: pieces[0].Src.Bytes, ThreadBlocks: r.o.ThreadBlocks,
+		Src: kernels.New(r.table.Addr, kernels.U64, n), Dst: kernels.New(r.table.Addr+device.Addr(half), kernels.U64, n),
+		BlockBytes: pieces[loading][0].Src.Bytes, ThreadBlocks: r.o.ThreadBlocks,
 	}, nil
 }
 

@@ -312,16 +312,17 @@ func (r *reloads) point(ctx context.Context, c *cell) (ReloadPoint, error) {
 	const single, queued, raw, ways = 0, 1, 2, 3
 	p := ReloadPoint{Models: c.entry.Models, EntryBytes: c.entry.Bytes, Entries: c.count, Layout: c.layout, Blocks: c.blocks, Bytes: c.bytes()}
 	times := make([][ways][]time.Duration, len(r.sources))
-	requests := make([][][]transfer.Piece, len(r.sources))
+	requests, all := make([][][]transfer.Piece, len(r.sources)), make([][]transfer.Piece, len(r.sources))
 	for i, s := range r.sources {
 		requests[i] = r.requests(c, s)
+		all[i] = slices.Concat(requests[i]...)
 	}
 	for n := range r.o.Repetitions + 1 {
 		for i, s := range r.sources {
 			for way, measure := range [ways]func() (time.Duration, error){
 				single: func() (time.Duration, error) { return r.load(ctx, s, requests[i][:1]) },
 				queued: func() (time.Duration, error) { return r.load(ctx, s, requests[i]) },
-				raw:    func() (time.Duration, error) { return s.raw.measure(ctx, copyAll(slices.Concat(requests[i]...))) },
+				raw:    func() (time.Duration, error) { return s.copyRaw(ctx, all[i]) },
 			} {
 				took, err := measure()
 				if err != nil {
@@ -335,10 +336,10 @@ func (r *reloads) point(ctx context.Context, c *cell) (ReloadPoint, error) {
 	}
 	loads := make([]*Load, len(r.sources))
 	for i := range r.sources {
-		took, all := median(times[i][single]), int64(c.loads)*c.bytes()
+		took, bytes := median(times[i][single]), int64(c.loads)*c.bytes()
 		l := &Load{
 			Seconds: took.Seconds(), BytesPerSecond: rate(c.bytes(), took), QueuedLoads: c.loads,
-			QueuedBytesPerSecond: rate(all, median(times[i][queued])), RawBytesPerSecond: rate(all, median(times[i][raw])),
+			QueuedBytesPerSecond: rate(bytes, median(times[i][queued])), RawBytesPerSecond: rate(bytes, median(times[i][raw])),
 		}
 		l.RawFraction = l.QueuedBytesPerSecond / l.RawBytesPerSecond
 		loads[i] = l
@@ -375,4 +376,13 @@ func (r *reloads) load(ctx context.Context, s *source, requests [][]transfer.Pie
 		t.Release()
 	}
 	return took, nil
+}
+
+// copyRaw copies pieces on the stream, and returns how long it took on the device.
+func (s *source) copyRaw(ctx context.Context, pieces []transfer.Piece) (time.Duration, error) {
+	lanes := []*lane{s.raw}
+	if err := enqueue(lanes, len(pieces), func(_, i int) error { return s.raw.stream.Copy(pieces[i].Dst.Range, pieces[i].Src.Range) }); err != nil {
+		return 0, err
+	}
+	return span(ctx, lanes)
 }

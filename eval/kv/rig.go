@@ -63,23 +63,27 @@ func (r *rig) lane(space device.Space, name string) (*lane, error) {
 	return l, nil
 }
 
-// measure enqueues with enqueue and returns the time on the device from the start to the end
-// of it.
-func (l *lane) measure(ctx context.Context, enqueue func(device.Stream) error) (time.Duration, error) {
-	if err := l.enqueue(enqueue); err != nil {
-		return 0, err
+// enqueue enqueues n operations on each lane, between its events: first number 0 of each, so
+// that none waits for the host to enqueue all of another's.
+func enqueue(lanes []*lane, n int, operation func(lane, number int) error) error {
+	for _, l := range lanes {
+		if err := l.stream.Record(l.start); err != nil {
+			return err
+		}
 	}
-	return span(ctx, []*lane{l})
-}
-
-func (l *lane) enqueue(enqueue func(device.Stream) error) error {
-	if err := l.stream.Record(l.start); err != nil {
-		return err
+	for number := range n {
+		for i := range lanes {
+			if err := operation(i, number); err != nil {
+				return err
+			}
+		}
 	}
-	if err := enqueue(l.stream); err != nil {
-		return err
+	for _, l := range lanes {
+		if err := l.stream.Record(l.end); err != nil {
+			return err
+		}
 	}
-	return l.stream.Record(l.end)
+	return nil
 }
 
 // span waits for what was enqueued on lanes, and returns the time from the first one's start
@@ -105,18 +109,6 @@ func span(ctx context.Context, lanes []*lane) (time.Duration, error) {
 	}
 	// The clock may be coarser than a copy is long.
 	return max(last-first, 1), nil
-}
-
-// copyAll enqueues the copies of pieces.
-func copyAll(pieces []transfer.Piece) func(device.Stream) error {
-	return func(s device.Stream) error {
-		for i := range pieces {
-			if err := s.Copy(pieces[i].Dst.Range, pieces[i].Src.Range); err != nil {
-				return err
-			}
-		}
-		return nil
-	}
 }
 
 // blocks of one size fill a region from its start.
