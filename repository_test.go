@@ -83,6 +83,11 @@ var imports = map[string]map[string]string{
 		"planner":     "hardware that a calibration is written as",
 		"transfer":    "loads through its engine",
 	},
+	"eval/prefix": {
+		"eval":        "what a result is of, and random prompts",
+		"eval/figure": "draws its plots",
+		"untrusted":   "names in tables",
+	},
 	"eval/serving": {"eval": "what a result is of, and random prompts"},
 	"experts": {
 		"device":        "memory, streams and fences",

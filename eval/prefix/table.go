@@ -1,0 +1,156 @@
+package prefix
+
+import (
+	"cmp"
+	"encoding/csv"
+	"fmt"
+	"io"
+	"slices"
+	"strconv"
+	"strings"
+	"text/tabwriter"
+
+	"github.com/moeserve/moeserve/eval"
+	"github.com/moeserve/moeserve/eval/figure"
+	"github.com/moeserve/moeserve/untrusted"
+)
+
+// WriteTable writes a line for each point for a person.
+func WriteTable(out io.Writer, r *Result) error {
+	var b strings.Builder
+	b.WriteString(eval.Header(&r.Run, &r.Machine))
+	fmt.Fprintf(&b, "%s (%s), KV blocks of %d tokens\n\n", untrusted.Name(r.Model), r.DType, r.BlockTokens)
+	w := tabwriter.NewWriter(&b, 0, 0, 2, ' ', tabwriter.AlignRight)
+	if len(r.TTFT) > 0 {
+		fmt.Fprintln(w, "prefix in\ttokens\tfound\tTTFT ms\tmiss ms\tdecode step ms\tnowhere/TTFT\t")
+		for _, x := range r.TTFT {
+			fmt.Fprintf(w, "%s\t%d\t%d\t%.4g\t%.4g\t%.4g\t%s\t\n", x.Place, x.PromptTokens, x.CachedTokens, 1e3*x.Seconds, 1e3*x.MissSeconds, 1e3*x.DecodeStepSeconds, times(x.Speedup))
+		}
+		w.Flush() //nolint:errcheck // writing to memory does not fail
+		b.WriteString("\nfound: tokens of the prompt whose KV entries were there; TTFT: time to first token, median; miss: the same of the request that computed the prompt\n" +
+			"decode step: mean time of a token after the first; nowhere/TTFT: how many times as long the first token takes without the prefix\n")
+	}
+	if len(r.Hits) > 0 {
+		if len(r.TTFT) > 0 {
+			b.WriteString("\n")
+		}
+		fmt.Fprintln(w, "prefixes in\thits\tfound\trequests/s\tprompt tok/s\ts\tto no hits\t")
+		for _, x := range r.Hits {
+			fmt.Fprintf(w, "%s\t%.4g %%\t%.4g %%\t%.4g\t%.4g\t%.4g\t%s\t\n", x.Place, 100*x.HitFraction, 100*float64(x.CachedTokens)/float64(x.PromptTokens), x.RequestThroughput, float64(x.PromptTokens)/x.Seconds, x.Seconds, times(x.Speedup))
+		}
+		w.Flush() //nolint:errcheck // as above
+		x := r.Hits[0]
+		fmt.Fprintf(&b, "\n%d requests of %d prompt tokens, all submitted at once; hits: those whose prompts have run before; found: share of all prompt tokens whose KV entries were there\n", x.Requests, x.PromptTokens/x.Requests)
+	}
+	_, err := io.WriteString(out, b.String())
+	return err
+}
+
+// times writes a ratio; nothing where there is none.
+func times(ratio float64) string {
+	if ratio == 0 {
+		return ""
+	}
+	return fmt.Sprintf("%.2fx", ratio)
+}
+
+// WriteCSV writes a line per point: of time to first token, then of throughput by hits, in
+// columns that are the keys of JSON.
+func WriteCSV(out io.Writer, r *Result) error {
+	w := csv.NewWriter(out)
+	w.Write(slices.Concat(eval.ProvenanceColumns, []string{ //nolint:errcheck // Flush keeps the error
+		"model", "dtype", "load_format", "block_tokens", "place", "prompt_tokens", "cached_tokens",
+		"ttft_s", "miss_ttft_s", "decode_step_s", "ttft_speedup", "hit_fraction", "requests", "duration_s", "request_throughput", "hits_speedup",
+	}))
+	f := func(v float64) string { return strconv.FormatFloat(v, 'g', 8, 64) }
+	ratio := func(v float64) string { // absent where JSON has no such key
+		if v == 0 {
+			return ""
+		}
+		return f(v)
+	}
+	write := func(p Place, prompt, cached int, values ...string) {
+		w.Write(slices.Concat(eval.Provenance(&r.Run, &r.Machine), []string{ //nolint:errcheck // as above
+			r.Model, r.DType, r.LoadFormat, strconv.Itoa(r.BlockTokens), string(p), strconv.Itoa(prompt), strconv.Itoa(cached),
+		}, values))
+	}
+	for _, x := range r.TTFT {
+		write(x.Place, x.PromptTokens, x.CachedTokens, f(x.Seconds), f(x.MissSeconds), f(x.DecodeStepSeconds), ratio(x.Speedup), "", "", "", "", "")
+	}
+	for _, x := range r.Hits {
+		write(x.Place, x.PromptTokens, x.CachedTokens, "", "", "", "", f(x.HitFraction), strconv.Itoa(x.Requests), f(x.Seconds), f(x.RequestThroughput), ratio(x.Speedup))
+	}
+	w.Flush()
+	return w.Error()
+}
+
+// looks of places, and their names in legends.
+var looks = map[Place]struct {
+	name string
+	look figure.Look
+}{
+	HBM: {"GPU memory", figure.LookC}, Peer: {"peer memory", figure.LookA}, Host: {"host memory", figure.LookB}, File: {"files", figure.LookD},
+	Nowhere: {"nowhere: computed", figure.LookPlain},
+}
+
+// PlotTTFT draws the time to first token over the length of the prompt, a line for each
+// place. format is one of eval.PlotFormats.
+func PlotTTFT(out io.Writer, format string, r *Result) error {
+	if len(r.TTFT) == 0 {
+		return fmt.Errorf("%w: no times to first token to plot", eval.ErrInput)
+	}
+	panel := figure.Panel{Y: figure.Axis{Label: "time to first token (ms)", Log: true}}
+	for _, p := range Places {
+		s := figure.Series{Name: looks[p].name, Look: looks[p].look, Line: true, Marks: true}
+		for _, x := range r.TTFT {
+			if x.Place == p {
+				s.Points = append(s.Points, figure.Point{X: float64(x.PromptTokens), Y: 1e3 * x.Seconds})
+			}
+		}
+		slices.SortFunc(s.Points, func(a, b figure.Point) int { return cmp.Compare(a.X, b.X) })
+		if len(s.Points) > 0 {
+			panel.Series = append(panel.Series, s)
+		}
+	}
+	chart := &figure.Lines{
+		Title: "Time to first token by where the prefix is", Note: r.note("one request at a time"),
+		X: figure.Axis{Label: "prompt (tokens)", Log: true}, Panels: []figure.Panel{panel},
+	}
+	return chart.Write(out, format)
+}
+
+// PlotHits draws the throughput over the fraction of hits, a line for each place. format is
+// one of eval.PlotFormats.
+func PlotHits(out io.Writer, format string, r *Result) error {
+	if len(r.Hits) == 0 {
+		return fmt.Errorf("%w: no throughput by hits to plot", eval.ErrInput)
+	}
+	panel := figure.Panel{Y: figure.Axis{Label: "requests/s"}}
+	for _, p := range Places {
+		s := figure.Series{Name: looks[p].name, Look: looks[p].look, Line: true, Marks: true}
+		for _, x := range r.Hits {
+			if x.Place == p {
+				s.Points = append(s.Points, figure.Point{X: 100 * x.HitFraction, Y: x.RequestThroughput})
+			}
+		}
+		slices.SortFunc(s.Points, func(a, b figure.Point) int { return cmp.Compare(a.X, b.X) })
+		if len(s.Points) > 0 {
+			panel.Series = append(panel.Series, s)
+		}
+	}
+	x := r.Hits[0]
+	chart := &figure.Lines{
+		Title: "Throughput by requests whose prefix is found", Note: r.note(fmt.Sprintf("%d requests of %d prompt tokens", x.Requests, x.PromptTokens/x.Requests)),
+		X: figure.Axis{Label: "requests whose prefix is found (%)", From: 0, To: 100}, Panels: []figure.Panel{panel},
+	}
+	return chart.Write(out, format)
+}
+
+// note says what a figure is of.
+func (r *Result) note(how string) string {
+	on := r.Device
+	if r.Emulated {
+		on = r.EmulatedNote()
+	}
+	return fmt.Sprintf("%s, %s, %s", untrusted.Name(r.Model), how, on)
+}

@@ -1,0 +1,213 @@
+package prefix
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"time"
+
+	"github.com/moeserve/moeserve/eval"
+)
+
+// TTFTOptions describe a measurement of time to first token.
+type TTFTOptions struct {
+	Open Open
+	// Places that are measured, in this order. Default: Places.
+	Places []Place
+	// Lengths of prompts, in tokens. Default: DefaultLengths.
+	Lengths []int
+	// Repetitions of a request whose prompt is found. Default: 5.
+	Repetitions int
+	// NewTokens of each request; those after the first are for the time of a decode step.
+	// Default: 8; minimum: 2.
+	NewTokens int
+	// Seed of the prompts.
+	Seed uint64
+	// Progress, if set, is called after each request, with the prompt tokens that have run and
+	// all that there are to run.
+	Progress func(done, total int64)
+}
+
+// DefaultLengths are 1 K to 90 K tokens.
+func DefaultLengths() []int { return []int{1024, 2048, 4096, 8192, 16384, 32768, 65536, 90000} }
+
+// EnsureDefaults fills in what is zero.
+func (o TTFTOptions) EnsureDefaults() TTFTOptions {
+	if len(o.Places) == 0 {
+		o.Places = Places
+	}
+	if len(o.Lengths) == 0 {
+		o.Lengths = DefaultLengths()
+	}
+	if o.Repetitions == 0 {
+		o.Repetitions = 5
+	}
+	if o.NewTokens == 0 {
+		o.NewTokens = 8
+	}
+	return o
+}
+
+// Validate reports the first invalid option.
+func (o TTFTOptions) Validate() error {
+	switch {
+	case o.Open == nil:
+		return errors.New("prefix: TTFTOptions.Open is not set")
+	case slices.Min(o.Lengths) < 1:
+		return fmt.Errorf("%w: a prompt of %d tokens: must have at least 1", eval.ErrInput, slices.Min(o.Lengths))
+	case o.Repetitions < 1:
+		return fmt.Errorf("%w: %d repetitions: must be at least 1", eval.ErrInput, o.Repetitions)
+	case o.NewTokens < 2:
+		return fmt.Errorf("%w: %d new tokens: must be at least 2, so that there is a decode step", eval.ErrInput, o.NewTokens)
+	}
+	return nil
+}
+
+// TTFTPoint is a prompt of a length with its prefix in a place.
+type TTFTPoint struct {
+	Place        Place `json:"place"`
+	PromptTokens int   `json:"prompt_tokens"`
+	// MissSeconds is the time to first token of the request that computes the prompt.
+	MissSeconds float64 `json:"miss_ttft_s"`
+	// Seconds is that of those that find it, CachedTokens how many of its tokens they found:
+	// 0 and the time of a miss in Nowhere.
+	Seconds      float64 `json:"ttft_s"`
+	CachedTokens int     `json:"cached_tokens"`
+	// DecodeStepSeconds is the mean time of a token after the first.
+	DecodeStepSeconds float64 `json:"decode_step_s"`
+	// Speedup is the time to first token in Nowhere over Seconds; 0 where it was not measured.
+	Speedup float64 `json:"ttft_speedup,omitempty"`
+}
+
+// TTFT measures the time to first token by place and length, and appends the points to r,
+// also where ctx ends before all are measured. An engine that cannot be opened for a place
+// fails the measurement, unless skip, which may be nil, accepts the error.
+func TTFT(ctx context.Context, o TTFTOptions, r *Result, skip func(Place, error) bool) error {
+	o = o.EnsureDefaults()
+	if err := o.Validate(); err != nil {
+		return err
+	}
+	m := ttft{o: o, r: r}
+	defer m.compare()
+	for _, p := range o.Places {
+		m.total += m.tokens(p)
+	}
+	for _, p := range o.Places {
+		err := m.place(ctx, p)
+		var opening *openError
+		switch {
+		case err == nil:
+		case errors.As(err, &opening) && skip != nil && skip(p, opening.err):
+			m.done += m.tokens(p)
+		default:
+			return fmt.Errorf("prefix: %s: %w", p, err)
+		}
+	}
+	return nil
+}
+
+// compare fills in what was measured in Nowhere over what was measured elsewhere.
+func (m *ttft) compare() {
+	nowhere := map[int]float64{}
+	for _, x := range m.r.TTFT {
+		if x.Place == Nowhere {
+			nowhere[x.PromptTokens] = x.Seconds
+		}
+	}
+	for i := range m.r.TTFT {
+		x := &m.r.TTFT[i]
+		x.Speedup = nowhere[x.PromptTokens] / x.Seconds
+	}
+}
+
+// openError is why an engine could not be opened.
+type openError struct{ err error }
+
+func (e *openError) Error() string { return e.err.Error() }
+func (e *openError) Unwrap() error { return e.err }
+
+// ttft is a measurement of time to first token.
+type ttft struct {
+	o           TTFTOptions
+	r           *Result
+	done, total int64
+}
+
+// hits is how many requests of a place find their prompt.
+func (m *ttft) hits(p Place) int {
+	if p == Nowhere {
+		return 0
+	}
+	return m.o.Repetitions
+}
+
+// tokens is the sum of the prompts that run in a place: a warm-up, and of each length the
+// miss and the hits.
+func (m *ttft) tokens(p Place) int64 {
+	sum := int64(slices.Min(m.o.Lengths))
+	for _, n := range m.o.Lengths {
+		sum += int64(1+m.hits(p)) * int64(n)
+	}
+	return sum
+}
+
+// place measures all lengths in a place.
+func (m *ttft) place(ctx context.Context, p Place) (err error) {
+	longest := slices.Max(m.o.Lengths)
+	kept := slices.Min(m.o.Lengths) // of the warm-up
+	for _, n := range m.o.Lengths {
+		kept += n
+	}
+	e, err := m.o.Open(ctx, p, kept, longest+m.o.NewTokens)
+	if err != nil {
+		return &openError{err}
+	}
+	defer closing(e, &err)
+	info := e.Info()
+	m.r.describe(info)
+	run := func(tokens []int32) (Batch, error) {
+		b, err := e.Run(ctx, [][]int32{tokens}, m.o.NewTokens)
+		if err == nil {
+			m.done += int64(len(tokens))
+			if m.o.Progress != nil {
+				m.o.Progress(m.done, m.total)
+			}
+		}
+		return b, err
+	}
+	// What is done for the first time takes longer.
+	if _, err := run(prompt(slices.Min(m.o.Lengths), info.Vocab, m.o.Seed)); err != nil {
+		return err
+	}
+	for _, n := range m.o.Lengths {
+		tokens := prompt(n, info.Vocab, m.o.Seed+uint64(n)+1)
+		miss, err := run(tokens)
+		if err != nil {
+			return err
+		}
+		x := TTFTPoint{Place: p, PromptTokens: n, MissSeconds: miss.First[0].Seconds(), Seconds: miss.First[0].Seconds(), DecodeStepSeconds: m.step(&miss).Seconds()}
+		if m.hits(p) > 0 {
+			if err := e.Settle(ctx); err != nil {
+				return err
+			}
+			var times, steps []time.Duration
+			for range m.hits(p) {
+				hit, err := run(tokens)
+				if err != nil {
+					return err
+				}
+				times, steps = append(times, hit.First[0]), append(steps, m.step(&hit))
+				x.CachedTokens = hit.Cached
+			}
+			x.Seconds, x.DecodeStepSeconds = median(times).Seconds(), median(steps).Seconds()
+		}
+		m.r.TTFT = append(m.r.TTFT, x)
+	}
+	return nil
+}
+
+// step is the mean time of a token after the first.
+func (m *ttft) step(b *Batch) time.Duration {
+	return (b.Last[0] - b.First[0]) / time.Duration(m.o.NewTokens-1)
+}
