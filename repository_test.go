@@ -175,6 +175,7 @@ var imports = map[string]map[string]string{
 		"device/trace":            "the batch and the KV cache, in traces",
 		"device/emulated/tenants": "plays a trace of other tenants",
 		"engine":                  "opens, runs and closes it",
+		"engine/scheduler":        "its policy, from settings",
 		"experts":                 "opens and closes the store",
 		"forward":                 "opens the model's executor",
 		"harvest":                 "opens and closes it over the peers",

@@ -116,6 +116,28 @@ func (g Grouping) MarshalText() ([]byte, error) { return []byte(g.String()), nil
 // UnmarshalText reads the name.
 func (g *Grouping) UnmarshalText(text []byte) error { return named(groupingNames, g, text) }
 
+// SchedulingPolicy says which requests come first.
+type SchedulingPolicy uint8
+
+// The policies: by arrival, by priority, and by virtual runtime.
+const (
+	FCFSScheduling SchedulingPolicy = iota
+	PriorityScheduling
+	FairScheduling
+)
+
+var schedulingPolicyNames = []string{"fcfs", "priority", "fair"}
+
+func (p SchedulingPolicy) String() string { return name(schedulingPolicyNames, p) }
+
+// MarshalText writes the name.
+func (p SchedulingPolicy) MarshalText() ([]byte, error) { return []byte(p.String()), nil }
+
+// UnmarshalText reads the name.
+func (p *SchedulingPolicy) UnmarshalText(text []byte) error {
+	return named(schedulingPolicyNames, p, text)
+}
+
 // LogLevel is the minimum level of log messages.
 type LogLevel uint8
 

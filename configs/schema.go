@@ -217,6 +217,14 @@ var Schema = []Key{
 		Help: "maximum tokens of a step",
 	},
 	{
+		Name: "scheduling-policy", Kind: String, Default: "fcfs", Allowed: schedulingPolicyNames, Commands: onServe,
+		Help: "which requests come first: fcfs: in order of arrival, priority: lower priority values, fair: those that have got the fewest tokens, which others are preempted for",
+	},
+	{
+		Name: "fair-granularity", Kind: Int, Default: 64, Unit: "tokens", Min: 1, Max: unbounded, Rare: true, Commands: onServe,
+		Help: "tokens that a sequence gets before it is preempted for another with --scheduling-policy fair; fewer are fairer, and move more KV blocks",
+	},
+	{
 		Name: "micro-batch-size", Kind: Int, Default: 0, Unit: "tokens", Max: 1 << 24, Rare: true, Commands: onModel,
 		Help: "maximum tokens of a micro-batch, for which attention is computed together; 0: all of a step",
 	},

@@ -80,12 +80,14 @@ type KV struct {
 
 // Batch says how steps run.
 type Batch struct {
-	MaxNumSeqs          int      `mapstructure:"max-num-seqs"`
-	MaxNumBatchedTokens int      `mapstructure:"max-num-batched-tokens"`
-	MicroBatchSize      int      `mapstructure:"micro-batch-size"`
-	NumMicroBatches     int      `mapstructure:"num-micro-batches"`
-	Grouping            Grouping `mapstructure:"expert-grouping"`
-	Attention           Place    `mapstructure:"attention"`
+	MaxNumSeqs          int              `mapstructure:"max-num-seqs"`
+	MaxNumBatchedTokens int              `mapstructure:"max-num-batched-tokens"`
+	SchedulingPolicy    SchedulingPolicy `mapstructure:"scheduling-policy"`
+	FairGranularity     int              `mapstructure:"fair-granularity"`
+	MicroBatchSize      int              `mapstructure:"micro-batch-size"`
+	NumMicroBatches     int              `mapstructure:"num-micro-batches"`
+	Grouping            Grouping         `mapstructure:"expert-grouping"`
+	Attention           Place            `mapstructure:"attention"`
 }
 
 // Kernels says how a GPU's kernels run.

@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"github.com/moeserve/moeserve/engine"
+	"github.com/moeserve/moeserve/engine/scheduler"
 	"github.com/moeserve/moeserve/kvcache"
 	"github.com/moeserve/moeserve/pipeline"
 )
@@ -84,13 +85,39 @@ func TestOptions(t *testing.T) {
 		"MaxAdjust is -1":           func(o *engine.Options) { o.MaxAdjust = -1 },
 		"MaxQueued is -1":           func(o *engine.Options) { o.MaxQueued = -1 },
 		"LongAfter is -1":           func(o *engine.Options) { o.LongAfter = -1 },
-		"Vocab is 0":                func(o *engine.Options) { o.Vocab = 0 },
-		"RetryTimeout is -1":        func(o *engine.Options) { o.RetryTimeout = -1 },
+		"Granularity is -1": func(o *engine.Options) {
+			o.Scheduling = scheduler.Policy{Order: scheduler.Fair, Granularity: -1}
+		},
+		"Vocab is 0":         func(o *engine.Options) { o.Vocab = 0 },
+		"RetryTimeout is -1": func(o *engine.Options) { o.RetryTimeout = -1 },
 	} {
 		o := good
 		change(&o)
 		if _, err := engine.New(o); err == nil || !strings.Contains(err.Error(), want) {
 			t.Errorf("got %v, want an error with %q", err, want)
+		}
+	}
+}
+
+// TestPriority: a request has a priority only where the policy knows one.
+func TestPriority(t *testing.T) {
+	for _, c := range []struct {
+		order    scheduler.Order
+		priority int
+		want     string
+	}{
+		{scheduler.FCFS, 0, ""},
+		{scheduler.FCFS, 1, "priority is 1: it must be 0: requests come first in the order in which they arrive (--scheduling-policy fcfs)"},
+		{scheduler.ByPriority, -1000, ""},
+		{scheduler.Fair, 19, ""},
+		{scheduler.Fair, 20, "priority is 20: it must be from -20 to 19 (--scheduling-policy fair)"},
+	} {
+		e := newEngine(t, engine.Options{
+			Pipeline: stepFunc(nil), KV: cache(t, 1), MaxModelLen: 16, Vocab: 100, Scheduling: scheduler.Policy{Order: c.order},
+		})
+		_, err := e.Submit(t.Context(), engine.Request{Prompt: []int32{1}, Params: params(1), Priority: c.priority})
+		if c.want == "" && err != nil || c.want != "" && (!errors.Is(err, engine.ErrBadRequest) || !strings.Contains(err.Error(), c.want)) {
+			t.Errorf("%v: got %v, want %q", c.order, err, c.want)
 		}
 	}
 }

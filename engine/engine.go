@@ -37,6 +37,9 @@ type Options struct {
 	MaxNumSeqs int
 	// MaxNumBatchedTokens is the maximum number of tokens of a step. Default: 2048.
 	MaxNumBatchedTokens int
+	// Scheduling decides which requests come first, and which are preempted. Default: first
+	// come, first served; of fair scheduling, a granularity of 64 tokens.
+	Scheduling scheduler.Policy
 	// MaxAdjust is the maximum number of logits that a step changes for penalties,
 	// biases and bans: see forward.Limits. Default: 2^20.
 	MaxAdjust int
@@ -82,6 +85,9 @@ func (o Options) EnsureDefaults() Options {
 	}
 	if o.MaxNumBatchedTokens == 0 {
 		o.MaxNumBatchedTokens = 2048
+	}
+	if o.Scheduling.Order == scheduler.Fair && o.Scheduling.Granularity == 0 {
+		o.Scheduling.Granularity = 64
 	}
 	if o.MaxAdjust == 0 {
 		o.MaxAdjust = 1 << 20
@@ -131,6 +137,7 @@ func (o Options) Validate() error {
 		{"MaxModelLen", o.MaxModelLen, 1},
 		{"MaxNumSeqs", o.MaxNumSeqs, 1},
 		{"MaxNumBatchedTokens", o.MaxNumBatchedTokens, 1},
+		{"Scheduling.Granularity", o.Scheduling.Granularity, 0},
 		{"MaxAdjust", o.MaxAdjust, 1},
 		{"MaxQueued", o.MaxQueued, 0},
 		{"LongAfter", o.LongAfter, 0},
@@ -275,7 +282,7 @@ func New(o Options) (*Engine, error) {
 		seqs:         map[scheduler.ID]*sequence{},
 		wake:         make(chan struct{}, 1),
 		deliveryDone: make(chan struct{}),
-		sched:        scheduler.New(scheduler.Limits{StepTokens: o.MaxNumBatchedTokens, Sequences: o.MaxNumSeqs, CacheTokens: o.KV.Capacity()}),
+		sched:        scheduler.New(scheduler.Limits{StepTokens: o.MaxNumBatchedTokens, Sequences: o.MaxNumSeqs, CacheTokens: o.KV.Capacity()}, o.Scheduling),
 		state:        State{KVBlocks: o.KV.Blocks(), BlockTokens: o.KV.BlockTokens()},
 	}, nil
 }
@@ -343,6 +350,9 @@ func (e *Engine) admissible(r Request) (*submission, error) {
 	}
 	if len(r.Params.Stop) > 0 && e.o.Tokenizer == nil {
 		return nil, fmt.Errorf("engine: %w", &ParamError{"stop", "given", "absent: this model has no tokenizer, which stop strings need"})
+	}
+	if want := e.o.Scheduling.WantedPriority(r.Priority); want != "" {
+		return nil, fmt.Errorf("engine: %w", &ParamError{"priority", r.Priority, want})
 	}
 	if len(r.CacheSalt) > MaxCacheSaltBytes {
 		return nil, fmt.Errorf("engine: %w", &ParamError{"cache_salt", fmt.Sprintf("a string of %d bytes", len(r.CacheSalt)), fmt.Sprintf("at most %d bytes", MaxCacheSaltBytes)})
@@ -545,6 +555,10 @@ func (e *Engine) runStep(ctx context.Context) (worked bool, err error) {
 	plan := e.sched.Plan()
 	for _, id := range plan.Preempted {
 		q := e.seqs[id]
+		if e.o.Scheduling.Order == scheduler.Fair {
+			e.o.Log.Debug("sequence preempted: others are behind", "request", q.sub.req.ID, "sample", q.sample, "tokens", len(q.tokens))
+			continue
+		}
 		e.o.Log.Info("sequence preempted: KV cache full", "request", q.sub.req.ID, "sample", q.sample, "tokens", len(q.tokens))
 	}
 	now := e.o.Now()
@@ -590,7 +604,7 @@ func (e *Engine) takeIn() {
 			}
 			q.adjust = s.adjust.sample()
 			e.seqs[e.next] = q
-			e.sched.Add(e.next, &q.blocks, len(q.tokens), s.limit)
+			e.sched.Add(e.next, &q.blocks, len(q.tokens), s.limit, s.req.Priority)
 			e.next++
 		}
 	}

@@ -173,7 +173,10 @@ type Request struct {
 	// CacheSalt separates users: requests share cached prefixes only with those of the same
 	// salt. Empty: with all others without one.
 	CacheSalt string
-	Params    Params
+	// Priority of a request, lower values first: see scheduler.Order. 0 where the policy
+	// knows none.
+	Priority int
+	Params   Params
 }
 
 // Token is one generated token.

@@ -16,6 +16,7 @@ import (
 	"time"
 
 	"github.com/moeserve/moeserve/engine"
+	"github.com/moeserve/moeserve/engine/scheduler"
 	"github.com/moeserve/moeserve/kvcache"
 	"github.com/moeserve/moeserve/models/tiny"
 	"github.com/moeserve/moeserve/models/tokenizer"
@@ -168,14 +169,30 @@ func TestEveryUpdateOnceInOrder(t *testing.T) {
 		ends    string
 		caching bool
 		factor  int // blocks in a block of another tier; 0: none
-	}{{"stopped", false, 0}, {"stopped", true, 0}, {"canceled", true, 0}, {"dead", true, 0}, {"stopped", true, 1}, {"stopped", false, 1}, {"stopped", true, 2}, {"canceled", true, 2}, {"dead", false, 1}} {
+		policy  scheduler.Policy
+	}{
+		{"stopped", false, 0, scheduler.Policy{}},
+		{"stopped", true, 0, scheduler.Policy{}},
+		{"stopped", false, 0, scheduler.Policy{Order: scheduler.Fair, Granularity: 5}},
+		{"stopped", true, 0, scheduler.Policy{Order: scheduler.Fair, Granularity: 5}},
+		{"stopped", true, 0, scheduler.Policy{Order: scheduler.ByPriority}},
+		{"canceled", true, 0, scheduler.Policy{}},
+		{"dead", true, 0, scheduler.Policy{}},
+		{"stopped", true, 1, scheduler.Policy{}},
+		{"stopped", false, 1, scheduler.Policy{}},
+		{"stopped", true, 2, scheduler.Policy{}},
+		{"stopped", false, 1, scheduler.Policy{Order: scheduler.Fair, Granularity: 5}},
+		{"canceled", true, 2, scheduler.Policy{}},
+		{"canceled", true, 1, scheduler.Policy{Order: scheduler.Fair, Granularity: 1}},
+		{"dead", false, 1, scheduler.Policy{}},
+	} {
 		ends := c.ends
-		t.Run(fmt.Sprintf("%s, caching: %v, factor %d", ends, c.caching, c.factor), func(t *testing.T) {
+		t.Run(fmt.Sprintf("%s, caching: %v, factor %d, %v", ends, c.caching, c.factor, c.policy.Order), func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				ctx, cancel := context.WithCancel(t.Context())
 				defer cancel()
 				o := options
-				o.KV, o.PrefixCaching = smallBlocks(t, 80), c.caching
+				o.KV, o.PrefixCaching, o.Scheduling = smallBlocks(t, 80), c.caching, c.policy
 				step := newDrawing(t, o.KV)
 				step.random = rand.New(rand.NewPCG(3, 4))
 				var tiers *memoryTiers
@@ -210,6 +227,9 @@ func TestEveryUpdateOnceInOrder(t *testing.T) {
 				var readers sync.WaitGroup
 				var submitted sync.Map
 				for i, r := range rs {
+					if c.policy.Order != scheduler.FCFS {
+						r.Priority = i%5 - 2
+					}
 					mode := random.IntN(4)
 					after := random.IntN(40)
 					wait := random.IntN(60)

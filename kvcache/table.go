@@ -52,7 +52,9 @@ func (t *Table) CanReserve(tokens, leave int) bool { return t.Missing(tokens)+le
 
 // WillReserve reports whether Reserve would succeed if the copies under way had ended, which
 // hold blocks that no sequence uses.
-func (t *Table) WillReserve(tokens int) bool { return t.Missing(tokens) <= t.m.Free()+t.m.Held() }
+func (t *Table) WillReserve(tokens, leave int) bool {
+	return t.Missing(tokens)+leave <= t.m.Free()+t.m.Held()
+}
 
 // Missing is the number of blocks that Reserve allocates.
 func (t *Table) Missing(tokens int) int {
@@ -126,6 +128,16 @@ func (t *Table) Release(keep bool) {
 
 // Filled is the number of the sequence's first tokens that the blocks hold.
 func (t *Table) Filled() int { return t.filled }
+
+// Exclusive is the number of blocks that no other sequence uses: those that Release frees.
+func (t *Table) Exclusive() (blocks int) {
+	for _, id := range t.blocks {
+		if t.m.refs[id] == 1 {
+			blocks++
+		}
+	}
+	return blocks
+}
 
 // Blocks returns the block ids in order of position. The slice is valid until another
 // method is called; the caller must not change it.

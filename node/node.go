@@ -10,6 +10,7 @@ import (
 	"github.com/moeserve/moeserve/configs"
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/engine"
+	"github.com/moeserve/moeserve/engine/scheduler"
 	"github.com/moeserve/moeserve/experts"
 	"github.com/moeserve/moeserve/forward"
 	"github.com/moeserve/moeserve/harvest"
@@ -274,6 +275,7 @@ func (n *Node) assemble(ctx context.Context, u *setup, blocks int) (load time.Du
 	if n.engine, err = engine.New(engine.Options{
 		Pipeline: n.steps, KV: n.kv, Tokenizer: n.text.Tokenizer, MaxModelLen: l.MaxModelLen,
 		MaxNumSeqs: l.MaxSeqs, MaxNumBatchedTokens: l.MaxTokens, MaxAdjust: l.MaxAdjust,
+		Scheduling:    scheduling(u.settings.Batch),
 		PrefixCaching: u.settings.KV.EnablePrefixCaching, KeySalt: u.needs.KV.DType.String(), LongAfter: c.RoPE.LongAfter, Vocab: c.Vocab, StopIDs: c.EOS, Log: o.Log,
 		MaxQueued: o.MaxQueued, RetryTimeout: o.RetryTimeout, Listener: o.Listener, Pause: n.machine.Yield, Clock: n.machine.Now,
 	}); err != nil {
@@ -286,6 +288,14 @@ func (n *Node) assemble(ctx context.Context, u *setup, blocks int) (load time.Du
 		Dynamic: u.needs.Plan.Dynamic, LoadTime: load,
 	})
 	return load, nil
+}
+
+// scheduling is the policy of settings.
+func scheduling(b configs.Batch) scheduler.Policy {
+	order := map[configs.SchedulingPolicy]scheduler.Order{
+		configs.FCFSScheduling: scheduler.FCFS, configs.PriorityScheduling: scheduler.ByPriority, configs.FairScheduling: scheduler.Fair,
+	}
+	return scheduler.Policy{Order: order[b.SchedulingPolicy], Granularity: b.FairGranularity}
 }
 
 // groups makes the models over the weights in the arena, each with its own workspace.

@@ -372,7 +372,7 @@ func (s *Server) chat(w *response, r *http.Request) error {
 	a := &chatResponse{req: req, text: m.texts(), head: completionHead{
 		ID: "chatcmpl-" + w.id, Object: "chat.completion", Created: time.Now().Unix(), Model: m.called(req.model),
 	}}
-	return s.generate(w, r, m, &req.common, []engine.Request{{ID: w.id, Prompt: req.prompt, Encoded: true, CacheSalt: req.cacheSalt, Params: req.params}}, a)
+	return s.generate(w, r, m, &req.common, []engine.Request{{ID: w.id, Prompt: req.prompt, Encoded: true, CacheSalt: req.cacheSalt, Priority: req.priority, Params: req.params}}, a)
 }
 
 // chatCompletion is a whole response of /v1/chat/completions.

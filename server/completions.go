@@ -152,7 +152,7 @@ func (s *Server) completions(w *response, r *http.Request) error {
 			return err
 		}
 		req.sent.PromptTokens += len(p.ids)
-		requests[i] = engine.Request{ID: w.id, Prompt: p.ids, Encoded: p.encoded, CacheSalt: req.cacheSalt, Params: req.params}
+		requests[i] = engine.Request{ID: w.id, Prompt: p.ids, Encoded: p.encoded, CacheSalt: req.cacheSalt, Priority: req.priority, Params: req.params}
 	}
 	a := &completionResponse{req: req, text: m.texts(), head: completionHead{
 		ID: "cmpl-" + w.id, Object: "text_completion", Created: time.Now().Unix(), Model: m.called(req.model),

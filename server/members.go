@@ -53,7 +53,6 @@ var members = slices.Concat(
 	ignored(inBody, "about special tokens, which are skipped", "spaces_between_special_tokens"),
 	ignored(inBody, "of beam search", "length_penalty"),
 	refused(inBody, "use_beam_search", "there is sampling only", "false"),
-	refused(inBody, "priority", "requests start in the order in which they come", "0"),
 	refused(inBody, "service_tier", "there is one tier", `"auto"`, `"default"`),
 	refused(inBody, "skip_special_tokens", "completions come without special tokens; ask for return_token_ids to see them", "true"),
 	refused(inBody, "prompt_logprobs", "log-probabilities of a prompt are not computed"),

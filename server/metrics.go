@@ -266,7 +266,7 @@ func newStateCollector(model string) *stateCollector {
 		running:         desc("num_requests_running", "Sequences that run (a request with n=4 has 4)."),
 		kv:              desc("kv_cache_usage_perc", "Share of the KV cache blocks in use, from 0 to 1."),
 		config:          desc("cache_config_info", "Sizes of the KV cache.", "block_size", "num_gpu_blocks"),
-		preemptions:     desc("num_preemptions_total", "Running sequences preempted because the KV cache was full."),
+		preemptions:     desc("num_preemptions_total", "Running sequences preempted, because the KV cache was full or (fair scheduling) others were behind."),
 		prefixQueries:   desc("prefix_cache_queries_total", "Prompt tokens that were looked up in the prefix cache: those of each request once, when it is admitted."),
 		externalQueries: desc("external_prefix_cache_queries_total", "Prompt tokens that the prefix cache does not have, and that were looked up in other tiers: those of each request once."),
 		externalHits:    desc("external_prefix_cache_hits_total", "Prompt tokens loaded from other tiers, which were not computed again."),

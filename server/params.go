@@ -12,6 +12,7 @@ import (
 type common struct {
 	model, requestID string
 	cacheSalt        string
+	priority         int
 	params           engine.Params
 	// maxTokens is 0 if the body has none, and may be allThatFits; maxTokensParam is the member
 	// that set it.
@@ -49,6 +50,7 @@ func parseCommon(o *object, m *Model) common {
 	o.text("model", &c.model)
 	o.text("request_id", &c.requestID)
 	parseCacheSalt(o, &c)
+	o.integer("priority", &c.priority)
 	parseMaxTokens(o, &c, "max_tokens")
 	o.integer("min_tokens", &p.MinTokens)
 	o.number("temperature", &p.Temperature)

@@ -47,6 +47,8 @@ var apiParameters = []apiParameter{
 	{onBoth, "model", `"built-in"`, "a name of the served model; the completion has the same"},
 	{onBoth, "request_id", `"a"`, "name of the request in the log and in `X-Request-Id` (vLLM)"},
 	{onBoth, "cache_salt", `"a"`, "share cached prefixes only with requests of the same salt (vLLM)"},
+	{onBoth, "priority", `0`, "with `--scheduling-policy priority` lower values come first (vLLM); with `fair` a nice level from -20 to 19, with 1.25 times the weight of the next; with `fcfs` only 0"},
+	{onBoth, "priority", `5`, ""},
 	{onBoth, "max_tokens", `1`, "maximum tokens to generate; -1: all that fits"},
 	{onBoth, "min_tokens", `1`, "minimum tokens before an end (vLLM)"},
 	{onBoth, "temperature", `0`, "sampling temperature; 0 is greedy; the default is the model's (`--generation-config`) or 1"},

@@ -1,7 +1,6 @@
 package scheduler
 
 import (
-	"cmp"
 	"fmt"
 	"slices"
 )
@@ -39,9 +38,8 @@ type Blocks interface {
 	Missing(tokens int) int
 	// CanReserve reports whether Reserve would succeed, and leave so many blocks free.
 	CanReserve(tokens, leave int) bool
-	// WillReserve reports whether Reserve would succeed if copies under way, which hold free
-	// blocks, had ended.
-	WillReserve(tokens int) bool
+	// WillReserve is CanReserve, if copies under way, which hold free blocks, had ended.
+	WillReserve(tokens, leave int) bool
 	// Reserve allocates the blocks that the sequence's first tokens need in addition,
 	// or returns false and allocates none.
 	Reserve(tokens int) bool
@@ -50,6 +48,9 @@ type Blocks interface {
 	// Release releases all blocks. With keep, their content can be matched until they are
 	// evicted.
 	Release(keep bool)
+	// Exclusive is the number of blocks that no other sequence uses: those that Release
+	// frees.
+	Exclusive() int
 }
 
 // ID identifies a sequence; ids ascend in order of arrival.
@@ -87,11 +88,14 @@ type Plan struct {
 // Scheduler holds all sequences by state. One goroutine uses it.
 type Scheduler struct {
 	limits      Limits
-	waiting     []*sequence // ascending by ID, as are the others
+	policy      Policy
+	waiting     []*sequence // in the policy's order, as are the others
 	loading     []*sequence
 	running     []*sequence
 	preemptions int64
 	plans       int64
+	last        ID      // latest added
+	floor       int64   // rank at which sequences start under Fair; never decreases
 	chunks      []Chunk // buffer of Plan.Chunks
 }
 
@@ -99,32 +103,44 @@ type Scheduler struct {
 type sequence struct {
 	id        ID
 	blocks    Blocks
+	prompt    int // tokens at first
 	tokens    int // known tokens: prompt and sampled
 	maxTokens int // maximum at its end
 	computed  int // tokens in the KV cache
 	chunk     int // index of its chunk in the present plan, if that is its own
 	// waitsIn is the latest plan in which a part of its content was on its way.
 	waitsIn int64
+	// rank is its place among others, lower ones first: its priority, or its virtual runtime,
+	// which each sampled token raises by cost.
+	rank, cost int64
+	// secured are the tokens up to which an admitted sequence is sure of its blocks under
+	// Fair, the end of its quantum; else 0.
+	secured int
 }
 
-// New returns an empty scheduler. It panics on limits below 1.
-func New(l Limits) *Scheduler {
-	if l.StepTokens < 1 || l.Sequences < 1 || l.CacheTokens < 1 {
-		panic(fmt.Sprintf("scheduler: limits %+v", l))
+// New returns an empty scheduler. It panics on limits below 1, and on a fair policy without
+// granularity.
+func New(l Limits, p Policy) *Scheduler {
+	if l.StepTokens < 1 || l.Sequences < 1 || l.CacheTokens < 1 || p.Order == Fair && p.Granularity < 1 {
+		panic(fmt.Sprintf("scheduler: limits %+v, policy %+v", l, p))
 	}
-	return &Scheduler{limits: l}
+	return &Scheduler{limits: l, policy: p, last: -1}
 }
 
 // Add adds a waiting sequence with the number of its known tokens and the maximum at its
-// end. Ids must ascend.
-func (s *Scheduler) Add(id ID, b Blocks, tokens, maxTokens int) {
+// end. Ids must ascend, from 0. The priority is of ByPriority, and under Fair a nice level:
+// see Order.
+func (s *Scheduler) Add(id ID, b Blocks, tokens, maxTokens, priority int) {
 	if tokens < 1 || maxTokens < tokens || maxTokens > s.limits.CacheTokens {
 		panic(fmt.Sprintf("scheduler: sequence %d of %d to %d tokens in a KV cache of %d", id, tokens, maxTokens, s.limits.CacheTokens))
 	}
-	if n := len(s.waiting); n > 0 && s.waiting[n-1].id >= id {
-		panic(fmt.Sprintf("scheduler: sequence %d comes after %d", id, s.waiting[n-1].id))
+	if id <= s.last {
+		panic(fmt.Sprintf("scheduler: sequence %d comes after %d", id, s.last))
 	}
-	s.waiting = append(s.waiting, &sequence{id: id, blocks: b, tokens: tokens, maxTokens: maxTokens})
+	s.last = id
+	q := &sequence{id: id, blocks: b, prompt: tokens, tokens: tokens, maxTokens: maxTokens}
+	s.policy.rank(q, priority, s.floor)
+	s.waiting = insert(s.waiting, q)
 }
 
 // Remove removes a sequence in any state and releases its blocks, whose content can
@@ -132,7 +148,7 @@ func (s *Scheduler) Add(id ID, b Blocks, tokens, maxTokens int) {
 // still writes.
 func (s *Scheduler) Remove(id ID, keep bool) {
 	for _, list := range []*[]*sequence{&s.running, &s.loading, &s.waiting} {
-		if i, found := index(*list, id); found {
+		if i := find(*list, id); i >= 0 {
 			(*list)[i].blocks.Release(keep)
 			*list = slices.Delete(*list, i, i+1)
 			return
@@ -141,13 +157,14 @@ func (s *Scheduler) Remove(id ID, keep bool) {
 	panic(fmt.Sprintf("scheduler: there is no sequence %d", id))
 }
 
-// index returns a sequence's position in a list, or where to insert it.
-func index(list []*sequence, id ID) (int, bool) {
-	return slices.BinarySearchFunc(list, id, func(q *sequence, id ID) int { return cmp.Compare(q.id, id) })
+// find returns a sequence's position in a list, -1: it is not there.
+func find(list []*sequence, id ID) int {
+	return slices.IndexFunc(list, func(q *sequence) bool { return q.id == id })
 }
 
+// insert inserts a sequence where the policy's order has it.
 func insert(list []*sequence, q *sequence) []*sequence {
-	i, _ := index(list, q.id)
+	i, _ := slices.BinarySearchFunc(list, q, compare)
 	return slices.Insert(list, i, q)
 }
 
@@ -156,6 +173,7 @@ func insert(list []*sequence, q *sequence) []*sequence {
 func (s *Scheduler) Done(c Chunk, sampled int) {
 	c.sequence.computed = c.To
 	c.sequence.tokens += sampled
+	c.sequence.rank += int64(sampled) * c.sequence.cost
 	c.sequence.blocks.SetFilled(c.To)
 }
 
@@ -163,8 +181,8 @@ func (s *Scheduler) Done(c Chunk, sampled int) {
 // of its first tokens in the KV cache. After a failed load these are fewer than in its
 // Load, in whole blocks, and the rest is computed.
 func (s *Scheduler) Loaded(id ID, tokens int) {
-	i, found := index(s.loading, id)
-	if !found {
+	i := find(s.loading, id)
+	if i < 0 {
 		panic(fmt.Sprintf("scheduler: sequence %d is not loading", id))
 	}
 	q := s.loading[i]
@@ -176,8 +194,8 @@ func (s *Scheduler) Loaded(id ID, tokens int) {
 
 // Restart makes a running sequence compute all its tokens again, in its present blocks.
 func (s *Scheduler) Restart(id ID) {
-	i, found := index(s.running, id)
-	if !found {
+	i := find(s.running, id)
+	if i < 0 {
 		panic(fmt.Sprintf("scheduler: sequence %d is not running", id))
 	}
 	s.running[i].computed = 0
@@ -199,14 +217,18 @@ func (s *Scheduler) Preemptions() int64 { return s.preemptions }
 // Plan decides the next step.
 func (s *Scheduler) Plan() Plan {
 	s.plans++
+	s.settle()
 	st := step{Scheduler: s, Plan: Plan{Chunks: s.chunks[:0]}, budget: s.limits.StepTokens}
+	if s.policy.Order == Fair {
+		st.promised = s.promises()
+	}
 	st.decodes()
 	st.prompts()
-	if st.admits() {
+	if !st.outOfBlocks {
 		st.admit(false)
 	}
 	st.extend()
-	if st.admits() {
+	if !st.outOfBlocks {
 		st.admit(true)
 	}
 	s.chunks = st.Chunks
@@ -219,8 +241,10 @@ type step struct {
 	Plan
 	// budget is what is left of the step's tokens.
 	budget int
-	// outOfBlocks: a running sequence was skipped because it lacked a block.
+	// outOfBlocks: a running sequence lacked a block, so it was skipped or another preempted.
 	outOfBlocks bool
+	// promised are the blocks promised to others, while running sequences are scheduled.
+	promised int
 	// oldest is the first sequence with a prompt to compute; nil: there is none yet.
 	oldest *sequence
 }
@@ -229,23 +253,33 @@ type step struct {
 // prompt for others that fit whole.
 const othersShare = 4
 
-// decodes schedules the running sequences with one token left.
-func (st *step) decodes() {
-	// Preempting shortens st.running after i.
-	for i := 0; i < len(st.running) && st.budget > 0; i++ {
-		if q := st.running[i]; q.tokens-q.computed == 1 {
-			st.compute(q, 1)
+// each calls f with each running sequence while there is budget left. f may preempt it, and
+// those after it.
+func (st *step) each(f func(q *sequence)) {
+	for i := 0; i < len(st.running) && st.budget > 0; {
+		q := st.running[i]
+		f(q)
+		if i < len(st.running) && st.running[i] == q {
+			i++
 		}
 	}
 }
 
+// decodes schedules the running sequences with one token left.
+func (st *step) decodes() {
+	st.each(func(q *sequence) {
+		if q.tokens-q.computed == 1 {
+			st.compute(q, 1)
+		}
+	})
+}
+
 // prompts schedules the oldest running prompt, up to its share, and others that fit whole.
 func (st *step) prompts() {
-	for i := 0; i < len(st.running) && st.budget > 0; i++ {
-		q := st.running[i]
+	st.each(func(q *sequence) {
 		left := q.tokens - q.computed
 		if left < 2 {
-			continue
+			return
 		}
 		if n := st.portion(left); n > 0 {
 			st.compute(q, n)
@@ -253,7 +287,7 @@ func (st *step) prompts() {
 		if st.oldest == nil {
 			st.oldest = q
 		}
-	}
+	})
 }
 
 // portion is how many tokens of a prompt go into the step before others are considered.
@@ -267,17 +301,16 @@ func (st *step) portion(left int) int {
 	return 0
 }
 
-// extend gives what is left of the budget to running prompts, in order of arrival.
+// extend gives what is left of the budget to running prompts, in order.
 func (st *step) extend() {
-	for i := 0; i < len(st.running) && st.budget > 0; i++ {
-		q := st.running[i]
+	st.each(func(q *sequence) {
 		// Again where that preempts another, whose tokens are free then.
 		for n := 1; n > 0; {
 			if n = min(q.tokens-st.end(q), st.budget); n > 0 && !st.compute(q, n) {
 				break
 			}
 		}
-	}
+	})
 }
 
 // chunk is the index of a sequence's chunk, -1: it has none.
@@ -319,31 +352,74 @@ func (st *step) compute(q *sequence, n int) bool {
 }
 
 // reserve reserves the blocks that q needs for tokens and preempts later sequences where
-// there are too few, whose tokens return to the budget. It fails where q itself is the
-// latest: q is then skipped while later sequences are loading, and else preempted. q is also
-// skipped where blocks will be free once copies have ended: those of preempted sequences that
-// are being stored, for example.
+// there are too few, whose tokens return to the budget. It fails where q itself is the one to
+// be preempted: q is then skipped while later sequences are loading, and else preempted. q is
+// also skipped where blocks will be free once copies have ended: those of preempted sequences
+// that are being stored, for example.
 func (st *step) reserve(q *sequence, tokens int) bool {
-	for !q.blocks.Reserve(tokens) {
-		last := st.running[len(st.running)-1]
+	for !st.take(q, tokens) {
+		st.outOfBlocks = true
+		v := st.victim(q)
 		n := len(st.loading)
-		if q.blocks.WillReserve(tokens) || last == q && n > 0 && st.loading[n-1].id > q.id {
-			st.outOfBlocks = true
+		if q.blocks.WillReserve(tokens, st.leave(q, tokens)) || v == q && n > 0 && compare(st.loading[n-1], q) > 0 {
 			return false
 		}
-		st.preemptSequence(last)
-		if last == q {
+		st.preempt(v)
+		if v == q {
 			return false
 		}
 	}
 	return true
 }
 
-// preemptSequence preempts the latest running sequence and removes its chunk from this step.
-func (st *step) preemptSequence(q *sequence) {
-	st.running = st.running[:len(st.running)-1]
+// take reserves q's blocks for tokens, if there are so many that q may have.
+func (st *step) take(q *sequence, tokens int) bool {
+	if st.policy.Order != Fair || q.blocks.Missing(tokens) == 0 {
+		return q.blocks.Reserve(tokens)
+	}
+	own := st.promise(q)
+	if !q.blocks.CanReserve(tokens, st.leave(q, tokens)) || !q.blocks.Reserve(tokens) {
+		return false
+	}
+	st.promised += st.promise(q) - own
+	return true
+}
+
+// leave is the number of blocks that q leaves free for others: those promised to them, where q
+// is not sure of its own.
+func (st *step) leave(q *sequence, tokens int) int {
+	if st.policy.Order != Fair || tokens <= q.secured {
+		return 0
+	}
+	return st.promised - st.promise(q)
+}
+
+// victim is the running sequence to preempt where q lacks a block: the last one that is past
+// its quantum, but none before q. Where none is, more was reserved than promised, and it is
+// the last one.
+func (st *step) victim(q *sequence) *sequence {
+	last := len(st.running) - 1
+	for i := last; i >= 0; i-- {
+		v := st.running[i]
+		if v.pastQuantum() {
+			return v
+		}
+		if v == q {
+			break
+		}
+	}
+	return st.running[last]
+}
+
+// preempt preempts a running sequence and removes its chunk from this step.
+func (st *step) preempt(q *sequence) {
+	if st.policy.Order == Fair {
+		st.promised -= st.promise(q)
+	}
+	i := slices.Index(st.running, q)
+	st.running = slices.Delete(st.running, i, i+1)
 	q.blocks.Release(true)
-	q.computed = 0
+	q.computed, q.secured = 0, 0
 	st.waiting = insert(st.waiting, q)
 	st.Preempted = append(st.Preempted, q.id)
 	if i := st.chunk(q); i >= 0 {
@@ -356,35 +432,47 @@ func (st *step) preemptSequence(q *sequence) {
 	st.preemptions++
 }
 
-// admits reports whether waiting sequences may be admitted in this step.
-func (st *step) admits() bool { return len(st.Preempted) == 0 && !st.outOfBlocks }
+// promise is the number of blocks that an admitted sequence has yet to take of those that it
+// is sure of: for its prompt and one token more, and its quantum.
+func (s *Scheduler) promise(q *sequence) int {
+	tokens := q.secured
+	if q.tokens-q.computed > 1 {
+		tokens = max(tokens, min(q.tokens+1, q.maxTokens))
+	}
+	if tokens <= q.computed {
+		return 0
+	}
+	return q.blocks.Missing(tokens)
+}
 
-// needs are the tokens for which a sequence must find blocks to be admitted: one more than it
-// has, so that its first decode finds one, unless it has its maximum length.
-func (q *sequence) needs() int { return min(q.tokens+1, q.maxTokens) }
-
-// promised is the number of blocks that admitted prompts have yet to take.
-func (s *Scheduler) promised() (blocks int) {
+// promises is the number of blocks that are promised to running and loading sequences.
+func (s *Scheduler) promises() (blocks int) {
 	for _, list := range [...][]*sequence{s.running, s.loading} {
 		for _, q := range list {
-			if q.tokens-q.computed > 1 {
-				blocks += q.blocks.Missing(q.needs())
-			}
+			blocks += s.promise(q)
 		}
 	}
 	return blocks
 }
 
+// full reports whether as many sequences run or are loading as may.
+func (s *Scheduler) full() bool { return len(s.running)+len(s.loading) >= s.limits.Sequences }
+
 // admit moves waiting sequences to loading or running while the token budget, the limit of
-// sequences, and the blocks that are neither used nor promised allow. The first that does not
-// fit blocks those after it; one that must wait for a copy does not. Prompts that do not fit whole into the budget get a part of it
-// only where partly is set; else they are admitted without one, if one behind them fits whole.
+// sequences, and the blocks that are neither used nor promised allow, for which running ones
+// may give way. The first that does not fit blocks those after it; one that must wait for a copy
+// does not. Prompts that do not fit whole into the budget get a part of it only where partly is
+// set; else they are admitted without one, if one behind them fits whole.
 func (st *step) admit(partly bool) {
 	if len(st.waiting) == 0 || st.budget == 0 {
 		return
 	}
-	promised := st.promised()
-	for i := 0; i < len(st.waiting) && st.budget > 0 && len(st.running)+len(st.loading) < st.limits.Sequences; {
+	st.promised = st.promises()
+	for i := 0; i < len(st.waiting) && st.budget > 0; {
+		full := st.full()
+		if full && st.policy.Order != Fair {
+			return
+		}
 		q := st.waiting[i]
 		if q.waitsIn == st.plans {
 			i++
@@ -409,11 +497,17 @@ func (st *step) admit(partly bool) {
 			q.blocks.Release(true)
 			return
 		}
-		if !q.blocks.CanReserve(q.needs(), promised) || !q.blocks.Reserve(cached+n) {
+		if full || !st.fits(q) {
+			st.makeRoom(q)
+			full = st.full()
+		}
+		if full || !st.fits(q) || !q.blocks.Reserve(cached+n) {
 			q.blocks.Release(true)
 			return
 		}
-		promised += q.blocks.Missing(q.needs())
+		q.secured = st.policy.secured(q)
+		st.promised += q.blocks.Missing(st.policy.needs(q))
+		// What gave way for q is behind it.
 		copy(st.waiting[1:i+1], st.waiting[:i])
 		st.waiting = st.waiting[1:]
 		st.Admitted = append(st.Admitted, q.id)

@@ -60,18 +60,18 @@ func (a *account) endCopies(n int) {
 	a.held = a.held[n:]
 }
 
-func newAccount(t interface{ Fatal(...any) }, l Limits, blocks, blockTokens int) *account {
+func newAccount(t interface{ Fatal(...any) }, l Limits, p Policy, blocks, blockTokens int) *account {
 	m, err := kvcache.NewManager(kvcache.ManagerOptions{Blocks: blocks, BlockTokens: blockTokens})
 	if err != nil {
 		t.Fatal(err)
 	}
 	l.CacheTokens = m.Capacity()
-	return &account{Manager: m, Scheduler: New(l)}
+	return &account{Manager: m, Scheduler: New(l, p)}
 }
 
 // add adds a sequence that begins as all others of its prefix, if it has one, and of
 // which so many tokens are stored elsewhere.
-func (a *account) add(id ID, tokens, most int, prefix string, inStore int) {
+func (a *account) add(id ID, tokens, most, priority int, prefix string, inStore int) {
 	x := a.NewTable()
 	if prefix != "" {
 		k := kvcache.RootKey([]byte(prefix))
@@ -82,11 +82,11 @@ func (a *account) add(id ID, tokens, most int, prefix string, inStore int) {
 		}
 		x.Identify(keys)
 	}
-	a.Add(id, &stored{x, inStore, a}, tokens, most)
+	a.Add(id, &stored{x, inStore, a}, tokens, most, priority)
 }
 
-// TestScript runs histories: `new rows=… sequences=… blocks=… block-tokens=…`,
-// `add id=… tokens=… most=… [prefix=…] [stored=…]`, `remove id=…`, `restart id=…`
+// TestScript runs histories: `new rows=… sequences=… blocks=… block-tokens=… [policy=…]
+// [granularity=…]`, `add id=… tokens=… most=… [priority=…] [prefix=…] [stored=…]`, `remove id=…`, `restart id=…`
 // (computes all again), `loaded id=… tokens=…` and `step [times=…]`, which plans, prints
 // the plan and does as it says. Sequences of one prefix have the same tokens; stored are
 // first tokens that can be loaded, but not after `on-its-way n=1`. After `copies hold`, blocks
@@ -102,16 +102,22 @@ func TestScript(t *testing.T) {
 			d.ScanArgs(t, "sequences", &l.Sequences)
 			d.ScanArgs(t, "blocks", &blocks)
 			d.ScanArgs(t, "block-tokens", &blockTokens)
-			script = newAccount(t, l, blocks, blockTokens)
+			var policy string
+			var p Policy
+			d.MaybeScanArgs(t, "policy", &policy)
+			d.MaybeScanArgs(t, "granularity", &p.Granularity)
+			p.Order = map[string]Order{"": FCFS, "priority": ByPriority, "fair": Fair}[policy]
+			script = newAccount(t, l, p, blocks, blockTokens)
 		case "add":
-			var id, tokens, most, inStore int
+			var id, tokens, most, priority, inStore int
 			var prefix string
 			d.ScanArgs(t, "id", &id)
 			d.ScanArgs(t, "tokens", &tokens)
 			d.ScanArgs(t, "most", &most)
+			d.MaybeScanArgs(t, "priority", &priority)
 			d.MaybeScanArgs(t, "prefix", &prefix)
 			d.MaybeScanArgs(t, "stored", &inStore)
-			script.add(ID(id), tokens, most, prefix, inStore)
+			script.add(ID(id), tokens, most, priority, prefix, inStore)
 		case "on-its-way":
 			d.ScanArgs(t, "n", &script.onItsWay)
 		case "copies":
@@ -199,21 +205,25 @@ func (a *account) state() string {
 
 // TestHistories plays random histories and checks after every step what always
 // holds: rows, places and blocks are never exceeded, chunks go on where the cache
-// ends, arrival decides who is preempted, and everything that is not removed ends. Some
+// ends, the policy decides who is preempted, and everything that is not removed ends. Some
 // sequences begin alike, and of some a part is loaded, as far as loads succeed.
 func TestHistories(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		l := Limits{StepTokens: rapid.IntRange(1, 24).Draw(t, "rows"), Sequences: rapid.IntRange(1, 6).Draw(t, "sequences")}
 		blockTokens := rapid.IntRange(1, 5).Draw(t, "block tokens")
-		a := newAccount(t, l, rapid.IntRange(1, 12).Draw(t, "blocks"), blockTokens)
+		policy := Policy{Order: rapid.SampledFrom([]Order{FCFS, ByPriority, Fair}).Draw(t, "order"), Granularity: rapid.IntRange(1, 12).Draw(t, "granularity")}
+		a := newAccount(t, l, policy, rapid.IntRange(1, 12).Draw(t, "blocks"), blockTokens)
 		type model struct {
 			tokens, computed, most int
+			priority               int
 			prefix                 string
+			since                  int // tokens sampled since it was admitted
 			loading                int // tokens, of one that loads
 			admitted               bool
 		}
 		live := map[ID]*model{}
 		next := ID(0)
+		failed := false // a load: blocks that were shared are then computed again into others
 		arrive := rapid.IntRange(1, 12).Draw(t, "arrivals")
 		for step := 0; len(live) > 0 || arrive > 0; step++ {
 			if step > 5000 {
@@ -222,9 +232,9 @@ func TestHistories(t *testing.T) {
 			if arrive > 0 && rapid.Bool().Draw(t, "arrives") {
 				arrive--
 				most := rapid.IntRange(1, a.Capacity()).Draw(t, "most")
-				m := &model{tokens: rapid.IntRange(1, most).Draw(t, "tokens"), most: most, prefix: rapid.SampledFrom([]string{"", "a", "b"}).Draw(t, "prefix")}
+				m := &model{tokens: rapid.IntRange(1, most).Draw(t, "tokens"), most: most, priority: rapid.IntRange(-3, 3).Draw(t, "priority"), prefix: rapid.SampledFrom([]string{"", "a", "b"}).Draw(t, "prefix")}
 				live[next] = m
-				a.add(next, m.tokens, m.most, m.prefix, rapid.SampledFrom([]int{0, 0, 1, 2}).Draw(t, "stored blocks")*blockTokens)
+				a.add(next, m.tokens, m.most, m.priority, m.prefix, rapid.SampledFrom([]int{0, 0, 1, 2}).Draw(t, "stored blocks")*blockTokens)
 				next++
 			}
 			loading := false
@@ -233,6 +243,7 @@ func TestHistories(t *testing.T) {
 					loading = true
 					if rapid.IntRange(0, 3).Draw(t, "is loaded") == 0 {
 						m.computed = rapid.IntRange(0, m.loading/blockTokens).Draw(t, "loaded blocks") * blockTokens
+						failed = failed || m.computed < m.loading
 						m.loading, m.admitted = 0, false
 						a.Loaded(id, m.computed)
 					}
@@ -255,15 +266,20 @@ func TestHistories(t *testing.T) {
 				if live[id].loading > 0 {
 					t.Fatalf("%d was preempted while it loads", id)
 				}
-				live[id].computed, live[id].admitted = 0, false
+				q := live[id]
+				q.computed, q.admitted = 0, false
+				if policy.Order == Fair && !failed && q.since < policy.Granularity && q.tokens < q.most {
+					t.Fatalf("%d was preempted after %d tokens of its %d", id, q.since, policy.Granularity)
+				}
 				for other, m := range live {
-					if other > id && m.computed > 0 {
+					later := policy.Order == FCFS && other > id || policy.Order == ByPriority && (m.priority > q.priority || m.priority == q.priority && other > id)
+					if later && m.computed > 0 {
 						t.Fatalf("%d was preempted before %d", id, other)
 					}
 				}
 			}
 			for _, id := range p.Admitted {
-				live[id].admitted = true
+				live[id].admitted, live[id].since = true, 0
 			}
 			for _, x := range p.Loads {
 				m := live[x.ID]
@@ -285,6 +301,7 @@ func TestHistories(t *testing.T) {
 				switch {
 				case c.Sample && m.tokens < m.most:
 					m.tokens++
+					m.since++
 					a.Done(c, 1)
 				case c.Sample:
 					a.Done(c, 0)
@@ -312,7 +329,7 @@ func TestHistories(t *testing.T) {
 func prompts(t *testing.T, a *account, tokens ...int) (steps []int, preempted int64) {
 	t.Helper()
 	for i, n := range tokens {
-		a.add(ID(i), n, n+1, "", 0)
+		a.add(ID(i), n, n+1, 0, "", 0)
 	}
 	steps = make([]int, len(tokens))
 	for step := 1; a.Running()+a.Waiting() > 0; step++ {
@@ -352,7 +369,7 @@ func TestShortPromptsOvertake(t *testing.T) {
 		{"alike", []int{60, 60, 60}, []int{1, 2, 2}},
 		{"alike and long", []int{300, 300, 300}, []int{3, 6, 9}},
 	} {
-		got, _ := prompts(t, newAccount(t, limits, 1000, 4), c.tokens...)
+		got, _ := prompts(t, newAccount(t, limits, Policy{}, 1000, 4), c.tokens...)
 		if !slices.Equal(got, c.want) {
 			t.Errorf("%s: prompts of %v tokens end after %v steps, want %v", c.name, c.tokens, got, c.want)
 		}
@@ -362,12 +379,12 @@ func TestShortPromptsOvertake(t *testing.T) {
 // TestShortPromptsDoNotStarveLongOnes: while short prompts keep coming, a long one has three
 // quarters of the tokens.
 func TestShortPromptsDoNotStarveLongOnes(t *testing.T) {
-	a := newAccount(t, Limits{StepTokens: 100, Sequences: 16}, 1000, 4)
-	a.add(0, 1000, 1001, "", 0)
+	a := newAccount(t, Limits{StepTokens: 100, Sequences: 16}, Policy{}, 1000, 4)
+	a.add(0, 1000, 1001, 0, "", 0)
 	next := ID(1)
 	for step := 1; ; step++ {
 		for range 10 {
-			a.add(next, 20, 21, "", 0)
+			a.add(next, 20, 21, 0, "", 0)
 			next++
 		}
 		done := false
@@ -390,7 +407,7 @@ func TestShortPromptsDoNotStarveLongOnes(t *testing.T) {
 // TestNoAdmissionAgainstPromisedBlocks: a second long prompt waits while the first needs the
 // blocks that are still free, and so is not computed twice. Those behind it wait with it.
 func TestNoAdmissionAgainstPromisedBlocks(t *testing.T) {
-	a := newAccount(t, Limits{StepTokens: 100, Sequences: 16}, 200, 4) // 800 tokens
+	a := newAccount(t, Limits{StepTokens: 100, Sequences: 16}, Policy{}, 200, 4) // 800 tokens
 	steps, preempted := prompts(t, a, 600, 600, 20)
 	if want := []int{6, 13, 7}; preempted != 0 || !slices.Equal(steps, want) {
 		t.Errorf("prompts end after %v steps with %d preemptions, want %v and none", steps, preempted, want)
@@ -400,19 +417,19 @@ func TestNoAdmissionAgainstPromisedBlocks(t *testing.T) {
 // impatient does not wait for copies.
 type impatient struct{ *stored }
 
-func (impatient) WillReserve(int) bool { return false }
+func (impatient) WillReserve(int, int) bool { return false }
 
 // TestHeldBlocksCauseNoPreemption: where the blocks of a preempted sequence are still copied, the
 // others wait for them. Without that each sequence in turn is preempted for the same block.
 func TestHeldBlocksCauseNoPreemption(t *testing.T) {
 	for _, waits := range []bool{true, false} {
-		a := newAccount(t, Limits{StepTokens: 64, Sequences: 4}, 6, 4)
+		a := newAccount(t, Limits{StepTokens: 64, Sequences: 4}, Policy{}, 6, 4)
 		for id := range ID(3) {
 			b := &stored{a.NewTable(), 0, a}
 			if waits {
-				a.Add(id, b, 7, 20)
+				a.Add(id, b, 7, 20, 0)
 			} else {
-				a.Add(id, impatient{b}, 7, 20)
+				a.Add(id, impatient{b}, 7, 20, 0)
 			}
 		}
 		a.copies = true
