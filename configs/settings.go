@@ -76,6 +76,10 @@ type KV struct {
 	EnablePrefixCaching  bool `mapstructure:"enable-prefix-caching"`
 	// BlockSize is the number of tokens of a block.
 	BlockSize int `mapstructure:"block-size"`
+	// Offloading* and TransferConfig say which tiers keep KV blocks that leave the GPU.
+	OffloadingBackend string  `mapstructure:"kv-offloading-backend"`
+	OffloadingSize    float64 `mapstructure:"kv-offloading-size"`
+	TransferConfig    string  `mapstructure:"kv-transfer-config"`
 }
 
 // Batch says how steps run.
