@@ -111,7 +111,7 @@ func (n *Node) openNeighbors(u *setup) error {
 	if n.harvest == nil || err != nil {
 		return err
 	}
-	n.lender = &lender{harvest: n.harvest, machine: n.machine, peers: u.peerDevices(), spaces: u.peers, weight: u.settings.Harvest.Weight, deadline: times.Deadline}
+	n.lender = &lender{harvest: n.harvest, machine: n.machine, peers: u.peerDevices(), spaces: u.borrowed(), weight: u.settings.Harvest.Weight, deadline: times.Deadline}
 	dir := u.o.RuntimeDir
 	if dir == "" || dir == reclaim.None {
 		return nil

@@ -16,6 +16,7 @@ import (
 	"github.com/moeserve/moeserve/harvest"
 	"github.com/moeserve/moeserve/kernels"
 	"github.com/moeserve/moeserve/kvcache"
+	"github.com/moeserve/moeserve/kvcache/offload"
 	"github.com/moeserve/moeserve/models"
 	"github.com/moeserve/moeserve/node/checkpoint"
 	"github.com/moeserve/moeserve/node/fault"
@@ -123,6 +124,7 @@ type Node struct {
 	transfer *transfer.Engine
 	store    *experts.Store
 	kv       *kvcache.Manager
+	tiers    *offload.Tiers // nil without KV tiers
 	pipe     *pipeline.Pipeline
 	steps    stepper
 	engine   *engine.Engine
@@ -229,7 +231,7 @@ func (n *Node) assemble(ctx context.Context, u *setup, blocks int) (load time.Du
 	}
 	if n.store, err = experts.New(experts.Options{
 		Machine: n.machine, Space: d.Space, Backend: d.Backend, Transfer: n.transfer, Plan: u.needs.Plan, Log: o.Log,
-		Harvest: n.harvest, Events: experts.Tee(experts.LogEvents(o.Log), observe.ExpertEvents(o.Events)),
+		Harvest: n.lending(u), Events: experts.Tee(experts.LogEvents(o.Log), observe.ExpertEvents(o.Events)),
 	}); err != nil {
 		return 0, fault.Of(fault.ErrDevice, err)
 	}
@@ -255,6 +257,9 @@ func (n *Node) assemble(ctx context.Context, u *setup, blocks int) (load time.Du
 	if err := n.openRebalancer(ctx, u); err != nil {
 		return 0, err
 	}
+	if err := n.openKVTiers(u, pool); err != nil {
+		return 0, err
+	}
 	load = time.Since(start)
 	steps.Experts, steps.KV, steps.Trace = n.store, pool, d.Trace()
 	if n.pipe, err = pipeline.New(steps); err != nil {
@@ -272,19 +277,23 @@ func (n *Node) assemble(ctx context.Context, u *setup, blocks int) (load time.Du
 		return 0, fault.Of(fault.ErrConfig, err)
 	}
 	c, l := u.model.Config, &n.info.Limits
-	if n.engine, err = engine.New(engine.Options{
+	eo := engine.Options{
 		Pipeline: n.steps, KV: n.kv, Tokenizer: n.text.Tokenizer, MaxModelLen: l.MaxModelLen,
 		MaxNumSeqs: l.MaxSeqs, MaxNumBatchedTokens: l.MaxTokens, MaxAdjust: l.MaxAdjust,
 		Scheduling:    scheduling(u.settings.Batch),
 		PrefixCaching: u.settings.KV.EnablePrefixCaching, KeySalt: u.needs.KV.DType.String(), LongAfter: c.RoPE.LongAfter, Vocab: c.Vocab, StopIDs: c.EOS, Log: o.Log,
 		MaxQueued: o.MaxQueued, RetryTimeout: o.RetryTimeout, Listener: o.Listener, Pause: n.machine.Yield, Clock: n.machine.Now,
-	}); err != nil {
+	}
+	if n.tiers != nil {
+		eo.Offload = n.tiers
+	}
+	if n.engine, err = engine.New(eo); err != nil {
 		return 0, fault.Of(fault.ErrConfig, err)
 	}
 	n.started(n.engine.Close)
 	n.observer = observe.New(observe.Parts{
 		Model: n.info.Name, Backend: d.Backend.Name(), Machine: n.machine, Space: d.Space, Store: n.store, Transfer: n.transfer,
-		Pipeline: n.pipe, Engine: n.engine, Harvest: n.harvest, Rebalancer: n.balance, Peers: u.peerDevices(),
+		Pipeline: n.pipe, Engine: n.engine, Tiers: n.tiers, Harvest: n.harvest, Rebalancer: n.balance, Peers: u.peerDevices(),
 		Dynamic: u.needs.Plan.Dynamic, LoadTime: load,
 	})
 	return load, nil

@@ -9,6 +9,7 @@ import (
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/experts"
 	"github.com/moeserve/moeserve/harvest"
+	"github.com/moeserve/moeserve/kvcache/offload"
 	"github.com/moeserve/moeserve/node/fault"
 	"github.com/moeserve/moeserve/node/observe"
 )
@@ -24,14 +25,14 @@ const (
 
 // openHarvest starts borrowing.
 func (n *Node) openHarvest(u *setup) error {
-	if len(u.peers) == 0 {
+	if len(u.borrowed()) == 0 {
 		return nil
 	}
 	o, err := u.borrowing()
 	if err != nil {
 		return fault.Of(fault.ErrConfig, err)
 	}
-	monitor, err := u.devices.OpenMonitor(u.peers, n.copying)
+	monitor, err := u.devices.OpenMonitor(u.borrowed(), n.copying)
 	if err != nil {
 		return fault.Of(fault.ErrDevice, err)
 	}
@@ -54,7 +55,7 @@ func (n *Node) openHarvest(u *setup) error {
 // borrowing are the options of harvest by the settings.
 func (u *setup) borrowing() (o harvest.Options, err error) {
 	s := &u.settings.Harvest
-	o = harvest.Options{Machine: u.devices.Machine, Peers: u.peers, Reader: u.devices.Space}
+	o = harvest.Options{Machine: u.devices.Machine, Peers: u.borrowed(), Reader: u.devices.Space}
 	clients, err := s.ParseClients()
 	if err != nil {
 		return o, err
@@ -79,10 +80,11 @@ func (u *setup) borrowing() (o harvest.Options, err error) {
 	if err != nil {
 		return o, err
 	}
+	ofExperts, ofKV := slab, slab
 	if slab == 0 {
-		slab = slabExperts * u.footprint.ExpertBytes()
+		ofExperts, ofKV = slabExperts*u.footprint.ExpertBytes(), slabKVBlocks*u.footprint.KV().BlockBytes()
 	}
-	o.Clients = map[string]harvest.ClientOptions{experts.HarvestClient: {SlabBytes: slab}}
+	o.Clients = map[string]harvest.ClientOptions{experts.HarvestClient: {SlabBytes: ofExperts}, offload.HarvestClient: {SlabBytes: ofKV}}
 	times, err := s.ParseTimes()
 	if err != nil {
 		return o, err
@@ -151,14 +153,9 @@ func (n *Node) closeHarvest() error {
 // peerDevices are the peers that may be borrowed from.
 func (u *setup) peerDevices() []observe.Peer {
 	all := []observe.Peer{}
-	for _, p := range u.peers {
+	for _, p := range u.borrowed() {
 		info, _ := u.devices.Machine.Topology().Info(p)
-		i, _ := p.GPU()
-		l := observe.Peer{Device: p.String(), GPU: i, Name: info.Name, UUID: info.UUID}
-		if u.devices.Real() {
-			l.GPU = u.devices.GPUs[i]
-		}
-		all = append(all, l)
+		all = append(all, observe.Peer{Device: p.String(), GPU: u.gpuNumber(p), Name: info.Name, UUID: info.UUID})
 	}
 	return all
 }

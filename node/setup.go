@@ -8,6 +8,7 @@ import (
 	"github.com/moeserve/moeserve/configs"
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/experts"
+	"github.com/moeserve/moeserve/kvcache/offload"
 	"github.com/moeserve/moeserve/models"
 	"github.com/moeserve/moeserve/node/checkpoint"
 	"github.com/moeserve/moeserve/node/devices"
@@ -27,11 +28,13 @@ type setup struct {
 	settings  configs.Settings
 	model     *checkpoint.Model
 	devices   *devices.Devices
-	peers     []device.Space // that may be borrowed from; none where nothing is offloaded
+	peers     []device.Space // that experts may borrow from; none where nothing is offloaded
 	allPeers  []device.Space // the same, also where nothing is offloaded
+	kvPeers   []device.Space // that KV blocks may borrow from
 	layout    *models.Layout
 	footprint *sizing.Footprint
 	full      *sizing.Footprint // the same, with the full context that the settings allow
+	kvTiers   offload.Config
 	planned   *planning.Planned // nil without a policy
 	needs     *sizing.Needs     // nil before size
 	others    *playback         // nil without a trace, and before borrowable
@@ -53,9 +56,12 @@ func newSetup(o *Options, model *checkpoint.Model) (_ *setup, err error) {
 		}
 	}
 	u := &setup{o: o, settings: o.Settings, model: model}
+	if u.kvTiers, err = kvTiers(s); err != nil {
+		return nil, fault.Of(fault.ErrConfig, err)
+	}
 	if u.devices, err = devices.Open(devices.Options{
 		Settings: s.Device, Kernels: s.Kernels, Weights: model.Config.DType, Trace: s.Output.Trace, Log: o.Log,
-		Peers:       borrows(&s.Offload) || s.Plan.Policy != configs.NoPolicy && s.Offload.Tier != configs.HostTier,
+		Peers:       borrows(&s.Offload) || s.Plan.Policy != configs.NoPolicy && s.Offload.Tier != configs.HostTier || u.kvTiers.GPUBlocks > 0,
 		Emulate:     s.Harvest.AvailabilityTrace != "",
 		OpenMachine: o.OpenMachine, OpenBackend: o.OpenBackend,
 	}); err != nil {
@@ -76,9 +82,17 @@ func newSetup(o *Options, model *checkpoint.Model) (_ *setup, err error) {
 	if err != nil {
 		return nil, fault.Of(fault.ErrDevice, err)
 	}
+	if _, err := u.kvTiers.HostBytes(s.KV.BlockSize, 1); err != nil {
+		return nil, fault.Of(fault.ErrConfig, fmt.Errorf("--kv-transfer-config: %w", err))
+	}
+	hostKV := func(blockBytes int64) int64 {
+		n, _ := u.kvTiers.HostBytes(s.KV.BlockSize, blockBytes) // checked above
+		return n
+	}
 	u.footprint, err = sizing.New(sizing.Options{
 		Config: model.Config, Layout: u.layout, Types: u.devices.Backend, MaxModelLen: s.KV.MaxModelLen, BlockTokens: s.KV.BlockSize, CacheLayers: o.CacheLayers,
 		Dynamic: s.Offload.DynamicResidency, HostLogits: o.HostLogits, Clears: len(u.peers) > 0, Kernels: usage.Allocated,
+		ClearsKV: len(u.kvPeers) > 0, HostKV: hostKV,
 	})
 	u.full = u.footprint
 	return u, fault.Of(fault.ErrConfig, err)
@@ -94,8 +108,16 @@ func (u *setup) choosePeers() error {
 	}
 	// The named peers must exist, whether or not they are used.
 	peers, err := u.devices.Peers(c)
-	if err != nil || offload.Tier == configs.HostTier {
+	if err != nil {
 		return err
+	}
+	if u.kvTiers.GPUBlocks > 0 {
+		if err := u.chooseKVPeers(peers); err != nil {
+			return err
+		}
+	}
+	if offload.Tier == configs.HostTier {
+		return nil
 	}
 	if borrows(offload) && offload.Tier == configs.PeerTier && len(peers) == 0 {
 		if u.devices.Real() {
@@ -320,11 +342,11 @@ func (u *setup) together() error {
 // need: all emulated memory is this machine's. The rest counts as used by other processes.
 func (u *setup) shareMemory(fit sizing.KVFit) error {
 	have, ok := u.devices.Shared()
-	if !ok || u.devices.Limiter == nil || len(u.peers) == 0 {
+	if !ok || u.devices.Limiter == nil || len(u.borrowed()) == 0 {
 		return nil
 	}
-	left := u.needs.Left(have, fit, len(u.peers))
-	for _, p := range u.peers {
+	left := u.needs.Left(have, fit, len(u.borrowed()))
+	for _, p := range u.borrowed() {
 		usage, err := u.devices.Machine.Usage(p)
 		if err != nil {
 			return err

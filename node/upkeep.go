@@ -24,7 +24,7 @@ import (
 // --offload-tier=peer it promotes all offloaded experts to peers first.
 func (n *Node) openRebalancer(ctx context.Context, u *setup) error {
 	plan := &u.needs.Plan
-	if n.harvest == nil && !plan.Dynamic {
+	if n.lending(u) == nil && !plan.Dynamic {
 		return nil
 	}
 	limit, err := u.settings.Harvest.ParseMigrationLimit()
@@ -32,7 +32,7 @@ func (n *Node) openRebalancer(ctx context.Context, u *setup) error {
 		return fault.Of(fault.ErrConfig, err)
 	}
 	n.balance, err = rebalancer.New(rebalancer.Options{
-		Store: n.store, Harvest: n.harvest, Clock: n.machine, Log: n.log,
+		Store: n.store, Harvest: n.lending(u), Clock: n.machine, Log: n.log,
 		Core: rebalancer.CoreOptions{MigrationLimit: limit},
 	})
 	if err != nil {

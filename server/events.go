@@ -162,3 +162,16 @@ func (s *Server) residency(w *response, _ *http.Request) error {
 	w.json(http.StatusOK, m.Residency())
 	return nil
 }
+
+// kv writes where KV blocks are.
+func (s *Server) kv(w *response, _ *http.Request) error {
+	m, err := s.current()
+	if err != nil {
+		return err
+	}
+	if m.KV == nil {
+		return &Error{Status: http.StatusNotFound, Type: invalidRequest, Code: "unknown_url", Message: "This server has no account of KV blocks."}
+	}
+	w.json(http.StatusOK, m.KV())
+	return nil
+}

@@ -69,6 +69,8 @@ type Model struct {
 	// Residency returns where every expert is, as a value with a JSON form; it is safe for
 	// concurrent use. nil: not available.
 	Residency func() any
+	// KV returns where KV blocks are, likewise.
+	KV func() any
 	// Harvest serves requests of other processes for borrowed memory, on the admin address; nil:
 	// nothing is borrowed.
 	Harvest http.Handler
@@ -216,6 +218,7 @@ func New(o Options) *Server {
 		"/version":             get(route{handle: s.version, open: true}),
 		"/metrics":             get(route{handle: s.metrics, open: true}),
 		"/debug/residency":     get(route{handle: s.residency}),
+		"/debug/kv":            get(route{handle: s.kv}),
 		"/debug/events":        {http.MethodGet: route{handle: s.events}},
 	}
 	s.addAdmin()

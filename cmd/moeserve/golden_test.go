@@ -109,13 +109,15 @@ func TestResultsAreReported(t *testing.T) {
 // What others read of a server: the metrics' names, help and labels, and the fields of
 // /debug/residency.
 func TestServerIsReported(t *testing.T) {
-	p := startServe(t, "--emulate", "hbm=256MiB", "--offload-fraction", "0.5", "--offload-tier", "peer")
+	p := startServe(t, "--emulate", "hbm=256MiB", "--offload-fraction", "0.5", "--offload-tier", "peer",
+		"--kv-transfer-config", `{"kv_connector_extra_config": {"num_gpu_blocks": 64, "num_cpu_blocks": 64}}`)
 	for range 3 {
 		if answer, err := io.ReadAll(p.post(t, "/v1/completions", `{"prompt": "sort: t h e m o e =", "temperature": 0}`).Body); err != nil || !strings.Contains(string(answer), "e e h m o t") {
 			t.Fatalf("%v: %s", err, answer)
 		}
 	}
 	golden(t, "residency.json.txt", shape(t, p.get(t, "/debug/residency")))
+	golden(t, "kv.json.txt", shape(t, p.get(t, "/debug/kv")))
 	var metrics strings.Builder
 	for line := range strings.Lines(p.get(t, "/metrics")) {
 		// Those of the runtime are other people's.

@@ -90,6 +90,7 @@ var endpoints = map[string]string{
 	"/version":             "GET: version of this server; needs no key",
 	"/metrics":             "GET: [metrics](metrics.md) for Prometheus; needs no key",
 	"/debug/residency":     "GET: where every expert is ([fields](json.md#debugresidency))",
+	"/debug/kv":            "GET: where KV blocks are ([fields](json.md#debugresidency), those of `kv`)",
 	"/debug/events":        "GET: changes of that, as server-sent events ([fields](json.md#debugevents))",
 	"/harvest/reclaim":     "POST: releases borrowed memory of a GPU; only on `--admin-address` ([peers](../guide/peers.md#a-process-that-needs-more))",
 	"/reset_prefix_cache":  "POST: drops the cached prefixes that no running request uses, with `?reset_external=true` those of other tiers, too (vLLM); only on `--admin-address`",

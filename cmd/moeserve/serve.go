@@ -26,7 +26,8 @@ func newServe(s *streams) *cobra.Command {
 		Short: "Serve the OpenAI API",
 		Long: `Serve the OpenAI API: /v1/completions, /v1/chat/completions and /v1/models; beside
 them /tokenize, /detokenize, /health, /ping, /load, /version and /metrics, and for
-operators /debug/residency (where every expert is) and /debug/events.
+operators /debug/residency (where every expert is), /debug/kv (where KV
+blocks are) and /debug/events.
 
 MODEL is the directory of a checkpoint, a preset, or built-in: a small model inside
 this binary, which is also the default. The server listens from the start;
@@ -224,6 +225,7 @@ func model(names []string, defaults *sampling, n *node.Node) *server.Model {
 		Defaults: defaults.params, ChatTokens: defaults.maxTokens, Created: time.Now(),
 		Collectors: n.Observe().Collectors(),
 		Residency:  func() any { return n.Observe().Residency() },
+		KV:         func() any { return n.Observe().KV() },
 	}
 	if l := n.Lender(); l != nil {
 		m.Harvest = reclaim.Handler(l)

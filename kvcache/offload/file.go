@@ -56,6 +56,11 @@ type fileMemory struct {
 	points        points
 }
 
+// fileStagingBytes is the pinned memory of all staging buffers, for blocks of so many bytes.
+func fileStagingBytes(block int64) int64 {
+	return 2 * fileStreams * max(1, stagingBytes/block) * block
+}
+
 // buffer is a part of the staging memory.
 type buffer struct {
 	at int64
@@ -99,7 +104,7 @@ func (f *fileMemory) open() error {
 	f.perBuffer = int(max(1, stagingBytes/f.env.BlockBytes))
 	size := int64(f.perBuffer) * f.env.BlockBytes
 	var err error
-	if f.staging, err = f.env.Machine.Alloc(device.Host, 2*fileStreams*size, "kv file staging"); err != nil {
+	if f.staging, err = f.env.Machine.Alloc(device.Host, fileStagingBytes(f.env.BlockBytes), "kv file staging"); err != nil {
 		return fmt.Errorf("staging buffers: %w", err)
 	}
 	for i := range 2 * fileStreams {

@@ -8,6 +8,7 @@ import (
 	"github.com/moeserve/moeserve/engine"
 	"github.com/moeserve/moeserve/experts"
 	"github.com/moeserve/moeserve/harvest"
+	"github.com/moeserve/moeserve/kvcache/offload"
 	"github.com/moeserve/moeserve/metrics"
 	"github.com/moeserve/moeserve/pipeline"
 	"github.com/moeserve/moeserve/rebalancer"
@@ -25,6 +26,7 @@ type Parts struct {
 	Transfer       *transfer.Engine
 	Pipeline       *pipeline.Pipeline
 	Engine         *engine.Engine
+	Tiers          *offload.Tiers         // nil without KV tiers
 	Harvest        *harvest.Runtime       // nil without peers
 	Rebalancer     *rebalancer.Rebalancer // nil where nothing can move
 	// Peers are the peers that may be borrowed from.
@@ -99,6 +101,7 @@ func (o *Observer) Collectors() []metrics.Collector {
 		}},
 		collector[Pipeline]{o.Pipeline},
 		collector[Harvest]{o.Harvest},
+		collector[KVTiers]{o.KVTiers},
 	}
 }
 

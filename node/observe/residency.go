@@ -25,11 +25,29 @@ type Residency struct {
 	Harvest *harvest.State `json:"harvest"`
 	// Rebalancer has its counts; nil where nothing can move.
 	Rebalancer *rebalancer.Counts `json:"rebalancer"`
+	// KV is the GPU's KV cache and the tiers below it.
+	KV KVResidency `json:"kv"`
+}
+
+// KVResidency is where KV blocks are.
+type KVResidency struct {
+	// UsedBlocks of Blocks of the GPU's KV cache, of BlockTokens tokens each, are used by
+	// sequences.
+	UsedBlocks  int `json:"used_blocks"`
+	Blocks      int `json:"blocks"`
+	BlockTokens int `json:"block_tokens"`
+	KVTiers
+}
+
+// KV takes stock of KV blocks. It may be called while requests run.
+func (o *Observer) KV() KVResidency {
+	s := o.p.Engine.State()
+	return KVResidency{UsedBlocks: s.KVUsedBlocks, Blocks: s.KVBlocks, BlockTokens: s.BlockTokens, KVTiers: o.KVTiers()}
 }
 
 // Residency takes stock. It may be called while requests run.
 func (o *Observer) Residency() Residency {
-	r := Residency{Experts: o.p.Store.Snapshot(), Peers: o.p.Peers}
+	r := Residency{Experts: o.p.Store.Snapshot(), Peers: o.p.Peers, KV: o.KV()}
 	if o.p.Harvest != nil {
 		s := o.p.Harvest.State()
 		r.Harvest = &s

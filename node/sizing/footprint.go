@@ -44,6 +44,11 @@ type Options struct {
 	Clears bool
 	// Kernels is the GPU memory that the backend has allocated itself, in bytes.
 	Kernels int64
+	// HostKV is the pinned host memory of KV tiers, by the size of a KV block in bytes.
+	// Default: none.
+	HostKV func(blockBytes int64) int64
+	// ClearsKV: KV blocks have copies in peers' memory, which is scrubbed before release.
+	ClearsKV bool
 }
 
 // Footprint computes the memory of an engine. It is immutable.
@@ -149,7 +154,7 @@ func (f *Footprint) stepBytes(l forward.Limits, b configs.Batch) (activations, m
 // scrubBuffer is the pinned memory of zeros that borrowed memory is scrubbed with, for a
 // number of offloaded experts.
 func (f *Footprint) scrubBuffer(offloaded int) int64 {
-	if !f.o.Clears || offloaded == 0 {
+	if !f.o.ClearsKV && (!f.o.Clears || offloaded == 0) {
 		return 0
 	}
 	return harvest.Options{}.EnsureDefaults().ScrubBytes
@@ -176,7 +181,16 @@ func (f *Footprint) Parts(p *experts.Plan, l forward.Limits, b configs.Batch) (g
 		{Name: "scrub buffer", Bytes: f.scrubBuffer(p.OffloadedExperts)},
 		{Name: "per-step metadata buffers", Bytes: metadata + results},
 		{Name: "CPU attention staging buffer", Bytes: attention},
+		{Name: "offloaded KV blocks", Bytes: f.hostKV()},
 	}
+}
+
+// hostKV is the pinned host memory of KV blocks that the GPU has no room for, in bytes.
+func (f *Footprint) hostKV() int64 {
+	if f.o.HostKV == nil {
+		return 0
+	}
+	return f.o.HostKV(f.KV().BlockBytes())
 }
 
 // Sizes are the parts of any policy for the planner, with experts spread evenly over
@@ -225,7 +239,7 @@ func (f *Footprint) Sizes(fixed configs.Batch) (planner.Sizes, error) {
 			return activations + metadata, metadata + results + attention
 		},
 		GPUFixed:  device.Align(none.TableBytes) + f.o.Kernels,
-		HostFixed: device.Align(none.UploadBytes) + checkpoint.UploadBytes,
+		HostFixed: device.Align(none.UploadBytes) + checkpoint.UploadBytes + f.hostKV(),
 	}, nil
 }
 

@@ -1,0 +1,111 @@
+package node
+
+import (
+	"fmt"
+	"slices"
+
+	"github.com/moeserve/moeserve/configs"
+	"github.com/moeserve/moeserve/device"
+	"github.com/moeserve/moeserve/harvest"
+	"github.com/moeserve/moeserve/kvcache"
+	"github.com/moeserve/moeserve/kvcache/offload"
+	"github.com/moeserve/moeserve/node/fault"
+)
+
+// slabKVBlocks is the number of KV blocks of a slab where no size is set.
+const slabKVBlocks = 16
+
+// kvTiers is the configuration of KV tiers by the settings.
+func kvTiers(s *configs.Settings) (c offload.Config, err error) {
+	if s.KV.TransferConfig != "" {
+		if c, err = offload.ParseTransferConfig([]byte(s.KV.TransferConfig)); err != nil {
+			return c, err
+		}
+	}
+	c.CPUBytes = int64(s.KV.OffloadingSize * (1 << 30))
+	if !c.Enabled() {
+		return c, nil
+	}
+	if s.Batch.Attention == configs.OnCPU {
+		return c, fmt.Errorf("--attention cpu keeps the whole KV cache in host memory; leave out --kv-offloading-size and --kv-transfer-config, or use --attention gpu")
+	}
+	return c, c.EnsureDefaults().Validate()
+}
+
+// chooseKVPeers finds the peers that may hold KV blocks, among those that can be borrowed from,
+// and has the configuration name them as the machine does.
+func (u *setup) chooseKVPeers(peers []device.Space) error {
+	if len(peers) == 0 {
+		return fmt.Errorf("--kv-transfer-config sets num_gpu_blocks, and there are no peers; name GPUs whose memory may be borrowed, as --peers 1")
+	}
+	u.kvPeers = peers
+	if len(u.kvTiers.DestGPUs) == 0 {
+		return nil
+	}
+	u.kvPeers = nil
+	c := &u.kvTiers
+	c.DestGPUs = slices.Clone(c.DestGPUs)
+	for i, named := range c.DestGPUs {
+		at := slices.IndexFunc(peers, func(p device.Space) bool { return u.gpuNumber(p) == named })
+		if at < 0 {
+			var have []int
+			for _, p := range peers {
+				have = append(have, u.gpuNumber(p))
+			}
+			return fmt.Errorf("--kv-transfer-config: dest_gpu_id is %d, and the peers are %v; choose one of these, or name it by --peers", named, have)
+		}
+		c.DestGPUs[i], _ = peers[at].GPU()
+		u.kvPeers = append(u.kvPeers, peers[at])
+	}
+	return nil
+}
+
+// gpuNumber is the number of a GPU as users name it.
+func (u *setup) gpuNumber(p device.Space) int {
+	i, _ := p.GPU()
+	if u.devices.Real() {
+		return u.devices.GPUs[i]
+	}
+	return i
+}
+
+// borrowed are the peers that experts or KV blocks may borrow from.
+func (u *setup) borrowed() []device.Space {
+	if len(u.peers) > 0 {
+		return u.peers // all there are
+	}
+	return u.kvPeers
+}
+
+// lending is the runtime that experts borrow from; nil: they do not.
+func (n *Node) lending(u *setup) *harvest.Runtime {
+	if len(u.peers) == 0 {
+		return nil
+	}
+	return n.harvest
+}
+
+// openKVTiers opens the tiers of KV blocks, if there are any.
+func (n *Node) openKVTiers(u *setup, pool *kvcache.Pool) error {
+	if !u.kvTiers.Enabled() {
+		return nil
+	}
+	o := offload.Options{
+		Machine: n.machine, Space: u.kvSpace(), Pool: pool, Blocks: n.kv, Transfer: n.transfer, Config: u.kvTiers, Log: n.log,
+	}
+	if len(u.kvPeers) > 0 {
+		o.Harvest = n.harvest
+	}
+	var err error
+	if n.tiers, err = offload.New(o); err != nil {
+		return fault.Of(fault.ErrConfig, err)
+	}
+	n.started(n.tiers.Close)
+	if o.Harvest != nil {
+		n.started(n.closeHarvest) // before the tiers, which are notified of every revocation
+	}
+	for _, t := range n.tiers.Stats() {
+		n.log.Info("KV tier opened", "medium", t.Medium, "blocks", t.Capacity, "block_bytes", t.BlockBytes)
+	}
+	return nil
+}
