@@ -106,27 +106,24 @@ func TestLine(t *testing.T) {
 // TestLoadRate: rates are those of the times during which loads were under way.
 func TestLoadRate(t *testing.T) {
 	var c levelCounts
-	job := func(mb int64) *Job {
-		j := &Job{Blocks: []Block{{Pieces: make([]Piece, 1)}}}
-		j.Blocks[0].Pieces[0].GPU.Bytes = mb << 20
-		return j
-	}
 	at := func(ms int64) time.Duration { return time.Duration(ms) * time.Millisecond }
-	a, b := job(10), job(30)
+	load := func(bytes, ended int64) *running {
+		r := &running{job: &Job{Blocks: []Block{{Pieces: make([]Piece, 1)}}}, ended: at(ended)}
+		r.job.Blocks[0].Pieces[0].GPU.Bytes = bytes
+		return r
+	}
 	c.loading(10<<20, at(100))
 	c.loading(30<<20, at(105))
-	c.loaded(a, []int{0}, at(120))
+	c.loaded(load(10<<20, 120), []int{0})
 	if c.rate.bytesPerSecond() != 0 {
 		t.Error("measured while loads are under way")
 	}
-	c.loaded(b, []int{0}, at(140))
+	c.loaded(load(30<<20, 140), []int{0})
 	if got, want := c.rate.bytesPerSecond(), float64(40<<20)/0.04; math.Abs(got-want) > 1 {
 		t.Errorf("%g bytes per second, want %g", got, want)
 	}
-	small := job(0)
-	small.Blocks[0].Pieces[0].GPU.Bytes = 100
 	c.loading(100, at(200))
-	c.loaded(small, []int{0}, at(300))
+	c.loaded(load(100, 300), []int{0})
 	if got, want := c.rate.bytesPerSecond(), float64(40<<20)/0.04; math.Abs(got-want) > 1 {
 		t.Errorf("%g bytes per second after a small load, want %g", got, want)
 	}

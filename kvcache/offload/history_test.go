@@ -61,8 +61,13 @@ func TestHistories(t *testing.T) {
 		}
 		o.config = c
 		o.patience = rapid.SampledFrom([]time.Duration{time.Nanosecond, 20 * time.Millisecond}).Draw(rt, "patience")
+		o.wall = rapid.SampledFrom([]bool{false, false, false, true}).Draw(rt, "wall clock")
+		schedule := emulated.Eager
+		if !o.wall {
+			schedule = emulated.Schedule(rapid.IntRange(0, 2).Draw(rt, "schedule"))
+		}
 		o.machine = emulated.Options{
-			Schedule: emulated.Schedule(rapid.IntRange(0, 2).Draw(rt, "schedule")), Seed: rapid.Uint64Range(1, 1<<20).Draw(rt, "seed"),
+			LikeCUDA: rapid.Bool().Draw(rt, "like CUDA"), Schedule: schedule, Seed: rapid.Uint64Range(1, 1<<20).Draw(rt, "seed"),
 			HostLink: emulated.Link{BytesPerSecond: 1e6}, PeerLink: emulated.Link{BytesPerSecond: 1e7},
 			FenceStart: rapid.SampledFrom([]uint32{0, 1<<32 - 20}).Draw(rt, "fence start"),
 		}

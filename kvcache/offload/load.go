@@ -142,12 +142,11 @@ func (t *Tiers) startPart(l *load, level *level, of []wanted, from int) (refused
 		job.Blocks = append(job.Blocks, b)
 		p.blocks = append(p.blocks, w.blocks)
 	}
-	refused = t.start(route{level.Name, GPU}, job, p)
+	run, refused := t.start(route{level.Name, GPU}, job, p)
 	t.completeLoad(level, account, refused, false)
-	p.account.IDs, p.blocks = without(p.account.IDs, refused), without(p.blocks, refused)
-	if len(p.blocks) > 0 {
+	if run != nil {
 		l.left++
-		level.counts.loading(job.bytes(), t.o.Machine.Now())
+		level.counts.loading(run.bytes(), t.o.Machine.Now())
 	}
 	return refused
 }
@@ -168,36 +167,17 @@ func (t *Tiers) completeLoad(level *level, account tier.Load, blocks []int, ok b
 	}
 }
 
-// without is the list without the elements at these places.
-func without[T any](list []T, places []int) []T {
-	if len(places) == 0 {
-		return list
-	}
-	var left []T
-	for i, x := range list {
-		if !slices.Contains(places, i) {
-			left = append(left, x)
-		}
-	}
-	return left
-}
-
 // finish implements owner.
 func (p *loadPart) finish(t *Tiers, run *running) {
 	arrived, err := run.transfer.Result()
 	level, l := p.level, p.load
-	var good, bad []int
-	for i, ok := range arrived {
-		if !ok {
-			bad = append(bad, i)
-			continue
-		}
-		good = append(good, i)
+	good, bad := run.blocks(arrived)
+	for _, i := range good {
 		for _, n := range p.blocks[i] {
 			l.arrived[n] = true
 		}
 	}
-	level.counts.loaded(run.job, good, run.ended)
+	level.counts.loaded(run, good)
 	level.counts.failedLoads += int64(len(bad))
 	t.completeLoad(level, p.account, good, true)
 	t.completeLoad(level, p.account, bad, false)

@@ -51,9 +51,9 @@ type Memory interface {
 
 // Handler starts the transfers from one medium to another: one of them is the GPU.
 type Handler interface {
-	// Start starts to copy the blocks of a job and returns at once. Those that it refuses, in
-	// ascending order, are removed from the job by the caller; the error is why. Where it
-	// refuses all, there is no Transfer.
+	// Start starts to copy the blocks of a job and returns at once. Those that it refuses, by
+	// their index and in ascending order, are not copied; the error is why. Where it refuses
+	// all, there is no Transfer. The job is not changed any more.
 	Start(job *Job) (t Transfer, refused []int, err error)
 }
 
@@ -62,8 +62,8 @@ type Transfer interface {
 	// Ends are fence values that are all reached, and never fail, when the transfer has ended:
 	// nothing of it reads or writes memory any more.
 	Ends() []device.Point
-	// Result says, once it has ended, which of the job's blocks, without those refused, have
-	// arrived; the error is why others have not. It is called once.
+	// Result says, once it has ended, which of the job's blocks have arrived; the error is why
+	// others have not. What it says of those refused does not matter. It is called once.
 	Result() (arrived []bool, err error)
 	// RaisePriority raises the priority of what has not started.
 	RaisePriority(p transfer.Priority)

@@ -268,7 +268,6 @@ func (h peerLoad) start(job *Job, reads []*read, refused []int) (Transfer, []int
 	if len(t.reads) == 0 {
 		return nil, refused, errors.Join(errs...)
 	}
-	t.renumber(refused)
 	return t, refused, errors.Join(errs...)
 }
 
@@ -301,16 +300,6 @@ type loadTransfer struct {
 	tickets
 	job   *Job
 	reads []*read
-}
-
-// renumber has the blocks of the reads count as in the job without those refused.
-func (t *loadTransfer) renumber(refused []int) {
-	for _, r := range t.reads {
-		for i, n := range r.blocks {
-			before, _ := slices.BinarySearch(refused, n)
-			r.blocks[i] = n - before
-		}
-	}
 }
 
 // Result implements Transfer. Copies that could not be read are removed, and count as a

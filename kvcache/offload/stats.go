@@ -71,10 +71,10 @@ func (l *level) rate() float64 {
 }
 
 // stored counts a store that has ended, with the blocks that have arrived.
-func (c *levelCounts) stored(job *Job, blocks []int) {
-	c.storingBytes -= job.bytes()
+func (c *levelCounts) stored(run *running, blocks []int) {
+	c.storingBytes -= run.bytes()
 	for _, i := range blocks {
-		c.storedBytes += job.Blocks[i].bytes()
+		c.storedBytes += run.job.Blocks[i].bytes()
 	}
 }
 
@@ -87,14 +87,14 @@ func (c *levelCounts) loading(bytes int64, now time.Duration) {
 }
 
 // loaded counts a load that has ended, with the blocks that have arrived.
-func (c *levelCounts) loaded(job *Job, blocks []int, now time.Duration) {
+func (c *levelCounts) loaded(run *running, blocks []int) {
 	for _, i := range blocks {
-		n := job.Blocks[i].bytes()
+		n := run.job.Blocks[i].bytes()
 		c.loadedBytes += n
 		c.rate.bytes += n
 	}
-	c.loadingBytes -= job.bytes()
-	c.rate.ended(now, c.loadingBytes == 0)
+	c.loadingBytes -= run.bytes()
+	c.rate.ended(run.ended, c.loadingBytes == 0)
 }
 
 // loadRate measures the rate of loads over the times during which any was under way.

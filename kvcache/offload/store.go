@@ -12,7 +12,7 @@ import (
 type store struct {
 	level   *level
 	account tier.Store
-	// blocks of the GPU that are held, by block of the account.
+	// blocks of the GPU that are held, by block of the account; none for those refused.
 	blocks [][]int32
 	// hurried: a sequence waits for it.
 	hurried bool
@@ -60,7 +60,7 @@ func (t *Tiers) Store(keys []kvcache.Key, from int, src []int32, why Cause) {
 
 // storeIn starts to store blocks in one tier and returns those that it refuses. mu is held.
 func (t *Tiers) storeIn(level *level, all []offered, why Cause) (refused []offered) {
-	room := max(0, t.o.StoreLimit-t.storing) / t.factor
+	room := max(0, t.o.StoreLimit-level.storing) / t.factor
 	var account tier.Store
 	n, ok := t.fitting(level, all, room), false
 	for ; n > 0; n /= 2 {
@@ -103,20 +103,20 @@ func (t *Tiers) storeIn(level *level, all []offered, why Cause) (refused []offer
 		job.Blocks = append(job.Blocks, b)
 		s.blocks = append(s.blocks, slices.Clone(byKey[k]))
 	}
-	places := t.start(route{GPU, level.Name}, job, s)
+	run, places := t.start(route{GPU, level.Name}, job, s)
 	t.completeStore(level, account, places, false)
 	for _, i := range places {
 		refused = append(refused, offered{account.Keys[i], byKey[account.Keys[i]]})
+		s.blocks[i] = nil
 	}
 	level.counts.refused += int64(len(places))
-	s.account.Keys, s.account.IDs, s.blocks = without(s.account.Keys, places), without(s.account.IDs, places), without(s.blocks, places)
-	if len(s.blocks) == 0 {
+	if run == nil {
 		return refused
 	}
-	level.counts.storingBytes += job.bytes()
+	level.counts.storingBytes += run.bytes()
 	for _, blocks := range s.blocks {
 		t.o.Blocks.Hold(blocks)
-		t.storing += len(blocks)
+		level.storing += len(blocks)
 	}
 	return refused
 }
@@ -156,22 +156,15 @@ func (t *Tiers) completeStore(level *level, account tier.Store, blocks []int, ok
 func (s *store) finish(t *Tiers, run *running) {
 	arrived, err := run.transfer.Result()
 	t.drop() // what was lost meanwhile is not stored
-	var good, bad []int
-	for i, ok := range arrived {
-		if ok {
-			good = append(good, i)
-		} else {
-			bad = append(bad, i)
-		}
-	}
+	good, bad := run.blocks(arrived)
 	level := s.level
-	level.counts.stored(run.job, good)
+	level.counts.stored(run, good)
 	level.counts.failedStores += int64(len(bad))
 	t.completeStore(level, s.account, good, true)
 	t.completeStore(level, s.account, bad, false)
 	for _, blocks := range s.blocks {
 		t.o.Blocks.Unhold(blocks)
-		t.storing -= len(blocks)
+		level.storing -= len(blocks)
 	}
 	if err != nil {
 		t.o.Log.Warn("kv blocks not stored", "in", level.Name, "blocks", len(bad), "err", err)

@@ -65,8 +65,9 @@ type Options struct {
 	// Patience is the time after which a load is raised to the priority of prefetches, and
 	// after four times of which to that of on-demand fetches. Default: 100 ms.
 	Patience time.Duration
-	// StoreLimit is the number of the GPU's blocks that stores hold at a time; what is offered
-	// beyond is not stored. Default: a quarter of the pool, at least one tier block.
+	// StoreLimit is the number of the GPU's blocks that the stores of one tier hold at a time;
+	// what is offered beyond is not stored there. Default: a quarter of the pool, at least one
+	// tier block.
 	StoreLimit int
 	// Log of failed transfers. Default: discarded.
 	Log *slog.Logger
@@ -131,8 +132,6 @@ type Tiers struct {
 	loads   []*load
 	loading map[kvcache.Key]int
 	jobs    map[*running]owner
-	// storing is the number of the GPU's blocks that stores hold.
-	storing int
 	closed  bool
 }
 
@@ -147,7 +146,9 @@ type level struct {
 	account *tier.Manager
 	// backed: what is stored here is stored in the next tier, too.
 	backed bool
-	counts levelCounts
+	// storing is the number of the GPU's blocks that stores hold.
+	storing int
+	counts  levelCounts
 }
 
 // New opens the tiers that the configuration asks for.
@@ -348,7 +349,7 @@ func (t *Tiers) collect() {
 }
 
 // start starts a job of a level. mu is held.
-func (t *Tiers) start(r route, job *Job, o owner) (refused []int) {
+func (t *Tiers) start(r route, job *Job, o owner) (run *running, refused []int) {
 	job.After = t.behind
 	run, refused, err := t.worker.start(r, job)
 	if run != nil {
@@ -357,7 +358,7 @@ func (t *Tiers) start(r route, job *Job, o owner) (refused []int) {
 	if err != nil && !errors.Is(err, harvest.ErrNoCapacity) {
 		t.o.Log.Warn("kv transfer not started", "from", r.from, "to", r.to, "blocks", len(refused), "err", err)
 	}
-	return refused
+	return run, refused
 }
 
 // Reset drops the content of all tiers. Loads under way end as usual.

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"sync"
 	"time"
 
@@ -34,8 +35,33 @@ type worker struct {
 type running struct {
 	job      *Job
 	transfer Transfer      // nil: nothing was started
+	refused  []int         // blocks of the job, in ascending order
 	ended    time.Duration // when
 	ends     int           // points that are not reached; guarded by worker.mu
+}
+
+// blocks divides the job's blocks, without those refused, into those that have arrived and
+// the others.
+func (r *running) blocks(arrived []bool) (good, bad []int) {
+	for i := range r.job.Blocks {
+		switch _, refused := slices.BinarySearch(r.refused, i); {
+		case refused:
+		case arrived[i]:
+			good = append(good, i)
+		default:
+			bad = append(bad, i)
+		}
+	}
+	return good, bad
+}
+
+// bytes of the blocks that were not refused.
+func (r *running) bytes() int64 {
+	n := r.job.bytes()
+	for _, i := range r.refused {
+		n -= r.job.Blocks[i].bytes()
+	}
+	return n
 }
 
 func newWorker(m device.Machine) (*worker, error) {
@@ -54,8 +80,7 @@ func newWorker(m device.Machine) (*worker, error) {
 	return &worker{machine: m, watcher: w, handlers: map[route]Handler{}, fence: f, last: f.Value()}, nil
 }
 
-// start starts a job. Refused blocks are removed from it; with none left there is no running
-// job.
+// start starts a job. If all of its blocks are refused there is no running one.
 func (w *worker) start(r route, job *Job) (run *running, refused []int, err error) {
 	h := w.handlers[r]
 	if h == nil {
@@ -65,8 +90,7 @@ func (w *worker) start(r route, job *Job) (run *running, refused []int, err erro
 	if t == nil {
 		return nil, allOf(job), err
 	}
-	job.Blocks = without(job.Blocks, refused)
-	run = &running{job: job, transfer: t}
+	run = &running{job: job, transfer: t, refused: refused}
 	return run, refused, errors.Join(err, w.watch(run))
 }
 
