@@ -82,11 +82,11 @@ func newSetup(o *Options, model *checkpoint.Model) (_ *setup, err error) {
 	if err != nil {
 		return nil, fault.Of(fault.ErrDevice, err)
 	}
-	if _, err := u.kvTiers.HostBytes(s.KV.BlockSize, 1); err != nil {
+	if _, err := u.kvTiers.HostBytes(1, s.KV.BlockSize); err != nil {
 		return nil, fault.Of(fault.ErrConfig, fmt.Errorf("--kv-transfer-config: %w", err))
 	}
 	hostKV := func(blockBytes int64) int64 {
-		n, _ := u.kvTiers.HostBytes(s.KV.BlockSize, blockBytes) // checked above
+		n, _ := u.kvTiers.HostBytes(blockBytes, s.KV.BlockSize) // checked above
 		return n
 	}
 	u.footprint, err = sizing.New(sizing.Options{

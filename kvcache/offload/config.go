@@ -119,6 +119,24 @@ func (c Config) factor(blockTokens int) (int, error) {
 	return c.BlockTokens / blockTokens, nil
 }
 
+// HostBytes is the pinned host memory that the tiers take, where a block of the GPU has so
+// many bytes and tokens.
+func (c Config) HostBytes(blockBytes int64, blockTokens int) (int64, error) {
+	factor, err := c.factor(blockTokens)
+	if err != nil {
+		return 0, err
+	}
+	blockBytes *= int64(factor)
+	n := int64(c.CPUBlocks) * blockBytes
+	if c.CPUBlocks == 0 {
+		n = c.CPUBytes / blockBytes * blockBytes
+	}
+	if c.FileBlocks > 0 {
+		n += stagingBuffers * bufferBlocks(blockBytes) * blockBytes
+	}
+	return n, nil
+}
+
 // transferConfig is the JSON of --kv-transfer-config.
 type transferConfig struct {
 	Connector string                     `json:"kv_connector"`

@@ -83,3 +83,20 @@ func FuzzParseTransferConfig(f *testing.F) {
 		}
 	})
 }
+
+func TestHostBytes(t *testing.T) {
+	for want, c := range map[int64]Config{
+		0:                       {GPUBlocks: 7},
+		10 * 2 * 1000:           {CPUBlocks: 10, BlockFactor: 2},
+		4 * 1000:                {CPUBytes: 4999},
+		1000 + 8*(4194*1000):    {CPUBlocks: 1, FileBlocks: 7},
+		8*5000*1000 + 2*5000000: {CPUBlocks: 2, FileBlocks: 7, BlockTokens: 16 * 5000},
+	} {
+		if got, err := c.HostBytes(1000, 16); got != want || err != nil {
+			t.Errorf("%+v: %d bytes, want %d: %v", c, got, want, err)
+		}
+	}
+	if _, err := (Config{BlockTokens: 5}).HostBytes(1000, 16); err == nil {
+		t.Error("no error")
+	}
+}

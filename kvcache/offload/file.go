@@ -20,10 +20,14 @@ import (
 const (
 	// fileStreams is the number of host streams that read and write files.
 	fileStreams = 4
-	// stagingBytes is the least size of a staging buffer, of which each stream has two: one
-	// is filled while the other is copied.
-	stagingBytes = 4 << 20
+	// stagingBuffers are two for each stream: one is filled while the other is copied.
+	stagingBuffers = 2 * fileStreams
+	// bufferBytes is the size of a staging buffer, in whole blocks and at least one.
+	bufferBytes = 4 << 20
 )
+
+// bufferBlocks is the number of blocks of a staging buffer.
+func bufferBlocks(blockBytes int64) int64 { return max(1, bufferBytes/blockBytes) }
 
 // fileMemory is the tier in files of a folder, one for each block, which is removed at the
 // end. Blocks pass through staging buffers in pinned memory, in groups of as many as one
@@ -54,11 +58,6 @@ type fileMemory struct {
 	idle          []*buffer
 	loads, stores []*group
 	points        points
-}
-
-// fileStagingBytes is the pinned memory of all staging buffers, for blocks of so many bytes.
-func fileStagingBytes(block int64) int64 {
-	return 2 * fileStreams * max(1, stagingBytes/block) * block
 }
 
 // buffer is a part of the staging memory.
@@ -101,13 +100,13 @@ func (f *fileMemory) open() error {
 		}
 		f.streams = append(f.streams, w)
 	}
-	f.perBuffer = int(max(1, stagingBytes/f.env.BlockBytes))
+	f.perBuffer = int(bufferBlocks(f.env.BlockBytes))
 	size := int64(f.perBuffer) * f.env.BlockBytes
 	var err error
-	if f.staging, err = f.env.Machine.Alloc(device.Host, fileStagingBytes(f.env.BlockBytes), "kv file staging"); err != nil {
+	if f.staging, err = f.env.Machine.Alloc(device.Host, stagingBuffers*size, "kv file staging"); err != nil {
 		return fmt.Errorf("staging buffers: %w", err)
 	}
-	for i := range 2 * fileStreams {
+	for i := range stagingBuffers {
 		at, err := f.points.take()
 		if err != nil {
 			return err

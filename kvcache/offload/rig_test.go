@@ -39,6 +39,7 @@ type rigOptions struct {
 	blocks    int
 	headBytes int // of a block: 2 layers x 2 x 4 tokens x 1 head x headBytes/4 elements of 4 bytes
 	wall      bool
+	unchecked bool // no check of accesses
 }
 
 // rig is a machine with a pool of KV blocks, their tiers, and a stream that computes.
@@ -78,7 +79,7 @@ func openRig(t testing.TB, o rigOptions) (*rig, error) {
 	}
 	r := &rig{TB: t, o: o, ready: map[kvcache.Key]map[string]bool{}}
 	mo := o.machine
-	mo.Check, mo.Virtual = true, !o.wall
+	mo.Check, mo.Virtual = !o.unchecked, !o.wall
 	var err error
 	r.m, err = emulated.New(mo)
 	r.ok(err)
@@ -108,7 +109,7 @@ func openRig(t testing.TB, o rigOptions) (*rig, error) {
 	}
 	r.tiers, err = offload.New(offload.Options{
 		Machine: r.m, Space: device.HBM(0), Pool: r.pool, Blocks: holds, Transfer: r.engine, Harvest: r.harvest,
-		Config: o.config, Policy: o.policy, Patience: o.patience, StoreLimit: o.limit, Log: slog.New(slog.NewTextHandler(&r.log, nil)),
+		Config: o.config, Policy: o.policy, Patience: o.patience, StoreLimit: o.limit, Events: true, Log: slog.New(slog.NewTextHandler(&r.log, nil)),
 	})
 	t.Cleanup(r.close)
 	return r, err

@@ -167,6 +167,6 @@ func (s *store) finish(t *Tiers, run *running) {
 		level.storing -= len(blocks)
 	}
 	if err != nil {
-		t.o.Log.Warn("kv blocks not stored", "in", level.Name, "blocks", len(bad), "err", err)
+		t.warn("kv blocks not stored", "in", level.Name, "blocks", len(bad), "err", err)
 	}
 }

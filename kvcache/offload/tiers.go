@@ -69,6 +69,8 @@ type Options struct {
 	// what is offered beyond is not stored there. Default: a quarter of the pool, at least one
 	// tier block.
 	StoreLimit int
+	// Events keeps what is stored and removed for TakeEvents, which must then be called.
+	Events bool
 	// Log of failed transfers. Default: discarded.
 	Log *slog.Logger
 }
@@ -126,13 +128,17 @@ type Tiers struct {
 	mu     sync.Mutex
 	levels []*level // fastest first
 	costs  costs
+	// counted is the first key of the last run that costs has counted.
+	counted kvcache.Key
 	// behind is the point that whatever the engine has enqueued reaches, see Behind.
 	behind []device.Point
 	// loads have not been reported; loading counts them by the keys of the GPU's blocks.
 	loads   []*load
 	loading map[kvcache.Key]int
 	jobs    map[*running]owner
-	closed  bool
+	// warnings by message.
+	warnings map[string]*warning
+	closed   bool
 }
 
 // owner finishes a job: a part of a load, or a store.
@@ -157,7 +163,7 @@ func New(o Options) (*Tiers, error) {
 	if err := o.Validate(); err != nil {
 		return nil, fmt.Errorf("offload: %w", err)
 	}
-	t := &Tiers{o: o, loading: map[kvcache.Key]int{}, jobs: map[*running]owner{}}
+	t := &Tiers{o: o, loading: map[kvcache.Key]int{}, jobs: map[*running]owner{}, warnings: map[string]*warning{}}
 	if err := t.open(); err != nil {
 		return nil, fmt.Errorf("offload: %w", errors.Join(err, t.release()))
 	}
@@ -184,7 +190,7 @@ func (t *Tiers) open() (err error) {
 		BlockBytes: int64(t.factor) * t.o.Pool.Shape().BlockBytes(), Log: t.o.Log,
 	})
 	for _, m := range mediums {
-		account, failed := tier.New(tier.Options{Blocks: m.Blocks, Medium: m.Name, Policy: c.EvictionPolicy})
+		account, failed := tier.New(tier.Options{Blocks: m.Blocks, Medium: m.Name, Policy: c.EvictionPolicy, DiscardEvents: !t.o.Events})
 		err = errors.Join(err, failed)
 		t.levels = append(t.levels, &level{Medium: *m, account: account, backed: c.Durability[m.Name] != Lossy})
 		t.worker.handlers[route{GPU, m.Name}], t.worker.handlers[route{m.Name, GPU}] = m.Store, m.Load
@@ -266,7 +272,10 @@ func (t *Tiers) Lookup(keys []kvcache.Key, from, tokens int) (blocks int, wait b
 		return 0, wait
 	}
 	n := min(t.o.Policy.Loads(run, t.costs.choose(run)), len(run))
-	t.costs.count(run, n)
+	if t.counted != keys[from] { // the scheduler asks again until there is room
+		t.counted = keys[from]
+		t.costs.count(run, n)
+	}
 	for _, p := range run[:n] {
 		blocks += p.Blocks
 	}
@@ -350,15 +359,53 @@ func (t *Tiers) collect() {
 
 // start starts a job of a level. mu is held.
 func (t *Tiers) start(r route, job *Job, o owner) (run *running, refused []int) {
-	job.After = t.behind
+	t.behind = slices.DeleteFunc(t.behind, func(p device.Point) bool {
+		ended, err := p.Ended()
+		return ended && err == nil
+	})
+	job.After = slices.Clone(t.behind)
 	run, refused, err := t.worker.start(r, job)
 	if run != nil {
 		t.jobs[run] = o
 	}
-	if err != nil && !errors.Is(err, harvest.ErrNoCapacity) {
-		t.o.Log.Warn("kv transfer not started", "from", r.from, "to", r.to, "blocks", len(refused), "err", err)
+	if err != nil && !noRoom(err) {
+		t.warn("kv transfer not started", "from", r.from, "to", r.to, "blocks", len(refused), "err", err)
 	}
 	return run, refused
+}
+
+// noRoom reports whether a store was refused for a reason that is no failure.
+func noRoom(err error) bool {
+	return errors.Is(err, harvest.ErrNoCapacity) || errors.Is(err, harvest.ErrQuota) || errors.Is(err, harvest.ErrRate) || errors.Is(err, harvest.ErrRevoked)
+}
+
+// warnInterval is the least time between two warnings of one kind: a disk that is full would
+// cause one in each step.
+const warnInterval = 10 * time.Second
+
+// warn logs a warning, with the number of those of its kind that were not. mu is held.
+func (t *Tiers) warn(message string, args ...any) {
+	w := t.warnings[message]
+	if w == nil {
+		w = &warning{next: -1}
+		t.warnings[message] = w
+	}
+	now := t.o.Machine.Now()
+	if now < w.next {
+		w.skipped++
+		return
+	}
+	if w.skipped > 0 {
+		args = append(args, "not_logged", w.skipped)
+	}
+	w.next, w.skipped = now+warnInterval, 0
+	t.o.Log.Warn(message, args...)
+}
+
+// warning is what was logged of one kind.
+type warning struct {
+	next    time.Duration
+	skipped int
 }
 
 // Reset drops the content of all tiers. Loads under way end as usual.
@@ -383,7 +430,8 @@ func (t *Tiers) Locate(k kvcache.Key) Place {
 	return Place{Medium: l.Name, Space: l.Memory.Locate(k)}
 }
 
-// TakeEvents returns what was stored and removed since the last call, by tier.
+// TakeEvents returns what was stored and removed since the last call, by tier, if
+// Options.Events is set.
 func (t *Tiers) TakeEvents() []tier.Event {
 	t.mu.Lock()
 	defer t.mu.Unlock()
