@@ -5,7 +5,6 @@ import (
 	"fmt"
 	"slices"
 	"sync"
-	"time"
 
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/harvest"
@@ -24,7 +23,6 @@ type peerMemory struct {
 	env    Env
 	cache  *peercache.Cache[kvcache.Key]
 	peers  []device.Space
-	cost   func() time.Duration
 	points points
 
 	// mu is a leaf: harvest's callbacks take it.
@@ -50,14 +48,6 @@ func openPeers(e Env, c Config) (*Medium, error) {
 	}
 	if len(p.peers) > 0 {
 		all = p.peers
-	}
-	// What losing a block costs: its load from host memory, where a copy may be.
-	slow := device.Pair{From: device.Host, To: e.Space}
-	p.cost = func() time.Duration {
-		if rate := e.Transfer.Rate(slow); rate > 0 {
-			return time.Duration(float64(e.BlockBytes) / rate * float64(time.Second))
-		}
-		return 0
 	}
 	var err error
 	p.cache, err = peercache.New(peercache.Options[kvcache.Key]{
@@ -121,6 +111,9 @@ func (p *peerMemory) Locate(k kvcache.Key) device.Space {
 	return device.Host
 }
 
+// SetUse implements borrower.
+func (p *peerMemory) SetUse(u harvest.Use) error { return p.cache.SetUse(u) }
+
 // Reset implements Memory: memory that a transfer uses is freed when it has ended.
 func (p *peerMemory) Reset() {
 	p.Drop(p.cache.Keys())
@@ -143,7 +136,7 @@ func (h peerStore) Start(job *Job) (Transfer, []int, error) {
 		}
 		objects[i] = o
 	}
-	started, err := h.cache.PutAll(objects, peercache.PutOptions[kvcache.Key]{Peers: h.peers, Cost: h.cost(), Behind: job.After})
+	started, err := h.cache.PutAll(objects, peercache.PutOptions[kvcache.Key]{Peers: h.peers, Behind: job.After})
 	t := &storeTransfer{peerMemory: h.peerMemory, job: job}
 	taken := map[kvcache.Key]bool{}
 	for _, s := range started {

@@ -442,3 +442,45 @@ func TestBesideOthers(t *testing.T) {
 		t.Error("nothing was loaded")
 	}
 }
+
+// TestWorth: harvest is told how often blocks in peers' memory are loaded and what that
+// saves, so that blocks in use cost more than others.
+func TestWorth(t *testing.T) {
+	worth := func(loads int, o offload.Config) time.Duration {
+		o.GPUBlocks = 20
+		r := newRig(t, rigOptions{config: o, harvest: peers(), machine: emulated.Options{
+			HostLink: emulated.Link{BytesPerSecond: 1e6}, PeerLink: emulated.Link{BytesPerSecond: 1e8},
+		}})
+		defer r.close()
+		s := r.sequence(1, "a", 8)
+		r.fill(s, 0, 8)
+		r.store(s, 0, 8)
+		r.tiers.Computed(100, 0.5)
+		// Loads take little of the time: most passes in copies of others.
+		for i := range 60 {
+			if i < loads {
+				if n, l := r.load(s, 0); n != 8 || l.Blocks != 8 {
+					t.Fatalf("found %d, loaded %+v", n, l)
+				}
+			}
+			for range 60 {
+				r.read(s.table.Blocks()[0])
+			}
+			r.tiers.Poll()
+		}
+		var sum time.Duration
+		for _, p := range r.harvest.State().Peers {
+			for _, s := range p.Slabs {
+				for _, g := range s.Segments {
+					sum += g.Cost
+				}
+			}
+		}
+		return sum
+	}
+	none, few, many := worth(0, offload.Config{}), worth(10, offload.Config{}), worth(60, offload.Config{})
+	backed := worth(60, offload.Config{CPUBlocks: 20})
+	if none != 0 || few <= 0 || many <= few || backed <= 0 || backed >= many {
+		t.Errorf("cost of eight blocks never used %v, used %v, used much %v, with a copy in host memory %v", none, few, many, backed)
+	}
+}

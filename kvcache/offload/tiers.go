@@ -155,6 +155,7 @@ type level struct {
 	// storing is the number of the GPU's blocks that stores hold.
 	storing int
 	counts  levelCounts
+	worth   worth
 }
 
 // New opens the tiers that the configuration asks for.
@@ -336,6 +337,7 @@ func (t *Tiers) Poll() []Loaded {
 	defer t.mu.Unlock()
 	t.drop()
 	t.collect()
+	t.reportWorth()
 	var all []Loaded
 	t.loads = slices.DeleteFunc(t.loads, func(l *load) bool {
 		if l.left > 0 {
