@@ -6,7 +6,7 @@ import (
 	"github.com/moeserve/moeserve/harvest"
 )
 
-// borrower is a Memory that others borrow from, too. It is told how its blocks are used, so
+// borrower is a Memory that others borrow from, too. It gets how its blocks are used, so
 // that the memory goes to those who save the most time by it.
 type borrower interface {
 	SetUse(harvest.Use) error
