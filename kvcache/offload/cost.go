@@ -58,7 +58,7 @@ func (c *costs) computed(tokens int, seconds float64) {
 	}
 }
 
-// seconds to compute so many tokens: in steps of at most as many as were measured.
+// seconds to compute that number of tokens, in steps no larger than those measured.
 func (c *costs) seconds(tokens int) float64 {
 	if tokens == 0 {
 		return 0

@@ -20,7 +20,7 @@ type cpuMemory struct {
 	old      []device.Point
 }
 
-// openCPU allocates so many blocks. setting names what the user set, for errors.
+// openCPU allocates the blocks. setting is the name of the size's setting, for errors.
 func openCPU(e Env, blocks int, setting string) (*Medium, error) {
 	bytes := int64(blocks) * e.BlockBytes
 	memory, err := e.Machine.Alloc(device.Host, bytes, "kv cpu tier")

@@ -19,7 +19,7 @@ func onePeer(o rigOptions) rigOptions {
 	return o
 }
 
-// TestFailedLoad: a load whose copy fails for good ends with what has arrived before, and the
+// TestFailedLoad: a load whose copy fails twice ends with what has arrived before, and the
 // rest is not found there any more.
 func TestFailedLoad(t *testing.T) {
 	for _, c := range everyTier(t) {

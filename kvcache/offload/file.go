@@ -144,8 +144,8 @@ func (f *fileMemory) remove(names []string) {
 	})
 }
 
-// execute has a stream call a function. mu is held. A stream that refuses is closed or
-// lost, and then nobody needs its work, except for its end.
+// execute has a stream call a function. mu is held. It returns false if the stream is closed
+// or lost.
 func (f *fileMemory) execute(name string, call func()) bool {
 	s := f.streams[f.next]
 	f.next = (f.next + 1) % len(f.streams)

@@ -109,7 +109,7 @@ func (b *Block) bytes() (n int64) {
 	return n
 }
 
-// landed says which blocks have arrived if so many of the job's bytes have, in order.
+// landed returns which blocks have arrived if the first bytes of the job have.
 func (j *Job) landed(bytes int64) []bool {
 	arrived := make([]bool, len(j.Blocks))
 	for i := range j.Blocks {

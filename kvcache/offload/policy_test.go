@@ -443,7 +443,7 @@ func TestBesideOthers(t *testing.T) {
 	}
 }
 
-// TestWorth: harvest is told how often blocks in peers' memory are loaded and what that
+// TestWorth: harvest gets how often blocks in peers' memory are loaded and what that
 // saves, so that blocks in use cost more than others.
 func TestWorth(t *testing.T) {
 	worth := func(loads int, o offload.Config) time.Duration {

@@ -12,7 +12,7 @@ import (
 )
 
 // watched runs a race over all schedules, with its rule and without, and expects the check or
-// wrong bytes to tell the difference: race reports whether bytes were wrong.
+// wrong bytes to show the difference: race reports whether bytes were wrong.
 func watched(t *testing.T, o rigOptions, race func(r *rig, rule bool) (wrong bool)) {
 	t.Helper()
 	watchedWith(t, o, race, true, false)
@@ -43,7 +43,7 @@ func watchedWith(t *testing.T, o rigOptions, race func(r *rig, rule bool) (wrong
 			r.close()
 		}
 		if !rule && !found {
-			t.Error("nothing tells that the rule is broken")
+			t.Error("nothing shows that the rule is broken")
 		}
 	}
 }

@@ -154,7 +154,7 @@ type sequence struct {
 	table *kvcache.Table
 }
 
-// sequence makes a sequence of so many full blocks, which has blocks of the GPU. Sequences
+// sequence makes a sequence of full blocks, which has blocks of the GPU. Sequences
 // of the same name begin alike.
 func (r *rig) sequence(id int64, name string, blocks int) *sequence {
 	r.Helper()

@@ -49,7 +49,7 @@ func TestScatteredLoad(t *testing.T) {
 	}
 }
 
-// raw is the time that so many copies of a block from a memory take on a stream.
+// raw is the time that n copies of a block from a memory take on a stream.
 func (r *rig) raw(from device.Space, n int) time.Duration {
 	r.Helper()
 	src, err := r.m.Alloc(from, r.n, "raw")

@@ -212,7 +212,8 @@ func (t *Tiers) Behind(points ...device.Point) {
 	t.behind = slices.Clone(points)
 }
 
-// Computed reports a step of so many tokens that took so many seconds: see the cost model.
+// Computed reports the time of a step that has computed these tokens of prompts: see the
+// cost model.
 func (t *Tiers) Computed(tokens int, seconds float64) {
 	t.mu.Lock()
 	defer t.mu.Unlock()

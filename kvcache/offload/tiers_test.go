@@ -44,7 +44,7 @@ func TestRoundTrip(t *testing.T) {
 				if n, l := r.load(b, 5); n != 7 || l.Blocks != 7 || !r.right(b, 5, 12) {
 					t.Errorf("found %d, loaded %+v", n, l)
 				}
-				// What nobody has stored is not found.
+				// What was never stored is not found.
 				if n, wait := r.tiers.Lookup(r.sequence(3, "other", 3).keys, 0, 12); n != 0 || wait {
 					t.Errorf("found %d, wait %t", n, wait)
 				}
