@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"testing"
 
+	"github.com/moeserve/moeserve/kvcache"
 	"github.com/moeserve/moeserve/kvcache/offload"
 )
 
@@ -38,4 +39,32 @@ func BenchmarkRoundTrip(b *testing.B) {
 			}
 		})
 	}
+}
+
+// BenchmarkPeerStore stores blocks in a large tier in peers' memory that is full: each evicts
+// another.
+func BenchmarkPeerStore(b *testing.B) {
+	const n, total = 512, 16 << 10
+	h := peers()
+	h.Clients[offload.HarvestClient] = slabs(128 << 10) // of 128 blocks
+	r := newRig(b, rigOptions{blocks: n, limit: n, headBytes: 64, config: offload.Config{GPUBlocks: total}, harvest: h, unchecked: true})
+	s := r.sequence(1, "a", n)
+	r.fill(s, 0, n)
+	number := 0
+	next := func() {
+		number++
+		k := kvcache.RootKey(fmt.Append(nil, number))
+		for i := range s.keys {
+			k[0], k[1], k[2] = byte(i), byte(i>>8), byte(number)
+			s.keys[i] = k
+		}
+		r.store(s, 0, n)
+	}
+	for range total / n {
+		next()
+	}
+	for b.Loop() {
+		next()
+	}
+	b.ReportMetric(float64(b.Elapsed().Nanoseconds())/float64(b.N*n), "ns/block")
 }
