@@ -161,8 +161,10 @@ type Manager struct {
 	epoch  uint64                // number of resets
 	stores uint64                // number of stores
 	marks  uint64                // number of marks
-	stats  Stats
-	events []Event
+	// withheld free blocks are not allocated, see Withhold.
+	withheld int
+	stats    Stats
+	events   []Event
 
 	// Reused between calls.
 	missing []kvcache.Key
@@ -307,7 +309,7 @@ func (m *Manager) PrepareStore(keys []kvcache.Key) (s Store, ok bool) {
 	if len(m.missing) == 0 {
 		return Store{}, true
 	}
-	s.Evicted, ok = m.evict(len(m.missing)-m.stats.Free, keep)
+	s.Evicted, ok = m.evict(len(m.missing)-max(0, m.stats.Free-m.withheld), keep)
 	if !ok {
 		for _, k := range m.missing {
 			delete(m.byKey, k)
@@ -329,6 +331,10 @@ func (m *Manager) PrepareStore(keys []kvcache.Key) (s Store, ok bool) {
 	m.stats.Allocated += int64(n)
 	return s, true
 }
+
+// Withhold keeps that number of free blocks from being allocated: the medium has no memory
+// for them now. Stores evict blocks instead. Free counts them nevertheless.
+func (m *Manager) Withhold(blocks int) { m.withheld = blocks }
 
 // evict frees n blocks, none of them marked, or none at all. keep is the number of evictable
 // blocks that are marked.

@@ -199,6 +199,47 @@ func TestState(t *testing.T) {
 }
 
 // TestDiscardEvents: a tier whose events nobody takes does not gather them.
+// TestWithhold: withheld blocks are free, and stores evict others in their place.
+func TestWithhold(t *testing.T) {
+	m, err := tier.New(tier.Options{Blocks: 6, Medium: "CPU"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	store := func(names ...string) (evicted string, ok bool) {
+		var keys []kvcache.Key
+		for _, n := range names {
+			keys = append(keys, key(n))
+		}
+		s, ok := m.PrepareStore(keys)
+		m.CompleteStore(s, true)
+		for _, e := range s.Evicted {
+			evicted += name(e.Key)
+		}
+		return evicted, ok
+	}
+	m.Withhold(3)
+	for _, step := range []struct {
+		names    []string
+		withhold int
+		evicted  string
+		ok       bool
+		free     int
+	}{
+		{[]string{"a", "b", "c", "d"}, 3, "", false, 6},
+		{[]string{"a", "b"}, 3, "", true, 4},
+		{[]string{"c", "d"}, 3, "a", true, 3},
+		{[]string{"e"}, 5, "b", true, 3},
+		{[]string{"f", "g", "h", "i"}, 5, "", false, 3},
+		{[]string{"f", "g", "h"}, 0, "", true, 0},
+	} {
+		m.Withhold(step.withhold)
+		evicted, ok := store(step.names...)
+		if evicted != step.evicted || ok != step.ok || m.Stats().Free != step.free {
+			t.Errorf("%v with %d withheld: %q evicted, ok %t, %+v", step.names, step.withhold, evicted, ok, m.Stats())
+		}
+	}
+}
+
 func TestDiscardEvents(t *testing.T) {
 	m, err := tier.New(tier.Options{Blocks: 1, Medium: "CPU", DiscardEvents: true})
 	if err != nil {
