@@ -71,6 +71,9 @@ func TestHistories(t *testing.T) {
 			HostLink: emulated.Link{BytesPerSecond: 1e6}, PeerLink: emulated.Link{BytesPerSecond: 1e7},
 			FenceStart: rapid.SampledFrom([]uint32{0, 1<<32 - 20}).Draw(rt, "fence start"),
 		}
+		if rapid.Bool().Draw(rt, "small peers") {
+			o.machine.GPUs = []emulated.GPU{{}, {MemoryBytes: 12 << 10}, {MemoryBytes: 9 << 10}}
+		}
 		steps := rapid.IntRange(20, 120).Draw(rt, "steps")
 		if !t.Run("", func(t *testing.T) {
 			h := &history{

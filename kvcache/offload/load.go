@@ -142,7 +142,7 @@ func (t *Tiers) startPart(l *load, level *level, of []wanted, from int) (refused
 		job.Blocks = append(job.Blocks, b)
 		p.blocks = append(p.blocks, w.blocks)
 	}
-	run, refused := t.start(route{level.Name, GPU}, job, p)
+	run, refused, _ := t.start(route{level.Name, GPU}, job, p)
 	t.completeLoad(level, account, refused, false)
 	if run != nil {
 		l.left++

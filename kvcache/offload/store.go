@@ -2,6 +2,7 @@ package offload
 
 import (
 	"slices"
+	"time"
 
 	"github.com/moeserve/moeserve/kvcache"
 	"github.com/moeserve/moeserve/kvcache/tier"
@@ -14,6 +15,8 @@ type store struct {
 	account tier.Store
 	// blocks of the GPU that are held, by block of the account; none for those refused.
 	blocks [][]int32
+	// prefix are the keys that were offered with those of the store.
+	prefix []kvcache.Key
 	// hurried: a sequence waits for it.
 	hurried bool
 }
@@ -36,13 +39,17 @@ func (t *Tiers) Store(keys []kvcache.Key, from int, src []int32, why Cause) {
 	}
 	t.drop()
 	var all []offered
+	var prefix []kvcache.Key
 	for i := (from + t.factor - 1) / t.factor * t.factor; i+t.factor <= min(from+len(src), len(keys)); i += t.factor {
 		all = append(all, offered{keys[i+t.factor-1], src[i-from : i-from+t.factor]})
+		prefix = append(prefix, keys[i+t.factor-1])
 	}
-	// LRU evicts in the order of completion, so the beginning of a sequence that grew would go
-	// before its end. For ARC it would be a second use.
-	if why == Filled || t.o.Config.EvictionPolicy == tier.PolicyLRU {
-		t.touch(keys[from:min(from+len(src), len(keys))], from)
+	for _, level := range t.levels {
+		// LRU evicts in the order of completion, so the beginning of a sequence that grew would
+		// go before its end. For ARC it would be a second use.
+		if why == Filled || t.lru() {
+			level.account.Touch(prefix)
+		}
 	}
 	for _, level := range t.levels {
 		if len(all) == 0 {
@@ -51,15 +58,44 @@ func (t *Tiers) Store(keys []kvcache.Key, from int, src []int32, why Cause) {
 		if !t.o.Policy.Stores(level.Name, why) {
 			continue
 		}
-		refused := t.storeIn(level, all, why)
+		refused := t.storeIn(level, all, prefix, why)
+		level.counts.refused += int64(len(refused))
 		if !level.backed {
 			all = refused
 		}
 	}
 }
 
-// storeIn starts to store blocks in one tier and returns those that it refuses. mu is held.
-func (t *Tiers) storeIn(level *level, all []offered, why Cause) (refused []offered) {
+// growInterval is the time after which a tier whose medium had no memory tries to grow again.
+const growInterval = 250 * time.Millisecond
+
+// storeIn starts to store blocks in one tier and returns those that it refuses. Where the
+// medium has no memory for more, blocks are evicted for those that it refuses, as if the tier
+// were full; if that does not help, nothing is stored for a while. mu is held.
+func (t *Tiers) storeIn(level *level, all []offered, prefix []kvcache.Key, why Cause) (refused []offered) {
+	now := t.o.Machine.Now()
+	if now < level.opens {
+		return all
+	}
+	if now >= level.grows {
+		level.account.Withhold(0)
+	}
+	refused, again := t.startStore(level, all, prefix, why)
+	if len(again) == 0 {
+		return refused
+	}
+	level.account.Withhold(level.account.Stats().Free)
+	level.grows = now + growInterval
+	more, again := t.startStore(level, again, prefix, why)
+	if len(again) > 0 {
+		level.opens = now + growInterval
+	}
+	return slices.Concat(refused, more, again)
+}
+
+// startStore starts to store blocks in one tier, and returns those that the account refuses
+// and those for which the medium has no memory. mu is held.
+func (t *Tiers) startStore(level *level, all []offered, prefix []kvcache.Key, why Cause) (refused, again []offered) {
 	room := max(0, t.o.StoreLimit-level.storing) / t.factor
 	var account tier.Store
 	n, ok := t.fitting(level, all, room), false
@@ -73,7 +109,6 @@ func (t *Tiers) storeIn(level *level, all []offered, why Cause) (refused []offer
 		}
 	}
 	refused = all[n:]
-	level.counts.refused += int64(len(refused))
 	if len(account.Evicted) > 0 {
 		evicted := make([]kvcache.Key, len(account.Evicted))
 		for i, e := range account.Evicted {
@@ -82,7 +117,7 @@ func (t *Tiers) storeIn(level *level, all []offered, why Cause) (refused []offer
 		level.Memory.Drop(evicted)
 	}
 	if len(account.Keys) == 0 {
-		return refused
+		return refused, nil
 	}
 	level.account.Touch(account.Keys) // the end of a prefix is to be evicted before its beginning
 	byKey := map[kvcache.Key][]int32{}
@@ -90,7 +125,7 @@ func (t *Tiers) storeIn(level *level, all []offered, why Cause) (refused []offer
 		byKey[o.key] = o.blocks
 	}
 	blockBytes := t.o.Pool.Shape().BlockBytes()
-	s := &store{level: level, account: account}
+	s := &store{level: level, account: account, prefix: prefix}
 	job := &Job{Priority: transfer.KVStore, Label: label{"store", len(account.Keys), level.Name, 0}}
 	if why == Preempted {
 		job.Priority = transfer.KVLoad // the scheduler waits for the blocks
@@ -103,23 +138,29 @@ func (t *Tiers) storeIn(level *level, all []offered, why Cause) (refused []offer
 		job.Blocks = append(job.Blocks, b)
 		s.blocks = append(s.blocks, slices.Clone(byKey[k]))
 	}
-	run, places := t.start(route{GPU, level.Name}, job, s)
+	run, places, err := t.start(route{GPU, level.Name}, job, s)
 	t.completeStore(level, account, places, false)
+	to := &refused
+	if noMemory(err) {
+		to = &again
+	}
 	for _, i := range places {
-		refused = append(refused, offered{account.Keys[i], byKey[account.Keys[i]]})
+		*to = append(*to, offered{account.Keys[i], byKey[account.Keys[i]]})
 		s.blocks[i] = nil
 	}
-	level.counts.refused += int64(len(places))
 	if run == nil {
-		return refused
+		return refused, again
 	}
 	level.counts.storingBytes += run.bytes()
 	for _, blocks := range s.blocks {
 		t.o.Blocks.Hold(blocks)
 		level.storing += len(blocks)
 	}
-	return refused
+	return refused, again
 }
+
+// lru reports whether tiers evict what was used longest ago, whatever else.
+func (t *Tiers) lru() bool { return t.o.Config.EvictionPolicy == tier.PolicyLRU }
 
 // fitting is how many of the blocks, from the first on, need at most room new ones. mu is
 // held.
@@ -162,6 +203,9 @@ func (s *store) finish(t *Tiers, run *running) {
 	level.counts.failedStores += int64(len(bad))
 	t.completeStore(level, s.account, good, true)
 	t.completeStore(level, s.account, bad, false)
+	if t.lru() {
+		level.account.Touch(s.prefix) // other blocks of it were completed before
+	}
 	for _, blocks := range s.blocks {
 		t.o.Blocks.Unhold(blocks)
 		level.storing -= len(blocks)

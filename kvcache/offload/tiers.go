@@ -156,6 +156,9 @@ type level struct {
 	storing int
 	counts  levelCounts
 	worth   worth
+	// Until grows, free blocks of the account are withheld, as the medium had no memory for
+	// more; until opens, nothing is stored.
+	grows, opens time.Duration
 }
 
 // New opens the tiers that the configuration asks for.
@@ -361,25 +364,30 @@ func (t *Tiers) collect() {
 }
 
 // start starts a job of a level. mu is held.
-func (t *Tiers) start(r route, job *Job, o owner) (run *running, refused []int) {
+func (t *Tiers) start(r route, job *Job, o owner) (run *running, refused []int, err error) {
 	t.behind = slices.DeleteFunc(t.behind, func(p device.Point) bool {
 		ended, err := p.Ended()
 		return ended && err == nil
 	})
 	job.After = slices.Clone(t.behind)
-	run, refused, err := t.worker.start(r, job)
+	run, refused, err = t.worker.start(r, job)
 	if run != nil {
 		t.jobs[run] = o
 	}
-	if err != nil && !noRoom(err) {
+	if err != nil && !noFailure(err) {
 		t.warn("kv transfer not started", "from", r.from, "to", r.to, "blocks", len(refused), "err", err)
 	}
-	return run, refused
+	return run, refused, err
 }
 
-// noRoom reports whether a store was refused for a reason that is no failure.
-func noRoom(err error) bool {
-	return errors.Is(err, harvest.ErrNoCapacity) || errors.Is(err, harvest.ErrQuota) || errors.Is(err, harvest.ErrRate) || errors.Is(err, harvest.ErrRevoked)
+// noMemory reports whether a store was refused as the medium has no memory for more blocks.
+func noMemory(err error) bool {
+	return errors.Is(err, harvest.ErrNoCapacity) || errors.Is(err, harvest.ErrQuota)
+}
+
+// noFailure reports whether a store was refused for a reason that is no failure.
+func noFailure(err error) bool {
+	return noMemory(err) || errors.Is(err, harvest.ErrRate) || errors.Is(err, harvest.ErrRevoked)
 }
 
 // warnInterval is the least time between two warnings of one kind: a disk that is full would
