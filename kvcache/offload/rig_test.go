@@ -32,6 +32,7 @@ type rigOptions struct {
 	policy   offload.Policy
 	patience time.Duration
 	limit    int
+	inHost   bool  // the pool is in host memory
 	chunk    int64 // of transfer
 	// elsewhere: the tiers hold blocks in another account than that of the sequences, which
 	// may use them meanwhile: a negative control.
@@ -87,7 +88,11 @@ func openRig(t testing.TB, o rigOptions) (*rig, error) {
 	r.ok(err)
 	shape := kvcache.Shape{Layers: 2, KVHeads: 1, HeadDim: o.headBytes / 4, DType: kernels.F32, BlockTokens: blockTokens}
 	r.n = shape.BlockBytes()
-	r.pool, err = kvcache.NewPool(kvcache.PoolOptions{Machine: r.m, Space: device.HBM(0), Shape: shape, Blocks: o.blocks})
+	space := device.HBM(0)
+	if o.inHost {
+		space = device.Host
+	}
+	r.pool, err = kvcache.NewPool(kvcache.PoolOptions{Machine: r.m, Space: space, Shape: shape, Blocks: o.blocks})
 	r.ok(err)
 	r.blocks, err = kvcache.NewManager(kvcache.ManagerOptions{Blocks: o.blocks, BlockTokens: blockTokens})
 	r.ok(err)
@@ -108,7 +113,7 @@ func openRig(t testing.TB, o rigOptions) (*rig, error) {
 		holds.NewTable().Reserve(o.blocks * blockTokens)
 	}
 	r.tiers, err = offload.New(offload.Options{
-		Machine: r.m, Space: device.HBM(0), Pool: r.pool, Blocks: holds, Transfer: r.engine, Harvest: r.harvest,
+		Machine: r.m, Space: space, Pool: r.pool, Blocks: holds, Transfer: r.engine, Harvest: r.harvest,
 		Config: o.config, Policy: o.policy, Patience: o.patience, StoreLimit: o.limit, Events: true, Log: slog.New(slog.NewTextHandler(&r.log, nil)),
 	})
 	t.Cleanup(r.close)

@@ -12,7 +12,12 @@ import (
 // TestRoundTrip: blocks that are stored and whose place is used for others come back as they
 // were, from every tier.
 func TestRoundTrip(t *testing.T) {
-	for _, c := range everyTier(t) {
+	cases := everyTier(t)
+	for _, c := range everyTier(t) { // with attention on the CPU the pool is in host memory
+		c.name, c.options.inHost = c.name+", pool in host memory", true
+		cases = append(cases, c)
+	}
+	for _, c := range cases {
 		t.Run(c.name, func(t *testing.T) {
 			for schedule := range emulated.Schedule(3) {
 				o := c.options
