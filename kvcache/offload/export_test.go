@@ -1,12 +1,65 @@
 package offload
 
-// WithoutReferences has loads from peers let go of their references at once: a negative
-// control.
-func (t *Tiers) WithoutReferences() {
-	r := route{PeerGPU, GPU}
-	if h, ok := t.worker.handlers[r].(peerLoad); ok {
-		t.worker.handlers[r] = unguardedLoad{h}
+import (
+	"github.com/moeserve/moeserve/device"
+	"github.com/moeserve/moeserve/harvest"
+	"github.com/moeserve/moeserve/transfer"
+)
+
+// WithoutReferences has loads from peers release their references at once, and stores hold
+// none: negative controls.
+func (t *Tiers) WithoutReferences(loads, stores bool) {
+	from, to := route{PeerGPU, GPU}, route{GPU, PeerGPU}
+	if h, ok := t.worker.handlers[from].(peerLoad); ok && loads {
+		t.worker.handlers[from] = unguardedLoad{h}
 	}
+	if h, ok := t.worker.handlers[to].(peerStore); ok && stores {
+		t.worker.handlers[to] = unguardedStore{h}
+	}
+}
+
+// unguardedStore copies blocks to memory of peers on which it has no reference, and has stored
+// nothing in the end.
+type unguardedStore struct{ peerStore }
+
+func (h unguardedStore) Start(job *Job) (Transfer, []int, error) {
+	t := &unguardedTransfer{unguardedStore: h, blocks: len(job.Blocks)}
+	var pieces []transfer.Piece
+	for i := range job.Blocks {
+		b := &job.Blocks[i]
+		x, err := h.env.Harvest.Alloc(b.bytes(), harvest.Hints{Client: HarvestClient, Peers: []device.Space{device.HBM(1)}})
+		if err != nil {
+			return nil, nil, err
+		}
+		t.handles = append(t.handles, x)
+		for _, p := range b.Pieces {
+			pieces = append(pieces, transfer.Piece{Dst: x.Region().Slice(p.Offset, p.GPU.Bytes), Src: p.GPU, Separate: p.Offset == 0})
+		}
+	}
+	var err error
+	if t.done, err = h.points.take(); err != nil {
+		return nil, nil, err
+	}
+	t.Ticket, err = h.env.Transfer.Submit(transfer.Request{Pieces: pieces, Done: t.done})
+	return t, nil, err
+}
+
+type unguardedTransfer struct {
+	unguardedStore
+	*transfer.Ticket
+	handles []*harvest.Handle
+	done    device.Point
+	blocks  int
+}
+
+func (t *unguardedTransfer) Ends() []device.Point { return []device.Point{t.End()} }
+
+func (t *unguardedTransfer) Result() ([]bool, error) {
+	t.points.put(t.done)
+	for _, h := range t.handles {
+		_ = t.env.Harvest.Free(h) // it may be revoked
+	}
+	return make([]bool, t.blocks), t.Err()
 }
 
 // unguardedLoad reads peer copies under no reference.
