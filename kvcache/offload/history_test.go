@@ -273,7 +273,7 @@ func (h *history) disturbPeers() {
 				free = max(p.Free, 0)
 			}
 		}
-		_, err := h.harvest.Reclaim(peer, free+int64(h.rng.IntN(20))*h.n, time.Minute)
+		_, err := h.harvest.Reclaim(peer, 1+free+int64(h.rng.IntN(20))*h.n, time.Minute)
 		h.ok(err)
 	}
 	_, err := h.harvest.Tick(h.m.Now())
