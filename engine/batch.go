@@ -71,3 +71,13 @@ func (b *batch) tokens() (all, prefill int) {
 	}
 	return all, prefill
 }
+
+// promptTokens is the number of tokens in chunks of more than one.
+func (b *batch) promptTokens() (n int) {
+	for i := range b.chunks {
+		if c := &b.chunks[i]; c.To-c.From > 1 {
+			n += c.To - c.From
+		}
+	}
+	return n
+}

@@ -16,6 +16,9 @@
 // else that the KV cache depends on: Options.KeySalt, the request's CacheSalt, the block size and
 // longrope's choice.
 //
+// Of a request's samples one computes the prompt. The others wait for it, share its blocks, and
+// compute the prompt's last token only, whose logits they need.
+//
 // Options.Offload keeps blocks in other tiers. It is offered the blocks that each step has
 // filled, and those of sequences that end or are preempted. A waiting sequence of which it has
 // more than the pool is loading until Poll reports the end, while others run; what has not

@@ -259,10 +259,10 @@ type sequence struct {
 	sampled int
 	long    bool
 	blocks  blocks
-	// first: the present admission is its request's first.
-	first  bool
-	text   *detokenizer
-	adjust adjustments
+	// started: it was admitted; first: the present admission is its request's first.
+	started, first bool
+	text           *detokenizer
+	adjust         adjustments
 }
 
 // New returns an engine; the caller closes it.
@@ -571,7 +571,9 @@ func (e *Engine) runStep(ctx context.Context) (worked bool, err error) {
 	e.publish()
 	if len(plan.Chunks) == 0 {
 		e.deliver()
-		return false, nil
+		// Blocks of prompts that samples have yet to fork may be what others lack.
+		released := e.sched.Loading() == 0 && e.o.KV.Held() == 0 && e.prefixes.releasePrompts()
+		return released, nil
 	}
 	err = e.step(ctx, plan.Chunks)
 	e.publish()
@@ -593,10 +595,14 @@ func (e *Engine) takeIn() {
 		e.prefixes.tiers.Reset()
 	}
 	for _, s := range subs {
+		var samples *group
+		if n := s.req.Params.N; n > 1 {
+			samples = &group{tokens: len(s.req.Prompt), prompt: e.o.KV.NewTable(), left: n}
+		}
 		for i := range s.req.Params.N {
 			q := &sequence{
 				sub: s, sample: i, tokens: slices.Clone(s.req.Prompt), long: e.prefixes.long(len(s.req.Prompt)),
-				blocks: blocks{Table: e.o.KV.NewTable(), in: e.prefixes},
+				blocks: blocks{Table: e.o.KV.NewTable(), in: e.prefixes, group: samples},
 			}
 			q.blocks.identify(slices.Clip(s.keys))
 			if e.o.Tokenizer != nil {
@@ -628,6 +634,7 @@ func (e *Engine) abortAll(err error) {
 	for id, q := range e.seqs {
 		e.abort(id, q, err)
 	}
+	e.prefixes.releasePrompts()
 	e.deliver()
 	e.publish()
 }
@@ -655,7 +662,7 @@ func (e *Engine) step(ctx context.Context, chunks []scheduler.Chunk) error {
 		}()
 	}
 	start, began := e.o.Now(), e.o.Clock()
-	res, err := e.o.Pipeline.Step(ctx, &pipeline.Step{Sequences: e.batch.sequences})
+	res, err := e.o.Pipeline.Step(ctx, &pipeline.Step{Sequences: e.batch.sequences, Copies: e.o.KV.Copies()})
 	if len(before) > 0 {
 		<-e.deliveryDone
 	}
@@ -669,12 +676,13 @@ func (e *Engine) step(ctx context.Context, chunks []scheduler.Chunk) error {
 			e.setFailing(nil)
 			return nil
 		}
-		res, err = e.o.Pipeline.Step(ctx, &pipeline.Step{Sequences: e.batch.sequences})
+		res, err = e.o.Pipeline.Step(ctx, &pipeline.Step{Sequences: e.batch.sequences, Copies: e.o.KV.Copies()})
 	}
+	e.o.KV.Copied()
 	tokens, prefill := e.batch.tokens()
 	// Steps that mostly decode say little of how long prompts take.
-	if e.prefixes.tiers != nil && tries == 1 && 2*prefill >= tokens {
-		e.prefixes.tiers.Computed(prefill, (e.o.Clock() - began).Seconds())
+	if n := e.batch.promptTokens(); e.prefixes.tiers != nil && tries == 1 && n > 0 && 2*n >= tokens {
+		e.prefixes.tiers.Computed(n, (e.o.Clock() - began).Seconds())
 	}
 	e.mu.Lock()
 	e.state.Steps++
@@ -807,6 +815,8 @@ func (e *Engine) addToken(id scheduler.ID, q *sequence, t Token, now time.Time) 
 	if !q.long && e.prefixes.long(len(q.tokens)) {
 		// Past longrope's boundary other factors apply: recompute the KV cache.
 		q.long = true
+		q.blocks.resign(true)
+		q.blocks.group = nil
 		e.sched.Restart(id)
 		q.blocks.keys = nil
 	}
@@ -840,7 +850,7 @@ func (d *delivery) write() (found bool) {
 // end ends a sample with its last update and releases its KV blocks.
 func (e *Engine) end(id scheduler.ID, d *delivery) {
 	// What a failed request has computed may be why it failed.
-	d.seq.blocks.ended = true
+	d.seq.leave(d.finish != FinishAbort)
 	e.sched.Remove(id, d.err == nil)
 	delete(e.seqs, id)
 	s := d.seq.sub

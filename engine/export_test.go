@@ -1,7 +1,5 @@
 package engine
 
-import "github.com/moeserve/moeserve/engine/scheduler"
-
 // Turn runs one step, if there is anything to do.
 var Turn = (*Engine).runStep
 
@@ -36,6 +34,3 @@ func Held(e *Engine) (n int) {
 	}
 	return n
 }
-
-// Lives says whether a sequence has not ended.
-func Lives(e *Engine, seq int64) bool { return e.seqs[scheduler.ID(seq)] != nil }

@@ -6,8 +6,27 @@ import (
 	"github.com/moeserve/moeserve/engine/scheduler"
 )
 
+// start records that a sample was admitted, or never will be.
+func (q *sequence) start() {
+	if q.started {
+		return
+	}
+	q.started = true
+	if g := q.blocks.group; g != nil {
+		g.start()
+	}
+}
+
+// leave prepares a sample's end. Where its request goes on, others may still need its prompt.
+func (q *sequence) leave(goesOn bool) {
+	q.start()
+	q.blocks.resign(goesOn)
+	q.blocks.ended = true
+}
+
 // admitted records that a sequence was admitted.
 func (e *Engine) admitted(q *sequence, now time.Time) {
+	q.start()
 	q.blocks.admitted = true
 	q.first = q.sub.job.admit(now, q.blocks.local)
 	if !q.first || !e.prefixes.keyed() {

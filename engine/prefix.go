@@ -4,6 +4,7 @@ import (
 	"context"
 	"encoding/binary"
 	"fmt"
+	"slices"
 
 	"github.com/moeserve/moeserve/engine/scheduler"
 	"github.com/moeserve/moeserve/kvcache"
@@ -49,6 +50,8 @@ type prefixes struct {
 	// loading has the first block of each load that is planned or under way, whose content
 	// others share when it has arrived.
 	loading map[kvcache.Key]struct{}
+	// prompts are groups that have, or had, blocks of their own.
+	prompts []*group
 	// salt is Options.KeySalt, longAfter Options.LongAfter.
 	salt      string
 	longAfter int
@@ -114,6 +117,72 @@ type blocks struct {
 	admitted bool
 	// ended: the next Release is the last.
 	ended bool
+	// group is that of its request's samples; nil: there are no others, or it has other content
+	// than they have.
+	group *group
+}
+
+// group are the samples of a request, which have the same prompt. One of them computes it, and
+// the others fork its blocks.
+type group struct {
+	// tokens of the prompt.
+	tokens int
+	// leader computes the prompt; nil: the next sample that is admitted does.
+	leader *blocks
+	// prompt has the blocks of the prompt of a leader that has ended before all samples were
+	// admitted; empty: there are none.
+	prompt *kvcache.Table
+	// left is the number of samples that were never admitted.
+	left int
+}
+
+// source is the table that has the prompt but for its last token; nil: none has.
+func (g *group) source() *kvcache.Table {
+	switch {
+	case g.leader != nil && g.leader.Filled() >= g.tokens-1:
+		return g.leader.Table
+	case g.prompt.Filled() >= g.tokens-1:
+		return g.prompt
+	}
+	return nil
+}
+
+// start records that one more of the samples was admitted. The last one releases the prompt.
+func (g *group) start() {
+	if g.left--; g.left == 0 {
+		g.prompt.Release(true)
+	}
+}
+
+// resign ends the part that a sample plays for the others. With keep they can still fork its
+// prompt.
+func (b *blocks) resign(keep bool) {
+	g := b.group
+	if g == nil || g.leader != b {
+		return
+	}
+	if keep && g.left > 0 && g.source() == b.Table {
+		g.prompt.Fork(b.Table, g.tokens-1)
+		b.in.prompts = append(slices.DeleteFunc(b.in.prompts, func(g *group) bool { return g.left == 0 }), g)
+	}
+	g.leader = nil
+}
+
+// fork shares the blocks of the prompt, which another sample has computed. wait: one is about to.
+func (b *blocks) fork() (done, wait bool) {
+	g := b.group
+	from := g.source()
+	switch {
+	case from == b.Table:
+		return false, false
+	case from != nil:
+		b.Fork(from, g.tokens-1)
+		b.local = g.tokens - 1
+		return true, false
+	case g.leader == nil:
+		g.leader = b
+	}
+	return false, g.leader != b
 }
 
 // identify sets the keys of a sequence's first blocks.
@@ -127,6 +196,14 @@ func (b *blocks) identify(keys []kvcache.Key) {
 // Match implements scheduler.Blocks.
 func (b *blocks) Match(maxTokens int) (tokens int, at scheduler.Cached) {
 	b.local, b.load = 0, 0
+	if b.group != nil && maxTokens < b.group.tokens {
+		switch done, wait := b.fork(); {
+		case done:
+			return b.local, scheduler.Ready
+		case wait:
+			return 0, scheduler.MustWait
+		}
+	}
 	if b.in.local {
 		b.local = b.Table.Match(maxTokens)
 	}
@@ -193,6 +270,18 @@ func (p *prefixes) startLoad(id scheduler.ID, b *blocks) error {
 	size := p.kv.BlockTokens()
 	from := b.local / size
 	return p.tiers.Load(int64(id), b.keys, from, b.Blocks()[from:from+b.load/size])
+}
+
+// releasePrompts releases all blocks of prompts that no sequence has, and reports whether there
+// were any.
+func (p *prefixes) releasePrompts() (released bool) {
+	for _, g := range p.prompts {
+		released = released || len(g.prompt.Blocks()) > 0
+		g.prompt.Release(true)
+	}
+	clear(p.prompts)
+	p.prompts = p.prompts[:0]
+	return released
 }
 
 // wait waits until a transfer between the tiers has ended.

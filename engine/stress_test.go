@@ -89,6 +89,10 @@ func (d *drawing) Step(ctx context.Context, s *pipeline.Step) (pipeline.Result, 
 			return pipeline.Result{}, err
 		}
 	}
+	size := d.kv.BlockTokens()
+	for _, c := range s.Copies {
+		copy(d.memory[int(c.Dst)*size:int(c.Dst+1)*size], d.memory[int(c.Src)*size:int(c.Src+1)*size])
+	}
 	var r pipeline.Result
 	for i := range s.Sequences {
 		q := &s.Sequences[i]
@@ -164,7 +168,6 @@ func TestEveryUpdateOnceInOrder(t *testing.T) {
 	if reasons[engine.FinishStop] < 10 || reasons[engine.FinishLength] < 10 {
 		t.Fatalf("the requests end with %v", reasons)
 	}
-	gone := 0
 	for _, c := range []struct {
 		ends    string
 		caching bool
@@ -198,7 +201,7 @@ func TestEveryUpdateOnceInOrder(t *testing.T) {
 				var tiers *memoryTiers
 				if c.factor > 0 {
 					tiers = newMemoryTiers(step, c.factor)
-					tiers.random = rand.New(rand.NewPCG(5, 6))
+					tiers.random, tiers.turns = rand.New(rand.NewPCG(5, 6)), 5*c.factor
 					o.Offload = tiers
 				}
 				switch ends {
@@ -219,9 +222,6 @@ func TestEveryUpdateOnceInOrder(t *testing.T) {
 					finished[i.ID] = i
 				}}
 				e := newEngine(t, o)
-				if tiers != nil {
-					tiers.alive = func(seq int64) bool { return engine.Lives(e, seq) }
-				}
 				ran := make(chan error, 1)
 				go func() { ran <- e.Run(ctx) }()
 				var readers sync.WaitGroup
@@ -329,7 +329,6 @@ func TestEveryUpdateOnceInOrder(t *testing.T) {
 					t.Errorf("afterwards: %+v", s)
 				}
 				if tiers != nil {
-					gone += tiers.gone
 					if ends == "stopped" && (tiers.loaded == 0 || tiers.failed == 0 || s.ExternalHits == 0) || s.ExternalHits > s.ExternalQueries {
 						t.Errorf("%d blocks were loaded, %d loads have failed: %+v", tiers.loaded, tiers.failed, s)
 					}
@@ -344,8 +343,5 @@ func TestEveryUpdateOnceInOrder(t *testing.T) {
 				t.Logf("%+v, %d finished", s, len(finished))
 			})
 		})
-	}
-	if gone == 0 {
-		t.Error("no sequence was aborted while it was loaded")
 	}
 }

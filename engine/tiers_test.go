@@ -29,16 +29,15 @@ type memoryTiers struct {
 	loads   []*memoryLoad
 	// ended are loads that Poll reports next.
 	ended []offload.Loaded
+	// turns is the mean number of polls until a transfer ends.
+	turns int
 	// waited: the next Poll ends something.
 	waited bool
 	// most is the maximum of content; 0: none.
 	most int
-	// causes and reports of Computed; loaded blocks, failed loads, and loads ended without their
-	// sequence.
-	causes               []offload.Cause
-	computed             int
-	loaded, failed, gone int
-	alive                func(seq int64) bool
+	// causes of stores, tokens that Computed was told of, blocks loaded, and loads failed.
+	causes                   []offload.Cause
+	computed, loaded, failed int
 }
 
 type memoryStore struct {
@@ -57,7 +56,7 @@ var _ engine.Offloader = (*memoryTiers)(nil)
 
 func newMemoryTiers(of *drawing, factor int) *memoryTiers {
 	return &memoryTiers{
-		of: of, factor: factor, holds: true,
+		of: of, factor: factor, holds: true, turns: 5,
 		content: map[kvcache.Key][]word{}, storing: map[kvcache.Key]bool{}, loading: map[kvcache.Key]int{},
 	}
 }
@@ -208,21 +207,16 @@ func (m *memoryTiers) Poll() (all []offload.Loaded) {
 	defer m.mu.Unlock()
 	all, m.ended = m.ended, nil
 	for i := len(m.stores) - 1; i >= 0; i-- {
-		if m.chance(5) || m.waited && i == 0 && m.random != nil {
+		if m.chance(m.turns) || m.waited && i == 0 && m.random != nil {
 			m.endStore(i)
 		}
 	}
 	for i := len(m.loads) - 1; i >= 0; i-- {
-		if m.chance(5) || m.waited && i == 0 && m.random != nil {
+		if m.chance(m.turns) || m.waited && i == 0 && m.random != nil {
 			all = append(all, m.endLoad(i))
 		}
 	}
 	m.waited = false
-	for _, l := range all {
-		if m.alive != nil && !m.alive(l.Seq) {
-			m.gone++
-		}
-	}
 	return all
 }
 

@@ -14,8 +14,9 @@
 // of all tokens up to the block's end. A sequence that begins with the same tokens finds
 // the block by this key (Table.Match) and shares it, also after its last user released
 // it, until the block is allocated for something else. Free blocks with a key are
-// allocated last, in the order of a Policy. A sequence without keys shares no blocks and
-// computes no hashes.
+// allocated last, in the order of a Policy. Samples of one prompt share its blocks without keys,
+// too (Table.Fork), also the last one, which may be partly filled: it is copied before another
+// sequence than its first writes to it (Manager.Copies).
 //
 // # What it is not
 //
@@ -27,8 +28,7 @@
 //
 //   - A block is free, referenced, or held by a copy alone; the sum is the pool's size.
 //   - Reserve allocates all the blocks it needs, or none.
-//   - Blocks reserved after a sequence's filled tokens belong to that sequence alone; a
-//     shared block is full, has a key, and is not written.
+//   - A block is written by one sequence at most, after the tokens of it that others share.
 //   - A key identifies one block, whose content does not change until the block is
 //     allocated again.
 //   - A released block may be allocated again at once, unless it is held (Manager.Hold). The caller releases only blocks

@@ -9,8 +9,13 @@ func (m *Manager) Check(tables ...*Table) error {
 	for _, t := range tables {
 		for _, id := range t.blocks {
 			refs[id]++
-			if m.refs[id] > 1 && m.keys[id] == (Key{}) {
-				return fmt.Errorf("block %d is shared and has no name", id)
+		}
+	}
+	writers := make([]int, len(m.refs))
+	for _, t := range tables {
+		for i := t.filled / m.blockTokens; i < t.writable/m.blockTokens; i++ {
+			if writers[t.blocks[i]]++; writers[t.blocks[i]] > 1 {
+				return fmt.Errorf("block %d is written by two sequences", t.blocks[i])
 			}
 		}
 	}

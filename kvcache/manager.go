@@ -1,6 +1,9 @@
 package kvcache
 
-import "fmt"
+import (
+	"fmt"
+	"slices"
+)
 
 // ManagerOptions describe the blocks that a Manager accounts for.
 type ManagerOptions struct {
@@ -62,6 +65,12 @@ type Manager struct {
 	empty       []int32
 	fresh       int32 // first block that was never used
 	cached      int   // free blocks with a key, ordered by the policy
+	copies      []Copy
+}
+
+// Copy is a block whose content is to be copied to another one.
+type Copy struct {
+	Src, Dst int32
 }
 
 // NewManager returns a manager whose blocks are all free.
@@ -165,9 +174,12 @@ func (m *Manager) release(id int32, keep bool) {
 
 // free frees a block that no sequence uses, unless it is held.
 func (m *Manager) free(id int32) {
-	switch {
-	case m.holds[id] > 0:
+	if m.holds[id] > 0 {
 		m.held++
+		return
+	}
+	m.dropCopies(id)
+	switch {
 	case m.keys[id] == (Key{}):
 		m.empty = append(m.empty, id)
 	default:
@@ -202,6 +214,35 @@ func (m *Manager) Unhold(blocks []int32) {
 			m.held--
 			m.free(id)
 		}
+	}
+}
+
+// copy adds to the copies to be made, and holds the source until then.
+func (m *Manager) copy(src, dst int32) {
+	m.Hold([]int32{src})
+	m.copies = append(m.copies, Copy{src, dst})
+}
+
+// Copies are to be made, in this order, before the next step writes to blocks: those of forked
+// sequences that are about to write to a block of which they share a part. The slice is valid
+// until another method is called.
+func (m *Manager) Copies() []Copy { return m.copies }
+
+// Copied reports that all Copies were made.
+func (m *Manager) Copied() {
+	copies := m.copies
+	m.copies = nil
+	for _, c := range copies {
+		m.Unhold([]int32{c.Src})
+	}
+}
+
+// dropCopies drops the copy to a block that is not used any more.
+func (m *Manager) dropCopies(dst int32) {
+	if i := slices.IndexFunc(m.copies, func(c Copy) bool { return c.Dst == dst }); i >= 0 {
+		src := m.copies[i].Src
+		m.copies = slices.Delete(m.copies, i, i+1)
+		m.Unhold([]int32{src})
 	}
 }
 

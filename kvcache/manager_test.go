@@ -166,6 +166,10 @@ func TestManagerMachine(t *testing.T) {
 			s.reserved = max(s.reserved, n)
 		}
 		write := func(s *sequence) {
+			for _, c := range m.Copies() {
+				copy(memory[int(c.Dst)*b:int(c.Dst+1)*b], memory[int(c.Src)*b:int(c.Src+1)*b])
+			}
+			m.Copied()
 			for p := s.filled; p < s.reserved; p++ {
 				*at(s, p) = content(s, p)
 			}
@@ -181,6 +185,22 @@ func TestManagerMachine(t *testing.T) {
 			"match": func(t *rapid.T) {
 				if s := some(t); len(s.Blocks()) == 0 {
 					match(t, s)
+				}
+			},
+			"fork": func(t *rapid.T) {
+				s, from := some(t), some(t)
+				if len(s.Blocks()) > 0 || from.filled == 0 {
+					return
+				}
+				n := 0
+				for n < min(from.filled, len(s.tokens)) && content(s, n) == content(from, n) {
+					n++
+				}
+				n = rapid.IntRange(0, n).Draw(t, "tokens")
+				s.Fork(from.Table, n)
+				s.filled, s.reserved = n, n
+				if rapid.Bool().Draw(t, "goes on") {
+					reserve(t, s, min(n+1, len(s.tokens)))
 				}
 			},
 			"reserve": func(t *rapid.T) {
@@ -274,7 +294,13 @@ func TestManagerMachine(t *testing.T) {
 				}
 				for i, s := range all {
 					for p := range s.filled {
-						if got := *at(s, p); got != content(s, p) {
+						id := s.Blocks()[p/b]
+						for _, c := range slices.Backward(m.Copies()) { // to be made
+							if c.Dst == id {
+								id = c.Src
+							}
+						}
+						if got := memory[int(id)*b+p%b]; got != content(s, p) {
 							t.Fatalf("position %d of sequence %d is in block %d, which holds %q, want %q", p, i, s.Blocks()[p/b], got, content(s, p))
 						}
 					}
@@ -346,12 +372,14 @@ func TestHold(t *testing.T) {
 
 func TestMisuse(t *testing.T) {
 	for want, f := range map[string]func(*kvcache.Table){
-		"match of a sequence with 2 blocks":              func(x *kvcache.Table) { x.Match(4) },
-		"9 tokens are filled after 6, in blocks of 4; 8": func(x *kvcache.Table) { x.SetFilled(9) },
-		"5 tokens are filled after 6":                    func(x *kvcache.Table) { x.SetFilled(5) },
-		"4 tokens are filled after 0, in blocks of 4; 0": func(x *kvcache.Table) { x.SetFilled(0); x.SetFilled(4) },
-		"hold of free block 3":                           func(x *kvcache.Table) { x.Manager().Hold([]int32{3}) },
-		"block 0 is not held":                            func(x *kvcache.Table) { x.Manager().Unhold([]int32{0}) },
+		"match of a sequence with 2 blocks":                          func(x *kvcache.Table) { x.Match(4) },
+		"9 tokens are filled after 6, in blocks of 4; 8":             func(x *kvcache.Table) { x.SetFilled(9) },
+		"5 tokens are filled after 6":                                func(x *kvcache.Table) { x.SetFilled(5) },
+		"4 tokens are filled after 0, in blocks of 4; 0":             func(x *kvcache.Table) { x.SetFilled(0); x.SetFilled(4) },
+		"fork of 7 tokens of a sequence with 6 to one with 0 blocks": func(x *kvcache.Table) { x.Manager().NewTable().Fork(x, 7) },
+		"fork of 6 tokens of a sequence with 6 to one with 2 blocks": func(x *kvcache.Table) { x.Fork(x, 6) },
+		"hold of free block 3":                                       func(x *kvcache.Table) { x.Manager().Hold([]int32{3}) },
+		"block 0 is not held":                                        func(x *kvcache.Table) { x.Manager().Unhold([]int32{0}) },
 	} {
 		m := newManager(t, 4, 4)
 		x := m.NewTable()

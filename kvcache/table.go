@@ -11,8 +11,9 @@ import "fmt"
 // table may then be used again.
 //
 // Sequences that begin with the same tokens share full blocks: a filled block gets its
-// key from Identify, and Match finds it by this key. A sequence without keys shares no
-// blocks.
+// key from Identify, and Match finds it by this key. Fork shares the blocks of a given
+// sequence, with keys or without; the last one may be partly filled, and is copied before the
+// new sequence writes to it.
 type Table struct {
 	m      *Manager
 	keys   []Key
@@ -47,6 +48,19 @@ func (t *Table) Match(maxTokens int) (tokens int) {
 	return t.filled
 }
 
+// Fork shares the blocks that hold another sequence's first tokens, with a table without
+// blocks. Both sequences have these tokens.
+func (t *Table) Fork(from *Table, tokens int) {
+	if len(t.blocks) > 0 || tokens > from.filled {
+		panic(fmt.Sprintf("kvcache: fork of %d tokens of a sequence with %d to one with %d blocks", tokens, from.filled, len(t.blocks)))
+	}
+	for _, id := range from.blocks[:t.m.blocksFor(tokens)] {
+		t.m.refs[id]++
+		t.blocks = append(t.blocks, id)
+	}
+	t.filled, t.writable = tokens, tokens/t.m.blockTokens*t.m.blockTokens
+}
+
 // CanReserve reports whether Reserve would succeed, and leave so many blocks free.
 func (t *Table) CanReserve(tokens, leave int) bool { return t.Missing(tokens)+leave <= t.m.Free() }
 
@@ -73,7 +87,8 @@ func (t *Table) Missing(tokens int) int {
 // allocates all the blocks needed for that, or returns false and allocates none. It never
 // releases blocks, even where the sequence has more.
 //
-// Only full blocks are shared, so replacing a shared block needs no copy.
+// Where a shared block that holds the last filled tokens is replaced, these are yet to be copied:
+// see Manager.Copies.
 func (t *Table) Reserve(tokens int) bool {
 	if tokens <= t.writable {
 		return true
@@ -84,8 +99,11 @@ func (t *Table) Reserve(tokens int) bool {
 	end := t.m.blocksFor(tokens)
 	for i := t.writable / t.m.blockTokens; i < min(end, len(t.blocks)); i++ {
 		if id := t.blocks[i]; !t.m.writable(id) {
-			t.m.release(id, true)
 			t.blocks[i] = t.m.allocate()
+			if i*t.m.blockTokens < t.filled {
+				t.m.copy(id, t.blocks[i])
+			}
+			t.m.release(id, true)
 		} else {
 			t.m.clearKey(id)
 		}
@@ -102,7 +120,7 @@ func (t *Table) Reserve(tokens int) bool {
 // computed again.
 func (t *Table) SetFilled(tokens int) {
 	b := t.m.blockTokens
-	if tokens > t.writable || tokens < t.filled && tokens%b != 0 {
+	if tokens > max(t.filled, t.writable) || tokens < t.filled && tokens%b != 0 {
 		panic(fmt.Sprintf("kvcache: %d tokens are filled after %d, in blocks of %d; %d were reserved", tokens, t.filled, b, t.writable))
 	}
 	if tokens < t.filled {

@@ -62,6 +62,9 @@ type Step struct {
 	Sequences []Sequence
 	// Logits requests the logits; it needs Options.HostLogits.
 	Logits bool
+	// Copies of blocks within the KV cache are made, in this order, before the step reads or
+	// writes any other. A step that is run again makes them again.
+	Copies []kvcache.Copy
 	// Wait are points that the step waits for before it reads or writes the KV cache, such as
 	// the ends of KV loads. Every point must be reached in the end, whatever happens to the
 	// step. A copy that fails must fail its fence; that fails the step and all others that
@@ -214,7 +217,7 @@ func (p *Pipeline) Step(ctx context.Context, s *Step) (Result, error) {
 	p.tracer.begin(s, plan)
 	p.metadata.used, p.kvLoads = 0, s.Wait
 	if err = p.begin(ctx, tokens); err == nil {
-		err = p.enqueue(ctx, plan, s.Logits)
+		err = p.enqueue(ctx, plan, s)
 	}
 	if err == nil {
 		err = p.end(ctx)
@@ -240,7 +243,7 @@ func (p *Pipeline) begin(ctx context.Context, tokens int) (err error) {
 }
 
 // enqueue enqueues a step, and records its end.
-func (p *Pipeline) enqueue(ctx context.Context, plan *plan, withLogits bool) error {
+func (p *Pipeline) enqueue(ctx context.Context, plan *plan, s *Step) error {
 	f := stepState{step: p.step.Step, shape: &plan.shape, singleLaunch: p.launchPolicy.singleLaunch, meter: &p.meter}
 	if err := p.enqueuer.run(ctx, plan.uploads, &f); err != nil {
 		return err
@@ -251,6 +254,9 @@ func (p *Pipeline) enqueue(ctx context.Context, plan *plan, withLogits bool) err
 	if err := awaitPoints(p.compute, KVLoad, p.kvLoads, &p.meter); err != nil {
 		return fmt.Errorf("pipeline: wait for KV blocks: %w", err)
 	}
+	if err := p.copyBlocks(s.Copies); err != nil {
+		return err
+	}
 	graph, capture := p.graphs.find(p.batches)
 	if graph != nil {
 		if err := p.launch(ctx, graph); err != nil {
@@ -260,7 +266,7 @@ func (p *Pipeline) enqueue(ctx context.Context, plan *plan, withLogits bool) err
 		return err
 	}
 	p.tracer.results()
-	if err := p.results.enqueueCopies(p.batches, withLogits); err != nil {
+	if err := p.results.enqueueCopies(p.batches, s.Logits); err != nil {
 		return err
 	}
 	if err := p.compute.Record(p.done); err != nil {
@@ -271,6 +277,17 @@ func (p *Pipeline) enqueue(ctx context.Context, plan *plan, withLogits bool) err
 			// Step.UseAllLayers does the store's part at each launch.
 			return p.enqueuer.run(ctx, plan.rest, &stepState{step: p.step.ForCapture(), shape: &plan.shape})
 		})
+	}
+	return nil
+}
+
+// copyBlocks enqueues copies of blocks within the KV cache. Attention on the host, too, runs
+// behind the compute stream.
+func (p *Pipeline) copyBlocks(copies []kvcache.Copy) error {
+	for _, c := range copies {
+		if err := p.compute.Copy(p.o.KV.Region(c.Dst).Range, p.o.KV.Region(c.Src).Range); err != nil {
+			return fmt.Errorf("pipeline: copy KV block %d to %d: %w", c.Src, c.Dst, err)
+		}
 	}
 	return nil
 }
