@@ -46,11 +46,18 @@ func (s *clocked) Step(_ context.Context, step *pipeline.Step) (pipeline.Result,
 // BenchmarkBetweenSteps is what the engine does between one decode step and the next,
 // while the device has nothing to do.
 func BenchmarkBetweenSteps(b *testing.B) {
-	for _, sequences := range []int{1, 324, 4536} {
-		b.Run(fmt.Sprintf("sequences=%d", sequences), func(b *testing.B) {
+	for _, c := range []struct {
+		sequences int
+		caching   bool
+	}{{1, false}, {1, true}, {324, false}, {324, true}, {4536, false}, {4536, true}} {
+		b.Run(fmt.Sprintf("sequences=%d/caching=%v", c.sequences, c.caching), func(b *testing.B) {
 			const length = 2048
 			step := &clocked{}
-			e := with(b, step, sequences, length)
+			sequences := c.sequences
+			e := newEngine(b, engine.Options{
+				Pipeline: step, KV: cache(b, sequences*length/16), PrefixCaching: c.caching,
+				MaxModelLen: length, MaxNumSeqs: sequences, MaxNumBatchedTokens: 8192, Vocab: 1 << 15,
+			})
 			ctx, cancel := context.WithCancel(b.Context())
 			b.ReportAllocs()
 			steps := 0
@@ -61,7 +68,7 @@ func BenchmarkBetweenSteps(b *testing.B) {
 					step.jobs = slices.Clone(step.jobs[max(0, len(step.jobs)-sequences):])
 					for range sequences {
 						p := params(length - 16)
-						j, err := e.Submit(ctx, engine.Request{Prompt: prompt(1, 16, 1<<15), Params: p})
+						j, err := e.Submit(ctx, engine.Request{Prompt: prompt(len(step.jobs), 16, 1<<15), Params: p})
 						if err != nil {
 							b.Fatal(err)
 						}

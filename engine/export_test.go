@@ -34,3 +34,10 @@ func Held(e *Engine) (n int) {
 	}
 	return n
 }
+
+// NoteCanceled has the next step look for requests that were canceled, as their contexts do soon.
+func NoteCanceled(e *Engine) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	e.canceled = true
+}

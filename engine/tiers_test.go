@@ -50,6 +50,8 @@ type memoryLoad struct {
 	keys []kvcache.Key
 	from int
 	dst  []int32
+	// content of the blocks, which the tier keeps until the load has ended.
+	content [][]word
 }
 
 var _ engine.Offloader = (*memoryTiers)(nil)
@@ -122,11 +124,14 @@ func (m *memoryTiers) Load(seq int64, keys []kvcache.Key, from int, dst []int32)
 		return errRefused
 	}
 	m.hold(dst)
+	l := &memoryLoad{seq: seq, keys: slices.Clone(keys), from: from, dst: slices.Clone(dst)}
 	for i, id := range dst {
 		m.loading[keys[from+i]]++
 		clear(m.words(id))
+		k, _ := m.unit(keys, from+i)
+		l.content = append(l.content, m.content[k][(from+i)%m.factor*m.of.kv.BlockTokens():])
 	}
-	m.loads = append(m.loads, &memoryLoad{seq, slices.Clone(keys), from, slices.Clone(dst)})
+	m.loads = append(m.loads, l)
 	return nil
 }
 
@@ -172,9 +177,7 @@ func (m *memoryTiers) endStore(i int) {
 		if m.most == 0 || len(m.content) <= m.most {
 			break
 		}
-		if !slices.ContainsFunc(m.loads, func(l *memoryLoad) bool { return slices.Contains(l.keys, k) }) {
-			delete(m.content, k)
-		}
+		delete(m.content, k)
 	}
 }
 
@@ -182,19 +185,18 @@ func (m *memoryTiers) endStore(i int) {
 func (m *memoryTiers) endLoad(i int) offload.Loaded {
 	l := m.loads[i]
 	m.loads = slices.Delete(m.loads, i, i+1)
-	size, good := m.of.kv.BlockTokens(), len(l.dst)
+	good := len(l.dst)
 	if m.chance(4) {
 		good = m.random.IntN(len(l.dst))
 		m.failed++
 	}
 	for n, id := range l.dst {
-		at := l.from + n
 		if n < good {
-			k, _ := m.unit(l.keys, at)
-			copy(m.words(id), m.content[k][at%m.factor*size:])
+			copy(m.words(id), l.content[n])
 		}
-		if m.loading[l.keys[at]]--; m.loading[l.keys[at]] == 0 {
-			delete(m.loading, l.keys[at])
+		k := l.keys[l.from+n]
+		if m.loading[k]--; m.loading[k] == 0 {
+			delete(m.loading, k)
 		}
 	}
 	m.loaded += good

@@ -246,6 +246,28 @@ func (m *Manager) dropCopies(dst int32) {
 	}
 }
 
+// moving is the number of blocks that no sequence uses and that others hold than Copies, which
+// end only with a step.
+func (m *Manager) moving() int {
+	n := m.held
+	for i, c := range m.copies {
+		same := func(o Copy) bool { return o.Src == c.Src }
+		if m.refs[c.Src] > 0 || slices.ContainsFunc(m.copies[:i], same) {
+			continue
+		}
+		copies := int32(0)
+		for _, o := range m.copies[i:] {
+			if same(o) {
+				copies++
+			}
+		}
+		if m.holds[c.Src] == copies {
+			n--
+		}
+	}
+	return n
+}
+
 // Held is the number of blocks that no sequence uses and that are held.
 func (m *Manager) Held() int { return m.held }
 

@@ -370,6 +370,42 @@ func TestHold(t *testing.T) {
 	}
 }
 
+// TestWillReserve: it counts blocks that transfers hold, and not those that are yet to be copied
+// within the pool, which may wait for the reservation itself.
+func TestWillReserve(t *testing.T) {
+	m := newManager(t, 4, 2)
+	x, y, z := m.NewTable(), m.NewTable(), m.NewTable()
+	x.Reserve(3)
+	x.SetFilled(3)
+	blocks := slices.Clone(x.Blocks())
+	for _, s := range []*kvcache.Table{y, z} {
+		s.Fork(x, 3)
+		if !s.Reserve(4) {
+			t.Fatal("no room")
+		}
+	}
+	if want := []kvcache.Copy{{Src: 1, Dst: 2}, {Src: 1, Dst: 3}}; !slices.Equal(m.Copies(), want) {
+		t.Errorf("copies %v, want %v", m.Copies(), want)
+	}
+	x.Release(true)
+	if m.Held() != 1 || y.Reserve(5) || y.WillReserve(5, 0) {
+		t.Errorf("%d held; a sequence would wait for its own copy", m.Held())
+	}
+	m.Hold(blocks[1:])
+	if !y.WillReserve(5, 0) || y.WillReserve(5, 1) {
+		t.Error("a block that a transfer holds will be free")
+	}
+	m.Unhold(blocks[1:])
+	z.Release(true) // with its copy
+	if want := []kvcache.Copy{{Src: 1, Dst: 2}}; !slices.Equal(m.Copies(), want) || m.Free() != 1 {
+		t.Errorf("copies %v, want %v; %d blocks free", m.Copies(), want, m.Free())
+	}
+	m.Copied()
+	if m.Held() != 0 || m.Free() != 2 || !y.Reserve(5) {
+		t.Errorf("%d held and %d free once copied", m.Held(), m.Free())
+	}
+}
+
 func TestMisuse(t *testing.T) {
 	for want, f := range map[string]func(*kvcache.Table){
 		"match of a sequence with 2 blocks":                          func(x *kvcache.Table) { x.Match(4) },

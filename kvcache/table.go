@@ -64,10 +64,10 @@ func (t *Table) Fork(from *Table, tokens int) {
 // CanReserve reports whether Reserve would succeed, and leave so many blocks free.
 func (t *Table) CanReserve(tokens, leave int) bool { return t.Missing(tokens)+leave <= t.m.Free() }
 
-// WillReserve reports whether Reserve would succeed if the copies under way had ended, which
+// WillReserve reports whether Reserve would succeed if the transfers under way had ended, which
 // hold blocks that no sequence uses.
 func (t *Table) WillReserve(tokens, leave int) bool {
-	return t.Missing(tokens)+leave <= t.m.Free()+t.m.Held()
+	return t.Missing(tokens)+leave <= t.m.Free()+t.m.moving()
 }
 
 // Missing is the number of blocks that Reserve allocates.
