@@ -12,6 +12,7 @@ import (
 	"github.com/moeserve/moeserve/configs"
 	"github.com/moeserve/moeserve/engine"
 	"github.com/moeserve/moeserve/pipeline"
+	"github.com/moeserve/moeserve/tools/fixtures"
 )
 
 // conversations are requests that begin alike: turns of conversations under a few system prompts,
@@ -33,10 +34,20 @@ func conversations(count, vocab int) []engine.Request {
 
 // TestPrefixCacheChangesNoToken runs the same conversations with prefix caching and without, in
 // a tiny pool with preemptions, where some are canceled: all have the same tokens.
-func TestPrefixCacheChangesNoToken(t *testing.T) { synctest.Test(t, testPrefixCacheChangesNoToken) }
+func TestPrefixCacheChangesNoToken(t *testing.T) {
+	for name, model := range map[string]string{
+		"built-in": "",
+		"longrope": fixtures.Dir(t, "phimoe"), // long after 64 tokens
+		"window":   fixtures.Dir(t, "mixtral_window"),
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) { testPrefixCacheChangesNoToken(t, model) })
+		})
+	}
+}
 
-func testPrefixCacheChangesNoToken(t *testing.T) {
-	n, _ := open(t, func(s *configs.Settings) { s.KV.EnablePrefixCaching = false })
+func testPrefixCacheChangesNoToken(t *testing.T, model string) {
+	n, _ := open(t, func(s *configs.Settings) { s.Model.Name, s.KV.EnablePrefixCaching = model, false })
 	rs := conversations(48, n.Info().Config.Vocab)
 	want := alone(t, n, rs)
 	if s := n.Engine().State(); s.PrefixCacheQueries != 0 || s.PrefixCacheHits != 0 {
@@ -45,6 +56,7 @@ func testPrefixCacheChangesNoToken(t *testing.T) {
 	for _, blocks := range []int{12, 40} {
 		var count steps
 		tight, _ := openWith(t, engine.Listener{StepFinished: func(engine.StepInfo) { count.step() }}, func(s *configs.Settings) {
+			s.Model.Name = model
 			s.KV.NumGPUBlocksOverride, s.KV.MaxModelLen, s.Batch.MaxNumBatchedTokens, s.Batch.MaxNumSeqs = blocks, 120, 50, 8
 		})
 		stop := run(t, tight)
