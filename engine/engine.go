@@ -629,7 +629,7 @@ func (e *Engine) abortAll(err error) {
 	e.mu.Lock()
 	e.stopped = true
 	e.mu.Unlock()
-	e.prefixes.tiers = nil // no request will need what is aborted now
+	e.prefixes.last = true
 	e.takeIn()
 	for id, q := range e.seqs {
 		e.abort(id, q, err)

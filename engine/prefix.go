@@ -39,7 +39,8 @@ type Offloader interface {
 
 var _ Offloader = (*offload.Tiers)(nil)
 
-// prefixes find what the KV cache and the tiers behind it have of sequences.
+// prefixes find what the KV cache and the tiers behind it have of sequences. The engine's goroutine
+// uses them; keys are computed by any.
 type prefixes struct {
 	kv *kvcache.Manager
 	// local: sequences share blocks of the pool.
@@ -50,6 +51,8 @@ type prefixes struct {
 	// loading has the first block of each load that is planned or under way, whose content
 	// others share when it has arrived.
 	loading map[kvcache.Key]struct{}
+	// last: no request comes after those that end now, so that nothing is stored for it.
+	last bool
 	// prompts are groups that have, or had, blocks of their own.
 	prompts []*group
 	// salt is Options.KeySalt, longAfter Options.LongAfter.
@@ -242,7 +245,7 @@ func (b *blocks) filled(from int) []int32 { return b.Blocks()[from : b.Filled()/
 // Release implements scheduler.Blocks. The tiers are offered what the sequence has computed.
 func (b *blocks) Release(keep bool) {
 	b.unclaim()
-	if full := b.filled(0); b.admitted && keep && b.in.tiers != nil && len(full) > 0 {
+	if full := b.filled(0); b.admitted && keep && b.in.tiers != nil && !b.in.last && len(full) > 0 {
 		why := offload.Preempted
 		if b.ended {
 			why = offload.Released
