@@ -1,0 +1,205 @@
+package engine_test
+
+import (
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"slices"
+	"testing"
+
+	"github.com/moeserve/moeserve/device"
+	"github.com/moeserve/moeserve/device/emulated"
+	"github.com/moeserve/moeserve/engine"
+	"github.com/moeserve/moeserve/kernels"
+	"github.com/moeserve/moeserve/kvcache"
+	"github.com/moeserve/moeserve/kvcache/offload"
+	"github.com/moeserve/moeserve/pipeline"
+	"github.com/moeserve/moeserve/transfer"
+)
+
+// onDevice is a drawing whose words lie in a pool of a device's memory: a step copies the blocks of
+// its sequences to the host, and those that it has written back.
+type onDevice struct {
+	*drawing
+	pool   *kvcache.Pool
+	stream device.Stream
+	host   device.Memory // of a block
+}
+
+// A word is a hash and flags.
+const wordBytes = 16
+
+func (d *onDevice) read(ctx context.Context, id int32) error {
+	r := d.host.Range(0, d.host.Bytes())
+	if err := errors.Join(d.stream.Copy(r, d.pool.Region(id).Range), d.stream.Synchronize(ctx)); err != nil {
+		return err
+	}
+	size := d.kv.BlockTokens()
+	b := d.host.Read(0, r.Bytes)
+	for i := range size {
+		flags := binary.LittleEndian.Uint64(b[i*wordBytes+8:])
+		d.memory[int(id)*size+i] = word{binary.LittleEndian.Uint64(b[i*wordBytes:]), flags&1 != 0, flags&2 != 0}
+	}
+	return nil
+}
+
+func (d *onDevice) write(ctx context.Context, id int32) error {
+	size := d.kv.BlockTokens()
+	b := d.host.Write(0, d.host.Bytes())
+	for i, w := range d.memory[int(id)*size : int(id+1)*size] {
+		flags := uint64(0)
+		if w.written {
+			flags |= 1
+		}
+		if w.long {
+			flags |= 2
+		}
+		binary.LittleEndian.PutUint64(b[i*wordBytes:], w.hash)
+		binary.LittleEndian.PutUint64(b[i*wordBytes+8:], flags)
+	}
+	return errors.Join(d.stream.Copy(d.pool.Region(id).Range, d.host.Range(0, d.host.Bytes())), d.stream.Synchronize(ctx))
+}
+
+func (d *onDevice) Step(ctx context.Context, s *pipeline.Step) (pipeline.Result, error) {
+	size := d.kv.BlockTokens()
+	var reads, writes []int32
+	for _, c := range s.Copies {
+		reads, writes = append(reads, c.Src), append(writes, c.Dst)
+	}
+	for i := range s.Sequences {
+		q := &s.Sequences[i]
+		blocks := q.Table.Blocks()[:(q.Start+len(q.Tokens)+size-1)/size]
+		reads, writes = append(reads, blocks...), append(writes, blocks[q.Start/size:]...)
+	}
+	for _, id := range reads {
+		if err := d.read(ctx, id); err != nil {
+			return pipeline.Result{}, err
+		}
+	}
+	r, err := d.drawing.Step(ctx, s)
+	for _, id := range writes {
+		err = errors.Join(err, d.write(ctx, id))
+	}
+	return r, err
+}
+
+// TestTiersOfDevices runs requests that begin alike over a tiny pool in device memory, with KV
+// tiers in host memory and files, on emulated devices that check that accesses are ordered, where
+// some copies of the tiers fail: each draws what it draws alone.
+func TestTiersOfDevices(t *testing.T) {
+	for _, c := range []struct {
+		caching bool
+		factor  int
+		policy  string
+		fails   float64
+		// run: the engine's loop runs on a wall clock, with streams that are goroutines.
+		run bool
+	}{
+		{true, 1, "lru", 0, false},
+		{true, 2, "arc", 0, false},
+		{false, 1, "arc", 0, false},
+		{false, 2, "lru", .03, false},
+		{true, 1, "lru", .03, false},
+		{true, 1, "arc", .03, true},
+		{false, 2, "lru", .03, true},
+	} {
+		t.Run(fmt.Sprintf("%+v", c), func(t *testing.T) {
+			const size, blocks = 4, 26
+			ok := func(err error) {
+				t.Helper()
+				if err != nil {
+					t.Fatal(err)
+				}
+			}
+			m, err := emulated.New(emulated.Options{
+				Virtual: !c.run, Check: true, Seed: 3,
+				GPUs: []emulated.GPU{{MemoryBytes: 1 << 20}}, HostLink: emulated.Link{BytesPerSecond: 1e6},
+			})
+			ok(err)
+			copies, err := transfer.New(transfer.Options{Machine: m})
+			ok(err)
+			shape := kvcache.Shape{Layers: 1, KVHeads: 1, HeadDim: 2, DType: kernels.F32, BlockTokens: size}
+			pool, err := kvcache.NewPool(kvcache.PoolOptions{Machine: m, Space: device.HBM(0), Shape: shape, Blocks: blocks})
+			ok(err)
+			kv := smallBlocks(t, blocks)
+			tiers, err := offload.New(offload.Options{
+				Machine: m, Space: device.HBM(0), Pool: pool, Blocks: kv, Transfer: copies,
+				Config: offload.Config{CPUBlocks: 24, FileBlocks: 60, Directory: t.TempDir(), BlockFactor: c.factor, EvictionPolicy: c.policy},
+			})
+			ok(err)
+			step := &onDevice{drawing: newDrawing(t, kv), pool: pool}
+			step.stream, err = m.NewStream(device.HBM(0), device.StreamOptions{Name: "compute"})
+			ok(err)
+			step.host, err = m.Alloc(device.Host, size*wordBytes, "words")
+			ok(err)
+			for id := range int32(blocks) {
+				ok(step.write(t.Context(), id))
+			}
+			if c.fails > 0 {
+				m.Inject(&emulated.Fault{Kind: emulated.FailCopy, Times: -1, Chance: c.fails, Match: func(p emulated.Point) bool { return p.Stream != "compute" }})
+			}
+			e := newEngine(t, engine.Options{
+				Pipeline: step, KV: kv, Offload: tiers, PrefixCaching: c.caching, MaxModelLen: 4 * blocks, MaxNumSeqs: 10, MaxNumBatchedTokens: 40,
+				LongAfter: longAfter, Vocab: 256, Clock: m.Now, Pause: m.Yield,
+			})
+			var rs []engine.Request
+			for i := range 60 {
+				q := ask(i%7, 3+i*11%60, 1+i*7%40)
+				q.Params.Seed, q.Params.N = uint64(i), 1+i%5/4
+				rs = append(rs, q)
+			}
+			var outs []engine.Output
+			if c.run {
+				outs = runAll(t, e, rs)
+			} else {
+				outs, err = e.Generate(t.Context(), rs, nil)
+				ok(err)
+			}
+			n := 0
+			for i, q := range rs {
+				for k := range q.Params.N {
+					if want := drawn(q, k); !slices.Equal(outs[n].TokenIDs, want) {
+						t.Errorf("request %d, sample %d: %v, want %v", i, k, outs[n].TokenIDs, want)
+					}
+					n++
+				}
+			}
+			s := e.State()
+			t.Logf("%+v, tiers %+v", s, tiers.Stats())
+			if s.Preemptions == 0 || s.ExternalHits == 0 {
+				t.Errorf("%+v: too little has happened", s)
+			}
+			ok(tiers.Close())
+			if kv.Free() != kv.Blocks() {
+				t.Errorf("%d of %d blocks are free", kv.Free(), kv.Blocks())
+			}
+			ok(errors.Join(step.stream.Close(), step.host.Free(), pool.Close(), copies.Close(), m.Close()))
+		})
+	}
+}
+
+// runAll submits requests to an engine whose loop runs, and returns what their samples draw.
+func runAll(t *testing.T, e *engine.Engine, rs []engine.Request) (outs []engine.Output) {
+	t.Helper()
+	ctx, cancel := context.WithCancel(t.Context())
+	ran := make(chan error, 1)
+	go func() { ran <- e.Run(ctx) }()
+	jobs := make([]*engine.Job, len(rs))
+	for i, q := range rs {
+		var err error
+		if jobs[i], err = e.Submit(t.Context(), q); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for _, j := range jobs {
+		for _, u := range wait(t, j) {
+			outs = append(outs, engine.Output{TokenIDs: ids(u)})
+		}
+	}
+	cancel()
+	if err := <-ran; err != nil {
+		t.Error(err)
+	}
+	return outs
+}
