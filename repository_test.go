@@ -27,6 +27,7 @@ var imports = map[string]map[string]string{
 		"device":          "which memories copies are measured between",
 		"engine":          "requests of generate and bench, and their updates",
 		"eval":            "runs measurements and prints them",
+		"eval/fairness":   "measures scheduling policies",
 		"eval/kv":         "measures copies of KV blocks",
 		"eval/serving":    "measures a server under load",
 		"experts":         "tiers and counters in reports",
@@ -87,6 +88,11 @@ var imports = map[string]map[string]string{
 		"eval":        "what a result is of, and random prompts",
 		"eval/figure": "draws its plots",
 		"untrusted":   "names in tables",
+	},
+	"eval/fairness": {
+		"configs":   "names of policies",
+		"eval":      "what a result is of, and random prompts",
+		"untrusted": "printable names",
 	},
 	"eval/serving": {"eval": "what a result is of, and random prompts"},
 	"experts": {
@@ -198,7 +204,9 @@ var imports = map[string]map[string]string{
 	},
 	"node/bench": {
 		"configs":       "settings of a run",
+		"engine":        "requests that come while others run",
 		"eval":          "the interfaces it implements",
+		"eval/fairness": "the interface of an engine that it implements",
 		"experts":       "names of tiers",
 		"kvcache":       "tables of the sequences of a step",
 		"node":          "the node it opens",

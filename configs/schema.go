@@ -65,14 +65,15 @@ func (k Key) Variable() string {
 }
 
 // Commands that take a setting: those that open devices, those that deal with a model,
-// and of these those that say what is offloaded, that take requests as they come, that
-// have a result, sample tokens, generate for a person, hold conversations, serve, or measure a batch.
+// and of these those that say what is offloaded, that take requests as they come, that decide how
+// many of them run, that have a result, sample tokens, generate for a person, hold conversations, serve, or measure a batch.
 var (
-	onDevice   = []string{"run", "chat", "serve", "inspect", "plan", "bench throughput", "bench sweep", "bench transfer", "bench kv", "config"}
-	onModel    = []string{"run", "chat", "serve", "inspect", "plan", "bench throughput", "bench sweep", "config"}
-	onOffload  = []string{"run", "chat", "serve", "inspect", "plan", "bench throughput", "config"}
+	onDevice   = []string{"run", "chat", "serve", "inspect", "plan", "bench throughput", "bench sweep", "bench transfer", "bench kv", "bench fairness", "config"}
+	onModel    = []string{"run", "chat", "serve", "inspect", "plan", "bench throughput", "bench sweep", "bench fairness", "config"}
+	onOffload  = []string{"run", "chat", "serve", "inspect", "plan", "bench throughput", "bench fairness", "config"}
 	onRequest  = []string{"run", "chat", "serve", "inspect", "plan", "config"}
-	onResult   = []string{"run", "inspect", "plan", "bench throughput", "bench sweep", "bench transfer", "bench kv", "config"}
+	onSeqs     = []string{"run", "chat", "serve", "inspect", "plan", "bench fairness", "config"}
+	onResult   = []string{"run", "inspect", "plan", "bench throughput", "bench sweep", "bench transfer", "bench kv", "bench fairness", "config"}
 	onSample   = []string{"run", "chat", "bench throughput", "bench sweep", "config"}
 	onGenerate = []string{"run", "chat", "config"}
 	onChat     = []string{"run", "chat", "serve", "config"}
@@ -197,7 +198,7 @@ var Schema = []Key{
 		Help: "maximum length of a sequence, prompt and completion together; 0: what the model and the KV cache allow",
 	},
 	{
-		Name: "num-gpu-blocks-override", Kind: Int, Default: 0, Unit: "blocks", Max: unbounded, Rare: true, Commands: onRequest,
+		Name: "num-gpu-blocks-override", Kind: Int, Default: 0, Unit: "blocks", Max: unbounded, Rare: true, Commands: onSeqs,
 		Help: "KV cache blocks, of --block-size tokens each; 0: what memory allows",
 	},
 	{
@@ -221,7 +222,7 @@ var Schema = []Key{
 		Help: "KV tiers as vLLM's option has them: an OffloadingConnector with kv_connector_extra_config (num_cpu_blocks, num_gpu_blocks, dest_gpu_id, eviction_policy, ...)",
 	},
 	{
-		Name: "max-num-seqs", Kind: Int, Default: 64, Unit: "sequences", Min: 1, Max: 1 << 16, Commands: onRequest,
+		Name: "max-num-seqs", Kind: Int, Default: 64, Unit: "sequences", Min: 1, Max: 1 << 16, Commands: onSeqs,
 		Help: "maximum sequences that run in a batch",
 	},
 	{

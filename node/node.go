@@ -58,6 +58,9 @@ type Options struct {
 	MaxQueued    int
 	RetryTimeout time.Duration
 	Listener     engine.Listener
+	// DeviceTime: requests' times are those of the devices' clock, which may be a virtual one,
+	// since 1970. Default: of the wall clock.
+	DeviceTime bool
 	// Events, if not nil, receives events of borrowed memory and of experts. It is called
 	// with locks held: it must return quickly, and not call the node.
 	Events func(observe.Event)
@@ -277,12 +280,16 @@ func (n *Node) assemble(ctx context.Context, u *setup, blocks int) (load time.Du
 		return 0, fault.Of(fault.ErrConfig, err)
 	}
 	c, l := u.model.Config, &n.info.Limits
+	now := time.Now
+	if o.DeviceTime {
+		now = func() time.Time { return time.Unix(0, 0).Add(n.machine.Now()) }
+	}
 	eo := engine.Options{
 		Pipeline: n.steps, KV: n.kv, Tokenizer: n.text.Tokenizer, MaxModelLen: l.MaxModelLen,
 		MaxNumSeqs: l.MaxSeqs, MaxNumBatchedTokens: l.MaxTokens, MaxAdjust: l.MaxAdjust,
 		Scheduling:    scheduling(u.settings.Batch),
 		PrefixCaching: u.settings.KV.EnablePrefixCaching, KeySalt: u.needs.KV.DType.String(), LongAfter: c.RoPE.LongAfter, Vocab: c.Vocab, StopIDs: c.EOS, Log: o.Log,
-		MaxQueued: o.MaxQueued, RetryTimeout: o.RetryTimeout, Listener: o.Listener, Pause: n.machine.Yield, Clock: n.machine.Now,
+		MaxQueued: o.MaxQueued, RetryTimeout: o.RetryTimeout, Listener: o.Listener, Pause: n.machine.Yield, Now: now, Clock: n.machine.Now,
 	}
 	if n.tiers != nil {
 		eo.Offload = n.tiers

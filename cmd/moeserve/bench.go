@@ -26,11 +26,11 @@ import (
 func newBench(s *streams) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "bench",
-		Short: "Measure throughput, a server under load, and copies",
+		Short: "Measure throughput, a server under load, copies, and scheduling",
 		Args:  commandName,
 		RunE:  func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
 	}
-	cmd.AddCommand(newBenchThroughput(s), newBenchSweep(s), newBenchServe(s), newBenchTransfer(s), newBenchKV(s))
+	cmd.AddCommand(newBenchThroughput(s), newBenchSweep(s), newBenchServe(s), newBenchTransfer(s), newBenchKV(s), newBenchFairness(s))
 	return cmd
 }
 
