@@ -68,19 +68,19 @@ func (k Key) Variable() string {
 // and of these those that say what is offloaded, that take requests as they come, that decide how
 // many of them run, that have a result, sample tokens, generate for a person, hold conversations, serve, or measure a batch.
 var (
-	onDevice   = []string{"run", "chat", "serve", "inspect", "plan", "bench throughput", "bench sweep", "bench transfer", "bench kv", "bench fairness", "config"}
-	onModel    = []string{"run", "chat", "serve", "inspect", "plan", "bench throughput", "bench sweep", "bench fairness", "config"}
-	onOffload  = []string{"run", "chat", "serve", "inspect", "plan", "bench throughput", "bench fairness", "config"}
-	onRequest  = []string{"run", "chat", "serve", "inspect", "plan", "config"}
-	onSeqs     = []string{"run", "chat", "serve", "inspect", "plan", "bench fairness", "config"}
-	onResult   = []string{"run", "inspect", "plan", "bench throughput", "bench sweep", "bench transfer", "bench kv", "bench fairness", "config"}
+	onDevice   = []string{"run", "chat", "serve", "inspect", "plan", "bench throughput", "bench sweep", "bench transfer", "bench kv", "bench prefix", "bench fairness", "config"}
+	onModel    = []string{"run", "chat", "serve", "inspect", "plan", "bench throughput", "bench sweep", "bench prefix", "bench fairness", "config"}
+	onOffload  = []string{"run", "chat", "serve", "inspect", "plan", "bench throughput", "bench prefix", "bench fairness", "config"}
+	onRequest  = []string{"run", "chat", "serve", "inspect", "plan", "bench prefix", "config"}
+	onSeqs     = []string{"run", "chat", "serve", "inspect", "plan", "bench prefix", "bench fairness", "config"}
+	onResult   = []string{"run", "inspect", "plan", "bench throughput", "bench sweep", "bench transfer", "bench kv", "bench prefix", "bench fairness", "config"}
 	onSample   = []string{"run", "chat", "bench throughput", "bench sweep", "config"}
 	onGenerate = []string{"run", "chat", "config"}
 	onChat     = []string{"run", "chat", "serve", "config"}
 	onServe    = []string{"serve", "config"}
 	onBench    = []string{"bench throughput", "bench sweep", "config"}
 	onWorkload = []string{"plan", "bench throughput", "bench sweep", "config"}
-	onBorrow   = []string{"run", "chat", "serve", "bench throughput", "bench sweep", "config"}
+	onBorrow   = []string{"run", "chat", "serve", "bench throughput", "bench sweep", "bench prefix", "config"}
 	onTrace    = []string{"run", "serve", "bench throughput", "config"}
 )
 

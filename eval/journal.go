@@ -32,7 +32,7 @@ type journalHead struct {
 // and names the difference. An incomplete last line is dropped.
 func OpenJournal(path string, config map[string]string) (_ *Journal, err error) {
 	if info, err := os.Stat(path); err == nil && !info.Mode().IsRegular() { // opening a device may do something
-		return nil, inputf("%s is not a regular file; name another", path)
+		return nil, Inputf("%s is not a regular file; name another", path)
 	}
 	f, err := os.OpenFile(path, os.O_RDWR|os.O_CREATE, 0o666)
 	if err != nil {
@@ -44,19 +44,19 @@ func OpenJournal(path string, config map[string]string) (_ *Journal, err error) 
 		}
 	}()
 	if info, err := f.Stat(); err == nil && !info.Mode().IsRegular() {
-		return nil, inputf("%s is not a regular file; name another", path)
+		return nil, Inputf("%s is not a regular file; name another", path)
 	}
 	data, err := io.ReadAll(io.LimitReader(f, untrusted.MaxData+1))
 	if err != nil {
 		return nil, fmt.Errorf("eval: read the finished cells: %w", err)
 	}
 	if len(data) > untrusted.MaxData {
-		return nil, inputf("%s is larger than %d MiB; name another file", path, untrusted.MaxData>>20)
+		return nil, Inputf("%s is larger than %d MiB; name another file", path, untrusted.MaxData>>20)
 	}
 	j := &Journal{file: f}
 	whole := bytes.LastIndexByte(data, '\n') + 1
 	if whole == 0 && len(data) > 0 && data[0] != '{' {
-		return nil, inputf("%s is not a file of --resume: its first line is not a sweep's configuration; name another file", path)
+		return nil, Inputf("%s is not a file of --resume: its first line is not a sweep's configuration; name another file", path)
 	}
 	n := 0
 	for line := range bytes.Lines(data[:whole]) {
@@ -82,14 +82,14 @@ func (j *Journal) read(path string, n int, line []byte, config map[string]string
 	if n > 1 {
 		var r Result
 		if err := json.Unmarshal(line, &r); err != nil || r.Tier == configs.AnyTier {
-			return inputf("%s: line %d is not the result of a cell; repair it, or name another file", path, n)
+			return Inputf("%s: line %d is not the result of a cell; repair it, or name another file", path, n)
 		}
 		j.Results = append(j.Results, r)
 		return nil
 	}
 	var head journalHead
 	if err := json.Unmarshal(line, &head); err != nil || head.Sweep == nil {
-		return inputf("%s is not a file of --resume: its first line is not a sweep's configuration; name another file", path)
+		return Inputf("%s is not a file of --resume: its first line is not a sweep's configuration; name another file", path)
 	}
 	names := slices.Sorted(maps.Keys(config))
 	for name := range head.Sweep {
@@ -99,7 +99,7 @@ func (j *Journal) read(path string, n int, line []byte, config map[string]string
 	}
 	for _, name := range names {
 		if was, is := head.Sweep[name], config[name]; was != is {
-			return inputf("%s is of another configuration: it has %s %q, this sweep %q; name another file, or use the same settings", path, name, was, is)
+			return Inputf("%s is of another configuration: it has %s %q, this sweep %q; name another file, or use the same settings", path, name, was, is)
 		}
 	}
 	return nil

@@ -32,7 +32,7 @@ var PlotFormats = figure.Formats
 // checkFormat returns an error for a format that is not one of PlotFormats.
 func checkFormat(format string) error {
 	if !slices.Contains(PlotFormats, format) {
-		return inputf("plot format %q: must be %s", format, strings.Join(PlotFormats, " or "))
+		return Inputf("plot format %q: must be %s", format, strings.Join(PlotFormats, " or "))
 	}
 	return nil
 }
@@ -52,7 +52,7 @@ func PlotSweep(out io.Writer, format string, results []Result) error {
 		return err
 	}
 	if len(results) == 0 {
-		return inputf("eval: no results to plot")
+		return Inputf("eval: no results to plot")
 	}
 	return sweepFigure(results).Write(out, format)
 }
@@ -196,7 +196,7 @@ func PlotGains(out io.Writer, format string, results []Result) error {
 	}
 	gains := Gains(results, gainFraction)
 	if len(gains) == 0 {
-		return inputf("eval: gains need results at fraction %v from both tiers", gainFraction)
+		return Inputf("eval: gains need results at fraction %v from both tiers", gainFraction)
 	}
 	return gainsFigure(gains).Write(out, format)
 }
@@ -258,7 +258,7 @@ func PlotTransfer(out io.Writer, format string, r *TransferResult) error {
 		return err
 	}
 	if len(r.Points) == 0 {
-		return inputf("eval: no copies to plot")
+		return Inputf("eval: no copies to plot")
 	}
 	return transferFigure(r).Write(out, format)
 }

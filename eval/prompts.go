@@ -21,7 +21,8 @@ func (e *inputError) Error() string        { return e.err.Error() }
 func (e *inputError) Unwrap() error        { return e.err }
 func (e *inputError) Is(target error) bool { return target == ErrInput }
 
-func inputf(format string, args ...any) error { return &inputError{fmt.Errorf(format, args...)} }
+// Inputf is an error in the user's input, which wraps ErrInput without its text.
+func Inputf(format string, args ...any) error { return &inputError{fmt.Errorf(format, args...)} }
 
 // maxLineBytes bounds a line of a prompt file.
 const maxLineBytes = 16 << 20
@@ -43,17 +44,17 @@ func ReadPrompts(r io.Reader, name string) ([]string, error) {
 		}
 		p, err := firstTurn(line)
 		if err != nil {
-			return nil, inputf("%s: line %d: %w", name, n, err)
+			return nil, Inputf("%s: line %d: %w", name, n, err)
 		}
 		prompts = append(prompts, p)
 	}
 	switch err := lines.Err(); {
 	case errors.Is(err, bufio.ErrTooLong):
-		return nil, inputf("%s: line %d exceeds the maximum of %d MiB", name, n+1, maxLineBytes>>20)
+		return nil, Inputf("%s: line %d exceeds the maximum of %d MiB", name, n+1, maxLineBytes>>20)
 	case err != nil:
 		return nil, fmt.Errorf("eval: read prompts: %w", err)
 	case len(prompts) == 0:
-		return nil, inputf("%s has no prompts; give an MT-Bench or MT-Bench-101 file, one JSON object a line", name)
+		return nil, Inputf("%s has no prompts; give an MT-Bench or MT-Bench-101 file, one JSON object a line", name)
 	}
 	return prompts, nil
 }

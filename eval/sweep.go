@@ -18,7 +18,7 @@ func ParseFractions(list string) ([]float64, error) {
 	for _, text := range strings.Split(list, ",") {
 		f, err := strconv.ParseFloat(strings.TrimSpace(text), 64)
 		if err != nil || !(f >= 0 && f <= 1) {
-			return nil, inputf("fraction %q: must be comma-separated numbers from 0 to 1, as 0,0.5,1", strings.TrimSpace(text))
+			return nil, Inputf("fraction %q: must be comma-separated numbers from 0 to 1, as 0,0.5,1", strings.TrimSpace(text))
 		}
 		fractions = append(fractions, f)
 	}
@@ -32,7 +32,7 @@ func ParseTiers(list string) ([]configs.Tier, error) {
 	for _, text := range strings.Split(list, ",") {
 		var t configs.Tier
 		if err := t.UnmarshalText([]byte(strings.TrimSpace(text))); err != nil || t != configs.HostTier && t != configs.PeerTier {
-			return nil, inputf("unknown tier %q: must be host, peer, or host,peer", strings.TrimSpace(text))
+			return nil, Inputf("unknown tier %q: must be host, peer, or host,peer", strings.TrimSpace(text))
 		}
 		if !slices.Contains(tiers, t) {
 			tiers = append(tiers, t)
@@ -86,7 +86,7 @@ type SweepOptions struct {
 func Sweep(ctx context.Context, o SweepOptions) ([]Result, error) {
 	o.Options = o.EnsureDefaults()
 	if len(o.Cells) == 0 {
-		return nil, inputf("eval: a sweep has no cells: give at least one fraction, and a tier where it is above 0")
+		return nil, Inputf("eval: a sweep has no cells: give at least one fraction, and a tier where it is above 0")
 	}
 	results := map[Cell]Result{}
 	for _, r := range o.Done {

@@ -240,13 +240,13 @@ func ReadResults(data []byte, name string) ([]Result, error) {
 	if err := json.Unmarshal(data, &many); err != nil {
 		var one Result
 		if json.Unmarshal(data, &one) != nil {
-			return nil, inputf("%s has no results of bench sweep or bench throughput: %w", name, err)
+			return nil, Inputf("%s has no results of bench sweep or bench throughput: %w", name, err)
 		}
 		many = []Result{one}
 	}
 	for i := range many {
 		if many[i].Tier == configs.AnyTier || many[i].Requests == 0 {
-			return nil, inputf("%s: entry %d is not a result of bench sweep or bench throughput", name, i+1)
+			return nil, Inputf("%s: entry %d is not a result of bench sweep or bench throughput", name, i+1)
 		}
 	}
 	return many, nil

@@ -65,11 +65,11 @@ func (o Options) EnsureDefaults() Options {
 func (o Options) Validate() error {
 	switch {
 	case len(o.Prompts) == 0:
-		return inputf("eval: no prompts to run")
+		return Inputf("eval: no prompts to run")
 	case o.NewTokens < 2:
-		return inputf("eval: %d new tokens: must be at least 2, so that there is a decode step", o.NewTokens)
+		return Inputf("eval: %d new tokens: must be at least 2, so that there is a decode step", o.NewTokens)
 	case o.Trials < 1 || o.Prefills < 1:
-		return inputf("eval: %d trials, %d of them with prefill: must be at least 1", o.Trials, o.Prefills)
+		return Inputf("eval: %d trials, %d of them with prefill: must be at least 1", o.Trials, o.Prefills)
 	}
 	return nil
 }

@@ -148,7 +148,7 @@ func Transfer(ctx context.Context, o TransferOptions) (_ []TransferPoint, err er
 	o = o.EnsureDefaults()
 	for _, s := range o.Sizes {
 		if s < 1 {
-			return nil, inputf("eval: a copy of %d bytes: must be at least 1", s)
+			return nil, Inputf("eval: a copy of %d bytes: must be at least 1", s)
 		}
 	}
 	r := &rig{o: o, paths: map[string]*path{}}
@@ -551,7 +551,7 @@ func Calibrate(r *TransferResult, c Calibration) (planner.Hardware, error) {
 	started := by + "a single copy of the smallest size, less its bytes"
 	host, start := rate(HostPath)
 	if host == 0 {
-		return h, inputf("eval: no copies from the host were measured, which a calibration needs")
+		return h, Inputf("eval: no copies from the host were measured, which a calibration needs")
 	}
 	h.HostToGPU, h.HostCopyLatency = []float64{host}, start
 	h.Sources["host_to_gpu_bytes_per_s"], h.Sources["host_copy_latency_s"] = measured+", one path", started

@@ -30,7 +30,7 @@ func newBench(s *streams) *cobra.Command {
 		Args:  commandName,
 		RunE:  func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
 	}
-	cmd.AddCommand(newBenchThroughput(s), newBenchSweep(s), newBenchServe(s), newBenchTransfer(s), newBenchKV(s), newBenchFairness(s))
+	cmd.AddCommand(newBenchThroughput(s), newBenchSweep(s), newBenchServe(s), newBenchTransfer(s), newBenchKV(s), newBenchPrefix(s), newBenchFairness(s))
 	return cmd
 }
 

@@ -23,6 +23,7 @@ import (
 	"github.com/moeserve/moeserve/configs"
 	"github.com/moeserve/moeserve/eval"
 	"github.com/moeserve/moeserve/eval/kv"
+	"github.com/moeserve/moeserve/eval/prefix"
 	"github.com/moeserve/moeserve/eval/serving"
 )
 
@@ -187,6 +188,7 @@ func TestBenchOutputLost(t *testing.T) {
 		"sweep":      append([]string{"bench", "sweep", "--fractions", "0"}, trials...),
 		"serve":      append([]string{"bench", "serve", "--base-url", p.url}, common...),
 		"transfer":   {"bench", "transfer", "--largest-mib", "1", "--repetitions", "1"},
+		"prefix":     {"bench", "prefix", "--places", "hbm", "--lengths", "16", "--repetitions", "1"},
 		"kv":         {"bench", "kv", "--models", "qwen2-57b-a14b", "--entries", "16", "--repetitions", "1"},
 	} {
 		path := filepath.Join(t.TempDir(), name)
@@ -255,6 +257,62 @@ func TestBenchKV(t *testing.T) {
 		{"--entries 16000000", "loads of 16000000 entries are too large; give fewer --entries"},
 	} {
 		args := append([]string{"bench", "kv", "--emulate", "virtual,nodata,hbm=16GiB"}, strings.Fields(c.args)...)
+		if stdout, stderr, code := invoke(t, strings.NewReader(""), args...); code != exitUsage || stdout != "" || !strings.Contains(stderr, c.want) {
+			t.Errorf("%s: exit code %d, %q, want %q", c.args, code, stderr, c.want)
+		}
+	}
+}
+
+// bench prefix: a prefix in the GPU's memory is found and takes less time than one that is computed,
+// the more so the longer it is; and so do batches with more requests that find theirs.
+func TestBenchPrefix(t *testing.T) {
+	measure := func(args ...string) (r prefix.Result) {
+		t.Helper()
+		args = append([]string{"bench", "prefix", "--emulate", "virtual,hbm=256MiB,flops=1G,bw=100MB/s", "--places", "hbm,nowhere", "--json", "-"}, args...)
+		stdout, stderr, code := invoke(t, strings.NewReader(""), args...)
+		if err := json.Unmarshal([]byte(stdout), &r); err != nil || code != exitDone {
+			t.Fatalf("exit code %d, %v: %s", code, err, stderr)
+		}
+		return r
+	}
+	r := measure("--lengths", "64,160", "--repetitions", "2")
+	if len(r.TTFT) != 4 || len(r.Hits) != 0 {
+		t.Fatalf("%+v", r)
+	}
+	for i, x := range r.TTFT {
+		switch {
+		case x.Place == prefix.Nowhere && (x.CachedTokens != 0 || x.Seconds != x.MissSeconds || x.Speedup != 1):
+			t.Errorf("%+v", x)
+		case x.Place == prefix.HBM && (x.CachedTokens != x.PrefixTokens || x.Seconds > 1.3*x.DecodeStepSeconds || x.Speedup < 2):
+			t.Errorf("%+v", x)
+		case i%2 == 1 && (x.MissSeconds <= r.TTFT[i-1].MissSeconds || x.Speedup < r.TTFT[i-1].Speedup):
+			t.Errorf("%+v, of a shorter prefix %+v", x, r.TTFT[i-1])
+		}
+	}
+	r = measure("--hits", "0,0.5,1", "--input-len", "64", "--num-prompts", "12", "--num-prefixes", "3")
+	if len(r.Hits) != 6 || len(r.TTFT) != 0 {
+		t.Fatalf("%+v", r)
+	}
+	for i, x := range r.Hits {
+		found := 0
+		if x.Place == prefix.HBM {
+			found = int(12*x.HitFraction) * 48 // whole blocks, without that of the last token
+		}
+		if x.CachedTokens != found || x.PromptTokens != 12*64 || i%3 > 0 && found > 0 && x.RequestThroughput <= r.Hits[i-1].RequestThroughput {
+			t.Errorf("%+v, want %d tokens found", x, found)
+		}
+	}
+	for _, c := range []struct{ args, want string }{
+		{"--places disk", `--places: "disk" is no place: must be`},
+		{"--lengths 300", `--lengths has "300": must be a whole number from 1 to`},
+		{"", "no prefix of 1024 tokens fits in the context of 256 tokens: give shorter --lengths"},
+		{"--lengths 16 --repetitions 0", "--repetitions is 0"},
+		{"--hits 2", `--hits has "2": must be a fraction from 0 to 1`},
+		{"--hits 1", "--input-len and --output-len are 513 together, and the context has 256 tokens"},
+		{"--hits 1 --num-prompts 0", "--num-prompts is 0"},
+		{"--lengths 16 --plot x.gif", "--plot x.gif: must be a file that ends in"},
+	} {
+		args := append([]string{"bench", "prefix"}, strings.Fields(c.args)...)
 		if stdout, stderr, code := invoke(t, strings.NewReader(""), args...); code != exitUsage || stdout != "" || !strings.Contains(stderr, c.want) {
 			t.Errorf("%s: exit code %d, %q, want %q", c.args, code, stderr, c.want)
 		}

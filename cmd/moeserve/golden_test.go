@@ -90,6 +90,7 @@ func TestResultsAreReported(t *testing.T) {
 		"transfer":   {"bench", "transfer", "--emulate", "virtual,nodata,pcie=1GB/s,nvlink=5GB/s,latency=8us", "--largest-mib", "1", "--repetitions", "1"},
 		"kv":         {"bench", "kv", "--emulate", "virtual,nodata,pcie=1GB/s,nvlink=5GB/s,latency=8us", "--entries", "100", "--repetitions", "1"},
 		"kvcopies":   {"bench", "kv", "--copy-method", "both", "--emulate", "virtual,nodata,pcie=1GB/s,nvlink=5GB/s,latency=8us", "--copy-sizes", "4KiB", "--copy-blocks", "3", "--repetitions", "1"},
+		"prefix":     {"bench", "prefix", "--emulate", "virtual,nodata,hbm=256MiB,pcie=1GB/s", "--lengths", "16", "--places", "hbm,nowhere", "--repetitions", "1"},
 		"plan":       {"plan", "--model", "mixtral-8x7b", "--hardware", "h200", "--offload-fraction", "0.5", "--peers", "1"},
 		"inspect":    {"inspect", "--offload-fraction", "0.5", "--emulate", "hbm=256MiB"},
 	} {

@@ -295,6 +295,23 @@ var fieldDocs = map[string]string{
 	"crossovers":            "where `--copy-method both` compared methods on GPUs: one object for each tier and direction; else null",
 	"kernel_below_bytes":    "block size below which the kernel is faster; 0: never; a byte more than the largest size: at all",
 
+	// What a prompt's KV cache is worth.
+	"prefix_ttft":             "one object for each place and length of a prefix",
+	"place":                   "where the KV cache of the prompt is: `hbm` (the GPU's memory), `peer`, `host`, `file`, `nowhere`",
+	"prefix_tokens":           "tokens of the prompt but the last, which is always computed",
+	"cached_tokens":           "tokens of the prompt, or of all prompts, whose KV entries were found",
+	"TTFTPoint.ttft_s":        "median time to first token of requests that find the prefix; in `nowhere` that of the request that computes it",
+	"miss_ttft_s":             "time to first token of the request that computes the prefix",
+	"decode_step_s":           "mean time of a token after the first",
+	"ttft_speedup":            "`ttft_s` in `nowhere` over it; absent where that was not measured",
+	"prefix_hits":             "one object for each place and fraction of requests that find their prompt",
+	"hit_fraction":            "fraction of the requests whose prompts have run before",
+	"HitsPoint.requests":      "requests, all submitted at once",
+	"HitsPoint.prompt_tokens": "tokens of all prompts",
+	"duration_s":              "time from the submission of all requests to the last token",
+	"request_throughput":      "requests per second",
+	"hits_speedup":            "`request_throughput` over that without hits in the same place; absent where that was not measured",
+
 	// Peers.
 	"borrowed_bytes":            "memory borrowed of the peer",
 	"gpu":                       "index of the GPU, by the driver",

@@ -260,6 +260,7 @@ func TestReferenceJSON(t *testing.T) {
 		{"throughput", "bench throughput --json, bench sweep --json", "`bench throughput` writes one object, `bench sweep` an array with one for each fraction and tier.", "eval", "Result"},
 		{"transfer", "bench transfer --json", "One object for a measurement of copies.", "eval", "TransferResult"},
 		{"kv", "bench kv --json", "One object for a measurement of loads of KV blocks, or with `--copy-method` of copies by block size.", "eval/kv", "Result"},
+		{"prefix", "bench prefix --json", "One object for a measurement of what a prompt's KV cache is worth.", "eval/prefix", "Result"},
 		{"fairness", "bench fairness --json", "One object for a measurement of scheduling policies.", "eval/fairness", "Result"},
 		{"residency", "/debug/residency", "`GET /debug/residency` of a server: where every expert is now, what is borrowed of each peer, and where KV blocks are. `GET /debug/kv` has the object `kv` alone.", "node/observe", "Residency"},
 		{"events", "/debug/events", "`GET /debug/events` of a server streams one object for each allocation, revocation and move (server-sent events). Fields that say nothing of an event are absent.", "node/observe", "Event"},

@@ -11,11 +11,12 @@
 // # How it measures
 //
 // Time to first token: a prompt of random tokens runs once, which computes it (the miss). When
-// its blocks have been stored, it runs again, repeatedly (hits); the median counts. A request
-// alone runs at a time. Beside both stands the time of a decode step at that context.
+// its blocks have been stored, it runs again, repeatedly (hits); the median counts. One request
+// runs at a time. Beside both stands the time of a decode step at that context.
 //
-// Throughput: as many prompts as a pool has run once. Then all requests are submitted at once;
-// some have prompts of the pool in turn, evenly among others that nobody has seen.
+// Throughput: the prompts of a pool run. Then all requests are submitted at once; some have
+// prompts of the pool in turn, evenly among new ones. A tier has room for what is stored
+// between two uses of a prompt.
 //
 // How many tokens were found is the engine's count, and stands beside each time: an engine may
 // find it faster to compute a prefix again.

@@ -20,7 +20,7 @@ type HitsOptions struct {
 	Requests int
 	// PromptTokens of each. Default: 512. NewTokens of each. Default: 1.
 	PromptTokens, NewTokens int
-	// Pool is the number of prompts that are found, in turn. Default: 200.
+	// Pool is the number of prompts that are found, in turn. Default: 100.
 	Pool int
 	// Seed of the prompts.
 	Seed uint64
@@ -47,7 +47,7 @@ func (o HitsOptions) EnsureDefaults() HitsOptions {
 		o.NewTokens = 1
 	}
 	if o.Pool == 0 {
-		o.Pool = 200
+		o.Pool = 100
 	}
 	return o
 }
@@ -58,9 +58,9 @@ func (o HitsOptions) Validate() error {
 	case o.Open == nil:
 		return errors.New("prefix: HitsOptions.Open is not set")
 	case slices.ContainsFunc(o.Fractions, func(f float64) bool { return !(f >= 0 && f <= 1) }):
-		return fmt.Errorf("%w: fractions of hits %v: must be from 0 to 1", eval.ErrInput, o.Fractions)
+		return eval.Inputf("prefix: fractions of hits %v: must be from 0 to 1", o.Fractions)
 	case o.Requests < 1 || o.PromptTokens < 1 || o.NewTokens < 1 || o.Pool < 1:
-		return fmt.Errorf("%w: %d requests of %d and %d tokens, %d prompts: must be at least 1", eval.ErrInput, o.Requests, o.PromptTokens, o.NewTokens, o.Pool)
+		return eval.Inputf("prefix: %d requests of %d and %d tokens, %d prompts: must be at least 1", o.Requests, o.PromptTokens, o.NewTokens, o.Pool)
 	}
 	return nil
 }
@@ -88,7 +88,7 @@ func Hits(ctx context.Context, o HitsOptions, r *Result, skip func(Place, error)
 		return err
 	}
 	m := hits{o: o, r: r}
-	each := int64(o.Pool) + int64(len(o.Fractions))*int64(o.Requests)
+	each := int64(len(o.Fractions)) * int64(o.Pool+o.Requests)
 	m.total = int64(len(o.Places)) * each
 	for i, p := range o.Places {
 		err := m.place(ctx, p)
@@ -114,7 +114,7 @@ type hits struct {
 // place measures all fractions in a place.
 func (m *hits) place(ctx context.Context, p Place) (err error) {
 	o := &m.o
-	e, err := o.Open(ctx, p, o.Pool*o.PromptTokens, o.PromptTokens+o.NewTokens)
+	e, err := o.Open(ctx, p, o.kept(), o.PromptTokens+o.NewTokens)
 	if err != nil {
 		return &openError{err}
 	}
@@ -122,15 +122,15 @@ func (m *hits) place(ctx context.Context, p Place) (err error) {
 	info := e.Info()
 	m.r.describe(info)
 	pool := eval.GeneratePrompts(o.Pool, o.PromptTokens, info.Vocab, o.Seed)
-	if _, err := e.Run(ctx, pool, o.NewTokens); err != nil {
-		return err
-	}
-	if err := e.Settle(ctx); err != nil {
-		return err
-	}
-	m.advance(o.Pool)
 	base := 0.0
 	for i, f := range o.Fractions {
+		// The requests of the fraction before may have taken the places of the pool.
+		if _, err := e.Run(ctx, pool, o.NewTokens); err != nil {
+			return err
+		}
+		if err := e.Settle(ctx); err != nil {
+			return err
+		}
 		fresh := eval.GeneratePrompts(o.Requests, o.PromptTokens, info.Vocab, o.Seed+uint64(i)+1)
 		b, err := e.Run(ctx, mix(fresh, pool, f), o.NewTokens)
 		if err != nil {
@@ -148,17 +148,23 @@ func (m *hits) place(ctx context.Context, p Place) (err error) {
 			x.Speedup = x.RequestThroughput / base
 		}
 		m.r.Hits = append(m.r.Hits, x)
-		m.advance(o.Requests)
+		if m.done += int64(o.Pool + o.Requests); o.Progress != nil {
+			o.Progress(m.done, m.total)
+		}
 	}
 	return nil
 }
 
-// advance reports that n more requests have run.
-func (m *hits) advance(n int) {
-	m.done += int64(n)
-	if m.o.Progress != nil {
-		m.o.Progress(m.done, m.total)
+// kept is how many tokens must be kept so that every prompt of the pool is still there when
+// its turn comes: since its last one, others have been stored.
+func (o *HitsOptions) kept() int {
+	fewest := 1.0
+	for _, f := range o.Fractions {
+		if f > 0 {
+			fewest = min(fewest, f)
+		}
 	}
+	return int(1.25*float64(o.Pool)/fewest) * o.PromptTokens
 }
 
 // mix puts prompts of the pool, in turn, in the place of a fraction of the others, evenly.

@@ -3,7 +3,6 @@ package prefix
 import (
 	"context"
 	"errors"
-	"fmt"
 	"slices"
 	"strings"
 	"time"
@@ -36,9 +35,9 @@ func ParsePlaces(text string) ([]Place, error) {
 		p := Place(strings.TrimSpace(name))
 		switch {
 		case !slices.Contains(Places, p):
-			return nil, fmt.Errorf("%w: %q is no place: must be hbm, peer, host, file or nowhere", eval.ErrInput, p)
+			return nil, eval.Inputf("%q is no place: must be hbm, peer, host, file or nowhere", p)
 		case slices.Contains(places, p):
-			return nil, fmt.Errorf("%w: %s is there twice", eval.ErrInput, p)
+			return nil, eval.Inputf("%s is there twice", p)
 		}
 		places = append(places, p)
 	}

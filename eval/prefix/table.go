@@ -22,12 +22,12 @@ func WriteTable(out io.Writer, r *Result) error {
 	fmt.Fprintf(&b, "%s (%s), KV blocks of %d tokens\n\n", untrusted.Name(r.Model), r.DType, r.BlockTokens)
 	w := tabwriter.NewWriter(&b, 0, 0, 2, ' ', tabwriter.AlignRight)
 	if len(r.TTFT) > 0 {
-		fmt.Fprintln(w, "prefix in\ttokens\tfound\tTTFT ms\tmiss ms\tdecode step ms\tnowhere/TTFT\t")
+		fmt.Fprintln(w, "prefix in\tprefix\tfound\tTTFT ms\tmiss ms\tdecode step ms\tnowhere/TTFT\t")
 		for _, x := range r.TTFT {
-			fmt.Fprintf(w, "%s\t%d\t%d\t%.4g\t%.4g\t%.4g\t%s\t\n", x.Place, x.PromptTokens, x.CachedTokens, 1e3*x.Seconds, 1e3*x.MissSeconds, 1e3*x.DecodeStepSeconds, times(x.Speedup))
+			fmt.Fprintf(w, "%s\t%d\t%d\t%.4g\t%.4g\t%.4g\t%s\t\n", x.Place, x.PrefixTokens, x.CachedTokens, 1e3*x.Seconds, 1e3*x.MissSeconds, 1e3*x.DecodeStepSeconds, times(x.Speedup))
 		}
 		w.Flush() //nolint:errcheck // writing to memory does not fail
-		b.WriteString("\nfound: tokens of the prompt whose KV entries were there; TTFT: time to first token, median; miss: the same of the request that computed the prompt\n" +
+		b.WriteString("\nprefix: tokens of the prompt but the last, which is always computed; found: those whose KV entries were there\nTTFT: time to first token, median; miss: the same of the request that computed the prompt\n" +
 			"decode step: mean time of a token after the first; nowhere/TTFT: how many times as long the first token takes without the prefix\n")
 	}
 	if len(r.Hits) > 0 {
@@ -75,7 +75,7 @@ func WriteCSV(out io.Writer, r *Result) error {
 		}, values))
 	}
 	for _, x := range r.TTFT {
-		write(x.Place, x.PromptTokens, x.CachedTokens, f(x.Seconds), f(x.MissSeconds), f(x.DecodeStepSeconds), ratio(x.Speedup), "", "", "", "", "")
+		write(x.Place, x.PrefixTokens+1, x.CachedTokens, f(x.Seconds), f(x.MissSeconds), f(x.DecodeStepSeconds), ratio(x.Speedup), "", "", "", "", "")
 	}
 	for _, x := range r.Hits {
 		write(x.Place, x.PromptTokens, x.CachedTokens, "", "", "", "", f(x.HitFraction), strconv.Itoa(x.Requests), f(x.Seconds), f(x.RequestThroughput), ratio(x.Speedup))
@@ -97,14 +97,14 @@ var looks = map[Place]struct {
 // place. format is one of eval.PlotFormats.
 func PlotTTFT(out io.Writer, format string, r *Result) error {
 	if len(r.TTFT) == 0 {
-		return fmt.Errorf("%w: no times to first token to plot", eval.ErrInput)
+		return eval.Inputf("prefix: no times to first token to plot")
 	}
 	panel := figure.Panel{Y: figure.Axis{Label: "time to first token (ms)", Log: true}}
 	for _, p := range Places {
 		s := figure.Series{Name: looks[p].name, Look: looks[p].look, Line: true, Marks: true}
 		for _, x := range r.TTFT {
 			if x.Place == p {
-				s.Points = append(s.Points, figure.Point{X: float64(x.PromptTokens), Y: 1e3 * x.Seconds})
+				s.Points = append(s.Points, figure.Point{X: float64(x.PrefixTokens), Y: 1e3 * x.Seconds})
 			}
 		}
 		slices.SortFunc(s.Points, func(a, b figure.Point) int { return cmp.Compare(a.X, b.X) })
@@ -114,7 +114,7 @@ func PlotTTFT(out io.Writer, format string, r *Result) error {
 	}
 	chart := &figure.Lines{
 		Title: "Time to first token by where the prefix is", Note: r.note("one request at a time"),
-		X: figure.Axis{Label: "prompt (tokens)", Log: true}, Panels: []figure.Panel{panel},
+		X: figure.Axis{Label: "prefix (tokens)", Log: true}, Panels: []figure.Panel{panel},
 	}
 	return chart.Write(out, format)
 }
@@ -123,7 +123,7 @@ func PlotTTFT(out io.Writer, format string, r *Result) error {
 // one of eval.PlotFormats.
 func PlotHits(out io.Writer, format string, r *Result) error {
 	if len(r.Hits) == 0 {
-		return fmt.Errorf("%w: no throughput by hits to plot", eval.ErrInput)
+		return eval.Inputf("prefix: no throughput by hits to plot")
 	}
 	panel := figure.Panel{Y: figure.Axis{Label: "requests/s"}}
 	for _, p := range Places {

@@ -15,7 +15,8 @@ type TTFTOptions struct {
 	Open Open
 	// Places that are measured, in this order. Default: Places.
 	Places []Place
-	// Lengths of prompts, in tokens. Default: DefaultLengths.
+	// Lengths of prefixes, in tokens; a prompt has one token more, which is always computed.
+	// Default: DefaultLengths.
 	Lengths []int
 	// Repetitions of a request whose prompt is found. Default: 5.
 	Repetitions int
@@ -24,8 +25,8 @@ type TTFTOptions struct {
 	NewTokens int
 	// Seed of the prompts.
 	Seed uint64
-	// Progress, if set, is called after each request, with the prompt tokens that have run and
-	// all that there are to run.
+	// Progress, if set, is called after each request, with the tokens of prefixes that have run
+	// and all that there are to run.
 	Progress func(done, total int64)
 }
 
@@ -55,19 +56,20 @@ func (o TTFTOptions) Validate() error {
 	case o.Open == nil:
 		return errors.New("prefix: TTFTOptions.Open is not set")
 	case slices.Min(o.Lengths) < 1:
-		return fmt.Errorf("%w: a prompt of %d tokens: must have at least 1", eval.ErrInput, slices.Min(o.Lengths))
+		return eval.Inputf("prefix: a prefix of %d tokens: must have at least 1", slices.Min(o.Lengths))
 	case o.Repetitions < 1:
-		return fmt.Errorf("%w: %d repetitions: must be at least 1", eval.ErrInput, o.Repetitions)
+		return eval.Inputf("prefix: %d repetitions: must be at least 1", o.Repetitions)
 	case o.NewTokens < 2:
-		return fmt.Errorf("%w: %d new tokens: must be at least 2, so that there is a decode step", eval.ErrInput, o.NewTokens)
+		return eval.Inputf("prefix: %d new tokens: must be at least 2, so that there is a decode step", o.NewTokens)
 	}
 	return nil
 }
 
-// TTFTPoint is a prompt of a length with its prefix in a place.
+// TTFTPoint is a prompt with its prefix in a place.
 type TTFTPoint struct {
-	Place        Place `json:"place"`
-	PromptTokens int   `json:"prompt_tokens"`
+	Place Place `json:"place"`
+	// PrefixTokens are those of the prompt but the last.
+	PrefixTokens int `json:"prefix_tokens"`
 	// MissSeconds is the time to first token of the request that computes the prompt.
 	MissSeconds float64 `json:"miss_ttft_s"`
 	// Seconds is that of those that find it, CachedTokens how many of its tokens they found:
@@ -112,12 +114,12 @@ func (m *ttft) compare() {
 	nowhere := map[int]float64{}
 	for _, x := range m.r.TTFT {
 		if x.Place == Nowhere {
-			nowhere[x.PromptTokens] = x.Seconds
+			nowhere[x.PrefixTokens] = x.Seconds
 		}
 	}
 	for i := range m.r.TTFT {
 		x := &m.r.TTFT[i]
-		x.Speedup = nowhere[x.PromptTokens] / x.Seconds
+		x.Speedup = nowhere[x.PrefixTokens] / x.Seconds
 	}
 }
 
@@ -142,7 +144,7 @@ func (m *ttft) hits(p Place) int {
 	return m.o.Repetitions
 }
 
-// tokens is the sum of the prompts that run in a place: a warm-up, and of each length the
+// tokens is the sum of the prefixes that run in a place: a warm-up, and of each length the
 // miss and the hits.
 func (m *ttft) tokens(p Place) int64 {
 	sum := int64(slices.Min(m.o.Lengths))
@@ -159,7 +161,7 @@ func (m *ttft) place(ctx context.Context, p Place) (err error) {
 	for _, n := range m.o.Lengths {
 		kept += n
 	}
-	e, err := m.o.Open(ctx, p, kept, longest+m.o.NewTokens)
+	e, err := m.o.Open(ctx, p, kept, longest+1+m.o.NewTokens)
 	if err != nil {
 		return &openError{err}
 	}
@@ -169,7 +171,7 @@ func (m *ttft) place(ctx context.Context, p Place) (err error) {
 	run := func(tokens []int32) (Batch, error) {
 		b, err := e.Run(ctx, [][]int32{tokens}, m.o.NewTokens)
 		if err == nil {
-			m.done += int64(len(tokens))
+			m.done += int64(len(tokens) - 1)
 			if m.o.Progress != nil {
 				m.o.Progress(m.done, m.total)
 			}
@@ -177,16 +179,16 @@ func (m *ttft) place(ctx context.Context, p Place) (err error) {
 		return b, err
 	}
 	// What is done for the first time takes longer.
-	if _, err := run(prompt(slices.Min(m.o.Lengths), info.Vocab, m.o.Seed)); err != nil {
+	if _, err := run(prompt(slices.Min(m.o.Lengths)+1, info.Vocab, m.o.Seed)); err != nil {
 		return err
 	}
 	for _, n := range m.o.Lengths {
-		tokens := prompt(n, info.Vocab, m.o.Seed+uint64(n)+1)
+		tokens := prompt(n+1, info.Vocab, m.o.Seed+uint64(n)+1)
 		miss, err := run(tokens)
 		if err != nil {
 			return err
 		}
-		x := TTFTPoint{Place: p, PromptTokens: n, MissSeconds: miss.First[0].Seconds(), Seconds: miss.First[0].Seconds(), DecodeStepSeconds: m.step(&miss).Seconds()}
+		x := TTFTPoint{Place: p, PrefixTokens: n, MissSeconds: miss.First[0].Seconds(), Seconds: miss.First[0].Seconds(), DecodeStepSeconds: m.step(&miss).Seconds()}
 		if m.hits(p) > 0 {
 			if err := e.Settle(ctx); err != nil {
 				return err

@@ -1,0 +1,284 @@
+package main
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"strconv"
+
+	"github.com/spf13/cobra"
+
+	"github.com/moeserve/moeserve/configs"
+	"github.com/moeserve/moeserve/eval/prefix"
+	"github.com/moeserve/moeserve/node"
+	"github.com/moeserve/moeserve/node/bench"
+	"github.com/moeserve/moeserve/node/checkpoint"
+	"github.com/moeserve/moeserve/node/fault"
+	"github.com/moeserve/moeserve/planner"
+)
+
+// prefixOptions are the flags of bench prefix alone.
+type prefixOptions struct {
+	places, directory, csv string
+	// Of time to first token.
+	lengths     []string
+	repetitions int
+	plots       []string
+	// Of throughput, which is measured where hits are named.
+	hits                                []string
+	requests, inputLen, newTokens, pool int
+}
+
+func newBenchPrefix(s *streams) *cobra.Command {
+	var o prefixOptions
+	cmd := &cobra.Command{
+		Use:   "prefix [MODEL]",
+		Short: "Measure what a prompt's KV cache is worth, by where it is",
+		Long: `Measure the time to first token with the KV cache of the prompt in the GPU's memory
+(hbm), on peers, in host memory, in files, and nowhere: a prompt of random tokens runs
+once, is stored, and runs again, one request at a time. Each place has an engine of its
+own, with that tier alone; the GPU's own prefix cache is used in hbm only.
+
+With --hits the throughput of --num-prompts requests is measured instead, all
+submitted at once, of which a fraction has prompts that have run before.
+
+A prompt has one token more than its prefix, which is always computed. Prefixes that
+do not fit the model's context are excluded. Places whose tier cannot be opened are
+skipped, and named. How many tokens were found stands beside each time: an engine may
+find it faster to compute a prefix again.
+
+Ctrl-C ends the measurement with the points that are done.`,
+		Example: `  moeserve bench prefix mixtral-8x7b --load-format dummy --lengths 1024,32000 \
+      --device cuda --peers 1 --plot ttft.svg
+  moeserve bench prefix --hits 0,0.5,1 --places hbm,host --num-prompts 100`,
+		Args:              oneModel,
+		ValidArgsFunction: completeModelArgument,
+		RunE: func(cmd *cobra.Command, args []string) error {
+			set, err := modelSettings(cmd, args)
+			if err != nil {
+				return err
+			}
+			return benchPrefix(cmd.Context(), s, set, &o)
+		},
+	}
+	addSettings(cmd.Flags(), configs.For("bench prefix"))
+	f := cmd.Flags()
+	f.StringVar(&o.places, "places", "hbm,peer,host,file,nowhere", "comma-separated `LIST` of places of the KV cache")
+	f.Var((*pathValue)(&o.directory), "file-directory", "`DIR` of the tier in files; default: the system's for temporary files")
+	f.StringSliceVar(&o.lengths, "lengths", nil, "comma-separated `NUMBERS` of tokens of prefixes; default: 1024 to 90000")
+	f.IntVar(&o.repetitions, "repetitions", 5, "`NUMBER` of requests that find their prompt, whose median counts")
+	f.StringSliceVar(&o.hits, "hits", nil, "measure throughput by these `FRACTIONS` of requests that find their prompt")
+	f.IntVar(&o.requests, "num-prompts", 10000, "`NUMBER` of requests of --hits")
+	f.IntVar(&o.inputLen, "input-len", 512, "prompt `TOKENS` of each request of --hits")
+	f.IntVar(&o.newTokens, "output-len", 1, "generated `TOKENS` of each request of --hits")
+	f.IntVar(&o.pool, "num-prefixes", 100, "`NUMBER` of prompts that requests of --hits find, in turn")
+	addCSV(cmd, &o.csv)
+	f.Var((*pathList)(&o.plots), "plot", "draw the measurement to a .svg or .png; repeatable")
+	return cmd
+}
+
+// ttft reads the flags of time to first token; limit is the model's context.
+func (o *prefixOptions) ttft(limit int) (prefix.TTFTOptions, error) {
+	m := prefix.TTFTOptions{Repetitions: o.repetitions}.EnsureDefaults()
+	m.Lengths = nil
+	for _, n := range prefix.DefaultLengths() {
+		if len(o.lengths) == 0 && n+1+m.NewTokens <= limit {
+			m.Lengths = append(m.Lengths, n)
+		}
+	}
+	for _, text := range o.lengths {
+		n, err := strconv.Atoi(text)
+		if err != nil || n < 1 || n+1+m.NewTokens > limit {
+			return m, usagef("--lengths has %q: must be a whole number from 1 to %d, for a context of %d tokens", text, limit-1-m.NewTokens, limit)
+		}
+		m.Lengths = append(m.Lengths, n)
+	}
+	if len(m.Lengths) == 0 {
+		return m, usagef("no prefix of 1024 tokens fits in the context of %d tokens: give shorter --lengths", limit)
+	}
+	if o.repetitions < 1 {
+		return m, usagef("--repetitions is %d: must be at least 1", o.repetitions)
+	}
+	return m, nil
+}
+
+// throughput reads the flags of throughput by hits.
+func (o *prefixOptions) throughput(limit int) (prefix.HitsOptions, error) {
+	m := prefix.HitsOptions{Requests: o.requests, PromptTokens: o.inputLen, NewTokens: o.newTokens, Pool: o.pool}
+	for _, text := range o.hits {
+		f, err := strconv.ParseFloat(text, 64)
+		if err != nil || !(f >= 0 && f <= 1) {
+			return m, usagef("--hits has %q: must be a fraction from 0 to 1", text)
+		}
+		m.Fractions = append(m.Fractions, f)
+	}
+	for flag, n := range map[string]int{"--num-prompts": o.requests, "--input-len": o.inputLen, "--output-len": o.newTokens, "--num-prefixes": o.pool} {
+		if n < 1 {
+			return m, usagef("%s is %d: must be at least 1", flag, n)
+		}
+	}
+	if o.inputLen+o.newTokens > limit {
+		return m, usagef("--input-len and --output-len are %d together, and the context has %d tokens", o.inputLen+o.newTokens, limit)
+	}
+	return m, nil
+}
+
+func benchPrefix(ctx context.Context, s *streams, set *settings, o *prefixOptions) (err error) {
+	hardware, err := readHardware(set.Plan.Hardware)
+	if err != nil {
+		return err
+	}
+	places, err := prefix.ParsePlaces(o.places)
+	if err != nil {
+		return usagef("--places: %w", err)
+	}
+	limit, err := contextOf(set)
+	if err != nil {
+		return err
+	}
+	var ttft prefix.TTFTOptions
+	var hits prefix.HitsOptions
+	if len(o.hits) == 0 {
+		ttft, err = o.ttft(limit)
+	} else {
+		hits, err = o.throughput(limit)
+	}
+	if err != nil {
+		return err
+	}
+	formats := make([]string, len(o.plots))
+	for i, path := range o.plots {
+		if formats[i], err = plotFormat("--plot", path); err != nil {
+			return err
+		}
+	}
+	if o.csv != "" {
+		if err := writable("--csv", o.csv); err != nil {
+			return err
+		}
+	}
+	res, err := openResult(set.Output.JSON, s.out)
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, res.close()) }()
+	b := &prefixes{s: s, set: set, hardware: hardware, directory: o.directory}
+	r := &prefix.Result{Run: thisRun(s)}
+	p := s.progress(&set.Output, false)
+	defer p.end()
+	plot := prefix.PlotTTFT
+	var interrupted error
+	if len(o.hits) == 0 {
+		ttft.Open, ttft.Places, ttft.Seed = b.open, places, set.Generate.Seed
+		p.begin("prompts", "tokens")
+		ttft.Progress = func(done, total int64) { p.set("prompts", done, total) }
+		interrupted = prefix.TTFT(ctx, ttft, r, b.skip)
+	} else {
+		hits.Open, hits.Places, hits.Seed = b.open, places, set.Generate.Seed
+		p.begin("requests", "requests")
+		hits.Progress = func(done, total int64) { p.set("requests", done, total) }
+		interrupted = prefix.Hits(ctx, hits, r, b.skip)
+		plot = prefix.PlotHits
+	}
+	p.end()
+	for _, text := range b.skipped {
+		s.notice(&set.Output, "%s", text)
+	}
+	if len(r.TTFT)+len(r.Hits) == 0 {
+		if interrupted == nil {
+			return fault.Of(fault.ErrConfig, errors.New("no place could be measured"))
+		}
+		return benchError(interrupted)
+	}
+	var files []outputFile
+	if interrupted == nil {
+		for i, path := range o.plots {
+			files = append(files, outputFile{path, func(w io.Writer) error { return plot(w, formats[i], r) }})
+		}
+	} else {
+		s.notice(&set.Output, "the points that were measured follow; no plot")
+	}
+	if o.csv != "" {
+		files = append(files, outputFile{o.csv, func(w io.Writer) error { return prefix.WriteCSV(w, r) }})
+	}
+	written := writeAll(s, res, r, files, func(w io.Writer) error { return prefix.WriteTable(w, r) })
+	return errors.Join(written, interrupted)
+}
+
+// contextOf is the maximum of tokens of a sequence: the model's, or what the user allows.
+func contextOf(set *settings) (int, error) {
+	m, err := checkpoint.Open(set.Model, set.Generate.Seed)
+	if err != nil {
+		return 0, err
+	}
+	defer m.Close() //nolint:errcheck // only read from
+	if n := set.KV.MaxModelLen; n > 0 {
+		return min(n, m.Config.MaxPositions), nil
+	}
+	return m.Config.MaxPositions, nil
+}
+
+// prefixes opens engines for places.
+type prefixes struct {
+	s         *streams
+	set       *settings
+	hardware  *planner.Hardware
+	directory string
+	opened    bool
+	skipped   []string
+}
+
+// skip leaves out places that the machine or the settings have no tier for.
+func (b *prefixes) skip(p prefix.Place, err error) bool {
+	if !errors.Is(err, fault.ErrConfig) {
+		return false
+	}
+	b.skipped = append(b.skipped, fmt.Sprintf("skipped: %s: %v", p, err))
+	return true
+}
+
+// open opens a node with the tier of a place alone.
+func (b *prefixes) open(ctx context.Context, p prefix.Place, tokens, length int) (prefix.Engine, error) {
+	set := b.set.Settings
+	set.KV.MaxModelLen = length
+	set.KV.EnablePrefixCaching = p == prefix.HBM
+	if err := tierSettings(&set, p, tokens, b.directory); err != nil {
+		return nil, err
+	}
+	opts := node.Options{Settings: set, Log: b.set.logger(b.s.err), WithoutTokenizer: true, ExpectCPU: set.Model.Name == "" || b.opened}
+	b.opened = true
+	n, err := open(ctx, b.s, opts, true)
+	if err != nil {
+		return nil, err
+	}
+	return bench.NewPrefixes(n, b.hardware), nil
+}
+
+// transferConfig is the setting that asks for tiers.
+const transferConfig = "kv-transfer-config"
+
+// tierSettings asks for the tier of a place alone, with room for the blocks of tokens tokens.
+func tierSettings(set *configs.Settings, p prefix.Place, tokens int, directory string) error {
+	sizes := map[prefix.Place]string{prefix.Peer: "num_gpu_blocks", prefix.Host: "num_cpu_blocks", prefix.File: "num_file_blocks"}
+	size, ok := sizes[p]
+	if !ok {
+		return nil
+	}
+	if _, ok := configs.Find(transferConfig); !ok {
+		return fault.Of(fault.ErrConfig, fmt.Errorf("this version keeps no KV blocks in the tier %s", p))
+	}
+	extra := map[string]any{size: tokens/set.KV.BlockSize + 64} // and what is generated
+	if p == prefix.File {
+		if extra["directory"] = directory; directory == "" {
+			extra["directory"] = os.TempDir()
+		}
+	}
+	text, err := json.Marshal(map[string]any{"kv_connector_extra_config": extra})
+	if err != nil {
+		return err
+	}
+	return fault.Of(fault.ErrConfig, set.Put(map[string]any{transferConfig: string(text)}))
+}

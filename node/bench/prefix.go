@@ -1,0 +1,74 @@
+package bench
+
+import (
+	"context"
+	"time"
+
+	"github.com/moeserve/moeserve/engine"
+	"github.com/moeserve/moeserve/eval/prefix"
+	"github.com/moeserve/moeserve/node"
+	"github.com/moeserve/moeserve/planner"
+)
+
+// Prefixes is a node as package prefix measures it: requests run through its engine.
+type Prefixes struct {
+	n        *node.Node
+	hardware *planner.Hardware
+}
+
+var _ prefix.Engine = (*Prefixes)(nil)
+
+// NewPrefixes takes over a node. hardware replaces what is known of its machine's rates; nil:
+// it does not.
+func NewPrefixes(n *node.Node, hardware *planner.Hardware) *Prefixes { return &Prefixes{n, hardware} }
+
+// Info implements prefix.Engine.
+func (b *Prefixes) Info() prefix.Info {
+	i := b.n.Info()
+	return prefix.Info{
+		Machine: Machine(i.Facts, &i.Settings.Device, b.hardware),
+		Model:   i.Name, DType: i.Config.DType.String(), LoadFormat: i.Settings.Model.LoadFormat.String(),
+		BlockTokens: b.n.KV().BlockTokens(), Vocab: i.Config.Vocab,
+	}
+}
+
+// Run implements prefix.Engine. Times are those of the devices' clock.
+func (b *Prefixes) Run(ctx context.Context, prompts [][]int32, newTokens int) (prefix.Batch, error) {
+	requests := make([]engine.Request, len(prompts))
+	for i, p := range prompts {
+		params := engine.DefaultParams()
+		params.MaxTokens, params.IgnoreEOS = newTokens, true
+		requests[i] = engine.Request{Prompt: p, Params: params}
+	}
+	r := prefix.Batch{First: make([]time.Duration, len(prompts)), Last: make([]time.Duration, len(prompts))}
+	e, m := b.n.Engine(), b.n.Machine()
+	before, began := e.State(), m.Now()
+	if _, err := e.Generate(ctx, requests, func(i int, u engine.Update) {
+		if len(u.Tokens) == 0 {
+			return
+		}
+		r.Last[i] = m.Now() - began
+		if r.First[i] == 0 {
+			r.First[i] = r.Last[i]
+		}
+	}); err != nil {
+		return prefix.Batch{}, err
+	}
+	after := e.State()
+	r.Cached = int(after.PrefixCacheHits - before.PrefixCacheHits + after.ExternalHits - before.ExternalHits)
+	return r, nil
+}
+
+// Settle implements prefix.Engine. Blocks that are being stored are held; the engine sees that
+// a store has ended when it runs a step.
+func (b *Prefixes) Settle(ctx context.Context) error {
+	for b.n.KV().Held() > 0 {
+		if _, err := b.Run(ctx, [][]int32{{0}}, 1); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// Close implements prefix.Engine.
+func (b *Prefixes) Close() error { return b.n.Close() }
