@@ -38,6 +38,9 @@
 #   layout        decode attention over KV blocks that hold all layers, compared with an array per layer; 72 GiB of GPU memory
 #   kvcopy        copies of 1,000 scattered blocks from 4 KiB to 16 MiB between host, GPU and, with two GPUs, peer: queued, batched,
 #                 and by a kernel; 8 GiB of each memory
+#   kv            two GPUs: loads of KV blocks from the host and the second GPU (bench kv), copies of blocks by size, by copy
+#                 engines and by a kernel; 12 GiB of each memory. With PREFIX, arguments for bench prefix such as
+#                 'mixtral-8x7b --load-format dummy --lengths 1024,32000', TTFT by where the prompt's KV cache is, too
 #   load          loading a checkpoint of Qwen1.5-MoE's shape, written to LOAD_FOLDER (29 GB), as a share of the disk's
 #                 rate; LOAD are arguments for load.py
 # HOST_GIB is the host's memory, for machines whose system reports less. With OVERLAP=false the parts that run node's
@@ -100,7 +103,7 @@ run() {
   work=$(mktemp -d)
   trap 'rm -rf "$work"' EXIT
   for part in "$@"; do
-    [[ " device kernels kernels-full exact apart cli layers whole whole-mixtral tiers sweep predicted guard soak reclaim bench sanitize beside gaps layout kvcopy load " == *" $part "* ]] || usage
+    [[ " device kernels kernels-full exact apart cli layers whole whole-mixtral tiers sweep predicted guard soak reclaim bench sanitize beside gaps layout kvcopy kv load " == *" $part "* ]] || usage
   done
   [ -e "$folder/bundle.tar.xz" ] || { echo "there is no $folder/bundle.tar.xz: tools/cuda/gpu.sh build makes it" >&2; exit 2; }
   xz -dc "$folder/bundle.tar.xz" | tar -xf - -C "$work" || exit 1
@@ -223,6 +226,18 @@ run() {
       kvcopy)
         limit 90 kernels/cuda kvcopy kvcopy "$work/kernels-cuda.test" -test.v -test.run 'TestMeasureCopies$' -measure "$logs/kvcopy.json" -measure-for 60s
         grep -E '^([|]|GB/s)' "$work/said" | tee -a "$logs/table.log" ;;
+      kv)
+        limit 120 . kv kv-loads "$work/moeserve" bench kv --device cuda --peers 1 --host-memory-gib "$host" \
+          --json "$work/reload.json" --csv "$work/reload.csv" --plot "$work/reload.svg"
+        cat "$work/said"
+        limit 180 . kv kv-copies "$work/moeserve" bench kv --device cuda --peers 1 --host-memory-gib "$host" --copy-method both \
+          --hardware h200 --calibrate "$work/kv.json" --json "$work/copies.json" --csv "$work/copies.csv" --plot "$work/copies.svg"
+        cat "$work/said"
+        tar -czf "$logs/kv.tar.gz" -C "$work" reload.json reload.csv reload.svg kv.json copies.json copies.csv copies.svg
+        if [ -n "${PREFIX:-}" ]; then
+          limit 550 . kv prefix "$work/moeserve" bench prefix --device cuda --peers 1 --host-memory-gib "$host" $PREFIX --json "$logs/prefix.json"
+          cat "$work/said"
+        fi ;;
       load)
         limit 400 . load load python3 "$root/tools/cuda/load.py" "$work/moeserve" "$work/bigcheckpoint" "${LOAD_FOLDER:-$work}" ${LOAD:-}
         cat "$work/said" ;;
