@@ -60,8 +60,9 @@ turns, so that what disturbs the machine disturbs both.
 
 --copy-method measures copies of scattered blocks by block size in place of loads, from
 and to host and peer, in one direction and in both at once: dma makes a copy of the
-device for each block, kernel launches a kernel that copies all of them, both compares
-the two, on GPUs. --calibrate writes the block sizes below which the kernel is faster as
+device for each block, batch hands all of them to the driver in one call, kernel
+launches a kernel that copies all of them; both compares dma and kernel, all compares
+the three, on GPUs. --calibrate writes the block sizes below which the kernel is faster as
 hardware for --hardware; all else comes from --hardware, or from the devices where it is
 known.
 
@@ -69,7 +70,7 @@ Ctrl-C ends the measurement with the points that are done.`,
 		Example: `  moeserve bench kv --device cuda --peers 1 --plot reload.svg
   moeserve bench kv --models kimi-k2,mixtral-8x7b --entries 100,8000 \
       --emulate virtual,nodata,pcie=55.3GB/s,nvlink=395GB/s,latency=8us
-  moeserve bench kv --device cuda --peers 1 --copy-method both --plot copies.svg`,
+  moeserve bench kv --device cuda --peers 1 --copy-method all --plot copies.svg`,
 		Args: noArguments,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			set, err := readSettings(cmd.Flags(), os.Environ())
@@ -84,7 +85,7 @@ Ctrl-C ends the measurement with the points that are done.`,
 	f.StringSliceVar(&o.models, "models", nil, "comma-separated `NAMES` of models that loads are sized by; default: all")
 	f.StringSliceVar(&o.entries, "entries", defaultEntries(), "comma-separated `NUMBERS` of tokens of a load")
 	f.IntVar(&o.blockTokens, "block-size", 16, "`TOKENS` of a KV block")
-	f.StringVar(&o.method, "copy-method", "", "measure copies by block size: `dma|kernel|both`")
+	f.StringVar(&o.method, "copy-method", "", "measure copies by block size: `dma|batch|kernel|both|all`")
 	f.StringSliceVar(&o.sizes, "copy-sizes", nil, "comma-separated `SIZES` of blocks, as 64KiB; default: 4KiB to 16MiB")
 	f.IntVar(&o.blocks, "copy-blocks", 1000, "`NUMBER` of blocks")
 	f.IntVar(&o.largestMiB, "copy-largest-mib", 4096, "maximum size of a copy, in `MiB`")
@@ -146,12 +147,14 @@ func (o *kvOptions) loads() (kv.ReloadOptions, error) {
 
 // copies reads the flags of copies by block size.
 func (o *kvOptions) copies() (c kv.CopyOptions, err error) {
-	methods := map[string][]kv.Method{"dma": {kv.DMA}, "kernel": {kv.Kernel}, "both": {kv.DMA, kv.Kernel}}[o.method]
+	methods := map[string][]kv.Method{
+		"dma": {kv.DMA}, "batch": {kv.Batch}, "kernel": {kv.Kernel}, "both": {kv.DMA, kv.Kernel}, "all": {kv.DMA, kv.Batch, kv.Kernel},
+	}[o.method]
 	if methods == nil && o.method != "" {
-		return c, usagef("--copy-method %s: must be dma, kernel or both", o.method)
+		return c, usagef("--copy-method %s: must be dma, batch, kernel, both or all", o.method)
 	}
-	if o.calibrate != "" && o.method != "both" {
-		return c, usagef("--calibrate needs --copy-method both: it writes from which block size on one is faster than the other")
+	if o.calibrate != "" && o.method != "both" && o.method != "all" {
+		return c, usagef("--calibrate needs --copy-method both or all: it writes from which block size on dma is as fast as kernel")
 	}
 	if o.largestMiB < 1 || o.largestMiB > maxMiB {
 		return c, usagef("--copy-largest-mib is %d: must be from 1 to %d", o.largestMiB, maxMiB)
@@ -231,6 +234,9 @@ func benchKV(ctx context.Context, s *streams, set *settings, o *kvOptions) (err 
 		return err
 	}
 	defer func() { err = errors.Join(err, d.Close()) }()
+	if slices.Contains(copies.Methods, kv.Batch) && !d.Real() {
+		return usagef("--copy-method %s needs GPUs (--device cuda): emulated devices have no batched copies", o.method)
+	}
 	if o.calibrate != "" && !d.Real() {
 		return usagef("--calibrate needs GPUs (--device cuda): emulated devices do not model a kernel's copies over links")
 	}

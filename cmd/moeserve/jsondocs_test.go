@@ -286,13 +286,13 @@ var fieldDocs = map[string]string{
 	"CopyPoint.tier":        "`host` or `peer`: the memory that blocks are copied from and to",
 	"Crossover.tier":        "`host` or `peer`",
 	"direction":             "`load` (to the GPU that computes), `store` (from it), or `both` at once",
-	"method":                "`dma`: a copy of the device for each block; `kernel`: one kernel that copies all",
+	"method":                "`dma`: a copy of the device for each block; `batch`: one call of the driver for all; `kernel`: one kernel that copies all",
 	"block_bytes":           "size of a block",
 	"CopyPoint.blocks":      "blocks of a copy in one direction, scattered in both memories",
 	"CopyPoint.bytes":       "bytes of a copy, of all its directions together",
 	"copy_s":                "median time from the start of the first block to the end of the last",
 	"CopyPoint.bytes_per_s": "`bytes` over `copy_s`",
-	"crossovers":            "where `--copy-method both` compared methods on GPUs: one object for each tier and direction; else null",
+	"crossovers":            "where `dma` and `kernel` were compared on GPUs: one object for each tier and direction; else null",
 	"kernel_below_bytes":    "block size below which the kernel is faster; 0: never; a byte more than the largest size: at all",
 
 	// What a prompt's KV cache is worth.

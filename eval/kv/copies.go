@@ -20,6 +20,8 @@ type Method string
 const (
 	// DMA is a copy of the device for each block, by its copy engines.
 	DMA Method = "dma"
+	// Batch is one call of the driver for all blocks, which copy engines copy.
+	Batch Method = "batch"
 	// Kernel is one launch of a kernel that copies all blocks (kernels.CopyBlocks).
 	Kernel Method = "kernel"
 )
@@ -42,6 +44,14 @@ const (
 	peerTier = "peer"
 )
 
+// batcher is a stream that copies many ranges by one call.
+type batcher interface {
+	CopyBatch(dst, src []device.Range) error
+}
+
+// errNoBatches is why method Batch cannot be measured.
+var errNoBatches = errors.New("streams of these devices have no batched copies")
+
 // Enqueuer enqueues operations on the streams of a machine; kernels.Backend is one.
 type Enqueuer interface {
 	Enqueue(s device.Stream, op kernels.Op) error
@@ -55,7 +65,7 @@ type CopyOptions struct {
 	// Compute is the memory of the GPU that computes, Peer that of another one;
 	// device.Host: there is none.
 	Compute, Peer device.Space
-	// Methods that are measured, in turn. Default: both.
+	// Methods that are measured, in turn. Batch needs streams that can. Default: DMA and Kernel.
 	Methods []Method
 	// Sizes of a block in bytes, multiples of 16. Default: DefaultBlockSizes.
 	Sizes []int64
@@ -113,8 +123,8 @@ func (o CopyOptions) EnsureDefaults() CopyOptions {
 func (o CopyOptions) Validate() error {
 	for _, m := range o.Methods {
 		switch {
-		case m != DMA && m != Kernel:
-			return fmt.Errorf("kv: copy method %q: must be %s or %s", m, DMA, Kernel)
+		case m != DMA && m != Batch && m != Kernel:
+			return fmt.Errorf("kv: copy method %q: must be %s, %s or %s", m, DMA, Batch, Kernel)
 		case m == Kernel && o.Backend == nil:
 			return errors.New("kv: CopyOptions.Backend is not set, which the kernel needs")
 		}
@@ -343,15 +353,19 @@ func (r *copies) point(ctx context.Context, t *tier, d Direction, size int64) ([
 			return nil, err
 		}
 	}
+	lanes := make([]*lane, len(ways))
+	for i, way := range ways {
+		lanes[i] = t.dma[way]
+	}
 	run := map[Method]func() ([]*lane, error){
-		DMA: func() (lanes []*lane, err error) {
-			for _, way := range ways {
-				lanes = append(lanes, t.dma[way])
-			}
+		DMA: func() ([]*lane, error) {
 			return lanes, enqueue(lanes, len(pieces[loading]), func(i, block int) error {
 				p := &pieces[ways[i]][block]
 				return lanes[i].stream.Copy(p.Dst.Range, p.Src.Range)
 			})
+		},
+		Batch: func() ([]*lane, error) {
+			return lanes, enqueue(lanes, 1, func(i, _ int) error { return copyBatch(lanes[i].stream, pieces[ways[i]]) })
 		},
 		Kernel: func() ([]*lane, error) {
 			lanes := []*lane{r.kernel}
@@ -383,6 +397,19 @@ func (r *copies) point(ctx context.Context, t *tier, d Direction, size int64) ([
 		}
 	}
 	return points, nil
+}
+
+// copyBatch copies pieces by one call.
+func copyBatch(s device.Stream, pieces []transfer.Piece) error {
+	b, ok := s.(batcher)
+	if !ok {
+		return errNoBatches
+	}
+	dst, src := make([]device.Range, len(pieces)), make([]device.Range, len(pieces))
+	for i := range pieces {
+		dst[i], src[i] = pieces[i].Dst.Range, pieces[i].Src.Range
+	}
+	return b.CopyBatch(dst, src)
 }
 
 // operation writes the addresses of pieces to the GPU, directions by turns, and returns the

@@ -86,7 +86,7 @@ func (s *Sizes) table(b *strings.Builder, emulated bool) {
 		b.WriteString("\n")
 	}
 	b.WriteString("ms, GB/s (10^9 bytes/s): all blocks, scattered in both memories, median; of both directions GB/s is their sum\n" +
-		"dma: a copy of the device for each block; kernel: one launch of a kernel that copies all of them")
+		"dma: a copy of the device for each block; batch: one call of the driver for all; kernel: one launch of a kernel that copies all of them")
 	if s.ThreadBlocks > 0 {
 		fmt.Fprintf(b, ", on %d thread blocks", s.ThreadBlocks)
 	}
@@ -140,13 +140,14 @@ func (s *Sizes) figure(on string, emulated bool) *figure.Lines {
 	for _, g := range s.groups() {
 		panel := figure.Panel{Title: g.title(), Y: figure.Axis{Label: "GB/s", Log: true}, Height: panelHeight}
 		dma := figure.Series{Name: "DMA", Look: figure.LookA, Line: true, Marks: true}
+		batch := figure.Series{Name: "batched DMA", Look: figure.LookC, Line: true, Marks: true}
 		kernel := figure.Series{Name: "copy kernel", Look: figure.LookB, Line: true, Marks: true}
-		for m, series := range map[Method]*figure.Series{DMA: &dma, Kernel: &kernel} {
+		for m, series := range map[Method]*figure.Series{DMA: &dma, Batch: &batch, Kernel: &kernel} {
 			for _, p := range g.of(m) {
 				series.Points = append(series.Points, figure.Point{X: float64(p.BlockBytes) / 1024, Y: p.BytesPerSecond / 1e9})
 			}
 		}
-		panel.Series = legendOnce(len(chart.Panels), dma, kernel)
+		panel.Series = legendOnce(len(chart.Panels), dma, batch, kernel)
 		chart.Panels = append(chart.Panels, panel)
 	}
 	return chart
