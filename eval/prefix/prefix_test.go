@@ -283,7 +283,7 @@ func TestOutput(t *testing.T) {
 	if err := errors.Join(prefix.WriteTable(&table, r), prefix.WriteCSV(&list, r)); err != nil {
 		t.Fatal(err)
 	}
-	for _, want := range []string{"TTFT ms", "nowhere/TTFT", "requests/s", "10 requests of 32 prompt tokens", "fake (bfloat16), KV blocks of 16 tokens"} {
+	for _, want := range []string{"TTFT ms", "nowhere/TTFT", "requests/s", "10 requests of 32 prompt tokens", "does not count reading and writing files", "fake (bfloat16), KV blocks of 16 tokens"} {
 		if !strings.Contains(table.String(), want) {
 			t.Errorf("no %q in\n%s", want, &table)
 		}

@@ -42,8 +42,20 @@ func WriteTable(out io.Writer, r *Result) error {
 		x := r.Hits[0]
 		fmt.Fprintf(&b, "\n%d requests of %d prompt tokens, all submitted at once; hits: those whose prompts have run before; found: share of all prompt tokens whose KV entries were there\n", x.Requests, x.PromptTokens/x.Requests)
 	}
+	if r.files() {
+		text := "files that were written just now are read from the system's page cache, where there is room"
+		if r.Emulation != nil && r.Emulation.Rates == eval.RatesVirtual {
+			text = "the virtual clock does not count reading and writing files"
+		}
+		b.WriteString(text + "\n")
+	}
 	_, err := io.WriteString(out, b.String())
 	return err
+}
+
+// files reports whether any prefix was in files.
+func (r *Result) files() bool {
+	return slices.ContainsFunc(r.TTFT, func(x TTFTPoint) bool { return x.Place == File }) || slices.ContainsFunc(r.Hits, func(x HitsPoint) bool { return x.Place == File })
 }
 
 // times writes a ratio; nothing where there is none.
